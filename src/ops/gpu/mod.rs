@@ -107,8 +107,8 @@ impl<P: DerefMut<Target: Gpu> + Send> GpuBackend<P> {
             binding.region = self.resolve(binding.region);
         }
         let done = self.gpu.launch(&launch);
-        let mark = self.gpu.sync_point();
-        self.in_flight[first..].iter_mut().for_each(|(.., until)| *until = mark);
+        let point = self.gpu.sync_point();
+        self.in_flight[first..].iter_mut().for_each(|(.., until)| *until = point);
         if self.waits_each {
             self.launched.push(launch.kernel);
             let waited = self.gpu.wait();
@@ -167,9 +167,9 @@ impl<P: DerefMut<Target: Gpu> + Send> GpuBackend<P> {
     fn settle(&mut self, region: Region, access: BufferAccess) -> Result<(), DeviceError> {
         let conflicts = |other: BufferAccess| access != BufferAccess::Read || other != BufferAccess::Read;
         let touched = self.in_flight.iter().filter(|(other, with, _)| conflicts(*with) && other.overlaps(region));
-        if let Some(mark) = touched.map(|(.., mark)| *mark).max() {
-            let done = self.gpu.wait_for(mark);
-            self.in_flight.retain(|(.., until)| *until > mark);
+        if let Some(last) = touched.map(|(.., point)| *point).max() {
+            let done = self.gpu.wait_for(last);
+            self.in_flight.retain(|(.., until)| *until > last);
             self.record(done)?;
         }
         self.check_failed()
@@ -180,22 +180,26 @@ fn refuse<T>(why: String) -> Result<T, DeviceError> {
     Err(DeviceError(why))
 }
 
-fn accept_mixture(layer: &MoeWeights) -> Result<(), DeviceError> {
+fn accept_moe(layer: &MoeWeights) -> Result<(), DeviceError> {
     let (experts, k) = (layer.router.rows, layer.k);
     if experts > 1024 || k > 31 {
-        return refuse(format!("on a GPU, a layer has at most 1024 experts and 31 a token, not {experts} and {k}"));
+        return refuse(format!(
+            "GPU kernels support at most 1024 experts per layer and 31 per token, not {experts} and {k}"
+        ));
     }
     for stack in &layer.stacks {
         let alike = stack.at.windows(2).all(|pair| pair[0] == pair[1]);
         if !alike || stack.at.iter().flatten().any(|at| at % ALIGN != 0) {
-            let how = "`moestro pack` lays them out so; on Linux, so does --expert-io buffered";
-            return refuse(format!("the experts of a layer are not laid out alike in their slots: {how}"));
+            let how = "run `moestro pack`, or on Linux use --expert-io buffered";
+            return refuse(format!(
+                "GPU kernels need the same layout in every slot, which this checkpoint does not give: {how}"
+            ));
         }
         if stack.global_scales.windows(2).any(|pair| pair[0] != pair[1]) {
-            return refuse("on a GPU, the experts of a layer have one global scale".into());
+            return refuse("GPU kernels need one global scale for all experts of a layer".into());
         }
         if stack.cols % 16 != 0 {
-            return refuse(format!("on a GPU, rows of experts are multiples of 16, not {}", stack.cols));
+            return refuse(format!("GPU kernels need expert rows that are multiples of 16, not {}", stack.cols));
         }
     }
     Ok(())
@@ -213,20 +217,25 @@ impl<P: DerefMut<Target: Gpu> + Send> Backend for GpuBackend<P> {
     fn accept(&self, part: ModelPart<'_>) -> Result<(), DeviceError> {
         match part {
             ModelPart::Weight(weight) => match weight.parts.iter().find(|part| part.offset % ALIGN != 0) {
-                Some(part) => refuse(format!("a matrix at byte {} of the trunk", part.offset)),
+                Some(part) => refuse(format!(
+                    "GPU kernels need matrices at multiples of 16 bytes, but one is at byte {} of the trunk",
+                    part.offset
+                )),
                 None => Ok(()),
             },
             ModelPart::Attention(shape)
                 if shape.dim > 256 || shape.dim % 4 != 0 || shape.heads > 32 * shape.kv_heads =>
             {
-                refuse(format!("on a GPU, heads are multiples of 4, at most 256, and 32 share a key, not {shape:?}"))
+                refuse(format!(
+                    "GPU kernels need heads that are multiples of 4, at most 256, and at most 32 per key head, not {shape:?}"
+                ))
             }
             ModelPart::Delta(shape) if shape.conv_width != 4 || shape.key_dim.max(shape.value_dim) > 256 => {
-                refuse(format!("on a GPU, convolutions have 4 taps and heads at most 256, not {shape:?}"))
+                refuse(format!("GPU kernels need a convolution of width 4 and heads of at most 256, not {shape:?}"))
             }
             ModelPart::Attention(shape) => shape.divisible(),
             ModelPart::Delta(_) => Ok(()),
-            ModelPart::Moe(layer) => accept_mixture(layer),
+            ModelPart::Moe(layer) => accept_moe(layer),
         }
     }
 
@@ -340,9 +349,9 @@ impl<P: DerefMut<Target: Gpu> + Send> Timeline for GpuBackend<P> {
         self.gpu.completed()
     }
 
-    fn wait_for(&mut self, mark: SyncPoint) -> Result<(), DeviceError> {
-        let done = self.gpu.wait_for(mark);
-        self.in_flight.retain(|(.., until)| *until > mark);
+    fn wait_for(&mut self, point: SyncPoint) -> Result<(), DeviceError> {
+        let done = self.gpu.wait_for(point);
+        self.in_flight.retain(|(.., until)| *until > point);
         if done.is_err() {
             self.uploaded.clear();
         }
