@@ -19,12 +19,12 @@ pub(super) fn args(sizes: [usize; 3], matrices: &[Weight], add: bool, keep: bool
     assert!((1..=4).contains(&matrices.len()), "{} matrices in one launch", matrices.len());
     let mut args = sizes.map(|size| size as u32).to_vec();
     args.extend([matrices.len() as u32, add.into(), keep.into(), eps.to_bits()]);
-    args.extend(four(matrices).flat_map(Weight::words));
+    args.extend(pad_to_four(matrices).flat_map(Weight::words));
     args
 }
 
 /// Four matrices, as a kernel binds them. The last one fills the unused bindings.
-pub(super) fn four(matrices: &[Weight]) -> impl Iterator<Item = &Weight> {
+pub(super) fn pad_to_four(matrices: &[Weight]) -> impl Iterator<Item = &Weight> {
     (0..4).map(|i| &matrices[i.min(matrices.len() - 1)])
 }
 
@@ -52,9 +52,9 @@ impl Linear<'_> {
             if add || width > self.width() { Binding::read_write(y) } else { Binding::write(y) },
             keep.map_or(Binding::read(x.first(0)), |kept| Binding::write(kept.floats(tokens * cols))),
         ];
-        bindings.extend(four(matrices).flat_map(Weight::bindings));
+        bindings.extend(pad_to_four(matrices).flat_map(Weight::bindings));
         let batch = tokens > 1;
-        // The four simdgroups of a threadgroup have four rows each, or share four rows if there are split_k. The
+        // The four simdgroups of a threadgroup have four rows each, or share four rows if the matrices are small. The
         // shared expert's down is not split, since its sums must equal those of `moe_down`.
         let split_k =
             !any && (add || norm.is_some()) && matrices.iter().map(|m| m.rows).sum::<usize>() <= SPLIT_K_MAX_ROWS;
@@ -148,7 +148,7 @@ impl HalfRows {
         let y = y.floats(tokens * width).part(at * 4, (tokens * width - at) * 4);
         let mut bindings = self.bindings().to_vec();
         bindings.push(if add || rows < width { Binding::read_write(y) } else { Binding::write(y) });
-        bindings.extend(four(matrices).flat_map(Weight::bindings));
+        bindings.extend(pad_to_four(matrices).flat_map(Weight::bindings));
         let blocks: usize = matrices.iter().map(|m| m.rows.div_ceil(TILE[1])).sum();
         Launch {
             kernel: if any { "gemm_any" } else { "gemm" },
