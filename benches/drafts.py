@@ -1,12 +1,16 @@
 #!/usr/bin/env python3
-"""Decoding with a draft beside decoding without, in one run: drafts.py MOESTRO MODEL DRAFT [--rounds 6] [--threads 2] [--tokens 110]
+"""Compares decoding with a draft and without: drafts.py MOESTRO MODEL DRAFT [--rounds 6] [--threads 2] [--tokens 110]
 [--serve "--more flags of all servers"] [--widths 3,5,7] [--starts 1]
 
-One server a setting (off; the same again; auto; force with as many drafted tokens as --widths says), all of them loaded, asked in turns: each round asks each
-server the same greedy questions, in an order that turns with the round. Two servers that do the same differ by a hundredth or two for as long as they run, by
-where their memory lies: `again` shows it, and with --starts all of them are started anew so often, --rounds each time. A row is a round of a setting: answered tokens, the seconds from the first to the last
-of each answer, and the processor's seconds of the whole request (Linux; for a machine that others use, too), summed. At the end, as comments: the
-median of each round's seconds over those of `off` in that round, the processor's of all rounds together, and tokens accepted a cycle."""
+Starts one server per setting and keeps all of them loaded: off, the same again, auto, and force with each number of drafted
+tokens in --widths. Each round asks every server the same greedy questions, in an order that rotates with the round.
+
+Two identical servers differ by 1 or 2 % for as long as they run, depending on where their memory lies. `again` shows this
+difference. --starts restarts all servers that often, with --rounds rounds each time.
+
+Prints one row per round and setting: answered tokens, the seconds from the first to the last token of each answer, and the CPU
+seconds of the whole request (Linux), summed. The comments at the end give the median of each round's seconds over those of
+`off`, the CPU seconds of all rounds together, and the accepted tokens per cycle."""
 import argparse, glob, json, re, statistics, subprocess, time, urllib.request
 
 p = argparse.ArgumentParser()
@@ -30,7 +34,7 @@ class Server:
         body = {"messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": a.tokens, "stream": True,
                 "stream_options": {"include_usage": True}, "cache_prompt": False}
         request = urllib.request.Request(self.url + "/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"})
-        first, tokens, used = None, None, self.processor()
+        first, tokens, used = None, None, self.cpu_seconds()
         for line in urllib.request.urlopen(request):
             if not line.startswith(b"data: {"):
                 continue
@@ -38,9 +42,9 @@ class Server:
             if first is None and event["choices"] and any(event["choices"][0]["delta"].get(k) for k in ("content", "reasoning_content")):
                 first = time.perf_counter()
             tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
-        return tokens, time.perf_counter() - first, self.processor() - used
+        return tokens, time.perf_counter() - first, self.cpu_seconds() - used
 
-    def processor(self):
+    def cpu_seconds(self):
         threads = glob.glob(f"/proc/{self.process.pid}/task/*/schedstat")
         return sum(int(open(thread).read().split()[0]) for thread in threads) / 1e9
 
@@ -79,13 +83,13 @@ def run(start, ratios, totals, counts):
             server.process.wait()
 
 
-print("round,setting,tokens,seconds,processor_seconds")
+print("round,setting,tokens,seconds,cpu_seconds")
 ratios, totals, counts = {name: [[], []] for name in SETTINGS}, dict.fromkeys(SETTINGS, 0.0), {name: [0, 0] for name in SETTINGS}
 kinds = set()
 for start in range(a.starts):
     run(start, ratios, totals, counts)
 for name, (cycles, accepted) in counts.items():
     wall, cpu = (statistics.median(ratio) for ratio in ratios[name])
-    print(f"# {name}: seconds over off {wall:.3f}, processor's {cpu:.3f}, of all rounds together {totals[name] / totals['off']:.3f}" + (f", {accepted / cycles:.2f} accepted in each of {cycles:.0f} cycles" if cycles else ""))
-# A model without an MTP head looks up instead.
-print(f"# drafted by {', '.join(sorted(kinds)) or 'nobody'}")
+    print(f"# {name}: seconds over off {wall:.3f}, CPU seconds {cpu:.3f}, all rounds together {totals[name] / totals['off']:.3f}" + (f", {accepted / cycles:.2f} accepted in each of {cycles:.0f} cycles" if cycles else ""))
+# A model without an MTP head uses prompt lookup.
+print(f"# draft kinds: {', '.join(sorted(kinds)) or 'none'}")

@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-"""How much of an agent's conversation a server computes twice: prompt_cache.py URL CONVERSATION.json [--answers recorded|own|own-without-reasoning]
-[--max-tokens 8] [--no-cache | --beside] [--llama URL]
+"""Measures how much of an agent's conversation a server computes twice: prompt_cache.py URL CONVERSATION.json
+[--answers recorded|own|own-without-reasoning] [--max-tokens 8] [--no-cache | --beside] [--llama URL]
 
-CONVERSATION is {"tools": [...], "turns": [[message, ...], ...]}: turn k is what the client sends the k-th time, whole. With --answers own the server's
-own answers take the place of the recorded ones. For each turn: tokens of the prompt; those that are new since any earlier prompt (by /tokenize); those
-that the server computed (moestro_prompt_tokens_total{source="computed"}, which is counted at the forward pass); the time to the first token; bytes
-written to the disk so far. With --beside each turn is asked once more behind it, without the cache: the seconds of that, too.
-With --llama the tokens of each turn are then sent to a llama-server with the same vocabulary as well, which says what it computed, for one token."""
+CONVERSATION is {"tools": [...], "turns": [[message, ...], ...]}. Turn k is everything that the client sends the k-th time. With
+--answers own, the server's own answers replace the recorded ones.
+
+Prints for each turn: the prompt's tokens; those that are new compared with all earlier prompts (by /tokenize); those that the
+server computed (moestro_prompt_tokens_total{source="computed"}, counted at the forward pass); the time to the first token; and
+the bytes written to disk so far. --beside repeats each turn without the cache and prints its time, too. --llama sends the
+tokens of each turn to a llama-server with the same vocabulary, for one token, and prints what it computed."""
 import argparse, csv, json, re, sys, time, urllib.request
 
 p = argparse.ArgumentParser()
@@ -29,7 +31,7 @@ def computed():
 
 
 def stream(messages, cache):
-    """The chunks of an answer, and the time at which each came."""
+    """Yields the chunks of an answer, each with its time."""
     body = {"messages": messages, "tools": tools, "max_tokens": a.max_tokens, "temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
     if not cache:
         body["cache_prompt"] = False
@@ -48,7 +50,7 @@ out.writerow(["turn", "prompt", "new", "computed", "cached", "seconds_to_first_t
 sums, llama = [0, 0, 0, 0.0], [0, 0.0]
 for k, messages in enumerate(talk["turns"][: a.turns]):
     if a.answers != "recorded":
-        # What the server said stands where the recorded answer stood; tool results follow calls that were made.
+        # The server's answers replace the recorded ones. Tool results still follow recorded calls.
         messages = [own.get(i, m) for i, m in enumerate(messages)]
     ids = json.load(ask("/tokenize", {"messages": messages, "tools": tools, "add_generation_prompt": True}))["tokens"]
     shared = 0

@@ -1,5 +1,5 @@
-//! Drawing one token from a row as long as Qwen3.5's vocabulary: it happens between two forward passes, so it has to cost
-//! next to nothing beside one.
+//! Measures sampling one token from a row of Qwen3.5's vocabulary. Sampling runs between two forward passes, so it must cost
+//! little compared with one.
 
 use criterion::{Criterion, criterion_group, criterion_main};
 use moestro::engine::{Sampler, Sampling, TokenMask};
@@ -7,7 +7,7 @@ use std::hint::black_box;
 
 const VOCAB: usize = 248_320;
 
-/// Logits as a model's are: most are far below a few.
+/// Logits with a realistic distribution: most are far below the largest.
 fn logits() -> Vec<f32> {
     let mut bits = 1u64;
     let mut uniform = || {
@@ -33,7 +33,7 @@ fn draw(criterion: &mut Criterion) {
         let mut sampler = Sampler::new(sampling, &prompt, VOCAB);
         criterion.bench_function(name, |bench| bench.iter(|| sampler.draw(black_box(&logits), &TokenMask::Any)));
     }
-    // A third of all tokens may come, strewn over the vocabulary as those of a JSON string are.
+    // A third of all tokens is allowed, scattered over the vocabulary like those of a JSON string.
     let allowed =
         TokenMask::Only((0..VOCAB as u32 / 32).map(|word| word.wrapping_mul(0x9E37_79B1) & 0x5555_9249).collect());
     let mut sampler = Sampler::new(Sampling { top_k: 20, top_p: 0.95, ..neutral }, &prompt, VOCAB);

@@ -1,22 +1,26 @@
-//! What drafts are worth on a checkpoint of any size, with a draft that needs no weights: an oracle knows the answer, and is
-//! wrong as often as it is told to be.
+//! Measures what drafts gain on a checkpoint of any size. The draft is an oracle without weights: it knows the answer and is
+//! wrong with a given probability.
 //!
 //! ```text
 //! cargo bench --bench speculation -- MODEL [SETTING ...] [--share 0.5] [--tokens 128] [--prompt 64] [--rounds 5]
 //!     [--temp 1] [--threads N] [--io direct|buffered] [--gpu] [--auto] [--rollback]
 //! ```
-//! Settings are `oracle:ROWS@P` (each drafted token is right with probability P), `every:N` (right at every Nth token of an
-//! answer, no other) and `lookup:ROWS`; `plain` is always the first. Each round gives the same answer once in each
-//! setting, in an order that turns, by one engine, and each answer is compared with the plain one. `--share` streams the
-//! experts, with slots for that part of them. With `--auto` every setting has an engine of its own, whose controller decides,
-//! beside two that never draft, `plain` and `again`: what those two differ by is no draft's fault. There the first round
-//! counts, too, in which no slot has an expert yet. CSV: a row an answer, then lines that begin with `#`: medians of the pairs
-//! with `plain`, by the clock and in processor time; and `books`, the seconds that the controller's cycles lost, as a part of
-//! all. `traffic` is the ratio that memory traffic allows: tokens a pass by the bytes a plain pass reads over those of a pass
-//! of so many rows, whose distinct experts are counted on the answer itself.
 //!
-//! `--rollback` measures instead what it costs that a verify of four rows can be taken back: a verify of which some rows stay,
-//! beside a pass of as many rows that cannot be taken back, in turns; as a part of a decode step.
+//! Settings: `oracle:ROWS@P` (each drafted token is right with probability P), `every:N` (only every Nth token of an answer is
+//! right) and `lookup:ROWS`. `plain` always runs first. Each round generates the same answer once per setting, in rotating
+//! order, with one engine. Each answer is compared with the plain one. `--share` streams the experts, with slots for that share
+//! of them.
+//!
+//! With `--auto` every setting has its own engine, whose controller decides. Two engines never draft, `plain` and `again`: their
+//! difference is the noise of the measurement. The first round counts, too, and starts without any cached expert.
+//!
+//! Prints CSV, one row per answer, then lines that start with `#`: medians of the ratios to `plain`, by wall clock and by CPU
+//! time, and `books`, the share of time that the controller's cycles lost. `traffic` is the ratio that memory traffic allows:
+//! tokens per pass times the bytes of a plain pass, over those of a pass of this many rows. Its distinct experts are counted on
+//! the answer.
+//!
+//! `--rollback` measures the cost of a verify that can be rewound: a verify of four rows, some of which are kept, compared with
+//! a pass of four rows that cannot be rewound, as a share of a decode step.
 
 use moestro::{
     command::device_choice::DeviceChoice,
@@ -66,8 +70,8 @@ impl Setting {
     }
 }
 
-/// Drafts as it is told to at the moment.
-struct Told {
+/// A draft that follows the current setting.
+struct SettingDraft {
     setting: Arc<Mutex<Setting>>,
     /// Prompt and answer.
     known: Arc<Vec<u32>>,
@@ -75,16 +79,16 @@ struct Told {
     dice: u64,
 }
 
-impl Told {
+impl SettingDraft {
     fn roll(&mut self) -> f64 {
         self.dice = self.dice.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (self.dice >> 11) as f64 / (1u64 << 53) as f64
     }
 }
 
-impl Draft<Qwen> for Told {
+impl Draft<Qwen> for SettingDraft {
     fn kind(&self) -> DraftKind {
-        // Of this kind none is switched off for being wrong: the controller alone is measured.
+        // Lookup drafts are never disabled for being wrong, so only the controller is measured.
         DraftKind::Lookup
     }
 
@@ -163,7 +167,7 @@ fn load(dir: &Path, args: &Args, metrics: &Arc<Metrics>) -> Qwen {
     chosen.place(Qwen::load(dir, &options, metrics, &mut |_, _| ()).expect("a model")).expect("a model for this device")
 }
 
-/// The answer as plain decoding gives it, and for passes of one row and more the distinct experts of all layers in the mean.
+/// The plain answer, and the mean number of distinct experts of all layers, by the rows of a pass.
 fn answer(model: &mut Qwen, ids: &[u32], tokens: usize, sampling: &Sampling) -> (Vec<u32>, Vec<f64>) {
     let (mut state, mut sampler) = (model.start().expect("a state"), Sampler::new(sampling.clone(), ids, usize::MAX));
     let mut logits = model.forward(&mut state, ids, Rows::Last).expect("a prompt").data;
@@ -187,8 +191,8 @@ fn answer(model: &mut Qwen, ids: &[u32], tokens: usize, sampling: &Sampling) -> 
     (told, (0..=16).map(|rows| if rows == 0 { 0.0 } else { union(rows) }).collect())
 }
 
-/// Seconds that all threads have computed (Linux; 0 elsewhere).
-fn processor() -> f64 {
+/// CPU seconds of all threads (Linux; 0 elsewhere).
+fn cpu_seconds() -> f64 {
     let tasks = std::fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
     let of = |task: std::fs::DirEntry| {
         let text = std::fs::read_to_string(task.path().join("schedstat")).ok()?;
@@ -223,19 +227,19 @@ impl Engine {
         let m = &self.metrics;
         let cycles = || m.draft_cycles.with_label_values(&["lookup"]).get();
         let counts = || (m.lookups_decode_miss.get() + m.lookups_prefill_miss.get(), m.ssd_read_bytes.get(), cycles());
-        let mut events = self.handle.submit(request).expect("room in the line");
+        let mut events = self.handle.submit(request).expect("a free place in the queue");
         let (mut told, mut begun, mut before) = (Vec::new(), 0.0, (0, 0, 0));
         loop {
             match events.blocking_recv().expect("an event") {
                 Event::Token { id, .. } => {
                     if told.is_empty() {
-                        (begun, before) = (processor(), counts());
+                        (begun, before) = (cpu_seconds(), counts());
                     }
                     told.push(id);
                 }
                 Event::Done { timings, finish, .. } => {
-                    let ((misses, bytes, cycles), processor) = (counts(), processor() - begun);
-                    assert!(told == expected, "{setting:?}: the answer is not the plain one");
+                    let ((misses, bytes, cycles), processor) = (counts(), cpu_seconds() - begun);
+                    assert!(told == expected, "{setting:?}: the answer differs from the plain one");
                     assert_eq!(finish, Finish::Length, "{setting:?}");
                     let (misses, bytes, cycles) = (misses - before.0, bytes - before.1, cycles - before.2);
                     return Ran { seconds: timings.decode_seconds, processor, timings, misses, bytes, cycles };
@@ -282,7 +286,7 @@ fn main() {
     let known: Arc<Vec<u32>> = Arc::new([&ids[..], &told[..]].concat());
     let spawn = |model: Qwen, speculate: DraftPolicy, metrics: Arc<Metrics>| {
         let setting = Arc::new(Mutex::new(Setting::Plain));
-        let draft = Told { setting: setting.clone(), known: known.clone(), prompt, dice: 1 };
+        let draft = SettingDraft { setting: setting.clone(), known: known.clone(), prompt, dice: 1 };
         let options = engine::Options {
             speculate,
             draft_tokens: if speculate == DraftPolicy::Auto { 7 } else { 15 },
@@ -306,7 +310,7 @@ fn main() {
     println!("round,setting,seconds,processor_seconds,drafted,accepted,cycles,saved_seconds,misses,bytes_read");
     let mut ratios = vec![[Vec::new(), Vec::new()]; settings.len()];
     let mut sums = vec![[0.0; 8]; settings.len()];
-    // The first round of an engine that all settings share is not counted: caches turn over.
+    // The first round of a shared engine does not count, since its caches are cold.
     let first = usize::from(!auto);
     for round in 0..rounds + first {
         let mut ran: Vec<Option<Ran>> = settings.iter().map(|_| None).collect();
@@ -361,11 +365,11 @@ fn main() {
     }
 }
 
-/// Seconds by the clock and of the processor.
+/// Wall-clock and CPU seconds.
 fn timed(what: &mut dyn FnMut()) -> [f64; 2] {
-    let (begin, before) = (Instant::now(), processor());
+    let (begin, before) = (Instant::now(), cpu_seconds());
     what();
-    [begin.elapsed().as_secs_f64(), processor() - before]
+    [begin.elapsed().as_secs_f64(), cpu_seconds() - before]
 }
 
 fn rollback(model: &mut Qwen, ids: &[u32], rounds: usize) {
@@ -386,7 +390,7 @@ fn rollback(model: &mut Qwen, ids: &[u32], rounds: usize) {
             let back = timed(&mut || {
                 drop(model.verify(verify, &rows).expect("rows"));
                 if kept < ROWS {
-                    verify.reject(ROWS - kept).expect("rows to take back");
+                    verify.reject(ROWS - kept).expect("rows to remove");
                 }
             });
             if round > 0 {

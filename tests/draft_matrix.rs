@@ -1,5 +1,5 @@
-//! Every kind of draft with every way of drawing, on all golden prompts, with experts resident and streamed: forced, the answers
-//! are those of plain decoding.
+//! Every kind of draft with every kind of sampling, on all golden prompts, with resident and streamed experts. The answers must
+//! equal plain decoding.
 
 mod common;
 
@@ -20,7 +20,7 @@ const DFLASH: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro-d
 const HEAD: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/drafts/mtp.safetensors");
 const SMALL: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/drafts/model");
 
-/// The directory of an MTP head of its own.
+/// A directory that contains only an MTP head.
 fn head() -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     std::fs::write(dir.path().join("config.json"), r#"{"model_type": "qwen3_5_mtp"}"#).unwrap();
@@ -33,7 +33,7 @@ struct Engine {
 }
 
 impl Engine {
-    /// `kind` of draft from `dir`, for a model whose experts are streamed through so many slots.
+    /// An engine with a draft of this `kind` from `dir`, and a model with this many expert slots.
     fn new(kind: &'static str, dir: &Path, slots: Option<usize>, speculate: DraftPolicy) -> Self {
         let drafter = if kind == "mtp" { MtpSource::Directory(dir.into()) } else { MtpSource::None };
         let mut options = LoadOptions { threads: Some(2), verify: true, drafter, ..LoadOptions::default() };
@@ -64,7 +64,7 @@ impl Engine {
     }
 }
 
-/// The ways of drawing.
+/// The kinds of sampling.
 fn samplings() -> [Sampling; 5] {
     let seeded = |temperature| Sampling { temperature, seed: Some(5), ..Sampling::default() };
     let penal = Sampling { frequency_penalty: 0.6, presence_penalty: 0.3, repetition_penalty: 1.2, ..seeded(1.3) };
@@ -73,7 +73,7 @@ fn samplings() -> [Sampling; 5] {
 }
 
 #[test]
-fn every_kind_with_every_way_of_drawing_on_every_prompt() {
+fn drafts_equal_plain_decoding_everywhere() {
     let alone = head();
     let (cases, none) = (fixtures::demo().0, Path::new(""));
     let plain = Engine::new("lookup", none, None, DraftPolicy::Off);
@@ -99,8 +99,8 @@ fn every_kind_with_every_way_of_drawing_on_every_prompt() {
                 let Timings { drafted_tokens: drafted, accepted_tokens: accepted, .. } = found.2;
                 counts[way] = [counts[way][0] + accepted, counts[way][1] + drafted - accepted];
             }
-            println!("{kind} {slots:?}: accepted and refused {counts:?}");
-            // Looking up finds little in short answers; in each way of drawing the others are right and wrong.
+            println!("{kind} {slots:?}: accepted and rejected {counts:?}");
+            // Lookups find little in short answers. All other drafts have accepted and rejected tokens with every sampling.
             let sum = counts.iter().fold([0, 0], |sum, count| [sum[0] + count[0], sum[1] + count[1]]);
             assert!(sum[0] > 0 && sum[1] > 0 && (kind == "lookup" || counts.as_flattened().iter().all(|n| *n > 0)));
         }

@@ -1,5 +1,5 @@
-//! Drafts that compute: they are as good as their reference, the answer is the same with and without, and every way in which
-//! converters store an MTP head is the same head.
+//! MTP heads and draft models: they match their reference's acceptance, do not change an answer, and load from every layout
+//! that converters write.
 
 mod common;
 
@@ -22,7 +22,7 @@ use std::{
 const HEAD: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/drafts/mtp.safetensors");
 const SMALL: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/drafts/model");
 
-/// A copy of the demo without its head.
+/// A copy of the demo model without an MTP head.
 fn demo(at: &Path) -> PathBuf {
     let dir = at.join("demo");
     std::fs::create_dir(&dir).unwrap();
@@ -51,7 +51,7 @@ struct Answer {
     cycles: u64,
 }
 
-/// Answers one prompt after the other.
+/// Answers the prompts one after another.
 fn answers(
     model: Qwen,
     draft: Option<Box<dyn Draft<Qwen>>>,
@@ -86,7 +86,7 @@ fn mtp(model: &Qwen) -> Option<Box<dyn Draft<Qwen>>> {
     Some(Box::new(MtpDraft::new(model).expect("the model has a head")))
 }
 
-/// Tokens accepted a cycle in the mean, over the golden prompts; the answers must be mlx-lm's.
+/// Mean accepted tokens per cycle over the golden prompts. The answers must equal mlx-lm's.
 fn acceptance(model: Qwen, draft: Option<Box<dyn Draft<Qwen>>>, width: usize) -> f64 {
     let (cases, _) = fixtures::demo();
     let prompts: Vec<_> = cases.iter().map(|case| case.prompt_ids.clone()).collect();
@@ -102,7 +102,7 @@ fn acceptance(model: Qwen, draft: Option<Box<dyn Draft<Qwen>>>, width: usize) ->
 }
 
 #[test]
-fn the_mtp_head_is_as_good_as_its_reference() {
+fn mtp_head_matches_reference_acceptance() {
     let dir = tempfile::tempdir().unwrap();
     let model = load_with(&with_head(dir.path()), options(MtpSource::Checkpoint));
     assert!(model.plan().draft > 3 << 20, "{:?}", model.plan());
@@ -117,19 +117,19 @@ fn small() -> Option<Box<dyn Draft<Qwen>>> {
 }
 
 #[test]
-fn the_draft_model_is_as_good_as_its_reference() {
+fn draft_model_matches_reference_acceptance() {
     let mean = acceptance(load_with(Path::new(DEMO), options(MtpSource::None)), small(), 4);
     eprintln!("draft model: {mean:.3} of 4 accepted");
     assert!(mean >= 3.6, "{mean}");
 }
 
 #[test]
-fn answers_are_the_same_with_drafts_and_without() {
+fn answers_equal_with_and_without_drafts() {
     let dir = tempfile::tempdir().unwrap();
     let dir = with_head(dir.path());
     let (cases, _) = fixtures::demo();
     let mut prompts: Vec<_> = cases.iter().take(3).map(|case| case.prompt_ids.clone()).collect();
-    // It goes on where the last answer ended, and jumps to something else, longer than what drafts look at.
+    // One prompt extends the last answer. Another is unrelated and longer than what drafts read.
     prompts.push([&prompts[2][..], &cases[2].greedy_ids[..9], &[30, 31, 32]].concat());
     prompts.push((0..700).map(|n| 20 + (n * n * 7 + n * 3) % 1500).collect());
     let seeded = |temperature| Sampling { temperature, seed: Some(5), ..Sampling::default() };
@@ -153,13 +153,13 @@ fn answers_are_the_same_with_drafts_and_without() {
                 let Timings { drafted_tokens: drafted, accepted_tokens: accepted, .. } = found.timings;
                 counts = [counts[0] + accepted, counts[1] + drafted - accepted];
             }
-            assert!(counts[0] > 0 && counts[1] > 0, "accepted and refused: {counts:?}; the test must not be empty");
+            assert!(counts[0] > 0 && counts[1] > 0, "accepted and rejected: {counts:?}; the test needs both");
         }
     }
 }
 
 #[test]
-fn a_draft_model_with_other_tokens_is_refused_with_the_first() {
+fn draft_model_with_other_tokens_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     for name in ["config.json", "model.safetensors"] {
         std::fs::copy(Path::new(SMALL).join(name), dir.path().join(name)).unwrap();
@@ -176,7 +176,7 @@ fn a_draft_model_with_other_tokens_is_refused_with_the_first() {
     let (code, told, log) = ask(&whole);
     assert_eq!(code, Some(0), "{log}");
     assert!(told.contains("19") && log.contains("accepted"), "{told} {log}");
-    // Two tokens change places.
+    // Two tokens are swapped.
     let mut json: serde_json::Value = serde_json::from_str(&whole).unwrap();
     let vocab = json["model"]["vocab"].as_object_mut().unwrap();
     let at = |vocab: &serde_json::Map<String, serde_json::Value>, id| {
@@ -190,7 +190,7 @@ fn a_draft_model_with_other_tokens_is_refused_with_the_first() {
     assert!(log.contains("the first is 900"), "{log}");
 }
 
-/// Tensors as a file has them: type, shape, bytes.
+/// The tensors of a file: type, shape, bytes.
 type Tensors = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
 
 fn head() -> Tensors {
@@ -212,8 +212,8 @@ fn floats(bytes: &[u8]) -> Vec<f32> {
     bytes.as_chunks::<2>().0.iter().map(|half| half::bf16::from_le_bytes(*half).to_f32()).collect()
 }
 
-/// As Hugging Face stores it: norms hold `w - 1` (in 32 bits, to lose nothing), gate and up are one tensor, or each expert
-/// has its own.
+/// The head in Hugging Face's layout: norms hold `w - 1` (in 32 bits, to be exact), and gate and up are fused, or each expert
+/// has its own tensors.
 fn hugging_face(head: Tensors, numbered: bool) -> Tensors {
     let mut out = Tensors::new();
     let stack = |name: &str| &head[&format!("mtp.layers.0.mlp.switch_mlp.{name}_proj.weight")];
@@ -245,7 +245,7 @@ fn hugging_face(head: Tensors, numbered: bool) -> Tensors {
     out
 }
 
-/// MLX's affine 8 bits in groups of 64 for the matrices whose names `which` picks.
+/// Quantises the matrices that `which` selects as MLX does: affine, 8 bits, groups of 64.
 fn quantised(head: Tensors, which: impl Fn(&str) -> bool) -> Tensors {
     let mut out = Tensors::new();
     for (name, (dtype, shape, data)) in head {
@@ -273,7 +273,7 @@ fn renamed(head: Tensors, name: impl Fn(&str) -> String) -> Tensors {
     head.into_iter().map(|(old, tensor)| (name(&old), tensor)).collect()
 }
 
-/// The head's logits behind a prompt.
+/// The head's logits after a prompt.
 fn predicted(model: &mut Qwen) -> Vec<f32> {
     let ids: Vec<u32> = (0..40).map(|n| 20 + n * 31).collect();
     let mut hidden = Vec::new();
@@ -285,7 +285,7 @@ fn predicted(model: &mut Qwen) -> Vec<f32> {
 }
 
 #[test]
-fn every_layout_is_the_same_head() {
+fn every_layout_loads_the_same_head() {
     let root = tempfile::tempdir().unwrap();
     let mut expected: Option<Vec<f32>> = None;
     let mut compare = |what: &str, dir: &Path, drafter: MtpSource, most: f32| {
@@ -311,12 +311,12 @@ fn every_layout_is_the_same_head() {
         write(tensors, &dir.join(file));
         compare(what, &dir, MtpSource::Checkpoint, *most);
     }
-    // In the shards: one more file that the index names, or that is simply there.
+    // In a shard of the checkpoint, without an index.
     let dir = fresh("shards");
     write(&head(), &dir.join("model-mtp.safetensors"));
     std::fs::remove_file(dir.join("model.safetensors.index.json")).unwrap();
     compare("shards", &dir, MtpSource::Checkpoint, 0.0);
-    // A directory of its own, without a prefix, quantised throughout.
+    // In a separate directory, without a prefix, also fully quantised.
     let dir = fresh("trunk");
     let alone = root.path().join("alone");
     std::fs::create_dir(&alone).unwrap();
@@ -329,10 +329,10 @@ fn every_layout_is_the_same_head() {
 }
 
 #[test]
-fn a_head_that_is_of_no_use_is_left_alone_or_refused() {
+fn unusable_head_is_skipped_or_refused() {
     let root = tempfile::tempdir().unwrap();
     let dir = demo(root.path());
-    // Declared and absent: config.json says that there is one.
+    // config.json declares a head that is absent.
     assert!(MtpDraft::new(&load_with(&dir, options(MtpSource::Checkpoint))).is_none());
     let file = dir.join("mtp.safetensors");
     let mut strange = head();
@@ -349,7 +349,7 @@ fn a_head_that_is_of_no_use_is_left_alone_or_refused() {
     for (what, tensors) in [("strange", strange), ("missing", missing), ("unclear", unclear)] {
         write(&tensors, &file);
         assert!(MtpDraft::new(&load_with(&dir, options(MtpSource::Checkpoint))).is_none(), "{what}");
-        // Asked for outright, it is an error.
+        // It is an error if the user names the head.
         let alone = root.path().join(what);
         std::fs::create_dir(&alone).unwrap();
         std::fs::write(alone.join("config.json"), r#"{"model_type": "qwen3_5_mtp"}"#).unwrap();
@@ -358,7 +358,7 @@ fn a_head_that_is_of_no_use_is_left_alone_or_refused() {
         let metrics = Metrics::new("test", "cpu");
         assert!(Qwen::load(&dir, &options, &metrics, &mut |_, _| ()).is_err(), "{what}");
     }
-    // Cut off in the middle of a tensor.
+    // The file ends in the middle of a tensor.
     let whole = std::fs::read(HEAD).unwrap();
     std::fs::write(&file, &whole[..whole.len() / 2]).unwrap();
     assert!(MtpDraft::new(&load_with(&dir, options(MtpSource::Checkpoint))).is_none());

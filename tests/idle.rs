@@ -1,4 +1,4 @@
-//! A server that nobody asks: it gives its memory back, costs no processor time, and is there again when it is asked.
+//! An idle server frees its memory, uses no CPU time, and answers again when it gets a request.
 
 #![cfg(target_os = "linux")]
 
@@ -20,7 +20,7 @@ fn memory(server: &Process) -> u64 {
     statm.split(' ').nth(1).unwrap().parse::<u64>().unwrap() * 4096
 }
 
-/// Processor time that it has used, in hundredths of a second.
+/// CPU time of the server, in hundredths of a second.
 fn ticks(server: &Process) -> u64 {
     let stat = std::fs::read_to_string(format!("/proc/{}/stat", server.id())).unwrap();
     let fields: Vec<&str> = stat.rsplit(')').next().unwrap().split_whitespace().collect();
@@ -34,7 +34,7 @@ fn answer(server: &Process) -> Value {
 }
 
 #[test]
-fn a_model_that_nobody_asks_gives_its_memory_back() {
+fn idle_model_is_unloaded_and_reloaded() {
     let cache = tempfile::tempdir().unwrap();
     let prompts = cache.path().to_str().unwrap();
     let server = Process::start(&["--keep-alive", "1s", "--memory-limit", "512M", "--prompt-cache-dir", prompts]);
@@ -43,7 +43,7 @@ fn a_model_that_nobody_asks_gives_its_memory_back() {
     let held = || server.metric("moestro_memory_bytes{kind=\"trunk\"}");
     let begun = Instant::now();
     while held() > 0 {
-        assert!(begun.elapsed() < Duration::from_secs(20), "it is still loaded");
+        assert!(begun.elapsed() < Duration::from_secs(20), "the model is still loaded");
         thread::sleep(Duration::from_millis(100));
     }
     assert!(server.ask("GET", "/health", "").contains("\"model\":null"));
@@ -55,12 +55,12 @@ fn a_model_that_nobody_asks_gives_its_memory_back() {
     assert_eq!(answer(&server), right);
     let again = begun.elapsed();
     eprintln!(
-        "{} MiB loaded, {} MiB idle, {ticks} hundredths of a second of processor in five, {again:?} to eight tokens",
+        "{} MiB loaded, {} MiB idle, {ticks} hundredths of a second of CPU time in 5 s, {again:?} to eight tokens",
         loaded / MIB,
         idle / MIB
     );
     assert!(right.as_str().is_some_and(|text| !text.is_empty()), "{right}");
     assert!(idle < 60 * 1_000_000, "{idle} bytes without a model");
     assert!(idle < loaded, "{loaded} bytes became {idle}");
-    assert!(ticks <= 1, "{ticks} hundredths of a second of processor in five seconds");
+    assert!(ticks <= 1, "{ticks} hundredths of a second of CPU time in 5 s");
 }

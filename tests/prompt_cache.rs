@@ -1,6 +1,7 @@
-//! The prompt cache changes what is computed and never what is answered: random walks over trees of conversations, each
-//! answer compared with that of an engine that remembers nothing, with restarts in between; an agent's conversation, of
-//! which nothing is computed twice; and a server that is killed and remembers.
+//! The prompt cache never changes an answer.
+//!
+//! Random conversations grow, branch and restart, and each answer is compared with that of an engine without a cache. An
+//! agent's conversation computes nothing twice. A killed server finds its snapshots again.
 
 mod common;
 #[path = "support/process.rs"]
@@ -27,18 +28,18 @@ use std::{
 
 const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro-demo");
 
-/// The demo model, with a count of what it is really asked to compute.
-struct Counted {
+/// The demo model. Counts the tokens that it computes.
+struct CountingModel {
     qwen: Qwen,
     tokens: Arc<AtomicUsize>,
 }
 
-impl HiddenStates for Counted {}
+impl HiddenStates for CountingModel {}
 
-impl Model for Counted {
+impl Model for CountingModel {
     type State = <Qwen as Model>::State;
 
-    /// Chunks are small, so that marks and the ends of chunks meet in many ways.
+    /// Chunks are small, so that snapshots fall at different positions of chunks.
     fn info(&self) -> ModelInfo {
         ModelInfo { chunk: 96, ..self.qwen.info() }
     }
@@ -80,11 +81,11 @@ struct Server {
 
 impl Server {
     fn new(states: u64, dir: Option<&Path>) -> Self {
-        Self::keeping(KvBits::Sixteen, states, dir)
+        Self::with_kv_bits(KvBits::Sixteen, states, dir)
     }
 
-    /// With room for `states` states of 400 tokens, and with what was left in `dir`.
-    fn keeping(kv_bits: KvBits, states: u64, dir: Option<&Path>) -> Self {
+    /// A server with room for `states` snapshots of 400 tokens, and with the snapshots in `dir`.
+    fn with_kv_bits(kv_bits: KvBits, states: u64, dir: Option<&Path>) -> Self {
         let mut options = LoadOptions { threads: Some(2), kv_bits, ..LoadOptions::default() };
         options.plan.context = Some(4096);
         let qwen = load_with(Path::new(DEMO), options);
@@ -102,17 +103,17 @@ impl Server {
             ..engine::Options::default()
         };
         let (engine, worker) =
-            engine::spawn(Counted { qwen, tokens: tokens.clone() }, options, metrics.clone()).unwrap();
+            engine::spawn(CountingModel { qwen, tokens: tokens.clone() }, options, metrics.clone()).unwrap();
         Self { engine, worker, tokens, metrics }
     }
 
-    /// Stops, when what is to be kept has been written.
+    /// Stops after writing the remaining snapshots.
     fn stop(self) {
         self.engine.drain();
         self.worker.join().unwrap();
     }
 
-    /// The answer, each token with the bits of its log-probability; and how many tokens of the prompt were known.
+    /// The answer, each token with the bits of its log-probability, and the number of cached prompt tokens.
     fn ask(
         &self,
         ids: &[u32],
@@ -141,7 +142,7 @@ impl Server {
     }
 }
 
-/// Numbers that look random, the same at every run.
+/// Deterministic pseudo-random numbers.
 struct Dice(u64);
 
 impl Dice {
@@ -157,12 +158,12 @@ impl Dice {
 
 /// A conversation: its tokens, and where its messages end.
 #[derive(Clone, Default)]
-struct Talk {
+struct Dialogue {
     ids: Vec<u32>,
     ends: Vec<Boundary>,
 }
 
-impl Talk {
+impl Dialogue {
     fn say(&mut self, ids: &[u32], kind: BoundaryKind) {
         self.ids.extend_from_slice(ids);
         self.ends.push(Boundary { at: self.ids.len(), kind });
@@ -175,65 +176,65 @@ impl Talk {
     }
 }
 
-/// One walk: a few conversations that grow, branch, are edited, asked again and continued with the answer or another.
-fn walk(seed: u64, mut cached: Server, fresh: &Server, again: &dyn Fn(Server) -> Server) -> Server {
+/// One random walk: conversations grow, branch, are edited, are repeated, and continue with the answer or without it.
+fn walk(seed: u64, mut cached: Server, fresh: &Server, restart: &dyn Fn(Server) -> Server) -> Server {
     let mut dice = Dice(seed);
     let system = dice.tokens(30 + 40 * (seed % 7) as usize);
-    let mut talks: Vec<Talk> = Vec::new();
+    let mut dialogues: Vec<Dialogue> = Vec::new();
     for step in 0..12 {
         if dice.roll(8) == 0 {
-            cached = again(cached);
+            cached = restart(cached);
         }
-        let number = dice.roll(talks.len() + 1);
-        let mut talk = match talks.get(number) {
+        let number = dice.roll(dialogues.len() + 1);
+        let mut dialogue = match dialogues.get(number) {
             None => {
-                let mut talk = Talk::default();
-                talk.say(&system, BoundaryKind::System);
-                talk
+                let mut dialogue = Dialogue::default();
+                dialogue.say(&system, BoundaryKind::System);
+                dialogue
             }
-            Some(talk) => match dice.roll(4) {
-                // An earlier message is written anew.
-                0 => talk.until(1 + dice.roll(talk.ends.len())),
-                _ => talk.clone(),
+            Some(dialogue) => match dice.roll(4) {
+                // An earlier message is edited.
+                0 => dialogue.until(1 + dice.roll(dialogue.ends.len())),
+                _ => dialogue.clone(),
             },
         };
-        let retry = talks.get(number).is_some() && dice.roll(4) == 0;
+        let retry = dialogues.get(number).is_some() && dice.roll(4) == 0;
         if !retry {
             let count = 1 + dice.roll(60);
             let kind = if dice.roll(2) == 0 { BoundaryKind::Query } else { BoundaryKind::Message };
             let message = dice.tokens(count);
-            talk.say(&message, kind);
+            dialogue.say(&message, kind);
         }
-        // The opening of the answer.
-        let prompt = [&talk.ids[..], &[2039, 77]].concat();
+        // The start of the answer's message.
+        let prompt = [&dialogue.ids[..], &[2039, 77]].concat();
         let max_tokens = 1 + dice.roll(6);
         let (expected, none) = fresh.ask(&prompt, &[], max_tokens, false);
-        assert_eq!(none, 0, "the other engine remembers nothing");
-        let (answer, _) = cached.ask(&prompt, &talk.ends, max_tokens, true);
+        assert_eq!(none, 0, "the other engine has no cache");
+        let (answer, _) = cached.ask(&prompt, &dialogue.ends, max_tokens, true);
         assert_eq!(answer, expected, "walk {seed}, step {step}, prompt of {}", prompt.len());
         if dice.roll(2) == 0 {
-            // The client sends the answer back as it was.
+            // The client sends the answer back unchanged.
             let answer: Vec<u32> = answer.iter().map(|token| token.0).collect();
-            talk.say(&[&[2039, 77], &answer[..]].concat(), BoundaryKind::Message);
+            dialogue.say(&[&[2039, 77], &answer[..]].concat(), BoundaryKind::Message);
         }
-        match talks.get_mut(number) {
-            Some(old) if dice.roll(3) > 0 => *old = talk,
-            _ => talks.push(talk),
+        match dialogues.get_mut(number) {
+            Some(old) if dice.roll(3) > 0 => *old = dialogue,
+            _ => dialogues.push(dialogue),
         }
     }
     cached
 }
 
-/// As many as `MOESTRO_WALKS` says: 200 by hand.
+/// `MOESTRO_WALKS` sets the number of walks.
 #[test]
-fn answers_do_not_depend_on_what_is_remembered() {
+fn cache_does_not_change_answers() {
     let walks: u64 = std::env::var("MOESTRO_WALKS").map_or(9, |walks| walks.parse().unwrap());
     let (mut known, mut evicted, mut from_disk) = (0, 0, 0);
-    // A cache for one checkpoint, for a few, and for all; the last two are restarted now and then.
+    // Caches for one snapshot, for a few, and for all. The last two restart now and then.
     for (part, states, bits) in [(0, 1, KvBits::Sixteen), (1, 3, KvBits::Eight), (2, 40, KvBits::Sixteen)] {
         let dir = tempfile::tempdir().unwrap();
-        let fresh = Server::keeping(bits, 0, None);
-        let start = || Server::keeping(bits, states, Some(dir.path()).filter(|_| states > 1));
+        let fresh = Server::with_kv_bits(bits, 0, None);
+        let start = || Server::with_kv_bits(bits, states, Some(dir.path()).filter(|_| states > 1));
         let (disk, lost) = (std::cell::Cell::new(0), std::cell::Cell::new((0, 0, 0)));
         let count = |server: &Server| {
             let (known, evicted, memory) = lost.get();
@@ -245,14 +246,14 @@ fn answers_do_not_depend_on_what_is_remembered() {
                 memory + metrics.prompt_cache_hits_memory.get(),
             ));
         };
-        let again = |server: Server| {
+        let restart = |server: Server| {
             count(&server);
             server.stop();
             start()
         };
         let mut cached = start();
         for seed in (part..walks).step_by(3) {
-            cached = walk(seed, cached, &fresh, &again);
+            cached = walk(seed, cached, &fresh, &restart);
         }
         count(&cached);
         let status = cached.engine.prompt_cache();
@@ -263,12 +264,12 @@ fn answers_do_not_depend_on_what_is_remembered() {
         cached.engine.clear_prompt_cache();
         assert_eq!(cached.engine.prompt_cache().bytes, 0);
     }
-    println!("{walks} walks: {known} tokens known, {evicted} checkpoints evicted, {from_disk} read from the disk");
+    println!("{walks} walks: {known} tokens cached, {evicted} snapshots evicted, {from_disk} read from disk");
     assert!(known > 0 && evicted > 0 && from_disk > 0, "{known} {evicted} {from_disk}");
 }
 
 #[test]
-fn an_agent_computes_what_is_new() {
+fn agent_computes_only_new_tokens() {
     let tokenizer = Tokenizer::load(Path::new(DEMO)).unwrap();
     let template = Template::load(Path::new(DEMO)).unwrap();
     for reasoning in [true, false] {
@@ -300,19 +301,19 @@ fn an_agent_computes_what_is_new() {
             generated += server.ask(&ids, &ends, 5, true).0.len() - 1;
             earlier.push(ids);
         }
-        // Of an answer all but the last token went through the model.
+        // The model evaluates every token of an answer except the last.
         let computed = server.tokens.load(Ordering::Relaxed) - generated;
         let all: usize = earlier.iter().map(Vec::len).sum();
         let ratio = computed as f64 / new as f64;
         println!("{computed} tokens computed, {new} new, {all} sent: {ratio:.3}");
         assert!(ratio <= 1.05, "{computed} tokens computed, {new} new, {all} sent (reasoning: {reasoning})");
         assert_eq!(server.metrics.prompt_tokens_computed.get(), computed as u64);
-        assert!(all > 3 * new, "a conversation that shares little shows little");
+        assert!(all > 3 * new, "the conversation must share most of its tokens");
     }
 }
 
 #[test]
-fn a_killed_server_computes_at_most_the_last_message() {
+fn killed_server_keeps_its_snapshots() {
     let dir = tempfile::tempdir().unwrap();
     let turns = agent(4, true);
     let serve = |dir: &Path| Process::start(&["--memory-limit", "300M", "--prompt-cache-dir", dir.to_str().unwrap()]);
@@ -320,29 +321,29 @@ fn a_killed_server_computes_at_most_the_last_message() {
     for messages in &turns[..3] {
         first.chat(messages);
     }
-    // They are written within moments of the answer.
+    // Snapshots are written shortly after the answer.
     let checkpoints = |place: &str| first.metric(&format!("moestro_prompt_cache_checkpoints{{place=\"{place}\"}}"));
-    let patience = std::time::Instant::now() + std::time::Duration::from_secs(30);
+    let deadline = std::time::Instant::now() + std::time::Duration::from_secs(30);
     while checkpoints("disk") < checkpoints("memory") {
-        assert!(std::time::Instant::now() < patience, "{}", first.ask("GET", "/metrics", ""));
+        assert!(std::time::Instant::now() < deadline, "{}", first.ask("GET", "/metrics", ""));
         std::thread::sleep(std::time::Duration::from_millis(20));
     }
     drop(first);
 
     let second = serve(dir.path());
-    // The turn that was answered last, asked again: all of it but the opening of the answer is known.
+    // The last turn again: everything except the start of the answer's message is cached.
     let again = second.chat(&turns[2]);
     let [prompt, cached] =
         [&again["usage"]["prompt_tokens"], &again["usage"]["prompt_tokens_details"]["cached_tokens"]]
             .map(|count| count.as_u64().unwrap());
     assert!(prompt - cached < 8, "{again}");
     assert_eq!(second.metric("moestro_prompt_tokens_total{source=\"computed\"}"), prompt - cached);
-    // The next turn, of which the answer and its result are new.
+    // In the next turn, only the answer and the tool result are new.
     let next = second.chat(&turns[3]);
     let known = next["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap();
     assert!(known >= cached, "{next}");
 
-    // The same answers as of a server that remembers nothing.
+    // The answers are those of a server without snapshots.
     let empty = tempfile::tempdir().unwrap();
     let fresh = serve(empty.path());
     assert_eq!(fresh.chat(&turns[2])["choices"], again["choices"]);
@@ -351,21 +352,21 @@ fn a_killed_server_computes_at_most_the_last_message() {
     assert_eq!(other["usage"]["prompt_tokens_details"]["cached_tokens"], 0);
     assert_eq!(other["choices"], next["choices"]);
 
-    // Emptied, it has nothing.
+    // A cleared cache is empty.
     assert_eq!(second.ask("DELETE", "/prompt_cache", ""), "");
     let health: Value = serde_json::from_str(&second.ask("GET", "/health", "")).unwrap();
     assert_eq!(health["prompt_cache"]["bytes"], 0);
     assert_eq!(health["prompt_cache"]["disk"]["bytes"], 0);
     assert_eq!(second.chat(&turns[3])["usage"]["prompt_tokens_details"]["cached_tokens"], 0);
 
-    // So it is when nothing is in memory that could know what it left, which is written at the latest when it goes.
+    // Unloading writes the remaining snapshots. Clearing removes them although no model is loaded.
     second.ask("POST", "/models/unload", &json!({"model": "moestro-demo"}).to_string());
     assert!(files(dir.path()) > 0);
     assert_eq!(second.ask("DELETE", "/prompt_cache", ""), "");
     assert_eq!(files(dir.path()), 0);
 }
 
-/// Files of all keys below `root`.
+/// The number of files of all keys below `root`.
 fn files(root: &Path) -> usize {
     let below = |path: &Path| std::fs::read_dir(path).unwrap().map(|entry| entry.unwrap().path()).collect::<Vec<_>>();
     below(root).iter().map(|key| below(key).len()).sum()

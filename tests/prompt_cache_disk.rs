@@ -1,5 +1,5 @@
-//! The prompt cache's directory when it fails: a disk without room, a directory that nothing can be written to, files that are
-//! not what was written. Answers stay what they are, and the log has one line about it.
+//! Failures of the prompt cache's directory: a full disk, a directory that is not writable, damaged files, a second server.
+//! Answers do not change, and the log has one warning.
 
 #[path = "support/process.rs"]
 mod process;
@@ -18,21 +18,21 @@ use std::{
 const BINARY: &str = env!("CARGO_BIN_EXE_moestro");
 const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro-demo");
 
-/// A server, and the directory of its log.
+/// A server and its log directory.
 struct Server {
     process: Process,
     logs: tempfile::TempDir,
 }
 
 impl Server {
-    fn start(command: Command, checkpoints: &Path) -> Self {
+    fn start(command: Command, cache: &Path) -> Self {
         let logs = tempfile::tempdir().unwrap();
-        let [dir, log_dir] = [checkpoints, logs.path()].map(|path| path.to_str().unwrap());
+        let [dir, log_dir] = [cache, logs.path()].map(|path| path.to_str().unwrap());
         let args = ["--memory-limit", "300M", "--prompt-cache-dir", dir, "--log-dir", log_dir, DEMO];
         Self { process: Process::spawn(command, &args), logs }
     }
 
-    /// The text of an answer, and how many tokens of the prompt were known.
+    /// The choices of an answer, and the number of cached prompt tokens.
     fn ask(&self, messages: &[Value]) -> (Value, u64) {
         let answer = self.process.chat(messages);
         let cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap();
@@ -44,10 +44,10 @@ impl Server {
         health["prompt_cache"]["disk"].clone()
     }
 
-    /// Waits until the disk's part of the cache is as it should be.
-    fn until(&self, right: impl Fn(&Value) -> bool) {
+    /// Waits until the status of the disk cache satisfies `is_done`.
+    fn wait_for_disk(&self, is_done: impl Fn(&Value) -> bool) {
         let begun = Instant::now();
-        while !right(&self.disk()) {
+        while !is_done(&self.disk()) {
             assert!(begun.elapsed() < Duration::from_secs(30), "{} {:?}", self.disk(), self.warnings());
             thread::sleep(Duration::from_millis(20));
         }
@@ -60,16 +60,16 @@ impl Server {
     }
 }
 
-/// The answers of a server that keeps nothing on the disk.
+/// The answers of a server without a disk cache.
 fn answers(turns: &[Vec<Value>]) -> Vec<Value> {
     let server = Process::start(&["--memory-limit", "300M", "--prompt-cache-dir", "off", DEMO]);
     turns.iter().map(|messages| server.chat(messages)["choices"].clone()).collect()
 }
 
 #[test]
-fn a_disk_without_room_is_not_used_any_more() {
+fn full_disk_is_not_used_again() {
     let (dir, turns) = (tempfile::tempdir().unwrap(), agent(3, true));
-    // No file may grow beyond 64 blocks: enough for the log, too little for a checkpoint.
+    // No file may exceed 64 blocks: enough for the log, too little for a snapshot.
     let mut limited = Command::new("sh");
     limited.args(["-c", r#"trap "" XFSZ; ulimit -f 64; exec "$0" "$@""#, BINARY]);
     let server = Server::start(limited, dir.path());
@@ -78,25 +78,25 @@ fn a_disk_without_room_is_not_used_any_more() {
     for (number, (messages, expected)) in turns.iter().zip(&expected).enumerate() {
         let (answer, cached) = server.ask(messages);
         assert_eq!(answer, *expected);
-        // Memory remembers as before.
+        // The cache in memory still works.
         assert_eq!(cached > 0, number > 0);
-        server.until(Value::is_null);
+        server.wait_for_disk(Value::is_null);
     }
     let warnings = server.warnings();
     assert_eq!(warnings.len(), 1, "{warnings:?}");
-    assert!(warnings[0].contains("checkpoints of prompts are not kept on the disk any more"), "{warnings:?}");
-    // Of what was begun nothing is left.
+    assert!(warnings[0].contains("cannot write a prompt snapshot; running without a disk cache"), "{warnings:?}");
+    // No temporary file is left.
     let names: Vec<PathBuf> = files(dir.path(), "");
-    assert!(names.iter().all(|path| !path.to_str().unwrap().ends_with("unfinished")), "{names:?}");
+    assert!(names.iter().all(|path| !path.to_str().unwrap().ends_with("partial")), "{names:?}");
 }
 
 #[test]
-fn a_directory_that_cannot_be_written_to_is_not_used() {
+fn unwritable_directory_is_not_used() {
     let (dir, turns) = (tempfile::tempdir().unwrap(), agent(2, true));
     fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o555)).unwrap();
     let forbidden = match fs::create_dir(dir.path().join("tried")) {
         Err(_) => dir.path(),
-        // Root may write wherever it is possible at all. It is not there.
+        // Root ignores permissions, but /proc is never writable.
         Ok(()) => Path::new("/proc/self"),
     };
     let server = Server::start(Command::new(BINARY), forbidden);
@@ -106,10 +106,13 @@ fn a_directory_that_cannot_be_written_to_is_not_used() {
     }
     let warnings = server.warnings();
     assert_eq!(warnings.len(), 1, "{warnings:?}");
-    assert!(warnings[0].contains("no checkpoints of prompts are kept on the disk"), "{warnings:?}");
+    assert!(
+        warnings[0].contains("cannot open the prompt cache directory; running without a disk cache"),
+        "{warnings:?}"
+    );
 }
 
-/// The files below `dir` whose names end so, the largest first.
+/// The files below `dir` whose names end with `ending`, largest first.
 fn files(dir: &Path, ending: &str) -> Vec<PathBuf> {
     let dirs = fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path());
     let all = dirs.flat_map(|dir| fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path()));
@@ -119,7 +122,7 @@ fn files(dir: &Path, ending: &str) -> Vec<PathBuf> {
 }
 
 #[test]
-fn a_damaged_file_is_named_once_and_changes_no_answer() {
+fn damaged_file_is_logged_once() {
     let turns = agent(3, true);
     let messages = &turns[2];
     let kept = tempfile::tempdir().unwrap();
@@ -128,16 +131,16 @@ fn a_damaged_file_is_named_once_and_changes_no_answer() {
     let (expected, prompt) = (&answer["choices"], answer["usage"]["prompt_tokens"].as_u64().unwrap());
     let held = first.process.metric("moestro_prompt_cache_checkpoints{place=\"memory\"}");
     assert!(held > 1);
-    first.until(|disk| disk["checkpoints"].as_u64() >= Some(held));
+    first.wait_for_disk(|disk| disk["checkpoints"].as_u64() >= Some(held));
     assert_eq!(first.warnings(), [""; 0]);
     drop(first);
     type Damage = fn(&mut Vec<u8>, &[u8]);
     let damages: [(&str, Damage); 5] = [
         ("cut off", |bytes, _| bytes.truncate(bytes.len() * 2 / 3)),
-        ("a bit of its states", |bytes, _| bytes[5000] ^= 4),
-        ("a bit of its end", |bytes, _| *bytes.last_mut().unwrap() ^= 1),
-        ("another model's", |bytes, _| bytes[10] ^= 1),
-        ("another prompt's", |bytes, other| *bytes = other.to_vec()),
+        ("a bit of the state", |bytes, _| bytes[5000] ^= 4),
+        ("a bit at the end", |bytes, _| *bytes.last_mut().unwrap() ^= 1),
+        ("another model", |bytes, _| bytes[10] ^= 1),
+        ("another prompt", |bytes, other| *bytes = other.to_vec()),
     ];
     for (what, damage) in damages {
         let dir = tempfile::tempdir().unwrap();
@@ -152,7 +155,7 @@ fn a_damaged_file_is_named_once_and_changes_no_answer() {
             let name = path.file_name().unwrap().to_str().unwrap();
             name.split('-').next().unwrap().parse::<u64>().unwrap()
         };
-        // The one that the prompt would take; the one at the answer's end is longer.
+        // The snapshot that the prompt would use. The one at the answer's end is longer.
         let wanted = states.iter().filter(|path| tokens(path) < prompt).max_by_key(|path| tokens(path)).unwrap();
         let other = states.iter().find(|path| len(path) != len(wanted)).unwrap();
         let mut bytes = fs::read(wanted).unwrap();
@@ -161,14 +164,33 @@ fn a_damaged_file_is_named_once_and_changes_no_answer() {
         let second = Server::start(Command::new(BINARY), dir.path());
         let (answer, cached) = second.ask(messages);
         assert_eq!(answer, *expected, "{what}");
-        // It goes on from a shorter one.
+        // The prompt uses a shorter snapshot.
         assert!((1..tokens(wanted)).contains(&cached), "{what}: {cached} of {}", tokens(wanted));
         let warnings = second.warnings();
         assert_eq!(warnings.len(), 1, "{what}: {warnings:?}");
         let name = wanted.file_name().unwrap().to_str().unwrap();
         assert!(
-            warnings[0].contains(name) || warnings[0].contains("a checkpoint cannot be read"),
+            warnings[0].contains(name) || warnings[0].contains("cannot read a prompt snapshot"),
             "{what}: {warnings:?}"
         );
     }
+}
+
+#[test]
+fn second_server_takes_over_after_kill() {
+    let (dir, turns) = (tempfile::tempdir().unwrap(), agent(2, true));
+    let first = Server::start(Command::new(BINARY), dir.path());
+    let (expected, _) = first.ask(&turns[0]);
+    first.wait_for_disk(|disk| disk["checkpoints"].as_u64() > Some(0));
+    let second = Server::start(Command::new(BINARY), dir.path());
+    let health =
+        |server: &Server| -> Value { serde_json::from_str(&server.process.ask("GET", "/health", "")).unwrap() };
+    assert_eq!(health(&second)["prompt_cache"]["disk_locked"], true);
+    assert!(second.disk().is_null());
+    assert_eq!(second.ask(&turns[0]), (expected.clone(), 0), "it answers without the disk cache");
+    // SIGKILL releases the lock.
+    drop(first);
+    second.wait_for_disk(|disk| disk["checkpoints"].as_u64() > Some(0));
+    assert_eq!(health(&second)["prompt_cache"]["disk_locked"], false);
+    assert_eq!(second.warnings(), [""; 0]);
 }

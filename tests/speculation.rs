@@ -1,5 +1,5 @@
-//! Speculation on the real forward pass: a verify has the bytes of decoding one by one, what is taken back never was, and an
-//! answer is the same whatever is drafted.
+//! Speculation on the real forward pass: a verify has the same bytes as single decode steps, rejected rows leave no trace, and
+//! drafts do not change an answer.
 
 mod common;
 
@@ -24,7 +24,7 @@ fn prompt(length: u32) -> Vec<u32> {
 }
 
 #[test]
-fn a_verify_has_the_bytes_of_one_by_one_and_goes_back_to_every_row() {
+fn verify_equals_single_steps_and_rewinds() {
     for slots in [None, Some(64)] {
         let mut model = demo(slots);
         let (prompt, rows) = (prompt(70), prompt(100)[70..86].to_vec());
@@ -43,7 +43,7 @@ fn a_verify_has_the_bytes_of_one_by_one_and_goes_back_to_every_row() {
             if kept < rows.len() {
                 state.reject(rows.len() - kept).unwrap();
             }
-            // On from there, by other tokens than those taken back, first verified again, then one by one.
+            // Continues with other tokens: first a verify, then single steps.
             let next: Vec<u32> = (0..40).map(|n| 30 + (n * 13) % 900).collect();
             let mut other = start(&mut model);
             model.forward(&mut other, &rows[..kept], Rows::None).unwrap();
@@ -55,20 +55,20 @@ fn a_verify_has_the_bytes_of_one_by_one_and_goes_back_to_every_row() {
             for &id in &next[3..] {
                 found.extend(model.forward(&mut state, &[id], Rows::Last).unwrap().data);
             }
-            assert!(found == expected.concat(), "{slots:?}: went back to row {kept}");
+            assert!(found == expected.concat(), "{slots:?}: kept {kept} rows");
         }
     }
 }
 
 #[test]
-fn more_rows_than_a_verify_has_cannot_be_taken_back() {
+fn only_rows_of_the_verify_are_removable() {
     let mut model = demo(None);
     let mut state = model.start().unwrap();
     assert!(state.reject(1).is_err());
     model.verify(&mut state, &[30, 31]).unwrap();
-    assert!(state.reject(2).is_err(), "the first row stays");
+    assert!(state.reject(2).is_err(), "the first row is final");
     state.reject(1).unwrap();
-    assert!(state.reject(1).is_err(), "once");
+    assert!(state.reject(1).is_err(), "a verify can be shortened once");
     assert!(model.verify(&mut state, &[30; 17]).is_err());
     assert!(model.verify(&mut state, &[]).is_err());
 }
@@ -83,7 +83,7 @@ fn ask(handle: &Handle, ids: &[u32], sampling: &Sampling) -> (Vec<u32>, Result<(
     common::ask(handle, Request::new(ids.to_vec(), 60, sampling.clone()))
 }
 
-/// The answer's tokens, how it ended, and how many drafted tokens were accepted and refused.
+/// The answer's tokens, its finish reason, and how many drafted tokens were accepted and rejected.
 fn answer(
     slots: Option<usize>,
     speculate: DraftPolicy,
@@ -99,10 +99,10 @@ fn answer(
 }
 
 #[test]
-fn the_demo_answers_alike_with_drafts_and_without() {
+fn demo_answers_equal_with_and_without_drafts() {
     let mut counts = [0, 0];
     for (length, temperature, penalty) in [(24, 0.0, 0.0), (90, 0.7, 0.0), (40, 1.3, 0.5)] {
-        // Twice the same, so that there is something to look up.
+        // The prompt repeats itself, so that lookups find something.
         let ids = prompt(length).repeat(2);
         let sampling = Sampling { temperature, frequency_penalty: penalty, seed: Some(5), ..Sampling::default() };
         let (plain, finish, _) = answer(None, DraftPolicy::Off, &ids, &sampling);
@@ -113,11 +113,11 @@ fn the_demo_answers_alike_with_drafts_and_without() {
         }
     }
     println!("accepted and rejected: {counts:?}");
-    assert!(counts.iter().all(|count| *count > 0), "{counts:?}; the test must not be empty");
+    assert!(counts.iter().all(|count| *count > 0), "{counts:?}; the test needs both outcomes");
 }
 
 #[test]
-fn a_disk_that_fails_a_verify_fails_the_answer_and_not_its_words() {
+fn disk_error_fails_the_answer_without_wrong_tokens() {
     let dir = tempfile::tempdir().unwrap();
     for entry in std::fs::read_dir(DEMO).unwrap() {
         let path = entry.unwrap().path();
@@ -143,19 +143,19 @@ fn a_disk_that_fails_a_verify_fails_the_answer_and_not_its_words() {
         file.set_modified(modified).unwrap();
         let (mut told, mut done) = ask(&handle, &ids, &sampling);
         if done.is_err() {
-            // What was still being read ahead found the file half restored, and this answer waited for it.
+            // A prefetch read the half-restored file, and this answer waited for it.
             assert!(told == whole[..told.len()], "{told:?}");
             (told, done) = ask(&handle, &ids, &sampling);
         }
-        assert!(done.is_ok() && told == whole, "{done:?}: what was read in between was not mixed in");
+        assert!(done.is_ok() && told == whole, "{done:?}: bytes read meanwhile are not used");
     }
-    assert!(failed > 0, "the test must not be empty");
+    assert!(failed > 0, "the test needs both outcomes");
     drop(handle);
     worker.join().unwrap();
 }
 
 #[test]
-fn hidden_rows_do_not_depend_on_how_a_sequence_is_cut() {
+fn hidden_rows_do_not_depend_on_chunks() {
     let mut model = demo(None);
     model.set_taps(&HiddenTaps { layers: vec![7, 1], rows: 20 }).unwrap();
     let (ids, mut found) = (prompt(50), Vec::new());
@@ -167,8 +167,8 @@ fn hidden_rows_do_not_depend_on_how_a_sequence_is_cut() {
         assert_eq!(found.len(), 2 * 256);
         one_by_one.extend_from_slice(&found);
     }
-    assert_ne!(found[..256], found[256..], "two layers");
-    // A prompt leaves its last rows, a verify those that stay.
+    assert_ne!(found[..256], found[256..], "the layers differ");
+    // A prompt keeps its last rows, a verify the accepted ones.
     let mut state = model.start().unwrap();
     model.forward(&mut state, &ids[..42], Rows::None).unwrap();
     model.tapped_rows(42, &mut found).unwrap();
@@ -176,15 +176,15 @@ fn hidden_rows_do_not_depend_on_how_a_sequence_is_cut() {
     model.verify(&mut state, &ids[42..]).unwrap();
     model.tapped_rows(3, &mut found).unwrap();
     assert!(found == one_by_one[42 * 512..45 * 512]);
-    assert!(model.set_taps(&HiddenTaps { layers: vec![8], rows: 1 }).is_err(), "there are eight layers");
+    assert!(model.set_taps(&HiddenTaps { layers: vec![8], rows: 1 }).is_err(), "the model has eight layers");
 }
 
 #[test]
-fn a_verify_that_goes_on_is_taken_back_as_one() {
+fn extended_verify_is_rewound_as_one() {
     let mut model = demo(None);
     let (prompt, rows) = (prompt(30), [40, 41, 42, 43, 44]);
     let mut state = model.start().unwrap();
-    assert!(model.verify_on(&mut state, &[1]).is_err(), "there is nothing to go on with");
+    assert!(model.verify_on(&mut state, &[1]).is_err(), "there is no verify to extend");
     model.forward(&mut state, &prompt, Rows::None).unwrap();
     let mut plain = model.start().unwrap();
     model.forward(&mut plain, &prompt, Rows::None).unwrap();
@@ -199,12 +199,28 @@ fn a_verify_that_goes_on_is_taken_back_as_one() {
         state.reject(rows.len() - kept).unwrap();
         let on: Vec<_> =
             rows[kept..].iter().map(|id| model.forward(&mut state, &[*id], Rows::Last).unwrap().data).collect();
-        assert!(on.concat() == expected[kept..].concat(), "went back to row {kept}");
+        assert!(on.concat() == expected[kept..].concat(), "kept {kept} rows");
+    }
+}
+
+/// A verify has no more rows than a chunk of the prompt.
+#[test]
+fn small_chunks_shorten_drafts() {
+    let ids = prompt(24).repeat(2);
+    let plain = answer(None, DraftPolicy::Off, &ids, &Sampling::greedy());
+    for chunk in 1..=3 {
+        let mut options = LoadOptions { threads: Some(2), verify: true, ..LoadOptions::default() };
+        options.plan.chunk = Some(chunk);
+        let (handle, worker) = start(load_with(Path::new(DEMO), options), Box::new(LookupDraft), DraftPolicy::Force);
+        let (found, done) = ask(&handle, &ids, &Sampling::greedy());
+        assert_eq!((found, done.unwrap().0), (plain.0.clone(), plain.1), "chunks of {chunk}");
+        drop(handle);
+        worker.join().unwrap();
     }
 }
 
 #[test]
-fn bench_sets_drafts_beside_plain_decoding() {
+fn bench_compares_drafts_with_plain_decoding() {
     let mut bench = std::process::Command::new(env!("CARGO_BIN_EXE_moestro"));
     bench.args(["bench", "--prompt-tokens", "40", "--gen-tokens", "30", "--repeat", "2", "--json", "--threads", "2"]);
     let output = bench

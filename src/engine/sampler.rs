@@ -38,17 +38,17 @@ pub struct Sampler {
     /// Buffer for the logits of steps 1 to 3.
     row: Vec<f32>,
     /// Buffer for the tokens that steps 5 to 7 keep.
-    pool: Vec<Candidate>,
+    pool: Vec<TokenCandidate>,
 }
 
 /// A token and its logit, later its weight: its probability times a factor common to all tokens.
 #[derive(Debug, Clone, Copy, PartialEq)]
-struct Candidate {
+struct TokenCandidate {
     id: u32,
     value: f32,
 }
 
-impl Candidate {
+impl TokenCandidate {
     /// Sorts the most likely candidate first.
     fn order(&self, other: &Self) -> Ordering {
         other.value.total_cmp(&self.value).then(self.id.cmp(&other.id))
@@ -137,7 +137,7 @@ impl Sampler {
             largest(logits, top_k, pool);
         } else {
             pool.clear();
-            pool.extend(logits.iter().zip(0..).map(|(&logit, id)| Candidate { id, value: finite(logit) }));
+            pool.extend(logits.iter().zip(0..).map(|(&logit, id)| TokenCandidate { id, value: finite(logit) }));
         }
         for candidate in pool.iter_mut() {
             candidate.value = ((candidate.value - top) / temperature).exp();
@@ -221,7 +221,7 @@ pub fn argmax(logits: &[f32]) -> Option<u32> {
 }
 
 /// Fills `pool` with the `count` largest logits, sorted.
-fn largest(logits: &[f32], count: usize, pool: &mut Vec<Candidate>) {
+fn largest(logits: &[f32], count: usize, pool: &mut Vec<TokenCandidate>) {
     pool.clear();
     let count = count.min(logits.len());
     if count == 0 {
@@ -235,24 +235,24 @@ fn largest(logits: &[f32], count: usize, pool: &mut Vec<Candidate>) {
             continue;
         }
         for (&logit, id) in block.iter().zip(from..) {
-            let candidate = Candidate { id, value: finite(logit) };
+            let candidate = TokenCandidate { id, value: finite(logit) };
             if candidate.value > bar || pool.len() < count {
                 pool.push(candidate);
             }
             if pool.len() == 2 * count {
-                pool.sort_unstable_by(Candidate::order);
+                pool.sort_unstable_by(TokenCandidate::order);
                 pool.truncate(count);
                 bar = pool[count - 1].value;
             }
         }
     }
-    pool.sort_unstable_by(Candidate::order);
+    pool.sort_unstable_by(TokenCandidate::order);
     pool.truncate(count);
 }
 
 /// Keeps the fewest most likely candidates whose weights sum to at least `share` of the total. Keeps at least one. The
 /// largest weight is 1.
-fn keep_top_p(pool: &mut Vec<Candidate>, share: f32) {
+fn keep_top_p(pool: &mut Vec<TokenCandidate>, share: f32) {
     let mass = |bar: f32| -> f64 {
         pool.iter().map(|candidate| f64::from(if candidate.value >= bar { candidate.value } else { 0.0 })).sum()
     };
@@ -260,7 +260,7 @@ fn keep_top_p(pool: &mut Vec<Candidate>, share: f32) {
     // Most rows keep few tokens, so only candidates above a sufficiently low bar are sorted.
     let bar = (0..).map(|step| 32f32.powi(-step)).find(|&bar| bar == 0.0 || mass(bar) >= goal).unwrap_or(0.0);
     pool.retain(|candidate| candidate.value >= bar);
-    pool.sort_unstable_by(Candidate::order);
+    pool.sort_unstable_by(TokenCandidate::order);
     let mut reached = 0.0;
     let kept = pool.iter().position(|candidate| {
         reached += f64::from(candidate.value);

@@ -158,8 +158,8 @@ proptest! {
         let mut pool = Vec::new();
         largest(&logits, count, &mut pool);
         let mut all: Vec<_> =
-            logits.iter().zip(0..).map(|(&logit, id)| Candidate { id, value: finite(logit) }).collect();
-        all.sort_by(Candidate::order);
+            logits.iter().zip(0..).map(|(&logit, id)| TokenCandidate { id, value: finite(logit) }).collect();
+        all.sort_by(TokenCandidate::order);
         all.truncate(count);
         prop_assert_eq!(pool, all);
     }

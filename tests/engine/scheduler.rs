@@ -283,7 +283,7 @@ fn extended_prompt_is_cached() {
 }
 
 #[test]
-fn prompt_logprobs_do_not_depend_on_the_chunk() {
+fn prompt_logprobs_do_not_depend_on_chunks() {
     let ids: Vec<u32> = (0..77).map(|place| 3 + place * 7 % 60).collect();
     let run = |chunk, max_tokens| {
         let (handle, ..) = engine(&MockModel { chunk, margin: 2.0, ..MockModel::default() }, options());

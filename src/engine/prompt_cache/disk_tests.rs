@@ -150,7 +150,7 @@ fn close_writes_the_remaining_snapshots() {
 }
 
 #[test]
-fn second_server_gets_the_directory_after_the_first() {
+fn second_server_gets_the_released_directory() {
     let dir = tempfile::tempdir().unwrap();
     let (first, ids) = cache_with_two(&options(dir.path()));
     let second = open_within(&options(dir.path()), Duration::from_secs(60));

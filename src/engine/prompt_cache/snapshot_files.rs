@@ -190,7 +190,7 @@ impl SnapshotFiles {
 
     /// Reads the snapshot of `ids`. Its first pages are `known`. The others are read and passed to `make_page`.
     pub fn read(&self, ids: &[u32], known: &[Arc<KvPage>], make_page: &MakePage<'_>) -> io::Result<Snapshot> {
-        enum ReadJob<'a> {
+        enum FileJob<'a> {
             Page(&'a TokenDigest, &'a mut Option<Arc<KvPage>>),
             /// A part of the snapshot's file from this offset: the header if it starts there, and the body.
             State(usize, &'a mut [u8], &'a mut [u8]),
@@ -208,18 +208,18 @@ impl SnapshotFiles {
         let rest = rest
             .chunks_mut(READ_PART)
             .enumerate()
-            .map(|(number, part)| ReadJob::State((number + 1) * READ_PART, &mut [], part));
-        let page = |(digest, page)| ReadJob::Page(digest, page);
-        let jobs = [ReadJob::State(0, &mut header, first)]
+            .map(|(number, part)| FileJob::State((number + 1) * READ_PART, &mut [], part));
+        let page = |(digest, page)| FileJob::Page(digest, page);
+        let jobs = [FileJob::State(0, &mut header, first)]
             .into_iter()
             .chain(rest)
             .chain(missing.iter().zip(&mut pages).map(page));
         let checksums = run_jobs("prompt cache", READERS, jobs.collect(), ReadBuffer::new, |job, buffer| match job {
-            ReadJob::Page(digest, into) => {
+            FileJob::Page(digest, into) => {
                 *into = Some(make_page(self.read_page(digest, buffer)?)?);
                 Ok(None)
             }
-            ReadJob::State(at, head, part) => {
+            FileJob::State(at, head, part) => {
                 self.reader.read(&path, (HEADER + len) as u64, at as u64, head, part, buffer).map(Some)
             }
         })?;

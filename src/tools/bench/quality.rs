@@ -70,14 +70,14 @@ pub fn run(dir: &Path, load: &LoadSettings, text: &[u32], answer: usize, json: b
 }
 
 /// One of several that go through one model in turns.
-struct Sequence {
+struct QualitySequence {
     bits: KvBits,
     state: QwenState,
     /// The logits behind it.
     last: Vec<f32>,
 }
 
-impl Sequence {
+impl QualitySequence {
     fn new(model: &mut Qwen, bits: KvBits) -> Result<Self, CommandError> {
         model.set_kv_bits(bits)?;
         Ok(Self { bits, state: model.start()?, last: Vec::new() })
@@ -107,10 +107,10 @@ impl Sequence {
 
 /// All of `asked` beside one sequence with 16 bits.
 fn compare(model: &mut Qwen, asked: &[KvBits], text: &[u32], answer: usize) -> Result<Vec<Compared>, CommandError> {
-    let mut exact = Sequence::new(model, KvBits::Sixteen)?;
+    let mut exact = QualitySequence::new(model, KvBits::Sixteen)?;
     let mut few = Vec::new();
     for bits in asked {
-        let sequence = Sequence::new(model, *bits)?;
+        let sequence = QualitySequence::new(model, *bits)?;
         let bits = if *bits == KvBits::Four { 4 } else { 8 };
         few.push((sequence, Compared { bits, bytes: model.kv_bytes(), ..Compared::default() }));
     }
