@@ -11,7 +11,7 @@
 // need.
 enum { MAX_SPLITS = 512, MAX_DIM = 256, BATCH = 4, PREFETCH_ROWS = 8 };
 
-// Positions per split for a query at `position`: few, to fill the device, but enough for MAX_SPLITS splits.
+// Positions per split for a query at `position`. Small splits fill the device; they grow so that there are at most MAX_SPLITS.
 FN uint split_size(CONSTANT AttentionArgs& a, uint position) {
   uint size = a.min_split;
   while (position / size >= MAX_SPLITS) size *= 2;

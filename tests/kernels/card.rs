@@ -44,7 +44,7 @@ fn max_log_prob_difference(found: &[f32], expected: &[f32]) -> f32 {
 }
 
 /// Asserts that the tokens equal the CPU's up to the first one with a small lead, and that their log-probabilities
-/// differ by at most `close`.
+/// differ by at most `tolerance`.
 pub fn assert_agrees(
     what: &str,
     found: &(Vec<u32>, Vec<Vec<f32>>),

@@ -354,7 +354,7 @@ impl Driver for Double {
     fn reset(&mut self, value: u64) -> Result<(), DeviceError> {
         let inner = self.0.get_mut();
         inner.refused("reset")?;
-        assert!(inner.ready().is_empty(), "work is pending on the queue that is given up");
+        assert!(inner.ready().is_empty(), "work is pending on the queue that is reset");
         inner.event = value;
         Ok(())
     }
@@ -374,7 +374,7 @@ impl Drop for Double {
         let leaked = inner.control.lock().unwrap().calls.get("leak_buffers").is_some_and(|count| *count > 0);
         let numbers: BTreeSet<u64> = inner.ready().into_iter().map(|index| inner.buffers[index].number).collect();
         if !std::thread::panicking() {
-            assert!(numbers.is_empty() || leaked, "memory is gone, and command buffers {numbers:?} still run");
+            assert!(numbers.is_empty() || leaked, "memory was freed while command buffers {numbers:?} run");
         }
     }
 }

@@ -233,14 +233,14 @@ fn read(chunk: usize) -> u64 {
     let (hits, misses) = (metrics.lookups_prefill_hit.get(), metrics.lookups_prefill_miss.get());
     assert_eq!(hits + misses, asked);
     assert_eq!(metrics.ssd_read_bytes.get(), misses * model.shape().expert);
-    assert!(misses > asked / 2, "with so few slots most have to be read: {misses} of {asked}");
+    assert!(misses > asked / 2, "with few slots most experts must be read: {misses} of {asked}");
     asked
 }
 
 #[test]
 fn chunk_reads_each_expert_once() {
     let whole = read(64);
-    assert!(read(32) > whole, "the count sees what two chunks cost");
+    assert!(read(32) > whole, "two chunks must cost more reads");
 }
 
 #[test]

@@ -111,7 +111,7 @@ fn demo_prompts_on_matrix_units_match() {
         let expected = answer(&mut cpu, &case.prompt_ids, &[], case.greedy_ids.len());
         let found = answer(&mut gpu, &case.prompt_ids, &[], case.greedy_ids.len());
         assert_agrees(&case.question, &found, &expected, 2e-2);
-        assert!(found.1[0] != expected.1[0], "these are not in half precision");
+        assert!(found.1[0] != expected.1[0], "these products are not in half precision");
     }
 }
 

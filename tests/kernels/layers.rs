@@ -81,7 +81,7 @@ fn delta_case(op: DeltaShape, chunks: &[&[usize]]) {
     let tokens: usize = chunks[0].iter().sum();
     let (channels, values, width) = (op.channels(), op.values(), op.width());
     let proj = random.normals(tokens * width);
-    let taps = random.normals(channels * 4);
+    let conv_weight = random.normals(channels * 4);
     let (rate, dt_bias, w) =
         (random.normals(op.value_heads), random.normals(op.value_heads), random.normals(op.value_dim));
     let rate: Vec<f32> = rate.iter().map(|a| -a.exp()).collect();
@@ -90,7 +90,7 @@ fn delta_case(op: DeltaShape, chunks: &[&[usize]]) {
     let mut bytes: Option<Vec<Vec<u8>>> = None;
     for (chunks, late) in chunks.iter().flat_map(|chunks| [(chunks, false), (chunks, true)]) {
         let mut host = Host::start();
-        let (taps, conv_state) = (host.floats(&taps), host.floats(&conv0));
+        let (conv_weight, conv_state) = (host.floats(&conv_weight), host.floats(&conv0));
         let decay = Decay { rate: host.floats(&rate), dt_bias: host.floats(&dt_bias) };
         let (w, state) = (host.floats(&w), host.floats(&state0));
         let all = host.floats(&proj);
@@ -102,7 +102,10 @@ fn delta_case(op: DeltaShape, chunks: &[&[usize]]) {
             let (shape, tokens, y) = (&op, n, rows(y, values));
             let keep = late && at + n < chunks.iter().sum();
             let stored = past.rows + if keep { 0 } else { n };
-            host.run(&Conv { shape, tokens, proj, weight: taps, past, stored, state: conv_state, out: mixed }.launch());
+            host.run(
+                &Conv { shape, tokens, proj, weight: conv_weight, past, stored, state: conv_state, out: mixed }
+                    .launch(),
+            );
             let rule = DeltaRule { shape, tokens, proj, mixed, decay, past, stored, state, norm: w, out, y };
             rule.launches().for_each(|launch| host.run(&launch));
             past = if keep { Replay { rows: n, proj, mixed } } else { Replay::default() };
@@ -119,7 +122,9 @@ fn delta_case(op: DeltaShape, chunks: &[&[usize]]) {
     for row in proj.chunks(width) {
         conv.extend(&row[..channels]);
         let mut c: Vec<f64> = (0..channels)
-            .map(|c| silu((0..4).map(|j| f64::from(taps[j * channels + c]) * conv[j * channels + c]).sum::<f64>()))
+            .map(|c| {
+                silu((0..4).map(|j| f64::from(conv_weight[j * channels + c]) * conv[j * channels + c]).sum::<f64>())
+            })
             .collect();
         conv.drain(..channels);
         let keys = op.key_heads * op.key_dim;
@@ -180,7 +185,8 @@ fn fused_delta_layer_equals_separate_launches() {
             let last = [weight(&mut host, hidden, values)];
             let mut floats = |count: usize| host.floats(&random.normals(count));
             let norm = Some(Norm { weight: floats(hidden), eps: 1e-6, keep: None });
-            let (taps, samples, state) = (floats(4 * channels), floats(3 * channels), floats(values * shape.key_dim));
+            let (conv_weight, samples, state) =
+                (floats(4 * channels), floats(3 * channels), floats(values * shape.key_dim));
             let (decay, gated) = (Decay { rate: floats(heads), dt_bias: floats(heads) }, floats(shape.value_dim));
             let all = floats(9 * hidden);
             let [proj, mixed, out, y] =
@@ -194,7 +200,7 @@ fn fused_delta_layer_equals_separate_launches() {
                 let stored = if index == 0 { 0 } else { past.rows + tokens };
                 let net = DeltaNet {
                     project: Linear { x: h, tokens, norm, matrices: &matrices, y: proj, add: false },
-                    conv: Conv { shape, tokens, proj, weight: taps, past, stored, state: samples, out: mixed },
+                    conv: Conv { shape, tokens, proj, weight: conv_weight, past, stored, state: samples, out: mixed },
                     rule: DeltaRule { shape, tokens, proj, mixed, decay, past, stored, state, norm: gated, out, y },
                     back: Linear { x: y, tokens, norm: None, matrices: &last, y: h, add: true },
                 };
@@ -240,7 +246,7 @@ fn attend_case(op: AttentionShape, start: usize, tokens: usize) {
     let old = [random.normals(op.kv_heads * op.context * dim), random.normals(op.kv_heads * op.context * dim)];
     let cast = |v: f32| if half { half::bf16::from_f32(v).to_f32() } else { v };
     let old = old.map(|v| v.into_iter().map(cast).collect::<Vec<_>>());
-    let turn: Vec<f32> = (0..tokens)
+    let rope_table: Vec<f32> = (0..tokens)
         .flat_map(|t| {
             (0..op.rope_dim / 2).map(move |j| (start + t) as f64 * 1e4f64.powf(-2.0 * j as f64 / op.rope_dim as f64))
         })
@@ -268,16 +274,16 @@ fn attend_case(op: AttentionShape, start: usize, tokens: usize) {
         let [keys, values] = [&old[0], &old[1]].map(|old| store(&mut host, old));
         let cache = KvCache { keys, values, table, recent: Default::default() };
         let norms = (host.floats(&q_norm), host.floats(&k_norm));
-        let (proj, turn) = (host.floats(&proj), host.floats(&turn));
+        let (proj, rope_table) = (host.floats(&proj), host.floats(&rope_table));
         let [y, by_half] = [(); 2].map(|()| host.empty(tokens * op.heads * dim * 4));
         for t in (0..tokens).step_by(chunk) {
             let rows = |region: moestro::device::Region, width: usize| region.part(t * width * 4, chunk * width * 4);
             let (proj, at) = (rows(proj, width), start + t);
-            let turn = QkNormRope { q_norm: norms.0, k_norm: norms.1, rope_table: rows(turn, op.rope_dim) };
+            let norm_rope = QkNormRope { q_norm: norms.0, k_norm: norms.1, rope_table: rows(rope_table, op.rope_dim) };
             let (q, partials) = (host.empty(chunk * op.heads * dim * 4), host.empty(op.partials(at, chunk) * 4));
             let [y, by_half] = [y, by_half].map(|y| rows(y, op.heads * dim));
             let (shape, start, tokens) = (&op, at, chunk);
-            host.run(&KvWrite { shape, start, tokens, proj, norm_rope: turn, q, cache }.launch());
+            host.run(&KvWrite { shape, start, tokens, proj, norm_rope, q, cache }.launch());
             let attend = Attention { shape, start, tokens, q, cache, proj, partials, y };
             attend.launches(16).flatten().for_each(|launch| host.run(&launch));
             Attention { y: by_half, ..attend }.halves().for_each(|launch| host.run(&launch));
@@ -285,7 +291,7 @@ fn attend_case(op: AttentionShape, start: usize, tokens: usize) {
         results.push(host.read_floats(y));
         halves.push(host.read_floats(by_half));
     }
-    assert!(results[0] == results[1] && halves[0] == halves[1], "rows depend on their company");
+    assert!(results[0] == results[1] && halves[0] == halves[1], "a row depends on other rows");
 
     let (mut keys, mut values) = (wide(&old[0]), wide(&old[1]));
     let mut expected = Vec::new();
@@ -295,7 +301,7 @@ fn attend_case(op: AttentionShape, start: usize, tokens: usize) {
             let mut y = x.clone();
             for j in 0..op.rope_dim / 2 {
                 let at = (t * op.rope_dim / 2 + j) * 2;
-                let (c, s) = (f64::from(turn[at]), f64::from(turn[at + 1]));
+                let (c, s) = (f64::from(rope_table[at]), f64::from(rope_table[at + 1]));
                 y[j] = x[j] * c - x[j + op.rope_dim / 2] * s;
                 y[j + op.rope_dim / 2] = x[j + op.rope_dim / 2] * c + x[j] * s;
             }

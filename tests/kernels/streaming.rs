@@ -65,7 +65,7 @@ fn run(prefetch: Prefetch, gpu: bool) -> Counts {
     let text = std::fs::read_to_string(trace).unwrap();
     let margins = text.lines().filter(|line| line.starts_with('n')).count();
     let asked: Vec<String> = text.lines().filter(|line| line.starts_with('d')).map(String::from).collect();
-    assert_eq!(margins, asked.len(), "every choice comes with its margins");
+    assert_eq!(margins, asked.len(), "every selection has margins");
     Counts {
         hits: metrics.lookups_decode_hit.get(),
         misses: metrics.lookups_decode_miss.get(),
