@@ -1,8 +1,7 @@
-//! The cost of a constrained token beside a forward pass: the time until the tokens that may come next are known,
-//! walked over answers drawn evenly from what is allowed (a model's own answers meet fewer new situations). It is
-//! worked out on a thread of its own while the pass runs, so little of it is ever waited for.
+//! Time to compile a schema, and to compute the mask of allowed tokens along random answers. A model's answers meet fewer
+//! new states. The server computes masks on a separate thread during the forward pass, so it rarely waits for one.
 //!
-//! The demo's vocabulary is small; `MOESTRO_TOKENIZER=DIR cargo bench --bench grammar` takes another one.
+//! The demo's vocabulary is small. `MOESTRO_TOKENIZER=DIR cargo bench --bench grammar` uses another one.
 
 use moestro::chat::{
     Tokenizer,
@@ -18,8 +17,8 @@ fn main() {
     let eos = tokenizer.id("<|im_end|>").expect("<|im_end|>");
     let start = Instant::now();
     let grammars = GrammarCompiler::new(tokenizer.clone(), &[eos]);
-    let any = OutputFormat { content: ContentFormat::Text, tools: None };
-    grammars.compile(&any, false, None).expect("any text");
+    let text = OutputFormat { content: ContentFormat::Text, tools: None };
+    grammars.compile(&text, false, None).expect("any text");
     println!("{} tokens, sorted in {:.0} ms", tokenizer.vocab_size(), start.elapsed().as_secs_f64() * 1e3);
     let cases: Vec<Value> =
         serde_json::from_str(include_str!("../tests/fixtures/schemas.json")).expect("the schemas of the tests");

@@ -1,4 +1,4 @@
-//! The user's requests, checked. `cli` has what was typed; from here on nobody sees a raw option.
+//! What the command line means: checked settings. `cli` has the flags as typed; no other room reads them.
 
 pub mod config_file;
 pub mod generation_config;
@@ -14,10 +14,10 @@ use std::{
     time::Duration,
 };
 
-/// The model asked for.
+/// The model to load.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ModelSource {
-    /// The demo model in the binary.
+    /// The embedded demo model.
     Demo,
     Directory(PathBuf),
     /// `org/name` on the Hugging Face hub.
@@ -25,7 +25,7 @@ pub enum ModelSource {
 }
 
 impl ModelSource {
-    /// A path that exists is a directory; another that reads as `org/name` is a hub id.
+    /// An existing path is a directory. Otherwise, a text of the form `org/name` is a hub id.
     pub fn new(typed: Option<&str>) -> Self {
         let Some(typed) = typed else { return ModelSource::Demo };
         let path = expand(typed);
@@ -33,7 +33,7 @@ impl ModelSource {
     }
 }
 
-/// `~` and `~/...` as a shell would; a variable or a quoted word has not been through one.
+/// Expands `~` and `~/...` as a shell does. A shell does not expand environment variables and quoted words.
 fn expand(typed: &str) -> PathBuf {
     let rest = match typed.strip_prefix('~') {
         Some(rest) if rest.is_empty() || rest.starts_with('/') => rest.trim_start_matches('/'),
@@ -42,12 +42,12 @@ fn expand(typed: &str) -> PathBuf {
     env::home_dir().map_or_else(|| typed.into(), |home| home.join(rest))
 }
 
-/// The known name that is most like `name`, and how like it is, at most 1.
+/// The known name that is most similar to `name`, with the similarity, at most 1.
 pub fn nearest<'a>(name: &str, known: impl Iterator<Item = &'a str>) -> Option<(f64, &'a str)> {
     known.map(|known| (strsim::jaro_winkler(known, name), known)).max_by(|a, b| a.0.total_cmp(&b.0))
 }
 
-/// True if `typed` reads as `org/name`.
+/// Whether `typed` has the form `org/name`.
 pub fn is_hub_id(typed: &str) -> bool {
     let word = |word: &str| {
         word.starts_with(|c: char| c.is_ascii_alphanumeric())
@@ -56,7 +56,7 @@ pub fn is_hub_id(typed: &str) -> bool {
     typed.split_once('/').is_some_and(|(org, name)| word(org) && word(name))
 }
 
-/// The options of loading a model. `None` is for the plan to choose.
+/// Settings for loading a model. `None`: the memory plan chooses.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LoadSettings {
     pub device: Device,
@@ -68,21 +68,22 @@ pub struct LoadSettings {
     pub io_threads: usize,
     pub prefetch: Switch,
     pub experts_per_token: Option<usize>,
-    /// `SWIFTLM_TOP_K`: as SwiftLM means it, never more than the model's k.
+    /// `SWIFTLM_TOP_K`. As in SwiftLM, a value above the model's k means k.
     pub experts_at_most: Option<usize>,
     pub context: Option<usize>,
     pub chunk: Option<usize>,
     pub kv_bits: KvBits,
-    /// The model is to be served, so the plan sets memory aside for requests.
+    /// The model is served, so the plan reserves memory for requests.
     pub serving: bool,
-    /// Bytes of memory for checkpoints of prompts; 0 for a command that has no use for them.
+    /// Bytes of memory for the prompt cache. 0 for a command without one.
     pub prompt_cache: Option<u64>,
-    /// Drafts, which take memory to take rows back with; `None` for a command that has no use for them.
+    /// Speculation, which needs memory to undo rejected rows. `None` for a command without it.
     pub drafts: Option<DraftOptions>,
 }
 
 impl LoadSettings {
-    /// Fails with a sentence if `SWIFTLM_TOP_K` is no number.
+    /// # Errors
+    /// `SWIFTLM_TOP_K` is not a number.
     pub fn new(typed: cli::LoadArgs) -> Result<Self, String> {
         let swiftlm = env::var("SWIFTLM_TOP_K").ok();
         Ok(Self {
@@ -111,15 +112,16 @@ impl LoadSettings {
 
 fn experts_at_most(swiftlm: Option<&str>) -> Result<Option<usize>, String> {
     let text = swiftlm.filter(|text| !text.is_empty());
-    let count = |text| values::count(text).map_err(|why| format!("invalid value '{text}' for SWIFTLM_TOP_K: {why}"));
+    let count =
+        |text| values::count(text).map_err(|reason| format!("invalid value '{text}' for SWIFTLM_TOP_K: {reason}"));
     text.map(count).transpose()
 }
 
-/// The place in which checkpoints of prompts outlive the server.
+/// Where the prompt cache is on disk.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum PromptCacheDir {
     Off,
-    /// In the user's cache directory.
+    /// The user's cache directory.
     Cache,
     In(PathBuf),
 }
@@ -132,26 +134,26 @@ pub struct ServeConfig {
     pub port: u16,
     pub api_key: Option<String>,
     pub cors: Option<String>,
-    /// Names of this server beside the local ones.
+    /// Host names of this server, besides the local ones.
     pub allowed_host: Vec<String>,
     pub max_queue: usize,
     pub request_timeout: Option<Duration>,
-    /// A model that nobody has asked for so long gives its memory back.
+    /// Unload a model that was idle for this long.
     pub keep_alive: Option<Duration>,
     pub models_dir: Option<PathBuf>,
     pub keep_billing_header: bool,
-    /// The place of prompts' checkpoints on the disk, and their bytes at most.
+    /// Directory of the prompt cache on disk, and its size limit in bytes.
     pub prompt_cache_dir: PromptCacheDir,
     pub prompt_cache_disk: u64,
     pub load: LoadSettings,
     pub generation: GenerationDefaults,
-    /// The model reasons, where a request does not say.
+    /// Whether the model reasons, if a request does not say.
     pub thinking: Option<bool>,
 }
 
 impl ServeConfig {
     pub fn new(typed: cli::ServeArgs) -> Result<Self, String> {
-        let from_file = typed.api_key_file.as_deref().map(key).transpose()?;
+        let from_file = typed.api_key_file.as_deref().map(read_key).transpose()?;
         Ok(Self {
             model: ModelSource::new(typed.model.model.as_deref()),
             host: typed.host,
@@ -181,9 +183,9 @@ impl ServeConfig {
     }
 }
 
-/// The key in a file: its only line.
-fn key(path: &Path) -> Result<String, String> {
-    let failed = |why: String| format!("--api-key-file {}: {why}", path.display());
+/// Reads the API key from a file with one line.
+fn read_key(path: &Path) -> Result<String, String> {
+    let failed = |reason: String| format!("--api-key-file {}: {reason}", path.display());
     let text = std::fs::read_to_string(path).map_err(|error| failed(error.to_string()))?;
     let key = text.trim_end_matches(['\r', '\n']);
     if key.contains(['\r', '\n']) {
@@ -192,11 +194,11 @@ fn key(path: &Path) -> Result<String, String> {
     values::key(key).map_err(failed)
 }
 
-/// The settings of speculation.
+/// Settings of speculation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DraftOptions {
     pub draft: DraftModel,
-    /// Tokens drafted at a time at most.
+    /// Most tokens drafted at a time.
     pub tokens: usize,
     pub speculation: SpeculationMode,
 }
@@ -215,7 +217,7 @@ impl DraftOptions {
 #[derive(Debug, Clone)]
 pub struct GenerateConfig {
     pub model: ModelSource,
-    /// `None`: nothing was said, and there is a terminal to ask on.
+    /// `None` if there was none, and stdin is a terminal.
     pub prompt: Option<String>,
     pub system: Option<String>,
     pub max_tokens: Option<usize>,
@@ -226,16 +228,16 @@ pub struct GenerateConfig {
 }
 
 impl GenerateConfig {
-    /// One answer.
+    /// Settings of `generate`, which needs a prompt.
     pub fn new(typed: cli::GenerateArgs) -> Result<Self, String> {
         let config = Self::typed(typed)?;
         if config.prompt.is_none() {
-            return Err("nothing to answer: say it with -p PROMPT, or through a pipe; `moestro run` chats".into());
+            return Err("there is no prompt: use -p PROMPT or a pipe, or `moestro run` for a chat".into());
         }
         Ok(config)
     }
 
-    /// A chat, or one answer if something was said.
+    /// Settings of `run`: a chat, or one answer if there is a prompt.
     pub fn chat(typed: cli::RunArgs) -> Result<Self, String> {
         let config = Self::typed(typed.generate)?;
         let load = LoadSettings { prompt_cache: typed.cache.prompt_cache, ..config.load };
@@ -245,7 +247,7 @@ impl GenerateConfig {
     fn typed(typed: cli::GenerateArgs) -> Result<Self, String> {
         Ok(Self {
             model: ModelSource::new(typed.model.model.as_deref()),
-            prompt: said(typed.prompt)?,
+            prompt: read_prompt(typed.prompt)?,
             system: None,
             max_tokens: typed.max_tokens,
             seed: typed.seed,
@@ -256,14 +258,15 @@ impl GenerateConfig {
     }
 }
 
-/// The prompt: as typed, or from stdin if that was asked for or is no terminal.
-fn said(typed: Option<String>) -> Result<Option<String>, String> {
+/// The prompt: as typed, or from stdin if the flag is `-` or stdin is not a terminal.
+fn read_prompt(typed: Option<String>) -> Result<Option<String>, String> {
     match typed {
         Some(text) if text != "-" => return Ok(Some(text)),
         None if io::stdin().is_terminal() => return Ok(None),
         _ => {}
     }
-    let text = io::read_to_string(io::stdin()).map_err(|error| format!("the prompt on stdin: {error}"))?;
+    let text =
+        io::read_to_string(io::stdin()).map_err(|error| format!("cannot read the prompt from stdin: {error}"))?;
     let text = text.trim_end_matches(['\r', '\n']);
     if text.is_empty() { Err("the prompt on stdin is empty".into()) } else { Ok(Some(text.to_owned())) }
 }
@@ -272,7 +275,7 @@ fn thinking(typed: &cli::SamplingArgs) -> Option<bool> {
     typed.thinking.map(|thinking| thinking == OnOff::On)
 }
 
-/// A checkpoint's name: that of its directory.
+/// Name of a checkpoint: the name of its directory.
 pub fn name(dir: &Path) -> String {
     let whole = dir.canonicalize().unwrap_or_else(|_| dir.to_path_buf());
     whole.file_name().map_or_else(|| "model".into(), |name| name.to_string_lossy().into_owned())
@@ -283,7 +286,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_model_is_a_directory_or_a_hub_id_or_the_demo() {
+    fn model_is_directory_hub_id_or_demo() {
         let here = tempfile::tempdir().unwrap();
         let path = here.path().to_str().unwrap();
         assert_eq!(ModelSource::new(None), ModelSource::Demo);
@@ -292,7 +295,7 @@ mod tests {
             ModelSource::new(Some("mlx-community/Qwen3.5-4bit")),
             ModelSource::Hub("mlx-community/Qwen3.5-4bit".into())
         );
-        // An existing directory comes first, and what cannot be an id stays a path, to be missed as one.
+        // An existing directory takes precedence. A text that cannot be a hub id is a path.
         assert_eq!(ModelSource::new(Some("src/engine")), ModelSource::Directory("src/engine".into()));
         for path in ["./no/where", "/no/where", "nowhere", "a/b/c", "../models/x", "a/", "org/na me"] {
             assert_eq!(ModelSource::new(Some(path)), ModelSource::Directory(path.into()));
@@ -300,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn a_tilde_is_home() {
+    fn tilde_expands_to_home() {
         let home = env::home_dir().unwrap();
         assert_eq!(expand("~/models/x"), home.join("models/x"));
         assert_eq!(expand("~"), home);
@@ -309,21 +312,21 @@ mod tests {
     }
 
     #[test]
-    fn a_key_is_the_only_line_of_its_file() {
+    fn key_file_has_one_line() {
         let file = tempfile::NamedTempFile::new().unwrap();
         let read = |text: &str| {
             std::fs::write(file.path(), text).unwrap();
-            key(file.path())
+            read_key(file.path())
         };
         assert_eq!(read("secret\n"), Ok("secret".into()));
         assert_eq!(read("a b"), Ok("a b".into()));
         assert!(read("").unwrap_err().contains("protects nothing"));
         assert!(read("a\nb\n").unwrap_err().contains("one line"));
-        assert!(key(Path::new("/no/such/file")).unwrap_err().contains("/no/such/file"));
+        assert!(read_key(Path::new("/no/such/file")).unwrap_err().contains("/no/such/file"));
     }
 
     #[test]
-    fn swiftlm_top_k_is_a_number_or_nothing() {
+    fn swiftlm_top_k_must_be_a_number() {
         assert_eq!(experts_at_most(Some("6")), Ok(Some(6)));
         assert_eq!(experts_at_most(Some("")), Ok(None));
         assert_eq!(experts_at_most(None), Ok(None));

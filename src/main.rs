@@ -6,7 +6,7 @@ use clap::error::ErrorKind;
 use moestro::{
     cli::Command,
     command::{
-        completions, generate, local_models, log, models, pack, ps, pull, run as chat, serve, service, show_config,
+        completions, generate, list, local_models, log, pack, ps, pull, rm, run as chat, serve, service, show_config,
     },
     config::{
         GenerateConfig, ServeConfig,
@@ -29,8 +29,8 @@ fn main() -> ExitCode {
         }
         _ => error.exit(),
     });
-    local_models::find(&mut cli.command, &mut settings);
-    match log::init(&cli.command).and_then(|()| run(cli.command, &settings)) {
+    local_models::resolve_name(&mut cli.command, &mut settings);
+    match log::init(&cli.command).and_then(|_guard| run(cli.command, &settings)) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("moestro: {error}{}", local_models::hint(&error, &settings));
@@ -45,8 +45,8 @@ fn run(command: Command, settings: &Settings) -> Result<(), CommandError> {
         Command::Generate(typed) => generate::run(&GenerateConfig::new(typed).map_err(CommandError::Usage)?),
         Command::Run(typed) => chat::run(&GenerateConfig::chat(typed).map_err(CommandError::Usage)?),
         Command::Pack(typed) => pack::run(&typed),
-        Command::List(typed) => models::list(&typed, settings),
-        Command::Rm(typed) => models::remove(&typed, settings),
+        Command::List(typed) => list::list(&typed, settings),
+        Command::Rm(typed) => rm::remove(&typed, settings),
         Command::Ps(typed) => ps::ps(&typed),
         Command::Stop(typed) => ps::stop(&typed),
         Command::Pull(typed) => pull::run(&typed),

@@ -1,5 +1,5 @@
-//! Prompts and ids against transformers. `MOESTRO_VECTORS=DIR cargo test --test chat` also checks the vectors of a real
-//! model: DIR has `tokenizer.json`, `templates/NAME.jinja` and `chat_vectors.json` (`{NAME: {case: {..}}}`).
+//! Chat templates and tokenizers compared with transformers. `MOESTRO_VECTORS=DIR cargo test --test chat` also checks the
+//! vectors of a real model: DIR has `tokenizer.json`, `templates/NAME.jinja` and `chat_vectors.json` (`{NAME: {case: {..}}}`).
 
 use moestro::{
     chat::{Conversation, Decoder, Template, Tokenizer},
@@ -25,7 +25,7 @@ fn read(path: &Path) -> Value {
     serde_json::from_slice(&fs::read(path).unwrap()).unwrap()
 }
 
-/// A template given as text, loaded as a model's would be.
+/// Loads a template from its source, as from a model's directory.
 fn template(source: &str) -> Result<Template, ChatError> {
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("chat_template.jinja"), source).unwrap();
@@ -47,7 +47,7 @@ fn one(source: &str) -> Result<String, ChatError> {
     render(&template(source)?, &json!({"messages": [{"role": "user", "content": "hi"}]}))
 }
 
-/// A failure lists the lines that differ: they are easier to read than the texts.
+/// On failure, lists only the lines that differ.
 fn assert_same(found: &str, expected: &str, case: &str) {
     let lines = found.lines().zip(expected.lines()).filter(|(found, expected)| found != expected);
     let lines: String = lines.map(|(found, expected)| format!("found    {found}\nexpected {expected}\n")).collect();
@@ -69,7 +69,7 @@ fn templates_render_as_jinja2_renders_them() {
 }
 
 #[test]
-fn vectors_of_a_real_model() {
+fn real_model_matches_its_vectors() {
     let Some(dir) = std::env::var_os("MOESTRO_VECTORS").map(PathBuf::from) else { return };
     let tokenizer = Tokenizer::load(&dir).unwrap();
     let vectors = read(&dir.join("chat_vectors.json"));
@@ -96,7 +96,7 @@ fn vectors_of_a_real_model() {
 }
 
 #[test]
-fn a_template_is_found_where_models_keep_it() {
+fn template_is_found_in_both_files() {
     let dir = tempfile::tempdir().unwrap();
     let load = || Template::load(dir.path());
     assert!(load().err().unwrap().to_string().contains("chat_template.jinja"));
@@ -135,7 +135,7 @@ fn hostile_templates_end_with_an_error() {
 }
 
 #[test]
-fn values_nested_by_a_loop_overflow_nothing() {
+fn deeply_nested_values_do_not_overflow() {
     let nest = |then: &str| {
         let deep = "[".repeat(20) + "ns.x" + &"]".repeat(20);
         let nest = format!("{{% for i in range(10000) %}}{{% set ns.x = {deep} %}}{{% endfor %}}");
@@ -148,13 +148,13 @@ fn values_nested_by_a_loop_overflow_nothing() {
 }
 
 #[test]
-fn the_date_is_todays() {
+fn date_has_the_right_format() {
     let date = one("{{ strftime_now('%Y-%m-%d') }}").unwrap();
     assert_eq!((date.len(), &date[4..5]), (10, "-"));
 }
 
 #[test]
-fn reasoning_is_open_where_the_prompt_opened_it() {
+fn prompt_that_opens_reasoning_is_detected() {
     for (prompt, open) in [
         ("a<think>\n", true),
         ("a<think>", true),
@@ -169,7 +169,7 @@ fn reasoning_is_open_where_the_prompt_opened_it() {
 static DEMO: LazyLock<Arc<Tokenizer>> = LazyLock::new(|| Arc::new(Tokenizer::load(&demo()).unwrap()));
 
 #[test]
-fn the_demo_model_reads_and_writes() {
+fn demo_model_matches_its_vectors() {
     let template = Template::load(&demo()).unwrap();
     let golden = read(&fixture("demo.json"));
     for case in golden.as_array().unwrap() {
@@ -182,7 +182,7 @@ fn the_demo_model_reads_and_writes() {
 }
 
 #[test]
-fn tokens_and_their_bytes() {
+fn tokens_have_bytes() {
     let think = DEMO.id("<think>").unwrap();
     let end = DEMO.id("<|im_end|>").unwrap();
     let space = DEMO.encode(" the").unwrap();
@@ -209,12 +209,12 @@ fn long_runs_encode() {
 
 proptest! {
     #[test]
-    fn text_comes_back(text in "[ -~\\n\\r\\té世😀\u{0}]{0,60}") {
+    fn text_survives_encoding(text in "[ -~\\n\\r\\té世😀\u{0}]{0,60}") {
         prop_assert_eq!(DEMO.decode(&DEMO.encode(&text).unwrap()), text);
     }
 
     #[test]
-    fn a_stream_of_ids_decodes_as_a_whole(ids in prop::collection::vec(0u32..2100, 0..60)) {
+    fn streamed_ids_decode_as_the_whole(ids in prop::collection::vec(0u32..2100, 0..60)) {
         let mut decoder = Decoder::new(DEMO.clone());
         let mut text: String = ids.iter().map(|id| decoder.push(*id)).collect();
         text += &decoder.finish();
@@ -225,7 +225,7 @@ proptest! {
 }
 
 #[test]
-fn kwargs_are_variables() {
+fn kwargs_become_variables() {
     let kwargs = Map::from_iter([("enable_thinking".to_string(), json!(false))]);
     let template = Template::load(&demo()).unwrap();
     let messages = [json!({"role": "user", "content": "hi"})];

@@ -1,4 +1,4 @@
-//! The binary as a user meets it: errors in one line, the ready line, a signal that lets the running answer end.
+//! The binary from the outside: error messages, the ready line, signals, and the commands on local models.
 
 use serde_json::{Value, json};
 use std::{
@@ -9,7 +9,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// `moestro` with a cache of its own and none of our environment's settings.
+/// `moestro` with a separate cache and without settings from the environment.
 fn moestro(cache: &Path) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_moestro"));
     for (name, _) in std::env::vars_os().filter(|(name, _)| name.to_string_lossy().starts_with("MOESTRO_")) {
@@ -28,7 +28,7 @@ fn stderr(output: &Output) -> &str {
 }
 
 #[test]
-fn errors_are_one_line_and_exit_with_1() {
+fn errors_are_one_line() {
     let busy = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = busy.local_addr().unwrap().port().to_string();
     let empty = tempfile::tempdir().unwrap();
@@ -57,18 +57,18 @@ fn usage_errors_exit_with_2() {
 }
 
 #[test]
-fn one_answer_on_the_terminal() {
+fn generate_prints_one_answer() {
     let output = run(&["generate", "-p", "What is 12+7?", "--temp", "0", "--thinking", "off"]);
     assert!(output.status.success(), "{}", stderr(&output));
     assert_eq!(String::from_utf8_lossy(&output.stdout), "12 + 7 = 19.\n");
-    // Stderr is no terminal here: no reasoning, one line of figures.
+    // Stderr is not a terminal here: no reasoning, one line of timings.
     let said = stderr(&output);
     assert_eq!(said.lines().filter(|line| line.contains("prompt tokens in")).count(), 1, "{said}");
     assert!(!said.contains('\x1b'), "{said}");
 }
 
-/// The output of a command that is told something through a pipe.
-fn told(args: &[&str], text: &str) -> Output {
+/// Runs a command with a text on its stdin.
+fn run_with_stdin(args: &[&str], text: &str) -> Output {
     let cache = tempfile::tempdir().unwrap();
     let mut command = moestro(cache.path());
     let command = command.args(args).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -78,13 +78,13 @@ fn told(args: &[&str], text: &str) -> Output {
 }
 
 #[test]
-fn a_pipe_is_the_prompt_and_reasoning_goes_to_stderr() {
+fn prompt_is_read_from_a_pipe() {
     for (args, thinks) in [
         (&["run", "--temp", "0"][..], true),
         (&["run", "-p", "-", "--temp", "0", "--thinking", "off"], false),
         (&["generate", "--temp", "0", "--thinking", "off"], false),
     ] {
-        let output = told(args, "What is 12+7?\n");
+        let output = run_with_stdin(args, "What is 12+7?\n");
         let said = stderr(&output);
         assert!(output.status.success(), "{args:?}: {said}");
         assert_eq!(String::from_utf8_lossy(&output.stdout), "12 + 7 = 19.\n", "{args:?}");
@@ -92,7 +92,7 @@ fn a_pipe_is_the_prompt_and_reasoning_goes_to_stderr() {
         assert_eq!(reasoning > 0, thinks, "{args:?}: {said}");
         assert!(!said.contains('\x1b'), "{said}");
     }
-    assert_eq!(told(&["run"], "").status.code(), Some(2), "nothing was said");
+    assert_eq!(run_with_stdin(&["run"], "").status.code(), Some(2), "the prompt is empty");
 }
 
 #[test]
@@ -119,7 +119,7 @@ fn models_are_listed_and_removed() {
     assert!(String::from_utf8_lossy(&table.stdout).contains("in the program"));
     let misspelt = with(&["rm", "org/mien"]);
     assert!(stderr(&misspelt).contains("did you mean org/mine?"), "{}", stderr(&misspelt));
-    assert_eq!(with(&["rm", "org/mine"]).status.code(), Some(2), "without a terminal it must be said twice");
+    assert_eq!(with(&["rm", "org/mine"]).status.code(), Some(2), "without a terminal it needs --yes");
     assert!(mine.exists());
     assert!(with(&["rm", "org/mine", "--yes"]).status.success());
     assert!(!mine.exists());
@@ -128,7 +128,7 @@ fn models_are_listed_and_removed() {
 }
 
 #[test]
-fn a_running_server_says_what_it_holds_and_lets_go_of_it() {
+fn running_server_shows_and_unloads_its_model() {
     let server = Server::start(&[]);
     let port = server.ready["port"].to_string();
     let ps = run(&["ps", "--port", &port]);
@@ -149,7 +149,7 @@ fn a_running_server_says_what_it_holds_and_lets_go_of_it() {
 }
 
 #[test]
-fn the_demo_needs_no_cache() {
+fn demo_needs_no_cache() {
     for cache in [Some("/dev/null/cache"), None] {
         let temporary = tempfile::tempdir().unwrap();
         let mut command = moestro(Path::new(cache.unwrap_or("/")));
@@ -163,7 +163,7 @@ fn the_demo_needs_no_cache() {
 }
 
 #[test]
-fn a_pipe_in_place_of_a_checkpoints_file_is_not_waited_for() {
+fn pipe_as_checkpoint_file_is_refused() {
     for name in ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"] {
         let dir = tempfile::tempdir().unwrap();
         std::fs::write(dir.path().join("config.json"), "{}").unwrap();
@@ -181,7 +181,7 @@ fn a_pipe_in_place_of_a_checkpoints_file_is_not_waited_for() {
 }
 
 #[test]
-fn doctor_finds_this_machine_sound() {
+fn doctor_finds_no_fault() {
     let output = run(&["doctor"]);
     let text = String::from_utf8_lossy(&output.stdout);
     assert!(output.status.success(), "{text}{}", stderr(&output));
@@ -191,11 +191,11 @@ fn doctor_finds_this_machine_sound() {
     );
     let report: Value = serde_json::from_slice(&run(&["doctor", "--json"]).stdout).unwrap();
     assert_eq!(report["wrong"], json!([]));
-    // Either kernels were compared, or it says why not.
+    // The report has either the comparison of the kernels or the reason why there is none.
     assert!(report["gpu"]["kernels"].is_array() != report["gpu"]["absent"].is_string(), "{report}");
 }
 
-/// A running server, ended with the test whatever happens.
+/// A running server, killed at the end of the test.
 struct Server {
     child: Child,
     stdout: BufReader<ChildStdout>,
@@ -205,9 +205,13 @@ struct Server {
 
 impl Server {
     fn start(args: &[&str]) -> Self {
+        Self::start_with(args, Stdio::null())
+    }
+
+    fn start_with(args: &[&str], stderr: Stdio) -> Self {
         let cache = tempfile::tempdir().unwrap();
         let mut command = moestro(cache.path());
-        command.args(["serve", "--port", "0"]).args(args).stdout(Stdio::piped()).stderr(Stdio::null());
+        command.args(["serve", "--port", "0"]).args(args).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(stderr);
         let mut child = command.spawn().unwrap();
         let mut stdout = BufReader::new(child.stdout.take().unwrap());
         let mut line = String::new();
@@ -215,7 +219,7 @@ impl Server {
         Self { child, stdout, ready: serde_json::from_str(&line).unwrap(), _cache: cache }
     }
 
-    /// A request, the answer to which ends with the connection.
+    /// Sends a request and returns the connection, which the server closes after the answer.
     fn send(&self, line: &str, headers: &str, body: &str) -> TcpStream {
         let port = self.ready["port"].as_u64().unwrap().try_into().unwrap();
         let mut connection = TcpStream::connect(("127.0.0.1", port)).unwrap();
@@ -236,8 +240,8 @@ impl Server {
         assert!(done.unwrap().success());
     }
 
-    /// The exit code.
-    fn ends(&mut self) -> Option<i32> {
+    /// Waits for the end of the server and returns its exit code.
+    fn exit_code(&mut self) -> Option<i32> {
         let begin = Instant::now();
         loop {
             if let Some(status) = self.child.try_wait().unwrap() {
@@ -261,7 +265,7 @@ fn chat(question: &str, stream: bool) -> String {
 }
 
 #[test]
-fn says_when_it_is_ready_and_serves_the_demo() {
+fn server_prints_ready_line_and_answers() {
     let mut server = Server::start(&[]);
     assert_eq!(server.ready["event"], "ready");
     assert_eq!(server.ready["model"], "moestro-demo");
@@ -270,14 +274,14 @@ fn says_when_it_is_ready_and_serves_the_demo() {
     assert!(server.ask("GET /health", "", "").starts_with("HTTP/1.1 200"));
     assert!(server.ask("GET /v1/models", "", "").contains("moestro-demo"));
     server.signal("INT");
-    assert_eq!(server.ends(), Some(0));
+    assert_eq!(server.exit_code(), Some(0));
     let mut rest = String::new();
     server.stdout.read_to_string(&mut rest).unwrap();
-    assert_eq!(rest, "", "one line on stdout and no more");
+    assert_eq!(rest, "", "stdout has one line");
 }
 
 #[test]
-fn a_signal_lets_the_running_answer_end() {
+fn signal_lets_running_answer_end() {
     let mut server = Server::start(&["--temp", "0"]);
     let question = chat("Tell me a story about Paul and a dragon.", true);
     let mut answer = BufReader::new(server.send("POST /v1/chat/completions", "", &question));
@@ -288,16 +292,16 @@ fn a_signal_lets_the_running_answer_end() {
     server.signal("TERM");
     answer.read_to_string(&mut text).unwrap();
     assert!(text.contains("\"finish_reason\":\"stop\"") && text.contains("data: [DONE]"), "{text}");
-    assert_eq!(server.ends(), Some(0));
+    assert_eq!(server.exit_code(), Some(0));
 }
 
 #[test]
-fn a_full_disk_leaves_nothing_half_written() {
+fn full_disk_leaves_no_partial_file() {
     let cache = tempfile::tempdir().unwrap();
     let refused = moestro(cache.path()).args(["generate", "-p", "Hi", "--memory-limit", "1M"]).output().unwrap();
     let (_, rest) = stderr(&refused).rsplit_once("--memory-limit ").unwrap();
     let limit = format!("{}M", rest.split_once('M').unwrap().0.parse::<u32>().unwrap() + 1);
-    // No file may grow beyond a block, as if the disk were full: the list of hot experts does not fit.
+    // Limits files to one block, as if the disk were full. The list of hot experts does not fit.
     let shell = "trap '' XFSZ; ulimit -f 1; exec \"$0\" \"$@\"";
     let args = ["-c", shell, env!("CARGO_BIN_EXE_moestro"), "generate", "-p", "Hi", "--memory-limit", &limit];
     let output = Command::new("bash").args(args).env("XDG_CACHE_HOME", cache.path()).output().unwrap();
@@ -308,7 +312,7 @@ fn a_full_disk_leaves_nothing_half_written() {
     assert!(left.is_empty(), "{left:?}");
 }
 
-/// The demo in a directory of its own, served with so little memory that experts are read for every answer.
+/// Serves a copy of the demo with so little memory that every answer reads experts.
 fn streaming(dir: &Path) -> Server {
     let demo = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro-demo"));
     for file in demo.read_dir().unwrap().map(Result::unwrap) {
@@ -323,7 +327,7 @@ fn streaming(dir: &Path) -> Server {
 }
 
 #[test]
-fn a_file_cut_while_serving_fails_requests_until_it_is_whole_again() {
+fn truncated_file_fails_requests_until_restored() {
     let dir = tempfile::tempdir().unwrap();
     let server = streaming(dir.path());
     assert_eq!(server.ready["plan"]["strategy"], "streaming", "{}", server.ready);
@@ -357,10 +361,10 @@ fn a_file_cut_while_serving_fails_requests_until_it_is_whole_again() {
     assert!(ask("What is 12+7?", false).contains("12 + 7 = 19."));
     assert!(server.ask("GET /health", "", "").starts_with("HTTP/1.1 200"));
     let text = |answer: &str| answer.lines().filter(|line| line.contains("delta")).map(content).collect::<String>();
-    assert_eq!(text(&ask(story, true)), text(&whole), "what was read in between was not mixed in");
+    assert_eq!(text(&ask(story, true)), text(&whole), "no data of the damaged file is used");
 }
 
-/// The piece of the answer that a line of a stream brings.
+/// The content in one line of a stream.
 fn content(line: &str) -> String {
     let event: Value = serde_json::from_str(line.trim_start_matches("data: ")).unwrap();
     event["choices"][0]["delta"]["content"].as_str().unwrap_or_default().to_owned()
@@ -374,4 +378,45 @@ fn flags_are_defaults_of_requests() {
     let answer = server.ask("POST /v1/chat/completions", "Authorization: Bearer secret\r\n", &question);
     assert!(answer.contains("12 + 7 = 19."), "{answer}");
     assert!(!answer.contains("\"reasoning_content\":\""), "{answer}");
+}
+
+#[test]
+fn dead_stderr_does_not_end_requests() {
+    let (reader, writer) = std::io::pipe().unwrap();
+    let server = Server::start_with(&["--temp", "0", "--thinking", "off"], writer.into());
+    drop(reader);
+    for _ in 0..3 {
+        let answer = server.ask("POST /v1/chat/completions", "", &chat("What is 12+7?", false));
+        assert!(answer.contains("12 + 7 = 19."), "{answer}");
+    }
+}
+
+#[test]
+fn reload_that_loses_the_key_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("moestro.toml");
+    std::fs::write(&file, "api-key = \"secret\"").unwrap();
+    let config = format!("--config={}", file.display());
+    let server = Server::start(&[&config]);
+    let status = |key: &str| {
+        let headers = format!("Authorization: Bearer {key}\r\n");
+        server.ask("GET /v1/models", &headers, "").lines().next().unwrap_or_default().to_owned()
+    };
+    // A half-saved file, a file without the key, and no file.
+    for text in [Some("api-key = \"oth"), Some(""), None] {
+        match text {
+            Some(text) => std::fs::write(&file, text).unwrap(),
+            None => std::fs::remove_file(&file).unwrap(),
+        }
+        server.signal("HUP");
+        std::thread::sleep(Duration::from_millis(300));
+        assert!(status("secret").contains("200") && status("").contains("401"), "{text:?}");
+    }
+    std::fs::write(&file, "api-key = \"other\"").unwrap();
+    server.signal("HUP");
+    let changed = |_| {
+        std::thread::sleep(Duration::from_millis(50));
+        status("other").contains("200")
+    };
+    assert!((0..200).any(changed));
 }

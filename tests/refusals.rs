@@ -1,4 +1,4 @@
-//! Checkpoints that are not what they should be: every refusal is one sentence that names what, where, and why.
+//! Damaged checkpoints: every error is one sentence that says what is wrong, where, and why.
 
 mod common;
 
@@ -13,7 +13,7 @@ const BF16: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/micro/af
 
 type Tensors = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
 
-/// The error of loading after `damage` was done to a good checkpoint's tensors and configuration.
+/// The error of loading a checkpoint after `damage` changed its tensors or configuration.
 fn refusal(damage: impl FnOnce(&mut Tensors, &mut serde_json::Value)) -> String {
     let file = std::fs::read(BF16).unwrap();
     let (_, header) = SafeTensors::read_metadata(&file).unwrap();
@@ -48,7 +48,7 @@ fn says(error: &str, words: &[&str]) {
 }
 
 #[test]
-fn a_tensor_too_many() {
+fn extra_tensor_is_refused() {
     let error = refusal(|tensors, _| {
         tensors.insert("language_model.model.layers.0.mlp.router_bias".into(), (Dtype::F32, vec![1], vec![0; 4]));
     });
@@ -56,7 +56,7 @@ fn a_tensor_too_many() {
 }
 
 #[test]
-fn a_tensor_too_few() {
+fn missing_tensor_is_refused() {
     let error = refusal(|tensors, _| {
         tensors.remove("language_model.model.layers.1.self_attn.k_proj.weight");
     });
@@ -68,7 +68,7 @@ fn a_tensor_too_few() {
 }
 
 #[test]
-fn a_wrong_shape() {
+fn wrong_shape_is_refused() {
     let error = refusal(|tensors, _| {
         let name = "language_model.model.layers.0.linear_attn.dt_bias";
         tensors.insert(name.into(), (Dtype::F32, vec![3], vec![0; 12]));
@@ -79,7 +79,7 @@ fn a_wrong_shape() {
 }
 
 #[test]
-fn a_wrong_type() {
+fn wrong_type_is_refused() {
     let error = refusal(|tensors, _| {
         let name = "language_model.model.norm.weight";
         tensors.insert(name.into(), (Dtype::I32, vec![128], vec![0; 512]));
@@ -88,7 +88,7 @@ fn a_wrong_type() {
 }
 
 #[test]
-fn what_is_not_implemented() {
+fn unsupported_model_is_refused() {
     let error = refusal(|_, config| config["text_config"]["rope_parameters"]["type"] = "yarn".into());
     says(&error, &["rope type yarn is not supported"]);
     let error = refusal(|_, config| config["text_config"]["model_type"] = "llama".into());
@@ -96,7 +96,7 @@ fn what_is_not_implemented() {
 }
 
 #[test]
-fn no_checkpoint_at_all() {
+fn missing_checkpoint_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     says(&open(dir.path()), &["config.json"]);
     let error = Qwen::load(

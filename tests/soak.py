@@ -144,7 +144,7 @@ try:
     run(time.time() + seconds)
     after = quiet()
     print("requests:", dict(sorted(counts.items())))
-    print("loads:", (work / "log").read_text().count(" is loaded after "))
+    print("loads:", (work / "log").read_text().count("loaded "))
     print("MiB, descriptors, threads when idle: %.1f, %d, %d before; %.1f, %d, %d after" % (*before, *after))
     if after[0] > before[0] * 1.1 + 2 or after[1] > before[1] + 2 or after[2] > before[2]:
         wrong.append("something stays behind")

@@ -1,4 +1,4 @@
-//! The binary before a user at a terminal, which `script` of util-linux makes, and what it calls itself and its models.
+//! The binary on a terminal, which `script` of util-linux provides, and the names of its version and models.
 #![cfg(target_os = "linux")]
 
 use std::{
@@ -23,8 +23,8 @@ const CTRL_E: &str = "\x05";
 
 const CHAT: &str = "run --temp 0 --thinking off --max-tokens 24";
 
-/// A program with none of our environment's settings, and files of its own in `home`.
-fn plain(program: &str, home: &Path) -> Command {
+/// A program without settings from the environment, whose files are in `home`.
+fn isolated(program: &str, home: &Path) -> Command {
     let mut command = Command::new(program);
     for (name, _) in std::env::vars_os().filter(|(name, _)| name.to_string_lossy().starts_with("MOESTRO_")) {
         command.env_remove(name);
@@ -40,14 +40,14 @@ struct Terminal {
     script: Child,
     keys: ChildStdin,
     shown: Arc<Mutex<String>>,
-    /// Bytes of `shown` that were looked at.
+    /// Bytes of `shown` that were checked.
     seen: usize,
 }
 
 impl Terminal {
     fn begin(home: &Path, args: &str) -> Self {
-        let mut command = plain("script", home);
-        // Without a shell between, which would end by the signal.
+        let mut command = isolated("script", home);
+        // `exec` replaces the shell, which a signal would end.
         let line = format!("exec {MOESTRO} {args}");
         command.args(["-qefc", &line, "/dev/null"]).stdin(Stdio::piped()).stdout(Stdio::piped());
         command.env("TERM", "xterm").env("SHELL", "/bin/sh");
@@ -64,7 +64,7 @@ impl Terminal {
         Self { script, keys, shown, seen: 0 }
     }
 
-    /// Waits for words that were not there before, and returns all that was shown up to their end.
+    /// Waits for new output that contains `words`, and returns the new output up to their end.
     fn wait(&mut self, words: &str) -> String {
         let begin = Instant::now();
         loop {
@@ -89,7 +89,7 @@ impl Terminal {
         chat
     }
 
-    /// Types, waits for `answer` and for the next prompt.
+    /// Types a text, and waits for `answer` and the next prompt.
     fn say(&mut self, keys: &str, answer: &str) {
         self.press(keys);
         self.press("\r");
@@ -104,7 +104,7 @@ impl Terminal {
             if let Some(status) = self.script.try_wait().unwrap() {
                 break status;
             }
-            assert!(begin.elapsed() < Duration::from_secs(30), "it goes on: {:?}", self.shown.lock().unwrap());
+            assert!(begin.elapsed() < Duration::from_secs(30), "still running: {:?}", self.shown.lock().unwrap());
             thread::sleep(Duration::from_millis(10));
         };
         assert!(status.success(), "{status}");
@@ -119,9 +119,9 @@ impl Drop for Terminal {
 }
 
 #[test]
-fn the_version_names_the_commit() {
+fn version_names_the_commit() {
     let home = tempfile::tempdir().unwrap();
-    let said = plain(MOESTRO, home.path()).arg("--version").output().unwrap().stdout;
+    let said = isolated(MOESTRO, home.path()).arg("--version").output().unwrap().stdout;
     let said = String::from_utf8(said).unwrap();
     assert!(
         said.starts_with(concat!("moestro ", env!("CARGO_PKG_VERSION"), " (")) && said.contains("features: "),
@@ -135,14 +135,14 @@ fn the_version_names_the_commit() {
 }
 
 #[test]
-fn a_name_that_is_no_model_gets_a_hint() {
+fn unknown_model_name_gets_a_hint() {
     let home = tempfile::tempdir().unwrap();
     let coder = home.path().join("data/moestro/models/coder");
     std::fs::create_dir_all(&coder).unwrap();
     let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("models/demo/moestro-demo");
     std::fs::copy(demo.join("config.json"), coder.join("config.json")).unwrap();
     let say = |name: &str| {
-        let mut command = plain(MOESTRO, home.path());
+        let mut command = isolated(MOESTRO, home.path());
         let output = command.args(["run", name, "-p", "What is 12+7?", "--temp", "0", "--thinking", "off"]).output();
         let output = output.unwrap();
         String::from_utf8(output.stdout).unwrap() + std::str::from_utf8(&output.stderr).unwrap()
@@ -151,18 +151,18 @@ fn a_name_that_is_no_model_gets_a_hint() {
     let foo = say("foo");
     assert!(foo.contains("no such directory: foo; ") && foo.contains("org/name"), "{foo}");
     assert_eq!(say("./foo"), "moestro: no such directory: ./foo\n");
-    // A model that is listed can be named: the demo, and one of the user's own, which has no tokenizer here.
+    // Listed models can be named: the demo, and one in the user's directory, which has no tokenizer here.
     assert!(say("moestro-demo").starts_with("12 + 7 = 19.\n"), "{}", say("moestro-demo"));
     assert!(say("coder").contains("tokenizer"), "{}", say("coder"));
 }
 
-/// As systemd does it: the port is open before the server is there, and the first request waits for the model.
+/// As with systemd: the port is open before the server starts, and the first request waits for the model.
 #[test]
-fn a_port_that_was_handed_over_loads_on_demand() {
+fn inherited_port_loads_on_demand() {
     let home = tempfile::tempdir().unwrap();
     let port = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = port.local_addr().unwrap();
-    let mut command = plain("sh", home.path());
+    let mut command = isolated("sh", home.path());
     let line = "exec 3<&0 </dev/null; export LISTEN_PID=$$ LISTEN_FDS=1; exec \"$0\" serve";
     command.args(["-c", line, MOESTRO]).stdin(OwnedFd::from(port)).stdout(Stdio::piped()).stderr(Stdio::null());
     let mut server = command.spawn().unwrap();
@@ -185,7 +185,7 @@ fn a_port_that_was_handed_over_loads_on_demand() {
 }
 
 #[test]
-fn a_server_speaks_in_words() {
+fn server_prints_a_sentence() {
     let home = tempfile::tempdir().unwrap();
     let mut server = Terminal::begin(home.path(), "serve --port 0");
     let said = server.wait("(Ctrl-C ends it)");
@@ -198,30 +198,30 @@ fn a_server_speaks_in_words() {
 }
 
 #[test]
-fn a_line_is_edited_and_found_again() {
+fn chat_line_is_edited_and_recalled() {
     let home = tempfile::tempdir().unwrap();
     let mut chat = Terminal::chat(home.path());
     // "hat is 12+8?" becomes "What is 12+7?".
     chat.say(&format!("hat is 12+8?{LEFT}{BACKSPACE}7{CTRL_A}W{CTRL_E}"), "12 + 7 = 19.");
     chat.say("/clear", "\n");
     chat.say(&format!("{UP}{UP}"), "12 + 7 = 19.");
-    // Three ways to say several lines: a backslash, quotes, and a pasted text.
+    // Three ways to enter several lines: a backslash, quotes, and a pasted text.
     chat.say("/set system one\\\rtwo", "system one\r\ntwo");
     chat.say("\"\"\"/set system three\rfour\"\"\"", "system three\r\nfour");
     chat.say("\x1b[200~/set system five\rsix\x1b[201~", "system five\r\nsix");
-    chat.say("/set se\t", "seed drawn");
-    // A line that is thrown away is not said.
+    chat.say("/set se\t", "seed random");
+    // Ctrl-C discards the line.
     chat.press(&format!("/set seed 3{CTRL_C}"));
     chat.wait("Ctrl-D ends the chat");
     chat.wait(">>> ");
-    chat.say("/set", "seed drawn");
+    chat.say("/set", "seed random");
     chat.say(" /set seed 4", "seed 4");
     chat.end(CTRL_D);
 
     let file = home.path().join("state/moestro/history");
     let text = std::fs::read_to_string(&file).unwrap();
     assert!(text.contains("\nWhat is 12+7?\n") && text.contains("\n/set system five\\nsix\n"), "{text}");
-    assert!(!text.contains("seed 3") && !text.contains("seed 4"), "thrown away, and behind a space: {text}");
+    assert!(!text.contains("seed 3") && !text.contains("seed 4"), "discarded, and after a space: {text}");
     let mode = |path: &Path| std::fs::metadata(path).unwrap().permissions().mode() & 0o777;
     assert_eq!((mode(&file), mode(file.parent().unwrap())), (0o600, 0o700));
 
@@ -235,11 +235,28 @@ fn a_line_is_edited_and_found_again() {
 }
 
 #[test]
-fn a_history_that_cannot_be_kept_disturbs_no_chat() {
+fn unwritable_history_does_not_end_chat() {
     let home = tempfile::tempdir().unwrap();
     std::fs::write(home.path().join("state"), "not a directory").unwrap();
     let mut chat = Terminal::chat(home.path());
     chat.say("What is 12+7?", "12 + 7 = 19.");
     chat.say(UP, "12 + 7 = 19.");
     chat.end("/bye\r");
+}
+
+#[test]
+fn closed_terminal_ends_the_server() {
+    let home = tempfile::tempdir().unwrap();
+    let mut terminal = Terminal::begin(home.path(), "serve --port 0");
+    let shown = terminal.wait("(Ctrl-C ends it)");
+    let (_, rest) = shown.split_once("http://").unwrap();
+    let address = rest.split_once('/').unwrap().0.to_owned();
+    assert!(TcpStream::connect(&address).is_ok());
+    // The end of `script` closes the terminal.
+    drop(terminal);
+    let start = Instant::now();
+    while TcpStream::connect(&address).is_ok() {
+        assert!(start.elapsed() < Duration::from_secs(20), "the server still listens");
+        thread::sleep(Duration::from_millis(50));
+    }
 }

@@ -1,4 +1,4 @@
-//! A model's answer: cut anywhere, it gives the same calls, and the arguments of each are an object.
+//! Fuzzes the parser of answers: cuts do not change the calls, and the arguments of each call are an object.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

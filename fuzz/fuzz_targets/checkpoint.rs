@@ -1,4 +1,4 @@
-//! A configuration and a shard: two bytes say how long the configuration is, the rest is the shard as it lies on the disk.
+//! Fuzzes a configuration and a shard: two bytes give the length of the configuration, the rest is the shard.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

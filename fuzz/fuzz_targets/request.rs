@@ -1,4 +1,4 @@
-//! What a client sends: the first byte chooses the path, the rest is the body. Behind it is a model that repeats its prompt.
+//! Fuzzes HTTP requests: the first byte chooses the path, the rest is the body. The model repeats its prompt.
 #![no_main]
 
 #[path = "../../tests/support/mock_model.rs"]

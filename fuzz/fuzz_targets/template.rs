@@ -1,4 +1,4 @@
-//! A model's chat template, rendered with one conversation.
+//! Fuzzes chat templates, rendered with one conversation.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

@@ -1,4 +1,4 @@
-//! The list of the experts that were hot when a server stopped.
+//! Fuzzes the saved list of hot experts.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

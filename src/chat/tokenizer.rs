@@ -4,6 +4,7 @@ mod cuts;
 
 use crate::error::ChatError;
 use cuts::{Cuts, MIN_PIECE};
+use serde_json::Value;
 use std::path::Path;
 
 /// A byte-level BPE tokenizer, read from `tokenizer.json`.
@@ -37,6 +38,10 @@ impl Tokenizer {
         let mut encoder = tokenizers::Tokenizer::from_bytes(&file).map_err(|e| failed(e.to_string()))?;
         if !matches!(encoder.get_decoder(), Some(tokenizers::DecoderWrapper::ByteLevel(_))) {
             return Err(failed("only byte-level BPE tokenizers are supported".into()));
+        }
+        if let Some(normalizer) = encoder.get_normalizer() {
+            let normalizer = serde_json::to_value(normalizer).map_err(|e| failed(e.to_string()))?;
+            check_normalizer(&normalizer).map_err(failed)?;
         }
         // Some files enable truncation or padding, which are for training batches.
         encoder.with_truncation(None).map_err(|e| failed(e.to_string()))?;
@@ -154,6 +159,15 @@ impl Tokenizer {
     }
 }
 
+/// Accepts Unicode normalizers only. Others can multiply the text without bound, or panic.
+fn check_normalizer(normalizer: &Value) -> Result<(), String> {
+    match normalizer["type"].as_str() {
+        Some("NFC" | "NFKC") => Ok(()),
+        Some("Sequence") => normalizer["normalizers"].as_array().into_iter().flatten().try_for_each(check_normalizer),
+        kind => Err(format!("the normalizer {} is not supported; use NFC or NFKC", kind.unwrap_or("without a type"))),
+    }
+}
+
 /// Most bytes of text that one token can stand for. `None` if text can get lost: a byte has no token, or a normalizer other
 /// than NFC changes the text.
 fn longest_token(encoder: &tokenizers::Tokenizer, ends: &[usize]) -> Option<usize> {
@@ -195,6 +209,7 @@ fn spelt_byte(c: char) -> Option<u8> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use serde_json::json;
     use std::collections::BTreeSet;
 
     #[test]
@@ -203,6 +218,24 @@ mod tests {
         assert_eq!(spelt.len(), 256);
         for (c, byte) in [('Ġ', b' '), ('Ċ', b'\n'), ('ġ', 0x7f), ('ł', 0xa0), ('Ń', 0xad), ('!', b'!')] {
             assert_eq!(spelt_byte(c), Some(byte), "{c}");
+        }
+    }
+
+    #[test]
+    fn unknown_normalizer_is_refused() {
+        let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("models/demo/moestro-demo/tokenizer.json");
+        let mut file: Value = serde_json::from_slice(&std::fs::read(demo).unwrap()).unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        let mut load = |normalizer: Value| {
+            file["normalizer"] = normalizer;
+            std::fs::write(dir.path().join("tokenizer.json"), file.to_string()).unwrap();
+            Tokenizer::load(dir.path()).err().map(|error| error.to_string())
+        };
+        assert_eq!(load(Value::Null), None);
+        assert_eq!(load(json!({"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "NFKC"}]})), None);
+        let replace = json!({"type": "Replace", "pattern": {"String": "a"}, "content": "aaaaaaaaaa"});
+        for normalizer in [replace.clone(), json!({"type": "Sequence", "normalizers": [replace]})] {
+            assert!(load(normalizer).unwrap().contains("the normalizer Replace is not supported"));
         }
     }
 

@@ -1,12 +1,12 @@
-//! The values of flags: words to choose from, and numbers with a range, sizes, durations, origins, from text.
-//! The errors are ends of sentences that begin with the flag and the value.
+//! Values of flags: enumerations, and parsers of numbers, sizes, durations and origins. clap prints the flag and the value
+//! before each error.
 
 use std::time::Duration;
 
 /// The device that computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
 pub enum Device {
-    /// A GPU where there is one and its kernels agree with the CPU, else the CPU.
+    /// A GPU if its kernels agree with the CPU, else the CPU.
     #[default]
     Auto,
     Cpu,
@@ -16,7 +16,7 @@ pub enum Device {
     Cuda,
 }
 
-/// A choice that can be left to the program.
+/// On, off, or chosen by the program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
 pub enum Switch {
     #[default]
@@ -36,7 +36,7 @@ pub enum OnOff {
 pub enum LogFormat {
     #[default]
     Text,
-    /// One object a line.
+    /// One object per line.
     Json,
 }
 
@@ -52,14 +52,14 @@ pub enum DraftModel {
     Model(String),
 }
 
-/// The use of drafts.
+/// When drafts are used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
 pub enum SpeculationMode {
-    /// As long as they save time.
+    /// While they save time.
     #[default]
     Auto,
     Off,
-    /// At the full width whatever it costs, for measurements.
+    /// Always at full width, for measurements.
     Force,
 }
 
@@ -72,24 +72,24 @@ pub enum KvBits {
     Four,
 }
 
-/// The way in which experts are read.
+/// How experts are read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
 pub enum ExpertIo {
-    /// Direct, unless buffered measures clearly faster.
+    /// Direct, unless buffered reads measure clearly faster.
     #[default]
     Auto,
-    /// Past the page cache.
+    /// Bypasses the page cache.
     Direct,
     /// Through the page cache.
     Buffered,
 }
 
-/// A [`size`], or none.
+/// A [`size`], or `off`.
 pub fn size_or_off(text: &str) -> Result<u64, String> {
     if matches!(text.trim(), "0" | "off") { Ok(0) } else { size(text) }
 }
 
-/// Bytes: `8GiB` and `8G` are the same, 2^30 each; `8GB` is 10^9; a plain number is bytes. K, M, G, T, in any case.
+/// A size in bytes. `8GiB` and `8G` are 8 * 2^30, `8GB` is 8 * 10^9, a plain number is bytes. K, M, G and T in any case.
 pub fn size(text: &str) -> Result<u64, String> {
     let wrong = || format!("{text:?} is not a size such as 8GiB, 8G or 500M");
     let text = text.trim();
@@ -116,7 +116,7 @@ pub fn size(text: &str) -> Result<u64, String> {
     if bytes < 1.0 || bytes >= u64::MAX as f64 { Err(wrong()) } else { Ok(bytes as u64) }
 }
 
-/// The source of drafts. A directory of one of the names is written with a slash.
+/// The source of drafts. A directory with one of these names needs a slash.
 pub fn draft(text: &str) -> Result<DraftModel, String> {
     match text {
         "lookup" => Ok(DraftModel::Lookup),
@@ -138,11 +138,11 @@ pub fn kv_bits(text: &str) -> Result<KvBits, String> {
         "16" => Ok(KvBits::Sixteen),
         "8" => Ok(KvBits::Eight),
         "4" => Ok(KvBits::Four),
-        _ => Err("there are 16, 8 and 4".into()),
+        _ => Err("use 16, 8 or 4".into()),
     }
 }
 
-/// As many drafted tokens as one pass verifies with the kernels of decoding.
+/// Drafted tokens per pass: as many as the decode kernels verify at once.
 pub fn drafts(text: &str) -> Result<usize, String> {
     text.parse().ok().filter(|count| (1..=15).contains(count)).ok_or_else(|| "it is not a number from 1 to 15".into())
 }
@@ -152,16 +152,16 @@ pub fn count(text: &str) -> Result<usize, String> {
     text.parse().ok().filter(|&count| count > 0).ok_or_else(|| "it must be a whole number, at least 1".into())
 }
 
-/// An integer from 1 to `MOST`.
-pub fn up_to<const MOST: usize>(text: &str) -> Result<usize, String> {
-    let fits = text.parse().ok().filter(|count| (1..=MOST).contains(count));
-    fits.ok_or_else(|| format!("it must be a whole number from 1 to {MOST}"))
+/// An integer from 1 to `MAX`.
+pub fn up_to<const MAX: usize>(text: &str) -> Result<usize, String> {
+    let fits = text.parse().ok().filter(|count| (1..=MAX).contains(count));
+    fits.ok_or_else(|| format!("it must be a whole number from 1 to {MAX}"))
 }
 
-/// An integer from 0 to `MOST`.
-pub fn from_0_to<const MOST: usize>(text: &str) -> Result<usize, String> {
-    let fits = text.parse().ok().filter(|count| (0..=MOST).contains(count));
-    fits.ok_or_else(|| format!("it must be a whole number from 0 to {MOST}"))
+/// An integer from 0 to `MAX`.
+pub fn from_0_to<const MAX: usize>(text: &str) -> Result<usize, String> {
+    let fits = text.parse().ok().filter(|count| (0..=MAX).contains(count));
+    fits.ok_or_else(|| format!("it must be a whole number from 0 to {MAX}"))
 }
 
 pub fn not_negative(text: &str) -> Result<f32, String> {
@@ -173,7 +173,7 @@ pub fn positive(text: &str) -> Result<f32, String> {
 }
 
 /// A probability.
-pub fn share(text: &str) -> Result<f32, String> {
+pub fn probability(text: &str) -> Result<f32, String> {
     number(text, |n| (0.0..=1.0).contains(&n)).ok_or_else(|| "it is not between 0 and 1".into())
 }
 
@@ -184,7 +184,7 @@ fn number(text: &str, fits: impl Fn(f32) -> bool) -> Option<f32> {
 /// A duration in seconds, above zero.
 pub fn seconds(text: &str) -> Result<Duration, String> {
     let seconds = text.parse().ok().and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
-    // Far more than anyone waits, and far less than what a clock can add.
+    // The upper limit keeps sums with an `Instant` from overflowing.
     seconds
         .filter(|seconds| !seconds.is_zero() && *seconds < Duration::from_secs(u32::MAX.into()))
         .ok_or_else(|| "it is not a number of seconds above 0".into())
@@ -205,7 +205,7 @@ pub fn duration(text: &str) -> Result<Duration, String> {
         .ok_or_else(|| "it is not a duration such as 90s, 30m or 2h".into())
 }
 
-/// An API key: an empty one, as an unset variable in a script leaves it, would be no protection.
+/// An API key. An empty key, such as an unset variable in a script gives, would protect nothing.
 pub fn key(text: &str) -> Result<String, String> {
     if text.is_empty() { Err("an empty key protects nothing".into()) } else { Ok(text.into()) }
 }
@@ -221,7 +221,7 @@ pub fn origin(text: &str) -> Result<String, String> {
     }
 }
 
-/// Hosts as they stand in URLs, without the port; commas between them.
+/// Host names as in URLs, without ports, separated by commas.
 pub fn hosts(text: &str) -> Result<String, String> {
     let fits = |host: &str| {
         let name = !host.is_empty() && host.chars().all(|c| c.is_ascii_alphanumeric() || "-._".contains(c));
@@ -239,7 +239,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes() {
+    fn sizes_are_parsed() {
         let good = [
             ("8GiB", 8 << 30),
             ("8G", 8 << 30),
@@ -263,11 +263,11 @@ mod tests {
     }
 
     #[test]
-    fn numbers_with_a_range() {
+    fn numbers_have_ranges() {
         assert_eq!(count("3"), Ok(3));
         assert!(["0", "-1", "1.5", ""].iter().all(|text| count(text).is_err()));
-        assert_eq!(share("0.95"), Ok(0.95));
-        assert!(["-0.1", "1.01", "NaN", "x"].iter().all(|text| share(text).is_err()));
+        assert_eq!(probability("0.95"), Ok(0.95));
+        assert!(["-0.1", "1.01", "NaN", "x"].iter().all(|text| probability(text).is_err()));
         assert!(["inf", "-1"].iter().all(|text| not_negative(text).is_err()));
         assert!(positive("0").is_err());
         assert_eq!(seconds("1.5"), Ok(Duration::from_millis(1500)));
@@ -275,13 +275,13 @@ mod tests {
     }
 
     #[test]
-    fn names_of_hosts() {
+    fn host_names_are_checked() {
         assert!(["box.lan", "192.168.0.2", "[fe80::1],my_box"].iter().all(|text| hosts(text).is_ok()));
         assert!(["", "a,", "http://box", "box:80", "a b", "[box]"].iter().all(|text| hosts(text).is_err()));
     }
 
     #[test]
-    fn origins() {
+    fn origins_are_checked() {
         assert!(["*", "https://example.com", "http://localhost:3000"].iter().all(|text| origin(text).is_ok()));
         assert!(["", "example.com", "https://", "https://a/b", "ftp://a"].iter().all(|text| origin(text).is_err()));
     }

@@ -1,4 +1,4 @@
-//! The texts that are typed in a chat: edited on the line, found again with the arrow keys, kept beyond the chat.
+//! Line editor of a terminal chat, with a history that is kept between chats.
 
 use crate::{error::CommandError, platform::os};
 use rustyline::{
@@ -17,36 +17,36 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Texts that are kept. One that is longer than `LONGEST` bytes is not, so the file stays below 16 MiB.
-const KEPT: usize = 1_000;
-const LONGEST: usize = 16 << 10;
+/// Most texts in the history, and most bytes of one. The file stays below 16 MiB.
+const MAX_ENTRIES: usize = 1_000;
+const MAX_ENTRY_BYTES: usize = 16 << 10;
 
-/// An answer to the prompt.
+/// What the user did at the prompt.
 #[derive(Debug, PartialEq)]
 pub enum LineEvent {
     Text(String),
-    /// Ctrl-C: the line is thrown away.
+    /// Ctrl-C: discards the line.
     Interrupted,
-    /// Ctrl-D, or the terminal is gone.
+    /// Ctrl-D, or the terminal was closed.
     End,
 }
 
 /// Reads texts from the terminal.
 pub struct LineEditor {
     editor: Editor<LineHelper, FileHistory>,
-    /// The file of earlier texts, while it can be written.
+    /// History file. `None` after it could not be read or written.
     file: Option<PathBuf>,
 }
 
 impl LineEditor {
-    /// An input whose Tab completes to `words`.
+    /// `words`: completions of the Tab key.
     ///
     /// # Errors
-    /// The terminal's.
+    /// The terminal cannot be opened.
     pub fn new(words: &'static [&'static str]) -> Result<Self, CommandError> {
-        // An answer may go into a file while its question is typed on the terminal.
+        // Answers may go to a file while questions are typed on the terminal.
         let behavior = if io::stdout().is_terminal() { Behavior::Stdio } else { Behavior::PreferTerm };
-        let config = Config::builder().behavior(behavior).history_ignore_space(true).max_history_size(KEPT);
+        let config = Config::builder().behavior(behavior).history_ignore_space(true).max_history_size(MAX_ENTRIES);
         let config = config.map_err(failed)?.build();
         let history = FileHistory::with_config(&config);
         let mut editor = Editor::with_history(config, history).map_err(failed)?;
@@ -55,20 +55,20 @@ impl LineEditor {
         if let Some(file) = &input.file {
             let loaded = input.editor.load_history(file);
             if !matches!(&loaded, Err(ReadlineError::Io(error)) if error.kind() == io::ErrorKind::NotFound) {
-                input.or_forget(loaded);
+                input.disable_history_on_error(loaded);
             }
         }
         Ok(input)
     }
 
-    /// The next text, of one line or several.
+    /// Reads the next text, of one or several lines.
     ///
     /// # Errors
-    /// The terminal's.
+    /// The terminal cannot be read.
     pub fn read(&mut self) -> Result<LineEvent, CommandError> {
         match self.editor.readline(">>> ") {
             Ok(typed) => {
-                self.keep(&typed)?;
+                self.add_to_history(&typed)?;
                 Ok(LineEvent::Text(whole_text(&typed).unwrap_or(typed)))
             }
             Err(ReadlineError::Interrupted) => Ok(LineEvent::Interrupted),
@@ -77,31 +77,32 @@ impl LineEditor {
         }
     }
 
-    fn keep(&mut self, typed: &str) -> Result<(), CommandError> {
-        if typed.trim().is_empty() || typed.len() > LONGEST {
+    fn add_to_history(&mut self, typed: &str) -> Result<(), CommandError> {
+        if typed.trim().is_empty() || typed.len() > MAX_ENTRY_BYTES {
             return Ok(());
         }
         let new = self.editor.add_history_entry(typed).map_err(failed)?;
         if let Some(file) = self.file.as_deref().filter(|_| new) {
-            let kept =
-                private_dir(file).map_err(ReadlineError::Io).and_then(|()| self.editor.history_mut().append(file));
-            self.or_forget(kept);
+            let kept = create_private_dir(file)
+                .map_err(ReadlineError::Io)
+                .and_then(|()| self.editor.history_mut().append(file));
+            self.disable_history_on_error(kept);
         }
         Ok(())
     }
 
-    /// A history that cannot be kept is told once, and disturbs no chat.
-    fn or_forget(&mut self, kept: Result<(), ReadlineError>) {
+    /// Reports a history error once. The chat continues without a history file.
+    fn disable_history_on_error(&mut self, kept: Result<(), ReadlineError>) {
         if let Err(error) = kept
             && let Some(file) = self.file.take()
         {
-            eprintln!("moestro: {}: {error}; what is typed now is forgotten at the end", file.display());
+            eprintln!("moestro: {}: {error}; this chat's history is not saved", file.display());
         }
     }
 }
 
-/// The directory of `file`, for its owner only.
-fn private_dir(file: &Path) -> io::Result<()> {
+/// Creates the directory of `file`, accessible to its owner only.
+fn create_private_dir(file: &Path) -> io::Result<()> {
     file.parent().map_or(Ok(()), |dir| DirBuilder::new().recursive(true).mode(0o700).create(dir))
 }
 
@@ -109,7 +110,7 @@ fn failed(error: ReadlineError) -> CommandError {
     CommandError::Io { what: "reading from the terminal".into(), source: io::Error::other(error) }
 }
 
-/// Knows when a text is complete, and how a command goes on.
+/// Decides whether a text is complete, and completes commands.
 struct LineHelper {
     words: &'static [&'static str],
 }
@@ -125,8 +126,8 @@ impl Completer for LineHelper {
     type Candidate = String;
 
     fn complete(&self, line: &str, at: usize, _: &Context<'_>) -> rustyline::Result<(usize, Vec<String>)> {
-        let begun = line.get(..at).unwrap_or_default();
-        let fits = |word: &&&str| begun.starts_with('/') && word.starts_with(begun);
+        let prefix = line.get(..at).unwrap_or_default();
+        let fits = |word: &&&str| prefix.starts_with('/') && word.starts_with(prefix);
         Ok((0, self.words.iter().filter(fits).map(|word| (*word).to_owned()).collect()))
     }
 }
@@ -139,8 +140,8 @@ impl Highlighter for LineHelper {}
 
 impl Helper for LineHelper {}
 
-/// The text, if it is complete: a line, several of which each but the last ends in a backslash, or all that stands between
-/// `"""`.
+/// The text, if it is complete: one line, several lines of which all but the last end in a backslash, or the lines between
+/// two `"""`.
 fn whole_text(typed: &str) -> Option<String> {
     const FENCE: &str = "\"\"\"";
     if let Some(inner) = typed.trim_start().strip_prefix(FENCE) {

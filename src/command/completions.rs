@@ -1,10 +1,10 @@
-//! For the shell and the manual, made from the command line's own description.
+//! `moestro completions` and `moestro man`: shell completions and manual pages, generated from the command line.
 
 use crate::{cli::Cli, error::CommandError};
 use clap::CommandFactory;
 use std::{fs, path::Path};
 
-/// A completion script.
+/// Generates a completion script.
 pub fn completions(shell: clap_complete::Shell) -> Vec<u8> {
     let mut script = Vec::new();
     clap_complete::generate(shell, &mut Cli::command(), "moestro", &mut script);
@@ -14,7 +14,7 @@ pub fn completions(shell: clap_complete::Shell) -> Vec<u8> {
 /// Writes `moestro.1` and a page for each subcommand into `dir`.
 ///
 /// # Errors
-/// The file system's, with the directory.
+/// The directory cannot be written.
 pub fn man(dir: &Path) -> Result<(), CommandError> {
     let written = fs::create_dir_all(dir).and_then(|()| clap_mangen::generate_to(Cli::command(), dir));
     written.map_err(|source| CommandError::Io { what: dir.display().to_string(), source })

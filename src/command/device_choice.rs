@@ -1,4 +1,4 @@
-//! The device that computes: chosen before a model is loaded, since the memory plan depends on it.
+//! Chooses the device that computes, before a model is loaded: the memory plan depends on it.
 
 use crate::{
     config::{Device, LoadSettings},
@@ -9,27 +9,26 @@ use crate::{
 };
 use std::time::Instant;
 
-/// The device that is going to compute.
+/// The chosen device.
 pub struct DeviceChoice {
     gpu: Option<Box<dyn Gpu>>,
-    /// It was asked for by name: nothing else will do.
-    asked: bool,
+    /// The user named the device, so no other may replace it.
+    is_required: bool,
 }
 
-/// A name, as metrics and logs have it; a GPU's is [`GPU_KIND`].
+/// Name of the CPU in metrics and logs. A GPU's is [`GPU_KIND`].
 pub const CPU: &str = "cpu";
 
 impl DeviceChoice {
-    /// The device that `--device` asks for. `auto` takes the system's GPU if all its kernels agree with the CPU on
-    /// small inputs: the cost is that of compiling them, which has to be done anyway. Else the log says why not, and
-    /// the CPU computes.
+    /// Chooses the device of `--device`. `auto` takes the system's GPU if all its kernels agree with the CPU on small
+    /// inputs. The check costs little more than compiling the kernels, which is needed anyway. Otherwise it logs the
+    /// reason and takes the CPU.
     ///
     /// # Errors
-    /// `--device metal` or `--device cuda` where there is none.
+    /// `--device metal` or `--device cuda` on a machine without that GPU.
     pub fn new(load: &LoadSettings) -> Result<Self, CommandError> {
-        let elsewhere = |device, system| {
-            CommandError::Usage(format!("--device {device}: this build has none, which is for {system} only"))
-        };
+        let elsewhere =
+            |device, system| CommandError::Usage(format!("--device {device}: only builds for {system} support it"));
         match load.device {
             Device::Cpu => Self::of(Ok(None), false),
             Device::Auto => Self::of(device::open_gpu(), false),
@@ -39,72 +38,72 @@ impl DeviceChoice {
         }
     }
 
-    /// The same of a GPU that was found, or not; `asked` if nothing else will do.
+    /// Chooses between a GPU, if one was found, and the CPU. `is_required`: the user named the GPU.
     ///
     /// # Errors
-    /// There is none, and it was asked for.
-    pub fn of(found: Result<Option<Box<dyn Gpu>>, DeviceError>, asked: bool) -> Result<Self, CommandError> {
+    /// The GPU is required and was not found.
+    pub fn of(found: Result<Option<Box<dyn Gpu>>, DeviceError>, is_required: bool) -> Result<Self, CommandError> {
         let gpu = match found {
             Ok(Some(mut gpu)) => match objections(&mut *gpu) {
                 None => Some(gpu),
-                Some(wrong) if asked => {
-                    tracing::warn!("--device {GPU_KIND} is taken at its word: {wrong}");
+                Some(wrong) if is_required => {
+                    tracing::warn!("--device {GPU_KIND} is used although its kernels failed the check: {wrong}");
                     Some(gpu)
                 }
                 Some(wrong) => {
-                    tracing::warn!("the CPU computes (`moestro doctor` tells more): {wrong}");
+                    tracing::warn!("using the CPU, because the GPU failed the check (see `moestro doctor`): {wrong}");
                     None
                 }
             },
-            Ok(None) if asked => return Err(CommandError::Usage(format!("--device {GPU_KIND}: {NO_GPU}"))),
+            Ok(None) if is_required => return Err(CommandError::Usage(format!("--device {GPU_KIND}: {NO_GPU}"))),
             Ok(None) => None,
-            Err(error) if asked => return Err(CommandError::Usage(format!("--device {GPU_KIND}: {error}"))),
+            Err(error) if is_required => return Err(CommandError::Usage(format!("--device {GPU_KIND}: {error}"))),
             Err(error) => {
-                tracing::warn!("the CPU computes: {error}");
+                tracing::warn!("using the CPU, because the GPU cannot be opened: {error}");
                 None
             }
         };
-        Ok(Self { gpu, asked })
+        Ok(Self { gpu, is_required })
     }
 
     pub fn name(&self) -> &'static str {
         if self.gpu.is_some() { GPU_KIND } else { CPU }
     }
 
-    /// The GPU's recommended working set (bytes), for the memory plan.
+    /// The GPU's recommended working set in bytes, for the memory plan.
     pub fn working_set(&self) -> Option<u64> {
         self.gpu.as_deref().map(working_set)
     }
 
-    /// Puts a loaded model there. A model that the GPU's kernels cannot compute stays on the CPU, unless the GPU was
-    /// asked for.
+    /// Moves a loaded model to the device. A model that the GPU's kernels do not support stays on the CPU, unless the GPU is
+    /// required.
     ///
     /// # Errors
-    /// The GPU was asked for and cannot compute this model.
+    /// The GPU is required and does not support the model.
     pub fn place(self, qwen: Qwen) -> Result<Qwen, ModelError> {
         let Some(gpu) = self.gpu else { return Ok(qwen) };
         match qwen.move_to(gpu) {
             Ok(model) => Ok(model),
-            Err(refused) if self.asked => Err(refused.error),
+            Err(refused) if self.is_required => Err(refused.error),
             Err(refused) => {
-                tracing::warn!("the CPU computes: {}", refused.error);
+                tracing::warn!("using the CPU, because the GPU cannot run this model: {}", refused.error);
                 Ok(*refused.qwen)
             }
         }
     }
 }
 
-/// A GPU's recommended working set (bytes), for the memory plan: no bound if it says nothing.
+/// A GPU's recommended working set in bytes, for the memory plan. Unbounded if the driver reports none.
 pub fn working_set(gpu: &dyn Gpu) -> u64 {
     gpu.working_set().unwrap_or(u64::MAX)
 }
 
-/// The name of a model's device.
+/// Name of a model's device.
 pub fn name(model: &Qwen) -> &'static str {
     if model.is_on_gpu() { GPU_KIND } else { CPU }
 }
 
-/// The faults of a GPU: the kernels' names, and the error of the first of those that could not run.
+/// Compares a GPU's kernels with the CPU. Returns the names of those that fail or differ, with the first error.
 fn objections(gpu: &mut dyn Gpu) -> Option<String> {
     let begin = Instant::now();
     let found = check::kernels(gpu);
@@ -134,17 +133,17 @@ mod tests {
     }
 
     #[test]
-    fn without_metal_metal_says_so() {
+    fn metal_without_metal_is_an_error() {
         let chosen = DeviceChoice::new(&load("cpu")).unwrap();
         assert_eq!((chosen.name(), chosen.working_set()), (CPU, None));
         let Err(error) = DeviceChoice::new(&load("metal")) else { panic!("there is no Metal here") };
-        assert_eq!(error.to_string(), "--device metal: this build has none, which is for macOS only");
+        assert_eq!(error.to_string(), "--device metal: only builds for macOS support it");
     }
 
     #[test]
-    fn without_a_card_auto_takes_the_cpu_and_cuda_says_so() {
+    fn auto_without_a_gpu_takes_the_cpu() {
         if !matches!(device::open_gpu(), Ok(None)) {
-            return println!("there is a card, or a driver that fails");
+            return println!("skipped: this machine has a GPU or a failing driver");
         }
         let chosen = DeviceChoice::new(&load("auto")).unwrap();
         assert_eq!((chosen.name(), chosen.working_set()), (CPU, None));

@@ -1,4 +1,5 @@
-//! The draft of `--draft-model`: looked at before the model is loaded, since it is part of the plan, and loaded behind it.
+//! The draft that `--draft-model` names: inspected before the model is loaded, since it is part of the memory plan, and
+//! loaded after the model.
 
 use super::resolve;
 use crate::{
@@ -13,48 +14,48 @@ use crate::{
 };
 use std::path::{Path, PathBuf};
 
-/// A draft that has been looked at.
+/// A draft that was inspected.
 pub enum DraftSource {
     Lookup,
-    /// An MTP head: the checkpoint's, if it has one, which may have been asked for outright, or one in a directory.
+    /// An MTP head: the checkpoint's, or one in a separate directory. `is_required`: the user named it.
     Mtp {
-        asked: bool,
-        beside: Option<PathBuf>,
+        is_required: bool,
+        directory: Option<PathBuf>,
     },
     Dflash(Box<dflash::DflashCheckpoint>),
-    /// A small model, and what it takes.
+    /// A small model, with its options and its own memory plan.
     Model(PathBuf, Box<model::LoadOptions>, Box<Plan>),
 }
 
 impl DraftSource {
-    /// Looks at the draft that `load` names, for the model in `dir`. The tokens of a draft model are compared with `tokenizer`'s.
+    /// Inspects the draft that `load` names, for the model in `dir`. A draft model must have the tokens of `tokenizer`.
     ///
     /// # Errors
-    /// A directory that holds no draft, half of one, or one for another model.
+    /// The directory has no draft, an incomplete one, or one for another model.
     pub fn new(load: &LoadSettings, dir: &Path, tokenizer: Option<&Tokenizer>) -> Result<Self, CommandError> {
         let named = match load.drafts.as_ref().filter(|drafts| drafts.are_used()).map(|drafts| &drafts.draft) {
             None | Some(DraftModel::Off | DraftModel::Lookup) => return Ok(Self::Lookup),
-            Some(DraftModel::Auto) => return Ok(Self::Mtp { asked: false, beside: None }),
-            Some(DraftModel::Mtp) => return Ok(Self::Mtp { asked: true, beside: None }),
+            Some(DraftModel::Auto) => return Ok(Self::Mtp { is_required: false, directory: None }),
+            Some(DraftModel::Mtp) => return Ok(Self::Mtp { is_required: true, directory: None }),
             Some(DraftModel::Model(named)) => named,
         };
         let draft = resolve(&ModelSource::new(Some(named)))?;
         if mtp::is_alone(&json(&draft)?) {
-            return Ok(Self::Mtp { asked: true, beside: Some(draft) });
+            return Ok(Self::Mtp { is_required: true, directory: Some(draft) });
         }
         if dflash::is_dflash(&dflash::config::read(&draft)?) {
             return Ok(Self::Dflash(Box::new(dflash::DflashCheckpoint::new(&draft, &model::Config::read(dir)?)?)));
         }
         if let Some(target) = tokenizer {
-            compare(named, &Tokenizer::load(&draft)?, target)?;
+            check_same_tokens(named, &Tokenizer::load(&draft)?, target)?;
         }
-        let options = companion(load);
-        // Only its sum is of interest: the model's plan is the one that must fit.
+        let options = draft_model_options(load);
+        // Only the sum is used: the model's plan must fit, including this sum.
         let plan = CheckpointInfo::new(&draft, &options)?.plan(&MachineLimits::default(), &options.plan)?;
         Ok(Self::Model(draft, Box::new(options), Box::new(plan)))
     }
 
-    /// Its demands on memory, where they are known before the model is.
+    /// Memory of the draft, as far as it is known before the model is loaded.
     pub fn shape(&self) -> DraftFootprint {
         match self {
             DraftSource::Lookup | DraftSource::Mtp { .. } => DraftFootprint::default(),
@@ -63,24 +64,24 @@ impl DraftSource {
         }
     }
 
-    /// The draft that is loaded together with the model.
+    /// The MTP head that is loaded together with the model.
     pub fn drafter(&self) -> MtpSource {
         match self {
-            DraftSource::Mtp { beside: None, .. } => MtpSource::Checkpoint,
-            DraftSource::Mtp { beside: Some(dir), .. } => MtpSource::Directory(dir.clone()),
+            DraftSource::Mtp { directory: None, .. } => MtpSource::Checkpoint,
+            DraftSource::Mtp { directory: Some(dir), .. } => MtpSource::Directory(dir.clone()),
             _ => MtpSource::None,
         }
     }
 
-    /// Loads it for `model`, whose plan has room for it.
+    /// Loads the draft for `model`, whose plan includes it.
     pub fn load(&self, model: &Qwen) -> Result<Box<dyn engine::Draft<Qwen>>, CommandError> {
         Ok(match self {
             DraftSource::Lookup => Box::new(LookupDraft),
-            DraftSource::Mtp { asked, .. } => match MtpDraft::new(model) {
+            DraftSource::Mtp { is_required, .. } => match MtpDraft::new(model) {
                 Some(mtp) => Box::new(mtp),
                 None => {
-                    if *asked {
-                        tracing::warn!("there is no MTP head to draft with: drafts are looked up");
+                    if *is_required {
+                        tracing::warn!("the checkpoint has no MTP head; falling back to prompt-lookup drafts");
                     }
                     Box::new(LookupDraft)
                 }
@@ -90,7 +91,7 @@ impl DraftSource {
             }
             DraftSource::Model(dir, options, _) => {
                 let options = model::LoadOptions { compute: Some(model.compute()), ..(**options).clone() };
-                // Its reads are not the model's: they are counted apart.
+                // Separate metrics: the draft's reads are not the model's.
                 let draft = Qwen::load(dir, &options, &Metrics::new("", ""), &mut |_, _| ())?;
                 Box::new(ModelDraft::new(draft))
             }
@@ -98,8 +99,8 @@ impl DraftSource {
     }
 }
 
-/// A draft model is resident, and has little context.
-fn companion(load: &LoadSettings) -> model::LoadOptions {
+/// Options of a draft model: all experts in memory, and a short context.
+fn draft_model_options(load: &LoadSettings) -> model::LoadOptions {
     let plan = PlanOptions {
         limit: Some(u64::MAX / 2),
         stream: Switch::Off,
@@ -111,16 +112,17 @@ fn companion(load: &LoadSettings) -> model::LoadOptions {
     model::LoadOptions { threads: load.threads, plan, verify: true, ..model::LoadOptions::default() }
 }
 
-/// Fails with the first token that the draft has otherwise.
-fn compare(named: &str, draft: &Tokenizer, target: &Tokenizer) -> Result<(), CommandError> {
+/// # Errors
+/// The draft model's tokens differ from the model's. The error names the first difference.
+fn check_same_tokens(named: &str, draft: &Tokenizer, target: &Tokenizer) -> Result<(), CommandError> {
     let missing = draft.vocab_size().min(target.vocab_size()) as u32;
     let fewer = (draft.vocab_size() < target.vocab_size()).then_some(missing);
     let Some(id) = draft.first_difference(target).or(fewer) else { return Ok(()) };
-    let name = |tokenizer: &Tokenizer| tokenizer.token(id).map_or("nothing".into(), |token| format!("{token:?}"));
-    let why = format!(
-        "--draft-model {named}: it has other tokens than the model; the first is {id}, {} there and {} in the model",
+    let name = |tokenizer: &Tokenizer| tokenizer.token(id).map_or("missing".into(), |token| format!("{token:?}"));
+    let reason = format!(
+        "--draft-model {named}: its tokens differ from the model's: token {id} is {} in the draft and {} in the model",
         name(draft),
         name(target)
     );
-    Err(CommandError::Usage(why))
+    Err(CommandError::Usage(reason))
 }

@@ -1,6 +1,6 @@
-//! A model that speaks on the terminal: its engine, what is said to it, and the page that its words go to.
+//! A model that answers on the terminal: its engine, its prompts, and the printing of its answers.
 
-use super::{CheckpointMeta, device_choice::DeviceChoice, load_model};
+use super::{CheckpointMeta, device_choice::DeviceChoice, load_model, printable};
 use crate::{
     chat::{
         Conversation, Decoder, Speaker, Template, message_ends,
@@ -18,7 +18,7 @@ use std::{
     io::{self, IsTerminal, Write},
 };
 
-/// The options of answers, which a chat may change.
+/// Options of answers, which a chat can change.
 #[derive(Debug, Clone)]
 pub struct AnswerOptions {
     pub sampling: Sampling,
@@ -26,16 +26,16 @@ pub struct AnswerOptions {
     pub thinking: Option<bool>,
 }
 
-/// An answer.
+/// A complete or interrupted answer.
 #[derive(Debug, Default)]
 pub struct TerminalAnswer {
     pub content: String,
     pub reasoning: String,
-    /// `None` if it was broken off.
+    /// `None` if the user interrupted it.
     pub end: Option<(Finish, Timings)>,
 }
 
-/// A model in memory.
+/// A loaded model with its engine.
 pub struct LocalModel {
     pub checkpoint: CheckpointMeta,
     engine: Handle,
@@ -56,7 +56,7 @@ impl LocalModel {
         };
         let options = super::speculation(config.load.drafts.as_ref(), options);
         let (engine, worker) = engine::spawn_with(loaded.model, loaded.draft, options, metrics)
-            .map_err(|source| CommandError::Io { what: "starting the engine's thread".into(), source })?;
+            .map_err(|source| CommandError::Io { what: "starting the engine thread".into(), source })?;
         Ok(Self { checkpoint, engine, worker })
     }
 
@@ -65,7 +65,7 @@ impl LocalModel {
         AnswerOptions { sampling, max_tokens: config.max_tokens, thinking: config.thinking }
     }
 
-    /// The prompt as the model wants it; a base model gets the last message's words as they are.
+    /// Renders the prompt. A base model gets the text of the last message.
     fn prompt(&self, messages: &[Value], thinking: Option<bool>) -> Result<String, CommandError> {
         let Some(template) = &self.checkpoint.template else {
             let last = messages.last().and_then(|message| message["content"].as_str());
@@ -79,7 +79,7 @@ impl LocalModel {
         Ok(template.render(&conversation)?)
     }
 
-    /// Says an answer to `messages` until it ends or `stop` does.
+    /// Prints an answer to `messages` until it ends or `stop` completes.
     pub async fn answer(
         &self,
         messages: &[Value],
@@ -89,8 +89,8 @@ impl LocalModel {
         let prompt = self.prompt(messages, answer_options.thinking)?;
         let ids = self.checkpoint.tokenizer.encode(&prompt)?;
         let ends = message_ends(&self.checkpoint.tokenizer, &ids).into_iter();
-        let boundary = |(at, voice)| {
-            let kind = match voice {
+        let boundary = |(at, speaker)| {
+            let kind = match speaker {
                 Speaker::System => BoundaryKind::System,
                 Speaker::User => BoundaryKind::Query,
                 Speaker::Other => BoundaryKind::Message,
@@ -102,7 +102,7 @@ impl LocalModel {
             ..Request::new(ids, answer_options.max_tokens.unwrap_or(usize::MAX), answer_options.sampling.clone())
         })?;
         let mut decoder = Decoder::new(self.checkpoint.tokenizer.clone());
-        let mut page = AnswerPrinter::new(Parser::new(Template::opens_in_reasoning(&prompt), &[]));
+        let mut printer = AnswerPrinter::new(Parser::new(Template::opens_in_reasoning(&prompt), &[]));
         let mut stop = std::pin::pin!(stop);
         let end = loop {
             let event = tokio::select! {
@@ -110,109 +110,111 @@ impl LocalModel {
                 () = &mut stop => break None,
             };
             match event {
-                Some(Event::Token { id, .. }) => page.write(&decoder.push(id))?,
+                Some(Event::Token { id, .. }) => printer.write(&decoder.push(id))?,
                 Some(Event::Done { finish, timings }) => break Some((finish, timings)),
                 Some(Event::Failed(error)) => return Err(error.into()),
                 Some(Event::Started { .. } | Event::Prefilled { .. } | Event::Prompt(_)) => {}
                 None => return Err(EngineError::Stopped.into()),
             }
         };
-        page.write(&decoder.finish())?;
-        page.end()?;
-        Ok(TerminalAnswer { content: page.content, reasoning: page.thoughts, end })
+        printer.write(&decoder.finish())?;
+        printer.end()?;
+        Ok(TerminalAnswer { content: printer.content, reasoning: printer.reasoning, end })
     }
 
-    /// Lets the model go.
-    pub fn end(self) -> Result<(), CommandError> {
+    /// Unloads the model.
+    pub fn unload(self) -> Result<(), CommandError> {
         drop(self.engine);
         Ok(self.worker.join()?)
     }
 }
 
-/// A message of a conversation.
+/// A message in OpenAI's format.
 pub fn message(role: &str, content: &str) -> Value {
     json!({"role": role, "content": content})
 }
 
-/// Prints an answer: its words to stdout as the tokens come, its reasoning to stderr, dimmed if that is a terminal. If only
-/// stdout is a terminal, reasoning is not told.
+/// Prints an answer while it streams: content to stdout, reasoning to stderr, dimmed on a terminal. Reasoning is omitted if
+/// only stdout is a terminal. Control characters are replaced on a terminal, since they could change its state.
 struct AnswerPrinter {
     parser: Parser,
+    /// stderr is a terminal.
     dims: bool,
-    tells_reasoning: bool,
+    shows_reasoning: bool,
     in_reasoning: bool,
     content: String,
-    thoughts: String,
+    reasoning: String,
 }
 
 impl AnswerPrinter {
     fn new(parser: Parser) -> Self {
         let dims = io::stderr().is_terminal();
-        let tells_reasoning = dims || !io::stdout().is_terminal();
-        Self { parser, dims, tells_reasoning, in_reasoning: false, content: String::new(), thoughts: String::new() }
+        let shows_reasoning = dims || !io::stdout().is_terminal();
+        Self { parser, dims, shows_reasoning, in_reasoning: false, content: String::new(), reasoning: String::new() }
     }
 
     fn write(&mut self, text: &str) -> Result<(), CommandError> {
         let deltas = self.parser.push(text);
-        self.put(deltas)
+        self.print(deltas)
     }
 
     fn end(&mut self) -> Result<(), CommandError> {
         let deltas = self.parser.finish(false);
-        self.put(deltas)?;
-        self.leave_reasoning();
-        if self.content.is_empty() { Ok(()) } else { say("\n") }
+        self.print(deltas)?;
+        self.end_reasoning();
+        if self.content.is_empty() { Ok(()) } else { print_content("\n") }
     }
 
-    fn put(&mut self, deltas: Vec<Delta>) -> Result<(), CommandError> {
+    fn print(&mut self, deltas: Vec<Delta>) -> Result<(), CommandError> {
         for delta in deltas {
             match delta {
                 Delta::Reasoning(text) => {
-                    self.thoughts.push_str(&text);
-                    if self.tells_reasoning {
+                    self.reasoning.push_str(&text);
+                    if self.shows_reasoning {
                         let begins = !std::mem::replace(&mut self.in_reasoning, true) && self.dims;
-                        eprint!("{}{text}", if begins { "\x1b[2m" } else { "" });
+                        eprint!("{}{}", if begins { "\x1b[2m" } else { "" }, printable(&text));
                     }
                 }
                 Delta::Content(text) => {
-                    self.leave_reasoning();
+                    self.end_reasoning();
                     self.content.push_str(&text);
-                    say(&text)?;
+                    print_content(&text)?;
                 }
-                // Without tools in the prompt no call is looked for.
+                // The prompt has no tools, so the parser reports no calls.
                 Delta::ToolCall { .. } | Delta::Arguments { .. } => {}
             }
         }
         Ok(())
     }
 
-    fn leave_reasoning(&mut self) {
+    fn end_reasoning(&mut self) {
         if std::mem::take(&mut self.in_reasoning) {
             eprintln!("{}", if self.dims { "\x1b[0m\n" } else { "" });
         }
     }
 }
 
-fn say(text: &str) -> Result<(), CommandError> {
+fn print_content(text: &str) -> Result<(), CommandError> {
     let mut out = io::stdout().lock();
+    let text = if out.is_terminal() { printable(text) } else { text.into() };
     let written = out.write_all(text.as_bytes()).and_then(|()| out.flush());
     written.map_err(|source| CommandError::Io { what: "writing the answer".into(), source })
 }
 
-/// `21 prompt tokens in 0.05 s (400.0 a second), 110 tokens in 1.20 s (91.7 a second)`
-pub fn figures(timings: &Timings) -> String {
+/// `21 prompt tokens in 0.05 s (400.0 tokens/s), 110 tokens in 1.20 s (91.7 tokens/s)`
+pub fn timings_line(timings: &Timings) -> String {
     let rate = |tokens: usize, seconds: f64| {
         let rate = if seconds > 0.0 { tokens as f64 / seconds } else { 0.0 };
-        format!("in {seconds:.2} s ({rate:.1} a second)")
+        format!("in {seconds:.2} s ({rate:.1} tokens/s)")
     };
     let Timings { prompt_tokens, cached_tokens, generated_tokens, prompt_seconds, decode_seconds, .. } = *timings;
     let drafted = match timings.drafted_tokens {
         0 => String::new(),
-        drafted => format!(", {} of {drafted} drafted ones accepted", timings.accepted_tokens),
+        drafted => format!(", {} of {drafted} drafted tokens accepted", timings.accepted_tokens),
     };
-    let known = if cached_tokens == 0 { String::new() } else { format!(" ({cached_tokens} of them known)") };
+    let cached = if cached_tokens == 0 { String::new() } else { format!(" ({cached_tokens} cached)") };
     format!(
-        "{prompt_tokens} prompt tokens{known} {}, {generated_tokens} tokens {}{drafted}",
+        "{prompt_tokens} prompt tokens{cached} {}, {generated_tokens} tokens {}{drafted}",
         rate(prompt_tokens - cached_tokens, prompt_seconds),
         rate(generated_tokens, decode_seconds)
     )

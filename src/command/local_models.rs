@@ -1,5 +1,5 @@
-//! The models on this machine: the one in the binary, those of the configuration, those in a directory of one's own, and
-//! those in the Hugging Face cache. Only what Moestro can serve is listed.
+//! The models on this machine that Moestro can serve: the embedded demo, those of the configuration file, those in the
+//! user's model directory, and those in the Hugging Face cache.
 
 use crate::{
     cli::Command,
@@ -15,7 +15,7 @@ use std::{
     time::SystemTime,
 };
 
-/// The origin of a model.
+/// Where a model comes from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Origin {
     Demo,
@@ -27,16 +27,16 @@ pub enum Origin {
 /// A model that can be loaded.
 #[derive(Debug, Clone)]
 pub struct CatalogEntry {
-    /// Its table in the configuration, `org/name`, or its directory's name.
+    /// Name of its table in the configuration, `org/name`, or the name of its directory.
     pub id: String,
     pub source: ModelSource,
     pub origin: Origin,
-    /// `None` for the one in the binary.
+    /// `None` for the embedded demo.
     pub dir: Option<PathBuf>,
 }
 
 impl CatalogEntry {
-    /// When it came here.
+    /// Time of its download or creation.
     pub fn created(&self) -> SystemTime {
         let path = match &self.dir {
             Some(dir) => dir.join("config.json"),
@@ -45,22 +45,22 @@ impl CatalogEntry {
         fs::metadata(path).and_then(|meta| meta.modified()).unwrap_or(SystemTime::UNIX_EPOCH)
     }
 
-    /// Bytes of its weights.
+    /// Bytes of its weight files.
     pub fn bytes(&self) -> u64 {
         let Some(dir) = &self.dir else { return demo::file("model.safetensors").map_or(0, |file| file.len() as u64) };
         let entries = fs::read_dir(dir).into_iter().flatten().flatten();
         let weights = entries.filter(|entry| entry.path().extension().is_some_and(|ending| ending == "safetensors"));
-        // Links of the hub's cache are followed.
+        // `metadata` follows the symbolic links of the hub's cache.
         weights.filter_map(|entry| Some(fs::metadata(entry.path()).ok()?.len())).sum()
     }
 }
 
-/// The directory of one's own models.
-pub fn home(typed: Option<&Path>) -> Option<PathBuf> {
+/// The user's model directory.
+pub fn models_dir(typed: Option<&Path>) -> Option<PathBuf> {
     typed.map(Path::to_path_buf).or_else(|| Some(os::data_dir()?.join("models")))
 }
 
-/// All models. Of two with one name the first counts.
+/// All models. Of two with the same name, the first counts.
 pub fn all(settings: &Settings, own: Option<&Path>) -> Vec<CatalogEntry> {
     let demo = CatalogEntry { id: demo::NAME.into(), source: ModelSource::Demo, origin: Origin::Demo, dir: None };
     let named = settings.models.iter().filter_map(|(name, place)| {
@@ -72,7 +72,7 @@ pub fn all(settings: &Settings, own: Option<&Path>) -> Vec<CatalogEntry> {
         };
         Some(CatalogEntry { id: name.clone(), source, origin: Origin::Configuration, dir: Some(dir) })
     });
-    let own = home(own).map(|home| under(&home)).unwrap_or_default().into_iter().map(|(id, dir)| {
+    let own = models_dir(own).map(|home| find_models(&home)).unwrap_or_default().into_iter().map(|(id, dir)| {
         let source = ModelSource::Directory(dir.clone());
         CatalogEntry { id, source, origin: Origin::Own, dir: Some(dir) }
     });
@@ -90,7 +90,7 @@ pub fn all(settings: &Settings, own: Option<&Path>) -> Vec<CatalogEntry> {
     entries
 }
 
-/// The name of a model that was typed: that of the configuration if it has one.
+/// Id of a model on the command line: its name in the configuration, if it has one.
 pub fn id(source: &ModelSource, settings: &Settings) -> String {
     match (&settings.model, source) {
         (Some(name), _) => name.clone(),
@@ -100,15 +100,15 @@ pub fn id(source: &ModelSource, settings: &Settings) -> String {
     }
 }
 
-/// Has the name of a model on this machine, where one was typed, mean that model, unless a directory is called so.
-pub fn find(command: &mut Command, settings: &mut Settings) {
+/// Resolves the name of a local model on the command line. An existing path takes precedence.
+pub fn resolve_name(command: &mut Command, settings: &mut Settings) {
     let own = match command {
         Command::Serve(typed) | Command::Config(typed) => typed.home.models_dir.clone(),
         _ => env::var_os("MOESTRO_MODELS_DIR").map(PathBuf::from),
     };
     let Some(place) = command.model() else { return };
     let Some(name) = place.clone().filter(|name| !Path::new(name).exists()) else { return };
-    let mut mine = home(own.as_deref()).map(|home| under(&home)).unwrap_or_default().into_iter();
+    let mut mine = models_dir(own.as_deref()).map(|home| find_models(&home)).unwrap_or_default().into_iter();
     if name == demo::NAME {
         *place = None;
     } else if let Some((_, dir)) = mine.find(|(id, _)| *id == name) {
@@ -117,7 +117,7 @@ pub fn find(command: &mut Command, settings: &mut Settings) {
     }
 }
 
-/// The words behind "no such directory" where a name was typed rather than a path: the model that was probably meant.
+/// Hint for the error "no such directory" if a name was typed rather than a path: the most similar model.
 pub fn hint(error: &CommandError, settings: &Settings) -> String {
     let CommandError::NoSuchDirectory(path) = error else { return String::new() };
     let name = path.to_string_lossy();
@@ -127,7 +127,7 @@ pub fn hint(error: &CommandError, settings: &Settings) -> String {
     let all = all(settings, None);
     match config::nearest(&name, all.iter().map(|entry| entry.id.as_str())) {
         Some((near, id)) if near > 0.8 => format!(" (did you mean {id}?)"),
-        _ => "; `moestro list` names the models on this machine, org/name is one of the Hugging Face hub".into(),
+        _ => "; `moestro list` shows the models on this machine; org/name is a model of the Hugging Face hub".into(),
     }
 }
 
@@ -135,8 +135,8 @@ fn can_be_served(dir: &Path) -> bool {
     Config::read(dir).is_ok()
 }
 
-/// The directories `NAME` and `ORG/NAME` with a `config.json`.
-fn under(home: &Path) -> Vec<(String, PathBuf)> {
+/// The directories `NAME` and `ORG/NAME` below `home` that have a `config.json`.
+fn find_models(home: &Path) -> Vec<(String, PathBuf)> {
     let dirs = |dir: &Path| {
         let entries = fs::read_dir(dir).into_iter().flatten().flatten();
         let dirs = entries.map(|entry| (entry.file_name().to_string_lossy().into_owned(), entry.path()));
@@ -175,7 +175,7 @@ pub mod hub {
     }
 }
 
-/// Without the feature `hub` there is none.
+/// Without the feature `hub`, no model comes from the hub.
 #[cfg(not(feature = "hub"))]
 pub mod hub {
     use std::{io, path::PathBuf};
@@ -198,7 +198,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_can_be_served_is_listed_once() {
+    fn each_servable_model_is_listed_once() {
         let home = tempfile::tempdir().unwrap();
         let put = |name: &str, config: &[u8]| {
             let dir = home.path().join(name);
@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn a_model_is_called_as_it_was_typed() {
+    fn id_follows_the_command_line() {
         let none = Settings::default();
         assert_eq!(id(&ModelSource::Demo, &none), demo::NAME);
         assert_eq!(id(&ModelSource::Hub("org/name".into()), &none), "org/name");

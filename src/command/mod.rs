@@ -1,19 +1,21 @@
-//! The subcommands that serve and fetch, one file each, and what all commands share: finding a checkpoint and loading its
-//! parts.
+//! One file per subcommand that serves, chats or manages models, and what they share: finding and loading a checkpoint.
+//! `tools` has the subcommands that measure.
 
 mod chat_input;
 pub mod completions;
 pub mod device_choice;
 pub mod draft_source;
 pub mod generate;
+pub mod list;
 mod local_model;
 pub mod local_models;
 pub mod log;
-pub mod models;
+mod model_catalog;
 pub mod pack;
 pub mod progress;
 pub mod ps;
 pub mod pull;
+pub mod rm;
 pub mod run;
 pub mod serve;
 pub mod service;
@@ -35,13 +37,14 @@ use crate::{
 use device_choice::DeviceChoice;
 use serde::Serialize;
 use std::{
+    borrow::Cow,
     fmt::Display,
     io::{self, Write},
     path::PathBuf,
     sync::Arc,
 };
 
-/// Prints a report, or one JSON object. A closed stdout is no error.
+/// Prints a report as text or as one JSON object. A closed stdout is not an error.
 pub fn show(report: &(impl Display + Serialize), json: bool) {
     let text = match json {
         true => serde_json::to_string_pretty(report).unwrap_or_default() + "\n",
@@ -50,7 +53,14 @@ pub fn show(report: &(impl Display + Serialize), json: bool) {
     let _ = io::stdout().write_all(text.as_bytes());
 }
 
-/// The directory of a checkpoint: unpacks the demo model, and checks that there is something to read.
+/// Replaces control characters other than line feed and tab, so that a text from elsewhere cannot control the terminal.
+pub fn printable(text: &str) -> Cow<'_, str> {
+    let is_control = |c: char| c.is_control() && !matches!(c, '\n' | '\t');
+    if text.contains(is_control) { text.replace(is_control, "\u{fffd}").into() } else { text.into() }
+}
+
+/// Returns the directory of a checkpoint. Unpacks the demo model, downloads a model of the hub, and checks that the files
+/// exist.
 pub fn resolve(source: &ModelSource) -> Result<PathBuf, CommandError> {
     let dir = match source {
         ModelSource::Demo => demo::unpack()?,
@@ -65,7 +75,7 @@ pub fn resolve(source: &ModelSource) -> Result<PathBuf, CommandError> {
     } else if !dir.join("config.json").exists() {
         not_a_checkpoint("it has no config.json")
     } else {
-        for (name, most) in SMALL {
+        for (name, most) in SMALL_FILES {
             let path = dir.join(name);
             check_small_file(&path, most).map_err(|source| StoreError::Io { path, source })?;
         }
@@ -73,9 +83,9 @@ pub fn resolve(source: &ModelSource) -> Result<PathBuf, CommandError> {
     }
 }
 
-/// The files of a checkpoint that are read whole, and bytes of each at most: a pipe or a device in their place must not
-/// be waited for.
-const SMALL: [(&str, u64); 6] = [
+/// The files of a checkpoint that are read whole, with their size limits in bytes. A pipe or a device in their place is an
+/// error, since reading it could block.
+const SMALL_FILES: [(&str, u64); 6] = [
     ("config.json", 32 << 20),
     ("generation_config.json", 1 << 20),
     ("tokenizer.json", 256 << 20),
@@ -84,20 +94,20 @@ const SMALL: [(&str, u64); 6] = [
     ("chat_template.json", 4 << 20),
 ];
 
-/// A checkpoint without its weights: what is small and quickly read.
+/// A checkpoint without its weights: tokenizer, chat template and sampling defaults.
 pub struct CheckpointMeta {
     pub dir: PathBuf,
-    /// The last component of its path or hub id.
+    /// Last component of the path or hub id.
     pub name: String,
     pub tokenizer: Arc<Tokenizer>,
-    /// A base model has none.
+    /// `None` for a base model.
     pub template: Option<Template>,
-    /// The sampling that its author recommends, overridden by the flags.
+    /// The sampling defaults of the checkpoint, overridden by the flags.
     pub generation: GenerationDefaults,
 }
 
 impl CheckpointMeta {
-    /// `typed` are the flags of sampling.
+    /// `typed`: the sampling flags.
     pub fn open(source: &ModelSource, typed: GenerationDefaults) -> Result<Self, CommandError> {
         let dir = resolve(source)?;
         let name = match source {
@@ -115,7 +125,7 @@ impl CheckpointMeta {
         Ok(Self { dir, name, tokenizer: Arc::new(tokenizer), template, generation })
     }
 
-    /// The encoding of its weights: `4-bit affine, groups of 64`, or the type of those that are not quantised.
+    /// How the weights are stored: `4-bit affine, groups of 64`, or the type of unquantised weights.
     pub fn quantisation(&self) -> Option<String> {
         let config = config::generation_config::json(&self.dir.join("config.json")).ok()??;
         let table = config.get("quantization").or(config.get("quantization_config"));
@@ -134,22 +144,22 @@ impl CheckpointMeta {
         }
     }
 
-    /// The sampling where a request says nothing. A checkpoint that says nothing either samples from the model's own
-    /// distribution.
+    /// The sampling of requests that do not set it. Without defaults in the checkpoint, tokens are drawn from the model's
+    /// unchanged distribution.
     pub fn sampling(&self) -> Sampling {
-        let (said, neutral) = (&self.generation, Sampling::default());
+        let (defaults, neutral) = (&self.generation, Sampling::default());
         Sampling {
-            temperature: said.temperature.unwrap_or(neutral.temperature),
-            top_p: said.top_p.unwrap_or(neutral.top_p),
-            top_k: said.top_k.unwrap_or(neutral.top_k),
-            min_p: said.min_p.unwrap_or(neutral.min_p),
-            repetition_penalty: said.repetition_penalty.unwrap_or(neutral.repetition_penalty),
+            temperature: defaults.temperature.unwrap_or(neutral.temperature),
+            top_p: defaults.top_p.unwrap_or(neutral.top_p),
+            top_k: defaults.top_k.unwrap_or(neutral.top_k),
+            min_p: defaults.min_p.unwrap_or(neutral.min_p),
+            repetition_penalty: defaults.repetition_penalty.unwrap_or(neutral.repetition_penalty),
             ..neutral
         }
     }
 }
 
-/// The flags of speculation as the engine's options.
+/// Adds the speculation flags to the engine's options.
 pub fn speculation(drafts: Option<&DraftOptions>, options: engine::Options) -> engine::Options {
     let Some(drafts) = drafts.filter(|drafts| drafts.are_used()) else { return options };
     engine::Options {
@@ -163,31 +173,31 @@ pub fn speculation(drafts: Option<&DraftOptions>, options: engine::Options) -> e
     }
 }
 
-/// A model in memory, and its description.
+/// A loaded model with its draft.
 pub struct ReadyModel {
     pub model: Qwen,
-    /// Its draft; prompt lookup, if none was named.
+    /// The draft. Prompt lookup by default.
     pub draft: Box<dyn engine::Draft<Qwen>>,
-    /// The name of its device: `cpu`, `metal` or `cuda`.
+    /// Name of the device: `cpu`, `metal` or `cuda`.
     pub device: &'static str,
-    /// Experts that each token visits; `None` for a dense model.
+    /// Experts per token. `None` for a dense model.
     pub experts_per_token: Option<usize>,
-    /// The memory plan, and the device it was made for.
+    /// The memory plan, with the name of the device.
     pub plan: serde_json::Value,
-    /// Memory that the plan sets aside for requests, in bytes.
+    /// Bytes that the plan reserves for requests.
     pub requests: u64,
 }
 
-/// `--kv-bits` as an option of the model.
-pub fn kv_bits(said: config::KvBits) -> KvBits {
-    match said {
+/// Converts `--kv-bits`.
+pub fn kv_bits(bits: config::KvBits) -> KvBits {
+    match bits {
         config::KvBits::Sixteen => KvBits::Sixteen,
         config::KvBits::Eight => KvBits::Eight,
         config::KvBits::Four => KvBits::Four,
     }
 }
 
-/// The flags of loading as the model's options.
+/// Converts the loading flags to the model's options.
 pub fn options(load: &LoadSettings) -> model::LoadOptions {
     model::LoadOptions {
         threads: load.threads,
@@ -224,7 +234,7 @@ pub fn options(load: &LoadSettings) -> model::LoadOptions {
     }
 }
 
-/// Loads the weights: a bar for the trunk, then one for the experts that are read before the first request.
+/// Loads the weights, with a progress bar.
 pub fn load_model(
     checkpoint: &CheckpointMeta,
     load: &LoadSettings,
@@ -256,4 +266,15 @@ pub fn load_model(
     let mut plan = serde_json::to_value(model.plan()).unwrap_or_default();
     plan["device"] = device.into();
     Ok(ReadyModel { model, draft, device, experts_per_token, plan, requests })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn control_characters_are_replaced() {
+        assert_eq!(printable("a\tb\n"), "a\tb\n");
+        assert_eq!(printable("a\x1b]52;c;eA==\x07\u{9b}1m\r"), "a\u{fffd}]52;c;eA==\u{fffd}\u{fffd}1m\u{fffd}");
+    }
 }

@@ -1,4 +1,4 @@
-//! `moestro pack`: one page-aligned record per expert.
+//! `moestro pack`: writes or verifies a pack, which has one page-aligned record per expert.
 
 use super::{progress, resolve};
 use crate::{
@@ -19,12 +19,16 @@ pub fn run(typed: &cli::PackArgs) -> Result<(), CommandError> {
 
 fn write(typed: &cli::PackArgs, dir: &Path, found: &CheckpointInfo) -> Result<(), CommandError> {
     let CheckpointInfo { experts: map, files, .. } = found;
-    let homeless = || StoreError::Other("no place for the pack: neither HOME nor XDG_CACHE_HOME is set; --out".into());
+    let no_directory = || {
+        StoreError::Other(
+            "cannot choose a directory for the pack: neither HOME nor XDG_CACHE_HOME is set; use --out DIR".into(),
+        )
+    };
     let out = match &typed.out {
         Some(out) => out.clone(),
         None => match pack::find(dir, map, files) {
             Some(pack) => pack.dir,
-            None => pack::default_dir(files)?.ok_or_else(homeless)?,
+            None => pack::default_dir(files)?.ok_or_else(no_directory)?,
         },
     };
     let bar = progress::bytes(2 * map.bytes(), "packing and verifying");
@@ -36,7 +40,7 @@ fn write(typed: &cli::PackArgs, dir: &Path, found: &CheckpointInfo) -> Result<()
         pack::link(files, &out)?;
     }
     if !summary.written {
-        println!("{}: these experts are packed already", out.display());
+        println!("{}: the pack is up to date", out.display());
         return Ok(());
     }
     println!(
@@ -49,7 +53,7 @@ fn write(typed: &cli::PackArgs, dir: &Path, found: &CheckpointInfo) -> Result<()
     Ok(())
 }
 
-/// Compares the pack in `--out`, or every pack that looks like this checkpoint's.
+/// Compares the pack in `--out`, or every pack that may belong to this checkpoint, with the checkpoint.
 fn verify(typed: &cli::PackArgs, dir: &Path, found: &CheckpointInfo) -> Result<(), CommandError> {
     let CheckpointInfo { experts: map, files, .. } = found;
     let packs = match &typed.out {
@@ -57,7 +61,7 @@ fn verify(typed: &cli::PackArgs, dir: &Path, found: &CheckpointInfo) -> Result<(
         None => pack::candidates(dir, files)?,
     };
     if packs.is_empty() {
-        return Err(StoreError::Other(format!("{}: there is no pack of this checkpoint", dir.display())).into());
+        return Err(StoreError::Other(format!("{}: this checkpoint has no pack", dir.display())).into());
     }
     for pack in packs {
         let bar = progress::bytes(map.bytes(), "comparing");
@@ -65,7 +69,7 @@ fn verify(typed: &cli::PackArgs, dir: &Path, found: &CheckpointInfo) -> Result<(
         let compared = pack::verify(&pack, map, files, &|bytes| bar.inc(bytes));
         bar.finish_and_clear();
         let (experts, seconds) = (compared?, begin.elapsed().as_secs_f64());
-        println!("{}: {experts} experts, each byte the checkpoint's, compared in {seconds:.1} s", pack.display());
+        println!("{}: {experts} experts are identical to the checkpoint, compared in {seconds:.1} s", pack.display());
     }
     Ok(())
 }

@@ -1,8 +1,8 @@
-//! Progress bars: on stderr, and only if that is a terminal.
+//! Progress bars on stderr, only if it is a terminal.
 
 use indicatif::{ProgressBar, ProgressStyle};
 
-/// A bar that counts to `total` bytes.
+/// A bar of `total` bytes.
 pub fn bytes(total: u64, what: impl Into<String>) -> ProgressBar {
     let template = "{msg} [{bar:30}] {binary_bytes} of {binary_total_bytes}, {binary_bytes_per_sec}, {eta} left";
     let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());

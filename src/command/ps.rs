@@ -1,11 +1,12 @@
-//! `moestro ps` and `stop`: what a running server has in memory.
+//! `moestro ps` and `stop`: show or unload the model of a running server.
 
+use super::printable;
 use crate::{cli, error::CommandError};
 use serde_json::{Value, json};
 use std::{io, time::Duration};
 
-/// A server that does not answer within this time is not well.
-const PATIENCE: Duration = Duration::from_secs(5);
+/// Time limit of a request.
+const TIMEOUT: Duration = Duration::from_secs(5);
 
 struct RemoteServer<'a> {
     typed: &'a cli::RemoteArgs,
@@ -14,7 +15,7 @@ struct RemoteServer<'a> {
 
 impl<'a> RemoteServer<'a> {
     fn new(typed: &'a cli::RemoteArgs) -> Self {
-        let config = ureq::Agent::config_builder().timeout_global(Some(PATIENCE)).http_status_as_error(false).build();
+        let config = ureq::Agent::config_builder().timeout_global(Some(TIMEOUT)).http_status_as_error(false).build();
         Self { typed, agent: config.into() }
     }
 
@@ -24,7 +25,10 @@ impl<'a> RemoteServer<'a> {
         format!("http://{host}:{}{path}", self.typed.port)
     }
 
-    /// The answer, whatever its status.
+    /// Sends a request and returns the JSON of the response.
+    ///
+    /// # Errors
+    /// The server cannot be reached, or the response is an error.
     fn ask(&self, path: &str, body: Option<&Value>) -> Result<Value, CommandError> {
         let key = format!("Bearer {}", self.typed.api_key.as_deref().unwrap_or_default());
         let sent = match body {
@@ -41,7 +45,7 @@ impl<'a> RemoteServer<'a> {
             ureq::Error::Io(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
                 let at = format!("{}:{}", self.typed.host, self.typed.port);
                 CommandError::Service(format!(
-                    "no server at {at}: --host and --port name another, `moestro serve` starts one"
+                    "no server at {at}: use --host and --port for another address, or `moestro serve` starts one"
                 ))
             }
             error => failed(io::Error::other(error)),
@@ -49,16 +53,16 @@ impl<'a> RemoteServer<'a> {
         let text = answer.body_mut().read_to_string().map_err(|error| failed(io::Error::other(error)))?;
         let answer: Value = serde_json::from_str(&text).map_err(|error| failed(error.into()))?;
         match answer["error"]["message"].as_str() {
-            Some(why) => Err(CommandError::Service(why.to_owned())),
+            Some(reason) => Err(CommandError::Service(printable(reason).into_owned())),
             None => Ok(answer),
         }
     }
 }
 
-/// Prints the model in memory and what it does, or that there is none.
+/// Prints the loaded model and its load, or that no model is loaded.
 pub fn ps(typed: &cli::PsArgs) -> Result<(), CommandError> {
     let health = RemoteServer::new(&typed.remote).ask("/health", None)?;
-    println!("{}", line(&health));
+    println!("{}", printable(&line(&health)));
     Ok(())
 }
 
@@ -66,7 +70,7 @@ fn line(health: &Value) -> String {
     let Some(model) = health["model"].as_str() else {
         return match health["status"].as_str() {
             Some("ok") => "no model is in memory; the next request loads one".into(),
-            status => format!("no model is in memory: {}", status.unwrap_or("the server does not say why")),
+            status => format!("no model is in memory: {}", status.unwrap_or("unknown status")),
         };
     };
     let parts = ["trunk", "kv", "state", "workspace", "experts", "prompt_cache"];
@@ -76,7 +80,7 @@ fn line(health: &Value) -> String {
     format!("{model}  {:.1} GB  {device}  context {context}  {running} running, {queued} waiting", bytes / 1e9)
 }
 
-/// Has the server give a model's memory back; it is loaded again when it is asked.
+/// Makes the server unload a model. The next request loads it again.
 pub fn stop(typed: &cli::StopArgs) -> Result<(), CommandError> {
     RemoteServer::new(&typed.remote).ask("/v1/models/unload", Some(&json!({"model": typed.name}))).map(drop)
 }
@@ -86,7 +90,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_server_holds_in_a_line() {
+    fn loaded_model_is_one_line() {
         let health = json!({"status": "ok", "model": "x", "context": 4096, "requests": {"running": 1, "queued": 2},
             "plan": {"trunk": 1_000_000_000u64, "experts": 500_000_000, "device": "cpu", "limit": 7}});
         assert_eq!(line(&health), "x  1.5 GB  cpu  context 4096  1 running, 2 waiting");

@@ -1,15 +1,16 @@
-//! `moestro pull org/name`, and `serve org/name` when it is not here yet.
+//! `moestro pull org/name`: downloads a model. `serve org/name` does the same for a model that is not on this machine.
 
+use super::printable;
 use crate::{cli, error::CommandError};
 use std::path::PathBuf;
 
-/// Downloads what is missing, or says where everything lies.
+/// Downloads missing files and prints the directory.
 pub fn run(typed: &cli::PullArgs) -> Result<(), CommandError> {
-    println!("{}", download(&typed.id)?.display());
+    println!("{}", printable(&download(&typed.id)?.to_string_lossy()));
     Ok(())
 }
 
-/// The directory of a model that is here, or a moment later is.
+/// Returns the directory of a model, after downloading it if needed.
 pub fn find_or_download(id: &str) -> Result<PathBuf, CommandError> {
     match find(id)? {
         Some(dir) => Ok(dir),
@@ -25,7 +26,7 @@ fn find(id: &str) -> Result<Option<PathBuf>, CommandError> {
 #[cfg(feature = "hub")]
 fn download(id: &str) -> Result<PathBuf, CommandError> {
     if !crate::config::is_hub_id(id) {
-        return Err(CommandError::Usage(format!("{id}: a model on the hub is called org/name")));
+        return Err(CommandError::Usage(format!("{id}: not a hub id; a hub id has the form org/name")));
     }
     let hub = crate::checkpoint::hub::Hub::from_env()?;
     let bar = super::progress::bytes(0, id);
@@ -37,7 +38,7 @@ fn download(id: &str) -> Result<PathBuf, CommandError> {
     match (outcome, hub.local(id)) {
         (Ok(dir), _) => Ok(dir),
         (Err(error), Some(dir)) => {
-            tracing::warn!(%error, "the hub could not be asked; the model is here completely, perhaps not its newest revision");
+            tracing::warn!(%error, "cannot reach the hub; using the complete copy on this machine, which may not be the newest revision");
             Ok(dir)
         }
         (Err(error), None) => Err(error.into()),
@@ -51,6 +52,6 @@ fn find(_id: &str) -> Result<Option<PathBuf>, CommandError> {
 
 #[cfg(not(feature = "hub"))]
 fn download(id: &str) -> Result<PathBuf, CommandError> {
-    let why = "this program was built without the feature `hub` and cannot download; give a directory instead";
-    Err(CommandError::Usage(format!("{id}: {why}")))
+    let reason = "cannot download: this program was built without the feature `hub`; use a directory instead";
+    Err(CommandError::Usage(format!("{id}: {reason}")))
 }

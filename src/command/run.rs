@@ -1,9 +1,9 @@
-//! `moestro run`: a chat on the terminal. Ctrl-C ends an answer, Ctrl-D the chat.
+//! `moestro run`: a chat on the terminal. Ctrl-C interrupts an answer, Ctrl-D ends the chat.
 
 use super::{
     chat_input::{LineEditor, LineEvent},
     generate,
-    local_model::{AnswerOptions, LocalModel, TerminalAnswer, figures, message},
+    local_model::{AnswerOptions, LocalModel, TerminalAnswer, message, timings_line},
 };
 use crate::{
     config::{self, GenerateConfig},
@@ -13,16 +13,16 @@ use serde_json::Value;
 use std::io::{self, IsTerminal};
 
 const HELP: &str = "\
-/set                   what is set; /set NAME VALUE sets temp, top-p, top-k, min-p, repeat-penalty, seed, max-tokens,
-                       thinking (on, off) or system; /set NAME unsets seed, max-tokens, thinking or system
-/clear                 forget what was said
-/help, /bye            this, and the end
-\"\"\"                    begins and ends a text of several lines; a line that ends in \\ goes on in the next
-Up, Down, Ctrl-R       what was typed before, in earlier chats, too; a line that begins with a space is not kept
-Ctrl-C                 ends an answer, or throws the line away
-Ctrl-D                 ends the chat; so does Ctrl-C twice";
+/set                   show the settings; /set NAME VALUE changes temp, top-p, top-k, min-p, repeat-penalty, seed,
+                       max-tokens, thinking (on, off) or system; /set NAME resets seed, max-tokens, thinking or system
+/clear                 delete the conversation
+/help, /bye            show this help, end the chat
+\"\"\"                    starts and ends a text of several lines; a line that ends in \\ continues on the next line
+Up, Down, Ctrl-R       earlier texts, also of earlier chats; a line that starts with a space is not saved
+Ctrl-C                 interrupts an answer, or discards the line
+Ctrl-D                 ends the chat; so does pressing Ctrl-C twice";
 
-/// Tab completes to these.
+/// Completions of the Tab key.
 const WORDS: [&str; 13] = [
     "/set ",
     "/set temp ",
@@ -39,41 +39,41 @@ const WORDS: [&str; 13] = [
     "/bye",
 ];
 
-/// Chats, or answers once if something was said.
+/// Answers the prompt once if there is one, else starts a chat.
 pub fn run(config: &GenerateConfig) -> Result<(), CommandError> {
     let local = LocalModel::load(config)?;
     match config.prompt {
-        Some(_) => generate::one(&local, config)?,
+        Some(_) => generate::answer_once(&local, config)?,
         None => {
             let mut chat = ChatSession::new(&local, config)?;
-            chat.go()?;
+            chat.run()?;
         }
     }
-    local.end()
+    local.unload()
 }
 
 struct ChatSession<'a> {
     local: &'a LocalModel,
     settings: ChatSettings,
-    said: Vec<Value>,
+    messages: Vec<Value>,
     runtime: tokio::runtime::Runtime,
 }
 
 impl<'a> ChatSession<'a> {
     fn new(local: &'a LocalModel, config: &GenerateConfig) -> Result<Self, CommandError> {
         let settings = ChatSettings { answer_options: local.answer_options(config), system: config.system.clone() };
-        Ok(Self { local, settings, said: Vec::new(), runtime: generate::runtime()? })
+        Ok(Self { local, settings, messages: Vec::new(), runtime: generate::runtime()? })
     }
 
-    fn go(&mut self) -> Result<(), CommandError> {
-        println!("{}: /help says what else can be typed", self.local.checkpoint.name);
+    fn run(&mut self) -> Result<(), CommandError> {
+        println!("{}: /help shows the commands", self.local.checkpoint.name);
         let (mut input, mut twice) = (LineEditor::new(&WORDS)?, false);
         loop {
             let text = match input.read()? {
                 LineEvent::Text(text) => text,
                 LineEvent::Interrupted if !twice => {
                     twice = true;
-                    dimmed("Ctrl-D ends the chat, and so does Ctrl-C once more");
+                    print_dimmed("Ctrl-D ends the chat; so does Ctrl-C again");
                     continue;
                 }
                 LineEvent::Interrupted | LineEvent::End => return Ok(()),
@@ -82,41 +82,41 @@ impl<'a> ChatSession<'a> {
             match command(&text) {
                 _ if text.trim().is_empty() => {}
                 Some(("bye" | "exit" | "quit", _)) => return Ok(()),
-                Some(("clear", _)) => self.said.clear(),
+                Some(("clear", _)) => self.messages.clear(),
                 Some(("set", rest)) => println!("{}", self.settings.set(rest).unwrap_or_else(|why| why)),
                 Some(_) => println!("{HELP}"),
-                None => self.say(&text)?,
+                None => self.send(&text)?,
             }
         }
     }
 
-    /// Says something to the model. An answer that fails does not end the chat.
-    fn say(&mut self, text: &str) -> Result<(), CommandError> {
-        self.said.push(message("user", text));
+    /// Sends a message to the model. A failed answer does not end the chat.
+    fn send(&mut self, text: &str) -> Result<(), CommandError> {
+        self.messages.push(message("user", text));
         let system = self.settings.system.iter().map(|text| message("system", text));
-        let messages: Vec<Value> = system.chain(self.said.iter().cloned()).collect();
+        let messages: Vec<Value> = system.chain(self.messages.iter().cloned()).collect();
         let answer = self.local.answer(&messages, &self.settings.answer_options, interrupted());
         let answer = self.runtime.block_on(answer);
         let TerminalAnswer { content, reasoning, end } = match answer {
             Err(CommandError::Engine(error)) => {
-                self.said.pop();
+                self.messages.pop();
                 eprintln!("moestro: {error}");
                 return Ok(());
             }
             other => other?,
         };
         match end {
-            Some((_, timings)) => dimmed(&figures(&timings)),
-            None => dimmed("stopped"),
+            Some((_, timings)) => print_dimmed(&timings_line(&timings)),
+            None => print_dimmed("interrupted"),
         }
-        let mut told = message("assistant", &content);
-        told["reasoning_content"] = reasoning.into();
-        self.said.push(told);
+        let mut reply = message("assistant", &content);
+        reply["reasoning_content"] = reasoning.into();
+        self.messages.push(reply);
         Ok(())
     }
 }
 
-/// `/name rest`. A path that begins with a slash is no command.
+/// Parses `/name rest`. A path that starts with a slash is not a command.
 fn command(text: &str) -> Option<(&str, &str)> {
     let line = text.trim().strip_prefix('/')?;
     let (name, rest) = line.split_once(' ').unwrap_or((line, ""));
@@ -131,9 +131,9 @@ struct ChatSettings {
 }
 
 impl ChatSettings {
-    /// Sets one thing and says so; says everything if nothing is named.
-    fn set(&mut self, what: &str) -> Result<String, String> {
-        let (name, value) = what.split_once(char::is_whitespace).unwrap_or((what, ""));
+    /// Changes one setting, if one is named, and returns all settings as text.
+    fn set(&mut self, command: &str) -> Result<String, String> {
+        let (name, value) = command.split_once(char::is_whitespace).unwrap_or((command, ""));
         let (value, sampling) = (value.trim(), &mut self.answer_options.sampling);
         match name {
             "" => {}
@@ -141,19 +141,24 @@ impl ChatSettings {
             "top-p" => sampling.top_p = number(name, value, 0.0, 1.0)?,
             "min-p" => sampling.min_p = number(name, value, 0.0, 1.0)?,
             "repeat-penalty" => sampling.repetition_penalty = number(name, value, 0.01, 100.0)?,
-            "top-k" => sampling.top_k = whole(name, value)?.unwrap_or(0),
-            "seed" => sampling.seed = whole(name, value)?,
-            "max-tokens" => self.answer_options.max_tokens = whole(name, value)?,
+            "top-k" => sampling.top_k = integer(name, value)?.unwrap_or(0),
+            "seed" => sampling.seed = integer(name, value)?,
+            "max-tokens" => self.answer_options.max_tokens = integer(name, value)?,
             "thinking" => {
                 self.answer_options.thinking = match value {
                     "on" => Some(true),
                     "off" => Some(false),
                     "" => None,
-                    _ => return Err("thinking is on or off".into()),
+                    _ => return Err("thinking must be on or off".into()),
                 }
             }
             "system" => self.system = (!value.is_empty()).then(|| value.to_owned()),
-            _ => return Err(format!("there is no setting {name} (did you mean {}?); /help names them", nearest(name))),
+            _ => {
+                return Err(format!(
+                    "unknown setting {name} (did you mean {}?); /help lists the settings",
+                    nearest(name)
+                ));
+            }
         }
         Ok(self.to_string())
     }
@@ -162,44 +167,44 @@ impl ChatSettings {
 impl std::fmt::Display for ChatSettings {
     fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let AnswerOptions { sampling, max_tokens, thinking } = &self.answer_options;
-        let or = |value: Option<String>| value.unwrap_or_else(|| "as the model has it".into());
+        let or = |value: Option<String>| value.unwrap_or_else(|| "the model's default".into());
         write!(out, "temp {}, top-p {}, top-k {}, ", sampling.temperature, sampling.top_p, sampling.top_k)?;
         write!(out, "min-p {}, repeat-penalty {}, ", sampling.min_p, sampling.repetition_penalty)?;
-        let seed = sampling.seed.map_or("drawn".into(), |seed| seed.to_string());
-        let most = max_tokens.map_or("the context's end".into(), |most| most.to_string());
+        let seed = sampling.seed.map_or("random".into(), |seed| seed.to_string());
+        let max = max_tokens.map_or("unlimited".into(), |max| max.to_string());
         let thinking = or(thinking.map(|on| if on { "on" } else { "off" }.into()));
-        write!(out, "seed {seed}, max-tokens {most}, thinking {thinking}, ")?;
-        write!(out, "system {}", self.system.as_deref().unwrap_or("nothing"))
+        write!(out, "seed {seed}, max-tokens {max}, thinking {thinking}, ")?;
+        write!(out, "system {}", self.system.as_deref().unwrap_or("none"))
     }
 }
 
-/// The setting that was probably meant.
+/// The setting with the most similar name.
 fn nearest(name: &str) -> &'static str {
     let names =
         WORDS.iter().filter_map(|word| word.strip_prefix("/set ")).map(str::trim).filter(|known| !known.is_empty());
     config::nearest(name, names).map_or("", |(_, near)| near)
 }
 
-fn number(name: &str, value: &str, least: f32, most: f32) -> Result<f32, String> {
-    let number = value.parse().ok().filter(|number| (least..=most).contains(number));
-    number.ok_or_else(|| format!("{name} is a number from {least} to {most}"))
+fn number(name: &str, value: &str, min: f32, max: f32) -> Result<f32, String> {
+    let number = value.parse().ok().filter(|number| (min..=max).contains(number));
+    number.ok_or_else(|| format!("{name} must be a number from {min} to {max}"))
 }
 
-fn whole<T: std::str::FromStr>(name: &str, value: &str) -> Result<Option<T>, String> {
+fn integer<T: std::str::FromStr>(name: &str, value: &str) -> Result<Option<T>, String> {
     match value {
         "" => Ok(None),
-        _ => value.parse().map(Some).map_err(|_| format!("{name} is a whole number from 0 up")),
+        _ => value.parse().map(Some).map_err(|_| format!("{name} must be a whole number, at least 0")),
     }
 }
 
-/// Ctrl-C.
+/// Waits for Ctrl-C.
 async fn interrupted() {
     if tokio::signal::ctrl_c().await.is_err() {
         std::future::pending().await
     }
 }
 
-fn dimmed(text: &str) {
+fn print_dimmed(text: &str) {
     if io::stderr().is_terminal() { eprintln!("\x1b[2m{text}\x1b[0m") } else { eprintln!("{text}") }
 }
 
@@ -209,7 +214,7 @@ mod tests {
     use crate::engine::Sampling;
 
     #[test]
-    fn a_path_is_no_command() {
+    fn path_is_not_a_command() {
         assert_eq!(command("/set temp 0"), Some(("set", "temp 0")));
         assert_eq!(command(" /bye "), Some(("bye", "")));
         assert_eq!(command("/hlep"), Some(("hlep", "")));
@@ -219,23 +224,23 @@ mod tests {
     }
 
     #[test]
-    fn settings_are_set_and_told() {
+    fn settings_are_changed_and_shown() {
         let answer_options = AnswerOptions { sampling: Sampling::default(), max_tokens: None, thinking: None };
         let mut settings = ChatSettings { answer_options, system: None };
         settings.set("temp 0.5").unwrap();
         settings.set("thinking off").unwrap();
         settings.set("system Be brief, please.").unwrap();
         settings.set("seed 7").unwrap();
-        let told = settings.set("max-tokens 9").unwrap();
+        let shown = settings.set("max-tokens 9").unwrap();
         for part in ["temp 0.5", "thinking off", "system Be brief, please.", "seed 7", "max-tokens 9"] {
-            assert!(told.contains(part), "{told}");
+            assert!(shown.contains(part), "{shown}");
         }
         assert!(settings.set("tepm 1").unwrap_err().contains("did you mean temp?"));
-        assert!(settings.set("seed").unwrap().contains("seed drawn"));
-        assert!(settings.set("system").unwrap().contains("system nothing"));
+        assert!(settings.set("seed").unwrap().contains("seed random"));
+        assert!(settings.set("system").unwrap().contains("system none"));
         for wrong in ["temp hot", "temp", "top-p 2", "thinking maybe", "max-tokens -1", "frobnicate 1"] {
             assert!(settings.set(wrong).is_err(), "{wrong}");
         }
-        assert_eq!(settings.answer_options.sampling.temperature, 0.5, "what was refused changed nothing");
+        assert_eq!(settings.answer_options.sampling.temperature, 0.5, "refused values change nothing");
     }
 }

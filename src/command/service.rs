@@ -1,4 +1,4 @@
-//! `moestro service`: serve from login on, or from the first request on, kept running by the system.
+//! `moestro service`: installs and controls a service that runs `moestro serve` from login or from the first request.
 
 use crate::{
     cli,
@@ -11,7 +11,7 @@ use crate::{
 use std::{env, path};
 
 pub fn run(typed: cli::ServiceArgs) -> Result<(), CommandError> {
-    let failed = |what: &str| CommandError::Usage(format!("{what} is not known, and a service needs it"));
+    let failed = |what: &str| CommandError::Usage(format!("cannot find {what}, which a service needs"));
     let (action, install) = match typed.action {
         cli::ServiceAction::Install(install) => (Action::Install, install),
         cli::ServiceAction::Uninstall => (Action::Uninstall, cli::InstallArgs::default()),
@@ -24,7 +24,7 @@ pub fn run(typed: cli::ServiceArgs) -> Result<(), CommandError> {
     let manager = Manager::here();
     let service = Service {
         program: env::current_exe().map_err(|_| failed("this program's path"))?,
-        args: install.args.into_iter().map(from_anywhere).collect(),
+        args: install.args.into_iter().map(make_absolute).collect(),
         home: env::home_dir().ok_or_else(|| failed("your home directory"))?,
         user: os::user(),
         confined: matches!(action, Action::Install) && manager.confines(),
@@ -46,8 +46,8 @@ pub fn run(typed: cli::ServiceArgs) -> Result<(), CommandError> {
     service.act(manager, action).map_err(CommandError::Service)
 }
 
-/// A path that is there, as it reads from any other directory: the service runs in one of its own.
-fn from_anywhere(arg: String) -> String {
+/// Makes an argument absolute if it is an existing path, since the service runs in another directory.
+fn make_absolute(arg: String) -> String {
     let there = !arg.starts_with('-') && path::Path::new(&arg).exists();
     let whole = path::absolute(&arg).ok().filter(|_| there);
     whole.map_or(arg, |whole| whole.to_string_lossy().into_owned())
@@ -58,11 +58,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn paths_of_a_service_are_absolute() {
+    fn existing_paths_become_absolute() {
         let here = env::current_dir().unwrap();
-        assert_eq!(from_anywhere("src/main.rs".into()), here.join("src/main.rs").to_str().unwrap());
+        assert_eq!(make_absolute("src/main.rs".into()), here.join("src/main.rs").to_str().unwrap());
         for arg in ["--memory-limit", "8GiB", "org/name", "/", "-"] {
-            assert_eq!(from_anywhere(arg.into()), arg);
+            assert_eq!(make_absolute(arg.into()), arg);
         }
     }
 }

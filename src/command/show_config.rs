@@ -1,8 +1,8 @@
-//! `moestro config`: every setting that `serve` would take, as a `moestro.toml`, with where each came from.
+//! `moestro config`: prints every setting of `serve` as a `moestro.toml`, with its source.
 
 use crate::config::config_file::Settings;
 
-/// The settings, one a line; those that have no value stand in a comment.
+/// One setting per line. A setting without a value is a comment.
 pub fn report(settings: &Settings) -> String {
     let rows: Vec<(String, &str)> =
         settings.rows.iter().map(|row| (line(&row.flag, row.value.as_deref()), row.from.as_str())).collect();
@@ -30,7 +30,7 @@ mod tests {
     use crate::config::config_file;
 
     #[test]
-    fn what_it_prints_can_be_a_file_again() {
+    fn report_is_valid_toml() {
         let args = ["moestro", "config", "--temp", "0.5", "--cors", "http://localhost:3000", "--memory-limit", "2GiB"];
         let text = report(&config_file::parse(args.map(Into::into)).unwrap().1);
         assert!(text.contains("command line") && text.contains("# default"), "{text}");

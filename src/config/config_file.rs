@@ -1,17 +1,17 @@
-//! `moestro.toml`: flags by their names, in a file. The command line wins over the environment, the environment over
-//! the file, the file over what is built in.
+//! `moestro.toml`: flags by their names, in a file. The command line overrides the environment, the environment overrides
+//! the file, the file overrides the defaults.
 //!
 //! ```toml
-//! model = "coder"                  # what is served if nothing is named
+//! model = "coder"                  # the model if none is named
 //! port = 5413
 //! memory-limit = "48GiB"
 //!
-//! [models.coder]                   # over the settings above, for this model only
+//! [models.coder]                   # overrides the settings above for this model
 //! path = "mlx-community/Qwen3.5-122B-A10B-4bit"
 //! ctx-size = 65536
 //! ```
 //!
-//! The file's settings become arguments in front of the typed ones, so that one parser checks both and says the same of both.
+//! The settings of the file become arguments before the typed ones, so one parser checks both.
 
 use crate::cli::{Cli, Command};
 use clap::{ArgMatches, CommandFactory, FromArgMatches, parser::ValueSource};
@@ -23,15 +23,17 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// The positional argument's name in the file.
+/// Name of the positional argument in the file.
 const MODEL: &str = "model";
-/// The place of a model of the file: a directory or a hub id. Not a flag.
+/// Key of a model's directory or hub id. Not a flag.
 const PATH: &str = "path";
+/// Most bytes of a configuration file.
+const MAX_BYTES: u64 = 1 << 20;
 
 /// Flags by name, without the dashes.
 type Flags = BTreeMap<String, String>;
 
-/// A configuration file that has been read; every name in it is a flag's.
+/// A parsed configuration file. Every name in it is a flag.
 #[derive(Debug, Default)]
 pub struct ConfigFile {
     path: PathBuf,
@@ -39,21 +41,21 @@ pub struct ConfigFile {
     models: BTreeMap<String, Flags>,
 }
 
-/// The settings that a command runs with.
+/// The settings of a command, and where they came from.
 #[derive(Debug, Clone, Default)]
 pub struct Settings {
-    /// The file that was read, if there was one.
+    /// The configuration file, if there is one.
     pub file: Option<PathBuf>,
-    /// The file's name for the model, if it has one.
+    /// Name of the model in the file, if it has one.
     pub model: Option<String>,
-    /// The file's models, and where they lie.
+    /// The models of the file, with their directories or hub ids.
     pub models: Vec<(String, String)>,
     /// The command line.
     pub args: Vec<OsString>,
     pub rows: Vec<SettingRow>,
 }
 
-/// One flag.
+/// The value of one flag, and its source.
 #[derive(Debug, Clone)]
 pub struct SettingRow {
     pub flag: String,
@@ -65,12 +67,12 @@ pub struct SettingRow {
 /// Parses this process's arguments.
 ///
 /// # Errors
-/// clap's own, help and version among them; and a file that cannot be read or names no flag.
+/// clap's errors, including help and version. A file that cannot be read or has an unknown name.
 pub fn parse(args: impl IntoIterator<Item = OsString>) -> Result<(Cli, Settings), clap::Error> {
     parse_for(args, None)
 }
 
-/// The same for another model than the one that was typed: with its own settings, if the file has any.
+/// Like [`parse`], but for the model `other` instead of the typed one, with its settings in the file.
 pub fn parse_for(
     args: impl IntoIterator<Item = OsString>,
     other: Option<&str>,
@@ -81,7 +83,7 @@ pub fn parse_for(
     let named = typed.try_get_one::<PathBuf>("config").ok().flatten();
     let file = ConfigFile::find(named.map(PathBuf::as_path)).map_err(wrong)?;
     let Some((name, sub)) = typed.subcommand() else {
-        // Nothing was asked for: clap says so, or prints the help that was.
+        // Without a subcommand, clap prints help or an error.
         let cli = Cli::from_arg_matches(&Cli::command().try_get_matches_from(&args)?)?;
         return Ok((cli, Settings::default()));
     };
@@ -103,18 +105,18 @@ pub fn parse_for(
 }
 
 impl ConfigFile {
-    /// The file at `named`, which must be there; else the user's own, if there is one.
+    /// Reads the file `named`, which must exist, else the user's default file, if it exists.
     fn find(named: Option<&Path>) -> Result<Self, String> {
         let Some(path) = named.map(Path::to_path_buf).or_else(default_path) else { return Ok(Self::default()) };
-        match fs::read_to_string(&path) {
-            Ok(text) => Self::parse(&path, &text).map_err(|why| format!("{}: {why}", path.display())),
+        match read_file(&path) {
+            Ok(text) => Self::parse(&path, &text).map_err(|reason| format!("{}: {reason}", path.display())),
             Err(error) if named.is_none() && error.kind() == io::ErrorKind::NotFound => Ok(Self::default()),
             Err(error) => Err(format!("{}: {error}", path.display())),
         }
     }
 
     fn parse(path: &Path, text: &str) -> Result<Self, String> {
-        let table: toml::Table = text.parse().map_err(|error: toml::de::Error| error.to_string())?;
+        let table: toml::Table = text.parse().map_err(|error| toml_error(text, &error))?;
         let mut file = Self { path: path.to_path_buf(), ..Self::default() };
         for (name, value) in table {
             match (name.as_str(), value) {
@@ -136,15 +138,15 @@ impl ConfigFile {
         Ok(file)
     }
 
-    /// `args` with this file's settings behind the subcommand's name: those that it has a flag for, and that the environment
-    /// does not say. The command line comes later and wins.
+    /// Inserts the settings of this file after the subcommand's name: those that the subcommand has a flag for and that the
+    /// environment does not set. The command line comes later and overrides them.
     fn before(&self, args: &[OsString], subcommand: &str, typed: &ArgMatches, model: Option<&str>) -> Vec<OsString> {
         let command = Cli::command();
         let Some(command) = command.find_subcommand(subcommand) else { return args.to_vec() };
         let own = |flag: &str| self.setting(model, flag).map(|(value, _)| value);
         let said = |id: &str| typed.value_source(id) == Some(ValueSource::EnvVariable);
         let added = command.get_arguments().filter_map(|arg| {
-            // To a bench, a draft is not a setting: it asks for another bench.
+            // `bench --draft-model` selects another measurement, so it is not a setting.
             let flag = arg.get_long().filter(|flag| (subcommand, *flag) != ("bench", "draft-model"))?;
             let value = own(flag).filter(|_| !said(arg.get_id().as_str()))?;
             match arg.get_action().takes_values() {
@@ -157,14 +159,14 @@ impl ConfigFile {
         head.iter().cloned().chain(added).chain(tail.iter().cloned()).collect()
     }
 
-    /// A flag's value, and the table it stands in.
+    /// The value of a flag, and the table that has it.
     fn setting(&self, model: Option<&str>, flag: &str) -> Option<(&str, String)> {
         let own = model.and_then(|model| Some((self.models.get(model)?.get(flag)?, format!(" [models.{model}]"))));
         let (value, table) = own.or_else(|| Some((self.settings.get(flag)?, String::new())))?;
         Some((value, format!("{}{table}", self.path.display())))
     }
 
-    /// Each flag of the subcommand. `typed` is without the file, `matches` with it.
+    /// All flags of the subcommand. `typed`: parsed without the file. `matches`: with it.
     fn rows(&self, subcommand: &str, typed: &ArgMatches, matches: &ArgMatches, model: Option<&str>) -> Vec<SettingRow> {
         let command = Cli::command();
         let Some(command) = command.find_subcommand(subcommand) else { return Vec::new() };
@@ -186,14 +188,14 @@ impl ConfigFile {
         rows.collect()
     }
 
-    /// The place of the model of that name.
+    /// Directory or hub id of a model of the file.
     fn place_of(&self, model: &str) -> Option<String> {
         self.models.get(model)?.get(PATH).cloned()
     }
 }
 
 impl Command {
-    /// The model that it works with, as typed.
+    /// The model of the command, as typed.
     pub fn model(&mut self) -> Option<&mut Option<String>> {
         match self {
             Command::Serve(typed) | Command::Config(typed) => Some(&mut typed.model.model),
@@ -207,6 +209,23 @@ impl Command {
     }
 }
 
+/// Reads a configuration file. A pipe or a device could block or never end, so only a regular file is read.
+fn read_file(path: &Path) -> io::Result<String> {
+    let meta = fs::metadata(path)?;
+    if !meta.is_file() || meta.len() > MAX_BYTES {
+        return Err(io::Error::other(format!("not a regular file of at most {MAX_BYTES} bytes")));
+    }
+    fs::read_to_string(path)
+}
+
+/// The message and position of a TOML error. The error's own text quotes the line, which may contain the API key.
+fn toml_error(text: &str, error: &toml::de::Error) -> String {
+    let at = error.span().map_or(0, |span| span.start);
+    let before = text.get(..at).unwrap_or_default();
+    let (line, start) = (before.matches('\n').count() + 1, before.rfind('\n').map_or(0, |at| at + 1));
+    format!("line {line}, column {}: {}", before[start..].chars().count() + 1, error.message())
+}
+
 /// `moestro/moestro.toml` in the user's configuration directory.
 fn default_path() -> Option<PathBuf> {
     let set = |name| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
@@ -214,7 +233,7 @@ fn default_path() -> Option<PathBuf> {
     Some(base.join("moestro/moestro.toml"))
 }
 
-/// A flag's name and its value as it would be typed.
+/// Converts a setting to a flag and its value as typed.
 fn setting(name: String, value: toml::Value, of_model: bool) -> Result<(String, String), String> {
     let known = names();
     if !(known.contains(&name) || of_model && name == PATH) {
@@ -227,17 +246,17 @@ fn setting(name: String, value: toml::Value, of_model: bool) -> Result<(String, 
         toml::Value::Integer(number) => number.to_string(),
         toml::Value::Float(number) => number.to_string(),
         toml::Value::Boolean(on) => on.to_string(),
-        _ => return Err(format!("{name} must be a word, a number, true or false")),
+        _ => return Err(format!("{name} must be a string, a number, true or false")),
     };
     Ok((name, value))
 }
 
-/// True for every flag but help, version and the file's own.
+/// Whether a flag can be set in the file: all but help, version and config.
 fn is_setting(flag: &str) -> bool {
     !["help", "version", "config"].contains(&flag)
 }
 
-/// Every flag of every subcommand, and the model.
+/// All names that the file may have: the flags of all subcommands, and the model.
 fn names() -> Vec<String> {
     let command = Cli::command();
     let flags = command.get_subcommands().flat_map(|command| command.get_arguments());
@@ -267,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_typed_wins_over_the_file_and_the_file_over_the_default() {
+    fn command_line_overrides_file() {
         let text = "port = 6000\nmax-queue = 3\nmemory-limit = \"2GiB\"\ntemp = 0.5";
         let serve = serve(text, "serve --port 7000");
         assert_eq!((serve.port, serve.max_queue, serve.load.memory_limit), (7000, 3, Some(2 << 30)));
@@ -275,7 +294,7 @@ mod tests {
     }
 
     #[test]
-    fn a_model_of_the_file_has_settings_of_its_own() {
+    fn model_table_overrides_settings() {
         let text = "model = \"small\"\nctx-size = 100\n[models.small]\npath = \"/models/s\"\n[models.large]\npath = \"org/l\"\nctx-size = 7";
         let small = serve(text, "serve");
         assert_eq!((small.model.model.as_deref(), small.load.ctx_size), (Some("/models/s"), Some(100)));
@@ -286,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn a_setting_that_a_command_has_no_flag_for_is_not_its_business() {
+    fn settings_of_other_commands_are_ignored() {
         let (cli, _) = parsed("port = 6000\nio-threads = 4", "info --json").unwrap();
         assert!(matches!(cli.command, Command::Info(info) if info.json && info.load.io_threads == 4));
         let (cli, _) = parsed("draft-model = \"lookup\"", "bench --cold").unwrap();
@@ -294,19 +313,29 @@ mod tests {
     }
 
     #[test]
-    fn mistakes_are_named() {
+    fn mistakes_are_reported() {
         let wrong = |text| parsed(text, "serve").err().unwrap();
         assert!(wrong("memory-limt = \"2G\"").contains("did you mean memory-limit?"));
         assert!(wrong("[models.a]\nprt = 1").contains("did you mean port?"));
         assert!(wrong("port = [1]").contains("port must be"));
-        assert!(wrong("memory-limit = \"8Q\"").contains("8GiB"), "the parser of flags checks the file, too");
-        assert!(wrong("port 6000").contains("moestro") || wrong("port 6000").contains("expected"));
+        assert!(wrong("memory-limit = \"8Q\"").contains("8GiB"), "clap checks the values of the file");
+        let error = wrong("port = 1\napi-key = \"secret");
+        assert!(error.contains("line 2, column") && !error.contains("secret"), "{error}");
         let missing = parse(["moestro", "--config", "/no/where.toml", "serve"].map(OsString::from));
         assert!(missing.err().unwrap().to_string().contains("/no/where.toml"));
     }
 
     #[test]
-    fn each_value_says_where_it_came_from() {
+    fn pipe_as_file_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let pipe = dir.path().join("pipe");
+        assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+        let args = ["moestro".into(), "--config".into(), pipe.into(), "serve".into()];
+        assert!(parse(args).err().unwrap().to_string().contains("not a regular file"));
+    }
+
+    #[test]
+    fn rows_name_their_source() {
         let (_, settings) = parsed("port = 6000\napi-key = \"secret\"", "config --temp 0.1").unwrap();
         let row = |name: &str| settings.rows.iter().find(|row| row.flag == name).unwrap();
         assert_eq!((row("temp").value.as_deref(), row("temp").from.as_str()), (Some("0.1"), "command line"));

@@ -1,11 +1,11 @@
-//! A checkpoint's own sampling parameters and the ends of its answers: `generation_config.json` and the token ids that
-//! `config.json` calls ends of a sequence. Flags come before it, a request before both.
+//! A checkpoint's sampling defaults and end-of-sequence tokens, from `generation_config.json` and `config.json`. Flags
+//! override them, and a request overrides both.
 
 use crate::{cli, error::StoreError};
 use serde_json::Value;
 use std::{fs, io, path::Path};
 
-/// Sampling defaults; `None` says nothing.
+/// Sampling defaults. `None`: not set.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct GenerationDefaults {
     pub temperature: Option<f32>,
@@ -13,12 +13,12 @@ pub struct GenerationDefaults {
     pub top_k: Option<usize>,
     pub min_p: Option<f32>,
     pub repetition_penalty: Option<f32>,
-    /// Ends of a sequence, ascending; empty if the files name none.
+    /// End-of-sequence tokens, ascending. Empty if the files name none.
     pub eos: Vec<u32>,
 }
 
 impl GenerationDefaults {
-    /// The flags' values.
+    /// The values of the flags.
     pub fn typed(typed: &cli::SamplingArgs) -> Self {
         Self {
             temperature: typed.temp,
@@ -30,8 +30,10 @@ impl GenerationDefaults {
         }
     }
 
-    /// The values of the checkpoint in `dir`. `do_sample: false` is greedy. Either file may be missing; one that is there
-    /// and cannot be read, is not JSON or holds an impossible value is an error.
+    /// Reads the values of the checkpoint in `dir`. `do_sample: false` means greedy. Either file may be missing.
+    ///
+    /// # Errors
+    /// A file cannot be read, is not JSON or has an invalid value.
     pub fn read(dir: &Path) -> Result<Self, StoreError> {
         let mut generation = Self::default();
         let file = dir.join("generation_config.json");
@@ -63,7 +65,7 @@ impl GenerationDefaults {
         Ok(generation)
     }
 
-    /// This, and where it says nothing, `other`. The ends of a sequence are those of both.
+    /// Fills unset values from `other`. The end-of-sequence tokens are those of both.
     pub fn or(self, other: Self) -> Self {
         let mut eos = [self.eos, other.eos].concat();
         eos.sort_unstable();
@@ -79,13 +81,13 @@ impl GenerationDefaults {
     }
 }
 
-/// One id, several, or none.
+/// Ids of a field with one id, several, or none.
 fn ids(value: &Value) -> Vec<u32> {
     let all = value.as_array().map_or(std::slice::from_ref(value), Vec::as_slice);
     all.iter().filter_map(|id| id.as_u64()?.try_into().ok()).collect()
 }
 
-/// The JSON object in a file; `None` if there is no such file.
+/// Reads a JSON object from a file. `None` if the file does not exist.
 pub fn json(path: &Path) -> Result<Option<Value>, StoreError> {
     let text = match fs::read(path) {
         Ok(text) => text,
@@ -114,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn the_files_are_read() {
+    fn both_files_are_read() {
         let found = read(
             r#"{"do_sample": true, "eos_token_id": [5, 3], "temperature": 0.6, "top_k": 20, "top_p": 0.95}"#,
             r#"{"eos_token_id": 5, "text_config": {"eos_token_id": [4]}}"#,
@@ -130,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn files_may_be_missing_or_say_little() {
+    fn files_may_be_missing_or_empty() {
         assert_eq!(read("", "").unwrap(), GenerationDefaults::default());
         assert_eq!(read("{}", r#"{"eos_token_id": null}"#).unwrap(), GenerationDefaults::default());
         assert_eq!(read(r#"{"eos_token_id": 7, "temperature": null}"#, "").unwrap().eos, [7]);
@@ -142,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_is_an_error_that_names_the_file() {
+    fn invalid_value_names_its_file() {
         for text in ["[1]", "{", r#"{"top_p": 3}"#, r#"{"temperature": "hot"}"#] {
             let error = read(text, "").unwrap_err().to_string();
             assert!(error.contains("generation_config.json"), "{error}");
@@ -150,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn flags_come_first() {
+    fn flags_override_files() {
         let flags = GenerationDefaults { temperature: Some(0.0), min_p: Some(0.1), ..GenerationDefaults::default() };
         let files = GenerationDefaults {
             temperature: Some(0.6),

@@ -1,0 +1,241 @@
+//! The models that a server can load: lists them, reads the settings of each, and loads one with its engine.
+
+use super::{
+    CheckpointMeta,
+    device_choice::DeviceChoice,
+    load_model,
+    local_models::{self, CatalogEntry, Origin},
+};
+use crate::{
+    chat::grammar::GrammarCompiler,
+    checkpoint::{identity::file_identity, index::Index},
+    cli::Command,
+    config::{
+        DraftModel, DraftOptions, LoadSettings, ModelSource, PromptCacheDir, ServeConfig,
+        config_file::{self, Settings},
+    },
+    engine::{self, DiskCacheOptions, Options},
+    error::CommandError,
+    http::{
+        HostTimeouts, HostedModel, LoadedModel, ModelCard, ModelEntry, ModelLoader, OriginPolicy, RequestMemory,
+        ServerState,
+    },
+    metrics::Metrics,
+    model::Model,
+    platform::os,
+};
+use parking_lot::RwLock;
+use std::{
+    collections::BTreeSet,
+    io,
+    net::IpAddr,
+    path::PathBuf,
+    sync::Arc,
+    time::{Instant, SystemTime, UNIX_EPOCH},
+};
+
+/// Lists and loads the models of a server: the one that it was started with, and all others on this machine.
+pub struct ModelCatalog {
+    config: RwLock<ServeConfig>,
+    settings: Settings,
+    metrics: Arc<Metrics>,
+    memory: Arc<RequestMemory>,
+}
+
+impl ModelLoader for ModelCatalog {
+    fn list(&self) -> Vec<ModelEntry> {
+        let listed = |entry: &CatalogEntry| ModelEntry { id: entry.id.clone(), created: entry.created() };
+        self.entries().iter().map(listed).collect()
+    }
+
+    fn load(&self, id: &str) -> Result<HostedModel, String> {
+        let start = Instant::now();
+        let config = self.config_of(id)?;
+        let loaded = self.open(id, &config).map_err(|error| error.to_string())?;
+        tracing::info!("loaded {id} in {:.1?}", start.elapsed());
+        Ok(loaded)
+    }
+
+    fn clear_prompt_caches(&self) -> Result<(), String> {
+        let others = self.entries().into_iter().filter_map(|entry| self.config_of(&entry.id).ok());
+        let dirs: BTreeSet<PathBuf> =
+            others.chain([self.config()]).filter_map(|config| prompt_cache_dir(&config)).collect();
+        for dir in dirs {
+            engine::clear_prompt_dir(&dir).map_err(|error| {
+                tracing::warn!(dir = %dir.display(), %error, "cannot clear the prompt cache");
+                format!("cannot clear the prompt cache on disk: {error}")
+            })?;
+        }
+        Ok(())
+    }
+}
+
+impl ModelCatalog {
+    pub fn new(config: ServeConfig, settings: Settings, metrics: Arc<Metrics>, memory: Arc<RequestMemory>) -> Self {
+        Self { config: RwLock::new(config), settings, metrics, memory }
+    }
+
+    fn config(&self) -> ServeConfig {
+        self.config.read().clone()
+    }
+
+    pub fn timeouts(&self) -> HostTimeouts {
+        timeouts(&self.config())
+    }
+
+    /// Reloads the configuration. The API key, the allowed hosts and the timeouts change at once, settings of a model when
+    /// it is loaded next. The address, the queue length and the log need a restart.
+    ///
+    /// # Errors
+    /// The configuration is invalid, its file is missing, or it no longer has an API key. A half-saved file must not open
+    /// the server.
+    pub fn reload(&self, server: &ServerState, address: IpAddr) -> Result<(), String> {
+        let (typed, settings) = config_file::parse(self.settings.args.clone()).map_err(|error| error.to_string())?;
+        let Command::Serve(typed) = typed.command else { return Err("this is not `moestro serve`".into()) };
+        let model = self.config().model;
+        let config = ServeConfig { model, ..ServeConfig::new(typed)? };
+        if let (Some(file), None) = (&self.settings.file, &settings.file) {
+            return Err(format!("{}: the file is missing", file.display()));
+        }
+        if self.config().api_key.is_some() && config.api_key.is_none() {
+            return Err("it has no API key; restart the server to serve without one".into());
+        }
+        let cors = config.cors.as_deref().and_then(|origin| origin.parse().ok());
+        server.set_api_key(config.api_key.clone());
+        server.origins.replace(&OriginPolicy::new(address, &config.allowed_host, cors));
+        server.models.set_timeouts(timeouts(&config));
+        *self.config.write() = config;
+        Ok(())
+    }
+
+    /// The models on this machine, including the one on the command line, wherever it is.
+    fn entries(&self) -> Vec<CatalogEntry> {
+        let config = self.config();
+        let mut all = local_models::all(&self.settings, config.models_dir.as_deref());
+        let id = local_models::id(&config.model, &self.settings);
+        if let ModelSource::Directory(dir) = &config.model
+            && !all.iter().any(|entry| entry.id == id)
+        {
+            let (source, dir) = (config.model.clone(), Some(dir.clone()));
+            all.insert(0, CatalogEntry { id, source, origin: Origin::Configuration, dir });
+        }
+        all
+    }
+
+    /// The configuration for one model, with the settings of its table in the file.
+    fn config_of(&self, id: &str) -> Result<ServeConfig, String> {
+        let first = self.config();
+        if id == local_models::id(&first.model, &self.settings) {
+            return Ok(first);
+        }
+        let entry = self.entries().into_iter().find(|entry| entry.id == id);
+        let entry = entry.ok_or_else(|| "it is no longer on this machine".to_owned())?;
+        let (typed, _) =
+            config_file::parse_for(self.settings.args.clone(), Some(id)).map_err(|error| error.to_string())?;
+        let Command::Serve(typed) = typed.command else { return Err("this is not `moestro serve`".into()) };
+        Ok(ServeConfig { model: entry.source, ..ServeConfig::new(typed)? })
+    }
+
+    /// Whether the draft model on the command line was meant for another model.
+    fn has_draft_of_another_model(&self, id: &str, config: &ServeConfig) -> bool {
+        let named = |load: &LoadSettings| {
+            load.drafts.as_ref().is_some_and(|drafts| matches!(drafts.draft, DraftModel::Model(_)))
+        };
+        id != local_models::id(&self.config().model, &self.settings) && named(&config.load)
+    }
+
+    /// Loads a model and starts its engine. Blocks until the model is loaded.
+    pub fn open(&self, id: &str, config: &ServeConfig) -> Result<HostedModel, CommandError> {
+        let metrics = &self.metrics;
+        let chosen = DeviceChoice::new(&config.load)?;
+        let checkpoint = CheckpointMeta::open(&config.model, config.generation.clone())?;
+        let model = match load_model(&checkpoint, &config.load, chosen, metrics) {
+            // The draft of the first model may not fit another.
+            Err(error) if self.has_draft_of_another_model(id, config) => {
+                tracing::warn!(%error, "cannot load {id} with the draft of another model; loading it without");
+                let drafts =
+                    config.load.drafts.clone().map(|drafts| DraftOptions { draft: DraftModel::Auto, ..drafts });
+                let load = LoadSettings { drafts, ..config.load.clone() };
+                load_model(&checkpoint, &load, DeviceChoice::new(&load)?, metrics)?
+            }
+            loaded => loaded?,
+        };
+        let options = Options {
+            max_queue: config.max_queue,
+            eos: checkpoint.generation.eos.clone(),
+            usable_vocab: checkpoint.tokenizer.vocab_size().min(model.model.info().vocab),
+            prompt_cache: model.model.plan().prompt_cache,
+            disk_cache: storage(config, &checkpoint, &model),
+            ..Options::default()
+        };
+        let options = super::speculation(config.load.drafts.as_ref(), options);
+        let (engine, worker) = engine::spawn_with(model.model, model.draft, options, metrics.clone())
+            .map_err(|source| failed("starting the engine thread", source))?;
+        let grammars = Arc::new(GrammarCompiler::new(checkpoint.tokenizer.clone(), &checkpoint.generation.eos));
+        let warm = grammars.clone();
+        let sorting = std::thread::Builder::new()
+            .name("grammars".into())
+            .spawn(move || warm.warm_up())
+            .map_err(|source| failed("starting a thread", source))?;
+        let created = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
+        self.memory.set_plan(model.requests);
+        metrics.set_model(id);
+        let app = LoadedModel {
+            engine,
+            defaults: checkpoint.sampling(),
+            card: ModelCard {
+                id: id.into(),
+                created,
+                experts_per_token: model.experts_per_token,
+                quantisation: checkpoint.quantisation(),
+            },
+            grammars,
+            tokenizer: checkpoint.tokenizer,
+            template: checkpoint.template,
+            thinking: config.thinking,
+            plan: model.plan,
+        };
+        let metrics = metrics.clone();
+        let unload = move || {
+            // The engine writes its snapshots before it ends.
+            let _ = worker.join();
+            // Sorting a large vocabulary takes a hundred megabytes, which are freed when its thread ends.
+            let _ = sorting.join();
+            metrics.clear_model();
+            os::trim_memory();
+        };
+        Ok(HostedModel { id: id.into(), model: app, unload: Box::new(unload) })
+    }
+}
+
+fn timeouts(config: &ServeConfig) -> HostTimeouts {
+    HostTimeouts { keep_alive: config.keep_alive, request: config.request_timeout, ..HostTimeouts::default() }
+}
+
+/// The directory of the prompt cache on disk.
+fn prompt_cache_dir(config: &ServeConfig) -> Option<PathBuf> {
+    match &config.prompt_cache_dir {
+        PromptCacheDir::Off => None,
+        PromptCacheDir::Cache => Some(os::cache_dir()?.join("prompts")),
+        PromptCacheDir::In(dir) => Some(dir.clone()),
+    }
+}
+
+/// The prompt cache on disk. Its key names everything that a snapshot's bytes depend on besides the tokens, including this
+/// executable: another build may round differently.
+fn storage(config: &ServeConfig, checkpoint: &CheckpointMeta, loaded: &super::ReadyModel) -> Option<DiskCacheOptions> {
+    let dir = prompt_cache_dir(config)?;
+    let identity = Index::open(&checkpoint.dir).and_then(|index| file_identity(&index.files));
+    let program = std::env::current_exe().and_then(std::fs::metadata).map(|meta| (meta.len(), meta.modified().ok()));
+    let (Ok(identity), Ok(program)) = (identity, program) else {
+        tracing::warn!("cannot identify the model's files or this program; running without the prompt cache on disk");
+        return None;
+    };
+    let (version, device, model) = (env!("CARGO_PKG_VERSION"), loaded.device, loaded.model.config());
+    let key = format!("{version} {program:?} {device} {model:?} {:?} {identity}", config.load.kv_bits);
+    Some(DiskCacheOptions { dir, limit: config.prompt_cache_disk, key })
+}
+
+fn failed(what: &str, source: io::Error) -> CommandError {
+    CommandError::Io { what: what.into(), source }
+}

@@ -1,0 +1,64 @@
+//! `moestro rm`: deletes a model from this machine.
+
+use super::local_models::{self, Origin};
+use crate::{
+    cli,
+    config::{self, config_file::Settings},
+    error::CommandError,
+};
+use std::{
+    fs,
+    io::{self, BufRead, IsTerminal, Write},
+    path::{Path, PathBuf},
+};
+
+/// Deletes a model of the Hugging Face cache, or a directory of the user's model directory.
+pub fn remove(typed: &cli::RmArgs, settings: &Settings) -> Result<(), CommandError> {
+    let usage = |reason: String| Err(CommandError::Usage(reason));
+    let all = local_models::all(settings, typed.home.models_dir.as_deref());
+    let Some(entry) = all.iter().find(|entry| entry.id == typed.name) else {
+        let near = config::nearest(&typed.name, all.iter().map(|entry| entry.id.as_str()));
+        let hint = near.map_or(String::new(), |(_, near)| format!(" (did you mean {near}?)"));
+        return usage(format!("this machine has no model {}{hint}", typed.name));
+    };
+    let dir = match (entry.origin, &entry.dir) {
+        (Origin::Own | Origin::Hub, Some(dir)) => dir,
+        (Origin::Configuration, Some(dir)) => {
+            return usage(format!(
+                "{} is a name in the configuration for {}: delete that directory",
+                entry.id,
+                dir.display()
+            ));
+        }
+        _ => return usage(format!("{} is part of the program", entry.id)),
+    };
+    if entry.origin == Origin::Own && !is_inside(dir, local_models::models_dir(typed.home.models_dir.as_deref())) {
+        return usage(format!("{}: a symbolic link leads outside of the model directory", dir.display()));
+    }
+    if !typed.yes && !confirmed(&format!("Delete {} ({:.1} GB)?", dir.display(), entry.bytes() as f64 / 1e9))? {
+        return Ok(());
+    }
+    let removed =
+        if entry.origin == Origin::Hub { local_models::hub::remove(&entry.id) } else { fs::remove_dir_all(dir) };
+    removed.map_err(|source| CommandError::Io { what: dir.display().to_string(), source })
+}
+
+/// Whether `dir` is in `home` once the links in its parent directories are resolved.
+fn is_inside(dir: &Path, home: Option<PathBuf>) -> bool {
+    let real = |path: &Path| path.canonicalize().ok();
+    let (parent, home) = (dir.parent().and_then(real), home.as_deref().and_then(real));
+    parent.zip(home).is_some_and(|(parent, home)| parent.starts_with(home))
+}
+
+/// Asks on the terminal.
+fn confirmed(question: &str) -> Result<bool, CommandError> {
+    if !io::stdin().is_terminal() {
+        return Err(CommandError::Usage(format!("{question} Use --yes to confirm: stdin is not a terminal")));
+    }
+    eprint!("{question} [y/N] ");
+    let _ = io::stderr().flush();
+    let mut answer = String::new();
+    let read = io::stdin().lock().read_line(&mut answer);
+    read.map_err(|source| CommandError::Io { what: "reading the answer".into(), source })?;
+    Ok(matches!(answer.trim(), "y" | "Y" | "yes"))
+}
