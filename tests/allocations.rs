@@ -4,7 +4,7 @@
 mod common;
 
 use common::load_with;
-use moestro::model::{LoadOptions, Model, Qwen, QwenState, Rows};
+use moestro::model::{LoadOptions, Model, Qwen, QwenState, Rows, cpu_scratch};
 use std::{
     alloc::{GlobalAlloc, Layout, System},
     path::Path,
@@ -84,7 +84,7 @@ fn a_chunk_takes_no_more_than_is_planned() {
         BYTES.load(Relaxed) - FREED.load(Relaxed)
     });
     held[1] -= held[0];
-    let (taken, planned) = (held[1] / (MANY - FEW) as u64, model.config().scratch()[0]);
+    let (taken, planned) = (held[1] / (MANY - FEW) as u64, cpu_scratch(model.config())[0]);
     println!("{taken} bytes a row, {planned} planned");
     assert!(taken <= planned && taken > planned / 2, "{taken} bytes a row, {planned} planned");
 }

@@ -16,4 +16,4 @@ pub mod pack;
 mod quantization;
 mod trunk;
 
-pub use trunk::{BUFFERS, Checkpoint, DRAFT_BUFFERS, MatrixLayout, TrunkLoader, expert_pieces, matrix_pieces};
+pub use trunk::{Checkpoint, DRAFT_BUFFERS, MatrixLayout, TrunkBuffer, TrunkLoader, expert_pieces, matrix_pieces};

@@ -247,9 +247,15 @@ pub fn expert_pieces(projections: [[Piece; 3]; 3]) -> [Piece; PIECES] {
 }
 
 /// Ids of the two buffers that hold weights on a device: matrices, and small vectors.
-pub const BUFFERS: [u32; 2] = [0, 1];
+const BUFFERS: [u32; 2] = [0, 1];
 /// Ids of the same buffers of a draft on the model's device.
 pub const DRAFT_BUFFERS: [u32; 2] = [2, 3];
+
+/// A filled buffer of weights. `number` is the buffer that the weights' regions name.
+pub struct TrunkBuffer {
+    pub number: u32,
+    pub slab: Arc<Slab>,
+}
 
 /// Gathers the trunk's matrices in one slab and its vectors in another. Run the same calls twice: first with
 /// [`TrunkLoader::measure`], which reads no matrix and computes the size, then with [`TrunkLoader::read`].
@@ -289,8 +295,8 @@ impl<'a> TrunkLoader<'a> {
         self.len == 0
     }
 
-    /// The filled buffers, in the order of [`BUFFERS`].
-    pub fn finish(self) -> Result<[Arc<Slab>; 2], ModelError> {
+    /// The filled buffers: matrices, then vectors.
+    pub fn finish(self) -> Result<[TrunkBuffer; 2], ModelError> {
         let bytes = self.vectors.len() * 4;
         let mut vectors = Slab::new(bytes).map_err(|error| no_memory(bytes, &error))?;
         for (into, value) in vectors.as_mut_slice().chunks_exact_mut(4).zip(&self.vectors) {
@@ -300,7 +306,8 @@ impl<'a> TrunkLoader<'a> {
             Some(slab) => slab.finish(),
             None => Arc::new(Slab::new(0).map_err(|error| no_memory(0, &error))?),
         };
-        Ok([matrices, Arc::new(vectors)])
+        let [first, second] = self.buffers;
+        Ok([TrunkBuffer { number: first, slab: matrices }, TrunkBuffer { number: second, slab: Arc::new(vectors) }])
     }
 
     /// The matrix at `path`, `[rows, cols]`.

@@ -19,7 +19,7 @@ use super::{
 use crate::{
     error::{EngineError, ModelError},
     metrics::Metrics,
-    model::{Logits, Model, PassHooks, Rows, SequenceState, VERIFY_ROWS},
+    model::{Logits, MAX_VERIFY_ROWS, Model, PassHooks, Rows, SequenceState},
 };
 use std::{
     panic::{AssertUnwindSafe, catch_unwind},
@@ -31,7 +31,7 @@ use std::{
 /// 248,320 they take 32 MB. How a prompt is cut into chunks does not change its logits.
 const PROMPT_LOGIT_ROWS: usize = 32;
 /// Rows that one decode step may write, including those of a draft and of its verify.
-const DECODE_STEP_ROWS: usize = 4 * VERIFY_ROWS;
+const DECODE_STEP_ROWS: usize = 4 * MAX_VERIFY_ROWS;
 
 /// Options of the scheduler. See [`super::Options`].
 pub(super) struct SchedulerOptions {

@@ -1,13 +1,15 @@
-//! A checkpoint before it is loaded: its tensors, and the memory they will take.
+//! A checkpoint before it is loaded: its tensors, where its experts lie, and the memory that it will take.
 
-use crate::model::{
+use super::{
     config::{Config, FfnShape},
-    drafts::mtp,
+    drafts::mtp::{self, MtpInfo},
     forward::buffers::Buffers,
-    load::LoadOptions,
+    options::LoadOptions,
     speed::ProjectionShape,
-    state::rollback,
-    state::sequence::{QwenState, heads},
+    state::{
+        rollback::replay_bytes,
+        sequence::{delta_bytes, kv_bytes_per_token, kv_shape, recent_snapshot_bytes},
+    },
     weights::{Ffn, Network},
 };
 use crate::{
@@ -23,27 +25,27 @@ use std::{
     sync::Arc,
 };
 
-/// A checkpoint that has been examined and not loaded: its tensors, their places in files, the memory they will take.
+/// A checkpoint whose headers were read and checked.
 pub struct CheckpointInfo {
     pub config: Config,
     pub checkpoint: Checkpoint,
-    /// The routed experts' places in `files`: the checkpoint's, or its pack's.
+    /// Where the routed experts lie in `files`: the checkpoint's, or those of its pack.
     pub experts: ExpertMap,
     pub files: Vec<PathBuf>,
-    /// The pack's directory, if there is one.
+    /// The pack's directory.
     pub pack: Option<PathBuf>,
-    /// Its records, and what may be read instead.
+    /// The pack's records, and where else the same experts can be read.
     pub packed: Option<Arc<PackRecords>>,
     pub shape: ModelFootprint,
-    /// The encodings of gate, up and down of the first layer's experts (or, dense, of its feed-forward).
+    /// Encodings of gate, up and down: of the first layer's experts, or of a dense feed-forward.
     pub feed_forward: Option<[ProjectionShape; 3]>,
-    /// A head to draft with.
-    pub head: Option<mtp::Survey>,
-    cache: KvFormat,
+    /// The MTP head, if the options ask for one.
+    pub head: Option<MtpInfo>,
+    kv_format: KvFormat,
 }
 
 impl CheckpointInfo {
-    /// As [`CheckpointInfo::unpacked`]; the experts are those of the checkpoint's pack if it has one.
+    /// [`CheckpointInfo::unpacked`], with the experts of the checkpoint's pack if it has one.
     pub fn new(dir: &Path, options: &LoadOptions) -> Result<Self, ModelError> {
         let mut found = Self::unpacked(dir, options)?;
         if let Some(pack) = pack::find(dir, &found.experts, &found.files) {
@@ -55,7 +57,7 @@ impl CheckpointInfo {
         Ok(found)
     }
 
-    /// Reads the headers and a few small tensors; checks every name and shape.
+    /// Reads the headers and a few small tensors, and checks every name and shape.
     pub fn unpacked(dir: &Path, options: &LoadOptions) -> Result<Self, ModelError> {
         let mut config = Config::read(dir)?;
         config.use_fewer_experts(options.experts_per_token, options.experts_at_most)?;
@@ -69,27 +71,27 @@ impl CheckpointInfo {
         let gathered = if net.head.is_some() { net.embed.bytes() as u64 } else { 0 };
         let trunk = [len, gathered, net.head().bytes() as u64];
         let shape = shape(&config, options, trunk, &experts);
-        let head = mtp::survey(dir, &config, &checkpoint.index, options)?;
-        let cache = device_limits(options).cache;
+        let head = mtp::inspect(dir, &config, &checkpoint.index, options)?;
+        let kv_format = device_limits(options).cache;
         let feed_forward = net.layers.first().map(|layer| match &layer.ffn {
             Ffn::Dense(dense) => [&dense.gate_up[0], &dense.gate_up[1], &dense.down].map(ProjectionShape::of),
             Ffn::Moe(moe) => moe.stacks.each_ref().map(ProjectionShape::of_stack),
         });
-        Ok(Self { config, checkpoint, experts, files, pack: None, packed: None, shape, feed_forward, head, cache })
+        Ok(Self { config, checkpoint, experts, files, pack: None, packed: None, shape, feed_forward, head, kv_format })
     }
 
-    /// The memory plan. A head's experts are all in memory if the model's are; if there is no room for the head, it goes.
+    /// Plans the memory. The MTP head's experts are resident if the model's are. A head that does not fit is dropped.
     pub fn plan(&mut self, limits: &MachineLimits, options: &PlanOptions) -> Result<Plan, ModelError> {
         let Some(head) = &mut self.head else { return Plan::new(&self.shape, limits, options) };
-        self.shape.draft.fixed = head.bytes(self.cache);
+        self.shape.draft.fixed = head.bytes(self.kv_format);
         let mut plan = Plan::new(&self.shape, limits, options);
         if !plan.as_ref().is_ok_and(|plan| plan.strategy == Strategy::Resident) {
             head.stream();
-            self.shape.draft.fixed = head.bytes(self.cache);
+            self.shape.draft.fixed = head.bytes(self.kv_format);
             plan = Plan::new(&self.shape, limits, options);
         }
         if let Err(error) = &plan {
-            tracing::warn!(%error, "there is no room for the MTP head: drafts are looked up");
+            tracing::warn!(%error, "not enough memory for the MTP head; falling back to prompt-lookup drafts");
             (self.head, self.shape.draft.fixed) = (None, 0);
             plan = Plan::new(&self.shape, limits, options);
         }
@@ -97,21 +99,19 @@ impl CheckpointInfo {
     }
 }
 
-impl Config {
-    /// Bytes that a row of a pass takes on a CPU beside the buffers that every device has, and what any pass does.
-    pub fn scratch(&self) -> [u64; 2] {
-        let (heads, delta) = (self.attention, self.delta);
-        let (places, inner, scores) = match self.ffn {
-            FfnShape::Dense { intermediate } => (1, intermediate, 0),
-            FfnShape::Moe { experts, k, intermediate, shared, .. } => (k + 1, intermediate.max(shared), experts),
-        };
-        let widest = self.hidden.max(heads.heads * heads.dim).max(delta.values());
-        let [row, fixed] = Cpu::scratch(self.hidden, widest, places, inner);
-        [row + 4 * scores, fixed].map(|bytes| bytes as u64)
-    }
+/// Bytes per row of a pass, and fixed bytes, that a CPU needs besides the buffers of every device.
+pub fn cpu_scratch(config: &Config) -> [u64; 2] {
+    let (attention, delta) = (config.attention, config.delta);
+    let (assignments, inner, scores) = match config.ffn {
+        FfnShape::Dense { intermediate } => (1, intermediate, 0),
+        FfnShape::Moe { experts, k, intermediate, shared, .. } => (k + 1, intermediate.max(shared), experts),
+    };
+    let widest = config.hidden.max(attention.heads * attention.dim).max(delta.values());
+    let [row, fixed] = Cpu::scratch(config.hidden, widest, assignments, inner);
+    [row + 4 * scores, fixed].map(|bytes| bytes as u64)
 }
 
-/// The sizes of a model, for the plan.
+/// The sizes of a model, for the memory plan.
 fn shape(config: &Config, options: &LoadOptions, [trunk, gathered, head]: [u64; 3], map: &ExpertMap) -> ModelFootprint {
     let (experts, experts_per_token) = match config.ffn {
         FfnShape::Dense { .. } => (0, 0),
@@ -120,12 +120,12 @@ fn shape(config: &Config, options: &LoadOptions, [trunk, gathered, head]: [u64; 
     let limits = device_limits(options);
     let (mut workspace_per_row, mut workspace_fixed) = Buffers::cost(config, &limits);
     if options.gpu.is_none() {
-        let [row, fixed] = config.scratch();
+        let [row, fixed] = cpu_scratch(config);
         (workspace_per_row, workspace_fixed) = (workspace_per_row + row, workspace_fixed + fixed);
     }
-    // A snapshot has the recent positions, the ring also those of a chunk, and is a whole number of blocks.
-    let heads = heads(config, limits.cache, options.kv_bits, 0, 0);
-    let recent = QwenState::recent_bytes(config, &heads);
+    // With few KV bits, a snapshot also has the recent positions in 16 bits. The ring has those of a chunk as well.
+    let kv_shape = kv_shape(config, limits.cache, options.kv_bits, 0, 0);
+    let recent = recent_snapshot_bytes(config, &kv_shape);
     workspace_per_row += recent / (2 * RECENT as u64);
     workspace_fixed += recent / 2;
     ModelFootprint {
@@ -137,16 +137,16 @@ fn shape(config: &Config, options: &LoadOptions, [trunk, gathered, head]: [u64; 
         layers: map.layers.len(),
         experts,
         experts_per_token,
-        kv_per_token: QwenState::kv_bytes(config, heads.format),
-        state: QwenState::fixed_bytes(config) + recent,
+        kv_per_token: kv_bytes_per_token(config, kv_shape.format),
+        state: delta_bytes(config) + recent,
         workspace_per_row,
         draft: options.draft,
-        workspace_fixed: workspace_fixed + if options.verify { rollback::cost(config) } else { 0 },
+        workspace_fixed: workspace_fixed + if options.verify { replay_bytes(config) } else { 0 },
         context: config.context,
     }
 }
 
-pub(super) fn device_limits(options: &LoadOptions) -> BackendLimits {
+fn device_limits(options: &LoadOptions) -> BackendLimits {
     match options.gpu {
         None => Cpu::limits(options.math),
         Some(bytes) => gpu_limits(Some(bytes)),

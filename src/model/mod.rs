@@ -6,12 +6,12 @@
 //! | file | what it holds |
 //! |---|---|
 //! | `config`, `weights` | `config.json` as shapes; the trunk's tensors by name |
-//! | `inspect`, `load` | what a checkpoint holds and needs, before and after its bytes are read |
+//! | `options`, `inspect`, `load` | how to load a checkpoint, what it needs, and loading it |
 //! | `runtime` | a loaded model: forward, verify, snapshots |
-//! | `device_state` | what a model keeps on one device |
+//! | `device_state`, `placement`, `shared_backend` | what a model keeps on one device |
 //! | `forward/` | one pass: attention, delta net, experts, head, activation buffers |
 //! | `state/` | one sequence: KV pages, delta-net state, snapshots, rollback |
-//! | `drafts/` | draft models that read hidden rows: MTP and DFlash |
+//! | `drafts/` | drafts that read hidden rows: MTP and DFlash |
 
 pub mod config;
 mod device_state;
@@ -19,8 +19,12 @@ mod drafts;
 mod forward;
 mod inspect;
 mod load;
+mod model_parts;
+mod options;
+mod placement;
 pub mod reference;
 mod runtime;
+mod shared_backend;
 pub mod speed;
 mod state;
 mod weights;
@@ -29,16 +33,17 @@ pub use config::Config;
 pub use drafts::{
     dflash::{self, DflashModel},
     hidden_taps::HiddenTaps,
-    mtp::{MtpPrediction, ROWS as MTP_ROWS},
+    mtp::{MTP_ROWS, MtpPrediction},
 };
-pub use inspect::CheckpointInfo;
-pub use load::{LoadOptions, MtpSource, Qwen, StoreOptions};
+pub use inspect::{CheckpointInfo, cpu_scratch};
+pub use load::Qwen;
+pub use options::{LoadOptions, MtpSource, StoreOptions};
 pub use reference::Reference;
 pub use state::{
-    kv_pages::PagePool,
-    rollback::ROWS as VERIFY_ROWS,
+    kv_pages::{KvPage, PAGE, PagePool},
+    rollback::MAX_VERIFY_ROWS,
     sequence::QwenState,
-    snapshot::{CopiedPages, KvPage, PAGE, Snapshot, SnapshotSize},
+    snapshot::{CopiedPages, Snapshot, SnapshotSize},
 };
 
 use crate::{device::DeviceError, error::ModelError};

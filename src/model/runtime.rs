@@ -1,19 +1,29 @@
-//! The model as the engine sees it: sequences that start, grow, are kept, and go on from what was kept.
+//! A loaded model, as the engine uses it: forward passes, verifies, snapshots, and the parts that it lends to drafts.
 
+use super::{
+    HiddenStates, HiddenTaps, Logits, Model, ModelInfo, PassHooks, RouterObserver, Rows, Snapshot, SnapshotSize,
+    config::Config,
+    device_state::DeviceState,
+    drafts::{hidden_taps::TapBuffers, mtp::MtpPrediction},
+    forward::{
+        self,
+        pass::{Chunk, LayerHooks, Pass, SnapshotMarks},
+    },
+    load::Qwen,
+    model_parts::ModelParts,
+    state::{
+        kv_pages::PagePool,
+        rollback::{Commit, MAX_VERIFY_ROWS},
+        sequence::{LayerState, QwenState, kv_bytes_per_token, kv_shape},
+    },
+    weights::Mixer,
+};
 use crate::{
-    device::{CpuDevice, DeviceError},
+    device::CpuDevice,
     error::ModelError,
     experts::{ExpertStore, PassKind},
-    model::{
-        HiddenStates, HiddenTaps, Logits, Model, ModelInfo, PassHooks, Qwen, QwenState, Rows, Snapshot, SnapshotSize,
-        device_state::DeviceState,
-        drafts::hidden_taps::Tapped,
-        forward::Batch,
-        load::ModelParts,
-        state::{rollback::ROWS, sequence::LayerState},
-        weights::Mixer,
-    },
-    ops::{Conv, DeltaRule, Embedding, Linear},
+    ops::{Backend, Embedding, KvBits, Linear, ModelPart},
+    plan::{ModelFootprint, Plan},
 };
 
 impl Model for Qwen {
@@ -26,13 +36,13 @@ impl Model for Qwen {
             context: plan.context,
             chunk: plan.chunk,
             snapshot_size: SnapshotSize { state: shape.state, position: shape.kv_per_token },
-            pages: Some(self.device_state.borrow().pool.clone()),
+            pages: Some(self.device.borrow().pool.clone()),
         }
     }
 
     fn start(&self) -> Result<QwenState, ModelError> {
-        let DeviceState { run, arenas, pool, heads, .. } = &mut *self.device_state.borrow_mut();
-        Ok(QwenState::new(&self.parts.config, *heads, pool, arenas, &mut **run)?)
+        let DeviceState { backend, free_arenas, pool, kv_shape, .. } = &mut *self.device.borrow_mut();
+        Ok(QwenState::new(&self.parts.config, *kv_shape, pool, free_arenas, backend)?)
     }
 
     fn forward_with(
@@ -42,38 +52,38 @@ impl Model for Qwen {
         rows: Rows,
         hooks: &mut PassHooks<'_>,
     ) -> Result<Logits, ModelError> {
-        self.pass(state, ids, rows, hooks)
+        self.forward_chunks(state, ids, rows, hooks)
     }
 
     fn verify(&mut self, state: &mut QwenState, ids: &[u32]) -> Result<Logits, ModelError> {
-        self.try_rows(state, ids)
+        self.verify_after(0, state, ids)
     }
 
     fn snapshot(&self, state: &mut QwenState) -> Result<Snapshot, ModelError> {
-        let shared = self.device_state.borrow().shared.clone();
-        let _whole = shared.whole();
-        self.settle(state)?;
-        let run = &mut *self.device_state.borrow_mut().run;
-        let fixed = state.fixed(run)?;
-        Ok(state.snapshot(state.len, fixed, run)?)
+        let device = &mut *self.device.borrow_mut();
+        let lock = device.backend.clone();
+        let _guard = lock.lock();
+        self.replay(device, state)?;
+        let delta = state.delta_bytes(&mut device.backend)?;
+        Ok(state.snapshot(state.len, delta, &mut device.backend)?)
     }
 
-    fn restore(&self, snapshot: &Snapshot, into: Option<QwenState>) -> Result<QwenState, ModelError> {
+    fn restore(&self, snapshot: &Snapshot, reuse: Option<QwenState>) -> Result<QwenState, ModelError> {
         if snapshot.len > self.parts.plan.context {
             return Err(ModelError::ContextFull { context: self.parts.plan.context });
         }
-        let DeviceState { run, arenas, pool, heads, .. } = &mut *self.device_state.borrow_mut();
-        let mut state = match into {
+        let DeviceState { backend, free_arenas, pool, kv_shape, .. } = &mut *self.device.borrow_mut();
+        let mut state = match reuse {
             Some(state) => state,
-            None => QwenState::room(&self.parts.config, *heads, pool, arenas, &mut **run)?,
+            None => QwenState::uninitialised(&self.parts.config, *kv_shape, pool, free_arenas, backend)?,
         };
-        state.restore(snapshot, &mut **run)?;
+        state.restore(snapshot, backend)?;
         Ok(state)
     }
 
     fn fit_memory(&mut self) {
         if let Some(store) = &self.parts.store {
-            store.adapt_to_memory(&mut *self.device_state.get_mut().run);
+            store.adapt_to_memory(&mut self.device.get_mut().backend);
         }
     }
 
@@ -84,154 +94,278 @@ impl Model for Qwen {
 
 impl HiddenStates for Qwen {
     fn set_taps(&mut self, taps: &HiddenTaps) -> Result<(), ModelError> {
-        self.choose_taps(taps)
+        let device = self.device.get_mut();
+        device.taps = TapBuffers::new(taps, &self.parts.config, device.buffers.rows, &mut device.backend)?;
+        Ok(())
     }
 
     fn enable_taps(&mut self, on: bool) {
-        self.device_state.get_mut().tapped.off = !on;
+        self.device.get_mut().taps.disabled = !on;
     }
 
     fn tapped_rows(&mut self, rows: usize, out: &mut Vec<f32>) -> Result<(), ModelError> {
-        self.read_taps(rows, out)
+        let DeviceState { backend, buffers, taps, .. } = self.device.get_mut();
+        Ok(taps.read(rows, buffers.h, self.parts.config.hidden, backend, out)?)
     }
 }
 
 impl Qwen {
+    pub fn config(&self) -> &Config {
+        &self.parts.config
+    }
+
+    pub fn plan(&self) -> &Plan {
+        &self.parts.plan
+    }
+
+    pub fn shape(&self) -> &ModelFootprint {
+        &self.parts.shape
+    }
+
+    /// The store of the routed experts. A dense model has none.
+    pub fn store(&self) -> Option<&ExpertStore> {
+        self.parts.store.as_ref()
+    }
+
+    /// The name of the model's device.
+    pub fn device(&self) -> String {
+        self.device.borrow().backend.name()
+    }
+
+    pub fn is_on_gpu(&self) -> bool {
+        self.device.borrow().limits.waits
+    }
+
+    /// The CPU threads, for a draft that computes while the model does not.
+    pub fn compute(&self) -> CpuDevice {
+        self.parts.compute.clone()
+    }
+
+    /// Bytes of keys and values of one token, all layers.
+    pub fn kv_bytes(&self) -> u64 {
+        kv_bytes_per_token(&self.parts.config, self.device.borrow().kv_shape.format)
+    }
+
+    /// Keeps keys and values of new sequences in this many bits. A sequence started before can only continue after the bits
+    /// are set back. The memory plan stays as it is.
+    ///
+    /// # Errors
+    /// The device has no such format.
+    pub fn set_kv_bits(&mut self, bits: KvBits) -> Result<(), ModelError> {
+        let ModelParts { config, plan, .. } = &self.parts;
+        let device = self.device.get_mut();
+        let shape = kv_shape(config, device.limits.cache, bits, device.kv_shape.context, device.buffers.rows);
+        device.backend.accept(ModelPart::Attention(&shape))?;
+        if shape != device.kv_shape {
+            let known = device.other_pools.iter().find(|(of, _)| *of == shape).map(|(_, pool)| pool.clone());
+            let pool = known.map_or_else(|| PagePool::new(config, &shape, plan, &device.backend), Ok)?;
+            let before = std::mem::replace(&mut device.pool, pool);
+            if device.other_pools.iter().all(|(of, _)| *of != device.kv_shape) {
+                device.other_pools.push((device.kv_shape, before));
+            }
+            device.free_arenas = Default::default();
+            device.kv_shape = shape;
+        }
+        Ok(())
+    }
+
     /// Appends `ids` to the sequence.
     pub fn forward(&mut self, state: &mut QwenState, ids: &[u32], rows: Rows) -> Result<Logits, ModelError> {
-        self.pass(state, ids, rows, &mut PassHooks::default())
+        self.forward_chunks(state, ids, rows, &mut PassHooks::default())
     }
 
-    /// See [`Model::verify`](crate::model::Model::verify).
-    pub(in crate::model) fn try_rows(&self, state: &mut QwenState, ids: &[u32]) -> Result<Logits, ModelError> {
-        self.try_rows_behind(0, state, ids)
+    /// [`Qwen::forward`], showing each layer's router choice to `observe`.
+    pub fn forward_observed(
+        &self,
+        state: &mut QwenState,
+        ids: &[u32],
+        rows: Rows,
+        observe: &mut RouterObserver<'_>,
+    ) -> Result<Logits, ModelError> {
+        let mut hooks = PassHooks { on_route: Some(observe), ..PassHooks::default() };
+        self.forward_chunks(state, ids, rows, &mut hooks)
     }
 
-    /// Further rows of the verify that the last call was: all of them can be taken back together.
+    /// Continues the verify of the last call with more rows. [`SequenceState::reject`](super::SequenceState::reject) then
+    /// applies to all of them together.
     pub fn verify_on(&self, state: &mut QwenState, ids: &[u32]) -> Result<Logits, ModelError> {
-        if state.tried == 0 {
-            return Err(ModelError::Config("no verify goes on".into()));
+        if state.verified == 0 {
+            return Err(ModelError::Config("there is no verify to continue".into()));
         }
-        self.try_rows_behind(state.tried, state, ids)
+        self.verify_after(state.verified, state, ids)
     }
 
-    fn try_rows_behind(&self, before: usize, state: &mut QwenState, ids: &[u32]) -> Result<Logits, ModelError> {
-        self.admit(state.len, ids)?;
-        let config = &self.parts.config;
-        let mut device_state = self.device_state.borrow_mut();
-        if ids.is_empty() || before + ids.len() > ROWS || ids.len() > device_state.buffers.rows {
-            return Err(ModelError::Config(format!("a verify has 1 to {ROWS} rows, not {}", ids.len())));
+    /// Embedding rows `[ids, hidden]` of a few tokens, for a draft. Overwrites the last pass's hidden rows.
+    pub fn embedding(&self, ids: &[u32]) -> Result<Vec<f32>, ModelError> {
+        self.check_ids(0, ids)?;
+        let hidden = self.parts.config.hidden;
+        let DeviceState { backend, buffers: b, .. } = &mut *self.device.borrow_mut();
+        check_draft_rows(ids.len(), b.rows)?;
+        backend.write_words(b.ids, ids)?;
+        let table = &self.parts.net.embed;
+        backend.execute(&Embedding { table, tokens: ids.len(), ids: b.ids, into: b.h }.into())?;
+        let mut rows = vec![0.0; ids.len() * hidden];
+        backend.read_floats(b.h, &mut rows)?;
+        Ok(rows)
+    }
+
+    /// The head's logits of a few normed rows `[rows, hidden]`, for a draft. Overwrites the last pass's hidden rows.
+    pub fn score(&self, rows: &[f32]) -> Result<Logits, ModelError> {
+        let (hidden, vocab) = (self.parts.config.hidden, self.parts.config.vocab);
+        let tokens = rows.len() / hidden;
+        let DeviceState { backend, buffers: b, .. } = &mut *self.device.borrow_mut();
+        check_draft_rows(tokens, b.rows)?;
+        backend.write(b.normed.floats(rows.len()), bytemuck::cast_slice(rows))?;
+        let matrices = std::slice::from_ref(self.parts.net.head());
+        backend.execute(&Linear { x: b.normed, tokens, norm: None, matrices, y: b.logits, add: false }.into())?;
+        let mut data = vec![0.0; tokens * vocab];
+        backend.read_floats(b.logits, &mut data)?;
+        Ok(Logits { vocab, data })
+    }
+
+    /// Positions that the MTP head's cache holds. `None` without a head.
+    pub fn mtp_room(&self) -> Option<usize> {
+        self.device.borrow().mtp.as_ref().map(|mtp| mtp.positions)
+    }
+
+    /// Runs the MTP head on `ids`, at positions from `at` on of the head's own cache, and predicts the token after the last.
+    /// `hidden` are the rows `[rows, hidden]` before each of `ids`: the model's, or the head's `own`. Replaces what the
+    /// cache had from `at` on.
+    pub fn mtp(&self, at: usize, ids: &[u32], hidden: &[f32], own: bool) -> Result<MtpPrediction, ModelError> {
+        let Some(head) = &self.parts.mtp else { return Err(ModelError::Config("the model has no MTP head".into())) };
+        let DeviceState { backend, limits, buffers, scratch, mtp, .. } = &mut *self.device.borrow_mut();
+        let Some(state) = mtp else { return Err(ModelError::Config("the MTP head is not on the device".into())) };
+        head.predict(at, ids, (hidden, own), state, (backend, *limits, buffers, scratch))
+    }
+
+    /// Fails if one of `ids` is not a token, or if the context cannot hold them after `len` others.
+    fn check_ids(&self, len: usize, ids: &[u32]) -> Result<(), ModelError> {
+        let (vocab, context) = (self.parts.config.vocab, self.parts.plan.context);
+        if len + ids.len() > context {
+            return Err(ModelError::ContextFull { context });
         }
-        let (rows, shape) = (ids.len(), config.delta);
-        state.nets().try_for_each(|net| net.tape(&shape, &mut *device_state.run))?;
-        let mut logits = Logits { vocab: config.vocab, data: Vec::new() };
-        // Every expert stays in its slot until its layer is done, if there are slots enough for all rows to differ.
+        match ids.iter().find(|id| **id as usize >= vocab) {
+            Some(&id) => Err(ModelError::TokenOutOfRange { id, vocab }),
+            None => Ok(()),
+        }
+    }
+
+    /// One pass per chunk of `ids`.
+    fn forward_chunks(
+        &self,
+        state: &mut QwenState,
+        ids: &[u32],
+        rows: Rows,
+        hooks: &mut PassHooks<'_>,
+    ) -> Result<Logits, ModelError> {
+        self.check_ids(state.len, ids)?;
+        state.verified = 0;
+        let device = &mut *self.device.borrow_mut();
+        let mut logits = Logits { vocab: self.parts.config.vocab, data: Vec::new() };
+        let (mut marks, mut rest) = (hooks.snapshot_at, ids.len());
+        for ids_here in ids.chunks(device.buffers.rows) {
+            let (tokens, start) = (ids_here.len(), state.len);
+            rest -= tokens;
+            let wanted = match rows {
+                Rows::All => 0..tokens,
+                Rows::Last if rest == 0 => tokens - 1..tokens,
+                _ => 0..0,
+            };
+            let here: Vec<usize> = marks.iter().map(|mark| mark - start).take_while(|mark| *mark <= tokens).collect();
+            marks = &marks[here.len()..];
+            let chunk = Chunk {
+                ids: ids_here,
+                start,
+                logits: wanted,
+                kind: if tokens == 1 { PassKind::Decode } else { PassKind::Prefill },
+                half: ids.len() > 1 && device.limits.half,
+                commit: Commit::Now,
+            };
+            let observer = hooks.on_route.as_mut().map(|observer| &mut **observer as &mut RouterObserver<'_>);
+            let marks = SnapshotMarks::new(here);
+            let marks = self.run_pass(device, state, chunk, (hooks.keep_going, observer, marks), &mut logits.data)?;
+            for (row, delta) in marks.rows.iter().zip(marks.states) {
+                hooks.snapshots.push(state.snapshot(start + row, delta, &mut device.backend)?);
+            }
+            state.len += tokens;
+        }
+        Ok(logits)
+    }
+
+    fn verify_after(&self, before: usize, state: &mut QwenState, ids: &[u32]) -> Result<Logits, ModelError> {
+        self.check_ids(state.len, ids)?;
+        let config = &self.parts.config;
+        let device = &mut *self.device.borrow_mut();
+        let rows = ids.len();
+        if rows == 0 || before + rows > MAX_VERIFY_ROWS || rows > device.buffers.rows {
+            return Err(ModelError::Config(format!("a verify has 1 to {MAX_VERIFY_ROWS} rows, not {rows}")));
+        }
+        for delta in state.delta_states() {
+            delta.ensure_replay_buffer(&config.delta, &mut device.backend)?;
+        }
+        // With slots for all rows' experts, each expert stays in its slot until its layer is done.
         let slots = self.store().map_or(0, ExpertStore::slots);
-        let phase = if rows * config.experts_per_token() <= slots { PassKind::Decode } else { PassKind::Prefill };
-        let batch = Batch { ids, logits: 0..rows, phase, prompt: false, trial: Some(before), go_on: &|| true };
-        // After a pass that fails there is nothing to go back to.
-        state.tried = 0;
-        self.chunk(&mut device_state, state, batch, (&[], &mut |_, _, _| Ok(())), None, &mut logits.data)?;
-        state.tried = before + rows;
+        let kind = if rows * config.experts_per_token() <= slots { PassKind::Decode } else { PassKind::Prefill };
+        let (start, commit) = (state.len, Commit::verify_after(before));
+        let chunk = Chunk { ids, start, logits: 0..rows, kind, half: false, commit };
+        let mut logits = Logits { vocab: config.vocab, data: Vec::new() };
+        // A verify that fails cannot be undone.
+        state.verified = 0;
+        self.run_pass(device, state, chunk, (None, None, SnapshotMarks::default()), &mut logits.data)?;
+        state.verified = before + rows;
         state.len += rows;
         Ok(logits)
     }
 
-    /// Has the delta nets' states take in what is on their tapes.
-    pub(in crate::model) fn settle(&self, state: &mut QwenState) -> Result<(), ModelError> {
-        let DeviceState { run, buffers: b, .. } = &mut *self.device_state.borrow_mut();
-        for (layer, memory) in self.parts.net.layers.iter().zip(&mut state.layers) {
-            let (Mixer::DeltaNet(net), LayerState::DeltaNet(memory)) = (&layer.mixer, memory) else { continue };
-            let (shape, past) = (&net.shape, memory.past(&net.shape));
-            if past.rows == 0 {
-                continue;
-            }
-            let (tokens, stored, proj, mixed) = (0, past.rows, b.proj, b.mixed);
-            let (taps, state) = (net.taps, memory.conv);
-            run.execute(&Conv { shape, tokens, proj, weight: taps, past, stored, state, out: mixed }.into())?;
-            let (decay, norm, state, out, y) = (net.decay, net.norm, memory.heads, b.out, b.y(0));
-            run.execute(&DeltaRule { shape, tokens, proj, mixed, decay, past, stored, state, norm, out, y }.into())?;
-            memory.walked(None, 0);
-        }
-        state.tried = 0;
-        Ok(())
+    /// One pass of a chunk at the end of `state`. Appends the logits it asks for to `logits`, and returns the marks with the
+    /// states found there.
+    fn run_pass<'a>(
+        &'a self,
+        device: &'a mut DeviceState,
+        state: &mut QwenState,
+        chunk: Chunk<'a>,
+        (keep_going, on_route, marks): (
+            Option<&'a dyn Fn() -> bool>,
+            Option<&'a mut RouterObserver<'a>>,
+            SnapshotMarks,
+        ),
+        logits: &mut Vec<f32>,
+    ) -> Result<SnapshotMarks, ModelError> {
+        state.reserve_pages(chunk.ids.len(), &mut device.backend)?;
+        // Threads that read KV pages wait until the pass is over and its errors are reported.
+        let lock = device.backend.clone();
+        let _guard = lock.lock();
+        let DeviceState { backend, limits, slots, buffers, kv_shape, scratch, taps, .. } = device;
+        let ModelParts { config, net, store, .. } = &self.parts;
+        let mut pass = Pass {
+            chunk,
+            config,
+            backend,
+            limits: *limits,
+            buffers,
+            attention: kv_shape,
+            experts: store.as_ref(),
+            slots,
+            scratch,
+        };
+        let mut hooks = LayerHooks { keep_going, on_route, marks, taps };
+        forward::forward(net, &mut state.layers, &mut pass, &mut hooks, logits)?;
+        Ok(hooks.marks)
     }
 
-    /// See [`HiddenStates::set_taps`](crate::model::HiddenStates::set_taps).
-    pub(in crate::model) fn choose_taps(&self, taps: &HiddenTaps) -> Result<(), ModelError> {
-        let config = &self.parts.config;
-        if let Some(layer) = taps.layers.iter().find(|layer| **layer >= config.layers) {
-            return Err(ModelError::Config(format!("the draft follows layer {layer} of {}", config.layers)));
-        }
-        let device_state = &mut *self.device_state.borrow_mut();
-        let rows = taps.rows.min(device_state.buffers.rows);
-        let layers = taps.layers.iter().map(|&layer| {
-            let last = layer + 1 == config.layers;
-            let room = if last { None } else { Some(device_state.run.allocate(rows * config.hidden * 4)?) };
-            Ok((layer, room))
-        });
-        let layers = layers.collect::<Result<_, DeviceError>>()?;
-        device_state.tapped = Tapped { layers, rows, pass: 0, off: false };
-        Ok(())
-    }
-
-    /// See [`HiddenStates::tapped_rows`].
-    pub(in crate::model) fn read_taps(&self, rows: usize, into: &mut Vec<f32>) -> Result<(), ModelError> {
-        let hidden = self.parts.config.hidden;
-        let DeviceState { run, buffers, tapped, .. } = &mut *self.device_state.borrow_mut();
-        let first = tapped.pass - tapped.pass.min(tapped.rows);
-        let (kept, sides) = (rows.min(tapped.pass).saturating_sub(first), tapped.layers.len());
-        into.clear();
-        into.resize(kept * sides * hidden, 0.0);
-        let mut column = vec![0.0; if sides == 1 { 0 } else { kept * hidden }];
-        for (side, (_, room)) in tapped.layers.iter().enumerate() {
-            let from = room.unwrap_or_else(|| buffers.h.rows(first, kept, hidden));
-            if sides == 1 {
-                run.read_floats(from, into)?;
-                continue;
-            }
-            run.read_floats(from, &mut column)?;
-            for (row, values) in column.chunks_exact(hidden).enumerate() {
-                into[(row * sides + side) * hidden..][..hidden].copy_from_slice(values);
+    /// Adds the rows that a verify left for replay to the delta nets' states.
+    fn replay(&self, device: &mut DeviceState, state: &mut QwenState) -> Result<(), ModelError> {
+        for (layer, layer_state) in self.parts.net.layers.iter().zip(&mut state.layers) {
+            if let (Mixer::DeltaNet(delta_net), LayerState::DeltaNet(delta)) = (&layer.mixer, layer_state) {
+                delta_net.replay(delta, &device.buffers, &mut device.backend)?;
             }
         }
+        state.verified = 0;
         Ok(())
-    }
-
-    /// The embedding's rows `[ids, hidden]` of a few tokens.
-    pub fn embedding(&self, ids: &[u32]) -> Result<Vec<f32>, ModelError> {
-        self.admit(0, ids)?;
-        let hidden = self.parts.config.hidden;
-        let DeviceState { run, buffers: b, .. } = &mut *self.device_state.borrow_mut();
-        few(ids.len(), b.rows)?;
-        run.write_words(b.ids, ids)?;
-        run.execute(&Embedding { table: &self.parts.net.embed, tokens: ids.len(), ids: b.ids, into: b.h }.into())?;
-        let mut rows = vec![0.0; ids.len() * hidden];
-        run.read_floats(b.h, &mut rows)?;
-        Ok(rows)
-    }
-
-    /// The head's logits of a few rows `[rows, hidden]` that are normed already.
-    pub fn score(&self, rows: &[f32]) -> Result<Logits, ModelError> {
-        let (hidden, vocab) = (self.parts.config.hidden, self.parts.config.vocab);
-        let tokens = rows.len() / hidden;
-        let DeviceState { run, buffers: b, .. } = &mut *self.device_state.borrow_mut();
-        few(tokens, b.rows)?;
-        run.write(b.normed.floats(rows.len()), bytemuck::cast_slice(rows))?;
-        let matrices = std::slice::from_ref(self.parts.net.head());
-        run.execute(&Linear { x: b.normed, tokens, norm: None, matrices, y: b.logits, add: false }.into())?;
-        let mut data = vec![0.0; tokens * vocab];
-        run.read_floats(b.logits, &mut data)?;
-        Ok(Logits { vocab, data })
-    }
-
-    /// The threads that compute for the model when it does not.
-    pub fn compute(&self) -> CpuDevice {
-        self.parts.compute.clone()
     }
 }
 
-fn few(rows: usize, room: usize) -> Result<(), ModelError> {
-    let most = ROWS.min(room);
-    if rows <= most { Ok(()) } else { Err(ModelError::Config(format!("a draft has {rows} rows; there may be {most}"))) }
+fn check_draft_rows(rows: usize, capacity: usize) -> Result<(), ModelError> {
+    let max = MAX_VERIFY_ROWS.min(capacity);
+    if rows <= max { Ok(()) } else { Err(ModelError::Config(format!("a draft has at most {max} rows, not {rows}"))) }
 }

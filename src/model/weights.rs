@@ -1,67 +1,84 @@
-//! The weights of the model, as the checkpoint has them: which tensor is whose.
+//! The weights of the network: which tensor of the checkpoint goes where. They do not change after load.
 
-use crate::device::Region;
-use crate::model::config::{Config, FfnShape};
 use crate::{
     checkpoint::{self, Checkpoint, MatrixLayout, TrunkLoader, names},
+    device::Region,
     error::ModelError,
     experts::{ExpertStore, LayerExperts},
-    ops::{AttentionShape, Decay, DeltaShape, ExpertStack, MoeWeights, SharedExpert, Weight},
+    model::config::{Config, FfnShape},
+    ops::{Decay, DeltaShape, ExpertStack, MoeWeights, SharedExpert, Weight},
 };
 
 /// Everything but the routed experts.
 pub struct Network {
     pub embed: Weight,
-    pub layers: Vec<Layer>,
-    /// `[hidden]`.
+    pub layers: Vec<LayerWeights>,
+    /// `[hidden]`, before the head.
     pub norm: Region,
-    /// `None`: the embedding is the head, too.
+    /// `None` if the embedding is also the head.
     pub head: Option<Weight>,
 }
 
-pub struct Layer {
-    /// `[hidden]`, in front of the mixer.
+pub struct LayerWeights {
+    /// `[hidden]`, before the mixer.
     pub norm: Region,
     pub mixer: Mixer,
-    /// `[hidden]`, in front of the feed-forward.
+    /// `[hidden]`, before the feed-forward.
     pub post_norm: Region,
     pub ffn: Ffn,
 }
 
+/// The part of a layer in which tokens see each other.
 pub enum Mixer {
     Attention(AttentionWeights),
     DeltaNet(DeltaNetWeights),
 }
 
-/// Gated full attention (spec 2.1): one layer in four.
+/// Gated full attention: one layer in four.
 pub struct AttentionWeights {
-    pub shape: AttentionShape,
     /// `(query, gate) of each head`, keys, values.
     pub qkv: [Weight; 3],
-    /// `[dim]`.
+    /// `[dim]`, per head.
     pub q_norm: Region,
     pub k_norm: Region,
     pub out: Weight,
 }
 
-/// The gated delta net (spec 2.2): three layers in four.
+/// The gated delta net: three layers in four.
 pub struct DeltaNetWeights {
     pub shape: DeltaShape,
     /// `q k v`, z, b, a.
-    pub project: [Weight; 4],
-    /// `[K, channels]`.
-    pub taps: Region,
+    pub in_proj: [Weight; 4],
+    /// `[conv_width, channels]`.
+    pub conv: Region,
     pub decay: Decay,
-    /// `[dv]`.
+    /// `[value_dim]`, per head.
     pub norm: Region,
     pub out: Weight,
 }
 
-// There is one a layer, so its size does not matter.
+/// The feed-forward part of a layer.
+// One value per layer, so its size does not matter.
 #[allow(clippy::large_enum_variant)]
 pub enum Ffn {
-    Dense(Dense),
+    Dense(DenseWeights),
     Moe(MoeWeights),
+}
+
+/// The feed-forward of the small models.
+pub struct DenseWeights {
+    pub gate_up: [Weight; 2],
+    pub down: Weight,
+}
+
+impl Mixer {
+    /// The matrices that a backend must be able to multiply.
+    pub fn matrices(&self) -> Vec<Weight> {
+        match self {
+            Mixer::Attention(attention) => [&attention.qkv[..], &[attention.out]].concat(),
+            Mixer::DeltaNet(delta) => [&delta.in_proj[..], &[delta.out]].concat(),
+        }
+    }
 }
 
 impl Ffn {
@@ -73,21 +90,15 @@ impl Ffn {
     }
 }
 
-/// The feed-forward of the small models.
-pub struct Dense {
-    pub gate_up: [Weight; 2],
-    pub down: Weight,
-}
-
 impl Network {
-    /// Claims every tensor of the checkpoint. Routed experts are only located.
+    /// Claims every tensor of the checkpoint. Routed experts are located, not read.
     pub fn load(trunk: &mut TrunkLoader<'_>, config: &Config) -> Result<(Self, Vec<LayerExperts>), ModelError> {
         let hidden = config.hidden;
         let embed = trunk.weight(names::EMBEDDING, config.vocab, hidden)?;
         let mut map = Vec::new();
         let mut layers = Vec::with_capacity(config.layers);
         for (index, full) in config.full.iter().enumerate() {
-            layers.push(Layer::load(trunk, &names::layer_prefix(index), *full, config, &mut map)?);
+            layers.push(LayerWeights::load(trunk, &names::layer_prefix(index), *full, config, &mut map)?);
         }
         let head = if config.tied { None } else { Some(trunk.weight(names::LM_HEAD, config.vocab, hidden)?) };
         Ok((Self { embed, layers, norm: trunk.norm(names::FINAL_NORM, hidden)?, head }, map))
@@ -97,8 +108,8 @@ impl Network {
         self.head.as_ref().unwrap_or(&self.embed)
     }
 
-    /// Says where the pieces of each expert are in whichever slot it is in.
-    pub fn lay_out(&mut self, store: &ExpertStore) {
+    /// Sets where the parts of each expert lie within a slot. Part of loading.
+    pub fn set_expert_layout(&mut self, store: &ExpertStore) {
         for (index, layer) in self.layers.iter_mut().enumerate() {
             let Ffn::Moe(moe) = &mut layer.ffn else { continue };
             let spans = |expert: usize| store.spans(index, expert as u32).unwrap_or_default();
@@ -109,19 +120,10 @@ impl Network {
             }
         }
     }
-
-    /// Sets what is decided after the weights are known: the room for positions, and how they are kept.
-    pub fn set_cache(&mut self, shape: AttentionShape) {
-        for layer in &mut self.layers {
-            if let Mixer::Attention(attention) = &mut layer.mixer {
-                attention.shape = shape;
-            }
-        }
-    }
 }
 
-impl Layer {
-    /// The layer whose tensors begin with `prefix`. Its experts' pieces are appended to `map`.
+impl LayerWeights {
+    /// Loads the layer whose tensor names start with `prefix`. Appends the places of its experts to `map`.
     pub fn load(
         trunk: &mut TrunkLoader<'_>,
         prefix: &str,
@@ -130,7 +132,7 @@ impl Layer {
         map: &mut Vec<LayerExperts>,
     ) -> Result<Self, ModelError> {
         let hidden = config.hidden;
-        Ok(Layer {
+        Ok(Self {
             norm: trunk.norm(&format!("{prefix}input_layernorm.weight"), hidden)?,
             mixer: if full {
                 Mixer::Attention(AttentionWeights::load(trunk, prefix, config)?)
@@ -141,7 +143,7 @@ impl Layer {
             ffn: match config.ffn {
                 FfnShape::Dense { intermediate } => {
                     let (gate_up, down) = mlp(trunk, &format!("{prefix}mlp."), hidden, intermediate)?;
-                    Ffn::Dense(Dense { gate_up, down })
+                    Ffn::Dense(DenseWeights { gate_up, down })
                 }
                 FfnShape::Moe { .. } => Ffn::Moe(mixture(trunk, prefix, config, map)?),
             },
@@ -155,7 +157,6 @@ impl AttentionWeights {
         let path = |name: &str| format!("{prefix}self_attn.{name}");
         let mut weight = |name, rows, cols| trunk.weight(&path(name), rows, cols);
         Ok(Self {
-            shape: config.attention,
             qkv: [
                 weight("q_proj", a.heads * 2 * a.dim, hidden)?,
                 weight("k_proj", a.kv_heads * a.dim, hidden)?,
@@ -172,34 +173,34 @@ impl DeltaNetWeights {
     fn load(trunk: &mut TrunkLoader<'_>, prefix: &str, config: &Config) -> Result<Self, ModelError> {
         let (hidden, d) = (config.hidden, &config.delta);
         let path = |name: &str| format!("{prefix}linear_attn.{name}");
-        // [C, K, 1] in MLX, [C, 1, K] in Hugging Face: the same order of values. The op wants a tap's channels together.
+        // [C, K, 1] in MLX, [C, 1, K] in Hugging Face: the same order of values. The operation reads [K, C].
         let raw = trunk.from.vector(&path("conv1d.weight"), d.channels() * d.conv_width)?;
-        let taps: Vec<f32> =
-            (0..d.conv_width).flat_map(|tap| raw.iter().skip(tap).step_by(d.conv_width).copied()).collect();
+        let conv: Vec<f32> =
+            (0..d.conv_width).flat_map(|at| raw.iter().skip(at).step_by(d.conv_width).copied()).collect();
         let rate: Vec<f32> = trunk.from.vector(&path("A_log"), d.value_heads)?.iter().map(|a| -a.exp()).collect();
         let dt_bias = trunk.from.vector(&path("dt_bias"), d.value_heads)?;
-        // Not zero-centred in either layout, unlike the other norms.
+        // Stored as it is in every layout, unlike the other norms.
         let norm = trunk.from.vector(&path("norm.weight"), d.value_dim)?;
         let decay = Decay { rate: trunk.vector(&rate), dt_bias: trunk.vector(&dt_bias) };
-        let (taps, norm) = (trunk.vector(&taps), trunk.vector(&norm));
+        let (conv, norm) = (trunk.vector(&conv), trunk.vector(&norm));
         let mut weight = |name, rows, cols| trunk.weight(&path(name), rows, cols);
         Ok(Self {
             shape: config.delta,
-            project: [
+            in_proj: [
                 weight("in_proj_qkv", d.channels(), hidden)?,
                 weight("in_proj_z", d.values(), hidden)?,
                 weight("in_proj_b", d.value_heads, hidden)?,
                 weight("in_proj_a", d.value_heads, hidden)?,
             ],
             out: weight("out_proj", hidden, d.values())?,
-            taps,
+            conv,
             decay,
             norm,
         })
     }
 }
 
-/// Gate and up, and down: `<prefix>gate_proj` and so on.
+/// Gate, up and down projection: `<prefix>gate_proj` and so on.
 fn mlp(
     trunk: &mut TrunkLoader<'_>,
     prefix: &str,
@@ -211,7 +212,7 @@ fn mlp(
     Ok(([gate, up], trunk.weight(&format!("{prefix}down_proj"), hidden, intermediate)?))
 }
 
-/// The trunk's part of a mixture; the experts' pieces on disk are appended to `map`.
+/// A layer's router and shared expert. Appends the places of its routed experts to `map`.
 fn mixture(
     trunk: &mut TrunkLoader<'_>,
     prefix: &str,
@@ -230,9 +231,9 @@ fn mixture(
     Ok(MoeWeights { k, renormalise, router, shared: Some(SharedExpert { gate_up, down, result }), stacks })
 }
 
-/// The places of a layer's experts, in any of the three layouts: stacked (MLX), fused gate and up (Hugging Face), or
-/// one tensor an expert (Hugging Face, re-saved).
-pub(super) fn find_experts(
+/// Locates a layer's experts in any of three layouts: stacked (MLX), fused gate and up (Hugging Face), or one tensor per
+/// expert (Hugging Face, re-saved).
+pub fn find_experts(
     from: &Checkpoint,
     mlp: &str,
     experts: usize,

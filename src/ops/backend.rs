@@ -26,9 +26,6 @@ pub struct BackendLimits {
     pub acts: bool,
     /// Reading a result waits for the device, so the pass batches its reads.
     pub waits: bool,
-    /// Layers before the first flush if nothing waits for results. Each later flush comes after twice as many
-    /// layers.
-    pub flush: usize,
     pub cache: KvFormat,
     /// Most rows in one attention launch and most bytes of partial results. `None` if the device manages both
     /// itself.
@@ -58,6 +55,16 @@ pub trait Backend: Timeline + Send {
     /// depends on other rows.
     fn prompt(&mut self, room: Option<HalfBuffers>) {
         let _ = room;
+    }
+
+    /// Starts a pass over layers. `streams`: some layers wait for experts to be read, so no pacing is needed.
+    fn begin_layers(&mut self, streams: bool) {
+        let _ = streams;
+    }
+
+    /// One layer has been executed. A backend that queues work may submit it here.
+    fn end_layer(&mut self) -> Result<(), DeviceError> {
+        Ok(())
     }
 
     /// Waits for pending writes to `from`, then copies it to `into`, which has the same length.

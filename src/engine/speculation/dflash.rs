@@ -7,7 +7,7 @@ use super::{
 };
 use crate::{
     error::ModelError,
-    model::{DflashModel, HiddenTaps, Qwen, QwenState, VERIFY_ROWS},
+    model::{DflashModel, HiddenTaps, MAX_VERIFY_ROWS, Qwen, QwenState},
 };
 
 /// Most decoded positions whose hidden rows wait to be appended to the draft's context. A model that decodes without drafts
@@ -91,10 +91,10 @@ impl Draft<Qwen> for DflashDraft {
             self.network.truncate(first);
         }
         let mut done = Ok(());
-        if first != self.waiting.end() || rows > VERIFY_ROWS {
+        if first != self.waiting.end() || rows > MAX_VERIFY_ROWS {
             done = self.flush();
         }
-        if rows > VERIFY_ROWS {
+        if rows > MAX_VERIFY_ROWS {
             // The rows of a prompt are too many to keep.
             done = done.and_then(|()| self.network.append(first, hidden));
         } else {
@@ -118,7 +118,7 @@ impl Draft<Qwen> for DflashDraft {
         self.flush()?;
         self.drop_foreign_context(history.evaluated);
         let (hidden, config) = (model.config().hidden, self.network.config());
-        let rows = (max + 1).min(config.block).min(VERIFY_ROWS);
+        let rows = (max + 1).min(config.block).min(MAX_VERIFY_ROWS);
         if self.network.len() != history.evaluated.len() || rows < 2 {
             return Ok(());
         }

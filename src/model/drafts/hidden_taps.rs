@@ -1,59 +1,106 @@
-//! Hidden rows for drafts: the residual stream behind some of the layers, as a pass leaves it.
+//! Hidden rows for drafts: the residual stream after some of the layers, as a pass leaves it.
 
 use crate::{
     device::{DeviceError, Region},
+    error::ModelError,
     model::config::Config,
     ops::Backend,
 };
 
-/// The hidden rows that a draft builds on.
+/// The hidden rows that a draft reads.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct HiddenTaps {
-    /// Layers, in the order the draft wants them side by side: what they add is in. Empty: none are wanted.
+    /// Layers whose output is kept, in the order in which the draft wants them side by side. Empty: none.
     pub layers: Vec<usize>,
-    /// Of the last rows of a pass, so many at most; at least the 16 of a verify, whose first rows may be those that stay.
+    /// Keep at most this many of a pass's last rows. At least the 16 of a verify, since its first rows may be accepted.
     pub rows: usize,
 }
 
 impl HiddenTaps {
-    /// Bytes they take on the device: behind the last layer the pass's own rows are still there.
+    /// Bytes on the device. The last layer's rows need none: they are still in the pass's buffers.
     pub fn bytes(&self, config: &Config) -> u64 {
-        let kept = self.layers.iter().filter(|layer| **layer + 1 < config.layers).count();
-        (kept * self.rows * config.hidden * 4) as u64
+        let copied = self.layers.iter().filter(|layer| **layer + 1 < config.layers).count();
+        (copied * self.rows * config.hidden * 4) as u64
     }
 }
 
-/// The buffers into which a pass copies them.
+/// The buffers that passes copy hidden rows into.
 #[derive(Debug, Default)]
-pub(in crate::model) struct Tapped {
-    pub layers: Vec<(usize, Option<Region>)>,
-    /// Room, and rows of the last pass.
-    pub rows: usize,
-    pub pass: usize,
-    /// Nothing is copied.
-    pub off: bool,
+pub struct TapBuffers {
+    /// Layers and their buffers. `None` for the last layer.
+    layers: Vec<(usize, Option<Region>)>,
+    /// Rows that fit.
+    capacity: usize,
+    /// Rows of the last pass.
+    pass_rows: usize,
+    pub disabled: bool,
 }
 
-impl Tapped {
-    /// The rows that were asked for.
-    pub fn wanted(&self) -> HiddenTaps {
-        HiddenTaps { layers: self.layers.iter().map(|(layer, _)| *layer).collect(), rows: self.rows }
+impl TapBuffers {
+    /// Allocates buffers for `taps`, at most `rows` rows each.
+    pub fn new(taps: &HiddenTaps, config: &Config, rows: usize, backend: &mut dyn Backend) -> Result<Self, ModelError> {
+        if let Some(layer) = taps.layers.iter().find(|layer| **layer >= config.layers) {
+            let layers = config.layers;
+            return Err(ModelError::Config(format!("the draft reads layer {layer}; the model has {layers} layers")));
+        }
+        let capacity = taps.rows.min(rows);
+        let mut layers = Vec::with_capacity(taps.layers.len());
+        for &layer in &taps.layers {
+            let is_last = layer + 1 == config.layers;
+            let buffer = if is_last { None } else { Some(backend.allocate(capacity * config.hidden * 4)?) };
+            layers.push((layer, buffer));
+        }
+        Ok(Self { layers, capacity, pass_rows: 0, disabled: false })
     }
 
-    /// A pass of so many rows is behind `layer`, and `h` is the residual stream.
-    pub fn leave(
+    /// What the buffers were allocated for.
+    pub fn taps(&self) -> HiddenTaps {
+        HiddenTaps { layers: self.layers.iter().map(|(layer, _)| *layer).collect(), rows: self.capacity }
+    }
+
+    /// Called after `layer` of a pass of `rows` rows. `h` is the residual stream.
+    pub fn copy_rows(
         &mut self,
-        run: &mut dyn Backend,
+        backend: &mut dyn Backend,
         layer: usize,
         h: Region,
         rows: usize,
         hidden: usize,
     ) -> Result<(), DeviceError> {
-        self.pass = if self.off { 0 } else { rows };
-        let kept = self.pass.min(self.rows);
-        for (_, room) in self.layers.iter().filter(|(tapped, _)| kept > 0 && *tapped == layer) {
-            let Some(room) = room else { continue };
-            run.copy(h.rows(rows - kept, kept, hidden), room.floats(kept * hidden))?;
+        self.pass_rows = if self.disabled { 0 } else { rows };
+        let kept = self.pass_rows.min(self.capacity);
+        for (_, buffer) in self.layers.iter().filter(|(tapped, _)| kept > 0 && *tapped == layer) {
+            let Some(buffer) = buffer else { continue };
+            backend.copy(h.rows(rows - kept, kept, hidden), buffer.floats(kept * hidden))?;
+        }
+        Ok(())
+    }
+
+    /// Replaces `out` by the kept rows among the first `rows` rows of the last pass, `[kept, layers, hidden]`. `h` is the
+    /// residual stream that the pass left.
+    pub fn read(
+        &self,
+        rows: usize,
+        h: Region,
+        hidden: usize,
+        backend: &mut dyn Backend,
+        out: &mut Vec<f32>,
+    ) -> Result<(), DeviceError> {
+        let first = self.pass_rows - self.pass_rows.min(self.capacity);
+        let (kept, layers) = (rows.min(self.pass_rows).saturating_sub(first), self.layers.len());
+        out.clear();
+        out.resize(kept * layers * hidden, 0.0);
+        let mut column = vec![0.0; if layers == 1 { 0 } else { kept * hidden }];
+        for (index, (_, buffer)) in self.layers.iter().enumerate() {
+            let from = buffer.unwrap_or_else(|| h.rows(first, kept, hidden));
+            if layers == 1 {
+                backend.read_floats(from, out)?;
+                continue;
+            }
+            backend.read_floats(from, &mut column)?;
+            for (row, values) in column.chunks_exact(hidden).enumerate() {
+                out[(row * layers + index) * hidden..][..hidden].copy_from_slice(values);
+            }
         }
         Ok(())
     }

@@ -1,132 +1,146 @@
-//! The head for multi-token prediction: one layer of attention and experts that guesses the token after the next from the
-//! residual stream behind the model's last layer.
+//! The MTP head (multi-token prediction): one layer of attention and experts that predicts the token after the next from the
+//! residual stream after the model's last layer.
 //!
 //! ```text
-//! u = fc [ rms(embed(x[p + 1])) ; rms(rms(h[p])) ]     h[p]: behind the last layer; the inner norm is the model's last
-//! m = rms(layer(u))                                    the layer's cache is the head's own
-//! logits of x[p + 2] = head m                          the model's own head; further tokens with m in place of rms(h)
+//! u = fc [ rms_norm(embed(x[p + 1])) ; rms_norm(rms_norm(h[p])) ]    h[p]: after the last layer; inner norm: the model's
+//! m = rms_norm(layer(u))                                             the layer has its own KV cache
+//! logits of x[p + 2] = W_head m                                      the model's head
 //! ```
-//! Its experts have slots of their own: their encoding is often another, and so is the size of a slot.
+//! For further tokens, `m` takes the place of `rms_norm(h)`. The head's experts have their own slots, since their encoding
+//! and size often differ from the model's.
 
-use crate::model::{
-    MtpSource, Qwen,
-    config::{self, Config},
-    device_state::{self as device_state, DeviceState},
-    drafts::hidden_taps::Tapped,
-    forward::Pass,
-    forward::buffers::Buffers,
-    load::{LoadOptions, ModelParts},
-    state::sequence::{LayerState, heads},
-    weights::{Layer, Network},
-};
 use crate::{
-    checkpoint::{Checkpoint, DRAFT_BUFFERS, TrunkLoader, index::Index, mtp as files},
-    device::{Region, Slab},
+    checkpoint::{Checkpoint, DRAFT_BUFFERS, TrunkBuffer, TrunkLoader, index::Index, mtp as files},
+    device::Region,
     error::ModelError,
     experts::{self, ExpertMap, ExpertStore, LayerExperts, PassKind},
     metrics::Metrics,
-    ops::{Backend, Embedding, ExpertSlots, KvBits, KvCache, KvFormat, Linear, ModelPart, Norm, Weight},
+    model::{
+        config::{self, Config},
+        drafts::hidden_taps::TapBuffers,
+        forward::{
+            buffers::{Buffers, Scratch},
+            forward_layers,
+            pass::{Chunk, LayerHooks, Pass},
+        },
+        options::{LoadOptions, MtpSource},
+        placement::{adopt_slots, check_supported, slot_tables},
+        shared_backend::SharedBackend,
+        state::{
+            rollback::Commit,
+            sequence::{LayerState, kv_shape},
+        },
+        weights::{LayerWeights, Network},
+    },
+    ops::{
+        AttentionShape, Backend, BackendLimits, Embedding, ExpertSlots, KvBits, KvCache, KvFormat, Linear, ModelPart,
+        Norm, Weight,
+    },
     platform::MAX_BLOCK,
 };
-use std::{path::Path, sync::Arc};
+use std::path::Path;
 
-/// Positions that the head's cache has room for, and hidden rows that are kept for it: when the room is used up, it begins
-/// anew with the last rows.
-const ROOM: usize = 1024;
-pub const ROWS: usize = 512;
+/// Positions of the head's cache. When it is full, the head restarts with the last [`MTP_ROWS`] rows.
+const CACHE_POSITIONS: usize = 1024;
+/// Hidden rows that are kept for the head.
+pub const MTP_ROWS: usize = 512;
 
-/// A head that was looked at and not loaded.
-pub struct Survey {
+/// A head whose headers were read and checked.
+pub struct MtpInfo {
     from: Checkpoint,
     config: Config,
     map: ExpertMap,
-    weights: u64,
-    /// ExpertSlots for its experts.
+    /// Bytes of the trunk.
+    trunk: u64,
+    /// Slots for the experts.
     pub slots: usize,
 }
 
 /// A loaded head.
-pub(in crate::model) struct Head {
+pub struct MtpHead {
     config: Config,
-    pub net: Network,
-    /// For the embedding, and for the hidden row.
-    pub fc: [Weight; 2],
+    net: Network,
+    /// The halves of `fc`: for the embedding, and for the hidden row.
+    fc: [Weight; 2],
+    /// Their norms.
     norms: [Region; 2],
-    pub slabs: [Arc<Slab>; 2],
+    pub weights: [TrunkBuffer; 2],
     pub store: Option<ExpertStore>,
 }
 
-/// Its memory on a device.
-pub(in crate::model) struct HeadPlace {
+/// What a head keeps on a device.
+pub struct MtpDeviceState {
     slots: ExpertSlots,
-    tables: Region,
+    slot_tables: Region,
+    kv_shape: AttentionShape,
     cache: KvCache,
-    room: usize,
-    tapped: Tapped,
-    /// The model's last norm.
-    norm: Vec<f32>,
+    /// Positions of the cache.
+    pub positions: usize,
+    taps: TapBuffers,
+    /// The weight of the model's last norm.
+    model_norm: Vec<f32>,
 }
 
-/// The head's prediction behind its last row.
+/// The head's prediction after its last row.
 #[derive(Debug, Clone, Default)]
 pub struct MtpPrediction {
     pub logits: Vec<f32>,
-    /// In place of a hidden row, for the token after.
+    /// Takes the place of a hidden row for the next prediction.
     pub hidden: Vec<f32>,
 }
 
-struct Weights {
+struct MtpWeights {
     fc: [Weight; 2],
     norms: [Region; 2],
-    layer: Layer,
+    layer: LayerWeights,
     norm: Region,
     map: Vec<LayerExperts>,
 }
 
-impl Weights {
+impl MtpWeights {
     fn load(trunk: &mut TrunkLoader<'_>, config: &Config) -> Result<Self, ModelError> {
         let (hidden, mut map) = (config.hidden, Vec::new());
         let name = |name: &str| format!("{}{name}", files::PREFIX);
         let fc = trunk.columns(&name("fc"), hidden, hidden, 2)?;
-        let fc = <[Weight; 2]>::try_from(fc).map_err(|_| ModelError::Config("mtp.fc is no pair".into()))?;
+        let fc =
+            <[Weight; 2]>::try_from(fc).map_err(|_| ModelError::Config("mtp.fc does not have two halves".into()))?;
         let norms = ["embedding", "hidden"].map(|of| name(&format!("pre_fc_norm_{of}.weight")));
         Ok(Self {
             fc,
             norms: [trunk.norm(&norms[0], hidden)?, trunk.norm(&norms[1], hidden)?],
-            layer: Layer::load(trunk, &name("layers.0."), true, config, &mut map)?,
+            layer: LayerWeights::load(trunk, &name("layers.0."), true, config, &mut map)?,
             norm: trunk.norm(&name("norm.weight"), hidden)?,
             map,
         })
     }
 }
 
-/// The head that `options` ask for; one that should be in the checkpoint and is not, or is of no use, is told in the log.
-pub(in crate::model) fn survey(
+/// Inspects the head that `options` ask for. A head of the checkpoint that is missing or unusable is logged, not an error.
+pub fn inspect(
     dir: &Path,
     model: &Config,
     index: &Index,
     options: &LoadOptions,
-) -> Result<Option<Survey>, ModelError> {
+) -> Result<Option<MtpInfo>, ModelError> {
     match &options.drafter {
         MtpSource::None => Ok(None),
-        MtpSource::Directory(beside) => {
-            let json = config::json(beside)?;
-            Survey::new(files::open_dir(beside, &json)?, model).map(Some)
+        MtpSource::Directory(head) => {
+            let json = config::json(head)?;
+            MtpInfo::new(files::open_dir(head, &json)?, model).map(Some)
         }
         MtpSource::Checkpoint => {
             let json = config::json(dir)?;
-            let found = files::find(dir, index, &json).and_then(|found| {
-                let found = found.map(|from| Survey::new(from, model));
-                found.transpose()
-            });
-            match found {
+            let found = files::find(dir, index, &json);
+            match found.and_then(|found| found.map(|from| MtpInfo::new(from, model)).transpose()) {
                 Ok(None) if files::declared(&json) > 0 => {
-                    tracing::info!("config.json declares an MTP head, and the files have none: drafts are looked up");
+                    tracing::info!(
+                        "config.json declares an MTP head, but the files have none; falling back to prompt-lookup drafts"
+                    );
                     Ok(None)
                 }
                 Ok(found) => Ok(found),
                 Err(error) => {
-                    tracing::warn!(%error, "the MTP head is of no use: drafts are looked up");
+                    tracing::warn!(%error, "cannot use the MTP head; falling back to prompt-lookup drafts");
                     Ok(None)
                 }
             }
@@ -134,45 +148,46 @@ pub(in crate::model) fn survey(
     }
 }
 
-impl Survey {
+impl MtpInfo {
     fn new(from: Checkpoint, model: &Config) -> Result<Self, ModelError> {
         let config = Config { layers: 1, full: vec![true], ..model.clone() };
         let mut ignore = |_, _| ();
         let mut trunk = TrunkLoader::measure(&from, &mut ignore);
-        let weights = Weights::load(&mut trunk, &config)?;
-        let len = trunk.len() as u64;
+        let weights = MtpWeights::load(&mut trunk, &config)?;
+        let trunk = trunk.len() as u64;
         from.finish()?;
         let map = ExpertMap { layers: weights.map };
-        Ok(Self { slots: map.experts(), from, config, map, weights: len })
+        Ok(Self { slots: map.experts(), from, config, map, trunk })
     }
 
-    /// When the model's own experts do not all fit, the head's are a quarter of its own, or twice what a token needs.
+    /// Reduces the slots to a quarter of the head's experts, at least twice what a token needs. For a model whose own
+    /// experts do not all fit.
     pub fn stream(&mut self) {
         let all = self.map.experts();
         self.slots = (all / 4).max(2 * self.config.experts_per_token()).min(all);
     }
 
-    /// All that it takes.
+    /// Bytes of the loaded head: weights, slots, cache, hidden rows.
     pub fn bytes(&self, format: KvFormat) -> u64 {
         let (a, hidden) = (&self.config.attention, self.config.hidden);
-        let kv = ROOM * 2 * a.kv_heads * format.row_bytes(a.dim);
-        // Two of them: what a chunk's rows are normed to, and what is added to them.
-        let rows = (5 * ROWS + 8) * hidden * 4;
+        let kv = CACHE_POSITIONS * 2 * a.kv_heads * format.row_bytes(a.dim);
+        let rows = (5 * MTP_ROWS + 8) * hidden * 4;
         let slots = self.slots as u64 * self.map.slot_bytes(MAX_BLOCK) as u64;
-        self.weights + slots + (kv + rows) as u64 + 4 * self.map.experts() as u64
+        self.trunk + slots + (kv + rows) as u64 + 4 * self.map.experts() as u64
     }
 
-    pub(in crate::model) fn load(
+    /// Loads the head for a model with the network `model` and the expert store `store`.
+    pub fn load(
         self,
         model: &Network,
         options: &LoadOptions,
         store: Option<&ExpertStore>,
-    ) -> Result<Head, ModelError> {
-        let Self { from, config, map, weights: len, slots } = self;
+    ) -> Result<MtpHead, ModelError> {
+        let Self { from, config, map, trunk: len, slots } = self;
         let mut ignore = |_, _| ();
         let mut trunk = TrunkLoader::read(&from, len as usize, &mut ignore)?.with_buffers(DRAFT_BUFFERS);
-        let Weights { fc, norms, layer, norm, .. } = Weights::load(&mut trunk, &config)?;
-        let slabs = trunk.finish()?;
+        let MtpWeights { fc, norms, layer, norm, .. } = MtpWeights::load(&mut trunk, &config)?;
+        let weights = trunk.finish()?;
         let mut net = Network { embed: model.embed, layers: vec![layer], norm, head: Some(*model.head()) };
         let store = if map.layers.is_empty() {
             None
@@ -181,133 +196,134 @@ impl Survey {
             let threads = store.map_or(1, |_| options.store.threads);
             let options =
                 experts::Options { io, threads, prefetch: experts::Prefetch::Off, ..experts::Options::new(slots) };
-            // Apart from the model's experts, whose hits and misses are counted.
+            // Its own metrics: hits and misses of the head do not count as the model's.
             let store = ExpertStore::open(from.index.files.clone(), map, options, Metrics::new("", ""))?;
             store.fill(&mut |_, _| ())?;
-            net.lay_out(&store);
+            net.set_expert_layout(&store);
             Some(store)
         };
-        Ok(Head { config, net, fc, norms, slabs, store })
+        Ok(MtpHead { config, net, fc, norms, weights, store })
     }
 }
 
-impl HeadPlace {
-    pub fn new(head: &mut Head, norm: Region, context: usize, run: &mut dyn Backend) -> Result<Self, ModelError> {
-        let slots = head.store.as_ref().map(|store| device_state::slots(store, run)).transpose()?.unwrap_or_default();
-        let words = head.store.as_ref().map_or(Vec::new(), |store| device_state::tables(&head.net, store));
-        let (room, format) = (ROOM.min(context), run.limits().cache);
-        let shape = heads(&head.config, format, KvBits::default(), room, 0);
-        device_state::accept(&head.net, &shape, run)?;
-        head.fc.iter().try_for_each(|weight| run.accept(ModelPart::Weight(weight)))?;
-        let (keys, values) = (run.allocate(shape.cache_bytes())?, run.allocate(shape.cache_bytes())?);
-        let numbers: Vec<u32> = (0..shape.pages() as u32).collect();
-        let table = run.allocate(numbers.len() * 4)?;
-        run.write_words(table, &numbers)?;
-        let cache = KvCache { keys, values, table, recent: [Region::default(); 2] };
-        let tables = run.allocate(words.len() * 4)?;
-        if !words.is_empty() {
-            run.write_words(tables, &words)?;
+impl MtpDeviceState {
+    /// Places `head` on a device. `model_norm` is the model's last norm, `context` the longest sequence.
+    pub fn new(
+        head: &MtpHead,
+        model_norm: Region,
+        context: usize,
+        backend: &mut dyn Backend,
+    ) -> Result<Self, ModelError> {
+        let (mut slots, mut tables) = (ExpertSlots::default(), Vec::new());
+        if let Some(store) = &head.store {
+            slots = adopt_slots(store, backend)?;
+            tables = slot_tables(&head.net, store);
         }
-        head.net.set_cache(shape);
+        let positions = CACHE_POSITIONS.min(context);
+        let kv_shape = kv_shape(&head.config, backend.limits().cache, KvBits::default(), positions, 0);
+        check_supported(&head.net, &kv_shape, backend)?;
+        head.fc.iter().try_for_each(|weight| backend.accept(ModelPart::Weight(weight)))?;
+        let keys = backend.allocate(kv_shape.cache_bytes())?;
+        let values = backend.allocate(kv_shape.cache_bytes())?;
+        let pages: Vec<u32> = (0..kv_shape.pages() as u32).collect();
+        let table = backend.allocate(pages.len() * 4)?;
+        backend.write_words(table, &pages)?;
+        let cache = KvCache { keys, values, table, recent: [Region::default(); 2] };
+        let slot_tables = backend.allocate(tables.len() * 4)?;
+        if !tables.is_empty() {
+            backend.write_words(slot_tables, &tables)?;
+        }
         let mut weight = vec![0.0; head.config.hidden];
-        run.read_floats(norm, &mut weight)?;
-        Ok(Self { slots, tables, cache, room, tapped: Tapped::default(), norm: weight })
+        backend.read_floats(model_norm, &mut weight)?;
+        let taps = TapBuffers::default();
+        Ok(Self { slots, slot_tables, kv_shape, cache, positions, taps, model_norm: weight })
     }
 }
 
-impl Qwen {
-    /// Positions that its MTP head has room for, if it has one.
-    pub fn mtp_room(&self) -> Option<usize> {
-        self.device_state.borrow().head.as_ref().map(|place| place.room)
-    }
-
-    /// Rows of the head, at positions from `at` on of its own: tokens, and the hidden rows `[rows, hidden]` in front of
-    /// them; `own` if these are the head's, and not the model's. What stood there and behind is forgotten.
-    pub fn mtp(&self, at: usize, ids: &[u32], hidden: &[f32], own: bool) -> Result<MtpPrediction, ModelError> {
-        let ModelParts { config, head, .. } = &self.parts;
-        let DeviceState { run, limits, buffers, lists, head: place, .. } = &mut *self.device_state.borrow_mut();
-        let width = config.hidden;
-        let (Some(head), Some(place)) = (head, place) else {
-            return Err(ModelError::Config("there is no MTP head".into()));
-        };
-        if ids.is_empty() || hidden.len() != ids.len() * width || at + ids.len() > place.room {
-            return Err(ModelError::Config(format!("the MTP head has no room for {} rows at {at}", ids.len())));
+impl MtpHead {
+    /// Runs the head on `ids` at positions from `at` on, and predicts the token after the last. `hidden` are the rows before
+    /// each of `ids`; `own` if they are the head's own and not the model's.
+    pub fn predict(
+        &self,
+        at: usize,
+        ids: &[u32],
+        (hidden, own): (&[f32], bool),
+        state: &mut MtpDeviceState,
+        (backend, limits, buffers, scratch): (&mut SharedBackend, BackendLimits, &Buffers, &mut Scratch),
+    ) -> Result<MtpPrediction, ModelError> {
+        let width = self.config.hidden;
+        if ids.is_empty() || hidden.len() != ids.len() * width || at + ids.len() > state.positions {
+            return Err(ModelError::Config(format!("the MTP head's cache has no room for {} rows at {at}", ids.len())));
         }
         let mut rows = hidden.to_vec();
         if !own {
-            rows.chunks_exact_mut(width).for_each(|row| normalise(row, &place.norm, config.eps));
+            rows.chunks_exact_mut(width).for_each(|row| rms_norm(row, &state.model_norm, self.config.eps));
         }
-        let run = &mut **run;
-        let (b, mut state) = (Buffers { tables: place.tables, ..*buffers }, [LayerState::Attention(place.cache)]);
-        let (mut start, mut out) = (at, MtpPrediction::default());
-        for (ids, rows) in ids.chunks(b.rows).zip(rows.chunks(b.rows * width)) {
-            let tokens = ids.len();
+        let mut buffers = *buffers;
+        buffers.slot_tables = state.slot_tables;
+        let mut layers = [LayerState::Attention(state.cache)];
+        let (mut start, end, mut out) = (at, at + ids.len(), MtpPrediction::default());
+        for (ids, rows) in ids.chunks(buffers.rows).zip(rows.chunks(buffers.rows * width)) {
+            let kind = if ids.len() == 1 { PassKind::Decode } else { PassKind::Prefill };
+            let chunk = Chunk { ids, start, logits: 0..0, kind, half: false, commit: Commit::Now };
+            start += ids.len();
             let mut pass = Pass {
-                config: &head.config,
-                net: &head.net,
-                run: &mut *run,
-                limits: *limits,
-                experts: head.store.as_ref(),
-                slots: &place.slots,
-                b: &b,
-                start,
-                tokens,
-                phase: if tokens == 1 { PassKind::Decode } else { PassKind::Prefill },
-                half: false,
-                trial: None,
-                lists: &mut *lists,
-                go_on: &|| true,
-                observe: None,
-                tapped: &mut place.tapped,
+                chunk,
+                config: &self.config,
+                backend: &mut *backend,
+                limits,
+                buffers: &buffers,
+                attention: &state.kv_shape,
+                experts: self.store.as_ref(),
+                slots: &state.slots,
+                scratch: &mut *scratch,
             };
-            let last = start + tokens == at + hidden.len() / width;
-            let done = pass.predict(head, ids, rows, &mut state, last.then_some(&mut out));
-            // As for the model's own passes: nothing runs when slots are let go.
-            let end = pass.run.sync_point();
-            let waited = pass.run.wait_for(end);
-            done?;
-            waited?;
-            start += tokens;
+            let mut hooks = LayerHooks::taps_only(&mut state.taps);
+            let out = (start == end).then_some(&mut out);
+            let done = self.forward(rows, &mut layers, &mut pass, &mut hooks, out);
+            pass.finish(done)?;
         }
         Ok(out)
     }
-}
 
-impl Pass<'_> {
-    fn predict(
-        &mut self,
-        head: &Head,
-        ids: &[u32],
+    /// One pass. `rows` are the hidden rows after the model's norm.
+    fn forward(
+        &self,
         rows: &[f32],
         state: &mut [LayerState],
+        pass: &mut Pass<'_>,
+        hooks: &mut LayerHooks<'_>,
         out: Option<&mut MtpPrediction>,
     ) -> Result<(), ModelError> {
-        let (b, tokens, config) = (self.b, self.tokens, self.config);
-        let norm = |weight| Some(Norm { weight, eps: config.eps, keep: None });
-        let [embedding, hidden] = head.fc.each_ref().map(std::slice::from_ref);
-        self.run.write_words(b.ids, ids)?;
-        self.turn()?;
-        self.run.execute(&Embedding { table: &head.net.embed, tokens, ids: b.ids, into: b.normed }.into())?;
-        let (x, y) = (b.normed, b.h);
-        self.run
-            .execute(&Linear { x, tokens, norm: norm(head.norms[0]), matrices: embedding, y, add: false }.into())?;
-        self.run.write(b.normed.floats(rows.len()), bytemuck::cast_slice(rows))?;
-        self.run.execute(&Linear { x, tokens, norm: norm(head.norms[1]), matrices: hidden, y, add: true }.into())?;
-        self.walk(state, &[], &mut |_, _, _| Ok(()))?;
+        let (b, tokens, config) = (pass.buffers, pass.rows(), &self.config);
+        let [embedding, hidden] = self.fc.each_ref().map(std::slice::from_ref);
+        let [embedding_norm, hidden_norm] = self.norms.map(|norm| Some(pass.norm(norm)));
+        let (x, y, ids) = (b.normed, b.h, b.ids);
+
+        // u = fc [rms_norm(embed(ids)); rms_norm(rows)], half by half
+        pass.write_inputs()?;
+        pass.execute(Embedding { table: &self.net.embed, tokens, ids, into: x })?;
+        pass.execute(Linear { x, tokens, norm: embedding_norm, matrices: embedding, y, add: false })?;
+        pass.backend.write(x.floats(rows.len()), bytemuck::cast_slice(rows))?;
+        pass.execute(Linear { x, tokens, norm: hidden_norm, matrices: hidden, y, add: true })?;
+
+        forward_layers(&self.net, state, pass, hooks)?;
+
+        // m = rms_norm(layer(u)) of the last row; logits = W_head m
         let Some(out) = out else { return Ok(()) };
-        let keep = Some(b.normed.floats(config.hidden));
-        let norm = Some(Norm { weight: head.net.norm, eps: config.eps, keep });
-        let (x, matrices) = (b.h.rows(tokens - 1, 1, config.hidden), std::slice::from_ref(head.net.head()));
-        self.run.execute(&Linear { x, tokens: 1, norm, matrices, y: b.logits, add: false }.into())?;
+        let keep = Some(x.floats(config.hidden));
+        let norm = Some(Norm { weight: self.net.norm, eps: config.eps, keep });
+        let (last, matrices) = (b.h.rows(tokens - 1, 1, config.hidden), std::slice::from_ref(self.net.head()));
+        pass.execute(Linear { x: last, tokens: 1, norm, matrices, y: b.logits, add: false })?;
         out.logits.resize(config.vocab, 0.0);
         out.hidden.resize(config.hidden, 0.0);
-        self.run.read_floats(b.logits, &mut out.logits)?;
-        Ok(self.run.read_floats(b.normed, &mut out.hidden)?)
+        pass.backend.read_floats(b.logits, &mut out.logits)?;
+        Ok(pass.backend.read_floats(x, &mut out.hidden)?)
     }
 }
 
 /// `x / sqrt(mean(x^2) + eps) * weight`.
-fn normalise(row: &mut [f32], weight: &[f32], eps: f32) {
+fn rms_norm(row: &mut [f32], weight: &[f32], eps: f32) {
     let mean = row.iter().map(|x| x * x).sum::<f32>() / row.len() as f32;
     let scale = 1.0 / (mean + eps).sqrt();
     row.iter_mut().zip(weight).for_each(|(x, w)| *x *= scale * w);

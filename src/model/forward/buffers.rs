@@ -1,57 +1,65 @@
-//! The activations of a pass. The memory plan asks for the same buffers that are then allocated.
+//! The activation buffers of a pass. The memory plan measures the same buffers that are later allocated.
 
-use crate::model::config::{Config, FfnShape};
 use crate::{
     device::Region,
-    ops::{BackendLimits, HalfBuffers, MoeBuffers},
+    model::{
+        RouterChoice,
+        config::{Config, FfnShape},
+    },
+    ops::{BackendLimits, ExpertGroup, HalfBuffers, MoeBuffers},
 };
 
 /// Rows of logits computed at once.
-pub const LOGITS: usize = 16;
+pub const LOGIT_ROWS: usize = 16;
 
-/// Words that each buffer of a mixer and of a feed-forward begins at a multiple of.
-const LINE: usize = 64;
+/// Each buffer inside the shared block starts at a multiple of this many words.
+const ALIGN_WORDS: usize = 64;
 
-/// MoeBuffers for up to `rows` rows; every layer uses the same. A layer's mixer is over when its feed-forward begins, so what only one
-/// of the two needs (`proj` to `y`, and the experts' `act` and `out`) is the same memory. A mixer may go through its rows in
-/// blocks, and has room for one.
+/// Buffers for up to `rows` rows, which every layer uses.
+///
+/// A layer's mixer is done before its feed-forward starts, so what only one of the two needs shares one block: `proj` to
+/// `y` of the mixer, `act` and `out` of the experts. A mixer may go through its rows in blocks and then has buffers for one
+/// block.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Buffers {
     pub rows: usize,
-    /// Rows of a mixer.
+    /// Rows that a mixer computes at once.
     pub block: usize,
-    /// `[rows]` u32.
+    /// `[rows]` u32: token ids.
     pub ids: Region,
-    /// `[rows, hidden]`: the residual stream, and its norm as the experts see it.
+    /// `[rows, hidden]`: the residual stream, and its norm as the experts read it.
     pub h: Region,
     pub normed: Region,
-    /// `[rows, rotated / 2, (cos, sin)]`.
-    pub turn: Region,
-    /// Of the mixers: projections of the input, q k v after the convolution, room for heads, and the output to project
-    /// back, which is the beginning of `mixed` where a device allows that.
+    /// `[rows, rope_dim / 2, (cos, sin)]`.
+    pub rope: Region,
+    /// A mixer's input projections.
     pub proj: Region,
+    /// A delta net's q, k, v after the convolution.
     pub mixed: Region,
-    pub out: Region,
-    pub(in crate::model) y: Region,
-    /// A single row's `y`, where that is so: it need not wait until `mixed` has been read.
-    pub(in crate::model) one: Region,
+    /// Attention's queries, or a delta net's output before norm and gate.
+    pub head_out: Region,
+    /// The mixer's output before the output projection. It starts at `mixed` where a device can work in place.
+    y: Region,
+    /// `y` of a single row where it would start at `mixed`: then it need not wait until `mixed` has been read.
+    single_y: Region,
+    /// Partial results of attention.
     pub partials: Region,
-    pub room: MoeBuffers,
-    /// `[rows, k]` u32: the experts that the router chose, and their slots if every expert is in memory.
-    pub chosen: Region,
-    pub slots: Region,
-    /// `[k + 2, k]` u32 for each row that is computed place by place: a call's own slots, at the end all.
+    pub moe: MoeBuffers,
+    /// `[rows, k]` u32: the experts that the router chose, and their slots if every expert is resident.
+    pub expert_ids: Region,
+    pub expert_slots: Region,
+    /// `[k + 2, k]` u32 per row that is computed assignment by assignment: a list of slots per call. The last list has all.
     pub per_assignment: Region,
-    /// `[layers, experts]` u32: each expert's slot, looked at where every one has one.
-    pub tables: Region,
-    /// Rows in half precision, where products take such.
+    /// `[layers, experts]` u32: each expert's slot. Valid if every expert is resident.
+    pub slot_tables: Region,
+    /// Rows in half precision.
     pub half: HalfBuffers,
-    /// `[LOGITS, vocab]`.
+    /// `[LOGIT_ROWS, vocab]`.
     pub logits: Region,
 }
 
 impl Buffers {
-    /// Takes each buffer from `take` (bytes). `context` is the longest that there can be.
+    /// Takes each buffer from `take` (bytes). `context` is the longest sequence.
     pub fn new<E>(
         config: &Config,
         limits: &BackendLimits,
@@ -75,14 +83,14 @@ impl Buffers {
             }
         };
         if k > 0 && !limits.acts {
-            // What the next layer's choice is guessed in.
+            // Room to predict the next layer's experts.
             act = 4 * k;
         }
         let partials = limits.partials.map_or(0, |(together, most)| {
             let row = heads.heads * crate::ops::attention::max_splits(context) * (heads.dim + 2) * 4;
             (together * row).min(most.max(row)) / 4
         });
-        // The rows of a product, and of the experts' activations.
+        // Half-precision inputs of matrix products, and activations of the experts.
         let widest = match config.ffn {
             FfnShape::Dense { intermediate } => intermediate,
             FfnShape::Moe { shared, .. } => shared,
@@ -96,10 +104,10 @@ impl Buffers {
         }
         let few = rows.min(limits.per_assignment.max(1));
         let mut take = |words: usize| take(words * 4);
-        // Attention has no use for `mixed`.
+        // Attention does not use `mixed`.
         let [mixed, of_y] = if limits.in_place { [mixed.max(values), 0] } else { [mixed, values] };
         let (mixer, ffn) = ([proj, mixed, values, of_y], [act, out]);
-        let stride = |words: &usize| words.next_multiple_of(LINE);
+        let stride = |words: &usize| words.next_multiple_of(ALIGN_WORDS);
         let strides = |all: &[usize]| all.iter().map(stride).sum::<usize>();
         let block = rows.min(limits.mixer);
         let both = take(rows * strides(&ffn) + block * strides(&mixer).saturating_sub(strides(&ffn)))?;
@@ -115,14 +123,14 @@ impl Buffers {
             ids: take(rows)?,
             h: take(rows * hidden)?,
             normed: take(rows * hidden)?,
-            turn: take(rows * config.attention.rope_dim)?,
+            rope: take(rows * config.attention.rope_dim)?,
             proj,
             mixed,
-            out: heads,
+            head_out: heads,
             y,
-            one: take(if limits.in_place { values } else { 0 })?,
+            single_y: take(if limits.in_place { values } else { 0 })?,
             partials: take(partials)?,
-            room: MoeBuffers {
+            moe: MoeBuffers {
                 scores: take(rows * scores)?,
                 weights: take(rows * (k + 1))?,
                 act,
@@ -130,21 +138,21 @@ impl Buffers {
                 jobs: take(rows * k * 3)?,
                 order: take(rows * k)?,
             },
-            chosen: take(rows * k)?,
-            slots: take(rows * k)?,
+            expert_ids: take(rows * k)?,
+            expert_slots: take(rows * k)?,
             per_assignment: take(few * k * (k + 2))?,
-            tables: take(config.layers * experts)?,
+            slot_tables: take(config.layers * experts)?,
             half: HalfBuffers { x: take(rows * half.0)?, act: take(rows * half.1)? },
-            logits: take(rows.min(LOGITS) * config.vocab)?,
+            logits: take(rows.min(LOGIT_ROWS) * config.vocab)?,
         })
     }
 
-    /// The output of a mixer for so many rows.
+    /// A mixer's output for this many rows.
     pub fn y(&self, rows: usize) -> Region {
-        if rows == 1 && self.one.len > 0 { self.one } else { self.y }
+        if rows == 1 && self.single_y.len > 0 { self.single_y } else { self.y }
     }
 
-    /// Bytes that a row takes, and what does not depend on rows.
+    /// Bytes per row, and fixed bytes.
     pub fn cost(config: &Config, limits: &BackendLimits) -> (u64, u64) {
         let bytes = |rows: usize| {
             let mut bytes = 0;
@@ -154,11 +162,40 @@ impl Buffers {
             });
             bytes
         };
-        // Logits, slots place by place, and a mixer that goes in blocks are for a fixed number of rows.
-        let rows = if limits.mixer == usize::MAX { 2 * LOGITS } else { limits.mixer.max(2 * LOGITS) };
+        // Some buffers stop growing with the rows: logits, slots per assignment, a mixer that goes in blocks.
+        let rows = if limits.mixer == usize::MAX { 2 * LOGIT_ROWS } else { limits.mixer.max(2 * LOGIT_ROWS) };
         let (many, more) = (bytes(rows), bytes(rows + 1));
         let row = more - many;
         (row, many - row * rows as u64)
+    }
+}
+
+/// Lists on the CPU, reused from pass to pass.
+#[derive(Default)]
+pub struct Scratch {
+    pub rope: Vec<f32>,
+    pub moe: MoeScratch,
+}
+
+/// Lists of the mixture of experts, reused from layer to layer.
+#[derive(Default)]
+pub struct MoeScratch {
+    /// `[tokens, k]` experts, and the router's logits `[tokens, experts]` if some experts are not resident.
+    pub ids: Vec<u32>,
+    pub logits: Vec<f32>,
+    pub weights: Vec<f32>,
+    pub predicted: Vec<u32>,
+    /// Experts that landed together, and their assignments.
+    pub groups: Vec<ExpertGroup>,
+    pub assignments: Vec<u32>,
+    /// The slot of each assignment, as far as known.
+    pub slots: Vec<u32>,
+}
+
+impl MoeScratch {
+    pub fn router_choice(&self, k: usize) -> RouterChoice {
+        let weights = self.weights.chunks_exact(k + 1).flat_map(|row| row[..k].iter().copied()).collect();
+        RouterChoice { k, ids: self.ids.clone(), weights }
     }
 }
 
@@ -172,7 +209,7 @@ mod tests {
     use std::convert::Infallible;
 
     #[test]
-    fn a_feed_forward_has_the_memory_of_the_mixer_before_it() {
+    fn mixer_and_ffn_share_one_block() {
         let demo = include_str!("../../../models/demo/moestro-demo/config.json");
         let mut config = Config::new(&serde_json::from_str(demo).unwrap()).unwrap();
         let moe = config.ffn;
@@ -189,23 +226,24 @@ mod tests {
                     Ok::<_, Infallible>(Region { buffer, offset: 0, len })
                 };
                 let Ok(b) = Buffers::new(&config, &limits, rows, config.context, take);
-                let (mixer, ffn) = ([b.proj, b.mixed, b.out, b.y], [b.room.act, b.room.out]);
+                let (mixer, ffn) = ([b.proj, b.mixed, b.head_out, b.y], [b.moe.act, b.moe.out]);
                 assert!(mixer[0].overlaps(ffn[0]), "{rows} rows");
                 assert_eq!(b.y.overlaps(b.mixed), limits.in_place, "{rows} rows");
-                // A mixer has room for a block of its rows, however many there are.
+                // A mixer has buffers for one block of rows.
                 let values = config.delta.values().max(config.attention.heads * config.attention.dim);
-                assert_eq!([b.y.len, b.out.len], [4 * values * rows.min(limits.mixer); 2], "{rows} rows");
+                assert_eq!([b.y.len, b.head_out.len], [4 * values * rows.min(limits.mixer); 2], "{rows} rows");
                 let apart = if limits.in_place { &mixer[..3] } else { &mixer };
                 for parts in [apart, &ffn] {
                     for (index, part) in parts.iter().enumerate() {
                         assert!(
-                            part.offset % (4 * LINE) == 0 && !parts[..index].iter().any(|other| part.overlaps(*other))
+                            part.offset % (4 * ALIGN_WORDS) == 0
+                                && !parts[..index].iter().any(|other| part.overlaps(*other))
                         );
                     }
                 }
                 let (row, fixed) = Buffers::cost(&config, &limits);
                 let planned = fixed + rows as u64 * row;
-                assert!(bytes == planned || rows < 2 * LOGITS && bytes < planned, "{rows} rows: {bytes}");
+                assert!(bytes == planned || rows < 2 * LOGIT_ROWS && bytes < planned, "{rows} rows: {bytes}");
             }
         }
     }

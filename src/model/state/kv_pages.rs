@@ -1,76 +1,84 @@
-//! The memory of keys and values: pages of [`PAGE`] positions of all layers, which sequences and snapshots share. A page goes
-//! back to the pool when nobody holds it any more.
+//! The KV cache's memory: pages of [`PAGE`] positions of all layers, which sequences and snapshots share.
 //!
-//! A sequence writes into pages that it alone holds: those behind its last whole page. A whole page is never written again, so
-//! a snapshot and whoever goes on from it hold the same one. Each sequence has a table of the pages that it holds.
+//! A sequence writes only to pages that no one else holds: those after its last full page. A full page is never written
+//! again, so a snapshot and the sequences restored from it hold the same one. A page returns to the pool when its last
+//! holder drops it. Each sequence has a table of its pages' numbers on the device.
 
-use crate::model::{config::Config, state::snapshot::KvPage};
 use crate::{
-    device::{DeviceError, Region, Slab, SyncPoint, Timeline},
+    device::{DeviceError, Region},
     error::ModelError,
-    ops::{AttentionShape, Backend, BackendLimits, HalfBuffers, ModelPart, Op, attention::PAGE},
+    model::{
+        config::Config,
+        shared_backend::{SharedBackend, WeakBackend},
+    },
+    ops::{AttentionShape, Backend},
     plan::Plan,
 };
-use parking_lot::{Condvar, Mutex, ReentrantMutex, ReentrantMutexGuard};
-use std::{
-    cell::RefCell,
-    fmt,
-    ops::Range,
-    sync::{Arc, Weak},
-    time::Duration,
-};
+use parking_lot::{Condvar, Mutex};
+use std::{borrow::Cow, fmt, sync::Arc, time::Duration};
 
-/// The time that a page is waited for which somebody holds for as long as he reads it.
-const PATIENCE: Duration = Duration::from_secs(1);
+pub use crate::ops::attention::PAGE;
 
-/// A device behind a lock. A pass takes it as a whole; whoever reads pages for a file comes between two.
-#[derive(Clone)]
-pub(in crate::model) struct SharedBackend(Arc<ReentrantMutex<RefCell<Box<dyn Backend>>>>);
+/// How long to wait for a free page. Another thread may hold one while it reads it.
+const FREE_PAGE_TIMEOUT: Duration = Duration::from_secs(1);
 
-pub(in crate::model) type Whole<'a> = ReentrantMutexGuard<'a, RefCell<Box<dyn Backend>>>;
-
-/// Keys (or values) of one layer, of all pages.
-type Layer = [Region; 2];
-
-/// All pages of a model on a device.
-pub struct PagePool {
-    run: Weak<ReentrantMutex<RefCell<Box<dyn Backend>>>>,
-    pub(in crate::model) layers: Vec<Layer>,
-    /// Bytes of a page in one of a layer's regions.
-    part: usize,
-    /// AttentionShape of keys (or values), each of which has [`PAGE`] rows of it.
-    heads: usize,
-    /// Those that nobody holds.
-    free: Mutex<Vec<u32>>,
-    returned: Condvar,
-    count: usize,
-    /// Pages of a whole context, and bytes of all that are not of the plan's context.
-    context: usize,
-    beyond: u64,
+/// Keys and values of up to [`PAGE`] positions, in an order that only the model knows.
+#[derive(Debug)]
+pub enum KvPage {
+    /// A copy in the CPU's memory.
+    Copied(Vec<u8>),
+    /// The page where they were computed.
+    Pooled(PooledPage),
 }
 
-/// A page of the pool, while it is held.
+impl KvPage {
+    /// Bytes.
+    pub fn len(&self) -> usize {
+        match self {
+            KvPage::Copied(bytes) => bytes.len(),
+            KvPage::Pooled(page) => page.pool.page_bytes() as usize,
+        }
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The page's bytes.
+    ///
+    /// # Errors
+    /// The model that owns the page was unloaded.
+    pub fn read(&self) -> Result<Cow<'_, [u8]>, DeviceError> {
+        match self {
+            KvPage::Copied(bytes) => Ok(Cow::Borrowed(bytes)),
+            KvPage::Pooled(page) => page.pool.read(page.index, PAGE).map(Cow::Owned),
+        }
+    }
+}
+
+impl From<Vec<u8>> for KvPage {
+    fn from(bytes: Vec<u8>) -> Self {
+        KvPage::Copied(bytes)
+    }
+}
+
+/// A page of the pool. Dropping it returns the page.
 pub struct PooledPage {
-    pub(in crate::model) pool: Arc<PagePool>,
-    pub(in crate::model) index: u32,
+    pool: Arc<PagePool>,
+    index: u32,
 }
 
 impl PooledPage {
-    /// Bytes of a page.
-    pub fn bytes(&self) -> usize {
-        self.pool.page_bytes() as usize
-    }
-
-    /// See [`PagePool::read`].
-    pub fn read(&self) -> Result<Vec<u8>, DeviceError> {
-        self.pool.read(self.index, PAGE)
+    /// The page's number, if it belongs to `pool`.
+    pub fn index_in(&self, pool: &Arc<PagePool>) -> Option<u32> {
+        Arc::ptr_eq(&self.pool, pool).then_some(self.index)
     }
 }
 
 impl Drop for PooledPage {
     fn drop(&mut self) {
         self.pool.free.lock().push(self.index);
-        self.pool.returned.notify_all();
+        self.pool.page_freed.notify_all();
     }
 }
 
@@ -80,185 +88,140 @@ impl fmt::Debug for PooledPage {
     }
 }
 
+/// All KV pages of a model on a device.
+pub struct PagePool {
+    backend: WeakBackend,
+    /// Keys and values of each attention layer, `[pages, page_part]` bytes each.
+    pub layers: Vec<[Region; 2]>,
+    /// Bytes of a page in one of a layer's regions.
+    page_part: usize,
+    /// Key and value heads. A page has [`PAGE`] rows of each.
+    kv_heads: usize,
+    /// Numbers of the pages that no one holds.
+    free: Mutex<Vec<u32>>,
+    page_freed: Condvar,
+    count: usize,
+    /// Pages of one full context.
+    context_pages: usize,
+    /// Bytes beyond those that the plan counts for one context.
+    beyond_context: u64,
+}
+
 impl fmt::Debug for PagePool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} pages of {} bytes", self.count, self.page_bytes())
     }
 }
 
-impl SharedBackend {
-    pub fn new(run: Box<dyn Backend>) -> Self {
-        Self(Arc::new(ReentrantMutex::new(RefCell::new(run))))
-    }
-
-    /// Keeps others away until the guard goes.
-    pub fn whole(&self) -> Whole<'_> {
-        self.0.lock()
-    }
-}
-
-macro_rules! pass_on {
-    ($($name:ident($($arg:ident: $type:ty),*) $(-> $out:ty)?;)*) => {
-        $(fn $name(&mut self $(, $arg: $type)*) $(-> $out)? {
-            self.0.lock().borrow_mut().$name($($arg),*)
-        })*
-    };
-}
-
-impl Timeline for SharedBackend {
-    pass_on! {
-        sync_point() -> SyncPoint;
-        completed() -> SyncPoint;
-        wait_for(mark: SyncPoint) -> Result<(), DeviceError>;
-        rest();
-    }
-}
-
-impl Backend for SharedBackend {
-    fn name(&self) -> String {
-        self.0.lock().borrow().name()
-    }
-
-    fn limits(&self) -> BackendLimits {
-        self.0.lock().borrow().limits()
-    }
-
-    fn accept(&self, part: ModelPart<'_>) -> Result<(), DeviceError> {
-        self.0.lock().borrow().accept(part)
-    }
-
-    fn lost(&self) -> bool {
-        self.0.lock().borrow().lost()
-    }
-
-    fn longest(&self) -> usize {
-        self.0.lock().borrow().longest()
-    }
-
-    pass_on! {
-        execute(op: &Op<'_>) -> Result<(), DeviceError>;
-        prompt(room: Option<HalfBuffers>);
-        read(from: Region, into: &mut [u8]) -> Result<(), DeviceError>;
-        write(to: Region, bytes: &[u8]) -> Result<(), DeviceError>;
-        copy(from: Region, to: Region) -> Result<(), DeviceError>;
-        flush() -> Result<(), DeviceError>;
-        allocate(bytes: usize) -> Result<Region, DeviceError>;
-        adopt(slab: &Arc<Slab>, range: Range<usize>) -> Result<Region, DeviceError>;
-        landed(region: Region, content: u64) -> Result<(), DeviceError>;
-    }
-}
-
 impl PagePool {
-    /// As many pages as `plan` has room for. They are committed as they are first written, where the system does so.
-    pub(in crate::model) fn new(
+    /// Allocates as many pages as `plan` has room for. The system commits their memory when it is first written, where it
+    /// can.
+    pub fn new(
         config: &Config,
-        heads: &AttentionShape,
+        shape: &AttentionShape,
         plan: &Plan,
-        run: &SharedBackend,
+        backend: &SharedBackend,
     ) -> Result<Arc<Self>, DeviceError> {
-        let (part, layers, context) = (heads.page_bytes(), config.full_layers(), heads.pages());
-        let count = plan.pages((2 * layers * part) as u64).max(context);
-        let count = if layers == 0 { context } else { count };
-        let beyond = ((count * 2 * layers * part) as u64).saturating_sub(plan.kv);
-        let mut on = run.clone();
-        let both = |_| Ok([on.allocate(count * part)?, on.allocate(count * part)?]);
-        let layers = (0..layers).map(both).collect::<Result<_, DeviceError>>()?;
-        let (run, free) = (Arc::downgrade(&run.0), Mutex::new((0..count as u32).rev().collect()));
+        let (page_part, layers, context_pages) = (shape.page_bytes(), config.full_layers(), shape.pages());
+        let count = plan.pages((2 * layers * page_part) as u64).max(context_pages);
+        let count = if layers == 0 { context_pages } else { count };
+        let beyond_context = ((count * 2 * layers * page_part) as u64).saturating_sub(plan.kv);
+        let mut on = backend.clone();
+        let keys_values = |_| Ok([on.allocate(count * page_part)?, on.allocate(count * page_part)?]);
+        let layers = (0..layers).map(keys_values).collect::<Result<_, DeviceError>>()?;
         Ok(Arc::new(Self {
-            run,
+            backend: backend.downgrade(),
             layers,
-            part,
-            heads: heads.kv_heads,
-            free,
-            returned: Condvar::new(),
+            page_part,
+            kv_heads: shape.kv_heads,
+            free: Mutex::new((0..count as u32).rev().collect()),
+            page_freed: Condvar::new(),
             count,
-            context,
-            beyond,
+            context_pages,
+            beyond_context,
         }))
     }
 
-    /// Pages that nobody holds.
+    /// Pages that no one holds.
     pub fn free(&self) -> usize {
         self.free.lock().len()
     }
 
     /// Bytes of a page.
     pub fn page_bytes(&self) -> u64 {
-        (2 * self.layers.len() * self.part) as u64
+        (2 * self.layers.len() * self.page_part) as u64
     }
 
-    /// Bytes of the pages that are there for snapshots.
+    /// Bytes of the pages that exist for snapshots, beyond those of one context.
     pub fn beyond(&self) -> u64 {
-        self.beyond
+        self.beyond_context
     }
 
-    /// Bytes of the pages in use, and `more`, that are more than a context has.
+    /// Bytes by which the pages in use, and `more` pages, exceed one context.
     pub fn over(&self, more: usize) -> u64 {
-        (self.count + more).saturating_sub(self.free() + self.context) as u64 * self.page_bytes()
+        (self.count + more).saturating_sub(self.free() + self.context_pages) as u64 * self.page_bytes()
     }
 
-    /// A page that nobody else holds.
-    pub(in crate::model) fn take(self: &Arc<Self>) -> Result<Arc<KvPage>, ModelError> {
+    /// Takes a free page.
+    pub fn take(self: &Arc<Self>) -> Result<PooledPage, ModelError> {
         let mut free = self.free.lock();
         if free.is_empty() {
-            self.returned.wait_for(&mut free, PATIENCE);
+            self.page_freed.wait_for(&mut free, FREE_PAGE_TIMEOUT);
         }
         let none = || ModelError::Memory(format!("all {} pages of keys and values are in use", self.count));
         let index = free.pop().ok_or_else(none)?;
-        Ok(Arc::new(KvPage::Pooled(PooledPage { pool: self.clone(), index })))
+        Ok(PooledPage { pool: self.clone(), index })
     }
 
-    /// A page with `bytes`, as [`PagePool::read`] gives them.
+    /// Takes a free page and fills it with `bytes`, as [`KvPage::read`] returns them.
     pub fn put(self: &Arc<Self>, bytes: &[u8]) -> Result<Arc<KvPage>, ModelError> {
         let page = self.take()?;
-        if let KvPage::Pooled(held) = &*page {
-            self.write(held.index, PAGE, bytes)?;
-        }
-        Ok(page)
+        self.write(page.index, PAGE, bytes)?;
+        Ok(Arc::new(KvPage::Pooled(page)))
     }
 
-    /// The first `rows` positions of a page: keys, then values, of one layer after the other, head by head.
-    pub(in crate::model) fn read(&self, index: u32, rows: usize) -> Result<Vec<u8>, DeviceError> {
-        let mut run = self.run()?;
-        let lock = run.clone();
-        let _whole = lock.whole();
+    /// The first `rows` positions of a page: for each layer keys, then values, head by head.
+    pub fn read(&self, index: u32, rows: usize) -> Result<Vec<u8>, DeviceError> {
+        let mut backend = self.backend()?;
+        let lock = backend.clone();
+        // A pass of the engine's thread must not begin between two reads.
+        let _guard = lock.lock();
         let mut out = vec![0; self.page_bytes() as usize / PAGE * rows];
         let mut rest = &mut out[..];
-        for region in self.parts(index, rows) {
-            let (part, behind) = std::mem::take(&mut rest).split_at_mut(region.len);
-            run.read(region, part)?;
-            rest = behind;
+        for region in self.regions(index, rows) {
+            let (part, after) = std::mem::take(&mut rest).split_at_mut(region.len);
+            backend.read(region, part)?;
+            rest = after;
         }
         Ok(out)
     }
 
     /// The reverse of [`PagePool::read`].
-    pub(in crate::model) fn write(&self, index: u32, rows: usize, bytes: &[u8]) -> Result<(), ModelError> {
+    pub fn write(&self, index: u32, rows: usize, bytes: &[u8]) -> Result<(), ModelError> {
         if bytes.len() != self.page_bytes() as usize / PAGE * rows {
             return Err(ModelError::Config("the snapshot belongs to another model".into()));
         }
-        let (mut run, mut rest) = (self.run()?, bytes);
-        for region in self.parts(index, rows) {
-            let (part, behind) = rest.split_at(region.len);
-            run.write(region, part)?;
-            rest = behind;
+        let (mut backend, mut rest) = (self.backend()?, bytes);
+        for region in self.regions(index, rows) {
+            let (part, after) = rest.split_at(region.len);
+            backend.write(region, part)?;
+            rest = after;
         }
         Ok(())
     }
 
-    fn run(&self) -> Result<SharedBackend, DeviceError> {
-        self.run.upgrade().map(SharedBackend).ok_or_else(|| DeviceError("the model of these pages is gone".into()))
+    fn backend(&self) -> Result<SharedBackend, DeviceError> {
+        self.backend.upgrade().ok_or_else(|| DeviceError("the model of these pages was unloaded".into()))
     }
 
-    fn parts(&self, index: u32, rows: usize) -> impl Iterator<Item = Region> {
-        let (part, row) = (self.part, self.part / PAGE);
-        // As many rows of each head, of which a page has `PAGE`.
-        let heads = self.heads;
-        let head = row / heads;
+    /// The regions of the first `rows` positions of a page: one per layer for a full page, else one per head.
+    fn regions(&self, index: u32, rows: usize) -> impl Iterator<Item = Region> {
+        let (page_part, kv_heads) = (self.page_part, self.kv_heads);
+        let head_row = page_part / PAGE / kv_heads;
         self.layers.iter().flatten().flat_map(move |region| {
-            let first = region.part(index as usize * part, part);
-            let whole = if rows == PAGE { 1 } else { heads };
-            (0..whole).map(move |at| first.part(at * head * PAGE, part / whole / PAGE * rows))
+            let page = region.part(index as usize * page_part, page_part);
+            let parts = if rows == PAGE { 1 } else { kv_heads };
+            (0..parts).map(move |head| page.part(head * head_row * PAGE, page_part / parts / PAGE * rows))
         })
     }
 }

@@ -1,4 +1,4 @@
-//! What the model remembers of a sequence: its layers' state, the pages of its KV cache, snapshots, and undoing draft tokens.
+//! What a model remembers of a sequence.
 
 pub mod kv_pages;
 pub mod rollback;

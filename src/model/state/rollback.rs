@@ -1,103 +1,158 @@
-//! A delta net's memory, and the rows that it has not taken in for good.
+//! Undoing speculative rows of a delta net.
 //!
-//! Its state cannot be rewound. So a verify walks its rows without writing the state, and leaves what they were projected to
-//! on a tape. Taking rows back makes the tape shorter, and nothing else; the next pass walks those that stayed again, in
-//! registers, in front of its own. No state is copied, no weight is read twice.
+//! Attention can forget rejected draft tokens by shortening its KV cache. A delta net cannot: its recurrent state is a sum
+//! over all tokens and has no inverse. Copying the state before each verify would cost 126 MB for the 35B.
+//!
+//! Instead, a verify reads the state but does not write it. It keeps the projected inputs of its rows in a *replay
+//! buffer*. Rejecting rows shortens the buffer. The next pass first replays the rows that were accepted, in registers,
+//! and then continues with its own rows. No state is copied and no weight is read twice.
+//!
+//! ```text
+//! verify 4 rows      replay buffer: [a b c d]   state: before a
+//! reject d           replay buffer: [a b c]     state: before a
+//! next verify (e f)  replays a b c, computes e f; state: after c; replay buffer: [e f]
+//! ```
 
-use crate::model::config::Config;
 use crate::{
     device::{DeviceError, Region},
+    model::config::Config,
     ops::{Backend, DeltaShape, Replay},
 };
 
-/// Rows of a verify at most: as many as the kernels of decoding take.
-pub const ROWS: usize = 16;
+/// Most rows in one verify. The decode kernels take up to this many rows per launch.
+pub const MAX_VERIFY_ROWS: usize = 16;
 
-/// The last `taps - 1` raw samples, `[taps - 1, C]`, and the heads' matrices, `[Hv, Dv, Dk]`; f32.
+/// State of one delta-net layer of one sequence, in f32.
 #[derive(Debug, Clone, Copy)]
 pub struct DeltaState {
+    /// Last `conv_width - 1` inputs of the convolution, `[conv_width - 1, channels]`.
     pub conv: Region,
-    pub heads: Region,
-    /// Made with the first verify.
-    pub tape: Option<Tape>,
+    /// Recurrent matrices, `[value_heads, value_dim, key_dim]`.
+    pub recurrent: Region,
+    /// Allocated by the first verify.
+    pub replay: Option<ReplayBuffer>,
 }
 
-/// Rows that the state has not seen.
+/// Projected inputs of rows that the state does not include yet.
+///
+/// Double-buffered: a verify reads the rows of the previous one from one half and writes its own to the other.
 #[derive(Debug, Clone, Copy)]
-pub struct Tape {
-    /// `[2, ROWS, width]`: a verify writes one half while it reads the other.
+pub struct ReplayBuffer {
+    /// Projections, `[2, MAX_VERIFY_ROWS, width]`.
     proj: Region,
-    /// `[2, ROWS, channels]`.
+    /// Convolution outputs, `[2, MAX_VERIFY_ROWS, channels]`.
     mixed: Region,
-    /// Where the rows are.
+    /// Half that holds the current rows: 0 or 1.
     half: usize,
+    /// Rows in that half.
     rows: usize,
 }
 
-/// A pass's rows: they stay, or they are a trial that may be taken back, behind so many others of it.
-pub type Trial = Option<usize>;
+/// Whether a pass updates the state.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Commit {
+    /// Rows are final: replayed rows and new rows go into the state.
+    Now,
+    /// First call of a verify: replayed rows go into the state, new rows go to the replay buffer.
+    VerifyFirst,
+    /// Later call of the same verify, which has `before` rows already.
+    VerifyNext { before: usize },
+}
 
-/// Bytes of all tapes.
-pub fn cost(config: &Config) -> u64 {
-    let (nets, shape) = (config.layers - config.full_layers(), config.delta);
-    if nets > 0 { (nets * 2 * ROWS * (shape.width() + shape.channels()) * 4) as u64 } else { 0 }
+/// Bytes of the replay buffers of all layers. Part of the memory plan.
+pub fn replay_bytes(config: &Config) -> u64 {
+    let (layers, shape) = (config.layers - config.full_layers(), &config.delta);
+    if layers == 0 {
+        return 0;
+    }
+    (layers * 2 * MAX_VERIFY_ROWS * (shape.width() + shape.channels()) * size_of::<f32>()) as u64
+}
+
+/// Appends the bytes of `region` to `out`.
+pub fn append_region(backend: &mut dyn Backend, region: Region, out: &mut Vec<u8>) -> Result<(), DeviceError> {
+    let start = out.len();
+    out.resize(start + region.len, 0);
+    backend.read(region, &mut out[start..])
+}
+
+impl Commit {
+    /// A verify that continues one of `before` rows.
+    pub fn verify_after(before: usize) -> Self {
+        if before == 0 { Commit::VerifyFirst } else { Commit::VerifyNext { before } }
+    }
 }
 
 impl DeltaState {
-    /// Makes room for a trial's rows.
-    pub fn tape(&mut self, shape: &DeltaShape, run: &mut dyn Backend) -> Result<(), DeviceError> {
-        if self.tape.is_none() {
-            let [proj, mixed] = [shape.width(), shape.channels()].map(|width| 2 * ROWS * width * 4);
-            let [proj, mixed] = [run.allocate(proj)?, run.allocate(mixed)?];
-            self.tape = Some(Tape { proj, mixed, half: 0, rows: 0 });
+    /// The bytes that a snapshot holds.
+    pub fn regions(&self) -> [Region; 2] {
+        [self.conv, self.recurrent]
+    }
+
+    /// Appends the state's bytes to `out`.
+    pub fn append_bytes(&self, backend: &mut dyn Backend, out: &mut Vec<u8>) -> Result<(), DeviceError> {
+        self.regions().into_iter().try_for_each(|region| append_region(backend, region, out))
+    }
+
+    /// Allocates the replay buffer if this is the sequence's first verify.
+    pub fn ensure_replay_buffer(&mut self, shape: &DeltaShape, backend: &mut dyn Backend) -> Result<(), DeviceError> {
+        if self.replay.is_none() {
+            let bytes = |width: usize| 2 * MAX_VERIFY_ROWS * width * size_of::<f32>();
+            let proj = backend.allocate(bytes(shape.width()))?;
+            let mixed = backend.allocate(bytes(shape.channels()))?;
+            self.replay = Some(ReplayBuffer { proj, mixed, half: 0, rows: 0 });
         }
         Ok(())
     }
 
-    /// The rows that the state has not seen.
-    pub fn past(&self, shape: &DeltaShape) -> Replay {
-        let Some(Tape { proj, mixed, half, rows, .. }) = self.tape else { return Replay::default() };
-        let part = |region: Region, width: usize| region.rows(half * ROWS, rows, width);
-        Replay { rows, proj: part(proj, shape.width()), mixed: part(mixed, shape.channels()) }
+    /// Rows that the next pass must replay before its own.
+    pub fn pending(&self, shape: &DeltaShape) -> Replay {
+        let Some(ReplayBuffer { proj, mixed, half, rows }) = self.replay else { return Replay::default() };
+        let rows_of = |region: Region, width: usize| region.rows(half * MAX_VERIFY_ROWS, rows, width);
+        Replay { rows, proj: rows_of(proj, shape.width()), mixed: rows_of(mixed, shape.channels()) }
     }
 
-    /// Where `rows` further ones of a trial are projected to and convolved, behind `before` others.
-    pub fn room(&self, shape: &DeltaShape, before: usize, rows: usize) -> Option<[Region; 2]> {
-        let Tape { proj, mixed, half, .. } = self.tape?;
-        let half = if before == 0 { 1 - half } else { half };
-        Some(
-            [(proj, shape.width()), (mixed, shape.channels())]
-                .map(|(region, width)| region.rows(half * ROWS + before, rows, width)),
-        )
+    /// Where a verify puts the projections and convolution outputs of `rows` new rows. `None` for rows that are final.
+    pub fn replay_rows(&self, shape: &DeltaShape, commit: Commit, rows: usize) -> Option<[Region; 2]> {
+        let ReplayBuffer { proj, mixed, half, .. } = self.replay?;
+        let first = match commit {
+            Commit::Now => return None,
+            Commit::VerifyFirst => (1 - half) * MAX_VERIFY_ROWS,
+            Commit::VerifyNext { before } => half * MAX_VERIFY_ROWS + before,
+        };
+        Some([proj.rows(first, rows, shape.width()), mixed.rows(first, rows, shape.channels())])
     }
 
-    /// Rows that the state now has to know, of the past ones and then of `rows` new ones.
-    pub fn stored(&self, trial: Trial, rows: usize) -> usize {
-        let past = self.tape.map_or(0, |tape| tape.rows);
-        match trial {
-            None => past + rows,
-            Some(0) => past,
-            Some(_) => 0,
+    /// How many of the replayed and then of the new rows the pass must add to the state.
+    pub fn rows_to_commit(&self, commit: Commit, new_rows: usize) -> usize {
+        let pending = self.replay.map_or(0, |buffer| buffer.rows);
+        match commit {
+            Commit::Now => pending + new_rows,
+            Commit::VerifyFirst => pending,
+            Commit::VerifyNext { .. } => 0,
         }
     }
 
-    /// `rows` have been walked.
-    pub fn walked(&mut self, trial: Trial, rows: usize) {
-        let Some(tape) = &mut self.tape else { return };
-        match trial {
-            None => tape.rows = 0,
-            Some(0) => *tape = Tape { half: 1 - tape.half, rows, ..*tape },
-            Some(_) => tape.rows += rows,
+    /// Records that a pass has computed `new_rows` rows.
+    pub fn advance(&mut self, commit: Commit, new_rows: usize) {
+        let Some(buffer) = &mut self.replay else { return };
+        match commit {
+            Commit::Now => buffer.rows = 0,
+            Commit::VerifyFirst => (buffer.half, buffer.rows) = (1 - buffer.half, new_rows),
+            Commit::VerifyNext { .. } => buffer.rows += new_rows,
         }
     }
 
-    /// The last `rows` on the tape never were.
-    pub fn take_back(&mut self, rows: usize) {
-        self.tape.iter_mut().for_each(|tape| tape.rows = tape.rows.saturating_sub(rows));
+    /// Discards the last `rows` rows of the replay buffer: the draft tokens that the sampler rejected.
+    pub fn reject(&mut self, rows: usize) {
+        if let Some(buffer) = &mut self.replay {
+            buffer.rows = buffer.rows.saturating_sub(rows);
+        }
     }
 
-    /// The sequence is another one.
-    pub fn clear(&mut self) {
-        self.tape.iter_mut().for_each(|tape| tape.rows = 0);
+    /// Empties the replay buffer when the state is reused for another sequence.
+    pub fn reset(&mut self) {
+        if let Some(buffer) = &mut self.replay {
+            buffer.rows = 0;
+        }
     }
 }

@@ -1,16 +1,17 @@
-//! The state of one sequence: keys and values of the full-attention layers, convolution and delta state of the others.
-//! Everything lies on the device and is updated in place.
+//! The state of one sequence. It lies on the device and is updated in place.
+//!
+//! Full-attention layers have keys and values in pages of the pool. Delta nets have a convolution and a recurrent state of
+//! fixed size. That fixed part is an *arena*, reused by the next sequence: starting one allocates and frees nothing.
 
-use crate::model::{
-    SequenceState,
-    config::Config,
-    state::kv_pages::PagePool,
-    state::rollback::DeltaState,
-    state::snapshot::{KvPage, PAGE, Snapshot},
+use super::{
+    kv_pages::{KvPage, PAGE, PagePool},
+    rollback::{DeltaState, append_region},
+    snapshot::Snapshot,
 };
 use crate::{
     device::{DeviceError, Region},
     error::ModelError,
+    model::{SequenceState, config::Config},
     ops::{
         AttentionShape, Backend, KvBits, KvCache, KvFormat, RecentRing,
         attention::{RECENT, recent_start},
@@ -19,193 +20,201 @@ use crate::{
 use parking_lot::Mutex;
 use std::{ops::Range, sync::Arc};
 
-/// One layer's memory.
+/// One layer's state.
 #[derive(Debug, Clone, Copy)]
 pub enum LayerState {
-    /// Keys are after norm and rotation.
+    /// Keys are stored after norm and rotation.
     Attention(KvCache),
     DeltaNet(DeltaState),
 }
 
-/// The memory of a sequence beside its pages, which is its own.
+/// The memory of a sequence apart from its pages.
 #[derive(Debug, Default)]
 pub struct Arena {
     layers: Vec<LayerState>,
-    /// The numbers of its pages, as the device looks at them.
+    /// The numbers of the sequence's pages, as the device reads them.
     table: Region,
 }
 
-/// The memory of sequences that are over: the next one begins there. So starting one neither allocates nor frees.
-pub type Arenas = Arc<Mutex<Vec<Arena>>>;
+/// Arenas of sequences that have ended.
+pub type FreeArenas = Arc<Mutex<Vec<Arena>>>;
 
-/// A sequence's memory. It cannot be rewound further than a verify: the delta layers keep no other history.
+/// A sequence of a [`Qwen`](crate::model::Qwen). Only the rows of the last verify can be undone: a delta net keeps no
+/// older history.
 #[derive(Debug)]
 pub struct QwenState {
     /// Tokens seen.
     pub len: usize,
-    /// Rows of the last verify, if nothing has come behind it.
-    pub(in crate::model) tried: usize,
-    pub(in crate::model) layers: Vec<LayerState>,
+    /// Rows of the last verify, until another pass follows it.
+    pub verified: usize,
+    pub layers: Vec<LayerState>,
     table: Region,
-    /// In order. Behind the last whole page before `len` nobody else holds one.
+    /// In order. Pages after the last full page before `len` are the sequence's alone.
     pages: Vec<Arc<KvPage>>,
     pool: Arc<PagePool>,
-    /// The form of keys and values.
+    /// The format of keys and values.
     shape: AttentionShape,
-    arenas: Arenas,
+    free_arenas: FreeArenas,
 }
 
-/// The form of keys and values: `format`, which is the device's, or fewer `bits`; for `context` positions, of which `rows` are
-/// written at once at most.
-pub fn heads(config: &Config, format: KvFormat, bits: KvBits, context: usize, rows: usize) -> AttentionShape {
+/// The attention layers with the format of their KV cache: `format`, which the device prefers, or fewer `bits`. The cache
+/// holds `context` positions; a pass writes at most `rows` of them.
+pub fn kv_shape(config: &Config, format: KvFormat, bits: KvBits, context: usize, rows: usize) -> AttentionShape {
     let shape = AttentionShape { context, ..config.attention };
-    let Some(few) = bits.format() else { return AttentionShape { format, ..shape } };
-    // Whatever of a pass is marked or taken back, the recent are still there.
+    let Some(quantised) = bits.format() else { return AttentionShape { format, ..shape } };
+    // Enough that the recent positions survive snapshots and rejected rows anywhere in a pass.
     let room = (rows + 2 * RECENT).next_multiple_of(RECENT);
-    AttentionShape { format: few, recent: Some(RecentRing { room, format }), ..shape }
+    AttentionShape { format: quantised, recent: Some(RecentRing { room, format }), ..shape }
+}
+
+/// Bytes of keys and values of one token, all layers.
+pub fn kv_bytes_per_token(config: &Config, format: KvFormat) -> u64 {
+    let a = &config.attention;
+    (config.full_layers() * 2 * a.kv_heads * format.row_bytes(a.dim)) as u64
+}
+
+/// Bytes of the recent 16-bit positions in a snapshot of a cache with fewer bits.
+pub fn recent_snapshot_bytes(config: &Config, shape: &AttentionShape) -> u64 {
+    shape.recent.map_or(0, |recent| 2 * RECENT as u64 * kv_bytes_per_token(config, recent.format))
+}
+
+/// Bytes of the delta nets' states.
+pub fn delta_bytes(config: &Config) -> u64 {
+    let d = &config.delta;
+    let layer = d.value_heads * d.value_dim * d.key_dim + (d.conv_width - 1) * d.channels();
+    ((config.layers - config.full_layers()) * layer * 4) as u64
 }
 
 impl QwenState {
-    /// An empty state.
+    /// An empty sequence.
     pub fn new(
         config: &Config,
         shape: AttentionShape,
         pool: &Arc<PagePool>,
-        arenas: &Arenas,
-        run: &mut dyn Backend,
+        free_arenas: &FreeArenas,
+        backend: &mut dyn Backend,
     ) -> Result<Self, DeviceError> {
-        let mut state = Self::room(config, shape, pool, arenas, run)?;
-        for net in state.nets() {
-            net.clear();
-            for region in [net.conv, net.heads] {
-                run.write(region, &vec![0; region.len])?;
+        let mut state = Self::uninitialised(config, shape, pool, free_arenas, backend)?;
+        for delta in state.delta_states() {
+            delta.reset();
+            for region in delta.regions() {
+                backend.write(region, &vec![0; region.len])?;
             }
         }
         Ok(state)
     }
 
-    /// A state that is still to become something.
-    pub fn room(
+    /// A sequence whose delta-net states are undefined. The caller restores a snapshot into it.
+    pub fn uninitialised(
         config: &Config,
         shape: AttentionShape,
         pool: &Arc<PagePool>,
-        arenas: &Arenas,
-        run: &mut dyn Backend,
+        free_arenas: &FreeArenas,
+        backend: &mut dyn Backend,
     ) -> Result<Self, DeviceError> {
-        let used = arenas.lock().pop();
-        let Arena { layers, table } = match used {
+        let reused = free_arenas.lock().pop();
+        let Arena { layers, table } = match reused {
             Some(arena) => arena,
-            None => allocate(config, &shape, pool, run)?,
+            None => allocate(config, &shape, pool, backend)?,
         };
-        let (pages, pool, arenas) = (Vec::new(), pool.clone(), arenas.clone());
-        Ok(Self { len: 0, tried: 0, layers, table, pages, pool, shape, arenas })
+        let (pages, pool, free_arenas) = (Vec::new(), pool.clone(), free_arenas.clone());
+        Ok(Self { len: 0, verified: 0, layers, table, pages, pool, shape, free_arenas })
     }
 
-    /// Sees to it that there are pages for `tokens` more.
-    pub fn make_room(&mut self, tokens: usize, run: &mut dyn Backend) -> Result<(), ModelError> {
-        let (had, lacks) = (self.pages.len(), self.missing_pages(tokens));
-        for _ in 0..lacks {
-            self.pages.push(self.pool.take()?);
+    /// Takes the pages that `tokens` more tokens need.
+    pub fn reserve_pages(&mut self, tokens: usize, backend: &mut dyn Backend) -> Result<(), ModelError> {
+        let (had, missing) = (self.pages.len(), self.missing_pages(tokens));
+        for _ in 0..missing {
+            self.pages.push(Arc::new(KvPage::Pooled(self.pool.take()?)));
         }
-        self.show(had, run)
+        self.write_table(had, backend)
     }
 
-    /// Writes the numbers of the pages from `first` on for the device.
-    fn show(&self, first: usize, run: &mut dyn Backend) -> Result<(), ModelError> {
-        let numbers: Vec<u32> = self.pages[first..].iter().filter_map(|page| self.place(page)).collect();
+    /// Writes the numbers of the pages from `first` on into the device's table.
+    fn write_table(&self, first: usize, backend: &mut dyn Backend) -> Result<(), ModelError> {
+        let numbers: Vec<u32> = self.pages[first..].iter().filter_map(|page| self.page_index(page)).collect();
         let at = self.table.part(first * 4, numbers.len() * 4);
-        if numbers.is_empty() { Ok(()) } else { Ok(run.write_words(at, &numbers)?) }
+        if numbers.is_empty() { Ok(()) } else { Ok(backend.write_words(at, &numbers)?) }
     }
 
-    /// A page's number, if it is one of this state's pool.
-    fn place(&self, page: &KvPage) -> Option<u32> {
+    /// A page's number, if it belongs to this sequence's pool.
+    fn page_index(&self, page: &KvPage) -> Option<u32> {
         match page {
-            KvPage::Pooled(held) if Arc::ptr_eq(&held.pool, &self.pool) => Some(held.index),
-            _ => None,
+            KvPage::Pooled(page) => page.index_in(&self.pool),
+            KvPage::Copied(_) => None,
         }
     }
 
-    /// A snapshot at `len`, behind what is written of it, where the other layers' states were `fixed`.
-    pub fn snapshot(&mut self, len: usize, mut fixed: Vec<u8>, run: &mut dyn Backend) -> Result<Snapshot, DeviceError> {
+    /// A snapshot of the first `len` positions, at which the delta nets' states were `delta`.
+    pub fn snapshot(&mut self, len: usize, delta: Vec<u8>, backend: &mut dyn Backend) -> Result<Snapshot, DeviceError> {
         let Self { layers, shape, .. } = self;
-        // As many bytes wherever it is taken.
-        let whole = fixed.len() + recent_bytes(layers, shape);
-        recent(layers, shape, recent_start(len)..len).try_for_each(|region| append(run, region, &mut fixed))?;
-        fixed.resize(whole, 0);
+        let mut state = delta;
+        // The same size at every position.
+        let size = state.len() + recent_bytes(layers, shape);
+        recent_regions(layers, shape, recent_start(len)..len)
+            .try_for_each(|region| append_region(backend, region, &mut state))?;
+        state.resize(size, 0);
         let mut pages = self.pages[..len / PAGE].to_vec();
         if let Some(last) = self.pages.get(len / PAGE).filter(|_| !len.is_multiple_of(PAGE)) {
-            let number = self.place(last).unwrap_or_default();
-            pages.push(Arc::new(KvPage::Copied(self.pool.read(number, len % PAGE)?)));
+            let index = self.page_index(last).unwrap_or_default();
+            pages.push(Arc::new(KvPage::Copied(self.pool.read(index, len % PAGE)?)));
         }
-        Ok(Snapshot { len, pages, state: Arc::new(fixed) })
+        Ok(Snapshot { len, pages, state: Arc::new(state) })
     }
 
-    /// The delta nets' memory.
-    pub(in crate::model) fn nets(&mut self) -> impl Iterator<Item = &mut DeltaState> {
-        nets(&mut self.layers)
+    pub fn delta_states(&mut self) -> impl Iterator<Item = &mut DeltaState> {
+        self.layers.iter_mut().filter_map(|layer| match layer {
+            LayerState::DeltaNet(delta) => Some(delta),
+            LayerState::Attention(_) => None,
+        })
     }
 
-    /// The delta and convolution states, which have taken in all rows.
-    pub fn fixed(&self, run: &mut dyn Backend) -> Result<Vec<u8>, DeviceError> {
+    /// The bytes of the delta nets' states. They must include all rows: no replay is pending.
+    pub fn delta_bytes(&self, backend: &mut dyn Backend) -> Result<Vec<u8>, DeviceError> {
         let mut out = Vec::new();
-        fixed(&self.layers).try_for_each(|region| append(run, region, &mut out))?;
+        delta_regions(&self.layers).try_for_each(|region| append_region(backend, region, &mut out))?;
         Ok(out)
     }
 
-    /// Makes this the sequence that `snapshot` was taken of. Whole pages are shared with it, if they are of the same pool.
-    pub fn restore(&mut self, snapshot: &Snapshot, run: &mut dyn Backend) -> Result<(), ModelError> {
+    /// Restores `snapshot` into this sequence. Full pages of the same pool are shared, all others are copied.
+    pub fn restore(&mut self, snapshot: &Snapshot, backend: &mut dyn Backend) -> Result<(), ModelError> {
         self.pages.clear();
         if snapshot.pages.len() != snapshot.len.div_ceil(PAGE) {
-            return Err(foreign());
+            return Err(foreign_snapshot());
         }
         for (index, page) in snapshot.pages.iter().enumerate() {
             let rows = PAGE.min(snapshot.len - index * PAGE);
-            let ours = match self.place(page) {
+            let page = match self.page_index(page) {
                 Some(_) if rows == PAGE => page.clone(),
                 _ => {
-                    let own = self.pool.take()?;
-                    self.pool.write(self.place(&own).unwrap_or_default(), rows, &page.read()?)?;
+                    let own = Arc::new(KvPage::Pooled(self.pool.take()?));
+                    self.pool.write(self.page_index(&own).unwrap_or_default(), rows, &page.read()?)?;
                     own
                 }
             };
-            self.pages.push(ours);
+            self.pages.push(page);
         }
-        self.show(0, run)?;
+        self.write_table(0, backend)?;
         let Self { layers, shape, .. } = self;
         let mut bytes = &snapshot.state[..];
-        let recent = recent(layers, shape, recent_start(snapshot.len)..snapshot.len);
-        fixed(layers).chain(recent).try_for_each(|region| take(run, region, &mut bytes))?;
-        self.nets().for_each(DeltaState::clear);
-        (self.len, self.tried) = (snapshot.len, 0);
+        let recent = recent_regions(layers, shape, recent_start(snapshot.len)..snapshot.len);
+        for region in delta_regions(layers).chain(recent) {
+            let part = bytes.split_off(..region.len).ok_or_else(foreign_snapshot)?;
+            backend.write(region, part)?;
+        }
+        self.delta_states().for_each(DeltaState::reset);
+        (self.len, self.verified) = (snapshot.len, 0);
         Ok(())
-    }
-
-    /// Bytes of keys and values of one token, all layers.
-    pub fn kv_bytes(config: &Config, format: KvFormat) -> u64 {
-        let a = &config.attention;
-        (config.full_layers() * 2 * a.kv_heads * format.row_bytes(a.dim)) as u64
-    }
-
-    /// Bytes of the recent positions in a snapshot.
-    pub fn recent_bytes(config: &Config, shape: &AttentionShape) -> u64 {
-        shape.recent.map_or(0, |recent| 2 * RECENT as u64 * Self::kv_bytes(config, recent.format))
-    }
-
-    /// Bytes of everything else that does not grow with the context.
-    pub fn fixed_bytes(config: &Config) -> u64 {
-        let d = &config.delta;
-        let layer = d.value_heads * d.value_dim * d.key_dim + (d.conv_width - 1) * d.channels();
-        ((config.layers - config.full_layers()) * layer * 4) as u64
     }
 }
 
 impl SequenceState for QwenState {
     fn reject(&mut self, rows: usize) -> Result<(), ModelError> {
-        if rows >= self.tried {
-            return Err(ModelError::Config(format!("{rows} rows cannot be taken back")));
+        if rows >= self.verified {
+            return Err(ModelError::Config(format!("cannot reject {rows} rows of a verify of {}", self.verified)));
         }
-        self.nets().for_each(|net| net.take_back(rows));
-        self.tried = 0;
+        self.delta_states().for_each(|delta| delta.reject(rows));
+        self.verified = 0;
         self.len -= rows;
         Ok(())
     }
@@ -214,7 +223,7 @@ impl SequenceState for QwenState {
         (self.len + tokens).min(self.shape.context).div_ceil(PAGE).saturating_sub(self.pages.len())
     }
 
-    /// Whole pages are always shared.
+    /// Full pages are always shared.
     fn shared_positions(&self) -> usize {
         usize::MAX
     }
@@ -223,15 +232,20 @@ impl SequenceState for QwenState {
 impl Drop for QwenState {
     fn drop(&mut self) {
         let (layers, table) = (std::mem::take(&mut self.layers), self.table);
-        self.arenas.lock().push(Arena { layers, table });
+        self.free_arenas.lock().push(Arena { layers, table });
     }
 }
 
-/// The regions of keys and values that are kept in 16 bits beside fewer; the first position is a multiple of [`RECENT`].
-fn recent(layers: &[LayerState], shape: &AttentionShape, positions: Range<usize>) -> impl Iterator<Item = Region> {
+/// The regions of the recent positions that a cache with fewer bits also keeps in 16 bits. `positions` starts at a
+/// multiple of [`RECENT`].
+fn recent_regions(
+    layers: &[LayerState],
+    shape: &AttentionShape,
+    positions: Range<usize>,
+) -> impl Iterator<Item = Region> {
     let (heads, ring) = (shape.kv_heads, shape.recent);
     let row = ring.map_or(0, |ring| ring.format.row_bytes(shape.dim));
-    caches(layers).filter(move |_| ring.is_some()).flat_map(|cache| cache.recent).flat_map(move |cache| {
+    kv_caches(layers).filter(move |_| ring.is_some()).flat_map(|cache| cache.recent).flat_map(move |cache| {
         let (positions, room) = (positions.clone(), ring.map_or(1, |ring| ring.room));
         (0..heads).flat_map(move |head| {
             let end = positions.end;
@@ -242,47 +256,28 @@ fn recent(layers: &[LayerState], shape: &AttentionShape, positions: Range<usize>
     })
 }
 
-/// Bytes of as many of the recent as there can be.
+/// Most bytes that [`recent_regions`] can have.
 fn recent_bytes(layers: &[LayerState], shape: &AttentionShape) -> usize {
     let row = shape.recent.map_or(0, |ring| ring.format.row_bytes(shape.dim));
-    caches(layers).count() * 2 * shape.kv_heads * 2 * RECENT * row
+    kv_caches(layers).count() * 2 * shape.kv_heads * 2 * RECENT * row
 }
 
-fn caches(layers: &[LayerState]) -> impl Iterator<Item = &KvCache> {
+fn kv_caches(layers: &[LayerState]) -> impl Iterator<Item = &KvCache> {
     layers.iter().filter_map(|layer| match layer {
         LayerState::Attention(cache) => Some(cache),
         LayerState::DeltaNet(_) => None,
     })
 }
 
-fn nets(layers: &mut [LayerState]) -> impl Iterator<Item = &mut DeltaState> {
-    layers.iter_mut().filter_map(|layer| match layer {
-        LayerState::DeltaNet(net) => Some(net),
-        LayerState::Attention(_) => None,
-    })
-}
-
-/// The regions of the convolution and delta states, which do not grow.
-fn fixed(layers: &[LayerState]) -> impl Iterator<Item = Region> {
-    let both = |layer: &LayerState| match layer {
-        LayerState::DeltaNet(net) => Some([net.conv, net.heads]),
+fn delta_regions(layers: &[LayerState]) -> impl Iterator<Item = Region> {
+    let regions = |layer: &LayerState| match layer {
+        LayerState::DeltaNet(delta) => Some(delta.regions()),
         LayerState::Attention(_) => None,
     };
-    layers.iter().filter_map(both).flatten()
+    layers.iter().filter_map(regions).flatten()
 }
 
-pub(in crate::model) fn append(run: &mut dyn Backend, region: Region, out: &mut Vec<u8>) -> Result<(), DeviceError> {
-    let start = out.len();
-    out.resize(start + region.len, 0);
-    run.read(region, &mut out[start..])
-}
-
-fn take(run: &mut dyn Backend, region: Region, from: &mut &[u8]) -> Result<(), ModelError> {
-    let bytes = from.split_off(..region.len).ok_or_else(foreign)?;
-    Ok(run.write(region, bytes)?)
-}
-
-fn foreign() -> ModelError {
+fn foreign_snapshot() -> ModelError {
     ModelError::Config("the snapshot belongs to another model".into())
 }
 
@@ -290,24 +285,24 @@ fn allocate(
     config: &Config,
     shape: &AttentionShape,
     pool: &PagePool,
-    run: &mut dyn Backend,
+    backend: &mut dyn Backend,
 ) -> Result<Arena, DeviceError> {
     let d = &config.delta;
-    let (table, ring) = (run.allocate(shape.pages() * 4)?, shape.recent_bytes());
+    let (table, ring) = (backend.allocate(shape.pages() * 4)?, shape.recent_bytes());
     let mut pages = pool.layers.iter();
     let layer = |full: &bool| {
         Ok(if *full {
             let mut recent = [Region::default(); 2];
             if ring > 0 {
-                recent = [run.allocate(ring)?, run.allocate(ring)?];
+                recent = [backend.allocate(ring)?, backend.allocate(ring)?];
             }
-            let [keys, values] = *pages.next().ok_or_else(|| DeviceError("a layer has no pages".into()))?;
+            let [keys, values] = *pages.next().ok_or_else(|| DeviceError("a layer has no KV pages".into()))?;
             LayerState::Attention(KvCache { keys, values, table, recent })
         } else {
             LayerState::DeltaNet(DeltaState {
-                conv: run.allocate((d.conv_width - 1) * d.channels() * 4)?,
-                heads: run.allocate(d.values() * d.key_dim * 4)?,
-                tape: None,
+                conv: backend.allocate((d.conv_width - 1) * d.channels() * 4)?,
+                recurrent: backend.allocate(d.values() * d.key_dim * 4)?,
+                replay: None,
             })
         })
     };

@@ -1,73 +1,28 @@
-//! The state of a sequence at one position, kept so that another prompt can go on from there.
+//! Snapshots: the state of a sequence at one position, kept so that another prompt can continue from there.
 //!
-//! Keys and values only ever grow, so a whole page of them is never written again: the sequence, every snapshot of it and whoever
-//! goes on from one hold the same page ([`pages`](super::kv_pages)). The positions behind the last whole page, and the delta and
-//! convolution states, are overwritten by what comes: each snapshot has its own.
+//! Keys and values only grow, so a full page of them is never written again: the sequence, its snapshots and the sequences
+//! restored from them share it ([`kv_pages`](super::kv_pages)). The positions after the last full page and the delta nets'
+//! states are overwritten by later tokens, so each snapshot has its own copy of those.
 
+use super::kv_pages::{KvPage, PAGE};
 use crate::device::DeviceError;
-use crate::model::state::kv_pages::PooledPage;
-pub use crate::ops::attention::PAGE;
 use std::{
-    borrow::Cow,
     ops::Range,
     sync::{Arc, Weak},
 };
 
-/// Bytes that no longer change.
-pub type Shared = Arc<Vec<u8>>;
-
-/// Keys and values of up to [`PAGE`] positions, in an order that only the model knows.
-#[derive(Debug)]
-pub enum KvPage {
-    /// A copy of them.
-    Copied(Vec<u8>),
-    /// The place where they were computed.
-    Pooled(PooledPage),
-}
-
-impl KvPage {
-    /// Bytes.
-    pub fn len(&self) -> usize {
-        match self {
-            KvPage::Copied(bytes) => bytes.len(),
-            KvPage::Pooled(held) => held.bytes(),
-        }
-    }
-
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
-
-    /// What is in it.
-    ///
-    /// # Errors
-    /// The device that has it is gone.
-    pub fn read(&self) -> Result<Cow<'_, [u8]>, DeviceError> {
-        match self {
-            KvPage::Copied(bytes) => Ok(Cow::Borrowed(bytes)),
-            KvPage::Pooled(held) => held.read().map(Cow::Owned),
-        }
-    }
-}
-
-impl From<Vec<u8>> for KvPage {
-    fn from(bytes: Vec<u8>) -> Self {
-        KvPage::Copied(bytes)
-    }
-}
-
-/// A sequence at one position. Cloning shares it.
+/// A sequence at one position. Cloning shares the data.
 #[derive(Debug, Clone, Default)]
 pub struct Snapshot {
     /// Tokens seen.
     pub len: usize,
-    /// Keys and values of `PAGE` positions each; the last page may hold fewer.
+    /// Keys and values of [`PAGE`] positions each. The last page may hold fewer.
     pub pages: Vec<Arc<KvPage>>,
     /// Delta and convolution states of all layers.
-    pub state: Shared,
+    pub state: Arc<Vec<u8>>,
 }
 
-/// The sizes of a model's snapshots, in bytes.
+/// Sizes of a model's snapshots, in bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct SnapshotSize {
     /// Delta and convolution states.
@@ -77,22 +32,21 @@ pub struct SnapshotSize {
 }
 
 impl SnapshotSize {
-    /// A snapshot of `len` positions that shares its first `shared` ones with others.
+    /// Bytes of a snapshot of `len` positions that shares the first `shared` ones with others.
     pub fn bytes(&self, len: usize, shared: usize) -> u64 {
         self.state + (len - len.min(shared) / PAGE * PAGE) as u64 * self.position
     }
 }
 
-/// The pages of a sequence that were copied, for as long as a snapshot holds them: for a model that keeps its keys and values
-/// elsewhere than in pages.
+/// Which pages of a sequence existing snapshots hold as copies. For a model that does not compute in pages.
 #[derive(Debug, Default)]
 pub struct CopiedPages {
     pages: Vec<Weak<KvPage>>,
 }
 
 impl CopiedPages {
-    /// A snapshot at `len`, where the delta and convolution states are `state`. `read` gives the keys and values of a range
-    /// of positions that lies within one page.
+    /// A snapshot of the first `len` positions with the delta-net states `state`. `read` returns the keys and values of a
+    /// range of positions within one page.
     pub fn snapshot<E>(
         &mut self,
         len: usize,
@@ -115,19 +69,19 @@ impl CopiedPages {
         Ok(Snapshot { len, pages, state: Arc::new(state) })
     }
 
-    /// Positions from the first on whose pages a snapshot of this sequence would share with others.
+    /// Positions from the start whose pages a snapshot of this sequence would share.
     pub fn held(&self) -> usize {
         self.pages.iter().take_while(|page| page.strong_count() > 0).count() * PAGE
     }
 
-    /// Makes the sequence what `snapshot` says: `write` is given the keys and values of each range of positions that this
-    /// sequence does not already hold.
+    /// Restores `snapshot`. `write` receives the keys and values of each range of positions that differ from this
+    /// sequence's own.
     pub fn restore<E: From<DeviceError>>(
         &mut self,
         snapshot: &Snapshot,
         mut write: impl FnMut(Range<usize>, &[u8]) -> Result<(), E>,
     ) -> Result<(), E> {
-        // A page that nobody holds any more keeps its address, so no other is taken for it.
+        // A weak reference keeps the address of a dropped page from being reused, so equal addresses are equal pages.
         let same = |(ours, theirs): &(&Weak<KvPage>, &Arc<KvPage>)| ours.as_ptr() == Arc::as_ptr(theirs);
         let same = self.pages.iter().zip(&snapshot.pages).take_while(same).count();
         self.pages.truncate(same);
@@ -146,7 +100,7 @@ impl CopiedPages {
 mod tests {
     use super::*;
 
-    /// A sequence whose position `n` holds one byte, `n / 3`.
+    /// Position `n` of the sequence holds one byte, `n / 3`.
     fn read(range: Range<usize>) -> Result<Vec<u8>, DeviceError> {
         Ok(range.map(|position| (position / 3) as u8).collect())
     }
@@ -156,20 +110,20 @@ mod tests {
     }
 
     #[test]
-    fn snapshots_of_a_sequence_share_whole_pages() {
+    fn snapshots_share_full_pages() {
         let mut frozen = CopiedPages::default();
         let early = frozen.snapshot(PAGE + 5, vec![1], read).unwrap();
         let late = frozen.snapshot(2 * PAGE, vec![2], read).unwrap();
         assert_eq!((early.pages.len(), late.pages.len()), (2, 2));
         assert!(Arc::ptr_eq(&early.pages[0], &late.pages[0]));
         assert_eq!(bytes(&early.pages[1])[..], bytes(&late.pages[1])[..5]);
-        // A snapshot behind what has been written out has a last page of its own.
+        // A partial page is copied for each snapshot.
         let between = frozen.snapshot(PAGE + 7, vec![3], read).unwrap();
         assert_eq!(bytes(&between.pages[1])[..], bytes(&late.pages[1])[..7]);
     }
 
     #[test]
-    fn only_what_differs_is_written_back() {
+    fn restore_writes_only_differing_pages() {
         let (mut frozen, mut other) = (CopiedPages::default(), CopiedPages::default());
         let early = frozen.snapshot(PAGE + 5, vec![1], read).unwrap();
         let late = frozen.snapshot(3 * PAGE, vec![2], read).unwrap();
@@ -181,7 +135,7 @@ mod tests {
         };
         frozen.restore(&early, &mut write).unwrap();
         other.restore(&late, &mut write).unwrap();
-        // The second page was cut off by going back, so it is written again.
+        // Restoring the earlier snapshot dropped the second page, so it is written again.
         frozen.restore(&late, &mut write).unwrap();
         assert_eq!(
             written,
@@ -190,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_are_held_by_snapshots_alone() {
+    fn dropped_snapshots_free_their_pages() {
         let mut frozen = CopiedPages::default();
         let first = frozen.snapshot(2 * PAGE + 1, vec![1], read).unwrap();
         assert_eq!(frozen.held(), 2 * PAGE);
@@ -201,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn a_size_counts_what_is_not_shared() {
+    fn snapshot_size_excludes_shared_pages() {
         let size = SnapshotSize { state: 100, position: 2 };
         assert_eq!(size.bytes(10, 0), 120);
         assert_eq!(size.bytes(PAGE + 10, PAGE + 4), 120);

@@ -53,7 +53,6 @@ impl Cpu {
             mixer: MIXER,
             acts: false,
             waits: false,
-            flush: usize::MAX,
             cache: if math == CpuArithmetic::F32 { KvFormat::F32 } else { KvFormat::I16 },
             partials: None,
             working_set: None,

@@ -19,6 +19,8 @@ const DECODE_ROWS: usize = 16;
 const ATTENTION_ROWS: usize = 128;
 /// Most bytes of partial results of attention. Fewer rows are computed at once to stay below it.
 const MAX_PARTIAL_BYTES: usize = 64 << 20;
+/// Layers of a pass that are encoded before the first submission.
+const FIRST_SUBMIT: usize = 2;
 
 /// The limits of a GPU with this recommended working set, in bytes.
 pub const fn limits(working_set: Option<u64>) -> BackendLimits {
@@ -30,7 +32,6 @@ pub const fn limits(working_set: Option<u64>) -> BackendLimits {
         mixer: usize::MAX,
         acts: true,
         waits: true,
-        flush: 2,
         cache: KvFormat::F32,
         partials: Some((ATTENTION_ROWS, MAX_PARTIAL_BYTES)),
         working_set,
@@ -47,6 +48,10 @@ pub struct GpuBackend<P: DerefMut<Target: Gpu> + Send> {
     failed: Option<String>,
     /// Buffers for rows of halves, while a prompt is computed.
     half: Option<HalfBuffers>,
+    /// Layers of the current pass, and when to submit next: after `FIRST_SUBMIT`, then after twice as many layers each time.
+    layers: usize,
+    next_submit: usize,
+    submit_step: usize,
     slots: Vec<u32>,
     /// The content that was last uploaded to each region, for a device with its own memory.
     uploaded: HashMap<Region, u64>,
@@ -60,7 +65,21 @@ pub struct GpuBackend<P: DerefMut<Target: Gpu> + Send> {
 impl<P: DerefMut<Target: Gpu> + Send> GpuBackend<P> {
     pub fn new(gpu: P) -> Self {
         let (buffers, in_flight, slots, uploaded, owned, launched) = Default::default();
-        Self { gpu, buffers, in_flight, failed: None, half: None, slots, uploaded, owned, waits_each: false, launched }
+        Self {
+            gpu,
+            buffers,
+            in_flight,
+            failed: None,
+            half: None,
+            layers: 0,
+            next_submit: 0,
+            submit_step: 0,
+            slots,
+            uploaded,
+            owned,
+            waits_each: false,
+            launched,
+        }
     }
 
     /// Waits after every launch and records its kernel until [`GpuBackend::take_launched`].
@@ -277,6 +296,23 @@ impl<P: DerefMut<Target: Gpu> + Send> Backend for GpuBackend<P> {
 
     fn prompt(&mut self, room: Option<HalfBuffers>) {
         self.half = room;
+    }
+
+    /// The GPU starts while the CPU still encodes. Larger submissions later mean fewer pauses. With streaming, the wait for
+    /// each layer's router submits anyway.
+    fn begin_layers(&mut self, streams: bool) {
+        self.layers = 0;
+        (self.next_submit, self.submit_step) = (if streams { usize::MAX } else { FIRST_SUBMIT }, FIRST_SUBMIT);
+    }
+
+    fn end_layer(&mut self) -> Result<(), DeviceError> {
+        self.layers += 1;
+        if self.layers == self.next_submit {
+            self.flush()?;
+            self.submit_step *= 2;
+            self.next_submit += self.submit_step;
+        }
+        Ok(())
     }
 
     fn read(&mut self, from: Region, into: &mut [u8]) -> Result<(), DeviceError> {

@@ -24,6 +24,7 @@ use crate::{
     checkpoint::{Checkpoint, TrunkLoader, index::Index},
     device::{CpuDevice, Region},
     error::ModelError,
+    model::placement::adopt_weights,
     ops::{Backend, Cpu, Embedding, Linear, Weight},
     plan::DraftFootprint,
 };
@@ -87,7 +88,7 @@ impl DflashModel {
         let net = Net::load(&mut trunk, config)?;
         let [matrices, _] = trunk.finish()?;
         let mut run = Cpu::new(compute.clone());
-        run.adopt(&matrices, 0..matrices.len())?;
+        adopt_weights(&matrices, &mut run)?;
         let [x, y] = room(config);
         let (x, y) = (run.allocate(x * 4)?, run.allocate(y * 4)?);
         let layers = config.layers.iter().map(|sight| Memory::new(config, *sight, context)).collect();
@@ -200,7 +201,7 @@ impl DflashModel {
 
 /// Floats of the rows that meet matrices, and of what becomes of them.
 fn room(config: &Config) -> [usize; 2] {
-    let rows = crate::model::VERIFY_ROWS;
+    let rows = crate::model::MAX_VERIFY_ROWS;
     let widest = (2 * config.intermediate).max(config.heads * config.dim + 2 * config.kv());
     let second = config.second.map_or(0, |second| {
         (2 * second.taps * config.hidden / second.group).max(second.candidates * second.rank).max(second.candidates)

@@ -1,0 +1,136 @@
+//! The gated delta net: attention whose memory is one matrix per head, whatever the length.
+
+use super::{
+    buffers::Buffers,
+    pass::{Pass, SnapshotMarks},
+};
+use crate::{
+    device::Region,
+    error::ModelError,
+    model::{
+        state::rollback::{Commit, DeltaState},
+        weights::DeltaNetWeights,
+    },
+    ops::{Backend, Conv, DeltaNet, DeltaRule, DeltaShape, Linear},
+};
+use std::ops::Range;
+
+/// The buffers of some rows between a delta net's projections.
+#[derive(Clone, Copy)]
+struct RowBuffers {
+    /// `[rows, width]`: q, k, v, z, b, a.
+    proj: Region,
+    /// `[rows, channels]`: q, k, v after the convolution.
+    mixed: Region,
+    /// `[rows, values]`: the rule's output, and the same after its norm and gate.
+    out: Region,
+    y: Region,
+}
+
+impl RowBuffers {
+    /// The part of some of the rows.
+    fn part(self, rows: &Range<usize>, shape: &DeltaShape) -> Self {
+        let part = |region: Region, width: usize| region.rows(rows.start, rows.len(), width);
+        Self {
+            proj: part(self.proj, shape.width()),
+            mixed: part(self.mixed, shape.channels()),
+            out: part(self.out, shape.values()),
+            y: part(self.y, shape.values()),
+        }
+    }
+}
+
+impl DeltaNetWeights {
+    /// `h += W_out (rms_norm(delta_rule(conv(q, k, v))) * silu(z))` for a block of rows.
+    pub fn forward(
+        &self,
+        norm: Region,
+        rows: Range<usize>,
+        state: &mut DeltaState,
+        pass: &mut Pass<'_>,
+        marks: &mut SnapshotMarks,
+    ) -> Result<(), ModelError> {
+        let (b, shape, tokens, commit) = (pass.buffers, &self.shape, rows.len(), pass.chunk.commit);
+        // A verify projects into the replay buffer, where its rows stay until they are accepted or rejected.
+        let [proj, mixed] = state.replay_rows(shape, commit, tokens).unwrap_or([b.proj, b.mixed]);
+        let buffers = RowBuffers { proj, mixed, out: b.head_out, y: b.y(tokens) };
+
+        // q k v, z, b, a = W_in rms_norm(h)
+        let (x, norm) = (pass.residual(&rows), Some(pass.norm(norm)));
+        let project = Linear { x, tokens, norm, matrices: &self.in_proj, y: proj, add: false };
+        // h += W_out y
+        let back = pass.out_proj(&self.out, &rows);
+
+        let here = marks.within(&rows);
+        if here.is_empty() {
+            let (conv, rule) = self.recurrence(state, commit, tokens, buffers.part(&(0..tokens), shape));
+            pass.execute(&DeltaNet { project, conv, rule, back })?;
+            state.advance(commit, tokens);
+            return Ok(());
+        }
+        // Snapshots are wanted inside these rows: the recurrence stops after each of them.
+        pass.execute(project)?;
+        let mut from = 0;
+        for index in here {
+            let to = marks.rows[index] - rows.start;
+            self.advance_rows(from..to, state, buffers, pass)?;
+            marks.record(index, state, &mut *pass.backend)?;
+            from = to;
+        }
+        self.advance_rows(from..tokens, state, buffers, pass)?;
+        pass.execute(back)
+    }
+
+    /// Adds the rows of the replay buffer to the state.
+    pub fn replay(&self, state: &mut DeltaState, b: &Buffers, backend: &mut dyn Backend) -> Result<(), ModelError> {
+        if state.pending(&self.shape).rows > 0 {
+            let buffers = RowBuffers { proj: b.proj, mixed: b.mixed, out: b.head_out, y: b.y(0) };
+            let (conv, rule) = self.recurrence(state, Commit::Now, 0, buffers);
+            backend.execute(&conv.into())?;
+            backend.execute(&rule.into())?;
+            state.advance(Commit::Now, 0);
+        }
+        Ok(())
+    }
+
+    /// Convolution and delta rule of some of the projected rows.
+    fn advance_rows(
+        &self,
+        rows: Range<usize>,
+        state: &mut DeltaState,
+        all: RowBuffers,
+        pass: &mut Pass<'_>,
+    ) -> Result<(), ModelError> {
+        if rows.is_empty() {
+            return Ok(());
+        }
+        let commit = pass.chunk.commit;
+        let (conv, rule) = self.recurrence(state, commit, rows.len(), all.part(&rows, &self.shape));
+        pass.execute(conv)?;
+        pass.execute(rule)?;
+        state.advance(commit, rows.len());
+        Ok(())
+    }
+
+    /// The two operations between the projections, over the rows to replay and then `tokens` new ones:
+    ///
+    /// ```text
+    /// q, k, v = silu(causal_conv(q k v));  q, k to unit length per head
+    /// g = exp(-exp(A_log) softplus(a + dt_bias));  beta = sigmoid(b)
+    /// S = g S + beta (v - g S k) k^T;  o = S q                           per head, row by row
+    /// y = rms_norm(o) * silu(z)
+    /// ```
+    fn recurrence(
+        &self,
+        state: &DeltaState,
+        commit: Commit,
+        tokens: usize,
+        RowBuffers { proj, mixed, out, y }: RowBuffers,
+    ) -> (Conv<'_>, DeltaRule<'_>) {
+        let shape = &self.shape;
+        let (past, stored) = (state.pending(shape), state.rows_to_commit(commit, tokens));
+        let conv = Conv { shape, tokens, proj, weight: self.conv, past, stored, state: state.conv, out: mixed };
+        let (decay, norm, state) = (self.decay, self.norm, state.recurrent);
+        (conv, DeltaRule { shape, tokens, proj, mixed, decay, past, stored, state, norm, out, y })
+    }
+}

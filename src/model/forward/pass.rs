@@ -1,0 +1,152 @@
+//! One pass: the rows that go through the layers together, what they are computed with, and the hooks between layers.
+
+use super::buffers::{Buffers, Scratch};
+use crate::{
+    device::Region,
+    error::ModelError,
+    experts::{ExpertStore, PassKind},
+    model::{
+        RouterObserver,
+        config::Config,
+        drafts::hidden_taps::TapBuffers,
+        state::rollback::{Commit, DeltaState},
+    },
+    ops::{AttentionShape, Backend, BackendLimits, ExpertSlots, Linear, Norm, Op, Weight},
+};
+use std::ops::Range;
+
+/// The rows of one pass: consecutive tokens of one sequence.
+pub struct Chunk<'a> {
+    pub ids: &'a [u32],
+    /// Position of the first row.
+    pub start: usize,
+    /// The rows whose logits the caller wants.
+    pub logits: Range<usize>,
+    /// A prompt visits nearly every expert once. Decoding visits those that earlier tokens visited.
+    pub kind: PassKind,
+    /// The matrix products may be computed in half precision: these are rows of a prompt of more than one row.
+    pub half: bool,
+    pub commit: Commit,
+}
+
+/// A chunk and what it is computed with.
+pub struct Pass<'a> {
+    pub chunk: Chunk<'a>,
+    pub config: &'a Config,
+    pub backend: &'a mut dyn Backend,
+    pub limits: BackendLimits,
+    pub buffers: &'a Buffers,
+    /// The attention layers, with the format of their KV cache.
+    pub attention: &'a AttentionShape,
+    pub experts: Option<&'a ExpertStore>,
+    pub slots: &'a ExpertSlots,
+    pub scratch: &'a mut Scratch,
+}
+
+/// What happens between layers.
+pub struct LayerHooks<'a> {
+    pub keep_going: Option<&'a dyn Fn() -> bool>,
+    pub on_route: Option<&'a mut RouterObserver<'a>>,
+    pub marks: SnapshotMarks,
+    pub taps: &'a mut TapBuffers,
+}
+
+/// Rows after which to take a snapshot, and the delta nets' states there. Attention needs none: its cache only grows.
+#[derive(Default)]
+pub struct SnapshotMarks {
+    /// Ascending.
+    pub rows: Vec<usize>,
+    /// For each of `rows`: convolution and recurrent state of each delta net, layer by layer.
+    pub states: Vec<Vec<u8>>,
+}
+
+impl Pass<'_> {
+    pub fn rows(&self) -> usize {
+        self.chunk.ids.len()
+    }
+
+    pub fn execute<'o>(&mut self, op: impl Into<Op<'o>>) -> Result<(), ModelError> {
+        Ok(self.backend.execute(&op.into())?)
+    }
+
+    /// The rows in blocks: a mixer's buffers hold one block.
+    pub fn mixer_blocks(&self) -> impl Iterator<Item = Range<usize>> + use<> {
+        let (rows, block) = (self.rows(), self.buffers.block);
+        (0..rows).step_by(block).map(move |first| first..rows.min(first + block))
+    }
+
+    /// The norm with this weight, `[hidden]`.
+    pub fn norm(&self, weight: Region) -> Norm {
+        Norm { weight, eps: self.config.eps, keep: None }
+    }
+
+    /// Rows of the residual stream h.
+    pub fn residual(&self, rows: &Range<usize>) -> Region {
+        self.buffers.h.rows(rows.start, rows.len(), self.config.hidden)
+    }
+
+    /// `h += y W^T`: the end of a mixer.
+    pub fn out_proj<'w>(&self, out: &'w Weight, rows: &Range<usize>) -> Linear<'w> {
+        let (x, tokens) = (self.buffers.y(rows.len()), rows.len());
+        Linear { x, tokens, norm: None, matrices: std::slice::from_ref(out), y: self.residual(rows), add: true }
+    }
+
+    /// Writes the token ids, and the table of rotations: `(cos, sin)` of `position * theta^(-2j / rope_dim)`.
+    pub fn write_inputs(&mut self) -> Result<(), ModelError> {
+        self.backend.write_words(self.buffers.ids, self.chunk.ids)?;
+        let (rope_dim, theta) = (self.config.attention.rope_dim, self.config.rope_theta);
+        let table = &mut self.scratch.rope;
+        table.clear();
+        for position in self.chunk.start..self.chunk.start + self.chunk.ids.len() {
+            for j in 0..rope_dim / 2 {
+                let angle = position as f64 * theta.powf(-2.0 * j as f64 / rope_dim as f64);
+                table.extend([angle.cos() as f32, angle.sin() as f32]);
+            }
+        }
+        Ok(self.backend.write(self.buffers.rope.floats(table.len()), bytemuck::cast_slice(table))?)
+    }
+
+    /// Waits for the device, after an error too: it must not read expert slots that are released next.
+    pub fn finish(&mut self, done: Result<(), ModelError>) -> Result<(), ModelError> {
+        let end = self.backend.sync_point();
+        let waited = self.backend.wait_for(end);
+        done?;
+        Ok(waited?)
+    }
+}
+
+impl<'a> LayerHooks<'a> {
+    /// Hooks that only leave hidden rows.
+    pub fn taps_only(taps: &'a mut TapBuffers) -> Self {
+        Self { keep_going: None, on_route: None, marks: SnapshotMarks::default(), taps }
+    }
+
+    pub fn before_layer(&self) -> Result<(), ModelError> {
+        match self.keep_going {
+            Some(keep_going) if !keep_going() => Err(ModelError::GivenUp),
+            _ => Ok(()),
+        }
+    }
+
+    pub fn after_layer(&mut self, layer: usize, pass: &mut Pass<'_>) -> Result<(), ModelError> {
+        let (h, rows, hidden) = (pass.buffers.h, pass.rows(), pass.config.hidden);
+        Ok(self.taps.copy_rows(&mut *pass.backend, layer, h, rows, hidden)?)
+    }
+}
+
+impl SnapshotMarks {
+    pub fn new(rows: Vec<usize>) -> Self {
+        Self { states: vec![Vec::new(); rows.len()], rows }
+    }
+
+    /// Indices of the marks in a block of rows. A mark on a block boundary belongs to the earlier block.
+    pub fn within(&self, block: &Range<usize>) -> Range<usize> {
+        let first = if block.start > 0 { self.rows.partition_point(|row| *row <= block.start) } else { 0 };
+        first..self.rows.partition_point(|row| *row <= block.end)
+    }
+
+    /// Appends the state of one delta net at mark `index`.
+    pub fn record(&mut self, index: usize, state: &DeltaState, backend: &mut dyn Backend) -> Result<(), ModelError> {
+        Ok(state.append_bytes(backend, &mut self.states[index])?)
+    }
+}

@@ -1,0 +1,24 @@
+//! The parts of a loaded model that no device owns.
+
+use super::{config::Config, drafts::mtp::MtpHead, weights::Network};
+use crate::{
+    checkpoint::TrunkBuffer,
+    device::CpuDevice,
+    experts::ExpertStore,
+    ops::KvBits,
+    plan::{ModelFootprint, Plan},
+};
+
+/// The parts of a model that are the same on every device. They do not change after load.
+pub struct ModelParts {
+    pub config: Config,
+    pub net: Network,
+    pub weights: [TrunkBuffer; 2],
+    pub store: Option<ExpertStore>,
+    pub plan: Plan,
+    pub shape: ModelFootprint,
+    pub mtp: Option<MtpHead>,
+    /// The CPU's threads, for the model or for a draft.
+    pub compute: CpuDevice,
+    pub kv_bits: KvBits,
+}

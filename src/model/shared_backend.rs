@@ -1,0 +1,95 @@
+//! A backend behind a lock. The engine's thread runs passes on it; the prompt cache's threads read KV pages between passes.
+
+use crate::{
+    device::{DeviceError, Region, Slab, SyncPoint, Timeline},
+    ops::{Backend, BackendLimits, HalfBuffers, ModelPart, Op},
+};
+use parking_lot::{ReentrantMutex, ReentrantMutexGuard};
+use std::{
+    cell::RefCell,
+    ops::Range,
+    sync::{Arc, Weak},
+};
+
+type Locked = ReentrantMutex<RefCell<Box<dyn Backend>>>;
+
+/// Cloning shares the backend.
+#[derive(Clone)]
+pub struct SharedBackend(Arc<Locked>);
+
+/// Does not keep the backend alive.
+pub struct WeakBackend(Weak<Locked>);
+
+impl SharedBackend {
+    pub fn new(backend: Box<dyn Backend>) -> Self {
+        Self(Arc::new(ReentrantMutex::new(RefCell::new(backend))))
+    }
+
+    /// Keeps other threads out until the guard is dropped. The same thread may lock again.
+    pub fn lock(&self) -> ReentrantMutexGuard<'_, RefCell<Box<dyn Backend>>> {
+        self.0.lock()
+    }
+
+    pub fn downgrade(&self) -> WeakBackend {
+        WeakBackend(Arc::downgrade(&self.0))
+    }
+}
+
+impl WeakBackend {
+    pub fn upgrade(&self) -> Option<SharedBackend> {
+        self.0.upgrade().map(SharedBackend)
+    }
+}
+
+macro_rules! forward_locked {
+    ($($name:ident($($arg:ident: $type:ty),*) $(-> $out:ty)?;)*) => {
+        $(fn $name(&mut self $(, $arg: $type)*) $(-> $out)? {
+            self.0.lock().borrow_mut().$name($($arg),*)
+        })*
+    };
+}
+
+impl Timeline for SharedBackend {
+    forward_locked! {
+        sync_point() -> SyncPoint;
+        completed() -> SyncPoint;
+        wait_for(point: SyncPoint) -> Result<(), DeviceError>;
+        rest();
+    }
+}
+
+impl Backend for SharedBackend {
+    fn name(&self) -> String {
+        self.0.lock().borrow().name()
+    }
+
+    fn limits(&self) -> BackendLimits {
+        self.0.lock().borrow().limits()
+    }
+
+    fn accept(&self, part: ModelPart<'_>) -> Result<(), DeviceError> {
+        self.0.lock().borrow().accept(part)
+    }
+
+    fn lost(&self) -> bool {
+        self.0.lock().borrow().lost()
+    }
+
+    fn longest(&self) -> usize {
+        self.0.lock().borrow().longest()
+    }
+
+    forward_locked! {
+        execute(op: &Op<'_>) -> Result<(), DeviceError>;
+        prompt(room: Option<HalfBuffers>);
+        begin_layers(streams: bool);
+        end_layer() -> Result<(), DeviceError>;
+        read(from: Region, into: &mut [u8]) -> Result<(), DeviceError>;
+        write(to: Region, bytes: &[u8]) -> Result<(), DeviceError>;
+        copy(from: Region, to: Region) -> Result<(), DeviceError>;
+        flush() -> Result<(), DeviceError>;
+        allocate(bytes: usize) -> Result<Region, DeviceError>;
+        adopt(slab: &Arc<Slab>, range: Range<usize>) -> Result<Region, DeviceError>;
+        landed(region: Region, content: u64) -> Result<(), DeviceError>;
+    }
+}
