@@ -1,17 +1,30 @@
-//! A whole model on random tokens, as llama-bench draws them: prefill, and decode at several depths of context in turn.
+//! Benchmarks a whole model on random tokens, as llama-bench does: prefill, and decode at several context depths in turn.
 //!
 //! ```text
 //! cargo bench --bench model -- MODEL [--depths 1024,32768] [--kv-bits 16,8] [--tokens 16] [--rounds 5] [--threads N] [--gpu] [--f32] [--wait] [--blank] [--turns] [--checkpoints] [--passes 2,4,8]
 //! ```
-//! Each depth gets a prompt of so many tokens, then a few tokens more in every round. With `--f32` nothing is quantised
-//! that the checkpoint has not quantised. With `--wait` the rounds begin with a line on standard input: filling a context
-//! takes minutes and measuring seconds, for which a shared machine can be kept quiet. With `--blank` contexts are zeros that nobody
-//! computed; with `--turns` each round begins with a line on standard input and ends with `turn` on the other one, so that two
-//! builds can take turns. With `--checkpoints` one is taken behind each
-//! round's tokens, while the one before is held, as decoding does it. With `--passes` nothing but passes of one row and of so many is measured, in
-//! turn, of each of which one row stays: `pass,<depth>,<bits>,<rows>,<ms>,<times longer than one row's>`. Prints CSV: `weights,<bytes a token>`, `prefill,<from>,<to>,<tok/s>` between powers of two and for the
-//! whole prompt, `decode,<round>,<depth>,<bits>,<tok/s>,<times slower than at the first depth and bits>,<the same by processor
-//! time>,<ms of processor time a token>`, `checkpoint,<round>,<depth>,<bits>,<ms>,<of a token's time>`, and the median rounds.
+//!
+//! Each depth gets a prompt of that many tokens, then `--tokens` more in every round.
+//!
+//! | option | effect |
+//! |---|---|
+//! | `--f32` | quantise nothing that the checkpoint has not quantised |
+//! | `--wait` | start the rounds on a line on standard input: filling a context takes minutes, measuring seconds |
+//! | `--blank` | use contexts of zeros instead of computed ones |
+//! | `--turns` | each round waits for a line and prints `turn`, so that two builds can alternate |
+//! | `--checkpoints` | take a snapshot after each round's tokens while the previous one is held, as decoding does |
+//! | `--passes` | measure only passes of one row and of these row counts, alternating; one row of each is accepted |
+//!
+//! Prints CSV:
+//!
+//! ```text
+//! weights,<bytes per token>
+//! prefill,<from>,<to>,<tok/s>                 between powers of two and for the whole prompt
+//! decode,<round>,<depth>,<bits>,<tok/s>,<slowdown against the first depth and bits>,<the same in CPU time>,<CPU ms per token>
+//! checkpoint,<round>,<depth>,<bits>,<ms>,<share of a token's time>
+//! pass,<depth>,<bits>,<rows>,<ms>,<ratio to one row>
+//! ```
+//! and the median rounds.
 
 use moestro::{
     command::device_choice::DeviceChoice,
@@ -34,7 +47,7 @@ impl Bench {
         ((self.seed >> 33) % self.model.info().vocab as u64) as u32
     }
 
-    /// A state after `tokens` tokens.
+    /// A sequence of `tokens` random tokens.
     fn fill(&mut self, tokens: usize) -> QwenState {
         let mut state = self.model.start().expect("a state");
         let (begin, mut since, mut from) = (Instant::now(), Instant::now(), 0);
@@ -55,7 +68,7 @@ impl Bench {
         state
     }
 
-    /// A state as after `tokens` tokens, of whose keys and values all bytes are zero.
+    /// A sequence of `tokens` tokens whose keys and values are all zero bytes.
     fn blank(&mut self, tokens: usize) -> QwenState {
         let mut state = self.model.start().expect("a state");
         self.model.forward(&mut state, &[1], Rows::None).expect("a token");
@@ -65,7 +78,7 @@ impl Bench {
         self.model.restore(&Snapshot { len: tokens, pages, ..kept }, Some(state)).expect("a state")
     }
 
-    /// Seconds of a pass of `rows` rows of which one stays, as when a whole draft is wrong; the mean of `passes`.
+    /// Mean seconds of `passes` passes of `rows` rows of which one is accepted, as when a whole draft is wrong.
     fn pass(&mut self, state: &mut QwenState, rows: usize, passes: usize) -> f64 {
         let mut spent = 0.0;
         for _ in 0..passes {
@@ -82,7 +95,7 @@ impl Bench {
         spent / passes as f64
     }
 
-    /// Seconds a token, by the clock and of the processor, over `tokens` tokens.
+    /// Wall-clock and CPU seconds per token over `tokens` tokens.
     fn decode(&mut self, state: &mut QwenState, tokens: usize) -> [f64; 2] {
         let (begin, spent) = (Instant::now(), processor());
         for _ in 0..tokens {
@@ -93,10 +106,10 @@ impl Bench {
     }
 }
 
-/// Seconds of processor time that this process has had.
+/// CPU seconds of this process so far.
 fn processor() -> f64 {
     let mut usage = std::mem::MaybeUninit::<libc::rusage>::zeroed();
-    // SAFETY: the pointer is to a `rusage` of ours, of which all bits zero are one.
+    // SAFETY: the pointer is to a local `rusage`, for which all-zero bytes are valid.
     let usage = unsafe {
         libc::getrusage(libc::RUSAGE_SELF, usage.as_mut_ptr());
         usage.assume_init()
@@ -132,7 +145,7 @@ fn main() {
     let (tokens, rounds) = (number("--tokens", 16).max(1), number("--rounds", 5).max(1));
     let widths = flag("--passes").unwrap_or_default().split(',').filter(|text| !text.is_empty());
     let widths: Vec<usize> = std::iter::once(1).chain(widths.map(|text| text.parse().expect("rows"))).collect();
-    // All of them at once.
+    // The context must hold all depths at once.
     let context = depths.iter().map(|depth| depth + widths.len() * tokens * (rounds + 1) + PAGE).sum::<usize>();
     let on_gpu = args.iter().any(|arg| arg == "--gpu");
     let chosen = DeviceChoice::of(if on_gpu { device::open_gpu() } else { Ok(None) }, on_gpu).expect("a GPU");
@@ -154,7 +167,7 @@ fn main() {
     let each = depths.iter().flat_map(|depth| bits.iter().map(move |bits| (*depth, *bits)));
     let mut states: Vec<(usize, (&str, KvBits), QwenState)> = Vec::new();
     for (depth, bits) in each {
-        bench.model.set_kv_bits(bits.1).expect("a cache of so many bits");
+        bench.model.set_kv_bits(bits.1).expect("a KV cache with these bits");
         let state = if args.iter().any(|arg| arg == "--blank") { bench.blank(depth) } else { bench.fill(depth) };
         states.push((depth, bits, state));
     }
@@ -168,14 +181,14 @@ fn main() {
     }
     if widths.len() > 1 {
         for (depth, bits, state) in &mut states {
-            bench.model.set_kv_bits(bits.1).expect("a cache of so many bits");
+            bench.model.set_kv_bits(bits.1).expect("a KV cache with these bits");
             let mut times = vec![Vec::new(); widths.len()];
             for _ in 0..=rounds {
                 for (rows, times) in widths.iter().zip(&mut times) {
                     times.push(bench.pass(state, *rows, tokens));
                 }
             }
-            // As below, the first round is left out.
+            // The first round warms up, as below.
             let times: Vec<f64> = times.into_iter().map(|times| median(times[1..].to_vec())).collect();
             for (rows, time) in widths.iter().zip(&times) {
                 println!("pass,{depth},{},{rows},{:.4},{:.3}", bits.0, time * 1e3, time / times[0]);
@@ -191,7 +204,7 @@ fn main() {
         }
         let mut first = None;
         for (((depth, bits, state), all), held) in states.iter_mut().zip(&mut all).zip(&mut held) {
-            bench.model.set_kv_bits(bits.1).expect("a cache of so many bits");
+            bench.model.set_kv_bits(bits.1).expect("a KV cache with these bits");
             let times = bench.decode(state, tokens);
             let base = *first.get_or_insert(times);
             let [slower, dearer] = [0, 1].map(|clock| times[clock] / base[clock]);
@@ -200,7 +213,7 @@ fn main() {
                 *held = Some(bench.model.snapshot(state).expect("a checkpoint"));
             }
             let stall = begin.elapsed().as_secs_f64();
-            // The first round warms up, and writes what is shared afterwards.
+            // The first round warms up, and writes the pages that later rounds share.
             if round > 0 {
                 println!(
                     "decode,{round},{depth},{},{:.2},{slower:.3},{dearer:.3},{:.3}",

@@ -1,5 +1,5 @@
-//! Few heap allocations a token, and none that grows with the context: counted, on all threads, once decoding is warm. And what a
-//! chunk of a prompt takes is in the plan.
+//! Counts heap allocations on all threads once decoding is warm: few per token, none that grows with the context. Also checks
+//! that a prompt chunk's memory is in the plan.
 
 mod common;
 
@@ -11,7 +11,7 @@ use std::{
     sync::atomic::{AtomicU64, Ordering::Relaxed},
 };
 
-/// The system's allocator, counting.
+/// The system's allocator with counters.
 struct Counting;
 
 static CALLS: AtomicU64 = AtomicU64::new(0);
@@ -23,30 +23,30 @@ fn count(bytes: usize) {
     BYTES.fetch_add(bytes as u64, Relaxed);
 }
 
-// SAFETY: every call is passed on to the system's allocator as it came.
+// SAFETY: every call is forwarded unchanged to the system's allocator.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         count(layout.size());
-        // SAFETY: passed on.
+        // SAFETY: forwarded unchanged.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         count(layout.size());
-        // SAFETY: passed on.
+        // SAFETY: forwarded unchanged.
         unsafe { System.alloc_zeroed(layout) }
     }
 
     unsafe fn realloc(&self, at: *mut u8, layout: Layout, size: usize) -> *mut u8 {
         count(size);
         FREED.fetch_add(layout.size() as u64, Relaxed);
-        // SAFETY: passed on.
+        // SAFETY: forwarded unchanged.
         unsafe { System.realloc(at, layout, size) }
     }
 
     unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
         FREED.fetch_add(layout.size() as u64, Relaxed);
-        // SAFETY: passed on.
+        // SAFETY: forwarded unchanged.
         unsafe { System.dealloc(at, layout) }
     }
 }
@@ -56,11 +56,11 @@ static ALLOCATOR: Counting = Counting;
 
 const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro-demo");
 
-/// Most allocations of a layer. Nearly all are Candle's: five for each of some twenty tensors (values, storage, handle,
-/// shape, strides).
+/// Most allocations per layer. Nearly all are Candle's: five for each of some twenty tensors (values, storage, handle, shape,
+/// strides).
 const A_LAYER: u64 = 120;
 
-/// Allocations and their bytes over the next `tokens` tokens, a token.
+/// Allocations and allocated bytes per token over the next `tokens` tokens.
 fn measure(model: &mut Qwen, state: &mut QwenState, tokens: u32) -> (u64, u64) {
     let before = (CALLS.load(Relaxed), BYTES.load(Relaxed));
     for index in 0..tokens {
@@ -70,8 +70,8 @@ fn measure(model: &mut Qwen, state: &mut QwenState, tokens: u32) -> (u64, u64) {
     (calls / u64::from(tokens), bytes / u64::from(tokens))
 }
 
-/// What a chunk takes beside the buffers that are planned for every device is in the plan, and not much more than that.
-fn a_chunk_takes_no_more_than_is_planned() {
+/// The memory of a chunk, besides the buffers that every device has, is in the plan. The plan has not much more.
+fn check_chunk_is_planned() {
     const FEW: usize = 256;
     const MANY: usize = 2048;
     let mut options = LoadOptions { threads: Some(2), ..LoadOptions::default() };
@@ -89,14 +89,14 @@ fn a_chunk_takes_no_more_than_is_planned() {
     assert!(taken <= planned && taken > planned / 2, "{taken} bytes a row, {planned} planned");
 }
 
-/// One test, since others beside it would be counted.
+/// One test, since the allocations of parallel tests would be counted.
 #[test]
-fn little_is_allocated() {
-    a_chunk_takes_no_more_than_is_planned();
-    decode_allocates_little_and_no_more_as_the_context_grows();
+fn allocations_stay_within_bounds() {
+    check_chunk_is_planned();
+    check_decode_allocations();
 }
 
-fn decode_allocates_little_and_no_more_as_the_context_grows() {
+fn check_decode_allocations() {
     let mut options = LoadOptions { threads: Some(2), ..LoadOptions::default() };
     options.plan.context = Some(6000);
     let mut model = load_with(Path::new(DEMO), options);
@@ -114,7 +114,7 @@ fn decode_allocates_little_and_no_more_as_the_context_grows() {
     println!("allocations and bytes a token, {layers} layers, logits of {logits} bytes: {at:?}");
     assert!(at[0].0 <= A_LAYER * layers, "{at:?}");
     for later in &at[1..] {
-        // The experts that a token visits make a small difference.
+        // Which experts a token visits makes a small difference.
         assert!(later.0 <= at[0].0 + layers && later.1 <= at[0].1 + at[0].1 / 50, "{at:?}");
     }
 }

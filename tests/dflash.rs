@@ -1,5 +1,5 @@
-//! The DFlash draft against fixtures of transformers and z-lab's implementation: a random target of eight layers, drafts for
-//! it in both config schemas.
+//! Compares the DFlash draft with fixtures from transformers and z-lab's implementation: a random target of eight layers, with
+//! drafts in both config schemas.
 
 mod common;
 
@@ -27,9 +27,9 @@ fn steps(name: &str) -> HashMap<String, Vec<f32>> {
     common::tensors(&path(&format!("{name}_steps.safetensors")))
 }
 
-/// Four drafts on a context that grows across the window, given as it came: by 21, 3, 1 and 5 positions.
+/// Four drafts on a context that grows past the window, by 21, 3, 1 and 5 positions.
 #[test]
-fn draft_steps_are_the_references() {
+fn draft_steps_match_the_reference() {
     for name in ["draft", "draft_legacy", "draft2"] {
         let (mut draft, steps) = (draft(name), steps(name));
         let mut start = 0;
@@ -42,9 +42,9 @@ fn draft_steps_are_the_references() {
             let off = distance(&hidden, get("hidden"));
             println!("{name}, step {step}: off by {off:.1e}");
             assert!(off < 1e-4, "{name}, step {step}: off by {off}");
-            // The block leaves nothing behind.
+            // A block does not change the context.
             assert_eq!(draft.block(get("noise_embedding")).unwrap(), hidden);
-            // The tokens, from the head's logits: the likeliest, or the selector's path.
+            // The proposed tokens: the head's likeliest, or those of the selector.
             let mut before = get("block_ids")[0] as u32;
             for (row, logits) in get("logits").chunks_exact(96).enumerate() {
                 let mut logits = logits.to_vec();
@@ -57,7 +57,7 @@ fn draft_steps_are_the_references() {
 }
 
 #[test]
-fn a_context_in_one_piece_is_the_same_and_goes_back_by_its_length() {
+fn context_ignores_chunking_and_can_shrink() {
     let (mut grown, mut whole, steps) = (draft("draft"), draft("draft"), steps("draft"));
     let features: Vec<f32> = (0..4).flat_map(|step| steps[&format!("{step}.target_hidden")].clone()).collect();
     let block = &steps["3.noise_embedding"];
@@ -71,15 +71,15 @@ fn a_context_in_one_piece_is_the_same_and_goes_back_by_its_length() {
     grown.truncate(27);
     grown.append(25, &features[25 * width..]).unwrap();
     assert_eq!(grown.block(block).unwrap(), expected);
-    // A gap is no error, and not the same.
+    // A gap is allowed and changes the result.
     grown.truncate(10);
     grown.append(20, &features[20 * width..]).unwrap();
     let with_gap = grown.block(block).unwrap();
     assert_ne!(with_gap, expected);
-    // One that is made behind is the same gap.
+    // Removing positions afterwards makes the same gap.
     whole.forget(10..20);
     assert_eq!(whole.block(block).unwrap(), with_gap);
-    // Positions that no layer sees any more are dropped, and change nothing.
+    // Dropping positions that no layer sees changes nothing.
     let mut long = draft("draft");
     for round in 0..40 {
         long.append(round * 30, &features).unwrap();
@@ -88,7 +88,7 @@ fn a_context_in_one_piece_is_the_same_and_goes_back_by_its_length() {
 }
 
 #[test]
-fn a_draft_that_is_not_whole_or_not_for_this_model_is_an_error() {
+fn incomplete_or_foreign_draft_is_rejected() {
     let target = moestro::model::Config::read(&path("target")).unwrap();
     let refused = |change: &dyn Fn(&Path)| {
         let dir = tempfile::tempdir().unwrap();
@@ -122,7 +122,7 @@ fn a_draft_that_is_not_whole_or_not_for_this_model_is_an_error() {
         let error = refused(&config(from, to));
         assert!(error.contains(word) && !error.contains('\n'), "{from} to {to}: {error}");
     }
-    // One tensor too many, as a head of its own would be.
+    // One tensor too many, such as a head.
     let error = refused(&|dir| {
         let file = std::fs::read(dir.join("model.safetensors")).unwrap();
         let tensors = safetensors::SafeTensors::deserialize(&file).unwrap();
@@ -134,9 +134,9 @@ fn a_draft_that_is_not_whole_or_not_for_this_model_is_an_error() {
     assert!(error.contains("lm_head.weight") && error.contains("not part of this architecture"), "{error}");
 }
 
-/// The states of the delta nets after each number of a verify's rows, taken back to from the whole block.
+/// Compares the delta nets' states after each number of accepted rows of a verify, the others rejected.
 #[test]
-fn states_after_every_number_of_rows_are_the_references() {
+fn rejected_rows_leave_the_reference_state() {
     let expected = common::tensors(&path("verify_block.safetensors"));
     let ids = |name: &str| -> Vec<u32> { expected[name].iter().map(|id| *id as u32).collect() };
     let (prompt, block) = (ids("prompt"), ids("block"));
@@ -172,7 +172,7 @@ fn states_after_every_number_of_rows_are_the_references() {
     }
 }
 
-/// A cycle of the reference's loop.
+/// One cycle of the reference's loop.
 #[derive(serde::Deserialize)]
 struct Cycle {
     start: usize,
@@ -185,13 +185,13 @@ struct Cycle {
 struct Trace {
     prompt: Vec<u32>,
     dflash_cycles: Vec<Cycle>,
-    /// Its drafts are the greedy answer, three of ten tokens of them changed.
+    /// The drafts are the greedy answer with three of ten tokens changed.
     scripted_cycles: Vec<Cycle>,
 }
 
-/// Four answers: each draft, made of the rows that the model's own passes left, each verify, and each number of rows taken back.
+/// Four answers: each draft from the model's own hidden rows, each verify, and each number of rejected rows.
 #[test]
-fn every_cycle_of_the_loop_is_the_references() {
+fn every_cycle_matches_the_reference() {
     let traces: Vec<Trace> = serde_json::from_slice(&std::fs::read(path("e2e_greedy.json")).unwrap()).unwrap();
     let (mut accepted, mut cycles) = (Vec::new(), 0);
     for (trace, scripted) in traces.iter().flat_map(|trace| [(trace, false), (trace, true)]) {
@@ -230,7 +230,7 @@ fn every_cycle_of_the_loop_is_the_references() {
 }
 
 #[test]
-fn the_target_is_one_that_the_fixtures_were_made_with() {
+fn target_matches_the_fixtures() {
     let model = load(&path("target"), CpuArithmetic::F32);
     assert_eq!((model.config().layers, model.info().vocab), (8, 96));
 }

@@ -1,4 +1,4 @@
-//! The demo with its DFlash draft: as many tokens are accepted as the reference has, and no answer changes.
+//! The demo with its DFlash draft: the acceptance rate matches the reference, and no answer changes.
 
 mod common;
 #[path = "support/process.rs"]
@@ -65,9 +65,9 @@ impl Engine {
     }
 }
 
-/// The reference accepts 5.44 of 7 in the mean.
+/// The reference accepts 5.44 of 7 tokens on average.
 #[test]
-fn as_many_are_accepted_as_in_the_reference() {
+fn acceptance_matches_the_reference() {
     let engine = Engine::new(None, Path::new(DRAFT), DraftPolicy::Force);
     let mut accepted = 0;
     for case in fixtures::demo().0 {
@@ -82,10 +82,10 @@ fn as_many_are_accepted_as_in_the_reference() {
 }
 
 #[test]
-fn answers_have_the_same_tokens_resident_and_streamed() {
+fn answers_match_plain_resident_and_streamed() {
     let seeded = |temperature| Sampling { temperature, seed: Some(11), ..Sampling::default() };
     let penal = Sampling { frequency_penalty: 0.8, presence_penalty: 0.3, repetition_penalty: 1.2, ..seeded(0.7) };
-    // Away from what it would say.
+    // Bias the answer away from the likeliest tokens.
     let first = &fixtures::demo().0[0];
     let biased = Sampling { logit_bias: vec![(first.greedy_ids[5], -50.0), (300, 2.0)], ..seeded(0.0) };
     let plain = Engine::new(None, Path::new(DRAFT), DraftPolicy::Off);
@@ -95,7 +95,7 @@ fn answers_have_the_same_tokens_resident_and_streamed() {
         let forced = Engine::new(slots, Path::new(DRAFT), DraftPolicy::Force);
         for sampling in [seeded(0.0), seeded(0.7), seeded(1.3), penal.clone(), biased.clone()] {
             let (mut accepted, mut refused) = (0, 0);
-            // One after the other in one engine: some go on from the last one's session, most do not.
+            // Sequential requests in one engine: some continue the last session, most do not.
             for (index, case) in fixtures::demo().0.iter().enumerate() {
                 let most = [60, 9, 110][index % 3];
                 let expected = plain.answer(&case.prompt_ids, most, &sampling);
@@ -117,8 +117,8 @@ fn answers_have_the_same_tokens_resident_and_streamed() {
     plain.end();
 }
 
-/// The draft's files, changed.
-fn spoilt(change: impl Fn(&mut Value, &mut Vec<u8>)) -> tempfile::TempDir {
+/// A modified copy of the draft's files.
+fn modified_draft(change: impl Fn(&mut Value, &mut Vec<u8>)) -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     let read = |name: &str| std::fs::read(Path::new(DRAFT).join(name)).unwrap();
     let mut config: Value = serde_json::from_slice(&read("config.json")).unwrap();
@@ -129,12 +129,12 @@ fn spoilt(change: impl Fn(&mut Value, &mut Vec<u8>)) -> tempfile::TempDir {
     dir
 }
 
-/// With other taps, another mask, weights that are another model's: fewer tokens are accepted, and nothing else is different.
+/// Other taps, another mask, or foreign weights: fewer tokens are accepted, and no answer changes.
 #[test]
-fn a_draft_that_does_not_fit_changes_no_answer() {
-    let taps = spoilt(|config, _| config["dflash_config"]["target_layer_ids"] = json!([5, 1, 3]));
-    let mask = spoilt(|config, _| config["dflash_config"]["mask_token_id"] = json!(17));
-    let other = spoilt(|_, weights| {
+fn mismatched_draft_changes_no_answer() {
+    let taps = modified_draft(|config, _| config["dflash_config"]["target_layer_ids"] = json!([5, 1, 3]));
+    let mask = modified_draft(|config, _| config["dflash_config"]["mask_token_id"] = json!(17));
+    let other = modified_draft(|_, weights| {
         let from = weights.len() / 8;
         weights[from..].as_chunks_mut::<2>().0.iter_mut().for_each(|bf16| bf16[1] ^= 0x80);
     });
@@ -161,14 +161,14 @@ fn body(prompt: &str, more: Value) -> String {
     body.to_string()
 }
 
-/// Over HTTP: forms, stop strings, biases, penalties; and the three lengths of an answer, with their reasons to end.
+/// Over HTTP: response formats, stop strings, biases, penalties, and three answer lengths with their finish reasons.
 #[test]
-fn a_server_answers_alike_with_the_draft_and_without() {
+fn server_answers_match_with_and_without_draft() {
     let schema = json!({"type": "object", "additionalProperties": false, "required": ["name", "n"], "properties":
         {"name": {"type": "string", "maxLength": 12}, "n": {"type": "integer", "minimum": 0, "maximum": 99}}});
     let form = json!({"type": "json_schema", "json_schema": {"name": "s", "strict": true, "schema": schema}});
     let story = "Tell me a story about Paul and a dragon.";
-    // Nothing ends the long ones but their limit.
+    // The long answers end only at their token limit.
     let endless = |tokens: usize| json!({"max_tokens": tokens, "temperature": 0.7, "logit_bias": {"2040": -100}});
     let requests = [
         (story, json!({"temperature": 0}), "stop"),
@@ -203,7 +203,7 @@ fn a_server_answers_alike_with_the_draft_and_without() {
             assert_eq!(found["usage"]["completion_tokens"], expected["usage"]["completion_tokens"], "{body}");
             assert_eq!(found["choices"][0]["finish_reason"], *finish, "{body}: {found}");
         }
-        // Two conversations that take turns: each goes on from a checkpoint, or anew.
+        // Two alternating conversations: each continues from a snapshot or starts over.
         let mut talks = [vec![], vec![]];
         for turn in ["What is 12+7?", "And a story about a fox.", "Count from 49 to 119 by 10.", "What is 3 times 4?"] {
             for (talk, system) in talks.iter_mut().zip(["Be brief.", "You are a poet."]) {
@@ -225,9 +225,9 @@ fn a_server_answers_alike_with_the_draft_and_without() {
     }
 }
 
-/// The other kinds over HTTP: a form, stop strings, bias and penalties.
+/// The other draft kinds over HTTP: a response format, stop strings, bias and penalties.
 #[test]
-fn a_server_answers_alike_with_a_draft_of_any_kind() {
+fn server_answers_match_with_any_draft() {
     let drafts = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/drafts");
     let dir = tempfile::tempdir().unwrap();
     let [head, small] = ["head", "small"].map(|name| dir.path().join(name));
@@ -281,7 +281,7 @@ fn answered(server: &Process, prompt: &str, more: &Value) -> (Value, Value) {
 }
 
 #[test]
-fn a_directory_without_a_draft_is_an_error() {
+fn directory_without_draft_is_rejected() {
     let tests = concat!(env!("CARGO_MANIFEST_DIR"), "/tests");
     let cases = [(tests, "no config.json"), ("/no/such/draft", "no such directory"), ("self", "self was removed")];
     for (dir, word) in cases {

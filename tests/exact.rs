@@ -1,5 +1,5 @@
-//! The same bytes, whatever is in memory: greedy output and logits must not depend on how many experts have slots, on
-//! how they are read, by how many threads and in which order, on prefetching, or on where the prompt is cut.
+//! Exactness: greedy output and logits must not depend on the number of slots, the read mode, the number of I/O threads and
+//! their order, prefetching, or the chunk size.
 
 mod common;
 
@@ -18,7 +18,7 @@ use std::{
 
 const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro-demo");
 
-/// One way of running a model.
+/// Settings that must not change results.
 #[derive(Debug, Clone, Copy)]
 struct Way {
     slots: usize,
@@ -29,7 +29,7 @@ struct Way {
     threads: usize,
 }
 
-/// The bits of every logit of prompt and answer, and the answer.
+/// The answer, and the bits of every logit of prompt and answer.
 fn run(dir: &Path, prompt: &[u32], tokens: usize, way: Way) -> (Vec<u32>, Vec<u32>) {
     let Way { slots, io, io_threads, prefetch, chunk, threads } = way;
     let store = StoreOptions { slots: Some(slots), io, threads: io_threads, prefetch, ..StoreOptions::default() };
@@ -42,7 +42,7 @@ fn run(dir: &Path, prompt: &[u32], tokens: usize, way: Way) -> (Vec<u32>, Vec<u3
     (ids, bits)
 }
 
-/// Every way must give what the first one gives. `per_token` experts of `layers` layers make a token's working set.
+/// Every setting must give the first one's results. A token's working set is `per_token` experts in each of `layers` layers.
 fn check(dir: &Path, prompt: &[u32], tokens: usize, layers: usize, experts: usize, per_token: usize) {
     let all = layers * experts;
     let shards: Vec<PathBuf> = std::fs::read_dir(dir)
@@ -87,13 +87,13 @@ fn check(dir: &Path, prompt: &[u32], tokens: usize, layers: usize, experts: usiz
 }
 
 #[test]
-fn the_demo_model() {
+fn demo_is_exact_under_all_settings() {
     let prompt: Vec<u32> = (0..40).map(|i| 100 + i * 37 % 1500).collect();
     check(Path::new(DEMO), &prompt, 24, 8, 32, 4);
 }
 
 #[test]
-fn a_synthetic_model() {
+fn synthetic_model_is_exact() {
     let dimensions = synth::Dimensions {
         hidden: 128,
         layers: 5,
@@ -125,9 +125,8 @@ fn a_synthetic_model() {
     check(&out, &prompt, 24, 5, 16, 4);
 }
 
-/// A comparison that cannot fail shows nothing: another prompt gives other bytes.
 #[test]
-fn a_pass_that_is_given_up_leaves_nothing_behind() {
+fn aborted_pass_leaves_no_trace() {
     let (dir, prompt) = (Path::new(DEMO), (1..40).collect::<Vec<u32>>());
     let store = StoreOptions { slots: Some(24), prefetch: Prefetch::On, ..StoreOptions::default() };
     let mut model = load_with(dir, LoadOptions { threads: Some(2), store, ..LoadOptions::default() });
@@ -146,7 +145,7 @@ fn a_pass_that_is_given_up_leaves_nothing_behind() {
 }
 
 #[test]
-fn another_prompt_gives_other_bytes() {
+fn different_prompt_gives_different_bytes() {
     let way = Way { slots: 64, io: ReadMode::Buffered, io_threads: 4, prefetch: Prefetch::Off, chunk: 8, threads: 2 };
     let one = run(Path::new(DEMO), &[100, 200, 300], 4, way);
     let other = run(Path::new(DEMO), &[100, 200, 301], 4, way);

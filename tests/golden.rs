@@ -1,5 +1,5 @@
-//! The model's answers against mlx-lm's: the demo model, and a small checkpoint in every encoding
-//! (`tests/fixtures/make.py`). Both arithmetics, any chunk size, any number of threads, every layout of the files.
+//! Compares the model's answers with mlx-lm's: the demo model, and a small checkpoint in every encoding
+//! (`tests/fixtures/make.py`). Covers both CPU arithmetics, chunk sizes, thread counts, and the layouts of the files.
 
 mod common;
 
@@ -17,7 +17,7 @@ use std::path::Path;
 const MATHS: [CpuArithmetic; 2] = [CpuArithmetic::F32, CpuArithmetic::Integer];
 
 #[test]
-fn the_demo_answers_as_mlx_does() {
+fn demo_answers_match_mlx_lm() {
     let (cases, logits) = fixtures::demo();
     assert_eq!((cases.len(), logits.len()), (8, 4));
     for math in MATHS {
@@ -49,7 +49,7 @@ fn the_demo_answers_as_mlx_does() {
 }
 
 #[test]
-fn every_encoding() {
+fn every_encoding_matches_mlx_lm() {
     for name in fixtures::encodings() {
         let dir = Folded::read(&name).unfold();
         let expected = fixtures::expected(&name);
@@ -68,7 +68,7 @@ fn every_encoding() {
                 assert!(off <= bound(math), "{name} {math:?}: token {step} off by {off}");
                 assert_eq!(ids[step], expected["greedy"][step] as u32, "{name} {math:?}");
                 if margin(row) < 0.01 {
-                    break; // From here on the sequences may differ rightly.
+                    break; // From here on the sequences may legitimately differ.
                 }
             }
         }
@@ -76,7 +76,7 @@ fn every_encoding() {
 }
 
 #[test]
-fn chunks_and_threads_cannot_be_seen() {
+fn logits_ignore_chunks_and_threads() {
     let ids: Vec<u32> = (0..150).map(|n| n * 37 % 2000 + 5).collect();
     for math in MATHS {
         let one = load(Path::new(DEMO), math);
@@ -95,7 +95,7 @@ fn chunks_and_threads_cannot_be_seen() {
 }
 
 #[test]
-fn sequences_do_not_leak_into_each_other() {
+fn interleaved_sequences_stay_independent() {
     let model = load(Path::new(DEMO), CpuArithmetic::Integer);
     let (a, b): (Vec<u32>, Vec<u32>) = ((10..40).collect(), (300..320).collect());
     let (alone, ..) = prefill(&model, &a, 64);
@@ -118,10 +118,10 @@ fn one(model: &Qwen, state: &mut moestro::model::QwenState, id: u32) -> Vec<f32>
     model.forward_observed(state, &[id], moestro::model::Rows::Last, &mut |_, _| ()).unwrap().data
 }
 
-/// The same weights in Hugging Face's layouts: zero-centred norms, `[C, 1, K]` convolutions, other names, experts fused
-/// or one by one. Not a bit of the logits may change.
+/// The same weights in Hugging Face's layouts: zero-centred norms, `[C, 1, K]` convolutions, other names, experts fused or
+/// one by one. The logits must have the same bits.
 #[test]
-fn hugging_face_layouts() {
+fn hugging_face_layouts_give_same_logits() {
     let mlx = Folded::read("bf16");
     let ids: Vec<u32> = (0..40).map(|n| n * 7 % 96).collect();
     let dir = mlx.unfold();

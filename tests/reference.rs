@@ -1,5 +1,5 @@
-//! The reference implementation in Candle tensors, against mlx-lm; and the fast pass against the reference, on prompts that
-//! mlx-lm's fixtures do not have: long ones, and lengths one off every boundary of blocks and chunks.
+//! Compares the reference implementation in Candle tensors with mlx-lm, and the fast pass with the reference. The latter uses
+//! prompts that mlx-lm's fixtures lack: long ones, and lengths one off every boundary of blocks and chunks.
 
 mod common;
 
@@ -15,7 +15,7 @@ use moestro::{
 };
 use std::path::Path;
 
-/// Between the reference and mlx-lm.
+/// Largest difference allowed between the reference and mlx-lm.
 const GOLDEN: f32 = 1e-4;
 
 fn compute(dir: &Path, precision: DType, ids: &[u32]) -> Computed {
@@ -26,8 +26,8 @@ fn values(tensor: &Tensor) -> Vec<f32> {
     tensor.flatten_all().unwrap().to_dtype(DType::F32).unwrap().to_vec1().unwrap()
 }
 
-/// Compares rows of logits with those that mlx-lm has for `prompt`, and after it for each id of its answer.
-fn is_golden(name: &str, dir: &Path, prompt: &[u32], answer: &[u32], golden: [Option<&Vec<f32>>; 2]) {
+/// Compares logits with mlx-lm's: those of `prompt`, then one row per id of the answer.
+fn check_golden(name: &str, dir: &Path, prompt: &[u32], answer: &[u32], golden: [Option<&Vec<f32>>; 2]) {
     let ids = [prompt, answer].concat();
     for precision in [DType::F32, DType::F64] {
         let logits = values(&compute(dir, precision, &ids).logits);
@@ -45,26 +45,26 @@ fn is_golden(name: &str, dir: &Path, prompt: &[u32], answer: &[u32], golden: [Op
 }
 
 #[test]
-fn every_encoding_is_golden() {
+fn reference_matches_mlx_lm_in_every_encoding() {
     for name in fixtures::encodings() {
         let expected = fixtures::expected(&name);
         let ids = |key: &str| -> Vec<u32> { expected[key].iter().map(|id| *id as u32).collect() };
         let logits = ["prompt_logits", "decode_logits"].map(|key| Some(&expected[key]));
-        is_golden(&name, Folded::read(&name).unfold().path(), &ids("prompt"), &ids("greedy"), logits);
+        check_golden(&name, Folded::read(&name).unfold().path(), &ids("prompt"), &ids("greedy"), logits);
     }
 }
 
 #[test]
-fn the_demo_is_golden() {
+fn reference_matches_mlx_lm_on_demo() {
     let (cases, logits) = fixtures::demo();
     for (index, case) in cases.iter().enumerate() {
         let golden = ["prompt_logits", "decode_logits"].map(|key| logits.get(&format!("{index}.{key}")));
-        is_golden(&case.question, Path::new(DEMO), &case.prompt_ids, &case.greedy_ids, golden);
+        check_golden(&case.question, Path::new(DEMO), &case.prompt_ids, &case.greedy_ids, golden);
     }
 }
 
 #[test]
-fn hugging_face_layouts_are_the_same_model() {
+fn reference_reads_hugging_face_layouts() {
     let mlx = Folded::read("bf16");
     let ids: Vec<u32> = (0..40).map(|n| n * 7 % 96).collect();
     let expected = values(&compute(mlx.unfold().path(), DType::F32, &ids).logits);
@@ -74,8 +74,8 @@ fn hugging_face_layouts_are_the_same_model() {
     }
 }
 
-/// The fast pass on `ids`, in chunks, beside the reference in f64: logits within `bound`, and each layer's experts.
-fn agrees(name: &str, dir: &Path, ids: &[u32], chunk: usize, bound: impl Fn(CpuArithmetic) -> f32) {
+/// Compares the fast pass on `ids`, in chunks, with the reference in f64: logits within `bound`, and each layer's experts.
+fn check_fast_pass(name: &str, dir: &Path, ids: &[u32], chunk: usize, bound: impl Fn(CpuArithmetic) -> f32) {
     let Computed { logits, routes, residuals } = compute(dir, DType::F64, ids);
     assert_eq!(residuals.last().unwrap().dim(0).unwrap(), ids.len());
     for math in [CpuArithmetic::F32, CpuArithmetic::Integer] {
@@ -93,31 +93,31 @@ fn agrees(name: &str, dir: &Path, ids: &[u32], chunk: usize, bound: impl Fn(CpuA
 }
 
 #[test]
-fn lengths_one_off_every_boundary() {
+fn fast_pass_matches_at_boundaries() {
     for name in ["affine4", "dense4", "mixed"] {
         let dir = Folded::read(name).unfold();
         let ids: Vec<u32> = (0..257).map(|n| (n * n * 37 + n * 11 + 5) % 96).collect();
         for length in [1, 2, 3, 63, 64, 65, 255, 256, 257] {
-            agrees(name, dir.path(), &ids[..length], 512, common::bound);
+            check_fast_pass(name, dir.path(), &ids[..length], 512, common::bound);
         }
         for length in [95, 96, 97] {
-            agrees(name, dir.path(), &ids[..length], 96, common::bound);
+            check_fast_pass(name, dir.path(), &ids[..length], 96, common::bound);
         }
     }
 }
 
 #[test]
-fn a_long_prompt() {
-    // Text that the demo was made for. On noise its routers come to ties, which rounding decides.
+fn fast_pass_matches_on_long_prompt() {
+    // Text that the demo was trained on. On noise its routers have ties, which rounding decides.
     let (cases, _) = fixtures::demo();
     let text = cases.iter().cycle().flat_map(|case| [&case.prompt_ids[..], &case.greedy_ids].concat());
-    // Of four million logits, the integer arithmetic's worst was found 2.2e-3 off.
+    // Measured: among four million logits, the worst of the integer arithmetic is 2.2e-3 off.
     let bound = |math| if math == CpuArithmetic::F32 { common::bound(math) } else { 4e-3 };
-    agrees("demo", Path::new(DEMO), &text.take(2048).collect::<Vec<u32>>(), 512, bound);
+    check_fast_pass("demo", Path::new(DEMO), &text.take(2048).collect::<Vec<u32>>(), 512, bound);
 }
 
 #[test]
-fn a_token_outside_the_vocabulary_is_refused() {
+fn out_of_vocabulary_token_is_rejected() {
     let reference = Reference::open(Path::new(DEMO), Device::Cpu, DType::F32).unwrap();
     assert!(reference.forward(&[5, 1 << 20]).is_err());
 }

@@ -1,5 +1,5 @@
-//! A snapshot is the sequence: whatever goes on from one has the bytes of a sequence that was never interrupted, wherever
-//! in a pass it was taken and whatever it is restored into.
+//! Snapshots: a sequence restored from one continues with the bytes of an uninterrupted sequence, wherever in a pass the
+//! snapshot was taken and whatever state it is restored into.
 
 mod common;
 
@@ -24,29 +24,29 @@ fn prompt(seed: usize, len: usize) -> Vec<u32> {
     (0..len).map(|i| (100 + (i * 37 + seed * 101 + i * i * seed) % 1500) as u32).collect()
 }
 
-/// The bits of the logits behind each of `ids`, evaluated from `state` on.
+/// Appends `ids` to `state` and returns the bits of the logits after each.
 fn bits(model: &mut Qwen, state: &mut <Qwen as Model>::State, ids: &[u32]) -> Vec<u32> {
     let logits = model.forward(state, ids, Rows::All).unwrap();
     logits.data.iter().map(|logit| logit.to_bits()).collect()
 }
 
 #[test]
-fn a_sequence_goes_on_from_any_mark() {
-    ALL.into_iter().for_each(goes_on_from_any_mark);
+fn sequence_continues_from_any_snapshot() {
+    ALL.into_iter().for_each(check_snapshots_anywhere);
 }
 
-fn goes_on_from_any_mark(kv_bits: KvBits) {
+fn check_snapshots_anywhere(kv_bits: KvBits) {
     let mut model = demo(kv_bits);
     let vocab = model.info().vocab;
     let ids = prompt(1, PAGE + 60);
     let mut state = model.start().unwrap();
     let whole = bits(&mut model, &mut state, &ids);
 
-    // In one pass, in passes that marks cut anywhere, and behind a pass.
+    // Snapshots in one pass, in passes cut anywhere, and after a pass.
     let places = [1, 3, 40, 64, 130, PAGE - 1, PAGE, PAGE + 1, ids.len()];
     let mut state = model.start().unwrap();
     let (marked, mut taken) = forward_with_snapshots(&mut model, &mut state, &ids, Rows::All, &places);
-    assert!(marked.data.iter().map(|logit| logit.to_bits()).eq(whole.iter().copied()), "marks change the logits");
+    assert!(marked.data.iter().map(|logit| logit.to_bits()).eq(whole.iter().copied()), "snapshots change the logits");
     let mut state = model.start().unwrap();
     for (from, to) in [(0, 33), (33, 34), (34, 290), (290, ids.len())] {
         let marks: Vec<usize> = places.iter().copied().filter(|mark| (from + 1..=to).contains(mark)).collect();
@@ -57,7 +57,7 @@ fn goes_on_from_any_mark(kv_bits: KvBits) {
     assert_eq!(taken.len(), 2 * places.len() + 1);
     assert_eq!(taken.iter().map(|snapshot| snapshot.len).collect::<Vec<_>>()[..places.len()], places);
 
-    // Into a state of its own, and into one that was something else before.
+    // Restore into a new state, and into one that another sequence used.
     let mut used = Some(state);
     for snapshot in &taken {
         for into in [None, used.take()] {
@@ -71,9 +71,9 @@ fn goes_on_from_any_mark(kv_bits: KvBits) {
     }
 }
 
-/// Two sequences that go on from one snapshot hold its whole pages, and each writes behind them into one of its own.
+/// Two sequences restored from one snapshot share its full pages, and each writes to its own page after them.
 #[test]
-fn shared_pages_are_written_by_neither() {
+fn shared_pages_are_never_written() {
     for kv_bits in ALL {
         let mut model = demo(kv_bits);
         let pool = model.info().pages.unwrap();
@@ -83,14 +83,14 @@ fn shared_pages_are_written_by_neither() {
         let snapshot = model.snapshot(&mut state).unwrap();
         assert_eq!(all - pool.free(), 2);
         let mut other = model.restore(&snapshot, None).unwrap();
-        assert_eq!(all - pool.free(), 3, "the whole page is shared");
+        assert_eq!(all - pool.free(), 3, "the full page is shared");
         let before: Vec<_> = snapshot.pages.iter().map(|page| page.read().unwrap().into_owned()).collect();
         let on = [6, 7].map(|seed| prompt(seed, PAGE));
         let first = bits(&mut model, &mut state, &on[0]);
         let second = bits(&mut model, &mut other, &on[1]);
         let after = snapshot.pages.iter().map(|page| page.read().unwrap().into_owned());
         assert!(after.eq(before) && first != second, "{kv_bits:?}");
-        // Each has the bytes that it has alone.
+        // Each sequence has the bytes that it has alone.
         for (on, found) in on.iter().zip([first, second]) {
             let mut alone = model.start().unwrap();
             bits(&mut model, &mut alone, &ids);
@@ -101,9 +101,9 @@ fn shared_pages_are_written_by_neither() {
     }
 }
 
-/// More conversations than there are pages for: what is kept of the first ones gives way, and a whole context always fits.
+/// More conversations than pages: snapshots of the first ones are evicted, and a full context always fits.
 #[test]
-fn checkpoints_give_way_where_pages_run_short() {
+fn snapshots_are_evicted_for_pages() {
     let run = |states: u64| {
         let mut options = LoadOptions { threads: Some(2), ..LoadOptions::default() };
         options.plan.context = Some(4 * PAGE);
@@ -135,11 +135,11 @@ fn checkpoints_give_way_where_pages_run_short() {
 }
 
 #[test]
-fn sizes_are_as_announced() {
-    ALL.into_iter().for_each(sizes_are);
+fn snapshot_sizes_match_the_declared_size() {
+    ALL.into_iter().for_each(check_sizes);
 }
 
-fn sizes_are(kv_bits: KvBits) {
+fn check_sizes(kv_bits: KvBits) {
     let mut model = demo(kv_bits);
     let mut state = model.start().unwrap();
     let ids = prompt(3, 2 * PAGE + 9);
@@ -158,7 +158,7 @@ fn sizes_are(kv_bits: KvBits) {
 }
 
 #[test]
-fn a_snapshot_of_another_model_is_refused() {
+fn foreign_snapshot_is_rejected() {
     let model = demo(KvBits::Sixteen);
     let foreign = Snapshot { len: 5, pages: vec![std::sync::Arc::new(vec![0; 40].into())], state: vec![0; 8].into() };
     assert!(model.restore(&foreign, None).is_err());

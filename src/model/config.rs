@@ -1,4 +1,4 @@
-//! `config.json` as shapes, checked: what is not implemented is refused here, in one sentence.
+//! `config.json` as checked shapes. Anything unsupported is refused here.
 
 use crate::{
     error::ModelError,
@@ -8,20 +8,21 @@ use crate::{
 use serde_json::Value;
 use std::path::Path;
 
-/// Bytes of a `config.json` at most; overrides for each of a large model's matrices take one million.
+/// Most bytes of a `config.json`. Overrides for each matrix of a large model take one million.
 pub(super) const MOST: u64 = 32 << 20;
 
-/// The text model's dimensions (spec section 1), under the names of the paper.
+/// The text model's dimensions.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Config {
     pub hidden: usize,
     pub layers: usize,
     pub vocab: usize,
-    /// The longest context the model was made for.
+    /// The longest context that the model was trained for.
     pub context: usize,
     pub eps: f32,
+    /// The embedding is also the head.
     pub tied: bool,
-    /// `true` where a layer is full attention; else it is a gated delta net.
+    /// Per layer: full attention, or else a gated delta net.
     pub full: Vec<bool>,
     /// The attention layers, with a context of 0 positions.
     pub attention: AttentionShape,
@@ -39,11 +40,11 @@ pub enum FfnShape {
     },
     Moe {
         experts: usize,
-        /// Experts a token visits.
+        /// Experts per token.
         k: usize,
         intermediate: usize,
         shared: usize,
-        /// A token's weights sum to one.
+        /// The weights of a token's experts sum to one.
         renormalise: bool,
     },
 }
@@ -54,8 +55,7 @@ impl Config {
         Self::new(&json(dir)?)
     }
 
-    /// Lowers the number of experts a token visits: to `exactly`, which must be possible, else to `at_most`, if that is
-    /// less.
+    /// Lowers the experts per token: to `exactly`, which must be possible, or to `at_most` if that is fewer.
     pub fn use_fewer_experts(&mut self, exactly: Option<usize>, at_most: Option<usize>) -> Result<(), ModelError> {
         match (&mut self.ffn, exactly, at_most) {
             (FfnShape::Dense { .. }, Some(wanted), _) => {
@@ -69,7 +69,7 @@ impl Config {
             (FfnShape::Moe { k, .. }, None, Some(most)) if most < *k => *k = most.max(1),
             (FfnShape::Moe { k, .. }, None, Some(most)) if most > *k => {
                 tracing::warn!(
-                    "SWIFTLM_TOP_K is {most}; this model was trained with {k} experts a token, and {k} it is"
+                    "SWIFTLM_TOP_K is {most}, but this model was trained with {k} experts per token; using {k}"
                 );
             }
             _ => {}
@@ -80,7 +80,7 @@ impl Config {
     /// Checks a parsed `config.json`.
     pub fn new(json: &Value) -> Result<Self, ModelError> {
         let text = Table(json.get("text_config").unwrap_or(json));
-        // The whole and its text model each have a type; neither may be another architecture's.
+        // The outer configuration and its text model each have a type. Both must be supported.
         if let Some(outer) = json.get("model_type").and_then(Value::as_str)
             && !outer.starts_with("qwen3_5")
         {
@@ -152,7 +152,7 @@ impl Config {
         Ok(config)
     }
 
-    /// Experts that a token visits; none in a dense model.
+    /// Experts per token, 0 in a dense model.
     pub fn experts_per_token(&self) -> usize {
         match self.ffn {
             FfnShape::Moe { k, .. } => k,
@@ -160,7 +160,7 @@ impl Config {
         }
     }
 
-    /// Layers with full attention.
+    /// Number of layers with full attention.
     pub fn full_layers(&self) -> usize {
         self.full.iter().filter(|full| **full).count()
     }
@@ -175,7 +175,7 @@ pub fn json(dir: &Path) -> Result<Value, ModelError> {
     serde_json::from_slice(&text).map_err(|error| ModelError::Config(error.to_string()))
 }
 
-/// The table that says how matrices are quantised, under the names and in the places it has.
+/// The quantisation table. Its name and place differ between checkpoints.
 pub(super) fn quantization<'a>(json: &'a Value, text: &'a Value) -> Option<&'a Value> {
     let names = ["quantization", "quantization_config"];
     names.iter().flat_map(|name| [json.get(name), text.get(name)]).flatten().find(|table| table.is_object())
@@ -185,12 +185,12 @@ pub(super) fn refuse<T>(why: String) -> Result<T, ModelError> {
     Err(ModelError::Config(why))
 }
 
-/// A JSON object whose values are looked up with checks.
+/// A JSON object with checked access to its values.
 #[derive(Clone, Copy)]
 pub(super) struct Table<'a>(pub &'a Value);
 
 impl Table<'_> {
-    /// A whole number of at least 1 and at most `most`.
+    /// A whole number from 1 to `most`.
     pub fn count(self, key: &str, most: usize) -> Result<usize, ModelError> {
         match self.0.get(key) {
             None => refuse(format!("{key} is missing")),
@@ -217,7 +217,7 @@ impl Table<'_> {
         }
     }
 
-    /// `layer_types` says it layer by layer, or `full_attention_interval` in one number.
+    /// Which layers are full attention: from `layer_types`, or else every `full_attention_interval`-th.
     fn full_layers(self, layers: usize) -> Result<Vec<bool>, ModelError> {
         let Some(types) = self.0.get("layer_types").and_then(Value::as_array) else {
             let interval = if self.0.get("full_attention_interval").is_some() {
@@ -257,7 +257,7 @@ impl Table<'_> {
             return refuse(format!("{heads} attention heads cannot share {kv_heads} key and value heads"));
         }
         if rope_dim > dim || rope_dim % 2 == 1 {
-            return refuse(format!("{rope_dim} of {dim} dimensions of a head cannot be rotated"));
+            return refuse(format!("{rope_dim} of {dim} dimensions of a head is no valid RoPE dimension"));
         }
         let format = KvFormat::F32;
         let shape = AttentionShape { heads, kv_heads, dim, rope_dim, eps, context: 0, format, recent: None };
@@ -287,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn the_demo() {
+    fn demo_config_is_parsed() {
         let config = Config::new(&demo()).unwrap();
         assert_eq!(config.full, [false, false, false, true, false, false, false, true]);
         assert_eq!(config.attention.rope_dim, 16);
@@ -296,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn fewer_experts_and_never_more() {
+    fn experts_per_token_can_only_shrink() {
         let k = |exactly, at_most| {
             let mut config = Config::new(&demo()).unwrap();
             config.use_fewer_experts(exactly, at_most).map(|()| match config.ffn {
@@ -306,7 +306,7 @@ mod tests {
         };
         assert_eq!(k(None, None).unwrap(), 4);
         assert_eq!(k(Some(3), None).unwrap(), 3);
-        assert_eq!(k(Some(3), Some(2)).unwrap(), 3, "what was said outright holds");
+        assert_eq!(k(Some(3), Some(2)).unwrap(), 3, "an explicit number wins");
         assert_eq!(k(None, Some(2)).unwrap(), 2);
         assert_eq!(k(None, Some(9)).unwrap(), 4);
         assert!(k(Some(5), None).unwrap_err().to_string().contains("1 to 4"));
@@ -318,7 +318,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_implemented_is_refused() {
+    fn unsupported_configs_are_refused() {
         for (pointer, value, word) in [
             ("/text_config/model_type", Value::from("llama"), "llama"),
             ("/text_config/model_type", "qwen4_exp_text".into(), "qwen4_exp_text is not supported"),
@@ -333,7 +333,7 @@ mod tests {
             ("/text_config/num_key_value_heads", 3.into(), "share"),
         ] {
             let mut json = demo();
-            // `attn_output_gate` and the like may be absent: set them in their table.
+            // Keys such as `attn_output_gate` may be absent, so set them in their table.
             let (table, key) = pointer.rsplit_once('/').unwrap();
             json.pointer_mut(table).unwrap()[key] = value;
             let error = Config::new(&json).unwrap_err().to_string();

@@ -1,4 +1,4 @@
-//! What a model keeps on one device: the backend, which has adopted the weights, activation buffers, and KV pages.
+//! A model's state on one device: the backend with the adopted weights, activation buffers, and KV pages.
 
 use super::{
     drafts::{hidden_taps::TapBuffers, mtp::MtpDeviceState},

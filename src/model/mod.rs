@@ -98,7 +98,7 @@ impl RouterChoice {
 /// Sees a layer's number and its router's choice.
 pub type RouterObserver<'a> = dyn FnMut(usize, &RouterChoice) + 'a;
 
-/// What a forward pass does besides appending tokens. The default does nothing.
+/// Callbacks and snapshots of a forward pass. The default has none.
 #[derive(Default)]
 pub struct PassHooks<'a> {
     /// Positions at which to take a snapshot: ascending, after the first of the pass's tokens, at most after the last.

@@ -1,14 +1,14 @@
-//! Qwen3.5, dense and mixture of experts, in plain tensors: the architecture, one function a formula. Read this first.
+//! The architecture of Qwen3.5, dense and mixture of experts, in plain tensors: one function per formula. Read this first.
 //!
-//! A whole sequence is computed at once, in f32 on any Candle device, or in f64 where rounding must be out of the question.
-//! Nothing is cached and nothing is fast: a matrix is read from the checkpoint and dequantised each time it is used, so that
-//! memory holds one at a time. The tests and `moestro doctor` hold the fast pass to it.
+//! A whole sequence is computed at once, in f32 on any Candle device, or in f64 to exclude rounding errors. Nothing is cached
+//! and nothing is fast: a matrix is read from the checkpoint and dequantised each time it is used, so memory holds one at a
+//! time. The tests and `moestro doctor` compare the fast pass with it.
 //!
 //! ```text
 //! h = embed[ids]                        T tokens are T rows of `hidden` values
 //! for each layer:
 //!     h = h + mixer(rms_norm(h))        every fourth layer attention, the others a gated delta net
-//!     h = h + feed_forward(rms_norm(h)) a mixture of experts; one dense expert in the small models
+//!     h = h + feed_forward(rms_norm(h)) a mixture of experts; a dense MLP in the small models
 //! logits = rms_norm(h) head^T
 //! ```
 //!
@@ -32,17 +32,17 @@ use candle_core::{D, DType, Device, Shape, Tensor};
 use candle_nn::ops::{sigmoid, silu, softmax_last_dim};
 use std::{fs::File, os::unix::fs::FileExt, path::Path};
 
-/// A checkpoint, and where and how finely to compute.
+/// A checkpoint, and the device and precision to compute with.
 pub struct Reference {
     config: Config,
     checkpoint: Checkpoint,
     device: Device,
     precision: DType,
-    /// Bits of keys and values, if they are few.
+    /// Bits of quantised keys and values, 8 or 4.
     kv_bits: Option<u32>,
 }
 
-/// A sequence of T tokens, computed.
+/// The results of a sequence of T tokens.
 pub struct Computed {
     /// `[T, vocab]`: row `t` scores the token after `t`.
     pub logits: Tensor,
@@ -53,7 +53,7 @@ pub struct Computed {
 }
 
 impl Reference {
-    /// Opens the checkpoint in `dir`, to compute in `F32` or `F64`.
+    /// Opens the checkpoint in `dir`. `precision` is `F32` or `F64`.
     ///
     /// # Errors
     /// A file that cannot be read, or a model of another architecture.
@@ -63,7 +63,7 @@ impl Reference {
         Ok(Self { config, checkpoint, device, precision, kv_bits: None })
     }
 
-    /// The same with keys and values of 8 or 4 bits.
+    /// Quantises keys and values to 8 or 4 bits.
     pub fn with_kv_bits(self, bits: u32) -> Self {
         Self { kv_bits: Some(bits), ..self }
     }
@@ -104,8 +104,8 @@ impl Reference {
         Ok(Computed { logits: linear(&h, &head)?, residuals, routes })
     }
 
-    /// Gated attention. A query's projection holds, head by head, the query and a gate for the head's output; several query
-    /// heads share one head of keys and values.
+    /// Gated attention. The query projection holds, per head, the query and a gate for the head's output. Several query heads
+    /// share one head of keys and values.
     fn attention(&self, x: &Tensor, path: &str) -> Result<Tensor, ModelError> {
         let AttentionShape { heads, kv_heads, dim, rope_dim, .. } = self.config.attention;
         let theta = self.config.rope_theta;
@@ -131,7 +131,7 @@ impl Reference {
         Ok(linear(&gated.reshape((tokens, heads * dim))?, &out)?)
     }
 
-    /// The gated delta net. Its memory of the past is one matrix a head, whatever the length.
+    /// The gated delta net. Its memory is one matrix per head, whatever the length.
     fn delta_net(&self, x: &Tensor, path: &str) -> Result<Tensor, ModelError> {
         let shape @ DeltaShape { key_heads, value_heads, key_dim, value_dim, conv_width, .. } = self.config.delta;
         let (tokens, hidden) = x.dims2()?;
@@ -157,15 +157,15 @@ impl Reference {
         let decay = step.broadcast_mul(&rate)?.neg()?.exp()?;
         let o = delta_rule(&q, &k, &v, &beta, &decay)?;
 
-        // The norm comes before the gate, and unlike the others its weight is stored as it is in every layout.
+        // The norm comes before the gate. Its weight is stored as it is in every layout, unlike the other norms.
         let o = rms_norm(&o, &self.vector(&format!("{path}norm.weight"), value_dim)?, self.config.eps)?;
         let z = project("in_proj_z", shape.values())?;
         let gated = (o.reshape((tokens, shape.values()))? * silu(&z)?)?;
         Ok(linear(&gated, &self.matrix(&format!("{path}out_proj"), hidden, shape.values())?)?)
     }
 
-    /// The mixture of experts: each token's k experts in the router's proportions, and one that all tokens share behind a
-    /// gate. Returns the experts chosen for each token, too.
+    /// The mixture of experts: each token's k experts weighted by the router, and a gated expert that all tokens share. Also
+    /// returns the experts chosen for each token.
     fn mixture(&self, x: &Tensor, path: &str) -> Result<(Tensor, Vec<Vec<u32>>), ModelError> {
         let FfnShape::Moe { experts, k, intermediate, shared, renormalise } = self.config.ffn else {
             return Err(ModelError::Config("a dense model has no experts".into()));
@@ -236,7 +236,7 @@ impl Reference {
         Ok(Tensor::from_vec(self.checkpoint.vector(name, len)?, len, &self.device)?.to_dtype(self.precision)?)
     }
 
-    /// The weight of a norm, `[len]`: Hugging Face's layout stores it less one.
+    /// The weight of a norm, `[len]`. Hugging Face's layout stores it minus one.
     fn norm(&self, name: &str, len: usize) -> Result<Tensor, ModelError> {
         Ok(Tensor::from_vec(self.checkpoint.norm(name, len)?, len, &self.device)?.to_dtype(self.precision)?)
     }
@@ -258,7 +258,7 @@ pub fn unit(x: &Tensor) -> candle_core::Result<Tensor> {
     x.broadcast_div(&(x.sqr()?.sum_keepdim(D::Minus1)? + 1e-6)?.sqrt()?)
 }
 
-/// `ln(1 + e^x)`, on the CPU, since Candle has no `ln_1p` and small steps need it.
+/// `ln(1 + e^x)`, on the CPU: Candle has no `ln_1p`, which small steps need.
 pub fn softplus(x: &Tensor) -> candle_core::Result<Tensor> {
     let values = on_cpu(x)?.flatten_all()?.to_vec1::<f64>()?.into_iter();
     constant(values.map(|x| x.max(0.0) + (-x.abs()).exp().ln_1p()).collect(), x.dims(), x)
@@ -269,14 +269,14 @@ pub fn swiglu(x: &Tensor, gate: &Tensor, up: &Tensor, down: &Tensor) -> candle_c
     linear(&(silu(&linear(x, gate)?)? * linear(x, up)?)?, down)
 }
 
-/// `[T, few, dim]` to `[T, heads, dim]`: each head in turn serves `heads / few` neighbours.
+/// `[T, few, dim]` to `[T, heads, dim]`: each head is repeated `heads / few` times.
 pub fn repeat_heads(x: &Tensor, heads: usize) -> candle_core::Result<Tensor> {
     let (tokens, few, dim) = x.dims3()?;
     x.unsqueeze(2)?.expand((tokens, few, heads / few, dim))?.reshape((tokens, heads, dim))
 }
 
-/// Rotary position embedding of `[T, heads, dim]`: token `t` turns the pairs `(j, j + rotated / 2)` of each head by
-/// `t * theta^(-2j / rotated)`. The dimensions from `rotated` on stay as they are.
+/// Rotary position embedding of `[T, heads, dim]`: token `t` rotates the pairs `(j, j + rotated / 2)` of each head by
+/// `t * theta^(-2j / rotated)`. The dimensions from `rotated` on are not rotated.
 pub fn rotate(x: &Tensor, rotated: usize, theta: f64) -> candle_core::Result<Tensor> {
     let (tokens, _, dim) = x.dims3()?;
     let half = rotated / 2;
@@ -290,7 +290,7 @@ pub fn rotate(x: &Tensor, rotated: usize, theta: f64) -> candle_core::Result<Ten
     Tensor::cat(&[left, right, x.narrow(2, rotated, dim - rotated)?], 2)
 }
 
-/// `softmax(q k^T / sqrt(dim)) v` for each head, where a token sees itself and what came before. All `[T, heads, dim]`.
+/// `softmax(q k^T / sqrt(dim)) v` for each head, where a token sees itself and earlier tokens. All `[T, heads, dim]`.
 pub fn attend(q: &Tensor, k: &Tensor, v: &Tensor) -> candle_core::Result<Tensor> {
     let (tokens, _, dim) = q.dims3()?;
     let by_head = |x: &Tensor| x.transpose(0, 1)?.contiguous();
@@ -301,16 +301,16 @@ pub fn attend(q: &Tensor, k: &Tensor, v: &Tensor) -> candle_core::Result<Tensor>
     o.transpose(0, 1)?.contiguous()
 }
 
-/// [`attend`] over keys and values that have been turned by a Hadamard matrix and, but for the newest, rounded. A
-/// query at `t` sees those from `recent_start(t)` on as they are. All `[T, heads, dim]`; `dim` is a power of two.
+/// [`attend`] with quantised keys and values (`--kv-bits`). Both are rotated by a Hadamard matrix and then rounded, except the
+/// newest: a query at `t` sees those from `recent_start(t)` on unrounded. All `[T, heads, dim]`; `dim` is a power of two.
 fn attend_quantised(q: &Tensor, k: &Tensor, v: &Tensor, bits: u32) -> candle_core::Result<Tensor> {
     let (tokens, _, dim) = q.dims3()?;
     let sign = |i: usize, j: usize| if (i & j).count_ones().is_multiple_of(2) { 1.0 } else { -1.0 };
     let entries = (0..dim * dim).map(|at| sign(at / dim, at % dim) / (dim as f64).sqrt()).collect();
     let matrix = constant(entries, (1, dim, dim), q)?;
-    let turn = |x: &Tensor| x.broadcast_matmul(&matrix);
+    let hadamard = |x: &Tensor| x.broadcast_matmul(&matrix);
     let by_head = |x: &Tensor| x.transpose(0, 1)?.contiguous();
-    let (q, k, v) = (turn(q)?, turn(k)?, turn(v)?);
+    let (q, k, v) = (hadamard(q)?, hadamard(k)?, hadamard(v)?);
     let scores = |k: &Tensor| by_head(&q)?.matmul(&by_head(k)?.t()?)? * (dim as f64).powf(-0.5);
 
     let pairs = (0..tokens).flat_map(|t| (0..tokens).map(move |s| (t, s)));
@@ -323,11 +323,11 @@ fn attend_quantised(q: &Tensor, k: &Tensor, v: &Tensor, bits: u32) -> candle_cor
     let weights = softmax_last_dim(&mixed.broadcast_add(&mask)?)?;
     let of = |part: &Tensor, v: &Tensor| weights.broadcast_mul(part)?.matmul(&by_head(v)?);
     let o = (of(&newest, &v)? + of(&older, &rounded(&v, bits)?)?)?;
-    turn(&o.transpose(0, 1)?.contiguous()?)
+    hadamard(&o.transpose(0, 1)?.contiguous()?)
 }
 
-/// Each 32 values become integers from -127 to 127, or odd ones from -15 to 15, times a scale: the largest magnitude by the
-/// largest integer, rounded up to bf16.
+/// Rounds groups of 32 values to integers from -127 to 127, or to odd ones from -15 to 15, times a scale. The scale is the
+/// largest magnitude divided by the largest integer, rounded up to bf16.
 fn rounded(x: &Tensor, bits: u32) -> candle_core::Result<Tensor> {
     let values = on_cpu(x)?.flatten_all()?.to_vec1::<f64>()?;
     let mut out = Vec::with_capacity(values.len());
@@ -359,8 +359,8 @@ pub fn convolve(x: &Tensor, kernel: &Tensor) -> candle_core::Result<Tensor> {
     silu(&sum)
 }
 
-/// The gated delta rule. Each head has a matrix S, zero at first, that maps keys to values. A token fades it, corrects the
-/// value that it gives for the token's key, and reads it with the token's query:
+/// The gated delta rule. Each head has a matrix S, zero at first, that maps keys to values. A token decays it, corrects the
+/// value that it returns for the token's key, and reads it with the token's query:
 ///
 /// ```text
 /// S = decay_t S;   S = S + beta_t (v_t - S k_t) k_t^T;   o_t = S q_t
@@ -382,8 +382,8 @@ pub fn delta_rule(q: &Tensor, k: &Tensor, v: &Tensor, beta: &Tensor, decay: &Ten
     Tensor::stack(&out, 0)
 }
 
-/// The `k` likeliest experts of each row of `[T, experts]` with their weights, likeliest first, the lower number first among
-/// equals. With `renormalise` the weights of a token sum to one.
+/// The `k` likeliest experts of each row of `[T, experts]` with their weights, likeliest first. Among equals the lower
+/// number comes first. With `renormalise` the weights of a token sum to one.
 pub fn top_k(likelihood: &Tensor, k: usize, renormalise: bool) -> candle_core::Result<Vec<Vec<(u32, f64)>>> {
     let choose = |row: Vec<f64>| {
         let mut chosen: Vec<(u32, f64)> = (0..).zip(row).collect();
@@ -395,12 +395,12 @@ pub fn top_k(likelihood: &Tensor, k: usize, renormalise: bool) -> candle_core::R
     Ok(on_cpu(likelihood)?.to_vec2::<f64>()?.into_iter().map(choose).collect())
 }
 
-/// For what Candle cannot express: a tensor's values in f64, off its device.
+/// A tensor's values in f64 on the CPU, for what Candle cannot express.
 fn on_cpu(x: &Tensor) -> candle_core::Result<Tensor> {
     x.to_device(&Device::Cpu)?.to_dtype(DType::F64)
 }
 
-/// `values` where and how finely `like` is.
+/// A tensor of `values` with the device and precision of `like`.
 fn constant(values: Vec<f64>, shape: impl Into<Shape>, like: &Tensor) -> candle_core::Result<Tensor> {
     Tensor::from_vec(values, shape.into(), &Device::Cpu)?.to_dtype(like.dtype())?.to_device(like.device())
 }

@@ -1,4 +1,5 @@
-//! A backend behind a lock. The engine's thread runs passes on it; the prompt cache's threads read KV pages between passes.
+//! A backend protected by a lock. The engine's thread runs passes on it. The prompt cache's threads read KV pages between
+//! passes.
 
 use crate::{
     device::{DeviceError, Region, Slab, SyncPoint, Timeline},

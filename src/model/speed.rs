@@ -1,4 +1,4 @@
-//! This machine's speed at a model's feed-forward, measured with the model's own kernels on made-up bytes.
+//! Measures this machine's decode speed at a model's feed-forward, with the model's own kernels on synthetic bytes.
 
 use crate::{
     device::{CpuDevice, Region, Slab},
@@ -35,7 +35,7 @@ impl ProjectionShape {
         self.codes.row_bytes(self.cols).map(|bytes| bytes * self.rows)
     }
 
-    /// One expert's, from `at` on, which moves behind it.
+    /// A stack of one expert whose bytes start at `at`. Moves `at` past them.
     fn stack(&self, at: &mut usize) -> ExpertStack {
         let at = self.parts().map(|len| std::mem::replace(at, *at + len));
         ExpertStack { codes: self.codes, rows: self.rows, cols: self.cols, global_scales: vec![1.0], at: vec![at] }
@@ -47,11 +47,11 @@ pub fn bytes(kinds: &[ProjectionShape; 3]) -> usize {
     kinds.iter().flat_map(ProjectionShape::parts).sum()
 }
 
-/// Makes every scale of every encoding an ordinary small number.
+/// A byte pattern that is an ordinary small number as a scale of every encoding.
 const FILL: u8 = 0x3c;
 
-/// Bytes of weights a second that one token's feed-forward goes through, `at_once` experts (gate, up, down of `kinds`) a
-/// call, always others: `room` bytes in turn, which should be more than the caches hold. Takes about `budget`.
+/// Bytes of weights per second that one token's feed-forward reads, with `at_once` experts (gate, up, down of `kinds`) per
+/// call. The calls cycle through `room` bytes, which should exceed the CPU's caches. Takes about `budget`.
 pub fn decode_rate(
     kinds: &[ProjectionShape; 3],
     at_once: usize,
@@ -103,7 +103,7 @@ mod tests {
     use crate::device::CpuArithmetic;
 
     #[test]
-    fn every_encoding_is_measured() {
+    fn decode_rate_covers_every_encoding() {
         let affine = |bits, group| WeightFormat::Affine { bits, group, scale: Float::Bf16 };
         for codes in
             [affine(4, 64), affine(8, 32), WeightFormat::Mxfp4, WeightFormat::Nvfp4, WeightFormat::Dense(Float::Bf16)]

@@ -1,5 +1,4 @@
-//! The checkpoints in `tests/fixtures`: each is one file that unfolds into a directory, in MLX's layout or in Hugging
-//! Face's.
+//! The checkpoints in `tests/fixtures`. Each is one file that expands into a directory, in MLX's or Hugging Face's layout.
 
 use super::tensors;
 use std::{collections::HashMap, path::Path};
@@ -7,7 +6,7 @@ use std::{collections::HashMap, path::Path};
 pub const FIXTURES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures");
 pub const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro-demo");
 
-/// The names of the checkpoints in `micro/`, one an encoding.
+/// The names of the checkpoints in `micro/`, one per encoding.
 pub fn encodings() -> Vec<String> {
     let name = |entry: std::io::Result<std::fs::DirEntry>| {
         Some(entry.unwrap().file_name().to_str()?.strip_suffix(".expected.safetensors")?.to_string())
@@ -23,7 +22,7 @@ pub fn expected(name: &str) -> HashMap<String, Vec<f32>> {
     tensors(Path::new(&format!("{FIXTURES}/micro/{name}.expected.safetensors")))
 }
 
-/// A question to the demo and the ids of mlx-lm's answer.
+/// A question to the demo and mlx-lm's answer.
 #[derive(serde::Deserialize)]
 pub struct Case {
     pub question: String,
@@ -31,13 +30,13 @@ pub struct Case {
     pub greedy_ids: Vec<u32>,
 }
 
-/// The questions, and for some of them, by number, the logits: `0.prompt_logits`, `0.decode_logits`.
+/// The questions, and logits for some of them by index: `0.prompt_logits`, `0.decode_logits`.
 pub fn demo() -> (Vec<Case>, HashMap<String, Vec<f32>>) {
     let cases = std::fs::read(format!("{FIXTURES}/demo/greedy.json")).unwrap();
     (serde_json::from_slice(&cases).unwrap(), tensors(Path::new(&format!("{FIXTURES}/demo/logits.safetensors"))))
 }
 
-/// A folded checkpoint: its configuration and tensors.
+/// A checkpoint in one file: its configuration and tensors.
 pub struct Folded {
     pub config: String,
     pub file: Vec<u8>,
@@ -50,7 +49,7 @@ impl Folded {
         Self { config: header.metadata().as_ref().unwrap()["config"].clone(), file }
     }
 
-    /// Unfolds it into a directory as converters leave it.
+    /// Expands it into a directory in MLX's layout.
     pub fn unfold(&self) -> tempfile::TempDir {
         let dir = tempfile::tempdir().unwrap();
         std::fs::write(dir.path().join("config.json"), &self.config).unwrap();
@@ -101,7 +100,7 @@ fn hugging_face(file: &[u8], fused: bool) -> HashMap<String, Owned> {
             shape = vec![shape[0], 1, shape[1]];
         }
         if name.contains("norm") && !name.contains("linear_attn.norm") {
-            // `1 + w` in bf16, so `w` in f32 gives it back exactly.
+            // The file has `1 + w` in bf16. `w` in f32 reproduces it exactly.
             let values = data.as_chunks::<2>().0.iter().map(|pair| half::bf16::from_le_bytes(*pair).to_f32() - 1.0);
             data = values.flat_map(f32::to_le_bytes).collect();
             dtype = safetensors::Dtype::F32;

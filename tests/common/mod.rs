@@ -1,4 +1,4 @@
-//! Helpers of several integration tests: loading a model, and reading reference tensors.
+//! Helpers shared by integration tests: loading a model, and reading reference tensors.
 #![allow(dead_code)] // Each test binary uses a part of it.
 
 pub mod fixtures;
@@ -45,7 +45,7 @@ pub fn tensors(path: &Path) -> HashMap<String, Vec<f32>> {
     file.tensors().into_iter().map(|(name, tensor)| (name, values(tensor))).collect()
 }
 
-/// A prompt's logits in chunks of `chunk` tokens, the state after it, and the routes of every layer in token order.
+/// Runs a prompt in chunks of `chunk` tokens. Returns its logits, the state, and each layer's router choices in token order.
 pub fn prefill(model: &Qwen, ids: &[u32], chunk: usize) -> (Logits, QwenState, Vec<RouterChoice>) {
     let mut state = model.start().unwrap();
     let mut logits = Logits { vocab: model.info().vocab, data: Vec::new() };
@@ -76,7 +76,7 @@ pub fn forward_with_snapshots(
     (logits, hooks.snapshots)
 }
 
-/// Greedy decoding from the last row of `logits`: ids, and the rows they were chosen from.
+/// Decodes greedily from the row `last`. Returns the ids and the row after each.
 pub fn decode(model: &mut Qwen, state: &mut QwenState, last: &[f32], count: usize) -> (Vec<u32>, Vec<f32>) {
     let (mut ids, mut rows, mut row) = (Vec::new(), Vec::new(), last.to_vec());
     for _ in 0..count {
@@ -87,7 +87,7 @@ pub fn decode(model: &mut Qwen, state: &mut QwenState, last: &[f32], count: usiz
     (ids, rows)
 }
 
-/// The tokens of an answer, and how it ended.
+/// The tokens of an answer, and its end.
 pub fn ask(handle: &Handle, request: Request) -> (Vec<u32>, Result<(Finish, Timings), String>) {
     let (told, end) = collect(handle.submit(request).unwrap());
     (told, end.map_err(|error| error.to_string()))
@@ -115,7 +115,7 @@ pub fn distance(a: &[f32], b: &[f32]) -> f32 {
     worst
 }
 
-/// The largest value less the next.
+/// The largest value minus the second largest.
 pub fn margin(row: &[f32]) -> f32 {
     let mut row = row.to_vec();
     row.sort_by(|a, b| b.total_cmp(a));

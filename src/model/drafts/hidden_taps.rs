@@ -53,7 +53,7 @@ impl TapBuffers {
         Ok(Self { layers, capacity, pass_rows: 0, disabled: false })
     }
 
-    /// What the buffers were allocated for.
+    /// The taps that the buffers were allocated for.
     pub fn taps(&self) -> HiddenTaps {
         HiddenTaps { layers: self.layers.iter().map(|(layer, _)| *layer).collect(), rows: self.capacity }
     }

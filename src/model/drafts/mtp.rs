@@ -68,7 +68,7 @@ pub struct MtpHead {
     pub store: Option<ExpertStore>,
 }
 
-/// What a head keeps on a device.
+/// A head's state on one device.
 pub struct MtpDeviceState {
     slots: ExpertSlots,
     slot_tables: Region,

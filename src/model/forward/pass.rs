@@ -43,7 +43,7 @@ pub struct Pass<'a> {
     pub scratch: &'a mut Scratch,
 }
 
-/// What happens between layers.
+/// Callbacks between layers.
 pub struct LayerHooks<'a> {
     pub keep_going: Option<&'a dyn Fn() -> bool>,
     pub on_route: Option<&'a mut RouterObserver<'a>>,

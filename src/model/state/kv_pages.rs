@@ -19,7 +19,7 @@ use std::{borrow::Cow, fmt, sync::Arc, time::Duration};
 
 pub use crate::ops::attention::PAGE;
 
-/// How long to wait for a free page. Another thread may hold one while it reads it.
+/// Longest wait for a free page. Another thread may hold one while it reads it.
 const FREE_PAGE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Keys and values of up to [`PAGE`] positions, in an order that only the model knows.

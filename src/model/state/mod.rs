@@ -1,4 +1,4 @@
-//! What a model remembers of a sequence.
+//! The state of a sequence: KV pages, delta-net states, snapshots.
 
 pub mod kv_pages;
 pub mod rollback;

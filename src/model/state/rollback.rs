@@ -48,7 +48,7 @@ pub struct ReplayBuffer {
     rows: usize,
 }
 
-/// Whether a pass updates the state.
+/// Selects which rows a pass adds to the state.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Commit {
     /// Rows are final: replayed rows and new rows go into the state.
@@ -122,7 +122,7 @@ impl DeltaState {
         Some([proj.rows(first, rows, shape.width()), mixed.rows(first, rows, shape.channels())])
     }
 
-    /// How many of the replayed and then of the new rows the pass must add to the state.
+    /// Number of rows, first replayed and then new ones, that the pass must add to the state.
     pub fn rows_to_commit(&self, commit: Commit, new_rows: usize) -> usize {
         let pending = self.replay.map_or(0, |buffer| buffer.rows);
         match commit {

@@ -1,6 +1,5 @@
-//! `config.json` of a DFlash draft, in the two schemas that are published: until May 2026 `block_size` and `rope_theta` stood
-//! at the top level, since June 2026 they stand in `dflash_config` and `rope_parameters`. The rest is refused here, in one
-//! sentence each.
+//! `config.json` of a DFlash draft, in the two published schemas. Until May 2026 `block_size` and `rope_theta` were at the top
+//! level; since June 2026 they are in `dflash_config` and `rope_parameters`. Anything unsupported is refused here.
 
 use crate::{
     error::{ModelError, StoreError},
@@ -10,12 +9,12 @@ use crate::{
 use serde_json::Value;
 use std::path::Path;
 
-/// Rows of a block where neither schema says.
+/// Default rows of a block.
 const BLOCK: usize = 16;
 
 /// A draft's dimensions.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Config {
+pub struct DflashConfig {
     pub hidden: usize,
     pub intermediate: usize,
     pub heads: usize,
@@ -23,55 +22,55 @@ pub struct Config {
     pub dim: usize,
     pub eps: f32,
     pub theta: f64,
-    pub layers: Vec<Sight>,
+    pub layers: Vec<AttentionWindow>,
     /// Layers of the target whose output (the residual stream, before any norm) is the draft's context.
     pub taps: Vec<usize>,
-    /// Rows of a block: the last token and what is proposed behind it.
+    /// Rows of a block: the last token and the proposed ones.
     pub block: usize,
-    /// The token that stands for one to be proposed: a row of the target's embedding.
+    /// The token that stands for a proposed one: a row of the target's embedding.
     pub mask: u32,
     pub vocab: usize,
-    /// Layers of the target that it was trained for, if it says.
+    /// Layers of the target that the draft was trained for, if declared.
     pub target_layers: Option<usize>,
     /// The block's embedding is multiplied by this.
     pub input_scale: f32,
-    /// Logits are multiplied by this, and bent to stay within the cap.
+    /// Logits are multiplied by this, then soft-capped: `tanh(x / cap) * cap`.
     pub output_scale: f32,
     pub cap: Option<f32>,
-    /// The parts that DFlash2 adds.
-    pub second: Option<Second>,
+    /// What DFlash2 adds.
+    pub dflash2: Option<Dflash2>,
     /// The `quantization` table, or null.
     pub quantization: Value,
 }
 
-/// The positions that a row of some layer sees.
+/// The positions that a row of one layer sees.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Sight {
-    /// None behind its own.
+pub struct AttentionWindow {
+    /// Only its own and earlier positions.
     pub causal: bool,
-    /// Those nearer than this.
-    pub window: Option<usize>,
+    /// Only positions nearer than this.
+    pub size: Option<usize>,
 }
 
-impl Sight {
+impl AttentionWindow {
     /// The positions that the query at `position` sees.
     pub fn seen(self, position: usize) -> std::ops::Range<usize> {
-        let window = self.window.unwrap_or(usize::MAX);
+        let window = self.size.unwrap_or(usize::MAX);
         let end = if self.causal { position + 1 } else { position.saturating_add(window) };
         (position + 1).saturating_sub(window)..end
     }
 }
 
-/// DFlash2: convolutions whose kernels depend on the input, and a selector of the path through the candidates.
+/// Sizes of what DFlash2 adds: convolutions whose kernels depend on the input, and a selector among candidates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Second {
+pub struct Dflash2 {
     /// Rows that a convolution sees.
     pub taps: usize,
     /// Channels that share a dynamic kernel.
     pub group: usize,
     /// Dimension of the selector's codebooks.
     pub rank: usize,
-    /// Candidates a position.
+    /// Candidates per position.
     pub candidates: usize,
 }
 
@@ -92,15 +91,15 @@ pub fn read(dir: &Path) -> Result<Value, ModelError> {
     serde_json::from_slice(&text).map_err(|error| ModelError::Config(error.to_string()))
 }
 
-impl Config {
+impl DflashConfig {
     /// Checks a parsed `config.json`, alone.
     pub fn new(json: &Value) -> Result<Self, ModelError> {
         let null = Value::Null;
         let own = Table(json.get("dflash_config").unwrap_or(&null));
         let top = Table(json);
-        // The newer schema's place first.
-        let place = |key: &str| if own.0.get(key).is_some_and(|value| !value.is_null()) { own } else { top };
-        let has = |key: &str| place(key).0.get(key).is_some_and(|value| !value.is_null());
+        // The newer schema takes precedence.
+        let table_of = |key: &str| if own.0.get(key).is_some_and(|value| !value.is_null()) { own } else { top };
+        let has = |key: &str| table_of(key).0.get(key).is_some_and(|value| !value.is_null());
         for (key, supported) in [("hidden_act", "silu"), ("model_type", "qwen3")] {
             match json.get(key).and_then(Value::as_str) {
                 Some(value) if value != supported => {
@@ -109,13 +108,13 @@ impl Config {
                 _ => {}
             }
         }
-        let second = match architectures(json).next() {
+        let dflash2 = match architectures(json).next() {
             None | Some("DFlashDraftModel") => None,
-            Some("DFlash2DraftModel") => Some(Second {
-                taps: place("conv_kernel_size").count("conv_kernel_size", 64)?,
-                group: place("conv_group_size").count("conv_group_size", 1 << 20)?,
-                rank: place("selector_rank").count("selector_rank", 1 << 16)?,
-                candidates: place("selector_top_k").count("selector_top_k", 1 << 10)?,
+            Some("DFlash2DraftModel") => Some(Dflash2 {
+                taps: table_of("conv_kernel_size").count("conv_kernel_size", 64)?,
+                group: table_of("conv_group_size").count("conv_group_size", 1 << 20)?,
+                rank: table_of("selector_rank").count("selector_rank", 1 << 16)?,
+                candidates: table_of("selector_top_k").count("selector_top_k", 1 << 10)?,
             }),
             Some(other) => return refuse(format!("a draft of architecture {other} is not supported")),
         };
@@ -124,9 +123,9 @@ impl Config {
         }
         let layers = top.count("num_hidden_layers", 4096)?;
         let target_layers =
-            has("num_target_layers").then(|| place("num_target_layers").count("num_target_layers", 4096));
+            has("num_target_layers").then(|| table_of("num_target_layers").count("num_target_layers", 4096));
         let target_layers = target_layers.transpose()?;
-        let number = |key: &str, default: f64| if has(key) { place(key).number(key) } else { Ok(default) };
+        let number = |key: &str, default: f64| if has(key) { table_of(key).number(key) } else { Ok(default) };
         let cap = number("final_logit_softcapping", 0.0)? as f32;
         let config = Self {
             hidden: top.count("hidden_size", 1 << 20)?,
@@ -136,10 +135,10 @@ impl Config {
             dim: top.count("head_dim", 1 << 12)?,
             eps: top.number("rms_norm_eps")? as f32,
             theta: theta(top)?,
-            layers: sights(top, layers)?,
+            layers: windows(top, layers)?,
             taps: taps(own, top, layers, target_layers)?,
-            block: if has("block_size") { place("block_size").count("block_size", 1 << 10)? } else { BLOCK },
-            mask: match place("mask_token_id").0.get("mask_token_id").and_then(Value::as_u64) {
+            block: if has("block_size") { table_of("block_size").count("block_size", 1 << 10)? } else { BLOCK },
+            mask: match table_of("mask_token_id").0.get("mask_token_id").and_then(Value::as_u64) {
                 Some(mask) if mask < 1 << 24 => mask as u32,
                 _ => return refuse("a DFlash draft needs a mask_token_id".into()),
             },
@@ -148,19 +147,21 @@ impl Config {
             input_scale: number("input_embedding_scale", 1.0)? as f32,
             output_scale: number("output_multiplier", 1.0)? as f32,
             cap: Some(cap).filter(|cap| *cap > 0.0),
-            second,
+            dflash2,
             quantization: config::quantization(json, json).cloned().unwrap_or(Value::Null),
         };
         if !config.heads.is_multiple_of(config.kv_heads) || config.dim % 2 == 1 {
-            return refuse("heads of this DFlash draft do not fit together".into());
+            return refuse(
+                "num_attention_heads, num_key_value_heads and head_dim of this DFlash draft do not fit together".into(),
+            );
         }
-        if second.is_some_and(|second| !config.hidden.is_multiple_of(second.group)) {
+        if dflash2.is_some_and(|dflash2| !config.hidden.is_multiple_of(dflash2.group)) {
             return refuse("conv_group_size of this DFlash2 draft does not divide hidden_size".into());
         }
         Ok(config)
     }
 
-    /// Fails if the draft cannot be one for `target`.
+    /// Fails if the draft does not fit `target`.
     pub fn check(&self, target: &config::Config) -> Result<(), ModelError> {
         let sizes = [("hidden_size", self.hidden, target.hidden), ("vocab_size", self.vocab, target.vocab)];
         let layers = self.target_layers.map(|layers| ("num_target_layers", layers, target.layers));
@@ -178,7 +179,7 @@ impl Config {
         Ok(())
     }
 
-    /// Values of one position's context: the taps side by side.
+    /// Values of one position's context: the tapped rows side by side.
     pub fn features(&self) -> usize {
         self.taps.len() * self.hidden
     }
@@ -189,7 +190,7 @@ impl Config {
     }
 }
 
-/// The base of the rotation: from the top level, else from `rope_parameters`, else from `rope_scaling`.
+/// The RoPE base: from the top level, else from `rope_parameters`, else from `rope_scaling`.
 fn theta(top: Table<'_>) -> Result<f64, ModelError> {
     let tables = ["rope_parameters", "rope_scaling"].map(|key| top.0.get(key).filter(|table| table.is_object()));
     for table in tables.into_iter().flatten() {
@@ -209,30 +210,30 @@ fn theta(top: Table<'_>) -> Result<f64, ModelError> {
     }
 }
 
-/// The sight of each layer. `is_causal` holds for all of them; without it the layers with a window are causal, the others not.
-fn sights(top: Table<'_>, layers: usize) -> Result<Vec<Sight>, ModelError> {
+/// The window of each layer. `is_causal` applies to all of them. Without it, layers with a window are causal, others not.
+fn windows(top: Table<'_>, layers: usize) -> Result<Vec<AttentionWindow>, ModelError> {
     let causal = match top.0.get("is_causal") {
         None | Some(Value::Null) => None,
         Some(_) => Some(top.flag("is_causal", false)?),
     };
     let Some(types) = top.0.get("layer_types").and_then(Value::as_array) else {
-        return Ok(vec![Sight { causal: causal.unwrap_or(false), window: None }; layers]);
+        return Ok(vec![AttentionWindow { causal: causal.unwrap_or(false), size: None }; layers]);
     };
     if types.len() != layers {
         return refuse(format!("layer_types names {} layers, num_hidden_layers says {layers}", types.len()));
     }
-    let sight = |kind: &Value| match kind.as_str() {
-        Some("full_attention") => Ok(Sight { causal: causal.unwrap_or(false), window: None }),
+    let window = |kind: &Value| match kind.as_str() {
+        Some("full_attention") => Ok(AttentionWindow { causal: causal.unwrap_or(false), size: None }),
         Some("sliding_attention") => {
             let window = top.count("sliding_window", 1 << 30)?;
-            Ok(Sight { causal: causal.unwrap_or(true), window: Some(window) })
+            Ok(AttentionWindow { causal: causal.unwrap_or(true), size: Some(window) })
         }
         _ => refuse(format!("layer type {kind} of a DFlash draft is not supported")),
     };
-    types.iter().map(sight).collect()
+    types.iter().map(window).collect()
 }
 
-/// Which layers are tapped: evenly between the second and the fourth from the end, if nothing is said.
+/// The tapped layers. Default: evenly spaced between the second and the fourth from the end.
 fn taps(own: Table<'_>, top: Table<'_>, layers: usize, target_layers: Option<usize>) -> Result<Vec<usize>, ModelError> {
     let ids = own.0.get("target_layer_ids").or(top.0.get("target_layer_ids")).filter(|ids| !ids.is_null());
     let Some(ids) = ids else {
@@ -270,52 +271,52 @@ mod tests {
     }
 
     #[test]
-    fn both_schemas_say_the_same() {
-        let new = Config::new(&nested()).unwrap();
+    fn both_schemas_parse_alike() {
+        let new = DflashConfig::new(&nested()).unwrap();
         assert_eq!((new.block, new.mask, new.theta), (8, 90, 1e7));
         assert_eq!(new.taps, [1, 2, 4, 5]);
-        assert_eq!(new.layers[0], Sight { causal: true, window: Some(12) });
-        assert_eq!(new.layers[2], Sight { causal: false, window: None });
+        assert_eq!(new.layers[0], AttentionWindow { causal: true, size: Some(12) });
+        assert_eq!(new.layers[2], AttentionWindow { causal: false, size: None });
         let mut old = nested();
         let table = old.as_object_mut().unwrap();
         table.remove("rope_parameters");
         table["dflash_config"].as_object_mut().unwrap().remove("block_size");
         table.extend([("block_size".into(), 8.into()), ("rope_theta".into(), 1e7.into())]);
-        assert_eq!(Config::new(&old).unwrap(), new);
+        assert_eq!(DflashConfig::new(&old).unwrap(), new);
         old["rope_theta"].take();
         old["rope_scaling"] = json!({"rope_theta": 1e7, "type": "default"});
         old.as_object_mut().unwrap().remove("block_size");
-        assert_eq!(Config::new(&old).unwrap(), Config { block: 16, ..new });
+        assert_eq!(DflashConfig::new(&old).unwrap(), DflashConfig { block: 16, ..new });
     }
 
     #[test]
-    fn causality_and_windows() {
+    fn windows_follow_causality_and_layer_types() {
         let mut json = nested();
         json["is_causal"] = false.into();
-        let layers = Config::new(&json).unwrap().layers;
-        assert!(layers.iter().all(|sight| !sight.causal));
+        let layers = DflashConfig::new(&json).unwrap().layers;
+        assert!(layers.iter().all(|window| !window.causal));
         assert_eq!(layers[0].seen(30), 19..42);
         assert_eq!(layers[2].seen(30), 0..usize::MAX);
-        let causal = Sight { causal: true, window: Some(12) };
+        let causal = AttentionWindow { causal: true, size: Some(12) };
         assert_eq!((causal.seen(30), causal.seen(3)), (19..31, 0..4));
         json.as_object_mut().unwrap().remove("layer_types");
-        assert!(Config::new(&json).unwrap().layers.iter().all(|sight| sight.window.is_none()));
+        assert!(DflashConfig::new(&json).unwrap().layers.iter().all(|window| window.size.is_none()));
     }
 
     #[test]
-    fn taps_by_default() {
+    fn default_taps_are_evenly_spaced() {
         let mut json = nested();
         json["dflash_config"].as_object_mut().unwrap().remove("target_layer_ids");
         json["num_hidden_layers"] = 5.into();
         json.as_object_mut().unwrap().remove("layer_types");
         for (layers, taps) in [(32, [1, 8, 15, 22, 29]), (40, [1, 10, 19, 28, 37]), (64, [1, 16, 31, 46, 61])] {
             json["num_target_layers"] = layers.into();
-            assert_eq!(Config::new(&json).unwrap().taps, taps);
+            assert_eq!(DflashConfig::new(&json).unwrap().taps, taps);
         }
     }
 
     #[test]
-    fn what_is_not_implemented_is_refused() {
+    fn unsupported_drafts_are_refused() {
         for (key, value, word) in [
             ("architectures", json!(["DSparkDraftModel"]), "DSpark"),
             ("architectures", json!(["DFlash2DraftModel"]), "conv_kernel_size"),
@@ -329,23 +330,23 @@ mod tests {
         ] {
             let mut json = nested();
             json[key] = value;
-            let error = Config::new(&json).unwrap_err().to_string();
+            let error = DflashConfig::new(&json).unwrap_err().to_string();
             assert!(error.contains(word) && !error.contains('\n'), "{key}: {error}");
         }
     }
 
     #[test]
-    fn another_models_draft_is_refused() {
+    fn draft_of_another_model_is_refused() {
         let demo = include_str!("../../../../models/demo/moestro-demo/config.json");
         let mut target = config::Config::new(&serde_json::from_str(demo).unwrap()).unwrap();
-        let draft = Config::new(&nested()).unwrap();
+        let draft = DflashConfig::new(&nested()).unwrap();
         assert!(draft.check(&target).unwrap_err().to_string().contains("hidden_size is 64, not 256"));
         (target.hidden, target.vocab) = (64, 96);
         draft.check(&target).unwrap();
         for (change, word) in [
-            (Config { taps: vec![1, 8], ..draft.clone() }, "taps layer 8"),
-            (Config { mask: 96, ..draft.clone() }, "mask token"),
-            (Config { target_layers: Some(9), ..draft.clone() }, "num_target_layers is 9"),
+            (DflashConfig { taps: vec![1, 8], ..draft.clone() }, "taps layer 8"),
+            (DflashConfig { mask: 96, ..draft.clone() }, "mask token"),
+            (DflashConfig { target_layers: Some(9), ..draft.clone() }, "num_target_layers is 9"),
         ] {
             assert!(change.check(&target).unwrap_err().to_string().contains(word));
         }
