@@ -133,3 +133,37 @@ fn hugging_face_layouts_give_same_logits() {
         assert_ne!(argmax(logits.row(0)), argmax(logits.row(39)));
     }
 }
+
+/// A convolution of width 1 has the same shape in both layouts, so tensor names decide what the norms hold.
+#[test]
+fn layout_without_wide_convolution_is_recognised() {
+    let narrow = Folded::read("bf16").edit(
+        |config| config["text_config"]["linear_conv_kernel_dim"] = 1.into(),
+        |name, tensor| {
+            if name.ends_with("conv1d.weight") {
+                // [C, K, 1] in bf16: keep the last tap of each channel.
+                let row = tensor.data.len() / tensor.shape[0];
+                tensor.data = tensor.data.chunks(row).flat_map(|taps| taps[row - 2..].to_vec()).collect();
+                tensor.shape[1] = 1;
+            }
+            true
+        },
+    );
+    let ids: Vec<u32> = (0..20).map(|n| n * 7 % 96).collect();
+    let logits = |dir: &Path| prefill(&load(dir, CpuArithmetic::Integer), &ids, 100).0.data;
+    let expected = logits(narrow.unfold().path());
+    assert!(logits(narrow.unfold_as_hugging_face(true).path()) == expected);
+}
+
+/// `tie_word_embeddings` with a copy of the head in the file: the copy is dropped.
+#[test]
+fn tied_head_ignores_copy_in_file() {
+    let tie = |config: &mut serde_json::Value| {
+        config["tie_word_embeddings"] = true.into();
+        config["text_config"]["tie_word_embeddings"] = true.into();
+    };
+    let with_copy = Folded::read("bf16").edit(tie, |_, _| true);
+    let without = Folded::read("bf16").edit(tie, |name, _| !name.contains("lm_head"));
+    let logits = |dir: &Path| prefill(&load(dir, CpuArithmetic::Integer), &[5, 7, 9], 100).0.data;
+    assert!(logits(with_copy.unfold().path()) == logits(without.unfold().path()));
+}

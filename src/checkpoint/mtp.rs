@@ -50,7 +50,7 @@ fn open(index: Index, config: &Value) -> Result<Checkpoint, ModelError> {
     } else {
         Checkpoint::open_as(index, &Value::Null, bare)?
     };
-    head.hugging_face = are_zero_centred(&head, config)?;
+    head.hugging_face = Some(are_zero_centred(&head, config)?);
     Ok(head)
 }
 

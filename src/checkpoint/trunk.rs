@@ -37,8 +37,8 @@ pub struct Checkpoint {
     table: QuantizationTable,
     /// Means of the effective weights of the norms of queries and keys.
     norms: RefCell<Vec<f32>>,
-    /// Hugging Face's layout: norms store `w - 1`, and the convolution has shape `[C, 1, K]`.
-    pub hugging_face: bool,
+    /// Hugging Face's layout: norms store `w - 1`, and the convolution is `[C, 1, K]`. `None` if unknown.
+    pub hugging_face: Option<bool>,
 }
 
 /// The format and location of one matrix, before its bytes are read.
@@ -75,10 +75,7 @@ impl Checkpoint {
                 return Err(StoreError::NotACheckpoint { path: index.dir.clone(), why }.into());
             }
         }
-        let hugging_face = index
-            .tensors
-            .iter()
-            .any(|(name, entry)| name.ends_with("conv1d.weight") && entry.shape.last().is_some_and(|last| *last != 1));
+        let hugging_face = is_hugging_face(&index);
         let table = QuantizationTable::new(quantization).map_err(ModelError::Config)?;
         Ok(Self { index, names, claimed: RefCell::default(), table, norms: RefCell::default(), hugging_face })
     }
@@ -137,7 +134,12 @@ impl Checkpoint {
     /// A norm's effective weight.
     pub fn norm(&self, name: &str, len: usize) -> Result<Vec<f32>, ModelError> {
         let mut weight = self.vector(name, len)?;
-        if self.hugging_face {
+        let Some(hugging_face) = self.hugging_face else {
+            let why =
+                "neither a convolution nor tensor names tell whether norms hold w (MLX) or w - 1 (Hugging Face)".into();
+            return Err(StoreError::NotACheckpoint { path: self.index.dir.clone(), why }.into());
+        };
+        if hugging_face {
             weight.iter_mut().for_each(|weight| *weight += 1.0);
         }
         if name.ends_with("q_norm.weight") || name.ends_with("k_norm.weight") {
@@ -227,6 +229,17 @@ impl Checkpoint {
         }
         Ok(self.vector(&name, count)?.into_iter().map(|global| global / (6.0 * 448.0)).collect())
     }
+}
+
+/// Tells the layouts of MLX and Hugging Face apart: by a convolution wider than 1, or else by tensor names.
+fn is_hugging_face(index: &Index) -> Option<bool> {
+    let convs = index.tensors.iter().filter(|(name, _)| name.ends_with("conv1d.weight")).map(|(_, entry)| &entry.shape);
+    let wide = convs.filter(|shape| shape.iter().skip(1).product::<usize>() > 1);
+    let by_shape = wide.map(|shape| shape.last().is_some_and(|last| *last != 1)).reduce(|a, b| a || b);
+    let named = |prefix: &str| index.tensors.keys().any(|name| name.starts_with(prefix));
+    by_shape
+        .or_else(|| named("model.language_model.").then_some(true))
+        .or_else(|| named("language_model.").then_some(false))
 }
 
 /// The pieces of matrix `index` of a stack.

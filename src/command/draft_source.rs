@@ -43,7 +43,7 @@ impl DraftSource {
         if mtp::is_alone(&json(&draft)?) {
             return Ok(Self::Mtp { is_required: true, directory: Some(draft) });
         }
-        if dflash::is_dflash(&dflash::config::read(&draft)?) {
+        if dflash::is_dflash(&json(&draft)?) {
             return Ok(Self::Dflash(Box::new(dflash::DflashCheckpoint::new(&draft, &model::Config::read(dir)?)?)));
         }
         if let Some(target) = tokenizer {

@@ -9,7 +9,7 @@ use serde_json::Value;
 use std::path::Path;
 
 /// Most bytes of a `config.json`. Overrides for each matrix of a large model take one million.
-pub(super) const MOST: u64 = 32 << 20;
+const MAX_BYTES: u64 = 32 << 20;
 
 /// The text model's dimensions.
 #[derive(Debug, Clone, PartialEq)]
@@ -79,7 +79,7 @@ impl Config {
 
     /// Checks a parsed `config.json`.
     pub fn new(json: &Value) -> Result<Self, ModelError> {
-        let text = Table(json.get("text_config").unwrap_or(json));
+        let text = JsonTable(json.get("text_config").unwrap_or(json));
         // The outer configuration and its text model each have a type. Both must be supported.
         if let Some(outer) = json.get("model_type").and_then(Value::as_str)
             && !outer.starts_with("qwen3_5")
@@ -169,7 +169,7 @@ impl Config {
 /// The `config.json` of a directory.
 pub fn json(dir: &Path) -> Result<Value, ModelError> {
     let path = dir.join("config.json");
-    let text = read_small_file(&path, MOST)
+    let text = read_small_file(&path, MAX_BYTES)
         .map_err(|source| crate::error::StoreError::Io { path, source })
         .map_err(ModelError::Store)?;
     serde_json::from_slice(&text).map_err(|error| ModelError::Config(error.to_string()))
@@ -187,9 +187,9 @@ pub(super) fn refuse<T>(why: String) -> Result<T, ModelError> {
 
 /// A JSON object with checked access to its values.
 #[derive(Clone, Copy)]
-pub(super) struct Table<'a>(pub &'a Value);
+pub(super) struct JsonTable<'a>(pub &'a Value);
 
-impl Table<'_> {
+impl JsonTable<'_> {
     /// A whole number from 1 to `most`.
     pub fn count(self, key: &str, most: usize) -> Result<usize, ModelError> {
         match self.0.get(key) {
@@ -239,7 +239,7 @@ impl Table<'_> {
     }
 
     fn attention(self, eps: f32) -> Result<(AttentionShape, f64), ModelError> {
-        let rope = Table(self.0.get("rope_parameters").or(self.0.get("rope_scaling")).unwrap_or(&Value::Null));
+        let rope = JsonTable(self.0.get("rope_parameters").or(self.0.get("rope_scaling")).unwrap_or(&Value::Null));
         // mlx-lm writes `type` where transformers writes `rope_type`.
         match rope.0.get("rope_type").or(rope.0.get("type")).and_then(Value::as_str) {
             None | Some("default") => {}

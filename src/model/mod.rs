@@ -132,8 +132,7 @@ pub trait SequenceState: Send {
     fn reject(&mut self, rows: usize) -> Result<(), ModelError>;
 
     /// KV pages that `tokens` more tokens need beyond those the sequence holds.
-    fn missing_pages(&self, tokens: usize) -> usize {
-        let _ = tokens;
+    fn missing_pages(&self, _tokens: usize) -> usize {
         0
     }
 
@@ -144,19 +143,15 @@ pub trait SequenceState: Send {
 /// Hidden rows that passes leave for a draft model. The defaults are for a model that offers none.
 pub trait HiddenStates {
     /// Chooses the hidden rows that each pass leaves from now on, replacing any earlier choice.
-    fn set_taps(&mut self, taps: &HiddenTaps) -> Result<(), ModelError> {
-        let _ = taps;
+    fn set_taps(&mut self, _taps: &HiddenTaps) -> Result<(), ModelError> {
         Err(ModelError::Config("this model has no hidden rows for a draft".into()))
     }
 
     /// Switches the chosen taps on or off. Passes are faster without.
-    fn enable_taps(&mut self, on: bool) {
-        let _ = on;
-    }
+    fn enable_taps(&mut self, _on: bool) {}
 
     /// Replaces `out` by the rows that the last pass kept of its first `rows` rows: `[kept rows, layers, hidden]`.
-    fn tapped_rows(&mut self, rows: usize, out: &mut Vec<f32>) -> Result<(), ModelError> {
-        let _ = rows;
+    fn tapped_rows(&mut self, _rows: usize, out: &mut Vec<f32>) -> Result<(), ModelError> {
         out.clear();
         Ok(())
     }

@@ -100,7 +100,15 @@ impl Network {
         for (index, full) in config.full.iter().enumerate() {
             layers.push(LayerWeights::load(trunk, &names::layer_prefix(index), *full, config, &mut map)?);
         }
-        let head = if config.tied { None } else { Some(trunk.weight(names::LM_HEAD, config.vocab, hidden)?) };
+        let head = if config.tied {
+            // Some files also hold a copy of the embedding as the head. Claim it and drop it, as transformers does.
+            for part in ["weight", "scales", "biases", "global_scale"] {
+                trunk.from.find(&format!("{}.{part}", names::LM_HEAD));
+            }
+            None
+        } else {
+            Some(trunk.weight(names::LM_HEAD, config.vocab, hidden)?)
+        };
         Ok((Self { embed, layers, norm: trunk.norm(names::FINAL_NORM, hidden)?, head }, map))
     }
 

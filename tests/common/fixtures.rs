@@ -49,6 +49,22 @@ impl Folded {
         Self { config: header.metadata().as_ref().unwrap()["config"].clone(), file }
     }
 
+    /// A copy with another configuration and other tensors. `tensor` edits one tensor and returns whether to keep it.
+    pub fn edit(&self, config: impl Fn(&mut serde_json::Value), tensor: impl Fn(&str, &mut Owned) -> bool) -> Self {
+        let mut json = serde_json::from_str(&self.config).unwrap();
+        config(&mut json);
+        let file = safetensors::SafeTensors::deserialize(&self.file).unwrap();
+        let mut tensors: HashMap<String, Owned> = HashMap::new();
+        for (name, view) in file.tensors() {
+            let mut owned = Owned { dtype: view.dtype(), shape: view.shape().to_vec(), data: view.data().to_vec() };
+            if tensor(&name, &mut owned) {
+                tensors.insert(name, owned);
+            }
+        }
+        let views = tensors.iter().map(|(name, owned)| (name.as_str(), owned.view()));
+        Self { config: json.to_string(), file: safetensors::serialize(views, None).unwrap() }
+    }
+
     /// Expands it into a directory in MLX's layout.
     pub fn unfold(&self) -> tempfile::TempDir {
         let dir = tempfile::tempdir().unwrap();
@@ -79,10 +95,10 @@ impl Folded {
     }
 }
 
-struct Owned {
-    dtype: safetensors::Dtype,
-    shape: Vec<usize>,
-    data: Vec<u8>,
+pub struct Owned {
+    pub dtype: safetensors::Dtype,
+    pub shape: Vec<usize>,
+    pub data: Vec<u8>,
 }
 
 impl Owned {

@@ -2,12 +2,10 @@
 //! level; since June 2026 they are in `dflash_config` and `rope_parameters`. Anything unsupported is refused here.
 
 use crate::{
-    error::{ModelError, StoreError},
-    model::config::{self, MOST, Table, refuse},
-    platform::read_small_file,
+    error::ModelError,
+    model::config::{self, JsonTable, refuse},
 };
 use serde_json::Value;
-use std::path::Path;
 
 /// Default rows of a block.
 const BLOCK: usize = 16;
@@ -84,19 +82,12 @@ fn architectures(json: &Value) -> impl Iterator<Item = &str> {
     json.get("architectures").and_then(Value::as_array).into_iter().flatten().filter_map(Value::as_str)
 }
 
-/// `config.json` of `dir`, parsed.
-pub fn read(dir: &Path) -> Result<Value, ModelError> {
-    let path = dir.join("config.json");
-    let text = read_small_file(&path, MOST).map_err(|source| StoreError::Io { path, source })?;
-    serde_json::from_slice(&text).map_err(|error| ModelError::Config(error.to_string()))
-}
-
 impl DflashConfig {
     /// Checks a parsed `config.json`, alone.
     pub fn new(json: &Value) -> Result<Self, ModelError> {
         let null = Value::Null;
-        let own = Table(json.get("dflash_config").unwrap_or(&null));
-        let top = Table(json);
+        let own = JsonTable(json.get("dflash_config").unwrap_or(&null));
+        let top = JsonTable(json);
         // The newer schema takes precedence.
         let table_of = |key: &str| if own.0.get(key).is_some_and(|value| !value.is_null()) { own } else { top };
         let has = |key: &str| table_of(key).0.get(key).is_some_and(|value| !value.is_null());
@@ -191,7 +182,7 @@ impl DflashConfig {
 }
 
 /// The RoPE base: from the top level, else from `rope_parameters`, else from `rope_scaling`.
-fn theta(top: Table<'_>) -> Result<f64, ModelError> {
+fn theta(top: JsonTable<'_>) -> Result<f64, ModelError> {
     let tables = ["rope_parameters", "rope_scaling"].map(|key| top.0.get(key).filter(|table| table.is_object()));
     for table in tables.into_iter().flatten() {
         match table.get("rope_type").or(table.get("type")).and_then(Value::as_str) {
@@ -211,7 +202,7 @@ fn theta(top: Table<'_>) -> Result<f64, ModelError> {
 }
 
 /// The window of each layer. `is_causal` applies to all of them. Without it, layers with a window are causal, others not.
-fn windows(top: Table<'_>, layers: usize) -> Result<Vec<AttentionWindow>, ModelError> {
+fn windows(top: JsonTable<'_>, layers: usize) -> Result<Vec<AttentionWindow>, ModelError> {
     let causal = match top.0.get("is_causal") {
         None | Some(Value::Null) => None,
         Some(_) => Some(top.flag("is_causal", false)?),
@@ -234,7 +225,12 @@ fn windows(top: Table<'_>, layers: usize) -> Result<Vec<AttentionWindow>, ModelE
 }
 
 /// The tapped layers. Default: evenly spaced between the second and the fourth from the end.
-fn taps(own: Table<'_>, top: Table<'_>, layers: usize, target_layers: Option<usize>) -> Result<Vec<usize>, ModelError> {
+fn taps(
+    own: JsonTable<'_>,
+    top: JsonTable<'_>,
+    layers: usize,
+    target_layers: Option<usize>,
+) -> Result<Vec<usize>, ModelError> {
     let ids = own.0.get("target_layer_ids").or(top.0.get("target_layer_ids")).filter(|ids| !ids.is_null());
     let Some(ids) = ids else {
         let Some(all) = target_layers.filter(|all| *all > 3) else {

@@ -26,7 +26,7 @@ use crate::{
     checkpoint::{Checkpoint, TrunkLoader, index::Index},
     device::{CpuDevice, Region},
     error::ModelError,
-    model::placement::adopt_weights,
+    model::{config::json, placement::adopt_weights},
     ops::{Backend, Cpu, Embedding, Linear, Weight},
     plan::DraftFootprint,
 };
@@ -45,7 +45,7 @@ pub struct DflashCheckpoint {
 impl DflashCheckpoint {
     /// Reads the headers in `dir`. Checks every name and shape, and that the draft is for `target`.
     pub fn new(dir: &Path, target: &crate::model::Config) -> Result<Self, ModelError> {
-        let config = DflashConfig::new(&config::read(dir)?)?;
+        let config = DflashConfig::new(&json(dir)?)?;
         config.check(target)?;
         let checkpoint = Checkpoint::open(Index::open(dir)?, &config.quantization)?;
         let weights = weights::measure(&checkpoint, &config)?;
