@@ -33,9 +33,8 @@ fn read(store: &ExpertStore, routes: &[(usize, Vec<u32>)]) -> [f64; 2] {
     let mut experts = 0;
     for (layer, ids) in routes {
         let choice = ExpertChoice { ids, k: ids.len(), logits: &[] };
-        let mut asked =
-            store.fetch(*layer, &choice, PassKind::Decode, &mut CpuTimeline).expect("experts that there are");
-        while asked.next(&mut CpuTimeline).expect("a read").is_some() {}
+        let mut asked = store.fetch(*layer, &choice, PassKind::Decode, &mut CpuTimeline).expect("the experts exist");
+        while asked.next(&mut CpuTimeline).expect("the read succeeds").is_some() {}
         experts += ids.len();
     }
     [processor() - used, begin.elapsed().as_secs_f64()].map(|seconds| seconds * 1e6 / experts as f64)
@@ -44,14 +43,15 @@ fn read(store: &ExpertStore, routes: &[(usize, Vec<u32>)]) -> [f64; 2] {
 fn main() {
     let mut args = std::env::args().skip(1).filter(|arg| arg != "--bench");
     let Some(dir) = args.next() else {
-        println!("checksum: no model given, nothing measured");
+        println!("checksum: no model given, nothing to measure");
         return;
     };
-    let mut number = |default| args.next().map_or(default, |text| text.parse().expect("a number"));
+    let mut number = |default| args.next().map_or(default, |text| text.parse().expect("ROUNDS and ROUTES are numbers"));
     let (rounds, count): (usize, usize) = (number(15), number(200));
-    let found = CheckpointInfo::unpacked(Path::new(&dir), &model::LoadOptions::default()).expect("a model");
+    let found =
+        CheckpointInfo::unpacked(Path::new(&dir), &model::LoadOptions::default()).expect("MODEL is a checkpoint");
     let open = |checks: bool| {
-        let pack = pack::find(Path::new(&dir), &found.experts, &found.files).expect("a pack");
+        let pack = pack::find(Path::new(&dir), &found.experts, &found.files).expect("MODEL has a pack");
         let pack_records = checks.then_some(pack.records);
         let options = Options { io: ReadMode::Direct, prefetch: Prefetch::Off, pack_records, ..Options::new(8) };
         ExpertStore::open(pack.files, pack.map, options, Metrics::new("bench", "cpu")).expect("the store opens")
@@ -101,5 +101,8 @@ fn main() {
     }
     let first = more.remove(0);
     more.sort_by(f64::total_cmp);
-    println!("more processor time for an expert: {first:.1} us when first read, {:.1} us later", more[more.len() / 2]);
+    println!(
+        "extra processor time for each expert: {first:.1} us on the first read, {:.1} us later",
+        more[more.len() / 2]
+    );
 }

@@ -191,7 +191,7 @@ impl Bench {
         group.finish();
         let rate = bytes as f64 / best;
         println!(
-            "{name}: at best {:.1} us, {:.2} GB/s, {:.0} % of memory\n",
+            "{name}: best {:.1} us, {:.2} GB/s, {:.0} % of memory\n",
             best * 1e6,
             rate / 1e9,
             100.0 * rate / self.memory
@@ -293,7 +293,7 @@ impl Bench {
         };
         for (index, bits) in all.iter().enumerate() {
             let (time, ratio) = (median(&|round| round[index]), median(&|round| round[0] / round[index]));
-            println!("{name}, {bits:?} bits: {:.1} us, 16 bits take {ratio:.3} times as long", time * 1e6);
+            println!("{name}, {bits:?} bits: {:.1} us, 16 bits take {ratio:.3} times this", time * 1e6);
         }
         println!();
         Ok(())
@@ -363,12 +363,13 @@ fn main() -> Result<()> {
     let (mut threads, mut filter, mut math) = (moestro::platform::os::physical_cores(), None, CpuArithmetic::Integer);
     while let Some(arg) = args.next() {
         match arg.as_str() {
-            "--threads" => threads = args.next().and_then(|text| text.parse().ok()).expect("a number of threads"),
+            "--threads" => threads = args.next().and_then(|text| text.parse().ok()).expect("--threads needs a number"),
             "--f32" => math = CpuArithmetic::F32,
             _ => filter = Some(arg),
         }
     }
-    let memory = memory_bandwidth(threads, 1 << 30, Duration::from_millis(500)).expect("memory");
+    let memory = memory_bandwidth(threads, 1 << 30, Duration::from_millis(500))
+        .expect("the memory benchmark allocates its buffer");
     println!("{threads} threads read {:.1} GB/s of memory\n", memory / 1e9);
     let criterion = Criterion::default().sample_size(20).warm_up_time(Duration::from_millis(300));
     let criterion = criterion.measurement_time(Duration::from_secs(1)).without_plots();

@@ -57,7 +57,7 @@ fn forward_pass_matches_reference() {
             let (off, mean) = (distance(&found.data, &expected), rms(&found.data, &expected));
             let all = rms(&expected, &exact);
             println!(
-                "{bits} bits, {math:?}: off by {off:.1e}, {mean:.1e}; what rounding does: {effect:.1e}, {all:.1e}"
+                "{bits} bits, {math:?}: off by {off:.1e}, mean {mean:.1e}; effect of rounding: {effect:.1e}, mean {all:.1e}"
             );
             // A value halfway between two integers may round to the other one, because f32 is not f64.
             assert!(mean < all / 8.0, "{bits} bits, {math:?}: {mean} of {all}");
@@ -71,7 +71,7 @@ fn eight_bit_answers_equal_sixteen_bit() {
     let mut models = [KvBits::Sixteen, KvBits::Eight].map(|bits| demo(bits, CpuArithmetic::Integer));
     let mut worst = [0f64; 2];
     let (mut sum, mut count) = (0.0, 0);
-    // The questions alone, and after so much other text that most positions are quantized.
+    // The questions alone, and after enough other text that most positions are quantized.
     for (place, before) in [0, 500].into_iter().enumerate() {
         for case in &cases {
             let ids = [&text(before)[..], &case.prompt_ids, &case.greedy_ids].concat();
@@ -93,7 +93,7 @@ fn eight_bit_answers_equal_sixteen_bit() {
     }
     let mean = sum / count as f64;
     println!(
-        "8 bits: log-probabilities within {:.2e}; behind 500 tokens within {:.2e}, mean {mean:.2e}",
+        "8 bits: log-probabilities within {:.2e}; after 500 tokens within {:.2e}, mean {mean:.2e}",
         worst[0], worst[1]
     );
     assert!(worst[0] <= BOUND && mean <= BOUND, "{worst:?} {mean}");

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# The NEON kernels on a machine without Arm: built for aarch64 Linux and run by qemu, the tests of ops on a processor with
-# `sdot` and on one without, then the golden ones. Emulation says what the bytes are, nothing about speed.
+# Tests the NEON kernels on a machine without Arm, built for aarch64 Linux and run by qemu: the tests of `ops` on a
+# processor with `sdot` and on one without, then the golden tests. Emulation checks bytes, not speed.
 #
-# tests/neon.sh build: only builds what the next call runs.
+# `tests/neon.sh build` only builds the tests.
 #
-# Needs (and installs none of) `rustup target add aarch64-unknown-linux-gnu`, aarch64-linux-gnu-gcc with its C library
+# Needs, but does not install, `rustup target add aarch64-unknown-linux-gnu`, aarch64-linux-gnu-gcc with its C library
 # (Debian: gcc-aarch64-linux-gnu libc6-dev-arm64-cross) and qemu-aarch64-static or qemu-aarch64 (qemu-user-static).
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -17,7 +17,7 @@ missing=()
 command -v aarch64-linux-gnu-gcc >/dev/null || missing+=(aarch64-linux-gnu-gcc)
 [ -d "$(rustc --print sysroot)/lib/rustlib/$target" ] || missing+=("rustup target $target")
 if [ ${#missing[@]} -gt 0 ]; then
-  printf 'neon.sh: not here: %s\n' "${missing[@]}" >&2
+  printf 'neon.sh: missing: %s\n' "${missing[@]}" >&2
   exit 2
 fi
 
@@ -32,7 +32,7 @@ if [ "${1:-}" = build ]; then
   exit
 fi
 
-# `max` has sdot, `cortex-a53` has not; a test says which kernels it found, so that neither is left out unseen.
+# `max` has sdot, `cortex-a53` does not. A test prints the kernels it found, so that neither is skipped silently.
 run max --lib ops:: -- --nocapture | tee >(cat >&2) | grep 'kernels: .*Dotprod' >/dev/null
 run cortex-a53 --lib ops:: -- --nocapture | tee >(cat >&2) | grep 'kernels: \[Scalar, Neon\]' >/dev/null
 run max --test golden

@@ -1,3 +1,5 @@
+//! Checks of this operation: GPU against CPU.
+
 use super::{
     Attention, AttentionShape, KvCache, KvFormat, KvWrite, PAGE, QkNormRope, RecentRing,
     kv_quant::{bits, dequantize_rows},

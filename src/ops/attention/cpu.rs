@@ -264,7 +264,7 @@ impl<T: KvElement> AttentionCall<'_, T> {
         }
     }
 
-    /// How many queries of `tokens` come before the block and see none of its keys.
+    /// The number of queries of `tokens` that come before the block and see none of its keys.
     fn queries_without_keys(&self, tokens: &Range<usize>, block: usize) -> usize {
         let blind = tokens.clone().take_while(|token| self.seen(*token, block).is_empty()).count();
         blind * self.group

@@ -221,7 +221,7 @@ pub(super) unsafe fn pv<const N: usize>(
     value_scales: &mut ValueScales,
 ) {
     let (dim, bits, stride) = (values.dim.min(MAX_HEAD_DIM), values.bits, values.row);
-    // SAFETY: passed on.
+    // SAFETY: guaranteed by the caller.
     unsafe { scales(values, rows, value_scales) };
     VALUE_TILE.with_borrow_mut(|tile| {
         let zero = _mm512_setzero_si512();

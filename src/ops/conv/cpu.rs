@@ -1,3 +1,5 @@
+//! The convolution on the CPU.
+
 use super::Conv;
 use crate::{
     device::DeviceError,
@@ -18,7 +20,10 @@ impl Conv<'_> {
         let (tokens, taps, shape, past) = (self.tokens, self.shape.conv_width, self.shape, self.past.rows);
         let (channels, width) = (shape.channels(), shape.width());
         if taps < 1 || self.weight.len != taps * channels * 4 {
-            return refuse(format!("conv: {} bytes of taps for {channels} channels", self.weight.len));
+            return refuse(format!(
+                "convolution weights of {} bytes do not fit {taps} x {channels} channels",
+                self.weight.len
+            ));
         }
         let (memory, threads) = (&cpu.memory, &cpu.compute.threads);
         let x = memory.floats(self.proj.floats(tokens * width));

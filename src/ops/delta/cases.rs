@@ -1,3 +1,5 @@
+//! Checks of this operation: GPU against CPU.
+
 use super::{Decay, DeltaNet, DeltaRule, DeltaShape, Replay};
 use crate::{
     device::DeviceError,

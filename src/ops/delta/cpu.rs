@@ -1,3 +1,5 @@
+//! The delta rule on the CPU.
+
 use super::{DeltaNet, DeltaRule, DeltaShape};
 use crate::{
     device::DeviceError,

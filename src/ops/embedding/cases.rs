@@ -1,3 +1,5 @@
+//! Checks of this operation: GPU against CPU.
+
 use super::{Embedding, dequantise};
 use crate::{
     device::DeviceError,

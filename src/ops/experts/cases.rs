@@ -1,3 +1,5 @@
+//! Checks of this operation: GPU against CPU.
+
 use super::{
     CombineExperts, ExpertGroup, ExpertSet, ExpertSlots, ExpertStack, Experts, MoeBuffers, MoeWeights, SharedExpert,
     swiglu,

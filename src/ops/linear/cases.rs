@@ -1,3 +1,5 @@
+//! Checks of this operation: GPU against CPU.
+
 use crate::{
     device::DeviceError,
     ops::{

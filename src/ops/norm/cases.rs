@@ -1,3 +1,5 @@
+//! Checks of this operation: GPU against CPU.
+
 use super::{normalise, rms_norm};
 use crate::{
     device::DeviceError,

@@ -53,7 +53,7 @@ impl ValueOrder {
     }
 }
 
-/// How activations are quantized for one weight format.
+/// The format of activations for one weight format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ActivationFormat {
     pub group: usize,
@@ -244,7 +244,7 @@ impl RowWriter {
     #[inline(always)]
     pub unsafe fn rows(&self, x: &[f32], rows: Range<usize>) {
         for row in rows {
-            // SAFETY: passed on.
+            // SAFETY: guaranteed by the caller.
             unsafe { self.write(row, 0, &x[row * self.cols..(row + 1) * self.cols]) };
         }
     }
@@ -299,7 +299,7 @@ wide! {
     }
 }
 
-/// How activations are quantized for this weight format; `None` if the product is f32.
+/// The format of activations for this weight format; `None` if the product is f32.
 pub(in crate::ops) fn format(math: CpuArithmetic, codes: WeightFormat) -> Option<ActivationFormat> {
     match (math, codes) {
         (CpuArithmetic::Integer, WeightFormat::Affine { bits, group, .. }) => Some(ActivationFormat::new(bits, group)),

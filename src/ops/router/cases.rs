@@ -1,3 +1,5 @@
+//! Checks of this operation: GPU against CPU.
+
 use super::Router;
 use crate::{
     device::DeviceError,

@@ -23,7 +23,7 @@ pub unsafe fn rows(
     outs: &[OutPtr],
     scratch: &mut SimdScratch,
 ) {
-    // SAFETY: passed on.
+    // SAFETY: guaranteed by the caller.
     unsafe { x86::rows::<Avx2>(weight, rows, inputs, outs, scratch) }
 }
 

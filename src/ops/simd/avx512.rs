@@ -24,7 +24,7 @@ pub unsafe fn rows(
     scratch: &mut SimdScratch,
 ) {
     let mut rows = rows;
-    // SAFETY: passed on.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         rows.start += match inputs.len() {
             2.. => gemm_avx512::rows(weight, rows.clone(), inputs, outs, scratch),

@@ -58,7 +58,7 @@ macro_rules! compiled_for {
             outs: &[OutPtr],
             scratch: &mut SimdScratch,
         ) {
-            // SAFETY: passed on.
+            // SAFETY: guaranteed by the caller.
             unsafe { float::rows::<$vector>(weight, rows, inputs, outs, scratch) }
         }
     };

@@ -37,7 +37,7 @@ pub unsafe fn rows(
     scratch: &mut SimdScratch,
 ) -> usize {
     let mut row = rows.start;
-    // SAFETY: the rows exist. The rest is passed on.
+    // SAFETY: the rows exist. The caller guarantees the rest.
     unsafe {
         while rows.end - row >= 2 * ROWS {
             block::<2>(weight, row, inputs, outs, &mut scratch.tiles);
@@ -65,7 +65,7 @@ unsafe fn block<const M: usize>(
     let few = inputs.len() <= FEW_INPUTS;
     let step = if few { LANES / 2 } else { groups };
     room(&mut tiles.lanes, if few { inputs.len() } else { 4 } * M * LANES);
-    // SAFETY: the rows exist, and the accumulators have been allocated. The rest is passed on.
+    // SAFETY: the rows exist, and the accumulators have been allocated. The caller guarantees the rest.
     unsafe {
         for tile in 0..M {
             fill_constants::<M>(weight, row + tile * ROWS, tiles, tile);
@@ -112,7 +112,7 @@ unsafe fn all_inputs<const M: usize>(
     for (index, (inputs, outs)) in inputs.chunks(4).zip(outs.chunks(4)).enumerate() {
         // If all groups are computed at once, every four inputs reuse the same accumulators.
         let at = if whole { 0 } else { index * 4 * M * LANES };
-        // SAFETY: passed on. There are as many outs as inputs, and accumulators for them.
+        // SAFETY: guaranteed by the caller. There are as many outs as inputs, and accumulators for them.
         unsafe {
             let lanes = tiles.lanes.as_mut_ptr().add(at);
             let groups = groups.clone();
@@ -233,7 +233,7 @@ fn accumulate(sums: [__m512i; 3], weights: [__m512; 2], inputs: [__m512; 2], lan
 #[inline]
 #[target_feature(enable = "avx512f")]
 unsafe fn broadcast(input: &QuantizedRow<'_>, group: usize) -> [__m512; 2] {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { [_mm512_set1_ps(*input.scale.get_unchecked(group)), _mm512_set1_ps(*input.sum.get_unchecked(group))] }
 }
 
@@ -255,6 +255,6 @@ unsafe fn finish(mut l: [__m512; LANES], groups: usize, global_scale: f32, to: *
     }
     let sum = |a: __m512, b: __m512| _mm512_add_ps(a, b);
     let total = sum(sum(sum(l[0], l[4]), sum(l[2], l[6])), sum(sum(l[1], l[5]), sum(l[3], l[7])));
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { _mm512_storeu_ps(to, _mm512_mul_ps(total, _mm512_set1_ps(global_scale))) };
 }

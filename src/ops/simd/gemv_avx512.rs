@@ -22,7 +22,7 @@ pub unsafe fn rows(
     outs: &[OutPtr],
     scratch: &mut SimdScratch,
 ) -> usize {
-    // SAFETY: passed on.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         match (weight.bits, weight.group) {
             // A group of 32 4-bit codes does not fill half a register.

@@ -61,7 +61,7 @@ pub unsafe fn product(
     outs: &[OutPtr],
 ) {
     SCRATCH.with_borrow_mut(|scratch| match AffineWeight::new(weight).filter(|_| integer) {
-        // SAFETY: passed on.
+        // SAFETY: guaranteed by the caller.
         Some(affine) => unsafe {
             match isa {
                 Isa::Scalar => scalar::rows(&affine, rows, inputs, outs, scratch),
@@ -75,7 +75,7 @@ pub unsafe fn product(
                 Isa::Dotprod => neon::rows_dotprod(&affine, rows, inputs, outs, scratch),
             }
         },
-        // SAFETY: passed on.
+        // SAFETY: guaranteed by the caller.
         None => unsafe {
             match isa {
                 #[cfg(target_arch = "x86_64")]

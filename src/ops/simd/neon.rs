@@ -27,7 +27,7 @@ pub unsafe fn rows(
     outs: &[OutPtr],
     scratch: &mut SimdScratch,
 ) {
-    // SAFETY: passed on. Every AArch64 processor has NEON.
+    // SAFETY: guaranteed by the caller. Every AArch64 processor has NEON.
     unsafe { all_rows::<Smull>(weight, rows, inputs, outs, scratch) }
 }
 
@@ -43,7 +43,7 @@ pub unsafe fn rows_dotprod(
     outs: &[OutPtr],
     scratch: &mut SimdScratch,
 ) {
-    // SAFETY: passed on.
+    // SAFETY: guaranteed by the caller.
     unsafe { all_rows::<Sdot>(weight, rows, inputs, outs, scratch) }
 }
 

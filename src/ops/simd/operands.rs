@@ -24,7 +24,7 @@ impl OutPtr {
     /// # Safety
     /// As for `add` of the pointer.
     pub unsafe fn add(self, count: usize) -> Self {
-        // SAFETY: passed on.
+        // SAFETY: guaranteed by the caller.
         Self(unsafe { self.0.add(count) })
     }
 }

@@ -38,7 +38,7 @@ pub(super) unsafe fn rows<D: GroupDot>(
     outs: &[OutPtr],
     scratch: &mut SimdScratch,
 ) {
-    // SAFETY: passed on.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         match (weight.bits, weight.group) {
             (4, 32) => rows_of::<D, 4, 32>(weight, rows, inputs, outs, scratch),

@@ -14,7 +14,7 @@ pub(super) unsafe fn transpose_bytes(at: *const u8, stride: usize) -> [__m512i; 
     let mut rows = [_mm512_setzero_si512(); 8];
     for row in 0..8 {
         let first = row / 4 * 8 + row % 4;
-        // SAFETY: passed on.
+        // SAFETY: guaranteed by the caller.
         let (low, high) = unsafe {
             let at = at.add(first * stride);
             (_mm256_loadu_si256(at.cast()), _mm256_loadu_si256(at.add(4 * stride).cast()))
@@ -40,7 +40,7 @@ pub(super) unsafe fn transpose_bytes(at: *const u8, stride: usize) -> [__m512i; 
 #[inline]
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
 pub(super) unsafe fn transpose_nibbles(at: *const u8, stride: usize) -> [__m512i; 8] {
-    // SAFETY: passed on.
+    // SAFETY: guaranteed by the caller.
     let words = unsafe { transpose_words(at, stride) };
     let mask = _mm512_set1_epi8(30);
     let mut out = [_mm512_setzero_si512(); 8];
@@ -60,7 +60,7 @@ pub(super) unsafe fn transpose_nibbles(at: *const u8, stride: usize) -> [__m512i
 unsafe fn transpose_words(at: *const u8, stride: usize) -> [__m512i; 4] {
     let mut rows = [_mm512_setzero_si512(); 4];
     for row in 0..4 {
-        // SAFETY: passed on.
+        // SAFETY: guaranteed by the caller.
         unsafe {
             let at = at.add(row * stride);
             let whole = _mm512_castsi128_si512(_mm_loadu_si128(at.cast()));
@@ -86,7 +86,7 @@ pub(super) unsafe fn scales(at: *const u8, stride: usize, to: &mut [[__m512; 2]]
     for (number, to) in to.chunks_mut(4).enumerate() {
         let at = at.wrapping_add(16 * number);
         let mut words = [_mm512_setzero_si512(); 4];
-        // SAFETY: passed on. Reads four words of a row, or as many as `to` has entries.
+        // SAFETY: guaranteed by the caller. Reads four words of a row, or as many as `to` has entries.
         unsafe {
             if to.len() == 4 {
                 words = transpose_words(at, stride);
@@ -120,10 +120,10 @@ fn transpose_quarters(v: [__m512i; 4]) -> [__m512i; 4] {
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
 pub(super) unsafe fn signed_bytes(at: *const u8, bits: usize) -> __m512i {
     if bits == 8 {
-        // SAFETY: passed on.
+        // SAFETY: guaranteed by the caller.
         return unsafe { _mm512_loadu_si512(at.cast()) };
     }
-    // SAFETY: passed on.
+    // SAFETY: guaranteed by the caller.
     let both = unsafe { _mm256_loadu_si256(at.cast()) };
     let (mask, high) = (_mm256_set1_epi8(15), _mm256_srli_epi16::<4>(both));
     let low = _mm512_castsi256_si512(_mm256_and_si256(both, mask));

@@ -1,3 +1,5 @@
+//! Tests of the AVX-512 kernels for quantized rows.
+
 use super::*;
 use crate::ops::simd::Isa;
 
