@@ -2,7 +2,7 @@
 
 use super::{
     CombineExperts, ExpertGroup, ExpertSet, Experts,
-    gemm::{ExpertJob, ExpertView, JobRows, compute},
+    feed_forward::{ExpertJob, ExpertView, JobRows, MAX_ASSIGNMENTS, compute},
 };
 use crate::{
     device::DeviceError,
@@ -13,9 +13,6 @@ use crate::{
         simd::{OutPtr, wide},
     },
 };
-
-/// Most assignments, besides one for each row, that are computed at once. Bounds the buffers between up and down.
-pub(in crate::ops) const MAX_ASSIGNMENTS: usize = 512;
 
 impl Experts<'_> {
     pub(in crate::ops) fn on_cpu(&self, cpu: &mut Cpu) -> Result<(), DeviceError> {

@@ -7,12 +7,11 @@
 
 mod cases;
 mod cpu;
-mod gemm;
+mod feed_forward;
 mod gpu;
 
 pub(super) use cases::cases;
-pub(in crate::ops) use cpu::MAX_ASSIGNMENTS;
-pub(in crate::ops) use gemm::{ExpertJob, ExpertScratch, ExpertView, JobRows, compute};
+pub(in crate::ops) use feed_forward::{ExpertJob, ExpertScratch, ExpertView, JobRows, MAX_ASSIGNMENTS, compute};
 pub use gpu::{Jobs, swiglu};
 
 use super::{Weight, WeightFormat};

@@ -29,6 +29,9 @@ const SLICE: usize = 128;
 /// Bytes of a down projection in one task.
 const TASK: usize = 64 << 10;
 
+/// Most assignments, besides one for each row, that are computed at once. Bounds the buffers between up and down.
+pub(in crate::ops) const MAX_ASSIGNMENTS: usize = 512;
+
 /// One expert. `gate` and `up` are `[I, H]`, `down` is `[H, I]`.
 #[derive(Clone, Copy)]
 pub(in crate::ops) struct ExpertView<'a> {
