@@ -1,4 +1,4 @@
-//! API tests: every endpoint over a real port, with a mock model that repeats its prompt or says a fixed answer.
+//! The HTTP API over a real port: every endpoint, with a mock model that gives a fixed answer or repeats its prompt.
 
 #[path = "api/admin.rs"]
 mod admin;
@@ -14,10 +14,10 @@ mod client;
 mod completions;
 #[path = "api/connections.rs"]
 mod connections;
+#[path = "api/continue_final.rs"]
+mod continue_final;
 #[path = "api/deadline.rs"]
 mod deadline;
-#[path = "api/forms.rs"]
-mod forms;
 #[path = "api/leave.rs"]
 mod leave;
 #[path = "api/malformed.rs"]
@@ -28,8 +28,8 @@ mod messages;
 mod models;
 #[path = "api/pages.rs"]
 mod pages;
-#[path = "api/prefill.rs"]
-mod prefill;
+#[path = "api/response_format.rs"]
+mod response_format;
 #[path = "api/responses.rs"]
 mod responses;
 #[path = "api/server.rs"]

@@ -1,8 +1,8 @@
-//! Requests, templates and models' answers that were changed at random: no panic, no abort, no 500 for a client's mistake, no
-//! answer that takes ten seconds, and no call of a tool whose arguments depend on how the stream was cut.
+//! Randomly mutated requests, templates and model answers. Nothing may panic, abort, take ten seconds, or answer a client's
+//! mistake with a 500, and the arguments of a tool call must not depend on how the stream was split.
 //!
-//! A run takes a few seconds; `MOESTRO_MUTATE_SECONDS=60` makes each loop go on for a minute, `MOESTRO_MUTATE_SEED=N` repeats
-//! what a failure has printed.
+//! A run takes a few seconds. `MOESTRO_MUTATE_SECONDS=60` runs each loop for a minute, `MOESTRO_MUTATE_SEED=N` repeats the seed
+//! that a failure printed.
 
 #[path = "api/client.rs"]
 mod client;
@@ -29,16 +29,16 @@ fn setting(name: &str) -> Option<u64> {
     env::var(name).ok()?.parse().ok()
 }
 
-/// Calls `once` with ever new randomness until the time is over; says how to repeat a failure.
+/// The first seed, and the time at which the loop ends.
 fn seeds() -> (u64, Instant) {
     let seed = setting("MOESTRO_MUTATE_SEED").unwrap_or(20_260_101);
     let seconds = setting("MOESTRO_MUTATE_SECONDS").unwrap_or(4);
     (seed, Instant::now() + Duration::from_secs(seconds))
 }
 
-/// Values at which programs err.
-fn odd(dice: &mut Dice) -> Value {
-    let odd = [
+/// Picks a value that often causes errors.
+fn odd_value(dice: &mut Dice) -> Value {
+    let values = [
         json!(null),
         json!(true),
         json!(0),
@@ -59,11 +59,11 @@ fn odd(dice: &mut Dice) -> Value {
         json!({"role": "tool", "content": [{"type": "text", "text": "x"}]}),
         json!(vec![1; 600]),
     ];
-    dice.pick(&odd).clone()
+    dice.pick(&values).clone()
 }
 
-/// Changes one place of a value: replaces, removes, doubles, or renames.
-fn change(value: &mut Value, dice: &mut Dice) {
+/// Mutates one place of a value: replaces, removes, duplicates or renames it.
+fn mutate_value(value: &mut Value, dice: &mut Dice) {
     let deeper = dice.below(4) > 0;
     match value {
         Value::Array(items) if deeper && !items.is_empty() => {
@@ -71,7 +71,7 @@ fn change(value: &mut Value, dice: &mut Dice) {
             match dice.below(6) {
                 0 => drop(items.remove(at)),
                 1 => items.push(items[at].clone()),
-                _ => change(&mut items[at], dice),
+                _ => mutate_value(&mut items[at], dice),
             }
         }
         Value::Object(fields) if deeper && !fields.is_empty() => {
@@ -79,23 +79,23 @@ fn change(value: &mut Value, dice: &mut Dice) {
             match dice.below(8) {
                 0 => drop(fields.remove(&name)),
                 1 => {
-                    let other = odd(dice).to_string();
+                    let other = odd_value(dice).to_string();
                     let value = fields.remove(&name).unwrap_or_default();
                     fields.insert(other, value);
                 }
-                _ => change(&mut fields[&name], dice),
+                _ => mutate_value(&mut fields[&name], dice),
             }
         }
-        other => *other = odd(dice),
+        other => *other = odd_value(dice),
     }
 }
 
-/// Put into bodies and templates.
-const SIGNS: [&[u8]; 10] =
+/// Pieces that are inserted into bodies and templates.
+const PIECES: [&[u8]; 10] =
     [b"{", b"[", b"\"", b"\\u", b"\\ud800", b"\xff", b"e999", b"}}", b"null,", b"{% for x in y %}"];
 
-/// Changes bytes: flips, cuts, doubles, inserts one of `pieces`.
-fn damage(bytes: &mut Vec<u8>, dice: &mut Dice, pieces: &[&[u8]]) {
+/// Mutates bytes: flips a bit, removes or repeats a range, or inserts one of `pieces`.
+fn mutate_bytes(bytes: &mut Vec<u8>, dice: &mut Dice, pieces: &[&[u8]]) {
     let at = dice.below(bytes.len() + 1);
     let end = (at + dice.below(12)).min(bytes.len());
     match dice.below(4) {
@@ -151,13 +151,13 @@ fn requests() -> Vec<(&'static str, Value)> {
         },
         "$defs": {"c": {"type": "array", "items": {"enum": ["x", null, 1.5]}, "minItems": 1, "maxItems": 2}},
     });
-    let form = json!({
+    let structured = json!({
         "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "enable_thinking": false,
         "response_format": {"type": "json_schema", "json_schema": {"name": "n", "strict": true, "schema": schema}},
     });
     vec![
         ("/v1/chat/completions", chat),
-        ("/v1/chat/completions", form),
+        ("/v1/chat/completions", structured),
         ("/v1/responses", responses),
         ("/v1/completions", json!({"prompt": ["Hello", "Bye"], "max_tokens": 2, "echo": true, "logprobs": 2, "n": 1})),
         ("/v1/completions", json!({"prompt": [[5, 6, 7], [8]], "max_tokens": 1, "stream": true})),
@@ -170,7 +170,7 @@ fn requests() -> Vec<(&'static str, Value)> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn requests_that_were_changed() {
+async fn mutated_requests_get_a_valid_status() {
     let server = Setup { says: Some("</think>\n\nHello."), ..Setup::default() }.start().await;
     let (mut seed, end) = seeds();
     let requests = requests();
@@ -178,16 +178,16 @@ async fn requests_that_were_changed() {
     while Instant::now() < end {
         let mut dice = Dice(seed);
         let (path, mut body) = dice.pick(&requests).clone();
-        (0..=dice.below(3)).for_each(|_| change(&mut body, &mut dice));
+        (0..=dice.below(3)).for_each(|_| mutate_value(&mut body, &mut dice));
         let mut bytes = body.to_string().into_bytes();
-        (0..dice.below(3)).for_each(|_| damage(&mut bytes, &mut dice, &SIGNS));
-        let asked = Instant::now();
+        (0..dice.below(3)).for_each(|_| mutate_bytes(&mut bytes, &mut dice, &PIECES));
+        let start = Instant::now();
         let answer = server.send("POST", path, &[], Some(&bytes)).await;
         let (status, text) = (answer.status, answer.text().await);
-        let told = || format!("seed {seed}: POST {path} {}\n{status} {text}", String::from_utf8_lossy(&bytes));
-        assert!([200, 400, 404, 413, 422].contains(&status), "{}", told());
-        assert!(asked.elapsed() < TOO_LONG, "{}", told());
-        assert!(status != 200 || !text.contains("\"server_error\""), "{}", told());
+        let failure = || format!("seed {seed}: POST {path} {}\n{status} {text}", String::from_utf8_lossy(&bytes));
+        assert!([200, 400, 404, 413, 422].contains(&status), "{}", failure());
+        assert!(start.elapsed() < TOO_LONG, "{}", failure());
+        assert!(status != 200 || !text.contains("\"server_error\""), "{}", failure());
         seed = seed.wrapping_add(1);
         count += 1;
     }
@@ -197,7 +197,7 @@ async fn requests_that_were_changed() {
 }
 
 #[test]
-fn templates_that_were_changed() {
+fn mutated_templates_never_panic() {
     let source = std::fs::read(demo().join("chat_template.jinja")).unwrap();
     let dir = tempfile::tempdir().unwrap();
     std::fs::write(dir.path().join("tokenizer_config.json"), "{}").unwrap();
@@ -213,10 +213,10 @@ fn templates_that_were_changed() {
     let (mut count, mut rendered) = (0, 0);
     while Instant::now() < end {
         let mut dice = Dice(seed);
-        let mut changed = source.clone();
-        (0..=dice.below(6)).for_each(|_| damage(&mut changed, &mut dice, &SIGNS));
-        std::fs::write(dir.path().join("chat_template.jinja"), &changed).unwrap();
-        let begun = Instant::now();
+        let mut mutated = source.clone();
+        (0..=dice.below(6)).for_each(|_| mutate_bytes(&mut mutated, &mut dice, &PIECES));
+        std::fs::write(dir.path().join("chat_template.jinja"), &mutated).unwrap();
+        let start = Instant::now();
         if let Ok(template) = Template::load(dir.path()) {
             let kwargs = Map::new();
             let conversation =
@@ -226,7 +226,7 @@ fn templates_that_were_changed() {
                 Err(error) => assert!(!error.to_string().contains("panicked"), "seed {seed}: {error}"),
             }
         }
-        assert!(begun.elapsed() < TOO_LONG, "seed {seed}");
+        assert!(start.elapsed() < TOO_LONG, "seed {seed}");
         seed = seed.wrapping_add(1);
         count += 1;
     }
@@ -234,12 +234,12 @@ fn templates_that_were_changed() {
     assert!(rendered > 0 && rendered < count);
 }
 
-/// The deltas of an answer that comes in these pieces: reasoning, content, and each call's name and arguments.
-fn read<'a>(tools: &[Value], pieces: impl IntoIterator<Item = &'a str>, cut: bool) -> Vec<[String; 2]> {
+/// Parses an answer that arrives in these pieces. Returns reasoning, content, and the name and arguments of each call.
+fn parse<'a>(tools: &[Value], pieces: impl IntoIterator<Item = &'a str>, cut: bool) -> Vec<[String; 2]> {
     let mut parser = Parser::new(true, tools);
     let mut deltas: Vec<Delta> = pieces.into_iter().flat_map(|piece| parser.push(piece)).collect();
     deltas.extend(parser.finish(cut));
-    let mut told: Vec<[String; 2]> = Vec::new();
+    let mut parsed: Vec<[String; 2]> = Vec::new();
     for delta in deltas {
         let (kind, text) = match delta {
             Delta::Reasoning(text) => ("reasoning".into(), text),
@@ -247,16 +247,16 @@ fn read<'a>(tools: &[Value], pieces: impl IntoIterator<Item = &'a str>, cut: boo
             Delta::ToolCall { index, name, .. } => (format!("{index}"), name + ">"),
             Delta::Arguments { index, json } => (format!("{index}"), json),
         };
-        match told.last_mut() {
+        match parsed.last_mut() {
             Some([last, before]) if *last == kind => before.push_str(&text),
-            _ => told.push([kind, text]),
+            _ => parsed.push([kind, text]),
         }
     }
-    told
+    parsed
 }
 
 #[test]
-fn answers_that_were_changed() {
+fn mutated_answers_parse_independently_of_splits() {
     const ANSWER: &str = "I look twice.\n</think>\n\nOne moment.\n\n<tool_call>\n<function=f>\n<parameter=s>\nOslo\n</parameter>\n\
         <parameter=n>\n-12\n</parameter>\n<parameter=o>\n{\"a\": [1, \"é\"]}\n</parameter>\n</function>\n</tool_call>\n\
         <tool_call>\n<function=f>\n<parameter=maybe>\nnull\n</parameter>\n</function>\n</tool_call>";
@@ -284,7 +284,7 @@ fn answers_that_were_changed() {
     while Instant::now() < end {
         let mut dice = Dice(seed);
         let mut bytes = ANSWER.as_bytes().to_vec();
-        (0..=dice.below(8)).for_each(|_| damage(&mut bytes, &mut dice, &TAGS));
+        (0..=dice.below(8)).for_each(|_| mutate_bytes(&mut bytes, &mut dice, &TAGS));
         let text = String::from_utf8_lossy(&bytes).into_owned();
         let (mut pieces, mut rest) = (Vec::new(), text.as_str());
         while !rest.is_empty() {
@@ -294,19 +294,19 @@ fn answers_that_were_changed() {
             rest = later;
         }
         for cut in [false, true] {
-            let whole = read(&tools, [text.as_str()], cut);
-            assert_eq!(read(&tools, pieces.iter().copied(), cut), whole, "seed {seed}: {text:?}");
+            let whole = parse(&tools, [text.as_str()], cut);
+            assert_eq!(parse(&tools, pieces.iter().copied(), cut), whole, "seed {seed}: {text:?}");
             let mut arguments = vec![String::new(); whole.len()];
             for [kind, text] in &whole {
                 if let Ok(index) = kind.parse::<usize>() {
                     arguments[index] += text;
                 }
             }
-            for told in arguments.iter().filter(|told| !cut && !told.is_empty()) {
-                // A name that was changed may have anything but the end of its tag.
-                let json = told.split_once('>').map(|(_, json)| json_numbers::quote_huge(json)).unwrap_or_default();
-                let read = serde_json::from_str::<Map<String, Value>>(&json);
-                assert!(read.is_ok(), "seed {seed}: {told:?} of {text:?}");
+            for call in arguments.iter().filter(|call| !cut && !call.is_empty()) {
+                // A mutated name may contain anything except the end of its tag.
+                let json = call.split_once('>').map(|(_, json)| json_numbers::quote_huge(json)).unwrap_or_default();
+                let object = serde_json::from_str::<Map<String, Value>>(&json);
+                assert!(object.is_ok(), "seed {seed}: {call:?} of {text:?}");
                 calls += 1;
             }
         }

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""A server under everything at once: python3 tests/soak.py BINARY [SECONDS, 300]
+"""Soak test of a server: python3 tests/soak.py BINARY [SECONDS, default 300]
 
-Chats, responses, messages, tools, schemas, clients that leave, nonsense, two models in turn, and SIGHUP, from eight clients.
-Greedy answers must be the same each time; memory, descriptors and threads must not grow; in the end SIGTERM under load must end
-the server in time with exit code 0.
+Eight clients send chats, responses, messages, tools, schemas and invalid requests, disconnect, alternate between two models and
+send SIGHUP. Greedy answers must not change. Memory, file descriptors and threads must not grow. At the end SIGTERM under load must
+stop the server in time with exit code 0.
 """
 import http.client, json, os, pathlib, random, shutil, signal, subprocess, sys, tempfile, threading, time
 
@@ -32,7 +32,7 @@ KINDS = {
     "messages": ("/v1/messages", {"messages": ASK, "max_tokens": 60}),
     "text": ("/v1/completions", {"prompt": "One, two, three,", "max_tokens": 20}),
 }
-NONSENSE = [b"{", b"[]", b'{"messages": 3}', b'{"messages": [], "max_tokens": -1}', b'{"messages": [{"role": "user"}]}', b"\xff\x00"]
+INVALID = [b"{", b"[]", b'{"messages": 3}', b'{"messages": [], "max_tokens": -1}', b'{"messages": [{"role": "user"}]}', b"\xff\x00"]
 
 
 def send(path, body, timeout=120):
@@ -41,8 +41,8 @@ def send(path, body, timeout=120):
     return connection
 
 
-def told(answer):
-    """The part of an answer that is the same each time."""
+def stable_part(answer):
+    """The part of an answer that must not change."""
     if "choices" in answer:
         choice = answer["choices"][0]
         message = choice.get("message", {})
@@ -53,7 +53,7 @@ def told(answer):
     return [block.get("text") for block in answer["content"]]
 
 
-right, counts, wrong, lock = {}, {}, [], threading.Lock()
+expected, counts, failures, lock = {}, {}, [], threading.Lock()
 
 
 def count(name):
@@ -64,9 +64,9 @@ def count(name):
 def once(dice):
     what = dice.random()
     if what < 0.1:
-        answer = send("/v1/chat/completions", dice.choice(NONSENSE)).getresponse()
+        answer = send("/v1/chat/completions", dice.choice(INVALID)).getresponse()
         assert answer.status == 400, answer.status
-        return count("nonsense")
+        return count("invalid")
     name = dice.choice(list(KINDS))
     path, body = KINDS[name]
     body = dict(body, temperature=0)
@@ -76,7 +76,7 @@ def once(dice):
     if what < 0.25:
         time.sleep(dice.random() * 0.05)
         connection.sock.close()
-        return count("left")
+        return count("disconnected")
     answer = connection.getresponse()
     text = answer.read().decode()
     assert answer.status == 200, f"{name}: {answer.status} {text}"
@@ -85,69 +85,70 @@ def once(dice):
         chunks = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
         result = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks if chunk["choices"])
     else:
-        result = told(json.loads(text))
+        result = stable_part(json.loads(text))
     if name == "responses":
-        # Up to a thousand are kept, 15 KB each: that is no leak, and would hide one.
+        # The server stores up to a thousand responses of 15 KB. They would hide a leak.
         connection.request("DELETE", "/v1/responses/" + json.loads(text)["id"])
         assert connection.getresponse().status == 200
     if name == "schema" and result[3] == "stop":
         assert isinstance(json.loads(result[1])["n"], int), result
     with lock:
-        assert right.setdefault(name, result) == result, f"{name}: {result}, and before {right[name]}"
+        assert expected.setdefault(name, result) == result, f"{name}: {result}, before: {expected[name]}"
     count(name)
 
 
 def client(number, end):
     dice = random.Random(number)
-    while time.time() < end and not wrong:
+    while time.time() < end and not failures:
         try:
             once(dice)
         except Exception as error:
             if time.time() < end:
-                wrong.append(f"client {number}: {error!r}")
+                failures.append(f"client {number}: {error!r}")
 
 
-def held():
+def usage():
+    """RSS in MiB, file descriptors and threads of the server."""
     proc = pathlib.Path(f"/proc/{server.pid}")
     status = dict(line.split(":", 1) for line in (proc / "status").read_text().splitlines())
     return int(status["VmRSS"].split()[0]) / 1024, len(list((proc / "fd").iterdir())), int(status["Threads"])
 
 
-def quiet():
-    """The figures when nobody asks and the model is gone."""
+def idle_usage():
+    """The usage after the model has been unloaded."""
     for _ in range(120):
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
         connection.request("GET", "/health")
         if json.load(connection.getresponse())["model"] is None:
             break
         time.sleep(0.5)
-    time.sleep(12)  # Threads that wait for work beside the asynchronous ones leave after ten seconds.
-    return held()
+    time.sleep(12)  # Idle blocking threads exit after ten seconds.
+    return usage()
 
 
 def run(end):
     clients = [threading.Thread(target=client, args=(number, end)) for number in range(8)]
     for each in clients:
         each.start()
-    while time.time() < end and not wrong:
+    while time.time() < end and not failures:
         time.sleep(5)
         server.send_signal(signal.SIGHUP)
     for each in clients:
         each.join(150)
         if each.is_alive():
-            wrong.append("a client hangs")
+            failures.append("a client hangs")
 
 
 try:
     run(time.time() + min(20, seconds / 4))
-    before = quiet()
+    before = idle_usage()
     run(time.time() + seconds)
-    after = quiet()
+    after = idle_usage()
     print("requests:", dict(sorted(counts.items())))
     print("loads:", (work / "log").read_text().count("loaded "))
     print("MiB, descriptors, threads when idle: %.1f, %d, %d before; %.1f, %d, %d after" % (*before, *after))
     if after[0] > before[0] * 1.1 + 2 or after[1] > before[1] + 2 or after[2] > before[2]:
-        wrong.append("something stays behind")
+        failures.append("memory, descriptors or threads grew")
     clients = [threading.Thread(target=client, args=(number, time.time() + 1), daemon=True) for number in range(8)]
     for each in clients:
         each.start()
@@ -155,12 +156,12 @@ try:
     server.send_signal(signal.SIGTERM)
     code = server.wait(20)
     if code != 0:
-        wrong.append(f"SIGTERM under load: exit code {code}")
+        failures.append(f"SIGTERM under load: exit code {code}")
 finally:
     server.kill()
-    if wrong:
+    if failures:
         print((work / "log").read_text()[-3000:], file=sys.stderr)
     shutil.rmtree(work)
-if wrong:
-    sys.exit("\n".join(wrong))
+if failures:
+    sys.exit("\n".join(failures))
 print("ok")

@@ -1,5 +1,6 @@
-//! Coding agents' requests, recorded from one turn of each (`claude -p`, `codex exec`) and shortened: every field and
-//! kind of block is there, the texts are others.
+//! Requests of coding agents, recorded from one turn of `claude -p` and `codex exec`.
+//!
+//! The recordings are shortened: every field and every kind of block is kept, the texts are replaced.
 
 use super::server::Server;
 use serde_json::{Value, json};
@@ -17,7 +18,7 @@ async fn stream(path: &str, body: &str) -> Vec<Value> {
 }
 
 #[tokio::test]
-async fn claude_code() {
+async fn claude_code_turn_calls_a_tool() {
     let body = include_str!("../fixtures/agents/claude-code.json");
     let events = stream("/v1/messages?beta=true", body).await;
     let delta = events.iter().find(|event| event["type"] == "message_delta").unwrap();
@@ -28,11 +29,11 @@ async fn claude_code() {
         async |body: &Value| server.ask("/v1/messages/count_tokens?beta=true", body).await["input_tokens"].clone();
     let before = count(&body).await;
     body["system"][0]["text"] = "x-anthropic-billing-header: cc_version=1.2.3; another=one;".into();
-    assert_eq!(count(&body).await, before, "the header changes with every turn and reaches no prompt");
+    assert_eq!(count(&body).await, before, "the billing header must not reach the prompt");
 }
 
 #[tokio::test]
-async fn codex() {
+async fn codex_turn_calls_a_namespaced_function() {
     let events = stream("/v1/responses", include_str!("../fixtures/agents/codex.json")).await;
     let response = &events.last().unwrap()["response"];
     assert_eq!(response["status"], "completed");

@@ -1,4 +1,4 @@
-//! Bodies that come compressed.
+//! Compressed request bodies.
 
 use super::server::{Server, Setup};
 use flate2::{Compression, write::GzEncoder};
@@ -23,7 +23,7 @@ fn question() -> Vec<u8> {
 }
 
 #[tokio::test]
-async fn gzip_is_inflated() {
+async fn gzip_body_is_decompressed() {
     let server = Server::saying("</think>\n\nHello.").await;
     for encoding in ["gzip", "GZIP", "x-gzip"] {
         let (code, answer) = status(&server, encoding, &gzip(&question())).await;
@@ -33,7 +33,7 @@ async fn gzip_is_inflated() {
 }
 
 #[tokio::test]
-async fn what_is_no_gzip_is_refused() {
+async fn invalid_encoding_is_refused() {
     let server = Server::saying("Hello.").await;
     let whole = gzip(&question());
     for body in [&question()[..], &whole[..whole.len() / 2], &[]] {
@@ -47,7 +47,7 @@ async fn what_is_no_gzip_is_refused() {
 }
 
 #[tokio::test]
-async fn a_small_body_that_becomes_a_large_one_is_refused() {
+async fn decompressed_size_is_limited() {
     let server = Setup { configure: |state| state.body_limit = 1 << 20, ..Setup::default() }.start().await;
     let bomb = gzip(&vec![b' '; 256 << 20]);
     assert!(bomb.len() < 1 << 20);
@@ -56,12 +56,15 @@ async fn a_small_body_that_becomes_a_large_one_is_refused() {
 }
 
 #[tokio::test]
-async fn the_memory_of_requests_holds_for_inflated_bytes() {
-    // Within the limit of bytes, beyond what requests may take of memory.
+async fn decompressed_bytes_count_as_request_memory() {
+    // The body is within the size limit but exceeds the memory of requests.
     let server = Setup { configure: |state| state.memory.set_plan(12 << 20), ..Setup::default() }.start().await;
     let body = gzip(&vec![b' '; 8 << 20]);
     assert!(body.len() < 64 << 10);
     let (code, answer) = status(&server, "gzip", &body).await;
     assert_eq!((code, &answer["error"]["code"]), (413, &json!("request_too_large")), "{answer}");
-    assert!(server.metrics.render().contains("moestro_memory_bytes{kind=\"requests\"} 0"), "it is given back");
+    assert!(
+        server.metrics.render().contains("moestro_memory_bytes{kind=\"requests\"} 0"),
+        "the memory must be released"
+    );
 }

@@ -29,12 +29,12 @@ fn tools() -> Value {
     json!({"tools": [{"type": "function", "function": {"name": "get_weather", "parameters": parameters}}]})
 }
 
-/// The parts of a stream's deltas, joined.
+/// Joins one field of all deltas of a stream.
 fn joined(chunks: &[Value], part: &str) -> String {
     chunks.iter().filter_map(|chunk| chunk["choices"][0]["delta"][part].as_str()).collect()
 }
 
-/// Checks the form of a stream.
+/// Checks ids, roles and finish reasons of a stream's chunks.
 fn check_stream(chunks: &[Value]) {
     let first = &chunks[0];
     let choices: Vec<_> = chunks.iter().filter(|chunk| chunk["choices"] != json!([])).collect();
@@ -50,26 +50,26 @@ fn check_stream(chunks: &[Value]) {
 }
 
 #[tokio::test]
-async fn an_answer_in_one_body() {
+async fn body_has_reasoning_and_content() {
     let server = Server::saying(THINKS).await;
     insta::assert_json_snapshot!(stable(server.ask(PATH, &question()).await));
 }
 
 #[tokio::test]
-async fn an_answer_as_a_stream() {
+async fn stream_has_one_chunk_per_token() {
     let server = Server::saying(THINKS).await;
     let body = with(question(), json!({"stream": true, "stream_options": {"include_usage": true}}));
     let chunks = server.stream(PATH, &body).await;
     check_stream(&chunks);
     assert_eq!(joined(&chunks, "reasoning_content"), "I need to compute 12 + 7. That is 19.");
     assert_eq!(joined(&chunks, "content"), "12 + 7 = 19.");
-    assert!(chunks.len() > 20, "a chunk a token");
+    assert!(chunks.len() > 20, "one chunk per token");
     let (first, last) = (chunks[..2].to_vec(), chunks[chunks.len() - 3..].to_vec());
     insta::assert_json_snapshot!([first, last].concat().into_iter().map(stable).collect::<Vec<_>>());
 }
 
 #[tokio::test]
-async fn a_stream_without_usage_does_not_mention_it() {
+async fn stream_without_include_usage_has_none() {
     let server = Server::saying(THINKS).await;
     let chunks = server.stream(PATH, &with(question(), json!({"stream": true}))).await;
     check_stream(&chunks);
@@ -77,7 +77,7 @@ async fn a_stream_without_usage_does_not_mention_it() {
 }
 
 #[tokio::test]
-async fn the_stream_says_what_the_body_says() {
+async fn stream_equals_body() {
     for says in [THINKS, CALLS, "</think>\n\nÄrger mit 日本語 und 🦀!", ""] {
         let server = Server::saying(says).await;
         let body = with(question(), tools());
@@ -94,7 +94,7 @@ async fn the_stream_says_what_the_body_says() {
 }
 
 #[tokio::test]
-async fn a_tool_call() {
+async fn tool_call_has_name_and_arguments() {
     let server = Server::saying(CALLS).await;
     let body = with(question(), tools());
     insta::assert_json_snapshot!("tool_call", stable(server.ask(PATH, &body).await));
@@ -113,7 +113,7 @@ async fn a_tool_call() {
 }
 
 #[tokio::test]
-async fn no_more_calls_than_were_allowed() {
+async fn parallel_tool_calls_limits_calls() {
     const TWICE: &str = "</think>\n\n<tool_call>\n<function=f>\n</function>\n</tool_call>\n<tool_call>\n<function=g>\n\
                          </function>\n</tool_call>";
     let server = Server::saying(TWICE).await;
@@ -130,7 +130,7 @@ async fn no_more_calls_than_were_allowed() {
 }
 
 #[tokio::test]
-async fn a_stop_string_ends_the_content_but_not_the_reasoning() {
+async fn stop_string_does_not_end_the_reasoning() {
     let server = Server::saying(THINKS).await;
     for (stop, content) in [
         (json!("= 1"), "12 + 7 "),
@@ -150,18 +150,18 @@ async fn a_stop_string_ends_the_content_but_not_the_reasoning() {
 }
 
 #[tokio::test]
-async fn what_could_have_become_a_stop_string_is_given_at_the_end() {
+async fn partial_stop_string_is_sent_at_end() {
     let server = Server::saying(THINKS).await;
     for limit in 1..50 {
-        let whole = with(question(), json!({"max_tokens": limit}));
-        let held = with(whole.clone(), json!({"stop": ["12 + 7 = 19!", "= 19?"]}));
-        let [whole, held] = [server.ask(PATH, &whole).await, server.ask(PATH, &held).await];
-        assert_eq!(held["choices"], whole["choices"], "{limit} tokens");
+        let plain = with(question(), json!({"max_tokens": limit}));
+        let stopped = with(plain.clone(), json!({"stop": ["12 + 7 = 19!", "= 19?"]}));
+        let [plain, stopped] = [server.ask(PATH, &plain).await, server.ask(PATH, &stopped).await];
+        assert_eq!(stopped["choices"], plain["choices"], "{limit} tokens");
     }
 }
 
 #[tokio::test]
-async fn a_stop_string_stops_the_engine() {
+async fn stop_string_stops_the_engine() {
     let server = Setup { says: Some(LONG), delay: Duration::from_millis(2), ..Setup::default() }.start().await;
     let body = with(question(), json!({"stop": "five"}));
     assert_eq!(server.ask(PATH, &body).await["choices"][0]["message"]["content"], "one two three four ");
@@ -174,7 +174,7 @@ const LONG: &str = "</think>\n\none two three four five six seven eight nine ten
                     eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen twenty, and that is all.";
 
 #[tokio::test]
-async fn a_limit_of_tokens_ends_it_with_length() {
+async fn max_tokens_finishes_with_length() {
     let server = Server::saying(THINKS).await;
     for limit in [json!({"max_tokens": 5}), json!({"max_completion_tokens": 5, "max_tokens": 50})] {
         let answer = server.ask(PATH, &with(question(), limit)).await;
@@ -189,7 +189,7 @@ async fn a_limit_of_tokens_ends_it_with_length() {
 }
 
 #[tokio::test]
-async fn log_probabilities_of_each_token() {
+async fn logprobs_list_every_content_token() {
     let server = Server::saying("</think>\n\n🦀 ok").await;
     let body = with(question(), json!({"logprobs": true, "top_logprobs": 3}));
     let answer = server.ask(PATH, &body).await;
@@ -202,7 +202,7 @@ async fn log_probabilities_of_each_token() {
     for entry in &entries {
         let top = entry["top_logprobs"].as_array().unwrap();
         assert_eq!(top.len(), 3);
-        assert_eq!(top[0]["token"], entry["token"], "greedy takes the likeliest");
+        assert_eq!(top[0]["token"], entry["token"], "greedy sampling takes the most likely token");
         assert!(entry["logprob"].as_f64().unwrap() <= 0.0);
     }
     let chunks = server.stream(PATH, &with(body, json!({"stream": true}))).await;
@@ -217,26 +217,26 @@ async fn log_probabilities_of_each_token() {
 }
 
 #[tokio::test]
-async fn thinking_is_switched_by_request_and_by_server() {
-    let asked = async |server: &Server, more: Value| {
+async fn request_overrides_server_thinking_setting() {
+    let prompt_tokens = async |server: &Server, more: Value| {
         let body = with(with(question(), json!({"max_tokens": 1})), more);
         server.ask(PATH, &body).await["usage"]["prompt_tokens"].as_u64().unwrap()
     };
     let server = Server::saying("Hello.").await;
-    let thinks = asked(&server, json!({})).await;
-    let silent = asked(&server, json!({"chat_template_kwargs": {"enable_thinking": false}})).await;
+    let thinks = prompt_tokens(&server, json!({})).await;
+    let silent = prompt_tokens(&server, json!({"chat_template_kwargs": {"enable_thinking": false}})).await;
     assert!(silent > thinks, "the template closes the reasoning in the prompt");
-    assert_eq!(asked(&server, json!({"enable_thinking": false})).await, silent);
+    assert_eq!(prompt_tokens(&server, json!({"enable_thinking": false})).await, silent);
     let off = Setup { says: Some("Hello."), thinking: Some(false), ..Setup::default() }.start().await;
-    assert_eq!(asked(&off, json!({})).await, silent);
-    assert_eq!(asked(&off, json!({"enable_thinking": true})).await, thinks);
+    assert_eq!(prompt_tokens(&off, json!({})).await, silent);
+    assert_eq!(prompt_tokens(&off, json!({"enable_thinking": true})).await, thinks);
     let answer = off.ask(PATH, &question()).await;
     assert_eq!(answer["choices"][0]["message"]["content"], "Hello.");
     assert_eq!(answer["usage"]["completion_tokens_details"]["reasoning_tokens"], 0);
 }
 
 #[tokio::test]
-async fn a_failure_of_the_model_is_a_500_or_ends_the_stream_with_an_error() {
+async fn model_failure_is_reported_and_degrades_health() {
     let server = Setup { says: Some(THINKS), fails_on: Some(" compute"), ..Setup::default() }.start().await;
     let answer = server.post(PATH, &question()).await;
     assert_eq!(answer.status, 500);
@@ -254,7 +254,7 @@ async fn a_failure_of_the_model_is_a_500_or_ends_the_stream_with_an_error() {
     let health = health.json().await;
     assert_eq!(health["status"], "degraded");
     assert!(health["reason"].as_str().unwrap().contains("told to fail"), "{health}");
-    // The prompt alone can still be read, and the storage is well again.
+    // A request that only evaluates its prompt succeeds, so the server is healthy again.
     let prompt = json!({"prompt": "Hello", "max_tokens": 0, "echo": true});
     assert_eq!(server.post("/v1/completions", &prompt).await.status, 200);
     assert_eq!(server.get("/health").await.json().await["status"], "ok");

@@ -21,13 +21,13 @@ fn ids(server: &Server, text: &str) -> Vec<u32> {
 }
 
 #[tokio::test]
-async fn an_answer_in_one_body() {
+async fn body_has_text_and_usage() {
     let server = mock().await;
     insta::assert_json_snapshot!(stable(server.ask(PATH, &json!({"prompt": TEXT, "max_tokens": 100})).await));
 }
 
 #[tokio::test]
-async fn sixteen_tokens_unless_more_are_asked_for() {
+async fn max_tokens_defaults_to_sixteen() {
     let server = Server::saying("one two three four five six seven eight nine ten eleven twelve thirteen").await;
     let answer = server.ask(PATH, &json!({"prompt": TEXT})).await;
     assert_eq!(answer["usage"]["completion_tokens"], 16);
@@ -35,7 +35,7 @@ async fn sixteen_tokens_unless_more_are_asked_for() {
 }
 
 #[tokio::test]
-async fn text_and_ids_and_several_of_them() {
+async fn prompt_may_be_text_or_ids() {
     let server = mock().await;
     let (first, second) = ("A fox.", "One two three.");
     let texts = async |prompt: Value| -> Vec<String> {
@@ -51,7 +51,7 @@ async fn text_and_ids_and_several_of_them() {
 }
 
 #[tokio::test]
-async fn more_prompts_than_the_queue_is_long() {
+async fn prompts_may_exceed_the_queue() {
     let server = Setup { max_queue: 1, ..Setup::default() }.start().await;
     let prompts: Vec<String> = (0..20).map(|n| format!("Number {n}.")).collect();
     let answer = server.ask(PATH, &json!({"prompt": prompts, "max_tokens": 50})).await;
@@ -62,7 +62,7 @@ async fn more_prompts_than_the_queue_is_long() {
 }
 
 #[tokio::test]
-async fn a_stream() {
+async fn stream_has_choices_in_order() {
     let server = mock().await;
     let body = json!({
         "prompt": [TEXT, "A fox."], "max_tokens": 50, "stream": true, "stream_options": {"include_usage": true},
@@ -72,10 +72,10 @@ async fn a_stream() {
     assert_eq!(last["choices"], json!([]));
     assert_eq!(last["usage"]["prompt_tokens"], last["usage"]["completion_tokens"]);
     for (index, text) in [(0, TEXT), (1, "A fox.")] {
-        let own: Vec<_> =
+        let chunks: Vec<_> =
             chunks.iter().map(|chunk| &chunk["choices"][0]).filter(|choice| choice["index"] == index).collect();
-        assert_eq!(own.iter().map(|choice| choice["text"].as_str().unwrap()).collect::<String>(), text);
-        let (end, before) = own.split_last().unwrap();
+        assert_eq!(chunks.iter().map(|choice| choice["text"].as_str().unwrap()).collect::<String>(), text);
+        let (end, before) = chunks.split_last().unwrap();
         assert_eq!(end["finish_reason"], "stop");
         assert!(before.iter().all(|choice| choice["finish_reason"].is_null()));
     }
@@ -83,7 +83,7 @@ async fn a_stream() {
 }
 
 #[tokio::test]
-async fn speculation_is_told_beside_the_usage() {
+async fn speculation_timings_accompany_the_usage() {
     let server = Setup { speculate: DraftPolicy::Force, ..Setup::default() }.start().await;
     let text = TEXT.repeat(3);
     let answer = server.ask(PATH, &json!({"prompt": [&text, &text], "max_tokens": 50})).await;
@@ -98,12 +98,12 @@ async fn speculation_is_told_beside_the_usage() {
     let (last, chunks) = chunks.split_last().unwrap();
     assert_eq!(counts(last).map(|count| 2 * count), [drafted, accepted]);
     assert!(chunks.iter().all(|chunk| chunk.get("timings").is_none()));
-    // Nothing was drafted, so nothing is told.
+    // Without drafted tokens there are no timings.
     assert!(server.ask(PATH, &json!({"prompt": "A fox.", "max_tokens": 1})).await.get("timings").is_none());
 }
 
 #[tokio::test]
-async fn an_echo_comes_before_the_answer() {
+async fn echo_precedes_the_answer() {
     let server = mock().await;
     let body = json!({"prompt": TEXT, "max_tokens": 50, "echo": true});
     assert_eq!(server.ask(PATH, &body).await["choices"][0]["text"], TEXT.repeat(2));
@@ -117,13 +117,13 @@ async fn an_echo_comes_before_the_answer() {
 }
 
 #[tokio::test]
-async fn log_probabilities_have_one_entry_a_token() {
+async fn logprobs_have_one_entry_per_token() {
     let server = mock().await;
     let answer = server.ask(PATH, &json!({"prompt": "A fox.", "max_tokens": 50, "logprobs": 2})).await;
     insta::assert_json_snapshot!(rounded(answer["choices"][0]["logprobs"].clone()));
 }
 
-/// Logarithms of another processor's library may differ in the last digit.
+/// Rounds numbers, because math libraries differ in the last digit.
 fn rounded(mut value: Value) -> Value {
     match &mut value {
         Value::Number(number) if number.is_f64() => return json!((number.as_f64().unwrap() * 1e3).round() / 1e3),
@@ -134,11 +134,11 @@ fn rounded(mut value: Value) -> Value {
     value
 }
 
-/// The log-likelihood request of lm-evaluation-harness: context and continuation as one prompt, one token more than it
-/// wants, and of each array of the answer `[ctxlen:-1]`.
+/// The request of lm-evaluation-harness: context and continuation form one prompt, one extra token is generated, and the
+/// harness reads `[ctxlen:-1]` of each array.
 #[tokio::test]
-async fn a_harness_can_score_a_continuation() {
-    // Before the second model the extra token is the one that ends the text.
+async fn evaluation_harness_scores_a_continuation() {
+    // For the second model the extra token is the one that ends the text.
     for server in [mock().await, Server::saying("").await] {
         for stream in [false, true] {
             score(&server, stream).await;
@@ -162,12 +162,12 @@ async fn score(server: &Server, stream: bool) {
         logprobs.iter().flat_map(|logprobs| logprobs[name].as_array().unwrap().clone()).collect()
     };
     let (tokens, top) = (column("token_logprobs"), column("top_logprobs"));
-    assert_eq!(tokens.len(), prompt.len() + 1, "one entry a prompt token and one for the extra token");
+    assert_eq!(tokens.len(), prompt.len() + 1, "one entry per prompt token and one for the extra token");
     assert_eq!(top.len(), tokens.len());
     assert_eq!(column("tokens").len(), tokens.len());
     assert!(tokens[0].is_null() && top[0].is_null());
     for ((token, logprob), top) in column("tokens").iter().zip(&tokens).zip(&top).skip(1) {
-        // To the last digit: a harness takes a token for greedy if its value is the greatest.
+        // Equal to the last digit: the harness treats a token as greedy if its value is the maximum.
         assert_eq!(top[token.as_str().unwrap()], *logprob);
         let best = top.as_object().unwrap().values().map(|value| value.as_f64().unwrap()).fold(f64::MIN, f64::max);
         assert!(logprob.as_f64().unwrap() <= best);
@@ -177,7 +177,7 @@ async fn score(server: &Server, stream: bool) {
 }
 
 #[tokio::test]
-async fn a_stop_string_cuts_text_and_log_probabilities_alike() {
+async fn stop_string_cuts_text_and_logprobs() {
     let server = mock().await;
     let body = json!({"prompt": TEXT, "max_tokens": 50, "logprobs": 0, "stop": [" is"]});
     let choice = server.ask(PATH, &body).await["choices"][0].clone();
@@ -189,7 +189,7 @@ async fn a_stop_string_cuts_text_and_log_probabilities_alike() {
 }
 
 #[tokio::test]
-async fn ids_must_be_tokens() {
+async fn invalid_token_ids_are_refused() {
     let server = mock().await;
     for prompt in [json!([VOCAB]), json!([-1]), json!([[1], [5_000_000_000i64]]), json!([1, 2.5])] {
         let answer = server.post(PATH, &json!({"prompt": prompt})).await;
@@ -199,7 +199,7 @@ async fn ids_must_be_tokens() {
 }
 
 #[tokio::test]
-async fn n_choices_to_each_prompt_stand_side_by_side() {
+async fn choices_of_a_prompt_are_adjacent() {
     let server = Server::saying(" and so on.").await;
     let body = |more: Value| {
         let mut body = json!({"prompt": ["One", "Two"], "max_tokens": 12, "seed": 7, "temperature": 2});
@@ -217,14 +217,14 @@ async fn n_choices_to_each_prompt_stand_side_by_side() {
     }
     let chunks = server.stream(PATH, &body(json!({"n": 2, "stream": true}))).await;
     for index in 0..4 {
-        let mine = chunks.iter().filter(|chunk| chunk["choices"][0]["index"] == index);
-        let text: String = mine.map(|chunk| chunk["choices"][0]["text"].as_str().unwrap()).collect();
+        let own = chunks.iter().filter(|chunk| chunk["choices"][0]["index"] == index);
+        let text: String = own.map(|chunk| chunk["choices"][0]["text"].as_str().unwrap()).collect();
         assert_eq!(text, choices[index / 2 * 3 + index % 2]["text"].as_str().unwrap());
     }
 }
 
 #[tokio::test]
-async fn a_stream_says_how_far_the_prompt_is_if_asked() {
+async fn stream_reports_progress_only_if_requested() {
     let server = Server::saying(" and so on.").await;
     let prompt = "one two three four five six seven eight nine ten ".repeat(6);
     let tokens = server.tokenizer.encode(&prompt).unwrap().len();
@@ -232,32 +232,32 @@ async fn a_stream_says_how_far_the_prompt_is_if_asked() {
     for (path, mut body) in [(PATH, json!({"prompt": prompt, "cache_prompt": false})), ("/v1/chat/completions", chat)] {
         body["stream"] = true.into();
         let chunks = server.stream(path, &body).await;
-        assert!(chunks.iter().all(|chunk| chunk.get("prompt_progress").is_none()), "only who asks is told");
+        assert!(chunks.iter().all(|chunk| chunk.get("prompt_progress").is_none()), "progress was not requested");
         body["return_progress"] = true.into();
         let chunks = server.stream(path, &body).await;
-        let told: Vec<&Value> = chunks.iter().filter_map(|chunk| chunk.get("prompt_progress")).collect();
-        let done: Vec<_> = told.iter().map(|told| told["processed"].as_u64().unwrap() as usize).collect();
-        let total = told[0]["total"].as_u64().unwrap() as usize;
+        let reports: Vec<&Value> = chunks.iter().filter_map(|chunk| chunk.get("prompt_progress")).collect();
+        let done: Vec<_> = reports.iter().map(|report| report["processed"].as_u64().unwrap() as usize).collect();
+        let total = reports[0]["total"].as_u64().unwrap() as usize;
         assert!(total >= tokens && done.len() == total.div_ceil(32), "{done:?}");
         assert!(done.is_sorted() && done.last() == Some(&total), "{done:?}");
-        assert_eq!(told[0]["cache"], 0);
-        // Without those chunks it is the same stream, but for its id.
-        assert!(chunks.iter().skip(told.len()).all(|chunk| chunk.get("prompt_progress").is_none()));
+        assert_eq!(reports[0]["cache"], 0);
+        // Progress comes before the first token.
+        assert!(chunks.iter().skip(reports.len()).all(|chunk| chunk.get("prompt_progress").is_none()));
     }
 }
 
 #[tokio::test]
-async fn progress_tells_the_time_in_milliseconds() {
+async fn progress_time_is_in_milliseconds() {
     let server = Setup { delay: Duration::from_millis(1), ..Setup::default() }.start().await;
     let body = json!({"prompt": vec![7; 80], "max_tokens": 1, "stream": true, "return_progress": true});
-    let asked = Instant::now();
+    let start = Instant::now();
     let chunks = server.stream(PATH, &body).await;
-    let most = asked.elapsed().as_millis() as u64;
-    let told: Vec<_> = chunks.iter().filter_map(|chunk| chunk.get("prompt_progress")).collect();
-    assert_eq!(told.len(), 3, "{told:?}");
-    for one in told {
-        // A token takes the model a millisecond at least, and nothing takes longer than the whole answer.
-        let [processed, time] = ["processed", "time_ms"].map(|name| one[name].as_u64().unwrap());
-        assert!(processed <= time && time <= most, "{one} within {most} ms");
+    let limit = start.elapsed().as_millis() as u64;
+    let reports: Vec<_> = chunks.iter().filter_map(|chunk| chunk.get("prompt_progress")).collect();
+    assert_eq!(reports.len(), 3, "{reports:?}");
+    for report in reports {
+        // The model takes at least a millisecond per token, and no step takes longer than the whole request.
+        let [processed, time] = ["processed", "time_ms"].map(|name| report[name].as_u64().unwrap());
+        assert!(processed <= time && time <= limit, "{report} within {limit} ms");
     }
 }

@@ -1,4 +1,4 @@
-//! Requests that are wrong, each of which gets a 4xx in OpenAI's shape, and a few that only look wrong.
+//! Invalid requests, which must get a 4xx with OpenAI's error object, and unusual requests that are valid.
 
 use super::server::{Server, Setup};
 use serde_json::{Value, json};
@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 const CHAT: &str = "/v1/chat/completions";
 const TEXT: &str = "/v1/completions";
 
-/// Sends `body` and returns the status and the error's `param`, after a look at the shape.
+/// Sends `body`, checks the shape of the error, and returns the status and the error's `param`.
 async fn refused(server: &Server, path: &str, body: &[u8]) -> (u16, Value) {
     let answer = server.send("POST", path, &[], Some(body)).await;
     let status = answer.status;
@@ -21,7 +21,7 @@ async fn refused(server: &Server, path: &str, body: &[u8]) -> (u16, Value) {
 }
 
 #[tokio::test]
-async fn what_is_not_a_request() {
+async fn invalid_json_is_refused() {
     let server = Server::saying("Hello.").await;
     for path in [CHAT, TEXT, "/tokenize", "/detokenize"] {
         for body in ["", "{", "null", "[]", "5", "\"text\"", "{\"messages\": [}", "not json", "\u{0}", "{} {}"] {
@@ -34,7 +34,7 @@ async fn what_is_not_a_request() {
 }
 
 #[tokio::test]
-async fn a_wrong_value_is_named() {
+async fn wrong_value_error_names_the_field() {
     let server = Server::saying("</think>\n\nHello.").await;
     let user = json!([{"role": "user", "content": "Hi"}]);
     let tool = |function: Value| json!([{"type": "function", "function": function}]);
@@ -142,11 +142,11 @@ async fn a_wrong_value_is_named() {
         assert_eq!(refused(&server, path, body.to_string().as_bytes()).await, (400, json!(param)), "{body}");
     }
     assert_eq!(server.engine.load(), (0, 0));
-    assert_eq!(server.evaluated(), 0, "nothing wrong reaches the model");
+    assert_eq!(server.evaluated(), 0, "an invalid request must not reach the model");
 }
 
 #[tokio::test]
-async fn what_looks_wrong_and_works() {
+async fn unusual_values_are_accepted() {
     let server = Server::saying("</think>\n\nHello.").await;
     for more in [
         json!({"temperature": null, "stop": null, "tools": null, "stream": null, "max_tokens": null, "n": null}),
@@ -168,14 +168,12 @@ async fn what_looks_wrong_and_works() {
 }
 
 #[tokio::test]
-async fn a_body_says_that_it_is_json() {
+async fn content_type_must_be_json() {
     let server = Server::saying("</think>\n\nHello.").await;
     let body = br#"{"messages": [{"role": "user", "content": "Hi"}]}"#;
-    for (kind, sent) in [
-        ("what curl -d sends", Some("application/x-www-form-urlencoded")),
-        ("a page", Some("text/plain")),
-        ("a blob", None),
-    ] {
+    for (kind, sent) in
+        [("curl -d", Some("application/x-www-form-urlencoded")), ("a web page", Some("text/plain")), ("a blob", None)]
+    {
         let headers: Vec<_> = sent.map(|sent| ("content-type", sent)).into_iter().collect();
         let length = body.len().to_string();
         let answer = server.bare("POST", CHAT, &[&headers[..], &[("content-length", &*length)]].concat(), body).await;
@@ -187,7 +185,7 @@ async fn a_body_says_that_it_is_json() {
 }
 
 #[tokio::test]
-async fn ten_megabytes_are_read_and_twenty_are_not() {
+async fn body_size_is_limited() {
     let server = Setup::default().start().await;
     let of = |megabytes: usize| "word ".repeat(megabytes << 20 >> 2);
     let chat = json!({"messages": [{"role": "user", "content": of(8)}]}).to_string();
@@ -201,7 +199,7 @@ async fn ten_megabytes_are_read_and_twenty_are_not() {
     assert_eq!(server.get("/health").await.status, 200);
 }
 
-/// What is looked for in every token of an answer takes more than its text.
+/// Searching for a stop string takes several times its length in memory.
 #[tokio::test]
 async fn long_stop_strings_count_as_memory() {
     let server = Setup { configure: |state| state.memory.set_plan(12 << 20), ..Setup::default() }.start().await;
@@ -213,9 +211,9 @@ async fn long_stop_strings_count_as_memory() {
     }
 }
 
-/// Long texts are tokenized piece by piece. A word is one piece, so a long one takes memory by its length.
+/// Text is tokenized piece by piece. A word is one piece, so its memory grows with its length.
 #[tokio::test]
-async fn a_long_word_is_refused_where_as_many_words_are_not() {
+async fn long_word_exceeds_request_memory() {
     let server = Setup { configure: |state| state.memory.set_plan(32 << 20), ..Setup::default() }.start().await;
     let text = |word: &str, bytes: usize| json!({"prompt": word.repeat(bytes / word.len())}).to_string();
     for text in [text("word ", 200_000), text("a", 30_000)] {
@@ -226,7 +224,7 @@ async fn a_long_word_is_refused_where_as_many_words_are_not() {
 }
 
 #[tokio::test]
-async fn a_prompt_over_the_context_is_refused_with_the_numbers() {
+async fn prompt_over_context_error_has_lengths() {
     let server = Setup { context: 64, ..Setup::default() }.start().await;
     let long = "one two three four five six seven eight ".repeat(20);
     for (path, body) in [
@@ -241,7 +239,7 @@ async fn a_prompt_over_the_context_is_refused_with_the_numbers() {
         assert_eq!(error["code"], "context_length_exceeded");
         assert!(error["message"].as_str().unwrap().contains("64 tokens"), "{error}");
     }
-    // Its length is enough to know: tokenizing it would end at the first piece, of 20 KB.
+    // The text is refused by its length alone: tokenizing would stop after the first piece of 20 KB.
     let error = server.post(TEXT, &json!({"prompt": "word ".repeat(400_000)})).await.json().await["error"].clone();
     let least = error["message"].as_str().and_then(|text| text.split("at least ").nth(1)?.split(' ').next());
     assert!(least.is_some_and(|least| least.parse::<usize>().unwrap() > 20 << 10), "{error}");

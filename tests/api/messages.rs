@@ -25,7 +25,7 @@ fn tools() -> Value {
     json!({"tools": [{"name": "get_weather", "input_schema": {"type": "object", "properties": properties}}]})
 }
 
-/// The events of a stream. Their names must be their types.
+/// Reads the events of a stream and checks that their names equal their types.
 async fn stream(server: &Server, body: &Value) -> Vec<Value> {
     let text = server.post(PATH, &with(body.clone(), json!({"stream": true}))).await.text().await;
     let events = text.split_terminator("\n\n").map(|event| {
@@ -37,8 +37,8 @@ async fn stream(server: &Server, body: &Value) -> Vec<Value> {
     events.collect()
 }
 
-/// The message that the events of a stream add up to, by Anthropic's rules.
-fn added_up(events: &[Value]) -> Value {
+/// Accumulates the events of a stream to a message, as Anthropic's SDKs do.
+fn accumulate(events: &[Value]) -> Value {
     assert_eq!(events[0]["type"], "message_start");
     let mut message = events[0]["message"].clone();
     let mut json = String::new();
@@ -99,14 +99,14 @@ fn without_ids(mut message: Value) -> Value {
 }
 
 #[tokio::test]
-async fn an_answer_in_one_body() {
+async fn body_has_content_blocks() {
     let server = Server::saying(THINKS).await;
     let answer = server.ask(PATH, &question()).await;
     assert!(answer["id"].as_str().unwrap().starts_with("msg_"));
     let answer = without_ids(answer);
     let (input, output) = (&answer["usage"]["input_tokens"], &answer["usage"]["output_tokens"]);
     assert!(input.as_u64() > Some(0) && output.as_u64() > Some(0));
-    let wanted = json!({
+    let expected = json!({
         "id": "ID", "type": "message", "role": "assistant", "model": "mock",
         "content": [
             {"type": "thinking", "thinking": "12 + 7 is 19.", "signature": "moestro"},
@@ -116,19 +116,19 @@ async fn an_answer_in_one_body() {
         "usage": {"input_tokens": input, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0,
                   "output_tokens": output, "service_tier": "standard"},
     });
-    assert_eq!(answer, wanted);
+    assert_eq!(answer, expected);
 }
 
 #[tokio::test]
-async fn the_stream_adds_up_to_the_body() {
+async fn accumulated_stream_equals_body() {
     const STRAY: &str = "</think>\n\n<tool_call>\n<function=get_weather>\nstray\n<parameter=city>\nParis\n</parameter>\n\
                          </function>\n</tool_call>\n<tool_call>\n<function=get_weather>\n</function>\n</tool_call>";
     for (says, stop) in [(THINKS, "end_turn"), (CALLS, "tool_use"), (STRAY, "tool_use"), ("", "end_turn")] {
         let server = Server::saying(says).await;
         let body = with(question(), tools());
         let mut whole = without_ids(server.ask(PATH, &body).await);
-        let mut streamed = without_ids(added_up(&stream(&server, &body).await));
-        // The second time the prompt's state was still there.
+        let mut streamed = without_ids(accumulate(&stream(&server, &body).await));
+        // The second request finds the prompt in the cache.
         for message in [&mut whole, &mut streamed] {
             let input = message["usage"]["input_tokens"].as_u64().unwrap();
             let cached = message["usage"]["cache_read_input_tokens"].as_u64().unwrap();
@@ -140,7 +140,7 @@ async fn the_stream_adds_up_to_the_body() {
 }
 
 #[tokio::test]
-async fn a_tool_is_called_and_its_result_read() {
+async fn tool_result_continues_the_conversation() {
     let server = Server::saying(CALLS).await;
     let body = with(question(), tools());
     let answer = server.ask(PATH, &body).await;
@@ -155,7 +155,7 @@ async fn a_tool_is_called_and_its_result_read() {
     turns.push(json!({"role": "user", "content": [result]}));
     assert_eq!(server.post(PATH, &next).await.status, 200);
 
-    // The same conversation in OpenAI's words has the same prompt.
+    // The same conversation in OpenAI's format has the same prompt.
     let function = json!({"name": "get_weather", "parameters": body["tools"][0]["input_schema"]});
     let arguments = call["input"].to_string();
     let calls = json!([{"id": "1", "type": "function", "function": {"name": "get_weather", "arguments": arguments}}]);
@@ -172,7 +172,7 @@ async fn a_tool_is_called_and_its_result_read() {
 }
 
 #[tokio::test]
-async fn why_an_answer_ended() {
+async fn stop_reason_names_the_cause() {
     let server = Server::saying(THINKS).await;
     let ended = async |more: Value| {
         let answer = server.ask(PATH, &with(question(), more)).await;
@@ -184,18 +184,22 @@ async fn why_an_answer_ended() {
 }
 
 #[tokio::test]
-async fn thinking_is_what_was_asked_for() {
+async fn thinking_is_off_unless_requested() {
     let server = Server::saying("Hello.").await;
     let mut body = question();
     let thinks = server.ask("/v1/messages/count_tokens", &body).await["input_tokens"].as_u64().unwrap();
     body.as_object_mut().unwrap().remove("thinking");
     let answer = server.ask(PATH, &body).await;
-    assert_eq!(answer["content"], json!([{"type": "text", "text": "Hello."}]), "as Anthropic has it: not unless asked");
+    assert_eq!(
+        answer["content"],
+        json!([{"type": "text", "text": "Hello."}]),
+        "Anthropic's API does not think by default"
+    );
     assert!(answer["usage"]["input_tokens"].as_u64().unwrap() > thinks, "the template closes the reasoning");
 }
 
 #[tokio::test]
-async fn a_billing_header_changes_nothing() {
+async fn billing_header_is_not_in_the_prompt() {
     let server = Server::saying("Hello.").await;
     let count = async |header: &str| {
         let system = json!([{"type": "text", "text": header}, {"type": "text", "text": "Be kind."}]);
@@ -208,7 +212,7 @@ async fn a_billing_header_changes_nothing() {
 }
 
 #[tokio::test]
-async fn errors_have_anthropics_shape() {
+async fn errors_have_anthropic_format() {
     let setup = Setup { says: Some(THINKS), api_key: Some("secret"), fails_on: Some(" 19"), ..Setup::default() };
     let server = setup.start().await;
     let key = ("x-api-key", "secret");
@@ -240,7 +244,7 @@ async fn errors_have_anthropics_shape() {
 }
 
 #[tokio::test]
-async fn errors_name_the_fields_that_were_sent() {
+async fn errors_use_anthropic_field_names() {
     let server = Server::saying(THINKS).await;
     let schema = json!({"type": "object", "properties": {"a": {"not": {}}}});
     let tool = json!({"name": "f", "input_schema": {"type": "object", "properties": {"a": {"type": "strnig"}}}});
@@ -263,21 +267,21 @@ async fn errors_name_the_fields_that_were_sent() {
 }
 
 #[tokio::test]
-async fn a_stream_pings_how_far_the_prompt_is_if_asked() {
+async fn stream_reports_progress_only_if_requested() {
     let server = Server::saying(THINKS).await;
     let content = "one two three four five six seven eight nine ten ".repeat(6);
     let body = with(question(), json!({"messages": [{"role": "user", "content": content}]}));
-    let told = |events: &[Value]| events.iter().filter(|event| event.get("prompt_progress").is_some()).count();
+    let reports = |events: &[Value]| events.iter().filter(|event| event.get("prompt_progress").is_some()).count();
     let quiet = stream(&server, &body).await;
     let events = stream(&server, &with(body, json!({"return_progress": true, "system": "Anew."}))).await;
-    assert_eq!((told(&quiet), told(&events) > 2), (0, true));
+    assert_eq!((reports(&quiet), reports(&events) > 2), (0, true));
     let last = events.iter().filter_map(|event| event.get("prompt_progress")).next_back().unwrap();
     assert_eq!(last["processed"], last["total"]);
-    added_up(&events);
+    accumulate(&events);
 }
 
 #[tokio::test]
-async fn a_number_beyond_a_double_is_told_by_its_digits() {
+async fn huge_number_keeps_its_digits() {
     const BIG: &str = "</think>\n\n<tool_call>\n<function=get_weather>\n<parameter=days>\n1e999\n</parameter>\n\
                        </function>\n</tool_call>";
     let server = Server::saying(BIG).await;
@@ -287,7 +291,7 @@ async fn a_number_beyond_a_double_is_told_by_its_digits() {
         "name": "get_weather", "parameters": tools()["tools"][0]["input_schema"]}}]});
     let message = server.ask("/v1/chat/completions", &chat).await["choices"][0]["message"].clone();
     assert_eq!(message["tool_calls"][0]["function"]["arguments"], "{\"days\":1e999}");
-    // It can be sent back.
+    // The message can be sent back.
     let mut next = chat.clone();
     next["messages"].as_array_mut().unwrap().push(message);
     assert_eq!(server.post("/v1/chat/completions", &next).await.status, 200);

@@ -26,7 +26,7 @@ fn tools() -> Value {
     json!({"tools": [{"type": "function", "name": "get_weather", "parameters": parameters}]})
 }
 
-/// The events of a stream. Their names must be their types, and their numbers run from 0.
+/// Reads the events of a stream. Checks that their names equal their types and that their numbers start at 0.
 async fn stream(server: &Server, body: &Value) -> Vec<Value> {
     let text = server.post(PATH, &with(body.clone(), json!({"stream": true}))).await.text().await;
     let events = text.split_terminator("\n\n").enumerate().map(|(number, event)| {
@@ -45,7 +45,7 @@ fn kinds(events: &[Value]) -> Vec<&str> {
     kinds
 }
 
-/// A response without what differs from run to run.
+/// Removes ids, times and usage, which differ from run to run.
 fn stable(mut response: Value) -> Value {
     for name in ["id", "created_at", "completed_at", "usage"] {
         response[name] = Value::Null;
@@ -60,7 +60,7 @@ fn stable(mut response: Value) -> Value {
 }
 
 #[tokio::test]
-async fn an_answer_in_one_body() {
+async fn body_has_output_items() {
     let server = Server::saying(THINKS).await;
     let answer = server.ask(PATH, &with(question(), json!({"metadata": {"a": "b"}, "temperature": 0.5}))).await;
     assert!(answer["id"].as_str().unwrap().starts_with("resp_"));
@@ -85,10 +85,10 @@ async fn an_answer_in_one_body() {
 }
 
 #[tokio::test]
-async fn events_come_in_their_order() {
+async fn events_have_the_documented_order() {
     let server = Server::saying(CALLS).await;
     let events = stream(&server, &with(question(), tools())).await;
-    let wanted = [
+    let expected = [
         "response.created",
         "response.in_progress",
         "response.output_item.added",
@@ -109,12 +109,12 @@ async fn events_come_in_their_order() {
         "response.output_item.done",
         "response.completed",
     ];
-    assert_eq!(kinds(&events), wanted);
+    assert_eq!(kinds(&events), expected);
     let parts: Vec<_> =
         events.iter().filter(|event| event.get("part").is_some()).map(|event| &event["part"]["type"]).collect();
     assert_eq!(parts, ["reasoning_text", "reasoning_text", "output_text", "output_text"]);
     let texts = events.iter().filter(|event| event["type"] == "response.output_text.delta").count();
-    assert!(texts > 1, "text comes as it is said: {texts}");
+    assert!(texts > 1, "text must be streamed: {texts}");
     for (index, kind) in ["reasoning", "message", "function_call"].iter().enumerate() {
         let of: Vec<_> = events.iter().filter(|event| event["output_index"] == index).collect();
         assert_eq!((&of[0]["item"]["type"], &of[0]["item"]["status"]), (&json!(kind), &json!("in_progress")));
@@ -129,7 +129,7 @@ async fn events_come_in_their_order() {
 }
 
 #[tokio::test]
-async fn the_stream_ends_with_the_body() {
+async fn last_event_contains_the_body() {
     const STRAY: &str = "</think>\n\n<tool_call>\n<function=get_weather>\nstray\n<parameter=city>\nParis\n</parameter>\n\
                          </function>\n</tool_call>\n<tool_call>\n<function=get_weather>\n</function>\n</tool_call>";
     for says in [THINKS, CALLS, STRAY, ""] {
@@ -144,7 +144,7 @@ async fn the_stream_ends_with_the_body() {
 }
 
 #[tokio::test]
-async fn a_limit_of_tokens_leaves_it_incomplete() {
+async fn max_output_tokens_leaves_response_incomplete() {
     let server = Server::saying(THINKS).await;
     let body = with(question(), json!({"max_output_tokens": 3}));
     let answer = server.ask(PATH, &body).await;
@@ -154,17 +154,17 @@ async fn a_limit_of_tokens_leaves_it_incomplete() {
 }
 
 #[tokio::test]
-async fn reasoning_may_be_told_as_its_summary_and_kept_by_the_client() {
+async fn encrypted_reasoning_can_be_sent_back() {
     let server = Server::saying(THINKS).await;
-    let asked = json!({"reasoning": {"summary": "auto"}, "include": ["reasoning.encrypted_content"], "store": false});
-    let events = stream(&server, &with(question(), asked)).await;
+    let fields = json!({"reasoning": {"summary": "auto"}, "include": ["reasoning.encrypted_content"], "store": false});
+    let events = stream(&server, &with(question(), fields)).await;
     assert!(kinds(&events).contains(&"response.reasoning_summary_text.delta"));
     assert!(!kinds(&events).contains(&"response.reasoning_text.delta"));
     let item = events.last().unwrap()["response"]["output"][0].clone();
     assert_eq!(item["summary"], json!([{"type": "summary_text", "text": "12 + 7 is 19."}]));
 
-    // A client that keeps only what it cannot read still brings the reasoning back.
-    let kept =
+    // A client that keeps only the encrypted content sends the reasoning back with it.
+    let reasoning =
         json!({"type": "reasoning", "id": item["id"], "summary": [], "encrypted_content": item["encrypted_content"]});
     let call = json!({"type": "function_call", "call_id": "1", "name": "get_weather", "arguments": "{}"});
     let output = json!({"type": "function_call_output", "call_id": "1", "output": "sunny"});
@@ -173,12 +173,12 @@ async fn reasoning_may_be_told_as_its_summary_and_kept_by_the_client() {
         server.ask(PATH, &body).await["usage"]["input_tokens"].as_u64().unwrap()
     };
     let user = json!({"role": "user", "content": "Hi"});
-    let with_it = count(vec![user.clone(), kept, call.clone(), output.clone()]).await;
-    assert!(with_it > count(vec![user, call, output]).await);
+    let with_reasoning = count(vec![user.clone(), reasoning, call.clone(), output.clone()]).await;
+    assert!(with_reasoning > count(vec![user, call, output]).await);
 }
 
 #[tokio::test]
-async fn a_response_goes_on_from_another() {
+async fn response_continues_a_stored_response() {
     let server = Server::saying(CALLS).await;
     let first = server.ask(PATH, &with(question(), tools())).await;
     let call = first["output"].as_array().unwrap().iter().find(|item| item["type"] == "function_call").unwrap();
@@ -188,14 +188,14 @@ async fn a_response_goes_on_from_another() {
     let second = server.ask(PATH, &next).await;
     assert_eq!(second["previous_response_id"], first["id"]);
 
-    // The same as sending everything again.
+    // Equal to sending all items again.
     let mut items = vec![json!({"role": "user", "content": "What is 12+7?"})];
     items.extend(first["output"].as_array().unwrap().clone());
     items.push(output.clone());
     let again = server.ask(PATH, &with(tools(), json!({"input": items, "store": false}))).await;
     assert_eq!(again["usage"]["input_tokens"], second["usage"]["input_tokens"]);
 
-    // And the same prompt as in the words of chat completions.
+    // Equal to the same conversation in chat completions.
     let arguments = call["arguments"].as_str().unwrap();
     let function = json!({"name": "get_weather", "parameters": tools()["tools"][0]["parameters"]});
     let calls = json!([{"id": "1", "type": "function", "function": {"name": "get_weather", "arguments": arguments}}]);
@@ -216,12 +216,12 @@ async fn a_response_goes_on_from_another() {
     assert_eq!(server.send("DELETE", &path, &[], None).await.status, 404);
     let refused = server.post(PATH, &next).await;
     assert_eq!((refused.status, refused.json().await["error"]["param"].clone()), (404, json!("previous_response_id")));
-    let unkept = format!("{PATH}/{}", again["id"].as_str().unwrap());
-    assert_eq!(server.get(&unkept).await.status, 404, "it was asked not to be kept");
+    let not_stored = format!("{PATH}/{}", again["id"].as_str().unwrap());
+    assert_eq!(server.get(&not_stored).await.status, 404, "the request has store: false");
 }
 
 #[tokio::test]
-async fn a_response_may_go_on_without_anything_new() {
+async fn response_continues_without_new_input() {
     let server = Server::saying(THINKS).await;
     let first = server.ask(PATH, &question()).await;
     let second = server.ask(PATH, &json!({"previous_response_id": first["id"]})).await;
@@ -231,7 +231,7 @@ async fn a_response_may_go_on_without_anything_new() {
 }
 
 #[tokio::test]
-async fn what_is_wrong_is_named() {
+async fn invalid_request_error_names_the_field() {
     let server = Server::saying(THINKS).await;
     for (body, param) in [
         (json!({}), "input"),
@@ -253,7 +253,7 @@ async fn what_is_wrong_is_named() {
 }
 
 #[tokio::test]
-async fn a_failure_of_the_model_ends_the_stream() {
+async fn model_failure_ends_the_stream() {
     let server = Setup { says: Some(THINKS), fails_on: Some(" 19"), ..Setup::default() }.start().await;
     assert_eq!(server.post(PATH, &question()).await.status, 500);
     let events = stream(&server, &question()).await;
@@ -263,7 +263,7 @@ async fn a_failure_of_the_model_ends_the_stream() {
 }
 
 #[tokio::test]
-async fn errors_name_the_fields_that_were_sent() {
+async fn errors_use_responses_field_names() {
     let server = Server::saying(THINKS).await;
     let schema = json!({"type": "object", "properties": {"a": {"not": {}}}});
     let named = json!({"type": "json_schema", "name": "n", "strict": true, "schema": schema});
@@ -287,19 +287,19 @@ async fn errors_name_the_fields_that_were_sent() {
 }
 
 #[tokio::test]
-async fn a_stream_says_how_far_the_prompt_is_if_asked() {
+async fn stream_reports_progress_only_if_requested() {
     let server = Server::saying(THINKS).await;
     let body = json!({"input": "one two three four five six seven eight nine ten ".repeat(6)});
     let quiet = stream(&server, &body).await;
     assert!(!kinds(&quiet).contains(&"response.prompt_progress"));
     let events = stream(&server, &with(body, json!({"return_progress": true, "instructions": "Anew."}))).await;
-    let told: Vec<_> = events.iter().filter_map(|event| event.get("prompt_progress")).collect();
-    assert!(told.len() > 2 && told.last().unwrap()["processed"] == told[0]["total"], "{told:?}");
+    let reports: Vec<_> = events.iter().filter_map(|event| event.get("prompt_progress")).collect();
+    assert!(reports.len() > 2 && reports.last().unwrap()["processed"] == reports[0]["total"], "{reports:?}");
 }
 
 #[tokio::test]
-async fn what_is_sent_back_counts_as_memory_again() {
-    // Once it fits into the requests' memory; with its translation and the answer that tells it again it does not.
+async fn echoed_request_fields_count_as_memory() {
+    // The body alone fits into the memory of requests. With its translation and its copy in the answer it does not.
     let configure = |state: &mut ServerState| state.memory.set_plan(12 << 20);
     let server = Setup { says: Some(THINKS), configure, ..Setup::default() }.start().await;
     let body = |bytes: usize| with(question(), json!({"user": "x".repeat(bytes)}));

@@ -1,6 +1,7 @@
-"""pydantic-ai and instructor against a running server with the demo model, beside the objects of schemas.py: text, streaming, a tool
-in a loop of thirty turns with the history sent back (with its reasoning and without), errors, and a client that leaves. Objects are
-all that instructor asks for, so errors are the rest of it.
+"""Checks a running server with the demo model through pydantic-ai and instructor.
+
+Covers text, streaming, errors, a client that disconnects, and a tool loop of thirty turns that sends the history back with and
+without its reasoning. Structured objects are in schemas.py, so only the errors of instructor are checked here.
 
     python agents.py http://127.0.0.1:5413/v1
 """
@@ -50,7 +51,7 @@ async def text():
         answer = await agent(kind).run(SUM)
         assert answer.output == ANSWER, answer.output
         thought = [part for part in answer.all_messages()[-1].parts if isinstance(part, ThinkingPart)]
-        # Reasoning without a summary is kept apart, to be sent back.
+        # The library stores reasoning without a summary in provider_details, to send it back.
         assert any("19" in part.content + str(part.provider_details) for part in thought), answer.all_messages()
 
 
@@ -83,7 +84,7 @@ async def cancellation():
         await asyncio.to_thread(idle)
 
 
-async def loop(kind, keeps):
+async def loop(kind, keeps_reasoning):
     calls = 0
     weather = agent(kind)
 
@@ -99,13 +100,13 @@ async def loop(kind, keeps):
         answer = await weather.run(f"What is the weather in {CITIES[turn % len(CITIES)]}?", message_history=history)
         assert "<tool_call" not in answer.output and "<function" not in answer.output, answer.output
         history = answer.all_messages()
-        if not keeps:
-            history = [without_thoughts(message) for message in history]
+        if not keeps_reasoning:
+            history = [without_reasoning(message) for message in history]
     assert calls > 0
     return f"{calls} calls in {TURNS} turns"
 
 
-def without_thoughts(message):
+def without_reasoning(message):
     return dataclasses.replace(message, parts=[part for part in message.parts if not isinstance(part, ThinkingPart)])
 
 
@@ -113,7 +114,7 @@ class Word(BaseModel):
     word: str
 
 
-async def by_instructor():
+async def instructor_errors():
     client = instructor.from_openai(OPENAI, mode=instructor.Mode.JSON_SCHEMA)
     messages = [{"role": "user", "content": SUM}]
     try:
@@ -127,15 +128,15 @@ async def by_instructor():
 async def main():
     checks = [(check.__name__, check) for check in (text, streamed, errors, cancellation)]
     for kind in KINDS:
-        checks.append((f"loop: {kind.__name__}, with its reasoning", lambda kind=kind: loop(kind, True)))
-        checks.append((f"loop: {kind.__name__}, without", lambda kind=kind: loop(kind, False)))
-    checks.append(("instructor: errors", by_instructor))
+        checks.append((f"loop: {kind.__name__}, with reasoning", lambda kind=kind: loop(kind, True)))
+        checks.append((f"loop: {kind.__name__}, without reasoning", lambda kind=kind: loop(kind, False)))
+    checks.append(("instructor: errors", instructor_errors))
     failed = 0
     for name, check in checks:
-        began = time.monotonic()
+        start = time.monotonic()
         try:
-            told = await check()
-            print(f"ok      {name} ({told or ''}{', ' if told else ''}{time.monotonic() - began:.1f} s)")
+            note = await check()
+            print(f"ok      {name} ({note or ''}{', ' if note else ''}{time.monotonic() - start:.1f} s)")
         except Exception as error:
             failed += 1
             print(f"FAILED  {name}: {type(error).__name__}: {str(error)[:600]}")

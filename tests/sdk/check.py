@@ -1,8 +1,8 @@
-"""The official OpenAI SDK against a running server with the demo model.
+"""Checks a running server with the demo model through the official OpenAI SDK.
 
     python check.py http://127.0.0.1:5413/v1
 
-Checks what the demo model was trained to say, greedily, so every answer has one right form.
+Sampling is greedy and the demo model was trained on these answers, so every answer has one correct text.
 """
 
 import json
@@ -15,7 +15,7 @@ from openai import OpenAI
 
 BASE = sys.argv[1]
 ROOT = BASE.removesuffix("/v1")
-# No retries: a 5xx here is a failure, not a hiccup.
+# Without retries, so that a single 5xx fails the check.
 client = OpenAI(base_url=BASE, api_key="unused", max_retries=0, timeout=60)
 MODEL = client.models.list().data[0].id
 
@@ -53,8 +53,8 @@ def ask(messages, **more):
     return client.chat.completions.create(model=MODEL, messages=messages, temperature=0, **more)
 
 
-def equal(found, wanted):
-    assert found == wanted, f"{found!r} instead of {wanted!r}"
+def equal(found, expected):
+    assert found == expected, f"{found!r} instead of {expected!r}"
 
 
 def chat():
@@ -100,24 +100,24 @@ def stream():
 
 
 def streams_as_it_generates():
-    """Tokens come one by one: the first long before the last."""
-    began, times = time.monotonic(), []
+    """Tokens arrive one by one: the first long before the last."""
+    start, times = time.monotonic(), []
     for chunk in ask([{"role": "user", "content": "Tell me a story about an owl."}], stream=True, max_tokens=100):
-        times.append(time.monotonic() - began)
+        times.append(time.monotonic() - start)
     assert len(times) > 30, len(times)
     assert times[0] < times[-1] / 2, (times[0], times[-1])
 
 
-def prefill():
-    """The answer goes on from the assistant's last message, in its content or its reasoning."""
+def continue_final_message():
+    """The answer continues the last assistant message, in its content or its reasoning."""
     last = {"role": "assistant", "content": "12 + 7 ="}
     more = {"continue_final_message": True, "add_generation_prompt": False}
     equal(ask(SUM + [last], extra_body=more).choices[0].message.content, " 19.")
     whole = ask(SUM).choices[0].message.reasoning_content
-    begun = whole.index(" 12")
-    last = {"role": "assistant", "content": "", "reasoning_content": whole[:begun]}
+    cut = whole.index(" 12")
+    last = {"role": "assistant", "content": "", "reasoning_content": whole[:cut]}
     answer = ask(SUM + [last], extra_body=more).choices[0].message
-    equal((answer.reasoning_content, answer.content), (whole[begun:], "12 + 7 = 19."))
+    equal((answer.reasoning_content, answer.content), (whole[cut:], "12 + 7 = 19."))
 
 
 def tool_call():
@@ -192,7 +192,7 @@ def completions():
 
 
 def harness():
-    """A log-likelihood as lm-evaluation-harness asks for it: the right continuation is the likelier, and greedy."""
+    """Scores continuations as lm-evaluation-harness does: the correct one is more likely, and greedy."""
 
     def tokens(text):
         body = json.dumps({"prompt": text}).encode()
@@ -246,7 +246,7 @@ def errors():
 
 
 def cancellation():
-    """A client that leaves frees the engine at once."""
+    """A client that disconnects frees the engine at once."""
     stream = ask([{"role": "user", "content": "Tell me a story."}], stream=True)
     next(iter(stream))
     stream.close()
@@ -260,7 +260,7 @@ def cancellation():
 
 def main():
     checks = [
-        models, chat, without_thinking, conversation, stream, streams_as_it_generates, prefill, tool_call, tool_call_streamed,
+        models, chat, without_thinking, conversation, stream, streams_as_it_generates, continue_final_message, tool_call, tool_call_streamed,
         logprobs, stop_and_limits, seeded, completions, harness, errors, cancellation,
     ]
     failed = 0

@@ -1,4 +1,4 @@
-// The libraries of OpenAI, Anthropic and Vercel for Node against a running server with the demo model.
+// Checks a running server with the demo model through the Node libraries of OpenAI, Anthropic and Vercel.
 //
 //     node clients.mjs http://127.0.0.1:5413/v1
 
@@ -30,7 +30,7 @@ const SCHEMA = {
   required: ['city'],
 };
 const NAME = 'get_weather';
-const WHAT = 'Get the current weather of a city.';
+const DESCRIPTION = 'Get the current weather of a city.';
 const WORD = {
   type: 'object',
   properties: { word: { enum: ['a', 'b'] } },
@@ -40,17 +40,17 @@ const WORD = {
 const question = (turn) => `What is the weather in ${CITIES[turn % CITIES.length]}?`;
 const user = (content) => ({ role: 'user', content });
 
-/** In every other turn the tool must be called: in the others the model may, and after thousands of tokens it forgets to. */
-const must = (turn, step, word = 'required') => (turn % 2 && step === 0 ? word : 'auto');
+/** Requires the tool in every other turn, because after thousands of tokens the demo model no longer calls it by itself. */
+const toolChoice = (turn, step, word = 'required') => (turn % 2 && step === 0 ? word : 'auto');
 
 let calls = 0;
 
-/** Nobody computes for a client that has left. */
+/** Waits until the engine is idle: a disconnected client must not keep it busy. */
 async function idle() {
   for (let i = 0; i < 100; i++) {
     const { requests } = await (await fetch(`${root}/health`)).json();
     if (requests.running === 0 && requests.queued === 0) return;
-    await new Promise((later) => setTimeout(later, 20));
+    await new Promise((resolve) => setTimeout(resolve, 20));
   }
   assert.fail('the engine is still busy');
 }
@@ -62,8 +62,8 @@ async function openaiChat() {
   const stream = openai.chat.completions.stream({ model, messages, temperature: 0 });
   assert.equal((await stream.finalChatCompletion()).choices[0].message.content, ANSWER);
   await assert.rejects(openai.chat.completions.create({ model, messages: [] }), OpenAI.BadRequestError);
-  const left = await openai.chat.completions.create({ model, messages: [user('Tell me a story.')], stream: true });
-  for await (const _ of left) break;
+  const aborted = await openai.chat.completions.create({ model, messages: [user('Tell me a story.')], stream: true });
+  for await (const _ of aborted) break;
   await idle();
   assert.match(answer.choices[0].message.reasoning_content, /19/);
   const form = { type: 'json_schema', json_schema: { name: 'word', strict: true, schema: WORD } };
@@ -72,13 +72,13 @@ async function openaiChat() {
 }
 
 async function openaiChatLoop(keeps) {
-  const tools = [{ type: 'function', function: { name: NAME, description: WHAT, parameters: SCHEMA } }];
+  const tools = [{ type: 'function', function: { name: NAME, description: DESCRIPTION, parameters: SCHEMA } }];
   const messages = [];
   for (let turn = 0; turn < TURNS; turn++) {
     messages.push(user(question(turn)));
     for (let step = 0; step < 2; step++) {
-      const ask = { model, messages, tools, tool_choice: must(turn, step), temperature: 0 };
-      // The library's stream keeps only the last piece of a field that it does not know.
+      const ask = { model, messages, tools, tool_choice: toolChoice(turn, step), temperature: 0 };
+      // The stream of the library keeps only the last delta of unknown fields such as reasoning_content.
       const answer = keeps
         ? (await openai.chat.completions.create(ask)).choices[0].message
         : (await openai.chat.completions.stream(ask).finalChatCompletion()).choices[0].message;
@@ -105,18 +105,18 @@ async function openaiResponses() {
   const format = { type: 'json_schema', name: 'word', strict: true, schema: WORD };
   const word = await openai.responses.create({ model, input: SUM, text: { format } });
   assert.ok(['a', 'b'].includes(JSON.parse(word.output_text).word));
-  const left = await openai.responses.create({ model, input: 'Tell me a story.', stream: true });
-  for await (const _ of left) break;
+  const aborted = await openai.responses.create({ model, input: 'Tell me a story.', stream: true });
+  for await (const _ of aborted) break;
   await idle();
 }
 
 async function openaiResponsesLoop(keeps) {
-  const tools = [{ type: 'function', name: NAME, description: WHAT, parameters: SCHEMA, strict: false }];
+  const tools = [{ type: 'function', name: NAME, description: DESCRIPTION, parameters: SCHEMA, strict: false }];
   const input = [];
   for (let turn = 0; turn < TURNS; turn++) {
     input.push(user(question(turn)));
     for (let step = 0; step < 2; step++) {
-      const ask = { model, input, tools, tool_choice: must(turn, step), temperature: 0, store: false };
+      const ask = { model, input, tools, tool_choice: toolChoice(turn, step), temperature: 0, store: false };
       const stream = openai.responses.stream(ask);
       const answer = await stream.finalResponse();
       input.push(...answer.output.filter((item) => keeps || item.type !== 'reasoning'));
@@ -139,9 +139,9 @@ async function anthropicMessages() {
   assert.deepEqual(final.content.map((block) => block.type), ['thinking', 'text']);
   assert.equal(final.content[1].text, ANSWER);
   await assert.rejects(anthropic.messages.create({ ...ask, messages: [] }), Anthropic.BadRequestError);
-  const left = anthropic.messages.stream({ ...ask, messages: [user('Tell me a story.')] });
-  for await (const _ of left) break;
-  left.abort();
+  const aborted = anthropic.messages.stream({ ...ask, messages: [user('Tell me a story.')] });
+  for await (const _ of aborted) break;
+  aborted.abort();
   await idle();
   const output_config = { format: { type: 'json_schema', schema: WORD } };
   const word = await anthropic.messages.create({ ...ask, output_config });
@@ -151,12 +151,12 @@ async function anthropicMessages() {
 }
 
 async function anthropicLoop(keeps) {
-  const tools = [{ name: NAME, description: WHAT, input_schema: SCHEMA }];
+  const tools = [{ name: NAME, description: DESCRIPTION, input_schema: SCHEMA }];
   const messages = [];
   for (let turn = 0; turn < TURNS; turn++) {
     messages.push(user(question(turn)));
     for (let step = 0; step < 2; step++) {
-      const tool_choice = { type: must(turn, step, 'any') };
+      const tool_choice = { type: toolChoice(turn, step, 'any') };
       const ask = { model, max_tokens: 2000, messages, tools, tool_choice, thinking: { type: 'adaptive' } };
       const answer = await anthropic.messages.stream(ask).finalMessage();
       const content = answer.content.filter((block) => keeps || block.type !== 'thinking');
@@ -182,11 +182,11 @@ async function vercel() {
     assert.equal((await generateText(ask)).text, ANSWER, name);
     assert.equal(await streamText(ask).text, ANSWER, name);
   }
-  const thought = await generateText({ model: providers.compatible, prompt: SUM, temperature: 0, maxRetries: 0 });
-  assert.match(thought.reasoningText, /19/);
+  const reasoned = await generateText({ model: providers.compatible, prompt: SUM, temperature: 0, maxRetries: 0 });
+  assert.match(reasoned.reasoningText, /19/);
 }
 
-/** Objects, errors, and a client that leaves. */
+/** Objects, errors, and a client that disconnects. */
 async function vercelMore() {
   const schema = z.object({ word: z.enum(['a', 'b']) });
   for (const [name, provider] of Object.entries(providers)) {
@@ -203,7 +203,7 @@ async function vercelMore() {
   }
 }
 
-const unthought = (message) =>
+const withoutReasoning = (message) =>
   Array.isArray(message.content)
     ? { ...message, content: message.content.filter((part) => part.type !== 'reasoning') }
     : message;
@@ -211,7 +211,7 @@ const unthought = (message) =>
 async function vercelLoop(name, keeps) {
   const tools = {
     get_weather: tool({
-      description: WHAT,
+      description: DESCRIPTION,
       inputSchema: z.object({ city: z.string().describe('Name of the city') }),
       execute: async ({ city }) => {
         assert.equal(typeof city, 'string');
@@ -224,10 +224,10 @@ async function vercelLoop(name, keeps) {
   for (let turn = 0; turn < TURNS; turn++) {
     messages.push(user(question(turn)));
     const ask = { model: providers[name], messages, tools, temperature: 0, maxRetries: 0, stopWhen: stepCountIs(2) };
-    const prepareStep = ({ stepNumber }) => ({ toolChoice: must(turn, stepNumber) });
+    const prepareStep = ({ stepNumber }) => ({ toolChoice: toolChoice(turn, stepNumber) });
     const { response, text } = await generateText({ ...ask, prepareStep });
     assert.doesNotMatch(text, /<tool_call|<function|think>/);
-    messages = messages.concat(keeps ? response.messages : response.messages.map(unthought));
+    messages = messages.concat(keeps ? response.messages : response.messages.map(withoutReasoning));
   }
 }
 
@@ -235,7 +235,7 @@ const checks = [openaiChat, openaiResponses, anthropicMessages, vercel, vercelMo
 const loops = [true, false].flatMap((keeps) => [
   ...[openaiChatLoop, openaiResponsesLoop, anthropicLoop].map((loop) => ({ name: loop.name, run: () => loop(keeps) })),
   ...Object.keys(providers).map((name) => ({ name: `vercelLoop, ${name}`, run: () => vercelLoop(name, keeps) })),
-].map(({ name, run }) => ({ name: `${name}, ${keeps ? 'with its reasoning' : 'without'}`, run })));
+].map(({ name, run }) => ({ name: `${name}, ${keeps ? 'with reasoning' : 'without reasoning'}`, run })));
 let failed = 0;
 for (const check of [...checks.map((run) => ({ name: run.name, run })), ...loops]) {
   calls = 0;

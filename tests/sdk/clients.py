@@ -1,5 +1,6 @@
-"""Other clients' libraries against a running server with the demo model: OpenAI's Responses, Anthropic's Messages, LiteLLM and
-LangChain, each with text, streaming, a tool, an error, and an agent's loop of thirty turns.
+"""Checks a running server with the demo model through OpenAI's Responses, Anthropic's Messages, LiteLLM and LangChain.
+
+Each library is checked with text, streaming, a tool, an error, and an agent loop of thirty turns.
 
     python clients.py http://127.0.0.1:5413/v1
 """
@@ -10,7 +11,7 @@ import sys
 import time
 import urllib.request
 
-os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # Or it asks the network for prices.
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # Otherwise it downloads a price list.
 
 import anthropic
 import litellm
@@ -33,21 +34,21 @@ SCHEMA = {
     "properties": {"city": {"type": "string", "description": "Name of the city"}},
     "required": ["city"],
 }
-NAME, WHAT = "get_weather", "Get the current weather of a city."
-CHAT_TOOL = {"type": "function", "function": {"name": NAME, "description": WHAT, "parameters": SCHEMA}}
-TOOL = {"type": "function", "name": NAME, "description": WHAT, "parameters": SCHEMA}
-ANTHROPIC_TOOL = {"name": NAME, "description": WHAT, "input_schema": SCHEMA}
+NAME, DESCRIPTION = "get_weather", "Get the current weather of a city."
+CHAT_TOOL = {"type": "function", "function": {"name": NAME, "description": DESCRIPTION, "parameters": SCHEMA}}
+TOOL = {"type": "function", "name": NAME, "description": DESCRIPTION, "parameters": SCHEMA}
+ANTHROPIC_TOOL = {"name": NAME, "description": DESCRIPTION, "input_schema": SCHEMA}
 CITIES = ["Paris", "Oslo", "Rome", "Madrid", "Berlin", "Vienna", "Lisbon", "Athens", "Dublin", "Cairo"]
 TURNS = 30
 RESULT = json.dumps({"sky": "sunny", "temperature": 21})
 
 
-def equal(found, wanted):
-    assert found == wanted, f"{found!r} instead of {wanted!r}"
+def equal(found, expected):
+    assert found == expected, f"{found!r} instead of {expected!r}"
 
 
 def idle():
-    """The engine is free: nobody computes for a client that has left."""
+    """Waits until the engine is idle: a disconnected client must not keep it busy."""
     for _ in range(100):
         health = json.load(urllib.request.urlopen(ROOT + "/health"))
         if health["requests"]["running"] == health["requests"]["queued"] == 0:
@@ -60,8 +61,8 @@ def question(turn):
     return f"What is the weather in {CITIES[turn % len(CITIES)]}?"
 
 
-def must(turn, step, word="required"):
-    """In every other turn the tool must be called: in the others the model may, and after thousands of tokens it forgets to."""
+def tool_choice(turn, step, word="required"):
+    """Requires the tool in every other turn, because after thousands of tokens the demo model no longer calls it by itself."""
     return word if turn % 2 and step == 0 else "auto"
 
 
@@ -115,26 +116,26 @@ def responses_errors():
 
 
 def responses_progress():
-    """An event that the library does not know, for those who ask: it goes past the others."""
+    """The library ignores the progress events, which are our extension."""
     with OPENAI.responses.stream(model=MODEL, input=SUM, temperature=0, extra_body={"return_progress": True}) as stream:
         kinds = [event.type for event in stream]
         equal(stream.get_final_response().output_text, ANSWER)
     assert "response.prompt_progress" in kinds, kinds
 
 
-def responses_loop(keeps):
-    """`keeps`: the server keeps the history; otherwise its answers are sent back, with their reasoning or without."""
+def responses_loop(history_kind):
+    """`history_kind`: stored on the `server`, or sent back with `all` items or with the `text` but not the reasoning."""
     history, previous = [], None
     for turn in range(TURNS):
         step = [{"role": "user", "content": question(turn)}]
         for number in range(2):
             history += step
-            more = {"previous_response_id": previous} if keeps == "server" else {"store": False}
-            more["tool_choice"] = must(turn, number)
-            answer = respond(step if keeps == "server" else history, tools=[TOOL], **more)
+            more = {"previous_response_id": previous} if history_kind == "server" else {"store": False}
+            more["tool_choice"] = tool_choice(turn, number)
+            answer = respond(step if history_kind == "server" else history, tools=[TOOL], **more)
             previous = answer.id
             output = [item.model_dump(exclude_none=True) for item in answer.output]
-            history += [item for item in output if keeps == "all" or item["type"] != "reasoning"]
+            history += [item for item in output if history_kind == "all" or item["type"] != "reasoning"]
             calls = [item for item in answer.output if item.type == "function_call"]
             step = [{"type": "function_call_output", "call_id": call.call_id, "output": RESULT} for call in calls]
             if not calls:
@@ -146,7 +147,7 @@ def responses_loop(keeps):
 # Anthropic's Messages.
 
 
-# Newer versions of the library do not name the temperature any more.
+# New versions of the library have no temperature argument.
 GREEDY = {"model": MODEL, "max_tokens": 300, "extra_body": {"temperature": 0}}
 
 
@@ -227,7 +228,7 @@ def messages_loop(keeps):
     for turn in range(TURNS):
         history.append(user(question(turn)))
         for step in range(2):
-            choice = {"type": must(turn, step, "any")}
+            choice = {"type": tool_choice(turn, step, "any")}
             answer = message(history, tools=[ANTHROPIC_TOOL], thinking=THINKING, max_tokens=2000, tool_choice=choice)
             content = [block for block in answer.content if keeps or block.type != "thinking"]
             history.append({"role": "assistant", "content": content})
@@ -249,7 +250,7 @@ def chat_loop(create, keeps):
     for turn in range(TURNS):
         history.append(user(question(turn)))
         for step in range(2):
-            ask = {"messages": history, "tools": [CHAT_TOOL], "tool_choice": must(turn, step), "temperature": 0}
+            ask = {"messages": history, "tools": [CHAT_TOOL], "tool_choice": tool_choice(turn, step), "temperature": 0}
             answer = create(**ask).choices[0].message
             said = answer.model_dump(exclude_none=True)
             if not keeps:
@@ -327,7 +328,7 @@ def langchain_loop(responses, keeps=True):
     for turn in range(TURNS):
         history.append(HumanMessage(question(turn)))
         for step in range(2):
-            answer = bare.bind_tools([get_weather], tool_choice=must(turn, step)).invoke(history)
+            answer = bare.bind_tools([get_weather], tool_choice=tool_choice(turn, step)).invoke(history)
             assert isinstance(answer, AIMessage)
             if not keeps:
                 answer.content = [block for block in answer.content if block["type"] != "reasoning"]
@@ -343,14 +344,14 @@ CALLED = 0
 
 
 def called(arguments, turn):
-    """A call came, whole: what it asks for is the model's affair."""
+    """Counts a call. Its arguments must be an object; their values depend on the model."""
     global CALLED
     assert isinstance(arguments, dict), (turn, arguments)
     CALLED += 1
 
 
 def clean(text):
-    """No call was lost in the text. What the demo still knows to say after thousands of tokens is its own affair."""
+    """Checks that the text contains no markup. The text itself depends on the model after thousands of tokens."""
     assert "<tool_call" not in text and "<function" not in text and "think>" not in text, text
 
 
@@ -371,29 +372,29 @@ def main():
     ]
     loops = [
         ("responses, history on the server", lambda: responses_loop("server")),
-        ("responses, all sent back", lambda: responses_loop("all")),
+        ("responses, all items sent back", lambda: responses_loop("all")),
         ("responses, sent back without reasoning", lambda: responses_loop("text")),
         ("messages, with thinking", lambda: messages_loop(True)),
-        ("messages, without", lambda: messages_loop(False)),
+        ("messages, without thinking", lambda: messages_loop(False)),
         ("chat, with reasoning", lambda: chat_loop(by_openai, True)),
-        ("chat, without", lambda: chat_loop(by_openai, False)),
+        ("chat, without reasoning", lambda: chat_loop(by_openai, False)),
         ("litellm, with reasoning", lambda: chat_loop(by_litellm, True)),
-        ("litellm, without", lambda: chat_loop(by_litellm, False)),
-        # The library itself leaves the reasoning of chat completions out.
+        ("litellm, without reasoning", lambda: chat_loop(by_litellm, False)),
+        # The library drops the reasoning of chat completions.
         ("langchain, chat", lambda: langchain_loop(False)),
         ("langchain, responses, with reasoning", lambda: langchain_loop(True)),
-        ("langchain, responses, without", lambda: langchain_loop(True, keeps=False)),
+        ("langchain, responses, without reasoning", lambda: langchain_loop(True, keeps=False)),
     ]
     failed = 0
 
     def attempt(name, check):
         global CALLED
         nonlocal failed
-        CALLED, began = 0, time.monotonic()
+        CALLED, start = 0, time.monotonic()
         try:
             check()
             assert not CALLED or CALLED >= TURNS // 2, CALLED
-            calls = f" ({CALLED} calls in {TURNS} turns, {time.monotonic() - began:.1f} s)" if CALLED else ""
+            calls = f" ({CALLED} calls in {TURNS} turns, {time.monotonic() - start:.1f} s)" if CALLED else ""
             print(f"ok      {name}{calls}")
         except Exception as error:
             failed += 1

@@ -1,12 +1,16 @@
 #!/usr/bin/env bash
-# Checks a moestro binary with the libraries of its clients: tests/sdk/run.sh [BINARY]
-# Only installs those libraries: tests/sdk/run.sh --install
+# Checks a moestro binary with client libraries: tests/sdk/run.sh [BINARY]
+# Installs only the libraries: tests/sdk/run.sh --install
 #
-# Makes two virtual environments and one node_modules (in $SDK_CACHE, else target/sdk, and keeps them), serves the demo model on a
-# free port, runs check.py (OpenAI's chat completions), clients.py and clients.mjs (the others), schemas.py and
-# agents.py (libraries that ask for objects, and agents), documents.py (answers against OpenAI's document) and forms.py (many
-# answers of many forms), lets schemathesis try what /openapi.json describes, and has promtool, if
-# there is one, read the metrics.
+# Creates two virtual environments and one node_modules in $SDK_CACHE (default target/sdk) and reuses them. Serves the demo
+# model on a free port and runs:
+#   check.py               chat completions and completions through OpenAI's SDK
+#   clients.py             Responses, Messages, LiteLLM, LangChain
+#   clients.mjs            OpenAI, Anthropic and Vercel for Node
+#   schemas.py, agents.py  libraries for structured objects and agents
+#   openai_document.py     bodies and events against OpenAI's OpenAPI document
+#   structured_outputs.py  many answers under many schemas
+# Then schemathesis tests /openapi.json, and promtool, if installed, checks the metrics.
 set -euo pipefail
 
 here=$(cd "$(dirname "$0")" && pwd)
@@ -26,7 +30,7 @@ cache=${SDK_CACHE:-$here/../../target/sdk}
 venv=${SDK_VENV:-$cache/venv}
 objects=${SDK_OBJECTS_VENV:-$cache/objects}
 mkdir -p "$cache/node"
-# What is asked for is installed when it changes.
+# Installs the requirements if they changed.
 environment() {
   if [ ! -x "$1/bin/python" ]; then
     python3 -m venv "$1"
@@ -43,31 +47,31 @@ if ! cmp -s "$here/package.json" "$cache/node/package.json" || [ ! -d "$cache/no
   (cd "$cache/node" && npm install --no-audit --no-fund --loglevel=error)
 fi
 [ "$binary" != --install ] || exit 0
-# Node looks for packages beside the file that names them.
+# Node resolves packages relative to the importing file.
 cp "$here/clients.mjs" "$cache/node/"
 
 mkfifo "$scratch/ready"
 "$binary" serve --port 0 >"$scratch/ready" 2>"$scratch/log" &
 server=$!
-# The first line on stdout says where; if the server ends before, there is none.
+# The first line on stdout has the port. It is missing if the server exits early.
 if ! read -r -t 60 ready <"$scratch/ready"; then
   cat "$scratch/log" >&2
-  echo "the server did not come up" >&2
+  echo "the server did not start" >&2
   exit 1
 fi
 port=$("$venv/bin/python" -c 'import json, sys; print(json.loads(sys.argv[1])["port"])' "$ready")
 
 for client in "$venv/bin/python $here/check.py" "$venv/bin/python $here/clients.py" "node $cache/node/clients.mjs" \
-  "$objects/bin/python $here/schemas.py" "$objects/bin/python $here/agents.py" "$objects/bin/python $here/documents.py" \
-  "$objects/bin/python $here/forms.py"; do
+  "$objects/bin/python $here/schemas.py" "$objects/bin/python $here/agents.py" "$objects/bin/python $here/openai_document.py" \
+  "$objects/bin/python $here/structured_outputs.py"; do
   if ! $client "http://127.0.0.1:$port/v1"; then
     tail -n 40 "$scratch/log" >&2
     exit 1
   fi
 done
 
-# Requests made from /openapi.json. That document says less of a request than the server checks, so a refusal of one that it
-# allows is no violation; everything else that schemathesis looks for is. A request may have to wait for a long answer before it.
+# Sends requests generated from /openapi.json. The server checks more than the document states, so refusing a request that the
+# document allows is no violation. The timeout is long, because a request may wait for a long answer before it.
 if ! "$objects/bin/schemathesis" run "http://127.0.0.1:$port/openapi.json" --max-examples 20 --phases examples,coverage,fuzzing \
   --exclude-checks positive_data_acceptance --request-timeout 60 --seed 1 --no-color >"$scratch/schemathesis" 2>&1; then
   cat "$scratch/schemathesis"

@@ -1,10 +1,9 @@
-"""Libraries that ask for objects of a class, against a running server with the demo model: instructor, pydantic-ai and LangChain,
-each in every mode that it has for OpenAI's API.
+"""Checks structured objects on a running server with the demo model: instructor, pydantic-ai and LangChain, each in every mode
+that it has for OpenAI's API.
 
     python schemas.py http://127.0.0.1:5413/v1
 
-The demo model has never seen a schema. That an object of the class comes back is the server's work; what stands in it is not
-looked at.
+The demo model was not trained on schemas, so only the class of the returned object is checked, not its values.
 """
 
 import sys
@@ -23,13 +22,13 @@ from pydantic_ai.providers.openai import OpenAIProvider
 BASE = sys.argv[1]
 OPENAI = openai.OpenAI(base_url=BASE, api_key="unused", max_retries=0, timeout=120)
 MODEL = OPENAI.models.list().data[0].id
-ASKED = "The weather in Oslo: sunny, 21 degrees, wind from the west."
-# Enough for the classes below, whose texts are bounded; the model's reasoning is bounded beside it.
-MOST = 1500
+PROMPT = "The weather in Oslo: sunny, 21 degrees, wind from the west."
+# Enough for the classes below, whose strings are bounded. Reasoning has its own budget.
+MAX_TOKENS = 1500
 
 
 class Closed(BaseModel):
-    """Without further properties, of which a model that knows no schemas would write ever more."""
+    """Forbids further properties: the demo model would add them without end."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -46,7 +45,7 @@ class Wind(Closed):
 
 
 class Weather(Closed):
-    """What the weather is like."""
+    """A weather report."""
 
     city: str = Field(max_length=40)
     sky: Sky
@@ -61,7 +60,7 @@ class Step(Closed):
 
 
 class Sum(Closed):
-    """An addition, worked out."""
+    """An addition in steps."""
 
     steps: list[Step] = Field(min_length=1, max_length=4)
     sure: bool
@@ -74,19 +73,19 @@ THINKS = {"thinking_budget": 200}
 def by_instructor(mode):
     client = instructor.from_openai(OPENAI, mode=mode)
     for kind in KINDS:
-        messages = [{"role": "user", "content": ASKED}]
+        messages = [{"role": "user", "content": PROMPT}]
         found = client.chat.completions.create(
-            model=MODEL, messages=messages, response_model=kind, max_retries=0, max_tokens=MOST, extra_body=THINKS
+            model=MODEL, messages=messages, response_model=kind, max_retries=0, max_tokens=MAX_TOKENS, extra_body=THINKS
         )
         assert isinstance(found, kind), found
 
 
-def by_instructor_in_parts():
+def by_instructor_partial():
     client = instructor.from_openai(OPENAI, mode=instructor.Mode.JSON_SCHEMA)
-    messages = [{"role": "user", "content": ASKED}]
+    messages = [{"role": "user", "content": PROMPT}]
     parts = list(
         client.chat.completions.create_partial(
-            model=MODEL, messages=messages, response_model=Sum, max_tokens=MOST, extra_body=THINKS
+            model=MODEL, messages=messages, response_model=Sum, max_tokens=MAX_TOKENS, extra_body=THINKS
         )
     )
     assert len(parts) > 3, parts
@@ -96,22 +95,22 @@ def by_instructor_in_parts():
 def by_pydantic_ai(model, output):
     provider = OpenAIProvider(openai_client=openai.AsyncOpenAI(base_url=BASE, api_key="unused", max_retries=0))
     for kind in KINDS:
-        settings = {"max_tokens": MOST}
+        settings = {"max_tokens": MAX_TOKENS}
         if model is OpenAIChatModel:
             settings["extra_body"] = THINKS
         agent = Agent(model(MODEL, provider=provider), output_type=output(kind), retries=0, model_settings=settings)
-        found = agent.run_sync(ASKED).output
+        found = agent.run_sync(PROMPT).output
         assert isinstance(found, kind), found
 
 
 def by_langchain(method, responses=False, strict=None):
     more = {} if responses else {"extra_body": THINKS}
     chat = ChatOpenAI(
-        model=MODEL, base_url=BASE, api_key="unused", max_retries=0, timeout=120, max_tokens=MOST,
+        model=MODEL, base_url=BASE, api_key="unused", max_retries=0, timeout=120, max_tokens=MAX_TOKENS,
         use_responses_api=responses, **more,
     )
     for kind in KINDS:
-        found = chat.with_structured_output(kind, method=method, strict=strict).invoke(ASKED)
+        found = chat.with_structured_output(kind, method=method, strict=strict).invoke(PROMPT)
         assert isinstance(found, kind), found
 
 
@@ -122,22 +121,22 @@ def by_openai(parse):
 
 
 def chat(kind):
-    messages = [{"role": "user", "content": ASKED}]
+    messages = [{"role": "user", "content": PROMPT}]
     answer = OPENAI.chat.completions.parse(
-        model=MODEL, messages=messages, response_format=kind, max_tokens=MOST, extra_body=THINKS
+        model=MODEL, messages=messages, response_format=kind, max_tokens=MAX_TOKENS, extra_body=THINKS
     )
     return answer.choices[0].message.parsed
 
 
 def responses(kind):
-    return OPENAI.responses.parse(model=MODEL, input=ASKED, text_format=kind, max_output_tokens=MOST).output_parsed
+    return OPENAI.responses.parse(model=MODEL, input=PROMPT, text_format=kind, max_output_tokens=MAX_TOKENS).output_parsed
 
 
 def main():
     modes = [instructor.Mode.JSON_SCHEMA, instructor.Mode.TOOLS, instructor.Mode.TOOLS_STRICT]
     checks = [(f"instructor, {mode.name}", lambda mode=mode: by_instructor(mode)) for mode in modes]
     checks += [
-        ("instructor, in parts", by_instructor_in_parts),
+        ("instructor, partial", by_instructor_partial),
         ("pydantic-ai, native", lambda: by_pydantic_ai(OpenAIChatModel, NativeOutput)),
         ("pydantic-ai, tool", lambda: by_pydantic_ai(OpenAIChatModel, ToolOutput)),
         ("pydantic-ai, responses", lambda: by_pydantic_ai(OpenAIResponsesModel, NativeOutput)),
@@ -151,10 +150,10 @@ def main():
     ]
     failed = 0
     for name, check in checks:
-        began = time.monotonic()
+        start = time.monotonic()
         try:
             check()
-            print(f"ok      {name} ({time.monotonic() - began:.1f} s)")
+            print(f"ok      {name} ({time.monotonic() - start:.1f} s)")
         except Exception as error:
             failed += 1
             print(f"FAILED  {name}: {type(error).__name__}: {str(error)[:600]}")

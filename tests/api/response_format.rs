@@ -1,5 +1,6 @@
-//! Answers that must have a form, tools that must be called, and reasoning that must end. Once the mock is led away from
-//! what it was told to say, it babbles: whatever it says then was drawn from what is allowed.
+//! Response formats, required tool calls and reasoning budgets.
+//!
+//! The mock model repeats a fixed answer. Where the grammar forbids that answer, it continues with random allowed tokens.
 
 use super::server::{Server, Setup};
 use serde_json::{Value, json};
@@ -45,7 +46,7 @@ async fn refused(server: &Server, more: Value) -> Value {
 }
 
 #[tokio::test]
-async fn an_answer_has_its_schema_after_its_reasoning() {
+async fn content_matches_the_schema() {
     let server = Server::saying(THINKS).await;
     for more in [json!({}), json!({"enable_thinking": false}), json!({"thinking_budget": 4}), json!({"temperature": 1})]
     {
@@ -61,7 +62,7 @@ async fn an_answer_has_its_schema_after_its_reasoning() {
 }
 
 #[tokio::test]
-async fn expressions_and_grammars_are_kept() {
+async fn content_matches_regex_choice_and_grammar() {
     let server = Server::saying(THINKS).await;
     let said = async |more: Value| {
         server.ask(PATH, &ask(more)).await["choices"][0]["message"]["content"].as_str().unwrap().to_owned()
@@ -77,7 +78,7 @@ async fn expressions_and_grammars_are_kept() {
 }
 
 #[tokio::test]
-async fn a_tool_that_must_be_called_is_called() {
+async fn required_tool_is_called() {
     let server = Server::saying(THINKS).await;
     let two = json!({"type": "function", "function": {"name": "two"}});
     let allowed = json!({"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [two]}});
@@ -103,10 +104,10 @@ async fn a_tool_that_must_be_called_is_called() {
 }
 
 #[tokio::test]
-async fn what_cannot_be_compiled_is_named() {
+async fn invalid_schema_error_names_the_position() {
     let server = Server::saying(THINKS).await;
     let at = "response_format.json_schema.schema";
-    for (part, place, called) in [
+    for (part, place, in_tools) in [
         (json!({"type": "string", "pattern": "(?=x)y"}), ".properties.a", true),
         (json!({"type": "strnig"}), ".properties.a.type", true),
         (json!({"not": {"type": "string"}}), ".properties.a.not", false),
@@ -117,7 +118,7 @@ async fn what_cannot_be_compiled_is_named() {
         let whole = json!({"type": "object", "properties": {"b": {"type": "integer"}, "a": part}, "required": ["a"]});
         let error = refused(&server, schema(&whole)).await;
         assert_eq!(error["param"], format!("{at}{place}"), "{error}");
-        if called {
+        if in_tools {
             let error = refused(&server, json!({"tools": tools(&whole), "tool_choice": "required"})).await;
             assert!(error["param"].as_str().unwrap().starts_with("tools[0].function.parameters"), "{error}");
         }
@@ -135,7 +136,7 @@ async fn what_cannot_be_compiled_is_named() {
 }
 
 #[tokio::test]
-async fn reasoning_ends_with_its_budget() {
+async fn reasoning_ends_at_its_budget() {
     let server = Server::saying(THINKS).await;
     let free = server.ask(PATH, &ask(json!({}))).await;
     let tokens = |answer: &Value| answer["usage"]["completion_tokens_details"]["reasoning_tokens"].as_u64().unwrap();
@@ -146,14 +147,14 @@ async fn reasoning_ends_with_its_budget() {
     assert!(whole.starts_with(part) && part.len() < whole.len(), "{part}");
     assert!(!answer["choices"][0]["message"]["content"].as_str().unwrap().is_empty());
     let same = server.ask(PATH, &ask(json!({"thinking_budget": 500}))).await;
-    assert_eq!(same["choices"], free["choices"], "a budget that is not spent changes nothing");
+    assert_eq!(same["choices"], free["choices"], "an unused budget must have no effect");
     let none = server.ask(PATH, &ask(json!({"reasoning_effort": "none"}))).await;
     assert_eq!(tokens(&none), 0);
     assert_eq!(refused(&server, json!({"reasoning_effort": "zzz"})).await["param"], "reasoning_effort");
 }
 
 #[tokio::test]
-async fn a_call_cut_by_max_tokens_stays_open() {
+async fn truncated_call_has_unclosed_arguments() {
     const CALLS: &str = "I look.\n</think>\n\n<tool_call>\n<function=one>\n<parameter=city>\nOslo\n</parameter>\n\
                          <parameter=days>\n12\n</parameter>\n</function>\n</tool_call>";
     let server = Server::saying(CALLS).await;
@@ -181,7 +182,7 @@ async fn a_call_cut_by_max_tokens_stays_open() {
 }
 
 #[tokio::test]
-async fn log_probabilities_are_those_of_the_content() {
+async fn logprobs_exclude_reasoning_and_calls() {
     let says = "Hm.\n</think>\n\nLet 🦀 look.\n\n<tool_call>\n<function=one>\n</function>\n</tool_call>";
     let server = Server::saying(says).await;
     let body = ask(json!({"tools": tools(&json!({})), "logprobs": true}));
@@ -195,7 +196,7 @@ async fn log_probabilities_are_those_of_the_content() {
 }
 
 #[tokio::test]
-async fn deprecated_names_and_late_system_messages_are_taken() {
+async fn deprecated_messages_and_fields_are_accepted() {
     let server = Setup { says: Some("</think>\n\nok"), ..Setup::default() }.start().await;
     let messages = json!([
         {"role": "system", "content": "a"}, {"role": "system", "content": "b"}, {"role": "user", "content": "c"},
@@ -214,7 +215,7 @@ async fn deprecated_names_and_late_system_messages_are_taken() {
 }
 
 #[tokio::test]
-async fn several_answers_come_one_after_the_other() {
+async fn choices_use_consecutive_seeds() {
     let server = Server::saying(THINKS).await;
     let one = server.ask(PATH, &ask(json!({}))).await;
     let three = server.ask(PATH, &ask(json!({"n": 3}))).await;
@@ -228,24 +229,24 @@ async fn several_answers_come_one_after_the_other() {
     let options = json!({"n": 2, "stream": true, "stream_options": {"include_usage": true}});
     let chunks = server.stream(PATH, &ask(options)).await;
     for index in 0..2 {
-        let mine = chunks.iter().filter(|chunk| chunk["choices"][0]["index"] == index);
-        let mine: Vec<&Value> = mine.map(|chunk| &chunk["choices"][0]).collect();
-        assert_eq!(mine[0]["delta"]["role"], "assistant");
-        assert_eq!(mine.last().unwrap()["finish_reason"], "stop");
-        let content: String = mine.iter().filter_map(|choice| choice["delta"]["content"].as_str()).collect();
+        let own = chunks.iter().filter(|chunk| chunk["choices"][0]["index"] == index);
+        let own: Vec<&Value> = own.map(|chunk| &chunk["choices"][0]).collect();
+        assert_eq!(own[0]["delta"]["role"], "assistant");
+        assert_eq!(own.last().unwrap()["finish_reason"], "stop");
+        let content: String = own.iter().filter_map(|choice| choice["delta"]["content"].as_str()).collect();
         assert_eq!(content, "12 + 7 = 19.");
     }
     assert_eq!(tokens(chunks.last().unwrap(), "completion_tokens"), 2 * tokens(&one, "completion_tokens"));
 
-    // Choice i is drawn with seed + i.
-    let warm = |more: Value| {
+    // Choice i uses seed + i.
+    let random = |more: Value| {
         let mut body = ask(json!({"temperature": 1.5, "guided_regex": "[a-z]{12}", "enable_thinking": false}));
         body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
         body
     };
-    let both = server.ask(PATH, &warm(json!({"n": 2, "seed": 7}))).await;
+    let both = server.ask(PATH, &random(json!({"n": 2, "seed": 7}))).await;
     for (index, seed) in [(0, 7), (1, 8)] {
-        let alone = server.ask(PATH, &warm(json!({"seed": seed}))).await;
+        let alone = server.ask(PATH, &random(json!({"seed": seed}))).await;
         assert_eq!(both["choices"][index]["message"], alone["choices"][0]["message"]);
     }
     assert_ne!(both["choices"][0]["message"], both["choices"][1]["message"]);
@@ -254,7 +255,7 @@ async fn several_answers_come_one_after_the_other() {
 }
 
 #[tokio::test]
-async fn functions_are_answered_with_a_function_call() {
+async fn functions_request_gets_a_function_call() {
     let server = Server::saying(
         "One.\n</think>\n\n<tool_call>\n<function=one>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>\n\
          <tool_call>\n<function=one>\n<parameter=city>\nOslo\n</parameter>\n</function>\n</tool_call>",
@@ -279,7 +280,7 @@ async fn functions_are_answered_with_a_function_call() {
     assert_eq!(json!({"name": name, "arguments": arguments}), call);
     assert_eq!(chunks.last().unwrap()["choices"][0]["finish_reason"], "function_call");
 
-    // The answer can be sent back, with the result of the function.
+    // The answer can be sent back with the result of the function.
     let mut next = body.clone();
     let messages = next["messages"].as_array_mut().unwrap();
     messages.push(choice["message"].clone());

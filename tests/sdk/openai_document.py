@@ -1,11 +1,11 @@
-"""What a running server answers, held to what OpenAI's OpenAPI document says of it: bodies and every event of every stream of
-chat completions, completions and responses, models and errors.
+"""Validates the answers of a running server against OpenAI's OpenAPI document: bodies and stream events of chat completions,
+completions and responses, models, and errors.
 
-    python documents.py http://127.0.0.1:5413/v1
+    python openai_document.py http://127.0.0.1:5413/v1
 
-`openai.json` has the facts of that document as JSON schemas: which fields there must be, their types and their words. It is ours;
-one thing is wider: the chunks of a streamed completion have no `finish_reason` before the last, as OpenAI's own have not. To see
-that the schemas hold anything, each body is changed in every place, too, and must then be refused somewhere.
+`openai.json` restates the document as JSON schemas: required fields, types and allowed strings. It differs in one point: only the
+last chunk of a streamed completion needs a `finish_reason`, as in OpenAI's real streams. To prove that the schemas check anything,
+each body is also changed in every place, and some of the changed bodies must be refused.
 """
 
 import copy
@@ -82,11 +82,11 @@ def validator(schema):
     return Draft202012Validator({"$defs": FACTS, **schema})
 
 
-def hold(name, value):
-    """`value` is what the document says of `name`: a definition, or an event by its type."""
+def validate(name, value):
+    """Validates `value` against the definition `name`, or against the event of its type."""
     if name == "event":
         name = value.get("type")
-        assert name in EVENTS, f"no event of the document is {name}"
+        assert name in EVENTS, f"the document has no event {name}"
         check = validator(EVENTS[name])
     else:
         check = validator({"$ref": f"#/$defs/{name}"})
@@ -97,7 +97,7 @@ def hold(name, value):
 
 
 def changed(value):
-    """`value` with one field removed, or with one that is no such thing."""
+    """Yields copies of `value` with one field removed, or with one field of a wrong type."""
     for key in value:
         without = copy.deepcopy(value)
         del without[key]
@@ -110,37 +110,37 @@ def main():
     for more in CHAT:
         body = {"messages": messages, "temperature": 0} | more
         options = body.pop("stream_options", None)
-        hold("chat", json.loads(send("/chat/completions", body)[1]))
+        validate("chat", json.loads(send("/chat/completions", body)[1]))
         chunks = stream("/chat/completions", body | ({"stream_options": options} if options else {}))
         for chunk in chunks:
-            hold("chat_chunk", chunk)
+            validate("chat_chunk", chunk)
         assert not options or chunks[-1]["usage"]["total_tokens"] and not chunks[-1]["choices"], chunks[-1]
     for more in TEXT:
         body = {"prompt": ["One, two,", "A"], "max_tokens": 6, "temperature": 0} | more
         options = body.pop("stream_options", None)
-        hold("completion", json.loads(send("/completions", body)[1]))
+        validate("completion", json.loads(send("/completions", body)[1]))
         for chunk in stream("/completions", body | ({"stream_options": options} if options else {})):
-            hold("completion_chunk", chunk)
+            validate("completion_chunk", chunk)
     for more in ITEMS:
         body = {"input": SUM, "temperature": 0} | more
         response = json.loads(send("/responses", body)[1])
-        hold("response", response)
+        validate("response", response)
         for number, event in enumerate(stream("/responses", body)):
-            hold("event", event)
+            validate("event", event)
             assert event["sequence_number"] == number, event
         if body.get("store", True):
-            hold("response", json.loads(send(f"/responses/{response['id']}")[1]))
-            hold("deleted", json.loads(send(f"/responses/{response['id']}", method="DELETE")[1]))
-    hold("models", json.loads(send("/models")[1]))
+            validate("response", json.loads(send(f"/responses/{response['id']}")[1]))
+            validate("deleted", json.loads(send(f"/responses/{response['id']}", method="DELETE")[1]))
+    validate("models", json.loads(send("/models")[1]))
     for path, body in WRONG:
         status, text = send(path, body)
         assert 400 <= status < 500, (path, status)
-        hold("error", json.loads(text))
-    never = set(EVENTS) - set(KINDS) - {"response.failed", "error"}
-    assert not never, f"no stream had {never}"
+        validate("error", json.loads(text))
+    missing = set(EVENTS) - set(KINDS) - {"response.failed", "error"}
+    assert not missing, f"no stream had {missing}"
     for name, (_, refused) in KINDS.items():
-        assert refused > 1, f"the schema of {name} refuses next to nothing"
-    print(f"ok      {sum(count for count, _ in KINDS.values())} bodies and events of {len(KINDS)} kinds are as the document says")
+        assert refused > 1, f"the schema of {name} refuses almost nothing"
+    print(f"ok      {sum(count for count, _ in KINDS.values())} bodies and events of {len(KINDS)} kinds match the document")
 
 
 main()

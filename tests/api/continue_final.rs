@@ -1,10 +1,10 @@
-//! Answers that go on from the assistant's last message.
+//! Continuing the final assistant message: `continue_final_message`, and Anthropic's prefill.
 
 use super::server::Server;
 use serde_json::{Value, json};
 
 const CHAT: &str = "/v1/chat/completions";
-const ASKED: &str = "<|im_start|>user\nWhat is 12+7?<|im_end|>\n<|im_start|>assistant\n<think>\n";
+const PROMPT: &str = "<|im_start|>user\nWhat is 12+7?<|im_end|>\n<|im_start|>assistant\n<think>\n";
 
 fn ask(last: Value, more: Value) -> Value {
     let mut last = last;
@@ -20,7 +20,7 @@ async fn rendered(server: &Server, body: &Value) -> String {
 }
 
 #[tokio::test]
-async fn content_is_gone_on_with() {
+async fn content_is_continued() {
     let server = Server::saying(" 19.").await;
     for (more, end) in [
         (json!({"continue_final_message": true, "add_generation_prompt": false}), "\n</think>\n\n12 + 7 ="),
@@ -28,13 +28,13 @@ async fn content_is_gone_on_with() {
         (json!({}), "\n</think>\n\n12 + 7 =<|im_end|>\n<|im_start|>assistant\n<think>\n"),
     ] {
         let body = ask(json!({"content": "12 + 7 ="}), more.clone());
-        assert_eq!(rendered(&server, &body).await, format!("{ASKED}{end}"));
+        assert_eq!(rendered(&server, &body).await, format!("{PROMPT}{end}"));
         let answer = server.ask(CHAT, &body).await;
         assert_eq!(answer["usage"]["prompt_tokens"], server.ask("/tokenize", &body).await["count"]);
         let message = &answer["choices"][0]["message"];
-        // A new message begins in the reasoning.
+        // A new message starts with reasoning.
         let part = if more == json!({}) { "reasoning_content" } else { "content" };
-        assert_eq!(message[part], " 19.", "to the letter");
+        assert_eq!(message[part], " 19.", "the answer must not be trimmed");
     }
     let body =
         ask(json!({"content": [{"type": "text", "text": "12 + 7 is"}]}), json!({"add_generation_prompt": false}));
@@ -48,16 +48,16 @@ async fn content_is_gone_on_with() {
 }
 
 #[tokio::test]
-async fn reasoning_is_gone_on_with() {
+async fn reasoning_is_continued() {
     let server = Server::saying(" 19.\n</think>\n\n12 + 7 = 19.").await;
     let body = ask(json!({"reasoning_content": "That is"}), json!({"continue_final_message": true}));
-    assert_eq!(rendered(&server, &body).await, format!("{ASKED}That is"));
+    assert_eq!(rendered(&server, &body).await, format!("{PROMPT}That is"));
     let message = server.ask(CHAT, &body).await["choices"][0]["message"].clone();
     assert_eq!((&message["reasoning_content"], &message["content"]), (&json!(" 19."), &json!("12 + 7 = 19.")));
 }
 
 #[tokio::test]
-async fn anthropics_prefill() {
+async fn anthropic_prefill_is_continued() {
     let server = Server::saying("B) because.").await;
     let body = ask(json!({"content": "The answer is ("}), json!({"max_tokens": 50}));
     let answer = server.ask("/v1/messages", &body).await;
@@ -69,18 +69,18 @@ async fn anthropics_prefill() {
 }
 
 #[tokio::test]
-async fn what_cannot_be_gone_on_with_is_refused() {
+async fn invalid_continuation_is_refused() {
     let server = Server::saying("Hello.").await;
-    let goes_on = |more: Value| {
+    let continued = |more: Value| {
         let mut all = json!({"continue_final_message": true});
         all.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
         all
     };
     let calls = json!([{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]);
     for (body, param) in [
-        (ask(json!({"content": "", "tool_calls": calls}), goes_on(json!({}))), "messages"),
-        (ask(json!({"content": "{"}), goes_on(json!({"response_format": {"type": "json_object"}}))), "messages"),
-        (ask(json!({"content": "x"}), goes_on(json!({"add_generation_prompt": true}))), "continue_final_message"),
+        (ask(json!({"content": "", "tool_calls": calls}), continued(json!({}))), "messages"),
+        (ask(json!({"content": "{"}), continued(json!({"response_format": {"type": "json_object"}}))), "messages"),
+        (ask(json!({"content": "x"}), continued(json!({"add_generation_prompt": true}))), "continue_final_message"),
         (json!({"messages": [{"role": "user", "content": "Hi"}], "add_generation_prompt": false}), "messages"),
     ] {
         let answer = server.post(CHAT, &body).await;
