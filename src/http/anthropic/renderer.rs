@@ -30,7 +30,7 @@ pub struct MessagesRenderer {
     open: Option<BlockKind>,
     /// Index of the open block, or of the next one.
     index: usize,
-    /// Text that came inside or after a call. A block of its own can start only after the call's block.
+    /// Text that came inside or after a call. Its block can start only after the call's block.
     pending: String,
 }
 

@@ -73,7 +73,7 @@ impl Renderer for ChatRenderer {
     }
 
     fn progress(&mut self, frames: &Frames, progress: PromptProgress) {
-        frames.data(&self.meta.progress_chunk::<ChatChunkChoice>(progress));
+        self.meta.write_progress(frames, progress);
     }
 
     fn output(&mut self, frames: &Frames, choice: usize, output: &Output) {
@@ -92,17 +92,14 @@ impl Renderer for ChatRenderer {
     }
 
     fn end(&mut self, frames: &Frames, usage: Usage) {
-        if self.meta.includes_usage {
-            frames.data(&self.meta.with_usage::<ChatChunkChoice>(&[], usage));
-        }
-        frames.done();
+        self.meta.write_end(frames, usage);
     }
 
     fn body(mut self, answers: Vec<(Output, Finished)>, usage: Usage) -> Response {
         let choices = answers.into_iter().enumerate();
         let choices: Vec<_> =
             choices.map(|(index, (output, finished))| self.choice(index, output, &finished)).collect();
-        Json(self.meta.with_usage(&choices, usage)).into_response()
+        Json(self.meta.body(&choices, usage)).into_response()
     }
 }
 

@@ -7,6 +7,7 @@ use crate::{
         layers::request_log::unique_id,
         models::LoadedModel,
         output::usage::{FinishReason, PromptProgress, SpeculationTimings, Usage},
+        sse::Frames,
     },
 };
 use serde::{Serialize, Serializer};
@@ -15,16 +16,16 @@ use std::{
     time::{SystemTime, UNIX_EPOCH},
 };
 
-/// What all chunks of one response share. It does not hold the model, because a client that reads slowly would keep the
-/// model in memory.
+/// Fields that all chunks of one response share. They do not hold the model, because a client that reads slowly would keep
+/// it in memory.
 pub struct ResponseMeta {
     id: String,
     object: &'static str,
     created: u64,
     model: String,
     pub tokenizer: Arc<Tokenizer>,
-    /// Whether a stream ends with its usage.
-    pub includes_usage: bool,
+    /// True if a stream ends with its usage.
+    includes_usage: bool,
 }
 
 impl ResponseMeta {
@@ -45,14 +46,23 @@ impl ResponseMeta {
         self.envelope(choices, self.includes_usage.then_some(None))
     }
 
-    /// A chunk without choices that reports prompt progress.
-    pub fn progress_chunk<'a, C>(&'a self, progress: PromptProgress) -> Envelope<'a, C> {
-        Envelope { prompt_progress: Some(progress), ..self.envelope(&[], None) }
+    /// A whole body.
+    pub fn body<'a, C>(&'a self, choices: &'a [C], usage: Usage) -> Envelope<'a, C> {
+        self.envelope(choices, Some(Some(usage)))
     }
 
-    /// A whole body, or the last chunk of a stream.
-    pub fn with_usage<'a, C>(&'a self, choices: &'a [C], usage: Usage) -> Envelope<'a, C> {
-        self.envelope(choices, Some(Some(usage)))
+    /// Writes a chunk without choices that reports prompt progress.
+    pub fn write_progress(&self, frames: &Frames, progress: PromptProgress) {
+        let envelope = self.envelope::<ChatChunkChoice>(&[], None);
+        frames.data(&Envelope { prompt_progress: Some(progress), ..envelope });
+    }
+
+    /// Ends a stream, with a chunk for the usage if the client asked for it.
+    pub fn write_end(&self, frames: &Frames, usage: Usage) {
+        if self.includes_usage {
+            frames.data(&self.body::<ChatChunkChoice>(&[], usage));
+        }
+        frames.done();
     }
 
     fn envelope<'a, C>(&'a self, choices: &'a [C], usage: Option<Option<Usage>>) -> Envelope<'a, C> {

@@ -76,7 +76,7 @@ impl Renderer for CompletionRenderer {
     }
 
     fn progress(&mut self, frames: &Frames, progress: PromptProgress) {
-        frames.data(&self.meta.progress_chunk::<CompletionChoice>(progress));
+        self.meta.write_progress(frames, progress);
     }
 
     fn output(&mut self, frames: &Frames, choice: usize, output: &Output) {
@@ -89,10 +89,7 @@ impl Renderer for CompletionRenderer {
     }
 
     fn end(&mut self, frames: &Frames, usage: Usage) {
-        if self.meta.includes_usage {
-            frames.data(&self.meta.with_usage::<CompletionChoice>(&[], usage));
-        }
-        frames.done();
+        self.meta.write_end(frames, usage);
     }
 
     fn body(mut self, answers: Vec<(Output, Finished)>, usage: Usage) -> Response {
@@ -107,7 +104,7 @@ impl Renderer for CompletionRenderer {
             finish_reason: *finish_reason,
         });
         let choices: Vec<_> = choices.collect();
-        Json(self.meta.with_usage(&choices, usage)).into_response()
+        Json(self.meta.body(&choices, usage)).into_response()
     }
 }
 

@@ -42,7 +42,7 @@ impl ContentLogprobs {
         self.spans.push_back((span, before));
     }
 
-    /// Returns the tokens that became visible to the client, who has received `bytes` of content in total.
+    /// Returns the tokens whose text has been sent since the last call. `bytes` of content have been sent in total.
     pub fn take_sent(&mut self, bytes: usize) -> Vec<(u32, Logprobs)> {
         let mut listed = Vec::new();
         while let Some((span, before)) = self.spans.front() {

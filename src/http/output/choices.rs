@@ -17,10 +17,10 @@ use crate::{
 use serde_json::Value;
 use std::{sync::Arc, time::Duration};
 
-/// How long to wait before a later choice tries the full queue again.
+/// Delay before a later choice tries a full queue again.
 const QUEUE_RETRY: Duration = Duration::from_millis(50);
 
-/// What the parser of an assistant message needs to know.
+/// Parameters for parsing an assistant message.
 pub struct ChatParams {
     pub tools: Vec<Value>,
     /// The prompt ends inside the reasoning.
@@ -41,7 +41,7 @@ pub struct Choices {
     /// None for a plain completion.
     pub chat: Option<ChatParams>,
     pub stops: Vec<String>,
-    /// Whether streams report prompt progress.
+    /// True if streams report prompt progress.
     pub reports_progress: bool,
     /// Memory of the request, held until the last answer is complete.
     pub _permit: MemoryPermit,
@@ -52,7 +52,7 @@ impl Choices {
         self.prompts.len() * self.n
     }
 
-    /// Whether choice `index` has the same prompt as the choice before it.
+    /// True if choice `index` has the same prompt as the choice before it.
     pub fn has_previous_prompt(&self, index: usize) -> bool {
         !index.is_multiple_of(self.n)
     }

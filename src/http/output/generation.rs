@@ -22,7 +22,7 @@ use crate::{
 };
 use std::sync::Arc;
 
-/// What one engine event means to a client.
+/// The effect of one engine event on the answer.
 pub enum Update {
     /// More of the prompt has been evaluated.
     Progress(PromptProgress),
@@ -61,7 +61,7 @@ impl Output {
     }
 }
 
-/// How an answer ended.
+/// The end of an answer.
 #[derive(Debug)]
 pub struct Finished {
     pub reason: FinishReason,
@@ -70,7 +70,7 @@ pub struct Finished {
     pub usage: Usage,
 }
 
-/// How the generated text is read.
+/// Interpretation of the generated text.
 pub enum TextReader {
     /// As plain text.
     Plain,

@@ -73,7 +73,7 @@ pub struct SpeculationTimings {
     pub saved_seconds: f64,
 }
 
-/// How much of the prompt has been evaluated, in llama-server's format.
+/// Evaluated part of the prompt, in llama-server's format.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub struct PromptProgress {
     pub total: usize,

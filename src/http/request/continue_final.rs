@@ -17,7 +17,7 @@ pub struct EndMarker {
     pub in_reasoning: bool,
 }
 
-/// Whether a request continues the last message: `continue_final_message` as in vLLM, or no generation prompt.
+/// True if a request continues the last message: `continue_final_message` as in vLLM, or no generation prompt.
 pub fn is_requested(request: &ChatRequest) -> Result<bool, ApiError> {
     match (request.continue_final_message, request.add_generation_prompt) {
         (Some(true), Some(true)) => {

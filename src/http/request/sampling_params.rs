@@ -40,7 +40,7 @@ impl CommonFields {
         self.stream.unwrap_or(false)
     }
 
-    /// Whether a stream ends with its usage.
+    /// True if a stream ends with its usage.
     pub fn includes_usage(&self) -> bool {
         self.stream_options.as_ref().and_then(|options| options.include_usage).unwrap_or(false)
     }

@@ -12,7 +12,7 @@
 
 use crate::http::{errors::ApiError, openai::types::ChatRequest, request::sampling_params as params};
 
-/// What a request says about reasoning.
+/// The reasoning settings of a request.
 #[derive(Debug, Default, PartialEq)]
 pub struct Thinking {
     /// Value of `enable_thinking`, or what the other fields imply.

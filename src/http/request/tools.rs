@@ -52,7 +52,7 @@ fn is_name(name: &str) -> bool {
     (1..=MAX_NAME_LENGTH).contains(&name.len()) && name.chars().all(is_allowed)
 }
 
-/// Which tools may or must be called: all of them, or those with these names.
+/// Tools that may or must be called: all of them, or those with these names.
 #[derive(Debug, PartialEq)]
 pub enum ToolChoice {
     None,

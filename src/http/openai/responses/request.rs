@@ -100,7 +100,7 @@ impl ResponsesRequest {
         pairs.collect()
     }
 
-    /// Whether reasoning items must have `encrypted_content`.
+    /// True if reasoning items must have `encrypted_content`.
     pub fn includes_encrypted_reasoning(&self) -> bool {
         self.include.iter().flatten().any(|name| name == "reasoning.encrypted_content")
     }

@@ -28,7 +28,7 @@ struct StoredResponse {
     bytes: usize,
 }
 
-/// JSON text of a response. Clients may still read it after the response is evicted, so it holds its own memory.
+/// JSON text of a response. A client may still read it after the response is evicted, so the text holds its memory permit.
 struct ResponseText {
     text: Vec<u8>,
     _permit: Option<MemoryPermit>,
