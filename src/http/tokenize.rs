@@ -65,10 +65,11 @@ pub async fn tokenize(State(state): State<Arc<ServerState>>, body: Body) -> Resu
             let chat = ChatPrompt {
                 end_marker: if continues { Some(EndMarker::insert(&mut messages)?) } else { None },
                 messages,
-                tools: tools::offered(request.tools, None)?,
+                tools: tools::checked(request.tools)?,
                 kwargs: request.chat_template_kwargs.unwrap_or_default(),
                 add_generation_prompt: request.add_generation_prompt.unwrap_or(!continues),
                 default_thinking: None,
+                forbids_calls: false,
             };
             model.render(&mut permit, chat).await?.0
         }

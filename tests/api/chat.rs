@@ -126,7 +126,29 @@ async fn parallel_tool_calls_limits_calls() {
     };
     assert_eq!(count(json!({})).await, (2, "tool_calls".into()));
     assert_eq!(count(json!({"parallel_tool_calls": false})).await, (1, "tool_calls".into()));
-    assert_eq!(count(json!({"tool_choice": "none"})).await, (0, "stop".into()));
+    // The mock starts its answer again whenever a token is forbidden, until the context is full.
+    assert_eq!(count(json!({"tool_choice": "none"})).await, (0, "length".into()));
+}
+
+#[tokio::test]
+async fn tool_choice_none_keeps_the_prompt() {
+    let server = Server::saying(THINKS).await;
+    let body = with(with(question(), tools()), json!({"max_tokens": 1}));
+    let prompt_tokens =
+        async |more| server.ask(PATH, &with(body.clone(), more)).await["usage"]["prompt_tokens"].clone();
+    assert_eq!(prompt_tokens(json!({"tool_choice": "none"})).await, prompt_tokens(json!({})).await);
+}
+
+#[tokio::test]
+async fn truncated_call_can_be_sent_back() {
+    let server = Server::saying(THINKS).await;
+    let call = json!({"id": "c", "type": "function", "function": {"name": "f", "arguments": "{\"city\": \"Os"}});
+    let messages = json!([
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": null, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "invalid JSON"},
+    ]);
+    assert_eq!(server.post(PATH, &json!({"messages": messages})).await.status, 200);
 }
 
 #[tokio::test]

@@ -2,6 +2,7 @@
 
 use super::server::{Server, Setup};
 use serde_json::{Value, json};
+use std::time::Duration;
 
 const PATH: &str = "/v1/messages";
 
@@ -278,6 +279,16 @@ async fn stream_reports_progress_only_if_requested() {
     let last = events.iter().filter_map(|event| event.get("prompt_progress")).next_back().unwrap();
     assert_eq!(last["processed"], last["total"]);
     accumulate(&events);
+}
+
+/// Claude Code closes a stream after 300 s without an event and ignores comments and pings.
+#[tokio::test]
+async fn slow_prompt_sends_empty_deltas() {
+    let server = Setup { says: Some(THINKS), delay: Duration::from_millis(400), ..Setup::default() }.start().await;
+    let events = stream(&server, &with(question(), json!({"max_tokens": 1}))).await;
+    let is_empty = |event: &Value| event["delta"]["type"] == "thinking_delta" && event["delta"]["thinking"] == "";
+    assert!(events.iter().any(is_empty), "{events:?}");
+    assert_eq!(accumulate(&events)["content"][0]["type"], "thinking");
 }
 
 #[tokio::test]

@@ -3,6 +3,7 @@
 use super::server::{Server, Setup};
 use moestro::http::ServerState;
 use serde_json::{Value, json};
+use std::time::Duration;
 
 const PATH: &str = "/v1/responses";
 
@@ -241,7 +242,7 @@ async fn invalid_request_error_names_the_field() {
         (json!({"input": [{"type": "item_reference", "id": "msg_0"}]}), "input[0]"),
         (json!({"input": "Hi", "temperature": "hot"}), "temperature"),
         (json!({"input": "Hi", "max_output_tokens": 0}), "max_output_tokens"),
-        (json!({"input": "Hi", "tools": [{"type": "custom", "name": "x"}]}), "tools[0]"),
+        (json!({"input": "Hi", "max_tokens": 5}), "max_tokens"),
         (json!({"input": "Hi", "background": true}), "background"),
         (json!({"input": "Hi", "metadata": {"a": "x".repeat(513)}}), "metadata.a"),
     ] {
@@ -295,6 +296,30 @@ async fn stream_reports_progress_only_if_requested() {
     let events = stream(&server, &with(body, json!({"return_progress": true, "instructions": "Anew."}))).await;
     let reports: Vec<_> = events.iter().filter_map(|event| event.get("prompt_progress")).collect();
     assert!(reports.len() > 2 && reports.last().unwrap()["processed"] == reports[0]["total"], "{reports:?}");
+}
+
+/// Codex closes a stream after 300 s without an event and ignores comments.
+#[tokio::test]
+async fn slow_prompt_repeats_in_progress() {
+    let server = Setup { says: Some(THINKS), delay: Duration::from_millis(400), ..Setup::default() }.start().await;
+    let events = stream(&server, &with(question(), json!({"max_output_tokens": 1}))).await;
+    let repeated = events.iter().filter(|event| event["type"] == "response.in_progress").count();
+    assert!(repeated > 1, "{:?}", kinds(&events));
+    assert_eq!(events.last().unwrap()["type"], "response.incomplete");
+}
+
+#[tokio::test]
+async fn codex_catalogue_fields_are_accepted() {
+    let server = Server::saying(THINKS).await;
+    let tools = json!([{"type": "custom", "name": "apply_patch", "format": {"type": "text"}}]);
+    let input = json!([
+        {"type": "additional_tools", "tools": [tools[0], {"type": "function", "name": "f"}]},
+        {"role": "user", "content": "What is 12+7?"},
+        {"type": "custom_tool_call", "call_id": "1", "name": "apply_patch", "input": "x"},
+        {"type": "custom_tool_call_output", "call_id": "1", "output": "ok"},
+    ]);
+    let answer = server.ask(PATH, &json!({"input": input, "tools": tools, "text": {"verbosity": "low"}})).await;
+    assert_eq!((&answer["status"], &answer["text"]["verbosity"]), (&json!("completed"), &json!("low")));
 }
 
 #[tokio::test]

@@ -238,7 +238,7 @@ def errors():
     raises(openai.BadRequestError, lambda: ask([]))
     raises(openai.BadRequestError, lambda: ask([{"role": "wizard", "content": "Hi"}]))
     raises(openai.BadRequestError, lambda: ask(SUM, n=1000), "invalid_value")
-    raises(openai.BadRequestError, lambda: ask(SUM, max_tokens=-1), "invalid_value")
+    raises(openai.BadRequestError, lambda: ask(SUM, max_tokens=-2), "invalid_value")
     raises(openai.BadRequestError, lambda: ask(SUM, extra_body={"temperature": "hot"}), "invalid_type")
     raises(openai.BadRequestError, lambda: ask([{"role": "user", "content": "x " * 400_000}]), "context_length_exceeded")
     raises(openai.NotFoundError, lambda: client.models.retrieve("nothing"), "model_not_found")

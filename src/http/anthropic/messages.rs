@@ -13,6 +13,7 @@ use crate::http::{
         request_log::{REQUEST_ID, RequestLog},
     },
     models::LoadedModel,
+    output::choices::Choices,
     request::{body, fields, sampling_params},
 };
 use axum::{
@@ -40,7 +41,10 @@ pub async fn messages(
         return Err(ApiError::invalid("max_tokens", "max_tokens: Field required"));
     }
     let request = request.into_generation(state.keep_billing_header)?;
-    let renderer = |model: &LoadedModel, _: &_| MessagesRenderer::new(model.card.id.clone());
+    let renderer = |model: &LoadedModel, choices: &Choices| {
+        let in_reasoning = choices.chat.as_ref().is_some_and(|chat| chat.in_reasoning);
+        MessagesRenderer::new(model.card.id.clone(), in_reasoning)
+    };
     generate(&state, log, request, permit, renderer).await
 }
 

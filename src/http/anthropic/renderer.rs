@@ -26,6 +26,8 @@ const SIGNATURE: &str = "moestro";
 pub struct MessagesRenderer {
     id: String,
     model: String,
+    /// The answer starts with reasoning.
+    in_reasoning: bool,
     /// The block that is being streamed.
     open: Option<BlockKind>,
     /// Index of the open block, or of the next one.
@@ -42,8 +44,8 @@ enum BlockKind {
 }
 
 impl MessagesRenderer {
-    pub fn new(model: String) -> Self {
-        Self { id: format!("msg_{}", unique_id()), model, open: None, index: 0, pending: String::new() }
+    pub fn new(model: String, in_reasoning: bool) -> Self {
+        Self { id: format!("msg_{}", unique_id()), model, in_reasoning, open: None, index: 0, pending: String::new() }
     }
 
     fn message(&self, content: &[Value], finished: Option<&Finished>, usage: &Usage) -> Value {
@@ -69,6 +71,11 @@ impl MessagesRenderer {
         self.open = Some(kind);
         let event = json!({"type": "content_block_start", "index": self.index, "content_block": block()});
         frames.event("content_block_start", &event);
+    }
+
+    fn thinking(&mut self, frames: &Frames, text: &str) {
+        self.open(frames, BlockKind::Thinking, || json!({"type": "thinking", "thinking": "", "signature": ""}));
+        self.delta(frames, json!({"type": "thinking_delta", "thinking": text}));
     }
 
     fn text(&mut self, frames: &Frames, text: &str) {
@@ -107,6 +114,17 @@ impl Renderer for MessagesRenderer {
         frames.event("ping", &json!({"type": "ping"}));
     }
 
+    /// Sends an empty delta in the open block, or in the first block. Claude Code does not count pings as events.
+    fn idle(&mut self, frames: &Frames) {
+        match self.open {
+            Some(BlockKind::ToolUse) => self.delta(frames, json!({"type": "input_json_delta", "partial_json": ""})),
+            Some(BlockKind::Thinking) => self.thinking(frames, ""),
+            Some(BlockKind::Text) => self.text(frames, ""),
+            None if self.in_reasoning => self.thinking(frames, ""),
+            None => self.text(frames, ""),
+        }
+    }
+
     /// Clients accept a ping at any time.
     fn progress(&mut self, frames: &Frames, progress: PromptProgress) {
         frames.event("ping", &json!({"type": "ping", "prompt_progress": progress}));
@@ -115,11 +133,7 @@ impl Renderer for MessagesRenderer {
     fn output(&mut self, frames: &Frames, _choice: usize, output: &Output) {
         for delta in &output.deltas {
             match delta {
-                Delta::Reasoning(text) => {
-                    let block = || json!({"type": "thinking", "thinking": "", "signature": ""});
-                    self.open(frames, BlockKind::Thinking, block);
-                    self.delta(frames, json!({"type": "thinking_delta", "thinking": text}));
-                }
+                Delta::Reasoning(text) => self.thinking(frames, text),
                 Delta::Content(text) if self.open == Some(BlockKind::ToolUse) => self.pending += text,
                 Delta::Content(text) => self.text(frames, text),
                 Delta::ToolCall { id, name, .. } => {

@@ -3,7 +3,7 @@
 use crate::http::{
     errors::ApiError,
     openai::types::{ChatRequest, CommonFields, JsonSchema, OneOrMany, ResponseFormat},
-    request::{ChatPrompt, GenerationRequest, PromptInput, messages},
+    request::{ChatPrompt, GenerationRequest, PromptInput, media, messages},
 };
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
@@ -110,8 +110,9 @@ impl MessagesRequest {
         if self.messages.is_empty() {
             return Err(ApiError::invalid("messages", "messages is empty; it must have at least one message."));
         }
+        let answered = media::answered(&self.messages, |message| message["role"] == "assistant");
         for (index, message) in self.messages.iter().enumerate() {
-            translate(message, &format!("messages[{index}]"), &mut messages)?;
+            translate(message, &format!("messages[{index}]"), index >= answered, &mut messages)?;
         }
         let continues = self.messages.last().is_some_and(|message| message["role"] == "assistant");
         if continues && self.thinking.as_ref().is_some_and(|thinking| thinking.kind == "enabled") {
@@ -199,25 +200,26 @@ fn system_text(system: &Value, keep_billing_header: bool) -> Result<String, ApiE
     let is_billing = |block: &Value| block["text"].as_str().is_some_and(|text| text.starts_with(BILLING_HEADER));
     match system {
         Value::Array(blocks) if !keep_billing_header && blocks.first().is_some_and(is_billing) => {
-            text(&Value::Array(blocks[1..].to_vec()), "system")
+            text(&Value::Array(blocks[1..].to_vec()), "system", true)
         }
-        other => text(other, "system"),
+        other => text(other, "system", true),
     }
 }
 
 /// The text of a string or of text blocks.
-fn text(content: &Value, at: &str) -> Result<String, ApiError> {
+fn text(content: &Value, at: &str, is_new: bool) -> Result<String, ApiError> {
     match content {
         Value::String(text) => Ok(text.clone()),
         Value::Array(blocks) => {
-            let texts = blocks.iter().enumerate().map(|(index, block)| block_text(block, &format!("{at}[{index}]")));
+            let texts =
+                blocks.iter().enumerate().map(|(index, block)| block_text(block, &format!("{at}[{index}]"), is_new));
             Ok(texts.collect::<Result<Vec<_>, _>>()?.join(BLOCK_SEPARATOR))
         }
         _ => Err(ApiError::json(Some(at.into()), format!("{at} must be a string or an array of blocks."))),
     }
 }
 
-fn block_text(block: &Value, at: &str) -> Result<String, ApiError> {
+fn block_text(block: &Value, at: &str, is_new: bool) -> Result<String, ApiError> {
     let is_document = block["type"] == "document" && block["source"]["type"] == "text";
     let text = if is_document { &block["source"]["data"] } else { &block["text"] };
     match (block["type"].as_str(), text) {
@@ -226,15 +228,12 @@ fn block_text(block: &Value, at: &str) -> Result<String, ApiError> {
             let text = format!("{at} must be {{\"type\": \"text\", \"text\": ...}}.");
             Err(ApiError::json(Some(at.into()), text))
         }
-        (Some(kind), _) => {
-            let text = format!("{at} has type `{kind}`; this server reads text only.");
-            Err(ApiError::unsupported(at, text))
-        }
+        (Some(kind), _) => media::part_text(kind, at, is_new),
     }
 }
 
 /// Translates one message into chat messages. A tool result becomes a separate chat message.
-fn translate(message: &Value, at: &str, out: &mut Vec<Value>) -> Result<(), ApiError> {
+fn translate(message: &Value, at: &str, is_new: bool, out: &mut Vec<Value>) -> Result<(), ApiError> {
     let role = match &message["role"] {
         Value::String(role) => role.as_str(),
         Value::Null => return Err(ApiError::invalid(format!("{at}.role"), format!("{at} has no role."))),
@@ -244,14 +243,14 @@ fn translate(message: &Value, at: &str, out: &mut Vec<Value>) -> Result<(), ApiE
     let at_content = format!("{at}.content");
     match (role, content) {
         ("user" | "system", Value::String(_)) | ("system", Value::Array(_)) => {
-            out.push(json!({"role": role, "content": text(content, &at_content)?}));
+            out.push(json!({"role": role, "content": text(content, &at_content, is_new)?}));
             Ok(())
         }
         ("assistant", Value::String(_)) => {
             out.push(json!({"role": role, "content": content}));
             Ok(())
         }
-        ("user", Value::Array(blocks)) => user(blocks, &at_content, out),
+        ("user", Value::Array(blocks)) => user(blocks, &at_content, is_new, out),
         ("assistant", Value::Array(blocks)) => assistant(blocks, &at_content, out),
         ("user" | "assistant" | "system", _) => {
             let text = format!("{at_content} must be a string or an array of blocks.");
@@ -264,7 +263,7 @@ fn translate(message: &Value, at: &str, out: &mut Vec<Value>) -> Result<(), ApiE
     }
 }
 
-fn user(blocks: &[Value], at: &str, out: &mut Vec<Value>) -> Result<(), ApiError> {
+fn user(blocks: &[Value], at: &str, is_new: bool, out: &mut Vec<Value>) -> Result<(), ApiError> {
     let mut texts: Vec<String> = Vec::new();
     let flush = |texts: &mut Vec<String>, out: &mut Vec<Value>| {
         if !texts.is_empty() {
@@ -275,7 +274,7 @@ fn user(blocks: &[Value], at: &str, out: &mut Vec<Value>) -> Result<(), ApiError
     for (index, block) in blocks.iter().enumerate() {
         let at = format!("{at}[{index}]");
         if block["type"] != "tool_result" {
-            texts.push(block_text(block, &at)?);
+            texts.push(block_text(block, &at, is_new)?);
             continue;
         }
         flush(&mut texts, out);
@@ -285,7 +284,7 @@ fn user(blocks: &[Value], at: &str, out: &mut Vec<Value>) -> Result<(), ApiError
         };
         let result = match &block["content"] {
             Value::Null => String::new(),
-            content => text(content, &format!("{at}.content"))?,
+            content => text(content, &format!("{at}.content"), false)?,
         };
         out.push(json!({"role": "tool", "tool_call_id": id, "content": result}));
     }
@@ -309,7 +308,7 @@ fn assistant(blocks: &[Value], at: &str, out: &mut Vec<Value>) -> Result<(), Api
                 let function = json!({"name": name, "arguments": input});
                 calls.push(json!({"id": block["id"], "type": "function", "function": function}));
             }
-            _ => content += &block_text(block, &at)?,
+            _ => content += &block_text(block, &at, false)?,
         }
     }
     out.push(messages::assistant(content, reasoning, calls));
@@ -368,6 +367,21 @@ mod tests {
             json!({"role": "user", "content": "Go on\n\nplease"}),
         ];
         assert_eq!(chat.messages, expected);
+    }
+
+    #[test]
+    fn image_in_tool_result_becomes_a_sentence() {
+        let image = json!({"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA"}});
+        let call = json!({"type": "tool_use", "id": "t", "name": "Read", "input": {}});
+        let result = json!({"type": "tool_result", "tool_use_id": "t", "content": [image]});
+        let chat = chat(json!({"messages": [
+            {"role": "user", "content": [{"type": "text", "text": "x"}, image]},
+            {"role": "assistant", "content": [call]},
+            {"role": "user", "content": [result]},
+        ]}));
+        let sentence = "[image omitted: this model reads text only]";
+        assert_eq!(chat.messages[0]["content"], format!("x\n\n{sentence}"));
+        assert_eq!(chat.messages[2]["content"], sentence);
     }
 
     #[test]

@@ -20,10 +20,16 @@ use crate::{
         },
     },
 };
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
+use tokio::time::timeout;
 
-/// The effect of one engine event on the answer.
+/// Interval of [`Update::Idle`] while the request waits in the queue or its prompt is evaluated.
+const IDLE_INTERVAL: Duration = Duration::from_secs(5);
+
+/// The effect of one engine event, or of silence, on the answer.
 pub enum Update {
+    /// The engine has been silent for [`IDLE_INTERVAL`].
+    Idle,
     /// More of the prompt has been evaluated.
     Progress(PromptProgress),
     Output(Output),
@@ -158,7 +164,8 @@ impl Generation {
     async fn next(&mut self) -> Result<Update, EngineError> {
         let mut output = Output::default();
         loop {
-            match self.events.recv().await.ok_or(EngineError::Stopped)? {
+            let Ok(event) = timeout(IDLE_INTERVAL, self.events.recv()).await else { return Ok(Update::Idle) };
+            match event.ok_or(EngineError::Stopped)? {
                 Event::Started { cached_tokens, .. } => {
                     self.usage.prompt_tokens_details = PromptTokensDetails { cached_tokens };
                     continue;

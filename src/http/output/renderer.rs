@@ -23,6 +23,10 @@ pub trait Renderer: Send + 'static {
     /// The first choice is in the queue. `usage` counts only its prompt.
     fn start(&mut self, _frames: &Frames, _usage: Usage) {}
 
+    /// Nothing has happened for some seconds. Some clients close a stream after 300 s without an event and ignore comments,
+    /// so their APIs need an event here.
+    fn idle(&mut self, _frames: &Frames) {}
+
     /// More of the prompt has been evaluated. Called only if the request asks for progress.
     fn progress(&mut self, frames: &Frames, progress: PromptProgress);
 
@@ -91,6 +95,7 @@ async fn write(
             None => choices.submit_later(index).await?,
         };
         let sink = |update| match update {
+            Update::Idle => renderer.idle(frames),
             Update::Progress(progress) if reports_progress => renderer.progress(frames, progress),
             Update::Progress(_) => {}
             Update::Output(output) => renderer.output(frames, index, &output),

@@ -1,7 +1,7 @@
 //! Field table: every request field that clients are known to send, and whether it is supported, ignored or rejected.
 //!
 //! `docs/fields.md` and `/openapi.json` are generated from it. An unknown field is ignored and logged, unless its name is
-//! close to a field that changes the answer.
+//! close to a field that changes the answer, or another server has such a field of that name.
 
 use crate::http::errors::ApiError;
 use Handling::{Ignored, Metadata, Rejected, Supported};
@@ -175,7 +175,7 @@ const CHAT_FIELDS: &[Field] = &[
     rejected("modalities", &["[\"text\"]", "[]"], TEXT_ONLY),
     rejected("audio", &[], TEXT_ONLY),
     rejected("web_search_options", &[], "this server does not search the web."),
-    rejected("verbosity", &["\"medium\""], LENGTH),
+    ignored("verbosity", "it is a hint for the length"),
     rejected("include_stop_str_in_output", &["false"], "the content ends before the stop string."),
     rejected("best_of", &["1"], CHOICES),
     rejected("length_penalty", &["1"], SAMPLING),
@@ -190,7 +190,7 @@ const CHAT_FIELDS: &[Field] = &[
 ];
 
 const COMPLETION_FIELDS: &[Field] = &[
-    any("prompt", "a string, token ids, or several of either"),
+    any("prompt", "a string or token ids, or an array of both"),
     object("stream_options", "`include_usage`"),
     integer("max_tokens", "16 by default"),
     integer("n", "the choices for a prompt are adjacent; choice i is sampled with seed + i"),
@@ -220,10 +220,13 @@ const RESPONSE_FIELDS: &[Field] = &[
     integer("max_output_tokens", REMAINING_CONTEXT),
     number("temperature", ""),
     number("top_p", ""),
-    array("tools", "functions; tools that OpenAI's servers run are never called"),
+    array(
+        "tools",
+        "functions, also in namespaces and `additional_tools` items; other types of tools are ignored",
+    ),
     any("tool_choice", ""),
     boolean("parallel_tool_calls", ""),
-    object("text", "`format`; `verbosity` must be `medium`"),
+    object("text", "`format`; `verbosity` is a hint and has no effect"),
     object("reasoning", "`effort`; with `summary` the reasoning is sent as its own summary"),
     array("include", "`reasoning.encrypted_content`, which is the reasoning as plain text"),
     boolean("return_progress", "a stream reports the progress of the prompt in `response.prompt_progress` events"),
@@ -273,6 +276,25 @@ const MESSAGE_FIELDS: &[Field] = &[
     rejected("mcp_servers", &["[]"], "connect to them in the client."),
 ];
 
+const LIMITS: &[&str] = &["max_completion_tokens", "max_output_tokens", "max_tokens"];
+
+/// Field names of other servers and APIs, each with the names for the same purpose here. Ignoring them would change the
+/// answer, so they are rejected.
+const FOREIGN_NAMES: &[(&str, &[&str])] = &[
+    ("max_tokens", LIMITS),
+    ("max_completion_tokens", LIMITS),
+    ("max_output_tokens", LIMITS),
+    ("max_new_tokens", LIMITS),
+    ("n_predict", LIMITS),
+    ("num_predict", LIMITS),
+    ("topP", &["top_p"]),
+    ("topK", &["top_k"]),
+    ("think", &["enable_thinking", "thinking", "reasoning"]),
+    ("thinking_budget_tokens", &["thinking_budget", "thinking", "reasoning"]),
+    ("format", &["response_format", "output_config", "text"]),
+    ("options", &[]),
+];
+
 /// Checks the names of a request's fields. A field that is `null` counts as absent.
 pub fn check(fields: &Map<String, Value>, known: FieldTable) -> Result<(), ApiError> {
     let mut unknown = Vec::new();
@@ -285,13 +307,20 @@ pub fn check(fields: &Map<String, Value>, known: FieldTable) -> Result<(), ApiEr
             }
             Some(Field { handling: Metadata(_), .. }) => check_metadata(name, value)?,
             Some(_) => {}
-            None => match nearest(name, known) {
-                Some(meant) => {
-                    let text = format!("There is no field `{name}`; did you mean `{meant}`?");
-                    return Err(ApiError::unknown(name, text));
-                }
-                None => unknown.push(name),
-            },
+            None => {
+                let foreign = FOREIGN_NAMES.iter().find(|(foreign, _)| foreign == name).map(|(_, names)| *names);
+                let is_known = |meant: &&&str| known.iter().copied().flatten().any(|field| field.name == **meant);
+                let meant = foreign.and_then(|names| names.iter().find(is_known).copied());
+                let hint = match (meant.or_else(|| nearest(name, known)), foreign) {
+                    (Some(meant), _) => format!("did you mean `{meant}`?"),
+                    (None, Some(_)) => "send its settings as fields of the request.".to_owned(),
+                    (None, None) => {
+                        unknown.push(name);
+                        continue;
+                    }
+                };
+                return Err(ApiError::unknown(name, format!("There is no field `{name}`; {hint}")));
+            }
         }
     }
     if !unknown.is_empty() {
@@ -361,8 +390,8 @@ mod tests {
 
 How the server handles every field that clients are known to send. A field that is `null` counts as absent. A field that is in none
 of these tables is ignored and logged, unless its name is one or two letters away from a field that changes the answer
-(`max_tokes`): that is a 400 that names the nearest field. A rejected field is a 400 with the reason. A test generates this page
-from the table in `src/http/request/fields.rs`, which the server itself uses.
+(`max_tokes`), or is such a field of another server (`num_predict`): that is a 400 that names the right field. A rejected field is a
+400 with the reason. A test generates this page from the table in `src/http/request/fields.rs`, which the server itself uses.
 ";
 
     fn refusal(fields: Value, known: FieldTable) -> Option<Value> {
@@ -392,13 +421,31 @@ from the table in `src/http/request/fields.rs`, which the server itself uses.
     }
 
     #[test]
+    fn field_of_another_server_is_refused() {
+        for (known, foreign, hint) in [
+            (CHAT, "max_output_tokens", "`max_completion_tokens`"),
+            (CHAT, "n_predict", "`max_completion_tokens`"),
+            (COMPLETIONS, "num_predict", "`max_tokens`"),
+            (RESPONSES, "max_tokens", "`max_output_tokens`"),
+            (MESSAGES, "max_completion_tokens", "`max_tokens`"),
+            (CHAT, "think", "`enable_thinking`"),
+            (RESPONSES, "think", "`reasoning`"),
+            (CHAT, "format", "`response_format`"),
+            (CHAT, "options", "as fields of the request"),
+        ] {
+            let error = refusal(json!({foreign: 1}), known).unwrap();
+            assert_eq!(error["param"], foreign);
+            assert!(error["message"].as_str().unwrap().contains(hint), "{error}");
+        }
+    }
+
+    #[test]
     fn unsupported_field_accepts_neutral_values() {
         for (fields, is_accepted) in [
             (json!({"modalities": ["text"]}), true),
             (json!({"modalities": ["text", "audio"]}), false),
-            (json!({"verbosity": "medium"}), true),
-            (json!({"verbosity": "low"}), false),
-            (json!({"verbosity": null}), true),
+            (json!({"verbosity": "low"}), true),
+            (json!({"typical_p": null}), true),
             (json!({"min_tokens": 0}), true),
             (json!({"min_tokens": 5}), false),
             (json!({"bad_words": []}), true),

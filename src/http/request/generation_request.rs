@@ -49,8 +49,9 @@ pub enum PromptInput {
 #[derive(Debug)]
 pub struct ChatPrompt {
     pub messages: Vec<Value>,
-    /// Empty if the model may not call tools.
     pub tools: Vec<Value>,
+    /// `tool_choice` is `none`: the prompt has the tools, but the model may not call them.
+    pub forbids_calls: bool,
     /// Further variables of the template.
     pub kwargs: Map<String, Value>,
     /// `enable_thinking` if neither the request nor the server sets it. None: the template decides.
@@ -68,7 +69,7 @@ impl GenerationRequest {
             None => ("max_tokens", common.max_tokens),
             limit => ("max_completion_tokens", limit),
         };
-        let max_tokens = params::token_count(param, limit, 1)?;
+        let max_tokens = params::token_limit(param, limit, 1)?;
         let logprobs = chat_logprobs(&request)?;
         // A `function_call` has room for one call only.
         let parallel_tool_calls = request.parallel_tool_calls.unwrap_or(true) && request.functions.is_none();
@@ -106,11 +107,14 @@ impl GenerationRequest {
         if request.suffix.is_some_and(|suffix| !suffix.is_empty()) {
             return Err(ApiError::unsupported("suffix", "suffix is not supported."));
         }
-        let max_tokens = params::token_count("max_tokens", common.max_tokens, 0)?;
+        let max_tokens = match common.max_tokens {
+            None => Some(DEFAULT_COMPLETION_TOKENS),
+            limit => params::token_limit("max_tokens", limit, 0)?,
+        };
         Ok(Self {
             prompt: PromptInput::Text(request.prompt),
             n,
-            max_tokens: Some(max_tokens.unwrap_or(DEFAULT_COMPLETION_TOKENS)),
+            max_tokens,
             stops: common.stops()?,
             logprobs: request.logprobs.map(|top| params::alternatives("logprobs", top)).transpose()?,
             common,
@@ -143,7 +147,8 @@ impl ChatPrompt {
         Ok(Self {
             end_marker: if continues { Some(EndMarker::insert(&mut messages)?) } else { None },
             messages,
-            tools: tools::offered(request.tools, request.tool_choice.as_ref())?,
+            tools: tools::checked(request.tools)?,
+            forbids_calls: request.tool_choice.is_some_and(|choice| choice == "none"),
             kwargs,
             default_thinking: None,
             add_generation_prompt: !continues,

@@ -6,7 +6,10 @@
 //! Templates accept one system message, at the start. System messages that directly follow it are joined to it. A later one
 //! becomes a user message at its position.
 
-use crate::{chat::json_numbers, http::errors::ApiError};
+use crate::{
+    chat::json_numbers,
+    http::{errors::ApiError, request::media},
+};
 use serde_json::{Map, Value, json};
 
 /// Checks and normalizes all messages.
@@ -14,12 +17,13 @@ pub fn checked(mut messages: Vec<Value>) -> Result<Vec<Value>, ApiError> {
     if messages.is_empty() {
         return Err(ApiError::invalid("messages", "messages is empty; it must have at least one message."));
     }
+    let answered = media::answered(&messages, |message| message["role"] == "assistant");
     for (index, message) in messages.iter_mut().enumerate() {
         let at = format!("messages[{index}]");
         let Value::Object(message) = message else {
             return Err(ApiError::json(Some(at.clone()), format!("{at} must be an object.")));
         };
-        normalize(message, &at)?;
+        normalize(message, &at, index >= answered)?;
     }
     Ok(join_system_messages(messages))
 }
@@ -34,6 +38,11 @@ pub fn assistant(content: String, reasoning: String, calls: Vec<Value>) -> Value
         message["tool_calls"] = calls.into();
     }
     message
+}
+
+/// Arguments of a truncated call, which are not valid JSON: their text, under the name that Anthropic's API uses for this.
+pub fn invalid_arguments(text: &str) -> Value {
+    json!({"INVALID_JSON": text})
 }
 
 /// Leaves at most one system message, the first.
@@ -57,7 +66,7 @@ fn join_system_messages(messages: Vec<Value>) -> Vec<Value> {
     kept
 }
 
-fn normalize(message: &mut Map<String, Value>, at: &str) -> Result<(), ApiError> {
+fn normalize(message: &mut Map<String, Value>, at: &str, is_new: bool) -> Result<(), ApiError> {
     let role = match message.get("role") {
         Some(Value::String(role)) => role.clone(),
         Some(_) => return Err(ApiError::json(Some(format!("{at}.role")), format!("{at}.role must be a string."))),
@@ -82,13 +91,14 @@ fn normalize(message: &mut Map<String, Value>, at: &str) -> Result<(), ApiError>
     if let Some(call) = message.remove("function_call").filter(|call| !call.is_null()) {
         message.entry("tool_calls").or_insert(json!([{"type": "function", "function": call}]));
     }
-    if let Some(calls) = message.get("tool_calls").filter(|calls| !calls.is_null()) {
+    if let Some(calls) = message.get_mut("tool_calls").filter(|calls| !calls.is_null()) {
         check_tool_calls(calls, at)?;
     }
     match message.get_mut("content") {
         Some(Value::String(_)) => {}
         Some(Value::Array(parts)) => {
-            let text = joined(parts, &format!("{at}.content"))?;
+            let is_tool_result = matches!(role.as_str(), "tool" | "function");
+            let text = joined(parts, &format!("{at}.content"), is_new && !is_tool_result)?;
             message.insert("content".into(), text.into());
         }
         None | Some(Value::Null) if role == "assistant" => {}
@@ -105,7 +115,7 @@ fn normalize(message: &mut Map<String, Value>, at: &str) -> Result<(), ApiError>
 }
 
 /// The text of `[{"type": "text", "text": "..."}, ...]`.
-fn joined(parts: &[Value], at: &str) -> Result<String, ApiError> {
+fn joined(parts: &[Value], at: &str, is_new: bool) -> Result<String, ApiError> {
     let mut joined = String::new();
     for (index, part) in parts.iter().enumerate() {
         let at = format!("{at}[{index}]");
@@ -115,37 +125,35 @@ fn joined(parts: &[Value], at: &str) -> Result<String, ApiError> {
                 let text = format!("{at} must be {{\"type\": \"text\", \"text\": ...}}.");
                 return Err(ApiError::json(Some(at), text));
             }
-            (Some(kind), _) => {
-                let text = format!("{at} has type `{kind}`; this server reads text only.");
-                return Err(ApiError::unsupported(&at, text));
-            }
+            (Some(kind), _) => joined += &media::part_text(kind, &at, is_new)?,
         }
     }
     Ok(joined)
 }
 
 /// Earlier calls of the assistant: each needs a name and arguments, either an object or JSON in a string.
-fn check_tool_calls(calls: &Value, at: &str) -> Result<(), ApiError> {
+fn check_tool_calls(calls: &mut Value, at: &str) -> Result<(), ApiError> {
     let Value::Array(calls) = calls else {
         return Err(ApiError::json(Some(format!("{at}.tool_calls")), format!("{at}.tool_calls must be an array.")));
     };
-    for (index, call) in calls.iter().enumerate() {
+    for (index, call) in calls.iter_mut().enumerate() {
         let at = format!("{at}.tool_calls[{index}].function");
-        let function = &call["function"];
+        let function = &mut call["function"];
         if !function["name"].is_string() {
             return Err(ApiError::json(Some(format!("{at}.name")), format!("{at}.name must be a string.")));
         }
-        let is_valid = match function.get("arguments") {
-            Some(Value::Object(_) | Value::Null) => true,
+        match function.get("arguments") {
+            Some(Value::Object(_) | Value::Null) => {}
+            Some(Value::String(json)) if json.trim().is_empty() => {}
             Some(Value::String(json)) => {
-                json.trim().is_empty()
-                    || serde_json::from_str::<Map<String, Value>>(&json_numbers::quote_huge(json)).is_ok()
+                if serde_json::from_str::<Map<String, Value>>(&json_numbers::quote_huge(json)).is_err() {
+                    function["arguments"] = invalid_arguments(json);
+                }
             }
-            _ => false,
-        };
-        if !is_valid {
-            let text = format!("{at}.arguments must be a JSON object in a string; use `{{}}` for no arguments.");
-            return Err(ApiError::invalid(format!("{at}.arguments"), text));
+            _ => {
+                let text = format!("{at}.arguments must be a JSON object in a string; use `{{}}` for no arguments.");
+                return Err(ApiError::invalid(format!("{at}.arguments"), text));
+            }
         }
     }
     Ok(())
@@ -209,13 +217,34 @@ mod tests {
                 "messages[0].tool_calls[0].function.arguments",
             ),
             (
-                json!({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}),
+                json!({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 5}}]}),
                 "messages[0].tool_calls[0].function.arguments",
             ),
         ] {
             assert_eq!(param(checked(vec![message])), at);
         }
         assert_eq!(param(checked(Vec::new())), "messages");
+    }
+
+    #[test]
+    fn truncated_call_arguments_are_kept_as_text() {
+        let call = |arguments: Value| json!({"type": "function", "function": {"name": "f", "arguments": arguments}});
+        let message = json!({"role": "assistant", "tool_calls": [call(json!("{\"city\": \"Os"))]});
+        let expected = call(json!({"INVALID_JSON": "{\"city\": \"Os"}));
+        assert_eq!(checked(vec![message]).unwrap()[0]["tool_calls"], json!([expected]));
+    }
+
+    #[test]
+    fn image_is_refused_only_in_new_messages() {
+        let image = json!([{"type": "text", "text": "see "}, {"type": "image_url", "image_url": {"url": "x"}}]);
+        let user = json!({"role": "user", "content": image});
+        let assistant = json!({"role": "assistant", "content": "ok"});
+        let result = json!({"role": "tool", "content": image});
+        let kept = checked(vec![user.clone(), assistant.clone(), result]).unwrap();
+        for index in [0, 2] {
+            assert_eq!(kept[index]["content"], "see [image omitted: this model reads text only]");
+        }
+        assert_eq!(param(checked(vec![user.clone(), assistant, user])), "messages[2].content[1]");
     }
 
     #[test]

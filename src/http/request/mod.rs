@@ -7,6 +7,7 @@ pub mod body;
 pub mod continue_final;
 pub mod fields;
 mod generation_request;
+pub mod media;
 pub mod messages;
 mod prepare;
 mod prompt;

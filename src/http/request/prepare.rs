@@ -19,6 +19,9 @@ use crate::{
 };
 use std::sync::Arc;
 
+/// Logit bias of a token that must not be sampled.
+const FORBIDDEN: f32 = -1e9;
+
 impl GenerationRequest {
     /// Checks the rest, renders and tokenizes the prompt, and compiles the grammar.
     pub async fn prepare(
@@ -39,11 +42,17 @@ impl GenerationRequest {
     ) -> Result<Choices, ApiError> {
         let Self { common, max_tokens, parallel_tool_calls, .. } = self;
         params::check_model(common.model.as_deref(), &model.card)?;
-        let sampling = common.sampling(&model.defaults, model.engine.vocab())?;
+        let mut sampling = common.sampling(&model.defaults, model.engine.vocab())?;
         let (param, prompts, chat) = match self.prompt {
             PromptInput::Text(prompt) => ("prompt", model.encode_all(&mut permit, prompt).await?, None),
             PromptInput::Chat(chat) => {
-                let (prompt, ChatPrompt { tools, end_marker, .. }) = model.render(&mut permit, chat).await?;
+                let (prompt, ChatPrompt { mut tools, forbids_calls, end_marker, .. }) =
+                    model.render(&mut permit, chat).await?;
+                if forbids_calls {
+                    tools.clear();
+                    let call = model.tokenizer.id("<tool_call>");
+                    sampling.logit_bias.extend(call.map(|id| (id, FORBIDDEN)));
+                }
                 let in_reasoning =
                     end_marker.map_or_else(|| Template::opens_in_reasoning(&prompt), |marker| marker.in_reasoning);
                 let ids = model.encode(&mut permit, prompt, "messages").await?;

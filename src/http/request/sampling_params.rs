@@ -135,6 +135,11 @@ pub fn token_count(param: &str, value: Option<i64>, least: i64) -> Result<Option
     }
 }
 
+/// The most tokens of an answer, at least `least`. -1 means no limit, which LM Studio and llama.cpp's clients send.
+pub fn token_limit(param: &str, value: Option<i64>, least: i64) -> Result<Option<usize>, ApiError> {
+    token_count(param, value.filter(|&value| value != -1), least)
+}
+
 /// A number of alternatives to list with each token.
 pub fn alternatives(param: &str, value: i64) -> Result<usize, ApiError> {
     usize::try_from(value).ok().filter(|_| value <= MAX_LOGPROBS).ok_or_else(|| {
@@ -221,6 +226,13 @@ mod tests {
             assert_eq!(error.status, 400);
             assert_eq!(serde_json::to_value(error.body()).unwrap()["error"]["param"], param);
         }
+    }
+
+    #[test]
+    fn minus_one_is_no_token_limit() {
+        assert_eq!(token_limit("max_tokens", Some(-1), 1), Ok(None));
+        assert_eq!(token_limit("max_tokens", Some(5), 1), Ok(Some(5)));
+        assert!(token_limit("max_tokens", Some(-2), 1).is_err());
     }
 
     #[test]

@@ -25,8 +25,8 @@ pub fn replace_functions(request: &mut ChatRequest) -> Result<(), ApiError> {
     Ok(())
 }
 
-/// The checked tools that the prompt describes. Empty if `choice` is `none`.
-pub fn offered(tools: Option<Vec<Value>>, choice: Option<&Value>) -> Result<Vec<Value>, ApiError> {
+/// The checked tools. `tool_choice` does not change them, so that the prompt stays the same and its cache stays valid.
+pub fn checked(tools: Option<Vec<Value>>) -> Result<Vec<Value>, ApiError> {
     let tools = tools.unwrap_or_default();
     for (index, tool) in tools.iter().enumerate() {
         let at = format!("tools[{index}]");
@@ -44,7 +44,7 @@ pub fn offered(tools: Option<Vec<Value>>, choice: Option<&Value>) -> Result<Vec<
             return Err(ApiError::invalid(format!("{at}.function.parameters"), text));
         }
     }
-    Ok(if choice.is_some_and(|choice| choice == "none") { Vec::new() } else { tools })
+    Ok(tools)
 }
 
 fn is_name(name: &str) -> bool {
@@ -140,22 +140,19 @@ mod tests {
     }
 
     #[test]
-    fn tools_are_offered_unless_choice_is_none() {
+    fn valid_tools_are_kept() {
         let tool = json!({"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}});
-        let tools = || Some(vec![tool.clone()]);
-        assert_eq!(offered(tools(), None).unwrap().len(), 1);
-        assert_eq!(offered(tools(), Some(&json!("auto"))).unwrap().len(), 1);
-        assert!(offered(tools(), Some(&json!("none"))).unwrap().is_empty());
-        assert_eq!(offered(tools(), Some(&json!("required"))).unwrap().len(), 1);
+        assert_eq!(checked(Some(vec![tool.clone()])).unwrap(), [tool]);
+        assert!(checked(None).unwrap().is_empty());
     }
 
     #[test]
     fn invalid_tool_error_names_the_field() {
-        assert_eq!(param(offered(Some(vec![json!({"type": "web_search"})]), None)), "tools[0].type");
-        assert_eq!(param(offered(Some(vec![json!({"type": "function"})]), None)), "tools[0].function.name");
+        assert_eq!(param(checked(Some(vec![json!({"type": "web_search"})]))), "tools[0].type");
+        assert_eq!(param(checked(Some(vec![json!({"type": "function"})]))), "tools[0].function.name");
         for name in [String::new(), "a b".into(), "a>".into(), "ä".into(), "a".repeat(129)] {
             let tool = json!({"type": "function", "function": {"name": name}});
-            assert_eq!(param(offered(Some(vec![tool]), None)), "tools[0].function.name");
+            assert_eq!(param(checked(Some(vec![tool]))), "tools[0].function.name");
         }
     }
 }

@@ -1,7 +1,13 @@
 //! Items of a Responses conversation, translated into chat messages. The items of one assistant turn (reasoning, a message,
 //! calls) become one message.
 
-use crate::http::{errors::ApiError, request::messages::assistant};
+use crate::http::{
+    errors::ApiError,
+    request::{
+        media,
+        messages::{assistant, invalid_arguments},
+    },
+};
 use serde_json::{Value, json};
 
 /// Start of this server's `encrypted_content`. The reasoning follows as plain text.
@@ -11,13 +17,17 @@ pub const ENCRYPTED_PREFIX: &str = "moestro:";
 /// it.
 pub fn to_messages(items: &[Value], input: usize) -> Result<Vec<Value>, ApiError> {
     let earlier = items.len().saturating_sub(input);
+    let is_assistant = |item: &Value| {
+        item["role"] == "assistant" || ["reasoning", "function_call"].iter().any(|kind| item["type"] == *kind)
+    };
+    let answered = media::answered(items, is_assistant);
     let mut builder = MessageBuilder::default();
     for (index, item) in items.iter().enumerate() {
         let at = match index.checked_sub(earlier) {
             Some(index) => format!("input[{index}]"),
             None => format!("previous_response_id: item {index}"),
         };
-        builder.push(item, &at)?;
+        builder.push(item, &at, index >= answered)?;
     }
     builder.close();
     Ok(builder.messages)
@@ -38,16 +48,16 @@ struct AssistantTurn {
 }
 
 impl MessageBuilder {
-    fn push(&mut self, item: &Value, at: &str) -> Result<(), ApiError> {
+    fn push(&mut self, item: &Value, at: &str, is_new: bool) -> Result<(), ApiError> {
         match (item["type"].as_str(), item["role"].as_str()) {
             (Some("message") | None, Some("assistant")) => {
-                let text = text(&item["content"], &format!("{at}.content"))?;
+                let text = text(&item["content"], &format!("{at}.content"), false)?;
                 // A second message starts a new turn, unless calls of the open turn still wait for their outputs.
                 self.turn(|turn| turn.content.is_empty() || !turn.calls.is_empty()).content += &text;
             }
             (Some("message") | None, Some(role @ ("user" | "system" | "developer"))) => {
                 self.close();
-                let text = text(&item["content"], &format!("{at}.content"))?;
+                let text = text(&item["content"], &format!("{at}.content"), is_new)?;
                 self.messages.push(json!({"role": role, "content": text}));
             }
             (Some("message") | None, _) => {
@@ -58,20 +68,24 @@ impl MessageBuilder {
                 let text = reasoning(item);
                 self.turn(|turn| turn.content.is_empty() && turn.calls.is_empty()).reasoning += &text;
             }
-            (Some("function_call"), _) => {
+            (Some(kind @ ("function_call" | "custom_tool_call")), _) => {
                 let (Some(id), Some(name)) = (item["call_id"].as_str(), item["name"].as_str()) else {
                     return Err(ApiError::json(Some(at.into()), format!("{at} must have a call_id and a name.")));
                 };
-                let function = json!({"name": name, "arguments": arguments(&item["arguments"])});
+                let arguments = match kind {
+                    "function_call" => arguments(&item["arguments"]),
+                    _ => json!({"input": item["input"]}),
+                };
+                let function = json!({"name": name, "arguments": arguments});
                 let call = json!({"id": id, "type": "function", "function": function});
                 self.turn(|_| true).calls.push(call);
             }
-            (Some("function_call_output"), _) => {
+            (Some("function_call_output" | "custom_tool_call_output"), _) => {
                 let Some(id) = item["call_id"].as_str() else {
                     return Err(ApiError::json(Some(format!("{at}.call_id")), format!("{at} must have a call_id.")));
                 };
                 self.close();
-                let output = text(&item["output"], &format!("{at}.output"))?;
+                let output = text(&item["output"], &format!("{at}.output"), false)?;
                 self.messages.push(json!({"role": "tool", "tool_call_id": id, "content": output}));
             }
             (Some(other), _) => {
@@ -96,14 +110,13 @@ impl MessageBuilder {
     }
 }
 
-/// Arguments of an earlier call as an object. Those of a truncated call are no valid JSON; they are passed on as text under
-/// the name that Anthropic's API uses for this.
+/// Arguments of an earlier call as an object.
 fn arguments(arguments: &Value) -> Value {
     match arguments {
         Value::String(text) if text.trim().is_empty() => json!({}),
         Value::String(text) => match serde_json::from_str(text) {
             Ok(Value::Object(object)) => object.into(),
-            _ => json!({"INVALID_JSON": text}),
+            _ => invalid_arguments(text),
         },
         Value::Object(_) => arguments.clone(),
         _ => json!({}),
@@ -125,7 +138,7 @@ fn reasoning(item: &Value) -> String {
 }
 
 /// The text of a string or of text parts.
-fn text(content: &Value, at: &str) -> Result<String, ApiError> {
+fn text(content: &Value, at: &str, is_new: bool) -> Result<String, ApiError> {
     let parts = match content {
         Value::String(text) => return Ok(text.clone()),
         Value::Array(parts) => parts,
@@ -137,10 +150,7 @@ fn text(content: &Value, at: &str) -> Result<String, ApiError> {
         let text = part["text"].as_str().or_else(|| part["refusal"].as_str());
         match (part["type"].as_str(), text) {
             (Some("input_text" | "output_text" | "text" | "refusal"), Some(text)) => joined += text,
-            (Some(kind), None) => {
-                let text = format!("{at} has type `{kind}`; this server reads text only.");
-                return Err(ApiError::unsupported(&at, text));
-            }
+            (Some(kind), None) => joined += &media::part_text(kind, &at, is_new)?,
             _ => {
                 let text = format!("{at} must be {{\"type\": \"input_text\", \"text\": ...}}.");
                 return Err(ApiError::json(Some(at), text));
@@ -196,6 +206,17 @@ mod tests {
             json!({"role": "assistant", "content": "Done", "reasoning_content": "so"}),
         ];
         assert_eq!(to_messages(&items, items.len()).unwrap(), expected);
+    }
+
+    #[test]
+    fn image_in_output_becomes_a_sentence() {
+        let image = json!([{"type": "input_image", "image_url": "x"}]);
+        let result = json!({"type": "function_call_output", "call_id": "1", "output": image});
+        let items = [json!({"role": "user", "content": image}), call("1"), result];
+        let messages = to_messages(&items, items.len()).unwrap();
+        for index in [0, 2] {
+            assert_eq!(messages[index]["content"], "[image omitted: this model reads text only]");
+        }
     }
 
     #[test]

@@ -38,7 +38,6 @@ pub async fn responses(
 ) -> Result<Response, ApiError> {
     state.ensure_ready()?;
     let (mut request, mut permit) = body::known::<ResponsesRequest>(&state, body, fields::RESPONSES).await?;
-    request.check()?;
     // The permit also covers the translation of the items: those of earlier responses are copied first.
     let mut reserve = |bytes: usize| permit.grow(permit.bytes() + 2 * bytes);
     let history = match &request.previous_response_id {

@@ -69,7 +69,9 @@ impl ResponsesRenderer {
         let is_stored = request.store.unwrap_or(true);
         let reasoning = request.reasoning.as_ref();
         let summary = reasoning.and_then(|reasoning| reasoning.summary.as_deref());
-        let format = request.text.as_ref().and_then(|text| text.format.clone());
+        let text = request.text.as_ref();
+        let format = text.and_then(|text| text.format.clone());
+        let verbosity = text.and_then(|text| text.verbosity.as_deref()).unwrap_or("medium");
         let response = json!({
             "id": format!("resp_{}", unique_id()),
             "object": "response",
@@ -90,7 +92,7 @@ impl ResponsesRenderer {
             "service_tier": "default",
             "store": is_stored,
             "temperature": request.temperature,
-            "text": {"format": format.unwrap_or_else(|| json!({"type": "text"})), "verbosity": "medium"},
+            "text": {"format": format.unwrap_or_else(|| json!({"type": "text"})), "verbosity": verbosity},
             "tool_choice": request.tool_choice.clone().unwrap_or_else(|| "auto".into()),
             "tools": request.tools.clone().unwrap_or_default(),
             "top_logprobs": 0,
@@ -330,6 +332,13 @@ impl Renderer for ResponsesRenderer {
     fn start(&mut self, frames: &Frames, _usage: Usage) {
         self.emit_response(Some(frames), "response.created");
         self.emit_response(Some(frames), "response.in_progress");
+    }
+
+    /// Repeats `response.in_progress` until the first item starts. Codex does not count comments as events.
+    fn idle(&mut self, frames: &Frames) {
+        if self.open.is_none() && self.output.is_empty() {
+            self.emit_response(Some(frames), "response.in_progress");
+        }
     }
 
     fn progress(&mut self, frames: &Frames, progress: PromptProgress) {

@@ -62,17 +62,6 @@ pub struct TextFields {
 }
 
 impl ResponsesRequest {
-    /// Refuses values that would change the answer but are not supported. The field table refuses whole fields.
-    pub fn check(&self) -> Result<(), ApiError> {
-        match self.text.as_ref().and_then(|text| text.verbosity.as_deref()) {
-            None | Some("medium") => Ok(()),
-            Some(_) => {
-                let text = "text.verbosity is not supported: describe the length of the answer in the instructions.";
-                Err(ApiError::unsupported("text.verbosity", text))
-            }
-        }
-    }
-
     /// The functions that are offered to the model, including those in namespaces.
     fn functions(&self) -> Result<Vec<Value>, ApiError> {
         let mut functions = Vec::new();
@@ -105,10 +94,10 @@ impl ResponsesRequest {
         self.include.iter().flatten().any(|name| name == "reasoning.encrypted_content")
     }
 
-    /// Takes the input items. References are replaced by copies of the items that they name; `permit` grows by the memory of
+    /// Takes the input items. The tools of `additional_tools` items, which Codex sends, move to `tools`. References are replaced by copies of the items that they name; `permit` grows by the memory of
     /// the copies and their translation.
     pub fn take_input(&mut self, store: &ResponseStore, permit: &mut MemoryPermit) -> Result<Vec<Value>, ApiError> {
-        let items = match self.input.take() {
+        let mut items = match self.input.take() {
             Some(Value::String(text)) => vec![json!({"type": "message", "role": "user", "content": text})],
             Some(Value::Array(items)) => items,
             None if self.previous_response_id.is_some() => Vec::new(),
@@ -117,6 +106,9 @@ impl ResponsesRequest {
                 return Err(ApiError::json(Some("input".into()), "input must be a string or an array of items."));
             }
         };
+        for item in items.extract_if(.., |item| item["type"] == "additional_tools") {
+            self.tools.get_or_insert_default().extend(item["tools"].as_array().cloned().unwrap_or_default());
+        }
         let resolve = |(index, item): (usize, Value)| {
             // A reference may omit its type.
             let is_bare = item.get("type").is_none_or(Value::is_null) && item.get("role").is_none();
@@ -173,8 +165,8 @@ impl ResponsesRequest {
     }
 }
 
-/// Translates a tool that the client runs. A tool that OpenAI's servers run is left out: the model may ignore it, and here it
-/// always does.
+/// Translates a function. Tools that OpenAI's servers run and `custom` tools are left out: the model may ignore them, and here
+/// it always does.
 fn tool(tool: &Value, at: &str) -> Result<Option<Value>, ApiError> {
     match tool["type"].as_str() {
         Some("function") => {
@@ -184,12 +176,8 @@ fn tool(tool: &Value, at: &str) -> Result<Option<Value>, ApiError> {
                 .collect();
             Ok(Some(json!({"type": "function", "function": function})))
         }
-        Some("custom") => {
-            let text = format!("{at} has type `custom`; this server supports tools of type `function`.");
-            Err(ApiError::unsupported(at, text))
-        }
         Some(kind) => {
-            tracing::info!(kind, "tool ignored: only OpenAI's servers can run it");
+            tracing::info!(kind, "tool ignored: the server supports only tools of type function");
             Ok(None)
         }
         None => Err(ApiError::invalid(format!("{at}.type"), format!("{at}.type must be `function`."))),
@@ -292,10 +280,19 @@ mod tests {
     }
 
     #[test]
-    fn verbosity_other_than_medium_is_refused() {
-        assert!(request(json!({"text": {"verbosity": "medium"}})).check().is_ok());
-        let error = request(json!({"text": {"verbosity": "low"}})).check().unwrap_err();
-        assert_eq!(serde_json::to_value(error.body()).unwrap()["error"]["param"], "text.verbosity");
+    fn custom_tools_are_ignored() {
+        let tools = json!({"tools": [{"type": "custom", "name": "apply_patch", "format": {"type": "text"}}]});
+        assert!(request(tools).functions().unwrap().is_empty());
+    }
+
+    #[test]
+    fn additional_tools_items_are_offered() {
+        let function = json!({"type": "function", "name": "f"});
+        let input = json!([{"type": "additional_tools", "tools": [function]}, {"role": "user", "content": "Hi"}]);
+        let (_, chat) = chat(json!({"input": input, "tools": [{"type": "function", "name": "g"}]}));
+        assert_eq!(chat.messages, [json!({"role": "user", "content": "Hi"})]);
+        let names: Vec<_> = chat.tools.unwrap().iter().map(|tool| tool["function"]["name"].clone()).collect();
+        assert_eq!(names, ["g", "f"]);
     }
 
     #[test]
