@@ -25,6 +25,7 @@ use axum::{
     response::{IntoResponse, Response},
 };
 use serde::Serialize;
+use std::fmt::Display;
 
 /// JSON of an error.
 #[derive(Debug, Serialize)]
@@ -84,6 +85,20 @@ impl ApiError {
     /// A wrong value. `param` is its path in the request, such as `messages[0].role`.
     pub fn invalid(param: impl Into<String>, message: impl Into<String>) -> Self {
         Self::bad_request("invalid_value", message).at(param)
+    }
+
+    /// A wrong value. The message is `param` followed by `problem`, such as "must be positive."
+    pub fn wrong_value(param: impl Into<String>, problem: impl Display) -> Self {
+        let param = param.into();
+        let message = format!("{param} {problem}");
+        Self::invalid(param, message)
+    }
+
+    /// A value of the wrong type. The message is `param` followed by `problem`, such as "must be a string."
+    pub fn wrong_type(param: impl Into<String>, problem: impl Display) -> Self {
+        let param = param.into();
+        let message = format!("{param} {problem}");
+        Self::json(Some(param), message)
     }
 
     /// An unknown field whose name is close to a known one.

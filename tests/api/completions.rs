@@ -48,6 +48,7 @@ async fn prompt_may_be_text_or_ids() {
     assert_eq!(texts(json!([first, second])).await, [first, second]);
     assert_eq!(texts(json!(ids(&server, first))).await, [first]);
     assert_eq!(texts(json!([ids(&server, first), ids(&server, second)])).await, [first, second]);
+    assert_eq!(texts(json!([ids(&server, first), second])).await, [first, second]);
 }
 
 #[tokio::test]

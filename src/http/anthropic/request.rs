@@ -108,7 +108,7 @@ impl MessagesRequest {
             }
         }
         if self.messages.is_empty() {
-            return Err(ApiError::invalid("messages", "messages is empty; it must have at least one message."));
+            return Err(ApiError::wrong_value("messages", "is empty; it must have at least one message."));
         }
         let answered = media::answered(&self.messages, |message| message["role"] == "assistant");
         for (index, message) in self.messages.iter().enumerate() {
@@ -128,8 +128,10 @@ impl MessagesRequest {
             Some("enabled" | "adaptive") => true,
             None | Some("disabled") => false,
             Some(other) => {
-                let text = format!("thinking.type is `{other}`; it must be `enabled`, `adaptive` or `disabled`.");
-                return Err(ApiError::invalid("thinking.type", text));
+                return Err(ApiError::wrong_value(
+                    "thinking.type",
+                    format!("is `{other}`; it must be `enabled`, `adaptive` or `disabled`."),
+                ));
             }
         };
         let OutputConfigFields { effort, format } = self.output_config.unwrap_or_default();
@@ -169,8 +171,10 @@ fn disable_thinking_by_default(chat: &mut ChatPrompt) {
 impl OutputFormatFields {
     fn translate(self) -> Result<ResponseFormat, ApiError> {
         if self.kind != "json_schema" {
-            let text = format!("output_config.format.type is `{}`; it must be `json_schema`.", self.kind);
-            return Err(ApiError::invalid("output_config.format.type", text));
+            return Err(ApiError::wrong_value(
+                "output_config.format.type",
+                format!("is `{}`; it must be `json_schema`.", self.kind),
+            ));
         }
         let inner = JsonSchema { schema: self.schema, strict: Some(true) };
         Ok(ResponseFormat { kind: self.kind, json_schema: Some(inner), schema: None, regex: None, lark: None })
@@ -185,12 +189,12 @@ impl AnthropicToolChoice {
             ("none", _) => Ok("none".into()),
             ("tool", Some(name)) => Ok(json!({"type": "function", "function": {"name": name}})),
             ("tool", None) => {
-                Err(ApiError::invalid("tool_choice.name", "tool_choice.name is missing; the type `tool` requires it."))
+                Err(ApiError::wrong_value("tool_choice.name", "is missing; the type `tool` requires it."))
             }
-            (other, _) => {
-                let text = format!("tool_choice.type is `{other}`; it must be `auto`, `any`, `tool` or `none`.");
-                Err(ApiError::invalid("tool_choice.type", text))
-            }
+            (other, _) => Err(ApiError::wrong_value(
+                "tool_choice.type",
+                format!("is `{other}`; it must be `auto`, `any`, `tool` or `none`."),
+            )),
         }
     }
 }
@@ -215,7 +219,7 @@ fn text(content: &Value, at: &str, is_new: bool) -> Result<String, ApiError> {
                 blocks.iter().enumerate().map(|(index, block)| block_text(block, &format!("{at}[{index}]"), is_new));
             Ok(texts.collect::<Result<Vec<_>, _>>()?.join(BLOCK_SEPARATOR))
         }
-        _ => Err(ApiError::json(Some(at.into()), format!("{at} must be a string or an array of blocks."))),
+        _ => Err(ApiError::wrong_type(at, "must be a string or an array of blocks.")),
     }
 }
 
@@ -224,10 +228,7 @@ fn block_text(block: &Value, at: &str, is_new: bool) -> Result<String, ApiError>
     let text = if is_document { &block["source"]["data"] } else { &block["text"] };
     match (block["type"].as_str(), text) {
         (Some("text" | "document"), Value::String(text)) => Ok(text.clone()),
-        (Some("text") | None, _) => {
-            let text = format!("{at} must be {{\"type\": \"text\", \"text\": ...}}.");
-            Err(ApiError::json(Some(at.into()), text))
-        }
+        (Some("text") | None, _) => Err(ApiError::wrong_type(at, "must be {\"type\": \"text\", \"text\": ...}.")),
         (Some(kind), _) => media::part_text(kind, at, is_new),
     }
 }
@@ -237,7 +238,7 @@ fn translate(message: &Value, at: &str, is_new: bool, out: &mut Vec<Value>) -> R
     let role = match &message["role"] {
         Value::String(role) => role.as_str(),
         Value::Null => return Err(ApiError::invalid(format!("{at}.role"), format!("{at} has no role."))),
-        _ => return Err(ApiError::json(Some(format!("{at}.role")), format!("{at}.role must be a string."))),
+        _ => return Err(ApiError::wrong_type(format!("{at}.role"), "must be a string.")),
     };
     let content = &message["content"];
     let at_content = format!("{at}.content");
@@ -253,12 +254,10 @@ fn translate(message: &Value, at: &str, is_new: bool, out: &mut Vec<Value>) -> R
         ("user", Value::Array(blocks)) => user(blocks, &at_content, is_new, out),
         ("assistant", Value::Array(blocks)) => assistant(blocks, &at_content, out),
         ("user" | "assistant" | "system", _) => {
-            let text = format!("{at_content} must be a string or an array of blocks.");
-            Err(ApiError::json(Some(at_content), text))
+            Err(ApiError::wrong_type(at_content, "must be a string or an array of blocks."))
         }
         (other, _) => {
-            let text = format!("{at}.role is `{other}`; the roles are user and assistant.");
-            Err(ApiError::invalid(format!("{at}.role"), text))
+            Err(ApiError::wrong_value(format!("{at}.role"), format!("is `{other}`; the roles are user and assistant.")))
         }
     }
 }
@@ -279,8 +278,7 @@ fn user(blocks: &[Value], at: &str, is_new: bool, out: &mut Vec<Value>) -> Resul
         }
         flush(&mut texts, out);
         let Some(id) = block["tool_use_id"].as_str() else {
-            let text = format!("{at}.tool_use_id must be a string.");
-            return Err(ApiError::json(Some(format!("{at}.tool_use_id")), text));
+            return Err(ApiError::wrong_type(format!("{at}.tool_use_id"), "must be a string."));
         };
         let result = match &block["content"] {
             Value::Null => String::new(),
@@ -302,8 +300,7 @@ fn assistant(blocks: &[Value], at: &str, out: &mut Vec<Value>) -> Result<(), Api
             Some("redacted_thinking") => {}
             Some("tool_use") => {
                 let (Some(name), Value::Object(input)) = (block["name"].as_str(), &block["input"]) else {
-                    let text = format!("{at} must have a name and an input, which is an object.");
-                    return Err(ApiError::json(Some(at), text));
+                    return Err(ApiError::wrong_type(at, "must have a name and an input, which is an object."));
                 };
                 let function = json!({"name": name, "arguments": input});
                 calls.push(json!({"id": block["id"], "type": "function", "function": function}));

@@ -102,15 +102,17 @@ pub struct CompletionRequest {
 
 /// One prompt or several, as text or token ids.
 #[derive(Debug, Deserialize)]
-#[serde(
-    untagged,
-    expecting = "expected a string, an array of strings, an array of token ids or an array of such arrays"
-)]
+#[serde(untagged, expecting = "expected a string, an array of token ids, or an array of strings and such arrays")]
 pub enum CompletionPrompt {
+    One(TextOrIds),
+    Many(Vec<TextOrIds>),
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(untagged)]
+pub enum TextOrIds {
     Text(String),
-    Texts(Vec<String>),
     Ids(Vec<i64>),
-    ManyIds(Vec<Vec<i64>>),
 }
 
 #[derive(Debug, Deserialize)]

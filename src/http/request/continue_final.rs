@@ -20,15 +20,15 @@ pub struct EndMarker {
 /// True if a request continues the last message: `continue_final_message` as in vLLM, or no generation prompt.
 pub fn is_requested(request: &ChatRequest) -> Result<bool, ApiError> {
     match (request.continue_final_message, request.add_generation_prompt) {
-        (Some(true), Some(true)) => {
-            let text = "continue_final_message continues the last message, add_generation_prompt starts a new one; send only one.";
-            Err(ApiError::invalid("continue_final_message", text))
-        }
+        (Some(true), Some(true)) => Err(ApiError::wrong_value(
+            "continue_final_message",
+            "continues the last message, add_generation_prompt starts a new one; send only one.",
+        )),
         (Some(true), _) | (None, Some(false)) => Ok(true),
-        (Some(false), Some(false)) => {
-            let text = "add_generation_prompt and continue_final_message are both false; one of them must be true.";
-            Err(ApiError::invalid("add_generation_prompt", text))
-        }
+        (Some(false), Some(false)) => Err(ApiError::wrong_value(
+            "add_generation_prompt",
+            "and continue_final_message are both false; one of them must be true.",
+        )),
         _ => Ok(false),
     }
 }

@@ -220,10 +220,7 @@ const RESPONSE_FIELDS: &[Field] = &[
     integer("max_output_tokens", REMAINING_CONTEXT),
     number("temperature", ""),
     number("top_p", ""),
-    array(
-        "tools",
-        "functions, also in namespaces and `additional_tools` items; other types of tools are ignored",
-    ),
+    array("tools", "functions, also in namespaces and `additional_tools` items; other types of tools are ignored"),
     any("tool_choice", ""),
     boolean("parallel_tool_calls", ""),
     object("text", "`format`; `verbosity` is a hint and has no effect"),
@@ -333,11 +330,10 @@ pub fn check(fields: &Map<String, Value>, known: FieldTable) -> Result<(), ApiEr
 fn check_metadata(name: &str, value: &Value) -> Result<(), ApiError> {
     let (max_pairs, max_key, max_value) = METADATA_LIMITS;
     let Value::Object(pairs) = value else {
-        return Err(ApiError::json(Some(name.into()), format!("{name} must be an object.")));
+        return Err(ApiError::wrong_type(name, "must be an object."));
     };
     if pairs.len() > max_pairs {
-        let text = format!("{name} has {} pairs; the limit is {max_pairs}.", pairs.len());
-        return Err(ApiError::invalid(name, text));
+        return Err(ApiError::wrong_value(name, format!("has {} pairs; the limit is {max_pairs}.", pairs.len())));
     }
     for (key, value) in pairs {
         let length = key.chars().count();
@@ -347,10 +343,10 @@ fn check_metadata(name: &str, value: &Value) -> Result<(), ApiError> {
         }
         let at = format!("{name}.{key}");
         let Some(length) = value.as_str().map(|value| value.chars().count()) else {
-            return Err(ApiError::json(Some(at.clone()), format!("{at} must be a string.")));
+            return Err(ApiError::wrong_type(at, "must be a string."));
         };
         if length > max_value {
-            return Err(ApiError::invalid(&at, format!("{at} has {length} characters; the limit is {max_value}.")));
+            return Err(ApiError::wrong_value(&at, format!("has {length} characters; the limit is {max_value}.")));
         }
     }
     Ok(())

@@ -17,7 +17,7 @@ use serde_json::{Map, Value};
 /// Default of `max_tokens` in `/v1/completions`, as in OpenAI's API.
 const DEFAULT_COMPLETION_TOKENS: usize = 16;
 
-/// A checked request. What depends on the model is checked when it is prepared: sampling, context length and grammar.
+/// A checked request. Sampling, context length and grammar depend on the model and are checked when it is prepared.
 #[derive(Debug)]
 pub struct GenerationRequest {
     pub prompt: PromptInput,
@@ -168,7 +168,7 @@ fn chat_logprobs(request: &ChatRequest) -> Result<Option<usize>, ApiError> {
     let is_requested = request.logprobs.unwrap_or(false);
     match request.top_logprobs {
         Some(top) if is_requested => Ok(Some(params::alternatives("top_logprobs", top)?)),
-        Some(_) => Err(ApiError::invalid("top_logprobs", "top_logprobs is only allowed if logprobs is true.")),
+        Some(_) => Err(ApiError::wrong_value("top_logprobs", "is only allowed if logprobs is true.")),
         None => Ok(is_requested.then_some(0)),
     }
 }

@@ -15,13 +15,13 @@ use serde_json::{Map, Value, json};
 /// Checks and normalizes all messages.
 pub fn checked(mut messages: Vec<Value>) -> Result<Vec<Value>, ApiError> {
     if messages.is_empty() {
-        return Err(ApiError::invalid("messages", "messages is empty; it must have at least one message."));
+        return Err(ApiError::wrong_value("messages", "is empty; it must have at least one message."));
     }
     let answered = media::answered(&messages, |message| message["role"] == "assistant");
     for (index, message) in messages.iter_mut().enumerate() {
         let at = format!("messages[{index}]");
         let Value::Object(message) = message else {
-            return Err(ApiError::json(Some(at.clone()), format!("{at} must be an object.")));
+            return Err(ApiError::wrong_type(at, "must be an object."));
         };
         normalize(message, &at, index >= answered)?;
     }
@@ -69,7 +69,7 @@ fn join_system_messages(messages: Vec<Value>) -> Vec<Value> {
 fn normalize(message: &mut Map<String, Value>, at: &str, is_new: bool) -> Result<(), ApiError> {
     let role = match message.get("role") {
         Some(Value::String(role)) => role.clone(),
-        Some(_) => return Err(ApiError::json(Some(format!("{at}.role")), format!("{at}.role must be a string."))),
+        Some(_) => return Err(ApiError::wrong_type(format!("{at}.role"), "must be a string.")),
         None => return Err(ApiError::invalid(format!("{at}.role"), format!("{at} has no role."))),
     };
     match role.as_str() {
@@ -83,8 +83,7 @@ fn normalize(message: &mut Map<String, Value>, at: &str, is_new: bool) -> Result
         }
         other => {
             let known = "system, developer, user, assistant, tool and function";
-            let text = format!("{at}.role is `{other}`; the roles are {known}.");
-            return Err(ApiError::invalid(format!("{at}.role"), text));
+            return Err(ApiError::wrong_value(format!("{at}.role"), format!("is `{other}`; the roles are {known}.")));
         }
     }
     // Deprecated: a single call.
@@ -107,8 +106,7 @@ fn normalize(message: &mut Map<String, Value>, at: &str, is_new: bool) -> Result
             return Err(ApiError::invalid(format!("{at}.content"), text));
         }
         Some(_) => {
-            let text = format!("{at}.content must be a string or an array of parts.");
-            return Err(ApiError::json(Some(format!("{at}.content")), text));
+            return Err(ApiError::wrong_type(format!("{at}.content"), "must be a string or an array of parts."));
         }
     }
     Ok(())
@@ -122,8 +120,7 @@ fn joined(parts: &[Value], at: &str, is_new: bool) -> Result<String, ApiError> {
         match (part.get("type").and_then(Value::as_str), part.get("text")) {
             (Some("text"), Some(Value::String(text))) => joined.push_str(text),
             (Some("text") | None, _) => {
-                let text = format!("{at} must be {{\"type\": \"text\", \"text\": ...}}.");
-                return Err(ApiError::json(Some(at), text));
+                return Err(ApiError::wrong_type(at, "must be {\"type\": \"text\", \"text\": ...}."));
             }
             (Some(kind), _) => joined += &media::part_text(kind, &at, is_new)?,
         }
@@ -134,13 +131,13 @@ fn joined(parts: &[Value], at: &str, is_new: bool) -> Result<String, ApiError> {
 /// Earlier calls of the assistant: each needs a name and arguments, either an object or JSON in a string.
 fn check_tool_calls(calls: &mut Value, at: &str) -> Result<(), ApiError> {
     let Value::Array(calls) = calls else {
-        return Err(ApiError::json(Some(format!("{at}.tool_calls")), format!("{at}.tool_calls must be an array.")));
+        return Err(ApiError::wrong_type(format!("{at}.tool_calls"), "must be an array."));
     };
     for (index, call) in calls.iter_mut().enumerate() {
         let at = format!("{at}.tool_calls[{index}].function");
         let function = &mut call["function"];
         if !function["name"].is_string() {
-            return Err(ApiError::json(Some(format!("{at}.name")), format!("{at}.name must be a string.")));
+            return Err(ApiError::wrong_type(format!("{at}.name"), "must be a string."));
         }
         match function.get("arguments") {
             Some(Value::Object(_) | Value::Null) => {}
@@ -151,8 +148,10 @@ fn check_tool_calls(calls: &mut Value, at: &str) -> Result<(), ApiError> {
                 }
             }
             _ => {
-                let text = format!("{at}.arguments must be a JSON object in a string; use `{{}}` for no arguments.");
-                return Err(ApiError::invalid(format!("{at}.arguments"), text));
+                return Err(ApiError::wrong_value(
+                    format!("{at}.arguments"),
+                    "must be a JSON object in a string; use `{}` for no arguments.",
+                ));
             }
         }
     }

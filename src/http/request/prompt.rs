@@ -7,7 +7,7 @@ use crate::{
         errors::ApiError,
         layers::memory::{self, MemoryPermit},
         models::LoadedModel,
-        openai::types::CompletionPrompt,
+        openai::types::{CompletionPrompt, TextOrIds},
         request::{generation_request::ChatPrompt, sampling_params as params},
     },
 };
@@ -70,23 +70,20 @@ impl LoadedModel {
         permit: &mut MemoryPermit,
         prompt: CompletionPrompt,
     ) -> Result<Vec<Vec<u32>>, ApiError> {
-        let (texts, ids) = match prompt {
-            CompletionPrompt::Text(text) => (vec![text], Vec::new()),
-            CompletionPrompt::Texts(texts) => (texts, Vec::new()),
-            CompletionPrompt::Ids(ids) => (Vec::new(), vec![ids]),
-            CompletionPrompt::ManyIds(ids) => (Vec::new(), ids),
+        let given = match prompt {
+            CompletionPrompt::One(prompt) => vec![prompt],
+            CompletionPrompt::Many(prompts) => prompts,
         };
-        let count = texts.len() + ids.len();
-        if count > MAX_PROMPTS {
-            let text = format!("The request has {count} prompts; at most {MAX_PROMPTS} are allowed.");
+        if given.len() > MAX_PROMPTS {
+            let text = format!("The request has {} prompts; at most {MAX_PROMPTS} are allowed.", given.len());
             return Err(ApiError::invalid("prompt", text));
         }
-        let mut prompts = Vec::with_capacity(count);
-        for text in texts {
-            prompts.push(self.encode(permit, text, "prompt").await?);
-        }
-        for ids in ids {
-            prompts.push(params::token_ids("prompt", &ids, self.engine.vocab())?);
+        let mut prompts = Vec::with_capacity(given.len());
+        for prompt in given {
+            prompts.push(match prompt {
+                TextOrIds::Text(text) => self.encode(permit, text, "prompt").await?,
+                TextOrIds::Ids(ids) => params::token_ids("prompt", &ids, self.engine.vocab())?,
+            });
         }
         if prompts.is_empty() || prompts.iter().any(Vec::is_empty) {
             return Err(ApiError::invalid("prompt", "The prompt is empty; it must have at least one token."));

@@ -97,13 +97,13 @@ fn add_guided(
     if let Some(schema) = schema {
         let at = format!("{prefix}json");
         let parsed = schema.as_str().map(serde_json::from_str).transpose();
-        let parsed = parsed.map_err(|e| ApiError::invalid(&at, format!("{at} is not valid JSON: {e}")))?;
+        let parsed = parsed.map_err(|e| ApiError::wrong_value(&at, format!("is not valid JSON: {e}")))?;
         found.push((at, strict_json(parsed.as_ref().unwrap_or(schema))));
     }
     if let Some(regex) = regex {
         let at = format!("{prefix}regex");
         let Some(regex) = regex.as_str() else {
-            return Err(ApiError::json(Some(at.clone()), format!("{at} must be a string.")));
+            return Err(ApiError::wrong_type(at, "must be a string."));
         };
         found.push((at, ContentFormat::Regex(regex.to_owned())));
     }
@@ -111,7 +111,7 @@ fn add_guided(
         let at = format!("{prefix}choice");
         let words = choice.as_array().filter(|words| !words.is_empty() && words.iter().all(Value::is_string));
         let Some(words) = words else {
-            return Err(ApiError::json(Some(at.clone()), format!("{at} must be a non-empty array of strings.")));
+            return Err(ApiError::wrong_type(at, "must be a non-empty array of strings."));
         };
         let words: Vec<String> = words.iter().filter(|word| **word != "").map(Value::to_string).collect();
         found.push((at, ContentFormat::Lark(format!("start: {}", words.join(" | ")))));
@@ -128,7 +128,7 @@ fn add_guided(
 fn from_response_format(format: &ResponseFormat) -> Result<Option<(String, ContentFormat)>, ApiError> {
     let missing = |key: &str| {
         let at = format!("response_format.{key}");
-        ApiError::invalid(&at, format!("{at} is missing; the type `{}` requires it.", format.kind))
+        ApiError::wrong_value(&at, format!("is missing; the type `{}` requires it.", format.kind))
     };
     let (at, content) = match format.kind.as_str() {
         "text" => return Ok(None),
@@ -146,8 +146,7 @@ fn from_response_format(format: &ResponseFormat) -> Result<Option<(String, Conte
         "lark" => ("lark", ContentFormat::Lark(format.lark.clone().ok_or_else(|| missing("lark"))?)),
         other => {
             let kinds = "text, json_object, json_schema, regex and lark";
-            let text = format!("response_format.type is `{other}`; the types are {kinds}.");
-            return Err(ApiError::invalid("response_format.type", text));
+            return Err(ApiError::wrong_value("response_format.type", format!("is `{other}`; the types are {kinds}.")));
         }
     };
     Ok(Some((format!("response_format.{at}"), content)))

@@ -20,7 +20,7 @@ const MAX_CHOICES: usize = 128;
 impl CommonFields {
     pub fn check(&self) -> Result<(), ApiError> {
         if self.stream_options.is_some() && !self.streams() {
-            return Err(ApiError::invalid("stream_options", "stream_options is only allowed if stream is true."));
+            return Err(ApiError::wrong_value("stream_options", "is only allowed if stream is true."));
         }
         Ok(())
     }
@@ -65,7 +65,7 @@ impl CommonFields {
             sampling.top_k = match top_k {
                 -1 => 0,
                 k => usize::try_from(k).map_err(|_| {
-                    ApiError::invalid("top_k", format!("top_k is {k}; it must be at least 0, or -1 for no limit."))
+                    ApiError::wrong_value("top_k", format!("is {k}; it must be at least 0, or -1 for no limit."))
                 })?,
             };
         }
@@ -95,8 +95,10 @@ impl CommonFields {
             Some(OneOrMany::Many(stops)) => stops.clone(),
         };
         if stops.len() > MAX_STOPS {
-            let message = format!("stop has {} strings; at most {MAX_STOPS} are allowed.", stops.len());
-            return Err(ApiError::invalid("stop", message));
+            return Err(ApiError::wrong_value(
+                "stop",
+                format!("has {} strings; at most {MAX_STOPS} are allowed.", stops.len()),
+            ));
         }
         Ok(stops.into_iter().filter(|stop| !stop.is_empty()).collect())
     }
@@ -121,14 +123,14 @@ pub fn choice_count(n: Option<i64>) -> Result<usize, ApiError> {
     usize::try_from(n)
         .ok()
         .filter(|n| (1..=MAX_CHOICES).contains(n))
-        .ok_or_else(|| ApiError::invalid("n", format!("n is {n}; it must be between 1 and {MAX_CHOICES}.")))
+        .ok_or_else(|| ApiError::wrong_value("n", format!("is {n}; it must be between 1 and {MAX_CHOICES}.")))
 }
 
 /// A number of tokens that must be at least `least`.
 pub fn token_count(param: &str, value: Option<i64>, least: i64) -> Result<Option<usize>, ApiError> {
     match value {
         Some(value) if value < least => {
-            Err(ApiError::invalid(param, format!("{param} is {value}; it must be at least {least}.")))
+            Err(ApiError::wrong_value(param, format!("is {value}; it must be at least {least}.")))
         }
         Some(value) => Ok(Some(usize::try_from(value).unwrap_or(usize::MAX))),
         None => Ok(None),
@@ -142,9 +144,10 @@ pub fn token_limit(param: &str, value: Option<i64>, least: i64) -> Result<Option
 
 /// A number of alternatives to list with each token.
 pub fn alternatives(param: &str, value: i64) -> Result<usize, ApiError> {
-    usize::try_from(value).ok().filter(|_| value <= MAX_LOGPROBS).ok_or_else(|| {
-        ApiError::invalid(param, format!("{param} is {value}; it must be between 0 and {MAX_LOGPROBS}."))
-    })
+    usize::try_from(value)
+        .ok()
+        .filter(|_| value <= MAX_LOGPROBS)
+        .ok_or_else(|| ApiError::wrong_value(param, format!("is {value}; it must be between 0 and {MAX_LOGPROBS}.")))
 }
 
 /// Token ids of a client, checked against the vocabulary.
@@ -172,7 +175,7 @@ fn number(param: &str, value: Option<f64>, range: RangeInclusive<f64>, default: 
         Some(value) if range.contains(&value) => Ok(value as f32),
         Some(value) => {
             let (from, to) = (range.start(), range.end());
-            Err(ApiError::invalid(param, format!("{param} is {value}; it must be between {from} and {to}.")))
+            Err(ApiError::wrong_value(param, format!("is {value}; it must be between {from} and {to}.")))
         }
     }
 }

@@ -34,8 +34,10 @@ impl Thinking {
         if let Some(thinking) = &request.thinking {
             let kind = thinking.kind.as_deref().unwrap_or("enabled");
             if !["enabled", "adaptive", "disabled"].contains(&kind) {
-                let text = format!("thinking.type is `{kind}`; it must be `enabled`, `adaptive` or `disabled`.");
-                return Err(ApiError::invalid("thinking.type", text));
+                return Err(ApiError::wrong_value(
+                    "thinking.type",
+                    format!("is `{kind}`; it must be `enabled`, `adaptive` or `disabled`."),
+                ));
             }
             enabled = enabled.or(Some(kind != "disabled"));
             budget = budget.or(params::token_count("thinking.budget_tokens", thinking.budget_tokens, 0)?);
@@ -66,7 +68,7 @@ fn effort(param: &str, word: &str) -> Result<Thinking, ApiError> {
         "high" | "xhigh" | "max" => (true, None),
         other => {
             let words = "`none`, `minimal`, `low`, `medium`, `high`, `xhigh` or `max`";
-            return Err(ApiError::invalid(param, format!("{param} is `{other}`; it must be {words}.")));
+            return Err(ApiError::wrong_value(param, format!("is `{other}`; it must be {words}.")));
         }
     };
     Ok(Thinking { enabled: Some(enabled), budget })

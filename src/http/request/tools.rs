@@ -10,8 +10,7 @@ const MAX_NAME_LENGTH: usize = 128;
 pub fn replace_functions(request: &mut ChatRequest) -> Result<(), ApiError> {
     if let Some(functions) = request.functions.take() {
         if request.tools.is_some() {
-            let message = "functions is the deprecated name of tools; send only tools.";
-            return Err(ApiError::invalid("functions", message));
+            return Err(ApiError::wrong_value("functions", "is the deprecated name of tools; send only tools."));
         }
         let tool = |function| json!({"type": "function", "function": function});
         request.tools = Some(functions.into_iter().map(tool).collect());
@@ -31,17 +30,18 @@ pub fn checked(tools: Option<Vec<Value>>) -> Result<Vec<Value>, ApiError> {
     for (index, tool) in tools.iter().enumerate() {
         let at = format!("tools[{index}]");
         if tool["type"] != "function" {
-            return Err(ApiError::invalid(format!("{at}.type"), format!("{at}.type must be `function`.")));
+            return Err(ApiError::wrong_value(format!("{at}.type"), "must be `function`."));
         }
         let function = &tool["function"];
         if !function["name"].as_str().is_some_and(is_name) {
             let rule = format!("must be 1 to {MAX_NAME_LENGTH} letters, digits, dots, dashes or underscores.");
-            let text = format!("{at}.function.name {rule}");
-            return Err(ApiError::invalid(format!("{at}.function.name"), text));
+            return Err(ApiError::wrong_value(format!("{at}.function.name"), format!("{rule}")));
         }
         if !matches!(function["parameters"], Value::Null | Value::Object(_)) {
-            let text = format!("{at}.function.parameters must be a JSON schema, which is an object.");
-            return Err(ApiError::invalid(format!("{at}.function.parameters"), text));
+            return Err(ApiError::wrong_value(
+                format!("{at}.function.parameters"),
+                "must be a JSON schema, which is an object.",
+            ));
         }
     }
     Ok(tools)
@@ -86,14 +86,13 @@ impl ToolChoice {
                 }
                 Some("allowed_tools") => Self::parse_allowed(choice, tools)?,
                 _ => {
-                    let text = "tool_choice.type must be `function` or `allowed_tools`.";
-                    return Err(ApiError::invalid("tool_choice.type", text));
+                    return Err(ApiError::wrong_value("tool_choice.type", "must be `function` or `allowed_tools`."));
                 }
             },
-            _ => return Err(ApiError::json(Some("tool_choice".into()), "tool_choice must be a string or an object.")),
+            _ => return Err(ApiError::wrong_type("tool_choice", "must be a string or an object.")),
         };
         if tools.is_empty() && matches!(parsed, Self::Required(_)) {
-            return Err(ApiError::invalid("tool_choice", "tool_choice requires a call, but the request has no tools."));
+            return Err(ApiError::wrong_value("tool_choice", "requires a call, but the request has no tools."));
         }
         Ok(parsed)
     }
@@ -107,15 +106,12 @@ impl ToolChoice {
         });
         let names = names.collect::<Result<Vec<_>, _>>()?;
         if names.is_empty() {
-            return Err(ApiError::invalid(at, format!("{at} must be a non-empty array of tools.")));
+            return Err(ApiError::wrong_value(at, "must be a non-empty array of tools."));
         }
         match inner["mode"].as_str() {
             Some("auto") => Ok(Self::Auto(Some(names))),
             Some("required") => Ok(Self::Required(Some(names))),
-            _ => {
-                let text = "tool_choice.allowed_tools.mode must be `auto` or `required`.";
-                Err(ApiError::invalid("tool_choice.allowed_tools.mode", text))
-            }
+            _ => Err(ApiError::wrong_value("tool_choice.allowed_tools.mode", "must be `auto` or `required`.")),
         }
     }
 }
@@ -124,8 +120,8 @@ impl ToolChoice {
 fn known_name(name: &Value, tools: &[(usize, Value)], at: &str) -> Result<String, ApiError> {
     match name.as_str() {
         Some(name) if tools.iter().any(|(_, tool)| tool["function"]["name"] == name) => Ok(name.to_owned()),
-        Some(name) => Err(ApiError::invalid(at, format!("{at} is `{name}`, which is not the name of a tool."))),
-        None => Err(ApiError::json(Some(at.into()), format!("{at} must be the name of a tool."))),
+        Some(name) => Err(ApiError::wrong_value(at, format!("is `{name}`, which is not the name of a tool."))),
+        None => Err(ApiError::wrong_type(at, "must be the name of a tool.")),
     }
 }
 

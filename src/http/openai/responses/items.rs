@@ -61,8 +61,10 @@ impl MessageBuilder {
                 self.messages.push(json!({"role": role, "content": text}));
             }
             (Some("message") | None, _) => {
-                let text = format!("{at}.role must be user, assistant, system or developer.");
-                return Err(ApiError::invalid(format!("{at}.role"), text));
+                return Err(ApiError::wrong_value(
+                    format!("{at}.role"),
+                    "must be user, assistant, system or developer.",
+                ));
             }
             (Some("reasoning"), _) => {
                 let text = reasoning(item);
@@ -70,7 +72,7 @@ impl MessageBuilder {
             }
             (Some(kind @ ("function_call" | "custom_tool_call")), _) => {
                 let (Some(id), Some(name)) = (item["call_id"].as_str(), item["name"].as_str()) else {
-                    return Err(ApiError::json(Some(at.into()), format!("{at} must have a call_id and a name.")));
+                    return Err(ApiError::wrong_type(at, "must have a call_id and a name."));
                 };
                 let arguments = match kind {
                     "function_call" => arguments(&item["arguments"]),
@@ -142,7 +144,7 @@ fn text(content: &Value, at: &str, is_new: bool) -> Result<String, ApiError> {
     let parts = match content {
         Value::String(text) => return Ok(text.clone()),
         Value::Array(parts) => parts,
-        _ => return Err(ApiError::json(Some(at.into()), format!("{at} must be a string or an array of parts."))),
+        _ => return Err(ApiError::wrong_type(at, "must be a string or an array of parts.")),
     };
     let mut joined = String::new();
     for (index, part) in parts.iter().enumerate() {
@@ -152,8 +154,7 @@ fn text(content: &Value, at: &str, is_new: bool) -> Result<String, ApiError> {
             (Some("input_text" | "output_text" | "text" | "refusal"), Some(text)) => joined += text,
             (Some(kind), None) => joined += &media::part_text(kind, &at, is_new)?,
             _ => {
-                let text = format!("{at} must be {{\"type\": \"input_text\", \"text\": ...}}.");
-                return Err(ApiError::json(Some(at), text));
+                return Err(ApiError::wrong_type(at, "must be {\"type\": \"input_text\", \"text\": ...}."));
             }
         }
     }

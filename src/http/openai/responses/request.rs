@@ -103,7 +103,7 @@ impl ResponsesRequest {
             None if self.previous_response_id.is_some() => Vec::new(),
             None => return Err(ApiError::json(Some("input".into()), "missing field `input`")),
             Some(_) => {
-                return Err(ApiError::json(Some("input".into()), "input must be a string or an array of items."));
+                return Err(ApiError::wrong_type("input", "must be a string or an array of items."));
             }
         };
         for item in items.extract_if(.., |item| item["type"] == "additional_tools") {
@@ -180,7 +180,7 @@ fn tool(tool: &Value, at: &str) -> Result<Option<Value>, ApiError> {
             tracing::info!(kind, "tool ignored: the server supports only tools of type function");
             Ok(None)
         }
-        None => Err(ApiError::invalid(format!("{at}.type"), format!("{at}.type must be `function`."))),
+        None => Err(ApiError::wrong_value(format!("{at}.type"), "must be `function`.")),
     }
 }
 
@@ -206,7 +206,7 @@ fn tool_choice(choice: Value) -> Result<Value, ApiError> {
 
 fn response_format(format: Value) -> Result<ResponseFormat, ApiError> {
     if !format.is_object() {
-        return Err(ApiError::json(Some("text.format".into()), "text.format must be an object."));
+        return Err(ApiError::wrong_type("text.format", "must be an object."));
     }
     body::typed(nested_schema(format)).map_err(|error: ApiError| error.renamed(FORMAT_NAMES))
 }
