@@ -3,7 +3,11 @@
 use crate::http::{
     errors::ApiError,
     openai::types::{ChatRequest, CommonFields, JsonSchema, OneOrMany, ResponseFormat},
-    request::{ChatPrompt, GenerationRequest, PromptInput, media, messages},
+    request::{
+        ChatPrompt, GenerationRequest, PromptInput,
+        content_parts::{self, PartFormat},
+        messages,
+    },
 };
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
@@ -23,8 +27,7 @@ const NAMES: &[(&str, &str)] = &[
     ("].function", "]"),
 ];
 
-/// Joins the text of separate blocks.
-const BLOCK_SEPARATOR: &str = "\n\n";
+const BLOCKS: PartFormat = PartFormat { types: &["text"], separator: "\n\n" };
 
 #[derive(Debug, Deserialize)]
 pub struct MessagesRequest {
@@ -110,7 +113,7 @@ impl MessagesRequest {
         if self.messages.is_empty() {
             return Err(ApiError::wrong_value("messages", "is empty; it must have at least one message."));
         }
-        let answered = media::answered(&self.messages, |message| message["role"] == "assistant");
+        let answered = content_parts::answered(&self.messages, |message| message["role"] == "assistant");
         for (index, message) in self.messages.iter().enumerate() {
             translate(message, &format!("messages[{index}]"), index >= answered, &mut messages)?;
         }
@@ -204,32 +207,9 @@ fn system_text(system: &Value, keep_billing_header: bool) -> Result<String, ApiE
     let is_billing = |block: &Value| block["text"].as_str().is_some_and(|text| text.starts_with(BILLING_HEADER));
     match system {
         Value::Array(blocks) if !keep_billing_header && blocks.first().is_some_and(is_billing) => {
-            text(&Value::Array(blocks[1..].to_vec()), "system", true)
+            BLOCKS.text(&Value::Array(blocks[1..].to_vec()), "system", true)
         }
-        other => text(other, "system", true),
-    }
-}
-
-/// The text of a string or of text blocks.
-fn text(content: &Value, at: &str, is_new: bool) -> Result<String, ApiError> {
-    match content {
-        Value::String(text) => Ok(text.clone()),
-        Value::Array(blocks) => {
-            let texts =
-                blocks.iter().enumerate().map(|(index, block)| block_text(block, &format!("{at}[{index}]"), is_new));
-            Ok(texts.collect::<Result<Vec<_>, _>>()?.join(BLOCK_SEPARATOR))
-        }
-        _ => Err(ApiError::wrong_type(at, "must be a string or an array of blocks.")),
-    }
-}
-
-fn block_text(block: &Value, at: &str, is_new: bool) -> Result<String, ApiError> {
-    let is_document = block["type"] == "document" && block["source"]["type"] == "text";
-    let text = if is_document { &block["source"]["data"] } else { &block["text"] };
-    match (block["type"].as_str(), text) {
-        (Some("text" | "document"), Value::String(text)) => Ok(text.clone()),
-        (Some("text") | None, _) => Err(ApiError::wrong_type(at, "must be {\"type\": \"text\", \"text\": ...}.")),
-        (Some(kind), _) => media::part_text(kind, at, is_new),
+        other => BLOCKS.text(other, "system", true),
     }
 }
 
@@ -244,7 +224,7 @@ fn translate(message: &Value, at: &str, is_new: bool, out: &mut Vec<Value>) -> R
     let at_content = format!("{at}.content");
     match (role, content) {
         ("user" | "system", Value::String(_)) | ("system", Value::Array(_)) => {
-            out.push(json!({"role": role, "content": text(content, &at_content, is_new)?}));
+            out.push(json!({"role": role, "content": BLOCKS.text(content, &at_content, is_new)?}));
             Ok(())
         }
         ("assistant", Value::String(_)) => {
@@ -266,14 +246,14 @@ fn user(blocks: &[Value], at: &str, is_new: bool, out: &mut Vec<Value>) -> Resul
     let mut texts: Vec<String> = Vec::new();
     let flush = |texts: &mut Vec<String>, out: &mut Vec<Value>| {
         if !texts.is_empty() {
-            out.push(json!({"role": "user", "content": texts.join(BLOCK_SEPARATOR)}));
+            out.push(json!({"role": "user", "content": texts.join(BLOCKS.separator)}));
             texts.clear();
         }
     };
     for (index, block) in blocks.iter().enumerate() {
         let at = format!("{at}[{index}]");
         if block["type"] != "tool_result" {
-            texts.push(block_text(block, &at, is_new)?);
+            texts.push(BLOCKS.part_text(block, &at, is_new)?);
             continue;
         }
         flush(&mut texts, out);
@@ -282,7 +262,7 @@ fn user(blocks: &[Value], at: &str, is_new: bool, out: &mut Vec<Value>) -> Resul
         };
         let result = match &block["content"] {
             Value::Null => String::new(),
-            content => text(content, &format!("{at}.content"), false)?,
+            content => BLOCKS.text(content, &format!("{at}.content"), false)?,
         };
         out.push(json!({"role": "tool", "tool_call_id": id, "content": result}));
     }
@@ -305,7 +285,7 @@ fn assistant(blocks: &[Value], at: &str, out: &mut Vec<Value>) -> Result<(), Api
                 let function = json!({"name": name, "arguments": input});
                 calls.push(json!({"id": block["id"], "type": "function", "function": function}));
             }
-            _ => content += &block_text(block, &at, false)?,
+            _ => content += &BLOCKS.part_text(block, &at, false)?,
         }
     }
     out.push(messages::assistant(content, reasoning, calls));

@@ -8,16 +8,21 @@
 
 use crate::{
     chat::json_numbers,
-    http::{errors::ApiError, request::media},
+    http::{
+        errors::ApiError,
+        request::content_parts::{self, PartFormat},
+    },
 };
 use serde_json::{Map, Value, json};
+
+const PARTS: PartFormat = PartFormat { types: &["text"], separator: "" };
 
 /// Checks and normalizes all messages.
 pub fn checked(mut messages: Vec<Value>) -> Result<Vec<Value>, ApiError> {
     if messages.is_empty() {
         return Err(ApiError::wrong_value("messages", "is empty; it must have at least one message."));
     }
-    let answered = media::answered(&messages, |message| message["role"] == "assistant");
+    let answered = content_parts::answered(&messages, |message| message["role"] == "assistant");
     for (index, message) in messages.iter_mut().enumerate() {
         let at = format!("messages[{index}]");
         let Value::Object(message) = message else {
@@ -95,9 +100,9 @@ fn normalize(message: &mut Map<String, Value>, at: &str, is_new: bool) -> Result
     }
     match message.get_mut("content") {
         Some(Value::String(_)) => {}
-        Some(Value::Array(parts)) => {
+        Some(content @ Value::Array(_)) => {
             let is_tool_result = matches!(role.as_str(), "tool" | "function");
-            let text = joined(parts, &format!("{at}.content"), is_new && !is_tool_result)?;
+            let text = PARTS.text(content, &format!("{at}.content"), is_new && !is_tool_result)?;
             message.insert("content".into(), text.into());
         }
         None | Some(Value::Null) if role == "assistant" => {}
@@ -110,22 +115,6 @@ fn normalize(message: &mut Map<String, Value>, at: &str, is_new: bool) -> Result
         }
     }
     Ok(())
-}
-
-/// The text of `[{"type": "text", "text": "..."}, ...]`.
-fn joined(parts: &[Value], at: &str, is_new: bool) -> Result<String, ApiError> {
-    let mut joined = String::new();
-    for (index, part) in parts.iter().enumerate() {
-        let at = format!("{at}[{index}]");
-        match (part.get("type").and_then(Value::as_str), part.get("text")) {
-            (Some("text"), Some(Value::String(text))) => joined.push_str(text),
-            (Some("text") | None, _) => {
-                return Err(ApiError::wrong_type(at, "must be {\"type\": \"text\", \"text\": ...}."));
-            }
-            (Some(kind), _) => joined += &media::part_text(kind, &at, is_new)?,
-        }
-    }
-    Ok(joined)
 }
 
 /// Earlier calls of the assistant: each needs a name and arguments, either an object or JSON in a string.

@@ -4,10 +4,10 @@
 //! [`GenerationRequest`] is made without a model: a wrong request is refused before a model is loaded for it.
 
 pub mod body;
+pub mod content_parts;
 pub mod continue_final;
 pub mod fields;
 mod generation_request;
-pub mod media;
 pub mod messages;
 mod prepare;
 mod prompt;

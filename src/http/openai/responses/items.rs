@@ -4,7 +4,7 @@
 use crate::http::{
     errors::ApiError,
     request::{
-        media,
+        content_parts::{self, PartFormat},
         messages::{assistant, invalid_arguments},
     },
 };
@@ -13,6 +13,8 @@ use serde_json::{Value, json};
 /// Start of this server's `encrypted_content`. The reasoning follows as plain text.
 pub const ENCRYPTED_PREFIX: &str = "moestro:";
 
+const PARTS: PartFormat = PartFormat { types: &["input_text", "output_text", "text", "refusal"], separator: "" };
+
 /// Translates `items` into chat messages. The last `input` items are those of the request; an error names their position in
 /// it.
 pub fn to_messages(items: &[Value], input: usize) -> Result<Vec<Value>, ApiError> {
@@ -20,7 +22,7 @@ pub fn to_messages(items: &[Value], input: usize) -> Result<Vec<Value>, ApiError
     let is_assistant = |item: &Value| {
         item["role"] == "assistant" || ["reasoning", "function_call"].iter().any(|kind| item["type"] == *kind)
     };
-    let answered = media::answered(items, is_assistant);
+    let answered = content_parts::answered(items, is_assistant);
     let mut builder = MessageBuilder::default();
     for (index, item) in items.iter().enumerate() {
         let at = match index.checked_sub(earlier) {
@@ -51,13 +53,13 @@ impl MessageBuilder {
     fn push(&mut self, item: &Value, at: &str, is_new: bool) -> Result<(), ApiError> {
         match (item["type"].as_str(), item["role"].as_str()) {
             (Some("message") | None, Some("assistant")) => {
-                let text = text(&item["content"], &format!("{at}.content"), false)?;
+                let text = PARTS.text(&item["content"], &format!("{at}.content"), false)?;
                 // A second message starts a new turn, unless calls of the open turn still wait for their outputs.
                 self.turn(|turn| turn.content.is_empty() || !turn.calls.is_empty()).content += &text;
             }
             (Some("message") | None, Some(role @ ("user" | "system" | "developer"))) => {
                 self.close();
-                let text = text(&item["content"], &format!("{at}.content"), is_new)?;
+                let text = PARTS.text(&item["content"], &format!("{at}.content"), is_new)?;
                 self.messages.push(json!({"role": role, "content": text}));
             }
             (Some("message") | None, _) => {
@@ -87,7 +89,7 @@ impl MessageBuilder {
                     return Err(ApiError::json(Some(format!("{at}.call_id")), format!("{at} must have a call_id.")));
                 };
                 self.close();
-                let output = text(&item["output"], &format!("{at}.output"), false)?;
+                let output = PARTS.text(&item["output"], &format!("{at}.output"), false)?;
                 self.messages.push(json!({"role": "tool", "tool_call_id": id, "content": output}));
             }
             (Some(other), _) => {
@@ -137,28 +139,6 @@ fn reasoning(item: &Value) -> String {
         .into_iter()
         .find(|text| !text.is_empty())
         .unwrap_or_default()
-}
-
-/// The text of a string or of text parts.
-fn text(content: &Value, at: &str, is_new: bool) -> Result<String, ApiError> {
-    let parts = match content {
-        Value::String(text) => return Ok(text.clone()),
-        Value::Array(parts) => parts,
-        _ => return Err(ApiError::wrong_type(at, "must be a string or an array of parts.")),
-    };
-    let mut joined = String::new();
-    for (index, part) in parts.iter().enumerate() {
-        let at = format!("{at}[{index}]");
-        let text = part["text"].as_str().or_else(|| part["refusal"].as_str());
-        match (part["type"].as_str(), text) {
-            (Some("input_text" | "output_text" | "text" | "refusal"), Some(text)) => joined += text,
-            (Some(kind), None) => joined += &media::part_text(kind, &at, is_new)?,
-            _ => {
-                return Err(ApiError::wrong_type(at, "must be {\"type\": \"input_text\", \"text\": ...}."));
-            }
-        }
-    }
-    Ok(joined)
 }
 
 #[cfg(test)]
