@@ -45,7 +45,7 @@ impl Router<'_> {
         let weights = memory.floats_mut(self.weights.floats(tokens * (k + 1)));
         let (base, scores, shared) = (OutPtr(weights.as_mut_ptr()), &*scores, self.shared().is_some());
         compute.threads.run_pieces(ids, ROWS * k.max(1), &|task, ids| {
-            // SAFETY: each task has the weights of its own rows, one row for each row of ids.
+            // SAFETY: each task writes the weights of its rows, one row for each row of ids.
             let weights = unsafe {
                 std::slice::from_raw_parts_mut(base.add(task * ROWS * (k + 1)).0, ids.len() / k.max(1) * (k + 1))
             };

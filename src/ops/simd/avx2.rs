@@ -9,7 +9,7 @@ use super::{
     x86::{self, load},
 };
 
-struct Avx2;
+struct Maddubs;
 
 /// See [`super::product`].
 ///
@@ -24,7 +24,7 @@ pub unsafe fn rows(
     scratch: &mut SimdScratch,
 ) {
     // SAFETY: guaranteed by the caller.
-    unsafe { x86::rows::<Avx2>(weight, rows, inputs, outs, scratch) }
+    unsafe { x86::rows::<Maddubs>(weight, rows, inputs, outs, scratch) }
 }
 
 float::compiled_for!("avx2,fma,bmi2", super::vector::Avx2);
@@ -62,7 +62,7 @@ unsafe fn join(high: __m256i, middle: __m256i, low: __m256i) -> __m256i {
     }
 }
 
-impl x86::GroupDot for Avx2 {
+impl x86::GroupDot for Maddubs {
     #[inline(always)]
     unsafe fn nibbles<const GROUP: usize>(codes: *const u8, x: [*const i8; 3]) -> __m256i {
         // SAFETY: a group is readable (caller).
