@@ -171,10 +171,10 @@ fn load(dir: &Path, args: &Args, metrics: &Arc<Metrics>) -> Qwen {
 fn answer(model: &mut Qwen, ids: &[u32], tokens: usize, sampling: &Sampling) -> (Vec<u32>, Vec<f64>) {
     let (mut state, mut sampler) = (model.start().expect("a state"), Sampler::new(sampling.clone(), ids, usize::MAX));
     let mut logits = model.forward(&mut state, ids, Rows::Last).expect("a prompt").data;
-    let (mut told, mut routes) = (Vec::new(), Vec::<Vec<Vec<u32>>>::new());
-    while told.len() < tokens {
+    let (mut generated, mut routes) = (Vec::new(), Vec::<Vec<Vec<u32>>>::new());
+    while generated.len() < tokens {
         let id = sampler.draw(&logits, &TokenMask::Any).expect("a token");
-        told.push(id);
+        generated.push(id);
         let mut row = Vec::new();
         let observe = &mut |_: usize, routes: &moestro::model::RouterChoice| row.push(routes.ids.clone());
         logits = model.forward_observed(&mut state, &[id], Rows::Last, observe).expect("a token").data;
@@ -188,7 +188,7 @@ fn answer(model: &mut Qwen, ids: &[u32], tokens: usize, sampling: &Sampling) -> 
         let windows: Vec<_> = routes.windows(rows).map(of).collect();
         windows.iter().sum::<usize>() as f64 / windows.len().max(1) as f64
     };
-    (told, (0..=16).map(|rows| if rows == 0 { 0.0 } else { union(rows) }).collect())
+    (generated, (0..=16).map(|rows| if rows == 0 { 0.0 } else { union(rows) }).collect())
 }
 
 /// CPU seconds of all threads (Linux; 0 elsewhere).
@@ -228,18 +228,18 @@ impl Engine {
         let cycles = || m.draft_cycles.with_label_values(&["lookup"]).get();
         let counts = || (m.lookups_decode_miss.get() + m.lookups_prefill_miss.get(), m.ssd_read_bytes.get(), cycles());
         let mut events = self.handle.submit(request).expect("a free place in the queue");
-        let (mut told, mut begun, mut before) = (Vec::new(), 0.0, (0, 0, 0));
+        let (mut generated, mut begun, mut before) = (Vec::new(), 0.0, (0, 0, 0));
         loop {
             match events.blocking_recv().expect("an event") {
                 Event::Token { id, .. } => {
-                    if told.is_empty() {
+                    if generated.is_empty() {
                         (begun, before) = (cpu_seconds(), counts());
                     }
-                    told.push(id);
+                    generated.push(id);
                 }
                 Event::Done { timings, finish, .. } => {
                     let ((misses, bytes, cycles), processor) = (counts(), cpu_seconds() - begun);
-                    assert!(told == expected, "{setting:?}: the answer differs from the plain one");
+                    assert!(generated == expected, "{setting:?}: the answer differs from the plain one");
                     assert_eq!(finish, Finish::Length, "{setting:?}");
                     let (misses, bytes, cycles) = (misses - before.0, bytes - before.1, cycles - before.2);
                     return Ran { seconds: timings.decode_seconds, processor, timings, misses, bytes, cycles };
@@ -273,7 +273,7 @@ fn main() {
         return rollback(&mut model, &ids, rounds);
     }
     let sampling = Sampling { temperature: args.number("--temp", 1.0), seed: Some(7), ..Sampling::default() };
-    let (told, union) = answer(&mut model, &ids, tokens, &sampling);
+    let (generated, union) = answer(&mut model, &ids, tokens, &sampling);
     let shape = model.shape().clone();
     let pass =
         |rows: usize| (shape.trunk - shape.gathered + 2 * shape.state) as f64 + union[rows] * shape.expert as f64;
@@ -283,7 +283,7 @@ fn main() {
     let auto = args.has("--auto");
     let names: Vec<&str> = ["plain", "again"].into_iter().take(1 + usize::from(auto)).chain(names).collect();
     let settings: Vec<Setting> = names.iter().map(|text| Setting::new(text).unwrap_or(Setting::Plain)).collect();
-    let known: Arc<Vec<u32>> = Arc::new([&ids[..], &told[..]].concat());
+    let known: Arc<Vec<u32>> = Arc::new([&ids[..], &generated[..]].concat());
     let spawn = |model: Qwen, speculate: DraftPolicy, metrics: Arc<Metrics>| {
         let setting = Arc::new(Mutex::new(Setting::Plain));
         let draft = SettingDraft { setting: setting.clone(), known: known.clone(), prompt, dice: 1 };
@@ -315,7 +315,7 @@ fn main() {
     for round in 0..rounds + first {
         let mut ran: Vec<Option<Ran>> = settings.iter().map(|_| None).collect();
         for index in (0..settings.len()).map(|n| (n + round) % settings.len()) {
-            ran[index] = Some(engine(index).run(settings[index], &ids, &sampling, &told));
+            ran[index] = Some(engine(index).run(settings[index], &ids, &sampling, &generated));
         }
         let ran: Vec<Ran> = ran.into_iter().flatten().collect();
         for (index, run) in ran.iter().enumerate().filter(|_| round >= first) {

@@ -58,9 +58,9 @@ impl Engine {
     }
 
     fn answer(&self, ids: &[u32], tokens: usize, sampling: &Sampling) -> (Vec<u32>, Finish, Timings) {
-        let (told, end) = common::ask(&self.handle, Request::new(ids.to_vec(), tokens, sampling.clone()));
+        let (generated, end) = common::ask(&self.handle, Request::new(ids.to_vec(), tokens, sampling.clone()));
         let (finish, timings) = end.unwrap();
-        (told, finish, timings)
+        (generated, finish, timings)
     }
 }
 

@@ -71,10 +71,10 @@ fn answers(
     let (handle, worker) = engine::spawn_with(model, draft, options, metrics.clone()).unwrap();
     let mut cycles = 0;
     let answer = |ids: &Vec<u32>| {
-        let (told, end) = common::ask(&handle, Request::new(ids.clone(), tokens, sampling.clone()));
+        let (generated, end) = common::ask(&handle, Request::new(ids.clone(), tokens, sampling.clone()));
         let (finish, timings) = end.unwrap();
         let before = std::mem::replace(&mut cycles, metrics.draft_cycles.with_label_values(&[kind]).get());
-        Answer { ids: told, finish, timings, cycles: cycles - before }
+        Answer { ids: generated, finish, timings, cycles: cycles - before }
     };
     let answers = prompts.iter().map(answer).collect();
     drop(handle);
@@ -173,9 +173,9 @@ fn draft_model_with_other_tokens_is_refused() {
         (output.status.code(), text(&output.stdout), text(&output.stderr))
     };
     let whole = std::fs::read_to_string(Path::new(DEMO).join("tokenizer.json")).unwrap();
-    let (code, told, log) = ask(&whole);
+    let (code, output, log) = ask(&whole);
     assert_eq!(code, Some(0), "{log}");
-    assert!(told.contains("19") && log.contains("accepted"), "{told} {log}");
+    assert!(output.contains("19") && log.contains("accepted"), "{output} {log}");
     // Two tokens are swapped.
     let mut json: serde_json::Value = serde_json::from_str(&whole).unwrap();
     let vocab = json["model"]["vocab"].as_object_mut().unwrap();

@@ -91,11 +91,11 @@ fn answer(
     sampling: &Sampling,
 ) -> (Vec<u32>, Finish, [usize; 2]) {
     let (handle, worker) = start(demo(slots), Box::new(LookupDraft), speculate);
-    let (told, done) = ask(&handle, ids, sampling);
+    let (generated, done) = ask(&handle, ids, sampling);
     let (finish, timings) = done.unwrap();
     drop(handle);
     worker.join().unwrap();
-    (told, finish, [timings.accepted_tokens, timings.drafted_tokens - timings.accepted_tokens])
+    (generated, finish, [timings.accepted_tokens, timings.drafted_tokens - timings.accepted_tokens])
 }
 
 #[test]
@@ -117,7 +117,7 @@ fn demo_answers_equal_with_and_without_drafts() {
 }
 
 #[test]
-fn disk_error_fails_the_answer_without_wrong_tokens() {
+fn disk_error_fails_without_wrong_tokens() {
     let dir = tempfile::tempdir().unwrap();
     for entry in std::fs::read_dir(DEMO).unwrap() {
         let path = entry.unwrap().path();
@@ -136,18 +136,18 @@ fn disk_error_fails_the_answer_without_wrong_tokens() {
     let mut failed = 0;
     for part in [2, 4, 8] {
         file.set_len((bytes.len() - bytes.len() / part) as u64).unwrap();
-        let (told, done) = ask(&handle, &ids, &sampling);
-        assert!(told == whole[..told.len()] && (done.is_err() || told == whole), "{told:?}");
+        let (generated, done) = ask(&handle, &ids, &sampling);
+        assert!(generated == whole[..generated.len()] && (done.is_err() || generated == whole), "{generated:?}");
         failed += usize::from(done.is_err());
         std::fs::write(&path, &bytes).unwrap();
         file.set_modified(modified).unwrap();
-        let (mut told, mut done) = ask(&handle, &ids, &sampling);
+        let (mut generated, mut done) = ask(&handle, &ids, &sampling);
         if done.is_err() {
             // A prefetch read the half-restored file, and this answer waited for it.
-            assert!(told == whole[..told.len()], "{told:?}");
-            (told, done) = ask(&handle, &ids, &sampling);
+            assert!(generated == whole[..generated.len()], "{generated:?}");
+            (generated, done) = ask(&handle, &ids, &sampling);
         }
-        assert!(done.is_ok() && told == whole, "{done:?}: bytes read meanwhile are not used");
+        assert!(done.is_ok() && generated == whole, "{done:?}: bytes read meanwhile are not used");
     }
     assert!(failed > 0, "the test needs both outcomes");
     drop(handle);

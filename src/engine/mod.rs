@@ -1,7 +1,7 @@
 //! The engine: one thread owns the model and answers requests. Every other thread sends it messages.
 //!
 //! [`Handle::submit`] queues a [`Request`] and returns a receiver of [`Event`]s. Dropping the receiver cancels the request;
-//! the engine notices within one token. [`scheduler`] has the loop: take the next request, run one step of it, publish the
+//! the engine notices within one token. `scheduler` has the loop: take the next request, run one step of it, publish the
 //! result.
 
 mod constraint;

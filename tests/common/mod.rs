@@ -89,8 +89,8 @@ pub fn decode(model: &mut Qwen, state: &mut QwenState, last: &[f32], count: usiz
 
 /// The tokens of an answer, and its end.
 pub fn ask(handle: &Handle, request: Request) -> (Vec<u32>, Result<(Finish, Timings), String>) {
-    let (told, end) = collect(handle.submit(request).unwrap());
-    (told, end.map_err(|error| error.to_string()))
+    let (generated, end) = collect(handle.submit(request).unwrap());
+    (generated, end.map_err(|error| error.to_string()))
 }
 
 pub fn argmax(row: &[f32]) -> u32 {

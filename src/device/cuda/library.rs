@@ -6,7 +6,7 @@
 
 use crate::{
     device::{DeviceError, kernels},
-    platform::os,
+    platform::{atomic_file, os},
 };
 use cudarc::{
     driver::{result, sys},
@@ -168,15 +168,9 @@ impl KernelSource {
 
     /// Caches the code for the next start. If that fails, the next start compiles again.
     fn write_cache(&self, code: &[u8]) {
-        let Some((file, folder)) = self.file.as_ref().and_then(|file| Some((file, file.parent()?))) else { return };
-        // Another process may write the same file, so a complete file is renamed into place.
-        let temporary = file.with_extension(format!("{}.tmp", std::process::id()));
-        let written = fs::create_dir_all(folder)
-            .and_then(|()| fs::write(&temporary, [&self.hash, code].concat()))
-            .and_then(|()| fs::rename(&temporary, file));
-        if let Err(error) = written {
+        let Some(file) = &self.file else { return };
+        if let Err(error) = atomic_file::replace_file(file, &[&self.hash, code].concat()) {
             tracing::debug!("cannot cache CUDA code in {}: {error}", file.display());
-            let _ = fs::remove_file(temporary);
         }
     }
 
