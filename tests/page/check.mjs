@@ -23,6 +23,14 @@ try {
   assert.match(await text("#model"), /moestro-demo/);
 
   await page.$eval("#temperature", field => { field.value = "0"; });
+  await page.evaluate(() => {
+    // An answer is drawn at most once per frame.
+    window.frames = window.draws = 0;
+    const count = () => { window.frames += 1; requestAnimationFrame(count); };
+    count();
+    const observer = new MutationObserver(() => { window.draws += 1; });
+    observer.observe(document.querySelector("#log"), { subtree: true, childList: true, characterData: true });
+  });
   await say("What is 12+7?");
   await until(() => document.querySelector(".reasoning div"));
   await answers(1);
@@ -30,6 +38,8 @@ try {
   assert.ok((await text(".reasoning div")).length > 10, "the reasoning is shown");
   assert.equal(await page.$eval(".reasoning", details => details.open), false, "and folded when the answer begins");
   assert.match(await text(".turn.assistant .foot"), /\d+ tokens, [\d.]+ a second, the first after/);
+  const { frames, draws } = await page.evaluate(() => ({ frames: window.frames, draws: window.draws }));
+  assert.ok(draws <= frames + 5, `${draws} draws in ${frames} frames`);
   console.log("ok      a chat that streams, with reasoning");
 
   const tools = [{ type: "function", function: { name: "get_weather", description: "The weather", parameters: { type: "object", properties: { city: { type: "string" } }, required: ["city"] } } }];
