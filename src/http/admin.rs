@@ -15,7 +15,7 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 use std::sync::Arc;
 
-/// 200 if the server accepts requests and its last read of the model's files succeeded, else 503. If an API key is set,
+/// 200 if the server accepts requests and the model's files could be read and loaded, else 503. If an API key is set,
 /// a request without it sees no path of this machine.
 pub async fn health(State(state): State<Arc<ServerState>>, request: Request) -> Response {
     let is_authorized = auth::is_authorized(&state, &request);
@@ -29,7 +29,11 @@ pub async fn health(State(state): State<Arc<ServerState>>, request: Request) -> 
     // No model is in memory, but a request would load one.
     let Some(model) = state.models.model() else {
         let (version, next) = (env!("CARGO_PKG_VERSION"), state.models.current_id());
-        return Json(json!({"status": "ok", "model": null, "next": next, "version": version})).into_response();
+        let mut body = json!({"status": "ok", "model": null, "next": next, "version": version});
+        let Some(why) = state.models.load_failure() else { return Json(body).into_response() };
+        body["status"] = "degraded".into();
+        body["reason"] = if is_authorized { why } else { "the model cannot be loaded".into() }.into();
+        return (StatusCode::SERVICE_UNAVAILABLE, Json(body)).into_response();
     };
     let (running, queued) = model.engine.load();
     let waiting = model.engine.waiting().into_iter().enumerate();

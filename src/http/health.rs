@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 /// Time after which a failure is forgotten if no request follows. A load balancer that only uses healthy servers would
 /// otherwise never send the request that shows the recovery.
-const FAILURE_MAX_AGE: Duration = Duration::from_secs(60);
+pub const FAILURE_MAX_AGE: Duration = Duration::from_secs(60);
 
 #[derive(Default)]
 pub struct StorageHealth {

@@ -11,7 +11,7 @@ use crate::http::{
 use axum::{
     Router,
     extract::Request,
-    http::{HeaderValue, Method, header},
+    http::{Method, header},
     middleware::{from_fn, from_fn_with_state},
     response::{IntoResponse, Response},
     routing::{delete, get, post},
@@ -56,12 +56,9 @@ pub fn router(state: Arc<ServerState>) -> Router {
         .layer(from_fn(gzip::check_encoding))
         .layer(from_fn_with_state(state.clone(), auth::require_key))
         .layer(from_fn_with_state(state.origins.clone(), origin::check_origin));
-    let router = match &state.cors {
-        Some(origin) => router.layer(cors(origin)),
-        None => router,
-    };
     // The layer added last runs first.
     router
+        .layer(cors(&state))
         .layer(from_fn_with_state(state.clone(), request_log::log_request))
         .layer(from_fn(messages::convert_errors))
         .with_state(state)
@@ -97,8 +94,16 @@ pub async fn serve(
     Ok(())
 }
 
-fn cors(origin: &HeaderValue) -> CorsLayer {
-    let origins = if origin == "*" { AllowOrigin::any() } else { AllowOrigin::exact(origin.clone()) };
+fn cors(state: &ServerState) -> CorsLayer {
+    let policy = state.origins.clone();
+    let origins = match &state.cors {
+        Some(origin) if origin == "*" => AllowOrigin::any(),
+        Some(configured) => {
+            let configured = configured.clone();
+            AllowOrigin::predicate(move |origin, _| *origin == configured || policy.allows_reading(origin))
+        }
+        None => AllowOrigin::predicate(move |origin, _| policy.allows_reading(origin)),
+    };
     CorsLayer::new()
         .allow_origin(origins)
         .allow_methods([Method::GET, Method::POST, Method::DELETE])

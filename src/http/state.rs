@@ -38,7 +38,7 @@ pub struct ServerState {
     /// Keep the billing header of Claude Code in the prompt.
     pub keep_billing_header: bool,
     /// Responses that `previous_response_id` can name.
-    pub responses: ResponseStore,
+    pub responses: Arc<ResponseStore>,
     pub models: ModelHost,
     is_shutting_down: AtomicBool,
 }

@@ -33,6 +33,8 @@ struct MockModels {
     load_time: Duration,
     /// Duration of an unload.
     unload_time: Duration,
+    /// `first` cannot be loaded a second time.
+    breaks: bool,
 }
 
 impl MockModels {
@@ -56,7 +58,7 @@ impl ModelLoader for MockLoader {
 
     fn load(&self, id: &str) -> Result<HostedModel, String> {
         thread::sleep(if id == "first" { Duration::ZERO } else { self.0.load_time });
-        if id == "broken" {
+        if id == "broken" || self.0.breaks && id == "first" && !self.0.log().is_empty() {
             return Err("its shards do not fit together".into());
         }
         self.0.record(format!("load {id}"));
@@ -250,6 +252,18 @@ async fn failed_load_is_reported() {
     let health = server.get("/health").await;
     assert_eq!((health.status, health.json().await["model"].clone()), (200, Value::Null));
     assert_eq!(answer_of(&server, "anything").await, "I am first.", "an unknown name gets the last loaded model");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn health_is_degraded_after_failed_load() {
+    let (mocks, server) = server(MockModels { breaks: true, ..MockModels::default() }, timeouts()).await;
+    server.ask("/models/unload", &json!({"model": "first"})).await;
+    assert_eq!(server.post(CHAT, &ask("first")).await.status, 500);
+    let health = server.get("/health").await;
+    assert_eq!((health.status, health.json().await["status"].clone()), (503, json!("degraded")));
+    assert_eq!(answer_of(&server, "second").await, "I am org/second.");
+    assert_eq!(server.get("/health").await.status, 200);
+    assert_eq!(mocks.log(), ["load first", "unload first", "load org/second"]);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

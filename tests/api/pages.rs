@@ -38,6 +38,18 @@ async fn rebound_host_name_is_refused() {
 }
 
 #[tokio::test]
+async fn local_page_may_read_responses() {
+    let server = loopback_server().await;
+    let origin = ("origin", "http://localhost:3000");
+    let preflight = [("host", "localhost"), origin, ("access-control-request-method", "POST")];
+    let response = server.bare("OPTIONS", CHAT, &preflight, b"").await;
+    assert_eq!((response.status, response.header("access-control-allow-origin")), (200, Some(origin.1)));
+    let foreign = [("host", "localhost"), ("origin", "https://evil.com"), ("access-control-request-method", "POST")];
+    let response = server.bare("OPTIONS", CHAT, &foreign, b"").await;
+    assert_eq!(response.header("access-control-allow-origin"), None);
+}
+
+#[tokio::test]
 async fn page_of_another_origin_is_refused() {
     let server = loopback_server().await;
     for origin in ["https://evil.com", "null", "http://localhost.evil.com"] {

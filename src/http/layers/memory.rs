@@ -11,7 +11,7 @@ use prometheus::IntGauge;
 use serde_json::Value;
 use std::{
     sync::{
-        Arc,
+        Arc, OnceLock, Weak,
         atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed},
     },
     time::Duration,
@@ -57,8 +57,16 @@ const TRIM_BYTES: usize = 1 << 20;
 /// When to trim after memory was freed. Twice, because a response is freed a little after its permit.
 const TRIM_DELAYS: [Duration; 2] = [Duration::from_millis(50), Duration::from_millis(400)];
 
+/// A cache in the memory of requests that can be evicted for a request.
+pub trait Reclaim: Send + Sync {
+    /// Evicts one entry; false if there is none.
+    fn evict_oldest(&self) -> bool;
+}
+
 /// The memory of all requests.
 pub struct RequestMemory {
+    /// Evicted when a request finds no free memory.
+    cache: OnceLock<Weak<dyn Reclaim>>,
     total: AtomicUsize,
     used: AtomicUsize,
     gauge: IntGauge,
@@ -72,6 +80,7 @@ pub struct RequestMemory {
 impl RequestMemory {
     pub fn new(metrics: &Metrics) -> Arc<Self> {
         Arc::new(Self {
+            cache: OnceLock::new(),
             total: AtomicUsize::new(UNPLANNED_BYTES),
             used: AtomicUsize::new(0),
             gauge: metrics.memory_requests.clone(),
@@ -95,6 +104,14 @@ impl RequestMemory {
     /// Most bytes of all permits together.
     pub fn total(&self) -> usize {
         self.total.load(Relaxed)
+    }
+
+    pub fn set_cache(&self, cache: Weak<dyn Reclaim>) {
+        let _ = self.cache.set(cache);
+    }
+
+    fn evict_oldest(&self) -> bool {
+        self.cache.get().and_then(Weak::upgrade).is_some_and(|cache| cache.evict_oldest())
     }
 
     pub fn permit(self: &Arc<Self>) -> MemoryPermit {
@@ -154,7 +171,11 @@ impl MemoryPermit {
                 return Err(ApiError::too_much_memory(bytes, limit));
             }
             let fits = |used: usize| used.checked_add(more).filter(|&used| used <= limit);
-            memory.used.fetch_update(Relaxed, Relaxed, fits).map_err(|_| ApiError::memory_in_use())?;
+            while memory.used.fetch_update(Relaxed, Relaxed, fits).is_err() {
+                if !memory.evict_oldest() {
+                    return Err(ApiError::memory_in_use());
+                }
+            }
             memory.gauge.add(signed(more));
         } else {
             memory.release(before - bytes);

@@ -14,7 +14,10 @@ use axum::{
     response::{IntoResponse, Response},
 };
 use parking_lot::RwLock;
-use std::{net::IpAddr, sync::Arc};
+use std::{
+    net::{IpAddr, Ipv4Addr, Ipv6Addr},
+    sync::Arc,
+};
 
 /// Hosts and origins that may use the server. By default all may. Clones share their rules.
 #[derive(Debug, Clone, Default)]
@@ -22,7 +25,7 @@ pub struct OriginPolicy(Arc<RwLock<OriginRules>>);
 
 #[derive(Debug, Clone, Default)]
 struct OriginRules {
-    /// Allowed host names in addition to loopback names; `None` allows any host and any origin.
+    /// Allowed host names in addition to local names; `None` allows any host and any origin.
     hosts: Option<Vec<String>>,
     origin: Option<HeaderValue>,
 }
@@ -41,6 +44,12 @@ impl OriginPolicy {
         *self.0.write() = rules;
     }
 
+    /// True if a page of this origin may read responses: a local page, or one of the configured origin.
+    pub fn allows_reading(&self, origin: &HeaderValue) -> bool {
+        let host = origin.to_str().ok().and_then(|origin| Some(host_name(origin.split_once("://")?.1)));
+        self.rules().origin.as_ref() == Some(origin) || host.is_some_and(is_loopback)
+    }
+
     fn rules(&self) -> OriginRules {
         self.0.read().clone()
     }
@@ -55,7 +64,7 @@ impl OriginRules {
         // A request without a host cannot come from a browser.
         let given = headers.get_all(header::HOST).iter().map(text).chain(authority.map(str::to_owned));
         for host in given {
-            if !is_known(host_name(&host)) {
+            if !is_known(host_name(&host)) && !is_local(host_name(&host)) {
                 return Err(ApiError::wrong_host(host_name(&host)));
             }
         }
@@ -84,6 +93,17 @@ fn host_name(authority: &str) -> &str {
 fn is_loopback(host: &str) -> bool {
     let bare = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
     host.eq_ignore_ascii_case("localhost") || bare.parse().is_ok_and(|address: IpAddr| address.is_loopback())
+}
+
+/// True for hosts that public DNS cannot resolve to this machine, so DNS rebinding cannot use them: IP addresses, mDNS
+/// names, and the name of the host in a Docker container.
+fn is_local(host: &str) -> bool {
+    let is_v6 = |host: &str| host.strip_prefix('[')?.strip_suffix(']')?.parse::<Ipv6Addr>().ok();
+    let name = host.to_ascii_lowercase();
+    host.parse::<Ipv4Addr>().is_ok()
+        || is_v6(host).is_some()
+        || name.ends_with(".local")
+        || name == "host.docker.internal"
 }
 
 /// Refuses requests that a foreign web page may have sent.
@@ -123,10 +143,25 @@ mod tests {
         for host in ["localhost", "LOCALHOST:5413", "127.0.0.1", "127.1.2.3:80", "[::1]", "[::1]:5413", "box.lan:1"] {
             assert_eq!(refusal(&policy, host, None), None, "{host}");
         }
+        for host in ["192.168.0.1:5413", "[fd00::2]", "studio.local", "Studio.LOCAL:5413", "host.docker.internal:5413"]
+        {
+            assert_eq!(refusal(&policy, host, None), None, "{host}");
+        }
         for host in
-            ["evil.com", "localhost.evil.com", "127.0.0.1.evil.com:80", "192.168.0.1", "[::2]", "", "[", "[::1", "::1"]
+            ["evil.com", "localhost.evil.com", "127.0.0.1.evil.com:80", "local.evil.com", "", "[", "[::1", "::1"]
         {
             assert_eq!(refusal(&policy, host, None), Some(403), "{host}");
+        }
+    }
+
+    #[test]
+    fn local_pages_may_read_responses() {
+        let policy = OriginPolicy::new([127, 0, 0, 1].into(), &[], Some("https://chat.example".parse().unwrap()));
+        for origin in ["http://localhost:3000", "http://127.0.0.1", "https://chat.example"] {
+            assert!(policy.allows_reading(&origin.parse().unwrap()), "{origin}");
+        }
+        for origin in ["https://evil.com", "http://192.168.0.1", "null", "http://localhost.evil.com"] {
+            assert!(!policy.allows_reading(&origin.parse().unwrap()), "{origin}");
         }
     }
 

@@ -11,7 +11,10 @@ use super::{
     loader::{HostedModel, ModelLoader},
     names::{ModelEntry, find, matches},
 };
-use crate::{error::EngineError, http::errors::ApiError};
+use crate::{
+    error::EngineError,
+    http::{errors::ApiError, health::FAILURE_MAX_AGE},
+};
 use parking_lot::Mutex;
 use std::{
     future::Future,
@@ -88,6 +91,13 @@ impl ModelHost {
     pub fn current_id(&self) -> Option<String> {
         let state = self.state.lock();
         state.loading.clone().or_else(|| state.last_loaded.clone())
+    }
+
+    /// The error of the last load, if it failed recently and was a load of the current model.
+    pub fn load_failure(&self) -> Option<String> {
+        let state = self.state.lock();
+        let (at, id, why) = state.load_failure.as_ref()?;
+        (state.last_loaded.as_ref() == Some(id) && at.elapsed() < FAILURE_MAX_AGE).then(|| why.clone())
     }
 
     /// True once a model was loaded or named: from then on requests are accepted.

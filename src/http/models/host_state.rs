@@ -46,6 +46,8 @@ pub struct HostState {
     /// Requests for models that are not loaded, oldest first.
     pub waiters: VecDeque<Waiter>,
     pub is_shutting_down: bool,
+    /// Time, model id and error of the last load, if it failed.
+    pub load_failure: Option<(Instant, String, String)>,
 }
 
 /// The model in memory.
@@ -126,11 +128,13 @@ impl HostState {
             let _ = waiter.reply.send(Ok(resident.model.clone()));
         }
         self.last_loaded = Some(resident.id.clone());
+        self.load_failure = None;
         self.resident = Some(resident);
     }
 
     /// Fails the requests that wait for a model that cannot be loaded.
     pub fn fail_waiters(&mut self, id: &str, why: &str) {
+        self.load_failure = Some((Instant::now(), id.to_owned(), why.to_owned()));
         for waiter in self.take_waiters(id) {
             let _ = waiter.reply.send(Err(ApiError::not_loaded(id, why)));
         }

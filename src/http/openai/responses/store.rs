@@ -3,12 +3,15 @@
 
 use crate::http::{
     errors::ApiError,
-    layers::memory::{self, MemoryPermit, RequestMemory},
+    layers::memory::{self, MemoryPermit, Reclaim, RequestMemory},
 };
 use axum::body::Bytes;
 use parking_lot::Mutex;
 use serde_json::Value;
-use std::{collections::VecDeque, sync::Arc};
+use std::{
+    collections::VecDeque,
+    sync::{Arc, Weak},
+};
 
 /// Most responses in the store.
 const MAX_RESPONSES: usize = 1000;
@@ -60,10 +63,23 @@ impl Default for ResponseStore {
     }
 }
 
+impl Reclaim for ResponseStore {
+    fn evict_oldest(&self) -> bool {
+        // Locked if the store itself needs the memory.
+        let Some(mut entries) = self.entries.try_lock() else { return false };
+        let Some(oldest) = entries.responses.pop_front() else { return false };
+        entries.bytes -= oldest.bytes;
+        true
+    }
+}
+
 impl ResponseStore {
     /// A store that takes its memory from `memory`.
-    pub fn within(memory: Arc<RequestMemory>) -> Self {
-        Self { memory: Some(memory), ..Self::default() }
+    pub fn within(memory: Arc<RequestMemory>) -> Arc<Self> {
+        let store = Arc::new(Self { memory: Some(memory.clone()), ..Self::default() });
+        let cache: Weak<Self> = Arc::downgrade(&store);
+        memory.set_cache(cache);
+        store
     }
 
     /// Stores a response that continues `previous` with `input`. Does nothing if it does not fit.
@@ -205,6 +221,21 @@ mod tests {
         assert!(store.remove("a") && counted() > 1000);
         drop(other);
         assert_eq!(counted(), 0);
+    }
+
+    #[test]
+    fn responses_are_evicted_for_requests() {
+        let memory = RequestMemory::new(&Metrics::new("0", "cpu"));
+        let store = ResponseStore::within(memory.clone());
+        let total = memory.total();
+        for id in 0..4 {
+            store.insert(None, vec!["x".repeat(total / 20).into()], &response(&id.to_string()));
+        }
+        assert!(store.get("0").is_some());
+        let (mut one, mut other) = (memory.permit(), memory.permit());
+        one.resize(total / 2).unwrap();
+        other.resize(total / 6).unwrap();
+        assert!(store.get("0").is_none() && store.get("3").is_some());
     }
 
     #[test]
