@@ -1,9 +1,6 @@
 //! Random weights, and expected results from plain f64 loops that share no code with the kernels.
 
-#[path = "../support/split_mix64.rs"]
-mod split_mix64;
-
-use crate::host::Host;
+use crate::{host::Host, mutate::split_mix64};
 use moestro::ops::{Float, Weight, WeightFormat};
 
 /// Random inputs; the field is the seed.

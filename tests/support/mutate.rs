@@ -2,7 +2,7 @@
 #![allow(dead_code)] // Each test binary uses a part of it.
 
 #[path = "split_mix64.rs"]
-mod split_mix64;
+pub mod split_mix64;
 
 use serde_json::Value;
 
