@@ -1,5 +1,4 @@
-//! `moestro bench`: prefill and decode on this machine, what the disk had to do with it, and what a cache that is larger
-//! or knows the future would change.
+//! `moestro bench`: measures prefill and decode on this machine, with hit rates, disk reads and stalls.
 
 mod drafts;
 mod quality;
@@ -19,11 +18,11 @@ use crate::{
     model::{self, Model, Qwen},
     platform::{Access, DataFile, os},
 };
-use report::{Report, Setup};
-use run::Session;
+use report::{BenchReport, BenchSetup};
+use run::BenchSession;
 use std::{path::Path, sync::Arc};
 
-/// Plain English that every copy of the program has. Random tokens would be routed like nothing anybody types.
+/// Default prompt: plain English, included in the binary. A router treats random tokens unlike any real text.
 const TEXT: &str = include_str!("../../LICENSE-APACHE");
 
 pub fn run(typed: cli::BenchArgs) -> Result<(), CommandError> {
@@ -41,7 +40,7 @@ pub fn run(typed: cli::BenchArgs) -> Result<(), CommandError> {
         return drafts::run(&dir, &load, &prompt, typed.gen_tokens, typed.repeat, typed.json);
     }
     let mut options = options(&load);
-    // Files that an earlier run left in the cache directory would make this one incomparable.
+    // A warm start from an earlier run's saved expert list would make runs incomparable.
     options.store.warm = false;
     let metrics = Metrics::new(env!("CARGO_PKG_VERSION"), "cpu");
     let (sessions, runs_each) = if typed.cold { (typed.repeat, 1) } else { (1, typed.repeat) };
@@ -52,14 +51,14 @@ pub fn run(typed: cli::BenchArgs) -> Result<(), CommandError> {
         let model = chosen.place(load_with_bar(&dir, &options, &metrics)?)?;
         let needed = typed.prompt_tokens + typed.gen_tokens;
         if model.info().context < needed {
-            let why = format!("the context is {} tokens; --ctx-size {needed} would do", model.info().context);
+            let why = format!("the context is {} tokens; use --ctx-size {needed}", model.info().context);
             return Err(CommandError::Usage(why));
         }
-        setup = Some(Setup::new(device_choice::name(&model), &model, &load));
+        setup = Some(BenchSetup::new(device_choice::name(&model), &model, &load));
         if typed.cold {
             drop_cached(&dir)?;
         }
-        let mut session = Session::new(model, metrics.clone());
+        let mut session = BenchSession::new(model, metrics.clone());
         for _ in 0..runs_each {
             session.run(&prompt, typed.gen_tokens)?;
         }
@@ -70,7 +69,7 @@ pub fn run(typed: cli::BenchArgs) -> Result<(), CommandError> {
         _ => config::name(&dir),
     };
     let Some(setup) = setup else { return Ok(()) };
-    let report = Report::new(model, setup, typed.cold, runs, os::peak_resident_memory());
+    let report = BenchReport::new(model, setup, typed.cold, runs, os::peak_resident_memory());
     show(&report, typed.json);
     Ok(())
 }
@@ -85,8 +84,8 @@ fn load_with_bar(dir: &Path, options: &model::LoadOptions, metrics: &Arc<Metrics
     model
 }
 
-/// `count` tokens of the file, or of [`TEXT`], from its start again when it ends; its bytes, spread over the vocabulary, for
-/// a checkpoint that has weights only.
+/// `count` tokens of the file or of [`TEXT`], repeated if it is too short. A checkpoint without a tokenizer gets the bytes of
+/// the text, spread over the vocabulary.
 fn prompt(dir: &Path, file: Option<&Path>, count: usize) -> Result<Vec<u32>, CommandError> {
     let read = |path: &Path| {
         let failed = |source| CommandError::Io { what: format!("--text {}", path.display()), source };
@@ -94,7 +93,7 @@ fn prompt(dir: &Path, file: Option<&Path>, count: usize) -> Result<Vec<u32>, Com
     };
     let text = file.map_or_else(|| Ok(TEXT.into()), read)?;
     if text.is_empty() {
-        return Err(CommandError::Usage("the text has no tokens".into()));
+        return Err(CommandError::Usage("the text is empty".into()));
     }
     let ids: Vec<u32> = if dir.join("tokenizer.json").exists() {
         Tokenizer::load(dir)?.encode(&text)?
@@ -105,7 +104,7 @@ fn prompt(dir: &Path, file: Option<&Path>, count: usize) -> Result<Vec<u32>, Com
     Ok(ids.iter().copied().cycle().take(count).collect())
 }
 
-/// Drops what the page cache holds of the checkpoint.
+/// Removes the checkpoint's files from the page cache.
 fn drop_cached(dir: &Path) -> Result<(), StoreError> {
     let index = crate::checkpoint::index::Index::open(dir)?;
     for path in &index.files {
@@ -121,7 +120,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_prompt_is_as_long_as_asked_for() {
+    fn prompt_has_requested_length() {
         let dir = crate::demo::unpack().unwrap();
         let long = prompt(&dir, None, 10_000).unwrap();
         assert_eq!(long.len(), 10_000);

@@ -1,7 +1,5 @@
-//! For whoever wants to know a machine, a model or this program better: [`mod@bench`], [`doctor`], [`info`] and [`synth`]. Serving
-//! needs none of them.
+//! Subcommands that measure and inspect: [`mod@bench`], [`doctor`], [`info`] and [`synth`]. Serving needs none of them.
 
-pub mod belady;
 pub mod bench;
 pub mod doctor;
 pub mod info;

@@ -1,4 +1,5 @@
-//! `bench --quality`: what keys and values of few bits do to a text's probabilities and to the answer behind it, beside 16 bits.
+//! `bench --quality`: measures how 8- and 4-bit keys and values change the probabilities of a text and the answer that follows
+//! it, compared with 16 bits.
 
 use super::load_with_bar;
 use crate::{
@@ -14,34 +15,33 @@ use crate::{
 use serde::Serialize;
 use std::{fmt, path::Path};
 
-/// Tokens evaluated at once: all their logits are looked at, of two sequences at a time. As few as this, they take no more than
-/// what the plan leaves for the process itself.
+/// Tokens per pass. All their logits are kept for two sequences at a time; this few fit in the plan's share for the process.
 const ROWS: usize = 16;
 
-/// All of it; `--json` prints it as it is.
+/// The whole report, in the shape that `--json` prints.
 #[derive(Debug, Serialize)]
-struct Report {
-    /// Of the text.
+struct QualityReport {
+    /// Tokens of the text.
     tokens: usize,
-    rows: Vec<Compared>,
+    rows: Vec<KvBitsResult>,
 }
 
-/// One number of bits.
+/// Results of one bit width.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
-struct Compared {
+struct KvBitsResult {
     bits: u32,
-    /// Bytes of keys and values of a token, all layers.
+    /// Bytes of keys and values per token in all layers.
     bytes: u64,
     perplexity: f64,
-    /// The same with 16 bits.
+    /// Perplexity with 16 bits.
     exact_perplexity: f64,
-    /// The mean divergence of the distributions from those with 16 bits (Kullback and Leibler, nats).
+    /// Mean Kullback-Leibler divergence from the 16-bit distributions, in nats.
     divergence: f64,
-    /// The largest difference of the log-probability of a token of the text.
+    /// Largest difference of the log-probability of a token of the text.
     worst: f64,
-    /// The part of all places at which the likeliest token is the same.
+    /// Share of positions at which the most likely token is the same.
     same: f64,
-    /// Tokens of the greedy answer, and how many are the same up to the first that is not.
+    /// Tokens of the greedy answer with 16 bits, and how many leading tokens are the same.
     answer: usize,
     answer_same: usize,
 }
@@ -61,23 +61,23 @@ pub fn run(dir: &Path, load: &LoadSettings, text: &[u32], answer: usize, json: b
     let mut model = chosen.place(load_with_bar(dir, &options, &metrics)?)?;
     let needed = text.len() + answer;
     if model.info().context < needed {
-        let why = format!("the context is {} tokens; --ctx-size {needed} would do", model.info().context);
+        let why = format!("the context is {} tokens; use --ctx-size {needed}", model.info().context);
         return Err(CommandError::Usage(why));
     }
-    let report = Report { tokens: text.len(), rows: compare(&mut model, &asked, text, answer)? };
+    let report = QualityReport { tokens: text.len(), rows: compare(&mut model, &asked, text, answer)? };
     show(&report, json);
     Ok(())
 }
 
-/// One of several that go through one model in turns.
-struct QualitySequence {
+/// A sequence with its own bit width. Several share one model.
+struct EvalSequence {
     bits: KvBits,
     state: QwenState,
-    /// The logits behind it.
+    /// Logits of the last token.
     last: Vec<f32>,
 }
 
-impl QualitySequence {
+impl EvalSequence {
     fn new(model: &mut Qwen, bits: KvBits) -> Result<Self, CommandError> {
         model.set_kv_bits(bits)?;
         Ok(Self { bits, state: model.start()?, last: Vec::new() })
@@ -90,7 +90,7 @@ impl QualitySequence {
         Ok(logits)
     }
 
-    /// The greedy answer of `count` tokens, up to the first that is not `expected`.
+    /// Greedy answer of `count` tokens. Stops at the first token that differs from `expected`.
     fn answer(&mut self, model: &mut Qwen, count: usize, expected: Option<&[u32]>) -> Result<Vec<u32>, CommandError> {
         let mut answer = Vec::new();
         while answer.len() < count {
@@ -105,14 +105,14 @@ impl QualitySequence {
     }
 }
 
-/// All of `asked` beside one sequence with 16 bits.
-fn compare(model: &mut Qwen, asked: &[KvBits], text: &[u32], answer: usize) -> Result<Vec<Compared>, CommandError> {
-    let mut exact = QualitySequence::new(model, KvBits::Sixteen)?;
+/// Compares each bit width of `asked` with 16 bits.
+fn compare(model: &mut Qwen, asked: &[KvBits], text: &[u32], answer: usize) -> Result<Vec<KvBitsResult>, CommandError> {
+    let mut exact = EvalSequence::new(model, KvBits::Sixteen)?;
     let mut few = Vec::new();
     for bits in asked {
-        let sequence = QualitySequence::new(model, *bits)?;
+        let sequence = EvalSequence::new(model, *bits)?;
         let bits = if *bits == KvBits::Four { 4 } else { 8 };
-        few.push((sequence, Compared { bits, bytes: model.kv_bytes(), ..Compared::default() }));
+        few.push((sequence, KvBitsResult { bits, bytes: model.kv_bytes(), ..KvBitsResult::default() }));
     }
     for (number, ids) in text.chunks(ROWS).enumerate() {
         let logits = exact.forward(model, ids)?;
@@ -133,8 +133,8 @@ fn compare(model: &mut Qwen, asked: &[KvBits], text: &[u32], answer: usize) -> R
     Ok(out)
 }
 
-impl Compared {
-    /// Adds the rows of 16 bits and of fewer, behind which `next` stands; up to [`Self::finish`] these are sums.
+impl KvBitsResult {
+    /// Adds rows of logits, 16 bits first; `next` are the tokens that follow them. Fields are sums until [`Self::finish`].
     fn add(&mut self, logits: [&Logits; 2], next: &[u32]) {
         for (row, next) in next.iter().enumerate().take(logits[0].rows()) {
             let next = *next as usize;
@@ -162,13 +162,13 @@ fn log_softmax(row: &[f32]) -> Vec<f64> {
     row.iter().map(|x| f64::from(x - most) - total).collect()
 }
 
-impl fmt::Display for Report {
+impl fmt::Display for QualityReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "{} tokens of text, keys and values in few bits beside 16", self.tokens)?;
+        writeln!(f, "{} tokens of text, keys and values in fewer bits compared with 16", self.tokens)?;
         writeln!(f)?;
         writeln!(
             f,
-            "bits   a token   perplexity   with 16   change %   divergence   worst log-prob   same choice %   answer"
+            "bits  B/token    perplexity   with 16   change %   divergence   worst log-prob   same choice %   answer"
         )?;
         for row in &self.rows {
             writeln!(
@@ -186,7 +186,7 @@ impl fmt::Display for Report {
                 row.answer,
             )?;
         }
-        writeln!(f, "\nanswer: how many tokens of the greedy answer are the same up to the first that is not")
+        writeln!(f, "\nanswer: leading tokens of the greedy answer that are the same")
     }
 }
 
@@ -196,7 +196,7 @@ mod tests {
     use crate::model::LoadOptions;
 
     #[test]
-    fn sixteen_bits_beside_themselves_differ_in_nothing_and_four_in_something() {
+    fn sixteen_bits_match_and_four_differ() {
         let dir = crate::demo::unpack().unwrap();
         let mut options = LoadOptions { threads: Some(2), ..LoadOptions::default() };
         options.plan.context = Some(1024);

@@ -1,4 +1,4 @@
-//! The report of `bench`.
+//! Prints the results of `moestro bench`: each run, and the median of each column.
 
 use super::run::{Phase, Run};
 use crate::{
@@ -10,20 +10,20 @@ use crate::{
 use serde::Serialize;
 use std::fmt;
 
-/// The machine and the model.
+/// The machine and the model of a benchmark.
 #[derive(Debug, Clone, Serialize)]
-pub struct Setup {
-    /// `cpu` or `metal`.
+pub struct BenchSetup {
+    /// `cpu`, `metal` or `cuda`.
     pub device: &'static str,
     pub threads: usize,
     pub io_threads: usize,
-    /// Experts were read past the page cache, or through it; `None` without routed experts.
+    /// Whether expert reads bypass the page cache. `None` without routed experts.
     pub direct: Option<bool>,
     pub shape: ModelFootprint,
     pub plan: Plan,
 }
 
-impl Setup {
+impl BenchSetup {
     pub fn new(device: &'static str, model: &Qwen, load: &LoadSettings) -> Self {
         Self {
             device,
@@ -36,33 +36,31 @@ impl Setup {
     }
 }
 
-/// All of it; `--json` prints it as it is.
+/// The whole report, in the shape that `--json` prints.
 #[derive(Debug, Serialize)]
-pub struct Report {
+pub struct BenchReport {
     model: String,
     #[serde(flatten)]
-    setup: Setup,
-    /// Each run began with no expert in memory and nothing of the checkpoint in the page cache.
+    setup: BenchSetup,
+    /// Each run started with no expert in memory and none of the checkpoint in the page cache.
     cold: bool,
     runs: Vec<Run>,
-    /// The run whose decode speed is the median.
+    /// Median of each figure over all runs.
     median: Option<Run>,
-    /// The most bytes the process has had in memory.
+    /// Peak memory of the process in bytes.
     peak_memory: Option<u64>,
 }
 
-impl Report {
-    pub fn new(model: String, setup: Setup, cold: bool, runs: Vec<Run>, peak_memory: Option<u64>) -> Self {
-        let mut order: Vec<&Run> = runs.iter().collect();
-        order.sort_by(|a, b| a.decode.tokens_per_second.total_cmp(&b.decode.tokens_per_second));
-        let median = order.get(order.len().saturating_sub(1) / 2).map(|&run| run.clone());
+impl BenchReport {
+    pub fn new(model: String, setup: BenchSetup, cold: bool, runs: Vec<Run>, peak_memory: Option<u64>) -> Self {
+        let median = median_run(&runs);
         Self { model, setup, cold, runs, median, peak_memory }
     }
 }
 
-impl fmt::Display for Report {
+impl fmt::Display for BenchReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Setup { device, threads, io_threads, direct, shape, plan } = &self.setup;
+        let BenchSetup { device, threads, io_threads, direct, shape, plan } = &self.setup;
         let strategy = if plan.strategy == Strategy::Resident { "resident" } else { "streaming" };
         write!(f, "{}: {strategy}, {} of {} experts in memory", self.model, plan.slots, shape.total_experts())?;
         let how = match direct {
@@ -82,18 +80,22 @@ impl fmt::Display for Report {
         let Some(median) = &self.median else { return Ok(()) };
         if self.runs.len() > 1 {
             self.write_run(f, "median", median)?;
+            let speeds = |phase: fn(&Run) -> &Phase| self.runs.iter().map(move |run| phase(run).tokens_per_second);
+            for (name, phase) in [("prompt", (|run| &run.prompt) as fn(&Run) -> &Phase), ("decode", |run| &run.decode)]
+            {
+                let (least, most) = (speeds(phase).fold(f64::MAX, f64::min), speeds(phase).fold(0.0, f64::max));
+                writeln!(f, "{name} {least:.2} to {most:.2} tok/s")?;
+            }
         }
         writeln!(f)?;
         if let Some(peak) = self.peak_memory {
             writeln!(f, "peak memory {} under a limit of {}", Size(peak), Size(plan.limit))?;
         }
-        writeln!(f, "with every expert in memory: {:.2} tok/s", median.resident_tokens_per_second)?;
-        let (speed, hits) = (median.perfect_tokens_per_second, 100.0 * median.perfect_hit_rate);
-        writeln!(f, "with a cache of this size that knows the future: {speed:.2} tok/s, {hits:.1} % hits")
+        writeln!(f, "decode without stalls: {:.2} tok/s", median.resident_tokens_per_second)
     }
 }
 
-impl Report {
+impl BenchReport {
     fn write_run(&self, f: &mut fmt::Formatter<'_>, name: &str, run: &Run) -> fmt::Result {
         self.write_phase(f, name, "prompt", &run.prompt)?;
         self.write_phase(f, name, "decode", &run.decode)
@@ -112,5 +114,60 @@ impl Report {
             100.0 * phase.stall_share,
             phase.read_bytes_per_second / 1e6,
         )
+    }
+}
+
+/// Median of each figure. With an even number of runs, the mean of the middle two.
+fn median_run(runs: &[Run]) -> Option<Run> {
+    let first = runs.first()?;
+    let figure = |of: &dyn Fn(&Run) -> f64| median(runs.iter().map(of).collect());
+    let phase = |of: fn(&Run) -> &Phase| Phase {
+        tokens: of(first).tokens,
+        seconds: figure(&|run| of(run).seconds),
+        tokens_per_second: figure(&|run| of(run).tokens_per_second),
+        hits: figure(&|run| of(run).hits as f64) as u64,
+        misses: figure(&|run| of(run).misses as f64) as u64,
+        prefetched: figure(&|run| of(run).prefetched as f64) as u64,
+        hit_rate: figure(&|run| of(run).hit_rate),
+        prefetch_rate: figure(&|run| of(run).prefetch_rate),
+        reads: figure(&|run| of(run).reads as f64) as u64,
+        bytes_asked_per_token: figure(&|run| of(run).bytes_asked_per_token),
+        disk_bytes_per_token: of(first)
+            .disk_bytes_per_token
+            .map(|_| figure(&|run| of(run).disk_bytes_per_token.unwrap_or_default())),
+        stall_share: figure(&|run| of(run).stall_share),
+        read_bytes_per_second: figure(&|run| of(run).read_bytes_per_second),
+    };
+    let resident_tokens_per_second = figure(&|run| run.resident_tokens_per_second);
+    Some(Run { prompt: phase(|run| &run.prompt), decode: phase(|run| &run.decode), resident_tokens_per_second })
+}
+
+/// Median of `values`, 0 if there are none.
+pub fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    let middle = |index: usize| values.get(index).copied().unwrap_or(0.0);
+    match values.len() {
+        0 => 0.0,
+        count if count % 2 == 1 => middle(count / 2),
+        count => (middle(count / 2 - 1) + middle(count / 2)) / 2.0,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn median_is_taken_per_column() {
+        let run = |prompt: f64, decode: f64| Run {
+            prompt: Phase { tokens_per_second: prompt, ..Phase::default() },
+            decode: Phase { tokens_per_second: decode, ..Phase::default() },
+            resident_tokens_per_second: decode,
+        };
+        let median = median_run(&[run(10_394.0, 3.0), run(10_239.0, 1.0), run(9_447.0, 2.0)]).unwrap();
+        assert_eq!((median.prompt.tokens_per_second, median.decode.tokens_per_second), (10_239.0, 2.0));
+        let even = median_run(&[run(1.0, 4.0), run(3.0, 2.0)]).unwrap();
+        assert_eq!((even.prompt.tokens_per_second, even.decode.tokens_per_second), (2.0, 3.0));
+        assert_eq!(median_run(&[]), None);
     }
 }

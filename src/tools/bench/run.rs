@@ -1,136 +1,105 @@
-//! One model, a few runs, and everything that can be counted about them.
+//! Runs a prompt and its answer, and counts tokens, expert lookups, reads and stalls in each phase.
 
 use crate::{
     engine,
-    error::{CommandError, EngineError, ModelError},
+    error::{CommandError, EngineError},
     metrics::Metrics,
-    model::{Logits, Model, Qwen, QwenState, Rows},
+    model::{Logits, Model, Qwen, Rows},
     platform::os,
-    tools::belady,
 };
 use serde::Serialize;
-use std::{ops::Range, sync::Arc, time::Instant};
+use std::{sync::Arc, time::Instant};
 
-/// Counts between two moments.
+/// Counts of one phase. Rates are 0 if nothing was counted.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct Phase {
     pub tokens: usize,
     pub seconds: f64,
     pub tokens_per_second: f64,
-    /// Routed experts by where they were: in a slot, to be read, or (being) read because they were expected.
+    /// Expert lookups found in a slot.
     pub hits: u64,
+    /// Expert lookups that had to be read.
     pub misses: u64,
+    /// Expert lookups that were already read, or being read, by the prefetcher.
     pub prefetched: u64,
-    /// Lookups of experts that had been kept in a slot, of all lookups.
+    /// Hits as a share of all lookups.
     pub hit_rate: f64,
-    /// Lookups of experts that had been read ahead, of all lookups.
+    /// Prefetched lookups as a share of all lookups.
     pub prefetch_rate: f64,
     pub reads: u64,
-    /// Bytes that reads of experts returned, a token.
+    /// Bytes per token that expert reads requested.
     pub bytes_asked_per_token: f64,
-    /// Bytes that the disk delivered to this process, a token; `None` where the system does not count them.
+    /// Bytes per token that the disk delivered to this process. `None` if the system does not count them.
     pub disk_bytes_per_token: Option<f64>,
-    /// The part of the time in which there was nothing to compute for want of an expert.
+    /// Share of the time in which computation waited for an expert.
     pub stall_share: f64,
-    /// Bytes asked of the disk for experts, by the time the phase took.
+    /// Bytes that expert reads requested, per second of the phase.
     pub read_bytes_per_second: f64,
 }
 
-/// One prompt and what was generated after it.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+/// One prompt and its answer.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Run {
     pub prompt: Phase,
     pub decode: Phase,
-    /// Decoding's time less its stalls: as if every expert were in memory.
+    /// Decoding speed without the stalls, as if every expert were in memory.
     pub resident_tokens_per_second: f64,
-    /// The hit rate of a cache of this size that knows the future.
-    pub perfect_hit_rate: f64,
-    /// Decoding with that cache, if stalls shrink as misses do.
-    pub perfect_tokens_per_second: f64,
-    #[serde(skip)]
-    asked: Range<usize>,
 }
 
-/// A loaded model and what it was asked for.
-pub struct Session {
+/// A loaded model and its runs.
+pub struct BenchSession {
     model: Qwen,
     metrics: Arc<Metrics>,
-    /// Every expert looked up, in order: layer times experts a layer, plus the expert.
-    asked: Vec<u32>,
     runs: Vec<Run>,
 }
 
-impl Session {
+impl BenchSession {
     pub fn new(model: Qwen, metrics: Arc<Metrics>) -> Self {
-        Self { model, metrics, asked: Vec::new(), runs: Vec::new() }
+        Self { model, metrics, runs: Vec::new() }
     }
 
-    /// Evaluates `prompt` and then greedily generates `count` tokens more, end-of-sequence or not.
+    /// Evaluates `prompt`, then generates `count` tokens greedily. End-of-sequence tokens do not stop it.
     pub fn run(&mut self, prompt: &[u32], count: usize) -> Result<(), CommandError> {
         let mut state = self.model.start()?;
-        let begin = Moment::now(&self.metrics);
+        let begin = Counters::now(&self.metrics);
         let mut logits = Logits::default();
         for chunk in prompt.chunks(self.model.info().chunk) {
-            logits = self.forward(&mut state, chunk)?;
+            logits = self.model.forward(&mut state, chunk, Rows::Last)?;
         }
-        let (middle, first) = (Moment::now(&self.metrics), self.asked.len());
+        let middle = Counters::now(&self.metrics);
         for _ in 0..count {
             let next = argmax(&logits)?;
-            logits = self.forward(&mut state, &[next])?;
+            logits = self.model.forward(&mut state, &[next], Rows::Last)?;
         }
-        let end = Moment::now(&self.metrics);
+        let end = Counters::now(&self.metrics);
+        let decode = middle.until(&end, count, |counts| counts.decode);
+        let stall = decode.stall_share * decode.seconds;
         self.runs.push(Run {
             prompt: begin.until(&middle, prompt.len(), |counts| counts.prefill),
-            decode: middle.until(&end, count, |counts| counts.decode),
-            resident_tokens_per_second: 0.0,
-            perfect_hit_rate: 0.0,
-            perfect_tokens_per_second: 0.0,
-            asked: first..self.asked.len(),
+            decode,
+            resident_tokens_per_second: rate(count as f64, decode.seconds - stall),
         });
         Ok(())
     }
 
-    fn forward(&mut self, state: &mut QwenState, ids: &[u32]) -> Result<Logits, ModelError> {
-        let Self { model, asked, .. } = self;
-        let experts = model.shape().experts;
-        model.forward_observed(state, ids, Rows::Last, &mut |layer, routes| {
-            asked.extend(routes.distinct().iter().map(|id| (layer * experts) as u32 + id));
-        })
-    }
-
-    /// The runs, compared with what cannot be had: all experts in memory, and a cache that knew what was coming. Both
-    /// follow from the measured stalls, and the second one from the lookups of all runs of this session, in order.
     pub fn finish(self) -> Vec<Run> {
-        let missed = belady::misses(&self.asked, self.model.plan().slots);
-        let mut runs = self.runs;
-        for run in &mut runs {
-            let lookups = missed.get(run.asked.clone()).unwrap_or_default();
-            let least = lookups.iter().filter(|&&miss| miss).count() as f64;
-            let decode = &run.decode;
-            let stall = decode.stall_share * decode.seconds;
-            let read = (decode.misses + decode.prefetched) as f64;
-            let remains = if read > 0.0 { (least / read).min(1.0) } else { 0.0 };
-            run.resident_tokens_per_second = rate(decode.tokens as f64, decode.seconds - stall);
-            run.perfect_hit_rate = 1.0 - rate(least, lookups.len() as f64);
-            run.perfect_tokens_per_second = rate(decode.tokens as f64, decode.seconds - stall * (1.0 - remains));
-        }
-        runs
+        self.runs
     }
 }
 
-/// The likeliest token of the last row; the lowest of equals.
+/// Most likely token of the last row. Of equal logits, the lowest id.
 fn argmax(logits: &Logits) -> Result<u32, EngineError> {
     let last = logits.rows().checked_sub(1).map_or(&[][..], |row| logits.row(row));
     engine::argmax(last).ok_or(EngineError::NoLogits)
 }
 
-/// `count / over`, 0 over 0.
+/// `count / over`, or 0 if `over` is 0.
 fn rate(count: f64, over: f64) -> f64 {
     if over > 0.0 { count / over } else { 0.0 }
 }
 
-/// Everything that is counted, at one moment.
-struct Moment {
+/// All counters at one time.
+struct Counters {
     at: Instant,
     prefill: [u64; 3],
     decode: [u64; 3],
@@ -140,7 +109,7 @@ struct Moment {
     stall: f64,
 }
 
-impl Moment {
+impl Counters {
     fn now(m: &Metrics) -> Self {
         Self {
             at: Instant::now(),
@@ -182,25 +151,25 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_likeliest_token() {
+    fn argmax_takes_last_row_and_lowest_id() {
         let of = |data: &[f32]| argmax(&Logits { vocab: 3, data: data.to_vec() });
-        assert_eq!(of(&[9.0, 9.0, 9.0, 1.0, 5.0, 5.0]).unwrap(), 1, "of the last row, the lowest of equals");
+        assert_eq!(of(&[9.0, 9.0, 9.0, 1.0, 5.0, 5.0]).unwrap(), 1, "last row, lowest id of equal logits");
         assert_eq!(of(&[f32::NAN, 1.0, 0.0]).unwrap(), 1);
         assert!(of(&[]).is_err());
         assert!(of(&[f32::NAN; 3]).is_err());
     }
 
     #[test]
-    fn a_phase_is_what_was_counted_in_between() {
+    fn phase_counts_the_difference() {
         let metrics = Metrics::new("test", "cpu");
-        let begin = Moment::now(&metrics);
+        let begin = Counters::now(&metrics);
         metrics.lookups_decode_hit.inc_by(6);
         metrics.lookups_decode_miss.inc_by(3);
         metrics.lookups_decode_prefetched.inc_by(1);
         metrics.lookups_prefill_miss.inc_by(50);
         metrics.ssd_read_bytes.inc_by(4000);
         metrics.ssd_reads.inc_by(9);
-        let end = Moment { at: begin.at + std::time::Duration::from_secs(2), ..Moment::now(&metrics) };
+        let end = Counters { at: begin.at + std::time::Duration::from_secs(2), ..Counters::now(&metrics) };
         let phase = begin.until(&end, 4, |counts| counts.decode);
         assert_eq!((phase.hits, phase.misses, phase.prefetched, phase.reads), (6, 3, 1, 9));
         assert_eq!((phase.tokens_per_second, phase.hit_rate, phase.prefetch_rate), (2.0, 0.6, 0.1));
