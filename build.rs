@@ -1,9 +1,8 @@
-//! Tells the program what it is built from: `MOESTRO_FEATURES`, and in `MOESTRO_HISTORY` the path of a file whose last line
-//! names the commit.
+//! Sets `MOESTRO_FEATURES`, and `MOESTRO_HISTORY`: the path of a file whose last line names the commit.
 //!
-//! That is the commit of the variable `MOESTRO_COMMIT`, for whoever builds from a copy without history (the container);
-//! else the one that `cargo package` notes in a crate; else git's own log of HEAD. `main.rs` includes the file, so a new
-//! commit builds that one small crate anew and not the library, as an output of this script would.
+//! The commit comes from the variable `MOESTRO_COMMIT` (for container builds without git history), from the file that
+//! `cargo package` writes, or from git's reflog of HEAD. `main.rs` includes the file, so a new commit rebuilds only that small
+//! crate. A value set by this script would rebuild the library as well.
 
 use std::{
     env, fs,
@@ -27,7 +26,7 @@ fn main() {
     println!("cargo:rustc-env=MOESTRO_HISTORY={}", history.display());
 }
 
-/// The features that are on, but for the one that only stands for others.
+/// Enabled features, except `default`.
 fn features() -> String {
     let names = env::vars().filter_map(|(name, _)| Some(name.strip_prefix("CARGO_FEATURE_")?.to_lowercase()));
     let mut names: Vec<_> = names.filter(|name| name != "default").collect();
@@ -43,8 +42,8 @@ fn packaged() -> Option<String> {
     Some(rest.split('"').nth(1)?.to_owned())
 }
 
-/// Git's log of HEAD, which grows with each commit and checkout, if the root of the working tree is this directory: a crate
-/// that was unpacked inside of another repository is not of that one's commit.
+/// Git's reflog of HEAD, if this directory is the root of a working tree. A crate that was unpacked inside another repository
+/// must not report that repository's commit.
 fn log_of_head() -> Option<PathBuf> {
     let here = env::current_dir().ok()?.canonicalize().ok()?;
     let root = Path::new(&git(&["rev-parse", "--show-toplevel"])?).canonicalize().ok()?;
@@ -52,7 +51,7 @@ fn log_of_head() -> Option<PathBuf> {
     (root == here).then_some(log)
 }
 
-/// The line that git answers; `None` without git or a repository.
+/// Output of a git command. `None` without git or a repository.
 fn git(args: &[&str]) -> Option<String> {
     let output = Command::new("git").args(args).output().ok().filter(|output| output.status.success())?;
     String::from_utf8(output.stdout).ok().map(|text| text.trim_end().to_owned())

@@ -1,5 +1,5 @@
-//! The demo model, carried in the binary, so that `moestro serve` answers before anything is downloaded. Its training
-//! is described in `models/demo/`.
+//! The demo model, embedded in the binary so that `moestro serve` answers without a download. `models/demo/` describes its
+//! training.
 
 use crate::{
     error::StoreError,
@@ -8,7 +8,7 @@ use crate::{
 use sha2::{Digest, Sha256};
 use std::path::{Path, PathBuf};
 
-/// The directory's name, and so the model's.
+/// Name of the directory and of the model.
 pub const NAME: &str = "moestro-demo";
 
 macro_rules! files {
@@ -27,16 +27,16 @@ const FILES: &[(&str, &[u8])] = files![
     "tokenizer_config.json",
 ];
 
-/// As `sha256sum` writes it: what the files must be, without hashing what the binary holds at every start.
+/// Output of `sha256sum`, so that the embedded files need not be hashed at each start.
 const SUMS: &str = include_str!("../models/demo/SHA256SUMS");
 
-/// One of its files: a synthetic checkpoint borrows the tokenizer and the template.
+/// Content of one of its files. Synthetic checkpoints use its tokenizer and template.
 pub fn file(name: &str) -> Option<&'static [u8]> {
     FILES.iter().find(|(file, _)| *file == name).map(|(_, bytes)| *bytes)
 }
 
-/// The demo model's directory: in the user's cache, or, where that cannot be written, in a temporary directory that
-/// nobody else may write to. Every file is checked; one that is missing or damaged is written.
+/// Directory of the demo model: in the user's cache, or in a private temporary directory if the cache cannot be written. Checks
+/// every file and writes those that are missing or damaged.
 pub fn unpack() -> Result<PathBuf, StoreError> {
     let mut refused = Vec::new();
     if let Some(cache) = os::cache_dir() {
@@ -52,11 +52,11 @@ pub fn unpack() -> Result<PathBuf, StoreError> {
             Err(error) => refused.push(error.to_string()),
         }
     }
-    Err(StoreError::Other(format!("no place for the demo model: {}", refused.join("; "))))
+    Err(StoreError::Other(format!("cannot write the demo model anywhere: {}", refused.join("; "))))
 }
 
-/// Unpacks into a directory named after the contents, so that two versions of the program do not undo each other's work.
-/// Files appear whole or not at all, and only ever replace a damaged one: any number of processes may do this at once.
+/// Unpacks into a directory named after the contents, so that two versions of the program use different directories. Files
+/// are replaced atomically and only if damaged, so any number of processes may run this at once.
 fn unpack_into(cache: &Path) -> Result<PathBuf, StoreError> {
     let version = hex::encode(Sha256::digest(SUMS));
     let dir = cache.join(&version[..16]).join(NAME);
@@ -69,12 +69,12 @@ fn unpack_into(cache: &Path) -> Result<PathBuf, StoreError> {
     Ok(dir)
 }
 
-/// A file's sum in SHA256SUMS.
+/// Checksum of a file in SHA256SUMS.
 fn sum(name: &str) -> &'static str {
     SUMS.lines().filter_map(|line| line.split_once("  ")).find(|(_, file)| *file == name).map_or("", |(sum, _)| sum)
 }
 
-/// True if the file is there, can be read, and has this sum.
+/// Whether the file can be read and has this checksum.
 fn is_whole(path: &Path, sum: &str) -> bool {
     sha256_file(path).is_ok_and(|found| found == sum)
 }
@@ -88,11 +88,11 @@ mod tests {
         for (name, bytes) in FILES {
             assert!(fs::read(dir.join(name)).unwrap() == *bytes, "{name}");
         }
-        assert_eq!(fs::read_dir(dir).unwrap().count(), FILES.len(), "nothing else lies there");
+        assert_eq!(fs::read_dir(dir).unwrap().count(), FILES.len(), "no other files");
     }
 
     #[test]
-    fn the_sums_are_those_of_the_files() {
+    fn checksums_match_embedded_files() {
         assert_eq!(SUMS.lines().count(), FILES.len());
         for (name, bytes) in FILES {
             assert_eq!(hex::encode(Sha256::digest(bytes)), sum(name), "{name}");
@@ -100,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn unpacks_once_and_repairs() {
+    fn unpack_repairs_only_damaged_files() {
         let cache = tempfile::tempdir().unwrap();
         let dir = unpack_into(cache.path()).unwrap();
         assert_eq!(dir.file_name().unwrap(), NAME);
@@ -115,11 +115,11 @@ mod tests {
         fs::write(dir.join("chat_template.jinja"), damaged).unwrap();
         assert_eq!(unpack_into(cache.path()).unwrap(), dir);
         assert_whole(&dir);
-        assert_eq!(written("model.safetensors"), before, "what is whole is left alone");
+        assert_eq!(written("model.safetensors"), before, "undamaged files are not rewritten");
     }
 
     #[test]
-    fn many_may_unpack_at_once() {
+    fn concurrent_unpacking_succeeds() {
         let cache = tempfile::tempdir().unwrap();
         std::thread::scope(|scope| {
             for _ in 0..8 {
@@ -130,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn a_place_that_cannot_be_written_is_an_error_that_names_it() {
+    fn unwritable_directory_is_named_in_error() {
         let cache = tempfile::tempdir().unwrap();
         let file = cache.path().join("file");
         fs::write(&file, "").unwrap();

@@ -1,4 +1,4 @@
-//! Parses what was typed, sets up the log, runs, and is the only exit.
+//! Parses the command line, sets up logging, runs the command, and sets the exit code.
 
 mod version;
 
@@ -21,7 +21,7 @@ use std::{
 };
 
 fn main() -> ExitCode {
-    // A usage error ends here, with clap's words and exit code 2.
+    // A usage error exits here with clap's message and exit code 2.
     let (mut cli, mut settings) = config_file::parse(std::env::args_os()).unwrap_or_else(|error| match error.kind() {
         ErrorKind::DisplayVersion => {
             let _ = writeln!(io::stdout(), "moestro {}", version::whole());
@@ -56,13 +56,13 @@ fn run(command: Command, settings: &Settings) -> Result<(), CommandError> {
         Command::Synth(typed) => synth::command::run(&typed),
         Command::Man { dir } => completions::man(&dir),
         Command::Service(typed) => service::run(typed),
-        Command::Config(_) => show(show_config::report(settings).as_bytes()),
-        Command::Completions { shell } => show(&completions::completions(shell)),
+        Command::Config(_) => print(show_config::report(settings).as_bytes()),
+        Command::Completions { shell } => print(&completions::completions(shell)),
     }
 }
 
-/// Prints `text`; a closed stdout is no error.
-fn show(text: &[u8]) -> Result<(), CommandError> {
+/// Prints `text`. A closed stdout is not an error.
+fn print(text: &[u8]) -> Result<(), CommandError> {
     let _ = io::stdout().write_all(text);
     Ok(())
 }

@@ -1,8 +1,8 @@
-//! The program that this is: its version, the commit it was built from, the features it has.
+//! Version of the program: number, commit and features.
 
-/// A log of commits, a line each, of which the last one counts: `OLD NEW who when\twhy`, or the commit alone, or nothing.
+/// Git's reflog of HEAD, whose last line names the commit as `OLD NEW ...`. Otherwise the commit alone, or empty.
 const HISTORY: &[u8] = include_bytes!(env!("MOESTRO_HISTORY"));
-/// Copied while compiling, so that nothing else of the log is in the program.
+/// Extracted at compile time, so that the rest of the log is not in the binary.
 const COMMIT: [u8; 12] = newest(HISTORY);
 
 /// `0.1.0 (commit 2e64aab1c0ff, features: hub)`
@@ -12,7 +12,7 @@ pub fn whole() -> String {
     format!("{} ({commit}features: {})", env!("CARGO_PKG_VERSION"), env!("MOESTRO_FEATURES"))
 }
 
-/// The first twelve digits of the commit in the last line, spaces if there is none.
+/// First twelve digits of the commit in the last line. Spaces if there is none.
 const fn newest(log: &[u8]) -> [u8; 12] {
     let mut end = log.len();
     while end > 0 && log[end - 1] == b'\n' {
@@ -22,7 +22,7 @@ const fn newest(log: &[u8]) -> [u8; 12] {
     while start > 0 && log[start - 1] != b'\n' {
         start -= 1;
     }
-    // The second word, if there is one.
+    // The second word, or the first if there is only one.
     let mut space = start;
     while space < end && log[space] != b' ' {
         space += 1;
@@ -43,7 +43,7 @@ mod tests {
     use super::newest;
 
     #[test]
-    fn the_last_line_names_the_commit() {
+    fn last_line_names_the_commit() {
         let (old, new) = ("0123456789abcdef".repeat(2) + "01234567", "fedcba9876543210".repeat(2) + "fedcba98");
         let line =
             |from: &str, to: &str| format!("{from} {to} A. Body <a@b.example> 1700000000 +0100\tcommit: words\n");

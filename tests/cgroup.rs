@@ -40,7 +40,7 @@ fn model(dir: &Path) {
         ..Dimensions::of_35b()
     };
     let tokenizer_files = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"];
-    let options = synth::Options {
+    let options = synth::SynthOptions {
         dimensions,
         seed: 1,
         router_skew: 0.5,

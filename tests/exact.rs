@@ -111,7 +111,7 @@ fn synthetic_model_is_exact() {
     };
     let dir = tempfile::tempdir().unwrap();
     let out = dir.path().join("model");
-    let options = synth::Options {
+    let options = synth::SynthOptions {
         dimensions,
         seed: 3,
         router_skew: 0.5,

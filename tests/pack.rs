@@ -269,8 +269,15 @@ fn damaged_records_do_not_change_logits() {
     // Experts of 1.7 MB, so that they are used before their checksums are verified.
     let dimensions = synth::Dimensions { layers: 4, experts: 12, vocab: 512, ..synth::Dimensions::of_35b() };
     let (eos_token_ids, extras) = (vec![], vec![]);
-    let options =
-        synth::Options { dimensions, seed: 5, router_skew: 0.5, eos_token_ids, shard: 1 << 30, threads: 2, extras };
+    let options = synth::SynthOptions {
+        dimensions,
+        seed: 5,
+        router_skew: 0.5,
+        eos_token_ids,
+        shard: 1 << 30,
+        threads: 2,
+        extras,
+    };
     synth::write(&dir, &options, &|_| ()).unwrap();
     let expected = logits(&dir, 24);
     assert_eq!((expected.1, expected.2), (0, false));

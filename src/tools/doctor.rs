@@ -1,6 +1,5 @@
-//! `moestro doctor`: whether this machine computes what it should. Every kernel of the GPU against the CPU's op, every
-//! instruction set of the processor against plain Rust, and one answer of the demo model on each device: what to paste into a
-//! bug report.
+//! `moestro doctor`: checks that this machine computes correctly. Compares every GPU kernel with the CPU, every CPU
+//! instruction set with plain Rust, and one answer of the demo model on each device. Its output belongs in a bug report.
 
 mod answer;
 mod gpu;
@@ -13,16 +12,16 @@ use crate::{
     error::CommandError,
     ops::check::{self, Finding},
 };
-use answer::Demo;
+use answer::DemoModel;
 use candle_core::Device;
+pub use report::DoctorReport;
 use report::GpuReport;
-pub use report::Report;
 use std::time::Instant;
 
-/// Prints the findings about this program, which calls itself `version`.
+/// Prints the report. `version` is the version of this program.
 ///
 /// # Errors
-/// `CommandError::Unsound` if something differs or fails.
+/// `CommandError::Unsound` if a result differs or a check fails.
 pub fn run(typed: &cli::DoctorArgs, version: &str) -> Result<(), CommandError> {
     let found = if typed.any_gpu { device::open_any_gpu() } else { device::open_gpu() };
     let gpu = found.map_err(|error| error.0).and_then(|gpu| gpu.ok_or_else(|| NO_GPU.into()));
@@ -33,19 +32,19 @@ pub fn run(typed: &cli::DoctorArgs, version: &str) -> Result<(), CommandError> {
     if report.wrong.is_empty() { Ok(()) } else { Err(CommandError::Unsound(report.wrong.join(", "))) }
 }
 
-/// The findings about this machine with any GPU, or with the reason why there is none. The reference implementation answers
-/// on each of `candle`.
+/// Checks this machine with its GPU, or with the reason why it has none. The reference implementation answers on each of the
+/// `candle` devices.
 ///
 /// # Errors
-/// The demo cannot be loaded.
-pub fn examine(gpu: Result<Box<dyn Gpu>, String>, candle: &[Device]) -> Result<Report, CommandError> {
-    let demo = Demo::open()?;
+/// Fails if the demo cannot be loaded.
+pub fn examine(gpu: Result<Box<dyn Gpu>, String>, candle: &[Device]) -> Result<DoctorReport, CommandError> {
+    let demo = DemoModel::open()?;
     let processor = check::processor();
     let mut answers = vec![demo.on_cpu(CpuArithmetic::F32)?, demo.on_cpu(CpuArithmetic::Integer)?];
     let gpu = match gpu {
         Ok(mut gpu) => {
             let begin = Instant::now();
-            // A kernel that does not compile is among the findings below.
+            // A kernel that does not compile is reported with the findings below.
             let compiled = gpu.compile().iter().filter(|(_, error)| error.is_none()).count();
             let compile_seconds = begin.elapsed().as_secs_f64();
             let begin = Instant::now();
@@ -62,7 +61,7 @@ pub fn examine(gpu: Result<Box<dyn Gpu>, String>, candle: &[Device]) -> Result<R
     };
     let first = answers[0].ids.clone();
     answers.extend(candle.iter().map(|device| demo.by_reference(device, &first)));
-    Ok(Report::new(processor, gpu, answers))
+    Ok(DoctorReport::new(processor, gpu, answers))
 }
 
 #[cfg(test)]
@@ -71,7 +70,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn this_machine_is_sound() {
+    fn this_machine_computes_correctly() {
         let report = examine(Err("there is none".into()), &[Device::Cpu]).unwrap();
         assert!(report.wrong.is_empty(), "{report}");
         let text = report.to_string();

@@ -1,4 +1,4 @@
-//! `moestro info`: what a model needs of this machine, and how fast it can decode here.
+//! `moestro info`: prints a model's memory plan on this machine and estimates its decoding speed.
 
 use super::{measure, simulate};
 use crate::command::{device_choice::DeviceChoice, draft_source, options, resolve, show};
@@ -14,29 +14,29 @@ use crate::{
     },
     platform::os,
 };
-use measure::Measured;
+use measure::Measurements;
 use serde::Serialize;
 use std::{fmt, path::PathBuf};
 
-/// Everything `info` says; `--json` prints it as it is. Bytes, tokens, seconds, bytes per second.
+/// The whole report, in the shape that `--json` prints. In bytes, tokens, seconds, and bytes per second.
 #[derive(Debug, Serialize)]
-struct Report {
+struct InfoReport {
     model: String,
     directory: PathBuf,
-    /// The pack's directory, if there is one.
+    /// Directory of the packed experts, if there is one.
     pack: Option<PathBuf>,
     shards: usize,
     weights: u64,
-    /// Experts a token in training; `shape.experts_per_token` is the number in use.
+    /// Experts per token in training. `shape.experts_per_token` is the number in use.
     trained_experts_per_token: usize,
     shape: ModelFootprint,
-    /// The device that `--device` would take: `cpu`, `metal` or `cuda`.
+    /// Device that `--device` selects: `cpu`, `metal` or `cuda`.
     device: &'static str,
     limits: MachineLimits,
     plan: Option<Plan>,
-    /// The reason for which there is no plan.
+    /// Why there is no plan.
     refused: Option<String>,
-    measured: Measured,
+    measured: Measurements,
     decode: Vec<Estimate>,
 }
 
@@ -45,15 +45,16 @@ pub fn run(typed: cli::InfoArgs) -> Result<(), CommandError> {
         return simulate::run(typed, &machine);
     }
     if typed.like.is_some() {
-        return Err(CommandError::Usage("--like wants a --machine: there is nothing to measure here".into()));
+        return Err(CommandError::Usage(
+            "--like needs --machine: without a checkpoint nothing can be measured here".into(),
+        ));
     }
     let source = ModelSource::new(typed.model.model.as_deref());
     let load = LoadSettings::new(typed.load).map_err(CommandError::Usage)?.serving();
     let load =
         LoadSettings { prompt_cache: typed.cache.prompt_cache, drafts: Some(DraftOptions::new(typed.drafts)), ..load };
     let dir = resolve(&source)?;
-    // Serving holds these before it loads the weights, so that both make the same plan. Without one there is still
-    // something to say.
+    // `serve` loads these before the weights, so both commands make the same plan. A missing tokenizer is no error here.
     let tokenizer = Tokenizer::load(&dir);
     let chosen = DeviceChoice::new(&load)?;
     let drafts = draft_source::DraftSource::new(&load, &dir, tokenizer.as_ref().ok())?;
@@ -79,7 +80,7 @@ pub fn run(typed: cli::InfoArgs) -> Result<(), CommandError> {
         .iter()
         .map(|&slots| {
             let parts = match &plan {
-                // Whatever of the machine's memory the plan leaves.
+                // Memory that the plan leaves free.
                 Some(plan) if !measured.direct => {
                     let memory = [limits.ram, limits.cgroup].into_iter().flatten().min().unwrap_or(0);
                     HitRates::through(slots, memory.saturating_sub(plan.total()), &found.shape, plan)
@@ -89,7 +90,7 @@ pub fn run(typed: cli::InfoArgs) -> Result<(), CommandError> {
             estimate(&found.shape, &measured.bandwidth, parts, Overhead::default())
         })
         .collect();
-    let report = Report {
+    let report = InfoReport {
         model: match &source {
             ModelSource::Hub(id) => id.clone(),
             _ => config::name(&dir),
@@ -111,7 +112,7 @@ pub fn run(typed: cli::InfoArgs) -> Result<(), CommandError> {
     refused.map_or(Ok(()), |error| Err(error.into()))
 }
 
-impl fmt::Display for Report {
+impl fmt::Display for InfoReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let shape = &self.shape;
         writeln!(f, "{}  ({})", self.model, self.directory.display())?;
@@ -123,10 +124,10 @@ impl fmt::Display for Report {
             writeln!(f, "  one expert      {:>10}  {experts}", Size(shape.expert).to_string())?;
             let (used, trained) = (shape.experts_per_token, self.trained_experts_per_token);
             let fewer = if used < trained { format!(" (trained with {trained})") } else { String::new() };
-            writeln!(f, "  experts a token {used:>10}{fewer}")?;
+            writeln!(f, "  experts/token   {used:>10}{fewer}")?;
         }
-        writeln!(f, "  KV cache        {:>10}  a token", Size(shape.kv_per_token).to_string())?;
-        writeln!(f, "  state           {:>10}  a sequence", Size(shape.state).to_string())?;
+        writeln!(f, "  KV cache        {:>10}  per token", Size(shape.kv_per_token).to_string())?;
+        writeln!(f, "  state           {:>10}  per sequence", Size(shape.state).to_string())?;
         if let Some(pack) = &self.pack {
             writeln!(f, "  packed experts  in {}", pack.display())?;
         }
@@ -140,7 +141,7 @@ impl fmt::Display for Report {
     }
 }
 
-impl Report {
+impl InfoReport {
     fn write_plan(&self, f: &mut fmt::Formatter<'_>, plan: &Plan) -> fmt::Result {
         let strategy = match plan.strategy {
             Strategy::Resident => "resident",
@@ -174,36 +175,36 @@ impl Report {
         }
         line("workspace", plan.workspace, chunks)?;
         if plan.draft > 0 {
-            line("draft", plan.draft, "its weights and its context; --draft-model lookup takes none".into())?;
+            line("draft", plan.draft, "weights and context of the draft; --draft-model lookup needs none".into())?;
         }
-        line("requests", plan.requests, "set aside for what clients send".into())?;
-        line("prompt cache", plan.prompt_cache, self.bought(plan))?;
+        line("requests", plan.requests, "reserved for request bodies".into())?;
+        line("prompt cache", plan.prompt_cache, self.describe_prompt_cache(plan))?;
         let slots = format!("{} slots, {:.1} % of all experts", plan.slots, 100.0 * plan.residency);
         line("experts", plan.experts, if self.shape.layers > 0 { slots } else { String::new() })?;
         if plan.page_cache > 0 {
-            line("page cache", plan.page_cache, "left to it, as experts are read through it".into())?;
+            line("page cache", plan.page_cache, "left free, because experts are read through it".into())?;
         }
         Ok(())
     }
 
-    /// The prompt cache's checkpoints, and their price in slots.
-    fn bought(&self, plan: &Plan) -> String {
+    /// How many snapshots the prompt cache holds, and how many slots that memory would be.
+    fn describe_prompt_cache(&self, plan: &Plan) -> String {
         let shape = &self.shape;
         let states = plan.states(shape.state);
         if plan.prompt_cache == 0 || states == 0 {
-            return "no checkpoint: only a prompt that goes on where the last one ended is not computed again".into();
+            return "no snapshot: only a prompt that extends the last one is reused".into();
         }
-        let each = format!("{} and {} a token", Size(shape.state), Size(shape.kv_per_token));
+        let each = format!("{} and {} per token", Size(shape.state), Size(shape.kv_per_token));
         let slots = plan.prompt_cache.checked_div(shape.slot).filter(|_| plan.residency < 1.0);
-        let cost = slots.map_or(String::new(), |slots| format!("; as much as {slots} slots"));
-        format!("up to {states} checkpoints of {each}{cost}")
+        let cost = slots.map_or(String::new(), |slots| format!("; the size of {slots} slots"));
+        format!("up to {states} snapshots of {each}{cost}")
     }
 
     fn write_speed(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Measured { bandwidth, threads, io_threads, direct, kernels } = self.measured;
+        let Measurements { bandwidth, threads, io_threads, direct, kernels } = self.measured;
         writeln!(f, "measured here")?;
         writeln!(f, "  memory          {:>5.1} GB/s  read by {threads} threads", bandwidth.memory / 1e9)?;
-        let note = if kernels { "of this model's weights" } else { "assumed: as fast as memory is read" };
+        let note = if kernels { "of this model's weights" } else { "assumed equal to memory bandwidth" };
         writeln!(f, "  kernels         {:>5.1} GB/s  {note}", bandwidth.compute / 1e9)?;
         if self.shape.layers == 0 {
             let speed = self.decode.first().map_or(0.0, |estimate| estimate.tokens_per_second);
@@ -213,11 +214,11 @@ impl Report {
         let note = format!("random experts, {io_threads} threads, {how} the page cache");
         writeln!(f, "  disk            {:>5.2} GB/s  {note}", bandwidth.disk / 1e9)?;
         if !direct {
-            writeln!(f, "  page cache      {:>5.2} GB/s  the same experts once more", bandwidth.cache / 1e9)?;
+            writeln!(f, "  page cache      {:>5.2} GB/s  the same experts read again", bandwidth.cache / 1e9)?;
         }
-        writeln!(f, "  one expert      {:>6.2} ms  from asking to having it", bandwidth.latency * 1e3)?;
+        writeln!(f, "  one expert      {:>6.2} ms  to read one", bandwidth.latency * 1e3)?;
         writeln!(f)?;
-        write!(f, "decode, about (a short context; nothing read ahead of its layer)\n  hit rate      ")?;
+        write!(f, "decode, estimated (short context, no read-ahead across layers)\n  hit rate      ")?;
         for estimate in &self.decode {
             write!(f, "{:>8}", format!("{:.0} %", 100.0 * estimate.hit_rate))?;
         }

@@ -1,4 +1,4 @@
-//! The measurements behind the estimates, made here and now: the memory, and the disk through the store itself.
+//! Measures what estimates need: memory bandwidth, the speed of the expert kernels, and expert reads.
 
 use crate::{
     config::LoadSettings,
@@ -13,33 +13,32 @@ use crate::{
 use serde::Serialize;
 use std::time::{Duration, Instant};
 
-/// The most bytes that are read to measure the memory: more than any cache.
+/// Most bytes read to measure memory bandwidth. Larger than any CPU cache.
 const BLOCK: u64 = 512 << 20;
 
-/// Results of the measurements, and their conditions.
+/// Results, and the conditions under which they were measured.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
-pub struct Measured {
+pub struct Measurements {
     #[serde(flatten)]
     pub bandwidth: Bandwidth,
     pub threads: usize,
     pub io_threads: usize,
-    /// The experts were read past the page cache.
+    /// Experts were read past the page cache.
     pub direct: bool,
-    /// The model's kernels were measured; the GPU's are not.
+    /// The model's CPU kernels were measured. GPU kernels are not.
     pub kernels: bool,
 }
 
-/// Measures memory and the model's kernels with `threads` threads, using at most `room` bytes, and the disk as [`disk`]
-/// does. Where a GPU computes (`gpu`), or a model has no layers, the kernels are taken to go through weights as fast as the
-/// threads read memory.
+/// Measures memory and kernels with `threads` threads and at most `room` bytes, and expert reads with [`measure_reads`]. With
+/// a GPU, or without expert layers, kernels are assumed to process weights at memory bandwidth.
 pub fn measure(
     found: &CheckpointInfo,
     load: &LoadSettings,
     threads: usize,
     gpu: bool,
     room: u64,
-) -> Result<Measured, CommandError> {
-    let io = |source| CommandError::Io { what: "measuring the memory".into(), source };
+) -> Result<Measurements, CommandError> {
+    let io = |source| CommandError::Io { what: "cannot measure memory bandwidth".into(), source };
     let memory = memory_bandwidth(threads, BLOCK.min(room) as usize, Duration::from_millis(200)).map_err(io)?;
     let at_once = found.shape.experts_per_token.max(1);
     let kernels = found.feed_forward.filter(|_| !gpu);
@@ -50,27 +49,27 @@ pub fn measure(
         }
         None => memory,
     };
-    let Disk { rate, latency, direct, cache } = disk(found, load)?;
+    let ReadSpeed { rate, latency, direct, cache } = measure_reads(found, load)?;
     let bandwidth = Bandwidth { memory, compute, disk: rate, latency, cache };
-    Ok(Measured { bandwidth, threads, io_threads: load.io_threads, direct, kernels: kernels.is_some() })
+    Ok(Measurements { bandwidth, threads, io_threads: load.io_threads, direct, kernels: kernels.is_some() })
 }
 
-/// What decoding gets of the disk, through the store's own threads, without any computation.
-struct Disk {
-    /// Bytes per second of routes of which every expert misses. Infinite for a model without routed experts.
+/// Speed of expert reads by the store's own threads, without computation.
+struct ReadSpeed {
+    /// Bytes per second when every expert of a token misses. Infinite without routed experts.
     rate: f64,
-    /// Seconds of a route of one expert.
+    /// Seconds to read one expert.
     latency: f64,
-    /// Read past the page cache.
+    /// Reads bypass the page cache.
     direct: bool,
-    /// Bytes per second of the same routes once more, which the page cache now has; infinite where it is read past.
+    /// Bytes per second of reading the same experts again, from the page cache. Infinite if reads bypass it.
     cache: f64,
 }
 
-fn disk(found: &CheckpointInfo, load: &LoadSettings) -> Result<Disk, StoreError> {
+fn measure_reads(found: &CheckpointInfo, load: &LoadSettings) -> Result<ReadSpeed, StoreError> {
     let k = found.shape.experts_per_token;
     if k == 0 {
-        return Ok(Disk { rate: f64::INFINITY, latency: 0.0, direct: true, cache: f64::INFINITY });
+        return Ok(ReadSpeed { rate: f64::INFINITY, latency: 0.0, direct: true, cache: f64::INFINITY });
     }
     let metrics = Metrics::new(env!("CARGO_PKG_VERSION"), "cpu");
     let options = Options {
@@ -81,10 +80,10 @@ fn disk(found: &CheckpointInfo, load: &LoadSettings) -> Result<Disk, StoreError>
     };
     let store = ExpertStore::open(found.files.clone(), found.experts.clone(), options, metrics)?;
     let direct = store.access() == Access::Direct;
-    let read = |routes: &mut Routes, experts: usize, most: usize, budget: Duration| -> Result<_, StoreError> {
+    let read = |walk: &mut ExpertWalk, experts: usize, most: usize, budget: Duration| -> Result<_, StoreError> {
         let (begin, mut count) = (Instant::now(), 0);
         while count < most && (count == 0 || begin.elapsed() < budget) {
-            let Some((layer, ids)) = routes.next(experts) else { break };
+            let Some((layer, ids)) = walk.next(experts) else { break };
             let choice = ExpertChoice { ids: &ids, k: ids.len(), logits: &[] };
             let mut asked = store.fetch(layer, &choice, PassKind::Decode, &mut CpuTimeline)?;
             while asked.next(&mut CpuTimeline)?.is_some() {}
@@ -92,39 +91,39 @@ fn disk(found: &CheckpointInfo, load: &LoadSettings) -> Result<Disk, StoreError>
         }
         Ok((begin.elapsed().as_secs_f64() / count.max(1) as f64, count))
     };
-    // A small model has few experts to read: most of them for the more important figure.
+    // A small model has few experts. Most of them are kept for the rate, which matters more.
     let few = (found.shape.layers * found.shape.experts / 8).max(1);
-    let mut routes = Routes::new(found.shape.layers, found.shape.experts);
-    let (latency, _) = read(&mut routes, 1, few, Duration::from_millis(150))?;
-    let from = routes.clone();
-    let (route, count) = read(&mut routes, k, usize::MAX, Duration::from_millis(450))?;
+    let mut walk = ExpertWalk::new(found.shape.layers, found.shape.experts);
+    let (latency, _) = read(&mut walk, 1, few, Duration::from_millis(150))?;
+    let from = walk.clone();
+    let (route, count) = read(&mut walk, k, usize::MAX, Duration::from_millis(450))?;
     let rate = |seconds: f64| k as f64 * found.shape.expert as f64 / seconds;
     let cache = match direct {
         true => f64::INFINITY,
         false => rate(read(&mut { from }, k, count, Duration::from_millis(450))?.0),
     };
-    Ok(Disk { rate: rate(route), latency, direct, cache })
+    Ok(ReadSpeed { rate: rate(route), latency, direct, cache })
 }
 
-/// Walks over all experts, layer after layer, those of a layer scattered over the file as a router scatters them.
+/// Visits all experts, layer by layer. Consecutive experts of a layer are far apart in the file, as with a real router.
 #[derive(Clone)]
-struct Routes {
-    /// The number of experts of each layer that have been given out.
-    given: Vec<usize>,
+struct ExpertWalk {
+    /// Experts already returned, for each layer.
+    returned: Vec<usize>,
     experts: usize,
     stride: usize,
     turn: usize,
 }
 
-impl Routes {
+impl ExpertWalk {
     fn new(layers: usize, experts: usize) -> Self {
-        Self { given: vec![0; layers], experts, stride: coprime(experts), turn: 0 }
+        Self { returned: vec![0; layers], experts, stride: coprime(experts), turn: 0 }
     }
 
-    /// `count` experts of the next layer, never given out before as long as there are such.
+    /// Returns `count` experts of the next layer. None repeats before all were returned.
     fn next(&mut self, count: usize) -> Option<(usize, Vec<u32>)> {
-        let layer = self.turn % self.given.len().max(1);
-        let first = self.given.get_mut(layer)?;
+        let layer = self.turn % self.returned.len().max(1);
+        let first = self.returned.get_mut(layer)?;
         if *first + count > self.experts {
             *first = 0;
         }
@@ -135,7 +134,8 @@ impl Routes {
     }
 }
 
-/// About the golden section of `n`, without a common divisor with it: its multiples visit all numbers below `n`.
+/// A stride near the golden section of `n` that has no common divisor with it, so that its multiples visit all numbers
+/// below `n`.
 fn coprime(n: usize) -> usize {
     let divisor = |mut a: usize, mut b: usize| {
         while b > 0 {
@@ -152,18 +152,18 @@ mod tests {
     use std::collections::BTreeSet;
 
     #[test]
-    fn routes_visit_every_expert_before_any_again() {
+    fn walk_visits_every_expert_before_repeating() {
         for (layers, experts, single, count) in [(3, 16, 4, 4), (2, 255, 5, 5), (4, 64, 8, 8), (1, 1, 0, 1)] {
-            let mut routes = Routes::new(layers, experts);
+            let mut walk = ExpertWalk::new(layers, experts);
             let mut seen = BTreeSet::new();
             let mut visit = |count| {
-                let (layer, ids) = routes.next(count).unwrap();
+                let (layer, ids) = walk.next(count).unwrap();
                 assert_eq!(ids.len(), count);
                 ids.iter().all(|&id| (id as usize) < experts && seen.insert((layer, id)))
             };
             assert!((0..single * layers).all(|_| visit(1)));
             assert!((0..(experts - single) / count * layers).all(|_| visit(count)));
-            assert!(!visit(count), "then they begin again");
+            assert!(!visit(count), "all experts were returned");
         }
     }
 }

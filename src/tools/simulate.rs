@@ -1,4 +1,4 @@
-//! `moestro info --machine`: a model on a machine that is not here.
+//! `moestro info --machine`: simulates a model on another machine.
 
 use crate::{
     cli,
@@ -13,38 +13,38 @@ use crate::{
 use serde::Serialize;
 use std::fmt;
 
-/// Everything that is said; `--json` prints it as it is.
+/// The whole report, in the shape that `--json` prints.
 #[derive(Debug, Serialize)]
-struct Report {
+struct SimulationReport {
     model: String,
     shape: ModelFootprint,
-    /// Nothing of this was measured.
+    /// Simulated, not measured.
     simulated: Vec<Simulation>,
-    /// Machines that the model does not fit on, and the reason.
+    /// Machines on which the model does not fit, and why.
     refused: Vec<(&'static str, String)>,
 }
 
-/// A GPU's memory: its plan is another than the processor's.
+/// Working set of the GPU, in bytes. A plan for a GPU differs from one for the CPU.
 const GPU: u64 = 64 << 30;
 
-/// Prints the simulation on the machine of this name, or on all.
+/// Prints the simulation for the machine called `name`, or for all.
 pub fn run(typed: cli::InfoArgs, name: &str) -> Result<(), CommandError> {
     if name != "all" && MACHINES.iter().all(|machine| machine.name != name) {
         let known = MACHINES.map(|machine| machine.name).join(", ");
-        return Err(CommandError::Usage(format!("--machine {name}: all, {known} are known")));
+        return Err(CommandError::Usage(format!("unknown machine {name} for --machine; known are all, {known}")));
     }
     let load = LoadSettings::new(typed.load).map_err(CommandError::Usage)?.serving();
     let load = LoadSettings { prompt_cache: typed.cache.prompt_cache, ..load };
     let options = model::LoadOptions { gpu: Some(GPU), ..options(&load) };
     let (model, shape) = match (&typed.like, &typed.model.model) {
-        (Some(_), Some(_)) => return Err(CommandError::Usage("a MODEL or --like, not both".into())),
+        (Some(_), Some(_)) => return Err(CommandError::Usage("MODEL and --like cannot be used together".into())),
         (Some(like), None) => (format!("like {like}, 4 bits"), outline(like, &options)?),
         (None, model) => {
             let dir = resolve(&ModelSource::new(model.as_deref()))?;
             (config::name(&dir), CheckpointInfo::new(&dir, &options)?.shape)
         }
     };
-    let mut report = Report { model, shape, simulated: Vec::new(), refused: Vec::new() };
+    let mut report = SimulationReport { model, shape, simulated: Vec::new(), refused: Vec::new() };
     for machine in MACHINES.iter().filter(|machine| name == "all" || machine.name == name) {
         match simulate(&report.shape, *machine, &options.plan) {
             Ok(found) => report.simulated.push(found),
@@ -55,7 +55,7 @@ pub fn run(typed: cli::InfoArgs, name: &str) -> Result<(), CommandError> {
     Ok(())
 }
 
-/// The sizes of a model of which there is no checkpoint: of one made of headers and holes, which goes again.
+/// Footprint of a model without a checkpoint. Writes a temporary checkpoint of headers and sparse files, and removes it.
 fn outline(like: &str, options: &model::LoadOptions) -> Result<ModelFootprint, CommandError> {
     let name = std::env::temp_dir().join(format!("moestro-like-{like}-{}", std::process::id()));
     let io = |source| StoreError::Io { path: name.clone(), source };
@@ -64,10 +64,10 @@ fn outline(like: &str, options: &model::LoadOptions) -> Result<ModelFootprint, C
     Ok(CheckpointInfo::unpacked(partial.path(), options)?.shape)
 }
 
-impl fmt::Display for Report {
+impl fmt::Display for SimulationReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "{}: {} of weights", self.model, Size(self.shape.weights()))?;
-        writeln!(f, "simulated from public figures, cautious to hopeful; nothing was measured on these machines\n")?;
+        writeln!(f, "simulated from public figures (cautious to hopeful); nothing was measured on these machines\n")?;
         let columns = ["memory limit", "experts", "hit rate", "stall", "tokens/s"];
         write_row(f, "", columns.map(str::to_owned))?;
         for found in &self.simulated {
@@ -97,7 +97,7 @@ fn cells(found: &Simulation) -> [String; 5] {
     ]
 }
 
-/// Two values times `scale`, the smaller first, with a digit more where both are small.
+/// Formats two values times `scale`, the smaller first, with one decimal if both are below 10.
 fn range(values: [f64; 2], scale: f64) -> String {
     let [a, b] = values.map(|value| scale * value);
     let digits = usize::from(a.max(b) < 10.0);
@@ -109,15 +109,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_range_begins_with_the_smaller_value() {
+    fn range_starts_with_smaller_value() {
         assert_eq!(range([0.55, 0.47], 100.0), "47-55");
         assert_eq!(range([2.04, 3.18], 1.0), "2.0-3.2");
     }
 
-    /// The sums of the published configurations, 4.5 bits a weight: an expert, everything else, and one token's keys and values,
-    /// which a GPU keeps as f32.
+    /// Expected sizes follow from the published configurations at 4.5 bits per weight. A GPU keeps keys and values as f32.
     #[test]
-    fn an_outline_has_the_sizes_of_the_model_it_is_like() {
+    fn outline_has_sizes_of_the_real_model() {
         let options = model::LoadOptions { gpu: Some(GPU), ..model::LoadOptions::default() };
         let known = [
             ("35b", 1.39e9, 1_769_472, 40_960),

@@ -1,9 +1,9 @@
-//! Synthetic checkpoints: the real dimensions, names, encodings and file layout of Qwen3.5 MoE in MLX 4-bit, with
-//! random weights. So a machine can be tried with the 122B model before 70 GB are downloaded.
+//! Writes synthetic checkpoints: dimensions, names, encodings and file layout of Qwen3.5 MoE in MLX 4-bit, with random
+//! weights. They show how a machine runs the 122B model before anyone downloads 70 GB.
 //!
-//! [`layout`] says which tensors there are, [`noise`] what is in them: every value is a function of the seed, the
-//! tensor's name and the value's index, so the bytes depend neither on threads nor on the order of writing, and any
-//! block can be made at any time. Blocks of a few megabytes are made and written by a few threads, in file order.
+//! [`layout`] lists the tensors, [`noise`] fills them. Each value is a function of the seed, the tensor's name and the
+//! value's index, so bytes do not depend on threads or the order of writing. A few threads make and write blocks of a few
+//! megabytes in file order.
 
 pub mod command;
 mod layout;
@@ -11,7 +11,7 @@ mod noise;
 
 use crate::error::StoreError;
 use crate::platform::{self, atomic_file::PartialDir};
-use layout::Tensor;
+use layout::SynthTensor;
 use std::{
     fs::{self, File},
     io::{self, Write},
@@ -19,10 +19,10 @@ use std::{
     path::Path,
 };
 
-/// Bytes made and written at a time: large enough for sequential disk speed, small enough to stay in a core's cache.
+/// Bytes per block: large enough for sequential disk speed, small enough for the cache of a core.
 const BLOCK: usize = 2 << 20;
 
-/// The size of a model: what its `config.json` says. Every fourth layer has full attention.
+/// Dimensions of a model, as in `config.json`. Every fourth layer has full attention.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Dimensions {
     pub hidden: usize,
@@ -78,7 +78,7 @@ impl Dimensions {
         Self { hidden: 4096, layers: 60, experts: 512, experts_per_token: 10, ..Self::of_122b() }
     }
 
-    /// Those that `--like` names.
+    /// Dimensions of the model that `--like` names.
     pub fn of(name: &str) -> Option<Self> {
         match name {
             "35b" => Some(Self::of_35b()),
@@ -91,7 +91,7 @@ impl Dimensions {
     fn check(&self) -> Result<(), StoreError> {
         let refuse = |why: String| Err(StoreError::Other(why));
         if self.layers == 0 || self.vocab == 0 {
-            return refuse("a model has at least one layer and one token".into());
+            return refuse("a model needs at least one layer and one token".into());
         }
         if self.experts < self.experts_per_token {
             let (e, k) = (self.experts, self.experts_per_token);
@@ -111,52 +111,52 @@ impl Dimensions {
 
 /// The checkpoint to write.
 #[derive(Debug, Clone)]
-pub struct Options {
+pub struct SynthOptions {
     pub dimensions: Dimensions,
     /// The same seed and dimensions give the same bytes.
     pub seed: u64,
-    /// Standard deviation of the logarithm of the routers' row gains: 0 makes all experts about equally likely, the
-    /// larger the more lookups the likeliest take.
+    /// Standard deviation of the logarithm of the routers' row gains. With 0 all experts are about equally likely; larger values
+    /// concentrate lookups on few experts.
     pub router_skew: f32,
     pub eos_token_ids: Vec<u32>,
-    /// Bytes a shard may have.
+    /// Maximum size of a shard in bytes.
     pub shard: u64,
     /// Threads that make and write blocks.
     pub threads: usize,
-    /// Files to put beside the weights: tokenizer and template, name and content.
+    /// Name and content of other files to write: tokenizer and template.
     pub extras: Vec<(String, Vec<u8>)>,
 }
 
 /// The checkpoint that was written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Summary {
+pub struct SynthSummary {
     pub bytes: u64,
     pub tensors: usize,
     pub shards: usize,
 }
 
-/// Bytes of tensors that `options` would write.
-pub fn size(options: &Options) -> u64 {
-    layout::tensors(options).iter().map(Tensor::bytes).sum()
+/// Bytes of all tensors that `options` describe.
+pub fn size(options: &SynthOptions) -> u64 {
+    layout::tensors(options).iter().map(SynthTensor::bytes).sum()
 }
 
-/// Writes a checkpoint to the directory `out`, which must not exist or be empty. It appears under its name when it is
-/// complete; until then it is `.NAME.partial` beside it, and a failure removes that. `progress` gets the bytes written
-/// since its last call.
+/// Writes a checkpoint to the directory `out`, which must be missing or empty. Files are written to `.NAME.partial` next to it,
+/// which is renamed when complete and removed on failure. `progress` receives the bytes written since its last call.
 ///
 /// # Errors
-/// An error of the file system (a full disk is found before writing, if the file system tells), or impossible dimensions.
-pub fn write(out: &Path, options: &Options, progress: &(dyn Fn(u64) + Sync)) -> Result<Summary, StoreError> {
+/// Fails on impossible dimensions and on file system errors. A full disk is detected before writing if the file system reports
+/// its free space.
+pub fn write(out: &Path, options: &SynthOptions, progress: &(dyn Fn(u64) + Sync)) -> Result<SynthSummary, StoreError> {
     options.dimensions.check()?;
     let at = |path: &Path| {
         let path = path.to_owned();
         move |source| StoreError::Io { path, source }
     };
     if fs::read_dir(out).map_or(out.exists(), |mut entries| entries.next().is_some()) {
-        return Err(StoreError::Other(format!("{} exists already; synth overwrites nothing", out.display())));
+        return Err(StoreError::Other(format!("{} already exists; synth overwrites nothing", out.display())));
     }
     let tensors = layout::tensors(options);
-    let bytes: u64 = tensors.iter().map(Tensor::bytes).sum();
+    let bytes: u64 = tensors.iter().map(SynthTensor::bytes).sum();
     if let Some(free) = crate::platform::os::free_space(out).filter(|&free| free < bytes + (64 << 20)) {
         let why = format!("{bytes} bytes are needed and {free} are free");
         return Err(at(out)(io::Error::new(io::ErrorKind::StorageFull, why)));
@@ -186,21 +186,21 @@ pub fn write(out: &Path, options: &Options, progress: &(dyn Fn(u64) + Sync)) -> 
         File::create_new(&path).and_then(|mut file| file.write_all(content)).map_err(at(&path))?;
     }
     partial.finish(out).map_err(at(out))?;
-    Ok(Summary { bytes, tensors: tensors.len(), shards: shards.len() })
+    Ok(SynthSummary { bytes, tensors: tensors.len(), shards: shards.len() })
 }
 
-/// A checkpoint of headers and holes in `dir`, which takes next to no room: what can be known of a model without its weights.
+/// Writes a checkpoint of headers and sparse files to `dir`. It takes almost no space and is enough to plan memory.
 ///
 /// # Errors
-/// An error of the file system.
+/// Fails on file system errors.
 pub fn outline(dir: &Path, dimensions: Dimensions) -> Result<(), StoreError> {
     let (seed, router_skew, shard, threads) = (0, 0.0, u64::MAX, 1);
     let options =
-        Options { dimensions, seed, router_skew, shard, threads, eos_token_ids: Vec::new(), extras: Vec::new() };
+        SynthOptions { dimensions, seed, router_skew, shard, threads, eos_token_ids: Vec::new(), extras: Vec::new() };
     let (weights, config) = (dir.join("model.safetensors"), dir.join("config.json"));
     let tensors = layout::tensors(&options);
     let header = layout::header(&tensors);
-    let bytes = tensors.iter().map(Tensor::bytes).sum::<u64>() + header.len() as u64;
+    let bytes = tensors.iter().map(SynthTensor::bytes).sum::<u64>() + header.len() as u64;
     let made = File::create_new(&weights).and_then(|mut file| {
         file.write_all(&header)?;
         file.set_len(bytes)
@@ -209,7 +209,12 @@ pub fn outline(dir: &Path, dimensions: Dimensions) -> Result<(), StoreError> {
     fs::write(&config, layout::config(&options).to_string()).map_err(|source| StoreError::Io { path: config, source })
 }
 
-fn write_shard(path: &Path, tensors: &[Tensor], threads: usize, progress: &(dyn Fn(u64) + Sync)) -> io::Result<()> {
+fn write_shard(
+    path: &Path,
+    tensors: &[SynthTensor],
+    threads: usize,
+    progress: &(dyn Fn(u64) + Sync),
+) -> io::Result<()> {
     let file = File::create_new(path)?;
     let header = layout::header(tensors);
     file.write_all_at(&header, 0)?;
@@ -220,7 +225,7 @@ fn write_shard(path: &Path, tensors: &[Tensor], threads: usize, progress: &(dyn 
         blocks.extend((0..bytes).step_by(BLOCK).map(|from| (tensor, from, start)));
         start += bytes;
     }
-    let fill = |(tensor, from, start): (&Tensor, u64, u64), block: &mut Vec<u8>| {
+    let fill = |(tensor, from, start): (&SynthTensor, u64, u64), block: &mut Vec<u8>| {
         let len = (tensor.bytes() - from).min(BLOCK as u64) as usize;
         let part = &mut block[..len];
         tensor.fill(from, part);

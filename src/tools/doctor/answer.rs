@@ -1,4 +1,4 @@
-//! One answer of the demo model, greedily, wherever it computes.
+//! Asks the demo model one question on each device and measures the answer.
 
 use crate::{
     chat::Conversation,
@@ -18,31 +18,31 @@ use serde_json::{Map, json};
 use std::time::Instant;
 
 pub const QUESTION: &str = "What is 12+7?";
-/// Tokens to generate, end-of-sequence or not.
+/// Tokens to generate. End-of-sequence tokens do not stop the answer.
 const COUNT: usize = 48;
-/// Tokens of the context: the demo was made for more, and nobody needs them here.
+/// Context in tokens. The question and its answer need no more.
 const CONTEXT: usize = 256;
 
-/// One device's answer, or why there is none.
+/// DemoAnswer of one device, or its error.
 #[derive(Debug, Clone, Serialize)]
-pub struct Answer {
+pub struct DemoAnswer {
     pub device: String,
     pub ids: Vec<u32>,
-    /// Of the tokens before the one that ends an answer.
+    /// Text up to the first end-of-sequence token.
     pub text: String,
     pub prompt_tokens_per_second: f64,
-    /// `None` for the reference, which computes an answer as one sequence.
+    /// `None` for the reference, which computes the whole answer in one pass.
     pub tokens_per_second: Option<f64>,
     pub error: Option<String>,
 }
 
-/// The demo, ready to be asked.
-pub struct Demo {
+/// The demo model and the encoded question.
+pub struct DemoModel {
     checkpoint: CheckpointMeta,
     prompt: Vec<u32>,
 }
 
-impl Demo {
+impl DemoModel {
     pub fn open() -> Result<Self, CommandError> {
         let checkpoint = CheckpointMeta::open(&ModelSource::Demo, GenerationDefaults::default())?;
         let messages = [json!({ "role": "user", "content": QUESTION })];
@@ -64,14 +64,14 @@ impl Demo {
             stream: Switch::Auto,
             ..PlanOptions::default()
         };
-        // Direct reads may shift experts in their slots by what the disk's blocks ask for, which a GPU refuses.
+        // Direct reads may shift experts within their slots to match disk blocks. A GPU refuses such slots.
         let store = StoreOptions { io: ReadMode::Buffered, ..StoreOptions::default() };
         let options = LoadOptions { math, gpu, plan, store, ..LoadOptions::default() };
         Ok(Qwen::load(&self.checkpoint.dir, &options, &Metrics::new("doctor", "cpu"), &mut |_, _| ())?)
     }
 
-    /// The CPU's answer in one kind of arithmetic.
-    pub fn on_cpu(&self, math: CpuArithmetic) -> Result<Answer, CommandError> {
+    /// DemoAnswer of the CPU with one kind of arithmetic.
+    pub fn on_cpu(&self, math: CpuArithmetic) -> Result<DemoAnswer, CommandError> {
         let device = match math {
             CpuArithmetic::F32 => "cpu, plain f32",
             CpuArithmetic::Integer => "cpu",
@@ -79,8 +79,8 @@ impl Demo {
         Ok(self.ask(device, self.load(math, None)?))
     }
 
-    /// The GPU's. Its errors are part of the report.
-    pub fn on_gpu(&self, gpu: Box<dyn Gpu>) -> Result<Answer, CommandError> {
+    /// DemoAnswer of the GPU. Its errors are part of the report.
+    pub fn on_gpu(&self, gpu: Box<dyn Gpu>) -> Result<DemoAnswer, CommandError> {
         let qwen = self.load(CpuArithmetic::F32, Some(working_set(&*gpu)))?;
         Ok(match qwen.move_to(gpu) {
             Ok(model) => self.ask(GPU_KIND, model),
@@ -88,9 +88,9 @@ impl Demo {
         })
     }
 
-    /// The reference implementation's on one of Candle's devices. It computes whole sequences only, so it is given what another
-    /// device answered, and its answer ends where the two differ. Errors are part of the report.
-    pub fn by_reference(&self, device: &Device, answer: &[u32]) -> Answer {
+    /// DemoAnswer of the reference implementation on a Candle device. The reference computes whole sequences only, so it evaluates
+    /// `answer` of another device, and its own answer ends at the first difference. Errors are part of the report.
+    pub fn by_reference(&self, device: &Device, answer: &[u32]) -> DemoAnswer {
         let name = format!("reference, Candle's {}", if device.is_cpu() { "cpu" } else { GPU_KIND });
         let begin = Instant::now();
         let ids = [&self.prompt, answer].concat();
@@ -112,7 +112,7 @@ impl Demo {
         self.answer(&name, ids, speed, None)
     }
 
-    fn ask<M: Model>(&self, device: &str, mut model: M) -> Answer {
+    fn ask<M: Model>(&self, device: &str, mut model: M) -> DemoAnswer {
         let mut generate = || {
             let mut state = model.start()?;
             let begin = Instant::now();
@@ -126,24 +126,24 @@ impl Demo {
             let end = Instant::now();
             Ok((ids, rate(self.prompt.len(), begin, prefilled), rate(COUNT, prefilled, end)))
         };
-        // The first pass warms what the second one measures: pipelines, threads, pages.
+        // The first pass warms up pipelines, threads and pages. The second one is measured.
         match generate().and_then(|_| generate()) {
             Ok((ids, prompt, decode)) => self.answer(device, ids, prompt, Some(decode)),
             Err::<_, crate::error::ModelError>(error) => failed(device, error.to_string()),
         }
     }
 
-    fn answer(&self, device: &str, ids: Vec<u32>, prompt: f64, decode: Option<f64>) -> Answer {
+    fn answer(&self, device: &str, ids: Vec<u32>, prompt: f64, decode: Option<f64>) -> DemoAnswer {
         let eos = &self.checkpoint.generation.eos;
         let len = ids.iter().position(|id| eos.contains(id)).unwrap_or(ids.len());
         let text = self.checkpoint.tokenizer.decode(&ids[..len]);
         let device = device.into();
-        Answer { device, ids, text, prompt_tokens_per_second: prompt, tokens_per_second: decode, error: None }
+        DemoAnswer { device, ids, text, prompt_tokens_per_second: prompt, tokens_per_second: decode, error: None }
     }
 }
 
-fn failed(device: &str, error: String) -> Answer {
+fn failed(device: &str, error: String) -> DemoAnswer {
     let (ids, text) = (Vec::new(), String::new());
     let device = device.into();
-    Answer { device, ids, text, prompt_tokens_per_second: 0.0, tokens_per_second: None, error: Some(error) }
+    DemoAnswer { device, ids, text, prompt_tokens_per_second: 0.0, tokens_per_second: None, error: Some(error) }
 }

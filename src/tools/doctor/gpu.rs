@@ -1,4 +1,4 @@
-//! A GPU's reaction to a long buffer and to an error, and the costs of a launch.
+//! Checks long buffers and recovery from errors on a GPU, and measures the cost of a launch.
 
 use crate::{
     device::{Binding, DeviceError, Gpu, Launch, Region},
@@ -7,20 +7,20 @@ use crate::{
 use serde::Serialize;
 use std::time::Instant;
 
-/// Values of the vector that the launches below norm.
+/// Length of the vector that the launches normalise.
 const WIDTH: usize = 64;
-/// A buffer whose end no 32-bit offset reaches (bytes), and how much more the device must be ready to hold.
+/// Size of a buffer whose end needs 64-bit offsets, and the memory that must remain free. In bytes.
 const LONG: usize = 5 << 30;
 const SPARE: u64 = 4 << 30;
 
-/// Microseconds, the least of many tries.
+/// Costs in microseconds, each the minimum of many tries.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
-pub struct Times {
-    /// Encoding a launch.
+pub struct LaunchTimes {
+    /// To encode a launch.
     pub launch: f64,
-    /// Handing a command buffer over.
+    /// To submit a command buffer.
     pub commit: f64,
-    /// From a launch to the end of the wait for it.
+    /// From a launch to the end of waiting for it.
     pub wait: f64,
 }
 
@@ -34,10 +34,10 @@ fn norm([x, w, y]: [Region; 3]) -> Launch {
     }
 }
 
-pub fn times(gpu: &mut dyn Gpu) -> Result<Times, DeviceError> {
+pub fn times(gpu: &mut dyn Gpu) -> Result<LaunchTimes, DeviceError> {
     let room = gpu.allocate(3 * WIDTH * 4)?;
     let launch = norm([0, 1, 2].map(|index| room.part(index * WIDTH * 4, WIDTH * 4)));
-    let mut times = Times { launch: f64::INFINITY, commit: f64::INFINITY, wait: f64::INFINITY };
+    let mut times = LaunchTimes { launch: f64::INFINITY, commit: f64::INFINITY, wait: f64::INFINITY };
     let micros = |begin: Instant| begin.elapsed().as_secs_f64() * 1e6;
     for _ in 0..100 {
         let begin = Instant::now();
@@ -53,7 +53,7 @@ pub fn times(gpu: &mut dyn Gpu) -> Result<Times, DeviceError> {
     Ok(times)
 }
 
-/// A launch at the end of a buffer of several GiB, which begins as zeros. `None` where there is no room for one.
+/// Launches at the end of a zeroed buffer of several GiB. `None` if there is not enough memory.
 pub fn long_buffer(gpu: &mut dyn Gpu) -> Option<Finding> {
     let room = gpu.working_set().is_some_and(|bytes| bytes >= LONG as u64 + SPARE) && gpu.max_buffer_len() >= LONG;
     room.then(|| finding("(a buffer of 5 GiB)", at_the_end(gpu, LONG)))
@@ -74,11 +74,11 @@ fn at_the_end(gpu: &mut dyn Gpu, len: usize) -> Result<bool, DeviceError> {
     Ok(cleared && normed)
 }
 
-/// An error on purpose, and a launch after it. `None` where nobody can make one.
+/// Provokes an error and launches again. `None` if the device cannot provoke one.
 pub fn recovery(gpu: &mut dyn Gpu) -> Option<Finding> {
     let provoked = gpu.inject_fault()?;
     let after = provoked.and_then(|reported| {
-        tracing::debug!("the GPU failed as it should: {reported}");
+        tracing::debug!("the GPU reported the provoked error: {reported}");
         at_the_end(gpu, 1 << 16)
     });
     Some(finding("(an error, and after it)", after))

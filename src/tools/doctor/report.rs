@@ -1,27 +1,27 @@
-//! The report of `doctor`, as text and as JSON.
+//! Prints the report of `moestro doctor` as text or JSON.
 
 use super::{
-    answer::{Answer, QUESTION},
-    gpu::Times,
+    answer::{DemoAnswer, QUESTION},
+    gpu::LaunchTimes,
 };
 use crate::{ops::check::Finding, plan::Size, platform::os};
 use serde::{Serialize, Serializer, ser::SerializeSeq};
 use serde_json::json;
 use std::fmt;
 
-/// The machine, as the system describes it.
+/// The machine as the operating system describes it.
 #[derive(Debug, Serialize)]
-pub struct Machine {
+pub struct HostInfo {
     pub version: String,
     system: Option<String>,
     architecture: &'static str,
     processor: Option<String>,
     cores: usize,
-    /// Bytes.
+    /// Memory in bytes.
     memory: Option<u64>,
 }
 
-impl Machine {
+impl HostInfo {
     pub fn here() -> Self {
         Self {
             version: env!("CARGO_PKG_VERSION").into(),
@@ -38,29 +38,29 @@ impl Machine {
 #[derive(Debug, Serialize)]
 pub struct GpuReport {
     pub name: String,
-    /// Bytes it recommends to be given at most.
+    /// Recommended working set in bytes.
     pub working_set: Option<u64>,
     pub compiled: usize,
     pub compile_seconds: f64,
     pub check_seconds: f64,
-    pub times: Option<Times>,
+    pub times: Option<LaunchTimes>,
     #[serde(serialize_with = "findings")]
     pub kernels: Vec<Finding>,
 }
 
-/// All of it.
+/// The whole report.
 #[derive(Debug, Serialize)]
-pub struct Report {
-    pub machine: Machine,
+pub struct DoctorReport {
+    pub machine: HostInfo,
     #[serde(serialize_with = "findings")]
     pub processor: Vec<Finding>,
-    /// The GPU, or the reason for none.
+    /// The GPU, or why there is none.
     #[serde(serialize_with = "gpu")]
     pub gpu: Result<GpuReport, String>,
-    /// The question to the demo.
+    /// Question for the demo model.
     pub question: &'static str,
-    pub answers: Vec<Answer>,
-    /// Names of all that differs or fails.
+    pub answers: Vec<DemoAnswer>,
+    /// Names of checks that differ or fail.
     pub wrong: Vec<String>,
 }
 
@@ -86,63 +86,63 @@ fn gpu<S: Serializer>(gpu: &Result<GpuReport, String>, to: S) -> Result<S::Ok, S
     }
 }
 
-impl Report {
-    pub fn new(processor: Vec<Finding>, gpu: Result<GpuReport, String>, answers: Vec<Answer>) -> Self {
-        let (machine, question, wrong) = (Machine::here(), QUESTION, Vec::new());
+impl DoctorReport {
+    pub fn new(processor: Vec<Finding>, gpu: Result<GpuReport, String>, answers: Vec<DemoAnswer>) -> Self {
+        let (machine, question, wrong) = (HostInfo::here(), QUESTION, Vec::new());
         let mut report = Self { machine, processor, gpu, question, answers, wrong };
         let kernels = report.gpu.iter().flat_map(|gpu| &gpu.kernels);
         let findings = report.processor.iter().chain(kernels).filter(|finding| !finding.agrees());
-        let answers = report.answers.iter().filter(|answer| report.verdict(answer) != Verdict::Same);
+        let answers = report.answers.iter().filter(|answer| report.verdict(answer) != AnswerVerdict::Same);
         report.wrong = findings
             .map(|finding| finding.name.clone())
-            .chain(answers.map(|answer| format!("the demo's answer ({})", answer.device)))
+            .chain(answers.map(|answer| format!("demo answer ({})", answer.device)))
             .collect();
         report
     }
 
-    /// An answer beside the first one, which every other must equal.
-    fn verdict<'a>(&self, answer: &'a Answer) -> Verdict<'a> {
+    /// Compares an answer with the first one. All must be equal.
+    fn verdict<'a>(&self, answer: &'a DemoAnswer) -> AnswerVerdict<'a> {
         let expected = self.answers.first().map_or(&[][..], |first| &first.ids);
         match &answer.error {
-            Some(error) => Verdict::Failed(error),
-            None if answer.ids == expected => Verdict::Same,
+            Some(error) => AnswerVerdict::Failed(error),
+            None if answer.ids == expected => AnswerVerdict::Same,
             None => {
                 let same = answer.ids.iter().zip(expected).take_while(|(found, expected)| found == expected);
-                Verdict::Other(same.count())
+                AnswerVerdict::Other(same.count())
             }
         }
     }
 }
 
 #[derive(PartialEq)]
-enum Verdict<'a> {
+enum AnswerVerdict<'a> {
     Same,
-    /// After so many equal tokens.
+    /// Differs after this many equal tokens.
     Other(usize),
     Failed(&'a str),
 }
 
-impl fmt::Display for Report {
+impl fmt::Display for DoctorReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Machine { version, system, architecture, processor, cores, memory } = &self.machine;
+        let HostInfo { version, system, architecture, processor, cores, memory } = &self.machine;
         let unknown = || "unknown".to_string();
         let size = |bytes: Option<u64>| bytes.map_or_else(unknown, |bytes| Size(bytes).to_string());
         writeln!(f, "moestro {version} on {}, {architecture}", system.clone().unwrap_or_else(unknown))?;
         writeln!(f, "{}, {cores} cores, {}", processor.clone().unwrap_or_else(unknown), size(*memory))?;
 
-        writeln!(f, "\nprocessor, all formats of weights: scalar against plain f32, the others against scalar")?;
+        writeln!(f, "\nCPU, all weight formats: scalar compared with plain f32, other instruction sets with scalar")?;
         table(f, &self.processor)?;
 
         match &self.gpu {
             Ok(gpu) => {
                 let GpuReport { name, working_set, compiled, compile_seconds, check_seconds, times, kernels } = gpu;
                 writeln!(f, "\n{name}: working set {}", size(*working_set))?;
-                write!(f, "{compiled} kernels compiled in {compile_seconds:.2} s (less when they were kept), ")?;
+                write!(f, "{compiled} kernels compiled in {compile_seconds:.2} s (less if they were cached), ")?;
                 writeln!(f, "compared with the CPU in {check_seconds:.2} s")?;
-                if let Some(Times { launch, commit, wait }) = times {
+                if let Some(LaunchTimes { launch, commit, wait }) = times {
                     writeln!(
                         f,
-                        "a launch {launch:.1} us to encode, {commit:.1} us to hand over, {wait:.1} us to its end"
+                        "launch: {launch:.1} us to encode, {commit:.1} us to submit, {wait:.1} us until it has finished"
                     )?;
                 }
                 table(f, kernels)?;
@@ -152,13 +152,15 @@ impl fmt::Display for Report {
 
         writeln!(f, "\ndemo model: {:?}", self.question)?;
         for answer in &self.answers {
-            let Answer { device, text, prompt_tokens_per_second: prompt, tokens_per_second: decode, .. } = answer;
+            let DemoAnswer { device, text, prompt_tokens_per_second: prompt, tokens_per_second: decode, .. } = answer;
             let decode = decode.map_or_else(String::new, |decode| format!(", decode {decode:>6.0}/s"));
             let speed = format!("prompt {prompt:>7.0}/s{decode:<17}");
             match self.verdict(answer) {
-                Verdict::Same => writeln!(f, "  {device:<24} {speed}  {text:?}")?,
-                Verdict::Other(same) => writeln!(f, "  {device:<24} {speed}  WRONG after {same} tokens: {text:?}")?,
-                Verdict::Failed(error) => writeln!(f, "  {device:<24} FAILED: {error}")?,
+                AnswerVerdict::Same => writeln!(f, "  {device:<24} {speed}  {text:?}")?,
+                AnswerVerdict::Other(same) => {
+                    writeln!(f, "  {device:<24} {speed}  WRONG after {same} tokens: {text:?}")?
+                }
+                AnswerVerdict::Failed(error) => writeln!(f, "  {device:<24} FAILED: {error}")?,
             }
         }
 

@@ -1,4 +1,4 @@
-//! `moestro synth`: a checkpoint with a real model's dimensions and random weights, to try a machine with.
+//! `moestro synth`: writes a checkpoint with a real model's dimensions and random weights.
 
 use crate::command::progress;
 use crate::{
@@ -6,14 +6,14 @@ use crate::{
     error::{CommandError, StoreError},
     plan::Size,
     platform::os,
-    tools::synth::{self, Dimensions, Options},
+    tools::synth::{self, Dimensions, SynthOptions},
 };
 use std::time::Instant;
 
-/// Borrowed from the demo model, so that `serve` and `bench` work on what is written.
-const BORROWED: [&str; 3] = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"];
+/// Files of the demo model that are copied, so that `serve` and `bench` work on the result.
+const DEMO_FILES: [&str; 3] = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"];
 
-/// Bytes of a shard: what MLX makes of one.
+/// Size of a shard in bytes, as MLX writes them.
 const SHARD: u64 = 5 << 30;
 
 pub fn run(typed: &cli::SynthArgs) -> Result<(), CommandError> {
@@ -37,7 +37,7 @@ pub fn run(typed: &cli::SynthArgs) -> Result<(), CommandError> {
     Ok(())
 }
 
-fn options(typed: &cli::SynthArgs) -> Result<Options, CommandError> {
+fn options(typed: &cli::SynthArgs) -> Result<SynthOptions, CommandError> {
     let model = dimensions(&typed.like)?;
     let dimensions = Dimensions {
         layers: typed.layers.unwrap_or(model.layers),
@@ -46,33 +46,35 @@ fn options(typed: &cli::SynthArgs) -> Result<Options, CommandError> {
         ..model
     };
     let borrowed = |name: &str| demo::file(name).unwrap_or_default();
-    let broken = |error: serde_json::Error| StoreError::Other(format!("the demo model's JSON: {error}"));
+    let broken =
+        |error: serde_json::Error| StoreError::Other(format!("cannot parse the JSON of the demo model: {error}"));
     let tokenizer: serde_json::Value = serde_json::from_slice(borrowed("tokenizer.json")).map_err(broken)?;
     let tokens = tokens(&tokenizer);
     if dimensions.vocab < tokens {
-        let why = format!("--vocab {}: the tokenizer that goes with it has {tokens} tokens", dimensions.vocab);
+        let why = format!("--vocab {} is too small: the tokenizer has {tokens} tokens", dimensions.vocab);
         return Err(CommandError::Usage(why));
     }
     let generation: serde_json::Value = serde_json::from_slice(borrowed("generation_config.json")).map_err(broken)?;
     let ends = generation["eos_token_id"].as_array().into_iter().flatten();
-    Ok(Options {
+    Ok(SynthOptions {
         dimensions,
         seed: typed.seed,
         router_skew: typed.router_skew,
         eos_token_ids: ends.filter_map(|id| id.as_u64()?.try_into().ok()).collect(),
         shard: SHARD,
-        // More than a few only wait for the disk.
+        // More threads would only wait for the disk.
         threads: os::physical_cores().min(4),
-        extras: BORROWED.map(|name| (name.to_owned(), borrowed(name).to_vec())).into(),
+        extras: DEMO_FILES.map(|name| (name.to_owned(), borrowed(name).to_vec())).into(),
     })
 }
 
-/// The dimensions that `--like` names.
+/// Dimensions of the model that `--like` names.
 pub fn dimensions(like: &str) -> Result<Dimensions, CommandError> {
-    Dimensions::of(like).ok_or_else(|| CommandError::Usage(format!("--like {like}: 35b, 122b and 397b are known")))
+    Dimensions::of(like)
+        .ok_or_else(|| CommandError::Usage(format!("unknown model {like} for --like; known are 35b, 122b, 397b")))
 }
 
-/// One more than the highest id.
+/// Highest token id plus 1.
 fn tokens(tokenizer: &serde_json::Value) -> usize {
     let words = tokenizer["model"]["vocab"].as_object().into_iter().flat_map(|vocab| vocab.values());
     let added = tokenizer["added_tokens"].as_array().into_iter().flatten().map(|token| &token["id"]);
@@ -97,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn the_demo_lends_its_tokenizer() {
+    fn demo_tokenizer_is_copied() {
         let options = options(&typed("122b", 2048)).unwrap();
         assert_eq!((options.dimensions.hidden, options.dimensions.layers), (3072, 4));
         assert_eq!(options.eos_token_ids, [2040, 2038]);
@@ -105,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn a_vocabulary_smaller_than_the_tokenizer_is_refused() {
+    fn vocabulary_smaller_than_tokenizer_is_refused() {
         let text = super::options(&typed("35b", 2047)).unwrap_err().to_string();
         assert!(text.contains("2048 tokens"), "{text}");
     }

@@ -1,26 +1,25 @@
-//! The tensors of a synthetic checkpoint, their encodings, and the JSON around them: as `mlx-lm` converts
-//! Qwen3.5 MoE to 4 bits. Router and shared-expert gate have 8 bits; the safetensors header is not padded, so tensors
-//! start at odd offsets.
+//! Lists the tensors of a synthetic checkpoint, their encodings, and its JSON files, as `mlx-lm` writes Qwen3.5 MoE in 4 bits.
+//! Routers and shared-expert gates have 8 bits. The safetensors header is not padded, so tensors start at odd offsets.
 //!
-//! Matrices have unit gain unless said otherwise: the step between codes is chosen so that a row's weights have the
-//! variance gain^2 / columns. With the gains below activations neither vanish nor explode over 60 layers.
+//! Matrices have unit gain unless stated otherwise: the step between codes gives the weights of a row the variance
+//! gain^2 / columns. With the gains below, activations neither vanish nor explode over 60 layers.
 
-use super::{Options, noise};
+use super::{SynthOptions, noise};
 use half::bf16;
 use serde_json::{Value, json};
 
 /// Weights that share a scale and a bias.
 pub const GROUP: usize = 64;
-/// Width of codes, but for routers and shared-expert gates.
+/// Bits per weight, except in routers and shared-expert gates.
 const BITS: u32 = 4;
-/// Width of codes of routers and shared-expert gates.
+/// Bits per weight in routers and shared-expert gates.
 const GATE_BITS: u32 = 8;
-/// HiddenTaps of the causal convolution.
-const TAPS: usize = 4;
+/// Width of the causal convolution.
+const CONV_WIDTH: usize = 4;
 const PREFIX: &str = "language_model.model";
 
 /// One tensor of the checkpoint.
-pub struct Tensor {
+pub struct SynthTensor {
     pub name: String,
     shape: Vec<usize>,
     fill: Fill,
@@ -30,32 +29,32 @@ pub struct Tensor {
 /// The contents of a tensor.
 #[derive(Clone, Copy)]
 enum Fill {
-    /// Packed codes: any bits will do.
+    /// Packed codes: random bits.
     Codes,
     /// bf16: `step` times a random sign and 0.8 to 1.2, times the row's gain.
-    Scales(Step),
-    /// bf16: puts the middle code at zero.
-    Biases(Step, f32),
-    /// bf16: normal around 1 with a deviation of 0.1.
+    Scales(CodeStep),
+    /// bf16: maps the middle code to zero.
+    Biases(CodeStep, f32),
+    /// bf16: normal with mean 1 and deviation 0.1.
     Ones,
-    /// bf16: normal around 0 with this deviation.
+    /// bf16: normal with mean 0 and this deviation.
     Normal(f32),
-    /// f32: `ln(uniform(1, 16))`, the delta net's decay rates.
+    /// f32: `ln(uniform(1, 16))`, decay rates of the delta net.
     DecayLog,
-    /// bf16: the inverse softplus of step sizes from 0.002 to 0.1.
+    /// bf16: inverse softplus of step sizes from 0.002 to 0.1.
     StepBias,
 }
 
 #[derive(Clone, Copy)]
-struct Step {
+struct CodeStep {
     size: f32,
-    /// Groups in a row.
+    /// Groups per row.
     groups: usize,
-    /// Deviation of the logarithm of the rows' gains.
+    /// Standard deviation of the logarithm of the row gains.
     skew: f32,
 }
 
-impl Step {
+impl CodeStep {
     fn scale(&self, key: u64, i: u64) -> bf16 {
         let bits = noise::bits(key, i);
         let sign = if bits & 1 == 0 { 1.0 } else { -1.0 };
@@ -68,7 +67,7 @@ impl Step {
     }
 }
 
-impl Tensor {
+impl SynthTensor {
     pub fn bytes(&self) -> u64 {
         self.shape.iter().map(|&n| n as u64).product::<u64>() * self.width() as u64
     }
@@ -86,7 +85,7 @@ impl Tensor {
         }
     }
 
-    /// The tensor's bytes from byte `from` on, a multiple of 8.
+    /// Fills `out` with the tensor's bytes from byte `from`, a multiple of 8.
     pub fn fill(&self, from: u64, out: &mut [u8]) {
         let key = self.key;
         match self.fill {
@@ -108,7 +107,7 @@ impl Tensor {
     }
 }
 
-/// Sets each bf16 of `out` to the value at its index in the tensor, of which `out` starts at byte `from`.
+/// Fills `out` with bf16 values. `out` starts at byte `from` of the tensor; `value` gets the index in the tensor.
 fn halves(from: u64, out: &mut [u8], value: impl Fn(u64) -> bf16) {
     for (i, half) in (from / 2..).zip(out.chunks_exact_mut(2)) {
         half.copy_from_slice(&value(i).to_le_bytes());
@@ -116,18 +115,18 @@ fn halves(from: u64, out: &mut [u8], value: impl Fn(u64) -> bf16) {
 }
 
 /// Collects tensors in the order of the forward pass.
-struct List {
+struct TensorList {
     seed: u64,
-    tensors: Vec<Tensor>,
+    tensors: Vec<SynthTensor>,
 }
 
-impl List {
+impl TensorList {
     fn dense(&mut self, name: String, shape: &[usize], fill: Fill) {
         let key = noise::key(self.seed, &name);
-        self.tensors.push(Tensor { name, shape: shape.to_vec(), fill, key });
+        self.tensors.push(SynthTensor { name, shape: shape.to_vec(), fill, key });
     }
 
-    /// A quantised matrix `[rows, cols]`.
+    /// Adds a quantised matrix `[rows, cols]`.
     fn matrix(&mut self, name: String, rows: usize, cols: usize, gain: f32) {
         self.quantised(&name, &[rows], cols, gain, BITS, 0.0);
     }
@@ -137,12 +136,12 @@ impl List {
         // Codes are uniform over `levels` values, whose variance is (levels^2 - 1) / 12.
         let size = gain / (cols as f32).sqrt() / ((levels * levels - 1.0) / 12.0).sqrt();
         let groups = cols / GROUP;
-        let step = Step { size, groups, skew };
+        let step = CodeStep { size, groups, skew };
         let codes = [rows, &[cols * bits as usize / 32]].concat();
         let scales = [rows, &[groups]].concat();
         let (codes_key, key) = (noise::key(self.seed, &format!("{name}.weight")), noise::key(self.seed, name));
         let mut push = |part: &str, shape: &[usize], fill, key| {
-            self.tensors.push(Tensor { name: format!("{name}.{part}"), shape: shape.to_vec(), fill, key });
+            self.tensors.push(SynthTensor { name: format!("{name}.{part}"), shape: shape.to_vec(), fill, key });
         };
         push("weight", &codes, Fill::Codes, codes_key);
         push("scales", &scales, Fill::Scales(step), key);
@@ -155,10 +154,10 @@ fn is_full(layer: usize) -> bool {
 }
 
 /// Every tensor, in file order.
-pub fn tensors(options: &Options) -> Vec<Tensor> {
+pub fn tensors(options: &SynthOptions) -> Vec<SynthTensor> {
     let d = &options.dimensions;
     let h = d.hidden;
-    let mut list = List { seed: options.seed, tensors: Vec::new() };
+    let mut list = TensorList { seed: options.seed, tensors: Vec::new() };
     list.matrix(format!("{PREFIX}.embed_tokens"), d.vocab, h, (h as f32).sqrt());
     for layer in 0..d.layers {
         let layer_name = format!("{PREFIX}.layers.{layer}");
@@ -177,7 +176,7 @@ pub fn tensors(options: &Options) -> Vec<Tensor> {
             let (heads, values) = (d.linear_value_heads, d.linear_value_heads * d.linear_head_dim);
             let channels = 2 * d.linear_key_heads * d.linear_head_dim + values;
             list.dense(name("A_log"), &[heads], Fill::DecayLog);
-            list.dense(name("conv1d.weight"), &[channels, TAPS, 1], Fill::Normal(0.5));
+            list.dense(name("conv1d.weight"), &[channels, CONV_WIDTH, 1], Fill::Normal(0.5));
             list.dense(name("dt_bias"), &[heads], Fill::StepBias);
             list.matrix(name("in_proj_qkv"), channels, h, 1.0);
             list.matrix(name("in_proj_z"), values, h, 1.0);
@@ -203,8 +202,8 @@ pub fn tensors(options: &Options) -> Vec<Tensor> {
     list.tensors
 }
 
-/// Cuts the list into files of at most `limit` bytes (or of one tensor that has more).
-pub fn shards(tensors: &[Tensor], limit: u64) -> Vec<&[Tensor]> {
+/// Splits the list into files of at most `limit` bytes. A larger tensor gets its own file.
+pub fn shards(tensors: &[SynthTensor], limit: u64) -> Vec<&[SynthTensor]> {
     let mut shards = Vec::new();
     let (mut first, mut bytes) = (0, 0);
     for (i, tensor) in tensors.iter().enumerate() {
@@ -218,8 +217,8 @@ pub fn shards(tensors: &[Tensor], limit: u64) -> Vec<&[Tensor]> {
     shards
 }
 
-/// A safetensors header: its length, then JSON. Never a multiple of four long, like most of MLX's.
-pub fn header(tensors: &[Tensor]) -> Vec<u8> {
+/// A safetensors header: its length, then JSON. Its length is never a multiple of 4, like most headers that MLX writes.
+pub fn header(tensors: &[SynthTensor]) -> Vec<u8> {
     let mut entries = serde_json::Map::from_iter([("__metadata__".to_owned(), json!({ "format": "mlx" }))]);
     let mut start = 0;
     for tensor in tensors {
@@ -236,7 +235,7 @@ pub fn header(tensors: &[Tensor]) -> Vec<u8> {
 }
 
 /// `config.json`.
-pub fn config(options: &Options) -> Value {
+pub fn config(options: &SynthOptions) -> Value {
     let d = &options.dimensions;
     let mut quantization = json!({ "group_size": GROUP, "bits": BITS, "mode": "affine" });
     for layer in 0..d.layers {
@@ -259,7 +258,7 @@ pub fn config(options: &Options) -> Value {
         "hidden_size": d.hidden,
         "initializer_range": 0.02,
         "layer_types": kinds.collect::<Vec<_>>(),
-        "linear_conv_kernel_dim": TAPS,
+        "linear_conv_kernel_dim": CONV_WIDTH,
         "linear_key_head_dim": d.linear_head_dim,
         "linear_num_key_heads": d.linear_key_heads,
         "linear_num_value_heads": d.linear_value_heads,
@@ -301,7 +300,7 @@ pub fn config(options: &Options) -> Value {
 }
 
 /// `generation_config.json`.
-pub fn generation_config(options: &Options) -> Value {
+pub fn generation_config(options: &SynthOptions) -> Value {
     json!({
         "do_sample": true,
         "eos_token_id": options.eos_token_ids,

@@ -1,4 +1,4 @@
-//! Random numbers by index: `number(key, i)` is the i-th of a sequence, without the ones before it.
+//! Random numbers by index: computes the i-th number of a sequence without those before it.
 
 use crate::platform::split_mix64::{INCREMENT, mix};
 
@@ -7,7 +7,7 @@ pub fn bits(key: u64, i: u64) -> u64 {
     mix(key.wrapping_add(i.wrapping_add(1).wrapping_mul(INCREMENT)))
 }
 
-/// The sequence that belongs to a name (FNV-1a, then mixed with the seed).
+/// Key of the sequence for a name: FNV-1a, mixed with the seed.
 pub fn key(seed: u64, name: &str) -> u64 {
     let hash = name.bytes().fold(0xcbf2_9ce4_8422_2325u64, |h, b| (h ^ b as u64).wrapping_mul(0x0100_0000_01b3));
     bits(hash, seed)
@@ -18,14 +18,14 @@ pub fn uniform(bits: u64, low: f32, high: f32) -> f32 {
     low + (high - low) * (bits >> 40) as f32 / (1u32 << 24) as f32
 }
 
-/// Standard normal (Box and Muller 1958): the upper bits give the radius, the lower ones the angle.
+/// Standard normal by Box and Muller (1958). The upper bits give the radius, the lower bits the angle.
 pub fn normal(bits: u64) -> f32 {
     let radius = ((bits >> 32) as f64 + 0.5) / (1u64 << 32) as f64;
     let angle = (bits & 0xffff_ffff) as f64 / (1u64 << 32) as f64;
     ((-2.0 * radius.ln()).sqrt() * (std::f64::consts::TAU * angle).cos()) as f32
 }
 
-/// Fills `out` with the bytes of the sequence from byte `from` on, a multiple of 8.
+/// Fills `out` with the bytes of the sequence from byte `from`, a multiple of 8.
 pub fn fill(key: u64, from: u64, out: &mut [u8]) {
     let mut i = from / 8;
     let mut words = out.chunks_exact_mut(8);
@@ -43,7 +43,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn any_block_of_a_sequence_can_be_made_alone() {
+    fn blocks_do_not_depend_on_each_other() {
         let mut whole = vec![0; 1001];
         fill(7, 0, &mut whole);
         let mut part = vec![0; 401];
@@ -54,7 +54,7 @@ mod tests {
     }
 
     #[test]
-    fn moments() {
+    fn distributions_have_expected_moments() {
         let n = 100_000;
         let mean = |f: &dyn Fn(u64) -> f32| (0..n).map(|i| f(bits(3, i)) as f64).sum::<f64>() / n as f64;
         assert!(mean(&normal).abs() < 0.01);

@@ -1,8 +1,8 @@
 use super::*;
 use std::sync::atomic::Ordering;
 
-/// Two layers' worth of the real structure at a fiftieth of the width.
-fn small(seed: u64, layers: usize) -> Options {
+/// The real structure at 1/50 of the width.
+fn small(seed: u64, layers: usize) -> SynthOptions {
     let dimensions = Dimensions {
         hidden: 128,
         layers,
@@ -20,7 +20,7 @@ fn small(seed: u64, layers: usize) -> Options {
     };
     let extras = vec![("chat_template.jinja".to_owned(), b"{{ messages }}".to_vec())];
     let eos_token_ids = vec![298, 296];
-    Options { dimensions, seed, router_skew: 0.5, eos_token_ids, shard: 1 << 20, threads: 3, extras }
+    SynthOptions { dimensions, seed, router_skew: 0.5, eos_token_ids, shard: 1 << 20, threads: 3, extras }
 }
 
 fn bytes_of(dir: &Path) -> std::collections::BTreeMap<String, Vec<u8>> {
@@ -29,8 +29,8 @@ fn bytes_of(dir: &Path) -> std::collections::BTreeMap<String, Vec<u8>> {
 }
 
 #[test]
-fn the_sizes_are_the_real_models() {
-    let of = |dimensions| Options { dimensions, ..small(0, 1) };
+fn sizes_match_the_real_models() {
+    let of = |dimensions| SynthOptions { dimensions, ..small(0, 1) };
     // Computed from the published dimensions: 19.5, 68.7 and 223 GB.
     let sizes = [Dimensions::of_35b(), Dimensions::of_122b(), Dimensions::of_397b()].map(|d| size(&of(d)) as f64 / 1e9);
     assert!((sizes[0] - 19.5).abs() < 0.05, "{sizes:?}");
@@ -41,7 +41,7 @@ fn the_sizes_are_the_real_models() {
 }
 
 #[test]
-fn safetensors_reads_what_was_written() {
+fn safetensors_crate_reads_the_files() {
     let root = tempfile::tempdir().unwrap();
     let out = root.path().join("model");
     let options = small(1, 5);
@@ -71,25 +71,25 @@ fn safetensors_reads_what_was_written() {
         }
     }
     assert_eq!(seen, summary.bytes);
-    assert_eq!(fs::read_dir(root.path()).unwrap().count(), 1, "nothing unfinished is left");
+    assert_eq!(fs::read_dir(root.path()).unwrap().count(), 1, "no partial files are left");
 }
 
 #[test]
-fn the_same_seed_gives_the_same_bytes_on_any_number_of_threads() {
+fn bytes_depend_on_seed_not_threads() {
     let root = tempfile::tempdir().unwrap();
-    let make = |name: &str, options: &Options| {
+    let make = |name: &str, options: &SynthOptions| {
         write(&root.path().join(name), options, &|_| ()).unwrap();
         bytes_of(&root.path().join(name))
     };
-    let one = make("one", &Options { threads: 1, ..small(5, 2) });
-    assert_eq!(one, make("four", &Options { threads: 4, ..small(5, 2) }));
+    let one = make("one", &SynthOptions { threads: 1, ..small(5, 2) });
+    assert_eq!(one, make("four", &SynthOptions { threads: 4, ..small(5, 2) }));
     assert_ne!(one, make("other", &small(6, 2)));
 }
 
 #[test]
-fn the_skew_makes_some_rows_of_the_router_larger() {
+fn skew_makes_some_router_rows_larger() {
     let spread = |router_skew| {
-        let tensors = layout::tensors(&Options { router_skew, ..small(1, 1) });
+        let tensors = layout::tensors(&SynthOptions { router_skew, ..small(1, 1) });
         let scales = tensors.iter().find(|t| t.name.ends_with("mlp.gate.scales")).unwrap();
         let mut bytes = vec![0; scales.bytes() as usize];
         scales.fill(0, &mut bytes);
@@ -101,7 +101,7 @@ fn the_skew_makes_some_rows_of_the_router_larger() {
 }
 
 #[test]
-fn nothing_is_overwritten_and_impossible_sizes_are_refused() {
+fn existing_directory_and_bad_sizes_are_refused() {
     let root = tempfile::tempdir().unwrap();
     let out = root.path().join("model");
     fs::create_dir(&out).unwrap();
