@@ -29,7 +29,7 @@ fn tools() -> Value {
 /// Reads the events of a stream and checks that their names equal their types.
 async fn stream(server: &Server, body: &Value) -> Vec<Value> {
     let text = server.post(PATH, &with(body.clone(), json!({"stream": true}))).await.text().await;
-    let events = text.split_terminator("\n\n").map(|event| {
+    let events = text.split_terminator("\n\n").filter(|event| !event.starts_with(':')).map(|event| {
         let (name, data) = event.split_once('\n').unwrap();
         let data: Value = serde_json::from_str(data.strip_prefix("data: ").unwrap()).unwrap();
         assert_eq!(name.strip_prefix("event: "), data["type"].as_str());
