@@ -6,7 +6,7 @@
 use crate::http::errors::ApiError;
 use serde_json::Value;
 
-/// How an API writes text.
+/// Format of text parts in one API.
 pub struct PartFormat {
     /// Types of text parts. Errors name the first.
     pub types: &'static [&'static str],
