@@ -1,13 +1,12 @@
 #!/usr/bin/env python3
-"""What the reader gets of a disk, beside fio: random reads of one expert's size past the page cache, in turn.
+"""Disk throughput of the expert reader compared with fio: random direct reads of one expert's size, alternating.
 
   disk.py --file FILE --expert-io BIN [--rounds 5] [--seconds 2] [--small-pages] > out.csv
 
 FILE is a large file (a shard), BIN the binary of `cargo bench --bench expert_io --no-run`. `packed` reads routes of eight
-experts, one read each, so that eight reads are in flight at most and none once the last of a route is being waited for;
-`mlx` nine pieces each, sixteen in flight. fio keeps its depth all the time: psync with one thread for each read in
-flight, libaio and io_uring with one thread for all. One CSV line each: megabytes a second, and bytes read by the block
-device for each byte wanted.
+experts with one read each: at most eight reads are in flight, and fewer at the end of a route. `mlx` uses nine reads per
+expert with sixteen in flight. fio keeps its queue depth constant: psync uses one thread per read in flight, libaio and
+io_uring use one thread for all. Prints CSV: megabytes per second, and bytes read by the block device per byte needed.
 """
 import argparse
 import json

@@ -1,13 +1,15 @@
-//! Hit rates of eviction policies on recorded traces: LRU, ours, and two that know the future.
+//! Hit rates of eviction policies on recorded traces: LRU, the store's own policy, and two that know the future.
 //!
 //! ```text
 //! cargo bench --bench expert_cache -- TRACE.. > benches/results/expert_cache.csv
 //! ```
-//! A trace is what `--bench stream -- .. --trace FILE` writes. All policies start empty and must take in every expert
-//! that is asked for. `ours` runs the store's own table and estimates ([`Slots`], [`EvictionScores`]); `counts` is the same without
-//! the router's margins. `belady` evicts what is wanted again last: no policy does better. `fixed` keeps the experts that
-//! the whole trace asks for most often and exchanges only the rest: where tokens are independent of each other (random
-//! ones are), no policy that does not see the future does better.
+//! `--bench stream -- .. --trace FILE` writes traces. All policies start empty and must load every requested expert.
+//!
+//! * `ours` uses the store's slot table and scores ([`SlotTable`], [`EvictionScores`]).
+//! * `counts` is the same without the router's margins.
+//! * `belady` evicts the expert whose next use is last (Belady 1966). No policy that must load every expert does better.
+//! * `fixed` keeps the most frequent experts of the whole trace and replaces only the others. For independent tokens, such
+//!   as random ones, it is the best policy without knowledge of the future.
 
 use moestro::{
     device::SyncPoint,
@@ -19,7 +21,7 @@ use moestro::{
 };
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
-/// One layer's experts for one token or chunk, and the router's logits a token, if they were recorded.
+/// One layer's experts for one token or chunk, and the router's logits per token, if recorded.
 struct Route {
     layer: usize,
     keys: Vec<ExpertKey>,
@@ -63,7 +65,7 @@ fn read(path: &str) -> Trace {
     Trace { routes, layers, experts }
 }
 
-/// Lookups and hits of the first and of the second half.
+/// Lookups and hits in the first and second half of a trace.
 #[derive(Default)]
 struct Score {
     lookups: [u64; 2],
@@ -108,8 +110,8 @@ fn lru(trace: &Trace, slots: usize) -> Score {
     score
 }
 
-/// Both that know the future: evicts the greatest `rank(key, next use)`.
-fn knowing(trace: &Trace, slots: usize, rank: impl Fn(ExpertKey, u64) -> u64) -> Score {
+/// The policies that know the future: evicts the expert with the highest `rank(key, next use)`.
+fn offline(trace: &Trace, slots: usize, rank: impl Fn(ExpertKey, u64) -> u64) -> Score {
     let keys: Vec<ExpertKey> = trace.routes.iter().flat_map(|route| route.keys.iter().copied()).collect();
     let (mut next, mut seen) = (vec![u64::MAX; keys.len()], HashMap::new());
     for (at, key) in keys.iter().enumerate().rev() {
@@ -136,7 +138,7 @@ fn knowing(trace: &Trace, slots: usize, rank: impl Fn(ExpertKey, u64) -> u64) ->
     score
 }
 
-/// As the store does it: the route's hits are pinned before anything is evicted for its misses.
+/// The store's policy: hits of a route are pinned before anything is evicted for its misses.
 fn ours(trace: &Trace, size: usize, margins: bool) -> Score {
     let mut slots = SlotTable::new(size, trace.layers * trace.experts);
     let mut scores = EvictionScores::new(trace.layers, trace.experts);
@@ -190,8 +192,8 @@ fn main() {
                 ("lru", lru(&trace, slots)),
                 ("counts", ours(&trace, slots, false)),
                 ("ours", ours(&trace, slots, true)),
-                ("fixed", knowing(&trace, slots, |key, _| u64::MAX - counts[&key])),
-                ("belady", knowing(&trace, slots, |_, next| next)),
+                ("fixed", offline(&trace, slots, |key, _| u64::MAX - counts[&key])),
+                ("belady", offline(&trace, slots, |_, next| next)),
             ];
             for (policy, score) in rows {
                 let [all, first, second] = score.rates();

@@ -1,13 +1,12 @@
-//! The rate of misses: routes of ROUTE (eight) experts nobody has in memory, without any computation, from one large
-//! file.
+//! Throughput of misses: routes of ROUTE (default 8) experts that are not in memory, without computation, from one large file.
 //!
 //! ```text
 //! cargo bench --bench expert_io -- FILE [SECONDS] [THREADS,THREADS..] [direct|all] [ROUTE]
 //! ```
-//! FILE is any file of at least 1 GB that is not in the page cache, for instance a shard of a checkpoint. It is laid out
-//! twice in imagination, with the dimensions of the 35B model: as MLX stores experts (nine ranges each) and packed (one
-//! range). Prints one line of CSV for each way: layout, io, threads, MB/s of experts, reads/s, bytes that the block device
-//! read for each byte of an expert, mean milliseconds of a route. `benches/disk.py` runs it beside fio.
+//! FILE is any file of at least 1 GB that is not in the page cache, for instance a shard of a checkpoint. It is read with two
+//! hypothetical layouts of the 35B model's dimensions: as in MLX checkpoints (nine ranges per expert) and packed (one range).
+//! Prints one CSV line per configuration: layout, io, threads, MB/s of experts, reads/s, bytes from the block device per byte
+//! of an expert, mean milliseconds per route. `benches/disk.py` compares it with fio.
 
 use moestro::{
     device::CpuTimeline,
@@ -26,7 +25,7 @@ fn map(size: u64, packed: bool) -> ExpertMap {
     let layer = |layer: usize| {
         let start = (layer * EXPERT * EXPERTS) as u64;
         let expert = |expert: usize| {
-            // MLX: headers of odd length, then tensor after tensor. Packed: record after record, on a page.
+            // MLX: a header of odd length, then one tensor after the other. Packed: page-aligned records.
             let mut at = if packed { start + (expert * EXPERT) as u64 } else { start + 9731 };
             std::array::from_fn(|part| {
                 let len = LENS[part];
@@ -78,7 +77,7 @@ fn main() {
                 routes += 1;
             }
             let spent = begin.elapsed().as_secs_f64();
-            // The block device's count is brought up to date when the store ends.
+            // Dropping the store updates the count of the block device.
             drop(store);
             let wanted = metrics.lookups_decode_miss.get() as f64 * EXPERT as f64;
             println!(

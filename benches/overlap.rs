@@ -1,14 +1,15 @@
-//! The overlap of a streamed prompt's reads and computations, where disk and processor are clocks: the load of the
-//! machine does not show.
+//! Overlap of reads and computation in a streamed prompt. Disk and processor are simulated by clocks, so the load of the
+//! machine does not matter.
 //!
 //! ```text
 //! cargo bench --bench overlap [-- RESIDENCY [PROMPTS [TOKENS]]]
 //! ```
-//! A model of 16 layers of 256 experts with a slot for RESIDENCY percent (25) of them. A prompt of TOKENS (256) asks for half the
-//! experts of every layer, of more tokens for more, some far more often than others. The disk delivers an expert every 2.1 ms; with
-//! 256 tokens a mixer takes 230 ms, an expert 3 ms: five times what two cores and an SSD of 4.2 GB/s take for a 35B model's layers.
-//! The processor's times grow with the tokens, however many experts share them. Prints the seconds of each prompt (the
-//! first one finds empty slots), those of the disk and of the processor alone, and the slower of the two by the prompt's.
+//! The model has 16 layers of 256 experts and slots for RESIDENCY percent (25) of them. A prompt of TOKENS (256) needs half of
+//! the experts of every layer, longer prompts need more, and some experts are much more frequent. The disk delivers an
+//! expert every 2.1 ms. With 256 tokens a mixer takes 230 ms and an expert 3 ms, five times the times of a 35B model on two
+//! cores with an SSD of 4.2 GB/s. Processor times grow with the tokens, not with the number of experts. Prints for each
+//! prompt (the first one starts with empty slots) its seconds, those of the disk alone and of the processor alone, and the
+//! larger of these two divided by the prompt's seconds.
 
 use moestro::{
     device::{CpuTimeline, SyncPoint},
@@ -30,10 +31,10 @@ const READ: Duration = Duration::from_micros(2100);
 const EXPERT: Duration = Duration::from_micros(3000);
 const MIXER: Duration = Duration::from_millis(230);
 
-/// Delivers one expert after the other, each [`READ`] after the one before.
-struct Disk(Mutex<Instant>);
+/// Delivers one expert every [`READ`].
+struct SimulatedDisk(Mutex<Instant>);
 
-impl ExpertSource for Disk {
+impl ExpertSource for SimulatedDisk {
     fn read(&self, _: u32, _: u64, into: &mut [u8]) -> io::Result<usize> {
         let due = {
             let mut free = self.0.lock().map_err(|_| io::ErrorKind::Other)?;
@@ -49,7 +50,7 @@ impl ExpertSource for Disk {
     }
 
     fn path(&self, _: u32) -> PathBuf {
-        "a clock".into()
+        "simulated".into()
     }
 
     fn block(&self) -> usize {
@@ -75,7 +76,7 @@ impl Random {
         (self.0 >> 33) as usize % end
     }
 
-    /// Eight experts each of `rows` rows; the lower the number, the likelier, differently in each layer.
+    /// Eight experts for each of `rows` rows. Lower numbers are more frequent, with a different offset in each layer.
     fn rows(&mut self, layer: usize, rows: usize) -> Vec<u32> {
         let mut draw = || (self.below(EXPERTS) * self.below(EXPERTS) / EXPERTS + layer * 37) % EXPERTS;
         (0..rows * 8).map(|_| draw() as u32).collect()
@@ -86,12 +87,12 @@ fn main() {
     let args: Vec<String> = std::env::args().skip(1).filter(|arg| arg != "--bench").collect();
     let number = |at: usize, default: usize| args.get(at).map_or(default, |text| text.parse().expect("a number"));
     let (slots, prompts, tokens) = (LAYERS * EXPERTS * number(0, 25) / 100, number(1, 3), number(2, 256));
-    let grown = |time: Duration| time.mul_f64(tokens as f64 / 256.0);
+    let scaled = |time: Duration| time.mul_f64(tokens as f64 / 256.0);
     println!("prefetch,prompt,seconds,disk_alone,processor_alone,overlap,hits,misses,read_ahead");
     for prefetch in [Prefetch::Off, Prefetch::On] {
         let metrics = Metrics::new("bench", "cpu");
         let options = Options { prefetch, ..Options::new(slots) };
-        let source = Box::new(Disk(Mutex::new(Instant::now())));
+        let source = Box::new(SimulatedDisk(Mutex::new(Instant::now())));
         let experts = ExpertStore::with_source(source, map(), options, metrics.clone()).expect("slots");
         let mut random = Random(7);
         for prompt in 0..prompts {
@@ -106,7 +107,7 @@ fn main() {
                 computing += time;
             };
             for (layer, ids) in asked.iter().enumerate() {
-                compute(grown(MIXER));
+                compute(scaled(MIXER));
                 let different = ids.iter().collect::<HashSet<_>>().len();
                 let choice = ExpertChoice { ids, k: 8, logits: &[] };
                 let mut taken = experts.fetch(layer, &choice, PassKind::Prefill, &mut CpuTimeline).expect("experts");
@@ -118,7 +119,7 @@ fn main() {
                     experts.prefetch(layer + 1, &guess, PassKind::Prefill);
                 }
                 while let Some(batch) = taken.next(&mut CpuTimeline).expect("reads") {
-                    compute(grown(EXPERT * (EXPERTS / 2 * batch.len()) as u32) / different as u32);
+                    compute(scaled(EXPERT * (EXPERTS / 2 * batch.len()) as u32) / different as u32);
                     batch.release_after(SyncPoint::START);
                 }
             }

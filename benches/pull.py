@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""What connections side by side are worth: python3 benches/pull.py BINARY [ANOTHER BINARY ...]
+"""Speedup of parallel connections in `pull`: python3 benches/pull.py BINARY [ANOTHER BINARY ...]
 
-Pulls a shard of 256 MiB from a hub on this machine that sends 5 MB a second over each connection, with each binary in turn,
-three times. Checksum, resume and the rest are as with the real hub.
+Pulls a shard of 256 MiB from a local hub that sends 5 MB per second over each connection, with each binary in turn, three
+times. Checksums and resuming work as with the real hub.
 """
 import hashlib, http.server, json, os, subprocess, sys, tempfile, threading, time
 

@@ -1,15 +1,15 @@
-//! Decode from a cold start with random tokens, phase by phase: what a memory cap, a policy or a way of reading costs.
+//! Decoding from a cold start with random tokens, in phases: the cost of a memory limit, a policy or a read mode.
 //!
 //! ```text
 //! cargo bench --bench stream -- MODEL LIMIT [--tokens 64,64] [--threads N] [--io auto|direct|buffered] [--io-threads N]
 //!     [--prefetch auto|on|off] [--trace FILE] [--seed N] [--ids FILE] [--checks beside|before]
 //! ```
-//! LIMIT is the memory limit in bytes (0: none). `--tokens 64,p256,64` is 64 tokens one by one, a prompt of 256, and 64 more;
-//! `--chunk` is the prompt's chunk (`plan`: what the memory plan chooses), `--context` the room. The tokens are drawn at random from the vocabulary, as llama-bench
-//! draws them, or are those of a file of numbers, from its start again when it ends. Prints `MARK start` and `MARK phase`
-//! lines, so that a wrapper can account for the phases, and one line `RESULT {json}` with tokens a second, hit rate and
-//! bytes for each phase, and the most memory that was resident. `--checks before`: a packed expert is used when its checksum
-//! has been compared, and not while it is; `check_share` is the part of the time in which nothing but checksums was waited for.
+//! LIMIT is the memory limit in bytes (0: none). `--tokens 64,p256,64` decodes 64 tokens one by one, then a prompt of 256
+//! tokens, then 64 more. `--chunk` is the prompt chunk (`plan`: from the memory plan), `--context` the context size. Tokens
+//! are random as in llama-bench, or come from a file of ids, which is repeated. `MARK start` and `MARK phase` lines let a
+//! wrapper account for phases. The line `RESULT {json}` has tokens per second, hit rate and bytes of each phase, and the peak
+//! resident memory. With `--checks before`, a packed expert is used only after its checksum was verified. `check_share` is
+//! the share of time spent waiting for checksums only.
 
 #[path = "../tests/support/trace.rs"]
 mod trace;

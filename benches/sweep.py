@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Memory and decode speed of one model under one limit after another, from a cold start each time.
+"""Memory and decode speed of one model under several memory limits, each from a cold start.
 
   sweep.py --model DIR --moestro BIN --stream BIN [--percent 0,15,25,35,50,75,100] [--rounds 1] [--threads 2] > out.csv
 
-BIN are the release binary and that of `cargo bench --bench stream --no-run`. The limit is what DIR takes with PERCENT of
-its experts in memory (0: the least that is accepted), given as LIMIT to the bench, in a memory cgroup (v1) of a tenth
-more. Decodes 64 random tokens, then 64 more. One CSV line for each run: peak_mb is the most that was resident at once,
-cached_mb what the page cache holds of the shards afterwards. Needs root and fincore.
+BIN are the release binary and the binary of `cargo bench --bench stream --no-run`. The limit is the memory that DIR needs
+with PERCENT of its experts in memory (0: the lowest accepted limit). It is passed to the bench, which runs in a memory
+cgroup (v1) of 10 % more. Decodes 64 random tokens, then 64 more. Prints one CSV line per run: peak_mb is the peak resident
+memory, cached_mb the size of the shards in the page cache afterwards. Needs root and fincore.
 """
 import argparse
 import json
@@ -25,7 +25,7 @@ def limit(a, percent):
     least = int(re.search(r"--memory-limit (\d+)M", found["refused"]).group(1)) << 20
     shape = found["shape"]
     more = shape["layers"] * (shape["experts"] * percent / 100 - shape["experts_per_token"])
-    # What the bench itself takes differs a little from what `info` does: two megabytes to spare.
+    # The bench needs slightly more memory than `info` reports, so add 2 MB.
     return least + (2 << 20) + max(0, int(more * shape["slot"]))
 
 

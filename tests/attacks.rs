@@ -1,8 +1,7 @@
-//! Requests that once made the server take gigabytes, each alone and beside a running answer, in a control group of the
-//! memory limit plus 10 %: nothing is killed, the peak stays under the limit, the answer is right, and a second later the
-//! memory is back.
+//! Requests designed to exhaust memory, each alone and during a running answer, in a control group of the memory limit plus
+//! 10 %. Nothing is killed, the peak stays below the limit, the answer is expected, and the memory is freed within a second.
 //!
-//! Without the right to make a control group the limit is only measured.
+//! Without permission to create a control group, the limit is only measured.
 
 #![cfg(target_os = "linux")]
 
@@ -40,19 +39,19 @@ impl Server {
         stream
     }
 
-    /// Sends the head and as much of the body as it takes.
+    /// Sends the head, and as much of the body as the server accepts.
     fn send(&self, path: &str, body: &str, length: usize) -> TcpStream {
         let mut stream = self.connect();
         let head = format!(
             "POST {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\n\
              content-length: {length}\r\n\r\n"
         );
-        // A server that refuses may close before all is sent.
+        // A server that rejects the request may close the connection early.
         let _ = stream.write_all(head.as_bytes()).and_then(|()| stream.write_all(body.as_bytes()));
         stream
     }
 
-    /// The status and the text of an answer.
+    /// Sends a request and returns status and text of the response.
     fn ask(&self, path: &str, body: &str) -> (u16, String) {
         let mut stream = self.send(path, body, body.len());
         let mut answer = Vec::new();
@@ -62,8 +61,8 @@ impl Server {
         (status.unwrap_or_else(|| panic!("no answer: {answer:?}")), answer)
     }
 
-    /// An answer long enough to go on during an attack.
-    fn count(&self) -> String {
+    /// Generates an answer long enough to overlap with an attack.
+    fn long_answer(&self) -> String {
         let body = r#"{"prompt": "One, two, three,", "max_tokens": 400, "temperature": 0, "logit_bias": {"2038": -100, "2040": -100}}"#;
         let (status, answer) = self.ask("/v1/completions", body);
         assert_eq!(status, 200, "{answer}");
@@ -72,15 +71,15 @@ impl Server {
         body["choices"][0]["text"].as_str().unwrap().to_owned()
     }
 
-    /// A figure of the process: `VmRSS` or `VmHWM`, in bytes.
+    /// `VmRSS` or `VmHWM` of the process, in bytes.
     fn memory(&self, name: &str) -> u64 {
         let status = std::fs::read_to_string(format!("/proc/{}/status", self.0.id())).unwrap();
         let line = status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
         line.unwrap().trim().strip_suffix(" kB").unwrap().parse::<u64>().unwrap() * 1024
     }
 
-    /// Processor time that the process has used, in seconds.
-    fn seconds(&self) -> f64 {
+    /// CPU time of the process in seconds.
+    fn cpu_seconds(&self) -> f64 {
         let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.0.id())).unwrap();
         let fields: Vec<&str> = stat.rsplit(')').next().unwrap().split_whitespace().collect();
         (fields[11].parse::<f64>().unwrap() + fields[12].parse::<f64>().unwrap()) / 100.0
@@ -91,7 +90,7 @@ fn chat(bytes: usize) -> String {
     format!(r#"{{"messages": [{{"role": "user", "content": "{}"}}]}}"#, "word ".repeat(bytes / 5))
 }
 
-/// `count` requests at once; the statuses that came.
+/// Sends `count` concurrent requests and returns their statuses.
 fn at_once(server: &Server, count: usize, path: &str, body: &str) -> Vec<u16> {
     thread::scope(|scope| {
         let asking: Vec<_> = (0..count).map(|_| scope.spawn(|| server.ask(path, body).0)).collect();
@@ -116,14 +115,14 @@ const ATTACKS: [Attack; 7] = [
             assert!([200, 413, 503].contains(&status), "{status}");
         }
     }),
-    ("fifteen megabytes of zeros", |server| {
+    ("15 MB of zeros", |server| {
         let zeros = "0,".repeat(7_500_000);
         let body = format!(r#"{{"messages": [], "chat_template_kwargs": {{"x": [{zeros}0]}}}}"#);
         assert_eq!(server.ask("/v1/chat/completions", &body).0, 413);
         let ids = format!(r#"{{"tokens": [{zeros}0]}}"#);
         assert_eq!(server.ask("/detokenize", &ids).0, 413);
     }),
-    ("eight times as many of what is just let in", |server| {
+    ("eight concurrent requests just below the limits", |server| {
         let nested =
             format!(r#"{{"messages": [], "chat_template_kwargs": {{"x": [{}0]}}}}"#, "[[[0]]],".repeat(16_000));
         for status in at_once(server, 8, "/v1/chat/completions", &nested) {
@@ -134,7 +133,7 @@ const ATTACKS: [Attack; 7] = [
             assert!([200, 503].contains(&status), "{status}");
         }
     }),
-    ("twelve chats of 2 MB whose clients leave", |server| {
+    ("twelve chats of 2 MB whose clients disconnect", |server| {
         let body = chat(2_000_000);
         let asking: Vec<_> = (0..12).map(|_| server.send("/v1/chat/completions", &body, body.len())).collect();
         thread::sleep(Duration::from_millis(200));
@@ -156,37 +155,37 @@ const ATTACKS: [Attack; 7] = [
         }
         let (status, answer) =
             server.ask("/v1/chat/completions", r#"{"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}"#);
-        assert_eq!(status, 200, "a small request still has room: {answer}");
+        assert_eq!(status, 200, "a small request still succeeds: {answer}");
     }),
 ];
 
 #[test]
-fn the_limit_holds_for_what_clients_send() {
+fn requests_stay_within_the_memory_limit() {
     let group = Group::new();
     match &group {
         Some(group) => group.set(LIMIT + LIMIT / 10 + 4096),
-        None => eprintln!("no right to make a memory control group: the limit is measured, not enforced"),
+        None => eprintln!("no permission to create a memory control group: the limit is measured, not enforced"),
     }
     let server = Server::start(group.as_ref());
-    let right = server.count();
-    assert!(right.len() > 400, "{right}");
+    let expected = server.long_answer();
+    assert!(expected.len() > 400, "{expected}");
     for (name, attack) in ATTACKS {
-        for beside in [false, true] {
+        for is_concurrent in [false, true] {
             let before = server.memory("VmRSS");
             let began = Instant::now();
             thread::scope(|scope| {
-                let answer = beside.then(|| scope.spawn(|| server.count()));
+                let answer = is_concurrent.then(|| scope.spawn(|| server.long_answer()));
                 attack(&server);
                 if let Some(answer) = answer {
-                    assert_eq!(answer.join().unwrap(), right, "{name}");
+                    assert_eq!(answer.join().unwrap(), expected, "{name}");
                 }
             });
-            let (took, busy) = (began.elapsed(), server.seconds());
+            let (took, busy) = (began.elapsed(), server.cpu_seconds());
             thread::sleep(Duration::from_secs(1));
             let (after, peak) = (server.memory("VmRSS"), server.memory("VmHWM"));
-            let idle = server.seconds() - busy;
+            let idle = server.cpu_seconds() - busy;
             eprintln!(
-                "{name}, beside an answer: {beside}: {:.1} s, {idle:.2} s of processor afterwards; {:.1} MiB before, {:.1} after, {} at the peak",
+                "{name}, during an answer: {is_concurrent}: {:.1} s, {idle:.2} s of CPU afterwards; {:.1} MiB before, {:.1} after, {} at the peak",
                 took.as_secs_f64(),
                 before as f64 / MIB as f64,
                 after as f64 / MIB as f64,
@@ -194,14 +193,14 @@ fn the_limit_holds_for_what_clients_send() {
             );
             assert!(peak <= LIMIT, "{name}: {peak} bytes at the peak");
             assert!(after <= before + before / 20, "{name}: {before} bytes became {after}");
-            assert!(idle < 0.7, "{name}: {idle} s of processor for clients that are gone");
+            assert!(idle < 0.7, "{name}: {idle} s of CPU for disconnected clients");
         }
     }
     assert_eq!(group.as_ref().map_or(0, Group::kills), 0);
 }
 
 #[test]
-fn a_hundred_idle_sockets_do_not_use_up_sixty_four_descriptors() {
+fn idle_sockets_leave_descriptors_for_requests() {
     let mut command = Command::new("sh");
     command.args(["-c", "ulimit -n 64; exec \"$@\"", "sh", env!("CARGO_BIN_EXE_moestro")]);
     let server = Server(Process::spawn(command, &[]));
@@ -214,6 +213,6 @@ fn a_hundred_idle_sockets_do_not_use_up_sixty_four_descriptors() {
         stream.read_to_string(&mut answer).unwrap_or_else(|error| panic!("{path}: {error}"));
         assert!(answer.starts_with("HTTP/1.1 200"), "{path}: {answer}");
     }
-    assert!(server.count().len() > 400, "and so is everybody else");
+    assert!(server.long_answer().len() > 400, "other requests are answered too");
     drop(idle);
 }

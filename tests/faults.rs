@@ -1,5 +1,5 @@
-//! Faults between a disk and a slot: the request that wanted the expert gets an error that says where, the next
-//! request works, and no slot is lost.
+//! Disk faults: the request that needed the expert gets an error that names file, expert and offset. The next request works,
+//! and no slot is lost.
 
 use moestro::{
     device::{CpuTimeline, SyncPoint},
@@ -27,9 +27,9 @@ fn byte(at: u64) -> u8 {
     (at.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 40) as u8
 }
 
-/// One file; each expert has three pieces, far enough apart to be three reads.
+/// One file. Each expert has three pieces, far enough apart for three reads.
 fn map() -> ExpertMap {
-    let place = |layer: usize, expert: usize, part: usize| {
+    let piece = |layer: usize, expert: usize, part: usize| {
         let part = part as u64;
         let nth = part * (LAYERS * EXPERTS) as u64 + (layer * EXPERTS + expert) as u64;
         Piece { file: 0, offset: 33 + nth * LEN as u64, len: LEN }
@@ -37,7 +37,7 @@ fn map() -> ExpertMap {
     let expert = |layer, expert| {
         let mut pieces = [Piece::default(); PIECES];
         for part in 0..3 {
-            pieces[part * 3] = place(layer, expert, part);
+            pieces[part * 3] = piece(layer, expert, part);
         }
         pieces
     };
@@ -52,16 +52,16 @@ fn bytes() -> Vec<u8> {
     (0..size() as u64).map(byte).collect()
 }
 
-/// Routes, compares every byte, and says how it ended.
-fn take(store: &ExpertStore, layer: usize, experts: &[u32], phase: PassKind) -> Result<(), StoreError> {
+/// Fetches experts and compares every byte.
+fn fetch_and_compare(store: &ExpertStore, layer: usize, experts: &[u32], phase: PassKind) -> Result<(), StoreError> {
     let map = map();
     let choice = ExpertChoice { ids: experts, k: experts.len(), logits: &[] };
     let mut asked = store.fetch(layer, &choice, phase, &mut CpuTimeline)?;
     let mut seen = 0;
     while let Some(batch) = asked.next(&mut CpuTimeline)? {
-        for landed in batch.iter() {
+        for ready in batch.iter() {
             seen += 1;
-            for (piece, got) in map.layers[layer][landed.expert as usize].iter().zip(landed.pieces) {
+            for (piece, got) in map.layers[layer][ready.expert as usize].iter().zip(ready.pieces) {
                 assert!((piece.offset..).zip(got).all(|(at, &b)| b == byte(at)) && got.len() == piece.len);
             }
         }
@@ -71,42 +71,43 @@ fn take(store: &ExpertStore, layer: usize, experts: &[u32], phase: PassKind) -> 
     Ok(())
 }
 
-/// After a fault: every slot can still be used, for every expert.
-fn works(store: &ExpertStore) {
+/// Checks after a fault that every slot can still hold any expert.
+fn assert_works(store: &ExpertStore) {
     let slots = store.slots();
     for round in 0..4 {
         for layer in 0..LAYERS {
             let experts: Vec<u32> = (0..slots.min(EXPERTS)).map(|i| ((i + round) % EXPERTS) as u32).collect();
-            take(store, layer, &experts, PassKind::Decode).unwrap();
-            take(store, layer, &[0, 1, 2, 3, 4, 5], PassKind::Prefill).unwrap();
+            fetch_and_compare(store, layer, &experts, PassKind::Decode).unwrap();
+            fetch_and_compare(store, layer, &[0, 1, 2, 3, 4, 5], PassKind::Prefill).unwrap();
         }
     }
 }
 
-/// A disk that misbehaves on demand.
+/// Faults of a faults.
 #[derive(Default)]
-struct Disk {
+struct DiskFaults {
     /// Offsets that cannot be read.
-    broken: Mutex<Vec<std::ops::Range<u64>>>,
-    /// The next reads are interrupted, or come back short.
+    unreadable: Mutex<Vec<std::ops::Range<u64>>>,
+    /// Number of reads that will be interrupted.
     interrupted: AtomicUsize,
-    short: AtomicBool,
+    /// Reads return at most 700 bytes.
+    is_short: AtomicBool,
 }
 
-struct Seam(Arc<Disk>);
+struct FaultySource(Arc<DiskFaults>);
 
-impl ExpertSource for Seam {
+impl ExpertSource for FaultySource {
     fn read(&self, _: u32, offset: u64, into: &mut [u8]) -> io::Result<usize> {
-        let disk = &self.0;
-        if disk.interrupted.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |n| n.checked_sub(1)).is_ok() {
+        let faults = &self.0;
+        if faults.interrupted.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |n| n.checked_sub(1)).is_ok() {
             return Err(io::ErrorKind::Interrupted.into());
         }
         let end = offset + into.len() as u64;
-        if disk.broken.lock().unwrap().iter().any(|range| range.start < end && offset < range.end) {
+        if faults.unreadable.lock().unwrap().iter().any(|range| range.start < end && offset < range.end) {
             return Err(io::Error::from_raw_os_error(5));
         }
         let mut len = into.len().min((size() as u64 - offset) as usize);
-        if disk.short.load(Ordering::SeqCst) && len > 700 {
+        if faults.is_short.load(Ordering::SeqCst) && len > 700 {
             len = 700;
         }
         for (at, byte_at) in into[..len].iter_mut().zip(offset..) {
@@ -128,24 +129,25 @@ impl ExpertSource for Seam {
     }
 }
 
-fn seam(slots: usize) -> (ExpertStore, Arc<Disk>, Arc<Metrics>) {
-    let disk = Arc::new(Disk::default());
+fn faulty_store(slots: usize) -> (ExpertStore, Arc<DiskFaults>, Arc<Metrics>) {
+    let faults = Arc::new(DiskFaults::default());
     let metrics = Metrics::new("0", "cpu");
     let options = Options { prefetch: Prefetch::On, ..Options::new(slots) };
-    let store = ExpertStore::with_source(Box::new(Seam(disk.clone())), map(), options, metrics.clone()).unwrap();
-    (store, disk, metrics)
+    let store =
+        ExpertStore::with_source(Box::new(FaultySource(faults.clone())), map(), options, metrics.clone()).unwrap();
+    (store, faults, metrics)
 }
 
 #[test]
-fn an_unreadable_range_ends_the_request_that_wanted_it() {
+fn unreadable_range_fails_only_its_request() {
     for slots in [3, 4, LAYERS * EXPERTS] {
         for phase in [PassKind::Decode, PassKind::Prefill] {
-            let (store, disk, metrics) = seam(slots);
+            let (store, faults, metrics) = faulty_store(slots);
             let bad = map().layers[1][4][6];
-            *disk.broken.lock().unwrap() = std::iter::once(bad.offset + 9..bad.offset + 10).collect();
+            *faults.unreadable.lock().unwrap() = std::iter::once(bad.offset + 9..bad.offset + 10).collect();
             for _ in 0..10 {
-                take(&store, 0, &[4, 1], phase).unwrap();
-                let error = take(&store, 1, &[0, 4, 2], phase).unwrap_err();
+                fetch_and_compare(&store, 0, &[4, 1], phase).unwrap();
+                let error = fetch_and_compare(&store, 1, &[0, 4, 2], phase).unwrap_err();
                 let text = error.to_string();
                 let StoreError::Read { layer: 1, expert: 4, offset, len: LEN, source, .. } = error else {
                     panic!("{text}")
@@ -154,47 +156,47 @@ fn an_unreadable_range_ends_the_request_that_wanted_it() {
                 for part in ["layer 1", "expert 4", "model-00001-of-00001.safetensors", "offset"] {
                     assert!(text.contains(part), "{text}");
                 }
-                take(&store, 1, &[5, 2], phase).unwrap();
+                fetch_and_compare(&store, 1, &[5, 2], phase).unwrap();
             }
             assert_eq!(metrics.ssd_errors.get(), 10);
-            disk.broken.lock().unwrap().clear();
-            works(&store);
+            faults.unreadable.lock().unwrap().clear();
+            assert_works(&store);
         }
     }
 }
 
 #[test]
-fn a_resident_model_that_cannot_be_read_does_not_start() {
-    let (store, disk, _) = seam(LAYERS * EXPERTS);
+fn unreadable_resident_model_fails_to_load() {
+    let (store, faults, _) = faulty_store(LAYERS * EXPERTS);
     let bad = map().layers[0][3][0];
-    disk.broken.lock().unwrap().push(bad.offset..bad.offset + 1);
+    faults.unreadable.lock().unwrap().push(bad.offset..bad.offset + 1);
     let error = store.fill(&mut |_, _| {}).unwrap_err();
     assert!(matches!(error, StoreError::Read { layer: 0, expert: 3, .. }), "{error}");
 }
 
 #[test]
-fn what_cannot_be_read_ahead_harms_nobody() {
-    let (store, disk, metrics) = seam(11);
+fn failed_prefetch_fails_no_request() {
+    let (store, faults, metrics) = faulty_store(11);
     let bad = map().layers[1][2][0];
-    disk.broken.lock().unwrap().push(bad.offset..bad.offset + 1);
+    faults.unreadable.lock().unwrap().push(bad.offset..bad.offset + 1);
     for _ in 0..20 {
-        take(&store, 0, &[0, 1], PassKind::Decode).unwrap();
+        fetch_and_compare(&store, 0, &[0, 1], PassKind::Decode).unwrap();
         store.prefetch(1, &[2], PassKind::Decode);
-        take(&store, 1, &[0, 1], PassKind::Decode).unwrap();
+        fetch_and_compare(&store, 1, &[0, 1], PassKind::Decode).unwrap();
     }
     assert!(metrics.ssd_errors.get() <= 20);
-    disk.broken.lock().unwrap().clear();
-    works(&store);
+    faults.unreadable.lock().unwrap().clear();
+    assert_works(&store);
     assert_eq!(store.slots() as i64, metrics.expert_slots_used.get());
 }
 
 #[test]
-fn interruptions_and_short_reads_are_not_errors() {
-    let (store, disk, metrics) = seam(4);
-    disk.interrupted.store(50, Ordering::SeqCst);
-    works(&store);
-    disk.short.store(true, Ordering::SeqCst);
-    works(&store);
+fn interrupted_and_short_reads_are_retried() {
+    let (store, faults, metrics) = faulty_store(4);
+    faults.interrupted.store(50, Ordering::SeqCst);
+    assert_works(&store);
+    faults.is_short.store(true, Ordering::SeqCst);
+    assert_works(&store);
     assert_eq!(metrics.ssd_errors.get(), 0);
 }
 
@@ -206,8 +208,8 @@ fn shard(dir: &Path) -> PathBuf {
     path
 }
 
-/// The ways of reading that this file system knows.
-fn ways(path: &Path) -> Vec<ReadMode> {
+/// The read modes that this file system supports.
+fn read_modes(path: &Path) -> Vec<ReadMode> {
     let direct = ShardFiles::open(&[path.to_owned()], moestro::platform::Access::Direct).is_ok();
     if direct { vec![ReadMode::Buffered, ReadMode::Direct] } else { vec![ReadMode::Buffered] }
 }
@@ -218,73 +220,76 @@ fn open(path: &Path, io: ReadMode) -> Result<ExpertStore, StoreError> {
 }
 
 #[test]
-fn a_truncated_shard_is_refused_when_opened() {
+fn truncated_shard_fails_to_open() {
     let dir = tempfile::tempdir().unwrap();
     let path = shard(dir.path());
     std::fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(size() as u64 - 1).unwrap();
-    for io in ways(&path) {
+    for io in read_modes(&path) {
         let error = open(&path, io).err().expect("a byte is missing").to_string();
         assert!(error.contains("model.safetensors") && error.contains("layer 1, expert 5"), "{error}");
     }
 }
 
-/// Does something to a shard from which two experts of the first layer are in memory, in each way of reading. They stay
-/// usable.
-fn while_serving(harm: impl Fn(&Path, &ExpertStore)) {
+/// Modifies a shard while two of its experts are in memory, in each read mode. These experts stay usable.
+fn modify_while_serving(modify: impl Fn(&Path, &ExpertStore)) {
     for io in [ReadMode::Buffered, ReadMode::Direct] {
         let dir = tempfile::tempdir().unwrap();
         let path = shard(dir.path());
-        if !ways(&path).contains(&io) {
+        if !read_modes(&path).contains(&io) {
             continue;
         }
         let store = open(&path, io).unwrap();
-        take(&store, 0, &[0, 1], PassKind::Decode).unwrap();
-        harm(&path, &store);
-        take(&store, 0, &[0, 1], PassKind::Decode).expect("what is in memory is the old file's");
+        fetch_and_compare(&store, 0, &[0, 1], PassKind::Decode).unwrap();
+        modify(&path, &store);
+        fetch_and_compare(&store, 0, &[0, 1], PassKind::Decode).expect("experts in memory stay usable");
     }
 }
 
 #[test]
-fn a_shard_truncated_while_serving_ends_requests_that_need_the_rest() {
-    while_serving(|path, store| {
+fn truncation_while_serving_fails_affected_requests() {
+    modify_while_serving(|path, store| {
         let last = map().layers[1][5][6];
         std::fs::OpenOptions::new().write(true).open(path).unwrap().set_len(last.offset + 1).unwrap();
-        let error = take(store, 1, &[5], PassKind::Decode).unwrap_err();
+        let error = fetch_and_compare(store, 1, &[5], PassKind::Decode).unwrap_err();
         assert!(matches!(error, StoreError::Read { layer: 1, expert: 5, .. }), "{error}");
     });
 }
 
 #[test]
-fn a_shard_written_to_while_serving_is_never_mixed_in() {
-    while_serving(|path, store| {
+fn modification_while_serving_fails_later_reads() {
+    modify_while_serving(|path, store| {
         std::thread::sleep(std::time::Duration::from_millis(20));
         std::fs::OpenOptions::new().write(true).open(path).unwrap().write_all(&vec![0; size()]).unwrap();
-        let error = take(store, 1, &[3], PassKind::Decode).unwrap_err();
+        let error = fetch_and_compare(store, 1, &[3], PassKind::Decode).unwrap_err();
         assert!(error.to_string().contains("changed while it was being served"), "{error}");
     });
 }
 
 #[test]
-fn a_store_has_the_slots_it_was_given_and_no_more_than_experts() {
+fn store_has_at_most_one_slot_per_expert() {
     for (slots, has) in [(3, 3), (LAYERS * EXPERTS, LAYERS * EXPERTS), (1000, LAYERS * EXPERTS)] {
-        assert_eq!(seam(slots).0.slots(), has);
+        assert_eq!(faulty_store(slots).0.slots(), has);
     }
-    let none =
-        ExpertStore::with_source(Box::new(Seam(Arc::default())), map(), Options::new(0), Metrics::new("0", "cpu"));
-    assert!(none.err().expect("nothing can be read").to_string().contains("no memory for even one expert"));
+    let none = ExpertStore::with_source(
+        Box::new(FaultySource(Arc::default())),
+        map(),
+        Options::new(0),
+        Metrics::new("0", "cpu"),
+    );
+    assert!(none.err().expect("no slot").to_string().contains("no memory for even one expert"));
 }
 
 #[test]
-fn only_a_store_that_evicts_keeps_a_list_of_what_is_hot() {
+fn only_streaming_store_saves_hot_list() {
     let dir = tempfile::tempdir().unwrap();
     for (slots, asked, kept) in [(4, true, true), (4, false, false), (LAYERS * EXPERTS, true, false)] {
         let file = dir.path().join(format!("hot-{slots}-{asked}.json"));
         let warm_start = Some(WarmStart { file: file.clone(), identity: "me".into() });
         let options = Options { warm_start, ..Options::new(slots) };
-        let source = Box::new(Seam(Arc::default()));
+        let source = Box::new(FaultySource(Arc::default()));
         let store = ExpertStore::with_source(source, map(), options, Metrics::new("0", "cpu")).unwrap();
         if asked {
-            take(&store, 0, &[1, 2], PassKind::Decode).unwrap();
+            fetch_and_compare(&store, 0, &[1, 2], PassKind::Decode).unwrap();
         }
         drop(store);
         assert_eq!(file.exists(), kept, "{slots} slots, asked: {asked}");
@@ -292,34 +297,34 @@ fn only_a_store_that_evicts_keeps_a_list_of_what_is_hot() {
 }
 
 #[test]
-fn a_shard_replaced_by_another_goes_on_being_served_from_the_old_one() {
+fn replaced_shard_is_served_from_open_file() {
     let dir = tempfile::tempdir().unwrap();
     let path = shard(dir.path());
-    for io in ways(&path) {
+    for io in read_modes(&path) {
         shard(dir.path());
         let store = open(&path, io).unwrap();
         let other = dir.path().join("other");
         std::fs::write(&other, vec![0; size()]).unwrap();
         std::fs::rename(&other, &path).unwrap();
-        works(&store);
+        assert_works(&store);
     }
 }
 
 #[test]
-fn too_many_open_files_is_an_error_with_the_files_name() {
-    // Limits are a process's own, so a process of its own runs out of files.
+fn descriptor_limit_error_names_the_file() {
+    // The limit applies to a process, so a child process runs the test.
     let me = std::env::current_exe().unwrap();
     let child = std::process::Command::new(me).args(["--exact", "out_of_files", "--ignored"]).output().unwrap();
     assert!(child.status.success(), "{}", String::from_utf8_lossy(&child.stdout));
 }
 
 #[test]
-#[ignore = "run by too_many_open_files_is_an_error_with_the_files_name"]
+#[ignore = "run by descriptor_limit_error_names_the_file"]
 fn out_of_files() {
     let dir = tempfile::tempdir().unwrap();
     let path = shard(dir.path());
     let mut limit = libc::rlimit { rlim_cur: 64, rlim_max: 64 };
-    // SAFETY: plain system calls on a struct that lives.
+    // SAFETY: system calls with a pointer to a local struct.
     unsafe {
         assert_eq!(libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit), 0);
         limit.rlim_cur = 64;
@@ -327,12 +332,12 @@ fn out_of_files() {
     }
     let mut held: Vec<_> = std::iter::from_fn(|| std::fs::File::open(&path).ok()).take(100).collect();
     assert!(held.len() < 100);
-    let error = open(&path, ReadMode::Buffered).err().expect("no file is left");
+    let error = open(&path, ReadMode::Buffered).err().expect("no descriptor is left");
     assert!(error.to_string().contains("model.safetensors"), "{error}");
     held.truncate(held.len() - 8);
     let store = open(&path, ReadMode::Buffered).unwrap();
     while let Ok(file) = std::fs::File::open(&path) {
         held.push(file);
     }
-    works(&store);
+    assert_works(&store);
 }

@@ -1,5 +1,5 @@
-//! Files that were damaged, by accident or on purpose: each is used rightly or refused with a sentence. Nothing panics,
-//! hangs, or takes more memory than it was given. `fuzz/` has the same targets for `cargo fuzz`.
+//! Damaged and hostile files: each is used correctly or rejected with an error. Nothing panics, hangs, or exceeds its memory.
+//! `fuzz/` has the same targets for `cargo fuzz`.
 
 mod common;
 #[path = "support/mutate.rs"]
@@ -23,13 +23,13 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// A directory in memory where there is one: the disk is not what is tested.
-fn place() -> tempfile::TempDir {
+/// A temporary directory in memory if possible, because these tests are not about the disk.
+fn temp_dir() -> tempfile::TempDir {
     tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap()
 }
 
-/// Runs `case` for many numbers: none may panic or take long. The memory in use stays.
-fn each(cases: u64, mut case: impl FnMut(&mut Dice)) {
+/// Runs `case` with many seeds. No case may panic or take longer than ten seconds, and memory use must not grow.
+fn for_each_seed(cases: u64, mut case: impl FnMut(&mut Dice)) {
     let before = os::resident_memory().unwrap_or(0);
     for seed in 0..cases {
         let begin = Instant::now();
@@ -38,10 +38,10 @@ fn each(cases: u64, mut case: impl FnMut(&mut Dice)) {
         assert!(begin.elapsed() < Duration::from_secs(10), "case {seed} took {:?}", begin.elapsed());
     }
     let after = os::resident_memory().unwrap_or(0);
-    assert!(after < before + (512 << 20), "{before} bytes in memory before, {after} after");
+    assert!(after < before + (512 << 20), "{before} bytes resident before, {after} after");
 }
 
-/// The header, the data, and the configuration of a small checkpoint.
+/// Header, data and configuration of a small checkpoint.
 fn micro(name: &str) -> (serde_json::Value, Vec<u8>, serde_json::Value) {
     let file = fs::read(format!("{}/tests/fixtures/micro/{name}.safetensors", env!("CARGO_MANIFEST_DIR"))).unwrap();
     let end = 8 + u64::from_le_bytes(file[..8].try_into().unwrap()) as usize;
@@ -51,12 +51,12 @@ fn micro(name: &str) -> (serde_json::Value, Vec<u8>, serde_json::Value) {
     (header, file[end..].to_vec(), config)
 }
 
-/// Loads what can be loaded within 64 MB, and computes with it.
+/// Loads a checkpoint if it fits into 64 MB, and runs a forward pass.
 fn open(dir: &Path) -> Result<usize, String> {
     let mut options = LoadOptions { threads: Some(1), ..LoadOptions::default() };
     options.plan.context = Some(64);
     let found = CheckpointInfo::new(dir, &options).map_err(|error| error.to_string())?;
-    // A plan for this machine would let a large one in.
+    // The plan for this machine would accept a large model.
     let shape = found.shape;
     if shape.weights().saturating_add(shape.workspace_fixed) > 64 << 20 || shape.workspace_per_row > 1 << 20 {
         return Err("large".into());
@@ -69,12 +69,12 @@ fn open(dir: &Path) -> Result<usize, String> {
 }
 
 #[test]
-fn twenty_thousand_checkpoints() {
+fn mutated_checkpoints_open_or_fail_cleanly() {
     let names = ["affine4", "mixed", "mxfp4", "nvfp4", "dense4"];
     let whole = names.map(micro);
-    let dir = place();
+    let dir = temp_dir();
     let (mut opened, mut refused) = (0, 0);
-    each(20_000, |dice| {
+    for_each_seed(20_000, |dice| {
         let (header, data, config) = dice.pick(&whole);
         let (mut header, mut data, mut config) = (header.clone(), data.clone(), config.clone());
         let mut text = None;
@@ -107,14 +107,14 @@ fn twenty_thousand_checkpoints() {
             }
         }
     });
-    // With fewer of either, the changes are too small, or too large, to show anything.
+    // With fewer of either, the mutations are too large or too small for a meaningful test.
     assert!(opened > 500 && refused > 5000, "{opened} opened, {refused} refused");
 }
 
 /// Bytes of an expert's pieces.
 const LEN: usize = 1750;
 
-/// Reads every expert: each must be the checkpoint's, byte by byte.
+/// Reads every expert and compares its bytes with the checkpoint.
 fn read_all(store: &ExpertStore, shard: &Shard) {
     for layer in 0..shard::LAYERS {
         for expert in 0..shard::EXPERTS {
@@ -124,30 +124,30 @@ fn read_all(store: &ExpertStore, shard: &Shard) {
 }
 
 #[test]
-fn two_thousand_packs() {
-    let dir = place();
+fn mutated_packs_never_serve_wrong_bytes() {
+    let dir = temp_dir();
     let shard = Shard::new(dir.path(), LEN);
     let out = dir.path().join("model.pack");
     pack::write(&shard.map, &shard.files, &out, &|_| ()).unwrap();
     let names = ["manifest.json", "layer-000.experts", "layer-001.experts"];
     let whole = names.map(|name| fs::read(out.join(name)).unwrap());
     let manifest: serde_json::Value = serde_json::from_slice(&whole[0]).unwrap();
-    let (mut unused, mut mended) = (0, 0);
-    each(2_000, |dice| {
-        let which = dice.below(names.len());
-        let mut changed = whole[which].clone();
-        if which == 0 && dice.below(3) > 0 {
+    let (mut unused, mut rebuilt) = (0, 0);
+    for_each_seed(2_000, |dice| {
+        let target = dice.below(names.len());
+        let mut changed = whole[target].clone();
+        if target == 0 && dice.below(3) > 0 {
             let mut manifest = manifest.clone();
             mutate::json(dice, &mut manifest);
             changed = manifest.to_string().into_bytes();
-        } else if which > 0 && dice.below(2) > 0 {
-            // A block that a disk has lost.
+        } else if target > 0 && dice.below(2) > 0 {
+            // A lost disk block.
             let at = dice.below(changed.len() / 4096) * 4096;
             changed[at..at + 4096].iter_mut().for_each(|byte| *byte = !*byte);
         } else {
             mutate::bytes(dice, &mut changed);
         }
-        fs::write(out.join(names[which]), &changed).unwrap();
+        fs::write(out.join(names[target]), &changed).unwrap();
         match pack::find(shard.dir(), &shard.map, &shard.files) {
             None => unused += 1,
             Some(pack) => {
@@ -162,17 +162,17 @@ fn two_thousand_packs() {
                     Ok(store) => read_all(&store, &shard),
                     Err(_) => unused += 1,
                 }
-                mended += usize::from(metrics.pack_damaged_records.get() > 0);
+                rebuilt += usize::from(metrics.pack_damaged_records.get() > 0);
             }
         }
-        fs::write(out.join(names[which]), &whole[which]).unwrap();
+        fs::write(out.join(names[target]), &whole[target]).unwrap();
     });
-    assert!(unused > 500 && mended > 300, "{unused} not used, {mended} mended");
+    assert!(unused > 500 && rebuilt > 300, "{unused} not used, {rebuilt} rebuilt");
 }
 
 #[test]
-fn two_thousand_warm_lists() {
-    let dir = place();
+fn mutated_hot_lists_are_harmless() {
+    let dir = temp_dir();
     let shard = Shard::new(dir.path(), LEN);
     let file = dir.path().join("hot.json");
     let store = || {
@@ -183,7 +183,7 @@ fn two_thousand_warm_lists() {
     read_all(&store(), &shard);
     let whole = fs::read(&file).unwrap();
     let list: serde_json::Value = serde_json::from_slice(&whole).unwrap();
-    each(2_000, |dice| {
+    for_each_seed(2_000, |dice| {
         let mut changed = whole.clone();
         if dice.below(2) > 0 {
             let mut list = list.clone();

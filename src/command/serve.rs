@@ -84,8 +84,8 @@ async fn serve(config: ServeConfig, settings: Settings) -> Result<(), CommandErr
     let (closing, closed) = oneshot::channel::<()>();
     let shutdown = async { drop(closed.await) };
     let mut running = tokio::spawn(http::serve(listener, server.clone(), shutdown));
-    service::ready("loading the model");
-    if let Some(interval) = service::watched() {
+    service::notify_ready("loading the model");
+    if let Some(interval) = service::watchdog_interval() {
         tokio::spawn(feed_watchdog(interval));
     }
 
@@ -106,7 +106,7 @@ async fn serve(config: ServeConfig, settings: Settings) -> Result<(), CommandErr
     };
     // A closed stdout is not an error.
     let _ = writeln!(io::stdout(), "{}", ready_line(&first, address, &plan)).and_then(|()| io::stdout().flush());
-    service::ready(&format!("serving {first}"));
+    service::notify_ready(&format!("serving {first}"));
     tracing::info!("serving {first} at http://{address}/v1 after {:.1?}", start.elapsed());
 
     tokio::select! {
@@ -150,7 +150,7 @@ fn ready_line(model: &str, address: SocketAddr, plan: &Value) -> String {
 
 /// The listening socket from the service manager, if it passed one.
 fn inherited_listener() -> Result<Option<TcpListener>, CommandError> {
-    let listener = service::inherited().and_then(|listener| {
+    let listener = service::inherited_listener().and_then(|listener| {
         let Some(listener) = listener else { return Ok(None) };
         listener.set_nonblocking(true)?;
         TcpListener::from_std(listener).map(Some)
@@ -161,7 +161,7 @@ fn inherited_listener() -> Result<Option<TcpListener>, CommandError> {
 /// Notifies systemd's watchdog as long as the runtime makes progress.
 async fn feed_watchdog(interval: Duration) {
     loop {
-        service::alive();
+        service::notify_watchdog();
         tokio::time::sleep(interval).await;
     }
 }

@@ -5,7 +5,7 @@ use crate::{
     error::CommandError,
     platform::{
         os,
-        service::{Action, Manager, Service, Step},
+        service::{Service, ServiceCommand, ServiceManager, ServiceStep},
     },
 };
 use std::{env, path};
@@ -13,29 +13,29 @@ use std::{env, path};
 pub fn run(typed: cli::ServiceArgs) -> Result<(), CommandError> {
     let failed = |what: &str| CommandError::Usage(format!("cannot find {what}, which a service needs"));
     let (action, install) = match typed.action {
-        cli::ServiceAction::Install(install) => (Action::Install, install),
-        cli::ServiceAction::Uninstall => (Action::Uninstall, cli::InstallArgs::default()),
-        cli::ServiceAction::Start => (Action::Start, cli::InstallArgs::default()),
-        cli::ServiceAction::Stop => (Action::Stop, cli::InstallArgs::default()),
-        cli::ServiceAction::Reload => (Action::Reload, cli::InstallArgs::default()),
-        cli::ServiceAction::Status => (Action::Status, cli::InstallArgs::default()),
-        cli::ServiceAction::Logs => (Action::Logs, cli::InstallArgs::default()),
+        cli::ServiceAction::Install(install) => (ServiceCommand::Install, install),
+        cli::ServiceAction::Uninstall => (ServiceCommand::Uninstall, cli::InstallArgs::default()),
+        cli::ServiceAction::Start => (ServiceCommand::Start, cli::InstallArgs::default()),
+        cli::ServiceAction::Stop => (ServiceCommand::Stop, cli::InstallArgs::default()),
+        cli::ServiceAction::Reload => (ServiceCommand::Reload, cli::InstallArgs::default()),
+        cli::ServiceAction::Status => (ServiceCommand::Status, cli::InstallArgs::default()),
+        cli::ServiceAction::Logs => (ServiceCommand::Logs, cli::InstallArgs::default()),
     };
-    let manager = Manager::here();
+    let manager = ServiceManager::current();
     let service = Service {
         program: env::current_exe().map_err(|_| failed("this program's path"))?,
         args: install.args.into_iter().map(make_absolute).collect(),
         home: env::home_dir().ok_or_else(|| failed("your home directory"))?,
         user: os::user(),
-        confined: matches!(action, Action::Install) && manager.confines(),
+        is_confined: matches!(action, ServiceCommand::Install) && manager.can_confine(),
         on_demand: install.on_demand.then_some((install.host, install.port)),
     };
     if install.dry_run {
         for step in service.steps(manager, action) {
             match step {
-                Step::Write(path, text) => println!("write {}:\n{text}", path.display()),
-                Step::Remove(path) => println!("remove {}", path.display()),
-                Step::Run(words) | Step::Try(words) => {
+                ServiceStep::Write(path, text) => println!("write {}:\n{text}", path.display()),
+                ServiceStep::Remove(path) => println!("remove {}", path.display()),
+                ServiceStep::Run(words) | ServiceStep::Try(words) => {
                     let words: Vec<_> = words.iter().map(|word| word.to_string_lossy()).collect();
                     println!("run {}", words.join(" "));
                 }

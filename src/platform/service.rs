@@ -1,12 +1,13 @@
-//! Moestro as a service of the system: a launchd agent on macOS, a systemd user unit elsewhere. A [`Service`] is a value;
-//! [`launchd`] and [`systemd`] say which files describe it and which commands act on it, and only [`Service::act`] touches
-//! anything.
+//! `Service`: Moestro as a system service, a launchd agent on macOS and a systemd user unit elsewhere.
+//!
+//! A [`Service`] is a value. [`launchd`] and [`systemd`] turn an action into files and commands. Only [`Service::act`] has
+//! side effects.
 
 mod activation;
 mod launchd;
 mod systemd;
 
-pub use activation::{alive, inherited, ready, watched};
+pub use activation::{inherited_listener, notify_ready, notify_watchdog, watchdog_interval};
 
 use super::atomic_file::replace_file;
 use std::{ffi::OsString, fs, io, path::PathBuf, process::Command};
@@ -14,33 +15,33 @@ use std::{ffi::OsString, fs, io, path::PathBuf, process::Command};
 /// The name of the launchd agent.
 const LABEL: &str = "dev.moestro.serve";
 
-/// Lines of the log that are shown before it is followed.
-const LINES: &str = "100";
+/// Number of old log lines shown by `service logs`.
+const LOG_LINES: &str = "100";
 
-/// A program that is run as a service, and its user.
+/// A program that runs as a service of one user.
 #[derive(Debug, Clone)]
 pub struct Service {
     /// An absolute path.
     pub program: PathBuf,
-    /// Behind `serve`.
+    /// Arguments after `serve`.
     pub args: Vec<String>,
     pub home: PathBuf,
-    /// The user's number, by which launchd names his session.
+    /// The numeric user id, which launchd uses in the name of the session.
     pub user: u32,
-    /// The address that the system listens on for it: the first connection starts it. Else it runs from login on.
+    /// The address on which the system listens: the first connection starts the service. If `None`, it starts at login.
     pub on_demand: Option<(String, u16)>,
-    /// In namespaces of its own: see [`Manager::confines`].
-    pub confined: bool,
+    /// Runs in private namespaces; see [`ServiceManager::can_confine`].
+    pub is_confined: bool,
 }
 
 /// The actions on a service.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Action {
+pub enum ServiceCommand {
     Install,
     Uninstall,
     Start,
     Stop,
-    /// SIGHUP: it reads its configuration again.
+    /// Sends SIGHUP, which reloads the configuration.
     Reload,
     Status,
     Logs,
@@ -48,58 +49,58 @@ pub enum Action {
 
 /// The service manager of this system.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Manager {
+pub enum ServiceManager {
     Launchd,
     Systemd,
 }
 
-/// A file that describes the service, or a command of the manager.
+/// A change to a file, or a command of the service manager.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Step {
+pub enum ServiceStep {
     Write(PathBuf, String),
     Remove(PathBuf),
     Run(Vec<OsString>),
-    /// As [`Step::Run`]; that there is nothing to stop, for one, is no failure.
+    /// As [`ServiceStep::Run`], but failures are ignored, such as stopping a service that does not run.
     Try(Vec<OsString>),
 }
 
-impl Manager {
+impl ServiceManager {
     /// The manager of this system.
-    pub fn here() -> Self {
-        if cfg!(target_os = "macos") { Manager::Launchd } else { Manager::Systemd }
+    pub fn current() -> Self {
+        if cfg!(target_os = "macos") { ServiceManager::Launchd } else { ServiceManager::Systemd }
     }
 
-    /// True if this system's units may have namespaces of their own, where there are units.
-    pub fn confines(self) -> bool {
-        self == Manager::Systemd && systemd::confines()
+    /// True if this system allows private namespaces in user units.
+    pub fn can_confine(self) -> bool {
+        self == ServiceManager::Systemd && systemd::can_confine()
     }
 }
 
 impl Service {
     /// The steps of an action, in order.
-    pub fn steps(&self, manager: Manager, action: Action) -> Vec<Step> {
+    pub fn steps(&self, manager: ServiceManager, action: ServiceCommand) -> Vec<ServiceStep> {
         match manager {
-            Manager::Launchd => launchd::steps(self, action),
-            Manager::Systemd => systemd::steps(self, action),
+            ServiceManager::Launchd => launchd::steps(self, action),
+            ServiceManager::Systemd => systemd::steps(self, action),
         }
     }
 
-    /// Does it. The manager's own output goes to the terminal.
+    /// Performs an action. The manager's output goes to the terminal.
     ///
     /// # Errors
-    /// The file system's, with the path; a command that cannot be run or that fails, with its words.
-    pub fn act(&self, manager: Manager, action: Action) -> Result<(), String> {
+    /// The file system's, with the path; a command that fails or cannot be run, with its command line.
+    pub fn act(&self, manager: ServiceManager, action: ServiceCommand) -> Result<(), String> {
         self.steps(manager, action).iter().try_for_each(|step| match step {
-            Step::Write(path, text) => {
+            ServiceStep::Write(path, text) => {
                 replace_file(path, text.as_bytes()).map_err(|error| format!("{}: {error}", path.display()))
             }
-            Step::Remove(path) => match fs::remove_file(path) {
+            ServiceStep::Remove(path) => match fs::remove_file(path) {
                 Err(error) if error.kind() != io::ErrorKind::NotFound => Err(format!("{}: {error}", path.display())),
                 _ => Ok(()),
             },
-            Step::Run(words) => run(words),
-            Step::Try(words) => {
-                // Nor are its words told: that there was nothing to stop is no news.
+            ServiceStep::Run(words) => run(words),
+            ServiceStep::Try(words) => {
+                // Its output is discarded too.
                 let _ = words.split_first().map(|(program, args)| Command::new(program).args(args).output());
                 Ok(())
             }
@@ -117,7 +118,7 @@ fn run(words: &[OsString]) -> Result<(), String> {
     }
 }
 
-/// A command line from words.
+/// A command line.
 fn words<const N: usize>(words: [&str; N]) -> Vec<OsString> {
     words.map(OsString::from).to_vec()
 }

@@ -1,17 +1,17 @@
-//! The thread pool: a fixed number of compute threads that run one parallel job at a time and do not sleep between layers.
+//! `Threads`: a pool of compute threads that run one parallel job at a time and do not sleep between layers.
 //!
-//! A token is some hundred short jobs with microseconds between them, so a worker that runs out of work spins for a
-//! moment before it parks. The caller is one of the threads. Every thread has a run of neighbouring tasks, which it claims
-//! one by one from the front, so that it reads memory in order; one that has finished its own goes on with the others',
-//! so a core that is slower, or busy with someone else's process, does less.
+//! A token takes some hundred short jobs with microseconds between them, so an idle worker spins before it parks. The
+//! caller is one of the threads. Each thread owns a range of adjacent tasks and claims them one by one from the front, so
+//! that it reads memory in order. A thread that has finished its range claims tasks of the others, so a slow core does
+//! fewer tasks.
 //!
-//! With many cores a cache line that all of them write costs more than a job: nothing here is written by all. A job is
-//! announced by its number, which workers only read. Each worker says in a line of its own which job it is in or has
-//! done; the caller looks there at the end, and takes a job away from a worker that has not begun it, so that no job ever
-//! waits for one that has not yet woken.
+//! With many cores, a cache line that all cores write costs more than a job. So no line is written by all threads. The
+//! caller publishes a job by its number, which workers only read. Each worker stores the job that it is in, or has done, in
+//! its own cache line. WorkerState the end the caller reads these lines and withdraws the job from workers that have not entered it.
+//! No job waits for a worker that is still waking up.
 //!
-//! Waking a thread costs microseconds, and it runs tens of microseconds later: were they woken one after the other, the last
-//! of fifteen would come too late. Each parks by itself; the caller wakes the first of every [`TROOP`], who wakes the rest.
+//! Waking a thread costs the caller microseconds, and the thread runs tens of microseconds later. Waking fifteen threads in
+//! sequence would be too slow. So the caller wakes the first worker of every group of [`WAKE_GROUP`], which wakes the rest.
 
 use parking_lot::Mutex;
 use std::{
@@ -26,85 +26,85 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// An idle worker spins for this long before it parks: longer than what one thread does alone between two jobs of a pass,
-/// or between two passes (it chooses among 250,000 tokens). Of sixteen workers some were woken late with 150 us on one
-/// machine, and none on another. It gives its core to other processes after [`ALONE`].
+/// How long an idle worker spins before it parks. It is longer than the serial work between two jobs or two passes, such as
+/// sampling from 250,000 tokens. With 150 us, some of sixteen workers woke up late on one machine.
 const SPIN: Duration = Duration::from_millis(1);
-/// And for this long once the caller [rests](Threads::rest).
-const REST: Duration = Duration::from_micros(150);
-const ALONE: Duration = Duration::from_micros(20);
-/// Workers that are woken by the first of them.
-const TROOP: usize = 4;
+/// The same after the caller [rests](Threads::rest).
+const SPIN_AT_REST: Duration = Duration::from_micros(150);
+/// After spinning this long, a worker yields its core to other processes between two checks.
+const SPIN_BEFORE_YIELD: Duration = Duration::from_micros(20);
+/// Number of workers in a group; the first one wakes the others.
+const WAKE_GROUP: usize = 4;
 
-type Job<'a> = &'a (dyn Fn(usize) + Sync);
+type ParallelJob<'a> = &'a (dyn Fn(usize) + Sync);
 
-/// A pool of compute threads, of which the caller is one.
+/// A pool of compute threads. The caller is one of them.
 pub struct Threads {
-    pool: Arc<Pool>,
+    pool: Arc<ThreadPool>,
     workers: Vec<JoinHandle<()>>,
-    /// Held by whoever runs a job. A second caller, or a job that calls back, runs its tasks itself.
+    /// Held while a job runs. A second caller, or a nested call, runs its tasks on its own thread.
     caller: Mutex<()>,
 }
 
-struct Pool {
-    /// The number of the last job announced.
-    number: CacheLine<AtomicU64>,
-    /// That job; written only while no worker is in one.
-    job: UnsafeCell<Option<Job<'static>>>,
-    /// The tasks of each thread, the caller's first.
-    shares: Vec<CacheLine<Share>>,
-    at: Vec<CacheLine<At>>,
+struct ThreadPool {
+    /// Number of the last published job.
+    number: CacheAligned<AtomicU64>,
+    /// That job. It is written only while no worker is in a job.
+    job: UnsafeCell<Option<ParallelJob<'static>>>,
+    /// The task range of each thread; the caller's is first.
+    ranges: Vec<CacheAligned<TaskRange>>,
+    workers: Vec<CacheAligned<WorkerState>>,
     quit: AtomicBool,
     panicked: AtomicBool,
     panic: Mutex<Option<Box<dyn Any + Send>>>,
-    parked: CacheLine<AtomicUsize>,
-    /// The number of the last job when the caller last rested.
-    rested: AtomicU64,
+    parked: CacheAligned<AtomicUsize>,
+    /// Number of the last job when the caller last rested.
+    rested_at: AtomicU64,
 }
 
-/// Where a worker is.
+/// The state of a worker.
 #[derive(Default)]
-struct At {
-    /// Its last job: twice the number, and one more while it is in it.
+struct WorkerState {
+    /// `2 * number` of its last job, plus 1 while the worker is in it.
     job: AtomicU64,
-    /// It is parked, or about to be.
-    asleep: AtomicBool,
+    /// The worker is parked or about to park.
+    is_parked: AtomicBool,
     thread: OnceLock<Thread>,
 }
 
-/// A value in cache lines of its own: two, since processors fetch them in pairs.
+/// A value in its own cache lines: two of them, because processors fetch lines in pairs.
 #[derive(Default)]
 #[repr(align(128))]
-struct CacheLine<T>(T);
+struct CacheAligned<T>(T);
 
-/// The tasks that one thread begins with.
+/// The tasks that belong to one thread.
 #[derive(Default)]
-struct Share {
+struct TaskRange {
     next: AtomicUsize,
     end: AtomicUsize,
 }
 
-// SAFETY: `job` is written by the holder of `caller` while no worker is in a job, and read only by workers that have
-// entered the job afterwards; everything else in the struct is Sync by itself.
-unsafe impl Sync for Pool {}
+// SAFETY: the holder of `caller` writes `job` while no worker is in a job. Only workers that have entered the job read it.
+// All other fields are Sync.
+unsafe impl Sync for ThreadPool {}
 // SAFETY: the job is a shared reference to a Sync closure.
-unsafe impl Send for Pool {}
+unsafe impl Send for ThreadPool {}
 
 impl Threads {
-    /// A pool of `count` threads (at least one): the caller and `count - 1` workers. A worker that the system refuses to
-    /// start is done without.
+    /// A pool of `count` threads (at least one): the caller and `count - 1` workers. If the system cannot start a worker, the
+    /// pool is smaller.
     pub fn new(count: usize) -> Self {
         let count = count.max(1);
-        let pool = Arc::new(Pool {
-            number: CacheLine::default(),
+        let pool = Arc::new(ThreadPool {
+            number: CacheAligned::default(),
             job: UnsafeCell::new(None),
-            shares: (0..count).map(|_| CacheLine::default()).collect(),
-            at: (1..count).map(|_| CacheLine::default()).collect(),
+            ranges: (0..count).map(|_| CacheAligned::default()).collect(),
+            workers: (1..count).map(|_| CacheAligned::default()).collect(),
             quit: AtomicBool::new(false),
             panicked: AtomicBool::new(false),
             panic: Mutex::new(None),
-            parked: CacheLine::default(),
-            rested: AtomicU64::new(0),
+            parked: CacheAligned::default(),
+            rested_at: AtomicU64::new(0),
         });
         let workers = (1..count)
             .map_while(|index| {
@@ -119,20 +119,20 @@ impl Threads {
         self.workers.len() + 1
     }
 
-    /// Says that the next job may be long in coming, since its caller waits for a disk: nobody need spin for it.
+    /// Tells workers that the next job may take a while, because the caller waits for a disk. They spin for a shorter time.
     pub fn rest(&self) {
-        self.pool.rested.store(self.pool.number.0.load(Ordering::Relaxed), Ordering::Relaxed);
+        self.pool.rested_at.store(self.pool.number.0.load(Ordering::Relaxed), Ordering::Relaxed);
     }
 
-    /// Calls `job(i)` for every `i` in `0..tasks`, each exactly once, on some thread; returns when all are done. If a
-    /// task panics, the panic is passed on once every thread has left the job; tasks not yet claimed then are skipped.
+    /// Calls `job(i)` exactly once for every `i` in `0..tasks`, on any thread, and returns when all are done. If a task panics,
+    /// unclaimed tasks are skipped and the panic is resumed after every thread has left the job.
     pub fn run(&self, tasks: usize, job: &(dyn Fn(usize) + Sync)) {
         let caller = if tasks > 1 && !self.workers.is_empty() { self.caller.try_lock() } else { None };
         let Some(caller) = caller else {
             (0..tasks).for_each(job);
             return;
         };
-        let number = self.pool.open(job, tasks);
+        let number = self.pool.publish(job, tasks);
         let own = catch_unwind(AssertUnwindSafe(|| self.pool.claim(0, job)));
         if own.is_err() {
             self.pool.cancel();
@@ -145,11 +145,11 @@ impl Threads {
         }
     }
 
-    /// Cuts `0..len` into runs of at least `least` (the last may be shorter), about four a thread so that all finish
-    /// together, and calls `job(start..end)` for each. Where the cuts fall depends on the thread count: only for work
-    /// whose result does not depend on them.
-    pub fn run_split(&self, len: usize, least: usize, job: &(dyn Fn(std::ops::Range<usize>) + Sync)) {
-        let size = len.div_ceil(4 * self.count()).max(least).max(1);
+    /// Splits `0..len` into ranges of at least `min` (the last may be shorter) and calls `job(start..end)` for each. There are
+    /// about four ranges per thread, so that all threads finish together. The ranges depend on the number of threads, so the
+    /// result must not depend on them.
+    pub fn run_split(&self, len: usize, min: usize, job: &(dyn Fn(std::ops::Range<usize>) + Sync)) {
+        let size = len.div_ceil(4 * self.count()).max(min).max(1);
         let size = if self.count() == 1 { len.max(1) } else { size };
         self.run(len.div_ceil(size), &|task| job(task * size..((task + 1) * size).min(len)));
     }
@@ -157,14 +157,14 @@ impl Threads {
     /// Calls `job(i, piece)` for every piece of `size` values of `data` (the last may be shorter).
     pub fn run_pieces<T: Send>(&self, data: &mut [T], size: usize, job: &(dyn Fn(usize, &mut [T]) + Sync)) {
         struct Base<T>(*mut T);
-        // SAFETY: each piece goes to one task, and T may be sent.
+        // SAFETY: each piece goes to one task, and T is Send.
         unsafe impl<T: Send> Sync for Base<T> {}
         let (len, size) = (data.len(), size.max(1));
         let base = Base(data.as_mut_ptr());
         self.run(len.div_ceil(size), &|task| {
             let base = &base;
             let start = task * size;
-            // SAFETY: in bounds of `data`, which is borrowed mutably until `run` returns; every task has a piece of its own.
+            // SAFETY: in bounds of `data`, which is borrowed mutably until `run` returns. The pieces of tasks are disjoint.
             let piece = unsafe { std::slice::from_raw_parts_mut(base.0.add(start), size.min(len - start)) };
             job(task, piece);
         });
@@ -183,59 +183,59 @@ impl Drop for Threads {
     }
 }
 
-impl Pool {
-    /// Announces a job; returns its number.
-    fn open(&self, job: Job<'_>, tasks: usize) -> u64 {
-        // SAFETY: only the lifetime changes; `close` returns after the last worker has left, while `job` still lives.
-        let job = unsafe { std::mem::transmute::<Job<'_>, Job<'static>>(job) };
-        // SAFETY: the caller holds `caller`, and the job before was closed: no worker is in one.
+impl ThreadPool {
+    /// Publishes a job and returns its number.
+    fn publish(&self, job: ParallelJob<'_>, tasks: usize) -> u64 {
+        // SAFETY: only the lifetime changes. `close` returns after the last worker has left the job, while `job` is still alive.
+        let job = unsafe { std::mem::transmute::<ParallelJob<'_>, ParallelJob<'static>>(job) };
+        // SAFETY: the caller holds `caller`, and the previous job is closed, so no worker is in a job.
         unsafe { *self.job.get() = Some(job) };
-        let count = self.shares.len();
-        for (index, CacheLine(share)) in self.shares.iter().enumerate() {
-            share.next.store(index * tasks / count, Ordering::Relaxed);
-            share.end.store((index + 1) * tasks / count, Ordering::Relaxed);
+        let count = self.ranges.len();
+        for (index, CacheAligned(range)) in self.ranges.iter().enumerate() {
+            range.next.store(index * tasks / count, Ordering::Relaxed);
+            range.end.store((index + 1) * tasks / count, Ordering::Relaxed);
         }
         let number = self.number.0.load(Ordering::Relaxed) + 1;
-        // In one order with the count of the parked: either they see the number, or they are seen.
+        // Sequentially consistent with `parked`: either a parking worker sees the number, or `wake` sees the worker.
         self.number.0.store(number, Ordering::SeqCst);
-        self.rouse(self.at.iter().step_by(TROOP));
+        self.wake(self.workers.iter().step_by(WAKE_GROUP));
         number
     }
 
-    /// Wakes those who sleep.
-    fn rouse<'a>(&self, workers: impl Iterator<Item = &'a CacheLine<At>>) {
+    /// Unparks the parked ones of these workers.
+    fn wake<'a>(&self, workers: impl Iterator<Item = &'a CacheAligned<WorkerState>>) {
         if self.parked.0.load(Ordering::SeqCst) == 0 {
             return;
         }
-        for CacheLine(at) in workers.filter(|at| at.0.asleep.load(Ordering::SeqCst)) {
-            if let Some(thread) = at.thread.get() {
+        for CacheAligned(worker) in workers.filter(|worker| worker.0.is_parked.load(Ordering::SeqCst)) {
+            if let Some(thread) = worker.thread.get() {
                 thread.unpark();
             }
         }
     }
 
-    /// Takes all tasks that nobody has claimed out of the job.
+    /// Removes all unclaimed tasks from the job.
     fn cancel(&self) {
-        for CacheLine(share) in &self.shares {
-            let end = share.end.load(Ordering::Relaxed);
-            if share.next.load(Ordering::Relaxed) < end {
-                share.next.fetch_max(end, Ordering::Relaxed);
+        for CacheAligned(range) in &self.ranges {
+            let end = range.end.load(Ordering::Relaxed);
+            if range.next.load(Ordering::Relaxed) < end {
+                range.next.fetch_max(end, Ordering::Relaxed);
             }
         }
     }
 
-    /// Ends the job: takes it from the workers that have not entered it, and waits for those that have. True if a task has
+    /// Ends the job: withdraws it from workers that have not entered it, and waits for those that have. True if a task
     /// panicked.
     fn close(&self, number: u64) -> bool {
         let (done, inside) = (2 * number, 2 * number + 1);
-        for CacheLine(At { job: at, .. }) in &self.at {
+        for CacheAligned(WorkerState { job: at, .. }) in &self.workers {
             let mut turns = 0u32;
             loop {
                 match at.load(Ordering::Acquire) {
                     now if now == done => break,
                     now if now == inside => {
                         turns += 1;
-                        // A worker inside may have lost its core to another process: let it have ours.
+                        // The worker may have lost its core to another process. Yielding gives it this one.
                         if turns.is_multiple_of(256) { std::thread::yield_now() } else { std::hint::spin_loop() }
                     }
                     before => {
@@ -251,13 +251,13 @@ impl Pool {
     }
 
     /// Runs tasks until none is left, those of thread `own` first.
-    fn claim(&self, own: usize, job: Job<'_>) {
-        let (before, after) = self.shares.split_at(own);
-        for CacheLine(share) in after.iter().chain(before) {
-            let end = share.end.load(Ordering::Relaxed);
-            // Looking first keeps a counter that is used up from growing.
-            while share.next.load(Ordering::Relaxed) < end {
-                let task = share.next.fetch_add(1, Ordering::Relaxed);
+    fn claim(&self, own: usize, job: ParallelJob<'_>) {
+        let (before, after) = self.ranges.split_at(own);
+        for CacheAligned(range) in after.iter().chain(before) {
+            let end = range.end.load(Ordering::Relaxed);
+            // Checking first keeps the counter from growing beyond `end`.
+            while range.next.load(Ordering::Relaxed) < end {
+                let task = range.next.fetch_add(1, Ordering::Relaxed);
                 if task < end {
                     job(task);
                 }
@@ -265,13 +265,13 @@ impl Pool {
         }
     }
 
-    /// A worker's life.
+    /// The loop of one worker.
     fn work(&self, own: usize) {
-        let CacheLine(At { job: at, thread, .. }) = &self.at[own - 1];
+        let CacheAligned(WorkerState { job: at, thread, .. }) = &self.workers[own - 1];
         let _ = thread.set(std::thread::current());
         let mut done = 0;
         while let Some(number) = self.enter(own, done) {
-            // SAFETY: this worker has entered the job, so it is set, alive, and not being written.
+            // SAFETY: this worker has entered the job, so the job is set, alive and not being written.
             if let Some(job) = unsafe { *self.job.get() }
                 && let Err(panic) = catch_unwind(AssertUnwindSafe(|| self.claim(own, job)))
             {
@@ -286,15 +286,16 @@ impl Pool {
 
     /// Waits for a job with a higher number than `done` and enters it; `None` at the end.
     fn enter(&self, own: usize, mut done: u64) -> Option<u64> {
-        let troop = if own % TROOP == 1 { &self.at[own..self.at.len().min(own + TROOP - 1)] } else { &[] };
-        let CacheLine(At { job: at, .. }) = &self.at[own - 1];
+        let group =
+            if own % WAKE_GROUP == 1 { &self.workers[own..self.workers.len().min(own + WAKE_GROUP - 1)] } else { &[] };
+        let CacheAligned(WorkerState { job: at, .. }) = &self.workers[own - 1];
         let mut since = Instant::now();
         let mut turns = 0u32;
         loop {
             let number = self.number.0.load(Ordering::Acquire);
             if number != done {
-                self.rouse(troop.iter());
-                // Another word than that of the last job here: the caller has taken this one away already.
+                self.wake(group.iter());
+                // The exchange fails if the caller has already withdrawn the job.
                 let before = at.load(Ordering::Relaxed);
                 let entered = before < 2 * number
                     && at.compare_exchange(before, 2 * number + 1, Ordering::AcqRel, Ordering::Relaxed).is_ok();
@@ -313,29 +314,29 @@ impl Pool {
                 continue;
             }
             let idle = since.elapsed();
-            if idle > self.patience(done) {
+            if idle > self.spin_time(done) {
                 self.park(own, done);
                 since = Instant::now();
-            } else if idle > ALONE {
+            } else if idle > SPIN_BEFORE_YIELD {
                 std::thread::yield_now();
             }
         }
     }
 
-    /// How long to spin behind job `done`. Before the first a pool is at rest.
-    fn patience(&self, done: u64) -> Duration {
-        if self.rested.load(Ordering::Relaxed) == done { REST } else { SPIN }
+    /// How long to spin after job `done`. Before the first job the pool is at rest.
+    fn spin_time(&self, done: u64) -> Duration {
+        if self.rested_at.load(Ordering::Relaxed) == done { SPIN_AT_REST } else { SPIN }
     }
 
     fn park(&self, own: usize, done: u64) {
-        let CacheLine(At { asleep, .. }) = &self.at[own - 1];
-        // In one order with the number: whoever announces a job behind the look at it sees who sleeps.
-        asleep.store(true, Ordering::SeqCst);
+        let CacheAligned(WorkerState { is_parked, .. }) = &self.workers[own - 1];
+        // Sequentially consistent with `number`: a job published after the check below sees this worker as parked.
+        is_parked.store(true, Ordering::SeqCst);
         self.parked.0.fetch_add(1, Ordering::SeqCst);
         while !self.quit.load(Ordering::SeqCst) && self.number.0.load(Ordering::SeqCst) == done {
             std::thread::park();
         }
-        asleep.store(false, Ordering::SeqCst);
+        is_parked.store(false, Ordering::SeqCst);
         self.parked.0.fetch_sub(1, Ordering::SeqCst);
     }
 }

@@ -1,5 +1,5 @@
 //! A checkpoint that contains only experts. Every byte is determined by its position.
-#![allow(dead_code)] // Each test binary uses a part of it.
+#![allow(dead_code)] // Each test binary uses a part of this file.
 
 use moestro::{
     device::{CpuTimeline, SyncPoint},
@@ -58,7 +58,7 @@ impl Shard {
         while let Some(batch) = asked.next(&mut CpuTimeline)? {
             for landed in batch.iter() {
                 for (piece, got) in self.map.layers[layer][landed.expert as usize].iter().zip(landed.pieces) {
-                    assert!(&self.bytes[piece.offset as usize..][..piece.len] == got, "other bytes were served");
+                    assert!(&self.bytes[piece.offset as usize..][..piece.len] == got, "wrong bytes were served");
                 }
             }
             seen += batch.len();

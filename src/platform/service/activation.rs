@@ -1,15 +1,15 @@
-//! The other end: a process that may have been started by launchd or systemd.
+//! Socket activation and notifications: the side of a process that launchd or systemd started.
 
 use std::{io, net::TcpListener, time::Duration};
 
-/// The name of the socket in the launchd agent's description.
+/// Name of the socket in the launchd property list.
 pub const SOCKET: &str = "Listener";
 
-/// The port that the service manager has opened for this process, if it has.
+/// The listening socket that the service manager opened for this process, if any.
 ///
 /// # Errors
-/// A socket was promised that is none.
-pub fn inherited() -> io::Result<Option<TcpListener>> {
+/// The inherited descriptor is not a TCP socket.
+pub fn inherited_listener() -> io::Result<Option<TcpListener>> {
     if let Some(listener) = listenfd::ListenFd::from_env().take_tcp_listener(0)? {
         return Ok(Some(listener));
     }
@@ -19,7 +19,7 @@ pub fn inherited() -> io::Result<Option<TcpListener>> {
     Ok(None)
 }
 
-/// launchd's socket; `None` for a process that launchd has not started with one.
+/// The socket from launchd; `None` if launchd did not start this process with one.
 #[cfg(target_os = "macos")]
 fn launchd() -> Option<TcpListener> {
     use std::{ffi::CString, os::fd::FromRawFd, ptr};
@@ -33,11 +33,11 @@ fn launchd() -> Option<TcpListener> {
     }
     let name = CString::new(SOCKET).ok()?;
     let (mut fds, mut count) = (ptr::null_mut(), 0);
-    // SAFETY: the name is a C string, and the two places are written only if 0 is returned.
+    // SAFETY: the name is a C string. The two out-pointers are valid and written only if 0 is returned.
     if unsafe { launch_activate_socket(name.as_ptr(), &mut fds, &mut count) } != 0 || fds.is_null() || count == 0 {
         return None;
     }
-    // SAFETY: launchd hands over `count` descriptors that are ours from now on, in memory that `free` takes.
+    // SAFETY: launchd returned `count` descriptors that this process owns, in memory that `free` accepts.
     unsafe {
         let first = *fds;
         libc::free(fds.cast());
@@ -45,23 +45,23 @@ fn launchd() -> Option<TcpListener> {
     }
 }
 
-/// Tells systemd that the port answers, and in words what is going on. Elsewhere nobody is told.
-pub fn ready(status: &str) {
-    tell(&[sd_notify::NotifyState::Ready, sd_notify::NotifyState::Status(status)]);
+/// Notifies systemd that the port is open, with a status text. Does nothing without systemd.
+pub fn notify_ready(status: &str) {
+    notify(&[sd_notify::NotifyState::Ready, sd_notify::NotifyState::Status(status)]);
 }
 
-/// The interval at which systemd wants to hear that this process is well, if it does.
-pub fn watched() -> Option<Duration> {
+/// The interval at which systemd's watchdog expects notifications, if it is enabled.
+pub fn watchdog_interval() -> Option<Duration> {
     sd_notify::watchdog_enabled().map(|within| within / 3)
 }
 
-/// This process is well.
-pub fn alive() {
-    tell(&[sd_notify::NotifyState::Watchdog]);
+/// Notifies systemd's watchdog.
+pub fn notify_watchdog() {
+    notify(&[sd_notify::NotifyState::Watchdog]);
 }
 
-fn tell(what: &[sd_notify::NotifyState<'_>]) {
-    if let Err(error) = sd_notify::notify(what) {
-        tracing::debug!(%error, "the service manager was not reached");
+fn notify(states: &[sd_notify::NotifyState<'_>]) {
+    if let Err(error) = sd_notify::notify(states) {
+        tracing::debug!(%error, "cannot notify the service manager");
     }
 }

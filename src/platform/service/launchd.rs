@@ -1,20 +1,20 @@
-//! The launchd agent: a property list in the user's `LaunchAgents`, and `launchctl`.
+//! launchd: a property list in the user's `LaunchAgents`, and `launchctl` commands.
 
-use super::{Action, LABEL, LINES, Service, Step, words};
+use super::{LABEL, LOG_LINES, Service, ServiceCommand, ServiceStep, words};
 use plist::{Dictionary, Value};
 use std::{ffi::OsString, path::PathBuf};
 
-/// The file that describes the agent.
+/// The agent's property list file.
 pub fn file(service: &Service) -> PathBuf {
     service.home.join("Library/LaunchAgents").join(format!("{LABEL}.plist"))
 }
 
-/// The directory of its logs: `serve --log-dir` keeps a week of them, a file a day.
+/// The log directory. `serve --log-dir` keeps a week of daily files in it.
 fn logs(service: &Service) -> PathBuf {
     service.home.join("Library/Logs/moestro")
 }
 
-/// The property list.
+/// The agent's property list.
 pub fn plist(service: &Service) -> Dictionary {
     let text = |text: &str| Value::String(text.into());
     let path = |path: PathBuf| Value::String(path.to_string_lossy().into_owned());
@@ -35,52 +35,54 @@ pub fn plist(service: &Service) -> Dictionary {
         }
         None => {
             list.insert("RunAtLoad".into(), Value::Boolean(true));
-            // A crash is mended by starting again; who stops it means it.
+            // Restart after a crash, but not after a regular exit.
             let keep = Dictionary::from_iter([("SuccessfulExit", Value::Boolean(false))]);
             list.insert("KeepAlive".into(), Value::Dictionary(keep));
         }
     }
-    // A checkpoint that cannot be loaded fails anew each time: not more often than the reading takes.
+    // A checkpoint that cannot be loaded fails at each start, so limit the restarts.
     list.insert("ThrottleInterval".into(), Value::Integer(30.into()));
-    // Somebody waits for each token. Background and Standard processes are slowed down, in computing and in reading.
+    // Background and Standard processes get less CPU and I/O, which would slow down every token.
     list.insert("ProcessType".into(), text("Interactive"));
     list.insert("LowPriorityIO".into(), Value::Boolean(false));
-    // Longer than the grace that running requests get.
+    // Longer than the grace period of running requests.
     list.insert("ExitTimeOut".into(), Value::Integer(15.into()));
-    // The log has files of its own; here end a panic's words and what is said before the log is open.
+    // The log has its own files. This one gets panic messages and output before the log is open.
     list.insert("StandardErrorPath".into(), path(logs.join("stderr.log")));
     list.insert("StandardOutPath".into(), text("/dev/null"));
     list
 }
 
-pub fn steps(service: &Service, action: Action) -> Vec<Step> {
+pub fn steps(service: &Service, action: ServiceCommand) -> Vec<ServiceStep> {
     let (file, session) = (file(service), format!("gui/{}", service.user));
     let target = format!("{session}/{LABEL}");
     match action {
-        Action::Install => {
+        ServiceCommand::Install => {
             let mut text = Vec::new();
             // Writing to memory does not fail.
             let _ = Value::Dictionary(plist(service)).to_writer_xml(&mut text);
             let mut load = words(["launchctl", "bootstrap", &session]);
             load.push(file.clone().into_os_string());
             vec![
-                Step::Try(words(["launchctl", "bootout", &target])),
-                Step::Write(logs(service).join("stderr.log"), String::new()),
-                Step::Write(file, String::from_utf8_lossy(&text).into_owned()),
-                Step::Run(load),
+                ServiceStep::Try(words(["launchctl", "bootout", &target])),
+                ServiceStep::Write(logs(service).join("stderr.log"), String::new()),
+                ServiceStep::Write(file, String::from_utf8_lossy(&text).into_owned()),
+                ServiceStep::Run(load),
             ]
         }
-        Action::Uninstall => vec![Step::Try(words(["launchctl", "bootout", &target])), Step::Remove(file)],
-        Action::Start => vec![Step::Run(words(["launchctl", "kickstart", &target]))],
-        Action::Stop => vec![Step::Run(words(["launchctl", "kill", "SIGTERM", &target]))],
-        Action::Reload => vec![Step::Run(words(["launchctl", "kill", "SIGHUP", &target]))],
-        Action::Status => vec![Step::Run(words(["launchctl", "print", &target]))],
-        Action::Logs => {
+        ServiceCommand::Uninstall => {
+            vec![ServiceStep::Try(words(["launchctl", "bootout", &target])), ServiceStep::Remove(file)]
+        }
+        ServiceCommand::Start => vec![ServiceStep::Run(words(["launchctl", "kickstart", &target]))],
+        ServiceCommand::Stop => vec![ServiceStep::Run(words(["launchctl", "kill", "SIGTERM", &target]))],
+        ServiceCommand::Reload => vec![ServiceStep::Run(words(["launchctl", "kill", "SIGHUP", &target]))],
+        ServiceCommand::Status => vec![ServiceStep::Run(words(["launchctl", "print", &target]))],
+        ServiceCommand::Logs => {
             let mut follow: Vec<OsString> = words(["/bin/sh", "-c"]);
-            // The newest of the daily files.
-            follow.push(format!("exec tail -n {LINES} -F \"$(ls -t \"$0\"/moestro.log* | head -n 1)\"").into());
+            // Follow the newest daily file.
+            follow.push(format!("exec tail -n {LOG_LINES} -F \"$(ls -t \"$0\"/moestro.log* | head -n 1)\"").into());
             follow.push(logs(service).into_os_string());
-            vec![Step::Run(follow)]
+            vec![ServiceStep::Run(follow)]
         }
     }
 }

@@ -1,6 +1,6 @@
-//! The systemd user unit, a socket beside it if it is to start on demand, and `systemctl --user`.
+//! systemd: a user unit, a socket unit for starting on demand, and `systemctl --user` commands.
 
-use super::{Action, LINES, Service, Step, words};
+use super::{LOG_LINES, Service, ServiceCommand, ServiceStep, words};
 use std::{path::PathBuf, process::Command};
 
 const UNIT: &str = "moestro.service";
@@ -10,14 +10,23 @@ fn dir(service: &Service) -> PathBuf {
     service.home.join(".config/systemd/user")
 }
 
-/// A word of `ExecStart`: quoted, with what systemd would expand taken literally.
+/// A quoted word of `ExecStart`. Specifiers and variables are escaped. Control characters are too: a raw newline would end
+/// the line and start another directive.
 fn quoted(word: &str) -> String {
-    let escaped = word.replace('\\', "\\\\").replace('"', "\\\"").replace('%', "%%").replace('$', "$$");
+    let mut escaped = String::with_capacity(word.len() + 2);
+    for c in word.chars() {
+        match c {
+            '\\' | '"' => escaped.extend(['\\', c]),
+            '%' | '$' => escaped.extend([c, c]),
+            c if c.is_control() => c.to_string().bytes().for_each(|byte| escaped += &format!("\\x{byte:02x}")),
+            c => escaped.push(c),
+        }
+    }
     format!("\"{escaped}\"")
 }
 
-/// A user's manager can shut off files and drop capabilities only inside of a user namespace. Some systems give users none:
-/// there a unit with these would not start at all.
+/// Options that need a user namespace in a user's systemd. On systems without user namespaces a unit with these options does
+/// not start.
 const CONFINED: [&str; 9] = [
     "PrivateUsers=yes",
     "ProtectSystem=strict",
@@ -30,8 +39,8 @@ const CONFINED: [&str; 9] = [
     "CapabilityBoundingSet=",
 ];
 
-/// True if the user's systemd can start a program with [`CONFINED`]: it tries.
-pub fn confines() -> bool {
+/// Tests whether the user's systemd can start a program with [`CONFINED`].
+pub fn can_confine() -> bool {
     let mut attempt = Command::new("systemd-run");
     attempt.args(["--user", "--wait", "--quiet", "--collect"]);
     for option in CONFINED {
@@ -40,11 +49,10 @@ pub fn confines() -> bool {
     attempt.arg("true").output().is_ok_and(|output| output.status.success())
 }
 
-/// The unit.
+/// The service unit.
 ///
-/// It shuts off all that a server of tokens has no use for. The server must map memory and read models wherever they
-/// are, and it writes to its cache, its log and the Hugging Face cache only. See [`CONFINED`] for what not every system
-/// lets a user do.
+/// It removes all privileges that the server does not need. The server reads models anywhere and writes only to its cache,
+/// its log and the Hugging Face cache. [`CONFINED`] has the options that not every system supports.
 pub fn unit(service: &Service) -> String {
     let mut command = vec![quoted(&service.program.to_string_lossy()), "serve".into()];
     command.extend(service.args.iter().map(|arg| quoted(arg)));
@@ -53,7 +61,7 @@ pub fn unit(service: &Service) -> String {
         Some(_) => format!("Also={SOCKET}"),
         None => "WantedBy=default.target".into(),
     };
-    let confined = if service.confined { CONFINED.join("\n") + "\n" } else { String::new() };
+    let is_confined = if service.is_confined { CONFINED.join("\n") + "\n" } else { String::new() };
     format!(
         "[Unit]\n\
          Description=Moestro, a server of language models\n\
@@ -65,7 +73,7 @@ pub fn unit(service: &Service) -> String {
          NotifyAccess=main\n\
          ExecStart={command}\n\
          ExecReload=/bin/kill -HUP $MAINPID\n\
-         # The port is open, and says so, before the model is loaded.\n\
+         # The port opens, and readiness is signalled, before the model is loaded.\n\
          TimeoutStartSec=60\n\
          TimeoutStopSec=15\n\
          WatchdogSec=60\n\
@@ -82,50 +90,53 @@ pub fn unit(service: &Service) -> String {
          SystemCallArchitectures=native\n\
          SystemCallFilter=@system-service\n\
          UMask=0077\n\
-         {confined}\
+         {is_confined}\
          \n\
          [Install]\n\
          {install}\n"
     )
 }
 
-/// The socket that starts the unit with the first connection.
+/// The socket unit, which starts the service at the first connection.
 pub fn socket(host: &str, port: u16) -> String {
-    let host = if host.contains(':') && !host.starts_with('[') { format!("[{host}]") } else { host.into() };
+    let host: String = host.chars().filter(|c| !c.is_control()).collect();
+    let host = if host.contains(':') && !host.starts_with('[') { format!("[{host}]") } else { host };
     format!(
         "[Unit]\nDescription=Moestro's port\n\n[Socket]\nListenStream={host}:{port}\nNoDelay=yes\n\n\
          [Install]\nWantedBy=sockets.target\n"
     )
 }
 
-pub fn steps(service: &Service, action: Action) -> Vec<Step> {
+pub fn steps(service: &Service, action: ServiceCommand) -> Vec<ServiceStep> {
     let dir = dir(service);
     let main = if service.on_demand.is_some() { SOCKET } else { UNIT };
     match action {
-        Action::Install => {
-            let mut steps = vec![Step::Write(dir.join(UNIT), unit(service))];
+        ServiceCommand::Install => {
+            let mut steps = vec![ServiceStep::Write(dir.join(UNIT), unit(service))];
             match &service.on_demand {
-                Some((host, port)) => steps.push(Step::Write(dir.join(SOCKET), socket(host, *port))),
+                Some((host, port)) => steps.push(ServiceStep::Write(dir.join(SOCKET), socket(host, *port))),
                 None => {
-                    steps.push(Step::Try(words(["systemctl", "--user", "disable", "--now", SOCKET])));
-                    steps.push(Step::Remove(dir.join(SOCKET)));
+                    steps.push(ServiceStep::Try(words(["systemctl", "--user", "disable", "--now", SOCKET])));
+                    steps.push(ServiceStep::Remove(dir.join(SOCKET)));
                 }
             }
-            steps.push(Step::Run(words(["systemctl", "--user", "daemon-reload"])));
-            steps.push(Step::Run(words(["systemctl", "--user", "enable", "--now", main])));
+            steps.push(ServiceStep::Run(words(["systemctl", "--user", "daemon-reload"])));
+            steps.push(ServiceStep::Run(words(["systemctl", "--user", "enable", "--now", main])));
             steps
         }
-        Action::Uninstall => vec![
-            Step::Try(words(["systemctl", "--user", "disable", "--now", SOCKET])),
-            Step::Try(words(["systemctl", "--user", "disable", "--now", UNIT])),
-            Step::Remove(dir.join(SOCKET)),
-            Step::Remove(dir.join(UNIT)),
-            Step::Run(words(["systemctl", "--user", "daemon-reload"])),
+        ServiceCommand::Uninstall => vec![
+            ServiceStep::Try(words(["systemctl", "--user", "disable", "--now", SOCKET])),
+            ServiceStep::Try(words(["systemctl", "--user", "disable", "--now", UNIT])),
+            ServiceStep::Remove(dir.join(SOCKET)),
+            ServiceStep::Remove(dir.join(UNIT)),
+            ServiceStep::Run(words(["systemctl", "--user", "daemon-reload"])),
         ],
-        Action::Start => vec![Step::Run(words(["systemctl", "--user", "start", UNIT]))],
-        Action::Stop => vec![Step::Run(words(["systemctl", "--user", "stop", UNIT]))],
-        Action::Reload => vec![Step::Run(words(["systemctl", "--user", "reload", UNIT]))],
-        Action::Status => vec![Step::Run(words(["systemctl", "--user", "--no-pager", "status", UNIT]))],
-        Action::Logs => vec![Step::Run(words(["journalctl", "--user-unit", UNIT, "-n", LINES, "-f"]))],
+        ServiceCommand::Start => vec![ServiceStep::Run(words(["systemctl", "--user", "start", UNIT]))],
+        ServiceCommand::Stop => vec![ServiceStep::Run(words(["systemctl", "--user", "stop", UNIT]))],
+        ServiceCommand::Reload => vec![ServiceStep::Run(words(["systemctl", "--user", "reload", UNIT]))],
+        ServiceCommand::Status => vec![ServiceStep::Run(words(["systemctl", "--user", "--no-pager", "status", UNIT]))],
+        ServiceCommand::Logs => {
+            vec![ServiceStep::Run(words(["journalctl", "--user-unit", UNIT, "-n", LOG_LINES, "-f"]))]
+        }
     }
 }

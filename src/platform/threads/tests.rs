@@ -15,7 +15,7 @@ fn every_task_runs_once() {
 }
 
 #[test]
-fn jobs_follow_each_other_with_and_without_sleep() {
+fn consecutive_jobs_run_with_and_without_pauses() {
     let threads = Threads::new(3);
     let sum = AtomicUsize::new(0);
     for round in 0..2000 {
@@ -29,36 +29,36 @@ fn jobs_follow_each_other_with_and_without_sleep() {
     assert_eq!(sum.into_inner(), 2000 * 21);
 }
 
-/// A job of as many tasks as threads, each of which waits for all others, so that each needs a thread of its own.
-fn meet(threads: &Threads) {
+/// Runs one task per thread. Each task waits for all others, so each needs its own thread.
+fn run_on_all_threads(threads: &Threads) {
     let (began, since) = (AtomicUsize::new(0), Instant::now());
     threads.run(threads.count(), &|_| {
         began.fetch_add(1, Ordering::Relaxed);
         while began.load(Ordering::Relaxed) < threads.count() {
-            assert!(since.elapsed() < Duration::from_secs(10), "somebody sleeps on");
+            assert!(since.elapsed() < Duration::from_secs(10), "a thread did not wake up");
             std::thread::yield_now();
         }
     });
 }
 
 #[test]
-fn all_who_sleep_are_woken() {
+fn all_parked_threads_wake_up() {
     let threads = Threads::new(7);
     threads.run(7, &|_| {});
     std::thread::sleep(SPIN * 20);
-    meet(&threads);
+    run_on_all_threads(&threads);
 }
 
 #[test]
-fn nobody_spins_for_long_until_the_job_behind_a_rest() {
+fn rest_shortens_the_spin_time() {
     let threads = Threads::new(2);
     let job = || {
-        meet(&threads);
-        threads.pool.patience(threads.pool.number.0.load(Ordering::Relaxed))
+        run_on_all_threads(&threads);
+        threads.pool.spin_time(threads.pool.number.0.load(Ordering::Relaxed))
     };
     assert_eq!(job(), SPIN);
     threads.rest();
-    assert_eq!(threads.pool.patience(1), REST);
+    assert_eq!(threads.pool.spin_time(1), SPIN_AT_REST);
     assert_eq!(job(), SPIN);
     let since = Instant::now();
     job();
@@ -69,7 +69,7 @@ fn nobody_spins_for_long_until_the_job_behind_a_rest() {
 }
 
 #[test]
-fn a_panic_reaches_the_caller_and_the_pool_lives_on() {
+fn panic_reaches_caller_and_pool_survives() {
     let threads = Threads::new(3);
     for bad in 0..8 {
         let caught = catch_unwind(AssertUnwindSafe(|| threads.run(8, &|task| assert_ne!(task, bad))));
@@ -103,11 +103,11 @@ fn nested_and_concurrent_callers_finish() {
 }
 
 #[test]
-fn split_covers_the_range() {
+fn run_split_covers_the_range() {
     let threads = Threads::new(3);
-    for (len, least) in [(0, 1), (1, 4), (17, 4), (1000, 1)] {
+    for (len, min) in [(0, 1), (1, 4), (17, 4), (1000, 1)] {
         let hits: Vec<AtomicUsize> = (0..len).map(|_| AtomicUsize::new(0)).collect();
-        threads.run_split(len, least, &|range| {
+        threads.run_split(len, min, &|range| {
             for index in range {
                 hits[index].fetch_add(1, Ordering::Relaxed);
             }
