@@ -8,8 +8,12 @@
 //! * `ours` uses the store's slot table and scores ([`SlotTable`], [`EvictionScores`]).
 //! * `counts` is the same without the router's margins.
 //! * `belady` evicts the expert whose next use is last (Belady 1966). No policy that must load every expert does better.
+//! * `belady_bypass` may read an expert without keeping it. No cache has fewer misses.
 //! * `fixed` keeps the most frequent experts of the whole trace and replaces only the others. For independent tokens, such
 //!   as random ones, it is the best policy without knowledge of the future.
+
+#[path = "../tests/support/belady.rs"]
+mod belady;
 
 use moestro::{
     device::SyncPoint,
@@ -138,6 +142,17 @@ fn offline(trace: &Trace, slots: usize, rank: impl Fn(ExpertKey, u64) -> u64) ->
     score
 }
 
+/// Belady's algorithm with bypass: an expert whose next use is last is read and not kept.
+fn belady_bypass(trace: &Trace, slots: usize) -> Score {
+    let keys: Vec<ExpertKey> = trace.routes.iter().flat_map(|route| route.keys.iter().copied()).collect();
+    let mut misses = belady::misses(&keys, slots).into_iter();
+    let mut score = Score::default();
+    for (half, route) in halves(trace) {
+        misses.by_ref().take(route.keys.len()).for_each(|miss| score.add(half, !miss));
+    }
+    score
+}
+
 /// The store's policy: hits of a route are pinned before anything is evicted for its misses.
 fn ours(trace: &Trace, size: usize, margins: bool) -> Score {
     let mut slots = SlotTable::new(size, trace.layers * trace.experts);
@@ -193,6 +208,7 @@ fn main() {
                 ("counts", ours(&trace, slots, false)),
                 ("ours", ours(&trace, slots, true)),
                 ("fixed", offline(&trace, slots, |key, _| u64::MAX - counts[&key])),
+                ("belady_bypass", belady_bypass(&trace, slots)),
                 ("belady", offline(&trace, slots, |_, next| next)),
             ];
             for (policy, score) in rows {

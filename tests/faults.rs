@@ -266,7 +266,7 @@ fn modification_while_serving_fails_later_reads() {
 }
 
 #[test]
-fn store_has_at_most_one_slot_per_expert() {
+fn store_limits_slots_to_experts() {
     for (slots, has) in [(3, 3), (LAYERS * EXPERTS, LAYERS * EXPERTS), (1000, LAYERS * EXPERTS)] {
         assert_eq!(faulty_store(slots).0.slots(), has);
     }

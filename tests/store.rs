@@ -1,5 +1,7 @@
 //! The store's building blocks through their public API: files, expert slots, eviction, checkpoint indexes.
 
+#[path = "store/belady.rs"]
+mod belady;
 #[path = "store/eviction.rs"]
 mod eviction;
 #[path = "store/files.rs"]
@@ -16,3 +18,5 @@ mod pack_records;
 mod read_plan;
 #[path = "store/slot_table.rs"]
 mod slot_table;
+#[path = "support/belady.rs"]
+mod support_belady;

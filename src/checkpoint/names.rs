@@ -1,6 +1,6 @@
 //! Canonical tensor names. Converters use several naming schemes; MLX's is canonical.
 
-/// What a tensor is, according to its name.
+/// The role of a tensor, according to its name.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum TensorName {
     /// Part of the text model, under its canonical name.

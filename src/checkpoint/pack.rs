@@ -15,7 +15,7 @@
 //! A pack replaces a checkpoint's experts only if every expert has the SHA-256 in the manifest. The
 //! [`fingerprint`](super::identity::fingerprint) finds candidate packs without reading much. All experts are hashed while
 //! packing. Later the [identity](super::identity) of the checkpoint's files stands for those hashes: while the files are
-//! the ones that were hashed, nothing is read. If they are not, they are hashed once more. A record's CRC-32 is verified
+//! the ones that were hashed, nothing is read. If they are not, they are hashed again. A record's CRC-32 is verified
 //! when it is read. A damaged record is rebuilt from the checkpoint.
 //!
 //! A pack is searched as `NAME.pack` next to the checkpoint directory `NAME`, then in the cache directory. If `--out` put

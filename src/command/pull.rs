@@ -30,10 +30,7 @@ fn download(id: &str) -> Result<PathBuf, CommandError> {
     }
     let hub = crate::checkpoint::hub::Hub::from_env()?;
     let bar = super::progress::bytes(0, id);
-    let outcome = hub.pull(id, &|here, total| {
-        bar.set_length(total);
-        bar.set_position(here);
-    });
+    let outcome = hub.pull(id, &progress_of(&bar));
     bar.finish_and_clear();
     match (outcome, hub.local(id)) {
         (Ok(dir), _) => Ok(dir),
@@ -42,6 +39,17 @@ fn download(id: &str) -> Result<PathBuf, CommandError> {
             Ok(dir)
         }
         (Err(error), None) => Err(error.into()),
+    }
+}
+
+/// Updates `bar`. The bytes that are on disk at the start of a resumed download do not count toward its speed.
+#[cfg(feature = "hub")]
+fn progress_of(bar: &indicatif::ProgressBar) -> impl Fn(u64, u64) + Sync {
+    let is_started = std::sync::Once::new();
+    move |on_disk, total| {
+        bar.set_length(total);
+        bar.set_position(on_disk);
+        is_started.call_once(|| bar.reset_eta());
     }
 }
 
@@ -54,4 +62,22 @@ fn find(_id: &str) -> Result<Option<PathBuf>, CommandError> {
 fn download(id: &str) -> Result<PathBuf, CommandError> {
     let reason = "cannot download: this program was built without the feature `hub`; use a directory instead";
     Err(CommandError::Usage(format!("{id}: {reason}")))
+}
+
+#[cfg(all(test, feature = "hub"))]
+mod tests {
+    use super::*;
+    use std::{thread, time::Duration};
+
+    #[test]
+    fn resumed_download_shows_current_speed() {
+        let bar = indicatif::ProgressBar::hidden();
+        let progress = progress_of(&bar);
+        progress(10 << 30, 20 << 30);
+        for step in 1..=5 {
+            thread::sleep(Duration::from_millis(20));
+            progress((10 << 30) + (step << 20), 20 << 30);
+        }
+        assert!(bar.per_sec() < 1e9, "{} bytes per second", bar.per_sec());
+    }
 }

@@ -1,4 +1,4 @@
-//! What a layer asks for: the router's choice and the kind of forward pass.
+//! `ExpertChoice`: the experts that a layer needs, and the kind of forward pass.
 
 /// The kind of forward pass that needs experts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

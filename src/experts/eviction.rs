@@ -1,8 +1,8 @@
 //! Eviction scores: an estimate of the probability that the next token of a layer selects an expert.
 //!
 //! Hit counts alone learn slowly: an expert that one token in fifty selects has no hits during most of the first fifty
-//! tokens. But the router computes a logit for every expert and token. How far an expert stayed below the selected ones
-//! predicts its chances as well as being selected does. So the score combines two estimates:
+//! tokens. But the router computes a logit for every expert and token. The distance of an expert's logit from the selected
+//! ones predicts its chances as well as a selection does. So the score combines two estimates:
 //!
 //! * The margin of an expert is its logit minus the lowest selected logit. Its running mean and variance define a normal
 //!   distribution. The first estimate is the probability that this distribution is positive.

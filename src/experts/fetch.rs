@@ -164,7 +164,7 @@ impl ExpertFetch<'_> {
     /// The next experts that can be read: first the hits, then whatever has arrived since. Blocks only if there is
     /// nothing to hand out. Returns `None` once every expert was handed out and every
     /// [background verification](ExpertStore::verify_in_background) has ended. An expert with a wrong checksum is handed
-    /// out once more, with the right bytes.
+    /// out a second time, with the right bytes.
     #[allow(clippy::should_implement_trait)] // A lending iterator: a batch borrows the fetch.
     pub fn next(&mut self, device: &mut dyn Timeline) -> Result<Option<ReadyBatch<'_>>, StoreError> {
         let store = self.store;
@@ -290,7 +290,7 @@ impl ExpertFetch<'_> {
         }
     }
 
-    /// Unpins experts whose verification succeeded. Damaged ones are read again and handed out once more.
+    /// Unpins experts whose verification succeeded. Damaged ones are read again and handed out a second time.
     fn finish_verifications(&mut self, state: &mut StoreState) {
         let PendingExperts { in_slots, unverified, .. } = &mut self.pending;
         unverified.retain(|expert| match state.slots.state(expert.slot) {

@@ -1,8 +1,8 @@
 //! Memory pressure: how many slots the store may keep while the system is short of memory.
 //!
-//! Reading an expert again is cheaper than swapping, or being killed. The store gives back the last slots of the slab, so
+//! Reading an expert again is cheaper than swapping, or being killed. The store releases the last slots of the slab, so
 //! that whole huge pages become free. It restores slots a few at a time, once memory has not been short for a while and
-//! all present slots are filled. Nothing is given back while a device has pinned the slots' pages (CUDA).
+//! all present slots are filled. Nothing is released while a device has pinned the slots' pages (CUDA).
 
 use crate::platform::os::{MemoryLevel, MemoryMonitor};
 use std::time::{Duration, Instant};
@@ -29,7 +29,7 @@ pub(super) struct SlotCounts {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum SlotChange {
     None,
-    /// Give slots back until this many are left. The change is logged if no shortage was logged recently.
+    /// Release slots until this many are left. The change is logged if no shortage was logged recently.
     Shrink {
         to: usize,
         is_logged: bool,
@@ -40,7 +40,7 @@ pub(super) enum SlotChange {
     },
 }
 
-/// Decides when slots are given back and restored.
+/// Decides when slots are released and restored.
 pub(super) struct MemoryPressure {
     monitor: MemoryMonitor,
     min_slots: usize,
@@ -60,9 +60,9 @@ impl MemoryPressure {
         (now >= self.next_check).then(|| self.monitor.check())
     }
 
-    /// Sets the time of the next check. After slots were given back, the system needs time to count them as free.
-    pub fn schedule(&mut self, now: Instant, gave_back: bool) {
-        self.next_check = now + if gave_back { MemoryMonitor::SETTLE_TIME } else { CHECK_INTERVAL };
+    /// Sets the time of the next check. After a release, the system needs time to count them as free.
+    pub fn schedule(&mut self, now: Instant, has_released: bool) {
+        self.next_check = now + if has_released { MemoryMonitor::SETTLE_TIME } else { CHECK_INTERVAL };
     }
 
     pub fn decide(&mut self, level: MemoryLevel, now: Instant, counts: SlotCounts, slot_bytes: usize) -> SlotChange {

@@ -28,7 +28,7 @@ pub(super) struct PendingExperts {
     pub batch: Vec<PendingExpert>,
     /// Slots of earlier batches that are still pinned.
     pub used: Vec<SlotId>,
-    /// Experts that were handed out before verification, pinned once more until it ends.
+    /// Experts that were handed out before verification. A second pin keeps them until it ends.
     pub unverified: Vec<PendingExpert>,
 }
 

@@ -10,7 +10,11 @@ use super::{
     slot_table::{SlotId, SlotState, SlotStates},
     source::{ExpertSource, PackRecords},
 };
-use crate::{device::Slab, metrics::Metrics, platform::os::disk_bytes_read};
+use crate::{
+    device::Slab,
+    metrics::Metrics,
+    platform::{os::disk_bytes_read, read_aligned},
+};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use std::{
     collections::VecDeque,
@@ -24,7 +28,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long an idle pool waits before it updates the count of disk bytes.
+/// Delay before an idle pool updates the count of disk bytes.
 const IDLE_BEFORE_COUNT: Duration = Duration::from_millis(20);
 
 /// A read that failed permanently.
@@ -423,37 +427,20 @@ impl ReaderState {
 
     /// Reads one range, and continues after interruptions and short reads.
     fn read_range(&self, read: &ReadRange, into: &mut [u8]) -> io::Result<()> {
-        let block = self.source.block();
-        let mut have = 0;
-        while have < read.needed {
+        let result = read_aligned(into, read.needed, self.source.block(), |rest, start| {
             let begin = Instant::now();
-            let result = match into.get_mut(have..) {
-                Some(rest) => self.source.read(read.file, read.offset + have as u64, rest),
-                None => Ok(0),
-            };
-            let got = match result {
-                Ok(got) => got,
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-                Err(error) => return Err(error),
-            };
+            let got = self.source.read(read.file, read.offset + start as u64, rest)?;
             self.metrics.ssd_reads.inc();
             self.metrics.ssd_read_bytes.inc_by(got as u64);
             self.metrics.ssd_read_seconds.observe(begin.elapsed().as_secs_f64());
-            if have + got >= read.needed {
-                break;
-            }
-            // A direct read continues at a block boundary. If less than a block arrived, the file has ended.
-            let reached = (have + got) / block * block;
-            if reached == have {
+            Ok(got)
+        });
+        result.map_err(|error| match error.kind() {
+            io::ErrorKind::UnexpectedEof => {
                 let size = self.source.size(read.file).unwrap_or(0);
-                let text = format!(
-                    "unexpected end of file: {} bytes are missing (size when opened: {size})",
-                    read.needed - have - got
-                );
-                return Err(io::Error::new(io::ErrorKind::UnexpectedEof, text));
+                io::Error::new(error.kind(), format!("{error} (the file had {size} when opened)"))
             }
-            have = reached;
-        }
-        Ok(())
+            _ => error,
+        })
     }
 }

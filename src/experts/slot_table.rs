@@ -137,7 +137,7 @@ pub struct Shrunk {
 
 pub struct SlotTable {
     slots: Vec<Slot>,
-    /// Number of slots in use; the ones after it were given back to the system.
+    /// Number of slots that are present. The ones after it were released to the system.
     present: usize,
     states: SlotStates,
     /// Slot by expert key.
@@ -169,7 +169,7 @@ impl SlotTable {
         &self.states
     }
 
-    /// Number of slots, without those given back to the system.
+    /// Number of slots, without released ones.
     pub fn len(&self) -> usize {
         self.present
     }

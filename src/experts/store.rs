@@ -173,7 +173,7 @@ impl ExpertStore {
         })
     }
 
-    /// How the files are read.
+    /// The access mode of the files.
     pub fn access(&self) -> Access {
         self.access
     }
@@ -200,7 +200,7 @@ impl ExpertStore {
         self.state.borrow().slots.find(key)
     }
 
-    /// True if every expert has a slot of its own.
+    /// True if every expert has its own slot.
     pub fn is_resident(&self) -> bool {
         self.is_resident.get()
     }
@@ -396,18 +396,18 @@ impl ExpertStore {
         self.state.borrow_mut().slots.advance(SyncPoint(u64::MAX));
     }
 
-    /// Gives slots back or restores them if the system's memory level asks for it. Called between two passes, when
+    /// Releases or restores slots if the system's memory level asks for it. Called between two passes, when
     /// `device` has finished all its work. Checks the system at most every 250 ms.
     pub fn adapt_to_memory(&self, device: &mut dyn Timeline) {
         let state = &mut *self.state.borrow_mut();
         let now = Instant::now();
         let Some(level) = state.pressure.check(now) else { return };
         state.slots.advance(device.completed());
-        let gave_back = self.adapt_to_level(state, level, now);
-        state.pressure.schedule(now, gave_back);
+        let has_released = self.adapt_to_level(state, level, now);
+        state.pressure.schedule(now, has_released);
     }
 
-    /// Returns true if slots were given back.
+    /// Returns true if slots were released.
     pub(super) fn adapt_to_level(&self, state: &mut StoreState, level: MemoryLevel, now: Instant) -> bool {
         if self.slab.has_locked_pages() {
             return false;
@@ -417,11 +417,11 @@ impl ExpertStore {
         match state.pressure.decide(level, now, counts, self.slot_bytes) {
             SlotChange::None => false,
             SlotChange::Shrink { to, is_logged } => {
-                let gave_back = self.give_slots_back(state, to);
-                if gave_back && is_logged {
-                    tracing::warn!(slots = state.slots.len(), of = all, "memory is short: giving expert slots back");
+                let has_released = self.release_slots(state, to);
+                if has_released && is_logged {
+                    tracing::warn!(slots = state.slots.len(), of = all, "memory is short: releasing expert slots");
                 }
-                gave_back
+                has_released
             }
             SlotChange::Grow { to } => {
                 if self.restore_slots(state, to) && to == all {
@@ -432,7 +432,7 @@ impl ExpertStore {
         }
     }
 
-    fn give_slots_back(&self, state: &mut StoreState, to: usize) -> bool {
+    fn release_slots(&self, state: &mut StoreState, to: usize) -> bool {
         let before = state.slots.len();
         if self.is_resident.replace(false) {
             // Removes the permanent pins of a resident model.

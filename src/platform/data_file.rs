@@ -6,7 +6,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Whether reads go through the page cache.
+/// The access mode: through the page cache or not.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Access {
     /// Bypasses the page cache: `O_DIRECT` on Linux, `F_NOCACHE` on macOS.
@@ -103,6 +103,37 @@ impl DataFile {
     pub fn drop_cached(&self, offset: u64, len: usize) {
         os::drop_cached(&self.file, offset, len);
     }
+}
+
+/// Fills the first `needed` bytes of `into` with calls of `read(buffer, start)`. After a short read it continues at the last
+/// block boundary, because a direct read at any other offset fails with EINVAL. The length of `into` is a multiple of
+/// `block`.
+///
+/// # Errors
+/// Those of `read`, except interruptions; `UnexpectedEof` if a read makes no progress.
+pub fn read_aligned(
+    into: &mut [u8],
+    needed: usize,
+    block: usize,
+    mut read: impl FnMut(&mut [u8], usize) -> io::Result<usize>,
+) -> io::Result<()> {
+    let mut have = 0;
+    while let Some(rest) = into.get_mut(have..).filter(|_| have < needed) {
+        let got = match read(rest, have) {
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+            other => other?,
+        };
+        if have + got >= needed {
+            break;
+        }
+        let reached = (have + got) / block * block;
+        if reached == have {
+            let text = format!("unexpected end of file: {} bytes are missing", needed - have - got);
+            return Err(io::Error::new(io::ErrorKind::UnexpectedEof, text));
+        }
+        have = reached;
+    }
+    Ok(())
 }
 
 #[cfg(target_os = "linux")]

@@ -11,7 +11,7 @@ pub mod service;
 pub mod split_mix64;
 mod threads;
 
-pub use data_file::{Access, DataFile, MAX_BLOCK};
+pub use data_file::{Access, DataFile, MAX_BLOCK, read_aligned};
 pub use huge_pages::zeroed_buffer;
 pub use jobs::run_jobs;
 pub use regular_file::{FileStamp, check_small_file, open_regular_file, read_small_file, sha256_file};

@@ -1,6 +1,6 @@
 //! SplitMix64 (Steele, Lea and Flood 2014): a counter and a mixing function. It gives the same numbers on every machine.
 
-/// What the counter grows by: 2^64 divided by the golden ratio.
+/// Increment of the counter: 2^64 divided by the golden ratio.
 pub const INCREMENT: u64 = 0x9e37_79b9_7f4a_7c15;
 
 /// A generator; the field is its seed.

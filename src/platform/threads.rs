@@ -26,7 +26,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long an idle worker spins before it parks. It is longer than the serial work between two jobs or two passes, such as
+/// Time that an idle worker spins before it parks. It is longer than the serial work between two jobs or two passes, such as
 /// sampling from 250,000 tokens. With 150 us, some of sixteen workers woke up late on one machine.
 const SPIN: Duration = Duration::from_millis(1);
 /// The same after the caller [rests](Threads::rest).
@@ -323,7 +323,7 @@ impl ThreadPool {
         }
     }
 
-    /// How long to spin after job `done`. Before the first job the pool is at rest.
+    /// Time to spin after job `done`. Before the first job the pool is at rest.
     fn spin_time(&self, done: u64) -> Duration {
         if self.rested_at.load(Ordering::Relaxed) == done { SPIN_AT_REST } else { SPIN }
     }

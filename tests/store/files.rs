@@ -3,7 +3,7 @@
 use moestro::platform::{
     Access, DataFile, MAX_BLOCK,
     atomic_file::{PartialDir, TempFile, private_dir, replace_file},
-    check_small_file, read_small_file, sha256_file, zeroed_buffer,
+    check_small_file, read_aligned, read_small_file, sha256_file, zeroed_buffer,
 };
 use std::{
     fs::{self, File},
@@ -38,7 +38,7 @@ fn direct_and_buffered_reads_return_same_bytes() {
 }
 
 #[test]
-fn modified_file_fails_and_renamed_file_does_not() {
+fn check_unchanged_detects_writes_not_renames() {
     let (named, _) = file_of(1000);
     let opened = DataFile::open(named.path(), Access::Buffered).unwrap();
     opened.check_unchanged().unwrap();
@@ -158,4 +158,32 @@ fn zeroed_buffer_is_zero_and_writable() {
         bytes.shrink_to_fit();
         assert!(bytes.iter().all(|byte| *byte == 7));
     }
+}
+
+#[test]
+fn short_direct_reads_continue_at_block_boundaries() {
+    const BLOCK: usize = 64;
+    // A direct file that returns odd numbers of bytes and rejects unaligned reads.
+    let file: Vec<u8> = (0..1000u32).map(|at| (at * 7 + at / 256) as u8).collect();
+    for (needed, len) in [(1000, 1024), (500, 512), (64, 64)] {
+        let mut buffer = vec![0; len];
+        let mut reads = 0;
+        let read = |into: &mut [u8], start: usize| {
+            if start % BLOCK != 0 || into.len() % BLOCK != 0 {
+                return Err(io::Error::from_raw_os_error(libc::EINVAL));
+            }
+            reads += 1;
+            if reads % 3 == 0 {
+                return Err(io::ErrorKind::Interrupted.into());
+            }
+            let got = into.len().min(file.len() - start).min(101);
+            into[..got].copy_from_slice(&file[start..start + got]);
+            Ok(got)
+        };
+        read_aligned(&mut buffer, needed, BLOCK, read).unwrap();
+        assert_eq!(buffer[..needed], file[..needed]);
+    }
+    let error = read_aligned(&mut [0; 64], 64, BLOCK, |_, _| Ok(30)).unwrap_err();
+    assert_eq!(error.kind(), io::ErrorKind::UnexpectedEof);
+    assert!(error.to_string().contains("34 bytes are missing"), "{error}");
 }

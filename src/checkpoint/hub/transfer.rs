@@ -91,7 +91,7 @@ struct FileDownload<'a> {
     part: Option<(Arc<File>, File)>,
     not_before: Instant,
     saved: Instant,
-    /// How often the download restarted because the file had changed.
+    /// Number of restarts because the file had changed.
     restarts: u32,
 }
 

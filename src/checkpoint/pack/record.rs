@@ -5,7 +5,7 @@ use crate::{
     device::Slab,
     error::StoreError,
     experts::{ExpertSource, PIECES, Piece, ShardFiles},
-    platform::{self, Access, DataFile},
+    platform::{self, Access, DataFile, read_aligned},
 };
 use sha2::{Digest, Sha256};
 use std::{io, path::Path};
@@ -64,11 +64,9 @@ pub fn open(path: &Path) -> Result<DataFile, StoreError> {
 
 /// Reads the record of `expert` from the file `disk`.
 pub fn read(disk: &DataFile, expert: usize, layer: &LayerManifest, record: &mut [u8]) -> Result<(), StoreError> {
-    let start = expert as u64 * layer.stride;
-    fill(record, |rest, done| match disk.read_at(rest, start + done) {
-        Ok(0) => Err(end_of_file(disk.path())),
-        other => other.map_err(|source| StoreError::Io { path: disk.path().to_owned(), source }),
-    })
+    let (start, len) = (expert as u64 * layer.stride, record.len());
+    let result = read_aligned(record, len, disk.block(), |rest, done| disk.read_at(rest, start + done as u64));
+    result.map_err(|source| StoreError::Io { path: disk.path().to_owned(), source })
 }
 
 fn end_of_file(path: &Path) -> StoreError {

@@ -1,4 +1,4 @@
-//! The store under memory pressure: slots are given back and restored.
+//! The store under memory pressure: slots are released and restored.
 
 use super::{EXPERTS, LAYERS, checkpoint, row, take};
 use crate::{
@@ -67,7 +67,7 @@ fn slots_shrink_and_grow_with_correct_bytes() {
         }
         assert_eq!((store.slots(), metrics.expert_slots.get()), (slots, slots as i64));
         assert_eq!(metrics.memory_pressure.get(), 2);
-        assert_eq!(["giving expert slots back", "all expert slots are restored"].map(said), [1, 1]);
+        assert_eq!(["releasing expert slots", "all expert slots are restored"].map(said), [1, 1]);
     }
 }
 
@@ -93,7 +93,7 @@ fn memory_is_checked_at_intervals() {
         }
     }
     let (store, _) = checkpoint().open(Options::new(8));
-    // Held slabs give nothing back, whatever the system reports.
+    // Held slabs release nothing, whatever the system reports.
     store.slab().lock_pages();
     let (mut device, before) = (CountingDevice(0), Instant::now());
     store.adapt_to_memory(&mut device);
@@ -112,14 +112,14 @@ fn one_shortage_is_logged_once() {
     let (_guard, said) = capture_log();
     let (store, _) = checkpoint().open(Options { min_slots: 4, ..Options::new(8) });
     let (now, bytes) = (Instant::now(), store.slot_bytes() as u64);
-    // The third shortage follows a calm period. In the last one no slot is left to give back.
+    // The third shortage follows a calm period. In the last one no slot is left to release.
     for (seconds, slots, lines) in [(0, 7, 1), (9, 6, 1), (20, 5, 2), (21, 4, 2), (60, 4, 2)] {
         store.adapt_to_level(
             &mut store.state.borrow_mut(),
             MemoryLevel::Short(bytes),
             now + Duration::from_secs(seconds),
         );
-        assert_eq!((store.slots(), said("giving expert slots back")), (slots, lines), "after {seconds} s");
+        assert_eq!((store.slots(), said("releasing expert slots")), (slots, lines), "after {seconds} s");
     }
 }
 

@@ -1,0 +1,46 @@
+//! Belady's algorithm against exhaustive search.
+
+use crate::support_belady::misses;
+use proptest::prelude::*;
+
+fn count(requests: &[u32], slots: usize) -> usize {
+    misses(requests, slots).iter().filter(|&&miss| miss).count()
+}
+
+/// The minimum number of misses, found by trying all choices.
+fn exhaustive(requests: &[u32], slots: usize, cached: &mut Vec<u32>) -> usize {
+    let Some((&key, rest)) = requests.split_first() else { return 0 };
+    if cached.contains(&key) {
+        return exhaustive(rest, slots, cached);
+    }
+    let mut fewest = exhaustive(rest, slots, cached);
+    if cached.len() < slots {
+        cached.push(key);
+        fewest = fewest.min(exhaustive(rest, slots, cached));
+        cached.pop();
+    } else {
+        for i in 0..cached.len() {
+            let old = std::mem::replace(&mut cached[i], key);
+            fewest = fewest.min(exhaustive(rest, slots, cached));
+            cached[i] = old;
+        }
+    }
+    1 + fewest
+}
+
+#[test]
+fn textbook_sequence_has_known_misses() {
+    // The request sequence of Belady's anomaly.
+    let requests = [1, 2, 3, 4, 1, 2, 5, 1, 2, 3, 4, 5];
+    assert_eq!(count(&requests, 3), 7);
+    assert_eq!(count(&requests, 4), 6);
+    assert_eq!(count(&requests, 5), 5);
+    assert_eq!(count(&requests, 0), 12);
+}
+
+proptest! {
+    #[test]
+    fn no_cache_has_fewer_misses(requests in proptest::collection::vec(0u32..5, 0..9), slots in 0usize..4) {
+        prop_assert_eq!(count(&requests, slots), exhaustive(&requests, slots, &mut Vec::new()));
+    }
+}

@@ -1,0 +1,33 @@
+//! Belady's algorithm: the optimal cache, which knows all future requests. Real caches are compared with it.
+
+use std::collections::{BTreeSet, HashMap};
+
+/// For each request, whether an optimal cache of `slots` entries misses. It evicts the entry whose next use is last
+/// (Belady 1966). A requested expert whose own next use is last is read and not kept. The cache starts empty.
+pub fn misses(requests: &[u32], slots: usize) -> Vec<bool> {
+    const NEVER: usize = usize::MAX;
+    let mut next = vec![NEVER; requests.len()];
+    let mut seen = HashMap::new();
+    for (at, key) in requests.iter().enumerate().rev() {
+        if let (Some(later), Some(next)) = (seen.insert(key, at), next.get_mut(at)) {
+            *next = later;
+        }
+    }
+    let mut cached: BTreeSet<(usize, u32)> = BTreeSet::new();
+    requests
+        .iter()
+        .zip(&next)
+        .enumerate()
+        .map(|(at, (&key, &next))| {
+            // Entries are ordered by their next use. For this key that is `at`.
+            let hit = cached.remove(&(at, key));
+            if hit || cached.len() < slots {
+                cached.insert((next, key));
+            } else if cached.last().is_some_and(|&(latest, _)| latest > next) {
+                cached.pop_last();
+                cached.insert((next, key));
+            }
+            !hit
+        })
+        .collect()
+}
