@@ -390,11 +390,8 @@ impl<M: Model> Scheduler<M> {
     /// Sends the events of a step, and ends the request or keeps it for the next step.
     fn publish(&mut self, active: ActiveRequest<M::State>, outcome: Result<StepOutput, Abort>) {
         let outcome = outcome.and_then(|StepOutput { events, finish }| {
-            let mut events = events.into_iter();
-            match events.try_for_each(|event| active.request.events.send(event)) {
-                Ok(()) => Ok(finish),
-                Err(_) => Err(Abort::Disconnected),
-            }
+            let is_received = events.into_iter().all(|event| active.request.events.send(event).is_ok());
+            if is_received { Ok(finish) } else { Err(Abort::Disconnected) }
         });
         match outcome {
             Ok(None) => self.active = Some(active),

@@ -61,10 +61,9 @@ pub fn without_test_modules(files: Vec<SourceFile>) -> Vec<SourceFile> {
     let mut test_modules = Vec::new();
     for file in &files {
         for (removed, _) in test_items(&without_comments(&file.text)) {
-            if let Some(name) = removed.trim_end_matches(';').rsplit_once("mod ").map(|(_, name)| name.trim()) {
-                if name.chars().all(|c| c.is_alphanumeric() || c == '_') {
-                    test_modules.push([file.module.as_slice(), &[name.to_owned()]].concat());
-                }
+            let name = removed.trim_end_matches(';').rsplit_once("mod ").map(|(_, name)| name.trim());
+            if let Some(name) = name.filter(|name| name.chars().all(|c| c.is_alphanumeric() || c == '_')) {
+                test_modules.push([file.module.as_slice(), &[name.to_owned()]].concat());
             }
         }
     }
@@ -234,10 +233,9 @@ fn declaring_module(
     }
     for import in imports[module].iter().filter(|import| import.is_declaration && import.alias == "*") {
         let target = [&import.target[..import.target.len() - 1], &path[module.len()..]].concat();
-        if let Some(found) = declaring_module(&target, imports, files, depth + 1) {
-            if declares(&files[found.as_slice()].code, name) {
-                return Some(found);
-            }
+        let found = declaring_module(&target, imports, files, depth + 1);
+        if let Some(found) = found.filter(|found| declares(&files[found.as_slice()].code, name)) {
+            return Some(found);
         }
     }
     Some(module.to_vec())

@@ -35,7 +35,7 @@ pub fn checked(tools: Option<Vec<Value>>) -> Result<Vec<Value>, ApiError> {
         let function = &tool["function"];
         if !function["name"].as_str().is_some_and(is_name) {
             let rule = format!("must be 1 to {MAX_NAME_LENGTH} letters, digits, dots, dashes or underscores.");
-            return Err(ApiError::wrong_value(format!("{at}.function.name"), format!("{rule}")));
+            return Err(ApiError::wrong_value(format!("{at}.function.name"), rule));
         }
         if !matches!(function["parameters"], Value::Null | Value::Object(_)) {
             return Err(ApiError::wrong_value(
