@@ -5,7 +5,7 @@ pub mod values;
 
 use clap::{Args, Parser, Subcommand, builder::BoolishValueParser};
 use std::path::PathBuf;
-use values::{Device, DraftModel, ExpertIo, KvBits, LogFormat, OnOff, SpeculationMode, Switch};
+use values::{Device, DraftModel, ExpertIo, KvBitsArg, LogFormat, OnOff, SpeculationMode, Switch};
 
 #[derive(Debug, Parser)]
 #[command(name = "moestro", version, about, max_term_width = 120, args_override_self = true)]
@@ -193,7 +193,7 @@ pub struct LoadArgs {
     /// Bits per key or value: 8 and 4 need half and a quarter of the memory but change answers a little (see `bench
     /// --quality`); the newest 64 to 127 positions keep 16
     #[arg(long, env = "MOESTRO_KV_BITS", value_name = "16|8|4", default_value = "16", value_parser = values::kv_bits)]
-    pub kv_bits: KvBits,
+    pub kv_bits: KvBitsArg,
     /// Prompt tokens per forward pass [default: as many as fit]
     #[arg(long, env = "MOESTRO_PREFILL_CHUNK", value_name = "N", value_parser = values::up_to::<65_536>)]
     pub prefill_chunk: Option<usize>,

@@ -3,7 +3,7 @@
 pub mod config_file;
 pub mod generation_config;
 
-pub use crate::cli::values::{Device, DraftModel, ExpertIo, KvBits, OnOff, SpeculationMode, Switch};
+pub use crate::cli::values::{Device, DraftModel, ExpertIo, KvBitsArg, OnOff, SpeculationMode, Switch};
 pub use generation_config::GenerationDefaults;
 
 use crate::cli::{self, values};
@@ -72,7 +72,7 @@ pub struct LoadSettings {
     pub experts_at_most: Option<usize>,
     pub context: Option<usize>,
     pub chunk: Option<usize>,
-    pub kv_bits: KvBits,
+    pub kv_bits: KvBitsArg,
     /// The model is served, so the plan reserves memory for requests.
     pub serving: bool,
     /// Bytes of memory for the prompt cache. 0 for a command without one.

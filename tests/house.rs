@@ -35,7 +35,7 @@ const ALLOWED_IMPORTS: &[(&str, &[&str])] = &[
 const TOP: &[&str] = &["main", "lib", "command", "tools"];
 
 /// Type names that several files may declare.
-const SHARED_TYPE_NAMES: &[&str] = &[];
+const SHARED_TYPE_NAMES: &[&str] = &["Options"];
 
 fn room_of(path: &str) -> &str {
     path.split('/').next().unwrap().trim_end_matches(".rs")
@@ -69,7 +69,6 @@ fn rooms_are_read_from_groups_and_paths() {
 }
 
 #[test]
-#[ignore = "holds once every room is reshaped"]
 fn files_import_each_other_in_no_circle() {
     let edges = file_imports(&production_files());
     assert!(edges.values().map(BTreeSet::len).sum::<usize>() > 500, "the imports were not read");
@@ -124,7 +123,6 @@ fn test_modules_are_no_production_files() {
 }
 
 #[test]
-#[ignore = "holds once every room is reshaped"]
 fn type_names_are_declared_once() {
     let mut declared: BTreeMap<String, Vec<String>> = BTreeMap::new();
     for file in production_files() {
@@ -139,7 +137,6 @@ fn type_names_are_declared_once() {
 }
 
 #[test]
-#[ignore = "holds once every room is reshaped"]
 fn impl_blocks_of_a_type_are_in_two_files_at_most() {
     let mut implemented: BTreeMap<(String, String), BTreeSet<String>> = BTreeMap::new();
     for file in production_files() {

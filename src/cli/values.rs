@@ -65,7 +65,7 @@ pub enum SpeculationMode {
 
 /// Bits of a key or value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum KvBits {
+pub enum KvBitsArg {
     #[default]
     Sixteen,
     Eight,
@@ -133,11 +133,11 @@ pub fn draft(text: &str) -> Result<DraftModel, String> {
     }
 }
 
-pub fn kv_bits(text: &str) -> Result<KvBits, String> {
+pub fn kv_bits(text: &str) -> Result<KvBitsArg, String> {
     match text {
-        "16" => Ok(KvBits::Sixteen),
-        "8" => Ok(KvBits::Eight),
-        "4" => Ok(KvBits::Four),
+        "16" => Ok(KvBitsArg::Sixteen),
+        "8" => Ok(KvBitsArg::Eight),
+        "4" => Ok(KvBitsArg::Four),
         _ => Err("use 16, 8 or 4".into()),
     }
 }

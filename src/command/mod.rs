@@ -189,11 +189,11 @@ pub struct ReadyModel {
 }
 
 /// Converts `--kv-bits`.
-pub fn kv_bits(bits: config::KvBits) -> KvBits {
+pub fn kv_bits(bits: config::KvBitsArg) -> KvBits {
     match bits {
-        config::KvBits::Sixteen => KvBits::Sixteen,
-        config::KvBits::Eight => KvBits::Eight,
-        config::KvBits::Four => KvBits::Four,
+        config::KvBitsArg::Sixteen => KvBits::Sixteen,
+        config::KvBitsArg::Eight => KvBits::Eight,
+        config::KvBitsArg::Four => KvBits::Four,
     }
 }
 

@@ -169,7 +169,7 @@ fn short_direct_reads_continue_at_block_boundaries() {
         let mut buffer = vec![0; len];
         let mut reads = 0;
         let read = |into: &mut [u8], start: usize| {
-            if start % BLOCK != 0 || into.len() % BLOCK != 0 {
+            if !start.is_multiple_of(BLOCK) || !into.len().is_multiple_of(BLOCK) {
                 return Err(io::Error::from_raw_os_error(libc::EINVAL));
             }
             reads += 1;

@@ -82,7 +82,7 @@ fn max_slots() -> usize {
 async fn serve(
     stream: TcpStream,
     router: Router,
-    slot: Arc<Slot>,
+    slot: Arc<ConnectionSlot>,
     timeouts: Timeouts,
     mut stop: watch::Receiver<bool>,
 ) -> hyper::Result<()> {
@@ -128,11 +128,11 @@ struct ConnectionSlots {
     ordinary: Arc<Semaphore>,
     reserved: Arc<Semaphore>,
     /// Slots that can be evicted.
-    taken: Mutex<Vec<Weak<Slot>>>,
+    taken: Mutex<Vec<Weak<ConnectionSlot>>>,
 }
 
 /// One connection's slot, free again when it is dropped.
-struct Slot {
+struct ConnectionSlot {
     is_reserved: bool,
     /// Start of the pause between two requests; `None` while a request is in progress.
     idle_since: Mutex<Option<Instant>>,
@@ -147,7 +147,7 @@ impl ConnectionSlots {
     }
 
     /// A free slot, an evicted one, or a reserved one.
-    async fn take(&self) -> Option<Arc<Slot>> {
+    async fn take(&self) -> Option<Arc<ConnectionSlot>> {
         let mut permit = self.ordinary.clone().try_acquire_owned().ok();
         if permit.is_none() && self.evict_idle() {
             let freed = self.ordinary.clone().acquire_owned();
@@ -156,7 +156,7 @@ impl ConnectionSlots {
         let is_reserved = permit.is_none();
         let permit = permit.or_else(|| self.reserved.clone().try_acquire_owned().ok())?;
         let idle_since = Mutex::new(Some(Instant::now()));
-        let slot = Arc::new(Slot { is_reserved, idle_since, evicted: Notify::new(), _permit: permit });
+        let slot = Arc::new(ConnectionSlot { is_reserved, idle_since, evicted: Notify::new(), _permit: permit });
         if !is_reserved {
             let mut taken = self.taken.lock();
             taken.retain(|slot| slot.strong_count() > 0);
@@ -168,7 +168,7 @@ impl ConnectionSlots {
     /// Closes the connection that has been idle longest; false if none is idle.
     fn evict_idle(&self) -> bool {
         let mut taken = self.taken.lock();
-        let idle_since = |slot: &Weak<Slot>| *slot.upgrade()?.idle_since.lock();
+        let idle_since = |slot: &Weak<ConnectionSlot>| *slot.upgrade()?.idle_since.lock();
         let idle = taken.iter().enumerate().filter_map(|(index, slot)| Some((idle_since(slot)?, index)));
         let Some((_, longest)) = idle.min() else { return false };
         if let Some(slot) = taken.swap_remove(longest).upgrade() {
@@ -179,10 +179,10 @@ impl ConnectionSlots {
 }
 
 /// Marks a slot as busy until the response is sent.
-struct BusyGuard(Arc<Slot>);
+struct BusyGuard(Arc<ConnectionSlot>);
 
 impl BusyGuard {
-    fn new(slot: Arc<Slot>) -> Self {
+    fn new(slot: Arc<ConnectionSlot>) -> Self {
         *slot.idle_since.lock() = None;
         Self(slot)
     }

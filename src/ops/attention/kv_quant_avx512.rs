@@ -80,7 +80,7 @@ pub(super) unsafe fn qk<const N: usize>(
     }
     let steps = rows.len() / (SETS * 16 * keys.row) * groups * N.div_ceil(4);
     let lines = next.len().div_ceil(64 * steps.max(1));
-    let mut prefetch = Prefetch::new(next, steps * lines);
+    let mut prefetch = RowPrefetch::new(next, steps * lines);
     // Hides the constant. Otherwise the compiler unrolls this loop and computes one query after the other, in one
     // dependency chain.
     let words = std::hint::black_box(WORDS);
@@ -186,12 +186,12 @@ fn words(digits: &[i8; GROUP]) -> &[[u8; 4]; WORDS] {
 }
 
 /// Spreads the prefetch of a memory range over many calls.
-struct Prefetch {
+struct RowPrefetch {
     at: *const u8,
     stride: usize,
 }
 
-impl Prefetch {
+impl RowPrefetch {
     /// Prefetches all of `next` in `calls` calls. With more calls than lines, some lines are prefetched twice.
     fn new(next: &[u8], calls: usize) -> Self {
         Self { at: next.as_ptr(), stride: next.len().div_ceil(calls.max(1)) }
@@ -236,7 +236,7 @@ pub(super) unsafe fn pv<const N: usize>(
         let quads = dim / 64 * (rows.len() / stride / QUAD);
         let others = quads * (N.div_ceil(2) + 1);
         let early = next.len().div_ceil(64).saturating_sub(others).div_ceil(quads.max(1)).max(1);
-        let mut prefetch = Prefetch::new(next, quads * early + others);
+        let mut prefetch = RowPrefetch::new(next, quads * early + others);
         for (strip, rows) in rows.chunks_exact(STRIP * QUAD * stride).enumerate() {
             for pair in 0..dim / 64 {
                 for (rows, values) in rows.chunks_exact(QUAD * stride).zip(&mut tile.values) {
@@ -281,7 +281,7 @@ fn accumulate<const M: usize>(
     values: &[[__m512i; 4]; STRIP],
     weights: &[StripWeights],
     to: &mut [[[__m512i; 2]; 4]],
-    prefetch: &mut Prefetch,
+    prefetch: &mut RowPrefetch,
 ) -> usize {
     let (Some(weights), Some(to)) = (weights.first_chunk::<M>(), to.first_chunk_mut::<M>()) else { return M };
     let mut totals = *to;
@@ -349,7 +349,7 @@ fn quantize_weights<const N: usize>(
     first: usize,
     value_scales: [&[f32; BLOCK]; 2],
     to: &mut [StripWeights],
-    prefetch: &mut Prefetch,
+    prefetch: &mut RowPrefetch,
 ) {
     // The low bytes of four integers, then the high bytes. The gaps are for the other group.
     let even = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, 1, 5, 9, 13, -1, -1, -1, -1));

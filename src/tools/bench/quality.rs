@@ -49,7 +49,7 @@ struct KvBitsResult {
 pub fn run(dir: &Path, load: &LoadSettings, text: &[u32], answer: usize, json: bool) -> Result<(), CommandError> {
     let mut options = options(load);
     let asked = match load.kv_bits {
-        config::KvBits::Sixteen => vec![KvBits::Eight, KvBits::Four],
+        config::KvBitsArg::Sixteen => vec![KvBits::Eight, KvBits::Four],
         one => vec![kv_bits(one)],
     };
     options.kv_bits = KvBits::Sixteen;

@@ -4,12 +4,13 @@
 //! Matrices have unit gain unless stated otherwise: the step between codes gives the weights of a row the variance
 //! gain^2 / columns. With the gains below, activations neither vanish nor explode over 60 layers.
 
-use super::{SynthOptions, noise};
+use super::{
+    noise,
+    options::{GROUP, SynthOptions},
+};
 use half::bf16;
 use serde_json::{Value, json};
 
-/// Weights that share a scale and a bias.
-pub const GROUP: usize = 64;
 /// Bits per weight, except in routers and shared-expert gates.
 const BITS: u32 = 4;
 /// Bits per weight in routers and shared-expert gates.
