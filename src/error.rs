@@ -1,33 +1,33 @@
-//! One error enum a layer. Each says where it happened, in words a user can act on; `http/api_error.rs` gives them a status.
+//! One error enum per layer. `http/errors.rs` maps them to HTTP statuses.
 
 use std::{io, path::PathBuf};
 
-/// Text in, tokens out: templates and tokenizers.
+/// Errors of templates and tokenizers.
 #[derive(Debug, thiserror::Error)]
 pub enum ChatError {
-    /// The template itself refused the conversation (`raise_exception`); the text is the template's own.
+    /// The template called `raise_exception`. The text is the template's own.
     #[error("{0}")]
     Refused(String),
     #[error("the chat template failed: {0}")]
     Template(String),
-    /// The template, which is sound, cannot be rendered with what it was given.
+    /// The template is valid but cannot be rendered with this conversation.
     #[error("the chat template fails on this conversation: {0}")]
     Conversation(String),
-    /// A variable that would take the place of something templates call.
+    /// A variable that would replace a function or variable of templates.
     #[error("chat_template_kwargs may not set `{0}`")]
     Reserved(String),
     #[error("tokenizer: {0}")]
     Tokenizer(String),
 }
 
-/// Bytes on disk.
+/// Errors of files and checkpoints.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
     #[error("{}: {source}", path.display())]
     Io { path: PathBuf, source: io::Error },
     #[error("{}: not a checkpoint: {why}", path.display())]
     NotACheckpoint { path: PathBuf, why: String },
-    /// Packed experts that do not belong to the checkpoint, or are incomplete.
+    /// Packed experts are incomplete or belong to another checkpoint.
     #[error("{}: not this checkpoint's pack: {why}", path.display())]
     NotAPack { path: PathBuf, why: String },
     #[error("tensor {name} is missing (looked for it in {})", dir.display())]
@@ -36,14 +36,14 @@ pub enum StoreError {
     Mismatch { name: String, file: PathBuf, expected: String, found: String },
     #[error("tensor {name} in {}: not part of this architecture", file.display())]
     Unknown { name: String, file: PathBuf },
-    /// A read of one expert failed: the request that wanted it ends, the server lives on.
+    /// A read of one expert failed. The request fails; the server continues.
     #[error("layer {layer}, expert {expert}: reading {len} bytes at offset {offset} of {}: {source}", file.display())]
     Read { layer: usize, expert: usize, file: PathBuf, offset: u64, len: usize, source: io::Error },
     #[error("{0}")]
     Other(String),
 }
 
-/// The model: its configuration and its forward pass.
+/// Errors of a model's configuration and forward pass.
 #[derive(Debug, thiserror::Error)]
 pub enum ModelError {
     #[error("config.json: {0}")]
@@ -58,19 +58,19 @@ pub enum ModelError {
     TokenOutOfRange { id: u32, vocab: usize },
     #[error("{0}")]
     Memory(String),
-    /// The caller did not want a pass to go on.
-    #[error("the pass was given up")]
+    /// The caller cancelled the pass.
+    #[error("the pass was cancelled")]
     GivenUp,
 }
 
-/// The reasons for which a request is not queued, or ends early.
+/// Reasons why a request is not queued or ends early.
 #[derive(Debug, thiserror::Error)]
 pub enum EngineError {
     #[error("the queue is full")]
     QueueFull,
     #[error("the server is shutting down")]
     Draining,
-    #[error("the model made way for another one: the answers before this one were not read in time")]
+    #[error("the model was unloaded for another request because earlier answers were not read in time")]
     Unloaded,
     #[error("the request exceeded its time limit")]
     TimedOut,
@@ -81,10 +81,10 @@ pub enum EngineError {
     /// Every logit is NaN or negative infinity: the checkpoint or a kernel is broken.
     #[error("the model's logits are not numbers")]
     NoLogits,
-    /// A constrained answer could not go on.
+    /// A constrained answer has no valid next token.
     #[error("the answer could not be held to its form: {0}")]
     Constraint(String),
-    /// A bug. The state is thrown away, the engine goes on.
+    /// A bug. The sequence is discarded and the engine continues.
     #[error("the model panicked: {0}")]
     Panicked(String),
     #[error(transparent)]
@@ -93,18 +93,18 @@ pub enum EngineError {
     Stopped,
 }
 
-/// The error that ended a command: one line on the terminal.
+/// The error that ended a command. Printed as one line.
 #[derive(Debug, thiserror::Error)]
 pub enum CommandError {
-    /// The command line makes no sense.
+    /// The command line is invalid.
     #[error("{0}")]
     Usage(String),
     #[error("no such directory: {}", .0.display())]
     NoSuchDirectory(PathBuf),
-    /// The system's service manager, or a file for it.
+    /// The service manager failed, or a file for it.
     #[error("{0}")]
     Service(String),
-    /// `doctor` found something: what, by name.
+    /// `doctor` found wrong results, listed by name.
     #[error("this machine does not compute what it should: {0}")]
     Unsound(String),
     #[error("port {port} of {host} is in use; --port takes another one, --port 0 any that is free")]
@@ -125,7 +125,7 @@ pub enum CommandError {
 }
 
 impl CommandError {
-    /// As shells expect it: 2 is a usage error, 130 an interruption, 1 everything else.
+    /// Exit code: 2 for usage errors, 130 for an interruption, 1 otherwise.
     pub fn exit_code(&self) -> u8 {
         match self {
             CommandError::Usage(_) => 2,

@@ -2,28 +2,25 @@
 //!
 //! # Layout
 //!
-//! Imports run one way: `http -> engine -> model -> checkpoint -> {ops, experts} -> device -> platform`. `tests/house.rs` fails on any other edge.
+//! Imports run one way: `http -> engine -> model -> checkpoint -> {ops, experts} -> device -> platform`. `tests/house.rs`
+//! fails on any other import. `docs/architecture.md` explains each room, the life of a request and the vocabulary.
 //!
-//! * [`http`] is what clients see: OpenAI's wire format, axum routes, server-sent events. It knows no tensor.
-//! * [`chat`] turns messages into tokens and tokens into text, and knows which tokens a schema allows: pure functions and
-//!   small state machines.
-//! * [`engine`] is the one thread that owns the model. Everything else sends it a [`engine::Request`] and reads
-//!   [`engine::Event`]s; a receiver that is dropped is a cancellation.
-//! * [`model`] is Qwen3.5. [`model::reference`] is the text to read first: plain tensors, one function a formula. The rest is
-//!   the same, fast: embedding, layers of gated attention or gated delta net with a mixture of experts, head.
-//! * [`ops`] has one folder for each operation: what it means, its CPU code, its launches. Devices run them as values.
-//! * [`experts`] brings bytes from disk into slots. It knows no mathematics.
-//! * [`checkpoint`] knows the files: their names, how each matrix is stored, packs, the hub.
-//! * [`device`] is memory that CPU, SSD and GPU see, and what runs launches on it. It knows no operation.
-//! * [`platform`] is the operating system: files, threads, memory and its limits.
-//! * [`config`] says what was asked for, checked; [`plan`] what it costs in memory; [`metrics`] and [`error`] are leaves
-//!   that every room may use.
+//! * [`http`]: the OpenAI and Anthropic APIs, server-sent events, limits. Knows no tensor.
+//! * [`chat`]: messages to tokens, tokens to text, schemas to token masks. Pure functions and small state machines.
+//! * [`engine`]: the thread that owns the model. Everything else sends it an [`engine::Request`] and reads
+//!   [`engine::Event`]s. Dropping the receiver cancels the request.
+//! * [`model`]: Qwen3.5. Read [`model::reference`] first: plain tensors, one function per formula. `model::forward` is the
+//!   same architecture as operations on buffers.
+//! * [`ops`]: one folder per operation, with its CPU code and its GPU launches.
+//! * [`experts`]: reads experts from disk into slots. Knows no mathematics.
+//! * [`checkpoint`]: a model's files: names, quantization, packs, downloads.
+//! * [`device`]: memory that CPU, SSD and GPU share, and launches on GPUs. Knows no operation.
+//! * [`platform`]: the operating system: files, threads, memory and its limits.
+//! * [`config`] holds checked settings, [`plan`] the memory plan. Every room may use [`metrics`] and [`error`].
+//! * [`cli`] declares flags, [`command`] has one file per subcommand, [`tools`] has bench, doctor, info and synth. [`demo`] is
+//!   the model inside the binary.
 //!
-//! * [`cli`] says what was typed, [`command`] has one file for each subcommand that serves, with what they share; [`tools`] has
-//!   the others (bench, doctor, info, synth). They sit on top of everything, with `main.rs`; [`demo`] is the model inside
-//!   the binary.
-//!
-//! A request's way: `ChatRequest -> String -> ids -> Request -> logits -> Event -> delta -> SSE frame`.
+//! A request becomes `ChatRequest -> GenerationRequest -> prompt -> token ids -> engine::Request -> Event -> delta -> SSE frame`.
 
 pub mod chat;
 pub mod checkpoint;
