@@ -47,7 +47,7 @@ pub fn nearest<'a>(name: &str, known: impl Iterator<Item = &'a str>) -> Option<(
     known.map(|known| (strsim::jaro_winkler(known, name), known)).max_by(|a, b| a.0.total_cmp(&b.0))
 }
 
-/// Whether `typed` has the form `org/name`.
+/// True if `typed` has the form `org/name`.
 pub fn is_hub_id(typed: &str) -> bool {
     let word = |word: &str| {
         word.starts_with(|c: char| c.is_ascii_alphanumeric())
@@ -147,7 +147,7 @@ pub struct ServeConfig {
     pub prompt_cache_disk: u64,
     pub load: LoadSettings,
     pub generation: GenerationDefaults,
-    /// Whether the model reasons, if a request does not say.
+    /// True if the model reasons, if a request does not say.
     pub thinking: Option<bool>,
 }
 

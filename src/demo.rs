@@ -74,7 +74,7 @@ fn sum(name: &str) -> &'static str {
     SUMS.lines().filter_map(|line| line.split_once("  ")).find(|(_, file)| *file == name).map_or("", |(sum, _)| sum)
 }
 
-/// Whether the file can be read and has this checksum.
+/// True if the file can be read and has this checksum.
 fn is_whole(path: &Path, sum: &str) -> bool {
     sha256_file(path).is_ok_and(|found| found == sum)
 }

@@ -137,7 +137,7 @@ fn type_names_are_declared_once() {
 }
 
 #[test]
-fn impl_blocks_of_a_type_are_in_two_files_at_most() {
+fn impl_blocks_are_in_at_most_two_files() {
     let mut implemented: BTreeMap<(String, String), BTreeSet<String>> = BTreeMap::new();
     for file in production_files() {
         // An operation is one type with its meaning in `mod.rs` and its two ways to run in `cpu.rs` and `gpu.rs`.
@@ -154,7 +154,7 @@ fn impl_blocks_of_a_type_are_in_two_files_at_most() {
 }
 
 #[test]
-fn operating_system_and_unsafe_stay_in_their_rooms() {
+fn unsafe_and_target_os_stay_in_rooms() {
     let mut wrong = Vec::new();
     for file in production_files() {
         for line in file.code.lines() {

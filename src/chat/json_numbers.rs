@@ -3,7 +3,7 @@
 
 use std::borrow::Cow;
 
-/// Whether the JSON number `text` has an integer value. `None` if `text` is not a JSON number.
+/// True if the JSON number `text` has an integer value. `None` if `text` is not a JSON number.
 pub fn is_integer(text: &str) -> Option<bool> {
     let digits = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
     let unsigned = text.strip_prefix('-').unwrap_or(text);

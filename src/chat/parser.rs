@@ -106,7 +106,7 @@ enum ParserState {
     Closing,
 }
 
-/// Whether more text can follow.
+/// True if more text can follow.
 #[derive(Clone, Copy, PartialEq)]
 enum InputEnd {
     MoreToCome,

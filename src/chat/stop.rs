@@ -24,7 +24,7 @@ struct StopPattern {
     bytes: Vec<u8>,
     /// `borders[i]`: length of the longest proper prefix of `bytes[..=i]` that is also its suffix.
     borders: Vec<usize>,
-    /// How many bytes of the pattern the text so far ends with.
+    /// Length in bytes of the longest prefix of the pattern that ends the text so far.
     matched: usize,
 }
 

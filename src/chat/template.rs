@@ -138,7 +138,7 @@ impl Template {
         &self.info
     }
 
-    /// Whether the prompt ends inside the model's reasoning: the template has opened it.
+    /// True if the prompt ends inside the model's reasoning: the template has opened it.
     pub fn opens_in_reasoning(prompt: &str) -> bool {
         prompt.strip_suffix('\n').unwrap_or(prompt).ends_with("<think>")
     }

@@ -130,7 +130,7 @@ impl Tokenizer {
         self.encoder.token_to_id(token)
     }
 
-    /// Whether a token is outside the BPE vocabulary: a control token such as `<|im_end|>`, or markup such as `<think>`.
+    /// True if a token is outside the BPE vocabulary: a control token such as `<|im_end|>`, or markup such as `<think>`.
     pub fn is_added(&self, id: u32) -> bool {
         self.added.binary_search(&id).is_ok()
     }

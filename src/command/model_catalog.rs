@@ -136,7 +136,7 @@ impl ModelCatalog {
         Ok(ServeConfig { model: entry.source, ..ServeConfig::new(typed)? })
     }
 
-    /// Whether the draft model on the command line was meant for another model.
+    /// True if the draft model on the command line was meant for another model.
     fn has_draft_of_another_model(&self, id: &str, config: &ServeConfig) -> bool {
         let named = |load: &LoadSettings| {
             load.drafts.as_ref().is_some_and(|drafts| matches!(drafts.draft, DraftModel::Model(_)))

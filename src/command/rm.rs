@@ -43,7 +43,7 @@ pub fn remove(typed: &cli::RmArgs, settings: &Settings) -> Result<(), CommandErr
     removed.map_err(|source| CommandError::Io { what: dir.display().to_string(), source })
 }
 
-/// Whether `dir` is in `home` once the links in its parent directories are resolved.
+/// True if `dir` is in `home` once the links in its parent directories are resolved.
 fn is_inside(dir: &Path, home: Option<PathBuf>) -> bool {
     let real = |path: &Path| path.canonicalize().ok();
     let (parent, home) = (dir.parent().and_then(real), home.as_deref().and_then(real));

@@ -125,7 +125,7 @@ async fn serve(config: ServeConfig, settings: Settings) -> Result<(), CommandErr
     }
 }
 
-/// Whether the server writes to a terminal, which sends SIGHUP when it closes.
+/// True if the server writes to a terminal, which sends SIGHUP when it closes.
 fn has_terminal() -> bool {
     io::stdout().is_terminal() || io::stderr().is_terminal()
 }

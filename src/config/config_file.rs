@@ -251,7 +251,7 @@ fn setting(name: String, value: toml::Value, of_model: bool) -> Result<(String, 
     Ok((name, value))
 }
 
-/// Whether a flag can be set in the file: all but help, version and config.
+/// True if a flag can be set in the file: all but help, version and config.
 fn is_setting(flag: &str) -> bool {
     !["help", "version", "config"].contains(&flag)
 }

@@ -27,7 +27,7 @@ pub struct Options {
     pub prompt_cache: u64,
     /// Where the prompt cache keeps snapshots across restarts.
     pub disk_cache: Option<DiskCacheOptions>,
-    /// How long accepted requests may continue after [`Handle::drain`].
+    /// Time that accepted requests may continue after [`Handle::drain`].
     pub grace: Duration,
 }
 

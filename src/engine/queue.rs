@@ -15,7 +15,7 @@ use std::{
 };
 use tokio::sync::mpsc;
 
-/// How often an idle engine checks whether the system is short of memory.
+/// Interval at which an idle engine checks whether the system is short of memory.
 const IDLE_INTERVAL: Duration = Duration::from_secs(1);
 
 /// A request in the queue or being worked on.
@@ -71,7 +71,7 @@ pub(super) struct AdmissionLimits {
     pub context: usize,
     /// Requests that may wait while one is running.
     pub max_queue: usize,
-    /// How long accepted requests may continue after [`RequestQueue::drain`].
+    /// Time that accepted requests may continue after [`RequestQueue::drain`].
     pub grace: Duration,
 }
 
@@ -183,7 +183,7 @@ impl RequestQueue {
         running.abort_reason(queue.deadline()).map_or(Ok(()), Err)
     }
 
-    /// Whether to cancel a step that is under way: its client has disconnected and another client waits. If no client
+    /// True if the step under way should be cancelled: its client has disconnected and another client waits. If no client
     /// waits, finishing the step is worthwhile, since the same client may repeat the request and reuse the state.
     pub fn should_cancel_step(&self, running: &QueuedRequest) -> bool {
         running.events.is_closed() && self.queue.lock().waiting.iter().any(|other| !other.events.is_closed())

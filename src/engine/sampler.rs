@@ -33,7 +33,7 @@ pub struct Sampler {
     usable: usize,
     /// Position of the next token, counted from the start of the prompt.
     position: u64,
-    /// How often each token occurs in the answer. 0 for tokens that occur only in the prompt. Empty without penalties.
+    /// Number of times each token occurs in the answer. 0 for tokens that occur only in the prompt. Empty without penalties.
     counts: HashMap<u32, u32>,
     /// Buffer for the logits of steps 1 to 3.
     row: Vec<f32>,

@@ -14,7 +14,7 @@ pub struct Sequence<S> {
     state: S,
     /// Rows of a verify that are in `state` and not (yet) in `tokens`.
     unconfirmed: usize,
-    /// Whether [`Sequence::sync`] extended the previous sequence, so that the model's hidden rows still belong to it.
+    /// True if [`Sequence::sync`] extended the previous sequence, so that the model's hidden rows still belong to it.
     is_continuation: bool,
 }
 
@@ -114,7 +114,7 @@ impl<S: SequenceState> Sequence<S> {
         &self.state
     }
 
-    /// Whether [`Sequence::sync`] extended the previous sequence as it was.
+    /// True if [`Sequence::sync`] extended the previous sequence as it was.
     pub fn is_continuation(&self) -> bool {
         self.is_continuation
     }

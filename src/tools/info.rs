@@ -187,7 +187,7 @@ impl InfoReport {
         Ok(())
     }
 
-    /// How many snapshots the prompt cache holds, and how many slots that memory would be.
+    /// Number of snapshots the prompt cache holds, and how many slots that memory would be.
     fn describe_prompt_cache(&self, plan: &Plan) -> String {
         let shape = &self.shape;
         let states = plan.states(shape.state);

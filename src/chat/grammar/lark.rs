@@ -130,7 +130,7 @@ fn name(text: &str) -> usize {
     text.find(|c: char| !(c.is_ascii_alphanumeric() || "_-".contains(c))).unwrap_or(text.len())
 }
 
-/// Whether a name before `text` is being defined: `name: ...`, `name[attributes]: ...`, `name::parameter: ...`.
+/// True if a name before `text` is being defined: `name: ...`, `name[attributes]: ...`, `name::parameter: ...`.
 fn starts_definition(mut text: &str) -> bool {
     loop {
         text = text.trim_start_matches([' ', '\t']);

@@ -100,7 +100,7 @@ impl<'a> Schema<'a> {
         Ok(())
     }
 
-    /// Whether following `$ref` from here returns to a part that was passed.
+    /// True if following `$ref` from here returns to a part that was passed.
     fn is_endless(&self, schema: &Value) -> bool {
         let (mut passed, mut part) = (HashSet::new(), schema);
         while let Some(target) = self.target(part) {
@@ -198,7 +198,7 @@ impl<'a> Schema<'a> {
     }
 }
 
-/// Whether several parts of the schema restrict the same value.
+/// True if several parts of the schema restrict the same value.
 fn intersects(fields: &Map<String, Value>) -> bool {
     let applicators = ["$ref", "anyOf", "oneOf", "allOf"].iter().filter(|key| fields.contains_key(**key)).count();
     let all_of = fields.get("allOf").and_then(Value::as_array).map_or(0, Vec::len);

@@ -37,7 +37,7 @@ pub(super) struct CacheState {
     pub pool: Option<Arc<PagePool>>,
     /// The clock of GreedyDual-Size.
     pub clock: f64,
-    /// How often the cache was cleared.
+    /// Number of times the cache was cleared.
     pub clear_count: u64,
     pub disk: Option<DiskIndex>,
     /// Another server holds the cache directory.
@@ -175,7 +175,7 @@ impl PromptCache {
         }
     }
 
-    /// How many snapshots one prompt may take: half of those that fit, between 1 and 8. 0 if none fits.
+    /// Number of snapshots one prompt may take: half of those that fit, between 1 and 8. 0 if none fits.
     pub fn max_snapshots_per_prompt(&self) -> usize {
         let fitting = self.state.lock().copy_limit().checked_div(self.size.state).unwrap_or(0) as usize;
         if fitting == 0 { 0 } else { (fitting / 2).clamp(1, 8) }
@@ -257,7 +257,7 @@ impl PromptCache {
         self.update_metrics(&state);
     }
 
-    /// How often the cache was cleared. The owner of state from before the last clear must drop it, too.
+    /// Number of times the cache was cleared. The owner of state from before the last clear must drop it, too.
     pub fn clear_count(&self) -> u64 {
         self.state.lock().clear_count
     }
@@ -330,7 +330,7 @@ impl CacheState {
         self.memory_use.bytes() + self.excess_page_bytes(0)
     }
 
-    /// Whether fewer than `pages` pages are free, or using them would exceed the limit.
+    /// True if fewer than `pages` pages are free, or using them would exceed the limit.
     fn is_short_of_pages(&self, pages: usize) -> bool {
         let free = self.pool.as_ref().map_or(usize::MAX, |pool| pool.free());
         let excess = self.excess_page_bytes(pages);

@@ -22,12 +22,12 @@ use std::{
     time::{Duration, Instant, SystemTime},
 };
 
-/// How long to wait for the directory if another server holds it. A server that is being replaced finishes in this time.
+/// Time to wait for the directory if another server holds it. A server that is being replaced finishes in this time.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(20);
 const LOCK_INTERVAL: Duration = Duration::from_millis(100);
-/// How often to retry snapshots that the hourly write limit held back.
+/// Interval at which to retry snapshots that the hourly write limit held back.
 const WRITE_RETRY_INTERVAL: Duration = Duration::from_secs(60);
-/// How long a closing cache may write its remaining snapshots.
+/// Time that a closing cache may write its remaining snapshots.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A snapshot to write: its tokens, the snapshot, and which of its pages are not on disk yet.

@@ -42,7 +42,7 @@ impl MemoryUse {
         }
     }
 
-    /// Whether a pool page of `snapshot` would become free if no counted snapshot held it.
+    /// True if a pool page of `snapshot` would become free if no counted snapshot held it.
     pub fn holds_last_reference(&self, snapshot: &Snapshot) -> bool {
         let is_last = |page: &Arc<KvPage>| self.references.get(&address(page)) == Some(&Arc::strong_count(page));
         Self::pool_pages(snapshot).any(is_last)

@@ -381,7 +381,7 @@ fn entries(dir: &Path, select: impl Fn(&fs::DirEntry) -> bool) -> io::Result<Vec
     Ok(entries.into_iter().filter(select).map(|entry| entry.path()).collect())
 }
 
-/// Whether a file is the unfinished copy of a killed server. Earlier versions used the extension `unfinished`.
+/// True if a file is the unfinished copy of a killed server. Earlier versions used the extension `unfinished`.
 fn is_temporary(path: &Path) -> bool {
     has_extension(path, "partial") || has_extension(path, "unfinished")
 }

@@ -25,7 +25,7 @@ pub enum SnapshotKind {
 }
 
 impl SnapshotKind {
-    /// How likely a prompt diverges here, relative to the end of any message.
+    /// Likelihood that a prompt diverges here, relative to the end of any message.
     pub fn weight(self) -> f64 {
         match self {
             SnapshotKind::Message => 1.0,

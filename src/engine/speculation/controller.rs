@@ -103,7 +103,7 @@ pub struct SpeculationController {
     tokens: u64,
     next_probe: u64,
     backoff: u64,
-    /// Whether the next neighbouring width to try is the wider one. Alternates.
+    /// True if the next neighbouring width to try is the wider one. Alternates.
     try_wider: bool,
 }
 
@@ -185,7 +185,7 @@ impl SpeculationController {
         }
     }
 
-    /// Whether to copy hidden rows for the draft, because it may be used soon.
+    /// True if hidden rows should be copied for the draft, because it may be used soon.
     pub fn wants_hidden_rows(&self) -> bool {
         match self.mode {
             DraftPolicy::Off => false,
@@ -329,7 +329,7 @@ impl SpeculationController {
         self.saved + share * (self.total + self.saved)
     }
 
-    /// Whether the first one or two cycles of a probe already show that speculation does not pay.
+    /// True if the first one or two cycles of a probe already show that speculation does not pay.
     fn is_hopeless(&mut self, left: u32, rows: usize) -> bool {
         match PROBE_CYCLES - left {
             1 => {

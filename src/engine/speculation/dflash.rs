@@ -26,7 +26,7 @@ pub struct DflashDraft {
     error: Option<ModelError>,
 }
 
-/// Whether the draft's context may belong to another sequence, because a new one has started since the last draft.
+/// True if the draft's context may belong to another sequence, because a new one has started since the last draft.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Unverified {
     No,

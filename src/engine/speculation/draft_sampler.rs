@@ -32,7 +32,7 @@ impl<'a> DraftSampler<'a> {
         Some(id)
     }
 
-    /// Whether `id` may come next. If so, moves on to the next position.
+    /// True if `id` may come next. If so, moves on to the next position.
     pub fn admits(&mut self, id: u32) -> bool {
         self.mask().is_some_and(|mask| mask.contains(id)) && self.accept(id).is_some()
     }

@@ -54,7 +54,7 @@ impl ModelDraft {
     }
 }
 
-/// How many of the last `evaluated` tokens, which start at position `base`, are not in `history`. `None` if they cannot be
+/// Number of the last `evaluated` tokens (from position `base`) that `history` does not have. `None` if they cannot be
 /// removed, or if no token of `history` would be left to evaluate.
 fn count_rejected(evaluated: &[u32], base: usize, verified: usize, history: TokenHistory<'_>) -> Option<usize> {
     let kept = evaluated.iter().zip(base..).take_while(|(id, at)| history.get(*at) == Some(**id)).count();

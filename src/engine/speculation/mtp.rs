@@ -20,7 +20,7 @@ pub struct MtpDraft {
     hidden: HiddenHistory,
     /// Position of the sequence that is the first one in the head's context.
     base: usize,
-    /// How many positions from `base` on the head has evaluated. Positions of drafted tokens do not count; the next call
+    /// Number of positions from `base` that the head has evaluated. Positions of drafted tokens do not count; the next call
     /// overwrites them.
     evaluated: usize,
 }

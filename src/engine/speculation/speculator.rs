@@ -21,9 +21,9 @@ use std::{
 pub struct Speculator<M> {
     /// `None` if speculation is off or the draft has failed.
     draft: Option<Box<dyn Draft<M>>>,
-    /// Whether the draft uses hidden rows.
+    /// True if the draft uses hidden rows.
     uses_hidden_rows: bool,
-    /// Whether forward passes copy hidden rows now.
+    /// True if forward passes copy hidden rows now.
     copies_hidden_rows: bool,
     /// Buffer for hidden rows.
     hidden: Vec<f32>,
@@ -45,7 +45,7 @@ pub struct PendingRows {
     current: usize,
     /// The drafted token after each row but the last.
     drafted: Vec<u32>,
-    /// Whether the draft contained the token that ended the answer.
+    /// True if the draft contained the token that ended the answer.
     drafted_end: bool,
     /// When the pass began. `None` for a prompt's.
     begun: Option<Instant>,
@@ -83,7 +83,7 @@ pub struct SampledToken<'a> {
     pub id: u32,
     pub sampler: &'a Sampler,
     pub masks: Option<&'a MaskWorker>,
-    /// How many tokens the answer may still get.
+    /// Number of tokens the answer may still get.
     pub remaining: usize,
 }
 

@@ -7,7 +7,7 @@ use std::{
 };
 use tokio::time::timeout_at;
 
-/// How long a client may be silent.
+/// Time that a client may be silent.
 #[derive(Debug, Clone, Copy)]
 pub struct Timeouts {
     /// Limit for the whole head of a request, and for the pause between two requests.

@@ -12,12 +12,12 @@ use std::{
 };
 use tokio::sync::oneshot;
 
-/// How often to check whether a busy model is idle while another request waits to replace it.
+/// Interval at which to check whether a busy model is idle while another request waits to replace it.
 pub const POLL_WITH_WAITERS: Duration = Duration::from_millis(20);
 /// The same when no request waits.
 pub const POLL_WITHOUT_WAITERS: Duration = Duration::from_secs(1);
 
-/// How long a model stays in memory, and how long a request may take.
+/// Time that a model stays in memory, and time that a request may take.
 #[derive(Debug, Clone, Copy)]
 pub struct HostTimeouts {
     /// Limit of a request from its arrival to the end of its answer, waiting included.

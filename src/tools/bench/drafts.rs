@@ -33,7 +33,7 @@ struct DraftReport {
 
 #[derive(Debug, Clone, Copy, Serialize)]
 struct DraftPosition {
-    /// How often all earlier positions were accepted.
+    /// Number of times all earlier positions were accepted.
     tried: u32,
     /// Share of these in which this position was accepted.
     right: f64,

@@ -17,7 +17,7 @@ pub struct BenchSetup {
     pub device: &'static str,
     pub threads: usize,
     pub io_threads: usize,
-    /// Whether expert reads bypass the page cache. `None` without routed experts.
+    /// True if expert reads bypass the page cache. `None` without routed experts.
     pub direct: Option<bool>,
     pub shape: ModelFootprint,
     pub plan: Plan,
