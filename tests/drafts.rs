@@ -187,7 +187,7 @@ fn draft_model_with_other_tokens_is_refused() {
     vocab.insert(other, 900.into());
     let (code, _, log) = ask(&json.to_string());
     assert_eq!(code, Some(2), "{log}");
-    assert!(log.contains("the first is 900"), "{log}");
+    assert!(log.contains("its tokens differ from the model's: token 900 is "), "{log}");
 }
 
 /// The tensors of a file: type, shape, bytes.

@@ -176,6 +176,10 @@ fn abandoned_chunk_is_kept_without_others() {
     let (handle, ..) = engine(&mock, options());
     let mut events = handle.submit(request(&[9; 100], 1)).unwrap();
     assert!(matches!(events.blocking_recv(), Some(Event::Started { .. })));
+    // Before its chunk has started, the request would be cancelled.
+    while mock.evaluated.load(Ordering::Relaxed) == 0 {
+        std::thread::sleep(Duration::from_millis(1));
+    }
     drop(events);
     wait_until_idle(&handle);
     let (_, end) = collect(handle.submit(request(&[9; 101], 1)).unwrap());
