@@ -13,7 +13,7 @@
 //! at the manifest's offsets, the rest zero. The stride is a multiple of 16 KiB, the largest page in use.
 //!
 //! A pack replaces a checkpoint's experts only if every expert has the SHA-256 in the manifest. The
-//! [`fingerprint`](super::identity::fingerprint) finds candidate packs without reading much. All experts are hashed while
+//! [`fingerprint`] finds candidate packs without reading much. All experts are hashed while
 //! packing. Later the [identity](super::identity) of the checkpoint's files stands for those hashes: while the files are
 //! the ones that were hashed, nothing is read. If they are not, they are hashed again. A record's CRC-32 is verified
 //! when it is read. A damaged record is rebuilt from the checkpoint.

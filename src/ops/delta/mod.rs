@@ -34,7 +34,7 @@ pub struct DeltaRule<'a> {
     pub tokens: usize,
     /// Projections, `[tokens, width]`. The last columns are z, b and a.
     pub proj: Region,
-    /// Output of [`Conv`](super::conv::Conv).
+    /// Output of [`Conv`].
     pub mixed: Region,
     pub decay: Decay,
     pub past: Replay,
