@@ -75,7 +75,7 @@ pub enum KvBitsArg {
 /// How experts are read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
 pub enum ExpertIo {
-    /// Direct, unless buffered reads measure clearly faster.
+    /// Direct if the file system supports it, else buffered.
     #[default]
     Auto,
     /// Bypasses the page cache.

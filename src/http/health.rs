@@ -1,4 +1,4 @@
-//! DiskCacheOptions health: whether the model's files were readable when they were last read.
+//! Storage health: whether the model's files were readable when they were last read.
 
 use parking_lot::Mutex;
 use std::time::{Duration, Instant};
