@@ -98,7 +98,7 @@ pub struct ServeArgs {
     /// misses
     #[arg(long, env = "MOESTRO_KEEP_BILLING_HEADER", value_parser = BoolishValueParser::new())]
     pub keep_billing_header: bool,
-    /// Write the log to daily files in this directory, kept for a week, instead of stderr
+    /// Write the log to files in this directory, at most 128 MiB of them, instead of stderr
     #[arg(long, env = "MOESTRO_LOG_DIR", value_name = "DIR")]
     pub log_dir: Option<PathBuf>,
     /// Format of log lines

@@ -1,18 +1,22 @@
 //! Sets up the log: its destination and the format of its lines.
 
+use super::log_files::LogFiles;
 use crate::{
     cli::{Command, values::LogFormat},
     error::CommandError,
 };
-use std::io::{self, IsTerminal};
-use tracing_appender::{
-    non_blocking::{NonBlockingBuilder, WorkerGuard},
-    rolling::{RollingFileAppender, Rotation},
+use std::{
+    io::{self, IsTerminal, Write},
+    sync::mpsc::{Sender, SyncSender, TrySendError, channel, sync_channel},
+    thread,
+    time::{Duration, Instant},
 };
 use tracing_subscriber::EnvFilter;
 
-/// Daily log files that are kept.
-const MAX_FILES: usize = 7;
+/// Lines that wait for the thread that writes them. More are dropped.
+const MAX_WAITING: usize = 16_384;
+/// Time to write the last lines before the process exits.
+const LAST_LINES: Duration = Duration::from_secs(1);
 
 /// Sets up the log of a command. A server logs from INFO, other commands from WARN: their result is what they print.
 ///
@@ -21,7 +25,7 @@ const MAX_FILES: usize = 7;
 ///
 /// # Errors
 /// The log directory is not writable.
-pub fn init(command: &Command) -> Result<WorkerGuard, CommandError> {
+pub fn init(command: &Command) -> Result<LogGuard, CommandError> {
     let (level, dir, format) = match command {
         Command::Serve(serve) => ("moestro=info,warn", serve.log_dir.as_ref(), serve.log_format),
         _ => ("warn", None, LogFormat::Text),
@@ -29,21 +33,133 @@ pub fn init(command: &Command) -> Result<WorkerGuard, CommandError> {
     let filter = EnvFilter::try_from_env("MOESTRO_LOG").unwrap_or_else(|_| EnvFilter::new(level));
     let on_terminal = dir.is_none() && io::stderr().is_terminal();
     let colours = on_terminal && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
-    let builder = NonBlockingBuilder::default().lossy(true).thread_name("log");
-    let (writer, guard) = match dir {
-        None => builder.finish(io::stderr()),
+    let failed = |source| CommandError::Io { what: "the log".into(), source };
+    let (lines, guard) = match dir {
+        None => write_in_thread(io::stderr()),
         Some(dir) => {
-            let files = RollingFileAppender::builder().rotation(Rotation::DAILY).max_log_files(MAX_FILES);
-            let files = files.filename_prefix("moestro.log").build(dir);
-            builder.finish(files.map_err(|error| CommandError::Usage(format!("--log-dir: {error}")))?)
+            let files = LogFiles::open(dir).map_err(|error| CommandError::Usage(format!("--log-dir: {error}")))?;
+            write_in_thread(files)
         }
-    };
+    }
+    .map_err(failed)?;
     // tracing-subscriber reports its own errors to stderr, and panics if stderr is closed.
-    let lines = tracing_subscriber::fmt().with_env_filter(filter).with_ansi(colours).with_writer(writer);
-    let lines = lines.log_internal_errors(false);
+    let layer = tracing_subscriber::fmt().with_env_filter(filter).with_ansi(colours).log_internal_errors(false);
+    let layer = layer.with_writer(move || lines.clone());
     match format {
-        LogFormat::Text => lines.init(),
-        LogFormat::Json => lines.json().flatten_event(true).init(),
+        LogFormat::Text => layer.init(),
+        LogFormat::Json => layer.json().flatten_event(true).init(),
     }
     Ok(guard)
+}
+
+enum LogMessage {
+    Line(Vec<u8>),
+    /// All lines are written when the sender in it is dropped.
+    Finish(Sender<()>),
+}
+
+/// Hands lines to the thread that writes them.
+#[derive(Clone)]
+struct LogLines(SyncSender<LogMessage>);
+
+impl Write for LogLines {
+    /// Takes the whole line. Never waits: a line that finds no room is dropped.
+    fn write(&mut self, line: &[u8]) -> io::Result<usize> {
+        let _ = self.0.try_send(LogMessage::Line(line.to_vec()));
+        Ok(line.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Writes the lines that wait when it is dropped, if that takes less than [`LAST_LINES`].
+pub struct LogGuard(LogLines);
+
+impl Drop for LogGuard {
+    fn drop(&mut self) {
+        let end = Instant::now() + LAST_LINES;
+        let (sender, finished) = channel();
+        let mut message = LogMessage::Finish(sender);
+        while let Err(TrySendError::Full(back)) = self.0.0.try_send(message) {
+            if Instant::now() >= end {
+                return;
+            }
+            message = back;
+            thread::sleep(Duration::from_millis(10));
+        }
+        let _ = finished.recv_timeout(end.saturating_duration_since(Instant::now()));
+    }
+}
+
+/// Starts a thread that writes lines. An error of `writer` drops a line, and the next line is tried again.
+fn write_in_thread(mut writer: impl Write + Send + 'static) -> io::Result<(LogLines, LogGuard)> {
+    let (sender, messages) = sync_channel(MAX_WAITING);
+    thread::Builder::new().name("log".into()).spawn(move || {
+        for message in messages {
+            match message {
+                LogMessage::Line(line) => drop(writer.write_all(&line)),
+                LogMessage::Finish(finished) => drop(finished),
+            }
+        }
+    })?;
+    let lines = LogLines(sender);
+    Ok((lines.clone(), LogGuard(lines)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::{os::unix::net::UnixStream, sync::Arc};
+
+    #[test]
+    fn waiting_lines_are_written_at_exit() {
+        let (read, write) = io::pipe().unwrap();
+        let (mut lines, guard) = write_in_thread(write).unwrap();
+        for number in 0..1000 {
+            writeln!(lines, "line {number}").unwrap();
+        }
+        drop((guard, lines));
+        let text = io::read_to_string(read).unwrap();
+        assert_eq!(text.lines().count(), 1000);
+        assert!(text.ends_with("line 999\n"), "{text}");
+    }
+
+    #[test]
+    fn blocked_writer_never_blocks_a_line() {
+        // Nothing reads the socket, so its writer blocks for ever.
+        let (reader, write) = UnixStream::pair().unwrap();
+        let (mut lines, guard) = write_in_thread(write).unwrap();
+        let line = vec![b'x'; 4096];
+        for _ in 0..MAX_WAITING + 1000 {
+            lines.write_all(&line).unwrap();
+        }
+        drop(guard);
+        drop(reader);
+    }
+
+    #[test]
+    fn failed_line_does_not_end_the_log() {
+        struct Failing(Arc<parking_lot::Mutex<Vec<u8>>>);
+        impl Write for Failing {
+            fn write(&mut self, line: &[u8]) -> io::Result<usize> {
+                if line.starts_with(b"bad") {
+                    return Err(io::Error::from(io::ErrorKind::StorageFull));
+                }
+                self.0.lock().extend(line);
+                Ok(line.len())
+            }
+            fn flush(&mut self) -> io::Result<()> {
+                Ok(())
+            }
+        }
+        let written = Arc::default();
+        let (mut lines, guard) = write_in_thread(Failing(Arc::clone(&written))).unwrap();
+        for line in ["bad\n", "good\n", "bad\n", "end\n"] {
+            lines.write_all(line.as_bytes()).unwrap();
+        }
+        drop(guard);
+        assert_eq!(&*written.lock(), b"good\nend\n");
+    }
 }

@@ -10,6 +10,7 @@ pub mod list;
 mod local_model;
 pub mod local_models;
 pub mod log;
+mod log_files;
 mod model_catalog;
 pub mod pack;
 pub mod progress;

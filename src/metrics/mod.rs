@@ -2,7 +2,8 @@
 //!
 //! Rooms hold an `Arc<Metrics>` and count where the event happens; `GET /metrics` renders it. Labelled families are
 //! resolved to their children at start, so that counting on a hot path is one atomic addition. Units are base units
-//! (seconds, bytes). `process_*` comes from the prometheus crate, which reads `/proc` and so supports Linux only.
+//! (seconds, bytes). `process_*` are the standard metrics of Prometheus's own libraries. A value that the system does not report
+//! is left out.
 
 mod exposition;
 mod families;
@@ -166,6 +167,14 @@ metrics! {
     gauge "moestro_memory_limit_bytes" [] "Limit of the memory plan" => memory_limit_bytes [];
     gauge "moestro_process_memory_bytes" ["kind"] "Memory of the process, measured for each scrape" =>
         process_memory family;
+    seconds "process_cpu_seconds_total" [] "CPU seconds of the process, user and system" => process_cpu_seconds [];
+    gauge "process_resident_memory_bytes" [] "Resident memory of the process" => process_resident_memory family;
+    gauge "process_virtual_memory_bytes" [] "Address space of the process (Linux)" => process_virtual_memory family;
+    gauge "process_open_fds" [] "Open file descriptors" => process_open_fds family;
+    gauge "process_max_fds" [] "Limit of open file descriptors" => process_max_fds family;
+    gauge "process_threads" [] "Threads of the process (Linux)" => process_threads family;
+    gauge "process_start_time_seconds" [] "Start of the process in seconds since 1970 (Linux)" =>
+        process_start_time family;
     counter "moestro_memory_pressure_total" [] "Times that expert slots were freed because memory was short" =>
         memory_pressure [];
     gauge "moestro_build_info" ["version", "device", "model"] "Always 1; the labels describe what is running" =>
@@ -176,10 +185,7 @@ impl Metrics {
     /// Creates metrics with their own registry, so that two servers in one process count separately. `device` is named
     /// as in `/health`.
     pub fn new(version: &str, device: &str) -> Arc<Self> {
-        let registry = Registry::new();
-        #[cfg(target_os = "linux")]
-        registry.register(Box::new(prometheus::process_collector::ProcessCollector::for_self())).expect("unique name");
-        let metrics = Self::register(registry);
+        let metrics = Self::register(Registry::new());
         for reason in ["stop", "length", "tool_calls", "cancelled", "error"] {
             metrics.answers.with_label_values(&[reason]);
         }
@@ -253,7 +259,27 @@ impl Metrics {
         for (kind, bytes) in os::process_memory() {
             self.process_memory.with_label_values(&[kind]).set(bytes as i64);
         }
+        self.measure_process();
         exposition::prometheus(&self.registry)
+    }
+
+    fn measure_process(&self) {
+        let new_seconds = os::cpu_seconds() - self.process_cpu_seconds.get();
+        self.process_cpu_seconds.inc_by(new_seconds.max(0.0));
+        let stat = os::process_stat();
+        let values = [
+            (&self.process_resident_memory, os::resident_memory()),
+            (&self.process_virtual_memory, stat.as_ref().map(|stat| stat.virtual_memory)),
+            (&self.process_open_fds, os::open_files()),
+            (&self.process_max_fds, os::max_files()),
+            (&self.process_threads, stat.as_ref().map(|stat| stat.threads)),
+            (&self.process_start_time, stat.as_ref().map(|stat| stat.started)),
+        ];
+        for (gauge, value) in values {
+            if let Some(value) = value {
+                gauge.with_label_values::<&str>(&[]).set(value as i64);
+            }
+        }
     }
 
     /// Renders the OpenMetrics text format; see [`OPENMETRICS`].

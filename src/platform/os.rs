@@ -5,8 +5,10 @@
 #[cfg(target_os = "linux")]
 mod cgroup;
 mod pressure;
+mod process;
 
 pub use pressure::{MemoryLevel, MemoryMonitor};
+pub use process::{cpu_seconds, max_files, open_files, process_stat};
 
 use std::path::{Path, PathBuf};
 

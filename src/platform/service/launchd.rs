@@ -9,7 +9,7 @@ pub fn file(service: &Service) -> PathBuf {
     service.home.join("Library/LaunchAgents").join(format!("{LABEL}.plist"))
 }
 
-/// The log directory. `serve --log-dir` keeps a week of daily files in it.
+/// The log directory. `serve --log-dir` keeps files of bounded size in it.
 fn logs(service: &Service) -> PathBuf {
     service.home.join("Library/Logs/moestro")
 }
@@ -79,7 +79,7 @@ pub fn steps(service: &Service, action: ServiceCommand) -> Vec<ServiceStep> {
         ServiceCommand::Status => vec![ServiceStep::Run(words(["launchctl", "print", &target]))],
         ServiceCommand::Logs => {
             let mut follow: Vec<OsString> = words(["/bin/sh", "-c"]);
-            // Follow the newest daily file.
+            // Follow the newest file.
             follow.push(format!("exec tail -n {LOG_LINES} -F \"$(ls -t \"$0\"/moestro.log* | head -n 1)\"").into());
             follow.push(logs(service).into_os_string());
             vec![ServiceStep::Run(follow)]

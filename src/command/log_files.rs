@@ -1,0 +1,142 @@
+//! Log files of bounded size: `moestro.log`, and older ones as `moestro.log.1` (the newest) and up.
+
+use std::{
+    fs::{self, File},
+    io::{self, Write},
+    path::{Path, PathBuf},
+};
+
+const NAME: &str = "moestro.log";
+/// Bytes of one file. The whole log takes at most [`MAX_FILES`] times as much.
+const MAX_BYTES: u64 = 16 << 20;
+const MAX_FILES: usize = 8;
+
+/// A writer of whole lines that starts a new file when the current one is full. The oldest file is deleted.
+pub struct LogFiles {
+    dir: PathBuf,
+    file: File,
+    bytes: u64,
+    max_bytes: u64,
+}
+
+impl LogFiles {
+    /// Opens the log in `dir`, and creates the directory. An existing log is continued.
+    ///
+    /// # Errors
+    /// The directory or the file cannot be created or written.
+    pub fn open(dir: &Path) -> io::Result<Self> {
+        Self::with_size(dir, MAX_BYTES)
+    }
+
+    fn with_size(dir: &Path, max_bytes: u64) -> io::Result<Self> {
+        fs::create_dir_all(dir)?;
+        let (file, bytes) = append(dir)?;
+        Ok(Self { dir: dir.into(), file, bytes, max_bytes })
+    }
+
+    /// Moves each file one number up and opens a new one.
+    fn rotate(&mut self) -> io::Result<()> {
+        let numbered = |number: usize| match number {
+            0 => self.dir.join(NAME),
+            _ => self.dir.join(format!("{NAME}.{number}")),
+        };
+        for number in (0..MAX_FILES - 1).rev() {
+            match fs::rename(numbered(number), numbered(number + 1)) {
+                Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+                _ => {}
+            }
+        }
+        (self.file, self.bytes) = append(&self.dir)?;
+        Ok(())
+    }
+}
+
+/// Opens the current file for appending. Returns its size, too.
+fn append(dir: &Path) -> io::Result<(File, u64)> {
+    let file = File::options().create(true).append(true).open(dir.join(NAME))?;
+    let bytes = file.metadata()?.len();
+    Ok((file, bytes))
+}
+
+impl Write for LogFiles {
+    /// Writes a line, or nothing if there is no room for it.
+    fn write(&mut self, line: &[u8]) -> io::Result<usize> {
+        if self.bytes > 0 && self.bytes + line.len() as u64 > self.max_bytes {
+            self.rotate()?;
+        }
+        let written = self.file.write(line)?;
+        self.bytes += written as u64;
+        Ok(written)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::PermissionsExt;
+
+    /// Names and sizes of the files in a directory, by name.
+    fn sizes(dir: &Path) -> Vec<(String, u64)> {
+        let files = fs::read_dir(dir).unwrap().map(|entry| entry.unwrap());
+        let mut sizes: Vec<_> =
+            files.map(|file| (file.file_name().into_string().unwrap(), file.metadata().unwrap().len())).collect();
+        sizes.sort();
+        sizes
+    }
+
+    #[test]
+    fn log_size_is_bounded() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut log = LogFiles::with_size(dir.path(), 1000).unwrap();
+        for number in 0..10_000 {
+            log.write_all(format!("{number:099}\n").as_bytes()).unwrap();
+        }
+        let files = sizes(dir.path());
+        assert_eq!(files.len(), MAX_FILES, "{files:?}");
+        assert!(files.iter().all(|(_, bytes)| *bytes == 1000), "{files:?}");
+        let last = |name| fs::read_to_string(dir.path().join(name)).unwrap().lines().last().unwrap().parse::<u64>();
+        assert_eq!(last(NAME), Ok(9999));
+        assert_eq!(last("moestro.log.1"), Ok(9989));
+        assert_eq!(last("moestro.log.7"), Ok(9929));
+    }
+
+    #[test]
+    fn restart_continues_the_log() {
+        let dir = tempfile::tempdir().unwrap();
+        for _ in 0..5 {
+            LogFiles::with_size(dir.path(), 10).unwrap().write_all(b"12345").unwrap();
+        }
+        let expected = [(NAME, 5), ("moestro.log.1", 10), ("moestro.log.2", 10)].map(|(name, n)| (name.to_owned(), n));
+        assert_eq!(sizes(dir.path()), expected);
+    }
+
+    #[test]
+    fn failed_rotation_keeps_the_bound() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut log = LogFiles::with_size(dir.path(), 10).unwrap();
+        log.write_all(b"1234567890").unwrap();
+        // A directory that is in the way cannot be replaced by a file, not even by root.
+        fs::create_dir_all(dir.path().join("moestro.log.1/in-the-way")).unwrap();
+        fs::create_dir_all(dir.path().join("moestro.log.2/in-the-way")).unwrap();
+        assert!(log.write(b"more").is_err());
+        assert_eq!(fs::read(dir.path().join(NAME)).unwrap(), b"1234567890");
+        fs::remove_dir_all(dir.path().join("moestro.log.1")).unwrap();
+        fs::remove_dir_all(dir.path().join("moestro.log.2")).unwrap();
+        log.write_all(b"more").unwrap();
+        assert_eq!(fs::read(dir.path().join(NAME)).unwrap(), b"more");
+    }
+
+    #[test]
+    fn unusable_directory_is_an_error() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join("file"), "").unwrap();
+        assert!(LogFiles::open(&dir.path().join("file/logs")).is_err());
+        let mode = fs::metadata(dir.path()).unwrap().permissions().mode();
+        assert_eq!(mode & 0o700, 0o700);
+        LogFiles::open(&dir.path().join("new/logs")).unwrap();
+    }
+}
