@@ -26,6 +26,10 @@ mod malformed;
 mod messages;
 #[path = "api/models.rs"]
 mod models;
+#[path = "support/mutate.rs"]
+mod mutate;
+#[path = "api/mutated_requests.rs"]
+mod mutated_requests;
 #[path = "api/pages.rs"]
 mod pages;
 #[path = "api/response_format.rs"]

@@ -28,12 +28,12 @@ run() {
   CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER="$qemu -cpu $1 -L $sysroot" tests "${@:2}"
 }
 if [ "${1:-}" = build ]; then
-  tests --no-run --lib --test golden
+  tests --no-run --lib --test model
   exit
 fi
 
 # `max` has sdot, `cortex-a53` does not. A test prints the kernels it found, so that neither is skipped silently.
 run max --lib ops:: -- --nocapture | tee >(cat >&2) | grep 'kernels: .*Dotprod' >/dev/null
 run cortex-a53 --lib ops:: -- --nocapture | tee >(cat >&2) | grep 'kernels: \[Scalar, Neon\]' >/dev/null
-run max --test golden
+run max --test model golden::
 printf '\n%s s\n' "$SECONDS"

@@ -1,9 +1,12 @@
-//! The store's building blocks through their public API: files, expert slots, eviction, checkpoint indexes.
+//! The store's building blocks through their public API: files, expert slots, eviction, checkpoint
+//! indexes, packs; and a disk that fails.
 
 #[path = "store/belady.rs"]
 mod belady;
 #[path = "store/eviction.rs"]
 mod eviction;
+#[path = "store/faults.rs"]
+mod faults;
 #[path = "store/files.rs"]
 mod files;
 #[path = "store/identity.rs"]
@@ -12,10 +15,16 @@ mod identity;
 mod index;
 #[path = "store/jobs.rs"]
 mod jobs;
+#[path = "store/pack.rs"]
+mod pack;
 #[path = "store/pack_records.rs"]
 mod pack_records;
+#[path = "support/process.rs"]
+mod process;
 #[path = "store/read_plan.rs"]
 mod read_plan;
+#[path = "support/shard.rs"]
+mod shard;
 #[path = "store/slot_table.rs"]
 mod slot_table;
 #[path = "support/belady.rs"]

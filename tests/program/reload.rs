@@ -2,10 +2,7 @@
 
 #![cfg(unix)]
 
-#[path = "support/process.rs"]
-mod process;
-
-use process::Process;
+use crate::process::Process;
 use std::{fs, process::Command, thread, time::Duration};
 
 #[test]

@@ -1,10 +1,6 @@
 //! Packs through the command line: a pack of another checkpoint is never used, and damaged records are rebuilt.
 
-#[path = "support/process.rs"]
-mod process;
-#[path = "support/shard.rs"]
-mod shard;
-
+use crate::{process::Process, shard::Shard};
 use moestro::{
     checkpoint::pack,
     demo,
@@ -15,9 +11,7 @@ use moestro::{
     model::{self, Model, Qwen, Rows, StoreOptions},
     tools::synth,
 };
-use process::Process;
 use serde_json::{Value, json};
-use shard::Shard;
 use std::{
     fs::{self, File},
     os::unix::fs::FileExt,

@@ -1,9 +1,7 @@
 //! Converters write the `quantization` table in many ways, and some write a wrong one. Matrices are read correctly
 //! or refused.
 
-mod common;
-
-use common::{load, prefill};
+use crate::common::{load, prefill};
 use moestro::{
     device::CpuArithmetic,
     metrics::Metrics,

@@ -1,4 +1,4 @@
-//! Chat templates and tokenizers compared with transformers. `MOESTRO_VECTORS=DIR cargo test --test chat` also checks the
+//! Chat templates and tokenizers compared with transformers. `MOESTRO_VECTORS=DIR cargo test --test model chat::` also checks the
 //! vectors of a real model: DIR has `tokenizer.json`, `templates/NAME.jinja` and `chat_vectors.json` (`{NAME: {case: {..}}}`).
 
 use moestro::{

@@ -3,11 +3,10 @@
 //! Random conversations grow, branch and restart, and each answer is compared with that of an engine without a cache. An
 //! agent's conversation computes nothing twice. A killed server finds its snapshots again.
 
-mod common;
-#[path = "support/process.rs"]
-mod process;
-
-use common::load_with;
+use crate::{
+    common::load_with,
+    process::{Process, agent},
+};
 use moestro::{
     chat::{Conversation, Speaker, Template, Tokenizer, message_ends},
     engine::{self, Boundary, BoundaryKind, DiskCacheOptions, Event, Handle, Request, Sampling, Worker},
@@ -16,7 +15,6 @@ use moestro::{
     model::{HiddenStates, LoadOptions, Logits, Model, ModelInfo, PassHooks, Qwen, Rows, Snapshot},
     ops::KvBits,
 };
-use process::{Process, agent};
 use serde_json::{Value, json};
 use std::{
     path::Path,

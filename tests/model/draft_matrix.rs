@@ -1,9 +1,7 @@
 //! Every kind of draft with every kind of sampling, on all golden prompts, with resident and streamed experts. The answers must
 //! equal plain decoding.
 
-mod common;
-
-use common::{
+use crate::common::{
     fixtures::{self, DEMO},
     load_with,
 };
@@ -58,7 +56,7 @@ impl Engine {
     }
 
     fn answer(&self, ids: &[u32], tokens: usize, sampling: &Sampling) -> (Vec<u32>, Finish, Timings) {
-        let (generated, end) = common::ask(&self.handle, Request::new(ids.to_vec(), tokens, sampling.clone()));
+        let (generated, end) = crate::common::ask(&self.handle, Request::new(ids.to_vec(), tokens, sampling.clone()));
         let (finish, timings) = end.unwrap();
         (generated, finish, timings)
     }

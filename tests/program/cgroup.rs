@@ -5,12 +5,7 @@
 
 #![cfg(target_os = "linux")]
 
-#[path = "support/group.rs"]
-mod group;
-#[path = "support/process.rs"]
-mod process;
-
-use group::Group;
+use crate::group::Group;
 use moestro::{
     demo,
     tools::synth::{self, Dimensions},
@@ -53,7 +48,7 @@ fn model(dir: &Path) {
 }
 
 fn bench(model: &Path, group: Option<&Group>, limit: u64, io: &str) -> Output {
-    group::command(group)
+    crate::group::command(group)
         .arg("bench")
         .arg(model)
         .args(["--prompt-tokens", "200", "--gen-tokens", "12", "--repeat", "1", "--json", "--expert-io", io])
@@ -126,7 +121,7 @@ fn full_prompt_cache_stays_in_plan() {
     ];
     let mut args = args.to_vec();
     args.extend(["--ctx-size", "2048", dir.to_str().unwrap()]);
-    let server = process::Process::spawn(group::command(group.as_ref()), &args);
+    let server = crate::process::Process::spawn(crate::group::command(group.as_ref()), &args);
     let talk = |number: usize, turns: usize| -> Vec<serde_json::Value> {
         let words =
             |turn: usize| (0..100).map(|k| format!("w{} ", (number * 7 + turn * 3 + k * k) % 97)).collect::<String>();
@@ -169,8 +164,8 @@ fn lower_limit_frees_expert_slots() {
             return;
         };
         group.set(start);
-        let server = process::Process::spawn(
-            group::command(Some(&group)),
+        let server = crate::process::Process::spawn(
+            crate::group::command(Some(&group)),
             &["--prompt-cache", "1M", "--ctx-size", "1024", dir.to_str().unwrap()],
         );
         let ask = |number: usize| {

@@ -1,9 +1,7 @@
 //! Snapshots: a sequence restored from one continues with the bytes of an uninterrupted sequence, wherever in a pass the
 //! snapshot was taken and whatever state it is restored into.
 
-mod common;
-
-use common::{forward_with_snapshots, load_with};
+use crate::common::{forward_with_snapshots, load_with};
 use moestro::{
     engine::{self, Boundary, BoundaryKind, Request, Sampling},
     metrics::Metrics,
@@ -120,7 +118,7 @@ fn snapshots_are_evicted_for_pages() {
         {
             let ends = [Boundary { at: 2 * PAGE - 3, kind: BoundaryKind::Message }].to_vec();
             let request = Request { boundaries: ends, ..Request::new(prompt(seed, len), 4, Sampling::greedy()) };
-            let (told, end) = common::ask(&engine, request);
+            let (told, end) = crate::common::ask(&engine, request);
             answers.push((told, end.unwrap().1.cached_tokens));
         }
         assert!(

@@ -1,12 +1,10 @@
 //! Damaged and hostile files: each is used correctly or rejected with an error. Nothing panics, hangs, or exceeds its memory.
 //! `fuzz/` has the same targets for `cargo fuzz`.
 
-mod common;
-#[path = "support/mutate.rs"]
-mod mutate;
-#[path = "support/shard.rs"]
-mod shard;
-
+use crate::{
+    mutate::{self, Dice},
+    shard::{self, Shard},
+};
 use moestro::{
     checkpoint::pack,
     experts::{ExpertStore, Options as StoreOptions, PassKind, ReadMode, WarmStart},
@@ -14,8 +12,6 @@ use moestro::{
     model::{CheckpointInfo, LoadOptions, Model, Qwen, Rows},
     platform::os,
 };
-use mutate::Dice;
-use shard::Shard;
 use std::{
     fs,
     panic::{AssertUnwindSafe, catch_unwind},

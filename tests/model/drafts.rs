@@ -1,9 +1,7 @@
 //! MTP heads and draft models: they match their reference's acceptance, do not change an answer, and load from every layout
 //! that converters write.
 
-mod common;
-
-use common::{
+use crate::common::{
     fixtures::{self, DEMO},
     load_with,
 };
@@ -71,7 +69,7 @@ fn answers(
     let (handle, worker) = engine::spawn_with(model, draft, options, metrics.clone()).unwrap();
     let mut cycles = 0;
     let answer = |ids: &Vec<u32>| {
-        let (generated, end) = common::ask(&handle, Request::new(ids.clone(), tokens, sampling.clone()));
+        let (generated, end) = crate::common::ask(&handle, Request::new(ids.clone(), tokens, sampling.clone()));
         let (finish, timings) = end.unwrap();
         let before = std::mem::replace(&mut cycles, metrics.draft_cycles.with_label_values(&[kind]).get());
         Answer { ids: generated, finish, timings, cycles: cycles - before }

@@ -1,14 +1,12 @@
 //! Keys and values in 8 and 4 bits: against the Candle reference, against 16 bits, and against themselves with other
 //! chunks.
 
-mod common;
-
-use candle_core::{DType, Device};
-use common::{
+use crate::common::{
     decode, distance,
     fixtures::{self, DEMO},
     load_with, prefill,
 };
+use candle_core::{DType, Device};
 use moestro::{
     device::CpuArithmetic,
     model::{LoadOptions, Model, PAGE, Qwen, Reference, Rows, SequenceState},

@@ -4,20 +4,15 @@
 //! A run takes a few seconds. `MOESTRO_MUTATE_SECONDS=60` runs each loop for a minute, `MOESTRO_MUTATE_SEED=N` repeats the seed
 //! that a failure printed.
 
-#[path = "api/client.rs"]
-mod client;
-#[path = "support/mutate.rs"]
-mod mutate;
-#[path = "api/server.rs"]
-mod server;
-
+use crate::{
+    mutate::Dice,
+    server::{Setup, demo},
+};
 use moestro::chat::{
     Conversation, Template, json_numbers,
     parser::{Delta, Parser},
 };
-use mutate::Dice;
 use serde_json::{Map, Value, json};
-use server::{Setup, demo};
 use std::{
     env,
     time::{Duration, Instant},

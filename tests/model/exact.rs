@@ -1,9 +1,7 @@
 //! Exactness: greedy output and logits must not depend on the number of slots, the read mode, the number of I/O threads and
 //! their order, prefetching, or the chunk size.
 
-mod common;
-
-use common::{decode, load_with, prefill};
+use crate::common::{decode, load_with, prefill};
 use moestro::{
     error::ModelError,
     experts::{Prefetch, ReadMode, ShardFiles},

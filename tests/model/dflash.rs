@@ -1,9 +1,7 @@
 //! Compares the DFlash draft with fixtures from transformers and z-lab's implementation: a random target of eight layers, with
 //! drafts in both config schemas.
 
-mod common;
-
-use common::{distance, fixtures::FIXTURES, load, load_with};
+use crate::common::{distance, fixtures::FIXTURES, load, load_with};
 use moestro::{
     device::{CpuArithmetic, CpuDevice},
     model::{HiddenStates, HiddenTaps, LoadOptions, Model, Rows, SequenceState, dflash},
@@ -24,7 +22,7 @@ fn draft(name: &str) -> dflash::DflashModel {
 }
 
 fn steps(name: &str) -> HashMap<String, Vec<f32>> {
-    common::tensors(&path(&format!("{name}_steps.safetensors")))
+    crate::common::tensors(&path(&format!("{name}_steps.safetensors")))
 }
 
 /// Four drafts on a context that grows past the window, by 21, 3, 1 and 5 positions.
@@ -49,7 +47,7 @@ fn draft_steps_match_the_reference() {
             for (row, logits) in get("logits").chunks_exact(96).enumerate() {
                 let mut logits = logits.to_vec();
                 draft.score(before, &hidden[(row + 1) * 64..][..64], &mut logits).unwrap();
-                before = common::argmax(&logits);
+                before = crate::common::argmax(&logits);
                 assert_eq!(before, get("draft_tokens")[row] as u32, "{name}, step {step}, row {row}");
             }
         }
@@ -137,7 +135,7 @@ fn incomplete_or_foreign_draft_is_rejected() {
 /// Compares the delta nets' states after each number of accepted rows of a verify, the others rejected.
 #[test]
 fn rejected_rows_leave_the_reference_state() {
-    let expected = common::tensors(&path("verify_block.safetensors"));
+    let expected = crate::common::tensors(&path("verify_block.safetensors"));
     let ids = |name: &str| -> Vec<u32> { expected[name].iter().map(|id| *id as u32).collect() };
     let (prompt, block) = (ids("prompt"), ids("block"));
     let options = LoadOptions { math: CpuArithmetic::F32, threads: Some(2), verify: true, ..LoadOptions::default() };
@@ -211,14 +209,14 @@ fn every_cycle_matches_the_reference() {
                 let masked: Vec<u32> = (0..block.len()).map(|row| if row == 0 { block[0] } else { 90 }).collect();
                 let rows = draft.block(&model.embedding(&masked).unwrap()).unwrap();
                 let logits = model.score(&rows[64..]).unwrap();
-                let drafted: Vec<u32> = logits.data.chunks_exact(96).map(common::argmax).collect();
+                let drafted: Vec<u32> = logits.data.chunks_exact(96).map(crate::common::argmax).collect();
                 assert_eq!(drafted, block[1..]);
                 cycles += 1;
             } else if block.len() == 8 {
                 accepted.push(*kept);
             }
             let logits = model.verify(&mut state, block).unwrap();
-            assert_eq!(logits.data.chunks_exact(96).map(common::argmax).collect::<Vec<_>>(), *posterior);
+            assert_eq!(logits.data.chunks_exact(96).map(crate::common::argmax).collect::<Vec<_>>(), *posterior);
             model.tapped_rows(kept + 1, &mut hidden).unwrap();
             if kept + 1 < block.len() {
                 state.reject(block.len() - kept - 1).unwrap();

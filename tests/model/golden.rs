@@ -1,9 +1,7 @@
 //! Compares the model's answers with mlx-lm's: the demo model, and a small checkpoint in every encoding
 //! (`tests/fixtures/make.py`). Covers both CPU arithmetics, chunk sizes, thread counts, and the layouts of the files.
 
-mod common;
-
-use common::{
+use crate::common::{
     argmax, bound, decode, distance,
     fixtures::{self, DEMO, Folded},
     load, load_with, margin, prefill,

@@ -1,10 +1,7 @@
 //! Failures of the prompt cache's directory: a full disk, a directory that is not writable, damaged files, a second server.
 //! Answers do not change, and the log has one warning.
 
-#[path = "support/process.rs"]
-mod process;
-
-use process::{Process, agent};
+use crate::process::{Process, agent};
 use serde_json::Value;
 use std::{
     fs,

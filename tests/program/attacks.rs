@@ -5,13 +5,7 @@
 
 #![cfg(target_os = "linux")]
 
-#[path = "support/group.rs"]
-mod group;
-#[path = "support/process.rs"]
-mod process;
-
-use group::Group;
-use process::Process;
+use crate::{group::Group, process::Process};
 use std::{
     fmt::Write as _,
     io::{Read, Write},
@@ -28,7 +22,7 @@ struct Server(Process);
 
 impl Server {
     fn start(group: Option<&Group>) -> Self {
-        let process = Process::spawn(group::command(group), &["--memory-limit", &LIMIT.to_string()]);
+        let process = Process::spawn(crate::group::command(group), &["--memory-limit", &LIMIT.to_string()]);
         assert_eq!(process.ready["plan"]["requests"], 32 * MIB);
         Self(process)
     }

@@ -1,19 +1,17 @@
 //! The demo with its DFlash draft: the acceptance rate matches the reference, and no answer changes.
 
-mod common;
-#[path = "support/process.rs"]
-mod process;
-
-use common::{
-    fixtures::{self, DEMO},
-    load_with,
+use crate::{
+    common::{
+        fixtures::{self, DEMO},
+        load_with,
+    },
+    process::Process,
 };
 use moestro::{
     engine::{self, DflashDraft, Draft, DraftPolicy, Finish, Request, Sampling, Timings},
     metrics::Metrics,
     model::{Config, DflashModel, LoadOptions, Qwen, dflash},
 };
-use process::Process;
 use serde_json::{Value, json};
 use std::{
     path::{Path, PathBuf},
@@ -50,7 +48,7 @@ impl Engine {
     }
 
     fn answer(&self, ids: &[u32], max_tokens: usize, sampling: &Sampling) -> (Vec<u32>, Finish, Timings) {
-        let (told, end) = common::ask(&self.handle, Request::new(ids.to_vec(), max_tokens, sampling.clone()));
+        let (told, end) = crate::common::ask(&self.handle, Request::new(ids.to_vec(), max_tokens, sampling.clone()));
         let (finish, timings) = end.unwrap();
         (told, finish, timings)
     }

@@ -1,9 +1,7 @@
 //! Speculation on the real forward pass: a verify has the same bytes as single decode steps, rejected rows leave no trace, and
 //! drafts do not change an answer.
 
-mod common;
-
-use common::{fixtures::DEMO, load_with};
+use crate::common::{fixtures::DEMO, load_with};
 use moestro::{
     engine::{self, Draft, DraftPolicy, Finish, Handle, LookupDraft, Request, Sampling, Timings, Worker},
     experts::ReadMode,
@@ -80,7 +78,7 @@ fn start(model: Qwen, draft: Box<dyn Draft<Qwen>>, speculate: DraftPolicy) -> (H
 
 /// The tokens of an answer, and how it ended.
 fn ask(handle: &Handle, ids: &[u32], sampling: &Sampling) -> (Vec<u32>, Result<(Finish, Timings), String>) {
-    common::ask(handle, Request::new(ids.to_vec(), 60, sampling.clone()))
+    crate::common::ask(handle, Request::new(ids.to_vec(), 60, sampling.clone()))
 }
 
 /// The answer's tokens, its finish reason, and how many drafted tokens were accepted and rejected.

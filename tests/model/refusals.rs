@@ -1,7 +1,5 @@
 //! Damaged checkpoints: every error is one sentence that says what is wrong, where, and why.
 
-mod common;
-
 use moestro::{
     metrics::Metrics,
     model::{LoadOptions, Qwen},

@@ -1,14 +1,12 @@
 //! Compares the reference implementation in Candle tensors with mlx-lm, and the fast pass with the reference. The latter uses
 //! prompts that mlx-lm's fixtures lack: long ones, and lengths one off every boundary of blocks and chunks.
 
-mod common;
-
-use candle_core::{DType, Device, Tensor};
-use common::{
+use crate::common::{
     argmax, distance,
     fixtures::{self, DEMO, Folded},
     load, margin, prefill,
 };
+use candle_core::{DType, Device, Tensor};
 use moestro::{
     device::CpuArithmetic,
     model::{Reference, reference::Computed},
@@ -98,10 +96,10 @@ fn fast_pass_matches_at_boundaries() {
         let dir = Folded::read(name).unfold();
         let ids: Vec<u32> = (0..257).map(|n| (n * n * 37 + n * 11 + 5) % 96).collect();
         for length in [1, 2, 3, 63, 64, 65, 255, 256, 257] {
-            check_fast_pass(name, dir.path(), &ids[..length], 512, common::bound);
+            check_fast_pass(name, dir.path(), &ids[..length], 512, crate::common::bound);
         }
         for length in [95, 96, 97] {
-            check_fast_pass(name, dir.path(), &ids[..length], 96, common::bound);
+            check_fast_pass(name, dir.path(), &ids[..length], 96, crate::common::bound);
         }
     }
 }
@@ -112,7 +110,7 @@ fn fast_pass_matches_on_long_prompt() {
     let (cases, _) = fixtures::demo();
     let text = cases.iter().cycle().flat_map(|case| [&case.prompt_ids[..], &case.greedy_ids].concat());
     // Measured: among four million logits, the worst of the integer arithmetic is 2.2e-3 off.
-    let bound = |math| if math == CpuArithmetic::F32 { common::bound(math) } else { 4e-3 };
+    let bound = |math| if math == CpuArithmetic::F32 { crate::common::bound(math) } else { 4e-3 };
     check_fast_pass("demo", Path::new(DEMO), &text.take(2048).collect::<Vec<u32>>(), 512, bound);
 }
 

@@ -2,10 +2,7 @@
 
 #![cfg(target_os = "linux")]
 
-#[path = "support/process.rs"]
-mod process;
-
-use process::Process;
+use crate::process::Process;
 use serde_json::Value;
 use std::{
     thread,

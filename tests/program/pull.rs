@@ -2,12 +2,9 @@
 
 #![cfg(feature = "hub")]
 
-#[path = "support/hub.rs"]
-mod server;
-
+use crate::hub::{COMMIT, TestHub};
 use moestro::demo;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject};
-use server::{COMMIT, TestHub};
 use std::{
     io::{Read, Write},
     net::{TcpListener, TcpStream},
@@ -103,7 +100,7 @@ fn killed_pull_is_resumed() {
     let home = tempfile::tempdir().unwrap();
     let mut killed = command(&["pull", "org/name"], &hub.endpoint, home.path()).spawn().unwrap();
     // Wait until progress was saved once.
-    let blob = home.path().join("hf/hub/models--org--name/blobs").join(server::hash(&shard)).with_extension("map");
+    let blob = home.path().join("hf/hub/models--org--name/blobs").join(crate::hub::hash(&shard)).with_extension("map");
     let saved_missing = || {
         let map: serde_json::Value = serde_json::from_slice(&std::fs::read(&blob).ok()?).ok()?;
         let ranges = map["missing"].as_array()?.iter();

@@ -1,0 +1,25 @@
+//! Models, templates and drafts: the same results as the references, however they are computed.
+
+mod chat;
+#[path = "../common/mod.rs"]
+mod common;
+mod dflash;
+mod dflash_demo;
+mod draft_matrix;
+mod drafts;
+mod exact;
+mod golden;
+mod kv_bits;
+#[path = "../support/mutate.rs"]
+mod mutate;
+mod mutations;
+#[path = "../support/process.rs"]
+mod process;
+mod prompt_cache;
+mod quantizations;
+mod reference;
+mod refusals;
+#[path = "../support/shard.rs"]
+mod shard;
+mod snapshots;
+mod speculation;

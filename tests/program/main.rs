@@ -1,0 +1,16 @@
+//! The program from the outside: its commands, files, memory and signals.
+
+mod attacks;
+mod cgroup;
+mod cli;
+#[path = "../support/group.rs"]
+mod group;
+#[path = "../support/hub.rs"]
+mod hub;
+mod idle;
+#[path = "../support/process.rs"]
+mod process;
+mod prompt_cache_disk;
+mod pull;
+mod reload;
+mod terminal;
