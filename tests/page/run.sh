@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Tests the page in headless Chromium with the demo model: tests/page/run.sh BINARY [DIRECTORY FOR SCREENSHOTS]
+# Tests the page in headless Chromium with the demo model: tests/page/run.sh BINARY [DIRECTORY [FILTER]]
+# Screenshots of failed tests and downloads go to DIRECTORY. FILTER is a part of a test's name, such as markdown::
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 chromium=$(command -v chromium || command -v chromium-browser || command -v google-chrome)
@@ -12,10 +13,16 @@ if ! cmp -s "$here/package.json" "$node/package.json" || [ ! -d "$node/node_modu
   (cd "$node" && npm install --no-audit --no-fund --loglevel=error)
 fi
 # Node searches for packages next to the file that imports them.
-cp "$here/check.mjs" "$node/"
+cp "$here"/*.mjs "$node/"
 
-mkfifo "$work/ready"
-XDG_CACHE_HOME=$work/cache "$1" serve --port 0 --memory-limit 512M >"$work/ready" 2>"$work/log" &
-read -r -t 60 ready <"$work/ready"
-port=$(node -e 'console.log(JSON.parse(process.argv[1]).port)' "$ready")
-node "$node/check.mjs" "$chromium" "http://127.0.0.1:$port/" "${2:-$work}"
+# Starts a server and prints its address: serve NAME [FLAGS]
+serve() {
+  mkfifo "$work/$1"
+  XDG_CACHE_HOME=$work/cache "$binary" serve --port 0 --memory-limit 512M "${@:2}" >"$work/$1" 2>"$work/$1.log" &
+  read -r -t 60 ready <"$work/$1"
+  address=http://127.0.0.1:$(node -e 'console.log(JSON.parse(process.argv[1]).port)' "$ready")/
+}
+binary=$1
+serve open && open=$address
+serve keyed --api-key page-test-key && keyed=$address
+node "$node/check.mjs" "$chromium" "$open" "$keyed" page-test-key "${2:-$work/files}" "${3:-}"

@@ -1,0 +1,87 @@
+// A browser and a proxy. The proxy forwards requests to the server, or answers chat requests from a script.
+import http from "node:http";
+import puppeteer from "puppeteer-core";
+
+export const sleep = milliseconds => new Promise(done => setTimeout(done, milliseconds));
+
+/** Forwards everything to `upstream`, unless `proxy.routes` has a handler for "METHOD /path". */
+export async function startProxy(upstream) {
+  const proxy = { routes: {}, requests: [] };
+  const server = http.createServer((incoming, outgoing) => {
+    const parts = [];
+    incoming.on("data", part => parts.push(part));
+    incoming.on("end", async () => {
+      const body = Buffer.concat(parts), route = `${incoming.method} ${new URL(incoming.url, upstream).pathname}`;
+      const handler = proxy.routes[route];
+      if (incoming.method === "POST") proxy.requests.push({ route, body: JSON.parse(body), headers: incoming.headers });
+      if (handler) return handler(outgoing, body.length ? JSON.parse(body) : null, incoming);
+      const target = new URL(incoming.url, upstream), headers = { ...incoming.headers, host: target.host };
+      delete headers.origin;
+      const forward = http.request(target, { method: incoming.method, headers }, response => {
+        outgoing.writeHead(response.statusCode, response.headers);
+        response.pipe(outgoing);
+      });
+      forward.on("error", () => outgoing.destroy());
+      outgoing.on("close", () => forward.destroy());
+      forward.end(body);
+    });
+  });
+  await new Promise(done => server.listen(Number(process.env.PAGE_PROXY_PORT || 0), "127.0.0.1", done));
+  proxy.url = `http://127.0.0.1:${server.address().port}/`;
+  proxy.lastChat = () => proxy.requests.findLast(request => request.route.endsWith("/chat/completions")).body;
+  /** Answers the next chat requests with these deltas. A delta may also be a function that gets the open response. */
+  proxy.script = (deltas, { finish = "stop", usage = {}, pause = 0 } = {}) => {
+    proxy.routes["POST /v1/chat/completions"] = async outgoing => {
+      outgoing.writeHead(200, { "content-type": "text/event-stream" });
+      const send = chunk => outgoing.write(`data: ${JSON.stringify(chunk)}\n\n`);
+      for (const delta of deltas) {
+        if (outgoing.destroyed) return;
+        if (typeof delta === "function") await delta(send, outgoing);
+        else send({ choices: [{ index: 0, delta: typeof delta === "string" ? { content: delta } : delta, finish_reason: null }] });
+        if (pause) await sleep(pause);
+      }
+      if (outgoing.destroyed || outgoing.writableEnded) return;
+      send({ choices: [{ index: 0, delta: {}, finish_reason: finish }] });
+      send({ choices: [], usage: { prompt_tokens: 20, completion_tokens: deltas.length, total_tokens: 20 + deltas.length, ...usage } });
+      outgoing.end("data: [DONE]\n\n");
+    };
+  };
+  proxy.json = (route, body, status = 200) => {
+    proxy.routes[route] = outgoing => { outgoing.writeHead(status, { "content-type": "application/json" }); outgoing.end(JSON.stringify(body)); };
+  };
+  proxy.close = () => { server.closeAllConnections(); server.close(); };
+  return proxy;
+}
+
+export const launch = executablePath => puppeteer.launch({ executablePath, args: ["--no-sandbox", "--disable-dev-shm-usage"] });
+
+/** A page in its own browser context, so with its own storage, and what it did wrong. */
+export async function openPage(browser, url, width, { height = width < 600 ? 720 : 800, waits = true } = {}) {
+  const context = await browser.createBrowserContext(), page = await context.newPage();
+  const seen = { errors: [], origins: new Set() };
+  page.on("console", message => { if (["error", "warn"].includes(message.type())) seen.errors.push(message.text()); });
+  page.on("pageerror", error => seen.errors.push(String(error)));
+  page.on("request", request => { if (/^\w+:\/\//.test(request.url())) seen.origins.add(new URL(request.url()).origin); });
+  await page.setViewport({ width, height });
+  await page.goto(url);
+  const until = (what, ...args) => page.waitForFunction(what, { timeout: 30000, polling: 50 }, ...args);
+  if (waits) await until(() => document.querySelector("#model option"));
+  return Object.assign(page, {
+    seen, context, until, width,
+    text: selector => page.$eval(selector, element => element.textContent),
+    texts: selector => page.$$eval(selector, all => all.map(element => element.textContent)),
+    count: selector => page.$$eval(selector, all => all.length),
+    /** Clicks the button with this text, in `selector` or anywhere. */
+    press: async (text, selector = "body") => {
+      const handle = await page.evaluateHandle((text, selector) => [...document.querySelector(selector).querySelectorAll("button")].findLast(button => button.textContent === text && button.checkVisibility()), text, selector);
+      if (!handle.asElement()) throw new Error(`no button ${text} in ${selector}`);
+      await handle.asElement().click();
+    },
+    say: async words => { await page.type("#say", words); await page.keyboard.press("Enter"); },
+    isIdle: () => until(() => document.querySelector("#send").textContent === "Send" && document.querySelectorAll("[aria-busy=true]").length === 0),
+    isBusy: () => until(() => document.querySelector("#send").textContent === "Stop"),
+    answer: () => page.$$eval(".turn.assistant > .text", all => all.at(-1).innerText),
+    isOpen: id => page.$eval("#" + id, element => element.classList.contains("open")),
+    set: async (name, value) => page.evaluate((name, value) => changeSettings({ [name]: value }), name, value),
+  });
+}
