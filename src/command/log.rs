@@ -4,14 +4,25 @@ use super::log_files::LogFiles;
 use crate::{
     cli::{Command, values::LogFormat},
     error::CommandError,
+    http::REQUEST_LOG,
 };
 use std::{
+    fmt::{self, Debug},
     io::{self, IsTerminal, Write},
     sync::mpsc::{Sender, SyncSender, TrySendError, channel, sync_channel},
     thread,
     time::{Duration, Instant},
 };
-use tracing_subscriber::EnvFilter;
+use tracing::{Event, Subscriber, field::Field};
+use tracing_subscriber::{
+    EnvFilter,
+    fmt::{
+        FmtContext, FormatEvent, FormatFields,
+        format::{Format, Writer},
+        time::{FormatTime, SystemTime},
+    },
+    registry::LookupSpan,
+};
 
 /// Lines that wait for the thread that writes them. More are dropped.
 const MAX_WAITING: usize = 16_384;
@@ -46,10 +57,35 @@ pub fn init(command: &Command) -> Result<LogGuard, CommandError> {
     let layer = tracing_subscriber::fmt().with_env_filter(filter).with_ansi(colours).log_internal_errors(false);
     let layer = layer.with_writer(move || lines.clone());
     match format {
-        LogFormat::Text => layer.init(),
+        LogFormat::Text => layer.event_format(TextLines::default()).init(),
         LogFormat::Json => layer.json().flatten_event(true).init(),
     }
     Ok(guard)
+}
+
+/// Lines for people: the line of a request is its sentence, without the fields.
+#[derive(Default)]
+struct TextLines(Format);
+
+impl<S, N> FormatEvent<S, N> for TextLines
+where
+    S: Subscriber + for<'a> LookupSpan<'a>,
+    N: for<'a> FormatFields<'a> + 'static,
+{
+    fn format_event(&self, context: &FmtContext<'_, S, N>, mut line: Writer<'_>, event: &Event<'_>) -> fmt::Result {
+        if event.metadata().target() != REQUEST_LOG {
+            return self.0.format_event(context, line, event);
+        }
+        SystemTime.format_time(&mut line)?;
+        write!(line, " {:>5} ", event.metadata().level())?;
+        let mut written = Ok(());
+        event.record(&mut |field: &Field, value: &dyn Debug| {
+            if field.name() == "message" {
+                written = write!(line, "{value:?}");
+            }
+        });
+        written.and_then(|()| writeln!(line))
+    }
 }
 
 enum LogMessage {
@@ -112,6 +148,22 @@ fn write_in_thread(mut writer: impl Write + Send + 'static) -> io::Result<(LogLi
 mod tests {
     use super::*;
     use std::{os::unix::net::UnixStream, sync::Arc};
+
+    #[test]
+    fn request_line_has_no_fields() {
+        let (mut read, write) = io::pipe().unwrap();
+        let writer = move || write.try_clone().unwrap();
+        let lines = tracing_subscriber::fmt().with_ansi(false).with_writer(writer).event_format(TextLines::default());
+        tracing::subscriber::with_default(lines.finish(), || {
+            tracing::info!(target: REQUEST_LOG, status = 200, id = "req_1", "chat 18 -> 30 tokens, 200");
+            tracing::warn!(error = "full", "cannot write");
+        });
+        let mut text = String::new();
+        io::Read::read_to_string(&mut read, &mut text).unwrap();
+        let [request, other] = text.lines().collect::<Vec<_>>().try_into().unwrap();
+        assert!(request.ends_with("Z  INFO chat 18 -> 30 tokens, 200"), "{request}");
+        assert!(other.ends_with("cannot write error=\"full\""), "{other}");
+    }
 
     #[test]
     fn waiting_lines_are_written_at_exit() {

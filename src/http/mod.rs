@@ -27,7 +27,7 @@ mod sse;
 mod state;
 mod tokenize;
 
-pub use layers::{memory::RequestMemory, origin::OriginPolicy, timeouts::Timeouts};
+pub use layers::{memory::RequestMemory, origin::OriginPolicy, request_log::TARGET as REQUEST_LOG, timeouts::Timeouts};
 pub use models::{HostTimeouts, HostedModel, LoadedModel, ModelCard, ModelEntry, ModelHost, ModelLoader};
 pub use server::{router, serve};
 pub use state::{BODY_LIMIT, ServerState};

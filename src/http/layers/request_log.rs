@@ -1,4 +1,4 @@
-//! Per-request log line, request id and counters.
+//! Per-request log line, request id and counters. The line of an answer is a sentence, with the same facts as fields.
 //!
 //! A [`RequestLog`] lives as long as the response body and writes its line when it is dropped, so disconnected clients
 //! are logged, too. It never logs text of a message.
@@ -16,7 +16,7 @@ use axum::{
     response::{IntoResponse, Response},
 };
 use std::{
-    fmt::Display,
+    fmt::{self, Display, Formatter},
     hash::{BuildHasher, RandomState},
     sync::{
         Arc, OnceLock,
@@ -33,8 +33,8 @@ const CLIENT_CLOSED_REQUEST: u16 = 499;
 /// Most characters of a path in the log. Clients without a key can send paths of 16 KiB.
 const MAX_LOGGED_PATH: usize = 200;
 
-/// Endpoints whose successful GETs are logged at the debug level.
-const POLLED: [&str; 4] = ["/health", "/metrics", "/experts", "/v1/models"];
+/// Target of the lines.
+pub const TARGET: &str = "moestro::request";
 
 pub struct RequestLog {
     metrics: Arc<Metrics>,
@@ -52,6 +52,7 @@ pub struct RequestLog {
     is_generation: AtomicBool,
     prompt_tokens: AtomicUsize,
     completion_tokens: AtomicUsize,
+    first_token: OnceLock<Instant>,
 }
 
 impl RequestLog {
@@ -71,6 +72,7 @@ impl RequestLog {
             is_generation: AtomicBool::new(false),
             prompt_tokens: AtomicUsize::new(0),
             completion_tokens: AtomicUsize::new(0),
+            first_token: OnceLock::new(),
         }
     }
 
@@ -86,6 +88,11 @@ impl RequestLog {
     pub fn add_tokens(&self, prompt: usize, completion: usize) {
         self.prompt_tokens.fetch_add(prompt, Relaxed);
         self.completion_tokens.fetch_add(completion, Relaxed);
+    }
+
+    /// The first call sets the time of the first generated token.
+    pub fn mark_token(&self) {
+        self.first_token.get_or_init(Instant::now);
     }
 
     /// Counts a finished or cancelled answer. `reason` is one of the labels of `moestro_answers_total`.
@@ -113,32 +120,67 @@ impl RequestLog {
     }
 }
 
+/// The line of a request for people.
+struct RequestSentence<'a> {
+    log: &'a RequestLog,
+    status: u16,
+}
+
+impl Display for RequestSentence<'_> {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        let Self { log, status } = self;
+        let [prompt, completion] = [&log.prompt_tokens, &log.completion_tokens].map(|tokens| tokens.load(Relaxed));
+        if prompt == 0 {
+            write!(f, "{} {} {status}, {:.0} ms", log.method, log.path, log.start.elapsed().as_secs_f64() * 1e3)?;
+        } else {
+            let kind = match log.endpoint {
+                "/v1/chat/completions" => "chat",
+                "/v1/completions" => "completion",
+                "/v1/messages" => "message",
+                "/v1/responses" => "response",
+                other => other,
+            };
+            write!(f, "{kind} {prompt} -> {completion} tokens, ")?;
+            if let Some(first) = log.first_token.get() {
+                write!(f, "{:.2} s to first, ", first.duration_since(log.start).as_secs_f64())?;
+                let seconds = first.elapsed().as_secs_f64();
+                if completion > 1 && seconds > 0.0 {
+                    write!(f, "{:.0} tok/s, ", (completion - 1) as f64 / seconds)?;
+                }
+            }
+            write!(f, "{status}")?;
+        }
+        if log.is_streaming.load(Relaxed) { write!(f, ", cut short") } else { Ok(()) }
+    }
+}
+
 impl Drop for RequestLog {
     fn drop(&mut self) {
         let status = self.status.get().map_or(CLIENT_CLOSED_REQUEST, StatusCode::as_u16);
         let seconds = self.start.elapsed().as_secs_f64();
         self.metrics.record_request(self.endpoint, status);
-        if *self.is_generation.get_mut() {
+        if self.is_generation.load(Relaxed) {
             self.metrics.request_seconds.observe(seconds);
         }
+        let sentence = RequestSentence { log: self, status };
         macro_rules! log {
             ($level:ident) => {
                 tracing::$level!(
+                    target: TARGET,
                     method = %self.method,
                     path = self.path,
                     status,
                     ms = (seconds * 1e4).round() / 10.0,
-                    prompt_tokens = *self.prompt_tokens.get_mut(),
-                    completion_tokens = *self.completion_tokens.get_mut(),
-                    cut_short = *self.is_streaming.get_mut(),
+                    prompt_tokens = self.prompt_tokens.load(Relaxed),
+                    completion_tokens = self.completion_tokens.load(Relaxed),
+                    cut_short = self.is_streaming.load(Relaxed),
                     id = self.id,
-                    "request"
+                    "{sentence}"
                 )
             };
         }
         // An open page polls every second, and so do monitoring systems.
-        let is_poll = self.method == Method::GET && POLLED.contains(&self.endpoint) && status < 400;
-        if is_poll { log!(debug) } else { log!(info) }
+        if self.method == Method::GET && status < 400 { log!(debug) } else { log!(info) }
     }
 }
 
@@ -214,15 +256,31 @@ mod tests {
     }
 
     #[test]
+    fn answer_is_one_sentence() {
+        let line = log_line_of(Method::POST, "/v1/chat/completions", |log| {
+            log.add_tokens(18, 0);
+            log.mark_token();
+            log.add_tokens(0, 30);
+        });
+        let sentence = line.split("moestro::request: ").nth(1).unwrap();
+        assert!(sentence.starts_with("chat 18 -> 30 tokens, 0.00 s to first, "), "{line}");
+        assert!(sentence.contains(" tok/s, 200 method=POST"), "{line}");
+        let empty = log_line_of(Method::POST, "/v1/messages", |log| log.add_tokens(5, 0));
+        assert!(empty.contains(": message 5 -> 0 tokens, 200 method"), "{empty}");
+        let refused = log_line_of(Method::POST, "/v1/messages", |_| ());
+        assert!(refused.contains(": POST /v1/messages 200, 0 ms method"), "{refused}");
+    }
+
+    #[test]
     fn long_path_is_truncated() {
         let path = format!("/{}", "x".repeat(15_000));
         assert!(log_line_of(Method::GET, &path, |_| ()).len() < 500);
     }
 
     #[test]
-    fn successful_polls_are_debug_lines() {
+    fn successful_gets_are_debug_lines() {
         assert_eq!(log_line_of(Method::GET, "/metrics", |_| ()), "");
-        assert!(log_line_of(Method::GET, "/v1/models/x", |_| ()).contains("INFO"));
+        assert_eq!(log_line_of(Method::GET, "/v1/models/x", |_| ()), "");
         assert!(log_line_of(Method::POST, "/metrics", |_| ()).contains("INFO"));
     }
 

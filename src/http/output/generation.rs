@@ -219,6 +219,7 @@ impl Generation {
     /// Counts a generated token, and whether it belongs to the reasoning.
     fn count(&mut self, id: u32) {
         self.usage.completion_tokens += 1;
+        self.log.mark_token();
         if matches!(self.reader, TextReader::Plain) {
             return;
         }
