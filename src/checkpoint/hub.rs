@@ -86,6 +86,7 @@ impl Hub {
     pub fn pull(&self, id: &str, progress: DownloadProgress<'_>) -> Result<PathBuf, StoreError> {
         let client = HubClient::new(&self.endpoint, self.token.clone());
         let listing = self.list(&client, id)?;
+        tracing::info!(model = id, licence = listing.licence().unwrap_or("not named"), "downloading a model");
         let cache = HubCache::new(&self.cache, id);
         let download = ModelDownload {
             client,

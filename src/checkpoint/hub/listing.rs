@@ -29,6 +29,9 @@ const SMALL_FILES: [&str; 7] = [
 pub struct RepoListing {
     pub sha: String,
     siblings: Vec<RepoFile>,
+    /// Such as `license:apache-2.0`.
+    #[serde(default)]
+    tags: Vec<String>,
 }
 
 /// One file of a commit.
@@ -85,6 +88,11 @@ impl RepoListing {
             }
         }
         Ok(())
+    }
+
+    /// The licence that the repository's page names.
+    pub fn licence(&self) -> Option<&str> {
+        self.tags.iter().find_map(|tag| tag.strip_prefix("license:"))
     }
 
     /// The needed files other than weights.
@@ -146,7 +154,7 @@ mod tests {
 
     fn listing(names: &[&str]) -> RepoListing {
         let file = |name: &&str| RepoFile { name: name.to_string(), size: Some(1), blob: None, lfs: None };
-        RepoListing { sha: "c".into(), siblings: names.iter().map(file).collect() }
+        RepoListing { sha: "c".into(), siblings: names.iter().map(file).collect(), tags: Vec::new() }
     }
 
     fn names(files: Vec<&RepoFile>) -> Vec<&str> {
@@ -179,6 +187,16 @@ mod tests {
         {
             assert!(!is_weights(name), "{name}");
         }
+    }
+
+    #[test]
+    fn licence_is_read_from_tags() {
+        let hash = "c".repeat(40);
+        let text = format!(r#"{{"sha":"{hash}","siblings":[],"tags":["mlx","license:other"]}}"#);
+        let listing: RepoListing = serde_json::from_str(&text).unwrap();
+        assert_eq!(listing.licence(), Some("other"));
+        let without: RepoListing = serde_json::from_str(&format!(r#"{{"sha":"{hash}","siblings":[]}}"#)).unwrap();
+        assert_eq!(without.licence(), None);
     }
 
     #[test]
