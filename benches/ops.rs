@@ -301,8 +301,15 @@ impl Bench {
 
     /// A delta-net layer without its projections: 16 key heads, 32 value heads of 128.
     fn delta(&mut self, tokens: usize) -> Result<()> {
-        let shape =
-            DeltaShape { key_heads: 16, value_heads: 32, key_dim: 128, value_dim: 128, conv_width: 4, eps: 1e-6 };
+        let shape = DeltaShape {
+            key_heads: 16,
+            value_heads: 32,
+            key_dim: 128,
+            value_dim: 128,
+            conv_width: 4,
+            eps: 1e-6,
+            gate: Default::default(),
+        };
         let mut lab = self.lab();
         let (channels, values) = (shape.channels(), shape.values());
         let (proj, none) = (lab.floats(tokens * shape.width())?, Replay::default());

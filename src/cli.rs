@@ -232,7 +232,7 @@ pub struct InfoArgs {
     #[arg(long, env = "MOESTRO_MACHINE", value_name = "NAME")]
     pub machine: Option<String>,
     /// Without a checkpoint: a 4-bit model with these dimensions (with --machine)
-    #[arg(long, env = "MOESTRO_LIKE", value_parser = ["35b", "122b", "397b"])]
+    #[arg(long, env = "MOESTRO_LIKE", value_parser = LIKE)]
     pub like: Option<String>,
     /// Print one JSON object instead of a table
     #[arg(long, env = "MOESTRO_JSON", value_parser = BoolishValueParser::new())]
@@ -284,13 +284,16 @@ pub struct BenchArgs {
     pub load: LoadArgs,
 }
 
+/// The models that `--like` knows.
+const LIKE: [&str; 7] = ["4b", "9b", "27b", "35b", "122b", "397b", "flash-next"];
+
 /// Flags of `moestro synth`.
 #[derive(Debug, Args)]
 pub struct SynthArgs {
     /// Directory to write, which must not exist
     pub out: PathBuf,
     /// Model whose dimensions to use
-    #[arg(long, env = "MOESTRO_LIKE", value_parser = ["35b", "122b", "397b"])]
+    #[arg(long, env = "MOESTRO_LIKE", value_parser = LIKE)]
     pub like: String,
     /// Number of layers [default: as the original]
     #[arg(long, env = "MOESTRO_LAYERS", value_name = "N", value_parser = values::up_to::<1_024>)]
@@ -307,6 +310,9 @@ pub struct SynthArgs {
     /// Skew of the routers: 0 is even; with 0.5, a quarter of the experts serves most tokens
     #[arg(long, env = "MOESTRO_ROUTER_SKEW", value_name = "S", default_value_t = 0.5, value_parser = values::not_negative)]
     pub router_skew: f32,
+    /// Rows of the n-gram table, with --like flash-next [default: 8000000; the original has 320 million]
+    #[arg(long, env = "MOESTRO_NGRAM_ROWS", value_name = "N", value_parser = clap::value_parser!(u64).range(1_024..=4_294_967_296))]
+    pub ngram_rows: Option<u64>,
 }
 
 /// Flags of `moestro pack`.

@@ -2,6 +2,7 @@
 //!
 //! * [`index`]: where each tensor lies in the safetensors files. [`names`]: canonical tensor names.
 //! * [`trunk`]: how each matrix is quantized, and loading of the weights that stay in memory.
+//! * [`norm_encoding`]: whether norms hold w or 1 + w, where layouts do not tell.
 //! * [`mtp`]: the head for multi-token prediction.
 //! * [`pack`]: a copy of the experts with one record per expert. [`identity`]: which files a cache was made from.
 //! * `hub`: downloads from the Hugging Face hub.
@@ -12,6 +13,7 @@ pub mod identity;
 pub mod index;
 pub mod mtp;
 pub mod names;
+pub mod norm_encoding;
 pub mod pack;
 mod quantization;
 mod trunk;

@@ -1,7 +1,7 @@
 //! The head for multi-token prediction (MTP) in a checkpoint: its file, its tensor names, and whether its norms store `w` or
 //! `w - 1`. Converters differ in all three.
 
-use super::{Checkpoint, index::Index, names::TensorName};
+use super::{Checkpoint, index::Index, names::TensorName, norm_encoding};
 use crate::error::{ModelError, StoreError};
 use serde_json::Value;
 use std::path::Path;
@@ -50,8 +50,25 @@ fn open(index: Index, config: &Value) -> Result<Checkpoint, ModelError> {
     } else {
         Checkpoint::open_as(index, &Value::Null, bare)?
     };
-    head.hugging_face = Some(are_zero_centred(&head, config)?);
+    head.hugging_face = Some(match stream_norms(&head) {
+        Some(names) => norm_encoding::is_zero_centred(&head, &names)?,
+        None => are_zero_centred(&head, config)?,
+    });
     Ok(head)
+}
+
+/// The norms of a head with several residual streams that tell whether they hold `w` or `1 + w`. Some converters folded only
+/// a part of them, which the norms before `fc` show.
+fn stream_norms(head: &Checkpoint) -> Option<Vec<String>> {
+    let name = |name: &str| format!("{PREFIX}{name}.weight");
+    let streams = [
+        "layers.0.attn_hyper_connection.hc_norm",
+        "layers.0.mlp_hyper_connection.hc_norm",
+        "hyper_connection_mixer.hc_norm",
+        "pre_fc_norm_embedding",
+        "pre_fc_norm_hidden",
+    ];
+    head.has(&name(streams[0])).then(|| streams.map(name).to_vec())
 }
 
 /// True if the head's norms store `w - 1`. All norms are considered together, because the ranges of single norms overlap.

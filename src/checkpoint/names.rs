@@ -31,4 +31,6 @@ pub fn layer_prefix(index: usize) -> String {
 
 pub const EMBEDDING: &str = "language_model.model.embed_tokens";
 pub const FINAL_NORM: &str = "language_model.model.norm.weight";
+/// Prefix of the mixture before the head, where the model has several residual streams.
+pub const LAST_MIX: &str = "language_model.model.hyper_connection_mixer.";
 pub const LM_HEAD: &str = "language_model.lm_head";

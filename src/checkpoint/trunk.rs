@@ -8,7 +8,7 @@ use super::{
     quantization::{QuantizationTable, float, infer},
 };
 use crate::{
-    checkpoint::index::{Index, TensorEntry},
+    checkpoint::index::{Dtype, Index, TensorEntry},
     device::{Region, Slab, SlabWriter},
     error::{ModelError, StoreError},
     experts::{PIECES, Piece},
@@ -129,6 +129,16 @@ impl Checkpoint {
         };
         let bytes = self.read(entry)?;
         Ok((0..len).map(|index| float.get(&bytes, index)).collect())
+    }
+
+    /// A small tensor of 64-bit integers, if there is one of this name.
+    pub fn integers(&self, name: &str) -> Result<Option<Vec<i64>>, ModelError> {
+        let Some(entry) = self.find(name) else { return Ok(None) };
+        if entry.dtype != Dtype::I64 {
+            return Err(self.mismatch(name, entry, "64-bit integers".into()));
+        }
+        let bytes = self.read(entry)?;
+        Ok(Some(bytes.as_chunks().0.iter().map(|word| i64::from_le_bytes(*word)).collect()))
     }
 
     /// A norm's effective weight.

@@ -145,6 +145,12 @@ metrics! {
     counter "moestro_ssd_errors_total" [] "Reads that failed or returned too few bytes" => ssd_errors [];
     seconds "moestro_pack_check_seconds_total" [] "Time in which a layer waited for checksums of its experts" =>
         pack_check_seconds [];
+    counter "moestro_ngram_rows_total" ["source"] "Rows of the n-gram table, from its cache or read from the disk" =>
+        ngram_rows_cached ["cache"], ngram_rows_read ["disk"];
+    counter "moestro_ngram_read_bytes_total" [] "Bytes of rows of the n-gram table read from the disk" =>
+        ngram_read_bytes [];
+    seconds "moestro_ngram_stall_seconds_total" [] "Time in which the model waited for rows of the n-gram table" =>
+        ngram_stall_seconds [];
     gauge "moestro_pack_damaged_records" []
         "Damaged records of the loaded pack; they are read from the checkpoint instead" =>
         pack_damaged_records [];

@@ -1,8 +1,9 @@
 //! `config.json` as checked shapes. Anything unsupported is refused here.
 
+use super::ngram_hash::NgramShape;
 use crate::{
     error::ModelError,
-    ops::{AttentionShape, DeltaShape, KvFormat},
+    ops::{AttentionShape, DeltaShape, IndexerShape, KvFormat, OutputGate, StreamShape, attention::PAGE},
     platform::read_small_file,
 };
 use serde_json::Value;
@@ -29,6 +30,12 @@ pub struct Config {
     pub rope_theta: f64,
     pub delta: DeltaShape,
     pub ffn: FfnShape,
+    /// Several residual streams that layers mix. `None` for one stream that layers add to.
+    pub streams: Option<StreamShape>,
+    /// Attention layers attend to the blocks that an indexer selects. `None` for all positions.
+    pub indexer: Option<IndexerShape>,
+    /// The n-gram tables, each added to the streams before its layer. In order of layers.
+    pub ngrams: Vec<NgramShape>,
     /// The `quantization` table, empty if there is none.
     pub quantization: Value,
 }
@@ -81,27 +88,26 @@ impl Config {
     pub fn new(json: &Value) -> Result<Self, ModelError> {
         let text = JsonTable(json.get("text_config").unwrap_or(json));
         // The outer configuration and its text model each have a type. Both must be supported.
-        if let Some(outer) = json.get("model_type").and_then(Value::as_str)
-            && !outer.starts_with("qwen3_5")
+        let outer = json.get("model_type").and_then(Value::as_str);
+        if let Some(outer) = outer.filter(|outer| !outer.starts_with("qwen3_5"))
+            && ModelFamily::named(outer).is_none()
         {
-            return refuse(format!("model_type {outer} is not supported; Moestro serves qwen3_5_moe and qwen3_5"));
+            return unsupported(outer);
         }
-        let moe = match text.0.get("model_type").or(json.get("model_type")).and_then(Value::as_str) {
-            Some("qwen3_5_moe" | "qwen3_5_moe_text") => true,
-            Some("qwen3_5" | "qwen3_5_text") => false,
-            other => {
-                let other = other.unwrap_or("(absent)");
-                return refuse(format!("model_type {other} is not supported; Moestro serves qwen3_5_moe and qwen3_5"));
-            }
-        };
-        for (key, supported) in [("hidden_act", "silu"), ("output_gate_type", "swish"), ("mamba_ssm_dtype", "float32")]
-        {
+        let inner = text.0.get("model_type").and_then(Value::as_str).or(outer).unwrap_or("(absent)");
+        let Some(family) = ModelFamily::named(inner) else { return unsupported(inner) };
+        for (key, supported) in [("hidden_act", "silu"), ("mamba_ssm_dtype", "float32")] {
             match text.0.get(key).and_then(Value::as_str) {
                 None => {}
-                Some(value) if value == supported || (key == "output_gate_type" && value == "silu") => {}
+                Some(value) if value == supported => {}
                 Some(value) => return refuse(format!("{key} {value} is not supported, only {supported}")),
             }
         }
+        let gate = match text.0.get("output_gate_type").and_then(Value::as_str) {
+            None | Some("silu" | "swish") => OutputGate::Silu,
+            Some("sigmoid") => OutputGate::Sigmoid,
+            Some(other) => return refuse(format!("output_gate_type {other} is not supported, only swish and sigmoid")),
+        };
         if text.flag("attention_bias", false)? {
             return refuse("attention_bias is not supported".into());
         }
@@ -118,7 +124,7 @@ impl Config {
         let eps = text.number("rms_norm_eps")? as f32;
         let full = text.full_layers(layers)?;
         let (attention, rope_theta) = text.attention(eps)?;
-        let config = Self {
+        let mut config = Self {
             hidden,
             layers,
             vocab,
@@ -138,18 +144,37 @@ impl Config {
                 value_dim: text.count("linear_value_head_dim", 1 << 12)?,
                 conv_width: text.count("linear_conv_kernel_dim", 64)?,
                 eps,
+                gate,
             },
-            ffn: if moe {
-                text.moe()?
-            } else {
+            ffn: if family == ModelFamily::Dense {
                 FfnShape::Dense { intermediate: text.count("intermediate_size", 1 << 20)? }
+            } else {
+                text.moe()?
             },
+            streams: None,
+            indexer: None,
+            ngrams: Vec::new(),
             quantization: quantization(json, text.0).cloned().unwrap_or(Value::Null),
         };
         if !config.delta.value_heads.is_multiple_of(config.delta.key_heads) {
             return refuse("linear_num_value_heads is no multiple of linear_num_key_heads".into());
         }
+        if family == ModelFamily::Qwen4Exp {
+            config.streams = Some(StreamShape {
+                count: text.count("hc_count", 16)?,
+                rank: text.count("hc_lowrank", 1 << 16)?,
+                hidden,
+                eps,
+            });
+            config.indexer = Some(text.indexer(&config.attention)?);
+            config.ngrams = text.ngrams(layers, vocab)?;
+        }
         Ok(config)
+    }
+
+    /// Values of one row between layers: all streams.
+    pub fn residual_width(&self) -> usize {
+        self.hidden * self.streams.map_or(1, |streams| streams.count)
     }
 
     /// Experts per token, 0 in a dense model.
@@ -173,6 +198,30 @@ pub fn json(dir: &Path) -> Result<Value, ModelError> {
         .map_err(|source| crate::error::StoreError::Io { path, source })
         .map_err(ModelError::Store)?;
     serde_json::from_slice(&text).map_err(|error| ModelError::Config(error.to_string()))
+}
+
+/// The architectures by what their `config.json` must have.
+#[derive(Clone, Copy, PartialEq)]
+enum ModelFamily {
+    Dense,
+    Moe,
+    Qwen4Exp,
+}
+
+impl ModelFamily {
+    /// The family of a `model_type`, of a whole configuration or of its text model.
+    fn named(model_type: &str) -> Option<Self> {
+        match model_type.strip_suffix("_text").unwrap_or(model_type) {
+            "qwen3_5" => Some(Self::Dense),
+            "qwen3_5_moe" => Some(Self::Moe),
+            "qwen4_exp" | "qwen3_8_flash_next" => Some(Self::Qwen4Exp),
+            _ => None,
+        }
+    }
+}
+
+fn unsupported<T>(model_type: &str) -> Result<T, ModelError> {
+    refuse(format!("model_type {model_type} is not supported; Moestro serves qwen3_5, qwen3_5_moe and qwen4_exp"))
 }
 
 /// The quantisation table. Its name and place differ between checkpoints.
@@ -231,7 +280,8 @@ impl JsonTable<'_> {
             return refuse(format!("layer_types names {} layers, num_hidden_layers says {layers}", types.len()));
         }
         let full = types.iter().map(|kind| match kind.as_str() {
-            Some("full_attention") => Ok(true),
+            // Converters of qwen4_exp rename the layers whose attention has an indexer.
+            Some("full_attention" | "indexed_attention" | "qwen_sparse_attention") => Ok(true),
             Some("linear_attention") => Ok(false),
             _ => refuse(format!("layer type {kind} is not supported")),
         });
@@ -262,6 +312,74 @@ impl JsonTable<'_> {
         let format = KvFormat::F32;
         let shape = AttentionShape { heads, kv_heads, dim, rope_dim, eps, context: 0, format, recent: None };
         Ok((shape, number("rope_theta", 1e7)?))
+    }
+
+    /// The indexer of the attention layers. It rotates as many dimensions as the attention heads do.
+    fn indexer(self, attention: &AttentionShape) -> Result<IndexerShape, ModelError> {
+        let (dim, ratio) = (self.count("indexer_head_dim", 1 << 12)?, self.count("indexer_compress_ratio", PAGE)?);
+        let (budget, rope_dim) = (self.count("indexer_budget", 1 << 24)?, attention.rope_dim);
+        if self.count_or("indexer_kv_heads", 1 << 12, 1)? != 1 {
+            return refuse("an indexer with more than one key head is not supported".into());
+        }
+        if rope_dim > dim {
+            return refuse(format!("RoPE rotates {rope_dim} dimensions, but the indexer's heads have {dim}"));
+        }
+        if !PAGE.is_multiple_of(ratio) || !(4 * dim).is_multiple_of(ratio) || !budget.is_multiple_of(ratio) {
+            return refuse(format!(
+                "indexer_compress_ratio {ratio} does not divide {PAGE}, the indexer's head of {dim} floats, and its \
+                 budget of {budget}"
+            ));
+        }
+        let heads = self.count("indexer_n_heads", 1 << 12)?;
+        Ok(IndexerShape { heads, dim, rope_dim, ratio, blocks: budget / ratio, eps: attention.eps })
+    }
+
+    /// The n-gram tables. `ple_layer_ids` counts layers from 1.
+    fn ngrams(self, layers: usize, vocab: usize) -> Result<Vec<NgramShape>, ModelError> {
+        let listed = self.0.get("ple_layer_ids").and_then(Value::as_array).map_or(&[][..], Vec::as_slice);
+        let mut ids = std::collections::BTreeSet::new();
+        for id in listed {
+            match id.as_u64().filter(|id| (1..=layers as u64).contains(id)) {
+                Some(id) => ids.insert(id as usize),
+                None => return refuse(format!("ple_layer_ids has {id}, not a layer from 1 to {layers}")),
+            };
+        }
+        let mut ngrams = Vec::with_capacity(ids.len());
+        for (index, layer) in ids.into_iter().enumerate() {
+            // The first of several: it starts a text, and is not a stop token of the answer.
+            let eos = self.0.get("eos_token_id").map(|eos| eos.get(0).unwrap_or(eos)).and_then(Value::as_u64);
+            let Some(eos) = eos.filter(|eos| *eos < vocab as u64) else {
+                return refuse("the n-gram table needs an eos_token_id in the text model's configuration".into());
+            };
+            let shape = NgramShape {
+                layer: layer - 1,
+                index,
+                size: self.count_or("ngram_size", 16, 3)?,
+                heads: self.count_or("heads_per_ngram", 256, 8)?,
+                width: self.count("ple_embed_dim", 1 << 20)?,
+                base: self.count_or("ngram_vocab_size_base", 1 << 32, 20_000_000)? as u64,
+                divisor: self.count_or("make_ngram_vocab_size_divisible_by", 1 << 24, 128)? as u64,
+                seed: match self.0.get("seed") {
+                    // Absent in the released configuration.
+                    None | Some(Value::Null) => 1234,
+                    Some(seed) => seed.as_u64().map_or_else(|| refuse(format!("seed is {seed}")), Ok)?,
+                },
+                eos: eos as u32,
+                vocab: vocab as u64,
+                taps: self.count_or("ple_conv_kernel_size", 64, 4)?,
+            };
+            if shape.size < 2 || !shape.width.is_multiple_of(shape.table_heads()) {
+                let (heads, width) = (shape.table_heads(), shape.width);
+                return refuse(format!("{heads} heads of the n-gram table cannot share ple_embed_dim {width}"));
+            }
+            ngrams.push(shape);
+        }
+        Ok(ngrams)
+    }
+
+    /// [`JsonTable::count`] of a key that may be absent.
+    fn count_or(self, key: &str, most: usize, default: usize) -> Result<usize, ModelError> {
+        if self.0.get(key).is_none_or(Value::is_null) { Ok(default) } else { self.count(key, most) }
     }
 
     fn moe(self) -> Result<FfnShape, ModelError> {
@@ -321,8 +439,9 @@ mod tests {
     fn unsupported_configs_are_refused() {
         for (pointer, value, word) in [
             ("/text_config/model_type", Value::from("llama"), "llama"),
-            ("/text_config/model_type", "qwen4_exp_text".into(), "qwen4_exp_text is not supported"),
-            ("/model_type", "qwen4_exp".into(), "qwen4_exp is not supported"),
+            ("/text_config/model_type", "qwen9_text".into(), "qwen9_text is not supported"),
+            ("/model_type", "qwen9".into(), "qwen9 is not supported"),
+            ("/text_config/output_gate_type", "tanh".into(), "output_gate_type"),
             ("/text_config/rope_parameters/type", "yarn".into(), "yarn"),
             ("/text_config/attention_bias", true.into(), "attention_bias"),
             ("/text_config/attn_output_gate", false.into(), "gate"),
@@ -332,12 +451,54 @@ mod tests {
             ("/text_config/hidden_size", (-1).into(), "hidden_size"),
             ("/text_config/num_key_value_heads", 3.into(), "share"),
         ] {
-            let mut json = demo();
-            // Keys such as `attn_output_gate` may be absent, so set them in their table.
-            let (table, key) = pointer.rsplit_once('/').unwrap();
-            json.pointer_mut(table).unwrap()[key] = value;
-            let error = Config::new(&json).unwrap_err().to_string();
-            assert!(error.contains(word) && !error.contains('\n'), "{pointer}: {error}");
+            assert_refused(demo(), pointer, value, word);
         }
+    }
+
+    #[test]
+    fn unsupported_qwen4_configs_are_refused() {
+        for (pointer, value, word) in [
+            ("/text_config/indexer_kv_heads", Value::from(2), "one key head"),
+            ("/text_config/indexer_head_dim", 4.into(), "rotates 8"),
+            ("/text_config/indexer_compress_ratio", 3.into(), "does not divide"),
+            ("/text_config/indexer_budget", 18.into(), "does not divide"),
+            ("/text_config/ple_layer_ids", serde_json::json!([0]), "ple_layer_ids"),
+            ("/text_config/ple_layer_ids", serde_json::json!([7]), "ple_layer_ids"),
+            ("/text_config/ple_embed_dim", 100.into(), "ple_embed_dim"),
+            ("/text_config/eos_token_id", 320.into(), "eos_token_id"),
+            ("/text_config/hc_count", 0.into(), "hc_count"),
+        ] {
+            assert_refused(qwen4(), pointer, value, word);
+        }
+    }
+
+    #[test]
+    fn qwen4_config_is_parsed() {
+        let config = Config::new(&qwen4()).unwrap();
+        assert_eq!(config.full, [false, false, true, false, false, true]);
+        assert_eq!((config.delta.gate, config.residual_width()), (OutputGate::Sigmoid, 256));
+        let indexer = config.indexer.unwrap();
+        assert_eq!((indexer.heads, indexer.dim, indexer.rope_dim, indexer.ratio, indexer.blocks), (4, 16, 8, 4, 4));
+        let [ngram] = &config.ngrams[..] else { panic!("{:?}", config.ngrams) };
+        // `ple_layer_ids` counts from 1. The seed is absent.
+        assert_eq!((ngram.layer, ngram.seed, ngram.eos, ngram.table_heads()), (1, 1234, 300, 16));
+        let mut json = qwen4();
+        json["model_type"] = "qwen3_8_flash_next".into();
+        json["text_config"]["model_type"] = "qwen3_8_flash_next_text".into();
+        json["text_config"]["eos_token_id"] = serde_json::json!([300, 302]);
+        assert_eq!(Config::new(&json).unwrap(), config);
+    }
+
+    fn qwen4() -> Value {
+        serde_json::from_str(include_str!("../../tests/fixtures/qwen4_exp/config.json")).unwrap()
+    }
+
+    /// Sets one key of `json` and expects an error with `word`.
+    fn assert_refused(mut json: Value, pointer: &str, value: Value, word: &str) {
+        // Keys such as `attn_output_gate` may be absent, so set them in their table.
+        let (table, key) = pointer.rsplit_once('/').unwrap();
+        json.pointer_mut(table).unwrap()[key] = value;
+        let error = Config::new(&json).unwrap_err().to_string();
+        assert!(error.contains(word) && !error.contains('\n'), "{pointer}: {error}");
     }
 }

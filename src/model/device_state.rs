@@ -66,7 +66,7 @@ impl DeviceState {
         limits.cache = kv.map_or(limits.cache, |(_, format)| format);
         let pool = PagePool::new(&parts.config, &kv_shape, &parts.plan, &backend)?;
         let mtp = match &parts.mtp {
-            Some(head) => Some(MtpDeviceState::new(head, parts.net.norm, context, &mut backend)?),
+            Some(head) => Some(MtpDeviceState::new(head, &parts.net.last, context, &mut backend)?),
             None => None,
         };
         // A copy to the device that fails is an error of loading.

@@ -4,19 +4,20 @@ use super::{
     config::{Config, FfnShape},
     drafts::mtp::{self, MtpInfo},
     forward::buffers::Buffers,
+    ngram_table,
     options::LoadOptions,
     speed::ProjectionShape,
     state::{
         rollback::replay_bytes,
-        sequence::{delta_bytes, kv_bytes_per_token, kv_shape, recent_snapshot_bytes},
+        sequence::{MAX_RING_BLOCK, delta_bytes, kv_bytes_per_token, kv_shape, recent_snapshot_bytes, ring_bytes},
     },
-    weights::{Ffn, Network},
+    weights::{Ffn, Network, decide_norm_encoding},
 };
 use crate::{
     checkpoint::{Checkpoint, TrunkLoader, index::Index, pack},
     error::ModelError,
     experts::{ExpertMap, PackRecords},
-    ops::{BackendLimits, Cpu, KvFormat, attention::RECENT, gpu_limits},
+    ops::{BackendLimits, Cpu, KvBits, KvFormat, attention::RECENT, gpu_limits},
     plan::{MachineLimits, ModelFootprint, Plan, PlanOptions, Strategy},
     platform::MAX_BLOCK,
 };
@@ -61,7 +62,13 @@ impl CheckpointInfo {
     pub fn unpacked(dir: &Path, options: &LoadOptions) -> Result<Self, ModelError> {
         let mut config = Config::read(dir)?;
         config.use_fewer_experts(options.experts_per_token, options.experts_at_most)?;
-        let checkpoint = Checkpoint::open(Index::open(dir)?, &config.quantization)?;
+        if config.indexer.is_some() && options.kv_bits != KvBits::Sixteen {
+            return Err(ModelError::Config(
+                "--kv-bits is not supported for a model that attends to selected blocks".into(),
+            ));
+        }
+        let mut checkpoint = Checkpoint::open(Index::open(dir)?, &config.quantization)?;
+        decide_norm_encoding(&mut checkpoint, &config)?;
         let mut ignore = |_, _| ();
         let mut trunk = TrunkLoader::measure(&checkpoint, &mut ignore);
         let (net, layers) = Network::load(&mut trunk, &config)?;
@@ -106,7 +113,8 @@ pub fn cpu_scratch(config: &Config) -> [u64; 2] {
         FfnShape::Dense { intermediate } => (1, intermediate, 0),
         FfnShape::Moe { experts, k, intermediate, shared, .. } => (k + 1, intermediate.max(shared), experts),
     };
-    let widest = config.hidden.max(attention.heads * attention.dim).max(delta.values());
+    let ngram = config.ngrams.iter().map(|ngram| ngram.width).max().unwrap_or_default();
+    let widest = config.residual_width().max(attention.heads * attention.dim).max(delta.values()).max(ngram);
     let [row, fixed] = Cpu::scratch(config.hidden, widest, assignments, inner);
     [row + 4 * scores, fixed].map(|bytes| bytes as u64)
 }
@@ -128,6 +136,8 @@ fn shape(config: &Config, options: &LoadOptions, [trunk, gathered, head]: [u64; 
     let recent = recent_snapshot_bytes(config, &kv_shape);
     workspace_per_row += recent / (2 * RECENT as u64);
     workspace_fixed += recent / 2;
+    let [rings, kept] = ring_bytes(config, limits.mixer.min(MAX_RING_BLOCK));
+    workspace_fixed += rings.saturating_sub(kept) + (config.ngrams.len() * ngram_table::CACHE_BYTES) as u64;
     ModelFootprint {
         trunk,
         gathered,
@@ -138,7 +148,7 @@ fn shape(config: &Config, options: &LoadOptions, [trunk, gathered, head]: [u64; 
         experts,
         experts_per_token,
         kv_per_token: kv_bytes_per_token(config, kv_shape.format),
-        state: delta_bytes(config) + recent,
+        state: delta_bytes(config) + recent + kept,
         workspace_per_row,
         draft: options.draft,
         workspace_fixed: workspace_fixed + if options.verify { replay_bytes(config) } else { 0 },

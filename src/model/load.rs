@@ -5,6 +5,7 @@ use super::{
     device_state::DeviceState,
     inspect::CheckpointInfo,
     model_parts::ModelParts,
+    ngram_table::NgramTable,
     options::{LoadOptions, StoreOptions},
     weights::Network,
 };
@@ -72,12 +73,14 @@ impl Qwen {
             net.set_expert_layout(&opened);
             store = Some(opened);
         }
+        let layouts = net.layers.iter().filter_map(|layer| layer.ngram.as_ref()).map(|ngram| ngram.layout.clone());
+        let tables = layouts.map(|layout| NgramTable::open(layout, metrics)).collect::<Result<_, ModelError>>()?;
         let mtp = head.map(|head| head.load(&net, options, store.as_ref())).transpose()?;
         let threads = options.threads.unwrap_or_else(os::physical_cores);
         let compute = options.compute.clone().unwrap_or_else(|| CpuDevice::new(threads, options.math));
         let cpu = Cpu::new(compute.clone());
         let kv_bits = options.kv_bits;
-        let parts = ModelParts { config, net, weights, store, plan, shape, mtp, compute, kv_bits };
+        let parts = ModelParts { config, net, weights, store, tables, plan, shape, mtp, compute, kv_bits };
         Self::on(parts, Box::new(cpu)).map_err(|rejected| rejected.1)
     }
 

@@ -8,6 +8,7 @@
 //! | `config`, `weights` | `config.json` as shapes; the trunk's tensors by name |
 //! | `options`, `inspect`, `load` | how to load a checkpoint, what it needs, and loading it |
 //! | `runtime` | a loaded model: forward, verify, snapshots |
+//! | `ngram_hash`, `ngram_table` | which rows of an n-gram table a token has; reading them from the disk |
 //! | `device_state`, `placement`, `shared_backend` | what a model keeps on one device |
 //! | `forward/` | one pass: attention, delta net, experts, head, activation buffers |
 //! | `state/` | one sequence: KV pages, delta-net state, snapshots, rollback |
@@ -20,6 +21,8 @@ mod forward;
 mod inspect;
 mod load;
 mod model_parts;
+mod ngram_hash;
+mod ngram_table;
 mod options;
 mod placement;
 pub mod reference;
@@ -37,6 +40,7 @@ pub use drafts::{
 };
 pub use inspect::{CheckpointInfo, cpu_scratch};
 pub use load::Qwen;
+pub use ngram_hash::ngram_rows;
 pub use options::{LoadOptions, MtpSource, StoreOptions};
 pub use reference::Reference;
 pub use state::{

@@ -1,6 +1,6 @@
 //! The parts of a loaded model that no device owns.
 
-use super::{config::Config, drafts::mtp::MtpHead, weights::Network};
+use super::{config::Config, drafts::mtp::MtpHead, ngram_table::NgramTable, weights::Network};
 use crate::{
     checkpoint::TrunkBuffer,
     device::CpuDevice,
@@ -15,6 +15,8 @@ pub struct ModelParts {
     pub net: Network,
     pub weights: [TrunkBuffer; 2],
     pub store: Option<ExpertStore>,
+    /// The n-gram tables, in order of layers.
+    pub tables: Vec<NgramTable>,
     pub plan: Plan,
     pub shape: ModelFootprint,
     pub mtp: Option<MtpHead>,

@@ -1,6 +1,6 @@
 //! Showing a network's weights and expert slots to a backend.
 
-use super::weights::{Ffn, Mixer, Network};
+use super::weights::{Ffn, Mixer, Network, Residual};
 use crate::{
     checkpoint::TrunkBuffer,
     error::ModelError,
@@ -34,10 +34,20 @@ pub fn adopt_weights(buffer: &TrunkBuffer, backend: &mut dyn Backend) -> Result<
 pub fn check_supported(net: &Network, kv_shape: &AttentionShape, backend: &dyn Backend) -> Result<(), ModelError> {
     let matrices = |weights: &[_]| weights.iter().try_for_each(|weight| backend.accept(ModelPart::Weight(weight)));
     matrices(&[net.embed, *net.head()])?;
+    matrices(&net.last.matrices())?;
+    if let Residual::Streams(mix) = &net.last {
+        backend.accept(ModelPart::Streams(mix))?;
+    }
     for layer in &net.layers {
         matrices(&layer.mixer.matrices())?;
+        matrices(&layer.before_mixer.matrices())?;
+        matrices(&layer.before_ffn.matrices())?;
+        layer.ngram.iter().try_for_each(|ngram| matrices(&ngram.proj))?;
         match &layer.mixer {
-            Mixer::Attention(_) => backend.accept(ModelPart::Attention(kv_shape))?,
+            Mixer::Attention(attention) => {
+                backend.accept(ModelPart::Attention(kv_shape))?;
+                attention.indexer.iter().try_for_each(|indexer| backend.accept(ModelPart::Indexer(&indexer.shape)))?;
+            }
             Mixer::DeltaNet(delta) => backend.accept(ModelPart::Delta(&delta.shape))?,
         }
         match &layer.ffn {

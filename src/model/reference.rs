@@ -12,25 +12,29 @@
 //! logits = rms_norm(h) head^T
 //! ```
 //!
+//! A model with several residual streams differs in its layers; `reference/streams.rs` has its formulas.
+//!
 //! Sources: `qwen3_5_moe` in transformers and mlx-lm. The delta rule is equation 10 of Yang et al., "Gated Delta Networks"
 //! (2024).
 
+mod streams;
+
 use crate::model::{
     config::{Config, FfnShape},
-    weights::find_experts,
+    weights::{decide_norm_encoding, find_experts},
 };
 use crate::{
     checkpoint::{self, Checkpoint, MatrixLayout, index::Index, names},
     error::{ModelError, StoreError},
     experts::Piece,
     ops::{
-        AttentionShape, DeltaShape, WeightView,
+        AttentionShape, DeltaShape, OutputGate, WeightView,
         attention::{GROUP, recent_start},
     },
 };
 use candle_core::{D, DType, Device, Shape, Tensor};
 use candle_nn::ops::{sigmoid, silu, softmax_last_dim};
-use std::{fs::File, os::unix::fs::FileExt, path::Path};
+use std::{collections::HashMap, fs::File, os::unix::fs::FileExt, path::Path};
 
 /// A checkpoint, and the device and precision to compute with.
 pub struct Reference {
@@ -46,10 +50,12 @@ pub struct Reference {
 pub struct Computed {
     /// `[T, vocab]`: row `t` scores the token after `t`.
     pub logits: Tensor,
-    /// The residual stream after each layer, `[T, hidden]`.
+    /// The residual stream after each layer, `[T, hidden]`; all streams if there are several.
     pub residuals: Vec<Tensor>,
     /// `routes[layer][token]`: the experts chosen, likeliest first. A dense model has no entries.
     pub routes: Vec<Vec<Vec<u32>>>,
+    /// Intermediate results of a model with several streams, by name.
+    pub stages: HashMap<String, Tensor>,
 }
 
 impl Reference {
@@ -59,7 +65,8 @@ impl Reference {
     /// A file that cannot be read, or a model of another architecture.
     pub fn open(dir: &Path, device: Device, precision: DType) -> Result<Self, ModelError> {
         let config = Config::read(dir)?;
-        let checkpoint = Checkpoint::open(Index::open(dir)?, &config.quantization)?;
+        let mut checkpoint = Checkpoint::open(Index::open(dir)?, &config.quantization)?;
+        decide_norm_encoding(&mut checkpoint, &config)?;
         Ok(Self { config, checkpoint, device, precision, kv_bits: None })
     }
 
@@ -77,6 +84,9 @@ impl Reference {
         if let Some(&id) = ids.iter().find(|id| **id as usize >= vocab) {
             return Err(ModelError::TokenOutOfRange { id, vocab });
         }
+        if let Some(streams) = &self.config.streams {
+            return self.forward_streams(streams, ids);
+        }
         let embed = self.matrix(names::EMBEDDING, vocab, hidden)?;
         let mut h = embed.index_select(&Tensor::new(ids, &self.device)?, 0)?;
         let (mut residuals, mut routes) = (Vec::new(), Vec::new());
@@ -84,7 +94,7 @@ impl Reference {
             let layer = names::layer_prefix(index);
             let x = rms_norm(&h, &self.norm(&format!("{layer}input_layernorm.weight"), hidden)?, eps)?;
             h = (h + if *full {
-                self.attention(&x, &format!("{layer}self_attn."))?
+                self.attention(&x, &format!("{layer}self_attn."), None)?
             } else {
                 self.delta_net(&x, &format!("{layer}linear_attn."))?
             })?;
@@ -101,12 +111,14 @@ impl Reference {
         }
         let h = rms_norm(&h, &self.norm(names::FINAL_NORM, hidden)?, eps)?;
         let head = if self.config.tied { embed } else { self.matrix(names::LM_HEAD, vocab, hidden)? };
-        Ok(Computed { logits: linear(&h, &head)?, residuals, routes })
+        let stages = HashMap::new();
+        Ok(Computed { logits: linear(&h, &head)?, residuals, routes, stages })
     }
 
     /// Gated attention. The query projection holds, per head, the query and a gate for the head's output. Several query heads
     /// share one head of keys and values.
-    fn attention(&self, x: &Tensor, path: &str) -> Result<Tensor, ModelError> {
+    /// A `mask` says which positions each token sees, `[T, T]`; the default is itself and earlier ones.
+    fn attention(&self, x: &Tensor, path: &str, mask: Option<&Tensor>) -> Result<Tensor, ModelError> {
         let AttentionShape { heads, kv_heads, dim, rope_dim, .. } = self.config.attention;
         let theta = self.config.rope_theta;
         let (tokens, hidden) = x.dims2()?;
@@ -122,9 +134,10 @@ impl Reference {
         let k = rotate(&head_norm(&project("k_proj", kv_heads, dim)?, "k_norm")?, rope_dim, theta)?;
         let v = project("v_proj", kv_heads, dim)?;
         let (k, v) = (repeat_heads(&k, heads)?, repeat_heads(&v, heads)?);
-        let o = match self.kv_bits {
-            None => attend(&q, &k, &v)?,
-            Some(bits) => attend_quantised(&q, &k, &v, bits)?,
+        let o = match (mask, self.kv_bits) {
+            (Some(mask), _) => attend_masked(&q, &k, &v, mask)?,
+            (None, None) => attend(&q, &k, &v)?,
+            (None, Some(bits)) => attend_quantised(&q, &k, &v, bits)?,
         };
         let gated = (o * sigmoid(&q_gate.narrow(2, dim, dim)?.contiguous()?)?)?;
         let out = self.matrix(&format!("{path}o_proj"), hidden, heads * dim)?;
@@ -160,7 +173,11 @@ impl Reference {
         // The norm comes before the gate. Its weight is stored as it is in every layout, unlike the other norms.
         let o = rms_norm(&o, &self.vector(&format!("{path}norm.weight"), value_dim)?, self.config.eps)?;
         let z = project("in_proj_z", shape.values())?;
-        let gated = (o.reshape((tokens, shape.values()))? * silu(&z)?)?;
+        let gate = match shape.gate {
+            OutputGate::Silu => silu(&z)?,
+            OutputGate::Sigmoid => sigmoid(&z)?,
+        };
+        let gated = (o.reshape((tokens, shape.values()))? * gate)?;
         Ok(linear(&gated, &self.matrix(&format!("{path}out_proj"), hidden, shape.values())?)?)
     }
 
@@ -278,10 +295,15 @@ pub fn repeat_heads(x: &Tensor, heads: usize) -> candle_core::Result<Tensor> {
 /// Rotary position embedding of `[T, heads, dim]`: token `t` rotates the pairs `(j, j + rotated / 2)` of each head by
 /// `t * theta^(-2j / rotated)`. The dimensions from `rotated` on are not rotated.
 pub fn rotate(x: &Tensor, rotated: usize, theta: f64) -> candle_core::Result<Tensor> {
+    rotate_every(1, x, rotated, theta)
+}
+
+/// [`rotate`] of rows that are `stride` positions apart.
+fn rotate_every(stride: usize, x: &Tensor, rotated: usize, theta: f64) -> candle_core::Result<Tensor> {
     let (tokens, _, dim) = x.dims3()?;
     let half = rotated / 2;
-    let angles =
-        (0..tokens).flat_map(|t| (0..half).map(move |j| t as f64 * theta.powf(-2.0 * j as f64 / rotated as f64)));
+    let angles = (0..tokens)
+        .flat_map(|t| (0..half).map(move |j| (t * stride) as f64 * theta.powf(-2.0 * j as f64 / rotated as f64)));
     let (cos, sin) = angles.map(|angle| (angle.cos(), angle.sin())).unzip();
     let (cos, sin) = (constant(cos, (tokens, 1, half), x)?, constant(sin, (tokens, 1, half), x)?);
     let (a, b) = (x.narrow(2, 0, half)?, x.narrow(2, half, half)?);
@@ -292,12 +314,17 @@ pub fn rotate(x: &Tensor, rotated: usize, theta: f64) -> candle_core::Result<Ten
 
 /// `softmax(q k^T / sqrt(dim)) v` for each head, where a token sees itself and earlier tokens. All `[T, heads, dim]`.
 pub fn attend(q: &Tensor, k: &Tensor, v: &Tensor) -> candle_core::Result<Tensor> {
-    let (tokens, _, dim) = q.dims3()?;
+    let tokens = q.dim(0)?;
+    let seen = (0..tokens).flat_map(|t| (0..tokens).map(move |s| if s <= t { 0.0 } else { f64::NEG_INFINITY }));
+    attend_masked(q, k, v, &constant(seen.collect(), (tokens, tokens), q)?)
+}
+
+/// [`attend`] where a token sees what the mask `[T, T]` says: 0 for seen, negative infinity for unseen.
+fn attend_masked(q: &Tensor, k: &Tensor, v: &Tensor, mask: &Tensor) -> candle_core::Result<Tensor> {
+    let dim = q.dim(2)?;
     let by_head = |x: &Tensor| x.transpose(0, 1)?.contiguous();
     let scores = (by_head(q)?.matmul(&by_head(k)?.t()?)? * (dim as f64).powf(-0.5))?;
-    let seen = (0..tokens).flat_map(|t| (0..tokens).map(move |s| if s <= t { 0.0 } else { f64::NEG_INFINITY }));
-    let mask = constant(seen.collect(), (tokens, tokens), q)?;
-    let o = softmax_last_dim(&scores.broadcast_add(&mask)?)?.matmul(&by_head(v)?)?;
+    let o = softmax_last_dim(&scores.broadcast_add(mask)?)?.matmul(&by_head(v)?)?;
     o.transpose(0, 1)?.contiguous()
 }
 
@@ -348,13 +375,18 @@ fn rounded(x: &Tensor, bits: u32) -> candle_core::Result<Tensor> {
 /// A causal convolution of each channel: `silu(sum_j w[c, j] x[t - taps + 1 + j, c])`, zeros before the first token.
 /// `x` is `[T, C]`, `w` is `[C, taps]`.
 pub fn convolve(x: &Tensor, kernel: &Tensor) -> candle_core::Result<Tensor> {
+    convolve_every(1, x, kernel)
+}
+
+/// [`convolve`] with taps that are `step` tokens apart.
+fn convolve_every(step: usize, x: &Tensor, kernel: &Tensor) -> candle_core::Result<Tensor> {
     let ((tokens, _), (channels, taps)) = (x.dims2()?, kernel.dims2()?);
-    let before = Tensor::zeros((taps - 1, channels), x.dtype(), x.device())?;
+    let before = Tensor::zeros(((taps - 1) * step, channels), x.dtype(), x.device())?;
     let padded = Tensor::cat(&[&before, x], 0)?;
     let mut sum = x.zeros_like()?;
     for tap in 0..taps {
         let weight = kernel.narrow(1, tap, 1)?.reshape((1, channels))?;
-        sum = (sum + padded.narrow(0, tap, tokens)?.broadcast_mul(&weight)?)?;
+        sum = (sum + padded.narrow(0, tap * step, tokens)?.broadcast_mul(&weight)?)?;
     }
     silu(&sum)
 }

@@ -11,6 +11,7 @@ use super::{
     },
     load::Qwen,
     model_parts::ModelParts,
+    ngram_table::NgramInput,
     state::{
         kv_pages::PagePool,
         rollback::{Commit, MAX_VERIFY_ROWS},
@@ -64,8 +65,8 @@ impl Model for Qwen {
         let lock = device.backend.clone();
         let _guard = lock.lock();
         self.replay(device, state)?;
-        let delta = state.delta_bytes(&mut device.backend)?;
-        Ok(state.snapshot(state.len, delta, &mut device.backend)?)
+        let fixed = state.fixed_bytes(&mut device.backend)?;
+        Ok(state.snapshot(state.len, fixed, &mut device.backend)?)
     }
 
     fn restore(&self, snapshot: &Snapshot, reuse: Option<QwenState>) -> Result<QwenState, ModelError> {
@@ -105,7 +106,7 @@ impl HiddenStates for Qwen {
 
     fn tapped_rows(&mut self, rows: usize, out: &mut Vec<f32>) -> Result<(), ModelError> {
         let DeviceState { backend, buffers, taps, .. } = self.device.get_mut();
-        Ok(taps.read(rows, buffers.h, self.parts.config.hidden, backend, out)?)
+        Ok(taps.read(rows, buffers.residual(), self.parts.config.residual_width(), backend, out)?)
     }
 }
 
@@ -284,8 +285,9 @@ impl Qwen {
             let observer = hooks.on_route.as_mut().map(|observer| &mut **observer as &mut RouterObserver<'_>);
             let marks = SnapshotMarks::new(here);
             let marks = self.run_pass(device, state, chunk, (hooks.keep_going, observer, marks), &mut logits.data)?;
-            for (row, delta) in marks.rows.iter().zip(marks.states) {
-                hooks.snapshots.push(state.snapshot(start + row, delta, &mut device.backend)?);
+            for ((row, delta), rings) in marks.rows.iter().zip(marks.states).zip(marks.rings) {
+                let fixed = [delta, rings].concat();
+                hooks.snapshots.push(state.snapshot(start + row, fixed, &mut device.backend)?);
             }
             state.len += tokens;
         }
@@ -336,7 +338,16 @@ impl Qwen {
         let lock = device.backend.clone();
         let _guard = lock.lock();
         let DeviceState { backend, limits, slots, buffers, kv_shape, scratch, taps, .. } = device;
-        let ModelParts { config, net, store, .. } = &self.parts;
+        let ModelParts { config, net, store, tables, .. } = &self.parts;
+        // The rows of n-gram tables depend on tokens only, so they are read while the first layers compute.
+        let ngrams = tables.iter().zip(&state.rings.ngrams).map(|(table, history)| {
+            let before = state.tokens.before(chunk.start, table.layout().shape.size - 1);
+            NgramInput { table, pending: Some(table.request(before, chunk.ids)), history: *history }
+        });
+        let ngrams = ngrams.collect();
+        if !tables.is_empty() {
+            state.tokens.write(chunk.start, chunk.ids);
+        }
         let mut pass = Pass {
             chunk,
             config,
@@ -346,6 +357,7 @@ impl Qwen {
             attention: kv_shape,
             experts: store.as_ref(),
             slots,
+            ngrams,
             scratch,
         };
         let mut hooks = LayerHooks { keep_going, on_route, marks, taps };

@@ -1,31 +1,56 @@
 //! The weights of the network: which tensor of the checkpoint goes where. They do not change after load.
 
 use crate::{
-    checkpoint::{self, Checkpoint, MatrixLayout, TrunkLoader, names},
+    checkpoint::{self, Checkpoint, MatrixLayout, TrunkLoader, names, norm_encoding},
     device::Region,
     error::ModelError,
     experts::{ExpertStore, LayerExperts},
-    model::config::{Config, FfnShape},
-    ops::{Decay, DeltaShape, ExpertStack, MoeWeights, SharedExpert, Weight},
+    model::{
+        config::{Config, FfnShape},
+        ngram_hash::NgramShape,
+        ngram_table::NgramLayout,
+    },
+    ops::{
+        Decay, DeltaShape, ExpertStack, IndexerShape, InjectWeights, MoeWeights, SharedExpert, StreamMix, StreamShape,
+        Weight,
+    },
 };
 
 /// Everything but the routed experts.
 pub struct Network {
     pub embed: Weight,
     pub layers: Vec<LayerWeights>,
-    /// `[hidden]`, before the head.
-    pub norm: Region,
+    /// The input of the head.
+    pub last: Residual,
     /// `None` if the embedding is also the head.
     pub head: Option<Weight>,
 }
 
 pub struct LayerWeights {
-    /// `[hidden]`, before the mixer.
-    pub norm: Region,
+    /// Added to the residual streams before the layer.
+    pub ngram: Option<NgramWeights>,
+    /// The input of the mixer.
+    pub before_mixer: Residual,
     pub mixer: Mixer,
-    /// `[hidden]`, before the feed-forward.
-    pub post_norm: Region,
+    /// The input of the feed-forward.
+    pub before_ffn: Residual,
     pub ffn: Ffn,
+}
+
+/// How a part of a layer reads the residual and adds its result to it.
+pub enum Residual {
+    /// One stream: `x = rms_norm(h)` with this weight, `[hidden]`; `h += y`.
+    Norm(Region),
+    /// Several streams: a mixture of all, and a share of `y` for each.
+    Streams(StreamMix),
+}
+
+/// The rows of an n-gram table as they are added to the residual streams.
+pub struct NgramWeights {
+    pub layout: NgramLayout,
+    /// Keys of all streams, and the value.
+    pub proj: [Weight; 2],
+    pub inject: InjectWeights,
 }
 
 /// The part of a layer in which tokens see each other.
@@ -42,6 +67,18 @@ pub struct AttentionWeights {
     pub q_norm: Region,
     pub k_norm: Region,
     pub out: Weight,
+    /// Selects what each query attends to. `None` for all positions.
+    pub indexer: Option<IndexerWeights>,
+}
+
+/// The indexer of an attention layer.
+pub struct IndexerWeights {
+    pub shape: IndexerShape,
+    /// Queries of all heads, and the key.
+    pub proj: Weight,
+    /// `[dim]`, per head.
+    pub q_norm: Region,
+    pub k_norm: Region,
 }
 
 /// The gated delta net: three layers in four.
@@ -75,7 +112,10 @@ impl Mixer {
     /// The matrices that a backend must be able to multiply.
     pub fn matrices(&self) -> Vec<Weight> {
         match self {
-            Mixer::Attention(attention) => [&attention.qkv[..], &[attention.out]].concat(),
+            Mixer::Attention(attention) => {
+                let index = attention.indexer.iter().map(|indexer| indexer.proj);
+                attention.qkv.iter().copied().chain([attention.out]).chain(index).collect()
+            }
             Mixer::DeltaNet(delta) => [&delta.in_proj[..], &[delta.out]].concat(),
         }
     }
@@ -98,7 +138,11 @@ impl Network {
         let mut map = Vec::new();
         let mut layers = Vec::with_capacity(config.layers);
         for (index, full) in config.full.iter().enumerate() {
-            layers.push(LayerWeights::load(trunk, &names::layer_prefix(index), *full, config, &mut map)?);
+            let mut layer = LayerWeights::load(trunk, &names::layer_prefix(index), *full, config, &mut map)?;
+            if let Some(ngram) = config.ngrams.iter().find(|ngram| ngram.layer == index) {
+                layer.ngram = Some(NgramWeights::load(trunk, ngram, config)?);
+            }
+            layers.push(layer);
         }
         let head = if config.tied {
             // Some files also hold a copy of the embedding as the head. Claim it and drop it, as transformers does.
@@ -109,7 +153,8 @@ impl Network {
         } else {
             Some(trunk.weight(names::LM_HEAD, config.vocab, hidden)?)
         };
-        Ok((Self { embed, layers, norm: trunk.norm(names::FINAL_NORM, hidden)?, head }, map))
+        let last = Residual::load(trunk, config, names::FINAL_NORM, names::LAST_MIX, false)?;
+        Ok((Self { embed, layers, last, head }, map))
     }
 
     pub fn head(&self) -> &Weight {
@@ -140,14 +185,18 @@ impl LayerWeights {
         map: &mut Vec<LayerExperts>,
     ) -> Result<Self, ModelError> {
         let hidden = config.hidden;
+        let residual = |trunk: &mut TrunkLoader<'_>, norm: &str, mix: &str| {
+            Residual::load(trunk, config, &format!("{prefix}{norm}.weight"), &format!("{prefix}{mix}."), true)
+        };
         Ok(Self {
-            norm: trunk.norm(&format!("{prefix}input_layernorm.weight"), hidden)?,
+            ngram: None,
+            before_mixer: residual(trunk, "input_layernorm", "attn_hyper_connection")?,
             mixer: if full {
                 Mixer::Attention(AttentionWeights::load(trunk, prefix, config)?)
             } else {
                 Mixer::DeltaNet(DeltaNetWeights::load(trunk, prefix, config)?)
             },
-            post_norm: trunk.norm(&format!("{prefix}post_attention_layernorm.weight"), hidden)?,
+            before_ffn: residual(trunk, "post_attention_layernorm", "mlp_hyper_connection")?,
             ffn: match config.ffn {
                 FfnShape::Dense { intermediate } => {
                     let (gate_up, down) = mlp(trunk, &format!("{prefix}mlp."), hidden, intermediate)?;
@@ -157,6 +206,72 @@ impl LayerWeights {
             },
         })
     }
+}
+
+impl Residual {
+    /// Loads the norm of that name, or the mixture whose names start with `mix` if the model has several streams.
+    pub fn load(
+        trunk: &mut TrunkLoader<'_>,
+        config: &Config,
+        norm: &str,
+        mix: &str,
+        has_inject: bool,
+    ) -> Result<Self, ModelError> {
+        let Some(StreamShape { count, rank, .. }) = config.streams else {
+            return Ok(Self::Norm(trunk.norm(norm, config.hidden)?));
+        };
+        let (path, width) = (|name: &str| format!("{mix}{name}"), config.residual_width());
+        let inject = if has_inject { Some(trunk.weight(&path("block_inject_weight"), count, width)?) } else { None };
+        Ok(Self::Streams(StreamMix {
+            norm: trunk.norm(&path("hc_norm.weight"), width)?,
+            down: trunk.weight(&path("input_mix_weight_down"), rank, width)?,
+            up: trunk.weight(&path("input_mix_weight_up"), width, rank)?,
+            inject,
+        }))
+    }
+
+    /// The matrices that a backend must be able to multiply.
+    pub fn matrices(&self) -> Vec<Weight> {
+        match self {
+            Self::Norm(_) => Vec::new(),
+            Self::Streams(mix) => [mix.down, mix.up].into_iter().chain(mix.inject).collect(),
+        }
+    }
+}
+
+impl NgramWeights {
+    fn load(trunk: &mut TrunkLoader<'_>, shape: &NgramShape, config: &Config) -> Result<Self, ModelError> {
+        let (prefix, width) = (format!("{}ple.", names::layer_prefix(shape.layer)), config.residual_width());
+        let path = |name: &str| format!("{prefix}{name}");
+        // [C, 1, taps] or [C, taps, 1]: the same order of values. The operation reads [taps, C].
+        let raw = trunk.from.vector(&path("conv1d.weight"), width * shape.taps)?;
+        let conv: Vec<f32> = (0..shape.taps).flat_map(|at| raw.iter().skip(at).step_by(shape.taps).copied()).collect();
+        Ok(Self {
+            layout: NgramLayout::new(trunk.from, &path("ple_embedding."), shape)?,
+            proj: [
+                trunk.weight(&path("key_proj"), width, shape.width)?,
+                trunk.weight(&path("value_proj"), config.hidden, shape.width)?,
+            ],
+            inject: InjectWeights {
+                key_norm: trunk.norm(&path("norm_key.weight"), width)?,
+                query_norm: trunk.norm(&path("norm_query.weight"), width)?,
+                conv_norm: trunk.norm(&path("norm_conv.weight"), width)?,
+                conv: trunk.vector(&conv),
+            },
+        })
+    }
+}
+
+/// Decides whether the norms hold `w` or `1 + w` where the layout of the files does not tell.
+pub fn decide_norm_encoding(from: &mut Checkpoint, config: &Config) -> Result<(), ModelError> {
+    if config.streams.is_some() {
+        let names = |layer: usize| {
+            ["attn", "mlp"].map(|part| format!("{}{part}_hyper_connection.hc_norm.weight", names::layer_prefix(layer)))
+        };
+        let names: Vec<String> = (0..config.layers).flat_map(names).collect();
+        from.hugging_face = Some(norm_encoding::is_zero_centred(from, &names)?);
+    }
+    Ok(())
 }
 
 impl AttentionWeights {
@@ -173,6 +288,15 @@ impl AttentionWeights {
             out: weight("o_proj", hidden, a.heads * a.dim)?,
             q_norm: trunk.norm(&path("q_norm.weight"), a.dim)?,
             k_norm: trunk.norm(&path("k_norm.weight"), a.dim)?,
+            indexer: match config.indexer {
+                None => None,
+                Some(shape) => Some(IndexerWeights {
+                    shape,
+                    proj: trunk.weight(&path("indexer.index_qk_proj"), shape.width(), hidden)?,
+                    q_norm: trunk.norm(&path("indexer.q_layernorm.weight"), shape.dim)?,
+                    k_norm: trunk.norm(&path("indexer.k_layernorm.weight"), shape.dim)?,
+                }),
+            },
         })
     }
 }

@@ -3,6 +3,7 @@
 
 pub mod attention;
 mod backend;
+pub mod block_attention;
 pub mod check;
 pub mod conv;
 mod cpu;
@@ -12,17 +13,20 @@ pub mod experts;
 mod gpu;
 pub mod linear;
 pub mod mlp;
+pub mod ngram;
 pub mod norm;
 mod op;
 pub mod quant;
 pub mod router;
 pub mod simd;
+pub mod streams;
 
 pub use attention::{Attention, AttentionShape, KvBits, KvCache, KvFormat, KvWrite, QkNormRope, RecentRing};
 pub use backend::{Backend, BackendLimits};
+pub use block_attention::{BlockAttention, IndexCache, IndexerShape};
 pub use conv::Conv;
 pub use cpu::Cpu;
-pub use delta::{Decay, DeltaNet, DeltaRule, DeltaShape, Replay};
+pub use delta::{Decay, DeltaNet, DeltaRule, DeltaShape, OutputGate, Replay};
 pub use embedding::Embedding;
 pub use experts::{
     CombineExperts, ExpertGroup, ExpertSet, ExpertSlots, ExpertStack, Experts, MoeBuffers, MoeWeights, NO_SLOT,
@@ -31,10 +35,12 @@ pub use experts::{
 pub use gpu::{GpuBackend, limits as gpu_limits};
 pub use linear::{HalfBuffers, Linear, Norm};
 pub use mlp::Mlp;
+pub use ngram::{InjectShape, InjectWeights, NgramInject};
 pub use op::{ModelPart, Op};
 pub use quant::{Float, Weight, WeightFormat, WeightView};
 pub use router::Router;
 pub(crate) use simd::wide;
+pub use streams::{ReadStreams, StreamBuffers, StreamMix, StreamShape, WriteStreams};
 
 #[cfg(test)]
 mod tests;

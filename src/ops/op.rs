@@ -3,13 +3,16 @@
 use super::{
     Weight,
     attention::{Attention, AttentionShape, KvWrite},
+    block_attention::{BlockAttention, IndexerShape},
     conv::Conv,
     delta::{DeltaNet, DeltaRule, DeltaShape},
     embedding::Embedding,
     experts::{CombineExperts, Experts, MoeWeights},
     linear::Linear,
     mlp::Mlp,
+    ngram::NgramInject,
     router::Router,
+    streams::{ReadStreams, StreamMix, WriteStreams},
 };
 use crate::device::{BufferAccess, Region};
 
@@ -24,6 +27,11 @@ pub enum Op<'a> {
     DeltaNet(&'a DeltaNet<'a>),
     KvWrite(KvWrite<'a>),
     Attention(Attention<'a>),
+    /// Boxed by reference because of its size.
+    BlockAttention(&'a BlockAttention<'a>),
+    ReadStreams(&'a ReadStreams<'a>),
+    WriteStreams(WriteStreams<'a>),
+    NgramInject(NgramInject<'a>),
     Mlp(Mlp<'a>),
     Router(Router<'a>),
     Experts(Experts<'a>),
@@ -40,6 +48,10 @@ macro_rules! each {
             Op::DeltaNet($op) => $body,
             Op::KvWrite($op) => $body,
             Op::Attention($op) => $body,
+            Op::BlockAttention($op) => $body,
+            Op::ReadStreams($op) => $body,
+            Op::WriteStreams($op) => $body,
+            Op::NgramInject($op) => $body,
             Op::Mlp($op) => $body,
             Op::Router($op) => $body,
             Op::Experts($op) => $body,
@@ -66,7 +78,32 @@ macro_rules! from {
         })*
     };
 }
-from!(Embedding, Linear, Conv, DeltaRule, KvWrite, Attention, Mlp, Router, Experts, CombineExperts);
+from!(
+    Embedding,
+    Linear,
+    Conv,
+    DeltaRule,
+    KvWrite,
+    Attention,
+    WriteStreams,
+    NgramInject,
+    Mlp,
+    Router,
+    Experts,
+    CombineExperts
+);
+
+impl<'a> From<&'a BlockAttention<'a>> for Op<'a> {
+    fn from(op: &'a BlockAttention<'a>) -> Self {
+        Op::BlockAttention(op)
+    }
+}
+
+impl<'a> From<&'a ReadStreams<'a>> for Op<'a> {
+    fn from(op: &'a ReadStreams<'a>) -> Self {
+        Op::ReadStreams(op)
+    }
+}
 
 impl<'a> From<&'a DeltaNet<'a>> for Op<'a> {
     fn from(op: &'a DeltaNet<'a>) -> Self {
@@ -79,6 +116,8 @@ impl<'a> From<&'a DeltaNet<'a>> for Op<'a> {
 pub enum ModelPart<'a> {
     Weight(&'a Weight),
     Attention(&'a AttentionShape),
+    Indexer(&'a IndexerShape),
+    Streams(&'a StreamMix),
     Delta(&'a DeltaShape),
     /// Its experts are stored in slots.
     Moe(&'a MoeWeights),

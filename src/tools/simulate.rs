@@ -122,6 +122,11 @@ mod tests {
             ("35b", 1.39e9, 1_769_472, 40_960),
             ("122b", 3.48e9, 5_308_416, 49_152),
             ("397b", 5.57e9, 7_077_888, 61_440),
+            // 12 layers of keys, values, and 128 floats per 4 positions.
+            ("flash-next", 2.86e9, 2_764_800, 12 * (2 * 2 * 256 * 4 + 128)),
+            ("27b", 15.1e9, 0, 16 * 2 * 4 * 256 * 4),
+            ("9b", 5.04e9, 0, 8 * 2 * 4 * 256 * 4),
+            ("4b", 2.37e9, 0, 8 * 2 * 4 * 256 * 4),
         ];
         for (like, trunk, expert, kv) in known {
             let shape = outline(like, &options).unwrap();

@@ -1,4 +1,4 @@
-//! Writes synthetic checkpoints: dimensions, names, encodings and file layout of Qwen3.5 MoE in MLX 4-bit, with random
+//! Writes synthetic checkpoints: dimensions, names, encodings and file layout of real models in MLX 4-bit, with random
 //! weights. They show how a machine runs the 122B model before anyone downloads 70 GB.
 //!
 //! [`layout`] lists the tensors, [`noise`] fills them. Each value is a function of the seed, the tensor's name and the
@@ -10,7 +10,7 @@ mod layout;
 mod noise;
 mod options;
 
-pub use options::{Dimensions, SynthOptions};
+pub use options::{Dimensions, StreamDimensions, SynthOptions};
 
 use crate::error::StoreError;
 use crate::platform::{self, atomic_file::PartialDir};

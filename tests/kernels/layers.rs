@@ -174,7 +174,15 @@ fn delta_case(op: DeltaShape, chunks: &[&[usize]]) {
 /// together, also after speculative rows.
 #[test]
 fn fused_delta_layer_equals_separate_launches() {
-    let shape = &DeltaShape { key_heads: 2, value_heads: 4, key_dim: 64, value_dim: 48, conv_width: 4, eps: 1e-6 };
+    let shape = &DeltaShape {
+        key_heads: 2,
+        value_heads: 4,
+        key_dim: 64,
+        value_dim: 48,
+        conv_width: 4,
+        eps: 1e-6,
+        gate: Default::default(),
+    };
     let (hidden, channels, values, heads) = (128, shape.channels(), shape.values(), shape.value_heads);
     for codes in [AFFINE4, AFFINE8, WeightFormat::Affine { bits: 3, group: 32, scale: Float::F16 }] {
         let mut found: Vec<Vec<Vec<u8>>> = Vec::new();
@@ -227,6 +235,7 @@ fn delta_net_matches_reference() {
         value_dim,
         conv_width: 4,
         eps: 1e-6,
+        gate: Default::default(),
     };
     delta_case(delta(2, 4, 128, 128), &[&[7], &[1, 1, 1, 1, 1, 1, 1], &[2, 5]]);
     delta_case(delta(1, 3, 20, 37), &[&[4], &[3, 1]]);

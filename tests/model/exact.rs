@@ -106,6 +106,9 @@ fn synthetic_model_is_exact() {
         expert_hidden: 64,
         shared_hidden: 64,
         vocab: 300,
+        dense: None,
+        tied: false,
+        streams: None,
     };
     let dir = tempfile::tempdir().unwrap();
     let out = dir.path().join("model");

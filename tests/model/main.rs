@@ -17,6 +17,7 @@ mod mutations;
 mod process;
 mod prompt_cache;
 mod quantizations;
+mod qwen4_exp;
 mod reference;
 mod refusals;
 #[path = "../support/shard.rs"]

@@ -10,6 +10,7 @@ use candle_core::{DType, Device, Tensor};
 use moestro::{
     device::CpuArithmetic,
     model::{Reference, reference::Computed},
+    tools::synth::{self, Dimensions, SynthOptions},
 };
 use std::path::Path;
 
@@ -74,7 +75,7 @@ fn reference_reads_hugging_face_layouts() {
 
 /// Compares the fast pass on `ids`, in chunks, with the reference in f64: logits within `bound`, and each layer's experts.
 fn check_fast_pass(name: &str, dir: &Path, ids: &[u32], chunk: usize, bound: impl Fn(CpuArithmetic) -> f32) {
-    let Computed { logits, routes, residuals } = compute(dir, DType::F64, ids);
+    let Computed { logits, routes, residuals, .. } = compute(dir, DType::F64, ids);
     assert_eq!(residuals.last().unwrap().dim(0).unwrap(), ids.len());
     for math in [CpuArithmetic::F32, CpuArithmetic::Integer] {
         let (found, _, found_routes) = prefill(&load(dir, math), ids, chunk);
@@ -112,6 +113,35 @@ fn fast_pass_matches_on_long_prompt() {
     // Measured: among four million logits, the worst of the integer arithmetic is 2.2e-3 off.
     let bound = |math| if math == CpuArithmetic::F32 { crate::common::bound(math) } else { 4e-3 };
     check_fast_pass("demo", Path::new(DEMO), &text.take(2048).collect::<Vec<u32>>(), 512, bound);
+}
+
+/// A dense model with the ratios of the 27B: 6 query heads per key head, 3 value heads per key head, a feed-forward 3.4 times
+/// as wide as the residual.
+#[test]
+fn fast_pass_matches_at_ratios_of_27b() {
+    let dimensions = Dimensions {
+        hidden: 320,
+        layers: 8,
+        heads: 6,
+        kv_heads: 1,
+        head_dim: 64,
+        linear_key_heads: 2,
+        linear_value_heads: 6,
+        linear_head_dim: 32,
+        vocab: 300,
+        dense: Some(1088),
+        ..Dimensions::of_27b()
+    };
+    let root = tempfile::tempdir().unwrap();
+    let out = root.path().join("model");
+    let (extras, eos_token_ids) = (Vec::new(), vec![298]);
+    let options =
+        SynthOptions { dimensions, seed: 7, router_skew: 0.0, eos_token_ids, shard: 1 << 30, threads: 2, extras };
+    synth::write(&out, &options, &|_| ()).unwrap();
+    let ids: Vec<u32> = (0..150).map(|n| (n * n * 37 + n * 11 + 5) % 300).collect();
+    for chunk in [150, 64, 1] {
+        check_fast_pass("27b", &out, &ids, chunk, |math| if math == CpuArithmetic::F32 { 2e-4 } else { 4e-3 });
+    }
 }
 
 #[test]

@@ -29,7 +29,7 @@ impl MtpDraft {
     /// `None` if the model has no head.
     pub fn new(model: &Qwen) -> Option<Self> {
         let (config, capacity) = (model.config(), model.mtp_room()?);
-        let hidden = HiddenHistory::new(config.hidden, MTP_ROWS);
+        let hidden = HiddenHistory::new(config.residual_width(), MTP_ROWS);
         Some(Self { layers: config.layers, capacity, hidden, base: 0, evaluated: 0 })
     }
 

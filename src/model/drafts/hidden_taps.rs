@@ -20,7 +20,7 @@ impl HiddenTaps {
     /// Bytes on the device. The last layer's rows need none: they are still in the pass's buffers.
     pub fn bytes(&self, config: &Config) -> u64 {
         let copied = self.layers.iter().filter(|layer| **layer + 1 < config.layers).count();
-        (copied * self.rows * config.hidden * 4) as u64
+        (copied * self.rows * config.residual_width() * 4) as u64
     }
 }
 
@@ -47,7 +47,7 @@ impl TapBuffers {
         let mut layers = Vec::with_capacity(taps.layers.len());
         for &layer in &taps.layers {
             let is_last = layer + 1 == config.layers;
-            let buffer = if is_last { None } else { Some(backend.allocate(capacity * config.hidden * 4)?) };
+            let buffer = if is_last { None } else { Some(backend.allocate(capacity * config.residual_width() * 4)?) };
             layers.push((layer, buffer));
         }
         Ok(Self { layers, capacity, pass_rows: 0, disabled: false })

@@ -6,7 +6,14 @@
 //! m = rms_norm(layer(u))                                             the layer has its own KV cache
 //! logits of x[p + 2] = W_head m                                      the model's head
 //! ```
-//! For further tokens, `m` takes the place of `rms_norm(h)`. The head's experts have their own slots, since their encoding
+//! For further tokens, `m` takes the place of `rms_norm(h)`. In a model with several residual streams, the streams R take the
+//! place of h:
+//!
+//! ```text
+//! u[c] = fc_hidden n[c] + fc_embedding rms_norm(embed(x[p + 1]))     n = rms_norm(R[p]) over all streams at once
+//! R' = layer(u);  logits of x[p + 2] = W_head mixture(R')            R' takes the place of R for further tokens
+//! ```
+//! The head's experts have their own slots, since their encoding
 //! and size often differ from the model's.
 
 use crate::{
@@ -27,14 +34,15 @@ use crate::{
         placement::{adopt_slots, check_supported, slot_tables},
         shared_backend::SharedBackend,
         state::{
+            kv_pages::PAGE,
             rollback::Commit,
-            sequence::{LayerState, kv_shape},
+            sequence::{LayerState, MAX_RING_BLOCK, kv_shape},
         },
-        weights::{LayerWeights, Network},
+        weights::{LayerWeights, Network, Residual},
     },
     ops::{
-        AttentionShape, Backend, BackendLimits, Embedding, ExpertSlots, KvBits, KvCache, KvFormat, Linear, ModelPart,
-        Norm, Weight,
+        AttentionShape, Backend, BackendLimits, Embedding, ExpertSlots, IndexCache, KvBits, KvCache, KvFormat, Linear,
+        ModelPart, Norm, Weight,
     },
     platform::MAX_BLOCK,
 };
@@ -60,7 +68,7 @@ pub struct MtpInfo {
 pub struct MtpHead {
     config: Config,
     net: Network,
-    /// The halves of `fc`: for the embedding, and for the hidden row.
+    /// The halves of `fc`: for the embedding, and for the hidden row or each of its streams.
     fc: [Weight; 2],
     /// Their norms.
     norms: [Region; 2],
@@ -74,11 +82,12 @@ pub struct MtpDeviceState {
     slot_tables: Region,
     kv_shape: AttentionShape,
     cache: KvCache,
+    index: IndexCache,
     /// Positions of the cache.
     pub positions: usize,
     taps: TapBuffers,
-    /// The weight of the model's last norm.
-    model_norm: Vec<f32>,
+    /// The weight of the norm of hidden rows: the model's last norm, or the head's own over all streams.
+    hidden_norm: Vec<f32>,
 }
 
 /// The head's prediction after its last row.
@@ -93,7 +102,7 @@ struct MtpWeights {
     fc: [Weight; 2],
     norms: [Region; 2],
     layer: LayerWeights,
-    norm: Region,
+    last: Residual,
     map: Vec<LayerExperts>,
 }
 
@@ -101,15 +110,21 @@ impl MtpWeights {
     fn load(trunk: &mut TrunkLoader<'_>, config: &Config) -> Result<Self, ModelError> {
         let (hidden, mut map) = (config.hidden, Vec::new());
         let name = |name: &str| format!("{}{name}", files::PREFIX);
-        let fc = trunk.columns(&name("fc"), hidden, hidden, 2)?;
+        let fc = match config.streams {
+            None => trunk.columns(&name("fc"), hidden, hidden, 2)?,
+            Some(_) => {
+                let mut half = |half: &str| trunk.weight(&name(half), hidden, hidden);
+                vec![half("fc_embedding")?, half("fc_hidden")?]
+            }
+        };
         let fc =
             <[Weight; 2]>::try_from(fc).map_err(|_| ModelError::Config("mtp.fc does not have two halves".into()))?;
         let norms = ["embedding", "hidden"].map(|of| name(&format!("pre_fc_norm_{of}.weight")));
         Ok(Self {
             fc,
-            norms: [trunk.norm(&norms[0], hidden)?, trunk.norm(&norms[1], hidden)?],
+            norms: [trunk.norm(&norms[0], hidden)?, trunk.norm(&norms[1], config.residual_width())?],
             layer: LayerWeights::load(trunk, &name("layers.0."), true, config, &mut map)?,
-            norm: trunk.norm(&name("norm.weight"), hidden)?,
+            last: Residual::load(trunk, config, &name("norm.weight"), &name("hyper_connection_mixer."), false)?,
             map,
         })
     }
@@ -150,7 +165,7 @@ pub fn inspect(
 
 impl MtpInfo {
     fn new(from: Checkpoint, model: &Config) -> Result<Self, ModelError> {
-        let config = Config { layers: 1, full: vec![true], ..model.clone() };
+        let config = Config { layers: 1, full: vec![true], ngrams: Vec::new(), ..model.clone() };
         let mut ignore = |_, _| ();
         let mut trunk = TrunkLoader::measure(&from, &mut ignore);
         let weights = MtpWeights::load(&mut trunk, &config)?;
@@ -169,11 +184,15 @@ impl MtpInfo {
 
     /// Bytes of the loaded head: weights, slots, cache, hidden rows.
     pub fn bytes(&self, format: KvFormat) -> u64 {
-        let (a, hidden) = (&self.config.attention, self.config.hidden);
+        let (a, width) = (&self.config.attention, self.config.residual_width());
         let kv = CACHE_POSITIONS * 2 * a.kv_heads * format.row_bytes(a.dim);
-        let rows = (5 * MTP_ROWS + 8) * hidden * 4;
+        let rows = (5 * MTP_ROWS + 8) * width * 4;
+        let index = self.config.indexer.map_or(0, |indexer| {
+            CACHE_POSITIONS / PAGE * indexer.page_bytes()
+                + (MAX_RING_BLOCK + indexer.ratio) * indexer.recent_width() * 4
+        });
         let slots = self.slots as u64 * self.map.slot_bytes(MAX_BLOCK) as u64;
-        self.trunk + slots + (kv + rows) as u64 + 4 * self.map.experts() as u64
+        self.trunk + slots + (kv + rows + index) as u64 + 4 * self.map.experts() as u64
     }
 
     /// Loads the head for a model with the network `model` and the expert store `store`.
@@ -186,9 +205,9 @@ impl MtpInfo {
         let Self { from, config, map, trunk: len, slots } = self;
         let mut ignore = |_, _| ();
         let mut trunk = TrunkLoader::read(&from, len as usize, &mut ignore)?.with_buffers(DRAFT_BUFFERS);
-        let MtpWeights { fc, norms, layer, norm, .. } = MtpWeights::load(&mut trunk, &config)?;
+        let MtpWeights { fc, norms, layer, last, .. } = MtpWeights::load(&mut trunk, &config)?;
         let weights = trunk.finish()?;
-        let mut net = Network { embed: model.embed, layers: vec![layer], norm, head: Some(*model.head()) };
+        let mut net = Network { embed: model.embed, layers: vec![layer], last, head: Some(*model.head()) };
         let store = if map.layers.is_empty() {
             None
         } else {
@@ -207,10 +226,10 @@ impl MtpInfo {
 }
 
 impl MtpDeviceState {
-    /// Places `head` on a device. `model_norm` is the model's last norm, `context` the longest sequence.
+    /// Places `head` on a device. `model_last` is what the model's head reads, `context` the longest sequence.
     pub fn new(
         head: &MtpHead,
-        model_norm: Region,
+        model_last: &Residual,
         context: usize,
         backend: &mut dyn Backend,
     ) -> Result<Self, ModelError> {
@@ -229,14 +248,24 @@ impl MtpDeviceState {
         let table = backend.allocate(pages.len() * 4)?;
         backend.write_words(table, &pages)?;
         let cache = KvCache { keys, values, table, recent: [Region::default(); 2] };
+        let mut index = IndexCache::default();
+        if let Some(indexer) = &head.config.indexer {
+            let room = backend.limits().mixer.min(MAX_RING_BLOCK) + indexer.ratio;
+            index.keys = backend.allocate(pages.len() * indexer.page_bytes())?;
+            index.recent = backend.allocate(room * indexer.recent_width() * 4)?;
+        }
         let slot_tables = backend.allocate(tables.len() * 4)?;
         if !tables.is_empty() {
             backend.write_words(slot_tables, &tables)?;
         }
-        let mut weight = vec![0.0; head.config.hidden];
-        backend.read_floats(model_norm, &mut weight)?;
+        let norm = match model_last {
+            Residual::Norm(norm) => *norm,
+            Residual::Streams(_) => head.norms[1],
+        };
+        let mut hidden_norm = vec![0.0; head.config.residual_width()];
+        backend.read_floats(norm, &mut hidden_norm)?;
         let taps = TapBuffers::default();
-        Ok(Self { slots, slot_tables, kv_shape, cache, positions, taps, model_norm: weight })
+        Ok(Self { slots, slot_tables, kv_shape, cache, index, positions, taps, hidden_norm })
     }
 }
 
@@ -251,17 +280,17 @@ impl MtpHead {
         state: &mut MtpDeviceState,
         (backend, limits, buffers, scratch): (&mut SharedBackend, BackendLimits, &Buffers, &mut Scratch),
     ) -> Result<MtpPrediction, ModelError> {
-        let width = self.config.hidden;
+        let width = self.config.residual_width();
         if ids.is_empty() || hidden.len() != ids.len() * width || at + ids.len() > state.positions {
             return Err(ModelError::Config(format!("the MTP head's cache has no room for {} rows at {at}", ids.len())));
         }
         let mut rows = hidden.to_vec();
-        if !own {
-            rows.chunks_exact_mut(width).for_each(|row| rms_norm(row, &state.model_norm, self.config.eps));
+        if !own || self.config.streams.is_some() {
+            rows.chunks_exact_mut(width).for_each(|row| rms_norm(row, &state.hidden_norm, self.config.eps));
         }
         let mut buffers = *buffers;
         buffers.slot_tables = state.slot_tables;
-        let mut layers = [LayerState::Attention(state.cache)];
+        let mut layers = [LayerState::Attention(state.cache, state.index)];
         let (mut start, end, mut out) = (at, at + ids.len(), MtpPrediction::default());
         for (ids, rows) in ids.chunks(buffers.rows).zip(rows.chunks(buffers.rows * width)) {
             let kind = if ids.len() == 1 { PassKind::Decode } else { PassKind::Prefill };
@@ -276,6 +305,7 @@ impl MtpHead {
                 attention: &state.kv_shape,
                 experts: self.store.as_ref(),
                 slots: &state.slots,
+                ngrams: Vec::new(),
                 scratch: &mut *scratch,
             };
             let mut hooks = LayerHooks::taps_only(&mut state.taps);
@@ -286,7 +316,7 @@ impl MtpHead {
         Ok(out)
     }
 
-    /// One pass. `rows` are the hidden rows after the model's norm.
+    /// One pass. `rows` are the hidden rows after their norm.
     fn forward(
         &self,
         rows: &[f32],
@@ -295,30 +325,55 @@ impl MtpHead {
         hooks: &mut LayerHooks<'_>,
         out: Option<&mut MtpPrediction>,
     ) -> Result<(), ModelError> {
-        let (b, tokens, config) = (pass.buffers, pass.rows(), &self.config);
-        let [embedding, hidden] = self.fc.each_ref().map(std::slice::from_ref);
-        let [embedding_norm, hidden_norm] = self.norms.map(|norm| Some(pass.norm(norm)));
-        let (x, y, ids) = (b.normed, b.h, b.ids);
-
-        // u = fc [rms_norm(embed(ids)); rms_norm(rows)], half by half
-        pass.write_inputs()?;
-        pass.execute(Embedding { table: &self.net.embed, tokens, ids, into: x })?;
-        pass.execute(Linear { x, tokens, norm: embedding_norm, matrices: embedding, y, add: false })?;
-        pass.backend.write(x.floats(rows.len()), bytemuck::cast_slice(rows))?;
-        pass.execute(Linear { x, tokens, norm: hidden_norm, matrices: hidden, y, add: true })?;
-
+        self.fuse(rows, pass)?;
         forward_layers(&self.net, state, pass, hooks)?;
 
-        // m = rms_norm(layer(u)) of the last row; logits = W_head m
+        // m = rms_norm(layer(u)) of the last row, or the mixture of its streams; logits = W_head m
         let Some(out) = out else { return Ok(()) };
-        let keep = Some(x.floats(config.hidden));
-        let norm = Some(Norm { weight: self.net.norm, eps: config.eps, keep });
-        let (last, matrices) = (b.h.rows(tokens - 1, 1, config.hidden), std::slice::from_ref(self.net.head()));
-        pass.execute(Linear { x: last, tokens: 1, norm, matrices, y: b.logits, add: false })?;
+        let (b, config, row) = (pass.buffers, &self.config, pass.rows() - 1..pass.rows());
+        let (mixed, matrices) = (b.normed.floats(config.hidden), std::slice::from_ref(self.net.head()));
+        let (x, norm, hidden) = match &self.net.last {
+            Residual::Norm(weight) => {
+                let norm = Norm { weight: *weight, eps: config.eps, keep: Some(mixed) };
+                (pass.residual(&row), Some(norm), mixed)
+            }
+            Residual::Streams(mix) => {
+                pass.mix_streams(mix, &row, mixed, [Region::default(); 2])?;
+                (mixed, None, pass.residual(&row))
+            }
+        };
+        pass.execute(Linear { x, tokens: 1, norm, matrices, y: b.logits, add: false })?;
         out.logits.resize(config.vocab, 0.0);
-        out.hidden.resize(config.hidden, 0.0);
+        out.hidden.resize(config.residual_width(), 0.0);
         pass.backend.read_floats(b.logits, &mut out.logits)?;
-        Ok(pass.backend.read_floats(x, &mut out.hidden)?)
+        Ok(pass.backend.read_floats(hidden, &mut out.hidden)?)
+    }
+
+    /// u, from the embeddings of the pass's tokens and the hidden rows.
+    fn fuse(&self, rows: &[f32], pass: &mut Pass<'_>) -> Result<(), ModelError> {
+        let (b, tokens) = (pass.buffers, pass.rows());
+        let [embedding, hidden] = self.fc.each_ref().map(std::slice::from_ref);
+        let (x, y, ids) = (b.normed, b.h, b.ids);
+        pass.write_inputs()?;
+        pass.execute(Embedding { table: &self.net.embed, tokens, ids, into: x })?;
+        let norm = Some(pass.norm(self.norms[0]));
+        pass.execute(Linear { x, tokens, norm, matrices: embedding, y, add: false })?;
+        let Some(streams) = &self.config.streams else {
+            // u = fc [rms_norm(embed(ids)); rms_norm(rows)], half by half
+            let norm = Some(pass.norm(self.norms[1]));
+            pass.backend.write(x.floats(rows.len()), bytemuck::cast_slice(rows))?;
+            return pass.execute(Linear { x, tokens, norm, matrices: hidden, y, add: true });
+        };
+        // u[c] = fc_embedding rms_norm(embed(ids)) + fc_hidden rows[c], stream by stream
+        pass.write_streams(None)?;
+        for block in pass.mixer_blocks() {
+            let width = streams.width();
+            let (x, y) = (b.stream.of(streams, block.len()).normed, pass.residual(&block));
+            let tokens = block.len() * streams.count;
+            pass.backend.write(x, bytemuck::cast_slice(&rows[block.start * width..block.end * width]))?;
+            pass.execute(Linear { x, tokens, norm: None, matrices: hidden, y, add: true })?;
+        }
+        Ok(())
     }
 }
 

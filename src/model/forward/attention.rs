@@ -1,11 +1,13 @@
-//! Gated full attention.
+//! Gated attention, to all positions or to the blocks that an indexer selects.
 
-use super::pass::Pass;
+use super::pass::{PartInput, Pass, SnapshotMarks};
 use crate::{
-    device::Region,
     error::ModelError,
-    model::weights::AttentionWeights,
-    ops::{Attention, KvCache, KvWrite, Linear, QkNormRope},
+    model::{
+        state::row_ring::{KeptRows, RowRing},
+        weights::AttentionWeights,
+    },
+    ops::{Attention, BlockAttention, IndexCache, KvCache, KvWrite, Linear, QkNormRope},
 };
 use std::ops::Range;
 
@@ -13,16 +15,17 @@ impl AttentionWeights {
     /// `h += W_o (softmax(q k^T / sqrt(dim)) v * sigmoid(gate))` for a block of rows.
     pub fn forward(
         &self,
-        norm: Region,
+        input: PartInput,
         rows: Range<usize>,
-        cache: KvCache,
+        (cache, index_cache): (KvCache, IndexCache),
         pass: &mut Pass<'_>,
+        marks: &mut SnapshotMarks,
     ) -> Result<(), ModelError> {
         let (b, shape) = (pass.buffers, pass.attention);
         let (start, tokens) = (pass.chunk.start + rows.start, rows.len());
 
         // (q, gate) per head, k, v = split(W_qkv rms_norm(h))
-        let (x, norm) = (pass.residual(&rows), Some(pass.norm(norm)));
+        let (x, norm) = (input.rows(&rows), input.norm);
         pass.execute(Linear { x, tokens, norm, matrices: &self.qkv, y: b.proj, add: false })?;
 
         // q, k = rope(rms_norm(q), rms_norm(k)) per head, on the first rope_dim values; k and v go into the cache
@@ -33,7 +36,23 @@ impl AttentionWeights {
 
         // y = softmax(q k^T / sqrt(dim)) v * sigmoid(gate), over the cached positions up to the row's own
         let (proj, partials, y) = (b.proj, b.partials, b.y(tokens));
-        pass.execute(Attention { shape, start, tokens, q, cache, proj, partials, y })?;
+        let attention = Attention { shape, start, tokens, q, cache, proj, partials, y };
+        match &self.indexer {
+            None => pass.execute(attention)?,
+            Some(indexer) => {
+                // only over the blocks that the indexer selects for the row
+                let (matrices, index, shape) = (std::slice::from_ref(&indexer.proj), b.index, &indexer.shape);
+                pass.execute(Linear { x, tokens, norm, matrices, y: index, add: false })?;
+                let norm_rope = QkNormRope { q_norm: indexer.q_norm, k_norm: indexer.k_norm, rope_table };
+                let op = BlockAttention { attention, indexer: shape, index, norm_rope, cache: index_cache };
+                pass.execute(&op)?;
+                let (rows_of, width) = (index_cache.recent, shape.recent_width());
+                let recent = RowRing { rows: rows_of, width, keep: KeptRows::OpenBlock(shape.ratio) };
+                for mark in marks.within(&rows) {
+                    marks.record_rows(mark, &recent, pass.chunk.start + marks.rows[mark], &mut *pass.backend)?;
+                }
+            }
+        }
 
         // h += W_o y
         let out_proj = pass.out_proj(&self.out, &rows);

@@ -6,7 +6,7 @@ use crate::{
         RouterChoice,
         config::{Config, FfnShape},
     },
-    ops::{BackendLimits, ExpertGroup, HalfBuffers, MoeBuffers},
+    ops::{BackendLimits, ExpertGroup, HalfBuffers, MoeBuffers, StreamBuffers, StreamShape},
 };
 
 /// Rows of logits computed at once.
@@ -27,9 +27,20 @@ pub struct Buffers {
     pub block: usize,
     /// `[rows]` u32: token ids.
     pub ids: Region,
-    /// `[rows, hidden]`: the residual stream, and its norm as the experts read it.
+    /// `[rows, hidden]`: the residual stream, and its norm as the experts read it. With several streams, h is the result of
+    /// a part of a layer, and `normed` the mixture that the part reads.
     pub h: Region,
     pub normed: Region,
+    /// All streams if there are several, `[rows, residual width]`, and the share of each in a part's result,
+    /// `[rows, streams]`.
+    pub streams: Region,
+    pub inject: Region,
+    /// Between the products of a mixture.
+    pub stream: MixBuffers,
+    /// An indexer's projections.
+    pub index: Region,
+    /// Rows of an n-gram table.
+    pub ngram: Region,
     /// `[rows, rope_dim / 2, (cos, sin)]`.
     pub rope: Region,
     /// A mixer's input projections.
@@ -58,6 +69,23 @@ pub struct Buffers {
     pub logits: Region,
 }
 
+/// [`StreamBuffers`] for up to a block of rows.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct MixBuffers(StreamBuffers);
+
+impl MixBuffers {
+    /// The buffers for some rows.
+    pub fn of(&self, shape: &StreamShape, rows: usize) -> StreamBuffers {
+        let StreamBuffers { normed, low, act, gates } = self.0;
+        StreamBuffers {
+            normed: normed.floats(rows * shape.width()),
+            low: low.floats(rows * shape.low_width()),
+            act: act.floats(rows * shape.rank),
+            gates: gates.floats(rows * shape.width()),
+        }
+    }
+}
+
 impl Buffers {
     /// Takes each buffer from `take` (bytes). `context` is the longest sequence.
     pub fn new<E>(
@@ -75,6 +103,10 @@ impl Buffers {
         }
         if full < config.layers {
             (proj, values, mixed) = (proj.max(delta.width()), values.max(delta.values()), delta.channels());
+        }
+        if !config.ngrams.is_empty() {
+            // The keys of all streams, and the value.
+            proj = proj.max(config.residual_width() + hidden);
         }
         let (k, experts, scores, mut act, out) = match config.ffn {
             FfnShape::Dense { intermediate } => (0, 0, 2 * intermediate, intermediate, 0),
@@ -117,12 +149,25 @@ impl Buffers {
         let [proj, mixed, heads] = [0, 1, 2].map(|index| part(block, &mixer, index));
         let y = if limits.in_place { mixed.part(0, block * values * 4) } else { part(block, &mixer, 3) };
         let [act, out] = [0, 1].map(|index| part(rows, &ffn, index));
+        let (width, streams) = config.streams.map_or((0, 0), |streams| (streams.width(), streams.count));
+        let [low, rank] = config.streams.map_or([0; 2], |streams| [streams.low_width(), streams.rank]);
+        let ngram = config.ngrams.iter().map(|ngram| ngram.width).max().unwrap_or(0);
         Ok(Self {
             rows,
             block,
             ids: take(rows)?,
             h: take(rows * hidden)?,
             normed: take(rows * hidden)?,
+            streams: take(rows * width)?,
+            inject: take(rows * streams)?,
+            stream: MixBuffers(StreamBuffers {
+                normed: take(block * width)?,
+                low: take(block * low)?,
+                act: take(block * rank)?,
+                gates: take(block * width)?,
+            }),
+            index: take(block * config.indexer.map_or(0, |indexer| indexer.width()))?,
+            ngram: take(block * ngram)?,
             rope: take(rows * config.attention.rope_dim)?,
             proj,
             mixed,
@@ -145,6 +190,11 @@ impl Buffers {
             half: HalfBuffers { x: take(rows * half.0)?, act: take(rows * half.1)? },
             logits: take(rows.min(LOGIT_ROWS) * config.vocab)?,
         })
+    }
+
+    /// The residual between layers: h, or all streams.
+    pub fn residual(&self) -> Region {
+        if self.streams.len > 0 { self.streams } else { self.h }
     }
 
     /// A mixer's output for this many rows.

@@ -2,7 +2,7 @@
 
 use super::{
     buffers::Buffers,
-    pass::{Pass, SnapshotMarks},
+    pass::{PartInput, Pass, SnapshotMarks},
 };
 use crate::{
     device::Region,
@@ -41,10 +41,10 @@ impl RowBuffers {
 }
 
 impl DeltaNetWeights {
-    /// `h += W_out (rms_norm(delta_rule(conv(q, k, v))) * silu(z))` for a block of rows.
+    /// `h += W_out (rms_norm(delta_rule(conv(q, k, v))) * gate(z))` for a block of rows; the gate is SiLU or sigmoid.
     pub fn forward(
         &self,
-        norm: Region,
+        input: PartInput,
         rows: Range<usize>,
         state: &mut DeltaState,
         pass: &mut Pass<'_>,
@@ -56,7 +56,7 @@ impl DeltaNetWeights {
         let buffers = RowBuffers { proj, mixed, out: b.head_out, y: b.y(tokens) };
 
         // q k v, z, b, a = W_in rms_norm(h)
-        let (x, norm) = (pass.residual(&rows), Some(pass.norm(norm)));
+        let (x, norm) = (input.rows(&rows), input.norm);
         let project = Linear { x, tokens, norm, matrices: &self.in_proj, y: proj, add: false };
         // h += W_out y
         let back = pass.out_proj(&self.out, &rows);
@@ -118,7 +118,7 @@ impl DeltaNetWeights {
     /// q, k, v = silu(causal_conv(q k v));  q, k to unit length per head
     /// g = exp(-exp(A_log) softplus(a + dt_bias));  beta = sigmoid(b)
     /// S = g S + beta (v - g S k) k^T;  o = S q                           per head, row by row
-    /// y = rms_norm(o) * silu(z)
+    /// y = rms_norm(o) * gate(z)
     /// ```
     fn recurrence(
         &self,

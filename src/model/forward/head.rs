@@ -1,14 +1,26 @@
 //! The output head: from hidden rows to logits.
 
 use super::{buffers::LOGIT_ROWS, pass::Pass};
-use crate::{error::ModelError, model::weights::Network, ops::Linear};
+use crate::{
+    device::Region,
+    error::ModelError,
+    model::weights::{Network, Residual},
+    ops::Linear,
+};
 
-/// Appends `rms_norm(h) W_head^T` of the rows that the chunk asks for, [`LOGIT_ROWS`] at a time.
+/// Appends `rms_norm(h) W_head^T`, or that of a mixture of the streams, of the rows that the chunk asks for, [`LOGIT_ROWS`] at a time.
 pub fn append_logits(net: &Network, pass: &mut Pass<'_>, out: &mut Vec<f32>) -> Result<(), ModelError> {
     let (b, hidden, vocab, wanted) = (pass.buffers, pass.config.hidden, pass.config.vocab, pass.chunk.logits.clone());
     for first in wanted.clone().step_by(LOGIT_ROWS) {
         let tokens = LOGIT_ROWS.min(wanted.end - first);
-        let (x, norm) = (b.h.rows(first, tokens, hidden), Some(pass.norm(net.norm)));
+        let (x, norm) = match &net.last {
+            Residual::Norm(weight) => (b.h.rows(first, tokens, hidden), Some(pass.norm(*weight))),
+            Residual::Streams(mix) => {
+                let x = b.normed.rows(0, tokens, hidden);
+                pass.mix_streams(mix, &(first..first + tokens), x, [Region::default(); 2])?;
+                (x, None)
+            }
+        };
         let matrices = std::slice::from_ref(net.head());
         pass.execute(Linear { x, tokens, norm, matrices, y: b.logits, add: false })?;
         let at = out.len();

@@ -6,6 +6,9 @@
 //!                  h = h + ffn(rms_norm(h))      ffn: mixture of experts, dense in small models
 //! logits = rms_norm(h) W_head^T
 //! ```
+//! Loading chooses the parts of each layer: how it reads and writes the residual, which mixer and feed-forward it has, and
+//! whether rows of an n-gram table are added before it. With several residual streams, a mixture of them takes the place of
+//! `rms_norm(h)`, and h holds the part's result until it is added to each.
 //!
 //! Each step is an operation on buffers. A CPU runs it at once, a GPU encodes it. The mixers and feed-forwards read like
 //! their counterparts in [`reference`](mod@crate::model::reference).
@@ -15,10 +18,10 @@ pub mod buffers;
 mod delta_net;
 pub mod head;
 mod moe;
+mod ngram;
 pub mod pass;
 
 use crate::{
-    device::Region,
     error::ModelError,
     model::{
         state::sequence::LayerState,
@@ -26,7 +29,7 @@ use crate::{
     },
     ops::{Embedding, Mlp},
 };
-use pass::{LayerHooks, Pass};
+use pass::{LayerHooks, PartInput, Pass};
 
 /// Runs a chunk through the whole network and appends the logits it asks for to `logits`.
 pub fn forward(
@@ -47,7 +50,8 @@ pub fn forward(
 fn embed(net: &Network, pass: &mut Pass<'_>) -> Result<(), ModelError> {
     pass.write_inputs()?;
     let (tokens, ids, into) = (pass.rows(), pass.buffers.ids, pass.buffers.h);
-    pass.execute(Embedding { table: &net.embed, tokens, ids, into })
+    pass.execute(Embedding { table: &net.embed, tokens, ids, into })?;
+    pass.write_streams(None)
 }
 
 /// All layers, from the residual stream h back to h.
@@ -61,9 +65,17 @@ pub fn forward_layers(
     pass.backend.begin_layers(streams);
     for (index, (layer, state)) in net.layers.iter().zip(state).enumerate() {
         hooks.before_layer()?;
-        layer.mixer.forward(layer.norm, state, pass, hooks)?;
+        if let Some(ngram) = &layer.ngram {
+            ngram.forward(pass, &mut hooks.marks)?;
+        }
+        let x = pass.read(&layer.before_mixer)?;
+        layer.mixer.forward(x, state, pass, hooks)?;
+        pass.write(&layer.before_mixer)?;
+
         let next = net.layers.get(index + 1).map(|next| &next.ffn);
-        layer.ffn.forward(index, layer.post_norm, next, pass, hooks)?;
+        let x = pass.read(&layer.before_ffn)?;
+        layer.ffn.forward(index, x, next, pass, hooks)?;
+        pass.write(&layer.before_ffn)?;
         hooks.after_layer(index, pass)?;
         pass.backend.end_layer()?;
     }
@@ -73,18 +85,18 @@ pub fn forward_layers(
 impl Mixer {
     fn forward(
         &self,
-        norm: Region,
+        x: PartInput,
         state: &mut LayerState,
         pass: &mut Pass<'_>,
         hooks: &mut LayerHooks<'_>,
     ) -> Result<(), ModelError> {
         for rows in pass.mixer_blocks() {
             match (self, &mut *state) {
-                (Mixer::Attention(attention), LayerState::Attention(cache)) => {
-                    attention.forward(norm, rows, *cache, pass)?;
+                (Mixer::Attention(attention), LayerState::Attention(cache, index)) => {
+                    attention.forward(x, rows, (*cache, *index), pass, &mut hooks.marks)?;
                 }
                 (Mixer::DeltaNet(delta_net), LayerState::DeltaNet(state)) => {
-                    delta_net.forward(norm, rows, state, pass, &mut hooks.marks)?;
+                    delta_net.forward(x, rows, state, pass, &mut hooks.marks)?;
                 }
                 _ => return Err(ModelError::Config("the sequence's state belongs to another model".into())),
             }
@@ -97,22 +109,25 @@ impl Ffn {
     fn forward(
         &self,
         index: usize,
-        norm: Region,
+        x: PartInput,
         next: Option<&Ffn>,
         pass: &mut Pass<'_>,
         hooks: &mut LayerHooks<'_>,
     ) -> Result<(), ModelError> {
         match self {
-            Ffn::Dense(dense) => dense.forward(norm, pass),
-            Ffn::Moe(weights) => moe::forward(index, norm, weights, next.and_then(Ffn::moe), pass, hooks),
+            Ffn::Dense(dense) => dense.forward(x, pass),
+            Ffn::Moe(weights) => moe::forward(index, x, weights, next.and_then(Ffn::moe), pass, hooks),
         }
     }
 }
 
 impl DenseWeights {
     /// `h += W_down (silu(W_gate x) * W_up x)`, `x = rms_norm(h)`.
-    fn forward(&self, norm: Region, pass: &mut Pass<'_>) -> Result<(), ModelError> {
-        let (tokens, norm, h) = (pass.rows(), pass.norm(norm), pass.buffers.h);
+    fn forward(&self, x: PartInput, pass: &mut Pass<'_>) -> Result<(), ModelError> {
+        let Some(norm) = x.norm else {
+            return Err(ModelError::Config("a dense feed-forward needs a model with one residual stream".into()));
+        };
+        let (tokens, h) = (pass.rows(), pass.buffers.h);
         let (scores, act) = (pass.buffers.moe.scores, pass.buffers.moe.act);
         pass.execute(Mlp { tokens, norm, gate_up: &self.gate_up, down: &self.down, scores, act, h })
     }

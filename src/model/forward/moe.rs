@@ -12,7 +12,7 @@
 
 use super::{
     buffers::MoeScratch,
-    pass::{LayerHooks, Pass},
+    pass::{LayerHooks, PartInput, Pass},
 };
 use crate::{
     device::Region,
@@ -28,7 +28,7 @@ const PREDICTING_ROWS: usize = 64;
 /// layer, are predicted and read ahead.
 pub fn forward(
     index: usize,
-    norm: Region,
+    input: PartInput,
     layer: &MoeWeights,
     next: Option<&MoeWeights>,
     pass: &mut Pass<'_>,
@@ -41,10 +41,10 @@ pub fn forward(
     let (x, moe) = (b.normed, b.moe);
 
     // scores = W_router x; ids, weights = top_k(softmax(scores)); the GPU also looks up the slots in a table
-    let norm = Some(Norm { keep: Some(x), ..pass.norm(norm) });
+    let (from, norm) = (input.rows(&(0..tokens)), input.norm.map(|norm| Norm { keep: Some(x), ..norm }));
     let table = b.slot_tables.rows(index, 1, layer.router.rows);
     let (ids, id_slots, scores, weights) = (b.expert_ids, b.expert_slots, moe.scores, moe.weights);
-    pass.execute(Router { layer, tokens, x: b.h, norm, alone: false, table, scores, ids, slots: id_slots, weights })?;
+    pass.execute(Router { layer, tokens, x: from, norm, alone: false, table, scores, ids, slots: id_slots, weights })?;
     let combine = CombineExperts { layer, slots, tokens, room: moe, per_assignment: None, h: b.h };
 
     // All experts are resident and the rows are few: the choice does not visit the CPU.

@@ -9,9 +9,17 @@ use crate::{
         RouterObserver,
         config::Config,
         drafts::hidden_taps::TapBuffers,
-        state::rollback::{Commit, DeltaState},
+        ngram_table::NgramInput,
+        state::{
+            rollback::{Commit, DeltaState},
+            row_ring::RowRing,
+        },
+        weights::Residual,
     },
-    ops::{AttentionShape, Backend, BackendLimits, ExpertSlots, Linear, Norm, Op, Weight},
+    ops::{
+        AttentionShape, Backend, BackendLimits, ExpertSlots, Linear, Norm, Op, ReadStreams, StreamMix, Weight,
+        WriteStreams,
+    },
 };
 use std::ops::Range;
 
@@ -40,7 +48,24 @@ pub struct Pass<'a> {
     pub attention: &'a AttentionShape,
     pub experts: Option<&'a ExpertStore>,
     pub slots: &'a ExpertSlots,
+    /// The n-gram tables, in order of layers.
+    pub ngrams: Vec<NgramInput<'a>>,
     pub scratch: &'a mut Scratch,
+}
+
+/// The input of a part of a layer: rows `[rows, hidden]`, and the norm that they still need.
+#[derive(Clone, Copy)]
+pub struct PartInput {
+    x: Region,
+    hidden: usize,
+    pub norm: Option<Norm>,
+}
+
+impl PartInput {
+    /// Some of the rows.
+    pub fn rows(&self, rows: &Range<usize>) -> Region {
+        self.x.rows(rows.start, rows.len(), self.hidden)
+    }
 }
 
 /// Callbacks between layers.
@@ -58,6 +83,8 @@ pub struct SnapshotMarks {
     pub rows: Vec<usize>,
     /// For each of `rows`: convolution and recurrent state of each delta net, layer by layer.
     pub states: Vec<Vec<u8>>,
+    /// For each of `rows`: the kept rows of each ring, layer by layer.
+    pub rings: Vec<Vec<u8>>,
 }
 
 impl Pass<'_> {
@@ -80,15 +107,59 @@ impl Pass<'_> {
         Norm { weight, eps: self.config.eps, keep: None }
     }
 
-    /// Rows of the residual stream h.
+    /// Rows of the residual, all streams.
     pub fn residual(&self, rows: &Range<usize>) -> Region {
-        self.buffers.h.rows(rows.start, rows.len(), self.config.hidden)
+        self.buffers.residual().rows(rows.start, rows.len(), self.config.residual_width())
+    }
+
+    /// Prepares what a part of a layer reads. With several streams, h then starts at zero and collects the part's result.
+    pub fn read(&mut self, residual: &Residual) -> Result<PartInput, ModelError> {
+        let (b, hidden) = (self.buffers, self.config.hidden);
+        let mix = match residual {
+            Residual::Norm(weight) => return Ok(PartInput { x: b.h, hidden, norm: Some(self.norm(*weight)) }),
+            Residual::Streams(mix) => mix,
+        };
+        for rows in self.mixer_blocks() {
+            let of = |region: Region, width: usize| region.rows(rows.start, rows.len(), width);
+            let inject = of(b.inject, self.config.residual_width() / hidden);
+            self.mix_streams(mix, &rows, of(b.normed, hidden), [inject, of(b.h, hidden)])?;
+        }
+        Ok(PartInput { x: b.normed, hidden, norm: None })
+    }
+
+    /// The mixture of the streams of some rows, at most a mixer's block.
+    pub fn mix_streams(
+        &mut self,
+        weights: &StreamMix,
+        rows: &Range<usize>,
+        out: Region,
+        [inject, zeroed]: [Region; 2],
+    ) -> Result<(), ModelError> {
+        let Some(shape) = &self.config.streams else { return Ok(()) };
+        let (tokens, streams, buffers) = (rows.len(), self.residual(rows), self.buffers.stream.of(shape, rows.len()));
+        self.execute(&ReadStreams { shape, tokens, weights, streams, buffers, out, inject, zeroed })
+    }
+
+    /// Adds h, the result of a part of a layer, to the residual it was read from.
+    pub fn write(&mut self, residual: &Residual) -> Result<(), ModelError> {
+        match residual {
+            Residual::Norm(_) => Ok(()),
+            Residual::Streams(_) => self.write_streams(Some(self.buffers.inject)),
+        }
+    }
+
+    /// Adds h times a factor per stream to the streams, or sets them to h. One stream is h itself.
+    pub fn write_streams(&mut self, inject: Option<Region>) -> Result<(), ModelError> {
+        let Some(shape) = &self.config.streams else { return Ok(()) };
+        let (tokens, y, streams) = (self.rows(), self.buffers.h, self.buffers.streams);
+        self.execute(WriteStreams { shape, tokens, y, inject, streams })
     }
 
     /// `h += y W^T`: the end of a mixer.
     pub fn out_proj<'w>(&self, out: &'w Weight, rows: &Range<usize>) -> Linear<'w> {
         let (x, tokens) = (self.buffers.y(rows.len()), rows.len());
-        Linear { x, tokens, norm: None, matrices: std::slice::from_ref(out), y: self.residual(rows), add: true }
+        let y = self.buffers.h.rows(rows.start, tokens, self.config.hidden);
+        Linear { x, tokens, norm: None, matrices: std::slice::from_ref(out), y, add: true }
     }
 
     /// Writes the token ids, and the table of rotations: `(cos, sin)` of `position * theta^(-2j / rope_dim)`.
@@ -129,14 +200,14 @@ impl<'a> LayerHooks<'a> {
     }
 
     pub fn after_layer(&mut self, layer: usize, pass: &mut Pass<'_>) -> Result<(), ModelError> {
-        let (h, rows, hidden) = (pass.buffers.h, pass.rows(), pass.config.hidden);
-        Ok(self.taps.copy_rows(&mut *pass.backend, layer, h, rows, hidden)?)
+        let (h, rows, width) = (pass.buffers.residual(), pass.rows(), pass.config.residual_width());
+        Ok(self.taps.copy_rows(&mut *pass.backend, layer, h, rows, width)?)
     }
 }
 
 impl SnapshotMarks {
     pub fn new(rows: Vec<usize>) -> Self {
-        Self { states: vec![Vec::new(); rows.len()], rows }
+        Self { states: vec![Vec::new(); rows.len()], rings: vec![Vec::new(); rows.len()], rows }
     }
 
     /// Indices of the marks in a block of rows. A mark on a block boundary belongs to the earlier block.
@@ -148,5 +219,16 @@ impl SnapshotMarks {
     /// Appends the state of one delta net at mark `index`.
     pub fn record(&mut self, index: usize, state: &DeltaState, backend: &mut dyn Backend) -> Result<(), ModelError> {
         Ok(state.append_bytes(backend, &mut self.states[index])?)
+    }
+
+    /// Appends the kept rows of one ring at mark `index`, `len` positions from the start of the sequence.
+    pub fn record_rows(
+        &mut self,
+        index: usize,
+        ring: &RowRing,
+        len: usize,
+        backend: &mut dyn Backend,
+    ) -> Result<(), ModelError> {
+        Ok(ring.append_bytes(len, backend, &mut self.rings[index])?)
     }
 }

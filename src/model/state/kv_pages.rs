@@ -93,8 +93,11 @@ pub struct PagePool {
     backend: WeakBackend,
     /// Keys and values of each attention layer, `[pages, page_part]` bytes each.
     pub layers: Vec<[Region; 2]>,
+    /// Block keys of each attention layer's indexer, `[pages, index_part]` bytes. Empty if there are no indexers.
+    pub index: Vec<Region>,
     /// Bytes of a page in one of a layer's regions.
     page_part: usize,
+    index_part: usize,
     /// Key and value heads. A page has [`PAGE`] rows of each.
     kv_heads: usize,
     /// Numbers of the pages that no one holds.
@@ -123,16 +126,24 @@ impl PagePool {
         backend: &SharedBackend,
     ) -> Result<Arc<Self>, DeviceError> {
         let (page_part, layers, context_pages) = (shape.page_bytes(), config.full_layers(), shape.pages());
-        let count = plan.pages((2 * layers * page_part) as u64).max(context_pages);
+        let index_part = config.indexer.map_or(0, |indexer| indexer.page_bytes());
+        let page_bytes = layers * (2 * page_part + index_part);
+        let count = plan.pages(page_bytes as u64).max(context_pages);
         let count = if layers == 0 { context_pages } else { count };
-        let beyond_context = ((count * 2 * layers * page_part) as u64).saturating_sub(plan.kv);
+        let beyond_context = ((count * page_bytes) as u64).saturating_sub(plan.kv);
         let mut on = backend.clone();
         let keys_values = |_| Ok([on.allocate(count * page_part)?, on.allocate(count * page_part)?]);
-        let layers = (0..layers).map(keys_values).collect::<Result<_, DeviceError>>()?;
+        let layers = (0..layers).map(keys_values).collect::<Result<Vec<_>, DeviceError>>()?;
+        let with_index = if index_part > 0 { layers.len() } else { 0 };
+        let index = (0..with_index)
+            .map(|_| backend.clone().allocate(count * index_part))
+            .collect::<Result<_, DeviceError>>()?;
         Ok(Arc::new(Self {
             backend: backend.downgrade(),
             layers,
+            index,
             page_part,
+            index_part,
             kv_heads: shape.kv_heads,
             free: Mutex::new((0..count as u32).rev().collect()),
             page_freed: Condvar::new(),
@@ -149,7 +160,7 @@ impl PagePool {
 
     /// Bytes of a page.
     pub fn page_bytes(&self) -> u64 {
-        (2 * self.layers.len() * self.page_part) as u64
+        (2 * self.layers.len() * self.page_part + self.index.len() * self.index_part) as u64
     }
 
     /// Bytes of the pages that exist for snapshots, beyond those of one context.
@@ -180,7 +191,7 @@ impl PagePool {
         Ok(Arc::new(KvPage::Pooled(page)))
     }
 
-    /// The first `rows` positions of a page: for each layer keys, then values, head by head.
+    /// The first `rows` positions of a page: for each layer keys, then values, head by head, then the indexers' block keys.
     pub fn read(&self, index: u32, rows: usize) -> Result<Vec<u8>, DeviceError> {
         let mut backend = self.backend()?;
         let lock = backend.clone();
@@ -214,14 +225,18 @@ impl PagePool {
         self.backend.upgrade().ok_or_else(|| DeviceError("the model of these pages was unloaded".into()))
     }
 
-    /// The regions of the first `rows` positions of a page: one per layer for a full page, else one per head.
+    /// The regions of the first `rows` positions of a page: one per layer for a full page, else one per head. Block keys are
+    /// cut in proportion, which keeps those of closed blocks.
     fn regions(&self, index: u32, rows: usize) -> impl Iterator<Item = Region> {
         let (page_part, kv_heads) = (self.page_part, self.kv_heads);
         let head_row = page_part / PAGE / kv_heads;
-        self.layers.iter().flatten().flat_map(move |region| {
+        let index_part = self.index_part;
+        let index_page = move |region: &Region| region.part(index as usize * index_part, index_part / PAGE * rows);
+        let keys_values = self.layers.iter().flatten().flat_map(move |region| {
             let page = region.part(index as usize * page_part, page_part);
             let parts = if rows == PAGE { 1 } else { kv_heads };
             (0..parts).map(move |head| page.part(head * head_row * PAGE, page_part / parts / PAGE * rows))
-        })
+        });
+        keys_values.chain(self.index.iter().map(index_page))
     }
 }

@@ -2,5 +2,7 @@
 
 pub mod kv_pages;
 pub mod rollback;
+pub mod row_ring;
 pub mod sequence;
 pub mod snapshot;
+pub mod token_history;

@@ -5,26 +5,31 @@
 
 use super::{
     kv_pages::{KvPage, PAGE, PagePool},
-    rollback::{DeltaState, append_region},
+    rollback::{DeltaState, MAX_VERIFY_ROWS, append_region},
+    row_ring::{KeptRows, RowRing},
     snapshot::Snapshot,
+    token_history::TokenHistory,
 };
 use crate::{
     device::{DeviceError, Region},
     error::ModelError,
     model::{SequenceState, config::Config},
     ops::{
-        AttentionShape, Backend, KvBits, KvCache, KvFormat, RecentRing,
+        AttentionShape, Backend, IndexCache, KvBits, KvCache, KvFormat, RecentRing,
         attention::{RECENT, recent_start},
     },
 };
 use parking_lot::Mutex;
 use std::{ops::Range, sync::Arc};
 
+/// Most rows of one call that a ring has room for.
+pub const MAX_RING_BLOCK: usize = 2048;
+
 /// One layer's state.
 #[derive(Debug, Clone, Copy)]
 pub enum LayerState {
-    /// Keys are stored after norm and rotation.
-    Attention(KvCache),
+    /// Keys are stored after norm and rotation. The second cache is that of an indexer, empty if there is none.
+    Attention(KvCache, IndexCache),
     DeltaNet(DeltaState),
 }
 
@@ -32,8 +37,18 @@ pub enum LayerState {
 #[derive(Debug, Default)]
 pub struct Arena {
     layers: Vec<LayerState>,
+    rings: Rings,
     /// The numbers of the sequence's pages, as the device reads them.
     table: Region,
+}
+
+/// Rows of the last positions, by layer.
+#[derive(Debug, Clone, Default)]
+pub struct Rings {
+    /// In order of layers, as snapshots hold them.
+    all: Vec<RowRing>,
+    /// The inputs of the convolutions after n-gram tables, table by table.
+    pub ngrams: Vec<RowRing>,
 }
 
 /// Arenas of sequences that have ended.
@@ -48,6 +63,11 @@ pub struct QwenState {
     /// Rows of the last verify, until another pass follows it.
     pub verified: usize,
     pub layers: Vec<LayerState>,
+    pub rings: Rings,
+    /// The last tokens, for the n-gram tables.
+    pub tokens: TokenHistory,
+    /// Tokens that a snapshot keeps.
+    kept_tokens: usize,
     table: Region,
     /// In order. Pages after the last full page before `len` are the sequence's alone.
     pages: Vec<Arc<KvPage>>,
@@ -70,7 +90,40 @@ pub fn kv_shape(config: &Config, format: KvFormat, bits: KvBits, context: usize,
 /// Bytes of keys and values of one token, all layers.
 pub fn kv_bytes_per_token(config: &Config, format: KvFormat) -> u64 {
     let a = &config.attention;
-    (config.full_layers() * 2 * a.kv_heads * format.row_bytes(a.dim)) as u64
+    let index = config.indexer.map_or(0, |indexer| indexer.page_bytes() / PAGE);
+    (config.full_layers() * (2 * a.kv_heads * format.row_bytes(a.dim) + index)) as u64
+}
+
+/// The sizes of the rings in floats: rows of the last positions, their width, and what snapshots keep of them.
+fn ring_sizes(config: &Config, block: usize) -> Vec<(usize, usize, KeptRows)> {
+    let mut sizes = Vec::new();
+    // A verify may come in several calls, of which all rows but the first can be rejected.
+    let block = block.max(MAX_VERIFY_ROWS);
+    for (layer, full) in config.full.iter().enumerate() {
+        if let Some(ngram) = config.ngrams.iter().find(|ngram| ngram.layer == layer) {
+            let history = ngram.history();
+            sizes.push((block + history, config.residual_width(), KeptRows::Last(history)));
+        }
+        if let Some(indexer) = config.indexer.filter(|_| *full) {
+            sizes.push((block + indexer.ratio, indexer.recent_width(), KeptRows::OpenBlock(indexer.ratio)));
+        }
+    }
+    sizes
+}
+
+/// Bytes of the rings and the last tokens: of a sequence, and in a snapshot. `block` is the most rows of a mixer's call.
+pub fn ring_bytes(config: &Config, block: usize) -> [u64; 2] {
+    let mut bytes = [0, kept_tokens(config) as u64 * 4];
+    for (room, width, keep) in ring_sizes(config, block) {
+        bytes[0] += (room * width * 4) as u64;
+        bytes[1] += RowRing { rows: Region::default(), width, keep }.snapshot_bytes() as u64;
+    }
+    bytes
+}
+
+/// Tokens before a position that its n-grams depend on.
+fn kept_tokens(config: &Config) -> usize {
+    config.ngrams.iter().map(|ngram| ngram.size - 1).max().unwrap_or(0)
 }
 
 /// Bytes of the recent 16-bit positions in a snapshot of a cache with fewer bits.
@@ -113,12 +166,13 @@ impl QwenState {
         backend: &mut dyn Backend,
     ) -> Result<Self, DeviceError> {
         let reused = free_arenas.lock().pop();
-        let Arena { layers, table } = match reused {
+        let Arena { layers, rings, table } = match reused {
             Some(arena) => arena,
             None => allocate(config, &shape, pool, backend)?,
         };
         let (pages, pool, free_arenas) = (Vec::new(), pool.clone(), free_arenas.clone());
-        Ok(Self { len: 0, verified: 0, layers, table, pages, pool, shape, free_arenas })
+        let (tokens, kept_tokens) = (TokenHistory::default(), kept_tokens(config));
+        Ok(Self { len: 0, verified: 0, layers, rings, tokens, kept_tokens, table, pages, pool, shape, free_arenas })
     }
 
     /// Takes the pages that `tokens` more tokens need.
@@ -145,10 +199,14 @@ impl QwenState {
         }
     }
 
-    /// A snapshot of the first `len` positions, at which the delta nets' states were `delta`.
-    pub fn snapshot(&mut self, len: usize, delta: Vec<u8>, backend: &mut dyn Backend) -> Result<Snapshot, DeviceError> {
+    /// A snapshot of the first `len` positions, at which the delta nets' states and the rings' kept rows were `fixed`.
+    pub fn snapshot(&mut self, len: usize, fixed: Vec<u8>, backend: &mut dyn Backend) -> Result<Snapshot, DeviceError> {
         let Self { layers, shape, .. } = self;
-        let mut state = delta;
+        let mut state = fixed;
+        let tokens = self.tokens.before(len, self.kept_tokens);
+        // Before the start, every n-gram is cut: `u32::MAX` stands for no token.
+        let missing = std::iter::repeat_n(u32::MAX, self.kept_tokens - tokens.len());
+        state.extend(missing.chain(tokens.iter().copied()).flat_map(u32::to_le_bytes));
         // The same size at every position.
         let size = state.len() + recent_bytes(layers, shape);
         recent_regions(layers, shape, recent_start(len)..len)
@@ -165,14 +223,16 @@ impl QwenState {
     pub fn delta_states(&mut self) -> impl Iterator<Item = &mut DeltaState> {
         self.layers.iter_mut().filter_map(|layer| match layer {
             LayerState::DeltaNet(delta) => Some(delta),
-            LayerState::Attention(_) => None,
+            LayerState::Attention(..) => None,
         })
     }
 
-    /// The bytes of the delta nets' states. They must include all rows: no replay is pending.
-    pub fn delta_bytes(&self, backend: &mut dyn Backend) -> Result<Vec<u8>, DeviceError> {
+    /// The bytes of the delta nets' states and of the rings' kept rows. The states must include all rows: no replay is
+    /// pending.
+    pub fn fixed_bytes(&self, backend: &mut dyn Backend) -> Result<Vec<u8>, DeviceError> {
         let mut out = Vec::new();
         delta_regions(&self.layers).try_for_each(|region| append_region(backend, region, &mut out))?;
+        self.rings.all.iter().try_for_each(|ring| ring.append_bytes(self.len, backend, &mut out))?;
         Ok(out)
     }
 
@@ -197,8 +257,18 @@ impl QwenState {
         self.write_table(0, backend)?;
         let Self { layers, shape, .. } = self;
         let mut bytes = &snapshot.state[..];
-        let recent = recent_regions(layers, shape, recent_start(snapshot.len)..snapshot.len);
-        for region in delta_regions(layers).chain(recent) {
+        for region in delta_regions(layers) {
+            let part = bytes.split_off(..region.len).ok_or_else(foreign_snapshot)?;
+            backend.write(region, part)?;
+        }
+        for ring in &self.rings.all {
+            let part = bytes.split_off(..ring.snapshot_bytes()).ok_or_else(foreign_snapshot)?;
+            ring.restore(snapshot.len, part, backend)?;
+        }
+        let tokens = bytes.split_off(..4 * self.kept_tokens).ok_or_else(foreign_snapshot)?;
+        let tokens = tokens.as_chunks().0.iter().map(|word| u32::from_le_bytes(*word));
+        self.tokens = TokenHistory::ending_at(snapshot.len, tokens.filter(|token| *token != u32::MAX).collect());
+        for region in recent_regions(layers, shape, recent_start(snapshot.len)..snapshot.len) {
             let part = bytes.split_off(..region.len).ok_or_else(foreign_snapshot)?;
             backend.write(region, part)?;
         }
@@ -231,8 +301,8 @@ impl SequenceState for QwenState {
 
 impl Drop for QwenState {
     fn drop(&mut self) {
-        let (layers, table) = (std::mem::take(&mut self.layers), self.table);
-        self.free_arenas.lock().push(Arena { layers, table });
+        let (layers, rings) = (std::mem::take(&mut self.layers), std::mem::take(&mut self.rings));
+        self.free_arenas.lock().push(Arena { layers, rings, table: self.table });
     }
 }
 
@@ -264,7 +334,7 @@ fn recent_bytes(layers: &[LayerState], shape: &AttentionShape) -> usize {
 
 fn kv_caches(layers: &[LayerState]) -> impl Iterator<Item = &KvCache> {
     layers.iter().filter_map(|layer| match layer {
-        LayerState::Attention(cache) => Some(cache),
+        LayerState::Attention(cache, _) => Some(cache),
         LayerState::DeltaNet(_) => None,
     })
 }
@@ -272,7 +342,7 @@ fn kv_caches(layers: &[LayerState]) -> impl Iterator<Item = &KvCache> {
 fn delta_regions(layers: &[LayerState]) -> impl Iterator<Item = Region> {
     let regions = |layer: &LayerState| match layer {
         LayerState::DeltaNet(delta) => Some(delta.regions()),
-        LayerState::Attention(_) => None,
+        LayerState::Attention(..) => None,
     };
     layers.iter().filter_map(regions).flatten()
 }
@@ -289,7 +359,16 @@ fn allocate(
 ) -> Result<Arena, DeviceError> {
     let d = &config.delta;
     let (table, ring) = (backend.allocate(shape.pages() * 4)?, shape.recent_bytes());
-    let mut pages = pool.layers.iter();
+    let (mut pages, mut index_pages) = (pool.layers.iter(), pool.index.iter());
+    let mut rings = Rings::default();
+    for (room, width, keep) in ring_sizes(config, backend.limits().mixer.min(MAX_RING_BLOCK)) {
+        let ring = RowRing { rows: backend.allocate(room * width * 4)?, width, keep };
+        rings.all.push(ring);
+        if matches!(keep, KeptRows::Last(_)) {
+            rings.ngrams.push(ring);
+        }
+    }
+    let mut recent_keys = rings.all.iter().filter(|ring| matches!(ring.keep, KeptRows::OpenBlock(_)));
     let layer = |full: &bool| {
         Ok(if *full {
             let mut recent = [Region::default(); 2];
@@ -297,7 +376,11 @@ fn allocate(
                 recent = [backend.allocate(ring)?, backend.allocate(ring)?];
             }
             let [keys, values] = *pages.next().ok_or_else(|| DeviceError("a layer has no KV pages".into()))?;
-            LayerState::Attention(KvCache { keys, values, table, recent })
+            let index = IndexCache {
+                keys: index_pages.next().copied().unwrap_or_default(),
+                recent: recent_keys.next().map(|ring| ring.rows).unwrap_or_default(),
+            };
+            LayerState::Attention(KvCache { keys, values, table, recent }, index)
         } else {
             LayerState::DeltaNet(DeltaState {
                 conv: backend.allocate((d.conv_width - 1) * d.channels() * 4)?,
@@ -307,5 +390,5 @@ fn allocate(
         })
     };
     let layers = config.full.iter().map(layer).collect::<Result<_, DeviceError>>()?;
-    Ok(Arena { layers, table })
+    Ok(Arena { layers, rings, table })
 }

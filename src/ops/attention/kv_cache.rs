@@ -21,7 +21,7 @@ const FORMAT: quant::ActivationFormat =
     quant::ActivationFormat { group: 1, order: quant::ValueOrder::Natural, levels: 32_639 };
 
 /// An element type of cached rows.
-pub(super) trait KvElement: Copy + Default + Sync + bytemuck::Pod {
+pub(in crate::ops) trait KvElement: Copy + Default + Sync + bytemuck::Pod {
     /// Elements at the end of a row that hold its scale.
     const SCALE_ELEMENTS: usize;
 
@@ -68,7 +68,7 @@ impl KvElement for i16 {
 
 /// Cached keys or values around one position.
 #[derive(Clone, Copy)]
-pub(super) struct KvView<'a, T> {
+pub(in crate::ops) struct KvView<'a, T> {
     data: &'a [T],
     /// The next page, to prefetch.
     next: &'a [T],
@@ -132,7 +132,7 @@ impl<'a, T: KvElement> KvView<'a, T> {
 
 /// Consecutive rows of one head.
 #[derive(Clone, Copy)]
-pub(super) struct KvRows<'a, T> {
+pub(in crate::ops) struct KvRows<'a, T> {
     data: &'a [T],
     /// Elements of a row, including its scale.
     pub width: usize,

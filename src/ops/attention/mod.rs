@@ -15,6 +15,7 @@ mod kv_quant_operands;
 
 pub(super) use cases::cases;
 pub use gpu::max_splits;
+pub(super) use kv_cache::{KvElement, KvView};
 pub use kv_format::{GROUP, KvBits, KvFormat};
 pub use kv_quant::{RECENT, recent_start};
 

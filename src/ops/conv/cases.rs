@@ -8,8 +8,30 @@ use crate::{
 
 /// The convolution, and the delta rule after it.
 pub(in crate::ops) fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> {
-    case(b, &DeltaShape { key_heads: 1, value_heads: 2, key_dim: 128, value_dim: 32, conv_width: 4, eps: 1e-6 })?;
-    case(b, &DeltaShape { key_heads: 1, value_heads: 1, key_dim: 256, value_dim: 16, conv_width: 4, eps: 1e-6 })
+    case(
+        b,
+        &DeltaShape {
+            key_heads: 1,
+            value_heads: 2,
+            key_dim: 128,
+            value_dim: 32,
+            conv_width: 4,
+            eps: 1e-6,
+            gate: Default::default(),
+        },
+    )?;
+    case(
+        b,
+        &DeltaShape {
+            key_heads: 1,
+            value_heads: 1,
+            key_dim: 256,
+            value_dim: 16,
+            conv_width: 4,
+            eps: 1e-6,
+            gate: Default::default(),
+        },
+    )
 }
 
 fn case(b: &mut KernelCheck<'_>, shape: &DeltaShape) -> Result<(), DeviceError> {

@@ -5,7 +5,7 @@ mod memory;
 pub(super) use memory::{CpuMemory, refuse};
 
 use super::{
-    Backend, BackendLimits, KvFormat, ModelPart, Op, experts,
+    Backend, BackendLimits, KvFormat, ModelPart, Op, block_attention, experts,
     op::each,
     quant::{ActivationCache, QuantizedRows},
     simd::Activations,
@@ -35,6 +35,7 @@ pub(super) struct CpuScratch {
     pub qk: Vec<f32>,
     pub gates: Vec<[f32; 2]>,
     pub experts: experts::ExpertScratch,
+    pub selection: block_attention::SelectionScratch,
 }
 
 impl Cpu {
@@ -118,7 +119,7 @@ impl Backend for Cpu {
     fn accept(&self, part: ModelPart<'_>) -> Result<(), DeviceError> {
         match part {
             ModelPart::Attention(shape) => shape.divisible(),
-            ModelPart::Weight(_) | ModelPart::Delta(_) | ModelPart::Moe(_) => Ok(()),
+            _ => Ok(()),
         }
     }
 

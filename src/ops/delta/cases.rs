@@ -9,7 +9,15 @@ use crate::{
 /// Whole layers. The checks of the convolution cover the rule alone.
 pub(in crate::ops) fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> {
     let affine = |bits, group| WeightFormat::Affine { bits, group, scale: Float::Bf16 };
-    let shape = &DeltaShape { key_heads: 2, value_heads: 4, key_dim: 64, value_dim: 32, conv_width: 4, eps: 1e-6 };
+    let shape = &DeltaShape {
+        key_heads: 2,
+        value_heads: 4,
+        key_dim: 64,
+        value_dim: 32,
+        conv_width: 4,
+        eps: 1e-6,
+        gate: Default::default(),
+    };
     for (codes, tokens) in [(affine(4, 64), 1), (affine(3, 32), 1), (affine(8, 64), 3), (WeightFormat::Mxfp4, 2)] {
         case(b, shape, codes, tokens)?;
     }

@@ -1,12 +1,12 @@
 //! The delta rule on the CPU.
 
-use super::{DeltaNet, DeltaRule, DeltaShape};
+use super::{DeltaNet, DeltaRule, DeltaShape, OutputGate};
 use crate::{
     device::DeviceError,
     ops::{
         Backend,
         cpu::Cpu,
-        norm::{multiply, normalise},
+        norm::{multiply_sigmoid, multiply_silu, normalise},
         simd::{
             OutPtr, Vector, float,
             math::{exp, sigmoid},
@@ -71,7 +71,11 @@ impl DeltaRule<'_> {
         // The gated norm of a head's output.
         let gated_norm = |token: usize, head: usize, o: &[f32], y: &mut [f32]| {
             normalise(o, norm, shape.eps, y);
-            multiply(y, &proj[token * width + channels + head * value_dim..][..value_dim]);
+            let z = &proj[token * width + channels + head * value_dim..][..value_dim];
+            match shape.gate {
+                OutputGate::Silu => multiply_silu(y, z),
+                OutputGate::Sigmoid => multiply_sigmoid(y, z),
+            }
         };
         // Rows of S are independent: a task computes some rows of one head for all tokens.
         let rows = if all == 1 { value_dim } else { value_dim.min(ROWS) };

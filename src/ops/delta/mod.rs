@@ -4,7 +4,7 @@
 //! ```text
 //! beta = sigmoid(b);  g = exp(rate * softplus(a + dt_bias));  rate = -exp(A_log)
 //! S = g S;  d = beta (v - S k);  S = S + d k^T;  o = S q
-//! y = rms(o) * norm * silu(z)
+//! y = rms(o) * norm * gate(z)                 gate: SiLU or sigmoid
 //! ```
 
 mod cases;
@@ -15,7 +15,7 @@ mod shape;
 use super::{Conv, Linear};
 use crate::device::{BufferAccess, Region};
 pub(super) use cases::cases;
-pub use shape::{DeltaShape, Replay};
+pub use shape::{DeltaShape, OutputGate, Replay};
 
 /// Added to a sum of squares before the square root.
 pub(super) const EPS: f32 = 1e-6;

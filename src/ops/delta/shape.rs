@@ -13,6 +13,15 @@ pub struct DeltaShape {
     pub conv_width: usize,
     /// Epsilon of the gated norm.
     pub eps: f32,
+    pub gate: OutputGate,
+}
+
+/// The activation of the gate z.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum OutputGate {
+    #[default]
+    Silu,
+    Sigmoid,
 }
 
 impl DeltaShape {

@@ -1,7 +1,7 @@
 //! The GPU backend: turns operations into launches, in order.
 
 use super::{
-    Backend, BackendLimits, ExpertSet, Experts, HalfBuffers, KvFormat, ModelPart, MoeWeights, NO_SLOT, Op,
+    Backend, BackendLimits, ExpertSet, Experts, HalfBuffers, KvFormat, ModelPart, MoeWeights, NO_SLOT, Op, OutputGate,
     experts::Jobs,
 };
 use crate::device::{BufferAccess, DeviceError, Gpu, Launch, Region, Slab, SyncPoint, Timeline};
@@ -252,6 +252,11 @@ impl<P: DerefMut<Target: Gpu> + Send> Backend for GpuBackend<P> {
             ModelPart::Delta(shape) if shape.conv_width != 4 || shape.key_dim.max(shape.value_dim) > 256 => {
                 refuse(format!("GPU kernels need a convolution of width 4 and heads of at most 256, not {shape:?}"))
             }
+            ModelPart::Delta(shape) if shape.gate != OutputGate::Silu => {
+                refuse(format!("GPU kernels have no delta net with a {:?} gate yet", shape.gate))
+            }
+            ModelPart::Indexer(_) => refuse("GPU kernels have no attention to selected blocks yet".into()),
+            ModelPart::Streams(_) => refuse("GPU kernels have no residual streams that layers mix yet".into()),
             ModelPart::Attention(shape) => shape.divisible(),
             ModelPart::Delta(_) => Ok(()),
             ModelPart::Moe(layer) => accept_moe(layer),
@@ -271,6 +276,9 @@ impl<P: DerefMut<Target: Gpu> + Send> Backend for GpuBackend<P> {
                 Some(half) => self.all(op.halves(half)),
                 None => self.all(op.launches()),
             },
+            Op::BlockAttention(_) | Op::ReadStreams(_) | Op::WriteStreams(_) | Op::NgramInject(_) => {
+                refuse("GPU kernels do not have this operation".into())
+            }
             Op::KvWrite(op) => self.launch(op.launch()),
             Op::Attention(op) if self.half.is_some() && op.shape.recent.is_none() => self.all(op.halves()),
             Op::Attention(op) => self.all(op.launches(ATTENTION_ROWS).flatten()),

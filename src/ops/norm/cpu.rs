@@ -1,6 +1,10 @@
 //! RMS norm and the delta net's gate on the CPU.
 
-use crate::ops::simd::{float, math::silu, wide};
+use crate::ops::simd::{
+    float,
+    math::{sigmoid, silu},
+    wide,
+};
 
 wide! {
     /// `y = x / sqrt(mean(x^2) + eps) * weight`. The sum's order is fixed by the row's length alone.
@@ -15,9 +19,18 @@ wide! {
 
 wide! {
     /// `y *= silu(z)`.
-    pub(in crate::ops) fn multiply(y: &mut [f32], z: &[f32]) {
+    pub(in crate::ops) fn multiply_silu(y: &mut [f32], z: &[f32]) {
         for (y, z) in y.iter_mut().zip(z) {
             *y *= silu(*z);
+        }
+    }
+}
+
+wide! {
+    /// `y *= sigmoid(z)`.
+    pub(in crate::ops) fn multiply_sigmoid(y: &mut [f32], z: &[f32]) {
+        for (y, z) in y.iter_mut().zip(z) {
+            *y *= sigmoid(*z);
         }
     }
 }

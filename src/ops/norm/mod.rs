@@ -5,5 +5,5 @@ mod cpu;
 mod gpu;
 
 pub(super) use cases::cases;
-pub(super) use cpu::{multiply, normalise};
+pub(super) use cpu::{multiply_sigmoid, multiply_silu, normalise};
 pub use gpu::rms_norm;

@@ -87,7 +87,15 @@ fn rule(h: &DeltaShape, rate: &[f32], bias: &[f32], mixed: &[f32], proj: &[f32],
 fn delta_rule_matches_naive_reference() {
     let (mut random, mut lab) = (Random(31), Lab::new());
     for (key_heads, value_heads, key_dim, value_dim) in [(2, 4, 64, 32), (1, 2, 128, 128), (3, 3, 20, 48)] {
-        let shape = DeltaShape { key_heads, value_heads, key_dim, value_dim, conv_width: 4, eps: 1e-6 };
+        let shape = DeltaShape {
+            key_heads,
+            value_heads,
+            key_dim,
+            value_dim,
+            conv_width: 4,
+            eps: 1e-6,
+            gate: Default::default(),
+        };
         let layer = Layer::random(&mut lab, &mut random, shape);
         let tokens = 50;
         let proj = lab.random(&mut random, tokens * shape.width());
@@ -106,7 +114,15 @@ fn delta_bytes_ignore_chunks_and_threads() {
     let (mut random, mut lab) = (Random(32), Lab::new());
     // Keys of 128 stay in registers if there are enough. The 1,024 channels of a token are several tasks.
     for (key_dim, value_dim) in [(64, 80), (128, 80), (64, 192)] {
-        let shape = DeltaShape { key_heads: 2, value_heads: 4, key_dim, value_dim, conv_width: 4, eps: 1e-6 };
+        let shape = DeltaShape {
+            key_heads: 2,
+            value_heads: 4,
+            key_dim,
+            value_dim,
+            conv_width: 4,
+            eps: 1e-6,
+            gate: Default::default(),
+        };
         let layer = Layer::random(&mut lab, &mut random, shape);
         let (tokens, width) = (37, shape.width());
         let proj = lab.random(&mut random, tokens * width);
@@ -139,7 +155,15 @@ fn delta_bytes_ignore_chunks_and_threads() {
 fn rejected_rows_leave_state_bytes_unchanged() {
     let (mut random, mut lab) = (Random(35), Lab::new());
     for (key_heads, value_heads, key_dim, value_dim) in [(2, 4, 64, 80), (1, 2, 128, 128), (3, 3, 20, 48)] {
-        let shape = DeltaShape { key_heads, value_heads, key_dim, value_dim, conv_width: 4, eps: 1e-6 };
+        let shape = DeltaShape {
+            key_heads,
+            value_heads,
+            key_dim,
+            value_dim,
+            conv_width: 4,
+            eps: 1e-6,
+            gate: Default::default(),
+        };
         let (width, channels) = (shape.width(), shape.channels());
         let layer = Layer::random(&mut lab, &mut random, shape);
         let proj = lab.random(&mut random, 9 * width);
@@ -181,7 +205,15 @@ fn rejected_rows_leave_state_bytes_unchanged() {
 #[test]
 fn convolution_matches_naive_reference() {
     let (mut random, mut lab) = (Random(33), Lab::new());
-    let shape = DeltaShape { key_heads: 4, value_heads: 16, key_dim: 128, value_dim: 192, conv_width: 4, eps: 1e-6 };
+    let shape = DeltaShape {
+        key_heads: 4,
+        value_heads: 16,
+        key_dim: 128,
+        value_dim: 192,
+        conv_width: 4,
+        eps: 1e-6,
+        gate: Default::default(),
+    };
     let (tokens, channels, keys) = (6, shape.channels(), 4 * 128);
     assert_eq!(channels, 2048 * 2);
     let layer = Layer { samples: lab.random(&mut random, 3 * channels), ..Layer::random(&mut lab, &mut random, shape) };

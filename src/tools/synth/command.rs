@@ -6,7 +6,7 @@ use crate::{
     error::{CommandError, StoreError},
     plan::Size,
     platform::os,
-    tools::synth::{self, Dimensions, SynthOptions},
+    tools::synth::{self, Dimensions, StreamDimensions, SynthOptions},
 };
 use std::time::Instant;
 
@@ -43,6 +43,9 @@ fn options(typed: &cli::SynthArgs) -> Result<SynthOptions, CommandError> {
         layers: typed.layers.unwrap_or(model.layers),
         experts: typed.experts.unwrap_or(model.experts),
         vocab: typed.vocab.unwrap_or(model.vocab),
+        streams: model
+            .streams
+            .map(|streams| StreamDimensions { ngram_rows: typed.ngram_rows.unwrap_or(streams.ngram_rows), ..streams }),
         ..model
     };
     let borrowed = |name: &str| demo::file(name).unwrap_or_default();
@@ -71,7 +74,7 @@ fn options(typed: &cli::SynthArgs) -> Result<SynthOptions, CommandError> {
 /// Dimensions of the model that `--like` names.
 pub fn dimensions(like: &str) -> Result<Dimensions, CommandError> {
     Dimensions::of(like)
-        .ok_or_else(|| CommandError::Usage(format!("unknown model {like} for --like; known are 35b, 122b, 397b")))
+        .ok_or_else(|| CommandError::Usage(format!("unknown model {like} for --like; see moestro synth --help")))
 }
 
 /// Highest token id plus 1.
@@ -95,6 +98,7 @@ mod tests {
             vocab: Some(vocab),
             seed: 1,
             router_skew: 0.5,
+            ngram_rows: None,
         }
     }
 

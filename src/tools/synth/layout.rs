@@ -1,4 +1,5 @@
-//! Lists the tensors of a synthetic checkpoint, their encodings, and its JSON files, as `mlx-lm` writes Qwen3.5 MoE in 4 bits.
+//! Lists the tensors of a synthetic checkpoint, their encodings, and its JSON files, as MLX's converters write Qwen3.5 and
+//! qwen4_exp in 4 bits. An n-gram table is not quantised.
 //! Routers and shared-expert gates have 8 bits. The safetensors header is not padded, so tensors start at odd offsets.
 //!
 //! Matrices have unit gain unless stated otherwise: the step between codes gives the weights of a row the variance
@@ -6,8 +7,9 @@
 
 use super::{
     noise,
-    options::{GROUP, SynthOptions},
+    options::{Dimensions, GROUP, NGRAM_HEADS, StreamDimensions, SynthOptions},
 };
+use crate::model;
 use half::bf16;
 use serde_json::{Value, json};
 
@@ -17,6 +19,9 @@ const BITS: u32 = 4;
 const GATE_BITS: u32 = 8;
 /// Width of the causal convolution.
 const CONV_WIDTH: usize = 4;
+/// The layer before which the n-gram table is added, and the parts of the table.
+const NGRAM_LAYER: usize = 1;
+const NGRAM_SHARDS: usize = 8;
 const PREFIX: &str = "language_model.model";
 
 /// One tensor of the checkpoint.
@@ -40,6 +45,8 @@ enum Fill {
     Ones,
     /// bf16: normal with mean 0 and this deviation.
     Normal(f32),
+    /// bf16: a random sign and 1/16 to 1/8. Cheap, for a table of many gigabytes.
+    TableRows,
     /// f32: `ln(uniform(1, 16))`, decay rates of the delta net.
     DecayLog,
     /// bf16: inverse softplus of step sizes from 0.002 to 0.1.
@@ -95,6 +102,10 @@ impl SynthTensor {
             Fill::Biases(step, middle) => halves(from, out, |i| bf16::from_f32(-middle * step.scale(key, i).to_f32())),
             Fill::Ones => halves(from, out, |i| bf16::from_f32(1.0 + 0.1 * noise::normal(noise::bits(key, i)))),
             Fill::Normal(size) => halves(from, out, |i| bf16::from_f32(size * noise::normal(noise::bits(key, i)))),
+            Fill::TableRows => halves(from, out, |i| {
+                let bits = noise::bits(key, i);
+                bf16::from_bits(((bits >> 48) as u16 & 0x807f) | (123 << 7))
+            }),
             Fill::StepBias => halves(from, out, |i| {
                 let step = noise::uniform(noise::bits(key, i), 2e-3f32.ln(), 1e-1f32.ln()).exp();
                 bf16::from_f32(step.exp_m1().ln())
@@ -162,7 +173,15 @@ pub fn tensors(options: &SynthOptions) -> Vec<SynthTensor> {
     list.matrix(format!("{PREFIX}.embed_tokens"), d.vocab, h, (h as f32).sqrt());
     for layer in 0..d.layers {
         let layer_name = format!("{PREFIX}.layers.{layer}");
-        list.dense(format!("{layer_name}.input_layernorm.weight"), &[h], Fill::Ones);
+        match &d.streams {
+            None => list.dense(format!("{layer_name}.input_layernorm.weight"), &[h], Fill::Ones),
+            Some(streams) => {
+                if layer == NGRAM_LAYER {
+                    ngram_tensors(&mut list, &format!("{layer_name}.ple"), streams, h);
+                }
+                mix_tensors(&mut list, &format!("{layer_name}.attn_hyper_connection"), streams, h, true);
+            }
+        }
         if is_full(layer) {
             let name = |part: &str| format!("{layer_name}.self_attn.{part}");
             let (q, kv) = (d.heads * d.head_dim, d.kv_heads * d.head_dim);
@@ -172,6 +191,12 @@ pub fn tensors(options: &SynthOptions) -> Vec<SynthTensor> {
             list.matrix(name("o_proj"), h, q, 0.25);
             list.dense(name("q_norm.weight"), &[d.head_dim], Fill::Ones);
             list.dense(name("k_norm.weight"), &[d.head_dim], Fill::Ones);
+            if let Some(streams) = &d.streams {
+                let rows = (streams.indexer_heads + 1) * streams.indexer_dim;
+                list.dense(name("indexer.index_qk_proj.weight"), &[rows, h], Fill::Normal(1.0 / (h as f32).sqrt()));
+                list.dense(name("indexer.q_layernorm.weight"), &[streams.indexer_dim], Fill::Ones);
+                list.dense(name("indexer.k_layernorm.weight"), &[streams.indexer_dim], Fill::Ones);
+            }
         } else {
             let name = |part: &str| format!("{layer_name}.linear_attn.{part}");
             let (heads, values) = (d.linear_value_heads, d.linear_value_heads * d.linear_head_dim);
@@ -186,8 +211,17 @@ pub fn tensors(options: &SynthOptions) -> Vec<SynthTensor> {
             list.dense(name("norm.weight"), &[d.linear_head_dim], Fill::Ones);
             list.matrix(name("out_proj"), h, values, 0.25);
         }
-        list.dense(format!("{layer_name}.post_attention_layernorm.weight"), &[h], Fill::Ones);
+        match &d.streams {
+            None => list.dense(format!("{layer_name}.post_attention_layernorm.weight"), &[h], Fill::Ones),
+            Some(streams) => mix_tensors(&mut list, &format!("{layer_name}.mlp_hyper_connection"), streams, h, true),
+        }
         let name = |part: &str| format!("{layer_name}.mlp.{part}");
+        if let Some(dense) = d.dense {
+            list.matrix(name("gate_proj"), dense, h, 1.4);
+            list.matrix(name("up_proj"), dense, h, 1.4);
+            list.matrix(name("down_proj"), h, dense, 0.35);
+            continue;
+        }
         list.quantised(&name("gate"), &[d.experts], h, 2.0, GATE_BITS, options.router_skew);
         list.quantised(&name("shared_expert_gate"), &[1], h, 1.0, GATE_BITS, 0.0);
         for part in ["gate_proj", "up_proj"] {
@@ -198,9 +232,49 @@ pub fn tensors(options: &SynthOptions) -> Vec<SynthTensor> {
         list.matrix(name("shared_expert.down_proj"), h, d.shared_hidden, 0.35);
         list.quantised(&name("switch_mlp.down_proj"), &[d.experts, h], d.expert_hidden, 0.35, BITS, 0.0);
     }
-    list.dense(format!("{PREFIX}.norm.weight"), &[h], Fill::Ones);
-    list.matrix("language_model.lm_head".into(), d.vocab, h, 3.0);
+    match &d.streams {
+        None => list.dense(format!("{PREFIX}.norm.weight"), &[h], Fill::Ones),
+        Some(streams) => mix_tensors(&mut list, &format!("{PREFIX}.hyper_connection_mixer"), streams, h, false),
+    }
+    if !d.tied {
+        list.matrix("language_model.lm_head".into(), d.vocab, h, 3.0);
+    }
     list.tensors
+}
+
+/// The mixture of the residual streams that a part of a layer reads.
+fn mix_tensors(list: &mut TensorList, path: &str, streams: &StreamDimensions, hidden: usize, has_inject: bool) {
+    let width = streams.count * hidden;
+    list.dense(format!("{path}.hc_norm.weight"), &[width], Fill::Ones);
+    list.matrix(format!("{path}.input_mix_weight_down"), streams.rank, width, streams.count as f32);
+    list.matrix(format!("{path}.input_mix_weight_up"), width, streams.rank, 1.0);
+    if has_inject {
+        let name = format!("{path}.block_inject_weight.weight");
+        list.dense(name, &[streams.count, width], Fill::Normal(1.0 / (width as f32).sqrt()));
+    }
+}
+
+/// An n-gram table, and what adds its rows to the streams.
+fn ngram_tensors(list: &mut TensorList, path: &str, streams: &StreamDimensions, hidden: usize) {
+    let (width, row) = (streams.count * hidden, streams.ngram_width / NGRAM_HEADS as usize);
+    list.matrix(format!("{path}.key_proj"), width, streams.ngram_width, 8.0);
+    list.matrix(format!("{path}.value_proj"), hidden, streams.ngram_width, 8.0);
+    for norm in ["norm_key", "norm_query", "norm_conv"] {
+        list.dense(format!("{path}.{norm}.weight"), &[width], Fill::Ones);
+    }
+    list.dense(format!("{path}.conv1d.weight"), &[width, CONV_WIDTH, 1], Fill::Normal(0.5));
+    // In shards of at most 4 GB, so that headers stay simple.
+    let rows = model::ngram_rows(ngram_base(streams)) as usize;
+    let shard = rows.div_ceil(NGRAM_SHARDS);
+    for (index, first) in (0..rows).step_by(shard).enumerate() {
+        let name = format!("{path}.ple_embedding.ngram_embedding.shard_{index}.weight");
+        list.dense(name, &[shard.min(rows - first), row], Fill::TableRows);
+    }
+}
+
+/// The lower bound of the primes that give a table of about the wanted rows.
+fn ngram_base(streams: &StreamDimensions) -> u64 {
+    (streams.ngram_rows / NGRAM_HEADS).max(2)
 }
 
 /// Splits the list into files of at most `limit` bytes. A larger tensor gets its own file.
@@ -239,15 +313,16 @@ pub fn header(tensors: &[SynthTensor]) -> Vec<u8> {
 pub fn config(options: &SynthOptions) -> Value {
     let d = &options.dimensions;
     let mut quantization = json!({ "group_size": GROUP, "bits": BITS, "mode": "affine" });
-    for layer in 0..d.layers {
+    for layer in 0..if d.dense.is_some() { 0 } else { d.layers } {
         for gate in ["gate", "shared_expert_gate"] {
             let path = format!("{PREFIX}.layers.{layer}.mlp.{gate}");
             quantization[path] = json!({ "group_size": GROUP, "bits": GATE_BITS });
         }
     }
     let kinds = (0..d.layers).map(|layer| if is_full(layer) { "full_attention" } else { "linear_attention" });
-    let text = json!({
-        "model_type": "qwen3_5_moe_text",
+    let (family, architecture) = family(d);
+    let mut text = json!({
+        "model_type": format!("{family}_text"),
         "attention_bias": false,
         "attention_dropout": 0.0,
         "attn_output_gate": true,
@@ -285,19 +360,50 @@ pub fn config(options: &SynthOptions) -> Value {
         },
         "router_aux_loss_coef": 0.001,
         "shared_expert_intermediate_size": d.shared_hidden,
-        "tie_word_embeddings": false,
+        "tie_word_embeddings": d.tied,
         "use_cache": true,
         "vocab_size": d.vocab,
     });
+    if let Some(dense) = d.dense {
+        text["intermediate_size"] = dense.into();
+    }
+    if let Some(streams) = &d.streams {
+        let more = json!({
+            "hc_count": streams.count,
+            "hc_lowrank": streams.rank,
+            "indexer_budget": streams.indexer_budget,
+            "indexer_compress_ratio": streams.indexer_ratio,
+            "indexer_head_dim": streams.indexer_dim,
+            "indexer_kv_heads": 1,
+            "indexer_n_heads": streams.indexer_heads,
+            "heads_per_ngram": NGRAM_HEADS / 2,
+            "ngram_size": 3,
+            "ngram_vocab_size_base": ngram_base(streams),
+            "output_gate_type": "sigmoid",
+            "ple_conv_kernel_size": CONV_WIDTH,
+            "ple_embed_dim": streams.ngram_width,
+            "ple_layer_ids": if d.layers > NGRAM_LAYER { vec![NGRAM_LAYER + 1] } else { Vec::new() },
+        });
+        more.as_object().into_iter().flatten().for_each(|(key, value)| text[key] = value.clone());
+    }
     json!({
-        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+        "architectures": [architecture],
         "eos_token_id": options.eos_token_ids,
-        "model_type": "qwen3_5_moe",
+        "model_type": family,
         "quantization": quantization,
         "quantization_config": quantization,
         "text_config": text,
-        "tie_word_embeddings": false,
+        "tie_word_embeddings": d.tied,
     })
+}
+
+/// `model_type` and class of the architecture.
+fn family(d: &Dimensions) -> (&'static str, &'static str) {
+    match (&d.streams, d.dense) {
+        (Some(_), _) => ("qwen4_exp", "Qwen4ExpForConditionalGeneration"),
+        (None, Some(_)) => ("qwen3_5", "Qwen3_5ForConditionalGeneration"),
+        (None, None) => ("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration"),
+    }
 }
 
 /// `generation_config.json`.

@@ -21,7 +21,31 @@ pub struct Dimensions {
     pub expert_hidden: usize,
     pub shared_hidden: usize,
     pub vocab: usize,
+    /// Width of a dense feed-forward. The model then has no experts.
+    pub dense: Option<usize>,
+    /// The embedding is also the head.
+    pub tied: bool,
+    /// What qwen4_exp has in addition.
+    pub streams: Option<StreamDimensions>,
 }
+
+/// Dimensions of qwen4_exp's residual streams, indexer and n-gram table.
+#[derive(Debug, Clone, PartialEq)]
+pub struct StreamDimensions {
+    pub count: usize,
+    pub rank: usize,
+    pub indexer_heads: usize,
+    pub indexer_dim: usize,
+    pub indexer_budget: usize,
+    pub indexer_ratio: usize,
+    /// Values of all rows of a token.
+    pub ngram_width: usize,
+    /// Rows of the table, about.
+    pub ngram_rows: u64,
+}
+
+/// Rows of a token in an n-gram table: 8 for its bigram, 8 for its trigram.
+pub const NGRAM_HEADS: u64 = 16;
 
 impl Dimensions {
     /// Qwen3.5-35B-A3B and Qwen3.6-35B-A3B.
@@ -40,6 +64,9 @@ impl Dimensions {
             expert_hidden: 512,
             shared_hidden: 512,
             vocab: 248_320,
+            dense: None,
+            tied: false,
+            streams: None,
         }
     }
 
@@ -61,12 +88,66 @@ impl Dimensions {
         Self { hidden: 4096, layers: 60, experts: 512, experts_per_token: 10, ..Self::of_122b() }
     }
 
+    /// Qwen3.5-27B, Qwen3.6-27B and Qwen3.8-27B.
+    pub fn of_27b() -> Self {
+        Self {
+            hidden: 5120,
+            layers: 64,
+            heads: 24,
+            kv_heads: 4,
+            linear_value_heads: 48,
+            experts: 0,
+            experts_per_token: 0,
+            dense: Some(17408),
+            ..Self::of_35b()
+        }
+    }
+
+    /// Qwen3.5-9B.
+    pub fn of_9b() -> Self {
+        Self { hidden: 4096, layers: 32, heads: 16, linear_value_heads: 32, dense: Some(12288), ..Self::of_27b() }
+    }
+
+    /// Qwen3.5-4B.
+    pub fn of_4b() -> Self {
+        Self { hidden: 2560, dense: Some(9216), tied: true, ..Self::of_9b() }
+    }
+
+    /// Qwen3.8-Flash-Next. Its n-gram table has 320 million rows; by default a synthetic one is smaller.
+    pub fn of_flash_next() -> Self {
+        Self {
+            hidden: 2560,
+            layers: 48,
+            heads: 24,
+            linear_value_heads: 48,
+            experts: 512,
+            experts_per_token: 10,
+            expert_hidden: 640,
+            shared_hidden: 640,
+            streams: Some(StreamDimensions {
+                count: 4,
+                rank: 320,
+                indexer_heads: 4,
+                indexer_dim: 128,
+                indexer_budget: 2048,
+                indexer_ratio: 4,
+                ngram_width: 2560,
+                ngram_rows: 8_000_000,
+            }),
+            ..Self::of_35b()
+        }
+    }
+
     /// Dimensions of the model that `--like` names.
     pub fn of(name: &str) -> Option<Self> {
         match name {
             "35b" => Some(Self::of_35b()),
             "122b" => Some(Self::of_122b()),
             "397b" => Some(Self::of_397b()),
+            "27b" => Some(Self::of_27b()),
+            "9b" => Some(Self::of_9b()),
+            "4b" => Some(Self::of_4b()),
+            "flash-next" => Some(Self::of_flash_next()),
             _ => None,
         }
     }
@@ -76,13 +157,16 @@ impl Dimensions {
         if self.layers == 0 || self.vocab == 0 {
             return refuse("a model needs at least one layer and one token".into());
         }
-        if self.experts < self.experts_per_token {
+        if self.dense.is_none() && (self.experts < self.experts_per_token || self.experts == 0) {
             let (e, k) = (self.experts, self.experts_per_token);
             return refuse(format!("{e} experts are too few: each token is routed to {k} of them"));
         }
         let inputs = [self.hidden, self.heads * self.head_dim, self.linear_value_heads * self.linear_head_dim];
-        if inputs.iter().chain([&self.expert_hidden, &self.shared_hidden]).any(|&n| n == 0 || !n.is_multiple_of(GROUP))
-        {
+        let inner = match &self.dense {
+            Some(dense) => vec![dense],
+            None => vec![&self.expert_hidden, &self.shared_hidden],
+        };
+        if inputs.iter().chain(inner).any(|&n| n == 0 || !n.is_multiple_of(GROUP)) {
             return refuse(format!("every matrix needs a multiple of {} columns", GROUP));
         }
         Ok(())

@@ -17,6 +17,9 @@ fn small(seed: u64, layers: usize) -> SynthOptions {
         expert_hidden: 64,
         shared_hidden: 64,
         vocab: 300,
+        dense: None,
+        tied: false,
+        streams: None,
     };
     let extras = vec![("chat_template.jinja".to_owned(), b"{{ messages }}".to_vec())];
     let eos_token_ids = vec![298, 296];
@@ -36,6 +39,11 @@ fn sizes_match_the_real_models() {
     assert!((sizes[0] - 19.5).abs() < 0.05, "{sizes:?}");
     assert!((sizes[1] - 68.7).abs() < 0.05, "{sizes:?}");
     assert!((sizes[2] - 223.0).abs() < 0.5, "{sizes:?}");
+    let dense = [Dimensions::of_4b(), Dimensions::of_9b(), Dimensions::of_27b()].map(|d| size(&of(d)) as f64 / 1e9);
+    assert!(dense.iter().zip([2.37, 5.04, 15.14]).all(|(size, known)| (size - known).abs() < 0.01), "{dense:?}");
+    // 67.9 GB of experts, 2.9 GB of other weights, and 8 million rows of 320 bytes.
+    let flash = size(&of(Dimensions::of_flash_next())) as f64 / 1e9;
+    assert!((flash - 73.4).abs() < 0.1, "{flash}");
     let shards = layout::shards(&layout::tensors(&of(Dimensions::of_35b())), 5 << 30).len();
     assert_eq!(shards, 4);
 }

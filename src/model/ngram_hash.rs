@@ -1,0 +1,199 @@
+//! The rows of an n-gram table that belong to a token: hashes of the token and those before it.
+//!
+//! ```text
+//! mix_s = t_0 m_0 ^ t_1 m_1 ^ ... ^ t_(s-1) m_(s-1)          t_0: the token, t_1: the one before it
+//! row of head j of the s-grams = mix_s mod V_h + sum of the V before h,  h = (s - 2) heads + j
+//! ```
+//! From the first end-of-text token on, walking back, every earlier token counts as end-of-text. So does what lies before the
+//! start. Multipliers come from SplitMix64, the moduli V are primes. All numbers are integers below 2^63.
+
+use crate::platform::split_mix64::{INCREMENT, SplitMix64};
+
+/// An n-gram table and how its rows are added to the residual streams.
+#[derive(Debug, Clone, PartialEq)]
+pub struct NgramShape {
+    /// The layer before which the rows are added.
+    pub layer: usize,
+    /// The table's place among the tables.
+    pub index: usize,
+    /// Tokens of the longest n-gram.
+    pub size: usize,
+    /// Rows per token for each length of n-gram.
+    pub heads: usize,
+    /// Values of all rows of a token.
+    pub width: usize,
+    /// Lower bound of the primes.
+    pub base: u64,
+    /// The rows of the table are a multiple of this.
+    pub divisor: u64,
+    pub seed: u64,
+    /// The token that separates texts.
+    pub eos: u32,
+    pub vocab: u64,
+    /// Taps of the convolution, `size` tokens apart.
+    pub taps: usize,
+}
+
+impl NgramShape {
+    /// Rows per token.
+    pub fn table_heads(&self) -> usize {
+        (self.size - 1) * self.heads
+    }
+
+    /// Rows of the convolution's input before a token that its result depends on.
+    pub fn history(&self) -> usize {
+        (self.taps - 1) * self.size
+    }
+}
+
+/// The constants of a table's hash.
+#[derive(Debug, Clone, PartialEq)]
+pub struct NgramHash {
+    pub multipliers: Vec<u64>,
+    /// The modulus of each head.
+    pub sizes: Vec<u64>,
+    /// The first row of each head.
+    pub offsets: Vec<u64>,
+    /// Rows of the table.
+    pub rows: u64,
+    eos: u32,
+    heads: usize,
+}
+
+impl NgramHash {
+    pub fn new(shape: &NgramShape) -> Self {
+        let half = (i64::MAX as u64 / shape.vocab / 2).max(1);
+        let start = shape.seed.wrapping_add(10007 * shape.index as u64);
+        let multiplier = |at: u64| {
+            let mut random = SplitMix64(start.wrapping_add(INCREMENT.wrapping_mul(at + 1)));
+            2 * (random.bits() % half) + 1
+        };
+        let heads = shape.table_heads();
+        let sizes: Vec<u64> = (shape.base..).filter(|n| is_prime(*n)).skip(shape.index * heads).take(heads).collect();
+        let mut rows = 0;
+        let mut offsets = Vec::with_capacity(sizes.len());
+        for size in &sizes {
+            offsets.push(rows);
+            rows += size;
+        }
+        Self {
+            multipliers: (0..shape.size as u64).map(multiplier).collect(),
+            sizes,
+            offsets,
+            rows: rows.next_multiple_of(shape.divisor),
+            eos: shape.eos,
+            heads: shape.heads,
+        }
+    }
+
+    /// The rows of each of `ids`, head by head. `before` are the tokens before them, as many as there are and matter.
+    pub fn rows_of(&self, before: &[u32], ids: &[u32]) -> Vec<u64> {
+        let mut rows = Vec::with_capacity(ids.len() * self.sizes.len());
+        for (at, id) in ids.iter().enumerate() {
+            let mut earlier = ids[..at].iter().rev().chain(before.iter().rev()).copied();
+            let (mut mix, mut cut) = (u64::from(*id).wrapping_mul(self.multipliers[0]), false);
+            for (length, multiplier) in self.multipliers[1..].iter().enumerate() {
+                let token = earlier.next().unwrap_or(self.eos);
+                cut |= token == self.eos;
+                mix ^= u64::from(if cut { self.eos } else { token }).wrapping_mul(*multiplier);
+                let heads = length * self.heads..(length + 1) * self.heads;
+                rows.extend(heads.map(|head| mix % self.sizes[head] + self.offsets[head]));
+            }
+        }
+        rows
+    }
+}
+
+/// Rows of the first table of a model like the released one, whose primes start at `base`.
+pub fn ngram_rows(base: u64) -> u64 {
+    let shape = NgramShape {
+        layer: 0,
+        index: 0,
+        size: 3,
+        heads: 8,
+        width: 16,
+        base,
+        divisor: 128,
+        seed: 1234,
+        eos: 0,
+        vocab: 1,
+        taps: 1,
+    };
+    NgramHash::new(&shape).rows
+}
+
+fn is_prime(n: u64) -> bool {
+    n >= 2 && (2..).take_while(|d| d * d <= n).all(|d| n % d != 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::Value;
+
+    /// Vectors of transformers' own hash: the released constants, a second table, and small ones.
+    fn vectors() -> Vec<Value> {
+        let text = include_str!("../../tests/fixtures/qwen4_exp/hash_vectors.json");
+        let json: Value = serde_json::from_str(text).unwrap();
+        json["cases"].as_array().unwrap().clone()
+    }
+
+    fn shape(case: &Value) -> NgramShape {
+        let number = |key: &str| case["config"][key].as_u64().unwrap();
+        let eos = &case["config"]["eos_token_id"];
+        NgramShape {
+            layer: 1,
+            index: case["ple_index"].as_u64().unwrap() as usize,
+            size: number("ngram_size") as usize,
+            heads: number("heads_per_ngram") as usize,
+            width: 2560,
+            base: number("ngram_vocab_size_base"),
+            divisor: number("make_ngram_vocab_size_divisible_by"),
+            seed: case["config"].get("seed").and_then(Value::as_u64).unwrap_or(1234),
+            eos: eos.get(0).unwrap_or(eos).as_u64().unwrap() as u32,
+            vocab: number("vocab_size"),
+            taps: 4,
+        }
+    }
+
+    fn numbers(list: &Value) -> Vec<u64> {
+        list.as_array().unwrap().iter().map(|n| n.as_u64().unwrap()).collect()
+    }
+
+    #[test]
+    fn constants_match_transformers() {
+        for case in vectors() {
+            let hash = NgramHash::new(&shape(&case));
+            assert_eq!(hash.multipliers, numbers(&case["multipliers"]), "{}", case["name"]);
+            assert_eq!(hash.sizes, numbers(&case["vocab_sizes"]), "{}", case["name"]);
+            assert_eq!(hash.offsets, numbers(&case["offsets"]), "{}", case["name"]);
+            assert_eq!(hash.rows, case["padded_rows"].as_u64().unwrap(), "{}", case["name"]);
+        }
+    }
+
+    #[test]
+    fn rows_match_transformers_for_any_split() {
+        let mut positions = 0;
+        for case in vectors() {
+            let hash = NgramHash::new(&shape(&case));
+            for sequence in case["sequences"].as_array().unwrap() {
+                let ids: Vec<u32> = numbers(&sequence["tokens"]).into_iter().map(|id| id as u32).collect();
+                let expected: Vec<u64> = sequence["rows"].as_array().unwrap().iter().flat_map(numbers).collect();
+                for cut in 0..=ids.len() {
+                    let (first, rest) = ids.split_at(cut);
+                    let rows = [hash.rows_of(&[], first), hash.rows_of(first, rest)].concat();
+                    assert_eq!(rows, expected, "{}: {ids:?} cut at {cut}", case["name"]);
+                }
+                positions += ids.len();
+            }
+        }
+        assert!(positions > 79, "{positions}");
+    }
+
+    #[test]
+    fn other_seed_changes_every_multiplier() {
+        let case = &vectors()[0];
+        let (real, other) = (shape(case), NgramShape { seed: 0, ..shape(case) });
+        assert!(NgramHash::new(&real).multipliers.iter().zip(&NgramHash::new(&other).multipliers).all(|(a, b)| a != b));
+    }
+}

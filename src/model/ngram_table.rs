@@ -1,0 +1,335 @@
+//! An n-gram table on the disk. Its rows depend on token ids only, so a pass requests them before it starts and waits for them
+//! when its layer begins.
+//!
+//! The table is far larger than memory and is read past the page cache, row by row. Rows that were read last stay in a small
+//! cache.
+
+use super::{
+    ngram_hash::{NgramHash, NgramShape},
+    state::row_ring::RowRing,
+};
+use crate::{
+    checkpoint::{self, Checkpoint, MatrixLayout},
+    error::{ModelError, StoreError},
+    metrics::Metrics,
+    ops::{WeightFormat, WeightView},
+    platform::{Access, DataFile, MAX_BLOCK, read_aligned},
+};
+use parking_lot::{Condvar, Mutex};
+use std::{
+    collections::{HashMap, VecDeque},
+    io,
+    path::PathBuf,
+    sync::{Arc, mpsc},
+    time::Instant,
+};
+
+/// Threads that read rows. A token needs 16 rows, each its own read.
+const THREADS: usize = 16;
+/// Bytes of the cache of rows.
+pub const CACHE_BYTES: usize = 16 << 20;
+/// Rows of one job in a long prompt.
+const JOB_ROWS: usize = 64;
+
+/// Where the rows of a table lie.
+#[derive(Debug, Clone)]
+pub struct NgramLayout {
+    pub shape: NgramShape,
+    hash: NgramHash,
+    codes: WeightFormat,
+    /// Values of a row.
+    width: usize,
+    /// First row of each shard.
+    starts: Vec<u64>,
+    shards: Vec<MatrixLayout>,
+    files: Vec<PathBuf>,
+}
+
+impl NgramLayout {
+    /// Finds the shards of the table whose names start with `prefix`, and compares the stored constants of the hash.
+    pub fn new(from: &Checkpoint, prefix: &str, shape: &NgramShape) -> Result<Self, ModelError> {
+        let hash = NgramHash::new(shape);
+        let stored = [
+            ("layer_multipliers", &hash.multipliers),
+            ("ngram_heads_vocab_sizes", &hash.sizes),
+            ("ngram_heads_offsets", &hash.offsets),
+        ];
+        for (name, expected) in stored {
+            let name = format!("{prefix}{name}");
+            let found = from.integers(&name)?;
+            if found.is_some_and(|found| !found.iter().map(|n| *n as u64).eq(expected.iter().copied())) {
+                let why = format!("the constants in {name} are not those that config.json gives: {expected:?}");
+                return Err(StoreError::NotACheckpoint { path: from.index.dir.clone(), why }.into());
+            }
+        }
+        let width = shape.width / shape.table_heads();
+        let has = |path: &str| from.has(&format!("{path}.weight"));
+        let embedding = format!("{prefix}ngram_embedding");
+        let names = [".shard_", ".shards."].map(|part| format!("{embedding}{part}"));
+        let numbered = names.iter().find(|name| has(&format!("{name}0")));
+        let paths: Vec<String> = match numbered {
+            Some(name) => (0..).map(|shard| format!("{name}{shard}")).take_while(|path| has(path)).collect(),
+            None => vec![embedding],
+        };
+        let (mut rows, mut starts, mut shards) = (0, Vec::new(), Vec::<MatrixLayout>::new());
+        for path in &paths {
+            let count = from.get(&format!("{path}.weight"))?.shape.first().copied().unwrap_or_default();
+            let layout = from.layout(path, &[], count, width)?;
+            if shards.first().is_some_and(|first| first.codes != layout.codes) {
+                return Err(ModelError::Config(format!("{path} is not stored like the table's first shard")));
+            }
+            starts.push(rows);
+            rows += count as u64;
+            // A shard is a stack of matrices of one row.
+            shards.push(MatrixLayout { rows: 1, ..layout });
+        }
+        if rows != hash.rows {
+            let expected = hash.rows;
+            return Err(ModelError::Config(format!("the n-gram table has {rows} rows, not {expected} as configured")));
+        }
+        let codes = shards[0].codes;
+        Ok(Self { shape: shape.clone(), hash, codes, width, starts, shards, files: from.index.files.clone() })
+    }
+
+    /// Bytes of a row.
+    pub fn row_bytes(&self) -> usize {
+        self.codes.row_bytes(self.width).iter().sum()
+    }
+
+    /// The table's rows of each of `ids`, which follow `before`.
+    pub fn rows_of(&self, before: &[u32], ids: &[u32]) -> Vec<u64> {
+        self.hash.rows_of(before, ids)
+    }
+
+    /// Decodes a row that [`TableFiles::read`] returned.
+    pub fn decode(&self, bytes: &[u8], out: &mut Vec<f32>) {
+        let sizes = self.codes.row_bytes(self.width);
+        let (codes, rest) = bytes.split_at(sizes[0]);
+        let (scales, biases) = rest.split_at(sizes[1]);
+        let parts = [codes, scales, biases];
+        let view = WeightView { codes: self.codes, rows: 1, cols: self.width, global_scale: 1.0, parts };
+        out.extend(view.to_f32());
+    }
+}
+
+/// The table's files, held open.
+pub struct TableFiles {
+    pub layout: NgramLayout,
+    files: HashMap<usize, DataFile>,
+}
+
+impl TableFiles {
+    pub fn open(layout: NgramLayout) -> Result<Self, StoreError> {
+        let mut files = HashMap::new();
+        for entry in layout.shards.iter().flat_map(|shard| shard.entries.iter().flatten()) {
+            let path = &layout.files[entry.file];
+            let opened = match DataFile::open(path, Access::Direct) {
+                Err(error) if error.kind() == io::ErrorKind::Unsupported => DataFile::open(path, Access::Buffered),
+                other => other,
+            };
+            let file = opened.map_err(|source| StoreError::Io { path: path.clone(), source })?;
+            files.entry(entry.file).or_insert(file);
+        }
+        Ok(Self { layout, files })
+    }
+
+    /// The bytes of a row: codes, scales, biases. `space` is a buffer that calls reuse.
+    pub fn read(&self, row: u64, space: &mut Vec<u8>) -> Result<Vec<u8>, StoreError> {
+        let shard = self.layout.starts.partition_point(|start| *start <= row) - 1;
+        let at = (row - self.layout.starts[shard]) as usize;
+        let mut bytes = Vec::with_capacity(self.layout.row_bytes());
+        for piece in checkpoint::matrix_pieces(&self.layout.shards[shard], at) {
+            let Some(file) = self.files.get(&(piece.file as usize)).filter(|_| piece.len > 0) else { continue };
+            let block = file.block();
+            let start = piece.offset / block as u64 * block as u64;
+            let skip = (piece.offset - start) as usize;
+            let len = (skip + piece.len).next_multiple_of(block);
+            space.resize(len + MAX_BLOCK, 0);
+            let aligned = space.as_ptr().align_offset(MAX_BLOCK);
+            let into = &mut space[aligned..aligned + len];
+            let read = read_aligned(into, skip + piece.len, block, |into, at| {
+                let got = file.read_at(into, start + at as u64)?;
+                file.check_unchanged()?;
+                Ok(got)
+            });
+            read.map_err(|source| {
+                let why = format!("row {row} of the n-gram table at offset {}: {source}", piece.offset);
+                StoreError::Io { path: file.path().to_path_buf(), source: io::Error::new(source.kind(), why) }
+            })?;
+            bytes.extend_from_slice(&into[skip..skip + piece.len]);
+        }
+        Ok(bytes)
+    }
+}
+
+/// Rows that a pass has requested.
+pub struct PendingRows {
+    /// The rows of each token, head by head.
+    wanted: Vec<u64>,
+    batch: Arc<RowBatch>,
+}
+
+/// What a pass needs of a table.
+pub struct NgramInput<'a> {
+    pub table: &'a NgramTable,
+    /// The rows of the pass, requested before it started.
+    pub pending: Option<PendingRows>,
+    /// The convolution's input at the last positions.
+    pub history: RowRing,
+}
+
+/// The distinct rows of a request.
+#[derive(Default)]
+struct RowBatch {
+    state: Mutex<BatchState>,
+    landed: Condvar,
+}
+
+#[derive(Default)]
+struct BatchState {
+    found: HashMap<u64, Arc<[u8]>>,
+    /// Jobs that have not ended.
+    jobs: usize,
+    failure: Option<StoreError>,
+}
+
+/// The rows that were read last.
+#[derive(Default)]
+struct RowCache {
+    rows: HashMap<u64, Arc<[u8]>>,
+    order: VecDeque<u64>,
+}
+
+struct RowJob {
+    rows: Vec<u64>,
+    batch: Arc<RowBatch>,
+}
+
+/// An n-gram table whose rows are read on demand.
+pub struct NgramTable {
+    files: Arc<TableFiles>,
+    cache: Mutex<RowCache>,
+    /// Most rows in the cache.
+    capacity: usize,
+    jobs: mpsc::Sender<RowJob>,
+    metrics: Arc<Metrics>,
+}
+
+impl NgramTable {
+    pub fn open(layout: NgramLayout, metrics: &Arc<Metrics>) -> Result<Self, ModelError> {
+        // A row in the cache also takes an entry of the map and of the list.
+        let capacity = CACHE_BYTES / (layout.row_bytes() + 96);
+        let files = Arc::new(TableFiles::open(layout)?);
+        let (jobs, receiver) = mpsc::channel();
+        let receiver = Arc::new(Mutex::new(receiver));
+        for index in 0..THREADS {
+            let (files, receiver, metrics) = (files.clone(), receiver.clone(), metrics.clone());
+            let work = move || serve(&files, &receiver, &metrics);
+            std::thread::Builder::new().name(format!("ngram-{index}")).spawn(work).map_err(|error| {
+                ModelError::Memory(format!("cannot start a thread that reads the n-gram table: {error}"))
+            })?;
+        }
+        Ok(Self { files, cache: Mutex::default(), capacity, jobs, metrics: metrics.clone() })
+    }
+
+    pub fn layout(&self) -> &NgramLayout {
+        &self.files.layout
+    }
+
+    /// Starts reading the rows of `ids`, which follow the tokens `before`.
+    pub fn request(&self, before: &[u32], ids: &[u32]) -> PendingRows {
+        let wanted = self.layout().rows_of(before, ids);
+        let mut distinct = wanted.clone();
+        distinct.sort_unstable();
+        distinct.dedup();
+        let batch = Arc::new(RowBatch::default());
+        let cache = self.cache.lock();
+        let mut state = batch.state.lock();
+        let mut missing = Vec::new();
+        for row in distinct {
+            match cache.rows.get(&row) {
+                Some(bytes) => drop(state.found.insert(row, bytes.clone())),
+                None => missing.push(row),
+            }
+        }
+        self.metrics.ngram_rows_cached.inc_by(state.found.len() as u64);
+        self.metrics.ngram_rows_read.inc_by(missing.len() as u64);
+        // Few rows are read at once. Many are cut into jobs of neighbours.
+        let size = missing.len().div_ceil(THREADS).clamp(1, JOB_ROWS);
+        for rows in missing.chunks(size) {
+            state.jobs += 1;
+            if self.jobs.send(RowJob { rows: rows.to_vec(), batch: batch.clone() }).is_err() {
+                state.jobs -= 1;
+            }
+        }
+        drop(state);
+        PendingRows { wanted, batch }
+    }
+
+    /// Waits for the rows of a request and decodes them, `[tokens, width of all rows]`.
+    pub fn wait(&self, pending: PendingRows) -> Result<Vec<f32>, ModelError> {
+        let mut state = pending.batch.state.lock();
+        if state.jobs > 0 {
+            let from = Instant::now();
+            while state.jobs > 0 {
+                pending.batch.landed.wait(&mut state);
+            }
+            self.metrics.ngram_stall_seconds.inc_by(from.elapsed().as_secs_f64());
+        }
+        if let Some(failure) = state.failure.take() {
+            return Err(failure.into());
+        }
+        let mut out = Vec::with_capacity(pending.wanted.len() * self.layout().width);
+        for row in &pending.wanted {
+            let Some(bytes) = state.found.get(row) else {
+                return Err(ModelError::Config(format!("row {row} of the n-gram table was not read")));
+            };
+            self.layout().decode(bytes, &mut out);
+        }
+        self.cache.lock().keep(&state.found, self.capacity);
+        Ok(out)
+    }
+}
+
+impl RowCache {
+    /// Adds rows, and drops the oldest beyond `capacity`.
+    fn keep(&mut self, found: &HashMap<u64, Arc<[u8]>>, capacity: usize) {
+        for (row, bytes) in found {
+            if self.rows.insert(*row, bytes.clone()).is_none() {
+                self.order.push_back(*row);
+            }
+        }
+        while self.order.len() > capacity {
+            if let Some(oldest) = self.order.pop_front() {
+                self.rows.remove(&oldest);
+            }
+        }
+    }
+}
+
+/// A thread that reads rows until the table is dropped.
+fn serve(files: &TableFiles, jobs: &Mutex<mpsc::Receiver<RowJob>>, metrics: &Metrics) {
+    let mut space = Vec::new();
+    loop {
+        let Ok(RowJob { rows, batch }) = jobs.lock().recv() else { return };
+        let mut found = Vec::with_capacity(rows.len());
+        let mut failure = None;
+        for row in rows {
+            match files.read(row, &mut space) {
+                Ok(bytes) => {
+                    metrics.ngram_read_bytes.inc_by(bytes.len() as u64);
+                    found.push((row, Arc::from(bytes)));
+                }
+                Err(error) => {
+                    failure = Some(error);
+                    break;
+                }
+            }
+        }
+        let mut state = batch.state.lock();
+        state.found.extend(found);
+        state.failure = state.failure.take().or(failure);
+        state.jobs -= 1;
+        batch.landed.notify_all();
+    }
+}

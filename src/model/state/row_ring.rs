@@ -1,0 +1,70 @@
+//! Rings of rows by position: what a layer keeps of the last positions besides keys, values and recurrent state.
+//!
+//! Position `p` is row `p % room`. Rejected rows need no undoing: the rows that follow overwrite them. A snapshot copies the
+//! rows that positions after it depend on.
+
+use super::rollback::append_region;
+use crate::{
+    device::{DeviceError, Region},
+    ops::Backend,
+};
+use std::ops::Range;
+
+#[derive(Debug, Clone, Copy)]
+pub struct RowRing {
+    /// `[room, width]` f32.
+    pub rows: Region,
+    pub width: usize,
+    pub keep: KeptRows,
+}
+
+/// The rows before a position that later positions depend on.
+#[derive(Debug, Clone, Copy)]
+pub enum KeptRows {
+    /// This many.
+    Last(usize),
+    /// Those after the last multiple of this many positions.
+    OpenBlock(usize),
+}
+
+impl KeptRows {
+    fn most(self) -> usize {
+        match self {
+            KeptRows::Last(count) => count,
+            KeptRows::OpenBlock(block) => block - 1,
+        }
+    }
+
+    fn before(self, len: usize) -> Range<usize> {
+        match self {
+            KeptRows::Last(count) => len.saturating_sub(count)..len,
+            KeptRows::OpenBlock(block) => len / block * block..len,
+        }
+    }
+}
+
+impl RowRing {
+    /// Bytes in a snapshot, the same at every position.
+    pub fn snapshot_bytes(&self) -> usize {
+        self.keep.most() * self.width * 4
+    }
+
+    fn row(&self, position: usize) -> Region {
+        let room = self.rows.len / (4 * self.width);
+        self.rows.rows(position % room, 1, self.width)
+    }
+
+    /// Appends what a snapshot of `len` positions holds.
+    pub fn append_bytes(&self, len: usize, backend: &mut dyn Backend, out: &mut Vec<u8>) -> Result<(), DeviceError> {
+        let end = out.len() + self.snapshot_bytes();
+        self.keep.before(len).try_for_each(|position| append_region(backend, self.row(position), out))?;
+        out.resize(end, 0);
+        Ok(())
+    }
+
+    /// The reverse of [`RowRing::append_bytes`]. `bytes` has [`RowRing::snapshot_bytes`].
+    pub fn restore(&self, len: usize, bytes: &[u8], backend: &mut dyn Backend) -> Result<(), DeviceError> {
+        let mut rows = self.keep.before(len).zip(bytes.chunks_exact(self.width * 4));
+        rows.try_for_each(|(position, row)| backend.write(self.row(position), row))
+    }
+}

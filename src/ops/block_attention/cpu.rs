@@ -1,0 +1,148 @@
+//! Attention to selected blocks on the CPU. A row is computed in the same order whatever rows and threads are with it.
+
+use super::BlockAttention;
+use crate::{
+    device::DeviceError,
+    ops::{
+        attention::{KvElement, KvFormat, KvView, PAGE},
+        cpu::{Cpu, refuse},
+        simd::{
+            Vector, float,
+            math::{exp, sigmoid},
+            wide,
+        },
+    },
+};
+use std::cell::RefCell;
+
+thread_local! {
+    /// Scores of the queries of a task, `[queries, positions]`, and their sums of values, `[queries, padded dim]`.
+    static SCRATCH: RefCell<[Vec<f32>; 2]> = RefCell::default();
+}
+
+impl BlockAttention<'_> {
+    pub(in crate::ops) fn on_cpu(&self, cpu: &mut Cpu) -> Result<(), DeviceError> {
+        let (shape, tokens) = (self.attention.shape, self.attention.tokens);
+        if tokens == 0 || shape.kv_heads == 0 || !shape.heads.is_multiple_of(shape.kv_heads) {
+            return refuse(format!("cannot attend with {tokens} tokens: {shape:?}"));
+        }
+        let pages = cpu.memory.words(self.attention.cache.table).len();
+        if pages * PAGE < self.attention.start + tokens || !PAGE.is_multiple_of(self.indexer.ratio) {
+            return refuse(format!("{pages} pages are too few for position {}", self.attention.start + tokens));
+        }
+        self.close_blocks(&cpu.memory)?;
+        let mut scratch = std::mem::take(&mut cpu.scratch.selection);
+        self.select(cpu, &mut scratch);
+        match shape.format {
+            KvFormat::F32 => self.attend::<f32>(cpu, &scratch.selected),
+            KvFormat::I16 => self.attend::<i16>(cpu, &scratch.selected),
+            other => return refuse(format!("attention to blocks does not support the cache format {other:?}")),
+        }
+        cpu.scratch.selection = scratch;
+        Ok(())
+    }
+
+    /// Attends to `selected`, `[tokens, blocks]`, and to each query's open block.
+    fn attend<T: KvElement>(&self, cpu: &Cpu, selected: &[u32]) {
+        let (op, memory, threads) = (&self.attention, &cpu.memory, &cpu.compute.threads);
+        let (shape, tokens, dim) = (op.shape, op.tokens, op.shape.dim);
+        let q = memory.floats(op.q.floats(tokens * shape.heads * dim));
+        let proj = memory.floats(op.proj.floats(tokens * shape.width()));
+        let y = memory.floats_mut(op.y.floats(tokens * shape.heads * dim));
+        let caches = [op.cache.keys, op.cache.values].map(|cache| memory.bytes(cache));
+        let table = memory.words(op.cache.table);
+        let group = shape.heads / shape.kv_heads;
+        // With few rows, each query head is a task. Otherwise the heads that share keys are one.
+        let heads = if tokens * shape.kv_heads < 4 * threads.count() { 1 } else { group };
+        threads.run_pieces(y, heads * dim, &|task, y| {
+            let (token, head) = (task * heads / shape.heads, task * heads % shape.heads);
+            let position = op.start + token;
+            let (closed, chosen) = self.closed(position);
+            let ratio = self.indexer.ratio;
+            let blocks = &selected[token * self.indexer.blocks..][..chosen];
+            let runs = blocks.iter().map(|block| *block as usize * ratio..(*block as usize + 1) * ratio);
+            let runs = runs.chain(std::iter::once(closed * ratio..position + 1));
+            let rows = |cache: usize| {
+                runs.clone().flatten().map(move |at| {
+                    let view = KvView::<T>::at(caches[cache], Some(table), [shape.kv_heads, PAGE, dim], at);
+                    view.row(head / group, at)
+                })
+            };
+            SCRATCH.with_borrow_mut(|[scores, sums]| {
+                let count = chosen * ratio + (position + 1 - closed * ratio);
+                scores.resize(heads * count, 0.0);
+                let padded = dim.next_multiple_of(16);
+                sums.clear();
+                sums.resize(heads * padded, 0.0);
+                let q = &q[(token * shape.heads + head) * dim..][..heads * dim];
+                for (at, key) in rows(0).enumerate() {
+                    score_row(key, q, dim, scores, at, count);
+                }
+                for scores in scores.chunks_exact_mut(count) {
+                    softmax(scores, 1.0 / (dim as f32).sqrt());
+                }
+                for (at, value) in rows(1).enumerate() {
+                    add_row(value, scores, at, count, sums, padded);
+                }
+                for (index, y) in y.chunks_exact_mut(dim).enumerate() {
+                    let gate = &proj[token * shape.width() + (2 * (head + index) + 1) * dim..][..dim];
+                    for ((y, sum), gate) in y.iter_mut().zip(&sums[index * padded..]).zip(gate) {
+                        *y = sum * sigmoid(*gate);
+                    }
+                }
+            });
+        });
+    }
+}
+
+/// Sixteen elements from `at` on, padded with zeros.
+#[inline(always)]
+fn load<V: Vector, T: KvElement>(values: &[T], at: usize) -> V {
+    match values[at..].first_chunk() {
+        Some(chunk) => T::load::<V>(chunk),
+        None => T::load::<V>(&float::padded(&values[at..])),
+    }
+}
+
+wide! {
+    /// `scores[query, at] = q . key` for each query.
+    fn score_row[T: KvElement](key: &[T], queries: &[f32], dim: usize, scores: &mut [f32], at: usize, count: usize) {
+        let (values, scale) = (T::values(key), T::scale(key));
+        for (index, q) in queries.chunks_exact(dim).enumerate() {
+            let mut lanes = V::splat(0.0);
+            for first in (0..dim).step_by(16) {
+                lanes = load::<V, T>(values, first).fma(load::<V, f32>(q, first), lanes);
+            }
+            scores[index * count + at] = lanes.sum() * scale;
+        }
+    }
+}
+
+wide! {
+    /// `sums[query] += scores[query, at] * value` for each query.
+    fn add_row[T: KvElement](value: &[T], scores: &[f32], at: usize, count: usize, sums: &mut [f32], padded: usize) {
+        let (values, scale) = (T::values(value), T::scale(value));
+        for (index, sums) in sums.chunks_exact_mut(padded).enumerate() {
+            let weight = V::splat(scores[index * count + at] * scale);
+            for (first, sums) in sums.as_chunks_mut::<16>().0.iter_mut().enumerate() {
+                weight.fma(load::<V, T>(values, 16 * first), V::load(sums)).store(sums);
+            }
+        }
+    }
+}
+
+wide! {
+    /// `softmax(scale * x)`.
+    fn softmax(x: &mut [f32], scale: f32) {
+        let most = x.iter().fold(f32::NEG_INFINITY, |most: f32, x| most.max(*x));
+        let mut lanes = [0f32; 16];
+        for (at, x) in x.iter_mut().enumerate() {
+            *x = exp((*x - most) * scale);
+            lanes[at % 16] += *x;
+        }
+        let sum: f32 = lanes.iter().sum();
+        for x in x {
+            *x /= sum;
+        }
+    }
+}

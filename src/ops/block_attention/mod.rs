@@ -1,0 +1,93 @@
+//! Attention to the blocks of positions that an indexer selects for each query.
+//!
+//! A block is `ratio` consecutive positions. It closes when its last token arrives, and then has one key:
+//!
+//! ```text
+//! [q: heads x dim | raw: dim] = index projection
+//! q = rope(rms(q) * q_norm) per head                                       at the query's position
+//! K_b = rope(rms(mean of the block's raw) * k_norm)                        at the block's first position
+//! score_b = sum over heads of relu(q . K_b) / sqrt(dim)                    for the closed blocks
+//! ```
+//! A query attends to the `blocks` closed blocks with the highest scores (among equals the lower block) and to the open
+//! block. With few positions that is all of them. Each query selects for itself, for all heads.
+
+mod cpu;
+mod select;
+
+use super::{Attention, QkNormRope, attention::PAGE};
+use crate::device::{BufferAccess, Region};
+
+/// Sizes of an indexer.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct IndexerShape {
+    /// Query heads. There is one key head.
+    pub heads: usize,
+    pub dim: usize,
+    /// Leading dimensions of a head that RoPE rotates.
+    pub rope_dim: usize,
+    /// Positions of a block. Divides [`PAGE`].
+    pub ratio: usize,
+    /// Closed blocks that a query attends to.
+    pub blocks: usize,
+    /// Epsilon of the query and key norms.
+    pub eps: f32,
+}
+
+impl IndexerShape {
+    /// Floats of a projected row.
+    pub fn width(&self) -> usize {
+        (self.heads + 1) * self.dim
+    }
+
+    /// Floats of a row of [`IndexCache::recent`].
+    pub fn recent_width(&self) -> usize {
+        self.dim + self.rope_dim
+    }
+
+    /// Bytes of the block keys of one page of positions.
+    pub fn page_bytes(&self) -> usize {
+        PAGE / self.ratio * self.dim * 4
+    }
+}
+
+/// What an indexer keeps of a sequence.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct IndexCache {
+    /// Keys of closed blocks in pages, f32 `[pages, PAGE / ratio, dim]`. The table of pages is that of keys and values.
+    pub keys: Region,
+    /// A ring by position: raw key and rotation of the last positions, f32 `[room, recent_width]`. It holds the positions of
+    /// one call and a block before them.
+    pub recent: Region,
+}
+
+#[derive(Debug, Clone, Copy)]
+pub struct BlockAttention<'a> {
+    /// Attention to all positions, of which the query's selection remains.
+    pub attention: Attention<'a>,
+    pub indexer: &'a IndexerShape,
+    /// Index projections, `[tokens, width]`.
+    pub index: Region,
+    /// The indexer's norms, `[dim]`, and the rotations of the rows.
+    pub norm_rope: QkNormRope,
+    pub cache: IndexCache,
+}
+
+/// Buffers that calls reuse.
+#[derive(Default)]
+pub(in crate::ops) struct SelectionScratch {
+    queries: Vec<f32>,
+    scores: Vec<f32>,
+    /// `[tokens, blocks]`: the closed blocks that each query attends to, in ascending order.
+    pub selected: Vec<u32>,
+}
+
+impl BlockAttention<'_> {
+    pub(super) fn touches(&self, see: &mut dyn FnMut(Region, BufferAccess)) {
+        let tokens = self.attention.tokens;
+        self.attention.touches(see);
+        see(self.index.floats(tokens * self.indexer.width()), BufferAccess::Read);
+        see(self.norm_rope.rope_table.floats(tokens * self.indexer.rope_dim), BufferAccess::Read);
+        see(self.cache.keys, BufferAccess::ReadWrite);
+        see(self.cache.recent, BufferAccess::ReadWrite);
+    }
+}

@@ -1,0 +1,164 @@
+//! The indexer on the CPU: keys of closed blocks, scores, and the selection of each query.
+
+use super::{BlockAttention, SelectionScratch};
+use crate::{
+    device::DeviceError,
+    ops::{
+        attention::PAGE,
+        cpu::{Cpu, CpuMemory, refuse},
+        norm::normalise,
+        simd::{float, wide},
+    },
+};
+use std::cell::RefCell;
+
+/// Blocks in one task of scores.
+const TASK_BLOCKS: usize = 512;
+/// Most scores that are computed before they are used. Rows are computed in groups to stay below it.
+const MAX_SCORES: usize = 1 << 20;
+
+thread_local! {
+    /// Block numbers, sorted by score.
+    static ORDER: RefCell<Vec<u32>> = RefCell::default();
+}
+
+/// `x` rotated by the pairs `(cos, sin)`: dimensions `j` and `j + pairs / 2` of the leading ones.
+fn rotate(x: &mut [f32], pairs: &[f32]) {
+    let (low, high) = x[..pairs.len()].split_at_mut(pairs.len() / 2);
+    for ((low, high), pair) in low.iter_mut().zip(high).zip(pairs.chunks_exact(2)) {
+        (*low, *high) = (*low * pair[0] - *high * pair[1], *high * pair[0] + *low * pair[1]);
+    }
+}
+
+impl BlockAttention<'_> {
+    /// Closed blocks that a query at `position` sees, and how many of them it attends to.
+    pub(super) fn closed(&self, position: usize) -> (usize, usize) {
+        let closed = (position + 1) / self.indexer.ratio;
+        (closed, closed.min(self.indexer.blocks))
+    }
+
+    /// Adds the rows to the ring, and the keys of the blocks that they close to the pages.
+    pub(super) fn close_blocks(&self, memory: &CpuMemory) -> Result<(), DeviceError> {
+        let (shape, start, tokens) = (self.indexer, self.attention.start, self.attention.tokens);
+        let (dim, width, wide) = (shape.dim, shape.width(), shape.recent_width());
+        let room = self.cache.recent.len / (4 * wide);
+        if room < tokens + shape.ratio {
+            return refuse(format!("a ring of {room} positions is too short for {tokens} tokens of an indexer"));
+        }
+        let index = memory.floats(self.index.floats(tokens * width));
+        let turn = memory.floats(self.norm_rope.rope_table.floats(tokens * shape.rope_dim));
+        let recent = memory.floats_mut(self.cache.recent);
+        for token in 0..tokens {
+            let (raw, turn) = (&index[token * width + shape.heads * dim..][..dim], &turn[token * shape.rope_dim..]);
+            let (to, to_turn) = recent[(start + token) % room * wide..][..wide].split_at_mut(dim);
+            to.copy_from_slice(raw);
+            to_turn.copy_from_slice(&turn[..shape.rope_dim]);
+        }
+        let norm = memory.floats(self.norm_rope.k_norm.floats(dim));
+        let table = memory.words(self.attention.cache.table);
+        let keys = memory.floats_mut(self.cache.keys);
+        let mut mean = vec![0.0; dim];
+        for block in start / shape.ratio..(start + tokens) / shape.ratio {
+            let first = block * shape.ratio;
+            mean.fill(0.0);
+            for position in first..first + shape.ratio {
+                let raw = &recent[position % room * wide..][..dim];
+                mean.iter_mut().zip(raw).for_each(|(mean, raw)| *mean += raw);
+            }
+            mean.iter_mut().for_each(|mean| *mean /= shape.ratio as f32);
+            let Some(page) = table.get(first / PAGE) else { return refuse(format!("no page for position {first}")) };
+            let at = (*page as usize * PAGE + first % PAGE) / shape.ratio * dim;
+            let key = &mut keys[at..at + dim];
+            normalise(&mean, norm, shape.eps, key);
+            rotate(key, &recent[first % room * wide + dim..][..shape.rope_dim]);
+        }
+        Ok(())
+    }
+
+    /// Selects the closed blocks of each query.
+    pub(super) fn select(&self, cpu: &Cpu, scratch: &mut SelectionScratch) {
+        let (shape, start, tokens) = (self.indexer, self.attention.start, self.attention.tokens);
+        let (memory, threads) = (&cpu.memory, &cpu.compute.threads);
+        let (width, heads) = (shape.width(), shape.heads * shape.dim);
+        let index = memory.floats(self.index.floats(tokens * width));
+        let turn = memory.floats(self.norm_rope.rope_table.floats(tokens * shape.rope_dim));
+        let norm = memory.floats(self.norm_rope.q_norm.floats(shape.dim));
+        let table = memory.words(self.attention.cache.table);
+        let keys = memory.floats(self.cache.keys);
+        let SelectionScratch { queries, scores, selected } = scratch;
+
+        queries.resize(tokens * heads, 0.0);
+        threads.run_pieces(queries, heads, &|token, q| {
+            for (q, x) in q.chunks_exact_mut(shape.dim).zip(index[token * width..].chunks_exact(shape.dim)) {
+                normalise(x, norm, shape.eps, q);
+                rotate(q, &turn[token * shape.rope_dim..][..shape.rope_dim]);
+            }
+        });
+        selected.resize(tokens * shape.blocks, 0);
+        let (most, _) = self.closed(start + tokens - 1);
+        let row = most.next_multiple_of(TASK_BLOCKS);
+        let together = (MAX_SCORES / row.max(1)).clamp(1, tokens);
+        for (group, selected) in selected.chunks_mut(together * shape.blocks).enumerate() {
+            let (first, count) = (group * together, selected.len() / shape.blocks);
+            let (queries, scale) = (&queries[first * heads..], 1.0 / (shape.dim as f32).sqrt());
+            scores.resize(count * row, 0.0);
+            threads.run_pieces(scores, TASK_BLOCKS, &|task, scores| {
+                let (token, block) = (task * TASK_BLOCKS / row, task * TASK_BLOCKS % row);
+                let (closed, chosen) = self.closed(start + first + token);
+                // A query that attends to all closed blocks needs no scores.
+                let end = if closed == chosen { block } else { closed.clamp(block, block + scores.len()) };
+                let per_page = PAGE / shape.ratio;
+                for (score, block) in scores.iter_mut().zip(block..end) {
+                    let page = table[block / per_page] as usize;
+                    let key = &keys[(page * per_page + block % per_page) * shape.dim..][..shape.dim];
+                    *score = block_score(&queries[token * heads..][..heads], key) * scale;
+                }
+            });
+            let scores = &*scores;
+            threads.run_pieces(selected, shape.blocks, &|token, selected| {
+                let (closed, chosen) = self.closed(start + first + token);
+                choose(&scores[token * row..][..closed], &mut selected[..chosen]);
+            });
+        }
+    }
+}
+
+/// The numbers of the highest scores in ascending order. Among equals the lower number comes first.
+fn choose(scores: &[f32], chosen: &mut [u32]) {
+    ORDER.with_borrow_mut(|order| {
+        order.clear();
+        order.extend(0..scores.len() as u32);
+        if chosen.len() < order.len() && !chosen.is_empty() {
+            let before = |a: &u32, b: &u32| scores[*b as usize].total_cmp(&scores[*a as usize]).then(a.cmp(b));
+            order.select_nth_unstable_by(chosen.len() - 1, before);
+        }
+        chosen.copy_from_slice(&order[..chosen.len()]);
+        chosen.sort_unstable();
+    });
+}
+
+wide! {
+    /// The sum over heads of `relu(q . key)`.
+    fn block_score(queries: &[f32], key: &[f32]) -> f32 {
+        let mut sum = 0.0;
+        for q in queries.chunks_exact(key.len()) {
+            let [product] = float::dot::<V, 1>(key, [q]);
+            sum += product.max(0.0);
+        }
+        sum
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn equal_scores_choose_lower_blocks() {
+        let mut chosen = [0; 3];
+        choose(&[0.0, 2.0, 0.0, 1.0, 0.0, 0.0], &mut chosen);
+        assert_eq!(chosen, [0, 1, 3]);
+        choose(&[0.0, 0.0, 0.0], &mut chosen);
+        assert_eq!(chosen, [0, 1, 2]);
+    }
+}

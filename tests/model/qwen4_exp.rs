@@ -1,0 +1,363 @@
+//! Compares qwen4_exp with transformers on a tiny checkpoint: the reference and the fast pass, in every cut of the prompt, with
+//! and without streaming, through snapshots and rejected drafts.
+
+use crate::common::{self, decode, distance, fixtures::FIXTURES, forward_with_snapshots, load_with, prefill};
+use candle_core::{DType, Device, Tensor};
+use moestro::{
+    device::CpuArithmetic,
+    error::ModelError,
+    model::{
+        HiddenStates, HiddenTaps, LoadOptions, Model, Qwen, Reference, Rows, SequenceState, StoreOptions,
+        reference::Computed,
+    },
+    tools::synth::{self, Dimensions, StreamDimensions, SynthOptions},
+};
+use std::{
+    collections::HashMap,
+    path::{Path, PathBuf},
+};
+
+/// Largest difference of an intermediate result, and of a logit.
+const STAGE: f32 = 2e-5;
+const LOGIT: f32 = 2e-4;
+const LAYERS: usize = 6;
+
+/// A prompt, and transformers' results for it.
+struct Case {
+    name: &'static str,
+    prompt: Vec<u32>,
+    greedy: Vec<u32>,
+    stored: HashMap<String, Vec<f32>>,
+}
+
+fn dir() -> PathBuf {
+    Path::new(FIXTURES).join("qwen4_exp")
+}
+
+fn cases() -> Vec<Case> {
+    let text = std::fs::read(dir().join("refs.json")).unwrap();
+    let json: serde_json::Value = serde_json::from_slice(&text).unwrap();
+    let ids = |value: &serde_json::Value| serde_json::from_value::<Vec<u32>>(value.clone()).unwrap();
+    let case = |name: &'static str| {
+        let prompt = &json["prompts"][name];
+        let stored = common::tensors(&dir().join(format!("ref_{name}.safetensors")));
+        Case { name, prompt: ids(&prompt["tokens"]), greedy: ids(&prompt["greedy"]), stored }
+    };
+    vec![case("short"), case("long")]
+}
+
+impl Case {
+    /// The prompt and all but the last token of the answer: every row that transformers computed.
+    fn ids(&self) -> Vec<u32> {
+        [&self.prompt[..], &self.greedy[..self.greedy.len() - 1]].concat()
+    }
+
+    /// The logits of those rows.
+    fn logits(&self) -> Vec<f32> {
+        let vocab = self.stored["decode_logits"].len() / self.greedy.len();
+        [&self.stored["prompt_logits"][..], &self.stored["decode_logits"][vocab..]].concat()
+    }
+}
+
+fn values(tensor: &Tensor) -> Vec<f32> {
+    tensor.flatten_all().unwrap().to_dtype(DType::F32).unwrap().to_vec1().unwrap()
+}
+
+fn check(what: &str, found: &[f32], expected: &[f32], bound: f32) {
+    let off = distance(found, expected);
+    println!("{what}: off by {off:.1e}");
+    assert!(off <= bound, "{what}: off by {off}");
+}
+
+fn options() -> LoadOptions {
+    LoadOptions { math: CpuArithmetic::F32, threads: Some(2), ..LoadOptions::default() }
+}
+
+fn load() -> Qwen {
+    load_with(&dir(), options())
+}
+
+#[test]
+fn reference_matches_transformers_at_every_stage() {
+    for case in cases() {
+        for precision in [DType::F32, DType::F64] {
+            let reference = Reference::open(&dir(), Device::Cpu, precision).unwrap();
+            let Computed { logits, residuals, routes, stages } = reference.forward(&case.ids()).unwrap();
+            let what = |stage: &str| format!("{} {precision:?} {stage}", case.name);
+            check(&what("logits"), &values(&logits), &case.logits(), LOGIT);
+            let mut compared = 0;
+            for layer in 0..LAYERS {
+                let name = format!("layer{layer}.R");
+                let found = values(&residuals[layer]);
+                let (prompt, answer) = found.split_at(case.stored[&name].len());
+                check(&what(&name), prompt, &case.stored[&name], STAGE);
+                if let Some(expected) = case.stored.get(&format!("decode.{name}")) {
+                    check(&what(&name), answer, expected, STAGE);
+                }
+                for stage in ["mixer_out", "moe_out", "ple_out", "ple_rows", "qsa_blocks"] {
+                    let name = format!("layer{layer}.{stage}");
+                    let (Some(found), Some(expected)) = (stages.get(&name), case.stored.get(&name)) else { continue };
+                    let found = values(found);
+                    // Rows and blocks are integers: equal.
+                    check(
+                        &what(&name),
+                        &found[..expected.len()],
+                        expected,
+                        if stage.ends_with("out") { STAGE } else { 0.0 },
+                    );
+                    if let Some(expected) = case.stored.get(&format!("decode.{name}")) {
+                        check(&what(&name), &found[found.len() - expected.len()..], expected, 0.0);
+                    }
+                    compared += 1;
+                }
+                let expected = &case.stored[&format!("layer{layer}.router_idx")];
+                for (token, (found, expected)) in routes[layer].iter().zip(expected.chunks(10)).enumerate() {
+                    let expected: Vec<u32> = expected.iter().map(|id| *id as u32).collect();
+                    assert_eq!(sorted(found), sorted(&expected), "{} layer {layer}, token {token}", case.name);
+                }
+            }
+            assert_eq!(compared, if case.name == "short" { 2 * LAYERS + 4 } else { 3 });
+        }
+    }
+}
+
+fn sorted(ids: &[u32]) -> Vec<u32> {
+    let mut ids = ids.to_vec();
+    ids.sort_unstable();
+    ids
+}
+
+#[test]
+fn fast_pass_matches_transformers_in_every_layer() {
+    for case in cases() {
+        let mut model = load();
+        model.set_taps(&HiddenTaps { layers: (0..LAYERS).collect(), rows: 128 }).unwrap();
+        let ids = case.ids();
+        let mut state = model.start().unwrap();
+        let logits = model.forward(&mut state, &ids, Rows::All).unwrap();
+        check(case.name, &logits.data, &case.logits(), LOGIT);
+        let (mut rows, width) = (Vec::new(), 256);
+        model.tapped_rows(ids.len(), &mut rows).unwrap();
+        for layer in 0..LAYERS {
+            let expected = &case.stored[&format!("layer{layer}.R")];
+            let found: Vec<f32> =
+                rows.chunks(LAYERS * width).flat_map(|row| row[layer * width..][..width].to_vec()).collect();
+            check(&format!("{} layer {layer}", case.name), &found[..expected.len()], expected, STAGE);
+        }
+    }
+}
+
+#[test]
+fn greedy_answer_matches_transformers() {
+    for case in cases() {
+        let mut model = load();
+        let (logits, mut state, routes) = prefill(&model, &case.prompt, 1024);
+        check(case.name, &logits.data, &case.stored["prompt_logits"], LOGIT);
+        for (layer, routes) in routes.iter().enumerate() {
+            let expected = &case.stored[&format!("layer{layer}.router_idx")];
+            for (found, expected) in routes.ids.chunks(10).zip(expected.chunks(10)) {
+                let expected: Vec<u32> = expected.iter().map(|id| *id as u32).collect();
+                assert_eq!(sorted(found), sorted(&expected), "{} layer {layer}", case.name);
+            }
+        }
+        let last = logits.row(logits.rows() - 1);
+        let (ids, rows) = decode(&mut model, &mut state, last, case.greedy.len());
+        assert_eq!(ids, case.greedy, "{}", case.name);
+        check(case.name, &rows, &case.stored["decode_logits"], LOGIT);
+    }
+}
+
+#[test]
+fn logits_ignore_chunks_threads_and_slots() {
+    for case in cases() {
+        let ids = case.ids();
+        let (expected, ..) = prefill(&load(), &ids, ids.len());
+        for (chunk, threads, slots) in
+            [(1, 2, None), (3, 1, None), (7, 3, Some(60)), (20, 2, Some(60)), (1, 1, Some(60))]
+        {
+            let store = StoreOptions { slots, ..StoreOptions::default() };
+            let model = load_with(&dir(), LoadOptions { threads: Some(threads), store, ..options() });
+            // 6 layers of 10 experts per token are the fewest slots.
+            assert_eq!(model.store().unwrap().slots(), slots.unwrap_or(96));
+            let (logits, ..) = prefill(&model, &ids, chunk);
+            assert!(logits.data == expected.data, "{}: chunks of {chunk}, {slots:?} slots", case.name);
+        }
+    }
+}
+
+#[test]
+fn snapshots_restore_everywhere() {
+    for case in cases() {
+        let ids = case.ids();
+        let mut model = load();
+        let mut state = model.start().unwrap();
+        // Every place in a block, and enough for every part of the history.
+        let marks: Vec<usize> = (1..ids.len()).step_by(3).collect();
+        let (expected, snapshots) = forward_with_snapshots(&mut model, &mut state, &ids, Rows::All, &marks);
+        for (at, snapshot) in marks.into_iter().zip(snapshots) {
+            // Into a new sequence, and into one that has computed something else.
+            for reuse in [false, true] {
+                let reuse = reuse.then(|| {
+                    let mut other = model.start().unwrap();
+                    model.forward(&mut other, &ids[5..], Rows::None).unwrap();
+                    other
+                });
+                let mut restored = model.restore(&snapshot, reuse).unwrap();
+                let own = model.snapshot(&mut restored).unwrap();
+                assert!(own.state == snapshot.state, "{} at {at}", case.name);
+                let rest = model.forward(&mut restored, &ids[at..], Rows::All).unwrap();
+                assert!(rest.data == expected.data[at * expected.vocab..], "{} at {at}", case.name);
+            }
+        }
+    }
+}
+
+/// Rejects drafts at every position, so that blocks close and open again.
+#[test]
+fn rejected_drafts_leave_no_trace() {
+    for case in cases() {
+        let ids = case.ids();
+        let mut model = load();
+        let (expected, ..) = prefill(&model, &ids, ids.len());
+        let mut state = model.start().unwrap();
+        let (mut at, mut round) = (0, 0);
+        while at < ids.len() {
+            let kept = (round % 3 + 1).min(ids.len() - at);
+            let draft: Vec<u32> = (0..5).map(|n| (n * 7 + at as u32) % 300).collect();
+            let rows = [&ids[at..at + kept], &draft[..]].concat();
+            let logits = model.verify(&mut state, &rows).unwrap();
+            let (found, vocab) = (&logits.data[..kept * expected.vocab], expected.vocab);
+            assert!(found == &expected.data[at * vocab..][..kept * vocab], "{} at {at}", case.name);
+            state.reject(draft.len()).unwrap();
+            (at, round) = (at + kept, round + 1);
+        }
+    }
+}
+
+/// A copy of the checkpoint with another configuration.
+fn edited(edit: impl Fn(&mut serde_json::Value)) -> tempfile::TempDir {
+    let copy = tempfile::tempdir().unwrap();
+    for name in ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]
+    {
+        std::fs::copy(dir().join(name), copy.path().join(name)).unwrap();
+    }
+    let mut json = serde_json::from_slice(&std::fs::read(dir().join("config.json")).unwrap()).unwrap();
+    edit(&mut json);
+    std::fs::write(copy.path().join("config.json"), json.to_string()).unwrap();
+    copy
+}
+
+fn refusal(dir: &Path, options: &LoadOptions) -> String {
+    let metrics = moestro::metrics::Metrics::new("test", "cpu");
+    let loaded: Result<Qwen, ModelError> = Qwen::load(dir, options, &metrics, &mut |_, _| ());
+    loaded.err().unwrap().to_string()
+}
+
+#[test]
+fn wrong_hash_constants_are_refused() {
+    for (key, value, word) in
+        [("seed", 0, "layer_multipliers"), ("ngram_vocab_size_base", 60, "ngram_heads_vocab_sizes")]
+    {
+        let copy = edited(|json| json["text_config"][key] = value.into());
+        let error = refusal(copy.path(), &options());
+        assert!(error.contains(word), "{key}: {error}");
+    }
+}
+
+#[test]
+fn kv_bits_are_refused() {
+    let options = LoadOptions { kv_bits: moestro::ops::KvBits::Eight, ..options() };
+    assert!(refusal(&dir(), &options).contains("--kv-bits"));
+}
+
+/// What the configuration says changes the answer: the gate, the end of text that cuts n-grams, the blocks in sight.
+#[test]
+fn configured_mistakes_change_the_logits() {
+    let case = &cases()[1];
+    let edits: [(&str, serde_json::Value); 4] = [
+        ("output_gate_type", "silu".into()),
+        ("eos_token_id", 301.into()),
+        ("indexer_budget", 4096.into()),
+        ("norm_topk_prob", false.into()),
+    ];
+    for (key, value) in edits {
+        let copy = edited(|json| json["text_config"][key] = value.clone());
+        let (logits, ..) = prefill(&load_with(copy.path(), options()), &case.prompt, 1024);
+        let off = distance(&logits.data, &case.stored["prompt_logits"]);
+        assert!(off > 0.1, "{key}: off by {off}");
+    }
+}
+
+/// The MTP head, token by token and with a prompt in one go, then four drafts from its own streams.
+#[test]
+fn mtp_head_matches_transformers() {
+    let drafter = moestro::model::MtpSource::Checkpoint;
+    for case in cases() {
+        let mut model = load_with(&dir(), LoadOptions { drafter: drafter.clone(), ..options() });
+        model.set_taps(&HiddenTaps { layers: vec![LAYERS - 1], rows: 128 }).unwrap();
+        let (tokens, mut state, mut rows) = (case.prompt.len(), model.start().unwrap(), Vec::new());
+        model.forward(&mut state, &case.prompt, Rows::None).unwrap();
+        model.tapped_rows(tokens, &mut rows).unwrap();
+        let next = [&case.prompt[1..], &case.greedy[..1]].concat();
+        let (width, stored) = (rows.len() / tokens, &case.stored["mtp.logits"]);
+        let vocab = case.stored["decode_logits"].len() / case.greedy.len();
+        let first = tokens - stored.len() / vocab;
+        for (token, id) in next.iter().enumerate() {
+            let predicted = model.mtp(token, &[*id], &rows[token * width..][..width], false).unwrap();
+            if token >= first {
+                let what = format!("{} MTP after token {token}", case.name);
+                check(&what, &predicted.logits, &stored[(token - first) * vocab..][..vocab], LOGIT);
+            }
+        }
+        let mut predicted = model.mtp(0, &next, &rows, false).unwrap();
+        for (step, expected) in case.stored["mtp.draft_logits"].chunks(vocab).enumerate() {
+            check(&format!("{} draft {step}", case.name), &predicted.logits, expected, LOGIT);
+            let id = common::argmax(&predicted.logits);
+            predicted = model.mtp(tokens + step, &[id], &predicted.hidden, true).unwrap();
+        }
+    }
+}
+
+/// A synthetic model with the released indexer, on both sides of its budget: up to 2,051 positions are all in sight. Chunks
+/// begin and end before, at and after that position.
+#[test]
+fn synthetic_model_matches_reference_across_budget() {
+    let real = Dimensions::of_flash_next();
+    let streams =
+        StreamDimensions { count: 3, rank: 64, ngram_width: 256, ngram_rows: 4096, ..real.streams.clone().unwrap() };
+    let dimensions = Dimensions {
+        hidden: 128,
+        layers: 4,
+        heads: 2,
+        kv_heads: 1,
+        head_dim: 64,
+        linear_key_heads: 2,
+        linear_value_heads: 4,
+        linear_head_dim: 32,
+        experts: 16,
+        expert_hidden: 64,
+        shared_hidden: 64,
+        vocab: 300,
+        streams: Some(streams),
+        ..real
+    };
+    let root = tempfile::tempdir().unwrap();
+    let out = root.path().join("model");
+    let (extras, eos_token_ids) = (Vec::new(), vec![298, 296]);
+    let options =
+        SynthOptions { dimensions, seed: 4, router_skew: 0.5, eos_token_ids, shard: 1 << 20, threads: 2, extras };
+    synth::write(&out, &options, &|_| ()).unwrap();
+    let ids: Vec<u32> = (0..2100u32).map(|n| (n * n * 37 + n * 11 + 5) % 300).collect();
+    let reference = Reference::open(&out, Device::Cpu, DType::F64).unwrap().forward(&ids).unwrap();
+    let expected = values(&reference.logits);
+    let load = |plan_context| {
+        let mut options = LoadOptions { math: CpuArithmetic::F32, threads: Some(2), ..LoadOptions::default() };
+        options.plan.context = Some(plan_context);
+        load_with(&out, options)
+    };
+    let (found, ..) = prefill(&load(2304), &ids, ids.len());
+    check("2100 tokens", &found.data, &expected, LOGIT);
+    for chunk in [2048, 700] {
+        assert!(prefill(&load(2304), &ids, chunk).0.data == found.data, "chunks of {chunk}");
+    }
+}
