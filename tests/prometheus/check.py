@@ -11,6 +11,7 @@ import urllib.parse
 import urllib.request
 
 BINARY, DEPLOY, WORK = sys.argv[1], pathlib.Path(sys.argv[2]), pathlib.Path(sys.argv[3])
+DRAFT = str(DEPLOY.parent / "models/demo/moestro-demo-dflash")
 
 
 def free_port():
@@ -51,7 +52,10 @@ def queries():
 
 def main():
     port, own = free_port(), free_port()
-    server = subprocess.Popen([BINARY, "serve", "--port", str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    server = subprocess.Popen(
+        [BINARY, "serve", "--port", str(port), "--draft-model", DRAFT],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )
     (WORK / "prometheus.yml").write_text(
         "global: {scrape_interval: 1s}\n"
         f"scrape_configs: [{{job_name: moestro, static_configs: [{{targets: ['127.0.0.1:{port}']}}]}}]\n"
