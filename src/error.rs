@@ -63,6 +63,21 @@ pub enum ModelError {
     GivenUp,
 }
 
+/// Reasons why an image is not shown to the model. Each completes the sentence "the image ...".
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum ImageError {
+    #[error("is not a PNG, JPEG, WebP or GIF file")]
+    Format,
+    #[error("has {bytes} bytes; at most {most} are allowed")]
+    Bytes { bytes: usize, most: usize },
+    #[error("has {width} x {height} pixels; 1 to {most} pixels are allowed")]
+    Pixels { width: u32, height: u32, most: u64 },
+    #[error("is {width} x {height}; its longer side may be at most {most} times the shorter one")]
+    Ratio { width: u32, height: u32, most: u32 },
+    #[error("is damaged: {0}")]
+    Damaged(String),
+}
+
 /// Reasons why a request is not queued or ends early.
 #[derive(Debug, thiserror::Error)]
 pub enum EngineError {

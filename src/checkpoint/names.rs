@@ -3,16 +3,15 @@
 /// The role of a tensor, according to its name.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum TensorName {
-    /// Part of the text model, under its canonical name.
+    /// Wanted, under its canonical name.
     Text(String),
-    /// A tensor of the vision tower or of multi-token prediction, which the text model does not use.
+    /// A tensor of another part: vision tower, multi-token prediction, or the text model.
     Skipped,
 }
 
 /// The canonical form of the name of a tensor or of a quantization entry.
 pub fn canonical_name(name: &str) -> TensorName {
-    let skipped = ["vision_tower.", "model.visual.", "visual.", "model.vision_tower."];
-    if skipped.iter().any(|prefix| name.starts_with(prefix)) || name.split('.').any(|part| part == "mtp") {
+    if vision_part(name).is_some() || name.split('.').any(|part| part == "mtp") {
         return TensorName::Skipped;
     }
     TensorName::Text(if let Some(rest) = name.strip_prefix("model.language_model.") {
@@ -24,11 +23,31 @@ pub fn canonical_name(name: &str) -> TensorName {
     })
 }
 
+/// The canonical form of the name of a tensor of the vision tower.
+pub fn vision_name(name: &str) -> TensorName {
+    vision_part(name).map_or(TensorName::Skipped, |rest| TensorName::Text(format!("{VISION_TOWER}{rest}")))
+}
+
+/// The name within the vision tower. Converters use several prefixes.
+fn vision_part(name: &str) -> Option<&str> {
+    let prefixes = [
+        VISION_TOWER,
+        "model.visual.",
+        "visual.",
+        "model.vision_tower.",
+        "language_model.vision_tower.",
+        "model.language_model.visual.",
+    ];
+    prefixes.iter().find_map(|prefix| name.strip_prefix(prefix))
+}
+
 /// The canonical prefix of a layer's tensors.
 pub fn layer_prefix(index: usize) -> String {
     format!("language_model.model.layers.{index}.")
 }
 
+/// The canonical prefix of the vision tower's tensors.
+pub const VISION_TOWER: &str = "vision_tower.";
 pub const EMBEDDING: &str = "language_model.model.embed_tokens";
 pub const FINAL_NORM: &str = "language_model.model.norm.weight";
 /// Prefix of the mixture before the head, where the model has several residual streams.

@@ -109,7 +109,9 @@ fn draft_model_options(load: &LoadSettings) -> model::LoadOptions {
         prompt_cache: Some(0),
         ..PlanOptions::default()
     };
-    model::LoadOptions { threads: load.threads, plan, verify: true, ..model::LoadOptions::default() }
+    // A draft reads text only.
+    let vision = model::VisionOptions { disabled: true, max_tokens: None };
+    model::LoadOptions { threads: load.threads, plan, vision, verify: true, ..model::LoadOptions::default() }
 }
 
 /// # Errors

@@ -7,7 +7,11 @@ use super::{
     scheduler::{Scheduler, SchedulerOptions},
     speculation::{Draft, DraftPolicy, LookupDraft},
 };
-use crate::{error::EngineError, metrics::Metrics, model::Model};
+use crate::{
+    error::EngineError,
+    metrics::Metrics,
+    model::{ImageProcessor, Model},
+};
 use std::{io, sync::Arc, thread::JoinHandle, time::Duration};
 
 /// Options of the engine.
@@ -73,7 +77,8 @@ pub fn spawn_with<M: Model>(
         grace: options.grace,
     };
     let queue = Arc::new(RequestQueue::new(limits, metrics.clone()));
-    let handle = Handle { queue: Arc::new(CloseOnDrop(queue.clone())), cache: cache.clone() };
+    let (queue_guard, images) = (Arc::new(CloseOnDrop(queue.clone())), info.images);
+    let handle = Handle { queue: queue_guard, cache: cache.clone(), images };
     let options = SchedulerOptions {
         eos: options.eos,
         usable_vocab: options.usable_vocab,
@@ -91,6 +96,7 @@ pub fn spawn_with<M: Model>(
 pub struct Handle {
     queue: Arc<CloseOnDrop>,
     cache: Arc<PromptCache>,
+    images: Option<Arc<ImageProcessor>>,
 }
 
 impl Handle {
@@ -121,6 +127,11 @@ impl Handle {
     /// Ids below this are tokens or padding. Requests with other ids are refused.
     pub fn vocab(&self) -> usize {
         self.queue.0.limits.vocab
+    }
+
+    /// Prepares images for the model. `None` if it reads text only.
+    pub fn images(&self) -> Option<&Arc<ImageProcessor>> {
+        self.images.as_ref()
     }
 
     /// Bytes and snapshots in the prompt cache.

@@ -18,6 +18,8 @@ mod speculation;
 #[path = "../../tests/support/mock_model.rs"]
 mod mock_model;
 
+/// Images of prompts, for [`Request::images`].
+pub use crate::model::{Image, ImageProcessor, PlacedImage, place_images};
 pub use constraint::{Constraint, TokenMask};
 pub use handle::{Handle, Options, Worker, spawn, spawn_with};
 pub use prompt_cache::{DiskCacheOptions, PromptCacheStatus, clear_prompt_dir};

@@ -1,7 +1,7 @@
 //! Requests to the engine, and the events that answer them.
 
 use super::constraint::Constraint;
-use crate::error::EngineError;
+use crate::{error::EngineError, model::PlacedImage};
 use std::time::{Duration, Instant};
 
 /// Sampling parameters.
@@ -50,6 +50,8 @@ impl Sampling {
 #[derive(Debug, Clone)]
 pub struct Request {
     pub ids: Vec<u32>,
+    /// The images among the tokens, in order. Each has as many placeholder ids as it has tokens.
+    pub images: Vec<PlacedImage>,
     /// Most tokens to generate. 0 evaluates the prompt only.
     pub max_tokens: usize,
     pub sampling: Sampling,
@@ -74,6 +76,7 @@ impl Request {
     pub fn new(ids: Vec<u32>, max_tokens: usize, sampling: Sampling) -> Self {
         Self {
             ids,
+            images: Vec::new(),
             max_tokens,
             sampling,
             logprobs: None,

@@ -19,7 +19,7 @@ use super::{
 use crate::{
     error::{EngineError, ModelError},
     metrics::Metrics,
-    model::{Logits, MAX_VERIFY_ROWS, Model, PassHooks, Rows, SequenceState},
+    model::{Logits, MAX_VERIFY_ROWS, Model, PassHooks, Rows, SequenceState, prefix_keys},
 };
 use std::{
     panic::{AssertUnwindSafe, catch_unwind},
@@ -200,7 +200,7 @@ impl<M: Model> Scheduler<M> {
         let started = Instant::now();
         let queued = started - active.request.arrived;
         self.metrics.queue_seconds.observe(queued.as_secs_f64());
-        let Request { ids, prompt_logprobs, boundaries, cache_prompt, .. } = &active.request.request;
+        let Request { ids, images, prompt_logprobs, boundaries, cache_prompt, .. } = &active.request.request;
 
         let sequence = self.resume(&active.request.request)?;
         self.speculator.start(&mut self.model, sequence.is_continuation());
@@ -208,7 +208,9 @@ impl<M: Model> Scheduler<M> {
         self.metrics.prompt_tokens_cached.inc_by(cached_tokens as u64);
 
         let max_snapshots = if *cache_prompt { self.cache.max_snapshots_per_prompt() } else { 0 };
-        let snapshots = snapshot_policy::choose(boundaries, cached_tokens, ids.len(), max_snapshots);
+        let mut snapshots = snapshot_policy::choose(boundaries, cached_tokens, ids.len(), max_snapshots);
+        // The first tokens of an image hold only a part of its hash.
+        snapshots.retain(|(at, _)| !images.iter().any(|image| image.at < *at && *at < image.tokens().end));
         let chunk = self.model.info().chunk.max(1);
         let chunk = if prompt_logprobs.is_some() { chunk.min(PROMPT_LOGIT_ROWS) } else { chunk };
         // The first token has no log-probability, since nothing precedes it.
@@ -226,10 +228,11 @@ impl<M: Model> Scheduler<M> {
         let may_reuse = request.cache_prompt && request.prompt_logprobs.is_none();
         let previous = self.idle_sequence.take().filter(|_| may_reuse && clear_count == self.clear_count);
         let mut hits = &self.metrics.prompt_cache_hits_session;
-        let sequence = Sequence::sync(previous, &self.model, &request.ids, |offered| {
+        let keys = prefix_keys(&request.ids, &request.images);
+        let sequence = Sequence::sync(previous, &self.model, &request.ids, &request.images, |offered| {
             // The sequence needs its own page after the last whole page of a snapshot.
             self.cache.evict_for_pages(1);
-            let (snapshot, source) = if may_reuse { self.cache.longest_prefix(&request.ids, offered) } else { None }?;
+            let (snapshot, source) = if may_reuse { self.cache.longest_prefix(&keys, offered) } else { None }?;
             hits = match source {
                 SnapshotSource::Memory => &self.metrics.prompt_cache_hits_memory,
                 SnapshotSource::Disk => &self.metrics.prompt_cache_hits_disk,
@@ -297,18 +300,20 @@ impl<M: Model> Scheduler<M> {
         to: usize,
         rows: Rows,
     ) -> Result<Logits, Abort> {
-        let ids = &request.request.ids;
+        let Request { ids, images, .. } = &request.request;
+        let keys = prefix_keys(ids, images);
         let from = sequence.len();
-        let snapshots = self.reserve_snapshots(positions, sequence, ids, to);
+        let snapshots = self.reserve_snapshots(positions, sequence, &keys, to);
         let marks: Vec<usize> = snapshots.iter().map(|snapshot| snapshot.0).collect();
         let begin = Instant::now();
         let queue = &self.queue;
         let keep_going = || !queue.should_cancel_step(request);
-        let mut hooks = PassHooks { snapshot_at: &marks, keep_going: Some(&keep_going), ..PassHooks::default() };
+        let keep_going: Option<&dyn Fn() -> bool> = Some(&keep_going);
+        let mut hooks = PassHooks { images, snapshot_at: &marks, keep_going, ..PassHooks::default() };
         let logits = sequence.extend(&mut self.model, &ids[from..to], rows, &mut hooks)?;
         self.speculator.prompt_evaluated(&mut self.model, sequence, to - from, begin.elapsed());
         for ((at, kind), snapshot) in snapshots.into_iter().zip(hooks.snapshots) {
-            self.cache.insert(&ids[..at], kind, snapshot, self.clear_count);
+            self.cache.insert(&keys[..at], kind, snapshot, self.clear_count);
         }
         self.cache.record_prefill_speed(to - from, begin.elapsed());
         self.metrics.prompt_tokens_computed.inc_by((to - from) as u64);
@@ -320,7 +325,7 @@ impl<M: Model> Scheduler<M> {
         &self,
         positions: &[(usize, SnapshotKind)],
         sequence: &Sequence<M::State>,
-        ids: &[u32],
+        keys: &[u32],
         to: usize,
     ) -> Vec<(usize, SnapshotKind)> {
         let mut wanted: Vec<_> = positions.iter().copied().filter(|&(at, _)| sequence.len() < at && at <= to).collect();
@@ -339,7 +344,7 @@ impl<M: Model> Scheduler<M> {
                 };
                 all.into_iter().map(bytes).sum()
             };
-            if self.cache.make_room(&ids[..at], kind, &needed) {
+            if self.cache.make_room(&keys[..at], kind, &needed) {
                 reserved.push((at, kind));
             }
         }
@@ -461,11 +466,12 @@ impl<M: Model> Scheduler<M> {
         let (model, cache) = (&self.model, &self.cache);
         let Some(sequence) = &mut self.idle_sequence else { return };
         let needed = || cache.snapshot_size().bytes(sequence.len(), sequence.state().shared_positions());
-        if !cache.make_room(sequence.tokens(), SnapshotKind::Answer, &needed) {
+        let keys = sequence.prefix_keys().into_owned();
+        if !cache.make_room(&keys, SnapshotKind::Answer, &needed) {
             return;
         }
         match sequence.snapshot(model) {
-            Ok(snapshot) => cache.insert(sequence.tokens(), SnapshotKind::Answer, snapshot, self.clear_count),
+            Ok(snapshot) => cache.insert(&keys, SnapshotKind::Answer, snapshot, self.clear_count),
             Err(error) => {
                 tracing::warn!(%error, "cannot take a snapshot at the end of the answer; dropping its sequence");
                 self.idle_sequence = None;

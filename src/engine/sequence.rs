@@ -5,12 +5,15 @@
 
 use crate::{
     error::ModelError,
-    model::{Logits, Model, PassHooks, Rows, SequenceState, Snapshot},
+    model::{Logits, Model, PassHooks, PlacedImage, Rows, SequenceState, Snapshot, prefix_keys},
 };
+use std::borrow::Cow;
 
 /// Tokens, and the model's state after exactly these tokens.
 pub struct Sequence<S> {
     tokens: Vec<u32>,
+    /// The images among the tokens. The last one may have further tokens.
+    images: Vec<PlacedImage>,
     state: S,
     /// Rows of a verify that are in `state` and not (yet) in `tokens`.
     unconfirmed: usize,
@@ -21,10 +24,16 @@ pub struct Sequence<S> {
 impl<S: SequenceState> Sequence<S> {
     /// An empty sequence.
     pub fn start<M: Model<State = S>>(model: &M) -> Result<Self, ModelError> {
-        Ok(Self { tokens: Vec::new(), state: model.start()?, unconfirmed: 0, is_continuation: false })
+        Ok(Self {
+            tokens: Vec::new(),
+            images: Vec::new(),
+            state: model.start()?,
+            unconfirmed: 0,
+            is_continuation: false,
+        })
     }
 
-    /// The longest known beginning of `prompt`: a snapshot, the previous sequence, or nothing.
+    /// The longest known beginning of `prompt` with its `images`: a snapshot, the previous sequence, or nothing.
     ///
     /// At least one token of the prompt is left to evaluate, since its logits are needed. `find_snapshot` gets the length
     /// that the previous sequence offers and returns a longer snapshot if there is one. At most one state is alive at a
@@ -33,16 +42,22 @@ impl<S: SequenceState> Sequence<S> {
         previous: Option<Self>,
         model: &M,
         prompt: &[u32],
+        images: &[PlacedImage],
         find_snapshot: impl FnOnce(usize) -> Option<Snapshot>,
     ) -> Result<Self, ModelError> {
-        let is_prefix = |sequence: &Self| sequence.tokens.len() < prompt.len() && prompt.starts_with(&sequence.tokens);
+        let within = |len: usize| &images[..images.partition_point(|image| image.at < len)];
+        let is_prefix = |sequence: &Self| {
+            sequence.tokens.len() < prompt.len()
+                && prompt.starts_with(&sequence.tokens)
+                && sequence.images == within(sequence.tokens.len())
+        };
         // A sequence that is no prefix is dropped here, so that a snapshot can use its memory.
         let previous = previous.filter(is_prefix);
         if let Some(snapshot) = find_snapshot(previous.as_ref().map_or(0, Self::len)) {
             return match model.restore(&snapshot, previous.map(|sequence| sequence.state)) {
                 Ok(state) => {
-                    let tokens = prompt[..snapshot.len].to_vec();
-                    Ok(Self { tokens, state, unconfirmed: 0, is_continuation: false })
+                    let (tokens, images) = (prompt[..snapshot.len].to_vec(), within(snapshot.len).to_vec());
+                    Ok(Self { tokens, images, state, unconfirmed: 0, is_continuation: false })
                 }
                 Err(error) => {
                     tracing::warn!(%error, tokens = snapshot.len, "cannot restore a prompt snapshot; computing the prompt");
@@ -67,7 +82,10 @@ impl<S: SequenceState> Sequence<S> {
         hooks: &mut PassHooks<'_>,
     ) -> Result<Logits, ModelError> {
         let logits = model.forward_with(&mut self.state, ids, rows, hooks)?;
+        let start = self.tokens.len();
         self.tokens.extend_from_slice(ids);
+        let new = hooks.images.iter().filter(|image| (start..self.tokens.len()).contains(&image.at));
+        self.images.extend(new.cloned());
         Ok(logits)
     }
 
@@ -127,15 +145,17 @@ impl<S: SequenceState> Sequence<S> {
         self.tokens.is_empty()
     }
 
-    pub fn tokens(&self) -> &[u32] {
-        &self.tokens
+    /// The tokens as the prompt cache compares them.
+    pub fn prefix_keys(&self) -> Cow<'_, [u32]> {
+        prefix_keys(&self.tokens, &self.images)
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::engine::mock_model::MockModel;
+    use crate::{engine::mock_model::MockModel, model::Image};
+    use std::sync::Arc;
 
     fn evaluated(mock: &mut MockModel, ids: &[u32]) -> Sequence<<MockModel as Model>::State> {
         let mut sequence = Sequence::start(mock).unwrap();
@@ -151,7 +171,7 @@ mod tests {
     fn prompt_that_extends_the_sequence_reuses_it() {
         let mut mock = MockModel::default();
         let previous = evaluated(&mut mock, &[5, 6, 7]);
-        let mut sequence = Sequence::sync(Some(previous), &mock, &[5, 6, 7, 8, 9], |_| None).unwrap();
+        let mut sequence = Sequence::sync(Some(previous), &mock, &[5, 6, 7, 8, 9], &[], |_| None).unwrap();
         assert_eq!(sequence.len(), 3);
         let reused = append(&mut sequence, &mut mock, &[8, 9]);
         let mut fresh = evaluated(&mut mock, &[5, 6, 7]);
@@ -163,7 +183,7 @@ mod tests {
         for prompt in [&[5, 6, 7][..], &[5, 6], &[5, 9, 7, 8], &[9]] {
             let mut mock = MockModel::default();
             let previous = evaluated(&mut mock, &[5, 6, 7]);
-            let sequence = Sequence::sync(Some(previous), &mock, prompt, |_| None).unwrap();
+            let sequence = Sequence::sync(Some(previous), &mock, prompt, &[], |_| None).unwrap();
             assert!(sequence.is_empty(), "{prompt:?}");
         }
     }
@@ -179,8 +199,8 @@ mod tests {
                 assert_eq!(length, offered);
                 Some(snapshot.clone())
             };
-            let mut sequence = Sequence::sync(Some(previous), &mock, &[5, 6, 7, 8, 9], find_snapshot).unwrap();
-            assert_eq!(sequence.tokens(), [5, 6, 7, 8]);
+            let mut sequence = Sequence::sync(Some(previous), &mock, &[5, 6, 7, 8, 9], &[], find_snapshot).unwrap();
+            assert_eq!(sequence.tokens, [5, 6, 7, 8]);
             let reused = append(&mut sequence, &mut mock, &[9]);
             let mut fresh = evaluated(&mut mock, &[5, 6, 7, 8]);
             assert_eq!(reused, append(&mut fresh, &mut mock, &[9]));
@@ -188,10 +208,27 @@ mod tests {
     }
 
     #[test]
+    fn sequence_with_another_image_starts_empty() {
+        let image = |hash: u8| PlacedImage {
+            at: 1,
+            image: Arc::new(Image { hash: [hash; 32], height: 1, width: 2, ..Image::default() }),
+        };
+        let mut mock = MockModel::default();
+        let prompt = [5, 9, 9, 6, 7];
+        for (len, other, reused) in [(4, 1, 4), (4, 2, 0), (2, 1, 2), (2, 2, 0), (1, 2, 1)] {
+            let (mut previous, images) = (Sequence::start(&mock).unwrap(), [image(1)]);
+            let mut hooks = PassHooks { images: &images, ..PassHooks::default() };
+            previous.extend(&mut mock, &prompt[..len], Rows::None, &mut hooks).unwrap();
+            let sequence = Sequence::sync(Some(previous), &mock, &prompt, &[image(other)], |_| None).unwrap();
+            assert_eq!(sequence.len(), reused, "{len} tokens, image {other}");
+        }
+    }
+
+    #[test]
     fn only_one_state_is_alive() {
         let mut mock = MockModel::default();
         let previous = evaluated(&mut mock, &[5, 6, 7]);
-        let _sequence = Sequence::sync(Some(previous), &mock, &[9], |_| None).unwrap();
-        assert_eq!(std::sync::Arc::strong_count(&mock.states), 2);
+        let _sequence = Sequence::sync(Some(previous), &mock, &[9], &[], |_| None).unwrap();
+        assert_eq!(Arc::strong_count(&mock.states), 2);
     }
 }

@@ -397,14 +397,15 @@ impl ExpertStore {
     }
 
     /// Releases or restores slots if the system's memory level asks for it. Called between two passes, when
-    /// `device` has finished all its work. Checks the system at most every 250 ms.
-    pub fn adapt_to_memory(&self, device: &mut dyn Timeline) {
+    /// `device` has finished all its work. Checks the system at most every 250 ms. Returns true if memory is short.
+    pub fn adapt_to_memory(&self, device: &mut dyn Timeline) -> bool {
         let state = &mut *self.state.borrow_mut();
         let now = Instant::now();
-        let Some(level) = state.pressure.check(now) else { return };
+        let Some(level) = state.pressure.check(now) else { return false };
         state.slots.advance(device.completed());
         let has_released = self.adapt_to_level(state, level, now);
         state.pressure.schedule(now, has_released);
+        matches!(level, MemoryLevel::Short(_))
     }
 
     /// Returns true if slots were released.

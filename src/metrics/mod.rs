@@ -154,6 +154,10 @@ metrics! {
     gauge "moestro_pack_damaged_records" []
         "Damaged records of the loaded pack; they are read from the checkpoint instead" =>
         pack_damaged_records [];
+    counter "moestro_images_total" ["source"] "Times that a pass needed an image's rows: computed by the vision tower, or cached" =>
+        images_tower ["tower"], images_cache ["cache"];
+    seconds "moestro_vision_tower_seconds_total" [] "Time in which the vision tower computed" =>
+        vision_tower_seconds [];
     gauge "moestro_gpu_lost" [] "1 if the GPU failed and the CPU computes instead" => gpu_lost [];
 
     counter "moestro_draft_cycles_total" ["kind"] "Passes that verified a draft" => draft_cycles family;
@@ -168,7 +172,7 @@ metrics! {
 
     gauge "moestro_memory_bytes" ["kind"] "Memory in use" =>
         memory_trunk ["trunk"], memory_experts ["experts"], memory_kv ["kv"], memory_state ["state"],
-        memory_workspace ["workspace"], memory_draft ["draft"], memory_requests ["requests"],
+        memory_workspace ["workspace"], memory_vision ["vision"], memory_draft ["draft"], memory_requests ["requests"],
         memory_prompt_cache ["prompt_cache"];
     gauge "moestro_memory_limit_bytes" [] "Limit of the memory plan" => memory_limit_bytes [];
     gauge "moestro_process_memory_bytes" ["kind"] "Memory of the process, measured for each scrape" =>

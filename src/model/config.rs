@@ -12,6 +12,9 @@ use std::path::Path;
 /// Most bytes of a `config.json`. Overrides for each matrix of a large model take one million.
 const MAX_BYTES: u64 = 32 << 20;
 
+/// `mrope_section` if `config.json` has none.
+const DEFAULT_ROPE_SECTIONS: [usize; 3] = [11, 11, 10];
+
 /// The text model's dimensions.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Config {
@@ -28,6 +31,8 @@ pub struct Config {
     /// The attention layers, with a context of 0 positions.
     pub attention: AttentionShape,
     pub rope_theta: f64,
+    /// Frequencies that time, height and width drive. Text has the same position on all three.
+    pub rope_sections: [usize; 3],
     pub delta: DeltaShape,
     pub ffn: FfnShape,
     /// Several residual streams that layers mix. `None` for one stream that layers add to.
@@ -137,6 +142,7 @@ impl Config {
             full,
             attention,
             rope_theta,
+            rope_sections: text.rope_sections()?,
             delta: DeltaShape {
                 key_heads: text.count("linear_num_key_heads", 1 << 12)?,
                 value_heads: text.count("linear_num_value_heads", 1 << 12)?,
@@ -382,6 +388,18 @@ impl JsonTable<'_> {
         if self.0.get(key).is_none_or(Value::is_null) { Ok(default) } else { self.count(key, most) }
     }
 
+    /// `mrope_section`. Only images make a difference.
+    fn rope_sections(self) -> Result<[usize; 3], ModelError> {
+        let rope = self.0.get("rope_parameters").or(self.0.get("rope_scaling")).unwrap_or(&Value::Null);
+        let Some(sections) = rope.get("mrope_section").filter(|sections| !sections.is_null()) else {
+            return Ok(DEFAULT_ROPE_SECTIONS);
+        };
+        let count = |count: &Value| count.as_u64().filter(|count| *count <= 1 << 12).map(|count| count as usize);
+        let counts: Option<Vec<usize>> = sections.as_array().and_then(|counts| counts.iter().map(count).collect());
+        let counts = counts.and_then(|counts| counts.try_into().ok());
+        counts.map_or_else(|| refuse(format!("mrope_section is {sections}, not three counts")), Ok)
+    }
+
     fn moe(self) -> Result<FfnShape, ModelError> {
         let experts = self.count("num_experts", 1 << 16)?;
         Ok(FfnShape::Moe {
@@ -443,6 +461,7 @@ mod tests {
             ("/model_type", "qwen9".into(), "qwen9 is not supported"),
             ("/text_config/output_gate_type", "tanh".into(), "output_gate_type"),
             ("/text_config/rope_parameters/type", "yarn".into(), "yarn"),
+            ("/text_config/rope_parameters/mrope_section", vec![11, 11].into(), "mrope_section"),
             ("/text_config/attention_bias", true.into(), "attention_bias"),
             ("/text_config/attn_output_gate", false.into(), "gate"),
             ("/text_config/hidden_act", "gelu".into(), "gelu"),

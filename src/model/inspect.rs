@@ -9,8 +9,11 @@ use super::{
     speed::ProjectionShape,
     state::{
         rollback::replay_bytes,
-        sequence::{MAX_RING_BLOCK, delta_bytes, kv_bytes_per_token, kv_shape, recent_snapshot_bytes, ring_bytes},
+        sequence::{
+            MAX_RING_BLOCK, NEXT_BYTES, delta_bytes, kv_bytes_per_token, kv_shape, recent_snapshot_bytes, ring_bytes,
+        },
     },
+    vision::{self, VisionTower},
     weights::{Ffn, Network, decide_norm_encoding},
 };
 use crate::{
@@ -40,6 +43,8 @@ pub struct CheckpointInfo {
     pub shape: ModelFootprint,
     /// Encodings of gate, up and down: of the first layer's experts, or of a dense feed-forward.
     pub feed_forward: Option<[ProjectionShape; 3]>,
+    /// The vision tower, if there is one and the options ask for it.
+    pub vision: Option<VisionTower>,
     /// The MTP head, if the options ask for one.
     pub head: Option<MtpInfo>,
     kv_format: KvFormat,
@@ -79,16 +84,55 @@ impl CheckpointInfo {
         let trunk = [len, gathered, net.head().bytes() as u64];
         let shape = shape(&config, options, trunk, &experts);
         let head = mtp::inspect(dir, &config, &checkpoint.index, options)?;
+        // With an indexer or several streams, images are untested.
+        let reads_text_only = options.vision.disabled || config.streams.is_some() || config.indexer.is_some();
+        let vision = if reads_text_only { None } else { vision::open(dir, &checkpoint.index, config.hidden) };
+        let vision = vision.map(|tower| tower.with_max_tokens(options.image_tokens()));
+        let shape = ModelFootprint { vision: vision.as_ref().map_or(0, VisionTower::bytes), ..shape };
         let kv_format = device_limits(options).cache;
         let feed_forward = net.layers.first().map(|layer| match &layer.ffn {
             Ffn::Dense(dense) => [&dense.gate_up[0], &dense.gate_up[1], &dense.down].map(ProjectionShape::of),
             Ffn::Moe(moe) => moe.stacks.each_ref().map(ProjectionShape::of_stack),
         });
-        Ok(Self { config, checkpoint, experts, files, pack: None, packed: None, shape, feed_forward, head, kv_format })
+        Ok(Self {
+            config,
+            checkpoint,
+            experts,
+            files,
+            pack: None,
+            packed: None,
+            shape,
+            feed_forward,
+            vision,
+            head,
+            kv_format,
+        })
     }
 
-    /// Plans the memory. The MTP head's experts are resident if the model's are. A head that does not fit is dropped.
+    /// Plans the memory. The MTP head's experts are resident if the model's are. A head or a vision tower that does not fit
+    /// is dropped.
     pub fn plan(&mut self, limits: &MachineLimits, options: &PlanOptions) -> Result<Plan, ModelError> {
+        let plan = self.plan_with_head(limits, options);
+        match plan {
+            Err(error) if self.vision.is_some() => {
+                let (vision, bytes) = (self.vision.take(), std::mem::take(&mut self.shape.vision));
+                let without = self.plan_with_head(limits, options);
+                match without {
+                    Ok(plan) => {
+                        tracing::warn!(%error, "not enough memory for images; the model reads text only");
+                        Ok(plan)
+                    }
+                    Err(_) => {
+                        (self.vision, self.shape.vision) = (vision, bytes);
+                        Err(error)
+                    }
+                }
+            }
+            plan => plan,
+        }
+    }
+
+    fn plan_with_head(&mut self, limits: &MachineLimits, options: &PlanOptions) -> Result<Plan, ModelError> {
         let Some(head) = &mut self.head else { return Plan::new(&self.shape, limits, options) };
         self.shape.draft.fixed = head.bytes(self.kv_format);
         let mut plan = Plan::new(&self.shape, limits, options);
@@ -148,9 +192,10 @@ fn shape(config: &Config, options: &LoadOptions, [trunk, gathered, head]: [u64; 
         experts,
         experts_per_token,
         kv_per_token: kv_bytes_per_token(config, kv_shape.format),
-        state: delta_bytes(config) + recent + kept,
+        state: delta_bytes(config) + recent + kept + NEXT_BYTES as u64,
         workspace_per_row,
         draft: options.draft,
+        vision: 0,
         workspace_fixed: workspace_fixed + if options.verify { replay_bytes(config) } else { 0 },
         context: config.context,
     }

@@ -7,6 +7,7 @@ use super::{
     model_parts::ModelParts,
     ngram_table::NgramTable,
     options::{LoadOptions, StoreOptions},
+    vision::Vision,
     weights::Network,
 };
 use crate::{
@@ -49,10 +50,11 @@ impl Qwen {
     ) -> Result<Self, ModelError> {
         let mut info = CheckpointInfo::new(dir, options)?;
         let plan = info.plan(&MachineLimits::here(options.gpu), &options.plan)?;
-        let CheckpointInfo { config, checkpoint, experts, files, packed, shape, head, .. } = info;
+        let CheckpointInfo { config, checkpoint, experts, files, packed, shape, vision, head, .. } = info;
         for (gauge, bytes) in [
             (&metrics.memory_limit_bytes, plan.limit),
             (&metrics.memory_trunk, plan.trunk),
+            (&metrics.memory_vision, plan.vision),
             (&metrics.memory_experts, plan.experts),
             (&metrics.memory_kv, plan.kv),
             (&metrics.memory_state, plan.state),
@@ -80,7 +82,8 @@ impl Qwen {
         let compute = options.compute.clone().unwrap_or_else(|| CpuDevice::new(threads, options.math));
         let cpu = Cpu::new(compute.clone());
         let kv_bits = options.kv_bits;
-        let parts = ModelParts { config, net, weights, store, tables, plan, shape, mtp, compute, kv_bits };
+        let vision = vision.map(|tower| Vision::new(tower.on_gpu(options.vision_on_gpu()), metrics.clone()));
+        let parts = ModelParts { config, net, weights, store, tables, plan, shape, mtp, compute, kv_bits, vision };
         Self::on(parts, Box::new(cpu)).map_err(|rejected| rejected.1)
     }
 

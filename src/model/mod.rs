@@ -5,19 +5,24 @@
 //!
 //! | file | what it holds |
 //! |---|---|
-//! | `config`, `weights` | `config.json` as shapes; the trunk's tensors by name |
+//! | `config`, `weights`, `dequantise` | `config.json` as shapes; the trunk's tensors by name |
 //! | `options`, `inspect`, `load` | how to load a checkpoint, what it needs, and loading it |
 //! | `runtime` | a loaded model: forward, verify, snapshots |
 //! | `ngram_hash`, `ngram_table` | which rows of an n-gram table a token has; reading them from the disk |
+//! | `positions` | positions of rows for RoPE, with images |
 //! | `device_state`, `placement`, `shared_backend` | what a model keeps on one device |
 //! | `forward/` | one pass: attention, delta net, experts, head, activation buffers |
 //! | `state/` | one sequence: KV pages, delta-net state, snapshots, rollback |
+//! | `vision/` | images in prompts |
 //! | `drafts/` | drafts that read hidden rows: MTP and DFlash |
 
 pub mod config;
+mod dequantise;
 mod device_state;
 mod drafts;
 mod forward;
+#[cfg(test)]
+mod image_tests;
 mod inspect;
 mod load;
 mod model_parts;
@@ -25,11 +30,13 @@ mod ngram_hash;
 mod ngram_table;
 mod options;
 mod placement;
+mod positions;
 pub mod reference;
 mod runtime;
 mod shared_backend;
 pub mod speed;
 mod state;
+mod vision;
 mod weights;
 
 pub use config::Config;
@@ -41,7 +48,7 @@ pub use drafts::{
 pub use inspect::{CheckpointInfo, cpu_scratch};
 pub use load::Qwen;
 pub use ngram_hash::ngram_rows;
-pub use options::{LoadOptions, MtpSource, StoreOptions};
+pub use options::{LoadOptions, MtpSource, StoreOptions, VisionOptions};
 pub use reference::Reference;
 pub use state::{
     kv_pages::{KvPage, PAGE, PagePool},
@@ -49,6 +56,7 @@ pub use state::{
     sequence::QwenState,
     snapshot::{CopiedPages, Snapshot, SnapshotSize},
 };
+pub use vision::{Image, ImageLimits, ImageProcessor, PlacedImage, VisionTower, place_images, prefix_keys};
 
 use crate::{device::DeviceError, error::ModelError};
 use std::sync::Arc;
@@ -102,9 +110,11 @@ impl RouterChoice {
 /// Sees a layer's number and its router's choice.
 pub type RouterObserver<'a> = dyn FnMut(usize, &RouterChoice) + 'a;
 
-/// Callbacks and snapshots of a forward pass. The default has none.
+/// Images, callbacks and snapshots of a forward pass. The default has none.
 #[derive(Default)]
 pub struct PassHooks<'a> {
+    /// The images of the sequence, in order. Those outside the pass's tokens have no effect.
+    pub images: &'a [PlacedImage],
     /// Positions at which to take a snapshot: ascending, after the first of the pass's tokens, at most after the last.
     /// Snapshots cost no extra read of the weights.
     pub snapshot_at: &'a [usize],
@@ -127,6 +137,8 @@ pub struct ModelInfo {
     pub snapshot_size: SnapshotSize,
     /// The KV pages that sequences and snapshots share. `None` if snapshots are copies.
     pub pages: Option<Arc<PagePool>>,
+    /// Prepares images. `None` if the model reads text only.
+    pub images: Option<Arc<ImageProcessor>>,
 }
 
 /// State of one sequence, as the engine sees it.

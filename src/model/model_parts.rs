@@ -1,6 +1,6 @@
 //! The parts of a loaded model that no device owns.
 
-use super::{config::Config, drafts::mtp::MtpHead, ngram_table::NgramTable, weights::Network};
+use super::{config::Config, drafts::mtp::MtpHead, ngram_table::NgramTable, vision::Vision, weights::Network};
 use crate::{
     checkpoint::TrunkBuffer,
     device::CpuDevice,
@@ -9,7 +9,7 @@ use crate::{
     plan::{ModelFootprint, Plan},
 };
 
-/// The parts of a model that are the same on every device. They do not change after load.
+/// The parts of a model that are the same on every device. They do not change after load, except caches of images.
 pub struct ModelParts {
     pub config: Config,
     pub net: Network,
@@ -23,4 +23,6 @@ pub struct ModelParts {
     /// The CPU's threads, for the model or for a draft.
     pub compute: CpuDevice,
     pub kv_bits: KvBits,
+    /// The vision tower, if the model sees images.
+    pub vision: Option<Vision>,
 }

@@ -1,12 +1,16 @@
 //! How to load a model.
 
 use crate::{
-    device::{CpuArithmetic, CpuDevice},
+    device::{CpuArithmetic, CpuDevice, GPU_KIND},
     experts,
     ops::KvBits,
     plan::{DraftFootprint, PlanOptions},
 };
 use std::path::PathBuf;
+
+/// Most tokens of an image by default. The time in the tower grows faster than the tokens.
+const CPU_IMAGE_TOKENS: usize = 1024;
+const GPU_IMAGE_TOKENS: usize = 2048;
 
 /// How to load a model.
 #[derive(Debug, Clone, Default)]
@@ -32,6 +36,28 @@ pub struct LoadOptions {
     pub draft: DraftFootprint,
     /// Bits of keys and values.
     pub kv_bits: KvBits,
+    pub vision: VisionOptions,
+}
+
+/// Whether and how to load the vision tower.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct VisionOptions {
+    /// Read text only.
+    pub disabled: bool,
+    /// Most tokens of an image. The default depends on the device's speed.
+    pub max_tokens: Option<usize>,
+}
+
+impl LoadOptions {
+    /// Most tokens of an image.
+    pub fn image_tokens(&self) -> usize {
+        self.vision.max_tokens.unwrap_or(if self.vision_on_gpu() { GPU_IMAGE_TOKENS } else { CPU_IMAGE_TOKENS })
+    }
+
+    /// The GPU computes the vision tower. On CUDA, the CPU does.
+    pub fn vision_on_gpu(&self) -> bool {
+        self.gpu.is_some() && GPU_KIND == "metal"
+    }
 }
 
 /// Where the head for multi-token prediction comes from.

@@ -21,20 +21,23 @@ mod streams;
 
 use crate::model::{
     config::{Config, FfnShape},
+    dequantise,
+    positions::{Position, RowPositions, axis},
+    vision::PlacedImage,
     weights::{decide_norm_encoding, find_experts},
 };
 use crate::{
-    checkpoint::{self, Checkpoint, MatrixLayout, index::Index, names},
-    error::{ModelError, StoreError},
+    checkpoint::{Checkpoint, MatrixLayout, index::Index, names},
+    error::ModelError,
     experts::Piece,
     ops::{
-        AttentionShape, DeltaShape, OutputGate, WeightView,
+        AttentionShape, DeltaShape, OutputGate,
         attention::{GROUP, recent_start},
     },
 };
 use candle_core::{D, DType, Device, Shape, Tensor};
 use candle_nn::ops::{sigmoid, silu, softmax_last_dim};
-use std::{collections::HashMap, fs::File, os::unix::fs::FileExt, path::Path};
+use std::{collections::HashMap, path::Path};
 
 /// A checkpoint, and the device and precision to compute with.
 pub struct Reference {
@@ -80,21 +83,35 @@ impl Reference {
     /// # Errors
     /// A token outside the vocabulary, a tensor that is missing or has another shape, or what the device refuses.
     pub fn forward(&self, ids: &[u32]) -> Result<Computed, ModelError> {
+        self.forward_with_images(ids, &[])
+    }
+
+    /// [`Reference::forward`] with images. The rows `[tokens, hidden]` of an image replace the embeddings of its tokens.
+    pub fn forward_with_images(&self, ids: &[u32], images: &[(PlacedImage, Vec<f32>)]) -> Result<Computed, ModelError> {
         let Config { hidden, vocab, eps, .. } = self.config;
         if let Some(&id) = ids.iter().find(|id| **id as usize >= vocab) {
             return Err(ModelError::TokenOutOfRange { id, vocab });
         }
         if let Some(streams) = &self.config.streams {
+            if !images.is_empty() {
+                return Err(ModelError::Config("this architecture reads text only".into()));
+            }
             return self.forward_streams(streams, ids);
         }
         let embed = self.matrix(names::EMBEDDING, vocab, hidden)?;
         let mut h = embed.index_select(&Tensor::new(ids, &self.device)?, 0)?;
+        for (placed, rows) in images {
+            let rows = Tensor::from_slice(rows, (placed.image.tokens(), hidden), &self.device)?;
+            h = h.slice_scatter0(&rows.to_dtype(self.precision)?, placed.at)?;
+        }
+        let placed: Vec<PlacedImage> = images.iter().map(|(placed, _)| placed.clone()).collect();
+        let positions: Vec<Position> = RowPositions::new(0, 0, &placed).take(ids.len()).collect();
         let (mut residuals, mut routes) = (Vec::new(), Vec::new());
         for (index, full) in self.config.full.iter().enumerate() {
             let layer = names::layer_prefix(index);
             let x = rms_norm(&h, &self.norm(&format!("{layer}input_layernorm.weight"), hidden)?, eps)?;
             h = (h + if *full {
-                self.attention(&x, &format!("{layer}self_attn."), None)?
+                self.attention(&x, &positions, &format!("{layer}self_attn."), None)?
             } else {
                 self.delta_net(&x, &format!("{layer}linear_attn."))?
             })?;
@@ -118,9 +135,14 @@ impl Reference {
     /// Gated attention. The query projection holds, per head, the query and a gate for the head's output. Several query heads
     /// share one head of keys and values.
     /// A `mask` says which positions each token sees, `[T, T]`; the default is itself and earlier ones.
-    fn attention(&self, x: &Tensor, path: &str, mask: Option<&Tensor>) -> Result<Tensor, ModelError> {
+    fn attention(
+        &self,
+        x: &Tensor,
+        positions: &[Position],
+        path: &str,
+        mask: Option<&Tensor>,
+    ) -> Result<Tensor, ModelError> {
         let AttentionShape { heads, kv_heads, dim, rope_dim, .. } = self.config.attention;
-        let theta = self.config.rope_theta;
         let (tokens, hidden) = x.dims2()?;
         let project = |name: &str, heads: usize, dim: usize| -> Result<Tensor, ModelError> {
             let weight = self.matrix(&format!("{path}{name}"), heads * dim, hidden)?;
@@ -130,8 +152,9 @@ impl Reference {
             Ok(rms_norm(x, &self.norm(&format!("{path}{name}.weight"), dim)?, self.config.eps)?)
         };
         let q_gate = project("q_proj", heads, 2 * dim)?;
-        let q = rotate(&head_norm(&q_gate.narrow(2, 0, dim)?, "q_norm")?, rope_dim, theta)?;
-        let k = rotate(&head_norm(&project("k_proj", kv_heads, dim)?, "k_norm")?, rope_dim, theta)?;
+        let angles = self.rope_angles(positions);
+        let q = rotate(&head_norm(&q_gate.narrow(2, 0, dim)?, "q_norm")?, rope_dim, &angles)?;
+        let k = rotate(&head_norm(&project("k_proj", kv_heads, dim)?, "k_norm")?, rope_dim, &angles)?;
         let v = project("v_proj", kv_heads, dim)?;
         let (k, v) = (repeat_heads(&k, heads)?, repeat_heads(&v, heads)?);
         let o = match (mask, self.kv_bits) {
@@ -142,6 +165,16 @@ impl Reference {
         let gated = (o * sigmoid(&q_gate.narrow(2, dim, dim)?.contiguous()?)?)?;
         let out = self.matrix(&format!("{path}o_proj"), hidden, heads * dim)?;
         Ok(linear(&gated.reshape((tokens, heads * dim))?, &out)?)
+    }
+
+    /// `position * theta^(-2j / rope_dim)` for each position and frequency `j`. Text has one position; the tokens of an image
+    /// have three, and each frequency takes one of them.
+    fn rope_angles(&self, positions: &[Position]) -> Vec<f64> {
+        let Config { rope_theta: theta, rope_sections, attention: AttentionShape { rope_dim, .. }, .. } = &self.config;
+        let angle = |position: &Position, j: usize| {
+            position[axis(j, rope_sections)] as f64 * theta.powf(-2.0 * j as f64 / *rope_dim as f64)
+        };
+        positions.iter().flat_map(|position| (0..rope_dim / 2).map(move |j| angle(position, j))).collect()
     }
 
     /// The gated delta net. Its memory is one matrix per head, whatever the length.
@@ -229,23 +262,14 @@ impl Reference {
 
     /// The matrix at `path`, `[rows, cols]`, dequantised.
     fn matrix(&self, path: &str, rows: usize, cols: usize) -> Result<Tensor, ModelError> {
-        let layout = self.checkpoint.layout(path, &[], rows, cols)?;
-        let global_scale = self.checkpoint.global_scales(path, 1)?.first().copied().unwrap_or(1.0);
-        self.dequantise(&layout, &checkpoint::matrix_pieces(&layout, 0), global_scale)
+        let values = dequantise::matrix(&self.checkpoint, path, rows, cols)?;
+        Ok(Tensor::from_vec(values, (rows, cols), &self.device)?.to_dtype(self.precision)?)
     }
 
-    /// Codes, scales and biases as one f32 matrix.
+    /// Codes, scales and biases as one matrix.
     fn dequantise(&self, layout: &MatrixLayout, pieces: &[Piece], global_scale: f32) -> Result<Tensor, ModelError> {
-        let mut parts: [Vec<u8>; 3] = Default::default();
-        for (bytes, piece) in parts.iter_mut().zip(pieces) {
-            bytes.resize(piece.len, 0);
-            let path = &self.checkpoint.index.files[piece.file as usize];
-            let read = File::open(path).and_then(|file| file.read_exact_at(bytes, piece.offset));
-            read.map_err(|source| StoreError::Io { path: path.clone(), source })?;
-        }
-        let &MatrixLayout { codes, rows, cols, .. } = layout;
-        let view = WeightView { codes, rows, cols, global_scale, parts: parts.each_ref().map(Vec::as_slice) };
-        Ok(Tensor::from_vec(view.to_f32(), (rows, cols), &self.device)?.to_dtype(self.precision)?)
+        let values = dequantise::dequantise(&self.checkpoint, layout, pieces, global_scale)?;
+        Ok(Tensor::from_vec(values, (layout.rows, layout.cols), &self.device)?.to_dtype(self.precision)?)
     }
 
     /// A small tensor that is never quantised, `[len]`.
@@ -293,18 +317,11 @@ pub fn repeat_heads(x: &Tensor, heads: usize) -> candle_core::Result<Tensor> {
 }
 
 /// Rotary position embedding of `[T, heads, dim]`: token `t` rotates the pairs `(j, j + rotated / 2)` of each head by
-/// `t * theta^(-2j / rotated)`. The dimensions from `rotated` on are not rotated.
-pub fn rotate(x: &Tensor, rotated: usize, theta: f64) -> candle_core::Result<Tensor> {
-    rotate_every(1, x, rotated, theta)
-}
-
-/// [`rotate`] of rows that are `stride` positions apart.
-fn rotate_every(stride: usize, x: &Tensor, rotated: usize, theta: f64) -> candle_core::Result<Tensor> {
+/// `angles[t, j]`. The dimensions from `rotated` on are not rotated.
+pub fn rotate(x: &Tensor, rotated: usize, angles: &[f64]) -> candle_core::Result<Tensor> {
     let (tokens, _, dim) = x.dims3()?;
     let half = rotated / 2;
-    let angles = (0..tokens)
-        .flat_map(|t| (0..half).map(move |j| (t * stride) as f64 * theta.powf(-2.0 * j as f64 / rotated as f64)));
-    let (cos, sin) = angles.map(|angle| (angle.cos(), angle.sin())).unzip();
+    let (cos, sin) = angles.iter().map(|angle| (angle.cos(), angle.sin())).unzip();
     let (cos, sin) = (constant(cos, (tokens, 1, half), x)?, constant(sin, (tokens, 1, half), x)?);
     let (a, b) = (x.narrow(2, 0, half)?, x.narrow(2, half, half)?);
     let left = (a.broadcast_mul(&cos)? - b.broadcast_mul(&sin)?)?;

@@ -7,16 +7,18 @@ use super::{
     drafts::{hidden_taps::TapBuffers, mtp::MtpPrediction},
     forward::{
         self,
-        pass::{Chunk, LayerHooks, Pass, SnapshotMarks},
+        pass::{Chunk, ImageRows, LayerHooks, Pass, SnapshotMarks},
     },
     load::Qwen,
     model_parts::ModelParts,
     ngram_table::NgramInput,
+    positions::RowPositions,
     state::{
         kv_pages::PagePool,
         rollback::{Commit, MAX_VERIFY_ROWS},
         sequence::{LayerState, QwenState, kv_bytes_per_token, kv_shape},
     },
+    vision::{Image, PlacedImage, Vision},
     weights::Mixer,
 };
 use crate::{
@@ -26,6 +28,7 @@ use crate::{
     ops::{Backend, Embedding, KvBits, Linear, ModelPart},
     plan::{ModelFootprint, Plan},
 };
+use std::{ops::Range, sync::Arc};
 
 impl Model for Qwen {
     type State = QwenState;
@@ -38,6 +41,7 @@ impl Model for Qwen {
             chunk: plan.chunk,
             snapshot_size: SnapshotSize { state: shape.state, position: shape.kv_per_token },
             pages: Some(self.device.borrow().pool.clone()),
+            images: self.parts.vision.as_ref().map(|vision| vision.processor.clone()),
         }
     }
 
@@ -66,7 +70,7 @@ impl Model for Qwen {
         let _guard = lock.lock();
         self.replay(device, state)?;
         let fixed = state.fixed_bytes(&mut device.backend)?;
-        Ok(state.snapshot(state.len, fixed, &mut device.backend)?)
+        Ok(state.snapshot(state.len, state.next, fixed, &mut device.backend)?)
     }
 
     fn restore(&self, snapshot: &Snapshot, reuse: Option<QwenState>) -> Result<QwenState, ModelError> {
@@ -84,7 +88,10 @@ impl Model for Qwen {
 
     fn fit_memory(&mut self) {
         if let Some(store) = &self.parts.store {
-            store.adapt_to_memory(&mut self.device.get_mut().backend);
+            let is_short = store.adapt_to_memory(&mut self.device.get_mut().backend);
+            if let Some(vision) = self.parts.vision.as_ref().filter(|_| is_short) {
+                vision.release();
+            }
         }
     }
 
@@ -196,6 +203,23 @@ impl Qwen {
         self.verify_after(state.verified, state, ids)
     }
 
+    /// Computes the rows of an image, if they are not cached.
+    ///
+    /// # Errors
+    /// The model has no vision tower, or its weights cannot be read.
+    pub fn encode_image(&self, image: &Image) -> Result<Arc<Vec<f32>>, ModelError> {
+        self.vision()?.rows(image, None)
+    }
+
+    /// Forgets the rows of recent images.
+    pub fn release_images(&self) {
+        self.parts.vision.iter().for_each(Vision::release);
+    }
+
+    fn vision(&self) -> Result<&Vision, ModelError> {
+        self.parts.vision.as_ref().ok_or_else(|| ModelError::Config("the model has no vision tower".into()))
+    }
+
     /// Embedding rows `[ids, hidden]` of a few tokens, for a draft. Overwrites the last pass's hidden rows.
     pub fn embedding(&self, ids: &[u32]) -> Result<Vec<f32>, ModelError> {
         self.check_ids(0, ids)?;
@@ -274,9 +298,13 @@ impl Qwen {
             };
             let here: Vec<usize> = marks.iter().map(|mark| mark - start).take_while(|mark| *mark <= tokens).collect();
             marks = &marks[here.len()..];
+            let positions = RowPositions::new(state.next, start, hooks.images);
+            let image_rows = self.image_rows(hooks.images, start..start + tokens, hooks.keep_going)?;
             let chunk = Chunk {
                 ids: ids_here,
                 start,
+                positions,
+                image_rows: &image_rows,
                 logits: wanted,
                 kind: if tokens == 1 { PassKind::Decode } else { PassKind::Prefill },
                 half: ids.len() > 1 && device.limits.half,
@@ -286,12 +314,32 @@ impl Qwen {
             let marks = SnapshotMarks::new(here);
             let marks = self.run_pass(device, state, chunk, (hooks.keep_going, observer, marks), &mut logits.data)?;
             for ((row, delta), rings) in marks.rows.iter().zip(marks.states).zip(marks.rings) {
-                let fixed = [delta, rings].concat();
-                hooks.snapshots.push(state.snapshot(start + row, fixed, &mut device.backend)?);
+                let (fixed, next) = ([delta, rings].concat(), positions.next_after(*row));
+                hooks.snapshots.push(state.snapshot(start + row, next, fixed, &mut device.backend)?);
             }
             state.len += tokens;
+            state.next = positions.next_after(tokens);
         }
         Ok(logits)
+    }
+
+    /// The rows of `images` that belong to these tokens of a sequence.
+    fn image_rows(
+        &self,
+        images: &[PlacedImage],
+        tokens: Range<usize>,
+        keep_going: Option<&dyn Fn() -> bool>,
+    ) -> Result<Vec<ImageRows>, ModelError> {
+        let here = images.iter().filter_map(|placed| {
+            let image = placed.tokens();
+            let (from, to) = (image.start.max(tokens.start), image.end.min(tokens.end));
+            (from < to).then_some((&placed.image, from - tokens.start, from - image.start..to - image.start))
+        });
+        here.map(|(image, row, tokens)| {
+            let values = self.vision()?.rows(image, keep_going)?;
+            Ok(ImageRows { row, values, tokens })
+        })
+        .collect()
     }
 
     fn verify_after(&self, before: usize, state: &mut QwenState, ids: &[u32]) -> Result<Logits, ModelError> {
@@ -309,13 +357,15 @@ impl Qwen {
         let slots = self.store().map_or(0, ExpertStore::slots);
         let kind = if rows * config.experts_per_token() <= slots { PassKind::Decode } else { PassKind::Prefill };
         let (start, commit) = (state.len, Commit::verify_after(before));
-        let chunk = Chunk { ids, start, logits: 0..rows, kind, half: false, commit };
+        let positions = RowPositions::new(state.next, start, &[]);
+        let chunk = Chunk { ids, start, positions, image_rows: &[], logits: 0..rows, kind, half: false, commit };
         let mut logits = Logits { vocab: config.vocab, data: Vec::new() };
         // A verify that fails cannot be undone.
         state.verified = 0;
         self.run_pass(device, state, chunk, (None, None, SnapshotMarks::default()), &mut logits.data)?;
         state.verified = before + rows;
         state.len += rows;
+        state.next += rows;
         Ok(logits)
     }
 

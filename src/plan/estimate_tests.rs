@@ -34,6 +34,7 @@ fn shape(trunk: u64, head: u64, expert: u64, layers: u64, state: u64) -> ModelFo
         workspace_fixed: 0,
         context: 0,
         draft: DraftFootprint::default(),
+        vision: 0,
     }
 }
 

@@ -3,7 +3,7 @@
 //! A pure function from a model's [`ModelFootprint`], the [`MachineLimits`] and the user's [`PlanOptions`] to a [`Plan`]:
 //!
 //! ```text
-//! limit = process + trunk + state + KV(context) + workspace(chunk) + draft(context, chunk) + requests + prompt cache + slots
+//! limit = process + trunk + vision + state + KV(context) + workspace(chunk) + draft(context, chunk) + requests + prompt cache + slots
 //! ```
 //!
 //! The smallest plan has a context of 4096 tokens, a prefill chunk of 256 rows, and slots for the experts of one token
@@ -33,6 +33,8 @@ const CHUNK: [u64; 2] = [256, 2048];
 const PROMPT_CACHE: u64 = 2 << 30;
 /// Memory of a server for requests in flight: 1/16 of the limit, clamped to this range of bytes.
 const REQUESTS: [u64; 2] = [16 << 20, 128 << 20];
+/// Memory of a server for decoding images: 1/16 of the limit, at most this many bytes.
+const IMAGE_REQUESTS: u64 = 128 << 20;
 /// Limit if neither the user nor the system gives one, in bytes.
 const FALLBACK: u64 = 4 << 30;
 /// One part in this many of the prompt cache is pages of keys and values. The rest is delta-net states, which take more memory
@@ -71,6 +73,8 @@ pub struct ModelFootprint {
     /// Maximum context of the model, in tokens.
     pub context: usize,
     pub draft: DraftFootprint,
+    /// One image in the vision tower, and recent images. 0 without a tower.
+    pub vision: u64,
 }
 
 /// Additional memory needs of a draft, in bytes.
@@ -190,6 +194,8 @@ pub struct Plan {
     pub limit_from: LimitSource,
     pub process: u64,
     pub trunk: u64,
+    /// Images: one in the vision tower, and recent ones.
+    pub vision: u64,
     pub kv: u64,
     pub state: u64,
     pub workspace: u64,
@@ -216,6 +222,7 @@ impl Plan {
     pub fn total(&self) -> u64 {
         self.process
             + self.trunk
+            + self.vision
             + self.kv
             + self.state
             + self.workspace
@@ -249,11 +256,14 @@ impl Plan {
         let kv = CountRange::new(options.context, CONTEXT, shape.context as u64, each[0]);
         let rows = CountRange::new(options.chunk, CHUNK, shape.context as u64, each[1]);
         let prompt_cache = options.prompt_cache.unwrap_or(0);
-        let requests = if options.serving { (limit / 16).clamp(REQUESTS[0], REQUESTS[1]) } else { 0 };
+        // Decoding an image takes some bytes per pixel.
+        let images = if shape.vision > 0 { (limit / 16).min(IMAGE_REQUESTS) } else { 0 };
+        let requests = if options.serving { (limit / 16).clamp(REQUESTS[0], REQUESTS[1]) + images } else { 0 };
         let slots = if options.stream == Switch::Off { all } else { shape.working_set().min(all) };
 
         // The sum saturates. If it is within the limit, no term overflowed.
-        let fixed = [limits.process, shape.trunk, state, shape.workspace_fixed, draft, requests, prompt_cache];
+        let fixed =
+            [limits.process, shape.trunk, shape.vision, state, shape.workspace_fixed, draft, requests, prompt_cache];
         let floors = [kv.bytes(kv.floor), rows.bytes(rows.floor), slots.saturating_mul(shape.slot)];
         let least = fixed.into_iter().chain(floors).fold(0, u64::saturating_add);
         let Some(spare) = limit.checked_sub(least) else {
@@ -292,6 +302,7 @@ impl Plan {
             limit_from,
             process: limits.process,
             trunk: shape.trunk,
+            vision: shape.vision,
             kv: context * kv_per_token,
             state,
             workspace: shape.workspace_fixed + chunk * shape.workspace_per_row,
@@ -379,6 +390,9 @@ impl fmt::Display for PlanRefusal<'_> {
         write!(f, " + workspace for chunks of {} tokens {}", self.rows.floor, Size(workspace))?;
         if shape.draft.fixed > 0 {
             write!(f, " + the draft model {}", Size(shape.draft.fixed))?;
+        }
+        if shape.vision > 0 {
+            write!(f, " + images {}", Size(shape.vision))?;
         }
         if self.requests > 0 {
             write!(f, " + requests {}", Size(self.requests))?;

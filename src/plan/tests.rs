@@ -24,6 +24,7 @@ pub fn model_35b() -> ModelFootprint {
         workspace_fixed: 4_000_000,
         context: 262_144,
         draft: DraftFootprint::default(),
+        vision: 0,
     }
 }
 
@@ -110,6 +111,7 @@ fn small() -> ModelFootprint {
         workspace_fixed: 5 * MIB,
         context: 100_000,
         draft: DraftFootprint { fixed: 7 * MIB, per_token: 1024, per_row: 4096 },
+        vision: 0,
     }
 }
 
@@ -132,6 +134,7 @@ fn parts_match_hand_computed_plan() {
         state: 3 * MIB,
         workspace: 5 * MIB + chunk * 4096,
         draft: 7 * MIB + context * 1024 + chunk * 4096,
+        vision: 0,
         requests: 20 * MIB,
         prompt_cache: 149 * MIB / 16,
         experts: 132 * MIB,
@@ -284,6 +287,7 @@ fn shapes() -> impl proptest::strategy::Strategy<Value = ModelFootprint> {
         workspace_fixed: 1 << 20,
         context,
         draft: DraftFootprint { fixed: state, per_token: kv / 2, per_row: row / 3 },
+        vision: 0,
     })
 }
 

@@ -166,6 +166,13 @@ impl InfoReport {
         };
         line("program", plan.process, String::new())?;
         line("trunk", plan.trunk, String::new())?;
+        if plan.vision > 0 {
+            line(
+                "images",
+                plan.vision,
+                "one image in the vision tower, and recent ones; --no-vision needs none".into(),
+            )?;
+        }
         line("KV cache", plan.kv, format!("{} tokens", plan.context))?;
         line("state", plan.state, String::new())?;
         let mut chunks = format!("prefill in chunks of {} tokens", plan.chunk);

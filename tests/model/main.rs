@@ -24,3 +24,4 @@ mod refusals;
 mod shard;
 mod snapshots;
 mod speculation;
+mod vision;

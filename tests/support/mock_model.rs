@@ -117,6 +117,7 @@ impl Model for MockModel {
             chunk: self.chunk,
             snapshot_size: SnapshotSize { state: 8, position: 4 },
             pages: None,
+            images: None,
         }
     }
 

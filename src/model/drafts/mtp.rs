@@ -32,6 +32,7 @@ use crate::{
         },
         options::{LoadOptions, MtpSource},
         placement::{adopt_slots, check_supported, slot_tables},
+        positions::RowPositions,
         shared_backend::SharedBackend,
         state::{
             kv_pages::PAGE,
@@ -294,7 +295,10 @@ impl MtpHead {
         let (mut start, end, mut out) = (at, at + ids.len(), MtpPrediction::default());
         for (ids, rows) in ids.chunks(buffers.rows).zip(rows.chunks(buffers.rows * width)) {
             let kind = if ids.len() == 1 { PassKind::Decode } else { PassKind::Prefill };
-            let chunk = Chunk { ids, start, logits: 0..0, kind, half: false, commit: Commit::Now };
+            // Distances within the head's own context matter, so its positions are its indices, after images too.
+            let positions = RowPositions::new(start, start, &[]);
+            let commit = Commit::Now;
+            let chunk = Chunk { ids, start, positions, image_rows: &[], logits: 0..0, kind, half: false, commit };
             start += ids.len();
             let mut pass = Pass {
                 chunk,

@@ -1,7 +1,7 @@
 //! The forward pass: the same order of operations on every device.
 //!
 //! ```text
-//! h = embed[ids]
+//! h = embed[ids]                                 an image's tokens have the vision tower's rows instead
 //! for each layer:  h = h + mixer(rms_norm(h))    mixer: gated attention in every fourth layer, else a gated delta net
 //!                  h = h + ffn(rms_norm(h))      ffn: mixture of experts, dense in small models
 //! logits = rms_norm(h) W_head^T
@@ -46,11 +46,12 @@ pub fn forward(
     pass.finish(done)
 }
 
-/// `h = embed[ids]`.
+/// `h = embed[ids]`, and the rows of images where a token stands for a part of one.
 fn embed(net: &Network, pass: &mut Pass<'_>) -> Result<(), ModelError> {
     pass.write_inputs()?;
     let (tokens, ids, into) = (pass.rows(), pass.buffers.ids, pass.buffers.h);
     pass.execute(Embedding { table: &net.embed, tokens, ids, into })?;
+    pass.write_image_rows()?;
     pass.write_streams(None)
 }
 

@@ -10,6 +10,7 @@ use crate::{
         config::Config,
         drafts::hidden_taps::TapBuffers,
         ngram_table::NgramInput,
+        positions::{RowPositions, axis},
         state::{
             rollback::{Commit, DeltaState},
             row_ring::RowRing,
@@ -21,13 +22,17 @@ use crate::{
         WriteStreams,
     },
 };
-use std::ops::Range;
+use std::{ops::Range, sync::Arc};
 
 /// The rows of one pass: consecutive tokens of one sequence.
 pub struct Chunk<'a> {
     pub ids: &'a [u32],
-    /// Position of the first row.
+    /// Index of the first row in the sequence.
     pub start: usize,
+    /// Positions of the rows.
+    pub positions: RowPositions<'a>,
+    /// Rows that replace embeddings.
+    pub image_rows: &'a [ImageRows],
     /// The rows whose logits the caller wants.
     pub logits: Range<usize>,
     /// A prompt visits nearly every expert once. Decoding visits those that earlier tokens visited.
@@ -35,6 +40,16 @@ pub struct Chunk<'a> {
     /// The matrix products may be computed in half precision: these are rows of a prompt of more than one row.
     pub half: bool,
     pub commit: Commit,
+}
+
+/// Rows of an image, from the vision tower.
+pub struct ImageRows {
+    /// The first row of the chunk that they replace.
+    pub row: usize,
+    /// The rows of the whole image, `[tokens, hidden]`.
+    pub values: Arc<Vec<f32>>,
+    /// Those of them that the chunk has.
+    pub tokens: Range<usize>,
 }
 
 /// A chunk and what it is computed with.
@@ -162,19 +177,32 @@ impl Pass<'_> {
         Linear { x, tokens, norm: None, matrices: std::slice::from_ref(out), y, add: true }
     }
 
-    /// Writes the token ids, and the table of rotations: `(cos, sin)` of `position * theta^(-2j / rope_dim)`.
+    /// Writes the token ids, and the table of rotations: `(cos, sin)` of `position * theta^(-2j / rope_dim)`. The frequencies
+    /// `j` take turns between the three axes of a position.
     pub fn write_inputs(&mut self) -> Result<(), ModelError> {
         self.backend.write_words(self.buffers.ids, self.chunk.ids)?;
-        let (rope_dim, theta) = (self.config.attention.rope_dim, self.config.rope_theta);
+        let Config { rope_theta: theta, rope_sections, .. } = self.config;
+        let rope_dim = self.config.attention.rope_dim;
         let table = &mut self.scratch.rope;
         table.clear();
-        for position in self.chunk.start..self.chunk.start + self.chunk.ids.len() {
+        for position in self.chunk.positions.take(self.chunk.ids.len()) {
             for j in 0..rope_dim / 2 {
-                let angle = position as f64 * theta.powf(-2.0 * j as f64 / rope_dim as f64);
+                let angle = position[axis(j, rope_sections)] as f64 * theta.powf(-2.0 * j as f64 / rope_dim as f64);
                 table.extend([angle.cos() as f32, angle.sin() as f32]);
             }
         }
         Ok(self.backend.write(self.buffers.rope.floats(table.len()), bytemuck::cast_slice(table))?)
+    }
+
+    /// Replaces the embeddings of image tokens by the rows of their images.
+    pub fn write_image_rows(&mut self) -> Result<(), ModelError> {
+        let hidden = self.config.hidden;
+        for ImageRows { row, values, tokens } in self.chunk.image_rows {
+            let part = values.get(tokens.start * hidden..tokens.end * hidden);
+            let part = part.ok_or_else(|| ModelError::Config("an image has too few rows".into()))?;
+            self.backend.write(self.buffers.h.rows(*row, tokens.len(), hidden), bytemuck::cast_slice(part))?;
+        }
+        Ok(())
     }
 
     /// Waits for the device, after an error too: it must not read expert slots that are released next.

@@ -11,13 +11,14 @@
 //! ```
 //! Source: `qwen4_exp` in transformers.
 
-use super::{Computed, Reference, constant, convolve_every, linear, on_cpu, rms_norm, rotate, rotate_every};
+use super::{Computed, Reference, constant, convolve_every, linear, on_cpu, rms_norm, rotate};
 use crate::{
     checkpoint::names,
     error::ModelError,
     model::{
         ngram_hash::NgramShape,
         ngram_table::{NgramLayout, TableFiles},
+        positions::Position,
     },
     ops::StreamShape,
 };
@@ -47,7 +48,8 @@ impl Reference {
             let y = if *full {
                 let (mask, blocks) = self.select(&u, &path)?;
                 keep("qsa_blocks", &blocks);
-                self.attention(&u, &path, Some(&mask))?
+                let positions: Vec<Position> = (0..ids.len()).map(|index| [index; 3]).collect();
+                self.attention(&u, &positions, &path, Some(&mask))?
             } else {
                 self.delta_net(&u, &format!("{layer}linear_attn."))?
             };
@@ -104,19 +106,24 @@ impl Reference {
         let Some(shape) = self.config.indexer else {
             return Err(ModelError::Config("the attention layers have no indexer".into()));
         };
-        let ((tokens, hidden), theta, eps) = (u.dims2()?, self.config.rope_theta, self.config.eps);
+        let ((tokens, hidden), eps) = (u.dims2()?, self.config.eps);
+        // Rows that are this many positions apart.
+        let angles = |rows: usize, stride: usize| {
+            let positions: Vec<Position> = (0..rows).map(|row| [row * stride; 3]).collect();
+            self.rope_angles(&positions)
+        };
         let (heads, dim, ratio) = (shape.heads, shape.dim, shape.ratio);
         let norm = |name: &str| self.norm(&format!("{path}indexer.{name}_layernorm.weight"), dim);
         let projected = linear(u, &self.matrix(&format!("{path}indexer.index_qk_proj"), shape.width(), hidden)?)?;
         let q = projected.narrow(1, 0, heads * dim)?.reshape((tokens, heads, dim))?;
-        let q = rotate(&rms_norm(&q, &norm("q")?, eps)?, shape.rope_dim, theta)?;
+        let q = rotate(&rms_norm(&q, &norm("q")?, eps)?, shape.rope_dim, &angles(tokens, 1))?;
         let closed = tokens / ratio;
         let mut scores = vec![Vec::new(); tokens];
         if closed > 0 {
             let raw = projected.narrow(1, heads * dim, dim)?.narrow(0, 0, closed * ratio)?.contiguous()?;
             let mean = raw.reshape((closed, ratio, dim))?.mean(1)?;
             let keys = rms_norm(&mean, &norm("k")?, eps)?.reshape((closed, 1, dim))?;
-            let keys = rotate_every(ratio, &keys, shape.rope_dim, theta)?.reshape((closed, dim))?;
+            let keys = rotate(&keys, shape.rope_dim, &angles(closed, ratio))?.reshape((closed, dim))?;
             let products = q.reshape((tokens * heads, dim))?.matmul(&keys.t()?)?.relu()?;
             let sums = products.reshape((tokens, heads, closed))?.sum(1)? * (dim as f64).powf(-0.5);
             scores = on_cpu(&sums?)?.to_vec2::<f64>()?;

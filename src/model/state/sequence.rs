@@ -22,6 +22,8 @@ use crate::{
 use parking_lot::Mutex;
 use std::{ops::Range, sync::Arc};
 
+/// Bytes of `next` at the end of a snapshot's states.
+pub const NEXT_BYTES: usize = 8;
 /// Most rows of one call that a ring has room for.
 pub const MAX_RING_BLOCK: usize = 2048;
 
@@ -60,6 +62,8 @@ pub type FreeArenas = Arc<Mutex<Vec<Arena>>>;
 pub struct QwenState {
     /// Tokens seen.
     pub len: usize,
+    /// Position of the next text token. Less than `len` after images.
+    pub next: usize,
     /// Rows of the last verify, until another pass follows it.
     pub verified: usize,
     pub layers: Vec<LayerState>,
@@ -172,7 +176,8 @@ impl QwenState {
         };
         let (pages, pool, free_arenas) = (Vec::new(), pool.clone(), free_arenas.clone());
         let (tokens, kept_tokens) = (TokenHistory::default(), kept_tokens(config));
-        Ok(Self { len: 0, verified: 0, layers, rings, tokens, kept_tokens, table, pages, pool, shape, free_arenas })
+        let (len, next, verified) = (0, 0, 0);
+        Ok(Self { len, next, verified, layers, rings, tokens, kept_tokens, table, pages, pool, shape, free_arenas })
     }
 
     /// Takes the pages that `tokens` more tokens need.
@@ -199,8 +204,15 @@ impl QwenState {
         }
     }
 
-    /// A snapshot of the first `len` positions, at which the delta nets' states and the rings' kept rows were `fixed`.
-    pub fn snapshot(&mut self, len: usize, fixed: Vec<u8>, backend: &mut dyn Backend) -> Result<Snapshot, DeviceError> {
+    /// A snapshot of the first `len` tokens, after which `next` had this value. The delta nets' states and the rings' kept rows
+    /// were `fixed`.
+    pub fn snapshot(
+        &mut self,
+        len: usize,
+        next: usize,
+        fixed: Vec<u8>,
+        backend: &mut dyn Backend,
+    ) -> Result<Snapshot, DeviceError> {
         let Self { layers, shape, .. } = self;
         let mut state = fixed;
         let tokens = self.tokens.before(len, self.kept_tokens);
@@ -212,6 +224,7 @@ impl QwenState {
         recent_regions(layers, shape, recent_start(len)..len)
             .try_for_each(|region| append_region(backend, region, &mut state))?;
         state.resize(size, 0);
+        state.extend((next as u64).to_le_bytes());
         let mut pages = self.pages[..len / PAGE].to_vec();
         if let Some(last) = self.pages.get(len / PAGE).filter(|_| !len.is_multiple_of(PAGE)) {
             let index = self.page_index(last).unwrap_or_default();
@@ -273,6 +286,12 @@ impl QwenState {
             backend.write(region, part)?;
         }
         self.delta_states().for_each(DeltaState::reset);
+        let next = snapshot.state.last_chunk::<NEXT_BYTES>().ok_or_else(foreign_snapshot)?;
+        let next = u64::from_le_bytes(*next);
+        if next > snapshot.len as u64 {
+            return Err(foreign_snapshot());
+        }
+        self.next = next as usize;
         (self.len, self.verified) = (snapshot.len, 0);
         Ok(())
     }
@@ -286,6 +305,7 @@ impl SequenceState for QwenState {
         self.delta_states().for_each(|delta| delta.reject(rows));
         self.verified = 0;
         self.len -= rows;
+        self.next -= rows;
         Ok(())
     }
 

@@ -1,0 +1,213 @@
+//! From the bytes of a PNG, JPEG, WebP or GIF file to 8-bit RGB. Everything that the file claims is checked against limits
+//! before memory is allocated for it.
+
+use super::{
+    config::CHANNELS,
+    resize::{MAX_RATIO, RgbImage},
+};
+use crate::error::ImageError;
+use image::{DynamicImage, ImageDecoder, ImageFormat, ImageReader, Limits, metadata::Orientation};
+use std::io::Cursor;
+
+/// Most bytes of an encoded image.
+pub const MAX_ENCODED_BYTES: usize = 20 << 20;
+/// Most pixels of a decoded image.
+const MAX_PIXELS: u64 = 64 << 20;
+/// Memory that a decoder may use besides its output: buffers for rows, palettes, tables.
+const DECODER_BYTES: u64 = 4 << 20;
+
+/// The header of an encoded image.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ImageHeader {
+    /// Sides after the orientation has been applied.
+    pub height: u32,
+    pub width: u32,
+    /// Most bytes of memory that decoding takes.
+    pub decoding_bytes: usize,
+}
+
+impl ImageHeader {
+    /// Reads the header of a file. The content decides about the format, not a declared type.
+    pub fn read(encoded: &[u8]) -> Result<Self, ImageError> {
+        let (mut decoder, format) = open(encoded)?;
+        Self::of(&mut decoder, format)
+    }
+
+    fn of(decoder: &mut impl ImageDecoder, format: ImageFormat) -> Result<Self, ImageError> {
+        let (width, height) = decoder.dimensions();
+        let pixels = u64::from(width) * u64::from(height);
+        if pixels == 0 || pixels > MAX_PIXELS {
+            return Err(ImageError::Pixels { width, height, most: MAX_PIXELS });
+        }
+        if width.max(height) > width.min(height).saturating_mul(MAX_RATIO) {
+            return Err(ImageError::Ratio { width, height, most: MAX_RATIO });
+        }
+        // A progressive JPEG keeps 16-bit coefficients, WebP and GIF a second frame.
+        let extra = match format {
+            ImageFormat::Png => 0,
+            ImageFormat::Jpeg => 6,
+            _ => 4,
+        };
+        // The image in RGB, and a rotated copy.
+        let bytes = decoder.total_bytes() + pixels * (extra + 2 * CHANNELS as u64) + DECODER_BYTES;
+        let orientation = decoder.orientation().unwrap_or(Orientation::NoTransforms);
+        let (width, height) = if swaps_sides(orientation) { (height, width) } else { (width, height) };
+        Ok(Self { width, height, decoding_bytes: bytes as usize })
+    }
+}
+
+/// Decodes the first frame, turns it upright, and lays it on white.
+pub fn decode(encoded: &[u8]) -> Result<RgbImage, ImageError> {
+    let (mut decoder, format) = open(encoded)?;
+    let header = ImageHeader::of(&mut decoder, format)?;
+    // Some cameras write damaged metadata around sound pixels.
+    let orientation = decoder.orientation().unwrap_or(Orientation::NoTransforms);
+    let mut limits = Limits::no_limits();
+    limits.max_alloc = Some(header.decoding_bytes as u64);
+    decoder.set_limits(limits).map_err(damaged)?;
+    let mut image = DynamicImage::from_decoder(decoder).map_err(damaged)?;
+    image.apply_orientation(orientation);
+    let (width, height) = (image.width() as usize, image.height() as usize);
+    let data = if image.color().has_alpha() { on_white(&image.into_rgba8()) } else { image.into_rgb8().into_raw() };
+    Ok(RgbImage { width, height, data })
+}
+
+/// A decoder for the file's format, before any large allocation.
+fn open(encoded: &[u8]) -> Result<(impl ImageDecoder, ImageFormat), ImageError> {
+    if encoded.len() > MAX_ENCODED_BYTES {
+        return Err(ImageError::Bytes { bytes: encoded.len(), most: MAX_ENCODED_BYTES });
+    }
+    let mut reader = ImageReader::new(Cursor::new(encoded)).with_guessed_format().map_err(|_| ImageError::Format)?;
+    let format = match reader.format() {
+        Some(format @ (ImageFormat::Png | ImageFormat::Jpeg | ImageFormat::WebP | ImageFormat::Gif)) => format,
+        _ => return Err(ImageError::Format),
+    };
+    let mut limits = Limits::no_limits();
+    limits.max_alloc = Some(16 * MAX_PIXELS);
+    reader.limits(limits);
+    Ok((reader.into_decoder().map_err(damaged)?, format))
+}
+
+fn damaged(error: image::ImageError) -> ImageError {
+    ImageError::Damaged(error.to_string())
+}
+
+fn swaps_sides(orientation: Orientation) -> bool {
+    use Orientation::{Rotate90, Rotate90FlipH, Rotate270, Rotate270FlipH};
+    matches!(orientation, Rotate90 | Rotate270 | Rotate90FlipH | Rotate270FlipH)
+}
+
+/// `[.., 4]` with transparency to `[.., 3]`, laid on white and rounded as Pillow does.
+fn on_white(rgba: &[u8]) -> Vec<u8> {
+    let blend = |colour: u8, alpha: u8| {
+        let sum = u32::from(colour) * u32::from(alpha) + 255 * (255 - u32::from(alpha)) + 128;
+        ((sum + (sum >> 8)) >> 8) as u8
+    };
+    rgba.as_chunks::<4>().0.iter().flat_map(|[r, g, b, alpha]| [r, g, b].map(|colour| blend(*colour, *alpha))).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use image::{ColorType, codecs::png::PngEncoder};
+
+    const FIXTURE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/vision");
+
+    fn file(name: &str) -> Vec<u8> {
+        std::fs::read(format!("{FIXTURE}/images/{name}")).unwrap()
+    }
+
+    fn png(width: u32, height: u32, color: ColorType, data: &[u8]) -> Vec<u8> {
+        let mut out = Vec::new();
+        image::ImageEncoder::write_image(PngEncoder::new(&mut out), data, width, height, color.into()).unwrap();
+        out
+    }
+
+    #[test]
+    fn decoded_pixels_match_pillow() {
+        let stages = std::fs::read(format!("{FIXTURE}/images.safetensors")).unwrap();
+        let stages = safetensors::SafeTensors::deserialize(&stages).unwrap();
+        // JPEG decoders differ in rounding and in how they enlarge chroma.
+        for (name, file_name, most) in
+            [("gradient", "gradient.png", 0), ("shapes", "shapes.png", 0), ("noise", "noise.jpg", 8)]
+        {
+            let expected = stages.tensor(&format!("{name}.rgb")).unwrap();
+            let encoded = file(file_name);
+            let (found, header) = (decode(&encoded).unwrap(), ImageHeader::read(&encoded).unwrap());
+            assert_eq!([found.height, found.width, 3], expected.shape(), "{name}");
+            assert_eq!((header.height as usize, header.width as usize), (found.height, found.width), "{name}");
+            let worst = found.data.iter().zip(expected.data()).map(|(a, b)| a.abs_diff(*b)).max().unwrap();
+            assert!(worst <= most, "{name}: {worst}");
+        }
+    }
+
+    #[test]
+    fn every_kind_of_file_is_read() {
+        let dir = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/pictures");
+        let mut count = 0;
+        for entry in std::fs::read_dir(dir).unwrap() {
+            let path = entry.unwrap().path();
+            let name = path.file_name().unwrap().to_str().unwrap().to_owned();
+            let Ok(expected) = std::fs::read(path.with_file_name(format!("{name}.rgb"))) else { continue };
+            let found = decode(&std::fs::read(&path).unwrap()).unwrap_or_else(|error| panic!("{name} {error}"));
+            let side = |at: usize| u32::from_le_bytes(expected[at..at + 4].try_into().unwrap()) as usize;
+            assert_eq!((found.height, found.width), (side(0), side(4)), "{name}");
+            // PNG, GIF and lossless WebP are exact. The others differ in rounding, in chroma, and in what CMYK means.
+            let most = match name.split('.').next_back().unwrap() {
+                _ if name.starts_with("cmyk") => 64,
+                "jpg" if name.starts_with("subsampled") => 40,
+                "jpg" => 8,
+                "webp" if name.starts_with("lossy") => 24,
+                _ => 0,
+            };
+            let worst = found.data.iter().zip(&expected[8..]).map(|(a, b)| a.abs_diff(*b)).max().unwrap();
+            assert!(worst <= most, "{name}: {worst}");
+            count += 1;
+        }
+        assert_eq!(count, 26);
+    }
+
+    #[test]
+    fn transparent_pixels_become_white() {
+        let data = [255, 0, 0, 0, 255, 0, 0, 255, 0, 0, 0, 128];
+        let image = decode(&png(3, 1, ColorType::Rgba8, &data)).unwrap();
+        assert_eq!(image.data, [255, 255, 255, 255, 0, 0, 127, 127, 127]);
+        assert_eq!(decode(&png(1, 1, ColorType::La8, &[7, 255])).unwrap().data, [7, 7, 7]);
+        assert_eq!(decode(&png(1, 1, ColorType::L16, &0x80_80u16.to_be_bytes())).unwrap().data, [128; 3]);
+    }
+
+    #[test]
+    fn other_files_are_refused() {
+        for (bytes, word) in [
+            (b"".to_vec(), "PNG"),
+            (b"not an image".to_vec(), "PNG"),
+            (b"BM\x1e\0\0\0\0\0\0\0\x1a\0\0\0\x0c\0\0\0\x01\0\x01\0\x01\0\x18\0\0\0\xff\0".to_vec(), "PNG"),
+            (file("gradient.png")[..100].to_vec(), "damaged"),
+            (vec![0; MAX_ENCODED_BYTES + 1], "bytes"),
+        ] {
+            let error = decode(&bytes).unwrap_err().to_string();
+            assert!(error.contains(word), "{error}");
+        }
+    }
+
+    #[test]
+    fn huge_dimensions_are_refused_before_decoding() {
+        // The dimensions of a PNG are at bytes 16 to 24. A checksum follows, so it is computed again.
+        let sized = |width: u32, height: u32| {
+            let mut bytes = png(1, 1, ColorType::L8, &[0]);
+            bytes[16..20].copy_from_slice(&width.to_be_bytes());
+            bytes[20..24].copy_from_slice(&height.to_be_bytes());
+            let checksum = crc32fast::hash(&bytes[12..29]);
+            bytes[29..33].copy_from_slice(&checksum.to_be_bytes());
+            bytes
+        };
+        for (width, height, word) in [(65_535, 65_535, "pixels"), (u32::MAX >> 1, 1, ""), (4000, 10, "200")] {
+            for error in
+                [decode(&sized(width, height)).unwrap_err(), ImageHeader::read(&sized(width, height)).unwrap_err()]
+            {
+                assert!(error.to_string().contains(word), "{width} x {height}: {error}");
+            }
+        }
+        assert!(matches!(decode(&sized(1000, 1000)), Err(ImageError::Damaged(_))));
+    }
+}

@@ -1,0 +1,114 @@
+//! Images in prompts: from encoded bytes to the rows that take the place of their tokens' embeddings.
+//!
+//! | file | what it holds |
+//! |---|---|
+//! | `config` | dimensions of the tower, limits of image sizes |
+//! | `decode`, `resize`, `patches` | bytes to pixels, to the tower's size, to its input rows |
+//! | `processor` | all of these for one image |
+//! | `image` | an image and its place in a prompt; cache keys of its tokens |
+//! | `tower`, `weights` | patches to rows, in Candle tensors |
+//! | `row_cache` | rows of recent images |
+
+mod config;
+mod decode;
+mod image;
+mod patches;
+mod processor;
+mod resize;
+mod row_cache;
+mod tower;
+mod weights;
+
+pub use config::{ImageLimits, VisionConfig};
+pub use image::{Image, PlacedImage, place_images, prefix_keys};
+pub use processor::ImageProcessor;
+#[cfg(test)]
+pub use resize::RgbImage;
+pub use tower::VisionTower;
+
+use crate::{checkpoint::index::Index, device, error::ModelError, metrics::Metrics, model::config as model_config};
+use row_cache::ImageRowCache;
+use std::{cell::RefCell, path::Path, sync::Arc, time::Instant};
+use weights::TowerWeights;
+
+/// Most bytes of the rows of recent images.
+const ROW_CACHE_BYTES: usize = 32 << 20;
+
+/// The vision tower of a loaded model, with the rows of recent images.
+pub struct Vision {
+    tower: VisionTower,
+    cache: RefCell<ImageRowCache>,
+    pub processor: Arc<ImageProcessor>,
+    metrics: Arc<Metrics>,
+}
+
+/// Opens the tower of the checkpoint in `dir`. `None` if there is none. A tower that cannot be used is logged, and the model
+/// then reads text only.
+pub fn open(dir: &Path, index: &Index, text_hidden: usize) -> Option<VisionTower> {
+    let open = || -> Result<Option<VisionTower>, ModelError> {
+        let Some(weights) = TowerWeights::open(index.clone())? else { return Ok(None) };
+        let config = VisionConfig::new(&model_config::json(dir)?, text_hidden)?;
+        weights.check(&config)?;
+        let limits = ImageLimits::read(dir, &config)?;
+        Ok(Some(VisionTower { config, limits, weights }))
+    };
+    open().unwrap_or_else(|error| {
+        tracing::warn!(%error, "cannot use the vision tower; the model reads text only");
+        None
+    })
+}
+
+impl VisionTower {
+    /// Limits images to this many tokens.
+    pub fn with_max_tokens(self, tokens: usize) -> Self {
+        Self { limits: self.limits.with_max_tokens(tokens), ..self }
+    }
+
+    /// Computes in bf16 on Candle's Metal device if `on_gpu`, and if there is one.
+    pub fn on_gpu(self, on_gpu: bool) -> Self {
+        let device = if on_gpu { device::open_candle_gpu() } else { None };
+        match device {
+            Some(device) => Self { weights: self.weights.on_gpu(device), ..self },
+            None => self,
+        }
+    }
+
+    /// Bytes for the memory plan: one image in the tower, and the caches.
+    pub fn bytes(&self) -> u64 {
+        let caches = ROW_CACHE_BYTES + processor::RECENT_BYTES;
+        Self::workspace(&self.config, self.limits.max_tokens()) + caches as u64
+    }
+}
+
+impl Vision {
+    pub fn new(tower: VisionTower, metrics: Arc<Metrics>) -> Self {
+        let processor = Arc::new(ImageProcessor::new(tower.limits, tower.config.image_token));
+        Self { tower, cache: RefCell::new(ImageRowCache::new(ROW_CACHE_BYTES)), processor, metrics }
+    }
+
+    /// The rows `[tokens, hidden]` of an image.
+    pub fn rows(&self, image: &Image, keep_going: Option<&dyn Fn() -> bool>) -> Result<Arc<Vec<f32>>, ModelError> {
+        if let Some(rows) = self.cache.borrow_mut().get(&image.hash) {
+            self.metrics.images_cache.inc();
+            return Ok(rows);
+        }
+        let begun = Instant::now();
+        let rows = Arc::new(self.tower.rows(image, keep_going)?);
+        let seconds = begun.elapsed().as_secs_f64();
+        self.metrics.images_tower.inc();
+        self.metrics.vision_tower_seconds.inc_by(seconds);
+        tracing::debug!(tokens = image.tokens(), seconds, "computed an image's rows");
+        self.cache_rows(image.hash, rows.clone());
+        Ok(rows)
+    }
+
+    pub(super) fn cache_rows(&self, hash: [u8; 32], rows: Arc<Vec<f32>>) {
+        self.cache.borrow_mut().insert(hash, rows);
+    }
+
+    /// Frees what can be computed or read again.
+    pub fn release(&self) {
+        self.tower.weights.release();
+        self.cache.borrow_mut().clear();
+    }
+}

@@ -1,0 +1,183 @@
+//! The size that an image is scaled to, and the scaling: bit for bit as Pillow does it with 8 bits and `BICUBIC`.
+//!
+//! Two passes over the channels, first along rows, then along columns, each rounded to 8 bits. The kernel is Keys' cubic with
+//! a = -0.5, stretched when the image shrinks. Weights are fixed-point numbers of 22 bits.
+
+use super::config::{CHANNELS, ImageLimits};
+
+/// The largest ratio of the sides.
+pub const MAX_RATIO: u32 = 200;
+/// Bits after the binary point of a weight.
+const FRACTION: u32 = 22;
+
+/// An image in 8-bit RGB, row by row.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct RgbImage {
+    pub width: usize,
+    pub height: usize,
+    /// `[height, width, 3]`.
+    pub data: Vec<u8>,
+}
+
+/// Height and width after scaling: multiples of the factor, within the limits on pixels, close to the same ratio. `None` if one
+/// side is more than [`MAX_RATIO`] times the other.
+pub fn target_size(height: u32, width: u32, limits: &ImageLimits) -> Option<(usize, usize)> {
+    let (longer, shorter) = (height.max(width), height.min(width));
+    if shorter == 0 || u64::from(longer) > u64::from(shorter) * u64::from(MAX_RATIO) {
+        return None;
+    }
+    let (h, w, factor) = (f64::from(height), f64::from(width), limits.factor as f64);
+    let both = |scale: &dyn Fn(f64) -> f64| [h, w].map(|side| scale(side) * factor);
+    let [mut high, mut wide] = both(&|side| (side / factor).round_ties_even());
+    let pixels = high * wide;
+    if pixels > limits.max_pixels as f64 {
+        let shrink = (h * w / limits.max_pixels as f64).sqrt();
+        [high, wide] = both(&|side| (side / shrink / factor).floor().max(1.0));
+    } else if pixels < limits.min_pixels as f64 {
+        let grow = (limits.min_pixels as f64 / (h * w)).sqrt();
+        [high, wide] = both(&|side| (side * grow / factor).ceil());
+    }
+    Some((high as usize, wide as usize))
+}
+
+impl RgbImage {
+    /// The image in another size. A pass whose size does not change is skipped.
+    pub fn resized(self, height: usize, width: usize) -> Self {
+        let narrow = if self.width == width { self } else { self.resized_rows(width) };
+        if narrow.height == height { narrow } else { narrow.resized_columns(height) }
+    }
+
+    fn resized_rows(&self, width: usize) -> Self {
+        let taps = Taps::new(self.width, width);
+        let mut data = vec![0; self.height * width * CHANNELS];
+        for (from, to) in self.data.chunks_exact(self.width * CHANNELS).zip(data.chunks_exact_mut(width * CHANNELS)) {
+            for (pixel, (first, weights)) in to.as_chunks_mut::<CHANNELS>().0.iter_mut().zip(taps.iter()) {
+                let mut sums = [1 << (FRACTION - 1); CHANNELS];
+                for (near, weight) in from.as_chunks::<CHANNELS>().0[first..].iter().zip(weights) {
+                    sums.iter_mut().zip(near).for_each(|(sum, value)| *sum += i32::from(*value) * weight);
+                }
+                *pixel = sums.map(to_byte);
+            }
+        }
+        Self { width, height: self.height, data }
+    }
+
+    fn resized_columns(&self, height: usize) -> Self {
+        let (taps, row) = (Taps::new(self.height, height), self.width * CHANNELS);
+        let (mut data, mut sums) = (vec![0; height * row], vec![0i32; row]);
+        for (to, (first, weights)) in data.chunks_exact_mut(row).zip(taps.iter()) {
+            sums.fill(1 << (FRACTION - 1));
+            for (near, weight) in self.data[first * row..].chunks_exact(row).zip(weights) {
+                sums.iter_mut().zip(near).for_each(|(sum, value)| *sum += i32::from(*value) * weight);
+            }
+            to.iter_mut().zip(&sums).for_each(|(byte, sum)| *byte = to_byte(*sum));
+        }
+        Self { width: self.width, height, data }
+    }
+}
+
+fn to_byte(sum: i32) -> u8 {
+    (sum >> FRACTION).clamp(0, 255) as u8
+}
+
+/// For each output value, the first input value and the weights from there on.
+struct Taps {
+    first: Vec<usize>,
+    /// Where each output's weights end in `weights`.
+    ends: Vec<usize>,
+    weights: Vec<i32>,
+}
+
+impl Taps {
+    fn new(from: usize, to: usize) -> Self {
+        let scale = from as f64 / to as f64;
+        let stretch = scale.max(1.0);
+        let support = 2.0 * stretch;
+        let mut taps = Self { first: Vec::with_capacity(to), ends: Vec::with_capacity(to), weights: Vec::new() };
+        for output in 0..to {
+            let center = (output as f64 + 0.5) * scale;
+            // `as` rounds toward zero and clamps negative numbers to zero.
+            let first = (center - support + 0.5) as usize;
+            let end = ((center + support + 0.5) as usize).min(from);
+            let weight = |input: usize| cubic((input as f64 - center + 0.5) * (1.0 / stretch));
+            let weights: Vec<f64> = (first..end).map(weight).collect();
+            let sum: f64 = weights.iter().sum();
+            let fixed = |weight: &f64| {
+                let share = if sum == 0.0 { *weight } else { weight / sum };
+                (share * f64::from(1 << FRACTION) + 0.5f64.copysign(share)) as i32
+            };
+            taps.weights.extend(weights.iter().map(fixed));
+            taps.first.push(first);
+            taps.ends.push(taps.weights.len());
+        }
+        taps
+    }
+
+    fn iter(&self) -> impl Iterator<Item = (usize, &[i32])> {
+        let starts = [0].into_iter().chain(self.ends.iter().copied());
+        let weights = starts.zip(&self.ends).map(|(start, end)| &self.weights[start..*end]);
+        self.first.iter().copied().zip(weights)
+    }
+}
+
+/// Keys' cubic kernel with a = -0.5.
+fn cubic(x: f64) -> f64 {
+    const A: f64 = -0.5;
+    let x = x.abs();
+    if x < 1.0 {
+        ((A + 2.0) * x - (A + 3.0)) * x * x + 1.0
+    } else if x < 2.0 {
+        (((x - 5.0) * x + 8.0) * x - 4.0) * A
+    } else {
+        0.0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const FIXTURE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/vision");
+
+    fn limits(min_pixels: u64, max_pixels: u64) -> ImageLimits {
+        ImageLimits { min_pixels, max_pixels, factor: 32, mean: [0.5; 3], std: [0.5; 3] }
+    }
+
+    #[test]
+    fn target_sizes_match_transformers() {
+        let refs: serde_json::Value =
+            serde_json::from_slice(&std::fs::read(format!("{FIXTURE}/refs.json")).unwrap()).unwrap();
+        let cases = refs["smart_resize"].as_array().unwrap();
+        assert_eq!(cases.len(), 180);
+        for case in cases {
+            let n: Vec<u64> = case.as_array().unwrap().iter().map(|n| n.as_u64().unwrap()).collect();
+            let found = target_size(n[0] as u32, n[1] as u32, &limits(n[2], n[3]));
+            assert_eq!(found, Some((n[4] as usize, n[5] as usize)), "{case}");
+        }
+    }
+
+    #[test]
+    fn extreme_ratios_have_no_target_size() {
+        let limits = limits(65_536, 16_777_216);
+        assert!(target_size(200, 1, &limits).is_some() && target_size(1, 200, &limits).is_some());
+        assert!(target_size(201, 1, &limits).is_none() && target_size(65_535, 300, &limits).is_none());
+        assert!(target_size(0, 0, &limits).is_none() && target_size(0, 5, &limits).is_none());
+    }
+
+    #[test]
+    fn resize_matches_pillow_bit_for_bit() {
+        let file = std::fs::read(format!("{FIXTURE}/resize_vectors.safetensors")).unwrap();
+        let file = safetensors::SafeTensors::deserialize(&file).unwrap();
+        let image = |name: &str| {
+            let tensor = file.tensor(name).unwrap();
+            RgbImage { height: tensor.shape()[0], width: tensor.shape()[1], data: tensor.data().to_vec() }
+        };
+        let inputs: Vec<_> = file.names().into_iter().filter_map(|name| name.strip_suffix(".in")).collect();
+        assert!(inputs.len() >= 5, "{inputs:?}");
+        for name in inputs {
+            let expected = image(&format!("{name}.out"));
+            let found = image(&format!("{name}.in")).resized(expected.height, expected.width);
+            assert!(found == expected, "{name}");
+        }
+    }
+}

@@ -1,0 +1,171 @@
+//! The vision tower: from an image's patches to one row per token, in Candle tensors.
+//!
+//! ```text
+//! x = patches W^T + b + positions                N patches are N rows of `hidden` values, in block order
+//! for each block:
+//!     x = x + proj(attention(norm1(x)))          every patch sees every other one; 2-D RoPE
+//!     x = x + fc2(gelu(fc1(norm2(x))))           gelu: the tanh form
+//! y = norm(x), the merge^2 patches of a block side by side
+//! rows = fc2(gelu(fc1(y)))                       gelu: the exact form
+//! ```
+//! Source: `qwen3_5_moe` in transformers.
+
+use super::{
+    config::{ImageLimits, VisionConfig},
+    image::Image,
+    patches::{block_order, patches},
+    weights::{Block, TowerWeights},
+};
+use crate::error::ModelError;
+use candle_core::{DType, Device, Tensor};
+use candle_nn::{
+    Module,
+    ops::{sdpa, softmax_last_dim},
+    rotary_emb::rope,
+};
+
+/// Rows of an MLP that are computed at once.
+const MLP_ROWS: usize = 1024;
+/// Attention scores of one head that are computed at once.
+const SCORES: usize = 4 << 20;
+/// Head dimensions for which Metal has fused attention.
+const FUSED_HEADS: [usize; 7] = [32, 64, 72, 80, 96, 128, 256];
+
+pub struct VisionTower {
+    pub config: VisionConfig,
+    pub limits: ImageLimits,
+    pub weights: TowerWeights,
+}
+
+impl VisionTower {
+    /// The rows `[tokens, out_hidden]` of an image. Asks `keep_going` before each block.
+    ///
+    /// # Errors
+    /// [`ModelError::GivenUp`] if `keep_going` says so; weights that cannot be read; what the device refuses.
+    pub fn rows(&self, image: &Image, keep_going: Option<&dyn Fn() -> bool>) -> Result<Vec<f32>, ModelError> {
+        let Self { config, limits, weights } = self;
+        let pixels = &image.pixels;
+        let grid = Grid { rows: pixels.height / config.patch, columns: pixels.width / config.patch };
+        let order = block_order(grid.rows, grid.columns, config.merge);
+        let (count, hidden) = (order.len(), config.hidden);
+
+        let x = weights.tensor(patches(pixels, config, limits), &[count, config.patch_values()])?;
+        let x = weights.patch_embed(config)?.forward(&x)?;
+        let mut x = (x + weights.tensor(self.positions(grid, &order)?, &[count, hidden])?)?;
+        let (cos, sin) = self.rotations(&order)?;
+        for index in 0..config.depth {
+            if keep_going.is_some_and(|keep_going| !keep_going()) {
+                return Err(ModelError::GivenUp);
+            }
+            let block = weights.block(index, config)?;
+            x = (&x + self.attention(&block, &block.norm1.forward(&x)?, (&cos, &sin))?)?;
+            x = (&x + mlp(&block, &block.norm2.forward(&x)?)?)?;
+        }
+
+        let wide = hidden * config.merge.pow(2);
+        let y = weights.norm("merger.norm", hidden)?.forward(&x)?.reshape((count / config.merge.pow(2), wide))?;
+        let y = weights.linear("merger.linear_fc1", wide, wide)?.forward(&y)?.gelu_erf()?;
+        let y = weights.linear("merger.linear_fc2", config.out_hidden, wide)?.forward(&y)?;
+        Ok(y.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?)
+    }
+
+    /// Bytes of memory that an image of this many tokens takes while its rows are computed.
+    pub fn workspace(config: &VisionConfig, tokens: usize) -> u64 {
+        let (patches, hidden) = (tokens * config.merge.pow(2), config.hidden);
+        let wide = hidden * config.merge.pow(2);
+        let block = 4 * hidden * hidden + 2 * hidden * config.intermediate;
+        let weights = block.max(wide * (wide + config.out_hidden)) + config.intermediate * hidden;
+        let rows = patches * (9 * hidden + config.patch_values()).max(2 * wide / config.merge.pow(2));
+        let tiles = 3 * SCORES + 3 * MLP_ROWS.min(patches) * config.intermediate;
+        4 * (weights + rows + tiles) as u64
+    }
+
+    /// Each patch's position embedding `[patches, hidden]`: four entries of the table, weighted. The corners of the image
+    /// are the corners of the table.
+    fn positions(&self, grid: Grid, order: &[(usize, usize)]) -> Result<Vec<f32>, ModelError> {
+        let (table, side, hidden) =
+            (self.weights.position_table(&self.config)?, self.config.table_side, self.config.hidden);
+        let taps = |index: usize, count: usize| {
+            let source = index as f32 * (side - 1) as f32 / (count - 1).max(1) as f32;
+            let (low, fraction) = (source as usize, source - source.floor());
+            [(low, 1.0 - fraction), ((low + 1).min(side - 1), fraction)]
+        };
+        let mut out = vec![0.0; order.len() * hidden];
+        for (out, (row, column)) in out.chunks_exact_mut(hidden).zip(order) {
+            for (y, of_row) in taps(*row, grid.rows) {
+                for (x, of_column) in taps(*column, grid.columns) {
+                    let (weight, entry) = (of_row * of_column, &table[(y * side + x) * hidden..]);
+                    out.iter_mut().zip(entry).for_each(|(sum, value)| *sum += value * weight);
+                }
+            }
+        }
+        Ok(out)
+    }
+
+    /// Cosines and sines `[patches, head_dim / 2]`: the first half of the angles turns with a patch's row, the second with its
+    /// column.
+    fn rotations(&self, order: &[(usize, usize)]) -> Result<(Tensor, Tensor), ModelError> {
+        let half = self.config.head_dim() / 2;
+        let frequency = |j: usize| 1.0 / self.config.rope_theta.powf(2.0 * j as f32 / half as f32);
+        let frequencies: Vec<f32> = (0..half / 2).map(frequency).collect();
+        let angles = order.iter().flat_map(|(row, column)| [*row, *column]);
+        let angles = angles.flat_map(|at| frequencies.iter().map(move |frequency| at as f32 * frequency));
+        let (cos, sin) = angles.map(|angle| (angle.cos(), angle.sin())).unzip();
+        let tensor = |values: Vec<f32>| {
+            Tensor::from_vec(values, (order.len(), half), &Device::Cpu)?.to_device(&self.weights.device)
+        };
+        Ok((tensor(cos)?, tensor(sin)?))
+    }
+
+    /// `proj(softmax(q k^T / sqrt(head_dim)) v)` over all patches.
+    fn attention(&self, block: &Block, x: &Tensor, (cos, sin): (&Tensor, &Tensor)) -> Result<Tensor, ModelError> {
+        let (heads, dim) = (self.config.heads, self.config.head_dim());
+        let (count, hidden) = x.dims2()?;
+        let scale = (dim as f64).powf(-0.5);
+        let qkv = block.qkv.forward(x)?;
+        // Part 0 is q, 1 is k, 2 is v. `[1, heads, patches, dim]` of some heads.
+        let part = |part: usize, first: usize, heads: usize| {
+            let x = qkv.narrow(1, part * hidden + first * dim, heads * dim)?.reshape((count, heads, dim))?;
+            x.transpose(0, 1)?.contiguous()?.unsqueeze(0)
+        };
+        let turn = |x: Tensor| rope(&x.to_dtype(DType::F32)?, cos, sin)?.to_dtype(x.dtype());
+        let y = if self.weights.device.is_metal() && FUSED_HEADS.contains(&dim) {
+            let (q, k, v) = (turn(part(0, 0, heads)?)?, turn(part(1, 0, heads)?)?, part(2, 0, heads)?);
+            let y = sdpa(&q, &k, &v, None, false, scale as f32, 1.0)?;
+            y.squeeze(0)?.transpose(0, 1)?.reshape((count, hidden))?
+        } else {
+            let mut outputs = Vec::with_capacity(heads);
+            for head in 0..heads {
+                let q = (turn(part(0, head, 1)?)?.reshape((count, dim))? * scale)?;
+                let k = turn(part(1, head, 1)?)?.reshape((count, dim))?.t()?;
+                let v = part(2, head, 1)?.reshape((count, dim))?;
+                outputs.push(by_rows(&q, (SCORES / count).max(16), |q| softmax_last_dim(&q.matmul(&k)?)?.matmul(&v))?);
+            }
+            Tensor::cat(&outputs, 1)?
+        };
+        Ok(block.proj.forward(&y)?)
+    }
+}
+
+/// Patches of an image.
+#[derive(Clone, Copy)]
+struct Grid {
+    rows: usize,
+    columns: usize,
+}
+
+/// `fc2(gelu(fc1(x)))`, with the tanh form of gelu.
+fn mlp(block: &Block, x: &Tensor) -> candle_core::Result<Tensor> {
+    by_rows(x, MLP_ROWS, |x| block.fc2.forward(&block.fc1.forward(x)?.gelu()?))
+}
+
+/// Applies `compute` to blocks of rows.
+fn by_rows(
+    x: &Tensor,
+    rows: usize,
+    compute: impl Fn(&Tensor) -> candle_core::Result<Tensor>,
+) -> candle_core::Result<Tensor> {
+    let count = x.dim(0)?;
+    let blocks = (0..count).step_by(rows).map(|first| compute(&x.narrow(0, first, rows.min(count - first))?));
+    Tensor::cat(&blocks.collect::<candle_core::Result<Vec<_>>>()?, 0)
+}
