@@ -27,9 +27,9 @@ pub async fn generate<R: Renderer>(
     renderer: impl FnOnce(&LoadedModel, &Choices) -> R + Send + 'static,
 ) -> Result<Response, ApiError> {
     let lease = state.models.lease(request.model()).await?;
-    let (deadline, streams) = (log.deadline, request.streams());
+    let (deadline, streams, urls) = (log.deadline, request.streams(), state.image_urls.clone());
     let answer = async move |model: Arc<LoadedModel>| {
-        let mut choices = request.prepare(&model, &log, permit).await?;
+        let mut choices = request.prepare(&model, &urls, &log, permit).await?;
         let renderer = renderer(&model, &choices);
         let first = choices.submit(0)?;
         log.mark_generation();

@@ -29,5 +29,6 @@ mod tokenize;
 
 pub use layers::{memory::RequestMemory, origin::OriginPolicy, request_log::TARGET as REQUEST_LOG, timeouts::Timeouts};
 pub use models::{HostTimeouts, HostedModel, LoadedModel, ModelCard, ModelEntry, ModelHost, ModelLoader};
+pub use request::image_urls::ImageUrls;
 pub use server::{router, serve};
 pub use state::{BODY_LIMIT, ServerState};

@@ -7,6 +7,7 @@ use crate::{
         layers::{memory::RequestMemory, origin::OriginPolicy, timeouts::Timeouts},
         models::{HostedModel, LoadedModel, ModelHost},
         openai::responses::ResponseStore,
+        request::image_urls::ImageUrls,
     },
     metrics::Metrics,
 };
@@ -17,9 +18,9 @@ use std::sync::{
     atomic::{AtomicBool, Ordering::Relaxed},
 };
 
-/// Default limit of a request body. Ten megabytes of text are about two million tokens, so an overlong prompt is still
-/// read and refused with a message about the context length.
-pub const BODY_LIMIT: usize = 16 << 20;
+/// Default limit of a request body: an image of the largest size in base64, and a conversation. Ten megabytes of text are about
+/// two million tokens, so an overlong prompt is still read and refused with a message about the context length.
+pub const BODY_LIMIT: usize = 32 << 20;
 
 pub struct ServerState {
     pub metrics: Arc<Metrics>,
@@ -37,6 +38,8 @@ pub struct ServerState {
     pub storage_health: Arc<StorageHealth>,
     /// Keep the billing header of Claude Code in the prompt.
     pub keep_billing_header: bool,
+    /// Hosts that images may be fetched from.
+    pub image_urls: Arc<ImageUrls>,
     /// Responses that `previous_response_id` can name.
     pub responses: Arc<ResponseStore>,
     pub models: ModelHost,
@@ -56,6 +59,7 @@ impl ServerState {
             timeouts: Timeouts::default(),
             storage_health: Arc::default(),
             keep_billing_header: false,
+            image_urls: Arc::default(),
             responses: ResponseStore::within(memory.clone()),
             memory,
             models: ModelHost::default(),

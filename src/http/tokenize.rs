@@ -57,26 +57,29 @@ pub async fn tokenize(State(state): State<Arc<ServerState>>, body: Body) -> Resu
     let (request, mut permit) = body::json::<TokenizeRequest>(&state, body).await?;
     let model = state.model(request.model.as_deref()).await?;
     params::check_model(request.model.as_deref(), &model.card)?;
-    let text = match (request.prompt.or(request.content), request.messages) {
-        (Some(prompt), None) => prompt,
+    let (text, images) = match (request.prompt.or(request.content), request.messages) {
+        (Some(prompt), None) => (prompt, Vec::new()),
         (None, Some(messages)) => {
-            let mut messages = messages::checked(messages)?;
+            let (mut messages, images) = messages::checked(messages, None)?;
             let continues = request.continue_final_message.unwrap_or(false);
-            let chat = ChatPrompt {
+            let mut chat = ChatPrompt {
                 end_marker: if continues { Some(EndMarker::insert(&mut messages)?) } else { None },
                 messages,
+                images,
                 tools: tools::checked(request.tools)?,
                 kwargs: request.chat_template_kwargs.unwrap_or_default(),
                 add_generation_prompt: request.add_generation_prompt.unwrap_or(!continues),
                 default_thinking: None,
                 forbids_calls: false,
             };
-            model.render(&mut permit, chat).await?.0
+            let images = model.decode_images(&mut permit, &mut chat, &state.image_urls, None).await?;
+            (model.render(&mut permit, chat).await?.0, images)
         }
         _ => return Err(ApiError::invalid("prompt", "Send either prompt or messages.")),
     };
     // The text may be longer than the context. Only memory limits it.
     let (tokens, _) = model.tokenize(&mut permit, text, usize::MAX).await?;
+    let (tokens, _) = model.place_images(tokens, images)?;
     let has_strings = request.return_token_strs.unwrap_or(false);
     permit.grow(memory::token_list_bytes(tokens.len(), has_strings))?;
     let texts = || tokens.iter().map(|&id| model.tokenizer.token(id).unwrap_or_default()).collect();

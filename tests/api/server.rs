@@ -12,11 +12,12 @@ use moestro::{
     engine::{self, DiskCacheOptions, DraftPolicy, Handle, Options, Sampling},
     http::{self, LoadedModel, ModelCard, ServerState},
     metrics::Metrics,
+    model::{LoadOptions, Qwen},
 };
 use serde_json::json;
 use std::{
     net::SocketAddr,
-    path::PathBuf,
+    path::{Path, PathBuf},
     sync::{Arc, atomic::Ordering},
     time::Duration,
 };
@@ -177,11 +178,41 @@ impl Setup {
                 plan: json!({"resident": true}),
             });
         }
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let address = listener.local_addr().unwrap();
-        let (sender, receiver) = oneshot::channel::<()>();
-        let shutdown = async move { drop(receiver.await) };
-        let serving = tokio::spawn(http::serve(listener, state.clone(), shutdown));
-        Server { address, engine, tokenizer, metrics, state, mock, shutdown: Some(sender), serving }
+        listen(state, engine, tokenizer, metrics, mock).await
     }
+}
+
+/// A server with the checkpoint in `dir`, which has a tokenizer and a chat template.
+pub async fn serve_checkpoint(dir: &Path, load: &LoadOptions, options: Options) -> Server {
+    let (tokenizer, metrics) = (Arc::new(Tokenizer::load(dir).unwrap()), Metrics::new("0.0.0", "cpu"));
+    let model = Qwen::load(dir, load, &metrics, &mut |_, _| ()).unwrap();
+    let eos = options.eos.clone();
+    let (engine, _worker) = engine::spawn(model, options, metrics.clone()).unwrap();
+    let state = Arc::new(ServerState::new(metrics.clone(), None, None));
+    state.serve_model(LoadedModel {
+        engine: engine.clone(),
+        tokenizer: tokenizer.clone(),
+        grammars: Arc::new(GrammarCompiler::new(tokenizer.clone(), &eos)),
+        template: Some(Template::load(dir).unwrap()),
+        card: ModelCard { id: "checkpoint".into(), created: 1, experts_per_token: None, quantisation: None },
+        defaults: Sampling::greedy(),
+        thinking: None,
+        plan: json!({}),
+    });
+    listen(state, engine, tokenizer, metrics, MockModel::default()).await
+}
+
+async fn listen(
+    state: Arc<ServerState>,
+    engine: Handle,
+    tokenizer: Arc<Tokenizer>,
+    metrics: Arc<Metrics>,
+    mock: MockModel,
+) -> Server {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let (sender, receiver) = oneshot::channel::<()>();
+    let shutdown = async move { drop(receiver.await) };
+    let serving = tokio::spawn(http::serve(listener, state.clone(), shutdown));
+    Server { address, engine, tokenizer, metrics, state, mock, shutdown: Some(sender), serving }
 }

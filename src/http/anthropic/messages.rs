@@ -53,11 +53,13 @@ pub async fn count_tokens(State(state): State<Arc<ServerState>>, body: Body) -> 
     state.ensure_ready()?;
     let (request, mut permit) = read(&state, body).await?;
     let name = request.model.clone();
-    let chat = request.into_prompt(state.keep_billing_header)?;
+    let mut chat = request.into_prompt(state.keep_billing_header)?;
     let model = state.model(name.as_deref()).await?;
     sampling_params::check_model(name.as_deref(), &model.card)?;
+    let images = model.decode_images(&mut permit, &mut chat, &state.image_urls, None).await?;
     let (prompt, _) = model.render(&mut permit, chat).await?;
     let (ids, _) = model.tokenize(&mut permit, prompt, usize::MAX).await?;
+    let (ids, _) = model.place_images(ids, images)?;
     Ok(Json(json!({"input_tokens": ids.len()})))
 }
 

@@ -5,7 +5,7 @@ use crate::http::{
     openai::types::{ChatRequest, CommonFields, JsonSchema, OneOrMany, ResponseFormat},
     request::{
         ChatPrompt, GenerationRequest, PromptInput,
-        content_parts::{self, PartFormat},
+        content_parts::{self, ContentBuilder, ImagePart, PartFormat},
         messages,
     },
 };
@@ -103,7 +103,7 @@ impl MessagesRequest {
     }
 
     fn into_chat(self, keep_billing_header: bool) -> Result<(CommonFields, ChatRequest), ApiError> {
-        let mut messages = Vec::with_capacity(self.messages.len() + 1);
+        let (mut messages, mut images) = (Vec::with_capacity(self.messages.len() + 1), Vec::new());
         if let Some(system) = self.system.filter(|system| !system.is_null()) {
             let text = system_text(&system, keep_billing_header)?;
             if !text.is_empty() {
@@ -115,7 +115,7 @@ impl MessagesRequest {
         }
         let answered = content_parts::answered(&self.messages, |message| message["role"] == "assistant");
         for (index, message) in self.messages.iter().enumerate() {
-            translate(message, &format!("messages[{index}]"), index >= answered, &mut messages)?;
+            translate(message, &format!("messages[{index}]"), index >= answered, &mut messages, &mut images)?;
         }
         let continues = self.messages.last().is_some_and(|message| message["role"] == "assistant");
         if continues && self.thinking.as_ref().is_some_and(|thinking| thinking.kind == "enabled") {
@@ -151,6 +151,7 @@ impl MessagesRequest {
         };
         let chat = ChatRequest {
             messages,
+            images: Some(images),
             tools: (!tools.is_empty()).then_some(tools),
             tool_choice: self.tool_choice.map(AnthropicToolChoice::translate).transpose()?,
             parallel_tool_calls: disables_parallel.map(|disables| !disables),
@@ -214,7 +215,13 @@ fn system_text(system: &Value, keep_billing_header: bool) -> Result<String, ApiE
 }
 
 /// Translates one message into chat messages. A tool result becomes a separate chat message.
-fn translate(message: &Value, at: &str, is_new: bool, out: &mut Vec<Value>) -> Result<(), ApiError> {
+fn translate(
+    message: &Value,
+    at: &str,
+    is_new: bool,
+    out: &mut Vec<Value>,
+    images: &mut Vec<ImagePart>,
+) -> Result<(), ApiError> {
     let role = match &message["role"] {
         Value::String(role) => role.as_str(),
         Value::Null => return Err(ApiError::invalid(format!("{at}.role"), format!("{at} has no role."))),
@@ -231,7 +238,7 @@ fn translate(message: &Value, at: &str, is_new: bool, out: &mut Vec<Value>) -> R
             out.push(json!({"role": role, "content": content}));
             Ok(())
         }
-        ("user", Value::Array(blocks)) => user(blocks, &at_content, is_new, out),
+        ("user", Value::Array(blocks)) => user(blocks, &at_content, is_new, out, images),
         ("assistant", Value::Array(blocks)) => assistant(blocks, &at_content, out),
         ("user" | "assistant" | "system", _) => {
             Err(ApiError::wrong_type(at_content, "must be a string or an array of blocks."))
@@ -242,31 +249,37 @@ fn translate(message: &Value, at: &str, is_new: bool, out: &mut Vec<Value>) -> R
     }
 }
 
-fn user(blocks: &[Value], at: &str, is_new: bool, out: &mut Vec<Value>) -> Result<(), ApiError> {
-    let mut texts: Vec<String> = Vec::new();
-    let flush = |texts: &mut Vec<String>, out: &mut Vec<Value>| {
-        if !texts.is_empty() {
-            out.push(json!({"role": "user", "content": texts.join(BLOCKS.separator)}));
-            texts.clear();
+fn user(
+    blocks: &[Value],
+    at: &str,
+    is_new: bool,
+    out: &mut Vec<Value>,
+    images: &mut Vec<ImagePart>,
+) -> Result<(), ApiError> {
+    let mut content = ContentBuilder::new(BLOCKS.separator);
+    let flush = |content: &mut ContentBuilder, out: &mut Vec<Value>| {
+        if !content.is_empty() {
+            let content = std::mem::replace(content, ContentBuilder::new(BLOCKS.separator)).finish();
+            out.push(json!({"role": "user", "content": content}));
         }
     };
     for (index, block) in blocks.iter().enumerate() {
         let at = format!("{at}[{index}]");
         if block["type"] != "tool_result" {
-            texts.push(BLOCKS.part_text(block, &at, is_new)?);
+            BLOCKS.push(block, &at, is_new, &mut content, images)?;
             continue;
         }
-        flush(&mut texts, out);
+        flush(&mut content, out);
         let Some(id) = block["tool_use_id"].as_str() else {
             return Err(ApiError::wrong_type(format!("{at}.tool_use_id"), "must be a string."));
         };
         let result = match &block["content"] {
-            Value::Null => String::new(),
-            content => BLOCKS.text(content, &format!("{at}.content"), false)?,
+            Value::Null => "".into(),
+            content => BLOCKS.content(content, &format!("{at}.content"), false, images)?,
         };
         out.push(json!({"role": "tool", "tool_call_id": id, "content": result}));
     }
-    flush(&mut texts, out);
+    flush(&mut content, out);
     Ok(())
 }
 
@@ -347,18 +360,27 @@ mod tests {
     }
 
     #[test]
-    fn image_in_tool_result_becomes_a_sentence() {
+    fn images_are_collected_from_messages_and_results() {
         let image = json!({"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA"}});
         let call = json!({"type": "tool_use", "id": "t", "name": "Read", "input": {}});
         let result = json!({"type": "tool_result", "tool_use_id": "t", "content": [image]});
         let chat = chat(json!({"messages": [
             {"role": "user", "content": [{"type": "text", "text": "x"}, image]},
             {"role": "assistant", "content": [call]},
-            {"role": "user", "content": [result]},
+            {"role": "user", "content": [result, {"type": "text", "text": "y"}, image]},
         ]}));
-        let sentence = "[image omitted: this model reads text only]";
-        assert_eq!(chat.messages[0]["content"], format!("x\n\n{sentence}"));
-        assert_eq!(chat.messages[2]["content"], sentence);
+        let placed = |index: usize| json!({"type": "image", "image": index});
+        assert_eq!(chat.messages[0]["content"], json!([{"type": "text", "text": "x"}, placed(0)]));
+        assert_eq!(chat.messages[2]["content"], json!([placed(1)]));
+        assert_eq!(chat.messages[3]["content"], json!([{"type": "text", "text": "y"}, placed(2)]));
+        let images = chat.images.unwrap();
+        let found: Vec<_> = images.iter().map(|image| (&*image.at, image.is_new)).collect();
+        let expected = [
+            ("messages[0].content[1]", false),
+            ("messages[2].content[0].content[0]", false),
+            ("messages[2].content[2]", true),
+        ];
+        assert_eq!(found, expected);
     }
 
     #[test]
@@ -432,7 +454,7 @@ mod tests {
             (json!({"messages": [{"content": "Hi"}]}), "messages[0].role"),
             (json!({"messages": [{"role": "tool", "content": "Hi"}]}), "messages[0].role"),
             (with(json!(5)), "messages[0].content"),
-            (with(json!([{"type": "image", "source": {}}])), "messages[0].content[0]"),
+            (with(json!([{"type": "audio", "source": {}}])), "messages[0].content[0]"),
             (with(json!([{"type": "text"}])), "messages[0].content[0]"),
             (with(json!([{"type": "tool_result", "content": "x"}])), "messages[0].content[0].tool_use_id"),
             (json!({"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}), "messages[0].content[0]"),

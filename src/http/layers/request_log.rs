@@ -27,6 +27,9 @@ use std::{
 
 pub static REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 
+/// Number of images of a request that were replaced by a sentence. A stream that begins before the model is loaded lacks it.
+pub static IMAGES_NOT_SHOWN: HeaderName = HeaderName::from_static("x-moestro-images-not-shown");
+
 /// Status (nginx's) of a request whose client disconnected before the response began.
 const CLIENT_CLOSED_REQUEST: u16 = 499;
 
@@ -53,6 +56,8 @@ pub struct RequestLog {
     prompt_tokens: AtomicUsize,
     completion_tokens: AtomicUsize,
     first_token: OnceLock<Instant>,
+    /// Images that were replaced by a sentence.
+    images_not_shown: AtomicUsize,
 }
 
 impl RequestLog {
@@ -73,6 +78,7 @@ impl RequestLog {
             prompt_tokens: AtomicUsize::new(0),
             completion_tokens: AtomicUsize::new(0),
             first_token: OnceLock::new(),
+            images_not_shown: AtomicUsize::new(0),
         }
     }
 
@@ -93,6 +99,11 @@ impl RequestLog {
     /// The first call sets the time of the first generated token.
     pub fn mark_token(&self) {
         self.first_token.get_or_init(Instant::now);
+    }
+
+    /// Counts an image that was replaced by a sentence. The response says so in a header.
+    pub fn add_image_not_shown(&self) {
+        self.images_not_shown.fetch_add(1, Relaxed);
     }
 
     /// Counts a finished or cancelled answer. `reason` is one of the labels of `moestro_answers_total`.
@@ -194,6 +205,10 @@ pub async fn log_request(State(state): State<Arc<ServerState>>, mut request: Req
     let _ = log.status.set(response.status());
     if let Ok(id) = HeaderValue::from_str(&log.id) {
         response.headers_mut().insert(REQUEST_ID.clone(), id);
+    }
+    let not_shown = log.images_not_shown.load(Relaxed);
+    if not_shown > 0 {
+        response.headers_mut().insert(IMAGES_NOT_SHOWN.clone(), not_shown.into());
     }
     response
 }

@@ -32,6 +32,9 @@ pub struct ModelObject {
     pub quantization: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub capabilities: Option<Capabilities>,
+    /// `text`, and `image` if the model sees images.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub input_modalities: Option<Vec<&'static str>>,
     /// The model is in memory. Its experts may still be read on demand.
     pub loaded: bool,
     /// Anthropic's name of `object`.
@@ -90,7 +93,11 @@ async fn list(state: &ServerState) -> Result<Vec<ModelObject>, ApiError> {
             chat: model.template.is_some(),
             tools: model.template.is_some(),
             reasoning: model.tokenizer.id("</think>").is_some(),
-            vision: false,
+            vision: model.engine.images().is_some(),
+        }),
+        input_modalities: Some(match model.engine.images() {
+            Some(_) => vec!["text", "image"],
+            None => vec!["text"],
         }),
         loaded: true,
         ..ModelObject::new(id, model.card.created)

@@ -2,6 +2,7 @@
 //!
 //! A field that is `null` counts as absent. Unknown fields are ignored here; see [`crate::http::request::fields`].
 
+use crate::http::request::content_parts::ImagePart;
 use serde::Deserialize;
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
@@ -39,6 +40,9 @@ pub struct CommonFields {
 #[derive(Debug, Default, Deserialize)]
 pub struct ChatRequest {
     pub messages: Vec<Value>,
+    /// The images of messages that were translated from another API. `None`: the messages are a client's own.
+    #[serde(skip)]
+    pub images: Option<Vec<ImagePart>>,
     pub max_completion_tokens: Option<i64>,
     pub logprobs: Option<bool>,
     pub top_logprobs: Option<i64>,

@@ -1,10 +1,11 @@
-//! Content parts of messages: their text, and what replaces images, audio and files. The models read text only.
+//! Content parts of messages: text, images, and what replaces audio, video and files.
 //!
-//! In a new user message such a part is refused, because the user expects the model to see it. In tool results and earlier
-//! messages it becomes one sentence, because refusing it would end the conversation for good.
+//! In a new user message a part that the model cannot read is refused, because the user expects the model to see it. In tool
+//! results and earlier messages it becomes one sentence, because refusing it would end the conversation for good. Images are
+//! collected here and decoded later, when the model is known: see [`images`](super::images).
 
 use crate::http::errors::ApiError;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 /// Format of text parts in one API.
 pub struct PartFormat {
@@ -14,7 +15,68 @@ pub struct PartFormat {
     pub separator: &'static str,
 }
 
+/// An image in a message. The message has a part `{"type": "image", "image": N}` in its place, where N is its index in the
+/// list of images.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ImagePart {
+    pub source: ImageSource,
+    /// `detail: low`: few tokens are enough.
+    pub low_detail: bool,
+    /// Where the part is in the request, for errors.
+    pub at: String,
+    /// It belongs to a new user message.
+    pub is_new: bool,
+    /// Joins text that replaces the image to the text beside it.
+    pub separator: &'static str,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ImageSource {
+    /// In base64.
+    Base64(String),
+    /// `http` or `https`.
+    Url(String),
+    /// Unusable, and why.
+    Invalid(&'static str),
+}
+
 impl PartFormat {
+    /// The content of a message that may have images: a string, or an array of text and image parts.
+    pub fn content(
+        &self,
+        content: &Value,
+        at: &str,
+        is_new: bool,
+        images: &mut Vec<ImagePart>,
+    ) -> Result<Value, ApiError> {
+        let Value::Array(parts) = content else { return self.text(content, at, is_new).map(Value::String) };
+        let mut contents = ContentBuilder::new(self.separator);
+        for (index, part) in parts.iter().enumerate() {
+            self.push(part, &format!("{at}[{index}]"), is_new, &mut contents, images)?;
+        }
+        Ok(contents.finish())
+    }
+
+    /// Appends one part, text or image, to a message's content.
+    pub fn push(
+        &self,
+        part: &Value,
+        at: &str,
+        is_new: bool,
+        contents: &mut ContentBuilder,
+        images: &mut Vec<ImagePart>,
+    ) -> Result<(), ApiError> {
+        match image_source(part) {
+            Some((source, detail)) => {
+                contents.push_image(images.len());
+                let (at, separator) = (at.to_owned(), self.separator);
+                images.push(ImagePart { source, low_detail: detail == "low", at, is_new, separator });
+            }
+            None => contents.push_text(&self.part_text(part, at, is_new)?),
+        }
+        Ok(())
+    }
+
     /// The text of a content: a string, or an array of parts. `is_new`: it belongs to a new user message.
     pub fn text(&self, content: &Value, at: &str, is_new: bool) -> Result<String, ApiError> {
         match content {
@@ -48,6 +110,86 @@ impl PartFormat {
     }
 }
 
+/// The content of one message: a string, or text and image parts if there are images.
+pub struct ContentBuilder {
+    parts: Vec<Value>,
+    separator: &'static str,
+}
+
+impl ContentBuilder {
+    /// `separator` joins the texts of adjacent parts.
+    pub fn new(separator: &'static str) -> Self {
+        Self { parts: Vec::new(), separator }
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.parts.is_empty()
+    }
+
+    /// Appends text, to the last part if that is text.
+    pub fn push_text(&mut self, text: &str) {
+        match self.parts.last_mut().and_then(|part| part.get_mut("text")) {
+            Some(Value::String(last)) => {
+                last.push_str(self.separator);
+                last.push_str(text);
+            }
+            _ => self.parts.push(json!({"type": "text", "text": text})),
+        }
+    }
+
+    pub fn push_image(&mut self, index: usize) {
+        self.parts.push(json!({"type": "image", "image": index}));
+    }
+
+    pub fn finish(mut self) -> Value {
+        if self.parts.iter().any(|part| part["type"] == "image") {
+            return self.parts.into();
+        }
+        self.parts.pop().map_or_else(|| "".into(), |mut part| part["text"].take())
+    }
+}
+
+/// Where an image part has its image, and its `detail`. `None` for other parts.
+///
+/// OpenAI's APIs send `image_url` and `input_image`, Anthropic's `image` with a `source`, Hugging Face's clients `image` with a
+/// URL.
+fn image_source(part: &Value) -> Option<(ImageSource, &str)> {
+    let (url, detail) = match part["type"].as_str()? {
+        kind @ ("image_url" | "input_image") => {
+            let url = part.get("image_url").unwrap_or(&Value::Null);
+            let detail = url["detail"].as_str().or(part["detail"].as_str());
+            if kind == "input_image" && url.is_null() && !part["file_id"].is_null() {
+                return Some((ImageSource::Invalid("is a file_id; send it as a data: URL"), ""));
+            }
+            (url.as_str().or(url["url"].as_str()), detail)
+        }
+        "image" => {
+            let source = &part["source"];
+            if let Some(data) = source["data"].as_str().filter(|_| source["type"] == "base64") {
+                return Some((ImageSource::Base64(data.to_owned()), ""));
+            }
+            let url = source["url"].as_str().or(part["image"].as_str()).or(part["url"].as_str());
+            (url, part["detail"].as_str())
+        }
+        _ => return None,
+    };
+    Some((url.map_or(ImageSource::Invalid("has no URL"), from_url), detail.unwrap_or_default()))
+}
+
+fn from_url(url: &str) -> ImageSource {
+    let scheme = |scheme: &str| url.get(..scheme.len()).is_some_and(|start| start.eq_ignore_ascii_case(scheme));
+    if scheme("http://") || scheme("https://") {
+        return ImageSource::Url(url.to_owned());
+    }
+    if !scheme("data:") {
+        return ImageSource::Invalid("has a URL that is neither data: nor http(s):");
+    }
+    match url.split_once(',') {
+        Some((head, data)) if head.to_ascii_lowercase().ends_with(";base64") => ImageSource::Base64(data.to_owned()),
+        _ => ImageSource::Invalid("has a data: URL that is not base64"),
+    }
+}
+
 /// The sentence for a part that is not text.
 fn omitted(kind: &str, at: &str, is_new: bool) -> Result<String, ApiError> {
     let name = match kind {
@@ -58,13 +200,79 @@ fn omitted(kind: &str, at: &str, is_new: bool) -> Result<String, ApiError> {
         _ => "",
     };
     if is_new || name.is_empty() {
-        let text = format!("{at} has type `{kind}`; this server reads text only.");
+        let text = match name {
+            "image" => format!("{at} has type `{kind}`; only user messages and tool results can have images."),
+            _ => format!("{at} has type `{kind}`; this server reads text and images only."),
+        };
         return Err(ApiError::unsupported(at, text));
     }
-    Ok(format!("[{name} omitted: this model reads text only]"))
+    tracing::info!(at, kind, "part replaced by a sentence: the server reads text and images only");
+    Ok(format!("[{name} not shown: this model cannot read it]"))
 }
 
 /// The number of messages up to the last one that `is_assistant`. The messages after it are new.
 pub fn answered(messages: &[Value], is_assistant: impl Fn(&Value) -> bool) -> usize {
     messages.iter().rposition(is_assistant).map_or(0, |last| last + 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn image_parts_of_all_apis_are_read() {
+        let base64 = |data: &str| ImageSource::Base64(data.into());
+        for (part, source, detail) in [
+            (json!({"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}), base64("AA=="), ""),
+            (json!({"type": "image_url", "image_url": "DATA:;BASE64,AA"}), base64("AA"), ""),
+            (json!({"type": "image_url", "image_url": {"url": "data:;base64,A", "detail": "low"}}), base64("A"), "low"),
+            (json!({"type": "input_image", "image_url": "data:;base64,A", "detail": "high"}), base64("A"), "high"),
+            (
+                json!({"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "QQ"}}),
+                base64("QQ"),
+                "",
+            ),
+            (
+                json!({"type": "image", "source": {"type": "url", "url": "https://a/b"}}),
+                ImageSource::Url("https://a/b".into()),
+                "",
+            ),
+            (json!({"type": "image", "image": "data:;base64,A"}), base64("A"), ""),
+        ] {
+            assert_eq!(image_source(&part), Some((source, detail)), "{part}");
+        }
+        for part in [
+            json!({"type": "image_url", "image_url": {}}),
+            json!({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}),
+            json!({"type": "image_url", "image_url": "data:image/png,abc"}),
+            json!({"type": "input_image", "file_id": "f"}),
+            json!({"type": "image", "image": 0}),
+        ] {
+            assert!(matches!(image_source(&part), Some((ImageSource::Invalid(_), _))), "{part}");
+        }
+        assert_eq!(image_source(&json!({"type": "text", "text": "x"})), None);
+    }
+
+    #[test]
+    fn content_keeps_order_of_text_and_images() {
+        let format = PartFormat { types: &["text"], separator: "+" };
+        let text = |text: &str| json!({"type": "text", "text": text});
+        let image = json!({"type": "image_url", "image_url": "data:;base64,A"});
+        let (mut images, parts) = (Vec::new(), json!([text("a"), text("b"), image, text("c"), image]));
+        let content = format.content(&parts, "m", true, &mut images).unwrap();
+        let placed = |index: usize| json!({"type": "image", "image": index});
+        assert_eq!(content, json!([text("a+b"), placed(0), text("c"), placed(1)]));
+        assert_eq!(images.iter().map(|image| &*image.at).collect::<Vec<_>>(), ["m[2]", "m[4]"]);
+        assert_eq!(format.content(&json!([text("a"), text("b")]), "m", true, &mut images).unwrap(), "a+b");
+        assert_eq!(format.content(&json!([]), "m", true, &mut images).unwrap(), "");
+    }
+
+    #[test]
+    fn audio_becomes_a_sentence_in_history() {
+        let format = PartFormat { types: &["text"], separator: "" };
+        let audio = json!([{"type": "input_audio", "input_audio": {}}]);
+        assert_eq!(format.text(&audio, "m", false).unwrap(), "[audio not shown: this model cannot read it]");
+        assert_eq!(format.text(&audio, "m", true).unwrap_err().status, 400);
+        assert_eq!(format.text(&json!([{"type": "weird"}]), "m", false).unwrap_err().status, 400);
+    }
 }

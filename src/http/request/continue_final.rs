@@ -43,6 +43,9 @@ impl EndMarker {
         if last.get("tool_calls").and_then(Value::as_array).is_some_and(|calls| !calls.is_empty()) {
             return Err(ApiError::unsupported("messages", "A message with tool calls cannot be continued."));
         }
+        if last.get("content").is_some_and(Value::is_array) {
+            return Err(ApiError::unsupported("messages", "A message with images cannot be continued."));
+        }
         let text = |value: Option<&Value>| value.and_then(Value::as_str).unwrap_or_default().to_owned();
         let content = text(last.get("content"));
         let name = REASONING.into_iter().find(|&name| last.get(name).is_some_and(|value| !value.is_null()));

@@ -130,7 +130,7 @@ const GENERATION_FIELDS: &[Field] = &[
 const CHAT_FIELDS: &[Field] = &[
     array(
         "messages",
-        "text, tool calls and results, `reasoning_content`; roles system, developer, user, assistant, tool",
+        "text, images, tool calls and results, `reasoning_content`; roles system, developer, user, assistant, tool",
     ),
     object("stream_options", "`include_usage`; `include_obfuscation` is ignored"),
     integer("max_completion_tokens", REMAINING_CONTEXT),

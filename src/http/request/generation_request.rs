@@ -4,6 +4,7 @@ use crate::http::{
     errors::ApiError,
     openai::types::{ChatRequest, CommonFields, CompletionPrompt, CompletionRequest},
     request::{
+        content_parts::ImagePart,
         continue_final::{self, EndMarker},
         messages,
         response_format::{self, RequestedFormat},
@@ -49,6 +50,8 @@ pub enum PromptInput {
 #[derive(Debug)]
 pub struct ChatPrompt {
     pub messages: Vec<Value>,
+    /// The images that the messages refer to.
+    pub images: Vec<ImagePart>,
     pub tools: Vec<Value>,
     /// `tool_choice` is `none`: the prompt has the tools, but the model may not call them.
     pub forbids_calls: bool,
@@ -143,10 +146,11 @@ impl ChatPrompt {
         if let Some(thinking) = request.enable_thinking {
             kwargs.entry("enable_thinking").or_insert(thinking.into());
         }
-        let mut messages = messages::checked(request.messages)?;
+        let (mut messages, images) = messages::checked(request.messages, request.images)?;
         Ok(Self {
             end_marker: if continues { Some(EndMarker::insert(&mut messages)?) } else { None },
             messages,
+            images,
             tools: tools::checked(request.tools)?,
             forbids_calls: request.tool_choice.is_some_and(|choice| choice == "none"),
             kwargs,

@@ -1,7 +1,6 @@
 //! Chat messages: checks them and normalizes them for chat templates.
 //!
-//! Contents become plain strings, because not every template understands OpenAI's content parts and this server reads text
-//! only. The role `developer` becomes `system`, its older name.
+//! Contents without images become plain strings, because not every template understands OpenAI's content parts. The role `developer` becomes `system`, its older name.
 //!
 //! Templates accept one system message, at the start. System messages that directly follow it are joined to it. A later one
 //! becomes a user message at its position.
@@ -10,27 +9,34 @@ use crate::{
     chat::json_numbers,
     http::{
         errors::ApiError,
-        request::content_parts::{self, PartFormat},
+        request::content_parts::{self, ImagePart, PartFormat},
     },
 };
 use serde_json::{Map, Value, json};
 
 const PARTS: PartFormat = PartFormat { types: &["text"], separator: "" };
 
-/// Checks and normalizes all messages.
-pub fn checked(mut messages: Vec<Value>) -> Result<Vec<Value>, ApiError> {
+/// Checks and normalizes all messages, and collects their images. `translated` are the images of messages that were translated
+/// from another API: their contents are normalized already.
+pub fn checked(
+    mut messages: Vec<Value>,
+    translated: Option<Vec<ImagePart>>,
+) -> Result<(Vec<Value>, Vec<ImagePart>), ApiError> {
     if messages.is_empty() {
         return Err(ApiError::wrong_value("messages", "is empty; it must have at least one message."));
     }
     let answered = content_parts::answered(&messages, |message| message["role"] == "assistant");
+    let is_translated = translated.is_some();
+    let mut images = translated.unwrap_or_default();
     for (index, message) in messages.iter_mut().enumerate() {
         let at = format!("messages[{index}]");
         let Value::Object(message) = message else {
             return Err(ApiError::wrong_type(at, "must be an object."));
         };
-        normalize(message, &at, index >= answered)?;
+        let images = (!is_translated).then_some(&mut images);
+        normalize(message, &at, index >= answered, images)?;
     }
-    Ok(join_system_messages(messages))
+    Ok((join_system_messages(messages), images))
 }
 
 /// An assistant message. Reasoning and calls are left out if empty.
@@ -71,7 +77,13 @@ fn join_system_messages(messages: Vec<Value>) -> Vec<Value> {
     kept
 }
 
-fn normalize(message: &mut Map<String, Value>, at: &str, is_new: bool) -> Result<(), ApiError> {
+/// Without `images`, the content is normalized already.
+fn normalize(
+    message: &mut Map<String, Value>,
+    at: &str,
+    is_new: bool,
+    images: Option<&mut Vec<ImagePart>>,
+) -> Result<(), ApiError> {
     let role = match message.get("role") {
         Some(Value::String(role)) => role.clone(),
         Some(_) => return Err(ApiError::wrong_type(format!("{at}.role"), "must be a string.")),
@@ -100,10 +112,16 @@ fn normalize(message: &mut Map<String, Value>, at: &str, is_new: bool) -> Result
     }
     match message.get_mut("content") {
         Some(Value::String(_)) => {}
+        Some(Value::Array(_)) if images.is_none() => {}
         Some(content @ Value::Array(_)) => {
-            let is_tool_result = matches!(role.as_str(), "tool" | "function");
-            let text = PARTS.text(content, &format!("{at}.content"), is_new && !is_tool_result)?;
-            message.insert("content".into(), text.into());
+            let (at, is_new) = (format!("{at}.content"), is_new && !matches!(role.as_str(), "tool" | "function"));
+            let content = match images {
+                Some(images) if !matches!(role.as_str(), "system" | "developer") => {
+                    PARTS.content(content, &at, is_new, images)?
+                }
+                _ => PARTS.text(content, &at, is_new)?.into(),
+            };
+            message.insert("content".into(), content);
         }
         None | Some(Value::Null) if role == "assistant" => {}
         None | Some(Value::Null) => {
@@ -152,7 +170,7 @@ mod tests {
     use super::*;
 
     /// The field that an error names.
-    fn param(result: Result<Vec<Value>, ApiError>) -> String {
+    fn param(result: Result<(Vec<Value>, Vec<ImagePart>), ApiError>) -> String {
         let body = serde_json::to_value(result.unwrap_err().body()).unwrap();
         body["error"]["param"].as_str().unwrap().to_owned()
     }
@@ -162,7 +180,7 @@ mod tests {
         let parts = json!([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]);
         let given = vec![json!({"role": "developer", "content": "d"}), json!({"role": "user", "content": parts})];
         let expected = [json!({"role": "system", "content": "d"}), json!({"role": "user", "content": "ab"})];
-        assert_eq!(checked(given).unwrap(), expected);
+        assert_eq!(checked(given, None).unwrap().0, expected);
     }
 
     #[test]
@@ -170,7 +188,7 @@ mod tests {
         let one = json!({"role": "system", "content": "x".repeat(100)});
         let given = vec![one; 30_000];
         let start = std::time::Instant::now();
-        let kept = checked(given).unwrap();
+        let kept = checked(given, None).unwrap().0;
         assert_eq!((kept.len(), kept[0]["content"].as_str().unwrap().len()), (1, 30_000 * 102 - 2));
         assert!(start.elapsed().as_millis() < 1000, "{:?}", start.elapsed());
     }
@@ -180,9 +198,9 @@ mod tests {
         let call = json!({"type": "function", "function": {"name": "f", "arguments": "{\"a\": 1}"}});
         for content in [json!("x"), Value::Null] {
             let message = json!({"role": "assistant", "content": content, "tool_calls": [call]});
-            assert!(checked(vec![message]).is_ok());
+            assert!(checked(vec![message], None).is_ok());
         }
-        assert!(checked(vec![json!({"role": "assistant", "tool_calls": [call]})]).is_ok());
+        assert!(checked(vec![json!({"role": "assistant", "tool_calls": [call]})], None).is_ok());
     }
 
     #[test]
@@ -197,7 +215,6 @@ mod tests {
             (json!({"role": "user", "content": 5}), "messages[0].content"),
             (json!({"role": "user", "content": [{"type": "text"}]}), "messages[0].content[0]"),
             (json!({"role": "user", "content": ["hi"]}), "messages[0].content[0]"),
-            (json!({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}), "messages[0].content[0]"),
             (json!({"role": "assistant", "tool_calls": {}}), "messages[0].tool_calls"),
             (json!({"role": "assistant", "tool_calls": [{}]}), "messages[0].tool_calls[0].function.name"),
             (
@@ -209,9 +226,9 @@ mod tests {
                 "messages[0].tool_calls[0].function.arguments",
             ),
         ] {
-            assert_eq!(param(checked(vec![message])), at);
+            assert_eq!(param(checked(vec![message], None)), at);
         }
-        assert_eq!(param(checked(Vec::new())), "messages");
+        assert_eq!(param(checked(Vec::new(), None)), "messages");
     }
 
     #[test]
@@ -219,20 +236,36 @@ mod tests {
         let call = |arguments: Value| json!({"type": "function", "function": {"name": "f", "arguments": arguments}});
         let message = json!({"role": "assistant", "tool_calls": [call(json!("{\"city\": \"Os"))]});
         let expected = call(json!({"INVALID_JSON": "{\"city\": \"Os"}));
-        assert_eq!(checked(vec![message]).unwrap()[0]["tool_calls"], json!([expected]));
+        assert_eq!(checked(vec![message], None).unwrap().0[0]["tool_calls"], json!([expected]));
     }
 
     #[test]
-    fn image_is_refused_only_in_new_messages() {
-        let image = json!([{"type": "text", "text": "see "}, {"type": "image_url", "image_url": {"url": "x"}}]);
-        let user = json!({"role": "user", "content": image});
-        let assistant = json!({"role": "assistant", "content": "ok"});
-        let result = json!({"role": "tool", "content": image});
-        let kept = checked(vec![user.clone(), assistant.clone(), result]).unwrap();
-        for index in [0, 2] {
-            assert_eq!(kept[index]["content"], "see [image omitted: this model reads text only]");
+    fn images_are_collected_in_order() {
+        let part = json!({"type": "image_url", "image_url": {"url": "data:;base64,AA"}});
+        let content = json!([{"type": "text", "text": "see "}, part]);
+        let user = json!({"role": "user", "content": content});
+        let given = vec![
+            user.clone(),
+            json!({"role": "assistant", "content": "ok"}),
+            json!({"role": "tool", "content": content}),
+            user,
+        ];
+        let (kept, images) = checked(given, None).unwrap();
+        for (message, image) in [(0, 0), (2, 1), (3, 2)] {
+            let expected = json!([{"type": "text", "text": "see "}, {"type": "image", "image": image}]);
+            assert_eq!(kept[message]["content"], expected);
         }
-        assert_eq!(param(checked(vec![user.clone(), assistant, user])), "messages[2].content[1]");
+        let found: Vec<_> = images.iter().map(|image| (&*image.at, image.is_new)).collect();
+        let expected =
+            [("messages[0].content[1]", false), ("messages[2].content[1]", false), ("messages[3].content[1]", true)];
+        assert_eq!(found, expected);
+    }
+
+    #[test]
+    fn system_messages_have_no_images() {
+        let content = json!([{"type": "image_url", "image_url": {"url": "data:;base64,AA"}}]);
+        let system = json!({"role": "system", "content": content});
+        assert_eq!(param(checked(vec![system], None)), "messages[0].content[0]");
     }
 
     #[test]
@@ -241,7 +274,10 @@ mod tests {
         let given = ["system a", "developer b", "user c", "system d", "system e"]
             .map(|m| say(&m[..m.len() - 2], &m[m.len() - 1..]));
         let expected = [say("system", "a\n\nb"), say("user", "c"), say("user", "d"), say("user", "e")];
-        assert_eq!(checked(given.into()).unwrap(), expected);
-        assert_eq!(checked(vec![say("user", "a"), say("system", "b")]).unwrap(), [say("user", "a"), say("user", "b")]);
+        assert_eq!(checked(given.into(), None).unwrap().0, expected);
+        assert_eq!(
+            checked(vec![say("user", "a"), say("system", "b")], None).unwrap().0,
+            [say("user", "a"), say("user", "b")]
+        );
     }
 }

@@ -8,6 +8,8 @@ pub mod content_parts;
 pub mod continue_final;
 pub mod fields;
 mod generation_request;
+pub mod image_urls;
+mod images;
 pub mod messages;
 mod prepare;
 mod prompt;

@@ -13,6 +13,7 @@ use crate::{
         output::choices::{ChatParams, Choices},
         request::{
             generation_request::{ChatPrompt, GenerationRequest, PromptInput},
+            image_urls::ImageUrls,
             response_format, sampling_params as params,
         },
     },
@@ -27,25 +28,29 @@ impl GenerationRequest {
     pub async fn prepare(
         self,
         model: &Arc<LoadedModel>,
+        urls: &Arc<ImageUrls>,
         log: &Arc<RequestLog>,
         permit: MemoryPermit,
     ) -> Result<Choices, ApiError> {
         let names = self.names;
-        self.prepare_unnamed(model, log, permit).await.map_err(|error| error.renamed(names))
+        self.prepare_unnamed(model, urls, log, permit).await.map_err(|error| error.renamed(names))
     }
 
     async fn prepare_unnamed(
         self,
         model: &Arc<LoadedModel>,
+        urls: &Arc<ImageUrls>,
         log: &Arc<RequestLog>,
         mut permit: MemoryPermit,
     ) -> Result<Choices, ApiError> {
         let Self { common, max_tokens, parallel_tool_calls, .. } = self;
         params::check_model(common.model.as_deref(), &model.card)?;
         let mut sampling = common.sampling(&model.defaults, model.engine.vocab())?;
+        let mut images = Vec::new();
         let (param, prompts, chat) = match self.prompt {
             PromptInput::Text(prompt) => ("prompt", model.encode_all(&mut permit, prompt).await?, None),
-            PromptInput::Chat(chat) => {
+            PromptInput::Chat(mut chat) => {
+                let decoded = model.decode_images(&mut permit, &mut chat, urls, Some(log)).await?;
                 let (prompt, ChatPrompt { mut tools, forbids_calls, end_marker, .. }) =
                     model.render(&mut permit, chat).await?;
                 if forbids_calls {
@@ -56,12 +61,15 @@ impl GenerationRequest {
                 let in_reasoning =
                     end_marker.map_or_else(|| Template::opens_in_reasoning(&prompt), |marker| marker.in_reasoning);
                 let ids = model.encode(&mut permit, prompt, "messages").await?;
+                let (ids, placed) = model.place_images(ids, decoded)?;
+                images = placed;
                 ("messages", vec![ids], Some(ChatParams { tools, in_reasoning, parallel_tool_calls }))
             }
         };
         let (tools, in_reasoning) = chat.as_ref().map_or((&[][..], false), |chat| (&*chat.tools, chat.in_reasoning));
         let tokens = prompts.iter().map(|ids| size_of_val(ids) + memory::token_bytes(ids.len())).sum::<usize>();
-        permit.resize(tokens + memory::rendering_bytes(tools) + common.bytes())?;
+        let pixels: usize = images.iter().map(|placed| placed.image.pixels.data.len()).sum();
+        permit.resize(tokens + pixels + memory::rendering_bytes(tools) + common.bytes())?;
         for ids in &prompts {
             params::check_context(param, ids.len(), max_tokens, model.engine.context())?;
         }
@@ -75,6 +83,7 @@ impl GenerationRequest {
             // Evaluation harnesses want one token, even if it ends the text.
             ignore_eos: self.echo && self.logprobs.is_some() && max_tokens == 1,
             constraint: constraint.await?,
+            images,
             ..Request::new(Vec::new(), max_tokens, sampling)
         };
         Ok(Choices {

@@ -4,7 +4,7 @@
 use crate::http::{
     errors::ApiError,
     request::{
-        content_parts::{self, PartFormat},
+        content_parts::{self, ImagePart, PartFormat},
         messages::{assistant, invalid_arguments},
     },
 };
@@ -15,9 +15,9 @@ pub const ENCRYPTED_PREFIX: &str = "moestro:";
 
 const PARTS: PartFormat = PartFormat { types: &["input_text", "output_text", "text", "refusal"], separator: "" };
 
-/// Translates `items` into chat messages. The last `input` items are those of the request; an error names their position in
+/// Translates `items` into chat messages, and collects their images. The last `input` items are those of the request; an error names their position in
 /// it.
-pub fn to_messages(items: &[Value], input: usize) -> Result<Vec<Value>, ApiError> {
+pub fn to_messages(items: &[Value], input: usize) -> Result<(Vec<Value>, Vec<ImagePart>), ApiError> {
     let earlier = items.len().saturating_sub(input);
     let is_assistant = |item: &Value| {
         item["role"] == "assistant" || ["reasoning", "function_call"].iter().any(|kind| item["type"] == *kind)
@@ -32,12 +32,13 @@ pub fn to_messages(items: &[Value], input: usize) -> Result<Vec<Value>, ApiError
         builder.push(item, &at, index >= answered)?;
     }
     builder.close();
-    Ok(builder.messages)
+    Ok((builder.messages, builder.images))
 }
 
 #[derive(Default)]
 struct MessageBuilder {
     messages: Vec<Value>,
+    images: Vec<ImagePart>,
     /// The assistant message that is being put together.
     open: Option<AssistantTurn>,
 }
@@ -59,8 +60,12 @@ impl MessageBuilder {
             }
             (Some("message") | None, Some(role @ ("user" | "system" | "developer"))) => {
                 self.close();
-                let text = PARTS.text(&item["content"], &format!("{at}.content"), is_new)?;
-                self.messages.push(json!({"role": role, "content": text}));
+                let (content, at) = (&item["content"], format!("{at}.content"));
+                let content = match role {
+                    "user" => PARTS.content(content, &at, is_new, &mut self.images)?,
+                    _ => PARTS.text(content, &at, is_new)?.into(),
+                };
+                self.messages.push(json!({"role": role, "content": content}));
             }
             (Some("message") | None, _) => {
                 return Err(ApiError::wrong_value(
@@ -89,7 +94,7 @@ impl MessageBuilder {
                     return Err(ApiError::json(Some(format!("{at}.call_id")), format!("{at} must have a call_id.")));
                 };
                 self.close();
-                let output = PARTS.text(&item["output"], &format!("{at}.output"), false)?;
+                let output = PARTS.content(&item["output"], &format!("{at}.output"), false, &mut self.images)?;
                 self.messages.push(json!({"role": "tool", "tool_call_id": id, "content": output}));
             }
             (Some(other), _) => {
@@ -186,18 +191,20 @@ mod tests {
             json!({"role": "tool", "tool_call_id": "2", "content": "42"}),
             json!({"role": "assistant", "content": "Done", "reasoning_content": "so"}),
         ];
-        assert_eq!(to_messages(&items, items.len()).unwrap(), expected);
+        assert_eq!(to_messages(&items, items.len()).unwrap().0, expected);
     }
 
     #[test]
-    fn image_in_output_becomes_a_sentence() {
-        let image = json!([{"type": "input_image", "image_url": "x"}]);
+    fn images_are_collected_from_messages_and_outputs() {
+        let image = json!([{"type": "input_image", "image_url": "data:;base64,AA"}]);
         let result = json!({"type": "function_call_output", "call_id": "1", "output": image});
         let items = [json!({"role": "user", "content": image}), call("1"), result];
-        let messages = to_messages(&items, items.len()).unwrap();
-        for index in [0, 2] {
-            assert_eq!(messages[index]["content"], "[image omitted: this model reads text only]");
+        let (messages, images) = to_messages(&items, items.len()).unwrap();
+        for (message, image) in [(0, 0), (2, 1)] {
+            assert_eq!(messages[message]["content"], json!([{"type": "image", "image": image}]));
         }
+        let found: Vec<_> = images.iter().map(|image| (&*image.at, image.is_new)).collect();
+        assert_eq!(found, [("input[0].content[0]", false), ("input[2].output[0]", false)]);
     }
 
     #[test]
@@ -206,6 +213,7 @@ mod tests {
             [said("a"), call("1"), said("b"), output("1"), thought("x"), call("2"), thought("y"), said("c"), said("d")];
         let roles: Vec<_> = to_messages(&items, items.len())
             .unwrap()
+            .0
             .iter()
             .map(|message| {
                 (message["role"].as_str().unwrap().to_owned(), message["content"].as_str().unwrap().to_owned())
@@ -239,7 +247,8 @@ mod tests {
         for (item, param) in [
             (json!({"role": "wizard", "content": "x"}), "input[0].role"),
             (json!({"role": "user", "content": 5}), "input[0].content"),
-            (json!({"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}), "input[0].content[0]"),
+            (json!({"role": "user", "content": [{"type": "input_audio", "input_audio": "x"}]}), "input[0].content[0]"),
+            (json!({"role": "system", "content": [{"type": "input_image", "image_url": "x"}]}), "input[0].content[0]"),
             (json!({"role": "user", "content": ["x"]}), "input[0].content[0]"),
             (json!({"type": "function_call", "name": "f"}), "input[0]"),
             (json!({"type": "function_call_output", "output": "x"}), "input[0].call_id"),

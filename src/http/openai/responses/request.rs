@@ -140,7 +140,8 @@ impl ResponsesRequest {
         }
         let new = input.len();
         items.extend(input);
-        messages.extend(items::to_messages(&items, new)?);
+        let (translated, images) = items::to_messages(&items, new)?;
+        messages.extend(translated);
         let format = self.text.and_then(|text| text.format).filter(|format| !format.is_null());
         let effort = self.reasoning.and_then(|reasoning| reasoning.effort);
         let common = CommonFields {
@@ -153,6 +154,7 @@ impl ResponsesRequest {
         };
         let chat = ChatRequest {
             messages,
+            images: Some(images),
             max_completion_tokens: self.max_output_tokens,
             tools: (!tools.is_empty()).then_some(tools),
             tool_choice: self.tool_choice.filter(|choice| !choice.is_null()).map(tool_choice).transpose()?,

@@ -1,0 +1,237 @@
+//! Images through every API, with a small vision-language checkpoint and with a model that reads text only.
+
+use super::server::{Server, Setup, serve_checkpoint};
+use base64::{Engine, engine::general_purpose::STANDARD};
+use moestro::{
+    engine::{DiskCacheOptions, Options},
+    model::LoadOptions,
+};
+use serde_json::{Value, json};
+use std::path::{Path, PathBuf};
+
+const FIXTURE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/vision");
+const NOT_SHOWN: &str = "x-moestro-images-not-shown";
+
+fn options() -> (LoadOptions, Options) {
+    let mut load = LoadOptions { threads: Some(2), ..LoadOptions::default() };
+    load.plan.context = Some(1024);
+    load.plan.prompt_cache = Some(64 << 20);
+    (load, Options { eos: vec![991, 993], prompt_cache: 64 << 20, ..Options::default() })
+}
+
+async fn vision() -> Server {
+    let (load, options) = options();
+    serve_checkpoint(Path::new(&format!("{FIXTURE}/mlx_4bit")), &load, options).await
+}
+
+async fn vision_with_cache(dir: PathBuf) -> Server {
+    let (load, options) = options();
+    let disk_cache = Some(DiskCacheOptions { dir, limit: 64 << 20, key: "vision".into() });
+    serve_checkpoint(Path::new(&format!("{FIXTURE}/mlx_4bit")), &load, Options { disk_cache, ..options }).await
+}
+
+fn file(name: &str) -> String {
+    STANDARD.encode(std::fs::read(format!("{FIXTURE}/images/{name}")).unwrap())
+}
+
+/// A picture of one colour.
+fn picture(colour: [u8; 3]) -> String {
+    let mut out = Vec::new();
+    let encoder = image::codecs::png::PngEncoder::new(&mut out);
+    let pixels = colour.repeat(64 * 64);
+    image::ImageEncoder::write_image(encoder, &pixels, 64, 64, image::ExtendedColorType::Rgb8).unwrap();
+    STANDARD.encode(out)
+}
+
+fn url(data: &str) -> String {
+    format!("data:image/png;base64,{data}")
+}
+
+fn text(text: &str) -> Value {
+    json!({"type": "text", "text": text})
+}
+
+fn chat(messages: Value) -> Value {
+    json!({"messages": messages, "max_tokens": 6, "temperature": 0})
+}
+
+fn user(parts: Value) -> Value {
+    json!({"role": "user", "content": parts})
+}
+
+fn image_url(data: &str) -> Value {
+    json!({"type": "image_url", "image_url": {"url": url(data)}})
+}
+
+#[tokio::test]
+async fn answers_depend_on_the_picture() {
+    let server = vision().await;
+    let (red, blue) = (picture([255, 0, 0]), picture([0, 0, 255]));
+    let mut answers = Vec::new();
+    for data in [&red, &blue, &red] {
+        let body = chat(json!([user(json!([text("Which colour? "), image_url(data)]))]));
+        let answer = server.ask("/v1/chat/completions", &body).await;
+        // 64 x 64 pixels are 4 tokens.
+        let count = server.ask("/tokenize", &body).await["count"].clone();
+        assert_eq!(answer["usage"]["prompt_tokens"], count);
+        answers.push(answer["choices"][0]["message"].to_string());
+    }
+    assert_ne!(answers[0], answers[1]);
+    assert_eq!(answers[0], answers[2]);
+}
+
+#[tokio::test]
+async fn all_apis_render_the_same_prompt() {
+    let server = vision().await;
+    let data = file("shapes.png");
+    let body = chat(json!([user(json!([text("Look at this: "), image_url(&data), text(" What is in it?")]))]));
+    let tokens = server.ask("/tokenize", &body).await["tokens"].clone();
+    let refs: Value = serde_json::from_slice(&std::fs::read(format!("{FIXTURE}/refs.json")).unwrap()).unwrap();
+    assert_eq!(tokens, refs["chats"]["one"]["ids"], "transformers' ids");
+    let expected = tokens.as_array().unwrap().len();
+    let chat = server.ask("/v1/chat/completions", &body).await;
+    assert_eq!(chat["usage"]["prompt_tokens"], expected);
+
+    let input = |kind: &str| json!({"type": "input_image", "image_url": kind});
+    let say = |text: &str| json!({"type": "input_text", "text": text});
+    let parts = json!([say("Look at this: "), input(&url(&data)), say(" What is in it?")]);
+    let body = json!({"input": [user(parts)], "max_output_tokens": 6, "temperature": 0});
+    let response = server.ask("/v1/responses", &body).await;
+    assert_eq!(response["usage"]["input_tokens"], expected);
+
+    let source = json!({"type": "base64", "media_type": "image/png", "data": data});
+    let parts = json!([text("Look at this: "), {"type": "image", "source": source}, text(" What is in it?")]);
+    let body = json!({"messages": [user(parts)], "thinking": {"type": "enabled", "budget_tokens": 9}, "max_tokens": 6});
+    let count = server.ask("/v1/messages/count_tokens", &body).await;
+    assert_eq!(count["input_tokens"], expected);
+    let message = server.ask("/v1/messages", &body).await;
+    let cached = message["usage"]["cache_read_input_tokens"].as_u64().unwrap_or(0);
+    assert_eq!(message["usage"]["input_tokens"].as_u64().unwrap() + cached, expected as u64);
+}
+
+#[tokio::test]
+async fn tool_results_have_images() {
+    let server = vision().await;
+    let data = file("gradient.png");
+    let count = async |content: Value| {
+        let call = json!({"type": "tool_use", "id": "t", "name": "Read", "input": {}});
+        let result = json!({"type": "tool_result", "tool_use_id": "t", "content": content});
+        let messages = json!([user(json!("Look")), {"role": "assistant", "content": [call]}, user(json!([result]))]);
+        server.ask("/v1/messages/count_tokens", &json!({"messages": messages})).await["input_tokens"].as_u64().unwrap()
+    };
+    let image = json!({"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}});
+    // 6 tokens, and the start and the end of the image.
+    assert_eq!(count(json!([image])).await, count(json!("")).await + 8);
+}
+
+#[tokio::test]
+async fn second_turn_reuses_the_picture() {
+    let server = vision().await;
+    let first = user(json!([image_url(&file("noise.jpg")), text("What is this?")]));
+    let answer = server.ask("/v1/chat/completions", &chat(json!([first]))).await;
+    let prompt = answer["usage"]["prompt_tokens"].as_u64().unwrap();
+    let reply = json!({"role": "assistant", "content": answer["choices"][0]["message"]["content"]});
+    let more = chat(json!([first, reply, user(json!("And now?"))]));
+    let second = server.ask("/v1/chat/completions", &more).await;
+    let cached = second["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap();
+    assert!(cached + 8 > prompt, "{cached} of {prompt}");
+    let fresh = vision().await.ask("/v1/chat/completions", &more).await;
+    assert_eq!(second["choices"], fresh["choices"]);
+    // Another picture of the same size has the same ids and shares nothing after its start.
+    let other = user(json!([image_url(&file("gradient.png")), text("What is this?")]));
+    let other = server.ask("/v1/chat/completions", &chat(json!([other]))).await;
+    assert!(other["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap() < 5, "{}", other["usage"]);
+}
+
+#[tokio::test]
+async fn picture_is_cached_across_restarts() {
+    let dir = tempfile::tempdir().unwrap();
+    let ask = |data: &str| chat(json!([user(json!([image_url(data), text("What is this, and where was it taken?")]))]));
+    let (gradient, red) = (picture([9, 200, 30]), picture([255, 0, 0]));
+    let mut server = vision_with_cache(dir.path().into()).await;
+    let first = server.ask("/v1/chat/completions", &ask(&gradient)).await;
+    server.shut_down();
+    server.wait_for_end().await;
+    let server = vision_with_cache(dir.path().into()).await;
+    let cached = |answer: &Value| answer["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap();
+    let other = server.ask("/v1/chat/completions", &ask(&red)).await;
+    assert!(cached(&other) < 5, "{}", other["usage"]);
+    let again = server.ask("/v1/chat/completions", &ask(&gradient)).await;
+    assert!(cached(&again) > 10, "{}", again["usage"]);
+    assert_eq!(again["choices"], first["choices"]);
+}
+
+#[tokio::test]
+async fn low_detail_takes_fewer_tokens() {
+    let (mut load, options) = options();
+    load.vision.max_tokens = Some(16);
+    let server = serve_checkpoint(Path::new(&format!("{FIXTURE}/mlx_4bit")), &load, options).await;
+    let data = file("noise.jpg");
+    let count = async |part: Value| {
+        server.ask("/tokenize", &json!({"messages": [user(json!([part]))]})).await["count"].as_u64().unwrap()
+    };
+    let limited = count(image_url(&data)).await;
+    let full = vision().await.ask("/tokenize", &json!({"messages": [user(json!([image_url(&data)]))]})).await;
+    assert!(limited <= full["count"].as_u64().unwrap());
+    let models = server.get("/v1/models").await.json().await;
+    assert_eq!(models["data"][0]["input_modalities"], json!(["text", "image"]));
+    assert_eq!(models["data"][0]["capabilities"]["vision"], true);
+}
+
+#[tokio::test]
+async fn broken_pictures_are_refused_only_when_new() {
+    let server = vision().await;
+    for (part, word) in [
+        (image_url("AAAA"), "PNG"),
+        (image_url("!"), "base64"),
+        (image_url(&file("gradient.png")[..60]), "damaged"),
+        (json!({"type": "image_url", "image_url": {"url": "http://127.0.0.1/x.png"}}), "--image-urls"),
+        (json!({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}), "data:"),
+        (json!({"type": "image_url", "image_url": {}}), "URL"),
+    ] {
+        let new = server.post("/v1/chat/completions", &chat(json!([user(json!([part]))]))).await;
+        assert_eq!(new.status, 400);
+        let error = new.json().await["error"].clone();
+        assert_eq!(error["param"], "messages[0].content[0]", "{error}");
+        assert!(error["message"].as_str().unwrap().contains(word), "{word}: {error}");
+        let history = json!([user(json!([part])), {"role": "assistant", "content": "Hm"}, user(json!("Go on"))]);
+        let old = server.post("/v1/chat/completions", &chat(history)).await;
+        assert_eq!((old.status, old.header(NOT_SHOWN)), (200, Some("1")));
+    }
+}
+
+#[tokio::test]
+async fn placeholder_in_text_is_no_image() {
+    let server = vision().await;
+    let (placeholder, image) = (text("a <|image_pad|> b"), image_url(&picture([1, 2, 3])));
+    let tokens = async |parts: Value| {
+        let answer = server.post("/tokenize", &json!({"messages": [user(parts)]})).await;
+        assert_eq!(answer.status, 200);
+        let tokens = answer.json().await["tokens"].clone();
+        tokens.as_array().unwrap().iter().filter(|id| **id == 1003).count()
+    };
+    assert_eq!(tokens(json!([placeholder, image, placeholder])).await, 4);
+    // Without images the text is as the client sent it, and its token is no image.
+    assert_eq!(tokens(json!([placeholder])).await, 1);
+    let answer = server.post("/v1/chat/completions", &chat(json!([user(json!([placeholder]))]))).await;
+    assert_eq!(answer.status, 200);
+}
+
+#[tokio::test]
+async fn text_only_model_replaces_old_pictures() {
+    let server = Setup { says: Some("ok"), context: 2048, ..Setup::default() }.start().await;
+    let image = image_url(&picture([1, 2, 3]));
+    let new = server.post("/v1/chat/completions", &chat(json!([user(json!([text("see"), image]))]))).await;
+    assert_eq!(new.status, 400);
+    let message = new.json().await["error"]["message"].as_str().unwrap().to_owned();
+    assert!(message.contains("cannot see images"), "{message}");
+    let models = server.get("/v1/models").await.json().await;
+    assert_eq!(models["data"][0]["input_modalities"], json!(["text"]));
+    let tool = json!({"role": "tool", "tool_call_id": "t", "content": [image]});
+    let history = json!([user(json!("Look")), {"role": "assistant", "content": "Hm"}, tool]);
+    let answer = server.post("/v1/chat/completions", &chat(history.clone())).await;
+    assert_eq!((answer.status, answer.header(NOT_SHOWN)), (200, Some("1")));
+    let tokens = server.ask("/tokenize", &json!({"messages": history})).await["tokens"].clone();
+    let prompt = server.ask("/detokenize", &json!({"tokens": tokens})).await["prompt"].as_str().unwrap().to_owned();
+    assert!(prompt.contains("[image not shown: this model cannot see images]"), "{prompt}");
+}
