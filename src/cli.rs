@@ -98,6 +98,9 @@ pub struct ServeArgs {
     /// misses
     #[arg(long, env = "MOESTRO_KEEP_BILLING_HEADER", value_parser = BoolishValueParser::new())]
     pub keep_billing_header: bool,
+    /// Hosts that images may be fetched from, separated by commas, with a port unless it is the scheme's own [default: none]
+    #[arg(long, env = "MOESTRO_IMAGE_URLS", value_name = "HOSTS", value_parser = values::hosts_with_ports)]
+    pub image_urls: Option<String>,
     /// Write the log to files in this directory, at most 128 MiB of them, instead of stderr
     #[arg(long, env = "MOESTRO_LOG_DIR", value_name = "DIR")]
     pub log_dir: Option<PathBuf>,
@@ -197,6 +200,12 @@ pub struct LoadArgs {
     /// Prompt tokens per forward pass [default: as many as fit]
     #[arg(long, env = "MOESTRO_PREFILL_CHUNK", value_name = "N", value_parser = values::up_to::<65_536>)]
     pub prefill_chunk: Option<usize>,
+    /// Read text only: load no vision tower, and keep no memory for images
+    #[arg(long, env = "MOESTRO_NO_VISION", value_parser = BoolishValueParser::new())]
+    pub no_vision: bool,
+    /// Most tokens of an image; larger images are scaled down [default: 1024 on a CPU, 2048 on Metal]
+    #[arg(long, env = "MOESTRO_IMAGE_MAX_TOKENS", value_name = "N", value_parser = values::up_to::<65_536>)]
+    pub image_max_tokens: Option<usize>,
 }
 
 /// Sampling defaults of requests. Without a flag, the model's generation_config.json applies.
@@ -262,6 +271,9 @@ pub struct BenchArgs {
     /// Measure instead how --kv-bits (default: 8 and 4) changes probabilities and the answer
     #[arg(long, env = "MOESTRO_QUALITY", value_parser = BoolishValueParser::new(), conflicts_with = "cold")]
     pub quality: bool,
+    /// Measure instead the time from this image to the first token
+    #[arg(long, env = "MOESTRO_IMAGE", value_name = "FILE", conflicts_with_all = ["cold", "quality", "draft_model"])]
+    pub image: Option<PathBuf>,
     /// Measure instead the same answer with and without this draft
     #[arg(long, value_name = "mtp|lookup|PATH|ID", value_parser = values::draft, conflicts_with_all = ["cold", "quality"])]
     pub draft_model: Option<DraftModel>,

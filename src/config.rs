@@ -34,7 +34,7 @@ impl ModelSource {
 }
 
 /// Expands `~` and `~/...` as a shell does. A shell does not expand environment variables and quoted words.
-fn expand(typed: &str) -> PathBuf {
+pub fn expand(typed: &str) -> PathBuf {
     let rest = match typed.strip_prefix('~') {
         Some(rest) if rest.is_empty() || rest.starts_with('/') => rest.trim_start_matches('/'),
         _ => return typed.into(),
@@ -73,6 +73,10 @@ pub struct LoadSettings {
     pub context: Option<usize>,
     pub chunk: Option<usize>,
     pub kv_bits: KvBitsArg,
+    /// Load no vision tower.
+    pub no_vision: bool,
+    /// Most tokens of an image.
+    pub image_max_tokens: Option<usize>,
     /// The model is served, so the plan reserves memory for requests.
     pub serving: bool,
     /// Bytes of memory for the prompt cache. 0 for a command without one.
@@ -99,6 +103,8 @@ impl LoadSettings {
             context: typed.ctx_size,
             chunk: typed.prefill_chunk,
             kv_bits: typed.kv_bits,
+            no_vision: typed.no_vision,
+            image_max_tokens: typed.image_max_tokens,
             serving: false,
             prompt_cache: Some(0),
             drafts: None,
@@ -142,6 +148,8 @@ pub struct ServeConfig {
     pub keep_alive: Option<Duration>,
     pub models_dir: Option<PathBuf>,
     pub keep_billing_header: bool,
+    /// Hosts that images may be fetched from.
+    pub image_urls: Vec<String>,
     /// Directory of the prompt cache on disk, and its size limit in bytes.
     pub prompt_cache_dir: PromptCacheDir,
     pub prompt_cache_disk: u64,
@@ -166,6 +174,7 @@ impl ServeConfig {
             keep_alive: typed.keep_alive,
             models_dir: typed.home.models_dir,
             keep_billing_header: typed.keep_billing_header,
+            image_urls: typed.image_urls.iter().flat_map(|hosts| hosts.split(',')).map(str::to_owned).collect(),
             prompt_cache_dir: match typed.prompt_cache_dir.as_deref() {
                 Some("off") => PromptCacheDir::Off,
                 Some(dir) => PromptCacheDir::In(expand(dir)),

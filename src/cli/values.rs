@@ -221,6 +221,19 @@ pub fn origin(text: &str) -> Result<String, String> {
     }
 }
 
+/// Host names as in URLs, with or without ports, separated by commas.
+pub fn hosts_with_ports(text: &str) -> Result<String, String> {
+    let without_port = |host: &str| match host.rsplit_once(':') {
+        Some((name, port)) if !port.ends_with(']') => port.parse::<u16>().ok().map(|_| name.to_owned()),
+        _ => Some(host.to_owned()),
+    };
+    let names: Option<Vec<String>> = text.split(',').map(without_port).collect();
+    match names.map(|names| hosts(&names.join(","))) {
+        Some(Ok(_)) => Ok(text.into()),
+        _ => Err("it must be names such as images.example.com or localhost:8080, without scheme".into()),
+    }
+}
+
 /// Host names as in URLs, without ports, separated by commas.
 pub fn hosts(text: &str) -> Result<String, String> {
     let fits = |host: &str| {
@@ -278,6 +291,14 @@ mod tests {
     fn host_names_are_checked() {
         assert!(["box.lan", "192.168.0.2", "[fe80::1],my_box"].iter().all(|text| hosts(text).is_ok()));
         assert!(["", "a,", "http://box", "box:80", "a b", "[box]"].iter().all(|text| hosts(text).is_err()));
+    }
+
+    #[test]
+    fn hosts_may_have_ports() {
+        let good = ["images.example.com", "localhost:8080,[::1]:81", "[fe80::1]"];
+        assert!(good.iter().all(|text| hosts_with_ports(text).is_ok()));
+        let bad = ["", "http://box", "box:port", "box:80/x", "a,", "box:99999"];
+        assert!(bad.iter().all(|text| hosts_with_ports(text).is_err()));
     }
 
     #[test]

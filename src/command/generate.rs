@@ -16,7 +16,7 @@ pub fn answer_once(local: &LocalModel, config: &GenerateConfig) -> Result<(), Co
     let system = config.system.iter().map(|text| message("system", text));
     let messages: Vec<_> = system.chain(config.prompt.iter().map(|text| message("user", text))).collect();
     let runtime = runtime()?;
-    let answer = runtime.block_on(local.answer(&messages, &local.answer_options(config), pending()))?;
+    let answer = runtime.block_on(local.answer(&messages, &[], &local.answer_options(config), pending()))?;
     if let Some((_, timings)) = answer.end {
         eprintln!("{}", timings_line(&timings));
     }

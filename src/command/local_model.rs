@@ -7,15 +7,21 @@ use crate::{
         parser::{Delta, Parser},
     },
     config::GenerateConfig,
-    engine::{self, Boundary, BoundaryKind, Event, Finish, Handle, Options, Request, Sampling, Timings, Worker},
+    engine::{
+        self, Boundary, BoundaryKind, Event, Finish, Handle, Image, ImageProcessor, Options, Request, Sampling,
+        Timings, Worker,
+    },
     error::{CommandError, EngineError},
     metrics::Metrics,
     model::Model,
+    platform::read_small_file,
 };
 use serde_json::{Map, Value, json};
 use std::{
     future::Future,
     io::{self, IsTerminal, Write},
+    path::Path,
+    sync::Arc,
 };
 
 /// Options of answers, which a chat can change.
@@ -65,6 +71,20 @@ impl LocalModel {
         AnswerOptions { sampling, max_tokens: config.max_tokens, thinking: config.thinking }
     }
 
+    /// Reads an image for a later message.
+    ///
+    /// # Errors
+    /// A sentence for the user.
+    pub fn read_image(&self, path: &Path) -> Result<Arc<Image>, String> {
+        let Some(processor) = self.engine.images() else {
+            return Err("this model cannot see images".into());
+        };
+        let failed = |why: String| format!("{}: {why}", path.display());
+        let encoded = read_small_file(path, ImageProcessor::MAX_ENCODED_BYTES as u64);
+        let encoded = encoded.map_err(|error| failed(error.to_string()))?;
+        processor.prepare(&encoded, None).map_err(|error| failed(format!("the image {error}")))
+    }
+
     /// Renders the prompt. A base model gets the text of the last message.
     fn prompt(&self, messages: &[Value], thinking: Option<bool>) -> Result<String, CommandError> {
         let Some(template) = &self.checkpoint.template else {
@@ -79,15 +99,21 @@ impl LocalModel {
         Ok(template.render(&conversation)?)
     }
 
-    /// Prints an answer to `messages` until it ends or `stop` completes.
+    /// Prints an answer to `messages`, which refer to `images` in order, until it ends or `stop` completes.
     pub async fn answer(
         &self,
         messages: &[Value],
+        images: &[Arc<Image>],
         answer_options: &AnswerOptions,
         stop: impl Future<Output = ()>,
     ) -> Result<TerminalAnswer, CommandError> {
         let prompt = self.prompt(messages, answer_options.thinking)?;
         let ids = self.checkpoint.tokenizer.encode(&prompt)?;
+        let (ids, images) = match self.engine.images().filter(|_| !images.is_empty()) {
+            Some(processor) => engine::place_images(ids, images, processor.image_token)
+                .ok_or_else(|| CommandError::Usage("the text contains the placeholder of an image".into()))?,
+            None => (ids, Vec::new()),
+        };
         let ends = message_ends(&self.checkpoint.tokenizer, &ids).into_iter();
         let boundary = |(at, speaker)| {
             let kind = match speaker {
@@ -99,6 +125,7 @@ impl LocalModel {
         };
         let mut events = self.engine.submit(Request {
             boundaries: ends.map(boundary).collect(),
+            images,
             ..Request::new(ids, answer_options.max_tokens.unwrap_or(usize::MAX), answer_options.sampling.clone())
         })?;
         let mut decoder = Decoder::new(self.checkpoint.tokenizer.clone());

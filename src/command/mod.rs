@@ -30,7 +30,7 @@ use crate::{
     error::{CommandError, StoreError},
     experts,
     metrics::Metrics,
-    model::{self, Qwen, StoreOptions, config::FfnShape},
+    model::{self, Model, Qwen, StoreOptions, VisionOptions, config::FfnShape},
     ops::KvBits,
     plan::PlanOptions,
     platform::check_small_file,
@@ -216,6 +216,7 @@ pub fn options(load: &LoadSettings) -> model::LoadOptions {
         experts_at_most: load.experts_at_most,
         verify: load.drafts.as_ref().is_some_and(DraftOptions::are_used),
         kv_bits: kv_bits(load.kv_bits),
+        vision: VisionOptions { disabled: load.no_vision, max_tokens: load.image_max_tokens },
         store: StoreOptions {
             slots: None,
             io: match load.expert_io {
@@ -257,6 +258,9 @@ pub fn load_model(
     bar.finish_and_clear();
     let model = chosen.place(model?)?;
     let draft = found.load(&model)?;
+    if let Some(images) = model.info().images {
+        tracing::info!(most_tokens = images.max_tokens(), "the model reads images");
+    }
     let device = device_choice::name(&model);
     metrics.set_device(device);
     let experts_per_token = match model.config().ffn {

@@ -7,14 +7,19 @@ use super::{
 };
 use crate::{
     config::{self, GenerateConfig},
+    engine::Image,
     error::CommandError,
 };
-use serde_json::Value;
-use std::io::{self, IsTerminal};
+use serde_json::{Value, json};
+use std::{
+    io::{self, IsTerminal},
+    sync::Arc,
+};
 
 const HELP: &str = "\
 /set                   show the settings; /set NAME VALUE changes temp, top-p, top-k, min-p, repeat-penalty, seed,
                        max-tokens, thinking (on, off) or system; /set NAME resets seed, max-tokens, thinking or system
+/image PATH            show the model a picture together with the next text
 /clear                 delete the conversation
 /help, /bye            show this help, end the chat
 \"\"\"                    starts and ends a text of several lines; a line that ends in \\ continues on the next line
@@ -23,7 +28,7 @@ Ctrl-C                 interrupts an answer, or discards the line
 Ctrl-D                 ends the chat; so does pressing Ctrl-C twice";
 
 /// Completions of the Tab key.
-const WORDS: [&str; 13] = [
+const WORDS: [&str; 14] = [
     "/set ",
     "/set temp ",
     "/set top-p ",
@@ -34,6 +39,7 @@ const WORDS: [&str; 13] = [
     "/set max-tokens ",
     "/set thinking ",
     "/set system ",
+    "/image ",
     "/clear",
     "/help",
     "/bye",
@@ -56,13 +62,17 @@ struct ChatSession<'a> {
     local: &'a LocalModel,
     settings: ChatSettings,
     messages: Vec<Value>,
+    /// The images of the messages, and those of the next message.
+    images: Vec<Arc<Image>>,
+    next_images: Vec<Arc<Image>>,
     runtime: tokio::runtime::Runtime,
 }
 
 impl<'a> ChatSession<'a> {
     fn new(local: &'a LocalModel, config: &GenerateConfig) -> Result<Self, CommandError> {
         let settings = ChatSettings { answer_options: local.answer_options(config), system: config.system.clone() };
-        Ok(Self { local, settings, messages: Vec::new(), runtime: generate::runtime()? })
+        let (messages, images, next_images) = Default::default();
+        Ok(Self { local, settings, messages, images, next_images, runtime: generate::runtime()? })
     }
 
     fn run(&mut self) -> Result<(), CommandError> {
@@ -82,7 +92,12 @@ impl<'a> ChatSession<'a> {
             match command(&text) {
                 _ if text.trim().is_empty() => {}
                 Some(("bye" | "exit" | "quit", _)) => return Ok(()),
-                Some(("clear", _)) => self.messages.clear(),
+                Some(("clear", _)) => {
+                    self.messages.clear();
+                    self.images.clear();
+                    self.next_images.clear();
+                }
+                Some(("image", path)) => println!("{}", self.add_image(path).unwrap_or_else(|why| why)),
                 Some(("set", rest)) => println!("{}", self.settings.set(rest).unwrap_or_else(|why| why)),
                 Some(_) => println!("{HELP}"),
                 None => self.send(&text)?,
@@ -90,16 +105,36 @@ impl<'a> ChatSession<'a> {
         }
     }
 
+    /// Reads an image for the next message. Returns a line for the user.
+    fn add_image(&mut self, path: &str) -> Result<String, String> {
+        if path.is_empty() {
+            return Err("/image needs the path of a PNG, JPEG, WebP or GIF file".into());
+        }
+        let image = self.local.read_image(&config::expand(path))?;
+        let tokens = image.tokens();
+        self.next_images.push(image);
+        Ok(format!("{path}: {tokens} tokens; the next text goes with it"))
+    }
+
     /// Sends a message to the model. A failed answer does not end the chat.
     fn send(&mut self, text: &str) -> Result<(), CommandError> {
-        self.messages.push(message("user", text));
+        let before = self.images.len();
+        let mut question = message("user", text);
+        if !self.next_images.is_empty() {
+            let images = self.next_images.iter().map(|_| json!({"type": "image"}));
+            let parts: Vec<Value> = images.chain([json!({"type": "text", "text": text})]).collect();
+            question["content"] = parts.into();
+            self.images.append(&mut self.next_images);
+        }
+        self.messages.push(question);
         let system = self.settings.system.iter().map(|text| message("system", text));
         let messages: Vec<Value> = system.chain(self.messages.iter().cloned()).collect();
-        let answer = self.local.answer(&messages, &self.settings.answer_options, interrupted());
+        let answer = self.local.answer(&messages, &self.images, &self.settings.answer_options, interrupted());
         let answer = self.runtime.block_on(answer);
         let TerminalAnswer { content, reasoning, end } = match answer {
             Err(CommandError::Engine(error)) => {
                 self.messages.pop();
+                self.images.truncate(before);
                 eprintln!("moestro: {error}");
                 return Ok(());
             }
@@ -120,7 +155,7 @@ impl<'a> ChatSession<'a> {
 fn command(text: &str) -> Option<(&str, &str)> {
     let line = text.trim().strip_prefix('/')?;
     let (name, rest) = line.split_once(' ').unwrap_or((line, ""));
-    let known = ["bye", "exit", "quit", "clear", "set", "help", "?"].contains(&name);
+    let known = ["bye", "exit", "quit", "clear", "set", "image", "help", "?"].contains(&name);
     (known || name.chars().all(char::is_alphabetic) && rest.is_empty()).then_some((name, rest.trim()))
 }
 
@@ -220,6 +255,7 @@ mod tests {
         assert_eq!(command("/hlep"), Some(("hlep", "")));
         assert_eq!(command("/etc/passwd"), None);
         assert_eq!(command("/usr is large"), None);
+        assert_eq!(command("/image ~/a b.png"), Some(("image", "~/a b.png")));
         assert_eq!(command("hello /bye"), None);
     }
 

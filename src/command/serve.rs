@@ -4,7 +4,7 @@ use super::{device_choice::CPU, local_models, model_catalog::ModelCatalog};
 use crate::{
     config::{ServeConfig, config_file::Settings},
     error::CommandError,
-    http::{self, ModelHost, OriginPolicy, ServerState},
+    http::{self, ImageUrls, ModelHost, OriginPolicy, ServerState},
     metrics::Metrics,
     platform::{os, service},
 };
@@ -59,6 +59,7 @@ async fn serve(config: ServeConfig, settings: Settings) -> Result<(), CommandErr
     let address = listener.local_addr().map_err(|source| failed(&config.host, source))?;
     let mut server = ServerState::new(metrics.clone(), config.api_key.clone(), cors.clone());
     server.keep_billing_header = config.keep_billing_header;
+    server.image_urls = Arc::new(ImageUrls::new(&config.image_urls));
     server.origins = OriginPolicy::new(address.ip(), &config.allowed_host, cors);
     let first = local_models::id(&config.model, &settings);
     let catalog = Arc::new(ModelCatalog::new(config.clone(), settings, metrics.clone(), server.memory.clone()));

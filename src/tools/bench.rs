@@ -1,6 +1,7 @@
 //! `moestro bench`: measures prefill and decode on this machine, with hit rates, disk reads and stalls.
 
 mod drafts;
+mod image;
 mod quality;
 mod report;
 mod run;
@@ -55,6 +56,10 @@ pub fn run(typed: cli::BenchArgs) -> Result<(), CommandError> {
             return Err(CommandError::Usage(why));
         }
         setup = Some(BenchSetup::new(device_choice::name(&model), &model, &load));
+        if let Some(file) = &typed.image {
+            let mut model = model;
+            return image::run(&mut model, file, &prompt, typed.repeat, typed.json);
+        }
         if typed.cold {
             drop_cached(&dir)?;
         }

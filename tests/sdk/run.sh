@@ -10,7 +10,7 @@
 #   schemas.py, agents.py  libraries for structured objects and agents
 #   openai_document.py     bodies and events against OpenAI's OpenAPI document
 #   structured_outputs.py  many answers under many schemas
-# Then schemathesis tests /openapi.json, and promtool, if installed, checks the metrics.
+# Serves the vision-language checkpoint of the tests and runs pictures.py and pictures.mjs. Then schemathesis tests /openapi.json, and promtool, if installed, checks the metrics.
 set -euo pipefail
 
 here=$(cd "$(dirname "$0")" && pwd)
@@ -48,19 +48,33 @@ if ! cmp -s "$here/package.json" "$cache/node/package.json" || [ ! -d "$cache/no
 fi
 [ "$binary" != --install ] || exit 0
 # Node resolves packages relative to the importing file.
-cp "$here/clients.mjs" "$cache/node/"
+cp "$here/clients.mjs" "$here/pictures.mjs" "$cache/node/"
 
 mkfifo "$scratch/ready"
-"$binary" serve --port 0 >"$scratch/ready" 2>"$scratch/log" &
-server=$!
-# The first line on stdout has the port. It is missing if the server exits early.
-if ! read -r -t 60 ready <"$scratch/ready"; then
-  cat "$scratch/log" >&2
-  echo "the server did not start" >&2
-  exit 1
-fi
-port=$("$venv/bin/python" -c 'import json, sys; print(json.loads(sys.argv[1])["port"])' "$ready")
+# Serves a model, or the demo, and sets `port`.
+serve() {
+  "$binary" serve "$@" --port 0 >"$scratch/ready" 2>"$scratch/log" &
+  server=$!
+  # The first line on stdout has the port. It is missing if the server exits early.
+  if ! read -r -t 60 ready <"$scratch/ready"; then
+    cat "$scratch/log" >&2
+    echo "the server did not start" >&2
+    exit 1
+  fi
+  port=$("$venv/bin/python" -c 'import json, sys; print(json.loads(sys.argv[1])["port"])' "$ready")
+}
 
+serve "$here/../fixtures/vision/mlx_4bit"
+for client in "$venv/bin/python $here/pictures.py" "node $cache/node/pictures.mjs"; do
+  if ! $client "http://127.0.0.1:$port/v1"; then
+    tail -n 40 "$scratch/log" >&2
+    exit 1
+  fi
+done
+kill "$server"
+wait "$server" || true
+
+serve
 for client in "$venv/bin/python $here/check.py" "$venv/bin/python $here/clients.py" "node $cache/node/clients.mjs" \
   "$objects/bin/python $here/schemas.py" "$objects/bin/python $here/agents.py" "$objects/bin/python $here/openai_document.py" \
   "$objects/bin/python $here/structured_outputs.py"; do
