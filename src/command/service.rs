@@ -8,7 +8,11 @@ use crate::{
         service::{Service, ServiceCommand, ServiceManager, ServiceStep},
     },
 };
-use std::{env, path};
+use std::{
+    env,
+    ffi::OsStr,
+    path::{self, Path, PathBuf},
+};
 
 pub fn run(typed: cli::ServiceArgs) -> Result<(), CommandError> {
     let failed = |what: &str| CommandError::Usage(format!("cannot find {what}, which a service needs"));
@@ -23,7 +27,7 @@ pub fn run(typed: cli::ServiceArgs) -> Result<(), CommandError> {
     };
     let manager = ServiceManager::current();
     let service = Service {
-        program: env::current_exe().map_err(|_| failed("this program's path"))?,
+        program: program().ok_or_else(|| failed("this program's path"))?,
         args: install.args.into_iter().map(make_absolute).collect(),
         home: env::home_dir().ok_or_else(|| failed("your home directory"))?,
         user: os::user(),
@@ -46,9 +50,26 @@ pub fn run(typed: cli::ServiceArgs) -> Result<(), CommandError> {
     service.act(manager, action).map_err(CommandError::Service)
 }
 
+/// This program's path as it was typed. The resolved path may name a version, such as Homebrew's `Cellar/moestro/1.0`, which
+/// is gone after an upgrade.
+fn program() -> Option<PathBuf> {
+    let resolved = env::current_exe().ok()?;
+    let typed = env::args_os().next().and_then(|typed| typed_path(&typed, env::var_os("PATH").as_deref(), &resolved));
+    Some(typed.unwrap_or(resolved))
+}
+
+/// The absolute path of the command `typed`, found as a shell finds it. `None` if that is another file than `resolved`.
+fn typed_path(typed: &OsStr, search: Option<&OsStr>, resolved: &Path) -> Option<PathBuf> {
+    let is_same = |path: &PathBuf| path.canonicalize().ok() == resolved.canonicalize().ok();
+    if Path::new(typed).components().count() > 1 {
+        return path::absolute(typed).ok().filter(is_same);
+    }
+    env::split_paths(search?).map(|dir| dir.join(typed)).find(|path| path.is_file()).filter(is_same)
+}
+
 /// Makes an argument absolute if it is an existing path, since the service runs in another directory.
 fn make_absolute(arg: String) -> String {
-    let there = !arg.starts_with('-') && path::Path::new(&arg).exists();
+    let there = !arg.starts_with('-') && Path::new(&arg).exists();
     let whole = path::absolute(&arg).ok().filter(|_| there);
     whole.map_or(arg, |whole| whole.to_string_lossy().into_owned())
 }
@@ -56,6 +77,27 @@ fn make_absolute(arg: String) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::{fs, os::unix::fs::symlink};
+
+    #[test]
+    fn program_path_is_the_typed_one() {
+        let root = tempfile::tempdir().unwrap();
+        let [bin, other] = ["bin", "other"].map(|name| root.path().join(name));
+        let real = root.path().join("Cellar/moestro/1.0/moestro");
+        for dir in [&bin, &other, &real.parent().unwrap().to_owned()] {
+            fs::create_dir_all(dir).unwrap();
+        }
+        fs::write(&real, "program").unwrap();
+        fs::write(other.join("moestro"), "another program").unwrap();
+        let link = bin.join("moestro");
+        symlink(&real, &link).unwrap();
+        let search = env::join_paths([root.path().join("none"), bin.clone()]).unwrap();
+        assert_eq!(typed_path(link.as_os_str(), None, &real), Some(link.clone()));
+        assert_eq!(typed_path("moestro".as_ref(), Some(&search), &real), Some(link));
+        let search = env::join_paths([other, bin]).unwrap();
+        assert_eq!(typed_path("moestro".as_ref(), Some(&search), &real), None);
+        assert_eq!(typed_path("/no/such/moestro".as_ref(), Some(&search), &real), None);
+    }
 
     #[test]
     fn existing_paths_become_absolute() {
