@@ -36,14 +36,13 @@ fn main() {
     let options = LoadOptions {
         threads: flag("--threads").map(|text| text.parse().expect("threads")),
         plan: PlanOptions {
-            sequences: 1,
-            serving: false,
             limit: (limit > 0).then_some(limit),
             context: Some(number("--context", 512)),
             chunk: (flag("--chunk") != Some("plan")).then(|| number("--chunk", 16)),
             prompt_cache: Some(0),
             stream: if flag("--stream") == Some("on") { Switch::On } else { Switch::Auto },
             buffered: flag("--io") == Some("buffered"),
+            ..PlanOptions::default()
         },
         store: StoreOptions {
             io: match flag("--io") {

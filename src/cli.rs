@@ -5,7 +5,7 @@ pub mod values;
 
 use clap::{Args, Parser, Subcommand, builder::BoolishValueParser};
 use std::path::PathBuf;
-use values::{Device, DraftModel, ExpertIo, KvBitsArg, LogFormat, OnOff, SpeculationMode, Switch};
+use values::{Device, DraftModel, ExpertIo, KvBitsArg, LogFormat, OnOff, Parallel, SpeculationMode, Switch};
 
 #[derive(Debug, Parser)]
 #[command(name = "moestro", version, about, max_term_width = 120, args_override_self = true)]
@@ -83,6 +83,8 @@ pub struct ServeArgs {
     /// refused
     #[arg(long, env = "MOESTRO_ALLOWED_HOST", value_name = "NAMES", value_parser = values::hosts)]
     pub allowed_host: Option<String>,
+    #[command(flatten)]
+    pub parallel: ParallelArgs,
     /// Most waiting requests; further ones get status 429
     #[arg(long, env = "MOESTRO_MAX_QUEUE", value_name = "N", default_value_t = 16, value_parser = values::from_0_to::<65_536>)]
     pub max_queue: usize,
@@ -121,6 +123,14 @@ pub struct ServeArgs {
     pub drafts: DraftArgs,
     #[command(flatten)]
     pub sampling: SamplingArgs,
+}
+
+/// Requests that run at the same time.
+#[derive(Debug, Args)]
+pub struct ParallelArgs {
+    /// Requests that run at the same time; auto: 4 if all experts fit with room to spare, else 2, or 1 if memory is short
+    #[arg(long, env = "MOESTRO_PARALLEL", value_name = "N|auto", default_value = "auto", value_parser = values::parallel)]
+    pub parallel: Parallel,
 }
 
 /// Snapshots of earlier prompts, reused by later ones.
@@ -246,6 +256,8 @@ pub struct InfoArgs {
     /// Print one JSON object instead of a table
     #[arg(long, env = "MOESTRO_JSON", value_parser = BoolishValueParser::new())]
     pub json: bool,
+    #[command(flatten)]
+    pub parallel: ParallelArgs,
     #[command(flatten)]
     pub load: LoadArgs,
     #[command(flatten)]

@@ -3,7 +3,7 @@
 pub mod config_file;
 pub mod generation_config;
 
-pub use crate::cli::values::{Device, DraftModel, ExpertIo, KvBitsArg, OnOff, SpeculationMode, Switch};
+pub use crate::cli::values::{Device, DraftModel, ExpertIo, KvBitsArg, OnOff, Parallel, SpeculationMode, Switch};
 pub use generation_config::GenerationDefaults;
 
 use crate::cli::{self, values};
@@ -72,6 +72,8 @@ pub struct LoadSettings {
     pub experts_at_most: Option<usize>,
     pub context: Option<usize>,
     pub chunk: Option<usize>,
+    /// Requests that run at the same time.
+    pub parallel: Parallel,
     pub kv_bits: KvBitsArg,
     /// Load no vision tower.
     pub no_vision: bool,
@@ -102,6 +104,7 @@ impl LoadSettings {
             experts_at_most: experts_at_most(swiftlm.as_deref())?,
             context: typed.ctx_size,
             chunk: typed.prefill_chunk,
+            parallel: Parallel::Count(1),
             kv_bits: typed.kv_bits,
             no_vision: typed.no_vision,
             image_max_tokens: typed.image_max_tokens,
@@ -182,6 +185,7 @@ impl ServeConfig {
             },
             prompt_cache_disk: typed.prompt_cache_disk,
             load: LoadSettings {
+                parallel: typed.parallel.parallel,
                 prompt_cache: typed.cache.prompt_cache,
                 drafts: Some(DraftOptions::new(typed.drafts)),
                 ..LoadSettings::new(typed.load)?.serving()

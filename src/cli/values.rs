@@ -72,6 +72,15 @@ pub enum KvBitsArg {
     Four,
 }
 
+/// How many requests run at the same time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Parallel {
+    /// As many as the memory plan finds room for: 4, 2 or 1.
+    #[default]
+    Auto,
+    Count(usize),
+}
+
 /// How experts are read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
 pub enum ExpertIo {
@@ -139,6 +148,14 @@ pub fn kv_bits(text: &str) -> Result<KvBitsArg, String> {
         "8" => Ok(KvBitsArg::Eight),
         "4" => Ok(KvBitsArg::Four),
         _ => Err("use 16, 8 or 4".into()),
+    }
+}
+
+/// A number of requests from 1 to 64, or `auto`.
+pub fn parallel(text: &str) -> Result<Parallel, String> {
+    match text {
+        "auto" => Ok(Parallel::Auto),
+        _ => up_to::<64>(text).map(Parallel::Count).map_err(|error| format!("{error}, or auto")),
     }
 }
 

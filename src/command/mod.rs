@@ -208,6 +208,7 @@ pub fn options(load: &LoadSettings) -> model::LoadOptions {
             stream: load.stream_experts,
             context: load.context,
             chunk: load.chunk,
+            parallel: load.parallel,
             sequences: 1,
             serving: load.serving,
             buffered: load.expert_io == ExpertIo::Buffered,

@@ -161,6 +161,7 @@ impl ModelCatalog {
             loaded => loaded?,
         };
         let options = Options {
+            parallel: model.model.plan().parallel,
             max_queue: config.max_queue,
             eos: checkpoint.generation.eos.clone(),
             usable_vocab: checkpoint.tokenizer.vocab_size().min(model.model.info().vocab),

@@ -17,7 +17,9 @@ use std::{io, sync::Arc, thread::JoinHandle, time::Duration};
 /// Options of the engine.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// Requests that may wait while one is running.
+    /// Most requests that run at the same time.
+    pub parallel: usize,
+    /// Requests that may wait while as many as possible run.
     pub max_queue: usize,
     /// Tokens that end an answer.
     pub eos: Vec<u32>,
@@ -38,6 +40,7 @@ pub struct Options {
 impl Default for Options {
     fn default() -> Self {
         Self {
+            parallel: 1,
             max_queue: 16,
             eos: Vec::new(),
             usable_vocab: usize::MAX,
@@ -74,12 +77,14 @@ pub fn spawn_with<M: Model>(
         vocab: info.vocab,
         context: info.context,
         max_queue: options.max_queue,
+        parallel: options.parallel.max(1),
         grace: options.grace,
     };
     let queue = Arc::new(RequestQueue::new(limits, metrics.clone()));
     let (queue_guard, images) = (Arc::new(CloseOnDrop(queue.clone())), info.images);
     let handle = Handle { queue: queue_guard, cache: cache.clone(), images };
     let options = SchedulerOptions {
+        parallel: options.parallel.max(1),
         eos: options.eos,
         usable_vocab: options.usable_vocab,
         speculate: options.speculate,
@@ -109,7 +114,12 @@ impl Handle {
         self.queue.0.push(request)
     }
 
-    /// The number of running requests (0 or 1) and of waiting requests.
+    /// Most requests that run at the same time.
+    pub fn parallel(&self) -> usize {
+        self.queue.0.limits.parallel
+    }
+
+    /// The number of running and of waiting requests.
     pub fn load(&self) -> (usize, usize) {
         self.queue.0.load()
     }

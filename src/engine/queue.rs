@@ -69,8 +69,10 @@ impl From<ModelError> for Abort {
 pub(super) struct AdmissionLimits {
     pub vocab: usize,
     pub context: usize,
-    /// Requests that may wait while one is running.
+    /// Requests that may wait while as many as possible run.
     pub max_queue: usize,
+    /// Most requests that run at the same time.
+    pub parallel: usize,
     /// Time that accepted requests may continue after [`RequestQueue::drain`].
     pub grace: Duration,
 }
@@ -102,7 +104,7 @@ pub(super) struct RequestQueue {
 #[derive(Default)]
 struct QueueState {
     waiting: VecDeque<QueuedRequest>,
-    is_running: bool,
+    running: usize,
     phase: QueuePhase,
 }
 
@@ -137,7 +139,7 @@ impl RequestQueue {
             QueuePhase::Stopped => return Err(EngineError::Stopped),
         }
         self.remove_aborted(&mut queue);
-        if queue.waiting.len() + usize::from(queue.is_running) > self.limits.max_queue {
+        if queue.waiting.len() + queue.running >= self.limits.max_queue + self.limits.parallel {
             return Err(EngineError::QueueFull);
         }
         queue.waiting.push_back(QueuedRequest { request, events: sender, arrived });
@@ -146,21 +148,18 @@ impl RequestQueue {
         Ok(events)
     }
 
-    /// Waits for the next request. Returns `None` once no further request can arrive. Calls `idle` once per
-    /// [`IDLE_INTERVAL`] while it waits.
-    pub fn next(&self, idle: &mut dyn FnMut()) -> Option<QueuedRequest> {
+    /// Takes the oldest request from the queue if it `fits` next to those that run. Without running requests, waits for one
+    /// and calls `idle` once per [`IDLE_INTERVAL`]. Returns `None` if none fits now, or if no further request can arrive.
+    pub fn next(&self, fits: &dyn Fn(&Request) -> bool, idle: &mut dyn FnMut()) -> Option<QueuedRequest> {
         let mut queue = self.queue.lock();
         loop {
-            queue.is_running = false;
             self.remove_aborted(&mut queue);
-            if let Some(request) = queue.waiting.pop_front() {
-                queue.is_running = true;
-                self.update_metrics(&queue);
-                return Some(request);
-            }
+            let may_run = queue.waiting.front().is_some_and(|next| queue.running == 0 || fits(&next.request));
+            let next = if may_run { queue.waiting.pop_front() } else { None };
+            queue.running += usize::from(next.is_some());
             self.update_metrics(&queue);
-            if !matches!(queue.phase, QueuePhase::Open) {
-                return None;
+            if next.is_some() || queue.running > 0 || !matches!(queue.phase, QueuePhase::Open) {
+                return next;
             }
             if self.changed.wait_for(&mut queue, IDLE_INTERVAL).timed_out() {
                 MutexGuard::unlocked(&mut queue, &mut *idle);
@@ -168,10 +167,10 @@ impl RequestQueue {
         }
     }
 
-    /// Marks the running request as finished.
+    /// Marks a running request as finished.
     pub fn finish_running(&self) {
         let mut queue = self.queue.lock();
-        queue.is_running = false;
+        queue.running = queue.running.saturating_sub(1);
         self.update_metrics(&queue);
     }
 
@@ -183,16 +182,19 @@ impl RequestQueue {
         running.abort_reason(queue.deadline()).map_or(Ok(()), Err)
     }
 
-    /// True if the step under way should be cancelled: its client has disconnected and another client waits. If no client
-    /// waits, finishing the step is worthwhile, since the same client may repeat the request and reuse the state.
+    /// True if the step under way should be cancelled: its client has disconnected and another client runs or waits. If there
+    /// is none, finishing the step is worthwhile, since the same client may repeat the request and reuse the state.
     pub fn should_cancel_step(&self, running: &QueuedRequest) -> bool {
-        running.events.is_closed() && self.queue.lock().waiting.iter().any(|other| !other.events.is_closed())
+        running.events.is_closed() && {
+            let queue = self.queue.lock();
+            queue.running > 1 || queue.waiting.iter().any(|other| !other.events.is_closed())
+        }
     }
 
-    /// The number of running requests (0 or 1) and of waiting requests.
+    /// The number of running and of waiting requests.
     pub fn load(&self) -> (usize, usize) {
         let queue = self.queue.lock();
-        (usize::from(queue.is_running), queue.waiting.len())
+        (queue.running, queue.waiting.len())
     }
 
     /// For each waiting request, in order: its prompt's tokens and its time in the queue.
@@ -227,7 +229,7 @@ impl RequestQueue {
         if !drained {
             queue.phase = QueuePhase::Stopped;
         }
-        queue.is_running = false;
+        queue.running = 0;
         for waiting in queue.waiting.drain(..) {
             let error = if drained { EngineError::Draining } else { EngineError::Stopped };
             let _ = waiting.events.send(Event::Failed(error));
@@ -248,7 +250,7 @@ impl RequestQueue {
     }
 
     fn update_metrics(&self, queue: &QueueState) {
-        self.metrics.requests_running.set(i64::from(queue.is_running));
+        self.metrics.requests_running.set(queue.running as i64);
         self.metrics.requests_queued.set(queue.waiting.len() as i64);
     }
 }

@@ -161,6 +161,10 @@ pub struct Timings {
     pub generated_tokens: usize,
     pub prompt_seconds: f64,
     pub decode_seconds: f64,
+    /// Sum over this answer's passes of the sequences that decoded at that time, this one included.
+    pub decoding_sequences: usize,
+    /// Passes of this answer after the prompt's.
+    pub decode_passes: usize,
     /// Tokens that drafts proposed.
     pub drafted_tokens: usize,
     /// Drafted tokens that the sampler confirmed.
@@ -170,6 +174,14 @@ pub struct Timings {
     pub draft_positions: [[u32; 2]; MAX_DRAFT_POSITIONS],
     /// Time that speculation saved. Negative if it cost time.
     pub saved_seconds: f64,
+}
+
+impl Timings {
+    /// Records a pass while `decoding` sequences decoded, this one included.
+    pub fn record_pass(&mut self, decoding: usize) {
+        self.decode_passes += 1;
+        self.decoding_sequences += decoding;
+    }
 }
 
 /// Most tokens in a draft.

@@ -1,40 +1,48 @@
-//! The engine's thread: `loop { next; step; publish }`.
+//! The engine's thread: `loop { admit; step; publish }`.
 //!
-//! A step evaluates one chunk of a prompt, or decodes one token. Before each step, [`Scheduler::guard`] ends the request if
-//! its client has disconnected, its deadline has passed, or the engine is draining, and returns memory if the system is
-//! short of it. A chunk can take seconds: while other clients wait, a chunk whose client has disconnected is cancelled
-//! between two layers.
+//! Up to `parallel` requests are live, each with its sequence. A step evaluates a chunk of one prompt, or one token of
+//! the sequences that decode. [`TimeShare`] divides the time between the two. `steps` has what a step does.
 //!
-//! An error or a panic of the model ends the request and drops its sequence. The next request starts from a clean state.
+//! Live sequences share the page pool. If pages run out, the youngest request loses its sequence, which is computed again when
+//! pages are free. The bytes of an answer do not depend on it.
+//!
+//! Before each step, requests end whose clients have disconnected, whose deadlines have passed, or which a draining engine
+//! cannot finish. An error or a panic of the model ends one request and drops its sequence. After an error in a pass of several
+//! sequences, each is computed again and continues alone, so that only the one with the error ends.
+
+mod steps;
+mod time_share;
 
 use super::{
-    constraint::{MaskWorker, TokenMask},
-    prompt_cache::{PromptCache, SnapshotKind, SnapshotSource, snapshot_policy},
+    constraint::MaskWorker,
+    prompt_cache::{PromptCache, SnapshotKind},
     queue::{Abort, QueuedRequest, RequestQueue},
     request::{Event, Finish, Logprobs, Request, Timings},
-    sampler::{Sampler, logprobs},
+    sampler::Sampler,
     sequence::Sequence,
-    speculation::{Draft, DraftPolicy, PendingRows, SampledToken, Speculator},
+    speculation::{Draft, DraftPolicy, PendingRows, Speculator},
 };
 use crate::{
-    error::{EngineError, ModelError},
+    error::EngineError,
     metrics::Metrics,
-    model::{Logits, MAX_VERIFY_ROWS, Model, PassHooks, Rows, SequenceState, prefix_keys},
+    model::{MAX_VERIFY_ROWS, Model, PAGE, SequenceState, prefix_keys},
 };
 use std::{
     panic::{AssertUnwindSafe, catch_unwind},
     sync::Arc,
     time::Instant,
 };
+use time_share::TimeShare;
 
-/// Most prompt rows whose logits are held at once, if the prompt's own log-probabilities are wanted. With a vocabulary of
-/// 248,320 they take 32 MB. How a prompt is cut into chunks does not change its logits.
-const PROMPT_LOGIT_ROWS: usize = 32;
-/// Rows that one decode step may write, including those of a draft and of its verify.
-const DECODE_STEP_ROWS: usize = 4 * MAX_VERIFY_ROWS;
+/// Rows that a decode step with a draft may write.
+const DRAFT_ROWS: usize = 4 * MAX_VERIFY_ROWS;
+/// Most tokens of an answer for which pages must be free when a request is admitted next to others. Most answers are shorter
+/// than what clients allow, so longer ones take pages as they grow.
+const RESERVED_ANSWER: usize = 256;
 
 /// Options of the scheduler. See [`super::Options`].
 pub(super) struct SchedulerOptions {
+    pub parallel: usize,
     pub eos: Vec<u32>,
     pub usable_vocab: usize,
     pub speculate: DraftPolicy,
@@ -44,26 +52,41 @@ pub(super) struct SchedulerOptions {
 /// Owns the model and everything that only the engine's thread uses.
 pub(super) struct Scheduler<M: Model> {
     model: M,
-    eos: Vec<u32>,
-    usable_vocab: usize,
+    options: SchedulerOptions,
     queue: Arc<RequestQueue>,
     cache: Arc<PromptCache>,
     metrics: Arc<Metrics>,
     speculator: Speculator<M>,
-    /// The request that the next step continues.
-    active: Option<ActiveRequest<M::State>>,
-    /// The sequence of the last request, for a prompt that extends it.
-    idle_sequence: Option<Sequence<M::State>>,
-    /// [`PromptCache::clear_count`] when the last request began.
+    /// The requests under way, in order of arrival.
+    live: Vec<LiveRequest<M::State>>,
+    /// Sequences of ended requests, for prompts that extend them. The oldest is first.
+    idle: Vec<IdleSequence<M::State>>,
+    time_share: TimeShare,
+    /// Number of steps so far.
+    steps: u64,
+}
+
+/// A sequence without a request.
+struct IdleSequence<S> {
+    sequence: Sequence<S>,
+    /// [`PromptCache::clear_count`] when its request began.
     clear_count: u64,
 }
 
 /// A request that the scheduler works on.
-struct ActiveRequest<S> {
+struct LiveRequest<S> {
     request: QueuedRequest,
-    /// Set by the first step.
+    /// `None` before the first step, and after the sequence was dropped in favour of another one.
     sequence: Option<Sequence<S>>,
     stage: Stage,
+    /// The tokens of a dropped sequence, which must be computed again before the answer continues.
+    lost: Vec<u32>,
+    /// [`PromptCache::clear_count`] when the request began.
+    clear_count: u64,
+    /// The step that evaluated its last token.
+    last_step: u64,
+    /// The next token must not share a pass with other sequences: one of them has failed.
+    is_alone: bool,
 }
 
 enum Stage {
@@ -77,8 +100,6 @@ struct Prefill {
     cached_tokens: usize,
     /// Where to take snapshots, ascending.
     snapshots: Vec<(usize, SnapshotKind)>,
-    /// Most rows per chunk.
-    chunk: usize,
     /// Log-probabilities of the prompt, if they are wanted.
     logprobs: Option<Vec<Option<Logprobs>>>,
     /// Start of the request's first step.
@@ -92,14 +113,39 @@ struct Decode {
     rows: PendingRows,
     sampler: Sampler,
     masks: Option<MaskWorker>,
-    /// The last token: sampled and sent, not yet evaluated.
+    /// The last token: sampled and sent, not yet evaluated. `None` before the first one.
     last: Option<u32>,
     last_sent: Option<Instant>,
     timings: Timings,
     started: Instant,
 }
 
-/// The result of one step.
+/// The next work of a live request.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Work {
+    /// A sequence to start from. Needs no pass.
+    Begin,
+    /// Its first token, from logits that are there. Needs no pass.
+    Sample,
+    /// This many rows of its prompt, or of a dropped sequence.
+    Read(usize),
+    /// One token.
+    Decode,
+}
+
+/// The requests of a step, and how to run it.
+struct Step<S> {
+    requests: Vec<LiveRequest<S>>,
+    /// Most rows of a prompt.
+    chunk: usize,
+    /// Number of live requests that decode.
+    decoding: usize,
+    /// True if a short prompt goes first.
+    is_jump: bool,
+}
+
+/// The result of one step for one request.
+#[derive(Default)]
 struct StepOutput {
     events: Vec<Event>,
     /// Set if the answer is complete.
@@ -115,309 +161,190 @@ impl<M: Model> Scheduler<M> {
         cache: Arc<PromptCache>,
         metrics: Arc<Metrics>,
     ) -> Self {
-        let SchedulerOptions { eos, usable_vocab, speculate, draft_tokens } = options;
+        let SchedulerOptions { speculate, draft_tokens, .. } = options;
         let speculator = Speculator::new(&mut model, draft, speculate, draft_tokens, metrics.clone());
         Self {
             model,
-            eos,
-            usable_vocab,
+            options,
             queue,
             cache,
             metrics,
             speculator,
-            active: None,
-            idle_sequence: None,
-            clear_count: 0,
+            live: Vec::new(),
+            idle: Vec::new(),
+            time_share: TimeShare::default(),
+            steps: 0,
         }
     }
 
     /// Runs until the queue is closed and empty.
     pub fn run(mut self) {
         let _stop = StopOnDrop { queue: self.queue.clone(), cache: self.cache.clone() };
-        while let Some(mut active) = self.next() {
-            let outcome = self.step(&mut active);
-            self.publish(active, outcome);
+        while self.admit() {
+            let mut step = self.next_step();
+            let outcomes = self.step(&mut step);
+            for (request, outcome) in step.requests.into_iter().zip(outcomes) {
+                self.publish(request, outcome);
+            }
         }
     }
 
-    /// The request to work on: the active one, else the oldest one in the queue. Blocks until there is one.
-    fn next(&mut self) -> Option<ActiveRequest<M::State>> {
-        if let Some(active) = self.active.take() {
-            return Some(active);
+    /// Ends requests that must end and takes new ones from the queue. Blocks while there is none. Returns false once none is
+    /// left and none can arrive.
+    fn admit(&mut self) -> bool {
+        for live in std::mem::take(&mut self.live) {
+            match self.queue.check(&live.request) {
+                Ok(()) => self.live.push(live),
+                Err(abort) => self.end(live, Err(abort)),
+            }
         }
-        let model = &mut self.model;
-        let request = self.queue.next(&mut || model.fit_memory())?;
-        Some(ActiveRequest { request, sequence: None, stage: Stage::New })
-    }
-
-    /// Runs one step of a request.
-    fn step(&mut self, active: &mut ActiveRequest<M::State>) -> Result<StepOutput, Abort> {
-        // After a panic the sequence is dropped. A forward pass writes its other buffers before it reads them.
-        let step = catch_unwind(AssertUnwindSafe(|| {
-            let outcome = self.guard(active).and_then(|()| self.run_stage(active));
-            let continues = matches!(outcome, Ok(StepOutput { finish: None, .. }));
-            if let (Stage::Decode(decode), Some(sequence), false) = (&mut active.stage, &mut active.sequence, continues)
-            {
-                self.speculator.settle(sequence, &mut self.model, &decode.rows, &mut decode.timings)?;
-            }
-            outcome
-        }));
-        step.unwrap_or_else(|panic| Err(Abort::Failed(EngineError::Panicked(panic_message(&*panic)))))
-    }
-
-    fn run_stage(&mut self, active: &mut ActiveRequest<M::State>) -> Result<StepOutput, Abort> {
-        match (&mut active.stage, &mut active.sequence) {
-            (Stage::Prefill(prefill), Some(sequence)) => {
-                let (output, decode) = self.prefill(&active.request, sequence, prefill)?;
-                if let Some(decode) = decode {
-                    active.stage = Stage::Decode(Box::new(decode));
-                }
-                Ok(output)
-            }
-            (Stage::Decode(decode), Some(sequence)) => self.decode(&active.request, sequence, decode),
-            _ => self.begin(active),
+        while self.live.len() < self.options.parallel {
+            let taken: usize = self.live.iter().map(LiveRequest::reserved_pages).sum();
+            let pages = self.model.info().pages.map_or(usize::MAX, |pool| pool.count());
+            let fits = |request: &Request| reserved_pages(request) <= pages.saturating_sub(taken);
+            let model = &mut self.model;
+            let Some(request) = self.queue.next(&fits, &mut || model.fit_memory()) else { break };
+            self.metrics.admitted_tokens.inc_by(request.request.ids.len() as u64);
+            self.live.push(LiveRequest::new(request));
         }
+        !self.live.is_empty()
     }
 
-    /// Runs before each step: ends the request if it must end, and makes room for the step's rows.
-    fn guard(&mut self, active: &ActiveRequest<M::State>) -> Result<(), Abort> {
-        self.queue.check(&active.request)?;
-        self.model.fit_memory();
-        let Some(sequence) = &active.sequence else { return Ok(()) };
-        let rows = match &active.stage {
-            Stage::Prefill(prefill) => {
-                prefill.chunk_end(sequence.len(), active.request.request.ids.len()) - sequence.len()
-            }
-            Stage::Decode(decode) if decode.last.is_some() => DECODE_STEP_ROWS,
-            Stage::New | Stage::Decode(_) => 0,
+    /// Takes the requests of the next step out of `live`, and makes pages free for it.
+    fn next_step(&mut self) -> Step<M::State> {
+        let info = self.model.info();
+        let is_contested = self.live.len() > 1;
+        let chunk = if is_contested { self.time_share.chunk_rows(info.chunk.max(1)) } else { info.chunk.max(1) };
+        let decoding = self.live.iter().filter(|live| live.work() == Work::Decode).count();
+        if decoding == 0 {
+            self.time_share.no_one_decodes();
+        }
+        let (mut chosen, is_jump) = self.choose(chunk, info.batch.max(1));
+        // While several sequences decode, no draft needs pages.
+        let decode_rows = if decoding > 1 { 1 } else { DRAFT_ROWS };
+        self.free_pages(&mut chosen, chunk, decode_rows);
+        chosen.sort_unstable_by(|a, b| b.cmp(a));
+        let mut requests: Vec<_> = chosen.into_iter().map(|index| self.live.remove(index)).collect();
+        requests.reverse();
+        self.steps += 1;
+        Step { requests, chunk, decoding, is_jump }
+    }
+
+    /// The live requests of the next step by index, and whether a short prompt goes first.
+    fn choose(&self, chunk: usize, batch: usize) -> (Vec<usize>, bool) {
+        let needs_no_pass = |live: &LiveRequest<_>| match live.work() {
+            Work::Begin => !self.waits_for_prefix(live),
+            Work::Sample => true,
+            Work::Read(_) | Work::Decode => false,
         };
-        self.cache.evict_for_pages(sequence.state().missing_pages(rows));
-        Ok(())
+        if let Some(index) = self.live.iter().position(needs_no_pass) {
+            return (vec![index], false);
+        }
+        let all = |is_wanted: &dyn Fn(Work) -> bool| -> Vec<usize> {
+            (0..self.live.len()).filter(|&index| is_wanted(self.live[index].work())).collect()
+        };
+        let mut decoding = all(&|work| work == Work::Decode);
+        let reading = all(&|work| matches!(work, Work::Read(_)));
+        let oldest = reading.iter().copied().find(|&index| self.may_read(index));
+        let is_short = |index: &usize| matches!(self.live[*index].work(), Work::Read(rows) if rows <= chunk);
+        let short = reading.into_iter().find(|index| self.may_read(*index) && is_short(index));
+        if let Some(index) = short.filter(|_| self.time_share.may_jump()) {
+            return (vec![index], Some(index) != oldest || !self.time_share.may_read());
+        }
+        if let Some(index) = oldest.filter(|_| decoding.is_empty() || self.time_share.may_read()) {
+            return (vec![index], false);
+        }
+        if let Some(&index) = decoding.iter().find(|&&index| self.live[index].is_alone) {
+            return (vec![index], false);
+        }
+        decoding.sort_by_key(|&index| self.live[index].last_step);
+        decoding.truncate(batch);
+        (decoding, false)
     }
 
-    /// First step: finds the longest known beginning of the prompt.
-    fn begin(&mut self, active: &mut ActiveRequest<M::State>) -> Result<StepOutput, Abort> {
-        let started = Instant::now();
-        let queued = started - active.request.arrived;
-        self.metrics.queue_seconds.observe(queued.as_secs_f64());
-        let Request { ids, images, prompt_logprobs, boundaries, cache_prompt, .. } = &active.request.request;
-
-        let sequence = self.resume(&active.request.request)?;
-        self.speculator.start(&mut self.model, sequence.is_continuation());
-        let cached_tokens = sequence.len();
-        self.metrics.prompt_tokens_cached.inc_by(cached_tokens as u64);
-
-        let max_snapshots = if *cache_prompt { self.cache.max_snapshots_per_prompt() } else { 0 };
-        let mut snapshots = snapshot_policy::choose(boundaries, cached_tokens, ids.len(), max_snapshots);
-        // The first tokens of an image hold only a part of its hash.
-        snapshots.retain(|(at, _)| !images.iter().any(|image| image.at < *at && *at < image.tokens().end));
-        let chunk = self.model.info().chunk.max(1);
-        let chunk = if prompt_logprobs.is_some() { chunk.min(PROMPT_LOGIT_ROWS) } else { chunk };
-        // The first token has no log-probability, since nothing precedes it.
-        let logprobs = prompt_logprobs.map(|_| vec![None]);
-        let chunks_started = Instant::now();
-        active.stage = Stage::Prefill(Prefill { cached_tokens, snapshots, chunk, logprobs, started, chunks_started });
-        active.sequence = Some(sequence);
-        Ok(StepOutput { events: vec![Event::Started { cached_tokens, queued }], finish: None })
+    /// False for a dropped sequence as long as older requests need its pages.
+    fn may_read(&self, index: usize) -> bool {
+        let live = &self.live[index];
+        let Some(pool) = self.model.info().pages.filter(|_| live.sequence.is_none()) else { return true };
+        let others = self.live.iter().filter(|other| other.sequence.is_some());
+        let taken: usize = others.map(LiveRequest::reserved_pages).sum();
+        taken == 0 || live.reserved_pages() + taken <= pool.count()
     }
 
-    /// The sequence that a prompt starts from. It is removed from `self` until the request ends, so an error drops it.
-    fn resume(&mut self, request: &Request) -> Result<Sequence<M::State>, ModelError> {
-        let clear_count = std::mem::replace(&mut self.clear_count, self.cache.clear_count());
-        // Log-probabilities of the prompt need every row.
-        let may_reuse = request.cache_prompt && request.prompt_logprobs.is_none();
-        let previous = self.idle_sequence.take().filter(|_| may_reuse && clear_count == self.clear_count);
-        let mut hits = &self.metrics.prompt_cache_hits_session;
+    /// True if another request is about to reach a snapshot of this prompt that is longer than what the cache has: restoring it
+    /// takes less time than computing the same tokens.
+    fn waits_for_prefix(&self, new: &LiveRequest<M::State>) -> bool {
+        let request = &new.request.request;
+        if !may_reuse(request) {
+            return false;
+        }
         let keys = prefix_keys(&request.ids, &request.images);
-        let sequence = Sequence::sync(previous, &self.model, &request.ids, &request.images, |offered| {
-            // The sequence needs its own page after the last whole page of a snapshot.
-            self.cache.evict_for_pages(1);
-            let (snapshot, source) = if may_reuse { self.cache.longest_prefix(&keys, offered) } else { None }?;
-            hits = match source {
-                SnapshotSource::Memory => &self.metrics.prompt_cache_hits_memory,
-                SnapshotSource::Disk => &self.metrics.prompt_cache_hits_disk,
-            };
-            Some(snapshot)
-        })?;
-        if sequence.is_empty() {
-            self.metrics.prompt_cache_misses.inc();
-        } else {
-            hits.inc();
-            self.metrics.prompt_cache_hit_tokens.observe(sequence.len() as f64);
-        }
-        Ok(sequence)
-    }
-
-    /// Evaluates one chunk of the prompt. After the last chunk, returns the state of the answer.
-    fn prefill(
-        &mut self,
-        request: &QueuedRequest,
-        sequence: &mut Sequence<M::State>,
-        prefill: &mut Prefill,
-    ) -> Result<(StepOutput, Option<Decode>), Abort> {
-        let Request { ids, prompt_logprobs, max_tokens, sampling, constraint, .. } = &request.request;
-        let from = sequence.len();
-        let to = prefill.chunk_end(from, ids.len());
-        let is_last = to == ids.len();
-        let rows = match prompt_logprobs {
-            Some(_) => Rows::All,
-            None if is_last && *max_tokens > 0 => Rows::Last,
-            None => Rows::None,
+        let shared = |other: &LiveRequest<M::State>| {
+            let (Stage::Prefill(prefill), Some(sequence)) = (&other.stage, &other.sequence) else { return None };
+            let Request { ids, images, .. } = &other.request.request;
+            let others = prefix_keys(ids, images);
+            let is_shared = |at: usize| at < keys.len() && others[..at] == keys[..at];
+            let coming = prefill.snapshots.iter().map(|snapshot| snapshot.0).filter(|&at| sequence.len() < at);
+            coming.rev().find(|&at| is_shared(at))
         };
-        let logits = self.evaluate_chunk(request, sequence, &prefill.snapshots, to, rows)?;
-        if let (Some(top), Some(entries)) = (prompt_logprobs, &mut prefill.logprobs) {
-            // A row predicts the token after it.
-            let next = &ids[from + 1..ids.len().min(to + 1)];
-            let entry = |(row, &id): (usize, &u32)| Some(logprobs(logits.row(row), id, *top, self.usable_vocab));
-            entries.extend(next.iter().enumerate().map(entry));
-        }
-        let seconds = prefill.chunks_started.elapsed().as_secs_f64();
-        let mut events = vec![Event::Prefilled { tokens: to, seconds }];
-        if !is_last {
-            return Ok((StepOutput { events, finish: None }, None));
-        }
-
-        events.extend(prefill.logprobs.take().map(Event::Prompt));
-        let masks = constraint.clone().map(MaskWorker::start).transpose()?;
-        let now = Instant::now();
-        let prompt_seconds = (now - prefill.started).as_secs_f64();
-        self.metrics.prefill_seconds.observe(prompt_seconds);
-        let (prompt_tokens, cached_tokens) = (ids.len(), prefill.cached_tokens);
-        let timings = Timings { prompt_tokens, cached_tokens, prompt_seconds, ..Timings::default() };
-        let sampler = Sampler::new(sampling.clone(), ids, self.usable_vocab);
-        let rows = PendingRows::last_of(logits);
-        let decode = Decode { rows, sampler, masks, last: None, last_sent: None, timings, started: now };
-        let finish = (*max_tokens == 0).then_some(Finish::Length);
-        Ok((StepOutput { events, finish }, Some(decode)))
+        let Some(coming) = self.live.iter().filter_map(shared).max() else { return false };
+        let idle = self.idle.iter().filter(|idle| idle.sequence.is_prefix_of(&request.ids, &request.images));
+        let known = idle.map(|idle| idle.sequence.len()).max().unwrap_or(0);
+        coming > known.max(self.cache.prefix_len(&keys))
     }
 
-    /// Evaluates the prompt up to `to` and saves the snapshots that fall into this chunk.
-    fn evaluate_chunk(
-        &mut self,
-        request: &QueuedRequest,
-        sequence: &mut Sequence<M::State>,
-        positions: &[(usize, SnapshotKind)],
-        to: usize,
-        rows: Rows,
-    ) -> Result<Logits, Abort> {
-        let Request { ids, images, .. } = &request.request;
-        let keys = prefix_keys(ids, images);
-        let from = sequence.len();
-        let snapshots = self.reserve_snapshots(positions, sequence, &keys, to);
-        let marks: Vec<usize> = snapshots.iter().map(|snapshot| snapshot.0).collect();
-        let begin = Instant::now();
-        let queue = &self.queue;
-        let keep_going = || !queue.should_cancel_step(request);
-        let keep_going: Option<&dyn Fn() -> bool> = Some(&keep_going);
-        let mut hooks = PassHooks { images, snapshot_at: &marks, keep_going, ..PassHooks::default() };
-        let logits = sequence.extend(&mut self.model, &ids[from..to], rows, &mut hooks)?;
-        self.speculator.prompt_evaluated(&mut self.model, sequence, to - from, begin.elapsed());
-        for ((at, kind), snapshot) in snapshots.into_iter().zip(hooks.snapshots) {
-            self.cache.insert(&keys[..at], kind, snapshot, self.clear_count);
-        }
-        self.cache.record_prefill_speed(to - from, begin.elapsed());
-        self.metrics.prompt_tokens_computed.inc_by((to - from) as u64);
-        Ok(logits)
-    }
-
-    /// The positions between the end of `sequence` and `to` at which the cache has room for a snapshot.
-    fn reserve_snapshots(
-        &self,
-        positions: &[(usize, SnapshotKind)],
-        sequence: &Sequence<M::State>,
-        keys: &[u32],
-        to: usize,
-    ) -> Vec<(usize, SnapshotKind)> {
-        let mut wanted: Vec<_> = positions.iter().copied().filter(|&(at, _)| sequence.len() < at && at <= to).collect();
-        wanted.sort_unstable_by_key(|&(_, kind)| kind);
-        let mut reserved: Vec<(usize, SnapshotKind)> = Vec::new();
-        for (at, kind) in wanted {
-            // Bytes of all snapshots of this chunk: each shares its whole pages with the one before.
-            let needed = || {
-                let mut shared = sequence.state().shared_positions();
-                let mut all: Vec<usize> = reserved.iter().map(|&(at, _)| at).chain([at]).collect();
-                all.sort_unstable();
-                let bytes = |at| {
-                    let before = shared;
-                    shared = shared.max(at);
-                    self.cache.snapshot_size().bytes(at, before)
-                };
-                all.into_iter().map(bytes).sum()
-            };
-            if self.cache.make_room(&keys[..at], kind, &needed) {
-                reserved.push((at, kind));
+    /// Makes pages free for the rows of a step: those of snapshots first, then those of idle sequences, then those of the
+    /// youngest requests, which leave the step.
+    fn free_pages(&mut self, chosen: &mut Vec<usize>, chunk: usize, decode_rows: usize) {
+        self.model.fit_memory();
+        loop {
+            let missing = chosen.iter().map(|&index| self.live[index].missing_pages(chunk, decode_rows)).sum();
+            self.cache.evict_for_pages(missing);
+            let pool = self.model.info().pages;
+            if pool.is_none_or(|pool| pool.free() >= missing) {
+                return;
             }
-        }
-        reserved.sort_unstable();
-        reserved
-    }
-
-    /// Evaluates the last token, if there is one, and samples the next.
-    ///
-    /// When the request ends, its sequence contains every sent token except the last.
-    fn decode(
-        &mut self,
-        request: &QueuedRequest,
-        sequence: &mut Sequence<M::State>,
-        decode: &mut Decode,
-    ) -> Result<StepOutput, Abort> {
-        let Request { max_tokens, logprobs: wanted, ignore_eos, .. } = &request.request;
-        let Decode { rows, sampler, masks, timings, .. } = decode;
-        if let Some(id) = decode.last.take() {
-            if let Some(masks) = masks {
-                masks.append(id);
+            if !self.idle.is_empty() {
+                self.idle.remove(0);
+                continue;
             }
-            let remaining = max_tokens - timings.generated_tokens;
-            let token = SampledToken { id, sampler, masks: masks.as_ref(), remaining };
-            self.speculator.advance(sequence, &mut self.model, rows, &token, timings)?;
+            let mut holders = (0..self.live.len()).rev().filter(|&index| self.live[index].sequence.is_some());
+            let (Some(youngest), Some(_)) = (holders.next(), holders.next()) else { return };
+            self.metrics.preemptions.inc();
+            self.live[youngest].drop_sequence();
+            chosen.retain(|&index| index != youngest);
         }
-
-        let row = rows.current().ok_or(EngineError::NoLogits)?;
-        let mask = masks.as_ref().map_or(Ok(TokenMask::Any), MaskWorker::next_mask)?;
-        let id = sampler.draw(row, &mask).ok_or(EngineError::NoLogits)?;
-        if self.eos.contains(&id) && (masks.is_some() || !ignore_eos) {
-            rows.end_answer(id);
-            return Ok(StepOutput { events: Vec::new(), finish: Some(Finish::Stop) });
-        }
-        let logprobs = wanted.map(|top| logprobs(row, id, top, self.usable_vocab));
-        let now = Instant::now();
-        match decode.last_sent.replace(now) {
-            None => self.metrics.time_to_first_token_seconds.observe((now - request.arrived).as_secs_f64()),
-            Some(before) => self.metrics.inter_token_seconds.observe((now - before).as_secs_f64()),
-        }
-        self.metrics.generated_tokens.inc();
-        timings.generated_tokens += 1;
-        decode.last = Some(id);
-        let is_full = timings.generated_tokens == *max_tokens || sequence.len() == self.model.info().context;
-        Ok(StepOutput { events: vec![Event::Token { id, logprobs }], finish: is_full.then_some(Finish::Length) })
     }
 
     /// Sends the events of a step, and ends the request or keeps it for the next step.
-    fn publish(&mut self, active: ActiveRequest<M::State>, outcome: Result<StepOutput, Abort>) {
+    fn publish(&mut self, live: LiveRequest<M::State>, outcome: Result<StepOutput, Abort>) {
         let outcome = outcome.and_then(|StepOutput { events, finish }| {
-            let is_received = events.into_iter().all(|event| active.request.events.send(event).is_ok());
+            let is_received = events.into_iter().all(|event| live.request.events.send(event).is_ok());
             if is_received { Ok(finish) } else { Err(Abort::Disconnected) }
         });
         match outcome {
-            Ok(None) => self.active = Some(active),
-            Ok(Some(finish)) => self.end(active, Ok(finish)),
-            Err(abort) => self.end(active, Err(abort)),
+            Ok(None) => {
+                let at = self.live.partition_point(|other| other.request.arrived <= live.request.arrived);
+                self.live.insert(at, live);
+            }
+            Ok(Some(finish)) => self.end(live, Ok(finish)),
+            Err(abort) => self.end(live, Err(abort)),
         }
     }
 
     /// Ends a request: keeps its sequence if that is intact, and sends the last event.
-    fn end(&mut self, active: ActiveRequest<M::State>, outcome: Result<Finish, Abort>) {
-        let ActiveRequest { request, sequence, stage } = active;
+    fn end(&mut self, mut live: LiveRequest<M::State>, outcome: Result<Finish, Abort>) {
+        let outcome = self.settle(&mut live).and(outcome);
+        let LiveRequest { request, sequence, stage, lost, clear_count, .. } = live;
         let cache_prompt = request.request.cache_prompt;
         // These ends happen between two steps, so the state matches the tokens.
         let is_intact = matches!(
             &outcome,
             Ok(_) | Err(Abort::Disconnected | Abort::Failed(EngineError::TimedOut | EngineError::Draining))
         );
-        // A request that ends before its first step leaves the idle sequence of the one before.
-        if let Some(sequence) = sequence.filter(|_| is_intact && cache_prompt) {
-            self.idle_sequence = Some(sequence);
-        }
+        let kept = sequence.filter(|sequence| is_intact && cache_prompt && sequence.len() >= lost.len());
+        let is_kept = kept.is_some();
+        self.idle.extend(kept.map(|sequence| IdleSequence { sequence, clear_count }));
         let timings = match stage {
             Stage::Decode(decode) if outcome.is_ok() => {
                 let decode_seconds = decode.started.elapsed().as_secs_f64();
@@ -441,12 +368,12 @@ impl<M: Model> Scheduler<M> {
             }
         };
         let _ = request.events.send(last);
-        if cache_prompt {
+        if is_kept {
             self.save_answer_snapshot();
         }
     }
 
-    /// Switches to another device after an error if the current one is lost.
+    /// Switches to another device after an error if the current one is lost. Live sequences are computed again there.
     fn recover(&mut self) {
         match self.model.recover() {
             Ok(false) => {}
@@ -454,39 +381,94 @@ impl<M: Model> Scheduler<M> {
                 tracing::warn!("the GPU is lost after an error; computing on the CPU from now on");
                 self.metrics.set_device("cpu");
                 self.metrics.gpu_lost.set(1);
-                self.idle_sequence = None;
+                self.idle.clear();
+                self.live.iter_mut().for_each(LiveRequest::drop_sequence);
                 self.cache.set_page_pool(self.model.info().pages);
             }
             Err(error) => tracing::error!(%error, "the GPU is lost after an error, and the CPU cannot take over"),
         }
     }
+}
 
-    /// Takes a snapshot at the end of an answer, after the client has received it.
-    fn save_answer_snapshot(&mut self) {
-        let (model, cache) = (&self.model, &self.cache);
-        let Some(sequence) = &mut self.idle_sequence else { return };
-        let needed = || cache.snapshot_size().bytes(sequence.len(), sequence.state().shared_positions());
-        let keys = sequence.prefix_keys().into_owned();
-        if !cache.make_room(&keys, SnapshotKind::Answer, &needed) {
-            return;
+impl<S: SequenceState> LiveRequest<S> {
+    fn new(request: QueuedRequest) -> Self {
+        Self {
+            request,
+            sequence: None,
+            stage: Stage::New,
+            lost: Vec::new(),
+            clear_count: 0,
+            last_step: 0,
+            is_alone: false,
         }
-        match sequence.snapshot(model) {
-            Ok(snapshot) => cache.insert(&keys, SnapshotKind::Answer, snapshot, self.clear_count),
-            Err(error) => {
-                tracing::warn!(%error, "cannot take a snapshot at the end of the answer; dropping its sequence");
-                self.idle_sequence = None;
-                self.recover();
+    }
+
+    fn work(&self) -> Work {
+        let len = self.sequence.as_ref().map_or(0, Sequence::len);
+        match &self.stage {
+            Stage::New => Work::Begin,
+            Stage::Prefill(_) => Work::Read(self.request.request.ids.len() - len),
+            Stage::Decode(_) if len < self.lost.len() => Work::Read(self.lost.len() - len),
+            Stage::Decode(decode) if decode.last.is_none() => Work::Sample,
+            Stage::Decode(_) => Work::Decode,
+        }
+    }
+
+    /// Drops the sequence. Its tokens are computed again when the request continues.
+    fn drop_sequence(&mut self) {
+        let Some(sequence) = self.sequence.take() else { return };
+        match &mut self.stage {
+            Stage::New => {}
+            // The prompt continues from what the cache has of it. Log-probabilities need all of it.
+            Stage::Prefill(prefill) => prefill.logprobs = prefill.logprobs.as_ref().map(|_| vec![None]),
+            Stage::Decode(decode) => {
+                if decode.last.is_some() {
+                    decode.rows.clear();
+                }
+                if self.lost.len() < sequence.len() {
+                    self.lost = sequence.tokens().to_vec();
+                }
             }
         }
     }
+
+    /// Pages that the next step needs beyond those that the sequence holds.
+    fn missing_pages(&self, chunk: usize, decode_rows: usize) -> usize {
+        // A sequence that starts from a snapshot copies its last page.
+        let Some(sequence) = &self.sequence else { return 1 };
+        let rows = match self.work() {
+            Work::Read(rows) => rows.min(chunk),
+            Work::Decode => decode_rows,
+            Work::Begin | Work::Sample => 0,
+        };
+        sequence.state().missing_pages(rows)
+    }
+
+    /// Pages that the request holds or is expected to need.
+    fn reserved_pages(&self) -> usize {
+        let len = self.sequence.as_ref().map_or(0, Sequence::len).max(self.lost.len());
+        reserved_pages(&self.request.request).max((len + DRAFT_ROWS).div_ceil(PAGE))
+    }
 }
 
-impl Prefill {
-    /// Where the chunk that starts at `from` ends, in a prompt of `len` tokens.
-    fn chunk_end(&self, from: usize, len: usize) -> usize {
-        // A last chunk of one row would be computed like a decoded row, which may be more exact than a prompt's.
-        if len == from + self.chunk + 1 && self.chunk > 1 { len - 2 } else { len.min(from + self.chunk) }
-    }
+/// Pages for a prompt and the beginning of its answer.
+fn reserved_pages(request: &Request) -> usize {
+    (request.ids.len() + request.max_tokens.min(RESERVED_ANSWER)).div_ceil(PAGE)
+}
+
+/// True if a request may start from state of earlier ones. Log-probabilities of the prompt need every row.
+fn may_reuse(request: &Request) -> bool {
+    request.cache_prompt && request.prompt_logprobs.is_none()
+}
+
+/// Runs `work`. A panic becomes an error. A forward pass writes its buffers before it reads them, so only the sequences of a
+/// pass that panicked are lost.
+fn caught<T>(work: impl FnOnce() -> Result<T, Abort>) -> Result<T, Abort> {
+    let message = |panic: Box<dyn std::any::Any + Send>| {
+        let text = panic.downcast_ref::<&str>().map(|text| text.to_string());
+        text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no message".into())
+    };
+    catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| Err(EngineError::Panicked(message(panic)).into()))
 }
 
 /// Fails the waiting requests and writes the cache to disk when the thread ends, even by a panic.
@@ -500,9 +482,4 @@ impl Drop for StopOnDrop {
         self.queue.stop();
         self.cache.close();
     }
-}
-
-fn panic_message(panic: &(dyn std::any::Any + Send)) -> String {
-    let text = panic.downcast_ref::<&str>().map(|text| text.to_string());
-    text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no message".into())
 }

@@ -7,37 +7,41 @@ use crate::{
     error::ModelError,
     model::{Logits, Model, PassHooks, PlacedImage, Rows, SequenceState, Snapshot, prefix_keys},
 };
-use std::borrow::Cow;
+use std::{
+    borrow::Cow,
+    sync::atomic::{AtomicU64, Ordering},
+};
+
+/// The [`Sequence::id`] of the next sequence.
+static NEXT_ID: AtomicU64 = AtomicU64::new(1);
 
 /// Tokens, and the model's state after exactly these tokens.
 pub struct Sequence<S> {
+    id: u64,
     tokens: Vec<u32>,
     /// The images among the tokens. The last one may have further tokens.
     images: Vec<PlacedImage>,
     state: S,
     /// Rows of a verify that are in `state` and not (yet) in `tokens`.
     unconfirmed: usize,
-    /// True if [`Sequence::sync`] extended the previous sequence, so that the model's hidden rows still belong to it.
-    is_continuation: bool,
 }
 
 impl<S: SequenceState> Sequence<S> {
     /// An empty sequence.
     pub fn start<M: Model<State = S>>(model: &M) -> Result<Self, ModelError> {
-        Ok(Self {
-            tokens: Vec::new(),
-            images: Vec::new(),
-            state: model.start()?,
-            unconfirmed: 0,
-            is_continuation: false,
-        })
+        Ok(Self::new(Vec::new(), &[], model.start()?))
+    }
+
+    fn new(tokens: Vec<u32>, images: &[PlacedImage], state: S) -> Self {
+        let images = within(images, tokens.len()).to_vec();
+        Self { id: NEXT_ID.fetch_add(1, Ordering::Relaxed), tokens, images, state, unconfirmed: 0 }
     }
 
     /// The longest known beginning of `prompt` with its `images`: a snapshot, the previous sequence, or nothing.
     ///
     /// At least one token of the prompt is left to evaluate, since its logits are needed. `find_snapshot` gets the length
-    /// that the previous sequence offers and returns a longer snapshot if there is one. At most one state is alive at a
-    /// time: the previous one is reused or freed first.
+    /// that the previous sequence offers and returns a longer snapshot if there is one. The previous state is reused or freed
+    /// before another one is allocated.
     pub fn sync<M: Model<State = S>>(
         previous: Option<Self>,
         model: &M,
@@ -45,30 +49,24 @@ impl<S: SequenceState> Sequence<S> {
         images: &[PlacedImage],
         find_snapshot: impl FnOnce(usize) -> Option<Snapshot>,
     ) -> Result<Self, ModelError> {
-        let within = |len: usize| &images[..images.partition_point(|image| image.at < len)];
-        let is_prefix = |sequence: &Self| {
-            sequence.tokens.len() < prompt.len()
-                && prompt.starts_with(&sequence.tokens)
-                && sequence.images == within(sequence.tokens.len())
-        };
         // A sequence that is no prefix is dropped here, so that a snapshot can use its memory.
-        let previous = previous.filter(is_prefix);
+        let previous = previous.filter(|sequence| sequence.is_prefix_of(prompt, images));
         if let Some(snapshot) = find_snapshot(previous.as_ref().map_or(0, Self::len)) {
             return match model.restore(&snapshot, previous.map(|sequence| sequence.state)) {
-                Ok(state) => {
-                    let (tokens, images) = (prompt[..snapshot.len].to_vec(), within(snapshot.len).to_vec());
-                    Ok(Self { tokens, images, state, unconfirmed: 0, is_continuation: false })
-                }
+                Ok(state) => Ok(Self::new(prompt[..snapshot.len].to_vec(), images, state)),
                 Err(error) => {
                     tracing::warn!(%error, tokens = snapshot.len, "cannot restore a prompt snapshot; computing the prompt");
                     Self::start(model)
                 }
             };
         }
-        match previous {
-            Some(sequence) => Ok(Self { is_continuation: true, ..sequence }),
-            None => Self::start(model),
-        }
+        previous.map_or_else(|| Self::start(model), Ok)
+    }
+
+    /// True if the sequence is a beginning of `prompt` with its `images` that leaves at least one token to evaluate.
+    pub fn is_prefix_of(&self, prompt: &[u32], images: &[PlacedImage]) -> bool {
+        let len = self.len();
+        len < prompt.len() && prompt.starts_with(&self.tokens) && self.images == within(images, len)
     }
 
     /// Appends `ids` and runs `hooks`.
@@ -86,6 +84,19 @@ impl<S: SequenceState> Sequence<S> {
         self.tokens.extend_from_slice(ids);
         let new = hooks.images.iter().filter(|image| (start..self.tokens.len()).contains(&image.at));
         self.images.extend(new.cloned());
+        Ok(logits)
+    }
+
+    /// Appends one token to each sequence in one pass. Returns the logits after each, with the same bytes as one at a time.
+    ///
+    /// After an error all of them must be dropped.
+    pub fn extend_each<M: Model<State = S>>(
+        model: &mut M,
+        rows: &mut [(&mut Self, u32)],
+    ) -> Result<Logits, ModelError> {
+        let mut states: Vec<(&mut S, u32)> = rows.iter_mut().map(|(sequence, id)| (&mut sequence.state, *id)).collect();
+        let logits = model.forward_each(&mut states)?;
+        rows.iter_mut().for_each(|(sequence, id)| sequence.tokens.push(*id));
         Ok(logits)
     }
 
@@ -132,9 +143,9 @@ impl<S: SequenceState> Sequence<S> {
         &self.state
     }
 
-    /// True if [`Sequence::sync`] extended the previous sequence as it was.
-    pub fn is_continuation(&self) -> bool {
-        self.is_continuation
+    /// Identifies the sequence. It stays the same while a sequence is extended, also by further prompts.
+    pub fn id(&self) -> u64 {
+        self.id
     }
 
     pub fn len(&self) -> usize {
@@ -145,10 +156,19 @@ impl<S: SequenceState> Sequence<S> {
         self.tokens.is_empty()
     }
 
+    pub fn tokens(&self) -> &[u32] {
+        &self.tokens
+    }
+
     /// The tokens as the prompt cache compares them.
     pub fn prefix_keys(&self) -> Cow<'_, [u32]> {
         prefix_keys(&self.tokens, &self.images)
     }
+}
+
+/// The images that begin within the first `len` tokens.
+fn within(images: &[PlacedImage], len: usize) -> &[PlacedImage] {
+    &images[..images.partition_point(|image| image.at < len)]
 }
 
 #[cfg(test)]

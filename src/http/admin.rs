@@ -36,11 +36,12 @@ pub async fn health(State(state): State<Arc<ServerState>>, request: Request) -> 
         return (StatusCode::SERVICE_UNAVAILABLE, Json(body)).into_response();
     };
     let (running, queued) = model.engine.load();
+    let waits_for = if running < model.engine.parallel() { "memory" } else { "requests" };
     let waiting = model.engine.waiting().into_iter().enumerate();
     let queue: Vec<_> = waiting
         .map(|(index, (prompt, waited))| {
             let seconds = (waited.as_secs_f64() * 1e3).round() / 1e3;
-            json!({"position": index + 1, "prompt_tokens": prompt, "waiting_seconds": seconds})
+            json!({"position": index + 1, "prompt_tokens": prompt, "waiting_seconds": seconds, "waits_for": waits_for})
         })
         .collect();
     let version = env!("CARGO_PKG_VERSION");

@@ -11,7 +11,7 @@ mod heatmap;
 
 use crate::platform::os;
 pub use exposition::{OPENMETRICS, PROMETHEUS};
-use families::{FIRST_TOKEN, INTER_TOKEN, QUEUE, READ, REQUEST, TOKENS};
+use families::{FIRST_TOKEN, INTER_TOKEN, QUEUE, READ, REQUEST, SEQUENCES, TOKENS};
 pub use heatmap::ExpertHeatmap;
 use parking_lot::Mutex;
 use prometheus::{Counter, Histogram, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Registry};
@@ -83,6 +83,11 @@ metrics! {
         requests family;
     gauge "moestro_requests_running" [] "Requests that the model is working on" => requests_running [];
     gauge "moestro_requests_queued" [] "Requests that wait for the model" => requests_queued [];
+    counter "moestro_admitted_tokens_total" [] "Prompt tokens of requests that left the queue" => admitted_tokens [];
+    counter "moestro_preemptions_total" []
+        "Sequences that were dropped because older requests needed their memory; they are computed again" =>
+        preemptions [];
+    histogram "moestro_step_sequences" [] (SEQUENCES) "Sequences of a decode pass" => step_sequences [];
     counter "moestro_answers_total" ["finish_reason"] "Answers by how they ended" => answers family;
     counter "moestro_prompt_tokens_total" ["source"] "Prompt tokens, computed or reused from the prompt cache" =>
         prompt_tokens_computed ["computed"], prompt_tokens_cached ["cached"];

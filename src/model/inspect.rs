@@ -181,7 +181,10 @@ fn shape(config: &Config, options: &LoadOptions, [trunk, gathered, head]: [u64; 
     workspace_per_row += recent / (2 * RECENT as u64);
     workspace_fixed += recent / 2;
     let [rings, kept] = ring_bytes(config, limits.mixer.min(MAX_RING_BLOCK));
-    workspace_fixed += rings.saturating_sub(kept) + (config.ngrams.len() * ngram_table::CACHE_BYTES) as u64;
+    let rings = rings.saturating_sub(kept);
+    workspace_fixed += rings + (config.ngrams.len() * ngram_table::CACHE_BYTES) as u64;
+    let state = delta_bytes(config) + recent + kept + NEXT_BYTES as u64;
+    let replay = if options.verify { replay_bytes(config) } else { 0 };
     ModelFootprint {
         trunk,
         gathered,
@@ -192,11 +195,13 @@ fn shape(config: &Config, options: &LoadOptions, [trunk, gathered, head]: [u64; 
         experts,
         experts_per_token,
         kv_per_token: kv_bytes_per_token(config, kv_shape.format),
-        state: delta_bytes(config) + recent + kept + NEXT_BYTES as u64,
+        state,
+        sequence: state + recent / 2 + rings + replay,
+        sequence_per_row: recent / (2 * RECENT as u64),
         workspace_per_row,
         draft: options.draft,
         vision: 0,
-        workspace_fixed: workspace_fixed + if options.verify { replay_bytes(config) } else { 0 },
+        workspace_fixed: workspace_fixed + replay,
         context: config.context,
     }
 }

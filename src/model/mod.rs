@@ -134,6 +134,8 @@ pub struct ModelInfo {
     pub context: usize,
     /// Most tokens worth passing to one forward call.
     pub chunk: usize,
+    /// Most sequences that [`Model::forward_each`] computes in one pass. 1 if a pass has rows of one sequence only.
+    pub batch: usize,
     pub snapshot_size: SnapshotSize,
     /// The KV pages that sequences and snapshots share. `None` if snapshots are copies.
     pub pages: Option<Arc<PagePool>>,
@@ -195,6 +197,21 @@ pub trait Model: HiddenStates + Send + 'static {
         rows: Rows,
         hooks: &mut PassHooks<'_>,
     ) -> Result<Logits, ModelError>;
+
+    /// Appends one token to each of several sequences and returns the logits after each, with the same bytes as one sequence at
+    /// a time.
+    ///
+    /// # Errors
+    /// Any error leaves all the states unusable.
+    fn forward_each(&mut self, rows: &mut [(&mut Self::State, u32)]) -> Result<Logits, ModelError> {
+        let mut all = Logits::default();
+        for (state, id) in rows {
+            let logits = self.forward_with(state, &[*id], Rows::Last, &mut PassHooks::default())?;
+            all.vocab = logits.vocab;
+            all.data.extend(logits.data);
+        }
+        Ok(all)
+    }
 
     /// Appends a few rows and returns the logits after each, with the same bytes as one row at a time. Until the next
     /// call on `state`, [`SequenceState::reject`] can undo all but the first.

@@ -39,6 +39,7 @@ impl Model for Qwen {
             vocab: config.vocab,
             context: plan.context,
             chunk: plan.chunk,
+            batch: 1,
             snapshot_size: SnapshotSize { state: shape.state, position: shape.kv_per_token },
             pages: Some(self.device.borrow().pool.clone()),
             images: self.parts.vision.as_ref().map(|vision| vision.processor.clone()),

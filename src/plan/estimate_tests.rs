@@ -30,6 +30,8 @@ fn shape(trunk: u64, head: u64, expert: u64, layers: u64, state: u64) -> ModelFo
         experts_per_token: 8,
         kv_per_token: 0,
         state,
+        sequence: state,
+        sequence_per_row: 0,
         workspace_per_row: 0,
         workspace_fixed: 0,
         context: 0,

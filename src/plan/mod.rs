@@ -21,7 +21,11 @@ pub use estimate::{Bandwidth, Estimate, HIT_RATES, HitRates, Overhead, estimate}
 pub use machine::{MACHINES, Machine, Simulation, simulate};
 pub use size::Size;
 
-use crate::{config::Switch, error::ModelError, platform::os};
+use crate::{
+    config::{Parallel, Switch},
+    error::ModelError,
+    platform::os,
+};
 use serde::Serialize;
 use std::fmt;
 
@@ -40,6 +44,10 @@ const FALLBACK: u64 = 4 << 30;
 /// One part in this many of the prompt cache is pages of keys and values. The rest is delta-net states, which take more memory
 /// than pages in conversations of short turns.
 const PROMPT_CACHE_PAGES: u64 = 4;
+/// Four requests run at the same time if one part in this many of the limit stays free.
+const FREE_FOR_FOUR: u64 = 8;
+/// More than one request runs at the same time if that takes at most one part in this many of the limit.
+const MAX_PARALLEL_COST: u64 = 32;
 /// Part of a GPU's recommended working set that stays free, in bytes.
 const GPU_RESERVE: u64 = 2 << 30;
 
@@ -66,6 +74,10 @@ pub struct ModelFootprint {
     pub kv_per_token: u64,
     /// Delta-net and convolution state of one sequence in all layers.
     pub state: u64,
+    /// Everything that one more live sequence takes, apart from pages of keys and values.
+    pub sequence: u64,
+    /// The same for each row of a prefill chunk.
+    pub sequence_per_row: u64,
     /// Activations for one row of a prefill chunk.
     pub workspace_per_row: u64,
     /// Activations that do not grow with the chunk: logits, score buffers.
@@ -159,7 +171,7 @@ pub enum LimitSource {
 }
 
 /// The user's settings. `None` selects the default that the module describes.
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub struct PlanOptions {
     pub limit: Option<u64>,
     /// `--stream-experts`. `Auto` streams if not all experts fit. `On` always streams. `Off` never streams and refuses a model
@@ -168,13 +180,31 @@ pub struct PlanOptions {
     pub context: Option<usize>,
     pub chunk: Option<usize>,
     pub prompt_cache: Option<u64>,
-    /// Number of sequences in memory, all with the same context. 0 means 1.
+    /// Requests that run at the same time. They share the pages of one context.
+    pub parallel: Parallel,
+    /// Number of sequences in memory, each with a full context. 0 means 1.
     pub sequences: usize,
     /// Reserve memory for HTTP requests: their bodies and tokenization.
     pub serving: bool,
     /// Expert reads go through the page cache. While streaming, the plan then keeps few slots (experts of two tokens) and
     /// leaves the rest of the limit to the page cache.
     pub buffered: bool,
+}
+
+impl Default for PlanOptions {
+    fn default() -> Self {
+        Self {
+            limit: None,
+            stream: Switch::Auto,
+            context: None,
+            chunk: None,
+            prompt_cache: None,
+            parallel: Parallel::Count(1),
+            sequences: 1,
+            serving: false,
+            buffered: false,
+        }
+    }
 }
 
 /// Residency of the experts.
@@ -215,6 +245,8 @@ pub struct Plan {
     pub overcommit: f64,
     pub context: usize,
     pub chunk: usize,
+    /// Requests that run at the same time.
+    pub parallel: usize,
 }
 
 impl Plan {
@@ -247,12 +279,34 @@ impl Plan {
     /// # Errors
     /// `ModelError::Memory` with the sum if the smallest plan exceeds the limit.
     pub fn new(shape: &ModelFootprint, limits: &MachineLimits, options: &PlanOptions) -> Result<Self, ModelError> {
+        let at = |parallel: usize| Self::with_parallel(shape, limits, options, parallel);
+        let one = match options.parallel {
+            Parallel::Count(count) => return at(count.max(1)),
+            Parallel::Auto => at(1)?,
+        };
+        let has_room = one.strategy == Strategy::Resident && one.limit - one.total() >= one.limit / FREE_FOR_FOUR;
+        let parallel = if has_room { 4 } else { 2 };
+        let cost = (parallel - 1) * (shape.sequence + one.chunk as u64 * shape.sequence_per_row);
+        let more = at(parallel as usize).ok();
+        let more = more.filter(|more| more.strategy == one.strategy && cost <= one.limit / MAX_PARALLEL_COST);
+        Ok(more.unwrap_or(one))
+    }
+
+    fn with_parallel(
+        shape: &ModelFootprint,
+        limits: &MachineLimits,
+        options: &PlanOptions,
+        parallel: usize,
+    ) -> Result<Self, ModelError> {
         let (limit, limit_from) = limits.choose(options.limit);
         let all = shape.total_experts();
         let sequences = options.sequences.max(1) as u64;
         let [state, kv_per_token] = [shape.state, shape.kv_per_token].map(|one| one.saturating_mul(sequences));
+        let more = |each: u64| each.saturating_mul(parallel as u64 - 1);
+        let state = state.saturating_add(more(shape.sequence));
+        let workspace_per_row = shape.workspace_per_row.saturating_add(more(shape.sequence_per_row));
         let DraftFootprint { fixed: draft, per_token, per_row } = shape.draft;
-        let each = [kv_per_token.saturating_add(per_token), shape.workspace_per_row.saturating_add(per_row)];
+        let each = [kv_per_token.saturating_add(per_token), workspace_per_row.saturating_add(per_row)];
         let kv = CountRange::new(options.context, CONTEXT, shape.context as u64, each[0]);
         let rows = CountRange::new(options.chunk, CHUNK, shape.context as u64, each[1]);
         let prompt_cache = options.prompt_cache.unwrap_or(0);
@@ -305,7 +359,7 @@ impl Plan {
             vision: shape.vision,
             kv: context * kv_per_token,
             state,
-            workspace: shape.workspace_fixed + chunk * shape.workspace_per_row,
+            workspace: shape.workspace_fixed + chunk * workspace_per_row,
             draft: draft + context * per_token + chunk * per_row,
             requests,
             prompt_cache: prompt_cache + cache_share,
@@ -316,6 +370,7 @@ impl Plan {
             overcommit: 0.0,
             context: context as usize,
             chunk: chunk as usize,
+            parallel,
         };
         let whole = (plan.total() - plan.experts).saturating_add(all.saturating_mul(shape.slot));
         plan.overcommit = whole as f64 / limit as f64;

@@ -1,4 +1,5 @@
 use super::*;
+use crate::config::Parallel;
 use proptest::{
     prelude::{Just, any, prop_assert, prop_assert_eq, prop_oneof, proptest},
     strategy::Strategy as _,
@@ -20,6 +21,8 @@ pub fn model_35b() -> ModelFootprint {
         experts_per_token: 8,
         kv_per_token: 40_960,
         state: 66_000_000,
+        sequence: 70_000_000,
+        sequence_per_row: 0,
         workspace_per_row: 300_000,
         workspace_fixed: 4_000_000,
         context: 262_144,
@@ -107,6 +110,8 @@ fn small() -> ModelFootprint {
         experts_per_token: 2,
         kv_per_token: 1024,
         state: 3 * MIB,
+        sequence: 4 * MIB,
+        sequence_per_row: 1024,
         workspace_per_row: 4096,
         workspace_fixed: 5 * MIB,
         context: 100_000,
@@ -144,6 +149,7 @@ fn parts_match_hand_computed_plan() {
         overcommit: (319.3125 - 132.0 + 256.0) / 320.0,
         context: context as usize,
         chunk: chunk as usize,
+        parallel: 1,
     };
     assert_eq!(plan, expected);
     assert_eq!(plan.total(), 3_193_125 * MIB / 10_000);
@@ -255,6 +261,32 @@ fn sequences_multiply_kv_and_state() {
 }
 
 #[test]
+fn each_parallel_request_takes_a_state() {
+    let options = PlanOptions { limit: Some(8 * GIB), chunk: Some(256), ..PlanOptions::default() };
+    let at =
+        |count| Plan::new(&small(), &limits(), &PlanOptions { parallel: Parallel::Count(count), ..options }).unwrap();
+    let (one, three) = (at(1), at(3));
+    assert_eq!((one.parallel, three.parallel), (1, 3));
+    assert_eq!(three.state, one.state + 2 * 4 * MIB);
+    assert_eq!(three.workspace, one.workspace + 2 * 256 * 1024);
+    // They share the pages of one context.
+    assert_eq!(three.kv, one.kv);
+}
+
+#[test]
+fn auto_parallel_follows_free_memory() {
+    let at = |shape: &ModelFootprint, limit| {
+        let options = PlanOptions { limit: Some(limit), parallel: Parallel::Auto, ..PlanOptions::default() };
+        Plan::new(shape, &limits(), &options).unwrap()
+    };
+    // Resident with an eighth to spare, resident, streaming, and short of memory.
+    let limits_in_mib = [48 << 10, 23 << 10, 8 << 10, 2300];
+    assert_eq!(limits_in_mib.map(|mib| at(&model_35b(), mib * MIB).parallel), [4, 2, 2, 1]);
+    let one = PlanOptions { limit: Some(23 * GIB), ..PlanOptions::default() };
+    assert_eq!(at(&model_35b(), 23 * GIB).slots, Plan::new(&model_35b(), &limits(), &one).unwrap().slots);
+}
+
+#[test]
 fn dense_model_has_no_slots() {
     let shape = ModelFootprint { expert: 0, slot: 0, layers: 0, experts: 0, experts_per_token: 0, ..model_35b() };
     let plan = Plan::new(&shape, &limits(), &PlanOptions::default()).unwrap();
@@ -283,6 +315,8 @@ fn shapes() -> impl proptest::strategy::Strategy<Value = ModelFootprint> {
         experts_per_token: k.min(experts),
         kv_per_token: kv,
         state,
+        sequence: state + row,
+        sequence_per_row: row / 3,
         workspace_per_row: row,
         workspace_fixed: 1 << 20,
         context,
@@ -297,8 +331,10 @@ fn options() -> impl proptest::strategy::Strategy<Value = PlanOptions> {
     let chunk = proptest::option::of(1usize..8192);
     let cache = proptest::option::of(0u64..2 << 30);
     let switches = (any::<bool>(), any::<bool>());
-    (stream, context, chunk, cache, switches).prop_map(|(stream, context, chunk, prompt_cache, (buffered, serving))| {
-        PlanOptions { limit: None, stream, context, chunk, prompt_cache, sequences: 1, serving, buffered }
+    let parallel = (1usize..5).prop_map(Parallel::Count);
+    (stream, context, chunk, cache, parallel, switches).prop_map(|all| {
+        let (stream, context, chunk, prompt_cache, parallel, (buffered, serving)) = all;
+        PlanOptions { limit: None, stream, context, chunk, prompt_cache, parallel, sequences: 1, serving, buffered }
     })
 }
 

@@ -51,8 +51,12 @@ pub fn run(typed: cli::InfoArgs) -> Result<(), CommandError> {
     }
     let source = ModelSource::new(typed.model.model.as_deref());
     let load = LoadSettings::new(typed.load).map_err(CommandError::Usage)?.serving();
-    let load =
-        LoadSettings { prompt_cache: typed.cache.prompt_cache, drafts: Some(DraftOptions::new(typed.drafts)), ..load };
+    let load = LoadSettings {
+        parallel: typed.parallel.parallel,
+        prompt_cache: typed.cache.prompt_cache,
+        drafts: Some(DraftOptions::new(typed.drafts)),
+        ..load
+    };
     let dir = resolve(&source)?;
     // `serve` loads these before the weights, so both commands make the same plan. A missing tokenizer is no error here.
     let tokenizer = Tokenizer::load(&dir);
@@ -174,7 +178,7 @@ impl InfoReport {
             )?;
         }
         line("KV cache", plan.kv, format!("{} tokens", plan.context))?;
-        line("state", plan.state, String::new())?;
+        line("state", plan.state, self.describe_state(plan))?;
         let mut chunks = format!("prefill in chunks of {} tokens", plan.chunk);
         if plan.residency < 1.0 {
             let absent = self.shape.total_experts() - plan.slots as u64;
@@ -192,6 +196,15 @@ impl InfoReport {
             line("page cache", plan.page_cache, "left free, because experts are read through it".into())?;
         }
         Ok(())
+    }
+
+    /// Number of requests that run at the same time, and the cost of one more.
+    fn describe_state(&self, plan: &Plan) -> String {
+        let requests = if plan.parallel == 1 { "request at a time" } else { "requests at the same time" };
+        let more = self.shape.sequence + plan.chunk as u64 * self.shape.sequence_per_row;
+        let slots = more.checked_div(self.shape.slot).filter(|_| plan.residency < 1.0);
+        let cost = slots.map_or(String::new(), |slots| format!(", the size of {slots} slots"));
+        format!("{} {requests}; one more takes {}{cost}", plan.parallel, Size(more))
     }
 
     /// Number of snapshots the prompt cache holds, and how many slots that memory would be.

@@ -34,7 +34,7 @@ pub fn run(typed: cli::InfoArgs, name: &str) -> Result<(), CommandError> {
         return Err(CommandError::Usage(format!("unknown machine {name} for --machine; known are all, {known}")));
     }
     let load = LoadSettings::new(typed.load).map_err(CommandError::Usage)?.serving();
-    let load = LoadSettings { prompt_cache: typed.cache.prompt_cache, ..load };
+    let load = LoadSettings { parallel: typed.parallel.parallel, prompt_cache: typed.cache.prompt_cache, ..load };
     let options = model::LoadOptions { gpu: Some(GPU), ..options(&load) };
     let (model, shape) = match (&typed.like, &typed.model.model) {
         (Some(_), Some(_)) => return Err(CommandError::Usage("MODEL and --like cannot be used together".into())),

@@ -314,6 +314,7 @@ async fn full_queue_answers_429() {
     server.load(1, 1).await;
     let queue = server.get("/health").await.json().await["queue"].clone();
     assert_eq!((queue.as_array().unwrap().len(), &queue[0]["position"]), (1, &json!(1)));
+    assert_eq!(queue[0]["waits_for"], "requests");
     assert!(queue[0]["prompt_tokens"].as_u64() > Some(0) && queue[0]["waiting_seconds"].is_number());
     let refused = server.post(CHAT, &body).await;
     assert_eq!(refused.status, 429);

@@ -63,6 +63,30 @@ async fn prompts_may_exceed_the_queue() {
 }
 
 #[tokio::test]
+async fn choices_are_generated_at_the_same_time() {
+    let setup = |parallel| Setup { parallel, delay: Duration::from_millis(1), ..Setup::default() };
+    let body = json!({"prompt": [TEXT, "A fox."], "n": 2, "max_tokens": 12, "temperature": 30, "seed": 5});
+    let alone = setup(1).start().await.ask(PATH, &body).await;
+    assert!(alone.get("timings").is_none(), "{alone}");
+    let server = setup(3).start().await;
+    let together = server.ask(PATH, &body).await;
+    assert_eq!((&together["choices"], &together["usage"]), (&alone["choices"], &alone["usage"]));
+    let [passes, sequences] =
+        ["decode_passes", "decoding_sequences"].map(|name| together["timings"][name].as_u64().unwrap());
+    assert!(sequences > passes, "{together}");
+    // A stream has the choices in order, although they are generated together.
+    let mut streamed = body.clone();
+    streamed["stream"] = true.into();
+    let chunks = server.stream(PATH, &streamed).await;
+    for (index, choice) in alone["choices"].as_array().unwrap().iter().enumerate() {
+        let parts = chunks.iter().filter(|chunk| chunk["choices"][0]["index"] == index);
+        let text: String = parts.filter_map(|chunk| chunk["choices"][0]["text"].as_str()).collect();
+        assert_eq!(text, *choice["text"].as_str().unwrap(), "choice {index}");
+    }
+    server.idle().await;
+}
+
+#[tokio::test]
 async fn stream_has_choices_in_order() {
     let server = mock().await;
     let body = json!({

@@ -35,6 +35,7 @@ pub struct Setup {
     pub speculate: DraftPolicy,
     pub context: usize,
     pub max_queue: usize,
+    pub parallel: usize,
     pub api_key: Option<&'static str>,
     pub cors: Option<&'static str>,
     pub thinking: Option<bool>,
@@ -57,6 +58,7 @@ impl Default for Setup {
             speculate: DraftPolicy::Off,
             context: 512,
             max_queue: 16,
+            parallel: 1,
             api_key: None,
             cors: None,
             thinking: None,
@@ -148,6 +150,7 @@ impl Setup {
         let metrics = Metrics::new("0.0.0", "cpu");
         let options = Options {
             max_queue: self.max_queue,
+            parallel: self.parallel,
             eos: vec![EOS],
             grace: self.grace,
             speculate: self.speculate,

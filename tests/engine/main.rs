@@ -4,4 +4,5 @@ mod constraint;
 mod kept_sequences;
 #[path = "../support/mock_model.rs"]
 mod mock_model;
+mod parallel;
 mod scheduler;

@@ -13,6 +13,7 @@ mod kv_bits;
 #[path = "../support/mutate.rs"]
 mod mutate;
 mod mutations;
+mod parallel;
 #[path = "../support/process.rs"]
 mod process;
 mod prompt_cache;

@@ -26,6 +26,7 @@ pub struct MockModel {
     pub vocab: usize,
     pub context: usize,
     pub chunk: usize,
+    pub batch: usize,
     pub eos: u32,
     /// The answer to every prompt. `None` repeats the prompt.
     pub answer: Option<Vec<u32>>,
@@ -59,6 +60,7 @@ impl Default for MockModel {
             vocab: 64,
             context: 256,
             chunk: 8,
+            batch: 1,
             eos: 2,
             answer: None,
             margin: 50.0,
@@ -115,6 +117,7 @@ impl Model for MockModel {
             vocab: self.vocab,
             context: self.context,
             chunk: self.chunk,
+            batch: self.batch,
             snapshot_size: SnapshotSize { state: 8, position: 4 },
             pages: None,
             images: None,

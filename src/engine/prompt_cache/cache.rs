@@ -175,6 +175,12 @@ impl PromptCache {
         }
     }
 
+    /// Tokens of the longest snapshot that is a beginning of `ids` and leaves at least one token to evaluate.
+    pub fn prefix_len(&self, ids: &[u32]) -> usize {
+        let tree = &self.state.lock().tree;
+        tree.path(ids).into_iter().map(|id| tree.len(id)).filter(|&len| len < ids.len()).max().unwrap_or(0)
+    }
+
     /// Number of snapshots one prompt may take: half of those that fit, between 1 and 8. 0 if none fits.
     pub fn max_snapshots_per_prompt(&self) -> usize {
         let fitting = self.state.lock().copy_limit().checked_div(self.size.state).unwrap_or(0) as usize;

@@ -33,6 +33,8 @@ pub struct Speculator<M> {
     is_forced: bool,
     /// A copy of the answer's sampler that drafts run ahead.
     sampler: Option<Sampler>,
+    /// The sequence that the draft follows: the one of the last pass, if that pass had only its rows.
+    followed: Option<u64>,
     metrics: Arc<Metrics>,
     /// The clock that measures steps. Tests replace it.
     now: fn() -> Instant,
@@ -70,6 +72,12 @@ impl PendingRows {
         self.drafted_end = self.drafted.get(self.current) == Some(&id);
     }
 
+    /// Ends the pass: no row is left to sample.
+    pub fn clear(&mut self) {
+        self.drafted.clear();
+        (self.current, self.begun) = (self.logits.rows(), None);
+    }
+
     /// Moves on to the next row if the draft contains `id`, the token sampled from the current one.
     fn accept(&mut self, id: u32) -> bool {
         let is_drafted = self.drafted.get(self.current) == Some(&id);
@@ -85,6 +93,8 @@ pub struct SampledToken<'a> {
     pub masks: Option<&'a MaskWorker>,
     /// Number of tokens the answer may still get.
     pub remaining: usize,
+    /// False while several sequences decode: then no draft is made.
+    pub may_draft: bool,
 }
 
 impl<M: Model> Speculator<M> {
@@ -104,6 +114,7 @@ impl<M: Model> Speculator<M> {
             monitor: AcceptanceMonitor::default(),
             is_forced: mode == DraftPolicy::Force,
             sampler: None,
+            followed: None,
             metrics,
             now: Instant::now,
         };
@@ -117,12 +128,21 @@ impl<M: Model> Speculator<M> {
         speculator
     }
 
-    /// Starts an answer. `is_continuation` says that its sequence extends the last one.
-    pub fn start(&mut self, model: &mut M, is_continuation: bool) {
+    /// Starts an answer.
+    pub fn start(&mut self, model: &mut M) {
         self.sampler = None;
         self.update_hidden_rows(model);
-        if let Some(draft) = self.draft.as_mut().filter(|_| !is_continuation) {
-            draft.start();
+    }
+
+    /// Makes the draft follow the sequence of the next pass, or none. A draft starts again with a sequence that it did not
+    /// follow before.
+    pub fn follow(&mut self, sequence: Option<&Sequence<M::State>>) {
+        let id = sequence.map(Sequence::id);
+        if self.followed != id {
+            (self.followed, self.sampler) = (id, None);
+            if let Some(draft) = self.draft.as_mut().filter(|_| id.is_some()) {
+                draft.start();
+            }
         }
     }
 
@@ -152,6 +172,25 @@ impl<M: Model> Speculator<M> {
         }
     }
 
+    /// Moves `rows` on to the next row of the same pass if the draft contained `id`. Otherwise ends the pass and returns false:
+    /// the token needs a new one.
+    pub fn accept(
+        &mut self,
+        sequence: &mut Sequence<M::State>,
+        model: &mut M,
+        rows: &mut PendingRows,
+        id: u32,
+        timings: &mut Timings,
+    ) -> Result<bool, ModelError> {
+        if rows.accept(id) {
+            sequence.accept(id);
+            return Ok(true);
+        }
+        self.settle(sequence, model, rows, timings)?;
+        rows.clear();
+        Ok(false)
+    }
+
     /// Moves `rows` on to the logits after `token`: the next row of the same pass if the draft contained the token, else the
     /// first row of a new pass.
     pub fn advance(
@@ -163,11 +202,16 @@ impl<M: Model> Speculator<M> {
         timings: &mut Timings,
     ) -> Result<(), ModelError> {
         let id = token.id;
-        if rows.accept(id) {
-            sequence.accept(id);
+        if self.accept(sequence, model, rows, id, timings)? {
             return Ok(());
         }
-        self.settle(sequence, model, rows, timings)?;
+        if !token.may_draft {
+            self.follow(None);
+            let logits = sequence.extend(model, &[id], Rows::Last, &mut PassHooks::default())?;
+            *rows = PendingRows::last_of(logits);
+            return Ok(());
+        }
+        self.follow(Some(sequence));
         let begun = (self.now)();
         let state = self.controller.state_name();
         let info = model.info();
@@ -177,10 +221,7 @@ impl<M: Model> Speculator<M> {
             self.metrics.draft_states.with_label_values(&[self.controller.state_name()]).inc();
         }
         self.update_hidden_rows(model);
-        // Until the new pass has succeeded, there is no row to sample from.
         let mut drafted = std::mem::take(&mut rows.drafted);
-        (rows.current, rows.begun) = (rows.logits.rows(), None);
-        drafted.clear();
         let mut drafting = Duration::ZERO;
         if width > 1 {
             self.propose(sequence, model, token, width - 1, &mut drafted);
@@ -227,7 +268,8 @@ impl<M: Model> Speculator<M> {
     ) -> Result<(), ModelError> {
         let (drafted, accepted) = (rows.drafted.len(), rows.current);
         sequence.settle()?;
-        let Some(begun) = rows.begun else { return Ok(()) };
+        // After a pass of another sequence, the time and the hidden rows do not belong to this one.
+        let Some(begun) = rows.begun.filter(|_| self.followed == Some(sequence.id())) else { return Ok(()) };
         let seconds = ((self.now)() - begun).as_secs_f64();
         self.observe(model, sequence, accepted + 1);
         let total = ((self.now)() - begun).as_secs_f64();

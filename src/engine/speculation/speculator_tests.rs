@@ -106,7 +106,8 @@ fn timed(mut mock: MockModel, mode: DraftPolicy, request: &Request) -> (Vec<u32>
     let mut speculator = Speculator::new(&mut mock, Box::new(LookupDraft), mode, 7, Metrics::new("test", "cpu"));
     speculator.now = || CLOCK.get();
     let mut sequence = Sequence::start(&mock).unwrap();
-    speculator.start(&mut mock, false);
+    speculator.start(&mut mock);
+    speculator.follow(Some(&sequence));
     let logits = sequence.extend(&mut mock, &request.ids, Rows::Last, &mut PassHooks::default()).unwrap();
     let (mut rows, mut timings) = (PendingRows::last_of(logits), Timings::default());
     let mut sampler = Sampler::new(request.sampling.clone(), &request.ids, usize::MAX);
@@ -117,7 +118,13 @@ fn timed(mut mock: MockModel, mode: DraftPolicy, request: &Request) -> (Vec<u32>
         if ids.len() == request.max_tokens {
             return (ids, CLOCK.get() - begun, timings);
         }
-        let token = SampledToken { id, sampler: &sampler, masks: None, remaining: request.max_tokens - ids.len() };
+        let token = SampledToken {
+            id,
+            sampler: &sampler,
+            masks: None,
+            remaining: request.max_tokens - ids.len(),
+            may_draft: true,
+        };
         speculator.advance(&mut sequence, &mut mock, &mut rows, &token, &mut timings).unwrap();
         // A later row belongs to the same pass.
         if rows.current == 0 {

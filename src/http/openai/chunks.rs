@@ -6,7 +6,7 @@ use crate::{
     http::{
         layers::request_log::unique_id,
         models::LoadedModel,
-        output::usage::{FinishReason, PromptProgress, SpeculationTimings, Usage},
+        output::usage::{AnswerTimings, FinishReason, PromptProgress, Usage},
         sse::Frames,
     },
 };
@@ -74,7 +74,7 @@ impl ResponseMeta {
             system_fingerprint: concat!("moestro-", env!("CARGO_PKG_VERSION")),
             choices,
             usage,
-            timings: usage.flatten().map(|usage| usage.timings).filter(|timings| timings.drafted_tokens > 0),
+            timings: usage.flatten().map(|usage| usage.timings).filter(AnswerTimings::are_worth_reporting),
             prompt_progress: None,
         }
     }
@@ -98,7 +98,7 @@ pub struct Envelope<'a, C> {
     usage: Option<Option<Usage>>,
     /// Written with `usage` if speculation drafted tokens.
     #[serde(skip_serializing_if = "Option::is_none")]
-    timings: Option<SpeculationTimings>,
+    timings: Option<AnswerTimings>,
     #[serde(skip_serializing_if = "Option::is_none")]
     prompt_progress: Option<PromptProgress>,
 }

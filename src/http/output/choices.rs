@@ -1,4 +1,5 @@
-//! Choices: the answers to one request, generated one after another.
+//! Choices: the answers to one request. They are written one after another, and generated at the same time as far as the engine
+//! runs several requests.
 //!
 //! A chat has one prompt, a completion request may have several. Each prompt gets `n` choices, and choice `i` of a prompt
 //! is drawn with seed + `i`. The first choice fails if the queue is full. Later choices wait, because the request has
@@ -11,11 +12,14 @@ use crate::{
     http::{
         layers::{memory::MemoryPermit, request_log::RequestLog},
         models::{LoadedModel, WeakModel},
-        output::generation::{Generation, TextReader},
+        output::{
+            choice_task::ChoiceTask,
+            generation::{Generation, TextReader},
+        },
     },
 };
 use serde_json::Value;
-use std::{sync::Arc, time::Duration};
+use std::{collections::VecDeque, sync::Arc, time::Duration};
 
 /// Delay before a later choice tries a full queue again.
 const QUEUE_RETRY: Duration = Duration::from_millis(50);
@@ -43,6 +47,8 @@ pub struct Choices {
     pub stops: Vec<String>,
     /// True if streams report prompt progress.
     pub reports_progress: bool,
+    /// Choices after the first that are generated already, in order.
+    pub ahead: VecDeque<ChoiceTask>,
     /// Memory of the request, held until the last answer is complete.
     pub _permit: MemoryPermit,
 }
@@ -68,12 +74,30 @@ impl Choices {
         Ok(generation)
     }
 
-    /// Queues choice `index` and waits while the queue is full.
-    pub async fn submit_later(&mut self, index: usize) -> Result<Generation, EngineError> {
+    /// Queues the choices after `current` that the engine can run next to it, as far as the queue has room.
+    pub fn submit_ahead(&mut self, current: usize) -> Result<(), EngineError> {
+        loop {
+            let next = current + 1 + self.ahead.len();
+            if next >= self.len() || self.ahead.len() + 1 >= self.model.model()?.engine.parallel() {
+                return Ok(());
+            }
+            match self.submit(next) {
+                Ok(generation) => self.ahead.push_back(ChoiceTask::spawn(generation)),
+                Err(EngineError::QueueFull) => return Ok(()),
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    /// Choice `index`, which follows the one before. Queues it if that has not been done, and waits while the queue is full.
+    pub async fn next(&mut self, index: usize) -> Result<ChoiceTask, EngineError> {
+        if let Some(task) = self.ahead.pop_front() {
+            return Ok(task);
+        }
         loop {
             match self.submit(index) {
                 Err(EngineError::QueueFull) => tokio::time::sleep(QUEUE_RETRY).await,
-                submitted => return submitted,
+                submitted => return submitted.map(ChoiceTask::spawn),
             }
         }
     }

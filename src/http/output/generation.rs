@@ -9,14 +9,14 @@ use crate::{
         Decoder, StopStrings,
         parser::{Delta, Parser},
     },
-    engine::{Event, Events, Finish, Logprobs, Request, Timings},
+    engine::{Event, Events, Finish, Logprobs, Request},
     error::{EngineError, ModelError},
     http::{
         layers::request_log::RequestLog,
         models::LoadedModel,
         output::{
             chat_logprobs::ContentLogprobs,
-            usage::{FinishReason, PromptProgress, PromptTokensDetails, SpeculationTimings, Usage},
+            usage::{AnswerTimings, FinishReason, PromptProgress, PromptTokensDetails, Usage},
         },
     },
 };
@@ -24,7 +24,7 @@ use std::{sync::Arc, time::Duration};
 use tokio::time::timeout;
 
 /// Interval of [`Update::Idle`] while the request waits in the queue or its prompt is evaluated.
-const IDLE_INTERVAL: Duration = Duration::from_secs(5);
+pub const IDLE_INTERVAL: Duration = Duration::from_secs(5);
 
 /// The effect of one engine event, or of silence, on the answer.
 pub enum Update {
@@ -144,18 +144,6 @@ impl Generation {
         }
     }
 
-    /// Runs to the end and returns the whole answer.
-    pub async fn collect(&mut self) -> Result<(Output, Finished), EngineError> {
-        let mut whole = Output::default();
-        let append = |update| {
-            if let Update::Output(output) = update {
-                whole.append(output);
-            }
-        };
-        let finished = self.run(append).await?;
-        Ok((whole, finished))
-    }
-
     /// Tokens used so far.
     pub fn usage(&self) -> Usage {
         Usage { total_tokens: self.usage.prompt_tokens + self.usage.completion_tokens, ..self.usage }
@@ -196,8 +184,13 @@ impl Generation {
                     }
                 }
                 Event::Done { finish, timings } => {
-                    let Timings { drafted_tokens, accepted_tokens, saved_seconds, .. } = timings;
-                    self.usage.timings = SpeculationTimings { drafted_tokens, accepted_tokens, saved_seconds };
+                    self.usage.timings = AnswerTimings {
+                        drafted_tokens: timings.drafted_tokens,
+                        accepted_tokens: timings.accepted_tokens,
+                        saved_seconds: timings.saved_seconds,
+                        decode_passes: timings.decode_passes,
+                        decoding_sequences: timings.decoding_sequences,
+                    };
                     self.log.record_storage(None);
                     let rest = self.decoder.finish();
                     let cut = finish == Finish::Length;

@@ -51,11 +51,13 @@ pub trait Renderer: Send + 'static {
 pub async fn body(mut choices: Choices, first: Generation, renderer: impl Renderer) -> Result<Response, ApiError> {
     let (mut first, mut usage, mut answers) = (Some(first), Usage::default(), Vec::new());
     for index in 0..choices.len() {
-        let mut generation = match first.take() {
-            Some(first) => first,
-            None => choices.submit_later(index).await?,
+        let mut output = Output::default();
+        let append = |update| {
+            if let Update::Output(more) = update {
+                output.append(more);
+            }
         };
-        let (output, finished) = generation.collect().await?;
+        let finished = run(&mut choices, index, first.take(), append).await?;
         usage.add(finished.usage, choices.has_previous_prompt(index));
         answers.push((output, finished));
     }
@@ -90,19 +92,35 @@ async fn write(
     let reports_progress = choices.reports_progress;
     let (mut first, mut usage) = (Some(first), Usage::default());
     for index in 0..choices.len() {
-        let mut generation = match first.take() {
-            Some(first) => first,
-            None => choices.submit_later(index).await?,
-        };
         let sink = |update| match update {
             Update::Idle => renderer.idle(frames),
             Update::Progress(progress) if reports_progress => renderer.progress(frames, progress),
             Update::Progress(_) => {}
             Update::Output(output) => renderer.output(frames, index, &output),
         };
-        let finished = generation.run(sink).await?;
+        let finished = run(choices, index, first.take(), sink).await?;
         renderer.finish(frames, index, &finished);
         usage.add(finished.usage, choices.has_previous_prompt(index));
     }
     Ok(usage)
+}
+
+/// Passes the updates of choice `index` to `sink`. `first` is the first choice, which is queued already.
+async fn run(
+    choices: &mut Choices,
+    index: usize,
+    first: Option<Generation>,
+    sink: impl FnMut(Update),
+) -> Result<Finished, EngineError> {
+    match first {
+        Some(mut first) => {
+            choices.submit_ahead(index)?;
+            first.run(sink).await
+        }
+        None => {
+            let mut task = choices.next(index).await?;
+            choices.submit_ahead(index)?;
+            task.run(sink).await
+        }
+    }
 }

@@ -1,4 +1,4 @@
-//! Token usage, speculation timings, prompt progress and finish reasons, as OpenAI's API writes them.
+//! Token usage, timings, prompt progress and finish reasons, as OpenAI's API writes them.
 
 use serde::Serialize;
 
@@ -34,7 +34,7 @@ pub struct Usage {
     pub completion_tokens_details: CompletionTokensDetails,
     /// Written next to `usage`, not inside it.
     #[serde(skip)]
-    pub timings: SpeculationTimings,
+    pub timings: AnswerTimings,
 }
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
@@ -60,17 +60,29 @@ impl Usage {
         self.timings.drafted_tokens += choice.timings.drafted_tokens;
         self.timings.accepted_tokens += choice.timings.accepted_tokens;
         self.timings.saved_seconds += choice.timings.saved_seconds;
+        self.timings.decode_passes += choice.timings.decode_passes;
+        self.timings.decoding_sequences += choice.timings.decoding_sequences;
         self.total_tokens = self.prompt_tokens + self.completion_tokens;
     }
 }
 
-/// Speculation in one response.
+/// Speculation in one response, and the sequences that decoded at the same time.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
-pub struct SpeculationTimings {
+pub struct AnswerTimings {
     pub drafted_tokens: usize,
     pub accepted_tokens: usize,
     /// Negative if speculation cost time.
     pub saved_seconds: f64,
+    pub decode_passes: usize,
+    /// Sum over the passes. More than `decode_passes` if other sequences decoded at the same time.
+    pub decoding_sequences: usize,
+}
+
+impl AnswerTimings {
+    /// True if drafts were used or other sequences decoded at the same time.
+    pub fn are_worth_reporting(&self) -> bool {
+        self.drafted_tokens > 0 || self.decoding_sequences > self.decode_passes
+    }
 }
 
 /// Evaluated part of the prompt, in llama-server's format.
@@ -90,7 +102,13 @@ mod tests {
 
     #[test]
     fn usage_of_choices_adds_up() {
-        let timings = |saved_seconds| SpeculationTimings { drafted_tokens: 7, accepted_tokens: 3, saved_seconds };
+        let timings = |saved_seconds| AnswerTimings {
+            drafted_tokens: 7,
+            accepted_tokens: 3,
+            saved_seconds,
+            decode_passes: 4,
+            decoding_sequences: 6,
+        };
         let choice = |saved_seconds| Usage {
             prompt_tokens: 10,
             completion_tokens: 5,
@@ -102,7 +120,13 @@ mod tests {
             sum.add(choice(saved_seconds), same_prompt);
         }
         assert_eq!((sum.prompt_tokens, sum.completion_tokens, sum.total_tokens), (20, 15, 35));
-        let total = SpeculationTimings { drafted_tokens: 21, accepted_tokens: 9, saved_seconds: 1.25 };
+        let total = AnswerTimings {
+            drafted_tokens: 21,
+            accepted_tokens: 9,
+            saved_seconds: 1.25,
+            decode_passes: 12,
+            decoding_sequences: 18,
+        };
         assert_eq!(sum.timings, total);
     }
 }

@@ -18,7 +18,7 @@ use crate::{
         },
     },
 };
-use std::sync::Arc;
+use std::{collections::VecDeque, sync::Arc};
 
 /// Logit bias of a token that must not be sampled.
 const FORBIDDEN: f32 = -1e9;
@@ -95,6 +95,7 @@ impl GenerationRequest {
             chat,
             stops: self.stops,
             reports_progress: common.return_progress.unwrap_or(false),
+            ahead: VecDeque::new(),
             _permit: permit,
         })
     }

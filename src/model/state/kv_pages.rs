@@ -153,6 +153,11 @@ impl PagePool {
         }))
     }
 
+    /// All pages.
+    pub fn count(&self) -> usize {
+        self.count
+    }
+
     /// Pages that no one holds.
     pub fn free(&self) -> usize {
         self.free.lock().len()

@@ -1,0 +1,90 @@
+#!/usr/bin/env python3
+"""Several clients at once: python3 benches/parallel.py BINARY MODEL [--clients 4] [--short 50] [--port 7500] [-- SERVE ARGS]
+
+Prints the tokens per second of one client and of several that decode at the same time, and the time to the first token of short
+requests: on an idle server, and while a long prompt is evaluated and a long answer is generated. MODEL may be synthetic: prompts
+are token ids.
+"""
+import argparse, json, random, statistics, subprocess, sys, threading, time, urllib.request
+
+own, serve = sys.argv[1:], []
+if "--" in own:
+    own, serve = own[: own.index("--")], own[own.index("--") + 1 :]
+parser = argparse.ArgumentParser()
+parser.add_argument("binary")
+parser.add_argument("model")
+parser.add_argument("--clients", type=int, default=4)
+parser.add_argument("--tokens", type=int, default=64, help="tokens per answer of the decoding clients")
+parser.add_argument("--short", type=int, default=50, help="short requests")
+parser.add_argument("--prompt", type=int, default=4096, help="tokens of the long prompt")
+parser.add_argument("--port", type=int, default=7500)
+args = parser.parse_args(own)
+dice = random.Random(1)
+
+
+def ids(count):
+    return [dice.randrange(100, 2000) for _ in range(count)]
+
+
+def ask(prompt, tokens, stop=None):
+    """Seconds to the first token, all seconds, and the tokens received."""
+    body = {"prompt": prompt, "max_tokens": tokens, "stream": True, "temperature": 0, "cache_prompt": False,
+            "logit_bias": {}, "ignore_eos": True, "logprobs": 0}
+    body.pop("ignore_eos")
+    request = urllib.request.Request(f"http://127.0.0.1:{args.port}/v1/completions", json.dumps(body).encode(),
+                                     {"content-type": "application/json"})
+    begun, first, count = time.perf_counter(), None, 0
+    with urllib.request.urlopen(request) as answer:
+        for line in answer:
+            if line.startswith(b"data: {") and b'"tokens":[' in line.replace(b" ", b""):
+                first = first or time.perf_counter() - begun
+                count += 1
+            if stop is not None and stop.is_set():
+                break
+    return first, time.perf_counter() - begun, count
+
+
+def together(clients):
+    """Tokens per second of this many clients, without their prompts."""
+    results, threads = [], []
+    for _ in range(clients):
+        threads.append(threading.Thread(target=lambda prompt=ids(16): results.append(ask(prompt, args.tokens))))
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    longest = max(whole - first for first, whole, _ in results)
+    return sum(count - 1 for *_, count in results) / longest
+
+
+def quantile(values, part):
+    return sorted(values)[min(len(values) - 1, int(part * len(values)))]
+
+
+def keep_asking(stop, prompt, tokens):
+    while not stop.is_set():
+        ask(ids(prompt), tokens, stop)
+
+
+server = subprocess.Popen([args.binary, "serve", args.model, "--port", str(args.port), *serve], stdout=subprocess.PIPE)
+try:
+    print(server.stdout.readline().decode().strip()[:200], flush=True)
+    together(1)
+    rates = [(together(1), together(args.clients)) for _ in range(3)]
+    one, many = (statistics.median(rate) for rate in zip(*rates))
+    print(f"1 client {one:.1f} tokens/s, {args.clients} clients {many:.1f} tokens/s together: {many / one:.2f} times", flush=True)
+    idle = [ask(ids(50), 1)[0] for _ in range(max(5, args.short // 5))]
+    print(f"short request on an idle server: median {statistics.median(idle):.3f} s, longest {max(idle):.3f} s", flush=True)
+    stop = threading.Event()
+    loads = [(args.prompt, 1), (16, 800)]
+    threads = [threading.Thread(target=keep_asking, args=(stop, *load), daemon=True) for load in loads]
+    [thread.start() for thread in threads]
+    time.sleep(3)
+    busy = []
+    for _ in range(args.short):
+        busy.append(ask(ids(50), 1)[0])
+        time.sleep(dice.random())
+    stop.set()
+    print(f"next to a prompt of {args.prompt} tokens and an answer of 800: median {statistics.median(busy):.3f} s, "
+          f"p99 {quantile(busy, 0.99):.3f} s", flush=True)
+finally:
+    server.terminate()
+    server.wait()

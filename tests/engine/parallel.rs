@@ -1,0 +1,229 @@
+//! Several requests at the same time: their order, and the ends of single requests.
+
+use super::{
+    mock_model::MockModel,
+    scheduler::{MS, engine, options, request, wait_until_idle},
+};
+use moestro::{
+    engine::{Event, Events, Finish, Options, Request, Sampling, collect},
+    error::EngineError,
+};
+use std::{
+    sync::{Arc, atomic::Ordering},
+    time::{Duration, Instant},
+};
+
+fn parallel(count: usize) -> Options {
+    Options { parallel: count, max_queue: 64, ..options() }
+}
+
+/// A model whose answers take longer than any test, at a millisecond per token.
+fn slow_model(batch: usize) -> MockModel {
+    MockModel { delay: MS, context: 100_000, batch, answer: Some(vec![5; 90_000]), ..MockModel::default() }
+}
+
+fn wait_for_token(events: &mut Events) {
+    while !matches!(events.blocking_recv(), Some(Event::Token { .. })) {}
+}
+
+/// Tokens that have arrived.
+fn count_tokens(events: &mut Events) -> usize {
+    std::iter::from_fn(|| events.try_recv().ok()).filter(|event| matches!(event, Event::Token { .. })).count()
+}
+
+#[test]
+fn short_request_passes_a_long_answer() {
+    for batch in [1, 4] {
+        let (handle, _, metrics) = engine(&slow_model(batch), parallel(2));
+        let mut long = handle.submit(request(&[9], 90_000)).unwrap();
+        wait_for_token(&mut long);
+        let (tokens, end) = collect(handle.submit(request(&[8, 7], 3)).unwrap());
+        assert_eq!((tokens, end.unwrap().0), (vec![5; 3], Finish::Length));
+        assert!(count_tokens(&mut long) < 100);
+        wait_for_token(&mut long);
+        assert_eq!((handle.load(), metrics.requests_running.get()), ((1, 0), 1));
+    }
+}
+
+#[test]
+fn short_request_waits_for_one_chunk() {
+    let mock = MockModel { chunk: 50, ..slow_model(1) };
+    let (handle, ..) = engine(&mock, parallel(2));
+    let mut long = handle.submit(request(&[9; 5000], 1)).unwrap();
+    while mock.evaluated.load(Ordering::Relaxed) < 10 {
+        std::thread::sleep(MS);
+    }
+    let before = mock.evaluated.load(Ordering::Relaxed);
+    let mut short = handle.submit(request(&[8, 7], 1)).unwrap();
+    wait_for_token(&mut short);
+    assert!(mock.evaluated.load(Ordering::Relaxed) < before + 2 * 50);
+    assert_eq!(count_tokens(&mut long), 0);
+}
+
+#[test]
+fn prompt_leaves_decoding_half_of_the_time() {
+    let (handle, ..) = engine(&MockModel { chunk: 20, ..slow_model(1) }, parallel(2));
+    let mut answer = handle.submit(request(&[9], 90_000)).unwrap();
+    wait_for_token(&mut answer);
+    count_tokens(&mut answer);
+    let mut prompt = handle.submit(request(&[8; 400], 1)).unwrap();
+    wait_for_token(&mut prompt);
+    let tokens = count_tokens(&mut answer);
+    assert!((300..600).contains(&tokens), "{tokens} tokens while a prompt of 400 was evaluated");
+}
+
+#[test]
+fn short_prompts_never_starve_long_ones() {
+    let (handle, ..) = engine(&MockModel { chunk: 20, ..slow_model(1) }, parallel(3));
+    let mut long = handle.submit(request(&[9; 300], 1)).unwrap();
+    let mut passed = 0;
+    while !matches!(long.try_recv(), Ok(Event::Token { .. })) {
+        let (_, end) = collect(handle.submit(request(&[8; 15], 1)).unwrap());
+        end.unwrap();
+        passed += 1;
+    }
+    assert!((3..40).contains(&passed), "{passed} short requests ended before the long one");
+}
+
+#[test]
+fn requests_decode_in_turn_or_together() {
+    for batch in [1, 2, 4] {
+        let (handle, _, metrics) = engine(&slow_model(batch), parallel(4));
+        let mut all: Vec<_> = (0..4).map(|id| handle.submit(request(&[8 + id], 90_000)).unwrap()).collect();
+        all.iter_mut().for_each(wait_for_token);
+        std::thread::sleep(200 * MS);
+        drop(handle);
+        let counts: Vec<_> = all.iter_mut().map(count_tokens).collect();
+        let (least, most) = (*counts.iter().min().unwrap(), *counts.iter().max().unwrap());
+        assert!(least > 10 && most - least <= 10, "{counts:?}");
+        let (passes, sequences) =
+            (metrics.step_sequences.get_sample_count() as f64, metrics.step_sequences.get_sample_sum());
+        assert!((sequences / passes - batch as f64).abs() < 0.2, "{sequences} in {passes}");
+    }
+}
+
+#[test]
+fn cancel_and_deadline_end_one_request() {
+    let (handle, ..) = engine(&slow_model(4), parallel(3));
+    let mut stays = handle.submit(request(&[9], 90_000)).unwrap();
+    let mut leaves = handle.submit(request(&[8], 90_000)).unwrap();
+    let deadline = Some(Instant::now() + 80 * MS);
+    let late = handle.submit(Request { deadline, ..request(&[7], 90_000) }).unwrap();
+    wait_for_token(&mut leaves);
+    drop(leaves);
+    assert!(matches!(collect(late).1, Err(EngineError::TimedOut)));
+    count_tokens(&mut stays);
+    wait_for_token(&mut stays);
+    assert_eq!(handle.load(), (1, 0));
+}
+
+/// A request whose first answered token is `id`, whatever the model says.
+fn says(id: u32, ids: &[u32]) -> Request {
+    let sampling = Sampling { logit_bias: vec![(id, 1000.0)], ..Sampling::greedy() };
+    Request { sampling, ..request(ids, 200) }
+}
+
+#[test]
+fn error_in_shared_pass_ends_one_request() {
+    for batch in [1, 4] {
+        let mock = MockModel { fails_on: Some(40), delay: MS, batch, ..MockModel::default() };
+        let (handle, ..) = engine(&mock, parallel(4));
+        let prompts: Vec<Vec<u32>> = (0..3).map(|id| (0..20).map(|at| 10 + id + at).collect()).collect();
+        let mut others: Vec<_> = prompts.iter().map(|ids| handle.submit(request(ids, 100)).unwrap()).collect();
+        others.iter_mut().for_each(wait_for_token);
+        let (tokens, failed) = collect(handle.submit(says(40, &[9, 9])).unwrap());
+        assert_eq!((tokens, failed.unwrap_err().to_string()), (vec![40], "test error on token 40".into()));
+        for (prompt, events) in prompts.iter().zip(others) {
+            let (tokens, end) = collect(events);
+            assert_eq!((&tokens[..], end.unwrap().0), (&prompt[1..], Finish::Stop));
+        }
+        wait_until_idle(&handle);
+    }
+}
+
+#[test]
+fn panic_ends_the_requests_of_its_pass() {
+    let mock = MockModel { panics_on: Some(41), delay: MS, batch: 2, ..MockModel::default() };
+    let (handle, worker, _) = engine(&mock, parallel(2));
+    let mut shares = handle.submit(says(6, &[10, 11])).unwrap();
+    wait_for_token(&mut shares);
+    let (_, panicked) = collect(handle.submit(says(41, &[9, 9])).unwrap());
+    assert!(matches!(panicked, Err(EngineError::Panicked(text)) if text.contains("token 41")));
+    assert!(matches!(collect(shares).1, Err(EngineError::Panicked(_))));
+    assert_eq!(collect(handle.submit(request(&[9, 5], 9)).unwrap()).0, [9, 5]);
+    handle.drain();
+    worker.join().unwrap();
+}
+
+#[test]
+fn shared_new_prefix_is_computed_once() {
+    let mock = MockModel { delay: MS, ..MockModel::default() };
+    let (handle, ..) = engine(&mock, Options { prompt_cache: 1 << 20, ..parallel(4) });
+    let ids: Vec<u32> = (3..53).collect();
+    let all: Vec<_> = (0..4).map(|_| handle.submit(request(&ids, 2)).unwrap()).collect();
+    for events in all {
+        assert_eq!(collect(events).0, ids[..2]);
+    }
+    // The prompt once, its last token for each other request, and the evaluated token of each answer.
+    assert_eq!(mock.evaluated.load(Ordering::Relaxed), 50 + 3 + 4);
+}
+
+#[test]
+fn queue_is_full_beyond_running_and_waiting() {
+    let (handle, ..) = engine(&slow_model(1), Options { max_queue: 2, ..parallel(3) });
+    let _all: Vec<_> = (0..5).map(|_| handle.submit(request(&[9], 90_000)).unwrap()).collect();
+    assert!(matches!(handle.submit(request(&[9], 1)), Err(EngineError::QueueFull)));
+    let deadline = Instant::now() + Duration::from_secs(10);
+    while handle.load() != (3, 2) {
+        assert!(Instant::now() < deadline, "{:?}", handle.load());
+        std::thread::sleep(MS);
+    }
+    assert_eq!(handle.parallel(), 3);
+}
+
+#[test]
+fn random_mixes_answer_as_alone() {
+    // Deterministic pseudo-random numbers.
+    let dice = |n: u32| n.wrapping_mul(0x9E37_79B9).rotate_left(15).wrapping_mul(0x85EB_CA6B) >> 8;
+    let ask = |n: u32| {
+        let ids = (0..1 + dice(n) % 40).map(|k| 3 + dice(n + k) % 60).collect();
+        let temperature = [0.0, 1.0, 20.0][dice(n ^ 7) as usize % 3];
+        Request::new(
+            ids,
+            1 + dice(n ^ 9) as usize % 30,
+            Sampling { temperature, seed: Some(n.into()), ..Sampling::default() },
+        )
+    };
+    let mock = MockModel { delay: Duration::from_micros(20), chunk: 7, ..MockModel::default() };
+    let alone: Vec<_> = {
+        let (handle, worker, _) = engine(&mock, options());
+        let answers = (0..96).map(|n| collect(handle.submit(ask(n)).unwrap()).0).collect();
+        drop(handle);
+        worker.join().unwrap();
+        answers
+    };
+    for (count, batch, prompt_cache) in [(2, 1, 0), (4, 4, 1 << 20), (8, 3, 200)] {
+        let mock = MockModel { batch, ..mock.clone() };
+        let (handle, worker, metrics) = engine(&mock, Options { prompt_cache, ..parallel(count) });
+        std::thread::scope(|scope| {
+            for client in 0..8 {
+                let (handle, alone, ask) = (&handle, &alone, &ask);
+                scope.spawn(move || {
+                    for n in (client..96).step_by(8) {
+                        let mut events = handle.submit(ask(n)).unwrap();
+                        if dice(n ^ 11).is_multiple_of(4) {
+                            (0..dice(n) % 9).for_each(|_| drop(events.blocking_recv()));
+                        } else {
+                            assert_eq!(collect(events).0, alone[n as usize], "request {n}");
+                        }
+                    }
+                });
+            }
+        });
+        wait_until_idle(&handle);
+        assert_eq!((metrics.requests_running.get(), metrics.requests_queued.get()), (0, 0));
+        handle.drain();
+        worker.join().unwrap();
+        assert_eq!(Arc::strong_count(&mock.states), 2, "the two mocks");
+    }
+}

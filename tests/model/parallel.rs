@@ -1,0 +1,210 @@
+//! Several requests at the same time never change an answer.
+//!
+//! Clients ask at random: prompts with shared beginnings, different lengths, temperatures, a grammar, several choices, and
+//! disconnects. Each answer is compared with that of an engine which runs one request at a time.
+
+use super::common::load_with;
+use moestro::{
+    engine::{self, Constraint, DraftPolicy, Event, Finish, Handle, Request, Sampling, TokenMask},
+    experts::Prefetch,
+    metrics::Metrics,
+    model::{LoadOptions, Model, StoreOptions},
+    ops::KvBits,
+};
+use std::{
+    path::Path,
+    sync::{Arc, Barrier},
+    thread,
+};
+
+const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro-demo");
+
+/// Deterministic pseudo-random numbers.
+struct Dice(u64);
+
+impl Dice {
+    fn roll(&mut self, sides: usize) -> usize {
+        self.0 = self.0.wrapping_mul(0x5851_F42D_4C95_7F2D).wrapping_add(0x1405_7B7E_F767_814F);
+        ((self.0 >> 33) as usize) % sides
+    }
+
+    fn tokens(&mut self, count: usize) -> Vec<u32> {
+        (0..count).map(|_| 100 + self.roll(1500) as u32).collect()
+    }
+}
+
+/// Allows the ids of one remainder after another.
+#[derive(Clone)]
+struct Remainders(u32);
+
+impl Constraint for Remainders {
+    fn allowed(&mut self) -> Result<TokenMask, String> {
+        let word = (0..32).filter(|bit| bit % 4 == self.0 % 4).fold(0, |word, bit| word | 1 << bit);
+        Ok(TokenMask::Only(vec![word; 64]))
+    }
+
+    fn accept(&mut self, _: u32) -> Result<(), String> {
+        self.0 += 1;
+        Ok(())
+    }
+
+    fn fork(&self) -> Box<dyn Constraint> {
+        Box::new(self.clone())
+    }
+}
+
+/// Requests of one client, which it sends together.
+struct Visit {
+    requests: Vec<Request>,
+    /// Events after which the client disconnects.
+    leaves_after: Option<usize>,
+}
+
+/// An answer: its tokens with the bits of their log-probabilities, and its end.
+type Answer = (Vec<(u32, u32)>, Option<Finish>);
+
+fn visit(number: u64, longest: usize) -> Visit {
+    let mut dice = Dice(number.wrapping_mul(0x9E37_79B9_7F4A_7C15));
+    let system = Dice(dice.roll(3) as u64 + 77).tokens(90);
+    let shared = [0, 40, 90][dice.roll(3)];
+    let most = if dice.roll(4) == 0 { 500 } else { 60 };
+    let length = 1 + dice.roll(most);
+    let ids = [&system[..shared], &dice.tokens(length)[..]].concat();
+    let temperature = [0.0, 0.7, 1.5][dice.roll(3)];
+    let constraint = (dice.roll(5) == 0).then(|| Box::new(Remainders(number as u32)) as Box<dyn Constraint>);
+    let max_tokens = 1 + dice.roll(longest);
+    let choices = if dice.roll(5) == 0 { 3 } else { 1 };
+    let request = |choice: u64| Request {
+        logprobs: Some(0),
+        ignore_eos: true,
+        constraint: constraint.clone(),
+        ..Request::new(
+            ids.clone(),
+            max_tokens,
+            Sampling { temperature, top_p: 0.95, seed: Some(number + choice), ..Sampling::default() },
+        )
+    };
+    Visit { requests: (0..choices).map(request).collect(), leaves_after: (dice.roll(6) == 0).then(|| dice.roll(12)) }
+}
+
+fn answers(handle: &Handle, visit: &Visit, leaves: bool) -> Vec<Answer> {
+    let all: Vec<_> = visit.requests.iter().map(|request| handle.submit(request.clone()).unwrap()).collect();
+    let read = |mut events: engine::Events| {
+        let (mut tokens, mut seen) = (Vec::new(), 0);
+        loop {
+            if leaves && visit.leaves_after == Some(seen) {
+                return (tokens, None);
+            }
+            seen += 1;
+            match events.blocking_recv().unwrap() {
+                Event::Token { id, logprobs } => tokens.push((id, logprobs.unwrap().logprob.to_bits())),
+                Event::Done { finish, .. } => return (tokens, Some(finish)),
+                Event::Failed(error) => panic!("{error}"),
+                Event::Started { .. } | Event::Prefilled { .. } | Event::Prompt(_) => {}
+            }
+        }
+    };
+    all.into_iter().map(read).collect()
+}
+
+/// Settings of the engine, apart from the number of requests.
+#[derive(Clone)]
+struct Setup {
+    slots: Option<usize>,
+    context: usize,
+    cached_snapshots: u64,
+    speculate: DraftPolicy,
+    kv_bits: KvBits,
+    /// Most tokens of an answer.
+    longest: usize,
+}
+
+impl Default for Setup {
+    fn default() -> Self {
+        let (slots, speculate, kv_bits) = (None, DraftPolicy::Off, KvBits::Sixteen);
+        Self { slots, context: 2048, cached_snapshots: 8, speculate, kv_bits, longest: 24 }
+    }
+}
+
+impl Setup {
+    fn start(&self, parallel: usize) -> (Handle, engine::Worker, Arc<Metrics>) {
+        let store = StoreOptions { slots: self.slots, prefetch: Prefetch::On, ..StoreOptions::default() };
+        let mut options =
+            LoadOptions { threads: Some(1), store, kv_bits: self.kv_bits, verify: true, ..LoadOptions::default() };
+        options.plan.context = Some(self.context);
+        options.plan.chunk = Some(96);
+        let qwen = load_with(Path::new(DEMO), options);
+        let size = qwen.info().snapshot_size;
+        let options = engine::Options {
+            parallel,
+            max_queue: 1000,
+            prompt_cache: self.cached_snapshots * size.bytes(400, 0),
+            speculate: self.speculate,
+            ..engine::Options::default()
+        };
+        let metrics = Metrics::new("test", "cpu");
+        let (handle, worker) = engine::spawn(qwen, options, metrics.clone()).unwrap();
+        (handle, worker, metrics)
+    }
+
+    /// Compares visits of several clients with the same visits one after another. `MOESTRO_MIXES` sets their number.
+    fn check(&self, seed: u64) -> Arc<Metrics> {
+        let count: u64 = std::env::var("MOESTRO_MIXES").map_or(12, |count| count.parse().unwrap());
+        let visit = |number: u64| visit(seed * 100_000 + number, self.longest);
+        let (alone, worker, _) = self.start(1);
+        let expected: Vec<Vec<Answer>> = (0..count).map(|number| answers(&alone, &visit(number), false)).collect();
+        alone.drain();
+        worker.join().unwrap();
+
+        let clients = 2 + seed as usize % 7;
+        let (handle, worker, metrics) = self.start(2 + seed as usize % 4);
+        let barrier = Barrier::new(clients);
+        thread::scope(|scope| {
+            for client in 0..clients {
+                let (handle, expected, barrier) = (&handle, &expected, &barrier);
+                scope.spawn(move || {
+                    barrier.wait();
+                    for number in (client..expected.len()).step_by(clients) {
+                        let found = answers(handle, &visit(number as u64), true);
+                        for (found, expected) in found.into_iter().zip(&expected[number]) {
+                            match found {
+                                (tokens, None) => assert_eq!(tokens, expected.0[..tokens.len()], "{seed} {number}"),
+                                whole => assert_eq!(whole, *expected, "{seed} {number}"),
+                            }
+                        }
+                    }
+                });
+            }
+        });
+        handle.drain();
+        worker.join().unwrap();
+        assert_eq!((metrics.requests_running.get(), metrics.requests_queued.get()), (0, 0));
+        metrics
+    }
+}
+
+#[test]
+fn resident_answers_are_as_alone() {
+    (0..3).for_each(|seed| drop(Setup::default().check(seed)));
+}
+
+#[test]
+fn streamed_answers_are_as_alone() {
+    for (seed, slots) in [(3, 12), (4, 40)] {
+        Setup { slots: Some(slots), ..Setup::default() }.check(seed);
+    }
+}
+
+#[test]
+fn drafts_and_kv_bits_change_nothing() {
+    Setup { speculate: DraftPolicy::Force, ..Setup::default() }.check(5);
+    Setup { kv_bits: KvBits::Eight, cached_snapshots: 2, ..Setup::default() }.check(6);
+}
+
+#[test]
+fn preempted_answers_are_as_alone() {
+    // Pages for one context: four answers of hundreds of tokens do not fit together.
+    let setup = Setup { context: 1024, cached_snapshots: 0, longest: 400, ..Setup::default() };
+    let preemptions: u64 = [9, 10].into_iter().map(|seed| setup.check(seed).preemptions.get()).sum();
+    assert!(preemptions > 0, "the test needs preemptions");
+}
