@@ -27,7 +27,7 @@ fn setting(name: &str) -> Option<u64> {
 /// The first seed, and the time at which the loop ends.
 fn seeds() -> (u64, Instant) {
     let seed = setting("MOESTRO_MUTATE_SEED").unwrap_or(20_260_101);
-    let seconds = setting("MOESTRO_MUTATE_SECONDS").unwrap_or(4);
+    let seconds = setting("MOESTRO_MUTATE_SECONDS").unwrap_or(1);
     (seed, Instant::now() + Duration::from_secs(seconds))
 }
 

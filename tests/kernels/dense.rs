@@ -32,6 +32,7 @@ fn dense_model_gives_the_cpu_answers() {
 }
 
 #[test]
+#[ignore = "long: every kind of draft"]
 fn dense_model_answers_ignore_drafts() {
     let story = &cases()[0].prompt_ids;
     let drawn = Sampling { temperature: 1.3, seed: Some(5), ..Sampling::default() };

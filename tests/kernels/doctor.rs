@@ -154,6 +154,7 @@ fn doctor_compares_every_kernel() {
 }
 
 #[test]
+#[ignore = "exhaustive: every kernel"]
 fn doctor_finds_faults_in_every_kernel() {
     for name in Host::start().names() {
         let kernel: &'static str = name.leak();
@@ -212,6 +213,7 @@ fn doctor_reports_refused_kernel_and_continues() {
 }
 
 #[test]
+#[ignore = "long: a whole report"]
 fn doctor_report_of_a_working_gpu() {
     let report = doctor::examine(Ok(Box::new(HostGpu::new(Host::plain()))), &[]).unwrap();
     assert!(report.wrong.is_empty(), "{report}");
@@ -226,6 +228,7 @@ fn doctor_report_of_a_working_gpu() {
 }
 
 #[test]
+#[ignore = "long: a whole report"]
 fn doctor_report_of_a_faulty_gpu() {
     let report = doctor::examine(Ok(Box::new(Faulty::new("moe_down", false))), &[]).unwrap();
     assert_eq!(report.wrong, ["moe_down", &format!("demo answer ({GPU_KIND})")]);

@@ -97,16 +97,19 @@ fn demo_prompts_match_the_cpu(first: usize) {
 }
 
 #[test]
+#[ignore = "long: whole answers"]
 fn demo_even_prompts_match_the_cpu() {
     demo_prompts_match_the_cpu(0);
 }
 
 #[test]
+#[ignore = "long: whole answers"]
 fn demo_odd_prompts_match_the_cpu() {
     demo_prompts_match_the_cpu(1);
 }
 
 #[test]
+#[ignore = "long: whole answers"]
 fn quantised_cache_equals_the_cpu_bytes() {
     let cases = cases();
     // Long enough that the last rows read quantised keys and values.
@@ -171,6 +174,7 @@ fn shared_pages_are_not_written() {
 }
 
 #[test]
+#[ignore = "exhaustive: many cuts"]
 fn logits_ignore_prompt_chunking() {
     let case = cases().swap_remove(3);
     let mut gpu = resident(fast());
@@ -181,6 +185,7 @@ fn logits_ignore_prompt_chunking() {
 }
 
 #[test]
+#[ignore = "exhaustive: many numbers of slots"]
 fn logits_ignore_expert_placement() {
     let case = cases().swap_remove(3);
     let (prompt, count) = (&case.prompt_ids, 6);
@@ -203,6 +208,7 @@ fn logits_ignore_expert_placement() {
 }
 
 #[test]
+#[ignore = "long: compiles and runs with sanitizers"]
 fn forward_pass_is_clean_under_sanitizers() {
     let mut model = resident(HostGpu::new(Host::start()));
     // A chunk with grouped experts, a few rows together, and one token.
@@ -238,6 +244,7 @@ fn read(chunk: usize) -> u64 {
 }
 
 #[test]
+#[ignore = "long: a prompt of several chunks"]
 fn chunk_reads_each_expert_once() {
     let whole = read(64);
     assert!(read(32) > whole, "two chunks must cost more reads");

@@ -104,6 +104,7 @@ fn on_halves(options: LoadOptions) -> Qwen {
 }
 
 #[test]
+#[ignore = "long: whole prompts"]
 fn demo_prompts_on_matrix_units_match() {
     let (mut cpu, mut gpu) = (load_with(Path::new(DEMO), options(false)), on_halves(options(false)));
     // Every fourth case, since the host is slow.
@@ -116,6 +117,7 @@ fn demo_prompts_on_matrix_units_match() {
 }
 
 #[test]
+#[ignore = "exhaustive: many cuts"]
 fn half_prompts_ignore_slots_and_chunking() {
     let case = cases().swap_remove(3);
     let (prompt, count) = (&case.prompt_ids, 1);

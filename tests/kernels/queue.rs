@@ -77,11 +77,13 @@ fn orders(streaming: bool, seeds: std::ops::Range<u64>) {
 }
 
 #[test]
+#[ignore = "exhaustive: 600 orders"]
 fn resident_model_ignores_launch_order() {
     orders(false, 0..600);
 }
 
 #[test]
+#[ignore = "exhaustive: 400 orders"]
 fn streaming_model_ignores_launch_order() {
     orders(true, 0..400);
 }
@@ -132,11 +134,13 @@ fn faults(streaming: bool) {
 }
 
 #[test]
+#[ignore = "exhaustive: a fault at every call"]
 fn fault_fails_one_resident_request() {
     faults(false);
 }
 
 #[test]
+#[ignore = "exhaustive: a fault at every call"]
 fn fault_fails_one_streaming_request() {
     faults(true);
 }
@@ -347,6 +351,7 @@ fn double_finds_missing_wait() {
 }
 
 #[test]
+#[ignore = "long: a whole report"]
 fn doctor_injects_fault_and_recovers() {
     let report = doctor::examine(Ok(Box::new(CommandQueue::new(Double::new(Host::fast())))), &[]).unwrap();
     assert!(report.wrong.is_empty(), "{report}");

@@ -50,6 +50,7 @@ fn metal_source_omits_tiles() {
 }
 
 #[test]
+#[ignore = "exhaustive: every kernel"]
 fn other_kernels_agree_without_tiles() {
     let found = check::kernels(&mut HostGpu::new(Host::plain()));
     let wrong: Vec<_> = found.iter().filter(|finding| !finding.agrees()).collect();
@@ -77,6 +78,7 @@ fn names(mut host: Host) -> BTreeSet<String> {
 }
 
 #[test]
+#[ignore = "long: whole answers"]
 fn demo_answers_without_tiles() {
     let on = |host| {
         let options = LoadOptions { gpu: Some(u64::MAX), ..options(false) };

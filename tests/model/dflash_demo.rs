@@ -80,6 +80,7 @@ fn acceptance_matches_the_reference() {
 }
 
 #[test]
+#[ignore = "exhaustive: every question, resident and streamed"]
 fn answers_match_plain_resident_and_streamed() {
     let seeded = |temperature| Sampling { temperature, seed: Some(11), ..Sampling::default() };
     let penal = Sampling { frequency_penalty: 0.8, presence_penalty: 0.3, repetition_penalty: 1.2, ..seeded(0.7) };

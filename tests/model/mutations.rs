@@ -65,6 +65,7 @@ fn open(dir: &Path) -> Result<usize, String> {
 }
 
 #[test]
+#[ignore = "exhaustive: 20,000 mutated checkpoints"]
 fn mutated_checkpoints_open_or_fail_cleanly() {
     let names = ["affine4", "mixed", "mxfp4", "nvfp4", "dense4"];
     let whole = names.map(micro);
@@ -120,6 +121,7 @@ fn read_all(store: &ExpertStore, shard: &Shard) {
 }
 
 #[test]
+#[ignore = "exhaustive: 2,000 mutated packs"]
 fn mutated_packs_never_serve_wrong_bytes() {
     let dir = temp_dir();
     let shard = Shard::new(dir.path(), LEN);

@@ -99,6 +99,7 @@ fn peak_memory_stays_under_the_limit() {
 }
 
 #[test]
+#[ignore = "long: fills a prompt cache"]
 fn full_prompt_cache_stays_in_plan() {
     let root = tempfile::tempdir().unwrap();
     let (dir, checkpoints) = (root.path().join("model"), root.path().join("checkpoints"));
@@ -154,6 +155,7 @@ fn full_prompt_cache_stays_in_plan() {
 /// Lowers the group's limit while the server answers: it frees slots, is not killed, and answers do not change. The slots
 /// return when the limit rises. The test starts once with all experts in memory and once with a part of them.
 #[test]
+#[ignore = "long: waits for a memory shortage"]
 fn lower_limit_frees_expert_slots() {
     let root = tempfile::tempdir().unwrap();
     let dir = root.path().join("model");
