@@ -6,8 +6,10 @@ import * as chat from "./chat.mjs";
 import * as layout from "./layout.mjs";
 import * as markdown from "./markdown.mjs";
 import * as server from "./server.mjs";
+import * as speed from "./speed.mjs";
 
 const [chromium, upstream, upstreamWithKey, key, downloads, filter = ""] = process.argv.slice(2);
+const suites = { chat, markdown, attacks, layout, server, speed };
 fs.mkdirSync(downloads, { recursive: true });
 const browser = await launch(chromium), proxy = await startProxy(upstream), proxyWithKey = await startProxy(upstreamWithKey);
 const failed = [];
