@@ -73,7 +73,7 @@ async fn serve(engine: Handle, tokenizer: Arc<Tokenizer>, template: Template, me
     });
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a port");
     let address = listener.local_addr().expect("an address");
-    tokio::spawn(http::serve(listener, state, std::future::pending()));
+    tokio::spawn(http::serve(vec![(listener, http::ApiSet::Standard)], state, std::future::pending()));
     address
 }
 

@@ -75,5 +75,11 @@ def answers():
         seed("answer", text.encode())
 
 
-for make in (checkpoints, packs, warm, listings, requests, templates, answers):
+def formats():
+    for first in range(10):
+        for second in range(12):
+            seed("format", bytes([second, first, second, 7 * second]))
+
+
+for make in (checkpoints, packs, warm, listings, requests, templates, answers, formats):
     make()

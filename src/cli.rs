@@ -70,6 +70,9 @@ pub struct ServeArgs {
     /// Port to listen on; 0 means a free port
     #[arg(long, env = "MOESTRO_PORT", default_value_t = 5413)]
     pub port: u16,
+    /// Serve Ollama's API on this port, too, for tools that speak nothing else [default: off; Ollama itself uses 11434]
+    #[arg(long, env = "MOESTRO_OLLAMA_PORT", value_name = "PORT")]
+    pub ollama_port: Option<u16>,
     /// API key that clients must send (`Authorization: Bearer KEY`)
     #[arg(long, env = "MOESTRO_API_KEY", value_name = "KEY", hide_env_values = true, value_parser = values::key)]
     pub api_key: Option<String>,

@@ -141,6 +141,8 @@ pub struct ServeConfig {
     pub model: ModelSource,
     pub host: String,
     pub port: u16,
+    /// Port of Ollama's API.
+    pub ollama_port: Option<u16>,
     pub api_key: Option<String>,
     pub cors: Option<String>,
     /// Host names of this server, besides the local ones.
@@ -169,6 +171,7 @@ impl ServeConfig {
             model: ModelSource::new(typed.model.model.as_deref()),
             host: typed.host,
             port: typed.port,
+            ollama_port: typed.ollama_port,
             api_key: typed.api_key.or(from_file),
             cors: typed.cors,
             allowed_host: typed.allowed_host.iter().flat_map(|hosts| hosts.split(',')).map(str::to_owned).collect(),

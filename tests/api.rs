@@ -32,6 +32,8 @@ mod models;
 mod mutate;
 #[path = "api/mutated_requests.rs"]
 mod mutated_requests;
+#[path = "api/ollama.rs"]
+mod ollama;
 #[path = "api/pages.rs"]
 mod pages;
 #[path = "api/response_format.rs"]

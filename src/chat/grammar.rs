@@ -10,10 +10,12 @@
 //! grammar names them, so no JSON string can contain one.
 
 mod constraint;
+mod disjoint;
 mod format;
 mod json_schema;
 mod lark;
 mod schema_references;
+mod string_formats;
 mod tool_calls;
 
 pub use constraint::{NextTokens, TokenConstraint};
@@ -30,7 +32,10 @@ use llguidance::{
     toktrie::{ApproximateTokEnv, InferenceCapabilities, TokEnv, TokRxInfo, TokTrie, TokenId},
 };
 use serde_json::Value;
-use std::sync::{Arc, OnceLock};
+use std::sync::{
+    Arc, OnceLock,
+    atomic::{AtomicBool, Ordering::Relaxed},
+};
 
 /// Stack of the compiling thread, in bytes. llguidance recurses by about 10 KB for each part of a schema or rule of a
 /// grammar. Only the pages that are touched become real memory.
@@ -40,6 +45,20 @@ const STACK: usize = 1 << 30;
 const LEXER_FUEL: u64 = 300_000;
 /// Most lexer states, of one to two kilobytes each. llguidance's default is 250,000.
 const MAX_LEXER_STATES: usize = 50_000;
+
+/// Ends a compilation between two of its parts once it is set. Clones share the flag.
+#[derive(Clone, Default)]
+pub struct CancelFlag(Arc<AtomicBool>);
+
+impl CancelFlag {
+    pub fn set(&self) {
+        self.0.store(true, Relaxed);
+    }
+
+    pub fn is_set(&self) -> bool {
+        self.0.load(Relaxed)
+    }
+}
 
 /// Compiles formats for one tokenizer.
 pub struct GrammarCompiler {
@@ -75,9 +94,20 @@ impl GrammarCompiler {
         in_reasoning: bool,
         budget: Option<usize>,
     ) -> Result<TokenConstraint, FormatError> {
+        self.compile_until(&CancelFlag::default(), format, in_reasoning, budget)
+    }
+
+    /// Like [`GrammarCompiler::compile`], but fails early if the flag is set.
+    pub fn compile_until(
+        &self,
+        cancel: &CancelFlag,
+        format: &OutputFormat,
+        in_reasoning: bool,
+        budget: Option<usize>,
+    ) -> Result<TokenConstraint, FormatError> {
         let matcher = std::thread::scope(|scope| {
             let thread = std::thread::Builder::new().name("grammar".into()).stack_size(STACK);
-            let thread = thread.spawn_scoped(scope, || self.matcher(format));
+            let thread = thread.spawn_scoped(scope, || self.matcher(format, cancel));
             let thread = thread.map_err(|error| FormatError::new("", format!("cannot start a thread: {error}")))?;
             thread.join().unwrap_or_else(|_| Err(FormatError::new("", "the grammar compiler failed on it")))
         })?;
@@ -91,7 +121,7 @@ impl GrammarCompiler {
         ))
     }
 
-    fn matcher(&self, format: &OutputFormat) -> Result<Matcher, FormatError> {
+    fn matcher(&self, format: &OutputFormat, cancel: &CancelFlag) -> Result<Matcher, FormatError> {
         let content = match &format.content {
             ContentFormat::Text => Some(GrammarWithLexer::from_lark("start: /(?s:.*)/".into())),
             ContentFormat::Nothing => None,
@@ -110,16 +140,18 @@ impl GrammarCompiler {
         let grammars = match (&format.tools, content.clone()) {
             (None, None) => return Err(FormatError::new("", "There is no tool to call.")),
             (None, Some(content)) => vec![content],
-            (Some(tools), content) => self.with_calls(tools, content)?,
+            (Some(tools), content) => self.with_calls(tools, content, cancel)?,
         };
-        self.build(grammars).map_err(|reason| match content.and_then(|content| content.json_schema) {
-            None => FormatError::new("", reason),
-            Some(schema) => {
-                let compile_error =
-                    |part: &Value| self.build(vec![GrammarWithLexer::from_json_schema(part.clone())]).err();
+        self.build(grammars, cancel).map_err(|reason| match content.and_then(|content| content.json_schema) {
+            Some(schema) if !cancel.is_set() => {
+                let compile_error = |part: &Value| {
+                    let part = vec![GrammarWithLexer::from_json_schema(part.clone())];
+                    self.build(part, cancel).err().filter(|_| !cancel.is_set())
+                };
                 let (path, reason) = json_schema::locate(&schema, reason, compile_error);
                 FormatError::new(&path, reason)
             }
+            _ => FormatError::new("", reason),
         })
     }
 
@@ -128,8 +160,9 @@ impl GrammarCompiler {
         &self,
         tools: &AllowedTools,
         content: Option<GrammarWithLexer>,
+        cancel: &CancelFlag,
     ) -> Result<Vec<GrammarWithLexer>, FormatError> {
-        let calls = tool_calls::write(tools, self.markup.call.is_some(), |parts| self.build(parts).map(drop))?;
+        let calls = tool_calls::write(tools, self.markup.call.is_some(), |parts| self.build(parts, cancel).map(drop))?;
         let start = if content.is_some() { "start: @content | calls" } else { "start: calls" };
         let mut grammars = vec![GrammarWithLexer::from_lark(format!("{start}\n{}", calls.lark))];
         grammars.extend(content.map(|content| GrammarWithLexer { name: Some("content".into()), ..content }));
@@ -138,7 +171,10 @@ impl GrammarCompiler {
     }
 
     /// Compiles grammars, and checks that an answer can begin.
-    fn build(&self, grammars: Vec<GrammarWithLexer>) -> Result<Matcher, String> {
+    fn build(&self, grammars: Vec<GrammarWithLexer>, cancel: &CancelFlag) -> Result<Matcher, String> {
+        if cancel.is_set() {
+            return Err("its compilation was cancelled".into());
+        }
         let factory = self.factory().map_err(|error| error.reason)?;
         let mut matcher = Matcher::new(factory.create_parser(TopLevelGrammar { grammars, max_tokens: None }));
         if let Some(error) = matcher.get_error() {

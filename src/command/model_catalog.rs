@@ -102,7 +102,7 @@ impl ModelCatalog {
         }
         let cors = config.cors.as_deref().and_then(|origin| origin.parse().ok());
         server.set_api_key(config.api_key.clone());
-        server.origins.replace(&OriginPolicy::new(address, &config.allowed_host, cors));
+        server.origins.replace(&OriginPolicy::new(address, &config.allowed_host, cors, config.api_key.is_some()));
         server.models.set_timeouts(timeouts(&config));
         *self.config.write() = config;
         Ok(())

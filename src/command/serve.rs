@@ -4,7 +4,7 @@ use super::{device_choice::CPU, local_models, model_catalog::ModelCatalog};
 use crate::{
     config::{ServeConfig, config_file::Settings},
     error::CommandError,
-    http::{self, ImageUrls, ModelHost, OriginPolicy, ServerState},
+    http::{self, ApiSet, ImageUrls, ModelHost, OriginPolicy, ServerState},
     metrics::Metrics,
     platform::{os, service},
 };
@@ -60,7 +60,12 @@ async fn serve(config: ServeConfig, settings: Settings) -> Result<(), CommandErr
     let mut server = ServerState::new(metrics.clone(), config.api_key.clone(), cors.clone());
     server.keep_billing_header = config.keep_billing_header;
     server.image_urls = Arc::new(ImageUrls::new(&config.image_urls));
-    server.origins = OriginPolicy::new(address.ip(), &config.allowed_host, cors);
+    server.origins = OriginPolicy::new(address.ip(), &config.allowed_host, cors, config.api_key.is_some());
+    if !address.ip().is_loopback() && config.api_key.is_none() && config.allowed_host.is_empty() {
+        tracing::warn!(
+            "other machines can use this server without a key; set --api-key-file, or name the server with --allowed-host"
+        );
+    }
     let first = local_models::id(&config.model, &settings);
     let catalog = Arc::new(ModelCatalog::new(config.clone(), settings, metrics.clone(), server.memory.clone()));
     server.models = ModelHost::new(catalog.clone(), catalog.timeouts(), config.max_queue);
@@ -84,7 +89,12 @@ async fn serve(config: ServeConfig, settings: Settings) -> Result<(), CommandErr
     }
     let (closing, closed) = oneshot::channel::<()>();
     let shutdown = async { drop(closed.await) };
-    let mut running = tokio::spawn(http::serve(listener, server.clone(), shutdown));
+    let mut listeners = vec![(listener, ApiSet::Standard)];
+    if let Some(port) = config.ollama_port {
+        listeners.push((bind(&config.host, port).await?, ApiSet::WithOllama));
+        tracing::info!("Ollama's API is at http://{}", SocketAddr::new(address.ip(), port));
+    }
+    let mut running = tokio::spawn(http::serve(listeners, server.clone(), shutdown));
     service::notify_ready("loading the model");
     if let Some(interval) = service::watchdog_interval() {
         tokio::spawn(feed_watchdog(interval));

@@ -2,7 +2,7 @@
 //!
 //! | status | when |
 //! |---|---|
-//! | 400 | not JSON, a wrong type, a value out of range, an unsupported field, a prompt longer than the context |
+//! | 400 | not JSON, a wrong type, a value out of range, an unsupported field, a prompt longer than the context, a format that cannot be followed |
 //! | 401 | no API key, or a wrong one |
 //! | 403 | `Host` or `Origin` is not allowed |
 //! | 404, 405 | no such path or model; the path does not have this method |
@@ -132,6 +132,15 @@ impl ApiError {
         self
     }
 
+    /// Puts the field that an error names below another one.
+    pub fn within(mut self, parent: &str) -> Self {
+        if let Some(param) = &mut self.param {
+            *param = format!("{parent}.{param}");
+            self.message = format!("{parent}.{}", self.message);
+        }
+        self
+    }
+
     pub fn context(prompt: usize, context: usize, param: &str) -> Self {
         Self::over_context(&prompt.to_string(), context, param)
     }
@@ -170,7 +179,9 @@ impl ApiError {
     }
 
     pub fn no_such_path(method: &str, path: &str) -> Self {
-        Self::client(StatusCode::NOT_FOUND, "not_found", format!("Unknown path: {method} {path}"))
+        let hint =
+            if path.starts_with("/api/") { ". Ollama's API is served on the port of --ollama-port only." } else { "" };
+        Self::client(StatusCode::NOT_FOUND, "not_found", format!("Unknown path: {method} {path}{hint}"))
     }
 
     pub fn wrong_method(method: &str, path: &str) -> Self {
@@ -240,7 +251,7 @@ impl ApiError {
 
     /// An internal error.
     pub fn failed(message: &str) -> Self {
-        Self::server(None, message)
+        Self::server(None, without_directories(message))
     }
 
     pub fn loading() -> Self {
@@ -254,9 +265,10 @@ impl ApiError {
         Self::client(StatusCode::NOT_FOUND, "model_not_loaded", message).at("model")
     }
 
-    /// A model that is on this machine and cannot be loaded.
+    /// A model that is on this machine and cannot be loaded. `why` loses its directories.
     pub fn not_loaded(id: &str, why: &str) -> Self {
-        Self::server(Some("model_not_loaded"), format!("The model `{id}` could not be loaded: {why}"))
+        let message = format!("The model `{id}` could not be loaded: {}", without_directories(why));
+        Self::server(Some("model_not_loaded"), message)
     }
 
     pub fn message(&self) -> &str {
@@ -289,12 +301,14 @@ impl From<EngineError> for ApiError {
             EngineError::Model(ModelError::TokenOutOfRange { .. }) | EngineError::EmptyPrompt => {
                 Self::bad_request("invalid_value", message)
             }
-            EngineError::Model(ModelError::Store(_)) => Self::server(Some("storage_error"), message),
-            EngineError::Model(_)
-            | EngineError::Stopped
-            | EngineError::NoLogits
-            | EngineError::Constraint(_)
-            | EngineError::Panicked(_) => Self::server(None, message),
+            EngineError::Model(ModelError::Store(_)) => {
+                Self::server(Some("storage_error"), without_directories(&message))
+            }
+            // The grammar is the client's, and only its size or its ambiguity can make a step fail.
+            EngineError::Constraint(_) => Self::bad_request("invalid_value", message),
+            EngineError::Model(_) | EngineError::Stopped | EngineError::NoLogits | EngineError::Panicked(_) => {
+                Self::failed(&message)
+            }
         }
     }
 }
@@ -308,9 +322,43 @@ impl From<ChatError> for ApiError {
             }
             ChatError::Conversation(_) => Self::invalid("messages", message),
             ChatError::Reserved(name) => Self::invalid(format!("chat_template_kwargs.{name}"), message),
-            ChatError::Template(_) | ChatError::Tokenizer(_) => Self::server(None, message),
+            ChatError::Template(_) | ChatError::Tokenizer(_) => Self::failed(&message),
         }
     }
+}
+
+/// A message without the directories of absolute paths: `/home/me/a.json: not found` becomes `a.json: not found`. Clients
+/// do not need them, and they tell the names of users. The log has the whole message.
+fn without_directories(message: &str) -> String {
+    let (mut short, mut rest) = (String::with_capacity(message.len()), message);
+    while let Some(slash) = rest.find('/') {
+        let (before, path) = rest.split_at(slash);
+        short += before;
+        let starts_here = short.is_empty() || short.ends_with(|c: char| c.is_whitespace() || "\"'`(".contains(c));
+        if !starts_here {
+            short.push('/');
+            rest = &path[1..];
+            continue;
+        }
+        // A path may contain spaces. It ends at one of these marks.
+        let end = [": ", ", ", ")", "`", "'", "\"", "\n"].iter().filter_map(|mark| path.find(mark)).min();
+        let (path, after) = path.split_at(end.unwrap_or(path.len()));
+        short += path.trim_end_matches('/').rsplit('/').next().unwrap_or_default();
+        rest = after;
+    }
+    short + rest
+}
+
+/// Replaces the body of a response that was made of an error, for an API whose errors have another shape.
+pub fn reshape<T: Serialize>(mut response: Response, shape: impl FnOnce(&ApiError) -> T) -> Response {
+    let Some(error) = response.extensions_mut().remove::<ApiError>() else { return response };
+    let mut reshaped = (error.status, Json(shape(&error))).into_response();
+    for (name, value) in response.headers() {
+        if !reshaped.headers().contains_key(name) && name != header::CONTENT_LENGTH {
+            reshaped.headers_mut().append(name, value.clone());
+        }
+    }
+    reshaped
 }
 
 impl IntoResponse for ApiError {
@@ -366,6 +414,33 @@ mod tests {
             assert!(message.contains(part), "{message}");
         }
         assert_eq!(body["error"]["code"], "storage_error");
+    }
+
+    #[test]
+    fn messages_lose_their_directories() {
+        for (message, short) in [
+            ("/home/me/org/m/config.json: no such file", "config.json: no such file"),
+            ("tensor x is missing (looked for it in /srv/My Models/m/)", "tensor x is missing (looked for it in m)"),
+            ("cannot read `/a/b`, nor '/c/d'", "cannot read `b`, nor 'd'"),
+            ("org/name and 3/4 of https://host/path", "org/name and 3/4 of https://host/path"),
+            ("reading 5 bytes of /a/é/ü.bin", "reading 5 bytes of ü.bin"),
+            ("/", ""),
+        ] {
+            assert_eq!(without_directories(message), short);
+        }
+        let read = crate::error::StoreError::Io {
+            path: PathBuf::from("/home/me/model.safetensors"),
+            source: io::ErrorKind::UnexpectedEof.into(),
+        };
+        let answer = ApiError::from(EngineError::Model(ModelError::Store(read)));
+        assert!(answer.message.starts_with("model.safetensors: "), "{}", answer.message);
+        assert!(!ApiError::not_loaded("m", "/home/me/m: not a checkpoint").message.contains("home"));
+    }
+
+    #[test]
+    fn failed_constraint_is_a_client_error() {
+        let error = ApiError::from(EngineError::Constraint("it is too complex".into()));
+        assert_eq!(error.status, 400);
     }
 
     #[test]

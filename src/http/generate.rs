@@ -7,36 +7,44 @@
 use crate::http::{
     ServerState,
     errors::ApiError,
-    layers::{memory::MemoryPermit, request_log::RequestLog},
-    models::LoadedModel,
-    output::{
-        choices::Choices,
-        renderer::{self, Renderer},
-    },
+    layers::{memory::MemoryPermit, request_log::RequestLog, timeouts::with_deadline},
+    output::renderer::{self, Renderer},
     request::GenerationRequest,
 };
 use axum::response::Response;
 use std::sync::Arc;
 
 /// Waits for the model, queues the request and answers with one body or a stream.
+///
+/// A stream that waits for its model to be loaded begins at once, so that the client sees that the server works on it. It
+/// then reports every later error, an expired deadline included.
 pub async fn generate<R: Renderer>(
     state: &ServerState,
     log: Arc<RequestLog>,
     request: GenerationRequest,
     permit: MemoryPermit,
-    renderer: impl FnOnce(&LoadedModel, &Choices) -> R + Send + 'static,
+    mut renderer: R,
 ) -> Result<Response, ApiError> {
     let lease = state.models.lease(request.model()).await?;
-    let (deadline, streams, urls) = (log.deadline, request.streams(), state.image_urls.clone());
-    let answer = async move |model: Arc<LoadedModel>| {
-        let mut choices = request.prepare(&model, &urls, &log, permit).await?;
-        let renderer = renderer(&model, &choices);
+    let (streams, must_wait) = (request.streams(), lease.must_wait());
+    let (request_log, urls) = (log.clone(), state.image_urls.clone());
+    let ready = async move {
+        let model = lease.wait().await?;
+        let mut choices = request.prepare(&model, &urls, &request_log, permit).await?;
         let first = choices.submit(0)?;
-        log.mark_generation();
-        match streams {
-            true => Ok(renderer::stream(choices, first, renderer)),
-            false => renderer::body(choices, first, renderer).await,
-        }
+        request_log.mark_generation();
+        Ok((model, choices, first))
     };
-    lease.respond(deadline, streams, R::refuse, answer).await
+    if streams && must_wait {
+        let deadline = log.deadline;
+        let ready = async move { with_deadline(deadline, ready).await? };
+        return Ok(renderer::stream_later(log, ready, renderer));
+    }
+    let (model, choices, first) = ready.await?;
+    renderer.prepare(&model, &choices);
+    drop(model);
+    match streams {
+        true => Ok(renderer::stream(choices, first, renderer)),
+        false => renderer::body(choices, first, renderer).await,
+    }
 }

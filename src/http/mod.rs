@@ -4,7 +4,7 @@
 //! * `layers` wraps every request: log, key, origin, connections, timeouts, gzip, memory.
 //! * `request` turns a body of any API into an engine request.
 //! * `output` turns engine events into text, reasoning and tool calls.
-//! * `openai` and `anthropic` are the wire formats; [`sse`] writes their streams.
+//! * `openai`, `anthropic` and `ollama` are the wire formats; [`sse`] writes their streams.
 //! * `models` loads one model at a time and queues requests for others.
 //!
 //! The server answers before a model is loaded: `/health` and `/metrics` work, everything else gets 503.
@@ -16,6 +16,7 @@ mod generate;
 mod health;
 mod layers;
 mod models;
+mod ollama;
 mod openai;
 mod openapi;
 mod output;
@@ -30,5 +31,5 @@ mod tokenize;
 pub use layers::{memory::RequestMemory, origin::OriginPolicy, request_log::TARGET as REQUEST_LOG, timeouts::Timeouts};
 pub use models::{HostTimeouts, HostedModel, LoadedModel, ModelCard, ModelEntry, ModelHost, ModelLoader};
 pub use request::image_urls::ImageUrls;
-pub use server::{router, serve};
+pub use server::{ApiSet, router, serve};
 pub use state::{BODY_LIMIT, ServerState};

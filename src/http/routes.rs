@@ -42,6 +42,11 @@ pub static ROUTES: &[Route] = &[
     generation("/v1/chat/completions", "Next message of a conversation", fields::CHAT, &["messages"]),
     generation("/v1/completions", "Continuation of a prompt", fields::COMPLETIONS, &["prompt"]),
     generation("/v1/responses", "Next items of a conversation", fields::RESPONSES, &["input"]),
+    post(
+        "/v1/responses/compact",
+        "Replace a conversation by its user messages and a summary",
+        RouteBody::Generation(fields::RESPONSES, &["input"], false),
+    ),
     generation("/v1/messages", "Next message of a conversation", fields::MESSAGES, &["messages", "max_tokens"]),
     post(
         "/v1/messages/count_tokens",
@@ -53,6 +58,7 @@ pub static ROUTES: &[Route] = &[
     route("get", "/", "Chat and gauges in a browser"),
     route("get", "/v1/models", "Models on this machine, the loaded one first"),
     route("get", "/v1/models/{id}", "One model"),
+    route("get", "/api/v0/models", "The same list for clients of LM Studio"),
     post("/v1/models/unload", "Unload a model; the next request for it loads it again", RouteBody::Object),
     post("/tokenize", "Tokens of a prompt or of messages", RouteBody::Tokenize),
     post("/detokenize", "Text of tokens", RouteBody::Detokenize),
@@ -69,9 +75,13 @@ fn bare(path: &str) -> &str {
     path.trim_end_matches('/').trim_start_matches("/v1")
 }
 
+/// Paths of Ollama's API, which only its own port has.
+const OLLAMA_PATHS: [&str; 6] = ["/api/version", "/api/tags", "/api/ps", "/api/show", "/api/chat", "/api/generate"];
+
 /// Label of a path in the metrics. Clients can invent paths, so an unknown one is `other`.
 pub fn endpoint(path: &str) -> &'static str {
-    find(path).map_or("other", |route| route.path)
+    let ollama = || OLLAMA_PATHS.into_iter().find(|known| *known == path);
+    find(path).map(|route| route.path).or_else(ollama).unwrap_or("other")
 }
 
 fn find(path: &str) -> Option<&'static Route> {

@@ -5,6 +5,7 @@ use crate::http::{
     anthropic::messages,
     errors::ApiError,
     layers::{auth, connections, gzip, origin, request_log},
+    ollama,
     openai::{chat, completions, models, responses},
     openapi, page, routes, tokenize,
 };
@@ -20,11 +21,24 @@ use std::{future::Future, io, sync::Arc, time::Duration};
 use tokio::{net::TcpListener, sync::watch};
 use tower_http::cors::{AllowHeaders, AllowOrigin, CorsLayer};
 
+/// The APIs of a port.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ApiSet {
+    Standard,
+    /// Ollama's paths in addition.
+    WithOllama,
+}
+
 pub fn router(state: Arc<ServerState>) -> Router {
+    router_for(ApiSet::Standard, state)
+}
+
+fn router_for(api: ApiSet, state: Arc<ServerState>) -> Router {
     let handlers = [
         ("/v1/chat/completions", post(chat::chat)),
         ("/v1/completions", post(completions::completions)),
         ("/v1/responses", post(responses::responses)),
+        ("/v1/responses/compact", post(responses::compact)),
         ("/v1/responses/{id}", get(responses::get).delete(responses::delete)),
         ("/v1/messages", post(messages::messages)),
         ("/v1/messages/count_tokens", post(messages::count_tokens)),
@@ -45,10 +59,21 @@ pub fn router(state: Arc<ServerState>) -> Router {
             router = router.route(&spelling, handler.clone());
         }
     }
+    let router = match api {
+        ApiSet::Standard => router.route("/", get(page::page)),
+        ApiSet::WithOllama => router
+            .route("/", get(ollama::running))
+            .route("/api/version", get(ollama::version))
+            .route("/api/tags", get(ollama::tags))
+            .route("/api/ps", get(ollama::ps))
+            .route("/api/show", post(ollama::show))
+            .route("/api/chat", post(ollama::chat))
+            .route("/api/generate", post(ollama::generate)),
+    };
     let router = router
-        .route("/", get(page::page))
         .route("/v1/models/{*id}", get(models::model))
         .route("/models/{*id}", get(models::model))
+        .route("/api/v0/models", get(models::lm_studio))
         .fallback(no_such_path)
         .method_not_allowed_fallback(wrong_method)
         .layer(from_fn(request_log::enforce_deadline))
@@ -61,20 +86,23 @@ pub fn router(state: Arc<ServerState>) -> Router {
         .layer(cors(&state))
         .layer(from_fn_with_state(state.clone(), request_log::log_request))
         .layer(from_fn(messages::convert_errors))
+        .layer(from_fn(ollama::convert_errors))
         .with_state(state)
 }
 
 /// Time for connections to send their last bytes after the engine is idle.
 const SEND_GRACE: Duration = Duration::from_secs(1);
 
-/// Serves until `shutdown`. Then new requests get 503, and those in progress finish within the engine's grace period.
+/// Serves all listeners until `shutdown`. Then new requests get 503, and those in progress finish within the engine's grace period.
 pub async fn serve(
-    listener: TcpListener,
+    listeners: Vec<(TcpListener, ApiSet)>,
     state: Arc<ServerState>,
     shutdown: impl Future<Output = ()>,
 ) -> io::Result<()> {
     let (stop, stopped) = watch::channel(false);
-    let mut accepting = tokio::spawn(connections::accept(listener, router(state.clone()), state.clone(), stopped));
+    let with_router = |(listener, api)| (listener, router_for(api, state.clone()));
+    let listeners = listeners.into_iter().map(with_router).collect();
+    let mut accepting = tokio::spawn(connections::accept(listeners, state.clone(), stopped));
     let drain = async {
         shutdown.await;
         state.shut_down();

@@ -1,4 +1,4 @@
-//! Server-sent events, written by a future that runs inside the response body.
+//! Streams: server-sent events, or lines of JSON for clients of Ollama. They are written by a future that runs inside the response body.
 //!
 //! There is no separate task and no channel. The future runs when the connection can send more, and it is dropped with the
 //! connection, so a client that disconnects cancels its generation. Text that is generated while the connection is busy is
@@ -22,18 +22,30 @@ use std::{
     time::Duration,
 };
 use tokio::time::{Instant, Sleep};
-use tokio_stream::{Stream, StreamExt};
+use tokio_stream::Stream;
 
 /// Clients and proxies close silent connections, so a comment is sent after this much silence. Reasons for silence are a
 /// full queue, a long prompt, or text that may become a tool call.
 const KEEP_ALIVE: Duration = Duration::from_secs(5);
 
+/// The separator of frames.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum StreamFormat {
+    #[default]
+    Events,
+    /// One JSON value per line. Clients parse every line, so there are no comments.
+    Lines,
+}
+
 /// Bytes that have been written but not sent. The lock is never contended, because the same task writes and reads.
 #[derive(Clone, Default)]
-pub struct Frames(Arc<Mutex<Vec<u8>>>);
+pub struct Frames {
+    buffer: Arc<Mutex<Vec<u8>>>,
+    format: StreamFormat,
+}
 
 impl Frames {
-    /// `data: {...}`
+    /// `data: {...}`, or a line.
     pub fn data(&self, value: &impl Serialize) {
         self.frame("", value);
     }
@@ -44,16 +56,17 @@ impl Frames {
     }
 
     fn frame(&self, event: &str, value: &impl Serialize) {
-        let mut buffer = self.0.lock();
+        let mut buffer = self.buffer.lock();
         let start = buffer.len();
-        if !event.is_empty() {
+        let is_event = self.format == StreamFormat::Events;
+        if is_event && !event.is_empty() {
             buffer.extend_from_slice(b"event: ");
             buffer.extend_from_slice(event.as_bytes());
             buffer.push(b'\n');
         }
-        buffer.extend_from_slice(b"data: ");
+        buffer.extend_from_slice(if is_event { b"data: " } else { b"" });
         match serde_json::to_writer(&mut *buffer, value) {
-            Ok(()) => buffer.extend_from_slice(b"\n\n"),
+            Ok(()) => buffer.extend_from_slice(if is_event { b"\n\n" } else { b"\n" }),
             Err(error) => {
                 // Happens only for maps with keys that are not strings, and no frame has such a map.
                 tracing::error!(%error, "cannot serialize a stream event; the event is skipped");
@@ -64,7 +77,7 @@ impl Frames {
 
     /// Ends a complete answer: `data: [DONE]`.
     pub fn done(&self) {
-        self.0.lock().extend_from_slice(b"data: [DONE]\n\n");
+        self.buffer.lock().extend_from_slice(b"data: [DONE]\n\n");
     }
 
     /// Ends an incomplete answer with OpenAI's error object.
@@ -74,34 +87,22 @@ impl Frames {
 }
 
 /// A response that streams the frames that `write` writes.
-pub fn respond<F: Future<Output = ()> + Send + 'static>(write: impl FnOnce(Frames) -> F) -> Response {
-    let body = SseBody::new(write, KEEP_ALIVE);
+pub fn respond<F: Future<Output = ()> + Send + 'static>(
+    format: StreamFormat,
+    write: impl FnOnce(Frames) -> F,
+) -> Response {
+    let body = SseBody::new(format, write, KEEP_ALIVE);
+    let content_type = match format {
+        StreamFormat::Events => "text/event-stream",
+        StreamFormat::Lines => "application/x-ndjson",
+    };
     let headers = [
-        (header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream")),
+        (header::CONTENT_TYPE, HeaderValue::from_static(content_type)),
         (header::CACHE_CONTROL, HeaderValue::from_static("no-cache")),
         // Without it nginx buffers the frames.
         (header::HeaderName::from_static("x-accel-buffering"), HeaderValue::from_static("no")),
     ];
     (headers, Body::from_stream(body)).into_response()
-}
-
-/// A stream that starts before the response of `answer` is known. It sends comments while it waits and then the body of that
-/// response. `error` writes a refusal.
-pub fn later(
-    answer: impl Future<Output = Result<Response, ApiError>> + Send + 'static,
-    error: fn(&Frames, &ApiError),
-) -> Response {
-    respond(move |out| async move {
-        let mut body = match answer.await {
-            Ok(answer) => answer.into_body().into_data_stream(),
-            Err(refusal) => return error(&out, &refusal),
-        };
-        while let Some(Ok(bytes)) = body.next().await {
-            out.0.lock().extend_from_slice(&bytes);
-            // Sends these bytes before it takes more: the rest stays in the body, where its memory is counted.
-            tokio::task::yield_now().await;
-        }
-    })
 }
 
 /// Streams what a future writes, and a comment after `keep_alive` of silence.
@@ -114,8 +115,8 @@ struct SseBody<F> {
 }
 
 impl<F: Future<Output = ()>> SseBody<F> {
-    fn new(write: impl FnOnce(Frames) -> F, keep_alive: Duration) -> Self {
-        let frames = Frames::default();
+    fn new(format: StreamFormat, write: impl FnOnce(Frames) -> F, keep_alive: Duration) -> Self {
+        let frames = Frames { format, ..Frames::default() };
         let writer = Some(Box::pin(write(frames.clone())));
         Self { writer, frames, keep_alive, sent: Instant::now(), timer: Box::pin(tokio::time::sleep(keep_alive)) }
     }
@@ -129,7 +130,7 @@ impl<F: Future<Output = ()>> Stream for SseBody<F> {
         if this.writer.as_mut().is_some_and(|writer| writer.as_mut().poll(context).is_ready()) {
             this.writer = None;
         }
-        let written = mem::take(&mut *this.frames.0.lock());
+        let written = mem::take(&mut *this.frames.buffer.lock());
         if !written.is_empty() {
             this.sent = Instant::now();
             return Poll::Ready(Some(Ok(written.into())));
@@ -138,7 +139,7 @@ impl<F: Future<Output = ()>> Stream for SseBody<F> {
             return Poll::Ready(None);
         }
         // The timer is reset only when it fires, not for every token.
-        while this.timer.as_mut().poll(context).is_ready() {
+        while this.frames.format == StreamFormat::Events && this.timer.as_mut().poll(context).is_ready() {
             let due = this.sent + this.keep_alive;
             if due > Instant::now() {
                 this.timer.as_mut().reset(due);
@@ -155,6 +156,7 @@ impl<F: Future<Output = ()>> Stream for SseBody<F> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use tokio_stream::StreamExt;
 
     #[tokio::test]
     async fn silence_is_filled_with_comments() {
@@ -166,9 +168,22 @@ mod tests {
             frames.data(&2);
             frames.done();
         };
-        let chunks: Vec<_> = SseBody::new(write, beat).map(|chunk| chunk.unwrap()).collect().await;
+        let chunks: Vec<_> =
+            SseBody::new(StreamFormat::Events, write, beat).map(|chunk| chunk.unwrap()).collect().await;
         let text = String::from_utf8(chunks.concat()).unwrap();
         assert_eq!(text, "data: 1\n\n: keep-alive\n\n: keep-alive\n\ndata: 2\n\ndata: [DONE]\n\n");
+    }
+
+    #[tokio::test]
+    async fn lines_have_no_comments() {
+        let beat = Duration::from_millis(5);
+        let write = |frames: Frames| async move {
+            frames.data(&1);
+            tokio::time::sleep(10 * beat).await;
+            frames.event("name", &2);
+        };
+        let chunks: Vec<_> = SseBody::new(StreamFormat::Lines, write, beat).map(|chunk| chunk.unwrap()).collect().await;
+        assert_eq!(chunks.concat(), b"1\n2\n");
     }
 
     #[tokio::test]
@@ -177,7 +192,7 @@ mod tests {
             frames.data(&1);
             std::future::pending::<()>().await;
         };
-        let mut body = SseBody::new(write, Duration::from_secs(3600));
+        let mut body = SseBody::new(StreamFormat::Events, write, Duration::from_secs(3600));
         assert_eq!(body.next().await.unwrap().unwrap(), "data: 1\n\n");
         // The timer fires long before an hour of silence.
         body.timer.as_mut().reset(Instant::now());
@@ -190,7 +205,7 @@ mod tests {
     async fn dropped_body_drops_the_writer() {
         let alive = Arc::new(());
         let held = alive.clone();
-        let response = respond(|frames| async move {
+        let response = respond(StreamFormat::Events, |frames| async move {
             let _held = held;
             frames.data(&"a");
             tokio::task::yield_now().await;
@@ -203,22 +218,5 @@ mod tests {
         assert_eq!(Arc::strong_count(&alive), 2);
         drop(body);
         assert_eq!(Arc::strong_count(&alive), 1);
-    }
-
-    #[tokio::test]
-    async fn later_body_is_read_piece_by_piece() {
-        let taken = Arc::new(Mutex::new(0));
-        let count = taken.clone();
-        let pieces = tokio_stream::iter(0..3).map(move |piece| {
-            *count.lock() += 1;
-            Ok::<_, Infallible>(Bytes::from(format!("{piece}")))
-        });
-        let answer = async move { Ok(Body::from_stream(pieces).into_response()) };
-        let mut body = later(answer, |_, _| {}).into_body().into_data_stream();
-        for piece in 0..3 {
-            assert_eq!(body.next().await.unwrap().unwrap(), piece.to_string());
-            assert_eq!(*taken.lock(), piece + 1);
-        }
-        assert!(body.next().await.is_none());
     }
 }

@@ -17,6 +17,15 @@ pub fn total_memory() -> Option<u64> {
     sys::total_memory()
 }
 
+/// The machine's own name in the network.
+pub fn host_name() -> Option<String> {
+    let mut name = [0; 256];
+    // SAFETY: the call writes at most the given number of bytes into the buffer. The last byte stays zero.
+    let status = unsafe { libc::gethostname(name.as_mut_ptr().cast(), name.len() - 1) };
+    let length = name.iter().position(|&byte| byte == 0)?;
+    (status == 0).then(|| String::from_utf8_lossy(&name[..length]).into_owned())
+}
+
 /// The operating system's name and version.
 pub fn system() -> Option<String> {
     sys::system()

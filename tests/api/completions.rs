@@ -67,7 +67,8 @@ async fn choices_are_generated_at_the_same_time() {
     let setup = |parallel| Setup { parallel, delay: Duration::from_millis(1), ..Setup::default() };
     let body = json!({"prompt": [TEXT, "A fox."], "n": 2, "max_tokens": 12, "temperature": 30, "seed": 5});
     let alone = setup(1).start().await.ask(PATH, &body).await;
-    assert!(alone.get("timings").is_none(), "{alone}");
+    let [passes, sequences] = ["decode_passes", "decoding_sequences"].map(|name| &alone["timings"][name]);
+    assert_eq!(passes, sequences, "{alone}");
     let server = setup(3).start().await;
     let together = server.ask(PATH, &body).await;
     assert_eq!((&together["choices"], &together["usage"]), (&alone["choices"], &alone["usage"]));
@@ -108,7 +109,7 @@ async fn stream_has_choices_in_order() {
 }
 
 #[tokio::test]
-async fn speculation_timings_accompany_the_usage() {
+async fn timings_accompany_the_usage() {
     let server = Setup { speculate: DraftPolicy::Force, ..Setup::default() }.start().await;
     let text = TEXT.repeat(3);
     let answer = server.ask(PATH, &json!({"prompt": [&text, &text], "max_tokens": 50})).await;
@@ -123,8 +124,10 @@ async fn speculation_timings_accompany_the_usage() {
     let (last, chunks) = chunks.split_last().unwrap();
     assert_eq!(counts(last).map(|count| 2 * count), [drafted, accepted]);
     assert!(chunks.iter().all(|chunk| chunk.get("timings").is_none()));
-    // Without drafted tokens there are no timings.
-    assert!(server.ask(PATH, &json!({"prompt": "A fox.", "max_tokens": 1})).await.get("timings").is_none());
+    let timings = &server.ask(PATH, &json!({"prompt": "A fox.", "max_tokens": 1})).await["timings"];
+    assert_eq!((&timings["predicted_n"], &timings["drafted_tokens"]), (&json!(1), &json!(0)));
+    assert!(timings["prompt_n"].as_u64() > Some(1) && timings["prompt_ms"].as_f64() > Some(0.0), "{timings}");
+    assert!(timings["predicted_per_second"].is_f64(), "{timings}");
 }
 
 #[tokio::test]
@@ -263,7 +266,8 @@ async fn stream_reports_progress_only_if_requested() {
         let reports: Vec<&Value> = chunks.iter().filter_map(|chunk| chunk.get("prompt_progress")).collect();
         let done: Vec<_> = reports.iter().map(|report| report["processed"].as_u64().unwrap() as usize).collect();
         let total = reports[0]["total"].as_u64().unwrap() as usize;
-        assert!(total >= tokens && done.len() == total.div_ceil(32), "{done:?}");
+        // The first report comes before any work.
+        assert!(total >= tokens && done[0] == 0 && done.len() == 1 + total.div_ceil(32), "{done:?}");
         assert!(done.is_sorted() && done.last() == Some(&total), "{done:?}");
         assert_eq!(reports[0]["cache"], 0);
         // Progress comes before the first token.
@@ -279,7 +283,7 @@ async fn progress_time_is_in_milliseconds() {
     let chunks = server.stream(PATH, &body).await;
     let limit = start.elapsed().as_millis() as u64;
     let reports: Vec<_> = chunks.iter().filter_map(|chunk| chunk.get("prompt_progress")).collect();
-    assert_eq!(reports.len(), 3, "{reports:?}");
+    assert_eq!(reports.len(), 4, "{reports:?}");
     for report in reports {
         // The model takes at least a millisecond per token, and no step takes longer than the whole request.
         let [processed, time] = ["processed", "time_ms"].map(|name| report[name].as_u64().unwrap());

@@ -142,6 +142,34 @@ async fn request_gets_the_model_it_names() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn list_suits_three_clients() {
+    let (_, server) = server(MockModels::default(), timeouts()).await;
+    let ids = |list: &Value| {
+        list["data"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|model| model["id"].as_str().unwrap().to_owned())
+            .collect::<Vec<_>>()
+    };
+    let list = server.get("/v1/models").await.json().await;
+    assert_eq!((ids(&list), list.get("models")), (vec!["first".into(), "org/second".into(), "broken".into()], None));
+    // Claude Code shows ids that begin with its name.
+    let headers = [("anthropic-version", "2023-06-01")];
+    let list = server.send("GET", "/v1/models?limit=1000", &headers, None).await.json().await;
+    assert!(ids(&list).contains(&"claude-local/org/second".to_owned()), "{list}");
+    assert_eq!(server.get("/v1/models/claude-local/org/second").await.json().await["id"], "claude-local/org/second");
+    assert_eq!(answer_of(&server, "claude-local/org/second").await, "I am org/second.");
+    // Codex requires `models`.
+    let list = server.get("/v1/models?client_version=0.169.0").await.json().await;
+    assert_eq!((list["models"].clone(), ids(&list).len()), (json!([]), 3));
+    let list = server.get("/api/v0/models").await.json().await;
+    assert_eq!((&list["data"][0]["id"], &list["data"][0]["state"]), (&json!("org/second"), &json!("loaded")));
+    assert_eq!(list["data"][0]["capabilities"], json!(["tool_use"]));
+    assert!(list["data"][0]["max_context_length"].is_u64() && list["data"][1]["state"] == "not-loaded", "{list}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn every_api_waits_for_its_model() {
     let (mocks, server) = server(MockModels::default(), timeouts()).await;
     let messages = json!({"model": "second", "max_tokens": 20, "messages": [{"role": "user", "content": "Who?"}]});
@@ -160,6 +188,10 @@ async fn waiting_stream_is_kept_alive() {
     let mut body = ask("second");
     body["stream"] = true.into();
     let start = Instant::now();
+    // Some clients count only events, so Messages and Responses send some.
+    let messages = json!({"model": "second", "max_tokens": 20, "stream": true, "messages": body["messages"]});
+    let messages = server.post("/v1/messages", &messages).await;
+    let responses = server.post("/v1/responses", &json!({"model": "second", "input": "Who?", "stream": true})).await;
     let answer = server.post(CHAT, &body).await;
     assert_eq!(answer.status, 200);
     assert!(start.elapsed() < Duration::from_secs(2), "the head arrives before the model is loaded");
@@ -170,6 +202,14 @@ async fn waiting_stream_is_kept_alive() {
     let text = answer.text().await;
     assert!(text.starts_with(": keep-alive\n\n"), "{text}");
     assert!(text.contains("second") && text.ends_with("data: [DONE]\n\n"), "{text}");
+    let text = messages.text().await;
+    let empty = text.find("\"text_delta\",\"text\":\"\"").expect("an empty delta");
+    assert!(text.find("message_start") < Some(empty) && text.matches("message_start\"").count() == 1, "{text}");
+    assert!(text[empty..].contains("I am") && text.ends_with("{\"type\":\"message_stop\"}\n\n"), "{text}");
+    let text = responses.text().await;
+    assert_eq!(text.matches("event: response.created").count(), 1);
+    assert!(text.matches("event: response.in_progress").count() > 1, "{text}");
+    assert!(text.contains("\"model\":\"org/second\"") && text.contains("response.completed"), "{text}");
     tokio::time::sleep(milliseconds(300)).await;
     assert_eq!(mocks.log(), ["load first", "unload first", "load org/second"]);
 }

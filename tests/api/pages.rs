@@ -8,8 +8,9 @@ const BODY: &[u8] = br#"{"messages": [{"role": "user", "content": "Hi"}]}"#;
 
 async fn loopback_server() -> Server {
     let says = Some("</think>\n\nHello.");
-    let configure =
-        |state: &mut moestro::http::ServerState| state.origins = OriginPolicy::new([127, 0, 0, 1].into(), &[], None);
+    let configure = |state: &mut moestro::http::ServerState| {
+        state.origins = OriginPolicy::new([127, 0, 0, 1].into(), &[], None, false)
+    };
     Setup { says, configure, ..Setup::default() }.start().await
 }
 

@@ -333,3 +333,25 @@ async fn echoed_request_fields_count_as_memory() {
     assert_eq!((refused.status, refused.json().await["error"]["code"].clone()), (413, json!("request_too_large")));
     assert_eq!(server.post(PATH, &body(600_000)).await.status, 200);
 }
+
+#[tokio::test]
+async fn compaction_keeps_user_messages_and_summary() {
+    let server = Server::saying("</think>\n\nThey added 12 and 7.").await;
+    let input = json!([
+        {"role": "user", "content": "What is 12+7?"},
+        {"role": "assistant", "content": "19"},
+        {"role": "user", "content": "And 19+1?"},
+    ]);
+    let compacted = server.ask("/v1/responses/compact", &json!({"model": "mock", "input": input})).await;
+    assert_eq!(compacted["object"], "response.compaction");
+    let output = compacted["output"].as_array().unwrap();
+    assert_eq!(output.iter().filter(|item| item["role"] == "user").count(), 2);
+    let (summary, kept) = output.split_last().unwrap();
+    assert_eq!((&summary["type"], kept.len()), (&json!("compaction"), 2));
+    assert!(summary["encrypted_content"].as_str().unwrap().contains("They added 12 and 7."), "{summary}");
+    assert!(compacted["usage"]["output_tokens"].as_u64() > Some(0));
+    // The items continue the conversation.
+    let mut next = output.clone();
+    next.push(json!({"role": "user", "content": "Go on."}));
+    assert_eq!(server.ask(PATH, &json!({"input": next})).await["status"], "completed");
+}

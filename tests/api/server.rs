@@ -10,7 +10,7 @@ use mock_model::MockModel;
 use moestro::{
     chat::{Template, Tokenizer, grammar::GrammarCompiler},
     engine::{self, DiskCacheOptions, DraftPolicy, Handle, Options, Sampling},
-    http::{self, LoadedModel, ModelCard, ServerState},
+    http::{self, ApiSet, LoadedModel, ModelCard, ServerState},
     metrics::Metrics,
     model::{LoadOptions, Qwen},
 };
@@ -46,6 +46,8 @@ pub struct Setup {
     pub prompt_cache_dir: Option<PathBuf>,
     /// Start without a model.
     pub loading: bool,
+    /// APIs of the port.
+    pub api: ApiSet,
     /// Further changes to the server's state.
     pub configure: fn(&mut ServerState),
 }
@@ -66,6 +68,7 @@ impl Default for Setup {
             grace: Duration::from_secs(5),
             prompt_cache_dir: None,
             loading: false,
+            api: ApiSet::Standard,
             configure: |_| (),
         }
     }
@@ -181,7 +184,7 @@ impl Setup {
                 plan: json!({"resident": true}),
             });
         }
-        listen(state, engine, tokenizer, metrics, mock).await
+        listen(self.api, state, engine, tokenizer, metrics, mock).await
     }
 }
 
@@ -202,10 +205,11 @@ pub async fn serve_checkpoint(dir: &Path, load: &LoadOptions, options: Options) 
         thinking: None,
         plan: json!({}),
     });
-    listen(state, engine, tokenizer, metrics, MockModel::default()).await
+    listen(ApiSet::Standard, state, engine, tokenizer, metrics, MockModel::default()).await
 }
 
 async fn listen(
+    api: ApiSet,
     state: Arc<ServerState>,
     engine: Handle,
     tokenizer: Arc<Tokenizer>,
@@ -216,6 +220,6 @@ async fn listen(
     let address = listener.local_addr().unwrap();
     let (sender, receiver) = oneshot::channel::<()>();
     let shutdown = async move { drop(receiver.await) };
-    let serving = tokio::spawn(http::serve(listener, state.clone(), shutdown));
+    let serving = tokio::spawn(http::serve(vec![(listener, api)], state.clone(), shutdown));
     Server { address, engine, tokenizer, metrics, state, mock, shutdown: Some(sender), serving }
 }

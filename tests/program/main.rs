@@ -3,6 +3,8 @@
 mod attacks;
 mod cgroup;
 mod cli;
+#[path = "../support/formats.rs"]
+mod formats;
 #[path = "../support/group.rs"]
 mod group;
 #[path = "../support/hub.rs"]
@@ -12,5 +14,6 @@ mod idle;
 mod process;
 mod prompt_cache_disk;
 mod pull;
+mod random_formats;
 mod reload;
 mod terminal;

@@ -15,6 +15,8 @@ import time
 import urllib.error
 import urllib.request
 
+# The name by which clients reach the router. The replicas accept it because of --allowed-host.
+SERVICE = "models.example"
 BINARY, CONFIG, WORK = sys.argv[1], pathlib.Path(sys.argv[2]), pathlib.Path(sys.argv[3])
 
 
@@ -33,7 +35,7 @@ def ask(port, topic, turn=0, stream=False, timeout=60):
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/chat/completions",
         json.dumps(body).encode(),
-        {"content-type": "application/json"},
+        {"content-type": "application/json", "host": SERVICE},
     )
     with urllib.request.urlopen(request, timeout=timeout) as answer:
         if not stream:
@@ -88,7 +90,7 @@ class Replica:
 
     def start(self):
         self.process = subprocess.Popen(
-            [BINARY, "serve", "--port", str(self.port), "--threads", "1", "--max-queue", "64"],
+            [BINARY, "serve", "--port", str(self.port), "--threads", "1", "--max-queue", "64", "--allowed-host", SERVICE],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
@@ -139,6 +141,12 @@ def main():
     (WORK / "haproxy.cfg").write_text(text)
     haproxy = subprocess.Popen(["haproxy", "-q", "-f", str(WORK / "haproxy.cfg")])
     wait_for(router)
+
+    other = urllib.request.Request(f"http://127.0.0.1:{router}/v1/models", headers={"host": "other.example"})
+    try:
+        raise SystemExit(f"a foreign name was accepted: {urllib.request.urlopen(other, timeout=5).status}")
+    except urllib.error.HTTPError as error:
+        assert error.code == 403, error
 
     # A conversation stays on one replica, and many conversations use both.
     spread = set()

@@ -7,6 +7,7 @@
 #   check.py               chat completions and completions through OpenAI's SDK
 #   clients.py             Responses, Messages, LiteLLM, LangChain
 #   clients.mjs            OpenAI, Anthropic and Vercel for Node
+#   ollama_clients.*       ollama-python, ollama-js and LangChain's ChatOllama, on the port of Ollama's API
 #   schemas.py, agents.py  libraries for structured objects and agents
 #   openai_document.py     bodies and events against OpenAI's OpenAPI document
 #   structured_outputs.py  many answers under many schemas
@@ -48,9 +49,10 @@ if ! cmp -s "$here/package.json" "$cache/node/package.json" || [ ! -d "$cache/no
 fi
 [ "$binary" != --install ] || exit 0
 # Node resolves packages relative to the importing file.
-cp "$here/clients.mjs" "$here/pictures.mjs" "$cache/node/"
+cp "$here/clients.mjs" "$here/ollama_clients.mjs" "$here/pictures.mjs" "$cache/node/"
 
 mkfifo "$scratch/ready"
+ollama=$("$venv/bin/python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
 # Serves a model, or the demo, and sets `port`.
 serve() {
   "$binary" serve "$@" --port 0 >"$scratch/ready" 2>"$scratch/log" &
@@ -74,11 +76,18 @@ done
 kill "$server"
 wait "$server" || true
 
-serve
+serve --ollama-port "$ollama"
 for client in "$venv/bin/python $here/check.py" "$venv/bin/python $here/clients.py" "node $cache/node/clients.mjs" \
   "$objects/bin/python $here/schemas.py" "$objects/bin/python $here/agents.py" "$objects/bin/python $here/openai_document.py" \
   "$objects/bin/python $here/structured_outputs.py"; do
   if ! $client "http://127.0.0.1:$port/v1"; then
+    tail -n 40 "$scratch/log" >&2
+    exit 1
+  fi
+done
+
+for client in "$venv/bin/python $here/ollama_clients.py" "node $cache/node/ollama_clients.mjs"; do
+  if ! $client "http://127.0.0.1:$ollama"; then
     tail -n 40 "$scratch/log" >&2
     exit 1
   fi

@@ -1,11 +1,21 @@
 //! A client's JSON schema, prepared for llguidance: bounded, without keywords that do not affect validity, and with errors
 //! that name their path.
 
-use super::{format::FormatError, schema_references};
+use super::{
+    disjoint,
+    format::{FormatError, plain_reason},
+    schema_references,
+};
+use llguidance::{
+    derivre::{RegexAst, RegexBuilder},
+    regex_to_lark,
+};
 use serde_json::{Map, Value, json};
 
 const MAX_BYTES: usize = 512 << 10;
 const MAX_SUBSCHEMAS: usize = 20_000;
+/// Most properties of all objects together. Compiling takes about a millisecond for each.
+const MAX_PROPERTIES: usize = 1000;
 const MAX_DEPTH: usize = 64;
 
 /// White space between the parts of JSON: none, a space, or a new line and its indentation. Without a bound, a model could
@@ -13,8 +23,10 @@ const MAX_DEPTH: usize = 64;
 const WHITESPACE: &str = r" |\n[ \t]{0,40}";
 
 /// Bound of an integer without bounds, on both sides of zero. Readers of JSON hold 64 bits, and a model could write digits
-/// until its token limit.
+/// until its token limit. Greater bounds of other numbers cannot be compiled.
 const MAX_INTEGER: i64 = 10i64.pow(18);
+/// Greatest bound of an integer that can be compiled.
+const MAX_INTEGER_BOUND: f64 = 9e18;
 
 /// Keywords whose value is copied.
 const COPIED: [&str; 20] = [
@@ -79,7 +91,8 @@ pub fn prepare(schema: &Value, strict: bool) -> Result<Value, FormatError> {
     if bytes > MAX_BYTES {
         return Err(FormatError::new("", format!("the schema has {bytes} bytes; the limit is {MAX_BYTES}")));
     }
-    let mut preparation = Preparation { strict, subschemas_left: MAX_SUBSCHEMAS };
+    let mut preparation =
+        Preparation { root: schema, strict, subschemas_left: MAX_SUBSCHEMAS, properties_left: MAX_PROPERTIES };
     let mut prepared = preparation.subschema(schema, "", 0)?;
     if let Value::Object(prepared) = &mut prepared {
         prepared.insert(
@@ -91,12 +104,14 @@ pub fn prepare(schema: &Value, strict: bool) -> Result<Value, FormatError> {
     Ok(prepared)
 }
 
-struct Preparation {
+struct Preparation<'a> {
+    root: &'a Value,
     strict: bool,
     subschemas_left: usize,
+    properties_left: usize,
 }
 
-impl Preparation {
+impl Preparation<'_> {
     fn subschema(&mut self, schema: &Value, path: &str, depth: usize) -> Result<Value, FormatError> {
         let error = |reason: String| Err(FormatError::new(path, reason));
         let Some(left) = self.subschemas_left.checked_sub(1) else {
@@ -121,6 +136,12 @@ impl Preparation {
             if word == "required" && !is_string_array(value) {
                 return Err(FormatError::new(&inner, "required must be an array of names"));
             }
+            if word == "pattern" && !self.can_enforce_pattern(value, &inner)? {
+                continue;
+            }
+            if word == "propertyNames" && allows_all_names(value) {
+                continue;
+            }
             if word == "format" && value.as_str().is_none_or(|format| !FORMATS.contains(&format)) {
                 continue;
             }
@@ -130,10 +151,19 @@ impl Preparation {
                 let Value::Object(parts) = value else {
                     return Err(FormatError::new(&inner, format!("{key} must be an object")));
                 };
-                let part = |(name, part): (&String, &Value)| {
-                    Ok((name.clone(), self.subschema(part, &format!("{inner}.{name}"), depth + 1)?))
-                };
-                Value::Object(parts.iter().map(part).collect::<Result<_, _>>()?)
+                if word == "properties" {
+                    self.properties_left = self.properties_left.checked_sub(parts.len()).ok_or_else(|| {
+                        FormatError::new(&inner, format!("the schema has more than {MAX_PROPERTIES} properties"))
+                    })?;
+                }
+                let mut prepared = Map::new();
+                for (name, part) in parts {
+                    let inner = format!("{inner}.{name}");
+                    if word != "patternProperties" || self.can_enforce_pattern(&name.as_str().into(), &inner)? {
+                        prepared.insert(name.clone(), self.subschema(part, &inner, depth + 1)?);
+                    }
+                }
+                Value::Object(prepared)
             } else if WITH_ARRAY.contains(&word) || (word == "items" && value.is_array()) {
                 let Value::Array(parts) = value else {
                     return Err(FormatError::new(&inner, format!("{key} must be an array")));
@@ -151,6 +181,20 @@ impl Preparation {
             };
             prepared.insert(key.clone(), value);
         }
+        if self.strict
+            && let Some(alternatives) = prepared.get("oneOf").and_then(Value::as_array)
+        {
+            if prepared.contains_key("anyOf") || !disjoint::are_disjoint(alternatives, self.root) {
+                let reason = "`oneOf` can be enforced in a strict schema only if types or a tag tell its alternatives \
+                              apart; use `anyOf`";
+                return Err(FormatError::new(&format!("{path}.oneOf"), reason));
+            }
+            prepared = prepared
+                .into_iter()
+                .map(|(key, value)| (if key == "oneOf" { "anyOf".into() } else { key }, value))
+                .collect();
+        }
+        self.limit_bounds(&mut prepared, path)?;
         bound_integer(&mut prepared);
         if prepared.get("format").is_some_and(|format| format == "time" || format == "date-time") {
             // llguidance's expression allows a 61st second in every minute.
@@ -158,16 +202,60 @@ impl Preparation {
         }
         Ok(Value::Object(prepared))
     }
+
+    /// True if a pattern compiles. If it does not, it is left out, or an error if the schema is strict.
+    fn can_enforce_pattern(&self, pattern: &Value, path: &str) -> Result<bool, FormatError> {
+        let Some(pattern) = pattern.as_str() else { return Err(FormatError::new(path, "a pattern must be a string")) };
+        let compiled = RegexBuilder::new().mk(&RegexAst::SearchRegex(regex_to_lark(pattern, "dw")));
+        match compiled {
+            Err(error) if self.strict => {
+                let reason = plain_reason(&error.to_string());
+                Err(FormatError::new(path, format!("the pattern cannot be enforced in a strict schema: {reason}")))
+            }
+            compiled => Ok(compiled.is_ok()),
+        }
+    }
+
+    /// Reduces bounds of numbers that are too great to compile. A bound that leaves only greater numbers is left out, or an
+    /// error if the schema is strict.
+    fn limit_bounds(&self, schema: &mut Map<String, Value>, path: &str) -> Result<(), FormatError> {
+        let limit = if is_integer(schema) { MAX_INTEGER_BOUND } else { MAX_INTEGER as f64 };
+        for (key, sign) in [("minimum", -1.0), ("exclusiveMinimum", -1.0), ("maximum", 1.0), ("exclusiveMaximum", 1.0)]
+        {
+            let Some(bound) = schema.get(key).and_then(Value::as_f64).map(|bound| bound * sign) else { continue };
+            if bound >= limit {
+                schema.insert(key.into(), (limit * sign).into());
+            } else if bound <= -limit {
+                if self.strict {
+                    let reason = "a number this far from zero cannot be enforced in a strict schema";
+                    return Err(FormatError::new(&format!("{path}.{key}"), reason));
+                }
+                schema.shift_remove(key);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// True if `propertyNames` allows every name.
+fn allows_all_names(schema: &Value) -> bool {
+    match schema {
+        Value::Object(fields) => fields.iter().all(|(key, value)| key == "type" && value == "string"),
+        other => *other == true,
+    }
+}
+
+fn is_integer(schema: &Map<String, Value>) -> bool {
+    match schema.get("type") {
+        Some(Value::Array(names)) => names.iter().any(|name| name == "integer") && !names.iter().any(|n| n == "number"),
+        Some(name) => name == "integer",
+        None => false,
+    }
 }
 
 /// Adds the missing bounds of an integer.
 fn bound_integer(schema: &mut Map<String, Value>) {
-    let is_integer = match schema.get("type") {
-        Some(Value::Array(names)) => names.iter().any(|name| name == "integer") && !names.iter().any(|n| n == "number"),
-        Some(name) => name == "integer",
-        None => false,
-    };
-    if !is_integer || schema.contains_key("enum") || schema.contains_key("const") {
+    if !is_integer(schema) || schema.contains_key("enum") || schema.contains_key("const") {
         return;
     }
     let number = |key: &str| schema.get(key).and_then(Value::as_f64);

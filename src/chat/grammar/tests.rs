@@ -223,7 +223,7 @@ fn format_without_any_text_is_refused() {
     assert!(
         schema_error(json!({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}})).reason.contains("itself")
     );
-    let many: Vec<Value> = (0..6000).map(|i| json!({"type": "object", "properties": {format!("p{i}"): {}}})).collect();
+    let many: Vec<Value> = (0..6000).map(|i| json!({"type": "array", "minItems": i % 7, "items": {}})).collect();
     let error = schema_error(json!({"anyOf": many}));
     assert!(error.reason.contains("too complex"), "{error:?}");
 }
@@ -251,4 +251,119 @@ fn long_string_parameter_has_bounded_length() {
             assert!(value["s"].as_str().unwrap().chars().count() <= max, "{max}: {answer}");
         }
     }
+}
+
+/// The arguments of random calls of a function with one parameter `s`.
+fn random_arguments(schema: Value, strict: bool) -> Vec<Value> {
+    let mut tools = [tool("f", &json!({"type": "object", "required": ["s"], "properties": {"s": schema}}))];
+    tools[0]["function"]["strict"] = strict.into();
+    let allowed = AllowedTools { tools: tools.iter().cloned().enumerate().collect(), parallel: false };
+    let format = OutputFormat { content: ContentFormat::Nothing, tools: Some(allowed) };
+    let constraint = GRAMMARS.compile(&format, false, None).unwrap();
+    let arguments = |seed| {
+        let answer = text(&random_answer(constraint.clone(), seed));
+        let mut parser = Parser::new(false, &tools);
+        let deltas = parser.push(&answer).into_iter().chain(parser.finish(false));
+        let json: String = deltas
+            .filter_map(|delta| if let Delta::Arguments { json, .. } = delta { Some(json) } else { None })
+            .collect();
+        serde_json::from_str::<Value>(&json).unwrap()["s"].clone()
+    };
+    (0..10).map(arguments).collect()
+}
+
+#[test]
+fn strict_tool_string_keeps_its_format() {
+    for format in ["date", "time", "date-time", "uuid", "email", "ipv4", "ipv6", "hostname", "duration", "uri"] {
+        let regex = fancy_regex::Regex::new(&format!("^({})$", string_formats::expression(format).unwrap())).unwrap();
+        for value in random_arguments(json!({"type": "string", "format": format}), true) {
+            assert!(regex.is_match(value.as_str().unwrap()).unwrap(), "{format}: {value}");
+        }
+    }
+    let both = json!({"type": "string", "format": "date", "pattern": "^2026-|^2027-"});
+    for value in random_arguments(both, true) {
+        assert!(value.as_str().unwrap().starts_with("202"), "{value}");
+    }
+}
+
+#[test]
+fn unsupported_pattern_is_left_out() {
+    // From pydantic and zod: decimals and host names.
+    for pattern in ["^(?!^[-+.]*$)[+-]?0*\\d*\\.?\\d*$", "^(?=.{1,253}\\.?$)[a-z.]+$", "(^a|b$)c", "\\bx"] {
+        let schema = json!({"type": "object", "properties": {"a": {"type": "string", "pattern": pattern}}});
+        GRAMMARS.compile(&json_format(&schema, false), false, None).unwrap();
+        random_arguments(schema["properties"]["a"].clone(), false);
+        let error = GRAMMARS.compile(&json_format(&schema, true), false, None).err().unwrap();
+        assert_eq!(error.path, ".properties.a.pattern", "{error:?}");
+        assert!(error.reason.contains("strict") && !error.reason.ends_with(':'), "{}", error.reason);
+    }
+    for value in random_arguments(json!({"type": "string", "pattern": "^$|^[0-9]{2}$"}), true) {
+        let text = value.as_str().unwrap();
+        assert!(text.is_empty() || text.len() == 2 && text.parse::<u8>().is_ok(), "{text}");
+    }
+}
+
+#[test]
+fn huge_number_bounds_are_reduced() {
+    for schema in [
+        json!({"type": "number", "minimum": -3.4e38, "maximum": 3.4e38}),
+        json!({"type": "integer", "minimum": 0, "maximum": 18_446_744_073_709_551_615u64}),
+        json!({"type": "number", "exclusiveMaximum": 1e300}),
+    ] {
+        let constraint = GRAMMARS.compile(&json_format(&schema, true), false, None).unwrap();
+        for seed in 0..10 {
+            let value: Value = serde_json::from_str(&text(&random_answer(constraint.clone(), seed))).unwrap();
+            assert!(test_validator::errors(&schema, &value, &schema).is_empty(), "{schema}: {value}");
+        }
+    }
+    let far = json!({"type": "number", "minimum": 1e18});
+    assert!(GRAMMARS.compile(&json_format(&far, false), false, None).is_ok());
+    let error = GRAMMARS.compile(&json_format(&far, true), false, None).err().unwrap();
+    assert_eq!(error.path, ".minimum");
+}
+
+#[test]
+fn libraries_schemas_are_accepted_if_strict() {
+    let cat = json!({"type": "object", "required": ["kind"], "properties": {"kind": {"const": "cat"}}});
+    let dog = json!({"type": "object", "required": ["kind"], "properties": {"kind": {"const": "dog"}}});
+    let tagged = json!({"oneOf": [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}], "$defs": {"Cat": cat, "Dog": dog},
+        "discriminator": {"propertyName": "kind", "mapping": {"cat": "#/$defs/Cat", "dog": "#/$defs/Dog"}}});
+    let record =
+        json!({"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "integer"}});
+    for schema in [tagged, record] {
+        let constraint = GRAMMARS.compile(&json_format(&schema, true), false, None).unwrap();
+        for seed in 0..10 {
+            let value: Value = serde_json::from_str(&text(&random_answer(constraint.clone(), seed))).unwrap();
+            assert!(test_validator::errors(&schema, &value, &schema).is_empty(), "{schema}: {value}");
+        }
+    }
+    let overlapping = json!({"oneOf": [{"type": "integer"}, {"type": "number"}]});
+    let error = GRAMMARS.compile(&json_format(&overlapping, true), false, None).err().unwrap();
+    assert!(error.reason.contains("anyOf") && !error.reason.contains("coerce"), "{error:?}");
+    assert!(GRAMMARS.compile(&json_format(&overlapping, false), false, None).is_ok());
+}
+
+#[test]
+fn cancelled_compilation_ends_early() {
+    let cancel = CancelFlag::default();
+    cancel.set();
+    let error = GRAMMARS.compile_until(&cancel, &json_format(&any_object(), true), false, None).err().unwrap();
+    assert!(error.reason.contains("cancelled"), "{error:?}");
+}
+
+#[test]
+fn properties_and_tools_are_bounded() {
+    let properties = |count: usize| {
+        let named: serde_json::Map<String, Value> = (0..count).map(|i| (format!("p{i}"), json!({}))).collect();
+        json!({"type": "object", "properties": named})
+    };
+    assert!(schema_error(properties(1001)).reason.contains("1000 properties"));
+    let calls = |tools: usize, parameters: usize| {
+        let tools = (0..tools).map(|i| (i, tool(&format!("f{i}"), &properties(parameters)))).collect();
+        let tools = Some(AllowedTools { tools, parallel: true });
+        GRAMMARS.compile(&OutputFormat { content: ContentFormat::Nothing, tools }, false, None).err()
+    };
+    assert_eq!(calls(20, 10), None);
+    assert!(calls(129, 1).unwrap().reason.contains("128"));
+    assert_eq!(calls(3, 800).unwrap().tool, Some(2));
 }

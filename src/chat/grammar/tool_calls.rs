@@ -14,14 +14,22 @@
 //! to the closing tag; any other value is JSON.
 
 use super::{
-    format::{AllowedTools, FormatError},
-    json_schema,
+    format::{AllowedTools, FormatError, plain_reason},
+    json_schema, string_formats,
 };
 use crate::chat::parser::JsonTypes;
-use llguidance::{api::GrammarWithLexer, regex_to_lark};
+use llguidance::{
+    api::GrammarWithLexer,
+    derivre::{RegexAst, RegexBuilder},
+    regex_to_lark,
+};
 use serde_json::{Map, Value};
 use std::fmt::Write;
 
+/// Most tools that one answer may call, as in OpenAI's API.
+const MAX_TOOLS: usize = 128;
+/// Most parameters of all tools together. Compiling takes about a millisecond for each.
+const MAX_PARAMETERS: usize = 2000;
 /// Most sets of parameters that the `anyOf` and `oneOf` of one tool may give.
 const MAX_PARAMETER_SETS: usize = 64;
 /// Deepest `$ref`, `allOf` and `anyOf` that are followed to find the parameters of a tool.
@@ -50,6 +58,11 @@ pub fn write(
     call_is_token: bool,
     check: impl Fn(Vec<GrammarWithLexer>) -> Result<(), String>,
 ) -> Result<CallGrammar, FormatError> {
+    let count = allowed.tools.len();
+    if count > MAX_TOOLS {
+        return Err(FormatError::new("", format!("{count} tools may be called; the limit is {MAX_TOOLS}")));
+    }
+    let mut parameters = 0;
     let mut grammar = CallGrammar::default();
     let [open, close] =
         if call_is_token { ["<tool_call>", "</tool_call>"] } else { ["\"<tool_call>\"", "\"</tool_call>\""] };
@@ -60,7 +73,13 @@ pub fn write(
     let _ = writeln!(grammar.lark, "{TEXT_RULE}");
     for (index, tool) in &allowed.tools {
         let of_tool = |error: FormatError| FormatError { tool: Some(*index), ..error };
-        let rules = ToolGrammar::new(*index, tool).map_err(of_tool)?.write().map_err(of_tool)?;
+        let tool = ToolGrammar::new(*index, tool).map_err(of_tool)?;
+        parameters += tool.root.get("properties").and_then(Value::as_object).map_or(0, Map::len);
+        if parameters > MAX_PARAMETERS {
+            let reason = format!("the tools up to this one have more than {MAX_PARAMETERS} parameters");
+            return Err(of_tool(FormatError::new("", reason)));
+        }
+        let rules = tool.write().map_err(of_tool)?;
         let alone = format!("start: tool_{index}\n{TEXT_RULE}\n{}", rules.lark);
         let alone = [vec![GrammarWithLexer::from_lark(alone)], rules.values.clone()].concat();
         check(alone).map_err(|reason| of_tool(FormatError::new("", reason)))?;
@@ -76,6 +95,7 @@ struct ToolGrammar {
     index: usize,
     /// The prepared schema of the parameters.
     root: Value,
+    strict: bool,
     grammar: CallGrammar,
 }
 
@@ -96,7 +116,7 @@ impl ToolGrammar {
         // A tool without a schema takes any parameters.
         let parameters = function.get("parameters").filter(|parameters| !parameters.is_null()).cloned();
         let root = json_schema::prepare(&parameters.unwrap_or_else(|| Map::new().into()), strict)?;
-        Ok(Self { name, index, root, grammar: CallGrammar::default() })
+        Ok(Self { name, index, root, strict, grammar: CallGrammar::default() })
     }
 
     fn write(mut self) -> Result<CallGrammar, FormatError> {
@@ -115,7 +135,9 @@ impl ToolGrammar {
                     let reason = "a parameter's name must not contain <, > or white space at its ends";
                     return Err(FormatError::new(&format!(".properties.{name}"), reason));
                 }
-                let value = self.value(property);
+                let at =
+                    |error: FormatError| FormatError::new(&format!(".properties.{name}{}", error.path), error.reason);
+                let value = self.value(property).map_err(at)?;
                 let value = format!("{} ({value})", literal(&format!("<parameter={name}>\n")));
                 let _ = if set.required.contains(name) {
                     write!(alternative, " {value}")
@@ -124,7 +146,7 @@ impl ToolGrammar {
                 };
             }
             if set.is_open && set.properties.is_empty() {
-                alternative += &self.any_parameters();
+                alternative += &self.any_parameters()?;
             }
             alternatives.push(if alternative.is_empty() { " \"\"".into() } else { alternative });
         }
@@ -134,12 +156,12 @@ impl ToolGrammar {
     }
 
     /// Parameters of any name, where the schema names none.
-    fn any_parameters(&mut self) -> String {
+    fn any_parameters(&mut self) -> Result<String, FormatError> {
         let others = self.root.get("additionalProperties").filter(|others| others.is_object()).cloned();
-        let value = others.map_or_else(|| TEXT.to_owned(), |others| self.value(&others));
+        let value = others.map_or_else(|| Ok(TEXT.to_owned()), |others| self.value(&others))?;
         let count = |key: &str| self.root.get(key).and_then(Value::as_u64).map(|count| count.min(1000));
         let (min, max) = (count("minProperties").unwrap_or(0), count("maxProperties").unwrap_or(1000));
-        format!(" (\"<parameter=\" /[A-Za-z0-9_.-]{{1,64}}/ \">\\n\" ({value})){{{min},{max}}}")
+        Ok(format!(" (\"<parameter=\" /[A-Za-z0-9_.-]{{1,64}}/ \">\\n\" ({value})){{{min},{max}}}"))
     }
 
     /// Collects every set of parameters that `schema` allows, added to those of `base`.
@@ -181,13 +203,13 @@ impl ToolGrammar {
     }
 
     /// The rule of a value and of the tag that ends it.
-    fn value(&mut self, schema: &Value) -> String {
+    fn value(&mut self, schema: &Value) -> Result<String, FormatError> {
         let mut branches = Vec::new();
         self.collect_branches(schema, &mut branches, 0);
-        let mut rules: Vec<String> = branches.iter().map(|branch| self.branch(branch)).collect();
+        let mut rules = branches.iter().map(|branch| self.branch(branch)).collect::<Result<Vec<_>, _>>()?;
         rules.dedup();
         // Any text includes the other alternatives.
-        if rules.iter().any(|rule| rule == TEXT) { TEXT.into() } else { rules.join(" | ") }
+        Ok(if rules.iter().any(|rule| rule == TEXT) { TEXT.into() } else { rules.join(" | ") })
     }
 
     /// Splits a schema into alternatives of one type each, as far as they can be distinguished.
@@ -211,7 +233,7 @@ impl ToolGrammar {
         }
     }
 
-    fn branch(&mut self, schema: &Value) -> String {
+    fn branch(&mut self, schema: &Value) -> Result<String, FormatError> {
         let types = JsonTypes::of_schema(schema, &self.root);
         let values = schema.get("enum").and_then(Value::as_array).cloned();
         if let Some(values) = values.or_else(|| schema.get("const").map(|value| vec![value.clone()])) {
@@ -220,7 +242,7 @@ impl ToolGrammar {
             let reads_back =
                 |value: &&Value| serde_json::from_str(&types.json(&text(value))).is_ok_and(|v: Value| v == **value);
             let words: Vec<String> = values.iter().filter(reads_back).map(|value| literal(&text(value))).collect();
-            return format!("({}) {END}", words.join(" | "));
+            return Ok(format!("({}) {END}", words.join(" | ")));
         }
         if types.only_string() {
             return self.string(schema);
@@ -228,35 +250,49 @@ impl ToolGrammar {
         let name = format!("value_{}_{}", self.index, self.grammar.values.len());
         let grammar = GrammarWithLexer::from_json_schema(json_schema::extract(schema, &self.root));
         self.grammar.values.push(GrammarWithLexer { name: Some(name.clone()), ..grammar });
-        format!("@{name} {END}")
+        Ok(format!("@{name} {END}"))
     }
 
-    fn string(&mut self, schema: &Value) -> String {
+    fn string(&mut self, schema: &Value) -> Result<String, FormatError> {
         let number = |key: &str| schema.get(key).and_then(Value::as_u64);
-        let pattern = schema.get("pattern").and_then(Value::as_str);
+        let text = |key: &str| schema.get(key).and_then(Value::as_str);
         let (min, max) = (number("minLength").unwrap_or(0), number("maxLength"));
         let at = self.grammar.lark.len();
-        match (pattern, min, max) {
-            (None, 0, None) => TEXT.into(),
+        let pattern = text("pattern").map(match_whole).map(|pattern| self.enforceable(pattern)).transpose()?.flatten();
+        let format = text("format").and_then(string_formats::expression);
+        let expressions: Vec<String> = pattern.into_iter().chain(format).collect();
+        match (max, expressions.is_empty() && min == 0) {
+            (None, true) => Ok(TEXT.into()),
             // The first closing tag ends the text, as in `TEXT`. The last of the characters may be its line feed.
-            (None, 0, Some(max)) => {
+            (Some(max), true) => {
                 let name = format!("string_{}_{at}", self.index);
                 let rule = format!("{name}[suffix=\"</parameter>\"]: /(?s:.{{0,{max}}})\\n?/\n");
                 self.grammar.lark += &rule;
-                format!("{name} \"\\n\"")
+                Ok(format!("{name} \"\\n\""))
             }
             // A text that is too short or does not match must not contain the tag, so the tag is excluded explicitly.
             _ => {
                 let name = format!("STRING_{}_{at}", self.index);
                 let max = max.map_or_else(String::new, |max| max.to_string());
                 let mut rule = format!("{name}: (/(?s:.{{{min},{max}}})/");
-                if let Some(pattern) = pattern {
-                    rule += &format!(" & /{}/", regex_to_lark(&match_whole(pattern), "dw"));
+                for expression in expressions {
+                    rule += &format!(" & /{}/", regex_to_lark(&expression, "dw"));
                 }
                 rule += &format!(" & ~/(?s:.*)<\\/parameter>(?s:.*)/) {END}\n");
                 self.grammar.lark += &rule;
-                name
+                Ok(name)
             }
+        }
+    }
+
+    /// The expression, if it compiles. If it does not, it is left out, or an error if the tool is strict.
+    fn enforceable(&self, expression: String) -> Result<Option<String>, FormatError> {
+        match RegexBuilder::new().mk(&RegexAst::Regex(regex_to_lark(&expression, "dw"))) {
+            Err(error) if self.strict => {
+                let reason = plain_reason(&error.to_string());
+                Err(FormatError::new(".pattern", format!("the pattern cannot be enforced in a strict tool: {reason}")))
+            }
+            compiled => Ok(compiled.is_ok().then_some(expression)),
         }
     }
 }
@@ -267,8 +303,21 @@ fn alternatives(schema: &Value) -> Option<&Vec<Value>> {
 
 /// An expression that matches a whole text of which `pattern` matches a part.
 fn match_whole(pattern: &str) -> String {
-    let (mut depth, mut in_class, mut escaped, mut has_bar) = (0, false, false, false);
-    for c in pattern.chars() {
+    let alternatives = top_level_alternatives(pattern).into_iter().map(|alternative| {
+        let (inner, before) = alternative.strip_prefix('^').map_or((alternative, "(?s:.*)"), |rest| (rest, ""));
+        // An escaped dollar is a literal.
+        let end = inner.strip_suffix('$').filter(|rest| !rest.ends_with('\\'));
+        let (inner, after) = end.map_or((inner, "(?s:.*)"), |rest| (rest, ""));
+        format!("{before}(?:{inner}){after}")
+    });
+    alternatives.collect::<Vec<_>>().join("|")
+}
+
+/// The parts of an expression between the bars outside brackets.
+fn top_level_alternatives(pattern: &str) -> Vec<&str> {
+    let (mut depth, mut in_class, mut escaped, mut start) = (0, false, false, 0);
+    let mut parts = Vec::new();
+    for (at, c) in pattern.char_indices() {
         match c {
             _ if escaped => escaped = false,
             '\\' => escaped = true,
@@ -276,19 +325,15 @@ fn match_whole(pattern: &str) -> String {
             '[' => in_class = true,
             '(' if !in_class => depth += 1,
             ')' if !in_class => depth -= 1,
-            '|' if !in_class && depth == 0 => has_bar = true,
+            '|' if !in_class && depth == 0 => {
+                parts.push(&pattern[start..at]);
+                start = at + 1;
+            }
             _ => {}
         }
     }
-    let (mut inner, mut before, mut after) = (pattern, "(?s:.*)", "(?s:.*)");
-    if !has_bar && let Some(rest) = inner.strip_prefix('^') {
-        (inner, before) = (rest, "");
-    }
-    // An escaped dollar is a literal.
-    if !has_bar && let Some(rest) = inner.strip_suffix('$').filter(|rest| !rest.ends_with('\\')) {
-        (inner, after) = (rest, "");
-    }
-    format!("{before}(?:{inner}){after}")
+    parts.push(&pattern[start..]);
+    parts
 }
 
 /// A Lark literal. Lark writes strings as JSON does.

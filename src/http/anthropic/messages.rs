@@ -6,23 +6,21 @@ use crate::http::{
         renderer::{MessagesRenderer, error_object},
         request::MessagesRequest,
     },
-    errors::ApiError,
+    errors::{self, ApiError},
     generate::generate,
     layers::{
         memory::MemoryPermit,
         request_log::{REQUEST_ID, RequestLog},
     },
-    models::LoadedModel,
-    output::choices::Choices,
     request::{body, fields, sampling_params},
 };
 use axum::{
     Extension, Json,
     body::Body,
     extract::{Request, State},
-    http::{HeaderName, header},
+    http::HeaderName,
     middleware::Next,
-    response::{IntoResponse, Response},
+    response::Response,
 };
 use serde_json::{Value, json};
 use std::sync::Arc;
@@ -40,11 +38,8 @@ pub async fn messages(
     if request.max_tokens.is_none() {
         return Err(ApiError::invalid("max_tokens", "max_tokens: Field required"));
     }
+    let renderer = MessagesRenderer::new(request.model.clone().unwrap_or_default(), request.thinks());
     let request = request.into_generation(state.keep_billing_header)?;
-    let renderer = |model: &LoadedModel, choices: &Choices| {
-        let in_reasoning = choices.chat.as_ref().is_some_and(|chat| chat.in_reasoning);
-        MessagesRenderer::new(model.card.id.clone(), in_reasoning)
-    };
     generate(&state, log, request, permit, renderer).await
 }
 
@@ -73,19 +68,11 @@ async fn read(state: &ServerState, body: Body) -> Result<(MessagesRequest, Memor
 /// Layer that converts every error of these paths to Anthropic's format, including a missing key and a wrong method.
 pub async fn convert_errors(request: Request, next: Next) -> Response {
     let is_anthropic = request.uri().path().trim_start_matches("/v1").starts_with("/messages");
-    let mut response = next.run(request).await;
+    let response = next.run(request).await;
     if !is_anthropic {
         return response;
     }
-    if let Some(error) = response.extensions_mut().remove::<ApiError>() {
-        let mut converted = (error.status, Json(error_object(&error))).into_response();
-        for (name, value) in response.headers() {
-            if !converted.headers().contains_key(name) && name != header::CONTENT_LENGTH {
-                converted.headers_mut().append(name, value.clone());
-            }
-        }
-        response = converted;
-    }
+    let mut response = errors::reshape(response, error_object);
     if let Some(id) = response.headers().get(&REQUEST_ID).cloned() {
         response.headers_mut().insert(ANTHROPIC_ID.clone(), id);
     }

@@ -5,7 +5,9 @@ use crate::{
     http::{
         errors::ApiError,
         layers::request_log::unique_id,
+        models::LoadedModel,
         output::{
+            choices::Choices,
             generation::{Finished, Output},
             renderer::Renderer,
             usage::{FinishReason, PromptProgress, Usage},
@@ -25,6 +27,7 @@ const SIGNATURE: &str = "moestro";
 
 pub struct MessagesRenderer {
     id: String,
+    /// The requested name until the model is known.
     model: String,
     /// The answer starts with reasoning.
     in_reasoning: bool,
@@ -106,6 +109,11 @@ impl MessagesRenderer {
 impl Renderer for MessagesRenderer {
     fn refuse(frames: &Frames, error: &ApiError) {
         frames.event("error", &error_object(error));
+    }
+
+    fn prepare(&mut self, model: &LoadedModel, choices: &Choices) {
+        self.model.clone_from(&model.card.id);
+        self.in_reasoning = choices.chat.as_ref().is_some_and(|chat| chat.in_reasoning);
     }
 
     fn start(&mut self, frames: &Frames, usage: Usage) {

@@ -79,6 +79,11 @@ struct OutputFormatFields {
 }
 
 impl MessagesRequest {
+    /// True if the request asks for thinking.
+    pub fn thinks(&self) -> bool {
+        self.thinking.as_ref().is_some_and(|thinking| ["enabled", "adaptive"].contains(&&*thinking.kind))
+    }
+
     pub fn into_generation(self, keep_billing_header: bool) -> Result<GenerationRequest, ApiError> {
         let has_thinking = self.thinking.is_some();
         let (common, chat) = self.into_chat(keep_billing_header)?;

@@ -21,6 +21,7 @@ use hyper_util::{
 use parking_lot::Mutex;
 use std::{
     convert::Infallible,
+    future::poll_fn,
     io,
     pin::Pin,
     sync::{Arc, Weak},
@@ -47,12 +48,12 @@ const SEND_BUFFER_BYTES: usize = 64 << 10;
 
 /// Accepts connections until `stop` is true, and closes each after its request in progress. Every connection holds a
 /// clone of `stop`, so its sender knows when all are closed.
-pub async fn accept(listener: TcpListener, router: Router, state: Arc<ServerState>, mut stop: watch::Receiver<bool>) {
+pub async fn accept(listeners: Vec<(TcpListener, Router)>, state: Arc<ServerState>, mut stop: watch::Receiver<bool>) {
     let slots = ConnectionSlots::new(state.max_connections.unwrap_or_else(max_slots));
     loop {
-        let stream = tokio::select! {
-            accepted = listener.accept() => match accepted {
-                Ok((stream, _)) => stream,
+        let (stream, router) = tokio::select! {
+            accepted = accept_any(&listeners) => match accepted {
+                Ok(accepted) => accepted,
                 Err(error) => {
                     // The client has disconnected, or no file descriptor is free.
                     tracing::debug!(%error, "cannot accept a connection");
@@ -64,13 +65,24 @@ pub async fn accept(listener: TcpListener, router: Router, state: Arc<ServerStat
             _ = stop.changed() => return,
         };
         let Some(slot) = slots.take().await else { continue };
-        let (router, timeouts, stop) = (router.clone(), state.timeouts, stop.clone());
+        let (timeouts, stop) = (state.timeouts, stop.clone());
         tokio::spawn(async move {
             if let Err(error) = serve(stream, router, slot, timeouts, stop).await {
                 tracing::debug!(%error, "connection failed");
             }
         });
     }
+}
+
+/// The next connection of any listener, and that listener's router.
+async fn accept_any(listeners: &[(TcpListener, Router)]) -> io::Result<(TcpStream, Router)> {
+    poll_fn(|context| {
+        let mut accepted = listeners
+            .iter()
+            .map(|(listener, router)| listener.poll_accept(context).map_ok(|(stream, _)| (stream, router.clone())));
+        accepted.find(Poll::is_ready).unwrap_or(Poll::Pending)
+    })
+    .await
 }
 
 /// The number of slots that leaves enough file descriptors for the rest.

@@ -4,7 +4,8 @@
 //! the memory, and with 413 if it needs more than there is. All estimates of sizes are in this file.
 //!
 //! Expensive work (parsing, rendering, tokenizing) runs on blocking threads, one or two steps at a time, in order of
-//! arrival. A step cannot be cancelled, so steps are short: a disconnected client is noticed after the current one.
+//! arrival. A step cannot be cancelled, so steps are short: a disconnected client is noticed after the current one. Output
+//! formats are compiled one at a time beside these steps, because one may take seconds.
 
 use crate::{http::errors::ApiError, metrics::Metrics, platform::os};
 use prometheus::IntGauge;
@@ -16,7 +17,10 @@ use std::{
     },
     time::Duration,
 };
-use tokio::{sync::Semaphore, task::spawn_blocking};
+use tokio::{
+    sync::{OwnedSemaphorePermit, Semaphore},
+    task::spawn_blocking,
+};
 
 /// Bytes until the memory plan is known.
 const UNPLANNED_BYTES: usize = 128 << 20;
@@ -71,6 +75,8 @@ pub struct RequestMemory {
     used: AtomicUsize,
     gauge: IntGauge,
     steps: Arc<Semaphore>,
+    /// Turns to compile an output format.
+    compilations: Arc<Semaphore>,
     allows_two_steps: AtomicBool,
     /// Bytes freed since the last trim.
     freed: AtomicUsize,
@@ -85,6 +91,7 @@ impl RequestMemory {
             used: AtomicUsize::new(0),
             gauge: metrics.memory_requests.clone(),
             steps: Arc::new(Semaphore::new(1)),
+            compilations: Arc::new(Semaphore::new(1)),
             allows_two_steps: AtomicBool::new(false),
             freed: AtomicUsize::new(0),
             is_trimming: AtomicBool::new(false),
@@ -195,8 +202,29 @@ impl MemoryPermit {
 
     /// Runs one step on a blocking thread when its turn comes. A step whose caller is gone by then does not start.
     pub async fn run<T: Send + 'static>(&self, step: impl FnOnce() -> T + Send + 'static) -> Result<T, ApiError> {
-        let turn = self.held.memory.steps.clone().acquire_owned().await;
-        let turn = turn.map_err(|_| ApiError::failed("The server stops."))?;
+        let turn = turn(&self.held.memory.steps).await?;
+        self.run_in(turn, step).await
+    }
+
+    /// Runs one compilation, which needs `working` bytes, on a blocking thread when its turn comes.
+    pub async fn run_compilation<T: Send + 'static>(
+        &mut self,
+        working: usize,
+        compile: impl FnOnce() -> T + Send + 'static,
+    ) -> Result<T, ApiError> {
+        let turn = turn(&self.held.memory.compilations).await?;
+        let before = self.bytes();
+        self.grow(working)?;
+        let output = self.run_in(turn, compile).await?;
+        self.resize(before)?;
+        Ok(output)
+    }
+
+    async fn run_in<T: Send + 'static>(
+        &self,
+        turn: OwnedSemaphorePermit,
+        step: impl FnOnce() -> T + Send + 'static,
+    ) -> Result<T, ApiError> {
         // Holds the memory until the step ends, even if the client disconnects.
         let held = self.held.clone();
         let step = move || {
@@ -222,6 +250,11 @@ impl MemoryPermit {
         self.resize(before + kept(&output))?;
         Ok(output)
     }
+}
+
+/// Waits for a turn, in order of arrival.
+async fn turn(turns: &Arc<Semaphore>) -> Result<OwnedSemaphorePermit, ApiError> {
+    turns.clone().acquire_owned().await.map_err(|_| ApiError::failed("The server stops."))
 }
 
 impl Drop for HeldBytes {
@@ -343,6 +376,21 @@ mod tests {
         let granted = large.iter_mut().filter_map(|permit| permit.resize(1 << 20).ok()).count();
         assert_eq!(granted, 3);
         memory.permit().resize(LARGE_BYTES).unwrap();
+    }
+
+    #[tokio::test]
+    async fn compilation_does_not_delay_steps() {
+        let memory = memory(64 << 20);
+        let (release, wait) = std::sync::mpsc::channel::<()>();
+        let mut compiling = memory.permit();
+        let compile = tokio::spawn(async move { compiling.run_compilation(1 << 20, move || wait.recv()).await });
+        while memory.gauge.get() == 0 {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        assert_eq!(memory.permit().run(|| 7).await.unwrap(), 7);
+        drop(release);
+        compile.await.unwrap().unwrap().unwrap_err();
+        assert_eq!(memory.gauge.get(), 0);
     }
 
     #[tokio::test]

@@ -4,24 +4,37 @@
 //! must have a JSON content type. Its `Origin` header names the page. If the page's own host name resolves to this
 //! machine (DNS rebinding), `Host` has that name.
 //!
-//! A server on a non-loopback address cannot know its names. It checks them only if `--allowed-host` gives some.
+//! A server on another address than loopback that has a key checks them only if `--allowed-host` gives its names, since a
+//! page does not know the key. Without a key it answers to local and given names only.
 
-use crate::http::{errors::ApiError, routes};
+use crate::{
+    http::{errors::ApiError, routes},
+    platform::os,
+};
 use axum::{
     extract::{Request, State},
     http::{HeaderMap, HeaderValue, Method, header},
     middleware::Next,
     response::{IntoResponse, Response},
 };
-use parking_lot::RwLock;
+use parking_lot::{Mutex, RwLock};
 use std::{
+    collections::HashSet,
     net::{IpAddr, Ipv4Addr, Ipv6Addr},
     sync::Arc,
 };
 
+/// Most refused names that are logged, and characters of each.
+const LOGGED_HOSTS: usize = 100;
+const LOGGED_CHARS: usize = 100;
+
 /// Hosts and origins that may use the server. By default all may. Clones share their rules.
 #[derive(Debug, Clone, Default)]
-pub struct OriginPolicy(Arc<RwLock<OriginRules>>);
+pub struct OriginPolicy {
+    rules: Arc<RwLock<OriginRules>>,
+    /// Refused host names that were logged.
+    logged: Arc<Mutex<HashSet<String>>>,
+}
 
 #[derive(Debug, Clone, Default)]
 struct OriginRules {
@@ -31,17 +44,19 @@ struct OriginRules {
 }
 
 impl OriginPolicy {
-    /// Rules for a server that listens on `address`, has the names `hosts`, and allows pages of `origin`.
-    pub fn new(address: IpAddr, hosts: &[String], origin: Option<HeaderValue>) -> Self {
-        let is_checked = address.is_loopback() || !hosts.is_empty();
-        let hosts = is_checked.then(|| hosts.to_vec());
-        Self(Arc::new(RwLock::new(OriginRules { hosts, origin })))
+    /// Rules for a server that listens on `address`, has the names `hosts`, and allows pages of `origin`. `has_key`: clients
+    /// must send a key.
+    pub fn new(address: IpAddr, hosts: &[String], origin: Option<HeaderValue>, has_key: bool) -> Self {
+        let is_checked = address.is_loopback() || !has_key || !hosts.is_empty();
+        let own_name = os::host_name().filter(|name| !name.is_empty());
+        let hosts = is_checked.then(|| hosts.iter().cloned().chain(own_name).collect());
+        Self { rules: Arc::new(RwLock::new(OriginRules { hosts, origin })), logged: Arc::default() }
     }
 
     /// Takes over the rules of `other`.
     pub fn replace(&self, other: &Self) {
         let rules = other.rules();
-        *self.0.write() = rules;
+        *self.rules.write() = rules;
     }
 
     /// True if a page of this origin may read responses: a local page, or one of the configured origin.
@@ -51,29 +66,47 @@ impl OriginPolicy {
     }
 
     fn rules(&self) -> OriginRules {
-        self.0.read().clone()
+        self.rules.read().clone()
     }
+
+    /// Logs a refused host, each name once.
+    fn log_refused(&self, host: &str) {
+        let host: String = host.chars().take(LOGGED_CHARS).collect();
+        let mut logged = self.logged.lock();
+        if logged.len() < LOGGED_HOSTS && logged.insert(host.clone()) {
+            tracing::warn!(host, "refused a request: the host is not a local name; allow it with --allowed-host");
+        }
+    }
+}
+
+/// Why a request is refused.
+#[derive(Debug, PartialEq)]
+enum OriginRefusal {
+    Host(String),
+    Origin(String),
 }
 
 impl OriginRules {
     /// Checks the `Host` and `Origin` headers, and the authority of an absolute request URI.
-    fn check(&self, headers: &HeaderMap, authority: Option<&str>) -> Result<(), ApiError> {
+    fn check(&self, headers: &HeaderMap, authority: Option<&str>) -> Result<(), OriginRefusal> {
         let Some(hosts) = &self.hosts else { return Ok(()) };
         let is_known = |host: &str| is_loopback(host) || hosts.iter().any(|known| known.eq_ignore_ascii_case(host));
         let text = |value: &HeaderValue| String::from_utf8_lossy(value.as_bytes()).into_owned();
         // A request without a host cannot come from a browser.
         let given = headers.get_all(header::HOST).iter().map(text).chain(authority.map(str::to_owned));
-        for host in given {
-            if !is_known(host_name(&host)) && !is_local(host_name(&host)) {
-                return Err(ApiError::wrong_host(host_name(&host)));
-            }
+        let given: Vec<String> = given.collect();
+        if let Some(host) = given.iter().map(|host| host_name(host)).find(|host| !is_known(host) && !is_local(host)) {
+            return Err(OriginRefusal::Host(host.to_owned()));
         }
         let allows_any = self.origin.as_ref().is_some_and(|origin| origin == "*");
         for origin in headers.get_all(header::ORIGIN) {
             let text = text(origin);
-            let host = text.split_once("://").map(|(_, host)| host_name(host));
-            if !allows_any && self.origin.as_ref() != Some(origin) && !host.is_some_and(is_known) {
-                return Err(ApiError::wrong_origin(&text));
+            let page = text.split_once("://").map(|(_, page)| page);
+            // The server's own page has the host of the request, which was checked.
+            let is_own = page.is_some_and(|page| given.iter().any(|host| host == page));
+            let is_allowed = allows_any || is_own || self.origin.as_ref() == Some(origin);
+            if !is_allowed && !page.is_some_and(|page| is_known(host_name(page))) {
+                return Err(OriginRefusal::Origin(text));
             }
         }
         Ok(())
@@ -96,21 +129,23 @@ fn is_loopback(host: &str) -> bool {
 }
 
 /// True for hosts that public DNS cannot resolve to this machine, so DNS rebinding cannot use them: IP addresses, mDNS
-/// names, and the name of the host in a Docker container.
+/// names, and names below `.internal`, such as `host.docker.internal`.
 fn is_local(host: &str) -> bool {
     let is_v6 = |host: &str| host.strip_prefix('[')?.strip_suffix(']')?.parse::<Ipv6Addr>().ok();
     let name = host.to_ascii_lowercase();
-    host.parse::<Ipv4Addr>().is_ok()
-        || is_v6(host).is_some()
-        || name.ends_with(".local")
-        || name == "host.docker.internal"
+    host.parse::<Ipv4Addr>().is_ok() || is_v6(host).is_some() || name.ends_with(".local") || name.ends_with(".internal")
 }
 
 /// Refuses requests that a foreign web page may have sent.
 pub async fn check_origin(State(policy): State<OriginPolicy>, request: Request, next: Next) -> Response {
     let authority = request.uri().authority().map(|authority| authority.as_str().to_owned());
-    if let Err(error) = policy.rules().check(request.headers(), authority.as_deref()) {
-        return error.into_response();
+    match policy.rules().check(request.headers(), authority.as_deref()) {
+        Ok(()) => {}
+        Err(OriginRefusal::Host(host)) => {
+            policy.log_refused(&host);
+            return ApiError::wrong_host(&host).into_response();
+        }
+        Err(OriginRefusal::Origin(origin)) => return ApiError::wrong_origin(&origin).into_response(),
     }
     let mut types = request.headers().get_all(header::CONTENT_TYPE).iter().peekable();
     let is_json = types.peek().is_some() && types.all(is_json_type);
@@ -130,63 +165,95 @@ fn is_json_type(value: &HeaderValue) -> bool {
 mod tests {
     use super::*;
 
-    fn refusal(policy: &OriginPolicy, host: &str, origin: Option<&str>) -> Option<u16> {
+    /// The refusal of a request with this host and origin.
+    fn refusal(policy: &OriginPolicy, host: &str, origin: Option<&str>) -> Option<OriginRefusal> {
         let mut headers = HeaderMap::new();
         headers.insert(header::HOST, host.parse().unwrap());
         origin.map(|origin| headers.insert(header::ORIGIN, origin.parse().unwrap()));
-        policy.rules().check(&headers, None).err().map(|error| error.status.as_u16())
+        policy.rules().check(&headers, None).err()
+    }
+
+    fn policy(address: [u8; 4], hosts: &[&str], origin: Option<&str>, has_key: bool) -> OriginPolicy {
+        let hosts: Vec<String> = hosts.iter().map(|host| host.to_string()).collect();
+        OriginPolicy::new(address.into(), &hosts, origin.map(|origin| origin.parse().unwrap()), has_key)
     }
 
     #[test]
     fn loopback_server_allows_local_hosts_only() {
-        let policy = OriginPolicy::new([127, 0, 0, 1].into(), &["box.lan".into()], None);
+        let rules = policy([127, 0, 0, 1], &["box.lan"], None, true);
         for host in ["localhost", "LOCALHOST:5413", "127.0.0.1", "127.1.2.3:80", "[::1]", "[::1]:5413", "box.lan:1"] {
-            assert_eq!(refusal(&policy, host, None), None, "{host}");
+            assert_eq!(refusal(&rules, host, None), None, "{host}");
         }
         for host in ["192.168.0.1:5413", "[fd00::2]", "studio.local", "Studio.LOCAL:5413", "host.docker.internal:5413"]
         {
-            assert_eq!(refusal(&policy, host, None), None, "{host}");
+            assert_eq!(refusal(&rules, host, None), None, "{host}");
         }
         for host in
             ["evil.com", "localhost.evil.com", "127.0.0.1.evil.com:80", "local.evil.com", "", "[", "[::1", "::1"]
         {
-            assert_eq!(refusal(&policy, host, None), Some(403), "{host}");
+            assert!(refusal(&rules, host, None).is_some(), "{host}");
         }
     }
 
     #[test]
     fn local_pages_may_read_responses() {
-        let policy = OriginPolicy::new([127, 0, 0, 1].into(), &[], Some("https://chat.example".parse().unwrap()));
+        let rules = policy([127, 0, 0, 1], &[], Some("https://chat.example"), true);
         for origin in ["http://localhost:3000", "http://127.0.0.1", "https://chat.example"] {
-            assert!(policy.allows_reading(&origin.parse().unwrap()), "{origin}");
+            assert!(rules.allows_reading(&origin.parse().unwrap()), "{origin}");
         }
         for origin in ["https://evil.com", "http://192.168.0.1", "null", "http://localhost.evil.com"] {
-            assert!(!policy.allows_reading(&origin.parse().unwrap()), "{origin}");
+            assert!(!rules.allows_reading(&origin.parse().unwrap()), "{origin}");
         }
     }
 
     #[test]
     fn loopback_server_allows_local_and_given_origins() {
-        let policy = OriginPolicy::new([127, 0, 0, 1].into(), &[], Some("https://chat.example".parse().unwrap()));
+        let rules = policy([127, 0, 0, 1], &[], Some("https://chat.example"), true);
         for origin in ["http://localhost:3000", "https://127.0.0.1", "http://[::1]:8080", "https://chat.example"] {
-            assert_eq!(refusal(&policy, "localhost", Some(origin)), None, "{origin}");
+            assert_eq!(refusal(&rules, "localhost", Some(origin)), None, "{origin}");
         }
         for origin in
             ["https://evil.com", "http://chat.example", "null", "http://localhost.evil.com", "https://chat.example:1"]
         {
-            assert_eq!(refusal(&policy, "localhost", Some(origin)), Some(403), "{origin}");
+            assert!(refusal(&rules, "localhost", Some(origin)).is_some(), "{origin}");
         }
-        let any = OriginPolicy::new([127, 0, 0, 1].into(), &[], Some("*".parse().unwrap()));
+        let any = policy([127, 0, 0, 1], &[], Some("*"), true);
         assert_eq!(refusal(&any, "localhost", Some("https://evil.com")), None);
     }
 
     #[test]
-    fn other_addresses_check_given_names_only() {
-        let policy = OriginPolicy::new([0, 0, 0, 0].into(), &[], None);
-        assert_eq!(refusal(&policy, "box.lan", Some("https://evil.com")), None);
-        let named = OriginPolicy::new([0, 0, 0, 0].into(), &["box.lan".into()], None);
+    fn other_addresses_check_names_without_key() {
+        let open = policy([0, 0, 0, 0], &[], None, false);
+        for host in ["192.168.0.1:5413", "studio.local", "host.docker.internal:5413", "localhost"] {
+            assert_eq!(refusal(&open, host, None), None, "{host}");
+        }
+        assert_eq!(refusal(&open, &os::host_name().unwrap(), None), None, "the machine's own name");
+        assert_eq!(refusal(&open, "box.lan:5413", None), Some(OriginRefusal::Host("box.lan".into())));
+        let with_key = policy([0, 0, 0, 0], &[], None, true);
+        assert_eq!(refusal(&with_key, "box.lan", Some("https://evil.com")), None);
+        let named = policy([0, 0, 0, 0], &["box.lan"], None, true);
         assert_eq!(refusal(&named, "box.lan:5413", None), None);
-        assert_eq!(refusal(&named, "evil.com", None), Some(403));
+        assert_eq!(refusal(&named, "evil.com", None), Some(OriginRefusal::Host("evil.com".into())));
+    }
+
+    #[test]
+    fn own_page_is_allowed() {
+        let rules = policy([0, 0, 0, 0], &[], None, false);
+        assert_eq!(refusal(&rules, "192.168.0.1:5413", Some("http://192.168.0.1:5413")), None);
+        for origin in ["http://192.168.0.2:5413", "http://192.168.0.1:3000"] {
+            assert_eq!(refusal(&rules, "192.168.0.1:5413", Some(origin)), Some(OriginRefusal::Origin(origin.into())));
+        }
+    }
+
+    #[test]
+    fn refused_host_is_logged_once() {
+        let policy = OriginPolicy::default();
+        for host in ["a.example", "a.example", "b.example"] {
+            policy.log_refused(host);
+        }
+        assert_eq!(policy.logged.lock().len(), 2);
+        (0..1000).for_each(|i| policy.log_refused(&format!("{i}.example")));
+        assert_eq!(policy.logged.lock().len(), LOGGED_HOSTS);
     }
 
     #[test]

@@ -1,20 +1,8 @@
 //! A request's model: in memory already, or still to be loaded.
 
 use super::loaded::LoadedModel;
-use crate::{
-    error::EngineError,
-    http::{
-        errors::ApiError,
-        layers::timeouts::with_deadline,
-        sse::{self, Frames},
-    },
-};
-use axum::response::Response;
-use std::{
-    future::Future,
-    sync::{Arc, Weak},
-    time::Instant,
-};
+use crate::{error::EngineError, http::errors::ApiError};
+use std::sync::{Arc, Weak};
 use tokio::sync::oneshot;
 
 pub enum ModelLease {
@@ -23,27 +11,9 @@ pub enum ModelLease {
 }
 
 impl ModelLease {
-    /// Waits for the model and returns the response of `answer`.
-    ///
-    /// A stream that waits begins at once, so that keep-alive comments hold the connection open. `write_error` then
-    /// reports every later error in the stream, an expired `deadline` included.
-    pub async fn respond<F>(
-        self,
-        deadline: Option<Instant>,
-        streams: bool,
-        write_error: fn(&Frames, &ApiError),
-        answer: impl FnOnce(Arc<LoadedModel>) -> F + Send + 'static,
-    ) -> Result<Response, ApiError>
-    where
-        F: Future<Output = Result<Response, ApiError>> + Send + 'static,
-    {
-        match self {
-            ModelLease::Waiting(_) if streams => {
-                let answer = async { answer(self.wait().await?).await };
-                Ok(sse::later(async move { with_deadline(deadline, answer).await? }, write_error))
-            }
-            _ => answer(self.wait().await?).await,
-        }
+    /// True if the model is still to be loaded.
+    pub fn must_wait(&self) -> bool {
+        matches!(self, Self::Waiting(_))
     }
 
     pub async fn wait(self) -> Result<Arc<LoadedModel>, ApiError> {

@@ -17,4 +17,4 @@ pub use host_state::HostTimeouts;
 pub use lease::WeakModel;
 pub use loaded::{LoadedModel, ModelCard};
 pub use loader::{HostedModel, ModelLoader};
-pub use names::ModelEntry;
+pub use names::{CLAUDE_PREFIX, ModelEntry, plain as plain_name};

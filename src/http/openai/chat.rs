@@ -11,6 +11,7 @@ use crate::{
         errors::ApiError,
         generate::generate,
         layers::request_log::RequestLog,
+        models::LoadedModel,
         openai::{
             chunks::{
                 ChatChoice, ChatChunkChoice, ChatDelta, ChatLogprobs, ChatMessage, ContentToken, FunctionCall,
@@ -19,6 +20,7 @@ use crate::{
             types::ChatRequest,
         },
         output::{
+            choices::Choices,
             completion_logprobs::token_text,
             generation::{Finished, Output},
             renderer::Renderer,
@@ -47,8 +49,9 @@ pub async fn chat(
     let uses_functions = request.functions.is_some();
     let request = GenerationRequest::from_chat(common, request)?;
     let object = if streams { "chat.completion.chunk" } else { "chat.completion" };
-    let renderer = move |model: &_, _: &_| ChatRenderer {
-        meta: ResponseMeta::new(model, "chatcmpl", object, includes_usage),
+    let renderer = ChatRenderer {
+        meta: ResponseMeta::new("chatcmpl", object, includes_usage),
+        tokenizer: None,
         current: None,
         logprobs: Vec::new(),
         uses_functions,
@@ -59,6 +62,8 @@ pub async fn chat(
 /// One chunk per delta, then one with the `finish_reason` per choice, then one with the usage if requested.
 struct ChatRenderer {
     meta: ResponseMeta,
+    /// Set when the model is known. Not the model: a client that reads slowly would keep it in memory.
+    tokenizer: Option<Arc<Tokenizer>>,
     /// The choice whose first chunk has been sent.
     current: Option<usize>,
     /// Log-probabilities of tokens whose text has not been sent yet.
@@ -70,6 +75,11 @@ struct ChatRenderer {
 impl Renderer for ChatRenderer {
     fn refuse(frames: &Frames, error: &ApiError) {
         frames.error(error);
+    }
+
+    fn prepare(&mut self, model: &LoadedModel, _: &Choices) {
+        self.meta.model.clone_from(&model.card.id);
+        self.tokenizer = Some(model.tokenizer.clone());
     }
 
     fn progress(&mut self, frames: &Frames, progress: PromptProgress) {
@@ -148,7 +158,8 @@ impl ChatRenderer {
     }
 
     fn push_logprobs(&mut self, output: &Output) {
-        let tokens = output.logprobs.iter().map(|(id, logprobs)| content_token(&self.meta.tokenizer, *id, logprobs));
+        let Some(tokenizer) = &self.tokenizer else { return };
+        let tokens = output.logprobs.iter().map(|(id, logprobs)| content_token(tokenizer, *id, logprobs));
         self.logprobs.extend(tokens);
     }
 

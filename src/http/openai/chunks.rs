@@ -1,42 +1,33 @@
 //! Response bodies and stream chunks of chat completions and completions. Only serde types: those that borrow are written
 //! once per token.
 
-use crate::{
-    chat::Tokenizer,
-    http::{
-        layers::request_log::unique_id,
-        models::LoadedModel,
-        output::usage::{AnswerTimings, FinishReason, PromptProgress, Usage},
-        sse::Frames,
-    },
+use crate::http::{
+    layers::request_log::unique_id,
+    output::usage::{AnswerTimings, FinishReason, PromptProgress, Usage},
+    sse::Frames,
 };
 use serde::{Serialize, Serializer};
-use std::{
-    sync::Arc,
-    time::{SystemTime, UNIX_EPOCH},
-};
+use std::time::{SystemTime, UNIX_EPOCH};
 
-/// Fields that all chunks of one response share. They do not hold the model, because a client that reads slowly would keep
-/// it in memory.
+/// Fields that all chunks of one response share.
 pub struct ResponseMeta {
     id: String,
     object: &'static str,
     created: u64,
-    model: String,
-    pub tokenizer: Arc<Tokenizer>,
+    /// Empty until the model is known.
+    pub model: String,
     /// True if a stream ends with its usage.
     includes_usage: bool,
 }
 
 impl ResponseMeta {
     /// `prefix` starts the response id.
-    pub fn new(model: &LoadedModel, prefix: &str, object: &'static str, includes_usage: bool) -> Self {
+    pub fn new(prefix: &str, object: &'static str, includes_usage: bool) -> Self {
         Self {
             id: format!("{prefix}-{}", unique_id()),
             object,
             created: unix_seconds(),
-            model: model.card.id.clone(),
-            tokenizer: model.tokenizer.clone(),
+            model: String::new(),
             includes_usage,
         }
     }
@@ -74,7 +65,7 @@ impl ResponseMeta {
             system_fingerprint: concat!("moestro-", env!("CARGO_PKG_VERSION")),
             choices,
             usage,
-            timings: usage.flatten().map(|usage| usage.timings).filter(AnswerTimings::are_worth_reporting),
+            timings: usage.flatten().map(|usage| usage.timings),
             prompt_progress: None,
         }
     }
@@ -96,7 +87,7 @@ pub struct Envelope<'a, C> {
     choices: &'a [C],
     #[serde(skip_serializing_if = "Option::is_none")]
     usage: Option<Option<Usage>>,
-    /// Written with `usage` if speculation drafted tokens.
+    /// Written with `usage`.
     #[serde(skip_serializing_if = "Option::is_none")]
     timings: Option<AnswerTimings>,
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -6,7 +6,7 @@
 //! the text.
 
 use crate::{
-    chat::parser::Delta,
+    chat::{Tokenizer, parser::Delta},
     http::{
         ServerState,
         errors::ApiError,
@@ -45,13 +45,14 @@ pub async fn completions(
     let (common, request, permit) = body::request::<CompletionRequest>(&state, body, fields::COMPLETIONS).await?;
     let (includes_usage, echoes) = (common.includes_usage(), request.echo.unwrap_or(false));
     let request = GenerationRequest::from_completion(common, request)?;
-    let renderer = move |model: &LoadedModel, choices: &Choices| CompletionRenderer {
-        meta: ResponseMeta::new(model, "cmpl", "text_completion", includes_usage),
-        prompts: choices.prompts.clone(),
-        n: choices.n,
+    let renderer = CompletionRenderer {
+        meta: ResponseMeta::new("cmpl", "text_completion", includes_usage),
+        tokenizer: None,
+        prompts: Arc::default(),
+        n: 1,
         echoes,
         current: None,
-        logprobs: choices.request.logprobs.map(|_| LogprobsBuilder::new(model.tokenizer.clone())),
+        logprobs: None,
     };
     generate(&state, log, request, permit, renderer).await
 }
@@ -59,6 +60,8 @@ pub async fn completions(
 /// One chunk per output that has text.
 struct CompletionRenderer {
     meta: ResponseMeta,
+    /// Set when the model is known. Not the model: a client that reads slowly would keep it in memory.
+    tokenizer: Option<Arc<Tokenizer>>,
     prompts: Arc<Vec<Vec<u32>>>,
     /// Choices per prompt.
     n: usize,
@@ -73,6 +76,13 @@ struct CompletionRenderer {
 impl Renderer for CompletionRenderer {
     fn refuse(frames: &Frames, error: &ApiError) {
         frames.error(error);
+    }
+
+    fn prepare(&mut self, model: &LoadedModel, choices: &Choices) {
+        self.meta.model.clone_from(&model.card.id);
+        self.tokenizer = Some(model.tokenizer.clone());
+        (self.prompts, self.n) = (choices.prompts.clone(), choices.n);
+        self.logprobs = choices.request.logprobs.map(|_| LogprobsBuilder::new(model.tokenizer.clone()));
     }
 
     fn progress(&mut self, frames: &Frames, progress: PromptProgress) {
@@ -112,12 +122,14 @@ impl CompletionRenderer {
     /// Adds an output of a choice and returns its text. The first text of a choice starts with the prompt if it is echoed.
     fn push(&mut self, choice: usize, output: &Output) -> String {
         let mut text = String::new();
-        if self.current != Some(choice) {
+        if self.current != Some(choice)
+            && let Some(tokenizer) = self.tokenizer.clone()
+        {
             self.current = Some(choice);
-            self.logprobs = self.logprobs.is_some().then(|| LogprobsBuilder::new(self.meta.tokenizer.clone()));
+            self.logprobs = self.logprobs.is_some().then(|| LogprobsBuilder::new(tokenizer.clone()));
             if self.echoes {
                 let ids = self.prompts.get(choice / self.n).map_or(&[][..], Vec::as_slice);
-                text += &completion_logprobs::text(&self.meta.tokenizer, ids);
+                text += &completion_logprobs::text(&tokenizer, ids);
                 if let (Some(builder), Some(prompt)) = (&mut self.logprobs, &output.prompt_logprobs) {
                     for (&id, logprobs) in ids.iter().zip(prompt) {
                         builder.push(id, logprobs.as_ref());

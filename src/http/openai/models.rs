@@ -1,9 +1,14 @@
-//! `GET /v1/models` and `/v1/models/{id}`: models on this machine.
+//! `GET /v1/models`, `/v1/models/{id}` and `/api/v0/models`: models on this machine.
 
-use crate::http::{ServerState, errors::ApiError};
+use crate::http::{
+    ServerState,
+    errors::ApiError,
+    models::{CLAUDE_PREFIX, plain_name},
+};
 use axum::{
     Json,
-    extract::{Path, State},
+    extract::{Path, RawQuery, State},
+    http::HeaderMap,
 };
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -13,7 +18,7 @@ use std::{
 };
 
 /// A model as OpenAI's and Anthropic's APIs describe it. Optional fields are known for the loaded model only.
-#[derive(Debug, Default, Serialize)]
+#[derive(Debug, Clone, Default, Serialize)]
 pub struct ModelObject {
     pub id: String,
     pub object: &'static str,
@@ -44,7 +49,7 @@ pub struct ModelObject {
     pub created_at: String,
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Clone, Serialize)]
 pub struct Capabilities {
     /// The model has a chat template.
     pub chat: bool,
@@ -63,11 +68,29 @@ impl ModelObject {
     }
 }
 
-pub async fn models(State(state): State<Arc<ServerState>>) -> Result<Json<Value>, ApiError> {
-    let models = list(&state).await?;
+/// The list of models. Clients of three APIs read it:
+///
+/// * OpenAI's `data`;
+/// * Anthropic's, with `anthropic-version`: each model once more under an id that Claude Code shows;
+/// * Codex's `models`, with `client_version`. It stays empty: an entry needs the instructions that Codex sends for a model.
+pub async fn models(
+    State(state): State<Arc<ServerState>>,
+    RawQuery(query): RawQuery,
+    headers: HeaderMap,
+) -> Result<Json<Value>, ApiError> {
+    let mut models = list(&state).await?;
+    if headers.contains_key("anthropic-version") {
+        let alias = |model: &ModelObject| ModelObject { id: format!("{CLAUDE_PREFIX}{}", model.id), ..model.clone() };
+        let aliases: Vec<_> = models.iter().map(alias).collect();
+        models.extend(aliases);
+    }
     // `object` is OpenAI's, the other fields of a page are Anthropic's.
     let [first, last] = [models.first(), models.last()].map(|model| model.map(|model| model.id.clone()));
-    Ok(Json(json!({"object": "list", "has_more": false, "first_id": first, "last_id": last, "data": models})))
+    let mut page = json!({"object": "list", "has_more": false, "first_id": first, "last_id": last, "data": models});
+    if query.is_some_and(|query| query.split('&').any(|pair| pair.starts_with("client_version="))) {
+        page["models"] = json!([]);
+    }
+    Ok(Json(page))
 }
 
 /// One model by its exact id. Unlike the `model` of a request, other names do not stand for it.
@@ -77,11 +100,34 @@ pub async fn model(
 ) -> Result<Json<ModelObject>, ApiError> {
     let served = state.models.current_id().unwrap_or_default();
     let mut models = list(&state).await?.into_iter();
-    models.find(|model| model.id == id).map(Json).ok_or_else(|| ApiError::no_such_model(&id, &served))
+    let known =
+        models.find(|model| model.id == plain_name(&id)).ok_or_else(|| ApiError::no_such_model(&id, &served))?;
+    Ok(Json(ModelObject { id, ..known }))
+}
+
+/// `GET /api/v0/models`: LM Studio's list, with context and capabilities.
+pub async fn lm_studio(State(state): State<Arc<ServerState>>) -> Result<Json<Value>, ApiError> {
+    let entry = |model: ModelObject| {
+        let can = |test: fn(&Capabilities) -> bool| model.capabilities.as_ref().is_some_and(test);
+        json!({
+            "id": model.id,
+            "object": "model",
+            "type": if can(|capabilities| capabilities.vision) { "vlm" } else { "llm" },
+            "publisher": model.id.split_once('/').map_or("local", |(publisher, _)| publisher),
+            "compatibility_type": "mlx",
+            "quantization": model.quantization,
+            "state": if model.loaded { "loaded" } else { "not-loaded" },
+            "max_context_length": model.context_length,
+            "loaded_context_length": model.context_length,
+            "capabilities": if can(|capabilities| capabilities.tools) { &["tool_use"][..] } else { &[] },
+        })
+    };
+    let models: Vec<Value> = list(&state).await?.into_iter().map(entry).collect();
+    Ok(Json(json!({"object": "list", "data": models})))
 }
 
 /// The loaded model, then the others.
-async fn list(state: &ServerState) -> Result<Vec<ModelObject>, ApiError> {
+pub async fn list(state: &ServerState) -> Result<Vec<ModelObject>, ApiError> {
     state.ensure_ready()?;
     let (loaded_id, model) = (state.models.loaded_id(), state.models.model());
     let loaded = model.zip(loaded_id.clone()).map(|(model, id)| ModelObject {

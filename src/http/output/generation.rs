@@ -20,7 +20,10 @@ use crate::{
         },
     },
 };
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 use tokio::time::timeout;
 
 /// Interval of [`Update::Idle`] while the request waits in the queue or its prompt is evaluated.
@@ -98,6 +101,8 @@ pub struct Generation {
     /// Bytes of content sent so far.
     sent: usize,
     usage: Usage,
+    /// End of the prompt's evaluation.
+    prefilled: Option<Instant>,
     /// Outcome for the metrics. A generation that is dropped early was cancelled by its client.
     outcome: &'static str,
     log: Arc<RequestLog>,
@@ -126,6 +131,7 @@ impl Generation {
             content_logprobs: ContentLogprobs::default(),
             sent: 0,
             usage: Usage { prompt_tokens, ..Usage::default() },
+            prefilled: None,
             outcome: "cancelled",
             log: log.clone(),
         })
@@ -144,9 +150,24 @@ impl Generation {
         }
     }
 
-    /// Tokens used so far.
+    /// Tokens and time used so far.
     pub fn usage(&self) -> Usage {
-        Usage { total_tokens: self.usage.prompt_tokens + self.usage.completion_tokens, ..self.usage }
+        let mut usage = self.usage;
+        usage.timings.predicted_n = usage.completion_tokens;
+        usage.timings.predicted_ms = self.prefilled.map_or(0.0, |end| end.elapsed().as_secs_f64() * 1e3);
+        let mut total = Usage::default();
+        total.add(usage, false);
+        total
+    }
+
+    /// A report of the prompt's progress.
+    fn progress(&self, processed: usize, seconds: f64) -> Update {
+        Update::Progress(PromptProgress {
+            total: self.usage.prompt_tokens,
+            cache: self.usage.prompt_tokens_details.cached_tokens,
+            processed,
+            time_ms: (seconds * 1e3) as u64,
+        })
     }
 
     async fn next(&mut self) -> Result<Update, EngineError> {
@@ -156,15 +177,14 @@ impl Generation {
             match event.ok_or(EngineError::Stopped)? {
                 Event::Started { cached_tokens, .. } => {
                     self.usage.prompt_tokens_details = PromptTokensDetails { cached_tokens };
-                    continue;
+                    self.usage.timings.cache_n = cached_tokens;
+                    return Ok(self.progress(cached_tokens, 0.0));
                 }
                 Event::Prefilled { tokens, seconds } => {
-                    return Ok(Update::Progress(PromptProgress {
-                        total: self.usage.prompt_tokens,
-                        cache: self.usage.prompt_tokens_details.cached_tokens,
-                        processed: tokens,
-                        time_ms: (seconds * 1e3) as u64,
-                    }));
+                    self.usage.timings.prompt_n = tokens.saturating_sub(self.usage.timings.cache_n);
+                    self.usage.timings.prompt_ms = seconds * 1e3;
+                    self.prefilled = Some(Instant::now());
+                    return Ok(self.progress(tokens, seconds));
                 }
                 Event::Prompt(logprobs) => output.prompt_logprobs = Some(logprobs),
                 Event::Token { id, logprobs } => {
@@ -190,6 +210,7 @@ impl Generation {
                         saved_seconds: timings.saved_seconds,
                         decode_passes: timings.decode_passes,
                         decoding_sequences: timings.decoding_sequences,
+                        ..self.usage.timings
                     };
                     self.log.record_storage(None);
                     let rest = self.decoder.finish();

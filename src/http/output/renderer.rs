@@ -4,27 +4,37 @@ use crate::{
     error::EngineError,
     http::{
         errors::ApiError,
+        layers::request_log::RequestLog,
+        models::LoadedModel,
         output::{
             choices::Choices,
-            generation::{Finished, Generation, Output, Update},
+            generation::{Finished, Generation, IDLE_INTERVAL, Output, Update},
             usage::{PromptProgress, Usage},
         },
-        sse::{self, Frames},
+        sse::{self, Frames, StreamFormat},
     },
 };
 use axum::response::Response;
+use std::{future::Future, mem, pin::pin, sync::Arc, time::Duration};
+use tokio::time::timeout;
 
 /// Writes answers in the format of one API.
 pub trait Renderer: Send + 'static {
+    const STREAM: StreamFormat = StreamFormat::Events;
+
     /// Ends a stream with an error that came before its first event: the model could not be loaded, or the request was
     /// refused.
     fn refuse(frames: &Frames, error: &ApiError);
 
-    /// The first choice is in the queue. `usage` counts only its prompt.
+    /// Fills in what depends on the model. Called before every method but `refuse`, except that `start` and `idle` come
+    /// first while the model is loaded.
+    fn prepare(&mut self, model: &LoadedModel, choices: &Choices);
+
+    /// The stream begins. `usage` counts only the prompt of the first choice, or nothing while the model is loaded.
     fn start(&mut self, _frames: &Frames, _usage: Usage) {}
 
-    /// Nothing has happened for some seconds. Some clients close a stream after 300 s without an event and ignore comments,
-    /// so their APIs need an event here.
+    /// Nothing has happened for some seconds, or the model is still being loaded. Some clients close a stream after 300 s
+    /// without an event and ignore comments, so their APIs need an event here.
     fn idle(&mut self, _frames: &Frames) {}
 
     /// More of the prompt has been evaluated. Called only if the request asks for progress.
@@ -65,21 +75,72 @@ pub async fn body(mut choices: Choices, first: Generation, renderer: impl Render
 }
 
 /// Streams all choices, one after another.
-pub fn stream(mut choices: Choices, first: Generation, mut renderer: impl Renderer) -> Response {
-    sse::respond(move |frames| async move {
-        let log = choices.log.clone();
+pub fn stream<R: Renderer>(choices: Choices, first: Generation, mut renderer: R) -> Response {
+    sse::respond(R::STREAM, move |frames| async move {
+        choices.log.begin_stream();
+        renderer.start(&frames, first.usage());
+        write_all(choices, first, renderer, &frames).await;
+    })
+}
+
+/// Like [`stream`], for choices that are not ready, because their model is still being loaded.
+pub fn stream_later<R: Renderer>(
+    log: Arc<RequestLog>,
+    ready: impl Future<Output = Result<(Arc<LoadedModel>, Choices, Generation), ApiError>> + Send + 'static,
+    mut renderer: R,
+) -> Response {
+    sse::respond(R::STREAM, move |frames| async move {
         log.begin_stream();
-        match write(&mut choices, first, &mut renderer, &frames).await {
-            Ok(usage) => {
-                renderer.end(&frames, usage);
-                log.end_stream();
+        let (ready, has_started) = wait(ready, &mut renderer, &frames, IDLE_INTERVAL).await;
+        match ready {
+            Ok((model, choices, first)) => {
+                renderer.prepare(&model, &choices);
+                drop(model);
+                if !has_started {
+                    renderer.start(&frames, first.usage());
+                }
+                write_all(choices, first, renderer, &frames).await;
             }
-            Err(error) => {
-                log.log_stream_error(&error);
-                renderer.error(&frames, &error.into());
-            }
+            Err(error) if has_started => renderer.error(&frames, &error),
+            Err(error) => R::refuse(&frames, &error),
         }
     })
+}
+
+/// Waits for a future and writes events meanwhile. Returns its output, and whether the stream has been started.
+async fn wait<T>(
+    ready: impl Future<Output = T>,
+    renderer: &mut impl Renderer,
+    frames: &Frames,
+    interval: Duration,
+) -> (T, bool) {
+    let (mut ready, mut has_started) = (pin!(ready), false);
+    loop {
+        match timeout(interval, &mut ready).await {
+            Ok(ready) => return (ready, has_started),
+            Err(_) => {
+                if !mem::replace(&mut has_started, true) {
+                    renderer.start(frames, Usage::default());
+                }
+                renderer.idle(frames);
+            }
+        }
+    }
+}
+
+/// Writes all choices and the end of the stream.
+async fn write_all(mut choices: Choices, first: Generation, mut renderer: impl Renderer, frames: &Frames) {
+    let log = choices.log.clone();
+    match write(&mut choices, first, &mut renderer, frames).await {
+        Ok(usage) => {
+            renderer.end(frames, usage);
+            log.end_stream();
+        }
+        Err(error) => {
+            log.log_stream_error(&error);
+            renderer.error(frames, &error.into());
+        }
+    }
 }
 
 async fn write(
@@ -88,7 +149,6 @@ async fn write(
     renderer: &mut impl Renderer,
     frames: &Frames,
 ) -> Result<Usage, EngineError> {
-    renderer.start(frames, first.usage());
     let reports_progress = choices.reports_progress;
     let (mut first, mut usage) = (Some(first), Usage::default());
     for index in 0..choices.len() {
@@ -122,5 +182,61 @@ async fn run(
             choices.submit_ahead(index)?;
             task.run(sink).await
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use axum::{body::Body, response::IntoResponse};
+    use tokio_stream::StreamExt;
+
+    /// Writes the names of the calls that it gets.
+    struct Recorder;
+
+    impl Renderer for Recorder {
+        fn refuse(frames: &Frames, _: &ApiError) {
+            frames.data(&"refuse");
+        }
+
+        fn prepare(&mut self, _: &LoadedModel, _: &Choices) {}
+
+        fn start(&mut self, frames: &Frames, _: Usage) {
+            frames.data(&"start");
+        }
+
+        fn idle(&mut self, frames: &Frames) {
+            frames.data(&"idle");
+        }
+
+        fn progress(&mut self, _: &Frames, _: PromptProgress) {}
+
+        fn output(&mut self, _: &Frames, _: usize, _: &Output) {}
+
+        fn body(self, _: Vec<(Output, Finished)>, _: Usage) -> Response {
+            Body::empty().into_response()
+        }
+    }
+
+    #[tokio::test]
+    async fn waiting_stream_starts_and_sends_events() {
+        let response = sse::respond(StreamFormat::Events, |frames| async move {
+            let (release, mut ready) = tokio::sync::oneshot::channel();
+            let mut recorder = Recorder;
+            let waited = wait(&mut ready, &mut recorder, &frames, Duration::from_millis(5));
+            let waited = timeout(Duration::from_millis(40), waited).await;
+            assert!(waited.is_err(), "the future was not ready");
+            release.send(7).unwrap();
+            let (ready, has_started) = wait(ready, &mut recorder, &frames, Duration::from_secs(60)).await;
+            assert_eq!((ready, has_started), (Ok(7), false));
+        });
+        let mut body = response.into_body().into_data_stream();
+        let mut text = Vec::new();
+        while let Some(part) = body.next().await {
+            text.extend_from_slice(&part.unwrap());
+        }
+        let text = String::from_utf8(text).unwrap();
+        assert!(text.starts_with("data: \"start\"\n\ndata: \"idle\"\n\n"), "{text}");
+        assert_eq!(text.matches("start").count(), 1);
     }
 }

@@ -57,21 +57,27 @@ impl Usage {
         }
         self.completion_tokens += choice.completion_tokens;
         self.completion_tokens_details.reasoning_tokens += choice.completion_tokens_details.reasoning_tokens;
-        self.timings.drafted_tokens += choice.timings.drafted_tokens;
-        self.timings.accepted_tokens += choice.timings.accepted_tokens;
-        self.timings.saved_seconds += choice.timings.saved_seconds;
-        self.timings.decode_passes += choice.timings.decode_passes;
-        self.timings.decoding_sequences += choice.timings.decoding_sequences;
+        self.timings.add(choice.timings);
         self.total_tokens = self.prompt_tokens + self.completion_tokens;
     }
 }
 
-/// Speculation in one response, and the sequences that decoded at the same time.
+/// Times of one response. The names that end with `_n`, `_ms` and `_per_second` are llama-server's.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct AnswerTimings {
+    /// Prompt tokens from the prompt cache.
+    pub cache_n: usize,
+    /// Prompt tokens that were evaluated.
+    pub prompt_n: usize,
+    pub prompt_ms: f64,
+    pub prompt_per_second: f64,
+    /// Generated tokens.
+    pub predicted_n: usize,
+    pub predicted_ms: f64,
+    pub predicted_per_second: f64,
     pub drafted_tokens: usize,
     pub accepted_tokens: usize,
-    /// Negative if speculation cost time.
+    /// Time that speculation saved. Negative if it cost time.
     pub saved_seconds: f64,
     pub decode_passes: usize,
     /// Sum over the passes. More than `decode_passes` if other sequences decoded at the same time.
@@ -79,9 +85,20 @@ pub struct AnswerTimings {
 }
 
 impl AnswerTimings {
-    /// True if drafts were used or other sequences decoded at the same time.
-    pub fn are_worth_reporting(&self) -> bool {
-        self.drafted_tokens > 0 || self.decoding_sequences > self.decode_passes
+    fn add(&mut self, choice: Self) {
+        let per_second = |count: usize, ms: f64| if ms > 0.0 { count as f64 * 1e3 / ms } else { 0.0 };
+        self.cache_n += choice.cache_n;
+        self.prompt_n += choice.prompt_n;
+        self.prompt_ms += choice.prompt_ms;
+        self.prompt_per_second = per_second(self.prompt_n, self.prompt_ms);
+        self.predicted_n += choice.predicted_n;
+        self.predicted_ms += choice.predicted_ms;
+        self.predicted_per_second = per_second(self.predicted_n, self.predicted_ms);
+        self.drafted_tokens += choice.drafted_tokens;
+        self.accepted_tokens += choice.accepted_tokens;
+        self.saved_seconds += choice.saved_seconds;
+        self.decode_passes += choice.decode_passes;
+        self.decoding_sequences += choice.decoding_sequences;
     }
 }
 
@@ -103,11 +120,17 @@ mod tests {
     #[test]
     fn usage_of_choices_adds_up() {
         let timings = |saved_seconds| AnswerTimings {
+            cache_n: 1,
+            prompt_n: 9,
+            prompt_ms: 3.0,
+            predicted_n: 5,
+            predicted_ms: 10.0,
             drafted_tokens: 7,
             accepted_tokens: 3,
             saved_seconds,
             decode_passes: 4,
             decoding_sequences: 6,
+            ..AnswerTimings::default()
         };
         let choice = |saved_seconds| Usage {
             prompt_tokens: 10,
@@ -121,6 +144,13 @@ mod tests {
         }
         assert_eq!((sum.prompt_tokens, sum.completion_tokens, sum.total_tokens), (20, 15, 35));
         let total = AnswerTimings {
+            cache_n: 3,
+            prompt_n: 27,
+            prompt_ms: 9.0,
+            prompt_per_second: 3000.0,
+            predicted_n: 15,
+            predicted_ms: 30.0,
+            predicted_per_second: 500.0,
             drafted_tokens: 21,
             accepted_tokens: 9,
             saved_seconds: 1.25,

@@ -41,6 +41,9 @@ pub static CHAT: FieldTable = &[CHAT_FIELDS, GENERATION_FIELDS];
 pub static COMPLETIONS: FieldTable = &[COMPLETION_FIELDS, GENERATION_FIELDS];
 pub static RESPONSES: FieldTable = &[RESPONSE_FIELDS];
 pub static MESSAGES: FieldTable = &[MESSAGE_FIELDS];
+pub static OLLAMA_CHAT: FieldTable = &[OLLAMA_CHAT_FIELDS, OLLAMA_FIELDS];
+pub static OLLAMA_GENERATE: FieldTable = &[OLLAMA_GENERATE_FIELDS, OLLAMA_FIELDS];
+pub static OLLAMA_OPTIONS: FieldTable = &[OLLAMA_OPTION_FIELDS];
 
 const fn field(name: &'static str, json_type: Option<&'static str>, handling: Handling) -> Field {
     Field { name, json_type, handling }
@@ -273,6 +276,61 @@ const MESSAGE_FIELDS: &[Field] = &[
     rejected("mcp_servers", &["[]"], "connect to them in the client."),
 ];
 
+/// Fields of both of Ollama's generation endpoints.
+const OLLAMA_FIELDS: &[Field] = &[
+    string("model", "with or without `:latest`"),
+    boolean("stream", "true by default"),
+    any("format", "`json`, or a JSON schema"),
+    object("options", "see below"),
+    any("think", "a boolean, or an effort as in `reasoning_effort`"),
+    any("keep_alive", "0 unloads the model after the answer; otherwise `--keep-alive` of the server decides"),
+    rejected("logprobs", &["false"], "use /v1/chat/completions."),
+    rejected("top_logprobs", &["0"], "use /v1/chat/completions."),
+];
+
+const OLLAMA_CHAT_FIELDS: &[Field] =
+    &[array("messages", "`content`, `images`, `thinking`, `tool_calls`"), array("tools", "functions")];
+
+const OLLAMA_GENERATE_FIELDS: &[Field] = &[
+    string("prompt", "without it, the model is only loaded"),
+    string("system", ""),
+    array("images", "in base64"),
+    boolean("raw", "true: without the chat template"),
+    rejected("suffix", &["\"\""], "the model does not fill gaps."),
+    rejected("template", &["\"\""], "the model's own template renders the prompt."),
+    rejected("context", &["[]"], "use /api/chat with all messages."),
+];
+
+const OLLAMA_OPTION_FIELDS: &[Field] = &[
+    number("temperature", ""),
+    number("top_p", ""),
+    integer("top_k", ""),
+    number("min_p", ""),
+    number("repeat_penalty", ""),
+    number("presence_penalty", ""),
+    number("frequency_penalty", ""),
+    integer("seed", ""),
+    integer("num_predict", "a negative number means no limit"),
+    any("stop", "up to 16 strings"),
+    ignored("num_ctx", "the context is set by `--ctx-size`"),
+    ignored("num_keep", "a prompt is never truncated"),
+    ignored("num_batch", "it does not change answers"),
+    ignored("num_gpu", "it does not change answers"),
+    ignored("main_gpu", "it does not change answers"),
+    ignored("low_vram", "it does not change answers"),
+    ignored("use_mmap", "it does not change answers"),
+    ignored("use_mlock", "it does not change answers"),
+    ignored("numa", "it does not change answers"),
+    ignored("num_thread", "it does not change answers"),
+    ignored("repeat_last_n", "penalties cover the whole answer and prompt"),
+    ignored("penalize_newline", "line feeds are tokens like any other"),
+    rejected("typical_p", &["1"], SAMPLING),
+    rejected("tfs_z", &["1"], SAMPLING),
+    rejected("mirostat", &["0"], SAMPLING),
+    ignored("mirostat_tau", "mirostat is off"),
+    ignored("mirostat_eta", "mirostat is off"),
+];
+
 const LIMITS: &[&str] = &["max_completion_tokens", "max_output_tokens", "max_tokens"];
 
 /// Field names of other servers and APIs, each with the names for the same purpose here. Ignoring them would change the
@@ -493,8 +551,13 @@ of these tables is ignored and logged, unless its name is one or two letters awa
             ("/v1/completions", COMPLETIONS),
             ("/v1/responses", RESPONSES),
             ("/v1/messages", MESSAGES),
+            ("/api/chat", OLLAMA_CHAT),
+            ("/api/generate", OLLAMA_GENERATE),
+            ("options", OLLAMA_OPTIONS),
         ] {
-            write!(page, "\n## `POST {path}`\n\n| field | |\n|---|---|\n").unwrap();
+            let path =
+                if path == "options" { "`options` of Ollama's API".to_owned() } else { format!("`POST {path}`") };
+            write!(page, "\n## {path}\n\n| field | |\n|---|---|\n").unwrap();
             for Field { name, handling, .. } in known.iter().copied().flatten() {
                 let text = match handling {
                     Supported("") => "supported".to_owned(),

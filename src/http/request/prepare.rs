@@ -74,7 +74,9 @@ impl GenerationRequest {
             params::check_context(param, ids.len(), max_tokens, model.engine.context())?;
         }
         let budget = self.thinking_budget.filter(|_| in_reasoning);
-        let constraint = response_format::compile(model, &permit, self.format, !tools.is_empty(), in_reasoning, budget);
+        let (has_tools, grammars) = (!tools.is_empty(), model.grammars.clone());
+        let constraint =
+            response_format::compile(grammars, &mut permit, self.format, has_tools, in_reasoning, budget).await?;
         let max_tokens = max_tokens.unwrap_or(usize::MAX);
         let request = Request {
             cache_prompt: common.cache_prompt.unwrap_or(true),
@@ -82,7 +84,7 @@ impl GenerationRequest {
             prompt_logprobs: self.logprobs.filter(|_| self.echo),
             // Evaluation harnesses want one token, even if it ends the text.
             ignore_eos: self.echo && self.logprobs.is_some() && max_tokens == 1,
-            constraint: constraint.await?,
+            constraint,
             images,
             ..Request::new(Vec::new(), max_tokens, sampling)
         };

@@ -2,18 +2,32 @@
 //! `tool_choice`. All of them become one [`OutputFormat`], which is compiled outside the async threads.
 
 use crate::{
-    chat::grammar::{AllowedTools, ContentFormat, FormatError, NextTokens, OutputFormat, TokenConstraint, any_object},
+    chat::grammar::{
+        AllowedTools, CancelFlag, ContentFormat, FormatError, GrammarCompiler, NextTokens, OutputFormat,
+        TokenConstraint, any_object,
+    },
     engine::{Constraint, TokenMask},
     http::{
         errors::ApiError,
         layers::memory::MemoryPermit,
-        models::LoadedModel,
         openai::types::{ChatRequest, ResponseFormat},
         request::tools::ToolChoice,
     },
 };
 use serde_json::Value;
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::{
+    future::pending,
+    panic::{AssertUnwindSafe, catch_unwind},
+    sync::Arc,
+    time::Duration,
+};
+use tokio::sync::oneshot;
+
+/// Time that a format may take to compile. Only its next part ends the compilation, so the answer may come first.
+const COMPILE_TIME: Duration = Duration::from_secs(5);
+
+/// Memory set aside while a format is compiled.
+const COMPILE_BYTES: usize = 8 << 20;
 
 /// A format, and the request field that asks for it.
 #[derive(Debug)]
@@ -155,27 +169,65 @@ fn from_response_format(format: &ResponseFormat) -> Result<Option<(String, Conte
 /// Compiles the format, and the limit of `budget` reasoning tokens, to a constraint for the sampler. None if there is
 /// nothing to constrain.
 pub async fn compile(
-    model: &LoadedModel,
-    permit: &MemoryPermit,
+    grammars: Arc<GrammarCompiler>,
+    permit: &mut MemoryPermit,
     requested: Option<RequestedFormat>,
     has_tools: bool,
     in_reasoning: bool,
     budget: Option<usize>,
 ) -> Result<Option<Box<dyn Constraint>>, ApiError> {
-    let grammars = model.grammars.clone();
     let guide = match (requested, budget) {
         (None, None) => return Ok(None),
         (None, Some(budget)) => grammars.reasoning_budget(has_tools, budget),
         (Some(RequestedFormat { format, field }), budget) => {
-            // A large schema takes a second and much memory, so compilation waits for a work slot.
-            let compile = move || catch_unwind(AssertUnwindSafe(|| grammars.compile(&format, in_reasoning, budget)));
-            let panicked =
-                |_| FormatError { tool: None, path: String::new(), reason: "the grammar compiler failed".into() };
-            let compiled = permit.run(compile).await?.map_err(panicked).flatten();
-            compiled.map_err(|error| refuse(&field, error))?
+            compiled(grammars, permit, format, in_reasoning, budget).await?.map_err(|error| refuse(&field, error))?
         }
     };
     Ok(Some(Box::new(GrammarConstraint(guide))))
+}
+
+/// Compiles a format when its turn comes. The compilation ends at its next part if the client disconnects.
+async fn compiled(
+    grammars: Arc<GrammarCompiler>,
+    permit: &mut MemoryPermit,
+    format: OutputFormat,
+    in_reasoning: bool,
+    budget: Option<usize>,
+) -> Result<Result<TokenConstraint, FormatError>, ApiError> {
+    let (sender, started) = oneshot::channel();
+    let cancel = CancelOnDrop::default();
+    let flag = cancel.0.clone();
+    let compile = move || {
+        let _ = sender.send(());
+        let compile = || grammars.compile_until(&flag, &format, in_reasoning, budget);
+        catch_unwind(AssertUnwindSafe(compile))
+            .unwrap_or_else(|_| Err(FormatError::new("", "the compiler failed on it")))
+    };
+    let compiled = permit.run_compilation(COMPILE_BYTES, compile);
+    let too_slow = async {
+        match started.await {
+            Ok(()) => tokio::time::sleep(COMPILE_TIME).await,
+            Err(_) => pending().await,
+        }
+    };
+    tokio::select! {
+        compiled = compiled => compiled,
+        () = too_slow => {
+            let seconds = COMPILE_TIME.as_secs();
+            let reason = format!("it takes longer than {seconds} s to compile; use fewer properties, tools or alternatives");
+            Ok(Err(FormatError::new("", reason)))
+        }
+    }
+}
+
+/// Cancels a compilation when it is dropped.
+#[derive(Default)]
+struct CancelOnDrop(CancelFlag);
+
+impl Drop for CancelOnDrop {
+    fn drop(&mut self) {
+        self.0.set();
+    }
 }
 
 fn refuse(field: &str, error: FormatError) -> ApiError {

@@ -5,6 +5,7 @@ use crate::engine::Sampling;
 use crate::http::{
     ModelCard,
     errors::ApiError,
+    models::plain_name,
     openai::types::{CommonFields, OneOrMany},
 };
 use std::ops::RangeInclusive;
@@ -109,7 +110,7 @@ impl CommonFields {
 /// this model's name.
 pub fn check_model(name: Option<&str>, card: &ModelCard) -> Result<(), ApiError> {
     let last = |id: &str| id.rsplit('/').next().unwrap_or(id).to_lowercase();
-    match name {
+    match name.map(plain_name) {
         Some(name) if name.contains('/') && last(name) != last(&card.id) => {
             Err(ApiError::no_such_model(name, &card.id))
         }
@@ -241,7 +242,14 @@ mod tests {
     #[test]
     fn hub_id_must_name_this_model() {
         let card = card("Qwen3.5-35B-A3B-4bit");
-        for name in [None, Some(""), Some("default"), Some("gpt-4o"), Some("mlx-community/qwen3.5-35B-A3B-4bit")] {
+        for name in [
+            None,
+            Some(""),
+            Some("default"),
+            Some("claude-local/Qwen3.5-35B-A3B-4bit"),
+            Some("gpt-4o"),
+            Some("mlx-community/qwen3.5-35B-A3B-4bit"),
+        ] {
             assert!(check_model(name, &card).is_ok(), "{name:?}");
         }
         assert_eq!(check_model(Some("mlx-community/Qwen3.5-122B-A10B-4bit"), &card).unwrap_err().status, 404);

@@ -13,6 +13,9 @@ use serde_json::{Value, json};
 /// Start of this server's `encrypted_content`. The reasoning follows as plain text.
 pub const ENCRYPTED_PREFIX: &str = "moestro:";
 
+/// Comes before the summary that replaces a compacted conversation.
+const SUMMARY_INTRODUCTION: &str = "Summary of the conversation so far:\n\n";
+
 const PARTS: PartFormat = PartFormat { types: &["input_text", "output_text", "text", "refusal"], separator: "" };
 
 /// Translates `items` into chat messages, and collects their images. The last `input` items are those of the request; an error names their position in
@@ -88,6 +91,14 @@ impl MessageBuilder {
                 let function = json!({"name": name, "arguments": arguments});
                 let call = json!({"id": id, "type": "function", "function": function});
                 self.turn(|_| true).calls.push(call);
+            }
+            (Some("compaction" | "compaction_summary"), _) => {
+                self.close();
+                let text = item["encrypted_content"].as_str().and_then(|text| text.strip_prefix(ENCRYPTED_PREFIX));
+                let Some(text) = text else {
+                    return Err(ApiError::invalid(at, format!("{at} was not written by this server.")));
+                };
+                self.messages.push(json!({"role": "user", "content": format!("{SUMMARY_INTRODUCTION}{text}")}));
             }
             (Some("function_call_output" | "custom_tool_call_output"), _) => {
                 let Some(id) = item["call_id"].as_str() else {
@@ -253,6 +264,7 @@ mod tests {
             (json!({"type": "function_call", "name": "f"}), "input[0]"),
             (json!({"type": "function_call_output", "output": "x"}), "input[0].call_id"),
             (json!({"type": "web_search_call"}), "input[0]"),
+            (json!({"type": "compaction", "encrypted_content": "gAAA"}), "input[0]"),
         ] {
             let error = to_messages(&[said("before"), item.clone()], 1).unwrap_err();
             assert_eq!(serde_json::to_value(error.body()).unwrap()["error"]["param"], param, "{item}");

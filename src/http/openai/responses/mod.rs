@@ -1,14 +1,16 @@
-//! `POST /v1/responses`, and `GET` and `DELETE` of stored responses: OpenAI's newer API, translated to and from a generation
-//! request.
+//! `POST /v1/responses` and `/v1/responses/compact`, and `GET` and `DELETE` of stored responses: OpenAI's newer API,
+//! translated to and from a generation request.
 //!
 //! Decisions of this server: reasoning is sent as plain `reasoning_text`, or as the summary if the request asks for one. The
 //! `encrypted_content` that a client may ask for is the reasoning itself. Tools that OpenAI's servers run are never called.
 
+mod compact;
 mod items;
 mod renderer;
 mod request;
 mod store;
 
+pub use compact::compact;
 pub use store::ResponseStore;
 
 use crate::http::{
@@ -16,8 +18,6 @@ use crate::http::{
     errors::ApiError,
     generate::generate,
     layers::{body_guard, request_log::RequestLog},
-    models::LoadedModel,
-    request::{body, fields},
 };
 use axum::{
     Extension, Json,
@@ -27,7 +27,6 @@ use axum::{
     response::{IntoResponse, Response},
 };
 use renderer::ResponsesRenderer;
-use request::ResponsesRequest;
 use serde_json::{Value, json};
 use std::sync::Arc;
 
@@ -36,29 +35,11 @@ pub async fn responses(
     Extension(log): Extension<Arc<RequestLog>>,
     body: Body,
 ) -> Result<Response, ApiError> {
-    state.ensure_ready()?;
-    let (mut request, mut permit) = body::known::<ResponsesRequest>(&state, body, fields::RESPONSES).await?;
-    // The permit also covers the translation of the items: those of earlier responses are copied first.
-    let mut reserve = |bytes: usize| permit.grow(permit.bytes() + 2 * bytes);
-    let history = match &request.previous_response_id {
-        Some(id) => {
-            let history = state.responses.history(id, reserve)?;
-            history.ok_or_else(|| ApiError::no_such_response(id, "previous_response_id"))?
-        }
-        None => {
-            reserve(0)?;
-            Vec::new()
-        }
-    };
-    let input = request.take_input(&state.responses, &mut permit)?;
-    let mut renderer = ResponsesRenderer::new(&request, state.clone(), input.clone());
+    let (request, history, input, permit) = request::read(&state, body).await?;
+    let renderer = ResponsesRenderer::new(&request, state.clone(), input.clone());
     let mut renderer_permit = state.memory.permit();
     renderer_permit.resize(renderer.bytes())?;
     let request = request.into_generation(history, input)?;
-    let renderer = move |model: &LoadedModel, _: &_| {
-        renderer.set_model(model);
-        renderer
-    };
     let response = generate(&state, log, request, permit, renderer).await?;
     Ok(body_guard::hold(response, renderer_permit))
 }

@@ -13,6 +13,7 @@ use crate::{
             responses::{items::ENCRYPTED_PREFIX, request::ResponsesRequest},
         },
         output::{
+            choices::Choices,
             generation::{Finished, Output},
             renderer::Renderer,
             usage::{FinishReason, PromptProgress, Usage},
@@ -84,7 +85,7 @@ impl ResponsesRenderer {
             "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens,
             "max_tool_calls": null,
-            "model": null,
+            "model": request.model,
             "output": [],
             "parallel_tool_calls": request.parallel_tool_calls.unwrap_or(true),
             "previous_response_id": request.previous_response_id,
@@ -113,16 +114,6 @@ impl ResponsesRenderer {
             has_encrypted: request.includes_encrypted_reasoning(),
             namespaces: request.namespaces(),
             stored_input: is_stored.then_some(input),
-        }
-    }
-
-    /// Fills in what depends on the model: its id and its sampling defaults.
-    pub fn set_model(&mut self, model: &LoadedModel) {
-        self.response["model"] = model.card.id.as_str().into();
-        for (name, default) in [("temperature", model.defaults.temperature), ("top_p", model.defaults.top_p)] {
-            if self.response[name].is_null() {
-                self.response[name] = f64::from(default).into();
-            }
         }
     }
 
@@ -329,6 +320,16 @@ impl Renderer for ResponsesRenderer {
         frames.event("error", &event);
     }
 
+    /// Fills in the model's id and its sampling defaults.
+    fn prepare(&mut self, model: &LoadedModel, _: &Choices) {
+        self.response["model"] = model.card.id.as_str().into();
+        for (name, default) in [("temperature", model.defaults.temperature), ("top_p", model.defaults.top_p)] {
+            if self.response[name].is_null() {
+                self.response[name] = f64::from(default).into();
+            }
+        }
+    }
+
     fn start(&mut self, frames: &Frames, _usage: Usage) {
         self.emit_response(Some(frames), "response.created");
         self.emit_response(Some(frames), "response.in_progress");
@@ -377,7 +378,7 @@ fn output_text(text: &str) -> Value {
     json!({"type": "output_text", "text": text, "annotations": [], "logprobs": []})
 }
 
-fn usage_object(usage: &Usage) -> Value {
+pub fn usage_object(usage: &Usage) -> Value {
     json!({
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.prompt_tokens_details.cached_tokens, "cache_write_tokens": 0},

@@ -1,14 +1,16 @@
 //! The request of the Responses API, checked and translated into a chat request.
 
 use crate::http::{
+    ServerState,
     errors::ApiError,
     layers::memory::{MemoryPermit, value_bytes},
     openai::{
         responses::{items, store::ResponseStore},
         types::{ChatRequest, CommonFields, ResponseFormat},
     },
-    request::{GenerationRequest, body},
+    request::{GenerationRequest, body, fields},
 };
+use axum::body::Body;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
@@ -61,6 +63,29 @@ pub struct TextFields {
     pub verbosity: Option<String>,
 }
 
+/// Reads a request: the items of earlier responses, those of its input, and the memory for both.
+pub async fn read(
+    state: &ServerState,
+    body: Body,
+) -> Result<(ResponsesRequest, Vec<Value>, Vec<Value>, MemoryPermit), ApiError> {
+    state.ensure_ready()?;
+    let (mut request, mut permit) = body::known::<ResponsesRequest>(state, body, fields::RESPONSES).await?;
+    // The permit also covers the translation of the items: those of earlier responses are copied first.
+    let mut reserve = |bytes: usize| permit.grow(permit.bytes() + 2 * bytes);
+    let history = match &request.previous_response_id {
+        Some(id) => {
+            let history = state.responses.history(id, reserve)?;
+            history.ok_or_else(|| ApiError::no_such_response(id, "previous_response_id"))?
+        }
+        None => {
+            reserve(0)?;
+            Vec::new()
+        }
+    };
+    let input = request.take_input(&state.responses, &mut permit)?;
+    Ok((request, history, input, permit))
+}
+
 impl ResponsesRequest {
     /// The functions that are offered to the model, including those in namespaces.
     fn functions(&self) -> Result<Vec<Value>, ApiError> {
@@ -87,6 +112,13 @@ impl ResponsesRequest {
             functions.filter_map(|tool| Some((tool["name"].as_str()?.to_owned(), space["name"].as_str()?.to_owned())))
         });
         pairs.collect()
+    }
+
+    /// Makes the answer one text without calls, reasoning or a stream.
+    pub fn answer_as_text(&mut self) {
+        self.tool_choice = Some("none".into());
+        self.reasoning = Some(ResponsesReasoning { effort: Some("none".into()), summary: None });
+        (self.text, self.stream) = (None, None);
     }
 
     /// True if reasoning items must have `encrypted_content`.

@@ -46,7 +46,7 @@ impl AsRef<[u8]> for ResponseText {
 #[derive(Default)]
 struct StoreEntries {
     /// Least recently used first.
-    responses: VecDeque<StoredResponse>,
+    responses: VecDeque<Arc<StoredResponse>>,
     bytes: usize,
 }
 
@@ -104,7 +104,8 @@ impl ResponseStore {
         entries.bytes += bytes;
         let (output, text) =
             (output.cloned().unwrap_or_default(), Bytes::from_owner(ResponseText { text, _permit: permit }));
-        entries.responses.push_back(StoredResponse { id, previous, input, output, text, bytes });
+        let stored = StoredResponse { id, previous, input, output, text, bytes };
+        entries.responses.push_back(Arc::new(stored));
     }
 
     /// JSON text of a response. Its memory stays counted until the last copy is dropped.
@@ -124,15 +125,25 @@ impl ResponseStore {
     /// All items up to the end of response `id`, oldest first. None if it, or a response that it continues, is not stored.
     ///
     /// # Errors
-    /// That of `reserve`, which is called with the memory of the items before they are copied.
+    /// That of `reserve`, which is called with the memory of the items before they are copied. It may evict responses.
     pub fn history(
         &self,
         id: &str,
         reserve: impl FnOnce(usize) -> Result<(), ApiError>,
     ) -> Result<Option<Vec<Value>>, ApiError> {
+        let (chain, is_whole) = self.chain(id);
+        if !is_whole {
+            return Ok(None);
+        }
+        let items = || chain.iter().flat_map(|response| response.input.iter().chain(&response.output));
+        reserve(memory::rendering_bytes(items()))?;
+        Ok(Some(items().cloned().collect()))
+    }
+
+    /// The responses up to `id`, oldest first, and whether all of them are stored. They are evicted last from now on.
+    fn chain(&self, id: &str) -> (Vec<Arc<StoredResponse>>, bool) {
         let mut entries = self.entries.lock();
-        let (mut chain, mut next) = (Vec::new(), Some(id.to_owned()));
-        let mut is_whole = true;
+        let (mut chain, mut next, mut is_whole) = (Vec::new(), Some(id.to_owned()), true);
         while let Some(id) = next {
             let at = entries.responses.iter().position(|response| response.id == id);
             let Some(response) = at.and_then(|at| entries.responses.remove(at)) else {
@@ -144,11 +155,8 @@ impl ResponseStore {
         }
         // Appended in order of age: the newest response is what the next turn names, so it is evicted last.
         chain.reverse();
-        let items = || chain.iter().flat_map(|response| response.input.iter().chain(&response.output));
-        let reserved = if is_whole { reserve(memory::rendering_bytes(items())) } else { Ok(()) };
-        let history = (is_whole && reserved.is_ok()).then(|| items().cloned().collect());
-        entries.responses.extend(chain);
-        reserved.map(|()| history)
+        entries.responses.extend(chain.iter().cloned());
+        (chain, is_whole)
     }
 
     /// Finds an item by its id in the output of any response.
@@ -235,6 +243,21 @@ mod tests {
         let (mut one, mut other) = (memory.permit(), memory.permit());
         one.resize(total / 2).unwrap();
         other.resize(total / 6).unwrap();
+        assert!(store.get("0").is_none() && store.get("3").is_some());
+    }
+
+    #[test]
+    fn history_evicts_other_responses_for_its_copy() {
+        let memory = RequestMemory::new(&Metrics::new("0", "cpu"));
+        let store = ResponseStore::within(memory.clone());
+        let total = memory.total();
+        for id in 0..4 {
+            store.insert(None, vec!["x".repeat(total / 20).into()], &response(&id.to_string()));
+        }
+        let (mut other, mut own) = (memory.permit(), memory.permit());
+        other.resize(total / 2).unwrap();
+        let items = store.history("3", |_| own.resize(total / 6)).unwrap().unwrap();
+        assert_eq!(items.len(), 2);
         assert!(store.get("0").is_none() && store.get("3").is_some());
     }
 

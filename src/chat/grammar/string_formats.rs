@@ -1,0 +1,81 @@
+//! Regular expressions of the string formats of JSON Schema, for values that are written as raw text.
+//!
+//! Each matches only valid texts, but not all of them: no 29 February, no comments in email addresses, no IPv4 address at the
+//! end of an IPv6 address.
+
+const MONTH_AND_DAY: &str = "((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|\
+                             02-(0[1-9]|1[0-9]|2[0-8]))";
+const TIME: &str = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])";
+const LABEL: &str = "[a-zA-Z0-9]([a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?";
+const OCTET: &str = "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])";
+const GROUP: &str = "[0-9a-fA-F]{1,4}";
+
+/// The expression of a format; `None` if the format is unknown.
+pub fn expression(format: &str) -> Option<String> {
+    let date = || format!("[0-9]{{4}}-{MONTH_AND_DAY}");
+    let hostname = || format!(r"{LABEL}(\.{LABEL}){{0,8}}");
+    Some(match format {
+        "date" => date(),
+        "time" => TIME.to_owned(),
+        "date-time" => format!("{}T{TIME}", date()),
+        "duration" => {
+            let days = units(["Y", "M", "D"]);
+            let time = format!("T{}", units(["H", "M", "S"]));
+            format!("P({days}({time})?|{time}|[0-9]{{1,9}}W)")
+        }
+        "email" => format!(r"[a-zA-Z0-9_+-]{{1,20}}(\.[a-zA-Z0-9_+-]{{1,20}}){{0,2}}@{}", hostname()),
+        "hostname" => hostname(),
+        "ipv4" => format!(r"({OCTET}\.){{3}}{OCTET}"),
+        "ipv6" => {
+            // `::` stands for at least one group.
+            let short = (0..=6).map(|before| match before {
+                0 => format!("::({GROUP}(:{GROUP}){{0,6}})?"),
+                _ => format!("{GROUP}(:{GROUP}){{{}}}::({GROUP}(:{GROUP}){{0,{}}})?", before - 1, 6 - before),
+            });
+            let full = format!("{GROUP}(:{GROUP}){{7}}");
+            short.chain([full]).collect::<Vec<_>>().join("|")
+        }
+        "uuid" => "[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}".to_owned(),
+        "uri" => {
+            let text = |more: &str| format!("([a-zA-Z0-9._~!$&'()*+,;=:@{more}-]|%[0-9A-F]{{2}})*");
+            let (segment, tail) = (text(""), text("/?"));
+            format!(r"[a-z][a-z0-9+.-]*:(//{}(:[0-9]{{1,5}})?)?(/{segment})*(\?{tail})?(#{tail})?", hostname())
+        }
+        _ => return None,
+    })
+}
+
+/// Numbers with three units, of which the first, the last, or both may be missing.
+fn units([first, second, third]: [&str; 3]) -> String {
+    let number = "[0-9]{1,9}";
+    let last = format!("{number}{third}");
+    let later = format!("{number}{second}({last})?");
+    format!("({number}{first}({later})?|{later}|{last})")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn formats_match_valid_texts_only() {
+        let uuid = "123e4567-e89b-12d3-a456-426614174000";
+        for (format, valid, invalid) in [
+            ("date", &["2026-11-24", "2024-02-28"][..], &["2026-02-30", "2026-13-01", "26-1-1"][..]),
+            ("time", &["23:59:59Z", "00:00:00.5+01:30"], &["24:00:00Z", "12:00:60Z", "12:00:00"]),
+            ("date-time", &["2026-11-24T12:00:00Z"], &["2026-11-24 12:00:00Z", "2026-11-24"]),
+            ("duration", &["P1Y2M3D", "PT5M", "P1DT1H", "P2W"], &["P", "PT", "1D", "P1Y3D"]),
+            ("email", &["a.b@example.org"], &["a@", "a..b@x.org", "@x.org"]),
+            ("hostname", &["a", "a-b.example"], &["-a", "a-", "a..b"]),
+            ("ipv4", &["0.0.0.0", "255.10.1.99"], &["256.1.1.1", "1.1.1", "01.1.1.1"]),
+            ("ipv6", &["::", "::1", "1::", "1:2:3:4:5:6:7:8", "fe80::1:2"], &["1:2", "1::2::3", "1:2:3:4:5:6:7:8::"]),
+            ("uuid", &[uuid], &["123e4567", "123e4567-e89b-12d3-a456-42661417400g"]),
+            ("uri", &["https://a.example:80/b/c?d=e#f", "file:/a"], &["a b", "//x", "http://a b"]),
+        ] {
+            let regex = fancy_regex::Regex::new(&format!("^({})$", expression(format).unwrap())).unwrap();
+            valid.iter().for_each(|text| assert!(regex.is_match(text).unwrap(), "{format}: {text}"));
+            invalid.iter().for_each(|text| assert!(!regex.is_match(text).unwrap(), "{format}: {text}"));
+        }
+        assert_eq!(expression("phone"), None);
+    }
+}

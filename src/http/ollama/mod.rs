@@ -1,0 +1,97 @@
+//! Ollama's API, for desktop tools that speak nothing else. It is served on the port of `--ollama-port`, beside the other APIs.
+//!
+//! Decisions of this server: names may end with `:latest`. The context is the server's, so `num_ctx` has no effect.
+//! `keep_alive: 0` unloads the model after the answer; for any other value, `--keep-alive` decides.
+
+mod list;
+mod renderer;
+mod request;
+
+pub use list::{ps, show, tags, version};
+
+use crate::http::{
+    ServerState,
+    errors::{self, ApiError},
+    generate,
+    layers::{body_guard, memory::MemoryPermit, request_log::RequestLog},
+    request::{body, fields},
+};
+use axum::{
+    Extension,
+    body::Body,
+    extract::{Request, State},
+    middleware::Next,
+    response::{IntoResponse, Response},
+};
+use renderer::{OllamaRenderer, loaded};
+use request::{OllamaChat, OllamaCommon, OllamaGenerate};
+use serde_json::json;
+use std::sync::Arc;
+
+pub async fn running() -> &'static str {
+    "Ollama is running"
+}
+
+pub async fn chat(
+    State(state): State<Arc<ServerState>>,
+    Extension(log): Extension<Arc<RequestLog>>,
+    body: Body,
+) -> Result<Response, ApiError> {
+    state.ensure_ready()?;
+    let (request, permit) = body::known::<OllamaChat>(&state, body, fields::OLLAMA_CHAT).await?;
+    let renderer = OllamaRenderer::chat(request.common.model.clone());
+    answer(state, log, permit, renderer, request.common.clone(), request.into_chat()?).await
+}
+
+pub async fn generate(
+    State(state): State<Arc<ServerState>>,
+    Extension(log): Extension<Arc<RequestLog>>,
+    body: Body,
+) -> Result<Response, ApiError> {
+    state.ensure_ready()?;
+    let (request, permit) = body::known::<OllamaGenerate>(&state, body, fields::OLLAMA_GENERATE).await?;
+    let renderer = OllamaRenderer::generate(request.common.model.clone());
+    answer(state, log, permit, renderer, request.common.clone(), request.into_generation()?).await
+}
+
+/// Answers a request. One without a prompt only loads the model, or unloads it if `keep_alive` is 0.
+async fn answer(
+    state: Arc<ServerState>,
+    log: Arc<RequestLog>,
+    permit: MemoryPermit,
+    renderer: OllamaRenderer,
+    common: OllamaCommon,
+    request: Option<crate::http::request::GenerationRequest>,
+) -> Result<Response, ApiError> {
+    let unload = common.unloads().then(|| UnloadOnDrop { state: state.clone(), model: common.model.clone() });
+    let Some(request) = request else {
+        if unload.is_none() {
+            state.model(Some(&common.model)).await?;
+        }
+        return Ok(loaded(renderer, unload.is_some()));
+    };
+    let response = generate::generate(&state, log, request, permit, renderer).await?;
+    Ok(body_guard::hold(response, unload))
+}
+
+/// Unloads a model after its answer.
+struct UnloadOnDrop {
+    state: Arc<ServerState>,
+    model: String,
+}
+
+impl Drop for UnloadOnDrop {
+    fn drop(&mut self) {
+        self.state.models.unload(&self.model);
+    }
+}
+
+/// Layer that gives every error of these paths Ollama's shape.
+pub async fn convert_errors(request: Request, next: Next) -> Response {
+    let is_ollama = request.uri().path().starts_with("/api/");
+    let response = next.run(request).await;
+    if !is_ollama {
+        return response;
+    }
+    errors::reshape(response, |error| json!({"error": error.message()})).into_response()
+}

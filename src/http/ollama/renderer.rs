@@ -1,0 +1,176 @@
+//! Answers in Ollama's format: one JSON object, or one line per piece of text and a last line with counts and times.
+
+use crate::{
+    chat::{json_numbers, parser::Delta},
+    http::{
+        errors::ApiError,
+        models::LoadedModel,
+        output::{
+            choices::Choices,
+            generation::{Finished, Output},
+            renderer::Renderer,
+            usage::{FinishReason, PromptProgress, Usage},
+        },
+        request::messages::invalid_arguments,
+        sse::{Frames, StreamFormat},
+    },
+};
+use axum::{
+    Json,
+    response::{IntoResponse, Response},
+};
+use serde_json::{Map, Value, json};
+use std::time::Instant;
+
+pub struct OllamaRenderer {
+    /// The requested name, which clients expect in the answer.
+    model: String,
+    /// `/api/chat`: text comes in a message.
+    is_chat: bool,
+    arrived: Instant,
+    /// When the model was in memory.
+    loaded: Option<Instant>,
+    /// The call whose arguments are being received. Ollama sends whole calls.
+    call: Option<(String, String)>,
+}
+
+impl OllamaRenderer {
+    pub fn chat(model: String) -> Self {
+        Self { model, is_chat: true, arrived: Instant::now(), loaded: None, call: None }
+    }
+
+    pub fn generate(model: String) -> Self {
+        Self { is_chat: false, ..Self::chat(model) }
+    }
+
+    /// One object of the answer with these parts of the text.
+    fn object(&self, content: &str, thinking: &str, calls: Vec<Value>, is_done: bool) -> Value {
+        let mut object = json!({"model": self.model, "created_at": jiff::Timestamp::now().to_string()});
+        if self.is_chat {
+            let mut message = json!({"role": "assistant", "content": content});
+            if !thinking.is_empty() {
+                message["thinking"] = thinking.into();
+            }
+            if !calls.is_empty() {
+                message["tool_calls"] = calls.into();
+            }
+            object["message"] = message;
+        } else {
+            object["response"] = content.into();
+            if !thinking.is_empty() {
+                object["thinking"] = thinking.into();
+            }
+        }
+        object["done"] = is_done.into();
+        object
+    }
+
+    fn write(&self, frames: &Frames, content: &str, thinking: &str, calls: Vec<Value>) {
+        frames.data(&self.object(content, thinking, calls, false));
+    }
+
+    /// The call that is complete now.
+    fn take_call(&mut self) -> Option<Value> {
+        let (name, arguments) = self.call.take()?;
+        let parsed = serde_json::from_str::<Map<String, Value>>(&json_numbers::quote_huge(&arguments));
+        let arguments = parsed.map_or_else(|_| invalid_arguments(&arguments), Value::Object);
+        Some(json!({"function": {"name": name, "arguments": arguments}}))
+    }
+
+    /// Adds the reason of the end, counts and times in nanoseconds.
+    fn finished(&self, mut object: Value, finished: &Finished) -> Value {
+        let nanoseconds = |ms: f64| (ms * 1e6) as u64;
+        let (usage, timings) = (&finished.usage, &finished.usage.timings);
+        let load = self.loaded.map_or(0, |loaded| (loaded - self.arrived).as_nanos() as u64);
+        let fields = json!({
+            "done_reason": if finished.reason == FinishReason::Length { "length" } else { "stop" },
+            "total_duration": self.arrived.elapsed().as_nanos() as u64,
+            "load_duration": load,
+            "prompt_eval_count": usage.prompt_tokens,
+            "prompt_eval_duration": nanoseconds(timings.prompt_ms),
+            "eval_count": usage.completion_tokens,
+            "eval_duration": nanoseconds(timings.predicted_ms),
+        });
+        if let (Value::Object(object), Value::Object(fields)) = (&mut object, fields) {
+            object.extend(fields);
+        }
+        object
+    }
+}
+
+impl Renderer for OllamaRenderer {
+    const STREAM: StreamFormat = StreamFormat::Lines;
+
+    fn refuse(frames: &Frames, error: &ApiError) {
+        frames.data(&json!({"error": error.message()}));
+    }
+
+    fn prepare(&mut self, _: &LoadedModel, _: &Choices) {
+        self.loaded = Some(Instant::now());
+    }
+
+    fn idle(&mut self, frames: &Frames) {
+        self.write(frames, "", "", Vec::new());
+    }
+
+    fn progress(&mut self, _: &Frames, _: PromptProgress) {}
+
+    fn output(&mut self, frames: &Frames, _choice: usize, output: &Output) {
+        for delta in &output.deltas {
+            if let Delta::Arguments { json, .. } = delta {
+                if let Some((_, arguments)) = &mut self.call {
+                    arguments.push_str(json);
+                }
+                continue;
+            }
+            if let Some(call) = self.take_call() {
+                self.write(frames, "", "", vec![call]);
+            }
+            match delta {
+                Delta::Reasoning(text) => self.write(frames, "", text, Vec::new()),
+                Delta::Content(text) => self.write(frames, text, "", Vec::new()),
+                Delta::ToolCall { name, .. } => self.call = Some((name.clone(), String::new())),
+                Delta::Arguments { .. } => {}
+            }
+        }
+    }
+
+    fn finish(&mut self, frames: &Frames, _choice: usize, finished: &Finished) {
+        if let Some(call) = self.take_call() {
+            self.write(frames, "", "", vec![call]);
+        }
+        frames.data(&self.finished(self.object("", "", Vec::new(), true), finished));
+    }
+
+    fn body(mut self, answers: Vec<(Output, Finished)>, _: Usage) -> Response {
+        let (mut content, mut thinking, mut calls) = (String::new(), String::new(), Vec::new());
+        let mut body = Value::Null;
+        for (output, finished) in answers {
+            for delta in output.deltas {
+                match delta {
+                    Delta::Reasoning(text) => thinking += &text,
+                    Delta::Content(text) => content += &text,
+                    Delta::ToolCall { name, .. } => {
+                        calls.extend(self.take_call());
+                        self.call = Some((name, String::new()));
+                    }
+                    Delta::Arguments { json, .. } => {
+                        if let Some((_, arguments)) = &mut self.call {
+                            arguments.push_str(&json);
+                        }
+                    }
+                }
+            }
+            calls.extend(self.take_call());
+            body = self.finished(self.object(&content, &thinking, std::mem::take(&mut calls), true), &finished);
+        }
+        Json(body).into_response()
+    }
+}
+
+/// The answer to a request without a prompt, which only loads or unloads the model.
+pub fn loaded(renderer: OllamaRenderer, unloads: bool) -> Response {
+    let mut body = renderer.object("", "", Vec::new(), true);
+    body["done_reason"] = if unloads { "unload" } else { "load" }.into();
+    Json(body).into_response()
+}

@@ -1,0 +1,273 @@
+//! Ollama's requests, translated into chat and completion requests.
+
+use crate::http::{
+    errors::ApiError,
+    openai::types::{
+        ChatRequest, CommonFields, CompletionPrompt, CompletionRequest, JsonSchema, OneOrMany, ResponseFormat,
+        TextOrIds,
+    },
+    request::{GenerationRequest, fields, messages},
+};
+use serde::Deserialize;
+use serde_json::{Map, Value, json};
+
+/// Field names of chat completions and of Ollama's API, for errors.
+const NAMES: &[(&str, &str)] = &[
+    ("response_format.json_schema.schema", "format"),
+    ("response_format", "format"),
+    ("max_tokens", "options.num_predict"),
+    ("repetition_penalty", "options.repeat_penalty"),
+    ("temperature", "options.temperature"),
+    ("top_p", "options.top_p"),
+    ("top_k", "options.top_k"),
+    ("min_p", "options.min_p"),
+    ("stop", "options.stop"),
+    ("reasoning_effort", "think"),
+];
+
+/// Fields that both kinds of requests have.
+#[derive(Debug, Clone, Default, Deserialize)]
+pub struct OllamaCommon {
+    pub model: String,
+    stream: Option<bool>,
+    options: Option<Map<String, Value>>,
+    /// `json`, or a JSON schema.
+    format: Option<Value>,
+    /// A boolean, or an effort.
+    think: Option<Value>,
+    keep_alive: Option<Value>,
+}
+
+#[derive(Debug, Deserialize)]
+pub struct OllamaChat {
+    #[serde(flatten)]
+    pub common: OllamaCommon,
+    messages: Option<Vec<Value>>,
+    tools: Option<Vec<Value>>,
+}
+
+#[derive(Debug, Deserialize)]
+pub struct OllamaGenerate {
+    #[serde(flatten)]
+    pub common: OllamaCommon,
+    prompt: Option<String>,
+    system: Option<String>,
+    images: Option<Vec<String>>,
+    /// Do not use the chat template.
+    raw: Option<bool>,
+}
+
+/// `options` that have a counterpart.
+#[derive(Debug, Default, Deserialize)]
+struct OllamaOptions {
+    temperature: Option<f64>,
+    top_p: Option<f64>,
+    top_k: Option<i64>,
+    min_p: Option<f64>,
+    repeat_penalty: Option<f64>,
+    presence_penalty: Option<f64>,
+    frequency_penalty: Option<f64>,
+    seed: Option<i64>,
+    /// Negative: no limit.
+    num_predict: Option<i64>,
+    stop: Option<OneOrMany>,
+}
+
+impl OllamaCommon {
+    /// True if the answer unloads the model: `keep_alive` is 0, as a number or a duration.
+    pub fn unloads(&self) -> bool {
+        match &self.keep_alive {
+            Some(Value::String(text)) => text.trim_end_matches(|c: char| c.is_ascii_alphabetic()).parse() == Ok(0.0),
+            Some(other) => other.as_f64() == Some(0.0),
+            None => false,
+        }
+    }
+
+    fn common_fields(&self) -> Result<CommonFields, ApiError> {
+        let options = self.options.clone().unwrap_or_default();
+        fields::check(&options, fields::OLLAMA_OPTIONS).map_err(|error| error.within("options"))?;
+        let options: OllamaOptions = serde_json::from_value(options.into())
+            .map_err(|error| ApiError::wrong_value("options", format!("has a wrong value: {error}.")))?;
+        Ok(CommonFields {
+            model: Some(self.model.clone()),
+            // Ollama streams by default.
+            stream: Some(self.stream.unwrap_or(true)),
+            max_tokens: options.num_predict.filter(|&limit| limit >= 0),
+            stop: options.stop,
+            temperature: options.temperature,
+            top_p: options.top_p,
+            top_k: options.top_k,
+            min_p: options.min_p,
+            repeat_penalty: options.repeat_penalty,
+            presence_penalty: options.presence_penalty,
+            frequency_penalty: options.frequency_penalty,
+            seed: options.seed,
+            ..CommonFields::default()
+        })
+    }
+
+    /// A chat request with these messages.
+    fn chat(self, messages: Vec<Value>, tools: Option<Vec<Value>>) -> Result<GenerationRequest, ApiError> {
+        let common = self.common_fields()?;
+        let (enable_thinking, reasoning_effort) = match self.think {
+            Some(Value::Bool(thinks)) => (Some(thinks), None),
+            Some(Value::String(effort)) => (None, Some(effort)),
+            None | Some(Value::Null) => (None, None),
+            Some(_) => return Err(ApiError::wrong_type("think", "must be a boolean or an effort.")),
+        };
+        let request = ChatRequest {
+            messages,
+            tools: tools.filter(|tools| !tools.is_empty()),
+            response_format: self.format.map(response_format).transpose()?.flatten(),
+            enable_thinking,
+            reasoning_effort,
+            ..ChatRequest::default()
+        };
+        let request = GenerationRequest::from_chat(common, request).map_err(|error| error.renamed(NAMES))?;
+        Ok(GenerationRequest { names: NAMES, ..request })
+    }
+}
+
+impl OllamaChat {
+    /// The request. `None` if it has no messages and only loads the model.
+    pub fn into_chat(self) -> Result<Option<GenerationRequest>, ApiError> {
+        let Some(messages) = self.messages.filter(|messages| !messages.is_empty()) else { return Ok(None) };
+        let messages = messages.into_iter().enumerate().map(|(index, message)| translate(message, index));
+        self.common.chat(messages.collect::<Result<_, _>>()?, self.tools).map(Some)
+    }
+}
+
+impl OllamaGenerate {
+    /// The request. `None` if it has no prompt and only loads the model.
+    pub fn into_generation(self) -> Result<Option<GenerationRequest>, ApiError> {
+        let Some(prompt) = self.prompt.filter(|prompt| !prompt.is_empty()) else { return Ok(None) };
+        if self.raw == Some(true) {
+            let common = self.common.common_fields()?;
+            // Without a limit, the answer may fill the context, unlike in OpenAI's completions.
+            let max_tokens = common.max_tokens.or(Some(-1));
+            let prompt = CompletionPrompt::One(TextOrIds::Text(prompt));
+            let request = CompletionRequest { prompt, echo: None, logprobs: None, suffix: None, best_of: None };
+            return GenerationRequest::from_completion(CommonFields { max_tokens, ..common }, request)
+                .map(|request| Some(GenerationRequest { names: NAMES, ..request }))
+                .map_err(|error| error.renamed(NAMES));
+        }
+        let system = self.system.filter(|system| !system.is_empty());
+        let system = system.map(|system| json!({"role": "system", "content": system}));
+        let user = json!({"role": "user", "content": with_images(prompt, self.images.unwrap_or_default())});
+        self.common.chat(system.into_iter().chain([user]).collect(), None).map(Some)
+    }
+}
+
+fn response_format(format: Value) -> Result<Option<ResponseFormat>, ApiError> {
+    let (kind, schema) = match format {
+        Value::String(word) if word.is_empty() => return Ok(None),
+        Value::String(word) if word == "json" => ("json_object", None),
+        Value::Object(_) => ("json_schema", Some(format)),
+        _ => return Err(ApiError::wrong_value("format", "must be `json` or a JSON schema.")),
+    };
+    let json_schema = schema.map(|schema| JsonSchema { schema: Some(schema), strict: Some(false) });
+    Ok(Some(ResponseFormat { kind: kind.into(), json_schema, schema: None, regex: None, lark: None }))
+}
+
+/// Translates a message: images become content parts, `thinking` becomes `reasoning_content`.
+fn translate(message: Value, index: usize) -> Result<Value, ApiError> {
+    let at = format!("messages[{index}]");
+    let Value::Object(mut message) = message else { return Err(ApiError::wrong_type(at, "must be an object.")) };
+    let content = message.get("content").and_then(Value::as_str).unwrap_or_default().to_owned();
+    if message.get("role").is_some_and(|role| role == "assistant") {
+        let thinking = message.get("thinking").and_then(Value::as_str).unwrap_or_default().to_owned();
+        let calls = message.remove("tool_calls").filter(|calls| !calls.is_null()).unwrap_or_else(|| json!([]));
+        let Value::Array(calls) = calls else {
+            return Err(ApiError::wrong_type(format!("{at}.tool_calls"), "must be an array."));
+        };
+        let call = |call: Value| json!({"type": "function", "function": call["function"]});
+        return Ok(messages::assistant(content, thinking, calls.into_iter().map(call).collect()));
+    }
+    let images = match message.remove("images") {
+        None | Some(Value::Null) => Vec::new(),
+        Some(images) => serde_json::from_value(images)
+            .map_err(|_| ApiError::wrong_type(format!("{at}.images"), "must be an array of strings in base64."))?,
+    };
+    message.insert("content".into(), with_images(content, images));
+    Ok(message.into())
+}
+
+/// A text, with images in base64 as content parts.
+fn with_images(text: String, images: Vec<String>) -> Value {
+    if images.is_empty() {
+        return text.into();
+    }
+    // The type is recognized by the content.
+    let image = |data| json!({"type": "image_url", "image_url": {"url": format!("data:image/png;base64,{data}")}});
+    images.into_iter().map(image).chain([json!({"type": "text", "text": text})]).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::http::request::PromptInput;
+
+    fn chat(body: Value) -> Result<Option<GenerationRequest>, ApiError> {
+        serde_json::from_value::<OllamaChat>(body).unwrap().into_chat()
+    }
+
+    fn generate(body: Value) -> Option<GenerationRequest> {
+        serde_json::from_value::<OllamaGenerate>(body).unwrap().into_generation().unwrap()
+    }
+
+    #[test]
+    fn options_become_sampling_fields() {
+        let options =
+            json!({"temperature": 0.5, "num_predict": 7, "stop": ["x"], "repeat_penalty": 1.1, "num_ctx": 4096});
+        let messages = json!([{"role": "user", "content": "Hi"}]);
+        let request = chat(json!({"model": "m", "messages": messages, "options": options})).unwrap().unwrap();
+        assert_eq!((request.max_tokens, request.stops.clone()), (Some(7), vec!["x".to_owned()]));
+        assert_eq!((request.common.temperature, request.common.repeat_penalty), (Some(0.5), Some(1.1)));
+        assert!(request.streams(), "Ollama streams by default");
+        let error = chat(json!({"model": "m", "messages": messages, "options": {"mirostat": 2}})).unwrap_err();
+        assert_eq!(serde_json::to_value(error.body()).unwrap()["error"]["param"], "options.mirostat");
+    }
+
+    #[test]
+    fn messages_are_translated() {
+        let call = json!({"function": {"name": "f", "arguments": {"a": 1}}});
+        let request = chat(json!({"model": "m", "think": true, "messages": [
+            {"role": "user", "content": "Hi"},
+            {"role": "assistant", "content": "", "thinking": "hm", "tool_calls": [call]},
+            {"role": "tool", "content": "1", "tool_name": "f"},
+        ]}));
+        let PromptInput::Chat(prompt) = request.unwrap().unwrap().prompt else { panic!("a chat") };
+        assert_eq!(prompt.messages[1]["reasoning_content"], "hm");
+        assert_eq!(prompt.messages[1]["tool_calls"][0]["function"], call["function"]);
+        assert_eq!(prompt.messages[2]["role"], "tool");
+        assert_eq!(prompt.kwargs["enable_thinking"], true);
+        assert!(chat(json!({"model": "m", "messages": []})).unwrap().is_none());
+    }
+
+    #[test]
+    fn raw_prompt_uses_no_template() {
+        let raw = generate(json!({"model": "m", "prompt": "x", "raw": true})).unwrap();
+        assert!(matches!(raw.prompt, PromptInput::Text(_)) && raw.max_tokens.is_none());
+        let PromptInput::Chat(chat) = generate(json!({"model": "m", "prompt": "x", "system": "s"})).unwrap().prompt
+        else {
+            panic!("a chat")
+        };
+        assert_eq!(chat.messages.len(), 2);
+        assert!(generate(json!({"model": "m"})).is_none());
+    }
+
+    #[test]
+    fn zero_keep_alive_unloads() {
+        for (keep_alive, unloads) in [
+            (json!(0), true),
+            (json!("0"), true),
+            (json!("0s"), true),
+            (json!("5m"), false),
+            (json!(-1), false),
+            (Value::Null, false),
+        ] {
+            let common: OllamaCommon = serde_json::from_value(json!({"model": "m", "keep_alive": keep_alive})).unwrap();
+            assert_eq!(common.unloads(), unloads, "{keep_alive}");
+        }
+    }
+}

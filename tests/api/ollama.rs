@@ -1,0 +1,164 @@
+//! Ollama's API, on its own port.
+
+use super::server::{Server, Setup};
+use moestro::http::ApiSet;
+use serde_json::{Value, json};
+
+const ANSWER: &str = "I add.\n</think>\n\n12 + 7 = 19.";
+const CALL: &str = "</think>\n\n<tool_call>\n<function=f>\n<parameter=city>\nOslo\n</parameter>\n</function>\n</tool_call>\n\
+                    <tool_call>\n<function=f>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>";
+
+async fn server(says: &'static str) -> Server {
+    Setup { says: Some(says), api: ApiSet::WithOllama, ..Setup::default() }.start().await
+}
+
+fn question(more: Value) -> Value {
+    let mut body = json!({"model": "mock:latest", "messages": [{"role": "user", "content": "What is 12+7?"}]});
+    body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    body
+}
+
+/// The lines of a stream.
+async fn lines(server: &Server, path: &str, body: &Value) -> Vec<Value> {
+    let answer = server.post(path, body).await;
+    assert_eq!((answer.status, answer.header("content-type")), (200, Some("application/x-ndjson")));
+    let text = answer.text().await;
+    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+fn joined(lines: &[Value], pointer: &str) -> String {
+    lines.iter().filter_map(|line| line.pointer(pointer)?.as_str()).collect()
+}
+
+#[tokio::test]
+async fn chat_streams_lines_by_default() {
+    let server = server(ANSWER).await;
+    let lines = lines(&server, "/api/chat", &question(json!({}))).await;
+    assert_eq!(joined(&lines, "/message/content"), "12 + 7 = 19.");
+    assert_eq!(joined(&lines, "/message/thinking"), "I add.\n");
+    let (last, before) = lines.split_last().unwrap();
+    assert!(before.iter().all(|line| line["done"] == false && line["model"] == "mock:latest"));
+    assert_eq!((&last["done"], &last["done_reason"]), (&json!(true), &json!("stop")));
+    for count in ["prompt_eval_count", "eval_count", "eval_duration", "total_duration"] {
+        assert!(last[count].as_u64() > Some(0), "{count}: {last}");
+    }
+    assert!(last["created_at"].as_str().unwrap().ends_with('Z'));
+}
+
+#[tokio::test]
+async fn chat_body_has_the_whole_message() {
+    let server = server(ANSWER).await;
+    let answer = server.ask("/api/chat", &question(json!({"stream": false}))).await;
+    assert_eq!(answer["message"], json!({"role": "assistant", "content": "12 + 7 = 19.", "thinking": "I add.\n"}));
+    let cut = server.ask("/api/chat", &question(json!({"stream": false, "options": {"num_predict": 3}}))).await;
+    assert_eq!((&cut["done_reason"], &cut["eval_count"]), (&json!("length"), &json!(3)));
+}
+
+#[tokio::test]
+async fn tool_calls_are_whole_objects() {
+    let server = server(CALL).await;
+    let parameters = json!({"type": "object", "properties": {"city": {"type": "string"}}});
+    let tools = json!([{"type": "function", "function": {"name": "f", "parameters": parameters}}]);
+    let call = |city: &str| json!({"function": {"name": "f", "arguments": {"city": city}}});
+    let answer = server.ask("/api/chat", &question(json!({"stream": false, "tools": tools}))).await;
+    assert_eq!(answer["message"]["tool_calls"], json!([call("Oslo"), call("Rome")]));
+    let lines = lines(&server, "/api/chat", &question(json!({"tools": tools}))).await;
+    let calls: Vec<&Value> =
+        lines.iter().filter_map(|line| line["message"]["tool_calls"].as_array()).flatten().collect();
+    assert_eq!(calls, [&call("Oslo"), &call("Rome")]);
+    // The call and its result can be sent back.
+    let mut next = question(json!({"stream": false, "tools": tools}));
+    let messages = next["messages"].as_array_mut().unwrap();
+    messages.push(answer["message"].clone());
+    messages.push(json!({"role": "tool", "tool_name": "f", "content": "Rain"}));
+    server.ask("/api/chat", &next).await;
+}
+
+#[tokio::test]
+async fn generate_answers_a_prompt() {
+    let server = server(ANSWER).await;
+    let lines = lines(&server, "/api/generate", &json!({"model": "mock", "prompt": "What is 12+7?"})).await;
+    assert_eq!(joined(&lines, "/response"), "12 + 7 = 19.");
+    assert_eq!(joined(&lines, "/thinking"), "I add.\n");
+    let raw = json!({"model": "mock", "prompt": "x", "raw": true, "stream": false});
+    assert_eq!(server.ask("/api/generate", &raw).await["response"], ANSWER);
+}
+
+#[tokio::test]
+async fn format_constrains_the_answer() {
+    let server = server("no JSON").await;
+    let schema = json!({"type": "object", "required": ["n"], "properties": {"n": {"enum": [7]}}});
+    for (format, expected) in [(schema, Some(json!({"n": 7}))), (json!("json"), None)] {
+        let body = question(json!({"stream": false, "think": false, "format": format, "options": {"seed": 1}}));
+        let answer = server.ask("/api/chat", &body).await;
+        let text = answer["message"]["content"].as_str().unwrap();
+        if let Some(expected) = expected {
+            assert_eq!(serde_json::from_str::<Value>(text).unwrap(), expected);
+        }
+        assert!(text.starts_with('{'), "{text}");
+    }
+}
+
+#[tokio::test]
+async fn lists_describe_the_model() {
+    let server = server(ANSWER).await;
+    let version = server.get("/api/version").await.json().await;
+    assert_eq!(version["version"].as_str().unwrap().split('.').count(), 3);
+    for path in ["/api/tags", "/api/ps"] {
+        let list = server.get(path).await.json().await;
+        assert_eq!(
+            (&list["models"][0]["name"], list["models"].as_array().unwrap().len()),
+            (&json!("mock"), 1),
+            "{path}"
+        );
+    }
+    for name in ["mock", "mock:latest"] {
+        let shown = server.ask("/api/show", &json!({"model": name})).await;
+        assert_eq!(shown["capabilities"], json!(["completion", "tools", "thinking"]));
+        let architecture = shown["model_info"]["general.architecture"].as_str().unwrap();
+        assert_eq!(shown["model_info"][format!("{architecture}.context_length")], 512);
+    }
+    assert_eq!(server.get("/").await.text().await, "Ollama is running");
+    // VS Code sends its chats to OpenAI's path of the same port.
+    let chat = question(json!({}));
+    assert_eq!(server.ask("/v1/chat/completions", &chat).await["choices"][0]["message"]["content"], "12 + 7 = 19.");
+}
+
+#[tokio::test]
+async fn errors_have_ollamas_shape() {
+    let server = server(ANSWER).await;
+    for (path, body, status) in [
+        ("/api/chat", question(json!({"options": {"mirostat": 2}})), 400),
+        ("/api/generate", json!({"model": "mock", "prompt": "x", "suffix": "y"}), 400),
+        ("/api/show", json!({"model": "other/model"}), 404),
+        ("/api/embed", json!({"model": "mock", "input": "x"}), 404),
+    ] {
+        let answer = server.post(path, &body).await;
+        assert_eq!(answer.status, status, "{path}");
+        assert!(answer.json().await["error"].is_string(), "{path}");
+    }
+}
+
+#[tokio::test]
+async fn request_without_prompt_loads_the_model() {
+    let server = server(ANSWER).await;
+    let loaded = server.ask("/api/generate", &json!({"model": "mock"})).await;
+    assert_eq!((&loaded["done_reason"], &loaded["response"]), (&json!("load"), &json!("")));
+    let unloaded = server.ask("/api/chat", &json!({"model": "mock", "messages": [], "keep_alive": 0})).await;
+    assert_eq!(unloaded["done_reason"], "unload");
+    for _ in 0..200 {
+        if server.state.models.loaded_id().is_none() {
+            return;
+        }
+        tokio::time::sleep(std::time::Duration::from_millis(10)).await;
+    }
+    panic!("the model is still loaded");
+}
+
+#[tokio::test]
+async fn main_port_names_the_flag() {
+    let server = Server::saying(ANSWER).await;
+    let answer = server.get("/api/tags").await;
+    assert_eq!(answer.status, 404);
+    assert!(answer.text().await.contains("--ollama-port"));
+}

@@ -1,0 +1,104 @@
+//! Random output formats against a server in a control group of its memory limit plus 10 %: each gets 200 or 400 within ten
+//! seconds, nothing is killed, the memory stays below the limit, and another client waits at most a second longer.
+//!
+//! `MOESTRO_FORMATS` sets the number of formats, `MOESTRO_FORMATS_SEED` the first one.
+
+#![cfg(target_os = "linux")]
+
+use crate::{
+    formats::{self, Source},
+    group::Group,
+    process::Process,
+};
+use serde_json::{Value, json};
+use std::{
+    env, fs,
+    io::{Read, Write},
+    net::TcpStream,
+    sync::atomic::{AtomicBool, Ordering::Relaxed},
+    thread,
+    time::{Duration, Instant},
+};
+
+const LIMIT: u64 = 512 << 20;
+const COUNT: u64 = 60;
+const PATH: &str = "/v1/chat/completions";
+
+fn from_env(name: &str, default: u64) -> u64 {
+    env::var(name).map_or(default, |text| text.parse().unwrap())
+}
+
+/// Sends a request. Returns its status, its body and how long it took.
+fn ask(port: u16, body: &Value) -> (u16, String, Duration) {
+    let (start, body) = (Instant::now(), body.to_string());
+    let mut stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
+    stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+    let head = "host: localhost\r\nconnection: close\r\ncontent-type: application/json";
+    write!(stream, "POST {PATH} HTTP/1.1\r\n{head}\r\ncontent-length: {}\r\n\r\n{body}", body.len()).unwrap();
+    let mut answer = String::new();
+    stream
+        .read_to_string(&mut answer)
+        .unwrap_or_else(|error| panic!("{error} after {:?}: {body:.2000}", start.elapsed()));
+    let status = answer.split(' ').nth(1).and_then(|status| status.parse().ok()).unwrap_or(0);
+    (status, answer, start.elapsed())
+}
+
+fn chat(more: Value) -> Value {
+    let messages = json!([{"role": "user", "content": "Hi"}]);
+    let mut body =
+        json!({"messages": messages, "max_tokens": 6, "temperature": 1, "seed": 1, "enable_thinking": false});
+    body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    body
+}
+
+#[test]
+fn random_formats_are_answered_or_refused() {
+    let group = Group::new();
+    if let Some(group) = &group {
+        group.set(LIMIT + LIMIT / 10 + 4096);
+    }
+    let server = Process::spawn(crate::group::command(group.as_ref()), &["--memory-limit", &LIMIT.to_string()]);
+    let port = server.port;
+    let (first, count) = (from_env("MOESTRO_FORMATS_SEED", 0), from_env("MOESTRO_FORMATS", COUNT));
+    let (mut accepted, mut slowest) = (0, (Duration::ZERO, 0));
+    let is_done = AtomicBool::new(false);
+    let longest_wait = thread::scope(|scope| {
+        let other_client = scope.spawn(|| {
+            let mut longest = Duration::ZERO;
+            while !is_done.load(Relaxed) {
+                let (status, answer, time) = ask(port, &chat(json!({"max_tokens": 1})));
+                assert_eq!(status, 200, "{answer}");
+                longest = longest.max(time);
+                thread::sleep(Duration::from_millis(20));
+            }
+            longest
+        });
+        for seed in first..first + count {
+            let fields = formats::fields(&mut Source::new(&[], seed));
+            let (status, answer, time) = ask(port, &chat(fields.clone()));
+            let text = fields.to_string();
+            assert!([200, 400].contains(&status), "seed {seed}: {status}: {answer:.600}\n{text:.2000}");
+            assert!(time < Duration::from_secs(10), "seed {seed}: {time:?}\n{text:.2000}");
+            if time > Duration::from_secs(1) {
+                eprintln!("seed {seed}: status {status} after {time:.1?}: {text:.200}");
+            }
+            accepted += u64::from(status == 200);
+            slowest = slowest.max((time, seed));
+        }
+        is_done.store(true, Relaxed);
+        other_client.join().unwrap()
+    });
+    let status = fs::read_to_string(format!("/proc/{}/status", server.id())).unwrap();
+    let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap().trim();
+    let peak: u64 = peak.strip_suffix(" kB").unwrap().parse::<u64>().unwrap() * 1024;
+    eprintln!(
+        "{count} formats, {accepted} accepted, slowest {:.2?} (seed {}); {} MiB at the peak; another client waited {longest_wait:.2?}",
+        slowest.0,
+        slowest.1,
+        peak >> 20
+    );
+    assert!(accepted > count / 10, "most formats are refused");
+    assert!(peak <= LIMIT, "{peak} bytes at the peak");
+    assert!(longest_wait < Duration::from_millis(1500), "another client waited {longest_wait:?}");
+    assert_eq!(group.as_ref().map_or(0, Group::kills), 0);
+}
