@@ -63,9 +63,14 @@ pub fn init(command: &Command) -> Result<LogGuard, CommandError> {
     Ok(guard)
 }
 
-/// Lines for people: the line of a request is its sentence, without the fields.
-#[derive(Default)]
+/// Lines for people, without the names of modules. The line of a request is its sentence, without the fields.
 struct TextLines(Format);
+
+impl Default for TextLines {
+    fn default() -> Self {
+        Self(Format::default().with_target(false))
+    }
+}
 
 impl<S, N> FormatEvent<S, N> for TextLines
 where
@@ -162,7 +167,7 @@ mod tests {
         io::Read::read_to_string(&mut read, &mut text).unwrap();
         let [request, other] = text.lines().collect::<Vec<_>>().try_into().unwrap();
         assert!(request.ends_with("Z  INFO chat 18 -> 30 tokens, 200"), "{request}");
-        assert!(other.ends_with("cannot write error=\"full\""), "{other}");
+        assert!(other.ends_with("Z  WARN cannot write error=\"full\""), "{other}");
     }
 
     #[test]

@@ -77,6 +77,7 @@ fn run(prefetch: Prefetch, gpu: bool) -> Counts {
 }
 
 #[test]
+#[ignore = "long: whole answers"]
 fn gpu_cache_counts_match_the_cpu() {
     let (cpu, gpu) = (run(Prefetch::Off, false), run(Prefetch::Off, true));
     assert!(cpu.asked == gpu.asked, "the routers chose differently");

@@ -149,7 +149,7 @@ pub fn inspect(
             let found = files::find(dir, index, &json);
             match found.and_then(|found| found.map(|from| MtpInfo::new(from, model)).transpose()) {
                 Ok(None) if files::declared(&json) > 0 => {
-                    tracing::info!(
+                    tracing::debug!(
                         "config.json declares an MTP head, but the files have none; falling back to prompt-lookup drafts"
                     );
                     Ok(None)
