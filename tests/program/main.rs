@@ -3,6 +3,7 @@
 mod attacks;
 mod cgroup;
 mod cli;
+mod documents;
 #[path = "../support/formats.rs"]
 mod formats;
 #[path = "../support/group.rs"]
