@@ -25,7 +25,7 @@ use std::{
 /// `--expert-io`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum ReadMode {
-    /// Direct reads where the file system supports them, else buffered ones.
+    /// Direct reads where the file system supports them, else buffered ones. A caller that knows the memory may decide.
     #[default]
     Auto,
     Direct,

@@ -49,7 +49,8 @@ impl Qwen {
         progress: &mut dyn FnMut(u64, u64),
     ) -> Result<Self, ModelError> {
         let mut info = CheckpointInfo::new(dir, options)?;
-        let plan = info.plan(&MachineLimits::here(options.gpu), &options.plan)?;
+        let machine = MachineLimits::here(options.gpu);
+        let plan = info.plan(&machine, &options.plan)?;
         let CheckpointInfo { config, checkpoint, experts, files, packed, shape, vision, head, .. } = info;
         for (gauge, bytes) in [
             (&metrics.memory_limit_bytes, plan.limit),
@@ -70,7 +71,9 @@ impl Qwen {
         let weights = trunk.finish()?;
         let mut store = None;
         if !experts.layers.is_empty() {
-            let opened = open_store(options, &plan, &shape, &checkpoint.index, (experts, files, packed), metrics)?;
+            let cached = plan.page_cache_holds_experts(&shape, &machine);
+            let opened =
+                open_store(options, &plan, &shape, &checkpoint.index, (experts, files, packed, cached), metrics)?;
             opened.fill(progress)?;
             net.set_expert_layout(&opened);
             store = Some(opened);
@@ -136,14 +139,14 @@ fn open_store(
     plan: &Plan,
     shape: &ModelFootprint,
     index: &Index,
-    (experts, files, packed): (ExpertMap, Vec<PathBuf>, Option<Arc<PackRecords>>),
+    (experts, files, packed, cached): (ExpertMap, Vec<PathBuf>, Option<Arc<PackRecords>>, bool),
     metrics: &Arc<Metrics>,
 ) -> Result<ExpertStore, ModelError> {
     let StoreOptions { slots, io, threads, prefetch, warm } = options.store.clone();
     let slots = slots.unwrap_or(plan.slots).min(plan.slots);
     // Direct reads on Linux shift experts within their slots, unless they come from a pack. GPU kernels need them aligned.
     let shifts = options.gpu.is_some() && GPU_KIND == "cuda" && packed.is_none();
-    let io = if shifts && io == experts::ReadMode::Auto { experts::ReadMode::Buffered } else { io };
+    let io = if io == experts::ReadMode::Auto && (shifts || cached) { experts::ReadMode::Buffered } else { io };
     let min_slots = usize::try_from(shape.working_set()).unwrap_or(usize::MAX);
     let warm_start = if warm { hot_list(index) } else { None };
     let options = experts::Options { slots, min_slots, io, threads, prefetch, warm_start, pack_records: packed };

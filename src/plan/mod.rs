@@ -274,6 +274,14 @@ impl Plan {
         (self.prompt_cache - self.prompt_cache / PROMPT_CACHE_PAGES).checked_div(bytes).unwrap_or(0)
     }
 
+    /// Whether the memory outside the limit can hold every expert of a streamed model. The page cache then answers most
+    /// reads, and a miss rarely waits for the disk. A quarter of that memory is left to other programs.
+    pub fn page_cache_holds_experts(&self, shape: &ModelFootprint, machine: &MachineLimits) -> bool {
+        let memory = [machine.ram, machine.cgroup].into_iter().flatten().min().unwrap_or(0);
+        let spare = memory.saturating_sub(self.limit);
+        self.strategy == Strategy::Streaming && shape.total_experts().saturating_mul(shape.expert) <= spare / 4 * 3
+    }
+
     /// Plans memory for `shape` within `limits`.
     ///
     /// # Errors

@@ -251,6 +251,25 @@ fn buffered_reads_leave_memory_to_page_cache() {
 }
 
 #[test]
+fn page_cache_holds_experts_outside_limit() {
+    // The experts take 16.9 GiB.
+    let holds = |limit: u64, machine: MachineLimits| {
+        let options = PlanOptions { limit: Some(limit), ..PlanOptions::default() };
+        let plan = Plan::new(&model_35b(), &machine, &options).unwrap();
+        plan.page_cache_holds_experts(&model_35b(), &machine)
+    };
+    for (ram, limit, expected) in [(64, 8, true), (32, 8, true), (30, 8, false), (24, 8, false)] {
+        assert_eq!(
+            holds(limit * GIB, MachineLimits { ram: Some(ram * GIB), ..limits() }),
+            expected,
+            "{limit} of {ram} GiB"
+        );
+    }
+    assert!(!holds(8 * GIB, MachineLimits { cgroup: Some(12 * GIB), ..limits() }));
+    assert!(!holds(40 * GIB, MachineLimits { ram: Some(128 * GIB), ..limits() }), "the model is resident");
+}
+
+#[test]
 fn sequences_multiply_kv_and_state() {
     let options = PlanOptions { limit: Some(8 * GIB), context: Some(8192), ..PlanOptions::default() };
     let one = Plan::new(&model_35b(), &limits(), &options).unwrap();
