@@ -60,7 +60,7 @@ export const tests = {
     proxy.json("GET /experts", { layers: ["0.9", ".1."] });
     proxy.routes["GET /metrics"] = outgoing => outgoing.end(`moestro_memory_bytes{kind="${evil}"} 5\nmoestro_memory_limit_bytes 7\n`);
     await page.evaluate(() => refreshModels(true));
-    await page.until(text => document.querySelector("#memory").textContent.includes(text), evil.toLowerCase());
+    await page.until(text => document.querySelector("#reserved").textContent.includes(text), evil);
     assert.equal(await page.text(".welcome h2"), evil);
     await isClean(page, "server");
     proxy.json("POST /v1/chat/completions", { error: { message: evil } }, 400);

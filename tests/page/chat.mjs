@@ -8,7 +8,7 @@ const openList = async page => { if (!await page.isOpen("list")) await page.clic
 
 export const tests = {
   async streamed_answer_shows_text_and_figures(page, proxy) {
-    proxy.script(["Hello", " **world**", "."], { usage: { prompt_tokens_details: { cached_tokens: 7 } } });
+    proxy.script(["Hello", " **world**", "."], { pause: 200, usage: { prompt_tokens_details: { cached_tokens: 7 } } });
     await page.say("Hi");
     await page.isIdle();
     assert.equal(await page.answer(), "Hello world.");
@@ -160,7 +160,7 @@ export const tests = {
     await page.reload();
     await page.until(() => document.querySelectorAll(".turn").length === 2);
     assert.equal(await page.answer(), "Kept answer");
-    assert.match(await page.text(".foot"), /tokens per second|1 token/);
+    assert.match(await page.text(".foot"), /1 token · first token after/);
     await page.say("More");
     await page.until(() => document.querySelectorAll(".turn.assistant").length === 2);
     await page.isIdle();
@@ -358,6 +358,24 @@ export const tests = {
     assert.match(picture.image_url.url, /^data:image\/png;base64,iVBOR/);
     assert.deepEqual(text, { type: "text", text: "What is this?" });
     assert.equal(await page.$eval(".turn.user img", element => element.alt), "dot.png");
+    // A large image is scaled, with white for what is transparent.
+    const scaled = await page.evaluate(async () => {
+      const canvas = make("canvas"), context = canvas.getContext("2d");
+      [canvas.width, canvas.height] = [4000, 1000];
+      const noise = context.createImageData(4000, 300);
+      for (let at = 0; at < noise.data.length; at += 1) noise.data[at] = Math.random() * 256;
+      context.putImageData(noise, 0, 700);
+      await addFiles([new File([await new Promise(done => canvas.toBlob(done))], "large.png", { type: "image/png" })]);
+      const image = make("img");
+      image.src = waiting.images[0].url;
+      await image.decode();
+      const small = make("canvas");
+      small.getContext("2d").drawImage(image, 0, 0);
+      const result = [image.width, image.height, small.getContext("2d").getImageData(5, 5, 1, 1).data[0]];
+      waiting.images = [];
+      return result;
+    });
+    assert.deepEqual(scaled, [2048, 512, 255]);
     // An image that is pasted into the field.
     await page.evaluate(() => {
       const transfer = new DataTransfer();
