@@ -6,7 +6,7 @@
 use moestro::{
     chat::{Conversation, Template, Tokenizer, grammar::GrammarCompiler},
     engine::{self, Event, Handle, Options, Request, Sampling},
-    http::{self, LoadedModel, ModelCard, ServerState},
+    http::{self, LoadedModel, ModelCard, RequestLimits, ServerState},
     metrics::Metrics,
     model::{self, Qwen},
 };
@@ -69,6 +69,7 @@ async fn serve(engine: Handle, tokenizer: Arc<Tokenizer>, template: Template, me
         card: ModelCard { id: "demo".into(), created: 0, experts_per_token: None, quantisation: None },
         defaults: Sampling::default(),
         thinking: None,
+        limits: RequestLimits::default(),
         plan: Value::Null,
     });
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a port");

@@ -1,6 +1,7 @@
 //! What the command line means: checked settings. `cli` has the flags as typed; no other room reads them.
 
 pub mod config_file;
+pub mod foreign_flags;
 pub mod generation_config;
 
 pub use crate::cli::values::{Device, DraftModel, ExpertIo, KvBitsArg, OnOff, Parallel, SpeculationMode, Switch};
@@ -28,9 +29,19 @@ impl ModelSource {
     /// An existing path is a directory. Otherwise, a text of the form `org/name` is a hub id.
     pub fn new(typed: Option<&str>) -> Self {
         let Some(typed) = typed else { return ModelSource::Demo };
-        let path = expand(typed);
-        if !path.exists() && is_hub_id(typed) { ModelSource::Hub(typed.into()) } else { ModelSource::Directory(path) }
+        let (path, id) = (expand(typed), hub_id(typed));
+        if !path.exists() && is_hub_id(id) { ModelSource::Hub(id.into()) } else { ModelSource::Directory(path) }
     }
+}
+
+/// The hub id in the address of a model's page, or `typed` as it is.
+pub fn hub_id(typed: &str) -> &str {
+    let rest = typed.strip_prefix("https://").or_else(|| typed.strip_prefix("http://")).unwrap_or(typed);
+    let Some(path) = ["huggingface.co/", "hf.co/"].iter().find_map(|host| rest.strip_prefix(host)) else {
+        return typed;
+    };
+    let end = path.match_indices(['/', '?', '#']).map(|(at, _)| at).nth(1);
+    path[..end.unwrap_or(path.len())].trim_end_matches('/')
 }
 
 /// Expands `~` and `~/...` as a shell does. A shell does not expand environment variables and quoted words.
@@ -90,7 +101,7 @@ pub struct LoadSettings {
 impl LoadSettings {
     /// # Errors
     /// `SWIFTLM_TOP_K` is not a number.
-    pub fn new(typed: cli::LoadArgs) -> Result<Self, String> {
+    pub fn new(typed: cli::model_args::LoadArgs) -> Result<Self, String> {
         let swiftlm = env::var("SWIFTLM_TOP_K").ok();
         Ok(Self {
             device: typed.device,
@@ -149,6 +160,7 @@ pub struct ServeConfig {
     pub allowed_host: Vec<String>,
     pub max_queue: usize,
     pub request_timeout: Option<Duration>,
+    pub max_prompt_tokens: Option<usize>,
     /// Unload a model that was idle for this long.
     pub keep_alive: Option<Duration>,
     pub models_dir: Option<PathBuf>,
@@ -162,6 +174,9 @@ pub struct ServeConfig {
     pub generation: GenerationDefaults,
     /// True if the model reasons, if a request does not say.
     pub thinking: Option<bool>,
+    /// Most tokens of an answer and of its reasoning, if a request does not say.
+    pub max_tokens: Option<usize>,
+    pub thinking_budget: Option<usize>,
 }
 
 impl ServeConfig {
@@ -177,6 +192,7 @@ impl ServeConfig {
             allowed_host: typed.allowed_host.iter().flat_map(|hosts| hosts.split(',')).map(str::to_owned).collect(),
             max_queue: typed.max_queue,
             request_timeout: typed.request_timeout,
+            max_prompt_tokens: typed.max_prompt_tokens,
             keep_alive: typed.keep_alive,
             models_dir: typed.home.models_dir,
             keep_billing_header: typed.keep_billing_header,
@@ -194,6 +210,11 @@ impl ServeConfig {
                 ..LoadSettings::new(typed.load)?.serving()
             },
             thinking: thinking(&typed.sampling),
+            max_tokens: typed.sampling.max_tokens,
+            thinking_budget: match typed.thinking_budget {
+                Some(values::TokenBudget::Tokens(tokens)) => Some(tokens),
+                Some(values::TokenBudget::Unlimited) | None => None,
+            },
             generation: GenerationDefaults::typed(&typed.sampling),
         })
     }
@@ -220,7 +241,7 @@ pub struct DraftOptions {
 }
 
 impl DraftOptions {
-    pub fn new(typed: cli::DraftArgs) -> Self {
+    pub fn new(typed: cli::model_args::DraftArgs) -> Self {
         Self { draft: typed.draft_model, tokens: typed.num_draft_tokens, speculation: typed.speculation }
     }
 
@@ -254,7 +275,10 @@ impl GenerateConfig {
     }
 
     /// Settings of `run`: a chat, or one answer if there is a prompt.
-    pub fn chat(typed: cli::RunArgs) -> Result<Self, String> {
+    pub fn chat(mut typed: cli::RunArgs) -> Result<Self, String> {
+        if !typed.words.is_empty() {
+            typed.generate.prompt = Some(typed.words.join(" "));
+        }
         let config = Self::typed(typed.generate)?;
         let load = LoadSettings { prompt_cache: typed.cache.prompt_cache, ..config.load };
         Ok(Self { system: typed.system, load, ..config })
@@ -265,7 +289,7 @@ impl GenerateConfig {
             model: ModelSource::new(typed.model.model.as_deref()),
             prompt: read_prompt(typed.prompt)?,
             system: None,
-            max_tokens: typed.max_tokens,
+            max_tokens: typed.sampling.max_tokens,
             seed: typed.seed,
             load: LoadSettings { drafts: Some(DraftOptions::new(typed.drafts)), ..LoadSettings::new(typed.load)? },
             thinking: thinking(&typed.sampling),
@@ -287,7 +311,7 @@ fn read_prompt(typed: Option<String>) -> Result<Option<String>, String> {
     if text.is_empty() { Err("the prompt on stdin is empty".into()) } else { Ok(Some(text.to_owned())) }
 }
 
-fn thinking(typed: &cli::SamplingArgs) -> Option<bool> {
+fn thinking(typed: &cli::model_args::SamplingArgs) -> Option<bool> {
     typed.thinking.map(|thinking| thinking == OnOff::On)
 }
 
@@ -311,6 +335,10 @@ mod tests {
             ModelSource::new(Some("mlx-community/Qwen3.5-4bit")),
             ModelSource::Hub("mlx-community/Qwen3.5-4bit".into())
         );
+        for url in ["https://huggingface.co/org/name", "hf.co/org/name/tree/main", "https://huggingface.co/org/name?x"]
+        {
+            assert_eq!(ModelSource::new(Some(url)), ModelSource::Hub("org/name".into()), "{url}");
+        }
         // An existing directory takes precedence. A text that cannot be a hub id is a path.
         assert_eq!(ModelSource::new(Some("src/engine")), ModelSource::Directory("src/engine".into()));
         for path in ["./no/where", "/no/where", "nowhere", "a/b/c", "../models/x", "a/", "org/na me"] {

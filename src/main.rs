@@ -6,11 +6,13 @@ use clap::error::ErrorKind;
 use moestro::{
     cli::Command,
     command::{
-        completions, generate, list, local_models, log, pack, ps, pull, rm, run as chat, serve, service, show_config,
+        completions, generate, launch, list, local_models, log, man, pack, ps, pull, rm, run as chat, serve, service,
+        show_config,
     },
     config::{
         GenerateConfig, ServeConfig,
         config_file::{self, Settings},
+        foreign_flags,
     },
     error::CommandError,
     tools::{bench, doctor, info, synth},
@@ -21,8 +23,15 @@ use std::{
 };
 
 fn main() -> ExitCode {
+    let translated = foreign_flags::translate(std::env::args_os()).unwrap_or_else(|sentence| {
+        eprintln!("moestro: {sentence}");
+        exit(2)
+    });
+    for note in &translated.notes {
+        eprintln!("moestro: {note}");
+    }
     // A usage error exits here with clap's message and exit code 2.
-    let (mut cli, mut settings) = config_file::parse(std::env::args_os()).unwrap_or_else(|error| match error.kind() {
+    let (mut cli, mut settings) = config_file::parse(translated.args).unwrap_or_else(|error| match error.kind() {
         ErrorKind::DisplayVersion => {
             let _ = writeln!(io::stdout(), "moestro {}", version::whole());
             exit(0)
@@ -30,7 +39,7 @@ fn main() -> ExitCode {
         _ => error.exit(),
     });
     local_models::resolve_name(&mut cli.command, &mut settings);
-    match log::init(&cli.command).and_then(|_guard| run(cli.command, &settings)) {
+    match log::init(&cli).and_then(|_guard| run(cli.command, &settings)) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("moestro: {error}{}", local_models::hint(&error, &settings));
@@ -43,7 +52,11 @@ fn run(command: Command, settings: &Settings) -> Result<(), CommandError> {
     match command {
         Command::Serve(typed) => serve::run(ServeConfig::new(typed).map_err(CommandError::Usage)?, settings),
         Command::Generate(typed) => generate::run(&GenerateConfig::new(typed).map_err(CommandError::Usage)?),
-        Command::Run(typed) => chat::run(&GenerateConfig::chat(typed).map_err(CommandError::Usage)?),
+        Command::Run(typed) => {
+            let remote = typed.remote.clone();
+            chat::run(GenerateConfig::chat(typed).map_err(CommandError::Usage)?, &remote, settings)
+        }
+        Command::Launch(typed) => launch::run(&typed, settings),
         Command::Pack(typed) => pack::run(&typed),
         Command::List(typed) => list::list(&typed, settings),
         Command::Rm(typed) => rm::remove(&typed, settings),
@@ -54,7 +67,7 @@ fn run(command: Command, settings: &Settings) -> Result<(), CommandError> {
         Command::Bench(typed) => bench::run(typed),
         Command::Doctor(typed) => doctor::run(&typed, &version::whole()),
         Command::Synth(typed) => synth::command::run(&typed),
-        Command::Man { dir } => completions::man(&dir),
+        Command::Man { dir } => man::man(&dir),
         Command::Service(typed) => service::run(typed),
         Command::Config(_) => print(show_config::report(settings).as_bytes()),
         Command::Completions { shell } => print(&completions::completions(shell)),

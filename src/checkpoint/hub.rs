@@ -78,14 +78,30 @@ impl Hub {
         fs::remove_dir_all(HubCache::new(&self.cache, id).dir())
     }
 
-    /// Downloads what is missing of the model `id` and returns its directory. `progress` gets bytes on disk and total
-    /// bytes.
+    /// Downloads what is missing of the model `id` at its main branch.
+    ///
+    /// # Errors
+    /// See [`Hub::pull_revision`].
+    pub fn pull(&self, id: &str, progress: DownloadProgress<'_>) -> Result<PathBuf, StoreError> {
+        self.pull_revision(id, BRANCH, progress)
+    }
+
+    /// Downloads what is missing of the model `id` at a branch, tag or commit, and returns its directory. `progress` gets
+    /// bytes on disk and total bytes.
     ///
     /// # Errors
     /// The hub's, with a hint; a wrong checksum; a full disk.
-    pub fn pull(&self, id: &str, progress: DownloadProgress<'_>) -> Result<PathBuf, StoreError> {
+    pub fn pull_revision(
+        &self,
+        id: &str,
+        revision: &str,
+        progress: DownloadProgress<'_>,
+    ) -> Result<PathBuf, StoreError> {
+        if !cache::is_revision(revision) {
+            return Err(StoreError::Other(format!("{id}: {revision:?} is not a branch, tag or commit")));
+        }
         let client = HubClient::new(&self.endpoint, self.token.clone());
-        let listing = self.list(&client, id)?;
+        let listing = self.list(&client, id, revision)?;
         tracing::info!(model = id, licence = listing.licence().unwrap_or("not named"), "downloading a model");
         let cache = HubCache::new(&self.cache, id);
         let download = ModelDownload {
@@ -126,18 +142,20 @@ impl Hub {
         download_files(&download, &needed, total - missing, total, progress)?;
         // Written last: programs find the revision only once it is complete.
         let at = |source| StoreError::Io { path: download.snapshot.clone(), source };
-        cache.set_commit(&listing.sha).map_err(at)?;
+        cache.set_commit(revision, &listing.sha).map_err(at)?;
         Ok(download.snapshot)
     }
 
-    fn list(&self, client: &HubClient, id: &str) -> Result<RepoListing, StoreError> {
-        let path = format!("api/models/{id}/revision/{BRANCH}?blobs=true");
+    fn list(&self, client: &HubClient, id: &str, revision: &str) -> Result<RepoListing, StoreError> {
+        let path = format!("api/models/{id}/revision/{revision}?blobs=true");
         let (mut delay, mut attempts) = (self.retry_delay, MAX_ATTEMPTS);
         let listing: RepoListing = loop {
             attempts -= 1;
             match client.json(&path) {
                 // An unreachable hub is not retried: the model may already be complete on disk.
-                Err(error @ RequestError::Status(_)) if error.is_temporary() && attempts > 0 => {
+                Err(error @ RequestError::Status { .. }) if error.is_temporary() && attempts > 0 => {
+                    let attempt = MAX_ATTEMPTS - attempts + 1;
+                    tracing::warn!("the hub returned {error}; trying again ({attempt} of {MAX_ATTEMPTS})");
                     std::thread::sleep(delay);
                 }
                 other => break other.map_err(|error| client.describe(id, "", error))?,

@@ -158,12 +158,22 @@ impl Index {
             Some(map) => map.values().cloned().collect(),
             None => shards(dir)?,
         };
+        let not_a_checkpoint = |why| StoreError::NotACheckpoint { path: dir.to_path_buf(), why };
+        let names: BTreeSet<String> = names;
+        if let Some(name) = names.iter().find(|name| !is_plain(name)) {
+            let why = format!("its index names {name:?}, which is not a file of its directory");
+            return Err(not_a_checkpoint(why));
+        }
+        let missing: Vec<&String> = names.iter().filter(|name| !dir.join(name).exists()).collect();
+        if let Some(first) = missing.first() {
+            let (count, all) = (missing.len(), names.len());
+            let why = format!(
+                "{count} of {all} weight files missing, such as {first}; `moestro pull ORG/NAME` downloads them"
+            );
+            return Err(not_a_checkpoint(why));
+        }
         let mut index = Self { dir: dir.to_path_buf(), files: Vec::new(), tensors: BTreeMap::new() };
         for name in names {
-            if !is_plain(&name) {
-                let why = format!("its index names {name:?}, which is not a file of its directory");
-                return Err(StoreError::NotACheckpoint { path: dir.to_path_buf(), why });
-            }
             index.add(dir.join(name))?;
         }
         match listed.unwrap_or_default().into_keys().find(|name| !index.tensors.contains_key(name)) {
@@ -191,6 +201,10 @@ impl Index {
         let size = file.metadata().map_err(io)?.len();
         let mut len = [0; 8];
         file.read_exact(&mut len).map_err(|_| bad("too short for a safetensors file".into()))?;
+        if len == *b"version " {
+            let why = "it is a Git LFS pointer, not the file; fetch it with `git lfs pull` or `moestro pull ORG/NAME`";
+            return Err(bad(why.into()));
+        }
         let len = u64::from_le_bytes(len);
         if len > MAX_HEADER_BYTES || len + 8 > size {
             return Err(bad(format!("a safetensors header of {len} bytes in a file of {size}")));

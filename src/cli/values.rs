@@ -3,6 +3,9 @@
 
 use std::time::Duration;
 
+/// Id of the option `--model`. Its value and that of the argument MODEL are the same setting.
+pub const MODEL_OPTION: &str = "model_option";
+
 /// The device that computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
 pub enum Device {
@@ -38,6 +41,39 @@ pub enum LogFormat {
     Text,
     /// One object per line.
     Json,
+}
+
+/// The least severe messages of the log.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum LogLevel {
+    Error,
+    #[value(alias = "warning")]
+    Warn,
+    Info,
+    Debug,
+    Trace,
+}
+
+/// A coding agent that `launch` can start.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum Agent {
+    /// Claude Code
+    Claude,
+    /// Codex of OpenAI
+    Codex,
+    /// opencode
+    Opencode,
+    /// Qwen Code
+    Qwen,
+    /// aider
+    Aider,
+}
+
+/// A limit of tokens that can be lifted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TokenBudget {
+    Unlimited,
+    Tokens(usize),
 }
 
 /// The source of drafts.
@@ -104,6 +140,10 @@ pub fn size(text: &str) -> Result<u64, String> {
     let text = text.trim();
     let unit = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
     let (number, unit) = text.split_at(unit);
+    // "8" is a forgotten unit, not a size.
+    if unit.is_empty() && number.parse::<f64>().is_ok_and(|number| (1.0..1e6).contains(&number)) {
+        return Err(format!("{number} is {number} bytes; did you mean {number}GiB?"));
+    }
     let number: f64 = number.parse().map_err(|_| wrong())?;
     let unit = unit.trim().to_ascii_lowercase();
     let mut letters = unit.chars();
@@ -179,6 +219,20 @@ pub fn up_to<const MAX: usize>(text: &str) -> Result<usize, String> {
 pub fn from_0_to<const MAX: usize>(text: &str) -> Result<usize, String> {
     let fits = text.parse().ok().filter(|count| (0..=MAX).contains(count));
     fits.ok_or_else(|| format!("it must be a whole number from 0 to {MAX}"))
+}
+
+/// A temperature. Above 2 no model writes text.
+pub fn temperature(text: &str) -> Result<f32, String> {
+    number(text, |n| (0.0..=2.0).contains(&n)).ok_or_else(|| "it must be a number from 0 to 2".into())
+}
+
+/// A number of tokens, or -1 for no limit.
+pub fn budget(text: &str) -> Result<TokenBudget, String> {
+    match text.parse::<i64>() {
+        Ok(-1) => Ok(TokenBudget::Unlimited),
+        Ok(tokens @ 0..) => Ok(TokenBudget::Tokens(tokens as usize)),
+        _ => Err("it must be a whole number from 0 up, or -1 for no limit".into()),
+    }
 }
 
 pub fn not_negative(text: &str) -> Result<f32, String> {
@@ -280,13 +334,14 @@ mod tests {
             ("8GB", 8_000_000_000),
             ("2kb", 2000),
             ("1T", 1 << 40),
-            ("4096", 4096),
+            ("4194304", 4 << 20),
             ("4096B", 4096),
         ];
         for (text, bytes) in good {
             assert_eq!(size(text), Ok(bytes), "{text}");
         }
         assert_eq!(["0", "off", "1G"].map(size_or_off), [Ok(0), Ok(0), Ok(1 << 30)]);
+        assert_eq!(size("8"), Err("8 is 8 bytes; did you mean 8GiB?".into()));
         for text in ["", "G", "8Q", "-8G", "8GG", "0", "8Gib8", "1e9", "99999999T", "nan", "8.5.1G"] {
             assert!(size(text).is_err(), "{text}");
         }

@@ -11,6 +11,7 @@ use rustyline::{
     validate::{ValidationContext, ValidationResult, Validator},
 };
 use std::{
+    cell::Cell,
     fs::DirBuilder,
     io::{self, IsTerminal},
     os::unix::fs::DirBuilderExt,
@@ -25,8 +26,10 @@ const MAX_ENTRY_BYTES: usize = 16 << 10;
 #[derive(Debug, PartialEq)]
 pub enum LineEvent {
     Text(String),
-    /// Ctrl-C: discards the line.
-    Interrupted,
+    /// Ctrl-C: discards the line, which may be empty.
+    Interrupted {
+        had_text: bool,
+    },
     /// Ctrl-D, or the terminal was closed.
     End,
 }
@@ -50,7 +53,7 @@ impl LineEditor {
         let config = config.map_err(failed)?.build();
         let history = FileHistory::with_config(&config);
         let mut editor = Editor::with_history(config, history).map_err(failed)?;
-        editor.set_helper(Some(LineHelper { words }));
+        editor.set_helper(Some(LineHelper { words, has_text: Cell::new(false) }));
         let mut input = Self { editor, file: os::state_dir().map(|dir| dir.join("history")) };
         if let Some(file) = &input.file {
             let loaded = input.editor.load_history(file);
@@ -66,12 +69,18 @@ impl LineEditor {
     /// # Errors
     /// The terminal cannot be read.
     pub fn read(&mut self) -> Result<LineEvent, CommandError> {
+        if let Some(helper) = self.editor.helper() {
+            helper.has_text.set(false);
+        }
         match self.editor.readline(">>> ") {
             Ok(typed) => {
                 self.add_to_history(&typed)?;
                 Ok(LineEvent::Text(whole_text(&typed).unwrap_or(typed)))
             }
-            Err(ReadlineError::Interrupted) => Ok(LineEvent::Interrupted),
+            Err(ReadlineError::Interrupted) => {
+                let had_text = self.editor.helper().is_some_and(|helper| helper.has_text.get());
+                Ok(LineEvent::Interrupted { had_text })
+            }
             Err(ReadlineError::Eof) => Ok(LineEvent::End),
             Err(error) => Err(failed(error)),
         }
@@ -113,6 +122,8 @@ fn failed(error: ReadlineError) -> CommandError {
 /// Decides whether a text is complete, and completes commands.
 struct LineHelper {
     words: &'static [&'static str],
+    /// The line is not empty. Ctrl-C reports no text.
+    has_text: Cell<bool>,
 }
 
 impl Validator for LineHelper {
@@ -134,6 +145,12 @@ impl Completer for LineHelper {
 
 impl Hinter for LineHelper {
     type Hint = String;
+
+    /// Called after each change of the line.
+    fn hint(&self, line: &str, _: usize, _: &Context<'_>) -> Option<String> {
+        self.has_text.set(!line.is_empty());
+        None
+    }
 }
 
 impl Highlighter for LineHelper {}

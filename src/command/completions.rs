@@ -1,23 +1,72 @@
-//! `moestro completions` and `moestro man`: shell completions and manual pages, generated from the command line.
+//! `moestro completions`: shell completions, generated from the command line. Names of models come from `moestro list` when
+//! the user presses Tab.
 
-use crate::{cli::Cli, error::CommandError};
-use clap::CommandFactory;
-use std::{fs, path::Path};
+use crate::cli::help;
+use clap_complete::Shell;
+
+/// Commands whose first argument is a model.
+const WITH_MODEL: &str = "run chat generate serve info show bench pack config rm stop";
+
+/// Replaces bash's function for words that are a model.
+const BASH: &str = r#"
+_moestro_with_models() {
+    local current="${COMP_WORDS[COMP_CWORD]}" before="${COMP_WORDS[COMP_CWORD-1]}" command
+    for command in @COMMANDS@; do
+        [[ "${COMP_WORDS[1]}" == "$command" ]] || continue
+        if [[ "$current" != -* && ( "$before" == "$command" || "$before" == -m || "$before" == --model ) ]]; then
+            COMPREPLY=( $(compgen -W "$(moestro list 2>/dev/null | awk 'NR > 1 { print $1 }')" -- "$current") )
+            COMPREPLY+=( $(compgen -d -- "$current") )
+            return 0
+        fi
+    done
+    _moestro "$@"
+}
+complete -F _moestro_with_models -o bashdefault -o default moestro
+"#;
+
+const ZSH: &str = r#"
+(( $+functions[_moestro_models] )) || _moestro_models() {
+    local -a names
+    names=(${(f)"$(moestro list 2>/dev/null | awk 'NR > 1 { print $1 }')"})
+    compadd -a names
+    _files -/
+}
+"#;
+
+const FISH: &str = r#"
+complete -c moestro -n "__fish_seen_subcommand_from @COMMANDS@" -a "(moestro list 2>/dev/null | awk 'NR > 1 { print \$1 }')"
+"#;
 
 /// Generates a completion script.
-pub fn completions(shell: clap_complete::Shell) -> Vec<u8> {
+pub fn completions(shell: Shell) -> Vec<u8> {
     let mut script = Vec::new();
-    clap_complete::generate(shell, &mut Cli::command(), "moestro", &mut script);
-    script
+    clap_complete::generate(shell, &mut help::command(), "moestro", &mut script);
+    let mut script = String::from_utf8_lossy(&script).into_owned();
+    match shell {
+        Shell::Bash => script += &BASH.replace("@COMMANDS@", WITH_MODEL),
+        Shell::Fish => script += &FISH.replace("@COMMANDS@", WITH_MODEL),
+        Shell::Zsh => script = with_models_in_zsh(&script),
+        _ => {}
+    }
+    script.into_bytes()
 }
 
-/// Writes `moestro.1` and a page for each subcommand into `dir`.
-///
-/// # Errors
-/// The directory cannot be written.
-pub fn man(dir: &Path) -> Result<(), CommandError> {
-    let written = fs::create_dir_all(dir).and_then(|()| clap_mangen::generate_to(Cli::command(), dir));
-    written.map_err(|source| CommandError::Io { what: dir.display().to_string(), source })
+/// Replaces zsh's default action for arguments and options that are a model.
+fn with_models_in_zsh(script: &str) -> String {
+    let is_model = |line: &str| {
+        let line = line.trim_start();
+        ["'::model -- ", "'-m+[", "'--model=["].iter().any(|start| line.starts_with(start))
+    };
+    let lines = script.lines().map(|line| match is_model(line) {
+        true => line.replace(":_default'", ":_moestro_models'"),
+        false => line.to_owned(),
+    });
+    let text = lines.collect::<Vec<_>>().join("\n");
+    // The function comes after the line `#compdef moestro`, which must be the first one.
+    match text.split_once('\n') {
+        Some((first, rest)) => format!("{first}\n{ZSH}{rest}\n"),
+        None => text,
+    }
 }
 
 #[cfg(test)]
@@ -25,11 +74,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_command_has_a_page() {
-        let dir = tempfile::tempdir().unwrap();
-        man(dir.path()).unwrap();
-        for page in ["moestro.1", "moestro-serve.1", "moestro-info.1"] {
-            assert!(fs::read_to_string(dir.path().join(page)).unwrap().contains(".TH"), "{page}");
+    fn scripts_complete_models() {
+        for shell in [Shell::Bash, Shell::Zsh, Shell::Fish] {
+            let script = String::from_utf8(completions(shell)).unwrap();
+            assert!(script.contains("moestro list"), "{shell}");
         }
+        let zsh = String::from_utf8(completions(Shell::Zsh)).unwrap();
+        assert!(zsh.starts_with("#compdef moestro\n") && zsh.contains(":_moestro_models'"), "{zsh}");
     }
 }

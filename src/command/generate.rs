@@ -1,24 +1,34 @@
-//! `moestro generate`: prints one answer to stdout, and a line of timings to stderr.
+//! `moestro generate`: prints one answer to stdout, and a line of figures to stderr.
 
-use super::local_model::{LocalModel, message, timings_line};
+use super::{
+    chat_model::ChatModel,
+    chat_settings::AnswerOptions,
+    local_model::{LocalModel, message},
+};
 use crate::{config::GenerateConfig, error::CommandError};
 use std::future::pending;
 
 /// Answers one prompt.
 pub fn run(config: &GenerateConfig) -> Result<(), CommandError> {
-    let local = LocalModel::load(config)?;
-    answer_once(&local, config)?;
-    local.unload()
+    let model = ChatModel::Local(Box::new(LocalModel::load(config)?));
+    answer_once(&model, config)?;
+    model.close()
 }
 
 /// Answers the configured prompt once.
-pub fn answer_once(local: &LocalModel, config: &GenerateConfig) -> Result<(), CommandError> {
+pub fn answer_once(model: &ChatModel, config: &GenerateConfig) -> Result<(), CommandError> {
     let system = config.system.iter().map(|text| message("system", text));
     let messages: Vec<_> = system.chain(config.prompt.iter().map(|text| message("user", text))).collect();
     let runtime = runtime()?;
-    let answer = runtime.block_on(local.answer(&messages, &[], &local.answer_options(config), pending()))?;
-    if let Some((_, timings)) = answer.end {
-        eprintln!("{}", timings_line(&timings));
+    let answer = runtime.block_on(model.answer(&messages, &[], &AnswerOptions::new(config), pending()))?;
+    if let Some(end) = answer.end {
+        eprintln!("{}", end.stats);
+        if end.is_cut && answer.content.is_empty() {
+            eprintln!(
+                "the answer reached its token limit while the model reasoned; raise --max-tokens or --ctx-size, or use \
+                 --thinking off"
+            );
+        }
     }
     Ok(())
 }

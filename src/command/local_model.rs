@@ -1,6 +1,12 @@
-//! A model that answers on the terminal: its engine, its prompts, and the printing of its answers.
+//! A model that this process loads and that answers on the terminal.
 
-use super::{CheckpointMeta, device_choice::DeviceChoice, load_model, printable};
+use super::{
+    CheckpointMeta,
+    answer_printer::{AnswerEnd, AnswerPrinter, AnswerStats, TerminalAnswer},
+    chat_settings::AnswerOptions,
+    device_choice::DeviceChoice,
+    load_model,
+};
 use crate::{
     chat::{
         Conversation, Decoder, Speaker, Template, message_ends,
@@ -17,33 +23,13 @@ use crate::{
     platform::read_small_file,
 };
 use serde_json::{Map, Value, json};
-use std::{
-    future::Future,
-    io::{self, IsTerminal, Write},
-    path::Path,
-    sync::Arc,
-};
-
-/// Options of answers, which a chat can change.
-#[derive(Debug, Clone)]
-pub struct AnswerOptions {
-    pub sampling: Sampling,
-    pub max_tokens: Option<usize>,
-    pub thinking: Option<bool>,
-}
-
-/// A complete or interrupted answer.
-#[derive(Debug, Default)]
-pub struct TerminalAnswer {
-    pub content: String,
-    pub reasoning: String,
-    /// `None` if the user interrupted it.
-    pub end: Option<(Finish, Timings)>,
-}
+use std::{future::Future, path::Path, sync::Arc};
 
 /// A loaded model with its engine.
 pub struct LocalModel {
     pub checkpoint: CheckpointMeta,
+    /// The memory plan, with the name of the device.
+    plan: Value,
     engine: Handle,
     worker: Worker,
 }
@@ -63,12 +49,26 @@ impl LocalModel {
         let options = super::speculation(config.load.drafts.as_ref(), options);
         let (engine, worker) = engine::spawn_with(loaded.model, loaded.draft, options, metrics)
             .map_err(|source| CommandError::Io { what: "starting the engine thread".into(), source })?;
-        Ok(Self { checkpoint, engine, worker })
+        Ok(Self { checkpoint, plan: loaded.plan, engine, worker })
     }
 
-    pub fn answer_options(&self, config: &GenerateConfig) -> AnswerOptions {
-        let sampling = Sampling { seed: config.seed, ..self.checkpoint.sampling() };
-        AnswerOptions { sampling, max_tokens: config.max_tokens, thinking: config.thinking }
+    /// `moestro-demo on cpu, all experts in memory, context 32768`
+    pub fn describe(&self) -> String {
+        format!("{} {}", self.checkpoint.name, super::describe_plan(&self.plan))
+    }
+
+    /// The sampling of an answer: the checkpoint's, except where the user set it.
+    fn sampling(&self, options: &AnswerOptions) -> Sampling {
+        let defaults = self.checkpoint.sampling();
+        Sampling {
+            temperature: options.temperature.unwrap_or(defaults.temperature),
+            top_p: options.top_p.unwrap_or(defaults.top_p),
+            top_k: options.top_k.unwrap_or(defaults.top_k),
+            min_p: options.min_p.unwrap_or(defaults.min_p),
+            repetition_penalty: options.repeat_penalty.unwrap_or(defaults.repetition_penalty),
+            seed: options.seed,
+            ..defaults
+        }
     }
 
     /// Reads an image for a later message.
@@ -104,16 +104,17 @@ impl LocalModel {
         &self,
         messages: &[Value],
         images: &[Arc<Image>],
-        answer_options: &AnswerOptions,
+        options: &AnswerOptions,
         stop: impl Future<Output = ()>,
     ) -> Result<TerminalAnswer, CommandError> {
-        let prompt = self.prompt(messages, answer_options.thinking)?;
+        let prompt = self.prompt(messages, options.thinking)?;
         let ids = self.checkpoint.tokenizer.encode(&prompt)?;
         let (ids, images) = match self.engine.images().filter(|_| !images.is_empty()) {
             Some(processor) => engine::place_images(ids, images, processor.image_token)
                 .ok_or_else(|| CommandError::Usage("the text contains the placeholder of an image".into()))?,
             None => (ids, Vec::new()),
         };
+        let total = ids.len();
         let ends = message_ends(&self.checkpoint.tokenizer, &ids).into_iter();
         let boundary = |(at, speaker)| {
             let kind = match speaker {
@@ -126,10 +127,11 @@ impl LocalModel {
         let mut events = self.engine.submit(Request {
             boundaries: ends.map(boundary).collect(),
             images,
-            ..Request::new(ids, answer_options.max_tokens.unwrap_or(usize::MAX), answer_options.sampling.clone())
+            ..Request::new(ids, options.max_tokens.unwrap_or(usize::MAX), self.sampling(options))
         })?;
         let mut decoder = Decoder::new(self.checkpoint.tokenizer.clone());
-        let mut printer = AnswerPrinter::new(Parser::new(Template::opens_in_reasoning(&prompt), &[]));
+        let mut parser = Parser::new(Template::opens_in_reasoning(&prompt), &[]);
+        let mut printer = AnswerPrinter::new();
         let mut stop = std::pin::pin!(stop);
         let end = loop {
             let event = tokio::select! {
@@ -137,16 +139,21 @@ impl LocalModel {
                 () = &mut stop => break None,
             };
             match event {
-                Some(Event::Token { id, .. }) => printer.write(&decoder.push(id))?,
-                Some(Event::Done { finish, timings }) => break Some((finish, timings)),
+                Some(Event::Token { id, .. }) => print(&mut printer, parser.push(&decoder.push(id)))?,
+                Some(Event::Done { finish, timings }) => {
+                    break Some(AnswerEnd { is_cut: finish == Finish::Length, stats: stats(&timings) });
+                }
                 Some(Event::Failed(error)) => return Err(error.into()),
-                Some(Event::Started { .. } | Event::Prefilled { .. } | Event::Prompt(_)) => {}
+                Some(Event::Started { cached_tokens: tokens, .. } | Event::Prefilled { tokens, .. }) => {
+                    printer.progress(tokens, total);
+                }
+                Some(Event::Prompt(_)) => {}
                 None => return Err(EngineError::Stopped.into()),
             }
         };
-        printer.write(&decoder.finish())?;
-        printer.end()?;
-        Ok(TerminalAnswer { content: printer.content, reasoning: printer.reasoning, end })
+        print(&mut printer, parser.push(&decoder.finish()))?;
+        print(&mut printer, parser.finish(false))?;
+        printer.finish(end)
     }
 
     /// Unloads the model.
@@ -156,93 +163,31 @@ impl LocalModel {
     }
 }
 
+fn print(printer: &mut AnswerPrinter, deltas: Vec<Delta>) -> Result<(), CommandError> {
+    for delta in deltas {
+        match delta {
+            Delta::Reasoning(text) => printer.reasoning(&text),
+            Delta::Content(text) => printer.content(&text)?,
+            // The prompt has no tools, so the parser reports no calls.
+            Delta::ToolCall { .. } | Delta::Arguments { .. } => {}
+        }
+    }
+    Ok(())
+}
+
+fn stats(timings: &Timings) -> AnswerStats {
+    AnswerStats {
+        prompt_tokens: timings.prompt_tokens,
+        cached_tokens: timings.cached_tokens,
+        generated_tokens: timings.generated_tokens,
+        prompt_seconds: timings.prompt_seconds,
+        decode_seconds: timings.decode_seconds,
+        drafted_tokens: timings.drafted_tokens,
+        accepted_tokens: timings.accepted_tokens,
+    }
+}
+
 /// A message in OpenAI's format.
 pub fn message(role: &str, content: &str) -> Value {
     json!({"role": role, "content": content})
-}
-
-/// Prints an answer while it streams: content to stdout, reasoning to stderr, dimmed on a terminal. Reasoning is omitted if
-/// only stdout is a terminal. Control characters are replaced on a terminal, since they could change its state.
-struct AnswerPrinter {
-    parser: Parser,
-    /// stderr is a terminal.
-    dims: bool,
-    shows_reasoning: bool,
-    in_reasoning: bool,
-    content: String,
-    reasoning: String,
-}
-
-impl AnswerPrinter {
-    fn new(parser: Parser) -> Self {
-        let dims = io::stderr().is_terminal();
-        let shows_reasoning = dims || !io::stdout().is_terminal();
-        Self { parser, dims, shows_reasoning, in_reasoning: false, content: String::new(), reasoning: String::new() }
-    }
-
-    fn write(&mut self, text: &str) -> Result<(), CommandError> {
-        let deltas = self.parser.push(text);
-        self.print(deltas)
-    }
-
-    fn end(&mut self) -> Result<(), CommandError> {
-        let deltas = self.parser.finish(false);
-        self.print(deltas)?;
-        self.end_reasoning();
-        if self.content.is_empty() { Ok(()) } else { print_content("\n") }
-    }
-
-    fn print(&mut self, deltas: Vec<Delta>) -> Result<(), CommandError> {
-        for delta in deltas {
-            match delta {
-                Delta::Reasoning(text) => {
-                    self.reasoning.push_str(&text);
-                    if self.shows_reasoning {
-                        let begins = !std::mem::replace(&mut self.in_reasoning, true) && self.dims;
-                        eprint!("{}{}", if begins { "\x1b[2m" } else { "" }, printable(&text));
-                    }
-                }
-                Delta::Content(text) => {
-                    self.end_reasoning();
-                    self.content.push_str(&text);
-                    print_content(&text)?;
-                }
-                // The prompt has no tools, so the parser reports no calls.
-                Delta::ToolCall { .. } | Delta::Arguments { .. } => {}
-            }
-        }
-        Ok(())
-    }
-
-    fn end_reasoning(&mut self) {
-        if std::mem::take(&mut self.in_reasoning) {
-            eprintln!("{}", if self.dims { "\x1b[0m\n" } else { "" });
-        }
-    }
-}
-
-fn print_content(text: &str) -> Result<(), CommandError> {
-    let mut out = io::stdout().lock();
-    let text = if out.is_terminal() { printable(text) } else { text.into() };
-    let written = out.write_all(text.as_bytes()).and_then(|()| out.flush());
-    written.map_err(|source| CommandError::Io { what: "writing the answer".into(), source })
-}
-
-/// `21 prompt tokens in 0.05 s (400.0 tokens/s), 110 tokens in 1.20 s (91.7 tokens/s)`
-pub fn timings_line(timings: &Timings) -> String {
-    let rate = |tokens: usize, seconds: f64| {
-        let rate = if seconds > 0.0 { tokens as f64 / seconds } else { 0.0 };
-        format!("in {seconds:.2} s ({rate:.1} tokens/s)")
-    };
-    let Timings { prompt_tokens, cached_tokens, generated_tokens, prompt_seconds, decode_seconds, .. } = *timings;
-    let drafted = match timings.drafted_tokens {
-        0 => String::new(),
-        drafted => format!(", {} of {drafted} drafted tokens accepted", timings.accepted_tokens),
-    };
-    let cached = if cached_tokens == 0 { String::new() } else { format!(" ({cached_tokens} cached)") };
-    format!(
-        "{prompt_tokens} prompt tokens{cached} {}, {generated_tokens} tokens {}{drafted}",
-        rate(prompt_tokens - cached_tokens, prompt_seconds),
-        rate(generated_tokens, decode_seconds)
-    )
 }

@@ -121,10 +121,16 @@ pub fn resolve_name(command: &mut Command, settings: &mut Settings) {
 pub fn hint(error: &CommandError, settings: &Settings) -> String {
     let CommandError::NoSuchDirectory(path) = error else { return String::new() };
     let name = path.to_string_lossy();
+    if name.contains(' ') {
+        return "; a prompt follows the model, as in `moestro run moestro-demo \"What is 12+7?\"`".into();
+    }
     if name.contains('/') {
         return String::new();
     }
     let all = all(settings, None);
+    if let Some(entry) = all.iter().find(|entry| entry.id.rsplit('/').next() == Some(&*name)) {
+        return format!(" (did you mean {}?)", entry.id);
+    }
     match config::nearest(&name, all.iter().map(|entry| entry.id.as_str())) {
         Some((near, id)) if near > 0.8 => format!(" (did you mean {id}?)"),
         _ => "; `moestro list` shows the models on this machine; org/name is a model of the Hugging Face hub".into(),

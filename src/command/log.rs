@@ -1,8 +1,11 @@
 //! Sets up the log: its destination and the format of its lines.
 
-use super::log_files::LogFiles;
+use super::{log_files::LogFiles, progress::LogStderr};
 use crate::{
-    cli::{Command, values::LogFormat},
+    cli::{
+        Cli, Command,
+        values::{LogFormat, LogLevel},
+    },
     error::CommandError,
     http::REQUEST_LOG,
 };
@@ -30,23 +33,32 @@ const MAX_WAITING: usize = 16_384;
 const LAST_LINES: Duration = Duration::from_secs(1);
 
 /// Sets up the log of a command. A server logs from INFO, other commands from WARN: their result is what they print.
+/// `--log-level` changes that, and `MOESTRO_LOG` selects levels by module.
 ///
 /// Lines are written by a thread, so a full pipe or a dead terminal never blocks or ends a request: lines that cannot be
 /// written are dropped. The returned guard writes the remaining lines when it is dropped.
 ///
 /// # Errors
 /// The log directory is not writable.
-pub fn init(command: &Command) -> Result<LogGuard, CommandError> {
-    let (level, dir, format) = match command {
+pub fn init(cli: &Cli) -> Result<LogGuard, CommandError> {
+    let (level, dir, format) = match &cli.command {
         Command::Serve(serve) => ("moestro=info,warn", serve.log_dir.as_ref(), serve.log_format),
         _ => ("warn", None, LogFormat::Text),
+    };
+    let level = match cli.log_level() {
+        None => level,
+        Some(LogLevel::Error) => "error",
+        Some(LogLevel::Warn) => "warn",
+        Some(LogLevel::Info) => "moestro=info,warn",
+        Some(LogLevel::Debug) => "moestro=debug,warn",
+        Some(LogLevel::Trace) => "moestro=trace,info",
     };
     let filter = EnvFilter::try_from_env("MOESTRO_LOG").unwrap_or_else(|_| EnvFilter::new(level));
     let on_terminal = dir.is_none() && io::stderr().is_terminal();
     let colours = on_terminal && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
     let failed = |source| CommandError::Io { what: "the log".into(), source };
     let (lines, guard) = match dir {
-        None => write_in_thread(io::stderr()),
+        None => write_in_thread(LogStderr),
         Some(dir) => {
             let files = LogFiles::open(dir).map_err(|error| CommandError::Usage(format!("--log-dir: {error}")))?;
             write_in_thread(files)

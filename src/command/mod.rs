@@ -1,21 +1,31 @@
 //! One file per subcommand that serves, chats or manages models, and what they share: finding and loading a checkpoint.
 //! `tools` has the subcommands that measure.
 
+mod agents;
+mod answer_printer;
 mod chat_input;
+mod chat_model;
+mod chat_settings;
 pub mod completions;
+mod confirm;
+mod conversation_file;
 pub mod device_choice;
 pub mod draft_source;
 pub mod generate;
+pub mod launch;
 pub mod list;
 mod local_model;
 pub mod local_models;
 pub mod log;
 mod log_files;
+pub mod man;
 mod model_catalog;
 pub mod pack;
 pub mod progress;
 pub mod ps;
 pub mod pull;
+mod remote_model;
+mod remote_server;
 pub mod rm;
 pub mod run;
 pub mod serve;
@@ -32,17 +42,20 @@ use crate::{
     metrics::Metrics,
     model::{self, Model, Qwen, StoreOptions, VisionOptions, config::FfnShape},
     ops::KvBits,
-    plan::PlanOptions,
+    plan::{Plan, PlanOptions, Size},
     platform::check_small_file,
 };
 use device_choice::DeviceChoice;
 use serde::Serialize;
+use serde_json::Value;
 use std::{
     borrow::Cow,
     fmt::Display,
+    fs,
     io::{self, Write},
-    path::PathBuf,
+    path::{Path, PathBuf},
     sync::Arc,
+    thread,
 };
 
 /// Prints a report as text or as one JSON object. A closed stdout is not an error.
@@ -71,6 +84,10 @@ pub fn resolve(source: &ModelSource) -> Result<PathBuf, CommandError> {
     let not_a_checkpoint = |why: &str| Err(StoreError::NotACheckpoint { path: dir.clone(), why: why.into() }.into());
     if !dir.exists() {
         Err(CommandError::NoSuchDirectory(dir))
+    } else if is_gguf(&dir) {
+        not_a_checkpoint(
+            "it is a GGUF file, which Moestro does not read; pull an MLX version of the model, such as one of mlx-community",
+        )
     } else if !dir.is_dir() {
         not_a_checkpoint("it is a file; a checkpoint is a directory with config.json, tokenizer.json and *.safetensors")
     } else if !dir.join("config.json").exists() {
@@ -82,6 +99,13 @@ pub fn resolve(source: &ModelSource) -> Result<PathBuf, CommandError> {
         }
         Ok(dir)
     }
+}
+
+/// True for a GGUF file, and for a directory that has one and no `config.json`.
+fn is_gguf(path: &Path) -> bool {
+    let is_file = |path: &Path| path.extension().is_some_and(|ending| ending == "gguf");
+    let entries = fs::read_dir(path).into_iter().flatten().flatten();
+    is_file(path) || !path.join("config.json").exists() && entries.take(1_000).any(|entry| is_file(&entry.path()))
 }
 
 /// The files of a checkpoint that are read whole, with their size limits in bytes. A pipe or a device in their place is an
@@ -115,6 +139,10 @@ impl CheckpointMeta {
             ModelSource::Hub(id) => id.rsplit('/').next().unwrap_or(id).to_string(),
             _ => config::name(&dir),
         };
+        if !dir.join("tokenizer.json").exists() {
+            let why = "it has no tokenizer.json; `moestro pull ORG/NAME` downloads it".into();
+            return Err(StoreError::NotACheckpoint { path: dir, why }.into());
+        }
         let tokenizer = Tokenizer::load(&dir)?;
         let texts = config::generation_config::json(&dir.join("tokenizer_config.json"))?.unwrap_or_default();
         let has_template = dir.join("chat_template.jinja").exists() || !texts["chat_template"].is_null();
@@ -126,23 +154,9 @@ impl CheckpointMeta {
         Ok(Self { dir, name, tokenizer: Arc::new(tokenizer), template, generation })
     }
 
-    /// How the weights are stored: `4-bit affine, groups of 64`, or the type of unquantised weights.
+    /// How the weights are stored: see [`quantisation`].
     pub fn quantisation(&self) -> Option<String> {
-        let config = config::generation_config::json(&self.dir.join("config.json")).ok()??;
-        let table = config.get("quantization").or(config.get("quantization_config"));
-        let bits = table.and_then(|table| table["bits"].as_u64());
-        match (table, bits) {
-            (Some(table), Some(bits)) => {
-                let mode = table["mode"].as_str().unwrap_or("affine");
-                let groups = table["group_size"].as_u64().map(|size| format!(", groups of {size}"));
-                Some(format!("{bits}-bit {mode}{}", groups.unwrap_or_default()))
-            }
-            _ => {
-                let text = &config["text_config"];
-                let kinds = [&config["dtype"], &config["torch_dtype"], &text["dtype"], &text["torch_dtype"]];
-                kinds.into_iter().find_map(|kind| kind.as_str()).map(str::to_owned)
-            }
-        }
+        quantisation(&config::generation_config::json(&self.dir.join("config.json")).ok()??)
     }
 
     /// The sampling of requests that do not set it. Without defaults in the checkpoint, tokens are drawn from the model's
@@ -157,6 +171,59 @@ impl CheckpointMeta {
             repetition_penalty: defaults.repetition_penalty.unwrap_or(neutral.repetition_penalty),
             ..neutral
         }
+    }
+}
+
+/// `on cpu, all experts in memory, context 32768`
+fn describe_plan(plan: &Value) -> String {
+    let device = plan["device"].as_str().unwrap_or("?");
+    let experts = match plan["residency"].as_f64() {
+        Some(share) if share < 1.0 => format!("{:.0} % of the experts in memory", share * 100.0),
+        _ => "all experts in memory".into(),
+    };
+    format!("on {device}, {experts}, context {}", plan["context"])
+}
+
+/// How the weights of a `config.json` are stored: `4-bit affine, groups of 64`, or the type of unquantised weights.
+pub fn quantisation(config: &Value) -> Option<String> {
+    let table = config.get("quantization").or(config.get("quantization_config"));
+    let bits = table.and_then(|table| table["bits"].as_u64());
+    match (table, bits) {
+        (Some(table), Some(bits)) => {
+            let mode = table["mode"].as_str().unwrap_or("affine");
+            let groups = table["group_size"].as_u64().map(|size| format!(", groups of {size}"));
+            Some(format!("{bits}-bit {mode}{}", groups.unwrap_or_default()))
+        }
+        _ => {
+            let text = &config["text_config"];
+            let kinds = [&config["dtype"], &config["torch_dtype"], &text["dtype"], &text["torch_dtype"]];
+            kinds.into_iter().find_map(|kind| kind.as_str()).map(str::to_owned)
+        }
+    }
+}
+
+/// Aligns the columns of a table with a header. Columns are separated by two spaces, and the last one is not padded.
+pub fn table<const N: usize>(header: [&str; N], rows: &[[String; N]]) -> String {
+    let all: Vec<[Cow<'_, str>; N]> = std::iter::once(header.map(Cow::from))
+        .chain(rows.iter().map(|row| row.each_ref().map(|cell| printable(cell))))
+        .collect();
+    let width = |column: usize| all.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
+    let widths: [usize; N] = std::array::from_fn(width);
+    let mut text = String::new();
+    for row in &all {
+        let cells = row.iter().zip(widths).map(|(cell, width)| format!("{cell:width$}"));
+        text += cells.collect::<Vec<_>>().join("  ").trim_end();
+        text.push('\n');
+    }
+    text
+}
+
+/// A directory with `~` for the home directory.
+pub fn short_path(path: &Path) -> String {
+    let home = std::env::home_dir().filter(|home| !home.as_os_str().is_empty());
+    match home.and_then(|home| Some(path.strip_prefix(home).ok()?.to_path_buf())) {
+        Some(rest) => Path::new("~").join(rest).display().to_string(),
+        None => path.display().to_string(),
     }
 }
 
@@ -200,6 +267,12 @@ pub fn kv_bits(bits: config::KvBitsArg) -> KvBits {
 
 /// Converts the loading flags to the model's options.
 pub fn options(load: &LoadSettings) -> model::LoadOptions {
+    let cores = thread::available_parallelism().map_or(usize::MAX, usize::from);
+    if let Some(threads) = load.threads.filter(|&threads| threads > cores) {
+        tracing::warn!(
+            "--threads {threads}: this machine has {cores} cores; more threads than cores slow decoding down"
+        );
+    }
     model::LoadOptions {
         threads: load.threads,
         plan: PlanOptions {
@@ -268,15 +341,43 @@ pub fn load_model(
         FfnShape::Moe { k, .. } => Some(k),
         FfnShape::Dense { .. } => None,
     };
+    tracing::info!("memory plan of {}: {}", checkpoint.name, plan_line(model.plan()));
     let requests = model.plan().requests;
     let mut plan = serde_json::to_value(model.plan()).unwrap_or_default();
     plan["device"] = device.into();
+    plan["reserved"] = model.plan().total().into();
     Ok(ReadyModel { model, draft, device, experts_per_token, plan, requests })
+}
+
+/// `2.51 GiB of 8.00 GiB: trunk 1.20 GiB, ..., 250 of 1024 experts in memory, context 32768`
+fn plan_line(plan: &Plan) -> String {
+    let parts = [
+        ("trunk", plan.trunk),
+        ("experts", plan.experts),
+        ("keys and values", plan.kv),
+        ("workspace", plan.workspace),
+        ("prompt cache", plan.prompt_cache),
+        ("draft", plan.draft),
+    ];
+    let parts = parts.iter().filter(|(_, bytes)| *bytes > 0).map(|(name, bytes)| format!("{name} {}", Size(*bytes)));
+    let parts: Vec<String> = parts.collect();
+    let residency = match plan.residency {
+        share if share < 1.0 => format!("{:.0} % of the experts in memory", share * 100.0),
+        _ => "all experts in memory".into(),
+    };
+    let (total, limit) = (Size(plan.total()), Size(plan.limit));
+    format!("{total} of {limit}: {}; {residency}, context {} tokens", parts.join(", "), plan.context)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn table_aligns_columns_under_headers() {
+        let rows = [["a".into(), "1.0 GiB".into()], ["longer\x1b".into(), "2".into()]];
+        assert_eq!(table(["NAME", "SIZE"], &rows), "NAME     SIZE\na        1.0 GiB\nlonger\u{fffd}  2\n");
+    }
 
     #[test]
     fn control_characters_are_replaced() {

@@ -17,8 +17,8 @@ use crate::{
     engine::{self, DiskCacheOptions, Options},
     error::CommandError,
     http::{
-        HostTimeouts, HostedModel, LoadedModel, ModelCard, ModelEntry, ModelLoader, OriginPolicy, RequestMemory,
-        ServerState,
+        HostTimeouts, HostedModel, LoadedModel, ModelCard, ModelEntry, ModelLoader, OriginPolicy, RequestLimits,
+        RequestMemory, ServerState,
     },
     metrics::Metrics,
     model::Model,
@@ -194,6 +194,11 @@ impl ModelCatalog {
             tokenizer: checkpoint.tokenizer,
             template: checkpoint.template,
             thinking: config.thinking,
+            limits: RequestLimits {
+                max_tokens: config.max_tokens,
+                thinking_budget: config.thinking_budget,
+                max_prompt_tokens: config.max_prompt_tokens,
+            },
             plan: model.plan,
         };
         let metrics = metrics.clone();

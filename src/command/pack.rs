@@ -11,13 +11,13 @@ use crate::{
 };
 use std::{path::Path, time::Instant};
 
-pub fn run(typed: &cli::PackArgs) -> Result<(), CommandError> {
+pub fn run(typed: &cli::tool_args::PackArgs) -> Result<(), CommandError> {
     let dir = resolve(&ModelSource::new(typed.model.model.as_deref()))?;
     let found = CheckpointInfo::unpacked(&dir, &LoadOptions::default())?;
     if typed.verify { verify(typed, &dir, &found) } else { write(typed, &dir, &found) }
 }
 
-fn write(typed: &cli::PackArgs, dir: &Path, found: &CheckpointInfo) -> Result<(), CommandError> {
+fn write(typed: &cli::tool_args::PackArgs, dir: &Path, found: &CheckpointInfo) -> Result<(), CommandError> {
     let CheckpointInfo { experts: map, files, .. } = found;
     let no_directory = || {
         StoreError::Other(
@@ -31,7 +31,7 @@ fn write(typed: &cli::PackArgs, dir: &Path, found: &CheckpointInfo) -> Result<()
             None => pack::default_dir(files)?.ok_or_else(no_directory)?,
         },
     };
-    let bar = progress::bytes(2 * map.bytes(), "packing and verifying");
+    let bar = progress::bytes(2 * map.bytes(), "packing, written and compared");
     let begin = Instant::now();
     let summary = pack::write(map, files, &out, &|bytes| bar.inc(bytes));
     bar.finish_and_clear();
@@ -54,7 +54,7 @@ fn write(typed: &cli::PackArgs, dir: &Path, found: &CheckpointInfo) -> Result<()
 }
 
 /// Compares the pack in `--out`, or every pack that may belong to this checkpoint, with the checkpoint.
-fn verify(typed: &cli::PackArgs, dir: &Path, found: &CheckpointInfo) -> Result<(), CommandError> {
+fn verify(typed: &cli::tool_args::PackArgs, dir: &Path, found: &CheckpointInfo) -> Result<(), CommandError> {
     let CheckpointInfo { experts: map, files, .. } = found;
     let packs = match &typed.out {
         Some(out) => vec![out.clone()],

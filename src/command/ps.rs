@@ -1,100 +1,68 @@
 //! `moestro ps` and `stop`: show or unload the model of a running server.
 
-use super::printable;
-use crate::{cli, error::CommandError};
-use serde_json::{Value, json};
-use std::{io, time::Duration};
-
-/// Time limit of a request.
-const TIMEOUT: Duration = Duration::from_secs(5);
-
-struct RemoteServer<'a> {
-    typed: &'a cli::RemoteArgs,
-    agent: ureq::Agent,
-}
-
-impl<'a> RemoteServer<'a> {
-    fn new(typed: &'a cli::RemoteArgs) -> Self {
-        let config = ureq::Agent::config_builder().timeout_global(Some(TIMEOUT)).http_status_as_error(false).build();
-        Self { typed, agent: config.into() }
-    }
-
-    fn url(&self, path: &str) -> String {
-        let host = &self.typed.host;
-        let host = if host.contains(':') && !host.starts_with('[') { format!("[{host}]") } else { host.clone() };
-        format!("http://{host}:{}{path}", self.typed.port)
-    }
-
-    /// Sends a request and returns the JSON of the response.
-    ///
-    /// # Errors
-    /// The server cannot be reached, or the response is an error.
-    fn ask(&self, path: &str, body: Option<&Value>) -> Result<Value, CommandError> {
-        let key = format!("Bearer {}", self.typed.api_key.as_deref().unwrap_or_default());
-        let sent = match body {
-            None => self.agent.get(self.url(path)).header("authorization", &key).call(),
-            Some(body) => self
-                .agent
-                .post(self.url(path))
-                .header("authorization", &key)
-                .header("content-type", "application/json")
-                .send(body.to_string()),
-        };
-        let failed = |source| CommandError::Io { what: format!("asking {}", self.url(path)), source };
-        let mut answer = sent.map_err(|error| match error {
-            ureq::Error::Io(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
-                let at = format!("{}:{}", self.typed.host, self.typed.port);
-                CommandError::Service(format!(
-                    "no server at {at}: use --host and --port for another address, or `moestro serve` starts one"
-                ))
-            }
-            error => failed(io::Error::other(error)),
-        })?;
-        let text = answer.body_mut().read_to_string().map_err(|error| failed(io::Error::other(error)))?;
-        let answer: Value = serde_json::from_str(&text).map_err(|error| failed(error.into()))?;
-        match answer["error"]["message"].as_str() {
-            Some(reason) => Err(CommandError::Service(printable(reason).into_owned())),
-            None => Ok(answer),
-        }
-    }
-}
+use super::{remote_server::RemoteServer, table};
+use crate::{cli, error::CommandError, plan::Size};
+use serde_json::Value;
 
 /// Prints the loaded model and its load, or that no model is loaded.
 pub fn ps(typed: &cli::PsArgs) -> Result<(), CommandError> {
     let health = RemoteServer::new(&typed.remote).ask("/health", None)?;
-    println!("{}", printable(&line(&health)));
+    print!("{}", report(&health));
     Ok(())
 }
 
-fn line(health: &Value) -> String {
+fn report(health: &Value) -> String {
     let Some(model) = health["model"].as_str() else {
         return match health["status"].as_str() {
-            Some("ok") => "no model is in memory; the next request loads one".into(),
-            status => format!("no model is in memory: {}", status.unwrap_or("unknown status")),
+            Some("ok") => "no model is in memory; the next request loads one\n".into(),
+            status => format!("no model is in memory: {}\n", status.unwrap_or("unknown status")),
         };
     };
-    let parts = ["trunk", "kv", "state", "workspace", "experts", "prompt_cache"];
-    let bytes: f64 = parts.iter().filter_map(|part| health["plan"][part].as_f64()).sum();
-    let (device, context) = (health["plan"]["device"].as_str().unwrap_or("?"), &health["context"]);
-    let (running, queued) = (&health["requests"]["running"], &health["requests"]["queued"]);
-    format!("{model}  {:.1} GB  {device}  context {context}  {running} running, {queued} waiting", bytes / 1e9)
+    let size = |bytes: &Value| bytes.as_u64().map_or("?".into(), |bytes| Size(bytes).to_string());
+    let (plan, requests) = (&health["plan"], &health["requests"]);
+    let row = [
+        model.to_owned(),
+        health["quantization"].as_str().unwrap_or("?").split(',').next().unwrap_or_default().to_owned(),
+        size(&health["memory"]["used"]),
+        size(&plan["reserved"]),
+        plan["device"].as_str().unwrap_or("?").to_owned(),
+        health["context"].to_string(),
+        format!("{} running, {} waiting", requests["running"], requests["queued"]),
+    ];
+    table(["NAME", "FORMAT", "USED", "RESERVED", "DEVICE", "CONTEXT", "REQUESTS"], &[row])
 }
 
 /// Makes the server unload a model. The next request loads it again.
 pub fn stop(typed: &cli::StopArgs) -> Result<(), CommandError> {
-    RemoteServer::new(&typed.remote).ask("/v1/models/unload", Some(&json!({"model": typed.name}))).map(drop)
+    let server = RemoteServer::new(&typed.remote);
+    let name = match &typed.name {
+        Some(name) => name.clone(),
+        None => match server.ask("/health", None)?["model"].as_str() {
+            Some(loaded) => loaded.to_owned(),
+            None => {
+                println!("no model is in memory");
+                return Ok(());
+            }
+        },
+    };
+    server.unload(&name)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use serde_json::json;
 
     #[test]
-    fn loaded_model_is_one_line() {
-        let health = json!({"status": "ok", "model": "x", "context": 4096, "requests": {"running": 1, "queued": 2},
-            "plan": {"trunk": 1_000_000_000u64, "experts": 500_000_000, "device": "cpu", "limit": 7}});
-        assert_eq!(line(&health), "x  1.5 GB  cpu  context 4096  1 running, 2 waiting");
-        assert!(line(&json!({"status": "ok", "model": null})).contains("the next request"));
-        assert_eq!(line(&json!({"status": "loading"})), "no model is in memory: loading");
+    fn loaded_model_is_one_row() {
+        let health = json!({"status": "ok", "model": "x", "context": 4096, "quantization": "4-bit affine, groups of 64",
+            "requests": {"running": 1, "queued": 2}, "memory": {"used": 60 << 20},
+            "plan": {"reserved": 3u64 << 29, "device": "cpu", "limit": 7}});
+        let text = report(&health);
+        let (header, row) = text.split_once('\n').unwrap();
+        assert!(header.starts_with("NAME  FORMAT        USED      RESERVED"), "{text}");
+        assert_eq!(row, "x     4-bit affine  60.0 MiB  1.50 GiB  cpu     4096     1 running, 2 waiting\n");
+        assert!(report(&json!({"status": "ok", "model": null})).contains("the next request"));
+        assert_eq!(report(&json!({"status": "loading"})), "no model is in memory: loading\n");
     }
 }

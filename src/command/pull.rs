@@ -1,20 +1,49 @@
 //! `moestro pull org/name`: downloads a model. `serve org/name` does the same for a model that is not on this machine.
 
 use super::printable;
-use crate::{cli, error::CommandError};
-use std::path::PathBuf;
+use crate::{cli, config::hub_id, error::CommandError};
+use std::{
+    io::{self, IsTerminal},
+    path::PathBuf,
+};
+
+/// The default revision.
+const MAIN: &str = "main";
 
 /// Downloads missing files and prints the directory.
 pub fn run(typed: &cli::PullArgs) -> Result<(), CommandError> {
-    println!("{}", printable(&download(&typed.id)?.to_string_lossy()));
+    let id = hub_id(&typed.id);
+    let dir = interruptible(|| download(id, &typed.revision))?;
+    println!("{}", printable(&dir.to_string_lossy()));
+    if io::stdout().is_terminal() {
+        let name = if typed.revision == MAIN { id.into() } else { dir.to_string_lossy() };
+        eprintln!("next: moestro run {}", printable(&name));
+    }
     Ok(())
+}
+
+/// Runs a download. On a terminal, Ctrl-C ends the program and says how to resume.
+fn interruptible<T>(work: impl FnOnce() -> Result<T, CommandError>) -> Result<T, CommandError> {
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().worker_threads(1).build();
+    let runtime = runtime.map_err(|source| CommandError::Io { what: "starting a thread".into(), source })?;
+    if io::stderr().is_terminal() {
+        runtime.spawn(async {
+            if tokio::signal::ctrl_c().await.is_ok() {
+                eprintln!("\nthe download is interrupted; the same command resumes it");
+                std::process::exit(130);
+            }
+        });
+    }
+    let outcome = work();
+    runtime.shutdown_background();
+    outcome
 }
 
 /// Returns the directory of a model, after downloading it if needed.
 pub fn find_or_download(id: &str) -> Result<PathBuf, CommandError> {
     match find(id)? {
         Some(dir) => Ok(dir),
-        None => download(id),
+        None => download(id, MAIN),
     }
 }
 
@@ -24,15 +53,17 @@ fn find(id: &str) -> Result<Option<PathBuf>, CommandError> {
 }
 
 #[cfg(feature = "hub")]
-fn download(id: &str) -> Result<PathBuf, CommandError> {
+fn download(id: &str, revision: &str) -> Result<PathBuf, CommandError> {
     if !crate::config::is_hub_id(id) {
-        return Err(CommandError::Usage(format!("{id}: not a hub id; a hub id has the form org/name")));
+        let why = "not a hub id; a hub id has the form org/name, such as mlx-community/Qwen3.5-35B-A3B-4bit";
+        return Err(CommandError::Usage(format!("{id}: {why}")));
     }
     let hub = crate::checkpoint::hub::Hub::from_env()?;
     let bar = super::progress::bytes(0, id);
-    let outcome = hub.pull(id, &progress_of(&bar));
+    bar.enable_steady_tick(std::time::Duration::from_millis(200));
+    let outcome = hub.pull_revision(id, revision, &progress_of(&bar));
     bar.finish_and_clear();
-    match (outcome, hub.local(id)) {
+    match (outcome, hub.local(id).filter(|_| revision == MAIN)) {
         (Ok(dir), _) => Ok(dir),
         (Err(error), Some(dir)) => {
             tracing::warn!(%error, "cannot reach the hub; using the complete copy on this machine, which may not be the newest revision");
@@ -59,7 +90,7 @@ fn find(_id: &str) -> Result<Option<PathBuf>, CommandError> {
 }
 
 #[cfg(not(feature = "hub"))]
-fn download(id: &str) -> Result<PathBuf, CommandError> {
+fn download(id: &str, _revision: &str) -> Result<PathBuf, CommandError> {
     let reason = "cannot download: this program was built without the feature `hub`; use a directory instead";
     Err(CommandError::Usage(format!("{id}: {reason}")))
 }

@@ -1,14 +1,18 @@
 //! `moestro rm`: deletes a model from this machine.
 
-use super::local_models::{self, Origin};
+use super::{
+    confirm::confirmed,
+    local_models::{self, Origin},
+    printable,
+};
 use crate::{
     cli,
     config::{self, config_file::Settings},
     error::CommandError,
+    plan::Size,
 };
 use std::{
     fs,
-    io::{self, BufRead, IsTerminal, Write},
     path::{Path, PathBuf},
 };
 
@@ -35,7 +39,7 @@ pub fn remove(typed: &cli::RmArgs, settings: &Settings) -> Result<(), CommandErr
     if entry.origin == Origin::Own && !is_inside(dir, local_models::models_dir(typed.home.models_dir.as_deref())) {
         return usage(format!("{}: a symbolic link leads outside of the model directory", dir.display()));
     }
-    if !typed.yes && !confirmed(&format!("Delete {} ({:.1} GB)?", dir.display(), entry.bytes() as f64 / 1e9))? {
+    if !typed.yes && !confirmed(&printable(&format!("Delete {} ({})?", dir.display(), Size(entry.bytes()))))? {
         return Ok(());
     }
     let removed =
@@ -48,17 +52,4 @@ fn is_inside(dir: &Path, home: Option<PathBuf>) -> bool {
     let real = |path: &Path| path.canonicalize().ok();
     let (parent, home) = (dir.parent().and_then(real), home.as_deref().and_then(real));
     parent.zip(home).is_some_and(|(parent, home)| parent.starts_with(home))
-}
-
-/// Asks on the terminal.
-fn confirmed(question: &str) -> Result<bool, CommandError> {
-    if !io::stdin().is_terminal() {
-        return Err(CommandError::Usage(format!("{question} Use --yes to confirm: stdin is not a terminal")));
-    }
-    eprint!("{question} [y/N] ");
-    let _ = io::stderr().flush();
-    let mut answer = String::new();
-    let read = io::stdin().lock().read_line(&mut answer);
-    read.map_err(|source| CommandError::Io { what: "reading the answer".into(), source })?;
-    Ok(matches!(answer.trim(), "y" | "Y" | "yes"))
 }

@@ -1,34 +1,49 @@
 //! `moestro run`: a chat on the terminal. Ctrl-C interrupts an answer, Ctrl-D ends the chat.
 
 use super::{
+    answer_printer::{TerminalAnswer, print_dimmed},
     chat_input::{LineEditor, LineEvent},
-    generate,
-    local_model::{AnswerOptions, LocalModel, TerminalAnswer, message, timings_line},
+    chat_model::ChatModel,
+    chat_settings::{AnswerOptions, ChatSettings},
+    conversation_file, generate,
+    local_model::message,
+    local_models, printable,
 };
 use crate::{
-    config::{self, GenerateConfig},
+    cli::model_args::RemoteArgs,
+    config::{self, GenerateConfig, ModelSource, config_file::Settings},
     engine::Image,
     error::CommandError,
 };
 use serde_json::{Value, json};
-use std::{
-    io::{self, IsTerminal},
-    sync::Arc,
-};
+use std::{path::PathBuf, sync::Arc};
 
 const HELP: &str = "\
-/set                   show the settings; /set NAME VALUE changes temp, top-p, top-k, min-p, repeat-penalty, seed,
-                       max-tokens, thinking (on, off) or system; /set NAME resets seed, max-tokens, thinking or system
-/image PATH            show the model a picture together with the next text
-/clear                 delete the conversation
-/help, /bye            show this help, end the chat
-\"\"\"                    starts and ends a text of several lines; a line that ends in \\ continues on the next line
-Up, Down, Ctrl-R       earlier texts, also of earlier chats; a line that starts with a space is not saved
-Ctrl-C                 interrupts an answer, or discards the line
-Ctrl-D                 ends the chat; so does pressing Ctrl-C twice";
+/set              show the settings; /set NAME VALUE changes one, /set NAME
+                  resets it: temp, top-p, top-k, min-p, repeat-penalty,
+                  seed, max-tokens, thinking (on, off), system
+/image PATH       show the model a picture together with the next text
+/retry            answer the last message again
+/clear            delete the conversation
+/save FILE        write the conversation to a file
+/load FILE        continue the conversation of a file
+/model            list the models; /model NAME changes the model
+/show             show the model and the settings
+/help, /bye       show this help, end the chat
+
+\"\"\"               starts and ends a text of several lines; a line that
+                  ends in \\ continues on the next line
+Up, Down, Ctrl-R  earlier texts, also of earlier chats; a line that
+                  starts with a space is not saved
+Ctrl-C            interrupts an answer, or clears the line
+Ctrl-D            ends the chat; so does Ctrl-C twice on an empty line";
+
+/// The commands.
+const COMMANDS: [&str; 12] =
+    ["set", "image", "retry", "clear", "save", "load", "model", "show", "help", "bye", "exit", "quit"];
 
 /// Completions of the Tab key.
-const WORDS: [&str; 14] = [
+const WORDS: [&str; 19] = [
     "/set ",
     "/set temp ",
     "/set top-p ",
@@ -40,84 +55,191 @@ const WORDS: [&str; 14] = [
     "/set thinking ",
     "/set system ",
     "/image ",
+    "/retry",
     "/clear",
+    "/save ",
+    "/load ",
+    "/model ",
+    "/show",
     "/help",
     "/bye",
 ];
 
 /// Answers the prompt once if there is one, else starts a chat.
-pub fn run(config: &GenerateConfig) -> Result<(), CommandError> {
-    let local = LocalModel::load(config)?;
-    match config.prompt {
-        Some(_) => generate::answer_once(&local, config)?,
-        None => {
-            let mut chat = ChatSession::new(&local, config)?;
-            chat.run()?;
-        }
+pub fn run(config: GenerateConfig, remote: &RemoteArgs, settings: &Settings) -> Result<(), CommandError> {
+    let model = ChatModel::open(&config, remote, settings)?;
+    if config.prompt.is_some() {
+        generate::answer_once(&model, &config)?;
+        return model.close();
     }
-    local.unload()
+    let answer_options = AnswerOptions::new(&config);
+    let mut chat = ChatSession {
+        model: Some(model),
+        settings: ChatSettings { answer_options, system: config.system.clone() },
+        messages: Vec::new(),
+        images: Vec::new(),
+        next_images: Vec::new(),
+        file: None,
+        runtime: generate::runtime()?,
+        config,
+        remote: remote.clone(),
+        catalog: settings.clone(),
+    };
+    chat.run()?;
+    chat.model.take().map_or(Ok(()), ChatModel::close)
 }
 
-struct ChatSession<'a> {
-    local: &'a LocalModel,
+struct ChatSession {
+    /// `None` only while another model is loaded.
+    model: Option<ChatModel>,
     settings: ChatSettings,
     messages: Vec<Value>,
     /// The images of the messages, and those of the next message.
     images: Vec<Arc<Image>>,
     next_images: Vec<Arc<Image>>,
+    /// The file of `/save` or `/load`, which `/save` may overwrite.
+    file: Option<PathBuf>,
     runtime: tokio::runtime::Runtime,
+    config: GenerateConfig,
+    remote: RemoteArgs,
+    catalog: Settings,
 }
 
-impl<'a> ChatSession<'a> {
-    fn new(local: &'a LocalModel, config: &GenerateConfig) -> Result<Self, CommandError> {
-        let settings = ChatSettings { answer_options: local.answer_options(config), system: config.system.clone() };
-        let (messages, images, next_images) = Default::default();
-        Ok(Self { local, settings, messages, images, next_images, runtime: generate::runtime()? })
-    }
-
+impl ChatSession {
     fn run(&mut self) -> Result<(), CommandError> {
-        println!("{}: /help shows the commands", self.local.checkpoint.name);
+        if let Some(model) = &self.model {
+            println!("{}", printable(&model.describe()));
+        }
+        println!("/help shows the commands");
         let (mut input, mut twice) = (LineEditor::new(&WORDS)?, false);
         loop {
             let text = match input.read()? {
                 LineEvent::Text(text) => text,
-                LineEvent::Interrupted if !twice => {
+                // Ctrl-C on a text only clears it.
+                LineEvent::Interrupted { had_text: true } => {
+                    twice = false;
+                    continue;
+                }
+                LineEvent::Interrupted { .. } if !twice => {
                     twice = true;
                     print_dimmed("Ctrl-D ends the chat; so does Ctrl-C again");
                     continue;
                 }
-                LineEvent::Interrupted | LineEvent::End => return Ok(()),
+                LineEvent::Interrupted { .. } | LineEvent::End => return Ok(()),
             };
             twice = false;
             match command(&text) {
                 _ if text.trim().is_empty() => {}
                 Some(("bye" | "exit" | "quit", _)) => return Ok(()),
-                Some(("clear", _)) => {
-                    self.messages.clear();
-                    self.images.clear();
-                    self.next_images.clear();
-                }
-                Some(("image", path)) => println!("{}", self.add_image(path).unwrap_or_else(|why| why)),
-                Some(("set", rest)) => println!("{}", self.settings.set(rest).unwrap_or_else(|why| why)),
-                Some(_) => println!("{HELP}"),
+                Some((name, rest)) => match self.execute(name, rest) {
+                    Ok(said) if said.is_empty() => {}
+                    Ok(said) => println!("{}", printable(&said)),
+                    Err(CommandError::Usage(why)) => println!("{}", printable(&why)),
+                    Err(error) => return Err(error),
+                },
                 None => self.send(&text)?,
             }
         }
     }
 
+    /// Executes a command and returns what it prints.
+    fn execute(&mut self, name: &str, rest: &str) -> Result<String, CommandError> {
+        let usage = |why: &str| Err(CommandError::Usage(why.into()));
+        match name {
+            "set" => self.settings.set(rest).map_err(CommandError::Usage),
+            "help" | "?" => Ok(HELP.into()),
+            "clear" => {
+                self.messages.clear();
+                self.images.clear();
+                self.next_images.clear();
+                Ok("the conversation is empty".into())
+            }
+            "image" if rest.is_empty() => usage("/image needs the path of a PNG, JPEG, WebP or GIF file"),
+            "image" => self.add_image(rest).map_err(CommandError::Usage),
+            "save" | "load" | "model" if !rest.is_empty() && !self.images.is_empty() => {
+                usage("the conversation has images; /clear deletes it")
+            }
+            "retry" => match self.last_question() {
+                Some(text) => self.send(&text).map(|()| String::new()),
+                None => usage("there is no message to answer again"),
+            },
+            "save" if rest.is_empty() && self.file.is_none() => usage("name a file: /save FILE"),
+            "save" => {
+                let path = if rest.is_empty() { self.file.clone().unwrap_or_default() } else { rest.into() };
+                let may_replace = self.file.as_ref() == Some(&path);
+                conversation_file::save(&path, may_replace, self.settings.system.as_deref(), &self.messages)?;
+                let said = format!("saved {} messages to {}", self.messages.len(), path.display());
+                self.file = Some(path);
+                Ok(said)
+            }
+            "load" if rest.is_empty() => usage("name a file: /load FILE"),
+            "load" => {
+                let (system, messages) = conversation_file::load(rest.as_ref())?;
+                (self.settings.system, self.messages, self.file) = (system, messages, Some(rest.into()));
+                Ok(format!("loaded {} messages", self.messages.len()))
+            }
+            "model" if rest.is_empty() => {
+                let all = local_models::all(&self.catalog, None);
+                let current = self.model.as_ref().map_or("", ChatModel::name);
+                let line = |entry: local_models::CatalogEntry| {
+                    let mark = if entry.id == current { "* " } else { "  " };
+                    format!("{mark}{}", entry.id)
+                };
+                Ok(all.into_iter().map(line).collect::<Vec<_>>().join("\n"))
+            }
+            "model" => self.switch(rest),
+            "show" => {
+                let model = self.model.as_ref().map_or(String::new(), ChatModel::describe);
+                Ok(format!("{model}\n{} messages\n{}", self.messages.len(), self.settings))
+            }
+            _ => usage(&format!("no command /{name}; /help lists the commands")),
+        }
+    }
+
     /// Reads an image for the next message. Returns a line for the user.
     fn add_image(&mut self, path: &str) -> Result<String, String> {
-        if path.is_empty() {
-            return Err("/image needs the path of a PNG, JPEG, WebP or GIF file".into());
-        }
-        let image = self.local.read_image(&config::expand(path))?;
+        let Some(model) = &self.model else { return Ok(String::new()) };
+        let image = model.read_image(&config::expand(path))?;
         let tokens = image.tokens();
         self.next_images.push(image);
         Ok(format!("{path}: {tokens} tokens; the next text goes with it"))
     }
 
+    /// Removes the last question and its answer, and returns the question.
+    fn last_question(&mut self) -> Option<String> {
+        let at = self.messages.iter().rposition(|message| message["role"] == "user")?;
+        let text = self.messages[at]["content"].as_str()?.to_owned();
+        self.messages.truncate(at);
+        Some(text)
+    }
+
+    /// Unloads the model and loads another one. The conversation continues. If the other one cannot be loaded, the first one
+    /// is loaded again.
+    fn switch(&mut self, name: &str) -> Result<String, CommandError> {
+        let entry = local_models::all(&self.catalog, None).into_iter().find(|entry| entry.id == name);
+        let source = entry.map_or_else(|| ModelSource::new(Some(name)), |entry| entry.source);
+        let before = (self.config.model.clone(), self.catalog.model.take());
+        self.catalog.model = self.catalog.models.iter().any(|(known, _)| known == name).then(|| name.to_owned());
+        self.config.model = source;
+        if let Some(model) = self.model.take() {
+            model.close()?;
+        }
+        let refused = match ChatModel::open(&self.config, &self.remote, &self.catalog) {
+            Ok(model) => {
+                let said = model.describe();
+                self.model = Some(model);
+                return Ok(said);
+            }
+            Err(error) => error,
+        };
+        (self.config.model, self.catalog.model) = before;
+        self.model = Some(ChatModel::open(&self.config, &self.remote, &self.catalog)?);
+        Err(CommandError::Usage(refused.to_string()))
+    }
+
     /// Sends a message to the model. A failed answer does not end the chat.
     fn send(&mut self, text: &str) -> Result<(), CommandError> {
+        let Some(model) = &self.model else { return Ok(()) };
         let before = self.images.len();
         let mut question = message("user", text);
         if !self.next_images.is_empty() {
@@ -129,10 +251,10 @@ impl<'a> ChatSession<'a> {
         self.messages.push(question);
         let system = self.settings.system.iter().map(|text| message("system", text));
         let messages: Vec<Value> = system.chain(self.messages.iter().cloned()).collect();
-        let answer = self.local.answer(&messages, &self.images, &self.settings.answer_options, interrupted());
+        let answer = model.answer(&messages, &self.images, &self.settings.answer_options, interrupted());
         let answer = self.runtime.block_on(answer);
         let TerminalAnswer { content, reasoning, end } = match answer {
-            Err(CommandError::Engine(error)) => {
+            Err(error @ (CommandError::Engine(_) | CommandError::Service(_) | CommandError::Io { .. })) => {
                 self.messages.pop();
                 self.images.truncate(before);
                 eprintln!("moestro: {error}");
@@ -141,7 +263,7 @@ impl<'a> ChatSession<'a> {
             other => other?,
         };
         match end {
-            Some((_, timings)) => print_dimmed(&timings_line(&timings)),
+            Some(end) => print_dimmed(&end.stats.to_string()),
             None => print_dimmed("interrupted"),
         }
         let mut reply = message("assistant", &content);
@@ -154,82 +276,10 @@ impl<'a> ChatSession<'a> {
 /// Parses `/name rest`. A path that starts with a slash is not a command.
 fn command(text: &str) -> Option<(&str, &str)> {
     let line = text.trim().strip_prefix('/')?;
-    let (name, rest) = line.split_once(' ').unwrap_or((line, ""));
-    let known = ["bye", "exit", "quit", "clear", "set", "image", "help", "?"].contains(&name);
-    (known || name.chars().all(char::is_alphabetic) && rest.is_empty()).then_some((name, rest.trim()))
-}
-
-/// The settings of `/set`.
-struct ChatSettings {
-    answer_options: AnswerOptions,
-    system: Option<String>,
-}
-
-impl ChatSettings {
-    /// Changes one setting, if one is named, and returns all settings as text.
-    fn set(&mut self, command: &str) -> Result<String, String> {
-        let (name, value) = command.split_once(char::is_whitespace).unwrap_or((command, ""));
-        let (value, sampling) = (value.trim(), &mut self.answer_options.sampling);
-        match name {
-            "" => {}
-            "temp" => sampling.temperature = number(name, value, 0.0, 2.0)?,
-            "top-p" => sampling.top_p = number(name, value, 0.0, 1.0)?,
-            "min-p" => sampling.min_p = number(name, value, 0.0, 1.0)?,
-            "repeat-penalty" => sampling.repetition_penalty = number(name, value, 0.01, 100.0)?,
-            "top-k" => sampling.top_k = integer(name, value)?.unwrap_or(0),
-            "seed" => sampling.seed = integer(name, value)?,
-            "max-tokens" => self.answer_options.max_tokens = integer(name, value)?,
-            "thinking" => {
-                self.answer_options.thinking = match value {
-                    "on" => Some(true),
-                    "off" => Some(false),
-                    "" => None,
-                    _ => return Err("thinking must be on or off".into()),
-                }
-            }
-            "system" => self.system = (!value.is_empty()).then(|| value.to_owned()),
-            _ => {
-                return Err(format!(
-                    "unknown setting {name} (did you mean {}?); /help lists the settings",
-                    nearest(name)
-                ));
-            }
-        }
-        Ok(self.to_string())
-    }
-}
-
-impl std::fmt::Display for ChatSettings {
-    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let AnswerOptions { sampling, max_tokens, thinking } = &self.answer_options;
-        let or = |value: Option<String>| value.unwrap_or_else(|| "the model's default".into());
-        write!(out, "temp {}, top-p {}, top-k {}, ", sampling.temperature, sampling.top_p, sampling.top_k)?;
-        write!(out, "min-p {}, repeat-penalty {}, ", sampling.min_p, sampling.repetition_penalty)?;
-        let seed = sampling.seed.map_or("random".into(), |seed| seed.to_string());
-        let max = max_tokens.map_or("unlimited".into(), |max| max.to_string());
-        let thinking = or(thinking.map(|on| if on { "on" } else { "off" }.into()));
-        write!(out, "seed {seed}, max-tokens {max}, thinking {thinking}, ")?;
-        write!(out, "system {}", self.system.as_deref().unwrap_or("none"))
-    }
-}
-
-/// The setting with the most similar name.
-fn nearest(name: &str) -> &'static str {
-    let names =
-        WORDS.iter().filter_map(|word| word.strip_prefix("/set ")).map(str::trim).filter(|known| !known.is_empty());
-    config::nearest(name, names).map_or("", |(_, near)| near)
-}
-
-fn number(name: &str, value: &str, min: f32, max: f32) -> Result<f32, String> {
-    let number = value.parse().ok().filter(|number| (min..=max).contains(number));
-    number.ok_or_else(|| format!("{name} must be a number from {min} to {max}"))
-}
-
-fn integer<T: std::str::FromStr>(name: &str, value: &str) -> Result<Option<T>, String> {
-    match value {
-        "" => Ok(None),
-        _ => value.parse().map(Some).map_err(|_| format!("{name} must be a whole number, at least 0")),
-    }
+    let (name, rest) = line.split_once(char::is_whitespace).unwrap_or((line, ""));
+    let is_known = COMMANDS.contains(&name) || name == "?";
+    (is_known || !name.is_empty() && name.chars().all(char::is_alphabetic) && rest.is_empty())
+        .then_some((name, rest.trim()))
 }
 
 /// Waits for Ctrl-C.
@@ -239,20 +289,17 @@ async fn interrupted() {
     }
 }
 
-fn print_dimmed(text: &str) {
-    if io::stderr().is_terminal() { eprintln!("\x1b[2m{text}\x1b[0m") } else { eprintln!("{text}") }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::engine::Sampling;
+    use crate::command::chat_settings;
 
     #[test]
     fn path_is_not_a_command() {
         assert_eq!(command("/set temp 0"), Some(("set", "temp 0")));
         assert_eq!(command(" /bye "), Some(("bye", "")));
         assert_eq!(command("/hlep"), Some(("hlep", "")));
+        assert_eq!(command("/save a b.json"), Some(("save", "a b.json")));
         assert_eq!(command("/etc/passwd"), None);
         assert_eq!(command("/usr is large"), None);
         assert_eq!(command("/image ~/a b.png"), Some(("image", "~/a b.png")));
@@ -260,23 +307,13 @@ mod tests {
     }
 
     #[test]
-    fn settings_are_changed_and_shown() {
-        let answer_options = AnswerOptions { sampling: Sampling::default(), max_tokens: None, thinking: None };
-        let mut settings = ChatSettings { answer_options, system: None };
-        settings.set("temp 0.5").unwrap();
-        settings.set("thinking off").unwrap();
-        settings.set("system Be brief, please.").unwrap();
-        settings.set("seed 7").unwrap();
-        let shown = settings.set("max-tokens 9").unwrap();
-        for part in ["temp 0.5", "thinking off", "system Be brief, please.", "seed 7", "max-tokens 9"] {
-            assert!(shown.contains(part), "{shown}");
+    fn every_setting_and_command_is_completed() {
+        for name in chat_settings::NAMES {
+            assert!(WORDS.contains(&&*format!("/set {name} ")), "{name}");
         }
-        assert!(settings.set("tepm 1").unwrap_err().contains("did you mean temp?"));
-        assert!(settings.set("seed").unwrap().contains("seed random"));
-        assert!(settings.set("system").unwrap().contains("system none"));
-        for wrong in ["temp hot", "temp", "top-p 2", "thinking maybe", "max-tokens -1", "frobnicate 1"] {
-            assert!(settings.set(wrong).is_err(), "{wrong}");
+        for name in COMMANDS.iter().filter(|name| !["exit", "quit"].contains(name)) {
+            assert!(WORDS.iter().any(|word| word.trim() == format!("/{name}")) && HELP.contains(&format!("/{name}")));
         }
-        assert_eq!(settings.answer_options.sampling.temperature, 0.5, "refused values change nothing");
+        assert!(HELP.lines().all(|line| line.chars().count() <= 80));
     }
 }

@@ -1,4 +1,4 @@
-//! `moestro serve`: opens the port, loads the model, prints the ready line and serves until a signal.
+//! `moestro serve`: opens the port, loads the model, prints the ready line, serves until a signal, and prints why it ends.
 
 use super::{device_choice::CPU, local_models, model_catalog::ModelCatalog};
 use crate::{
@@ -29,13 +29,27 @@ pub fn run(config: ServeConfig, settings: &Settings) -> Result<(), CommandError>
     os::return_freed_memory();
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().worker_threads(2).build();
     let runtime = runtime.map_err(|source| failed("starting threads", source))?;
-    let outcome = runtime.block_on(serve(config, settings.clone()));
+    let mut is_ready = false;
+    let outcome = runtime.block_on(serve(config, settings.clone(), &mut is_ready));
     // A load, or a forward pass that the second signal interrupted, may still be running.
     runtime.shutdown_background();
-    outcome
+    if is_ready && !io::stdout().is_terminal() {
+        let _ = writeln!(io::stdout(), "{}", exiting_line(&outcome)).and_then(|()| io::stdout().flush());
+    }
+    outcome.map(drop)
 }
 
-async fn serve(config: ServeConfig, settings: Settings) -> Result<(), CommandError> {
+/// The line that says why a server ended that was ready.
+fn exiting_line(outcome: &Result<&'static str, CommandError>) -> Value {
+    match outcome {
+        Ok(signal) => json!({"event": "exiting", "reason": signal}),
+        Err(CommandError::Interrupted) => json!({"event": "exiting", "reason": "second signal"}),
+        Err(error) => json!({"event": "exiting", "reason": "error", "error": error.to_string()}),
+    }
+}
+
+/// Serves until a signal and returns its name. `is_ready` becomes true with the ready line.
+async fn serve(config: ServeConfig, settings: Settings, is_ready: &mut bool) -> Result<&'static str, CommandError> {
     // `cpu` until the model is loaded. The GPU is opened after the port, since its kernels may have to be compiled.
     let metrics = Metrics::new(env!("CARGO_PKG_VERSION"), CPU);
     // Parses as a header value: `cli::values::origin` has checked it.
@@ -109,7 +123,7 @@ async fn serve(config: ServeConfig, settings: Settings) -> Result<(), CommandErr
         let loaded = tokio::select! {
             loaded = loading => loaded.map_err(|panic| failed("loading the model", io::Error::other(panic)))??,
             // No request is running yet, so there is nothing to drain.
-            () = stop.recv() => return Ok(()),
+            signal = stop.recv() => return Ok(signal),
         };
         let plan = loaded.model.plan.clone();
         server.models.install(loaded);
@@ -117,22 +131,26 @@ async fn serve(config: ServeConfig, settings: Settings) -> Result<(), CommandErr
     };
     // A closed stdout is not an error.
     let _ = writeln!(io::stdout(), "{}", ready_line(&first, address, &plan)).and_then(|()| io::stdout().flush());
+    *is_ready = true;
     service::notify_ready(&format!("serving {first}"));
     tracing::info!("serving {first} at http://{address}/v1 after {:.1?}", start.elapsed());
 
-    tokio::select! {
-        ended = &mut running => return result_of(ended),
-        () = stop.recv() => {}
-    }
-    tracing::info!("draining; a second signal stops at once");
+    let signal = tokio::select! {
+        ended = &mut running => {
+            result_of(ended)?;
+            return Err(failed("serving", io::Error::other("the port was closed")));
+        }
+        signal = stop.recv() => signal,
+    };
+    tracing::info!("{signal}: draining; a second signal stops at once");
     let _ = closing.send(());
     tokio::select! {
         ended = running => result_of(ended)?,
-        () = stop.recv() => return Err(CommandError::Interrupted),
+        _ = stop.recv() => return Err(CommandError::Interrupted),
     }
     tokio::select! {
-        () = server.models.unload_now() => Ok(()),
-        () = stop.recv() => Err(CommandError::Interrupted),
+        () = server.models.unload_now() => Ok(signal),
+        _ = stop.recv() => Err(CommandError::Interrupted),
     }
 }
 
@@ -147,16 +165,8 @@ fn ready_line(model: &str, address: SocketAddr, plan: &Value) -> String {
         let (port, device) = (address.port(), &plan["device"]);
         return json!({"event": "ready", "port": port, "model": model, "device": device, "plan": plan}).to_string();
     }
-    let device = plan["device"].as_str().unwrap_or_default();
-    let experts = match plan["residency"].as_f64() {
-        Some(share) if share < 1.0 => format!("{:.0} % of the experts in memory", share * 100.0),
-        _ => "all experts in memory".into(),
-    };
-    let context = &plan["context"];
-    format!(
-        "{model} answers on {device}, {experts}, context {context}: http://{address}/v1, with a page at http://{address}/ \
-         (Ctrl-C ends it)"
-    )
+    let plan = super::describe_plan(plan);
+    format!("{model} answers {plan}: http://{address}/v1, with a page at http://{address}/ (Ctrl-C ends it)")
 }
 
 /// The listening socket from the service manager, if it passed one.
@@ -202,8 +212,8 @@ struct StopSignals {
 }
 
 impl StopSignals {
-    /// Waits for the next signal.
-    async fn recv(&mut self) {
+    /// Waits for the next signal and returns its name.
+    async fn recv(&mut self) -> &'static str {
         let hangup = async {
             match &mut self.hangup {
                 Some(hangup) => hangup.recv().await,
@@ -211,9 +221,9 @@ impl StopSignals {
             }
         };
         tokio::select! {
-            _ = self.interrupt.recv() => {}
-            _ = self.terminate.recv() => {}
-            _ = hangup => {}
+            _ = self.interrupt.recv() => "SIGINT",
+            _ = self.terminate.recv() => "SIGTERM",
+            _ = hangup => "SIGHUP",
         }
     }
 }

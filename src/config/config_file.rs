@@ -13,8 +13,9 @@
 //!
 //! The settings of the file become arguments before the typed ones, so one parser checks both.
 
-use crate::cli::{Cli, Command};
-use clap::{ArgMatches, CommandFactory, FromArgMatches, parser::ValueSource};
+use super::foreign_flags::explain;
+use crate::cli::{Cli, Command, help, model_args::ModelArgs, values::MODEL_OPTION};
+use clap::{Arg, ArgMatches, FromArgMatches, parser::ValueSource};
 use std::{
     collections::BTreeMap,
     env,
@@ -78,21 +79,25 @@ pub fn parse_for(
     other: Option<&str>,
 ) -> Result<(Cli, Settings), clap::Error> {
     let args: Vec<OsString> = args.into_iter().collect();
-    let typed = Cli::command().ignore_errors(true).try_get_matches_from(&args)?;
-    let wrong = |sentence: String| Cli::command().error(clap::error::ErrorKind::ValueValidation, sentence);
+    let typed = help::command().ignore_errors(true).try_get_matches_from(&args)?;
+    let wrong = |sentence: String| help::command().error(clap::error::ErrorKind::ValueValidation, sentence);
+    let parsed =
+        |whole: &[OsString]| help::command().try_get_matches_from(whole).map_err(|error| explain(error, &args));
     let named = typed.try_get_one::<PathBuf>("config").ok().flatten();
     let file = ConfigFile::find(named.map(PathBuf::as_path)).map_err(wrong)?;
     let Some((name, sub)) = typed.subcommand() else {
         // Without a subcommand, clap prints help or an error.
-        let cli = Cli::from_arg_matches(&Cli::command().try_get_matches_from(&args)?)?;
-        return Ok((cli, Settings::default()));
+        return Ok((Cli::from_arg_matches(&parsed(&args)?)?, Settings::default()));
     };
-    let asked = sub.try_get_one::<String>(MODEL).ok().flatten().or(file.settings.get(MODEL)).cloned();
+    let text = |id| sub.try_get_one::<String>(id).ok().flatten();
+    let asked = text(MODEL_OPTION).or(text(MODEL)).or(file.settings.get(MODEL)).cloned();
     let asked = other.map(str::to_owned).or(asked);
     let model = asked.filter(|model| file.models.contains_key(model));
     let whole = file.before(&args, name, sub, model.as_deref());
-    let matches = Cli::command().try_get_matches_from(whole)?;
+    let matches = parsed(&whole)?;
     let mut cli = Cli::from_arg_matches(&matches)?;
+    let is_typed = sub.try_contains_id(MODEL).is_ok() && sub.value_source(MODEL) == Some(ValueSource::CommandLine);
+    cli.command.merge_model_option(is_typed).map_err(wrong)?;
     if let Some(place) = cli.command.model() {
         let fallback = || file.settings.get(MODEL).cloned();
         let typed = other.map(str::to_owned).or(place.take());
@@ -141,13 +146,11 @@ impl ConfigFile {
     /// Inserts the settings of this file after the subcommand's name: those that the subcommand has a flag for and that the
     /// environment does not set. The command line comes later and overrides them.
     fn before(&self, args: &[OsString], subcommand: &str, typed: &ArgMatches, model: Option<&str>) -> Vec<OsString> {
-        let command = Cli::command();
-        let Some(command) = command.find_subcommand(subcommand) else { return args.to_vec() };
+        let command = help::command();
         let own = |flag: &str| self.setting(model, flag).map(|(value, _)| value);
         let said = |id: &str| typed.value_source(id) == Some(ValueSource::EnvVariable);
-        let added = command.get_arguments().filter_map(|arg| {
-            // `bench --draft-model` selects another measurement, so it is not a setting.
-            let flag = arg.get_long().filter(|flag| (subcommand, *flag) != ("bench", "draft-model"))?;
+        let added = settings_of(&command, subcommand).filter_map(|arg| {
+            let flag = arg.get_long()?;
             let value = own(flag).filter(|_| !said(arg.get_id().as_str()))?;
             match arg.get_action().takes_values() {
                 true => Some(OsString::from(format!("--{flag}={value}"))),
@@ -168,13 +171,9 @@ impl ConfigFile {
 
     /// All flags of the subcommand. `typed`: parsed without the file. `matches`: with it.
     fn rows(&self, subcommand: &str, typed: &ArgMatches, matches: &ArgMatches, model: Option<&str>) -> Vec<SettingRow> {
-        let command = Cli::command();
-        let Some(command) = command.find_subcommand(subcommand) else { return Vec::new() };
-        let rows = command.get_arguments().filter_map(|arg| {
+        let command = help::command();
+        let rows = settings_of(&command, subcommand).filter_map(|arg| {
             let (id, flag) = (arg.get_id().as_str(), arg.get_long()?);
-            if !is_setting(flag) {
-                return None;
-            }
             let raw = matches.try_get_raw(id).ok().flatten();
             let value = raw.and_then(|mut values| values.next()).map(|value| value.to_string_lossy().into_owned());
             let value = if arg.is_hide_env_values_set() { value.map(|_| "(hidden)".into()) } else { value };
@@ -197,14 +196,37 @@ impl ConfigFile {
 impl Command {
     /// The model of the command, as typed.
     pub fn model(&mut self) -> Option<&mut Option<String>> {
+        self.model_args().map(|args| &mut args.model)
+    }
+
+    fn model_args(&mut self) -> Option<&mut ModelArgs> {
         match self {
-            Command::Serve(typed) | Command::Config(typed) => Some(&mut typed.model.model),
-            Command::Generate(typed) => Some(&mut typed.model.model),
-            Command::Run(typed) => Some(&mut typed.generate.model.model),
-            Command::Info(typed) => Some(&mut typed.model.model),
-            Command::Bench(typed) => Some(&mut typed.model.model),
-            Command::Pack(typed) => Some(&mut typed.model.model),
+            Command::Serve(typed) | Command::Config(typed) => Some(&mut typed.model),
+            Command::Generate(typed) => Some(&mut typed.model),
+            Command::Run(typed) => Some(&mut typed.generate.model),
+            Command::Info(typed) => Some(&mut typed.model),
+            Command::Bench(typed) => Some(&mut typed.model),
+            Command::Pack(typed) => Some(&mut typed.model),
             _ => None,
+        }
+    }
+
+    /// Makes `--model X` the model. With it, the first word after `run` is the prompt. `is_typed`: MODEL is on the command
+    /// line, not only in the environment.
+    ///
+    /// # Errors
+    /// The model is typed twice.
+    fn merge_model_option(&mut self, is_typed: bool) -> Result<(), String> {
+        let Some(args) = self.model_args() else { return Ok(()) };
+        let Some(option) = args.option.take() else { return Ok(()) };
+        let typed = args.model.replace(option).filter(|_| is_typed);
+        match (self, typed) {
+            (_, None) => Ok(()),
+            (Command::Run(run), Some(word)) if run.generate.prompt.is_none() => {
+                run.words.insert(0, word);
+                Ok(())
+            }
+            (_, Some(word)) => Err(format!("the model is given twice: {word} and --model")),
         }
     }
 }
@@ -251,16 +273,17 @@ fn setting(name: String, value: toml::Value, of_model: bool) -> Result<(String, 
     Ok((name, value))
 }
 
-/// True if a flag can be set in the file: all but help, version and config.
-fn is_setting(flag: &str) -> bool {
-    !["help", "version", "config"].contains(&flag)
+/// The flags of a subcommand that can be set in the file: those with an environment variable, but `--config`.
+fn settings_of<'a>(whole: &'a clap::Command, subcommand: &str) -> impl Iterator<Item = &'a Arg> {
+    let own = whole.find_subcommand(subcommand).into_iter().flat_map(clap::Command::get_arguments);
+    own.chain(whole.get_arguments()).filter(|arg| arg.get_env().is_some() && arg.get_long() != Some("config"))
 }
 
-/// All names that the file may have: the flags of all subcommands, and the model.
+/// All names that the file may have: the settings of all subcommands, and the model.
 fn names() -> Vec<String> {
-    let command = Cli::command();
-    let flags = command.get_subcommands().flat_map(|command| command.get_arguments());
-    let flags = flags.filter_map(|arg| arg.get_long()).filter(|flag| is_setting(flag));
+    let whole = help::command();
+    let commands = whole.get_subcommands().map(clap::Command::get_name);
+    let flags = commands.flat_map(|name| settings_of(&whole, name)).filter_map(Arg::get_long);
     let mut names: Vec<String> = flags.map(String::from).chain([MODEL.into()]).collect();
     names.sort();
     names.dedup();
@@ -308,8 +331,25 @@ mod tests {
     fn settings_of_other_commands_are_ignored() {
         let (cli, _) = parsed("port = 6000\nio-threads = 4", "info --json").unwrap();
         assert!(matches!(cli.command, Command::Info(info) if info.json && info.load.io_threads == 4));
+        assert!(parsed("json = true", "info").err().unwrap().contains("is not a setting"));
         let (cli, _) = parsed("draft-model = \"lookup\"", "bench --cold").unwrap();
         assert!(matches!(cli.command, Command::Bench(bench) if bench.draft_model.is_none()));
+    }
+
+    #[test]
+    fn model_is_an_argument_or_an_option() {
+        let text = "[models.large]\npath = \"org/l\"\nctx-size = 7";
+        for typed in ["serve large", "serve -m large", "serve --model large", "serve --model=large"] {
+            let large = serve(text, typed);
+            assert_eq!((large.model.model.as_deref(), large.load.ctx_size), (Some("org/l"), Some(7)), "{typed}");
+        }
+        assert!(parsed("", "serve a -m b").err().unwrap().contains("given twice"));
+        let run = |typed: &str| match parsed("", typed).unwrap().0.command {
+            Command::Run(run) => (run.generate.model.model, run.words.join(" ")),
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(run("run x Why is it so?"), (Some("x".into()), "Why is it so?".into()));
+        assert_eq!(run("run -m x Why not?"), (Some("x".into()), "Why not?".into()));
     }
 
     #[test]

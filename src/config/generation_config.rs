@@ -19,7 +19,7 @@ pub struct GenerationDefaults {
 
 impl GenerationDefaults {
     /// The values of the flags.
-    pub fn typed(typed: &cli::SamplingArgs) -> Self {
+    pub fn typed(typed: &cli::model_args::SamplingArgs) -> Self {
         Self {
             temperature: typed.temp,
             top_p: typed.top_p,

@@ -3,6 +3,7 @@
 use crate::{
     http::{ServerState, errors::ApiError, layers::auth, request::body},
     metrics,
+    platform::os,
 };
 use axum::{
     Json,
@@ -55,6 +56,9 @@ pub async fn health(State(state): State<Arc<ServerState>>, request: Request) -> 
         "requests": {"running": running, "queued": queued},
         "queue": queue,
         "plan": model.plan,
+        // What the process holds. The plan says what is reserved.
+        "memory": {"used": os::resident_memory(), "reserved": model.plan["reserved"]},
+        "quantization": model.card.quantisation,
         "prompt_cache": model.engine.prompt_cache(),
     });
     if let Some(disk) = body["prompt_cache"]["disk"].as_object_mut().filter(|_| !is_authorized) {

@@ -150,6 +150,15 @@ impl ApiError {
         Self::over_context(&format!("at least {at_least}"), context, param)
     }
 
+    /// A prompt above the limit of `--max-prompt-tokens`. The code is that of a full context, so that agents shorten it.
+    pub fn prompt_limit(prompt: usize, most: usize, param: &str) -> Self {
+        let message = format!(
+            "This server accepts prompts of at most {most} tokens, and this one has {prompt}. Shorten the prompt, or start \
+             the server with a larger --max-prompt-tokens."
+        );
+        Self::bad_request("context_length_exceeded", message).at(param)
+    }
+
     fn over_context(prompt: &str, context: usize, param: &str) -> Self {
         let message = format!(
             "This model's context length is {context} tokens, and the prompt has {prompt} of them, which leaves no room \

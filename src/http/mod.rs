@@ -29,7 +29,9 @@ mod state;
 mod tokenize;
 
 pub use layers::{memory::RequestMemory, origin::OriginPolicy, request_log::TARGET as REQUEST_LOG, timeouts::Timeouts};
-pub use models::{HostTimeouts, HostedModel, LoadedModel, ModelCard, ModelEntry, ModelHost, ModelLoader};
+pub use models::{
+    HostTimeouts, HostedModel, LoadedModel, ModelCard, ModelEntry, ModelHost, ModelLoader, RequestLimits,
+};
 pub use request::image_urls::ImageUrls;
 pub use server::{ApiSet, router, serve};
 pub use state::{BODY_LIMIT, ServerState};

@@ -175,12 +175,12 @@ metrics! {
     gauge "moestro_draft_width" [] "Rows of the current pass; 1 is a plain step" => draft_width [];
     counter "moestro_draft_states_total" ["state"] "Changes of the draft controller's state" => draft_states family;
 
-    gauge "moestro_memory_bytes" ["kind"] "Memory in use" =>
+    gauge "moestro_memory_bytes" ["kind"] "Memory that the plan reserves" =>
         memory_trunk ["trunk"], memory_experts ["experts"], memory_kv ["kv"], memory_state ["state"],
         memory_workspace ["workspace"], memory_vision ["vision"], memory_draft ["draft"], memory_requests ["requests"],
         memory_prompt_cache ["prompt_cache"];
     gauge "moestro_memory_limit_bytes" [] "Limit of the memory plan" => memory_limit_bytes [];
-    gauge "moestro_process_memory_bytes" ["kind"] "Memory of the process, measured for each scrape" =>
+    gauge "moestro_process_memory_bytes" ["kind"] "Memory that the process uses, measured for each scrape" =>
         process_memory family;
     seconds "process_cpu_seconds_total" [] "CPU seconds of the process, user and system" => process_cpu_seconds [];
     gauge "process_resident_memory_bytes" [] "Resident memory of the process" => process_resident_memory family;

@@ -120,8 +120,9 @@ pub fn simulate(shape: &ModelFootprint, machine: Machine, options: &PlanOptions)
     })
 }
 
-/// Hit rates for this share of experts in memory, interpolated linearly between the points of [`HITS`].
-fn hit_rates(residency: f64) -> [f64; 2] {
+/// Expected hit rates, cautious and hopeful, for this share of experts in memory. Interpolated linearly between the points of
+/// [`HITS`].
+pub fn hit_rates(residency: f64) -> [f64; 2] {
     let above = HITS.iter().position(|(part, _)| *part >= residency).unwrap_or(HITS.len() - 1).max(1);
     let ((from, low), (to, high)) = (HITS[above - 1], HITS[above]);
     let share = ((residency - from) / (to - from)).clamp(0.0, 1.0);

@@ -18,7 +18,7 @@ mod machine;
 mod size;
 
 pub use estimate::{Bandwidth, Estimate, HIT_RATES, HitRates, Overhead, estimate};
-pub use machine::{MACHINES, Machine, Simulation, simulate};
+pub use machine::{MACHINES, Machine, Simulation, hit_rates, simulate};
 pub use size::Size;
 
 use crate::{
@@ -318,9 +318,7 @@ impl Plan {
         let kv = CountRange::new(options.context, CONTEXT, shape.context as u64, each[0]);
         let rows = CountRange::new(options.chunk, CHUNK, shape.context as u64, each[1]);
         let prompt_cache = options.prompt_cache.unwrap_or(0);
-        // Decoding an image takes some bytes per pixel.
-        let images = if shape.vision > 0 { (limit / 16).min(IMAGE_REQUESTS) } else { 0 };
-        let requests = if options.serving { (limit / 16).clamp(REQUESTS[0], REQUESTS[1]) + images } else { 0 };
+        let requests = if options.serving { request_memory(limit, shape) } else { 0 };
         let slots = if options.stream == Switch::Off { all } else { shape.working_set().min(all) };
 
         // The sum saturates. If it is within the limit, no term overflowed.
@@ -389,6 +387,13 @@ impl Plan {
     }
 }
 
+/// Memory of requests within `limit`.
+fn request_memory(limit: u64, shape: &ModelFootprint) -> u64 {
+    // Decoding an image takes some bytes per pixel.
+    let images = if shape.vision > 0 { (limit / 16).min(IMAGE_REQUESTS) } else { 0 };
+    (limit / 16).clamp(REQUESTS[0], REQUESTS[1]) + images
+}
+
 /// A count that the plan chooses (tokens of context, rows of a chunk), with the bytes per unit.
 #[derive(Clone, Copy)]
 struct CountRange {
@@ -436,6 +441,20 @@ struct PlanRefusal<'a> {
     least: u64,
 }
 
+impl PlanRefusal<'_> {
+    /// A limit that suffices, in MiB. A larger limit also reserves more for requests, and the memory of the process differs
+    /// from start to start by a few MiB.
+    fn sufficient_mib(&self) -> u64 {
+        let margin = (self.limits.process / 16).max(4 << 20);
+        let rest = self.least.saturating_sub(self.requests).saturating_add(margin);
+        let mut limit = rest.saturating_add(self.requests);
+        while self.options.serving && rest.saturating_add(request_memory(limit, self.shape)) > limit {
+            limit = rest.saturating_add(request_memory(limit, self.shape));
+        }
+        limit.div_ceil(1 << 20)
+    }
+}
+
 impl fmt::Display for PlanRefusal<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let from = match self.limit_from {
@@ -472,7 +491,7 @@ impl fmt::Display for PlanRefusal<'_> {
         write!(f, " {experts} + the program itself {process} = {}", Size(self.least))?;
         match self.limit_from {
             LimitSource::Cgroup => write!(f, "; raise the group's limit"),
-            _ => write!(f, "; use --memory-limit {}M or more", self.least.div_ceil(1 << 20)),
+            _ => write!(f, "; use --memory-limit {}M or more", self.sufficient_mib()),
         }?;
         if self.options.stream == Switch::Off {
             write!(f, ", or --stream-experts auto")?;

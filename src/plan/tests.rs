@@ -86,15 +86,22 @@ fn model_that_does_not_fit_streams() {
 
 #[test]
 fn refusal_states_sum_and_sufficient_limit() {
-    let options = PlanOptions { limit: Some(2 * GIB), ..PlanOptions::default() };
-    let text = Plan::new(&model_35b(), &limits(), &options).unwrap_err().to_string();
-    assert!(text.contains("2.00 GiB (--memory-limit)"), "{text}");
-    assert!(text.contains("320 expert slots (40 layers x 8 experts a token)"), "{text}");
-    let advice = text.split("--memory-limit ").nth(1).and_then(|t| t.split('M').next()).unwrap();
-    let advice: u64 = advice.parse::<u64>().unwrap() << 20;
-    assert_eq!(plan(advice).slots, 320);
-    let options = PlanOptions { limit: Some(advice - (1 << 20)), ..PlanOptions::default() };
-    assert!(Plan::new(&model_35b(), &limits(), &options).is_err());
+    for (serving, asked) in [(false, 2 * GIB), (true, 2 * GIB), (true, MIB)] {
+        let options = PlanOptions { limit: Some(asked), serving, ..PlanOptions::default() };
+        let text = Plan::new(&model_35b(), &limits(), &options).unwrap_err().to_string();
+        assert!(text.contains(&format!("{} (--memory-limit)", Size(asked))), "{text}");
+        assert!(text.contains("320 expert slots (40 layers x 8 experts a token)"), "{text}");
+        let advice = text.split("--memory-limit ").nth(1).and_then(|t| t.split('M').next()).unwrap();
+        let advice: u64 = advice.parse::<u64>().unwrap() << 20;
+        let fits = |limit, process| {
+            let limits = MachineLimits { process, ..limits() };
+            Plan::new(&model_35b(), &limits, &PlanOptions { limit: Some(limit), serving, ..PlanOptions::default() })
+                .is_ok()
+        };
+        // The next start may take a little more memory than this one.
+        assert!(fits(advice, limits().process + 6 * MIB), "{text}");
+        assert!(!fits(advice - 8 * MIB, limits().process), "{text}");
+    }
 }
 
 /// Round numbers, so that a plan can be computed by hand.

@@ -128,6 +128,16 @@ pub fn free_space(path: &Path) -> Option<u64> {
     (stat.f_bavail as u64).checked_mul(stat.f_frsize as u64)
 }
 
+/// Asks a child process to end (SIGTERM). Nothing happens if it has ended.
+pub fn terminate(child: u32) {
+    if let Ok(id @ 1..) = libc::pid_t::try_from(child) {
+        // SAFETY: a system call on a number. A positive number is one process.
+        unsafe {
+            libc::kill(id, libc::SIGTERM);
+        }
+    }
+}
+
 /// The numeric user id.
 pub fn user() -> u32 {
     // SAFETY: a system call without arguments that cannot fail.

@@ -26,7 +26,7 @@ use std::{path::Path, sync::Arc};
 /// Default prompt: plain English, included in the binary. A router treats random tokens unlike any real text.
 const TEXT: &str = include_str!("../../LICENSE-APACHE");
 
-pub fn run(typed: cli::BenchArgs) -> Result<(), CommandError> {
+pub fn run(typed: cli::tool_args::BenchArgs) -> Result<(), CommandError> {
     let source = ModelSource::new(typed.model.model.as_deref());
     let load = LoadSettings::new(typed.load).map_err(CommandError::Usage)?;
     let dir = resolve(&source)?;
@@ -36,7 +36,7 @@ pub fn run(typed: cli::BenchArgs) -> Result<(), CommandError> {
     }
     if let Some(draft_model) = typed.draft_model {
         let (num_draft_tokens, speculation) = (typed.num_draft_tokens, typed.speculation);
-        let drafts = DraftOptions::new(cli::DraftArgs { draft_model, num_draft_tokens, speculation });
+        let drafts = DraftOptions::new(cli::model_args::DraftArgs { draft_model, num_draft_tokens, speculation });
         let load = LoadSettings { drafts: Some(drafts), ..load };
         return drafts::run(&dir, &load, &prompt, typed.gen_tokens, typed.repeat, typed.json);
     }

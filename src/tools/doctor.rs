@@ -22,7 +22,7 @@ use std::time::Instant;
 ///
 /// # Errors
 /// `CommandError::Unsound` if a result differs or a check fails.
-pub fn run(typed: &cli::DoctorArgs, version: &str) -> Result<(), CommandError> {
+pub fn run(typed: &cli::tool_args::DoctorArgs, version: &str) -> Result<(), CommandError> {
     let found = if typed.any_gpu { device::open_any_gpu() } else { device::open_gpu() };
     let gpu = found.map_err(|error| error.0).and_then(|gpu| gpu.ok_or_else(|| NO_GPU.into()));
     let candles = device::open_candle_gpu().filter(|_| gpu.is_ok());

@@ -10,7 +10,7 @@ use crate::{
     model::{self, CheckpointInfo, Config, config::FfnShape},
     plan::{
         Estimate, HIT_RATES, HitRates, LimitSource, MachineLimits, ModelFootprint, Overhead, Plan, Size, Strategy,
-        estimate,
+        estimate, hit_rates,
     },
     platform::os,
 };
@@ -21,6 +21,8 @@ use std::{fmt, path::PathBuf};
 /// The whole report, in the shape that `--json` prints. In bytes, tokens, seconds, and bytes per second.
 #[derive(Debug, Serialize)]
 struct InfoReport {
+    /// One or two sentences: does the model fit, and how fast is it?
+    verdict: String,
     model: String,
     directory: PathBuf,
     /// Directory of the packed experts, if there is one.
@@ -40,7 +42,7 @@ struct InfoReport {
     decode: Vec<Estimate>,
 }
 
-pub fn run(typed: cli::InfoArgs) -> Result<(), CommandError> {
+pub fn run(typed: cli::tool_args::InfoArgs) -> Result<(), CommandError> {
     if let Some(machine) = typed.machine.clone() {
         return simulate::run(typed, &machine);
     }
@@ -80,21 +82,19 @@ pub fn run(typed: cli::InfoArgs) -> Result<(), CommandError> {
         Ok(plan) => (Some(plan), None),
         Err(error) => (None, Some(error)),
     };
-    let decode = rates
-        .iter()
-        .map(|&slots| {
-            let parts = match &plan {
-                // Memory that the plan leaves free.
-                Some(plan) if !measured.direct => {
-                    let memory = [limits.ram, limits.cgroup].into_iter().flatten().min().unwrap_or(0);
-                    HitRates::through(slots, memory.saturating_sub(plan.total()), &found.shape, plan)
-                }
-                _ => HitRates { slots, cache: 0.0 },
-            };
-            estimate(&found.shape, &measured.bandwidth, parts, Overhead::default())
-        })
-        .collect();
+    let found_in = |slots| match &plan {
+        // Memory that the plan leaves free.
+        Some(plan) if !measured.direct => {
+            let memory = [limits.ram, limits.cgroup].into_iter().flatten().min().unwrap_or(0);
+            HitRates::through(slots, memory.saturating_sub(plan.total()), &found.shape, plan)
+        }
+        _ => HitRates { slots, cache: 0.0 },
+    };
+    let at = |slots| estimate(&found.shape, &measured.bandwidth, found_in(slots), Overhead::default());
+    let decode: Vec<Estimate> = rates.iter().map(|&slots| at(slots)).collect();
+    let verdict = verdict(plan.as_ref(), |slots| at(slots).tokens_per_second);
     let report = InfoReport {
+        verdict,
         model: match &source {
             ModelSource::Hub(id) => id.clone(),
             _ => config::name(&dir),
@@ -116,9 +116,27 @@ pub fn run(typed: cli::InfoArgs) -> Result<(), CommandError> {
     refused.map_or(Ok(()), |error| Err(error.into()))
 }
 
+/// `Fits in memory. About 13 tok/s.` `speed`: tokens per second at a hit rate.
+fn verdict(plan: Option<&Plan>, speed: impl Fn(f64) -> f64) -> String {
+    let digits = |speed: f64| if speed < 10.0 { format!("{speed:.1}") } else { format!("{speed:.0}") };
+    match plan {
+        None => "Does not fit in memory.".into(),
+        Some(plan) if plan.strategy == Strategy::Resident => {
+            format!("Fits in memory. About {} tok/s.", digits(speed(1.0)))
+        }
+        Some(plan) => {
+            let share = 100.0 * plan.residency;
+            let speeds = hit_rates(plan.residency).map(|rate| digits(speed(rate)));
+            let about = if speeds[0] == speeds[1] { speeds[0].clone() } else { speeds.join(" to ") };
+            format!("{share:.0} % of the experts fit in memory, the others are read from the SSD. About {about} tok/s.")
+        }
+    }
+}
+
 impl fmt::Display for InfoReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let shape = &self.shape;
+        writeln!(f, "{}\n", self.verdict)?;
         writeln!(f, "{}  ({})", self.model, self.directory.display())?;
         let shards = if self.shards == 1 { "file" } else { "files" };
         writeln!(f, "  weights         {:>10}  in {} {shards}", Size(self.weights).to_string(), self.shards)?;
@@ -161,9 +179,9 @@ impl InfoReport {
         let device = self.device;
         writeln!(
             f,
-            "plan: {strategy} on the {device}, {} ({from}), overcommit {:.2}",
+            "plan: {strategy} on the {device}, {} ({from}); the whole model needs {:.0} % of it",
             Size(plan.limit),
-            plan.overcommit
+            100.0 * plan.overcommit
         )?;
         let mut line = |what: &str, bytes: u64, note: String| {
             writeln!(f, "  {}", format!("{what:<15} {:>10}  {note}", Size(bytes).to_string()).trim_end())
@@ -226,8 +244,9 @@ impl InfoReport {
         writeln!(f, "  memory          {:>5.1} GB/s  read by {threads} threads", bandwidth.memory / 1e9)?;
         let note = if kernels { "of this model's weights" } else { "assumed equal to memory bandwidth" };
         writeln!(f, "  kernels         {:>5.1} GB/s  {note}", bandwidth.compute / 1e9)?;
-        if self.shape.layers == 0 {
-            let speed = self.decode.first().map_or(0.0, |estimate| estimate.tokens_per_second);
+        let is_resident = self.plan.as_ref().is_some_and(|plan| plan.strategy == Strategy::Resident);
+        if self.shape.layers == 0 || is_resident {
+            let speed = self.decode.last().map_or(0.0, |estimate| estimate.tokens_per_second);
             return writeln!(f, "  decode          about {speed:.1} tokens/s");
         }
         let how = if direct { "past" } else { "through" };
@@ -251,5 +270,29 @@ impl InfoReport {
             write!(f, "{:>8.1}", estimate.disk_bytes_per_token / 1e6)?;
         }
         writeln!(f)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn verdict_says_fit_and_speed() {
+        let mut plan: Plan = demo_plan();
+        let speed = |rate: f64| 4.0 + 20.0 * rate;
+        assert_eq!(verdict(Some(&plan), speed), "Fits in memory. About 24 tok/s.");
+        (plan.strategy, plan.residency) = (Strategy::Streaming, 0.25);
+        let text = "25 % of the experts fit in memory, the others are read from the SSD. About 17 to 20 tok/s.";
+        assert_eq!(verdict(Some(&plan), speed), text);
+        assert_eq!(verdict(None, speed), "Does not fit in memory.");
+    }
+
+    /// The plan of the demo model, which is resident.
+    fn demo_plan() -> Plan {
+        let dir = crate::demo::unpack().unwrap();
+        let mut found = CheckpointInfo::new(&dir, &model::LoadOptions::default()).unwrap();
+        let limits = MachineLimits { ram: Some(8 << 30), ..MachineLimits::default() };
+        found.plan(&limits, &crate::plan::PlanOptions::default()).unwrap()
     }
 }

@@ -28,7 +28,7 @@ struct SimulationReport {
 const GPU: u64 = 64 << 30;
 
 /// Prints the simulation for the machine called `name`, or for all.
-pub fn run(typed: cli::InfoArgs, name: &str) -> Result<(), CommandError> {
+pub fn run(typed: cli::tool_args::InfoArgs, name: &str) -> Result<(), CommandError> {
     if name != "all" && MACHINES.iter().all(|machine| machine.name != name) {
         let known = MACHINES.map(|machine| machine.name).join(", ");
         return Err(CommandError::Usage(format!("unknown machine {name} for --machine; known are all, {known}")));

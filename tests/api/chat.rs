@@ -4,6 +4,7 @@ use super::{
     client::{events, stable},
     server::{Server, Setup},
 };
+use moestro::http::RequestLimits;
 use serde_json::{Value, json};
 use std::time::Duration;
 
@@ -208,6 +209,28 @@ async fn max_tokens_finishes_with_length() {
     let answer = small.ask(PATH, &with(question(), json!({"max_tokens": 10_000}))).await;
     assert_eq!(answer["choices"][0]["finish_reason"], "length");
     assert!(answer["usage"]["total_tokens"].as_u64().unwrap() <= 41);
+}
+
+#[tokio::test]
+async fn server_limits_apply_unless_requested() {
+    let limits = RequestLimits { max_tokens: Some(9), thinking_budget: Some(4), max_prompt_tokens: Some(60) };
+    let server = Setup { says: Some(THINKS), limits, ..Setup::default() }.start().await;
+    let counts = async |more: Value| {
+        let usage = server.ask(PATH, &with(question(), more)).await["usage"].clone();
+        let reasoning = usage["completion_tokens_details"]["reasoning_tokens"].as_u64().unwrap();
+        (usage["completion_tokens"].as_u64().unwrap(), reasoning)
+    };
+    let (tokens, reasoning) = counts(json!({})).await;
+    assert!(tokens == 9 && reasoning < 9, "{tokens} {reasoning}");
+    assert_eq!(counts(json!({"max_tokens": 3})).await.0, 3);
+    assert!(counts(json!({"max_tokens": -1})).await.0 > 9, "-1 means no limit");
+    assert!(counts(json!({"thinking_budget": 500})).await.1 > reasoning, "a request sets its own budget");
+    let long = json!({"messages": [{"role": "user", "content": "What is 12+7? ".repeat(20)}]});
+    let refused = server.send("POST", PATH, &[], Some(long.to_string().as_bytes())).await;
+    assert_eq!(refused.status, 400);
+    let error = refused.json().await["error"].clone();
+    assert_eq!(error["code"], "context_length_exceeded");
+    assert!(error["message"].as_str().unwrap().contains("at most 60 tokens"), "{error}");
 }
 
 #[tokio::test]

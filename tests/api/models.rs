@@ -7,7 +7,10 @@ use super::{
 use moestro::{
     chat::{Template, Tokenizer, grammar::GrammarCompiler},
     engine::{self, Options, Sampling},
-    http::{HostTimeouts, HostedModel, LoadedModel, ModelCard, ModelEntry, ModelHost, ModelLoader, ServerState},
+    http::{
+        HostTimeouts, HostedModel, LoadedModel, ModelCard, ModelEntry, ModelHost, ModelLoader, RequestLimits,
+        ServerState,
+    },
     metrics::Metrics,
 };
 use serde_json::{Value, json};
@@ -76,6 +79,7 @@ impl ModelLoader for MockLoader {
             card: ModelCard { id: id.into(), created: 1, experts_per_token: None, quantisation: None },
             defaults: Sampling::greedy(),
             thinking: None,
+            limits: RequestLimits::default(),
             plan: json!({}),
         };
         let (mocks, name) = (self.0.clone(), id.to_owned());

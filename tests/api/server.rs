@@ -10,7 +10,7 @@ use mock_model::MockModel;
 use moestro::{
     chat::{Template, Tokenizer, grammar::GrammarCompiler},
     engine::{self, DiskCacheOptions, DraftPolicy, Handle, Options, Sampling},
-    http::{self, ApiSet, LoadedModel, ModelCard, ServerState},
+    http::{self, ApiSet, LoadedModel, ModelCard, RequestLimits, ServerState},
     metrics::Metrics,
     model::{LoadOptions, Qwen},
 };
@@ -39,6 +39,7 @@ pub struct Setup {
     pub api_key: Option<&'static str>,
     pub cors: Option<&'static str>,
     pub thinking: Option<bool>,
+    pub limits: RequestLimits,
     /// The model fails at the last token of this text.
     pub fails_on: Option<&'static str>,
     pub grace: Duration,
@@ -64,6 +65,7 @@ impl Default for Setup {
             api_key: None,
             cors: None,
             thinking: None,
+            limits: RequestLimits::default(),
             fails_on: None,
             grace: Duration::from_secs(5),
             prompt_cache_dir: None,
@@ -181,6 +183,7 @@ impl Setup {
                 },
                 defaults: Sampling::greedy(),
                 thinking: self.thinking,
+                limits: self.limits,
                 plan: json!({"resident": true}),
             });
         }
@@ -203,6 +206,7 @@ pub async fn serve_checkpoint(dir: &Path, load: &LoadOptions, options: Options) 
         card: ModelCard { id: "checkpoint".into(), created: 1, experts_per_token: None, quantisation: None },
         defaults: Sampling::greedy(),
         thinking: None,
+        limits: RequestLimits::default(),
         plan: json!({}),
     });
     listen(ApiSet::Standard, state, engine, tokenizer, metrics, MockModel::default()).await

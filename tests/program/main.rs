@@ -11,6 +11,8 @@ mod group;
 #[path = "../support/hub.rs"]
 mod hub;
 mod idle;
+mod launch;
+mod mistakes;
 #[path = "../support/process.rs"]
 mod process;
 mod prompt_cache_disk;

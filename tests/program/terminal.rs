@@ -2,7 +2,7 @@
 #![cfg(target_os = "linux")]
 
 use std::{
-    io::{Read, Write},
+    io::{BufRead, BufReader, Read, Write},
     net::{TcpListener, TcpStream},
     os::{fd::OwnedFd, unix::fs::PermissionsExt},
     path::Path,
@@ -46,9 +46,14 @@ struct Terminal {
 
 impl Terminal {
     fn begin(home: &Path, args: &str) -> Self {
+        Self::begin_with(home, "", args)
+    }
+
+    /// `variable`: `NAME=value` for the program.
+    fn begin_with(home: &Path, variable: &str, args: &str) -> Self {
         let mut command = isolated("script", home);
         // `exec` replaces the shell, which a signal would end.
-        let line = format!("exec {MOESTRO} {args}");
+        let line = format!("exec env {variable} {MOESTRO} {args}");
         command.args(["-qefc", &line, "/dev/null"]).stdin(Stdio::piped()).stdout(Stdio::piped());
         command.env("TERM", "xterm").env("SHELL", "/bin/sh");
         let mut script = command.spawn().expect("script, of util-linux");
@@ -203,19 +208,23 @@ fn chat_line_is_edited_and_recalled() {
     let mut chat = Terminal::chat(home.path());
     // "hat is 12+8?" becomes "What is 12+7?".
     chat.say(&format!("hat is 12+8?{LEFT}{BACKSPACE}7{CTRL_A}W{CTRL_E}"), "12 + 7 = 19.");
-    chat.say("/clear", "\n");
+    chat.say("/clear", "the conversation is empty");
     chat.say(&format!("{UP}{UP}"), "12 + 7 = 19.");
     // Three ways to enter several lines: a backslash, quotes, and a pasted text.
-    chat.say("/set system one\\\rtwo", "system one\r\ntwo");
-    chat.say("\"\"\"/set system three\rfour\"\"\"", "system three\r\nfour");
-    chat.say("\x1b[200~/set system five\rsix\x1b[201~", "system five\r\nsix");
-    chat.say("/set se\t", "seed random");
+    chat.say("/set system one\\\rtwo", "one\r\ntwo");
+    chat.say("\"\"\"/set system three\rfour\"\"\"", "three\r\nfour");
+    chat.say("\x1b[200~/set system five\rsix\x1b[201~", "five\r\nsix");
+    chat.say("/set se\t", "seed            random");
     // Ctrl-C discards the line.
-    chat.press(&format!("/set seed 3{CTRL_C}"));
-    chat.wait("Ctrl-D ends the chat");
-    chat.wait(">>> ");
-    chat.say("/set", "seed random");
-    chat.say(" /set seed 4", "seed 4");
+    for _ in 0..2 {
+        chat.press("/set seed 3");
+        chat.wait("seed 3");
+        chat.press(CTRL_C);
+        chat.wait(">>> ");
+    }
+    assert!(!chat.shown.lock().unwrap().contains("Ctrl-D ends"), "Ctrl-C on a text only clears it");
+    chat.say("/set", "seed            random");
+    chat.say(" /set seed 4", "seed            4");
     chat.end(CTRL_D);
 
     let file = home.path().join("state/moestro/history");
@@ -232,6 +241,92 @@ fn chat_line_is_edited_and_recalled() {
     chat.press(CTRL_C);
     chat.wait(">>> ");
     chat.end(CTRL_C);
+}
+
+#[test]
+fn chat_commands_work() {
+    let home = tempfile::tempdir().unwrap();
+    let file = home.path().join("chat.json");
+    let mut chat = Terminal::chat(home.path());
+    assert!(chat.shown.lock().unwrap().contains("moestro-demo on cpu, all experts in memory, context "));
+    chat.say("/retry", "there is no message");
+    chat.say("What is 12+7?", "12 + 7 = 19.");
+    chat.say("/retry", "12 + 7 = 19.");
+    chat.say(&format!("/save {}", file.display()), "saved 2 messages");
+    chat.say("/clear", "the conversation is empty");
+    chat.say(&format!("/load {}", file.display()), "loaded 2 messages");
+    chat.say(&format!("/load {}/none", home.path().display()), "No such file");
+    chat.say("/show", "2 messages");
+    chat.say("/hlep", "no command /hlep; /help lists the commands");
+    chat.say("/model", "* moestro-demo");
+    chat.say("/model ./nowhere", "no such directory: ./nowhere");
+    chat.say("/model moestro-demo", "moestro-demo on cpu");
+    chat.say("/retry", "12 + 7 = 19.");
+    chat.end("/bye\r");
+    let saved: serde_json::Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
+    assert_eq!(saved["messages"][0]["content"], "What is 12+7?");
+}
+
+#[test]
+fn chat_asks_server_that_has_the_model() {
+    let home = tempfile::tempdir().unwrap();
+    let mut server = isolated(MOESTRO, home.path());
+    server.args(["serve", "--port", "0"]).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
+    let mut server = server.spawn().unwrap();
+    let mut line = String::new();
+    BufReader::new(server.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    let ready: serde_json::Value = serde_json::from_str(&line).unwrap();
+    let address = format!("--port {}", ready["port"]);
+    let mut chat = Terminal::begin(home.path(), &format!("{CHAT} {address}"));
+    chat.wait(&format!("moestro-demo at http://127.0.0.1:{} on cpu", ready["port"]));
+    chat.wait(">>> ");
+    chat.say("What is 12+7?", "12 + 7 = 19.");
+    chat.say("/retry", "12 + 7 = 19.");
+    chat.end(CTRL_D);
+    // A flag of the memory plan asks for a separate copy.
+    let mut chat = Terminal::begin(home.path(), &format!("{CHAT} {address} --ctx-size 4096"));
+    chat.wait("moestro-demo on cpu, all experts in memory, context 4096");
+    chat.wait(">>> ");
+    chat.end(CTRL_D);
+    server.kill().unwrap();
+    server.wait().unwrap();
+}
+
+#[test]
+fn plain_terminals_get_no_colours() {
+    let home = tempfile::tempdir().unwrap();
+    for (variable, dims) in [("NO_COLOR=", true), ("NO_COLOR=1", false), ("TERM=dumb", false)] {
+        let mut terminal = Terminal::begin_with(home.path(), variable, "run -p 12+7? --temp 0 -n 9");
+        terminal.wait("tok/s");
+        let shown = terminal.shown.lock().unwrap().clone();
+        assert_eq!(shown.contains("\x1b[2m"), dims, "{variable}: {shown:?}");
+    }
+}
+
+/// Names of directories and of a server's model may contain escape sequences.
+#[test]
+fn escape_sequences_do_not_reach_the_terminal() {
+    let home = tempfile::tempdir().unwrap();
+    let hostile = home.path().join("data/moestro/models/a\x1b]0;owned\x07b");
+    std::fs::create_dir_all(&hostile).unwrap();
+    let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("models/demo/moestro-demo");
+    std::fs::copy(demo.join("config.json"), hostile.join("config.json")).unwrap();
+    let mut list = Terminal::begin(home.path(), "list");
+    list.wait("moestro-demo");
+    let server = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = server.local_addr().unwrap().port();
+    thread::spawn(move || {
+        for mut stream in server.incoming().flatten() {
+            let _ = stream.read(&mut [0; 1024]);
+            let body = r#"{"status": "ok", "model": "a\u001b]0;owned\u0007b", "version": "0"}"#;
+            let _ = write!(stream, "HTTP/1.1 200 OK\r\nContent-Length: {}\r\n\r\n{body}", body.len());
+        }
+    });
+    let mut ps = Terminal::begin(home.path(), &format!("ps --port {port}"));
+    ps.wait("running");
+    for shown in [&list, &ps].map(|terminal| terminal.shown.lock().unwrap().clone()) {
+        assert!(shown.contains("owned") && !shown.contains("\x1b]0;") && !shown.contains('\x07'), "{shown:?}");
+    }
 }
 
 #[test]

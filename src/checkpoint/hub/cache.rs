@@ -66,9 +66,16 @@ impl HubCache {
         is_hash(&commit).then_some(commit)
     }
 
-    pub fn set_commit(&self, commit: &str) -> io::Result<()> {
-        replace_file(&self.dir.join("refs").join(BRANCH), commit.as_bytes())
+    /// Records the commit of a complete download. `revision` is a valid name.
+    pub fn set_commit(&self, revision: &str, commit: &str) -> io::Result<()> {
+        replace_file(&self.dir.join("refs").join(revision), commit.as_bytes())
     }
+}
+
+/// True for a branch, tag or commit that can be part of a path and of a URL.
+pub fn is_revision(text: &str) -> bool {
+    let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
+    !text.is_empty() && !text.starts_with('.') && text.bytes().all(is_plain)
 }
 
 /// True for a git or SHA-256 hash. Files and directories of the cache are named by hashes only.

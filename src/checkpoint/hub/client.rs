@@ -20,8 +20,12 @@ const MAX_LISTING_BYTES: u64 = 32 << 20;
 /// Why a request failed.
 #[derive(Debug, thiserror::Error)]
 pub enum RequestError {
-    #[error("status {0}")]
-    Status(u16),
+    #[error("status {status}")]
+    Status {
+        status: u16,
+        /// The hub's reason, such as `GatedRepo`.
+        code: String,
+    },
     /// The connection failed. A retry may help.
     #[error("{0}")]
     Connection(String),
@@ -34,7 +38,7 @@ impl RequestError {
     /// True if a retry may help.
     pub fn is_temporary(&self) -> bool {
         match self {
-            RequestError::Status(status) => *status == 429 || *status >= 500,
+            RequestError::Status { status, .. } => *status == 429 || *status >= 500,
             RequestError::Connection(_) => true,
             RequestError::Invalid(_) => false,
         }
@@ -83,8 +87,12 @@ impl HubClient {
         if text.len() as u64 > MAX_LISTING_BYTES {
             return Err(RequestError::Invalid(format!("a response of more than {MAX_LISTING_BYTES} bytes")));
         }
-        serde_json::from_slice(&text)
-            .map_err(|error| RequestError::Invalid(format!("a response that is not a listing: {error}")))
+        serde_json::from_slice(&text).map_err(|error| {
+            RequestError::Invalid(match text.trim_ascii_start().first() {
+                Some(b'<') => "a web page instead of a listing, perhaps the login page of this network".into(),
+                _ => format!("a response that is not a listing: {error}"),
+            })
+        })
     }
 
     /// The bytes of the file at `path` from `start` to `end`. A hub without range support returns the whole file.
@@ -133,7 +141,10 @@ impl HubClient {
                     }
                     url = next;
                 }
-                _ => return Err(RequestError::Status(status)),
+                _ => {
+                    let code = header(response.headers(), "x-error-code").unwrap_or_default().to_owned();
+                    return Err(RequestError::Status { status, code });
+                }
             }
         }
         Err(RequestError::Invalid(format!("more than {MAX_REDIRECTS} redirects")))
@@ -142,16 +153,30 @@ impl HubClient {
     /// Describes a failed request for a model, or for one of its files, and what the user can do.
     pub fn describe(&self, id: &str, file: &str, error: RequestError) -> StoreError {
         let what = if file.is_empty() { id.to_owned() } else { format!("{id}, {file}") };
-        let hint = if self.token.is_some() { "HF_TOKEN must grant access to it" } else { "set HF_TOKEN to access it" };
+        let endpoint = &self.endpoint;
         let why = match error {
-            RequestError::Status(401 | 403) => {
+            RequestError::Status { code, .. } if code == "GatedRepo" => {
+                let hint = match self.token {
+                    Some(_) => "with the account of your token (HF_TOKEN)",
+                    None => "and set HF_TOKEN or run `hf auth login`",
+                };
+                format!("the model is gated: accept its licence at {endpoint}/{id} {hint}")
+            }
+            RequestError::Status { status: 401 | 403, .. } => {
+                let hint = match self.token {
+                    Some(_) => "HF_TOKEN must grant access to it",
+                    None => "set HF_TOKEN or run `hf auth login` to access it",
+                };
                 format!("the hub denied access: the model does not exist, or it is private or gated; {hint}")
             }
-            RequestError::Status(404) => "the hub has no such model or file".into(),
-            RequestError::Status(429) => "the hub's rate limit is exceeded; try again later".into(),
-            RequestError::Status(status) => format!("the hub returned status {status}"),
-            RequestError::Invalid(why) => format!("the hub sent {why}"),
-            RequestError::Connection(why) => why,
+            RequestError::Status { code, .. } if code == "RevisionNotFound" => "the model has no such revision".into(),
+            RequestError::Status { status: 404, .. } => "the hub has no such model or file".into(),
+            RequestError::Status { status: 429, .. } => "the hub's rate limit is exceeded; try again later".into(),
+            RequestError::Status { status, .. } => format!("the hub returned status {status}"),
+            RequestError::Invalid(why) => format!("{endpoint} sent {why}"),
+            RequestError::Connection(why) => {
+                format!("cannot reach {endpoint}: {why}; check the network, HTTPS_PROXY and HF_ENDPOINT")
+            }
         };
         StoreError::Other(format!("{what}: {why}"))
     }

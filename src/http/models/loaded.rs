@@ -19,6 +19,17 @@ pub struct ModelCard {
     pub quantisation: Option<String>,
 }
 
+/// Limits of requests that flags set. `None`: only the context limits.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct RequestLimits {
+    /// Most tokens of an answer, if a chat request does not say.
+    pub max_tokens: Option<usize>,
+    /// Most tokens of reasoning, if a request does not say.
+    pub thinking_budget: Option<usize>,
+    /// Most tokens of a prompt.
+    pub max_prompt_tokens: Option<usize>,
+}
+
 pub struct LoadedModel {
     pub engine: Handle,
     pub tokenizer: Arc<Tokenizer>,
@@ -31,6 +42,7 @@ pub struct LoadedModel {
     pub defaults: Sampling,
     /// Default of `enable_thinking`.
     pub thinking: Option<bool>,
+    pub limits: RequestLimits,
     /// Memory plan, shown by `/health`.
     pub plan: serde_json::Value,
 }

@@ -15,6 +15,6 @@ mod names;
 pub use host::ModelHost;
 pub use host_state::HostTimeouts;
 pub use lease::WeakModel;
-pub use loaded::{LoadedModel, ModelCard};
+pub use loaded::{LoadedModel, ModelCard, RequestLimits};
 pub use loader::{HostedModel, ModelLoader};
 pub use names::{CLAUDE_PREFIX, ModelEntry, plain as plain_name};

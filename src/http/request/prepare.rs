@@ -70,10 +70,15 @@ impl GenerationRequest {
         let tokens = prompts.iter().map(|ids| size_of_val(ids) + memory::token_bytes(ids.len())).sum::<usize>();
         let pixels: usize = images.iter().map(|placed| placed.image.pixels.data.len()).sum();
         permit.resize(tokens + pixels + memory::rendering_bytes(tools) + common.bytes())?;
+        let limits = &model.limits;
+        let max_tokens = max_tokens.or(limits.max_tokens);
         for ids in &prompts {
             params::check_context(param, ids.len(), max_tokens, model.engine.context())?;
+            if let Some(most) = limits.max_prompt_tokens.filter(|&most| ids.len() > most) {
+                return Err(ApiError::prompt_limit(ids.len(), most, param));
+            }
         }
-        let budget = self.thinking_budget.filter(|_| in_reasoning);
+        let budget = self.thinking_budget.or(limits.thinking_budget).filter(|_| in_reasoning);
         let (has_tools, grammars) = (!tools.is_empty(), model.grammars.clone());
         let constraint =
             response_format::compile(grammars, &mut permit, self.format, has_tools, in_reasoning, budget).await?;

@@ -138,9 +138,10 @@ pub fn token_count(param: &str, value: Option<i64>, least: i64) -> Result<Option
     }
 }
 
-/// The most tokens of an answer, at least `least`. -1 means no limit, which LM Studio and llama.cpp's clients send.
+/// The most tokens of an answer, at least `least`. -1 means no limit, which LM Studio and llama.cpp's clients send; it
+/// overrides the server's default.
 pub fn token_limit(param: &str, value: Option<i64>, least: i64) -> Result<Option<usize>, ApiError> {
-    token_count(param, value.filter(|&value| value != -1), least)
+    if value == Some(-1) { Ok(Some(usize::MAX)) } else { token_count(param, value, least) }
 }
 
 /// A number of alternatives to list with each token.
@@ -234,7 +235,7 @@ mod tests {
 
     #[test]
     fn minus_one_is_no_token_limit() {
-        assert_eq!(token_limit("max_tokens", Some(-1), 1), Ok(None));
+        assert_eq!(token_limit("max_tokens", Some(-1), 1), Ok(Some(usize::MAX)));
         assert_eq!(token_limit("max_tokens", Some(5), 1), Ok(Some(5)));
         assert!(token_limit("max_tokens", Some(-2), 1).is_err());
     }

@@ -1,5 +1,6 @@
 //! `bench --draft-model`: compares the same greedy answer without and with drafts, computed by the engine that `serve` uses.
-//! The model is loaded twice, one after the other, with the same plan.
+//! Plain and drafted answers alternate, so that a machine that gets slower or faster changes both alike. Each one loads the
+//! model with the same plan and answers once before it is measured.
 
 use super::{load_with_bar, report::median};
 use crate::{
@@ -13,6 +14,9 @@ use crate::{
 use serde::Serialize;
 use std::{fmt, path::Path};
 
+/// Most tokens of the answer that warms up.
+const WARM_UP: usize = 32;
+
 /// The whole report, in the shape that `--json` prints.
 #[derive(Debug, Serialize)]
 struct DraftReport {
@@ -23,6 +27,8 @@ struct DraftReport {
     /// Medians of the runs.
     plain_tokens_per_second: f64,
     tokens_per_second: f64,
+    /// Speed with drafts over speed without, for each pair of runs.
+    ratios: Vec<f64>,
     /// Totals of all runs.
     drafted_tokens: usize,
     accepted_tokens: usize,
@@ -53,8 +59,17 @@ pub fn run(
     repeat: usize,
     json: bool,
 ) -> Result<(), CommandError> {
-    let plain = answers(dir, load, prompt, tokens, repeat, false)?;
-    let drafted = answers(dir, load, prompt, tokens, repeat, true)?;
+    let [mut plain, mut drafted] = ["", ""].map(|draft| AnswerRuns { draft, all: Vec::new() });
+    for pair in 0..repeat {
+        // The first one of a pair is plain, then drafted, then plain.
+        let first = pair % 2 == 1;
+        for drafts in [first, !first] {
+            let (draft, answer) = answer(dir, load, prompt, tokens, drafts)?;
+            let runs = if drafts { &mut drafted } else { &mut plain };
+            runs.draft = draft;
+            runs.all.push(answer);
+        }
+    }
     if let Some(run) = plain.all.iter().zip(&drafted.all).position(|(a, b)| a.0 != b.0) {
         return Err(CommandError::Unsound(format!("answer {} differs with drafts", run + 1)));
     }
@@ -72,6 +87,7 @@ pub fn run(
         draft: drafted.draft,
         plain_tokens_per_second: plain.median_speed(),
         tokens_per_second: drafted.median_speed(),
+        ratios: drafted.speeds().zip(plain.speeds()).map(|(drafted, plain)| drafted / plain.max(1e-9)).collect(),
         drafted_tokens: sum(|timings| timings.drafted_tokens),
         accepted_tokens: sum(|timings| timings.accepted_tokens),
         saved_seconds: drafted.all.iter().map(|run| run.1.saved_seconds).sum(),
@@ -83,14 +99,14 @@ pub fn run(
     Ok(())
 }
 
-fn answers(
+/// Loads the model, answers a short time to warm up, and measures one answer. Returns it with the kind of draft.
+fn answer(
     dir: &Path,
     load: &LoadSettings,
     prompt: &[u32],
     tokens: usize,
-    repeat: usize,
     drafts: bool,
-) -> Result<AnswerRuns, CommandError> {
+) -> Result<(&'static str, (Vec<u32>, Timings)), CommandError> {
     let found = DraftSource::new(load, dir, None)?;
     let chosen = DeviceChoice::new(load)?;
     let mut options = model::LoadOptions {
@@ -116,21 +132,33 @@ fn answers(
         .map_err(|source| CommandError::Io { what: "cannot start the engine thread".into(), source })?;
     let request =
         Request { ignore_eos: true, cache_prompt: false, ..Request::new(prompt.to_vec(), tokens, Sampling::greedy()) };
-    let mut all = Vec::with_capacity(repeat);
-    for _ in 0..repeat {
-        let (ids, end) = engine::collect(handle.submit(request.clone())?);
-        all.push((ids, end?.1));
-    }
+    let warm_up = Request { max_tokens: tokens.min(WARM_UP), ..request.clone() };
+    engine::collect(handle.submit(warm_up)?).1?;
+    let (ids, end) = engine::collect(handle.submit(request)?);
     drop(handle);
     let _ = worker.join();
-    Ok(AnswerRuns { draft: kind, all })
+    Ok((kind, (ids, end?.1)))
 }
 
 impl AnswerRuns {
-    /// Median decoding speed in tokens per second.
+    /// Decoding speeds in tokens per second.
+    fn speeds(&self) -> impl Iterator<Item = f64> + '_ {
+        self.all.iter().map(|(ids, timings)| ids.len() as f64 / timings.decode_seconds.max(1e-9))
+    }
+
     fn median_speed(&self) -> f64 {
-        let speed = |(ids, timings): &(Vec<u32>, Timings)| ids.len() as f64 / timings.decode_seconds.max(1e-9);
-        median(self.all.iter().map(speed).collect())
+        median(self.speeds().collect())
+    }
+}
+
+/// `1.31 times as fast (1.25 to 1.40)`, or that the pairs disagree about which is faster.
+fn compare(ratios: &[f64]) -> String {
+    let (least, most) = (ratios.iter().copied().fold(f64::MAX, f64::min), ratios.iter().copied().fold(0.0, f64::max));
+    match ratios.len() {
+        0 => String::new(),
+        1 => format!("{least:.2} times as fast (one pair; --repeat 3 shows the spread)"),
+        _ if least <= 1.0 && most >= 1.0 => format!("no difference ({least:.2} to {most:.2} times as fast)"),
+        _ => format!("{:.2} times as fast ({least:.2} to {most:.2})", median(ratios.to_vec())),
     }
 }
 
@@ -142,8 +170,8 @@ impl fmt::Display for DraftReport {
             self.tokens, self.prompt_tokens
         )?;
         writeln!(f, "  {:<8} {:>8.1} tok/s", "plain", self.plain_tokens_per_second)?;
-        let ratio = self.tokens_per_second / self.plain_tokens_per_second.max(1e-9);
-        writeln!(f, "  {:<8} {:>8.1} tok/s  {ratio:.2} times as fast", self.draft, self.tokens_per_second)?;
+        let compared = compare(&self.ratios);
+        writeln!(f, "  {:<8} {:>8.1} tok/s  {compared}", self.draft, self.tokens_per_second)?;
         writeln!(f, "{} of {} drafted tokens accepted", self.accepted_tokens, self.drafted_tokens)?;
         if !self.places.is_empty() {
             write!(f, "acceptance by position in the draft:")?;
@@ -153,5 +181,18 @@ impl fmt::Display for DraftReport {
             writeln!(f)?;
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn spread_around_one_is_no_difference() {
+        assert_eq!(compare(&[0.97, 1.2, 1.05]), "no difference (0.97 to 1.20 times as fast)");
+        assert_eq!(compare(&[1.3, 1.2, 1.5]), "1.30 times as fast (1.20 to 1.50)");
+        assert_eq!(compare(&[0.8, 0.9]), "0.85 times as fast (0.80 to 0.90)");
+        assert!(compare(&[1.1]).starts_with("1.10 times as fast (one pair"));
     }
 }

@@ -68,18 +68,18 @@ impl fmt::Display for BenchReport {
             Some(false) => format!(", {io_threads} reading through the page cache"),
             None => String::new(),
         };
-        writeln!(f, "; {device}, {threads} compute threads{how}")?;
+        writeln!(f, "\n{device}, {threads} compute threads{how}")?;
         writeln!(f)?;
-        writeln!(
-            f,
-            "run      phase   tokens   tok/s   hits %   ahead %   MB asked/token   MB disk/token   stall %   MB/s read"
-        )?;
+        // Without misses, the columns about reads are all 0.
+        let streams = self.runs.iter().any(|run| run.prompt.misses + run.decode.misses > 0);
+        let title = ["run", "phase", "tokens", "tok/s", "hit %", "ahead %", "MB/tok", "MB disk", "stall %", "MB/s"];
+        write_row(f, title.map(str::to_owned), streams)?;
         for (index, run) in self.runs.iter().enumerate() {
-            self.write_run(f, &(index + 1).to_string(), run)?;
+            write_run(f, &(index + 1).to_string(), run, streams)?;
         }
         let Some(median) = &self.median else { return Ok(()) };
         if self.runs.len() > 1 {
-            self.write_run(f, "median", median)?;
+            write_run(f, "median", median, streams)?;
             let speeds = |phase: fn(&Run) -> &Phase| self.runs.iter().map(move |run| phase(run).tokens_per_second);
             for (name, phase) in [("prompt", (|run| &run.prompt) as fn(&Run) -> &Phase), ("decode", |run| &run.decode)]
             {
@@ -95,26 +95,34 @@ impl fmt::Display for BenchReport {
     }
 }
 
-impl BenchReport {
-    fn write_run(&self, f: &mut fmt::Formatter<'_>, name: &str, run: &Run) -> fmt::Result {
-        self.write_phase(f, name, "prompt", &run.prompt)?;
-        self.write_phase(f, name, "decode", &run.decode)
+fn write_run(f: &mut fmt::Formatter<'_>, name: &str, run: &Run, streams: bool) -> fmt::Result {
+    for (phase, figures) in [("prompt", &run.prompt), ("decode", &run.decode)] {
+        let disk = figures.disk_bytes_per_token.map_or("?".into(), |bytes| format!("{:.2}", bytes / 1e6));
+        let cells = [
+            name.to_owned(),
+            phase.to_owned(),
+            figures.tokens.to_string(),
+            format!("{:.2}", figures.tokens_per_second),
+            format!("{:.1}", 100.0 * figures.hit_rate),
+            format!("{:.1}", 100.0 * figures.prefetch_rate),
+            format!("{:.2}", figures.bytes_asked_per_token / 1e6),
+            disk,
+            format!("{:.1}", 100.0 * figures.stall_share),
+            format!("{:.0}", figures.read_bytes_per_second / 1e6),
+        ];
+        write_row(f, cells, streams)?;
     }
+    Ok(())
+}
 
-    fn write_phase(&self, f: &mut fmt::Formatter<'_>, run: &str, name: &str, phase: &Phase) -> fmt::Result {
-        let disk = phase.disk_bytes_per_token.map_or("?".into(), |bytes| format!("{:.2}", bytes / 1e6));
-        writeln!(
-            f,
-            "{run:<8} {name}  {:>7} {:>7.2}  {:>7.1}   {:>7.1}   {:>14.2}   {disk:>13}   {:>7.1}   {:>9.0}",
-            phase.tokens,
-            phase.tokens_per_second,
-            100.0 * phase.hit_rate,
-            100.0 * phase.prefetch_rate,
-            phase.bytes_asked_per_token / 1e6,
-            100.0 * phase.stall_share,
-            phase.read_bytes_per_second / 1e6,
-        )
+/// One line of at most 80 characters. `streams`: with the columns about reads.
+fn write_row(f: &mut fmt::Formatter<'_>, cells: [String; 10], streams: bool) -> fmt::Result {
+    let [run, phase, tokens, speed, hits, ahead, asked, disk, stall, read] = cells;
+    write!(f, "{run:<6} {phase:<6} {tokens:>7} {speed:>9}")?;
+    if streams {
+        write!(f, " {hits:>6} {ahead:>7} {asked:>8} {disk:>8} {stall:>7} {read:>7}")?;
     }
+    writeln!(f)
 }
 
 /// Median of each figure. With an even number of runs, the mean of the middle two.
@@ -156,6 +164,28 @@ pub fn median(mut values: Vec<f64>) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn rows_fit_80_columns() {
+        struct Row;
+        impl fmt::Display for Row {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                let phase = Phase {
+                    tokens: 1_000_000,
+                    tokens_per_second: 99_999.99,
+                    bytes_asked_per_token: 9_999e6,
+                    disk_bytes_per_token: Some(9_999e6),
+                    hit_rate: 1.0,
+                    prefetch_rate: 1.0,
+                    stall_share: 1.0,
+                    read_bytes_per_second: 99_999e6,
+                    ..Phase::default()
+                };
+                write_run(f, "median", &Run { prompt: phase, decode: phase, resident_tokens_per_second: 1.0 }, true)
+            }
+        }
+        assert!(Row.to_string().lines().all(|line| line.chars().count() <= 80), "{Row}");
+    }
 
     #[test]
     fn median_is_taken_per_column() {

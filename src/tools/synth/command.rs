@@ -16,7 +16,7 @@ const DEMO_FILES: [&str; 3] = ["tokenizer.json", "tokenizer_config.json", "chat_
 /// Size of a shard in bytes, as MLX writes them.
 const SHARD: u64 = 5 << 30;
 
-pub fn run(typed: &cli::SynthArgs) -> Result<(), CommandError> {
+pub fn run(typed: &cli::tool_args::SynthArgs) -> Result<(), CommandError> {
     let options = options(typed)?;
     let bar = progress::bytes(synth::size(&options), "writing");
     let begin = Instant::now();
@@ -37,7 +37,7 @@ pub fn run(typed: &cli::SynthArgs) -> Result<(), CommandError> {
     Ok(())
 }
 
-fn options(typed: &cli::SynthArgs) -> Result<SynthOptions, CommandError> {
+fn options(typed: &cli::tool_args::SynthArgs) -> Result<SynthOptions, CommandError> {
     let model = dimensions(&typed.like)?;
     let dimensions = Dimensions {
         layers: typed.layers.unwrap_or(model.layers),
@@ -89,8 +89,8 @@ fn tokens(tokenizer: &serde_json::Value) -> usize {
 mod tests {
     use super::*;
 
-    fn typed(like: &str, vocab: usize) -> cli::SynthArgs {
-        cli::SynthArgs {
+    fn typed(like: &str, vocab: usize) -> cli::tool_args::SynthArgs {
+        cli::tool_args::SynthArgs {
             out: "unused".into(),
             like: like.into(),
             layers: Some(4),

@@ -1,0 +1,130 @@
+//! Flags of the commands that measure, check or convert a model.
+
+use super::{
+    model_args::{DraftArgs, LoadArgs, ModelArgs, ParallelArgs, PromptCacheArgs},
+    values::{self, DraftModel, SpeculationMode},
+};
+use clap::{Args, builder::BoolishValueParser};
+use std::path::PathBuf;
+
+/// Flags of `moestro info`.
+#[derive(Debug, Args)]
+pub struct InfoArgs {
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// Simulate another machine instead of measuring this one (m1-ultra-64, m4-max-128, ...; all)
+    #[arg(long, env = "MOESTRO_MACHINE", value_name = "NAME")]
+    pub machine: Option<String>,
+    /// Without a checkpoint: a 4-bit model with these dimensions (with --machine)
+    #[arg(long, env = "MOESTRO_LIKE", value_parser = LIKE)]
+    pub like: Option<String>,
+    /// Print one JSON object instead of a table
+    #[arg(long)]
+    pub json: bool,
+    #[command(flatten)]
+    pub parallel: ParallelArgs,
+    #[command(flatten)]
+    pub load: LoadArgs,
+    #[command(flatten)]
+    pub cache: PromptCacheArgs,
+    #[command(flatten)]
+    pub drafts: DraftArgs,
+}
+
+/// Flags of `moestro bench`.
+#[derive(Debug, Args)]
+pub struct BenchArgs {
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// Prompt tokens
+    #[arg(long, env = "MOESTRO_PROMPT_TOKENS", value_name = "N", default_value_t = 512, value_parser = values::up_to::<16_777_216>)]
+    pub prompt_tokens: usize,
+    /// Tokens to generate
+    #[arg(long, env = "MOESTRO_GEN_TOKENS", value_name = "N", default_value_t = 128, value_parser = values::up_to::<16_777_216>)]
+    pub gen_tokens: usize,
+    /// Start every run with empty expert slots and, on Linux, without the checkpoint in the page cache
+    #[arg(long, env = "MOESTRO_COLD", value_parser = BoolishValueParser::new())]
+    pub cold: bool,
+    /// Measure instead how --kv-bits (default: 8 and 4) changes probabilities and the answer
+    #[arg(long, conflicts_with = "cold")]
+    pub quality: bool,
+    /// Measure instead the time from this image to the first token
+    #[arg(long, env = "MOESTRO_IMAGE", value_name = "FILE", conflicts_with_all = ["cold", "quality", "draft_model"])]
+    pub image: Option<PathBuf>,
+    /// Measure instead the same answer with and without this draft
+    #[arg(long, value_name = "mtp|lookup|PATH|ID", value_parser = values::draft, conflicts_with_all = ["cold", "quality"])]
+    pub draft_model: Option<DraftModel>,
+    /// Most tokens drafted at a time
+    #[arg(long, env = "MOESTRO_NUM_DRAFT_TOKENS", value_name = "N", default_value_t = 7, value_parser = values::drafts)]
+    pub num_draft_tokens: usize,
+    /// When to use drafts; auto: while they save time
+    #[arg(long, env = "MOESTRO_SPECULATION", value_enum, default_value_t)]
+    pub speculation: SpeculationMode,
+    /// Text file for the prompt [default: an embedded text]
+    #[arg(long, env = "MOESTRO_TEXT", value_name = "FILE")]
+    pub text: Option<PathBuf>,
+    /// Runs; the median is reported
+    #[arg(long, env = "MOESTRO_REPEAT", value_name = "N", default_value_t = 3, value_parser = values::up_to::<1_000>)]
+    pub repeat: usize,
+    /// Print one JSON object instead of a table
+    #[arg(long)]
+    pub json: bool,
+    #[command(flatten)]
+    pub load: LoadArgs,
+}
+
+/// The models that `--like` knows.
+const LIKE: [&str; 7] = ["4b", "9b", "27b", "35b", "122b", "397b", "flash-next"];
+
+/// Flags of `moestro synth`.
+#[derive(Debug, Args)]
+pub struct SynthArgs {
+    /// Directory to write, which must not exist
+    pub out: PathBuf,
+    /// Model whose dimensions to use
+    #[arg(long, env = "MOESTRO_LIKE", value_parser = LIKE)]
+    pub like: String,
+    /// Number of layers [default: as the original]
+    #[arg(long, env = "MOESTRO_LAYERS", value_name = "N", value_parser = values::up_to::<1_024>)]
+    pub layers: Option<usize>,
+    /// Number of experts [default: as the original]
+    #[arg(long, env = "MOESTRO_EXPERTS", value_name = "N", value_parser = values::up_to::<65_536>)]
+    pub experts: Option<usize>,
+    /// Vocabulary size [default: as the original]
+    #[arg(long, env = "MOESTRO_VOCAB", value_name = "N", value_parser = values::up_to::<16_777_216>)]
+    pub vocab: Option<usize>,
+    /// Seed; the same seed writes the same bytes
+    #[arg(long, env = "MOESTRO_SEED", value_name = "N", default_value_t = 0)]
+    pub seed: u64,
+    /// Skew of the routers: 0 is even; with 0.5, a quarter of the experts serves most tokens
+    #[arg(long, env = "MOESTRO_ROUTER_SKEW", value_name = "S", default_value_t = 0.5, value_parser = values::not_negative)]
+    pub router_skew: f32,
+    /// Rows of the n-gram table, with --like flash-next [default: 8000000; the original has 320 million]
+    #[arg(long, env = "MOESTRO_NGRAM_ROWS", value_name = "N", value_parser = clap::value_parser!(u64).range(1_024..=4_294_967_296))]
+    pub ngram_rows: Option<u64>,
+}
+
+/// Flags of `moestro pack`.
+#[derive(Debug, Args)]
+pub struct PackArgs {
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// Directory to write [default: in the user's cache directory]
+    #[arg(long, value_name = "DIR")]
+    pub out: Option<PathBuf>,
+    /// Compare the existing pack, or the one in --out, with the checkpoint byte by byte; write nothing
+    #[arg(long)]
+    pub verify: bool,
+}
+
+/// Flags of `moestro doctor`.
+#[derive(Debug, Args)]
+pub struct DoctorArgs {
+    /// Print one JSON object instead of tables
+    #[arg(long)]
+    pub json: bool,
+
+    /// Try a GPU that is refused by default: older than M1, or of a virtual machine
+    #[arg(long, env = "MOESTRO_ANY_GPU", value_parser = BoolishValueParser::new())]
+    pub any_gpu: bool,
+}

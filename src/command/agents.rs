@@ -1,0 +1,221 @@
+//! Settings that make each coding agent use a local server: variables, arguments, and separate files. The user's
+//! configuration of an agent is never changed.
+
+use crate::cli::values::Agent;
+use serde_json::{Value, json};
+use std::path::{Path, PathBuf};
+
+/// Key that a server without one accepts. Agents refuse to start without any.
+const ANY_KEY: &str = "local";
+/// Claude Code gives up after this many milliseconds without an event: half an hour, for long prompts.
+const CLAUDE_IDLE_MS: &str = "1800000";
+
+/// The server and the model that an agent uses.
+#[derive(Debug, Clone)]
+pub struct AgentTarget {
+    /// Address without `/v1`.
+    pub base_url: String,
+    pub key: Option<String>,
+    pub model: String,
+    pub context: usize,
+    pub has_vision: bool,
+    pub reasons: bool,
+}
+
+/// The files to write and the command to run for an agent.
+#[derive(Debug, Default)]
+pub struct AgentSetup {
+    pub program: &'static str,
+    /// How to install the agent.
+    pub install: &'static str,
+    pub variables: Vec<(&'static str, String)>,
+    /// Variables that would override the others.
+    pub removed: &'static [&'static str],
+    /// Arguments before the user's.
+    pub args: Vec<String>,
+    pub files: Vec<(PathBuf, String)>,
+}
+
+impl AgentTarget {
+    /// Tokens that an answer may have: a quarter of the context.
+    fn output(&self) -> usize {
+        (self.context / 4).clamp(256, 32_000)
+    }
+
+    fn key(&self) -> String {
+        self.key.clone().unwrap_or_else(|| ANY_KEY.into())
+    }
+
+    /// The address of the OpenAI API.
+    fn openai_url(&self) -> String {
+        format!("{}/v1", self.base_url)
+    }
+
+    /// The setup of an agent, with its files in `dir`.
+    pub fn setup(&self, agent: Agent, dir: &Path) -> AgentSetup {
+        match agent {
+            Agent::Claude => self.claude(),
+            Agent::Codex => self.codex(),
+            Agent::Opencode => self.opencode(dir),
+            Agent::Qwen => self.qwen(),
+            Agent::Aider => self.aider(dir),
+        }
+    }
+
+    fn claude(&self) -> AgentSetup {
+        let model = |name| (name, self.model.clone());
+        AgentSetup {
+            program: "claude",
+            install: "npm install -g @anthropic-ai/claude-code",
+            variables: vec![
+                ("ANTHROPIC_BASE_URL", self.base_url.clone()),
+                ("ANTHROPIC_AUTH_TOKEN", self.key()),
+                model("ANTHROPIC_MODEL"),
+                model("ANTHROPIC_DEFAULT_OPUS_MODEL"),
+                model("ANTHROPIC_DEFAULT_SONNET_MODEL"),
+                model("ANTHROPIC_DEFAULT_HAIKU_MODEL"),
+                model("CLAUDE_CODE_SUBAGENT_MODEL"),
+                ("CLAUDE_CODE_AUTO_COMPACT_WINDOW", self.context.to_string()),
+                ("CLAUDE_CODE_MAX_OUTPUT_TOKENS", self.output().to_string()),
+                ("CLAUDE_STREAM_IDLE_TIMEOUT_MS", CLAUDE_IDLE_MS.into()),
+                ("CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC", "1".into()),
+            ],
+            removed: &["ANTHROPIC_API_KEY"],
+            ..AgentSetup::default()
+        }
+    }
+
+    fn codex(&self) -> AgentSetup {
+        let text = |text: &str| toml::Value::from(text).to_string();
+        let provider = format!(
+            "model_providers.moestro={{ name = \"Moestro\", base_url = {}, wire_api = \"responses\", env_key = \
+             \"MOESTRO_API_KEY\" }}",
+            text(&self.openai_url())
+        );
+        let settings = [
+            "model_provider=\"moestro\"".to_owned(),
+            provider,
+            format!("model={}", text(&self.model)),
+            format!("model_context_window={}", self.context),
+        ];
+        AgentSetup {
+            program: "codex",
+            install: "npm install -g @openai/codex",
+            variables: vec![("MOESTRO_API_KEY", self.key())],
+            args: settings.into_iter().flat_map(|setting| ["-c".to_owned(), setting]).collect(),
+            ..AgentSetup::default()
+        }
+    }
+
+    fn opencode(&self, dir: &Path) -> AgentSetup {
+        let mut input = vec!["text"];
+        input.extend(self.has_vision.then_some("image"));
+        let model = json!({
+            "name": self.model,
+            "tool_call": true,
+            "reasoning": self.reasons,
+            "attachment": self.has_vision,
+            "modalities": {"input": input, "output": ["text"]},
+            "limit": {"context": self.context, "output": self.output()},
+        });
+        let config = json!({
+            "$schema": "https://opencode.ai/config.json",
+            "model": format!("moestro/{}", self.model),
+            "small_model": format!("moestro/{}", self.model),
+            "provider": {"moestro": {
+                "npm": "@ai-sdk/openai-compatible",
+                "name": "Moestro",
+                "options": {"baseURL": self.openai_url(), "apiKey": "{env:MOESTRO_API_KEY}"},
+                "models": {self.model.clone(): model},
+            }},
+        });
+        let file = dir.join("opencode.json");
+        AgentSetup {
+            program: "opencode",
+            install: "npm install -g opencode-ai",
+            variables: vec![("OPENCODE_CONFIG", file.display().to_string()), ("MOESTRO_API_KEY", self.key())],
+            files: vec![(file, pretty(&config))],
+            ..AgentSetup::default()
+        }
+    }
+
+    fn qwen(&self) -> AgentSetup {
+        AgentSetup {
+            program: "qwen",
+            install: "npm install -g @qwen-code/qwen-code",
+            variables: vec![
+                ("OPENAI_BASE_URL", self.openai_url()),
+                ("OPENAI_API_KEY", self.key()),
+                ("OPENAI_MODEL", self.model.clone()),
+            ],
+            args: vec!["--auth-type".into(), "openai".into(), "--model".into(), self.model.clone()],
+            ..AgentSetup::default()
+        }
+    }
+
+    fn aider(&self, dir: &Path) -> AgentSetup {
+        let name = format!("openai/{}", self.model);
+        let metadata = json!({name.clone(): {
+            "max_tokens": self.output(),
+            "max_input_tokens": self.context,
+            "max_output_tokens": self.output(),
+            "input_cost_per_token": 0.0,
+            "output_cost_per_token": 0.0,
+            "litellm_provider": "openai",
+            "mode": "chat",
+            "supports_vision": self.has_vision,
+        }});
+        let file = dir.join("aider.json");
+        AgentSetup {
+            program: "aider",
+            install: "python3 -m pip install aider-install && aider-install",
+            variables: vec![("OPENAI_API_BASE", self.openai_url()), ("OPENAI_API_KEY", self.key())],
+            args: vec!["--model".into(), name, "--model-metadata-file".into(), file.display().to_string()],
+            files: vec![(file, pretty(&metadata))],
+            ..AgentSetup::default()
+        }
+    }
+}
+
+fn pretty(value: &Value) -> String {
+    format!("{value:#}\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::ValueEnum;
+
+    #[test]
+    fn every_agent_gets_address_model_and_context() {
+        let target = AgentTarget {
+            base_url: "http://127.0.0.1:7".into(),
+            key: Some("secret".into()),
+            model: "org/na\"me".into(),
+            context: 65_536,
+            has_vision: true,
+            reasons: true,
+        };
+        for agent in Agent::value_variants() {
+            let setup = target.setup(*agent, Path::new("/d"));
+            let all = format!("{:?} {:?} {:?}", setup.variables, setup.args, setup.files);
+            assert!(all.contains("http://127.0.0.1:7") && all.contains("org/na"), "{agent:?}: {all}");
+            // Qwen Code has no variable for it.
+            assert!(*agent == Agent::Qwen || all.contains("65536"), "{agent:?}: {all}");
+            let written = setup.files.iter().all(|(_, text)| serde_json::from_str::<Value>(text).is_ok());
+            assert!(written && !setup.files.iter().any(|(_, text)| text.contains("secret")), "{agent:?}");
+        }
+        // Codex parses the value of -c as TOML.
+        let codex = target.setup(Agent::Codex, Path::new("/d"));
+        for setting in codex.args.iter().filter(|arg| *arg != "-c") {
+            setting.parse::<toml::Table>().unwrap_or_else(|error| panic!("{setting}: {error}"));
+        }
+        let opencode = target.setup(Agent::Opencode, Path::new("/d"));
+        let config: Value = serde_json::from_str(&opencode.files[0].1).unwrap();
+        let model = &config["provider"]["moestro"]["models"]["org/na\"me"];
+        assert_eq!(
+            (&model["limit"]["context"], &model["modalities"]["input"]),
+            (&json!(65_536), &json!(["text", "image"]))
+        );
+    }
+}

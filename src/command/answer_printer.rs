@@ -1,0 +1,169 @@
+//! Prints an answer on the terminal while it streams, and its figures at the end.
+
+use super::printable;
+use crate::error::CommandError;
+use std::{
+    env, fmt,
+    io::{self, IsTerminal, Write},
+    mem,
+};
+
+/// Prompts shorter than this are read in a moment, so no progress is shown.
+const LONG_PROMPT: usize = 1_024;
+
+/// A complete or interrupted answer.
+#[derive(Debug, Default)]
+pub struct TerminalAnswer {
+    pub content: String,
+    pub reasoning: String,
+    /// `None` if the user interrupted it.
+    pub end: Option<AnswerEnd>,
+}
+
+/// The end of an answer.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct AnswerEnd {
+    /// The limit of tokens ended it.
+    pub is_cut: bool,
+    pub stats: AnswerStats,
+}
+
+/// Token counts and times of an answer.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct AnswerStats {
+    pub prompt_tokens: usize,
+    pub cached_tokens: usize,
+    pub generated_tokens: usize,
+    pub prompt_seconds: f64,
+    pub decode_seconds: f64,
+    pub drafted_tokens: usize,
+    pub accepted_tokens: usize,
+}
+
+/// `prompt 76 tokens (44 cached), 5861 tok/s; answer 30 tokens, 16.2 tok/s`
+impl fmt::Display for AnswerStats {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let speed = |tokens: usize, seconds: f64| match tokens as f64 / seconds {
+            speed if seconds <= 0.0 || tokens == 0 || !speed.is_finite() => String::new(),
+            speed if speed < 100.0 => format!(", {speed:.1} tok/s"),
+            speed => format!(", {speed:.0} tok/s"),
+        };
+        let cached = if self.cached_tokens == 0 { String::new() } else { format!(" ({} cached)", self.cached_tokens) };
+        let computed = self.prompt_tokens.saturating_sub(self.cached_tokens);
+        write!(out, "prompt {} tokens{cached}{}", self.prompt_tokens, speed(computed, self.prompt_seconds))?;
+        write!(out, "; answer {} tokens{}", self.generated_tokens, speed(self.generated_tokens, self.decode_seconds))?;
+        match self.drafted_tokens {
+            0 => Ok(()),
+            drafted => write!(out, "; {} of {drafted} drafted tokens accepted", self.accepted_tokens),
+        }
+    }
+}
+
+/// True if stderr is a terminal that shows colours: `NO_COLOR` is not set, and `TERM` is not dumb.
+pub fn has_colours() -> bool {
+    let is_set = |name| env::var_os(name).is_some_and(|value| !value.is_empty());
+    io::stderr().is_terminal() && !is_set("NO_COLOR") && env::var_os("TERM").is_none_or(|term| term != "dumb")
+}
+
+pub fn print_dimmed(text: &str) {
+    if has_colours() { eprintln!("\x1b[2m{text}\x1b[0m") } else { eprintln!("{text}") }
+}
+
+/// Prints an answer while it streams: content to stdout, reasoning to stderr, dimmed on a terminal. Reasoning is omitted if
+/// only stdout is a terminal. Control characters are replaced on a terminal, since they could change its state.
+pub struct AnswerPrinter {
+    dims: bool,
+    shows_reasoning: bool,
+    in_reasoning: bool,
+    shows_progress: bool,
+    content: String,
+    reasoning: String,
+}
+
+impl AnswerPrinter {
+    pub fn new() -> Self {
+        Self {
+            dims: has_colours(),
+            shows_reasoning: io::stderr().is_terminal() || !io::stdout().is_terminal(),
+            in_reasoning: false,
+            shows_progress: false,
+            content: String::new(),
+            reasoning: String::new(),
+        }
+    }
+
+    /// Shows how much of a long prompt is read.
+    pub fn progress(&mut self, tokens: usize, total: usize) {
+        if self.dims && total >= LONG_PROMPT {
+            self.shows_progress = true;
+            let percent = 100 * tokens / total.max(1);
+            eprint!("\r\x1b[K\x1b[2mreading the prompt: {tokens} of {total} tokens ({percent} %)\x1b[0m");
+            let _ = io::stderr().flush();
+        }
+    }
+
+    pub fn reasoning(&mut self, text: &str) {
+        self.end_progress();
+        self.reasoning.push_str(text);
+        if self.shows_reasoning {
+            let begins = !mem::replace(&mut self.in_reasoning, true) && self.dims;
+            eprint!("{}{}", if begins { "\x1b[2m" } else { "" }, printable(text));
+        }
+    }
+
+    pub fn content(&mut self, text: &str) -> Result<(), CommandError> {
+        self.end_progress();
+        self.end_reasoning();
+        self.content.push_str(text);
+        write_content(text)
+    }
+
+    /// Ends the answer. `end`: `None` if the user interrupted it.
+    pub fn finish(mut self, end: Option<AnswerEnd>) -> Result<TerminalAnswer, CommandError> {
+        self.end_progress();
+        self.end_reasoning();
+        if !self.content.is_empty() {
+            write_content("\n")?;
+        }
+        Ok(TerminalAnswer { content: self.content, reasoning: self.reasoning, end })
+    }
+
+    fn end_progress(&mut self) {
+        if mem::take(&mut self.shows_progress) {
+            eprint!("\r\x1b[K");
+        }
+    }
+
+    fn end_reasoning(&mut self) {
+        if mem::take(&mut self.in_reasoning) {
+            eprintln!("{}", if self.dims { "\x1b[0m\n" } else { "" });
+        }
+    }
+}
+
+fn write_content(text: &str) -> Result<(), CommandError> {
+    let mut out = io::stdout().lock();
+    let text = if out.is_terminal() { printable(text) } else { text.into() };
+    let written = out.write_all(text.as_bytes()).and_then(|()| out.flush());
+    written.map_err(|source| CommandError::Io { what: "writing the answer".into(), source })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn stats_are_one_short_line() {
+        let stats = AnswerStats {
+            prompt_tokens: 76,
+            cached_tokens: 44,
+            generated_tokens: 30,
+            prompt_seconds: 0.01,
+            decode_seconds: 2.0,
+            ..AnswerStats::default()
+        };
+        assert_eq!(stats.to_string(), "prompt 76 tokens (44 cached), 3200 tok/s; answer 30 tokens, 15.0 tok/s");
+        let drafted = AnswerStats { drafted_tokens: 9, accepted_tokens: 3, ..AnswerStats::default() };
+        assert!(drafted.to_string().ends_with("; 3 of 9 drafted tokens accepted"), "{drafted}");
+    }
+}

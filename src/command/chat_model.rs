@@ -1,0 +1,111 @@
+//! The model of a chat: one that a running server has, or one that this process loads.
+
+use super::{
+    answer_printer::TerminalAnswer, chat_settings::AnswerOptions, local_model::LocalModel, local_models,
+    remote_model::RemoteModel, remote_server::RemoteServer,
+};
+use crate::{
+    cli::model_args::RemoteArgs,
+    config::{GenerateConfig, config_file::Settings},
+    engine::Image,
+    error::CommandError,
+};
+use serde_json::Value;
+use std::{future::Future, path::Path, sync::Arc};
+
+/// Flags of a loaded model. With one of them on the command line, a running server is not asked.
+const LOADING: [&str; 15] = [
+    "memory-limit",
+    "ctx-size",
+    "kv-bits",
+    "stream-experts",
+    "device",
+    "threads",
+    "expert-io",
+    "io-threads",
+    "prefetch",
+    "experts-per-token",
+    "prefill-chunk",
+    "prompt-cache",
+    "draft-model",
+    "num-draft-tokens",
+    "speculation",
+];
+
+pub enum ChatModel {
+    Local(Box<LocalModel>),
+    Remote(RemoteModel),
+}
+
+impl ChatModel {
+    /// Uses the server at `remote` if it has the model, so that the model is in memory once. Otherwise loads the model.
+    pub fn open(config: &GenerateConfig, remote: &RemoteArgs, settings: &Settings) -> Result<Self, CommandError> {
+        let is_tuned = |row: &crate::config::config_file::SettingRow| {
+            row.from == "command line" && LOADING.contains(&row.flag.as_str())
+        };
+        if !settings.rows.iter().any(is_tuned) {
+            let (server, id) = (RemoteServer::new(remote), local_models::id(&config.model, settings));
+            match server.has_model(&id) {
+                Ok(true) => return Ok(Self::Remote(RemoteModel::new(server, id))),
+                Ok(false) => {}
+                Err(error) => {
+                    eprintln!(
+                        "moestro: cannot use the server at {}: {error}; loading the model here",
+                        server.base_url()
+                    );
+                }
+            }
+        }
+        Ok(Self::Local(Box::new(LocalModel::load(config)?)))
+    }
+
+    pub fn name(&self) -> &str {
+        match self {
+            Self::Local(local) => &local.checkpoint.name,
+            Self::Remote(remote) => &remote.id,
+        }
+    }
+
+    /// Name, device, experts in memory and context.
+    pub fn describe(&self) -> String {
+        match self {
+            Self::Local(local) => local.describe(),
+            Self::Remote(remote) => remote.describe(),
+        }
+    }
+
+    /// Reads an image for a later message.
+    ///
+    /// # Errors
+    /// A sentence for the user.
+    pub fn read_image(&self, path: &Path) -> Result<Arc<Image>, String> {
+        match self {
+            Self::Local(local) => local.read_image(path),
+            Self::Remote(_) => {
+                Err("images need a model that this chat loads; start it with --device auto to load a copy".into())
+            }
+        }
+    }
+
+    /// Prints an answer to `messages`, which refer to `images` in order, until it ends or `stop` completes.
+    pub async fn answer(
+        &self,
+        messages: &[Value],
+        images: &[Arc<Image>],
+        options: &AnswerOptions,
+        stop: impl Future<Output = ()>,
+    ) -> Result<TerminalAnswer, CommandError> {
+        match self {
+            Self::Local(local) => local.answer(messages, images, options, stop).await,
+            Self::Remote(remote) => remote.answer(messages, options, stop).await,
+        }
+    }
+
+    /// Unloads a local model. That of a server stays.
+    pub fn close(self) -> Result<(), CommandError> {
+        match self {
+            Self::Local(local) => local.unload(),
+            Self::Remote(_) => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,20 @@
+//! Asks the user for consent.
+
+use crate::error::CommandError;
+use std::io::{self, BufRead, IsTerminal, Write};
+
+/// Asks on the terminal.
+///
+/// # Errors
+/// stdin is not a terminal.
+pub fn confirmed(question: &str) -> Result<bool, CommandError> {
+    if !io::stdin().is_terminal() {
+        return Err(CommandError::Usage(format!("{question} Use --yes to confirm: stdin is not a terminal")));
+    }
+    eprint!("{question} [y/N] ");
+    let _ = io::stderr().flush();
+    let mut answer = String::new();
+    let read = io::stdin().lock().read_line(&mut answer);
+    read.map_err(|source| CommandError::Io { what: "reading the answer".into(), source })?;
+    Ok(matches!(answer.trim(), "y" | "Y" | "yes"))
+}

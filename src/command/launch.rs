@@ -1,0 +1,256 @@
+//! `moestro launch`: finds or starts a server, tells a coding agent about it, and runs the agent.
+
+use super::{
+    agents::{AgentSetup, AgentTarget},
+    confirm::confirmed,
+    local_models, printable,
+    remote_server::RemoteServer,
+};
+use crate::{
+    cli,
+    config::{ModelSource, config_file::Settings},
+    error::CommandError,
+    platform::os,
+};
+use serde_json::{Value, json};
+use std::{
+    env,
+    fs::{self, File},
+    io::{self, BufRead, BufReader, IsTerminal},
+    os::unix::process::CommandExt,
+    path::{Path, PathBuf},
+    process::{Child, Command, Stdio, exit},
+};
+use tokio::signal::unix::{SignalKind, signal};
+
+/// Agents send long system prompts and whole files. Below this many tokens they fail often.
+const SMALL_CONTEXT: usize = 32_768;
+
+/// Starts an agent and ends with its exit code.
+pub fn run(typed: &cli::LaunchArgs, settings: &Settings) -> Result<(), CommandError> {
+    let remote = RemoteServer::new(&typed.remote);
+    let dir = os::data_dir().ok_or_else(|| usage("cannot find your home directory, which needs a configuration"))?;
+    if !typed.dry_run {
+        find_program(typed)?;
+    }
+    let mut server = None;
+    let health = match remote.health() {
+        Some(health) => health,
+        None if typed.dry_run => Value::Null,
+        None => {
+            server = Some(OwnServer::start(typed)?);
+            remote.health().ok_or_else(|| usage("the server that was started does not answer"))?
+        }
+    };
+    let target = target(&remote, typed, settings, &health)?;
+    let setup = target.setup(typed.agent, &dir.join("agents"));
+    let shown = describe(&setup, typed);
+    if typed.dry_run {
+        print!("{shown}");
+        return Ok(());
+    }
+    eprint!("{shown}");
+    if target.context < SMALL_CONTEXT {
+        let context = target.context;
+        eprintln!(
+            "moestro: the context has {context} tokens; agents need {SMALL_CONTEXT} or more (--ctx-size of serve)"
+        );
+    }
+    if !setup.files.is_empty() {
+        if !typed.yes && !confirmed("Write these files and start the agent?")? {
+            return Ok(());
+        }
+        write(&setup)?;
+    }
+    let code = run_agent(&setup, typed, server.as_ref().map(OwnServer::id))?;
+    drop(server);
+    if code == 0 { Ok(()) } else { exit(code) }
+}
+
+/// # Errors
+/// The agent is not installed.
+fn find_program(typed: &cli::LaunchArgs) -> Result<(), CommandError> {
+    let nowhere = AgentTarget {
+        base_url: String::new(),
+        key: None,
+        model: String::new(),
+        context: 0,
+        has_vision: false,
+        reasons: false,
+    };
+    let AgentSetup { program, install, .. } = nowhere.setup(typed.agent, Path::new(""));
+    let dirs = env::var_os("PATH").unwrap_or_default();
+    match env::split_paths(&dirs).any(|dir| dir.join(program).is_file()) {
+        true => Ok(()),
+        false => Err(usage(&format!("{program} is not installed; install it with `{install}`"))),
+    }
+}
+
+/// The model that the agent uses, with its context and what it can do.
+fn target(
+    remote: &RemoteServer,
+    typed: &cli::LaunchArgs,
+    settings: &Settings,
+    health: &Value,
+) -> Result<AgentTarget, CommandError> {
+    let named = typed.model.as_deref().map(|name| {
+        let own = settings.models.iter().any(|(known, _)| known == name);
+        if own { name.to_owned() } else { local_models::id(&ModelSource::new(Some(name)), &Settings::default()) }
+    });
+    let served = health["model"].as_str().or(health["next"].as_str()).map(str::to_owned);
+    let model = named.or(served).unwrap_or_else(|| crate::demo::NAME.into());
+    let known = if health.is_null() { Value::Null } else { card(remote, &model)? };
+    Ok(AgentTarget {
+        base_url: remote.base_url(),
+        key: remote.api_key().map(str::to_owned),
+        context: known["context_length"].as_u64().unwrap_or(SMALL_CONTEXT as u64) as usize,
+        has_vision: known["capabilities"]["vision"] == true,
+        reasons: known["capabilities"]["reasoning"] == true,
+        model,
+    })
+}
+
+/// The entry of a model in the server's list. The context of a model is known once it is loaded.
+fn card(remote: &RemoteServer, model: &str) -> Result<Value, CommandError> {
+    let find = || -> Result<Value, CommandError> {
+        let list = remote.ask("/v1/models", None)?;
+        let found = list["data"].as_array().into_iter().flatten().find(|entry| entry["id"] == model).cloned();
+        found.ok_or_else(|| usage(&format!("the server at {} has no model {model}", remote.base_url())))
+    };
+    let known = find()?;
+    if known["context_length"].is_u64() {
+        return Ok(known);
+    }
+    eprintln!("loading {}", printable(model));
+    let hello = json!([{"role": "user", "content": "Hi"}]);
+    remote.stream_chat(&json!({"model": model, "messages": hello, "max_tokens": 1, "stream": true}), |_| true)?;
+    find()
+}
+
+/// The files and the command of a setup. Keys are hidden.
+fn describe(setup: &AgentSetup, typed: &cli::LaunchArgs) -> String {
+    let mut shown = String::new();
+    for (path, text) in &setup.files {
+        shown += &format!("# {}\n{text}", path.display());
+    }
+    for (name, value) in &setup.variables {
+        let is_secret = name.ends_with("KEY") || name.ends_with("TOKEN");
+        let value = if is_secret && typed.remote.api_key.is_some() { "(hidden)" } else { value.as_str() };
+        shown += &format!("{name}={}\n", quoted(value));
+    }
+    let words = setup.args.iter().chain(&typed.args).map(|arg| quoted(arg));
+    let line: Vec<String> = std::iter::once(setup.program.to_owned()).chain(words).collect();
+    printable(&format!("{shown}{}\n", line.join(" "))).into_owned()
+}
+
+/// A word as a shell reads it.
+fn quoted(word: &str) -> String {
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_./:=,@%+".contains(c);
+    if !word.is_empty() && word.chars().all(is_plain) {
+        word.into()
+    } else {
+        format!("'{}'", word.replace('\'', "'\\''"))
+    }
+}
+
+fn write(setup: &AgentSetup) -> Result<(), CommandError> {
+    for (path, text) in &setup.files {
+        let made = path.parent().map_or(Ok(()), fs::create_dir_all);
+        let failed = |source| CommandError::Io { what: path.display().to_string(), source };
+        made.and_then(|()| fs::write(path, text)).map_err(failed)?;
+    }
+    Ok(())
+}
+
+/// Runs the agent until it ends, and returns its exit code. Ctrl-C is the agent's. Other signals end the server, too.
+fn run_agent(setup: &AgentSetup, typed: &cli::LaunchArgs, server: Option<u32>) -> Result<i32, CommandError> {
+    let failed = |source| CommandError::Io { what: setup.program.into(), source };
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().map_err(failed)?;
+    let _guard = runtime.enter();
+    let mut interrupt = signal(SignalKind::interrupt()).map_err(failed)?;
+    let mut terminate = signal(SignalKind::terminate()).map_err(failed)?;
+    let mut hangup = signal(SignalKind::hangup()).map_err(failed)?;
+    runtime.spawn(async move {
+        loop {
+            tokio::select! {
+                _ = interrupt.recv() => continue,
+                _ = terminate.recv() => {}
+                _ = hangup.recv() => {}
+            }
+            if let Some(id) = server {
+                os::terminate(id);
+            }
+            exit(1);
+        }
+    });
+    let mut command = Command::new(setup.program);
+    for name in setup.removed {
+        command.env_remove(name);
+    }
+    command.envs(setup.variables.iter().map(|(name, value)| (name, value)));
+    let status = command.args(&setup.args).args(&typed.args).status().map_err(failed)?;
+    Ok(status.code().unwrap_or(1))
+}
+
+/// A server that ends with the agent.
+struct OwnServer(Child);
+
+impl OwnServer {
+    /// Starts `moestro serve` and waits until it is ready. Its log goes to a file.
+    fn start(typed: &cli::LaunchArgs) -> Result<Self, CommandError> {
+        let failed = |source| CommandError::Io { what: "starting a server".into(), source };
+        let log = os::state_dir().map_or_else(|| PathBuf::from("/dev/null"), |dir| dir.join("launch.log"));
+        log.parent().map_or(Ok(()), fs::create_dir_all).map_err(failed)?;
+        let mut command = Command::new(env::current_exe().map_err(failed)?);
+        command.arg("serve").args(&typed.model);
+        command.args(["--host", &typed.remote.host, "--port", &typed.remote.port.to_string()]);
+        if let Some(key) = &typed.remote.api_key {
+            command.env("MOESTRO_API_KEY", key);
+        }
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(File::create(&log).map_err(failed)?);
+        // Ctrl-C is for the agent.
+        let mut child = command.process_group(0).spawn().map_err(failed)?;
+        eprintln!("starting a server; its log is {}", log.display());
+        let mut line = String::new();
+        let stdout = child.stdout.take();
+        let read = stdout.map(|stdout| BufReader::new(stdout).read_line(&mut line));
+        let ready: Value = serde_json::from_str(&line).unwrap_or_default();
+        let server = Self(child);
+        if matches!(read, Some(Ok(_))) && ready["event"] == "ready" {
+            return Ok(server);
+        }
+        let log = fs::read_to_string(&log).unwrap_or_default();
+        let last = log.lines().next_back().unwrap_or("no message").trim_start_matches("moestro: ");
+        Err(usage(&format!("the server did not start: {last}")))
+    }
+
+    fn id(&self) -> u32 {
+        self.0.id()
+    }
+}
+
+impl Drop for OwnServer {
+    fn drop(&mut self) {
+        if io::stderr().is_terminal() {
+            eprintln!("stopping the server");
+        }
+        os::terminate(self.0.id());
+        let _ = self.0.wait();
+    }
+}
+
+fn usage(why: &str) -> CommandError {
+    CommandError::Usage(why.into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn words_are_quoted_for_shells() {
+        assert_eq!(quoted("--port=1"), "--port=1");
+        assert_eq!(quoted("What's up?"), "'What'\\''s up?'");
+        assert_eq!(quoted(""), "''");
+    }
+}

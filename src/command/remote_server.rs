@@ -1,0 +1,155 @@
+//! A running server as a client sees it: its state, its models, and its streamed answers.
+
+use super::printable;
+use crate::{cli::model_args::RemoteArgs, error::CommandError};
+use serde_json::{Value, json};
+use std::{
+    io::{self, BufRead, BufReader},
+    time::Duration,
+};
+
+/// Time limit of a request that the server answers at once.
+const TIMEOUT: Duration = Duration::from_secs(5);
+/// Time limit for the connection and for each silence of a stream. A waiting server sends comments.
+const SILENCE: Duration = Duration::from_secs(600);
+
+/// A server at an address.
+#[derive(Debug, Clone)]
+pub struct RemoteServer {
+    typed: RemoteArgs,
+    agent: ureq::Agent,
+}
+
+impl RemoteServer {
+    pub fn new(typed: &RemoteArgs) -> Self {
+        let config = ureq::Agent::config_builder().timeout_global(Some(TIMEOUT)).http_status_as_error(false).build();
+        Self { typed: typed.clone(), agent: config.into() }
+    }
+
+    /// `http://127.0.0.1:5413`
+    pub fn base_url(&self) -> String {
+        // A server that listens on all addresses is asked on this machine's.
+        let host = match self.typed.host.as_str() {
+            "0.0.0.0" => "127.0.0.1",
+            "::" | "[::]" => "::1",
+            host => host,
+        };
+        let host = if host.contains(':') && !host.starts_with('[') { format!("[{host}]") } else { host.to_owned() };
+        format!("http://{host}:{}", self.typed.port)
+    }
+
+    pub fn api_key(&self) -> Option<&str> {
+        self.typed.api_key.as_deref()
+    }
+
+    fn authorization(&self) -> String {
+        format!("Bearer {}", self.api_key().unwrap_or_default())
+    }
+
+    /// Sends a request and returns the JSON of the response.
+    ///
+    /// # Errors
+    /// The server cannot be reached, or the response is an error.
+    pub fn ask(&self, path: &str, body: Option<&Value>) -> Result<Value, CommandError> {
+        let (url, key) = (format!("{}{path}", self.base_url()), self.authorization());
+        let sent = match body {
+            None => self.agent.get(&url).header("authorization", &key).call(),
+            Some(body) => self
+                .agent
+                .post(&url)
+                .header("authorization", &key)
+                .header("content-type", "application/json")
+                .send(body.to_string()),
+        };
+        let failed = |source| CommandError::Io { what: format!("asking {url}"), source };
+        let mut answer = sent.map_err(|error| match error {
+            ureq::Error::Io(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
+                let at = format!("{}:{}", self.typed.host, self.typed.port);
+                CommandError::Service(format!(
+                    "no server at {at}: use --host and --port for another address, or `moestro serve` starts one"
+                ))
+            }
+            error => failed(io::Error::other(error)),
+        })?;
+        let text = answer.body_mut().read_to_string().map_err(|error| failed(io::Error::other(error)))?;
+        let answer: Value = serde_json::from_str(&text).map_err(|error| failed(error.into()))?;
+        match answer["error"]["message"].as_str() {
+            Some(reason) => Err(CommandError::Service(printable(reason).into_owned())),
+            None => Ok(answer),
+        }
+    }
+
+    /// The state of the server, if one runs at the address.
+    pub fn health(&self) -> Option<Value> {
+        self.ask("/health", None).ok().filter(|health| health["version"].is_string())
+    }
+
+    /// True if the server would answer with the model `id`: it is loaded, or nothing is loaded and the server can load it.
+    ///
+    /// # Errors
+    /// The API key is missing or wrong.
+    pub fn has_model(&self, id: &str) -> Result<bool, CommandError> {
+        let Some(health) = self.health() else { return Ok(false) };
+        if health["model"].as_str().is_some_and(|loaded| loaded != id) {
+            return Ok(false);
+        }
+        Ok(self.models()?.iter().any(|known| known == id))
+    }
+
+    /// The ids of the models that the server can load.
+    ///
+    /// # Errors
+    /// The server cannot be reached, or the API key is wrong.
+    pub fn models(&self) -> Result<Vec<String>, CommandError> {
+        let list = self.ask("/v1/models", None)?;
+        let ids = list["data"].as_array().into_iter().flatten().filter_map(|model| model["id"].as_str());
+        Ok(ids.map(str::to_owned).collect())
+    }
+
+    /// Sends a chat request and calls `each` with every event, until the stream ends or `each` returns false. Blocks.
+    ///
+    /// # Errors
+    /// The connection fails, or the server sends an error.
+    pub fn stream_chat(&self, body: &Value, mut each: impl FnMut(&Value) -> bool) -> Result<(), CommandError> {
+        let url = format!("{}/v1/chat/completions", self.base_url());
+        let failed = |source| CommandError::Io { what: format!("asking {url}"), source };
+        let config = ureq::Agent::config_builder().timeout_connect(Some(TIMEOUT)).timeout_per_read(Some(SILENCE));
+        let agent: ureq::Agent = config.http_status_as_error(false).build().into();
+        let request = agent.post(&url).header("authorization", self.authorization());
+        let sent = request.header("content-type", "application/json").send(body.to_string());
+        let answer = sent.map_err(|error| failed(io::Error::other(error)))?;
+        let refused = |event: &Value| {
+            let reason = event["error"]["message"].as_str()?;
+            Some(CommandError::Service(printable(reason).into_owned()))
+        };
+        let is_stream = answer.status().is_success();
+        let mut lines = BufReader::new(answer.into_body().into_reader());
+        if !is_stream {
+            let error: Value = serde_json::from_reader(lines).unwrap_or_default();
+            return Err(refused(&error).unwrap_or_else(|| failed(io::Error::other("the server refused the request"))));
+        }
+        let mut line = String::new();
+        loop {
+            line.clear();
+            if lines.read_line(&mut line).map_err(failed)? == 0 {
+                return Ok(());
+            }
+            let Some(data) = line.strip_prefix("data: ").map(str::trim) else { continue };
+            if data == "[DONE]" {
+                return Ok(());
+            }
+            let event: Value = serde_json::from_str(data).map_err(|error| failed(error.into()))?;
+            if let Some(error) = refused(&event) {
+                return Err(error);
+            }
+            if !each(&event) {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Unloads a model. The next request loads it again.
+    pub fn unload(&self, model: &str) -> Result<(), CommandError> {
+        self.ask("/v1/models/unload", Some(&json!({"model": model}))).map(drop)
+    }
+}

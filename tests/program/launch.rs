@@ -1,0 +1,78 @@
+//! `moestro launch` with scripts in place of the agents.
+
+use std::{
+    fs,
+    net::{TcpListener, TcpStream},
+    os::unix::fs::PermissionsExt,
+    path::Path,
+    process::{Command, Output, Stdio},
+};
+
+/// Puts a script in place of an agent. It prints its settings and exits with 7.
+fn install(home: &Path, agent: &str) {
+    let bin = home.join("bin");
+    fs::create_dir_all(&bin).unwrap();
+    let script = "#!/bin/sh\n\
+        echo \"base $ANTHROPIC_BASE_URL$OPENAI_BASE_URL model $ANTHROPIC_MODEL$OPENAI_MODEL window $CLAUDE_CODE_AUTO_COMPACT_WINDOW\"\n\
+        echo \"key $ANTHROPIC_AUTH_TOKEN$OPENAI_API_KEY$MOESTRO_API_KEY removed $ANTHROPIC_API_KEY.\"\n\
+        echo \"arguments $*\"\n\
+        test -n \"$OPENCODE_CONFIG\" && cat \"$OPENCODE_CONFIG\"\n\
+        exit 7\n";
+    let path = bin.join(agent);
+    fs::write(&path, script).unwrap();
+    fs::set_permissions(path, fs::Permissions::from_mode(0o755)).unwrap();
+}
+
+fn launch(home: &Path, args: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_moestro"));
+    let path = format!("{}:/usr/bin:/bin", home.join("bin").display());
+    command.env_clear().env("HOME", home).env("PATH", path).env("ANTHROPIC_API_KEY", "mine");
+    command.arg("launch").args(args).stdin(Stdio::null()).output().unwrap()
+}
+
+fn free_port() -> String {
+    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port().to_string()
+}
+
+#[test]
+fn agent_runs_with_own_server_and_settings() {
+    let (home, port) = (tempfile::tempdir().unwrap(), free_port());
+    install(home.path(), "claude");
+    let output = launch(home.path(), &["claude", "--port", &port, "--", "-p", "hello there"]);
+    let (said, log) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert_eq!(output.status.code(), Some(7), "the agent's exit code: {said}{log}");
+    assert!(said.contains(&format!("base http://127.0.0.1:{port} model moestro-demo window 32768")), "{said}{log}");
+    assert!(said.contains("key local removed .\n") && said.contains("arguments -p hello there\n"), "{said}");
+    assert!(log.contains("starting a server") && log.contains("claude -p 'hello there'"), "{log}");
+    let address = format!("127.0.0.1:{port}");
+    assert!(TcpStream::connect(address).is_err(), "the server ends with the agent");
+}
+
+#[test]
+fn files_are_written_after_consent() {
+    let (home, port) = (tempfile::tempdir().unwrap(), free_port());
+    install(home.path(), "opencode");
+    let file = home.path().join(".local/share/moestro/agents/opencode.json");
+    let dry = launch(home.path(), &["opencode", "--port", &port, "--dry-run"]);
+    let shown = String::from_utf8_lossy(&dry.stdout);
+    assert!(dry.status.success() && shown.contains("\"baseURL\": \"http://127.0.0.1:"), "{shown}");
+    let asked = launch(home.path(), &["opencode", "--port", &port]);
+    assert!(String::from_utf8_lossy(&asked.stderr).contains("Use --yes to confirm"), "{asked:?}");
+    assert!(!file.exists());
+    let output = launch(home.path(), &["opencode", "--port", &port, "--yes", "--api-key", "secret"]);
+    let said = String::from_utf8_lossy(&output.stdout);
+    assert!(said.contains("key secret") && said.contains("\"context\": 32768"), "{said}{output:?}");
+    assert!(!String::from_utf8_lossy(&output.stderr).contains("secret"), "{output:?}");
+    assert!(file.exists() && !fs::read_to_string(&file).unwrap().contains("secret"));
+}
+
+#[test]
+fn missing_agent_or_model_is_an_error() {
+    let (home, port) = (tempfile::tempdir().unwrap(), free_port());
+    let said = |args: &[&str]| String::from_utf8(launch(home.path(), args).stderr).unwrap();
+    let missing = said(&["aider", "--port", &port]);
+    assert!(missing.contains("aider is not installed; install it with `python3 -m pip"), "{missing}");
+    install(home.path(), "codex");
+    let nowhere = said(&["codex", "--port", &port, "--model", "/no/model"]);
+    assert!(nowhere.contains("the server did not start: no such directory: /no/model"), "{nowhere}");
+}

@@ -1,0 +1,264 @@
+//! Mistakes that people make on the command line, and the sentence that each one gets.
+
+use std::{
+    fs,
+    io::{BufRead, BufReader, Write},
+    net::TcpListener,
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+    thread,
+};
+
+/// What a command prints to stdout and stderr, with its own home directory.
+fn said(home: &Path, endpoint: &str, args: &[&str]) -> String {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_moestro"));
+    command.env_clear().env("HOME", home).env("PATH", std::env::var_os("PATH").unwrap_or_default());
+    command.env("HF_ENDPOINT", endpoint).args(args).stdin(Stdio::null());
+    let output = command.output().unwrap();
+    let text = [output.stdout, output.stderr].concat();
+    String::from_utf8(text).unwrap()
+}
+
+fn demo() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("models/demo/moestro-demo")
+}
+
+/// Checks a table of command lines, separated by spaces, and parts of their sentences.
+fn check(home: &Path, table: &[(&str, &str)]) {
+    for (line, sentence) in table {
+        let mut args: Vec<&str> = line.split(' ').collect();
+        // A server opens its port first.
+        if (line.starts_with("serve") || line.starts_with('-')) && !line.contains("--port") {
+            args.push("--port=0");
+        }
+        let text = said(home, "http://127.0.0.1:1", &args);
+        assert!(text.contains(sentence), "{line}\nneeds: {sentence}\nsaid:  {text}");
+    }
+}
+
+#[test]
+fn wrong_names_and_values_get_a_sentence() {
+    let home = tempfile::tempdir().unwrap();
+    let busy = TcpListener::bind("127.0.0.1:0").unwrap();
+    let in_use = format!("serve --port {}", busy.local_addr().unwrap().port());
+    check(
+        home.path(),
+        &[
+            (&in_use, "is in use; --port takes another one, --port 0 any that is free"),
+            ("serve ~/models/nope", "no such directory"),
+            ("serve nope", "`moestro list` shows the models on this machine; org/name is a model"),
+            ("bench nope", "`moestro list` shows the models on this machine"),
+            ("info -m nope", "no such directory: nope"),
+            ("info --model nope", "no such directory: nope"),
+            ("serve a -m b", "the model is given twice: a and --model"),
+            ("run /no/model What is it?", "no such directory: /no/model"),
+            ("generate", "the prompt on stdin is empty"),
+            ("run", "the prompt on stdin is empty"),
+            ("serve --port 99999", "65535"),
+            ("serve --port 0 --host example.invalid", "listening on port 0 of example.invalid"),
+            ("serve --memroy-limit 8G", "--memory-limit"),
+            ("serve --memory-limit 8", "8 is 8 bytes; did you mean 8GiB?"),
+            ("serve --memory-limit 0", "is not a size such as 8GiB, 8G or 500M"),
+            ("serve --memory-limit 8GBB", "is not a size such as 8GiB, 8G or 500M"),
+            ("serve --port 0 --memory-limit 1M", "the program itself"),
+            ("serve --port 0 --memory-limit 1M --max-model-len 4096", "KV cache for 4096 tokens"),
+            ("serve --port 0 --memory-limit 1M -c 5000 -t 1", "KV cache for 5000 tokens"),
+            ("serve --port 0 --memory-limit 1M --context-length 6000", "KV cache for 6000 tokens"),
+            ("generate -p Hi --ctx-size 10", "the context 10"),
+            ("generate -p Hi --temperature 9", "it must be a number from 0 to 2"),
+            ("generate -p Hi --temp 5", "it must be a number from 0 to 2"),
+            ("generate -p Hi --temp -1", "it must be a number from 0 to 2"),
+            ("generate -p Hi --top-p 2", "not between 0 and 1"),
+            ("generate -p Hi --kv-bits 2", "use 16, 8 or 4"),
+            ("generate -p Hi --threads 0", "whole number from 1 to 1024"),
+            ("generate -p Hi --threads 300 -n 1", "more threads than cores slow decoding down"),
+            ("generate -p Hi -n 0", "whole number, at least 1"),
+            ("generate -p Hi -n 3", "the answer reached its token limit while the model reasoned"),
+            ("info --like 27b", "[possible values: 35b, 122b, 397b]"),
+            ("info --like 35b", "--like needs --machine"),
+            ("info --device gpu", "[possible values: auto, cpu, metal, cuda]"),
+            ("info --device metal", "only builds for macOS support it"),
+            ("srve", "serve"),
+            ("cp a b", "[models.NAME]"),
+            ("version", "`moestro --version` prints the version"),
+            ("chat nope", "the prompt on stdin is empty"),
+            ("show nope", "no such directory: nope"),
+            ("ps --port 1", "`moestro serve` starts one"),
+            ("stop --port 1", "`moestro serve` starts one"),
+            ("rm moestro-demo", "part of the program"),
+            ("rm moestro-dmeo", "did you mean moestro-demo?"),
+            ("serve --config /no/moestro.toml", "/no/moestro.toml: No such file"),
+            ("serve --api-key=", "an empty key protects nothing"),
+            ("serve --api-key-file /no/key", "/no/key: No such file"),
+            ("serve --cors foo", "not an origin such as https://example.com"),
+            ("synth / --like 35b", "synth overwrites nothing"),
+            ("pull qwen", "a hub id has the form org/name, such as"),
+            ("pull org/name --revision ../x", "is not a branch, tag or commit"),
+            ("pull org/name", "cannot reach http://127.0.0.1:1: "),
+            ("pull org/name", "check the network, HTTPS_PROXY and HF_ENDPOINT"),
+            ("pull https://huggingface.co/org/name", "org/name: cannot reach"),
+        ],
+    );
+    // A prompt of several words in place of the model.
+    let text = said(home.path(), "", &["run", "What is 12+7?"]);
+    assert!(text.contains("a prompt follows the model") || text.contains("stdin is empty"), "{text}");
+}
+
+#[test]
+fn flags_of_other_programs_get_a_sentence() {
+    let home = tempfile::tempdir().unwrap();
+    check(
+        home.path(),
+        &[
+            ("serve --gpu-memory-utilization 0.9", "use --memory-limit SIZE"),
+            ("serve --mem-limit 8000", "use --memory-limit with a unit"),
+            ("serve -ctk q8_0", "--kv-bits 16, 8 or 4"),
+            ("serve --turbo-kv", "--kv-bits 16, 8 or 4"),
+            ("serve -b 512", "--prefill-chunk"),
+            ("serve --alias x", "[models.NAME]"),
+            ("serve --served-model-name x", "[models.NAME]"),
+            ("serve --lora x", "merge them into the model"),
+            ("serve --audio", "audio is not supported"),
+            ("serve --chat-template x", "chat_template.jinja"),
+            ("run --format json x", "response_format"),
+            ("run --think x", "--thinking on or off"),
+            // These have no effect; the command then fails for another reason.
+            ("serve nope -ngl 99", "-ngl has no effect: the memory plan"),
+            ("serve nope -ngl 99", "no such directory: nope"),
+            ("serve nope --jinja -fa on --no-mmap --mlock", "no such directory: nope"),
+            ("serve nope --trust-remote-code", "Moestro never runs code of a checkpoint"),
+            ("-m nope -c 4096 --port 0", "no such directory: nope"),
+        ],
+    );
+    let unknown = said(home.path(), "", &["serve", "--colour"]);
+    assert!(unknown.contains("unexpected argument '--colour'") && !unknown.contains("similar"), "{unknown}");
+}
+
+/// Every command line of SwiftLM's README, with our binary and a model that is not there.
+#[test]
+fn command_lines_of_swiftlm_are_accepted() {
+    let home = tempfile::tempdir().unwrap();
+    for line in [
+        "--model PATH --port 5413",
+        "--port 8002 --model PATH --stream-experts",
+        "--port 8002 --model PATH --draft-model PATH --num-draft-tokens 4",
+        "--port 8002 --model PATH --stream-experts --draft-model PATH",
+        "--model PATH --vision",
+        "--model PATH --host 127.0.0.1 --max-tokens 2048 --prefill-size 512 --top-p 1.0 --top-k 50 --min-p 0.0",
+        "--model PATH --gpu-layers 20 --dflash --temp 0.6 --repeat-penalty 1.1 --thinking on",
+    ] {
+        // The last port wins.
+        let line = line.replace("PATH", "/no/model") + " --port 0";
+        let text = said(home.path(), "", &line.split(' ').collect::<Vec<_>>());
+        assert!(text.ends_with("moestro: no such directory: /no/model\n"), "{line}: {text}");
+    }
+}
+
+#[test]
+fn damaged_checkpoints_get_a_sentence() {
+    let home = tempfile::tempdir().unwrap();
+    let copy = |name: &str, but: &[&str]| {
+        let dir = home.path().join(name);
+        fs::create_dir(&dir).unwrap();
+        for file in demo().read_dir().unwrap().map(Result::unwrap) {
+            if !but.contains(&file.file_name().to_str().unwrap()) {
+                fs::copy(file.path(), dir.join(file.file_name())).unwrap();
+            }
+        }
+        dir
+    };
+    let config: serde_json::Value = serde_json::from_slice(&fs::read(demo().join("config.json")).unwrap()).unwrap();
+    let with = |name: &str, change: &dyn Fn(&mut serde_json::Value)| {
+        let (dir, mut config) = (copy(name, &[]), config.clone());
+        change(&mut config);
+        fs::write(dir.join("config.json"), config.to_string()).unwrap();
+        dir
+    };
+    let gguf = home.path().join("model.gguf");
+    fs::write(&gguf, "GGUF").unwrap();
+    let gguf_dir = home.path().join("gguf");
+    fs::create_dir(&gguf_dir).unwrap();
+    fs::write(gguf_dir.join("model.gguf"), "GGUF").unwrap();
+    let empty = home.path().join("empty");
+    fs::create_dir(&empty).unwrap();
+    let pointer = copy("pointer", &[]);
+    let text = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 5000000\n";
+    fs::write(pointer.join("model.safetensors"), text).unwrap();
+    let truncated = copy("truncated", &[]);
+    fs::OpenOptions::new().write(true).open(truncated.join("model.safetensors")).unwrap().set_len(1 << 20).unwrap();
+    let shards = copy("shards", &["model.safetensors"]);
+    let index = r#"{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}"#;
+    fs::write(shards.join("model.safetensors.index.json"), index).unwrap();
+    for (dir, sentence) in [
+        (gguf, "GGUF file, which Moestro does not read; pull an MLX version"),
+        (gguf_dir, "GGUF file, which Moestro does not read; pull an MLX version"),
+        (empty, "not a checkpoint: it has no config.json"),
+        (with("llama", &|config| config["model_type"] = "llama".into()), "is not supported"),
+        (copy("words", &["tokenizer.json"]), "it has no tokenizer.json"),
+        (pointer, "it is a Git LFS pointer, not the file; fetch it with `git lfs pull`"),
+        (truncated, "it is truncated"),
+        (shards, "2 of 2 weight files missing, such as model-1.safetensors; `moestro pull ORG/NAME` downloads them"),
+    ] {
+        let text = said(home.path(), "", &["generate", dir.to_str().unwrap(), "-p", "Hi"]);
+        assert!(text.contains(sentence), "{}\nneeds: {sentence}\nsaid:  {text}", dir.display());
+    }
+}
+
+/// A hub that gives one response to every request.
+fn hub(response: &'static str) -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = format!("http://{}", listener.local_addr().unwrap());
+    thread::spawn(move || {
+        for mut stream in listener.incoming().flatten() {
+            let mut lines = BufReader::new(stream.try_clone().unwrap()).lines();
+            while lines.next().is_some_and(|line| line.is_ok_and(|line| !line.is_empty())) {}
+            let _ = stream.write_all(response.as_bytes());
+        }
+    });
+    address
+}
+
+#[test]
+fn refusals_of_the_hub_get_a_sentence() {
+    let home = tempfile::tempdir().unwrap();
+    for (response, sentence) in [
+        (
+            "HTTP/1.1 403 Forbidden\r\nx-error-code: GatedRepo\r\nContent-Length: 0\r\n\r\n",
+            "the model is gated: accept its licence at http://127.0.0.1:PORT/org/name and set HF_TOKEN or run `hf auth login`",
+        ),
+        ("HTTP/1.1 401 No\r\nContent-Length: 0\r\n\r\n", "set HF_TOKEN or run `hf auth login` to access it"),
+        ("HTTP/1.1 404 No\r\nContent-Length: 0\r\n\r\n", "the hub has no such model or file"),
+        (
+            "HTTP/1.1 404 No\r\nx-error-code: RevisionNotFound\r\nContent-Length: 0\r\n\r\n",
+            "the model has no such revision",
+        ),
+        (
+            "HTTP/1.1 200 OK\r\nContent-Length: 16\r\n\r\n<html>Pay</html>",
+            "a web page instead of a listing, perhaps the login page of this network",
+        ),
+        (
+            "HTTP/1.1 200 OK\r\nContent-Length: 101\r\n\r\n{\"sha\": \"0123456789abcdef0123456789abcdef01234567\", \
+             \"siblings\": [{\"rfilename\": \"m.gguf\", \"size\": 9}]}",
+            "the repository has GGUF files, which Moestro does not read; pull an MLX version",
+        ),
+    ] {
+        let endpoint = hub(response);
+        let text = said(home.path(), &endpoint, &["pull", "org/name"]);
+        let port = endpoint.rsplit(':').next().unwrap();
+        let sentence = sentence.replace("PORT", port);
+        assert!(text.contains(&sentence), "{response}\nneeds: {sentence}\nsaid:  {text}");
+    }
+    let nowhere = said(home.path(), "nonsense", &["pull", "org/name"]);
+    assert!(nowhere.contains("cannot reach nonsense: ") && nowhere.contains("HF_ENDPOINT"), "{nowhere}");
+}
+
+#[test]
+fn part_of_a_name_gets_a_hint() {
+    let home = tempfile::tempdir().unwrap();
+    let mine = home.path().join(".local/share/moestro/models/org/tiny");
+    fs::create_dir_all(&mine).unwrap();
+    fs::copy(demo().join("config.json"), mine.join("config.json")).unwrap();
+    assert!(said(home.path(), "", &["info", "tiny"]).contains("(did you mean org/tiny?)"));
+    let text = said(home.path(), "", &["rm", "org/tiny"]);
+    assert!(text.contains("Use --yes to confirm: stdin is not a terminal"), "{text}");
+}
