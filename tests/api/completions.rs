@@ -65,7 +65,7 @@ async fn prompts_may_exceed_the_queue() {
 #[tokio::test]
 async fn choices_are_generated_at_the_same_time() {
     let setup = |parallel| Setup { parallel, delay: Duration::from_millis(1), ..Setup::default() };
-    let body = json!({"prompt": [TEXT, "A fox."], "n": 2, "max_tokens": 12, "temperature": 30, "seed": 5});
+    let body = json!({"prompt": [TEXT, "A fox."], "n": 2, "max_tokens": 12, "temperature": 2, "seed": 5});
     let alone = setup(1).start().await.ask(PATH, &body).await;
     let [passes, sequences] = ["decode_passes", "decoding_sequences"].map(|name| &alone["timings"][name]);
     assert_eq!(passes, sequences, "{alone}");

@@ -1,6 +1,7 @@
 //! Invalid requests, which must get a 4xx with OpenAI's error object, and unusual requests that are valid.
 
 use super::server::{Server, Setup};
+use moestro::http::BODY_LIMIT;
 use serde_json::{Value, json};
 
 const CHAT: &str = "/v1/chat/completions";
@@ -196,8 +197,8 @@ async fn body_size_is_limited() {
     assert_eq!(refused(&server, CHAT, chat.as_bytes()).await, (400, json!("messages")), "longer than the context");
     let unused = json!({"messages": [{"role": "user", "content": "Hi"}], "user": of(8), "max_tokens": 2});
     assert_eq!(server.post(CHAT, &unused).await.status, 200);
-    let text = json!({"prompt": of(16)}).to_string();
-    assert!(text.len() > 20_000_000);
+    let text = json!({"prompt": of(BODY_LIMIT >> 20)}).to_string();
+    assert!(text.len() > BODY_LIMIT);
     assert_eq!(refused(&server, TEXT, text.as_bytes()).await, (413, Value::Null));
     assert_eq!(server.get("/health").await.status, 200);
 }

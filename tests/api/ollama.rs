@@ -35,7 +35,7 @@ async fn chat_streams_lines_by_default() {
     let server = server(ANSWER).await;
     let lines = lines(&server, "/api/chat", &question(json!({}))).await;
     assert_eq!(joined(&lines, "/message/content"), "12 + 7 = 19.");
-    assert_eq!(joined(&lines, "/message/thinking"), "I add.\n");
+    assert_eq!(joined(&lines, "/message/thinking"), "I add.");
     let (last, before) = lines.split_last().unwrap();
     assert!(before.iter().all(|line| line["done"] == false && line["model"] == "mock:latest"));
     assert_eq!((&last["done"], &last["done_reason"]), (&json!(true), &json!("stop")));
@@ -49,7 +49,7 @@ async fn chat_streams_lines_by_default() {
 async fn chat_body_has_the_whole_message() {
     let server = server(ANSWER).await;
     let answer = server.ask("/api/chat", &question(json!({"stream": false}))).await;
-    assert_eq!(answer["message"], json!({"role": "assistant", "content": "12 + 7 = 19.", "thinking": "I add.\n"}));
+    assert_eq!(answer["message"], json!({"role": "assistant", "content": "12 + 7 = 19.", "thinking": "I add."}));
     let cut = server.ask("/api/chat", &question(json!({"stream": false, "options": {"num_predict": 3}}))).await;
     assert_eq!((&cut["done_reason"], &cut["eval_count"]), (&json!("length"), &json!(3)));
 }
@@ -79,7 +79,7 @@ async fn generate_answers_a_prompt() {
     let server = server(ANSWER).await;
     let lines = lines(&server, "/api/generate", &json!({"model": "mock", "prompt": "What is 12+7?"})).await;
     assert_eq!(joined(&lines, "/response"), "12 + 7 = 19.");
-    assert_eq!(joined(&lines, "/thinking"), "I add.\n");
+    assert_eq!(joined(&lines, "/thinking"), "I add.");
     let raw = json!({"model": "mock", "prompt": "x", "raw": true, "stream": false});
     assert_eq!(server.ask("/api/generate", &raw).await["response"], ANSWER);
 }
@@ -87,7 +87,8 @@ async fn generate_answers_a_prompt() {
 #[tokio::test]
 async fn format_constrains_the_answer() {
     let server = server("no JSON").await;
-    let schema = json!({"type": "object", "required": ["n"], "properties": {"n": {"enum": [7]}}});
+    let schema =
+        json!({"type": "object", "required": ["n"], "properties": {"n": {"enum": [7]}}, "additionalProperties": false});
     for (format, expected) in [(schema, Some(json!({"n": 7}))), (json!("json"), None)] {
         let body = question(json!({"stream": false, "think": false, "format": format, "options": {"seed": 1}}));
         let answer = server.ask("/api/chat", &body).await;

@@ -223,9 +223,9 @@ fn format_without_any_text_is_refused() {
     assert!(
         schema_error(json!({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}})).reason.contains("itself")
     );
-    let many: Vec<Value> = (0..6000).map(|i| json!({"type": "array", "minItems": i % 7, "items": {}})).collect();
+    let many: Vec<Value> = (0..6000).map(|i| json!({"type": "object", "properties": {format!("p{i}"): {}}})).collect();
     let error = schema_error(json!({"anyOf": many}));
-    assert!(error.reason.contains("too complex"), "{error:?}");
+    assert!(error.reason.contains("properties"), "{error:?}");
 }
 
 #[test]
@@ -269,7 +269,7 @@ fn random_arguments(schema: Value, strict: bool) -> Vec<Value> {
             .collect();
         serde_json::from_str::<Value>(&json).unwrap()["s"].clone()
     };
-    (0..10).map(arguments).collect()
+    (0..4).map(arguments).collect()
 }
 
 #[test]

@@ -90,6 +90,7 @@ const REMAINING_CONTEXT: &str = "at most the rest of the context";
 const NO_BILLING: &str = "there is one user and one service tier";
 const NOT_STORED: &str = "nothing is stored";
 const ALWAYS_CACHED: &str = "prompts are always cached";
+const SHARED_CACHE: &str = "all clients share the prompt cache; `cache_prompt: false` keeps a prompt out of it.";
 const GUIDED: &str = "vLLM's older name";
 const SAME_BUDGET: &str = "the same as `thinking_budget`";
 const TEXT_ONLY: &str = "the model writes text only.";
@@ -121,6 +122,7 @@ const GENERATION_FIELDS: &[Field] = &[
     field("metadata", None, Metadata("ignored: nothing is stored")),
     ignored("store", NOT_STORED),
     ignored("skip_special_tokens", "special tokens are never sent"),
+    rejected("cache_salt", &[], SHARED_CACHE),
     rejected("min_tokens", &["0"], LENGTH),
     rejected("ignore_eos", &["false"], "an answer ends where the model ends it."),
     rejected("stop_token_ids", &["[]"], "give strings in `stop`."),
@@ -138,7 +140,7 @@ const CHAT_FIELDS: &[Field] = &[
     object("stream_options", "`include_usage`; `include_obfuscation` is ignored"),
     integer("max_completion_tokens", REMAINING_CONTEXT),
     integer("max_tokens", REMAINING_CONTEXT),
-    integer("n", "one after another; choice i is sampled with seed + i"),
+    integer("n", "together, up to `--parallel`; choice i is sampled with seed + i"),
     any("stop", "up to 16 strings; they end the content, not the reasoning"),
     boolean("logprobs", ""),
     integer("top_logprobs", "up to 20"),
@@ -240,6 +242,7 @@ const RESPONSE_FIELDS: &[Field] = &[
     ignored("prompt_cache_retention", ALWAYS_CACHED),
     ignored("prompt_cache_options", ALWAYS_CACHED),
     ignored("client_metadata", NOT_STORED),
+    rejected("cache_salt", &[], SHARED_CACHE),
     rejected("background", &["false"], "use `stream` and keep the connection open."),
     rejected("conversation", &[], "use `previous_response_id`."),
     rejected("prompt", &[], "this server has no prompt templates."),
