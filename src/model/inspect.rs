@@ -20,7 +20,7 @@ use crate::{
     checkpoint::{Checkpoint, TrunkLoader, index::Index, pack},
     error::ModelError,
     experts::{ExpertMap, PackRecords},
-    ops::{BackendLimits, Cpu, KvBits, KvFormat, attention::RECENT, gpu_limits},
+    ops::{BackendLimits, Cpu, KvBits, KvFormat, attention::RECENT, block_attention, gpu_limits},
     plan::{MachineLimits, ModelFootprint, Plan, PlanOptions, Strategy},
     platform::MAX_BLOCK,
 };
@@ -160,7 +160,8 @@ pub fn cpu_scratch(config: &Config) -> [u64; 2] {
     let ngram = config.ngrams.iter().map(|ngram| ngram.width).max().unwrap_or_default();
     let widest = config.residual_width().max(attention.heads * attention.dim).max(delta.values()).max(ngram);
     let [row, fixed] = Cpu::scratch(config.hidden, widest, assignments, inner);
-    [row + 4 * scores, fixed].map(|bytes| bytes as u64)
+    let selection = if config.indexer.is_some() { block_attention::CPU_SCRATCH } else { 0 };
+    [row + 4 * scores, fixed + selection].map(|bytes| bytes as u64)
 }
 
 /// The sizes of a model, for the memory plan.
@@ -180,6 +181,7 @@ fn shape(config: &Config, options: &LoadOptions, [trunk, gathered, head]: [u64; 
     let recent = recent_snapshot_bytes(config, &kv_shape);
     workspace_per_row += recent / (2 * RECENT as u64);
     workspace_fixed += recent / 2;
+    workspace_per_row += config.ngrams.iter().map(ngram_table::bytes_per_token).sum::<u64>();
     let [rings, kept] = ring_bytes(config, limits.mixer.min(MAX_RING_BLOCK));
     let rings = rings.saturating_sub(kept);
     workspace_fixed += rings + (config.ngrams.len() * ngram_table::CACHE_BYTES) as u64;

@@ -31,6 +31,14 @@ pub const CACHE_BYTES: usize = 16 << 20;
 /// Rows of one job in a long prompt.
 const JOB_ROWS: usize = 64;
 
+/// Entries of maps and lists for one row.
+const ROW_ENTRY: usize = 96;
+
+/// Bytes that a pass needs for each token: its rows as they are read and decoded, with up to 4 bytes per value each.
+pub fn bytes_per_token(shape: &NgramShape) -> u64 {
+    (2 * 4 * shape.width + shape.table_heads() * ROW_ENTRY) as u64
+}
+
 /// Where the rows of a table lie.
 #[derive(Debug, Clone)]
 pub struct NgramLayout {
@@ -217,8 +225,7 @@ pub struct NgramTable {
 
 impl NgramTable {
     pub fn open(layout: NgramLayout, metrics: &Arc<Metrics>) -> Result<Self, ModelError> {
-        // A row in the cache also takes an entry of the map and of the list.
-        let capacity = CACHE_BYTES / (layout.row_bytes() + 96);
+        let capacity = CACHE_BYTES / (layout.row_bytes() + ROW_ENTRY);
         let files = Arc::new(TableFiles::open(layout)?);
         let (jobs, receiver) = mpsc::channel();
         let receiver = Arc::new(Mutex::new(receiver));

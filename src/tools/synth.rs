@@ -93,8 +93,9 @@ pub fn write(out: &Path, options: &SynthOptions, progress: &(dyn Fn(u64) + Sync)
 /// Fails on file system errors.
 pub fn outline(dir: &Path, dimensions: Dimensions) -> Result<(), StoreError> {
     let (seed, router_skew, shard, threads) = (0, 0.0, u64::MAX, 1);
-    let options =
-        SynthOptions { dimensions, seed, router_skew, shard, threads, eos_token_ids: Vec::new(), extras: Vec::new() };
+    // An n-gram table needs the token that separates texts.
+    let (eos_token_ids, extras) = (vec![0], Vec::new());
+    let options = SynthOptions { dimensions, seed, router_skew, shard, threads, eos_token_ids, extras };
     let (weights, config) = (dir.join("model.safetensors"), dir.join("config.json"));
     let tensors = layout::tensors(&options);
     let header = layout::header(&tensors);

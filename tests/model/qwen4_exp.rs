@@ -5,16 +5,20 @@ use crate::common::{self, decode, distance, fixtures::FIXTURES, forward_with_sna
 use candle_core::{DType, Device, Tensor};
 use moestro::{
     device::CpuArithmetic,
+    engine::{self, DraftPolicy, MtpDraft, Request, Sampling},
     error::ModelError,
+    metrics::Metrics,
     model::{
-        HiddenStates, HiddenTaps, LoadOptions, Model, Qwen, Reference, Rows, SequenceState, StoreOptions,
-        reference::Computed,
+        HiddenStates, HiddenTaps, KvPage, LoadOptions, Model, MtpSource, Qwen, Reference, Rows, SequenceState,
+        Snapshot, StoreOptions, reference::Computed,
     },
     tools::synth::{self, Dimensions, StreamDimensions, SynthOptions},
 };
+use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 use std::{
-    collections::HashMap,
+    collections::{BTreeMap, HashMap},
     path::{Path, PathBuf},
+    sync::Arc,
 };
 
 /// Largest difference of an intermediate result, and of a logit.
@@ -291,9 +295,8 @@ fn configured_mistakes_change_the_logits() {
 /// The MTP head, token by token and with a prompt in one go, then four drafts from its own streams.
 #[test]
 fn mtp_head_matches_transformers() {
-    let drafter = moestro::model::MtpSource::Checkpoint;
     for case in cases() {
-        let mut model = load_with(&dir(), LoadOptions { drafter: drafter.clone(), ..options() });
+        let mut model = load_with(&dir(), LoadOptions { drafter: MtpSource::Checkpoint, ..options() });
         model.set_taps(&HiddenTaps { layers: vec![LAYERS - 1], rows: 128 }).unwrap();
         let (tokens, mut state, mut rows) = (case.prompt.len(), model.start().unwrap(), Vec::new());
         model.forward(&mut state, &case.prompt, Rows::None).unwrap();
@@ -314,6 +317,119 @@ fn mtp_head_matches_transformers() {
             check(&format!("{} draft {step}", case.name), &predicted.logits, expected, LOGIT);
             let id = common::argmax(&predicted.logits);
             predicted = model.mtp(tokens + step, &[id], &predicted.hidden, true).unwrap();
+        }
+    }
+}
+
+type Tensors = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
+
+/// The tensors of the checkpoint without those of the MTP head.
+fn tensors() -> Tensors {
+    let mut all = Tensors::new();
+    for file in ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"] {
+        let bytes = std::fs::read(dir().join(file)).unwrap();
+        for (name, tensor) in SafeTensors::deserialize(&bytes).unwrap().tensors() {
+            if !name.starts_with("mtp.") {
+                all.insert(name, (tensor.dtype(), tensor.shape().to_vec(), tensor.data().to_vec()));
+            }
+        }
+    }
+    all
+}
+
+/// A checkpoint of these tensors.
+fn written(tensors: &Tensors) -> tempfile::TempDir {
+    let copy = tempfile::tempdir().unwrap();
+    let views = tensors
+        .iter()
+        .map(|(name, (dtype, shape, data))| (name.clone(), TensorView::new(*dtype, shape.clone(), data).unwrap()));
+    std::fs::write(copy.path().join("model.safetensors"), safetensors::serialize(views, None).unwrap()).unwrap();
+    std::fs::copy(dir().join("config.json"), copy.path().join("config.json")).unwrap();
+    copy
+}
+
+fn is_norm(name: &str) -> bool {
+    name.contains("norm") && !name.contains("linear_attn.norm")
+}
+
+/// `1 + w` of a bf16 tensor, in f32.
+fn plus_one(data: &[u8]) -> Vec<u8> {
+    let halves = data.as_chunks::<2>().0.iter();
+    halves.flat_map(|half| (half::bf16::from_le_bytes(*half).to_f32() + 1.0).to_le_bytes()).collect()
+}
+
+/// The same weights as MLX's converters write them: other names, `1 + w` in norms, `[C, taps, 1]` convolutions, experts in
+/// three stacks.
+fn mlx() -> Tensors {
+    let mut all = Tensors::new();
+    for (name, (mut dtype, mut shape, mut data)) in tensors() {
+        if is_norm(&name) {
+            (dtype, data) = (Dtype::F32, plus_one(&data));
+        }
+        if name.ends_with("conv1d.weight") {
+            shape = vec![shape[0], shape[2], 1];
+        }
+        let name = name.replace("model.language_model.", "language_model.model.").replace(".shard_", ".shards.");
+        let name = if name.starts_with("lm_head") { format!("language_model.{name}") } else { name };
+        if let Some(mlp) = name.strip_suffix("experts.gate_up_proj") {
+            let half = data.len() / shape[0] / 2;
+            for (part, at) in [("gate", 0), ("up", 1)] {
+                let data = data.chunks(half).skip(at).step_by(2).flatten().copied().collect();
+                let shape = vec![shape[0], shape[1] / 2, shape[2]];
+                all.insert(format!("{mlp}switch_mlp.{part}_proj.weight"), (dtype, shape, data));
+            }
+            continue;
+        }
+        let name = match name.strip_suffix("experts.down_proj") {
+            Some(mlp) => format!("{mlp}switch_mlp.down_proj.weight"),
+            None => name,
+        };
+        all.insert(name, (dtype, shape, data));
+    }
+    all
+}
+
+#[test]
+fn mlx_layout_gives_same_logits() {
+    let case = &cases()[1];
+    let (expected, ..) = prefill(&load(), &case.prompt, 1024);
+    let copy = written(&mlx());
+    let (found, ..) = prefill(&load_with(copy.path(), options()), &case.prompt, 1024);
+    assert!(found.data == expected.data);
+}
+
+#[test]
+fn mixed_norm_encodings_are_refused() {
+    let mut mixed = tensors();
+    for (name, (dtype, _, data)) in &mut mixed {
+        if is_norm(name) && name.contains("mlp_hyper_connection") {
+            (*dtype, *data) = (Dtype::F32, plus_one(data));
+        }
+    }
+    let error = refusal(written(&mixed).path(), &options());
+    assert!(error.contains("w or 1 + w"), "{error}");
+}
+
+/// The engine with forced drafts of the head gives the answers of plain decoding.
+#[test]
+fn engine_with_mtp_drafts_keeps_answers() {
+    let case = &cases()[1];
+    for slots in [None, Some(60)] {
+        let store = StoreOptions { slots, ..StoreOptions::default() };
+        let with_head = LoadOptions { drafter: MtpSource::Checkpoint, verify: true, store, ..options() };
+        let model = load_with(&dir(), with_head);
+        let draft = MtpDraft::new(&model).unwrap();
+        let options = engine::Options { speculate: DraftPolicy::Force, draft_tokens: 3, ..engine::Options::default() };
+        let metrics = Metrics::new("test", "cpu");
+        let (handle, _) = engine::spawn_with(model, Box::new(draft), options, metrics).unwrap();
+        // The second prompt continues the first, the third starts anew.
+        for prompt in [case.prompt.clone(), case.ids()[..90].to_vec(), case.prompt[..30].to_vec()] {
+            let (found, end) = common::ask(&handle, Request::new(prompt.clone(), 40, Sampling::greedy()));
+            assert!(end.unwrap().1.drafted_tokens > 0);
+            let mut plain = load();
+            let (logits, mut state, _) = prefill(&plain, &prompt, 1024);
+            let (expected, _) = decode(&mut plain, &mut state, logits.row(logits.rows() - 1), 40);
+            assert_eq!(found, expected, "{} tokens, {slots:?} slots", prompt.len());
         }
     }
 }
@@ -357,6 +473,16 @@ fn synthetic_model_matches_reference_across_budget() {
     };
     let (found, ..) = prefill(&load(2304), &ids, ids.len());
     check("2100 tokens", &found.data, &expected, LOGIT);
+    // A snapshot after eight pages whose pages are copies, as those from the disk are.
+    let (mut model, at) = (load(2304), 2053);
+    let mut state = model.start().unwrap();
+    let (_, snapshots) = forward_with_snapshots(&mut model, &mut state, &ids[..2060], Rows::None, &[at]);
+    let copied = |page: &Arc<KvPage>| Arc::new(KvPage::from(page.read().unwrap().into_owned()));
+    let pages = snapshots[0].pages.iter().map(copied).collect();
+    drop(state);
+    let mut restored = model.restore(&Snapshot { pages, ..snapshots[0].clone() }, None).unwrap();
+    let rest = model.forward(&mut restored, &ids[at..], Rows::All).unwrap();
+    assert!(rest.data == found.data[at * found.vocab..]);
     for chunk in [2048, 700] {
         assert!(prefill(&load(2304), &ids, chunk).0.data == found.data, "chunks of {chunk}");
     }

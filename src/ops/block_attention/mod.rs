@@ -17,6 +17,9 @@ mod select;
 use super::{Attention, QkNormRope, attention::PAGE};
 use crate::device::{BufferAccess, Region};
 
+/// Most bytes that the CPU needs for the scores, queries and selections of one call.
+pub const CPU_SCRATCH: usize = 8 << 20;
+
 /// Sizes of an indexer.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct IndexerShape {
