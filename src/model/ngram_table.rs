@@ -171,7 +171,7 @@ impl TableFiles {
 }
 
 /// Rows that a pass has requested.
-pub struct PendingRows {
+pub struct RequestedRows {
     /// The rows of each token, head by head.
     wanted: Vec<u64>,
     batch: Arc<RowBatch>,
@@ -181,7 +181,7 @@ pub struct PendingRows {
 pub struct NgramInput<'a> {
     pub table: &'a NgramTable,
     /// The rows of the pass, requested before it started.
-    pub pending: Option<PendingRows>,
+    pub pending: Option<RequestedRows>,
     /// The convolution's input at the last positions.
     pub history: RowRing,
 }
@@ -244,7 +244,7 @@ impl NgramTable {
     }
 
     /// Starts reading the rows of `ids`, which follow the tokens `before`.
-    pub fn request(&self, before: &[u32], ids: &[u32]) -> PendingRows {
+    pub fn request(&self, before: &[u32], ids: &[u32]) -> RequestedRows {
         let wanted = self.layout().rows_of(before, ids);
         let mut distinct = wanted.clone();
         distinct.sort_unstable();
@@ -270,11 +270,11 @@ impl NgramTable {
             }
         }
         drop(state);
-        PendingRows { wanted, batch }
+        RequestedRows { wanted, batch }
     }
 
     /// Waits for the rows of a request and decodes them, `[tokens, width of all rows]`.
-    pub fn wait(&self, pending: PendingRows) -> Result<Vec<f32>, ModelError> {
+    pub fn wait(&self, pending: RequestedRows) -> Result<Vec<f32>, ModelError> {
         let mut state = pending.batch.state.lock();
         if state.jobs > 0 {
             let from = Instant::now();

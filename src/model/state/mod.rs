@@ -1,8 +1,8 @@
 //! The state of a sequence: KV pages, delta-net states, snapshots.
 
 pub mod kv_pages;
+pub mod last_tokens;
 pub mod rollback;
 pub mod row_ring;
 pub mod sequence;
 pub mod snapshot;
-pub mod token_history;

@@ -5,10 +5,10 @@
 
 use super::{
     kv_pages::{KvPage, PAGE, PagePool},
+    last_tokens::LastTokens,
     rollback::{DeltaState, MAX_VERIFY_ROWS, append_region},
     row_ring::{KeptRows, RowRing},
     snapshot::Snapshot,
-    token_history::TokenHistory,
 };
 use crate::{
     device::{DeviceError, Region},
@@ -69,7 +69,7 @@ pub struct QwenState {
     pub layers: Vec<LayerState>,
     pub rings: Rings,
     /// The last tokens, for the n-gram tables.
-    pub tokens: TokenHistory,
+    pub tokens: LastTokens,
     /// Tokens that a snapshot keeps.
     kept_tokens: usize,
     table: Region,
@@ -175,7 +175,7 @@ impl QwenState {
             None => allocate(config, &shape, pool, backend)?,
         };
         let (pages, pool, free_arenas) = (Vec::new(), pool.clone(), free_arenas.clone());
-        let (tokens, kept_tokens) = (TokenHistory::default(), kept_tokens(config));
+        let (tokens, kept_tokens) = (LastTokens::default(), kept_tokens(config));
         let (len, next, verified) = (0, 0, 0);
         Ok(Self { len, next, verified, layers, rings, tokens, kept_tokens, table, pages, pool, shape, free_arenas })
     }
@@ -280,7 +280,7 @@ impl QwenState {
         }
         let tokens = bytes.split_off(..4 * self.kept_tokens).ok_or_else(foreign_snapshot)?;
         let tokens = tokens.as_chunks().0.iter().map(|word| u32::from_le_bytes(*word));
-        self.tokens = TokenHistory::ending_at(snapshot.len, tokens.filter(|token| *token != u32::MAX).collect());
+        self.tokens = LastTokens::ending_at(snapshot.len, tokens.filter(|token| *token != u32::MAX).collect());
         for region in recent_regions(layers, shape, recent_start(snapshot.len)..snapshot.len) {
             let part = bytes.split_off(..region.len).ok_or_else(foreign_snapshot)?;
             backend.write(region, part)?;

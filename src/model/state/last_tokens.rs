@@ -2,13 +2,13 @@
 
 /// Tokens from some position on.
 #[derive(Debug, Default)]
-pub struct TokenHistory {
+pub struct LastTokens {
     /// Position of the first.
     base: usize,
     ids: Vec<u32>,
 }
 
-impl TokenHistory {
+impl LastTokens {
     /// Tokens that end before position `len`.
     pub fn ending_at(len: usize, ids: Vec<u32>) -> Self {
         Self { base: len.saturating_sub(ids.len()), ids }
@@ -33,14 +33,14 @@ mod tests {
 
     #[test]
     fn rejected_tokens_are_overwritten() {
-        let mut history = TokenHistory::default();
+        let mut history = LastTokens::default();
         history.write(0, &[1, 2, 3, 4]);
         history.write(2, &[5]);
         assert_eq!(
             (history.before(3, 2), history.before(1, 2), history.before(0, 2)),
             (&[2, 5][..], &[1][..], &[][..])
         );
-        let mut restored = TokenHistory::ending_at(3, history.before(3, 2).to_vec());
+        let mut restored = LastTokens::ending_at(3, history.before(3, 2).to_vec());
         restored.write(3, &[6]);
         assert_eq!((restored.before(4, 2), restored.before(3, 2)), (&[5, 6][..], &[2, 5][..]));
     }
