@@ -88,7 +88,8 @@ impl CheckpointInfo {
         let reads_text_only = options.vision.disabled || config.streams.is_some() || config.indexer.is_some();
         let vision = if reads_text_only { None } else { vision::open(dir, &checkpoint.index, config.hidden) };
         let vision = vision.map(|tower| tower.with_max_tokens(options.image_tokens()));
-        let shape = ModelFootprint { vision: vision.as_ref().map_or(0, VisionTower::bytes), ..shape };
+        let shape =
+            ModelFootprint { vision: vision.as_ref().map_or(0, |tower| tower.bytes(options.vision_on_gpu())), ..shape };
         let kv_format = device_limits(options).cache;
         let feed_forward = net.layers.first().map(|layer| match &layer.ffn {
             Ffn::Dense(dense) => [&dense.gate_up[0], &dense.gate_up[1], &dense.down].map(ProjectionShape::of),

@@ -39,7 +39,7 @@ pub struct LoadOptions {
     pub vision: VisionOptions,
 }
 
-/// Whether and how to load the vision tower.
+/// Use of the vision tower.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct VisionOptions {
     /// Read text only.

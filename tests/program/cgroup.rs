@@ -99,6 +99,31 @@ fn peak_memory_stays_under_the_limit() {
 }
 
 #[test]
+fn image_memory_stays_under_the_limit() {
+    let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/vision");
+    let group = Group::new();
+    let limit = 300 * MIB;
+    if let Some(group) = &group {
+        group.set(limit + limit / 10 + 4096);
+    }
+    let output = group::command(group.as_ref())
+        .arg("bench")
+        .arg(fixture.join("mlx_4bit"))
+        .arg("--image")
+        .arg(fixture.join("images/noise.jpg"))
+        .args(["--prompt-tokens", "20", "--repeat", "3", "--json", "--memory-limit", &limit.to_string()])
+        .output()
+        .unwrap();
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{:?} {stderr}", output.status);
+    let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(report["image_tokens"], 10);
+    let [peak, planned] = ["peak_memory", "planned"].map(|name| report[name].as_u64().unwrap());
+    assert!(peak <= limit && planned > 0, "{peak} bytes at the peak, {planned} planned for images");
+    assert_eq!(group.as_ref().map_or(0, Group::kills), 0);
+}
+
+#[test]
 #[ignore = "long: fills a prompt cache"]
 fn full_prompt_cache_stays_in_plan() {
     let root = tempfile::tempdir().unwrap();

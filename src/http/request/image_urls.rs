@@ -132,6 +132,10 @@ fn is_public_v6(ip: Ipv6Addr) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::{
+        io::{Read, Write},
+        net::TcpListener,
+    };
 
     #[test]
     fn only_listed_hosts_are_allowed() {
@@ -158,6 +162,42 @@ mod tests {
             assert!(host(url).is_err(), "{url}");
         }
         assert!(ImageUrls::default().fetch("http://localhost:8080/x").unwrap_err().contains("--image-urls"));
+    }
+
+    /// Answers one request on a free port with this response. Returns the port.
+    fn answer_once(response: Vec<u8>) -> u16 {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = listener.local_addr().unwrap().port();
+        std::thread::spawn(move || {
+            let (mut stream, _) = listener.accept().unwrap();
+            let _ = stream.read(&mut [0; 4096]);
+            let _ = stream.write_all(&response);
+        });
+        port
+    }
+
+    #[test]
+    fn fetch_follows_no_redirect() {
+        let fetch = |response: Vec<u8>| {
+            let host = format!("127.0.0.1:{}", answer_once(response));
+            ImageUrls::new(std::slice::from_ref(&host)).fetch(&format!("http://{host}/a.png"))
+        };
+        let ok = |length: usize| format!("HTTP/1.1 200 OK\r\nContent-Length: {length}\r\n\r\n").into_bytes();
+        assert_eq!(fetch([ok(2), b"hi".to_vec()].concat()).unwrap(), b"hi");
+        let target = answer_once([ok(6), b"secret".to_vec()].concat());
+        let redirect =
+            format!("HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:{target}/\r\nContent-Length: 0\r\n\r\n");
+        assert!(fetch(redirect.into_bytes()).unwrap_err().contains("302"));
+        let length = ImageProcessor::MAX_ENCODED_BYTES + 1;
+        assert!(fetch([ok(length), vec![0; length]].concat()).is_err(), "too long");
+    }
+
+    #[test]
+    fn names_with_private_addresses_are_refused() {
+        let port = answer_once(b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\nsecret".to_vec());
+        // Every name below localhost is this machine, and none of them is listed as such.
+        let host = format!("images.localhost:{port}");
+        assert!(ImageUrls::new(std::slice::from_ref(&host)).fetch(&format!("http://{host}/")).is_err());
     }
 
     #[test]

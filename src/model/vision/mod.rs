@@ -73,10 +73,11 @@ impl VisionTower {
         }
     }
 
-    /// Bytes for the memory plan: one image in the tower, and the caches.
-    pub fn bytes(&self) -> u64 {
+    /// Bytes for the memory plan: one image in the tower, the caches, and the weights if a GPU keeps them.
+    pub fn bytes(&self, on_gpu: bool) -> u64 {
         let caches = ROW_CACHE_BYTES + processor::RECENT_BYTES;
-        Self::workspace(&self.config, self.limits.max_tokens()) + caches as u64
+        let weights = if on_gpu { self.weights.bytes() } else { 0 };
+        Self::workspace(&self.config, self.limits.max_tokens()) + weights + caches as u64
     }
 }
 

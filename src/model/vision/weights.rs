@@ -8,7 +8,7 @@ use crate::{
     checkpoint::{
         Checkpoint,
         index::Index,
-        names::{VISION_TOWER, vision_name},
+        names::{TensorName, VISION_TOWER, vision_name},
     },
     error::ModelError,
     model::dequantise,
@@ -80,6 +80,13 @@ impl TowerWeights {
         self.patch_shape(config)?;
         self.vector("patch_embed.proj.bias", hidden)?;
         self.from.finish()
+    }
+
+    /// Bytes of the tower in the checkpoint.
+    pub fn bytes(&self) -> u64 {
+        let is_part = |name: &String| vision_name(name) != TensorName::Skipped;
+        let parts = self.from.index.tensors.iter().filter(|(name, _)| is_part(name));
+        parts.map(|(_, entry)| entry.len as u64).sum()
     }
 
     /// Frees the blocks that a GPU keeps.

@@ -5,7 +5,8 @@ use crate::{
     command::show,
     error::{CommandError, ModelError},
     model::{Image, ImageProcessor, Model, PassHooks, PlacedImage, Qwen, Rows},
-    platform::read_small_file,
+    plan::Size,
+    platform::{os, read_small_file},
 };
 use serde::Serialize;
 use std::{fmt, path::Path, sync::Arc, time::Instant};
@@ -32,6 +33,11 @@ struct ImageReport {
     runs: Vec<ImageRun>,
     /// Median of each step.
     median: ImageRun,
+    /// Bytes of the plan: for images, and in all.
+    planned: u64,
+    limit: u64,
+    /// Peak memory of the process in bytes.
+    peak_memory: Option<u64>,
 }
 
 /// Measures `repeat` times. `prompt` is the text before the image.
@@ -76,6 +82,9 @@ pub fn run(model: &mut Qwen, file: &Path, prompt: &[u32], repeat: usize, json: b
         prompt_tokens: prompt.len() + image.tokens(),
         runs,
         median,
+        planned: model.plan().vision,
+        limit: model.plan().limit,
+        peak_memory: os::peak_resident_memory(),
     };
     show(&report, json);
     Ok(())
@@ -95,7 +104,7 @@ fn evaluate(model: &mut Qwen, prompt: &[u32], image: &Arc<Image>, placeholder: u
 
 impl fmt::Display for ImageReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { file, height, width, image_tokens, prompt_tokens, runs, median } = self;
+        let Self { file, height, width, image_tokens, prompt_tokens, runs, median, .. } = self;
         writeln!(f, "{file}: {width} x {height} in the tower, {image_tokens} of {prompt_tokens} prompt tokens")?;
         writeln!(f)?;
         writeln!(f, "run      prepare s   tower s   prompt s   first token s")?;
@@ -106,6 +115,12 @@ impl fmt::Display for ImageReport {
         for (index, run) in runs.iter().enumerate() {
             line(&(index + 1).to_string(), run)?;
         }
-        if runs.len() > 1 { line("median", median) } else { Ok(()) }
+        if runs.len() > 1 {
+            line("median", median)?;
+        }
+        let Some(peak) = self.peak_memory else { return Ok(()) };
+        let (planned, limit) = (Size(self.planned), Size(self.limit));
+        writeln!(f)?;
+        writeln!(f, "peak memory {} under a limit of {limit}, {planned} of it for images", Size(peak))
     }
 }
