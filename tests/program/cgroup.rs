@@ -106,7 +106,7 @@ fn image_memory_stays_under_the_limit() {
     if let Some(group) = &group {
         group.set(limit + limit / 10 + 4096);
     }
-    let output = group::command(group.as_ref())
+    let output = crate::group::command(group.as_ref())
         .arg("bench")
         .arg(fixture.join("mlx_4bit"))
         .arg("--image")

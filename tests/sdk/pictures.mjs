@@ -1,5 +1,5 @@
 // Checks a running server with the vision-language checkpoint of the tests through the Node libraries of OpenAI, Anthropic and
-// Vercel: each sends a red and a blue picture and gets answers that depend on them.
+// Vercel: each sends a red and a blue picture and gets answers that depend on them. The server runs with `--thinking off`.
 //
 //     node pictures.mjs http://127.0.0.1:5413/v1
 
@@ -49,7 +49,6 @@ async function openaiChat(data) {
     messages: [{ role: 'user', content }],
     temperature: 0,
     max_tokens: TOKENS,
-    chat_template_kwargs: { enable_thinking: false },
   });
   return answer.choices[0].message.content;
 }
@@ -68,14 +67,14 @@ async function anthropicMessages(data) {
 
 const vercel = (provider) => async (data) => {
   const content = [{ type: 'text', text: QUESTION }, { type: 'image', image: data, mediaType: 'image/png' }];
-  const { text, reasoningText } = await generateText({
+  const { text } = await generateText({
     model: provider,
     messages: [{ role: 'user', content }],
     temperature: 0,
     maxOutputTokens: TOKENS,
     maxRetries: 0,
   });
-  return `${reasoningText ?? ''}${text}`;
+  return text;
 };
 
 const options = { baseURL: base, apiKey: 'unused' };

@@ -1,5 +1,6 @@
 """Checks a running server with the vision-language checkpoint of the tests through OpenAI's chat completions and Responses,
-Anthropic's Messages, LiteLLM and LangChain: each sends a red and a blue picture and gets answers that depend on them.
+Anthropic's Messages, LiteLLM and LangChain: each sends a red and a blue picture and gets answers that depend on them. The
+server runs with `--thinking off`.
 
     python pictures.py http://127.0.0.1:5413/v1
 """
@@ -25,9 +26,8 @@ ANTHROPIC = anthropic.Anthropic(base_url=ROOT, api_key="unused", max_retries=0, 
 MODEL = OPENAI.models.list().data[0].id
 litellm.telemetry = False
 TOKENS = 8
+# The checkpoint has random weights: its answers mean nothing, but they depend on the picture.
 QUESTION = "Which colour?"
-# The checkpoint has random weights: what it says means nothing, but it depends on the picture.
-PLAIN = {"chat_template_kwargs": {"enable_thinking": False}}
 
 
 def png(red, green, blue):
@@ -54,7 +54,7 @@ def parts(data):
 def openai_chat(data):
     messages = [{"role": "user", "content": parts(data)}]
     answer = OPENAI.chat.completions.create(
-        model=MODEL, messages=messages, temperature=0, max_tokens=TOKENS, extra_body=PLAIN
+        model=MODEL, messages=messages, temperature=0, max_tokens=TOKENS
     )
     return answer.choices[0].message.content
 
@@ -83,7 +83,7 @@ def source(data):
 def anthropic_messages(data):
     content = [source(data), {"type": "text", "text": QUESTION}]
     answer = ANTHROPIC.messages.create(
-        model=MODEL, messages=[{"role": "user", "content": content}], temperature=0, max_tokens=TOKENS
+        model=MODEL, messages=[{"role": "user", "content": content}], max_tokens=TOKENS, extra_body={"temperature": 0}
     )
     return [block.text for block in answer.content]
 
@@ -96,12 +96,14 @@ def anthropic_tool_result(data):
         {"role": "assistant", "content": [call]},
         {"role": "user", "content": [result]},
     ]
-    answer = ANTHROPIC.messages.create(model=MODEL, messages=messages, temperature=0, max_tokens=TOKENS)
+    answer = ANTHROPIC.messages.create(
+        model=MODEL, messages=messages, max_tokens=TOKENS, extra_body={"temperature": 0}
+    )
     return [block.text for block in answer.content]
 
 
 def langchain(data):
-    chat = ChatOpenAI(model=MODEL, base_url=BASE, api_key="unused", temperature=0, max_tokens=TOKENS, extra_body=PLAIN)
+    chat = ChatOpenAI(model=MODEL, base_url=BASE, api_key="unused", temperature=0, max_tokens=TOKENS)
     return chat.invoke([HumanMessage(content=parts(data))]).content
 
 
@@ -113,7 +115,6 @@ def lite(data):
         messages=[{"role": "user", "content": parts(data)}],
         temperature=0,
         max_tokens=TOKENS,
-        extra_body=PLAIN,
     )
     return answer.choices[0].message.content
 

@@ -66,7 +66,7 @@ serve() {
   port=$("$venv/bin/python" -c 'import json, sys; print(json.loads(sys.argv[1])["port"])' "$ready")
 }
 
-serve "$here/../fixtures/vision/mlx_4bit"
+serve "$here/../fixtures/vision/mlx_4bit" --thinking off
 for client in "$venv/bin/python $here/pictures.py" "node $cache/node/pictures.mjs"; do
   if ! $client "http://127.0.0.1:$port/v1"; then
     tail -n 40 "$scratch/log" >&2
