@@ -7,7 +7,7 @@ use super::{
     drafts::{hidden_taps::TapBuffers, mtp::MtpPrediction},
     forward::{
         self,
-        pass::{Chunk, ImageRows, LayerHooks, Pass, SnapshotMarks},
+        pass::{Chunk, ImageRows, LayerHooks, Pass, SequenceRow, SnapshotMarks},
     },
     load::Qwen,
     model_parts::ModelParts,
@@ -39,7 +39,7 @@ impl Model for Qwen {
             vocab: config.vocab,
             context: plan.context,
             chunk: plan.chunk,
-            batch: 1,
+            batch: self.batch(),
             snapshot_size: SnapshotSize { state: shape.state, position: shape.kv_per_token },
             pages: Some(self.device.borrow().pool.clone()),
             images: self.parts.vision.as_ref().map(|vision| vision.processor.clone()),
@@ -59,6 +59,13 @@ impl Model for Qwen {
         hooks: &mut PassHooks<'_>,
     ) -> Result<Logits, ModelError> {
         self.forward_chunks(state, ids, rows, hooks)
+    }
+
+    fn forward_each(&mut self, rows: &mut [(&mut QwenState, u32)]) -> Result<Logits, ModelError> {
+        match rows {
+            [(state, id)] => self.forward(state, &[*id], Rows::Last),
+            several => self.forward_sequences(several),
+        }
     }
 
     fn verify(&mut self, state: &mut QwenState, ids: &[u32]) -> Result<Logits, ModelError> {
@@ -303,6 +310,7 @@ impl Qwen {
             let image_rows = self.image_rows(hooks.images, start..start + tokens, hooks.keep_going)?;
             let chunk = Chunk {
                 ids: ids_here,
+                sequences: &[],
                 start,
                 positions,
                 image_rows: &image_rows,
@@ -313,7 +321,8 @@ impl Qwen {
             };
             let observer = hooks.on_route.as_mut().map(|observer| &mut **observer as &mut RouterObserver<'_>);
             let marks = SnapshotMarks::new(here);
-            let marks = self.run_pass(device, state, chunk, (hooks.keep_going, observer, marks), &mut logits.data)?;
+            let marks =
+                self.run_pass(device, &mut [state], chunk, (hooks.keep_going, observer, marks), &mut logits.data)?;
             for ((row, delta), rings) in marks.rows.iter().zip(marks.states).zip(marks.rings) {
                 let (fixed, next) = ([delta, rings].concat(), positions.next_after(*row));
                 hooks.snapshots.push(state.snapshot(start + row, next, fixed, &mut device.backend)?);
@@ -343,6 +352,55 @@ impl Qwen {
         .collect()
     }
 
+    /// Most sequences that one pass computes together. A GPU computes one.
+    fn batch(&self) -> usize {
+        let (device, config) = (self.device.borrow(), &self.parts.config);
+        let is_possible = !device.limits.waits && config.ngrams.is_empty() && config.streams.is_none();
+        if is_possible { MAX_VERIFY_ROWS.min(device.buffers.block).max(1) } else { 1 }
+    }
+
+    /// One pass with a row of each sequence.
+    fn forward_sequences(&self, rows: &mut [(&mut QwenState, u32)]) -> Result<Logits, ModelError> {
+        let count = rows.len();
+        if count > self.batch() {
+            return Err(ModelError::Config(format!("a pass has no room for {count} sequences")));
+        }
+        for (state, id) in &mut *rows {
+            self.check_ids(state.len, &[*id])?;
+            state.verified = 0;
+        }
+        let ids: Vec<u32> = rows.iter().map(|(_, id)| *id).collect();
+        let sequence = |(state, _): &(&mut QwenState, u32)| SequenceRow { start: state.len, position: state.next };
+        let sequences: Vec<SequenceRow> = rows.iter().map(sequence).collect();
+        let chunk = Chunk {
+            ids: &ids,
+            sequences: &sequences,
+            start: 0,
+            positions: RowPositions::new(0, 0, &[]),
+            image_rows: &[],
+            logits: 0..count,
+            kind: self.pass_kind(count),
+            half: false,
+            commit: Commit::Now,
+        };
+        let mut logits = Logits { vocab: self.parts.config.vocab, data: Vec::new() };
+        let mut states: Vec<&mut QwenState> = rows.iter_mut().map(|(state, _)| &mut **state).collect();
+        let device = &mut *self.device.borrow_mut();
+        self.run_pass(device, &mut states, chunk, (None, None, SnapshotMarks::default()), &mut logits.data)?;
+        for state in states {
+            state.len += 1;
+            state.next += 1;
+        }
+        Ok(logits)
+    }
+
+    /// The kind of a pass with a few rows of answers. With slots for all rows' experts, each expert stays in its slot until its
+    /// layer is done.
+    fn pass_kind(&self, rows: usize) -> PassKind {
+        let slots = self.store().map_or(0, ExpertStore::slots);
+        if rows * self.parts.config.experts_per_token() <= slots { PassKind::Decode } else { PassKind::Prefill }
+    }
+
     fn verify_after(&self, before: usize, state: &mut QwenState, ids: &[u32]) -> Result<Logits, ModelError> {
         self.check_ids(state.len, ids)?;
         let config = &self.parts.config;
@@ -354,28 +412,25 @@ impl Qwen {
         for delta in state.delta_states() {
             delta.ensure_replay_buffer(&config.delta, &mut device.backend)?;
         }
-        // With slots for all rows' experts, each expert stays in its slot until its layer is done.
-        let slots = self.store().map_or(0, ExpertStore::slots);
-        let kind = if rows * config.experts_per_token() <= slots { PassKind::Decode } else { PassKind::Prefill };
-        let (start, commit) = (state.len, Commit::verify_after(before));
-        let positions = RowPositions::new(state.next, start, &[]);
-        let chunk = Chunk { ids, start, positions, image_rows: &[], logits: 0..rows, kind, half: false, commit };
+        let (kind, start, commit) = (self.pass_kind(rows), state.len, Commit::verify_after(before));
+        let (positions, logits, half) = (RowPositions::new(state.next, start, &[]), 0..rows, false);
+        let chunk = Chunk { ids, sequences: &[], start, positions, image_rows: &[], logits, kind, half, commit };
         let mut logits = Logits { vocab: config.vocab, data: Vec::new() };
         // A verify that fails cannot be undone.
         state.verified = 0;
-        self.run_pass(device, state, chunk, (None, None, SnapshotMarks::default()), &mut logits.data)?;
+        self.run_pass(device, &mut [state], chunk, (None, None, SnapshotMarks::default()), &mut logits.data)?;
         state.verified = before + rows;
         state.len += rows;
         state.next += rows;
         Ok(logits)
     }
 
-    /// One pass of a chunk at the end of `state`. Appends the logits it asks for to `logits`, and returns the marks with the
-    /// states found there.
+    /// One pass of a chunk at the end of one sequence or of several. Appends the logits it asks for to `logits`, and returns
+    /// the marks with the states found there.
     fn run_pass<'a>(
         &'a self,
         device: &'a mut DeviceState,
-        state: &mut QwenState,
+        states: &mut [&mut QwenState],
         chunk: Chunk<'a>,
         (keep_going, on_route, marks): (
             Option<&'a dyn Fn() -> bool>,
@@ -384,19 +439,20 @@ impl Qwen {
         ),
         logits: &mut Vec<f32>,
     ) -> Result<SnapshotMarks, ModelError> {
-        state.reserve_pages(chunk.ids.len(), &mut device.backend)?;
+        let rows_of_each = chunk.ids.len() / states.len().max(1);
+        states.iter_mut().try_for_each(|state| state.reserve_pages(rows_of_each, &mut device.backend))?;
         // Threads that read KV pages wait until the pass is over and its errors are reported.
         let lock = device.backend.clone();
         let _guard = lock.lock();
         let DeviceState { backend, limits, slots, buffers, kv_shape, scratch, taps, .. } = device;
         let ModelParts { config, net, store, tables, .. } = &self.parts;
         // The rows of n-gram tables depend on tokens only, so they are read while the first layers compute.
-        let ngrams = tables.iter().zip(&state.rings.ngrams).map(|(table, history)| {
-            let before = state.tokens.before(chunk.start, table.layout().shape.size - 1);
-            NgramInput { table, pending: Some(table.request(before, chunk.ids)), history: *history }
-        });
-        let ngrams = ngrams.collect();
-        if !tables.is_empty() {
+        let mut ngrams = Vec::new();
+        if let ([state], false) = (&mut *states, tables.is_empty()) {
+            ngrams.extend(tables.iter().zip(&state.rings.ngrams).map(|(table, history)| {
+                let before = state.tokens.before(chunk.start, table.layout().shape.size - 1);
+                NgramInput { table, pending: Some(table.request(before, chunk.ids)), history: *history }
+            }));
             state.tokens.write(chunk.start, chunk.ids);
         }
         let mut pass = Pass {
@@ -412,7 +468,8 @@ impl Qwen {
             scratch,
         };
         let mut hooks = LayerHooks { keep_going, on_route, marks, taps };
-        forward::forward(net, &mut state.layers, &mut pass, &mut hooks, logits)?;
+        let mut layers: Vec<&mut [LayerState]> = states.iter_mut().map(|state| &mut state.layers[..]).collect();
+        forward::forward(net, &mut layers, &mut pass, &mut hooks, logits)?;
         Ok(hooks.marks)
     }
 

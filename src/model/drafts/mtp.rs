@@ -298,7 +298,8 @@ impl MtpHead {
             // Distances within the head's own context matter, so its positions are its indices, after images too.
             let positions = RowPositions::new(start, start, &[]);
             let commit = Commit::Now;
-            let chunk = Chunk { ids, start, positions, image_rows: &[], logits: 0..0, kind, half: false, commit };
+            let (sequences, image_rows) = (&[], &[]);
+            let chunk = Chunk { ids, sequences, start, positions, image_rows, logits: 0..0, kind, half: false, commit };
             start += ids.len();
             let mut pass = Pass {
                 chunk,
@@ -330,7 +331,7 @@ impl MtpHead {
         out: Option<&mut MtpPrediction>,
     ) -> Result<(), ModelError> {
         self.fuse(rows, pass)?;
-        forward_layers(&self.net, state, pass, hooks)?;
+        forward_layers(&self.net, &mut [state], pass, hooks)?;
 
         // m = rms_norm(layer(u)) of the last row, or the mixture of its streams; logits = W_head m
         let Some(out) = out else { return Ok(()) };

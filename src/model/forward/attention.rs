@@ -2,6 +2,7 @@
 
 use super::pass::{PartInput, Pass, SnapshotMarks};
 use crate::{
+    device::Region,
     error::ModelError,
     model::{
         state::row_ring::{KeptRows, RowRing},
@@ -57,5 +58,17 @@ impl AttentionWeights {
         // h += W_o y
         let out_proj = pass.out_proj(&self.out, &rows);
         pass.execute(out_proj)
+    }
+
+    /// Attention of one of several rows, each of another sequence, between the projections. Not for an indexer.
+    pub fn attend_row(&self, row: usize, cache: KvCache, pass: &mut Pass<'_>) -> Result<(), ModelError> {
+        let (b, shape, start, partials) =
+            (pass.buffers, pass.attention, pass.chunk.sequences[row].start, pass.buffers.partials);
+        let of = |region: Region, width: usize| region.rows(row, 1, width);
+        let (proj, values) = (of(b.proj, shape.width()), shape.heads * shape.dim);
+        let (q, y, rope_table) = (of(b.head_out, values), of(b.y(pass.rows()), values), of(b.rope, shape.rope_dim));
+        let norm_rope = QkNormRope { q_norm: self.q_norm, k_norm: self.k_norm, rope_table };
+        pass.execute(KvWrite { shape, start, tokens: 1, proj, norm_rope, q, cache })?;
+        pass.execute(Attention { shape, start, tokens: 1, q, cache, proj, partials, y })
     }
 }

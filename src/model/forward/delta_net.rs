@@ -81,6 +81,14 @@ impl DeltaNetWeights {
         pass.execute(back)
     }
 
+    /// Convolution and delta rule of one of several rows, each of another sequence, between the projections. Where `y` shares
+    /// memory with `mixed`, a row of `y` ends before the later rows of `mixed` begin.
+    pub fn advance_row(&self, row: usize, state: &mut DeltaState, pass: &mut Pass<'_>) -> Result<(), ModelError> {
+        let b = pass.buffers;
+        let all = RowBuffers { proj: b.proj, mixed: b.mixed, out: b.head_out, y: b.y(pass.rows()) };
+        self.advance_rows(row..row + 1, state, all, pass)
+    }
+
     /// Adds the rows of the replay buffer to the state.
     pub fn replay(&self, state: &mut DeltaState, b: &Buffers, backend: &mut dyn Backend) -> Result<(), ModelError> {
         if state.pending(&self.shape).rows > 0 {

@@ -27,20 +27,22 @@ use crate::{
         state::sequence::LayerState,
         weights::{DenseWeights, Ffn, Mixer, Network},
     },
-    ops::{Embedding, Mlp},
+    ops::{Embedding, Linear, Mlp},
 };
 use pass::{LayerHooks, PartInput, Pass};
+use std::ops::Range;
 
-/// Runs a chunk through the whole network and appends the logits it asks for to `logits`.
+/// Runs a chunk through the whole network and appends the logits it asks for to `logits`. `states` has the layers of each of the
+/// chunk's sequences.
 pub fn forward(
     net: &Network,
-    state: &mut [LayerState],
+    states: &mut [&mut [LayerState]],
     pass: &mut Pass<'_>,
     hooks: &mut LayerHooks<'_>,
     logits: &mut Vec<f32>,
 ) -> Result<(), ModelError> {
     pass.backend.prompt(pass.chunk.half.then_some(pass.buffers.half));
-    let done = embed(net, pass).and_then(|()| forward_layers(net, state, pass, hooks));
+    let done = embed(net, pass).and_then(|()| forward_layers(net, states, pass, hooks));
     pass.backend.prompt(None);
     let done = done.and_then(|()| head::append_logits(net, pass, logits));
     pass.finish(done)
@@ -58,19 +60,22 @@ fn embed(net: &Network, pass: &mut Pass<'_>) -> Result<(), ModelError> {
 /// All layers, from the residual stream h back to h.
 pub fn forward_layers(
     net: &Network,
-    state: &mut [LayerState],
+    states: &mut [&mut [LayerState]],
     pass: &mut Pass<'_>,
     hooks: &mut LayerHooks<'_>,
 ) -> Result<(), ModelError> {
     let streams = pass.experts.is_some_and(|experts| !experts.is_resident());
     pass.backend.begin_layers(streams);
-    for (index, (layer, state)) in net.layers.iter().zip(state).enumerate() {
+    for (index, layer) in net.layers.iter().enumerate() {
         hooks.before_layer()?;
         if let Some(ngram) = &layer.ngram {
             ngram.forward(pass, &mut hooks.marks)?;
         }
         let x = pass.read(&layer.before_mixer)?;
-        layer.mixer.forward(x, state, pass, hooks)?;
+        match &mut *states {
+            [state] => layer.mixer.forward(x, state.get_mut(index), pass, hooks)?,
+            several => layer.mixer.forward_each(x, several.iter_mut().map(|state| state.get_mut(index)), pass)?,
+        }
         pass.write(&layer.before_mixer)?;
 
         let next = net.layers.get(index + 1).map(|next| &next.ffn);
@@ -87,23 +92,65 @@ impl Mixer {
     fn forward(
         &self,
         x: PartInput,
-        state: &mut LayerState,
+        mut state: Option<&mut LayerState>,
         pass: &mut Pass<'_>,
         hooks: &mut LayerHooks<'_>,
     ) -> Result<(), ModelError> {
         for rows in pass.mixer_blocks() {
-            match (self, &mut *state) {
-                (Mixer::Attention(attention), LayerState::Attention(cache, index)) => {
+            match (self, state.as_deref_mut()) {
+                (Mixer::Attention(attention), Some(LayerState::Attention(cache, index))) => {
                     attention.forward(x, rows, (*cache, *index), pass, &mut hooks.marks)?;
                 }
-                (Mixer::DeltaNet(delta_net), LayerState::DeltaNet(state)) => {
+                (Mixer::DeltaNet(delta_net), Some(LayerState::DeltaNet(state))) => {
                     delta_net.forward(x, rows, state, pass, &mut hooks.marks)?;
                 }
-                _ => return Err(ModelError::Config("the sequence's state belongs to another model".into())),
+                _ => return Err(foreign_state()),
             }
         }
         Ok(())
     }
+
+    /// The same for one row of each of several sequences. The matrix products compute all rows at once, which reads each
+    /// weight once. What depends on a sequence's state is computed row by row.
+    fn forward_each<'s>(
+        &self,
+        x: PartInput,
+        states: impl Iterator<Item = Option<&'s mut LayerState>>,
+        pass: &mut Pass<'_>,
+    ) -> Result<(), ModelError> {
+        let rows = 0..pass.rows();
+        self.project(x, &rows, pass)?;
+        for (row, state) in states.enumerate() {
+            match (self, state) {
+                (Mixer::Attention(attention), Some(LayerState::Attention(cache, _))) => {
+                    attention.attend_row(row, *cache, pass)?;
+                }
+                (Mixer::DeltaNet(delta_net), Some(LayerState::DeltaNet(state))) => {
+                    delta_net.advance_row(row, state, pass)?;
+                }
+                _ => return Err(foreign_state()),
+            }
+        }
+        let out_proj = match self {
+            Mixer::Attention(attention) => pass.out_proj(&attention.out, &rows),
+            Mixer::DeltaNet(delta_net) => pass.out_proj(&delta_net.out, &rows),
+        };
+        pass.execute(out_proj)
+    }
+
+    /// The input projections of some rows.
+    fn project(&self, input: PartInput, rows: &Range<usize>, pass: &mut Pass<'_>) -> Result<(), ModelError> {
+        let (x, norm, y) = (input.rows(rows), input.norm, pass.buffers.proj);
+        let matrices = match self {
+            Mixer::Attention(attention) => &attention.qkv[..],
+            Mixer::DeltaNet(delta_net) => &delta_net.in_proj[..],
+        };
+        pass.execute(Linear { x, tokens: rows.len(), norm, matrices, y, add: false })
+    }
+}
+
+fn foreign_state() -> ModelError {
+    ModelError::Config("the sequence's state belongs to another model".into())
 }
 
 impl Ffn {

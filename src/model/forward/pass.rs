@@ -24,9 +24,11 @@ use crate::{
 };
 use std::{ops::Range, sync::Arc};
 
-/// The rows of one pass: consecutive tokens of one sequence.
+/// The rows of one pass: consecutive tokens of one sequence, or a token of each of several sequences.
 pub struct Chunk<'a> {
     pub ids: &'a [u32],
+    /// For each row its sequence, if there are several. Then the next two fields have no effect.
+    pub sequences: &'a [SequenceRow],
     /// Index of the first row in the sequence.
     pub start: usize,
     /// Positions of the rows.
@@ -40,6 +42,14 @@ pub struct Chunk<'a> {
     /// The matrix products may be computed in half precision: these are rows of a prompt of more than one row.
     pub half: bool,
     pub commit: Commit,
+}
+
+/// A row of one of several sequences.
+pub struct SequenceRow {
+    /// Index of the row in its sequence.
+    pub start: usize,
+    /// Position of the row, on all axes.
+    pub position: usize,
 }
 
 /// Rows of an image, from the vision tower.
@@ -185,7 +195,9 @@ impl Pass<'_> {
         let rope_dim = self.config.attention.rope_dim;
         let table = &mut self.scratch.rope;
         table.clear();
-        for position in self.chunk.positions.take(self.chunk.ids.len()) {
+        let rows_of_one = if self.chunk.sequences.is_empty() { self.chunk.ids.len() } else { 0 };
+        let rows_of_several = self.chunk.sequences.iter().map(|row| [row.position; 3]);
+        for position in self.chunk.positions.take(rows_of_one).chain(rows_of_several) {
             for j in 0..rope_dim / 2 {
                 let angle = position[axis(j, rope_sections)] as f64 * theta.powf(-2.0 * j as f64 / rope_dim as f64);
                 table.extend([angle.cos() as f32, angle.sin() as f32]);
