@@ -406,7 +406,7 @@ export const tests = {
     while (!resume) await sleep(20);
     resume();
     await page.until(() => /Cannot load .*: The disk is full\./.test(document.querySelector("#notice").textContent));
-    assert.equal(await page.$eval("#model", select => select.value), "small");
+    await page.until(() => document.querySelector("#model").value === "small");
     page.seen.errors.length = 0;
     resume = null;
     await page.select("#model", models[1].id);
