@@ -219,6 +219,12 @@ impl ApiError {
         Self::unavailable("memory_in_use", message).retry_after(1)
     }
 
+    /// Other formats are compiled first, and take too long.
+    pub fn compiler_busy() -> Self {
+        let message = "Other output formats are being compiled. Try again.";
+        Self::unavailable("compiler_busy", message).retry_after(2)
+    }
+
     /// All connection slots have a request in progress.
     pub fn no_connection_slot() -> Self {
         Self::unavailable("connections_busy", "All connections are busy. Try again.").retry_after(2)

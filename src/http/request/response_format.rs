@@ -16,14 +16,13 @@ use crate::{
 };
 use serde_json::Value;
 use std::{
-    future::pending,
     panic::{AssertUnwindSafe, catch_unwind},
     sync::Arc,
     time::Duration,
 };
-use tokio::sync::oneshot;
+use tokio::{sync::oneshot, time::timeout};
 
-/// Time that a format may take to compile. Only its next part ends the compilation, so the answer may come first.
+/// Time that a format may wait for its turn, and time that it may take to compile. Only its next part ends the compilation, so the answer may come first.
 const COMPILE_TIME: Duration = Duration::from_secs(5);
 
 /// Memory set aside while a format is compiled.
@@ -205,18 +204,22 @@ async fn compiled(
     };
     let compiled = permit.run_compilation(COMPILE_BYTES, compile);
     let too_slow = async {
-        match started.await {
-            Ok(()) => tokio::time::sleep(COMPILE_TIME).await,
-            Err(_) => pending().await,
+        let has_started = matches!(timeout(COMPILE_TIME, started).await, Ok(Ok(())));
+        if has_started {
+            tokio::time::sleep(COMPILE_TIME).await;
         }
+        has_started
     };
     tokio::select! {
         compiled = compiled => compiled,
-        () = too_slow => {
-            let seconds = COMPILE_TIME.as_secs();
-            let reason = format!("it takes longer than {seconds} s to compile; use fewer properties, tools or alternatives");
-            Ok(Err(FormatError::new("", reason)))
-        }
+        has_started = too_slow => match has_started {
+            false => Err(ApiError::compiler_busy()),
+            true => {
+                let seconds = COMPILE_TIME.as_secs();
+                let reason = format!("it takes longer than {seconds} s to compile; use fewer properties, tools or alternatives");
+                Ok(Err(FormatError::new("", reason)))
+            }
+        },
     }
 }
 
