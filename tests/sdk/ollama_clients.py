@@ -70,10 +70,11 @@ def tools():
 
 
 def formats():
-    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
     answer = CLIENT.chat(MODEL, SUM, format=schema, options=OPTIONS, think=False)
     assert isinstance(json.loads(answer.message.content)["n"], int), answer
-    json.loads(CLIENT.generate(MODEL, "What is 12+7?", format="json", options=OPTIONS, think=False).response)
+    text = CLIENT.generate(MODEL, "What is 12+7?", format="json", options=OPTIONS, think=False).response
+    assert text.startswith("{"), text
 
 
 def generate():
