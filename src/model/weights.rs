@@ -42,7 +42,7 @@ pub enum Residual {
     /// One stream: `x = rms_norm(h)` with this weight, `[hidden]`; `h += y`.
     Norm(Region),
     /// Several streams: a mixture of all, and a share of `y` for each.
-    Streams(StreamMix),
+    Streams(Box<StreamMix>),
 }
 
 /// The rows of an n-gram table as they are added to the residual streams.
@@ -222,12 +222,12 @@ impl Residual {
         };
         let (path, width) = (|name: &str| format!("{mix}{name}"), config.residual_width());
         let inject = if has_inject { Some(trunk.weight(&path("block_inject_weight"), count, width)?) } else { None };
-        Ok(Self::Streams(StreamMix {
+        Ok(Self::Streams(Box::new(StreamMix {
             norm: trunk.norm(&path("hc_norm.weight"), width)?,
             down: trunk.weight(&path("input_mix_weight_down"), rank, width)?,
             up: trunk.weight(&path("input_mix_weight_up"), width, rank)?,
             inject,
-        }))
+        })))
     }
 
     /// The matrices that a backend must be able to multiply.

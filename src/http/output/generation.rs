@@ -172,62 +172,58 @@ impl Generation {
 
     async fn next(&mut self) -> Result<Update, EngineError> {
         let mut output = Output::default();
-        loop {
-            let Ok(event) = timeout(IDLE_INTERVAL, self.events.recv()).await else { return Ok(Update::Idle) };
-            match event.ok_or(EngineError::Stopped)? {
-                Event::Started { cached_tokens, .. } => {
-                    self.usage.prompt_tokens_details = PromptTokensDetails { cached_tokens };
-                    self.usage.timings.cache_n = cached_tokens;
-                    return Ok(self.progress(cached_tokens, 0.0));
+        let Ok(event) = timeout(IDLE_INTERVAL, self.events.recv()).await else { return Ok(Update::Idle) };
+        match event.ok_or(EngineError::Stopped)? {
+            Event::Started { cached_tokens, .. } => {
+                self.usage.prompt_tokens_details = PromptTokensDetails { cached_tokens };
+                self.usage.timings.cache_n = cached_tokens;
+                return Ok(self.progress(cached_tokens, 0.0));
+            }
+            Event::Prefilled { tokens, seconds } => {
+                self.usage.timings.prompt_n = tokens.saturating_sub(self.usage.timings.cache_n);
+                self.usage.timings.prompt_ms = seconds * 1e3;
+                self.prefilled = Some(Instant::now());
+                return Ok(self.progress(tokens, seconds));
+            }
+            Event::Prompt(logprobs) => output.prompt_logprobs = Some(logprobs),
+            Event::Token { id, logprobs } => {
+                self.count(id);
+                let text = self.decoder.push(id);
+                match logprobs {
+                    Some(logprobs) if matches!(self.reader, TextReader::Plain) => output.logprobs.push((id, logprobs)),
+                    Some(logprobs) => self.content_logprobs.push_token(id, logprobs),
+                    None => {}
                 }
-                Event::Prefilled { tokens, seconds } => {
-                    self.usage.timings.prompt_n = tokens.saturating_sub(self.usage.timings.cache_n);
-                    self.usage.timings.prompt_ms = seconds * 1e3;
-                    self.prefilled = Some(Instant::now());
-                    return Ok(self.progress(tokens, seconds));
-                }
-                Event::Prompt(logprobs) => output.prompt_logprobs = Some(logprobs),
-                Event::Token { id, logprobs } => {
-                    self.count(id);
-                    let text = self.decoder.push(id);
-                    match logprobs {
-                        Some(logprobs) if matches!(self.reader, TextReader::Plain) => {
-                            output.logprobs.push((id, logprobs))
-                        }
-                        Some(logprobs) => self.content_logprobs.push_token(id, logprobs),
-                        None => {}
-                    }
-                    if !text.is_empty() && self.read(&text, &mut output.deltas) {
-                        // The client gets nothing after a stop string, so the engine can stop here.
-                        self.events.close();
-                        output.finish = Some(self.reason(Finish::Stop));
-                    }
-                }
-                Event::Done { finish, timings } => {
-                    self.usage.timings = AnswerTimings {
-                        drafted_tokens: timings.drafted_tokens,
-                        accepted_tokens: timings.accepted_tokens,
-                        saved_seconds: timings.saved_seconds,
-                        decode_passes: timings.decode_passes,
-                        decoding_sequences: timings.decoding_sequences,
-                        ..self.usage.timings
-                    };
-                    self.log.record_storage(None);
-                    let rest = self.decoder.finish();
-                    let cut = finish == Finish::Length;
-                    let hit = self.read(&rest, &mut output.deltas) || self.finish(cut, &mut output.deltas);
-                    output.finish = Some(self.reason(if hit { Finish::Stop } else { finish }));
-                }
-                Event::Failed(error) => {
-                    if let EngineError::Model(ModelError::Store(error)) = &error {
-                        self.log.record_storage(Some(error));
-                    }
-                    return Err(error);
+                if !text.is_empty() && self.read(&text, &mut output.deltas) {
+                    // The client gets nothing after a stop string, so the engine can stop here.
+                    self.events.close();
+                    output.finish = Some(self.reason(Finish::Stop));
                 }
             }
-            output.logprobs.extend(self.content_logprobs.take_sent(self.sent));
-            return Ok(Update::Output(output));
+            Event::Done { finish, timings } => {
+                self.usage.timings = AnswerTimings {
+                    drafted_tokens: timings.drafted_tokens,
+                    accepted_tokens: timings.accepted_tokens,
+                    saved_seconds: timings.saved_seconds,
+                    decode_passes: timings.decode_passes,
+                    decoding_sequences: timings.decoding_sequences,
+                    ..self.usage.timings
+                };
+                self.log.record_storage(None);
+                let rest = self.decoder.finish();
+                let cut = finish == Finish::Length;
+                let hit = self.read(&rest, &mut output.deltas) || self.finish(cut, &mut output.deltas);
+                output.finish = Some(self.reason(if hit { Finish::Stop } else { finish }));
+            }
+            Event::Failed(error) => {
+                if let EngineError::Model(ModelError::Store(error)) = &error {
+                    self.log.record_storage(Some(error));
+                }
+                return Err(error);
+            }
         }
+        output.logprobs.extend(self.content_logprobs.take_sent(self.sent));
+        Ok(Update::Output(output))
     }
 
     /// Counts a generated token, and whether it belongs to the reasoning.

@@ -33,6 +33,9 @@ const BASE64: general_purpose::GeneralPurpose = general_purpose::GeneralPurpose:
         .with_decode_allow_trailing_bits(true),
 );
 
+/// What becomes of an image part: the image, or the separator and the sentence that replaces it.
+type ImageOutcome = Option<Result<Arc<Image>, (&'static str, String)>>;
+
 /// Why an image is not shown to a model that reads text only.
 const BLIND: &str =
     "cannot be shown, because this model cannot see images; send text, or use a model with a vision tower";
@@ -57,8 +60,7 @@ impl LoadedModel {
         let order = image_indices(&chat.messages);
         let too_many = order.len().saturating_sub(MAX_IMAGES);
         let mut sources: Vec<Option<ImagePart>> = parts.into_iter().map(Some).collect();
-        // For each part: the image, or the separator and the sentence that replaces it.
-        let mut outcomes: Vec<Option<Result<Arc<Image>, (&'static str, String)>>> = vec![None; sources.len()];
+        let mut outcomes: Vec<ImageOutcome> = vec![None; sources.len()];
         for (position, index) in order.iter().enumerate() {
             let Some(part) = sources.get_mut(*index).and_then(Option::take) else { continue };
             let (at, is_new, separator) = (part.at.clone(), part.is_new, part.separator);
@@ -183,7 +185,7 @@ fn image_index(part: &Value) -> Option<usize> {
 }
 
 /// Puts sentences in the place of images that are not shown. The template sees `{"type": "image"}`.
-fn replace_images(message: &mut Value, outcomes: &[Option<Result<Arc<Image>, (&'static str, String)>>]) {
+fn replace_images(message: &mut Value, outcomes: &[ImageOutcome]) {
     let Some(parts) = message["content"].as_array() else { return };
     let outcome = |part: &Value| outcomes.get(image_index(part)?)?.as_ref();
     let separator = parts.iter().find_map(|part| Some(outcome(part)?.as_ref().err()?.0)).unwrap_or_default();
@@ -224,7 +226,7 @@ mod tests {
         let shown = Some(Ok(Arc::new(Image::default())));
         let hidden = Some(Err(("+", "[no]".to_owned())));
         let mut all = message(json!([text("a"), image(0), text("b")]));
-        replace_images(&mut all, &[hidden.clone()]);
+        replace_images(&mut all, std::slice::from_ref(&hidden));
         assert_eq!(all["content"], "a+[no]+b");
         let mut some = message(json!([image(0), text("b"), image(1)]));
         replace_images(&mut some, &[shown, hidden]);

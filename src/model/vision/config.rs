@@ -92,7 +92,7 @@ impl VisionConfig {
         if config.table_side.pow(2) != entries {
             return refuse(format!("num_position_embeddings {entries} is not a square"));
         }
-        if config.hidden % config.heads != 0 || (config.hidden / config.heads) % 4 != 0 {
+        if !config.hidden.is_multiple_of(config.heads) || !(config.hidden / config.heads).is_multiple_of(4) {
             return refuse(format!("{} vision heads cannot share {} dimensions", config.heads, config.hidden));
         }
         if config.out_hidden != text_hidden {
