@@ -318,7 +318,7 @@ mod tests {
         };
         assert!(said(&["moestro", "serve", "--memroy-limit", "8G"]).contains("--memory-limit"));
         assert!(!said(&["moestro", "serve", "--colour"]).contains("similar"));
-        assert!(!said(&["moestro", "info", "--like", "27b"]).contains("similar"));
+        assert!(!said(&["moestro", "info", "--like", "28b"]).contains("similar"));
         assert!(said(&["moestro", "srve"]).contains("serve"));
         assert!(!said(&["moestro", "zz"]).contains("similar"));
     }

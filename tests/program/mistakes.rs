@@ -74,7 +74,7 @@ fn wrong_names_and_values_get_a_sentence() {
             ("generate -p Hi --threads 300 -n 1", "more threads than cores slow decoding down"),
             ("generate -p Hi -n 0", "whole number, at least 1"),
             ("generate -p Hi -n 3", "the answer reached its token limit while the model reasoned"),
-            ("info --like 27b", "[possible values: 35b, 122b, 397b]"),
+            ("info --like 28b", "[possible values: 4b, 9b, 27b, 35b, 122b, 397b, flash-next]"),
             ("info --like 35b", "--like needs --machine"),
             ("info --device gpu", "[possible values: auto, cpu, metal, cuda]"),
             ("info --device metal", "only builds for macOS support it"),
