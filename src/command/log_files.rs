@@ -118,14 +118,15 @@ mod tests {
     fn failed_rotation_keeps_the_bound() {
         let dir = tempfile::tempdir().unwrap();
         let mut log = LogFiles::with_size(dir.path(), 10).unwrap();
-        log.write_all(b"1234567890").unwrap();
-        // A directory that is in the way cannot be replaced by a file, not even by root.
-        fs::create_dir_all(dir.path().join("moestro.log.1/in-the-way")).unwrap();
-        fs::create_dir_all(dir.path().join("moestro.log.2/in-the-way")).unwrap();
+        for _ in 0..MAX_FILES - 1 {
+            log.write_all(b"1234567890").unwrap();
+        }
+        // A directory in the place of the oldest file cannot be replaced by a file, not even by root.
+        let last = dir.path().join(format!("{NAME}.{}", MAX_FILES - 1));
+        fs::create_dir_all(last.join("in-the-way")).unwrap();
         assert!(log.write(b"more").is_err());
         assert_eq!(fs::read(dir.path().join(NAME)).unwrap(), b"1234567890");
-        fs::remove_dir_all(dir.path().join("moestro.log.1")).unwrap();
-        fs::remove_dir_all(dir.path().join("moestro.log.2")).unwrap();
+        fs::remove_dir_all(last).unwrap();
         log.write_all(b"more").unwrap();
         assert_eq!(fs::read(dir.path().join(NAME)).unwrap(), b"more");
     }

@@ -247,7 +247,7 @@ mod tests {
     #[test]
     fn raw_prompt_uses_no_template() {
         let raw = generate(json!({"model": "m", "prompt": "x", "raw": true})).unwrap();
-        assert!(matches!(raw.prompt, PromptInput::Text(_)) && raw.max_tokens.is_none());
+        assert!(matches!(raw.prompt, PromptInput::Text(_)) && raw.max_tokens == Some(usize::MAX));
         let PromptInput::Chat(chat) = generate(json!({"model": "m", "prompt": "x", "system": "s"})).unwrap().prompt
         else {
             panic!("a chat")
