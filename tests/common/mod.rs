@@ -39,6 +39,7 @@ pub fn tensors(path: &Path) -> HashMap<String, Vec<f32>> {
                 let words = tensor.data().as_chunks::<8>().0.iter();
                 words.map(|word| i64::from_le_bytes(*word) as f32).collect()
             }
+            safetensors::Dtype::U8 => tensor.data().iter().map(|byte| f32::from(*byte)).collect(),
             other => panic!("{other:?}"),
         }
     };

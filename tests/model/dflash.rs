@@ -166,6 +166,9 @@ fn rejected_rows_leave_the_reference_state() {
             let off = distance(&conv, &theirs).max(distance(&heads, &turned));
             assert!(off < 1e-4, "layer {layer} after {rows} rows: off by {off}");
         }
+        // The position of the next token, in 64 bits.
+        let next = [found.next(), found.next()].map(|word| word.unwrap().to_bits());
+        assert_eq!(next, [(prompt.len() + rows) as u32, 0]);
         assert_eq!(found.next(), None);
     }
 }

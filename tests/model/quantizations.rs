@@ -145,12 +145,12 @@ fn non_mlx_formats_are_refused_by_name() {
         config["quantization_config"] = json!({"quant_method": "fp8", "weight_block_size": [128, 128]});
     });
     assert!(error.contains("the quantization method fp8"), "{error}");
-    for (outer, inner) in [("qwen4_exp", "qwen4_exp_text"), ("qwen4_exp", "qwen3_5_moe_text")] {
+    for (outer, inner) in [("qwen5", "qwen5_text"), ("qwen5", "qwen3_5_moe_text")] {
         let error = refusal("affine4", |_, config| {
             config["model_type"] = outer.into();
             config["text_config"]["model_type"] = inner.into();
         });
-        assert!(error.contains("qwen4_exp"), "{error}");
+        assert!(error.contains("qwen5"), "{error}");
     }
     let error = refusal("affine4", |tensors, _| {
         let norm = tensors["language_model.model.norm.weight"].clone();

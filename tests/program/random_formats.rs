@@ -1,5 +1,5 @@
-//! Random output formats against a server in a control group of its memory limit plus 10 %: each gets 200 or 400 within ten
-//! seconds, nothing is killed, the memory stays below the limit, and another client waits at most a second longer.
+//! Random output formats against a server in a control group of its memory limit plus 10 %: each gets 200, 400 or 413 within
+//! ten seconds, nothing is killed, the memory stays below the limit, and another client waits at most a second longer.
 //!
 //! `MOESTRO_FORMATS` sets the number of formats, `MOESTRO_FORMATS_SEED` the first one.
 
@@ -43,6 +43,15 @@ fn ask(port: u16, body: &Value) -> (u16, String, Duration) {
     (status, answer, start.elapsed())
 }
 
+/// Sets a flag also after a panic, so that the other client ends.
+struct SetOnDrop<'a>(&'a AtomicBool);
+
+impl Drop for SetOnDrop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Relaxed);
+    }
+}
+
 fn chat(more: Value) -> Value {
     let messages = json!([{"role": "user", "content": "Hi"}]);
     let mut body =
@@ -73,11 +82,13 @@ fn random_formats_are_answered_or_refused() {
             }
             longest
         });
+        let guard = SetOnDrop(&is_done);
         for seed in first..first + count {
             let fields = formats::fields(&mut Source::new(&[], seed));
             let (status, answer, time) = ask(port, &chat(fields.clone()));
             let text = fields.to_string();
-            assert!([200, 400].contains(&status), "seed {seed}: {status}: {answer:.600}\n{text:.2000}");
+            // 413: the format needs more memory than the server keeps for requests.
+            assert!([200, 400, 413].contains(&status), "seed {seed}: {status}: {answer:.600}\n{text:.2000}");
             assert!(time < Duration::from_secs(10), "seed {seed}: {time:?}\n{text:.2000}");
             if time > Duration::from_secs(1) {
                 eprintln!("seed {seed}: status {status} after {time:.1?}: {text:.200}");
@@ -85,7 +96,7 @@ fn random_formats_are_answered_or_refused() {
             accepted += u64::from(status == 200);
             slowest = slowest.max((time, seed));
         }
-        is_done.store(true, Relaxed);
+        drop(guard);
         other_client.join().unwrap()
     });
     let status = fs::read_to_string(format!("/proc/{}/status", server.id())).unwrap();
