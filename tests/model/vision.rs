@@ -146,15 +146,15 @@ fn answers_match_transformers_from_the_files() {
 #[test]
 fn drafts_do_not_change_answers_with_images() {
     let mut answers = Vec::new();
+    // Answers of three tokens only, which repeat themselves, so that drafts are found.
+    let sampling = Sampling { logit_bias: vec![(100, 50.0), (101, 50.0), (102, 50.0)], ..Sampling::greedy() };
     for speculate in [DraftPolicy::Off, DraftPolicy::Force] {
         let model = load("mlx_4bit", None);
-        let (mut ids, images) = prompt(&model, "two");
-        // The text after the last image comes twice, so that a draft is found.
-        ids.extend_from_within(images.last().unwrap().tokens().end..);
+        let (ids, images) = prompt(&model, "two");
         let options = Options { speculate, ..Options::default() };
         let metrics = Metrics::new("test", "cpu");
         let (handle, worker) = engine::spawn_with(model, Box::new(LookupDraft), options, metrics).unwrap();
-        let request = Request { images, ..Request::new(ids, 40, Sampling::greedy()) };
+        let request = Request { images, ..Request::new(ids, 40, sampling.clone()) };
         let (tokens, end) = ask(&handle, request);
         answers.push(tokens);
         assert!(speculate == DraftPolicy::Off || end.unwrap().1.drafted_tokens > 0);
