@@ -4,10 +4,13 @@ mod attacks;
 mod cgroup;
 mod cli;
 mod documents;
+#[cfg(target_os = "linux")]
 #[path = "../support/formats.rs"]
 mod formats;
+#[cfg(target_os = "linux")]
 #[path = "../support/group.rs"]
 mod group;
+#[cfg(feature = "hub")]
 #[path = "../support/hub.rs"]
 mod hub;
 mod idle;

@@ -53,7 +53,7 @@ def queries():
 def main():
     port, own = free_port(), free_port()
     server = subprocess.Popen(
-        [BINARY, "serve", "--port", str(port), "--draft-model", DRAFT],
+        [BINARY, "serve", "--port", str(port), "--draft-model", DRAFT, "--speculation", "force"],
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )
     (WORK / "prometheus.yml").write_text(
