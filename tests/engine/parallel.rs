@@ -5,7 +5,7 @@ use super::{
     scheduler::{MS, engine, options, request, wait_until_idle},
 };
 use moestro::{
-    engine::{Event, Events, Finish, Options, Request, Sampling, collect},
+    engine::{DraftPolicy, Event, Events, Finish, Options, Request, Sampling, collect},
     error::EngineError,
 };
 use std::{
@@ -153,6 +153,24 @@ fn panic_ends_the_requests_of_its_pass() {
     assert_eq!(collect(handle.submit(request(&[9, 5], 9)).unwrap()).0, [9, 5]);
     handle.drain();
     worker.join().unwrap();
+}
+
+#[test]
+fn verified_draft_needs_no_row_of_the_pass() {
+    // The prompt repeats itself, so that the answer is drafted, and tokens of a verified draft are left when others join.
+    let ids = [10, 11, 12, 13, 14, 15].repeat(20);
+    let mock = MockModel { delay: MS, batch: 4, context: 1024, ..MockModel::default() };
+    let alone = collect(engine(&mock, options()).0.submit(request(&ids, 500)).unwrap()).0;
+    let (handle, ..) = engine(&mock, Options { speculate: DraftPolicy::Force, ..parallel(3) });
+    let long = handle.submit(request(&ids, 500)).unwrap();
+    for id in 20..40 {
+        let (tokens, end) = collect(handle.submit(request(&[9, id, 8], 9)).unwrap());
+        assert_eq!((tokens, end.unwrap().0), (vec![9, id, 8], Finish::Stop));
+    }
+    let (tokens, end) = collect(long);
+    let (finish, timings) = end.unwrap();
+    assert_eq!((tokens, finish), (alone, Finish::Stop));
+    assert!(timings.accepted_tokens > 0 && timings.decoding_sequences > timings.decode_passes, "{timings:?}");
 }
 
 #[test]

@@ -249,7 +249,10 @@ impl<M: Model> Scheduler<M> {
                     return Ok(sampled.unwrap_or_default());
                 }
             };
-            if let (Stage::Decode(decode), None, Some(row)) = (&mut live.stage, &sampled, row.next()) {
+            // A request that has sampled from its draft has no row in the pass.
+            if sampled.is_none()
+                && let (Stage::Decode(decode), Some(row)) = (&mut live.stage, row.next())
+            {
                 decode.rows = PendingRows::last_of(Logits { vocab: logits.vocab, data: logits.row(row).to_vec() });
                 decode.timings.record_pass(decoding);
                 live.last_step = self.steps;
