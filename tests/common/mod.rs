@@ -11,6 +11,21 @@ use moestro::{
 };
 use std::{collections::HashMap, path::Path};
 
+/// Deterministic pseudo-random numbers.
+pub struct Dice(pub u64);
+
+impl Dice {
+    pub fn roll(&mut self, sides: usize) -> usize {
+        self.0 = self.0.wrapping_mul(0x5851_F42D_4C95_7F2D).wrapping_add(0x1405_7B7E_F767_814F);
+        ((self.0 >> 33) as usize) % sides
+    }
+
+    /// Token ids of the demo.
+    pub fn tokens(&mut self, count: usize) -> Vec<u32> {
+        (0..count).map(|_| 100 + self.roll(1500) as u32).collect()
+    }
+}
+
 /// The model in `dir` with the given arithmetic, on two threads.
 pub fn load(dir: &Path, math: CpuArithmetic) -> Qwen {
     load_with(dir, LoadOptions { math, threads: Some(2), ..LoadOptions::default() })

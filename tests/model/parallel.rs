@@ -3,7 +3,7 @@
 //! Clients ask at random: prompts with shared beginnings, different lengths, temperatures, a grammar, several choices, and
 //! disconnects. Each answer is compared with that of an engine which runs one request at a time.
 
-use super::common::load_with;
+use super::common::{Dice, load_with};
 use moestro::{
     engine::{self, Constraint, DraftPolicy, Event, Finish, Handle, Request, Sampling, TokenMask},
     experts::Prefetch,
@@ -18,20 +18,6 @@ use std::{
 };
 
 const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro-demo");
-
-/// Deterministic pseudo-random numbers.
-struct Dice(u64);
-
-impl Dice {
-    fn roll(&mut self, sides: usize) -> usize {
-        self.0 = self.0.wrapping_mul(0x5851_F42D_4C95_7F2D).wrapping_add(0x1405_7B7E_F767_814F);
-        ((self.0 >> 33) as usize) % sides
-    }
-
-    fn tokens(&mut self, count: usize) -> Vec<u32> {
-        (0..count).map(|_| 100 + self.roll(1500) as u32).collect()
-    }
-}
 
 /// Allows the ids of one remainder after another.
 #[derive(Clone)]

@@ -4,7 +4,7 @@
 //! agent's conversation computes nothing twice. A killed server finds its snapshots again.
 
 use crate::{
-    common::load_with,
+    common::{Dice, load_with},
     process::{Process, agent},
 };
 use moestro::{
@@ -137,20 +137,6 @@ impl Server {
                 Event::Prefilled { .. } | Event::Prompt(_) => {}
             }
         }
-    }
-}
-
-/// Deterministic pseudo-random numbers.
-struct Dice(u64);
-
-impl Dice {
-    fn roll(&mut self, sides: usize) -> usize {
-        self.0 = self.0.wrapping_mul(0x5851_F42D_4C95_7F2D).wrapping_add(0x1405_7B7E_F767_814F);
-        ((self.0 >> 33) as usize) % sides
-    }
-
-    fn tokens(&mut self, count: usize) -> Vec<u32> {
-        (0..count).map(|_| 100 + self.roll(1500) as u32).collect()
     }
 }
 
