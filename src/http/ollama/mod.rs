@@ -14,7 +14,7 @@ use crate::http::{
     errors::{self, ApiError},
     generate,
     layers::{body_guard, memory::MemoryPermit, request_log::RequestLog},
-    request::{body, fields},
+    request::{GenerationRequest, body, fields},
 };
 use axum::{
     Extension,
@@ -61,7 +61,7 @@ async fn answer(
     permit: MemoryPermit,
     renderer: OllamaRenderer,
     common: OllamaCommon,
-    request: Option<crate::http::request::GenerationRequest>,
+    request: Option<GenerationRequest>,
 ) -> Result<Response, ApiError> {
     let unload = common.unloads().then(|| UnloadOnDrop { state: state.clone(), model: common.model.clone() });
     let Some(request) = request else {
