@@ -243,7 +243,7 @@ impl Qwen {
     }
 
     /// The head's logits of a few normed rows `[rows, hidden]`, for a draft. Overwrites the last pass's hidden rows.
-    pub fn score(&self, rows: &[f32]) -> Result<Logits, ModelError> {
+    pub fn head_logits(&self, rows: &[f32]) -> Result<Logits, ModelError> {
         let (hidden, vocab) = (self.parts.config.hidden, self.parts.config.vocab);
         let tokens = rows.len() / hidden;
         let DeviceState { backend, buffers: b, .. } = &mut *self.device.borrow_mut();

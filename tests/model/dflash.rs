@@ -211,7 +211,7 @@ fn every_cycle_matches_the_reference() {
             if !scripted {
                 let masked: Vec<u32> = (0..block.len()).map(|row| if row == 0 { block[0] } else { 90 }).collect();
                 let rows = draft.block(&model.embedding(&masked).unwrap()).unwrap();
-                let logits = model.score(&rows[64..]).unwrap();
+                let logits = model.head_logits(&rows[64..]).unwrap();
                 let drafted: Vec<u32> = logits.data.chunks_exact(96).map(crate::common::argmax).collect();
                 assert_eq!(drafted, block[1..]);
                 cycles += 1;

@@ -323,13 +323,13 @@ impl CacheState {
 
     /// Most bytes of copies: the limit less the pages that the plan reserved in it.
     fn copy_limit(&self) -> u64 {
-        let reserved = self.pool.as_ref().map_or(0, |pool| pool.beyond());
+        let reserved = self.pool.as_ref().map_or(0, |pool| pool.snapshot_bytes());
         self.limit.checked_sub(reserved).unwrap_or(self.limit)
     }
 
     /// Bytes of pages beyond those of the longest sequence, if `more` pages come into use.
     fn excess_page_bytes(&self, more: usize) -> u64 {
-        self.pool.as_ref().map_or(0, |pool| pool.over(more))
+        self.pool.as_ref().map_or(0, |pool| pool.excess_bytes(more))
     }
 
     fn bytes(&self) -> u64 {

@@ -162,7 +162,7 @@ impl PromptCache {
 
         let begun = Instant::now();
         let make_page = |bytes: Vec<u8>| match &pool {
-            Some(pool) => pool.put(&bytes).map_err(io::Error::other),
+            Some(pool) => pool.take_filled(&bytes).map_err(io::Error::other),
             None => Ok(Arc::new(bytes.into())),
         };
         let read = files.read(ids, &known, &make_page);

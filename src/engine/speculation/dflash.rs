@@ -125,7 +125,7 @@ impl Draft<Qwen> for DflashDraft {
         let mut block = vec![config.mask; rows];
         block[0] = history.last;
         let block = self.network.block(&model.embedding(&block)?)?;
-        let mut logits = model.score(&block[hidden..])?;
+        let mut logits = model.head_logits(&block[hidden..])?;
         let mut before = history.last;
         for (row, logits) in block[hidden..].chunks_exact(hidden).zip(logits.data.chunks_exact_mut(logits.vocab)) {
             self.network.score(before, row, logits)?;

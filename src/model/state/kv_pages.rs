@@ -169,12 +169,12 @@ impl PagePool {
     }
 
     /// Bytes of the pages that exist for snapshots, beyond those of one context.
-    pub fn beyond(&self) -> u64 {
+    pub fn snapshot_bytes(&self) -> u64 {
         self.beyond_context
     }
 
     /// Bytes by which the pages in use, and `more` pages, exceed one context.
-    pub fn over(&self, more: usize) -> u64 {
+    pub fn excess_bytes(&self, more: usize) -> u64 {
         (self.count + more).saturating_sub(self.free() + self.context_pages) as u64 * self.page_bytes()
     }
 
@@ -190,7 +190,7 @@ impl PagePool {
     }
 
     /// Takes a free page and fills it with `bytes`, as [`KvPage::read`] returns them.
-    pub fn put(self: &Arc<Self>, bytes: &[u8]) -> Result<Arc<KvPage>, ModelError> {
+    pub fn take_filled(self: &Arc<Self>, bytes: &[u8]) -> Result<Arc<KvPage>, ModelError> {
         let page = self.take()?;
         self.write(page.index, PAGE, bytes)?;
         Ok(Arc::new(KvPage::Pooled(page)))
