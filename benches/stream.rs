@@ -8,8 +8,8 @@
 //! tokens, then 64 more. `--chunk` is the prompt chunk (`plan`: from the memory plan), `--context` the context size. Tokens
 //! are random as in llama-bench, or come from a file of ids, which is repeated. `MARK start` and `MARK phase` lines let a
 //! wrapper account for phases. The line `RESULT {json}` has tokens per second, hit rate and bytes of each phase, and the peak
-//! resident memory. With `--checks before`, a packed expert is used only after its checksum was verified. `check_share` is
-//! the share of time spent waiting for checksums only.
+//! resident memory. `--checks beside` (the default) verifies checksums of a pack's experts while they are computed. `--checks
+//! before` verifies them before they are used. `check_share` is the share of time spent waiting for checksums only.
 
 #[path = "../tests/support/trace.rs"]
 mod trace;

@@ -95,7 +95,7 @@ FN void rows_staged(THREAD const WeightPtrs* w, uint rows, uint cols, uint row, 
   }
 }
 
-// One part of the same for any encoding.
+// As rows_fast with one part, for any encoding.
 template <uint COUNT, uint TOKENS>
 FN void rows_any(CONSTANT Matrix& m, WeightPtrs w, uint cols, uint row, DEVICE const float* x, THREAD const ulong* from,
                  THREAD float* acc THREAD_IDS_PARAM) {
@@ -116,8 +116,8 @@ FN void rows_any(CONSTANT Matrix& m, WeightPtrs w, uint cols, uint row, DEVICE c
   }
 }
 
-// TOKENS assignments of one expert, of which `count` are valid: rows `row`.. of gate and up, then SwiGLU. If
-// ALONE, x is staged in `scratch`.
+// TOKENS assignments of one expert, of which `count` are valid: rows `row`.. of gate and up, then SwiGLU. With
+// ALONE, TOKENS is 1 and x is staged in `scratch`.
 template <uint TOKENS, bool ANY, bool ALONE>
 FN void gate_up(CONSTANT ExpertsArgs& a, DEVICE const uchar* expert, uint row, THREAD const uint* assignment, THREAD const uint* token,
            uint count, DEVICE const float* x, DEVICE float* act, THREADGROUP float4* scratch, THREADGROUP float* sums THREAD_IDS_PARAM) {
@@ -173,7 +173,8 @@ FN void down(CONSTANT ExpertsArgs& a, DEVICE const float* act, DEVICE const floa
              DEVICE const uchar* slab3, THREADGROUP float* part THREAD_IDS_PARAM) {
   const uint count = DOWN_PARTS * DOWN_ROWS, row = tgid.x * count, token = tgid.y, ranks = a.shared_inner != 0 ? a.k + 1 : a.k;
   if (!ANY && sg < ranks) {
-    // Only for prefetching. If the device writes the slots, it does so before the previous launch.
+    // Only for prefetching, so the slots are read before AWAIT. That is safe: if a launch writes them, it precedes the
+    // previous launch and has ended.
     const uint slot = sg < a.k ? PEEK(slots + token * a.k + sg) : NO_SLOT;
     if (sg == a.k) prefetch_rows<DOWN_PARTS * DOWN_ROWS>(shared, 4, a.hidden, a.shared_inner, row);
     else if (slot < 4 * a.slots) {

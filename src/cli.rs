@@ -127,14 +127,14 @@ pub struct ServeArgs {
     pub allowed_host: Option<String>,
     #[command(flatten)]
     pub parallel: ParallelArgs,
-    /// Most waiting requests; further ones get status 429
+    /// Maximum number of waiting requests; further ones get status 429
     #[arg(long, env = "MOESTRO_MAX_QUEUE", value_name = "N", default_value_t = 16, value_parser = values::from_0_to::<65_536>, hide_short_help = true, help_heading = "Server")]
     pub max_queue: usize,
     /// Time limit of a request in seconds, including its wait [default: no limit]
     #[arg(long, env = "MOESTRO_REQUEST_TIMEOUT", value_name = "SECS", value_parser = values::seconds, hide_short_help = true, help_heading = "Server")]
     pub request_timeout: Option<std::time::Duration>,
-    /// Most tokens of a prompt; longer ones get status 400 `context_length_exceeded`, so that agents shorten them
-    /// [default: the context]
+    /// Maximum number of tokens of a prompt; longer ones get status 400 `context_length_exceeded`, so that agents shorten
+    /// them [default: the context]
     #[arg(long, env = "MOESTRO_MAX_PROMPT_TOKENS", value_name = "N", value_parser = values::count, hide_short_help = true, help_heading = "Server")]
     pub max_prompt_tokens: Option<usize>,
     #[command(flatten)]
@@ -176,7 +176,7 @@ pub struct ServeArgs {
     pub drafts: DraftArgs,
     #[command(flatten)]
     pub sampling: SamplingArgs,
-    /// Most tokens of reasoning in an answer, if a request does not say; -1 means no limit
+    /// Maximum number of tokens of reasoning in an answer, if a request does not say; -1 means no limit
     #[arg(long, alias = "reasoning-budget", env = "MOESTRO_THINKING_BUDGET", value_name = "N", value_parser = values::budget, help_heading = "Sampling")]
     pub thinking_budget: Option<values::TokenBudget>,
 }

@@ -1,4 +1,4 @@
-//! What the command line means: checked settings. `cli` has the flags as typed; no other room reads them.
+//! What the command line means: checked settings. `cli` has the flags as typed; no other module reads them.
 
 pub mod config_file;
 pub mod foreign_flags;
@@ -88,7 +88,7 @@ pub struct LoadSettings {
     pub kv_bits: KvBitsArg,
     /// Load no vision tower.
     pub no_vision: bool,
-    /// Most tokens of an image.
+    /// Maximum number of tokens of an image.
     pub image_max_tokens: Option<usize>,
     /// The model is served, so the plan reserves memory for requests.
     pub serving: bool,
@@ -174,7 +174,7 @@ pub struct ServeConfig {
     pub generation: GenerationDefaults,
     /// True if the model reasons, if a request does not say.
     pub thinking: Option<bool>,
-    /// Most tokens of an answer and of its reasoning, if a request does not say.
+    /// Maximum number of tokens of an answer and of its reasoning, if a request does not say.
     pub max_tokens: Option<usize>,
     pub thinking_budget: Option<usize>,
 }
@@ -235,7 +235,7 @@ fn read_key(path: &Path) -> Result<String, String> {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DraftOptions {
     pub draft: DraftModel,
-    /// Most tokens drafted at a time.
+    /// Maximum number of tokens drafted at a time.
     pub tokens: usize,
     pub speculation: SpeculationMode,
 }

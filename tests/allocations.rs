@@ -56,8 +56,8 @@ static ALLOCATOR: Counting = Counting;
 
 const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro-demo");
 
-/// Most allocations per layer. Nearly all are Candle's: five for each of some twenty tensors (values, storage, handle, shape,
-/// strides).
+/// Maximum number of allocations per layer. Nearly all are Candle's: five for each of some twenty tensors (values, storage,
+/// handle, shape, strides).
 const A_LAYER: u64 = 120;
 
 /// Allocations and allocated bytes per token over the next `tokens` tokens.

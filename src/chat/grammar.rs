@@ -43,7 +43,7 @@ const STACK: usize = 1 << 30;
 
 /// Steps that llguidance may spend to build the expressions of a grammar. Its default is 1,000,000.
 const LEXER_FUEL: u64 = 300_000;
-/// Most lexer states, of one to two kilobytes each. llguidance's default is 250,000.
+/// Maximum number of lexer states, of one to two kilobytes each. llguidance's default is 250,000.
 const MAX_LEXER_STATES: usize = 50_000;
 
 /// Ends a compilation between two of its parts once it is set. Clones share the flag.

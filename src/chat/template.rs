@@ -42,7 +42,8 @@ const DEFAULT: &str = "default";
 /// Name of the template that some models have for conversations with tools.
 const TOOL_USE: &str = "tool_use";
 
-/// Most instructions that one rendering may execute: enough for about ten thousand messages, used up in a tenth of a second.
+/// Maximum number of instructions that one rendering may execute: enough for about ten thousand messages, used up in a tenth
+/// of a second.
 const FUEL: u64 = 1_500_000;
 
 /// Bytes of prompt that one rendering may write: this many for each byte of its input, plus a constant.

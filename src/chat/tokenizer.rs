@@ -168,8 +168,8 @@ fn check_normalizer(normalizer: &Value) -> Result<(), String> {
     }
 }
 
-/// Most bytes of text that one token can stand for. `None` if text can get lost: a byte has no token, or a normalizer other
-/// than NFC changes the text.
+/// Maximum number of bytes of text that one token can stand for. `None` if text can get lost: a byte has no token, or a
+/// normalizer other than NFC changes the text.
 fn longest_token(encoder: &tokenizers::Tokenizer, ends: &[usize]) -> Option<usize> {
     let plain = matches!(encoder.get_normalizer(), None | Some(tokenizers::NormalizerWrapper::NFC(_)));
     let added = encoder.get_added_tokens_decoder();

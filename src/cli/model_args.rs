@@ -47,7 +47,7 @@ pub struct LoadArgs {
         hide_short_help = true
     )]
     pub expert_io: ExpertIo,
-    /// Most expert reads in flight
+    /// Maximum number of expert reads in flight
     #[arg(long, env = "MOESTRO_IO_THREADS", value_name = "N", default_value_t = 16, value_parser = values::up_to::<1_024>, help_heading = "Speed", hide_short_help = true)]
     pub io_threads: usize,
     /// Prefetch the experts that the next layers will probably need
@@ -63,7 +63,7 @@ pub struct LoadArgs {
     /// Read text only: load no vision tower, and keep no memory for images
     #[arg(long, env = "MOESTRO_NO_VISION", value_parser = BoolishValueParser::new(), help_heading = "Memory", hide_short_help = true)]
     pub no_vision: bool,
-    /// Most tokens of an image; larger images are scaled down [default: 1024 on a CPU, 2048 on Metal]
+    /// Maximum number of tokens of an image; larger images are scaled down [default: 1024 on a CPU, 2048 on Metal]
     #[arg(long, env = "MOESTRO_IMAGE_MAX_TOKENS", value_name = "N", value_parser = values::up_to::<65_536>, help_heading = "Memory", hide_short_help = true)]
     pub image_max_tokens: Option<usize>,
 }
@@ -92,7 +92,7 @@ pub struct DraftArgs {
     /// lookup
     #[arg(long, env = "MOESTRO_DRAFT_MODEL", value_name = "auto|mtp|lookup|off|PATH|ID", default_value = "auto", value_parser = values::draft, help_heading = "Speed", hide_short_help = true)]
     pub draft_model: DraftModel,
-    /// Most tokens drafted at a time
+    /// Maximum number of tokens drafted at a time
     #[arg(long, aliases = ["num-mtp-tokens", "draft-max", "num-speculative-tokens"], env = "MOESTRO_NUM_DRAFT_TOKENS", value_name = "N", default_value_t = 7, value_parser = values::drafts, help_heading = "Speed", hide_short_help = true)]
     pub num_draft_tokens: usize,
     /// When to use drafts; auto: while they save time
@@ -125,7 +125,7 @@ pub struct SamplingArgs {
     /// Penalty for repeated tokens; above 1 makes them less likely [default: the model's]
     #[arg(long, alias = "repetition-penalty", env = "MOESTRO_REPEAT_PENALTY", value_name = "R", value_parser = values::positive, help_heading = "Sampling", hide_short_help = true)]
     pub repeat_penalty: Option<f32>,
-    /// Most tokens of an answer, if a request does not say [default: to the end of the context]
+    /// Maximum number of tokens of an answer, if a request does not say [default: to the end of the context]
     #[arg(short = 'n', long, aliases = ["n-predict", "num-predict"], env = "MOESTRO_MAX_TOKENS", value_name = "N", value_parser = values::count, help_heading = "Sampling")]
     pub max_tokens: Option<usize>,
     /// Let the model reason before it answers [default: as its chat template says]

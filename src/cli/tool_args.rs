@@ -45,16 +45,16 @@ pub struct BenchArgs {
     /// Start every run with empty expert slots and, on Linux, without the checkpoint in the page cache
     #[arg(long, env = "MOESTRO_COLD", value_parser = BoolishValueParser::new())]
     pub cold: bool,
-    /// Measure instead how --kv-bits (default: 8 and 4) changes probabilities and the answer
+    /// Instead, measure how --kv-bits (default: 8 and 4) changes probabilities and the answer
     #[arg(long, conflicts_with = "cold")]
     pub quality: bool,
-    /// Measure instead the time from this image to the first token
+    /// Instead, measure the time from this image to the first token
     #[arg(long, env = "MOESTRO_IMAGE", value_name = "FILE", conflicts_with_all = ["cold", "quality", "draft_model"])]
     pub image: Option<PathBuf>,
-    /// Measure instead the same answer with and without this draft
+    /// Instead, measure the same answer with and without this draft
     #[arg(long, value_name = "mtp|lookup|PATH|ID", value_parser = values::draft, conflicts_with_all = ["cold", "quality"])]
     pub draft_model: Option<DraftModel>,
-    /// Most tokens drafted at a time
+    /// Maximum number of tokens drafted at a time
     #[arg(long, env = "MOESTRO_NUM_DRAFT_TOKENS", value_name = "N", default_value_t = 7, value_parser = values::drafts)]
     pub num_draft_tokens: usize,
     /// When to use drafts; auto: while they save time

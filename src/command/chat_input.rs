@@ -18,7 +18,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Most texts in the history, and most bytes of one. The file stays below 16 MiB.
+/// Maximum number of texts in the history, and maximum number of bytes of one. The file stays below 16 MiB.
 const MAX_ENTRIES: usize = 1_000;
 const MAX_ENTRY_BYTES: usize = 16 << 10;
 

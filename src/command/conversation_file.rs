@@ -9,7 +9,7 @@ use std::{
     path::Path,
 };
 
-/// Most bytes of a conversation.
+/// Maximum size of a conversation in bytes.
 const MAX_BYTES: u64 = 64 << 20;
 
 /// Writes a conversation. Only its owner can read the file. An existing file is replaced only if `may_replace` is true.

@@ -30,7 +30,7 @@ use tracing_subscriber::{
 /// Lines that wait for the thread that writes them. More are dropped.
 const MAX_WAITING: usize = 16_384;
 /// Time to write the last lines before the process exits.
-const LAST_LINES: Duration = Duration::from_secs(1);
+const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Sets up the log of a command. A server logs from INFO, other commands from WARN: their result is what they print.
 /// `--log-level` changes that, and `MOESTRO_LOG` selects levels by module.
@@ -127,12 +127,12 @@ impl Write for LogLines {
     }
 }
 
-/// Writes the lines that wait when it is dropped, if that takes less than [`LAST_LINES`].
+/// When it is dropped, waits up to [`FLUSH_TIMEOUT`] until the remaining lines are written.
 pub struct LogGuard(LogLines);
 
 impl Drop for LogGuard {
     fn drop(&mut self) {
-        let end = Instant::now() + LAST_LINES;
+        let end = Instant::now() + FLUSH_TIMEOUT;
         let (sender, finished) = channel();
         let mut message = LogMessage::Finish(sender);
         while let Err(TrySendError::Full(back)) = self.0.0.try_send(message) {

@@ -28,7 +28,7 @@ use std::{
 const MODEL: &str = "model";
 /// Key of a model's directory or hub id. Not a flag.
 const PATH: &str = "path";
-/// Most bytes of a configuration file.
+/// Maximum size of a configuration file in bytes.
 const MAX_BYTES: u64 = 1 << 20;
 
 /// Flags by name, without the dashes.

@@ -18,7 +18,7 @@ pub struct GenerationDefaults {
 }
 
 impl GenerationDefaults {
-    /// The values of the flags.
+    /// The values given by command-line flags.
     pub fn typed(typed: &cli::model_args::SamplingArgs) -> Self {
         Self {
             temperature: typed.temp,

@@ -36,7 +36,7 @@ const INITIAL_SECONDS_PER_THREAD: f64 = 1e-8;
 const MIN_MEASURED_SECONDS: f64 = 1e-3;
 /// Interval between residency requests. The system may revoke it when it is not requested again.
 const RESIDENCY_INTERVAL: Duration = Duration::from_millis(500);
-/// Most bytes of arguments in one launch (the limit of Metal's `setBytes`).
+/// Maximum number of bytes of arguments in one launch (the limit of Metal's `setBytes`).
 const MAX_ARGUMENT_BYTES: usize = 4096;
 /// Spinning time of a wait before it sleeps, and the longest single sleep.
 const SPIN: Duration = Duration::from_millis(2);

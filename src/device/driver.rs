@@ -29,7 +29,7 @@ pub trait Driver: Send + 'static {
 
     fn name(&self) -> String;
 
-    /// Most bytes that the driver recommends to allocate, if it says.
+    /// Maximum number of bytes that the driver recommends to allocate, if it says.
     fn working_set(&self) -> Option<u64>;
 
     /// Length of the longest buffer, in bytes.
@@ -38,7 +38,7 @@ pub trait Driver: Send + 'static {
     /// Compiles every kernel; see [`Gpu::compile`](super::Gpu::compile).
     fn compile(&mut self) -> Vec<(String, Option<DeviceError>)>;
 
-    /// Most threads in a threadgroup of `kernel`.
+    /// Maximum number of threads in a threadgroup of `kernel`.
     fn max_threads(&mut self, kernel: &str) -> Result<u32, DeviceError>;
 
     /// Creates `buffer`, filled with zeros.

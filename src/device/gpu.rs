@@ -9,7 +9,7 @@ pub trait Gpu: Timeline + Send {
     /// The device's name.
     fn name(&self) -> String;
 
-    /// Most bytes that the driver recommends to allocate, if it says.
+    /// Maximum number of bytes that the driver recommends to allocate, if it says.
     fn working_set(&self) -> Option<u64>;
 
     /// Compiles every kernel. Returns the name of each kernel, or of each refused file, with the compiler's error if any.

@@ -1,6 +1,7 @@
 //! Devices: memory that the CPU, the SSD and the GPU share, and kernel launches on Metal and CUDA.
 //!
-//! This room knows no operation of a model. A [`Launch`] is a plain value; `ops` builds it and a [`Gpu`] executes it.
+//! This module does not depend on the operations of a model. A [`Launch`] is a plain value; `ops` builds it and a
+//! [`Gpu`] executes it.
 //!
 //! ```text
 //! Gpu            what `ops` calls; implemented by CommandQueue, and by the test's host GPU

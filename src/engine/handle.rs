@@ -17,7 +17,7 @@ use std::{io, sync::Arc, thread::JoinHandle, time::Duration};
 /// Options of the engine.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// Most requests that run at the same time.
+    /// Maximum number of requests that run at the same time.
     pub parallel: usize,
     /// Requests that may wait while as many as possible run.
     pub max_queue: usize,
@@ -27,9 +27,9 @@ pub struct Options {
     pub usable_vocab: usize,
     /// When to use drafts.
     pub speculate: DraftPolicy,
-    /// Most tokens in a draft.
+    /// Maximum number of tokens in a draft.
     pub draft_tokens: usize,
-    /// Most bytes of memory for the prompt cache. 0 disables it.
+    /// Maximum number of bytes of memory for the prompt cache. 0 disables it.
     pub prompt_cache: u64,
     /// Where the prompt cache keeps snapshots across restarts.
     pub disk_cache: Option<DiskCacheOptions>,
@@ -114,7 +114,7 @@ impl Handle {
         self.queue.0.push(request)
     }
 
-    /// Most requests that run at the same time.
+    /// Maximum number of requests that run at the same time.
     pub fn parallel(&self) -> usize {
         self.queue.0.limits.parallel
     }
@@ -129,7 +129,7 @@ impl Handle {
         self.queue.0.waiting()
     }
 
-    /// Most tokens that a prompt and its answer may have together.
+    /// Maximum number of tokens that a prompt and its answer may have together.
     pub fn context(&self) -> usize {
         self.queue.0.limits.context
     }

@@ -71,7 +71,7 @@ pub(super) struct AdmissionLimits {
     pub context: usize,
     /// Requests that may wait while as many as possible run.
     pub max_queue: usize,
-    /// Most requests that run at the same time.
+    /// Maximum number of requests that run at the same time.
     pub parallel: usize,
     /// Time that accepted requests may continue after [`RequestQueue::drain`].
     pub grace: Duration,

@@ -52,7 +52,7 @@ pub struct Request {
     pub ids: Vec<u32>,
     /// The images among the tokens, in order. Each has as many placeholder ids as it has tokens.
     pub images: Vec<PlacedImage>,
-    /// Most tokens to generate. 0 evaluates the prompt only.
+    /// Maximum number of tokens to generate. 0 evaluates the prompt only.
     pub max_tokens: usize,
     pub sampling: Sampling,
     /// Return the log-probability of each generated token, with this many alternatives.
@@ -184,7 +184,7 @@ impl Timings {
     }
 }
 
-/// Most tokens in a draft.
+/// Maximum number of tokens in a draft.
 pub const MAX_DRAFT_POSITIONS: usize = 15;
 
 pub type Events = tokio::sync::mpsc::UnboundedReceiver<Event>;

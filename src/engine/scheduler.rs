@@ -36,8 +36,8 @@ use time_share::TimeShare;
 
 /// Rows that a decode step with a draft may write.
 const DRAFT_ROWS: usize = 4 * MAX_VERIFY_ROWS;
-/// Most tokens of an answer for which pages must be free when a request is admitted next to others. Most answers are shorter
-/// than what clients allow, so longer ones take pages as they grow.
+/// Maximum number of tokens of an answer for which pages must be free when a request is admitted next to others. Most answers
+/// are shorter than what clients allow, so longer ones take pages as they grow.
 const RESERVED_ANSWER: usize = 256;
 
 /// Options of the scheduler. See [`super::Options`].
@@ -136,7 +136,7 @@ enum Work {
 /// The requests of a step, and how to run it.
 struct Step<S> {
     requests: Vec<LiveRequest<S>>,
-    /// Most rows of a prompt.
+    /// Maximum number of rows of a prompt.
     chunk: usize,
     /// Number of live requests that decode.
     decoding: usize,

@@ -20,7 +20,7 @@ const PREFILL_WINDOW: usize = 64;
 
 /// The experts that a layer asked for. A slot that was handed out keeps its bytes until a mark is set for it
 /// ([`ReadyBatch::release_after`], [`ExpertFetch::release_after`]) and the device has passed it. Dropping the fetch
-/// unpins all slots: the device must not be reading slots without a mark then.
+/// unpins all slots, so at that time the device must not be reading slots without a mark.
 pub struct ExpertFetch<'s> {
     store: &'s ExpertStore,
     layer: usize,
@@ -106,7 +106,8 @@ impl ExpertStore {
         Some(claim.slot)
     }
 
-    /// Cancels a read that no reader has started and no layer has asked for: of the warm start, else a prefetch.
+    /// Cancels a read that no reader has started and no layer has asked for: first one of the warm start, otherwise a
+    /// prefetch.
     fn cancel_background_read(&self, state: &mut StoreState) -> Option<SlotId> {
         let mut queued = state.slots.in_state(SlotState::Queued).map(|(_, slot)| slot);
         queued

@@ -1,4 +1,4 @@
-//! Experts in memory: from bytes on disk to bytes in slots. This room does no mathematics and sees no tensor.
+//! Experts in memory: from bytes on disk to bytes in slots. This module does no arithmetic and does not use tensors.
 //!
 //! One call per layer is the only way to an expert's weights, on every device:
 //!

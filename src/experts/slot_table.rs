@@ -385,5 +385,5 @@ impl SlotTable {
     }
 }
 
-/// Most victims found by one scan of all slots.
+/// Maximum number of victims found by one scan of all slots.
 const MAX_VICTIMS: usize = 64;

@@ -1,4 +1,4 @@
-//! The HTTP server: the OpenAI and Anthropic APIs over HTTP/1.1. This room sees no tensor.
+//! The HTTP server: the OpenAI and Anthropic APIs over HTTP/1.1. This module does not use tensors.
 //!
 //! * [`server`] has the router, the layers, start and shutdown; [`state`] is shared by all handlers.
 //! * `layers` wraps every request: log, key, origin, connections, timeouts, gzip, memory.

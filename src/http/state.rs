@@ -28,11 +28,11 @@ pub struct ServerState {
     api_key: RwLock<Option<String>>,
     /// Origin that browsers may call from; `*` allows any.
     pub cors: Option<HeaderValue>,
-    /// Most bytes of a request body.
+    /// Maximum size of a request body in bytes.
     pub body_limit: usize,
     pub memory: Arc<RequestMemory>,
     pub origins: OriginPolicy,
-    /// Most connections with a request in progress; `None` derives it from the limit on open files.
+    /// Maximum number of connections with a request in progress; `None` derives it from the limit on open files.
     pub max_connections: Option<usize>,
     pub timeouts: Timeouts,
     pub storage_health: Arc<StorageHealth>,

@@ -9,7 +9,7 @@ use crate::{
 use serde_json::Value;
 use std::path::Path;
 
-/// Most bytes of a `config.json`. Overrides for each matrix of a large model take one million.
+/// Maximum size of a `config.json` in bytes. Overrides for each matrix of a large model take one million.
 const MAX_BYTES: u64 = 32 << 20;
 
 /// `mrope_section` if `config.json` has none.

@@ -130,11 +130,12 @@ pub struct PassHooks<'a> {
 #[derive(Debug, Clone)]
 pub struct ModelInfo {
     pub vocab: usize,
-    /// Most tokens a sequence can hold.
+    /// Maximum number of tokens a sequence can hold.
     pub context: usize,
-    /// Most tokens worth passing to one forward call.
+    /// Maximum number of tokens worth passing to one forward call.
     pub chunk: usize,
-    /// Most sequences that [`Model::forward_each`] computes in one pass. 1 if a pass has rows of one sequence only.
+    /// Maximum number of sequences that [`Model::forward_each`] computes in one pass. 1 if a pass has rows of one sequence
+    /// only.
     pub batch: usize,
     pub snapshot_size: SnapshotSize,
     /// The KV pages that sequences and snapshots share. `None` if snapshots are copies.

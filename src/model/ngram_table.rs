@@ -177,7 +177,7 @@ pub struct RequestedRows {
     batch: Arc<RowBatch>,
 }
 
-/// What a pass needs of a table.
+/// What a pass needs from a table.
 pub struct NgramInput<'a> {
     pub table: &'a NgramTable,
     /// The rows of the pass, requested before it started.
@@ -201,7 +201,7 @@ struct BatchState {
     failure: Option<StoreError>,
 }
 
-/// The rows that were read last.
+/// The most recently read rows.
 #[derive(Default)]
 struct RowCache {
     rows: HashMap<u64, Arc<[u8]>>,
@@ -217,7 +217,7 @@ struct RowJob {
 pub struct NgramTable {
     files: Arc<TableFiles>,
     cache: Mutex<RowCache>,
-    /// Most rows in the cache.
+    /// Maximum number of rows in the cache.
     capacity: usize,
     jobs: mpsc::Sender<RowJob>,
     metrics: Arc<Metrics>,
@@ -261,7 +261,7 @@ impl NgramTable {
         }
         self.metrics.ngram_rows_cached.inc_by(state.found.len() as u64);
         self.metrics.ngram_rows_read.inc_by(missing.len() as u64);
-        // Few rows are read at once. Many are cut into jobs of neighbours.
+        // Spread the rows over all threads, in jobs of at most `JOB_ROWS` neighbouring rows.
         let size = missing.len().div_ceil(THREADS).clamp(1, JOB_ROWS);
         for rows in missing.chunks(size) {
             state.jobs += 1;

@@ -8,7 +8,7 @@ use crate::{
 };
 use std::path::PathBuf;
 
-/// Most tokens of an image by default. The time in the tower grows faster than the tokens.
+/// Maximum number of tokens of an image by default. The time in the tower grows faster than the tokens.
 const CPU_IMAGE_TOKENS: usize = 1024;
 const GPU_IMAGE_TOKENS: usize = 2048;
 
@@ -23,7 +23,7 @@ pub struct LoadOptions {
     pub plan: PlanOptions,
     /// Fewer experts per token than the model was trained with. More is an error.
     pub experts_per_token: Option<usize>,
-    /// Most experts per token, if `experts_per_token` is not set.
+    /// Maximum number of experts per token, if `experts_per_token` is not set.
     pub experts_at_most: Option<usize>,
     pub store: StoreOptions,
     /// The model goes to a GPU whose working set is at most this many bytes.
@@ -44,12 +44,12 @@ pub struct LoadOptions {
 pub struct VisionOptions {
     /// Read text only.
     pub disabled: bool,
-    /// Most tokens of an image. The default depends on the device's speed.
+    /// Maximum number of tokens of an image. The default depends on the device's speed.
     pub max_tokens: Option<usize>,
 }
 
 impl LoadOptions {
-    /// Most tokens of an image.
+    /// Maximum number of tokens of an image.
     pub fn image_tokens(&self) -> usize {
         self.vision.max_tokens.unwrap_or(if self.vision_on_gpu() { GPU_IMAGE_TOKENS } else { CPU_IMAGE_TOKENS })
     }

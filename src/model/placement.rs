@@ -10,7 +10,7 @@ use crate::{
 
 /// Adopted ranges start at multiples of this: the largest page size of any Mac.
 const PAGE_SIZE: usize = 16384;
-/// Most buffers for the experts' slots.
+/// Maximum number of buffers for the experts' slots.
 const MAX_SLOT_SLABS: usize = 4;
 
 fn refuse<T>(why: String) -> Result<T, ModelError> {

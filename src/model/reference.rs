@@ -299,7 +299,7 @@ pub fn unit(x: &Tensor) -> candle_core::Result<Tensor> {
     x.broadcast_div(&(x.sqr()?.sum_keepdim(D::Minus1)? + 1e-6)?.sqrt()?)
 }
 
-/// `ln(1 + e^x)`, on the CPU: Candle has no `ln_1p`, which small steps need.
+/// `ln(1 + e^x)`, on the CPU: Candle has no `ln_1p`, which keeps precision where `e^x` is small.
 pub fn softplus(x: &Tensor) -> candle_core::Result<Tensor> {
     let values = on_cpu(x)?.flatten_all()?.to_vec1::<f64>()?.into_iter();
     constant(values.map(|x| x.max(0.0) + (-x.abs()).exp().ln_1p()).collect(), x.dims(), x)
@@ -310,7 +310,7 @@ pub fn swiglu(x: &Tensor, gate: &Tensor, up: &Tensor, down: &Tensor) -> candle_c
     linear(&(silu(&linear(x, gate)?)? * linear(x, up)?)?, down)
 }
 
-/// `[T, few, dim]` to `[T, heads, dim]`: each head is repeated `heads / few` times.
+/// `[T, n, dim]` to `[T, heads, dim]`: each head is repeated `heads / n` times.
 pub fn repeat_heads(x: &Tensor, heads: usize) -> candle_core::Result<Tensor> {
     let (tokens, few, dim) = x.dims3()?;
     x.unsqueeze(2)?.expand((tokens, few, heads / few, dim))?.reshape((tokens, heads, dim))

@@ -352,7 +352,7 @@ impl Qwen {
         .collect()
     }
 
-    /// Most sequences that one pass computes together. A GPU computes one.
+    /// Maximum number of sequences that one pass computes together. A GPU computes one.
     fn batch(&self) -> usize {
         let (device, config) = (self.device.borrow(), &self.parts.config);
         let is_possible = !device.limits.waits && config.ngrams.is_empty() && config.streams.is_none();

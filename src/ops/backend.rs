@@ -11,26 +11,27 @@ use std::{ops::Range, sync::Arc};
 /// Limits and preferences of a device. The forward pass follows them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BackendLimits {
-    /// Most rows for which resident experts are found through a slot table, so that the router's choice does not
-    /// visit the CPU.
+    /// Maximum number of rows for which resident experts are found through a slot table, so that the router's choice
+    /// stays on the device.
     pub by_table: usize,
-    /// Most rows for which loaded experts are computed one assignment at a time instead of grouped by expert.
+    /// Maximum number of rows for which loaded experts are computed one assignment at a time instead of grouped by
+    /// expert.
     pub per_assignment: usize,
     /// Prompts use half-precision matrix products and need [`HalfBuffers`].
     pub half: bool,
     /// The delta rule may write its output over the convolution's output.
     pub in_place: bool,
-    /// Most rows in one attention or delta-net call. A longer pass is split into blocks.
+    /// Maximum number of rows in one attention or delta-net call. A longer pass is split into blocks.
     pub mixer: usize,
     /// The pass must allocate the buffer for expert activations. Otherwise the device has its own.
     pub acts: bool,
     /// Reading a result waits for the device, so the pass batches its reads.
     pub waits: bool,
     pub cache: KvFormat,
-    /// Most rows in one attention launch and most bytes of partial results. `None` if the device manages both
-    /// itself.
+    /// Maximum number of rows in one attention launch and maximum number of bytes of partial results. `None` if the
+    /// device manages both itself.
     pub partials: Option<(usize, usize)>,
-    /// Most bytes that the memory plan may give to this device, if the device reports a limit.
+    /// Maximum number of bytes that the memory plan may give to this device, if the device reports a limit.
     pub working_set: Option<u64>,
 }
 

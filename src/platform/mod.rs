@@ -1,4 +1,4 @@
-//! The operating system: files, threads, memory and its limits, services. Only this room and `device` contain
+//! The operating system: files, threads, memory and its limits, services. Only this module and `device` contain
 //! system-specific code.
 
 pub mod atomic_file;

@@ -60,7 +60,7 @@ pub enum ServiceStep {
     Write(PathBuf, String),
     Remove(PathBuf),
     Run(Vec<OsString>),
-    /// As [`ServiceStep::Run`], but failures are ignored, such as stopping a service that does not run.
+    /// As [`ServiceStep::Run`], but failures are ignored, such as stopping a service that is not running.
     Try(Vec<OsString>),
 }
 
@@ -100,7 +100,7 @@ impl Service {
             },
             ServiceStep::Run(words) => run(words),
             ServiceStep::Try(words) => {
-                // Its output is discarded too.
+                // Ignores the status and the output.
                 let _ = words.split_first().map(|(program, args)| Command::new(program).args(args).output());
                 Ok(())
             }

@@ -13,7 +13,7 @@ use crate::{
 use serde::Serialize;
 use std::time::{Duration, Instant};
 
-/// Most bytes read to measure memory bandwidth. Larger than any CPU cache.
+/// Maximum number of bytes read to measure memory bandwidth. Larger than any CPU cache.
 const BLOCK: u64 = 512 << 20;
 
 /// Results, and the conditions under which they were measured.

@@ -341,7 +341,7 @@ async fn request_is_served_after_patience() {
     let server = Arc::new(server);
     let busy = {
         let server = server.clone();
-        // The model is never idle for as long as `linger`.
+        // The model is never idle for the time `linger`, after which a waiting request may replace it.
         tokio::spawn(async move {
             loop {
                 answer_of(&server, "first").await;

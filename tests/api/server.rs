@@ -47,7 +47,7 @@ pub struct Setup {
     pub prompt_cache_dir: Option<PathBuf>,
     /// Start without a model.
     pub loading: bool,
-    /// APIs of the port.
+    /// The APIs that the port serves.
     pub api: ApiSet,
     /// Further changes to the server's state.
     pub configure: fn(&mut ServerState),

@@ -98,7 +98,7 @@ impl Gpu for HostGpu {
         Ok(())
     }
 
-    /// So short that the slab of an expert store needs several buffers.
+    /// Short, so that the slab of an expert store needs several buffers.
     fn max_buffer_len(&self) -> usize {
         4 << 20
     }

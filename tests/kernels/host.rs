@@ -84,7 +84,7 @@ pub struct Host {
     to: ChildStdin,
     from: ChildStdout,
     buffers: u32,
-    /// True if to run every launch forwards and backwards and compare the results.
+    /// Run every launch twice, with the threads in forward and in reverse order, and compare the results.
     pub twice: bool,
 }
 
@@ -184,8 +184,8 @@ impl Host {
         String::from_utf8(names).unwrap().split_whitespace().map(Into::into).collect()
     }
 
-    /// Executes one launch. An error is what a sanitizer, the barrier check or the order check found. The program
-    /// has exited then.
+    /// Executes one launch. The error is the report of a sanitizer, the barrier check or the order check. After an error
+    /// the program has exited.
     pub fn try_run(&mut self, launch: &Launch) -> Result<(), String> {
         let Some(dir) = record::wanted(launch) else { return self.execute(launch) };
         let before: Vec<_> = launch.bindings.iter().map(|binding| self.read(binding.region)).collect();

@@ -75,7 +75,7 @@ fn sigmoid(x: f64) -> f64 {
 }
 
 /// Convolution, recurrence and gated norm over `chunks` of tokens. Every chunking gives the same bytes, also if
-/// the state includes a chunk only with the next one.
+/// a chunk is added to the state only when the next one is computed.
 fn delta_case(op: DeltaShape, chunks: &[&[usize]]) {
     let mut random = Random((op.key_dim * 7 + op.value_dim) as u64);
     let tokens: usize = chunks[0].iter().sum();

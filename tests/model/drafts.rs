@@ -127,7 +127,7 @@ fn answers_equal_with_and_without_drafts() {
     let dir = with_head(dir.path());
     let (cases, _) = fixtures::demo();
     let mut prompts: Vec<_> = cases.iter().take(3).map(|case| case.prompt_ids.clone()).collect();
-    // One prompt extends the last answer. Another is unrelated and longer than what drafts read.
+    // One prompt extends the last answer. Another is unrelated and longer than the part of a prompt that drafts read.
     prompts.push([&prompts[2][..], &cases[2].greedy_ids[..9], &[30, 31, 32]].concat());
     prompts.push((0..700).map(|n| 20 + (n * n * 7 + n * 3) % 1500).collect());
     let seeded = |temperature| Sampling { temperature, seed: Some(5), ..Sampling::default() };
@@ -337,7 +337,7 @@ fn unusable_head_is_skipped_or_refused() {
     strange.insert("mtp.layers.0.mlp.extra.weight".into(), (Dtype::BF16, vec![2], vec![0; 4]));
     let mut missing = head();
     missing.remove("mtp.norm.weight");
-    // Norms between the two conventions.
+    // Norm weights that fit neither convention, `w` or `w - 1`.
     let mut unclear = head();
     for (name, (_, _, data)) in &mut unclear {
         if name.ends_with("_norm.weight") {

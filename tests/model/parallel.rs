@@ -101,7 +101,7 @@ struct Setup {
     cached_snapshots: u64,
     speculate: DraftPolicy,
     kv_bits: KvBits,
-    /// Most tokens of an answer.
+    /// Maximum number of tokens of an answer.
     longest: usize,
 }
 

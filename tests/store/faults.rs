@@ -83,7 +83,7 @@ fn assert_works(store: &ExpertStore) {
     }
 }
 
-/// Faults of a faults.
+/// Faults of a simulated disk.
 #[derive(Default)]
 struct DiskFaults {
     /// Offsets that cannot be read.

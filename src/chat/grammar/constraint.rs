@@ -69,7 +69,7 @@ pub struct TokenConstraint {
 
 #[derive(Clone)]
 enum AnswerPhase {
-    /// `tokens` so far. Their text ends with `tail`.
+    /// Reasoning has `tokens` tokens so far. Their text ends with `tail`.
     Reasoning {
         tokens: usize,
         tail: Vec<u8>,
@@ -103,7 +103,7 @@ impl TokenConstraint {
     pub fn allowed(&mut self) -> Result<NextTokens, String> {
         match &self.phase {
             AnswerPhase::Reasoning { .. } if self.format.is_none() => Ok(NextTokens::Any),
-            // An answer that ended here would not have its format.
+            // Generation must not end before the answer has the required format.
             AnswerPhase::Reasoning { .. } => Ok(NextTokens::Only(self.markup.not_eos.clone())),
             AnswerPhase::Forced { tokens, at } => Ok(self.only(tokens[*at])),
             AnswerPhase::Answer => match &mut self.format {

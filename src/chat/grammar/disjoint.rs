@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-/// Most alternatives that are compared, each with each.
+/// Maximum number of alternatives that are compared, each with each.
 const MAX_ALTERNATIVES: usize = 256;
 
 /// True if no value matches two of the alternatives, as far as their types and tags show. A tag is a required property with

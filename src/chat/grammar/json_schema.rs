@@ -14,7 +14,7 @@ use serde_json::{Map, Value, json};
 
 const MAX_BYTES: usize = 512 << 10;
 const MAX_SUBSCHEMAS: usize = 20_000;
-/// Most properties of all objects together. Compiling takes about a millisecond for each.
+/// Maximum number of properties of all objects together. Compiling takes about a millisecond for each.
 const MAX_PROPERTIES: usize = 1000;
 const MAX_DEPTH: usize = 64;
 

@@ -7,13 +7,13 @@ use super::{format::FormatError, json_schema};
 use serde_json::Value;
 use std::collections::{HashMap, HashSet};
 
-/// Most bytes of a regular expression or a grammar.
+/// Maximum size of a regular expression or a grammar in bytes.
 const MAX_BYTES: usize = 64 << 10;
 /// Longest chain of rules that refer to each other. Grammars of programming languages have about 30.
 const MAX_CHAIN: usize = 64;
 /// Deepest nesting of brackets.
 const MAX_NESTING: usize = 64;
-/// Most `&` and `~` in a grammar. Thirty in one terminal take gigabytes.
+/// Maximum number of `&` and `~` in a grammar. Thirty in one terminal take gigabytes.
 const MAX_INTERSECTIONS: usize = 8;
 
 /// # Errors

@@ -9,9 +9,9 @@ use std::collections::{HashMap, HashSet};
 
 /// Longest chain of `$ref`.
 const MAX_CHAIN: usize = 64;
-/// Most patterns and formats that one value must match.
+/// Maximum number of patterns and formats that one value must match.
 const MAX_INTERSECTED_PATTERNS: usize = 8;
-/// Most parts of a schema that are visited to count patterns.
+/// Maximum number of parts of a schema that are visited to count patterns.
 const MAX_VISITS: usize = 1_000_000;
 
 /// # Errors

@@ -26,15 +26,15 @@ use llguidance::{
 use serde_json::{Map, Value};
 use std::fmt::Write;
 
-/// Most tools that one answer may call, as in OpenAI's API.
+/// Maximum number of tools that one answer may call, as in OpenAI's API.
 const MAX_TOOLS: usize = 128;
-/// Most parameters of all tools together. Compiling takes about a millisecond for each.
+/// Maximum number of parameters of all tools together. Compiling takes about a millisecond for each.
 const MAX_PARAMETERS: usize = 2000;
-/// Most sets of parameters that the `anyOf` and `oneOf` of one tool may give.
+/// Maximum number of sets of parameters that the `anyOf` and `oneOf` of one tool may give.
 const MAX_PARAMETER_SETS: usize = 64;
 /// Deepest `$ref`, `allOf` and `anyOf` that are followed to find the parameters of a tool.
 const MAX_DEPTH: usize = 16;
-/// Most parts of a schema that are collected. References that fan out could give exponentially many.
+/// Maximum number of parts of a schema that are collected. References that fan out could give exponentially many.
 const MAX_PARTS: usize = 1000;
 
 /// The closing tag of a value, in Lark.

@@ -58,7 +58,7 @@ fn escaped(text: &str) -> String {
     quoted.get(1..quoted.len() - 1).unwrap_or_default().into()
 }
 
-/// `call_` and 24 letters and digits. A counter makes ids unique in this process, the random keys of the standard library's
+/// `call_` and 24 letters and digits. A counter makes ids unique in this process. The random keys of the standard library's
 /// hasher make them differ from those of other processes.
 pub(super) fn call_id() -> String {
     static COUNTER: AtomicU64 = AtomicU64::new(0);

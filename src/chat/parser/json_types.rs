@@ -18,7 +18,7 @@ pub struct JsonTypes {
 const STRING: JsonTypes =
     JsonTypes { string: true, null: false, boolean: false, integer: false, number: false, object: false, array: false };
 
-/// Most subschemas that are visited for one parameter. A schema may refer to itself, more than once.
+/// Maximum number of subschemas that are visited for one parameter. A schema may refer to itself, more than once.
 const MAX_SUBSCHEMAS: usize = 256;
 
 impl JsonTypes {

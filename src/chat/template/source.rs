@@ -3,11 +3,11 @@
 //! minijinja parses recursively and without a limit of its own, so a hostile template could overflow the stack and end
 //! the process. Inside a tag, each level of nesting takes at least one word; each `elif` nests in the one before it.
 
-/// Most bytes of source. Templates in use have about ten thousand.
+/// Maximum size of source in bytes. Templates in use have about ten thousand.
 const MAX_BYTES: usize = 1 << 20;
-/// Most words and operators inside one `{{ }}` or `{% %}`. Templates in use have about forty.
+/// Maximum number of words and operators inside one `{{ }}` or `{% %}`. Templates in use have about forty.
 const MAX_WORDS: usize = 2000;
-/// Most `elif` tags.
+/// Maximum number of `elif` tags.
 const MAX_ELIFS: usize = 500;
 
 /// The source that minijinja parses.

@@ -155,7 +155,7 @@ pub(super) fn remember_comparison(before: Option<String>, files: &[PathBuf], man
     }
 }
 
-/// Links the pack in `dir` into the cache, where it is found for these files.
+/// Links the pack in `dir` into the cache, so that a search for these files finds it.
 pub fn link(files: &[PathBuf], dir: &Path) -> Result<(), StoreError> {
     let Some(link) = default_dir(files)? else { return Ok(()) };
     let at = |path: &Path| {
@@ -170,7 +170,7 @@ pub fn link(files: &[PathBuf], dir: &Path) -> Result<(), StoreError> {
         fs::remove_file(&link).map_err(at(&link))?;
     }
     match std::os::unix::fs::symlink(target, &link) {
-        // There is a pack already.
+        // The cache already has a pack.
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
         other => other.map_err(at(&link)),
     }

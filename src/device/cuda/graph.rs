@@ -23,7 +23,7 @@ const MIN_LAUNCHES: usize = 4;
 /// A sequence becomes a graph when it is submitted this many times. Decoding reaches it. A prompt does not, and its long
 /// launches would gain less than creating a graph costs.
 const MIN_REPEATS: u32 = 8;
-/// Most sequences in the cache.
+/// Maximum number of sequences in the cache.
 const MAX_SEQUENCES: usize = 128;
 /// The first driver with programmatic dependent launch in graphs: CUDA 12.3.
 const MIN_DRIVER: i32 = 12030;

@@ -6,9 +6,9 @@ use cudarc::driver::{
 };
 use std::{ffi::c_void, ptr};
 
-/// Most words of arguments in a launch.
+/// Maximum number of words of arguments in a launch.
 pub const MAX_ARGUMENTS: usize = 128;
-/// Most buffers of a launch.
+/// Maximum number of buffers of a launch.
 pub const MAX_BUFFERS: usize = 31;
 
 #[derive(Debug, Clone, PartialEq)]

@@ -23,8 +23,8 @@ use std::{
 
 /// Without contraction a sum rounds after each step, as on the CPU and on Metal.
 const OPTIONS: [&str; 2] = ["--fmad=false", "--std=c++14"];
-/// Most registers per thread. Fewer registers let more warps run at a time, which hides memory latency. Attention needs
-/// more, since a thread keeps more loads in flight.
+/// Maximum number of registers per thread. Fewer registers let more warps run at a time, which hides memory latency.
+/// Attention needs more, since a thread keeps more loads in flight.
 const REGISTERS: u32 = 80;
 const ATTENTION_REGISTERS: u32 = 112;
 const HASH: usize = 32;

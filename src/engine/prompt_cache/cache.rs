@@ -31,7 +31,7 @@ pub struct PromptCache {
 pub(super) struct CacheState {
     pub tree: PrefixTree<CacheEntry>,
     pub memory_use: MemoryUse,
-    /// Most bytes of memory.
+    /// Maximum memory in bytes.
     limit: u64,
     /// The page pool that snapshots share with sequences. Without one, snapshots are copies.
     pub pool: Option<Arc<PagePool>>,
@@ -59,7 +59,7 @@ pub(super) struct CacheEntry {
 /// The prompt cache as `GET /health` reports it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct PromptCacheStatus {
-    /// Most bytes of memory.
+    /// Maximum memory in bytes.
     pub limit: u64,
     /// Bytes in memory. Pages count only beyond those of the longest sequence.
     pub bytes: u64,
@@ -321,7 +321,7 @@ impl CacheState {
         (count(|entry| entry.memory.is_some()), count(|entry| entry.disk.is_some()))
     }
 
-    /// Most bytes of copies: the limit less the pages that the plan reserved in it.
+    /// Maximum number of bytes of copies: the limit less the pages that the plan reserved in it.
     fn copy_limit(&self) -> u64 {
         let reserved = self.pool.as_ref().map_or(0, |pool| pool.snapshot_bytes());
         self.limit.checked_sub(reserved).unwrap_or(self.limit)

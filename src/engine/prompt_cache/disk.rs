@@ -8,7 +8,7 @@ use std::{
     time::{Duration, Instant, SystemTime},
 };
 
-/// Most bytes to write per hour, since SSDs wear out.
+/// Maximum number of bytes to write per hour, since SSDs wear out.
 const MAX_BYTES_PER_HOUR: u64 = 16 << 30;
 const HOUR: Duration = Duration::from_secs(3600);
 /// Weight of earlier measurements in [`Throughput`] when a new one is added.
@@ -18,7 +18,7 @@ const DECAY: f64 = 0.8;
 #[derive(Debug, Clone)]
 pub struct DiskCacheOptions {
     pub dir: PathBuf,
-    /// Most bytes on disk.
+    /// Maximum number of bytes on disk.
     pub limit: u64,
     /// Identifies everything besides the tokens that a state depends on: checkpoint, arithmetic, device, version.
     pub key: String,

@@ -172,7 +172,7 @@ impl SnapshotFiles {
         written: &mut Vec<TokenDigest>,
     ) -> io::Result<bool> {
         let (digests, whole) = self.digests(ids);
-        // Holds one page at a time, only while it is read.
+        // Keeps one page alive at a time, only while it is read.
         let read = |page: &Weak<KvPage>| page.upgrade().and_then(|page| page.read().map(Cow::into_owned).ok());
         for ((digest, page), _) in digests.iter().zip(pages).zip(missing).filter(|(_, missing)| **missing) {
             let Some(bytes) = read(page) else { return Ok(false) };
@@ -283,7 +283,7 @@ impl SnapshotFiles {
         for number in [tokens as u64, len as u64, u64::from(checksum.finalize())] {
             header.extend_from_slice(&number.to_le_bytes());
         }
-        // `TempFile` would create a removed directory again, and others could read it.
+        // `TempFile` would create a removed directory again, readable by other users.
         if !self.dir.try_exists()? {
             return Err(io::ErrorKind::NotFound.into());
         }

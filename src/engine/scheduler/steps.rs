@@ -16,8 +16,8 @@ use crate::{
 };
 use std::time::Instant;
 
-/// Most prompt rows whose logits are held at once, if the prompt's own log-probabilities are wanted. With a vocabulary of
-/// 248,320 they take 32 MB. Smaller chunks do not change the logits.
+/// Maximum number of prompt rows whose logits are held at once, if the prompt's own log-probabilities are wanted. With a
+/// vocabulary of 248,320 they take 32 MB. Smaller chunks do not change the logits.
 const PROMPT_LOGIT_ROWS: usize = 32;
 
 impl<M: Model> Scheduler<M> {

@@ -78,7 +78,7 @@ enum ControllerState {
 #[derive(Debug, Clone)]
 pub struct SpeculationController {
     mode: DraftPolicy,
-    /// Most rows per verify.
+    /// Maximum number of rows per verify.
     max_rows: usize,
     state: ControllerState,
     /// Mean seconds of a plain step. The first two steps after a cycle do not count.

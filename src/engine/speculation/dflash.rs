@@ -10,8 +10,8 @@ use crate::{
     model::{DflashModel, HiddenTaps, MAX_VERIFY_ROWS, Qwen, QwenState},
 };
 
-/// Most decoded positions whose hidden rows wait to be appended to the draft's context. A model that decodes without drafts
-/// adds one per token; of a long answer only the last ones are worth the time.
+/// Maximum number of decoded positions whose hidden rows wait to be appended to the draft's context. A model that decodes
+/// without drafts adds one per token; of a long answer only the last ones are worth the time.
 const MAX_WAITING: usize = 64;
 
 pub struct DflashDraft {

@@ -12,7 +12,7 @@ use crate::{
     model::{Model, Qwen, QwenState, Rows, SequenceState},
 };
 
-/// Most tokens of a sequence that the draft model evaluates when it starts.
+/// Maximum number of tokens of a sequence that the draft model evaluates when it starts.
 const START: usize = 512;
 /// Context of the draft model. When it is full, the draft model starts again with the last tokens.
 pub const CONTEXT: usize = 2048;

@@ -10,8 +10,8 @@ use std::{
     task::{Context, Poll, ready},
 };
 
-/// Most bytes per frame. A connection drops the body once it has the last frame, sent or not, so that frame must be
-/// small.
+/// Maximum number of bytes per frame. A connection drops the body once it has the last frame, sent or not, so that
+/// frame must be small.
 const FRAME_BYTES: usize = 16 << 10;
 
 /// Keeps `guard` until at most one frame of the response is unsent, or the response is dropped.

@@ -35,15 +35,15 @@ use tokio::{
     time::{Instant, Sleep, sleep},
 };
 
-/// Most connections in ordinary slots, if the limit on open files allows as many.
+/// Maximum number of connections in ordinary slots, if the limit on open files allows as many.
 const MAX_SLOTS: usize = 1024;
 /// Further slots, for `/health` and `/metrics`.
 const RESERVED_SLOTS: usize = 8;
 /// File descriptors left for the model's files and everything else, if the limit allows as many.
 const OTHER_FILES: usize = 256;
-/// Most bytes that a connection buffers of a request's head, of its body or of a response.
+/// Maximum number of bytes that a connection buffers of a request's head, of its body or of a response.
 const BUFFER_BYTES: usize = 16 << 10;
-/// Most bytes of a response that the operating system buffers for a client that does not read.
+/// Maximum number of bytes of a response that the operating system buffers for a client that does not read.
 const SEND_BUFFER_BYTES: usize = 64 << 10;
 
 /// Accepts connections until `stop` is true, and closes each after its request in progress. Every connection holds a

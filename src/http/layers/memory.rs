@@ -108,7 +108,7 @@ impl RequestMemory {
         self.total.store(bytes.saturating_sub(steps * STEP_BYTES), Relaxed);
     }
 
-    /// Most bytes of all permits together.
+    /// Maximum size of all permits together in bytes.
     pub fn total(&self) -> usize {
         self.total.load(Relaxed)
     }

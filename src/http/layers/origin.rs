@@ -24,7 +24,7 @@ use std::{
     sync::Arc,
 };
 
-/// Most refused names that are logged, and characters of each.
+/// Maximum number of refused names that are logged, and of characters of each.
 const LOGGED_HOSTS: usize = 100;
 const LOGGED_CHARS: usize = 100;
 

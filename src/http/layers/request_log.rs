@@ -33,7 +33,7 @@ pub static IMAGES_NOT_SHOWN: HeaderName = HeaderName::from_static("x-moestro-ima
 /// Status (nginx's) of a request whose client disconnected before the response began.
 const CLIENT_CLOSED_REQUEST: u16 = 499;
 
-/// Most characters of a path in the log. Clients without a key can send paths of 16 KiB.
+/// Maximum number of characters of a path in the log. Clients without a key can send paths of 16 KiB.
 const MAX_LOGGED_PATH: usize = 200;
 
 /// Target of the lines.

@@ -22,11 +22,11 @@ pub struct ModelCard {
 /// Limits of requests that flags set. `None`: only the context limits.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct RequestLimits {
-    /// Most tokens of an answer, if a chat request does not say.
+    /// Maximum number of tokens of an answer, if a chat request does not say.
     pub max_tokens: Option<usize>,
-    /// Most tokens of reasoning, if a request does not say.
+    /// Maximum number of tokens of reasoning, if a request does not say.
     pub thinking_budget: Option<usize>,
-    /// Most tokens of a prompt.
+    /// Maximum number of tokens of a prompt.
     pub max_prompt_tokens: Option<usize>,
 }
 

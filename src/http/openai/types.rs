@@ -63,7 +63,7 @@ pub struct ChatRequest {
     pub reasoning_effort: Option<String>,
     pub reasoning: Option<ReasoningFields>,
     pub thinking: Option<ThinkingFields>,
-    /// Most tokens of reasoning. The next two fields are other names of it.
+    /// Maximum number of tokens of reasoning. The next two fields are other names of it.
     pub thinking_budget: Option<i64>,
     pub max_thinking_tokens: Option<i64>,
     pub thinking_token_budget: Option<i64>,

@@ -33,7 +33,7 @@ pub struct GenerationRequest {
     /// The prompt is part of the answer.
     pub echo: bool,
     pub format: Option<RequestedFormat>,
-    /// Most tokens of reasoning.
+    /// Maximum number of tokens of reasoning.
     pub thinking_budget: Option<usize>,
     pub parallel_tool_calls: bool,
     /// Field names of chat completions and of the client's API, for errors. See [`ApiError::renamed`].

@@ -16,13 +16,13 @@ use ureq::{
     },
 };
 
-/// Most time to fetch an image.
+/// Maximum time to fetch an image.
 const TIMEOUT: Duration = Duration::from_secs(20);
 
 /// The hosts that images may be fetched from. None by default.
 #[derive(Debug, Default)]
 pub struct ImageUrls {
-    /// `host` for the scheme's own port, or `host:port`. In lower case.
+    /// `host` for the scheme's default port, or `host:port`. In lower case.
     hosts: Vec<String>,
 }
 
@@ -31,7 +31,7 @@ impl ImageUrls {
         Self { hosts: hosts.iter().map(|host| host.trim().to_ascii_lowercase()).collect() }
     }
 
-    /// Most bytes that [`ImageUrls::fetch`] returns.
+    /// Maximum number of bytes that [`ImageUrls::fetch`] returns.
     pub fn max_bytes(&self) -> usize {
         if self.hosts.is_empty() { 0 } else { ImageProcessor::MAX_ENCODED_BYTES }
     }

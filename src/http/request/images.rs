@@ -21,9 +21,9 @@ use base64::{Engine, engine::general_purpose};
 use serde_json::Value;
 use std::sync::Arc;
 
-/// Most images that a request shows to the model. Older ones are replaced.
+/// Maximum number of images that a request shows to the model. Older ones are replaced.
 const MAX_IMAGES: usize = 16;
-/// Most tokens of an image with `detail: low`.
+/// Maximum number of tokens of an image with `detail: low`.
 const LOW_DETAIL_TOKENS: usize = 256;
 
 const BASE64: general_purpose::GeneralPurpose = general_purpose::GeneralPurpose::new(

@@ -24,7 +24,7 @@ use std::{collections::VecDeque, sync::Arc};
 const FORBIDDEN: f32 = -1e9;
 
 impl GenerationRequest {
-    /// Checks the rest, renders and tokenizes the prompt, and compiles the grammar.
+    /// Checks what depends on the model, renders and tokenizes the prompt, and compiles the grammar.
     pub async fn prepare(
         self,
         model: &Arc<LoadedModel>,

@@ -13,7 +13,7 @@ use crate::{
 };
 use std::sync::Arc;
 
-/// Most prompts in one completion request, as in OpenAI's API.
+/// Maximum number of prompts in one completion request, as in OpenAI's API.
 const MAX_PROMPTS: usize = 2048;
 
 impl LoadedModel {

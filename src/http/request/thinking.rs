@@ -17,7 +17,7 @@ use crate::http::{errors::ApiError, openai::types::ChatRequest, request::samplin
 pub struct Thinking {
     /// Value of `enable_thinking`, or what the other fields imply.
     pub enabled: Option<bool>,
-    /// Most tokens of reasoning.
+    /// Maximum number of tokens of reasoning.
     pub budget: Option<usize>,
 }
 

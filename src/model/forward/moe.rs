@@ -47,7 +47,7 @@ pub fn forward(
     pass.execute(Router { layer, tokens, x: from, norm, alone: false, table, scores, ids, slots: id_slots, weights })?;
     let combine = CombineExperts { layer, slots, tokens, room: moe, per_assignment: None, h: b.h };
 
-    // All experts are resident and the rows are few: the choice does not visit the CPU.
+    // With few rows and all experts resident, the router's choice stays on the device.
     if experts.is_resident() && tokens <= limits.by_table && !pass.chunk.half {
         let which = ExpertSet::Table { ids, slots: id_slots };
         pass.execute(Experts { layer, slots, tokens, x, room: moe, which })?;
@@ -58,7 +58,7 @@ pub fn forward(
     let next = next.filter(|_| experts.wants_prefetch(kind));
     let mut scratch = std::mem::take(&mut pass.scratch.moe);
     if let Some(next) = next.filter(|_| limits.waits) {
-        // The prediction is encoded after the choice and read before it: one wait then covers both.
+        // Encoded after the router. Reading the prediction waits for both, so reading the choice needs no second wait.
         predict(index + 1, next, pass, &mut scratch.predicted)?;
     }
 
@@ -78,7 +78,7 @@ pub fn forward(
         experts.prefetch(index + 1, &scratch.predicted, kind);
     }
 
-    // y = each expert as it lands, then the sum; the slots stay pinned until the device has passed this point
+    // Compute each expert as its read completes, then the sum. The slots stay pinned until the device has passed `end`.
     let done = run_experts(index, &mut fetch, combine, experts.is_resident(), pass, &mut scratch);
     let end = pass.backend.sync_point();
     if done.is_err() {
@@ -90,7 +90,7 @@ pub fn forward(
     done
 }
 
-/// Runs each batch of experts that has landed, and sums up.
+/// Computes each batch of experts whose reads have completed, then adds the results of all experts.
 fn run_experts(
     index: usize,
     fetch: &mut ExpertFetch<'_>,
@@ -103,13 +103,14 @@ fn run_experts(
     let CombineExperts { layer, slots, tokens, mut room, .. } = combine;
     let MoeScratch { groups, assignments, slots: known, .. } = scratch;
     let (x, row) = (b.normed, tokens * layer.k);
-    // Few rows are computed assignment by assignment, with a list of slots per call. The last list has them all.
+    // For few rows, each assignment is computed by itself, and each call has its own list of slots. A further list has
+    // the slots of all calls, for the sum.
     let one_by_one = tokens <= limits.per_assignment && !pass.chunk.half;
     let slot_list = |call: usize| one_by_one.then(|| b.per_assignment.rows(call.min(layer.k + 1), 1, row));
 
     let mut shared = layer.shared.is_some();
     if shared && !resident && !limits.waits {
-        // The disk is reading: compute the shared expert meanwhile.
+        // Compute the shared expert while the disk reads.
         let which = ExpertSet::Landed { groups: &[], assignments: &[], shared, per_assignment: slot_list(0) };
         pass.execute(Experts { layer, slots, tokens, x, room, which })?;
         shared = false;
@@ -142,12 +143,12 @@ fn run_experts(
         let which = ExpertSet::Landed { groups, assignments, shared, per_assignment: slot_list(call) };
         pass.execute(Experts { layer, slots, tokens, x, room, which })?;
         (shared, call) = (false, call + 1);
-        // The device may still read the lists of this batch, so the next one gets the rest. A job has at least one
-        // assignment.
+        // The device may still read the lists of this batch, so the next batch uses the space after them. A job has at
+        // least one assignment, so there are at most as many jobs as assignments.
         let rest = |list: Region, words: usize| list.part(words * 4, list.len - words * 4);
         (room.jobs, room.order) = (rest(room.jobs, assignments.len() * 3), rest(room.order, assignments.len()));
         if !one_by_one {
-            // Assignment by assignment, the sum still reads the slots.
+            // With single assignments the sum still reads the slots, so only then they stay pinned.
             batch.release_after(pass.backend.sync_point());
         }
         if !fetch.is_empty() {

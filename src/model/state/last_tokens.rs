@@ -3,18 +3,18 @@
 /// Tokens from some position on.
 #[derive(Debug, Default)]
 pub struct LastTokens {
-    /// Position of the first.
+    /// Position of the first token.
     base: usize,
     ids: Vec<u32>,
 }
 
 impl LastTokens {
-    /// Tokens that end before position `len`.
+    /// `ids` as the tokens directly before position `len`.
     pub fn ending_at(len: usize, ids: Vec<u32>) -> Self {
         Self { base: len.saturating_sub(ids.len()), ids }
     }
 
-    /// Sets the tokens from position `at` on, and forgets what was after it.
+    /// Sets the tokens from position `at` on, and discards later tokens.
     pub fn write(&mut self, at: usize, ids: &[u32]) {
         self.ids.truncate(at.saturating_sub(self.base));
         self.ids.extend(ids);

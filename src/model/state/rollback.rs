@@ -19,7 +19,7 @@ use crate::{
     ops::{Backend, DeltaShape, Replay},
 };
 
-/// Most rows in one verify. The decode kernels take up to this many rows per launch.
+/// Maximum number of rows in one verify. The decode kernels take up to this many rows per launch.
 pub const MAX_VERIFY_ROWS: usize = 16;
 
 /// State of one delta-net layer of one sequence, in f32.
@@ -76,7 +76,7 @@ pub fn append_region(backend: &mut dyn Backend, region: Region, out: &mut Vec<u8
 }
 
 impl Commit {
-    /// A verify that continues one of `before` rows.
+    /// The commit of a verify call, after `before` rows of the same verify.
     pub fn verify_after(before: usize) -> Self {
         if before == 0 { Commit::VerifyFirst } else { Commit::VerifyNext { before } }
     }

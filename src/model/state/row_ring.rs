@@ -1,7 +1,7 @@
 //! Rings of rows by position: what a layer keeps of the last positions besides keys, values and recurrent state.
 //!
-//! Position `p` is row `p % room`. Rejected rows need no undoing: the rows that follow overwrite them. A snapshot copies the
-//! rows that positions after it depend on.
+//! A ring holds `room` rows; position `p` is row `p % room`. Rejected rows need no rollback: later rows overwrite them. A
+//! snapshot copies the rows that positions after it depend on.
 
 use super::rollback::append_region;
 use crate::{
@@ -21,9 +21,9 @@ pub struct RowRing {
 /// The rows before a position that later positions depend on.
 #[derive(Debug, Clone, Copy)]
 pub enum KeptRows {
-    /// This many.
+    /// The last this many rows.
     Last(usize),
-    /// Those after the last multiple of this many positions.
+    /// The rows after the last multiple of this many positions.
     OpenBlock(usize),
 }
 

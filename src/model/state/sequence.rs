@@ -24,7 +24,7 @@ use std::{ops::Range, sync::Arc};
 
 /// Bytes of `next` at the end of a snapshot's states.
 pub const NEXT_BYTES: usize = 8;
-/// Most rows of one call that a ring has room for.
+/// Maximum number of rows of one call that a ring has room for.
 pub const MAX_RING_BLOCK: usize = 2048;
 
 /// One layer's state.
@@ -346,7 +346,7 @@ fn recent_regions(
     })
 }
 
-/// Most bytes that [`recent_regions`] can have.
+/// Maximum number of bytes that [`recent_regions`] can have.
 fn recent_bytes(layers: &[LayerState], shape: &AttentionShape) -> usize {
     let row = shape.recent.map_or(0, |ring| ring.format.row_bytes(shape.dim));
     kv_caches(layers).count() * 2 * shape.kv_heads * 2 * RECENT * row

@@ -8,7 +8,7 @@ use crate::{
 use serde_json::Value;
 use std::path::Path;
 
-/// Most bytes of a processor configuration.
+/// Maximum size of a processor configuration in bytes.
 const MAX_BYTES: u64 = 1 << 20;
 /// Pixels of the smallest and largest image if the checkpoint does not say.
 const PIXELS: [u64; 2] = [65_536, 16_777_216];
@@ -181,7 +181,7 @@ impl ImageLimits {
         Self { max_pixels, min_pixels: self.min_pixels.min(max_pixels), ..self }
     }
 
-    /// Most tokens of an image.
+    /// Maximum number of tokens of an image.
     pub fn max_tokens(&self) -> usize {
         (self.max_pixels / self.factor.pow(2) as u64) as usize
     }

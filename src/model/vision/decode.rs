@@ -9,9 +9,9 @@ use crate::error::ImageError;
 use image::{DynamicImage, ImageDecoder, ImageFormat, ImageReader, Limits, metadata::Orientation};
 use std::io::Cursor;
 
-/// Most bytes of an encoded image.
+/// Maximum size of an encoded image in bytes.
 pub const MAX_ENCODED_BYTES: usize = 20 << 20;
-/// Most pixels of a decoded image.
+/// Maximum number of pixels of a decoded image.
 const MAX_PIXELS: u64 = 64 << 20;
 /// Memory that a decoder may use besides its output: buffers for rows, palettes, tables.
 const DECODER_BYTES: u64 = 4 << 20;
@@ -22,7 +22,7 @@ pub struct ImageHeader {
     /// Sides after the orientation has been applied.
     pub height: u32,
     pub width: u32,
-    /// Most bytes of memory that decoding takes.
+    /// Maximum number of bytes of memory that decoding takes.
     pub decoding_bytes: usize,
 }
 

@@ -13,7 +13,7 @@ const FIRST_KEY: u32 = 1 << 31;
 /// An image, ready for the vision tower.
 #[derive(Debug, Clone, Default)]
 pub struct Image {
-    /// Of everything that the image's rows depend on besides the weights: encoded bytes and limits of its size.
+    /// Hash of everything that the image's rows depend on, except the weights: encoded bytes and limits of its size.
     pub hash: [u8; 32],
     /// Tokens per column and per row.
     pub height: usize,

@@ -31,7 +31,7 @@ use row_cache::ImageRowCache;
 use std::{cell::RefCell, path::Path, sync::Arc, time::Instant};
 use weights::TowerWeights;
 
-/// Most bytes of the rows of recent images.
+/// Maximum size of the rows of recent images in bytes.
 const ROW_CACHE_BYTES: usize = 32 << 20;
 
 /// The vision tower of a loaded model, with the rows of recent images.

@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 use sha2::{Digest, Sha256};
 use std::sync::Arc;
 
-/// Most bytes of the pixels of recent images, which later turns of a conversation send again.
+/// Maximum number of bytes of the pixels of recent images, which later turns of a conversation send again.
 pub const RECENT_BYTES: usize = 16 << 20;
 
 /// Prepares the images of a model. Shared by all threads.
@@ -25,19 +25,19 @@ pub struct ImageProcessor {
 }
 
 impl ImageProcessor {
-    /// Most bytes of an encoded image.
+    /// Maximum size of an encoded image in bytes.
     pub const MAX_ENCODED_BYTES: usize = decode::MAX_ENCODED_BYTES;
 
     pub fn new(limits: ImageLimits, image_token: u32) -> Self {
         Self { limits, image_token, recent: Mutex::default() }
     }
 
-    /// Most tokens of one image.
+    /// Maximum number of tokens of one image.
     pub fn max_tokens(&self) -> usize {
         self.limits.max_tokens()
     }
 
-    /// Most bytes that [`ImageProcessor::prepare`] needs for this image.
+    /// Maximum number of bytes that [`ImageProcessor::prepare`] needs for this image.
     pub fn working_bytes(&self, encoded: &[u8]) -> Result<usize, ImageError> {
         ImageHeader::read(encoded).map(|header| header.decoding_bytes)
     }

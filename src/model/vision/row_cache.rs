@@ -6,7 +6,7 @@ use std::sync::Arc;
 #[derive(Debug, Default)]
 pub struct ImageRowCache {
     entries: Vec<([u8; 32], Arc<Vec<f32>>)>,
-    /// Most bytes.
+    /// Maximum number of bytes.
     limit: usize,
 }
 

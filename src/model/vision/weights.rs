@@ -18,7 +18,7 @@ use candle_nn::{LayerNorm, Linear};
 use serde_json::Value;
 use std::cell::RefCell;
 
-/// Of every LayerNorm of the tower. Not in the configuration.
+/// Epsilon of every LayerNorm of the tower. Not in the configuration.
 const EPS: f64 = 1e-6;
 
 pub struct TowerWeights {

@@ -30,9 +30,9 @@ use std::{
 
 /// Floats in one cache line.
 const LINE_FLOATS: usize = 16;
-/// Most queries that one task computes together.
+/// Maximum number of queries that one task computes together.
 const MAX_TILE_QUERIES: usize = 64;
-/// Most block results that are buffered before they are merged.
+/// Maximum number of block results that are buffered before they are merged.
 const MAX_WAVE_BLOCKS: usize = 64;
 
 impl Attention<'_> {
@@ -80,7 +80,7 @@ wide! {
 /// Number of calls so far. Lets a thread detect that its cached queries belong to another call.
 static CALLS: AtomicU64 = AtomicU64::new(0);
 
-/// Keys and values of at least 16 bits: pages that `table` names, or a ring of `room` positions.
+/// Keys and values of at least 16 bits: pages that `table` lists, or a ring with a capacity of `room` positions.
 struct FullKv<'a> {
     bytes: [&'a [u8]; 2],
     table: Option<&'a [u32]>,
@@ -99,7 +99,7 @@ struct AttentionCall<'a, T> {
     values: PhantomData<T>,
     /// Number of key and value heads.
     shared: usize,
-    /// Parts into which the query heads of one key head are split. Below, `head` numbers such parts.
+    /// Parts into which the query heads of one key head are split. In the methods, `head` is the index of a part.
     split: usize,
     /// Keys and values of all positions in 8 or 4 bits. `full` is then the ring of recent positions.
     quantized: Option<[QuantizedKv<'a>; 2]>,

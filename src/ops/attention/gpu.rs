@@ -7,11 +7,11 @@ use crate::device::{Binding, Launch};
 
 /// Fewest positions in a split. Small splits fill the device when it computes one row.
 const MIN_SPLIT: usize = 16;
-/// Most splits of a row. A split doubles in size where there would be more. With a quantised cache, one
+/// Maximum number of splits of a row. A split doubles in size where there would be more. With a quantised cache, one
 /// threadgroup merges all splits, so fewer are allowed; the recent positions are not counted.
 const MAX_SPLITS: usize = 512;
 const MAX_QUANT_SPLITS: usize = 256;
-/// Most splits of the recent positions.
+/// Maximum number of splits of the recent positions.
 const MAX_RECENT_SPLITS: usize = 2 * RECENT / MIN_SPLIT;
 /// Threads that merge the splits of a quantised cache.
 const MERGE_THREADS: u32 = 512;
@@ -38,7 +38,7 @@ fn quant_splits_at(position: usize) -> (usize, usize) {
     (until.div_ceil(size), size)
 }
 
-/// Most splits of any query below `context`, in any cache format.
+/// Maximum number of splits of any query below `context`, in any cache format.
 pub fn max_splits(context: usize) -> usize {
     context
         .div_ceil(MIN_SPLIT)
@@ -47,7 +47,7 @@ pub fn max_splits(context: usize) -> usize {
 }
 
 impl AttentionShape {
-    /// Most splits of any of the rows. In a quantised cache, splits of the recent positions come first.
+    /// Maximum number of splits of any of the rows. In a quantised cache, splits of the recent positions come first.
     fn splits(&self, start: usize, tokens: usize) -> usize {
         let last = (start + tokens).saturating_sub(1);
         match self.recent {

@@ -38,7 +38,7 @@ pub struct AttentionShape {
     pub rope_dim: usize,
     /// Epsilon of the query and key norms.
     pub eps: f32,
-    /// Most positions of a sequence.
+    /// Maximum number of positions of a sequence.
     pub context: usize,
     pub format: KvFormat,
     /// Exact copy of the most recent positions. Present exactly if the cache has fewer than 16 bits.

@@ -17,7 +17,7 @@ mod select;
 use super::{Attention, QkNormRope, attention::PAGE};
 use crate::device::{BufferAccess, Region};
 
-/// Most bytes that the CPU needs for the scores, queries and selections of one call.
+/// Maximum number of bytes that the CPU needs for the scores, queries and selections of one call.
 pub const CPU_SCRATCH: usize = 8 << 20;
 
 /// Sizes of an indexer.

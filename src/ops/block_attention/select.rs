@@ -14,7 +14,7 @@ use std::cell::RefCell;
 
 /// Blocks in one task of scores.
 const TASK_BLOCKS: usize = 512;
-/// Most scores that are computed before they are used. Rows are computed in groups to stay below it.
+/// Maximum number of scores that are computed before they are used. Rows are computed in groups to stay below it.
 const MAX_SCORES: usize = 1 << 20;
 
 thread_local! {

@@ -86,7 +86,7 @@ fn shared(b: &mut KernelCheck<'_>, weight: &Weight) -> Result<(), DeviceError> {
             let into = unsafe { slab.bytes_mut(region.offset..region.offset + region.len) };
             into.copy_from_slice(part);
             if negative && index > 0 {
-                // The sign of each scale and bias.
+                // Flip the sign of each scale and bias.
                 into.iter_mut().skip(1).step_by(2).for_each(|byte| *byte ^= 0x80);
             }
         }

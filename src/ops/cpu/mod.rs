@@ -13,8 +13,8 @@ use super::{
 use crate::device::{BufferAccess, CpuArithmetic, CpuDevice, DeviceError, Region, Slab, Timeline};
 use std::{ops::Range, sync::Arc};
 
-/// Most rows in one attention or delta-net call. Their weights are small, so larger blocks would only need larger
-/// buffers.
+/// Maximum number of rows in one attention or delta-net call. Their weights are small, so larger blocks would only need
+/// larger buffers.
 const MIXER: usize = 256;
 
 /// Executes operations on the CPU.
@@ -60,10 +60,10 @@ impl Cpu {
         }
     }
 
-    /// Most bytes that the backend allocates for each row of a pass, and independent of the rows. Attention and
-    /// delta nets need the normalised row, the product before the residual sum and a quantized row of up to `widest`
-    /// values. A feed-forward layer needs its input quantized in two formats, and the `inner` intermediate values of
-    /// the `assignments` that are computed together. A dense one needs both.
+    /// Maximum number of bytes that the backend allocates for each row of a pass, and independent of the rows.
+    /// Attention and delta nets need the normalised row, the product before the residual sum and a quantized row of up
+    /// to `widest` values. A feed-forward layer needs its input quantized in two formats, and the `inner` intermediate
+    /// values of the `assignments` that are computed together. A dense one needs both.
     pub fn scratch(hidden: usize, widest: usize, assignments: usize, inner: usize) -> [usize; 2] {
         let both = 2 * 4 * hidden + QuantizedRows::row_bytes(widest);
         // Twice: tasks that share a slice store it as f32 first, or the shared expert uses another format.

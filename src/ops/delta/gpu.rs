@@ -91,7 +91,7 @@ impl DeltaRule<'_> {
     }
 }
 
-/// Most heads that a following product can norm.
+/// Maximum number of heads that a following product can norm.
 const MOST_HEADS: usize = 64;
 
 impl DeltaNet<'_> {

@@ -24,12 +24,13 @@ use std::{
 
 /// Tokens that one task computes together. Their results fit into a core's cache with the unpacked weights.
 const BLOCK: usize = 128;
-/// Most rows of a gate or up projection in one task.
+/// Maximum number of rows of a gate or up projection in one task.
 const SLICE: usize = 128;
 /// Bytes of a down projection in one task.
 const TASK: usize = 64 << 10;
 
-/// Most assignments, besides one for each row, that are computed at once. Bounds the buffers between up and down.
+/// Maximum number of assignments (chosen experts of tokens) that are computed together, in addition to one for each
+/// row. Bounds the buffers between up and down.
 pub(in crate::ops) const MAX_ASSIGNMENTS: usize = 512;
 
 /// One expert. `gate` and `up` are `[I, H]`, `down` is `[H, I]`.

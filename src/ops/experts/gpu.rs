@@ -11,7 +11,7 @@ use crate::{
     },
 };
 
-/// Most assignments of a job on matrix units.
+/// Maximum number of assignments of a job on matrix units.
 const JOB: usize = 32;
 /// Slabs that a kernel can be given.
 const SLABS: usize = 4;

@@ -13,11 +13,11 @@ use std::{
 
 /// Kernels load 16 bytes at a time.
 const ALIGN: usize = 16;
-/// Most rows that are computed as in decoding, with experts found through the slot table.
+/// Maximum number of rows that are computed as in decoding, with experts found through the slot table.
 const DECODE_ROWS: usize = 16;
-/// Most rows of attention per launch: enough to fill a large GPU.
+/// Maximum number of rows of attention per launch: enough to fill a large GPU.
 const ATTENTION_ROWS: usize = 128;
-/// Most bytes of partial results of attention. Fewer rows are computed at once to stay below it.
+/// Maximum size of partial results of attention in bytes. Fewer rows are computed at once to stay below it.
 const MAX_PARTIAL_BYTES: usize = 64 << 20;
 /// Layers of a pass that are encoded before the first submission.
 const FIRST_SUBMIT: usize = 2;

@@ -16,14 +16,14 @@ use crate::{
 };
 use std::{cell::RefCell, ops::Range};
 
-/// Tasks have a multiple of this many rows of weights, the block height of the widest kernel. A single row of
-/// activations uses no blocks, and half as many rows.
+/// Tasks have a multiple of this many rows of weights, the block height of the widest kernel. For a single row
+/// of activations, which uses no blocks, it is half of this.
 const ROW_UNIT: usize = 32;
-/// Least and most bytes of weights in a task. Smaller tasks would cost too much to claim; larger ones would let
-/// threads wait for the last task.
+/// Minimum and maximum number of bytes of weights in a task. Smaller tasks would cost too much to claim; larger ones
+/// would let threads wait for the last task.
 const TASK_BYTES: Range<usize> = 16 << 10..96 << 10;
-/// Most rows of activations in a task. Their quantized values stay in L2 while weights are read, and many tasks end
-/// at the same time. Tasks with neighbouring numbers share them.
+/// Maximum number of rows of activations in a task. Their quantized values stay in L2 while weights are read.
+/// Tasks with consecutive numbers share them. There are many tasks, so the threads finish at about the same time.
 const BLOCK: usize = 128;
 
 wide! {

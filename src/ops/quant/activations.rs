@@ -18,7 +18,7 @@ use crate::{
     ops::simd::{CacheLine, wide},
 };
 
-/// Most levels. A product with the inverse scale then stays below `levels + 1/2`, however it is rounded.
+/// Maximum number of levels. A product with the inverse scale then stays below `levels + 1/2`, however it is rounded.
 const MAX_LEVELS: u32 = 1 << 21;
 /// A group whose largest magnitude is below this counts as zero, because its inverse scale would overflow.
 const TINY: f32 = 1e-30;

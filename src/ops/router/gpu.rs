@@ -10,7 +10,7 @@ use crate::{
 };
 
 impl Router<'_> {
-    /// The product of the scores, then the selection. Panics above 1024 experts.
+    /// Launches the matrix product of the scores, then the selection. Panics above 1024 experts.
     pub fn launches(&self) -> [Launch; 2] {
         let Self { layer, tokens, x, norm, scores, .. } = *self;
         let mut matrices = [layer.router; 4];
@@ -23,8 +23,8 @@ impl Router<'_> {
         [product.launch(), self.choice()]
     }
 
-    /// The same with the shared expert's products on matrix units. The router's scores stay in f32: they are
-    /// computed from the stored normed rows, so the norm must store them.
+    /// As [`Router::launches`], with the shared expert's products on matrix units. The router's scores stay in f32: they
+    /// are computed from the stored normed rows, so the norm must store them.
     pub(in crate::ops) fn halves(&self, room: Region) -> Option<Vec<Launch>> {
         let Self { layer, tokens, x, norm, scores, .. } = *self;
         let kept = norm?.keep?;

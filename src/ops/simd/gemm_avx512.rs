@@ -14,7 +14,7 @@ use super::{
     cache_line::CacheLine,
     operands::{Activations, AffineWeight, OutPtr},
     scratch::SimdScratch,
-    tile_avx512::{ROWS, WeightTiles, fill_codes, fill_constants, room},
+    tile_avx512::{ROWS, WeightTiles, ensure_len, fill_codes, fill_constants},
 };
 use crate::ops::quant::QuantizedRow;
 
@@ -64,7 +64,7 @@ unsafe fn block<const M: usize>(
     let groups = weight.groups();
     let few = inputs.len() <= FEW_INPUTS;
     let step = if few { LANES / 2 } else { groups };
-    room(&mut tiles.lanes, if few { inputs.len() } else { 4 } * M * LANES);
+    ensure_len(&mut tiles.lanes, if few { inputs.len() } else { 4 } * M * LANES);
     // SAFETY: the rows exist, and the accumulators have been allocated. The caller guarantees the rest.
     unsafe {
         for tile in 0..M {

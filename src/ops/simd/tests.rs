@@ -183,7 +183,7 @@ fn same(a: &[f32], b: &[f32], what: &str) {
 
 #[test]
 fn every_isa_gives_the_reference_bytes() {
-    // Read by tests/neon.sh.
+    // tests/neon.sh reads this line.
     println!("kernels: {:?}", Isa::all());
     let mut random = Random(1);
     for bits in [2, 3, 4, 5, 6, 8] {

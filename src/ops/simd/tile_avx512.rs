@@ -25,13 +25,13 @@ pub struct WeightTiles {
 }
 
 /// Grows `vectors` to at least `count`.
-pub fn room(vectors: &mut Vec<CacheLine>, count: usize) {
+pub fn ensure_len(vectors: &mut Vec<CacheLine>, count: usize) {
     vectors.resize(count.max(vectors.len()), CacheLine::ZERO);
 }
 
 /// Loads the scales and biases of rows `row..row + 16`, one vector for each group. Writes from vector `at` on,
-/// `STEP` vectors apart. Like all functions here, it may also overwrite later vectors, up to a multiple of sixteen
-/// words of each row.
+/// `STEP` vectors apart. All functions here pad each row to a multiple of sixteen words, so they may overwrite later
+/// vectors.
 #[inline]
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
 pub unsafe fn fill_constants<const STEP: usize>(
@@ -42,7 +42,7 @@ pub unsafe fn fill_constants<const STEP: usize>(
 ) {
     let (scales, biases) = weight.constants(row);
     for (from, to) in [(scales, &mut tiles.scales), (biases, &mut tiles.biases)] {
-        room(to, at + weight.groups().next_multiple_of(ROWS) * STEP);
+        ensure_len(to, at + weight.groups().next_multiple_of(ROWS) * STEP);
         // SAFETY: there is space for all groups.
         unsafe { constants::<STEP>(weight, from.as_ptr(), to.as_mut_ptr().add(at)) };
     }
@@ -84,7 +84,7 @@ pub unsafe fn fill_codes<const STEP: usize>(
     at: usize,
 ) {
     let (cols, stride) = (groups.len() * weight.group, weight.cols * weight.bits / 8);
-    room(&mut tiles.codes, at + (cols / 4).next_multiple_of(2 * ROWS) * STEP);
+    ensure_len(&mut tiles.codes, at + (cols / 4).next_multiple_of(2 * ROWS) * STEP);
     let codes = tiles.codes.as_mut_ptr();
     let from = weight.codes(row).as_ptr().wrapping_add(groups.start * weight.group * weight.bits / 8);
     // SAFETY: sixteen rows follow each other, there is space for the vectors of these columns, and the processor has

@@ -14,7 +14,7 @@ use crate::{
 use serde::Serialize;
 use std::{fmt, path::Path};
 
-/// Most tokens of the answer that warms up.
+/// Maximum number of tokens of the answer that warms up.
 const WARM_UP: usize = 32;
 
 /// The whole report, in the shape that `--json` prints.

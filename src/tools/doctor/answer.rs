@@ -23,7 +23,7 @@ const COUNT: usize = 48;
 /// Context in tokens. The question and its answer need no more.
 const CONTEXT: usize = 256;
 
-/// DemoAnswer of one device, or its error.
+/// The answer of one device, or its error.
 #[derive(Debug, Clone, Serialize)]
 pub struct DemoAnswer {
     pub device: String,
@@ -70,7 +70,7 @@ impl DemoModel {
         Ok(Qwen::load(&self.checkpoint.dir, &options, &Metrics::new("doctor", "cpu"), &mut |_, _| ())?)
     }
 
-    /// DemoAnswer of the CPU with one kind of arithmetic.
+    /// The CPU's answer with one kind of arithmetic.
     pub fn on_cpu(&self, math: CpuArithmetic) -> Result<DemoAnswer, CommandError> {
         let device = match math {
             CpuArithmetic::F32 => "cpu, plain f32",
@@ -79,7 +79,7 @@ impl DemoModel {
         Ok(self.ask(device, self.load(math, None)?))
     }
 
-    /// DemoAnswer of the GPU. Its errors are part of the report.
+    /// The GPU's answer. Its errors are part of the report.
     pub fn on_gpu(&self, gpu: Box<dyn Gpu>) -> Result<DemoAnswer, CommandError> {
         let qwen = self.load(CpuArithmetic::F32, Some(working_set(&*gpu)))?;
         Ok(match qwen.move_to(gpu) {
@@ -88,8 +88,8 @@ impl DemoModel {
         })
     }
 
-    /// DemoAnswer of the reference implementation on a Candle device. The reference computes whole sequences only, so it evaluates
-    /// `answer` of another device, and its own answer ends at the first difference. Errors are part of the report.
+    /// The answer of the reference implementation on a Candle device. The reference computes whole sequences only, so it
+    /// evaluates `answer` of another device, and its own answer ends at the first difference. Errors are part of the report.
     pub fn by_reference(&self, device: &Device, answer: &[u32]) -> DemoAnswer {
         let name = format!("reference, Candle's {}", if device.is_cpu() { "cpu" } else { GPU_KIND });
         let begin = Instant::now();

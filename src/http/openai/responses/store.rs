@@ -13,10 +13,10 @@ use std::{
     sync::{Arc, Weak},
 };
 
-/// Most responses in the store.
+/// Maximum number of responses in the store.
 const MAX_RESPONSES: usize = 1000;
 
-/// Most bytes of all responses. The store also never exceeds a quarter of the memory of requests.
+/// Maximum size of all responses in bytes. The store also never exceeds a quarter of the memory of requests.
 const MAX_BYTES: usize = 64 << 20;
 
 /// One response with its input.
@@ -216,7 +216,7 @@ mod tests {
         assert!(store.get("c").is_none() && store.get("d").is_some());
     }
 
-    /// A client that reads slowly shares the bytes of the store, which stay counted until it has read them.
+    /// A response body shares the store's bytes. They stay counted until a slow client has read them.
     #[test]
     fn text_in_use_is_shared_and_counted() {
         let metrics = Metrics::new("0", "cpu");

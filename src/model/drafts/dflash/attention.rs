@@ -65,7 +65,8 @@ impl ContextCache {
     }
 }
 
-/// Most positions that a layer holds of a context. A chunk of a prompt is added before old positions are dropped.
+/// Maximum number of positions that a layer holds of a context. A chunk of a prompt is added before old positions are
+/// dropped.
 fn positions(window: AttentionWindow, context: usize) -> usize {
     window.size.map_or(context, |size| context.min(size.saturating_add(SLACK + CONTEXT_CHUNK)))
 }
