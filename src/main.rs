@@ -15,6 +15,7 @@ use moestro::{
         foreign_flags,
     },
     error::CommandError,
+    platform::gpu_variables::set_gpu_variables,
     tools::{bench, doctor, info, synth},
 };
 use std::{
@@ -23,6 +24,7 @@ use std::{
 };
 
 fn main() -> ExitCode {
+    set_gpu_variables();
     let translated = foreign_flags::translate(std::env::args_os()).unwrap_or_else(|sentence| {
         eprintln!("moestro: {sentence}");
         exit(2)

@@ -64,13 +64,12 @@ async fn serve(config: ServeConfig, settings: Settings, is_ready: &mut bool) -> 
         hangup: hangup_stops,
     };
 
-    let inherited = inherited_listener()?;
-    let on_demand = inherited.is_some();
-    let listener = match inherited {
-        Some(listener) => listener,
-        None => bind(&config.host, config.port).await?,
-    };
-    let address = listener.local_addr().map_err(|source| failed(&config.host, source))?;
+    let mut listeners = inherited_listeners()?;
+    let on_demand = !listeners.is_empty();
+    if !on_demand {
+        listeners.push(bind(&config.host, config.port).await?);
+    }
+    let address = listeners[0].local_addr().map_err(|source| failed(&config.host, source))?;
     let mut server = ServerState::new(metrics.clone(), config.api_key.clone(), cors.clone());
     server.keep_billing_header = config.keep_billing_header;
     server.image_urls = Arc::new(ImageUrls::new(&config.image_urls));
@@ -103,7 +102,7 @@ async fn serve(config: ServeConfig, settings: Settings, is_ready: &mut bool) -> 
     }
     let (closing, closed) = oneshot::channel::<()>();
     let shutdown = async { drop(closed.await) };
-    let mut listeners = vec![(listener, ApiSet::Standard)];
+    let mut listeners: Vec<_> = listeners.into_iter().map(|listener| (listener, ApiSet::Standard)).collect();
     if let Some(port) = config.ollama_port {
         listeners.push((bind(&config.host, port).await?, ApiSet::WithOllama));
         tracing::info!("Ollama's API is at http://{}", SocketAddr::new(address.ip(), port));
@@ -169,14 +168,16 @@ fn ready_line(model: &str, address: SocketAddr, plan: &Value) -> String {
     format!("{model} answers {plan}: http://{address}/v1, with a page at http://{address}/ (Ctrl-C ends it)")
 }
 
-/// The listening socket from the service manager, if it passed one.
-fn inherited_listener() -> Result<Option<TcpListener>, CommandError> {
-    let listener = service::inherited_listener().and_then(|listener| {
-        let Some(listener) = listener else { return Ok(None) };
-        listener.set_nonblocking(true)?;
-        TcpListener::from_std(listener).map(Some)
+/// The listening sockets from the service manager, if it passed any: a host name can have several addresses.
+fn inherited_listeners() -> Result<Vec<TcpListener>, CommandError> {
+    let inherited = service::inherited_listeners().and_then(|listeners| {
+        let listen = |listener: std::net::TcpListener| {
+            listener.set_nonblocking(true)?;
+            TcpListener::from_std(listener)
+        };
+        listeners.into_iter().map(listen).collect()
     });
-    listener.map_err(|source| failed("the service manager's socket", source))
+    inherited.map_err(|source| failed("the service manager's sockets", source))
 }
 
 /// Notifies systemd's watchdog as long as the runtime makes progress.

@@ -10,7 +10,7 @@ use crate::{
 };
 use std::{
     env,
-    ffi::OsStr,
+    ffi::{OsStr, OsString},
     path::{self, Path, PathBuf},
 };
 
@@ -39,10 +39,10 @@ pub fn run(typed: cli::ServiceArgs) -> Result<(), CommandError> {
             match step {
                 ServiceStep::Write(path, text) => println!("write {}:\n{text}", path.display()),
                 ServiceStep::Remove(path) => println!("remove {}", path.display()),
-                ServiceStep::Run(words) | ServiceStep::Try(words) => {
-                    let words: Vec<_> = words.iter().map(|word| word.to_string_lossy()).collect();
-                    println!("run {}", words.join(" "));
+                ServiceStep::Run(words) | ServiceStep::Try(words) | ServiceStep::Retry(words, _) => {
+                    println!("run {}", line(&words));
                 }
+                ServiceStep::WaitUntilGone(words) => println!("repeat until it fails: {}", line(&words)),
             }
         }
         return Ok(());
@@ -65,6 +65,10 @@ fn typed_path(typed: &OsStr, search: Option<&OsStr>, resolved: &Path) -> Option<
         return path::absolute(typed).ok().filter(is_same);
     }
     env::split_paths(search?).map(|dir| dir.join(typed)).find(|path| path.is_file()).filter(is_same)
+}
+
+fn line(words: &[OsString]) -> String {
+    words.iter().map(|word| word.to_string_lossy()).collect::<Vec<_>>().join(" ")
 }
 
 /// Makes an argument absolute if it is an existing path, since the service runs in another directory.

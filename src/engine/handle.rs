@@ -11,6 +11,7 @@ use crate::{
     error::EngineError,
     metrics::Metrics,
     model::{ImageProcessor, Model},
+    platform::os::interactive_thread,
 };
 use std::{io, sync::Arc, thread::JoinHandle, time::Duration};
 
@@ -90,9 +91,10 @@ pub fn spawn_with<M: Model>(
         speculate: options.speculate,
         draft_tokens: options.draft_tokens,
     };
-    let thread = std::thread::Builder::new()
-        .name("engine".into())
-        .spawn(move || Scheduler::new(model, draft, options, queue, cache, metrics).run())?;
+    let thread = std::thread::Builder::new().name("engine".into()).spawn(move || {
+        interactive_thread();
+        Scheduler::new(model, draft, options, queue, cache, metrics).run();
+    })?;
     Ok((handle, Worker { thread }))
 }
 

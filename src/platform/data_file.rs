@@ -11,6 +11,8 @@ use std::{
 pub enum Access {
     /// Bypasses the page cache: `O_DIRECT` on Linux, `F_NOCACHE` on macOS.
     Direct,
+    /// Reads of any alignment with `F_NOCACHE` (macOS): copied through the page cache, which does not keep them.
+    Uncached,
     /// Reads through the page cache, without read-ahead.
     Buffered,
 }
@@ -32,7 +34,7 @@ impl DataFile {
     /// Opens `path`. `Access::Direct` fails with `ErrorKind::Unsupported` if the file system has no direct reads.
     pub fn open(path: &Path, access: Access) -> io::Result<Self> {
         Self::opened(path, access, |file| match access {
-            Access::Direct => os::direct(file),
+            Access::Direct | Access::Uncached => os::direct(file),
             Access::Buffered => os::buffered(file),
         })
     }
@@ -42,7 +44,7 @@ impl DataFile {
     pub fn open_with_block(path: &Path, access: Access, block: usize) -> io::Result<Self> {
         Self::opened(path, access, |file| {
             match access {
-                Access::Direct => os::uncached(file)?,
+                Access::Direct | Access::Uncached => os::uncached(file)?,
                 Access::Buffered => drop(os::buffered(file)?),
             }
             Ok(block)
@@ -52,10 +54,10 @@ impl DataFile {
     fn opened(path: &Path, access: Access, block: impl Fn(&fs::File) -> io::Result<usize>) -> io::Result<Self> {
         let mut options = fs::OpenOptions::new();
         // `O_NONBLOCK`: opening a FIFO without a writer would block otherwise.
-        let flags = if access == Access::Direct { os::DIRECT } else { 0 };
+        let flags = if access == Access::Buffered { 0 } else { os::DIRECT };
         options.read(true).custom_flags(flags | libc::O_NONBLOCK);
         let file = options.open(path).map_err(|error| match error.raw_os_error() {
-            Some(libc::EINVAL) if access == Access::Direct => io::Error::from(io::ErrorKind::Unsupported),
+            Some(libc::EINVAL) if access != Access::Buffered => io::Error::from(io::ErrorKind::Unsupported),
             _ => error,
         })?;
         let meta = file.metadata()?;
@@ -191,8 +193,9 @@ mod os {
 
     pub const DIRECT: i32 = 0;
 
-    /// `F_NOCACHE` accepts any alignment: partial pages go through the cache. So pieces can start where kernels need
-    /// them.
+    /// `F_NOCACHE` accepts any alignment. But the kernel bypasses the cache only if the file offset and the address are
+    /// multiples of 4096. Other reads are copied through the cache, whose pages are dropped afterwards. Pieces of a
+    /// checkpoint must start where kernels need them, so only packs are read directly.
     pub fn direct(file: &fs::File) -> io::Result<usize> {
         uncached(file)?;
         Ok(1)
@@ -216,8 +219,26 @@ mod os {
         Ok(())
     }
 
-    /// macOS cannot drop the cached pages of one file.
-    pub fn drop_cached(_: &fs::File, _: u64, _: usize) {}
+    /// macOS has no call for a descriptor. Invalidating a shared mapping drops the pages that it maps.
+    pub fn drop_cached(file: &fs::File, offset: u64, len: usize) {
+        // SAFETY: a system call without pointers.
+        let page = unsafe { libc::sysconf(libc::_SC_PAGESIZE) }.max(1) as u64;
+        let start = offset / page * page;
+        let len = (offset - start) as usize + len;
+        if len == 0 {
+            return;
+        }
+        // SAFETY: a new mapping of an open file, which nothing reads. It is unmapped once.
+        unsafe {
+            let (read, shared) = (libc::PROT_READ, libc::MAP_SHARED);
+            let at = libc::mmap(std::ptr::null_mut(), len, read, shared, file.as_raw_fd(), start as libc::off_t);
+            if at != libc::MAP_FAILED {
+                // It is only advice, so the result is ignored.
+                libc::msync(at, len, libc::MS_INVALIDATE);
+                libc::munmap(at, len);
+            }
+        }
+    }
 }
 
 #[cfg(not(any(target_os = "linux", target_os = "macos")))]

@@ -3,8 +3,10 @@
 
 pub mod atomic_file;
 mod data_file;
+pub mod gpu_variables;
 mod huge_pages;
 mod jobs;
+mod keep_awake;
 pub mod os;
 mod regular_file;
 pub mod service;
@@ -14,5 +16,6 @@ mod threads;
 pub use data_file::{Access, DataFile, MAX_BLOCK, read_aligned};
 pub use huge_pages::zeroed_buffer;
 pub use jobs::run_jobs;
+pub use keep_awake::KeepAwake;
 pub use regular_file::{FileStamp, check_small_file, open_regular_file, read_small_file, sha256_file};
 pub use threads::Threads;

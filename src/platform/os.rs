@@ -116,6 +116,12 @@ pub fn background_thread() {
     sys::background_thread();
 }
 
+/// Marks this thread as one that a user waits for. macOS then runs it on performance cores, also if the process was started
+/// by a background service.
+pub fn interactive_thread() {
+    sys::interactive_thread();
+}
+
 /// Bytes available to this user on the file system of `path`, or of its nearest existing ancestor.
 pub fn free_space(path: &Path) -> Option<u64> {
     let existing = path.ancestors().find(|p| p.exists()).filter(|p| !p.as_os_str().is_empty());
@@ -196,6 +202,8 @@ mod sys {
         }
     }
 
+    pub fn interactive_thread() {}
+
     pub fn system() -> Option<String> {
         let release = fs::read_to_string("/etc/os-release").ok()?;
         let name = release.lines().find_map(|line| line.strip_prefix("PRETTY_NAME="))?.trim_matches('"');
@@ -264,6 +272,11 @@ mod sys {
     pub fn background_thread() {
         // SAFETY: a system call without pointers on the calling thread. The result is ignored.
         unsafe { libc::pthread_set_qos_class_self_np(libc::qos_class_t::QOS_CLASS_BACKGROUND, 0) };
+    }
+
+    pub fn interactive_thread() {
+        // SAFETY: as above.
+        unsafe { libc::pthread_set_qos_class_self_np(libc::qos_class_t::QOS_CLASS_USER_INITIATED, 0) };
     }
 
     /// The integer value of a `sysctl`.
@@ -345,6 +358,8 @@ mod sys {
     pub const STATE: &str = ".local/state";
 
     pub fn background_thread() {}
+
+    pub fn interactive_thread() {}
 
     pub fn system() -> Option<String> {
         None

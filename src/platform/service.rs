@@ -7,16 +7,30 @@ mod activation;
 mod launchd;
 mod systemd;
 
-pub use activation::{inherited_listener, notify_ready, notify_watchdog, watchdog_interval};
+pub use activation::{inherited_listeners, notify_ready, notify_watchdog, watchdog_interval};
 
 use super::atomic_file::replace_file;
-use std::{ffi::OsString, fs, io, path::PathBuf, process::Command};
+use std::{
+    ffi::OsString,
+    fs, io,
+    path::PathBuf,
+    process::Command,
+    thread,
+    time::{Duration, Instant},
+};
 
 /// The name of the launchd agent.
 const LABEL: &str = "dev.moestro.serve";
 
 /// Number of old log lines shown by `service logs`.
 const LOG_LINES: &str = "100";
+
+/// Longest wait for a stopped service to be gone, and the time between two looks.
+const GONE_TIMEOUT: Duration = Duration::from_secs(30);
+const POLL_INTERVAL: Duration = Duration::from_millis(200);
+/// Most retries of a command that the manager may refuse for a moment, and the time between two.
+const RETRIES: u32 = 3;
+const RETRY_INTERVAL: Duration = Duration::from_secs(2);
 
 /// A program that runs as a service of one user.
 #[derive(Debug, Clone)]
@@ -62,6 +76,10 @@ pub enum ServiceStep {
     Run(Vec<OsString>),
     /// As [`ServiceStep::Run`], but failures are ignored, such as stopping a service that is not running.
     Try(Vec<OsString>),
+    /// Repeats a command until it fails: the service that it describes is gone.
+    WaitUntilGone(Vec<OsString>),
+    /// As [`ServiceStep::Run`], but repeats a command that exits with this code, which can mean "not yet".
+    Retry(Vec<OsString>, i32),
 }
 
 impl ServiceManager {
@@ -80,7 +98,7 @@ impl Service {
     /// The steps of an action, in order.
     pub fn steps(&self, manager: ServiceManager, action: ServiceCommand) -> Vec<ServiceStep> {
         match manager {
-            ServiceManager::Launchd => launchd::steps(self, action),
+            ServiceManager::Launchd => launchd::steps(self, action, &succeeds),
             ServiceManager::Systemd => systemd::steps(self, action),
         }
     }
@@ -90,32 +108,64 @@ impl Service {
     /// # Errors
     /// The file system's, with the path; a command that fails or cannot be run, with its command line.
     pub fn act(&self, manager: ServiceManager, action: ServiceCommand) -> Result<(), String> {
-        self.steps(manager, action).iter().try_for_each(|step| match step {
-            ServiceStep::Write(path, text) => {
-                replace_file(path, text.as_bytes()).map_err(|error| format!("{}: {error}", path.display()))
-            }
-            ServiceStep::Remove(path) => match fs::remove_file(path) {
-                Err(error) if error.kind() != io::ErrorKind::NotFound => Err(format!("{}: {error}", path.display())),
-                _ => Ok(()),
-            },
-            ServiceStep::Run(words) => run(words),
-            ServiceStep::Try(words) => {
-                // Ignores the status and the output.
-                let _ = words.split_first().map(|(program, args)| Command::new(program).args(args).output());
-                Ok(())
-            }
-        })
+        self.steps(manager, action).iter().try_for_each(perform)
     }
 }
 
-fn run(words: &[OsString]) -> Result<(), String> {
-    let line = || words.iter().map(|word| word.to_string_lossy()).collect::<Vec<_>>().join(" ");
-    let Some((program, args)) = words.split_first() else { return Ok(()) };
-    match Command::new(program).args(args).status() {
-        Ok(status) if status.success() => Ok(()),
-        Ok(status) => Err(format!("`{}` failed: {status}", line())),
-        Err(error) => Err(format!("`{}`: {error}", line())),
+fn perform(step: &ServiceStep) -> Result<(), String> {
+    match step {
+        ServiceStep::Write(path, text) => {
+            replace_file(path, text.as_bytes()).map_err(|error| format!("{}: {error}", path.display()))
+        }
+        ServiceStep::Remove(path) => match fs::remove_file(path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(format!("{}: {error}", path.display())),
+            _ => Ok(()),
+        },
+        ServiceStep::Run(words) => run(words, None),
+        ServiceStep::Retry(words, code) => run(words, Some(*code)),
+        ServiceStep::Try(words) => {
+            // Ignores the status and the output.
+            succeeds(words);
+            Ok(())
+        }
+        ServiceStep::WaitUntilGone(words) => {
+            let begin = Instant::now();
+            while succeeds(words) {
+                if begin.elapsed() > GONE_TIMEOUT {
+                    let seconds = GONE_TIMEOUT.as_secs();
+                    return Err(format!("the old service still runs after {seconds} s: `{}` finds it", line(words)));
+                }
+                thread::sleep(POLL_INTERVAL);
+            }
+            Ok(())
+        }
     }
+}
+
+/// True if the command ends with success. Its output is discarded.
+fn succeeds(words: &[OsString]) -> bool {
+    let output = words.split_first().map(|(program, args)| Command::new(program).args(args).output());
+    output.is_some_and(|output| output.is_ok_and(|output| output.status.success()))
+}
+
+/// Runs a command. Repeats it while it exits with `retry_on`.
+fn run(words: &[OsString], retry_on: Option<i32>) -> Result<(), String> {
+    let Some((program, args)) = words.split_first() else { return Ok(()) };
+    let mut retries = if retry_on.is_some() { RETRIES } else { 0 };
+    loop {
+        match Command::new(program).args(args).status() {
+            Ok(status) if status.success() => return Ok(()),
+            Ok(status) if retries > 0 && status.code() == retry_on => thread::sleep(RETRY_INTERVAL),
+            Ok(status) => return Err(format!("`{}` failed: {status}", line(words))),
+            Err(error) => return Err(format!("`{}`: {error}", line(words))),
+        }
+        retries -= 1;
+    }
+}
+
+/// A command line for messages.
+fn line(words: &[OsString]) -> String {
+    words.iter().map(|word| word.to_string_lossy()).collect::<Vec<_>>().join(" ")
 }
 
 /// A command line.

@@ -109,7 +109,13 @@ impl Threads {
         let workers = (1..count)
             .map_while(|index| {
                 let pool = pool.clone();
-                std::thread::Builder::new().name(format!("compute-{index}")).spawn(move || pool.work(index)).ok()
+                std::thread::Builder::new()
+                    .name(format!("compute-{index}"))
+                    .spawn(move || {
+                        super::os::interactive_thread();
+                        pool.work(index);
+                    })
+                    .ok()
             })
             .collect();
         Self { pool, workers, caller: Mutex::new(()) }

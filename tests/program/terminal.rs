@@ -189,6 +189,30 @@ fn inherited_port_loads_on_demand() {
     server.wait().unwrap();
 }
 
+/// `--host localhost` has two addresses, and launchd then passes two sockets.
+#[test]
+fn every_inherited_port_is_served() {
+    let home = tempfile::tempdir().unwrap();
+    let ports = [0, 1].map(|_| TcpListener::bind("127.0.0.1:0").unwrap());
+    let addresses = ports.each_ref().map(|port| port.local_addr().unwrap());
+    let mut command = isolated("sh", home.path());
+    let line = "exec 3<&0 4>&2 </dev/null 2>/dev/null; export LISTEN_PID=$$ LISTEN_FDS=2; exec \"$0\" serve";
+    let [first, second] = ports.map(OwnedFd::from);
+    command.args(["-c", line, MOESTRO]).stdin(first).stdout(Stdio::null()).stderr(second);
+    let mut server = command.spawn().unwrap();
+    drop(command); // Its copies of the sockets.
+    for address in addresses {
+        let mut stream = TcpStream::connect(address).unwrap();
+        stream.set_read_timeout(Some(std::time::Duration::from_secs(20))).unwrap();
+        write!(stream, "GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n").unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).unwrap();
+        assert!(answer.starts_with("HTTP/1.1 200"), "{address}: {answer}");
+    }
+    server.kill().unwrap();
+    server.wait().unwrap();
+}
+
 #[test]
 fn server_prints_a_sentence() {
     let home = tempfile::tempdir().unwrap();

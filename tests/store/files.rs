@@ -38,6 +38,29 @@ fn direct_and_buffered_reads_return_same_bytes() {
 }
 
 #[test]
+fn dropped_pages_leave_the_cache() {
+    // Not the directory for temporary files, which may be in memory.
+    let mut named = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let len = 64 * 16384;
+    // One write could become one large block of the cache, which is dropped only as a whole.
+    (0..len / 4096).for_each(|_| named.write_all(&[7; 4096]).unwrap());
+    named.as_file().sync_all().unwrap();
+    let opened = DataFile::open(named.path(), Access::Buffered).unwrap();
+    let cached = || {
+        // SAFETY: the file is not modified while it is mapped.
+        let map = unsafe { memmap2::Mmap::map(named.as_file()).unwrap() };
+        let mut pages = vec![0; len / 4096];
+        // SAFETY: the range is mapped, and `pages` has a byte for each page of at least 4096 bytes.
+        assert_eq!(unsafe { libc::mincore(map.as_ptr().cast_mut().cast(), len, pages.as_mut_ptr().cast()) }, 0);
+        pages.iter().filter(|page: &&u8| **page & 1 == 1).count()
+    };
+    opened.read_at(&mut vec![0; len], 0).unwrap();
+    assert!(cached() > 0);
+    opened.drop_cached(5000, len - 5000);
+    assert!(cached() <= 4, "{} pages", cached());
+}
+
+#[test]
 fn check_unchanged_detects_writes_not_renames() {
     let (named, _) = file_of(1000);
     let opened = DataFile::open(named.path(), Access::Buffered).unwrap();

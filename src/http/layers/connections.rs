@@ -7,7 +7,7 @@
 use super::{body_guard, timeouts::Timeouts};
 use crate::{
     http::{errors::ApiError, routes, state::ServerState},
-    platform::os,
+    platform::{KeepAwake, os},
 };
 use axum::{
     Router,
@@ -191,18 +191,21 @@ impl ConnectionSlots {
 }
 
 /// Marks a slot as busy until the response is sent.
-struct BusyGuard(Arc<ConnectionSlot>);
+struct BusyGuard {
+    slot: Arc<ConnectionSlot>,
+    _awake: KeepAwake,
+}
 
 impl BusyGuard {
     fn new(slot: Arc<ConnectionSlot>) -> Self {
         *slot.idle_since.lock() = None;
-        Self(slot)
+        Self { slot, _awake: KeepAwake::new() }
     }
 }
 
 impl Drop for BusyGuard {
     fn drop(&mut self) {
-        *self.0.idle_since.lock() = Some(Instant::now());
+        *self.slot.idle_since.lock() = Some(Instant::now());
     }
 }
 

@@ -5,23 +5,25 @@ use std::{io, net::TcpListener, time::Duration};
 /// Name of the socket in the launchd property list.
 pub const SOCKET: &str = "Listener";
 
-/// The listening socket that the service manager opened for this process, if any.
+/// The listening sockets that the service manager opened for this process. Empty if another process started this one.
 ///
 /// # Errors
-/// The inherited descriptor is not a TCP socket.
-pub fn inherited_listener() -> io::Result<Option<TcpListener>> {
-    if let Some(listener) = listenfd::ListenFd::from_env().take_tcp_listener(0)? {
-        return Ok(Some(listener));
+/// An inherited descriptor is not a TCP socket.
+pub fn inherited_listeners() -> io::Result<Vec<TcpListener>> {
+    let mut passed = listenfd::ListenFd::from_env();
+    let mut listeners = Vec::new();
+    for index in 0..passed.len() {
+        listeners.extend(passed.take_tcp_listener(index)?);
     }
     #[cfg(target_os = "macos")]
-    return Ok(launchd());
-    #[cfg(not(target_os = "macos"))]
-    Ok(None)
+    listeners.extend(launchd());
+    Ok(listeners)
 }
 
-/// The socket from launchd; `None` if launchd did not start this process with one.
+/// The sockets from launchd; none if launchd did not start this process with any. A host name with several addresses
+/// has one for each: `localhost` has `::1` and `127.0.0.1`.
 #[cfg(target_os = "macos")]
-fn launchd() -> Option<TcpListener> {
+fn launchd() -> Vec<TcpListener> {
     use std::{ffi::CString, os::fd::FromRawFd, ptr};
 
     unsafe extern "C" {
@@ -31,17 +33,17 @@ fn launchd() -> Option<TcpListener> {
             count: *mut libc::size_t,
         ) -> libc::c_int;
     }
-    let name = CString::new(SOCKET).ok()?;
+    let Ok(name) = CString::new(SOCKET) else { return Vec::new() };
     let (mut fds, mut count) = (ptr::null_mut(), 0);
     // SAFETY: the name is a C string. The two out-pointers are valid and written only if 0 is returned.
-    if unsafe { launch_activate_socket(name.as_ptr(), &mut fds, &mut count) } != 0 || fds.is_null() || count == 0 {
-        return None;
+    if unsafe { launch_activate_socket(name.as_ptr(), &mut fds, &mut count) } != 0 || fds.is_null() {
+        return Vec::new();
     }
     // SAFETY: launchd returned `count` descriptors that this process owns, in memory that `free` accepts.
     unsafe {
-        let first = *fds;
+        let listeners = (0..count).map(|index| TcpListener::from_raw_fd(*fds.add(index))).collect();
         libc::free(fds.cast());
-        Some(TcpListener::from_raw_fd(first))
+        listeners
     }
 }
 

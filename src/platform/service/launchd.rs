@@ -1,6 +1,7 @@
 //! launchd: a property list in the user's `LaunchAgents`, and `launchctl` commands.
 
 use super::{LABEL, LOG_LINES, Service, ServiceCommand, ServiceStep, words};
+use crate::platform::gpu_variables::GPU_VARIABLES;
 use plist::{Dictionary, Value};
 use std::{ffi::OsString, path::PathBuf};
 
@@ -14,8 +15,45 @@ fn logs(service: &Service) -> PathBuf {
     service.home.join("Library/Logs/moestro")
 }
 
+/// The exit code of `launchctl bootstrap` while the old agent's label is still in use.
+const STILL_IN_USE: i32 = 5;
+
+/// A launchd domain of one user.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum LaunchdDomain {
+    /// The session at the screen.
+    Gui,
+    /// All sessions, also without a login at the screen, such as over SSH.
+    User,
+}
+
+impl LaunchdDomain {
+    fn name(self, user: u32) -> String {
+        match self {
+            LaunchdDomain::Gui => format!("gui/{user}"),
+            LaunchdDomain::User => format!("user/{user}"),
+        }
+    }
+
+    /// The domain for a new agent. The screen's session does not exist if the user is logged in over SSH only.
+    fn for_new_agent(user: u32, succeeds: &dyn Fn(&[OsString]) -> bool) -> Self {
+        let has_session = succeeds(&words(["launchctl", "print", &LaunchdDomain::Gui.name(user)]));
+        if has_session { LaunchdDomain::Gui } else { LaunchdDomain::User }
+    }
+
+    /// The domain that has the agent.
+    fn of_agent(user: u32, succeeds: &dyn Fn(&[OsString]) -> bool) -> Self {
+        let has = |domain: Self| succeeds(&words(["launchctl", "print", &domain.target(user)]));
+        if !has(LaunchdDomain::Gui) && has(LaunchdDomain::User) { LaunchdDomain::User } else { LaunchdDomain::Gui }
+    }
+
+    fn target(self, user: u32) -> String {
+        format!("{}/{LABEL}", self.name(user))
+    }
+}
+
 /// The agent's property list.
-pub fn plist(service: &Service) -> Dictionary {
+fn plist(service: &Service, domain: LaunchdDomain) -> Dictionary {
     let text = |text: &str| Value::String(text.into());
     let path = |path: PathBuf| Value::String(path.to_string_lossy().into_owned());
     let logs = logs(service);
@@ -47,36 +85,54 @@ pub fn plist(service: &Service) -> Dictionary {
     list.insert("LowPriorityIO".into(), Value::Boolean(false));
     // Longer than the grace period of running requests.
     list.insert("ExitTimeOut".into(), Value::Integer(15.into()));
+    let variables = GPU_VARIABLES.map(|(name, value)| (name, text(value)));
+    list.insert("EnvironmentVariables".into(), Value::Dictionary(Dictionary::from_iter(variables)));
+    if domain == LaunchdDomain::User {
+        // Agents belong to the screen's session by default.
+        list.insert("LimitLoadToSessionType".into(), text("Background"));
+    }
     // The log has its own files. This one gets panic messages and output before the log is open.
     list.insert("StandardErrorPath".into(), path(logs.join("stderr.log")));
     list.insert("StandardOutPath".into(), text("/dev/null"));
     list
 }
 
-pub fn steps(service: &Service, action: ServiceCommand) -> Vec<ServiceStep> {
-    let (file, session) = (file(service), format!("gui/{}", service.user));
-    let target = format!("{session}/{LABEL}");
+/// `succeeds` runs a command and returns true if it ended with success.
+pub fn steps(service: &Service, action: ServiceCommand, succeeds: &dyn Fn(&[OsString]) -> bool) -> Vec<ServiceStep> {
+    let (file, user) = (file(service), service.user);
+    // `bootout` returns before the process has ended. Until then its label is in use.
+    let stop =
+        [LaunchdDomain::Gui, LaunchdDomain::User].map(|domain| domain.target(user)).into_iter().flat_map(|old| {
+            [
+                ServiceStep::Try(words(["launchctl", "bootout", &old])),
+                ServiceStep::WaitUntilGone(words(["launchctl", "print", &old])),
+            ]
+        });
+    let run = |command: &[&str]| {
+        let target = LaunchdDomain::of_agent(user, succeeds).target(user);
+        let words = ["launchctl"].iter().chain(command).map(OsString::from).chain([target.into()]);
+        vec![ServiceStep::Run(words.collect())]
+    };
     match action {
         ServiceCommand::Install => {
+            let domain = LaunchdDomain::for_new_agent(user, succeeds);
             let mut text = Vec::new();
             // Writing to memory does not fail.
-            let _ = Value::Dictionary(plist(service)).to_writer_xml(&mut text);
-            let mut load = words(["launchctl", "bootstrap", &session]);
+            let _ = Value::Dictionary(plist(service, domain)).to_writer_xml(&mut text);
+            let mut load = words(["launchctl", "bootstrap", &domain.name(user)]);
             load.push(file.clone().into_os_string());
-            vec![
-                ServiceStep::Try(words(["launchctl", "bootout", &target])),
+            let install = [
                 ServiceStep::Write(logs(service).join("stderr.log"), String::new()),
                 ServiceStep::Write(file, String::from_utf8_lossy(&text).into_owned()),
-                ServiceStep::Run(load),
-            ]
+                ServiceStep::Retry(load, STILL_IN_USE),
+            ];
+            stop.chain(install).collect()
         }
-        ServiceCommand::Uninstall => {
-            vec![ServiceStep::Try(words(["launchctl", "bootout", &target])), ServiceStep::Remove(file)]
-        }
-        ServiceCommand::Start => vec![ServiceStep::Run(words(["launchctl", "kickstart", &target]))],
-        ServiceCommand::Stop => vec![ServiceStep::Run(words(["launchctl", "kill", "SIGTERM", &target]))],
-        ServiceCommand::Reload => vec![ServiceStep::Run(words(["launchctl", "kill", "SIGHUP", &target]))],
-        ServiceCommand::Status => vec![ServiceStep::Run(words(["launchctl", "print", &target]))],
+        ServiceCommand::Uninstall => stop.chain([ServiceStep::Remove(file)]).collect(),
+        ServiceCommand::Start => run(&["kickstart"]),
+        ServiceCommand::Stop => run(&["kill", "SIGTERM"]),
+        ServiceCommand::Reload => run(&["kill", "SIGHUP"]),
+        ServiceCommand::Status => run(&["print"]),
         ServiceCommand::Logs => {
             let mut follow: Vec<OsString> = words(["/bin/sh", "-c"]);
             // Follow the newest file.

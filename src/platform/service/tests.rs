@@ -30,7 +30,62 @@ fn launchd_property_list_round_trips() {
     assert_eq!(list["ProcessType"].as_string(), Some("Interactive"));
     assert_eq!(list["KeepAlive"].as_dictionary().unwrap()["SuccessfulExit"].as_boolean(), Some(false));
     assert!(list.get("Sockets").is_none());
-    assert!(matches!(steps.last(), Some(ServiceStep::Run(words)) if words[1] == "bootstrap" && words[2] == "gui/501"));
+    let variables = list["EnvironmentVariables"].as_dictionary().unwrap();
+    assert_eq!(variables["AGX_RELAX_CDM_CTXSTORE_TIMEOUT"].as_string(), Some("1"));
+}
+
+/// The steps on a Mac whose `launchctl print` finds only the domains and agents in `known`.
+fn launchd_steps(action: ServiceCommand, known: &[&str]) -> Vec<ServiceStep> {
+    launchd::steps(&service(None), action, &|words| known.contains(&words[2].to_str().unwrap()))
+}
+
+#[test]
+fn install_waits_for_the_old_agent() {
+    let print = words(["launchctl", "print", "gui/501/dev.moestro.serve"]);
+    for action in [ServiceCommand::Install, ServiceCommand::Uninstall] {
+        let steps = launchd_steps(action, &["gui/501"]);
+        assert_eq!(steps[0], ServiceStep::Try(words(["launchctl", "bootout", "gui/501/dev.moestro.serve"])));
+        assert_eq!(steps[1], ServiceStep::WaitUntilGone(print.clone()));
+    }
+    // Until the old process has ended, `bootstrap` exits with 5.
+    let steps = launchd_steps(ServiceCommand::Install, &["gui/501"]);
+    assert!(
+        matches!(steps.last(), Some(ServiceStep::Retry(words, 5)) if words[1] == "bootstrap" && words[2] == "gui/501")
+    );
+}
+
+#[test]
+fn agent_runs_without_a_screen_session() {
+    let steps = launchd_steps(ServiceCommand::Install, &[]);
+    assert!(matches!(steps.last(), Some(ServiceStep::Retry(words, 5)) if words[2] == "user/501"), "{steps:?}");
+    let has_type = |steps: &[ServiceStep]| written(steps, "dev.moestro.serve.plist").contains("LimitLoadToSessionType");
+    assert!(has_type(&steps) && !has_type(&launchd_steps(ServiceCommand::Install, &["gui/501"])));
+    for (known, target) in [
+        ("gui/501/dev.moestro.serve", "gui/501/dev.moestro.serve"),
+        ("user/501/dev.moestro.serve", "user/501/dev.moestro.serve"),
+        ("", "gui/501/dev.moestro.serve"),
+    ] {
+        let start = launchd_steps(ServiceCommand::Start, &[known]);
+        assert_eq!(start, [ServiceStep::Run(words(["launchctl", "kickstart", target]))]);
+    }
+}
+
+#[test]
+fn steps_wait_and_retry() {
+    let dir = tempfile::tempdir().unwrap();
+    let shell = |script: &str| {
+        let mut words = words(["/bin/sh", "-c", script]);
+        words.push(dir.path().into());
+        words
+    };
+    // Each fails or succeeds depending on how often it ran.
+    let gone = shell("echo >> $0/looks; test $(wc -l < $0/looks) -lt 3");
+    perform(&ServiceStep::WaitUntilGone(gone)).unwrap();
+    let busy = shell("echo >> $0/tries; test $(wc -l < $0/tries) -ge 2 || exit 5");
+    perform(&ServiceStep::Retry(busy, 5)).unwrap();
+    assert!(perform(&ServiceStep::Retry(shell("exit 6"), 5)).unwrap_err().contains("exit 6"));
+    let count = |file: &str| fs::read_to_string(dir.path().join(file)).unwrap().lines().count();
+    assert_eq!((count("looks"), count("tries")), (3, 2));
 }
 
 #[test]
