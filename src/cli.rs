@@ -13,7 +13,7 @@ use model_args::{
 };
 use std::path::PathBuf;
 use tool_args::{BenchArgs, DoctorArgs, InfoArgs, PackArgs, SynthArgs};
-use values::{LogFormat, LogLevel};
+use values::{LogFormat, LogLevel, PackMode};
 
 #[derive(Debug, Parser)]
 #[command(name = "moestro", version, about, max_term_width = 100, args_override_self = true)]
@@ -146,6 +146,9 @@ pub struct ServeArgs {
     /// Hosts that images may be fetched from, separated by commas, with a port unless it is the scheme's own [default: none]
     #[arg(long, env = "MOESTRO_IMAGE_URLS", value_name = "HOSTS", value_parser = values::hosts_with_ports, hide_short_help = true, help_heading = "Server")]
     pub image_urls: Option<String>,
+    /// Pack a model that reads its experts from an unpacked checkpoint: once, in the background, if the disk has room
+    #[arg(long, env = "MOESTRO_PACK", value_enum, default_value_t, hide_short_help = true, help_heading = "Server")]
+    pub pack: PackMode,
     /// Write the log to files in this directory, at most 128 MiB of them, instead of stderr
     #[arg(long, env = "MOESTRO_LOG_DIR", value_name = "DIR", hide_short_help = true, help_heading = "Server")]
     pub log_dir: Option<PathBuf>,

@@ -4,7 +4,9 @@ pub mod config_file;
 pub mod foreign_flags;
 pub mod generation_config;
 
-pub use crate::cli::values::{Device, DraftModel, ExpertIo, KvBitsArg, OnOff, Parallel, SpeculationMode, Switch};
+pub use crate::cli::values::{
+    Device, DraftModel, ExpertIo, KvBitsArg, OnOff, PackMode, Parallel, SpeculationMode, Switch,
+};
 pub use generation_config::GenerationDefaults;
 
 use crate::cli::{self, values};
@@ -167,6 +169,7 @@ pub struct ServeConfig {
     pub keep_billing_header: bool,
     /// Hosts that images may be fetched from.
     pub image_urls: Vec<String>,
+    pub pack: PackMode,
     /// Directory of the prompt cache on disk, and its size limit in bytes.
     pub prompt_cache_dir: PromptCacheDir,
     pub prompt_cache_disk: u64,
@@ -197,6 +200,7 @@ impl ServeConfig {
             models_dir: typed.home.models_dir,
             keep_billing_header: typed.keep_billing_header,
             image_urls: typed.image_urls.iter().flat_map(|hosts| hosts.split(',')).map(str::to_owned).collect(),
+            pack: typed.pack,
             prompt_cache_dir: match typed.prompt_cache_dir.as_deref() {
                 Some("off") => PromptCacheDir::Off,
                 Some(dir) => PromptCacheDir::In(expand(dir)),

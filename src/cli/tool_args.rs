@@ -127,4 +127,8 @@ pub struct DoctorArgs {
     /// Try a GPU that is refused by default: older than M1, or of a virtual machine
     #[arg(long, env = "MOESTRO_ANY_GPU", value_parser = BoolishValueParser::new())]
     pub any_gpu: bool,
+
+    /// Write the source of every Metal kernel to this directory and exit
+    #[arg(long, value_name = "DIR")]
+    pub print_kernels: Option<PathBuf>,
 }

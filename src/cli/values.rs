@@ -34,6 +34,14 @@ pub enum OnOff {
     Off,
 }
 
+/// Whether a server packs models.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
+pub enum PackMode {
+    #[default]
+    Off,
+    Auto,
+}
+
 /// The format of the log's lines.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
 pub enum LogFormat {

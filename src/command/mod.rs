@@ -3,6 +3,7 @@
 
 mod agents;
 mod answer_printer;
+mod auto_pack;
 mod chat_input;
 mod chat_model;
 mod chat_settings;

@@ -2,6 +2,7 @@
 
 use super::{
     CheckpointMeta,
+    auto_pack::pack_or_suggest,
     device_choice::DeviceChoice,
     load_model,
     local_models::{self, CatalogEntry, Origin},
@@ -160,6 +161,7 @@ impl ModelCatalog {
             }
             loaded => loaded?,
         };
+        pack_or_suggest(config.pack, &model.model, &checkpoint.dir);
         let options = Options {
             parallel: model.model.plan().parallel,
             max_queue: config.max_queue,

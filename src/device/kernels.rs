@@ -22,6 +22,14 @@ pub const TILES: &str = include_str!("../../kernels/tiles.metal");
 /// The macros of the kernel dialect for Metal.
 pub const METAL_SHIM: &str = include_str!("../../kernels/shim/metal.h");
 
+/// A kernel that writes to the second page of the address space, which no process maps. The argument hides the address
+/// from the compiler.
+pub const METAL_FAULT: &str = "#include <metal_stdlib>
+kernel void fault(constant uint& zero [[buffer(0)]]) {
+    *(volatile device uint*)(16384ul + zero) = 1;
+}
+";
+
 /// The macros of the kernel dialect for CUDA.
 pub const CUDA_SHIM: &str = include_str!("../../kernels/shim/cuda.h");
 
@@ -45,6 +53,12 @@ pub struct CompiledKernels<L> {
     pub refused: Vec<(String, String)>,
     /// True if the kernels that need matrix units are included.
     pub has_tiles: bool,
+}
+
+/// The name and complete source of every file for Metal: what the library compiles, and what `moestro doctor
+/// --print-kernels` writes.
+pub fn metal_sources(tiles: bool) -> impl Iterator<Item = (&'static str, String)> {
+    FILES.into_iter().map(move |(name, text)| (name, metal_source(text, tiles)))
 }
 
 /// Compiles all files with `compile_file(name, text, with_tiles)`.

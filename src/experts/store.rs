@@ -173,6 +173,11 @@ impl ExpertStore {
         })
     }
 
+    /// True if the files are a pack.
+    pub fn is_packed(&self) -> bool {
+        self.reader.source().pack_records().is_some()
+    }
+
     /// The access mode of the files.
     pub fn access(&self) -> Access {
         self.access

@@ -3,12 +3,13 @@
 
 mod answer;
 mod gpu;
+mod kernel_files;
 mod report;
 
 use crate::{
     cli,
     command::show,
-    device::{self, CpuArithmetic, Gpu, NO_GPU},
+    device::{self, CpuArithmetic, DeviceError, Gpu, NO_GPU},
     error::CommandError,
     ops::check::{self, Finding},
 };
@@ -23,13 +24,29 @@ use std::time::Instant;
 /// # Errors
 /// `CommandError::Unsound` if a result differs or a check fails.
 pub fn run(typed: &cli::tool_args::DoctorArgs, version: &str) -> Result<(), CommandError> {
-    let found = if typed.any_gpu { device::open_any_gpu() } else { device::open_gpu() };
-    let gpu = found.map_err(|error| error.0).and_then(|gpu| gpu.ok_or_else(|| NO_GPU.into()));
+    if let Some(dir) = &typed.print_kernels {
+        return kernel_files::write(dir);
+    }
+    let gpu = open(typed.any_gpu).map_err(|error| error.0).and_then(|gpu| gpu.ok_or_else(|| NO_GPU.into()));
     let candles = device::open_candle_gpu().filter(|_| gpu.is_ok());
     let mut report = examine(gpu, &[Some(Device::Cpu), candles].into_iter().flatten().collect::<Vec<_>>())?;
     report.machine.version = version.into();
+    // Last, and on another device: macOS may refuse further work of a program that caused a GPU error.
+    if report.gpu.is_ok() {
+        report.recovery = open(typed.any_gpu).ok().flatten().and_then(recover);
+    }
     show(&report, typed.json);
     if report.wrong.is_empty() { Ok(()) } else { Err(CommandError::Unsound(report.wrong.join(", "))) }
+}
+
+fn open(any_gpu: bool) -> Result<Option<Box<dyn Gpu>>, DeviceError> {
+    if any_gpu { device::open_any_gpu() } else { device::open_gpu() }
+}
+
+/// Provokes an error on a GPU and launches again. `None` if the GPU cannot provoke one. The result is reported, but a GPU
+/// that does not recover may still compute correctly.
+pub fn recover(mut gpu: Box<dyn Gpu>) -> Option<Finding> {
+    gpu::recovery(&mut *gpu)
 }
 
 /// Checks this machine with its GPU, or with the reason why it has none. The reference implementation answers on each of the
@@ -52,7 +69,6 @@ pub fn examine(gpu: Result<Box<dyn Gpu>, String>, candle: &[Device]) -> Result<D
             let check_seconds = begin.elapsed().as_secs_f64();
             let (name, working_set) = (gpu.name(), gpu.working_set());
             kernels.extend(gpu::long_buffer(&mut *gpu));
-            kernels.extend(gpu::recovery(&mut *gpu));
             let times = gpu::times(&mut *gpu).ok();
             answers.push(demo.on_gpu(gpu)?);
             Ok(GpuReport { name, working_set, compiled, compile_seconds, check_seconds, times, kernels })

@@ -15,13 +15,6 @@ use std::{cell::OnceCell, collections::BTreeMap};
 
 type Pipeline = Retained<ProtocolObject<dyn MTLComputePipelineState>>;
 
-/// A kernel that writes to the second page of the address space, which no process maps. The argument hides the address
-/// from the compiler.
-const FAULT: &str = "#include <metal_stdlib>
-kernel void fault(constant uint& zero [[buffer(0)]]) {
-    *(volatile device uint*)(16384ul + zero) = 1;
-}";
-
 pub struct MetalLibrary {
     device: Device,
     /// Empty until the sources are compiled.
@@ -88,7 +81,8 @@ impl MetalLibrary {
     /// A pipeline that writes to an unmapped address, for `moestro doctor`.
     pub fn fault_pipeline(&mut self) -> Result<Pipeline, DeviceError> {
         let refused = |error: Retained<NSError>| DeviceError(error.localizedDescription().to_string());
-        let library = self.device.as_ref().newLibraryWithSource_options_error(&NSString::from_str(FAULT), None);
+        let library =
+            self.device.as_ref().newLibraryWithSource_options_error(&NSString::from_str(kernels::METAL_FAULT), None);
         let Some(function) = library.map_err(refused)?.newFunctionWithName(&NSString::from_str("fault")) else {
             return Err(DeviceError("the fault kernel is missing from its library".into()));
         };

@@ -5,7 +5,7 @@ use super::{
     gpu::LaunchTimes,
 };
 use crate::{ops::check::Finding, plan::Size, platform::os};
-use serde::{Serialize, Serializer, ser::SerializeSeq};
+use serde::{Serialize, Serializer};
 use serde_json::json;
 use std::fmt;
 
@@ -60,23 +60,30 @@ pub struct DoctorReport {
     /// Question for the demo model.
     pub question: &'static str,
     pub answers: Vec<DemoAnswer>,
+    /// A provoked error of the GPU, and a launch after it.
+    #[serde(serialize_with = "optional_finding")]
+    pub recovery: Option<Finding>,
     /// Names of checks that differ or fail.
     pub wrong: Vec<String>,
 }
 
 fn findings<S: Serializer>(findings: &[Finding], to: S) -> Result<S::Ok, S::Error> {
-    let mut list = to.serialize_seq(Some(findings.len()))?;
-    for finding in findings {
-        let difference = finding.outcome.as_ref().ok();
-        list.serialize_element(&json!({
-            "name": finding.name,
-            "agrees": finding.agrees(),
-            "difference": difference.map(|(difference, _)| difference),
-            "allowed": difference.map(|(_, allowed)| allowed),
-            "error": finding.outcome.as_ref().err(),
-        }))?;
-    }
-    list.end()
+    to.collect_seq(findings.iter().map(finding_json))
+}
+
+fn optional_finding<S: Serializer>(finding: &Option<Finding>, to: S) -> Result<S::Ok, S::Error> {
+    finding.as_ref().map(finding_json).serialize(to)
+}
+
+fn finding_json(finding: &Finding) -> serde_json::Value {
+    let difference = finding.outcome.as_ref().ok();
+    json!({
+        "name": finding.name,
+        "agrees": finding.agrees(),
+        "difference": difference.map(|(difference, _)| difference),
+        "allowed": difference.map(|(_, allowed)| allowed),
+        "error": finding.outcome.as_ref().err(),
+    })
 }
 
 fn gpu<S: Serializer>(gpu: &Result<GpuReport, String>, to: S) -> Result<S::Ok, S::Error> {
@@ -89,7 +96,7 @@ fn gpu<S: Serializer>(gpu: &Result<GpuReport, String>, to: S) -> Result<S::Ok, S
 impl DoctorReport {
     pub fn new(processor: Vec<Finding>, gpu: Result<GpuReport, String>, answers: Vec<DemoAnswer>) -> Self {
         let (machine, question, wrong) = (HostInfo::here(), QUESTION, Vec::new());
-        let mut report = Self { machine, processor, gpu, question, answers, wrong };
+        let mut report = Self { machine, processor, gpu, question, answers, recovery: None, wrong };
         let kernels = report.gpu.iter().flat_map(|gpu| &gpu.kernels);
         let findings = report.processor.iter().chain(kernels).filter(|finding| !finding.agrees());
         let answers = report.answers.iter().filter(|answer| report.verdict(answer) != AnswerVerdict::Same);
@@ -162,6 +169,11 @@ impl fmt::Display for DoctorReport {
                 }
                 AnswerVerdict::Failed(error) => writeln!(f, "  {device:<24} FAILED: {error}")?,
             }
+        }
+
+        if let Some(recovery) = &self.recovery {
+            writeln!(f, "\na provoked GPU error, and a launch after it:")?;
+            table(f, std::slice::from_ref(recovery))?;
         }
 
         match (self.wrong.is_empty(), &self.gpu) {

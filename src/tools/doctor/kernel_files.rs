@@ -1,0 +1,46 @@
+//! `moestro doctor --print-kernels DIR`: the Metal kernels as files, so that CI compiles the text that a Mac compiles.
+
+use crate::{device::kernels, error::CommandError};
+use std::{fs, path::Path};
+
+/// Writes `NAME.metal` for every kernel file, `NAME.no-tiles.metal` for the same without matrix units, and
+/// `fault.metal`, the kernel that must fail. Creates the directory.
+///
+/// # Errors
+/// A file cannot be written.
+pub fn write(dir: &Path) -> Result<(), CommandError> {
+    let failed = |path: &Path, source| CommandError::Io { what: format!("writing {}", path.display()), source };
+    fs::create_dir_all(dir).map_err(|error| failed(dir, error))?;
+    let with_tiles = kernels::metal_sources(true).map(|(name, text)| (name.to_string(), text));
+    let without = kernels::metal_sources(false).map(|(name, text)| (format!("{name}.no-tiles"), text));
+    let fault = ("fault".to_string(), kernels::METAL_FAULT.to_string());
+    for (name, text) in with_tiles.chain(without).chain([fault]) {
+        let path = dir.join(format!("{name}.metal"));
+        fs::write(&path, text).map_err(|error| failed(&path, error))?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn printed_kernels_match_the_compiled_text() {
+        let dir = tempfile::tempdir().unwrap();
+        let out = dir.path().join("kernels");
+        write(&out).unwrap();
+        let printed = |name: &str| fs::read_to_string(out.join(name)).unwrap();
+        // `compile` asks for every file in both variants if the compiler rejects those with tiles.
+        let mut compiled = Vec::new();
+        kernels::compile(|name, text, tiles| {
+            let file = if tiles { format!("{name}.metal") } else { format!("{name}.no-tiles.metal") };
+            assert!(printed(&file) == kernels::metal_source(text, tiles), "{file}");
+            compiled.push(file);
+            if tiles { Err(String::new()) } else { Ok(()) }
+        });
+        assert_eq!(compiled.len(), 2 * kernels::FILES.len());
+        assert_eq!(fs::read_dir(&out).unwrap().count(), compiled.len() + 1, "and fault.metal");
+        assert_eq!(printed("fault.metal"), kernels::METAL_FAULT);
+    }
+}
