@@ -235,7 +235,8 @@ impl Bench {
         let layer = lab.mixture(8, 8, stacks)?;
         let copies = SPREAD / (8 * stride);
         let small = |word: u64| 0x3c3c_3c3c_3c3c_3c3c ^ word >> 63;
-        let slots = ExpertSlots { slabs: vec![lab.fill(copies * 8 * stride, small)?], per_slab: usize::MAX, stride };
+        let segments = vec![lab.fill(copies * 8 * stride, small)?];
+        let slots = ExpertSlots { segments, table: Region::default(), per_segment: usize::MAX, stride };
         let (x, room) = (lab.floats(tokens * HIDDEN)?, lab.mixture_room(&layer, tokens)?);
         let places: Vec<u32> = (0..8).flat_map(|rank| (0..tokens as u32).map(move |token| token * 8 + rank)).collect();
         let count = tokens as u32;

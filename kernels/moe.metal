@@ -21,18 +21,17 @@ struct ExpertsArgs {
   uint hidden, inner, k, tokens;
   uint shared_inner, row;         // the shared expert's width (0 if there is none); length of a row of act
   uint scores, shared_at;         // length of a row of `scores`; column where the shared expert's gate (then up) starts
-  uint stride, slots;             // size of a slot in units of 16 bytes; slots per slab
+  uint stride;                    // size of a slot in units of 16 bytes
+  uint shift, segments;           // a segment has 1 << shift slots; number of segments
   uint piece_offset[9];                     // offsets of a slot's pieces in units of 16 bytes: codes, scales and biases of gate, up and down
   Matrix gate, up, down, shared;  // `shared`: the shared expert's down
 };
 
-FN DEVICE const uchar* slot_at(CONSTANT ExpertsArgs& a, uint slot, DEVICE const uchar* slab0, DEVICE const uchar* slab1,
-                               DEVICE const uchar* slab2, DEVICE const uchar* slab3) {
-  DEVICE const uchar* p = slab0;
-  if (slot >= a.slots) slot -= a.slots, p = slab1;  // cheaper than a division
-  if (slot >= a.slots) slot -= a.slots, p = slab2;
-  if (slot >= a.slots) slot -= a.slots, p = slab3;
-  return p + ulong(slot) * a.stride * 16;
+// The address of a segment of slots; zero if the device does not use the segment now.
+struct Segment { DEVICE const uchar* bytes; };
+
+FN DEVICE const uchar* slot_at(CONSTANT ExpertsArgs& a, uint slot, DEVICE const Segment* table) {
+  return table[slot >> a.shift].bytes + ulong(slot & ((1u << a.shift) - 1)) * a.stride * 16;
 }
 
 // Piece `i` of an expert: 0 gate, 1 up, 2 down.
@@ -150,15 +149,15 @@ FN void gate_up_shared(CONSTANT ExpertsArgs& a, uint token, DEVICE const float* 
 
 template <bool ANY>
 FN void gate_up_assignments(CONSTANT ExpertsArgs& a, DEVICE const float* x, DEVICE const float* scores, DEVICE const uint* slots,
-                  DEVICE float* act, DEVICE const uchar* slab0, DEVICE const uchar* slab1, DEVICE const uchar* slab2,
-                  DEVICE const uchar* slab3, THREADGROUP float4* scratch, THREADGROUP float* sums THREAD_IDS_PARAM) {
+                  DEVICE float* act,
+                  DEVICE const Segment* table, THREADGROUP float4* scratch, THREADGROUP float* sums THREAD_IDS_PARAM) {
   if (tgid.y == a.k) {
     if (tgid.x == 0) gate_up_shared(a, tgid.z, scores, act THREAD_IDS);
     return;
   }
   const uint token = tgid.z, assignment = token * a.k + tgid.y, slot = slots[assignment], row = (tgid.x * UP_GROUPS + sg) * UP_ROWS;
   if (slot == NO_SLOT) return;
-  DEVICE const uchar* expert = slot_at(a, slot, slab0, slab1, slab2, slab3);
+  DEVICE const uchar* expert = slot_at(a, slot, table);
   if (!ANY) {
     prefetch_rows<UP_ROWS>(piece(a, expert, 0), 4, a.inner, a.hidden, row);
     prefetch_rows<UP_ROWS>(piece(a, expert, 1), 4, a.inner, a.hidden, row);
@@ -169,16 +168,15 @@ FN void gate_up_assignments(CONSTANT ExpertsArgs& a, DEVICE const float* x, DEVI
 // Rows of the sum over ranks of weight * down act, one simdgroup per rank.
 template <bool ANY>
 FN void down(CONSTANT ExpertsArgs& a, DEVICE const float* act, DEVICE const float* weights, DEVICE const uint* slots,
-             DEVICE float* h, WeightPtrs shared, DEVICE const uchar* slab0, DEVICE const uchar* slab1, DEVICE const uchar* slab2,
-             DEVICE const uchar* slab3, THREADGROUP float* part THREAD_IDS_PARAM) {
+             DEVICE float* h, WeightPtrs shared, DEVICE const Segment* table, THREADGROUP float* part THREAD_IDS_PARAM) {
   const uint count = DOWN_PARTS * DOWN_ROWS, row = tgid.x * count, token = tgid.y, ranks = a.shared_inner != 0 ? a.k + 1 : a.k;
   if (!ANY && sg < ranks) {
     // Only for prefetching, so the slots are read before AWAIT. That is safe: if a launch writes them, it precedes the
     // previous launch and has ended.
     const uint slot = sg < a.k ? PEEK(slots + token * a.k + sg) : NO_SLOT;
     if (sg == a.k) prefetch_rows<DOWN_PARTS * DOWN_ROWS>(shared, 4, a.hidden, a.shared_inner, row);
-    else if (slot < 4 * a.slots) {
-      const WeightPtrs w = piece(a, slot_at(a, slot, slab0, slab1, slab2, slab3), 2);
+    else if (slot >> a.shift < a.segments && table[slot >> a.shift].bytes != 0) {
+      const WeightPtrs w = piece(a, slot_at(a, slot, table), 2);
       prefetch_rows<DOWN_PARTS * DOWN_ROWS>(w, 4, a.hidden, a.inner, row);
     }
   }
@@ -189,7 +187,7 @@ FN void down(CONSTANT ExpertsArgs& a, DEVICE const float* act, DEVICE const floa
     weight = weights[token * (a.k + 1) + sg];
     const uint assignment = sg < a.k ? token * a.k + sg : a.tokens * a.k + token, cols = sg < a.k ? a.inner : a.shared_inner;
     WeightPtrs w = shared;
-    if (sg < a.k) w = piece(a, slot_at(a, slots[assignment], slab0, slab1, slab2, slab3), 2);
+    if (sg < a.k) w = piece(a, slot_at(a, slots[assignment], table), 2);
     const ulong from = ulong(assignment) * a.row;
     if (ANY) {
       UNROLL for (uint j = 0; j < DOWN_PARTS; j++)
@@ -217,9 +215,8 @@ FN void job_assignments(DEVICE const uint* job, DEVICE const uint* order, uint d
 
 template <bool ANY>
 FN void gate_up_grouped(CONSTANT ExpertsArgs& a, DEVICE const float* x, DEVICE const uint* job, DEVICE const uint* order,
-                DEVICE float* act, DEVICE const uchar* slab0, DEVICE const uchar* slab1, DEVICE const uchar* slab2,
-                DEVICE const uchar* slab3 THREAD_IDS_PARAM) {
-  DEVICE const uchar* expert = slot_at(a, job[0], slab0, slab1, slab2, slab3);
+                DEVICE float* act, DEVICE const Segment* table THREAD_IDS_PARAM) {
+  DEVICE const uchar* expert = slot_at(a, job[0], table);
   for (uint done = 0; done < job[2]; done += JOB_TOKENS) {
     uint assignment[JOB_TOKENS], token[JOB_TOKENS];
     job_assignments(job, order, done, assignment);
@@ -231,9 +228,8 @@ FN void gate_up_grouped(CONSTANT ExpertsArgs& a, DEVICE const float* x, DEVICE c
 // out[assignment] = down act, without the weight. Grid (ceil(hidden / 16), jobs), 128 threads.
 template <bool ANY>
 FN void down_grouped(CONSTANT ExpertsArgs& a, DEVICE const float* act, DEVICE const uint* job, DEVICE const uint* order,
-                  DEVICE float* out, DEVICE const uchar* slab0, DEVICE const uchar* slab1, DEVICE const uchar* slab2,
-                  DEVICE const uchar* slab3 THREAD_IDS_PARAM) {
-  const WeightPtrs w = piece(a, slot_at(a, job[0], slab0, slab1, slab2, slab3), 2);
+                  DEVICE float* out, DEVICE const Segment* table THREAD_IDS_PARAM) {
+  const WeightPtrs w = piece(a, slot_at(a, job[0], table), 2);
   const uint row = (tgid.x * UP_GROUPS + sg) * DOWN_ROWS;
   for (uint done = 0; done < job[2]; done += JOB_TOKENS) {
     uint assignment[JOB_TOKENS];
@@ -260,10 +256,10 @@ enum { JOB_TILES = 2 };
 
 template <bool ANY>
 FN void gate_up_gemm(CONSTANT ExpertsArgs& a, DEVICE const uint* x, DEVICE const float* scale, DEVICE const uint* job,
-                DEVICE const uint* order, DEVICE float* act, DEVICE const uchar* slab0, DEVICE const uchar* slab1,
-                DEVICE const uchar* slab2, DEVICE const uchar* slab3, THREADGROUP uint4* scratch THREAD_IDS_PARAM) {
+                DEVICE const uint* order, DEVICE float* act, DEVICE const Segment* table,
+                THREADGROUP uint4* scratch THREAD_IDS_PARAM) {
   const uint row = tgid.x * 32, side = tid / 64, mine = min(row + tid / 2 % 32, a.inner - 1), count = job[2];
-  const WeightPtrs w = piece(a, slot_at(a, job[0], slab0, slab1, slab2, slab3), side);
+  const WeightPtrs w = piece(a, slot_at(a, job[0], table), side);
   uint from[JOB_TILES];
   UNROLL for (uint i = 0; i < JOB_TILES; i++) from[i] = order[job[1] + min(i * 16 + tid / 8, count - 1)] / a.k;
   tile_matmul<JOB_TILES, ANY ? 0 : 4>(side == 0 ? a.gate : a.up, w, mine, a.hidden, x, from, scratch THREAD_IDS);
@@ -280,10 +276,10 @@ FN void gate_up_gemm(CONSTANT ExpertsArgs& a, DEVICE const uint* x, DEVICE const
 
 template <bool ANY>
 FN void down_gemm(CONSTANT ExpertsArgs& a, DEVICE const uint* act, DEVICE const float* scale, DEVICE const uint* job,
-                  DEVICE const uint* order, DEVICE float* out, DEVICE const uchar* slab0, DEVICE const uchar* slab1,
-                  DEVICE const uchar* slab2, DEVICE const uchar* slab3, THREADGROUP uint4* scratch THREAD_IDS_PARAM) {
+                  DEVICE const uint* order, DEVICE float* out, DEVICE const Segment* table,
+                  THREADGROUP uint4* scratch THREAD_IDS_PARAM) {
   const uint row = tgid.x * TILE_WIDTH, mine = min(row + tid / 2, a.hidden - 1), count = job[2];
-  const WeightPtrs w = piece(a, slot_at(a, job[0], slab0, slab1, slab2, slab3), 2);
+  const WeightPtrs w = piece(a, slot_at(a, job[0], table), 2);
   uint from[JOB_TILES];
   UNROLL for (uint i = 0; i < JOB_TILES; i++) from[i] = order[job[1] + min(i * 16 + tid / 8, count - 1)];
   tile_matmul<JOB_TILES, ANY ? 0 : 4>(a.down, w, mine, a.inner, act, from, scratch THREAD_IDS);
@@ -296,31 +292,29 @@ FN void down_gemm(CONSTANT ExpertsArgs& a, DEVICE const uint* act, DEVICE const 
 
 #endif
 
-#define SLABS(n) IN(uchar, slab0, n), IN(uchar, slab1, n + 1), IN(uchar, slab2, n + 2), IN(uchar, slab3, n + 3)
-
 #define EXPERTS(suffix, ANY)                                                                                             \
-  KERNEL(moe_gate_up##suffix, ARGS(ExpertsArgs, a), IN(float, x, 1), IN(float, scores, 2), IN(uint, slots, 3),            \
-         OUT(float, act, 4), SLABS(5)) {                                                                                 \
-    SHARED(float4, scratch, ANY ? 1 : STAGED_CHUNKS * 4);                                                                          \
-    SHARED(float, sums, ANY ? 1 : STAGED_CHUNKS);                                                                               \
+  KERNEL(moe_gate_up##suffix, ARGS(ExpertsArgs, a), IN(float, x, 1), IN(float, scores, 2), IN(uint, slots, 3),           \
+         OUT(float, act, 4), IN(Segment, table, 5)) {                                                                    \
+    SHARED(float4, scratch, ANY ? 1 : STAGED_CHUNKS * 4);                                                                \
+    SHARED(float, sums, ANY ? 1 : STAGED_CHUNKS);                                                                        \
     AWAIT();                                                                                                             \
-    gate_up_assignments<ANY>(a, x, scores, slots, act, slab0, slab1, slab2, slab3, scratch, sums THREAD_IDS);                               \
+    gate_up_assignments<ANY>(a, x, scores, slots, act, table, scratch, sums THREAD_IDS);                                 \
   }                                                                                                                      \
-  KERNEL(moe_down##suffix, ARGS(ExpertsArgs, a), IN(float, act, 1), IN(float, weights, 2), IN(uint, slots, 3),       \
-         OUT(float, h, 4), IN(uchar, c, 5), IN(uchar, s, 6), IN(uchar, b, 7), SLABS(8)) {                                \
+  KERNEL(moe_down##suffix, ARGS(ExpertsArgs, a), IN(float, act, 1), IN(float, weights, 2), IN(uint, slots, 3),           \
+         OUT(float, h, 4), IN(uchar, c, 5), IN(uchar, s, 6), IN(uchar, b, 7), IN(Segment, table, 8)) {                   \
     SHARED(float, part, 32 * DOWN_PARTS * DOWN_ROWS);                                                                    \
-    const WeightPtrs shared = {c, s, b};                                                                                      \
-    down<ANY>(a, act, weights, slots, h, shared, slab0, slab1, slab2, slab3, part THREAD_IDS);                                 \
+    const WeightPtrs shared = {c, s, b};                                                                                 \
+    down<ANY>(a, act, weights, slots, h, shared, table, part THREAD_IDS);                                                \
   }                                                                                                                      \
-  KERNEL(moe_gate_up_grouped##suffix, ARGS(ExpertsArgs, a), IN(float, x, 1), IN(uint, jobs, 2), IN(uint, order, 3),          \
-         OUT(float, act, 4), SLABS(5)) {                                                                                 \
+  KERNEL(moe_gate_up_grouped##suffix, ARGS(ExpertsArgs, a), IN(float, x, 1), IN(uint, jobs, 2), IN(uint, order, 3),      \
+         OUT(float, act, 4), IN(Segment, table, 5)) {                                                                    \
     AWAIT();                                                                                                             \
-    gate_up_grouped<ANY>(a, x, jobs + tgid.y * 3, order, act, slab0, slab1, slab2, slab3 THREAD_IDS);                                  \
+    gate_up_grouped<ANY>(a, x, jobs + tgid.y * 3, order, act, table THREAD_IDS);                                         \
   }                                                                                                                      \
-  KERNEL(moe_down_grouped##suffix, ARGS(ExpertsArgs, a), IN(float, act, 1), IN(uint, jobs, 2), IN(uint, order, 3),      \
-         OUT(float, out, 4), SLABS(5)) {                                                                                 \
+  KERNEL(moe_down_grouped##suffix, ARGS(ExpertsArgs, a), IN(float, act, 1), IN(uint, jobs, 2), IN(uint, order, 3),       \
+         OUT(float, out, 4), IN(Segment, table, 5)) {                                                                    \
     AWAIT();                                                                                                             \
-    down_grouped<ANY>(a, act, jobs + tgid.y * 3, order, out, slab0, slab1, slab2, slab3 THREAD_IDS);                              \
+    down_grouped<ANY>(a, act, jobs + tgid.y * 3, order, out, table THREAD_IDS);                                          \
   }
 
 EXPERTS(, false)
@@ -328,17 +322,17 @@ EXPERTS(_any, true)
 
 #ifndef NO_TILES
 #define EXPERTS_HALF(suffix, ANY)                                                                                        \
-  KERNEL(moe_gate_up_gemm##suffix, ARGS(ExpertsArgs, a), IN(uint, x, 1), IN(float, scale, 2), IN(uint, jobs, 3),          \
-         IN(uint, order, 4), OUT(float, act, 5), SLABS(6)) {                                                             \
-    SHARED(uint4, scratch, TileScratch<JOB_TILES>::SIZE);                                                                          \
+  KERNEL(moe_gate_up_gemm##suffix, ARGS(ExpertsArgs, a), IN(uint, x, 1), IN(float, scale, 2), IN(uint, jobs, 3),         \
+         IN(uint, order, 4), OUT(float, act, 5), IN(Segment, table, 6)) {                                                \
+    SHARED(uint4, scratch, TileScratch<JOB_TILES>::SIZE);                                                                \
     AWAIT();                                                                                                             \
-    gate_up_gemm<ANY>(a, x, scale, jobs + tgid.y * 3, order, act, slab0, slab1, slab2, slab3, scratch THREAD_IDS);                     \
+    gate_up_gemm<ANY>(a, x, scale, jobs + tgid.y * 3, order, act, table, scratch THREAD_IDS);                            \
   }                                                                                                                      \
-  KERNEL(moe_down_gemm##suffix, ARGS(ExpertsArgs, a), IN(uint, act, 1), IN(float, scale, 2), IN(uint, jobs, 3),      \
-         IN(uint, order, 4), OUT(float, out, 5), SLABS(6)) {                                                             \
-    SHARED(uint4, scratch, TileScratch<JOB_TILES>::SIZE);                                                                          \
+  KERNEL(moe_down_gemm##suffix, ARGS(ExpertsArgs, a), IN(uint, act, 1), IN(float, scale, 2), IN(uint, jobs, 3),          \
+         IN(uint, order, 4), OUT(float, out, 5), IN(Segment, table, 6)) {                                                \
+    SHARED(uint4, scratch, TileScratch<JOB_TILES>::SIZE);                                                                \
     AWAIT();                                                                                                             \
-    down_gemm<ANY>(a, act, scale, jobs + tgid.y * 3, order, out, slab0, slab1, slab2, slab3, scratch THREAD_IDS);                 \
+    down_gemm<ANY>(a, act, scale, jobs + tgid.y * 3, order, out, table, scratch THREAD_IDS);                             \
   }
 
 EXPERTS_HALF(, false)

@@ -2,6 +2,12 @@
 
 use std::{io, path::PathBuf};
 
+/// What Metal's error says if macOS ended GPU work because it delayed the screen.
+pub const GPU_INTERACTIVITY: &str = "Impacting Interactivity";
+/// What a user can do about it.
+pub const GPU_INTERACTIVITY_REMEDY: &str =
+    "start Moestro with AGX_RELAX_CDM_CTXSTORE_TIMEOUT=1, use a smaller --prefill-chunk, or let the display sleep";
+
 /// Errors of templates and tokenizers.
 #[derive(Debug, thiserror::Error)]
 pub enum ChatError {

@@ -94,8 +94,9 @@ class Bench:
         one = b"".join(random.bytes(codes) + bf16(scales // 2) + bf16(scales // 2) for _ in range(3))
         for slot in range(slots):
             self.gpu.write(slab + slot * stride, one)
+        table = self.keep(int(slab).to_bytes(8, "little"))  # one segment
         matrix = lambda r: words(r, 4, 64, 2, 1.0)
-        args = [hidden, inner, k, 1, 0, inner, 256, 0, stride // 16, slots] + at
+        args = [hidden, inner, k, 1, 0, inner, 256, 0, stride // 16, 31, 1] + at
         args += matrix(inner) + matrix(inner) + matrix(hidden) + matrix(hidden)
         shared = [self.keep(data) for data in (floats(hidden), floats(256), floats(k * inner), floats(k + 1), floats(hidden))]
         x, scores, act, weights, h = shared
@@ -105,8 +106,8 @@ class Bench:
             chosen = self.keep(order[first:first + k].astype(np.uint32).tobytes())
             out = self.keep(4 * k * inner)
             result = self.keep(floats(hidden))
-            bound_up = [x, scores, chosen, out] + [slab] * 4
-            bound_down = [act, weights, chosen, result, x, x, x] + [slab] * 4
+            bound_up = [x, scores, chosen, out] + [table]
+            bound_down = [act, weights, chosen, result, x, x, x] + [table]
             grid_up, grid_down = (inner // 8, k, 1), (hidden // 16, 1, 1)
             up.append(lambda s, b=bound_up: self.gpu.launch("moe_gate_up", args, b, grid_up, 128, s))
             down.append(lambda s, b=bound_down: self.gpu.launch("moe_down", args, b, grid_down, 32 * (k + 1), s))

@@ -5,6 +5,7 @@
 //   'B' id bytes                allocates a buffer, filled with 0xff
 //   'W' id offset bytes DATA    writes
 //   'R' id offset bytes         reads; the answer is the data
+//   'A' id                      the answer is the address of a buffer, 8 bytes
 //   'D' name-length NAME words ARGS bindings {id offset bytes access}... grid[3] threads twice
 //                               launches; the answer is a byte 0, or a byte 1, a length and a message
 //   'N'                         lists kernels; the answer is a length and the names, a space after each
@@ -133,8 +134,14 @@ int main() {
       give(&n, 4), give(names.data(), n), fflush(stdout);
       continue;
     }
+    if (what == 'A') {
+      const ulong address = (ulong)buffers[word()].data();
+      give(&address, 8), fflush(stdout);
+      continue;
+    }
     uint id = word(), offset = what == 'B' ? 0 : word(), bytes = word();
-    if (what == 'B') buffers[id].assign(bytes, 0xff);
+    // A new vector, so that the old memory is freed: a kernel must not read it through an old address.
+    if (what == 'B') buffers[id] = std::vector<uchar>(bytes, 0xff);
     else if (size_t(offset) + bytes > buffers[id].size()) return 2;
     else if (what == 'W') take(buffers[id].data() + offset, bytes);
     else give(buffers[id].data() + offset, bytes), fflush(stdout);

@@ -306,6 +306,7 @@ pub fn options(load: &LoadSettings) -> model::LoadOptions {
                 Switch::Off => experts::Prefetch::Off,
             },
             warm: true,
+            ..StoreOptions::default()
         },
         ..model::LoadOptions::default()
     }

@@ -16,7 +16,10 @@
 //! that takes too long, and the screen waits for it, too. The queue estimates work from the number of threads and from the
 //! measured time per thread of earlier command buffers.
 
-use super::{CommandStatus, DeviceError, Driver, Gpu, Launch, Region, Slab, SyncPoint, Timeline, error::fail};
+use super::{
+    CommandStatus, DeviceError, Driver, Gpu, Launch, Region, Slab, SyncPoint, Timeline, error::fail,
+    residency::Heartbeat,
+};
 use std::{
     collections::{BTreeMap, VecDeque},
     ops::Range,
@@ -30,12 +33,12 @@ const STALL_TIMEOUT: Duration = Duration::from_secs(60);
 const MAX_FAILURES: u32 = 3;
 /// Estimated work in one command buffer, in seconds.
 const MAX_SECONDS: f64 = 0.1;
-/// Seconds per thread, before anything was measured.
-const INITIAL_SECONDS_PER_THREAD: f64 = 1e-8;
 /// A shorter command buffer is not used to measure the seconds per thread.
 const MIN_MEASURED_SECONDS: f64 = 1e-3;
-/// Interval between residency requests. The system may revoke it when it is not requested again.
+/// Interval between residency requests, and how long they continue after the last work. macOS revokes residency about a
+/// second after the last work.
 const RESIDENCY_INTERVAL: Duration = Duration::from_millis(500);
+const RESIDENCY_TIME: Duration = Duration::from_secs(180);
 /// Maximum number of bytes of arguments in one launch (the limit of Metal's `setBytes`).
 const MAX_ARGUMENT_BYTES: usize = 4096;
 /// Spinning time of a wait before it sleeps, and the longest single sleep.
@@ -64,7 +67,8 @@ pub struct CommandQueue<D: Driver> {
     ended_value: u64,
     is_lost: bool,
     seconds_per_thread: f64,
-    last_residency: Option<Instant>,
+    /// Renews the residency of the buffers.
+    heartbeat: Option<Heartbeat>,
     stall_timeout: Duration,
 }
 
@@ -84,7 +88,12 @@ struct SubmittedCommands<C> {
 }
 
 impl<D: Driver> CommandQueue<D> {
-    pub fn new(driver: D) -> Self {
+    pub fn new(mut driver: D) -> Self {
+        let seconds_per_thread = driver.initial_seconds_per_thread();
+        let heartbeat = driver.residency_request().and_then(|request| {
+            let started = Heartbeat::new(RESIDENCY_INTERVAL, RESIDENCY_TIME, request);
+            started.inspect_err(|error| tracing::warn!(%error, "cannot start the residency thread")).ok()
+        });
         Self {
             driver,
             lengths: BTreeMap::new(),
@@ -98,8 +107,8 @@ impl<D: Driver> CommandQueue<D> {
             settled_value: 0,
             ended_value: 0,
             is_lost: false,
-            seconds_per_thread: INITIAL_SECONDS_PER_THREAD,
-            last_residency: None,
+            seconds_per_thread,
+            heartbeat,
             stall_timeout: STALL_TIMEOUT,
         }
     }
@@ -180,9 +189,8 @@ impl<D: Driver> CommandQueue<D> {
     /// Submits the open command buffer, if there is one.
     fn submit(&mut self) {
         let Some(OpenCommands { encoder, threads, .. }) = self.open.take() else { return };
-        if self.last_residency.is_none_or(|last| last.elapsed() >= RESIDENCY_INTERVAL) {
-            self.driver.request_residency();
-            self.last_residency = Some(Instant::now());
+        if let Some(heartbeat) = &self.heartbeat {
+            heartbeat.mark_used();
         }
         self.last_value += 1;
         let commands = self.driver.commit(encoder, self.last_value);
@@ -315,6 +323,10 @@ impl<D: Driver> Gpu for CommandQueue<D> {
         self.driver.compile()
     }
 
+    fn max_threads(&mut self, kernel: &str) -> Result<u32, DeviceError> {
+        self.driver.max_threads(kernel)
+    }
+
     fn allocate(&mut self, bytes: usize) -> Result<Region, DeviceError> {
         self.check_failure()?;
         self.driver.allocate(self.next_buffer, bytes)?;
@@ -336,6 +348,11 @@ impl<D: Driver> Gpu for CommandQueue<D> {
         }
         self.driver.adopt(self.next_buffer, slab, range.clone())?;
         Ok(self.add_buffer(range.len()))
+    }
+
+    fn address(&mut self, buffer: u32) -> Result<u64, DeviceError> {
+        self.check_failure()?;
+        self.driver.address(buffer)
     }
 
     fn has_own_memory(&self) -> bool {
@@ -418,6 +435,7 @@ impl<D: Driver> Gpu for CommandQueue<D> {
 impl<D: Driver> Drop for CommandQueue<D> {
     /// Waits, since the GPU must not use memory that has been freed.
     fn drop(&mut self) {
+        self.heartbeat = None;
         if !self.is_lost {
             self.settle();
         }

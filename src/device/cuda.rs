@@ -138,7 +138,7 @@ impl Cuda {
     }
 
     /// The GPU address of a region.
-    fn address(&self, region: Region) -> Result<CUdeviceptr, DeviceError> {
+    fn region_address(&self, region: Region) -> Result<CUdeviceptr, DeviceError> {
         match self.buffers.get(&region.buffer) {
             Some(buffer) => Ok(buffer.pointer + region.offset as CUdeviceptr),
             None => fail(format!("{region:?}: there is no such buffer")),
@@ -200,6 +200,13 @@ impl Driver for Cuda {
         Ok(())
     }
 
+    fn address(&mut self, buffer: u32) -> Result<u64, DeviceError> {
+        match self.buffers.get(&buffer) {
+            Some(memory) => Ok(memory.pointer),
+            None => fail(format!("there is no buffer {buffer}")),
+        }
+    }
+
     fn free(&mut self, buffer: u32) {
         match self.make_current() {
             Ok(()) => drop(self.buffers.remove(&buffer)),
@@ -221,13 +228,13 @@ impl Driver for Cuda {
         self.make_current()?;
         let bytes = bytes.get(..region.len).unwrap_or(bytes);
         // SAFETY: in bounds (checked by the queue). CUDA has copied pageable memory when the call returns.
-        unsafe { result::memcpy_htod_async(self.address(region)?, bytes, self.stream) }.map_err(cuda_error)
+        unsafe { result::memcpy_htod_async(self.region_address(region)?, bytes, self.stream) }.map_err(cuda_error)
     }
 
     fn read(&mut self, region: Region, bytes: &mut [u8]) -> Result<(), DeviceError> {
         self.make_current()?;
         let len = bytes.len().min(region.len);
-        let from = self.address(region)?;
+        let from = self.region_address(region)?;
         let bytes = &mut bytes[..len];
         let staged = self.staging.get(len);
         // SAFETY: in bounds (checked by the queue). Each copy is waited for.
@@ -265,7 +272,7 @@ impl Driver for Cuda {
             let (words, buffers) = (args.len(), bindings.len());
             return fail(format!("{kernel}: {words} words of arguments or {buffers} buffers are too many"));
         }
-        let addresses = bindings.iter().map(|binding| self.address(binding.region)).collect::<Result<_, _>>()?;
+        let addresses = bindings.iter().map(|binding| self.region_address(binding.region)).collect::<Result<_, _>>()?;
         let function = self.library.kernel(kernel)?.function;
         encoder.0.push(CudaLaunch { function, args: args.clone(), addresses, grid: *grid, threads: *threads });
         Ok(())
@@ -309,7 +316,10 @@ impl Driver for Cuda {
         fail("CUDA cannot recover from an error")
     }
 
-    fn request_residency(&mut self) {}
+    /// No watchdog ends long work, and the time is not measured.
+    fn initial_seconds_per_thread(&self) -> f64 {
+        1e-8
+    }
 
     fn leak_buffers(&mut self) {
         mem::forget(mem::take(&mut self.buffers));

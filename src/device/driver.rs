@@ -47,6 +47,9 @@ pub trait Driver: Send + 'static {
     /// Creates `buffer` from a range of a slab. A driver that shares the CPU's memory makes no copy.
     fn adopt(&mut self, buffer: u32, slab: &Arc<Slab>, range: Range<usize>) -> Result<(), DeviceError>;
 
+    /// The address of `buffer` on the GPU. Kernels use it through a table ([`Binding::table`](super::Binding::table)).
+    fn address(&mut self, buffer: u32) -> Result<u64, DeviceError>;
+
     /// Frees `buffer`. No pending command buffer uses it.
     fn free(&mut self, buffer: u32);
 
@@ -104,8 +107,16 @@ pub trait Driver: Send + 'static {
     /// `value`. Buffers are kept.
     fn reset(&mut self, value: u64) -> Result<(), DeviceError>;
 
-    /// Requests residency of all buffers before they are used.
-    fn request_residency(&mut self);
+    /// A function that renews the residency of all buffers, for another thread. `None` if buffers are always resident.
+    fn residency_request(&mut self) -> Option<Box<dyn Fn() + Send>> {
+        None
+    }
+
+    /// Seconds per GPU thread, before anything was measured. Too high a value costs a few short command buffers; with
+    /// too low a value, the system may end the first one.
+    fn initial_seconds_per_thread(&self) -> f64 {
+        1e-7
+    }
 
     /// Forgets all buffers without freeing them, since a command buffer that never ended may still use them.
     fn leak_buffers(&mut self);

@@ -15,6 +15,9 @@ pub trait Gpu: Timeline + Send {
     /// Compiles every kernel. Returns the name of each kernel, or of each refused file, with the compiler's error if any.
     fn compile(&mut self) -> Vec<(String, Option<DeviceError>)>;
 
+    /// Most threads in a threadgroup of `kernel`.
+    fn max_threads(&mut self, kernel: &str) -> Result<u32, DeviceError>;
+
     /// Allocates zeroed memory.
     fn allocate(&mut self, bytes: usize) -> Result<Region, DeviceError>;
 
@@ -24,6 +27,10 @@ pub trait Gpu: Timeline + Send {
     /// Makes a range of a slab readable by launches. The range starts at a page. A device that shares the CPU's memory
     /// also sees bytes that are read into the slab later. A device with its own memory sees them after [`Gpu::upload`].
     fn adopt(&mut self, slab: &Arc<Slab>, range: Range<usize>) -> Result<Region, DeviceError>;
+
+    /// The address of a buffer on the device, for a table of buffers that kernels read
+    /// ([`Binding::table`](super::Binding::table)).
+    fn address(&mut self, buffer: u32) -> Result<u64, DeviceError>;
 
     /// True if the device copies adopted bytes into its own memory: launches then see only uploaded bytes.
     fn has_own_memory(&self) -> bool {

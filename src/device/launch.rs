@@ -61,19 +61,26 @@ pub enum BufferAccess {
 pub struct Binding {
     pub region: Region,
     pub access: BufferAccess,
+    /// The region has addresses of adopted buffers, which the kernel reads, too.
+    pub is_table: bool,
 }
 
 impl Binding {
     pub fn read(region: Region) -> Self {
-        Self { region, access: BufferAccess::Read }
+        Self { region, access: BufferAccess::Read, is_table: false }
     }
 
     pub fn write(region: Region) -> Self {
-        Self { region, access: BufferAccess::Write }
+        Self { region, access: BufferAccess::Write, is_table: false }
     }
 
     pub fn read_write(region: Region) -> Self {
-        Self { region, access: BufferAccess::ReadWrite }
+        Self { region, access: BufferAccess::ReadWrite, is_table: false }
+    }
+
+    /// A table of [addresses](super::Gpu::address) of adopted buffers. No launch writes to these buffers.
+    pub fn table(region: Region) -> Self {
+        Self { is_table: true, ..Self::read(region) }
     }
 }
 

@@ -3,19 +3,23 @@
 //! **This file has been type-checked for macOS but has never run on a Mac.** The layers above it have run: the queue over a
 //! test double that enforces Metal's rules, the kernels, the launches and the schedule.
 //!
-//! It uses Candle's device, buffers and residency set, but its own command queue. Candle's encoder commits by itself and
-//! gives access to no command buffer, so it cannot signal an event. Work could then not be submitted without waiting for
-//! all of it, and experts that are in memory could not be computed while others are read.
+//! It uses Candle's device, buffers and residency sets, but its own command queue. Candle can commit work without waiting
+//! (`Commands::flush`), but it gives access to no command buffer and no event. The CPU could then only wait for all work,
+//! and experts that are in memory could not be computed while others are read.
 //!
 //! Buffers are shared and untracked. The queue knows the hazards, so Metal need not track them. Our threads have no
 //! autorelease pool, so every call that may create autoreleased objects opens one.
 
 mod library;
+mod residency_sets;
 
-use super::{CommandStatus, DeviceError, Driver, Launch, Region, Slab, error::fail};
+use super::{
+    CommandStatus, DeviceError, Driver, Launch, Region, Slab,
+    error::{explain, fail},
+};
 use candle_metal_kernels::{
     RESOURCE_OPTIONS,
-    metal::{Buffer, Device, ResidencySet},
+    metal::{Buffer, Device},
 };
 use library::MetalLibrary;
 use objc2::{
@@ -23,10 +27,11 @@ use objc2::{
     runtime::{AnyClass, ProtocolObject},
 };
 use objc2_metal::{
-    MTLBarrierScope, MTLCommandBuffer, MTLCommandBufferStatus, MTLCommandEncoder, MTLCommandQueue,
+    MTLBarrierScope, MTLBuffer, MTLCommandBuffer, MTLCommandBufferStatus, MTLCommandEncoder, MTLCommandQueue,
     MTLComputeCommandEncoder, MTLComputePipelineState, MTLDevice, MTLDispatchType, MTLEvent, MTLFence, MTLGPUFamily,
-    MTLResidencySet, MTLSharedEvent, MTLSize,
+    MTLResource, MTLResourceUsage, MTLSharedEvent, MTLSize,
 };
+use residency_sets::ResidencySets;
 use std::{collections::BTreeMap, ffi::c_void, mem, ops::Range, ptr::NonNull, sync::Arc, time::Duration};
 
 // Without CoreGraphics, the system returns no default GPU to a program without a window.
@@ -40,7 +45,7 @@ const PAGE: usize = 16384;
 pub struct Metal {
     device: Device,
     queue: MetalQueue,
-    residency: Option<ResidencySet>,
+    residency: Option<ResidencySets>,
     library: MetalLibrary,
     buffers: BTreeMap<u32, MetalBuffer>,
 }
@@ -54,6 +59,8 @@ struct MetalQueue {
 
 /// A command buffer that is being encoded.
 pub struct MetalEncoder {
+    /// The buffers behind tables were made resident for this command buffer. Only used without residency sets.
+    has_tables: bool,
     commands: Retained<ProtocolObject<dyn MTLCommandBuffer>>,
     encoder: Retained<ProtocolObject<dyn MTLComputeCommandEncoder>>,
 }
@@ -68,10 +75,12 @@ unsafe impl Send for MetalEncoder {}
 // SAFETY: as above.
 unsafe impl Send for MetalCommands {}
 
-/// A buffer, and the slab whose memory it uses, if any.
 struct MetalBuffer {
     buffer: Buffer,
-    _slab: Option<Arc<Slab>>,
+    /// Number of its residency set.
+    set: Option<usize>,
+    /// The slab whose memory it uses, if any.
+    slab: Option<Arc<Slab>>,
 }
 
 impl Drop for MetalEncoder {
@@ -89,14 +98,14 @@ pub fn candle() -> Option<candle_core::Device> {
 }
 
 impl MetalQueue {
-    fn new(device: &Device, residency: Option<&ResidencySet>) -> Result<Self, DeviceError> {
+    fn new(device: &Device, residency: Option<&ResidencySets>) -> Result<Self, DeviceError> {
         let raw = device.as_ref();
         let (Some(commands), Some(fence), Some(event)) = (raw.newCommandQueue(), raw.newFence(), raw.newSharedEvent())
         else {
             return fail("Metal cannot create a command queue, a fence or an event");
         };
-        if let Some(set) = residency.and_then(ResidencySet::raw) {
-            commands.addResidencySet(set);
+        if let Some(residency) = residency {
+            residency.add_to(&commands);
         }
         Ok(Self { commands, fence, event })
     }
@@ -114,6 +123,10 @@ impl Metal {
             let name = device.as_ref().name();
             return fail(format!("{name} does not share the CPU's memory, which Moestro requires on Metal"));
         }
+        // The class came with macOS 13, like the addresses of buffers.
+        if AnyClass::get(c"MTLIOCommandQueueDescriptor").is_none() {
+            return fail("Moestro on Metal needs macOS 13 or later");
+        }
         if require_features && !device.as_ref().supportsFamily(MTLGPUFamily::Apple7) {
             let name = device.as_ref().name();
             return Err(DeviceError(format!(
@@ -121,17 +134,28 @@ impl Metal {
             )));
         }
         let library = MetalLibrary::new(&device);
-        // Residency sets exist since macOS 15. Before, a buffer becomes resident with the command buffer that uses it.
-        let residency = AnyClass::get(c"MTLResidencySetDescriptor").map(|_| ResidencySet::new(&device));
+        let residency = ResidencySets::new(&device);
+        if residency.is_none() {
+            tracing::warn!("before macOS 15, each command buffer wires its memory again; large models are slow");
+        }
         let queue = MetalQueue::new(&device, residency.as_ref())?;
         Ok(Self { device, queue, residency, library, buffers: BTreeMap::new() })
     }
 
     fn add_buffer(&mut self, number: u32, buffer: Buffer, slab: Option<Arc<Slab>>) {
-        if let Some(set) = &self.residency {
-            set.insert(&buffer);
+        let set = self.residency.as_mut().map(|sets| sets.add(&buffer, &self.queue.commands));
+        self.buffers.insert(number, MetalBuffer { buffer, set, slab });
+    }
+
+    /// Makes all adopted buffers resident for this command buffer. Residency sets do that for all of them.
+    fn use_tables(&self, open: &mut MetalEncoder) {
+        if self.residency.is_some() || std::mem::replace(&mut open.has_tables, true) {
+            return;
         }
-        self.buffers.insert(number, MetalBuffer { buffer, _slab: slab });
+        for memory in self.buffers.values().filter(|memory| memory.slab.is_some()) {
+            let resource: &ProtocolObject<dyn MTLResource> = ProtocolObject::from_ref(memory.buffer.as_ref());
+            open.encoder.useResource_usage(resource, MTLResourceUsage::Read);
+        }
     }
 
     /// The address of a region. `None` if it is not inside a buffer.
@@ -205,10 +229,18 @@ impl Driver for Metal {
         })
     }
 
+    fn address(&mut self, number: u32) -> Result<u64, DeviceError> {
+        match self.buffers.get(&number) {
+            Some(memory) => Ok(memory.buffer.as_ref().gpuAddress()),
+            None => fail(format!("there is no buffer {number}")),
+        }
+    }
+
     fn free(&mut self, number: u32) {
         autoreleasepool(|_| {
-            if let (Some(memory), Some(set)) = (self.buffers.remove(&number), &self.residency) {
-                set.remove(&memory.buffer);
+            let Some(memory) = self.buffers.remove(&number) else { return };
+            if let (Some(sets), Some(set)) = (&mut self.residency, memory.set) {
+                sets.remove(set, &memory.buffer);
             }
         });
     }
@@ -229,7 +261,8 @@ impl Driver for Metal {
 
     fn begin(&mut self, fenced: bool) -> Result<MetalEncoder, DeviceError> {
         autoreleasepool(|_| {
-            let Some(commands) = self.queue.commands.commandBuffer() else {
+            // The queue frees nothing that a command buffer in flight uses, so Metal need not retain each buffer.
+            let Some(commands) = self.queue.commands.commandBufferWithUnretainedReferences() else {
                 return fail("Metal cannot create a command buffer");
             };
             let Some(encoder) = commands.computeCommandEncoderWithDispatchType(MTLDispatchType::Concurrent) else {
@@ -238,7 +271,7 @@ impl Driver for Metal {
             if fenced {
                 encoder.waitForFence(&self.queue.fence);
             }
-            Ok(MetalEncoder { commands, encoder })
+            Ok(MetalEncoder { has_tables: false, commands, encoder })
         })
     }
 
@@ -260,6 +293,9 @@ impl Driver for Metal {
                 let (buffer, offset) = (memory.buffer.as_ref(), binding.region.offset);
                 // SAFETY: the offset is inside the buffer. The queue frees no buffer before the GPU is done with it.
                 unsafe { open.encoder.setBuffer_offset_atIndex(Some(buffer), offset, index + 1) };
+            }
+            if launch.bindings.iter().any(|binding| binding.is_table) {
+                self.use_tables(open);
             }
             let [width, height, depth] = launch.grid.map(|n| n as usize);
             let threads = MTLSize { width: launch.threads as usize, height: 1, depth: 1 };
@@ -304,7 +340,7 @@ impl Driver for Metal {
             MTLCommandBufferStatus::Error => autoreleasepool(|_| {
                 let why = commands.error().map(|error| error.localizedDescription().to_string());
                 CommandStatus::Failed(
-                    why.unwrap_or_else(|| "the command buffer failed without an error message".into()),
+                    why.map_or_else(|| "the command buffer failed without an error message".into(), explain),
                 )
             }),
             _ => CommandStatus::Pending,
@@ -325,13 +361,14 @@ impl Driver for Metal {
         })
     }
 
-    fn request_residency(&mut self) {
-        if let Some(set) = self.residency.as_ref().and_then(ResidencySet::raw) {
-            autoreleasepool(|_| set.requestResidency());
-        }
+    fn residency_request(&mut self) -> Option<Box<dyn Fn() + Send>> {
+        Some(Box::new(self.residency.as_ref()?.request()))
     }
 
+    /// Command buffers do not retain what they use, so everything else stays, too.
     fn leak_buffers(&mut self) {
         mem::forget(mem::take(&mut self.buffers));
+        mem::forget((self.queue.commands.clone(), self.queue.fence.clone(), self.queue.event.clone()));
+        self.library.leak_pipelines();
     }
 }

@@ -22,6 +22,9 @@ mod launch;
 #[cfg(target_os = "macos")]
 mod metal;
 mod open;
+mod residency;
+#[cfg(any(target_os = "macos", test))]
+mod set_assignment;
 mod slab;
 mod timeline;
 

@@ -2,13 +2,7 @@
 //!
 //! Expert slots and the trunk are in slabs, so bytes read from disk are used in place.
 
-use std::{
-    ops::Range,
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
-};
+use std::{ops::Range, sync::Arc};
 
 /// A slab of at least this many bytes requests huge pages.
 #[cfg(target_os = "linux")]
@@ -23,8 +17,6 @@ const LARGEST_PAGE: usize = 64 << 10;
 /// fills a trunk before others use it. This is why [`Slab::bytes_mut`] is `unsafe`.
 pub struct Slab {
     map: memmap2::MmapRaw,
-    /// True if a device uses these pages directly.
-    locked: AtomicBool,
 }
 
 impl Slab {
@@ -36,7 +28,7 @@ impl Slab {
         if len >= HUGE {
             let _ = map.advise(memmap2::Advice::HugePage);
         }
-        Ok(Self { map: map.into(), locked: AtomicBool::new(false) })
+        Ok(Self { map: map.into() })
     }
 
     /// Commits all pages now, with `threads` threads. Otherwise the first read into a page waits for the system to clear
@@ -55,20 +47,12 @@ impl Slab {
         let _ = threads;
     }
 
-    /// Forbids [`Slab::release_pages`]: a device has these physical pages mapped and would keep using them.
-    pub fn lock_pages(&self) {
-        self.locked.store(true, Ordering::Relaxed);
-    }
-
-    /// True if [`Slab::lock_pages`] was called.
-    pub fn has_locked_pages(&self) -> bool {
-        self.locked.load(Ordering::Relaxed)
-    }
-
     /// Returns the pages that lie wholly in `range` to the system. Their contents are lost.
     ///
+    /// A device that has adopted the range must [release](super::Gpu::release) it first: it would keep the pages in use.
+    ///
     /// # Errors
-    /// The system refuses, or the slab has [locked pages](Slab::lock_pages).
+    /// The system refuses.
     ///
     /// # Safety
     /// The range must not be read or written before [`Slab::reuse_pages`], and its contents are undefined after that.
@@ -77,9 +61,6 @@ impl Slab {
         const ADVICE: memmap2::UncheckedAdvice = memmap2::UncheckedAdvice::FreeReusable;
         #[cfg(not(target_os = "macos"))]
         const ADVICE: memmap2::UncheckedAdvice = memmap2::UncheckedAdvice::DontNeed;
-        if self.has_locked_pages() {
-            return Err(std::io::ErrorKind::ResourceBusy.into());
-        }
         // SAFETY: the map is anonymous, so the pages read as zeros or keep their bytes. The caller relies on neither.
         self.on_pages(range, |at, len| unsafe { self.map.unchecked_advise_range(ADVICE, at, len) })
     }

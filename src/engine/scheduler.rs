@@ -23,7 +23,7 @@ use super::{
     speculation::{Draft, DraftPolicy, PendingRows, Speculator},
 };
 use crate::{
-    error::EngineError,
+    error::{EngineError, GPU_INTERACTIVITY},
     metrics::Metrics,
     model::{MAX_VERIFY_ROWS, Model, PAGE, SequenceState, prefix_keys},
 };
@@ -363,6 +363,9 @@ impl<M: Model> Scheduler<M> {
             Err(Abort::Disconnected | Abort::StepCancelled) => return,
             Err(Abort::Failed(error)) => {
                 tracing::warn!(%error, "request failed");
+                if error.to_string().contains(GPU_INTERACTIVITY) {
+                    self.metrics.gpu_interactivity_errors.inc();
+                }
                 let _ = request.events.send(Event::Failed(error));
                 return;
             }

@@ -142,7 +142,7 @@ impl ExpertStore {
     /// The pieces of a ready expert. Its slot stays pinned while the result is borrowed.
     fn pieces(&self, slot: SlotId) -> [&[u8]; PIECES] {
         let state = self.state.borrow();
-        let base = slot.index() * self.slot_bytes;
+        let base = self.layout.start(slot.index());
         std::array::from_fn(|piece| {
             let span = state.spans.get(slot.index()).map_or(0..0, |spans| spans[piece].clone());
             // SAFETY: the slot is Ready or Checking, so all reads into it have ended. It is pinned until the batch that

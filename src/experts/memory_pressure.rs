@@ -2,7 +2,7 @@
 //!
 //! Reading an expert again is cheaper than swapping, or being killed. The store releases the last slots of the slab, so
 //! that whole huge pages become free. It restores slots a few at a time, once memory has not been short for a while and
-//! all present slots are filled. Nothing is released while a device has pinned the slots' pages (CUDA).
+//! all present slots are filled. A GPU uses the slab in segments, and then only whole segments are released.
 
 use crate::platform::os::{MemoryLevel, MemoryMonitor};
 use std::time::{Duration, Instant};
@@ -23,6 +23,8 @@ pub(super) struct SlotCounts {
     pub used: usize,
     /// Slots when the store was opened.
     pub all: usize,
+    /// Slots are released and restored in multiples of this.
+    pub step: usize,
 }
 
 /// What to do with the slots.
@@ -66,20 +68,22 @@ impl MemoryPressure {
     }
 
     pub fn decide(&mut self, level: MemoryLevel, now: Instant, counts: SlotCounts, slot_bytes: usize) -> SlotChange {
-        let SlotCounts { present, used, all } = counts;
+        let SlotCounts { present, used, all, step } = counts;
         let slot_bytes = slot_bytes.max(1) as u64;
         match level {
             MemoryLevel::Short(bytes) => {
                 let before = self.last_short.replace(now);
                 let slots = usize::try_from(bytes.div_ceil(slot_bytes)).unwrap_or(present);
-                let to = present.saturating_sub(slots).max(self.min_slots);
+                let to = present.saturating_sub(slots) / step * step;
+                let to = to.max(self.min_slots.next_multiple_of(step));
                 let is_logged = before.is_none_or(|before| now - before > CALM);
                 if to < present { SlotChange::Shrink { to, is_logged } } else { SlotChange::None }
             }
             MemoryLevel::Spare(bytes) if present < all && used == present => {
                 let is_calm = self.last_short.is_none_or(|short| now - short > CALM);
                 let spare = usize::try_from(bytes / slot_bytes).unwrap_or(all);
-                let to = present + spare.min((all / RESTORE_FRACTION).max(1)).min(all - present);
+                let most = spare.min((all / RESTORE_FRACTION).max(step)).min(all - present);
+                let to = if present + most == all { all } else { (present + most) / step * step };
                 if is_calm && to > present { SlotChange::Grow { to } } else { SlotChange::None }
             }
             MemoryLevel::Spare(_) | MemoryLevel::Enough => SlotChange::None,

@@ -21,6 +21,7 @@
 //! * [`read_plan`]: where an expert's bytes lie on disk and in a slot.
 //! * [`reader`]: the threads that read from a [`source`] straight into slots.
 //! * [`prefetch`]: decides whether prefetching pays. `warm_start`: the hot experts of the last run.
+//! * [`slot_layout`]: slots and segments in the slab.
 //! * `memory_pressure`: how many slots stay while the system is short of memory.
 //! * `store` and `fetch`: the store, and one layer's experts as they arrive.
 //!
@@ -35,6 +36,7 @@ mod pending;
 pub mod prefetch;
 pub mod read_plan;
 pub mod reader;
+pub mod slot_layout;
 pub mod slot_table;
 pub mod source;
 mod store;
@@ -44,9 +46,10 @@ pub use choice::{ExpertChoice, PassKind};
 pub use fetch::{ExpertFetch, ReadyBatch, ReadyExpert};
 pub use prefetch::Prefetch;
 pub use read_plan::{ExpertMap, LayerExperts, PIECES, Piece};
+pub use slot_layout::SlotLayout;
 pub use slot_table::SlotId;
 pub use source::{ExpertSource, LayerRecords, PackRecords, ReadMode, ShardFiles};
-pub use store::{ExpertStore, FetchObserver, Options};
+pub use store::{ExpertStore, FetchObserver, Options, SlotDevice};
 pub use warm_start::WarmStart;
 
 #[cfg(test)]

@@ -7,13 +7,17 @@
 
 use super::{
     read_plan::{ReadPlan, ReadRange},
+    slot_layout::SlotLayout,
     slot_table::{SlotId, SlotState, SlotStates},
     source::{ExpertSource, PackRecords},
 };
 use crate::{
     device::Slab,
     metrics::Metrics,
-    platform::{os::disk_bytes_read, read_aligned},
+    platform::{
+        os::{disk_bytes_read, interactive_thread},
+        read_aligned,
+    },
 };
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use std::{
@@ -87,7 +91,7 @@ struct ReaderState {
     source: Box<dyn ExpertSource>,
     slab: Arc<Slab>,
     states: SlotStates,
-    slot_bytes: usize,
+    layout: SlotLayout,
     threads: usize,
     queue: Mutex<ReadQueue>,
     work: Condvar,
@@ -108,25 +112,24 @@ pub struct ExpertReader {
 }
 
 impl ExpertReader {
-    /// `slab` holds slots of `slot_bytes` each. Only the reader writes to it.
+    /// `slab` holds slots as in `layout`. Only the reader writes to it.
     pub fn new(
         source: Box<dyn ExpertSource>,
         slab: Arc<Slab>,
         states: SlotStates,
-        slot_bytes: usize,
+        layout: SlotLayout,
         threads: usize,
         metrics: Arc<Metrics>,
     ) -> io::Result<Self> {
         let threads = threads.max(1);
         let expert = || ExpertRead { plan: ReadPlan::empty(), reads_left: 0, failure: None };
-        let slots = slab.len() / slot_bytes.max(1);
-        let queue = ReadQueue { experts: (0..slots).map(|_| expert()).collect(), ..ReadQueue::default() };
+        let queue = ReadQueue { experts: (0..layout.slots).map(|_| expert()).collect(), ..ReadQueue::default() };
         let counted = metrics.ssd_disk_bytes.get();
         let state = Arc::new(ReaderState {
             source,
             slab,
             states,
-            slot_bytes,
+            layout,
             threads,
             queue: Mutex::new(queue),
             work: Condvar::new(),
@@ -140,7 +143,10 @@ impl ExpertReader {
         for index in 0..threads {
             let state = reader.state.clone();
             let thread = std::thread::Builder::new().name(format!("expert-io-{index}"));
-            reader.threads.push(thread.spawn(move || state.serve())?);
+            reader.threads.push(thread.spawn(move || {
+                interactive_thread();
+                state.serve();
+            })?);
         }
         Ok(reader)
     }
@@ -347,7 +353,7 @@ impl ReaderState {
 
     /// The bytes of a job in the slab.
     fn range(&self, job: &ReadJob) -> Range<usize> {
-        let base = job.slot.index() * self.slot_bytes + job.read.at;
+        let base = self.layout.start(job.slot.index()) + job.read.at;
         base..base + job.read.len
     }
 

@@ -283,15 +283,15 @@ impl SlotTable {
         self.free.push(slot.0);
     }
 
-    /// Removes the last slots until `to` are left. Slots that are pinned or being filled stay, and so do all before
-    /// them. The experts with the lowest scores are evicted, and experts after the new end move to free slots.
-    pub fn shrink(&mut self, to: usize, scores: &EvictionScores) -> Shrunk {
+    /// Removes the last slots until `to` are left, or more: a multiple of `step`. Slots that are pinned or being filled
+    /// stay, and so do all before them. The experts with the lowest scores are evicted, and experts after the new end move to free slots.
+    pub fn shrink(&mut self, to: usize, step: usize, scores: &EvictionScores) -> Shrunk {
         let mut shrunk = Shrunk::default();
         let is_busy = |index: &usize| {
             let slot = SlotId(*index as u32);
             self.key(slot).is_some_and(|_| self.slots.get(*index).is_some_and(|held| !self.is_evictable(held, slot.0)))
         };
-        let to = (to..self.present).rev().find(is_busy).map_or(to, |index| index + 1);
+        let to = (to..self.present).rev().find(is_busy).map_or(to, |index| index + 1).next_multiple_of(step.max(1));
         if to >= self.present {
             return shrunk;
         }

@@ -11,7 +11,7 @@
 use super::read_plan::{ExpertMap, PIECES, Piece};
 use crate::{
     error::StoreError,
-    platform::{Access, DataFile},
+    platform::{Access, DataFile, MAX_BLOCK},
 };
 use std::{
     fmt, io,
@@ -71,8 +71,9 @@ impl ShardFiles {
         Ok(Self { files, block, records: None })
     }
 
-    /// Opens the files as `mode` says, and returns how they are read.
-    pub fn open_as(paths: &[PathBuf], mode: ReadMode) -> Result<(Self, Access), StoreError> {
+    /// Opens the files as `mode` says, and returns how they are read. The records of a pack start at pages, so their slots
+    /// do, too: macOS bypasses the page cache only if both are aligned, although it accepts any alignment.
+    pub fn open_as(paths: &[PathBuf], mode: ReadMode, is_pack: bool) -> Result<(Self, Access), StoreError> {
         if mode == ReadMode::Buffered {
             return Ok((Self::open(paths, Access::Buffered)?, Access::Buffered));
         }
@@ -85,7 +86,14 @@ impl ShardFiles {
                 tracing::info!("reading experts through the page cache: the file system does not support direct reads");
                 Ok((Self::open(paths, Access::Buffered)?, Access::Buffered))
             }
-            other => Ok((other?, Access::Direct)),
+            other => {
+                let mut files = other?;
+                if is_pack {
+                    files.block = files.block.max(MAX_BLOCK);
+                }
+                let access = if files.block == 1 { Access::Uncached } else { Access::Direct };
+                Ok((files, access))
+            }
         }
     }
 

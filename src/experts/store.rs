@@ -8,12 +8,13 @@ use super::{
     prefetch::{Prefetch, Prefetcher},
     read_plan::{ExpertMap, PIECES, Piece, ReadPlan},
     reader::{ExpertReader, ReadFailure},
+    slot_layout::{SEGMENT_BYTES, SlotLayout},
     slot_table::{ReadReason, SlotClaim, SlotId, SlotState, SlotTable},
     source::{ExpertSource, PackRecords, ReadMode, ShardFiles},
     warm_start::{SAVE_INTERVAL, WarmStart},
 };
 use crate::{
-    device::{Slab, SyncPoint, Timeline},
+    device::{CpuTimeline, DeviceError, Slab, SyncPoint, Timeline},
     error::StoreError,
     metrics::{ExpertHeatmap, Metrics},
     platform::{
@@ -45,6 +46,8 @@ pub struct Options {
     pub warm_start: Option<WarmStart>,
     /// The checksums of the pack that the files are; `None` for a checkpoint's own files.
     pub pack_records: Option<Arc<PackRecords>>,
+    /// Most bytes of a segment of the slab; see [`SlotLayout`].
+    pub segment_bytes: usize,
 }
 
 impl Options {
@@ -58,12 +61,27 @@ impl Options {
             prefetch: Prefetch::Auto,
             warm_start: None,
             pack_records: None,
+            segment_bytes: SEGMENT_BYTES,
         }
     }
 }
 
 /// Called with every layer's choice, before it is fetched: layer, choice, phase.
 pub type FetchObserver = Box<dyn FnMut(usize, &ExpertChoice<'_>, PassKind) + Send>;
+
+/// A device that uses segments of the slab.
+pub trait SlotDevice: Timeline {
+    /// Stops using a segment, whose slots are empty. The device takes it again when an expert lands in it.
+    ///
+    /// # Errors
+    /// The device failed. It may still use the segment's memory.
+    fn release_segment(&mut self, segment: usize) -> Result<(), DeviceError> {
+        let _ = segment;
+        Ok(())
+    }
+}
+
+impl SlotDevice for CpuTimeline {}
 
 /// Interval between two updates of the heatmap of experts in memory.
 const HEATMAP_INTERVAL: Duration = Duration::from_millis(500);
@@ -75,7 +93,9 @@ pub struct ExpertStore {
     experts: usize,
     is_resident: Cell<bool>,
     access: Access,
-    pub(super) slot_bytes: usize,
+    pub(super) layout: SlotLayout,
+    /// A device uses whole segments, so only these can be released.
+    whole_segments: Cell<bool>,
     pub(super) slab: Arc<Slab>,
     pub(super) reader: ExpertReader,
     pub(super) metrics: Arc<Metrics>,
@@ -108,7 +128,7 @@ impl ExpertStore {
         options: Options,
         metrics: Arc<Metrics>,
     ) -> Result<Self, StoreError> {
-        let (files, access) = ShardFiles::open_as(&files, options.io)?;
+        let (files, access) = ShardFiles::open_as(&files, options.io, options.pack_records.is_some())?;
         let files = files.with_records(options.pack_records.clone());
         let mut store = Self::with_source(Box::new(files), map, options, metrics)?;
         store.access = access;
@@ -131,19 +151,15 @@ impl ExpertStore {
         }
         let slot_bytes = map.slot_bytes(source.block());
         let other = |what: &str, error: io::Error| StoreError::Other(format!("{what}: {error}"));
-        let slab = slots.checked_mul(slot_bytes).map(Slab::new);
-        let slab = slab.unwrap_or_else(|| Err(io::ErrorKind::OutOfMemory.into()));
+        let layout = SlotLayout::new(slots, slot_bytes, options.segment_bytes);
+        let slab = layout.ok_or_else(|| io::ErrorKind::OutOfMemory.into());
+        let slab = slab.and_then(|layout| Ok((Slab::new(layout.len())?, layout)));
         let what = format!("cannot allocate {slots} expert slots of {slot_bytes} bytes");
-        let slab = Arc::new(slab.map_err(|error| other(&what, error))?);
+        let (slab, layout) = slab.map_err(|error| other(&what, error))?;
+        let slab = Arc::new(slab);
         let table = SlotTable::new(slots, map.layers.len() * experts);
-        let reader = ExpertReader::new(
-            source,
-            slab.clone(),
-            table.states().clone(),
-            slot_bytes,
-            options.threads,
-            metrics.clone(),
-        );
+        let reader =
+            ExpertReader::new(source, slab.clone(), table.states().clone(), layout, options.threads, metrics.clone());
         let reader = reader.map_err(|error| other("cannot start the expert reader threads", error))?;
         metrics.expert_slots.set(slots as i64);
         let heatmap = metrics.new_heatmap(map.layers.len(), experts);
@@ -163,7 +179,8 @@ impl ExpertStore {
             access: Access::Buffered,
             map,
             experts,
-            slot_bytes,
+            layout,
+            whole_segments: Cell::new(false),
             slab,
             reader,
             metrics,
@@ -183,12 +200,22 @@ impl ExpertStore {
         self.access
     }
 
-    /// Bytes from one slot to the next.
+    /// Bytes of a slot.
     pub fn slot_bytes(&self) -> usize {
-        self.slot_bytes
+        self.layout.slot_bytes
     }
 
-    /// The memory of all slots. Slot `n` starts at `n * slot_bytes()`.
+    /// Where the slots lie in the slab.
+    pub fn layout(&self) -> &SlotLayout {
+        &self.layout
+    }
+
+    /// If on, only whole segments are released to the system: a device uses each as a whole.
+    pub fn release_whole_segments(&self, on: bool) {
+        self.whole_segments.set(on);
+    }
+
+    /// The memory of all slots.
     pub fn slab(&self) -> &Arc<Slab> {
         &self.slab
     }
@@ -403,27 +430,26 @@ impl ExpertStore {
 
     /// Releases or restores slots if the system's memory level asks for it. Called between two passes, when
     /// `device` has finished all its work. Checks the system at most every 250 ms. Returns true if memory is short.
-    pub fn adapt_to_memory(&self, device: &mut dyn Timeline) -> bool {
-        let state = &mut *self.state.borrow_mut();
+    pub fn adapt_to_memory(&self, device: &mut dyn SlotDevice) -> bool {
         let now = Instant::now();
-        let Some(level) = state.pressure.check(now) else { return false };
-        state.slots.advance(device.completed());
-        let has_released = self.adapt_to_level(state, level, now);
-        state.pressure.schedule(now, has_released);
+        let level = self.state.borrow_mut().pressure.check(now);
+        let Some(level) = level else { return false };
+        let has_released = self.adapt_to_level(level, now, device);
+        self.state.borrow_mut().pressure.schedule(now, has_released);
         matches!(level, MemoryLevel::Short(_))
     }
 
-    /// Returns true if slots were released.
-    pub(super) fn adapt_to_level(&self, state: &mut StoreState, level: MemoryLevel, now: Instant) -> bool {
-        if self.slab.has_locked_pages() {
-            return false;
-        }
-        let all = self.slab.len() / self.slot_bytes.max(1);
-        let counts = SlotCounts { present: state.slots.len(), used: state.slots.used(), all };
-        match state.pressure.decide(level, now, counts, self.slot_bytes) {
+    /// Releases or restores slots for this memory level. Returns true if slots were released.
+    pub fn adapt_to_level(&self, level: MemoryLevel, now: Instant, device: &mut dyn SlotDevice) -> bool {
+        let state = &mut *self.state.borrow_mut();
+        state.slots.advance(device.completed());
+        let SlotLayout { slots: all, slot_bytes, per_segment, .. } = self.layout;
+        let step = if self.whole_segments.get() { per_segment } else { 1 };
+        let counts = SlotCounts { present: state.slots.len(), used: state.slots.used(), all, step };
+        match state.pressure.decide(level, now, counts, slot_bytes) {
             SlotChange::None => false,
             SlotChange::Shrink { to, is_logged } => {
-                let has_released = self.release_slots(state, to);
+                let has_released = self.release_slots(state, to, step, device);
                 if has_released && is_logged {
                     tracing::warn!(slots = state.slots.len(), of = all, "memory is short: releasing expert slots");
                 }
@@ -438,20 +464,20 @@ impl ExpertStore {
         }
     }
 
-    fn release_slots(&self, state: &mut StoreState, to: usize) -> bool {
+    fn release_slots(&self, state: &mut StoreState, to: usize, step: usize, device: &mut dyn SlotDevice) -> bool {
         let before = state.slots.len();
         if self.is_resident.replace(false) {
             // Removes the permanent pins of a resident model.
             let ready: Vec<SlotId> = state.slots.in_state(SlotState::Ready).map(|(_, slot)| slot).collect();
             ready.into_iter().for_each(|slot| state.slots.unpin(slot, SyncPoint::START, &state.scores));
         }
-        let shrunk = state.slots.shrink(to, &state.scores);
+        let shrunk = state.slots.shrink(to, step, &state.scores);
         for (from, into) in shrunk.moved {
             let spans = state.spans.get(from.index()).cloned();
             if let (Some(spans), Some(at)) = (spans, state.spans.get_mut(into.index())) {
                 *at = spans;
             }
-            let at = |slot: SlotId| self.slot_range(slot.index()..slot.index() + 1);
+            let at = |slot: SlotId| self.layout.range(slot.index()..slot.index() + 1);
             // SAFETY: the table moved an expert from the first slot to the second. The first was unpinned, not being
             // read into, and its marks were passed. The second was free. So no other reference to either exists.
             let (from, into) = unsafe { (self.slab.bytes(at(from)), self.slab.bytes_mut(at(into))) };
@@ -465,15 +491,26 @@ impl ExpertStore {
             return false;
         }
         self.metrics.memory_pressure.inc();
-        // SAFETY: these slots hold no expert, and the table assigns none until they are restored.
-        if let Err(error) = unsafe { self.slab.release_pages(self.slot_range(left..before)) } {
+        let released = self.release_memory(left..before, device);
+        if let Err(error) = released {
             tracing::warn!(%error, "cannot return the memory of expert slots to the system");
         }
         true
     }
 
+    /// Returns the memory of slots that hold no expert. The device releases it first, or its pages would stay in use.
+    fn release_memory(&self, slots: Range<usize>, device: &mut dyn SlotDevice) -> io::Result<()> {
+        if self.whole_segments.get() {
+            let mut segments = self.layout.segments_of(slots.clone());
+            segments.try_for_each(|segment| device.release_segment(segment)).map_err(io::Error::other)?;
+        }
+        let bytes = self.layout.start(slots.start)..self.layout.start(slots.end);
+        // SAFETY: the table assigns these slots no expert until they are restored, and no device uses them.
+        unsafe { self.slab.release_pages(bytes) }
+    }
+
     fn restore_slots(&self, state: &mut StoreState, to: usize) -> bool {
-        if let Err(error) = self.slab.reuse_pages(self.slot_range(state.slots.len()..to)) {
+        if let Err(error) = self.slab.reuse_pages(self.layout.range(state.slots.len()..to)) {
             tracing::warn!(%error, "cannot allocate the memory of expert slots again");
             return false;
         }
@@ -482,16 +519,11 @@ impl ExpertStore {
         true
     }
 
-    /// The bytes of these slots in the slab.
-    fn slot_range(&self, slots: Range<usize>) -> Range<usize> {
-        slots.start * self.slot_bytes..slots.end * self.slot_bytes
-    }
-
     fn update_slot_metrics(&self, state: &StoreState) {
         let (slots, used) = (state.slots.len(), state.slots.used());
         self.metrics.expert_slots.set(slots as i64);
         self.metrics.expert_slots_used.set(used as i64);
-        self.metrics.memory_experts.set((slots * self.slot_bytes) as i64);
+        self.metrics.memory_experts.set((slots * self.layout.slot_bytes) as i64);
     }
 }
 

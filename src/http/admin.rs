@@ -1,6 +1,7 @@
 //! Administration: `GET /health`, `/metrics` and `/experts`, `DELETE /prompt_cache`, `POST /models/unload`.
 
 use crate::{
+    error::GPU_INTERACTIVITY_REMEDY,
     http::{ServerState, errors::ApiError, layers::auth, request::body},
     metrics,
     platform::os,
@@ -73,9 +74,16 @@ pub async fn health(State(state): State<Arc<ServerState>>, request: Request) -> 
         let note = "damaged records are read from the checkpoint instead; run `moestro pack` to write a new pack";
         body["pack"] = json!({"damaged_records": damaged, "note": note});
     }
+    let interrupted = state.metrics.gpu_interactivity_errors.get();
+    if interrupted > 0 {
+        let note = format!("macOS ended GPU work that delayed the screen; {GPU_INTERACTIVITY_REMEDY}");
+        body["gpu"]["interactivity_errors"] = interrupted.into();
+        body["gpu"]["remedy"] = note.into();
+    }
     if state.metrics.gpu_lost.get() > 0 {
         let note = "the GPU failed and the CPU computes instead; restart the server to try the GPU again";
-        body["gpu"] = json!({"lost": true, "note": note});
+        body["gpu"]["lost"] = true.into();
+        body["gpu"]["note"] = note.into();
     }
     (status, Json(body)).into_response()
 }

@@ -163,6 +163,8 @@ metrics! {
         images_tower ["tower"], images_cache ["cache"];
     seconds "moestro_vision_tower_seconds_total" [] "Time in which the vision tower computed" =>
         vision_tower_seconds [];
+    counter "moestro_gpu_interactivity_errors_total" []
+        "Requests that failed because macOS ended GPU work that delayed the screen" => gpu_interactivity_errors [];
     gauge "moestro_gpu_lost" [] "1 if the GPU failed and the CPU computes instead" => gpu_lost [];
 
     counter "moestro_draft_cycles_total" ["kind"] "Passes that verified a draft" => draft_cycles family;

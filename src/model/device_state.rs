@@ -4,7 +4,7 @@ use super::{
     drafts::{hidden_taps::TapBuffers, mtp::MtpDeviceState},
     forward::buffers::{Buffers, Scratch},
     model_parts::ModelParts,
-    placement::{adopt_slots, adopt_weights, check_supported, slot_tables},
+    placement::{PlacedSlots, adopt_slots, adopt_weights, check_supported, check_threads, slot_tables},
     shared_backend::SharedBackend,
     state::{
         kv_pages::PagePool,
@@ -55,8 +55,13 @@ impl DeviceState {
         let preferred = || kv_shape(&parts.config, limits.cache, parts.kv_bits, context, rows);
         let kv_shape = kv.map_or_else(preferred, |(shape, _)| shape);
         check_supported(&parts.net, &kv_shape, &backend)?;
+        check_threads(&parts.net, &kv_shape, &mut backend)?;
         let slots = match &parts.store {
-            Some(store) => adopt_slots(store, &mut backend)?,
+            Some(store) => {
+                // A GPU uses whole segments. The CPU has no buffers.
+                store.release_whole_segments(limits.waits);
+                adopt_slots(store, &mut backend)?
+            }
             None => ExpertSlots::default(),
         };
         let buffers = Buffers::new(&parts.config, &limits, rows, context, |bytes| backend.allocate(bytes))?;
@@ -85,5 +90,9 @@ impl DeviceState {
             taps: TapBuffers::default(),
             mtp,
         })
+    }
+    /// The expert slots, for a store that releases or restores some.
+    pub fn placed_slots(&mut self) -> PlacedSlots<'_> {
+        PlacedSlots { backend: &mut self.backend, slots: &self.slots }
     }
 }

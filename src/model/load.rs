@@ -142,14 +142,15 @@ fn open_store(
     (experts, files, packed, cached): (ExpertMap, Vec<PathBuf>, Option<Arc<PackRecords>>, bool),
     metrics: &Arc<Metrics>,
 ) -> Result<ExpertStore, ModelError> {
-    let StoreOptions { slots, io, threads, prefetch, warm } = options.store.clone();
+    let StoreOptions { slots, io, threads, prefetch, warm, segment_bytes } = options.store.clone();
     let slots = slots.unwrap_or(plan.slots).min(plan.slots);
     // Direct reads on Linux shift experts within their slots, unless they come from a pack. GPU kernels need them aligned.
     let shifts = options.gpu.is_some() && GPU_KIND == "cuda" && packed.is_none();
     let io = if io == experts::ReadMode::Auto && (shifts || cached) { experts::ReadMode::Buffered } else { io };
     let min_slots = usize::try_from(shape.working_set()).unwrap_or(usize::MAX);
     let warm_start = if warm { hot_list(index) } else { None };
-    let options = experts::Options { slots, min_slots, io, threads, prefetch, warm_start, pack_records: packed };
+    let pack_records = packed;
+    let options = experts::Options { slots, min_slots, io, threads, prefetch, warm_start, pack_records, segment_bytes };
     Ok(ExpertStore::open(files, experts, options, metrics.clone())?)
 }
 

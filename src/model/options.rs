@@ -81,11 +81,13 @@ pub struct StoreOptions {
     pub prefetch: experts::Prefetch,
     /// Keep a list of hot experts in the user's cache directory, for a warm start.
     pub warm: bool,
+    /// Most bytes of a segment of slots; see [`experts::SlotLayout`].
+    pub segment_bytes: usize,
 }
 
 impl Default for StoreOptions {
     fn default() -> Self {
-        let experts::Options { io, threads, prefetch, .. } = experts::Options::new(0);
-        Self { slots: None, io, threads, prefetch, warm: false }
+        let experts::Options { io, threads, prefetch, segment_bytes, .. } = experts::Options::new(0);
+        Self { slots: None, io, threads, prefetch, warm: false, segment_bytes }
     }
 }

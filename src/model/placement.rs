@@ -1,17 +1,17 @@
 //! Showing a network's weights and expert slots to a backend.
 
-use super::weights::{Ffn, Mixer, Network, Residual};
+use super::{
+    shared_backend::SharedBackend,
+    weights::{Ffn, Mixer, Network, Residual},
+};
 use crate::{
     checkpoint::TrunkBuffer,
+    device::{DeviceError, SyncPoint, Timeline},
     error::ModelError,
-    experts::ExpertStore,
+    experts::{ExpertStore, SlotDevice},
     ops::{AttentionShape, Backend, ExpertSlots, ModelPart, NO_SLOT},
 };
-
-/// Adopted ranges start at multiples of this: the largest page size of any Mac.
-const PAGE_SIZE: usize = 16384;
-/// Maximum number of buffers for the experts' slots.
-const MAX_SLOT_SLABS: usize = 4;
+use std::ops::Range;
 
 fn refuse<T>(why: String) -> Result<T, ModelError> {
     Err(ModelError::Config(why))
@@ -58,23 +58,57 @@ pub fn check_supported(net: &Network, kv_shape: &AttentionShape, backend: &dyn B
     Ok(())
 }
 
-/// Adopts the slab of expert slots, in as few buffers as the device takes. Each is a whole number of slots and of pages.
+/// Checks that the device's compiler gives the kernels of each part as many threads as they need.
+pub fn check_threads(net: &Network, kv_shape: &AttentionShape, backend: &mut dyn Backend) -> Result<(), ModelError> {
+    for layer in &net.layers {
+        if let Mixer::Attention(_) = &layer.mixer {
+            backend.check_threads(ModelPart::Attention(kv_shape))?;
+        }
+        if let Ffn::Moe(moe) = &layer.ffn {
+            backend.check_threads(ModelPart::Moe(moe))?;
+        }
+    }
+    Ok(())
+}
+
+/// Adopts the segments of the expert slots.
 pub fn adopt_slots(store: &ExpertStore, backend: &mut dyn Backend) -> Result<ExpertSlots, ModelError> {
-    let (stride, count) = (store.slot_bytes(), store.slots());
-    let whole = (1..=PAGE_SIZE).find(|n| n * stride % PAGE_SIZE == 0).unwrap_or(PAGE_SIZE);
-    let longest = backend.longest() / stride.max(1);
-    let per_slab = if count <= longest { count } else { longest / whole * whole };
-    if per_slab == 0 || count.div_ceil(per_slab) > MAX_SLOT_SLABS {
-        let total = count * stride;
-        return refuse(format!("{total} bytes of expert slots do not fit in {MAX_SLOT_SLABS} buffers of this GPU"));
+    let layout = store.layout();
+    let ranges: Vec<_> = layout.segments().collect();
+    if let Some(long) = ranges.iter().map(Range::len).find(|len| *len > backend.longest()) {
+        return refuse(format!("a segment of {long} bytes of expert slots does not fit in one buffer of this GPU"));
     }
-    let ranges = (0..count).step_by(per_slab).map(|first| first * stride..count.min(first + per_slab) * stride);
-    let slabs: Vec<_> =
-        ranges.map(|range| Ok(backend.adopt(store.slab(), range)?)).collect::<Result<_, ModelError>>()?;
+    let (segments, table) = backend.adopt_segments(store.slab(), &ranges)?;
     if store.is_resident() {
-        slabs.iter().try_for_each(|slab| backend.landed(*slab, 0))?;
+        segments.iter().try_for_each(|segment| backend.landed(*segment, 0))?;
     }
-    Ok(ExpertSlots { slabs, per_slab, stride })
+    Ok(ExpertSlots { segments, table, per_segment: layout.per_segment, stride: layout.slot_bytes })
+}
+
+/// The expert slots on a device, for a store that releases some of them.
+pub struct PlacedSlots<'a> {
+    pub backend: &'a mut SharedBackend,
+    pub slots: &'a ExpertSlots,
+}
+
+impl Timeline for PlacedSlots<'_> {
+    fn sync_point(&mut self) -> SyncPoint {
+        self.backend.sync_point()
+    }
+
+    fn completed(&mut self) -> SyncPoint {
+        self.backend.completed()
+    }
+
+    fn wait_for(&mut self, point: SyncPoint) -> Result<(), DeviceError> {
+        self.backend.wait_for(point)
+    }
+}
+
+impl SlotDevice for PlacedSlots<'_> {
+    fn release_segment(&mut self, segment: usize) -> Result<(), DeviceError> {
+        self.backend.release_segment(self.slots.segments[segment])
+    }
 }
 
 /// Each expert's slot, `[layers, experts]`.

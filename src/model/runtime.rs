@@ -27,8 +27,9 @@ use crate::{
     experts::{ExpertStore, PassKind},
     ops::{Backend, Embedding, KvBits, Linear, ModelPart},
     plan::{ModelFootprint, Plan},
+    platform::os::MemoryLevel,
 };
-use std::{ops::Range, sync::Arc};
+use std::{ops::Range, sync::Arc, time::Instant};
 
 impl Model for Qwen {
     type State = QwenState;
@@ -96,7 +97,7 @@ impl Model for Qwen {
 
     fn fit_memory(&mut self) {
         if let Some(store) = &self.parts.store {
-            let is_short = store.adapt_to_memory(&mut self.device.get_mut().backend);
+            let is_short = store.adapt_to_memory(&mut self.device.get_mut().placed_slots());
             if let Some(vision) = self.parts.vision.as_ref().filter(|_| is_short) {
                 vision.release();
             }
@@ -141,6 +142,12 @@ impl Qwen {
     /// The store of the routed experts. A dense model has none.
     pub fn store(&self) -> Option<&ExpertStore> {
         self.parts.store.as_ref()
+    }
+
+    /// Releases or restores expert slots for this memory level. Returns true if slots were released.
+    pub fn adapt_to_level(&mut self, level: MemoryLevel, now: Instant) -> bool {
+        let Some(store) = &self.parts.store else { return false };
+        store.adapt_to_level(level, now, &mut self.device.get_mut().placed_slots())
     }
 
     /// The name of the model's device.

@@ -81,6 +81,7 @@ impl Backend for SharedBackend {
     }
 
     forward_locked! {
+        check_threads(part: ModelPart<'_>) -> Result<(), DeviceError>;
         execute(op: &Op<'_>) -> Result<(), DeviceError>;
         prompt(room: Option<HalfBuffers>);
         begin_layers(streams: bool);
@@ -91,6 +92,8 @@ impl Backend for SharedBackend {
         flush() -> Result<(), DeviceError>;
         allocate(bytes: usize) -> Result<Region, DeviceError>;
         adopt(slab: &Arc<Slab>, range: Range<usize>) -> Result<Region, DeviceError>;
+        adopt_segments(slab: &Arc<Slab>, segments: &[Range<usize>]) -> Result<(Vec<Region>, Region), DeviceError>;
+        release_segment(segment: Region) -> Result<(), DeviceError>;
         landed(region: Region, content: u64) -> Result<(), DeviceError>;
     }
 }

@@ -78,7 +78,8 @@ pub fn decode_rate(
     };
     let layer = MoeWeights { k: at_once, renormalise: true, router, shared: None, stacks };
     let mut cpu = Cpu::new(compute.clone());
-    let slots = ExpertSlots { slabs: vec![cpu.adopt(&slab, 0..len)?], per_slab: usize::MAX, stride: size };
+    let (segments, table) = cpu.adopt_segments(&slab, std::slice::from_ref(&(0..len)))?;
+    let slots = ExpertSlots { segments, table, per_segment: usize::MAX, stride: size };
     let (x, out) = (cpu.allocate(hidden * 4)?, cpu.allocate((at_once + 1) * hidden * 4)?);
     let values: Vec<f32> = (0..hidden).map(|index| index as f32 / hidden as f32 - 0.5).collect();
     cpu.write(x, bytemuck::cast_slice(&values))?;

@@ -44,6 +44,13 @@ pub trait Backend: Timeline + Send {
     /// Returns an error that explains why the device cannot compute this part of a model.
     fn accept(&self, part: ModelPart<'_>) -> Result<(), DeviceError>;
 
+    /// Returns an error if the device's compiler gives a kernel of this part fewer threads than its launches need. The
+    /// check of all kernels at the start covers only fixed numbers of threads.
+    fn check_threads(&mut self, part: ModelPart<'_>) -> Result<(), DeviceError> {
+        let _ = part;
+        Ok(())
+    }
+
     fn execute(&mut self, op: &Op<'_>) -> Result<(), DeviceError>;
 
     /// True after the device has failed permanently. No later call succeeds.
@@ -86,6 +93,21 @@ pub trait Backend: Timeline + Send {
     /// Gives operations access to a page-aligned range of a slab. Its bytes are valid after [`Backend::landed`] has
     /// named them.
     fn adopt(&mut self, slab: &Arc<Slab>, range: Range<usize>) -> Result<Region, DeviceError>;
+
+    /// Makes segments of a slab available to kernels that find them through a table of addresses: the second result.
+    /// The first is a region for each segment. A device that shares the CPU's memory takes a segment when the first
+    /// expert has [landed](Backend::landed) in it. So loading does not wait until the memory of all of them is wired.
+    fn adopt_segments(
+        &mut self,
+        slab: &Arc<Slab>,
+        segments: &[Range<usize>],
+    ) -> Result<(Vec<Region>, Region), DeviceError>;
+
+    /// Waits for the device, which then stops using the segment until the next expert lands in it.
+    fn release_segment(&mut self, segment: Region) -> Result<(), DeviceError> {
+        let _ = segment;
+        Ok(())
+    }
 
     /// Marks adopted bytes as complete. They must not change until the device has passed a later mark. `content`
     /// identifies the bytes: a device with its own memory skips the copy if it already holds the same content.

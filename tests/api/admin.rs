@@ -50,6 +50,10 @@ async fn lost_gpu_is_reported_with_status_200() {
     let answer = server.get("/health").await;
     assert_eq!(answer.status, 200);
     assert_eq!(answer.json().await["gpu"]["lost"], true);
+    server.metrics.gpu_interactivity_errors.inc();
+    let gpu = server.get("/health").await.json().await["gpu"].clone();
+    assert_eq!((&gpu["lost"], &gpu["interactivity_errors"]), (&true.into(), &1.into()));
+    assert!(gpu["remedy"].as_str().unwrap().contains("AGX_RELAX_CDM_CTXSTORE_TIMEOUT=1"), "{gpu}");
 }
 
 #[tokio::test]

@@ -63,6 +63,14 @@ impl Gpu for Counting {
         self.0.adopt(slab, range)
     }
 
+    fn address(&mut self, buffer: u32) -> Result<u64, DeviceError> {
+        self.0.address(buffer)
+    }
+
+    fn max_threads(&mut self, kernel: &str) -> Result<u32, DeviceError> {
+        self.0.max_threads(kernel)
+    }
+
     fn has_own_memory(&self) -> bool {
         self.0.has_own_memory()
     }

@@ -28,6 +28,14 @@ macro_rules! memory_of {
             self.$below.adopt(slab, range)
         }
 
+        fn address(&mut self, buffer: u32) -> Result<u64, DeviceError> {
+            self.$below.address(buffer)
+        }
+
+        fn max_threads(&mut self, kernel: &str) -> Result<u32, DeviceError> {
+            self.$below.max_threads(kernel)
+        }
+
         fn has_own_memory(&self) -> bool {
             self.$below.has_own_memory()
         }

@@ -50,6 +50,10 @@ pub struct Control {
     pub seed: Option<u64>,
     /// True if the double reports matrix units.
     pub halves: bool,
+    /// The message of a command buffer that fails.
+    pub message: Option<&'static str>,
+    /// Most threads in a threadgroup of any kernel. Default: 1024.
+    pub max_threads: Option<u32>,
 }
 
 pub type Shared = Arc<Mutex<Control>>;
@@ -58,6 +62,8 @@ struct Inner {
     host: Host,
     random: Dice,
     slabs: BTreeMap<u32, (Arc<Slab>, usize)>,
+    /// Adopted buffers whose addresses were asked for. Kernels read them through tables.
+    addressed: BTreeSet<u32>,
     lengths: BTreeMap<u32, usize>,
     /// The number of the open command buffer.
     open: Option<u64>,
@@ -91,6 +97,7 @@ impl Double {
             host,
             random: Dice(1),
             slabs: BTreeMap::new(),
+            addressed: BTreeSet::new(),
             lengths: BTreeMap::new(),
             open: None,
             begun: 0,
@@ -149,7 +156,8 @@ impl Inner {
         let fails = matches!(self.buffers[index].fault, Some(Fault::Fails | Fault::Banned)) || self.banned;
         if fails && (left < 2 || self.random.below(3) == 0) {
             self.banned |= self.buffers[index].fault == Some(Fault::Banned);
-            let why = if self.banned { "submissions are ignored" } else { "an address fault" };
+            let message = self.control.lock().unwrap().message.unwrap_or("an address fault");
+            let why = if self.banned { "submissions are ignored" } else { message };
             self.buffers[index].status = CommandStatus::Failed(why.into());
             return true;
         }
@@ -173,15 +181,33 @@ impl Inner {
             return; // The program may have exited.
         }
         for binding in &launch.bindings {
-            let region = binding.region;
-            let Some((slab, start)) = self.slabs.get(&region.buffer) else { continue };
-            assert_eq!(binding.access, BufferAccess::Read, "{} writes to weights", launch.kernel);
-            // SAFETY: reads into other slots of the slab may be in progress. The store exposes only slots that are
-            // complete, and the kernels access nothing else.
-            let now = unsafe { slab.bytes(start + region.offset..start + region.offset + region.len) };
-            self.host.write(region, now);
+            let access = binding.access;
+            let is_adopted = self.slabs.contains_key(&binding.region.buffer);
+            assert!(!is_adopted || access == BufferAccess::Read, "{} writes to weights", launch.kernel);
+            self.refresh(binding.region);
+        }
+        if launch.bindings.iter().any(|binding| binding.is_table) {
+            for buffer in self.addressed.clone() {
+                self.refresh(Region { buffer, offset: 0, len: self.lengths[&buffer] });
+            }
         }
         self.host.try_run(launch).unwrap_or_else(|fault| panic!("{fault}"));
+    }
+
+    /// Shows the program the bytes that an adopted region has now.
+    fn refresh(&mut self, region: Region) {
+        let Some((slab, start)) = self.slabs.get(&region.buffer) else { return };
+        // SAFETY: reads into other slots of the slab may be in progress. The store exposes only slots that are
+        // complete, and the kernels access nothing else.
+        let now = unsafe { slab.bytes(start + region.offset..start + region.offset + region.len) };
+        self.host.write(region, now);
+    }
+
+    /// True if a pending launch reads buffers through a table.
+    fn reads_tables(&self) -> bool {
+        let pending = self.buffers.iter().filter(|commands| commands.status == CommandStatus::Pending);
+        let mut bindings = pending.flat_map(|c| &c.segments).flatten().flat_map(|launch| &launch.bindings);
+        bindings.any(|binding| binding.is_table)
     }
 
     /// Executes zero to three steps.
@@ -217,9 +243,9 @@ impl Driver for Double {
         None
     }
 
-    /// So short that the slab of an expert store needs several buffers.
+    /// Enough for a segment of expert slots.
     fn max_buffer_len(&self) -> usize {
-        4 << 20
+        1 << 30
     }
 
     fn compile(&mut self) -> Vec<(String, Option<DeviceError>)> {
@@ -233,7 +259,7 @@ impl Driver for Double {
         let inner = self.0.get_mut();
         match inner.called("max_threads") {
             Some(fault) => Err(DeviceError(format!("{kernel}: {fault:?}"))),
-            None => Ok(1024),
+            None => Ok(inner.control.lock().unwrap().max_threads.unwrap_or(1024)),
         }
     }
 
@@ -257,8 +283,19 @@ impl Driver for Double {
         Ok(())
     }
 
+    fn address(&mut self, buffer: u32) -> Result<u64, DeviceError> {
+        let inner = self.0.get_mut();
+        inner.refused("address")?;
+        assert!(inner.slabs.contains_key(&buffer), "buffer {buffer} is not adopted");
+        inner.addressed.insert(buffer);
+        Ok(inner.host.address(buffer))
+    }
+
     fn free(&mut self, buffer: u32) {
         let inner = self.0.get_mut();
+        inner.called("free");
+        let is_addressed = inner.addressed.remove(&buffer);
+        assert!(!is_addressed || !inner.reads_tables(), "segment {buffer} is freed while a launch may read it");
         let whole = Region { buffer, offset: 0, len: usize::MAX / 2 };
         assert_eq!(inner.in_flight(whole), None, "buffer {buffer} is freed while it is used");
         assert!(inner.lengths.remove(&buffer).is_some(), "buffer {buffer} is freed twice");
@@ -359,8 +396,9 @@ impl Driver for Double {
         Ok(())
     }
 
-    fn request_residency(&mut self) {
-        self.0.get_mut().called("request_residency");
+    fn residency_request(&mut self) -> Option<Box<dyn Fn() + Send>> {
+        let control = self.control();
+        Some(Box::new(move || *control.lock().unwrap().calls.entry("residency").or_default() += 1))
     }
 
     fn leak_buffers(&mut self) {

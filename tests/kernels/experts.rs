@@ -7,7 +7,7 @@ use moestro::{
     },
 };
 
-/// A layer of experts in slots of two slabs, with a gap before the last piece, and the values of its matrices.
+/// A layer of experts in slots of several segments, with a gap before the last piece, and the values of its matrices.
 struct Layer {
     stacks: [ExpertStack; 3],
     slots: ExpertSlots,
@@ -34,7 +34,7 @@ fn layer(
         let at = codes[i].row_bytes(cols).map(|bytes| place(bytes * rows));
         ExpertStack { codes: codes[i], rows, cols, global_scales: vec![1.0], at: vec![at] }
     });
-    let (stride, per_slab) = (at, slots.div_ceil(2));
+    let (stride, per_segment) = (at, 1 << slots.div_ceil(2).ilog2());
     let mut memory = vec![0u8; slots * stride];
     let mut all = Vec::new();
     for slot in memory.chunks_mut(stride) {
@@ -46,8 +46,10 @@ fn layer(
             values(piece.codes, piece.rows, piece.cols, 1.0, &parts)
         }));
     }
-    let slabs = memory.chunks(per_slab * stride).map(|bytes| host.bytes(bytes)).collect();
-    Layer { stacks, slots: ExpertSlots { slabs, per_slab, stride }, values: all }
+    let segments: Vec<Region> = memory.chunks(per_segment * stride).map(|bytes| host.bytes(bytes)).collect();
+    let table: Vec<u8> = segments.iter().flat_map(|segment| host.address(segment.buffer).to_le_bytes()).collect();
+    let table = host.bytes(&table);
+    Layer { stacks, slots: ExpertSlots { segments, table, per_segment, stride }, values: all }
 }
 
 /// Runs a layer on random rows in one launch, in two (resident experts, then loaded ones), and grouped by expert.

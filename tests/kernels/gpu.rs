@@ -84,6 +84,14 @@ impl Gpu for HostGpu {
         Ok(region)
     }
 
+    fn address(&mut self, buffer: u32) -> Result<u64, DeviceError> {
+        Ok(self.host.address(buffer))
+    }
+
+    fn max_threads(&mut self, _: &str) -> Result<u32, DeviceError> {
+        Ok(1024)
+    }
+
     fn has_own_memory(&self) -> bool {
         true
     }
@@ -98,9 +106,9 @@ impl Gpu for HostGpu {
         Ok(())
     }
 
-    /// Short, so that the slab of an expert store needs several buffers.
+    /// Enough for a segment of expert slots.
     fn max_buffer_len(&self) -> usize {
-        4 << 20
+        1 << 30
     }
 
     fn write(&mut self, region: Region, bytes: &[u8]) -> Result<(), DeviceError> {

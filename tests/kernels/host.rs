@@ -154,6 +154,14 @@ impl Host {
         self.bytes(&values.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<_>>())
     }
 
+    /// The address of a buffer in the program, for tables of buffers.
+    pub fn address(&mut self, buffer: u32) -> u64 {
+        self.send(b"A", &[buffer], &[]);
+        let mut address = [0; 8];
+        self.from.read_exact(&mut address).unwrap();
+        u64::from_le_bytes(address)
+    }
+
     pub fn write(&mut self, region: Region, bytes: &[u8]) {
         assert_eq!(bytes.len(), region.len);
         self.send(b"W", &[region.buffer, region.offset as u32, region.len as u32], bytes);

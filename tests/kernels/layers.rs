@@ -1,6 +1,7 @@
 //! The operations between the projections: norms, convolution, delta rule, attention, embedding.
 
 use crate::{check::*, host::Host};
+use moestro::device::Region;
 use moestro::ops::{
     Attention, AttentionShape, Conv, Decay, DeltaNet, DeltaRule, DeltaShape, Embedding, Float, KvCache, KvFormat,
     KvWrite, Linear, Norm, QkNormRope, Replay, Weight, WeightFormat, attention::PAGE, embedding::dequantise,
@@ -240,6 +241,43 @@ fn delta_net_matches_reference() {
     delta_case(delta(2, 4, 128, 128), &[&[7], &[1, 1, 1, 1, 1, 1, 1], &[2, 5]]);
     delta_case(delta(1, 3, 20, 37), &[&[4], &[3, 1]]);
     delta_case(delta(1, 1, 256, 16), &[&[3]]);
+}
+
+/// macOS ends launches whose threadgroups run too long.
+#[test]
+fn long_recurrence_is_cut() {
+    let shape = DeltaShape {
+        key_heads: 1,
+        value_heads: 1,
+        key_dim: 16,
+        value_dim: 16,
+        conv_width: 4,
+        eps: 1e-6,
+        gate: Default::default(),
+    };
+    delta_case(shape, &[&[520], &[256, 264], &[100, 420]]);
+    let tokens = 520;
+    let rows = |width: usize| Region { buffer: 0, offset: 0, len: tokens * width * 4 };
+    let (one, values) = (rows(1), rows(shape.values()));
+    let rule = DeltaRule {
+        shape: &shape,
+        tokens,
+        proj: rows(shape.width()),
+        mixed: rows(shape.channels()),
+        decay: Decay { rate: one, dt_bias: one },
+        past: Replay::default(),
+        stored: tokens,
+        state: rows(16),
+        norm: one,
+        out: values,
+        y: values,
+    };
+    let cut = |rule: DeltaRule<'_>| {
+        let launches = rule.launches().filter(|launch| launch.kernel.starts_with("gated_delta"));
+        launches.map(|launch| launch.args[0]).collect::<Vec<u32>>()
+    };
+    assert_eq!(cut(rule), [256, 256, 8]);
+    assert_eq!(cut(DeltaRule { stored: 0, ..rule }), [520], "rows that may be rejected store no state");
 }
 
 /// Attention of `tokens` rows after `start` cached positions, as in decoding and as in a prompt, compared with

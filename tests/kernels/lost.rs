@@ -68,6 +68,20 @@ fn recovered_device_stays_in_use() {
 }
 
 #[test]
+fn interactivity_errors_are_counted() {
+    let (model, control) = model_with_fault(false, 1, Fault::Fails);
+    control.lock().unwrap().message = Some("Impacting Interactivity (0000000e:)");
+    let metrics = Metrics::new("test", "metal");
+    let (handle, worker) = engine::spawn(model, Options::default(), metrics.clone()).unwrap();
+    let ask = || common::ask(&handle, Request::new(vec![5, 90, 33], 2, Sampling::greedy())).1;
+    assert!(ask().is_err_and(|error| error.contains("Impacting Interactivity")));
+    assert!(ask().is_ok());
+    drop(handle);
+    worker.join().unwrap();
+    assert_eq!(metrics.gpu_interactivity_errors.get(), 1);
+}
+
+#[test]
 fn lost_device_fails_one_engine_request() {
     let sampling = Sampling::greedy();
     let ids = vec![5, 90, 33, 2, 71, 18, 64];

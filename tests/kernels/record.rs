@@ -13,6 +13,10 @@ use std::{
 const MOST: usize = 32 << 20;
 
 pub fn wanted(launch: &Launch) -> Option<PathBuf> {
+    // Another device has other addresses.
+    if launch.bindings.iter().any(|binding| binding.is_table) {
+        return None;
+    }
     let size: usize = launch.bindings.iter().map(|binding| binding.region.len).sum();
     (size <= MOST).then(|| std::env::var_os("MOESTRO_RECORD")).flatten().map(PathBuf::from)
 }

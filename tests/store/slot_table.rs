@@ -112,7 +112,7 @@ proptest! {
                     let stay = model.values().filter(|h| !h.is_evictable(passed)).map(|h| h.slot.index() + 1).max();
                     let to = to.max(stay.unwrap_or(0)).min(present);
                     let (count, before) = (model.len(), slots.len());
-                    let shrunk = slots.shrink(to, &scores);
+                    let shrunk = slots.shrink(to, 1, &scores);
                     prop_assert_eq!(shrunk.evicted, if to < before { count.saturating_sub(to) } else { 0 });
                     for (key, held) in std::mem::take(&mut model) {
                         let moved = shrunk.moved.iter().find(|(from, _)| *from == held.slot);

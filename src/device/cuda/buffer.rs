@@ -44,7 +44,6 @@ impl DeviceBuffer {
 
     /// Makes this buffer a copy of a range of a slab, whose pages may be pinned later.
     pub fn set_source(&mut self, slab: &Arc<Slab>, range: Range<usize>) {
-        slab.lock_pages();
         self.source = Some(SlabSource { slab: slab.clone(), range, pages: PageState::Pageable });
     }
 

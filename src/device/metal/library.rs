@@ -89,6 +89,11 @@ impl MetalLibrary {
         self.device.as_ref().newComputePipelineStateWithFunction_error(&function).map_err(refused)
     }
 
+    /// Keeps all pipelines alive: a command buffer that never ended may still use them.
+    pub fn leak_pipelines(&mut self) {
+        std::mem::forget(std::mem::take(&mut self.pipelines));
+    }
+
     pub fn pipeline(&mut self, name: &str) -> Result<Pipeline, DeviceError> {
         if let Some(pipeline) = self.pipelines.get(name) {
             return Ok(pipeline.clone());

@@ -39,7 +39,7 @@ impl<'s> LateDevice<'s> {
 
     fn work_until(&mut self, mark: usize) {
         for &(layer, expert, slot) in &self.work[self.done.min(mark)..mark] {
-            let base = slot * self.store.slot_bytes();
+            let base = self.store.layout().start(slot);
             let spans = self.store.spans(layer, expert).unwrap();
             for (piece, span) in self.checkpoint.map.layers[layer][expert as usize].iter().zip(spans) {
                 // SAFETY: no read writes to the slot if the rule about marks holds. If it does not, the comparison fails.

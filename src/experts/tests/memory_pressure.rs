@@ -2,8 +2,8 @@
 
 use super::{EXPERTS, LAYERS, checkpoint, row, take};
 use crate::{
-    device::{CpuTimeline, SyncPoint, Timeline},
-    experts::{ExpertChoice, ExpertMap, ExpertStore, Options, PIECES, PassKind},
+    device::{CpuTimeline, DeviceError, SyncPoint, Timeline},
+    experts::{ExpertChoice, ExpertMap, ExpertStore, Options, PIECES, PassKind, SlotDevice},
     platform::os::MemoryLevel,
 };
 use std::time::{Duration, Instant};
@@ -16,7 +16,8 @@ fn token(store: &ExpertStore, map: &ExpertMap, n: usize) {
     }
 }
 
-/// Logs of this thread go to a file while the guard lives. The function counts a text in it.
+/// Logs of this thread go to a file while the guard lives. The function counts a text in it. Every test that logs calls this:
+/// a thread without a subscriber can disable a log line for all threads.
 fn capture_log() -> (tracing::subscriber::DefaultGuard, impl Fn(&str) -> usize) {
     let log = tempfile::NamedTempFile::new().unwrap();
     let file = log.reopen().unwrap();
@@ -35,10 +36,8 @@ fn slots_shrink_and_grow_with_correct_bytes() {
         store.fill(&mut |_, _| ()).unwrap();
         assert_eq!(store.is_resident(), slots == all);
         let (now, bytes) = (Instant::now(), store.slot_bytes() as u64);
-        let adapt = |memory, seconds| {
-            let state = &mut *store.state.borrow_mut();
-            store.adapt_to_level(state, memory, now + Duration::from_secs(seconds))
-        };
+        let adapt =
+            |memory, seconds| store.adapt_to_level(memory, now + Duration::from_secs(seconds), &mut CpuTimeline);
         (0..20).for_each(|n| token(&store, &checkpoint.map, n));
         assert!(!adapt(MemoryLevel::Enough, 0) && !adapt(MemoryLevel::Spare(1 << 40), 0));
         assert_eq!(store.slots(), slots, "there is no slot to restore");
@@ -71,15 +70,68 @@ fn slots_shrink_and_grow_with_correct_bytes() {
     }
 }
 
+/// Records the segments that it released.
+#[derive(Default)]
+struct SegmentDevice(Vec<usize>);
+
+impl Timeline for SegmentDevice {}
+
+impl SlotDevice for SegmentDevice {
+    fn release_segment(&mut self, segment: usize) -> Result<(), DeviceError> {
+        self.0.push(segment);
+        Ok(())
+    }
+}
+
 #[test]
-fn slots_pinned_by_a_device_stay() {
+fn device_releases_whole_segments() {
+    let (_guard, _) = capture_log();
     let checkpoint = checkpoint();
-    let (store, metrics) = checkpoint.open(Options { min_slots: 1, ..Options::new(8) });
-    store.slab().lock_pages();
-    assert!(!store.adapt_to_level(&mut store.state.borrow_mut(), MemoryLevel::Short(1 << 40), Instant::now()));
-    assert_eq!((store.slots(), metrics.memory_pressure.get()), (8, 0));
-    // SAFETY: no reference to the slots exists.
-    assert!(unsafe { store.slab().release_pages(0..store.slab().len()) }.is_err());
+    let (one, _) = checkpoint.open(Options::new(1));
+    let bytes = one.slot_bytes();
+    let segments = Options { min_slots: 3, segment_bytes: 4 * bytes + 1, ..Options::new(14) };
+    let (store, metrics) = checkpoint.open(segments);
+    store.release_whole_segments(true);
+    assert_eq!((store.layout().per_segment, store.layout().segments().count()), (4, 4));
+    (0..20).for_each(|n| token(&store, &checkpoint.map, n));
+    let (mut device, now) = (SegmentDevice::default(), Instant::now());
+    let mut adapt = |level, seconds| store.adapt_to_level(level, now + Duration::from_secs(seconds), &mut device);
+    // The last segment has two slots. Three slots are asked for, so two segments go.
+    assert!(adapt(MemoryLevel::Short(3 * bytes as u64), 0));
+    assert_eq!((store.slots(), metrics.memory_experts.get()), (8, 8 * bytes as i64));
+    assert!(adapt(MemoryLevel::Short(1 << 40), 1));
+    assert_eq!(store.slots(), 4, "the minimum, in whole segments");
+    (0..20).for_each(|n| token(&store, &checkpoint.map, n));
+    assert!(!adapt(MemoryLevel::Spare(3 * bytes as u64), 60));
+    assert_eq!(store.slots(), 4, "not enough memory for a segment");
+    for slots in [8, 12, 14] {
+        adapt(MemoryLevel::Spare(1 << 40), 61);
+        assert_eq!(store.slots(), slots);
+        (0..20).for_each(|n| token(&store, &checkpoint.map, n));
+    }
+    assert_eq!(device.0, [2, 3, 1]);
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn released_segments_free_their_bytes() {
+    let (_guard, _) = capture_log();
+    let checkpoint = checkpoint();
+    let (store, _) = checkpoint.open(Options { min_slots: 1, segment_bytes: 1, ..Options::new(8) });
+    store.release_whole_segments(true);
+    (0..20).for_each(|n| token(&store, &checkpoint.map, n));
+    assert!(store.adapt_to_level(MemoryLevel::Short(1 << 40), Instant::now(), &mut SegmentDevice::default()));
+    let left: Vec<_> = store.layout().segments().collect();
+    let page = 4096;
+    for (segment, bytes) in left.into_iter().enumerate() {
+        // SAFETY: no expert is being read.
+        let start = unsafe { store.slab().bytes(bytes.clone()) }.as_ptr();
+        let mut resident = vec![0u8; bytes.len().div_ceil(page)];
+        // SAFETY: the range is the slab's, and `resident` has one byte for each page.
+        assert_eq!(unsafe { libc::mincore(start.cast_mut().cast(), bytes.len(), resident.as_mut_ptr()) }, 0);
+        let used = resident.iter().any(|page| page & 1 == 1);
+        assert_eq!(used, segment < store.slots(), "segment {segment}");
+    }
 }
 
 #[test]
@@ -92,9 +144,9 @@ fn memory_is_checked_at_intervals() {
             SyncPoint::START
         }
     }
+    impl SlotDevice for CountingDevice {}
+    // All slots must stay, whatever the system reports.
     let (store, _) = checkpoint().open(Options::new(8));
-    // Held slabs release nothing, whatever the system reports.
-    store.slab().lock_pages();
     let (mut device, before) = (CountingDevice(0), Instant::now());
     store.adapt_to_memory(&mut device);
     let next = store.state.borrow().pressure.next_check;
@@ -114,17 +166,14 @@ fn one_shortage_is_logged_once() {
     let (now, bytes) = (Instant::now(), store.slot_bytes() as u64);
     // The third shortage follows a calm period. In the last one no slot is left to release.
     for (seconds, slots, lines) in [(0, 7, 1), (9, 6, 1), (20, 5, 2), (21, 4, 2), (60, 4, 2)] {
-        store.adapt_to_level(
-            &mut store.state.borrow_mut(),
-            MemoryLevel::Short(bytes),
-            now + Duration::from_secs(seconds),
-        );
+        store.adapt_to_level(MemoryLevel::Short(bytes), now + Duration::from_secs(seconds), &mut CpuTimeline);
         assert_eq!((store.slots(), said("releasing expert slots")), (slots, lines), "after {seconds} s");
     }
 }
 
 #[test]
 fn slots_in_use_stay() {
+    let (_guard, _) = capture_log();
     let checkpoint = checkpoint();
     let (store, _) = checkpoint.open(Options { min_slots: 1, ..Options::new(8) });
     let ids = [0, 1, 2, 3, 4, 5];
@@ -133,7 +182,7 @@ fn slots_in_use_stay() {
     while let Some(batch) = fetch.next(&mut CpuTimeline).unwrap() {
         seen += batch.len();
         let before: Vec<[Vec<u8>; PIECES]> = batch.iter().map(|ready| ready.pieces.map(<[u8]>::to_vec)).collect();
-        store.adapt_to_level(&mut store.state.borrow_mut(), MemoryLevel::Short(1 << 40), Instant::now());
+        store.adapt_to_level(MemoryLevel::Short(1 << 40), Instant::now(), &mut CpuTimeline);
         assert!(batch.iter().zip(before).all(|(ready, before)| ready.pieces.iter().zip(before).all(|(a, b)| *a == b)));
     }
     drop(fetch);
@@ -145,14 +194,15 @@ fn slots_in_use_stay() {
             SyncPoint(7)
         }
     }
+    impl SlotDevice for LateMarks {}
     let choice = ExpertChoice { ids: &ids, k: 6, logits: &[] };
     let mut fetch = store.fetch(0, &choice, PassKind::Decode, &mut LateMarks).unwrap();
     while fetch.next(&mut LateMarks).unwrap().is_some() {}
     fetch.release_after(LateMarks.sync_point());
     store.adapt_to_memory(&mut LateMarks);
-    assert!(!store.adapt_to_level(&mut store.state.borrow_mut(), MemoryLevel::Short(1 << 40), Instant::now()));
+    assert!(!store.adapt_to_level(MemoryLevel::Short(1 << 40), Instant::now(), &mut LateMarks));
     store.state.borrow_mut().slots.advance(SyncPoint(7));
-    assert!(store.adapt_to_level(&mut store.state.borrow_mut(), MemoryLevel::Short(1 << 40), Instant::now()));
+    assert!(store.adapt_to_level(MemoryLevel::Short(1 << 40), Instant::now(), &mut LateMarks));
     assert_eq!(store.slots(), 1);
     take(&store, &checkpoint.map, 1, &[5], PassKind::Decode);
 }

@@ -1,10 +1,15 @@
 //! The reader pool on a source whose reads end on command.
 
 use super::*;
+use crate::platform::MAX_BLOCK;
 use parking_lot::{Condvar, Mutex};
 use std::io;
 
 const SLOT: usize = 16 << 10;
+
+fn layout(slots: usize) -> SlotLayout {
+    SlotLayout::new(slots, SLOT, slots * SLOT).unwrap()
+}
 
 /// Blocks reads until they are allowed to end.
 #[derive(Default)]
@@ -80,7 +85,7 @@ fn pool(threads: usize) -> TestPool {
     let states = SlotTable::new(8, 8).states().clone();
     let source = Box::new(GatedSource { gate: gate.clone(), broken_from: 100 * 4096 });
     let metrics = Metrics::new("0", "cpu");
-    let reader = ExpertReader::new(source, slab.clone(), states.clone(), SLOT, threads, metrics.clone()).unwrap();
+    let reader = ExpertReader::new(source, slab.clone(), states.clone(), layout(8), threads, metrics.clone()).unwrap();
     TestPool { reader, states, gate, slab, metrics }
 }
 
@@ -113,6 +118,17 @@ impl TestPool {
             self.reader.wait(self.reader.landed());
         }
     }
+}
+
+#[test]
+fn pack_records_are_read_into_whole_pages() {
+    let checkpoint = checkpoint();
+    let Ok((_, Access::Direct)) = ShardFiles::open_as(&checkpoint.files(), ReadMode::Direct, false) else {
+        return println!("skipped: the file system has no direct reads");
+    };
+    let (pack, access) = ShardFiles::open_as(&checkpoint.files(), ReadMode::Direct, true).unwrap();
+    assert_eq!((pack.block(), access), (MAX_BLOCK, Access::Direct));
+    assert!(checkpoint.map.slot_bytes(pack.block()).is_multiple_of(MAX_BLOCK));
 }
 
 #[test]
@@ -243,7 +259,7 @@ fn short_reads_continue_at_block_boundaries() {
     let (slab, states) = (Arc::new(Slab::new(SLOT).unwrap()), SlotTable::new(1, 1).states().clone());
     let metrics = Metrics::new("0", "cpu");
     let reader =
-        ExpertReader::new(Box::new(ShortSource), slab.clone(), states.clone(), SLOT, 1, metrics.clone()).unwrap();
+        ExpertReader::new(Box::new(ShortSource), slab.clone(), states.clone(), layout(1), 1, metrics.clone()).unwrap();
     let mut pieces = [Piece::default(); PIECES];
     pieces[0] = Piece { file: 0, offset: 1000, len: 500 };
     let plan = ReadPlan::new(&pieces, 64);
@@ -290,7 +306,7 @@ fn damaged_record_is_counted_once_and_rebuilt() {
     let source = Box::new(pack.with_records(Some(Arc::new(PackRecords::new(vec![records], checkpoint)))));
     let (slab, states) = (Arc::new(Slab::new(SLOT).unwrap()), SlotTable::new(1, 1).states().clone());
     let metrics = Metrics::new("0", "cpu");
-    let reader = ExpertReader::new(source, slab.clone(), states.clone(), SLOT, 1, metrics.clone()).unwrap();
+    let reader = ExpertReader::new(source, slab.clone(), states.clone(), layout(1), 1, metrics.clone()).unwrap();
     let plan = ReadPlan::new(&pieces, reader.source().block());
     for landed in 0..3 {
         states.set(SlotId(0), SlotState::Reading);

@@ -76,6 +76,19 @@ impl AttentionShape {
         args
     }
 
+    /// The kernel that computes the splits, and its threads.
+    pub fn threads(&self) -> (&'static str, u32) {
+        // A simdgroup has two heads, or one if their number is odd.
+        let groups = self.heads / self.kv_heads;
+        let simdgroups = if groups.is_multiple_of(2) { groups / 2 } else { groups };
+        let kernel = self.kernel(if self.dim <= 128 {
+            ["attention_decode_128", "attention_decode_128_bf16", "attention_decode_128_q8", "attention_decode_128_q4"]
+        } else {
+            ["attention_decode_256", "attention_decode_256_bf16", "attention_decode_256_q8", "attention_decode_256_q4"]
+        });
+        (kernel, 32 * simdgroups as u32)
+    }
+
     /// The kernel of the cache format: f32, bf16, 8 bits, 4 bits.
     fn kernel(&self, [full, half, eight, four]: [&'static str; 4]) -> &'static str {
         match self.format {
@@ -136,9 +149,7 @@ impl Attention<'_> {
 
     fn splits(&self) -> Launch {
         let Self { shape, start, tokens, q, cache, partials, .. } = *self;
-        // A simdgroup has two heads, or one if their number is odd.
-        let groups = shape.heads / shape.kv_heads;
-        let simdgroups = if groups.is_multiple_of(2) { groups / 2 } else { groups };
+        let (kernel, threads) = shape.threads();
         let mut bindings = vec![
             Binding::read(q.floats(tokens * shape.heads * shape.dim)),
             Binding::read(cache.keys),
@@ -150,25 +161,11 @@ impl Attention<'_> {
         }
         bindings.push(Binding::write(partials.floats(shape.partials(start, tokens))));
         Launch {
-            kernel: shape.kernel(if shape.dim <= 128 {
-                [
-                    "attention_decode_128",
-                    "attention_decode_128_bf16",
-                    "attention_decode_128_q8",
-                    "attention_decode_128_q4",
-                ]
-            } else {
-                [
-                    "attention_decode_256",
-                    "attention_decode_256_bf16",
-                    "attention_decode_256_q8",
-                    "attention_decode_256_q4",
-                ]
-            }),
+            kernel,
             args: shape.args(start, tokens),
             bindings,
             grid: [shape.splits(start, tokens) as u32, shape.kv_heads as u32, tokens as u32],
-            threads: 32 * simdgroups as u32,
+            threads,
         }
     }
 

@@ -14,6 +14,10 @@ pub(in crate::ops) const CLOSE: f64 = 1e-5;
 /// parts in ten thousand.
 pub(in crate::ops) const HALF: f64 = 2e-3;
 
+/// Bytes of a block of memory, and the alignment of inputs in it: a GPU's cache line.
+const BLOCK: usize = 1 << 20;
+const ALIGN: usize = 128;
+
 /// The largest relative difference and the allowed one, or the device's error.
 pub(super) type Outcome = Result<(f64, f64), String>;
 
@@ -23,13 +27,22 @@ pub(in crate::ops) struct KernelCheck<'a> {
     pub cpu: Cpu,
     pub gpu: GpuBackend<&'a mut dyn Gpu>,
     pub random: RandomInputs,
+    /// The rest of the last block of memory. Each start of a server runs these checks, and a GPU driver takes few large
+    /// buffers better than hundreds of small ones.
+    pub(super) arena: Region,
     pub(super) found: &'a mut BTreeMap<String, Outcome>,
 }
 
 impl KernelCheck<'_> {
     pub fn bytes(&mut self, bytes: &[u8]) -> Result<Region, DeviceError> {
-        let region = self.cpu.allocate(bytes.len())?;
-        self.gpu.allocate(bytes.len())?;
+        let whole = bytes.len().next_multiple_of(ALIGN);
+        if whole > self.arena.len {
+            let block = whole.max(BLOCK);
+            self.arena = self.cpu.allocate(block)?;
+            self.gpu.allocate(block)?;
+        }
+        let region = self.arena.first(bytes.len());
+        self.arena = self.arena.part(whole, self.arena.len - whole);
         self.write(region, bytes)?;
         Ok(region)
     }

@@ -14,7 +14,7 @@ pub(in crate::ops) use random_inputs::RandomInputs;
 use self::kernel_check::Outcome;
 use super::{Cpu, GpuBackend, attention, conv, delta, embedding, experts, linear, norm, router};
 use crate::{
-    device::{CpuArithmetic, CpuDevice, DeviceError, Gpu},
+    device::{CpuArithmetic, CpuDevice, DeviceError, Gpu, Region},
     platform::split_mix64::SplitMix64,
 };
 use std::collections::BTreeMap;
@@ -61,6 +61,7 @@ pub fn kernels(gpu: &mut dyn Gpu) -> Vec<Finding> {
             cpu,
             gpu: GpuBackend::waiting_each(&mut *gpu),
             random: RandomInputs(SplitMix64(1)),
+            arena: Region::default(),
             found: &mut found,
         };
         if let Err(error) = part(&mut bench) {

@@ -177,6 +177,17 @@ impl Backend for Cpu {
         Ok(Region { buffer, offset: 0, len })
     }
 
+    fn adopt_segments(
+        &mut self,
+        slab: &Arc<Slab>,
+        segments: &[Range<usize>],
+    ) -> Result<(Vec<Region>, Region), DeviceError> {
+        // The CPU needs no table, but buffers have the same numbers on every device.
+        let table = self.allocate(0)?;
+        let regions = segments.iter().map(|range| self.adopt(slab, range.clone())).collect::<Result<_, _>>()?;
+        Ok((regions, table))
+    }
+
     fn longest(&self) -> usize {
         usize::MAX
     }

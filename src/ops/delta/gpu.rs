@@ -6,6 +6,10 @@ use crate::{
     ops::{Conv, linear::HalfBuffers},
 };
 
+/// Most rows of a launch of the recurrence. Its threadgroups compute them one after the other, and macOS ends a launch
+/// whose threadgroups run too long.
+const MAX_ROWS: usize = 256;
+
 impl DeltaShape {
     pub(in crate::ops) fn args(&self, tokens: usize, past: usize, stored: usize) -> Vec<u32> {
         let b_at = self.channels() + self.values();
@@ -35,7 +39,24 @@ impl DeltaShape {
 impl DeltaRule<'_> {
     /// The recurrence, then the norm. Panics if `key_dim` is above 256.
     pub fn launches(&self) -> impl Iterator<Item = Launch> {
-        [self.recurrence(false, None)].into_iter().chain((self.tokens > 0).then(|| self.gated_norm()))
+        self.recurrences().into_iter().chain((self.tokens > 0).then(|| self.gated_norm()))
+    }
+
+    /// The recurrence in launches of at most [`MAX_ROWS`] rows. Each starts with the state that the one before stored.
+    fn recurrences(&self) -> Vec<Launch> {
+        let Self { shape, tokens, proj, mixed, past, stored, out, .. } = *self;
+        // Rows that may be rejected store no state in the middle. They are few.
+        if tokens <= MAX_ROWS || past.rows > 0 || stored != tokens {
+            return vec![self.recurrence(false, None)];
+        }
+        let part = |first: usize| {
+            let tokens = MAX_ROWS.min(tokens - first);
+            let rows = |region: Region, width: usize| region.rows(first, tokens, width);
+            let (proj, mixed) = (rows(proj, shape.width()), rows(mixed, shape.channels()));
+            let part = Self { tokens, stored: tokens, proj, mixed, out: rows(out, shape.values()), ..*self };
+            part.recurrence(false, None)
+        };
+        (0..tokens).step_by(MAX_ROWS).map(part).collect()
     }
 
     /// With `raw`, q and k still need their l2 norms. With `squares`, the final norm is deferred: the results lack

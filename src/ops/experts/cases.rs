@@ -5,17 +5,21 @@ use super::{
     swiglu,
 };
 use crate::{
-    device::{DeviceError, Region},
+    device::{DeviceError, Region, Slab},
     ops::{
         Backend, Float, Linear, Weight, WeightFormat,
         check::{CLOSE, HALF, KernelCheck},
         simd::math::silu,
     },
 };
+use std::sync::Arc;
 
 const HIDDEN: usize = 192;
 const INNER: usize = 128;
 const SLOTS: usize = 3;
+const PER_SEGMENT: usize = 2;
+/// The largest page size of the supported systems.
+const PAGE: usize = 64 << 10;
 const TOKENS: usize = 3;
 const K: usize = 2;
 
@@ -39,15 +43,23 @@ fn slots(b: &mut KernelCheck<'_>, codes: [WeightFormat; 3]) -> Result<([ExpertSt
         });
         ExpertStack { codes: codes[i], rows, cols, global_scales: vec![1.0; SLOTS], at: vec![at; SLOTS] }
     });
-    let mut slab = vec![0; SLOTS * stride];
-    for slot in slab.chunks_mut(stride) {
+    // Two segments, each in its own pages.
+    let segment = (PER_SEGMENT * stride).next_multiple_of(PAGE);
+    let starts = (0..SLOTS).map(|slot| slot / PER_SEGMENT * segment + slot % PER_SEGMENT * stride);
+    let len = segment + (SLOTS - PER_SEGMENT) * stride;
+    let mut slab = Slab::new(len).map_err(|error| DeviceError(error.to_string()))?;
+    for start in starts {
         for stack in &stacks {
             for (part, at) in b.random.parts(stack.codes, stack.rows, stack.cols).iter().zip(stack.at[0]) {
-                slot[at..at + part.len()].copy_from_slice(part);
+                slab.as_mut_slice()[start + at..][..part.len()].copy_from_slice(part);
             }
         }
     }
-    Ok((stacks, ExpertSlots { slabs: vec![b.bytes(&slab)?], per_slab: SLOTS, stride }))
+    let (slab, ranges) = (Arc::new(slab), [0..PER_SEGMENT * stride, segment..len]);
+    let (segments, table) = b.cpu.adopt_segments(&slab, &ranges)?;
+    b.gpu.adopt_segments(&slab, &ranges)?;
+    segments.iter().try_for_each(|segment| b.gpu.landed(*segment, 0))?;
+    Ok((stacks, ExpertSlots { segments, table, per_segment: PER_SEGMENT, stride }))
 }
 
 /// Checks a layer's experts for a few rows, by slot number and grouped by expert.

@@ -48,9 +48,9 @@ impl Experts<'_> {
             let (Some(assignments), Some(expert)) = (places_of.get(first..first + count), self.expert(memory, *group))
             else {
                 return refuse(format!(
-                    "{group:?} is out of range: {} assignments, {} slabs",
+                    "{group:?} is out of range: {} assignments, {} segments",
                     places_of.len(),
-                    self.slots.slabs.len()
+                    self.slots.segments.len()
                 ));
             };
             jobs.push(ExpertJob { expert, rows: JobRows::Assignments(assignments, layer.k) });

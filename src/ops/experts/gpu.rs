@@ -13,8 +13,6 @@ use crate::{
 
 /// Maximum number of assignments of a job on matrix units.
 const JOB: usize = 32;
-/// Slabs that a kernel can be given.
-const SLABS: usize = 4;
 
 /// Assignments grouped by expert: `count` jobs of three words `{slot, first, count}`, and the list of assignments
 /// that they refer to.
@@ -39,7 +37,8 @@ impl ExpertStack {
 impl MoeWeights {
     fn args(&self, tokens: usize, slots: &ExpertSlots) -> Vec<u32> {
         let mut args = vec![self.hidden(), self.inner(), self.k, tokens, self.shared_inner(), self.row()];
-        args.extend([self.width(), self.router.rows, slots.stride / 16, slots.per_slab]);
+        args.extend([self.width(), self.router.rows, slots.stride / 16]);
+        args.extend([slots.per_segment.trailing_zeros() as usize, slots.segments.len()]);
         for stack in &self.stacks {
             args.extend(stack.at.first().copied().unwrap_or_default().map(|at| at / 16));
         }
@@ -49,6 +48,13 @@ impl MoeWeights {
         }
         args.extend(self.shared.map_or([0; 5], |shared| shared.down.words()));
         args
+    }
+
+    /// The kernel of [`CombineExperts::down`], and its threads: a simdgroup for each expert of a token.
+    pub fn threads(&self) -> (&'static str, u32) {
+        let shared = self.shared.map(|shared| shared.down);
+        let is_fast = self.stacks[2].is_fast() && shared.is_none_or(|m| fast(m.codes, m.global_scale, m.cols, &[4]));
+        (if is_fast { "moe_down" } else { "moe_down_any" }, 32 * (self.k as u32 + 1))
     }
 
     fn fast_up(&self) -> bool {
@@ -73,10 +79,6 @@ impl MoeWeights {
     }
 }
 
-fn slabs(slots: &ExpertSlots) -> impl Iterator<Item = Binding> {
-    (0..SLABS).map(|i| Binding::read(slots.slabs[i.min(slots.slabs.len() - 1)]))
-}
-
 impl Experts<'_> {
     /// `act[assignment] = silu(gate x) * (up x)` for every assignment with a slot in `slots` (`[tokens * k]`).
     /// With `shared`, also the shared expert's activation. Several calls may fill `act`, so it is bound for
@@ -90,7 +92,7 @@ impl Experts<'_> {
             Binding::read(slots.floats(tokens * layer.k)),
             Binding::read_write(layer.act(&self.room, tokens)),
         ];
-        bindings.extend(slabs(self.slots));
+        bindings.push(Binding::table(self.slots.table));
         let kernel = if layer.fast_up() { "moe_gate_up" } else { "moe_gate_up_any" };
         let grid = [layer.inner().div_ceil(8), layer.k + extra, tokens];
         layer.launch(tokens, self.slots, kernel, bindings, grid, 128)
@@ -104,13 +106,13 @@ impl Experts<'_> {
         let words = [Binding::read(jobs.jobs.floats(jobs.count * 3)), Binding::read(jobs.order)];
         let mut up = vec![Binding::read(self.x.floats(tokens * layer.hidden())), words[0], words[1]];
         up.push(Binding::read_write(act));
-        up.extend(slabs(self.slots));
+        up.push(Binding::table(self.slots.table));
         let kernel = if layer.fast_up() { "moe_gate_up_grouped" } else { "moe_gate_up_grouped_any" };
         let grid = [layer.inner().div_ceil(8), jobs.count, 1];
         let up = layer.launch(tokens, self.slots, kernel, up, grid, 128);
         let mut down = vec![Binding::read(act), words[0], words[1]];
         down.push(Binding::read_write(self.room.out.floats(tokens * layer.k * layer.hidden())));
-        down.extend(slabs(self.slots));
+        down.push(Binding::table(self.slots.table));
         let kernel = if layer.stacks[2].is_fast() { "moe_down_grouped" } else { "moe_down_grouped_any" };
         let grid = [layer.hidden().div_ceil(16), jobs.count, 1];
         [up, layer.launch(tokens, self.slots, kernel, down, grid, 128)]
@@ -133,7 +135,7 @@ impl Experts<'_> {
             let mut bindings = from.bindings().to_vec();
             bindings.extend([Binding::read(jobs.jobs.floats(jobs.count * 3)), Binding::read(jobs.order)]);
             bindings.push(Binding::read_write(to));
-            bindings.extend(slabs(self.slots));
+            bindings.push(Binding::table(self.slots.table));
             layer.launch(tokens, self.slots, kernel, bindings, [width, jobs.count, 1], 128)
         };
         let up = if layer.fast_up() { "moe_gate_up_gemm" } else { "moe_gate_up_gemm_any" };
@@ -160,12 +162,10 @@ impl CombineExperts<'_> {
         ];
         let none = [Binding::read(room.scores.first(0)); 3];
         bindings.extend(layer.shared.map_or(none, |shared| shared.down.bindings()));
-        bindings.extend(slabs(self.slots));
-        let shared = layer.shared.map(|shared| shared.down);
-        let is_fast = layer.stacks[2].is_fast() && shared.is_none_or(|m| fast(m.codes, m.global_scale, m.cols, &[4]));
-        let kernel = if is_fast { "moe_down" } else { "moe_down_any" };
+        bindings.push(Binding::table(self.slots.table));
+        let (kernel, threads) = layer.threads();
         let grid = [layer.hidden().div_ceil(8), tokens, 1];
-        layer.launch(tokens, self.slots, kernel, bindings, grid, 32 * (layer.k + 1))
+        layer.launch(tokens, self.slots, kernel, bindings, grid, threads as usize)
     }
 
     /// For assignments grouped by expert: the shared expert (on matrix units if `half` is given), then the sum

@@ -67,19 +67,22 @@ impl Default for ExpertStack {
     }
 }
 
-/// The memory of the experts: slabs of `per_slab` slots of `stride` bytes.
+/// The memory of the experts: segments of `per_segment` slots of `stride` bytes.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct ExpertSlots {
-    pub slabs: Vec<Region>,
-    pub per_slab: usize,
+    /// From [`Backend::adopt_segments`](super::Backend::adopt_segments).
+    pub segments: Vec<Region>,
+    pub table: Region,
+    /// For a GPU a power of two.
+    pub per_segment: usize,
     pub stride: usize,
 }
 
 impl ExpertSlots {
     /// The bytes of a slot.
     pub fn of(&self, slot: u32) -> Region {
-        let (slab, assignment) = (slot as usize / self.per_slab, slot as usize % self.per_slab);
-        self.slabs[slab].part(assignment * self.stride, self.stride)
+        let (segment, index) = (slot as usize / self.per_segment, slot as usize % self.per_segment);
+        self.segments[segment].part(index * self.stride, self.stride)
     }
 }
 
@@ -182,9 +185,9 @@ impl MoeWeights {
 impl ExpertSlots {
     /// `len` bytes at offset `at` of a slot.
     pub fn part(&self, slot: u32, at: usize, len: usize) -> Option<Region> {
-        let (slab, index) = (slot as usize / self.per_slab.max(1), slot as usize % self.per_slab.max(1));
-        let (slab, start) = (self.slabs.get(slab)?, index * self.stride + at);
-        (start + len <= slab.len).then(|| slab.part(start, len))
+        let (segment, index) = (slot as usize / self.per_segment.max(1), slot as usize % self.per_segment.max(1));
+        let (segment, start) = (self.segments.get(segment)?, index * self.stride + at);
+        (start + len <= segment.len).then(|| segment.part(start, len))
     }
 }
 

@@ -43,6 +43,7 @@ pub struct GpuBackend<P: DerefMut<Target: Gpu> + Send> {
     gpu: P,
     /// Device regions by buffer number.
     buffers: Vec<Region>,
+    segments: HashMap<u32, Segment>,
     /// Regions that unfinished launches access, each with the sync point at which the launch is done.
     in_flight: Vec<(Region, BufferAccess, SyncPoint)>,
     failed: Option<String>,
@@ -62,12 +63,23 @@ pub struct GpuBackend<P: DerefMut<Target: Gpu> + Send> {
     launched: Vec<&'static str>,
 }
 
+/// A segment of the experts' slab.
+struct Segment {
+    slab: Arc<Slab>,
+    range: Range<usize>,
+    /// The word pair of the table that has its address.
+    entry: Region,
+    /// The device's buffer while the device uses the segment.
+    device: Option<u32>,
+}
+
 impl<P: DerefMut<Target: Gpu> + Send> GpuBackend<P> {
     pub fn new(gpu: P) -> Self {
-        let (buffers, in_flight, slots, uploaded, owned, launched) = Default::default();
+        let (buffers, segments, in_flight, slots, uploaded, owned, launched) = Default::default();
         Self {
             gpu,
             buffers,
+            segments,
             in_flight,
             failed: None,
             half: None,
@@ -95,6 +107,22 @@ impl<P: DerefMut<Target: Gpu> + Send> GpuBackend<P> {
 
     pub(super) fn take_launched(&mut self) -> Vec<&'static str> {
         std::mem::take(&mut self.launched)
+    }
+
+    /// Adopts a segment and enters its address in the table. Does nothing for other buffers.
+    fn adopt_segment(&mut self, number: u32) -> Result<(), DeviceError> {
+        let Some(segment) = self.segments.get(&number).filter(|segment| segment.device.is_none()) else {
+            return Ok(());
+        };
+        let (entry, region) = (segment.entry, self.gpu.adopt(&segment.slab, segment.range.clone())?);
+        self.owned.push(region.buffer);
+        let address = self.gpu.address(region.buffer)?;
+        self.write(entry, &address.to_le_bytes())?;
+        self.buffers[number as usize] = region;
+        if let Some(segment) = self.segments.get_mut(&number) {
+            segment.device = Some(region.buffer);
+        }
+        Ok(())
     }
 
     /// The device region of a region of this backend.
@@ -263,6 +291,19 @@ impl<P: DerefMut<Target: Gpu> + Send> Backend for GpuBackend<P> {
         }
     }
 
+    fn check_threads(&mut self, part: ModelPart<'_>) -> Result<(), DeviceError> {
+        let (kernel, threads) = match part {
+            ModelPart::Attention(shape) => shape.threads(),
+            ModelPart::Moe(layer) => layer.threads(),
+            _ => return Ok(()),
+        };
+        let max = self.gpu.max_threads(kernel)?;
+        if threads > max {
+            return refuse(format!("{kernel} needs threadgroups of {threads}, but this GPU runs at most {max}"));
+        }
+        Ok(())
+    }
+
     fn execute(&mut self, op: &Op<'_>) -> Result<(), DeviceError> {
         match op {
             Op::Embedding(op) => self.launch(op.launch()),
@@ -367,7 +408,45 @@ impl<P: DerefMut<Target: Gpu> + Send> Backend for GpuBackend<P> {
         Ok(Region { buffer: self.buffers.len() as u32 - 1, offset: 0, len })
     }
 
+    fn adopt_segments(
+        &mut self,
+        slab: &Arc<Slab>,
+        segments: &[Range<usize>],
+    ) -> Result<(Vec<Region>, Region), DeviceError> {
+        let table = self.allocate(segments.len().max(1) * 8)?;
+        let mut regions = Vec::with_capacity(segments.len());
+        for (index, range) in segments.iter().enumerate() {
+            let region = Region { buffer: self.buffers.len() as u32, offset: 0, len: range.len() };
+            let (slab, range, entry) = (slab.clone(), range.clone(), table.part(index * 8, 8));
+            self.buffers.push(region);
+            self.segments.insert(region.buffer, Segment { slab, range, entry, device: None });
+            if self.gpu.has_own_memory() {
+                // A shortage of the device's memory is an error of loading.
+                self.adopt_segment(region.buffer)?;
+            }
+            regions.push(region);
+        }
+        Ok((regions, table))
+    }
+
+    fn release_segment(&mut self, segment: Region) -> Result<(), DeviceError> {
+        let Some((entry, device)) = self.segments.get(&segment.buffer).map(|held| (held.entry, held.device)) else {
+            return Ok(());
+        };
+        let Some(buffer) = device else { return Ok(()) };
+        self.write(entry, &[0; 8])?;
+        self.gpu.release(buffer);
+        self.owned.retain(|other| *other != buffer);
+        // The next bytes there are uploaded again, whatever they are.
+        self.uploaded.retain(|region, _| region.buffer != segment.buffer);
+        if let Some(segment) = self.segments.get_mut(&segment.buffer) {
+            segment.device = None;
+        }
+        Ok(())
+    }
+
     fn landed(&mut self, region: Region, content: u64) -> Result<(), DeviceError> {
+        self.adopt_segment(region.buffer)?;
         if !self.gpu.has_own_memory() || self.uploaded.get(&region) == Some(&content) {
             return Ok(());
         }

@@ -194,7 +194,8 @@ impl Layer {
                 *stack = ExpertStack { codes, rows, cols, global_scales: vec![1.0], at: vec![at] };
             }
             let stride = bytes.len();
-            let slots = ExpertSlots { slabs: vec![lab.bytes(&bytes)], per_slab: 1, stride };
+            let (segments, table) = (vec![lab.bytes(&bytes)], Region::default());
+            let slots = ExpertSlots { segments, table, per_segment: 1, stride };
             let weights = stacks.each_ref().map(|stack| {
                 let lens = stack.codes.row_bytes(stack.cols).map(|len| len * stack.rows);
                 let part = |part: usize| slots.part(0, stack.at[0][part], lens[part]).unwrap();

@@ -1,0 +1,101 @@
+//! Keeping a GPU's buffers resident in memory while it is idle.
+//!
+//! macOS revokes residency about a second after the last GPU work, and wiring tens of gigabytes again delays the next
+//! token. So a thread renews it for some minutes.
+
+use parking_lot::{Condvar, Mutex};
+use std::{
+    io,
+    sync::Arc,
+    thread::JoinHandle,
+    time::{Duration, Instant},
+};
+
+/// A thread that repeats an action at intervals, until some time after the last use.
+pub struct Heartbeat {
+    state: Arc<(Mutex<HeartbeatState>, Condvar)>,
+    thread: Option<JoinHandle<()>>,
+}
+
+#[derive(Default)]
+struct HeartbeatState {
+    last_use: Option<Instant>,
+    is_sleeping: bool,
+    is_closing: bool,
+}
+
+impl Heartbeat {
+    /// Calls `beat` every `interval` until `keep` after the last [`Heartbeat::mark_used`].
+    pub fn new(interval: Duration, keep: Duration, beat: impl Fn() + Send + 'static) -> io::Result<Self> {
+        let state = Arc::<(Mutex<HeartbeatState>, Condvar)>::default();
+        let shared = state.clone();
+        let thread = std::thread::Builder::new().name("residency".into()).spawn(move || {
+            let (state, wake) = &*shared;
+            let mut state = state.lock();
+            while !state.is_closing {
+                if state.last_use.is_some_and(|last| last.elapsed() < keep) {
+                    parking_lot::MutexGuard::unlocked(&mut state, &beat);
+                    if !state.is_closing {
+                        wake.wait_for(&mut state, interval);
+                    }
+                } else {
+                    state.is_sleeping = true;
+                    wake.wait(&mut state);
+                    state.is_sleeping = false;
+                }
+            }
+        })?;
+        Ok(Self { state, thread: Some(thread) })
+    }
+
+    /// Starts or continues the beats.
+    pub fn mark_used(&self) {
+        let (state, wake) = &*self.state;
+        let mut state = state.lock();
+        state.last_use = Some(Instant::now());
+        if state.is_sleeping {
+            wake.notify_one();
+        }
+    }
+}
+
+impl Drop for Heartbeat {
+    /// Waits for the action in progress: it uses the device.
+    fn drop(&mut self) {
+        let (state, wake) = &*self.state;
+        state.lock().is_closing = true;
+        wake.notify_one();
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    #[test]
+    fn heartbeat_continues_after_last_use() {
+        let beats = Arc::new(AtomicUsize::new(0));
+        let (count, keep) = (beats.clone(), Duration::from_millis(300));
+        let beat = move || {
+            count.fetch_add(1, Ordering::Relaxed);
+        };
+        let heartbeat = Heartbeat::new(Duration::from_millis(5), keep, beat).unwrap();
+        let wait = |millis| std::thread::sleep(Duration::from_millis(millis));
+        wait(30);
+        assert_eq!(beats.load(Ordering::Relaxed), 0, "nothing was used yet");
+        heartbeat.mark_used();
+        wait(150);
+        assert!(beats.load(Ordering::Relaxed) >= 3, "idle, but soon after the last use");
+        wait(400);
+        let ended = beats.load(Ordering::Relaxed);
+        wait(100);
+        assert_eq!(beats.load(Ordering::Relaxed), ended, "long after the last use");
+        heartbeat.mark_used();
+        wait(50);
+        assert!(beats.load(Ordering::Relaxed) > ended);
+    }
+}
