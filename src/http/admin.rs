@@ -18,7 +18,7 @@ use serde_json::{Value, json};
 use std::sync::Arc;
 
 /// 200 if the server accepts requests and the model's files could be read and loaded, else 503. If an API key is set,
-/// a request without it sees no path of this machine.
+/// the answer to a request without the key contains no file paths.
 pub async fn health(State(state): State<Arc<ServerState>>, request: Request) -> Response {
     let is_authorized = auth::is_authorized(&state, &request);
     let not_ready = |status: &str| (StatusCode::SERVICE_UNAVAILABLE, Json(json!({"status": status}))).into_response();
@@ -57,7 +57,7 @@ pub async fn health(State(state): State<Arc<ServerState>>, request: Request) -> 
         "requests": {"running": running, "queued": queued},
         "queue": queue,
         "plan": model.plan,
-        // What the process holds. The plan says what is reserved.
+        // `used` is measured. `reserved` is what the memory plan reserves.
         "memory": {"used": os::resident_memory(), "reserved": model.plan["reserved"]},
         "quantization": model.card.quantisation,
         "prompt_cache": model.engine.prompt_cache(),

@@ -132,7 +132,7 @@ impl ApiError {
         self
     }
 
-    /// Puts the field that an error names below another one.
+    /// Prefixes the path of the field that the error names with `parent`.
     pub fn within(mut self, parent: &str) -> Self {
         if let Some(param) = &mut self.param {
             *param = format!("{parent}.{param}");
@@ -145,15 +145,15 @@ impl ApiError {
         Self::over_context(&prompt.to_string(), context, param)
     }
 
-    /// A prompt that was not tokenized to its end: it has at least this many tokens.
+    /// A prompt that is longer than the context. Its tokenization stopped early, after `at_least` tokens.
     pub fn over_context_by(at_least: usize, context: usize, param: &str) -> Self {
         Self::over_context(&format!("at least {at_least}"), context, param)
     }
 
-    /// A prompt above the limit of `--max-prompt-tokens`. The code is that of a full context, so that agents shorten it.
-    pub fn prompt_limit(prompt: usize, most: usize, param: &str) -> Self {
+    /// A prompt above `--max-prompt-tokens`. Its code is `context_length_exceeded`, so that agents shorten the prompt.
+    pub fn prompt_limit(prompt: usize, limit: usize, param: &str) -> Self {
         let message = format!(
-            "This server accepts prompts of at most {most} tokens, and this one has {prompt}. Shorten the prompt, or start \
+            "This server accepts prompts of at most {limit} tokens, and this one has {prompt}. Shorten the prompt, or start \
              the server with a larger --max-prompt-tokens."
         );
         Self::bad_request("context_length_exceeded", message).at(param)
@@ -203,7 +203,7 @@ impl ApiError {
         Self::client(StatusCode::PAYLOAD_TOO_LARGE, "request_too_large", message)
     }
 
-    /// A request that needs `bytes` of memory, where at most `limit` are ever free.
+    /// A request that needs `bytes` of memory. The memory plan has `limit` bytes for all requests.
     pub fn too_much_memory(bytes: usize, limit: usize) -> Self {
         let message = format!(
             "This request needs {} MiB of memory, and the server has {} MiB for requests. Make it smaller, or start the \
@@ -219,7 +219,7 @@ impl ApiError {
         Self::unavailable("memory_in_use", message).retry_after(1)
     }
 
-    /// Other formats are compiled first, and take too long.
+    /// A format that waited too long because other formats are compiled before it.
     pub fn compiler_busy() -> Self {
         let message = "Other output formats are being compiled. Try again.";
         Self::unavailable("compiler_busy", message).retry_after(2)
@@ -280,7 +280,7 @@ impl ApiError {
         Self::client(StatusCode::NOT_FOUND, "model_not_loaded", message).at("model")
     }
 
-    /// A model that is on this machine and cannot be loaded. `why` loses its directories.
+    /// A model that is on this machine and cannot be loaded. Directories are removed from `why`.
     pub fn not_loaded(id: &str, why: &str) -> Self {
         let message = format!("The model `{id}` could not be loaded: {}", without_directories(why));
         Self::server(Some("model_not_loaded"), message)
@@ -319,7 +319,7 @@ impl From<EngineError> for ApiError {
             EngineError::Model(ModelError::Store(_)) => {
                 Self::server(Some("storage_error"), without_directories(&message))
             }
-            // The grammar is the client's, and only its size or its ambiguity can make a step fail.
+            // The client sent the grammar. A step fails only if the grammar is too large or too ambiguous.
             EngineError::Constraint(_) => Self::bad_request("invalid_value", message),
             EngineError::Model(_) | EngineError::Stopped | EngineError::NoLogits | EngineError::Panicked(_) => {
                 Self::failed(&message)
@@ -342,8 +342,8 @@ impl From<ChatError> for ApiError {
     }
 }
 
-/// A message without the directories of absolute paths: `/home/me/a.json: not found` becomes `a.json: not found`. Clients
-/// do not need them, and they tell the names of users. The log has the whole message.
+/// A message without the directories of absolute paths: `/home/me/a.json: not found` becomes `a.json: not found`.
+/// Clients do not need directories, which may contain user names. The log has the whole message.
 fn without_directories(message: &str) -> String {
     let (mut short, mut rest) = (String::with_capacity(message.len()), message);
     while let Some(slash) = rest.find('/') {
@@ -355,7 +355,7 @@ fn without_directories(message: &str) -> String {
             rest = &path[1..];
             continue;
         }
-        // A path may contain spaces. It ends at one of these marks.
+        // A path may contain spaces. It ends before the first of these strings.
         let end = [": ", ", ", ")", "`", "'", "\"", "\n"].iter().filter_map(|mark| path.find(mark)).min();
         let (path, after) = path.split_at(end.unwrap_or(path.len()));
         short += path.trim_end_matches('/').rsplit('/').next().unwrap_or_default();
@@ -364,7 +364,7 @@ fn without_directories(message: &str) -> String {
     short + rest
 }
 
-/// Replaces the body of a response that was made of an error, for an API whose errors have another shape.
+/// Replaces the body of an error response, for an API whose errors have another shape.
 pub fn reshape<T: Serialize>(mut response: Response, shape: impl FnOnce(&ApiError) -> T) -> Response {
     let Some(error) = response.extensions_mut().remove::<ApiError>() else { return response };
     let mut reshaped = (error.status, Json(shape(&error))).into_response();
@@ -385,7 +385,7 @@ impl IntoResponse for ApiError {
         if self.status == StatusCode::UNAUTHORIZED {
             response.headers_mut().insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
         }
-        // The Anthropic API gives the error another shape.
+        // `reshape` converts it for APIs whose errors have another shape.
         response.extensions_mut().insert(self);
         response
     }

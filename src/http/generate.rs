@@ -16,8 +16,8 @@ use std::sync::Arc;
 
 /// Waits for the model, queues the request and answers with one body or a stream.
 ///
-/// A stream that waits for its model to be loaded begins at once, so that the client sees that the server works on it. It
-/// then reports every later error, an expired deadline included.
+/// A stream that waits for its model to be loaded begins immediately, so that the client sees that the server works on
+/// it. It then reports every later error, an expired deadline included.
 pub async fn generate<R: Renderer>(
     state: &ServerState,
     log: Arc<RequestLog>,

@@ -93,7 +93,8 @@ fn router_for(api: ApiSet, state: Arc<ServerState>) -> Router {
 /// Time for connections to send their last bytes after the engine is idle.
 const SEND_GRACE: Duration = Duration::from_secs(1);
 
-/// Serves all listeners until `shutdown`. Then new requests get 503, and those in progress finish within the engine's grace period.
+/// Serves all listeners until `shutdown`. After that, new requests get 503, and requests in progress finish within the
+/// engine's grace period.
 pub async fn serve(
     listeners: Vec<(TcpListener, ApiSet)>,
     state: Arc<ServerState>,

@@ -1,4 +1,5 @@
-//! Streams: server-sent events, or lines of JSON for clients of Ollama. They are written by a future that runs inside the response body.
+//! Streams: server-sent events, or lines of JSON for clients of Ollama. They are written by a future that runs inside
+//! the response body.
 //!
 //! There is no separate task and no channel. The future runs when the connection can send more, and it is dropped with the
 //! connection, so a client that disconnects cancels its generation. Text that is generated while the connection is busy is

@@ -18,8 +18,9 @@ use std::sync::{
     atomic::{AtomicBool, Ordering::Relaxed},
 };
 
-/// Default limit of a request body: an image of the largest size in base64, and a conversation. Ten megabytes of text are about
-/// two million tokens, so an overlong prompt is still read and refused with a message about the context length.
+/// Default limit of a request body: an image of the largest size in base64, and a conversation. Ten megabytes of text
+/// are about two million tokens, so an overlong prompt is still read and refused with a message about the context
+/// length.
 pub const BODY_LIMIT: usize = 32 << 20;
 
 pub struct ServerState {

@@ -111,7 +111,7 @@ async fn server(mocks: MockModels, timeouts: HostTimeouts) -> (Arc<MockModels>, 
 }
 
 fn timeouts() -> HostTimeouts {
-    HostTimeouts { linger: milliseconds(50), ..HostTimeouts::default() }
+    HostTimeouts { min_idle: milliseconds(50), ..HostTimeouts::default() }
 }
 
 fn ask(model: &str) -> Value {
@@ -238,8 +238,8 @@ async fn deadline_includes_wait_for_model() {
 
 /// Requests `n` answers of 150 KB from `first` and does not read until `second` has answered, which must not take long.
 /// Returns the rest of the stream up to `end`.
-async fn read_slowly(n: usize, patience: Duration, end: &str) -> String {
-    let (mocks, server) = server(MockModels::default(), HostTimeouts { patience, ..timeouts() }).await;
+async fn read_slowly(n: usize, max_wait: Duration, end: &str) -> String {
+    let (mocks, server) = server(MockModels::default(), HostTimeouts { max_wait, ..timeouts() }).await;
     let prompt: Vec<u32> = (5..355).collect();
     let body = json!({"model": "first", "prompt": prompt, "echo": true, "logprobs": 20, "max_tokens": 4, "n": n,
                       "stream": true})
@@ -312,8 +312,8 @@ async fn health_is_degraded_after_failed_load() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn alternating_clients_do_not_reload_each_time() {
-    let (patience, linger) = (milliseconds(600), milliseconds(200));
-    let (mocks, server) = server(MockModels::default(), HostTimeouts { patience, linger, ..timeouts() }).await;
+    let (max_wait, min_idle) = (milliseconds(600), milliseconds(200));
+    let (mocks, server) = server(MockModels::default(), HostTimeouts { max_wait, min_idle, ..timeouts() }).await;
     let server = Arc::new(server);
     let start = Instant::now();
     let client = |model: &'static str, count: usize| {
@@ -328,20 +328,20 @@ async fn alternating_clients_do_not_reload_each_time() {
     let (one, other) = (client("first", 60), client("org/second", 60));
     one.await.unwrap();
     other.await.unwrap();
-    // A model is replaced after it was idle for `linger` or a request has waited for `patience`, so at most every 200 ms.
+    // A model is replaced after it was idle for `min_idle` or a request has waited for `max_wait`, so at most every 200 ms.
     // On a slow machine this happens more often.
-    let most = 2 + 2 * start.elapsed().as_millis() / linger.as_millis();
+    let most = 2 + 2 * start.elapsed().as_millis() / min_idle.as_millis();
     let loads = mocks.log().iter().filter(|event| event.starts_with("load")).count() as u128;
     assert!((2..=most).contains(&loads), "{loads} loads for 120 requests, not {most}: {:?}", mocks.log());
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn request_is_served_after_patience() {
-    let (_, server) = server(MockModels::default(), HostTimeouts { patience: milliseconds(300), ..timeouts() }).await;
+    let (_, server) = server(MockModels::default(), HostTimeouts { max_wait: milliseconds(300), ..timeouts() }).await;
     let server = Arc::new(server);
     let busy = {
         let server = server.clone();
-        // The model is never idle for the time `linger`, after which a waiting request may replace it.
+        // The model is never idle for the time `min_idle`, after which a waiting request may replace it.
         tokio::spawn(async move {
             loop {
                 answer_of(&server, "first").await;

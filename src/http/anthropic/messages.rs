@@ -43,7 +43,7 @@ pub async fn messages(
     generate(&state, log, request, permit, renderer).await
 }
 
-/// The number of tokens of a request's prompt, without generating anything.
+/// Counts the tokens of a request's prompt without generating anything.
 pub async fn count_tokens(State(state): State<Arc<ServerState>>, body: Body) -> Result<Json<Value>, ApiError> {
     state.ensure_ready()?;
     let (request, mut permit) = read(&state, body).await?;
@@ -58,7 +58,7 @@ pub async fn count_tokens(State(state): State<Arc<ServerState>>, body: Body) -> 
     Ok(Json(json!({"input_tokens": ids.len()})))
 }
 
-/// Reads a request. The permit also covers its translation.
+/// Reads a request. The permit also covers the memory for its translation.
 async fn read(state: &ServerState, body: Body) -> Result<(MessagesRequest, MemoryPermit), ApiError> {
     let (request, mut permit) = body::known(state, body, fields::MESSAGES).await?;
     permit.grow(permit.bytes())?;

@@ -122,7 +122,8 @@ impl Renderer for MessagesRenderer {
         frames.event("ping", &json!({"type": "ping"}));
     }
 
-    /// Sends an empty delta in the open block, or in the first block. Claude Code does not count pings as events.
+    /// Sends an empty delta in the open block, or opens the first block with one. Claude Code does not count pings as
+    /// events.
     fn idle(&mut self, frames: &Frames) {
         match self.open {
             Some(BlockKind::ToolUse) => self.delta(frames, json!({"type": "input_json_delta", "partial_json": ""})),
@@ -133,7 +134,7 @@ impl Renderer for MessagesRenderer {
         }
     }
 
-    /// Clients accept a ping at any time.
+    /// Reports progress in a ping event, which clients accept at any time.
     fn progress(&mut self, frames: &Frames, progress: PromptProgress) {
         frames.event("ping", &json!({"type": "ping", "prompt_progress": progress}));
     }

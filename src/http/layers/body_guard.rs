@@ -14,7 +14,7 @@ use std::{
 /// frame must be small.
 const FRAME_BYTES: usize = 16 << 10;
 
-/// Keeps `guard` until at most one frame of the response is unsent, or the response is dropped.
+/// Keeps `guard` until only the last frame of the response is unsent, or the response is dropped.
 pub fn hold<T: Send + Unpin + 'static>(response: Response, guard: T) -> Response {
     response.map(|body| Body::new(GuardedBody { body, rest: Bytes::new(), _guard: guard }))
 }

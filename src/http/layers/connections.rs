@@ -35,11 +35,11 @@ use tokio::{
     time::{Instant, Sleep, sleep},
 };
 
-/// Maximum number of connections in ordinary slots, if the limit on open files allows as many.
+/// Maximum number of connections in ordinary slots. The limit on open files may allow fewer.
 const MAX_SLOTS: usize = 1024;
 /// Further slots, for `/health` and `/metrics`.
 const RESERVED_SLOTS: usize = 8;
-/// File descriptors left for the model's files and everything else, if the limit allows as many.
+/// File descriptors that are kept for the model's files and everything else, if the limit on open files is high enough.
 const OTHER_FILES: usize = 256;
 /// Maximum number of bytes that a connection buffers of a request's head, of its body or of a response.
 const BUFFER_BYTES: usize = 16 << 10;
@@ -85,7 +85,7 @@ async fn accept_any(listeners: &[(TcpListener, Router)]) -> io::Result<(TcpStrea
     .await
 }
 
-/// The number of slots that leaves enough file descriptors for the rest.
+/// Number of ordinary slots that leaves enough file descriptors for everything else.
 fn max_slots() -> usize {
     let limit = os::raise_descriptor_limit().unwrap_or(1024);
     limit.saturating_sub(RESERVED_SLOTS + OTHER_FILES.min(limit / 2)).clamp(1, MAX_SLOTS)
@@ -139,7 +139,7 @@ async fn serve(
 struct ConnectionSlots {
     ordinary: Arc<Semaphore>,
     reserved: Arc<Semaphore>,
-    /// Slots that can be evicted.
+    /// Ordinary slots in use. An idle one can be evicted.
     taken: Mutex<Vec<Weak<ConnectionSlot>>>,
 }
 
@@ -209,7 +209,7 @@ impl Drop for BusyGuard {
     }
 }
 
-/// A stream that fails if the client reads nothing of what is written for too long.
+/// A stream that fails if the client reads none of the written bytes for too long.
 struct WriteTimeoutStream {
     stream: TcpStream,
     limit: Duration,

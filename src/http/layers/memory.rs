@@ -4,8 +4,8 @@
 //! the memory, and with 413 if it needs more than there is. All estimates of sizes are in this file.
 //!
 //! Expensive work (parsing, rendering, tokenizing) runs on blocking threads, one or two steps at a time, in order of
-//! arrival. A step cannot be cancelled, so steps are short: a disconnected client is noticed after the current one. Output
-//! formats are compiled one at a time beside these steps, because one may take seconds.
+//! arrival. A step cannot be cancelled, so steps are short: a disconnected client is noticed after the current one.
+//! Output formats are compiled outside these steps, one at a time, because one may take seconds.
 
 use crate::{http::errors::ApiError, metrics::Metrics, platform::os};
 use prometheus::IntGauge;
@@ -22,10 +22,10 @@ use tokio::{
     task::spawn_blocking,
 };
 
-/// Bytes until the memory plan is known.
+/// Total memory of requests in bytes until the memory plan is known.
 const UNPLANNED_BYTES: usize = 128 << 20;
 
-/// Bytes per byte of text while it is tokenized. The most measured: 309, for a text of digits.
+/// Bytes per byte of text while it is tokenized. The highest measured value is 309, for a text of digits.
 const TOKENIZE_FACTOR: usize = 400;
 
 /// Bytes of text that a step may tokenize without asking for memory.
@@ -40,7 +40,7 @@ const TWO_STEPS_BYTES: usize = 64 << 20;
 /// A permit over this size is large. Large permits together leave a quarter of the memory to small ones.
 const LARGE_BYTES: usize = 256 << 10;
 
-/// Bytes per bracket, comma and colon of parsed JSON. The most measured: 246, for `[[[0]]]` repeated.
+/// Bytes per bracket, comma and colon of parsed JSON. The highest measured value is 246, for `[[[0]]]` repeated.
 const JSON_VALUE_BYTES: usize = 256;
 
 /// Bytes per node of a stored JSON value.
@@ -49,13 +49,13 @@ const STORED_NODE_BYTES: usize = 128;
 /// Bytes per token in a JSON list: its digits and a comma, and the spare capacity of the growing text.
 const TOKEN_ID_BYTES: usize = 24;
 
-/// The same with the token's text, which is in memory and in the JSON.
+/// Bytes per token in a JSON list with each token's text, which is both in memory and in the JSON.
 const TOKEN_TEXT_BYTES: usize = 160;
 
 /// Bytes per byte of decoded text: the bytes, the text, and up to six characters in JSON.
 const DECODED_FACTOR: usize = 16;
 
-/// Freed bytes that are worth returning to the operating system.
+/// Memory is returned to the operating system after more than this many bytes were freed.
 const TRIM_BYTES: usize = 1 << 20;
 
 /// When to trim after memory was freed. Twice, because a response is freed a little after its permit.
@@ -75,7 +75,7 @@ pub struct RequestMemory {
     used: AtomicUsize,
     gauge: IntGauge,
     steps: Arc<Semaphore>,
-    /// Turns to compile an output format.
+    /// Has one permit: output formats are compiled one at a time.
     compilations: Arc<Semaphore>,
     allows_two_steps: AtomicBool,
     /// Bytes freed since the last trim.
@@ -144,7 +144,7 @@ impl RequestMemory {
             for delay in TRIM_DELAYS {
                 tokio::time::sleep(delay).await;
                 memory.freed.store(0, Relaxed);
-                // It may take some milliseconds, and nothing depends on it.
+                // Not awaited: it may take some milliseconds.
                 drop(spawn_blocking(os::trim_memory));
             }
             memory.is_trimming.store(false, Relaxed);
@@ -162,7 +162,7 @@ pub struct MemoryPermit {
 
 struct HeldBytes {
     memory: Arc<RequestMemory>,
-    /// Changed only by the permit.
+    /// Only [`MemoryPermit`] changes it. Steps only hold it.
     bytes: AtomicUsize,
 }
 
@@ -282,8 +282,8 @@ pub fn parsed_bytes(json: &[u8]) -> usize {
     json.len().saturating_add(values.saturating_mul(JSON_VALUE_BYTES))
 }
 
-/// Memory of rendering `values` with a chat template: a copy, the template's own values, what its filters make of each
-/// text, and the prompt, whose capacity may be twice its length.
+/// Memory of rendering `values` with a chat template: a copy, the template's own values, the output of its filters for
+/// each text, and the prompt, whose capacity may be twice its length.
 pub fn rendering_bytes<'a>(values: impl IntoIterator<Item = &'a Value>) -> usize {
     values.into_iter().map(rendering_value_bytes).sum()
 }

@@ -4,8 +4,9 @@
 //! must have a JSON content type. Its `Origin` header names the page. If the page's own host name resolves to this
 //! machine (DNS rebinding), `Host` has that name.
 //!
-//! A server on another address than loopback that has a key checks them only if `--allowed-host` gives its names, since a
-//! page does not know the key. Without a key it answers to local and given names only.
+//! A server with a key on another address than loopback checks `Host` and `Origin` only if `--allowed-host` is set,
+//! because a foreign page does not know the key. Without a key, only local names and those of `--allowed-host` are
+//! accepted.
 
 use crate::{
     http::{errors::ApiError, routes},

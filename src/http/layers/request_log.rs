@@ -27,7 +27,8 @@ use std::{
 
 pub static REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 
-/// Number of images of a request that were replaced by a sentence. A stream that begins before the model is loaded lacks it.
+/// Number of images of a request that were replaced by a sentence. A stream that begins before the model is loaded does
+/// not have this header.
 pub static IMAGES_NOT_SHOWN: HeaderName = HeaderName::from_static("x-moestro-images-not-shown");
 
 /// Status (nginx's) of a request whose client disconnected before the response began.
@@ -36,7 +37,7 @@ const CLIENT_CLOSED_REQUEST: u16 = 499;
 /// Maximum number of characters of a path in the log. Clients without a key can send paths of 16 KiB.
 const MAX_LOGGED_PATH: usize = 200;
 
-/// Target of the lines.
+/// Log target of the request lines.
 pub const TARGET: &str = "moestro::request";
 
 pub struct RequestLog {
@@ -131,7 +132,7 @@ impl RequestLog {
     }
 }
 
-/// The line of a request for people.
+/// The human-readable log line of a request.
 struct RequestSentence<'a> {
     log: &'a RequestLog,
     status: u16,
@@ -190,7 +191,7 @@ impl Drop for RequestLog {
                 )
             };
         }
-        // An open page polls every second, and so do monitoring systems.
+        // Debug level, because an open page and monitoring systems poll every few seconds.
         if self.method == Method::GET && status < 400 { log!(debug) } else { log!(info) }
     }
 }

@@ -12,7 +12,7 @@ use tokio::time::timeout_at;
 pub struct Timeouts {
     /// Limit for the whole head of a request, and for the pause between two requests.
     pub head: Duration,
-    /// The same for a connection in a reserved slot.
+    /// `head` for a connection in a reserved slot.
     pub reserved: Duration,
     /// Longest pause within a body. The whole body may take twice this, plus one second per 32 KiB.
     pub body: Duration,

@@ -1,8 +1,8 @@
 //! Loads and unloads models, one at a time, because there may not be memory for two.
 //!
-//! A request that names another model waits until that model is loaded. Requests are admitted in order of arrival, model
-//! by model: the resident model stays while requests use it, until a request for another model has waited for
-//! [`HostTimeouts::patience`]. From then on new requests for the resident model wait, too.
+//! A request that names another model waits until that model is loaded. Requests are admitted in order of arrival,
+//! model by model: the resident model stays while requests use it, until a request for another model has waited for
+//! [`HostTimeouts::max_wait`]. From then on new requests for the resident model wait, too.
 
 use super::{
     host_state::{HostState, HostTimeouts, NextStep, POLL_WITH_WAITERS, ResidentModel, Waiter},
@@ -137,7 +137,7 @@ impl ModelHost {
         cleared.map_err(|error| ApiError::failed(&error))
     }
 
-    /// A lease of the requested model. An unknown name stands for the current model.
+    /// A lease of the requested model. An unknown name means the current model.
     pub async fn lease(&self, requested: Option<&str>) -> Result<ModelLease, ApiError> {
         let last_loaded = self.state.lock().last_loaded.clone();
         let known = match (requested, last_loaded) {
@@ -153,7 +153,7 @@ impl ModelHost {
         let Some(model_id) = known.as_ref().or(current).filter(|_| current.is_some()).cloned() else {
             return Err(ApiError::loading());
         };
-        if let Some(model) = state.admit(&model_id, self.timeouts().patience) {
+        if let Some(model) = state.admit(&model_id, self.timeouts().max_wait) {
             return Ok(ModelLease::Ready(model));
         }
         if state.waiters.len() > self.max_waiters {
@@ -166,7 +166,7 @@ impl ModelHost {
         Ok(ModelLease::Waiting(receiver))
     }
 
-    /// Unloads the resident model as soon as it is idle, if the name stands for it.
+    /// Unloads the resident model as soon as it is idle. Does nothing if `name` means another model.
     pub fn unload(&self, name: &str) -> bool {
         let mut state = self.state.lock();
         let Some(resident) = state.resident.as_mut().filter(|resident| matches(name, &resident.id)) else {

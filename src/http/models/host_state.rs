@@ -14,25 +14,25 @@ use tokio::sync::oneshot;
 
 /// Interval at which to check whether a busy model is idle while another request waits to replace it.
 pub const POLL_WITH_WAITERS: Duration = Duration::from_millis(20);
-/// The same when no request waits.
+/// Interval of the same check when no request waits.
 pub const POLL_WITHOUT_WAITERS: Duration = Duration::from_secs(1);
 
-/// Time that a model stays in memory, and time that a request may take.
+/// How long a model stays in memory, and how long a request may take.
 #[derive(Debug, Clone, Copy)]
 pub struct HostTimeouts {
     /// Limit of a request from its arrival to the end of its answer, waiting included.
     pub request: Option<Duration>,
     /// Unload a model that no request has used for this long.
     pub keep_alive: Option<Duration>,
-    /// A request that waits this long for another model stops new requests for the resident one.
-    pub patience: Duration,
+    /// When a request has waited this long for another model, the resident model accepts no new requests.
+    pub max_wait: Duration,
     /// Keep an idle model this long before replacing it, because its client may ask again.
-    pub linger: Duration,
+    pub min_idle: Duration,
 }
 
 impl Default for HostTimeouts {
     fn default() -> Self {
-        Self { request: None, keep_alive: None, patience: Duration::from_secs(30), linger: Duration::from_secs(1) }
+        Self { request: None, keep_alive: None, max_wait: Duration::from_secs(30), min_idle: Duration::from_secs(1) }
     }
 }
 
@@ -61,7 +61,7 @@ pub struct ResidentModel {
     /// Unload as soon as the model is idle.
     pub unload_when_idle: bool,
     last_polled: Instant,
-    /// Total time spent waiting for clients that do not read their answers. Limited to [`HostTimeouts::patience`], so
+    /// Total time spent waiting for clients that do not read their answers. Limited to [`HostTimeouts::max_wait`], so
     /// that one slow client cannot block every request for another model.
     slow_client_wait: Duration,
 }
@@ -105,8 +105,8 @@ impl ResidentModel {
     }
 
     /// True if a request uses the model, or will queue the next of several generations (it holds a weak reference).
-    /// All waits for such requests together are limited to `patience`.
-    fn is_busy(&mut self, patience: Duration) -> bool {
+    /// All waits for such requests together are limited to `max_wait`.
+    fn is_busy(&mut self, max_wait: Duration) -> bool {
         let since = mem::replace(&mut self.last_polled, Instant::now());
         if Arc::strong_count(&self.model) > 1 || self.model.engine.load() != (0, 0) {
             return true;
@@ -116,7 +116,7 @@ impl ResidentModel {
             return false;
         }
         self.slow_client_wait += since.elapsed().min(POLL_WITHOUT_WAITERS);
-        self.slow_client_wait < patience
+        self.slow_client_wait < max_wait
     }
 }
 
@@ -147,9 +147,9 @@ impl HostState {
     }
 
     /// The resident model, if it has this id and no request has waited too long for another one.
-    pub fn admit(&mut self, id: &str, patience: Duration) -> Option<Arc<LoadedModel>> {
+    pub fn admit(&mut self, id: &str, max_wait: Duration) -> Option<Arc<LoadedModel>> {
         self.drop_disconnected();
-        let is_overdue = self.waiters.front().is_some_and(|waiter| waiter.since.elapsed() >= patience);
+        let is_overdue = self.waiters.front().is_some_and(|waiter| waiter.since.elapsed() >= max_wait);
         let resident = self.resident.as_mut()?;
         if resident.id != id || resident.unload_when_idle || is_overdue {
             return None;
@@ -172,7 +172,7 @@ impl HostState {
         let Some(resident) = &mut self.resident else {
             return first.map_or(NextStep::Wait(None), |waiter| NextStep::Load(waiter.model_id.clone()));
         };
-        if resident.is_busy(timeouts.patience) {
+        if resident.is_busy(timeouts.max_wait) {
             resident.last_used = Instant::now();
             return NextStep::Wait(match first {
                 _ if resident.unload_when_idle => Some(POLL_WITH_WAITERS),
@@ -185,7 +185,7 @@ impl HostState {
         }
         let idle = resident.last_used.elapsed();
         match (first, timeouts.keep_alive) {
-            (Some(waiter), _) if idle >= timeouts.linger || waiter.since.elapsed() >= timeouts.patience => {
+            (Some(waiter), _) if idle >= timeouts.min_idle || waiter.since.elapsed() >= timeouts.max_wait => {
                 NextStep::Load(waiter.model_id.clone())
             }
             (Some(_), _) => NextStep::Wait(Some(POLL_WITH_WAITERS)),

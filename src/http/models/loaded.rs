@@ -6,7 +6,7 @@ use crate::{
 };
 use std::sync::Arc;
 
-/// What clients see of a model.
+/// A model's metadata for clients.
 #[derive(Debug, Clone)]
 pub struct ModelCard {
     /// Id in the list of models: `org/name` for a model from the hub, else a name.
@@ -15,16 +15,16 @@ pub struct ModelCard {
     pub created: u64,
     /// Experts per token; `None` for a dense model.
     pub experts_per_token: Option<usize>,
-    /// Encoding of the weights, for people.
+    /// Human-readable encoding of the weights.
     pub quantisation: Option<String>,
 }
 
-/// Limits of requests that flags set. `None`: only the context limits.
+/// Limits of requests, set by flags. `None`: only the context length limits a request.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct RequestLimits {
-    /// Maximum number of tokens of an answer, if a chat request does not say.
+    /// Maximum number of tokens of an answer, if a chat request sets none.
     pub max_tokens: Option<usize>,
-    /// Maximum number of tokens of reasoning, if a request does not say.
+    /// Maximum number of tokens of reasoning, if a request sets none.
     pub thinking_budget: Option<usize>,
     /// Maximum number of tokens of a prompt.
     pub max_prompt_tokens: Option<usize>,
@@ -35,7 +35,7 @@ pub struct LoadedModel {
     pub tokenizer: Arc<Tokenizer>,
     /// Compiles grammars for constrained answers.
     pub grammars: Arc<GrammarCompiler>,
-    /// A model without a template answers completions only.
+    /// `None`: only requests without a conversation are answered.
     pub template: Option<Template>,
     pub card: ModelCard,
     /// Sampling parameters that a request does not set.

@@ -28,7 +28,7 @@ pub async fn tags(State(state): State<Arc<ServerState>>) -> Result<Json<Value>, 
     Ok(Json(json!({"models": models})))
 }
 
-/// The model in memory. It stays until `--keep-alive`, which the far date stands for.
+/// The model in memory. `expires_at` is a date far in the future: only `--keep-alive` unloads the model.
 pub async fn ps(State(state): State<Arc<ServerState>>) -> Result<Json<Value>, ApiError> {
     let loaded = models::list(&state).await?.into_iter().filter(|model| model.loaded);
     let models = loaded.map(|model| {

@@ -1,4 +1,5 @@
-//! Ollama's API, for desktop tools that speak nothing else. It is served on the port of `--ollama-port`, beside the other APIs.
+//! Ollama's API, for desktop tools that support no other API. The port of `--ollama-port` serves it in addition to the
+//! other APIs.
 //!
 //! Decisions of this server: names may end with `:latest`. The context is the server's, so `num_ctx` has no effect.
 //! `keep_alive: 0` unloads the model after the answer; for any other value, `--keep-alive` decides.
@@ -54,7 +55,7 @@ pub async fn generate(
     answer(state, log, permit, renderer, request.common.clone(), request.into_generation()?).await
 }
 
-/// Answers a request. One without a prompt only loads the model, or unloads it if `keep_alive` is 0.
+/// Answers a request. A request without a prompt only loads the model, or unloads it if `keep_alive` is 0.
 async fn answer(
     state: Arc<ServerState>,
     log: Arc<RequestLog>,

@@ -28,7 +28,7 @@ pub struct OllamaRenderer {
     /// `/api/chat`: text comes in a message.
     is_chat: bool,
     arrived: Instant,
-    /// When the model was in memory.
+    /// Time at which the model was in memory.
     loaded: Option<Instant>,
     /// The call whose arguments are being received. Ollama sends whole calls.
     call: Option<(String, String)>,
@@ -43,7 +43,7 @@ impl OllamaRenderer {
         Self { is_chat: false, ..Self::chat(model) }
     }
 
-    /// One object of the answer with these parts of the text.
+    /// One object of the answer, with new text, reasoning and calls.
     fn object(&self, content: &str, thinking: &str, calls: Vec<Value>, is_done: bool) -> Value {
         let mut object = json!({"model": self.model, "created_at": jiff::Timestamp::now().to_string()});
         if self.is_chat {
@@ -69,7 +69,7 @@ impl OllamaRenderer {
         frames.data(&self.object(content, thinking, calls, false));
     }
 
-    /// The call that is complete now.
+    /// Takes the received call as one object, after its last argument.
     fn take_call(&mut self) -> Option<Value> {
         let (name, arguments) = self.call.take()?;
         let parsed = serde_json::from_str::<Map<String, Value>>(&json_numbers::quote_huge(&arguments));
@@ -77,7 +77,7 @@ impl OllamaRenderer {
         Some(json!({"function": {"name": name, "arguments": arguments}}))
     }
 
-    /// Adds the reason of the end, counts and times in nanoseconds.
+    /// Adds the finish reason, counts, and times in nanoseconds.
     fn finished(&self, mut object: Value, finished: &Finished) -> Value {
         let nanoseconds = |ms: f64| (ms * 1e6) as u64;
         let (usage, timings) = (&finished.usage, &finished.usage.timings);

@@ -197,7 +197,7 @@ fn with_images(text: String, images: Vec<String>) -> Value {
     if images.is_empty() {
         return text.into();
     }
-    // The type is recognized by the content.
+    // The decoder recognizes the type by the content.
     let image = |data| json!({"type": "image_url", "image_url": {"url": format!("data:image/png;base64,{data}")}});
     images.into_iter().map(image).chain([json!({"type": "text", "text": text})]).collect()
 }

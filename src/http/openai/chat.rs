@@ -62,7 +62,8 @@ pub async fn chat(
 /// One chunk per delta, then one with the `finish_reason` per choice, then one with the usage if requested.
 struct ChatRenderer {
     meta: ResponseMeta,
-    /// Set when the model is known. Not the model: a client that reads slowly would keep it in memory.
+    /// Set when the model is known. A reference to the model instead would keep it in memory while a client reads
+    /// slowly.
     tokenizer: Option<Arc<Tokenizer>>,
     /// The choice whose first chunk has been sent.
     current: Option<usize>,

@@ -2,8 +2,8 @@
 //!
 //! Several prompts are answered one after another as choices of one response, with the `n` choices of a prompt next to
 //! each other. `max_tokens` defaults to 16. With `echo` and `logprobs` the prompt is scored, which evaluation harnesses
-//! use. They request one token more than they need and drop its entry, so that token is generated even if it would end
-//! the text.
+//! use. Harnesses request one token more than they need and drop its entry, so that token is generated even if it would
+//! end the text.
 
 use crate::{
     chat::{Tokenizer, parser::Delta},
@@ -60,7 +60,8 @@ pub async fn completions(
 /// One chunk per output that has text.
 struct CompletionRenderer {
     meta: ResponseMeta,
-    /// Set when the model is known. Not the model: a client that reads slowly would keep it in memory.
+    /// Set when the model is known. A reference to the model instead would keep it in memory while a client reads
+    /// slowly.
     tokenizer: Option<Arc<Tokenizer>>,
     prompts: Arc<Vec<Vec<u32>>>,
     /// Choices per prompt.

@@ -27,7 +27,7 @@ pub struct ModelObject {
     /// Context length in tokens, as vLLM names it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_model_len: Option<usize>,
-    /// The same, as OpenRouter names it.
+    /// Context length in tokens, as OpenRouter names it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub context_length: Option<usize>,
     /// Experts per token, unless the model is dense.
@@ -93,7 +93,7 @@ pub async fn models(
     Ok(Json(page))
 }
 
-/// One model by its exact id. Unlike the `model` of a request, other names do not stand for it.
+/// One model by its exact id. The `model` of a request may also be another name of it.
 pub async fn model(
     State(state): State<Arc<ServerState>>,
     Path(id): Path<String>,

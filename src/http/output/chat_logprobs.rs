@@ -26,7 +26,7 @@ impl ContentLogprobs {
         self.open.push((id, logprobs));
     }
 
-    /// The tokens pushed so far have completed `length` more bytes of text.
+    /// Adds `length` bytes of text, which the tokens pushed so far have completed.
     pub fn push_text(&mut self, length: usize) {
         if length > 0 {
             let range = self.length..self.length + length;

@@ -13,7 +13,7 @@ use tokio::{
 /// A running choice. Dropping it cancels the request.
 pub struct ChoiceTask {
     updates: UnboundedReceiver<Update>,
-    /// The one task.
+    /// Has exactly one task. A `JoinSet` aborts its tasks when it is dropped.
     task: JoinSet<Result<Finished, EngineError>>,
 }
 
@@ -22,7 +22,7 @@ impl ChoiceTask {
         let (sender, updates) = unbounded_channel();
         let mut task = JoinSet::new();
         let keep = move |update| {
-            // The reader notices silence itself.
+            // `ChoiceTask::run` sends its own `Idle` updates.
             if !matches!(update, Update::Idle) {
                 let _ = sender.send(update);
             }

@@ -47,7 +47,7 @@ pub struct Choices {
     pub stops: Vec<String>,
     /// True if streams report prompt progress.
     pub reports_progress: bool,
-    /// Choices after the first that are generated already, in order.
+    /// Tasks of later choices that have already been queued, in order.
     pub ahead: VecDeque<ChoiceTask>,
     /// Memory of the request, held until the last answer is complete.
     pub _permit: MemoryPermit,
@@ -74,7 +74,7 @@ impl Choices {
         Ok(generation)
     }
 
-    /// Queues the choices after `current` that the engine can run next to it, as far as the queue has room.
+    /// Queues the choices after `current` that the engine can run at the same time, until the queue is full.
     pub fn submit_ahead(&mut self, current: usize) -> Result<(), EngineError> {
         loop {
             let next = current + 1 + self.ahead.len();
@@ -89,7 +89,8 @@ impl Choices {
         }
     }
 
-    /// Choice `index`, which follows the one before. Queues it if that has not been done, and waits while the queue is full.
+    /// Returns choice `index`, the one after the current choice. Queues it if that has not been done, and waits while
+    /// the queue is full.
     pub async fn next(&mut self, index: usize) -> Result<ChoiceTask, EngineError> {
         if let Some(task) = self.ahead.pop_front() {
             return Ok(task);

@@ -26,8 +26,8 @@ pub trait Renderer: Send + 'static {
     /// refused.
     fn refuse(frames: &Frames, error: &ApiError);
 
-    /// Fills in what depends on the model. Called before every method but `refuse`, except that `start` and `idle` come
-    /// first while the model is loaded.
+    /// Fills in what depends on the model. Called before every other method, except `refuse`, and except `start` and
+    /// `idle` while the model is being loaded.
     fn prepare(&mut self, model: &LoadedModel, choices: &Choices);
 
     /// The stream begins. `usage` counts only the prompt of the first choice, or nothing while the model is loaded.

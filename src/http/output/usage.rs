@@ -80,7 +80,8 @@ pub struct AnswerTimings {
     /// Time that speculation saved. Negative if it cost time.
     pub saved_seconds: f64,
     pub decode_passes: usize,
-    /// Sum over the passes. More than `decode_passes` if other sequences decoded at the same time.
+    /// Number of sequences in a decoding pass, summed over the passes. Equals `decode_passes` if no other sequence
+    /// decoded at the same time.
     pub decoding_sequences: usize,
 }
 

@@ -20,13 +20,13 @@ pub struct PartFormat {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ImagePart {
     pub source: ImageSource,
-    /// `detail: low`: few tokens are enough.
+    /// `detail: low`: the image may be scaled to few tokens.
     pub low_detail: bool,
     /// Where the part is in the request, for errors.
     pub at: String,
     /// It belongs to a new user message.
     pub is_new: bool,
-    /// Joins text that replaces the image to the text beside it.
+    /// Goes between the text before or after the image and the sentence that replaces it.
     pub separator: &'static str,
 }
 

@@ -8,7 +8,7 @@ use Handling::{Ignored, Metadata, Rejected, Supported};
 use serde_json::{Map, Value};
 use strsim::osa_distance;
 
-/// Names of unknown fields in one log line, and characters of each.
+/// Maximum number of unknown fields named in one log line, and of characters of each name.
 const LOGGED_NAMES: usize = 8;
 const LOGGED_CHARS: usize = 40;
 
@@ -336,8 +336,8 @@ const OLLAMA_OPTION_FIELDS: &[Field] = &[
 
 const LIMITS: &[&str] = &["max_completion_tokens", "max_output_tokens", "max_tokens"];
 
-/// Field names of other servers and APIs, each with the names for the same purpose here. Ignoring them would change the
-/// answer, so they are rejected.
+/// Field names of other servers and APIs, each with this server's names for the same purpose. Ignoring such a field
+/// would change the answer, so it is rejected.
 const FOREIGN_NAMES: &[(&str, &[&str])] = &[
     ("max_tokens", LIMITS),
     ("max_completion_tokens", LIMITS),
@@ -421,7 +421,7 @@ fn equals(value: &Value, json: &str) -> bool {
     })
 }
 
-/// The field that changes an answer and whose name is nearly `name`.
+/// The field with the name closest to `name`, of those that change an answer.
 fn nearest<'a>(name: &str, known: &'a [&'a [Field]]) -> Option<&'a str> {
     let max_distance = match name.len() {
         0..5 => return None,

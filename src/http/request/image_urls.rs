@@ -81,13 +81,13 @@ impl ImageUrls {
     }
 }
 
-/// True if the operator listed an address or this machine, which then may be private.
+/// True if the operator listed an IP address or `localhost`. Only these may be private addresses.
 fn is_address_or_local(host: &str) -> bool {
     host == "localhost" || host.trim_matches(['[', ']']).parse::<IpAddr>().is_ok()
 }
 
-/// Resolves names to public addresses only. The check is here, and not before, so that a name cannot resolve to another address
-/// for the connection.
+/// Resolves names to public addresses only. The check is part of resolving, because a second lookup for the connection
+/// could return another address.
 #[derive(Debug)]
 struct PublicResolver {
     allows_private: bool,
@@ -195,7 +195,7 @@ mod tests {
     #[test]
     fn names_with_private_addresses_are_refused() {
         let port = answer_once(b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\nsecret".to_vec());
-        // Every name below localhost is this machine, and none of them is listed as such.
+        // Every name below localhost resolves to this machine. Only `localhost` itself may be private.
         let host = format!("images.localhost:{port}");
         assert!(ImageUrls::new(std::slice::from_ref(&host)).fetch(&format!("http://{host}/")).is_err());
     }

@@ -33,7 +33,7 @@ const BASE64: general_purpose::GeneralPurpose = general_purpose::GeneralPurpose:
         .with_decode_allow_trailing_bits(true),
 );
 
-/// What becomes of an image part: the image, or the separator and the sentence that replaces it.
+/// The image of an image part, or the separator and the sentence that replaces it.
 type ImageOutcome = Option<Result<Arc<Image>, (&'static str, String)>>;
 
 /// Why an image is not shown to a model that reads text only.
@@ -126,7 +126,7 @@ async fn decode(
             permit.run_with(working, move || decode_base64(&text), kept_bytes).await?
         }
         ImageSource::Url(url) => {
-            // Not a step of the permit: a slow host would keep other requests waiting.
+            // Does not run as a step of the permit, because a slow host would delay the steps of other requests.
             let before = permit.bytes();
             permit.grow(urls.max_bytes())?;
             let fetched = tokio::task::spawn_blocking(move || urls.fetch(&url)).await;
@@ -148,7 +148,7 @@ async fn decode(
     let step = move || processor.prepare(&encoded, max_tokens);
     let kept = |image: &Result<Arc<Image>, ImageError>| image.as_ref().map_or(0, |image| image.pixels.data.len());
     let image = match permit.run_with(working, step, kept).await {
-        // Other requests hold the memory, and this one may be tried again.
+        // Other requests hold the memory (503). The client may retry.
         Err(error) if error.status != 413 => return Err(error),
         Err(_) => Err("needs more memory than the server has for requests; send a smaller one".to_owned()),
         Ok(image) => image.map_err(|error| error.to_string()),
@@ -200,7 +200,7 @@ fn replace_images(message: &mut Value, outcomes: &[ImageOutcome]) {
     message["content"] = contents.finish();
 }
 
-/// Breaks the image placeholder where it stands in text, so that only images become placeholder tokens.
+/// Inserts a space into each image placeholder in the text, so that only images become placeholder tokens.
 fn break_placeholders(value: &mut Value, placeholder: &str) {
     match value {
         Value::String(text) if !placeholder.is_empty() && text.contains(placeholder) => {

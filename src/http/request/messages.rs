@@ -1,6 +1,7 @@
 //! Chat messages: checks them and normalizes them for chat templates.
 //!
-//! Contents without images become plain strings, because not every template understands OpenAI's content parts. The role `developer` becomes `system`, its older name.
+//! Contents without images become plain strings, because not every template understands OpenAI's content parts. The
+//! role `developer` becomes `system`, its older name.
 //!
 //! Templates accept one system message, at the start. System messages that directly follow it are joined to it. A later one
 //! becomes a user message at its position.

@@ -22,7 +22,8 @@ use std::{
 };
 use tokio::{sync::oneshot, time::timeout};
 
-/// Time that a format may wait for its turn, and time that it may take to compile. Only its next part ends the compilation, so the answer may come first.
+/// Maximum time that a format waits for its turn, and maximum time that it is compiled. A compilation stops only
+/// between two of its parts, so the client may get the error before that.
 const COMPILE_TIME: Duration = Duration::from_secs(5);
 
 /// Memory set aside while a format is compiled.
@@ -185,7 +186,7 @@ pub async fn compile(
     Ok(Some(Box::new(GrammarConstraint(guide))))
 }
 
-/// Compiles a format when its turn comes. The compilation ends at its next part if the client disconnects.
+/// Compiles a format when its turn comes. If the client disconnects, the compilation stops before its next part.
 async fn compiled(
     grammars: Arc<GrammarCompiler>,
     permit: &mut MemoryPermit,

@@ -127,21 +127,21 @@ pub fn choice_count(n: Option<i64>) -> Result<usize, ApiError> {
         .ok_or_else(|| ApiError::wrong_value("n", format!("is {n}; it must be between 1 and {MAX_CHOICES}.")))
 }
 
-/// A number of tokens that must be at least `least`.
-pub fn token_count(param: &str, value: Option<i64>, least: i64) -> Result<Option<usize>, ApiError> {
+/// A number of tokens that must be at least `min`.
+pub fn token_count(param: &str, value: Option<i64>, min: i64) -> Result<Option<usize>, ApiError> {
     match value {
-        Some(value) if value < least => {
-            Err(ApiError::wrong_value(param, format!("is {value}; it must be at least {least}.")))
+        Some(value) if value < min => {
+            Err(ApiError::wrong_value(param, format!("is {value}; it must be at least {min}.")))
         }
         Some(value) => Ok(Some(usize::try_from(value).unwrap_or(usize::MAX))),
         None => Ok(None),
     }
 }
 
-/// The most tokens of an answer, at least `least`. -1 means no limit, which LM Studio and llama.cpp's clients send; it
-/// overrides the server's default.
-pub fn token_limit(param: &str, value: Option<i64>, least: i64) -> Result<Option<usize>, ApiError> {
-    if value == Some(-1) { Ok(Some(usize::MAX)) } else { token_count(param, value, least) }
+/// Maximum number of tokens of an answer, which must be at least `min`. LM Studio and llama.cpp's clients send -1 for
+/// no limit, which overrides the server's default.
+pub fn token_limit(param: &str, value: Option<i64>, min: i64) -> Result<Option<usize>, ApiError> {
+    if value == Some(-1) { Ok(Some(usize::MAX)) } else { token_count(param, value, min) }
 }
 
 /// A number of alternatives to list with each token.

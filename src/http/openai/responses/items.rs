@@ -18,8 +18,8 @@ const SUMMARY_INTRODUCTION: &str = "Summary of the conversation so far:\n\n";
 
 const PARTS: PartFormat = PartFormat { types: &["input_text", "output_text", "text", "refusal"], separator: "" };
 
-/// Translates `items` into chat messages, and collects their images. The last `input` items are those of the request; an error names their position in
-/// it.
+/// Translates `items` into chat messages, and collects their images. The last `input` items are those of the request.
+/// An error names the position in the request.
 pub fn to_messages(items: &[Value], input: usize) -> Result<(Vec<Value>, Vec<ImagePart>), ApiError> {
     let earlier = items.len().saturating_sub(input);
     let is_assistant = |item: &Value| {

@@ -45,7 +45,7 @@ pub struct ResponsesRenderer {
     has_summary: bool,
     /// Reasoning items include `encrypted_content`.
     has_encrypted: bool,
-    /// Namespaces of functions. Calls name them.
+    /// The namespace of each function that has one, for the calls in the answer.
     namespaces: BTreeMap<String, String>,
     /// The input, if the response is stored.
     stored_input: Option<Vec<Value>>,

@@ -25,7 +25,7 @@ const NAMES: &[(&str, &str)] = &[
     ("].function", "]"),
 ];
 
-/// The same within `text.format`.
+/// Field names within `text.format`.
 const FORMAT_NAMES: &[(&str, &str)] = &[("json_schema", "text.format"), ("", "text.format.")];
 
 #[derive(Debug, Default, Deserialize)]
@@ -126,8 +126,9 @@ impl ResponsesRequest {
         self.include.iter().flatten().any(|name| name == "reasoning.encrypted_content")
     }
 
-    /// Takes the input items. The tools of `additional_tools` items, which Codex sends, move to `tools`. References are replaced by copies of the items that they name; `permit` grows by the memory of
-    /// the copies and their translation.
+    /// Takes the input items. The tools of `additional_tools` items, which Codex sends, move to `tools`. References are
+    /// replaced by copies of the items that they name. `permit` grows by the memory of the copies and their
+    /// translation.
     pub fn take_input(&mut self, store: &ResponseStore, permit: &mut MemoryPermit) -> Result<Vec<Value>, ApiError> {
         let mut items = match self.input.take() {
             Some(Value::String(text)) => vec![json!({"type": "message", "role": "user", "content": text})],
@@ -199,8 +200,8 @@ impl ResponsesRequest {
     }
 }
 
-/// Translates a function. Tools that OpenAI's servers run and `custom` tools are left out: the model may ignore them, and here
-/// it always does.
+/// Translates a function. Tools that OpenAI's servers run and `custom` tools are left out, which the API allows: a
+/// model need not call a tool.
 fn tool(tool: &Value, at: &str) -> Result<Option<Value>, ApiError> {
     match tool["type"].as_str() {
         Some("function") => {

@@ -65,7 +65,7 @@ impl Default for ResponseStore {
 
 impl Reclaim for ResponseStore {
     fn evict_oldest(&self) -> bool {
-        // Locked if the store itself needs the memory.
+        // The lock is held if the store itself asks for memory.
         let Some(mut entries) = self.entries.try_lock() else { return false };
         let Some(oldest) = entries.responses.pop_front() else { return false };
         entries.bytes -= oldest.bytes;
@@ -122,10 +122,12 @@ impl ResponseStore {
         true
     }
 
-    /// All items up to the end of response `id`, oldest first. None if it, or a response that it continues, is not stored.
+    /// All items up to the end of response `id`, oldest first. None if it, or a response that it continues, is not
+    /// stored.
     ///
     /// # Errors
-    /// That of `reserve`, which is called with the memory of the items before they are copied. It may evict responses.
+    /// The error of `reserve`. Before the items are copied, `reserve` is called with the bytes of the copies. It may
+    /// evict responses.
     pub fn history(
         &self,
         id: &str,
@@ -140,7 +142,8 @@ impl ResponseStore {
         Ok(Some(items().cloned().collect()))
     }
 
-    /// The responses up to `id`, oldest first, and whether all of them are stored. They are evicted last from now on.
+    /// The responses up to `id`, oldest first, and whether all of them are stored. Marks them as the most recently used
+    /// ones.
     fn chain(&self, id: &str) -> (Vec<Arc<StoredResponse>>, bool) {
         let mut entries = self.entries.lock();
         let (mut chain, mut next, mut is_whole) = (Vec::new(), Some(id.to_owned()), true);
@@ -153,7 +156,7 @@ impl ResponseStore {
             next = response.previous.clone();
             chain.push(response);
         }
-        // Appended in order of age: the newest response is what the next turn names, so it is evicted last.
+        // The oldest is appended first and evicted first, because the next request names the newest one.
         chain.reverse();
         entries.responses.extend(chain.iter().cloned());
         (chain, is_whole)
