@@ -80,6 +80,7 @@ pub struct LoadSettings {
     pub expert_io: ExpertIo,
     pub io_threads: usize,
     pub prefetch: Switch,
+    pub gpu_awake: Switch,
     pub experts_per_token: Option<usize>,
     /// `SWIFTLM_TOP_K`. As in SwiftLM, a value above the model's k means k.
     pub experts_at_most: Option<usize>,
@@ -113,6 +114,7 @@ impl LoadSettings {
             expert_io: typed.expert_io,
             io_threads: typed.io_threads,
             prefetch: typed.prefetch,
+            gpu_awake: typed.gpu_awake,
             experts_per_token: typed.experts_per_token,
             experts_at_most: experts_at_most(swiftlm.as_deref())?,
             context: typed.ctx_size,

@@ -53,6 +53,16 @@ pub struct LoadArgs {
     /// Prefetch the experts that the next layers will probably need
     #[arg(long, env = "MOESTRO_PREFETCH", value_enum, default_value_t, help_heading = "Speed", hide_short_help = true)]
     pub prefetch: Switch,
+    /// Give an idle GPU small launches while experts are read, so that its clock stays up; auto: on Metal
+    #[arg(
+        long,
+        env = "MOESTRO_GPU_AWAKE",
+        value_enum,
+        default_value_t,
+        help_heading = "Speed",
+        hide_short_help = true
+    )]
+    pub gpu_awake: Switch,
     /// Use fewer experts per token than the model was trained with: faster, but a worse model. Without this flag,
     /// SWIFTLM_TOP_K sets it, at most to the model's own number
     #[arg(long, env = "MOESTRO_EXPERTS_PER_TOKEN", value_name = "N", value_parser = values::count, help_heading = "Speed", hide_short_help = true)]

@@ -308,6 +308,11 @@ pub fn options(load: &LoadSettings) -> model::LoadOptions {
             warm: true,
             ..StoreOptions::default()
         },
+        gpu_awake: match load.gpu_awake {
+            Switch::Auto => None,
+            Switch::On => Some(true),
+            Switch::Off => Some(false),
+        },
         ..model::LoadOptions::default()
     }
 }

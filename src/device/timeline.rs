@@ -1,6 +1,7 @@
 //! The progress of a device. Work completes in order, so one number describes it.
 
 use super::DeviceError;
+use std::time::Duration;
 
 /// A point in a device's work: it comes after everything encoded before it was taken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
@@ -34,8 +35,14 @@ pub trait Timeline {
         Ok(())
     }
 
-    /// Called before the caller waits for a disk: threads that spin for work may sleep.
-    fn rest(&mut self) {}
+    /// Called before the caller waits for a disk: threads that spin for work may sleep. Returns the interval at which the
+    /// caller then calls [`Timeline::stay_awake`], if the device needs that.
+    fn rest(&mut self) -> Option<Duration> {
+        None
+    }
+
+    /// Called during a wait for a disk. A device that lowers its clock when idle submits a little work.
+    fn stay_awake(&mut self) {}
 }
 
 /// The CPU's timeline: an operation is done when its call returns.

@@ -204,9 +204,16 @@ impl ExpertFetch<'_> {
                     state.slots.len()
                 )));
             }
-            device.rest();
+            let interval = device.rest();
             let begin = Instant::now();
-            store.reader.wait(seen);
+            match interval {
+                None => store.reader.wait(seen),
+                Some(interval) => {
+                    while !store.reader.wait_at_most(seen, interval) {
+                        device.stay_awake();
+                    }
+                }
+            }
             let stalled = begin.elapsed().as_secs_f64();
             if only_verifying {
                 store.metrics.pack_check_seconds.inc_by(stalled);

@@ -226,6 +226,18 @@ impl ExpertReader {
             self.state.landing.wait(&mut queue);
         }
     }
+
+    /// As [`ExpertReader::wait`], at most for `timeout`. Returns false if it has passed.
+    pub fn wait_at_most(&self, seen: u64, timeout: Duration) -> bool {
+        let mut queue = self.state.queue.lock();
+        let deadline = Instant::now() + timeout;
+        while self.landed() <= seen {
+            if self.state.landing.wait_until(&mut queue, deadline).timed_out() {
+                return self.landed() > seen;
+            }
+        }
+        true
+    }
 }
 
 impl Drop for ExpertReader {

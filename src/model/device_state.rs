@@ -64,6 +64,9 @@ impl DeviceState {
             }
             None => ExpertSlots::default(),
         };
+        if parts.gpu_awake && parts.store.is_some() {
+            backend.keep_gpu_awake()?;
+        }
         let buffers = Buffers::new(&parts.config, &limits, rows, context, |bytes| backend.allocate(bytes))?;
         if let Some(store) = &parts.store {
             backend.write_words(buffers.slot_tables, &slot_tables(&parts.net, store))?;
@@ -91,6 +94,7 @@ impl DeviceState {
             mtp,
         })
     }
+
     /// The expert slots, for a store that releases or restores some.
     pub fn placed_slots(&mut self) -> PlacedSlots<'_> {
         PlacedSlots { backend: &mut self.backend, slots: &self.slots }

@@ -84,9 +84,10 @@ impl Qwen {
         let threads = options.threads.unwrap_or_else(os::physical_cores);
         let compute = options.compute.clone().unwrap_or_else(|| CpuDevice::new(threads, options.math));
         let cpu = Cpu::new(compute.clone());
-        let kv_bits = options.kv_bits;
+        let (kv_bits, gpu_awake) = (options.kv_bits, options.gpu_awake.unwrap_or(GPU_KIND == "metal"));
         let vision = vision.map(|tower| Vision::new(tower.on_gpu(options.vision_on_gpu()), metrics.clone()));
-        let parts = ModelParts { config, net, weights, store, tables, plan, shape, mtp, compute, kv_bits, vision };
+        let parts =
+            ModelParts { config, net, weights, store, tables, plan, shape, mtp, compute, kv_bits, gpu_awake, vision };
         Self::on(parts, Box::new(cpu)).map_err(|rejected| rejected.1)
     }
 

@@ -23,6 +23,8 @@ pub struct ModelParts {
     /// The CPU's threads, for the model or for a draft.
     pub compute: CpuDevice,
     pub kv_bits: KvBits,
+    /// Keep a GPU's clock up while experts are read.
+    pub gpu_awake: bool,
     /// The vision tower, if the model sees images.
     pub vision: Option<Vision>,
 }

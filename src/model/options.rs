@@ -26,6 +26,8 @@ pub struct LoadOptions {
     /// Maximum number of experts per token, if `experts_per_token` is not set.
     pub experts_at_most: Option<usize>,
     pub store: StoreOptions,
+    /// Keep a GPU's clock up while experts are read. Default: on Metal.
+    pub gpu_awake: Option<bool>,
     /// The model goes to a GPU whose working set is at most this many bytes.
     pub gpu: Option<u64>,
     /// Reserve memory for verifies.

@@ -10,6 +10,7 @@ use std::{
     cell::RefCell,
     ops::Range,
     sync::{Arc, Weak},
+    time::Duration,
 };
 
 type Locked = ReentrantMutex<RefCell<Box<dyn Backend>>>;
@@ -55,7 +56,8 @@ impl Timeline for SharedBackend {
         sync_point() -> SyncPoint;
         completed() -> SyncPoint;
         wait_for(point: SyncPoint) -> Result<(), DeviceError>;
-        rest();
+        rest() -> Option<Duration>;
+        stay_awake();
     }
 }
 
@@ -95,5 +97,6 @@ impl Backend for SharedBackend {
         adopt_segments(slab: &Arc<Slab>, segments: &[Range<usize>]) -> Result<(Vec<Region>, Region), DeviceError>;
         release_segment(segment: Region) -> Result<(), DeviceError>;
         landed(region: Region, content: u64) -> Result<(), DeviceError>;
+        keep_gpu_awake() -> Result<(), DeviceError>;
     }
 }

@@ -109,6 +109,11 @@ pub trait Backend: Timeline + Send {
         Ok(())
     }
 
+    /// From now on, a GPU gets small launches while the caller waits for a disk, so that its clock stays up.
+    fn keep_gpu_awake(&mut self) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
     /// Marks adopted bytes as complete. They must not change until the device has passed a later mark. `content`
     /// identifies the bytes: a device with its own memory skips the copy if it already holds the same content.
     fn landed(&mut self, region: Region, content: u64) -> Result<(), DeviceError> {

@@ -1,6 +1,7 @@
 //! Every GPU kernel, executed on the CPU from the same source text that a Mac compiles and the same launches that
 //! a Mac encodes.
 
+mod awake;
 mod card;
 mod check;
 mod cost;

@@ -6,6 +6,7 @@ use crate::{
     experts::{ExpertChoice, ExpertStore, Options, PassKind, Prefetch, ReadMode},
     metrics::Metrics,
 };
+use std::time::Duration;
 
 /// A device that executes its work only when it is waited for or, if `is_eager`, at the second call of `passed`. Its work is
 /// to compare the bytes of experts in their slots.
@@ -77,8 +78,9 @@ impl Timeline for LateDevice<'_> {
         Ok(())
     }
 
-    fn rest(&mut self) {
+    fn rest(&mut self) -> Option<Duration> {
         self.rests += 1;
+        None
     }
 }
 

@@ -11,7 +11,7 @@ use super::{
     simd::Activations,
 };
 use crate::device::{BufferAccess, CpuArithmetic, CpuDevice, DeviceError, Region, Slab, Timeline};
-use std::{ops::Range, sync::Arc};
+use std::{ops::Range, sync::Arc, time::Duration};
 
 /// Maximum number of rows in one attention or delta-net call. Their weights are small, so larger blocks would only need
 /// larger buffers.
@@ -194,7 +194,8 @@ impl Backend for Cpu {
 }
 
 impl Timeline for Cpu {
-    fn rest(&mut self) {
+    fn rest(&mut self) -> Option<Duration> {
         self.compute.threads.rest();
+        None
     }
 }

@@ -2,13 +2,14 @@
 
 use super::{
     Backend, BackendLimits, ExpertSet, Experts, HalfBuffers, KvFormat, ModelPart, MoeWeights, NO_SLOT, Op, OutputGate,
-    experts::Jobs,
+    experts::Jobs, norm::rms_norm,
 };
 use crate::device::{BufferAccess, DeviceError, Gpu, Launch, Region, Slab, SyncPoint, Timeline};
 use std::{
     collections::HashMap,
     ops::{DerefMut, Range},
     sync::Arc,
+    time::Duration,
 };
 
 /// Kernels load 16 bytes at a time.
@@ -19,6 +20,8 @@ const DECODE_ROWS: usize = 16;
 const ATTENTION_ROWS: usize = 128;
 /// Maximum size of partial results of attention in bytes. Fewer rows are computed at once to stay below it.
 const MAX_PARTIAL_BYTES: usize = 64 << 20;
+/// How often an idle GPU gets a small launch while the disk is read, so that its clock stays up.
+const AWAKE_INTERVAL: Duration = Duration::from_millis(2);
 /// Layers of a pass that are encoded before the first submission.
 const FIRST_SUBMIT: usize = 2;
 
@@ -58,6 +61,8 @@ pub struct GpuBackend<P: DerefMut<Target: Gpu> + Send> {
     uploaded: HashMap<Region, u64>,
     /// Device buffers to release.
     owned: Vec<u32>,
+    /// The small launch of [`Backend::keep_gpu_awake`].
+    awake: Option<Launch>,
     /// True to wait after every launch and record its kernel. This shows which kernel fails.
     waits_each: bool,
     launched: Vec<&'static str>,
@@ -89,6 +94,7 @@ impl<P: DerefMut<Target: Gpu> + Send> GpuBackend<P> {
             slots,
             uploaded,
             owned,
+            awake: None,
             waits_each: false,
             launched,
         }
@@ -458,6 +464,15 @@ impl<P: DerefMut<Target: Gpu> + Send> Backend for GpuBackend<P> {
         self.record(done)
     }
 
+    fn keep_gpu_awake(&mut self) -> Result<(), DeviceError> {
+        const WIDTH: usize = 64;
+        let room = self.gpu.allocate(3 * WIDTH * 4)?;
+        self.owned.push(room.buffer);
+        let [x, w, y] = [0, 1, 2].map(|index| room.rows(index, 1, WIDTH));
+        self.awake = Some(rms_norm(1, WIDTH, 1e-6, x, w, y));
+        Ok(())
+    }
+
     fn longest(&self) -> usize {
         self.gpu.max_buffer_len()
     }
@@ -480,6 +495,19 @@ impl<P: DerefMut<Target: Gpu> + Send> Timeline for GpuBackend<P> {
         }
         // An earlier launch's error is reported first.
         self.failed.take().map_or(done, |why| Err(DeviceError(why)))
+    }
+
+    fn rest(&mut self) -> Option<Duration> {
+        self.awake.as_ref().map(|_| AWAKE_INTERVAL)
+    }
+
+    fn stay_awake(&mut self) {
+        let is_idle = self.failed.is_none() && self.gpu.completed() >= self.gpu.sync_point();
+        if let Some(launch) = self.awake.as_ref().filter(|_| is_idle) {
+            let done = self.gpu.launch(launch).and_then(|()| self.gpu.commit());
+            // The next operation returns the error.
+            let _ = self.record(done);
+        }
     }
 }
 
