@@ -210,7 +210,7 @@ fn logits_ignore_expert_placement() {
 #[test]
 #[ignore = "long: compiles and runs with sanitizers"]
 fn forward_pass_is_clean_under_sanitizers() {
-    let mut model = resident(HostGpu::new(Host::start()));
+    let mut model = resident(HostGpu::new(Host::sanitized()));
     // A chunk with grouped experts, a few rows together, and one token.
     answer(&mut model, &cases().swap_remove(1).prompt_ids, &[17], 1);
 }
