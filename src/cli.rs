@@ -1,6 +1,6 @@
-//! The command line as typed: all subcommands and flags. `config` says what they mean. A flag that is a setting has an
-//! environment variable, `MOESTRO_` and its name, which the command line overrides. Flags that confirm, print or name
-//! outputs have none.
+//! The raw command line: all subcommands and flags. `config` checks them and turns them into settings. A flag that is a
+//! setting has an environment variable, `MOESTRO_` and its name, which the command line overrides. Flags that confirm,
+//! print or name outputs have none.
 
 pub mod help;
 pub mod model_args;
@@ -102,7 +102,7 @@ pub struct ServeArgs {
     /// Port to listen on; 0 means a free port
     #[arg(long, env = "MOESTRO_PORT", default_value_t = 5413, help_heading = "Server")]
     pub port: u16,
-    /// Serve Ollama's API on this port, too, for tools that speak nothing else [default: off; Ollama itself uses 11434]
+    /// Serve Ollama's API on this port, too, for tools that support no other API [default: off; Ollama itself uses 11434]
     #[arg(long, env = "MOESTRO_OLLAMA_PORT", value_name = "PORT", hide_short_help = true, help_heading = "Server")]
     pub ollama_port: Option<u16>,
     /// API key that clients must send (`Authorization: Bearer KEY`)
@@ -143,7 +143,7 @@ pub struct ServeArgs {
     /// misses
     #[arg(long, env = "MOESTRO_KEEP_BILLING_HEADER", value_parser = BoolishValueParser::new(), hide_short_help = true, help_heading = "Server")]
     pub keep_billing_header: bool,
-    /// Hosts that images may be fetched from, separated by commas, with a port unless it is the scheme's own [default: none]
+    /// Hosts that images may be fetched from, separated by commas, with a port unless it is the default port [default: none]
     #[arg(long, env = "MOESTRO_IMAGE_URLS", value_name = "HOSTS", value_parser = values::hosts_with_ports, hide_short_help = true, help_heading = "Server")]
     pub image_urls: Option<String>,
     /// Pack a model that reads its experts from an unpacked checkpoint: once, in the background, if the disk has room
@@ -333,8 +333,8 @@ pub struct InstallArgs {
 mod tests {
     use super::*;
 
-    /// Flags that confirm, print, name outputs or select another measurement, so that they must be typed.
-    const TYPED: [&str; 12] = [
+    /// Flags that confirm, print, name outputs or select another measurement. They must be on the command line.
+    const COMMAND_LINE_ONLY: [&str; 12] = [
         "yes", "json", "dry-run", "prompt", "out", "verify", "quality", "revision", "model", "verbose", "quiet", "help",
     ];
 
@@ -348,7 +348,7 @@ mod tests {
         for command in help::command().get_subcommands() {
             for arg in command.get_arguments() {
                 let Some(long) = arg.get_long() else { continue };
-                if TYPED.contains(&long) || (command.get_name(), long) == ("bench", "draft-model") {
+                if COMMAND_LINE_ONLY.contains(&long) || (command.get_name(), long) == ("bench", "draft-model") {
                     assert!(arg.get_env().is_none(), "{} --{long}", command.get_name());
                     continue;
                 }

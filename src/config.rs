@@ -1,4 +1,4 @@
-//! What the command line means: checked settings. `cli` has the flags as typed; no other module reads them.
+//! Checked settings, made from the command line. Only this module reads the raw flags of `cli`.
 
 pub mod config_file;
 pub mod foreign_flags;
@@ -29,30 +29,30 @@ pub enum ModelSource {
 
 impl ModelSource {
     /// An existing path is a directory. Otherwise, a text of the form `org/name` is a hub id.
-    pub fn new(typed: Option<&str>) -> Self {
-        let Some(typed) = typed else { return ModelSource::Demo };
-        let (path, id) = (expand(typed), hub_id(typed));
+    pub fn new(name: Option<&str>) -> Self {
+        let Some(name) = name else { return ModelSource::Demo };
+        let (path, id) = (expand(name), hub_id(name));
         if !path.exists() && is_hub_id(id) { ModelSource::Hub(id.into()) } else { ModelSource::Directory(path) }
     }
 }
 
-/// The hub id in the address of a model's page, or `typed` as it is.
-pub fn hub_id(typed: &str) -> &str {
-    let rest = typed.strip_prefix("https://").or_else(|| typed.strip_prefix("http://")).unwrap_or(typed);
+/// The hub id in the address of a model's page. Any other text is returned unchanged.
+pub fn hub_id(text: &str) -> &str {
+    let rest = text.strip_prefix("https://").or_else(|| text.strip_prefix("http://")).unwrap_or(text);
     let Some(path) = ["huggingface.co/", "hf.co/"].iter().find_map(|host| rest.strip_prefix(host)) else {
-        return typed;
+        return text;
     };
     let end = path.match_indices(['/', '?', '#']).map(|(at, _)| at).nth(1);
     path[..end.unwrap_or(path.len())].trim_end_matches('/')
 }
 
-/// Expands `~` and `~/...` as a shell does. A shell does not expand environment variables and quoted words.
-pub fn expand(typed: &str) -> PathBuf {
-    let rest = match typed.strip_prefix('~') {
+/// Expands `~` and `~/...`, because a shell does not expand them in environment variables and quoted words.
+pub fn expand(text: &str) -> PathBuf {
+    let rest = match text.strip_prefix('~') {
         Some(rest) if rest.is_empty() || rest.starts_with('/') => rest.trim_start_matches('/'),
-        _ => return typed.into(),
+        _ => return text.into(),
     };
-    env::home_dir().map_or_else(|| typed.into(), |home| home.join(rest))
+    env::home_dir().map_or_else(|| text.into(), |home| home.join(rest))
 }
 
 /// The known name that is most similar to `name`, with the similarity, at most 1.
@@ -60,13 +60,13 @@ pub fn nearest<'a>(name: &str, known: impl Iterator<Item = &'a str>) -> Option<(
     known.map(|known| (strsim::jaro_winkler(known, name), known)).max_by(|a, b| a.0.total_cmp(&b.0))
 }
 
-/// True if `typed` has the form `org/name`.
-pub fn is_hub_id(typed: &str) -> bool {
+/// True if `text` has the form `org/name`.
+pub fn is_hub_id(text: &str) -> bool {
     let word = |word: &str| {
         word.starts_with(|c: char| c.is_ascii_alphanumeric())
             && word.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c))
     };
-    typed.split_once('/').is_some_and(|(org, name)| word(org) && word(name))
+    text.split_once('/').is_some_and(|(org, name)| word(org) && word(name))
 }
 
 /// Settings for loading a model. `None`: the memory plan chooses.
@@ -83,7 +83,7 @@ pub struct LoadSettings {
     pub gpu_awake: Switch,
     pub experts_per_token: Option<usize>,
     /// `SWIFTLM_TOP_K`. As in SwiftLM, a value above the model's k means k.
-    pub experts_at_most: Option<usize>,
+    pub max_experts_per_token: Option<usize>,
     pub context: Option<usize>,
     pub chunk: Option<usize>,
     /// Requests that run at the same time.
@@ -104,25 +104,25 @@ pub struct LoadSettings {
 impl LoadSettings {
     /// # Errors
     /// `SWIFTLM_TOP_K` is not a number.
-    pub fn new(typed: cli::model_args::LoadArgs) -> Result<Self, String> {
+    pub fn new(args: cli::model_args::LoadArgs) -> Result<Self, String> {
         let swiftlm = env::var("SWIFTLM_TOP_K").ok();
         Ok(Self {
-            device: typed.device,
-            threads: typed.threads,
-            memory_limit: typed.memory_limit,
-            stream_experts: typed.stream_experts,
-            expert_io: typed.expert_io,
-            io_threads: typed.io_threads,
-            prefetch: typed.prefetch,
-            gpu_awake: typed.gpu_awake,
-            experts_per_token: typed.experts_per_token,
-            experts_at_most: experts_at_most(swiftlm.as_deref())?,
-            context: typed.ctx_size,
-            chunk: typed.prefill_chunk,
+            device: args.device,
+            threads: args.threads,
+            memory_limit: args.memory_limit,
+            stream_experts: args.stream_experts,
+            expert_io: args.expert_io,
+            io_threads: args.io_threads,
+            prefetch: args.prefetch,
+            gpu_awake: args.gpu_awake,
+            experts_per_token: args.experts_per_token,
+            max_experts_per_token: max_experts_per_token(swiftlm.as_deref())?,
+            context: args.ctx_size,
+            chunk: args.prefill_chunk,
             parallel: Parallel::Count(1),
-            kv_bits: typed.kv_bits,
-            no_vision: typed.no_vision,
-            image_max_tokens: typed.image_max_tokens,
+            kv_bits: args.kv_bits,
+            no_vision: args.no_vision,
+            image_max_tokens: args.image_max_tokens,
             serving: false,
             prompt_cache: Some(0),
             drafts: None,
@@ -134,7 +134,7 @@ impl LoadSettings {
     }
 }
 
-fn experts_at_most(swiftlm: Option<&str>) -> Result<Option<usize>, String> {
+fn max_experts_per_token(swiftlm: Option<&str>) -> Result<Option<usize>, String> {
     let text = swiftlm.filter(|text| !text.is_empty());
     let count =
         |text| values::count(text).map_err(|reason| format!("invalid value '{text}' for SWIFTLM_TOP_K: {reason}"));
@@ -160,7 +160,7 @@ pub struct ServeConfig {
     pub ollama_port: Option<u16>,
     pub api_key: Option<String>,
     pub cors: Option<String>,
-    /// Host names of this server, besides the local ones.
+    /// Host names of this server, in addition to the local ones.
     pub allowed_host: Vec<String>,
     pub max_queue: usize,
     pub request_timeout: Option<Duration>,
@@ -177,51 +177,51 @@ pub struct ServeConfig {
     pub prompt_cache_disk: u64,
     pub load: LoadSettings,
     pub generation: GenerationDefaults,
-    /// True if the model reasons, if a request does not say.
+    /// Default of thinking, for requests that do not set it.
     pub thinking: Option<bool>,
-    /// Maximum number of tokens of an answer and of its reasoning, if a request does not say.
+    /// Maximum number of tokens of an answer and of its reasoning, for requests that set none.
     pub max_tokens: Option<usize>,
     pub thinking_budget: Option<usize>,
 }
 
 impl ServeConfig {
-    pub fn new(typed: cli::ServeArgs) -> Result<Self, String> {
-        let from_file = typed.api_key_file.as_deref().map(read_key).transpose()?;
+    pub fn new(args: cli::ServeArgs) -> Result<Self, String> {
+        let from_file = args.api_key_file.as_deref().map(read_key).transpose()?;
         Ok(Self {
-            model: ModelSource::new(typed.model.model.as_deref()),
-            host: typed.host,
-            port: typed.port,
-            ollama_port: typed.ollama_port,
-            api_key: typed.api_key.or(from_file),
-            cors: typed.cors,
-            allowed_host: typed.allowed_host.iter().flat_map(|hosts| hosts.split(',')).map(str::to_owned).collect(),
-            max_queue: typed.max_queue,
-            request_timeout: typed.request_timeout,
-            max_prompt_tokens: typed.max_prompt_tokens,
-            keep_alive: typed.keep_alive,
-            models_dir: typed.home.models_dir,
-            keep_billing_header: typed.keep_billing_header,
-            image_urls: typed.image_urls.iter().flat_map(|hosts| hosts.split(',')).map(str::to_owned).collect(),
-            pack: typed.pack,
-            prompt_cache_dir: match typed.prompt_cache_dir.as_deref() {
+            model: ModelSource::new(args.model.model.as_deref()),
+            host: args.host,
+            port: args.port,
+            ollama_port: args.ollama_port,
+            api_key: args.api_key.or(from_file),
+            cors: args.cors,
+            allowed_host: args.allowed_host.iter().flat_map(|hosts| hosts.split(',')).map(str::to_owned).collect(),
+            max_queue: args.max_queue,
+            request_timeout: args.request_timeout,
+            max_prompt_tokens: args.max_prompt_tokens,
+            keep_alive: args.keep_alive,
+            models_dir: args.home.models_dir,
+            keep_billing_header: args.keep_billing_header,
+            image_urls: args.image_urls.iter().flat_map(|hosts| hosts.split(',')).map(str::to_owned).collect(),
+            pack: args.pack,
+            prompt_cache_dir: match args.prompt_cache_dir.as_deref() {
                 Some("off") => PromptCacheDir::Off,
                 Some(dir) => PromptCacheDir::In(expand(dir)),
                 None => PromptCacheDir::Cache,
             },
-            prompt_cache_disk: typed.prompt_cache_disk,
+            prompt_cache_disk: args.prompt_cache_disk,
             load: LoadSettings {
-                parallel: typed.parallel.parallel,
-                prompt_cache: typed.cache.prompt_cache,
-                drafts: Some(DraftOptions::new(typed.drafts)),
-                ..LoadSettings::new(typed.load)?.serving()
+                parallel: args.parallel.parallel,
+                prompt_cache: args.cache.prompt_cache,
+                drafts: Some(DraftOptions::new(args.drafts)),
+                ..LoadSettings::new(args.load)?.serving()
             },
-            thinking: thinking(&typed.sampling),
-            max_tokens: typed.sampling.max_tokens,
-            thinking_budget: match typed.thinking_budget {
+            thinking: thinking(&args.sampling),
+            max_tokens: args.sampling.max_tokens,
+            thinking_budget: match args.thinking_budget {
                 Some(values::TokenBudget::Tokens(tokens)) => Some(tokens),
                 Some(values::TokenBudget::Unlimited) | None => None,
             },
-            generation: GenerationDefaults::typed(&typed.sampling),
+            generation: GenerationDefaults::from_flags(&args.sampling),
         })
     }
 }
@@ -247,8 +247,8 @@ pub struct DraftOptions {
 }
 
 impl DraftOptions {
-    pub fn new(typed: cli::model_args::DraftArgs) -> Self {
-        Self { draft: typed.draft_model, tokens: typed.num_draft_tokens, speculation: typed.speculation }
+    pub fn new(args: cli::model_args::DraftArgs) -> Self {
+        Self { draft: args.draft_model, tokens: args.num_draft_tokens, speculation: args.speculation }
     }
 
     pub fn are_used(&self) -> bool {
@@ -272,8 +272,8 @@ pub struct GenerateConfig {
 
 impl GenerateConfig {
     /// Settings of `generate`, which needs a prompt.
-    pub fn new(typed: cli::GenerateArgs) -> Result<Self, String> {
-        let config = Self::typed(typed)?;
+    pub fn new(args: cli::GenerateArgs) -> Result<Self, String> {
+        let config = Self::from_args(args)?;
         if config.prompt.is_none() {
             return Err("there is no prompt: use -p PROMPT or a pipe, or `moestro run` for a chat".into());
         }
@@ -281,32 +281,33 @@ impl GenerateConfig {
     }
 
     /// Settings of `run`: a chat, or one answer if there is a prompt.
-    pub fn chat(mut typed: cli::RunArgs) -> Result<Self, String> {
-        if !typed.words.is_empty() {
-            typed.generate.prompt = Some(typed.words.join(" "));
+    pub fn chat(mut args: cli::RunArgs) -> Result<Self, String> {
+        if !args.words.is_empty() {
+            args.generate.prompt = Some(args.words.join(" "));
         }
-        let config = Self::typed(typed.generate)?;
-        let load = LoadSettings { prompt_cache: typed.cache.prompt_cache, ..config.load };
-        Ok(Self { system: typed.system, load, ..config })
+        let config = Self::from_args(args.generate)?;
+        let load = LoadSettings { prompt_cache: args.cache.prompt_cache, ..config.load };
+        Ok(Self { system: args.system, load, ..config })
     }
 
-    fn typed(typed: cli::GenerateArgs) -> Result<Self, String> {
+    fn from_args(args: cli::GenerateArgs) -> Result<Self, String> {
         Ok(Self {
-            model: ModelSource::new(typed.model.model.as_deref()),
-            prompt: read_prompt(typed.prompt)?,
+            model: ModelSource::new(args.model.model.as_deref()),
+            prompt: read_prompt(args.prompt)?,
             system: None,
-            max_tokens: typed.sampling.max_tokens,
-            seed: typed.seed,
-            load: LoadSettings { drafts: Some(DraftOptions::new(typed.drafts)), ..LoadSettings::new(typed.load)? },
-            thinking: thinking(&typed.sampling),
-            generation: GenerationDefaults::typed(&typed.sampling),
+            max_tokens: args.sampling.max_tokens,
+            seed: args.seed,
+            load: LoadSettings { drafts: Some(DraftOptions::new(args.drafts)), ..LoadSettings::new(args.load)? },
+            thinking: thinking(&args.sampling),
+            generation: GenerationDefaults::from_flags(&args.sampling),
         })
     }
 }
 
-/// The prompt: as typed, or from stdin if the flag is `-` or stdin is not a terminal.
-fn read_prompt(typed: Option<String>) -> Result<Option<String>, String> {
-    match typed {
+/// The prompt of the command line. It is read from stdin if the flag is `-`, or if there is none and stdin is not a
+/// terminal.
+fn read_prompt(flag: Option<String>) -> Result<Option<String>, String> {
+    match flag {
         Some(text) if text != "-" => return Ok(Some(text)),
         None if io::stdin().is_terminal() => return Ok(None),
         _ => {}
@@ -317,8 +318,8 @@ fn read_prompt(typed: Option<String>) -> Result<Option<String>, String> {
     if text.is_empty() { Err("the prompt on stdin is empty".into()) } else { Ok(Some(text.to_owned())) }
 }
 
-fn thinking(typed: &cli::model_args::SamplingArgs) -> Option<bool> {
-    typed.thinking.map(|thinking| thinking == OnOff::On)
+fn thinking(args: &cli::model_args::SamplingArgs) -> Option<bool> {
+    args.thinking.map(|thinking| thinking == OnOff::On)
 }
 
 /// Name of a checkpoint: the name of its directory.
@@ -377,9 +378,9 @@ mod tests {
 
     #[test]
     fn swiftlm_top_k_must_be_a_number() {
-        assert_eq!(experts_at_most(Some("6")), Ok(Some(6)));
-        assert_eq!(experts_at_most(Some("")), Ok(None));
-        assert_eq!(experts_at_most(None), Ok(None));
-        assert!(experts_at_most(Some("six")).unwrap_err().contains("SWIFTLM_TOP_K"));
+        assert_eq!(max_experts_per_token(Some("6")), Ok(Some(6)));
+        assert_eq!(max_experts_per_token(Some("")), Ok(None));
+        assert_eq!(max_experts_per_token(None), Ok(None));
+        assert!(max_experts_per_token(Some("six")).unwrap_err().contains("SWIFTLM_TOP_K"));
     }
 }

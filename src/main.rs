@@ -52,25 +52,25 @@ fn main() -> ExitCode {
 
 fn run(command: Command, settings: &Settings) -> Result<(), CommandError> {
     match command {
-        Command::Serve(typed) => serve::run(ServeConfig::new(typed).map_err(CommandError::Usage)?, settings),
-        Command::Generate(typed) => generate::run(&GenerateConfig::new(typed).map_err(CommandError::Usage)?),
-        Command::Run(typed) => {
-            let remote = typed.remote.clone();
-            chat::run(GenerateConfig::chat(typed).map_err(CommandError::Usage)?, &remote, settings)
+        Command::Serve(args) => serve::run(ServeConfig::new(args).map_err(CommandError::Usage)?, settings),
+        Command::Generate(args) => generate::run(&GenerateConfig::new(args).map_err(CommandError::Usage)?),
+        Command::Run(args) => {
+            let remote = args.remote.clone();
+            chat::run(GenerateConfig::chat(args).map_err(CommandError::Usage)?, &remote, settings)
         }
-        Command::Launch(typed) => launch::run(&typed, settings),
-        Command::Pack(typed) => pack::run(&typed),
-        Command::List(typed) => list::list(&typed, settings),
-        Command::Rm(typed) => rm::remove(&typed, settings),
-        Command::Ps(typed) => ps::ps(&typed),
-        Command::Stop(typed) => ps::stop(&typed),
-        Command::Pull(typed) => pull::run(&typed),
-        Command::Info(typed) => info::run(typed),
-        Command::Bench(typed) => bench::run(typed),
-        Command::Doctor(typed) => doctor::run(&typed, &version::whole()),
-        Command::Synth(typed) => synth::command::run(&typed),
+        Command::Launch(args) => launch::run(&args, settings),
+        Command::Pack(args) => pack::run(&args),
+        Command::List(args) => list::list(&args, settings),
+        Command::Rm(args) => rm::remove(&args, settings),
+        Command::Ps(args) => ps::ps(&args),
+        Command::Stop(args) => ps::stop(&args),
+        Command::Pull(args) => pull::run(&args),
+        Command::Info(args) => info::run(args),
+        Command::Bench(args) => bench::run(args),
+        Command::Doctor(args) => doctor::run(&args, &version::whole()),
+        Command::Synth(args) => synth::command::run(&args),
         Command::Man { dir } => man::man(&dir),
-        Command::Service(typed) => service::run(typed),
+        Command::Service(args) => service::run(args),
         Command::Config(_) => print(show_config::report(settings).as_bytes()),
         Command::Completions { shell } => print(&completions::completions(shell)),
     }

@@ -46,7 +46,7 @@ impl Decoder {
                     let (valid, _) = rest.split_at(error.valid_up_to());
                     text.push_str(&String::from_utf8_lossy(valid));
                     done += valid.len();
-                    // Without a length, the input ended inside a character.
+                    // `error_len` is `None` if the input ends inside a character.
                     let Some(invalid) = error.error_len() else { break };
                     text.push(char::REPLACEMENT_CHARACTER);
                     done += invalid;

@@ -41,12 +41,12 @@ use std::sync::{
 /// grammar. Only the pages that are touched become real memory.
 const STACK: usize = 1 << 30;
 
-/// Steps that llguidance may spend to build the expressions of a grammar. Its default is 1,000,000.
+/// Maximum number of steps that llguidance spends on building the expressions of a grammar. Its default is 1,000,000.
 const LEXER_FUEL: u64 = 300_000;
 /// Maximum number of lexer states, of one to two kilobytes each. llguidance's default is 250,000.
 const MAX_LEXER_STATES: usize = 50_000;
 
-/// Ends a compilation between two of its parts once it is set. Clones share the flag.
+/// Once it is set, a compilation stops before its next part. Clones share the flag.
 #[derive(Clone, Default)]
 pub struct CancelFlag(Arc<AtomicBool>);
 
@@ -77,7 +77,7 @@ impl GrammarCompiler {
 
     /// Sorts the vocabulary, so that the first constrained answer does not wait for it. Takes 0.7 s for 248,077 tokens.
     pub fn warm_up(&self) {
-        // The first compilation reports an error.
+        // Errors are ignored here. The first compilation reports them.
         drop(self.factory());
     }
 
@@ -86,8 +86,8 @@ impl GrammarCompiler {
         TokenConstraint::new(self.tokenizer.clone(), self.markup.clone(), None, calls, true, Some(budget))
     }
 
-    /// Compiles the format of an answer. Blocks for milliseconds, for a large schema up to a second, and the first time
-    /// as long as [`GrammarCompiler::warm_up`].
+    /// Compiles the format of an answer. Blocks for milliseconds, for up to a second if the schema is large, and on the
+    /// first call also for the time of [`GrammarCompiler::warm_up`].
     pub fn compile(
         &self,
         format: &OutputFormat,
@@ -155,7 +155,7 @@ impl GrammarCompiler {
         })
     }
 
-    /// Grammar of `content`, if any is allowed, or calls.
+    /// The grammar of an answer that is either `content` or tool calls. `None`: only calls are allowed.
     fn with_calls(
         &self,
         tools: &AllowedTools,
@@ -170,7 +170,7 @@ impl GrammarCompiler {
         Ok(grammars)
     }
 
-    /// Compiles grammars, and checks that an answer can begin.
+    /// Compiles grammars, and checks that at least one token may start an answer.
     fn build(&self, grammars: Vec<GrammarWithLexer>, cancel: &CancelFlag) -> Result<Matcher, String> {
         if cancel.is_set() {
             return Err("its compilation was cancelled".into());

@@ -28,7 +28,7 @@ pub fn is_integer(text: &str) -> Option<bool> {
     })
 }
 
-/// Puts every number outside a double's range in quotes. Templates print the string like the number.
+/// Puts every number outside a double's range in quotes. Templates print such a string without quotes, like the number.
 pub fn quote_huge(json: &str) -> Cow<'_, str> {
     let bytes = json.as_bytes();
     let (mut out, mut copied, mut at) = (String::new(), 0, 0);
@@ -88,7 +88,7 @@ mod tests {
         let sent = format!(r#"{{"a": {big}, "b": [-1e999, "\\"], "c": 1e999}}"#);
         assert_eq!(quote_huge(&sent), format!(r#"{{"a": "{big}", "b": ["-1e999", "\\"], "c": "1e999"}}"#));
         assert!(serde_json::from_str::<serde_json::Value>(&quote_huge(&sent)).is_ok());
-        // Invalid JSON stays as it is.
+        // Invalid JSON stays unchanged.
         for text in ["1e999.5", "{\"a", "\"\\", "1e9999e", "--1e999"] {
             assert_eq!(quote_huge(text), text);
         }

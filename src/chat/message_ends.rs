@@ -16,8 +16,8 @@ pub enum Speaker {
     Other,
 }
 
-/// The end of every message but the last: the number of tokens up to there, and the speaker. Empty if the tokenizer has no
-/// `<|im_start|>`.
+/// For every message except the last: the number of tokens up to its end, and its speaker. Empty if the tokenizer has
+/// no `<|im_start|>`.
 pub fn message_ends(tokenizer: &Tokenizer, ids: &[u32]) -> Vec<(usize, Speaker)> {
     let Some(open) = tokenizer.id("<|im_start|>") else { return Vec::new() };
     let starts: Vec<usize> = ids.iter().enumerate().filter(|&(_, &id)| id == open).map(|(at, _)| at).collect();

@@ -17,8 +17,8 @@
 //! </tool_call>
 //! ```
 //!
-//! The text may be cut anywhere between two pushes. The concatenated deltas are the same for every cut. Only text that may
-//! still turn out to be markup is held back, and the white space before it.
+//! The text may be cut anywhere between two pushes. The concatenated deltas are the same for every cut. Only text that
+//! may still become markup is held back, together with the white space before it.
 //!
 //! Malformed text:
 //!
@@ -27,8 +27,9 @@
 //! * text between the parameters of a call is content;
 //! * a `</parameter>` ends a value only before the next tag of the call or the end of the text. Otherwise it is part of the
 //!   value;
-//! * a call that the model ends early is closed: its arguments are those so far. An incomplete tag after a complete value
-//!   is markup and is dropped. An incomplete value is kept, as a string if it is not valid JSON;
+//! * a call without an end tag is closed when the model ends the answer: its arguments are those so far. An incomplete
+//! tag
+//!   after a complete value is markup and is dropped. An incomplete value is kept, as a string if it is not valid JSON;
 //! * a call that the token limit cuts stays open: its arguments are invalid JSON, since the rest is unknown. An incomplete
 //!   tag is dropped;
 //! * a call of a known tool inside the reasoning ends the reasoning. A `</think>` right after the call is dropped.
@@ -91,9 +92,9 @@ enum ParserState {
     },
     Reasoning,
     Content,
-    /// At white space and a `<tool_call>`.
+    /// The rest starts with white space and a `<tool_call>`.
     Opening,
-    /// Between the parameters of a call. `stray`: in text that does not belong there.
+    /// Between the parameters of a call. `stray`: inside text that is not part of any parameter.
     Body {
         call: PendingCall,
         stray: bool,
@@ -274,7 +275,7 @@ impl Parser {
         let before = &rest[..thought.unwrap_or(rest.len())];
         let (stop, call) = match self.call_in(rest, before.len()) {
             Some((at, true)) => (Some(at), true),
-            // The text may become a call.
+            // More text could turn this into a call.
             Some((at, false)) if end != InputEnd::Complete => (Some(at), false),
             _ => (None, false),
         };
@@ -342,7 +343,7 @@ impl Parser {
         let sure = match call {
             Some(at) => rest[..at].trim_end().len(),
             None if self.tools.is_empty() => rest.len(),
-            // White space after a call is layout, and so is an incomplete `<tool_call>`.
+            // White space after a call is dropped, and so is an incomplete `<tool_call>`.
             None if end == InputEnd::Truncated && self.calls > 0 => {
                 rest[..rest.len() - partial(rest, TOOL_CALL)].trim_end().len()
             }
@@ -401,7 +402,8 @@ impl Parser {
         }
         let rest = self.rest();
         if rest.is_empty() && end == InputEnd::Truncated {
-            // Clients read an empty text as no arguments. The brace makes the JSON invalid.
+            // Clients read empty arguments as a call without arguments. The opening brace makes them invalid JSON
+            // instead.
             self.arguments(if call.parameters == 0 { "{" } else { "" }.into());
             self.drop_rest()
         } else if rest.is_empty() || rest.starts_with(END_FUNCTION) {

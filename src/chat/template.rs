@@ -134,7 +134,7 @@ impl Template {
         })
     }
 
-    /// Source of the template, and the special tokens by their names in `tokenizer_config.json`.
+    /// The template's source, and the special tokens by their names in `tokenizer_config.json`.
     pub fn info(&self) -> &Json {
         &self.info
     }
@@ -220,7 +220,7 @@ fn environment() -> Environment<'static> {
     env.set_fuel(Some(FUEL));
     env.set_unknown_method_callback(python::call_method);
     env.set_formatter(|out, _, value| Ok(python::write_str(out, value)?));
-    // Both print Rust's debug format. An error is better than a wrong prompt.
+    // minijinja's `pprint` and `debug` print Rust's debug format. An error is better than a wrong prompt.
     env.remove_filter("pprint");
     env.remove_global("debug");
     env.add_filter("tojson", python::tojson);

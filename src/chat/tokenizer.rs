@@ -61,7 +61,7 @@ impl Tokenizer {
         }
         let (mut bytes, mut ends) = (Vec::new(), Vec::with_capacity(tokens.len()));
         for (id, text) in &tokens {
-            // An unused id has no bytes. Of two tokens with one id, the first counts.
+            // An unused id has no bytes. If two tokens have the same id, the first is used.
             ends.resize((*id as usize).max(ends.len()), bytes.len());
             if ends.len() == *id as usize {
                 write_bytes(text, &mut bytes);
@@ -89,8 +89,8 @@ impl Tokenizer {
         Ok(ids)
     }
 
-    /// Length of the first piece of a text, in bytes. Pieces that are encoded one by one give the ids of the whole. Most
-    /// have about 16 KiB, but no word is cut.
+    /// Length of the first piece of a text, in bytes. The pieces, encoded one by one, give the ids of the whole text.
+    /// Pieces usually have about 16 KiB, and no word is cut.
     pub fn piece_len(&self, text: &str) -> usize {
         self.cuts.map_or(text.len(), |cuts| cuts.first(text, MIN_PIECE))
     }
@@ -168,8 +168,8 @@ fn check_normalizer(normalizer: &Value) -> Result<(), String> {
     }
 }
 
-/// Maximum number of bytes of text that one token can stand for. `None` if text can get lost: a byte has no token, or a
-/// normalizer other than NFC changes the text.
+/// Maximum number of bytes of text that one token can represent. `None` if encoding can drop text: because a byte has
+/// no token, or because a normalizer other than NFC changes the text.
 fn longest_token(encoder: &tokenizers::Tokenizer, ends: &[usize]) -> Option<usize> {
     let plain = matches!(encoder.get_normalizer(), None | Some(tokenizers::NormalizerWrapper::NFC(_)));
     let added = encoder.get_added_tokens_decoder();

@@ -3,7 +3,7 @@
 use super::Cli;
 use clap::{Arg, Command, CommandFactory};
 
-/// Commands by what people want to do.
+/// Commands, grouped by purpose.
 const GROUPS: [(&str, &[&str]); 5] = [
     ("Chat", &["run", "generate"]),
     ("Serve", &["serve", "launch", "ps", "stop", "service"]),
@@ -91,7 +91,8 @@ pub fn command() -> Command {
     command
 }
 
-/// Adds examples, hides the names of variables, and accepts negative numbers, which the values' parsers then refuse.
+/// Adds examples, hides the names of environment variables, and passes negative numbers to the values' parsers, which
+/// refuse them with a better message.
 fn with_help(command: Command) -> Command {
     let has_settings = command.get_arguments().any(|arg| arg.get_env().is_some());
     let example = COMMAND_EXAMPLES.iter().find(|(name, _)| *name == command.get_name());

@@ -143,7 +143,7 @@ pub struct SamplingArgs {
     pub thinking: Option<OnOff>,
 }
 
-/// The user's model directory, besides the Hugging Face cache.
+/// The user's model directory. Models in the Hugging Face cache are found, too.
 #[derive(Debug, Default, Args)]
 pub struct ModelsDirArgs {
     /// Directory of your models, NAME or ORG/NAME below it [default: moestro/models in ~/.local/share or $XDG_DATA_HOME]

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-/// Id of the option `--model`. Its value and that of the argument MODEL are the same setting.
+/// Id of the option `--model`. The option and the argument MODEL set the same setting.
 pub const MODEL_OPTION: &str = "model_option";
 
 /// The device that computes.
@@ -148,7 +148,7 @@ pub fn size(text: &str) -> Result<u64, String> {
     let text = text.trim();
     let unit = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
     let (number, unit) = text.split_at(unit);
-    // "8" is a forgotten unit, not a size.
+    // A plain "8" is more likely a missing unit than 8 bytes.
     if unit.is_empty() && number.parse::<f64>().is_ok_and(|number| (1.0..1e6).contains(&number)) {
         return Err(format!("{number} is {number} bytes; did you mean {number}GiB?"));
     }
@@ -207,7 +207,7 @@ pub fn parallel(text: &str) -> Result<Parallel, String> {
     }
 }
 
-/// Drafted tokens per pass: as many as the decode kernels verify at once.
+/// Maximum number of drafted tokens per pass. The decode kernels verify at most this many together.
 pub fn drafts(text: &str) -> Result<usize, String> {
     text.parse().ok().filter(|count| (1..=15).contains(count)).ok_or_else(|| "it is not a number from 1 to 15".into())
 }
@@ -284,7 +284,7 @@ pub fn duration(text: &str) -> Result<Duration, String> {
         .ok_or_else(|| "it is not a duration such as 90s, 30m or 2h".into())
 }
 
-/// An API key. An empty key, such as an unset variable in a script gives, would protect nothing.
+/// An API key. An empty key is an error: it would protect nothing, and an unset variable in a script gives one.
 pub fn key(text: &str) -> Result<String, String> {
     if text.is_empty() { Err("an empty key protects nothing".into()) } else { Ok(text.into()) }
 }

@@ -26,13 +26,13 @@ pub struct AnswerOptions {
 impl AnswerOptions {
     /// The values of the flags.
     pub fn new(config: &GenerateConfig) -> Self {
-        let typed = &config.generation;
+        let defaults = &config.generation;
         Self {
-            temperature: typed.temperature,
-            top_p: typed.top_p,
-            top_k: typed.top_k,
-            min_p: typed.min_p,
-            repeat_penalty: typed.repetition_penalty,
+            temperature: defaults.temperature,
+            top_p: defaults.top_p,
+            top_k: defaults.top_k,
+            min_p: defaults.min_p,
+            repeat_penalty: defaults.repetition_penalty,
             seed: config.seed,
             max_tokens: config.max_tokens,
             thinking: config.thinking,

@@ -27,25 +27,25 @@ use tokio::signal::unix::{SignalKind, signal};
 const SMALL_CONTEXT: usize = 32_768;
 
 /// Starts an agent and ends with its exit code.
-pub fn run(typed: &cli::LaunchArgs, settings: &Settings) -> Result<(), CommandError> {
-    let remote = RemoteServer::new(&typed.remote);
+pub fn run(args: &cli::LaunchArgs, settings: &Settings) -> Result<(), CommandError> {
+    let remote = RemoteServer::new(&args.remote);
     let dir = os::data_dir().ok_or_else(|| usage("cannot find your home directory, which needs a configuration"))?;
-    if !typed.dry_run {
-        find_program(typed)?;
+    if !args.dry_run {
+        find_program(args)?;
     }
     let mut server = None;
     let health = match remote.health() {
         Some(health) => health,
-        None if typed.dry_run => Value::Null,
+        None if args.dry_run => Value::Null,
         None => {
-            server = Some(OwnServer::start(typed)?);
+            server = Some(OwnServer::start(args)?);
             remote.health().ok_or_else(|| usage("the server that was started does not answer"))?
         }
     };
-    let target = target(&remote, typed, settings, &health)?;
-    let setup = target.setup(typed.agent, &dir.join("agents"));
-    let shown = describe(&setup, typed);
-    if typed.dry_run {
+    let target = target(&remote, args, settings, &health)?;
+    let setup = target.setup(args.agent, &dir.join("agents"));
+    let shown = describe(&setup, args);
+    if args.dry_run {
         print!("{shown}");
         return Ok(());
     }
@@ -57,19 +57,19 @@ pub fn run(typed: &cli::LaunchArgs, settings: &Settings) -> Result<(), CommandEr
         );
     }
     if !setup.files.is_empty() {
-        if !typed.yes && !confirmed("Write these files and start the agent?")? {
+        if !args.yes && !confirmed("Write these files and start the agent?")? {
             return Ok(());
         }
         write(&setup)?;
     }
-    let code = run_agent(&setup, typed, server.as_ref().map(OwnServer::id))?;
+    let code = run_agent(&setup, args, server.as_ref().map(OwnServer::id))?;
     drop(server);
     if code == 0 { Ok(()) } else { exit(code) }
 }
 
 /// # Errors
 /// The agent is not installed.
-fn find_program(typed: &cli::LaunchArgs) -> Result<(), CommandError> {
+fn find_program(args: &cli::LaunchArgs) -> Result<(), CommandError> {
     let nowhere = AgentTarget {
         base_url: String::new(),
         key: None,
@@ -78,7 +78,7 @@ fn find_program(typed: &cli::LaunchArgs) -> Result<(), CommandError> {
         has_vision: false,
         reasons: false,
     };
-    let AgentSetup { program, install, .. } = nowhere.setup(typed.agent, Path::new(""));
+    let AgentSetup { program, install, .. } = nowhere.setup(args.agent, Path::new(""));
     let dirs = env::var_os("PATH").unwrap_or_default();
     match env::split_paths(&dirs).any(|dir| dir.join(program).is_file()) {
         true => Ok(()),
@@ -89,11 +89,11 @@ fn find_program(typed: &cli::LaunchArgs) -> Result<(), CommandError> {
 /// The model that the agent uses, with its context and what it can do.
 fn target(
     remote: &RemoteServer,
-    typed: &cli::LaunchArgs,
+    args: &cli::LaunchArgs,
     settings: &Settings,
     health: &Value,
 ) -> Result<AgentTarget, CommandError> {
-    let named = typed.model.as_deref().map(|name| {
+    let named = args.model.as_deref().map(|name| {
         let own = settings.models.iter().any(|(known, _)| known == name);
         if own { name.to_owned() } else { local_models::id(&ModelSource::new(Some(name)), &Settings::default()) }
     });
@@ -128,17 +128,17 @@ fn card(remote: &RemoteServer, model: &str) -> Result<Value, CommandError> {
 }
 
 /// The files and the command of a setup. Keys are hidden.
-fn describe(setup: &AgentSetup, typed: &cli::LaunchArgs) -> String {
+fn describe(setup: &AgentSetup, args: &cli::LaunchArgs) -> String {
     let mut shown = String::new();
     for (path, text) in &setup.files {
         shown += &format!("# {}\n{text}", path.display());
     }
     for (name, value) in &setup.variables {
         let is_secret = name.ends_with("KEY") || name.ends_with("TOKEN");
-        let value = if is_secret && typed.remote.api_key.is_some() { "(hidden)" } else { value.as_str() };
+        let value = if is_secret && args.remote.api_key.is_some() { "(hidden)" } else { value.as_str() };
         shown += &format!("{name}={}\n", quoted(value));
     }
-    let words = setup.args.iter().chain(&typed.args).map(|arg| quoted(arg));
+    let words = setup.args.iter().chain(&args.args).map(|arg| quoted(arg));
     let line: Vec<String> = std::iter::once(setup.program.to_owned()).chain(words).collect();
     printable(&format!("{shown}{}\n", line.join(" "))).into_owned()
 }
@@ -163,7 +163,7 @@ fn write(setup: &AgentSetup) -> Result<(), CommandError> {
 }
 
 /// Runs the agent until it ends, and returns its exit code. Ctrl-C is the agent's. Other signals end the server, too.
-fn run_agent(setup: &AgentSetup, typed: &cli::LaunchArgs, server: Option<u32>) -> Result<i32, CommandError> {
+fn run_agent(setup: &AgentSetup, args: &cli::LaunchArgs, server: Option<u32>) -> Result<i32, CommandError> {
     let failed = |source| CommandError::Io { what: setup.program.into(), source };
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().map_err(failed)?;
     let _guard = runtime.enter();
@@ -188,7 +188,7 @@ fn run_agent(setup: &AgentSetup, typed: &cli::LaunchArgs, server: Option<u32>) -
         command.env_remove(name);
     }
     command.envs(setup.variables.iter().map(|(name, value)| (name, value)));
-    let status = command.args(&setup.args).args(&typed.args).status().map_err(failed)?;
+    let status = command.args(&setup.args).args(&args.args).status().map_err(failed)?;
     Ok(status.code().unwrap_or(1))
 }
 
@@ -197,14 +197,14 @@ struct OwnServer(Child);
 
 impl OwnServer {
     /// Starts `moestro serve` and waits until it is ready. Its log goes to a file.
-    fn start(typed: &cli::LaunchArgs) -> Result<Self, CommandError> {
+    fn start(args: &cli::LaunchArgs) -> Result<Self, CommandError> {
         let failed = |source| CommandError::Io { what: "starting a server".into(), source };
         let log = os::state_dir().map_or_else(|| PathBuf::from("/dev/null"), |dir| dir.join("launch.log"));
         log.parent().map_or(Ok(()), fs::create_dir_all).map_err(failed)?;
         let mut command = Command::new(env::current_exe().map_err(failed)?);
-        command.arg("serve").args(&typed.model);
-        command.args(["--host", &typed.remote.host, "--port", &typed.remote.port.to_string()]);
-        if let Some(key) = &typed.remote.api_key {
+        command.arg("serve").args(&args.model);
+        command.args(["--host", &args.remote.host, "--port", &args.remote.port.to_string()]);
+        if let Some(key) = &args.remote.api_key {
             command.env("MOESTRO_API_KEY", key);
         }
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(File::create(&log).map_err(failed)?);

@@ -59,8 +59,8 @@ impl fmt::Display for ModelTable {
 }
 
 /// Prints the models that can be served, one per line.
-pub fn list(typed: &cli::ListArgs, settings: &Settings) -> Result<(), CommandError> {
-    let all = local_models::all(settings, typed.home.models_dir.as_deref());
-    show(&ModelTable { models: all.into_iter().map(ModelRow::new).collect() }, typed.json);
+pub fn list(args: &cli::ListArgs, settings: &Settings) -> Result<(), CommandError> {
+    let all = local_models::all(settings, args.home.models_dir.as_deref());
+    show(&ModelTable { models: all.into_iter().map(ModelRow::new).collect() }, args.json);
     Ok(())
 }

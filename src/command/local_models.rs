@@ -56,8 +56,8 @@ impl CatalogEntry {
 }
 
 /// The user's model directory.
-pub fn models_dir(typed: Option<&Path>) -> Option<PathBuf> {
-    typed.map(Path::to_path_buf).or_else(|| Some(os::data_dir()?.join("models")))
+pub fn models_dir(flag: Option<&Path>) -> Option<PathBuf> {
+    flag.map(Path::to_path_buf).or_else(|| Some(os::data_dir()?.join("models")))
 }
 
 /// All models. Of two with the same name, the first counts.
@@ -103,7 +103,7 @@ pub fn id(source: &ModelSource, settings: &Settings) -> String {
 /// Resolves the name of a local model on the command line. An existing path takes precedence.
 pub fn resolve_name(command: &mut Command, settings: &mut Settings) {
     let own = match command {
-        Command::Serve(typed) | Command::Config(typed) => typed.home.models_dir.clone(),
+        Command::Serve(args) | Command::Config(args) => args.home.models_dir.clone(),
         _ => env::var_os("MOESTRO_MODELS_DIR").map(PathBuf::from),
     };
     let Some(place) = command.model() else { return };

@@ -133,8 +133,8 @@ pub struct CheckpointMeta {
 }
 
 impl CheckpointMeta {
-    /// `typed`: the sampling flags.
-    pub fn open(source: &ModelSource, typed: GenerationDefaults) -> Result<Self, CommandError> {
+    /// `flags`: the sampling flags.
+    pub fn open(source: &ModelSource, flags: GenerationDefaults) -> Result<Self, CommandError> {
         let dir = resolve(source)?;
         let name = match source {
             ModelSource::Hub(id) => id.rsplit('/').next().unwrap_or(id).to_string(),
@@ -148,7 +148,7 @@ impl CheckpointMeta {
         let texts = config::generation_config::json(&dir.join("tokenizer_config.json"))?.unwrap_or_default();
         let has_template = dir.join("chat_template.jinja").exists() || !texts["chat_template"].is_null();
         let template = if has_template { Some(Template::load(&dir)?) } else { None };
-        let mut generation = typed.or(GenerationDefaults::read(&dir)?);
+        let mut generation = flags.or(GenerationDefaults::read(&dir)?);
         let end = texts["eos_token"].as_str().or(texts["eos_token"]["content"].as_str());
         let end = end.and_then(|text| tokenizer.id(text)).filter(|id| !generation.eos.contains(id));
         generation.eos.extend(end);
@@ -288,7 +288,7 @@ pub fn options(load: &LoadSettings) -> model::LoadOptions {
             buffered: load.expert_io == ExpertIo::Buffered,
         },
         experts_per_token: load.experts_per_token,
-        experts_at_most: load.experts_at_most,
+        max_experts_per_token: load.max_experts_per_token,
         verify: load.drafts.as_ref().is_some_and(DraftOptions::are_used),
         kv_bits: kv_bits(load.kv_bits),
         vision: VisionOptions { disabled: load.no_vision, max_tokens: load.image_max_tokens },

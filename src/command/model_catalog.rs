@@ -91,10 +91,10 @@ impl ModelCatalog {
     /// The configuration is invalid, its file is missing, or it no longer has an API key. A half-saved file must not open
     /// the server.
     pub fn reload(&self, server: &ServerState, address: IpAddr) -> Result<(), String> {
-        let (typed, settings) = config_file::parse(self.settings.args.clone()).map_err(|error| error.to_string())?;
-        let Command::Serve(typed) = typed.command else { return Err("this is not `moestro serve`".into()) };
+        let (args, settings) = config_file::parse(self.settings.args.clone()).map_err(|error| error.to_string())?;
+        let Command::Serve(args) = args.command else { return Err("this is not `moestro serve`".into()) };
         let model = self.config().model;
-        let config = ServeConfig { model, ..ServeConfig::new(typed)? };
+        let config = ServeConfig { model, ..ServeConfig::new(args)? };
         if let (Some(file), None) = (&self.settings.file, &settings.file) {
             return Err(format!("{}: the file is missing", file.display()));
         }
@@ -131,10 +131,10 @@ impl ModelCatalog {
         }
         let entry = self.entries().into_iter().find(|entry| entry.id == id);
         let entry = entry.ok_or_else(|| "it is no longer on this machine".to_owned())?;
-        let (typed, _) =
+        let (args, _) =
             config_file::parse_for(self.settings.args.clone(), Some(id)).map_err(|error| error.to_string())?;
-        let Command::Serve(typed) = typed.command else { return Err("this is not `moestro serve`".into()) };
-        Ok(ServeConfig { model: entry.source, ..ServeConfig::new(typed)? })
+        let Command::Serve(args) = args.command else { return Err("this is not `moestro serve`".into()) };
+        Ok(ServeConfig { model: entry.source, ..ServeConfig::new(args)? })
     }
 
     /// True if the draft model on the command line was meant for another model.

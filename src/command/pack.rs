@@ -11,20 +11,20 @@ use crate::{
 };
 use std::{path::Path, time::Instant};
 
-pub fn run(typed: &cli::tool_args::PackArgs) -> Result<(), CommandError> {
-    let dir = resolve(&ModelSource::new(typed.model.model.as_deref()))?;
+pub fn run(args: &cli::tool_args::PackArgs) -> Result<(), CommandError> {
+    let dir = resolve(&ModelSource::new(args.model.model.as_deref()))?;
     let found = CheckpointInfo::unpacked(&dir, &LoadOptions::default())?;
-    if typed.verify { verify(typed, &dir, &found) } else { write(typed, &dir, &found) }
+    if args.verify { verify(args, &dir, &found) } else { write(args, &dir, &found) }
 }
 
-fn write(typed: &cli::tool_args::PackArgs, dir: &Path, found: &CheckpointInfo) -> Result<(), CommandError> {
+fn write(args: &cli::tool_args::PackArgs, dir: &Path, found: &CheckpointInfo) -> Result<(), CommandError> {
     let CheckpointInfo { experts: map, files, .. } = found;
     let no_directory = || {
         StoreError::Other(
             "cannot choose a directory for the pack: neither HOME nor XDG_CACHE_HOME is set; use --out DIR".into(),
         )
     };
-    let out = match &typed.out {
+    let out = match &args.out {
         Some(out) => out.clone(),
         None => match pack::find(dir, map, files) {
             Some(pack) => pack.dir,
@@ -36,7 +36,7 @@ fn write(typed: &cli::tool_args::PackArgs, dir: &Path, found: &CheckpointInfo) -
     let summary = pack::write(map, files, &out, &|bytes| bar.inc(bytes));
     bar.finish_and_clear();
     let summary = summary?;
-    if typed.out.is_some() {
+    if args.out.is_some() {
         pack::link(files, &out)?;
     }
     if !summary.written {
@@ -54,9 +54,9 @@ fn write(typed: &cli::tool_args::PackArgs, dir: &Path, found: &CheckpointInfo) -
 }
 
 /// Compares the pack in `--out`, or every pack that may belong to this checkpoint, with the checkpoint.
-fn verify(typed: &cli::tool_args::PackArgs, dir: &Path, found: &CheckpointInfo) -> Result<(), CommandError> {
+fn verify(args: &cli::tool_args::PackArgs, dir: &Path, found: &CheckpointInfo) -> Result<(), CommandError> {
     let CheckpointInfo { experts: map, files, .. } = found;
-    let packs = match &typed.out {
+    let packs = match &args.out {
         Some(out) => vec![out.clone()],
         None => pack::candidates(dir, files)?,
     };

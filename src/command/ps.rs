@@ -5,8 +5,8 @@ use crate::{cli, error::CommandError, plan::Size};
 use serde_json::Value;
 
 /// Prints the loaded model and its load, or that no model is loaded.
-pub fn ps(typed: &cli::PsArgs) -> Result<(), CommandError> {
-    let health = RemoteServer::new(&typed.remote).ask("/health", None)?;
+pub fn ps(args: &cli::PsArgs) -> Result<(), CommandError> {
+    let health = RemoteServer::new(&args.remote).ask("/health", None)?;
     print!("{}", report(&health));
     Ok(())
 }
@@ -33,9 +33,9 @@ fn report(health: &Value) -> String {
 }
 
 /// Makes the server unload a model. The next request loads it again.
-pub fn stop(typed: &cli::StopArgs) -> Result<(), CommandError> {
-    let server = RemoteServer::new(&typed.remote);
-    let name = match &typed.name {
+pub fn stop(args: &cli::StopArgs) -> Result<(), CommandError> {
+    let server = RemoteServer::new(&args.remote);
+    let name = match &args.name {
         Some(name) => name.clone(),
         None => match server.ask("/health", None)?["model"].as_str() {
             Some(loaded) => loaded.to_owned(),

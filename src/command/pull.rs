@@ -11,12 +11,12 @@ use std::{
 const MAIN: &str = "main";
 
 /// Downloads missing files and prints the directory.
-pub fn run(typed: &cli::PullArgs) -> Result<(), CommandError> {
-    let id = hub_id(&typed.id);
-    let dir = interruptible(|| download(id, &typed.revision))?;
+pub fn run(args: &cli::PullArgs) -> Result<(), CommandError> {
+    let id = hub_id(&args.id);
+    let dir = interruptible(|| download(id, &args.revision))?;
     println!("{}", printable(&dir.to_string_lossy()));
     if io::stdout().is_terminal() {
-        let name = if typed.revision == MAIN { id.into() } else { dir.to_string_lossy() };
+        let name = if args.revision == MAIN { id.into() } else { dir.to_string_lossy() };
         eprintln!("next: moestro run {}", printable(&name));
     }
     Ok(())

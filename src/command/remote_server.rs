@@ -16,30 +16,30 @@ const SILENCE: Duration = Duration::from_secs(600);
 /// A server at an address.
 #[derive(Debug, Clone)]
 pub struct RemoteServer {
-    typed: RemoteArgs,
+    args: RemoteArgs,
     agent: ureq::Agent,
 }
 
 impl RemoteServer {
-    pub fn new(typed: &RemoteArgs) -> Self {
+    pub fn new(args: &RemoteArgs) -> Self {
         let config = ureq::Agent::config_builder().timeout_global(Some(TIMEOUT)).http_status_as_error(false).build();
-        Self { typed: typed.clone(), agent: config.into() }
+        Self { args: args.clone(), agent: config.into() }
     }
 
     /// `http://127.0.0.1:5413`
     pub fn base_url(&self) -> String {
         // A server that listens on all addresses is asked on this machine's.
-        let host = match self.typed.host.as_str() {
+        let host = match self.args.host.as_str() {
             "0.0.0.0" => "127.0.0.1",
             "::" | "[::]" => "::1",
             host => host,
         };
         let host = if host.contains(':') && !host.starts_with('[') { format!("[{host}]") } else { host.to_owned() };
-        format!("http://{host}:{}", self.typed.port)
+        format!("http://{host}:{}", self.args.port)
     }
 
     pub fn api_key(&self) -> Option<&str> {
-        self.typed.api_key.as_deref()
+        self.args.api_key.as_deref()
     }
 
     fn authorization(&self) -> String {
@@ -64,7 +64,7 @@ impl RemoteServer {
         let failed = |source| CommandError::Io { what: format!("asking {url}"), source };
         let mut answer = sent.map_err(|error| match error {
             ureq::Error::Io(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
-                let at = format!("{}:{}", self.typed.host, self.typed.port);
+                let at = format!("{}:{}", self.args.host, self.args.port);
                 CommandError::Service(format!(
                     "no server at {at}: use --host and --port for another address, or `moestro serve` starts one"
                 ))

@@ -17,13 +17,13 @@ use std::{
 };
 
 /// Deletes a model of the Hugging Face cache, or a directory of the user's model directory.
-pub fn remove(typed: &cli::RmArgs, settings: &Settings) -> Result<(), CommandError> {
+pub fn remove(args: &cli::RmArgs, settings: &Settings) -> Result<(), CommandError> {
     let usage = |reason: String| Err(CommandError::Usage(reason));
-    let all = local_models::all(settings, typed.home.models_dir.as_deref());
-    let Some(entry) = all.iter().find(|entry| entry.id == typed.name) else {
-        let near = config::nearest(&typed.name, all.iter().map(|entry| entry.id.as_str()));
+    let all = local_models::all(settings, args.home.models_dir.as_deref());
+    let Some(entry) = all.iter().find(|entry| entry.id == args.name) else {
+        let near = config::nearest(&args.name, all.iter().map(|entry| entry.id.as_str()));
         let hint = near.map_or(String::new(), |(_, near)| format!(" (did you mean {near}?)"));
-        return usage(format!("this machine has no model {}{hint}", typed.name));
+        return usage(format!("this machine has no model {}{hint}", args.name));
     };
     let dir = match (entry.origin, &entry.dir) {
         (Origin::Own | Origin::Hub, Some(dir)) => dir,
@@ -36,10 +36,10 @@ pub fn remove(typed: &cli::RmArgs, settings: &Settings) -> Result<(), CommandErr
         }
         _ => return usage(format!("{} is part of the program", entry.id)),
     };
-    if entry.origin == Origin::Own && !is_inside(dir, local_models::models_dir(typed.home.models_dir.as_deref())) {
+    if entry.origin == Origin::Own && !is_inside(dir, local_models::models_dir(args.home.models_dir.as_deref())) {
         return usage(format!("{}: a symbolic link leads outside of the model directory", dir.display()));
     }
-    if !typed.yes && !confirmed(&printable(&format!("Delete {} ({})?", dir.display(), Size(entry.bytes()))))? {
+    if !args.yes && !confirmed(&printable(&format!("Delete {} ({})?", dir.display(), Size(entry.bytes()))))? {
         return Ok(());
     }
     let removed =

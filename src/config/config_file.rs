@@ -11,7 +11,7 @@
 //! ctx-size = 65536
 //! ```
 //!
-//! The settings of the file become arguments before the typed ones, so one parser checks both.
+//! The settings of the file are inserted before the flags of the command line, so one parser checks both.
 
 use super::foreign_flags::explain;
 use crate::cli::{Cli, Command, help, model_args::ModelArgs, values::MODEL_OPTION};
@@ -73,19 +73,19 @@ pub fn parse(args: impl IntoIterator<Item = OsString>) -> Result<(Cli, Settings)
     parse_for(args, None)
 }
 
-/// Like [`parse`], but for the model `other` instead of the typed one, with its settings in the file.
+/// Like [`parse`], but for the model `other` and its settings in the file, instead of the model on the command line.
 pub fn parse_for(
     args: impl IntoIterator<Item = OsString>,
     other: Option<&str>,
 ) -> Result<(Cli, Settings), clap::Error> {
     let args: Vec<OsString> = args.into_iter().collect();
-    let typed = help::command().ignore_errors(true).try_get_matches_from(&args)?;
+    let given = help::command().ignore_errors(true).try_get_matches_from(&args)?;
     let wrong = |sentence: String| help::command().error(clap::error::ErrorKind::ValueValidation, sentence);
     let parsed =
         |whole: &[OsString]| help::command().try_get_matches_from(whole).map_err(|error| explain(error, &args));
-    let named = typed.try_get_one::<PathBuf>("config").ok().flatten();
+    let named = given.try_get_one::<PathBuf>("config").ok().flatten();
     let file = ConfigFile::find(named.map(PathBuf::as_path)).map_err(wrong)?;
-    let Some((name, sub)) = typed.subcommand() else {
+    let Some((name, sub)) = given.subcommand() else {
         // Without a subcommand, clap prints help or an error.
         return Ok((Cli::from_arg_matches(&parsed(&args)?)?, Settings::default()));
     };
@@ -96,12 +96,12 @@ pub fn parse_for(
     let whole = file.before(&args, name, sub, model.as_deref());
     let matches = parsed(&whole)?;
     let mut cli = Cli::from_arg_matches(&matches)?;
-    let is_typed = sub.try_contains_id(MODEL).is_ok() && sub.value_source(MODEL) == Some(ValueSource::CommandLine);
-    cli.command.merge_model_option(is_typed).map_err(wrong)?;
+    let is_argument = sub.try_contains_id(MODEL).is_ok() && sub.value_source(MODEL) == Some(ValueSource::CommandLine);
+    cli.command.merge_model_option(is_argument).map_err(wrong)?;
     if let Some(place) = cli.command.model() {
         let fallback = || file.settings.get(MODEL).cloned();
-        let typed = other.map(str::to_owned).or(place.take());
-        *place = typed.or_else(fallback).map(|model| file.place_of(&model).unwrap_or(model));
+        let given = other.map(str::to_owned).or(place.take());
+        *place = given.or_else(fallback).map(|model| file.place_of(&model).unwrap_or(model));
     }
     let rows = matches.subcommand_matches(name).map(|matches| file.rows(name, sub, matches, model.as_deref()));
     let places = file.models.keys().filter_map(|name| Some((name.clone(), file.place_of(name)?))).collect();
@@ -143,12 +143,12 @@ impl ConfigFile {
         Ok(file)
     }
 
-    /// Inserts the settings of this file after the subcommand's name: those that the subcommand has a flag for and that the
-    /// environment does not set. The command line comes later and overrides them.
-    fn before(&self, args: &[OsString], subcommand: &str, typed: &ArgMatches, model: Option<&str>) -> Vec<OsString> {
+    /// Inserts the settings of this file after the subcommand's name. Leaves out settings that the subcommand has no
+    /// flag for, and those that the environment sets. Later flags of the command line override them.
+    fn before(&self, args: &[OsString], subcommand: &str, given: &ArgMatches, model: Option<&str>) -> Vec<OsString> {
         let command = help::command();
         let own = |flag: &str| self.setting(model, flag).map(|(value, _)| value);
-        let said = |id: &str| typed.value_source(id) == Some(ValueSource::EnvVariable);
+        let said = |id: &str| given.value_source(id) == Some(ValueSource::EnvVariable);
         let added = settings_of(&command, subcommand).filter_map(|arg| {
             let flag = arg.get_long()?;
             let value = own(flag).filter(|_| !said(arg.get_id().as_str()))?;
@@ -162,22 +162,22 @@ impl ConfigFile {
         head.iter().cloned().chain(added).chain(tail.iter().cloned()).collect()
     }
 
-    /// The value of a flag, and the table that has it.
+    /// The value of a setting, and the table of the file that contains it.
     fn setting(&self, model: Option<&str>, flag: &str) -> Option<(&str, String)> {
         let own = model.and_then(|model| Some((self.models.get(model)?.get(flag)?, format!(" [models.{model}]"))));
         let (value, table) = own.or_else(|| Some((self.settings.get(flag)?, String::new())))?;
         Some((value, format!("{}{table}", self.path.display())))
     }
 
-    /// All flags of the subcommand. `typed`: parsed without the file. `matches`: with it.
-    fn rows(&self, subcommand: &str, typed: &ArgMatches, matches: &ArgMatches, model: Option<&str>) -> Vec<SettingRow> {
+    /// All flags of the subcommand. `given`: parsed without the file. `matches`: parsed with it.
+    fn rows(&self, subcommand: &str, given: &ArgMatches, matches: &ArgMatches, model: Option<&str>) -> Vec<SettingRow> {
         let command = help::command();
         let rows = settings_of(&command, subcommand).filter_map(|arg| {
             let (id, flag) = (arg.get_id().as_str(), arg.get_long()?);
             let raw = matches.try_get_raw(id).ok().flatten();
             let value = raw.and_then(|mut values| values.next()).map(|value| value.to_string_lossy().into_owned());
             let value = if arg.is_hide_env_values_set() { value.map(|_| "(hidden)".into()) } else { value };
-            let from = match typed.value_source(id) {
+            let from = match given.value_source(id) {
                 Some(ValueSource::CommandLine) => "command line".into(),
                 Some(ValueSource::EnvVariable) => arg.get_env().unwrap_or_default().to_string_lossy().into_owned(),
                 _ => self.setting(model, flag).map_or("default".into(), |(_, table)| table),
@@ -194,33 +194,33 @@ impl ConfigFile {
 }
 
 impl Command {
-    /// The model of the command, as typed.
+    /// The model of the command, as on the command line.
     pub fn model(&mut self) -> Option<&mut Option<String>> {
         self.model_args().map(|args| &mut args.model)
     }
 
     fn model_args(&mut self) -> Option<&mut ModelArgs> {
         match self {
-            Command::Serve(typed) | Command::Config(typed) => Some(&mut typed.model),
-            Command::Generate(typed) => Some(&mut typed.model),
-            Command::Run(typed) => Some(&mut typed.generate.model),
-            Command::Info(typed) => Some(&mut typed.model),
-            Command::Bench(typed) => Some(&mut typed.model),
-            Command::Pack(typed) => Some(&mut typed.model),
+            Command::Serve(given) | Command::Config(given) => Some(&mut given.model),
+            Command::Generate(given) => Some(&mut given.model),
+            Command::Run(given) => Some(&mut given.generate.model),
+            Command::Info(given) => Some(&mut given.model),
+            Command::Bench(given) => Some(&mut given.model),
+            Command::Pack(given) => Some(&mut given.model),
             _ => None,
         }
     }
 
-    /// Makes `--model X` the model. With it, the first word after `run` is the prompt. `is_typed`: MODEL is on the command
-    /// line, not only in the environment.
+    /// Makes `--model X` the model. With it, the first word after `run` is the prompt. `is_argument`: MODEL is on the
+    /// command line, not only in the environment.
     ///
     /// # Errors
-    /// The model is typed twice.
-    fn merge_model_option(&mut self, is_typed: bool) -> Result<(), String> {
+    /// The model is given twice.
+    fn merge_model_option(&mut self, is_argument: bool) -> Result<(), String> {
         let Some(args) = self.model_args() else { return Ok(()) };
         let Some(option) = args.option.take() else { return Ok(()) };
-        let typed = args.model.replace(option).filter(|_| is_typed);
-        match (self, typed) {
+        let argument = args.model.replace(option).filter(|_| is_argument);
+        match (self, argument) {
             (_, None) => Ok(()),
             (Command::Run(run), Some(word)) if run.generate.prompt.is_none() => {
                 run.words.insert(0, word);
@@ -255,7 +255,7 @@ fn default_path() -> Option<PathBuf> {
     Some(base.join("moestro/moestro.toml"))
 }
 
-/// Converts a setting to a flag and its value as typed.
+/// Converts a setting of the file to a flag and the text of its value.
 fn setting(name: String, value: toml::Value, of_model: bool) -> Result<(String, String), String> {
     let known = names();
     if !(known.contains(&name) || of_model && name == PATH) {
@@ -294,15 +294,15 @@ fn names() -> Vec<String> {
 mod tests {
     use super::*;
 
-    fn parsed(text: &str, typed: &str) -> Result<(Cli, Settings), String> {
+    fn parsed(text: &str, given: &str) -> Result<(Cli, Settings), String> {
         let file = tempfile::Builder::new().suffix(".toml").tempfile().unwrap();
         fs::write(file.path(), text).unwrap();
         let head = ["moestro".into(), "--config".into(), file.path().into()];
-        parse(head.into_iter().chain(typed.split_whitespace().map(OsString::from))).map_err(|error| error.to_string())
+        parse(head.into_iter().chain(given.split_whitespace().map(OsString::from))).map_err(|error| error.to_string())
     }
 
-    fn serve(text: &str, typed: &str) -> crate::cli::ServeArgs {
-        match parsed(text, typed).unwrap().0.command {
+    fn serve(text: &str, given: &str) -> crate::cli::ServeArgs {
+        match parsed(text, given).unwrap().0.command {
             Command::Serve(serve) => serve,
             other => panic!("{other:?}"),
         }
@@ -339,12 +339,12 @@ mod tests {
     #[test]
     fn model_is_an_argument_or_an_option() {
         let text = "[models.large]\npath = \"org/l\"\nctx-size = 7";
-        for typed in ["serve large", "serve -m large", "serve --model large", "serve --model=large"] {
-            let large = serve(text, typed);
-            assert_eq!((large.model.model.as_deref(), large.load.ctx_size), (Some("org/l"), Some(7)), "{typed}");
+        for given in ["serve large", "serve -m large", "serve --model large", "serve --model=large"] {
+            let large = serve(text, given);
+            assert_eq!((large.model.model.as_deref(), large.load.ctx_size), (Some("org/l"), Some(7)), "{given}");
         }
         assert!(parsed("", "serve a -m b").err().unwrap().contains("given twice"));
-        let run = |typed: &str| match parsed("", typed).unwrap().0.command {
+        let run = |given: &str| match parsed("", given).unwrap().0.command {
             Command::Run(run) => (run.generate.model.model, run.words.join(" ")),
             other => panic!("{other:?}"),
         };

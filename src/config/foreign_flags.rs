@@ -1,8 +1,8 @@
 //! Command lines of other programs: flags of llama-server, SwiftLM, vLLM, mlx_lm.server and Ollama that have another name
 //! here, have no effect here, or are not supported. Each gets a sentence instead of a guess.
 //!
-//! Names with the same meaning are aliases in `cli`. This table has the others. A flag that Moestro has itself is never
-//! looked up.
+//! A flag whose name in another program has the same meaning is an alias in `cli`. This table has all others. A flag
+//! that Moestro has itself is never looked up in it.
 
 use crate::cli::help;
 use clap::{
@@ -19,7 +19,8 @@ const DEFAULT_COMMAND: &str = "serve";
 enum Treatment {
     /// Replaced by these words. A value follows the last one.
     Becomes(&'static [&'static str]),
-    /// Removed with a value, if it has one. It never changes an answer. The sentence says why it is not needed.
+    /// Removed, together with its value if it has one. Such a flag never changes an answer. The sentence says why it is
+    /// not needed.
     Ignored(Values, &'static str),
     /// An error. The sentence names the alternative.
     Refused(&'static str),
@@ -47,7 +48,7 @@ const NO_ADAPTERS: &str = "adapters are not supported; merge them into the model
 const NOT_LLAMA: &str =
     "Moestro reads MLX and Hugging Face safetensors, not GGUF; --model takes a directory or a hub id";
 
-/// The flags, by the words that are typed.
+/// The flags, by their names on the command line.
 const FLAGS: &[(&[&str], Treatment)] = &[
     // llama-server and llama-cli.
     (&["-hf", "-hfr", "--hf-repo"], Becomes(&["--model"])),
@@ -172,7 +173,7 @@ impl Translation {
                 None => self.args.push(arg),
                 Some(Refused(sentence)) => return Err(format!("{flag} is not supported: {sentence}")),
                 Some(Becomes(words)) => match words {
-                    // The new name may be foreign to this command, too.
+                    // This command may not have the new flag. Translate that one, too.
                     [word] if !has_flag(own, word) => {
                         let tail = [OsString::from(*word)].into_iter().chain(value.map(Into::into)).chain(rest);
                         return self.add(own, tail.collect());
@@ -225,7 +226,8 @@ fn has_flag(command: &Command, flag: &str) -> bool {
     }
 }
 
-/// Replaces clap's guesses, which compare letters, by a close name of this command or none.
+/// Replaces the similar name that clap suggests by a closer name of this command, or removes it. clap compares letters
+/// only.
 pub fn explain(mut error: clap::Error, args: &[OsString]) -> clap::Error {
     let text = |error: &clap::Error, kind| match error.get(kind) {
         Some(ContextValue::String(text)) => text.clone(),

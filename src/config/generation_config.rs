@@ -18,14 +18,14 @@ pub struct GenerationDefaults {
 }
 
 impl GenerationDefaults {
-    /// The values given by command-line flags.
-    pub fn typed(typed: &cli::model_args::SamplingArgs) -> Self {
+    /// The values of the command-line flags.
+    pub fn from_flags(args: &cli::model_args::SamplingArgs) -> Self {
         Self {
-            temperature: typed.temp,
-            top_p: typed.top_p,
-            top_k: typed.top_k,
-            min_p: typed.min_p,
-            repetition_penalty: typed.repeat_penalty,
+            temperature: args.temp,
+            top_p: args.top_p,
+            top_k: args.top_k,
+            min_p: args.min_p,
+            repetition_penalty: args.repeat_penalty,
             eos: Vec::new(),
         }
     }
@@ -65,7 +65,7 @@ impl GenerationDefaults {
         Ok(generation)
     }
 
-    /// Fills unset values from `other`. The end-of-sequence tokens are those of both.
+    /// Fills unset values from `other`. Keeps the end-of-sequence tokens of both.
     pub fn or(self, other: Self) -> Self {
         let mut eos = [self.eos, other.eos].concat();
         eos.sort_unstable();

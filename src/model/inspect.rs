@@ -66,7 +66,7 @@ impl CheckpointInfo {
     /// Reads the headers and a few small tensors, and checks every name and shape.
     pub fn unpacked(dir: &Path, options: &LoadOptions) -> Result<Self, ModelError> {
         let mut config = Config::read(dir)?;
-        config.use_fewer_experts(options.experts_per_token, options.experts_at_most)?;
+        config.use_fewer_experts(options.experts_per_token, options.max_experts_per_token)?;
         if config.indexer.is_some() && options.kv_bits != KvBits::Sixteen {
             return Err(ModelError::Config(
                 "--kv-bits is not supported for a model that attends to selected blocks".into(),

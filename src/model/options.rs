@@ -24,7 +24,7 @@ pub struct LoadOptions {
     /// Fewer experts per token than the model was trained with. More is an error.
     pub experts_per_token: Option<usize>,
     /// Maximum number of experts per token, if `experts_per_token` is not set.
-    pub experts_at_most: Option<usize>,
+    pub max_experts_per_token: Option<usize>,
     pub store: StoreOptions,
     /// Keep a GPU's clock up while experts are read. Default: on Metal.
     pub gpu_awake: Option<bool>,

@@ -26,46 +26,46 @@ use std::{path::Path, sync::Arc};
 /// Default prompt: plain English, included in the binary. A router treats random tokens unlike any real text.
 const TEXT: &str = include_str!("../../LICENSE-APACHE");
 
-pub fn run(typed: cli::tool_args::BenchArgs) -> Result<(), CommandError> {
-    let source = ModelSource::new(typed.model.model.as_deref());
-    let load = LoadSettings::new(typed.load).map_err(CommandError::Usage)?;
+pub fn run(args: cli::tool_args::BenchArgs) -> Result<(), CommandError> {
+    let source = ModelSource::new(args.model.model.as_deref());
+    let load = LoadSettings::new(args.load).map_err(CommandError::Usage)?;
     let dir = resolve(&source)?;
-    let prompt = prompt(&dir, typed.text.as_deref(), typed.prompt_tokens)?;
-    if typed.quality {
-        return quality::run(&dir, &load, &prompt, typed.gen_tokens, typed.json);
+    let prompt = prompt(&dir, args.text.as_deref(), args.prompt_tokens)?;
+    if args.quality {
+        return quality::run(&dir, &load, &prompt, args.gen_tokens, args.json);
     }
-    if let Some(draft_model) = typed.draft_model {
-        let (num_draft_tokens, speculation) = (typed.num_draft_tokens, typed.speculation);
+    if let Some(draft_model) = args.draft_model {
+        let (num_draft_tokens, speculation) = (args.num_draft_tokens, args.speculation);
         let drafts = DraftOptions::new(cli::model_args::DraftArgs { draft_model, num_draft_tokens, speculation });
         let load = LoadSettings { drafts: Some(drafts), ..load };
-        return drafts::run(&dir, &load, &prompt, typed.gen_tokens, typed.repeat, typed.json);
+        return drafts::run(&dir, &load, &prompt, args.gen_tokens, args.repeat, args.json);
     }
     let mut options = options(&load);
     // A warm start from an earlier run's saved expert list would make runs incomparable.
     options.store.warm = false;
     let metrics = Metrics::new(env!("CARGO_PKG_VERSION"), "cpu");
-    let (sessions, runs_each) = if typed.cold { (typed.repeat, 1) } else { (1, typed.repeat) };
+    let (sessions, runs_each) = if args.cold { (args.repeat, 1) } else { (1, args.repeat) };
     let (mut runs, mut setup) = (Vec::new(), None);
     for _ in 0..sessions {
         let chosen = DeviceChoice::new(&load)?;
         options.gpu = chosen.working_set();
         let model = chosen.place(load_with_bar(&dir, &options, &metrics)?)?;
-        let needed = typed.prompt_tokens + typed.gen_tokens;
+        let needed = args.prompt_tokens + args.gen_tokens;
         if model.info().context < needed {
             let why = format!("the context is {} tokens; use --ctx-size {needed}", model.info().context);
             return Err(CommandError::Usage(why));
         }
         setup = Some(BenchSetup::new(device_choice::name(&model), &model, &load));
-        if let Some(file) = &typed.image {
+        if let Some(file) = &args.image {
             let mut model = model;
-            return image::run(&mut model, file, &prompt, typed.repeat, typed.json);
+            return image::run(&mut model, file, &prompt, args.repeat, args.json);
         }
-        if typed.cold {
+        if args.cold {
             drop_cached(&dir)?;
         }
         let mut session = BenchSession::new(model, metrics.clone());
         for _ in 0..runs_each {
-            session.run(&prompt, typed.gen_tokens)?;
+            session.run(&prompt, args.gen_tokens)?;
         }
         runs.extend(session.finish());
     }
@@ -74,8 +74,8 @@ pub fn run(typed: cli::tool_args::BenchArgs) -> Result<(), CommandError> {
         _ => config::name(&dir),
     };
     let Some(setup) = setup else { return Ok(()) };
-    let report = BenchReport::new(model, setup, typed.cold, runs, os::peak_resident_memory());
-    show(&report, typed.json);
+    let report = BenchReport::new(model, setup, args.cold, runs, os::peak_resident_memory());
+    show(&report, args.json);
     Ok(())
 }
 

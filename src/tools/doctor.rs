@@ -23,19 +23,19 @@ use std::time::Instant;
 ///
 /// # Errors
 /// `CommandError::Unsound` if a result differs or a check fails.
-pub fn run(typed: &cli::tool_args::DoctorArgs, version: &str) -> Result<(), CommandError> {
-    if let Some(dir) = &typed.print_kernels {
+pub fn run(args: &cli::tool_args::DoctorArgs, version: &str) -> Result<(), CommandError> {
+    if let Some(dir) = &args.print_kernels {
         return kernel_files::write(dir);
     }
-    let gpu = open(typed.any_gpu).map_err(|error| error.0).and_then(|gpu| gpu.ok_or_else(|| NO_GPU.into()));
+    let gpu = open(args.any_gpu).map_err(|error| error.0).and_then(|gpu| gpu.ok_or_else(|| NO_GPU.into()));
     let candles = device::open_candle_gpu().filter(|_| gpu.is_ok());
     let mut report = examine(gpu, &[Some(Device::Cpu), candles].into_iter().flatten().collect::<Vec<_>>())?;
     report.machine.version = version.into();
     // Last, and on another device: macOS may refuse further work of a program that caused a GPU error.
     if report.gpu.is_ok() {
-        report.recovery = open(typed.any_gpu).ok().flatten().and_then(recover);
+        report.recovery = open(args.any_gpu).ok().flatten().and_then(recover);
     }
-    show(&report, typed.json);
+    show(&report, args.json);
     if report.wrong.is_empty() { Ok(()) } else { Err(CommandError::Unsound(report.wrong.join(", "))) }
 }
 

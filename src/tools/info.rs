@@ -42,21 +42,21 @@ struct InfoReport {
     decode: Vec<Estimate>,
 }
 
-pub fn run(typed: cli::tool_args::InfoArgs) -> Result<(), CommandError> {
-    if let Some(machine) = typed.machine.clone() {
-        return simulate::run(typed, &machine);
+pub fn run(args: cli::tool_args::InfoArgs) -> Result<(), CommandError> {
+    if let Some(machine) = args.machine.clone() {
+        return simulate::run(args, &machine);
     }
-    if typed.like.is_some() {
+    if args.like.is_some() {
         return Err(CommandError::Usage(
             "--like needs --machine: without a checkpoint nothing can be measured here".into(),
         ));
     }
-    let source = ModelSource::new(typed.model.model.as_deref());
-    let load = LoadSettings::new(typed.load).map_err(CommandError::Usage)?.serving();
+    let source = ModelSource::new(args.model.model.as_deref());
+    let load = LoadSettings::new(args.load).map_err(CommandError::Usage)?.serving();
     let load = LoadSettings {
-        parallel: typed.parallel.parallel,
-        prompt_cache: typed.cache.prompt_cache,
-        drafts: Some(DraftOptions::new(typed.drafts)),
+        parallel: args.parallel.parallel,
+        prompt_cache: args.cache.prompt_cache,
+        drafts: Some(DraftOptions::new(args.drafts)),
         ..load
     };
     let dir = resolve(&source)?;
@@ -112,7 +112,7 @@ pub fn run(typed: cli::tool_args::InfoArgs) -> Result<(), CommandError> {
         decode,
         shape: found.shape,
     };
-    show(&report, typed.json);
+    show(&report, args.json);
     refused.map_or(Ok(()), |error| Err(error.into()))
 }
 

@@ -28,15 +28,15 @@ struct SimulationReport {
 const GPU: u64 = 64 << 30;
 
 /// Prints the simulation for the machine called `name`, or for all.
-pub fn run(typed: cli::tool_args::InfoArgs, name: &str) -> Result<(), CommandError> {
+pub fn run(args: cli::tool_args::InfoArgs, name: &str) -> Result<(), CommandError> {
     if name != "all" && MACHINES.iter().all(|machine| machine.name != name) {
         let known = MACHINES.map(|machine| machine.name).join(", ");
         return Err(CommandError::Usage(format!("unknown machine {name} for --machine; known are all, {known}")));
     }
-    let load = LoadSettings::new(typed.load).map_err(CommandError::Usage)?.serving();
-    let load = LoadSettings { parallel: typed.parallel.parallel, prompt_cache: typed.cache.prompt_cache, ..load };
+    let load = LoadSettings::new(args.load).map_err(CommandError::Usage)?.serving();
+    let load = LoadSettings { parallel: args.parallel.parallel, prompt_cache: args.cache.prompt_cache, ..load };
     let options = model::LoadOptions { gpu: Some(GPU), ..options(&load) };
-    let (model, shape) = match (&typed.like, &typed.model.model) {
+    let (model, shape) = match (&args.like, &args.model.model) {
         (Some(_), Some(_)) => return Err(CommandError::Usage("MODEL and --like cannot be used together".into())),
         (Some(like), None) => (format!("like {like}, 4 bits"), outline(like, &options)?),
         (None, model) => {
@@ -51,7 +51,7 @@ pub fn run(typed: cli::tool_args::InfoArgs, name: &str) -> Result<(), CommandErr
             Err(error) => report.refused.push((machine.name, error.to_string())),
         }
     }
-    show(&report, typed.json);
+    show(&report, args.json);
     Ok(())
 }
 

@@ -25,7 +25,7 @@ pub enum NextTokens {
 pub(super) struct MarkupTokens {
     /// `<tool_call>`, if it is one token.
     pub call: Option<u32>,
-    /// The end of the reasoning as templates write it: after a line feed, and after other text.
+    /// Tokens that end the reasoning as templates do: first after a line feed, second after other text.
     end_of_reasoning: [Vec<u32>; 2],
     /// The text between reasoning and answer.
     gap: Vec<u32>,
@@ -154,7 +154,7 @@ impl TokenConstraint {
             self.phase = AnswerPhase::Forced { tokens: self.markup.gap.clone(), at: 0 };
             return Ok(());
         }
-        // The tag was several tokens, and the last one has text of the answer.
+        // The tag was several tokens, and the last one also contains the start of the answer.
         let text = rest.trim_ascii_start();
         let tokens = format.tok_env().map(|env| env.tok_trie().greedy_tokenize(text));
         tokens.and_then(|tokens| format.consume_tokens(&tokens)).map_err(|error| plain_reason(&error.to_string()))

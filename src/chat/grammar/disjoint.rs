@@ -1,12 +1,13 @@
-//! Alternatives that exclude each other. llguidance knows `anyOf` only; for such alternatives `oneOf` means the same.
+//! Alternatives that exclude each other. llguidance supports only `anyOf`, and `oneOf` means the same for such
+//! alternatives.
 
 use serde_json::Value;
 
 /// Maximum number of alternatives that are compared, each with each.
 const MAX_ALTERNATIVES: usize = 256;
 
-/// True if no value matches two of the alternatives, as far as their types and tags show. A tag is a required property with
-/// one allowed value. References are followed in `root`.
+/// True if the types and tags of the alternatives show that no value matches two of them. A tag is a required property
+/// with one allowed value. References are followed in `root`.
 pub fn are_disjoint(alternatives: &[Value], root: &Value) -> bool {
     let resolved: Vec<&Value> = alternatives.iter().map(|alternative| resolve(alternative, root)).collect();
     alternatives.len() <= MAX_ALTERNATIVES

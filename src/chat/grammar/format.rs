@@ -60,7 +60,7 @@ pub(super) const NO_TEXT: &str = "no text can match it";
 
 /// llguidance's error without the names of its internals.
 pub(super) fn plain_reason(error: &str) -> String {
-    // The parser of expressions explains itself in the last line, below the expression.
+    // The regex parser writes the reason in the last line, below the expression.
     if error.contains("regex parse error") {
         let last = error.lines().last().unwrap_or_default();
         return format!("the expression is not supported: {}", last.trim_start_matches("error: "));

@@ -22,10 +22,10 @@ const MAX_DEPTH: usize = 64;
 /// write white space until its token limit.
 const WHITESPACE: &str = r" |\n[ \t]{0,40}";
 
-/// Bound of an integer without bounds, on both sides of zero. Readers of JSON hold 64 bits, and a model could write digits
-/// until its token limit. Greater bounds of other numbers cannot be compiled.
+/// Largest absolute value of an integer without bounds. Many JSON readers only hold 64 bits, and without a bound a
+/// model could write digits until its token limit. Also the largest bound of other numbers that can be compiled.
 const MAX_INTEGER: i64 = 10i64.pow(18);
-/// Greatest bound of an integer that can be compiled.
+/// Largest bound of an integer that can be compiled.
 const MAX_INTEGER_BOUND: f64 = 9e18;
 
 /// Keywords whose value is copied.
@@ -76,7 +76,7 @@ const UNSUPPORTED: [&str; 15] = [
     "$dynamicRef",
 ];
 
-/// Formats that can be enforced. Any other is an annotation, as the JSON Schema specification says.
+/// Formats that can be enforced. Any other format is an annotation, as in the JSON Schema specification.
 const FORMATS: [&str; 10] =
     ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"];
 
@@ -203,7 +203,7 @@ impl Preparation<'_> {
         Ok(Value::Object(prepared))
     }
 
-    /// True if a pattern compiles. If it does not, it is left out, or an error if the schema is strict.
+    /// True if a pattern compiles. A pattern that does not compile is left out, or an error if the schema is strict.
     fn can_enforce_pattern(&self, pattern: &Value, path: &str) -> Result<bool, FormatError> {
         let Some(pattern) = pattern.as_str() else { return Err(FormatError::new(path, "a pattern must be a string")) };
         let compiled = RegexBuilder::new().mk(&RegexAst::SearchRegex(regex_to_lark(pattern, "dw")));
@@ -216,8 +216,8 @@ impl Preparation<'_> {
         }
     }
 
-    /// Reduces bounds of numbers that are too great to compile. A bound that leaves only greater numbers is left out, or an
-    /// error if the schema is strict.
+    /// Replaces bounds that are too far from zero to compile by the limit. A bound that only allows numbers beyond the
+    /// limit (a large minimum, a small maximum) is left out, or an error if the schema is strict.
     fn limit_bounds(&self, schema: &mut Map<String, Value>, path: &str) -> Result<(), FormatError> {
         let limit = if is_integer(schema) { MAX_INTEGER_BOUND } else { MAX_INTEGER as f64 };
         for (key, sign) in [("minimum", -1.0), ("exclusiveMinimum", -1.0), ("maximum", 1.0), ("exclusiveMaximum", 1.0)]
@@ -286,10 +286,11 @@ fn is_string_array(value: &Value) -> bool {
 /// error, or an empty path and `reason`, the error of the whole.
 pub fn locate(schema: &Value, reason: String, compile_error: impl Fn(&Value) -> Option<String>) -> (String, String) {
     let (mut path, mut reason, mut part) = (String::new(), reason, schema);
-    // Each step compiles the parts of one level, so the work is bounded by the size of the schema.
+    // Each step compiles the parts of one level. The sizes of all levels together are at most the size of the schema.
     'down: for _ in 0..MAX_DEPTH {
         for (inner, child) in subschemas(part) {
-            // Booleans always compile. A reference would lead out of the part; its target is checked in its own place.
+            // Skips booleans, which always compile. A reference is not followed, because its target is also checked
+            // where it is defined.
             let Value::Object(alone) = child else { continue };
             let mut alone = alone.clone();
             for key in ["$defs", "definitions", "x-guidance"] {

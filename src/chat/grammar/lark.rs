@@ -179,7 +179,7 @@ mod tests {
         check_grammar(text).err().map(|error| error.reason)
     }
 
-    /// `start: r0`, `r0: r1`, and so on to a literal.
+    /// A grammar with a chain of rules: `start: r0`, `r0: r1`, and so on. The last one is a literal.
     fn chain(rules: usize, prefix: &str) -> String {
         let rules: String = (0..rules).map(|i| format!("{prefix}{i}: \"a\" {prefix}{}\n", i + 1)).collect();
         format!("start: {prefix}0\n{rules}{prefix}{}: \"b\"\n", rules.matches(':').count())
@@ -191,7 +191,7 @@ mod tests {
         assert!(reason(&chain(100, "r")).unwrap().contains("chain"));
         assert!(reason(&chain(100, "R")).unwrap().contains("chain"));
         assert!(reason(&chain(100, "r").replace(": \"a\"", "[max_tokens=\"]\"]: \"a\"")).unwrap().contains("chain"));
-        // A cycle has no end, but the compiler visits each rule once.
+        // A cycle is accepted: the compiler visits each rule once.
         assert_eq!(reason("start: a\na: b\nb: a | \"x\""), None);
     }
 
@@ -202,7 +202,7 @@ mod tests {
         assert_eq!(reason(&intersected(3)), None);
         assert!(reason(&intersected(30)).unwrap().contains("intersections"));
         assert!(reason(&format!("start: T\nT: {}/a/", "~".repeat(30))).unwrap().contains("intersections"));
-        // In strings, expressions and comments they are text.
+        // In strings, expressions and comments these characters are plain text.
         let text = format!("start: \"{0}\" /{0}/ # {0}\n// {0}", "&~([".repeat(30));
         assert_eq!(reason(&text), None);
     }

@@ -1,6 +1,6 @@
 //! Limits on the references and intersections of a prepared JSON schema.
 //!
-//! llguidance follows `$ref` recursively. Where `allOf`, or a keyword beside a `$ref`, restricts one value several times,
+//! llguidance follows `$ref` recursively. If `allOf`, or a keyword next to a `$ref`, restricts one value several times,
 //! it intersects the patterns, and each one multiplies the size of the automaton.
 
 use super::format::FormatError;
@@ -100,7 +100,7 @@ impl<'a> Schema<'a> {
         Ok(())
     }
 
-    /// True if following `$ref` from here returns to a part that was passed.
+    /// True if a chain of `$ref` from here returns to a part that it has passed.
     fn is_endless(&self, schema: &Value) -> bool {
         let (mut passed, mut part) = (HashSet::new(), schema);
         while let Some(target) = self.target(part) {
@@ -117,8 +117,8 @@ impl<'a> Schema<'a> {
         if intersects(fields) {
             let (mut counts, mut followed) = (HashMap::new(), HashSet::new());
             self.count_patterns(schema, "", &mut counts, &mut followed, visits);
-            let most = counts.values().max().copied().unwrap_or(0);
-            if most > MAX_INTERSECTED_PATTERNS || *visits == 0 {
+            let max = counts.values().max().copied().unwrap_or(0);
+            if max > MAX_INTERSECTED_PATTERNS || *visits == 0 {
                 let reason = format!("one value must match more than {MAX_INTERSECTED_PATTERNS} patterns or formats");
                 return Err(FormatError::new(path, reason));
             }
@@ -146,8 +146,8 @@ impl<'a> Schema<'a> {
         Ok(())
     }
 
-    /// Counts the patterns and formats of `schema` by the name of the property that they apply to. Counts too many rather
-    /// than too few: alternatives add up, and so do properties of one name on different levels.
+    /// Counts the patterns and formats of `schema` by the name of the property that they apply to. The count is an
+    /// upper bound: alternatives are added up, and so are properties with the same name on different levels.
     fn count_patterns(
         &self,
         schema: &'a Value,
@@ -219,7 +219,7 @@ mod tests {
         let definition = |i: usize| {
             (format!("d{i}"), json!({"type": "object", "properties": {"a": {"$ref": format!("#/$defs/d{}", i + 1)}}}))
         };
-        // In reverse order, so that no definition comes before those that refer to it.
+        // In reverse order, so that every definition comes after those that refer to it.
         let mut defs: Map<String, Value> = (0..length).rev().map(definition).collect();
         defs.insert(format!("d{length}"), json!({"type": "string"}));
         json!({"$ref": "#/$defs/d0", "$defs": defs})
@@ -253,12 +253,12 @@ mod tests {
             patterns(count).into_iter().map(|pattern| json!({"properties": {"a": pattern}})).collect::<Vec<_>>()
         };
         assert!(reason(json!({"properties": {"x": {"allOf": objects(30)}}})).unwrap().contains("patterns"));
-        // Patterns of different properties are not intersected, nor are alternatives alone.
+        // Patterns of different properties are not intersected. Patterns of alternatives are not, either.
         let properties: Map<String, Value> =
             patterns(30).into_iter().enumerate().map(|(i, pattern)| (format!("p{i}"), pattern)).collect();
         assert_eq!(reason(json!({"allOf": [{"properties": properties}, {"required": ["p1"]}]})), None);
         assert_eq!(reason(json!({"anyOf": patterns(30)})), None);
-        // A chain of references with patterns beside them.
+        // A chain of references, each with a pattern next to it.
         let defs: Map<String, Value> = (0..30)
             .map(|i| (format!("d{i}"), json!({"pattern": "a", "$ref": format!("#/$defs/d{}", i + 1)})))
             .collect();

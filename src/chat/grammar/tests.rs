@@ -23,14 +23,14 @@ fn allowed(next: &NextTokens) -> Vec<u32> {
     (0..words.len() as u32 * 32).filter(|id| words[*id as usize / 32] >> (id % 32) & 1 == 1).collect()
 }
 
-/// An answer of tokens drawn evenly from those allowed. After 60 tokens, those that close something are preferred, so that
-/// the answer ends.
+/// An answer whose tokens are drawn uniformly from the allowed ones. After 60 tokens, tokens that close a string, list
+/// or object are preferred, so that the answer ends.
 fn random_answer(mut constraint: TokenConstraint, seed: u64) -> Vec<u32> {
     let mut bits = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
     let mut ids = Vec::new();
     loop {
         let mut allowed = allowed(&constraint.allowed().unwrap());
-        // Exponents are not drawn: JSON allows 1e1000, but an f64 cannot hold it.
+        // Exponents are never drawn, because JSON allows 1e1000, which an f64 cannot hold.
         let digit =
             ids.last().is_some_and(|&id| GRAMMARS.tokenizer.token_bytes(id).last().is_some_and(u8::is_ascii_digit));
         allowed.retain(|&id| !(digit && matches!(GRAMMARS.tokenizer.token_bytes(id).first(), Some(b'e' | b'E'))));
@@ -55,7 +55,7 @@ fn random_answer(mut constraint: TokenConstraint, seed: u64) -> Vec<u32> {
     }
 }
 
-/// The longest token that continues the tag that ends a string.
+/// The longest allowed token that starts or continues the closing tag of a string.
 fn closing_tag(ids: &[u32], allowed: &[u32]) -> Option<u32> {
     const TAG: &[u8] = b"</parameter>";
     let said: Vec<u8> = ids.iter().rev().take(12).rev().flat_map(|&id| GRAMMARS.tokenizer.token_bytes(id)).collect();
@@ -105,7 +105,7 @@ fn integers_have_bounded_length() {
             let mut said = Vec::new();
             loop {
                 let allowed = allowed(&constraint.allowed().unwrap());
-                // The sign, then nines, which give the longest number.
+                // Prefers the sign, then nines, so that the number becomes as long and as large as possible.
                 let bytes = |id: u32| GRAMMARS.tokenizer.token_bytes(id);
                 let goes_on = |id: &u32| {
                     let (begins, bytes) = (said.is_empty() && bytes(*id) == sign.as_bytes(), bytes(*id));
@@ -197,7 +197,8 @@ fn deep_grammars_do_not_overflow_the_stack() {
     assert!(lark_error(format!("start: r0\n{rules}r700: \"b\"\n")).reason.contains("chain"));
     assert!(lark_error(format!("start: {}\"a\"{}", "(".repeat(30_000), ")".repeat(30_000))).reason.contains("nest"));
     assert!(schema_error(reference_chain(1000, |i| format!("#/$defs/d{i}"))).reason.contains("chain"));
-    // llguidance resolves these names against a base, which the check does not follow. The stack holds them.
+    // llguidance resolves these names against a base URL, which the check of chains does not do. The stack is large
+    // enough for them.
     let by_id = reference_chain(1000, |i| format!("http://localhost/d{i}"));
     let _ = GRAMMARS.compile(&json_format(&by_id, false), false, None);
 }
@@ -230,7 +231,7 @@ fn format_without_any_text_is_refused() {
 
 #[test]
 fn long_string_parameter_has_bounded_length() {
-    // 100 and more were too complex for the demo's vocabulary.
+    // Regression test: with 100 and more, the grammar was too complex for the demo's vocabulary.
     for max in [1, 100, 4000] {
         let tools = [tool(
             "f",
@@ -288,7 +289,7 @@ fn strict_tool_string_keeps_its_format() {
 
 #[test]
 fn unsupported_pattern_is_left_out() {
-    // From pydantic and zod: decimals and host names.
+    // Patterns that pydantic and zod write for decimals and host names, and two others.
     for pattern in ["^(?!^[-+.]*$)[+-]?0*\\d*\\.?\\d*$", "^(?=.{1,253}\\.?$)[a-z.]+$", "(^a|b$)c", "\\bx"] {
         let schema = json!({"type": "object", "properties": {"a": {"type": "string", "pattern": pattern}}});
         GRAMMARS.compile(&json_format(&schema, false), false, None).unwrap();

@@ -40,7 +40,7 @@ const MAX_PARTS: usize = 1000;
 /// The closing tag of a value, in Lark.
 const END: &str = r#""\n</parameter>\n""#;
 
-/// The rule of any text, which the first closing tag ends.
+/// Lark for any text up to the first closing tag.
 const TEXT: &str = "text \"\\n\"";
 const TEXT_RULE: &str = r#"text[suffix="</parameter>"]: /(?s:.*)/"#;
 
@@ -51,8 +51,8 @@ pub struct CallGrammar {
     pub values: Vec<GrammarWithLexer>,
 }
 
-/// Writes the rule of one call, or of several. `call_is_token`: `<tool_call>` is one token. `check` compiles the part of one
-/// tool alone, so that an error names its tool.
+/// Writes the rule of one call, or of several. `call_is_token`: `<tool_call>` is one token. `check` compiles the
+/// grammar of one tool, so that an error names its tool.
 pub fn write(
     allowed: &AllowedTools,
     call_is_token: bool,
@@ -104,7 +104,7 @@ struct ToolGrammar {
 struct ParameterSet {
     properties: Map<String, Value>,
     required: Vec<String>,
-    /// The schema names no properties: any may come.
+    /// The schema names no properties, so any parameter is allowed.
     is_open: bool,
 }
 
@@ -202,13 +202,13 @@ impl ToolGrammar {
         self.root.pointer(schema.get("$ref")?.as_str()?.strip_prefix('#')?)
     }
 
-    /// The rule of a value and of the tag that ends it.
+    /// Alternatives for a value and its closing tag.
     fn value(&mut self, schema: &Value) -> Result<String, FormatError> {
         let mut branches = Vec::new();
         self.collect_branches(schema, &mut branches, 0);
         let mut rules = branches.iter().map(|branch| self.branch(branch)).collect::<Result<Vec<_>, _>>()?;
         rules.dedup();
-        // Any text includes the other alternatives.
+        // If any text is allowed, the other alternatives add nothing.
         Ok(if rules.iter().any(|rule| rule == TEXT) { TEXT.into() } else { rules.join(" | ") })
     }
 
@@ -237,7 +237,7 @@ impl ToolGrammar {
         let types = JsonTypes::of_schema(schema, &self.root);
         let values = schema.get("enum").and_then(Value::as_array).cloned();
         if let Some(values) = values.or_else(|| schema.get("const").map(|value| vec![value.clone()])) {
-            // Each value as the model writes it, if the parser reads it back as the same value.
+            // Values as the model writes them. Values that the parser would read back differently are left out.
             let text = |value: &Value| value.as_str().map_or_else(|| value.to_string(), str::to_owned);
             let reads_back =
                 |value: &&Value| serde_json::from_str(&types.json(&text(value))).is_ok_and(|v: Value| v == **value);
@@ -263,14 +263,16 @@ impl ToolGrammar {
         let expressions: Vec<String> = pattern.into_iter().chain(format).collect();
         match (max, expressions.is_empty() && min == 0) {
             (None, true) => Ok(TEXT.into()),
-            // The first closing tag ends the text, as in `TEXT`. The last of the characters may be its line feed.
+            // As in `TEXT`, the first closing tag ends the text. The line feed before the tag may count as one of the
+            // `max` characters.
             (Some(max), true) => {
                 let name = format!("string_{}_{at}", self.index);
                 let rule = format!("{name}[suffix=\"</parameter>\"]: /(?s:.{{0,{max}}})\\n?/\n");
                 self.grammar.lark += &rule;
                 Ok(format!("{name} \"\\n\""))
             }
-            // A text that is too short or does not match must not contain the tag, so the tag is excluded explicitly.
+            // A suffix would accept any text before the tag. Here the text must match, so the tag is excluded from it
+            // explicitly.
             _ => {
                 let name = format!("STRING_{}_{at}", self.index);
                 let max = max.map_or_else(String::new, |max| max.to_string());
@@ -285,7 +287,8 @@ impl ToolGrammar {
         }
     }
 
-    /// The expression, if it compiles. If it does not, it is left out, or an error if the tool is strict.
+    /// Returns the expression if it compiles. An expression that does not compile is left out, or an error if the tool
+    /// is strict.
     fn enforceable(&self, expression: String) -> Result<Option<String>, FormatError> {
         match RegexBuilder::new().mk(&RegexAst::Regex(regex_to_lark(&expression, "dw"))) {
             Err(error) if self.strict => {
@@ -301,7 +304,7 @@ fn alternatives(schema: &Value) -> Option<&Vec<Value>> {
     ["anyOf", "oneOf"].iter().find_map(|key| schema.get(key)?.as_array())
 }
 
-/// An expression that matches a whole text of which `pattern` matches a part.
+/// Turns `pattern`, which may match anywhere in a text, into an expression that matches the whole text.
 fn match_whole(pattern: &str) -> String {
     let alternatives = top_level_alternatives(pattern).into_iter().map(|alternative| {
         let (inner, before) = alternative.strip_prefix('^').map_or((alternative, "(?s:.*)"), |rest| (rest, ""));
@@ -313,7 +316,7 @@ fn match_whole(pattern: &str) -> String {
     alternatives.collect::<Vec<_>>().join("|")
 }
 
-/// The parts of an expression between the bars outside brackets.
+/// Splits an expression at each `|` outside brackets.
 fn top_level_alternatives(pattern: &str) -> Vec<&str> {
     let (mut depth, mut in_class, mut escaped, mut start) = (0, false, false, 0);
     let mut parts = Vec::new();

@@ -46,7 +46,7 @@ impl PendingArgument {
         String::new()
     }
 
-    /// Ends the value and returns the rest of its JSON.
+    /// Ends the value and returns the part of its JSON that has not been written.
     pub fn finish(&self) -> String {
         self.held.as_ref().map_or_else(|| "\"".into(), |text| self.types.json(text))
     }

@@ -54,7 +54,7 @@ impl JsonTypes {
         }
     }
 
-    /// Types that `schema`, a part of `root`, allows. A string if it does not say.
+    /// Types that `schema`, a part of `root`, allows. A string if the schema names no type.
     pub fn of_schema(schema: &Value, root: &Value) -> Self {
         let (mut types, mut left) = (Self::default(), MAX_SUBSCHEMAS);
         types.collect(schema, root, &mut left);

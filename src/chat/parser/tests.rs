@@ -47,7 +47,7 @@ fn whole(in_reasoning: bool, text: &str) -> Vec<String> {
     ended(in_reasoning, text, false)
 }
 
-/// The same for an answer that the token limit ended.
+/// The deltas of an answer that the token limit ended.
 fn cut(in_reasoning: bool, text: &str) -> Vec<String> {
     ended(in_reasoning, text, true)
 }

@@ -65,7 +65,8 @@ pub(super) fn tojson(
     separators: Option<Value>,
     kwargs: Kwargs,
 ) -> Result<String, Error> {
-    // Each may be passed by position or by name. sort_keys only by name: minijinja takes at most five parameters.
+    // All but `sort_keys` may be passed by position or by name. minijinja takes at most five parameters, so `sort_keys`
+    // is accepted only by name.
     let argument = |positional: Option<Value>, name: &str| -> Result<Option<Value>, Error> {
         let value = if positional.is_some() { positional } else { kwargs.get::<Option<Value>>(name)? };
         Ok(value.filter(|v| !v.is_none()))

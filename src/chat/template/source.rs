@@ -1,7 +1,8 @@
 //! A template's source before minijinja parses it: its limits, and transformers' `generation` tags.
 //!
 //! minijinja parses recursively and without a limit of its own, so a hostile template could overflow the stack and end
-//! the process. Inside a tag, each level of nesting takes at least one word; each `elif` nests in the one before it.
+//! the process. The limits bound the depth: inside a tag, each level of nesting takes at least one word, and each
+//! `elif` is one level below the previous one.
 
 /// Maximum size of source in bytes. Templates in use have about ten thousand.
 const MAX_BYTES: usize = 1 << 20;
@@ -81,8 +82,8 @@ fn replace_generation_tags(source: &str) -> String {
     out
 }
 
-/// Offset of the first tag of any kind. One search for all kinds: a text may have thousands of one kind and none of the
-/// others.
+/// Offset of the first tag of any kind. A search for each kind could scan the whole text every time, if it has
+/// thousands of tags of one kind and none of another.
 fn find_tag(text: &str) -> Option<usize> {
     let opens = |&at: &usize| matches!(text.as_bytes().get(at + 1), Some(b'%' | b'{' | b'#'));
     text.match_indices('{').map(|(at, _)| at).find(opens)

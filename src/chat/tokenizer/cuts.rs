@@ -9,8 +9,9 @@
 //!   line feed;
 //! * between a digit and an ASCII character: a digit is a word by itself.
 //!
-//! An added token must not lie across a cut, so tokenizers with such tokens are never cut. NFC joins no characters across
-//! a cut: a cut is next to white space, or between a digit and ASCII. Texts of other tokenizers are never cut.
+//! An added token must not lie across a cut: if one could, the texts of its tokenizer are never cut. NFC joins no
+//! characters across a cut, because a cut is next to white space, or between a digit and ASCII. Texts are never cut for
+//! a tokenizer with another expression.
 
 use tokenizers::Tokenizer;
 

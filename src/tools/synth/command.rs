@@ -16,17 +16,17 @@ const DEMO_FILES: [&str; 3] = ["tokenizer.json", "tokenizer_config.json", "chat_
 /// Size of a shard in bytes, as MLX writes them.
 const SHARD: u64 = 5 << 30;
 
-pub fn run(typed: &cli::tool_args::SynthArgs) -> Result<(), CommandError> {
-    let options = options(typed)?;
+pub fn run(args: &cli::tool_args::SynthArgs) -> Result<(), CommandError> {
+    let options = options(args)?;
     let bar = progress::bytes(synth::size(&options), "writing");
     let begin = Instant::now();
-    let written = synth::write(&typed.out, &options, &|bytes| bar.inc(bytes));
+    let written = synth::write(&args.out, &options, &|bytes| bar.inc(bytes));
     bar.finish_and_clear();
     let written = written?;
     let seconds = begin.elapsed().as_secs_f64();
     println!(
         "{}: {} in {} tensors and {} {}, {:.1} s, {:.0} MB/s",
-        typed.out.display(),
+        args.out.display(),
         Size(written.bytes),
         written.tensors,
         written.shards,
@@ -37,15 +37,15 @@ pub fn run(typed: &cli::tool_args::SynthArgs) -> Result<(), CommandError> {
     Ok(())
 }
 
-fn options(typed: &cli::tool_args::SynthArgs) -> Result<SynthOptions, CommandError> {
-    let model = dimensions(&typed.like)?;
+fn options(args: &cli::tool_args::SynthArgs) -> Result<SynthOptions, CommandError> {
+    let model = dimensions(&args.like)?;
     let dimensions = Dimensions {
-        layers: typed.layers.unwrap_or(model.layers),
-        experts: typed.experts.unwrap_or(model.experts),
-        vocab: typed.vocab.unwrap_or(model.vocab),
+        layers: args.layers.unwrap_or(model.layers),
+        experts: args.experts.unwrap_or(model.experts),
+        vocab: args.vocab.unwrap_or(model.vocab),
         streams: model
             .streams
-            .map(|streams| StreamDimensions { ngram_rows: typed.ngram_rows.unwrap_or(streams.ngram_rows), ..streams }),
+            .map(|streams| StreamDimensions { ngram_rows: args.ngram_rows.unwrap_or(streams.ngram_rows), ..streams }),
         ..model
     };
     let borrowed = |name: &str| demo::file(name).unwrap_or_default();
@@ -61,8 +61,8 @@ fn options(typed: &cli::tool_args::SynthArgs) -> Result<SynthOptions, CommandErr
     let ends = generation["eos_token_id"].as_array().into_iter().flatten();
     Ok(SynthOptions {
         dimensions,
-        seed: typed.seed,
-        router_skew: typed.router_skew,
+        seed: args.seed,
+        router_skew: args.router_skew,
         eos_token_ids: ends.filter_map(|id| id.as_u64()?.try_into().ok()).collect(),
         shard: SHARD,
         // More threads would only wait for the disk.
@@ -89,7 +89,7 @@ fn tokens(tokenizer: &serde_json::Value) -> usize {
 mod tests {
     use super::*;
 
-    fn typed(like: &str, vocab: usize) -> cli::tool_args::SynthArgs {
+    fn args(like: &str, vocab: usize) -> cli::tool_args::SynthArgs {
         cli::tool_args::SynthArgs {
             out: "unused".into(),
             like: like.into(),
@@ -104,7 +104,7 @@ mod tests {
 
     #[test]
     fn demo_tokenizer_is_copied() {
-        let options = options(&typed("122b", 2048)).unwrap();
+        let options = options(&args("122b", 2048)).unwrap();
         assert_eq!((options.dimensions.hidden, options.dimensions.layers), (3072, 4));
         assert_eq!(options.eos_token_ids, [2040, 2038]);
         assert!(options.extras.iter().all(|(_, content)| !content.is_empty()));
@@ -112,7 +112,7 @@ mod tests {
 
     #[test]
     fn vocabulary_smaller_than_tokenizer_is_refused() {
-        let text = super::options(&typed("35b", 2047)).unwrap_err().to_string();
+        let text = super::options(&args("35b", 2047)).unwrap_err().to_string();
         assert!(text.contains("2048 tokens"), "{text}");
     }
 }
