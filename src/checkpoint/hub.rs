@@ -1,10 +1,10 @@
 //! `Hub`: downloads checkpoints from the Hugging Face hub into the Hugging Face cache, which other programs share.
 //!
-//! Only the files that a model needs are downloaded: the safetensors that its index names (or `model*.safetensors` without
-//! an index) and seven small files. All files come from one commit. Their sizes are known before the first byte, and
-//! several are transferred at once ([`transfer`]). An interrupted download is resumed, in the same run or the next one.
-//! The SHA-256 is verified where the hub reports one. `HF_HOME`, `HF_HUB_CACHE`, `HF_ENDPOINT` and `HF_TOKEN` have their
-//! usual meaning.
+//! Only the files that a model needs are downloaded: the safetensors that its index names (or `model*.safetensors`
+//! without an index) and seven small files. All files come from one commit. Their sizes are known before the first
+//! byte, and several are transferred in parallel ([`transfer`]). An interrupted download is resumed, in the same run or
+//! the next one. The SHA-256 is verified if the hub reports one. `HF_HOME`, `HF_HUB_CACHE`, `HF_ENDPOINT` and
+//! `HF_TOKEN` have their usual meaning.
 //!
 //! A hub or mirror is untrusted. Everything that becomes part of a path is validated, a file never grows beyond its listed
 //! size, and the token goes to no other host.
@@ -90,7 +90,7 @@ impl Hub {
     /// bytes on disk and total bytes.
     ///
     /// # Errors
-    /// The hub's, with a hint; a wrong checksum; a full disk.
+    /// An error of the hub, with a hint. A wrong checksum. A full disk.
     pub fn pull_revision(
         &self,
         id: &str,
@@ -140,7 +140,7 @@ impl Hub {
         }
         progress(total - missing, total);
         download_files(&download, &needed, total - missing, total, progress)?;
-        // Written last: programs find the revision only once it is complete.
+        // Written last, so that other programs see the revision only when it is complete.
         let at = |source| StoreError::Io { path: download.snapshot.clone(), source };
         cache.set_commit(revision, &listing.sha).map_err(at)?;
         Ok(download.snapshot)

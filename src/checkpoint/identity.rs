@@ -1,4 +1,4 @@
-//! Identities of checkpoint files: a cache made from a checkpoint is used only for the same files.
+//! Identities of checkpoint files. A cache made from a checkpoint is used only for the same files.
 //!
 //! * The *identity* is a hash of the files' stamps. It is exact and reads no data, but a copy of the same bytes has another
 //!   identity.
@@ -18,8 +18,8 @@ use std::{
 
 /// The identity of files as they are on disk now, 32 hexadecimal digits: a hash of their [`FileStamp`]s, in order.
 ///
-/// It costs one system call per file. Any write, copy or rename to one of the paths changes the identity. So does a copy
-/// of the same bytes: a cache can be lost needlessly, but it never belongs to other bytes.
+/// It costs one system call per file. Any write, copy or rename to one of the paths changes the identity. A copy of the
+/// same bytes also changes it: a valid cache may be lost, but a cache of other bytes is never used.
 ///
 /// # Errors
 /// A file that does not exist.
@@ -27,7 +27,7 @@ pub fn file_identity(files: &[PathBuf]) -> Result<String, StoreError> {
     Ok(hash_stamps(&stamps(files)?))
 }
 
-/// [`file_identity`] if the last change of every file is old enough that a later one gets another time.
+/// [`file_identity`], or `None` if a file changed so recently that another change could get the same time stamp.
 pub fn settled_identity(files: &[PathBuf]) -> Result<Option<String>, StoreError> {
     let stamps = stamps(files)?;
     Ok(stamps.iter().all(FileStamp::is_settled).then(|| hash_stamps(&stamps)))
@@ -54,8 +54,8 @@ const SAMPLES: u64 = 16;
 const MAX_HEADER_BYTES: u64 = 100 << 20;
 
 /// The fingerprint of shards, 32 hexadecimal digits: a hash of their sizes, headers (names, shapes and offsets of all
-/// tensors) and samples of the data. Other models and revisions almost always have another one. A copy in which a few
-/// bytes were changed may have the same.
+/// tensors) and samples of the data. Other models and revisions almost always have another fingerprint. A copy with a
+/// few changed bytes may have the same one.
 pub fn fingerprint(shards: &[PathBuf]) -> Result<String, StoreError> {
     let mut hash = Sha256::new();
     for path in shards {

@@ -114,7 +114,7 @@ impl<'de> Deserialize<'de> for TensorShape {
     }
 }
 
-/// A JSON object without duplicate names. Parsers would disagree about which of two values counts.
+/// A JSON object without duplicate names. If a name occurred twice, parsers would disagree about its value.
 struct UniqueMap<T>(BTreeMap<String, T>);
 
 impl<'de, T: Deserialize<'de>> Deserialize<'de> for UniqueMap<T> {
@@ -150,8 +150,8 @@ impl Index {
     /// Reads the headers of the shards that `model.safetensors.index.json` names, else of all `model*.safetensors`.
     ///
     /// # Errors
-    /// A directory without shards; a shard that is missing, invalid or truncated; a tensor that the index lists and no shard
-    /// has.
+    /// A directory without shards. A shard that is missing, invalid or truncated. A tensor that is in the index but in
+    /// no shard.
     pub fn open(dir: &Path) -> Result<Self, StoreError> {
         let listed = listed_tensors(dir)?;
         let names = match &listed {
@@ -217,7 +217,8 @@ impl Index {
         for (name, TensorHeader { dtype, shape: TensorShape(shape), data_offsets: [start, end] }) in header {
             let elements = shape.iter().try_fold(1usize, |product, &side| product.checked_mul(side));
             let bytes = elements.and_then(|elements| elements.checked_mul(dtype.bytes()));
-            // `bytes` is `None` if the shape overflows; descending offsets would then match it.
+            // `bytes` is `None` if the shape overflows. Without the first check, that would match an end before the
+            // start.
             if bytes.is_none() || end.checked_sub(start) != bytes.map(|bytes| bytes as u64) {
                 return Err(bad(format!("tensor {name}: {dtype:?} {shape:?} does not match bytes {start} to {end}")));
             }

@@ -2,9 +2,9 @@
 //!
 //! * [`index`]: where each tensor lies in the safetensors files. [`names`]: canonical tensor names.
 //! * [`trunk`]: how each matrix is quantized, and loading of the weights that stay in memory.
-//! * [`norm_encoding`]: whether norms hold w or 1 + w, where layouts do not tell.
+//! * [`norm_encoding`]: whether norms hold w or 1 + w, if neither names nor shapes show it.
 //! * [`mtp`]: the head for multi-token prediction.
-//! * [`pack`]: a copy of the experts with one record per expert. [`identity`]: which files a cache was made from.
+//! * [`pack`]: a copy of the experts with one record per expert. [`identity`]: the files that a cache was made from.
 //! * `hub`: downloads from the Hugging Face hub.
 
 #[cfg(feature = "hub")]

@@ -57,8 +57,8 @@ fn open(index: Index, config: &Value) -> Result<Checkpoint, ModelError> {
     Ok(head)
 }
 
-/// The norms of a head with several residual streams that tell whether they hold `w` or `1 + w`. Some converters folded only
-/// a part of them, which the norms before `fc` show.
+/// Names of norms whose values show whether the norms of a head with several residual streams hold `w` or `1 + w`. The
+/// norms before `fc` are included, because some converters added 1 to a part of the norms only.
 fn stream_norms(head: &Checkpoint) -> Option<Vec<String>> {
     let name = |name: &str| format!("{PREFIX}{name}.weight");
     let streams = [
@@ -116,7 +116,7 @@ pub fn declared(config: &Value) -> u64 {
     text["mtp_num_hidden_layers"].as_u64().unwrap_or(0)
 }
 
-/// True if a directory holds only a head.
+/// True if a directory holds only an MTP head.
 pub fn is_alone(config: &Value) -> bool {
     config["model_type"].as_str() == Some("qwen3_5_mtp")
 }

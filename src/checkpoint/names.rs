@@ -1,11 +1,11 @@
 //! Canonical tensor names. Converters use several naming schemes; MLX's is canonical.
 
-/// The role of a tensor, according to its name.
+/// The meaning of a tensor's name.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum TensorName {
-    /// Wanted, under its canonical name.
+    /// A tensor that the caller reads, with its canonical name.
     Text(String),
-    /// A tensor of another part: vision tower, multi-token prediction, or the text model.
+    /// A tensor that the caller does not read: of the vision tower, of multi-token prediction, or of the text model.
     Skipped,
 }
 
@@ -50,6 +50,6 @@ pub fn layer_prefix(index: usize) -> String {
 pub const VISION_TOWER: &str = "vision_tower.";
 pub const EMBEDDING: &str = "language_model.model.embed_tokens";
 pub const FINAL_NORM: &str = "language_model.model.norm.weight";
-/// Prefix of the mixture before the head, where the model has several residual streams.
+/// Prefix of the weights that mix the residual streams before the head, in models with several streams.
 pub const LAST_MIX: &str = "language_model.model.hyper_connection_mixer.";
 pub const LM_HEAD: &str = "language_model.lm_head";

@@ -1,18 +1,18 @@
 //! Whether the norms of a checkpoint hold `w` or `1 + w`, from their values.
 //!
-//! Converters of qwen4_exp publish both under the same names and shapes, so neither tells them apart. The norms of the
-//! residual streams do: trained ones have means of about 0.2 for `w` and 1.2 for `1 + w`. One decision holds for all norms,
-//! because the ranges of single norms overlap.
+//! Converters of qwen4_exp publish both with the same names and shapes. The values of the norms of the residual streams
+//! show the difference: trained ones have means of about 0.2 for `w` and 1.2 for `1 + w`. One decision is made for all
+//! norms, because the ranges of single norms overlap.
 
 use super::Checkpoint;
 use crate::error::{ModelError, StoreError};
 
-/// The value between the means of both encodings.
+/// A mean below it is that of `w`, a mean above it that of `1 + w`.
 const BETWEEN: f32 = 0.6;
-/// Part of the norms that must agree.
+/// Minimum fraction of the norms that must agree.
 const AGREEING: f32 = 0.9;
 
-/// True if the norms hold `w`, zero-centred; false for `1 + w`. `names` are the norms to judge by.
+/// True if the norms hold `w`, zero-centred; false for `1 + w`. Only the norms in `names` are examined.
 ///
 /// # Errors
 /// The norms do not agree.

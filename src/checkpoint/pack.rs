@@ -12,14 +12,14 @@
 //! Expert `e` of a layer is the record at byte `e * stride`: its nine pieces (codes, scales, biases of gate, up, down)
 //! at the manifest's offsets, the rest zero. The stride is a multiple of 16 KiB, the largest page in use.
 //!
-//! A pack replaces a checkpoint's experts only if every expert has the SHA-256 in the manifest. The
-//! [`fingerprint`] finds candidate packs without reading much. All experts are hashed while
-//! packing. Later the [identity](super::identity) of the checkpoint's files stands for those hashes: while the files are
-//! the ones that were hashed, nothing is read. If they are not, they are hashed again. A record's CRC-32 is verified
-//! when it is read. A damaged record is rebuilt from the checkpoint.
+//! A pack replaces a checkpoint's experts only if every expert has the SHA-256 in the manifest. The [`fingerprint`]
+//! finds candidate packs without reading much. All experts are hashed while packing. After that, the
+//! [identity](super::identity) of the checkpoint's files replaces those hashes: nothing is read as long as the files
+//! have the same identity. If they have another one, they are hashed again. A record's CRC-32 is verified when it is
+//! read. A damaged record is rebuilt from the checkpoint.
 //!
-//! A pack is searched as `NAME.pack` next to the checkpoint directory `NAME`, then in the cache directory. If `--out` put
-//! it elsewhere, the cache directory has a link to it.
+//! The search looks for `NAME.pack` next to the checkpoint directory `NAME`, then in the cache directory. If `--out`
+//! named another directory, the cache directory has a link to it.
 
 mod find;
 mod manifest;

@@ -1,9 +1,9 @@
 //! The quantization of a matrix, inferred from its shapes and the type of its scales, and compared with `config.json`.
 //!
-//! Converters write the `quantization` table in many ways, and some tables are wrong: JANG gives the smallest width of all
-//! tensors, and other converters rename tensors afterwards. Bits and group size follow from the shapes, because the
-//! architecture defines the number of columns of a matrix. A table that differs is out of date. The mode does not follow
-//! from shapes alone, so a contradiction there is an error: the weights would be decoded wrongly.
+//! Converters write the `quantization` table in many ways, and some tables are wrong: JANG writes the smallest width of
+//! all tensors, and other converters rename tensors afterwards. Bits and group size follow from the shapes, because the
+//! architecture defines the number of columns of a matrix. A table that differs is out of date. The mode does not
+//! follow from shapes alone, so a table with a contradicting mode is an error: the weights would be decoded wrongly.
 
 use super::{
     index::{Dtype, TensorEntry},
@@ -13,7 +13,7 @@ use crate::ops::{Float, WeightFormat};
 use serde_json::Value;
 use std::{cell::RefCell, collections::BTreeMap};
 
-/// The table's entry for one matrix, or for all.
+/// The table's entry for one matrix, or its default for all matrices.
 #[derive(Debug, Clone, Default, PartialEq)]
 struct TableEntry {
     bits: Option<u64>,
@@ -31,13 +31,12 @@ pub struct QuantizationTable {
     differing: RefCell<Vec<String>>,
 }
 
-/// Methods that use other tensors than MLX. Their checkpoints are recognized by the method's name.
+/// Quantization methods with other tensors than MLX's, by their names in `quant_method`.
 const FOREIGN: [&str; 10] =
     ["fp8", "awq", "gptq", "compressed-tensors", "modelopt", "bitnet", "bitsandbytes", "hqq", "quark", "mxtq"];
 
 impl QuantizationTable {
-    /// # Errors
-    /// A method that is not MLX's; two contradictory entries for one matrix.
+    /// An unsupported method. Two contradictory entries for one matrix.
     pub fn new(json: &Value) -> Result<Self, String> {
         let said = |table: &Value| TableEntry {
             bits: table.get("bits").and_then(Value::as_u64),
@@ -96,7 +95,7 @@ impl QuantizationTable {
         Ok(())
     }
 
-    /// Logs one line if the storage of matrices differs from the table.
+    /// Logs one line if matrices are stored in another format than the table says.
     pub fn report(&self) {
         let differing = self.differing.borrow();
         if let Some(first) = differing.first() {

@@ -22,7 +22,8 @@ use std::{
     sync::Arc,
 };
 
-/// Norms of queries and keys with a larger mean had 1 added twice. The value is halfway between 1.75 and 2.75.
+/// If the mean of the norms of queries and keys is larger, 1 was added twice. The value is halfway between 1.75 and
+/// 2.75.
 const SHIFTED_TWICE: f32 = 2.25;
 
 /// Trunk tensors start at multiples of this (bytes): a cache line.
@@ -57,7 +58,7 @@ impl Checkpoint {
         Self::open_as(index, quantization, canonical_name)
     }
 
-    /// [`Checkpoint::open`] where `name_of` maps names in the files to canonical ones.
+    /// Like [`Checkpoint::open`], with `name_of`, which maps names in the files to canonical ones.
     pub fn open_as(
         index: Index,
         quantization: &serde_json::Value,
@@ -80,14 +81,14 @@ impl Checkpoint {
         Ok(Self { index, names, claimed: RefCell::default(), table, norms: RefCell::default(), hugging_face })
     }
 
-    /// A tensor that may be absent. It counts as used.
+    /// A tensor that may be absent. Marks it as used.
     pub fn find(&self, name: &str) -> Option<&TensorEntry> {
         let entry = self.index.tensors.get(self.names.get(name)?)?;
         self.claimed.borrow_mut().insert(name.to_string());
         Some(entry)
     }
 
-    /// True if there is such a tensor. It does not count as used.
+    /// True if there is such a tensor. Does not mark it as used.
     pub fn has(&self, name: &str) -> bool {
         self.names.contains_key(name)
     }
@@ -131,7 +132,7 @@ impl Checkpoint {
         Ok((0..len).map(|index| float.get(&bytes, index)).collect())
     }
 
-    /// A small tensor of 64-bit integers, if there is one of this name.
+    /// A small tensor of 64-bit integers. `None` if there is none of this name.
     pub fn integers(&self, name: &str) -> Result<Option<Vec<i64>>, ModelError> {
         let Some(entry) = self.find(name) else { return Ok(None) };
         if entry.dtype != Dtype::I64 {
@@ -179,7 +180,7 @@ impl Checkpoint {
         Ok(read.map_err(|source| StoreError::Io { path: path.to_path_buf(), source })?)
     }
 
-    /// The unquantized tensor `[lead.., rows, cols]` called `name`, a name without `.weight`.
+    /// The unquantized tensor `name` (without the suffix `.weight`) of the shape `[lead.., rows, cols]`.
     pub fn dense(&self, name: &str, shape: &[usize]) -> Result<MatrixLayout, ModelError> {
         let entry = self.get(name)?;
         let (Some(float), [.., rows, cols]) = (float(entry.dtype).filter(|_| entry.shape == shape), shape) else {
@@ -193,8 +194,9 @@ impl Checkpoint {
         })
     }
 
-    /// The format and location of the matrix at `path` (`[lead.., rows, cols]`). Shapes decide, because the `quantization`
-    /// table of some checkpoints is out of date; it is only compared with them.
+    /// The format and location of the matrix at `path` (`[lead.., rows, cols]`). The format follows from the shapes,
+    /// because the `quantization` table of some checkpoints is out of date. Differences from the table are only
+    /// reported.
     pub fn layout(&self, path: &str, lead: &[usize], rows: usize, cols: usize) -> Result<MatrixLayout, ModelError> {
         let name = format!("{path}.weight");
         let weight = self.get(&name)?;
@@ -241,7 +243,8 @@ impl Checkpoint {
     }
 }
 
-/// Tells the layouts of MLX and Hugging Face apart: by a convolution wider than 1, or else by tensor names.
+/// True for Hugging Face's layout, false for MLX's. Looks at a convolution wider than 1, or at tensor names if there is
+/// none.
 fn is_hugging_face(index: &Index) -> Option<bool> {
     let convs = index.tensors.iter().filter(|(name, _)| name.ends_with("conv1d.weight")).map(|(_, entry)| &entry.shape);
     let wide = convs.filter(|shape| shape.iter().skip(1).product::<usize>() > 1);
@@ -339,7 +342,7 @@ impl<'a> TrunkLoader<'a> {
         self.take(path, &layout)
     }
 
-    /// The unquantized matrix `[rows, cols]` called `name`, a name without `.weight`.
+    /// The unquantized matrix `name` (without the suffix `.weight`), `[rows, cols]`.
     pub fn dense(&mut self, name: &str, rows: usize, cols: usize) -> Result<Weight, ModelError> {
         let layout = self.from.dense(name, &[rows, cols])?;
         self.take(name, &layout)

@@ -5,7 +5,7 @@ use crate::cli::values::Agent;
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 
-/// Key that a server without one accepts. Agents refuse to start without any.
+/// API key for a server that requires none. Agents refuse to start without a key.
 const ANY_KEY: &str = "local";
 /// Claude Code gives up after this many milliseconds without an event: half an hour, for long prompts.
 const CLAUDE_IDLE_MS: &str = "1800000";
@@ -29,15 +29,15 @@ pub struct AgentSetup {
     /// How to install the agent.
     pub install: &'static str,
     pub variables: Vec<(&'static str, String)>,
-    /// Variables that would override the others.
+    /// Environment variables to remove, because they would override `variables`.
     pub removed: &'static [&'static str],
-    /// Arguments before the user's.
+    /// Arguments that come before the user's.
     pub args: Vec<String>,
     pub files: Vec<(PathBuf, String)>,
 }
 
 impl AgentTarget {
-    /// Tokens that an answer may have: a quarter of the context.
+    /// Maximum number of tokens of an answer: a quarter of the context.
     fn output(&self) -> usize {
         (self.context / 4).clamp(256, 32_000)
     }
@@ -200,7 +200,7 @@ mod tests {
             let setup = target.setup(*agent, Path::new("/d"));
             let all = format!("{:?} {:?} {:?}", setup.variables, setup.args, setup.files);
             assert!(all.contains("http://127.0.0.1:7") && all.contains("org/na"), "{agent:?}: {all}");
-            // Qwen Code has no variable for it.
+            // Qwen Code has no variable for the context length.
             assert!(*agent == Agent::Qwen || all.contains("65536"), "{agent:?}: {all}");
             let written = setup.files.iter().all(|(_, text)| serde_json::from_str::<Value>(text).is_ok());
             assert!(written && !setup.files.iter().any(|(_, text)| text.contains("secret")), "{agent:?}");

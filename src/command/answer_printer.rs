@@ -8,7 +8,7 @@ use std::{
     mem,
 };
 
-/// Prompts shorter than this are read in a moment, so no progress is shown.
+/// Prompts with fewer tokens are evaluated so fast that no progress is shown.
 const LONG_PROMPT: usize = 1_024;
 
 /// A complete or interrupted answer.
@@ -69,8 +69,9 @@ pub fn print_dimmed(text: &str) {
     if has_colours() { eprintln!("\x1b[2m{text}\x1b[0m") } else { eprintln!("{text}") }
 }
 
-/// Prints an answer while it streams: content to stdout, reasoning to stderr, dimmed on a terminal. Reasoning is omitted if
-/// only stdout is a terminal. Control characters are replaced on a terminal, since they could change its state.
+/// Prints an answer while it streams. Content goes to stdout. Reasoning goes to stderr, dimmed on a terminal, and is
+/// omitted if only stdout is a terminal. Control characters are replaced on a terminal, because they could change its
+/// state.
 pub struct AnswerPrinter {
     dims: bool,
     shows_reasoning: bool,
@@ -92,7 +93,7 @@ impl AnswerPrinter {
         }
     }
 
-    /// Shows how much of a long prompt is read.
+    /// Shows which part of a long prompt has been evaluated.
     pub fn progress(&mut self, tokens: usize, total: usize) {
         if self.dims && total >= LONG_PROMPT {
             self.shows_progress = true;

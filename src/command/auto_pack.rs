@@ -21,7 +21,7 @@ static PACKING: Mutex<()> = Mutex::new(());
 #[derive(Debug, PartialEq, Eq)]
 enum PackAdvice {
     None,
-    /// Log that a pack would make reads direct.
+    /// Log that a pack would let reads bypass the page cache.
     Suggest,
     Write,
 }

@@ -47,7 +47,7 @@ impl LineEditor {
     /// # Errors
     /// The terminal cannot be opened.
     pub fn new(words: &'static [&'static str]) -> Result<Self, CommandError> {
-        // Answers may go to a file while questions are typed on the terminal.
+        // stdout may be a file while the user types on the terminal.
         let behavior = if io::stdout().is_terminal() { Behavior::Stdio } else { Behavior::PreferTerm };
         let config = Config::builder().behavior(behavior).history_ignore_space(true).max_history_size(MAX_ENTRIES);
         let config = config.map_err(failed)?.build();
@@ -73,9 +73,9 @@ impl LineEditor {
             helper.has_text.set(false);
         }
         match self.editor.readline(">>> ") {
-            Ok(typed) => {
-                self.add_to_history(&typed)?;
-                Ok(LineEvent::Text(whole_text(&typed).unwrap_or(typed)))
+            Ok(text) => {
+                self.add_to_history(&text)?;
+                Ok(LineEvent::Text(whole_text(&text).unwrap_or(text)))
             }
             Err(ReadlineError::Interrupted) => {
                 let had_text = self.editor.helper().is_some_and(|helper| helper.has_text.get());
@@ -86,11 +86,11 @@ impl LineEditor {
         }
     }
 
-    fn add_to_history(&mut self, typed: &str) -> Result<(), CommandError> {
-        if typed.trim().is_empty() || typed.len() > MAX_ENTRY_BYTES {
+    fn add_to_history(&mut self, text: &str) -> Result<(), CommandError> {
+        if text.trim().is_empty() || text.len() > MAX_ENTRY_BYTES {
             return Ok(());
         }
-        let new = self.editor.add_history_entry(typed).map_err(failed)?;
+        let new = self.editor.add_history_entry(text).map_err(failed)?;
         if let Some(file) = self.file.as_deref().filter(|_| new) {
             let kept = create_private_dir(file)
                 .map_err(ReadlineError::Io)
@@ -100,7 +100,7 @@ impl LineEditor {
         Ok(())
     }
 
-    /// Reports a history error once. The chat continues without a history file.
+    /// Reports an error of the history file once. The chat continues without the file.
     fn disable_history_on_error(&mut self, kept: Result<(), ReadlineError>) {
         if let Err(error) = kept
             && let Some(file) = self.file.take()
@@ -122,7 +122,7 @@ fn failed(error: ReadlineError) -> CommandError {
 /// Decides whether a text is complete, and completes commands.
 struct LineHelper {
     words: &'static [&'static str],
-    /// The line is not empty. Ctrl-C reports no text.
+    /// True if the line is not empty. Needed because the editor reports Ctrl-C without the text.
     has_text: Cell<bool>,
 }
 
@@ -159,12 +159,12 @@ impl Helper for LineHelper {}
 
 /// The text, if it is complete: one line, several lines of which all but the last end in a backslash, or the lines between
 /// two `"""`.
-fn whole_text(typed: &str) -> Option<String> {
+fn whole_text(text: &str) -> Option<String> {
     const FENCE: &str = "\"\"\"";
-    if let Some(inner) = typed.trim_start().strip_prefix(FENCE) {
+    if let Some(inner) = text.trim_start().strip_prefix(FENCE) {
         return inner.trim_end().strip_suffix(FENCE).map(|text| text.trim_matches('\n').to_owned());
     }
-    (!typed.ends_with('\\')).then(|| typed.replace("\\\n", "\n"))
+    (!text.ends_with('\\')).then(|| text.replace("\\\n", "\n"))
 }
 
 #[cfg(test)]

@@ -13,7 +13,8 @@ use crate::{
 use serde_json::Value;
 use std::{future::Future, path::Path, sync::Arc};
 
-/// Flags of a loaded model. With one of them on the command line, a running server is not asked.
+/// Flags for loading a model. If one of them is on the command line, the chat loads its own model and does not ask a
+/// running server.
 const LOADING: [&str; 15] = [
     "memory-limit",
     "ctx-size",
@@ -38,7 +39,8 @@ pub enum ChatModel {
 }
 
 impl ChatModel {
-    /// Uses the server at `remote` if it has the model, so that the model is in memory once. Otherwise loads the model.
+    /// Uses the server at `remote` if it has the model, so that the model is not loaded twice. Otherwise loads the
+    /// model.
     pub fn open(config: &GenerateConfig, remote: &RemoteArgs, settings: &Settings) -> Result<Self, CommandError> {
         let is_tuned = |row: &crate::config::config_file::SettingRow| {
             row.from == "command line" && LOADING.contains(&row.flag.as_str())
@@ -101,7 +103,7 @@ impl ChatModel {
         }
     }
 
-    /// Unloads a local model. That of a server stays.
+    /// Unloads a local model. A server keeps its model.
     pub fn close(self) -> Result<(), CommandError> {
         match self {
             Self::Local(local) => local.unload(),

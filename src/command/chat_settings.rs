@@ -24,7 +24,7 @@ pub struct AnswerOptions {
 }
 
 impl AnswerOptions {
-    /// The values of the flags.
+    /// The values of the command-line flags.
     pub fn new(config: &GenerateConfig) -> Self {
         let defaults = &config.generation;
         Self {

@@ -7,7 +7,7 @@ use clap_complete::Shell;
 /// Commands whose first argument is a model.
 const WITH_MODEL: &str = "run chat generate serve info show bench pack config rm stop";
 
-/// Replaces bash's function for words that are a model.
+/// Replaces bash's completion function, for words that are a model.
 const BASH: &str = r#"
 _moestro_with_models() {
     local current="${COMP_WORDS[COMP_CWORD]}" before="${COMP_WORDS[COMP_CWORD-1]}" command
@@ -62,7 +62,7 @@ fn with_models_in_zsh(script: &str) -> String {
         false => line.to_owned(),
     });
     let text = lines.collect::<Vec<_>>().join("\n");
-    // The function comes after the line `#compdef moestro`, which must be the first one.
+    // The line `#compdef moestro` must stay the first one.
     match text.split_once('\n') {
         Some((first, rest)) => format!("{first}\n{ZSH}{rest}\n"),
         None => text,

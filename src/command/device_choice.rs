@@ -12,7 +12,7 @@ use std::time::Instant;
 /// The chosen device.
 pub struct DeviceChoice {
     gpu: Option<Box<dyn Gpu>>,
-    /// The user named the device, so no other may replace it.
+    /// True if the user named the device, so that no other device may replace it.
     is_required: bool,
 }
 

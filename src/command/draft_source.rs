@@ -50,12 +50,13 @@ impl DraftSource {
             check_same_tokens(named, &Tokenizer::load(&draft)?, target)?;
         }
         let options = draft_model_options(load);
-        // Only the sum is used: the model's plan must fit, including this sum.
+        // Only the total size of this plan is used, so it has no limit. The model's own plan checks the limit, with
+        // this size included.
         let plan = CheckpointInfo::new(&draft, &options)?.plan(&MachineLimits::default(), &options.plan)?;
         Ok(Self::Model(draft, Box::new(options), Box::new(plan)))
     }
 
-    /// Memory of the draft, as far as it is known before the model is loaded.
+    /// Memory of the draft. Only the part that is known before the model is loaded.
     pub fn shape(&self) -> DraftFootprint {
         match self {
             DraftSource::Lookup | DraftSource::Mtp { .. } => DraftFootprint::default(),
@@ -91,7 +92,7 @@ impl DraftSource {
             }
             DraftSource::Model(dir, options, _) => {
                 let options = model::LoadOptions { compute: Some(model.compute()), ..(**options).clone() };
-                // Separate metrics: the draft's reads are not the model's.
+                // Separate metrics, so that the draft's reads are not counted as the model's.
                 let draft = Qwen::load(dir, &options, &Metrics::new("", ""), &mut |_, _| ())?;
                 Box::new(ModelDraft::new(draft))
             }

@@ -23,7 +23,7 @@ use std::{
 };
 use tokio::signal::unix::{SignalKind, signal};
 
-/// Agents send long system prompts and whole files. Below this many tokens they fail often.
+/// Agents send long system prompts and whole files, so they often fail with fewer tokens of context.
 const SMALL_CONTEXT: usize = 32_768;
 
 /// Starts an agent and ends with its exit code.
@@ -86,7 +86,7 @@ fn find_program(args: &cli::LaunchArgs) -> Result<(), CommandError> {
     }
 }
 
-/// The model that the agent uses, with its context and what it can do.
+/// The model that the agent uses, with its context length and its abilities.
 fn target(
     remote: &RemoteServer,
     args: &cli::LaunchArgs,
@@ -110,7 +110,7 @@ fn target(
     })
 }
 
-/// The entry of a model in the server's list. The context of a model is known once it is loaded.
+/// The entry of a model in the server's list. It has the context length only if the model is loaded.
 fn card(remote: &RemoteServer, model: &str) -> Result<Value, CommandError> {
     let find = || -> Result<Value, CommandError> {
         let list = remote.ask("/v1/models", None)?;
@@ -162,7 +162,8 @@ fn write(setup: &AgentSetup) -> Result<(), CommandError> {
     Ok(())
 }
 
-/// Runs the agent until it ends, and returns its exit code. Ctrl-C is the agent's. Other signals end the server, too.
+/// Runs the agent until it ends, and returns its exit code. Ctrl-C goes to the agent only. Other signals also end the
+/// server.
 fn run_agent(setup: &AgentSetup, args: &cli::LaunchArgs, server: Option<u32>) -> Result<i32, CommandError> {
     let failed = |source| CommandError::Io { what: setup.program.into(), source };
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().map_err(failed)?;
@@ -192,7 +193,7 @@ fn run_agent(setup: &AgentSetup, args: &cli::LaunchArgs, server: Option<u32>) ->
     Ok(status.code().unwrap_or(1))
 }
 
-/// A server that ends with the agent.
+/// A server that this process started. It ends when the agent ends.
 struct OwnServer(Child);
 
 impl OwnServer {
@@ -208,7 +209,7 @@ impl OwnServer {
             command.env("MOESTRO_API_KEY", key);
         }
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(File::create(&log).map_err(failed)?);
-        // Ctrl-C is for the agent.
+        // Ctrl-C on the terminal must reach the agent only.
         let mut child = command.process_group(0).spawn().map_err(failed)?;
         eprintln!("starting a server; its log is {}", log.display());
         let mut line = String::new();

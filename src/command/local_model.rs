@@ -57,7 +57,7 @@ impl LocalModel {
         format!("{} {}", self.checkpoint.name, super::describe_plan(&self.plan))
     }
 
-    /// The sampling of an answer: the checkpoint's, except where the user set it.
+    /// The sampling of an answer: the user's settings, and the checkpoint's for everything else.
     fn sampling(&self, options: &AnswerOptions) -> Sampling {
         let defaults = self.checkpoint.sampling();
         Sampling {
@@ -85,7 +85,7 @@ impl LocalModel {
         processor.prepare(&encoded, None).map_err(|error| failed(format!("the image {error}")))
     }
 
-    /// Renders the prompt. A base model gets the text of the last message.
+    /// Renders the prompt. A base model has no template, so its prompt is the text of the last message.
     fn prompt(&self, messages: &[Value], thinking: Option<bool>) -> Result<String, CommandError> {
         let Some(template) = &self.checkpoint.template else {
             let last = messages.last().and_then(|message| message["content"].as_str());

@@ -60,7 +60,7 @@ pub fn models_dir(flag: Option<&Path>) -> Option<PathBuf> {
     flag.map(Path::to_path_buf).or_else(|| Some(os::data_dir()?.join("models")))
 }
 
-/// All models. Of two with the same name, the first counts.
+/// All models. If two have the same name, the first one is used.
 pub fn all(settings: &Settings, own: Option<&Path>) -> Vec<CatalogEntry> {
     let demo = CatalogEntry { id: demo::NAME.into(), source: ModelSource::Demo, origin: Origin::Demo, dir: None };
     let named = settings.models.iter().filter_map(|(name, place)| {
@@ -117,7 +117,7 @@ pub fn resolve_name(command: &mut Command, settings: &mut Settings) {
     }
 }
 
-/// Hint for the error "no such directory" if a name was typed rather than a path: the most similar model.
+/// Hint for the error "no such directory", in case the user gave a name: the most similar model.
 pub fn hint(error: &CommandError, settings: &Settings) -> String {
     let CommandError::NoSuchDirectory(path) = error else { return String::new() };
     let name = path.to_string_lossy();

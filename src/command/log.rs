@@ -27,7 +27,7 @@ use tracing_subscriber::{
     registry::LookupSpan,
 };
 
-/// Lines that wait for the thread that writes them. More are dropped.
+/// Maximum number of lines that wait for the writing thread. Further lines are dropped.
 const MAX_WAITING: usize = 16_384;
 /// Time to write the last lines before the process exits.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
@@ -75,7 +75,7 @@ pub fn init(cli: &Cli) -> Result<LogGuard, CommandError> {
     Ok(guard)
 }
 
-/// Lines for people, without the names of modules. The line of a request is its sentence, without the fields.
+/// Human-readable lines, without module names. The line of a request is its sentence, without the fields.
 struct TextLines(Format);
 
 impl Default for TextLines {
@@ -107,7 +107,7 @@ where
 
 enum LogMessage {
     Line(Vec<u8>),
-    /// All lines are written when the sender in it is dropped.
+    /// The writing thread drops the sender when all earlier lines are written.
     Finish(Sender<()>),
 }
 
@@ -116,7 +116,7 @@ enum LogMessage {
 struct LogLines(SyncSender<LogMessage>);
 
 impl Write for LogLines {
-    /// Takes the whole line. Never waits: a line that finds no room is dropped.
+    /// Accepts the whole line. Never waits: the line is dropped if the queue is full.
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
         let _ = self.0.try_send(LogMessage::Line(line.to_vec()));
         Ok(line.len())

@@ -7,7 +7,7 @@ use std::{
 };
 
 const NAME: &str = "moestro.log";
-/// Bytes of one file. The whole log takes at most [`MAX_FILES`] times as much.
+/// Maximum number of bytes of one file. All files together have at most [`MAX_FILES`] times as many.
 const MAX_BYTES: u64 = 16 << 20;
 const MAX_FILES: usize = 8;
 
@@ -34,7 +34,7 @@ impl LogFiles {
         Ok(Self { dir: dir.into(), file, bytes, max_bytes })
     }
 
-    /// Moves each file one number up and opens a new one.
+    /// Increments the number of each file and opens a new one.
     fn rotate(&mut self) -> io::Result<()> {
         let numbered = |number: usize| match number {
             0 => self.dir.join(NAME),
@@ -51,7 +51,7 @@ impl LogFiles {
     }
 }
 
-/// Opens the current file for appending. Returns its size, too.
+/// Opens the current file for appending, and returns it with its size.
 fn append(dir: &Path) -> io::Result<(File, u64)> {
     let file = File::options().create(true).append(true).open(dir.join(NAME))?;
     let bytes = file.metadata()?.len();
@@ -59,7 +59,7 @@ fn append(dir: &Path) -> io::Result<(File, u64)> {
 }
 
 impl Write for LogFiles {
-    /// Writes a line, or nothing if there is no room for it.
+    /// Writes a line. Starts a new file first if the line does not fit into the current one.
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
         if self.bytes > 0 && self.bytes + line.len() as u64 > self.max_bytes {
             self.rotate()?;
@@ -121,7 +121,7 @@ mod tests {
         for _ in 0..MAX_FILES - 1 {
             log.write_all(b"1234567890").unwrap();
         }
-        // A directory in the place of the oldest file cannot be replaced by a file, not even by root.
+        // Renaming fails: a file cannot replace a directory, not even if root does it.
         let last = dir.path().join(format!("{NAME}.{}", MAX_FILES - 1));
         fs::create_dir_all(last.join("in-the-way")).unwrap();
         assert!(log.write(b"more").is_err());

@@ -8,7 +8,7 @@ use clap::CommandFactory;
 use clap_mangen::roff::{Roff, bold, roman};
 use std::{fs, io, path::Path};
 
-/// Variables that belong to no flag.
+/// Environment variables that no flag has.
 const VARIABLES: [(&str, &str); 8] = [
     ("MOESTRO_LOG", "levels of the log by module, such as moestro=debug,warn; overrides --log-level"),
     ("SWIFTLM_TOP_K", "most experts per token, if --experts-per-token is not set"),

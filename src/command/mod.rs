@@ -160,8 +160,8 @@ impl CheckpointMeta {
         quantisation(&config::generation_config::json(&self.dir.join("config.json")).ok()??)
     }
 
-    /// The sampling of requests that do not set it. Without defaults in the checkpoint, tokens are drawn from the model's
-    /// unchanged distribution.
+    /// The sampling of requests that do not set it. If the checkpoint has no defaults, tokens are drawn from the
+    /// model's unchanged distribution.
     pub fn sampling(&self) -> Sampling {
         let (defaults, neutral) = (&self.generation, Sampling::default());
         Sampling {

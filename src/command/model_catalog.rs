@@ -84,12 +84,11 @@ impl ModelCatalog {
         timeouts(&self.config())
     }
 
-    /// Reloads the configuration. The API key, the allowed hosts and the timeouts change at once, settings of a model when
-    /// it is loaded next. The address, the queue length and the log need a restart.
+    /// Reloads the configuration. The API key, the allowed hosts and the timeouts change immediately. Settings of a
+    /// model change when it is loaded the next time. The address, the queue length and the log need a restart.
     ///
-    /// # Errors
-    /// The configuration is invalid, its file is missing, or it no longer has an API key. A half-saved file must not open
-    /// the server.
+    /// The configuration is invalid, its file is missing, or it no longer has an API key: a half-written file must not
+    /// remove the protection of the server.
     pub fn reload(&self, server: &ServerState, address: IpAddr) -> Result<(), String> {
         let (args, settings) = config_file::parse(self.settings.args.clone()).map_err(|error| error.to_string())?;
         let Command::Serve(args) = args.command else { return Err("this is not `moestro serve`".into()) };
@@ -109,7 +108,8 @@ impl ModelCatalog {
         Ok(())
     }
 
-    /// The models on this machine, including the one on the command line, wherever it is.
+    /// The models on this machine. The model of the command line is included even if it is in none of their
+    /// directories.
     fn entries(&self) -> Vec<CatalogEntry> {
         let config = self.config();
         let mut all = local_models::all(&self.settings, config.models_dir.as_deref());
@@ -137,7 +137,7 @@ impl ModelCatalog {
         Ok(ServeConfig { model: entry.source, ..ServeConfig::new(args)? })
     }
 
-    /// True if the draft model on the command line was meant for another model.
+    /// True if the draft model on the command line was chosen for another model.
     fn has_draft_of_another_model(&self, id: &str, config: &ServeConfig) -> bool {
         let named = |load: &LoadSettings| {
             load.drafts.as_ref().is_some_and(|drafts| matches!(drafts.draft, DraftModel::Model(_)))
@@ -151,7 +151,7 @@ impl ModelCatalog {
         let chosen = DeviceChoice::new(&config.load)?;
         let checkpoint = CheckpointMeta::open(&config.model, config.generation.clone())?;
         let model = match load_model(&checkpoint, &config.load, chosen, metrics) {
-            // The draft of the first model may not fit another.
+            // A draft for the first model may not fit this one.
             Err(error) if self.has_draft_of_another_model(id, config) => {
                 tracing::warn!(%error, "cannot load {id} with the draft of another model; loading it without");
                 let drafts =
@@ -207,7 +207,7 @@ impl ModelCatalog {
         let unload = move || {
             // The engine writes its snapshots before it ends.
             let _ = worker.join();
-            // Sorting a large vocabulary takes a hundred megabytes, which are freed when its thread ends.
+            // Sorting a large vocabulary takes a hundred megabytes. They are freed when its thread ends.
             let _ = sorting.join();
             metrics.clear_model();
             os::trim_memory();
@@ -229,7 +229,7 @@ fn prompt_cache_dir(config: &ServeConfig) -> Option<PathBuf> {
     }
 }
 
-/// The prompt cache on disk. Its key names everything that a snapshot's bytes depend on besides the tokens, including this
+/// The prompt cache on disk. In addition to tokens, a snapshot's bytes depend on everything in its key, including this
 /// executable: another build may round differently.
 fn storage(config: &ServeConfig, checkpoint: &CheckpointMeta, loaded: &super::ReadyModel) -> Option<DiskCacheOptions> {
     let dir = prompt_cache_dir(config)?;

@@ -17,7 +17,7 @@ pub fn bytes(total: u64, what: impl Into<String>) -> ProgressBar {
     BARS.add(bar)
 }
 
-/// stderr for log lines. Bars disappear while a line is written, so that none stays on the screen in pieces.
+/// stderr for log lines. Hides the bars while a line is written, so that no fragments of a bar stay on the screen.
 pub struct LogStderr;
 
 impl Write for LogStderr {

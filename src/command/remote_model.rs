@@ -39,7 +39,7 @@ impl RemoteModel {
     ) -> Result<TerminalAnswer, CommandError> {
         let (sender, mut events) = mpsc::unbounded_channel::<Result<Value, CommandError>>();
         let (server, body) = (self.server.clone(), self.body(messages, options));
-        // A separate thread: it may wait for the next event after the answer was interrupted.
+        // A separate thread, because it may still wait for the next event after the answer was interrupted.
         let reader = thread::Builder::new().name("answer".into()).spawn(move || {
             let read = server.stream_chat(&body, |event| sender.send(Ok(event.clone())).is_ok());
             if let Err(error) = read {

@@ -8,9 +8,9 @@ use std::{
     time::Duration,
 };
 
-/// Time limit of a request that the server answers at once.
+/// Time limit of a request that the server answers immediately.
 const TIMEOUT: Duration = Duration::from_secs(5);
-/// Time limit for the connection and for each silence of a stream. A waiting server sends comments.
+/// Time limit for connecting, and for each pause of a stream. A server that is busy sends comments.
 const SILENCE: Duration = Duration::from_secs(600);
 
 /// A server at an address.
@@ -28,7 +28,7 @@ impl RemoteServer {
 
     /// `http://127.0.0.1:5413`
     pub fn base_url(&self) -> String {
-        // A server that listens on all addresses is asked on this machine's.
+        // If the server listens on all addresses, connect to the loopback address.
         let host = match self.args.host.as_str() {
             "0.0.0.0" => "127.0.0.1",
             "::" | "[::]" => "::1",

@@ -38,7 +38,7 @@ Up, Down, Ctrl-R  earlier texts, also of earlier chats; a line that
 Ctrl-C            interrupts an answer, or clears the line
 Ctrl-D            ends the chat; so does Ctrl-C twice on an empty line";
 
-/// The commands.
+/// Commands of the chat.
 const COMMANDS: [&str; 12] =
     ["set", "image", "retry", "clear", "save", "load", "model", "show", "help", "bye", "exit", "quit"];
 
@@ -115,7 +115,7 @@ impl ChatSession {
         loop {
             let text = match input.read()? {
                 LineEvent::Text(text) => text,
-                // Ctrl-C on a text only clears it.
+                // Ctrl-C on a line with text only clears the line.
                 LineEvent::Interrupted { had_text: true } => {
                     twice = false;
                     continue;
@@ -196,7 +196,7 @@ impl ChatSession {
         }
     }
 
-    /// Reads an image for the next message. Returns a line for the user.
+    /// Reads an image for the next message. Returns a line to show to the user.
     fn add_image(&mut self, path: &str) -> Result<String, String> {
         let Some(model) = &self.model else { return Ok(String::new()) };
         let image = model.read_image(&config::expand(path))?;
@@ -213,8 +213,8 @@ impl ChatSession {
         Some(text)
     }
 
-    /// Unloads the model and loads another one. The conversation continues. If the other one cannot be loaded, the first one
-    /// is loaded again.
+    /// Unloads the model and loads another one. The conversation continues. If the other model cannot be loaded, the
+    /// first one is loaded again.
     fn switch(&mut self, name: &str) -> Result<String, CommandError> {
         let entry = local_models::all(&self.catalog, None).into_iter().find(|entry| entry.id == name);
         let source = entry.map_or_else(|| ModelSource::new(Some(name)), |entry| entry.source);

@@ -23,7 +23,7 @@ use tokio::{
     task::spawn_blocking,
 };
 
-/// Serves until Ctrl-C or SIGTERM, then drains. A second signal does not wait for running answers.
+/// Serves until Ctrl-C or SIGTERM, then waits for running answers. A second signal ends the server immediately.
 pub fn run(config: ServeConfig, settings: &Settings) -> Result<(), CommandError> {
     // Returns the memory of a large request to the system, for other programs.
     os::return_freed_memory();
@@ -31,7 +31,7 @@ pub fn run(config: ServeConfig, settings: &Settings) -> Result<(), CommandError>
     let runtime = runtime.map_err(|source| failed("starting threads", source))?;
     let mut is_ready = false;
     let outcome = runtime.block_on(serve(config, settings.clone(), &mut is_ready));
-    // A load, or a forward pass that the second signal interrupted, may still be running.
+    // Does not wait for a load, or for a forward pass that the second signal interrupted.
     runtime.shutdown_background();
     if is_ready && !io::stdout().is_terminal() {
         let _ = writeln!(io::stdout(), "{}", exiting_line(&outcome)).and_then(|()| io::stdout().flush());
@@ -39,7 +39,7 @@ pub fn run(config: ServeConfig, settings: &Settings) -> Result<(), CommandError>
     outcome.map(drop)
 }
 
-/// The line that says why a server ended that was ready.
+/// The line that says why the server ended. Only printed after the ready line.
 fn exiting_line(outcome: &Result<&'static str, CommandError>) -> Value {
     match outcome {
         Ok(signal) => json!({"event": "exiting", "reason": signal}),
@@ -48,15 +48,15 @@ fn exiting_line(outcome: &Result<&'static str, CommandError>) -> Value {
     }
 }
 
-/// Serves until a signal and returns its name. `is_ready` becomes true with the ready line.
+/// Serves until a signal and returns its name. Sets `is_ready` when it prints the ready line.
 async fn serve(config: ServeConfig, settings: Settings, is_ready: &mut bool) -> Result<&'static str, CommandError> {
     // `cpu` until the model is loaded. The GPU is opened after the port, since its kernels may have to be compiled.
     let metrics = Metrics::new(env!("CARGO_PKG_VERSION"), CPU);
-    // Parses as a header value: `cli::values::origin` has checked it.
+    // `cli::values::origin` has checked that it is a valid header value.
     let cors = config.cors.as_deref().and_then(|origin| origin.parse().ok());
     let watch = |kind| signal(kind).map_err(|source| failed("watching for signals", source));
     let hangup = watch(SignalKind::hangup())?;
-    // A closed terminal ends the server. A service reloads its configuration.
+    // SIGHUP: a server on a terminal ends, because the terminal was closed. A service reloads its configuration.
     let (hangup_stops, hangup_reloads) = if has_terminal() { (Some(hangup), None) } else { (None, Some(hangup)) };
     let mut stop = StopSignals {
         interrupt: watch(SignalKind::interrupt())?,
@@ -168,7 +168,8 @@ fn ready_line(model: &str, address: SocketAddr, plan: &Value) -> String {
     format!("{model} answers {plan}: http://{address}/v1, with a page at http://{address}/ (Ctrl-C ends it)")
 }
 
-/// The listening sockets from the service manager, if it passed any: a host name can have several addresses.
+/// The listening sockets from the service manager, if any. There can be several, because a host name can have several
+/// addresses.
 fn inherited_listeners() -> Result<Vec<TcpListener>, CommandError> {
     let inherited = service::inherited_listeners().and_then(|listeners| {
         let listen = |listener: std::net::TcpListener| {

@@ -14,9 +14,9 @@ use std::{
     path::{self, Path, PathBuf},
 };
 
-pub fn run(typed: cli::ServiceArgs) -> Result<(), CommandError> {
+pub fn run(args: cli::ServiceArgs) -> Result<(), CommandError> {
     let failed = |what: &str| CommandError::Usage(format!("cannot find {what}, which a service needs"));
-    let (action, install) = match typed.action {
+    let (action, install) = match args.action {
         cli::ServiceAction::Install(install) => (ServiceCommand::Install, install),
         cli::ServiceAction::Uninstall => (ServiceCommand::Uninstall, cli::InstallArgs::default()),
         cli::ServiceAction::Start => (ServiceCommand::Start, cli::InstallArgs::default()),
@@ -50,21 +50,23 @@ pub fn run(typed: cli::ServiceArgs) -> Result<(), CommandError> {
     service.act(manager, action).map_err(CommandError::Service)
 }
 
-/// This program's path as it was typed. The resolved path may name a version, such as Homebrew's `Cellar/moestro/1.0`, which
-/// is gone after an upgrade.
+/// This program's path as it was called. The resolved path may contain a version, such as Homebrew's
+/// `Cellar/moestro/1.0`, which an upgrade deletes.
 fn program() -> Option<PathBuf> {
     let resolved = env::current_exe().ok()?;
-    let typed = env::args_os().next().and_then(|typed| typed_path(&typed, env::var_os("PATH").as_deref(), &resolved));
-    Some(typed.unwrap_or(resolved))
+    let called =
+        env::args_os().next().and_then(|called| called_path(&called, env::var_os("PATH").as_deref(), &resolved));
+    Some(called.unwrap_or(resolved))
 }
 
-/// The absolute path of the command `typed`, found as a shell finds it. `None` if that is another file than `resolved`.
-fn typed_path(typed: &OsStr, search: Option<&OsStr>, resolved: &Path) -> Option<PathBuf> {
+/// The absolute path of the command `called`, found as a shell finds it. `None` if that is another file than
+/// `resolved`.
+fn called_path(called: &OsStr, search: Option<&OsStr>, resolved: &Path) -> Option<PathBuf> {
     let is_same = |path: &PathBuf| path.canonicalize().ok() == resolved.canonicalize().ok();
-    if Path::new(typed).components().count() > 1 {
-        return path::absolute(typed).ok().filter(is_same);
+    if Path::new(called).components().count() > 1 {
+        return path::absolute(called).ok().filter(is_same);
     }
-    env::split_paths(search?).map(|dir| dir.join(typed)).find(|path| path.is_file()).filter(is_same)
+    env::split_paths(search?).map(|dir| dir.join(called)).find(|path| path.is_file()).filter(is_same)
 }
 
 fn line(words: &[OsString]) -> String {
@@ -84,7 +86,7 @@ mod tests {
     use std::{fs, os::unix::fs::symlink};
 
     #[test]
-    fn program_path_is_the_typed_one() {
+    fn program_path_is_the_called_one() {
         let root = tempfile::tempdir().unwrap();
         let [bin, other] = ["bin", "other"].map(|name| root.path().join(name));
         let real = root.path().join("Cellar/moestro/1.0/moestro");
@@ -96,11 +98,11 @@ mod tests {
         let link = bin.join("moestro");
         symlink(&real, &link).unwrap();
         let search = env::join_paths([root.path().join("none"), bin.clone()]).unwrap();
-        assert_eq!(typed_path(link.as_os_str(), None, &real), Some(link.clone()));
-        assert_eq!(typed_path("moestro".as_ref(), Some(&search), &real), Some(link));
+        assert_eq!(called_path(link.as_os_str(), None, &real), Some(link.clone()));
+        assert_eq!(called_path("moestro".as_ref(), Some(&search), &real), Some(link));
         let search = env::join_paths([other, bin]).unwrap();
-        assert_eq!(typed_path("moestro".as_ref(), Some(&search), &real), None);
-        assert_eq!(typed_path("/no/such/moestro".as_ref(), Some(&search), &real), None);
+        assert_eq!(called_path("moestro".as_ref(), Some(&search), &real), None);
+        assert_eq!(called_path("/no/such/moestro".as_ref(), Some(&search), &real), None);
     }
 
     #[test]

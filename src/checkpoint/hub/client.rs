@@ -8,7 +8,7 @@ use ureq::{
     tls::{RootCerts, TlsConfig},
 };
 
-/// Attempts without progress before a request is given up.
+/// Maximum number of consecutive attempts without progress.
 pub const MAX_ATTEMPTS: u32 = 5;
 /// Maximum number of redirects per request.
 const MAX_REDIRECTS: u32 = 6;
@@ -190,7 +190,7 @@ fn header<'a>(headers: &'a HeaderMap, name: &str) -> Option<&'a str> {
 fn origin(url: &str) -> Option<&str> {
     let start = url.find("://")? + 3;
     let end = url[start..].find(['/', '?', '#']).map_or(url.len(), |end| start + end);
-    // A user name and password before the host would disguise the host.
+    // A user name and password before the host would make another host look like the endpoint.
     (matches!(&url[..start], "http://" | "https://") && end > start && !url[start..end].contains('@'))
         .then(|| &url[..end])
 }

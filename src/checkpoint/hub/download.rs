@@ -41,7 +41,7 @@ pub struct ModelDownload<'a> {
 #[derive(Serialize, Deserialize)]
 pub struct MissingRanges {
     pub size: u64,
-    /// The ETag of the bytes that have arrived. It detects a changed file where there is no checksum.
+    /// The ETag of the bytes that have arrived. It detects that a file without a checksum has changed.
     #[serde(rename = "tag")]
     pub etag: Option<String>,
     /// Start and end of each missing range, ascending. Adjacent ranges are merged.
@@ -54,7 +54,7 @@ pub enum BlobState {
     Complete,
     /// Another process is downloading it.
     Busy,
-    /// Partial. Other processes are kept out while `lock` is open.
+    /// Partial. Other processes wait as long as `lock` is open.
     Partial { part: File, lock: File, progress: MissingRanges },
 }
 

@@ -62,7 +62,7 @@ impl RepoFile {
         large.or(self.blob.as_deref())
     }
 
-    /// Fails if a file that is not weights is larger than any sensible one. A mirror could fill the disk with it.
+    /// Fails if a file other than weights is unreasonably large. A malicious mirror could fill the disk with it.
     pub fn check_size(&self, size: u64) -> Result<(), String> {
         let max = if self.name == INDEX { MAX_INDEX_BYTES } else { MAX_SMALL_BYTES };
         if SMALL_FILES.contains(&self.name.as_str()) && size > max {
@@ -138,7 +138,7 @@ impl RepoListing {
     }
 }
 
-/// True for a safetensors file at the top of the repository whose name means the same in a URL and in a path.
+/// True for a safetensors file in the root of the repository whose name needs no escaping in a URL or a path.
 fn is_weights(name: &str) -> bool {
     let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
     name.ends_with(".safetensors") && !name.starts_with('.') && name.bytes().all(is_plain)

@@ -56,7 +56,7 @@ fn noise(seed: u8, len: usize) -> Vec<u8> {
     (0..len).map(|i| (i as u8).wrapping_mul(31).wrapping_add((i >> 8) as u8).wrapping_add(seed)).collect()
 }
 
-/// A model of two shards, and files that are not needed.
+/// A model with two shards, and files that a model does not need.
 fn model() -> Vec<(&'static str, Vec<u8>)> {
     let index = r#"{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}"#;
     vec![
@@ -91,7 +91,7 @@ fn second_pull_requests_only_the_listing() {
     assert!(steps.windows(2).all(|pair| pair[0].0 <= pair[1].0));
     assert_eq!(steps.last().unwrap().0, total as u64);
     assert_eq!(client.local("org/name").as_deref(), Some(&*dir));
-    // A second pull requests nothing but the listing.
+    // A second pull only requests the listing.
     let before = hub.state.lock().unwrap().requests;
     client.pull("org/name", &|_, _| ()).unwrap();
     assert_eq!(hub.state.lock().unwrap().requests, before + 1);
@@ -136,7 +136,7 @@ fn blobs_of_other_revisions_are_reused() {
     let client = hub_of(&hub, home.path());
     let dir = client.pull("org/name", &|_, _| ()).unwrap();
     fs::rename(&dir, dir.with_file_name("0ld")).unwrap();
-    // Complete, but the process was killed before the rename.
+    // State after the process was killed between the last byte and the rename.
     let blob = home.path().join("hub/models--org--name/blobs").join(hash(&noise(1, 300_000)));
     fs::rename(&blob, blob.with_extension("part")).unwrap();
     hub.change(|state| state.requested.clear());
@@ -158,7 +158,7 @@ fn listing_without_sizes_is_enough() {
 
 #[test]
 fn wrong_ranges_and_longer_files_fail() {
-    // Ranges that begin redirect_to, and files that are longer than the listing says.
+    // The hub sends a range from another offset, or a file that is longer than in the listing.
     for change in [|state: &mut HubState| state.shifts_ranges = true, |state: &mut HubState| state.grows_files = true] {
         let (hub, home) = (TestHub::new(&model()), tempfile::tempdir().unwrap());
         hub.change(change);
@@ -228,7 +228,7 @@ fn pieces_are_transferred_in_parallel() {
     assert_eq!(starts, (0..15).map(|n| n * 20_000).collect::<Vec<_>>(), "each piece once");
     let max = hub.state.lock().unwrap().max_sending;
     assert!(max >= 6, "{max} at a time");
-    // One connection would take five seconds.
+    // A single connection would take five seconds.
     assert!(seconds < 4.0, "{seconds} s");
     let steps = steps.into_inner().unwrap();
     assert!(steps.windows(2).all(|pair| pair[0].0 <= pair[1].0 && pair[0].1 == pair[1].1));
@@ -281,7 +281,8 @@ fn hub_without_ranges_sends_whole_files() {
 
 #[test]
 fn pieces_of_two_versions_never_mix() {
-    // With a checksum the mixture is found at the end. Without one the ETag shows it, and the file restarts.
+    // A file that changes during the download is a mixture of two versions. With a checksum, this is found at the end.
+    // Without one, the ETag shows it, and the download of the file restarts.
     for hides_sizes in [false, true] {
         let (hub, home) = (TestHub::new(&model()), tempfile::tempdir().unwrap());
         let later = noise(77, 300_000);

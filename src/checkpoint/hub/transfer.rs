@@ -1,14 +1,14 @@
-//! Parallel transfer: several files at once, and several pieces of a large file, because one connection to a hub is slow.
+//! Parallel transfer: several files, and several pieces of a large file, because one connection to a hub is slow.
 //!
 //! ```text
 //!             the hub ignores ranges: one connection transfers the whole file
 //!           +----------------------------------------------------------------> WholeFile --+
 //! Waiting --+                                                                              +--> verified, linked: Done
-//!   |       +--> FirstPiece: one request, to test ranges --> Pieces: several at once ------+
+//!   |       +--> FirstPiece: one request, to test ranges --> Pieces: several in parallel --+
 //!   +--> Busy: another process downloads it; retried later
 //! ```
-//! Worker threads take pieces from a shared state. Its lock is held to take a piece and to write received bytes, not
-//! across network reads.
+//! Worker threads take pieces from a shared state. They hold its lock to take a piece and to write received bytes, but
+//! not while they read from the network.
 
 use super::{
     client::{MAX_ATTEMPTS, RequestError},
@@ -54,7 +54,7 @@ pub fn download_files(
     std::thread::scope(|scope| {
         for number in 1..workers {
             let thread = std::thread::Builder::new().name(format!("pull-{number}"));
-            // This thread works too, so a thread that cannot be started is no error.
+            // This thread works too, so it does not matter if another thread cannot be started.
             let _ = thread.spawn_scoped(scope, || transfer.work());
         }
         transfer.work();
@@ -83,7 +83,7 @@ struct FileDownload<'a> {
     size: u64,
     stage: FileStage,
     etag: Option<String>,
-    /// Missing ranges that no worker transfers.
+    /// Missing ranges that no worker has taken.
     free: Vec<Range<u64>>,
     /// Piece ids with the part of their range that has not arrived.
     in_flight: Vec<(u64, Range<u64>)>,
@@ -105,7 +105,7 @@ struct FilePiece {
 /// The state that all workers share.
 struct DownloadState<'a> {
     files: Vec<FileDownload<'a>>,
-    /// Number of pieces handed out: the last id.
+    /// Number of pieces that workers have taken. Also the id of the last one.
     pieces: u64,
     on_disk: u64,
     error: Option<StoreError>,
@@ -121,7 +121,7 @@ struct Transfer<'a> {
 
 /// Why a piece was not transferred.
 enum PieceError {
-    /// The file restarted, or another piece failed permanently.
+    /// The download of the file has restarted, or another piece failed permanently.
     Cancelled,
     Request(RequestError),
     Disk(io::Error),

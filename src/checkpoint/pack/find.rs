@@ -20,7 +20,7 @@ use std::{
 #[derive(Debug)]
 pub struct Pack {
     pub dir: PathBuf,
-    /// The experts' pieces in `files`.
+    /// The locations of the experts' pieces in `files`.
     pub map: ExpertMap,
     pub files: Vec<PathBuf>,
     /// The records' checksums, and the checkpoint that damaged records are rebuilt from.
@@ -82,8 +82,8 @@ fn with_fingerprint(cache: &Path, fingerprint: &str) -> Vec<PathBuf> {
     found
 }
 
-/// Opens a pack that must hold exactly the experts of `map` in `files`. If the files are not known to match, all their experts
-/// are hashed.
+/// Opens a pack that must hold exactly the experts of `map` in `files`. Hashes all experts of the files, unless the
+/// files are known to match.
 pub fn open(dir: &Path, map: &ExpertMap, files: &[PathBuf]) -> Result<Pack, StoreError> {
     let (manifest, text) = PackManifest::read(dir)?;
     manifest.check(dir, &fingerprint(files)?, map)?;
@@ -130,7 +130,7 @@ fn compare(
     Ok(())
 }
 
-/// The file that lists the manifests that the files of an identity were compared with.
+/// The file that lists the hashes of manifests that the files with this identity match.
 fn comparisons_file(identity: &str) -> Option<PathBuf> {
     Some(packs_dir()?.join("compared").join(identity))
 }

@@ -28,7 +28,7 @@ pub struct PackManifest {
     pub version: u32,
     /// The checkpoint's fingerprint.
     pub source: String,
-    /// The identity of the packed files; empty if their last change was too recent.
+    /// The identity of the packed files. Empty if they changed so recently that another change could be missed.
     #[serde(default)]
     pub identity: String,
     pub layers: Vec<LayerManifest>,
@@ -103,7 +103,7 @@ impl PackManifest {
         Ok(())
     }
 
-    /// The experts' pieces in the layers' files.
+    /// The locations of the experts' pieces in the layers' files.
     pub fn map(&self) -> ExpertMap {
         let record = |file: usize, expert: u64, layer: &LayerManifest| {
             layer.pieces.map(|(at, len)| Piece { file: file as u32, offset: expert * layer.stride + at, len })
@@ -114,7 +114,7 @@ impl PackManifest {
         ExpertMap { layers: self.layers.iter().enumerate().map(experts).collect() }
     }
 
-    /// The records' checksums, with the experts' pieces in the checkpoint.
+    /// The records' checksums, and the locations of the experts' pieces in the checkpoint.
     pub fn records(&self, map: &ExpertMap) -> Vec<LayerRecords> {
         let layers = self.layers.iter().zip(&map.layers);
         let records = |(layer, experts): (&LayerManifest, &LayerExperts)| {
@@ -125,7 +125,7 @@ impl PackManifest {
 }
 
 impl LayerManifest {
-    /// The path of the layer's file in `dir`; `None` for a name that leads elsewhere.
+    /// The path of the layer's file in `dir`. `None` if the name leads out of the directory.
     pub fn path(&self, dir: &Path) -> Option<PathBuf> {
         let mut parts = Path::new(&self.file).components();
         let is_plain = matches!((parts.next(), parts.next()), (Some(Component::Normal(_)), None));

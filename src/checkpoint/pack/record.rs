@@ -1,4 +1,4 @@
-//! Records: one expert gathered from the checkpoint, read from the pack, and its checksums.
+//! Records of single experts: gathering one from the checkpoint, reading one from the pack, and checksums.
 
 use super::manifest::LayerManifest;
 use crate::{
@@ -82,8 +82,8 @@ fn fill(into: &mut [u8], mut read: impl FnMut(&mut [u8], u64) -> Result<usize, S
     Ok(())
 }
 
-/// Runs `work(expert, buffers)` for every expert of a layer on a few threads. Each thread has two page-aligned buffers of
-/// one record. Returns the results in order. The first error stops the run.
+/// Runs `work(expert, buffers)` for every expert of a layer on [`THREADS`] threads. Each thread has two page-aligned
+/// buffers of one record. Returns the results in order. The first error stops the run.
 pub fn for_each_expert<T, W>(experts: usize, record: usize, work: W) -> Result<Vec<T>, StoreError>
 where
     T: Send,

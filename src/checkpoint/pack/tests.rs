@@ -105,7 +105,7 @@ fn pack_of_slightly_changed_copy_is_rejected() {
     let checkpoint = TestCheckpoint::new();
     checkpoint.write().unwrap();
     let print = fingerprint(&checkpoint.files).unwrap();
-    // A byte of an expert, between two samples.
+    // A byte of an expert that no sample contains.
     let changed = checkpoint.map.layers[1][3][3];
     let file = fs::File::options().read(true).write(true).open(&checkpoint.files[changed.file as usize]).unwrap();
     let mut byte = [0];
@@ -181,7 +181,7 @@ fn failed_packing_leaves_nothing() {
     assert!(text.contains("1.safetensors") && text.contains("ends inside an expert"), "{text}");
     let names: Vec<_> = fs::read_dir(checkpoint.root.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
     assert_eq!(names, ["model"]);
-    // A directory with other contents is not touched.
+    // A directory that is not a pack is not changed.
     fs::create_dir(checkpoint.pack_dir()).unwrap();
     fs::write(checkpoint.pack_dir().join("mine"), "x").unwrap();
     let text = checkpoint.write().unwrap_err().to_string();

@@ -13,11 +13,11 @@ use crate::{
 };
 use std::path::{Path, PathBuf};
 
-/// Compares every record of the pack in `dir` with the checkpoint's `files` and both checksums. `progress` gets the bytes
-/// compared since its last call; their sum is the size of the pack. Returns the number of experts.
+/// Compares every record of the pack in `dir` with the checkpoint's `files` and with both of its checksums. `progress`
+/// gets the bytes compared since its last call. Their sum is the size of the pack. Returns the number of experts.
 ///
 /// # Errors
-/// The file system's; the first expert that differs, with its layer and offset.
+/// An error of the file system. The first expert that differs, with its layer and offset.
 pub fn verify(
     dir: &Path,
     map: &ExpertMap,

@@ -27,13 +27,13 @@ pub struct PackSummary {
     pub written: bool,
 }
 
-/// Packs the experts `map` of the checkpoint files `files` into the directory `out`. The directory appears only after every
-/// record was read back from the disk and verified; a failure leaves nothing. `progress` gets the bytes written or verified
-/// since its last call; their sum is twice the size of the pack.
+/// Packs the experts `map` of the checkpoint files `files` into the directory `out`. The directory appears only after
+/// every record was read back from the disk and verified. A failure leaves nothing behind. `progress` gets the bytes
+/// written or verified since its last call. Their sum is twice the size of the pack.
 ///
 /// # Errors
-/// The file system's, with the file; `out` holds something else; a record that does not read back; the checkpoint was
-/// modified meanwhile.
+/// An error of the file system, with the file. `out` holds something else. A record that was read back differs. The
+/// checkpoint was modified meanwhile.
 pub fn write(
     map: &ExpertMap,
     files: &[PathBuf],
