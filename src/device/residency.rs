@@ -74,28 +74,32 @@ impl Drop for Heartbeat {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::sync::mpsc;
+
+    /// A wait that only turns a hang into a failure.
+    const LIMIT: Duration = Duration::from_secs(60);
+
+    fn wait_until_sleeping(heartbeat: &Heartbeat) {
+        let begin = Instant::now();
+        while !heartbeat.state.0.lock().is_sleeping {
+            assert!(begin.elapsed() < LIMIT, "the thread never sleeps");
+            std::thread::yield_now();
+        }
+    }
 
     #[test]
     fn heartbeat_continues_after_last_use() {
-        let beats = Arc::new(AtomicUsize::new(0));
-        let (count, keep) = (beats.clone(), Duration::from_millis(300));
-        let beat = move || {
-            count.fetch_add(1, Ordering::Relaxed);
-        };
-        let heartbeat = Heartbeat::new(Duration::from_millis(5), keep, beat).unwrap();
-        let wait = |millis| std::thread::sleep(Duration::from_millis(millis));
-        wait(30);
-        assert_eq!(beats.load(Ordering::Relaxed), 0, "nothing was used yet");
-        heartbeat.mark_used();
-        wait(150);
-        assert!(beats.load(Ordering::Relaxed) >= 3, "idle, but soon after the last use");
-        wait(400);
-        let ended = beats.load(Ordering::Relaxed);
-        wait(100);
-        assert_eq!(beats.load(Ordering::Relaxed), ended, "long after the last use");
-        heartbeat.mark_used();
-        wait(50);
-        assert!(beats.load(Ordering::Relaxed) > ended);
+        let (beat, beats) = mpsc::channel();
+        let beat = move || beat.send(()).unwrap_or(());
+        let heartbeat = Heartbeat::new(Duration::from_millis(1), Duration::from_secs(1), beat).unwrap();
+        wait_until_sleeping(&heartbeat);
+        assert!(beats.try_recv().is_err(), "nothing was used yet");
+        for _ in 0..2 {
+            heartbeat.mark_used();
+            beats.recv_timeout(LIMIT).expect("a beat at the use");
+            beats.recv_timeout(LIMIT).expect("a beat while idle");
+            wait_until_sleeping(&heartbeat);
+            while beats.try_recv().is_ok() {}
+        }
     }
 }
