@@ -55,8 +55,8 @@ pub fn unpack() -> Result<PathBuf, StoreError> {
     Err(StoreError::Other(format!("cannot write the demo model anywhere: {}", refused.join("; "))))
 }
 
-/// Unpacks into a directory named after the contents, so that two versions of the program use different directories. Files
-/// are replaced atomically and only if damaged, so any number of processes may run this at once.
+/// Unpacks into a directory named after the contents, so that two versions of the program use different directories.
+/// Files are replaced atomically and only if damaged, so several processes may run this at the same time.
 fn unpack_into(cache: &Path) -> Result<PathBuf, StoreError> {
     let version = hex::encode(Sha256::digest(SUMS));
     let dir = cache.join(&version[..16]).join(NAME);

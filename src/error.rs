@@ -4,14 +4,14 @@ use std::{io, path::PathBuf};
 
 /// What Metal's error says if macOS ended GPU work because it delayed the screen.
 pub const GPU_INTERACTIVITY: &str = "Impacting Interactivity";
-/// What a user can do about it.
+/// What a user can do about that error.
 pub const GPU_INTERACTIVITY_REMEDY: &str =
     "start Moestro with AGX_RELAX_CDM_CTXSTORE_TIMEOUT=1, use a smaller --prefill-chunk, or let the display sleep";
 
 /// Errors of templates and tokenizers.
 #[derive(Debug, thiserror::Error)]
 pub enum ChatError {
-    /// The template called `raise_exception`. The text is the template's own.
+    /// The template called `raise_exception` with this text.
     #[error("{0}")]
     Refused(String),
     #[error("the chat template failed: {0}")]
@@ -19,7 +19,7 @@ pub enum ChatError {
     /// The template is valid but cannot be rendered with this conversation.
     #[error("the chat template fails on this conversation: {0}")]
     Conversation(String),
-    /// A variable that would replace a function or variable of templates.
+    /// A field of `chat_template_kwargs` with the name of a built-in function or variable of templates.
     #[error("chat_template_kwargs may not set `{0}`")]
     Reserved(String),
     #[error("tokenizer: {0}")]
@@ -114,7 +114,7 @@ pub enum EngineError {
     Stopped,
 }
 
-/// The error that ended a command. Printed as one line.
+/// The error that ended a command. Printed in one line.
 #[derive(Debug, thiserror::Error)]
 pub enum CommandError {
     /// The command line is invalid.
@@ -122,7 +122,7 @@ pub enum CommandError {
     Usage(String),
     #[error("no such directory: {}", .0.display())]
     NoSuchDirectory(PathBuf),
-    /// The service manager failed, or a file for it.
+    /// The service manager failed, or one of the service's files could not be written.
     #[error("{0}")]
     Service(String),
     /// `doctor` found wrong results, listed by name.

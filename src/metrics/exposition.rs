@@ -17,8 +17,8 @@ pub(super) fn prometheus(registry: &Registry) -> String {
     String::from_utf8_lossy(&out).into_owned()
 }
 
-/// Converts the Prometheus format: a counter's family is named without the `_total` of its samples, and the text ends
-/// with an EOF line.
+/// Converts the Prometheus format to OpenMetrics: the name of a counter's family loses the suffix `_total`, which only
+/// its samples keep, and the text ends with an EOF line.
 pub(super) fn openmetrics(text: &str) -> String {
     let counters: Vec<&str> = text
         .lines()

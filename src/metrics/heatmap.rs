@@ -20,7 +20,7 @@ impl ExpertHeatmap {
         Self { experts_per_layer, cells }
     }
 
-    /// Marks these experts (`layer * experts_per_layer + expert`) as resident, and no others.
+    /// Marks only these experts (`layer * experts_per_layer + expert`) as resident.
     pub fn set_resident(&self, experts: impl Iterator<Item = usize>) {
         for cell in &self.cells {
             cell.fetch_and(!RESIDENT, Relaxed);
@@ -33,14 +33,14 @@ impl ExpertHeatmap {
     /// Counts a selection of expert `key`.
     pub fn count(&self, key: usize) {
         let Some(cell) = self.cells.get(key) else { return };
-        // Only one thread writes, so the load and the addition need not be one operation.
+        // Only one thread writes, so load and store need not be one atomic operation.
         if cell.load(Relaxed) & !RESIDENT < RESIDENT - 1 {
             cell.fetch_add(1, Relaxed);
         }
     }
 
-    /// One string per layer, one character per expert: `.` without a slot, else the logarithm to base 2 of its count
-    /// plus one, from 0 to 9.
+    /// One string per layer, with one character per expert. It is `.` if the expert has no slot. Otherwise it is the
+    /// logarithm to base 2 of the count plus one, from 0 to 9.
     pub fn layers(&self) -> Vec<String> {
         let character = |cell: &AtomicU32| {
             let cell = cell.load(Relaxed);

@@ -1,9 +1,9 @@
 //! Metrics: one table declares every family. `docs/metrics.md` is generated from it.
 //!
-//! Rooms hold an `Arc<Metrics>` and count where the event happens; `GET /metrics` renders it. Labelled families are
-//! resolved to their children at start, so that counting on a hot path is one atomic addition. Units are base units
-//! (seconds, bytes). `process_*` are the standard metrics of Prometheus's own libraries. A value that the system does not report
-//! is left out.
+//! Modules hold an `Arc<Metrics>` and count where the event happens. `GET /metrics` renders all metrics. Labelled
+//! families are resolved to their children at start, so that counting on a hot path is one atomic addition. Units are
+//! base units (seconds, bytes). `process_*` are the standard metrics of Prometheus's own libraries. A value that the
+//! system does not report is omitted.
 
 mod exposition;
 mod families;
@@ -17,7 +17,8 @@ use parking_lot::Mutex;
 use prometheus::{Counter, Histogram, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Registry};
 use std::sync::Arc;
 
-/// Type of a field: the whole family if it is written as `family`, else the child with these label values.
+/// Type of a field: the whole family if the table writes `family` after the field, else the child with the listed label
+/// values.
 macro_rules! field_type {
     (counter family) => {
         IntCounterVec
@@ -49,7 +50,7 @@ macro_rules! field_value {
     }};
 }
 
-/// `kind "name" [labels] (buckets) "help" => field [label values], ...;`
+/// Declares the metrics: `kind "name" [labels] (buckets) "help" => field [label values], ...;`
 macro_rules! metrics {
     ($($kind:ident $name:literal $labels:tt $(($buckets:ident))? $help:literal => $($field:ident $values:tt),+;)+) => {
         /// All metrics. A field is named after its metric and the values of its labels.

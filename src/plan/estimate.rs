@@ -1,20 +1,22 @@
 //! Estimates decoding speed from bandwidths measured on this machine.
 //!
-//! One token reads the trunk (of the embedding only its own row), reads and writes the delta-net states, and reads k experts
-//! in each layer. Missing experts come from the disk or the page cache first. The head is one large matrix and is read at
-//! memory bandwidth. The many small matrices of the layers are read at the rate of the expert kernels, measured here: on 16
-//! cores about half of memory bandwidth. Within a layer, hits are computed while misses are read, and each miss is computed
-//! when it arrives, so a layer takes
+//! One token reads the trunk (only one row of the embedding), reads and writes the delta-net states, and reads k
+//! experts in each layer. Missing experts first come from the disk or the page cache. The head is one large matrix and
+//! is read at memory bandwidth. The many small matrices of the layers are read at the rate of the expert kernels, which
+//! is measured here: on 16 cores about half of memory bandwidth. Within a layer, hits are computed while misses are
+//! read, and each miss is computed when it arrives, so a layer takes
 //!
 //! ```text
-//! max(k * expert / compute, wait + expert / compute) + overhead     wait = max(latency, m * expert / disk) + c * expert / cache
+//! max(k * expert / compute, wait + expert / compute) + overhead     wait = max(latency, m * expert / disk) + c *
+//! expert / cache
 //! ```
 //!
-//! for m misses read from the disk and c misses found in the page cache: either computation hides the reads, or the last
-//! expert arrives and is computed after that. Without misses there is no wait, and without disk reads no latency. Misses are
-//! assumed independent, so m is binomial; for c the mean is used. A token also has costs outside the layers: the last wait,
-//! copying the logits, sampling. The estimate ignores read-ahead across layers, which makes decoding faster. It assumes a
-//! short context and that reads use no CPU time, which makes decoding slower than estimated.
+//! for m misses read from the disk and c misses found in the page cache. The first case is that computation hides the
+//! reads. The second is that the last expert arrives and is then computed. Without misses there is no wait, and without
+//! disk reads there is no latency. Misses are assumed to be independent, so m is binomial. For c, the mean is used. A
+//! token also has costs outside the layers: the last wait, copying the logits, sampling. The estimate ignores
+//! prefetching across layers, so it is too low with prefetching. It assumes a short context and reads that use no CPU
+//! time, so it is too high otherwise.
 
 use super::{ModelFootprint, Plan};
 use serde::Serialize;
@@ -37,12 +39,12 @@ pub struct Bandwidth {
     pub cache: f64,
 }
 
-/// Where experts are found: shares from 0 to 1.
+/// Where experts are found, as fractions from 0 to 1.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct HitRates {
-    /// Share found in slots: the hit rate.
+    /// Fraction found in slots: the hit rate.
     pub slots: f64,
-    /// Share of the misses that the page cache holds, if reads go through it.
+    /// Fraction of the misses that the page cache holds, if reads go through it.
     pub cache: f64,
 }
 
@@ -76,14 +78,14 @@ pub struct Overhead {
     pub token: f64,
 }
 
-/// Decoding speed of `shape` if its experts are `found` in these shares.
+/// Decoding speed of `shape` with the hit rates `found`.
 pub fn estimate(shape: &ModelFootprint, bandwidth: &Bandwidth, found: HitRates, overhead: Overhead) -> Estimate {
     let miss = 1.0 - found.slots.clamp(0.0, 1.0);
     let (cached, read) = (miss * found.cache.clamp(0.0, 1.0), miss * (1.0 - found.cache.clamp(0.0, 1.0)));
     let (k, layers) = (shape.experts_per_token, shape.layers as f64);
     let expert = shape.expert as f64;
     let compute = expert / bandwidth.compute;
-    // Probability that an expert which does not come from the disk comes from the page cache.
+    // Probability that an expert is read from the page cache, given that it is not read from the disk.
     let from_cache = if read < 1.0 { cached / (1.0 - read) } else { 0.0 };
     let layer: f64 = (0..=k)
         .map(|reads| {
@@ -141,7 +143,7 @@ mod tests {
         assert_eq!(warm.disk_bytes_per_token, 0.0);
         let waiting = estimate(&shape, &bandwidth, HitRates::ALL, Overhead { layer: 1e-3, token: 2e-3 });
         assert!((1.0 / waiting.tokens_per_second - 1.0 / warm.tokens_per_second - 0.042).abs() < 1e-9);
-        // Only misses: the disk, plus the trunk and one expert per layer, which reads cannot hide.
+        // No hits: the time of the disk, plus the trunk and one expert per layer, which reads cannot hide.
         let cold = estimate(&shape, &bandwidth, HitRates { slots: 0.0, cache: 0.0 }, Overhead::default());
         let seconds = routed / 5e9 + (read + 40.0 * shape.expert as f64) / 100e9 + state;
         assert!((cold.tokens_per_second - 1.0 / seconds).abs() < 1e-6);

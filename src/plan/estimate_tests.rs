@@ -1,10 +1,10 @@
-//! Compares the estimate with measurements: rows of `benches/results/simulator.csv`, measured by `moestro bench` on an H200
-//! and on 16 cores of its host. Constants are fitted to the first rows; the others are held out.
+//! Compares the estimate with measurements: rows of `benches/results/simulator.csv`, measured by `moestro bench` on an
+//! H200 and on 16 cores of its host. Constants are fitted to the first rows. The other rows only check the estimate.
 
 use super::{Bandwidth, HitRates, Overhead, estimate};
 use crate::plan::{DraftFootprint, ModelFootprint};
 
-/// Maximum relative error of a held-out row.
+/// Maximum relative error of a row that was not fitted.
 const MAX_ERROR: f64 = 0.2;
 
 /// `synth --like 35b --layers n`.
@@ -62,8 +62,8 @@ fn check(
 
 #[test]
 fn estimate_matches_16_cpu_cores() {
-    // Layers at 86 GB/s, fitted to the models with 4 and 8 layers. The head is read at memory bandwidth. The disk is as
-    // `moestro info` measured it.
+    // The rate of layers, 86 GB/s, was fitted to the models with 4 and 8 layers. The head is read at memory bandwidth.
+    // The disk figures are those that `moestro info` measured.
     let bandwidth = Bandwidth { memory: 149e9, compute: 86e9, disk: 1.69e9, latency: 1.37e-3, cache: f64::INFINITY };
     let resident = [
         (like_35b(4), 294.2),
@@ -86,8 +86,8 @@ fn estimate_matches_16_cpu_cores() {
 
 #[test]
 fn estimate_matches_h200() {
-    // All weights at the rate of the kernel of the head. The models with 4 and 8 layers give the overhead per layer and per
-    // token.
+    // All weights are read at the rate of the head's kernel. The overhead per layer and per token was fitted to the
+    // models with 4 and 8 layers.
     let bandwidth = Bandwidth { memory: 2.03e12, compute: 2.03e12, disk: 1.69e9, latency: 1.37e-3, cache: 11.1e9 };
     let overhead = Overhead { layer: 28.5e-6, token: 0.182e-3 };
     let resident = [
@@ -99,8 +99,8 @@ fn estimate_matches_h200() {
     ];
     let resident = resident.map(|(shape, measured)| (shape, 1.0, 0.0, measured));
     check("resident", bandwidth, overhead, 2, &resident);
-    // The wait for the router's choice was fitted to runs past the page cache. The rate of the page cache was fitted to the
-    // first row.
+    // The wait for the router's choice was fitted to runs whose reads bypass the page cache. The rate of the page cache
+    // was fitted to the first row.
     let overhead = Overhead { layer: overhead.layer + 0.11e-3, ..overhead };
     let streamed = [
         (like_35b(8), 0.799, 0.881, 186.6),

@@ -1,22 +1,26 @@
 //! Simulates a model on machines that we do not have, from public figures. Nothing here was measured by us.
 //!
-//! Each unknown has a cautious and a hopeful value, so the result is a range. The sources:
+//! Each unknown has a pessimistic and an optimistic value, so the result is a range. The sources:
 //!
 //! - Memory bandwidth is the manufacturer's figure. Engines reach 60 to 80 % of it in decode.
-//! - Reads of one expert's size past the page cache, in GB/s, are what other projects that stream experts measured (ds4,
-//!   flash-moe, streamlx, slotstream). No figures are published for the M4 Max. Those of the M4 Pro are used.
-//! - Launches and barriers of a layer: 9 launches of at least 2 us each (qwisp #143). Resident engines of this model family
-//!   take 115 to 215 us per layer more than their bytes (35B: M1 Max 85 to 91 tok/s, M3 Ultra 92, M5 Max 133).
+//! - Reads of one expert's size that bypass the page cache, in GB/s: measured by other projects that stream experts
+//! (ds4,
+//!   flash-moe, streamlx, slotstream). No figures are published for the M4 Max, so those of the M4 Pro are used.
+//! - Launches and barriers of a layer: 9 launches of at least 2 us each (qwisp #143). In resident engines of this model
+//! family,
+//!   a layer takes 115 to 215 us longer than reading its bytes (35B: M1 Max 85 to 91 tok/s, M3 Ultra 92, M5 Max 133).
 //! - A wait for the router's choice, once per layer while streaming: from 20 us for the end of a command buffer (mlx #4521)
 //!   to 0.3 ms for a copy through a framework (mlx-lm #1438).
-//! - Hit rates by the share of experts in memory are the range that anemll-mlx, turboquant, colibri and streamlx report for
-//!   caches of real Qwen3.5 routing.
+//! - Hit rates for a fraction of experts in memory: the range that anemll-mlx, turboquant, colibri and streamlx report
+//! for
+//!   caches with the routing of real Qwen3.5 models.
 //!
-//! Resident figures of other engines lie within the range; a test checks two. Streamed figures lie at its cautious end or
-//! below: streamlx reports 15.9 tok/s for the 35B in 16 GiB of an M4 Air, where this simulation says 18 to 33.
+//! Figures of other engines for resident models lie within the range. A test checks two of them. Their figures for
+//! streamed models lie at its pessimistic end or below: streamlx reports 15.9 tok/s for the 35B in 16 GiB of an M4 Air,
+//! where this simulation gives 18 to 33.
 //!
-//! The same formula, fitted to two resident models and a streamed one on an H200 and on 16 CPU cores, was off by up to 10 %
-//! for other models (`estimate_tests.rs`). For Macs nothing could be fitted, so read the ranges with care.
+//! The same formula, fitted to two resident models and a streamed one on an H200 and on 16 CPU cores, was wrong by up
+//! to 10 % for other models (`estimate_tests.rs`). For Macs nothing could be fitted, so the ranges are less certain.
 
 use super::{
     Bandwidth, Estimate, HitRates, MachineLimits, ModelFootprint, Overhead, Plan, PlanOptions, Strategy, estimate,
@@ -27,18 +31,18 @@ use serde::Serialize;
 const GIB: u64 = 1 << 30;
 /// Memory of the process itself: code, the tokenizer of 248k entries, threads.
 const PROCESS: u64 = 256 << 20;
-/// The GPU's recommended working set as a share of all memory: 11.84 of 16 GB and 17.76 of 24 GB, as reported for macOS by
-/// llmfit and sglang.
+/// The GPU's recommended working set as a fraction of all memory: 11.84 of 16 GB and 17.76 of 24 GB, as llmfit and
+/// sglang report it for macOS.
 const WORKING_SET: f64 = 0.74;
-/// Share of the memory bandwidth that decoding reaches.
+/// Fraction of the memory bandwidth that decoding reaches: pessimistic, optimistic.
 const EFFICIENCY: [f64; 2] = [0.6, 0.8];
-/// Seconds per layer that do not depend on its bytes.
+/// Seconds per layer that do not depend on its bytes: pessimistic, optimistic.
 const LAUNCHES: [f64; 2] = [215e-6, 40e-6];
-/// Seconds per layer to wait for the router's choice.
+/// Seconds per layer to wait for the router's choice: pessimistic, optimistic.
 const WAIT: [f64; 2] = [250e-6, 40e-6];
 /// Seconds to read one expert.
 const LATENCY: f64 = 0.4e-3;
-/// Share of all experts in memory, and the hit rates reported for it.
+/// Fraction of all experts in memory, and the pessimistic and optimistic hit rates for it.
 const HITS: [(f64, [f64; 2]); 6] = [
     (0.0, [0.0, 0.0]),
     (0.25, [0.65, 0.81]),
@@ -57,7 +61,7 @@ pub struct Machine {
     pub memory: u64,
     /// Memory bandwidth in bytes per second.
     pub bandwidth: f64,
-    /// Bytes per second of reads of one expert's size: cautious, hopeful.
+    /// Bytes per second of reads of one expert's size: pessimistic, optimistic.
     pub disk: [f64; 2],
 }
 
@@ -66,7 +70,7 @@ const fn machine(name: &'static str, gigabytes: u64, bandwidth: f64, disk: [f64;
 }
 
 impl Machine {
-    /// Rates of the cautious (0) or hopeful (1) case. Experts are read past the page cache.
+    /// Rates of the pessimistic (0) or optimistic (1) case. Expert reads bypass the page cache.
     fn reached(&self, case: usize) -> Bandwidth {
         let memory = self.bandwidth * EFFICIENCY[case];
         Bandwidth { memory, compute: memory, disk: self.disk[case], latency: LATENCY, cache: f64::INFINITY }
@@ -90,9 +94,9 @@ pub const MACHINES: [Machine; 8] = [
 pub struct Simulation {
     pub machine: Machine,
     pub plan: Plan,
-    /// Decoding speed: cautious, hopeful.
+    /// Decoding speed: pessimistic, optimistic.
     pub decode: [Estimate; 2],
-    /// Share of the time in which computation waits for an expert.
+    /// Fraction of the time in which computation waits for an expert.
     pub stall_share: [f64; 2],
 }
 
@@ -108,7 +112,7 @@ pub fn simulate(shape: &ModelFootprint, machine: Machine, options: &PlanOptions)
     let each = [0, 1].map(|case| {
         let bandwidth = machine.reached(case);
         let wait = if plan.strategy == Strategy::Resident { 0.0 } else { WAIT[case] };
-        // Costs of a token outside its layers are part of LAUNCHES, which was derived from whole tokens.
+        // LAUNCHES was derived from whole tokens, so it includes their costs outside the layers.
         let overhead = Overhead { layer: LAUNCHES[case] + wait, token: 0.0 };
         [hits[case], 1.0].map(|slots| estimate(shape, &bandwidth, HitRates { slots, cache: 0.0 }, overhead))
     });
@@ -120,8 +124,8 @@ pub fn simulate(shape: &ModelFootprint, machine: Machine, options: &PlanOptions)
     })
 }
 
-/// Expected hit rates, cautious and hopeful, for this share of experts in memory. Interpolated linearly between the points of
-/// [`HITS`].
+/// Pessimistic and optimistic hit rates for this fraction of experts in memory. Interpolated linearly between the
+/// points of [`HITS`].
 pub fn hit_rates(residency: f64) -> [f64; 2] {
     let above = HITS.iter().position(|(part, _)| *part >= residency).unwrap_or(HITS.len() - 1).max(1);
     let ((from, low), (to, high)) = (HITS[above - 1], HITS[above]);

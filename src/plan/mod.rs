@@ -1,4 +1,4 @@
-//! The memory plan: what takes memory under the limit, and how many experts stay there.
+//! The memory plan: divides the memory limit, and decides how many experts stay in memory.
 //!
 //! A pure function from a model's [`ModelFootprint`], the [`MachineLimits`] and the user's [`PlanOptions`] to a [`Plan`]:
 //!
@@ -7,11 +7,11 @@
 //! ```
 //!
 //! The smallest plan has a context of 4096 tokens, a prefill chunk of 256 rows, and slots for the experts of one token
-//! (layers x experts per token). If that exceeds the limit, the plan is refused and the error lists the sum. Memory beyond
-//! the smallest plan is shared out: 1/16 to the context (up to 32768 tokens), 1/8 to the chunk (up to 2048 rows), 1/16 to
-//! the prompt cache (up to 2 GiB), and the rest to slots, until every expert has one. Memory left after that extends the
-//! context up to the model's maximum. A higher limit therefore never means fewer slots, a shorter context or a smaller
-//! chunk. Values that the user sets are used as they are.
+//! (layers x experts per token). If it exceeds the limit, the plan is refused and the error lists the sum. Memory
+//! beyond the smallest plan is divided: 1/16 for the context (up to 32768 tokens), 1/8 for the chunk (up to 2048 rows),
+//! 1/16 for the prompt cache (up to 2 GiB), and the rest for slots, until every expert has one. Memory left after that
+//! extends the context up to the model's maximum. A higher limit therefore never gives fewer slots, a shorter context
+//! or a smaller chunk. Values that the user sets are not changed.
 
 mod estimate;
 mod machine;
@@ -41,12 +41,12 @@ const REQUESTS: [u64; 2] = [16 << 20, 128 << 20];
 const IMAGE_REQUESTS: u64 = 128 << 20;
 /// Limit if neither the user nor the system gives one, in bytes.
 const FALLBACK: u64 = 4 << 30;
-/// One part in this many of the prompt cache is pages of keys and values. The rest is delta-net states, which take more memory
-/// than pages in conversations of short turns.
+/// Divisor: this part of the prompt cache is pages of keys and values. The rest is delta-net states, which take more
+/// memory than pages in conversations with short turns.
 const PROMPT_CACHE_PAGES: u64 = 4;
-/// Four requests run at the same time if one part in this many of the limit stays free.
+/// Divisor: four requests run at the same time if this part of the limit stays free.
 const FREE_FOR_FOUR: u64 = 8;
-/// More than one request runs at the same time if that takes at most one part in this many of the limit.
+/// Divisor: two requests run at the same time if the second one takes at most this part of the limit.
 const MAX_PARALLEL_COST: u64 = 32;
 /// Part of a GPU's recommended working set that stays free, in bytes.
 const GPU_RESERVE: u64 = 2 << 30;
@@ -56,7 +56,7 @@ const GPU_RESERVE: u64 = 2 << 30;
 pub struct ModelFootprint {
     /// Everything except the routed experts.
     pub trunk: u64,
-    /// Part of `trunk` of which a token reads one row only: the embedding. 0 if the head shares its matrix.
+    /// The part of `trunk` that is the embedding, of which a token reads one row. 0 if the head uses the same matrix.
     pub gathered: u64,
     /// Part of `trunk` that computes the logits. Each token reads all of it.
     pub head: u64,
@@ -74,9 +74,9 @@ pub struct ModelFootprint {
     pub kv_per_token: u64,
     /// Delta-net and convolution state of one sequence in all layers.
     pub state: u64,
-    /// Everything that one more live sequence takes, apart from pages of keys and values.
+    /// Everything that one more live sequence takes, except pages of keys and values.
     pub sequence: u64,
-    /// The same for each row of a prefill chunk.
+    /// What `sequence` grows by for each row of a prefill chunk.
     pub sequence_per_row: u64,
     /// Activations for one row of a prefill chunk.
     pub workspace_per_row: u64,
@@ -92,7 +92,7 @@ pub struct ModelFootprint {
 /// Additional memory needs of a draft, in bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct DraftFootprint {
-    /// Weights, and everything else that does not grow.
+    /// Weights, and everything else that does not grow with context or chunk.
     pub fixed: u64,
     /// Bytes for each token of the context.
     pub per_token: u64,
@@ -101,12 +101,12 @@ pub struct DraftFootprint {
 }
 
 impl ModelFootprint {
-    /// Experts of all layers: the largest useful number of slots.
+    /// Number of experts in all layers. More slots would be useless.
     pub fn total_experts(&self) -> u64 {
         (self.layers as u64).saturating_mul(self.experts as u64)
     }
 
-    /// Experts that one token uses: the smallest number of slots.
+    /// Number of experts that one token uses. The minimum number of slots.
     pub fn working_set(&self) -> u64 {
         (self.layers as u64).saturating_mul(self.experts_per_token as u64)
     }
@@ -146,9 +146,10 @@ impl MachineLimits {
         }
     }
 
-    /// The limit to plan with: the user's value, or 75 % of RAM. It is at most RAM, at most 10/11 of the control group's limit
-    /// (the kernel's own memory counts toward that one, and the kernel kills at the limit), and at most the GPU's working set
-    /// less 2 GiB (the window server and Metal use it as well, and slightly above it command buffers fail).
+    /// The limit to plan with: the user's value, or 75 % of RAM. It is at most RAM, and at most 10/11 of the control
+    /// group's limit: that limit includes the kernel's own memory, and the kernel kills the process at it. It is also
+    /// at most the GPU's working set less 2 GiB: the window server and Metal use it as well, and command buffers fail
+    /// slightly above it.
     fn choose(&self, asked: Option<u64>) -> (u64, LimitSource) {
         let ram = self.ram.map(|ram| (if asked.is_some() { ram } else { ram / 4 * 3 }, LimitSource::Ram));
         let gpu = self.gpu.map(|gpu| (gpu.saturating_sub(GPU_RESERVE), LimitSource::Gpu));
@@ -186,8 +187,8 @@ pub struct PlanOptions {
     pub sequences: usize,
     /// Reserve memory for HTTP requests: their bodies and tokenization.
     pub serving: bool,
-    /// Expert reads go through the page cache. While streaming, the plan then keeps few slots (experts of two tokens) and
-    /// leaves the rest of the limit to the page cache.
+    /// Expert reads go through the page cache. While streaming, the plan then has only slots for the experts of two
+    /// tokens and leaves the rest of the limit to the page cache.
     pub buffered: bool,
 }
 
@@ -207,7 +208,7 @@ impl Default for PlanOptions {
     }
 }
 
-/// Residency of the experts.
+/// Whether experts stay in memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Strategy {
@@ -239,7 +240,7 @@ pub struct Plan {
     /// Left to the page cache. Only for buffered streaming.
     pub page_cache: u64,
     pub slots: usize,
-    /// Share of all experts that have a slot, 0 to 1.
+    /// Fraction of all experts that have a slot, 0 to 1.
     pub residency: f64,
     /// Size of the model with every expert in memory, divided by the limit. Above 1 the model must stream.
     pub overcommit: f64,
@@ -264,18 +265,18 @@ impl Plan {
             + self.experts
     }
 
-    /// Number of pages of `bytes` each: those of the context and those of the prompt cache.
+    /// Number of pages of `bytes` each, for the context and the prompt cache together.
     pub fn pages(&self, bytes: u64) -> usize {
         usize::try_from((self.kv + self.prompt_cache / PROMPT_CACHE_PAGES) / bytes.max(1)).unwrap_or(usize::MAX)
     }
 
-    /// Number of states of `bytes` each in the rest of the prompt cache.
+    /// Number of states of `bytes` each that fit into the rest of the prompt cache.
     pub fn states(&self, bytes: u64) -> u64 {
         (self.prompt_cache - self.prompt_cache / PROMPT_CACHE_PAGES).checked_div(bytes).unwrap_or(0)
     }
 
-    /// Whether the memory outside the limit can hold every expert of a streamed model. The page cache then answers most
-    /// reads, and a miss rarely waits for the disk. A quarter of that memory is left to other programs.
+    /// Whether the memory outside the limit can hold every expert of a streamed model. In that case, the page cache
+    /// answers most reads, and a miss rarely waits for the disk. A quarter of that memory is left to other programs.
     pub fn page_cache_holds_experts(&self, shape: &ModelFootprint, machine: &MachineLimits) -> bool {
         let memory = [machine.ram, machine.cgroup].into_iter().flatten().min().unwrap_or(0);
         let spare = memory.saturating_sub(self.limit);
@@ -321,12 +322,12 @@ impl Plan {
         let requests = if options.serving { request_memory(limit, shape) } else { 0 };
         let slots = if options.stream == Switch::Off { all } else { shape.working_set().min(all) };
 
-        // The sum saturates. If it is within the limit, no term overflowed.
+        // Additions saturate. If the sum is within the limit, no term overflowed.
         let fixed =
             [limits.process, shape.trunk, shape.vision, state, shape.workspace_fixed, draft, requests, prompt_cache];
         let floors = [kv.bytes(kv.floor), rows.bytes(rows.floor), slots.saturating_mul(shape.slot)];
-        let least = fixed.into_iter().chain(floors).fold(0, u64::saturating_add);
-        let Some(spare) = limit.checked_sub(least) else {
+        let min_total = fixed.into_iter().chain(floors).fold(0, u64::saturating_add);
+        let Some(spare) = limit.checked_sub(min_total) else {
             let asked = PlanRefusal {
                 shape,
                 limits,
@@ -339,12 +340,13 @@ impl Plan {
                 requests,
                 prompt_cache,
                 state,
-                least,
+                min_total,
             };
             return Err(ModelError::Memory(asked.to_string()));
         };
 
-        // Shares are computed from `spare`, not from what rounding leaves, so that more memory never shrinks any part.
+        // Each part gets its fraction of `spare`, not of what rounding leaves, so that more memory never shrinks any
+        // part.
         let kv_share = (spare / 16).min(kv.bytes(kv.short - kv.floor));
         let rows_share = (spare / 8).min(rows.bytes(rows.short - rows.floor));
         let cache_share = if options.prompt_cache.is_some() { 0 } else { (spare / 16).min(PROMPT_CACHE) };
@@ -399,18 +401,18 @@ fn request_memory(limit: u64, shape: &ModelFootprint) -> u64 {
 struct CountRange {
     /// Minimum.
     floor: u64,
-    /// Maximum while experts lack slots.
+    /// Maximum while some experts have no slot.
     short: u64,
-    /// Maximum in all cases.
-    most: u64,
+    /// Maximum when all experts have slots.
+    max: u64,
     each: u64,
 }
 
 impl CountRange {
-    fn new(asked: Option<usize>, [floor, short]: [u64; 2], most: u64, each: u64) -> Self {
+    fn new(asked: Option<usize>, [floor, short]: [u64; 2], max: u64, each: u64) -> Self {
         match asked {
-            Some(asked) => Self { floor: asked as u64, short: asked as u64, most: asked as u64, each },
-            None => Self { floor: floor.min(most), short: short.min(most), most, each },
+            Some(asked) => Self { floor: asked as u64, short: asked as u64, max: asked as u64, each },
+            None => Self { floor: floor.min(max), short: short.min(max), max, each },
         }
     }
 
@@ -418,10 +420,10 @@ impl CountRange {
         count.saturating_mul(self.each)
     }
 
-    /// The minimum plus what `extra` bytes allow, rounded down to a multiple of `step`.
+    /// The minimum plus the number of units that fit into `extra` bytes, rounded down to a multiple of `step`.
     fn count(&self, extra: u64, step: u64) -> u64 {
         let count = self.floor.saturating_add(extra.checked_div(self.each).unwrap_or(u64::MAX));
-        if count >= self.most { self.most } else { (count - count % step).max(self.floor) }
+        if count >= self.max { self.max } else { (count - count % step).max(self.floor) }
     }
 }
 
@@ -438,15 +440,15 @@ struct PlanRefusal<'a> {
     requests: u64,
     prompt_cache: u64,
     state: u64,
-    least: u64,
+    min_total: u64,
 }
 
 impl PlanRefusal<'_> {
-    /// A limit that suffices, in MiB. A larger limit also reserves more for requests, and the memory of the process differs
-    /// from start to start by a few MiB.
+    /// A sufficient limit in MiB. It has a margin, because a larger limit also reserves more for requests, and the
+    /// memory of the process differs by a few MiB between starts.
     fn sufficient_mib(&self) -> u64 {
         let margin = (self.limits.process / 16).max(4 << 20);
-        let rest = self.least.saturating_sub(self.requests).saturating_add(margin);
+        let rest = self.min_total.saturating_sub(self.requests).saturating_add(margin);
         let mut limit = rest.saturating_add(self.requests);
         while self.options.serving && rest.saturating_add(request_memory(limit, self.shape)) > limit {
             limit = rest.saturating_add(request_memory(limit, self.shape));
@@ -488,7 +490,7 @@ impl fmt::Display for PlanRefusal<'_> {
             _ => write!(f, "{} experts a token)", shape.experts_per_token)?,
         }
         let (experts, process) = (Size(self.slots.saturating_mul(shape.slot)), Size(self.limits.process));
-        write!(f, " {experts} + the program itself {process} = {}", Size(self.least))?;
+        write!(f, " {experts} + the program itself {process} = {}", Size(self.min_total))?;
         match self.limit_from {
             LimitSource::Cgroup => write!(f, "; raise the group's limit"),
             _ => write!(f, "; use --memory-limit {}M or more", self.sufficient_mib()),

@@ -78,7 +78,7 @@ fn model_that_does_not_fit_streams() {
     assert!(plan.slots > 2700 && plan.slots < 3900, "{}", plan.slots);
     assert!(plan.context >= 4096 && plan.context <= 32768);
     assert!(plan.overcommit > 2.0, "{}", plan.overcommit);
-    // Everything beyond the shares goes to slots. At most one slot and two rounding steps stay free.
+    // All memory that the other parts do not take goes to slots. Rounding leaves less than one slot and two steps.
     let shape = model_35b();
     let rounding = shape.slot + 256 * shape.kv_per_token + 64 * shape.workspace_per_row;
     assert!(plan.limit - plan.total() <= rounding);
@@ -98,7 +98,7 @@ fn refusal_states_sum_and_sufficient_limit() {
             Plan::new(&model_35b(), &limits, &PlanOptions { limit: Some(limit), serving, ..PlanOptions::default() })
                 .is_ok()
         };
-        // The next start may take a little more memory than this one.
+        // The process may take a little more memory at the next start.
         assert!(fits(advice, limits().process + 6 * MIB), "{text}");
         assert!(!fits(advice - 8 * MIB, limits().process), "{text}");
     }
@@ -132,9 +132,9 @@ fn parts_match_hand_computed_plan() {
     let limits = MachineLimits { ram: Some(GIB), gpu: None, cgroup: None, process: 10 * MIB };
     let options = PlanOptions { limit: Some(320 * MIB), serving: true, ..PlanOptions::default() };
     let plan = Plan::new(&small(), &limits, &options).unwrap();
-    // Smallest plan: 10 + 100 + 3 + 5 + 7, 20 for requests, 8 slots of 2, 4096 tokens of 2 KiB and 256 rows of 8 KiB: 171 MiB.
-    // Of the 149 MiB left, the context and the cache get 1/16 each, the chunk its maximum of 14 MiB, and the slots 116.4
-    // MiB: 58 more.
+    // Smallest plan: 10 + 100 + 3 + 5 + 7, 20 for requests, 8 slots of 2, 4096 tokens of 2 KiB and 256 rows of 8 KiB:
+    // 171 MiB. 149 MiB are left. The context and the cache get 1/16 each, the chunk its maximum of 14 MiB, and the
+    // slots the other 116.4 MiB: 58 more slots.
     let (context, chunk) = (4096 + 4608, 256 + 1792);
     let expected = Plan {
         strategy: Strategy::Streaming,
@@ -183,7 +183,7 @@ fn pages_cover_context_and_quarter_of_cache() {
         ..PlanOptions::default()
     };
     let plan = Plan::new(&small(), &limits(), &options).unwrap();
-    // 256 positions of 1024 bytes: 16 for the context and 6 from 1.5 MiB of the cache.
+    // Pages have 256 positions of 1024 bytes: 16 for the context and 6 from 1.5 MiB of the cache.
     assert_eq!((plan.kv, plan.pages(256 * 1024), plan.states(MIB)), (4 * MIB, 16 + 6, 4));
     assert_eq!(Plan { prompt_cache: 0, ..plan }.pages(256 * 1024), 16);
 }
@@ -215,12 +215,12 @@ fn estimate_matches_hand_computed_misses() {
     let bandwidth = Bandwidth { memory: 60.0 * MIB as f64, compute: 1e4, disk: 2e3, latency: 0.6, cache: 4e3 };
     let overhead = Overhead { layer: 0.05, token: 0.2 };
     let found = estimate(&shape, &bandwidth, HitRates { slots: 0.75, cache: 0.0 }, overhead);
-    // The trunk takes 0.4 s, the state 0.1. Both hit: 0.2 s of computation. One missed: the latency and one expert. Both
-    // missed: one second of reading and one expert.
+    // The trunk takes 0.4 s, the state 0.1 s. If both experts hit, a layer takes 0.2 s of computation. If one misses,
+    // it takes the latency and one expert. If both miss, it takes one second of reading and one expert.
     let layer = 0.5625 * 0.2 + 0.375 * 0.7 + 0.0625 * 1.1;
     assert!((found.tokens_per_second - 1.0 / (0.5 + 3.0 * (layer + 0.05) + 0.2)).abs() < 1e-9, "{found:?}");
     assert!((found.disk_bytes_per_token - 1500.0).abs() < 1e-9 && found.hit_rate == 0.75, "{found:?}");
-    // Half of the misses are in the page cache: none, one or both come from there, a quarter of a second each.
+    // Half of the misses are in the page cache. Zero, one or two experts come from it, for a quarter of a second each.
     let found = estimate(&shape, &bandwidth, HitRates { slots: 0.75, cache: 0.5 }, overhead);
     let one = 1.0 / 7.0; // Probability of the page cache, given that the disk is not needed.
     let layer = 0.765625 * (0.2f64).max(2.0 * one * 0.25 + 0.1 * (1.0 - (6.0f64 / 7.0).powi(2)))
@@ -295,7 +295,7 @@ fn each_parallel_request_takes_a_state() {
     assert_eq!((one.parallel, three.parallel), (1, 3));
     assert_eq!(three.state, one.state + 2 * 4 * MIB);
     assert_eq!(three.workspace, one.workspace + 2 * 256 * 1024);
-    // They share the pages of one context.
+    // The three requests share the pages of one context.
     assert_eq!(three.kv, one.kv);
 }
 
@@ -305,7 +305,7 @@ fn auto_parallel_follows_free_memory() {
         let options = PlanOptions { limit: Some(limit), parallel: Parallel::Auto, ..PlanOptions::default() };
         Plan::new(shape, &limits(), &options).unwrap()
     };
-    // Resident with an eighth to spare, resident, streaming, and short of memory.
+    // Four limits: resident with an eighth of free memory, resident, streaming, and little memory.
     let limits_in_mib = [48 << 10, 23 << 10, 8 << 10, 2300];
     assert_eq!(limits_in_mib.map(|mib| at(&model_35b(), mib * MIB).parallel), [4, 2, 2, 1]);
     let one = PlanOptions { limit: Some(23 * GIB), ..PlanOptions::default() };

@@ -31,7 +31,8 @@ pub fn run(args: &cli::tool_args::DoctorArgs, version: &str) -> Result<(), Comma
     let candles = device::open_candle_gpu().filter(|_| gpu.is_ok());
     let mut report = examine(gpu, &[Some(Device::Cpu), candles].into_iter().flatten().collect::<Vec<_>>())?;
     report.machine.version = version.into();
-    // Last, and on another device: macOS may refuse further work of a program that caused a GPU error.
+    // Runs last, and with a second device object: macOS may refuse further GPU work of a program that caused a GPU
+    // error.
     if report.gpu.is_ok() {
         report.recovery = open(args.any_gpu).ok().flatten().and_then(recover);
     }
@@ -61,7 +62,7 @@ pub fn examine(gpu: Result<Box<dyn Gpu>, String>, candle: &[Device]) -> Result<D
     let gpu = match gpu {
         Ok(mut gpu) => {
             let begin = Instant::now();
-            // A kernel that does not compile is reported with the findings below.
+            // Kernels that do not compile are reported with the findings below.
             let compiled = gpu.compile().iter().filter(|(_, error)| error.is_none()).count();
             let compile_seconds = begin.elapsed().as_secs_f64();
             let begin = Instant::now();

@@ -18,7 +18,7 @@ use measure::Measurements;
 use serde::Serialize;
 use std::{fmt, path::PathBuf};
 
-/// The whole report, in the shape that `--json` prints. In bytes, tokens, seconds, and bytes per second.
+/// The whole report, in the shape that `--json` prints. Units are bytes, tokens, seconds, and bytes per second.
 #[derive(Debug, Serialize)]
 struct InfoReport {
     /// One or two sentences: does the model fit, and how fast is it?
@@ -60,7 +60,8 @@ pub fn run(args: cli::tool_args::InfoArgs) -> Result<(), CommandError> {
         ..load
     };
     let dir = resolve(&source)?;
-    // `serve` loads these before the weights, so both commands make the same plan. A missing tokenizer is no error here.
+    // `serve` loads the tokenizer before the weights, so that both commands make the same plan. A missing tokenizer is
+    // no error here.
     let tokenizer = Tokenizer::load(&dir);
     let chosen = DeviceChoice::new(&load)?;
     let drafts = draft_source::DraftSource::new(&load, &dir, tokenizer.as_ref().ok())?;
@@ -83,7 +84,7 @@ pub fn run(args: cli::tool_args::InfoArgs) -> Result<(), CommandError> {
         Err(error) => (None, Some(error)),
     };
     let found_in = |slots| match &plan {
-        // Memory that the plan leaves free.
+        // The page cache may use the memory that the plan leaves free.
         Some(plan) if !measured.direct => {
             let memory = [limits.ram, limits.cgroup].into_iter().flatten().min().unwrap_or(0);
             HitRates::through(slots, memory.saturating_sub(plan.total()), &found.shape, plan)
@@ -225,7 +226,7 @@ impl InfoReport {
         format!("{} {requests}; one more takes {}{cost}", plan.parallel, Size(more))
     }
 
-    /// Number of snapshots the prompt cache holds, and how many slots that memory would be.
+    /// Number of snapshots that the prompt cache can hold, and number of slots that would take the same memory.
     fn describe_prompt_cache(&self, plan: &Plan) -> String {
         let shape = &self.shape;
         let states = plan.states(shape.state);

@@ -29,23 +29,23 @@ pub struct Measurements {
     pub kernels: bool,
 }
 
-/// Measures memory and kernels with `threads` threads and at most `room` bytes, and expert reads with [`measure_reads`]. With
-/// a GPU, or without expert layers, kernels are assumed to process weights at memory bandwidth.
+/// Measures memory and kernels with `threads` threads and at most `max_bytes` bytes, and expert reads with
+/// [`measure_reads`]. With a GPU, or without expert layers, kernels are assumed to process weights at memory bandwidth.
 pub fn measure(
     found: &CheckpointInfo,
     load: &LoadSettings,
     threads: usize,
     gpu: bool,
-    room: u64,
+    max_bytes: u64,
 ) -> Result<Measurements, CommandError> {
     let io = |source| CommandError::Io { what: "cannot measure memory bandwidth".into(), source };
-    let memory = memory_bandwidth(threads, BLOCK.min(room) as usize, Duration::from_millis(200)).map_err(io)?;
-    let at_once = found.shape.experts_per_token.max(1);
+    let memory = memory_bandwidth(threads, BLOCK.min(max_bytes) as usize, Duration::from_millis(200)).map_err(io)?;
+    let experts = found.shape.experts_per_token.max(1);
     let kernels = found.feed_forward.filter(|_| !gpu);
     let compute = match &kernels {
         Some(kinds) => {
             let compute = CpuDevice::new(threads, Default::default());
-            speed::decode_rate(kinds, at_once, &compute, BLOCK.min(room) as usize, Duration::from_millis(300))?
+            speed::decode_rate(kinds, experts, &compute, BLOCK.min(max_bytes) as usize, Duration::from_millis(300))?
         }
         None => memory,
     };
@@ -91,10 +91,10 @@ fn measure_reads(found: &CheckpointInfo, load: &LoadSettings) -> Result<ReadSpee
         }
         Ok((begin.elapsed().as_secs_f64() / count.max(1) as f64, count))
     };
-    // A small model has few experts. Most of them are kept for the rate, which matters more.
-    let few = (found.shape.layers * found.shape.experts / 8).max(1);
+    // Latency reads use at most an eighth of the experts. The others are kept for the rate, which matters more.
+    let max_count = (found.shape.layers * found.shape.experts / 8).max(1);
     let mut walk = ExpertWalk::new(found.shape.layers, found.shape.experts);
-    let (latency, _) = read(&mut walk, 1, few, Duration::from_millis(150))?;
+    let (latency, _) = read(&mut walk, 1, max_count, Duration::from_millis(150))?;
     let from = walk.clone();
     let (route, count) = read(&mut walk, k, usize::MAX, Duration::from_millis(450))?;
     let rate = |seconds: f64| k as f64 * found.shape.expert as f64 / seconds;
@@ -120,7 +120,7 @@ impl ExpertWalk {
         Self { returned: vec![0; layers], experts, stride: coprime(experts), turn: 0 }
     }
 
-    /// Returns `count` experts of the next layer. None repeats before all were returned.
+    /// Returns `count` experts of the next layer. An expert is returned again only after all others of its layer.
     fn next(&mut self, count: usize) -> Option<(usize, Vec<u32>)> {
         let layer = self.turn % self.returned.len().max(1);
         let first = self.returned.get_mut(layer)?;

@@ -24,7 +24,7 @@ struct SimulationReport {
     refused: Vec<(&'static str, String)>,
 }
 
-/// Working set of the GPU, in bytes. A plan for a GPU differs from one for the CPU.
+/// Working set of the GPU in bytes. Only needed so that the plan is one for a GPU.
 const GPU: u64 = 64 << 30;
 
 /// Prints the simulation for the machine called `name`, or for all.
@@ -55,7 +55,8 @@ pub fn run(args: cli::tool_args::InfoArgs, name: &str) -> Result<(), CommandErro
     Ok(())
 }
 
-/// Footprint of a model without a checkpoint. Writes a temporary checkpoint of headers and sparse files, and removes it.
+/// Memory needs of a model without a checkpoint. Writes a temporary checkpoint of headers and sparse files, and removes
+/// it.
 fn outline(like: &str, options: &model::LoadOptions) -> Result<ModelFootprint, CommandError> {
     let name = std::env::temp_dir().join(format!("moestro-like-{like}-{}", std::process::id()));
     let io = |source| StoreError::Io { path: name.clone(), source };
@@ -67,7 +68,10 @@ fn outline(like: &str, options: &model::LoadOptions) -> Result<ModelFootprint, C
 impl fmt::Display for SimulationReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "{}: {} of weights", self.model, Size(self.shape.weights()))?;
-        writeln!(f, "simulated from public figures (cautious to hopeful); nothing was measured on these machines\n")?;
+        writeln!(
+            f,
+            "simulated from public figures (pessimistic to optimistic); nothing was measured on these machines\n"
+        )?;
         let columns = ["memory limit", "experts", "hit rate", "stall", "tokens/s"];
         write_row(f, "", columns.map(str::to_owned))?;
         for found in &self.simulated {
@@ -114,7 +118,8 @@ mod tests {
         assert_eq!(range([2.04, 3.18], 1.0), "2.0-3.2");
     }
 
-    /// Expected sizes follow from the published configurations at 4.5 bits per weight. A GPU keeps keys and values as f32.
+    /// The expected sizes follow from the published configurations at 4.5 bits per weight. On a GPU, keys and values
+    /// are f32.
     #[test]
     fn outline_has_sizes_of_the_real_model() {
         let options = model::LoadOptions { gpu: Some(GPU), ..model::LoadOptions::default() };

@@ -1,9 +1,9 @@
 //! Writes synthetic checkpoints: dimensions, names, encodings and file layout of real models in MLX 4-bit, with random
-//! weights. They show how a machine runs the 122B model before anyone downloads 70 GB.
+//! weights. For example, they show how a machine runs the 122B model without a download of 70 GB.
 //!
 //! [`layout`] lists the tensors, [`noise`] fills them. Each value is a function of the seed, the tensor's name and the
-//! value's index, so bytes do not depend on threads or the order of writing. A few threads make and write blocks of a few
-//! megabytes in file order.
+//! value's index, so bytes do not depend on threads or the order of writing. A few threads compute blocks of a few
+//! megabytes and write them in file order.
 
 pub mod command;
 mod layout;
@@ -93,7 +93,7 @@ pub fn write(out: &Path, options: &SynthOptions, progress: &(dyn Fn(u64) + Sync)
 /// Fails on file system errors.
 pub fn outline(dir: &Path, dimensions: Dimensions) -> Result<(), StoreError> {
     let (seed, router_skew, shard, threads) = (0, 0.0, u64::MAX, 1);
-    // An n-gram table needs the token that separates texts.
+    // A model with an n-gram table needs an end-of-sequence token, which separates texts.
     let (eos_token_ids, extras) = (vec![0], Vec::new());
     let options = SynthOptions { dimensions, seed, router_skew, shard, threads, eos_token_ids, extras };
     let (weights, config) = (dir.join("model.safetensors"), dir.join("config.json"));

@@ -1,6 +1,6 @@
-//! `bench --draft-model`: compares the same greedy answer without and with drafts, computed by the engine that `serve` uses.
-//! Plain and drafted answers alternate, so that a machine that gets slower or faster changes both alike. Each one loads the
-//! model with the same plan and answers once before it is measured.
+//! `bench --draft-model`: compares the same greedy answer without and with drafts, computed by the engine that `serve`
+//! uses. Plain and drafted answers alternate, so that a machine that slows down affects both equally. Before each
+//! measured answer, the model is loaded with the same plan and generates a short answer.
 
 use super::{load_with_bar, report::median};
 use crate::{
@@ -27,7 +27,7 @@ struct DraftReport {
     /// Medians of the runs.
     plain_tokens_per_second: f64,
     tokens_per_second: f64,
-    /// Speed with drafts over speed without, for each pair of runs.
+    /// Speed with drafts divided by speed without, for each pair of runs.
     ratios: Vec<f64>,
     /// Totals of all runs.
     drafted_tokens: usize,
@@ -41,7 +41,7 @@ struct DraftReport {
 struct DraftPosition {
     /// Number of times all earlier positions were accepted.
     tried: u32,
-    /// Share of these in which this position was accepted.
+    /// Fraction of these in which this position was accepted.
     right: f64,
 }
 
@@ -61,7 +61,7 @@ pub fn run(
 ) -> Result<(), CommandError> {
     let [mut plain, mut drafted] = ["", ""].map(|draft| AnswerRuns { draft, all: Vec::new() });
     for pair in 0..repeat {
-        // The first one of a pair is plain, then drafted, then plain.
+        // The plain answer is the first one of even pairs, and the second one of odd pairs.
         let first = pair % 2 == 1;
         for drafts in [first, !first] {
             let (draft, answer) = answer(dir, load, prompt, tokens, drafts)?;
@@ -99,7 +99,7 @@ pub fn run(
     Ok(())
 }
 
-/// Loads the model, answers a short time to warm up, and measures one answer. Returns it with the kind of draft.
+/// Loads the model, generates a short answer as a warm-up, and measures one answer. Returns it with the kind of draft.
 fn answer(
     dir: &Path,
     load: &LoadSettings,
@@ -151,7 +151,7 @@ impl AnswerRuns {
     }
 }
 
-/// `1.31 times as fast (1.25 to 1.40)`, or that the pairs disagree about which is faster.
+/// `1.31 times as fast (1.25 to 1.40)`. If the pairs contradict each other, says so instead.
 fn compare(ratios: &[f64]) -> String {
     let (least, most) = (ratios.iter().copied().fold(f64::MAX, f64::min), ratios.iter().copied().fold(0.0, f64::max));
     match ratios.len() {

@@ -33,7 +33,7 @@ struct ImageReport {
     runs: Vec<ImageRun>,
     /// Median of each step.
     median: ImageRun,
-    /// Bytes of the plan: for images, and in all.
+    /// Bytes that the plan reserves for images, and bytes of the whole plan.
     planned: u64,
     limit: u64,
     /// Peak memory of the process in bytes.

@@ -15,7 +15,8 @@ use crate::{
 use serde::Serialize;
 use std::{fmt, path::Path};
 
-/// Tokens per pass. All their logits are kept for two sequences at a time; this few fit in the plan's share for the process.
+/// Tokens per pass. Their logits are kept for two sequences at the same time. They must fit into the memory that the
+/// plan leaves for the process.
 const ROWS: usize = 16;
 
 /// The whole report, in the shape that `--json` prints.
@@ -39,9 +40,9 @@ struct KvBitsResult {
     divergence: f64,
     /// Largest difference of the log-probability of a token of the text.
     worst: f64,
-    /// Share of positions at which the most likely token is the same.
+    /// Fraction of positions with the same most likely token.
     same: f64,
-    /// Tokens of the greedy answer with 16 bits, and how many leading tokens are the same.
+    /// Tokens of the greedy answer with 16 bits, and how many tokens at its start are the same.
     answer: usize,
     answer_same: usize,
 }

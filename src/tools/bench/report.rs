@@ -70,7 +70,7 @@ impl fmt::Display for BenchReport {
         };
         writeln!(f, "\n{device}, {threads} compute threads{how}")?;
         writeln!(f)?;
-        // Without misses, the columns about reads are all 0.
+        // Without misses, the columns about reads would all be 0.
         let streams = self.runs.iter().any(|run| run.prompt.misses + run.decode.misses > 0);
         let title = ["run", "phase", "tokens", "tok/s", "hit %", "ahead %", "MB/tok", "MB disk", "stall %", "MB/s"];
         write_row(f, title.map(str::to_owned), streams)?;

@@ -22,16 +22,16 @@ pub struct Phase {
     pub misses: u64,
     /// Expert lookups that were already read, or being read, by the prefetcher.
     pub prefetched: u64,
-    /// Hits as a share of all lookups.
+    /// Hits as a fraction of all lookups.
     pub hit_rate: f64,
-    /// Prefetched lookups as a share of all lookups.
+    /// Prefetched lookups as a fraction of all lookups.
     pub prefetch_rate: f64,
     pub reads: u64,
     /// Bytes per token that expert reads requested.
     pub bytes_asked_per_token: f64,
     /// Bytes per token that the disk delivered to this process. `None` if the system does not count them.
     pub disk_bytes_per_token: Option<f64>,
-    /// Share of the time in which computation waited for an expert.
+    /// Fraction of the time in which computation waited for an expert.
     pub stall_share: f64,
     /// Bytes that expert reads requested, per second of the phase.
     pub read_bytes_per_second: f64,
@@ -87,7 +87,7 @@ impl BenchSession {
     }
 }
 
-/// Most likely token of the last row. Of equal logits, the lowest id.
+/// Most likely token of the last row. If several are equal, the lowest id.
 fn argmax(logits: &Logits) -> Result<u32, EngineError> {
     let last = logits.rows().checked_sub(1).map_or(&[][..], |row| logits.row(row));
     engine::argmax(last).ok_or(EngineError::NoLogits)
@@ -98,7 +98,7 @@ fn rate(count: f64, over: f64) -> f64 {
     if over > 0.0 { count / over } else { 0.0 }
 }
 
-/// All counters at one time.
+/// Values of all counters at one time.
 struct Counters {
     at: Instant,
     prefill: [u64; 3],

@@ -64,7 +64,8 @@ impl DemoModel {
             stream: Switch::Auto,
             ..PlanOptions::default()
         };
-        // Direct reads may shift experts within their slots to match disk blocks. A GPU refuses such slots.
+        // Direct reads may shift experts within their slots to align them with disk blocks. A GPU does not accept such
+        // slots.
         let store = StoreOptions { io: ReadMode::Buffered, ..StoreOptions::default() };
         let options = LoadOptions { math, gpu, plan, store, ..LoadOptions::default() };
         Ok(Qwen::load(&self.checkpoint.dir, &options, &Metrics::new("doctor", "cpu"), &mut |_, _| ())?)

@@ -3,7 +3,7 @@
 use crate::{device::kernels, error::CommandError};
 use std::{fs, path::Path};
 
-/// Writes `NAME.metal` for every kernel file, `NAME.no-tiles.metal` for the same without matrix units, and
+/// Writes `NAME.metal` for every kernel file, `NAME.no-tiles.metal` for its variant without matrix units, and
 /// `fault.metal`, the kernel that must fail. Creates the directory.
 ///
 /// # Errors
@@ -31,7 +31,8 @@ mod tests {
         let out = dir.path().join("kernels");
         write(&out).unwrap();
         let printed = |name: &str| fs::read_to_string(out.join(name)).unwrap();
-        // `compile` asks for every file in both variants if the compiler rejects those with tiles.
+        // `compile` also compiles the variant without tiles if the compiler rejects the one with tiles. Here it rejects
+        // all.
         let mut compiled = Vec::new();
         kernels::compile(|name, text, tiles| {
             let file = if tiles { format!("{name}.metal") } else { format!("{name}.no-tiles.metal") };

@@ -124,7 +124,7 @@ impl DoctorReport {
 #[derive(PartialEq)]
 enum AnswerVerdict<'a> {
     Same,
-    /// Differs after this many equal tokens.
+    /// The answer differs after this many equal tokens.
     Other(usize),
     Failed(&'a str),
 }

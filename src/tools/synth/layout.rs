@@ -1,8 +1,8 @@
-//! Lists the tensors of a synthetic checkpoint, their encodings, and its JSON files, as MLX's converters write Qwen3.5 and
-//! qwen4_exp in 4 bits. An n-gram table is not quantised.
-//! Routers and shared-expert gates have 8 bits. The safetensors header is not padded, so tensors start at odd offsets.
+//! Lists the tensors of a synthetic checkpoint, their encodings, and its JSON files, as MLX's converters write Qwen3.5
+//! and qwen4_exp in 4 bits. An n-gram table is not quantised. Routers and shared-expert gates have 8 bits. The
+//! safetensors header is not padded, so tensors start at odd offsets.
 //!
-//! Matrices have unit gain unless stated otherwise: the step between codes gives the weights of a row the variance
+//! Matrices have a gain of 1 unless stated otherwise: the step between codes gives the weights of a row the variance
 //! gain^2 / columns. With the gains below, activations neither vanish nor explode over 60 layers.
 
 use super::{
@@ -19,7 +19,7 @@ const BITS: u32 = 4;
 const GATE_BITS: u32 = 8;
 /// Width of the causal convolution.
 const CONV_WIDTH: usize = 4;
-/// The layer before which the n-gram table is added, and the parts of the table.
+/// The n-gram table's rows are added before this layer. The second constant is the number of tensors of the table.
 const NGRAM_LAYER: usize = 1;
 const NGRAM_SHARDS: usize = 8;
 const PREFIX: &str = "language_model.model";
@@ -37,15 +37,15 @@ pub struct SynthTensor {
 enum Fill {
     /// Packed codes: random bits.
     Codes,
-    /// bf16: `step` times a random sign and 0.8 to 1.2, times the row's gain.
+    /// bf16: `step` times a random sign, times 0.8 to 1.2, times the row's gain.
     Scales(CodeStep),
-    /// bf16: maps the middle code to zero.
+    /// bf16: the value that maps the middle code to zero.
     Biases(CodeStep, f32),
     /// bf16: normal with mean 1 and deviation 0.1.
     Ones,
     /// bf16: normal with mean 0 and this deviation.
     Normal(f32),
-    /// bf16: a random sign and 1/16 to 1/8. Cheap, for a table of many gigabytes.
+    /// bf16: a random sign and a magnitude of 1/16 to 1/8. Fast to compute, for a table of many gigabytes.
     TableRows,
     /// f32: `ln(uniform(1, 16))`, decay rates of the delta net.
     DecayLog,
@@ -242,7 +242,7 @@ pub fn tensors(options: &SynthOptions) -> Vec<SynthTensor> {
     list.tensors
 }
 
-/// The mixture of the residual streams that a part of a layer reads.
+/// The weights that mix the residual streams for one part of a layer.
 fn mix_tensors(list: &mut TensorList, path: &str, streams: &StreamDimensions, hidden: usize, has_inject: bool) {
     let width = streams.count * hidden;
     list.dense(format!("{path}.hc_norm.weight"), &[width], Fill::Ones);
@@ -254,7 +254,7 @@ fn mix_tensors(list: &mut TensorList, path: &str, streams: &StreamDimensions, hi
     }
 }
 
-/// An n-gram table, and what adds its rows to the streams.
+/// An n-gram table, and the weights that add its rows to the residual streams.
 fn ngram_tensors(list: &mut TensorList, path: &str, streams: &StreamDimensions, hidden: usize) {
     let (width, row) = (streams.count * hidden, streams.ngram_width / NGRAM_HEADS as usize);
     list.matrix(format!("{path}.key_proj"), width, streams.ngram_width, 8.0);
@@ -272,7 +272,7 @@ fn ngram_tensors(list: &mut TensorList, path: &str, streams: &StreamDimensions, 
     }
 }
 
-/// The lower bound of the primes that give a table of about the wanted rows.
+/// Lower bound for the table's primes. They are chosen so that the table has about the wanted number of rows.
 fn ngram_base(streams: &StreamDimensions) -> u64 {
     (streams.ngram_rows / NGRAM_HEADS).max(2)
 }

@@ -1,4 +1,4 @@
-//! Random numbers by index: computes the i-th number of a sequence without those before it.
+//! Random numbers by index: computes the i-th number of a sequence directly.
 
 use crate::platform::split_mix64::{INCREMENT, mix};
 

@@ -23,9 +23,9 @@ pub struct Dimensions {
     pub vocab: usize,
     /// Width of a dense feed-forward. The model then has no experts.
     pub dense: Option<usize>,
-    /// The embedding is also the head.
+    /// The head uses the embedding's matrix.
     pub tied: bool,
-    /// What qwen4_exp has in addition.
+    /// Parts that only qwen4_exp has.
     pub streams: Option<StreamDimensions>,
 }
 
@@ -38,13 +38,13 @@ pub struct StreamDimensions {
     pub indexer_dim: usize,
     pub indexer_budget: usize,
     pub indexer_ratio: usize,
-    /// Values of all rows of a token.
+    /// Number of values in all rows of one token.
     pub ngram_width: usize,
-    /// Rows of the table, about.
+    /// Approximate number of rows of the table.
     pub ngram_rows: u64,
 }
 
-/// Rows of a token in an n-gram table: 8 for its bigram, 8 for its trigram.
+/// Number of rows that a token reads from an n-gram table: 8 for its bigram, 8 for its trigram.
 pub const NGRAM_HEADS: u64 = 16;
 
 impl Dimensions {
@@ -113,7 +113,7 @@ impl Dimensions {
         Self { hidden: 2560, dense: Some(9216), tied: true, ..Self::of_9b() }
     }
 
-    /// Qwen3.8-Flash-Next. Its n-gram table has 320 million rows; by default a synthetic one is smaller.
+    /// Qwen3.8-Flash-Next. Its n-gram table has 320 million rows. By default a synthetic table is smaller.
     pub fn of_flash_next() -> Self {
         Self {
             hidden: 2560,

@@ -1,7 +1,7 @@
 use super::*;
 use std::sync::atomic::Ordering;
 
-/// The real structure at 1/50 of the width.
+/// All kinds of tensors of the real model, with 1/50 of its width.
 fn small(seed: u64, layers: usize) -> SynthOptions {
     let dimensions = Dimensions {
         hidden: 128,
