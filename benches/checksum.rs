@@ -4,11 +4,11 @@
 //! ```text
 //! cargo bench --bench checksum -- MODEL [ROUNDS] [ROUTES]
 //! ```
-//! MODEL must have a pack. Two stores with slots for one route read the same random routes of eight experts,
-//! alternating. All reads miss. One store checks. The first round reads every record once, and each record is
-//! checked. Later rounds check one read of sixteen. Prints one CSV line for each round: experts, microseconds of
-//! processor time and of wall-clock time for each expert without and with the check, and the ratios. The last line
-//! is the extra processor time for each expert. Linux only.
+//! MODEL must have a pack. Two stores, each with slots for one route, alternately read the same random routes of eight
+//! experts. All reads miss. Only one of the stores verifies checksums. In the first round, every record is read for the
+//! first time, so each checksum is verified. In later rounds, every sixteenth read is verified. Prints one CSV line for
+//! each round: experts, microseconds of CPU time and of wall-clock time for each expert without and with the check, and
+//! the ratios. The last line is the additional CPU time for each expert. Linux only.
 
 use moestro::{
     checkpoint::pack,
@@ -19,7 +19,7 @@ use moestro::{
 };
 use std::{path::Path, time::Instant};
 
-/// Seconds of processor time that the threads of this process have used.
+/// CPU time of all threads of this process, in seconds.
 fn processor() -> f64 {
     let tasks = std::fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
     let used = |task: std::fs::DirEntry| std::fs::read_to_string(task.path().join("schedstat")).ok();
@@ -27,7 +27,7 @@ fn processor() -> f64 {
     nanoseconds.sum::<u64>() as f64 / 1e9
 }
 
-/// Processor time and wall-clock time for each expert, in microseconds.
+/// CPU time and wall-clock time for each expert, in microseconds.
 fn read(store: &ExpertStore, routes: &[(usize, Vec<u32>)]) -> [f64; 2] {
     let (begin, used) = (Instant::now(), processor());
     let mut experts = 0;
@@ -76,7 +76,7 @@ fn main() {
             })
             .collect();
         let routes = if round == 0 { &all } else { &drawn };
-        // Alternating, so that neither store always comes first.
+        // The order alternates, so that each store comes first equally often.
         let (a, b) = match round % 2 {
             0 => {
                 let a = read(&without, routes);

@@ -6,11 +6,12 @@
 //! `--bench stream -- .. --trace FILE` writes traces. All policies start empty and must load every requested expert.
 //!
 //! * `ours` uses the store's slot table and scores ([`SlotTable`], [`EvictionScores`]).
-//! * `counts` is the same without the router's margins.
+//! * `counts` is `ours` without the router's margins.
 //! * `belady` evicts the expert whose next use is last (Belady 1966). No policy that must load every expert does better.
 //! * `belady_bypass` may read an expert without keeping it. No cache has fewer misses.
-//! * `fixed` keeps the most frequent experts of the whole trace and replaces only the others. For independent tokens, such
-//!   as random ones, it is the best policy without knowledge of the future.
+//! * `fixed` keeps the experts that are the most frequent ones in the whole trace and replaces only the others. If
+//! tokens are
+//!   independent, for example random, no policy without knowledge of the future is better.
 
 #[path = "../tests/support/belady.rs"]
 mod belady;
@@ -114,7 +115,7 @@ fn lru(trace: &Trace, slots: usize) -> Score {
     score
 }
 
-/// The policies that know the future: evicts the expert with the highest `rank(key, next use)`.
+/// A policy that knows the future: evicts the expert with the highest `rank(key, next use)`.
 fn offline(trace: &Trace, slots: usize, rank: impl Fn(ExpertKey, u64) -> u64) -> Score {
     let keys: Vec<ExpertKey> = trace.routes.iter().flat_map(|route| route.keys.iter().copied()).collect();
     let (mut next, mut seen) = (vec![u64::MAX; keys.len()], HashMap::new());
@@ -142,7 +143,8 @@ fn offline(trace: &Trace, slots: usize, rank: impl Fn(ExpertKey, u64) -> u64) ->
     score
 }
 
-/// Belady's algorithm with bypass: an expert whose next use is last is read and not kept.
+/// Belady's algorithm with bypass: if no cached expert has a later next use than the requested one, the requested one
+/// is read but not cached.
 fn belady_bypass(trace: &Trace, slots: usize) -> Score {
     let keys: Vec<ExpertKey> = trace.routes.iter().flat_map(|route| route.keys.iter().copied()).collect();
     let mut misses = belady::misses(&keys, slots).into_iter();
@@ -153,7 +155,7 @@ fn belady_bypass(trace: &Trace, slots: usize) -> Score {
     score
 }
 
-/// The store's policy: hits of a route are pinned before anything is evicted for its misses.
+/// The store's policy. Hits of a route are pinned before experts are evicted for its misses.
 fn ours(trace: &Trace, size: usize, margins: bool) -> Score {
     let mut slots = SlotTable::new(size, trace.layers * trace.experts);
     let mut scores = EvictionScores::new(trace.layers, trace.experts);

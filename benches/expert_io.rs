@@ -1,4 +1,5 @@
-//! Throughput of misses: routes of ROUTE (default 8) experts that are not in memory, without computation, from one large file.
+//! Throughput of misses: reads routes of ROUTE (default 8) experts that are not in memory from one large file, without
+//! any computation.
 //!
 //! ```text
 //! cargo bench --bench expert_io -- FILE [SECONDS] [THREADS,THREADS..] [direct|all] [ROUTE]
@@ -77,7 +78,7 @@ fn main() {
                 routes += 1;
             }
             let spent = begin.elapsed().as_secs_f64();
-            // Dropping the store updates the count of the block device.
+            // Dropping the store updates the block device's byte count.
             drop(store);
             let wanted = metrics.lookups_decode_miss.get() as f64 * EXPERT as f64;
             println!(

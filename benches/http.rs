@@ -1,7 +1,7 @@
 //! HTTP overhead: time per token of the demo model from the engine directly, and through the server as a chat stream.
 //!
-//! Prints both times and their ratio. The client runs on the same machine, so its cost is included. The two alternate,
-//! so that other load affects both; criterion cannot do that.
+//! Prints both times and their ratio. The client runs on the same machine, so its cost is included. Both measurements
+//! alternate, so that other load affects both. criterion cannot alternate.
 
 use moestro::{
     chat::{Conversation, Template, Tokenizer, grammar::GrammarCompiler},
@@ -47,7 +47,7 @@ fn main() {
     let (mut direct, mut served, mut ratios) = (Vec::new(), Vec::new(), Vec::new());
     for round in 0..=ROUNDS {
         let (engine, server) = (time_engine(&engine, &ids), time_stream(address, &body));
-        // The first round fills caches.
+        // The first round only fills caches.
         if round > 0 {
             direct.push(engine);
             served.push(server);
@@ -78,7 +78,7 @@ async fn serve(engine: Handle, tokenizer: Arc<Tokenizer>, template: Template, me
     address
 }
 
-/// Seconds per token from the first to the last, without HTTP.
+/// Seconds per token without HTTP, from the first token to the last.
 fn time_engine(engine: &Handle, ids: &[u32]) -> f64 {
     let request = Request { cache_prompt: false, ..Request::new(ids.to_vec(), 400, Sampling::greedy()) };
     let mut events = engine.submit(request).expect("a place in the queue");

@@ -11,9 +11,12 @@
 //! | `--f32` | quantise nothing that the checkpoint has not quantised |
 //! | `--wait` | start the rounds on a line on standard input: filling a context takes minutes, measuring seconds |
 //! | `--blank` | use contexts of zeros instead of computed ones |
-//! | `--turns` | each round waits for a line and prints `turn`, so that two builds can alternate |
-//! | `--checkpoints` | take a snapshot after each round's tokens while the previous one is held, as decoding does |
-//! | `--passes` | measure only passes of one row and of these row counts, alternating; one row of each is accepted |
+//! | `--turns` | each round waits for a line on standard input and prints `turn`, so that two builds can run
+//! alternately |
+//! | `--checkpoints` | take a snapshot after each round's tokens while the previous snapshot still exists, as decoding
+//! does |
+//! | `--passes` | measure only passes of one row and of these row counts, alternately; of each pass, one row is
+//! accepted |
 //!
 //! Prints CSV:
 //!
@@ -24,7 +27,7 @@
 //! checkpoint,<round>,<depth>,<bits>,<ms>,<share of a token's time>
 //! pass,<depth>,<bits>,<rows>,<ms>,<ratio to one row>
 //! ```
-//! and the median rounds.
+//! and the medians over all rounds.
 
 use moestro::{
     command::device_choice::DeviceChoice,
@@ -78,7 +81,7 @@ impl Bench {
         self.model.restore(&Snapshot { len: tokens, pages, ..kept }, Some(state)).expect("a state")
     }
 
-    /// Mean seconds of `passes` passes of `rows` rows of which one is accepted, as when a whole draft is wrong.
+    /// Mean seconds of `passes` passes of `rows` rows. One row of each is accepted, as when a whole draft is wrong.
     fn pass(&mut self, state: &mut QwenState, rows: usize, passes: usize) -> f64 {
         let mut spent = 0.0;
         for _ in 0..passes {
@@ -145,7 +148,7 @@ fn main() {
     let (tokens, rounds) = (number("--tokens", 16).max(1), number("--rounds", 5).max(1));
     let widths = flag("--passes").unwrap_or_default().split(',').filter(|text| !text.is_empty());
     let widths: Vec<usize> = std::iter::once(1).chain(widths.map(|text| text.parse().expect("rows"))).collect();
-    // The context must hold all depths at once.
+    // The context must be large enough for the sum of all depths.
     let context = depths.iter().map(|depth| depth + widths.len() * tokens * (rounds + 1) + PAGE).sum::<usize>();
     let on_gpu = args.iter().any(|arg| arg == "--gpu");
     let chosen = DeviceChoice::of(if on_gpu { device::open_gpu() } else { Ok(None) }, on_gpu).expect("a GPU");
@@ -188,7 +191,7 @@ fn main() {
                     times.push(bench.pass(state, *rows, tokens));
                 }
             }
-            // The first round warms up, as below.
+            // Without the first round, which is a warm-up, as below.
             let times: Vec<f64> = times.into_iter().map(|times| median(times[1..].to_vec())).collect();
             for (rows, time) in widths.iter().zip(&times) {
                 println!("pass,{depth},{},{rows},{:.4},{:.3}", bits.0, time * 1e3, time / times[0]);
@@ -213,7 +216,7 @@ fn main() {
                 *held = Some(bench.model.snapshot(state).expect("a checkpoint"));
             }
             let stall = begin.elapsed().as_secs_f64();
-            // The first round warms up, and writes the pages that later rounds share.
+            // The first round is a warm-up. It also writes the pages that later rounds share.
             if round > 0 {
                 println!(
                     "decode,{round},{depth},{},{:.2},{slower:.3},{dearer:.3},{:.3}",

@@ -1,15 +1,15 @@
-//! Every operation of the forward pass by itself, with the shapes of a 35B-A3B: time, bytes per second, and the
-//! share of the memory bandwidth.
+//! Benchmarks each operation of the forward pass separately, with the shapes of a 35B-A3B: time, bytes per second, and
+//! the fraction of the memory bandwidth.
 //!
 //! ```text
 //! cargo bench --bench ops -- [FILTER] [--threads N] [--f32]
 //! ```
-//! `attend pairs` compares attention over 8 and 4 bits with 16, alternating, in processor time on Linux, which other
-//! processes change little.
+//! `attend pairs` compares attention over 8 and 4 bits with 16 bits, alternately. On Linux it measures CPU time, on
+//! which other processes have little influence.
 //!
-//! Decode cases read weights and states from a fresh copy each time, from more copies than any cache holds. In
-//! prefill cases a task reads weights from memory once and multiplies them with many rows, so their bytes per second
-//! mostly measure rows per second.
+//! Decode cases read weights and states from another copy each time. There are more copies than any cache can hold. In
+//! prefill cases, a task reads weights from memory once and multiplies them with many rows, so their bytes per second
+//! mostly show the number of rows per second.
 
 use criterion::{Criterion, Throughput};
 use moestro::{
@@ -25,7 +25,7 @@ use std::time::{Duration, Instant};
 type Result<T> = std::result::Result<T, DeviceError>;
 
 const HIDDEN: usize = 2048;
-/// All copies of one operand use this much memory.
+/// Total memory of all copies of one operand.
 const SPREAD: usize = 512 << 20;
 const FOUR: WeightFormat = affine(4);
 
@@ -40,7 +40,7 @@ struct Bench {
     memory: f64,
 }
 
-/// A CPU with buffers of random floats and weights. Codes are arbitrary, scales and biases small.
+/// A CPU device with buffers of random floats and weights. Codes are arbitrary, scales and biases are small.
 struct Lab {
     cpu: Cpu,
     word: u64,
@@ -58,7 +58,7 @@ impl Lab {
         Ok(region)
     }
 
-    /// Floats of magnitude 1 to 2 and either sign.
+    /// Floats with a random sign and a magnitude of 1 to 2.
     fn floats(&mut self, count: usize) -> Result<Region> {
         self.fill(count * 4, |word| (word & 0x807f_ffff_807f_ffff) | 0x3f80_0000_3f80_0000)
     }
@@ -70,7 +70,8 @@ impl Lab {
     fn weight(&mut self, codes: WeightFormat, rows: usize, cols: usize) -> Result<Weight> {
         let mut parts = [Region::default(); 3];
         for (index, (part, len)) in parts.iter_mut().zip(codes.row_bytes(cols)).enumerate() {
-            // 0x3c3c is 0.011 as bf16. The exponents of a dense weight must not be arbitrary either.
+            // 0x3c3c is 0.011 as bf16. Dense weights are also small, because arbitrary bits would give extreme
+            // exponents.
             let small = index > 0 || matches!(codes, WeightFormat::Dense(_));
             let value = move |word: u64| if small { 0x3c3c_3c3c_3c3c_3c3c ^ word >> 63 } else { word ^ word >> 32 };
             *part = self.fill(len * rows, value)?;
@@ -145,7 +146,7 @@ impl Caches {
     }
 }
 
-/// Processor time of all threads so far. Wall-clock time on other systems than Linux.
+/// CPU time of all threads so far. On other systems than Linux, wall-clock time.
 fn spent() -> Duration {
     // The kernel adds a thread's time since the last clock tick only when the thread yields.
     std::thread::yield_now();
@@ -168,8 +169,8 @@ impl Bench {
         Lab { cpu: Cpu::new(self.compute.clone()), word: 1 }
     }
 
-    /// Times the operations that `op` makes from a running number. Each reads and writes `bytes`. Quantized rows of
-    /// `x` are dropped before each.
+    /// Times the operations that `op` makes from a counter. Each reads and writes `bytes`. Before each one, the cached
+    /// quantization of `x` is discarded.
     fn time<'o>(&mut self, name: &str, bytes: usize, cpu: &mut Cpu, x: Region, op: impl Fn(usize) -> Op<'o>) {
         let (mut number, mut best, keep) = (0, f64::INFINITY, [0; 4]);
         let mut group = self.criterion.benchmark_group("ops");
@@ -263,7 +264,8 @@ impl Bench {
         Ok(())
     }
 
-    /// Attention with each number of bits, alternating. Prints medians, and the median ratio of 16 bits to fewer.
+    /// Attention with each number of bits, alternately. Prints the medians, and the median ratio of the time with 16
+    /// bits to that with fewer bits.
     fn pairs(&mut self, context: usize) -> Result<()> {
         let name = format!("attend pairs, 1 query at {context}");
         if !self.runs(&name) {
@@ -329,7 +331,7 @@ impl Bench {
             let (shape, past, stored) = (&shape, none, tokens);
             DeltaRule { shape, tokens, proj, mixed, decay, past, stored, state, norm, out, y }.into()
         });
-        // The cost of replay: as many replayed rows, whose output is not computed.
+        // The cost of replay: the same number of replayed rows, whose output is not computed.
         let past = Replay { rows: tokens, proj, mixed };
         self.time(&format!("delta rule, a token behind {tokens} that stay"), 2 * bytes, &mut lab.cpu, y, |number| {
             let state = states[number % states.len()];

@@ -1,15 +1,15 @@
-//! Overlap of reads and computation in a streamed prompt. Disk and processor are simulated by clocks, so the load of the
-//! machine does not matter.
+//! Overlap of reads and computation in a streamed prompt. Clocks simulate disk and CPU, so the load of the machine does
+//! not matter.
 //!
 //! ```text
 //! cargo bench --bench overlap [-- RESIDENCY [PROMPTS [TOKENS]]]
 //! ```
-//! The model has 16 layers of 256 experts and slots for RESIDENCY percent (25) of them. A prompt of TOKENS (256) needs half of
-//! the experts of every layer, longer prompts need more, and some experts are much more frequent. The disk delivers an
-//! expert every 2.1 ms. With 256 tokens a mixer takes 230 ms and an expert 3 ms, five times the times of a 35B model on two
-//! cores with an SSD of 4.2 GB/s. Processor times grow with the tokens, not with the number of experts. Prints for each
-//! prompt (the first one starts with empty slots) its seconds, those of the disk alone and of the processor alone, and the
-//! larger of these two divided by the prompt's seconds.
+//! The model has 16 layers of 256 experts and slots for RESIDENCY percent (25) of them. A prompt of TOKENS (256) needs
+//! half of the experts of every layer, longer prompts need more, and some experts are much more frequent. The disk
+//! delivers an expert every 2.1 ms. With 256 tokens, a mixer takes 230 ms and an expert 3 ms. That is five times as
+//! long as a 35B model takes on two cores with an SSD of 4.2 GB/s. CPU times grow with the number of tokens, not with
+//! the number of experts. For each prompt, prints its seconds, the seconds of the disk alone and of the CPU alone, and
+//! the larger of these two divided by the prompt's seconds. The first prompt starts with empty slots.
 
 use moestro::{
     device::{CpuTimeline, SyncPoint},
@@ -112,7 +112,7 @@ fn main() {
                 let choice = ExpertChoice { ids, k: 8, logits: &[] };
                 let mut taken = experts.fetch(layer, &choice, PassKind::Prefill, &mut CpuTimeline).expect("experts");
                 if let Some(next) = asked.get(layer + 1) {
-                    // Nine of ten guesses are right.
+                    // Nine of ten predictions are right.
                     let wrong =
                         |(place, id): (usize, &u32)| if place % 10 == 0 { (id * 7 + 1) % EXPERTS as u32 } else { *id };
                     let guess: Vec<u32> = next.iter().enumerate().map(wrong).collect();

@@ -1,5 +1,5 @@
-//! Measures sampling one token from a row of Qwen3.5's vocabulary. Sampling runs between two forward passes, so it must cost
-//! little compared with one.
+//! Measures how long it takes to sample one token from the logits of Qwen3.5's vocabulary. Sampling runs between two
+//! forward passes, so it should take a small fraction of a pass.
 
 use criterion::{Criterion, criterion_group, criterion_main};
 use moestro::engine::{Sampler, Sampling, TokenMask};

@@ -3,9 +3,9 @@
 //! ```text
 //! cargo bench --bench snapshot_io -- DIR [--tokens 32768] [--rounds 7]
 //! ```
-//! DIR needs 1.5 GB of free space. Each round reads the snapshot as a restarted server does. Then `fio`, if it is installed,
-//! reads a file of the same size with direct I/O: 1 MiB per read, 16 reads at a time. Neither is in the page cache. Prints
-//! CSV: the round, MB/s of both, their ratio.
+//! DIR needs 1.5 GB of free space. Each round reads the snapshot as a restarted server does. Then `fio`, if it is
+//! installed, reads a file of the same size with direct I/O: 1 MiB per read, 16 reads in flight. Neither file is in the
+//! page cache. Prints CSV: the round, MB/s of both, their ratio.
 
 use moestro::{
     engine::{
@@ -24,8 +24,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// 30 delta-net layers with 32 heads of 128 by 128 and the last 3 inputs of a convolution over 8,192 channels; 10 attention
-/// layers with 2 key heads.
+/// 30 delta-net layers with 32 heads of 128 by 128 and the last 3 inputs of a convolution over 8,192 channels. 10
+/// attention layers with 2 key heads.
 const SIZE: SnapshotSize =
     SnapshotSize { state: 30 * 4 * (32 * 128 * 128 + 3 * 8192), position: 10 * 2 * 2 * (256 * 2 + 4) };
 

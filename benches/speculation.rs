@@ -1,5 +1,5 @@
-//! Measures what drafts gain on a checkpoint of any size. The draft is an oracle without weights: it knows the answer and is
-//! wrong with a given probability.
+//! Measures the speed-up of drafts on a checkpoint of any size. The draft is an oracle without weights: it knows the
+//! answer and is wrong with a given probability.
 //!
 //! ```text
 //! cargo bench --bench speculation -- MODEL [SETTING ...] [--share 0.5] [--tokens 128] [--prompt 64] [--rounds 5]
@@ -11,16 +11,17 @@
 //! order, with one engine. Each answer is compared with the plain one. `--share` streams the experts, with slots for that share
 //! of them.
 //!
-//! With `--auto` every setting has its own engine, whose controller decides. Two engines never draft, `plain` and `again`: their
-//! difference is the noise of the measurement. The first round counts, too, and starts without any cached expert.
+//! With `--auto` every setting has its own engine, whose controller decides when to draft. Two more engines never
+//! draft, `plain` and `again`: their difference is the noise of the measurement. The first round counts, too, and
+//! starts without any cached expert.
 //!
-//! Prints CSV, one row per answer, then lines that start with `#`: medians of the ratios to `plain`, by wall clock and by CPU
-//! time, and `books`, the share of time that the controller's cycles lost. `traffic` is the ratio that memory traffic allows:
-//! tokens per pass times the bytes of a plain pass, over those of a pass of this many rows. Its distinct experts are counted on
-//! the answer.
+//! Prints CSV, one row per answer, then lines that start with `#`: medians of the ratios to `plain`, in wall-clock and
+//! in CPU time, and `books`, the fraction of time that was lost according to the controller's own measurements.
+//! `traffic` is the ratio that memory traffic allows: tokens per pass, times the bytes of a plain pass, divided by the
+//! bytes of a pass with this many rows. The number of distinct experts is counted on the answer.
 //!
-//! `--rollback` measures the cost of a verify that can be rewound: a verify of four rows, some of which are kept, compared with
-//! a pass of four rows that cannot be rewound, as a share of a decode step.
+//! `--rollback` measures the cost of a verify that can be rolled back. It compares a verify of four rows, some of which
+//! are kept, with a pass of four rows that cannot be rolled back. The cost is given as a fraction of a decode step.
 
 use moestro::{
     command::device_choice::DeviceChoice,
@@ -88,7 +89,7 @@ impl SettingDraft {
 
 impl Draft<Qwen> for SettingDraft {
     fn kind(&self) -> DraftKind {
-        // Lookup drafts are never disabled for being wrong, so only the controller is measured.
+        // Lookup drafts are never disabled for wrong tokens, so only the controller has an effect.
         DraftKind::Lookup
     }
 
@@ -167,7 +168,7 @@ fn load(dir: &Path, args: &Args, metrics: &Arc<Metrics>) -> Qwen {
     chosen.place(Qwen::load(dir, &options, metrics, &mut |_, _| ()).expect("a model")).expect("a model for this device")
 }
 
-/// The plain answer, and the mean number of distinct experts of all layers, by the rows of a pass.
+/// The plain answer, and the mean number of distinct experts in all layers for each number of rows of a pass.
 fn answer(model: &mut Qwen, ids: &[u32], tokens: usize, sampling: &Sampling) -> (Vec<u32>, Vec<f64>) {
     let (mut state, mut sampler) = (model.start().expect("a state"), Sampler::new(sampling.clone(), ids, usize::MAX));
     let mut logits = model.forward(&mut state, ids, Rows::Last).expect("a prompt").data;
@@ -310,7 +311,7 @@ fn main() {
     println!("round,setting,seconds,processor_seconds,drafted,accepted,cycles,saved_seconds,misses,bytes_read");
     let mut ratios = vec![[Vec::new(), Vec::new()]; settings.len()];
     let mut sums = vec![[0.0; 8]; settings.len()];
-    // The first round of a shared engine does not count, since its caches are cold.
+    // With a shared engine, the first round does not count, because its caches are cold.
     let first = usize::from(!auto);
     for round in 0..rounds + first {
         let mut ran: Vec<Option<Ran>> = settings.iter().map(|_| None).collect();

@@ -1,15 +1,16 @@
-//! Decoding from a cold start with random tokens, in phases: the cost of a memory limit, a policy or a read mode.
+//! Decoding from a cold start with random tokens, in phases. Shows the cost of a memory limit, a policy or a read mode.
 //!
 //! ```text
 //! cargo bench --bench stream -- MODEL LIMIT [--tokens 64,64] [--threads N] [--io auto|direct|buffered] [--io-threads N]
 //!     [--prefetch auto|on|off] [--trace FILE] [--seed N] [--ids FILE] [--checks beside|before]
 //! ```
-//! LIMIT is the memory limit in bytes (0: none). `--tokens 64,p256,64` decodes 64 tokens one by one, then a prompt of 256
-//! tokens, then 64 more. `--chunk` is the prompt chunk (`plan`: from the memory plan), `--context` the context size. Tokens
-//! are random as in llama-bench, or come from a file of ids, which is repeated. `MARK start` and `MARK phase` lines let a
-//! wrapper account for phases. The line `RESULT {json}` has tokens per second, hit rate and bytes of each phase, and the peak
-//! resident memory. `--checks beside` (the default) verifies checksums of a pack's experts while they are computed. `--checks
-//! before` verifies them before they are used. `check_share` is the share of time spent waiting for checksums only.
+//! LIMIT is the memory limit in bytes (0: none). `--tokens 64,p256,64` decodes 64 tokens one by one, then evaluates a
+//! prompt of 256 tokens, then decodes 64 more. `--chunk` is the prompt chunk (`plan`: from the memory plan),
+//! `--context` the context size. Tokens are random as in llama-bench, or come from a file of ids, which is repeated.
+//! `MARK start` and `MARK phase` lines show a wrapper where phases begin and end. The line `RESULT {json}` has tokens
+//! per second, hit rate and bytes of each phase, and the peak resident memory. `--checks beside` (the default) verifies
+//! checksums of a pack's experts while they are computed. `--checks before` verifies them before they are used.
+//! `check_share` is the fraction of time spent waiting only for checksums.
 
 #[path = "../tests/support/trace.rs"]
 mod trace;

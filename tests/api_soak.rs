@@ -1,5 +1,6 @@
-//! Soak test: 200 requests one after another, then 32 at a time, a third of which disconnect. No file descriptor or memory
-//! leaks, and every answer is correct. It is its own process, because it measures the process.
+//! Soak test: 200 requests one after another, then 32 at a time. A third of the clients disconnect early. No file
+//! descriptor or memory leaks, and every answer is correct. The test is a separate process, because it measures the
+//! process.
 
 #![cfg(target_os = "linux")]
 
@@ -31,7 +32,7 @@ async fn request(server: &Server, number: usize) {
     let stream = number.is_multiple_of(2);
     let body = json!({"prompt": text, "max_tokens": 60, "stream": stream});
     if number.is_multiple_of(3) {
-        // A third disconnects: at once, after the head, or after a few tokens.
+        // A third of the clients disconnect: immediately, after the head, or after a few tokens.
         match number % 9 {
             0 => drop(tokio::time::timeout(Duration::from_millis(2), server.post(TEXT, &body)).await),
             3 => drop(server.post(TEXT, &json!({"prompt": text, "max_tokens": 60, "stream": true})).await),

@@ -1,12 +1,13 @@
 //! The design's rules about the source tree, checked on the text of `src`.
 //!
-//! Imports between rooms run one way, no files import each other in a circle, a type name is declared once, files stay
-//! short, and `unsafe` and `target_os` stay in their rooms. `docs/architecture.md` explains the rooms.
+//! Imports between rooms (top-level modules) run one way, no files import each other in a cycle, a type name is
+//! declared once, files stay short, and `unsafe` and `target_os` stay in the rooms that may use them.
+//! `docs/architecture.md` explains the rooms.
 
 #[path = "house/source.rs"]
 mod source;
 
-use source::{SourceFile, circles, file_imports, files, production_files, room_imports, without_test_modules};
+use source::{SourceFile, cycles, file_imports, files, production_files, room_imports, without_test_modules};
 use std::collections::{BTreeMap, BTreeSet};
 
 const MAX_LINES: usize = 600;
@@ -31,7 +32,7 @@ const ALLOWED_IMPORTS: &[(&str, &[&str])] = &[
     ("version", &[]),
 ];
 
-/// Rooms on top of all others. They may import from anywhere.
+/// Rooms that no other room may import. They may import any room.
 const TOP: &[&str] = &["main", "lib", "command", "tools"];
 
 /// Type names that several files may declare.
@@ -69,24 +70,24 @@ fn rooms_are_read_from_groups_and_paths() {
 }
 
 #[test]
-fn files_import_each_other_in_no_circle() {
+fn files_import_each_other_in_no_cycle() {
     let edges = file_imports(&production_files());
     assert!(edges.values().map(BTreeSet::len).sum::<usize>() > 500, "the imports were not read");
-    let found = circles(&edges);
+    let found = cycles(&edges);
     let explained: Vec<String> = found
         .iter()
-        .flat_map(|circle| {
-            circle.iter().map(|from| {
-                let to: Vec<_> = edges[from].iter().filter(|to| circle.contains(to)).collect();
+        .flat_map(|cycle| {
+            cycle.iter().map(|from| {
+                let to: Vec<_> = edges[from].iter().filter(|to| cycle.contains(to)).collect();
                 format!("{from} -> {to:?}")
             })
         })
         .collect();
-    assert!(found.is_empty(), "{} circles: {explained:#?}", found.len());
+    assert!(found.is_empty(), "{} cycles: {explained:#?}", found.len());
 }
 
 #[test]
-fn planted_circle_through_re_export_is_found() {
+fn planted_cycle_through_re_export_is_found() {
     let file = |path: &str, text: &str| SourceFile::new(path, text.to_owned());
     let planted = |c: &str| {
         vec![
@@ -96,13 +97,13 @@ fn planted_circle_through_re_export_is_found() {
             file("a/c.rs", c),
         ]
     };
-    let circle = [vec!["a/b.rs".to_owned(), "a/c.rs".to_owned()]];
+    let cycle = [vec!["a/b.rs".to_owned(), "a/c.rs".to_owned()]];
     for text in [
         "use crate::a::Bee;\npub struct Cee;",
         "pub struct Cee;\nfn f() { super::Bee::new() }",
         "use super::{\n    Bee as Other,\n};\npub struct Cee;",
     ] {
-        assert_eq!(circles(&file_imports(&planted(text))), circle, "{text}");
+        assert_eq!(cycles(&file_imports(&planted(text))), cycle, "{text}");
     }
     for text in [
         "pub struct Cee;",
@@ -110,7 +111,7 @@ fn planted_circle_through_re_export_is_found() {
         "pub struct Cee;\n#[cfg(test)]\nmod tests {\n    use super::super::Bee;\n}",
         "pub struct Cee;\nconst A: &str = \"super::Bee\";",
     ] {
-        assert!(circles(&file_imports(&planted(text))).is_empty(), "{text}");
+        assert!(cycles(&file_imports(&planted(text))).is_empty(), "{text}");
     }
 }
 
@@ -140,7 +141,8 @@ fn type_names_are_declared_once() {
 fn impl_blocks_are_in_at_most_two_files() {
     let mut implemented: BTreeMap<(String, String), BTreeSet<String>> = BTreeMap::new();
     for file in production_files() {
-        // An operation is one type with its meaning in `mod.rs` and its two ways to run in `cpu.rs` and `gpu.rs`.
+        // An operation is one type: its meaning is in `mod.rs`, its CPU code in `cpu.rs` and its GPU launches in
+        // `gpu.rs`.
         let is_device_half = file.room() == "ops" && ["cpu", "gpu"].contains(&file.module.last().unwrap().as_str());
         if is_device_half {
             continue;
@@ -159,7 +161,7 @@ fn unsafe_and_target_os_stay_in_rooms() {
     for file in production_files() {
         for line in file.code.lines() {
             let words: Vec<&str> = line.split(|c: char| !c.is_alphanumeric() && c != '_').collect();
-            // The prometheus crate has its process collector on Linux only.
+            // `metrics` may use it, because the prometheus crate has its process collector on Linux only.
             if words.contains(&"target_os") && !["platform", "device", "metrics"].contains(&file.room()) {
                 wrong.push(format!("{}: {line}", file.path));
             }

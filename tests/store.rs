@@ -1,5 +1,5 @@
-//! The store's building blocks through their public API: files, expert slots, eviction, checkpoint
-//! indexes, packs; and a disk that fails.
+//! The store's building blocks through their public API: files, expert slots, eviction, checkpoint indexes, packs. Also
+//! a failing disk.
 
 #[path = "store/belady.rs"]
 mod belady;

@@ -46,7 +46,7 @@ const FALLBACK: u64 = 4 << 30;
 const PROMPT_CACHE_PAGES: u64 = 4;
 /// Divisor: four requests run at the same time if this part of the limit stays free.
 const FREE_FOR_FOUR: u64 = 8;
-/// Divisor: two requests run at the same time if the second one takes at most this part of the limit.
+/// Divisor: several requests run at the same time if the additional ones take at most this part of the limit.
 const MAX_PARALLEL_COST: u64 = 32;
 /// Part of a GPU's recommended working set that stays free, in bytes.
 const GPU_RESERVE: u64 = 2 << 30;

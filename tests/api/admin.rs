@@ -78,7 +78,7 @@ async fn tokenize_and_detokenize() {
     assert_eq!(answer["max_model_len"], 512);
     assert_eq!(answer["token_strs"].as_array().unwrap().len(), tokens.len());
     assert_eq!(answer["token_strs"].as_array().unwrap().last().unwrap(), "<|im_end|>");
-    // Both vLLM's and llama-server's name of the text work.
+    // The response has the text under the names of both vLLM and llama-server.
     assert_eq!(server.ask("/detokenize", &json!({"tokens": tokens})).await, json!({"prompt": text, "content": text}));
     assert_eq!(server.ask("/tokenize", &json!({"content": text})).await["tokens"], answer["tokens"]);
 
@@ -200,7 +200,7 @@ async fn health_hides_paths_without_the_key() {
         (Some("secret"), &[("x-api-key", "wrong")], false),
         (Some("secret"), &[("x-api-key", "secret")], true),
     ] {
-        // The server before may not have released its directory yet.
+        // A new directory, because the previous server may not have released its own yet.
         let dir = tempfile::tempdir().unwrap();
         let server = Setup { api_key, prompt_cache_dir: Some(dir.path().into()), ..Setup::default() }.start().await;
         let answer = server.send("GET", "/health", headers, None).await;

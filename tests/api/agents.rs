@@ -44,10 +44,10 @@ async fn codex_turn_calls_a_namespaced_function() {
     assert_eq!((&call["name"], &call["namespace"]), (&json!("close_agent"), &json!("multi_agent_v1")));
 }
 
-/// A picture in the result of a tool, and the turns of the conversation after it.
+/// Number of turns that follow a picture in the result of a tool.
 const MORE_TURNS: usize = 10;
 
-/// Sends a turn and checks that the model got a sentence in place of each picture.
+/// Sends a turn and checks that the model got a sentence instead of each picture.
 async fn turn_with_pictures(server: &Server, path: &str, body: &Value) {
     let headers = [("anthropic-version", "2023-06-01")];
     let answer = server.send("POST", path, &headers, Some(body.to_string().as_bytes())).await;

@@ -127,7 +127,7 @@ async fn parallel_tool_calls_limits_calls() {
     };
     assert_eq!(count(json!({})).await, (2, "tool_calls".into()));
     assert_eq!(count(json!({"parallel_tool_calls": false})).await, (1, "tool_calls".into()));
-    // The mock starts its answer again whenever a token is forbidden, until the context is full.
+    // When a token is forbidden, the mock starts its answer again, until the context is full.
     assert_eq!(count(json!({"tool_choice": "none"})).await, (0, "length".into()));
 }
 

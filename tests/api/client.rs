@@ -8,7 +8,7 @@ use serde_json::Value;
 use std::{io, time::Duration};
 use tokio::net::TcpStream;
 
-/// Limit of every response and chunk.
+/// Time limit of each response and of each chunk.
 const TIMEOUT: Duration = Duration::from_secs(20);
 
 /// A response whose body may not have arrived yet.
@@ -59,7 +59,7 @@ impl Server {
         self.bare(method, path, &all, body.unwrap_or_default()).await
     }
 
-    /// Sends exactly these headers, a host and this body.
+    /// Sends a request with only these headers, `Host`, and the body.
     pub async fn bare(&self, method: &str, path: &str, headers: &[(&str, &str)], body: &[u8]) -> Answer {
         let stream = TcpStream::connect(self.address).await.unwrap();
         let mut wire = Wire { stream, read: Vec::new() };

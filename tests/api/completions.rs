@@ -75,7 +75,7 @@ async fn choices_are_generated_at_the_same_time() {
     let [passes, sequences] =
         ["decode_passes", "decoding_sequences"].map(|name| together["timings"][name].as_u64().unwrap());
     assert!(sequences > passes, "{together}");
-    // A stream has the choices in order, although they are generated together.
+    // A stream sends the choices one after another, although they are generated at the same time.
     let mut streamed = body.clone();
     streamed["stream"] = true.into();
     let chunks = server.stream(PATH, &streamed).await;
@@ -166,7 +166,7 @@ fn rounded(mut value: Value) -> Value {
 /// harness reads `[ctxlen:-1]` of each array.
 #[tokio::test]
 async fn evaluation_harness_scores_a_continuation() {
-    // For the second model the extra token is the one that ends the text.
+    // The second model ends the text with the extra token.
     for server in [mock().await, Server::saying("").await] {
         for stream in [false, true] {
             score(&server, stream).await;
@@ -195,7 +195,7 @@ async fn score(server: &Server, stream: bool) {
     assert_eq!(column("tokens").len(), tokens.len());
     assert!(tokens[0].is_null() && top[0].is_null());
     for ((token, logprob), top) in column("tokens").iter().zip(&tokens).zip(&top).skip(1) {
-        // Equal to the last digit: the harness treats a token as greedy if its value is the maximum.
+        // Equal to the last digit, because the harness compares: a token whose value is the maximum is the greedy one.
         assert_eq!(top[token.as_str().unwrap()], *logprob);
         let best = top.as_object().unwrap().values().map(|value| value.as_f64().unwrap()).fold(f64::MIN, f64::max);
         assert!(logprob.as_f64().unwrap() <= best);
@@ -266,11 +266,11 @@ async fn stream_reports_progress_only_if_requested() {
         let reports: Vec<&Value> = chunks.iter().filter_map(|chunk| chunk.get("prompt_progress")).collect();
         let done: Vec<_> = reports.iter().map(|report| report["processed"].as_u64().unwrap() as usize).collect();
         let total = reports[0]["total"].as_u64().unwrap() as usize;
-        // The first report comes before any work.
+        // The first report is sent before anything is evaluated.
         assert!(total >= tokens && done[0] == 0 && done.len() == 1 + total.div_ceil(32), "{done:?}");
         assert!(done.is_sorted() && done.last() == Some(&total), "{done:?}");
         assert_eq!(reports[0]["cache"], 0);
-        // Progress comes before the first token.
+        // All reports come before the first token.
         assert!(chunks.iter().skip(reports.len()).all(|chunk| chunk.get("prompt_progress").is_none()));
     }
 }

@@ -110,7 +110,7 @@ async fn slow_heads_and_bodies_time_out() {
     wait_for_close(&half).await;
     let refused = wait_for_close(&body).await;
     assert!(refused.starts_with(b"HTTP/1.1 408 "), "{}", String::from_utf8_lossy(&refused));
-    // A byte now and then does not keep the connection open.
+    // Occasional single bytes do not keep the connection open.
     let drops = open().await;
     write(&drops, head(CHAT, 10_000).as_bytes()).await;
     let since = Instant::now();
@@ -194,7 +194,7 @@ async fn slow_clients_do_not_delay_others() {
     sleep(Duration::from_millis(100)).await;
     server.idle().await;
     let beside = first_tokens(&server).await;
-    // Generous, for busy machines. Without slots and timeouts it would be seconds.
+    // A generous limit, for busy machines. Without slots and timeouts the time would be seconds.
     assert!(beside < 2 * alone + Duration::from_millis(200), "{alone:?} alone, {beside:?} with slow clients");
     drop(crowd);
 }

@@ -32,7 +32,7 @@ async fn content_is_continued() {
         let answer = server.ask(CHAT, &body).await;
         assert_eq!(answer["usage"]["prompt_tokens"], server.ask("/tokenize", &body).await["count"]);
         let message = &answer["choices"][0]["message"];
-        // A new message starts with reasoning.
+        // In contrast, a new message starts with reasoning.
         let part = if more == json!({}) { "reasoning_content" } else { "content" };
         assert_eq!(message[part], " 19.", "the answer must not be trimmed");
     }

@@ -120,7 +120,7 @@ async fn tool_results_have_images() {
         server.ask("/v1/messages/count_tokens", &json!({"messages": messages})).await["input_tokens"].as_u64().unwrap()
     };
     let image = json!({"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}});
-    // 6 tokens, and the start and the end of the image.
+    // The picture has 6 tokens. Two more mark its start and its end.
     assert_eq!(count(json!([image])).await, count(json!("")).await + 8);
 }
 
@@ -137,7 +137,7 @@ async fn second_turn_reuses_the_picture() {
     assert!(cached + 8 > prompt, "{cached} of {prompt}");
     let fresh = vision().await.ask("/v1/chat/completions", &more).await;
     assert_eq!(second["choices"], fresh["choices"]);
-    // Another picture of the same size has the same ids and shares nothing after its start.
+    // Another picture of the same size has the same token ids, but only the prompt before the picture is shared.
     let other = user(json!([image_url(&file("gradient.png")), text("What is this?")]));
     let other = server.ask("/v1/chat/completions", &chat(json!([other]))).await;
     assert!(other["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap() < 5, "{}", other["usage"]);
@@ -211,7 +211,7 @@ async fn placeholder_in_text_is_no_image() {
         tokens.as_array().unwrap().iter().filter(|id| **id == 1003).count()
     };
     assert_eq!(tokens(json!([placeholder, image, placeholder])).await, 4);
-    // Without images the text is as the client sent it, and its token is no image.
+    // Without images, the placeholder in the text is kept, and its token is not an image.
     assert_eq!(tokens(json!([placeholder])).await, 1);
     let answer = server.post("/v1/chat/completions", &chat(json!([user(json!([placeholder]))]))).await;
     assert_eq!(answer.status, 200);

@@ -203,7 +203,7 @@ async fn body_size_is_limited() {
     assert_eq!(server.get("/health").await.status, 200);
 }
 
-/// Searching for a stop string takes several times its length in memory.
+/// The search for a stop string needs several times its length in memory.
 #[tokio::test]
 async fn long_stop_strings_count_as_memory() {
     let server = Setup { configure: |state| state.memory.set_plan(12 << 20), ..Setup::default() }.start().await;
@@ -215,7 +215,7 @@ async fn long_stop_strings_count_as_memory() {
     }
 }
 
-/// Text is tokenized piece by piece. A word is one piece, so its memory grows with its length.
+/// Text is tokenized in pieces. A word is never split, so the memory for a long word grows with its length.
 #[tokio::test]
 async fn long_word_exceeds_request_memory() {
     let server = Setup { configure: |state| state.memory.set_plan(32 << 20), ..Setup::default() }.start().await;
@@ -243,7 +243,8 @@ async fn prompt_over_context_error_has_lengths() {
         assert_eq!(error["code"], "context_length_exceeded");
         assert!(error["message"].as_str().unwrap().contains("64 tokens"), "{error}");
     }
-    // The text is refused by its length alone: tokenizing would stop after the first piece of 20 KB.
+    // The text is refused because of its length. If it were tokenized, it would be refused after the first piece of 20
+    // KB.
     let error = server.post(TEXT, &json!({"prompt": "word ".repeat(400_000)})).await.json().await["error"].clone();
     let least = error["message"].as_str().and_then(|text| text.split("at least ").nth(1)?.split(' ').next());
     assert!(least.is_some_and(|least| least.parse::<usize>().unwrap() > 20 << 10), "{error}");

@@ -32,9 +32,9 @@ fn milliseconds(count: u64) -> Duration {
 struct MockModels {
     /// Loads and unloads, in order.
     log: Mutex<Vec<String>>,
-    /// Duration of a load, except of `first`.
+    /// Time that a load takes, except for `first`.
     load_time: Duration,
-    /// Duration of an unload.
+    /// Time that an unload takes.
     unload_time: Duration,
     /// `first` cannot be loaded a second time.
     breaks: bool,
@@ -50,7 +50,7 @@ impl MockModels {
     }
 }
 
-/// Loads the mocks. The closures that unload share them.
+/// Loads the mocks. The closures that unload a model have references to them.
 struct MockLoader(Arc<MockModels>);
 
 impl ModelLoader for MockLoader {
@@ -192,14 +192,14 @@ async fn waiting_stream_is_kept_alive() {
     let mut body = ask("second");
     body["stream"] = true.into();
     let start = Instant::now();
-    // Some clients count only events, so Messages and Responses send some.
+    // Some clients only count events, not comments, so Messages and Responses send some events while they wait.
     let messages = json!({"model": "second", "max_tokens": 20, "stream": true, "messages": body["messages"]});
     let messages = server.post("/v1/messages", &messages).await;
     let responses = server.post("/v1/responses", &json!({"model": "second", "input": "Who?", "stream": true})).await;
     let answer = server.post(CHAT, &body).await;
     assert_eq!(answer.status, 200);
     assert!(start.elapsed() < Duration::from_secs(2), "the head arrives before the model is loaded");
-    // `first` is unloaded by now. A request for it disconnects and causes no load.
+    // `first` has been unloaded. A client that requests it and disconnects must not cause a load.
     tokio::time::sleep(milliseconds(500)).await;
     let disconnected = tokio::time::timeout(milliseconds(100), server.post(CHAT, &ask("first"))).await;
     assert!(disconnected.is_err());
@@ -236,8 +236,8 @@ async fn deadline_includes_wait_for_model() {
     assert!(start.elapsed() >= milliseconds(400), "{:?}", start.elapsed());
 }
 
-/// Requests `n` answers of 150 KB from `first` and does not read until `second` has answered, which must not take long.
-/// Returns the rest of the stream up to `end`.
+/// Requests `n` answers of 150 KB from `first`, and reads none of them until `second` has answered, which must not take
+/// long. Returns the rest of the stream up to `end`.
 async fn read_slowly(n: usize, max_wait: Duration, end: &str) -> String {
     let (mocks, server) = server(MockModels::default(), HostTimeouts { max_wait, ..timeouts() }).await;
     let prompt: Vec<u32> = (5..355).collect();
@@ -328,11 +328,11 @@ async fn alternating_clients_do_not_reload_each_time() {
     let (one, other) = (client("first", 60), client("org/second", 60));
     one.await.unwrap();
     other.await.unwrap();
-    // A model is replaced after it was idle for `min_idle` or a request has waited for `max_wait`, so at most every 200 ms.
-    // On a slow machine this happens more often.
-    let most = 2 + 2 * start.elapsed().as_millis() / min_idle.as_millis();
+    // A model is replaced when it was idle for `min_idle` or a request has waited for `max_wait`, so at max_loads every 200
+    // ms. On a slow machine the test takes longer, so more replacements are allowed.
+    let max_loads = 2 + 2 * start.elapsed().as_millis() / min_idle.as_millis();
     let loads = mocks.log().iter().filter(|event| event.starts_with("load")).count() as u128;
-    assert!((2..=most).contains(&loads), "{loads} loads for 120 requests, not {most}: {:?}", mocks.log());
+    assert!((2..=max_loads).contains(&loads), "{loads} loads for 120 requests, not {max_loads}: {:?}", mocks.log());
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -383,7 +383,7 @@ async fn unload_request_unloads_model() {
     assert_eq!(mocks.log(), ["load first", "unload first", "load first"]);
 }
 
-/// A model writes its prompt cache as it unloads. Clearing waits for that.
+/// A model writes its prompt cache while it is unloaded. Clearing the cache waits for that.
 #[tokio::test(flavor = "multi_thread")]
 async fn cache_is_cleared_after_unload() {
     let (mocks, server) =

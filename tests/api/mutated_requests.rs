@@ -1,5 +1,6 @@
-//! Randomly mutated requests, templates and model answers. Nothing may panic, abort, take ten seconds, or answer a client's
-//! mistake with a 500, and the arguments of a tool call must not depend on how the stream was split.
+//! Randomly mutated requests, templates and model answers. Nothing may panic, abort or take ten seconds. A client's
+//! mistake must not be answered with status 500. The arguments of a tool call must not depend on how the stream was
+//! split.
 //!
 //! A run takes a few seconds. `MOESTRO_MUTATE_SECONDS=60` runs each loop for a minute, `MOESTRO_MUTATE_SEED=N` repeats the seed
 //! that a failure printed.

@@ -1,6 +1,7 @@
 //! Response formats, required tool calls and reasoning budgets.
 //!
-//! The mock model repeats a fixed answer. Where the grammar forbids that answer, it continues with random allowed tokens.
+//! The mock model repeats a fixed answer. If the grammar forbids the next token of that answer, it continues with
+//! random allowed tokens.
 
 use super::server::{Server, Setup};
 use serde_json::{Value, json};
@@ -238,7 +239,7 @@ async fn choices_use_consecutive_seeds() {
     }
     assert_eq!(tokens(chunks.last().unwrap(), "completion_tokens"), 2 * tokens(&one, "completion_tokens"));
 
-    // Choice i uses seed + i.
+    // The request's choice number i is drawn with seed + i.
     let random = |more: Value| {
         let mut body = ask(json!({"temperature": 1.5, "guided_regex": "[a-z]{12}", "enable_thinking": false}));
         body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());

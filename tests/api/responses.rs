@@ -190,14 +190,14 @@ async fn response_continues_a_stored_response() {
     let second = server.ask(PATH, &next).await;
     assert_eq!(second["previous_response_id"], first["id"]);
 
-    // Equal to sending all items again.
+    // The prompt is the same as if all items were sent again.
     let mut items = vec![json!({"role": "user", "content": "What is 12+7?"})];
     items.extend(first["output"].as_array().unwrap().clone());
     items.push(output.clone());
     let again = server.ask(PATH, &with(tools(), json!({"input": items, "store": false}))).await;
     assert_eq!(again["usage"]["input_tokens"], second["usage"]["input_tokens"]);
 
-    // Equal to the same conversation in chat completions.
+    // The prompt is the same as that of this conversation in chat completions.
     let arguments = call["arguments"].as_str().unwrap();
     let function = json!({"name": "get_weather", "parameters": tools()["tools"][0]["parameters"]});
     let calls = json!([{"id": "1", "type": "function", "function": {"name": "get_weather", "arguments": arguments}}]);

@@ -138,7 +138,7 @@ impl Setup {
         self.start_with(|_| ()).await
     }
 
-    /// Like [`Setup::start`], with a further change to the state before the server starts.
+    /// Like [`Setup::start`], but `prepare` changes the state before the server starts.
     pub async fn start_with(self, prepare: impl FnOnce(&mut ServerState)) -> Server {
         let tokenizer = Arc::new(Tokenizer::load(&demo()).unwrap());
         let ids = |text: &str| tokenizer.encode(text).unwrap();

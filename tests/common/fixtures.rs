@@ -73,8 +73,8 @@ impl Folded {
         dir
     }
 
-    /// The same weights in Hugging Face's layouts: zero-centred norms, `[C, 1, K]` convolutions, other names, experts fused
-    /// or one by one, in two shards with an index.
+    /// The same weights in a Hugging Face layout: zero-centred norms, `[C, 1, K]` convolutions, other names, and two
+    /// shards with an index. `fused`: all experts of a layer are one tensor.
     pub fn unfold_as_hugging_face(&self, fused: bool) -> tempfile::TempDir {
         let dir = tempfile::tempdir().unwrap();
         std::fs::write(dir.path().join("config.json"), &self.config).unwrap();
@@ -116,7 +116,7 @@ fn hugging_face(file: &[u8], fused: bool) -> HashMap<String, Owned> {
             shape = vec![shape[0], 1, shape[1]];
         }
         if name.contains("norm") && !name.contains("linear_attn.norm") {
-            // The file has `1 + w` in bf16. `w` in f32 reproduces it exactly.
+            // The file has `1 + w` in bf16. `w` is written in f32, which loses no bits.
             let values = data.as_chunks::<2>().0.iter().map(|pair| half::bf16::from_le_bytes(*pair).to_f32() - 1.0);
             data = values.flat_map(f32::to_le_bytes).collect();
             dtype = safetensors::Dtype::F32;

@@ -114,7 +114,7 @@ pub fn argmax(row: &[f32]) -> u32 {
     best.unwrap().0 as u32
 }
 
-/// The largest difference allowed between the fast pass's logits and mlx-lm's or the reference's.
+/// Largest allowed difference between the logits of the forward pass and those of mlx-lm or of the reference.
 pub fn bound(math: CpuArithmetic) -> f32 {
     if math == CpuArithmetic::F32 { 2e-4 } else { 1e-3 }
 }

@@ -21,7 +21,7 @@ fn answer_is_cached_across_conversations() {
 
 #[test]
 fn failing_prompt_evicts_nothing_beyond_its_end() {
-    // The cache has room for the snapshots of one of the two prompts.
+    // The cache is large enough for the snapshots of one of the two prompts.
     let mock = MockModel { fails_on: Some(40), ..MockModel::default() };
     let (handle, ..) = engine(&mock, Options { prompt_cache: 100, ..options() });
     let evaluate = |ids: &[u32]| collect(handle.submit(request(ids, 0)).unwrap()).1;
@@ -45,7 +45,7 @@ fn failed_snapshot_drops_its_sequence() {
         assert!(Instant::now() < deadline, "the engine did not call recover");
         std::thread::sleep(MS);
     }
-    // The device may be in an undefined state, so the sequence is dropped. Only the two mocks are alive.
+    // The device may be in an undefined state, so the sequence is dropped. The two references are those of the mocks.
     assert_eq!(Arc::strong_count(&mock.states), 2);
     assert_eq!(answer(&handle, &[7]), [7]);
 }

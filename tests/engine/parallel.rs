@@ -117,7 +117,7 @@ fn cancel_and_deadline_end_one_request() {
     assert_eq!(handle.load(), (1, 0));
 }
 
-/// A request whose first answered token is `id`, whatever the model says.
+/// A request whose answer must start with `id`, regardless of the model.
 fn says(id: u32, ids: &[u32]) -> Request {
     let sampling = Sampling { logit_bias: vec![(id, 1000.0)], ..Sampling::greedy() };
     Request { sampling, ..request(ids, 200) }
@@ -157,7 +157,8 @@ fn panic_ends_the_requests_of_its_pass() {
 
 #[test]
 fn verified_draft_needs_no_row_of_the_pass() {
-    // The prompt repeats itself, so that the answer is drafted, and tokens of a verified draft are left when others join.
+    // The prompt repeats itself, so that the answer is drafted. When other requests join, some tokens of a verified
+    // draft have not been returned yet.
     let ids = [10, 11, 12, 13, 14, 15].repeat(20);
     let mock = MockModel { delay: MS, batch: 4, context: 1024, ..MockModel::default() };
     let alone = collect(engine(&mock, options()).0.submit(request(&ids, 500)).unwrap()).0;
@@ -182,7 +183,7 @@ fn shared_new_prefix_is_computed_once() {
     for events in all {
         assert_eq!(collect(events).0, ids[..2]);
     }
-    // The prompt once, its last token for each other request, and the evaluated token of each answer.
+    // The prompt is evaluated once. Each other request evaluates its last token again. Each answer evaluates one token.
     assert_eq!(mock.evaluated.load(Ordering::Relaxed), 50 + 3 + 4);
 }
 

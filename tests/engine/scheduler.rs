@@ -86,10 +86,10 @@ fn length_limit_is_max_tokens_or_context() {
     };
     assert_eq!(run(&[9, 5, 6, 7], 0), (0, Finish::Length));
     assert_eq!(run(&[9, 5, 6, 7], 2), (2, Finish::Length));
-    // Three more tokens fit. The last one need not be evaluated.
+    // The context has room for three more tokens. The last one need not be evaluated.
     assert_eq!(run(&[9, 5, 6, 7], 100), (3, Finish::Length));
     assert_eq!(run(&[9, 5, 6, 7, 8, 3], 100), (1, Finish::Length));
-    // The end of the sequence comes first.
+    // The answer ends before the context is full.
     assert_eq!(run(&[9, 5, 6], 100), (3, Finish::Stop));
 }
 
@@ -111,7 +111,7 @@ fn requests_run_in_order() {
     let (handle, ..) = engine(&MockModel { delay: MS, ..MockModel::default() }, options());
     let mut receivers: Vec<_> = (10..16).map(|id| handle.submit(request(&[id, 5], 100)).unwrap()).collect();
     while let [first, second, ..] = &mut receivers[..] {
-        // When a request starts, the one before it is finished.
+        // When a request starts, the previous one has finished.
         assert!(matches!(second.blocking_recv(), Some(Event::Started { .. })));
         let answer: Vec<_> = std::iter::from_fn(|| first.try_recv().ok()).collect();
         assert!(matches!(answer.last(), Some(Event::Done { finish: Finish::Stop, .. })));
@@ -128,7 +128,7 @@ fn full_queue_refuses_until_client_disconnects() {
     let mut waiting: Vec<_> = (0..2).map(|_| handle.submit(request(&[9], 90_000)).unwrap()).collect();
     assert!(matches!(handle.submit(request(&[9], 1)), Err(EngineError::QueueFull)));
     assert_eq!(handle.load(), (1, 2));
-    // A client that disconnects while queued frees its place at once, although the engine is busy.
+    // A client that disconnects while queued frees its place immediately, although the engine is busy.
     waiting.pop();
     assert!(handle.submit(request(&[9], 1)).is_ok());
 }
@@ -142,7 +142,8 @@ fn disconnect_ends_decode_within_a_token() {
     drop(events);
     let before = mock.evaluated.load(Ordering::Relaxed);
     wait_until_idle(&handle);
-    // One token may have been in evaluation, and one more may have passed its check.
+    // When the client disconnects, one token may be in evaluation, and the cancellation check of the next one may have
+    // passed.
     assert!(mock.evaluated.load(Ordering::Relaxed) <= before + 2);
     assert_eq!(metrics.requests_running.get(), 0);
 }
@@ -176,7 +177,7 @@ fn abandoned_chunk_is_kept_without_others() {
     let (handle, ..) = engine(&mock, options());
     let mut events = handle.submit(request(&[9; 100], 1)).unwrap();
     assert!(matches!(events.blocking_recv(), Some(Event::Started { .. })));
-    // Before its chunk has started, the request would be cancelled.
+    // Wait for the chunk to start. A request without a running chunk would be cancelled.
     while mock.evaluated.load(Ordering::Relaxed) == 0 {
         std::thread::sleep(Duration::from_millis(1));
     }
@@ -223,7 +224,7 @@ fn drain_finishes_accepted_requests() {
     }
     worker.join().unwrap();
     assert_eq!(Arc::strong_count(&mock.states), 1, "the model and all states are freed");
-    // A router sends a draining server's requests to another server. `Stopped` would look like a failure.
+    // A router sends the requests of a draining server to another one. `Stopped` would look like a failure.
     assert!(matches!(handle.submit(request(&[9], 1)), Err(EngineError::Draining)));
 }
 
@@ -260,7 +261,7 @@ fn error_or_panic_ends_one_request() {
         assert!(matches!(panicked, Err(EngineError::Panicked(text)) if text.contains("token 41")));
         assert_eq!(answer(&handle, &[9, 5, 6]), [9, 5, 6]);
     }
-    // Besides the two mocks, only the last request's sequence is alive.
+    // References: the two mocks and the sequence of the last request.
     wait_until_idle(&handle);
     assert_eq!(Arc::strong_count(&mock.states), 3);
 }

@@ -1,7 +1,7 @@
 //! Reads `src` as text: code without comments, strings and test items, module paths, imports and type declarations.
 //!
-//! The reader understands what rustfmt prints, not every form that Rust allows. A file that it misreads shows up as a
-//! wrong import, so the rules err on the strict side.
+//! The reader understands the output of rustfmt, not every form that Rust allows. If it misreads a file, it finds
+//! imports that are not there, so the tests fail rather than miss something.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
@@ -253,8 +253,8 @@ fn declares(code: &str, name: &str) -> bool {
     })
 }
 
-/// Groups of files that import each other in a circle, sorted.
-pub fn circles(edges: &BTreeMap<String, BTreeSet<String>>) -> Vec<Vec<String>> {
+/// Groups of files that import each other in a cycle, sorted.
+pub fn cycles(edges: &BTreeMap<String, BTreeSet<String>>) -> Vec<Vec<String>> {
     let reachable = |from: &String| {
         let (mut seen, mut open) = (BTreeSet::new(), vec![from]);
         while let Some(file) = open.pop() {
@@ -270,8 +270,8 @@ pub fn circles(edges: &BTreeMap<String, BTreeSet<String>>) -> Vec<Vec<String>> {
     let mut found = BTreeSet::new();
     for (file, others) in &reached {
         if others.contains(*file) {
-            let circle = others.iter().filter(|other| reached.get(other).is_some_and(|back| back.contains(*file)));
-            found.insert(circle.cloned().collect::<Vec<_>>());
+            let cycle = others.iter().filter(|other| reached.get(other).is_some_and(|back| back.contains(*file)));
+            found.insert(cycle.cloned().collect::<Vec<_>>());
         }
     }
     found.into_iter().collect()

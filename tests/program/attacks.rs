@@ -1,7 +1,8 @@
-//! Requests designed to exhaust memory, each alone and during a running answer, in a control group of the memory limit plus
-//! 10 %. Nothing is killed, the peak stays below the limit, the answer is expected, and the memory is freed within a second.
+//! Requests designed to exhaust memory, each alone and during a running answer, in a control group whose limit is the
+//! memory limit plus 10 %. Nothing is killed, the peak stays below the limit, the answer is the expected one, and the
+//! memory is freed within a second.
 //!
-//! Without permission to create a control group, the limit is only measured.
+//! Without permission to create a control group, the test measures memory, but no limit is enforced.
 
 #![cfg(target_os = "linux")]
 
@@ -33,7 +34,7 @@ impl Server {
         stream
     }
 
-    /// Sends the head, and as much of the body as the server accepts.
+    /// Sends the head, and as many bytes of the body as the server accepts.
     fn send(&self, path: &str, body: &str, length: usize) -> TcpStream {
         let mut stream = self.connect();
         let head = format!(
@@ -85,7 +86,7 @@ fn chat(bytes: usize) -> String {
 }
 
 /// Sends `count` concurrent requests and returns their statuses.
-fn at_once(server: &Server, count: usize, path: &str, body: &str) -> Vec<u16> {
+fn send_concurrently(server: &Server, count: usize, path: &str, body: &str) -> Vec<u16> {
     thread::scope(|scope| {
         let asking: Vec<_> = (0..count).map(|_| scope.spawn(|| server.ask(path, body).0)).collect();
         asking.into_iter().map(|asking| asking.join().unwrap()).collect()
@@ -105,7 +106,7 @@ const ATTACKS: [Attack; 7] = [
     }),
     ("four /tokenize of 15 MB", |server| {
         let body = format!(r#"{{"prompt": "{}"}}"#, "word ".repeat(3_000_000));
-        for status in at_once(server, 4, "/tokenize", &body) {
+        for status in send_concurrently(server, 4, "/tokenize", &body) {
             assert!([200, 413, 503].contains(&status), "{status}");
         }
     }),
@@ -119,11 +120,11 @@ const ATTACKS: [Attack; 7] = [
     ("eight concurrent requests just below the limits", |server| {
         let nested =
             format!(r#"{{"messages": [], "chat_template_kwargs": {{"x": [{}0]}}}}"#, "[[[0]]],".repeat(16_000));
-        for status in at_once(server, 8, "/v1/chat/completions", &nested) {
+        for status in send_concurrently(server, 8, "/v1/chat/completions", &nested) {
             assert!([400, 503].contains(&status), "{status}");
         }
         let words = format!(r#"{{"prompt": "{}", "return_token_strs": true}}"#, "word ".repeat(90_000));
-        for status in at_once(server, 8, "/tokenize", &words) {
+        for status in send_concurrently(server, 8, "/tokenize", &words) {
             assert!([200, 503].contains(&status), "{status}");
         }
     }),

@@ -1,4 +1,4 @@
-//! Memory limits: the peak stays under every limit, and a control group of that limit plus 10 % kills no process.
+//! Memory limits: the peak stays below every limit, and a control group with that limit plus 10 % kills no process.
 //!
 //! Creating a memory control group (v1 or v2) needs privileges. Without them the test prints a note, and the limits are
 //! measured but not enforced.
@@ -177,8 +177,9 @@ fn full_prompt_cache_stays_in_plan() {
     assert_eq!(group.as_ref().map_or(0, Group::kills), 0);
 }
 
-/// Lowers the group's limit while the server answers: it frees slots, is not killed, and answers do not change. The slots
-/// return when the limit rises. The test starts once with all experts in memory and once with a part of them.
+/// Lowers the group's limit while the server answers. The server frees slots and is not killed, and answers do not
+/// change. When the limit rises, the slots return. The test runs twice: with all experts in memory and with a part of
+/// them.
 #[test]
 #[ignore = "long: waits for a memory shortage"]
 fn lower_limit_frees_expert_slots() {
@@ -212,7 +213,7 @@ fn lower_limit_frees_expert_slots() {
         let (all, before) = (slots(), resident());
         assert_eq!((all == 512, pressure()), (start > 200 * MIB, 0), "{all} slots");
 
-        // A quarter of the experts, plus the margin that must stay free.
+        // The new limit takes away a quarter of the experts. The margin that must stay free takes away some more.
         let end = before - all * (230 << 10) / 4;
         let asking = std::sync::atomic::AtomicBool::new(true);
         thread::scope(|scope| {

@@ -314,7 +314,7 @@ fn full_disk_leaves_no_partial_file() {
     let refused = moestro(cache.path()).args(["generate", "-p", "Hi", "--memory-limit", "1M"]).output().unwrap();
     let (_, rest) = stderr(&refused).rsplit_once("--memory-limit ").unwrap();
     let limit = format!("{}M", rest.split_once('M').unwrap().0.parse::<u32>().unwrap() + 1);
-    // Limits files to one block, as if the disk were full. The list of hot experts does not fit.
+    // Limits files to one block, to simulate a full disk. The list of hot experts is larger.
     let shell = "trap '' XFSZ; ulimit -f 1; exec \"$0\" \"$@\"";
     let args = ["-c", shell, env!("CARGO_BIN_EXE_moestro"), "generate", "-p", "Hi", "--memory-limit", &limit];
     let output = Command::new("bash").args(args).env("XDG_CACHE_HOME", cache.path()).output().unwrap();

@@ -1,4 +1,4 @@
-//! The documents are true: their paths and links exist, their flags and commands parse, and their commands run.
+//! Checks the documents: their paths and links exist, their flags and commands parse, and their commands run.
 //!
 //! A command that is not run here is listed in `tests/program/documents_not_run.txt` with the reason.
 
@@ -201,7 +201,7 @@ fn not_run() -> Vec<(String, String)> {
     text.lines().map(|line| entry(line).unwrap_or_else(|| panic!("no reason: {line}"))).collect()
 }
 
-/// A server of the demo model, which ends when it is dropped.
+/// A server with the demo model. Dropping it ends the server.
 struct Server(Child);
 
 impl Server {

@@ -8,7 +8,7 @@ use std::{
     process::{Command, Output, Stdio},
 };
 
-/// Puts a script in place of an agent. It prints its settings and exits with 7.
+/// Installs a script under the agent's name. It prints its settings and exits with code 7.
 fn install(home: &Path, agent: &str) {
     let bin = home.join("bin");
     fs::create_dir_all(&bin).unwrap();

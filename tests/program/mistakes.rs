@@ -99,7 +99,7 @@ fn wrong_names_and_values_get_a_sentence() {
             ("pull https://huggingface.co/org/name", "org/name: cannot reach"),
         ],
     );
-    // A prompt of several words in place of the model.
+    // The prompt is where a model name belongs.
     let text = said(home.path(), "", &["run", "What is 12+7?"]);
     assert!(text.contains("a prompt follows the model") || text.contains("stdin is empty"), "{text}");
 }
@@ -134,7 +134,7 @@ fn flags_of_other_programs_get_a_sentence() {
     assert!(unknown.contains("unexpected argument '--colour'") && !unknown.contains("similar"), "{unknown}");
 }
 
-/// Every command line of SwiftLM's README, with our binary and a model that is not there.
+/// Every command line of SwiftLM's README, with our binary and a model that does not exist.
 #[test]
 fn command_lines_of_swiftlm_are_accepted() {
     let home = tempfile::tempdir().unwrap();
@@ -147,7 +147,7 @@ fn command_lines_of_swiftlm_are_accepted() {
         "--model PATH --host 127.0.0.1 --max-tokens 2048 --prefill-size 512 --top-p 1.0 --top-k 50 --min-p 0.0",
         "--model PATH --gpu-layers 20 --dflash --temp 0.6 --repeat-penalty 1.1 --thinking on",
     ] {
-        // The last port wins.
+        // If a flag is repeated, the last one applies.
         let line = line.replace("PATH", "/no/model") + " --port 0";
         let text = said(home.path(), "", &line.split(' ').collect::<Vec<_>>());
         assert!(text.ends_with("moestro: no such directory: /no/model\n"), "{line}: {text}");

@@ -152,7 +152,7 @@ fn damaged_file_is_logged_once() {
             let name = path.file_name().unwrap().to_str().unwrap();
             name.split('-').next().unwrap().parse::<u64>().unwrap()
         };
-        // The snapshot that the prompt would use. The one at the answer's end is longer.
+        // The snapshot that the prompt would use. The one at the end of the answer has more tokens.
         let wanted = states.iter().filter(|path| tokens(path) < prompt).max_by_key(|path| tokens(path)).unwrap();
         let other = states.iter().find(|path| len(path) != len(wanted)).unwrap();
         let mut bytes = fs::read(wanted).unwrap();
@@ -161,7 +161,7 @@ fn damaged_file_is_logged_once() {
         let second = Server::start(Command::new(BINARY), dir.path());
         let (answer, cached) = second.ask(messages);
         assert_eq!(answer, *expected, "{what}");
-        // The prompt uses a shorter snapshot.
+        // Instead, the prompt uses a snapshot with fewer tokens.
         assert!((1..tokens(wanted)).contains(&cached), "{what}: {cached} of {}", tokens(wanted));
         let warnings = second.warnings();
         assert_eq!(warnings.len(), 1, "{what}: {warnings:?}");

@@ -57,7 +57,7 @@ fn hostile_hub_writes_nothing_outside_cache() {
         let outside: Vec<_> =
             files_below(home.path()).into_iter().filter(|path| !path.starts_with(&inside) && *path != mine).collect();
         assert!(outside.is_empty(), "{outside:?}");
-        // The ETag is not used. An invalid commit fails the pull.
+        // A wrong ETag is harmless. An invalid commit fails the pull.
         assert_eq!(pulled.status.success(), commit.is_none(), "{stderr}");
         assert!(commit.is_none() || stderr.contains("is not a commit"), "{stderr}");
     }

@@ -1,4 +1,4 @@
-//! The binary on a terminal, which `script` of util-linux provides, and the names of its version and models.
+//! The binary on a terminal, which `script` of util-linux provides. Also tests version and model names.
 #![cfg(target_os = "linux")]
 
 use std::{
@@ -52,7 +52,7 @@ impl Terminal {
     /// `variable`: `NAME=value` for the program.
     fn begin_with(home: &Path, variable: &str, args: &str) -> Self {
         let mut command = isolated("script", home);
-        // `exec` replaces the shell, which a signal would end.
+        // `exec` replaces the shell, because a signal would end the shell instead of the program.
         let line = format!("exec env {variable} {MOESTRO} {args}");
         command.args(["-qefc", &line, "/dev/null"]).stdin(Stdio::piped()).stdout(Stdio::piped());
         command.env("TERM", "xterm").env("SHELL", "/bin/sh");
@@ -156,7 +156,8 @@ fn unknown_model_name_gets_a_hint() {
     let foo = say("foo");
     assert!(foo.contains("no such directory: foo; ") && foo.contains("org/name"), "{foo}");
     assert_eq!(say("./foo"), "moestro: no such directory: ./foo\n");
-    // Listed models can be named: the demo, and one in the user's directory, which has no tokenizer here.
+    // Models of `moestro list` can be used by name: the demo, and one in the user's directory. The latter has no
+    // tokenizer here.
     assert!(say("moestro-demo").starts_with("12 + 7 = 19.\n"), "{}", say("moestro-demo"));
     assert!(say("coder").contains("tokenizer"), "{}", say("coder"));
 }
@@ -307,7 +308,7 @@ fn chat_asks_server_that_has_the_model() {
     chat.say("What is 12+7?", "12 + 7 = 19.");
     chat.say("/retry", "12 + 7 = 19.");
     chat.end(CTRL_D);
-    // A flag of the memory plan asks for a separate copy.
+    // With a flag that changes the memory plan, the chat loads its own copy of the model.
     let mut chat = Terminal::begin(home.path(), &format!("{CHAT} {address} --ctx-size 4096"));
     chat.wait("moestro-demo on cpu, all experts in memory, context 4096");
     chat.wait(">>> ");

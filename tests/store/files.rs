@@ -39,10 +39,11 @@ fn direct_and_buffered_reads_return_same_bytes() {
 
 #[test]
 fn dropped_pages_leave_the_cache() {
-    // Not the directory for temporary files, which may be in memory.
+    // In the build directory, because the directory for temporary files may be in memory.
     let mut named = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let len = 64 * 16384;
-    // One write could become one large block of the cache, which is dropped only as a whole.
+    // Small writes, because a large write could become one large block of the cache, which can only be dropped as a
+    // whole.
     (0..len / 4096).for_each(|_| named.write_all(&[7; 4096]).unwrap());
     named.as_file().sync_all().unwrap();
     let opened = DataFile::open(named.path(), Access::Buffered).unwrap();

@@ -44,7 +44,7 @@ fn answer(root: &Path, dir: &str) -> (String, String) {
     (String::from_utf8(output.stdout).unwrap(), String::from_utf8(output.stderr).unwrap())
 }
 
-/// Flips the signs of most scales of experts, but not in the samples of a fingerprint.
+/// Flips the sign of most scales of experts. Leaves the bytes that a fingerprint samples unchanged.
 fn flip_scales(model: &Path) {
     let mut bytes = fs::read(model).unwrap();
     let data = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
@@ -76,7 +76,8 @@ fn pack_of_changed_copy_is_not_used() {
     assert!(stderr.contains("experts are read from their pack"), "{stderr}");
     assert_ne!(changed, "12 + 7 = 19.\n", "the change has no effect, so this test is void");
 
-    // The fingerprint finds the link in the cache. After the rename the pack is also next to the original.
+    // The pack is found by its fingerprint, through the link in the cache. After the rename it is also next to the
+    // original.
     fs::rename(root.path().join("copy.pack"), root.path().join("original.pack")).unwrap();
     let (text, stderr) = answer(root.path(), "original");
     assert_eq!(text, "12 + 7 = 19.\n");
@@ -90,7 +91,7 @@ fn pack_of_changed_copy_is_not_used() {
 fn experts_are_rehashed_only_after_file_changes() {
     let root = tempfile::tempdir().unwrap();
     let model = checkpoint(root.path(), "model").join("model.safetensors");
-    // Wait until the last change is old enough for an identity.
+    // The last change must be old enough for a settled identity.
     std::thread::sleep(Duration::from_millis(3100));
     let packed = moestro(root.path(), &["pack", "model"]);
     assert!(packed.status.success(), "{}", String::from_utf8_lossy(&packed.stderr));
@@ -182,8 +183,8 @@ fn damaged_record_is_rebuilt_from_checkpoint() {
     assert_eq!(shard.take(&store, 0, &[1, 4], PassKind::Decode).unwrap(), 2, "the store still works");
 }
 
-/// Fetches experts of a layer. Returns how many had the right bytes when they were handed out last, and how often wrong bytes
-/// were handed out.
+/// Fetches experts of a layer. Returns two counts: experts whose bytes were right the last time they were handed out,
+/// and the times that wrong bytes were handed out.
 fn fetch_counting_wrong(
     shard: &Shard,
     store: &ExpertStore,
@@ -210,7 +211,7 @@ fn fetch_counting_wrong(
 #[test]
 fn layer_ends_after_all_checksums_match() {
     let dir = tempfile::tempdir().unwrap();
-    // Large enough that an expert is handed out before its checksum is verified.
+    // Experts are so large that they are handed out before their checksums are verified.
     let shard = Shard::new(dir.path(), 300_000);
     let out = dir.path().join("model.pack");
     pack::write(&shard.map, &shard.files, &out, &|_| ()).unwrap();
@@ -260,7 +261,7 @@ fn logits(dir: &Path, slots: usize) -> (Vec<u32>, i64, bool) {
 fn damaged_records_do_not_change_logits() {
     let root = tempfile::tempdir().unwrap();
     let dir = root.path().join("model");
-    // Experts of 1.7 MB, so that they are used before their checksums are verified.
+    // Experts have 1.7 MB, so that they are used before their checksums are verified.
     let dimensions = synth::Dimensions { layers: 4, experts: 12, vocab: 512, ..synth::Dimensions::of_35b() };
     let (eos_token_ids, extras) = (vec![], vec![]);
     let options = synth::SynthOptions {

@@ -3,7 +3,7 @@
 use std::collections::{BTreeSet, HashMap};
 
 /// For each request, whether an optimal cache of `slots` entries misses. It evicts the entry whose next use is last
-/// (Belady 1966). A requested expert whose own next use is last is read and not kept. The cache starts empty.
+/// (Belady 1966). If that is the requested entry, it is read but not cached. The cache starts empty.
 pub fn misses(requests: &[u32], slots: usize) -> Vec<bool> {
     const NEVER: usize = usize::MAX;
     let mut next = vec![NEVER; requests.len()];
@@ -19,7 +19,7 @@ pub fn misses(requests: &[u32], slots: usize) -> Vec<bool> {
         .zip(&next)
         .enumerate()
         .map(|(at, (&key, &next))| {
-            // Entries are ordered by their next use. For this key that is `at`.
+            // Entries are ordered by their next use. The current request is the next use of this key.
             let hit = cached.remove(&(at, key));
             if hit || cached.len() < slots {
                 cached.insert((next, key));

@@ -57,7 +57,7 @@ impl Drop for Group {
     }
 }
 
-/// The program as a command, to be started in a group if one is given.
+/// A command that runs the program, in a control group if one is given.
 pub fn command(group: Option<&Group>) -> Command {
     let enter =
         group.map_or(String::new(), |group| format!("echo $$ > {}/cgroup.procs || exit 9; ", group.dir.display()));

@@ -47,7 +47,7 @@ pub struct HubState {
     /// Number of connections that are sending, now and at most.
     pub sending: usize,
     pub max_sending: usize,
-    /// Sends ranges that start a byte late, and files that are a byte longer.
+    /// Sends ranges that start a byte late. `grows_files` sends files that are a byte longer.
     pub shifts_ranges: bool,
     pub grows_files: bool,
 }

@@ -18,9 +18,9 @@ use std::{
 
 /// Repeats its prompt, or says [`MockModel::answer`], and then [`MockModel::eos`].
 ///
-/// The most likely next token depends only on the sequence. While the tokens match the answer, the model is in the middle of
-/// it. Any other token belongs to a prompt, and the answer starts after it. A prompt must therefore not end with the beginning
-/// of its own answer.
+/// The most likely next token depends only on the sequence. As long as the generated tokens match the answer, the model
+/// continues the answer. Any other token belongs to a prompt, and the answer starts again after it. A prompt must
+/// therefore not end with the beginning of its own answer.
 #[derive(Debug, Clone)]
 pub struct MockModel {
     pub vocab: usize,
@@ -50,7 +50,7 @@ pub struct MockModel {
     pub taps: HiddenTaps,
     /// The tokens of the last pass.
     pub last: Vec<u32>,
-    /// Each living state holds a reference, and so does each clone of the mock.
+    /// Each living state and each clone of the mock hold a reference.
     pub states: Arc<()>,
 }
 
@@ -78,7 +78,7 @@ impl Default for MockModel {
     }
 }
 
-/// The state of a sequence: all tokens, how many of them are prompt, and how many tokens of the answer came after it.
+/// The state of a sequence: all tokens, the number of prompt tokens, and the number of answer tokens after them.
 pub struct MockState {
     tokens: Vec<u32>,
     prompt: usize,
@@ -170,7 +170,7 @@ impl Model for MockModel {
         self.forward_with(state, ids, Rows::All, &mut PassHooks::default())
     }
 
-    /// The tokens stand for keys and values, with 4 bytes per position. The two counts are the recurrent state.
+    /// Tokens represent keys and values, with 4 bytes per position. The two counts represent the recurrent state.
     fn snapshot(&self, state: &mut MockState) -> Result<Snapshot, ModelError> {
         if self.answer_snapshots_fail && state.answered > 0 {
             return Err(ModelError::Memory("test error: no snapshot of an answer".into()));

@@ -1,4 +1,4 @@
-//! Random changes to bytes and JSON, as accidents and attackers make them. The same seed makes the same changes.
+//! Random changes to bytes and JSON that simulate accidents and attacks. The same seed makes the same changes.
 #![allow(dead_code)] // Each test binary uses a part of it.
 
 #[path = "split_mix64.rs"]
@@ -89,7 +89,7 @@ pub fn json(dice: &mut Dice, document: &mut Value) {
     }
 }
 
-/// A random value of the document: itself or a nested one.
+/// The document itself or a random nested value.
 fn somewhere<'a>(dice: &mut Dice, value: &'a mut Value) -> &'a mut Value {
     let len = match value {
         Value::Object(map) => map.len(),

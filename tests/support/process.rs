@@ -22,7 +22,7 @@ impl Process {
         Self::spawn(Command::new(env!("CARGO_BIN_EXE_moestro")), args)
     }
 
-    /// The same through `command`, which appends and executes the arguments.
+    /// Starts `moestro serve` through `command`, which appends and executes the arguments.
     pub fn spawn(mut command: Command, args: &[&str]) -> Self {
         let mut child = command
             .args(["serve", "--port", "0", "--device", "cpu"])

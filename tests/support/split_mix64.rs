@@ -1,4 +1,4 @@
-//! SplitMix64 (Steele, Lea and Flood 2014), independent of the library's.
+//! SplitMix64 (Steele, Lea and Flood 2014). Independent of the implementation in `src`.
 
 /// The next 64 random bits of the sequence in `state`.
 pub fn next(state: &mut u64) -> u64 {

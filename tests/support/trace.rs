@@ -1,7 +1,7 @@
 //! A trace of expert choices: the input of `benches/expert_cache.rs`.
 //!
-//! One line per layer: `d` (decode) or `p` (prefill), layer, distinct experts. Before it, if the logits are known, one line
-//! per row: `n`, layer, k, and the logit of every expert.
+//! One line per layer: `d` (decode) or `p` (prefill), layer, distinct experts. If the logits are known, lines with the
+//! logits come before it, one per row: `n`, layer, k, and the logit of every expert.
 
 use moestro::experts::{ExpertChoice, FetchObserver, PassKind};
 use std::{
