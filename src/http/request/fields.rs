@@ -140,7 +140,7 @@ const CHAT_FIELDS: &[Field] = &[
     object("stream_options", "`include_usage`; `include_obfuscation` is ignored"),
     integer("max_completion_tokens", REMAINING_CONTEXT),
     integer("max_tokens", REMAINING_CONTEXT),
-    integer("n", "together, up to `--parallel`; choice i is sampled with seed + i"),
+    integer("n", "at the same time, up to `--parallel` of them; choice i is sampled with seed + i"),
     any("stop", "up to 16 strings; they end the content, not the reasoning"),
     boolean("logprobs", ""),
     integer("top_logprobs", "up to 20"),
