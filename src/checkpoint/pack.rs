@@ -1,4 +1,5 @@
-//! Packs: one page-aligned record per expert, so that a miss is one read instead of nine.
+//! Packs: one page-aligned record per expert, so that a miss is one read instead of nine. The rows of n-gram tables are packed
+//! in the same way (`row_file.rs`).
 //!
 //! A pack is a separate directory; the checkpoint is never modified. It holds one file per layer (`layer-000.experts` and
 //! so on) and a manifest:
@@ -24,11 +25,15 @@
 mod find;
 mod manifest;
 mod record;
+mod row_file;
+mod rows;
 mod verify;
 mod write;
 
 pub use super::identity::fingerprint;
 pub use find::{Pack, candidates, default_dir, find, link};
+pub use row_file::{PackedRows, RowRead};
+pub use rows::{find_rows, row_blocks, verify_rows, write_rows};
 pub use verify::verify;
 pub use write::{PackSummary, write};
 

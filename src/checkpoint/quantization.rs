@@ -9,8 +9,8 @@ use super::{
     index::{Dtype, TensorEntry},
     names::{TensorName, canonical_name},
 };
-use crate::ops::{Float, WeightFormat};
-use serde_json::Value;
+use crate::ops::{FP8_BLOCK, Float, WeightFormat};
+use serde_json::{Value, json};
 use std::{cell::RefCell, collections::BTreeMap};
 
 /// The table's entry for one matrix, or its default for all matrices.
@@ -31,9 +31,9 @@ pub struct QuantizationTable {
     differing: RefCell<Vec<String>>,
 }
 
-/// Quantization methods with other tensors than MLX's, by their names in `quant_method`.
-const FOREIGN: [&str; 10] =
-    ["fp8", "awq", "gptq", "compressed-tensors", "modelopt", "bitnet", "bitsandbytes", "hqq", "quark", "mxtq"];
+/// Quantization methods with other tensors than MLX's or Hugging Face's FP8, by their names in `quant_method`.
+const FOREIGN: [&str; 9] =
+    ["awq", "gptq", "compressed-tensors", "modelopt", "bitnet", "bitsandbytes", "hqq", "quark", "mxtq"];
 
 impl QuantizationTable {
     /// An unsupported method. Two contradictory entries for one matrix.
@@ -46,7 +46,11 @@ impl QuantizationTable {
         let default = said(json);
         let method = json.get("quant_method").and_then(Value::as_str).unwrap_or_default();
         if default.bits.is_none() && FOREIGN.contains(&method) {
-            return Err(format!("the quantization method {method} is not supported; only MLX's methods are"));
+            return Err(format!("the quantization method {method} is not supported; only MLX's methods and fp8 are"));
+        }
+        let block = json.get("weight_block_size").filter(|_| method == "fp8");
+        if block.is_some_and(|block| *block != json!([FP8_BLOCK, FP8_BLOCK])) {
+            return Err(format!("weight_block_size must be [{FP8_BLOCK}, {FP8_BLOCK}] in fp8 checkpoints"));
         }
         let mut by_path = BTreeMap::new();
         for (path, value) in json.as_object().into_iter().flatten() {
@@ -124,6 +128,7 @@ fn width(codes: WeightFormat) -> Option<(u64, &'static str)> {
         WeightFormat::Mxfp4 => Some((4, "mxfp4")),
         WeightFormat::Nvfp4 => Some((4, "nvfp4")),
         WeightFormat::Mxfp8 => Some((8, "mxfp8")),
+        WeightFormat::Fp8(_) => Some((8, "fp8")),
     }
 }
 

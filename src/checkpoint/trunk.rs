@@ -12,7 +12,7 @@ use crate::{
     device::{Region, Slab, SlabWriter},
     error::{ModelError, StoreError},
     experts::{PIECES, Piece},
-    ops::{Weight, WeightFormat},
+    ops::{FP8_BLOCK, Weight, WeightFormat},
     platform::open_regular_file,
 };
 use std::{
@@ -203,6 +203,16 @@ impl Checkpoint {
         let differs = |expected: String| self.mismatch(&name, weight, expected);
         let Some(scales) = self.find(&format!("{path}.scales")) else {
             let expected = [lead, &[rows, cols]].concat();
+            if weight.dtype == Dtype::F8E4m3 && weight.shape == expected {
+                let name = format!("{path}.weight_scale_inv");
+                let blocks = [lead, &[rows.div_ceil(FP8_BLOCK), cols.div_ceil(FP8_BLOCK)]].concat();
+                let scales = self.get(&name)?;
+                let Some(scale) = float(scales.dtype).filter(|_| scales.shape == blocks) else {
+                    return Err(self.mismatch(&name, scales, format!("floats {blocks:?}")));
+                };
+                let (codes, entries) = (WeightFormat::Fp8(Some(scale)), [Some(weight), Some(scales), None]);
+                return Ok(MatrixLayout { codes, rows, cols, entries: entries.map(|entry| entry.cloned()) });
+            }
             let Some(float) = float(weight.dtype).filter(|_| weight.shape == expected) else {
                 return Err(differs(format!("floats {expected:?}")));
             };
@@ -257,11 +267,11 @@ fn is_hugging_face(index: &Index) -> Option<bool> {
 
 /// The pieces of matrix `index` of a stack.
 pub fn matrix_pieces(layout: &MatrixLayout, index: usize) -> [Piece; 3] {
-    let bytes = layout.codes.row_bytes(layout.cols);
+    let bytes = layout.codes.part_bytes(layout.rows, layout.cols);
     std::array::from_fn(|part| match &layout.entries[part] {
         None => Piece::default(),
         Some(entry) => {
-            let len = bytes[part] * layout.rows;
+            let len = bytes[part];
             Piece { file: entry.file as u32, offset: entry.offset + (index * len) as u64, len }
         }
     })
@@ -361,7 +371,7 @@ impl<'a> TrunkLoader<'a> {
     /// The matrix at `path`, `[rows, parts * cols]`, split into `parts` matrices of `cols` columns.
     pub fn columns(&mut self, path: &str, rows: usize, cols: usize, parts: usize) -> Result<Vec<Weight>, ModelError> {
         let MatrixLayout { codes, entries, .. } = self.from.layout(path, &[], rows, parts * cols)?;
-        if !cols.is_multiple_of(codes.group().max(32)) {
+        if !cols.is_multiple_of(codes.group().max(32)) || matches!(codes, WeightFormat::Fp8(_)) {
             return Err(ModelError::Config(format!("cannot split {path} every {cols} columns")));
         }
         let global_scale = self.from.global_scales(path, 1)?.first().copied().unwrap_or(1.0);

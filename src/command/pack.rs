@@ -31,25 +31,29 @@ fn write(args: &cli::tool_args::PackArgs, dir: &Path, found: &CheckpointInfo) ->
             None => pack::default_dir(files)?.ok_or_else(no_directory)?,
         },
     };
-    let bar = progress::bytes(2 * map.bytes(), "packing, written and compared");
+    let rows: u64 = found.tables.iter().map(|table| pack::row_blocks(table).file_bytes()).sum();
+    let bar = progress::bytes(2 * (map.bytes() + rows), "packing, written and compared");
     let begin = Instant::now();
-    let summary = pack::write(map, files, &out, &|bytes| bar.inc(bytes));
+    let progress = |bytes| bar.inc(bytes);
+    let summary = pack::write(map, files, &out, &progress)
+        .and_then(|summary| Ok((summary, pack::write_rows(&found.tables, files, &out, &progress)?)));
     bar.finish_and_clear();
-    let summary = summary?;
+    let (summary, rows) = summary?;
     if args.out.is_some() {
         pack::link(files, &out)?;
     }
-    if !summary.written {
+    let seconds = begin.elapsed().as_secs_f64();
+    if rows > 0 {
+        let count: u64 = found.tables.iter().map(|table| table.rows).sum();
+        let (out, size) = (out.display(), Size(rows));
+        println!("{out}: {count} rows of the n-gram table, {size}, written and verified");
+    } else if !summary.written {
         println!("{}: the pack is up to date", out.display());
-        return Ok(());
     }
-    println!(
-        "{}: {} experts, {}, written and verified in {:.1} s",
-        out.display(),
-        summary.experts,
-        Size(summary.bytes),
-        begin.elapsed().as_secs_f64()
-    );
+    if summary.written {
+        let (out, size) = (out.display(), Size(summary.bytes));
+        println!("{out}: {} experts, {size}, written and verified in {seconds:.1} s", summary.experts);
+    }
     Ok(())
 }
 
@@ -68,7 +72,11 @@ fn verify(args: &cli::tool_args::PackArgs, dir: &Path, found: &CheckpointInfo) -
         let begin = Instant::now();
         let compared = pack::verify(&pack, map, files, &|bytes| bar.inc(bytes));
         bar.finish_and_clear();
-        let (experts, seconds) = (compared?, begin.elapsed().as_secs_f64());
+        let compared = compared.and_then(|experts| Ok((experts, pack::verify_rows(&pack, &found.tables, &|_| ())?)));
+        let ((experts, rows), seconds) = (compared?, begin.elapsed().as_secs_f64());
+        if rows > 0 {
+            println!("{}: {rows} rows of the n-gram table are identical to the checkpoint", pack.display());
+        }
         println!("{}: {experts} experts are identical to the checkpoint, compared in {seconds:.1} s", pack.display());
     }
     Ok(())

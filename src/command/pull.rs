@@ -64,7 +64,12 @@ fn download(id: &str, revision: &str) -> Result<PathBuf, CommandError> {
     let outcome = hub.pull_revision(id, revision, &progress_of(&bar));
     bar.finish_and_clear();
     match (outcome, hub.local(id).filter(|_| revision == MAIN)) {
-        (Ok(dir), _) => Ok(dir),
+        (Ok(dir), _) => {
+            if let Some(licence) = crate::checkpoint::licence::licence(&dir) {
+                eprintln!("licence of {id}: {licence}");
+            }
+            Ok(dir)
+        }
         (Err(error), Some(dir)) => {
             tracing::warn!(%error, "cannot reach the hub; using the complete copy on this machine, which may not be the newest revision");
             Ok(dir)

@@ -173,7 +173,7 @@ impl Config {
                 eps,
             });
             config.indexer = Some(text.indexer(&config.attention)?);
-            config.ngrams = text.ngrams(layers, vocab)?;
+            config.ngrams = text.ngrams(layers, vocab, ngram_file(json)?)?;
         }
         Ok(config)
     }
@@ -234,6 +234,17 @@ fn unsupported<T>(model_type: &str) -> Result<T, ModelError> {
 pub(super) fn quantization<'a>(json: &'a Value, text: &'a Value) -> Option<&'a Value> {
     let names = ["quantization", "quantization_config"];
     names.iter().flat_map(|name| [json.get(name), text.get(name)]).flatten().find(|table| table.is_object())
+}
+
+/// The file beside the shards that some converters write the n-gram table to.
+fn ngram_file(json: &Value) -> Result<&str, ModelError> {
+    let named = json.get("mlx_lm_extra_tensors").and_then(|extra| extra.get("ngram_file")).and_then(Value::as_str);
+    match named {
+        Some(name) if name.starts_with('.') || name.contains('/') => {
+            refuse(format!("ngram_file {name} is no file name"))
+        }
+        named => Ok(named.unwrap_or("ngram-table.safetensors")),
+    }
 }
 
 pub(super) fn refuse<T>(why: String) -> Result<T, ModelError> {
@@ -341,7 +352,10 @@ impl JsonTable<'_> {
     }
 
     /// The n-gram tables. `ple_layer_ids` counts layers from 1.
-    fn ngrams(self, layers: usize, vocab: usize) -> Result<Vec<NgramShape>, ModelError> {
+    fn ngrams(self, layers: usize, vocab: usize, file: &str) -> Result<Vec<NgramShape>, ModelError> {
+        if !self.0.get("ple_storage").is_none_or(Value::is_null) {
+            return refuse("ple_storage is not supported: the n-gram table must be in safetensors files".into());
+        }
         let listed = self.0.get("ple_layer_ids").and_then(Value::as_array).map_or(&[][..], Vec::as_slice);
         let mut ids = std::collections::BTreeSet::new();
         for id in listed {
@@ -373,6 +387,7 @@ impl JsonTable<'_> {
                 eos: eos as u32,
                 vocab: vocab as u64,
                 taps: self.count_or("ple_conv_kernel_size", 64, 4)?,
+                file: file.into(),
             };
             if shape.size < 2 || !shape.width.is_multiple_of(shape.table_heads()) {
                 let (heads, width) = (shape.table_heads(), shape.width);

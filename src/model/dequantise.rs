@@ -30,5 +30,5 @@ pub fn dequantise(
         read.map_err(|source| StoreError::Io { path: path.clone(), source })?;
     }
     let &MatrixLayout { codes, rows, cols, .. } = layout;
-    Ok(WeightView { codes, rows, cols, global_scale, parts: parts.each_ref().map(Vec::as_slice) }.to_f32())
+    Ok(WeightView { codes, rows, cols, global_scale, skipped: 0, parts: parts.each_ref().map(Vec::as_slice) }.to_f32())
 }

@@ -17,7 +17,11 @@ use super::{
     weights::{Ffn, Network, decide_norm_encoding},
 };
 use crate::{
-    checkpoint::{Checkpoint, TrunkLoader, index::Index, pack},
+    checkpoint::{
+        Checkpoint, RowTable, TrunkLoader,
+        index::Index,
+        pack::{self, PackedRows},
+    },
     error::ModelError,
     experts::{ExpertMap, PackRecords},
     ops::{BackendLimits, Cpu, KvBits, KvFormat, attention::RECENT, block_attention, gpu_limits},
@@ -25,6 +29,7 @@ use crate::{
     platform::MAX_BLOCK,
 };
 use std::{
+    collections::BTreeSet,
     path::{Path, PathBuf},
     sync::Arc,
 };
@@ -40,6 +45,9 @@ pub struct CheckpointInfo {
     pub pack: Option<PathBuf>,
     /// The pack's records, and where else the same experts can be read.
     pub packed: Option<Arc<PackRecords>>,
+    /// The n-gram tables, and their rows in the pack.
+    pub tables: Vec<RowTable>,
+    pub packed_rows: Vec<Option<PackedRows>>,
     pub shape: ModelFootprint,
     /// Encodings of gate, up and down: of the first layer's experts, or of a dense feed-forward.
     pub feed_forward: Option<[ProjectionShape; 3]>,
@@ -54,6 +62,11 @@ impl CheckpointInfo {
     /// [`CheckpointInfo::unpacked`], with the experts of the checkpoint's pack if it has one.
     pub fn new(dir: &Path, options: &LoadOptions) -> Result<Self, ModelError> {
         let mut found = Self::unpacked(dir, options)?;
+        if !found.tables.is_empty() {
+            let dirs = pack::candidates(dir, &found.files)
+                .inspect_err(|error| tracing::warn!(%error, "cannot search for packed rows of the n-gram table"));
+            found.packed_rows = pack::find_rows(&dirs.unwrap_or_default(), &found.tables, &found.files);
+        }
         if let Some(pack) = pack::find(dir, &found.experts, &found.files) {
             tracing::info!(dir = %pack.dir.display(), "experts are read from their pack");
             found.shape.slot = pack.map.slot_bytes(MAX_BLOCK) as u64;
@@ -79,7 +92,11 @@ impl CheckpointInfo {
         let (net, layers) = Network::load(&mut trunk, &config)?;
         let len = trunk.len() as u64;
         checkpoint.finish()?;
-        let (experts, files) = (ExpertMap { layers }, checkpoint.index.files.clone());
+        let (experts, mut files) = (ExpertMap { layers }, checkpoint.index.files.clone());
+        let tables: Vec<RowTable> =
+            net.layers.iter().filter_map(|layer| Some(layer.ngram.as_ref()?.layout.table.clone())).collect();
+        let others = tables.iter().flat_map(|table| &table.files).filter(|file| !files.contains(file));
+        files.extend(others.cloned().collect::<BTreeSet<_>>());
         let gathered = if net.head.is_some() { net.embed.bytes() as u64 } else { 0 };
         let trunk = [len, gathered, net.head().bytes() as u64];
         let shape = shape(&config, options, trunk, &experts);
@@ -102,6 +119,8 @@ impl CheckpointInfo {
             files,
             pack: None,
             packed: None,
+            packed_rows: tables.iter().map(|_| None).collect(),
+            tables,
             shape,
             feed_forward,
             vision,

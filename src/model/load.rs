@@ -51,7 +51,7 @@ impl Qwen {
         let mut info = CheckpointInfo::new(dir, options)?;
         let machine = MachineLimits::here(options.gpu);
         let plan = info.plan(&machine, &options.plan)?;
-        let CheckpointInfo { config, checkpoint, experts, files, packed, shape, vision, head, .. } = info;
+        let CheckpointInfo { config, checkpoint, experts, files, packed, packed_rows, shape, vision, head, .. } = info;
         for (gauge, bytes) in [
             (&metrics.memory_limit_bytes, plan.limit),
             (&metrics.memory_trunk, plan.trunk),
@@ -79,7 +79,10 @@ impl Qwen {
             store = Some(opened);
         }
         let layouts = net.layers.iter().filter_map(|layer| layer.ngram.as_ref()).map(|ngram| ngram.layout.clone());
-        let tables = layouts.map(|layout| NgramTable::open(layout, metrics)).collect::<Result<_, ModelError>>()?;
+        let tables = layouts
+            .zip(packed_rows)
+            .map(|(layout, packed)| NgramTable::open(layout, packed, metrics))
+            .collect::<Result<_, ModelError>>()?;
         let mtp = head.map(|head| head.load(&net, options, store.as_ref())).transpose()?;
         let threads = options.threads.unwrap_or_else(os::physical_cores);
         let compute = options.compute.clone().unwrap_or_else(|| CpuDevice::new(threads, options.math));

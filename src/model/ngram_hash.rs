@@ -32,6 +32,8 @@ pub struct NgramShape {
     pub vocab: u64,
     /// Taps of the convolution, `size` tokens apart.
     pub taps: usize,
+    /// The table's file if it is not one of the shards.
+    pub file: String,
 }
 
 impl NgramShape {
@@ -118,6 +120,7 @@ pub fn ngram_rows(base: u64) -> u64 {
         eos: 0,
         vocab: 1,
         taps: 1,
+        file: String::new(),
     };
     NgramHash::new(&shape).rows
 }
@@ -153,6 +156,7 @@ mod tests {
             eos: eos.get(0).unwrap_or(eos).as_u64().unwrap() as u32,
             vocab: number("vocab_size"),
             taps: 4,
+            file: String::new(),
         }
     }
 

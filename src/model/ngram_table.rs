@@ -9,17 +9,14 @@ use super::{
     state::row_ring::RowRing,
 };
 use crate::{
-    checkpoint::{self, Checkpoint, MatrixLayout},
+    checkpoint::{Checkpoint, RowFiles, RowTable, index::Index, names::TensorName, pack::PackedRows},
     error::{ModelError, StoreError},
     metrics::Metrics,
-    ops::{WeightFormat, WeightView},
-    platform::{Access, DataFile, MAX_BLOCK, read_aligned},
 };
 use parking_lot::{Condvar, Mutex};
+use serde_json::Value;
 use std::{
     collections::{HashMap, VecDeque},
-    io,
-    path::PathBuf,
     sync::{Arc, mpsc},
     time::Instant,
 };
@@ -39,22 +36,17 @@ pub fn bytes_per_token(shape: &NgramShape) -> u64 {
     (2 * 4 * shape.width + shape.table_heads() * ROW_ENTRY) as u64
 }
 
-/// Where the rows of a table lie.
+/// A table, and which of its rows a token has.
 #[derive(Debug, Clone)]
 pub struct NgramLayout {
     pub shape: NgramShape,
     hash: NgramHash,
-    codes: WeightFormat,
-    /// Values of a row.
-    width: usize,
-    /// First row of each shard.
-    starts: Vec<u64>,
-    shards: Vec<MatrixLayout>,
-    files: Vec<PathBuf>,
+    pub table: RowTable,
 }
 
 impl NgramLayout {
-    /// Finds the shards of the table whose names start with `prefix`, and compares the stored constants of the hash.
+    /// Finds the shards of the table whose names start with `prefix`, and compares the stored constants of the hash. The table
+    /// may lie in its own file, whose tensor is called `ngram`, and which the index may list.
     pub fn new(from: &Checkpoint, prefix: &str, shape: &NgramShape) -> Result<Self, ModelError> {
         let hash = NgramHash::new(shape);
         let stored = [
@@ -71,102 +63,34 @@ impl NgramLayout {
             }
         }
         let width = shape.width / shape.table_heads();
-        let has = |path: &str| from.has(&format!("{path}.weight"));
         let embedding = format!("{prefix}ngram_embedding");
-        let names = [".shard_", ".shards."].map(|part| format!("{embedding}{part}"));
-        let numbered = names.iter().find(|name| has(&format!("{name}0")));
-        let paths: Vec<String> = match numbered {
-            Some(name) => (0..).map(|shard| format!("{name}{shard}")).take_while(|path| has(path)).collect(),
-            None => vec![embedding],
+        let scale = format!("{embedding}.weight_scale");
+        let has = |path: &str| from.has(&format!("{path}.weight"));
+        let numbered = [".shard_", ".shards."].map(|part| format!("{embedding}{part}"));
+        let own_file = from.index.dir.join(&shape.file);
+        let listed = "language_model.ngram";
+        let table = if let Some(name) = numbered.iter().find(|name| has(&format!("{name}0"))) {
+            let paths: Vec<String> = (0..).map(|shard| format!("{name}{shard}")).take_while(|path| has(path)).collect();
+            RowTable::new(from, &paths, &scale, width)?
+        } else if has(listed) {
+            RowTable::new(from, &[listed.into()], &format!("{listed}.weight_scale"), width)?
+        } else if !has(&embedding) && own_file.exists() {
+            let index = Index::open_file(&from.index.dir, own_file)?;
+            let own = Checkpoint::open_as(index, &Value::Null, |name| TensorName::Text(name.into()))?;
+            RowTable::new(&own, &["ngram".into()], "ngram.weight_scale", width)?
+        } else {
+            RowTable::new(from, &[embedding], &scale, width)?
         };
-        let (mut rows, mut starts, mut shards) = (0, Vec::new(), Vec::<MatrixLayout>::new());
-        for path in &paths {
-            let count = from.get(&format!("{path}.weight"))?.shape.first().copied().unwrap_or_default();
-            let layout = from.layout(path, &[], count, width)?;
-            if shards.first().is_some_and(|first| first.codes != layout.codes) {
-                return Err(ModelError::Config(format!("{path} is not stored like the table's first shard")));
-            }
-            starts.push(rows);
-            rows += count as u64;
-            // A shard is a stack of matrices of one row.
-            shards.push(MatrixLayout { rows: 1, ..layout });
-        }
-        if rows != hash.rows {
-            let expected = hash.rows;
+        if table.rows != hash.rows {
+            let (rows, expected) = (table.rows, hash.rows);
             return Err(ModelError::Config(format!("the n-gram table has {rows} rows, not {expected} as configured")));
         }
-        let codes = shards[0].codes;
-        Ok(Self { shape: shape.clone(), hash, codes, width, starts, shards, files: from.index.files.clone() })
-    }
-
-    /// Bytes of a row.
-    pub fn row_bytes(&self) -> usize {
-        self.codes.row_bytes(self.width).iter().sum()
+        Ok(Self { shape: shape.clone(), hash, table })
     }
 
     /// The table's rows of each of `ids`, which follow `before`.
     pub fn rows_of(&self, before: &[u32], ids: &[u32]) -> Vec<u64> {
         self.hash.rows_of(before, ids)
-    }
-
-    /// Decodes a row that [`TableFiles::read`] returned.
-    pub fn decode(&self, bytes: &[u8], out: &mut Vec<f32>) {
-        let sizes = self.codes.row_bytes(self.width);
-        let (codes, rest) = bytes.split_at(sizes[0]);
-        let (scales, biases) = rest.split_at(sizes[1]);
-        let parts = [codes, scales, biases];
-        let view = WeightView { codes: self.codes, rows: 1, cols: self.width, global_scale: 1.0, parts };
-        out.extend(view.to_f32());
-    }
-}
-
-/// The table's files, held open.
-pub struct TableFiles {
-    pub layout: NgramLayout,
-    files: HashMap<usize, DataFile>,
-}
-
-impl TableFiles {
-    pub fn open(layout: NgramLayout) -> Result<Self, StoreError> {
-        let mut files = HashMap::new();
-        for entry in layout.shards.iter().flat_map(|shard| shard.entries.iter().flatten()) {
-            let path = &layout.files[entry.file];
-            let opened = match DataFile::open(path, Access::Direct) {
-                Err(error) if error.kind() == io::ErrorKind::Unsupported => DataFile::open(path, Access::Buffered),
-                other => other,
-            };
-            let file = opened.map_err(|source| StoreError::Io { path: path.clone(), source })?;
-            files.entry(entry.file).or_insert(file);
-        }
-        Ok(Self { layout, files })
-    }
-
-    /// The bytes of a row: codes, scales, biases. `space` is a buffer that calls reuse.
-    pub fn read(&self, row: u64, space: &mut Vec<u8>) -> Result<Vec<u8>, StoreError> {
-        let shard = self.layout.starts.partition_point(|start| *start <= row) - 1;
-        let at = (row - self.layout.starts[shard]) as usize;
-        let mut bytes = Vec::with_capacity(self.layout.row_bytes());
-        for piece in checkpoint::matrix_pieces(&self.layout.shards[shard], at) {
-            let Some(file) = self.files.get(&(piece.file as usize)).filter(|_| piece.len > 0) else { continue };
-            let block = file.block();
-            let start = piece.offset / block as u64 * block as u64;
-            let skip = (piece.offset - start) as usize;
-            let len = (skip + piece.len).next_multiple_of(block);
-            space.resize(len + MAX_BLOCK, 0);
-            let aligned = space.as_ptr().align_offset(MAX_BLOCK);
-            let into = &mut space[aligned..aligned + len];
-            let read = read_aligned(into, skip + piece.len, block, |into, at| {
-                let got = file.read_at(into, start + at as u64)?;
-                file.check_unchanged()?;
-                Ok(got)
-            });
-            read.map_err(|source| {
-                let why = format!("row {row} of the n-gram table at offset {}: {source}", piece.offset);
-                StoreError::Io { path: file.path().to_path_buf(), source: io::Error::new(source.kind(), why) }
-            })?;
-            bytes.extend_from_slice(&into[skip..skip + piece.len]);
-        }
-        Ok(bytes)
     }
 }
 
@@ -215,7 +139,7 @@ struct RowJob {
 
 /// An n-gram table whose rows are read on demand.
 pub struct NgramTable {
-    files: Arc<TableFiles>,
+    layout: NgramLayout,
     cache: Mutex<RowCache>,
     /// Maximum number of rows in the cache.
     capacity: usize,
@@ -224,9 +148,10 @@ pub struct NgramTable {
 }
 
 impl NgramTable {
-    pub fn open(layout: NgramLayout, metrics: &Arc<Metrics>) -> Result<Self, ModelError> {
-        let capacity = CACHE_BYTES / (layout.row_bytes() + ROW_ENTRY);
-        let files = Arc::new(TableFiles::open(layout)?);
+    /// Opens the table's files, or its `packed` rows, and starts the threads that read them.
+    pub fn open(layout: NgramLayout, packed: Option<PackedRows>, metrics: &Arc<Metrics>) -> Result<Self, ModelError> {
+        let capacity = CACHE_BYTES / (layout.table.row_bytes().iter().sum::<usize>() + ROW_ENTRY);
+        let files = Arc::new(RowFiles::open(layout.table.clone(), packed)?);
         let (jobs, receiver) = mpsc::channel();
         let receiver = Arc::new(Mutex::new(receiver));
         for index in 0..THREADS {
@@ -236,11 +161,11 @@ impl NgramTable {
                 ModelError::Memory(format!("cannot start a thread that reads the n-gram table: {error}"))
             })?;
         }
-        Ok(Self { files, cache: Mutex::default(), capacity, jobs, metrics: metrics.clone() })
+        Ok(Self { layout, cache: Mutex::default(), capacity, jobs, metrics: metrics.clone() })
     }
 
     pub fn layout(&self) -> &NgramLayout {
-        &self.files.layout
+        &self.layout
     }
 
     /// Starts reading the rows of `ids`, which follow the tokens `before`.
@@ -286,12 +211,12 @@ impl NgramTable {
         if let Some(failure) = state.failure.take() {
             return Err(failure.into());
         }
-        let mut out = Vec::with_capacity(pending.wanted.len() * self.layout().width);
+        let mut out = Vec::with_capacity(pending.wanted.len() * self.layout.table.width);
         for row in &pending.wanted {
             let Some(bytes) = state.found.get(row) else {
                 return Err(ModelError::Config(format!("row {row} of the n-gram table was not read")));
             };
-            self.layout().decode(bytes, &mut out);
+            self.layout.table.decode(bytes, &mut out);
         }
         self.cache.lock().keep(&state.found, self.capacity);
         Ok(out)
@@ -315,7 +240,7 @@ impl RowCache {
 }
 
 /// A thread that reads rows until the table is dropped.
-fn serve(files: &TableFiles, jobs: &Mutex<mpsc::Receiver<RowJob>>, metrics: &Metrics) {
+fn serve(files: &RowFiles, jobs: &Mutex<mpsc::Receiver<RowJob>>, metrics: &Metrics) {
     let mut space = Vec::new();
     loop {
         let Ok(RowJob { rows, batch }) = jobs.lock().recv() else { return };

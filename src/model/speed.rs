@@ -32,7 +32,7 @@ impl ProjectionShape {
 
     /// Bytes of codes, scales and biases.
     fn parts(&self) -> [usize; 3] {
-        self.codes.row_bytes(self.cols).map(|bytes| bytes * self.rows)
+        self.codes.part_bytes(self.rows, self.cols)
     }
 
     /// A stack of one expert whose bytes start at `at`. Moves `at` past them.

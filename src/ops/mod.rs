@@ -37,7 +37,7 @@ pub use linear::{HalfBuffers, Linear, Norm};
 pub use mlp::Mlp;
 pub use ngram::{InjectShape, InjectWeights, NgramInject};
 pub use op::{ModelPart, Op};
-pub use quant::{Float, Weight, WeightFormat, WeightView};
+pub use quant::{FP8_BLOCK, Float, Weight, WeightFormat, WeightView};
 pub use router::Router;
 pub(crate) use simd::wide;
 pub use streams::{ReadStreams, StreamBuffers, StreamMix, StreamShape, WriteStreams};

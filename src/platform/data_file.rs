@@ -68,6 +68,33 @@ impl DataFile {
         Ok(Self { file, path: path.to_owned(), len: meta.len(), block, modified: (meta.mtime(), meta.mtime_nsec()) })
     }
 
+    /// Opens `path` past the page cache, or through it if the file system has no direct reads.
+    pub fn open_uncached(path: &Path) -> io::Result<Self> {
+        match Self::open(path, Access::Direct) {
+            Err(error) if error.kind() == io::ErrorKind::Unsupported => Self::open(path, Access::Buffered),
+            other => other,
+        }
+    }
+
+    /// Reads `len` bytes at any offset, as whole blocks. `space` is a buffer that calls reuse.
+    ///
+    /// # Errors
+    /// The system's; `UnexpectedEof`; the file was modified since it was opened.
+    pub fn read_range<'a>(&self, offset: u64, len: usize, space: &'a mut Vec<u8>) -> io::Result<&'a [u8]> {
+        let start = offset / self.block as u64 * self.block as u64;
+        let skip = (offset - start) as usize;
+        let whole = (skip + len).next_multiple_of(self.block);
+        space.resize((whole + MAX_BLOCK).max(space.len()), 0);
+        let aligned = space.as_ptr().align_offset(MAX_BLOCK);
+        let into = &mut space[aligned..aligned + whole];
+        read_aligned(into, skip + len, self.block, |into, at| {
+            let got = self.read_at(into, start + at as u64)?;
+            self.check_unchanged()?;
+            Ok(got)
+        })?;
+        Ok(&into[skip..skip + len])
+    }
+
     pub fn path(&self) -> &Path {
         &self.path
     }

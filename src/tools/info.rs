@@ -4,7 +4,7 @@ use super::{measure, simulate};
 use crate::command::{device_choice::DeviceChoice, draft_source, options, resolve, show};
 use crate::{
     chat::Tokenizer,
-    cli,
+    checkpoint, cli,
     config::{self, DraftOptions, LoadSettings, ModelSource},
     error::CommandError,
     model::{self, CheckpointInfo, Config, config::FfnShape},
@@ -27,6 +27,8 @@ struct InfoReport {
     directory: PathBuf,
     /// Directory of the packed experts, if there is one.
     pack: Option<PathBuf>,
+    /// The licence that the model card names.
+    licence: Option<String>,
     shards: usize,
     weights: u64,
     /// Experts per token in training. `shape.experts_per_token` is the number in use.
@@ -94,6 +96,7 @@ pub fn run(args: cli::tool_args::InfoArgs) -> Result<(), CommandError> {
     let at = |slots| estimate(&found.shape, &measured.bandwidth, found_in(slots), Overhead::default());
     let decode: Vec<Estimate> = rates.iter().map(|&slots| at(slots)).collect();
     let verdict = verdict(plan.as_ref(), |slots| at(slots).tokens_per_second);
+    let licence = checkpoint::licence::licence(&dir);
     let report = InfoReport {
         verdict,
         model: match &source {
@@ -102,6 +105,7 @@ pub fn run(args: cli::tool_args::InfoArgs) -> Result<(), CommandError> {
         },
         directory: dir,
         pack: found.pack,
+        licence,
         shards: found.checkpoint.index.files.len(),
         weights: found.shape.weights(),
         trained_experts_per_token: trained,
@@ -139,6 +143,9 @@ impl fmt::Display for InfoReport {
         let shape = &self.shape;
         writeln!(f, "{}\n", self.verdict)?;
         writeln!(f, "{}  ({})", self.model, self.directory.display())?;
+        if let Some(licence) = &self.licence {
+            writeln!(f, "  licence         {licence:>10}")?;
+        }
         let shards = if self.shards == 1 { "file" } else { "files" };
         writeln!(f, "  weights         {:>10}  in {} {shards}", Size(self.weights).to_string(), self.shards)?;
         writeln!(f, "  trunk           {:>10}  always in memory", Size(shape.trunk).to_string())?;

@@ -13,7 +13,7 @@ pub fn encodings() -> Vec<String> {
     };
     let mut names: Vec<String> = std::fs::read_dir(format!("{FIXTURES}/micro")).unwrap().filter_map(name).collect();
     names.sort();
-    assert_eq!(names.len(), 14);
+    assert_eq!(names.len(), 15);
     names
 }
 

@@ -55,6 +55,7 @@ impl Random {
                     .map(|b| if matches!(codes, WeightFormat::Mxfp8) && b & 127 == 127 { 0 } else { b });
                 [codes.collect(), (0..rows * scale_bytes).map(|_| 115 + self.below(6) as u8).collect(), vec![]]
             }
+            WeightFormat::Fp8(_) => unreachable!("no kernel reads it"),
             WeightFormat::Nvfp4 => [random, (0..rows * scale_bytes).map(|_| self.below(127) as u8).collect(), vec![]],
         }
     }
@@ -98,6 +99,7 @@ pub fn values(codes: WeightFormat, rows: usize, cols: usize, global_scale: f32, 
                 }
                 WeightFormat::Mxfp4 => e2m1(code(4, row, col)) * 2f64.powi(i32::from(parts[1][group]) - 127),
                 WeightFormat::Nvfp4 => e2m1(code(4, row, col)) * e4m3(parts[1][group].into()),
+                WeightFormat::Fp8(_) => unreachable!("no kernel reads it"),
                 WeightFormat::Mxfp8 => e4m3(code(8, row, col)) * 2f64.powi(i32::from(parts[1][group]) - 127),
             };
             out.push(value * f64::from(global_scale));

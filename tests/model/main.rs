@@ -19,6 +19,7 @@ mod process;
 mod prompt_cache;
 mod quantizations;
 mod qwen4_exp;
+mod qwen4_files;
 mod reference;
 mod refusals;
 #[path = "../support/shard.rs"]

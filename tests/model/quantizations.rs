@@ -142,9 +142,14 @@ fn non_mlx_formats_are_refused_by_name() {
     assert!(error.contains("JANGTQ"), "{error}");
     let error = refusal("affine4", |_, config| {
         config.as_object_mut().unwrap().remove("quantization");
-        config["quantization_config"] = json!({"quant_method": "fp8", "weight_block_size": [128, 128]});
+        config["quantization_config"] = json!({"quant_method": "awq", "group_size": 128});
     });
-    assert!(error.contains("the quantization method fp8"), "{error}");
+    assert!(error.contains("the quantization method awq"), "{error}");
+    let error = refusal("affine4", |_, config| {
+        config.as_object_mut().unwrap().remove("quantization");
+        config["quantization_config"] = json!({"quant_method": "fp8", "weight_block_size": [64, 128]});
+    });
+    assert!(error.contains("weight_block_size must be [128, 128]"), "{error}");
     for (outer, inner) in [("qwen5", "qwen5_text"), ("qwen5", "qwen3_5_moe_text")] {
         let error = refusal("affine4", |_, config| {
             config["model_type"] = outer.into();

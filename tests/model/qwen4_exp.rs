@@ -22,23 +22,23 @@ use std::{
 };
 
 /// Largest difference of an intermediate result, and of a logit.
-const STAGE: f32 = 2e-5;
-const LOGIT: f32 = 2e-4;
+pub const STAGE: f32 = 2e-5;
+pub const LOGIT: f32 = 2e-4;
 const LAYERS: usize = 6;
 
 /// A prompt, and transformers' results for it.
-struct Case {
-    name: &'static str,
-    prompt: Vec<u32>,
-    greedy: Vec<u32>,
-    stored: HashMap<String, Vec<f32>>,
+pub struct Case {
+    pub name: &'static str,
+    pub prompt: Vec<u32>,
+    pub greedy: Vec<u32>,
+    pub stored: HashMap<String, Vec<f32>>,
 }
 
-fn dir() -> PathBuf {
+pub fn dir() -> PathBuf {
     Path::new(FIXTURES).join("qwen4_exp")
 }
 
-fn cases() -> Vec<Case> {
+pub fn cases() -> Vec<Case> {
     let text = std::fs::read(dir().join("refs.json")).unwrap();
     let json: serde_json::Value = serde_json::from_slice(&text).unwrap();
     let ids = |value: &serde_json::Value| serde_json::from_value::<Vec<u32>>(value.clone()).unwrap();
@@ -63,21 +63,21 @@ impl Case {
     }
 }
 
-fn values(tensor: &Tensor) -> Vec<f32> {
+pub fn values(tensor: &Tensor) -> Vec<f32> {
     tensor.flatten_all().unwrap().to_dtype(DType::F32).unwrap().to_vec1().unwrap()
 }
 
-fn check(what: &str, found: &[f32], expected: &[f32], bound: f32) {
+pub fn check(what: &str, found: &[f32], expected: &[f32], bound: f32) {
     let off = distance(found, expected);
     println!("{what}: off by {off:.1e}");
     assert!(off <= bound, "{what}: off by {off}");
 }
 
-fn options() -> LoadOptions {
+pub fn options() -> LoadOptions {
     LoadOptions { math: CpuArithmetic::F32, threads: Some(2), ..LoadOptions::default() }
 }
 
-fn load() -> Qwen {
+pub fn load() -> Qwen {
     load_with(&dir(), options())
 }
 
@@ -321,10 +321,10 @@ fn mtp_head_matches_transformers() {
     }
 }
 
-type Tensors = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
+pub type Tensors = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
 
 /// The tensors of the checkpoint without those of the MTP head.
-fn tensors() -> Tensors {
+pub fn tensors() -> Tensors {
     let mut all = Tensors::new();
     for file in ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"] {
         let bytes = std::fs::read(dir().join(file)).unwrap();
@@ -338,7 +338,7 @@ fn tensors() -> Tensors {
 }
 
 /// A checkpoint of these tensors.
-fn written(tensors: &Tensors) -> tempfile::TempDir {
+pub fn written(tensors: &Tensors) -> tempfile::TempDir {
     let copy = tempfile::tempdir().unwrap();
     let views = tensors
         .iter()

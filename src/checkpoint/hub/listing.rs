@@ -14,7 +14,7 @@ const MAX_SMALL_BYTES: u64 = 256 << 20;
 const MAX_SHARDS: usize = 1000;
 
 /// Files other than weights.
-const SMALL_FILES: [&str; 7] = [
+const SMALL_FILES: [&str; 8] = [
     INDEX,
     "config.json",
     "generation_config.json",
@@ -22,6 +22,8 @@ const SMALL_FILES: [&str; 7] = [
     "tokenizer_config.json",
     "chat_template.jinja",
     "chat_template.json",
+    // It names the licence.
+    "README.md",
 ];
 
 /// The files of one commit.
@@ -100,7 +102,7 @@ impl RepoListing {
         SMALL_FILES.iter().filter_map(|name| self.find(name)).collect()
     }
 
-    /// The weight files: those that the index in `dir` names, else `model*.safetensors`, and those of a draft head.
+    /// The weight files: those that the index in `dir` names, else `model*.safetensors`, and those of a draft head and of an n-gram table.
     pub fn shards(&self, dir: &Path) -> Result<Vec<&RepoFile>, StoreError> {
         let mut names: BTreeSet<String> = match self.find(INDEX) {
             None => {
@@ -113,7 +115,8 @@ impl RepoListing {
                 shard_names(&text).map_err(|error| StoreError::NotACheckpoint { path, why: error.to_string() })?
             }
         };
-        names.extend(self.siblings.iter().map(|file| file.name.clone()).filter(|name| name.contains("mtp")));
+        let is_extra = |name: &String| name.contains("mtp") || name.contains("ngram");
+        names.extend(self.siblings.iter().map(|file| file.name.clone()).filter(is_extra));
         names.retain(|name| is_weights(name));
         if names.is_empty() {
             let why = match self.siblings.iter().any(|file| file.name.ends_with(".gguf")) {
@@ -220,18 +223,24 @@ mod tests {
             "model-00001-of-00002.safetensors",
             "model-00002-of-00002.safetensors",
             "model-mtp.safetensors",
+            "ngram-table.safetensors",
             "../evil.safetensors",
         ];
         let hub = listing(&all);
-        assert_eq!(names(hub.small_files()), ["config.json", "tokenizer.json"]);
-        let shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model-mtp.safetensors"];
+        assert_eq!(names(hub.small_files()), ["config.json", "tokenizer.json", "README.md"]);
+        let shards = [
+            "model-00001-of-00002.safetensors",
+            "model-00002-of-00002.safetensors",
+            "model-mtp.safetensors",
+            "ngram-table.safetensors",
+        ];
         assert_eq!(names(hub.shards(dir.path()).unwrap()), shards);
 
         let hub = listing(&[&all[..], &[INDEX]].concat());
         let index =
             r#"{"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00001-of-00002.safetensors"}}"#;
         fs::write(dir.path().join(INDEX), index).unwrap();
-        assert_eq!(names(hub.shards(dir.path()).unwrap()), [shards[0], shards[2]]);
+        assert_eq!(names(hub.shards(dir.path()).unwrap()), [shards[0], shards[2], shards[3]]);
 
         fs::write(dir.path().join(INDEX), r#"{"weight_map": {"a": "lost.safetensors"}}"#).unwrap();
         assert!(hub.shards(dir.path()).unwrap_err().to_string().contains("lost.safetensors"));

@@ -67,7 +67,7 @@ fn model() -> Vec<(&'static str, Vec<u8>)> {
         ("model-2.safetensors", noise(2, 200_000)),
         ("model-unused.safetensors", noise(9, 1000)),
         ("pytorch_model.bin", noise(4, 1000)),
-        ("README.md", b"# hello".to_vec()),
+        ("NOTES.md", b"# hello".to_vec()),
     ]
 }
 
@@ -84,7 +84,7 @@ fn second_pull_requests_only_the_listing() {
     let dir = client.pull("org/name", &|here, total| steps.lock().unwrap().push((here, total))).unwrap();
     assert!(is_pulled(&dir));
     assert_eq!(dir, home.path().join("hub/models--org--name/snapshots").join(COMMIT));
-    assert!(!dir.join("README.md").exists() && !dir.join("model-unused.safetensors").exists());
+    assert!(!dir.join("NOTES.md").exists() && !dir.join("model-unused.safetensors").exists());
     let steps = steps.into_inner().unwrap();
     let total: usize = model()[..5].iter().map(|(_, bytes)| bytes.len()).sum();
     assert!(steps.iter().all(|step| step.1 == total as u64), "the total is right from the first step");

@@ -135,7 +135,7 @@ fn comparisons_file(identity: &str) -> Option<PathBuf> {
     Some(packs_dir()?.join("compared").join(identity))
 }
 
-fn is_remembered(identity: &str, manifest: &[u8; 32]) -> bool {
+pub(super) fn is_remembered(identity: &str, manifest: &[u8; 32]) -> bool {
     let text = comparisons_file(identity).and_then(|path| read_small_file(&path, 1 << 20).ok());
     text.is_some_and(|text| text.split(|byte| *byte == b'\n').any(|line| line == hex::encode(manifest).as_bytes()))
 }

@@ -5,7 +5,7 @@ use crate::{
     device::Slab,
     error::StoreError,
     experts::{ExpertSource, PIECES, Piece, ShardFiles},
-    platform::{self, Access, DataFile, read_aligned},
+    platform::{self, DataFile, read_aligned},
 };
 use sha2::{Digest, Sha256};
 use std::{io, path::Path};
@@ -39,12 +39,7 @@ pub fn gather(
     record.fill(0);
     for (piece, &(at, len)) in pieces.iter().zip(&layer.pieces) {
         if let Some(into) = record.get_mut(at as usize..at as usize + len) {
-            fill(into, |rest, done| {
-                source
-                    .read(piece.file, piece.offset + done, rest)
-                    .map_err(|error| StoreError::Io { path: source.path(piece.file), source: error })
-                    .and_then(|got| if got == 0 { Err(end_of_file(&source.path(piece.file))) } else { Ok(got) })
-            })?;
+            fill_piece(source, piece, into)?;
             source.drop_cached(piece.file, piece.offset, piece.len);
         }
     }
@@ -53,11 +48,7 @@ pub fn gather(
 
 /// Opens a layer's file so that reads come from the disk and not from the page cache, if the file system allows it.
 pub fn open(path: &Path) -> Result<DataFile, StoreError> {
-    let disk = match DataFile::open(path, Access::Direct) {
-        Err(error) if error.kind() == io::ErrorKind::Unsupported => DataFile::open(path, Access::Buffered),
-        other => other,
-    };
-    let disk = disk.map_err(|source| StoreError::Io { path: path.to_owned(), source })?;
+    let disk = DataFile::open_uncached(path).map_err(|source| StoreError::Io { path: path.to_owned(), source })?;
     disk.drop_cached(0, disk.len() as usize);
     Ok(disk)
 }
@@ -70,14 +61,21 @@ pub fn read(disk: &DataFile, expert: usize, layer: &LayerManifest, record: &mut 
 }
 
 fn end_of_file(path: &Path) -> StoreError {
-    let source = io::Error::new(io::ErrorKind::UnexpectedEof, "the file ends inside an expert");
+    let source = io::Error::new(io::ErrorKind::UnexpectedEof, "the file ends inside an expert or a row");
     StoreError::Io { path: path.to_owned(), source }
 }
 
-fn fill(into: &mut [u8], mut read: impl FnMut(&mut [u8], u64) -> Result<usize, StoreError>) -> Result<(), StoreError> {
+/// Reads a whole piece.
+pub fn fill_piece(source: &ShardFiles, piece: &Piece, into: &mut [u8]) -> Result<(), StoreError> {
     let mut done = 0;
     while let Some(rest) = into.get_mut(done..).filter(|rest| !rest.is_empty()) {
-        done += read(rest, done as u64)?;
+        let got = source
+            .read(piece.file, piece.offset + done as u64, rest)
+            .map_err(|error| StoreError::Io { path: source.path(piece.file), source: error })?;
+        if got == 0 {
+            return Err(end_of_file(&source.path(piece.file)));
+        }
+        done += got;
     }
     Ok(())
 }

@@ -13,13 +13,9 @@
 
 use super::{Computed, Reference, constant, convolve_every, linear, on_cpu, rms_norm, rotate};
 use crate::{
-    checkpoint::names,
+    checkpoint::{RowFiles, names},
     error::ModelError,
-    model::{
-        ngram_hash::NgramShape,
-        ngram_table::{NgramLayout, TableFiles},
-        positions::Position,
-    },
+    model::{ngram_hash::NgramShape, ngram_table::NgramLayout, positions::Position},
     ops::StreamShape,
 };
 use candle_core::{D, Tensor};
@@ -149,10 +145,10 @@ impl Reference {
     /// own values with a key; the value, times the gate, also passes a causal convolution.
     fn ngram(&self, r: &Tensor, ids: &[u32], shape: &NgramShape, path: &str) -> Result<(Tensor, Tensor), ModelError> {
         let layout = NgramLayout::new(&self.checkpoint, &format!("{path}ple_embedding."), shape)?;
-        let files = TableFiles::open(layout)?;
-        let (rows, mut values) = (files.layout.rows_of(&[], ids), Vec::new());
+        let (rows, mut values) = (layout.rows_of(&[], ids), Vec::new());
+        let files = RowFiles::open(layout.table, None)?;
         for row in &rows {
-            files.layout.decode(&files.read(*row, &mut Vec::new())?, &mut values);
+            files.table.decode(&files.read(*row, &mut Vec::new())?, &mut values);
         }
         let ((tokens, width), hidden) = (r.dims2()?, self.config.hidden);
         let count = width / hidden;

@@ -32,6 +32,7 @@ pub fn processor() -> Vec<Finding> {
         WeightFormat::Mxfp4,
         WeightFormat::Nvfp4,
         WeightFormat::Mxfp8,
+        WeightFormat::Fp8(Some(Float::F32)),
         WeightFormat::Dense(Float::Bf16),
         WeightFormat::Dense(Float::F16),
     ] {
@@ -45,7 +46,7 @@ fn compare(codes: WeightFormat, found: &mut [Finding]) {
     let parts = random.parts(codes, ROWS, COLS);
     let x = random.floats(TOKENS * COLS);
     let parts = [&parts[0][..], &parts[1][..], &parts[2][..]];
-    let weight = WeightView { codes, rows: ROWS, cols: COLS, global_scale: 1.0, parts };
+    let weight = WeightView { codes, rows: ROWS, cols: COLS, global_scale: 1.0, skipped: 0, parts };
     for integer in [false, true] {
         let plain = run(Isa::Scalar, integer, &weight, &x, TOKENS);
         for (isa, finding) in Isa::all().into_iter().zip(&mut *found) {

@@ -60,6 +60,6 @@ impl CpuMemory {
 
     pub fn view(&self, weight: &Weight) -> WeightView<'_> {
         let Weight { codes, rows, cols, global_scale, parts } = *weight;
-        WeightView { codes, rows, cols, global_scale, parts: parts.map(|part| self.bytes(part)) }
+        WeightView { codes, rows, cols, global_scale, skipped: 0, parts: parts.map(|part| self.bytes(part)) }
     }
 }

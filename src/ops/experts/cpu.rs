@@ -1,7 +1,7 @@
 //! Experts on the CPU: turns a call into jobs, and sums the results.
 
 use super::{
-    CombineExperts, ExpertGroup, ExpertSet, Experts,
+    CombineExperts, ExpertGroup, ExpertSet, ExpertStack, Experts,
     feed_forward::{ExpertJob, ExpertView, JobRows, MAX_ASSIGNMENTS, compute},
 };
 use crate::{
@@ -79,12 +79,13 @@ impl Experts<'_> {
             let stack = &self.layer.stacks[index];
             let (at, global_scale) =
                 (stack.at.get(group.expert as usize)?, *stack.global_scales.get(group.expert as usize)?);
-            let bytes = stack.codes.row_bytes(stack.cols).map(|bytes| bytes * stack.rows);
+            let bytes = stack.codes.part_bytes(stack.rows, stack.cols);
             let mut parts = [&[][..]; 3];
             for ((part, at), len) in parts.iter_mut().zip(at).zip(bytes) {
                 *part = memory.bytes(self.slots.part(group.slot, *at, len)?);
             }
-            Some(WeightView { codes: stack.codes, rows: stack.rows, cols: stack.cols, global_scale, parts })
+            let &ExpertStack { codes, rows, cols, .. } = stack;
+            Some(WeightView { codes, rows, cols, global_scale, skipped: 0, parts })
         };
         Some(ExpertView { gate: view(0)?, up: view(1)?, down: view(2)? })
     }

@@ -351,7 +351,7 @@ unsafe fn swiglu(
     products.clear();
     products.resize(2 * count * width, 0.0);
     for ((weight, inputs), products) in weights.iter().zip(inputs).zip(products.chunks_exact_mut(count * width)) {
-        let view = part(weight, rows.clone());
+        let view = weight.of_rows(rows.clone());
         let mut outs = [OutPtr(std::ptr::null_mut()); BLOCK];
         for (out, products) in outs.iter_mut().zip(products.chunks_exact_mut(width)) {
             *out = OutPtr(products.as_mut_ptr());
@@ -391,13 +391,6 @@ wide! {
             *gate = silu(*gate) * up;
         }
     }
-}
-
-/// A view of some rows of a weight.
-fn part<'a>(weight: &WeightView<'a>, rows: Range<usize>) -> WeightView<'a> {
-    let sizes = weight.codes.row_bytes(weight.cols);
-    let parts = [0, 1, 2].map(|index| &weight.parts[index][rows.start * sizes[index]..rows.end * sizes[index]]);
-    WeightView { rows: rows.len(), parts, ..*weight }
 }
 
 /// Numbers the tasks of all jobs consecutively.

@@ -2,7 +2,7 @@
 
 use super::{
     Backend, BackendLimits, ExpertSet, Experts, HalfBuffers, KvFormat, ModelPart, MoeWeights, NO_SLOT, Op, OutputGate,
-    experts::Jobs, norm::rms_norm,
+    WeightFormat, experts::Jobs, norm::rms_norm,
 };
 use crate::device::{BufferAccess, DeviceError, Gpu, Launch, Region, Slab, SyncPoint, Timeline};
 use std::{
@@ -233,6 +233,13 @@ fn refuse<T>(why: String) -> Result<T, DeviceError> {
     Err(DeviceError(why))
 }
 
+fn accept_format(codes: WeightFormat) -> Result<(), DeviceError> {
+    match codes {
+        WeightFormat::Fp8(_) => refuse("GPU kernels have no FP8 weights yet".into()),
+        _ => Ok(()),
+    }
+}
+
 fn accept_moe(layer: &MoeWeights) -> Result<(), DeviceError> {
     let (experts, k) = (layer.router.rows, layer.k);
     if experts > 1024 || k > 31 {
@@ -241,6 +248,7 @@ fn accept_moe(layer: &MoeWeights) -> Result<(), DeviceError> {
         ));
     }
     for stack in &layer.stacks {
+        accept_format(stack.codes)?;
         let alike = stack.at.windows(2).all(|pair| pair[0] == pair[1]);
         if !alike || stack.at.iter().flatten().any(|at| at % ALIGN != 0) {
             let how = "run `moestro pack`, or on Linux use --expert-io buffered";
@@ -274,7 +282,7 @@ impl<P: DerefMut<Target: Gpu> + Send> Backend for GpuBackend<P> {
                     "GPU kernels need matrices at multiples of 16 bytes, but one is at byte {} of the trunk",
                     part.offset
                 )),
-                None => Ok(()),
+                None => accept_format(weight.codes),
             },
             ModelPart::Attention(shape)
                 if shape.dim > 256 || shape.dim % 4 != 0 || shape.heads > 32 * shape.kv_heads =>

@@ -78,8 +78,8 @@ pub(in crate::ops) fn check(view: &WeightView<'_>, cols: usize) -> Result<(), De
         WeightFormat::Affine { bits, group, .. } => matches!(bits, 2..=6 | 8) && matches!(group, 32 | 64 | 128),
         _ => true,
     };
-    let sizes = view.codes.row_bytes(cols);
-    let fits = view.parts.iter().zip(sizes).all(|(part, bytes)| part.len() == bytes * view.rows);
+    let sizes = view.codes.part_bytes(view.rows, cols);
+    let fits = view.parts.iter().zip(sizes).all(|(part, bytes)| part.len() == bytes);
     if !known || view.cols != cols || !cols.is_multiple_of(view.codes.group()) || !fits {
         let (found, WeightView { codes, rows, cols: have, .. }) = (view.parts.map(<[u8]>::len), view);
         return refuse(format!(

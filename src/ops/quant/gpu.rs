@@ -26,6 +26,8 @@ pub(in crate::ops) fn matrix_words(codes: WeightFormat, rows: usize, global_scal
         WeightFormat::Mxfp4 => (20, 0),
         WeightFormat::Nvfp4 => (21, 0),
         WeightFormat::Mxfp8 => (22, 0),
+        // No kernel has it, so that a GPU refuses the model.
+        WeightFormat::Fp8(_) => (23, 0),
         WeightFormat::Dense(float) => (30, real(float)),
     };
     [rows as u32, format, codes.group() as u32, scale, global_scale.to_bits()]

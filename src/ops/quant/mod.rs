@@ -9,4 +9,4 @@ pub(super) use activations::{
     ActivationCache, ActivationFormat, QuantizedRow, QuantizedRows, RowWriter, ValueOrder, format, quantize,
 };
 pub(super) use gpu::{fast, matrix_words};
-pub use weight::{Float, Weight, WeightFormat, WeightView};
+pub use weight::{FP8_BLOCK, Float, Weight, WeightFormat, WeightView};

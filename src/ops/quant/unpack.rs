@@ -2,7 +2,7 @@
 
 use super::{
     activations::ValueOrder,
-    weight::{Float, WeightFormat, WeightView},
+    weight::{FP8_BLOCK, Float, WeightFormat, WeightView},
 };
 
 /// Converts packed floats of any alignment to f32.
@@ -143,6 +143,16 @@ pub fn expand(view: &WeightView<'_>, row: usize, bytes: &mut Vec<u8>, out: &mut 
                 }
             }
         }
+        WeightFormat::Fp8(scales) => {
+            let first = (view.skipped + row) / FP8_BLOCK * cols.div_ceil(FP8_BLOCK);
+            let blocks = part(0).chunks(FP8_BLOCK).zip(out.chunks_mut(FP8_BLOCK));
+            for (block, (codes, out)) in blocks.enumerate() {
+                let scale = scales.map_or(1.0, |float| float.get(view.parts[1], first + block));
+                for (code, out) in codes.iter().zip(out) {
+                    *out = e4m3(*code) * scale;
+                }
+            }
+        }
     }
 }
 
@@ -172,6 +182,33 @@ fn fours(group: usize, codes: &[u8], scales: &[u8], scale: impl Fn(u8) -> f32, o
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Rows and columns that are no multiples of a block.
+    #[test]
+    fn fp8_blocks_share_scales_across_rows() {
+        let (rows, cols) = (300, 200);
+        let codes: Vec<u8> = (0..rows * cols).map(|at| (at * 7 % 251) as u8 & 0xf7).collect();
+        let scales: Vec<u8> = (1..=6u8).flat_map(|n| f32::from(n).to_le_bytes()).collect();
+        let view = |codes, parts| WeightView { codes, rows, cols, global_scale: 0.5, skipped: 0, parts };
+        let blocks = WeightFormat::Fp8(Some(Float::F32));
+        assert_eq!(blocks.part_bytes(rows, cols), [rows * cols, scales.len(), 0]);
+        let whole = view(blocks, [&codes, &scales, &[]]);
+        let found = whole.to_f32();
+        for part in [0..300, 5..130, 127..129, 128..300, 299..300] {
+            let inner = 3..part.len().max(4) - 1;
+            let view = whole.of_rows(part.clone());
+            assert_eq!(view.to_f32(), found[part.start * cols..part.end * cols]);
+            if inner.end <= part.len() {
+                let at = part.start + inner.start;
+                assert_eq!(view.of_rows(inner.clone()).to_f32(), found[at * cols..(at + inner.len()) * cols]);
+            }
+        }
+        let plain = view(WeightFormat::Fp8(None), [&codes, &[], &[]]).to_f32();
+        for (at, (found, code)) in found.iter().zip(&codes).enumerate() {
+            let scale = (at / cols / 128 * 2 + at % cols / 128 + 1) as f32;
+            assert_eq!((*found, plain[at]), (e4m3(*code) * scale * 0.5, e4m3(*code) * 0.5), "{at}");
+        }
+    }
 
     #[test]
     fn small_floats_decode_by_definition() {

@@ -2,6 +2,7 @@
 //! dequantized as a whole; kernels unpack it in registers.
 
 use crate::device::Region;
+use std::ops::Range;
 
 /// A stored float type.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -43,20 +44,26 @@ pub enum WeightFormat {
     Nvfp4,
     /// E4M3 codes of 8 bits, one E8M0 scale for each 32 values.
     Mxfp8,
+    /// E4M3 codes of 8 bits. Hugging Face stores one scale for each [`FP8_BLOCK`] rows and columns, or none besides the
+    /// global scale.
+    Fp8(Option<Float>),
 }
 
+/// Rows and columns that share a scale in [`WeightFormat::Fp8`].
+pub const FP8_BLOCK: usize = 128;
+
 impl WeightFormat {
-    /// Values that share a scale; 1 for dense.
+    /// Values that share a scale; 1 for dense and FP8, where a row may have any length.
     pub fn group(self) -> usize {
         match self {
-            WeightFormat::Dense(_) => 1,
+            WeightFormat::Dense(_) | WeightFormat::Fp8(_) => 1,
             WeightFormat::Affine { group, .. } => group as usize,
             WeightFormat::Mxfp4 | WeightFormat::Mxfp8 => 32,
             WeightFormat::Nvfp4 => 16,
         }
     }
 
-    /// Bytes of one row of `cols` values: codes, scales, biases.
+    /// Bytes of one row of `cols` values: codes, scales, biases. Scales that rows share belong to none.
     pub fn row_bytes(self, cols: usize) -> [usize; 3] {
         match self {
             WeightFormat::Dense(float) => [cols * float.bytes(), 0, 0],
@@ -67,7 +74,18 @@ impl WeightFormat {
             WeightFormat::Mxfp4 => [cols / 2, cols / 32, 0],
             WeightFormat::Nvfp4 => [cols / 2, cols / 16, 0],
             WeightFormat::Mxfp8 => [cols, cols / 32, 0],
+            WeightFormat::Fp8(_) => [cols, 0, 0],
         }
+    }
+
+    /// Bytes of a matrix `[rows, cols]`: codes, scales, biases.
+    pub fn part_bytes(self, rows: usize, cols: usize) -> [usize; 3] {
+        let [codes, scales, biases] = self.row_bytes(cols).map(|bytes| bytes * rows);
+        let shared = match self {
+            WeightFormat::Fp8(Some(scale)) => rows.div_ceil(FP8_BLOCK) * cols.div_ceil(FP8_BLOCK) * scale.bytes(),
+            _ => 0,
+        };
+        [codes, scales + shared, biases]
     }
 }
 
@@ -98,12 +116,28 @@ pub struct WeightView<'a> {
     pub rows: usize,
     pub cols: usize,
     pub global_scale: f32,
+    /// Rows of the first block of FP8 scales that lie before the view.
+    pub skipped: usize,
     pub parts: [&'a [u8]; 3],
+}
+
+impl WeightView<'_> {
+    /// A view of some rows.
+    pub fn of_rows(&self, rows: Range<usize>) -> Self {
+        let sizes = self.codes.row_bytes(self.cols);
+        let mut parts = [0, 1, 2].map(|index| &self.parts[index][rows.start * sizes[index]..rows.end * sizes[index]]);
+        let first = self.skipped + rows.start;
+        if let WeightFormat::Fp8(Some(scale)) = self.codes {
+            parts[1] = &self.parts[1][first / FP8_BLOCK * self.cols.div_ceil(FP8_BLOCK) * scale.bytes()..];
+        }
+        Self { rows: rows.len(), skipped: first % FP8_BLOCK, parts, ..*self }
+    }
 }
 
 impl Default for WeightView<'_> {
     /// A matrix without rows.
     fn default() -> Self {
-        Self { codes: WeightFormat::Dense(Float::F32), rows: 0, cols: 0, global_scale: 1.0, parts: [&[]; 3] }
+        let codes = WeightFormat::Dense(Float::F32);
+        Self { codes, rows: 0, cols: 0, global_scale: 1.0, skipped: 0, parts: [&[]; 3] }
     }
 }

@@ -65,16 +65,18 @@ pub(crate) struct Owned {
 
 impl Owned {
     pub fn random(random: &mut Random, codes: WeightFormat, rows: usize, cols: usize) -> Self {
-        let sizes = codes.row_bytes(cols).map(|bytes| bytes * rows);
+        let sizes = codes.part_bytes(rows, cols);
         let parts = [0, 1, 2].map(|part| {
             let data = match (codes, part) {
-                (WeightFormat::Affine { scale, .. }, 1 | 2) => random.floats(scale, sizes[part] / scale.bytes(), 0.1),
+                (WeightFormat::Affine { scale, .. }, 1 | 2) | (WeightFormat::Fp8(Some(scale)), 1) => {
+                    random.floats(scale, sizes[part] / scale.bytes(), 0.1)
+                }
                 (WeightFormat::Dense(float), 0) => random.floats(float, rows * cols, 0.1),
                 // Exponents near one, no NaN.
                 (WeightFormat::Mxfp4 | WeightFormat::Mxfp8, 1) => {
                     (0..sizes[1]).map(|_| 120 + random.below(12) as u8).collect()
                 }
-                (WeightFormat::Mxfp8, 0) | (WeightFormat::Nvfp4, 1) => {
+                (WeightFormat::Mxfp8 | WeightFormat::Fp8(_), 0) | (WeightFormat::Nvfp4, 1) => {
                     random.bytes(sizes[part]).iter().map(|byte| if byte & 0x7f == 0x7f { 1 } else { *byte }).collect()
                 }
                 _ => random.bytes(sizes[part]),
@@ -88,7 +90,8 @@ impl Owned {
 
     pub fn view(&self) -> WeightView<'_> {
         let parts = [&self.parts[0][1..], &self.parts[1][2..], &self.parts[2][3..]];
-        WeightView { codes: self.codes, rows: self.rows, cols: self.cols, global_scale: self.global_scale, parts }
+        let Self { codes, rows, cols, global_scale, .. } = *self;
+        WeightView { codes, rows, cols, global_scale, skipped: 0, parts }
     }
 }
 
@@ -246,7 +249,8 @@ fn float_products_agree_on_all_isas() {
     let dense = [Float::F32, Float::F16, Float::Bf16].map(WeightFormat::Dense);
     let all =
         [WeightFormat::Mxfp4, WeightFormat::Nvfp4, WeightFormat::Mxfp8, affine(3), affine(4), affine(5), affine(8)];
-    for codes in dense.into_iter().chain(all) {
+    let fp8 = [None, Some(Float::F32), Some(Float::Bf16)].map(WeightFormat::Fp8);
+    for codes in dense.into_iter().chain(all).chain(fp8) {
         for (rows, cols, tokens) in [(1, 32, 1), (5, 96, 3), (33, 320, 6)] {
             let mut weight = Owned::random(&mut random, codes, rows, cols);
             weight.global_scale = 0.5;

@@ -197,7 +197,7 @@ impl Layer {
             let (segments, table) = (vec![lab.bytes(&bytes)], Region::default());
             let slots = ExpertSlots { segments, table, per_segment: 1, stride };
             let weights = stacks.each_ref().map(|stack| {
-                let lens = stack.codes.row_bytes(stack.cols).map(|len| len * stack.rows);
+                let lens = stack.codes.part_bytes(stack.rows, stack.cols);
                 let part = |part: usize| slots.part(0, stack.at[0][part], lens[part]).unwrap();
                 let parts = [0, 1, 2].map(part);
                 Weight { codes: stack.codes, rows: stack.rows, cols: stack.cols, global_scale: 1.0, parts }
@@ -245,6 +245,7 @@ fn kinds() -> Vec<(WeightFormat, WeightFormat, usize)> {
         (AFFINE, affine(5, 32), 96),
         (WeightFormat::Dense(Float::F32), AFFINE, 64),
         (AFFINE, WeightFormat::Mxfp8, 160),
+        (WeightFormat::Fp8(Some(Float::Bf16)), WeightFormat::Fp8(Some(Float::F32)), 352),
     ]
 }
 

@@ -91,6 +91,15 @@ impl fmt::Display for BenchReport {
         if let Some(peak) = self.peak_memory {
             writeln!(f, "peak memory {} under a limit of {}", Size(peak), Size(plan.limit))?;
         }
+        let Run { prompt, decode, .. } = median;
+        if prompt.ngram_rows + decode.ngram_rows > 0 {
+            let [before, while_decoding] = [prompt, decode].map(|phase| 100.0 * phase.ngram_stall_share);
+            let rows = prompt.ngram_rows + decode.ngram_rows;
+            writeln!(
+                f,
+                "{rows} rows of the n-gram table read; waited for them {before:.2} % of the prompt, {while_decoding:.2} % of decoding"
+            )?;
+        }
         writeln!(f, "decode without stalls: {:.2} tok/s", median.resident_tokens_per_second)
     }
 }
@@ -144,6 +153,8 @@ fn median_run(runs: &[Run]) -> Option<Run> {
             .disk_bytes_per_token
             .map(|_| figure(&|run| of(run).disk_bytes_per_token.unwrap_or_default())),
         stall_share: figure(&|run| of(run).stall_share),
+        ngram_rows: figure(&|run| of(run).ngram_rows as f64) as u64,
+        ngram_stall_share: figure(&|run| of(run).ngram_stall_share),
         read_bytes_per_second: figure(&|run| of(run).read_bytes_per_second),
     };
     let resident_tokens_per_second = figure(&|run| run.resident_tokens_per_second);

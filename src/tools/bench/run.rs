@@ -33,6 +33,10 @@ pub struct Phase {
     pub disk_bytes_per_token: Option<f64>,
     /// Fraction of the time in which computation waited for an expert.
     pub stall_share: f64,
+    /// Rows of n-gram tables read from the disk.
+    pub ngram_rows: u64,
+    /// Share of the time in which computation waited for such a row.
+    pub ngram_stall_share: f64,
     /// Bytes that expert reads requested, per second of the phase.
     pub read_bytes_per_second: f64,
 }
@@ -107,6 +111,8 @@ struct Counters {
     asked: u64,
     disk: Option<u64>,
     stall: f64,
+    ngram_rows: u64,
+    ngram_stall: f64,
 }
 
 impl Counters {
@@ -119,6 +125,8 @@ impl Counters {
             asked: m.ssd_read_bytes.get(),
             disk: os::disk_bytes_read(),
             stall: m.ssd_stall_seconds.get(),
+            ngram_rows: m.ngram_rows_read.get(),
+            ngram_stall: m.ngram_stall_seconds.get(),
         }
     }
 
@@ -141,6 +149,8 @@ impl Counters {
             bytes_asked_per_token: per_token(asked),
             disk_bytes_per_token: self.disk.zip(end.disk).map(|(before, after)| per_token((after - before) as f64)),
             stall_share: rate(end.stall - self.stall, seconds),
+            ngram_rows: end.ngram_rows - self.ngram_rows,
+            ngram_stall_share: rate(end.ngram_stall - self.ngram_stall, seconds),
             read_bytes_per_second: rate(asked, seconds),
         }
     }
@@ -169,10 +179,13 @@ mod tests {
         metrics.lookups_prefill_miss.inc_by(50);
         metrics.ssd_read_bytes.inc_by(4000);
         metrics.ssd_reads.inc_by(9);
+        metrics.ngram_rows_read.inc_by(7);
+        metrics.ngram_stall_seconds.inc_by(0.5);
         let end = Counters { at: begin.at + std::time::Duration::from_secs(2), ..Counters::now(&metrics) };
         let phase = begin.until(&end, 4, |counts| counts.decode);
         assert_eq!((phase.hits, phase.misses, phase.prefetched, phase.reads), (6, 3, 1, 9));
         assert_eq!((phase.tokens_per_second, phase.hit_rate, phase.prefetch_rate), (2.0, 0.6, 0.1));
+        assert_eq!((phase.ngram_rows, phase.ngram_stall_share), (7, 0.25));
         assert_eq!((phase.bytes_asked_per_token, phase.read_bytes_per_second), (1000.0, 2000.0));
     }
 }

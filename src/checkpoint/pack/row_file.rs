@@ -1,0 +1,177 @@
+//! `PackedRows`: a file of the pack that holds the rows of a table, so that a row is one aligned read.
+//!
+//! ```text
+//! header block:  a JSON object, then spaces
+//! other blocks:  as many whole rows as fit, zeros, and in the last 4 bytes a CRC-32 (little-endian)
+//! ```
+//! A block has 4 KiB, or the next multiple that holds a row. The CRC-32 is of the block's number (8 bytes, little-endian) and
+//! of all bytes before it. The header has the checkpoint's fingerprint and identity, as the manifest of experts has, and a
+//! SHA-256 of all rows.
+
+use crate::{error::StoreError, platform::DataFile};
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+use std::{
+    io,
+    path::{Path, PathBuf},
+};
+
+const FORMAT: &str = "moestro rows";
+const VERSION: u32 = 1;
+/// Bytes of a block that holds several rows, and of the header.
+const BLOCK: usize = 4096;
+/// Bytes of a block's checksum.
+const CHECKSUM: usize = 4;
+
+/// The header of a file of rows. It is untrusted input.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct RowHeader {
+    format: String,
+    version: u32,
+    /// The checkpoint's fingerprint.
+    pub source: String,
+    /// The identity of the packed files; empty if their last change was too recent.
+    pub identity: String,
+    pub rows: u64,
+    /// Bytes of a row.
+    pub row: usize,
+    /// The SHA-256 of the SHA-256 of each chunk of rows.
+    pub sha256: String,
+}
+
+impl RowHeader {
+    pub fn new(source: String, identity: String, rows: u64, row: usize, sha256: String) -> Self {
+        Self { format: FORMAT.into(), version: VERSION, source, identity, rows, row, sha256 }
+    }
+
+    /// The header's block.
+    pub fn to_bytes(&self) -> Result<Vec<u8>, StoreError> {
+        let mut text = serde_json::to_vec(self).map_err(|error| StoreError::Other(error.to_string()))?;
+        text.resize(text.len().max(BLOCK), b' ');
+        Ok(text)
+    }
+}
+
+/// How rows are arranged in blocks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RowBlocks {
+    /// Bytes of a row.
+    row: usize,
+    rows: u64,
+    /// Bytes of a block.
+    pub size: usize,
+    pub per_block: usize,
+}
+
+impl RowBlocks {
+    /// For `rows` rows of `row` bytes.
+    pub fn new(rows: u64, row: usize) -> Self {
+        let size = (row + CHECKSUM).next_multiple_of(BLOCK);
+        Self { row, rows, size, per_block: (size - CHECKSUM) / row.max(1) }
+    }
+
+    pub fn count(&self) -> u64 {
+        self.rows.div_ceil(self.per_block as u64)
+    }
+
+    /// Where a block lies in the file.
+    pub fn offset(&self, block: u64) -> u64 {
+        BLOCK as u64 + block * self.size as u64
+    }
+
+    /// Bytes of the whole file.
+    pub fn file_bytes(&self) -> u64 {
+        self.offset(self.count())
+    }
+
+    /// Writes the checksum into a block.
+    pub fn seal(number: u64, block: &mut [u8]) {
+        if let Some((bytes, sum)) = block.split_last_chunk_mut::<CHECKSUM>() {
+            *sum = checksum(number, bytes).to_le_bytes();
+        }
+    }
+
+    /// True if the block has its checksum.
+    pub fn is_intact(number: u64, block: &[u8]) -> bool {
+        block
+            .split_last_chunk::<CHECKSUM>()
+            .is_some_and(|(bytes, sum)| checksum(number, bytes) == u32::from_le_bytes(*sum))
+    }
+}
+
+fn checksum(number: u64, bytes: &[u8]) -> u32 {
+    let mut hash = crc32fast::Hasher::new();
+    hash.update(&number.to_le_bytes());
+    hash.update(bytes);
+    hash.finalize()
+}
+
+/// The result of reading a row.
+pub enum RowRead {
+    Intact(Vec<u8>),
+    /// The checksum of its block differs.
+    Damaged,
+}
+
+/// An open file of rows.
+pub struct PackedRows {
+    file: DataFile,
+    blocks: RowBlocks,
+    pub header: RowHeader,
+    /// The SHA-256 of the header's block.
+    pub hash: [u8; 32],
+}
+
+impl PackedRows {
+    /// Opens the file at `path`, which must hold `rows` rows of `row` bytes.
+    ///
+    /// # Errors
+    /// The file system's; another format; another size.
+    pub fn open(path: &Path, rows: u64, row: usize) -> Result<Self, StoreError> {
+        let io_error = |source| StoreError::Io { path: path.to_owned(), source };
+        let wrong = |why: String| StoreError::NotAPack { path: path.to_owned(), why };
+        let file = DataFile::open_uncached(path).map_err(io_error)?;
+        let mut space = Vec::new();
+        let bytes = file.read_range(0, BLOCK, &mut space).map_err(io_error)?;
+        let hash = Sha256::digest(bytes).into();
+        let header: RowHeader = serde_json::from_slice(bytes).map_err(|error| wrong(error.to_string()))?;
+        if (header.format.as_str(), header.version) != (FORMAT, VERSION) {
+            return Err(wrong(format!("unsupported format {:?} version {}", header.format, header.version)));
+        }
+        let blocks = RowBlocks::new(rows, row);
+        if (header.rows, header.row) != (rows, row) || file.len() != blocks.file_bytes() {
+            return Err(wrong(format!(
+                "it has {} rows of {} bytes in a file of {}, not {rows} rows of {row} bytes",
+                header.rows,
+                header.row,
+                file.len()
+            )));
+        }
+        Ok(Self { file, blocks, header, hash })
+    }
+
+    pub fn path(&self) -> &Path {
+        self.file.path()
+    }
+
+    /// The bytes of a row. `space` is a buffer that calls reuse.
+    pub fn read(&self, row: u64, space: &mut Vec<u8>) -> io::Result<RowRead> {
+        let RowBlocks { row: len, size, per_block, .. } = self.blocks;
+        let (number, at) = (row / per_block as u64, (row % per_block as u64) as usize * len);
+        let block = self.file.read_range(self.blocks.offset(number), size, space)?;
+        if !RowBlocks::is_intact(number, block) {
+            return Ok(RowRead::Damaged);
+        }
+        Ok(RowRead::Intact(block[at..at + len].to_vec()))
+    }
+
+    /// Reads blocks that follow one another.
+    pub fn read_blocks<'a>(&self, first: u64, count: usize, space: &'a mut Vec<u8>) -> io::Result<&'a [u8]> {
+        self.file.read_range(self.blocks.offset(first), count * self.blocks.size, space)
+    }
+}
+
+/// The name of the file of a table's rows in a pack.
+pub fn file_name(table: usize) -> PathBuf {
+    format!("table-{table:03}.rows").into()
+}

@@ -1,0 +1,232 @@
+//! Writes, finds and verifies the files of a pack that hold the rows of tables.
+
+use super::{
+    find::{is_remembered, remember_comparison},
+    record::fill_piece,
+    row_file::{PackedRows, RowBlocks, RowHeader, file_name},
+};
+use crate::{
+    checkpoint::{
+        identity::{fingerprint, settled_identity},
+        row_table::RowTable,
+    },
+    error::StoreError,
+    experts::{Piece, ShardFiles},
+    platform::{self, Access, os},
+};
+use sha2::{Digest, Sha256};
+use std::{
+    fs::{self, File},
+    io,
+    os::unix::fs::FileExt,
+    path::{Path, PathBuf},
+};
+
+/// Blocks that are read, hashed and written together.
+const CHUNK: u64 = 1024;
+/// Chunks in work at the same time.
+const THREADS: usize = 4;
+
+/// The rows of `table`, in blocks.
+pub fn row_blocks(table: &RowTable) -> RowBlocks {
+    RowBlocks::new(table.rows, table.row_bytes().iter().sum())
+}
+
+/// Writes the rows of the tables of the checkpoint `files` into the directory `out` of their pack, except those that it
+/// already has. Returns the bytes written. `progress` gets the bytes written or verified since its last call; their sum is
+/// twice the size of the files.
+///
+/// # Errors
+/// The file system's; rows that do not read back as written; the pack belongs to another checkpoint.
+pub fn write_rows(
+    tables: &[RowTable],
+    files: &[PathBuf],
+    out: &Path,
+    progress: &(dyn Fn(u64) + Sync),
+) -> Result<u64, StoreError> {
+    let mut written = 0;
+    for (index, table) in tables.iter().enumerate() {
+        let path = out.join(file_name(index));
+        if path.exists() {
+            open(&path, table, files)?;
+            continue;
+        }
+        let bytes = row_blocks(table).file_bytes();
+        if let Some(free) = os::free_space(out).filter(|&free| free < bytes + (64 << 20)) {
+            let why =
+                format!("the n-gram table needs {bytes} bytes, but only {free} are free; choose another directory");
+            return Err(StoreError::Io { path, source: io::Error::new(io::ErrorKind::StorageFull, why) });
+        }
+        let partial = out.join(format!(".{}.partial", file_name(index).display()));
+        let result = write_file(table, files, &partial, progress)
+            .and_then(|()| fs::rename(&partial, &path).map_err(|source| StoreError::Io { path: path.clone(), source }));
+        if result.is_err() {
+            let _ = fs::remove_file(&partial);
+        }
+        result?;
+        written += bytes;
+    }
+    Ok(written)
+}
+
+fn write_file(
+    table: &RowTable,
+    files: &[PathBuf],
+    path: &Path,
+    progress: &(dyn Fn(u64) + Sync),
+) -> Result<(), StoreError> {
+    let failed = |source| StoreError::Io { path: path.to_owned(), source };
+    let (source, before) = (fingerprint(files)?, settled_identity(files)?);
+    let blocks = row_blocks(table);
+    let file = File::create(path).map_err(failed)?;
+    let sums = for_each_chunk(table, |first, chunk| {
+        file.write_all_at(chunk, blocks.offset(first)).map_err(failed)?;
+        progress(chunk.len() as u64);
+        Ok(Sha256::digest(chunk))
+    })?;
+    let same = |identity: &String| settled_identity(files).is_ok_and(|now| now.as_ref() == Some(identity));
+    let identity = before.filter(same).unwrap_or_default();
+    let row = table.row_bytes().iter().sum();
+    let header = RowHeader::new(source, identity, table.rows, row, hex::encode(Sha256::digest(sums.concat())));
+    file.write_all_at(&header.to_bytes()?, 0).map_err(failed)?;
+    file.sync_all().map_err(failed)?;
+    let packed = PackedRows::open(path, table.rows, row)?;
+    let (mut space, mut first) = (Vec::new(), 0);
+    for sum in sums {
+        let count = CHUNK.min(blocks.count() - first) as usize;
+        let chunk = packed.read_blocks(first, count, &mut space).map_err(failed)?;
+        if Sha256::digest(chunk) != sum {
+            let why = format!("blocks from {first} on do not read back as written: the disk or the memory is faulty");
+            return Err(failed(io::Error::new(io::ErrorKind::InvalidData, why)));
+        }
+        progress(chunk.len() as u64);
+        first += CHUNK;
+    }
+    Ok(())
+}
+
+/// The rows of each table in the first of the packs `dirs` that has them. A file that does not match is logged and not used.
+pub fn find_rows(dirs: &[PathBuf], tables: &[RowTable], files: &[PathBuf]) -> Vec<Option<PackedRows>> {
+    let find = |(index, table): (usize, &RowTable)| {
+        let paths = dirs.iter().map(|dir| dir.join(file_name(index))).filter(|path| path.exists());
+        paths.into_iter().find_map(|path| match open(&path, table, files) {
+            Ok(rows) => Some(rows),
+            Err(error) => {
+                tracing::warn!(%error, "cannot use these packed rows; reading the n-gram table from the checkpoint");
+                None
+            }
+        })
+    };
+    tables.iter().enumerate().map(find).collect()
+}
+
+/// Opens a file that must hold exactly the rows of `table` in `files`. If the files are not known to match, all rows are
+/// hashed.
+fn open(path: &Path, table: &RowTable, files: &[PathBuf]) -> Result<PackedRows, StoreError> {
+    let packed = PackedRows::open(path, table.rows, table.row_bytes().iter().sum())?;
+    let wrong = |why: &str| StoreError::NotAPack { path: path.to_owned(), why: why.into() };
+    let header = &packed.header;
+    if header.source != fingerprint(files)? {
+        return Err(wrong("the rows are from another checkpoint"));
+    }
+    let now = settled_identity(files)?;
+    if !now.as_ref().is_some_and(|now| *now == header.identity || is_remembered(now, &packed.hash)) {
+        tracing::info!(
+            path = %path.display(),
+            rows = table.rows,
+            "hashing the n-gram table once: its files are not known to be the ones that were packed"
+        );
+        let sums = for_each_chunk(table, |_, chunk| Ok(Sha256::digest(chunk)))?;
+        if hex::encode(Sha256::digest(sums.concat())) != header.sha256 {
+            return Err(wrong("the rows are from another checkpoint: their hash differs"));
+        }
+        remember_comparison(now, files, &packed.hash);
+    }
+    Ok(packed)
+}
+
+/// Compares the packed rows in `dir` with the checkpoint, byte by byte. Returns the number of rows compared; tables without
+/// packed rows count none.
+///
+/// # Errors
+/// The file system's; the first block that differs.
+pub fn verify_rows(dir: &Path, tables: &[RowTable], progress: &(dyn Fn(u64) + Sync)) -> Result<u64, StoreError> {
+    let mut compared = 0;
+    for (index, table) in tables.iter().enumerate() {
+        let path = dir.join(file_name(index));
+        if !path.exists() {
+            continue;
+        }
+        let (packed, blocks) =
+            (PackedRows::open(&path, table.rows, table.row_bytes().iter().sum())?, row_blocks(table));
+        for_each_chunk(table, |first, ours| {
+            let mut space = Vec::new();
+            let count = ours.len() / blocks.size;
+            let theirs = packed
+                .read_blocks(first, count, &mut space)
+                .map_err(|source| StoreError::Io { path: path.clone(), source })?;
+            if let Some(at) = theirs.iter().zip(ours.iter()).position(|(theirs, ours)| theirs != ours) {
+                let byte = blocks.offset(first) + at as u64;
+                let why = format!("byte {byte} differs from the checkpoint");
+                return Err(StoreError::NotAPack { path: path.clone(), why });
+            }
+            progress(ours.len() as u64);
+            Ok(())
+        })?;
+        compared += table.rows;
+    }
+    Ok(compared)
+}
+
+/// Runs `work(first block, bytes)` for every chunk of the file of `table`, on a few threads. Returns the results in order.
+fn for_each_chunk<T: Send>(
+    table: &RowTable,
+    work: impl Fn(u64, &[u8]) -> Result<T, StoreError> + Sync,
+) -> Result<Vec<T>, StoreError> {
+    let blocks = row_blocks(table);
+    let source = ShardFiles::open(&table.files, Access::Buffered)?;
+    let chunks = (0..blocks.count()).step_by(CHUNK as usize).collect();
+    let buffers = || Ok((Vec::new(), Vec::new()));
+    platform::run_jobs("pack", THREADS, chunks, buffers, |first, (chunk, part): &mut (Vec<u8>, Vec<u8>)| {
+        let count = CHUNK.min(blocks.count() - first);
+        gather(&source, table, first..first + count, chunk, part)?;
+        work(first, chunk)
+    })
+}
+
+/// Gathers blocks from the checkpoint. `part` is a buffer.
+fn gather(
+    source: &ShardFiles,
+    table: &RowTable,
+    numbers: std::ops::Range<u64>,
+    chunk: &mut Vec<u8>,
+    part: &mut Vec<u8>,
+) -> Result<(), StoreError> {
+    let (blocks, sizes) = (row_blocks(table), table.row_bytes());
+    let (per_block, row_bytes) = (blocks.per_block as u64, sizes.iter().sum::<usize>());
+    chunk.clear();
+    chunk.resize((numbers.end - numbers.start) as usize * blocks.size, 0);
+    let (first, end) = (numbers.start * per_block, (numbers.end * per_block).min(table.rows));
+    let mut row = first;
+    while row < end {
+        let (pieces, count) = table.pieces(row..end);
+        let mut before = 0;
+        for (Piece { file, offset, len }, size) in pieces.into_iter().zip(sizes) {
+            part.clear();
+            part.resize(len, 0);
+            fill_piece(source, &Piece { file, offset, len }, part)?;
+            source.drop_cached(file, offset, len);
+            for (at, bytes) in part.chunks_exact(size.max(1)).enumerate() {
+                let at = row - first + at as u64;
+                let start = (at / per_block) as usize * blocks.size + (at % per_block) as usize * row_bytes + before;
+                chunk[start..start + size].copy_from_slice(bytes);
+            }
+            before += size;
+        }
+        row += count.max(1);
+    }
+    for (number, block) in numbers.zip(chunk.chunks_exact_mut(blocks.size)) {
+        RowBlocks::seal(number, block);
+    }
+    Ok(())
+}

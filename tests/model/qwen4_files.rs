@@ -1,0 +1,246 @@
+//! Checkpoints of qwen4_exp in other dimensions, encodings and files: each is read correctly.
+
+use crate::{
+    common::{self, decode, distance, fixtures::FIXTURES, load_with, prefill},
+    qwen4_exp::{LOGIT, STAGE, Tensors, cases, check, dir, load, options, tensors, values, written},
+};
+use candle_core::{DType, Device};
+use moestro::{
+    checkpoint::{RowFiles, pack},
+    model::{CheckpointInfo, LoadOptions, Reference, StoreOptions},
+    tools::synth::{self, Dimensions, StreamDimensions, SynthOptions},
+};
+use safetensors::Dtype;
+use std::{
+    fs::File,
+    os::unix::fs::FileExt,
+    path::{Path, PathBuf},
+};
+
+/// A checkpoint with other dimensions in every field: three streams, two n-gram tables of 4-grams, blocks of eight positions,
+/// attention in the first layer, tied embeddings. Its results are those of an independent implementation in numpy, in f64.
+fn other() -> PathBuf {
+    Path::new(FIXTURES).join("qwen4_exp_other")
+}
+
+#[test]
+fn other_dimensions_match_independent_implementation() {
+    let json: serde_json::Value = serde_json::from_slice(&std::fs::read(other().join("refs.json")).unwrap()).unwrap();
+    let ids = |name: &str| serde_json::from_value::<Vec<u32>>(json[name].clone()).unwrap();
+    let (prompt, greedy) = (ids("tokens"), ids("greedy"));
+    let stored = common::tensors(&other().join("ref.safetensors"));
+    let all = [&prompt[..], &greedy[..greedy.len() - 1]].concat();
+    let reference = Reference::open(&other(), Device::Cpu, DType::F64).unwrap().forward(&all).unwrap();
+    for (layer, found) in reference.residuals.iter().enumerate() {
+        check(&format!("layer {layer}"), &values(found), &stored[&format!("layer{layer}.R")], STAGE);
+    }
+    for layer in [1, 4] {
+        let name = format!("layer{layer}.ple_rows");
+        check(&name, &values(&reference.stages[&name]), &stored[&name], 0.0);
+    }
+    check("reference", &values(&reference.logits), &stored["logits"], LOGIT);
+    let (expected, ..) = prefill(&load_with(&other(), options()), &all, all.len());
+    check("fast pass", &expected.data, &stored["logits"], LOGIT);
+    // The fewest slots: 5 layers of 3 experts.
+    for (chunk, slots) in [(1, None), (7, Some(15)), (30, None)] {
+        let store = StoreOptions { slots, ..StoreOptions::default() };
+        let (found, ..) = prefill(&load_with(&other(), LoadOptions { store, ..options() }), &all, chunk);
+        assert!(found.data == expected.data, "chunks of {chunk}, {slots:?} slots");
+    }
+    let mut model = load_with(&other(), options());
+    let (logits, mut state, _) = prefill(&model, &prompt, 1024);
+    assert_eq!(decode(&mut model, &mut state, logits.row(logits.rows() - 1), greedy.len()).0, greedy);
+}
+
+/// The value of an E4M3 code.
+fn e4m3(code: u8) -> f32 {
+    let (exponent, mantissa) = (i32::from(code >> 3 & 15), f32::from(code & 7) / 8.0);
+    let size = if exponent == 0 { mantissa * 2f32.powi(-6) } else { (1.0 + mantissa) * 2f32.powi(exponent - 7) };
+    if code & 0x80 == 0 { size } else { -size }
+}
+
+/// The nearest code of a value.
+fn code(value: f32) -> u8 {
+    let finite = (0..=255u8).filter(|code| code & 0x7f != 0x7f);
+    finite.min_by(|a, b| (e4m3(*a) - value).abs().total_cmp(&(e4m3(*b) - value).abs())).unwrap()
+}
+
+fn floats(data: &[u8]) -> Vec<f32> {
+    data.as_chunks::<2>().0.iter().map(|half| half::bf16::from_le_bytes(*half).to_f32()).collect()
+}
+
+/// Adds the matrix `[rows, cols]` to `fp8` in blocks of 128 rows and columns with bf16 scales, and to `plain` in f32. Both
+/// have the same values.
+fn add_blocks(fp8: &mut Tensors, plain: &mut Tensors, path: &str, [rows, cols]: [usize; 2], data: &[f32]) {
+    let (down, across) = (rows.div_ceil(128), cols.div_ceil(128));
+    let scale = |block: usize| half::bf16::from_f32((block % 5 + 1) as f32 / 300.0);
+    let block = |at: usize| at / cols / 128 * across + at % cols / 128;
+    let codes: Vec<u8> = (0..).zip(data).map(|(at, value)| code(value / scale(block(at)).to_f32())).collect();
+    let same = (0..).zip(&codes).flat_map(|(at, code)| (e4m3(*code) * scale(block(at)).to_f32()).to_le_bytes());
+    plain.insert(format!("{path}.weight"), (Dtype::F32, vec![rows, cols], same.collect()));
+    fp8.insert(format!("{path}.weight"), (Dtype::F8_E4M3, vec![rows, cols], codes));
+    let scales = (0..down * across).flat_map(|block| scale(block).to_le_bytes()).collect();
+    fp8.insert(format!("{path}.weight_scale_inv"), (Dtype::BF16, vec![down, across], scales));
+}
+
+/// The checkpoint in Hugging Face's FP8, and the same values in f32: experts one by one, queries and outputs of attention, and
+/// the n-gram table with one scale.
+fn fp8() -> [Tensors; 2] {
+    let (mut fp8, mut plain) = (Tensors::new(), Tensors::new());
+    let scale = half::bf16::from_f32(0.015);
+    for (name, (dtype, shape, data)) in tensors() {
+        if let Some(mlp) = name.strip_suffix(".gate_up_proj").or(name.strip_suffix(".down_proj")) {
+            let values = floats(&data);
+            let parts = if name.ends_with("gate_up_proj") { &["gate_proj", "up_proj"][..] } else { &["down_proj"] };
+            let (rows, cols) = (shape[1] / parts.len(), shape[2]);
+            let matrices = values.chunks(rows * cols).enumerate();
+            for (index, matrix) in matrices {
+                let path = format!("{mlp}.{}.{}", index / parts.len(), parts[index % parts.len()]);
+                add_blocks(&mut fp8, &mut plain, &path, [rows, cols], matrix);
+            }
+        } else if name.ends_with("q_proj.weight") || name.ends_with("o_proj.weight") {
+            let path = name.strip_suffix(".weight").unwrap();
+            add_blocks(&mut fp8, &mut plain, path, [shape[0], shape[1]], &floats(&data));
+        } else if let Some((table, _)) = name.split_once(".shard_") {
+            let codes: Vec<u8> = floats(&data).iter().map(|value| code(value / scale.to_f32())).collect();
+            let same = codes.iter().flat_map(|code| (e4m3(*code) * scale.to_f32()).to_le_bytes()).collect();
+            plain.insert(name.clone(), (Dtype::F32, shape.clone(), same));
+            let name_of_scale = format!("{table}.weight_scale");
+            fp8.insert(name_of_scale, (Dtype::BF16, vec![1], scale.to_le_bytes().to_vec()));
+            fp8.insert(name, (Dtype::F8_E4M3, shape, codes));
+        } else {
+            fp8.insert(name.clone(), (dtype, shape.clone(), data.clone()));
+            plain.insert(name, (dtype, shape, data));
+        }
+    }
+    [fp8, plain]
+}
+
+#[test]
+fn fp8_checkpoint_equals_its_values_in_f32() {
+    let [fp8, plain] = fp8().map(|tensors| written(&tensors));
+    let path = fp8.path().join("config.json");
+    let mut json: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    let block = [128, 128];
+    json["quantization_config"] = serde_json::json!({ "quant_method": "fp8", "weight_block_size": block });
+    std::fs::write(path, json.to_string()).unwrap();
+    for case in cases() {
+        let (expected, ..) = prefill(&load_with(plain.path(), options()), &case.prompt, 1024);
+        let off = distance(&expected.data, &case.stored["prompt_logits"]);
+        assert!(off > 0.01, "FP8 changes nothing, so this test is void: {off}");
+        for (slots, chunk) in [(None, 1024), (Some(60), 7)] {
+            let store = StoreOptions { slots, ..StoreOptions::default() };
+            let model = load_with(fp8.path(), LoadOptions { store, ..options() });
+            let (found, ..) = prefill(&model, &case.prompt, chunk);
+            assert!(found.data == expected.data, "{}, {slots:?} slots", case.name);
+        }
+        let reference = Reference::open(fp8.path(), Device::Cpu, DType::F32).unwrap().forward(&case.prompt).unwrap();
+        check(case.name, &values(&reference.logits), &expected.data, LOGIT);
+    }
+}
+
+/// Some converters write the table to its own file.
+#[test]
+fn table_in_own_file_gives_same_logits() {
+    let case = &cases()[1];
+    let (expected, ..) = prefill(&load(), &case.prompt, 1024);
+    let (mut all, mut table) = (tensors(), Vec::new());
+    let (prefix, dtype, mut rows) =
+        ("model.language_model.layers.1.ple.ple_embedding.ngram_embedding.shard_", Dtype::BF16, 0);
+    for shard in 0..8 {
+        let (_, shape, data) = all.remove(&format!("{prefix}{shard}.weight")).unwrap();
+        rows += shape[0];
+        table.extend(data);
+    }
+    let own = Tensors::from([("ngram.weight".to_string(), (dtype, vec![rows, 32], table))]);
+    let copy = written(&all);
+    std::fs::copy(written(&own).path().join("model.safetensors"), copy.path().join("ngram-table.safetensors")).unwrap();
+    let (found, ..) = prefill(&load_with(copy.path(), options()), &case.prompt, 1024);
+    assert!(found.data == expected.data);
+}
+
+#[test]
+fn table_outside_safetensors_is_refused() {
+    let path = dir().join("config.json");
+    let mut json: serde_json::Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+    json["text_config"]["ple_storage"] = serde_json::json!({ "layout": "affine" });
+    let error = moestro::model::Config::new(&json).unwrap_err().to_string();
+    assert!(error.contains("ple_storage"), "{error}");
+}
+
+/// A synthetic checkpoint whose table has several chunks of the pack, in shards that end within a block.
+fn synthetic(out: &Path) {
+    let real = Dimensions::of_flash_next();
+    let streams = StreamDimensions { rank: 64, ngram_rows: 300_000, ngram_width: 256, ..real.streams.clone().unwrap() };
+    let dimensions = Dimensions {
+        hidden: 64,
+        layers: 4,
+        heads: 2,
+        kv_heads: 1,
+        head_dim: 64,
+        linear_key_heads: 2,
+        linear_value_heads: 2,
+        linear_head_dim: 32,
+        experts: 12,
+        expert_hidden: 64,
+        shared_hidden: 64,
+        vocab: 300,
+        streams: Some(streams),
+        ..real
+    };
+    let (extras, eos_token_ids) = (Vec::new(), vec![298, 296]);
+    let options =
+        SynthOptions { dimensions, seed: 4, router_skew: 0.5, eos_token_ids, shard: 3 << 20, threads: 2, extras };
+    synth::write(out, &options, &|_| ()).unwrap();
+}
+
+#[test]
+fn packed_rows_are_the_tables_rows() {
+    let root = tempfile::tempdir().unwrap();
+    let (dir, out) = (root.path().join("model"), root.path().join("model.pack"));
+    synthetic(&dir);
+    let ids: Vec<u32> = (0..60u32).map(|n| (n * n * 37 + n * 11 + 5) % 300).collect();
+    let logits = || prefill(&load_with(&dir, options()), &ids, 20).0.data;
+    let expected = logits();
+
+    let found = CheckpointInfo::unpacked(&dir, &options()).unwrap();
+    pack::write(&found.experts, &found.files, &out, &|_| ()).unwrap();
+    let done = std::sync::atomic::AtomicU64::new(0);
+    let progress = |bytes| {
+        done.fetch_add(bytes, std::sync::atomic::Ordering::Relaxed);
+    };
+    let bytes = pack::write_rows(&found.tables, &found.files, &out, &progress).unwrap();
+    let table = &found.tables[0];
+    let blocks = pack::row_blocks(table);
+    // 127 rows of 32 bytes in a block, 1,024 blocks in a chunk.
+    assert!(blocks.per_block == 127 && blocks.count() > 2 * 1024 && table.shards() > 2, "{blocks:?}");
+    assert_eq!((bytes, done.into_inner()), (blocks.file_bytes(), 2 * (bytes - 4096)));
+    assert_eq!(pack::write_rows(&found.tables, &found.files, &out, &|_| ()).unwrap(), 0, "it is written once");
+
+    let packed = || CheckpointInfo::new(&dir, &options()).unwrap().packed_rows.pop().unwrap();
+    let [plain, packed_files] = [None, packed()].map(|packed| RowFiles::open(table.clone(), packed).unwrap());
+    assert!(packed().is_some());
+    let mut space = Vec::new();
+    for row in (0..table.rows).step_by(91).chain(table.rows - 300..table.rows) {
+        assert_eq!(plain.read(row, &mut space).unwrap(), packed_files.read(row, &mut space).unwrap(), "row {row}");
+    }
+    assert!(logits() == expected);
+    assert_eq!(pack::verify_rows(&out, &found.tables, &|_| ()).unwrap(), table.rows);
+
+    // A damaged block is noticed, and its rows come from the checkpoint.
+    let file = File::options().read(true).write(true).open(out.join("table-000.rows")).unwrap();
+    for block in 0..blocks.count() {
+        let mut byte = [0];
+        file.read_exact_at(&mut byte, blocks.offset(block) + 17).unwrap();
+        file.write_all_at(&[byte[0] ^ 4], blocks.offset(block) + 17).unwrap();
+    }
+    let error = pack::verify_rows(&out, &found.tables, &|_| ()).unwrap_err().to_string();
+    assert!(error.contains("table-000.rows") && error.contains("differs from the checkpoint"), "{error}");
+    assert!(packed().is_some() && logits() == expected);
+
+    // Rows of a table with other bytes are not used.
+    let shard = &table.files[table.pieces(5..6).0[0].file as usize];
+    let at = table.pieces(5..6).0[0].offset;
+    File::options().write(true).open(shard).unwrap().write_all_at(&[1, 2, 3, 4], at).unwrap();
+    assert!(packed().is_none());
+}
