@@ -1,4 +1,4 @@
-//! The cost of checking a packed record's checksum when it is read: processor time of misses with and without the
+//! The cost of checking a packed record's checksum when it is read: CPU time of misses with and without the
 //! check.
 //!
 //! ```text
@@ -102,7 +102,7 @@ fn main() {
     let first = more.remove(0);
     more.sort_by(f64::total_cmp);
     println!(
-        "extra processor time for each expert: {first:.1} us on the first read, {:.1} us later",
+        "additional CPU time for each expert: {first:.1} us on the first read, {:.1} us later",
         more[more.len() / 2]
     );
 }

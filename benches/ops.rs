@@ -333,12 +333,18 @@ impl Bench {
         });
         // The cost of replay: the same number of replayed rows, whose output is not computed.
         let past = Replay { rows: tokens, proj, mixed };
-        self.time(&format!("delta rule, a token behind {tokens} that stay"), 2 * bytes, &mut lab.cpu, y, |number| {
-            let state = states[number % states.len()];
-            let (shape, tokens, stored) = (&shape, 1, past.rows + 1);
-            let [proj, mixed] = [proj.floats(shape.width()), mixed.floats(channels)];
-            DeltaRule { shape, tokens, proj, mixed, decay, past, stored, state, norm, out, y }.into()
-        });
+        self.time(
+            &format!("delta rule, one token after {tokens} accepted ones"),
+            2 * bytes,
+            &mut lab.cpu,
+            y,
+            |number| {
+                let state = states[number % states.len()];
+                let (shape, tokens, stored) = (&shape, 1, past.rows + 1);
+                let [proj, mixed] = [proj.floats(shape.width()), mixed.floats(channels)];
+                DeltaRule { shape, tokens, proj, mixed, decay, past, stored, state, norm, out, y }.into()
+            },
+        );
         Ok(())
     }
 

@@ -278,7 +278,7 @@ fn main() {
     let shape = model.shape().clone();
     let pass =
         |rows: usize| (shape.trunk - shape.gathered + 2 * shape.state) as f64 + union[rows] * shape.expert as f64;
-    println!("# distinct experts a layer: {:.2?}", [1, 2, 4, 8].map(|rows| union[rows] / shape.layers.max(1) as f64));
+    println!("# distinct experts per layer: {:.2?}", [1, 2, 4, 8].map(|rows| union[rows] / shape.layers.max(1) as f64));
 
     let names: Vec<&str> = args.0[1..].iter().map(String::as_str).filter(|text| Setting::new(text).is_some()).collect();
     let auto = args.has("--auto");
@@ -347,8 +347,8 @@ fn main() {
         let all = (tokens * rounds) as f64;
         let passes = all - accepted;
         let mut line = format!(
-            "# {}: {:.2} tok/s, times plain {clock:.3} by the clock, {processor:.3} in processor time (of all rounds {:.3}, {:.3}); \
-             {:.2} tokens a pass, {accepted} of {drafted} accepted in {cycles} cycles; a token {:.2} misses, {:.2} MB read; books {:.4}",
+            "# {}: {:.2} tok/s, times plain {clock:.3} in wall-clock time, {processor:.3} in CPU time (of all rounds {:.3}, {:.3}); \
+             {:.2} tokens per pass, {accepted} of {drafted} accepted in {cycles} cycles; per token {:.2} misses, {:.2} MB read; books {:.4}",
             names[index],
             all / seconds,
             sums[0][0] / seconds,
