@@ -2,14 +2,14 @@
 """Compares decoding with a draft and without: drafts.py MOESTRO MODEL DRAFT [--rounds 6] [--threads 2] [--tokens 110]
 [--serve "--more flags of all servers"] [--widths 3,5,7] [--starts 1]
 
-Starts one server per setting and keeps all of them loaded: off, the same again, auto, and force with each number of drafted
+Starts one server per setting and keeps all of them loaded: off, again (a second server with off), auto, and force with each number of drafted
 tokens in --widths. Each round asks every server the same greedy questions, in an order that rotates with the round.
 
-Two identical servers differ by 1 or 2 % for as long as they run, depending on where their memory lies. `again` shows this
-difference. --starts restarts all servers that often, with --rounds rounds each time.
+Two identical servers differ by 1 or 2 % as long as they run, because of the placement of their memory. `again` shows this
+difference. --starts is the number of times that all servers are restarted, with --rounds rounds each.
 
 Prints one row per round and setting: answered tokens, the seconds from the first to the last token of each answer, and the CPU
-seconds of the whole request (Linux), summed. The comments at the end give the median of each round's seconds over those of
+seconds of the whole request (Linux), summed. The comments at the end give the median over the rounds of the seconds divided by those of
 `off`, the CPU seconds of all rounds together, and the accepted tokens per cycle."""
 import argparse, glob, json, re, statistics, subprocess, time, urllib.request
 
@@ -90,6 +90,6 @@ for start in range(a.starts):
     run(start, ratios, totals, counts)
 for name, (cycles, accepted) in counts.items():
     wall, cpu = (statistics.median(ratio) for ratio in ratios[name])
-    print(f"# {name}: seconds over off {wall:.3f}, CPU seconds {cpu:.3f}, all rounds together {totals[name] / totals['off']:.3f}" + (f", {accepted / cycles:.2f} accepted in each of {cycles:.0f} cycles" if cycles else ""))
+    print(f"# {name}: seconds divided by off {wall:.3f}, CPU seconds {cpu:.3f}, all rounds together {totals[name] / totals['off']:.3f}" + (f", {accepted / cycles:.2f} accepted in each of {cycles:.0f} cycles" if cycles else ""))
 # A model without an MTP head uses prompt lookup.
 print(f"# draft kinds: {', '.join(sorted(kinds)) or 'none'}")

@@ -89,7 +89,7 @@ async def main(port):
         print(number, *line, sep="  ", flush=True)
     for of, all in ratios.items():
         quarters = statistics.quantiles(all, n=4)
-        print(f"p{of * 100:.0f} with slow clients over alone: median {quarters[1]:.3f}, quarters {quarters[0]:.3f} {quarters[2]:.3f}")
+        print(f"p{of * 100:.0f} with slow clients divided by alone: median {quarters[1]:.3f}, quarters {quarters[0]:.3f} {quarters[2]:.3f}")
 
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))

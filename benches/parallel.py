@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Several clients at once: python3 benches/parallel.py BINARY MODEL [--clients 4] [--short 50] [--port 7500] [-- SERVE ARGS]
+"""Several clients at the same time: python3 benches/parallel.py BINARY MODEL [--clients 4] [--short 50] [--port 7500] [-- SERVE ARGS]
 
 Prints the tokens per second of one client and of several that decode at the same time, and the time to the first token of short
 requests: on an idle server, and while a long prompt is evaluated and a long answer is generated. MODEL may be synthetic: prompts
@@ -27,7 +27,7 @@ def ids(count):
 
 
 def ask(prompt, tokens, stop=None):
-    """Seconds to the first token, all seconds, and the tokens received."""
+    """Seconds to the first token, total seconds, and the number of tokens received."""
     body = {"prompt": prompt, "max_tokens": tokens, "stream": True, "temperature": 0, "cache_prompt": False,
             "logit_bias": {}, "ignore_eos": True, "logprobs": 0}
     body.pop("ignore_eos")

@@ -1,20 +1,20 @@
 #!/usr/bin/env python3
-"""Moestro, llama.cpp and mlx-lm on a model that fits in memory, on the CPU: prefill and decode, each against the others.
+"""Compares Moestro, llama.cpp and mlx-lm on a model that fits in memory, on the CPU: prefill and decode.
 
   peers.py --model DIR --bench BIN [--gguf FILE --llama-bench CMD [--llama-decode CMD]] [--mlx PYTHON] [--membw CMD]
            [--prompts 512,4096] [--tokens 64] [--rounds 3] [--threads 2] [--before 'CMD'] > out.csv
 
-DIR is an MLX 4-bit checkpoint, FILE its GGUF twin with the same codes (Q4_0), --bench the binary of
-`cargo bench --bench model --no-run`, PYTHON one that has mlx-lm. --llama-bench is llama.cpp's program with any arguments
-of its own; --llama-decode another build of it (with AMX, say), of which only decode is taken. --membw names a program
-that prints "GB/s=<number>" for what all threads together read of plain memory. The engines run in turn, round after
-round, so that a machine that is slower for a while is so for all; --before is put before each run (`nice -n -19`, a lock
-that keeps a shared machine quiet). All of them draw tokens at random. llama-bench decodes from an empty context, Moestro
-after the prompt. mlx-lm's CPU backend is slow: it gets a sixteenth of the tokens.
+DIR is an MLX 4-bit checkpoint, FILE a GGUF file with the same codes (Q4_0), --bench the binary of
+`cargo bench --bench model --no-run`, PYTHON a Python that has mlx-lm. --llama-bench is llama.cpp's program, with optional
+arguments. --llama-decode is another build of it (for example with AMX), of which only decode is measured. --membw names a
+program that prints "GB/s=<number>" for the rate at which all threads together read plain memory. The engines alternate in
+each round, so that a slow phase of the machine affects all of them. --before is a prefix of each command (`nice -n -19`, or
+a lock on a shared machine). All engines use random tokens. llama-bench decodes from an empty context, Moestro after the
+prompt. mlx-lm's CPU backend is slow, so it gets a sixteenth of the tokens.
 
-One CSV line for each figure of each run, then the ratios: of each round's figures Moestro's over the other's, the
-median, the least and the most. `share` is the bytes of weights that a token reads, times tokens a second, over the
-memory bandwidth measured in the same round.
+Prints one CSV line for each figure of each run. Then prints the ratios: Moestro's figure divided by the other engine's of the
+same round, as median, minimum and maximum. `share` is the bytes of weights that a token reads, times tokens per second,
+divided by the memory bandwidth measured in the same round.
 """
 import argparse
 import json

@@ -22,11 +22,11 @@ def limit(a, percent):
     command = [a.moestro, "info", a.model, "--json", "--memory-limit", "1M", "--ctx-size", str(CONTEXT)]
     text = subprocess.run(command + ["--prefill-chunk", str(CHUNK)], capture_output=True, text=True).stdout
     found = json.loads(text)
-    least = int(re.search(r"--memory-limit (\d+)M", found["refused"]).group(1)) << 20
+    smallest = int(re.search(r"--memory-limit (\d+)M", found["refused"]).group(1)) << 20
     shape = found["shape"]
     more = shape["layers"] * (shape["experts"] * percent / 100 - shape["experts_per_token"])
     # The bench needs slightly more memory than `info` reports, so add 2 MB.
-    return least + (2 << 20) + max(0, int(more * shape["slot"]))
+    return smallest + (2 << 20) + max(0, int(more * shape["slot"]))
 
 
 def cached(path):

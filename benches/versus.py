@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Decode speed of several engines under a memory cap, from a cold start, runs interleaved.
+"""Decode speed of several engines under a memory limit, from a cold start, alternating.
 
   versus.py --model DIR --gguf FILE --llama-bench BIN --stream BIN [--caps 2668,4480] [--rounds 3] [--threads 2] > out.csv
 
-DIR is an MLX 4-bit checkpoint, FILE its GGUF twin with the same codes (Q4_0), --stream the binary of
+DIR is an MLX 4-bit checkpoint, FILE a GGUF file with the same codes (Q4_0), --stream the binary of
 `cargo bench --bench stream --no-run`. Each run gets a fresh memory cgroup (v1) of CAP megabytes and a page cache without
-the file's pages; the disk's read-ahead is set to 128 KB while this runs (llama.cpp's best; Moestro reads past the page
-cache and does not care). Every engine decodes 64 random tokens, then 64 more. Needs root. One CSV line for each phase of
-each run: megabytes read are those the disk delivered to the process, peak megabytes those charged to the cgroup.
+the file's pages. The disk's read-ahead is set to 128 KB meanwhile: llama.cpp is fastest with it, and Moestro bypasses the
+page cache. Every engine decodes 64 random tokens, then 64 more. Needs root. Prints one CSV line for each phase of each run:
+megabytes read are those that the disk delivered to the process, peak megabytes those charged to the cgroup.
 """
 import argparse
 import json
@@ -97,14 +97,14 @@ def run(command, cap_mb, mark):
         except OSError:
             time.sleep(0.1)
     if child.returncode:
-        # llama-bench built for a CPU whose AMX the system does not allow ends so, without a word, in repacked prefill.
+        # If the system does not allow AMX, a llama-bench built with AMX ends like this, without a message, in repacked prefill.
         how = f"signal {-child.returncode}" if child.returncode < 0 else f"status {child.returncode}"
         sys.stderr.write("".join(lines[-20:]) + f"{command[0]} ended with {how}\n")
     return "".join(lines), marks, peak, killed or child.returncode != 0
 
 
 def llama(a, cap):
-    """llama-bench runs tg64 twice in one process: the second run finds what the first has left in the page cache."""
+    """llama-bench runs tg64 twice in one process. The second run uses what the first one left in the page cache."""
     command = [a.llama_bench, "-m", a.gguf, "-p", "0", "-n", "64", "-r", "2", "-t", str(a.threads), "--no-warmup"]
     command += ["--progress", "-o", "json", "-lm", "mmap", "--repack", "0"]
     forget(a.gguf)

@@ -280,8 +280,8 @@ impl Parser {
             _ => (None, false),
         };
         if let Some(at) = stop {
-            let sure = before[..at].trim_end_matches('\n').len();
-            let text = self.take(sure);
+            let certain = before[..at].trim_end_matches('\n').len();
+            let text = self.take(certain);
             self.emit(Delta::Reasoning(text));
             self.reasoning_ended_by_call = call;
             return match end {
@@ -291,13 +291,13 @@ impl Parser {
             };
         }
         let held = if last { 0 } else { partial(before, END_THINK).max(self.partial_call(before)) };
-        let sure = match thought {
+        let certain = match thought {
             None if last => before.len(),
             None => before[..before.len() - held].trim_end_matches('\n').len(),
             Some(_) => before.trim_end_matches('\n').len(),
         };
-        let skipped = thought.map_or(0, |thought| thought + END_THINK.len() - sure);
-        let text = self.take(sure);
+        let skipped = thought.map_or(0, |thought| thought + END_THINK.len() - certain);
+        let text = self.take(certain);
         self.emit(Delta::Reasoning(text));
         self.at += skipped;
         if thought.is_some() {
@@ -340,7 +340,7 @@ impl Parser {
         }
         let rest = self.rest();
         let call = if self.tools.is_empty() { None } else { rest.find(TOOL_CALL) };
-        let sure = match call {
+        let certain = match call {
             Some(at) => rest[..at].trim_end().len(),
             None if self.tools.is_empty() => rest.len(),
             // White space after a call is dropped, and so is an incomplete `<tool_call>`.
@@ -351,7 +351,7 @@ impl Parser {
             None if last => rest.len(),
             None => rest[..rest.len() - partial(rest, TOOL_CALL)].trim_end().len(),
         };
-        self.take_content(sure);
+        self.take_content(certain);
         if call.is_some() { self.to(ParserState::Opening) } else { self.wait(ParserState::Content) }
     }
 

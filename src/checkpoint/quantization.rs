@@ -38,12 +38,12 @@ const FOREIGN: [&str; 9] =
 impl QuantizationTable {
     /// An unsupported method. Two contradictory entries for one matrix.
     pub fn new(json: &Value) -> Result<Self, String> {
-        let said = |table: &Value| TableEntry {
+        let listed = |table: &Value| TableEntry {
             bits: table.get("bits").and_then(Value::as_u64),
             group: table.get("group_size").and_then(Value::as_u64),
             mode: table.get("mode").and_then(Value::as_str).map(str::to_owned),
         };
-        let default = said(json);
+        let default = listed(json);
         let method = json.get("quant_method").and_then(Value::as_str).unwrap_or_default();
         if default.bits.is_none() && FOREIGN.contains(&method) {
             return Err(format!("the quantization method {method} is not supported; only MLX's methods and fp8 are"));
@@ -56,7 +56,7 @@ impl QuantizationTable {
         for (path, value) in json.as_object().into_iter().flatten() {
             let Some(path) = canonical_path(path) else { continue };
             let entry = match value {
-                Value::Object(_) => Some(said(value)),
+                Value::Object(_) => Some(listed(value)),
                 Value::Bool(false) => None,
                 _ => continue,
             };
@@ -74,12 +74,12 @@ impl QuantizationTable {
     pub fn compare(&self, path: &str, codes: WeightFormat) -> Result<(), String> {
         let exact = self.by_path.get(path);
         let is_quantized = !matches!(codes, WeightFormat::Dense(_));
-        let said = match exact {
+        let listed = match exact {
             Some(None) if is_quantized => {
                 return Err("no scales, because config.json says that it is not quantized".into());
             }
             Some(None) => return Ok(()),
-            Some(Some(said)) => said,
+            Some(Some(listed)) => listed,
             // A matrix without an entry may be unquantized. mlx-lm infers the format too.
             None if !is_quantized => return Ok(()),
             None => &self.default,
@@ -88,12 +88,15 @@ impl QuantizationTable {
             self.differing.borrow_mut().push(path.into());
             return Ok(());
         };
-        let differs = said.mode.as_ref().is_some_and(|said| said != mode);
+        let differs = listed.mode.as_ref().is_some_and(|listed| listed != mode);
         if differs && exact.is_some() {
-            return Err(format!("mode {} from config.json", said.mode.as_deref().unwrap_or_default()));
+            return Err(format!("mode {} from config.json", listed.mode.as_deref().unwrap_or_default()));
         }
         let group = codes.group() as u64;
-        if differs || said.bits.is_some_and(|said| said != bits) || said.group.is_some_and(|said| said != group) {
+        if differs
+            || listed.bits.is_some_and(|listed| listed != bits)
+            || listed.group.is_some_and(|listed| listed != group)
+        {
             self.differing.borrow_mut().push(path.into());
         }
         Ok(())

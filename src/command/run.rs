@@ -132,8 +132,8 @@ impl ChatSession {
                 _ if text.trim().is_empty() => {}
                 Some(("bye" | "exit" | "quit", _)) => return Ok(()),
                 Some((name, rest)) => match self.execute(name, rest) {
-                    Ok(said) if said.is_empty() => {}
-                    Ok(said) => println!("{}", printable(&said)),
+                    Ok(line) if line.is_empty() => {}
+                    Ok(line) => println!("{}", printable(&line)),
                     Err(CommandError::Usage(why)) => println!("{}", printable(&why)),
                     Err(error) => return Err(error),
                 },
@@ -168,9 +168,9 @@ impl ChatSession {
                 let path = if rest.is_empty() { self.file.clone().unwrap_or_default() } else { rest.into() };
                 let may_replace = self.file.as_ref() == Some(&path);
                 conversation_file::save(&path, may_replace, self.settings.system.as_deref(), &self.messages)?;
-                let said = format!("saved {} messages to {}", self.messages.len(), path.display());
+                let line = format!("saved {} messages to {}", self.messages.len(), path.display());
                 self.file = Some(path);
-                Ok(said)
+                Ok(line)
             }
             "load" if rest.is_empty() => usage("name a file: /load FILE"),
             "load" => {
@@ -226,9 +226,9 @@ impl ChatSession {
         }
         let refused = match ChatModel::open(&self.config, &self.remote, &self.catalog) {
             Ok(model) => {
-                let said = model.describe();
+                let line = model.describe();
                 self.model = Some(model);
-                return Ok(said);
+                return Ok(line);
             }
             Err(error) => error,
         };

@@ -148,10 +148,10 @@ impl ConfigFile {
     fn before(&self, args: &[OsString], subcommand: &str, given: &ArgMatches, model: Option<&str>) -> Vec<OsString> {
         let command = help::command();
         let own = |flag: &str| self.setting(model, flag).map(|(value, _)| value);
-        let said = |id: &str| given.value_source(id) == Some(ValueSource::EnvVariable);
+        let is_in_environment = |id: &str| given.value_source(id) == Some(ValueSource::EnvVariable);
         let added = settings_of(&command, subcommand).filter_map(|arg| {
             let flag = arg.get_long()?;
-            let value = own(flag).filter(|_| !said(arg.get_id().as_str()))?;
+            let value = own(flag).filter(|_| !is_in_environment(arg.get_id().as_str()))?;
             match arg.get_action().takes_values() {
                 true => Some(OsString::from(format!("--{flag}={value}"))),
                 false => (value == "true").then(|| OsString::from(format!("--{flag}"))),

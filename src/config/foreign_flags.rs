@@ -314,14 +314,14 @@ mod tests {
 
     #[test]
     fn unlike_names_are_not_suggested() {
-        let said = |args: &[&str]| {
+        let message = |args: &[&str]| {
             let args: Vec<OsString> = args.iter().map(OsString::from).collect();
             explain(help::command().try_get_matches_from(&args).unwrap_err(), &args).to_string()
         };
-        assert!(said(&["moestro", "serve", "--memroy-limit", "8G"]).contains("--memory-limit"));
-        assert!(!said(&["moestro", "serve", "--colour"]).contains("similar"));
-        assert!(!said(&["moestro", "info", "--like", "28b"]).contains("similar"));
-        assert!(said(&["moestro", "srve"]).contains("serve"));
-        assert!(!said(&["moestro", "zz"]).contains("similar"));
+        assert!(message(&["moestro", "serve", "--memroy-limit", "8G"]).contains("--memory-limit"));
+        assert!(!message(&["moestro", "serve", "--colour"]).contains("similar"));
+        assert!(!message(&["moestro", "info", "--like", "28b"]).contains("similar"));
+        assert!(message(&["moestro", "srve"]).contains("serve"));
+        assert!(!message(&["moestro", "zz"]).contains("similar"));
     }
 }

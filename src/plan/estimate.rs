@@ -92,8 +92,8 @@ pub fn estimate(shape: &ModelFootprint, bandwidth: &Bandwidth, found: HitRates, 
             let disk = if reads == 0 { 0.0 } else { (reads as f64 * expert / bandwidth.disk).max(bandwidth.latency) };
             let others = (k - reads) as f64 * from_cache;
             let wait = disk + if others > 0.0 { others * expert / bandwidth.cache } else { 0.0 };
-            let landed = if reads > 0 { 1.0 } else { 1.0 - (1.0 - from_cache).powi(k as i32) };
-            binomial(k, reads, read) * (wait + landed * compute).max(k as f64 * compute)
+            let last_arrives = if reads > 0 { 1.0 } else { 1.0 - (1.0 - from_cache).powi(k as i32) };
+            binomial(k, reads, read) * (wait + last_arrives * compute).max(k as f64 * compute)
         })
         .sum();
     let trunk = shape.trunk.saturating_sub(shape.gathered + shape.head) as f64 / bandwidth.compute;

@@ -246,8 +246,8 @@ async fn prompt_over_context_error_has_lengths() {
     // The text is refused because of its length. If it were tokenized, it would be refused after the first piece of 20
     // KB.
     let error = server.post(TEXT, &json!({"prompt": "word ".repeat(400_000)})).await.json().await["error"].clone();
-    let least = error["message"].as_str().and_then(|text| text.split("at least ").nth(1)?.split(' ').next());
-    assert!(least.is_some_and(|least| least.parse::<usize>().unwrap() > 20 << 10), "{error}");
+    let min_tokens = error["message"].as_str().and_then(|text| text.split("at least ").nth(1)?.split(' ').next());
+    assert!(min_tokens.is_some_and(|min_tokens| min_tokens.parse::<usize>().unwrap() > 20 << 10), "{error}");
     let fits = json!({"prompt": vec![5; 64], "max_tokens": 0, "echo": true});
     assert_eq!(server.post(TEXT, &fits).await.status, 200);
 }

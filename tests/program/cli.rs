@@ -334,8 +334,8 @@ fn streaming(dir: &Path) -> Server {
     let model = dir.to_str().unwrap();
     let refused = run(&["serve", "--port", "0", model, "--memory-limit", "1M"]);
     let (_, rest) = stderr(&refused).rsplit_once("--memory-limit ").unwrap();
-    let least = rest.split_once('M').unwrap().0;
-    let limit = format!("{}M", least.parse::<u32>().unwrap() + 2);
+    let min_limit = rest.split_once('M').unwrap().0;
+    let limit = format!("{}M", min_limit.parse::<u32>().unwrap() + 2);
     Server::start(&[model, "--memory-limit", &limit, "--temp", "0", "--thinking", "off"])
 }
 

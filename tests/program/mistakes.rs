@@ -10,7 +10,7 @@ use std::{
 };
 
 /// What a command prints to stdout and stderr, with its own home directory.
-fn said(home: &Path, endpoint: &str, args: &[&str]) -> String {
+fn output_of(home: &Path, endpoint: &str, args: &[&str]) -> String {
     let mut command = Command::new(env!("CARGO_BIN_EXE_moestro"));
     command.env_clear().env("HOME", home).env("PATH", std::env::var_os("PATH").unwrap_or_default());
     command.env("HF_ENDPOINT", endpoint).args(args).stdin(Stdio::null());
@@ -31,7 +31,7 @@ fn check(home: &Path, table: &[(&str, &str)]) {
         if (line.starts_with("serve") || line.starts_with('-')) && !line.contains("--port") {
             args.push("--port=0");
         }
-        let text = said(home, "http://127.0.0.1:1", &args);
+        let text = output_of(home, "http://127.0.0.1:1", &args);
         assert!(text.contains(sentence), "{line}\nneeds: {sentence}\nsaid:  {text}");
     }
 }
@@ -100,7 +100,7 @@ fn wrong_names_and_values_get_a_sentence() {
         ],
     );
     // The prompt is where a model name belongs.
-    let text = said(home.path(), "", &["run", "What is 12+7?"]);
+    let text = output_of(home.path(), "", &["run", "What is 12+7?"]);
     assert!(text.contains("a prompt follows the model") || text.contains("stdin is empty"), "{text}");
 }
 
@@ -130,7 +130,7 @@ fn flags_of_other_programs_get_a_sentence() {
             ("-m nope -c 4096 --port 0", "no such directory: nope"),
         ],
     );
-    let unknown = said(home.path(), "", &["serve", "--colour"]);
+    let unknown = output_of(home.path(), "", &["serve", "--colour"]);
     assert!(unknown.contains("unexpected argument '--colour'") && !unknown.contains("similar"), "{unknown}");
 }
 
@@ -149,7 +149,7 @@ fn command_lines_of_swiftlm_are_accepted() {
     ] {
         // If a flag is repeated, the last one applies.
         let line = line.replace("PATH", "/no/model") + " --port 0";
-        let text = said(home.path(), "", &line.split(' ').collect::<Vec<_>>());
+        let text = output_of(home.path(), "", &line.split(' ').collect::<Vec<_>>());
         assert!(text.ends_with("moestro: no such directory: /no/model\n"), "{line}: {text}");
     }
 }
@@ -199,7 +199,7 @@ fn damaged_checkpoints_get_a_sentence() {
         (truncated, "it is truncated"),
         (shards, "2 of 2 weight files missing, such as model-1.safetensors; `moestro pull ORG/NAME` downloads them"),
     ] {
-        let text = said(home.path(), "", &["generate", dir.to_str().unwrap(), "-p", "Hi"]);
+        let text = output_of(home.path(), "", &["generate", dir.to_str().unwrap(), "-p", "Hi"]);
         assert!(text.contains(sentence), "{}\nneeds: {sentence}\nsaid:  {text}", dir.display());
     }
 }
@@ -243,12 +243,12 @@ fn refusals_of_the_hub_get_a_sentence() {
         ),
     ] {
         let endpoint = hub(response);
-        let text = said(home.path(), &endpoint, &["pull", "org/name"]);
+        let text = output_of(home.path(), &endpoint, &["pull", "org/name"]);
         let port = endpoint.rsplit(':').next().unwrap();
         let sentence = sentence.replace("PORT", port);
         assert!(text.contains(&sentence), "{response}\nneeds: {sentence}\nsaid:  {text}");
     }
-    let nowhere = said(home.path(), "nonsense", &["pull", "org/name"]);
+    let nowhere = output_of(home.path(), "nonsense", &["pull", "org/name"]);
     assert!(nowhere.contains("cannot reach nonsense: ") && nowhere.contains("HF_ENDPOINT"), "{nowhere}");
 }
 
@@ -258,7 +258,7 @@ fn part_of_a_name_gets_a_hint() {
     let mine = home.path().join(".local/share/moestro/models/org/tiny");
     fs::create_dir_all(&mine).unwrap();
     fs::copy(demo().join("config.json"), mine.join("config.json")).unwrap();
-    assert!(said(home.path(), "", &["info", "tiny"]).contains("(did you mean org/tiny?)"));
-    let text = said(home.path(), "", &["rm", "org/tiny"]);
+    assert!(output_of(home.path(), "", &["info", "tiny"]).contains("(did you mean org/tiny?)"));
+    let text = output_of(home.path(), "", &["rm", "org/tiny"]);
     assert!(text.contains("Use --yes to confirm: stdin is not a terminal"), "{text}");
 }

@@ -58,11 +58,11 @@ fn random_answer(mut constraint: TokenConstraint, seed: u64) -> Vec<u32> {
 /// The longest allowed token that starts or continues the closing tag of a string.
 fn closing_tag(ids: &[u32], allowed: &[u32]) -> Option<u32> {
     const TAG: &[u8] = b"</parameter>";
-    let said: Vec<u8> = ids.iter().rev().take(12).rev().flat_map(|&id| GRAMMARS.tokenizer.token_bytes(id)).collect();
-    let begun = (0..TAG.len()).rev().find(|&length| said.ends_with(&TAG[..length]))?;
+    let sampled: Vec<u8> = ids.iter().rev().take(12).rev().flat_map(|&id| GRAMMARS.tokenizer.token_bytes(id)).collect();
+    let matched = (0..TAG.len()).rev().find(|&length| sampled.ends_with(&TAG[..length]))?;
     let continues = |id: &&u32| {
         let bytes = GRAMMARS.tokenizer.token_bytes(**id);
-        !bytes.is_empty() && TAG[begun..].starts_with(&bytes)
+        !bytes.is_empty() && TAG[matched..].starts_with(&bytes)
     };
     allowed.iter().filter(continues).max_by_key(|id| GRAMMARS.tokenizer.token_bytes(**id).len()).copied()
 }
@@ -102,22 +102,22 @@ fn integers_have_bounded_length() {
     ] {
         for sign in ["", "-"] {
             let mut constraint = GRAMMARS.compile(&json_format(&schema, true), false, None).unwrap();
-            let mut said = Vec::new();
+            let mut sampled = Vec::new();
             loop {
                 let allowed = allowed(&constraint.allowed().unwrap());
                 // Prefers the sign, then nines, so that the number becomes as long and as large as possible.
                 let bytes = |id: u32| GRAMMARS.tokenizer.token_bytes(id);
-                let goes_on = |id: &u32| {
-                    let (begins, bytes) = (said.is_empty() && bytes(*id) == sign.as_bytes(), bytes(*id));
+                let continues = |id: &u32| {
+                    let (begins, bytes) = (sampled.is_empty() && bytes(*id) == sign.as_bytes(), bytes(*id));
                     begins || !bytes.is_empty() && bytes.iter().all(u8::is_ascii_digit)
                 };
-                let next = allowed.into_iter().filter(goes_on).max_by_key(|&id| (bytes(id) == b"-", bytes(id)));
+                let next = allowed.into_iter().filter(continues).max_by_key(|&id| (bytes(id) == b"-", bytes(id)));
                 let Some(id) = next else { break };
                 constraint.accept(id).unwrap();
-                said.push(id);
-                assert!(said.len() <= 20, "{schema}: {}", text(&said));
+                sampled.push(id);
+                assert!(sampled.len() <= 20, "{schema}: {}", text(&sampled));
             }
-            assert!(text(&said).is_empty() || text(&said).parse::<i64>().is_ok(), "{schema}: {}", text(&said));
+            assert!(text(&sampled).is_empty() || text(&sampled).parse::<i64>().is_ok(), "{schema}: {}", text(&sampled));
         }
     }
     let far = json!({"type": "integer", "minimum": 2e18, "maximum": 3e18});
@@ -145,16 +145,16 @@ fn random_calls_have_valid_arguments() {
         for seed in 0..10 {
             let answer = text(&random_answer(constraint.clone(), seed));
             let mut parser = Parser::new(false, &tools);
-            let mut said = Vec::<(String, String)>::new();
+            let mut answered = Vec::<(String, String)>::new();
             for delta in parser.push(&answer).into_iter().chain(parser.finish(false)) {
                 match delta {
-                    Delta::ToolCall { name, .. } => said.push((name, String::new())),
-                    Delta::Arguments { json, .. } => said.last_mut().unwrap().1 += &json,
+                    Delta::ToolCall { name, .. } => answered.push((name, String::new())),
+                    Delta::Arguments { json, .. } => answered.last_mut().unwrap().1 += &json,
                     other => panic!("{name}: {other:?} in {answer}"),
                 }
             }
-            assert!(!said.is_empty() && (at.is_multiple_of(2) || said.len() == 1), "{name}: {answer}");
-            for (function, arguments) in said {
+            assert!(!answered.is_empty() && (at.is_multiple_of(2) || answered.len() == 1), "{name}: {answer}");
+            for (function, arguments) in answered {
                 let value: Value = serde_json::from_str(&arguments).unwrap();
                 let wrong = test_validator::errors(schema, &value, schema);
                 assert!(

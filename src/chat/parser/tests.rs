@@ -31,7 +31,7 @@ fn pieces<'a>(
     assert_eq!(spans, content, "spans cover the content");
     parser.out.clear();
     deltas.into_iter().for_each(|delta| parser.emit(delta));
-    let said = parser.out.iter().map(|delta| match delta {
+    let actual = parser.out.iter().map(|delta| match delta {
         Delta::Reasoning(text) => format!("R {text}"),
         Delta::Content(text) => format!("C {text}"),
         Delta::ToolCall { index, id, name } => {
@@ -40,7 +40,7 @@ fn pieces<'a>(
         }
         Delta::Arguments { index, json } => format!("{index} {json}"),
     });
-    said.collect()
+    actual.collect()
 }
 
 fn whole(in_reasoning: bool, text: &str) -> Vec<String> {
@@ -182,8 +182,8 @@ fn truncated_call_stays_open() {
         ("<parameter=n>\n1", r#"{"n":"#),
         ("<parameter=o>\n{\"a\": 1}", r#"{"o":"#),
     ] {
-        let said = cut(false, &format!("{start}{rest}"));
-        assert_eq!(said, ["0 f".to_string(), format!("0 {arguments}")], "{rest:?}");
+        let actual = cut(false, &format!("{start}{rest}"));
+        assert_eq!(actual, ["0 f".to_string(), format!("0 {arguments}")], "{rest:?}");
         let arguments: Result<Value, _> = serde_json::from_str(arguments);
         assert!(arguments.is_err());
     }
@@ -304,7 +304,7 @@ proptest! {
     #[test]
     fn text_without_tools_is_unchanged(text in markup()) {
         prop_assume!(!text.trim_start().starts_with("<think>"));
-        let said = pieces(false, &[], [text.as_str()], false).concat();
-        prop_assert_eq!(said.strip_prefix("C ").unwrap_or(""), text);
+        let actual = pieces(false, &[], [text.as_str()], false).concat();
+        prop_assert_eq!(actual.strip_prefix("C ").unwrap_or(""), text);
     }
 }

@@ -288,11 +288,11 @@ impl<'a> Transfer<'a> {
         let mut block = vec![0; 1 << 18];
         loop {
             let range = self.remaining(piece)?;
-            let most = block.len().min(usize::try_from(range.end - range.start).unwrap_or(usize::MAX));
-            if most == 0 {
+            let max = block.len().min(usize::try_from(range.end - range.start).unwrap_or(usize::MAX));
+            if max == 0 {
                 return Ok(());
             }
-            let got = match response.body.read(&mut block[..most]) {
+            let got = match response.body.read(&mut block[..max]) {
                 Ok(0) => {
                     let why = format!("the connection closed at byte {} of {size}", range.start);
                     return Err(RequestError::Connection(why).into());

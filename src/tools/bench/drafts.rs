@@ -126,8 +126,8 @@ fn answer(
     }
     let draft: Box<dyn engine::Draft<_>> = if drafts { found.load(&model)? } else { Box::new(LookupDraft) };
     let kind = draft.kind().name();
-    let said = load.drafts.as_ref().filter(|_| drafts);
-    let options = speculation(said, engine::Options::default());
+    let draft_flags = load.drafts.as_ref().filter(|_| drafts);
+    let options = speculation(draft_flags, engine::Options::default());
     let (handle, worker) = engine::spawn_with(model, draft, options, metrics)
         .map_err(|source| CommandError::Io { what: "cannot start the engine thread".into(), source })?;
     let request =
@@ -153,12 +153,12 @@ impl AnswerRuns {
 
 /// `1.31 times as fast (1.25 to 1.40)`. If the pairs contradict each other, says so instead.
 fn compare(ratios: &[f64]) -> String {
-    let (least, most) = (ratios.iter().copied().fold(f64::MAX, f64::min), ratios.iter().copied().fold(0.0, f64::max));
+    let (min, max) = (ratios.iter().copied().fold(f64::MAX, f64::min), ratios.iter().copied().fold(0.0, f64::max));
     match ratios.len() {
         0 => String::new(),
-        1 => format!("{least:.2} times as fast (one pair; --repeat 3 shows the spread)"),
-        _ if least <= 1.0 && most >= 1.0 => format!("no difference ({least:.2} to {most:.2} times as fast)"),
-        _ => format!("{:.2} times as fast ({least:.2} to {most:.2})", median(ratios.to_vec())),
+        1 => format!("{min:.2} times as fast (one pair; --repeat 3 shows the spread)"),
+        _ if min <= 1.0 && max >= 1.0 => format!("no difference ({min:.2} to {max:.2} times as fast)"),
+        _ => format!("{:.2} times as fast ({min:.2} to {max:.2})", median(ratios.to_vec())),
     }
 }
 

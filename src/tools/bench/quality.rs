@@ -109,22 +109,22 @@ impl EvalSequence {
 /// Compares each bit width of `asked` with 16 bits.
 fn compare(model: &mut Qwen, asked: &[KvBits], text: &[u32], answer: usize) -> Result<Vec<KvBitsResult>, CommandError> {
     let mut exact = EvalSequence::new(model, KvBits::Sixteen)?;
-    let mut few = Vec::new();
+    let mut quantized = Vec::new();
     for bits in asked {
         let sequence = EvalSequence::new(model, *bits)?;
         let bits = if *bits == KvBits::Four { 4 } else { 8 };
-        few.push((sequence, KvBitsResult { bits, bytes: model.kv_bytes(), ..KvBitsResult::default() }));
+        quantized.push((sequence, KvBitsResult { bits, bytes: model.kv_bytes(), ..KvBitsResult::default() }));
     }
     for (number, ids) in text.chunks(ROWS).enumerate() {
         let logits = exact.forward(model, ids)?;
         let next = text.get(number * ROWS + 1..).unwrap_or_default();
-        for (sequence, sums) in &mut few {
+        for (sequence, sums) in &mut quantized {
             sums.add([&logits, &sequence.forward(model, ids)?], next);
         }
     }
     let expected = exact.answer(model, answer, None)?;
     let mut out = Vec::new();
-    for (mut sequence, mut sums) in few {
+    for (mut sequence, mut sums) in quantized {
         sums.finish(text.len().saturating_sub(1).max(1) as f64);
         sums.answer = answer;
         let answer = sequence.answer(model, answer, Some(&expected))?;
@@ -139,11 +139,11 @@ impl KvBitsResult {
     fn add(&mut self, logits: [&Logits; 2], next: &[u32]) {
         for (row, next) in next.iter().enumerate().take(logits[0].rows()) {
             let next = *next as usize;
-            let [exact, few] = logits.map(|logits| log_softmax(logits.row(row)));
+            let [exact, quantized] = logits.map(|logits| log_softmax(logits.row(row)));
             self.exact_perplexity -= exact[next];
-            self.perplexity -= few[next];
-            self.divergence += exact.iter().zip(&few).map(|(p, q)| p.exp() * (p - q)).sum::<f64>();
-            self.worst = self.worst.max((exact[next] - few[next]).abs());
+            self.perplexity -= quantized[next];
+            self.divergence += exact.iter().zip(&quantized).map(|(p, q)| p.exp() * (p - q)).sum::<f64>();
+            self.worst = self.worst.max((exact[next] - quantized[next]).abs());
             let [a, b] = logits.map(|logits| engine::argmax(logits.row(row)));
             self.same += f64::from(u8::from(a == b));
         }
@@ -158,9 +158,9 @@ impl KvBitsResult {
 }
 
 fn log_softmax(row: &[f32]) -> Vec<f64> {
-    let most = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let total = row.iter().map(|x| f64::from(x - most).exp()).sum::<f64>().ln();
-    row.iter().map(|x| f64::from(x - most) - total).collect()
+    let max = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let total = row.iter().map(|x| f64::from(x - max).exp()).sum::<f64>().ln();
+    row.iter().map(|x| f64::from(x - max) - total).collect()
 }
 
 impl fmt::Display for QualityReport {

@@ -169,7 +169,7 @@ mod tests {
         json!({"type": "function_call_output", "call_id": id, "output": "42"})
     }
 
-    fn said(text: &str) -> Value {
+    fn assistant_text(text: &str) -> Value {
         json!({"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]})
     }
 
@@ -186,13 +186,13 @@ mod tests {
         let items = [
             json!({"role": "user", "content": "Hi"}),
             thought("hm"),
-            said("Well"),
+            assistant_text("Well"),
             call("1"),
             call("2"),
             output("1"),
             output("2"),
             thought("so"),
-            said("Done"),
+            assistant_text("Done"),
         ];
         let expected = [
             json!({"role": "user", "content": "Hi"}),
@@ -220,8 +220,17 @@ mod tests {
 
     #[test]
     fn reasoning_after_a_call_starts_a_turn() {
-        let items =
-            [said("a"), call("1"), said("b"), output("1"), thought("x"), call("2"), thought("y"), said("c"), said("d")];
+        let items = [
+            assistant_text("a"),
+            call("1"),
+            assistant_text("b"),
+            output("1"),
+            thought("x"),
+            call("2"),
+            thought("y"),
+            assistant_text("c"),
+            assistant_text("d"),
+        ];
         let roles: Vec<_> = to_messages(&items, items.len())
             .unwrap()
             .0
@@ -266,7 +275,7 @@ mod tests {
             (json!({"type": "web_search_call"}), "input[0]"),
             (json!({"type": "compaction", "encrypted_content": "gAAA"}), "input[0]"),
         ] {
-            let error = to_messages(&[said("before"), item.clone()], 1).unwrap_err();
+            let error = to_messages(&[assistant_text("before"), item.clone()], 1).unwrap_err();
             assert_eq!(serde_json::to_value(error.body()).unwrap()["error"]["param"], param, "{item}");
         }
     }
@@ -293,7 +302,7 @@ mod tests {
             let error = to_messages(items, input).unwrap_err();
             serde_json::to_value(error.body()).unwrap()["error"]["param"].as_str().unwrap().to_owned()
         };
-        assert_eq!(param(&[said("a"), said("b"), invalid.clone()], 2), "input[1].role");
-        assert_eq!(param(&[said("a"), invalid, said("b")], 1), "previous_response_id: item 1.role");
+        assert_eq!(param(&[assistant_text("a"), assistant_text("b"), invalid.clone()], 2), "input[1].role");
+        assert_eq!(param(&[assistant_text("a"), invalid, assistant_text("b")], 1), "previous_response_id: item 1.role");
     }
 }

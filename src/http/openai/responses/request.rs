@@ -344,11 +344,11 @@ mod tests {
     #[test]
     fn item_reference_is_replaced_by_the_item() {
         let store = ResponseStore::default();
-        let said = json!({"id": "msg_1", "type": "message", "role": "assistant", "content": []});
-        store.insert(None, Vec::new(), &json!({"id": "resp_1", "output": [said]}));
+        let message = json!({"id": "msg_1", "type": "message", "role": "assistant", "content": []});
+        store.insert(None, Vec::new(), &json!({"id": "resp_1", "output": [message]}));
         let ask = |item: Value| request(json!({"input": [item]})).take_input(&store, &mut permit());
-        assert_eq!(ask(json!({"type": "item_reference", "id": "msg_1"})).unwrap(), std::slice::from_ref(&said));
-        assert_eq!(ask(json!({"id": "msg_1"})).unwrap(), [said]);
+        assert_eq!(ask(json!({"type": "item_reference", "id": "msg_1"})).unwrap(), std::slice::from_ref(&message));
+        assert_eq!(ask(json!({"id": "msg_1"})).unwrap(), [message]);
         assert_eq!(ask(json!({"type": "item_reference", "id": "msg_2"})).unwrap_err().status, 404);
     }
 
