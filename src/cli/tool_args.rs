@@ -128,6 +128,11 @@ pub struct DoctorArgs {
     #[arg(long, env = "MOESTRO_ANY_GPU", value_parser = BoolishValueParser::new())]
     pub any_gpu: bool,
 
+    /// Also measure this machine, print a block for an issue, and keep the results for `moestro info`. Writes about 5 GB of
+    /// temporary files
+    #[arg(long, conflicts_with = "print_kernels")]
+    pub report: bool,
+
     /// Write the source of every Metal kernel to this directory and exit
     #[arg(long, value_name = "DIR")]
     pub print_kernels: Option<PathBuf>,

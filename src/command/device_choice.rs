@@ -70,6 +70,11 @@ impl DeviceChoice {
         if self.gpu.is_some() { GPU_KIND } else { CPU }
     }
 
+    /// The GPU's own name.
+    pub fn gpu_name(&self) -> Option<String> {
+        self.gpu.as_ref().map(|gpu| gpu.name())
+    }
+
     /// The GPU's recommended working set in bytes, for the memory plan.
     pub fn working_set(&self) -> Option<u64> {
         self.gpu.as_deref().map(working_set)

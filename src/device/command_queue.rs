@@ -70,6 +70,7 @@ pub struct CommandQueue<D: Driver> {
     /// Renews the residency of the buffers.
     heartbeat: Option<Heartbeat>,
     stall_timeout: Duration,
+    spin: Duration,
 }
 
 /// The command buffer that is being encoded.
@@ -110,6 +111,7 @@ impl<D: Driver> CommandQueue<D> {
             seconds_per_thread,
             heartbeat,
             stall_timeout: STALL_TIMEOUT,
+            spin: SPIN,
         }
     }
 
@@ -253,7 +255,7 @@ impl<D: Driver> CommandQueue<D> {
 
     /// Spins or sleeps for a moment during a wait for `value`.
     fn pause(&mut self, value: u64, since: Instant) {
-        if since.elapsed() < SPIN {
+        if since.elapsed() < self.spin {
             std::hint::spin_loop();
         } else {
             self.driver.wait_event(value, SLEEP.min(self.stall_timeout));
@@ -411,6 +413,10 @@ impl<D: Driver> Gpu for CommandQueue<D> {
 
     fn is_lost(&self) -> bool {
         self.is_lost
+    }
+
+    fn set_spin(&mut self, time: Duration) {
+        self.spin = time;
     }
 
     fn inject_fault(&mut self) -> Option<Result<String, DeviceError>> {

@@ -1,7 +1,7 @@
 //! The interface of a GPU: Metal, CUDA and, in tests, the kernels compiled for the host.
 
 use super::{DeviceError, Launch, Region, Slab, Timeline};
-use std::{ops::Range, sync::Arc};
+use std::{ops::Range, sync::Arc, time::Duration};
 
 /// A device that executes launches in the order given. The CPU may touch the device's memory only between a
 /// [`Gpu::wait`] and the next launch that uses it.
@@ -68,6 +68,11 @@ pub trait Gpu: Timeline + Send {
     /// True if the device has been given up. Every call fails from then on, and the CPU must take over.
     fn is_lost(&self) -> bool {
         false
+    }
+
+    /// How long a wait spins before it sleeps. Default: 2 ms.
+    fn set_spin(&mut self, time: Duration) {
+        let _ = time;
     }
 
     /// Makes the device fail on purpose and returns how the failure was reported. `None` if the device cannot recover.

@@ -4,8 +4,8 @@ use crate::{
     device::{CpuDevice, Region, Slab},
     error::{ModelError, StoreError},
     ops::{
-        Backend, Cpu, ExpertGroup, ExpertSet, ExpertSlots, ExpertStack, Experts, Float, MoeBuffers, MoeWeights, Weight,
-        WeightFormat,
+        Backend, Cpu, ExpertGroup, ExpertSet, ExpertSlots, ExpertStack, Experts, Float, Linear, MoeBuffers, MoeWeights,
+        Weight, WeightFormat,
     },
 };
 use std::{
@@ -98,10 +98,55 @@ pub fn decode_rate(
     Ok((done * at_once * size) as f64 / begin.elapsed().as_secs_f64())
 }
 
+/// Columns of the matrix of [`matrix_rate`].
+const COLS: usize = 2048;
+/// Products between two waits for a GPU.
+const PRODUCTS: usize = 8;
+
+/// Bytes of weights per second of one large 4-bit matrix, multiplied by a vector as a model's head is. Takes about `budget`
+/// and `room` bytes.
+pub fn matrix_rate(backend: &mut dyn Backend, room: usize, budget: Duration) -> Result<f64, ModelError> {
+    let codes = WeightFormat::Affine { bits: 4, group: 64, scale: Float::Bf16 };
+    let row: usize = codes.row_bytes(COLS).iter().sum();
+    let rows = (room.min(backend.longest()) / row / 16 * 16).max(16);
+    let mut slab =
+        Slab::new(rows * row).map_err(|error| StoreError::Other(format!("cannot measure the matrix: {error}")))?;
+    slab.as_mut_slice().fill(FILL);
+    let bytes = backend.adopt(&Arc::new(slab), 0..rows * row)?;
+    backend.landed(bytes, 0)?;
+    let mut at = 0;
+    let parts = codes.row_bytes(COLS).map(|len| {
+        at += len * rows;
+        bytes.part(at - len * rows, len * rows)
+    });
+    let matrices = [Weight { codes, rows, cols: COLS, global_scale: 1.0, parts }];
+    let (x, y) = (backend.allocate(COLS * 4)?, backend.allocate(rows * 4)?);
+    let product = Linear { x, tokens: 1, norm: None, matrices: &matrices, y, add: false };
+    let mut run = || -> Result<(), ModelError> {
+        (0..PRODUCTS).try_for_each(|_| backend.execute(&product.into()))?;
+        let end = backend.sync_point();
+        Ok(backend.wait_for(end)?)
+    };
+    run()?;
+    let (mut runs, begin) = (0, Instant::now());
+    while runs == 0 || begin.elapsed() < budget {
+        run()?;
+        runs += 1;
+    }
+    Ok((runs * PRODUCTS * rows * row) as f64 / begin.elapsed().as_secs_f64())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::device::CpuArithmetic;
+
+    #[test]
+    fn matrix_rate_is_plausible() {
+        let mut cpu = Cpu::new(CpuDevice::new(2, CpuArithmetic::Integer));
+        let rate = matrix_rate(&mut cpu, 1 << 20, Duration::from_millis(5)).unwrap();
+        assert!(rate > 1e6 && rate < 1e13, "{rate}");
+    }
 
     #[test]
     fn decode_rate_covers_every_encoding() {

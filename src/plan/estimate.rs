@@ -19,7 +19,7 @@
 //! time, so it is too high otherwise.
 
 use super::{ModelFootprint, Plan};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 /// Hit rates that `moestro info` shows.
 pub const HIT_RATES: [f64; 6] = [0.0, 0.5, 0.8, 0.9, 0.95, 1.0];
@@ -70,7 +70,7 @@ pub struct Estimate {
 }
 
 /// Seconds that do not depend on the bytes read.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct Overhead {
     /// Per layer: launches and waits.
     pub layer: f64,

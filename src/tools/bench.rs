@@ -4,7 +4,7 @@ mod drafts;
 mod image;
 mod quality;
 mod report;
-mod run;
+pub(super) mod run;
 
 use crate::command::{
     device_choice::{self, DeviceChoice},

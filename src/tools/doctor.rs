@@ -4,6 +4,7 @@
 mod answer;
 mod gpu;
 mod kernel_files;
+mod machine;
 mod report;
 
 use crate::{
@@ -12,11 +13,14 @@ use crate::{
     device::{self, CpuArithmetic, DeviceError, Gpu, NO_GPU},
     error::CommandError,
     ops::check::{self, Finding},
+    platform::os,
+    tools::machine_report::{self, MachineReport},
 };
 use answer::DemoModel;
 use candle_core::Device;
+use machine::ReportModels;
 pub use report::DoctorReport;
-use report::GpuReport;
+use report::{GpuReport, WholeReport};
 use std::time::Instant;
 
 /// Prints the report. `version` is the version of this program.
@@ -31,13 +35,32 @@ pub fn run(args: &cli::tool_args::DoctorArgs, version: &str) -> Result<(), Comma
     let candles = device::open_candle_gpu().filter(|_| gpu.is_ok());
     let mut report = examine(gpu, &[Some(Device::Cpu), candles].into_iter().flatten().collect::<Vec<_>>())?;
     report.machine.version = version.into();
+    let machine = args.report.then(|| measure_machine(&report, args.any_gpu)).transpose()?;
     // Runs last, and with a second device object: macOS may refuse further GPU work of a program that caused a GPU
     // error.
     if report.gpu.is_ok() {
         report.recovery = open(args.any_gpu).ok().flatten().and_then(recover);
     }
-    show(&report, args.json);
-    if report.wrong.is_empty() { Ok(()) } else { Err(CommandError::Unsound(report.wrong.join(", "))) }
+    let wrong = report.wrong.join(", ");
+    match machine {
+        None => show(&report, args.json),
+        Some(machine) => {
+            let whole = WholeReport { checks: report, machine };
+            show(&whole, args.json);
+            eprintln!("kept for `moestro info` in {}", machine_report::save(&whole)?.display());
+        }
+    }
+    if wrong.is_empty() { Ok(()) } else { Err(CommandError::Unsound(wrong)) }
+}
+
+/// Measures this machine, with the GPU if its checks have run.
+fn measure_machine(report: &DoctorReport, any_gpu: bool) -> Result<MachineReport, CommandError> {
+    let open = || open(any_gpu).ok().flatten().filter(|_| report.gpu.is_ok());
+    let times = report.gpu.as_ref().ok().and_then(|gpu| gpu.times);
+    let wait = times.map_or(0.0, |times| times.wait / 1e6);
+    let dir = os::cache_dir().unwrap_or_else(std::env::temp_dir).join("doctor-report");
+    eprintln!("measuring this machine; it takes some minutes and 5 GB of disk, which are freed at the end");
+    machine::measure(&open, wait, &ReportModels::like_35b(), &dir)
 }
 
 fn open(any_gpu: bool) -> Result<Option<Box<dyn Gpu>>, DeviceError> {

@@ -1,6 +1,6 @@
 //! `moestro info`: prints a model's memory plan on this machine and estimates its decoding speed.
 
-use super::{measure, simulate};
+use super::{machine_report::DeviceFigures, measure, simulate};
 use crate::command::{device_choice::DeviceChoice, draft_source, options, resolve, show};
 use crate::{
     chat::Tokenizer,
@@ -14,7 +14,7 @@ use crate::{
     },
     platform::os,
 };
-use measure::Measurements;
+use measure::{KernelRate, Measurements};
 use serde::Serialize;
 use std::{fmt, path::PathBuf};
 
@@ -75,7 +75,13 @@ pub fn run(args: cli::tool_args::InfoArgs) -> Result<(), CommandError> {
     let plan = found.plan(&limits, &options.plan);
     let threads = load.threads.unwrap_or_else(os::physical_cores);
     let room = plan.as_ref().map_or(u64::MAX, |plan| plan.limit / 4);
-    let measured = measure::measure(&found, &load, threads, options.gpu.is_some(), room)?;
+    let measured = measure::measure(&found, &options.store, threads, options.gpu.is_some(), room)?;
+    let reported = chosen.gpu_name().and_then(|gpu| DeviceFigures::of_last_report(chosen.name(), Some(&gpu)));
+    let streams = plan.as_ref().is_ok_and(|plan| plan.strategy == Strategy::Streaming);
+    let (measured, overhead) = match &reported {
+        Some(figures) => figures.apply(measured, streams),
+        None => (measured, Overhead::default()),
+    };
     let rates = if found.shape.experts_per_token == 0 { &HIT_RATES[HIT_RATES.len() - 1..] } else { &HIT_RATES[..] };
     let trained = match Config::read(&dir)?.ffn {
         FfnShape::Moe { k, .. } => k,
@@ -93,7 +99,7 @@ pub fn run(args: cli::tool_args::InfoArgs) -> Result<(), CommandError> {
         }
         _ => HitRates { slots, cache: 0.0 },
     };
-    let at = |slots| estimate(&found.shape, &measured.bandwidth, found_in(slots), Overhead::default());
+    let at = |slots| estimate(&found.shape, &measured.bandwidth, found_in(slots), overhead);
     let decode: Vec<Estimate> = rates.iter().map(|&slots| at(slots)).collect();
     let verdict = verdict(plan.as_ref(), |slots| at(slots).tokens_per_second);
     let licence = checkpoint::licence::licence(&dir);
@@ -248,10 +254,14 @@ impl InfoReport {
 
     fn write_speed(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Measurements { bandwidth, threads, io_threads, direct, kernels } = self.measured;
+        let kernels_note = match kernels {
+            KernelRate::Measured => "of this model's weights",
+            KernelRate::Reported => "of a large matrix, from `moestro doctor --report`",
+            KernelRate::Assumed => "assumed equal to memory bandwidth",
+        };
         writeln!(f, "measured here")?;
         writeln!(f, "  memory          {:>5.1} GB/s  read by {threads} threads", bandwidth.memory / 1e9)?;
-        let note = if kernels { "of this model's weights" } else { "assumed equal to memory bandwidth" };
-        writeln!(f, "  kernels         {:>5.1} GB/s  {note}", bandwidth.compute / 1e9)?;
+        writeln!(f, "  kernels         {:>5.1} GB/s  {kernels_note}", bandwidth.compute / 1e9)?;
         let is_resident = self.plan.as_ref().is_some_and(|plan| plan.strategy == Strategy::Resident);
         if self.shape.layers == 0 || is_resident {
             let speed = self.decode.last().map_or(0.0, |estimate| estimate.tokens_per_second);

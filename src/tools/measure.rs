@@ -1,12 +1,11 @@
 //! Measures what estimates need: memory bandwidth, the speed of the expert kernels, and expert reads.
 
 use crate::{
-    config::LoadSettings,
     device::{CpuDevice, CpuTimeline, memory_bandwidth},
     error::{CommandError, StoreError},
     experts::{ExpertChoice, ExpertStore, Options, PassKind, Prefetch},
     metrics::Metrics,
-    model::{CheckpointInfo, speed},
+    model::{CheckpointInfo, StoreOptions, speed},
     plan::Bandwidth,
     platform::Access,
 };
@@ -25,33 +24,45 @@ pub struct Measurements {
     pub io_threads: usize,
     /// Experts were read past the page cache.
     pub direct: bool,
-    /// The model's CPU kernels were measured. GPU kernels are not.
-    pub kernels: bool,
+    pub kernels: KernelRate,
+}
+
+/// Where the rate of the kernels comes from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum KernelRate {
+    /// The model's own kernels on the CPU.
+    Measured,
+    /// A report of `moestro doctor` about this GPU.
+    Reported,
+    /// Assumed equal to memory bandwidth.
+    Assumed,
 }
 
 /// Measures memory and kernels with `threads` threads and at most `max_bytes` bytes, and expert reads with
 /// [`measure_reads`]. With a GPU, or without expert layers, kernels are assumed to process weights at memory bandwidth.
 pub fn measure(
     found: &CheckpointInfo,
-    load: &LoadSettings,
+    store: &StoreOptions,
     threads: usize,
     gpu: bool,
     max_bytes: u64,
 ) -> Result<Measurements, CommandError> {
     let io = |source| CommandError::Io { what: "cannot measure memory bandwidth".into(), source };
-    let memory = memory_bandwidth(threads, BLOCK.min(max_bytes) as usize, Duration::from_millis(200)).map_err(io)?;
+    let block = BLOCK.min(max_bytes) as usize;
+    let memory = memory_bandwidth(threads, block, Duration::from_millis(200)).map_err(io)?;
     let experts = found.shape.experts_per_token.max(1);
-    let kernels = found.feed_forward.filter(|_| !gpu);
-    let compute = match &kernels {
+    let (compute, kernels) = match found.feed_forward.filter(|_| !gpu) {
         Some(kinds) => {
             let compute = CpuDevice::new(threads, Default::default());
-            speed::decode_rate(kinds, experts, &compute, BLOCK.min(max_bytes) as usize, Duration::from_millis(300))?
+            let rate = speed::decode_rate(&kinds, experts, &compute, block, Duration::from_millis(300))?;
+            (rate, KernelRate::Measured)
         }
-        None => memory,
+        None => (memory, KernelRate::Assumed),
     };
-    let ReadSpeed { rate, latency, direct, cache } = measure_reads(found, load)?;
+    let ReadSpeed { rate, latency, direct, cache } = measure_reads(found, store)?;
     let bandwidth = Bandwidth { memory, compute, disk: rate, latency, cache };
-    Ok(Measurements { bandwidth, threads, io_threads: load.io_threads, direct, kernels: kernels.is_some() })
+    Ok(Measurements { bandwidth, threads, io_threads: store.threads, direct, kernels })
 }
 
 /// Speed of expert reads by the store's own threads, without computation.
@@ -66,18 +77,13 @@ struct ReadSpeed {
     cache: f64,
 }
 
-fn measure_reads(found: &CheckpointInfo, load: &LoadSettings) -> Result<ReadSpeed, StoreError> {
+fn measure_reads(found: &CheckpointInfo, store: &StoreOptions) -> Result<ReadSpeed, StoreError> {
     let k = found.shape.experts_per_token;
     if k == 0 {
         return Ok(ReadSpeed { rate: f64::INFINITY, latency: 0.0, direct: true, cache: f64::INFINITY });
     }
     let metrics = Metrics::new(env!("CARGO_PKG_VERSION"), "cpu");
-    let options = Options {
-        io: crate::command::options(load).store.io,
-        threads: load.io_threads,
-        prefetch: Prefetch::Off,
-        ..Options::new(k)
-    };
+    let options = Options { io: store.io, threads: store.threads, prefetch: Prefetch::Off, ..Options::new(k) };
     let store = ExpertStore::open(found.files.clone(), found.experts.clone(), options, metrics)?;
     let direct = store.access() == Access::Direct;
     let read = |walk: &mut ExpertWalk, experts: usize, most: usize, budget: Duration| -> Result<_, StoreError> {

@@ -3,6 +3,7 @@
 pub mod bench;
 pub mod doctor;
 pub mod info;
+mod machine_report;
 mod measure;
 mod simulate;
 pub mod synth;

@@ -4,7 +4,7 @@ use super::{
     answer::{DemoAnswer, QUESTION},
     gpu::LaunchTimes,
 };
-use crate::{ops::check::Finding, plan::Size, platform::os};
+use crate::{ops::check::Finding, plan::Size, platform::os, tools::machine_report::MachineReport};
 use serde::{Serialize, Serializer};
 use serde_json::json;
 use std::fmt;
@@ -65,6 +65,19 @@ pub struct DoctorReport {
     pub recovery: Option<Finding>,
     /// Names of checks that differ or fail.
     pub wrong: Vec<String>,
+}
+
+/// The checks, and what was measured: a block to paste into an issue.
+#[derive(Debug, Serialize)]
+pub struct WholeReport {
+    pub checks: DoctorReport,
+    pub machine: MachineReport,
+}
+
+impl fmt::Display for WholeReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "```text\n{}{}```\n", self.checks, self.machine)
+    }
 }
 
 fn findings<S: Serializer>(findings: &[Finding], to: S) -> Result<S::Ok, S::Error> {

@@ -1,0 +1,275 @@
+//! `moestro doctor --report`: measures this machine with synthetic models of real dimensions.
+
+use crate::{
+    checkpoint::pack,
+    command::device_choice::{CPU, working_set},
+    config::Switch,
+    device::{CpuDevice, GPU_KIND, Gpu},
+    error::{CommandError, StoreError},
+    metrics::Metrics,
+    model::{CheckpointInfo, LoadOptions, Model, Qwen, StoreOptions, speed},
+    ops::{Cpu, GpuBackend},
+    plan::{Bandwidth, HitRates, ModelFootprint, Overhead, PlanOptions, Strategy, estimate},
+    platform::{atomic_file::PartialDir, os},
+    tools::{
+        bench::run::{BenchSession, Run},
+        machine_report::{DeviceFigures, MachineReport, RunFigures},
+        measure,
+        synth::{self, Dimensions, SynthOptions},
+    },
+};
+use std::{
+    path::Path,
+    time::{Duration, Instant},
+};
+
+/// Size of the matrix whose product is measured.
+const MATRIX: usize = 256 << 20;
+/// Spinning times of waits that are compared with the default.
+const SPINS: [Duration; 2] = [Duration::ZERO, Duration::from_micros(200)];
+
+/// The models that are measured, and the tokens of each run.
+pub struct ReportModels {
+    /// Read from disk and streamed.
+    pub shallow: Dimensions,
+    /// With more layers and fewer experts. The difference in time is that of the layers.
+    pub deep: Dimensions,
+    pub prompt: usize,
+    pub decode: usize,
+}
+
+impl ReportModels {
+    /// The 35B model with 4 and with 8 layers.
+    pub fn like_35b() -> Self {
+        Self {
+            shallow: Dimensions { layers: 4, ..Dimensions::of_35b() },
+            deep: Dimensions { layers: 8, experts: 32, ..Dimensions::of_35b() },
+            prompt: 128,
+            decode: 64,
+        }
+    }
+}
+
+/// Conditions of a run.
+#[derive(Default)]
+struct RunOptions {
+    /// Fewer slots than experts.
+    slots: Option<usize>,
+    gpu_awake: Option<bool>,
+    spin: Option<Duration>,
+}
+
+/// Opens the GPU, if there is one.
+type OpenGpu<'a> = &'a dyn Fn() -> Option<Box<dyn Gpu>>;
+
+/// Measures memory, disk and decoding. `wait` is the time in seconds that a launch and the wait for it take. Temporary files
+/// are written to `dir`, which must not exist, and removed.
+///
+/// # Errors
+/// The disk is too small or fails; a model cannot be loaded.
+pub fn measure(open: OpenGpu<'_>, wait: f64, models: &ReportModels, dir: &Path) -> Result<MachineReport, CommandError> {
+    let io = |source| StoreError::Io { path: dir.to_owned(), source };
+    let partial = PartialDir::create(dir).map_err(io)?;
+    let [shallow, deep] = ["shallow", "deep"].map(|name| partial.path().join(name));
+    write(&shallow, &models.shallow)?;
+    let bench = MachineBench { open, models };
+
+    let mut gpu = open();
+    let (kind, gpu_name) = (if gpu.is_some() { GPU_KIND } else { CPU }, gpu.as_ref().map(|gpu| gpu.name()));
+    let threads = os::physical_cores();
+    let budget = Duration::from_millis(500);
+    let matrix_rate = match gpu.take() {
+        Some(gpu) => speed::matrix_rate(&mut GpuBackend::new(gpu), MATRIX, budget)?,
+        None => speed::matrix_rate(&mut Cpu::new(CpuDevice::new(threads, Default::default())), MATRIX, budget)?,
+    };
+    let disk = || {
+        let found = CheckpointInfo::new(&shallow, &LoadOptions::default())?;
+        measure::measure(&found, &StoreOptions::default(), threads, false, u64::MAX)
+    };
+    let unpacked = disk()?;
+    let bandwidth = match kind {
+        CPU => unpacked.bandwidth,
+        _ => Bandwidth { memory: matrix_rate, compute: matrix_rate, ..unpacked.bandwidth },
+    };
+
+    let mut runs = Vec::new();
+    let first = bench.run(&shallow, "4 layers, in memory", RunOptions::default(), &mut runs)?;
+    if gpu_name.is_some() {
+        for spin in SPINS {
+            let what = format!("4 layers, in memory, waits spin {:.1} ms", spin.as_secs_f64() * 1e3);
+            bench.run(&shallow, &what, RunOptions { spin: Some(spin), ..RunOptions::default() }, &mut runs)?;
+        }
+    }
+    // So few that most answers need reads.
+    let slots = Some((models.shallow.layers * models.shallow.experts / 8).max(1));
+    let mut stream = |layout: &str| {
+        let awake: &[Option<bool>] = if gpu_name.is_some() { &[Some(false), Some(true)] } else { &[None] };
+        awake.iter().try_for_each(|gpu_awake| {
+            let note = gpu_awake.map_or("", |on| if on { ", GPU awake" } else { ", GPU may rest" });
+            let what = format!("4 layers, 1/8 in memory, {layout}{note}");
+            let options = RunOptions { slots, gpu_awake: *gpu_awake, spin: None };
+            bench.run(&shallow, &what, options, &mut runs).map(drop)
+        })
+    };
+    stream("checkpoint")?;
+    let found = CheckpointInfo::unpacked(&shallow, &LoadOptions::default())?;
+    pack::write(&found.experts, &found.files, &shallow.with_extension("pack"), &|_| ())?;
+    let packed = disk()?;
+    stream("pack")?;
+    drop(found);
+    remove(&[&shallow, &shallow.with_extension("pack")]).map_err(io)?;
+    write(&deep, &models.deep)?;
+    let second = bench.run(&deep, "8 layers, in memory", RunOptions::default(), &mut runs)?;
+
+    let overhead = match (first, second) {
+        (Some(first), Some(second)) => Some(overhead(&bandwidth, [&first, &second])),
+        _ => None,
+    };
+    let device = DeviceFigures { kind: kind.into(), gpu: gpu_name, matrix_rate, overhead, wait };
+    Ok(MachineReport { unpacked, packed, device, runs })
+}
+
+fn write(dir: &Path, dimensions: &Dimensions) -> Result<(), CommandError> {
+    let options = SynthOptions {
+        dimensions: dimensions.clone(),
+        seed: 0,
+        router_skew: 0.5,
+        eos_token_ids: vec![0],
+        shard: u64::MAX,
+        threads: os::physical_cores().min(4),
+        extras: Vec::new(),
+    };
+    synth::write(dir, &options, &|_| ())?;
+    Ok(())
+}
+
+fn remove(dirs: &[&Path]) -> std::io::Result<()> {
+    dirs.iter().try_for_each(std::fs::remove_dir_all)
+}
+
+struct MachineBench<'a> {
+    open: OpenGpu<'a>,
+    models: &'a ReportModels,
+}
+
+/// A model that was in memory, and the seconds of a token.
+type ResidentRun = (ModelFootprint, f64);
+
+impl MachineBench<'_> {
+    /// Measures an answer of the model in `dir`. Returns the seconds of a token if all experts were in memory.
+    fn run(
+        &self,
+        dir: &Path,
+        what: &str,
+        run: RunOptions,
+        runs: &mut Vec<RunFigures>,
+    ) -> Result<Option<ResidentRun>, CommandError> {
+        let ReportModels { prompt, decode, .. } = *self.models;
+        let gpu = (self.open)();
+        let options = LoadOptions {
+            gpu: gpu.as_deref().map(working_set),
+            plan: PlanOptions {
+                context: Some(prompt + decode),
+                prompt_cache: Some(0),
+                stream: if run.slots.is_some() { Switch::On } else { Switch::Auto },
+                ..PlanOptions::default()
+            },
+            store: StoreOptions { slots: run.slots, ..StoreOptions::default() },
+            gpu_awake: run.gpu_awake,
+            ..LoadOptions::default()
+        };
+        let metrics = Metrics::new(env!("CARGO_PKG_VERSION"), CPU);
+        let mut model = Qwen::load(dir, &options, &metrics, &mut |_, _| ())?;
+        if let Some(mut gpu) = gpu {
+            if let Some(spin) = run.spin {
+                gpu.set_spin(spin);
+            }
+            model = model.move_to(gpu).map_err(|refused| refused.error)?;
+        }
+        let (shape, is_resident) = (model.shape().clone(), model.plan().strategy == Strategy::Resident);
+        let ids: Vec<u32> = (0..prompt).map(|index| (index * 7919 % model.info().vocab) as u32).collect();
+        let mut session = BenchSession::new(model, metrics);
+        // The first answer fills the slots and warms up pipelines.
+        session.run(&ids, decode)?;
+        let (begin, cpu) = (Instant::now(), os::cpu_seconds());
+        session.run(&ids, decode)?;
+        let cores = (os::cpu_seconds() - cpu) / begin.elapsed().as_secs_f64();
+        let Some(Run { prompt, decode, .. }) = session.finish().pop() else { return Ok(None) };
+        runs.push(RunFigures {
+            what: what.into(),
+            prompt_tokens_per_second: prompt.tokens_per_second,
+            tokens_per_second: decode.tokens_per_second,
+            hit_rate: decode.hit_rate,
+            stall_share: decode.stall_share,
+            cores,
+        });
+        Ok(is_resident.then_some((shape, 1.0 / decode.tokens_per_second)))
+    }
+}
+
+/// The costs besides the bytes that two models in memory have.
+fn overhead(bandwidth: &Bandwidth, runs: [&ResidentRun; 2]) -> Overhead {
+    let [first, second] = runs.map(|(shape, seconds)| {
+        let bytes = estimate(shape, bandwidth, HitRates::ALL, Overhead::default());
+        (shape.layers as f64, seconds - 1.0 / bytes.tokens_per_second)
+    });
+    let layer = ((second.1 - first.1) / (second.0 - first.0)).max(0.0);
+    Overhead { layer, token: (first.1 - first.0 * layer).max(0.0) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tiny(layers: usize, experts: usize) -> Dimensions {
+        Dimensions {
+            hidden: 128,
+            layers,
+            heads: 2,
+            kv_heads: 1,
+            head_dim: 64,
+            linear_key_heads: 2,
+            linear_value_heads: 4,
+            linear_head_dim: 32,
+            experts,
+            experts_per_token: 4,
+            expert_hidden: 64,
+            shared_hidden: 64,
+            vocab: 300,
+            ..Dimensions::of_35b()
+        }
+    }
+
+    #[test]
+    fn report_measures_disk_memory_and_runs() {
+        let root = tempfile::tempdir().unwrap();
+        let dir = root.path().join("report");
+        let models = ReportModels { shallow: tiny(4, 64), deep: tiny(8, 8), prompt: 8, decode: 4 };
+        let report = measure(&|| None, 0.0, &models, &dir).unwrap();
+        assert_eq!(std::fs::read_dir(root.path()).unwrap().count(), 0, "temporary files are removed");
+        let runs: Vec<&str> = report.runs.iter().map(|run| run.what.as_str()).collect();
+        let streamed = ["4 layers, 1/8 in memory, checkpoint", "4 layers, 1/8 in memory, pack"];
+        assert_eq!(runs, ["4 layers, in memory", streamed[0], streamed[1], "8 layers, in memory"]);
+        assert!(report.runs.iter().all(|run| run.tokens_per_second > 0.0 && run.prompt_tokens_per_second > 0.0));
+        assert!(report.runs.iter().all(|run| (run.hit_rate < 1.0) == run.what.contains("1/8")));
+        assert!(report.unpacked.bandwidth.disk > 0.0 && report.packed.bandwidth.disk > 0.0);
+        assert!(report.device.matrix_rate > 0.0 && report.device.overhead.is_some());
+        let text = report.to_string();
+        assert!(text.contains("pack, ") && text.contains("8 layers, in memory"), "{text}");
+    }
+
+    #[test]
+    fn overhead_explains_both_runs() {
+        let bandwidth = Bandwidth { memory: 300e9, compute: 300e9, disk: 5e9, latency: 1e-3, cache: 9e9 };
+        let expected = Overhead { layer: 2e-4, token: 1e-3 };
+        let run = |layers: usize| {
+            let dir = tempfile::tempdir().unwrap();
+            synth::outline(dir.path(), Dimensions { layers, ..Dimensions::of_35b() }).unwrap();
+            let shape = CheckpointInfo::unpacked(dir.path(), &LoadOptions::default()).unwrap().shape;
+            let speed = estimate(&shape, &bandwidth, HitRates::ALL, expected).tokens_per_second;
+            (shape, 1.0 / speed)
+        };
+        let found = overhead(&bandwidth, [&run(4), &run(8)]);
+        assert!((found.layer - 2e-4).abs() < 1e-9 && (found.token - 1e-3).abs() < 1e-9, "{found:?}");
+    }
+}

@@ -1,0 +1,169 @@
+//! What `moestro doctor --report` measured on this machine: a table for an issue, and a file that `moestro info` reads.
+
+use super::measure::{KernelRate, Measurements};
+use crate::{
+    error::CommandError,
+    plan::{Bandwidth, Overhead},
+    platform::{atomic_file::replace_file, os, read_small_file},
+};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use std::{
+    fmt,
+    path::{Path, PathBuf},
+};
+
+/// Measurements of a machine.
+#[derive(Debug, Serialize)]
+pub struct MachineReport {
+    /// Expert reads from a checkpoint and from its pack, with the bandwidth of the CPU's memory.
+    pub unpacked: Measurements,
+    pub packed: Measurements,
+    pub device: DeviceFigures,
+    pub runs: Vec<RunFigures>,
+}
+
+/// The costs of decoding on a device.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct DeviceFigures {
+    /// `cpu`, `metal` or `cuda`.
+    pub kind: String,
+    /// The GPU's name.
+    pub gpu: Option<String>,
+    /// Bytes per second of a large 4-bit matrix times a vector.
+    pub matrix_rate: f64,
+    /// Costs besides the bytes, from two models that are in memory. `None` if they do not fit.
+    pub overhead: Option<Overhead>,
+    /// Seconds from a launch to the end of waiting for it. A streamed layer waits once.
+    pub wait: f64,
+}
+
+/// One measured answer.
+#[derive(Debug, Serialize)]
+pub struct RunFigures {
+    pub what: String,
+    pub prompt_tokens_per_second: f64,
+    pub tokens_per_second: f64,
+    /// Expert lookups found in a slot, as a share.
+    pub hit_rate: f64,
+    /// Share of the time that waits for experts.
+    pub stall_share: f64,
+    /// CPU cores in use.
+    pub cores: f64,
+}
+
+/// Most bytes of the file.
+const MAX_FILE: u64 = 1 << 20;
+
+/// The file with the last report.
+fn report_file() -> Option<PathBuf> {
+    Some(os::state_dir()?.join("doctor.json"))
+}
+
+/// Keeps a report, whose field `machine` is a [`MachineReport`], for `moestro info`. Returns the file.
+///
+/// # Errors
+/// There is no home directory, or the file cannot be written.
+pub fn save(report: &impl Serialize) -> Result<PathBuf, CommandError> {
+    let file = report_file().ok_or_else(|| CommandError::Usage("cannot keep the report: HOME is not set".into()))?;
+    let text = serde_json::to_vec_pretty(report).unwrap_or_default();
+    let failed = |source| CommandError::Io { what: format!("writing {}", file.display()), source };
+    file.parent().map_or(Ok(()), std::fs::create_dir_all).map_err(failed)?;
+    replace_file(&file, &text).map_err(failed)?;
+    Ok(file)
+}
+
+impl DeviceFigures {
+    /// The figures of the last report, if it is of this device.
+    pub fn of_last_report(kind: &str, gpu: Option<&str>) -> Option<Self> {
+        Self::read(&report_file()?).filter(|figures| figures.kind == kind && figures.gpu.as_deref() == gpu)
+    }
+
+    /// Replaces assumptions about a GPU in `measured`. Also returns what a layer and a token cost besides their bytes: a
+    /// streamed layer waits for the router's choice.
+    pub fn apply(&self, measured: Measurements, streams: bool) -> (Measurements, Overhead) {
+        let Overhead { layer, token } = self.overhead.unwrap_or_default();
+        let (memory, compute) = (self.matrix_rate, self.matrix_rate);
+        let bandwidth = Bandwidth { memory, compute, ..measured.bandwidth };
+        let layer = layer + if streams { self.wait } else { 0.0 };
+        (Measurements { bandwidth, kernels: KernelRate::Reported, ..measured }, Overhead { layer, token })
+    }
+
+    fn read(file: &Path) -> Option<Self> {
+        let report: Value = serde_json::from_slice(&read_small_file(file, MAX_FILE).ok()?).ok()?;
+        serde_json::from_value(report["machine"]["device"].clone()).ok()
+    }
+}
+
+impl fmt::Display for MachineReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { unpacked, packed, device, runs } = self;
+        writeln!(f, "\nmemory")?;
+        writeln!(
+            f,
+            "  {:>7.1} GB/s  read by {} threads of the CPU",
+            unpacked.bandwidth.memory / 1e9,
+            unpacked.threads
+        )?;
+        writeln!(f, "  {:>7.1} GB/s  of a 4-bit matrix, by the {}", device.matrix_rate / 1e9, device.kind)?;
+        writeln!(f, "\ndisk, experts of 1.8 MB")?;
+        for (name, measured) in [("checkpoint", unpacked), ("pack", packed)] {
+            let how = if measured.direct { "past" } else { "through" };
+            let (rate, latency) = (measured.bandwidth.disk / 1e9, measured.bandwidth.latency * 1e3);
+            writeln!(f, "  {rate:>7.2} GB/s  {latency:>6.2} ms for one expert  {name}, {how} the page cache")?;
+        }
+        writeln!(
+            f,
+            "\n  {:>9} {:>9} {:>6} {:>7} {:>6}  like 35b",
+            "prompt/s", "decode/s", "hit %", "stall %", "cores"
+        )?;
+        for run in runs {
+            let [hits, stall] = [run.hit_rate, run.stall_share].map(|share| 100.0 * share);
+            let (prompt, decode) = (run.prompt_tokens_per_second, run.tokens_per_second);
+            writeln!(f, "  {prompt:>9.1} {decode:>9.1} {hits:>6.1} {stall:>7.1} {:>6.1}  {}", run.cores, run.what)?;
+        }
+        if let Some(Overhead { layer, token }) = device.overhead {
+            writeln!(f, "\nbesides its bytes, a layer takes {:.0} us and a token {:.2} ms", layer * 1e6, token * 1e3)?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn figures() -> DeviceFigures {
+        DeviceFigures {
+            kind: "metal".into(),
+            gpu: Some("Apple M1 Max".into()),
+            matrix_rate: 300e9,
+            overhead: Some(Overhead { layer: 1e-4, token: 1e-3 }),
+            wait: 1.5e-4,
+        }
+    }
+
+    #[test]
+    fn report_replaces_assumptions_about_the_gpu() {
+        let bandwidth = Bandwidth { memory: 60e9, compute: 60e9, disk: 5e9, latency: 1e-3, cache: 9e9 };
+        let kernels = KernelRate::Assumed;
+        let measured = Measurements { bandwidth, threads: 8, io_threads: 16, direct: true, kernels };
+        let (known, overhead) = figures().apply(measured, false);
+        assert_eq!((known.bandwidth.memory, known.bandwidth.compute), (300e9, 300e9));
+        assert_eq!((known.bandwidth.disk, known.kernels), (5e9, KernelRate::Reported));
+        assert_eq!(overhead, Overhead { layer: 1e-4, token: 1e-3 });
+        let (_, streamed) = figures().apply(measured, true);
+        assert_eq!(streamed, Overhead { layer: 2.5e-4, token: 1e-3 });
+    }
+
+    #[test]
+    fn figures_are_read_from_a_report() {
+        let figures = figures();
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let report = serde_json::json!({ "machine": { "device": figures } });
+        replace_file(file.path(), report.to_string().as_bytes()).unwrap();
+        assert_eq!(DeviceFigures::read(file.path()), Some(figures));
+        replace_file(file.path(), b"{}").unwrap();
+        assert_eq!(DeviceFigures::read(file.path()), None);
+    }
+}
