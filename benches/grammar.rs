@@ -1,5 +1,6 @@
-//! Time to compile a schema, and to compute the mask of allowed tokens along random answers. A model's answers meet fewer
-//! new states. The server computes masks on a separate thread during the forward pass, so it rarely waits for one.
+//! Time to compile a schema, and to compute the mask of allowed tokens along random answers. A model's answers reach
+//! fewer new states of the grammar. The server computes masks on a separate thread during the forward pass, so it
+//! rarely waits for one.
 //!
 //! The demo's vocabulary is small. `MOESTRO_TOKENIZER=DIR cargo bench --bench grammar` uses another one.
 

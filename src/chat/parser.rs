@@ -28,8 +28,8 @@
 //! * a `</parameter>` ends a value only before the next tag of the call or the end of the text. Otherwise it is part of the
 //!   value;
 //! * a call without an end tag is closed when the model ends the answer: its arguments are those so far. An incomplete
-//! tag
-//!   after a complete value is markup and is dropped. An incomplete value is kept, as a string if it is not valid JSON;
+//!   tag after a complete value is markup and is dropped. An incomplete value is kept, as a string if it is not valid
+//! JSON;
 //! * a call that the token limit cuts stays open: its arguments are invalid JSON, since the rest is unknown. An incomplete
 //!   tag is dropped;
 //! * a call of a known tool inside the reasoning ends the reasoning. A `</think>` right after the call is dropped.
@@ -107,7 +107,7 @@ enum ParserState {
     Closing,
 }
 
-/// True if more text can follow.
+/// Whether more text can follow, and if not, what ended the answer.
 #[derive(Clone, Copy, PartialEq)]
 enum InputEnd {
     MoreToCome,

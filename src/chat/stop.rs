@@ -137,7 +137,7 @@ mod tests {
         assert_eq!(run(&[], &["ab"]).0.concat(), "ab");
     }
 
-    /// The definition, without streaming.
+    /// Reference implementation without streaming.
     fn cut_at_first(stops: &[String], text: &str) -> (String, bool) {
         let ends = stops.iter().filter_map(|s| text.find(s.as_str()).map(|at| (at + s.len(), at)));
         match ends.min() {

@@ -13,7 +13,7 @@ pub fn licence(dir: &Path) -> Option<String> {
     let bytes = read_small_file(&dir.join("README.md"), MAX_BYTES).ok()?;
     let text = String::from_utf8_lossy(&bytes);
     let mut lines = text.lines();
-    // The fields lie between two lines of dashes, in YAML.
+    // The fields are YAML between two lines of dashes.
     lines.next().filter(|line| line.trim_end() == "---")?;
     let fields: Vec<&str> = lines.take_while(|line| line.trim_end() != "---").collect();
     let field = |name: &str| {

@@ -26,12 +26,12 @@ pub struct RowTable {
     codes: WeightFormat,
     /// Values of a row.
     pub width: usize,
-    /// Factor of all values.
+    /// All values are multiplied by it.
     global_scale: f32,
     pub rows: u64,
     /// First row of each shard.
     starts: Vec<u64>,
-    /// Stacks of matrices of one row.
+    /// The shards, each a stack of one-row matrices.
     shards: Vec<MatrixLayout>,
     pub files: Vec<PathBuf>,
 }
@@ -73,7 +73,7 @@ impl RowTable {
         self.codes.row_bytes(self.width)
     }
 
-    /// The pieces of as many of `rows` as lie in the shard of the first, and their number.
+    /// The pieces of the first of `rows`, up to the end of its shard, and the number of rows.
     pub fn pieces(&self, rows: Range<u64>) -> ([Piece; 3], u64) {
         let shard = self.starts.partition_point(|start| *start <= rows.start).saturating_sub(1);
         let end = self.starts.get(shard + 1).copied().unwrap_or(self.rows).min(rows.end);
@@ -118,7 +118,7 @@ impl RowFiles {
         Ok(Self { table, files, packed, is_damage_logged: AtomicBool::new(false) })
     }
 
-    /// The bytes of a row: codes, scales, biases. `space` is a buffer that calls reuse.
+    /// The bytes of a row: codes, scales, biases. `space` is a buffer that is reused between calls.
     pub fn read(&self, row: u64, space: &mut Vec<u8>) -> Result<Vec<u8>, StoreError> {
         if let Some(packed) = &self.packed {
             match packed.read(row, space) {

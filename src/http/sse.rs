@@ -100,13 +100,13 @@ pub fn respond<F: Future<Output = ()> + Send + 'static>(
     let headers = [
         (header::CONTENT_TYPE, HeaderValue::from_static(content_type)),
         (header::CACHE_CONTROL, HeaderValue::from_static("no-cache")),
-        // Without it nginx buffers the frames.
+        // Prevents nginx from buffering the frames.
         (header::HeaderName::from_static("x-accel-buffering"), HeaderValue::from_static("no")),
     ];
     (headers, Body::from_stream(body)).into_response()
 }
 
-/// Streams what a future writes, and a comment after `keep_alive` of silence.
+/// Streams what a future writes. After `keep_alive` without output, sends a comment.
 struct SseBody<F> {
     writer: Option<Pin<Box<F>>>,
     frames: Frames,

@@ -232,7 +232,7 @@ pub struct Plan {
     pub workspace: u64,
     /// The draft: weights, context, and the hidden rows that it reads.
     pub draft: u64,
-    /// Request bodies and their processing up to tokens. Servers only.
+    /// Request bodies, and the memory for processing them until they are tokens. Servers only.
     pub requests: u64,
     pub prompt_cache: u64,
     /// The slab that holds all slots.

@@ -177,8 +177,8 @@ impl SourceFile {
     }
 }
 
-/// For each file, the files it imports from. Names are followed through re-exports to the file that declares them.
-/// `mod x;`, re-exports and tests are no edges.
+/// For each file, the files it imports from. Names are followed through re-exports to the file that declares them. `mod
+/// x;`, re-exports and tests do not count as imports.
 pub fn file_imports(files: &[SourceFile]) -> BTreeMap<String, BTreeSet<String>> {
     let modules: BTreeSet<Vec<String>> = files.iter().map(|file| file.module.clone()).collect();
     let by_module: HashMap<&[String], &SourceFile> = files.iter().map(|file| (file.module.as_slice(), file)).collect();
@@ -200,8 +200,8 @@ pub fn file_imports(files: &[SourceFile]) -> BTreeMap<String, BTreeSet<String>> 
     edges
 }
 
-/// For each file, the rooms that it names in imports and paths, `error` in `crate::error::ChatError`. A name that a room
-/// re-exports counts as that room's.
+/// For each file, the rooms that its imports and paths name, such as `error` in `crate::error::ChatError`. A name that
+/// a room re-exports counts as a name of that room.
 pub fn room_imports(files: &[SourceFile]) -> BTreeMap<String, BTreeSet<String>> {
     let modules: BTreeSet<Vec<String>> = files.iter().map(|file| file.module.clone()).collect();
     let rooms = |file: &SourceFile| {

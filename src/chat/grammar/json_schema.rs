@@ -82,7 +82,7 @@ const FORMATS: [&str; 10] =
 
 const TYPES: [&str; 7] = ["null", "boolean", "object", "array", "number", "string", "integer"];
 
-/// The schema that is compiled.
+/// Returns the schema to compile.
 ///
 /// # Errors
 /// The schema is malformed or over a limit, or `strict` is set and a keyword cannot be enforced.

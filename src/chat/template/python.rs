@@ -95,7 +95,8 @@ pub(super) fn tojson(
     Ok(out)
 }
 
-/// Deepest value that `tojson` writes. Parsed JSON is never deeper, only a value that a template nests in a loop.
+/// Maximum depth of a value that `tojson` writes. Parsed JSON is never deeper, but a template can nest values in a
+/// loop.
 const MAX_DEPTH: usize = 256;
 
 impl Dumps {

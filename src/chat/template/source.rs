@@ -127,7 +127,7 @@ mod tests {
 
     #[test]
     fn limits_are_checked_in_linear_time() {
-        // A megabyte of one kind of tag without the others. Searching for each kind anew at every tag takes minutes.
+        // A megabyte of one kind of tag without the others. A search for each kind at every tag would take minutes.
         for tag in ["{%a%}", "{{a}}", "{##}", "{{''}}", "{{a+b}}", "{%raw%}{%endraw%}", "{%-a-%}", "{ {", "{%'"] {
             let source = tag.repeat(MAX_BYTES / tag.len());
             let start = std::time::Instant::now();

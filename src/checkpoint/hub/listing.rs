@@ -22,7 +22,7 @@ const SMALL_FILES: [&str; 8] = [
     "tokenizer_config.json",
     "chat_template.jinja",
     "chat_template.json",
-    // It names the licence.
+    // The model card, which names the licence.
     "README.md",
 ];
 

@@ -4,9 +4,9 @@
 //! header block:  a JSON object, then spaces
 //! other blocks:  as many whole rows as fit, zeros, and in the last 4 bytes a CRC-32 (little-endian)
 //! ```
-//! A block has 4 KiB, or the next multiple that holds a row. The CRC-32 is of the block's number (8 bytes, little-endian) and
-//! of all bytes before it. The header has the checkpoint's fingerprint and identity, as the manifest of experts has, and a
-//! SHA-256 of all rows.
+//! A block has 4 KiB, or the next multiple that holds a row. The CRC-32 covers the block's number (8 bytes,
+//! little-endian) and all bytes of the block before the CRC. Like the manifest of experts, the header has the
+//! checkpoint's fingerprint and identity. It also has a SHA-256 of all rows.
 
 use crate::{error::StoreError, platform::DataFile};
 use serde::{Deserialize, Serialize};
@@ -30,12 +30,12 @@ pub struct RowHeader {
     version: u32,
     /// The checkpoint's fingerprint.
     pub source: String,
-    /// The identity of the packed files; empty if their last change was too recent.
+    /// The identity of the packed files. Empty if they changed so recently that another change could be missed.
     pub identity: String,
     pub rows: u64,
     /// Bytes of a row.
     pub row: usize,
-    /// The SHA-256 of the SHA-256 of each chunk of rows.
+    /// SHA-256 over the SHA-256 hashes of all chunks of rows.
     pub sha256: String,
 }
 
@@ -64,7 +64,7 @@ pub struct RowBlocks {
 }
 
 impl RowBlocks {
-    /// For `rows` rows of `row` bytes.
+    /// Arranges `rows` rows of `row` bytes.
     pub fn new(rows: u64, row: usize) -> Self {
         let size = (row + CHECKSUM).next_multiple_of(BLOCK);
         Self { row, rows, size, per_block: (size - CHECKSUM) / row.max(1) }
@@ -91,7 +91,7 @@ impl RowBlocks {
         }
     }
 
-    /// True if the block has its checksum.
+    /// True if the block's checksum is right.
     pub fn is_intact(number: u64, block: &[u8]) -> bool {
         block
             .split_last_chunk::<CHECKSUM>()
@@ -126,7 +126,7 @@ impl PackedRows {
     /// Opens the file at `path`, which must hold `rows` rows of `row` bytes.
     ///
     /// # Errors
-    /// The file system's; another format; another size.
+    /// An error of the file system. The file has another format or size.
     pub fn open(path: &Path, rows: u64, row: usize) -> Result<Self, StoreError> {
         let io_error = |source| StoreError::Io { path: path.to_owned(), source };
         let wrong = |why: String| StoreError::NotAPack { path: path.to_owned(), why };
@@ -154,7 +154,7 @@ impl PackedRows {
         self.file.path()
     }
 
-    /// The bytes of a row. `space` is a buffer that calls reuse.
+    /// The bytes of a row. `space` is a buffer that is reused between calls.
     pub fn read(&self, row: u64, space: &mut Vec<u8>) -> io::Result<RowRead> {
         let RowBlocks { row: len, size, per_block, .. } = self.blocks;
         let (number, at) = (row / per_block as u64, (row % per_block as u64) as usize * len);
@@ -165,7 +165,7 @@ impl PackedRows {
         Ok(RowRead::Intact(block[at..at + len].to_vec()))
     }
 
-    /// Reads blocks that follow one another.
+    /// Reads consecutive blocks.
     pub fn read_blocks<'a>(&self, first: u64, count: usize, space: &'a mut Vec<u8>) -> io::Result<&'a [u8]> {
         self.file.read_range(self.blocks.offset(first), count * self.blocks.size, space)
     }

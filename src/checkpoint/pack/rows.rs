@@ -22,9 +22,9 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Blocks that are read, hashed and written together.
+/// Number of blocks that are read, hashed and written together.
 const CHUNK: u64 = 1024;
-/// Chunks in work at the same time.
+/// Number of chunks that are processed at the same time.
 const THREADS: usize = 4;
 
 /// The rows of `table`, in blocks.
@@ -37,7 +37,7 @@ pub fn row_blocks(table: &RowTable) -> RowBlocks {
 /// twice the size of the files.
 ///
 /// # Errors
-/// The file system's; rows that do not read back as written; the pack belongs to another checkpoint.
+/// An error of the file system. Rows that were read back differ. The pack belongs to another checkpoint.
 pub fn write_rows(
     tables: &[RowTable],
     files: &[PathBuf],
@@ -120,8 +120,8 @@ pub fn find_rows(dirs: &[PathBuf], tables: &[RowTable], files: &[PathBuf]) -> Ve
     tables.iter().enumerate().map(find).collect()
 }
 
-/// Opens a file that must hold exactly the rows of `table` in `files`. If the files are not known to match, all rows are
-/// hashed.
+/// Opens a file that must hold exactly the rows of `table` in `files`. Hashes all rows, unless the files are known to
+/// match.
 fn open(path: &Path, table: &RowTable, files: &[PathBuf]) -> Result<PackedRows, StoreError> {
     let packed = PackedRows::open(path, table.rows, table.row_bytes().iter().sum())?;
     let wrong = |why: &str| StoreError::NotAPack { path: path.to_owned(), why: why.into() };
@@ -145,11 +145,11 @@ fn open(path: &Path, table: &RowTable, files: &[PathBuf]) -> Result<PackedRows, 
     Ok(packed)
 }
 
-/// Compares the packed rows in `dir` with the checkpoint, byte by byte. Returns the number of rows compared; tables without
-/// packed rows count none.
+/// Compares the packed rows in `dir` with the checkpoint, byte by byte. Returns the number of rows compared. Skips
+/// tables without packed rows.
 ///
 /// # Errors
-/// The file system's; the first block that differs.
+/// An error of the file system. The first block that differs.
 pub fn verify_rows(dir: &Path, tables: &[RowTable], progress: &(dyn Fn(u64) + Sync)) -> Result<u64, StoreError> {
     let mut compared = 0;
     for (index, table) in tables.iter().enumerate() {
@@ -178,7 +178,8 @@ pub fn verify_rows(dir: &Path, tables: &[RowTable], progress: &(dyn Fn(u64) + Sy
     Ok(compared)
 }
 
-/// Runs `work(first block, bytes)` for every chunk of the file of `table`, on a few threads. Returns the results in order.
+/// Runs `work(first block, bytes)` for every chunk of the file of `table`, on [`THREADS`] threads. Returns the results
+/// in order.
 fn for_each_chunk<T: Send>(
     table: &RowTable,
     work: impl Fn(u64, &[u8]) -> Result<T, StoreError> + Sync,
@@ -194,7 +195,7 @@ fn for_each_chunk<T: Send>(
     })
 }
 
-/// Gathers blocks from the checkpoint. `part` is a buffer.
+/// Gathers blocks from the checkpoint. `part` is a buffer that is reused between calls.
 fn gather(
     source: &ShardFiles,
     table: &RowTable,

@@ -63,7 +63,7 @@ pub fn write(
         return Err(failed(out)(io::Error::new(io::ErrorKind::StorageFull, why)));
     }
     let before = settled_identity(files)?;
-    // Its reads fail if a file is modified.
+    // Reads through it fail if a file was modified.
     let source = ShardFiles::open(files, Access::Buffered)?;
     let partial = PartialDir::create(out).map_err(failed(out))?;
     let mut layers = Vec::with_capacity(plans.len());

@@ -198,7 +198,7 @@ fn blocks(deltas: impl IntoIterator<Item = Delta>) -> Vec<Value> {
         }
     }
     for (block, arguments) in calls {
-        // Anthropic's API reports the arguments of a truncated call under this name.
+        // Anthropic's API also reports the arguments of a truncated call as `INVALID_JSON`.
         let input = serde_json::from_str(&json_numbers::quote_huge(&arguments));
         blocks[block]["input"] = input.unwrap_or_else(|_| json!({"INVALID_JSON": arguments}));
     }

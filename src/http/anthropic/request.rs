@@ -124,7 +124,7 @@ impl MessagesRequest {
         }
         let continues = self.messages.last().is_some_and(|message| message["role"] == "assistant");
         if continues && self.thinking.as_ref().is_some_and(|thinking| thinking.kind == "enabled") {
-            // Anthropic's API refuses this, too.
+            // Anthropic's API also refuses thinking together with a continued answer.
             let text = "The answer continues the last message, which leaves no place for thinking: remove thinking, or \
                         end with a user message.";
             return Err(ApiError::invalid("thinking", text));

@@ -2,7 +2,7 @@
 //!
 //! Each connection has a slot. If all slots are taken, the connection that has been idle longest is closed. If all have
 //! a request in progress, a new connection gets a reserved slot, where only `/health` and `/metrics` are answered and
-//! everything else is a 503. So neither idle connections nor a full server hide its status.
+//! everything else is a 503. So status requests work, even if the server has many idle connections or is full.
 
 use super::{body_guard, timeouts::Timeouts};
 use crate::{
@@ -158,7 +158,7 @@ impl ConnectionSlots {
         Self { ordinary: semaphore(ordinary), reserved: semaphore(RESERVED_SLOTS), taken: Mutex::default() }
     }
 
-    /// A free slot, an evicted one, or a reserved one.
+    /// Takes a free slot, a slot freed by eviction, or a reserved one.
     async fn take(&self) -> Option<Arc<ConnectionSlot>> {
         let mut permit = self.ordinary.clone().try_acquire_owned().ok();
         if permit.is_none() && self.evict_idle() {

@@ -22,7 +22,7 @@ pub async fn check_encoding(mut request: Request, next: Next) -> Response {
     let encoding = match (given.next(), given.next()) {
         (None, _) => return next.run(request).await,
         (Some(one), None) => one.as_bytes().trim_ascii().to_ascii_lowercase(),
-        // Nested encodings.
+        // Several encodings, one inside the other.
         (Some(_), Some(_)) => return ApiError::unknown_encoding().into_response(),
     };
     match &*encoding {

@@ -61,7 +61,7 @@ const TRIM_BYTES: usize = 1 << 20;
 /// When to trim after memory was freed. Twice, because a response is freed a little after its permit.
 const TRIM_DELAYS: [Duration; 2] = [Duration::from_millis(50), Duration::from_millis(400)];
 
-/// A cache in the memory of requests that can be evicted for a request.
+/// A cache that uses the memory of requests, and frees entries when a request needs memory.
 pub trait Reclaim: Send + Sync {
     /// Evicts one entry; false if there is none.
     fn evict_oldest(&self) -> bool;
@@ -200,7 +200,8 @@ impl MemoryPermit {
         self.held.bytes.load(Relaxed)
     }
 
-    /// Runs one step on a blocking thread when its turn comes. A step whose caller is gone by then does not start.
+    /// Runs one step on a blocking thread when its turn comes. If the caller is dropped before that, the step does not
+    /// start.
     pub async fn run<T: Send + 'static>(&self, step: impl FnOnce() -> T + Send + 'static) -> Result<T, ApiError> {
         let turn = turn(&self.held.memory.steps).await?;
         self.run_in(turn, step).await
@@ -237,7 +238,7 @@ impl MemoryPermit {
         Ok(output)
     }
 
-    /// Runs one step that needs `working` bytes; afterwards the permit has grown by `kept` bytes of its output.
+    /// Runs one step that needs `working` bytes. Then grows the permit by `kept` bytes of the output.
     pub async fn run_with<T: Send + 'static>(
         &mut self,
         working: usize,

@@ -1,8 +1,8 @@
 //! Protection from web pages: checks `Host`, `Origin` and `Content-Type`.
 //!
-//! Any web page can send requests to a server on the same machine. Without permission it cannot send JSON, so bodies
-//! must have a JSON content type. Its `Origin` header names the page. If the page's own host name resolves to this
-//! machine (DNS rebinding), `Host` has that name.
+//! Any web page can send requests to a server on the same machine. Without permission (CORS) it cannot send JSON, so
+//! bodies must have a JSON content type. Its `Origin` header names the page. If the page's own host name resolves to
+//! this machine (DNS rebinding), `Host` has that name.
 //!
 //! A server with a key on another address than loopback checks `Host` and `Origin` only if `--allowed-host` is set,
 //! because a foreign page does not know the key. Without a key, only local names and those of `--allowed-host` are

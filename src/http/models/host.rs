@@ -267,7 +267,7 @@ mod tests {
         mpsc,
     };
 
-    /// Counts calls of `list`, which return when the sender is dropped.
+    /// Counts calls of `list`. Each call returns when the sender is dropped.
     struct SlowLoader {
         lists: Arc<AtomicUsize>,
         release: Mutex<mpsc::Receiver<()>>,

@@ -35,10 +35,10 @@ pub struct LoadedModel {
     pub tokenizer: Arc<Tokenizer>,
     /// Compiles grammars for constrained answers.
     pub grammars: Arc<GrammarCompiler>,
-    /// `None`: only requests without a conversation are answered.
+    /// `None`: the model has no template, so chat requests are refused.
     pub template: Option<Template>,
     pub card: ModelCard,
-    /// Sampling parameters that a request does not set.
+    /// Defaults of sampling parameters that a request does not set.
     pub defaults: Sampling,
     /// Default of `enable_thinking`.
     pub thinking: Option<bool>,

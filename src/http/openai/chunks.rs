@@ -1,5 +1,5 @@
-//! Response bodies and stream chunks of chat completions and completions. Only serde types: those that borrow are written
-//! once per token.
+//! Response bodies and stream chunks of chat completions and completions. Only serde types. Types that are written once
+//! per token borrow their contents.
 
 use crate::http::{
     layers::request_log::unique_id,

@@ -82,7 +82,7 @@ where
     parsed(state, body, |bytes| typed(checked(bytes, known)?)).await
 }
 
-/// Reads a chat or completion request: the shared fields and the others. `known` lists all of them.
+/// Reads a chat or completion request: the shared fields, and those of `T`. `known` lists all of them.
 pub async fn request<T>(
     state: &ServerState,
     body: Body,

@@ -28,7 +28,7 @@ use axum::{
 use serde_json::{Value, json};
 use std::{collections::BTreeMap, mem, sync::Arc};
 
-/// Every method that may write an event takes the stream as an option: a body is built by the same code without one.
+/// Writes events to `frames`, if given. Without it, the same code builds a body.
 pub struct ResponsesRenderer {
     state: Arc<ServerState>,
     /// The response object without its output.
