@@ -20,7 +20,7 @@ use moestro::{
 use std::{path::Path, time::Instant};
 
 /// CPU time of all threads of this process, in seconds.
-fn processor() -> f64 {
+fn cpu_seconds() -> f64 {
     let tasks = std::fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
     let used = |task: std::fs::DirEntry| std::fs::read_to_string(task.path().join("schedstat")).ok();
     let nanoseconds = tasks.filter_map(used).filter_map(|text| text.split(' ').next()?.parse::<u64>().ok());
@@ -29,7 +29,7 @@ fn processor() -> f64 {
 
 /// CPU time and wall-clock time for each expert, in microseconds.
 fn read(store: &ExpertStore, routes: &[(usize, Vec<u32>)]) -> [f64; 2] {
-    let (begin, used) = (Instant::now(), processor());
+    let (begin, used) = (Instant::now(), cpu_seconds());
     let mut experts = 0;
     for (layer, ids) in routes {
         let choice = ExpertChoice { ids, k: ids.len(), logits: &[] };
@@ -37,7 +37,7 @@ fn read(store: &ExpertStore, routes: &[(usize, Vec<u32>)]) -> [f64; 2] {
         while asked.next(&mut CpuTimeline).expect("the read succeeds").is_some() {}
         experts += ids.len();
     }
-    [processor() - used, begin.elapsed().as_secs_f64()].map(|seconds| seconds * 1e6 / experts as f64)
+    [cpu_seconds() - used, begin.elapsed().as_secs_f64()].map(|seconds| seconds * 1e6 / experts as f64)
 }
 
 fn main() {

@@ -11,12 +11,9 @@
 //! | `--f32` | quantise nothing that the checkpoint has not quantised |
 //! | `--wait` | start the rounds on a line on standard input: filling a context takes minutes, measuring seconds |
 //! | `--blank` | use contexts of zeros instead of computed ones |
-//! | `--turns` | each round waits for a line on standard input and prints `turn`, so that two builds can run
-//! alternately |
-//! | `--checkpoints` | take a snapshot after each round's tokens while the previous snapshot still exists, as decoding
-//! does |
-//! | `--passes` | measure only passes of one row and of these row counts, alternately; of each pass, one row is
-//! accepted |
+//! | `--turns` | each round waits for a line on standard input and prints `turn`, so that two builds can alternate |
+//! | `--checkpoints` | take a snapshot after each round's tokens while the previous one still exists, as decoding does |
+//! | `--passes` | measure only passes of one row and of these row counts, alternating; one row of each is accepted |
 //!
 //! Prints CSV:
 //!
@@ -100,17 +97,17 @@ impl Bench {
 
     /// Wall-clock and CPU seconds per token over `tokens` tokens.
     fn decode(&mut self, state: &mut QwenState, tokens: usize) -> [f64; 2] {
-        let (begin, spent) = (Instant::now(), processor());
+        let (begin, spent) = (Instant::now(), cpu_seconds());
         for _ in 0..tokens {
             let token = self.token();
             self.model.forward(state, &[token], Rows::Last).expect("a token");
         }
-        [begin.elapsed().as_secs_f64(), processor() - spent].map(|time| time / tokens as f64)
+        [begin.elapsed().as_secs_f64(), cpu_seconds() - spent].map(|time| time / tokens as f64)
     }
 }
 
 /// CPU seconds of this process so far.
-fn processor() -> f64 {
+fn cpu_seconds() -> f64 {
     let mut usage = std::mem::MaybeUninit::<libc::rusage>::zeroed();
     // SAFETY: the pointer is to a local `rusage`, for which all-zero bytes are valid.
     let usage = unsafe {

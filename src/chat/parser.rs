@@ -29,7 +29,7 @@
 //!   value;
 //! * a call without an end tag is closed when the model ends the answer: its arguments are those so far. An incomplete
 //!   tag after a complete value is markup and is dropped. An incomplete value is kept, as a string if it is not valid
-//! JSON;
+//!   JSON;
 //! * a call that the token limit cuts stays open: its arguments are invalid JSON, since the rest is unknown. An incomplete
 //!   tag is dropped;
 //! * a call of a known tool inside the reasoning ends the reasoning. A `</think>` right after the call is dropped.

@@ -91,8 +91,8 @@ pub fn command() -> Command {
     command
 }
 
-/// Adds examples, hides the names of environment variables, and passes negative numbers to the values' parsers, which
-/// refuse them with a better message.
+/// Adds examples, hides the names of environment variables, and passes negative numbers to the values' parsers, whose
+/// messages are better than clap's.
 fn with_help(command: Command) -> Command {
     let has_settings = command.get_arguments().any(|arg| arg.get_env().is_some());
     let example = COMMAND_EXAMPLES.iter().find(|(name, _)| *name == command.get_name());

@@ -4,16 +4,14 @@
 //!
 //! - Memory bandwidth is the manufacturer's figure. Engines reach 60 to 80 % of it in decode.
 //! - Reads of one expert's size that bypass the page cache, in GB/s: measured by other projects that stream experts
-//! (ds4,
-//!   flash-moe, streamlx, slotstream). No figures are published for the M4 Max, so those of the M4 Pro are used.
+//!   (ds4, flash-moe, streamlx, slotstream). No figures are published for the M4 Max, so those of the M4 Pro are used.
 //! - Launches and barriers of a layer: 9 launches of at least 2 us each (qwisp #143). In resident engines of this model
-//! family,
-//!   a layer takes 115 to 215 us longer than reading its bytes (35B: M1 Max 85 to 91 tok/s, M3 Ultra 92, M5 Max 133).
+//!   family, a layer takes 115 to 215 us longer than reading its bytes (35B: M1 Max 85 to 91 tok/s, M3 Ultra 92, M5 Max
+//!   133).
 //! - A wait for the router's choice, once per layer while streaming: from 20 us for the end of a command buffer (mlx #4521)
 //!   to 0.3 ms for a copy through a framework (mlx-lm #1438).
 //! - Hit rates for a fraction of experts in memory: the range that anemll-mlx, turboquant, colibri and streamlx report
-//! for
-//!   caches with the routing of real Qwen3.5 models.
+//!   for caches with the routing of real Qwen3.5 models.
 //!
 //! Figures of other engines for resident models lie within the range. A test checks two of them. Their figures for
 //! streamed models lie at its pessimistic end or below: streamlx reports 15.9 tok/s for the 35B in 16 GiB of an M4 Air,

@@ -22,7 +22,7 @@ pub struct Measurements {
     pub bandwidth: Bandwidth,
     pub threads: usize,
     pub io_threads: usize,
-    /// Experts were read past the page cache.
+    /// Expert reads bypassed the page cache.
     pub direct: bool,
     pub kernels: KernelRate,
 }

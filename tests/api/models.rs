@@ -328,7 +328,7 @@ async fn alternating_clients_do_not_reload_each_time() {
     let (one, other) = (client("first", 60), client("org/second", 60));
     one.await.unwrap();
     other.await.unwrap();
-    // A model is replaced when it was idle for `min_idle` or a request has waited for `max_wait`, so at max_loads every 200
+    // A model is replaced when it was idle for `min_idle` or a request has waited for `max_wait`, so at most every 200
     // ms. On a slow machine the test takes longer, so more replacements are allowed.
     let max_loads = 2 + 2 * start.elapsed().as_millis() / min_idle.as_millis();
     let loads = mocks.log().iter().filter(|event| event.starts_with("load")).count() as u128;
