@@ -7,16 +7,15 @@
 //! read, and each miss is computed when it arrives, so a layer takes
 //!
 //! ```text
-//! max(k * expert / compute, wait + expert / compute) + overhead     wait = max(latency, m * expert / disk) + c *
-//! expert / cache
+//! max(k * expert / compute, wait + expert / compute) + overhead     wait = max(latency, m * expert / disk) + c * expert / cache
 //! ```
 //!
 //! for m misses read from the disk and c misses found in the page cache. The first case is that computation hides the
 //! reads. The second is that the last expert arrives and is then computed. Without misses there is no wait, and without
 //! disk reads there is no latency. Misses are assumed to be independent, so m is binomial. For c, the mean is used. A
 //! token also has costs outside the layers: the last wait, copying the logits, sampling. The estimate ignores
-//! prefetching across layers, so it is too low with prefetching. It assumes a short context and reads that use no CPU
-//! time, so it is too high otherwise.
+//! prefetching across layers, which makes decoding faster. It assumes a short context and reads that use no CPU time.
+//! If that is not true, decoding is slower than estimated.
 
 use super::{ModelFootprint, Plan};
 use serde::{Deserialize, Serialize};

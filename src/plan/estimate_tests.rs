@@ -40,7 +40,7 @@ fn shape(trunk: u64, head: u64, expert: u64, layers: u64, state: u64) -> ModelFo
     }
 }
 
-/// Checks one device. Each row is a model, its hit rate, the share of misses found in the page cache, and the measured tokens
+/// Checks one device. Each row is a model, its hit rate, the fraction of misses found in the page cache, and the measured tokens
 /// per second. The first `fitted` rows were used to fit the constants.
 fn check(
     what: &str,

@@ -35,7 +35,7 @@ pub struct Phase {
     pub stall_share: f64,
     /// Rows of n-gram tables read from the disk.
     pub ngram_rows: u64,
-    /// Share of the time in which computation waited for such a row.
+    /// Fraction of the time in which computation waited for such a row.
     pub ngram_stall_share: f64,
     /// Bytes that expert reads requested, per second of the phase.
     pub read_bytes_per_second: f64,
