@@ -18,6 +18,8 @@ mod connections;
 mod continue_final;
 #[path = "api/deadline.rs"]
 mod deadline;
+#[path = "api/desktop_clients.rs"]
+mod desktop_clients;
 #[path = "api/images.rs"]
 mod images;
 #[path = "api/leave.rs"]

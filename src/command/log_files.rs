@@ -1,4 +1,5 @@
-//! Log files of bounded size: `moestro.log`, and older ones as `moestro.log.1` (the newest) and up.
+//! Log files of bounded size: `moestro.log`, and older ones as `moestro.log.1` (the newest) and up. launchd writes stderr to
+//! `stderr.log` in the same directory: panic messages, and errors before the log is open.
 
 use std::{
     fs::{self, File},
@@ -7,7 +8,8 @@ use std::{
 };
 
 const NAME: &str = "moestro.log";
-/// Maximum number of bytes of one file. All files together have at most [`MAX_FILES`] times as many.
+const STDERR: &str = "stderr.log";
+/// Maximum number of bytes of one file. The log files together have at most [`MAX_FILES`] times as many.
 const MAX_BYTES: u64 = 16 << 20;
 const MAX_FILES: usize = 8;
 
@@ -31,7 +33,17 @@ impl LogFiles {
     fn with_size(dir: &Path, max_bytes: u64) -> io::Result<Self> {
         fs::create_dir_all(dir)?;
         let (file, bytes) = append(dir)?;
-        Ok(Self { dir: dir.into(), file, bytes, max_bytes })
+        let files = Self { dir: dir.into(), file, bytes, max_bytes };
+        files.bound_stderr();
+        Ok(files)
+    }
+
+    /// Empties launchd's file of stderr if it is too large. launchd appends to it at each start, also if every start fails.
+    fn bound_stderr(&self) {
+        let Ok(file) = File::options().write(true).open(self.dir.join(STDERR)) else { return };
+        if file.metadata().is_ok_and(|metadata| metadata.is_file() && metadata.len() > self.max_bytes) {
+            let _ = file.set_len(0);
+        }
     }
 
     /// Increments the number of each file and opens a new one.
@@ -47,6 +59,7 @@ impl LogFiles {
             }
         }
         (self.file, self.bytes) = append(&self.dir)?;
+        self.bound_stderr();
         Ok(())
     }
 }
@@ -112,6 +125,25 @@ mod tests {
         }
         let expected = [(NAME, 5), ("moestro.log.1", 10), ("moestro.log.2", 10)].map(|(name, n)| (name.to_owned(), n));
         assert_eq!(sizes(dir.path()), expected);
+    }
+
+    #[test]
+    fn large_stderr_file_is_emptied() {
+        let dir = tempfile::tempdir().unwrap();
+        let stderr = dir.path().join(STDERR);
+        let len = || fs::metadata(&stderr).unwrap().len();
+        fs::write(&stderr, "1234567890").unwrap();
+        let mut log = LogFiles::with_size(dir.path(), 10).unwrap();
+        assert_eq!(len(), 10);
+        let mut appended = File::options().append(true).open(&stderr).unwrap();
+        appended.write_all(b"1").unwrap();
+        for _ in 0..2 {
+            log.write_all(b"1234567890").unwrap();
+        }
+        assert_eq!(len(), 0, "emptied at a rotation");
+        appended.write_all(b"12345678901").unwrap();
+        LogFiles::with_size(dir.path(), 10).unwrap();
+        assert_eq!(len(), 0, "emptied at a start");
     }
 
     #[test]

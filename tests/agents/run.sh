@@ -4,7 +4,7 @@
 #
 # Each agent gets a home directory, an empty project, and a checkpoint that follows a script (scripted_model.py). The model
 # calls the agent's shell tool, which must write proof.txt, and then ends with a sentence. aider has no tools: it gets an
-# edit instead. The server's log must have no warning and no status outside 2xx. All agents run at the same time.
+# edit instead. Continue's command line has no launch: it gets a server and the configuration of docs/clients.md. The server's log must have no warning and no status outside 2xx. All agents run at the same time.
 # The packages are in $AGENTS_CACHE (default target/agents) and are used again.
 set -euo pipefail
 
@@ -47,6 +47,33 @@ turn() {
     "$binary" launch "$agent" --yes --model "$dir/scripted" --port "$port" -- "$@" </dev/null >"$dir/out" 2>"$dir/err"
 }
 
+# A turn of Continue's command line, which reads the same configuration as its editor extensions.
+continue_turn() {
+  local dir=$scratch/continue log=$scratch/continue/home/.local/state/moestro/launch.log port
+  mkdir -p "$(dirname "$log")" "$dir/project"
+  python3 "$here/scripted_model.py" "$dir/scripted" Bash command
+  mkfifo "$dir/ready"
+  env -i HOME="$dir/home" "$binary" serve "$dir/scripted" --port 0 --log-level debug --log-format json >"$dir/ready" 2>"$log" &
+  local server=$!
+  exec 3<"$dir/ready"
+  read -r -t 60 port <&3
+  port=$(python3 -c 'import json, sys; print(json.loads(sys.argv[1])["port"])' "$port")
+  cat >"$dir/config.yaml" <<YAML
+name: Local
+version: 1.0.0
+schema: v1
+models:
+  - {name: Moestro, provider: openai, apiBase: "http://localhost:$port/v1", apiKey: local, model: scripted}
+YAML
+  cd "$dir/project"
+  local status=0
+  timeout 240 env -i HOME="$dir/home" PATH="$cache/node_modules/.bin:$PATH" LANG=C.UTF-8 CONTINUE_TELEMETRY_ENABLED=0 \
+    cn -p "Write the file" --config "$dir/config.yaml" --auto </dev/null >"$dir/out" 2>"$dir/err" || status=$?
+  kill "$server"
+  wait "$server" || true
+  return $status
+}
+
 # check AGENT TEXT: the turn of the agent is as expected, and its output has the text.
 check() {
   local dir=$scratch/$1
@@ -66,7 +93,7 @@ PYTHON
 declare -A running
 start() {
   if [ ${#chosen[@]} = 0 ] || [[ " ${chosen[*]} " = *" $1 "* ]]; then
-    turn "$@" &
+    if [ "$1" = continue ]; then continue_turn & else turn "$@" & fi
     running[$1]=$!
   fi
 }
@@ -75,6 +102,7 @@ start claude Bash command description=Test -- -p "Write the file" --allowedTools
 start codex exec_command cmd -- exec --skip-git-repo-check --dangerously-bypass-approvals-and-sandbox "Write the file"
 start opencode bash command description=Test -- run "Write the file"
 start qwen run_shell_command command is_background=false description=Test -- --yolo -p "Write the file"
+start continue
 start aider - command -- --yes-always --no-git --no-check-update --analytics-disable --edit-format whole --message "Write the file"
 
 failed=0
@@ -82,9 +110,9 @@ for agent in "${!running[@]}"; do
   text="The script has ended"
   [ "$agent" != aider ] || text="Applied edit to proof.txt"
   if wait "${running[$agent]}" && check "$agent" "$text"; then
-    echo "ok      moestro launch $agent ($SECONDS s)"
+    echo "ok      $agent ($SECONDS s)"
   else
-    echo "FAILED  moestro launch $agent"
+    echo "FAILED  $agent"
     tail -n 40 "$scratch/$agent/out" "$scratch/$agent/err" "$scratch/$agent/home/.local/state/moestro/launch.log" || true
     failed=1
   fi

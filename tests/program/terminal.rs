@@ -328,6 +328,34 @@ fn plain_terminals_get_no_colours() {
     }
 }
 
+#[test]
+fn long_prompt_shows_progress() {
+    let home = tempfile::tempdir().unwrap();
+    let file = home.path().join("prompt");
+    std::fs::write(&file, "What is 12+7? ".repeat(400)).unwrap();
+    let mut chat = Terminal::begin(home.path(), &format!("run -p \"$(cat {})\" --temp 0 -n 4", file.display()));
+    let shown = chat.wait("tok/s");
+    assert!(shown.contains("\r\x1b[K\x1b[2mreading the prompt: "), "{shown:?}");
+    // The line is erased before the answer.
+    let after = &shown[shown.rfind("reading the prompt: ").unwrap()..];
+    assert!(after.contains("\r\x1b[K"), "{shown:?}");
+}
+
+#[test]
+fn bash_completes_model_names() {
+    let home = tempfile::tempdir().unwrap();
+    std::os::unix::fs::symlink(MOESTRO, home.path().join("moestro")).unwrap();
+    let complete = "eval \"$(moestro completions bash)\"; COMP_WORDS=(moestro $WORDS); COMP_CWORD=2; \
+                    _moestro_with_models moestro \"${COMP_WORDS[2]}\" \"${COMP_WORDS[1]}\"; echo \"${COMPREPLY[@]}\"";
+    for (words, expected) in [("run moe", "moestro-demo"), ("serve --memory", "--memory-limit")] {
+        let mut bash = isolated("bash", home.path());
+        let path = format!("{}:/usr/bin:/bin", home.path().display());
+        let said = bash.args(["-c", complete]).env("PATH", path).env("WORDS", words).current_dir(home.path());
+        let said = String::from_utf8(said.output().unwrap().stdout).unwrap();
+        assert!(said.split_whitespace().any(|word| word == expected), "{words}: {said}");
+    }
+}
+
 /// Names of directories and of a server's model may contain escape sequences.
 #[test]
 fn escape_sequences_do_not_reach_the_terminal() {
