@@ -51,7 +51,7 @@ impl MemoryMonitor {
 
     pub fn check(&mut self) -> MemoryLevel {
         let table = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-        let [left, all] = ["MemAvailable", "MemTotal"].map(|name| super::sys::field(&table, name));
+        let [left, all] = ["MemAvailable", "MemTotal"].map(|name| super::proc_table::field(&table, name));
         let machine = left.zip(all);
         let mut memory = judge(machine.into_iter().chain(self.groups.iter().filter_map(|group| group.left())));
         let now = std::time::Instant::now();
@@ -79,8 +79,8 @@ impl MemoryMonitor {
 
     /// The level is 1 (normal), 2 (warning) or 4 (critical), as in `DISPATCH_SOURCE_TYPE_MEMORYPRESSURE`.
     pub fn check(&mut self) -> MemoryLevel {
-        let all = super::total_memory().unwrap_or(0);
-        match super::sys::sysctl(c"kern.memorystatus_vm_pressure_level") {
+        let all = super::machine::total_memory().unwrap_or(0);
+        match super::sysctl::number(c"kern.memorystatus_vm_pressure_level") {
             Some(4..) => MemoryLevel::Short(all / 16),
             Some(2..) => MemoryLevel::Short(all / 64),
             Some(_) => MemoryLevel::Spare(all / 64),

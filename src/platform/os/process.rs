@@ -1,6 +1,43 @@
-//! What this process uses: files, threads, CPU time, address space.
+//! What this process uses: memory, disk reads, files, threads, CPU time, address space.
 
 use std::fs;
+
+/// Resident memory of this process, in bytes.
+pub fn resident_memory() -> Option<u64> {
+    sys::resident_memory()
+}
+
+/// Memory of this process in bytes, by kind: `resident`; on Linux also `swapped` and `locked`; on macOS also `footprint`,
+/// which decides whether the system kills a process, and `wired`.
+pub fn process_memory() -> Vec<(&'static str, u64)> {
+    sys::process_memory()
+}
+
+/// Peak resident memory of this process, in bytes.
+pub fn peak_resident_memory() -> Option<u64> {
+    sys::peak_resident_memory()
+}
+
+/// Bytes that the disk delivered to this process since it started. Hits in the page cache do not count.
+pub fn disk_bytes_read() -> Option<u64> {
+    sys::disk_bytes_read()
+}
+
+/// Raises the limit of open files to what the system allows, and returns it.
+pub fn raise_descriptor_limit() -> Option<usize> {
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: the pointer is to a local `rlimit`.
+    if unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit) } != 0 {
+        return None;
+    }
+    // macOS has its own limit below the hard one.
+    let raised = libc::rlimit { rlim_cur: limit.rlim_max.min(10_240).max(limit.rlim_cur), ..limit };
+    // SAFETY: the pointer is to a local `rlimit`. A refused change has no effect.
+    if unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raised) } == 0 {
+        limit = raised;
+    }
+    usize::try_from(limit.rlim_cur).ok()
+}
 
 /// Open file descriptors of this process.
 pub fn open_files() -> Option<u64> {
@@ -54,6 +91,87 @@ fn parse(process: &str, system: &str, ticks: u64) -> Option<ProcessStat> {
     Some(ProcessStat { threads: field(20)?, started: boot + field(22)? / ticks, virtual_memory: field(23)? })
 }
 
+#[cfg(target_os = "linux")]
+mod sys {
+    use super::super::proc_table::field;
+    use std::fs;
+
+    pub fn resident_memory() -> Option<u64> {
+        field(&fs::read_to_string("/proc/self/status").ok()?, "VmRSS")
+    }
+
+    pub fn process_memory() -> Vec<(&'static str, u64)> {
+        let table = fs::read_to_string("/proc/self/status").unwrap_or_default();
+        let kinds = [("resident", "VmRSS"), ("swapped", "VmSwap"), ("locked", "VmLck")];
+        kinds.into_iter().filter_map(|(kind, key)| Some((kind, field(&table, key)?))).collect()
+    }
+
+    pub fn peak_resident_memory() -> Option<u64> {
+        // Not `getrusage`: its maximum survives `exec`, so it can belong to the shell that started this process.
+        field(&fs::read_to_string("/proc/self/status").ok()?, "VmHWM")
+    }
+
+    pub fn disk_bytes_read() -> Option<u64> {
+        field(&fs::read_to_string("/proc/self/io").ok()?, "read_bytes")
+    }
+}
+
+#[cfg(target_os = "macos")]
+mod sys {
+    use std::mem::MaybeUninit;
+
+    fn usage() -> Option<libc::rusage_info_v4> {
+        let mut info = MaybeUninit::<libc::rusage_info_v4>::zeroed();
+        // SAFETY: the flavour matches the buffer, a `rusage_info_v4`. All-zero bytes are a valid value of it.
+        unsafe {
+            let code = libc::proc_pid_rusage(libc::getpid(), libc::RUSAGE_INFO_V4, info.as_mut_ptr().cast());
+            (code == 0).then(|| info.assume_init())
+        }
+    }
+
+    pub fn resident_memory() -> Option<u64> {
+        Some(usage()?.ri_resident_size)
+    }
+
+    pub fn process_memory() -> Vec<(&'static str, u64)> {
+        usage().map_or(Vec::new(), |usage| {
+            let kinds = [usage.ri_resident_size, usage.ri_phys_footprint, usage.ri_wired_size];
+            ["resident", "footprint", "wired"].into_iter().zip(kinds).collect()
+        })
+    }
+
+    pub fn peak_resident_memory() -> Option<u64> {
+        let mut usage = MaybeUninit::<libc::rusage>::zeroed();
+        // SAFETY: the buffer is a `rusage` and is read only on success. macOS reports `ru_maxrss` in bytes.
+        let usage =
+            unsafe { (libc::getrusage(libc::RUSAGE_SELF, usage.as_mut_ptr()) == 0).then(|| usage.assume_init()) };
+        u64::try_from(usage?.ru_maxrss).ok()
+    }
+
+    pub fn disk_bytes_read() -> Option<u64> {
+        Some(usage()?.ri_diskio_bytesread)
+    }
+}
+
+#[cfg(not(any(target_os = "linux", target_os = "macos")))]
+mod sys {
+    pub fn resident_memory() -> Option<u64> {
+        None
+    }
+
+    pub fn process_memory() -> Vec<(&'static str, u64)> {
+        Vec::new()
+    }
+
+    pub fn peak_resident_memory() -> Option<u64> {
+        None
+    }
+
+    pub fn disk_bytes_read() -> Option<u64> {
+        None
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -82,5 +200,16 @@ mod tests {
         while cpu_seconds() < before + 0.005 {
             std::hint::spin_loop();
         }
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn written_memory_becomes_resident() {
+        let before = resident_memory().unwrap();
+        let block = std::hint::black_box(vec![1u8; 64 << 20]);
+        let after = resident_memory().unwrap();
+        assert!(after >= before + (48 << 20), "{before} -> {after}");
+        drop(block);
+        assert!(peak_resident_memory().unwrap() >= after / 2);
     }
 }

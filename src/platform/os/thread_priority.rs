@@ -1,0 +1,48 @@
+//! The priority of a thread.
+
+/// Gives this thread the lowest priority for CPU and disk. If the system refuses, the priority is unchanged.
+pub fn background_thread() {
+    sys::background_thread();
+}
+
+/// Marks this thread as one that a user waits for. macOS then runs it on performance cores, also if the process was started
+/// by a background service.
+pub fn interactive_thread() {
+    sys::interactive_thread();
+}
+
+#[cfg(target_os = "linux")]
+mod sys {
+    pub fn background_thread() {
+        const WHO_PROCESS: libc::c_int = 1;
+        /// I/O class 3, idle: disk time only when no other process needs it.
+        const IDLE: libc::c_int = 3 << 13;
+        // SAFETY: system calls without pointers on the calling thread. The results are ignored.
+        unsafe {
+            libc::setpriority(libc::PRIO_PROCESS, libc::gettid() as libc::id_t, 19);
+            libc::syscall(libc::SYS_ioprio_set, WHO_PROCESS, 0, IDLE);
+        }
+    }
+
+    pub fn interactive_thread() {}
+}
+
+#[cfg(target_os = "macos")]
+mod sys {
+    pub fn background_thread() {
+        // SAFETY: a system call without pointers on the calling thread. The result is ignored.
+        unsafe { libc::pthread_set_qos_class_self_np(libc::qos_class_t::QOS_CLASS_BACKGROUND, 0) };
+    }
+
+    pub fn interactive_thread() {
+        // SAFETY: as above.
+        unsafe { libc::pthread_set_qos_class_self_np(libc::qos_class_t::QOS_CLASS_USER_INITIATED, 0) };
+    }
+}
+
+#[cfg(not(any(target_os = "linux", target_os = "macos")))]
+mod sys {
+    pub fn background_thread() {}
+
+    pub fn interactive_thread() {}
+}
