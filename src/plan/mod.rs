@@ -225,7 +225,7 @@ pub struct Plan {
     pub limit_from: LimitSource,
     pub process: u64,
     pub trunk: u64,
-    /// Images: one in the vision tower, and recent ones.
+    /// Images: the one that the vision tower computes, and the rows and pixels of recent ones.
     pub vision: u64,
     pub kv: u64,
     pub state: u64,

@@ -23,7 +23,7 @@ pub struct MachineReport {
     pub runs: Vec<RunFigures>,
 }
 
-/// The costs of decoding on a device.
+/// Measured costs of decoding on a device. `info` uses them for its estimate.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct DeviceFigures {
     /// `cpu`, `metal` or `cuda`.
@@ -32,7 +32,7 @@ pub struct DeviceFigures {
     pub gpu: Option<String>,
     /// Bytes per second of a large 4-bit matrix times a vector.
     pub matrix_rate: f64,
-    /// Costs besides the bytes, from two models that are in memory. `None` if they do not fit.
+    /// Time that does not depend on the bytes read, from two models in memory. `None` if they do not fit.
     pub overhead: Option<Overhead>,
     /// Seconds from a launch to the end of waiting for it. A streamed layer waits once.
     pub wait: f64,
@@ -44,15 +44,15 @@ pub struct RunFigures {
     pub what: String,
     pub prompt_tokens_per_second: f64,
     pub tokens_per_second: f64,
-    /// Expert lookups found in a slot, as a share.
+    /// Fraction of the expert lookups that found the expert in a slot.
     pub hit_rate: f64,
-    /// Share of the time that waits for experts.
+    /// Fraction of the time that was spent waiting for experts.
     pub stall_share: f64,
     /// CPU cores in use.
     pub cores: f64,
 }
 
-/// Most bytes of the file.
+/// Maximum size of the file in bytes.
 const MAX_FILE: u64 = 1 << 20;
 
 /// The file with the last report.
@@ -60,7 +60,7 @@ fn report_file() -> Option<PathBuf> {
     Some(os::state_dir()?.join("doctor.json"))
 }
 
-/// Keeps a report, whose field `machine` is a [`MachineReport`], for `moestro info`. Returns the file.
+/// Saves a report, whose field `machine` is a [`MachineReport`], for `moestro info`. Returns the file's path.
 ///
 /// # Errors
 /// There is no home directory, or the file cannot be written.
@@ -79,8 +79,8 @@ impl DeviceFigures {
         Self::read(&report_file()?).filter(|figures| figures.kind == kind && figures.gpu.as_deref() == gpu)
     }
 
-    /// Replaces assumptions about a GPU in `measured`. Also returns what a layer and a token cost besides their bytes: a
-    /// streamed layer waits for the router's choice.
+    /// Replaces the assumed GPU figures in `measured` by measured ones. Also returns the time that does not
+    /// depend on the bytes read. If the model `streams`, each layer also waits for the router's choice.
     pub fn apply(&self, measured: Measurements, streams: bool) -> (Measurements, Overhead) {
         let Overhead { layer, token } = self.overhead.unwrap_or_default();
         let (memory, compute) = (self.matrix_rate, self.matrix_rate);

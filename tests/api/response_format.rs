@@ -65,17 +65,20 @@ async fn content_matches_the_schema() {
 #[tokio::test]
 async fn content_matches_regex_choice_and_grammar() {
     let server = Server::saying(THINKS).await;
-    let said = async |more: Value| {
+    let answer_of = async |more: Value| {
         server.ask(PATH, &ask(more)).await["choices"][0]["message"]["content"].as_str().unwrap().to_owned()
     };
-    let text = said(json!({"response_format": {"type": "regex", "regex": "[a-c]{2}-[0-9]"}})).await;
+    let text = answer_of(json!({"response_format": {"type": "regex", "regex": "[a-c]{2}-[0-9]"}})).await;
     let bytes = text.as_bytes();
     assert!(
         bytes.len() == 4 && bytes[0].is_ascii_lowercase() && bytes[2] == b'-' && bytes[3].is_ascii_digit(),
         "{text}"
     );
-    assert!(["yes", "no"].contains(&&*said(json!({"guided_choice": ["yes", "no"]})).await));
-    assert_eq!(said(json!({"response_format": {"type": "lark", "lark": "start: \"a\" \"b\" \"b\""}})).await, "abb");
+    assert!(["yes", "no"].contains(&&*answer_of(json!({"guided_choice": ["yes", "no"]})).await));
+    assert_eq!(
+        answer_of(json!({"response_format": {"type": "lark", "lark": "start: \"a\" \"b\" \"b\""}})).await,
+        "abb"
+    );
 }
 
 #[tokio::test]

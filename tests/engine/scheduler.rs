@@ -261,7 +261,7 @@ fn error_or_panic_ends_one_request() {
         assert!(matches!(panicked, Err(EngineError::Panicked(text)) if text.contains("token 41")));
         assert_eq!(answer(&handle, &[9, 5, 6]), [9, 5, 6]);
     }
-    // References: the two mocks and the sequence of the last request.
+    // Remaining references: the two mocks and the sequence of the last request.
     wait_until_idle(&handle);
     assert_eq!(Arc::strong_count(&mock.states), 3);
 }

@@ -42,9 +42,9 @@ fn errors_are_one_line() {
     for (args, words) in cases {
         let output = run(args);
         assert_eq!(output.status.code(), Some(1), "{args:?}");
-        let said = stderr(&output);
-        assert!(said.starts_with("moestro: ") && said.contains(words), "{args:?}: {said}");
-        assert_eq!(said.lines().count(), 1, "{args:?}: {said}");
+        let text = stderr(&output);
+        assert!(text.starts_with("moestro: ") && text.contains(words), "{args:?}: {text}");
+        assert_eq!(text.lines().count(), 1, "{args:?}: {text}");
         assert!(output.stdout.is_empty());
     }
 }
@@ -62,13 +62,13 @@ fn generate_prints_one_answer() {
     assert!(output.status.success(), "{}", stderr(&output));
     assert_eq!(String::from_utf8_lossy(&output.stdout), "12 + 7 = 19.\n");
     // Stderr is not a terminal here: no reasoning, one line of timings.
-    let said = stderr(&output);
+    let text = stderr(&output);
     assert_eq!(
-        said.lines().filter(|line| line.starts_with("prompt ") && line.contains("; answer ")).count(),
+        text.lines().filter(|line| line.starts_with("prompt ") && line.contains("; answer ")).count(),
         1,
-        "{said}"
+        "{text}"
     );
-    assert!(!said.contains('\x1b'), "{said}");
+    assert!(!text.contains('\x1b'), "{text}");
 }
 
 /// Runs a command with a text on its stdin.
@@ -89,12 +89,12 @@ fn prompt_is_read_from_a_pipe() {
         (&["generate", "--temp", "0", "--thinking", "off"], false),
     ] {
         let output = run_with_stdin(args, "What is 12+7?\n");
-        let said = stderr(&output);
-        assert!(output.status.success(), "{args:?}: {said}");
+        let text = stderr(&output);
+        assert!(output.status.success(), "{args:?}: {text}");
         assert_eq!(String::from_utf8_lossy(&output.stdout), "12 + 7 = 19.\n", "{args:?}");
-        let reasoning = said.lines().filter(|line| !line.is_empty() && !line.starts_with("prompt ")).count();
-        assert_eq!(reasoning > 0, thinks, "{args:?}: {said}");
-        assert!(!said.contains('\x1b'), "{said}");
+        let reasoning = text.lines().filter(|line| !line.is_empty() && !line.starts_with("prompt ")).count();
+        assert_eq!(reasoning > 0, thinks, "{args:?}: {text}");
+        assert!(!text.contains('\x1b'), "{text}");
     }
     assert_eq!(run_with_stdin(&["run"], "").status.code(), Some(2), "the prompt is empty");
 }
@@ -184,8 +184,8 @@ fn pipe_as_checkpoint_file_is_refused() {
         let _ = std::fs::remove_file(&path);
         assert!(Command::new("mkfifo").arg(&path).status().unwrap().success());
         let output = run(&["generate", dir.path().to_str().unwrap(), "-p", "Hi"]);
-        let said = stderr(&output);
-        assert!(said.contains(name) && said.contains("not a regular file"), "{said}");
+        let text = stderr(&output);
+        assert!(text.contains(name) && text.contains("not a regular file"), "{text}");
         std::fs::remove_file(&path).unwrap();
         std::os::unix::fs::symlink("/dev/zero", &path).unwrap();
         let output = run(&["generate", dir.path().to_str().unwrap(), "-p", "Hi"]);

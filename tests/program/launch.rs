@@ -39,10 +39,10 @@ fn agent_runs_with_own_server_and_settings() {
     let (home, port) = (tempfile::tempdir().unwrap(), free_port());
     install(home.path(), "claude");
     let output = launch(home.path(), &["claude", "--port", &port, "--", "-p", "hello there"]);
-    let (said, log) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-    assert_eq!(output.status.code(), Some(7), "the agent's exit code: {said}{log}");
-    assert!(said.contains(&format!("base http://127.0.0.1:{port} model moestro-demo window 32768")), "{said}{log}");
-    assert!(said.contains("key local removed .\n") && said.contains("arguments -p hello there\n"), "{said}");
+    let (text, log) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert_eq!(output.status.code(), Some(7), "the agent's exit code: {text}{log}");
+    assert!(text.contains(&format!("base http://127.0.0.1:{port} model moestro-demo window 32768")), "{text}{log}");
+    assert!(text.contains("key local removed .\n") && text.contains("arguments -p hello there\n"), "{text}");
     assert!(log.contains("starting a server") && log.contains("claude -p 'hello there'"), "{log}");
     let address = format!("127.0.0.1:{port}");
     assert!(TcpStream::connect(address).is_err(), "the server ends with the agent");
@@ -60,8 +60,8 @@ fn files_are_written_after_consent() {
     assert!(String::from_utf8_lossy(&asked.stderr).contains("Use --yes to confirm"), "{asked:?}");
     assert!(!file.exists());
     let output = launch(home.path(), &["opencode", "--port", &port, "--yes", "--api-key", "secret"]);
-    let said = String::from_utf8_lossy(&output.stdout);
-    assert!(said.contains("key secret") && said.contains("\"context\": 32768"), "{said}{output:?}");
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(text.contains("key secret") && text.contains("\"context\": 32768"), "{text}{output:?}");
     assert!(!String::from_utf8_lossy(&output.stderr).contains("secret"), "{output:?}");
     assert!(file.exists() && !fs::read_to_string(&file).unwrap().contains("secret"));
 }
@@ -69,10 +69,10 @@ fn files_are_written_after_consent() {
 #[test]
 fn missing_agent_or_model_is_an_error() {
     let (home, port) = (tempfile::tempdir().unwrap(), free_port());
-    let said = |args: &[&str]| String::from_utf8(launch(home.path(), args).stderr).unwrap();
-    let missing = said(&["aider", "--port", &port]);
+    let stderr_of = |args: &[&str]| String::from_utf8(launch(home.path(), args).stderr).unwrap();
+    let missing = stderr_of(&["aider", "--port", &port]);
     assert!(missing.contains("aider is not installed; install it with `python3 -m pip"), "{missing}");
     install(home.path(), "codex");
-    let nowhere = said(&["codex", "--port", &port, "--model", "/no/model"]);
+    let nowhere = stderr_of(&["codex", "--port", &port, "--model", "/no/model"]);
     assert!(nowhere.contains("the server did not start: no such directory: /no/model"), "{nowhere}");
 }

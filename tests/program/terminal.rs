@@ -126,16 +126,16 @@ impl Drop for Terminal {
 #[test]
 fn version_names_the_commit() {
     let home = tempfile::tempdir().unwrap();
-    let said = isolated(MOESTRO, home.path()).arg("--version").output().unwrap().stdout;
-    let said = String::from_utf8(said).unwrap();
+    let text = isolated(MOESTRO, home.path()).arg("--version").output().unwrap().stdout;
+    let text = String::from_utf8(text).unwrap();
     assert!(
-        said.starts_with(concat!("moestro ", env!("CARGO_PKG_VERSION"), " (")) && said.contains("features: "),
-        "{said}"
+        text.starts_with(concat!("moestro ", env!("CARGO_PKG_VERSION"), " (")) && text.contains("features: "),
+        "{text}"
     );
     let git = Command::new("git").args(["rev-parse", "HEAD"]).current_dir(env!("CARGO_MANIFEST_DIR")).output();
     if let Some(git) = git.ok().filter(|git| git.status.success()) {
         let commit = String::from_utf8(git.stdout).unwrap();
-        assert!(said.contains(&format!("(commit {}, ", &commit[..12])), "{said} is not of {commit}");
+        assert!(text.contains(&format!("(commit {}, ", &commit[..12])), "{text} is not of {commit}");
     }
 }
 
@@ -218,12 +218,12 @@ fn every_inherited_port_is_served() {
 fn server_prints_a_sentence() {
     let home = tempfile::tempdir().unwrap();
     let mut server = Terminal::begin(home.path(), "serve --port 0");
-    let said = server.wait("(Ctrl-C ends it)");
+    let text = server.wait("(Ctrl-C ends it)");
     assert!(
-        said.contains("moestro-demo answers on cpu, all experts in memory, context 32768: http://127.0.0.1:"),
-        "{said}"
+        text.contains("moestro-demo answers on cpu, all experts in memory, context 32768: http://127.0.0.1:"),
+        "{text}"
     );
-    assert!(!said.contains("\"event\""), "{said}");
+    assert!(!text.contains("\"event\""), "{text}");
     server.end(CTRL_C);
 }
 

@@ -25,14 +25,14 @@ use std::{
 
 /// Size of the matrix whose product is measured.
 const MATRIX: usize = 256 << 20;
-/// Spinning times of waits that are compared with the default.
+/// How long a wait for the GPU spins before it sleeps: values that are compared with the default.
 const SPINS: [Duration; 2] = [Duration::ZERO, Duration::from_micros(200)];
 
-/// The models that are measured, and the tokens of each run.
+/// The synthetic models that are measured, and the numbers of prompt and answer tokens of each run.
 pub struct ReportModels {
-    /// Read from disk and streamed.
+    /// Measured in memory and streamed from disk.
     pub shallow: Dimensions,
-    /// With more layers and fewer experts. The difference in time is that of the layers.
+    /// Has more layers and fewer experts. The difference in time to `shallow` gives the cost of a layer.
     pub deep: Dimensions,
     pub prompt: usize,
     pub decode: usize,
@@ -53,7 +53,7 @@ impl ReportModels {
 /// Conditions of a run.
 #[derive(Default)]
 struct RunOptions {
-    /// Fewer slots than experts.
+    /// `Some` streams with this number of slots.
     slots: Option<usize>,
     gpu_awake: Option<bool>,
     spin: Option<Duration>,
@@ -66,7 +66,7 @@ type OpenGpu<'a> = &'a dyn Fn() -> Option<Box<dyn Gpu>>;
 /// are written to `dir`, which must not exist, and removed.
 ///
 /// # Errors
-/// The disk is too small or fails; a model cannot be loaded.
+/// The disk is too small or fails, or a model cannot be loaded.
 pub fn measure(open: OpenGpu<'_>, wait: f64, models: &ReportModels, dir: &Path) -> Result<MachineReport, CommandError> {
     let io = |source| StoreError::Io { path: dir.to_owned(), source };
     let partial = PartialDir::create(dir).map_err(io)?;
@@ -100,7 +100,7 @@ pub fn measure(open: OpenGpu<'_>, wait: f64, models: &ReportModels, dir: &Path) 
             bench.run(&shallow, &what, RunOptions { spin: Some(spin), ..RunOptions::default() }, &mut runs)?;
         }
     }
-    // So few that most answers need reads.
+    // So few slots that most tokens need reads from disk.
     let slots = Some((models.shallow.layers * models.shallow.experts / 8).max(1));
     let mut stream = |layout: &str| {
         let awake: &[Option<bool>] = if gpu_name.is_some() { &[Some(false), Some(true)] } else { &[None] };
@@ -152,11 +152,11 @@ struct MachineBench<'a> {
     models: &'a ReportModels,
 }
 
-/// A model that was in memory, and the seconds of a token.
+/// The shape of a model that was entirely in memory, and its seconds per token.
 type ResidentRun = (ModelFootprint, f64);
 
 impl MachineBench<'_> {
-    /// Measures an answer of the model in `dir`. Returns the seconds of a token if all experts were in memory.
+    /// Measures an answer of the model in `dir`. Returns its shape and seconds per token if all experts were in memory.
     fn run(
         &self,
         dir: &Path,
@@ -207,7 +207,7 @@ impl MachineBench<'_> {
     }
 }
 
-/// The costs besides the bytes that two models in memory have.
+/// The time that does not depend on the bytes read, from two models in memory.
 fn overhead(bandwidth: &Bandwidth, runs: [&ResidentRun; 2]) -> Overhead {
     let [first, second] = runs.map(|(shape, seconds)| {
         let bytes = estimate(shape, bandwidth, HitRates::ALL, Overhead::default());

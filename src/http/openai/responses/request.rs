@@ -70,7 +70,7 @@ pub async fn read(
 ) -> Result<(ResponsesRequest, Vec<Value>, Vec<Value>, MemoryPermit), ApiError> {
     state.ensure_ready()?;
     let (mut request, mut permit) = body::known::<ResponsesRequest>(state, body, fields::RESPONSES).await?;
-    // The permit also covers the translation of the items: those of earlier responses are copied first.
+    // Memory for translating all items and, counted twice, for copying and translating those of earlier responses.
     let mut reserve = |bytes: usize| permit.grow(permit.bytes() + 2 * bytes);
     let history = match &request.previous_response_id {
         Some(id) => {
@@ -114,7 +114,7 @@ impl ResponsesRequest {
         pairs.collect()
     }
 
-    /// Makes the answer one text without calls, reasoning or a stream.
+    /// Changes the request so that its answer is a single text: no calls, reasoning, text format or stream.
     pub fn answer_as_text(&mut self) {
         self.tool_choice = Some("none".into());
         self.reasoning = Some(ResponsesReasoning { effort: Some("none".into()), summary: None });
