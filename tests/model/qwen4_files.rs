@@ -7,7 +7,8 @@ use crate::{
 use candle_core::{DType, Device};
 use moestro::{
     checkpoint::{RowFiles, pack},
-    model::{CheckpointInfo, LoadOptions, Reference, StoreOptions},
+    metrics::Metrics,
+    model::{CheckpointInfo, LoadOptions, Model, Qwen, Reference, Rows, StoreOptions},
     tools::synth::{self, Dimensions, StreamDimensions, SynthOptions},
 };
 use safetensors::Dtype;
@@ -50,6 +51,46 @@ fn other_dimensions_match_independent_implementation() {
     let mut model = load_with(&other(), options());
     let (logits, mut state, _) = prefill(&model, &prompt, 1024);
     assert_eq!(decode(&mut model, &mut state, logits.row(logits.rows() - 1), greedy.len()).0, greedy);
+}
+
+/// Every number of the configuration, changed: a wrong size is an error, and no value ends in a panic.
+#[test]
+fn changed_dimensions_are_refused_without_panic() {
+    // These change no shape.
+    let free = [
+        "bos_token_id",
+        "eos_token_id",
+        "max_position_embeddings",
+        "num_experts_per_tok",
+        "indexer_budget",
+        "indexer_compress_ratio",
+        "indexer_kv_heads",
+        "split_ngram_parts",
+    ];
+    let copy = tempfile::tempdir().unwrap();
+    std::fs::copy(other().join("model.safetensors"), copy.path().join("model.safetensors")).unwrap();
+    let json: serde_json::Value = serde_json::from_slice(&std::fs::read(other().join("config.json")).unwrap()).unwrap();
+    let load = |json: &serde_json::Value| {
+        std::fs::write(copy.path().join("config.json"), json.to_string()).unwrap();
+        CheckpointInfo::unpacked(copy.path(), &options()).map(|_| ()).map_err(|error| error.to_string())
+    };
+    assert_eq!(load(&json), Ok(()));
+    let (mut refused, mut loads) = (0, Vec::new());
+    for (key, value) in json["text_config"].as_object().unwrap() {
+        let Some(value) = value.as_u64() else { continue };
+        for changed in [0, value - 1, value + 1, 2 * value, 1 << 40] {
+            let mut json = json.clone();
+            json["text_config"][key] = changed.into();
+            if load(&json).is_err() {
+                refused += 1;
+            } else if !free.contains(&key.as_str()) {
+                loads.push((key.as_str(), changed));
+            }
+        }
+    }
+    assert!(refused > 100, "{refused}");
+    // 37 is the first prime from 36 on. The tables have 280 and 440 rows.
+    assert_eq!(loads, [("ngram_vocab_size_base", 36), ("make_ngram_vocab_size_divisible_by", 20)]);
 }
 
 /// The value of an E4M3 code.
@@ -157,6 +198,23 @@ fn table_in_own_file_gives_same_logits() {
     std::fs::copy(written(&own).path().join("model.safetensors"), copy.path().join("ngram-table.safetensors")).unwrap();
     let (found, ..) = prefill(&load_with(copy.path(), options()), &case.prompt, 1024);
     assert!(found.data == expected.data);
+}
+
+#[test]
+fn each_row_is_read_once_and_then_cached() {
+    let (case, metrics) = (&cases()[1], Metrics::new("test", "cpu"));
+    let mut model = Qwen::load(&dir(), &options(), &metrics, &mut |_, _| ()).unwrap();
+    let mut rows: Vec<i64> = case.stored["layer1.ple_rows"].iter().map(|row| *row as i64).collect();
+    rows.sort_unstable();
+    rows.dedup();
+    let counts = || [&metrics.ngram_rows_read, &metrics.ngram_rows_cached].map(|count| count.get());
+    for cached in [0, rows.len() as u64] {
+        let mut state = model.start().unwrap();
+        model.forward(&mut state, &case.prompt, Rows::Last).unwrap();
+        assert_eq!(counts(), [rows.len() as u64, cached]);
+    }
+    // Rows of 32 values in bf16.
+    assert_eq!(metrics.ngram_read_bytes.get(), 64 * rows.len() as u64);
 }
 
 #[test]
