@@ -73,7 +73,7 @@ impl RowTable {
         self.codes.row_bytes(self.width)
     }
 
-    /// The pieces of the first of `rows`, up to the end of its shard, and the number of rows.
+    /// Where the rows at the start of `rows` lie, as far as one shard contains them, and the number of these rows.
     pub fn pieces(&self, rows: Range<u64>) -> ([Piece; 3], u64) {
         let shard = self.starts.partition_point(|start| *start <= rows.start).saturating_sub(1);
         let end = self.starts.get(shard + 1).copied().unwrap_or(self.rows).min(rows.end);

@@ -22,8 +22,8 @@ use std::{
     sync::Arc,
 };
 
-/// If the mean of the norms of queries and keys is larger, 1 was added twice. The value is halfway between 1.75 and
-/// 2.75.
+/// If the mean weight of the norms of queries and keys is larger than this, a converter added 1 twice. The value is
+/// halfway between the usual 1.75 and 2.75.
 const SHIFTED_TWICE: f32 = 2.25;
 
 /// Trunk tensors start at multiples of this (bytes): a cache line.

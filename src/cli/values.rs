@@ -51,7 +51,7 @@ pub enum LogFormat {
     Json,
 }
 
-/// The least severe messages of the log.
+/// The minimum severity of messages in the log.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum LogLevel {
     Error,

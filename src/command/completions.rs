@@ -7,7 +7,7 @@ use clap_complete::Shell;
 /// Commands whose first argument is a model.
 const WITH_MODEL: &str = "run chat generate serve info show bench pack config rm stop";
 
-/// Replaces bash's completion function, for words that are a model.
+/// Replaces bash's completion function. Completes the names of models where a command expects one.
 const BASH: &str = r#"
 _moestro_with_models() {
     local current="${COMP_WORDS[COMP_CWORD]}" before="${COMP_WORDS[COMP_CWORD-1]}" command
@@ -51,7 +51,7 @@ pub fn completions(shell: Shell) -> Vec<u8> {
     script.into_bytes()
 }
 
-/// Replaces zsh's default action for arguments and options that are a model.
+/// Replaces zsh's default action for arguments and options whose value is a model.
 fn with_models_in_zsh(script: &str) -> String {
     let is_model = |line: &str| {
         let line = line.trim_start();

@@ -38,7 +38,7 @@ impl LogFiles {
         Ok(files)
     }
 
-    /// Empties launchd's file of stderr if it is too large. launchd appends to it at each start, also if every start fails.
+    /// Empties the file to which launchd writes stderr if it is too large. Each start appends to it, even a failed one.
     fn bound_stderr(&self) {
         let Ok(file) = File::options().write(true).open(self.dir.join(STDERR)) else { return };
         if file.metadata().is_ok_and(|metadata| metadata.is_file() && metadata.len() > self.max_bytes) {

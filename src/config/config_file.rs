@@ -273,7 +273,7 @@ fn setting(name: String, value: toml::Value, of_model: bool) -> Result<(String, 
     Ok((name, value))
 }
 
-/// The flags of a subcommand that can be set in the file: those with an environment variable, but `--config`.
+/// The flags of a subcommand that can be set in the file: those with an environment variable, except `--config`.
 fn settings_of<'a>(whole: &'a clap::Command, subcommand: &str) -> impl Iterator<Item = &'a Arg> {
     let own = whole.find_subcommand(subcommand).into_iter().flat_map(clap::Command::get_arguments);
     own.chain(whole.get_arguments()).filter(|arg| arg.get_env().is_some() && arg.get_long() != Some("config"))

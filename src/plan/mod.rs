@@ -76,7 +76,7 @@ pub struct ModelFootprint {
     pub state: u64,
     /// Everything that one more live sequence takes, except pages of keys and values.
     pub sequence: u64,
-    /// What `sequence` grows by for each row of a prefill chunk.
+    /// The number of bytes that each row of a prefill chunk adds to `sequence`.
     pub sequence_per_row: u64,
     /// Activations for one row of a prefill chunk.
     pub workspace_per_row: u64,
@@ -345,8 +345,8 @@ impl Plan {
             return Err(ModelError::Memory(asked.to_string()));
         };
 
-        // Each part gets its fraction of `spare`, not of what rounding leaves, so that more memory never shrinks any
-        // part.
+        // Each part gets a fraction of `spare`. The bytes that rounding one part down leaves go to no other part, so
+        // that more memory never shrinks any part.
         let kv_share = (spare / 16).min(kv.bytes(kv.short - kv.floor));
         let rows_share = (spare / 8).min(rows.bytes(rows.short - rows.floor));
         let cache_share = if options.prompt_cache.is_some() { 0 } else { (spare / 16).min(PROMPT_CACHE) };

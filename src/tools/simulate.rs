@@ -24,7 +24,7 @@ struct SimulationReport {
     refused: Vec<(&'static str, String)>,
 }
 
-/// Working set of the GPU in bytes. Only needed so that the plan is one for a GPU.
+/// Working set of the GPU in bytes. A plan for a GPU needs one; the value is arbitrary.
 const GPU: u64 = 64 << 30;
 
 /// Prints the simulation for the machine called `name`, or for all.
@@ -101,7 +101,7 @@ fn cells(found: &Simulation) -> [String; 5] {
     ]
 }
 
-/// Formats two values times `scale`, the smaller first, with one decimal if both are below 10.
+/// Formats both values, multiplied by `scale`, as a range, with one decimal if both are below 10.
 fn range(values: [f64; 2], scale: f64) -> String {
     let [a, b] = values.map(|value| scale * value);
     let digits = usize::from(a.max(b) < 10.0);

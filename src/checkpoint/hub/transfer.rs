@@ -367,7 +367,7 @@ impl<'a> Transfer<'a> {
         Ok(())
     }
 
-    /// Removes a finished piece. The last piece of a file verifies the file; a failed piece stops the download.
+    /// Removes a finished piece. If it was the last one of a file, verifies the file. A failed piece stops the download.
     fn finish(&self, piece: FilePiece, outcome: Result<(), PieceError>) {
         let (listed, part) = {
             let file = &mut self.state.lock().files[piece.file];

@@ -36,7 +36,7 @@ pub struct GenerationRequest {
     /// Maximum number of tokens of reasoning.
     pub thinking_budget: Option<usize>,
     pub parallel_tool_calls: bool,
-    /// Field names of chat completions and of the client's API, for errors. See [`ApiError::renamed`].
+    /// Pairs of field names, chat completions' and the client's API's, for errors. See [`ApiError::renamed`].
     pub names: &'static [(&'static str, &'static str)],
 }
 
