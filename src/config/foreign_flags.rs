@@ -65,7 +65,6 @@ const FLAGS: &[(&[&str], Treatment)] = &[
     (&["-cb", "--cont-batching", "--no-warmup"], Ignored(Values::None, "it is not needed")),
     (&["--no-webui"], Ignored(Values::None, "the page at / stays; it loads nothing from elsewhere")),
     (&["-np"], Becomes(&["--parallel"])),
-    (&["--parallel"], Ignored(Values::One, "requests wait in a queue; --max-queue sets its length")),
     (&["-ctk", "-ctv", "--cache-type-k", "--cache-type-v", "--kv-cache-dtype"], Refused(CACHE_BITS)),
     (&["-b", "-ub", "--batch-size", "--ubatch-size", "--max-num-batched-tokens"], Refused(BATCH)),
     (&["-a", "--alias", "--served-model-name"], Refused(NAME)),
@@ -89,7 +88,7 @@ const FLAGS: &[(&[&str], Treatment)] = &[
     // vLLM.
     (&["--gpu-memory-utilization"], Refused("use --memory-limit SIZE, such as --memory-limit 24GiB")),
     (&["--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp"], Ignored(Values::One, ONE_MACHINE)),
-    (&["--max-num-seqs"], Refused("use --max-queue N for the number of waiting requests")),
+    (&["--max-num-seqs"], Becomes(&["--parallel"])),
     (&["--dtype", "--quantization", "--load-format"], Refused("the model's files decide the format of its weights")),
     (&["--enable-auto-tool-choice", "--enable-reasoning"], Ignored(Values::None, TOOLS)),
     (&["--tool-call-parser", "--reasoning-parser"], Ignored(Values::One, TOOLS)),

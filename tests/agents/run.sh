@@ -42,7 +42,7 @@ turn() {
   local port
   port=$(python3 -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
   # Nothing of the caller's environment reaches the agent or the server.
-  timeout 240 env -i HOME="$dir/home" PATH="$cache/node_modules/.bin:$cache/aider/bin:$PATH" LANG=C.UTF-8 \
+  timeout 600 env -i HOME="$dir/home" PATH="$cache/node_modules/.bin:$cache/aider/bin:$PATH" LANG=C.UTF-8 \
     MOESTRO_LOG_LEVEL=debug MOESTRO_LOG_FORMAT=json \
     "$binary" launch "$agent" --yes --model "$dir/scripted" --port "$port" -- "$@" </dev/null >"$dir/out" 2>"$dir/err"
 }
@@ -67,7 +67,7 @@ models:
 YAML
   cd "$dir/project"
   local status=0
-  timeout 240 env -i HOME="$dir/home" PATH="$cache/node_modules/.bin:$PATH" LANG=C.UTF-8 CONTINUE_TELEMETRY_ENABLED=0 \
+  timeout 600 env -i HOME="$dir/home" PATH="$cache/node_modules/.bin:$PATH" LANG=C.UTF-8 CONTINUE_TELEMETRY_ENABLED=0 \
     cn -p "Write the file" --config "$dir/config.yaml" --auto </dev/null >"$dir/out" 2>"$dir/err" || status=$?
   kill "$server"
   wait "$server" || true

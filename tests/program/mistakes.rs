@@ -128,6 +128,8 @@ fn flags_of_other_programs_get_a_sentence() {
             ("serve nope --jinja -fa on --no-mmap --mlock", "no such directory: nope"),
             ("serve nope --trust-remote-code", "Moestro never runs code of a checkpoint"),
             ("-m nope -c 4096 --port 0", "no such directory: nope"),
+            ("serve nope -np 2", "no such directory: nope"),
+            ("serve nope --max-num-seqs 2", "no such directory: nope"),
         ],
     );
     let unknown = output_of(home.path(), "", &["serve", "--colour"]);

@@ -292,6 +292,18 @@ fn chat_commands_work() {
     assert_eq!(saved["messages"][0]["content"], "What is 12+7?");
 }
 
+/// Scripts and terminals without bracketed paste send several lines at once.
+#[test]
+fn text_typed_ahead_is_kept() {
+    let home = tempfile::tempdir().unwrap();
+    let mut chat = Terminal::chat(home.path());
+    chat.press("/set seed 5\rWhat is 12+7?\r/set\r");
+    chat.wait("seed            5");
+    chat.wait("12 + 7 = 19.");
+    chat.wait("seed            5");
+    chat.end(CTRL_D);
+}
+
 #[test]
 fn chat_asks_server_that_has_the_model() {
     let home = tempfile::tempdir().unwrap();
@@ -332,7 +344,7 @@ fn plain_terminals_get_no_colours() {
 fn long_prompt_shows_progress() {
     let home = tempfile::tempdir().unwrap();
     let file = home.path().join("prompt");
-    std::fs::write(&file, "What is 12+7? ".repeat(400)).unwrap();
+    std::fs::write(&file, "What is 12+7? ".repeat(125)).unwrap();
     let mut chat = Terminal::begin(home.path(), &format!("run -p \"$(cat {})\" --temp 0 -n 4", file.display()));
     let shown = chat.wait("tok/s");
     assert!(shown.contains("\r\x1b[K\x1b[2mreading the prompt: "), "{shown:?}");
