@@ -1,4 +1,4 @@
-// Gated attention between its projections, for decoding, over f32 or bf16 keys and values.
+// Gated attention between its projections, for decoding, over f32 or 16-bit keys and values.
 //
 // A row of `proj` holds the query and the gate of each query head, then the keys, then the values of the kv heads.
 // The cache consists of pages [kv_heads, PAGE, dim]. Keys in it are normed and rotated.
@@ -18,17 +18,26 @@ FN uint split_size(CONSTANT AttentionArgs& a, uint position) {
   return size;
 }
 
-FN uint to_bf16(float x) {
-  const uint u = as_type<uint>(x);
-  return (u & 0x7fffffffu) > 0x7f800000u ? (u >> 16) | 64u : (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+// Stores a row of the cache. A lane has the values of columns lane, lane + 32, ..
+FN void store_row(DEVICE float* row, uint dim, THREAD const float* v THREAD_IDS_PARAM) {
+  UNROLL for (uint j = 0; j < MAX_DIM / 32; j++)
+    if (lane + 32 * j < dim) row[lane + 32 * j] = v[j];
 }
-FN void load4(DEVICE const float* p, ulong i, THREAD float* v) {
-  const float4 q = *(DEVICE const float4*)(p + i);
-  v[0] = q.x, v[1] = q.y, v[2] = q.z, v[3] = q.w;
+// As on the CPU: the largest magnitude becomes 32639. Adding 1.5 * 2^23 rounds to an integer in the low bits.
+FN void store_row(DEVICE short* row, uint dim, THREAD const float* v THREAD_IDS_PARAM) {
+  const float levels = 32639.0f, rounding = 12582912.0f;
+  // Bit patterns of magnitudes have the same order as the magnitudes, and NaN is the largest.
+  uint bits = 0;
+  UNROLL for (uint j = 0; j < MAX_DIM / 32; j++)
+    if (lane + 32 * j < dim) bits = max(bits, as_type<uint>(v[j]) & 0x7fffffffu);
+  bits = ~SIMD_MIN(~bits);
+  const float most = as_type<float>(bits);
+  const bool finite = bits < 0x7f800000u, none = !finite || most < 1e-30f;
+  const float inverse = none ? 0.0f : levels / most;
+  UNROLL for (uint j = 0; j < MAX_DIM / 32; j++)
+    if (lane + 32 * j < dim) row[lane + 32 * j] = short(none ? 0 : as_type<uint>(v[j] * inverse + rounding) - as_type<uint>(rounding));
+  if (lane == 0) *(DEVICE uint*)(row + dim) = finite ? as_type<uint>(none ? 0.0f : most / levels) : 0x7fc00000u;
 }
-FN void load4(DEVICE const ushort* p, ulong i, THREAD float* v) { UNROLL for (uint n = 0; n < 4; n++) v[n] = bf16(p[i + n]); }
-FN void store_value(DEVICE float* p, ulong i, float x) { p[i] = x; }
-FN void store_value(DEVICE ushort* p, ulong i, float x) { p[i] = ushort(to_bf16(x)); }
 
 // Norms and rotates query and key heads. Writes keys and values to the cache at position start + token, and
 // queries to `q`. `rope` [tokens, rope_dim / 2, 2] holds cosines and sines. Grid (heads + 2 * kv_heads, tokens),
@@ -42,9 +51,13 @@ FN void norm_rope(CONSTANT AttentionArgs& a, DEVICE const float* proj, DEVICE co
   const uint kv = query ? 0 : (head - a.heads) % a.kv_heads;
   const uint from = query ? head * 2 * a.dim : (a.heads + head) * a.dim;
   DEVICE const float* row = proj + ulong(token) * a.width + from;
-  const ulong to = query ? (ulong(token) * a.heads + head) * a.dim : page_row(table, a.kv_heads, kv, a.start + token) * a.dim;
+  const ulong to = query ? (ulong(token) * a.heads + head) * a.dim
+                         : page_row(table, a.kv_heads, kv, a.start + token) * cache_pitch(keys, a.dim);
+  float v[MAX_DIM / 32] = {};
   if (value) {
-    for (uint i = lane; i < a.dim; i += 32) store_value(values, to + i, row[i]);
+    UNROLL for (uint j = 0; j < MAX_DIM / 32; j++)
+      if (lane + 32 * j < a.dim) v[j] = row[lane + 32 * j];
+    store_row(values + to, a.dim, v THREAD_IDS);
     return;
   }
   DEVICE const float* w = query ? q_norm : k_norm;
@@ -53,23 +66,25 @@ FN void norm_rope(CONSTANT AttentionArgs& a, DEVICE const float* proj, DEVICE co
   const float scale = 1.0f / sqrt(SIMD_SUM(squares) / float(a.dim) + a.eps);
   for (uint i = lane; i < a.dim; i += 32) x[i] = row[i] * scale * w[i];
   BARRIER();
-  for (uint i = lane; i < a.dim; i += 32) {
-    float v = x[i];
+  UNROLL for (uint n = 0; n < MAX_DIM / 32; n++) {
+    const uint i = lane + 32 * n;
+    if (i >= a.dim) continue;
+    v[n] = x[i];
     if (i < a.rope_dim) {
       const uint j = i % half_dim;
       const float c = rope[(token * half_dim + j) * 2], s = rope[(token * half_dim + j) * 2 + 1];
-      v = i < half_dim ? x[i] * c - x[i + half_dim] * s : x[i] * c + x[i - half_dim] * s;
+      v[n] = i < half_dim ? x[i] * c - x[i + half_dim] * s : x[i] * c + x[i - half_dim] * s;
     }
-    if (query) q[to + i] = v;
-    else store_value(keys, to + i, v);
+    if (query) q[to + i] = v[n];
   }
+  if (!query) store_row(keys + to, a.dim, v THREAD_IDS);
 }
 
 // Prefetches BATCH rows of keys and values from row `p` of a page.
-template <class T> FN void prefetch_kv(DEVICE const T* keys, DEVICE const T* values, uint p, uint left, uint dim) {
-  const uint bytes = min(uint(BATCH), left) * dim * sizeof(T);
-  PREFETCH(keys + ulong(p) * dim, bytes);
-  PREFETCH(values + ulong(p) * dim, bytes);
+template <class T> FN void prefetch_kv(DEVICE const T* keys, DEVICE const T* values, uint p, uint left, uint pitch) {
+  const uint bytes = min(uint(BATCH), left) * pitch * sizeof(T);
+  PREFETCH(keys + ulong(p) * pitch, bytes);
+  PREFETCH(values + ulong(p) * pitch, bytes);
 }
 
 // Attention over one split of the positions, for all query heads of one kv head: a softmax without normalisation.
@@ -84,9 +99,10 @@ FN void attend_split(CONSTANT AttentionArgs& a, DEVICE const float* q, DEVICE co
   const uint groups = a.heads / a.kv_heads, simds = groups / HEADS, token = tgid.z, head = tgid.y * groups + sg * HEADS;
   const uint visible = a.start + token + 1, size = split_size(a, a.start + token), first = tgid.x * size, end = min(first + size, visible);
   // The current page. A split of up to PAGE positions is inside one page.
-  ulong page = page_row(table, a.kv_heads, tgid.y, min(first, visible - 1) / PAGE * PAGE) * a.dim;
+  const uint pitch = cache_pitch(keys, a.dim);
+  ulong page = page_row(table, a.kv_heads, tgid.y, min(first, visible - 1) / PAGE * PAGE) * pitch;
   for (uint p = first + sg * BATCH; p < min(first + PREFETCH_ROWS, end); p += simds * BATCH)
-    prefetch_kv(keys + page, values + page, p % PAGE, end - p, a.dim);
+    prefetch_kv(keys + page, values + page, p % PAGE, end - p, pitch);
   AWAIT();
   float query[HEADS * COLUMNS], sum[HEADS * COLUMNS] = {}, max_score[HEADS], denominator[HEADS] = {};
   UNROLL for (uint h = 0; h < HEADS; h++) {
@@ -97,26 +113,29 @@ FN void attend_split(CONSTANT AttentionArgs& a, DEVICE const float* q, DEVICE co
     }
   }
   for (uint block = first; block < end; block += BATCH) {
-    if (block % PAGE == 0 && block != first) page = page_row(table, a.kv_heads, tgid.y, block) * a.dim;
+    if (block % PAGE == 0 && block != first) page = page_row(table, a.kv_heads, tgid.y, block) * pitch;
     DEVICE const T* from = keys + page;
     DEVICE const T* back = values + page;
     const uint ahead = block % PAGE + PREFETCH_ROWS;
     if ((block - first) / BATCH % simds == sg && block + PREFETCH_ROWS < end && ahead < PAGE)
-      prefetch_kv(from, back, ahead, end - block - PREFETCH_ROWS, a.dim);
+      prefetch_kv(from, back, ahead, end - block - PREFETCH_ROWS, pitch);
     // Values are loaded before the keys are used, so the thread waits once for both.
-    float value[BATCH * COLUMNS] = {};
-    UNROLL for (uint n = 0; n < BATCH; n++)
+    float value[BATCH * COLUMNS] = {}, key_scale[BATCH], value_scale[BATCH];
+    UNROLL for (uint n = 0; n < BATCH; n++) {
+      const uint at = min(block + n, end - 1) % PAGE * pitch;
+      key_scale[n] = cache_scale(from + at, a.dim), value_scale[n] = cache_scale(back + at, a.dim);
       UNROLL for (uint j = 0; j < COLUMNS; j += 4) {
         const uint i = 4 * lane + j * 32;
-        if (i < a.dim) load4(back, min(block + n, end - 1) % PAGE * a.dim + i, value + n * COLUMNS + j);
+        if (i < a.dim) load_cached4(back + at + i, value + n * COLUMNS + j);
       }
+    }
     float score[HEADS * BATCH] = {};
     UNROLL for (uint n = 0; n < BATCH; n++) {
-      const uint at = min(block + n, end - 1) % PAGE * a.dim;
+      const uint at = min(block + n, end - 1) % PAGE * pitch;
       UNROLL for (uint j = 0; j < COLUMNS; j += 4) {
         const uint i = 4 * lane + j * 32;
         float key[4] = {};
-        if (i < a.dim) load4(from, at + i, key);
+        if (i < a.dim) load_cached4(from + at + i, key);
         UNROLL for (uint h = 0; h < HEADS; h++)
           UNROLL for (uint m = 0; m < 4; m++)
             score[h * BATCH + n] = fma(query[h * COLUMNS + j + m], key[m], score[h * BATCH + n]);
@@ -125,7 +144,7 @@ FN void attend_split(CONSTANT AttentionArgs& a, DEVICE const float* q, DEVICE co
     UNROLL for (uint h = 0; h < HEADS; h++) {
       float new_max = max_score[h];
       UNROLL for (uint n = 0; n < BATCH; n++) {
-        score[h * BATCH + n] = SIMD_SUM(score[h * BATCH + n]);
+        score[h * BATCH + n] = SIMD_SUM(score[h * BATCH + n]) * key_scale[n];
         if (block + n < end) new_max = max(new_max, score[h * BATCH + n]);
       }
       const float rescale = exp(max_score[h] - new_max);
@@ -140,7 +159,7 @@ FN void attend_split(CONSTANT AttentionArgs& a, DEVICE const float* q, DEVICE co
     UNROLL for (uint n = 0; n < BATCH; n++)
       UNROLL for (uint h = 0; h < HEADS; h++)
         UNROLL for (uint j = 0; j < COLUMNS; j++)
-          sum[h * COLUMNS + j] = fma(score[h * BATCH + n], value[n * COLUMNS + j], sum[h * COLUMNS + j]);
+          sum[h * COLUMNS + j] = fma(score[h * BATCH + n] * value_scale[n], value[n * COLUMNS + j], sum[h * COLUMNS + j]);
   }
   UNROLL for (uint h = 0; h < HEADS; h++) {
     DEVICE float* out = partials + ((ulong(token) * a.heads + head + h) * a.splits + tgid.x) * (a.dim + 2);
@@ -212,4 +231,4 @@ KERNEL(attention_merge, ARGS(AttentionArgs, a), IN(float, proj, 1), IN(float, pa
   }
 
 ATTEND(, float)
-ATTEND(_bf16, ushort)
+ATTEND(_i16, short)

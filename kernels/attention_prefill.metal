@@ -1,5 +1,5 @@
 // Gated attention for the rows of a prompt, on matrix units. Queries, keys, probabilities and values are halves;
-// sums are f32. Keys and values come from the cache of attention.metal (f32 or bf16).
+// sums are f32. Keys and values come from the cache of attention.metal (f32 or 16 bits).
 //
 // A threadgroup has QUERIES pairs of a row and a query head, all of one kv head. It goes over the positions from
 // the first to the last one that any of them sees, KEYS at a time: scores, online softmax, probabilities times
@@ -19,17 +19,13 @@ struct PrefillArgs {
 enum { QUERIES = 32, KEYS = 64, VALUES = 16 };   // pairs of a threadgroup; keys per step; values in threadgroup memory at a time
 enum { COLUMNS = 256, ROW_PITCH = COLUMNS / 2 + 4 };  // most columns of a head; 32-bit words per row of halves
 
-FN void load4(DEVICE const float* p, THREAD float* v) {
-  const float4 q = *(DEVICE const float4*)p;
-  v[0] = q.x, v[1] = q.y, v[2] = q.z, v[3] = q.w;
-}
-FN void load4(DEVICE const ushort* p, THREAD float* v) { UNROLL for (uint n = 0; n < 4; n++) v[n] = bf16(p[n]); }
-
-// Loads eight columns of a row of `dim` columns. Columns past the end are 0.
+// Loads eight columns of a row of the cache, or of a query. Columns past the end are 0.
 template <class T> FN void load8(DEVICE const T* row, uint column, uint dim, THREAD float* v) {
+  const float scale = cache_scale(row, dim);
   UNROLL for (uint n = 0; n < 8; n++) v[n] = 0;
   UNROLL for (uint n = 0; n < 8; n += 4)
-    if (column + n < dim) load4(row + column + n, v + n);
+    if (column + n < dim) load_cached4(row + column + n, v + n);
+  UNROLL for (uint n = 0; n < 8; n++) v[n] *= scale;
 }
 FN void store8(THREADGROUP uint* to, THREAD const float* v) {
   uint words[4];
@@ -42,7 +38,7 @@ FN void store8(THREADGROUP uint* to, THREAD const float* v) {
 template <class T>
 FN void load_keys(DEVICE const T* keys, uint block, uint last, uint column, uint dim, THREAD float* v THREAD_IDS_PARAM) {
   UNROLL for (uint n = 0; n < 2; n++)
-    load8(keys + min(block + tid / 8 + n * 32, last) % PAGE * dim, column + tid % 8 * 8, dim, v + n * 8);
+    load8(keys + min(block + tid / 8 + n * 32, last) % PAGE * cache_pitch(keys, dim), column + tid % 8 * 8, dim, v + n * 8);
 }
 FN void store_keys(THREADGROUP uint* to, THREAD const float* v THREAD_IDS_PARAM) {
   UNROLL for (uint n = 0; n < 2; n++) store8(to + (tid / 8 + n * 32) * PITCH + tid % 8 * 4, v + n * 8);
@@ -50,7 +46,7 @@ FN void store_keys(THREADGROUP uint* to, THREAD const float* v THREAD_IDS_PARAM)
 // The same for all columns of VALUES values.
 template <class T> FN void load_values(DEVICE const T* values, uint block, uint last, uint dim, THREAD float* v THREAD_IDS_PARAM) {
   UNROLL for (uint n = 0; n < 2; n++)
-    load8(values + min(block + tid / 32 + n * 8, last) % PAGE * dim, tid % 32 * 8, dim, v + n * 8);
+    load8(values + min(block + tid / 32 + n * 8, last) % PAGE * cache_pitch(values, dim), tid % 32 * 8, dim, v + n * 8);
 }
 FN void store_values(THREADGROUP uint* to, THREAD float* v THREAD_IDS_PARAM) {
   UNROLL for (uint n = 0; n < 16; n++) v[n] = max(-65504.0f, min(65504.0f, v[n]));
@@ -66,7 +62,7 @@ FN void attend_rows(CONSTANT PrefillArgs& a, DEVICE const float* q, DEVICE const
   // Threadgroups with the longest context begin first.
   const uint first = ((pairs + QUERIES - 1) / QUERIES - 1 - tgid.x) * QUERIES;
   const uint last = a.start + min(first + QUERIES - 1, pairs - 1) / groups, pieces = (a.dim + DEPTH - 1) / DEPTH;
-  ulong page = page_row(table, a.kv_heads, tgid.y, 0) * a.dim;
+  ulong page = page_row(table, a.kv_heads, tgid.y, 0) * cache_pitch(keys, a.dim);
   THREADGROUP float* scores = (THREADGROUP float*)scratch;
   for (uint i = tid; i < QUERIES * COLUMNS / 8; i += 256) {
     const uint row = i / (COLUMNS / 8), column = i % (COLUMNS / 8) * 8, pair = min(first + row, pairs - 1);
@@ -121,7 +117,7 @@ FN void attend_rows(CONSTANT PrefillArgs& a, DEVICE const float* q, DEVICE const
       if (piece + 1 < KEYS / VALUES) load_values(values + page, block + (piece + 1) * VALUES, last, a.dim, next THREAD_IDS);
       else {
         const uint following = min(block + KEYS, last);
-        if (following % PAGE == 0) page = page_row(table, a.kv_heads, tgid.y, following) * a.dim;
+        if (following % PAGE == 0) page = page_row(table, a.kv_heads, tgid.y, following) * cache_pitch(keys, a.dim);
         load_keys(keys + page, following, last, 0, a.dim, next THREAD_IDS);
       }
       if (piece == 0) {
@@ -168,6 +164,6 @@ FN void attend_rows(CONSTANT PrefillArgs& a, DEVICE const float* q, DEVICE const
   }
 
 ATTENTION_PREFILL(, float)
-ATTENTION_PREFILL(_bf16, ushort)
+ATTENTION_PREFILL(_i16, short)
 
 #endif

@@ -276,6 +276,24 @@ FN ulong page_row(DEVICE const uint* table, uint kv_heads, uint head, uint posit
   return (ulong(table[position / PAGE]) * kv_heads + head) * PAGE + position % PAGE;
 }
 
+// A row of the cache: `dim` floats, or `dim` 16-bit integers and one f32 scale for all of them, low half first. The
+// integers have half the bytes, and their error is at most 2e-5 of the row's largest value.
+FN uint cache_pitch(DEVICE const float*, uint dim) { return dim; }
+FN uint cache_pitch(DEVICE const short*, uint dim) { return dim + 2; }
+FN float cache_scale(DEVICE const float*, uint) { return 1.0f; }
+FN float cache_scale(DEVICE const short* row, uint dim) { return as_type<float>(*(DEVICE const uint*)(row + dim)); }
+FN void load_cached4(DEVICE const float* p, THREAD float* v) {
+  const float4 q = *(DEVICE const float4*)p;
+  v[0] = q.x, v[1] = q.y, v[2] = q.z, v[3] = q.w;
+}
+// Integers without their scale. A row starts at a multiple of four bytes, not of eight.
+FN void load_cached4(DEVICE const short* p, THREAD float* v) {
+  DEVICE const uint* q = (DEVICE const uint*)p;
+  const uint low = q[0], high = q[1];
+  v[0] = float(int(low << 16) >> 16), v[1] = float(int(low) >> 16);
+  v[2] = float(int(high << 16) >> 16), v[3] = float(int(high) >> 16);
+}
+
 struct AttentionArgs {
   uint tokens, width, heads, kv_heads, dim;
   uint rope_dim;            // leading dimensions that are rotated, in pairs (j, j + rope_dim / 2)

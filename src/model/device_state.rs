@@ -14,7 +14,7 @@ use super::{
 use crate::{
     device::Timeline,
     error::ModelError,
-    ops::{AttentionShape, Backend, BackendLimits, ExpertSlots, KvFormat},
+    ops::{AttentionShape, Backend, BackendLimits, ExpertSlots},
 };
 use std::sync::Arc;
 
@@ -43,7 +43,7 @@ impl DeviceState {
     pub fn new(
         parts: &ModelParts,
         backend: Box<dyn Backend>,
-        kv: Option<(AttentionShape, KvFormat)>,
+        kv: Option<(AttentionShape, BackendLimits)>,
     ) -> Result<Self, ModelError> {
         let mut backend = SharedBackend::new(backend);
         let mut limits = backend.limits();
@@ -52,7 +52,7 @@ impl DeviceState {
         }
         // As many rows as a prompt chunk: each expert is then read once per chunk.
         let (rows, context) = (parts.plan.chunk.min(parts.plan.context).max(1), parts.plan.context);
-        let preferred = || kv_shape(&parts.config, limits.cache, parts.kv_bits, context, rows);
+        let preferred = || kv_shape(&parts.config, &limits, parts.kv_bits, context, rows);
         let kv_shape = kv.map_or_else(preferred, |(shape, _)| shape);
         check_supported(&parts.net, &kv_shape, &backend)?;
         check_threads(&parts.net, &kv_shape, &mut backend)?;
@@ -71,7 +71,9 @@ impl DeviceState {
         if let Some(store) = &parts.store {
             backend.write_words(buffers.slot_tables, &slot_tables(&parts.net, store))?;
         }
-        limits.cache = kv.map_or(limits.cache, |(_, format)| format);
+        if let Some((_, lost)) = kv {
+            (limits.cache, limits.recent) = (lost.cache, lost.recent);
+        }
         let pool = PagePool::new(&parts.config, &kv_shape, &parts.plan, &backend)?;
         let mtp = match &parts.mtp {
             Some(head) => Some(MtpDeviceState::new(head, &parts.net.last, context, &mut backend)?),

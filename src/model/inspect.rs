@@ -198,7 +198,7 @@ fn shape(config: &Config, options: &LoadOptions, [trunk, gathered, head]: [u64; 
     }
     // With a quantised KV cache, a snapshot also has the recent positions in 16 bits. The ring of these positions also
     // holds those of the current chunk, hence the bytes per row.
-    let kv_shape = kv_shape(config, limits.cache, options.kv_bits, 0, 0);
+    let kv_shape = kv_shape(config, &limits, options.kv_bits, 0, 0);
     let recent = recent_snapshot_bytes(config, &kv_shape);
     workspace_per_row += recent / (2 * RECENT as u64);
     workspace_fixed += recent / 2;

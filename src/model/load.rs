@@ -125,7 +125,7 @@ impl Qwen {
         if !lost.backend.lost() {
             return Ok(false);
         }
-        let (kv, taps) = ((lost.kv_shape, lost.limits.cache), lost.taps.taps());
+        let (kv, taps) = ((lost.kv_shape, lost.limits), lost.taps.taps());
         let ModelParts { store, mtp, compute, .. } = &self.parts;
         let stores = store.iter().chain(mtp.iter().filter_map(|head| head.store.as_ref()));
         stores.for_each(ExpertStore::device_lost);

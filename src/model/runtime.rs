@@ -177,7 +177,7 @@ impl Qwen {
     pub fn set_kv_bits(&mut self, bits: KvBits) -> Result<(), ModelError> {
         let ModelParts { config, plan, .. } = &self.parts;
         let device = self.device.get_mut();
-        let shape = kv_shape(config, device.limits.cache, bits, device.kv_shape.context, device.buffers.rows);
+        let shape = kv_shape(config, &device.limits, bits, device.kv_shape.context, device.buffers.rows);
         device.backend.accept(ModelPart::Attention(&shape))?;
         if shape != device.kv_shape {
             let known = device.other_pools.iter().find(|(of, _)| *of == shape).map(|(_, pool)| pool.clone());

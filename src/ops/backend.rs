@@ -28,6 +28,8 @@ pub struct BackendLimits {
     /// Reading a result waits for the device, so the pass batches its reads.
     pub waits: bool,
     pub cache: KvFormat,
+    /// The format of the recent positions, which a cache of 8 or 4 bits also has.
+    pub recent: KvFormat,
     /// Maximum number of rows in one attention launch and maximum number of bytes of partial results. `None` if the
     /// device manages both itself.
     pub partials: Option<(usize, usize)>,

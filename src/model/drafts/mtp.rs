@@ -240,7 +240,7 @@ impl MtpDeviceState {
             tables = slot_tables(&head.net, store);
         }
         let positions = CACHE_POSITIONS.min(context);
-        let kv_shape = kv_shape(&head.config, backend.limits().cache, KvBits::default(), positions, 0);
+        let kv_shape = kv_shape(&head.config, &backend.limits(), KvBits::default(), positions, 0);
         check_supported(&head.net, &kv_shape, backend)?;
         head.fc.iter().try_for_each(|weight| backend.accept(ModelPart::Weight(weight)))?;
         let keys = backend.allocate(kv_shape.cache_bytes())?;

@@ -15,7 +15,7 @@ use crate::{
     error::ModelError,
     model::{SequenceState, config::Config},
     ops::{
-        AttentionShape, Backend, IndexCache, KvBits, KvCache, KvFormat, RecentRing,
+        AttentionShape, Backend, BackendLimits, IndexCache, KvBits, KvCache, KvFormat, RecentRing,
         attention::{RECENT, recent_start},
     },
 };
@@ -83,12 +83,12 @@ pub struct QwenState {
 
 /// The attention layers with the format of their KV cache: `format`, which the device prefers, or fewer `bits`. The cache
 /// holds `context` positions; a pass writes at most `rows` of them.
-pub fn kv_shape(config: &Config, format: KvFormat, bits: KvBits, context: usize, rows: usize) -> AttentionShape {
+pub fn kv_shape(config: &Config, limits: &BackendLimits, bits: KvBits, context: usize, rows: usize) -> AttentionShape {
     let shape = AttentionShape { context, ..config.attention };
-    let Some(quantised) = bits.format() else { return AttentionShape { format, ..shape } };
+    let Some(quantised) = bits.format() else { return AttentionShape { format: limits.cache, ..shape } };
     // Enough that the recent positions survive snapshots and rejected rows anywhere in a pass.
     let room = (rows + 2 * RECENT).next_multiple_of(RECENT);
-    AttentionShape { format: quantised, recent: Some(RecentRing { room, format }), ..shape }
+    AttentionShape { format: quantised, recent: Some(RecentRing { room, format: limits.recent }), ..shape }
 }
 
 /// Bytes of keys and values of one token, all layers.

@@ -14,7 +14,7 @@ use crate::{
 
 pub(in crate::ops) fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> {
     for dim in [128, 256] {
-        for format in [KvFormat::F32, KvFormat::Bf16] {
+        for format in [KvFormat::F32, KvFormat::I16] {
             let shape = AttentionShape {
                 heads: 4,
                 kv_heads: 2,
@@ -93,10 +93,9 @@ fn quantized_kv(b: &mut KernelCheck<'_>, dim: usize, format: KvFormat) -> Result
     Ok(())
 }
 
-/// The CPU stores f32, whatever the GPU's format.
+/// Both devices write and read the same cache format.
 fn case(b: &mut KernelCheck<'_>, shape: &AttentionShape, start: usize, tokens: usize) -> Result<(), DeviceError> {
-    let (dim, plain) = (shape.dim, AttentionShape { format: KvFormat::F32, ..*shape });
-    let half = shape.format == KvFormat::Bf16;
+    let dim = shape.dim;
     let proj = b.random(tokens * shape.width())?;
     let turn: Vec<f32> = (0..tokens * shape.rope_dim / 2).flat_map(|i| [(i as f32).cos(), (i as f32).sin()]).collect();
     let turn = QkNormRope { q_norm: b.random(dim)?, k_norm: b.random(dim)?, rope_table: b.floats(&turn)? };
@@ -106,37 +105,42 @@ fn case(b: &mut KernelCheck<'_>, shape: &AttentionShape, start: usize, tokens: u
     let mut caches = [Region::default(); 2];
     for cache in &mut caches {
         let old = b.random.floats(shape.kv_heads * shape.pages() * PAGE * dim);
-        *cache = b.floats(&old)?;
-        store(b, *cache, &old, half)?;
+        *cache = b.bytes(&encode_rows(shape.format, &old, dim))?;
     }
     // Page numbers in descending order.
     let table = b.words(&(0..shape.pages() as u32).rev().collect::<Vec<_>>())?;
     let cache = KvCache { keys: caches[0], values: caches[1], table, recent: Default::default() };
-    let op = |shape| KvWrite { shape, start, tokens, proj, norm_rope: turn, q, cache };
-    b.cpu.execute(&op(&plain).into())?;
-    let ran = b.launch(op(shape).launch());
+    let op = KvWrite { shape, start, tokens, proj, norm_rope: turn, q, cache };
+    b.cpu.execute(&op.into())?;
+    let ran = b.launch(op.launch());
     let expected = b.on_cpu(q)?;
     b.expect(CLOSE, &ran, q, &expected)?;
     for region in caches {
-        let (found, expected) = (load(b, region, half)?, b.on_cpu(region)?);
-        // One unit in the last place of bf16, where the two round differently.
-        b.enter(&ran, difference(&found, &expected), if half { 1.0 / 128.0 } else { CLOSE });
+        let mut bytes = [vec![0; region.len], vec![0; region.len]];
+        b.cpu.read(region, &mut bytes[0])?;
+        b.gpu.read(region, &mut bytes[1])?;
+        let [expected, found] = bytes.each_ref().map(|bytes| decode_rows(shape.format, bytes, dim));
+        // A value halfway between two integers may round to either.
+        let allowed = if shape.format == KvFormat::I16 { 1.0 / 32_000.0 } else { CLOSE };
+        b.enter(&ran, difference(&found, &expected), allowed);
         // Both devices attend over the GPU's cache.
-        b.cpu.write(region, bytemuck::cast_slice(&found))?;
+        b.cpu.write(region, &bytes[1])?;
     }
-    let op = |shape| Attention { shape, start, tokens, q, cache, proj, partials, y };
     let queries = b.on_gpu(q)?;
     b.cpu.write(q, bytemuck::cast_slice(&queries))?;
-    b.cpu.execute(&op(&plain).into())?;
+    let op = Attention { shape, start, tokens, q, cache, proj, partials, y };
+    b.cpu.execute(&op.into())?;
     let expected = b.on_cpu(y)?;
     let mut ran = Vec::new();
-    for launch in op(shape).launches(tokens).flatten() {
+    for launch in op.launches(tokens).flatten() {
         ran.extend(b.launch(launch));
     }
-    // The merged result depends on every partial result, so this checks both kernels.
-    b.expect(CLOSE, &ran, y, &expected)?;
+    // The merged result depends on every partial result, so this checks both kernels. The CPU rounds the queries to 16
+    // bits if the cache has integers.
+    let allowed = if shape.format == KvFormat::I16 { 1e-3 } else { CLOSE };
+    b.expect(allowed, &ran, y, &expected)?;
     if b.gpu.limits().half {
-        for launch in op(shape).halves() {
+        for launch in op.halves() {
             let ran = b.launch(launch);
             b.expect(HALF, &ran, y, &expected)?;
         }
@@ -144,22 +148,32 @@ fn case(b: &mut KernelCheck<'_>, shape: &AttentionShape, start: usize, tokens: u
     Ok(())
 }
 
-/// Stores `values` in the GPU's cache format, and the rounded values on the CPU.
-fn store(b: &mut KernelCheck<'_>, region: Region, values: &[f32], half: bool) -> Result<(), DeviceError> {
-    if !half {
-        return Ok(());
+/// Rows of `dim` values in a cache format.
+fn encode_rows(format: KvFormat, values: &[f32], dim: usize) -> Vec<u8> {
+    if format == KvFormat::F32 {
+        return bytemuck::cast_slice(values).to_vec();
     }
-    let bytes: Vec<u8> = values.iter().flat_map(|v| half::bf16::from_f32(*v).to_le_bytes()).collect();
-    let rounded: Vec<f32> = values.iter().map(|v| half::bf16::from_f32(*v).to_f32()).collect();
-    b.gpu.write(region, &bytes)?;
-    b.cpu.write(region, bytemuck::cast_slice(&rounded))
+    let mut bytes = vec![0; values.len() / dim * format.row_bytes(dim)];
+    for (row, to) in values.chunks_exact(dim).zip(bytes.chunks_exact_mut(format.row_bytes(dim))) {
+        let most = row.iter().fold(0f32, |most, value| most.max(value.abs()));
+        let (integers, scale) = to.split_at_mut(2 * dim);
+        for (value, to) in row.iter().zip(integers.chunks_exact_mut(2)) {
+            to.copy_from_slice(&((value * (32_639.0 / most)).round_ties_even() as i16).to_le_bytes());
+        }
+        scale.copy_from_slice(&(most / 32_639.0).to_le_bytes());
+    }
+    bytes
 }
 
-fn load(b: &mut KernelCheck<'_>, region: Region, half: bool) -> Result<Vec<f32>, DeviceError> {
-    let values = b.on_gpu(region)?;
-    if !half {
-        return Ok(values);
+/// The values of rows in a cache format.
+fn decode_rows(format: KvFormat, bytes: &[u8], dim: usize) -> Vec<f32> {
+    if format == KvFormat::F32 {
+        return bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect();
     }
-    let halves = bytemuck::cast_slice::<f32, u16>(&values);
-    Ok(halves[..values.len()].iter().map(|bits| half::bf16::from_bits(*bits).to_f32()).collect())
+    let row = |row: &[u8]| {
+        let (integers, scale) = row.split_at(2 * dim);
+        let scale = f32::from_le_bytes([scale[0], scale[1], scale[2], scale[3]]);
+        integers.chunks_exact(2).map(|b| f32::from(i16::from_le_bytes([b[0], b[1]])) * scale).collect::<Vec<_>>()
+    };
+    bytes.chunks_exact(format.row_bytes(dim)).flat_map(row).collect()
 }

@@ -82,20 +82,20 @@ impl AttentionShape {
         let groups = self.heads / self.kv_heads;
         let simdgroups = if groups.is_multiple_of(2) { groups / 2 } else { groups };
         let kernel = self.kernel(if self.dim <= 128 {
-            ["attention_decode_128", "attention_decode_128_bf16", "attention_decode_128_q8", "attention_decode_128_q4"]
+            ["attention_decode_128", "attention_decode_128_i16", "attention_decode_128_q8", "attention_decode_128_q4"]
         } else {
-            ["attention_decode_256", "attention_decode_256_bf16", "attention_decode_256_q8", "attention_decode_256_q4"]
+            ["attention_decode_256", "attention_decode_256_i16", "attention_decode_256_q8", "attention_decode_256_q4"]
         });
         (kernel, 32 * simdgroups as u32)
     }
 
-    /// The kernel of the cache format: f32, bf16, 8 bits, 4 bits.
+    /// The kernel of the cache format: f32, 16 bits, 8 bits, 4 bits.
     fn kernel(&self, [full, half, eight, four]: [&'static str; 4]) -> &'static str {
         match self.format {
-            KvFormat::Bf16 => half,
+            KvFormat::I16 => half,
             KvFormat::Eight => eight,
             KvFormat::Four => four,
-            KvFormat::F32 | KvFormat::I16 => full,
+            KvFormat::F32 => full,
         }
     }
 }
@@ -104,7 +104,7 @@ impl KvWrite<'_> {
     pub fn launch(&self) -> Launch {
         let Self { shape, start, tokens, proj, norm_rope, q, cache } = *self;
         let mut launch = Launch {
-            kernel: shape.kernel(["qk_norm_rope", "qk_norm_rope_bf16", "qk_norm_rope_q8", "qk_norm_rope_q4"]),
+            kernel: shape.kernel(["qk_norm_rope", "qk_norm_rope_i16", "qk_norm_rope_q8", "qk_norm_rope_q4"]),
             args: shape.args(start, tokens),
             bindings: vec![
                 Binding::read(proj.floats(tokens * shape.width())),
@@ -193,7 +193,7 @@ const QUERIES: usize = 32;
 const WORK: usize = 1 << 24;
 
 impl Attention<'_> {
-    /// Attention with the gate on matrix units, [`WORK`] at a time. The cache is f32 or bf16.
+    /// Attention with the gate on matrix units, [`WORK`] at a time. The cache has f32 or 16 bits.
     pub fn halves(&self) -> impl Iterator<Item = Launch> {
         let Self { start, tokens, .. } = *self;
         let at_once = (WORK / (start + tokens).max(1)).max(QUERIES);
@@ -210,7 +210,7 @@ impl Attention<'_> {
         args.push((1.0 / (shape.dim as f32).sqrt()).to_bits());
         let pairs = tokens * (shape.heads / shape.kv_heads);
         Launch {
-            kernel: if shape.format == KvFormat::Bf16 { "attention_prefill_bf16" } else { "attention_prefill" },
+            kernel: if shape.format == KvFormat::I16 { "attention_prefill_i16" } else { "attention_prefill" },
             args,
             bindings: vec![
                 Binding::read(q.floats(queries)),

@@ -260,7 +260,7 @@ fn store_row(format: KvFormat, row: &[f32], to: &mut [u8], wide: &mut [i32; MAX_
             }
             scale.copy_from_slice(&[factor.to_bits() as i16, (factor.to_bits() >> 16) as i16]);
         }
-        KvFormat::Bf16 | KvFormat::Eight | KvFormat::Four => {
+        KvFormat::Eight | KvFormat::Four => {
             return refuse(format!("the CPU does not support the cache format {format:?}"));
         }
     }

@@ -4,8 +4,6 @@
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum KvFormat {
     F32,
-    /// The upper half of an f32.
-    Bf16,
     /// 16-bit integers and one f32 scale for each row; see `kv_cache.rs`.
     I16,
     /// 8-bit or 4-bit integers with a bf16 scale for each 32 values, after a Hadamard transform; see `kv_quant.rs`.
@@ -18,7 +16,6 @@ impl KvFormat {
     pub fn row_bytes(self, dim: usize) -> usize {
         match self {
             KvFormat::F32 => 4 * dim,
-            KvFormat::Bf16 => 2 * dim,
             KvFormat::I16 => 2 * (dim + 2),
             KvFormat::Eight => row_bytes(8, dim),
             KvFormat::Four => row_bytes(4, dim),
@@ -26,7 +23,8 @@ impl KvFormat {
     }
 }
 
-/// Bits per cached value, from `--kv-bits`. `Sixteen` means the device's own format of at least 16 bits.
+/// Bits per cached value, from `--kv-bits`. `Sixteen` means the device's own format: [`KvFormat::I16`], or
+/// [`KvFormat::F32`] where the CPU computes in plain f32.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum KvBits {
     #[default]

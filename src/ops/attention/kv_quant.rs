@@ -31,7 +31,7 @@ pub(super) fn bits(format: KvFormat) -> Option<usize> {
     match format {
         KvFormat::Eight => Some(8),
         KvFormat::Four => Some(4),
-        KvFormat::F32 | KvFormat::Bf16 | KvFormat::I16 => None,
+        KvFormat::F32 | KvFormat::I16 => None,
     }
 }
 

@@ -46,6 +46,7 @@ impl Cpu {
 
     /// The limits of a CPU with this arithmetic.
     pub fn limits(math: CpuArithmetic) -> BackendLimits {
+        let cache = if math == CpuArithmetic::F32 { KvFormat::F32 } else { KvFormat::I16 };
         BackendLimits {
             by_table: 0,
             per_assignment: 0,
@@ -54,7 +55,8 @@ impl Cpu {
             mixer: MIXER,
             acts: false,
             waits: false,
-            cache: if math == CpuArithmetic::F32 { KvFormat::F32 } else { KvFormat::I16 },
+            cache,
+            recent: cache,
             partials: None,
             working_set: None,
         }
