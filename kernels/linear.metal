@@ -314,9 +314,9 @@ FN void gemm_block(CONSTANT LinearArgs& a, CONSTANT Matrix& m, uint start, uint 
   const uint first = tgid.x * GEMM_TILES * 16, row = block * TILE_WIDTH, mine = min(row + tid / 2, m.rows - 1);
   uint from[GEMM_TILES];
   UNROLL for (uint i = 0; i < GEMM_TILES; i++) from[i] = min(first + i * 16 + tid / 8, a.tokens - 1);
-  if (ANY) tile_matmul<GEMM_TILES, 0>(m, bytes, mine, a.cols, x, from, scratch THREAD_IDS);
-  else if (m.format == 4) tile_matmul<GEMM_TILES, 4>(m, bytes, mine, a.cols, x, from, scratch THREAD_IDS);
-  else tile_matmul<GEMM_TILES, 8>(m, bytes, mine, a.cols, x, from, scratch THREAD_IDS);
+  if (ANY) tile_matmul<GEMM_TILES, 0>(m, bytes, mine, a.cols, x, from, GEMM_TILES * 16, scratch THREAD_IDS);
+  else if (m.format == 4) tile_matmul<GEMM_TILES, 4>(m, bytes, mine, a.cols, x, from, GEMM_TILES * 16, scratch THREAD_IDS);
+  else tile_matmul<GEMM_TILES, 8>(m, bytes, mine, a.cols, x, from, GEMM_TILES * 16, scratch THREAD_IDS);
   THREADGROUP const float* sums = (THREADGROUP const float*)scratch;
   for (uint n = tid; n < GEMM_TILES * 16 * TILE_WIDTH; n += 128) {
     const uint token = first + n / TILE_WIDTH, column = row + n % TILE_WIDTH;

@@ -249,7 +249,8 @@ FN void down_grouped(CONSTANT ExpertsArgs& a, DEVICE const float* act, DEVICE co
 }
 
 #ifndef NO_TILES
-// Grouped assignments on matrix units, at most JOB_TILES * 16 per job. x (by token) and act (by assignment) are
+// Grouped assignments on matrix units, at most JOB_TILES * 16 per job. A short prompt has few per expert, so only
+// groups of eight rows that have any are multiplied. x (by token) and act (by assignment) are
 // rows of halves with a scale each, from rows_to_half. Gate and up: 32 rows of each at a time, grid (ceil(inner /
 // 32), jobs). Down: grid (ceil(hidden / 64), jobs). 128 threads.
 enum { JOB_TILES = 2 };
@@ -262,7 +263,7 @@ FN void gate_up_gemm(CONSTANT ExpertsArgs& a, DEVICE const uint* x, DEVICE const
   const WeightPtrs w = piece(a, slot_at(a, job[0], table), side);
   uint from[JOB_TILES];
   UNROLL for (uint i = 0; i < JOB_TILES; i++) from[i] = order[job[1] + min(i * 16 + tid / 8, count - 1)] / a.k;
-  tile_matmul<JOB_TILES, ANY ? 0 : 4>(side == 0 ? a.gate : a.up, w, mine, a.hidden, x, from, scratch THREAD_IDS);
+  tile_matmul<JOB_TILES, ANY ? 0 : 4>(side == 0 ? a.gate : a.up, w, mine, a.hidden, x, from, count, scratch THREAD_IDS);
   THREADGROUP const float* sums = (THREADGROUP const float*)scratch;
   for (uint n = tid; n < count * 32; n += 128) {
     const uint column = n % 32;
@@ -282,7 +283,7 @@ FN void down_gemm(CONSTANT ExpertsArgs& a, DEVICE const uint* act, DEVICE const 
   const WeightPtrs w = piece(a, slot_at(a, job[0], table), 2);
   uint from[JOB_TILES];
   UNROLL for (uint i = 0; i < JOB_TILES; i++) from[i] = order[job[1] + min(i * 16 + tid / 8, count - 1)];
-  tile_matmul<JOB_TILES, ANY ? 0 : 4>(a.down, w, mine, a.inner, act, from, scratch THREAD_IDS);
+  tile_matmul<JOB_TILES, ANY ? 0 : 4>(a.down, w, mine, a.inner, act, from, count, scratch THREAD_IDS);
   THREADGROUP const float* sums = (THREADGROUP const float*)scratch;
   for (uint n = tid; n < count * TILE_WIDTH; n += 128) {
     const uint assignment = order[job[1] + n / TILE_WIDTH], column = row + n % TILE_WIDTH;

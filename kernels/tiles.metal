@@ -60,12 +60,12 @@ FN void unpack_any(CONSTANT Matrix& m, WeightPtrs w, uint cols, uint row, uint k
   }
 }
 
-// Multiplies TILES * 16 rows of x by TILE_WIDTH rows of W. The sums go to `scratch` as floats, SUM_PITCH per row.
-// This thread loads rows from[i] of x (for tile i) and half of row `row` of W. BITS is 4 or 8, or 0 for any
+// Multiplies `count` rows of x, at most TILES * 16, by TILE_WIDTH rows of W. The sums go to `scratch` as floats, SUM_PITCH
+// per row. Rows after `count` are not multiplied, eight at a time. This thread loads rows from[i] of x (for tile i) and half of row `row` of W. BITS is 4 or 8, or 0 for any
 // encoding.
 template <uint TILES, uint BITS>
 FN void tile_matmul(CONSTANT Matrix& m, WeightPtrs w, uint row, uint cols, DEVICE const uint* x, THREAD const uint* from,
-                 THREADGROUP uint4* scratch THREAD_IDS_PARAM) {
+                 uint count, THREADGROUP uint4* scratch THREAD_IDS_PARAM) {
   const uint depth = (cols + DEPTH - 1) / DEPTH * DEPTH, side = tid % 2;
   THREADGROUP uint* xs = (THREADGROUP uint*)scratch;
   THREADGROUP uint* ws = xs + TILES * 16 * PITCH;
@@ -93,9 +93,11 @@ FN void tile_matmul(CONSTANT Matrix& m, WeightPtrs w, uint row, uint cols, DEVIC
       HALF_TILE columns;
       TILE_LOAD_T(columns, ws + sg * 16 * PITCH + j * 8, PITCH);
       UNROLL for (uint i = 0; i < TILES; i++) {
+        if (i * 16 >= count) continue;
         HALF_TILE rows;
         TILE_LOAD(rows, xs + i * 16 * PITCH + j * 8, PITCH);
-        TILE_FMA(sums[i], rows, columns);
+        if (i * 16 + 8 < count) TILE_FMA(sums[i], rows, columns);
+        else TILE_FMA_TOP(sums[i], rows, columns);
       }
     }
   }

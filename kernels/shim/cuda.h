@@ -82,6 +82,8 @@ struct SumTile { float v[8]; };
 #define TILE_LOAD_RIGHT(tile, p, pitch) tile_load_right(tile, p, pitch)
 #define TILE_SCALE(sum, by) tile_scale(sum, by)
 #define TILE_FMA(sum, a, b) tile_fma(sum, a, b)
+// A product has 16 rows here.
+#define TILE_FMA_TOP(sum, a, b) tile_fma(sum, a, b)
 #define TILE_STORE(sum, p, pitch) tile_store(sum, p, pitch)
 
 FN uint half2_bits(float x, float y) {

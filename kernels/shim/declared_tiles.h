@@ -11,6 +11,7 @@ struct SumTile { float v; };
 #define TILE_LOAD_RIGHT(tile, p, pitch) tile_load(tile, p, pitch)
 #define TILE_SCALE(sum, by) tile_scale(sum, by)
 #define TILE_FMA(sum, a, b) tile_fma(sum, a, b)
+#define TILE_FMA_TOP(sum, a, b) tile_fma(sum, a, b)
 #define TILE_STORE(sum, p, pitch) tile_store(sum, p, pitch)
 void tile_zero(THREAD SumTile& sum);
 void tile_load(THREAD HalfTile& tile, THREADGROUP const uint* p, uint pitch);

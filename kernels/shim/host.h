@@ -74,6 +74,7 @@ template <class To, class From> To as_type(From from) {
 #define TILE_LOAD_RIGHT(tile, p, pitch) host::tile_load(tile, p, pitch, true)
 #define TILE_SCALE(sum, by) host::tile_scale(sum, by)
 #define TILE_FMA(sum, a, b) host::tile_fma(sum, a, b)
+#define TILE_FMA_TOP(sum, a, b) host::tile_fma_top(sum, a, b)
 #define TILE_STORE(sum, p, pitch) host::tile_store(sum, p, pitch)
 
 namespace host {
@@ -238,12 +239,24 @@ inline void tile_zero(SumTile& sum) {
   for (float& v : sum.v) v = 0;
 }
 inline void tile_load(HalfTile& tile, const uint* p, uint pitch, bool turned = false) { tile = {p, pitch, turned}; }
+// Multiplications on matrix units since the last launch began.
+inline ulong products = 0;
 inline void tile_fma(SumTile& sum, const HalfTile& a, const HalfTile& b) {
   float rows[2][16], columns[4][16];
   for (uint i = 0; i < 2; i++) half_row(a, tile_row(2 * i), rows[i]);
   for (uint i = 0; i < 4; i++) half_row(b, tile_column(i % 2 + i / 2 * 4), columns[i]);
   for (uint i = 0; i < 8; i++)
     for (uint k = 0; k < 16; k++) sum.v[i] += rows[i / 2 % 2][k] * columns[i % 2 + i / 4 * 2][k];
+  products += 128;
+}
+// The first eight rows: an even pair of a lane's sums.
+inline void tile_fma_top(SumTile& sum, const HalfTile& a, const HalfTile& b) {
+  float row[16], columns[4][16];
+  half_row(a, tile_row(0), row);
+  for (uint i = 0; i < 4; i++) half_row(b, tile_column(i % 2 + i / 2 * 4), columns[i]);
+  for (uint i = 0; i < 8; i++)
+    for (uint k = 0; k < 16 && i / 2 % 2 == 0; k++) sum.v[i] += row[k] * columns[i % 2 + i / 4 * 2][k];
+  products += 64;
 }
 inline void tile_scale(SumTile& sum, const float* by) {
   for (uint i = 0; i < 8; i++) sum.v[i] *= by[tile_row(i) * 8 + tile_row(i) % 8];

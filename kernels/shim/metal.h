@@ -46,6 +46,7 @@ struct SumTile { simdgroup_float8x8 m[4]; };
 #define TILE_LOAD_RIGHT(tile, p, pitch) tile_load(tile, p, pitch)
 #define TILE_SCALE(sum, by) tile_scale(sum, by)
 #define TILE_FMA(sum, a, b) tile_fma(sum, a, b)
+#define TILE_FMA_TOP(sum, a, b) tile_fma_top(sum, a, b)
 #define TILE_STORE(sum, p, pitch) tile_store(sum, p, pitch)
 
 FN void tile_zero(thread SumTile& sum) {
@@ -64,6 +65,11 @@ FN void tile_fma(thread SumTile& sum, thread const HalfTile& a, thread const Hal
   for (uint k = 0; k < 2; k++)
     for (uint i = 0; i < 4; i++)
       simdgroup_multiply_accumulate(sum.m[i], a.m[i / 2 * 2 + k], b.m[k * 2 + i % 2], sum.m[i]);
+}
+// The first eight rows.
+FN void tile_fma_top(thread SumTile& sum, thread const HalfTile& a, thread const HalfTile& b) {
+  for (uint k = 0; k < 2; k++)
+    for (uint i = 0; i < 2; i++) simdgroup_multiply_accumulate(sum.m[i], a.m[k], b.m[k * 2 + i], sum.m[i]);
 }
 FN void tile_scale(thread SumTile& sum, threadgroup const float* by) {
   for (uint i = 0; i < 4; i++) {

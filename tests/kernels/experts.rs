@@ -8,14 +8,14 @@ use moestro::{
 };
 
 /// A layer of experts in slots of several segments, with a gap before the last piece, and the values of its matrices.
-struct Layer {
-    stacks: [ExpertStack; 3],
-    slots: ExpertSlots,
+pub struct Layer {
+    pub stacks: [ExpertStack; 3],
+    pub slots: ExpertSlots,
     /// `[slot][projection]`.
     values: Vec<[Vec<f64>; 3]>,
 }
 
-fn layer(
+pub fn layer(
     host: &mut Host,
     random: &mut Random,
     codes: [WeightFormat; 3],
@@ -138,7 +138,7 @@ fn case(codes: [WeightFormat; 3], hidden: usize, inner: usize, shared_inner: usi
     assert_eq!(host.read_floats(h), at_once, "grouped by expert");
 }
 
-fn group(host: &mut Host, chosen: &[u32], slots: usize) -> Jobs {
+pub fn group(host: &mut Host, chosen: &[u32], slots: usize) -> Jobs {
     let (mut jobs, mut order) = (Vec::new(), Vec::new());
     for slot in 0..slots as u32 {
         let first = order.len() as u32;

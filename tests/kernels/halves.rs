@@ -5,6 +5,7 @@ use crate::{
     card::assert_agrees,
     check::*,
     double::Double,
+    experts::{group, layer},
     forward::{DEMO, answer, cases, common::load_with, options},
     gpu::HostGpu,
     host::Host,
@@ -13,7 +14,10 @@ use crate::{
 use moestro::{
     device::{CommandQueue, Region},
     model::{LoadOptions, Qwen},
-    ops::{Float, HalfBuffers, Linear, Norm, WeightFormat},
+    ops::{
+        ExpertSet, Experts, Float, HalfBuffers, Linear, MoeBuffers, MoeWeights, Norm, Weight, WeightFormat,
+        experts::Jobs,
+    },
 };
 use std::path::Path;
 
@@ -94,6 +98,48 @@ fn half_rows_do_not_overflow_or_vanish() {
         assert!(off < CLOSE * largest(&expected), "rows of {size}: off by {off}");
     }
     assert!(found[5 * 64..].iter().all(|value| *value == 0.0), "a row of zeros");
+}
+
+/// 200 rows with 8 of 256 experts each have about 6 rows per expert. Tiles of 32 rows would multiply five times as many.
+#[test]
+fn short_prompts_multiply_few_empty_rows() {
+    const SIDE: usize = 64;
+    let (mut host, mut random, tokens, k, experts) = (Host::fast(), Random(8), 200, 8, 256);
+    let layer = layer(&mut host, &mut random, [AFFINE4; 3], SIDE, SIDE, experts);
+    let none = host.words(&[]);
+    let router = Weight { codes: AFFINE4, rows: experts, cols: SIDE, global_scale: 1.0, parts: [none; 3] };
+    let mixture = &MoeWeights { k, renormalise: true, router, shared: None, stacks: layer.stacks };
+    // Every row takes experts that are far apart, starting at a random one.
+    let starts: Vec<usize> = (0..tokens).map(|_| (random.normal().abs() * 1e4) as usize % experts).collect();
+    let chosen: Vec<u32> =
+        starts.iter().flat_map(|first| (0..k).map(move |rank| ((first + rank * 37) % experts) as u32)).collect();
+    let grouped = group(&mut host, &chosen, experts);
+    let words = host.read_words(grouped.jobs);
+    let jobs: Vec<u32> =
+        words.chunks_exact(3).flat_map(|job| Experts::jobs(job[0], job[1], job[2])).flatten().collect();
+    let jobs = Jobs { count: jobs.len() / 3, jobs: host.words(&jobs), order: grouped.order };
+    let assignments = tokens * (k + 1);
+    let room = MoeBuffers {
+        act: host.empty(assignments * SIDE * 4),
+        out: host.empty(assignments * SIDE * 4),
+        ..MoeBuffers::default()
+    };
+    let half = HalfBuffers { x: room_of(&mut host, tokens), act: room_of(&mut host, tokens * k) };
+    let x = host.floats(&random.normals(tokens * SIDE));
+    let which = ExpertSet::Table { ids: none, slots: none };
+    let op = Experts { layer: mixture, slots: &layer.slots, tokens, x, room, which };
+    let mut products = 0;
+    for launch in op.halves(jobs, half) {
+        host.run(&launch);
+        products += host.products();
+    }
+    let needed = (tokens * k * 3 * SIDE * SIDE) as u64;
+    println!("{:.3} times the multiplications of the rows", products as f64 / needed as f64);
+    assert!(products >= needed && products * 100 <= needed * 151, "{products} for {needed}");
+}
+
+fn room_of(host: &mut Host, rows: usize) -> Region {
+    room(host, rows, 64)
 }
 
 fn on_halves(options: LoadOptions) -> Qwen {

@@ -174,6 +174,14 @@ impl Host {
         u64::from_le_bytes(address)
     }
 
+    /// Multiplications on matrix units of the last launch.
+    pub fn products(&mut self) -> u64 {
+        self.send(b"P", &[], &[]);
+        let mut count = [0; 8];
+        self.from.read_exact(&mut count).unwrap();
+        u64::from_le_bytes(count)
+    }
+
     pub fn write(&mut self, region: Region, bytes: &[u8]) {
         assert_eq!(bytes.len(), region.len);
         self.send(b"W", &[region.buffer, region.offset as u32, region.len as u32], bytes);
