@@ -1,6 +1,7 @@
 //! The operations of a forward pass. Each folder holds one operation: its arguments as a value ([`Op`]), its CPU
 //! code and its GPU launches. A [`Backend`] executes operations: [`Cpu`] immediately, [`GpuBackend`] as launches.
 
+pub mod activation;
 pub mod attention;
 mod backend;
 pub mod block_attention;

@@ -6,9 +6,10 @@
 //! | `decode`, `resize`, `patches` | bytes to pixels, to the tower's size, to its input rows |
 //! | `processor` | all of these for one image |
 //! | `image` | an image and its place in a prompt; cache keys of its tokens |
-//! | `tower`, `weights` | patches to rows, in Candle tensors |
+//! | `tower`, `weights`, `activation` | patches to rows, in Candle tensors |
 //! | `row_cache` | rows of recent images |
 
+mod activation;
 mod config;
 mod decode;
 mod image;
@@ -75,7 +76,9 @@ impl VisionTower {
 
     /// Bytes for the memory plan: one image in the tower, the caches, and the weights if a GPU keeps them.
     pub fn bytes(&self, on_gpu: bool) -> u64 {
-        let caches = ROW_CACHE_BYTES + processor::RECENT_BYTES;
+        // The cache keeps the newest image's rows, however many.
+        let rows = (4 * self.limits.max_tokens() * self.config.out_hidden).max(ROW_CACHE_BYTES);
+        let caches = rows + processor::RECENT_BYTES;
         let weights = if on_gpu { self.weights.bytes() } else { 0 };
         Self::workspace(&self.config, self.limits.max_tokens()) + weights + caches as u64
     }
@@ -111,5 +114,6 @@ impl Vision {
     pub fn release(&self) {
         self.tower.weights.release();
         self.cache.borrow_mut().clear();
+        self.processor.forget();
     }
 }

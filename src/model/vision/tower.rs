@@ -11,18 +11,15 @@
 //! Source: `qwen3_5_moe` in transformers.
 
 use super::{
+    activation::{gelu, linear, softmax},
     config::{ImageLimits, VisionConfig},
     image::Image,
     patches::{block_order, patches},
     weights::{Block, TowerWeights},
 };
 use crate::error::ModelError;
-use candle_core::{DType, Device, Tensor};
-use candle_nn::{
-    Module,
-    ops::{sdpa, softmax_last_dim},
-    rotary_emb::rope,
-};
+use candle_core::{DType, Device, IndexOp, Tensor};
+use candle_nn::{Module, ops::sdpa, rotary_emb::rope};
 
 /// Rows of an MLP that are computed at once.
 const MLP_ROWS: usize = 1024;
@@ -76,7 +73,7 @@ impl VisionTower {
         let block = 4 * hidden * hidden + 2 * hidden * config.intermediate;
         let weights = block.max(wide * (wide + config.out_hidden)) + config.intermediate * hidden;
         let rows = patches * (9 * hidden + config.patch_values()).max(2 * wide / config.merge.pow(2));
-        let tiles = 3 * SCORES + 3 * MLP_ROWS.min(patches) * config.intermediate;
+        let tiles = 2 * SCORES + 2 * MLP_ROWS.min(patches) * config.intermediate;
         4 * (weights + rows + tiles) as u64
     }
 
@@ -122,28 +119,26 @@ impl VisionTower {
         let (heads, dim) = (self.config.heads, self.config.head_dim());
         let (count, hidden) = x.dims2()?;
         let scale = (dim as f64).powf(-0.5);
-        let qkv = block.qkv.forward(x)?;
-        // Part 0 is q, 1 is k, 2 is v. `[1, heads, patches, dim]` of some heads.
-        let part = |part: usize, first: usize, heads: usize| {
-            let x = qkv.narrow(1, part * hidden + first * dim, heads * dim)?.reshape((count, heads, dim))?;
-            x.transpose(0, 1)?.contiguous()?.unsqueeze(0)
-        };
-        let turn = |x: Tensor| rope(&x.to_dtype(DType::F32)?, cos, sin)?.to_dtype(x.dtype());
+        // `[3 heads, patches, dim]`: all q, all k, all v.
+        let qkv = linear(&block.qkv, x)?.reshape((count, 3 * heads, dim))?.transpose(0, 1)?;
+        let qk = rope(&qkv.narrow(0, 0, 2 * heads)?.contiguous()?.unsqueeze(0)?.to_dtype(DType::F32)?, cos, sin)?;
+        let qk = qk.to_dtype(x.dtype())?;
         let y = if self.weights.device.is_metal() && FUSED_HEADS.contains(&dim) {
-            let (q, k, v) = (turn(part(0, 0, heads)?)?, turn(part(1, 0, heads)?)?, part(2, 0, heads)?);
+            let (q, k) = (qk.narrow(1, 0, heads)?.contiguous()?, qk.narrow(1, heads, heads)?.contiguous()?);
+            let v = qkv.narrow(0, 2 * heads, heads)?.contiguous()?.unsqueeze(0)?;
             let y = sdpa(&q, &k, &v, None, false, scale as f32, 1.0)?;
             y.squeeze(0)?.transpose(0, 1)?.reshape((count, hidden))?
         } else {
             let mut outputs = Vec::with_capacity(heads);
             for head in 0..heads {
-                let q = (turn(part(0, head, 1)?)?.reshape((count, dim))? * scale)?;
-                let k = turn(part(1, head, 1)?)?.reshape((count, dim))?.t()?;
-                let v = part(2, head, 1)?.reshape((count, dim))?;
-                outputs.push(by_rows(&q, (SCORES / count).max(16), |q| softmax_last_dim(&q.matmul(&k)?)?.matmul(&v))?);
+                let (q, k) = (qk.i((0, head))?, qk.i((0, heads + head))?.t()?);
+                let v = qkv.i(2 * heads + head)?;
+                let rows = (SCORES / count).max(16);
+                outputs.push(by_rows(&q, rows, |q| softmax(q.matmul(&k)?, scale)?.matmul(&v))?);
             }
             Tensor::cat(&outputs, 1)?
         };
-        Ok(block.proj.forward(&y)?)
+        Ok(linear(&block.proj, &y)?)
     }
 }
 
@@ -156,7 +151,7 @@ struct Grid {
 
 /// `fc2(gelu(fc1(x)))`, with the tanh form of gelu.
 fn mlp(block: &Block, x: &Tensor) -> candle_core::Result<Tensor> {
-    by_rows(x, MLP_ROWS, |x| block.fc2.forward(&block.fc1.forward(x)?.gelu()?))
+    by_rows(x, MLP_ROWS, |x| linear(&block.fc2, &gelu(linear(&block.fc1, x)?)?))
 }
 
 /// Applies `compute` to blocks of rows.
