@@ -1,6 +1,6 @@
 //! Damaged and hostile pictures: each is decoded or refused. Nothing panics, hangs, or takes more memory than announced.
 //!
-//! A run takes seconds. `MOESTRO_MUTATE_IMAGES=5000` tries that many, `fuzz/fuzz_targets/image.rs` runs without end.
+//! A run takes seconds. An ignored test tries 5,000 pictures, `fuzz/fuzz_targets/image.rs` runs without end.
 
 #[path = "support/mutate.rs"]
 mod mutate;
@@ -9,6 +9,9 @@ use moestro::model::{ImageLimits, ImageProcessor};
 use mutate::Dice;
 use std::{
     alloc::{GlobalAlloc, Layout, System},
+    collections::HashSet,
+    io::Write,
+    ops::Range,
     sync::{
         Mutex,
         atomic::{AtomicUsize, Ordering::Relaxed},
@@ -49,6 +52,9 @@ unsafe impl GlobalAlloc for Measuring {
 #[global_allocator]
 static ALLOCATOR: Measuring = Measuring;
 
+/// Most bytes that reading a header takes besides. The largest part is the colour profile of a PNG.
+const HEADER_BYTES: usize = 4 << 20;
+
 fn processor() -> ImageProcessor {
     let limits = ImageLimits { min_pixels: 4096, max_pixels: 65_536, factor: 32, mean: [0.5; 3], std: [0.5; 3] };
     ImageProcessor::new(limits, 0)
@@ -57,14 +63,13 @@ fn processor() -> ImageProcessor {
 /// Prepares a picture and returns whether it could be decoded. Checks its size, its time and its memory.
 fn prepare(processor: &ImageProcessor, encoded: &[u8], what: &str) -> bool {
     let begun = Instant::now();
-    let announced = processor.working_bytes(encoded);
     let before = IN_USE.load(Relaxed);
     PEAK.store(before, Relaxed);
+    let announced = processor.working_bytes(encoded);
     let prepared = processor.prepare(encoded, None);
     let used = PEAK.load(Relaxed).saturating_sub(before);
     assert!(begun.elapsed() < Duration::from_secs(10), "{what}: {:?}", begun.elapsed());
-    // A picture whose header is refused takes next to nothing.
-    let most = announced.unwrap_or(0) + (1 << 20);
+    let most = announced.unwrap_or(0) + HEADER_BYTES;
     assert!(used <= most, "{what}: {used} bytes used, {most} announced");
     if let Ok(image) = &prepared {
         assert!(image.tokens() <= 64, "{what}");
@@ -75,6 +80,17 @@ fn prepare(processor: &ImageProcessor, encoded: &[u8], what: &str) -> bool {
 
 #[test]
 fn mutated_pictures_never_break_the_decoder() {
+    mutate(0..500);
+}
+
+#[test]
+#[ignore = "long: 5,000 pictures"]
+fn many_mutated_pictures_never_break_the_decoder() {
+    mutate(500..5500);
+}
+
+/// Decodes a mutated picture for each seed.
+fn mutate(seeds: Range<u64>) {
     let _alone = ALONE.lock();
     let dir = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/pictures");
     let mut pictures: Vec<_> = std::fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path()).collect();
@@ -82,17 +98,18 @@ fn mutated_pictures_never_break_the_decoder() {
         .retain(|path| ["png", "jpg", "webp", "gif"].iter().any(|kind| path.extension().is_some_and(|e| e == *kind)));
     pictures.sort();
     let pictures: Vec<Vec<u8>> = pictures.iter().map(|path| std::fs::read(path).unwrap()).collect();
-    let cases = std::env::var("MOESTRO_MUTATE_IMAGES").ok().and_then(|cases| cases.parse().ok()).unwrap_or(500);
     let processor = processor();
-    let mut decoded = 0;
-    for seed in 0..cases {
+    let (mut decoded, mut formats, count) = (0, HashSet::new(), seeds.end - seeds.start);
+    for seed in seeds {
         let mut dice = Dice(seed);
         let mut picture = dice.pick(&pictures).clone();
+        formats.insert(image::guess_format(&picture).unwrap());
         mutate::bytes(&mut dice, &mut picture);
-        decoded += usize::from(prepare(&processor, &picture, &format!("seed {seed}")));
+        decoded += u64::from(prepare(&processor, &picture, &format!("seed {seed}")));
     }
     // Most changes to pixels are still pictures, most changes to headers are not.
-    assert!(decoded > 0 && decoded < cases as usize, "{decoded} of {cases}");
+    assert!(decoded > 0 && decoded < count, "{decoded} of {count}");
+    assert_eq!(formats.len(), 4, "PNG, JPEG, WebP and GIF");
 }
 
 #[test]
@@ -105,10 +122,33 @@ fn large_claims_take_no_memory() {
             prepare(&processor, &gif_of(width as u16, height as u16), &format!("GIF {width} x {height}"));
         }
     }
+    // A colour profile of 900 MB in less than a megabyte.
+    let profile = with_profile(900 << 20);
+    assert!(profile.len() < 1 << 20, "{}", profile.len());
+    assert!(prepare(&processor, &profile, "profile"), "the picture without its profile");
+    // Metadata that claims 4 GB.
+    let dir = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/pictures");
+    let webp = std::fs::read(format!("{dir}/lossless.webp")).unwrap();
+    let extended = [&b"VP8X\x0a\0\0\0\x08\0\0\0\x3f\0\0\x3f\0\0"[..], &webp[12..], b"EXIF\xf0\xff\xff\xff"].concat();
+    let claims = [b"RIFF\xff\xff\xff\xffWEBP", &extended[..]].concat();
+    assert!(!prepare(&processor, &claims, "EXIF"));
     // A bomb: 49 million pixels in a quarter of a megabyte.
     let bomb = compressed_png(7000);
     assert!(bomb.len() < 300_000, "{}", bomb.len());
     prepare(&processor, &bomb, "bomb");
+}
+
+/// A small PNG whose colour profile is this long, and compressed.
+fn with_profile(len: usize) -> Vec<u8> {
+    let mut profile = flate2::write::ZlibEncoder::new(b"zeros\0\0".to_vec(), flate2::Compression::best());
+    let zeros = vec![0; 1 << 20];
+    (0..len >> 20).for_each(|_| profile.write_all(&zeros).unwrap());
+    let chunk = [&b"iCCP"[..], &profile.finish().unwrap()].concat();
+    let (length, checksum) = ((chunk.len() - 4) as u32, crc32fast::hash(&chunk));
+    let mut png = compressed_png(64);
+    // After the header: signature, length, type, 13 bytes, checksum.
+    png.splice(33..33, [&length.to_be_bytes()[..], &chunk, &checksum.to_be_bytes()].concat());
+    png
 }
 
 /// A PNG header with these sides, followed by nothing.

@@ -4,10 +4,16 @@ use super::server::{Server, Setup, serve_checkpoint};
 use base64::{Engine, engine::general_purpose::STANDARD};
 use moestro::{
     engine::{DiskCacheOptions, Options},
+    http::ImageUrls,
     model::LoadOptions,
 };
 use serde_json::{Value, json};
-use std::path::{Path, PathBuf};
+use std::{
+    io,
+    net::TcpListener,
+    path::{Path, PathBuf},
+    time::Duration,
+};
 
 const FIXTURE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/vision");
 const NOT_SHOWN: &str = "x-moestro-images-not-shown";
@@ -153,6 +159,13 @@ async fn picture_is_cached_across_restarts() {
     server.shut_down();
     server.wait_for_end().await;
     let server = vision_with_cache(dir.path().into()).await;
+    // The first server's thread may still hold the directory.
+    for _ in 0..600 {
+        if !server.engine.prompt_cache().disk_locked {
+            break;
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
     let cached = |answer: &Value| answer["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap();
     let other = server.ask("/v1/chat/completions", &ask(&red)).await;
     assert!(cached(&other) < 5, "{}", other["usage"]);
@@ -234,4 +247,40 @@ async fn text_only_model_replaces_old_pictures() {
     let tokens = server.ask("/tokenize", &json!({"messages": history})).await["tokens"].clone();
     let prompt = server.ask("/detokenize", &json!({"tokens": tokens})).await["prompt"].as_str().unwrap().to_owned();
     assert!(prompt.contains("[image not shown: this model cannot see images]"), "{prompt}");
+}
+
+#[test]
+fn image_urls_reach_no_private_address() {
+    let private = TcpListener::bind("127.0.0.1:0").unwrap();
+    private.set_nonblocking(true).unwrap();
+    let port = private.local_addr().unwrap().port();
+    // Listed names that resolve to this machine: in other notations, and as a name whose owner changes its address.
+    for host in ["2130706433", "0x7f000001", "0177.0.0.1", "127.1", "0", "images.localhost"] {
+        let listed = format!("{host}:{port}");
+        let found = ImageUrls::new(std::slice::from_ref(&listed)).fetch(&format!("http://{listed}/a.png"));
+        assert!(found.is_err(), "{host}");
+    }
+    // Hosts that are not listed.
+    let urls = ImageUrls::new(&["images.example.com".into()]);
+    for url in [
+        format!("http://127.0.0.1:{port}/"),
+        format!("http://[::1]:{port}/"),
+        format!("http://[::ffff:127.0.0.1]:{port}/"),
+        format!("http://[::ffff:7f00:1]:{port}/"),
+        format!("http://2130706433:{port}/"),
+        format!("http://images.example.com@127.0.0.1:{port}/"),
+        format!("http://images.example.com:80@127.0.0.1:{port}/"),
+        format!("http://127.0.0.1:{port}\\@images.example.com/"),
+        format!("http://127.0.0.1:{port}/?images.example.com"),
+        format!("http://127.0.0.1:{port}#images.example.com"),
+        format!("//127.0.0.1:{port}/"),
+        format!("ftp://127.0.0.1:{port}/"),
+        "file:///etc/passwd".into(),
+        "http://169.254.169.254/latest/meta-data".into(),
+        String::new(),
+    ] {
+        assert!(urls.fetch(&url).is_err(), "{url}");
+    }
+    let nothing = private.accept().map(|(_, from)| from).unwrap_err();
+    assert_eq!(nothing.kind(), io::ErrorKind::WouldBlock, "a request reached a private address");
 }

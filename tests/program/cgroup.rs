@@ -6,6 +6,7 @@
 #![cfg(target_os = "linux")]
 
 use crate::group::Group;
+use base64::{Engine, engine::general_purpose::STANDARD};
 use moestro::{
     demo,
     tools::synth::{self, Dimensions},
@@ -120,6 +121,59 @@ fn image_memory_stays_under_the_limit() {
     assert_eq!(report["image_tokens"], 10);
     let [peak, planned] = ["peak_memory", "planned"].map(|name| report[name].as_u64().unwrap());
     assert!(peak <= limit && planned > 0, "{peak} bytes at the peak, {planned} planned for images");
+    assert_eq!(group.as_ref().map_or(0, Group::kills), 0);
+}
+
+/// A square picture: black, or noise in colour.
+fn png(side: u32, is_noise: bool) -> Vec<u8> {
+    let (colour, bytes) =
+        if is_noise { (image::ExtendedColorType::Rgb8, 3) } else { (image::ExtendedColorType::L8, 1) };
+    let noise = |at: u32| if is_noise { (at.wrapping_mul(2_654_435_761) >> 13) as u8 } else { 0 };
+    let pixels: Vec<u8> = (0..side * side * bytes).map(noise).collect();
+    let mut out = Vec::new();
+    let encoder = image::codecs::png::PngEncoder::new(&mut out);
+    image::ImageEncoder::write_image(encoder, &pixels, side, side, colour).unwrap();
+    out
+}
+
+#[test]
+fn hostile_images_stay_under_the_limit() {
+    let fixture = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/vision/mlx_4bit");
+    let group = Group::new();
+    let limit = 300 * MIB;
+    if let Some(group) = &group {
+        group.set(limit + limit / 10 + 4096);
+    }
+    let limit_text = limit.to_string();
+    let server = crate::process::Process::spawn(
+        crate::group::command(group.as_ref()),
+        &["--memory-limit", &limit_text, "--ctx-size", "1024", fixture],
+    );
+    let ask = |pictures: &[&Vec<u8>]| {
+        let part = |picture: &&Vec<u8>| {
+            let url = format!("data:image/png;base64,{}", STANDARD.encode(picture));
+            serde_json::json!({"type": "image_url", "image_url": {"url": url}})
+        };
+        let parts: Vec<serde_json::Value> = pictures.iter().map(part).collect();
+        server.chat(&[serde_json::json!({"role": "user", "content": parts})])
+    };
+    // 49 and 64 million pixels in a few hundred kilobytes, one of common size, a small one.
+    let [bomb, larger, fitting, small] =
+        [(7000, false), (8000, false), (800, true), (100, true)].map(|(side, noise)| png(side, noise));
+    for pictures in [vec![&bomb], vec![&larger], vec![&bomb, &larger], vec![&fitting], vec![&small; 16], vec![&small]] {
+        let answer = ask(&pictures);
+        assert!(answer["error"]["message"].is_string() || answer["choices"].is_array(), "{answer}");
+    }
+    assert!(ask(&[&bomb])["error"].is_object(), "a bomb does not fit in the memory of requests");
+    let answer = ask(&[&fitting]);
+    assert!(answer["choices"].is_array(), "an image of common size fits: {answer}");
+    assert!(ask(&[&small])["choices"].is_array());
+    let status = fs::read_to_string(format!("/proc/{}/status", server.id())).unwrap();
+    let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
+    let peak = peak.trim().trim_end_matches(" kB").parse::<u64>().unwrap() << 10;
+    println!("{peak} bytes at the peak of {limit}");
+    assert!(peak <= limit, "{peak} bytes at the peak, the limit is {limit}");
+    drop(server);
     assert_eq!(group.as_ref().map_or(0, Group::kills), 0);
 }
 

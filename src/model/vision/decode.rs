@@ -13,8 +13,10 @@ use std::io::Cursor;
 pub const MAX_ENCODED_BYTES: usize = 20 << 20;
 /// Maximum number of pixels of a decoded image.
 const MAX_PIXELS: u64 = 64 << 20;
-/// Memory that a decoder may use besides its output: buffers for rows, palettes, tables.
+/// Memory that a decoder may use besides its output: buffers for rows, palettes, tables, metadata.
 const DECODER_BYTES: u64 = 4 << 20;
+/// Most bytes that a partition of a lossy WebP claims to have. The decoder allocates them before it reads.
+const WEBP_PARTITION_BYTES: u64 = 1 << 24;
 
 /// The header of an encoded image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -30,10 +32,10 @@ impl ImageHeader {
     /// Reads the header of a file. The content decides about the format, not a declared type.
     pub fn read(encoded: &[u8]) -> Result<Self, ImageError> {
         let (mut decoder, format) = open(encoded)?;
-        Self::of(&mut decoder, format)
+        Self::of(&mut decoder, format, encoded.len())
     }
 
-    fn of(decoder: &mut impl ImageDecoder, format: ImageFormat) -> Result<Self, ImageError> {
+    fn of(decoder: &mut impl ImageDecoder, format: ImageFormat, encoded_len: usize) -> Result<Self, ImageError> {
         let (width, height) = decoder.dimensions();
         let pixels = u64::from(width) * u64::from(height);
         if pixels == 0 || pixels > MAX_PIXELS {
@@ -48,8 +50,14 @@ impl ImageHeader {
             ImageFormat::Jpeg => 6,
             _ => 4,
         };
+        // These decoders copy the file, and its metadata or its partitions again.
+        let copies = match format {
+            ImageFormat::Jpeg => 2 * encoded_len as u64,
+            ImageFormat::WebP => 2 * encoded_len as u64 + WEBP_PARTITION_BYTES,
+            _ => 0,
+        };
         // The image in RGB, and a rotated copy.
-        let bytes = decoder.total_bytes() + pixels * (extra + 2 * CHANNELS as u64) + DECODER_BYTES;
+        let bytes = decoder.total_bytes() + pixels * (extra + 2 * CHANNELS as u64) + copies + DECODER_BYTES;
         let orientation = decoder.orientation().unwrap_or(Orientation::NoTransforms);
         let (width, height) = if swaps_sides(orientation) { (height, width) } else { (width, height) };
         Ok(Self { width, height, decoding_bytes: bytes as usize })
@@ -59,7 +67,7 @@ impl ImageHeader {
 /// Decodes the first frame, turns it upright, and lays it on white.
 pub fn decode(encoded: &[u8]) -> Result<RgbImage, ImageError> {
     let (mut decoder, format) = open(encoded)?;
-    let header = ImageHeader::of(&mut decoder, format)?;
+    let header = ImageHeader::of(&mut decoder, format, encoded.len())?;
     // Some cameras write damaged metadata around sound pixels.
     let orientation = decoder.orientation().unwrap_or(Orientation::NoTransforms);
     let mut limits = Limits::no_limits();
@@ -82,10 +90,33 @@ fn open(encoded: &[u8]) -> Result<(impl ImageDecoder, ImageFormat), ImageError> 
         Some(format @ (ImageFormat::Png | ImageFormat::Jpeg | ImageFormat::WebP | ImageFormat::Gif)) => format,
         _ => return Err(ImageError::Format),
     };
+    if format == ImageFormat::WebP && !has_whole_chunks(encoded) {
+        return Err(ImageError::Damaged("a chunk ends after the file".into()));
+    }
+    // Also bounds the colour profile of a PNG, which is compressed.
     let mut limits = Limits::no_limits();
-    limits.max_alloc = Some(16 * MAX_PIXELS);
+    limits.max_alloc = Some(DECODER_BYTES);
     reader.limits(limits);
     Ok((reader.into_decoder().map_err(damaged)?, format))
+}
+
+/// True if every chunk of a WebP file ends within the file. The decoder allocates what a chunk of metadata claims.
+fn has_whole_chunks(riff: &[u8]) -> bool {
+    let size = |at: usize| {
+        let bytes = riff.get(at..at + 4).and_then(|bytes| bytes.try_into().ok());
+        bytes.map(|bytes| u32::from_le_bytes(bytes) as usize)
+    };
+    // The decoder looks for chunks a little after the end that the header claims.
+    let end = size(4).unwrap_or_default().saturating_add(64).min(riff.len());
+    let mut at = 12;
+    while at < end {
+        let Some(len) = size(at + 4) else { break };
+        if at + 8 + len > riff.len() {
+            return false;
+        }
+        at += 8 + len + len % 2;
+    }
+    true
 }
 
 fn damaged(error: image::ImageError) -> ImageError {
