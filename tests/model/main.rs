@@ -26,4 +26,5 @@ mod refusals;
 mod shard;
 mod snapshots;
 mod speculation;
+mod towers;
 mod vision;

@@ -1,0 +1,205 @@
+//! Vision towers of other dimensions and encodings: transformers' rows for images of odd sizes, quantised weights, and what
+//! is freed. `tests/fixtures/vision/towers.py` writes the towers.
+
+use crate::common::{distance, tensors};
+use half::bf16;
+use moestro::{
+    metrics::Metrics,
+    model::{LoadOptions, Model, Qwen},
+};
+use safetensors::{Dtype, SafeTensors, tensor::TensorView};
+use serde_json::Value;
+use std::{ops::Deref, path::Path, sync::Arc};
+use tempfile::TempDir;
+
+const FIXTURE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/vision");
+
+/// A tensor to write.
+struct Stored {
+    name: String,
+    dtype: Dtype,
+    shape: Vec<usize>,
+    bytes: Vec<u8>,
+}
+
+impl Stored {
+    fn of(name: &str, tensor: &TensorView<'_>) -> Self {
+        let (dtype, shape, bytes) = (tensor.dtype(), tensor.shape().to_vec(), tensor.data().to_vec());
+        Self { name: name.into(), dtype, shape, bytes }
+    }
+}
+
+fn read(name: &str) -> Vec<u8> {
+    std::fs::read(format!("{FIXTURE}/{name}")).unwrap()
+}
+
+/// A model and its directory, which must outlive it: the weights of the tower are read for each image.
+struct TestModel {
+    model: Qwen,
+    _dir: TempDir,
+}
+
+impl Deref for TestModel {
+    type Target = Qwen;
+
+    fn deref(&self) -> &Qwen {
+        &self.model
+    }
+}
+
+/// The fixture's text model with another tower.
+fn load(tower: &[Stored], vision_config: &Value, processor: &Value) -> TestModel {
+    let dir = tempfile::tempdir().unwrap();
+    for name in ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"] {
+        std::fs::write(dir.path().join(name), read(&format!("hf_bf16/{name}"))).unwrap();
+    }
+    let mut config: Value = serde_json::from_slice(&read("hf_bf16/config.json")).unwrap();
+    config["vision_config"] = vision_config.clone();
+    std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
+    std::fs::write(dir.path().join("preprocessor_config.json"), processor.to_string()).unwrap();
+    for shard in 1..=2 {
+        let bytes = read(&format!("hf_bf16/model.safetensors-0000{shard}-of-00002.safetensors"));
+        let file = SafeTensors::deserialize(&bytes).unwrap();
+        let text = file.tensors().into_iter().filter(|(name, _)| !name.contains("visual"));
+        safetensors::serialize_to_file(text, None, &dir.path().join(format!("model-{shard}.safetensors"))).unwrap();
+    }
+    let views = tower
+        .iter()
+        .map(|Stored { name, dtype, shape, bytes }| (name, TensorView::new(*dtype, shape.clone(), bytes).unwrap()));
+    safetensors::serialize_to_file(views, None, &dir.path().join("model-tower.safetensors")).unwrap();
+    let mut options = LoadOptions { threads: Some(2), ..LoadOptions::default() };
+    options.plan.context = Some(256);
+    let model = Qwen::load(dir.path(), &options, &Metrics::new("test", "cpu"), &mut |_, _| ()).unwrap();
+    TestModel { model, _dir: dir }
+}
+
+/// The picture that `towers.py` draws.
+fn picture(height: usize, width: usize) -> Vec<u8> {
+    let value = |y: usize, x: usize, c: usize| (x * (7 + 2 * c) + y * (13 - c) + x * y * (c + 1)) as u8;
+    let pixels: Vec<u8> =
+        (0..height).flat_map(|y| (0..width).flat_map(move |x| (0..3).map(move |c| value(y, x, c)))).collect();
+    let mut out = Vec::new();
+    let encoder = image::codecs::png::PngEncoder::new(&mut out);
+    let colour = image::ExtendedColorType::Rgb8;
+    image::ImageEncoder::write_image(encoder, &pixels, width as u32, height as u32, colour).unwrap();
+    out
+}
+
+fn rows(model: &Qwen, height: usize, width: usize) -> Arc<Vec<f32>> {
+    let image = model.info().images.unwrap().prepare(&picture(height, width), None).unwrap();
+    model.encode_image(&image).unwrap()
+}
+
+#[test]
+fn other_towers_match_transformers() {
+    let bytes = read("towers.safetensors");
+    let (_, metadata) = SafeTensors::read_metadata(&bytes).unwrap();
+    let towers: Value = serde_json::from_str(&metadata.metadata().as_ref().unwrap()["towers"]).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    for (name, tower) in towers.as_object().unwrap() {
+        let prefix = format!("{name}/");
+        let tensors = file.tensors();
+        let tensors = tensors.iter().filter_map(|(path, tensor)| Some((path.strip_prefix(&prefix)?, tensor)));
+        let (stored, expected): (Vec<_>, Vec<_>) = tensors.partition(|(path, _)| path.contains('.'));
+        let stored: Vec<Stored> = stored.into_iter().map(|(path, tensor)| Stored::of(path, tensor)).collect();
+        let model = load(&stored, &tower["vision_config"], &tower["processor"]);
+        assert_eq!(expected.len(), tower["sizes"].as_array().unwrap().len());
+        for (size, expected) in expected {
+            let (height, width) = size.split_once('x').unwrap();
+            let words = expected.data().as_chunks::<4>().0.iter();
+            let expected: Vec<f32> = words.map(|word| f32::from_le_bytes(*word)).collect();
+            let found = distance(&rows(&model, height.parse().unwrap(), width.parse().unwrap()), &expected);
+            assert!(found < 2e-5, "{name}, {size}: {found}");
+        }
+    }
+}
+
+/// Affine codes as MLX stores them, in groups of 32, and the values that they stand for.
+fn quantise(matrix: &Stored, bits: usize) -> ([Stored; 3], Stored) {
+    let values: Vec<f32> =
+        matrix.bytes.as_chunks::<2>().0.iter().map(|bytes| bf16::from_le_bytes(*bytes).to_f32()).collect();
+    let (mut codes, mut scales, mut biases, mut plain) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+    for group in values.chunks_exact(32) {
+        let (least, most) = group.iter().fold((f32::MAX, f32::MIN), |(a, b), value| (a.min(*value), b.max(*value)));
+        let levels = ((1u32 << bits) - 1) as f32;
+        let (scale, bias) = (bf16::from_f32((most - least) / levels), bf16::from_f32(least));
+        let code = |value: &f32| ((value - bias.to_f32()) / scale.to_f32()).round().clamp(0.0, levels) as u32;
+        for word in group.chunks_exact(32 / bits) {
+            let word = word.iter().enumerate().fold(0, |word, (at, value)| word | code(value) << (at * bits));
+            codes.extend(word.to_le_bytes());
+        }
+        plain
+            .extend(group.iter().flat_map(|value| (code(value) as f32 * scale.to_f32() + bias.to_f32()).to_le_bytes()));
+        scales.extend(scale.to_le_bytes());
+        biases.extend(bias.to_le_bytes());
+    }
+    let [rows, cols] = matrix.shape[..] else { panic!("{} is no matrix", matrix.name) };
+    let path = matrix.name.strip_suffix("weight").unwrap();
+    let tensor = |part: &str, dtype: Dtype, cols: usize, bytes: Vec<u8>| Stored {
+        name: format!("{path}{part}"),
+        dtype,
+        shape: vec![rows, cols],
+        bytes,
+    };
+    let quantised = [
+        tensor("weight", Dtype::U32, cols * bits / 32, codes),
+        tensor("scales", Dtype::BF16, cols / 32, scales),
+        tensor("biases", Dtype::BF16, cols / 32, biases),
+    ];
+    (quantised, tensor("weight", Dtype::F32, cols, plain))
+}
+
+#[test]
+fn quantised_tower_matches_its_dequantised_weights() {
+    let bytes = read("mlx_4bit/model.safetensors");
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    let tower: Vec<(String, TensorView<'_>)> =
+        file.tensors().into_iter().filter(|(name, _)| name.starts_with("vision_tower.")).collect();
+    let config: Value = serde_json::from_slice(&read("mlx_4bit/config.json")).unwrap();
+    let processor: Value = serde_json::from_slice(&read("mlx_4bit/preprocessor_config.json")).unwrap();
+    let exact = tensors(Path::new(&format!("{FIXTURE}/images.safetensors")));
+    for bits in [4, 8] {
+        let (mut packed, mut plain, mut count) = (Vec::new(), Vec::new(), 0);
+        for (name, tensor) in &tower {
+            let stored = Stored::of(name, tensor);
+            let is_matrix = matches!(stored.shape[..], [_, cols] if cols.is_multiple_of(32));
+            if is_matrix && name.ends_with(".weight") {
+                let (quantised, dequantised) = quantise(&stored, bits);
+                packed.extend(quantised);
+                plain.push(dequantised);
+                count += 1;
+            } else {
+                packed.push(Stored::of(name, tensor));
+                plain.push(stored);
+            }
+        }
+        // Of each block, qkv, proj and fc1; the second matrix of its MLP has 136 columns. Two of the merger, the position table.
+        assert_eq!(count, 2 * 3 + 3);
+        let [packed, plain] = [packed, plain].map(|tower| load(&tower, &config["vision_config"], &processor));
+        for (height, width) in [(64, 96), (33, 200)] {
+            let found = distance(&rows(&packed, height, width), &rows(&plain, height, width));
+            assert!(found < 1e-5, "{bits} bits, {height} x {width}: {found}");
+        }
+        // The codes are a coarse form of the fixture's weights.
+        let image = packed.info().images.unwrap().prepare(&read("images/gradient.png"), None).unwrap();
+        let found = distance(&packed.encode_image(&image).unwrap(), &exact["gradient.merged"]);
+        assert!((1e-4..2.0).contains(&found), "{bits} bits: {found}");
+    }
+}
+
+#[test]
+fn released_rows_are_computed_again() {
+    let mut options = LoadOptions { threads: Some(2), ..LoadOptions::default() };
+    options.plan.context = Some(256);
+    let dir = format!("{FIXTURE}/mlx_4bit");
+    let metrics = Metrics::new("test", "cpu");
+    let model = Qwen::load(Path::new(&dir), &options, &metrics, &mut |_, _| ()).unwrap();
+    assert!(model.plan().vision > 0, "images are in the plan");
+    let first = rows(&model, 40, 50);
+    assert!(Arc::ptr_eq(&first, &rows(&model, 40, 50)), "the second request takes the cached rows");
+    model.release_images();
+    assert_eq!(Arc::strong_count(&first), 1, "the cache holds no rows after a release");
+    let again = rows(&model, 40, 50);
+    assert!(!Arc::ptr_eq(&first, &again));
+    assert_eq!(first, again);
+}
