@@ -2,7 +2,8 @@
 //!
 //! Each unknown has a pessimistic and an optimistic value, so the result is a range. The sources:
 //!
-//! - Memory bandwidth is the manufacturer's figure. Engines reach 60 to 80 % of it in decode.
+//! - Memory bandwidth is the manufacturer's figure. Engines reach 60 to 80 % of it in decode,
+//!   and less on an Ultra, which has two dies (SwiftLM #26).
 //! - Reads of one expert's size that bypass the page cache, in GB/s: measured by other projects that stream experts
 //!   (ds4, flash-moe, streamlx, slotstream). No figures are published for the M4 Max, so those of the M4 Pro are used.
 //! - Launches and barriers of a layer: 9 launches of at least 2 us each (qwisp #143). In resident engines of this model
@@ -34,6 +35,8 @@ const PROCESS: u64 = 256 << 20;
 const WORKING_SET: f64 = 0.74;
 /// Fraction of the memory bandwidth that decoding reaches: pessimistic, optimistic.
 const EFFICIENCY: [f64; 2] = [0.6, 0.8];
+/// The same for the two dies of an Ultra. SwiftLM reads dense 4-bit models at 46 % of an M1 Ultra's 800 GB/s.
+const ULTRA_EFFICIENCY: [f64; 2] = [0.35, 0.5];
 /// Seconds per layer that do not depend on its bytes: pessimistic, optimistic.
 const LAUNCHES: [f64; 2] = [215e-6, 40e-6];
 /// Seconds per layer to wait for the router's choice: pessimistic, optimistic.
@@ -59,18 +62,25 @@ pub struct Machine {
     pub memory: u64,
     /// Memory bandwidth in bytes per second.
     pub bandwidth: f64,
+    /// Fraction of it that decoding reaches: pessimistic, optimistic.
+    pub efficiency: [f64; 2],
     /// Bytes per second of reads of one expert's size: pessimistic, optimistic.
     pub disk: [f64; 2],
 }
 
 const fn machine(name: &'static str, gigabytes: u64, bandwidth: f64, disk: [f64; 2]) -> Machine {
-    Machine { name, memory: gigabytes * GIB, bandwidth: bandwidth * 1e9, disk: [disk[0] * 1e9, disk[1] * 1e9] }
+    let (bandwidth, disk) = (bandwidth * 1e9, [disk[0] * 1e9, disk[1] * 1e9]);
+    Machine { name, memory: gigabytes * GIB, bandwidth, efficiency: EFFICIENCY, disk }
+}
+
+const fn ultra(name: &'static str, gigabytes: u64, bandwidth: f64, disk: [f64; 2]) -> Machine {
+    Machine { efficiency: ULTRA_EFFICIENCY, ..machine(name, gigabytes, bandwidth, disk) }
 }
 
 impl Machine {
     /// Rates of the pessimistic (0) or optimistic (1) case. Expert reads bypass the page cache.
     fn reached(&self, case: usize) -> Bandwidth {
-        let memory = self.bandwidth * EFFICIENCY[case];
+        let memory = self.bandwidth * self.efficiency[case];
         Bandwidth { memory, compute: memory, disk: self.disk[case], latency: LATENCY, cache: f64::INFINITY }
     }
 }
@@ -82,7 +92,7 @@ pub const MACHINES: [Machine; 8] = [
     machine("m4-pro-48", 48, 273.0, [6.6, 6.6]),
     machine("m5-pro-48", 48, 307.0, [9.5, 17.3]),
     machine("m1-max-64", 64, 400.0, [4.4, 4.4]),
-    machine("m1-ultra-64", 64, 800.0, [5.4, 6.9]),
+    ultra("m1-ultra-64", 64, 800.0, [5.4, 6.9]),
     machine("m4-max-128", 128, 546.0, [6.6, 6.6]),
     machine("m5-max-128", 128, 614.0, [11.0, 14.5]),
 ];
@@ -193,7 +203,7 @@ mod tests {
             let streamed = found.plan.strategy == Strategy::Streaming;
             assert_eq!(streamed, name == "m4-air-16");
             for case in [0, 1] {
-                let reached = machine.bandwidth * EFFICIENCY[case];
+                let reached = machine.bandwidth * machine.efficiency[case];
                 let disk = machine.disk[case];
                 let bandwidth = Bandwidth { memory: reached, compute: reached, disk, latency: LATENCY, cache: 1e9 };
                 let layer = LAUNCHES[case] + if streamed { WAIT[case] } else { 0.0 };

@@ -140,4 +140,18 @@ mod tests {
             assert_eq!(shape.kv_per_token, kv, "{like}");
         }
     }
+
+    /// SwiftLM with dense 4-bit models in memory.
+    #[test]
+    fn ultra_range_contains_other_engine() {
+        let options = model::LoadOptions { gpu: Some(GPU), ..model::LoadOptions::default() };
+        let ultra = *MACHINES.iter().find(|machine| machine.name == "m1-ultra-64").unwrap();
+        for (dimensions, measured) in [(synth::Dimensions::of_9b(), 73.65), (synth::Dimensions::of_27b(), 24.58)] {
+            let dir = tempfile::tempdir().unwrap();
+            synth::outline(dir.path(), dimensions).unwrap();
+            let shape = CheckpointInfo::unpacked(dir.path(), &options).unwrap().shape;
+            let [low, high] = simulate(&shape, ultra, &options.plan).unwrap().decode.map(|case| case.tokens_per_second);
+            assert!(low <= measured && measured <= high, "{measured}: {low} to {high}");
+        }
+    }
 }
