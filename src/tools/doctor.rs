@@ -26,7 +26,7 @@ use std::time::Instant;
 /// Prints the report. `version` is the version of this program.
 ///
 /// # Errors
-/// `CommandError::Unsound` if a result differs or a check fails.
+/// `CommandError::Unsound` if a result differs or a check fails. Fails if the machine cannot be measured.
 pub fn run(args: &cli::tool_args::DoctorArgs, version: &str) -> Result<(), CommandError> {
     if let Some(dir) = &args.print_kernels {
         return kernel_files::write(dir);
@@ -35,7 +35,7 @@ pub fn run(args: &cli::tool_args::DoctorArgs, version: &str) -> Result<(), Comma
     let candles = device::open_candle_gpu().filter(|_| gpu.is_ok());
     let mut report = examine(gpu, &[Some(Device::Cpu), candles].into_iter().flatten().collect::<Vec<_>>())?;
     report.machine.version = version.into();
-    let machine = args.report.then(|| measure_machine(&report, args.any_gpu)).transpose()?;
+    let machine = args.report.then(|| measure_machine(&report, args.any_gpu));
     // Runs last, and with a second device object: macOS may refuse further GPU work of a program that caused a GPU
     // error.
     if report.gpu.is_ok() {
@@ -44,7 +44,11 @@ pub fn run(args: &cli::tool_args::DoctorArgs, version: &str) -> Result<(), Comma
     let wrong = report.wrong.join(", ");
     match machine {
         None => show(&report, args.json),
-        Some(machine) => {
+        Some(Err(error)) => {
+            show(&report, args.json);
+            return Err(error);
+        }
+        Some(Ok(machine)) => {
             let whole = WholeReport { checks: report, machine };
             show(&whole, args.json);
             eprintln!("kept for `moestro info` in {}", machine_report::save(&whole)?.display());
