@@ -10,7 +10,7 @@ wide! {
     /// The tanh form of GELU: `x * (1 + tanh(u)) / 2`, which is `x * sigmoid(2 u)`.
     pub fn gelu(x: &mut [f32]) {
         /// `2 * sqrt(2 / pi)`.
-        const SCALE: f32 = 1.595_769_1;
+        const SCALE: f32 = 1.595_769;
         for x in x {
             let cubic = (0.044_715 * *x).mul_add(*x, 1.0);
             *x *= sigmoid(SCALE * *x * cubic);
