@@ -44,3 +44,5 @@ mod response_format;
 mod responses;
 #[path = "api/server.rs"]
 mod server;
+#[path = "api/turns.rs"]
+mod turns;

@@ -1,6 +1,7 @@
 //! The engine's public handle: starts the thread that owns the model, queues requests, reports load.
 
 use super::{
+    answer::TokenRules,
     prompt_cache::{DiskCacheOptions, PromptCache, PromptCacheStatus},
     queue::{AdmissionLimits, RequestQueue},
     request::{Events, Request},
@@ -86,8 +87,7 @@ pub fn spawn_with<M: Model>(
     let handle = Handle { queue: queue_guard, cache: cache.clone(), images };
     let options = SchedulerOptions {
         parallel: options.parallel.max(1),
-        eos: options.eos,
-        usable_vocab: options.usable_vocab,
+        rules: TokenRules { eos: options.eos, usable_vocab: options.usable_vocab },
         speculate: options.speculate,
         draft_tokens: options.draft_tokens,
     };

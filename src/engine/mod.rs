@@ -4,8 +4,11 @@
 //! the engine notices within one token. `scheduler` has the loop: take the next request, run one step of it, publish the
 //! result.
 
+mod answer;
 mod constraint;
 mod handle;
+mod idle_sequences;
+mod live_request;
 pub mod prompt_cache;
 mod queue;
 mod request;

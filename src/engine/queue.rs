@@ -1,4 +1,5 @@
-//! The request queue between the handles and the engine's thread: bounded, first in, first out.
+//! The request queue between the handles and the engine's thread. It is bounded. Clients take turns, and requests of one client
+//! run in the order of their arrival.
 //!
 //! A queued request whose client disconnects, or whose deadline passes, leaves the queue without being worked on.
 
@@ -9,7 +10,7 @@ use crate::{
 };
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use std::{
-    collections::VecDeque,
+    collections::{HashMap, VecDeque},
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -103,8 +104,13 @@ pub(super) struct RequestQueue {
 
 #[derive(Default)]
 struct QueueState {
+    /// In order of arrival.
     waiting: VecDeque<QueuedRequest>,
     running: usize,
+    /// Number of requests that were taken from the queue.
+    taken: u64,
+    /// That number when the last request of a client was taken, for clients that wait and for the last one that did.
+    last_taken: HashMap<u64, u64>,
     phase: QueuePhase,
 }
 
@@ -148,15 +154,13 @@ impl RequestQueue {
         Ok(events)
     }
 
-    /// Takes the oldest request from the queue if it `fits` next to those that run. Without running requests, waits for one
-    /// and calls `idle` once per [`IDLE_INTERVAL`]. Returns `None` if none fits now, or if no further request can arrive.
+    /// Takes the next request from the queue if it `fits` next to those that run. Without running requests, waits for one
+    /// and calls `idle` once per [`IDLE_INTERVAL`]. Returns `None` if it does not fit, or if no further request can arrive.
     pub fn next(&self, fits: &dyn Fn(&Request) -> bool, idle: &mut dyn FnMut()) -> Option<QueuedRequest> {
         let mut queue = self.queue.lock();
         loop {
             self.remove_aborted(&mut queue);
-            let may_run = queue.waiting.front().is_some_and(|next| queue.running == 0 || fits(&next.request));
-            let next = if may_run { queue.waiting.pop_front() } else { None };
-            queue.running += usize::from(next.is_some());
+            let next = queue.take_next(fits);
             self.update_metrics(&queue);
             if next.is_some() || queue.running > 0 || !matches!(queue.phase, QueuePhase::Open) {
                 return next;
@@ -197,7 +201,7 @@ impl RequestQueue {
         (queue.running, queue.waiting.len())
     }
 
-    /// For each waiting request, in order: its prompt's tokens and its time in the queue.
+    /// For each waiting request, in order of arrival: its prompt's tokens and its time in the queue.
     pub fn waiting(&self) -> Vec<(usize, Duration)> {
         let queue = self.queue.lock();
         queue.waiting.iter().map(|waiting| (waiting.request.ids.len(), waiting.arrived.elapsed())).collect()
@@ -256,6 +260,21 @@ impl RequestQueue {
 }
 
 impl QueueState {
+    /// Takes the oldest request of the client whose last turn is the longest ago, if it may run now.
+    fn take_next(&mut self, fits: &dyn Fn(&Request) -> bool) -> Option<QueuedRequest> {
+        let last_turn = |waiting: &QueuedRequest| self.last_taken.get(&waiting.request.client).copied().unwrap_or(0);
+        let (index, next) = self.waiting.iter().enumerate().min_by_key(|(_, waiting)| last_turn(waiting))?;
+        if self.running > 0 && !fits(&next.request) {
+            return None;
+        }
+        let next = self.waiting.remove(index)?;
+        self.running += 1;
+        self.taken += 1;
+        self.last_taken.retain(|client, _| self.waiting.iter().any(|waiting| waiting.request.client == *client));
+        self.last_taken.insert(next.request.client, self.taken);
+        Some(next)
+    }
+
     fn deadline(&self) -> Option<Instant> {
         match self.phase {
             QueuePhase::Draining { deadline } => deadline,

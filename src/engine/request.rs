@@ -67,6 +67,8 @@ pub struct Request {
     pub boundaries: Vec<Boundary>,
     /// Reuse state from earlier requests and keep state for later ones.
     pub cache_prompt: bool,
+    /// Identifies the client. Waiting requests of several clients take turns.
+    pub client: u64,
     /// The request fails with `TimedOut` at this time, whether it is queued or running.
     pub deadline: Option<Instant>,
 }
@@ -85,6 +87,7 @@ impl Request {
             constraint: None,
             boundaries: Vec::new(),
             cache_prompt: true,
+            client: 0,
             deadline: None,
         }
     }

@@ -14,37 +14,26 @@ mod steps;
 mod time_share;
 
 use super::{
-    constraint::MaskWorker,
-    prompt_cache::{PromptCache, SnapshotKind},
-    queue::{Abort, QueuedRequest, RequestQueue},
-    request::{Event, Finish, Logprobs, Request, Timings},
-    sampler::Sampler,
-    sequence::Sequence,
-    speculation::{Draft, DraftPolicy, PendingRows, Speculator},
+    answer::TokenRules,
+    idle_sequences::IdleSequences,
+    live_request::{DRAFT_ROWS, LiveRequest, Stage, StepOutput, Work, may_reuse, reserved_pages},
+    prompt_cache::PromptCache,
+    queue::{Abort, RequestQueue},
+    request::{Event, Finish, Request, Timings},
+    speculation::{Draft, DraftPolicy, Speculator},
 };
 use crate::{
     error::{EngineError, GPU_INTERACTIVITY},
     metrics::Metrics,
-    model::{MAX_VERIFY_ROWS, Model, PAGE, SequenceState, prefix_keys},
+    model::{Model, prefix_keys},
 };
-use std::{
-    panic::{AssertUnwindSafe, catch_unwind},
-    sync::Arc,
-    time::Instant,
-};
+use std::{sync::Arc, time::Instant};
 use time_share::TimeShare;
-
-/// Rows that a decode step with a draft may write.
-const DRAFT_ROWS: usize = 4 * MAX_VERIFY_ROWS;
-/// Maximum number of tokens of an answer for which pages must be free when a request is admitted next to others. Most answers
-/// are shorter than what clients allow, so longer ones take pages as they grow.
-const RESERVED_ANSWER: usize = 256;
 
 /// Options of the scheduler. See [`super::Options`].
 pub(super) struct SchedulerOptions {
     pub parallel: usize,
-    pub eos: Vec<u32>,
-    pub usable_vocab: usize,
+    pub rules: TokenRules,
     pub speculate: DraftPolicy,
     pub draft_tokens: usize,
 }
@@ -52,85 +41,20 @@ pub(super) struct SchedulerOptions {
 /// Owns the model and everything that only the engine's thread uses.
 pub(super) struct Scheduler<M: Model> {
     model: M,
-    options: SchedulerOptions,
+    parallel: usize,
+    rules: TokenRules,
     queue: Arc<RequestQueue>,
     cache: Arc<PromptCache>,
     metrics: Arc<Metrics>,
     speculator: Speculator<M>,
     /// The requests under way, in order of arrival.
     live: Vec<LiveRequest<M::State>>,
-    /// Sequences of ended requests, for prompts that extend them. The oldest is first.
-    idle: Vec<IdleSequence<M::State>>,
+    idle: IdleSequences<M::State>,
     time_share: TimeShare,
     /// Number of steps so far.
     steps: u64,
-}
-
-/// A sequence without a request.
-struct IdleSequence<S> {
-    sequence: Sequence<S>,
-    /// [`PromptCache::clear_count`] when its request began.
-    clear_count: u64,
-}
-
-/// A request that the scheduler works on.
-struct LiveRequest<S> {
-    request: QueuedRequest,
-    /// `None` before the first step, and after the sequence was dropped in favour of another one.
-    sequence: Option<Sequence<S>>,
-    stage: Stage,
-    /// The tokens of a dropped sequence, which must be computed again before the answer continues.
-    lost: Vec<u32>,
-    /// [`PromptCache::clear_count`] when the request began.
-    clear_count: u64,
-    /// The step that evaluated its last token.
-    last_step: u64,
-    /// The next token must not share a pass with other sequences: one of them has failed.
-    is_alone: bool,
-}
-
-enum Stage {
-    New,
-    Prefill(Prefill),
-    Decode(Box<Decode>),
-}
-
-/// A prompt that is being evaluated.
-struct Prefill {
-    cached_tokens: usize,
-    /// Where to take snapshots, ascending.
-    snapshots: Vec<(usize, SnapshotKind)>,
-    /// Log-probabilities of the prompt, if they are wanted.
-    logprobs: Option<Vec<Option<Logprobs>>>,
-    /// Start of the request's first step.
-    started: Instant,
-    /// Start of the first chunk.
-    chunks_started: Instant,
-}
-
-/// An answer that is being generated.
-struct Decode {
-    rows: PendingRows,
-    sampler: Sampler,
-    masks: Option<MaskWorker>,
-    /// The last token: sampled and sent, not yet evaluated. `None` before the first one.
-    last: Option<u32>,
-    last_sent: Option<Instant>,
-    timings: Timings,
-    started: Instant,
-}
-
-/// The next work of a live request.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Work {
-    /// A sequence to start from. Needs no pass.
-    Begin,
-    /// Its first token, from logits that are there. Needs no pass.
-    Sample,
-    /// This many rows of its prompt, or of a dropped sequence.
-    Read(usize),
-    /// One token.
-    Decode,
+    /// The clock that measures steps. Tests replace it.
+    now: fn() -> Instant,
 }
 
 /// The requests of a step, and how to run it.
@@ -140,16 +64,8 @@ struct Step<S> {
     chunk: usize,
     /// Number of live requests that decode.
     decoding: usize,
-    /// True if a short prompt goes first.
-    is_jump: bool,
-}
-
-/// The result of one step for one request.
-#[derive(Default)]
-struct StepOutput {
-    events: Vec<Event>,
-    /// Set if the answer is complete.
-    finish: Option<Finish>,
+    /// True if the step is a chunk of a prompt that passes an older one.
+    passes: bool,
 }
 
 impl<M: Model> Scheduler<M> {
@@ -161,19 +77,21 @@ impl<M: Model> Scheduler<M> {
         cache: Arc<PromptCache>,
         metrics: Arc<Metrics>,
     ) -> Self {
-        let SchedulerOptions { speculate, draft_tokens, .. } = options;
+        let SchedulerOptions { parallel, rules, speculate, draft_tokens } = options;
         let speculator = Speculator::new(&mut model, draft, speculate, draft_tokens, metrics.clone());
         Self {
             model,
-            options,
+            parallel,
+            rules,
             queue,
             cache,
             metrics,
             speculator,
             live: Vec::new(),
-            idle: Vec::new(),
+            idle: IdleSequences::default(),
             time_share: TimeShare::default(),
             steps: 0,
+            now: Instant::now,
         }
     }
 
@@ -181,11 +99,15 @@ impl<M: Model> Scheduler<M> {
     pub fn run(mut self) {
         let _stop = StopOnDrop { queue: self.queue.clone(), cache: self.cache.clone() };
         while self.admit() {
-            let mut step = self.next_step();
-            let outcomes = self.step(&mut step);
-            for (request, outcome) in step.requests.into_iter().zip(outcomes) {
-                self.publish(request, outcome);
-            }
+            self.run_step();
+        }
+    }
+
+    fn run_step(&mut self) {
+        let mut step = self.next_step();
+        let outcomes = self.step(&mut step);
+        for (request, outcome) in step.requests.into_iter().zip(outcomes) {
+            self.publish(request, outcome);
         }
     }
 
@@ -198,7 +120,7 @@ impl<M: Model> Scheduler<M> {
                 Err(abort) => self.end(live, Err(abort)),
             }
         }
-        while self.live.len() < self.options.parallel {
+        while self.live.len() < self.parallel {
             let taken: usize = self.live.iter().map(LiveRequest::reserved_pages).sum();
             let pages = self.model.info().pages.map_or(usize::MAX, |pool| pool.count());
             let fits = |request: &Request| reserved_pages(request) <= pages.saturating_sub(taken);
@@ -219,7 +141,7 @@ impl<M: Model> Scheduler<M> {
         if decoding == 0 {
             self.time_share.no_one_decodes();
         }
-        let (mut chosen, is_jump) = self.choose(chunk, info.batch.max(1));
+        let (mut chosen, passes) = self.choose(chunk, info.batch.max(1));
         // While several sequences decode, no draft needs pages.
         let decode_rows = if decoding > 1 { 1 } else { DRAFT_ROWS };
         self.free_pages(&mut chosen, chunk, decode_rows);
@@ -227,10 +149,10 @@ impl<M: Model> Scheduler<M> {
         let mut requests: Vec<_> = chosen.into_iter().map(|index| self.live.remove(index)).collect();
         requests.reverse();
         self.steps += 1;
-        Step { requests, chunk, decoding, is_jump }
+        Step { requests, chunk, decoding, passes }
     }
 
-    /// The live requests of the next step by index, and whether a short prompt goes first.
+    /// The live requests of the next step by index, and whether a prompt passes an older one.
     fn choose(&self, chunk: usize, batch: usize) -> (Vec<usize>, bool) {
         let needs_no_pass = |live: &LiveRequest<_>| match live.work() {
             Work::Begin => !self.waits_for_prefix(live),
@@ -240,19 +162,19 @@ impl<M: Model> Scheduler<M> {
         if let Some(index) = self.live.iter().position(needs_no_pass) {
             return (vec![index], false);
         }
-        let all = |is_wanted: &dyn Fn(Work) -> bool| -> Vec<usize> {
-            (0..self.live.len()).filter(|&index| is_wanted(self.live[index].work())).collect()
+        let rows_left = |index: usize| match self.live[index].work() {
+            Work::Read(rows) if self.may_read(index) => Some((rows, index)),
+            _ => None,
         };
-        let mut decoding = all(&|work| work == Work::Decode);
-        let reading = all(&|work| matches!(work, Work::Read(_)));
-        let oldest = reading.iter().copied().find(|&index| self.may_read(index));
-        let is_short = |index: &usize| matches!(self.live[*index].work(), Work::Read(rows) if rows <= chunk);
-        let short = reading.into_iter().find(|index| self.may_read(*index) && is_short(index));
-        if let Some(index) = short.filter(|_| self.time_share.may_jump()) {
-            return (vec![index], Some(index) != oldest || !self.time_share.may_read());
-        }
-        if let Some(index) = oldest.filter(|_| decoding.is_empty() || self.time_share.may_read()) {
-            return (vec![index], false);
+        let mut decoding: Vec<_> =
+            (0..self.live.len()).filter(|&index| self.live[index].work() == Work::Decode).collect();
+        let oldest = (0..self.live.len()).find_map(rows_left);
+        let shortest = (0..self.live.len()).filter_map(rows_left).min();
+        let is_shorter = |short: &(usize, usize)| oldest.is_some_and(|oldest| 2 * short.0 <= oldest.0);
+        let passing = shortest.filter(|short| is_shorter(short) && self.time_share.may_pass());
+        let next = passing.or(oldest);
+        if let Some((_, index)) = next.filter(|next| decoding.is_empty() || self.time_share.may_read(next.0 <= chunk)) {
+            return (vec![index], passing.is_some());
         }
         if let Some(&index) = decoding.iter().find(|&&index| self.live[index].is_alone) {
             return (vec![index], false);
@@ -274,11 +196,11 @@ impl<M: Model> Scheduler<M> {
     /// True if another request is about to reach a snapshot of this prompt that is longer than what the cache has: restoring it
     /// takes less time than computing the same tokens.
     fn waits_for_prefix(&self, new: &LiveRequest<M::State>) -> bool {
-        let request = &new.request.request;
-        if !may_reuse(request) {
+        let Request { ids, images, .. } = &new.request.request;
+        if !may_reuse(&new.request.request) {
             return false;
         }
-        let keys = prefix_keys(&request.ids, &request.images);
+        let keys = prefix_keys(ids, images);
         let shared = |other: &LiveRequest<M::State>| {
             let (Stage::Prefill(prefill), Some(sequence)) = (&other.stage, &other.sequence) else { return None };
             let Request { ids, images, .. } = &other.request.request;
@@ -288,9 +210,7 @@ impl<M: Model> Scheduler<M> {
             coming.rev().find(|&at| is_shared(at))
         };
         let Some(coming) = self.live.iter().filter_map(shared).max() else { return false };
-        let idle = self.idle.iter().filter(|idle| idle.sequence.is_prefix_of(&request.ids, &request.images));
-        let known = idle.map(|idle| idle.sequence.len()).max().unwrap_or(0);
-        coming > known.max(self.cache.prefix_len(&keys))
+        coming > self.idle.prefix_len(ids, images).max(self.cache.prefix_len(&keys))
     }
 
     /// Makes pages free for the rows of a step: those of snapshots first, then those of idle sequences, then those of the
@@ -304,8 +224,7 @@ impl<M: Model> Scheduler<M> {
             if pool.is_none_or(|pool| pool.free() >= missing) {
                 return;
             }
-            if !self.idle.is_empty() {
-                self.idle.remove(0);
+            if self.idle.drop_oldest() {
                 continue;
             }
             let mut holders = (0..self.live.len()).rev().filter(|&index| self.live[index].sequence.is_some());
@@ -344,12 +263,12 @@ impl<M: Model> Scheduler<M> {
         );
         let kept = sequence.filter(|sequence| is_intact && cache_prompt && sequence.len() >= lost.len());
         let is_kept = kept.is_some();
-        self.idle.extend(kept.map(|sequence| IdleSequence { sequence, clear_count }));
+        kept.into_iter().for_each(|sequence| self.idle.push(sequence, clear_count));
         let timings = match stage {
-            Stage::Decode(decode) if outcome.is_ok() => {
-                let decode_seconds = decode.started.elapsed().as_secs_f64();
+            Stage::Decode(answer) if outcome.is_ok() => {
+                let decode_seconds = answer.started.elapsed().as_secs_f64();
                 self.metrics.decode_seconds.observe(decode_seconds);
-                Timings { decode_seconds, ..decode.timings }
+                Timings { decode_seconds, ..answer.timings }
             }
             _ => Timings::default(),
         };
@@ -393,87 +312,6 @@ impl<M: Model> Scheduler<M> {
     }
 }
 
-impl<S: SequenceState> LiveRequest<S> {
-    fn new(request: QueuedRequest) -> Self {
-        Self {
-            request,
-            sequence: None,
-            stage: Stage::New,
-            lost: Vec::new(),
-            clear_count: 0,
-            last_step: 0,
-            is_alone: false,
-        }
-    }
-
-    fn work(&self) -> Work {
-        let len = self.sequence.as_ref().map_or(0, Sequence::len);
-        match &self.stage {
-            Stage::New => Work::Begin,
-            Stage::Prefill(_) => Work::Read(self.request.request.ids.len() - len),
-            Stage::Decode(_) if len < self.lost.len() => Work::Read(self.lost.len() - len),
-            Stage::Decode(decode) if decode.last.is_none() => Work::Sample,
-            Stage::Decode(_) => Work::Decode,
-        }
-    }
-
-    /// Drops the sequence. Its tokens are computed again when the request continues.
-    fn drop_sequence(&mut self) {
-        let Some(sequence) = self.sequence.take() else { return };
-        match &mut self.stage {
-            Stage::New => {}
-            // The prompt continues from what the cache has of it. Log-probabilities need all of it.
-            Stage::Prefill(prefill) => prefill.logprobs = prefill.logprobs.as_ref().map(|_| vec![None]),
-            Stage::Decode(decode) => {
-                if decode.last.is_some() {
-                    decode.rows.clear();
-                }
-                if self.lost.len() < sequence.len() {
-                    self.lost = sequence.tokens().to_vec();
-                }
-            }
-        }
-    }
-
-    /// Pages that the next step needs beyond those that the sequence holds.
-    fn missing_pages(&self, chunk: usize, decode_rows: usize) -> usize {
-        // A sequence that starts from a snapshot copies its last page.
-        let Some(sequence) = &self.sequence else { return 1 };
-        let rows = match self.work() {
-            Work::Read(rows) => rows.min(chunk),
-            Work::Decode => decode_rows,
-            Work::Begin | Work::Sample => 0,
-        };
-        sequence.state().missing_pages(rows)
-    }
-
-    /// Pages that the request holds or is expected to need.
-    fn reserved_pages(&self) -> usize {
-        let len = self.sequence.as_ref().map_or(0, Sequence::len).max(self.lost.len());
-        reserved_pages(&self.request.request).max((len + DRAFT_ROWS).div_ceil(PAGE))
-    }
-}
-
-/// Pages for a prompt and the beginning of its answer.
-fn reserved_pages(request: &Request) -> usize {
-    (request.ids.len() + request.max_tokens.min(RESERVED_ANSWER)).div_ceil(PAGE)
-}
-
-/// True if a request may start from state of earlier ones. Log-probabilities of the prompt need every row.
-fn may_reuse(request: &Request) -> bool {
-    request.cache_prompt && request.prompt_logprobs.is_none()
-}
-
-/// Runs `work`. A panic becomes an error. A forward pass writes its buffers before it reads them, so only the sequences of a
-/// pass that panicked are lost.
-fn caught<T>(work: impl FnOnce() -> Result<T, Abort>) -> Result<T, Abort> {
-    let message = |panic: Box<dyn std::any::Any + Send>| {
-        let text = panic.downcast_ref::<&str>().map(|text| text.to_string());
-        text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no message".into())
-    };
-    catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| Err(EngineError::Panicked(message(panic)).into()))
-}
-
 /// Fails the waiting requests and writes the cache to disk when the thread ends, even by a panic.
 struct StopOnDrop {
     queue: Arc<RequestQueue>,
@@ -486,3 +324,7 @@ impl Drop for StopOnDrop {
         self.cache.close();
     }
 }
+
+#[cfg(test)]
+#[path = "scheduler_tests.rs"]
+mod tests;

@@ -17,6 +17,8 @@ pub const REQUEST: &[f64] =
 pub const QUEUE: &[f64] = &[0.0001, 0.001, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0];
 /// Number of sequences in a pass.
 pub const SEQUENCES: &[f64] = &[1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 16.0, 32.0, 64.0];
+/// Number of rows in a pass: one of each sequence, verified drafts, chunks of a prompt.
+pub const ROWS: &[f64] = &[1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0];
 /// Number of tokens: from a greeting to a full context.
 pub const TOKENS: &[f64] =
     &[16.0, 64.0, 256.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0, 32768.0, 65536.0, 131_072.0, 262_144.0];

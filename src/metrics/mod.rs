@@ -11,7 +11,7 @@ mod heatmap;
 
 use crate::platform::os;
 pub use exposition::{OPENMETRICS, PROMETHEUS};
-use families::{FIRST_TOKEN, INTER_TOKEN, QUEUE, READ, REQUEST, SEQUENCES, TOKENS};
+use families::{FIRST_TOKEN, INTER_TOKEN, QUEUE, READ, REQUEST, ROWS, SEQUENCES, TOKENS};
 pub use heatmap::ExpertHeatmap;
 use parking_lot::Mutex;
 use prometheus::{Counter, Histogram, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Registry};
@@ -89,6 +89,7 @@ metrics! {
         "Sequences that were dropped because older requests needed their memory; they are computed again" =>
         preemptions [];
     histogram "moestro_step_sequences" [] (SEQUENCES) "Sequences of a decode pass" => step_sequences [];
+    histogram "moestro_step_rows" [] (ROWS) "Rows of a pass: of a prompt's chunk, or of the sequences that decode" => step_rows [];
     counter "moestro_answers_total" ["finish_reason"] "Answers by how they ended" => answers family;
     counter "moestro_prompt_tokens_total" ["source"] "Prompt tokens, computed or reused from the prompt cache" =>
         prompt_tokens_computed ["computed"], prompt_tokens_cached ["cached"];

@@ -137,6 +137,8 @@ pub struct ModelInfo {
     /// Maximum number of sequences that [`Model::forward_each`] computes in one pass. 1 if a pass has rows of one sequence
     /// only.
     pub batch: usize,
+    /// True if the bytes of a row do not depend on the number of rows in its call.
+    pub exact_chunks: bool,
     pub snapshot_size: SnapshotSize,
     /// The KV pages that sequences and snapshots share. `None` if snapshots are copies.
     pub pages: Option<Arc<PagePool>>,

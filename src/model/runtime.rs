@@ -41,6 +41,7 @@ impl Model for Qwen {
             context: plan.context,
             chunk: plan.chunk,
             batch: self.batch(),
+            exact_chunks: !self.device.borrow().limits.half,
             snapshot_size: SnapshotSize { state: shape.state, position: shape.kv_per_token },
             pages: Some(self.device.borrow().pool.clone()),
             images: self.parts.vision.as_ref().map(|vision| vision.processor.clone()),

@@ -88,6 +88,20 @@ async fn choices_are_generated_at_the_same_time() {
 }
 
 #[tokio::test]
+async fn choices_compute_their_prompt_once() {
+    let dir = tempfile::tempdir().unwrap();
+    let delay = Duration::from_millis(1);
+    let setup = Setup { parallel: 4, delay, prompt_cache_dir: Some(dir.path().to_owned()), ..Setup::default() };
+    let server = setup.start().await;
+    let text = "A long prompt that all choices share. ".repeat(4);
+    let answer = server.ask(PATH, &json!({"prompt": text, "n": 4, "max_tokens": 3})).await;
+    assert_eq!(answer["choices"].as_array().unwrap().len(), 4);
+    server.idle().await;
+    // The prompt, its last token for each other choice, and all tokens of each answer but the last.
+    assert_eq!(server.evaluated(), ids(&server, &text).len() + 3 + 4 * 2);
+}
+
+#[tokio::test]
 async fn stream_has_choices_in_order() {
     let server = mock().await;
     let body = json!({

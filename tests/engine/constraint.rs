@@ -6,7 +6,10 @@ use moestro::{
     error::EngineError,
     metrics::Metrics,
 };
-use std::sync::{Arc, Mutex};
+use std::{
+    sync::{Arc, Mutex},
+    time::Duration,
+};
 
 /// Allows only these tokens, one after another. Panics before token 60.
 #[derive(Clone, Default)]
@@ -75,6 +78,19 @@ fn failing_constraint_ends_only_its_request() {
     assert_eq!(answer(&engine, &script, false).1.unwrap_err(), "the grammar thread panicked");
     let script = Script { tokens: vec![5, 2], ..Script::default() };
     assert_eq!(answer(&engine, &script, false), (vec![5], Ok(Finish::Stop)));
+}
+
+#[test]
+fn failing_constraint_leaves_other_requests() {
+    let mock = MockModel { delay: Duration::from_millis(1), batch: 4, ..MockModel::default() };
+    let options = Options { eos: vec![2], parallel: 3, ..Options::default() };
+    let engine = spawn(mock, options, Metrics::new("test", "cpu")).unwrap().0;
+    let ids: Vec<u32> = (10..60).collect();
+    let other = engine.submit(Request::new(ids.clone(), 100, Sampling::greedy())).unwrap();
+    for tokens in [vec![40, 60], vec![40, 41]] {
+        answer(&engine, &Script { tokens, ..Script::default() }, false).1.unwrap_err();
+    }
+    assert_eq!(collect(other).0, ids);
 }
 
 #[test]

@@ -142,6 +142,59 @@ fn error_in_shared_pass_ends_one_request() {
 }
 
 #[test]
+fn lost_device_ends_one_request() {
+    for batch in [1, 4] {
+        let mock = MockModel { fails_on: Some(40), delay: MS, batch, ..MockModel::default() };
+        let (handle, _, metrics) = engine(&mock, parallel(4));
+        let prompts: Vec<Vec<u32>> = (0..3).map(|id| (0..20).map(|at| 10 + id + at).collect()).collect();
+        let mut others: Vec<_> = prompts.iter().map(|ids| handle.submit(request(ids, 100)).unwrap()).collect();
+        others.iter_mut().for_each(wait_for_token);
+        mock.loses_device.store(true, Ordering::Relaxed);
+        let (_, failed) = collect(handle.submit(says(40, &[9, 9])).unwrap());
+        assert_eq!(failed.unwrap_err().to_string(), "test error on token 40");
+        for (prompt, events) in prompts.iter().zip(others) {
+            let (tokens, end) = collect(events);
+            assert_eq!((&tokens[..], end.unwrap().0), (&prompt[1..], Finish::Stop));
+        }
+        assert_eq!(metrics.gpu_lost.get(), 1);
+        wait_until_idle(&handle);
+    }
+}
+
+#[test]
+fn failed_prompt_ends_one_request() {
+    for (fails_on, panics_on) in [(Some(40), None), (None, Some(40))] {
+        let mock = MockModel { fails_on, panics_on, delay: MS, batch: 4, ..MockModel::default() };
+        let (handle, ..) = engine(&mock, parallel(3));
+        let prompts: Vec<Vec<u32>> = (0..2).map(|id| (0..20).map(|at| 10 + id + at).collect()).collect();
+        let mut others: Vec<_> = prompts.iter().map(|ids| handle.submit(request(ids, 100)).unwrap()).collect();
+        others.iter_mut().for_each(wait_for_token);
+        let (_, failed) = collect(handle.submit(request(&[8, 40, 8], 5)).unwrap());
+        assert!(failed.unwrap_err().to_string().contains("token 40"));
+        for (prompt, events) in prompts.iter().zip(others) {
+            assert_eq!(collect(events).0[..], prompt[1..]);
+        }
+    }
+}
+
+#[test]
+fn clients_take_turns() {
+    let (handle, ..) = engine(&slow_model(1), parallel(1));
+    let ask = |client, max_tokens| handle.submit(Request { client, ..request(&[9], max_tokens) }).unwrap();
+    let mut first = ask(1, 90_000);
+    wait_for_token(&mut first);
+    let mut waiting: Vec<_> = (0..3).map(|_| ask(1, 1)).collect();
+    let mut other = ask(2, 90_000);
+    drop(first);
+    wait_for_token(&mut other);
+    assert!(waiting.iter_mut().all(|events| events.try_recv().is_err()), "the first client has had its turn");
+    drop(other);
+    for events in waiting {
+        assert_eq!(collect(events).0, [5]);
+    }
+}
+
+#[test]
 fn panic_ends_the_requests_of_its_pass() {
     let mock = MockModel { panics_on: Some(41), delay: MS, batch: 2, ..MockModel::default() };
     let (handle, worker, _) = engine(&mock, parallel(2));

@@ -11,7 +11,7 @@ use moestro::{
 use std::{
     sync::{
         Arc,
-        atomic::{AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicUsize, Ordering},
     },
     time::Duration,
 };
@@ -34,12 +34,16 @@ pub struct MockModel {
     pub margin: f32,
     /// Time to evaluate one token.
     pub delay: Duration,
+    /// Called for each pass with its number of tokens.
+    pub on_pass: fn(usize),
     /// Evaluating this token fails.
     pub fails_on: Option<u32>,
     /// Evaluating this token panics.
     pub panics_on: Option<u32>,
     /// Taking a snapshot within or after an answer fails.
     pub answer_snapshots_fail: bool,
+    /// The next call of [`Model::recover`] reports that the device is lost.
+    pub loses_device: Arc<AtomicBool>,
     /// Calls of [`Model::recover`]. Clones share the counters.
     pub recovered: Arc<AtomicUsize>,
     /// Tokens evaluated.
@@ -65,9 +69,11 @@ impl Default for MockModel {
             answer: None,
             margin: 50.0,
             delay: Duration::ZERO,
+            on_pass: |_| {},
             fails_on: None,
             panics_on: None,
             answer_snapshots_fail: false,
+            loses_device: Arc::default(),
             recovered: Arc::default(),
             evaluated: Arc::default(),
             rows: Arc::default(),
@@ -118,6 +124,7 @@ impl Model for MockModel {
             context: self.context,
             chunk: self.chunk,
             batch: self.batch,
+            exact_chunks: true,
             snapshot_size: SnapshotSize { state: 8, position: 4 },
             pages: None,
             images: None,
@@ -138,6 +145,7 @@ impl Model for MockModel {
     ) -> Result<Logits, ModelError> {
         let mut logits = Logits { vocab: self.vocab, data: Vec::new() };
         self.last = ids.to_vec();
+        (self.on_pass)(ids.len());
         for (index, &id) in ids.iter().enumerate() {
             if hooks.keep_going.is_some_and(|keep_going| !keep_going()) {
                 return Err(ModelError::GivenUp);
@@ -202,7 +210,7 @@ impl Model for MockModel {
 
     fn recover(&mut self) -> Result<bool, ModelError> {
         self.recovered.fetch_add(1, Ordering::Relaxed);
-        Ok(false)
+        Ok(self.loses_device.swap(false, Ordering::Relaxed))
     }
 }
 

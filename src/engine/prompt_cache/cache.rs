@@ -187,6 +187,37 @@ impl PromptCache {
         if fitting == 0 { 0 } else { (fitting / 2).clamp(1, 8) }
     }
 
+    /// Makes room for snapshots of a prompt at these positions. Returns those that fit, ascending. `shared` is the positions whose
+    /// keys and values the first one shares with its sequence.
+    pub fn reserve(
+        &self,
+        ids: &[u32],
+        mut positions: Vec<(usize, SnapshotKind)>,
+        shared: usize,
+    ) -> Vec<(usize, SnapshotKind)> {
+        positions.sort_unstable_by_key(|&(_, kind)| kind);
+        let mut reserved: Vec<(usize, SnapshotKind)> = Vec::new();
+        for (at, kind) in positions {
+            // Bytes of all of them: each shares its whole pages with the one before.
+            let needed = || {
+                let mut shared = shared;
+                let mut all: Vec<usize> = reserved.iter().map(|&(at, _)| at).chain([at]).collect();
+                all.sort_unstable();
+                let bytes = |at| {
+                    let before = shared;
+                    shared = shared.max(at);
+                    self.size.bytes(at, before)
+                };
+                all.into_iter().map(bytes).sum()
+            };
+            if self.make_room(&ids[..at], kind, &needed) {
+                reserved.push((at, kind));
+            }
+        }
+        reserved.sort_unstable();
+        reserved
+    }
+
     /// Evicts snapshots to make room for a snapshot of all of `ids`. `needed` is the bytes that it will take, given the
     /// current content of the cache. Returns false if the snapshot exists already or is not worth the room.
     pub fn make_room(&self, ids: &[u32], kind: SnapshotKind, needed: &dyn Fn() -> u64) -> bool {

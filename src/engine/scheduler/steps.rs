@@ -1,20 +1,26 @@
 //! The steps of a request: begin, read a chunk of the prompt, decode, sample.
 
-use super::{Decode, IdleSequence, LiveRequest, Prefill, Scheduler, Stage, Step, StepOutput, Work, caught, may_reuse};
+use super::{Scheduler, Step};
 use crate::{
     engine::{
-        constraint::{MaskWorker, TokenMask},
-        prompt_cache::{PromptCache, SnapshotKind, SnapshotSource, snapshot_policy},
+        answer::PartialAnswer,
+        idle_sequences::IdleSequence,
+        live_request::{LiveRequest, Prefill, Stage, StepOutput, Work, may_reuse},
+        prompt_cache::{SnapshotKind, SnapshotSource, snapshot_policy},
         queue::Abort,
         request::{Event, Finish, Request, Timings},
-        sampler::{Sampler, logprobs},
+        sampler::logprobs,
         sequence::Sequence,
         speculation::{PendingRows, SampledToken},
     },
     error::{EngineError, ModelError},
     model::{Logits, Model, PassHooks, Rows, SequenceState, prefix_keys},
 };
-use std::time::Instant;
+use std::{
+    any::Any,
+    panic::{AssertUnwindSafe, catch_unwind},
+    time::Instant,
+};
 
 /// Maximum number of prompt rows whose logits are held at once, if the prompt's own log-probabilities are wanted. With a
 /// vocabulary of 248,320 they take 32 MB. Smaller chunks do not change the logits.
@@ -23,27 +29,21 @@ const PROMPT_LOGIT_ROWS: usize = 32;
 impl<M: Model> Scheduler<M> {
     /// Runs a step. Returns the outcome for each of its requests.
     pub(super) fn step(&mut self, step: &mut Step<M::State>) -> Vec<Result<StepOutput, Abort>> {
-        let (begun, chunk) = (Instant::now(), step.chunk);
-        let [live] = &mut step.requests[..] else {
-            let outcomes = self.decode_together(&mut step.requests, step.decoding);
-            self.time_share.record_decode(begun.elapsed().as_secs_f64());
-            return outcomes;
+        let (begun, chunk) = ((self.now)(), step.chunk);
+        let [live] = &mut step.requests[..] else { return self.decode(step) };
+        let (work, had) = (live.work(), live.len());
+        let outcome = match work {
+            Work::Decode => return self.decode(step),
+            Work::Begin => caught(|| self.begin(live)),
+            Work::Sample => caught(|| self.sample(live)),
+            Work::Read(_) if live.sequence.is_none() => caught(|| self.restore(live)),
+            Work::Read(_) if matches!(live.stage, Stage::Decode(_)) => caught(|| self.recompute(live, chunk)),
+            Work::Read(_) => caught(|| self.prefill(live, chunk)),
         };
-        let (work, had) = (live.work(), live.sequence.as_ref().map_or(0, Sequence::len));
-        let outcome = caught(|| match work {
-            Work::Begin => self.begin(live),
-            Work::Sample => self.sample(live),
-            Work::Read(_) if live.sequence.is_none() => self.restore(live),
-            Work::Read(_) if matches!(live.stage, Stage::Decode(_)) => self.recompute(live, chunk),
-            Work::Read(_) => self.prefill(live, chunk),
-            Work::Decode => self.decode(live, step.decoding),
-        });
-        let seconds = begun.elapsed().as_secs_f64();
-        let rows = live.sequence.as_ref().map_or(0, Sequence::len).saturating_sub(had);
-        match work {
-            Work::Decode => self.time_share.record_decode(seconds),
-            Work::Read(_) => self.time_share.record_chunk(rows, seconds, step.is_jump),
-            Work::Begin | Work::Sample => {}
+        if matches!(work, Work::Read(_)) {
+            let rows = live.len().saturating_sub(had);
+            let seconds = ((self.now)() - begun).as_secs_f64();
+            self.time_share.record_chunk(rows, self.model.info().chunk, seconds, step.passes);
         }
         vec![outcome]
     }
@@ -91,14 +91,11 @@ impl<M: Model> Scheduler<M> {
         clear_count: u64,
     ) -> Result<(Sequence<M::State>, Option<SnapshotSource>), ModelError> {
         let (may_reuse, images) = (may_reuse(request), &request.images);
-        self.idle.retain(|idle| idle.clear_count == clear_count);
-        let prefixes =
-            self.idle.iter().enumerate().filter(|(_, idle)| may_reuse && idle.sequence.is_prefix_of(ids, images));
-        let longest = prefixes.max_by_key(|(_, idle)| idle.sequence.len()).map(|(index, _)| index);
-        let previous = longest.map(|index| self.idle.remove(index).sequence);
+        self.idle.drop_cleared(clear_count);
+        let previous = if may_reuse { self.idle.take_prefix(ids, images) } else { None };
         let states = self.live.iter().filter(|live| live.sequence.is_some()).count() + self.idle.len();
-        if previous.is_none() && states >= self.options.parallel && !self.idle.is_empty() {
-            self.idle.remove(0);
+        if previous.is_none() && states >= self.parallel {
+            self.idle.drop_oldest();
         }
         let keys = prefix_keys(ids, images);
         let mut source = None;
@@ -127,7 +124,7 @@ impl<M: Model> Scheduler<M> {
         let to = match from < prompt {
             true => chunk_end(from, prompt, chunk),
             // Where a pass of several rows rounds differently, the answer's tokens are computed one by one again.
-            false if self.model.info().batch == 1 => from + 1,
+            false if !self.model.info().exact_chunks => from + 1,
             false => live.lost.len().min(from + chunk),
         };
         self.speculator.follow(None);
@@ -144,7 +141,7 @@ impl<M: Model> Scheduler<M> {
         let (Stage::Prefill(prefill), Some(sequence)) = (&mut live.stage, &mut live.sequence) else {
             return Ok(StepOutput::default());
         };
-        let Request { ids, images, prompt_logprobs, max_tokens, sampling, constraint, .. } = &live.request.request;
+        let Request { ids, images, prompt_logprobs, max_tokens, .. } = &live.request.request;
         let chunk = if prompt_logprobs.is_some() { chunk.min(PROMPT_LOGIT_ROWS) } else { chunk };
         let from = sequence.len();
         let to = chunk_end(from, ids.len(), chunk);
@@ -156,7 +153,8 @@ impl<M: Model> Scheduler<M> {
         };
 
         let keys = prefix_keys(ids, images);
-        let snapshots = reserve_snapshots(&self.cache, &prefill.snapshots, sequence, &keys, to);
+        let marks = prefill.snapshots.iter().copied().filter(|&(at, _)| from < at && at <= to);
+        let snapshots = self.cache.reserve(&keys, marks.collect(), sequence.state().shared_positions());
         let marks: Vec<usize> = snapshots.iter().map(|snapshot| snapshot.0).collect();
         let (begin, request) = (Instant::now(), &live.request);
         let keep_going = || !self.queue.should_cancel_step(request);
@@ -170,12 +168,12 @@ impl<M: Model> Scheduler<M> {
         }
         self.cache.record_prefill_speed(to - from, begin.elapsed());
         self.metrics.prompt_tokens_computed.inc_by((to - from) as u64);
+        self.metrics.step_rows.observe((to - from) as f64);
 
         if let (Some(top), Some(entries)) = (prompt_logprobs, &mut prefill.logprobs) {
             // A row predicts the token after it.
             let next = &ids[from + 1..ids.len().min(to + 1)];
-            let entry =
-                |(row, &id): (usize, &u32)| Some(logprobs(logits.row(row), id, *top, self.options.usable_vocab));
+            let entry = |(row, &id): (usize, &u32)| Some(logprobs(logits.row(row), id, *top, self.rules.usable_vocab));
             entries.extend(next.iter().enumerate().map(entry));
         }
         let seconds = prefill.chunks_started.elapsed().as_secs_f64();
@@ -185,135 +183,115 @@ impl<M: Model> Scheduler<M> {
         }
 
         events.extend(prefill.logprobs.take().map(Event::Prompt));
-        let masks = constraint.clone().map(MaskWorker::start).transpose()?;
-        let now = Instant::now();
-        let prompt_seconds = (now - prefill.started).as_secs_f64();
+        let prompt_seconds = prefill.started.elapsed().as_secs_f64();
         self.metrics.prefill_seconds.observe(prompt_seconds);
         let (prompt_tokens, cached_tokens) = (ids.len(), prefill.cached_tokens);
         let timings = Timings { prompt_tokens, cached_tokens, prompt_seconds, ..Timings::default() };
-        let sampler = Sampler::new(sampling.clone(), ids, self.options.usable_vocab);
-        let rows = PendingRows::last_of(logits);
-        let decode = Decode { rows, sampler, masks, last: None, last_sent: None, timings, started: now };
-        live.stage = Stage::Decode(Box::new(decode));
+        let answer = PartialAnswer::new(&live.request.request, logits, timings, &self.rules)?;
+        live.stage = Stage::Decode(Box::new(answer));
         let finish = (*max_tokens == 0).then_some(Finish::Length);
         Ok(StepOutput { events, finish })
     }
 
-    /// Evaluates the last token, and drafts after it if no other sequence decodes, and samples the next one.
-    fn decode(&mut self, live: &mut LiveRequest<M::State>, decoding: usize) -> Result<StepOutput, Abort> {
-        if let (Stage::Decode(decode), Some(sequence)) = (&mut live.stage, &mut live.sequence)
-            && let Some(id) = decode.last
-        {
-            let Decode { rows, sampler, masks, timings, .. } = &mut **decode;
-            let remaining = live.request.request.max_tokens - timings.generated_tokens;
-            let token = SampledToken { id, sampler, masks: masks.as_ref(), remaining, may_draft: decoding <= 1 };
-            self.speculator.advance(sequence, &mut self.model, rows, &token, timings)?;
-            (live.last_step, live.is_alone) = (self.steps, false);
-            timings.record_pass(decoding);
-            self.metrics.step_sequences.observe(1.0);
-        }
-        self.sample(live)
-    }
-
-    /// Evaluates the last token of each sequence in one pass, and samples the next ones.
-    fn decode_together(
-        &mut self,
-        requests: &mut [LiveRequest<M::State>],
-        decoding: usize,
-    ) -> Vec<Result<StepOutput, Abort>> {
+    /// Evaluates the last token of each request in one pass, with drafts if only one sequence decodes, and samples the next
+    /// tokens.
+    fn decode(&mut self, step: &mut Step<M::State>) -> Vec<Result<StepOutput, Abort>> {
+        let (begun, decoding) = ((self.now)(), step.decoding);
         // A draft that was verified before may have the token. Then no pass is needed.
-        let before: Vec<_> = requests.iter_mut().map(|live| caught(|| self.use_draft(live))).collect();
-        let mut rows = Vec::new();
-        for (live, sampled) in requests.iter_mut().zip(&before) {
-            if let (Stage::Decode(decode), Some(sequence), Ok(None)) = (&live.stage, &mut live.sequence, sampled) {
-                rows.extend(decode.last.map(|id| (sequence, id)));
+        let has_row: Vec<_> = step.requests.iter_mut().map(|live| caught(|| self.use_draft(live))).collect();
+        let without_row = step.requests.iter_mut().zip(&has_row).filter(|(_, has_row)| matches!(has_row, Ok(false)));
+        let mut without_row: Vec<_> = without_row.map(|(live, _)| live).collect();
+        let sequences = without_row.len();
+        let passed = caught(|| match &mut without_row[..] {
+            [] => Ok(()),
+            [live] => self.advance(live, decoding),
+            several => self.advance_together(several),
+        });
+        let mut rows = 0;
+        for live in without_row {
+            live.last_step = self.steps;
+            live.is_alone = sequences > 1 && passed.is_err();
+            if let Some((_, answer)) = live.decoding() {
+                answer.timings.record_pass(decoding);
+                rows += answer.rows.len();
             }
         }
-        self.speculator.follow(None);
-        self.metrics.step_sequences.observe(rows.len() as f64);
-        let logits = caught(|| Ok(Sequence::extend_each(&mut self.model, &mut rows)?));
-        if let Err(Abort::Failed(error)) = &logits {
-            tracing::warn!(%error, "a pass of several sequences failed; each of them continues alone");
+        if sequences > 0 && passed.is_ok() {
+            self.metrics.step_sequences.observe(sequences as f64);
+            self.metrics.step_rows.observe(rows as f64);
+        }
+        let mut error = passed.err();
+        if let Some(Abort::Failed(error)) = error.as_ref().filter(|_| step.requests.len() > 1) {
+            tracing::warn!(%error, sequences, "a pass of several sequences failed; each of them is computed again");
             self.recover();
         }
-        let mut row = 0..;
-        let after = |(live, sampled): (&mut LiveRequest<M::State>, Result<Option<StepOutput>, Abort>)| {
-            let (sampled, logits) = match (sampled?, &logits) {
-                (sampled, Ok(logits)) => (sampled, logits),
-                (None, Err(Abort::Failed(EngineError::Panicked(text)))) => {
-                    return Err(EngineError::Panicked(text.clone()).into());
-                }
-                (sampled, Err(_)) => {
-                    live.drop_sequence();
-                    live.is_alone = true;
-                    return Ok(sampled.unwrap_or_default());
-                }
+        let has_failed = error.is_some();
+        let mut end = |(live, has_row): (&mut LiveRequest<M::State>, Result<bool, Abort>)| {
+            let outcome = match has_row? {
+                has_row if has_row || !has_failed => caught(|| self.sample(live)),
+                _ if sequences == 1 => Err(error.take().unwrap_or(Abort::StepCancelled)),
+                _ => match &error {
+                    Some(Abort::Failed(EngineError::Panicked(text))) => Err(EngineError::Panicked(text.clone()).into()),
+                    _ => Ok(StepOutput::default()),
+                },
             };
-            // A request that has sampled from its draft has no row in the pass.
-            if sampled.is_none()
-                && let (Stage::Decode(decode), Some(row)) = (&mut live.stage, row.next())
-            {
-                decode.rows = PendingRows::last_of(Logits { vocab: logits.vocab, data: logits.row(row).to_vec() });
-                decode.timings.record_pass(decoding);
-                live.last_step = self.steps;
+            if has_failed {
+                live.drop_sequence();
             }
-            sampled.map_or_else(|| caught(|| self.sample(live)), Ok)
+            outcome
         };
-        requests.iter_mut().zip(before).map(after).collect()
+        let outcomes = step.requests.iter_mut().zip(has_row).map(&mut end).collect();
+        self.time_share.record_decode(((self.now)() - begun).as_secs_f64());
+        outcomes
     }
 
-    /// Samples from the next row of a verified draft, if the draft had the last token.
-    fn use_draft(&mut self, live: &mut LiveRequest<M::State>) -> Result<Option<StepOutput>, Abort> {
-        let (Stage::Decode(decode), Some(sequence)) = (&mut live.stage, &mut live.sequence) else { return Ok(None) };
-        let Decode { rows, last, timings, .. } = &mut **decode;
-        let Some(id) = *last else { return Ok(None) };
-        let has_token = self.speculator.accept(sequence, &mut self.model, rows, id, timings)?;
-        has_token.then(|| self.sample(live)).transpose()
+    /// True if a verified draft has the last token. Then the logits after it are there.
+    fn use_draft(&mut self, live: &mut LiveRequest<M::State>) -> Result<bool, Abort> {
+        let Some((sequence, answer)) = live.decoding() else { return Ok(false) };
+        let Some(id) = answer.last else { return Ok(true) };
+        Ok(self.speculator.accept(sequence, &mut self.model, &mut answer.rows, id, &mut answer.timings)?)
+    }
+
+    /// Evaluates the last token, and drafts after it if no other sequence decodes.
+    fn advance(&mut self, live: &mut LiveRequest<M::State>, decoding: usize) -> Result<(), Abort> {
+        let max_tokens = live.request.request.max_tokens;
+        let Some((sequence, answer)) = live.decoding() else { return Ok(()) };
+        let PartialAnswer { rows, sampler, masks, last: Some(id), timings, .. } = answer else { return Ok(()) };
+        let remaining = max_tokens - timings.generated_tokens;
+        let token = SampledToken { id: *id, sampler, masks: masks.as_ref(), remaining, may_draft: decoding <= 1 };
+        Ok(self.speculator.advance(sequence, &mut self.model, rows, &token, timings)?)
+    }
+
+    /// Evaluates the last token of each request in one pass.
+    fn advance_together(&mut self, requests: &mut [&mut LiveRequest<M::State>]) -> Result<(), Abort> {
+        let decoding = requests.iter_mut().filter_map(|live| live.decoding());
+        let decoding = decoding.filter_map(|(sequence, answer)| Some(((sequence, answer.last?), &mut answer.rows)));
+        let (mut tokens, pending): (Vec<_>, Vec<_>) = decoding.unzip();
+        self.speculator.follow(None);
+        let logits = Sequence::extend_each(&mut self.model, &mut tokens)?;
+        for (row, pending) in pending.into_iter().enumerate() {
+            *pending = PendingRows::last_of(Logits { vocab: logits.vocab, data: logits.row(row).to_vec() });
+        }
+        Ok(())
     }
 
     /// Samples the next token.
-    ///
-    /// When the request ends, its sequence contains every sent token except the last.
     fn sample(&mut self, live: &mut LiveRequest<M::State>) -> Result<StepOutput, Abort> {
-        let (Stage::Decode(decode), Some(sequence)) = (&mut live.stage, &live.sequence) else {
-            return Ok(StepOutput::default());
-        };
-        let Request { max_tokens, logprobs: wanted, ignore_eos, .. } = &live.request.request;
-        let Decode { rows, sampler, masks, last, last_sent, timings, .. } = &mut **decode;
-        let row = rows.current().ok_or(EngineError::NoLogits)?;
-        let mask = masks.as_ref().map_or(Ok(TokenMask::Any), MaskWorker::next_mask)?;
-        let id = sampler.draw(row, &mask).ok_or(EngineError::NoLogits)?;
-        if self.options.eos.contains(&id) && (masks.is_some() || !ignore_eos) {
-            rows.end_answer(id);
-            return Ok(StepOutput { events: Vec::new(), finish: Some(Finish::Stop) });
-        }
-        if let Some(masks) = masks {
-            masks.append(id);
-        }
-        let logprobs = wanted.map(|top| logprobs(row, id, top, self.options.usable_vocab));
-        let now = Instant::now();
-        match last_sent.replace(now) {
-            None => self.metrics.time_to_first_token_seconds.observe((now - live.request.arrived).as_secs_f64()),
-            Some(before) => self.metrics.inter_token_seconds.observe((now - before).as_secs_f64()),
-        }
-        self.metrics.generated_tokens.inc();
-        timings.generated_tokens += 1;
-        *last = Some(id);
-        let is_full = timings.generated_tokens == *max_tokens || sequence.len() == self.model.info().context;
-        Ok(StepOutput { events: vec![Event::Token { id, logprobs }], finish: is_full.then_some(Finish::Length) })
+        let is_full = live.len() == self.model.info().context;
+        let Stage::Decode(answer) = &mut live.stage else { return Ok(StepOutput::default()) };
+        answer.sample(&live.request, is_full, &self.rules, &self.metrics)
     }
 
     /// Removes the rejected tokens of a verify from the sequence of a request that ends.
     pub(super) fn settle(&mut self, live: &mut LiveRequest<M::State>) -> Result<(), Abort> {
-        let (Stage::Decode(decode), Some(sequence)) = (&mut live.stage, &mut live.sequence) else { return Ok(()) };
-        let Decode { rows, timings, .. } = &mut **decode;
-        caught(|| Ok(self.speculator.settle(sequence, &mut self.model, rows, timings)?))
+        let Some((sequence, answer)) = live.decoding() else { return Ok(()) };
+        caught(|| Ok(self.speculator.settle(sequence, &mut self.model, &answer.rows, &mut answer.timings)?))
     }
 
-    /// Takes a snapshot at the end of an answer, after the client has received it.
+    /// Takes a snapshot at the end of the newest answer, after the client has received it.
     pub(super) fn save_answer_snapshot(&mut self) {
         let (model, cache) = (&self.model, &self.cache);
-        let Some(IdleSequence { sequence, clear_count }) = self.idle.last_mut() else { return };
+        let Some(IdleSequence { sequence, clear_count }) = self.idle.newest() else { return };
         let needed = || cache.snapshot_size().bytes(sequence.len(), sequence.state().shared_positions());
         let keys = sequence.prefix_keys().into_owned();
         if !cache.make_room(&keys, SnapshotKind::Answer, &needed) {
@@ -323,7 +301,7 @@ impl<M: Model> Scheduler<M> {
             Ok(snapshot) => cache.insert(&keys, SnapshotKind::Answer, snapshot, *clear_count),
             Err(error) => {
                 tracing::warn!(%error, "cannot take a snapshot at the end of the answer; dropping its sequence");
-                self.idle.pop();
+                self.idle.drop_newest();
                 self.recover();
             }
         }
@@ -336,34 +314,12 @@ fn chunk_end(from: usize, len: usize, chunk: usize) -> usize {
     if len == from + chunk + 1 && chunk > 1 { len - 2 } else { len.min(from + chunk) }
 }
 
-/// The positions between the end of `sequence` and `to` at which the cache has room for a snapshot.
-fn reserve_snapshots<S: SequenceState>(
-    cache: &PromptCache,
-    positions: &[(usize, SnapshotKind)],
-    sequence: &Sequence<S>,
-    keys: &[u32],
-    to: usize,
-) -> Vec<(usize, SnapshotKind)> {
-    let mut wanted: Vec<_> = positions.iter().copied().filter(|&(at, _)| sequence.len() < at && at <= to).collect();
-    wanted.sort_unstable_by_key(|&(_, kind)| kind);
-    let mut reserved: Vec<(usize, SnapshotKind)> = Vec::new();
-    for (at, kind) in wanted {
-        // Bytes of all snapshots of this chunk: each shares its whole pages with the one before.
-        let needed = || {
-            let mut shared = sequence.state().shared_positions();
-            let mut all: Vec<usize> = reserved.iter().map(|&(at, _)| at).chain([at]).collect();
-            all.sort_unstable();
-            let bytes = |at| {
-                let before = shared;
-                shared = shared.max(at);
-                cache.snapshot_size().bytes(at, before)
-            };
-            all.into_iter().map(bytes).sum()
-        };
-        if cache.make_room(&keys[..at], kind, &needed) {
-            reserved.push((at, kind));
-        }
-    }
-    reserved.sort_unstable();
-    reserved
+/// Runs `work`. A panic becomes an error. A forward pass writes its buffers before it reads them, so only the sequences of a
+/// pass that panicked are lost.
+fn caught<T>(work: impl FnOnce() -> Result<T, Abort>) -> Result<T, Abort> {
+    let message = |panic: Box<dyn Any + Send>| {
+        let text = panic.downcast_ref::<&str>().map(|text| text.to_string());
+        text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no message".into())
+    };
+    catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| Err(EngineError::Panicked(message(panic)).into()))
 }

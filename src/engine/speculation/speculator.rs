@@ -62,6 +62,11 @@ impl PendingRows {
         Self { logits, current, drafted: Vec::new(), drafted_end: false, begun: None, drafting: Duration::ZERO }
     }
 
+    /// Rows of the pass.
+    pub fn len(&self) -> usize {
+        self.logits.rows()
+    }
+
     /// The logits from which to sample the next token.
     pub fn current(&self) -> Option<&[f32]> {
         (self.current < self.logits.rows()).then(|| self.logits.row(self.current))

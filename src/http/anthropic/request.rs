@@ -48,6 +48,7 @@ pub struct MessagesRequest {
     stream: Option<bool>,
     /// Our extension: a stream reports prompt progress.
     return_progress: Option<bool>,
+    metadata: Option<Value>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -152,6 +153,7 @@ impl MessagesRequest {
             top_p: self.top_p,
             top_k: self.top_k,
             return_progress: self.return_progress,
+            user: self.metadata.and_then(|mut metadata| metadata.get_mut("user_id").map(Value::take)),
             ..CommonFields::default()
         };
         let chat = ChatRequest {

@@ -7,7 +7,11 @@ use axum::{
     middleware::Next,
     response::{IntoResponse, Response},
 };
-use std::{hint::black_box, sync::Arc};
+use std::{
+    hash::{DefaultHasher, Hash, Hasher},
+    hint::black_box,
+    sync::Arc,
+};
 
 /// Refuses a request without the key, unless its path is public.
 pub async fn require_key(State(state): State<Arc<ServerState>>, request: Request, next: Next) -> Response {
@@ -20,6 +24,13 @@ pub async fn require_key(State(state): State<Arc<ServerState>>, request: Request
 /// True if the request has the key, or no key is set.
 pub fn is_authorized(state: &ServerState, request: &Request) -> bool {
     state.api_key().is_none_or(|key| keys(request).iter().any(|given| equals(given, key.as_bytes())))
+}
+
+/// Identifies the client by its keys, whether or not they are checked.
+pub fn client_hash(request: &Request) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    keys(request).hash(&mut hasher);
+    hasher.finish()
 }
 
 /// All keys in a request: `Authorization` (OpenAI clients), `x-api-key` (Anthropic), `?key=` (Google).

@@ -3,7 +3,7 @@
 //! A [`RequestLog`] lives as long as the response body and writes its line when it is dropped, so disconnected clients
 //! are logged, too. It never logs text of a message.
 
-use super::timeouts::with_deadline;
+use super::{auth, timeouts::with_deadline};
 use crate::{
     http::{health::StorageHealth, routes, state::ServerState},
     metrics::Metrics,
@@ -48,6 +48,8 @@ pub struct RequestLog {
     /// Label of the route in the metrics.
     endpoint: &'static str,
     id: String,
+    /// Identifies the client by its API key.
+    pub client: u64,
     start: Instant,
     pub deadline: Option<Instant>,
     status: OnceLock<StatusCode>,
@@ -71,6 +73,7 @@ impl RequestLog {
             path: path.chars().take(MAX_LOGGED_PATH).collect(),
             endpoint: routes::endpoint(path),
             id: client_id(request.headers()).unwrap_or_else(|| format!("req_{}", unique_id())),
+            client: auth::client_hash(request),
             start: Instant::now(),
             deadline: None,
             status: OnceLock::new(),

@@ -34,6 +34,8 @@ pub struct CommonFields {
     pub cache_prompt: Option<bool>,
     /// From llama-server: whether a stream reports prompt progress.
     pub return_progress: Option<bool>,
+    /// Waiting requests of different users take turns. Any JSON value, since OpenAI's servers ignore it.
+    pub user: Option<Value>,
 }
 
 /// `POST /v1/chat/completions` without [`CommonFields`]. Requests of other APIs are translated into it.

@@ -88,6 +88,7 @@ const fn rejected(name: &'static str, values: &'static [&'static str], why: &'st
 const MODEL: &str = "any name, or a hub id that ends in this model's name";
 const REMAINING_CONTEXT: &str = "at most the rest of the context";
 const NO_BILLING: &str = "there is one user and one service tier";
+const TURNS: &str = "it only orders the queue: users take turns";
 const NOT_STORED: &str = "nothing is stored";
 const ALWAYS_CACHED: &str = "prompts are always cached";
 const SHARED_CACHE: &str = "all clients share the prompt cache; `cache_prompt: false` keeps a prompt out of it.";
@@ -118,7 +119,7 @@ const GENERATION_FIELDS: &[Field] = &[
         "a stream reports in `prompt_progress` how many prompt tokens are done, after every chunk",
     ),
     any("cache_prompt", "`false` neither reads nor writes the prompt cache"),
-    ignored("user", NO_BILLING),
+    ignored("user", TURNS),
     field("metadata", None, Metadata("ignored: nothing is stored")),
     ignored("store", NOT_STORED),
     ignored("skip_special_tokens", "special tokens are never sent"),
@@ -172,7 +173,7 @@ const CHAT_FIELDS: &[Field] = &[
     boolean("add_generation_prompt", "`false` has the same meaning as `continue_final_message`"),
     ignored("safety_identifier", NO_BILLING),
     ignored("service_tier", NO_BILLING),
-    ignored("priority", "requests are answered in order of arrival"),
+    ignored("priority", "clients take turns, and one client's requests are answered in order of arrival"),
     ignored("prediction", "it is a hint for speed"),
     ignored("prompt_cache_key", ALWAYS_CACHED),
     ignored("prompt_cache_retention", ALWAYS_CACHED),
@@ -233,7 +234,7 @@ const RESPONSE_FIELDS: &[Field] = &[
     array("include", "`reasoning.encrypted_content`, which is the reasoning as plain text"),
     boolean("return_progress", "a stream reports the progress of the prompt in `response.prompt_progress` events"),
     field("metadata", None, Metadata("supported: sent back")),
-    ignored("user", NO_BILLING),
+    ignored("user", TURNS),
     ignored("safety_identifier", NO_BILLING),
     ignored("service_tier", NO_BILLING),
     ignored("stream_options", "streams are not obfuscated"),
@@ -269,7 +270,7 @@ const MESSAGE_FIELDS: &[Field] = &[
     any("output_config", "`format`, `effort`"),
     any("output_format", "the older name of `output_config.format`"),
     boolean("return_progress", "a stream reports the progress of the prompt in `prompt_progress` of `ping` events"),
-    ignored("metadata", NOT_STORED),
+    ignored("metadata", "`user_id` only orders the queue: users take turns"),
     ignored("service_tier", NO_BILLING),
     ignored("inference_geo", "the answer is computed here"),
     ignored("speed", "there is one speed"),

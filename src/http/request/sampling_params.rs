@@ -8,7 +8,11 @@ use crate::http::{
     models::plain_name,
     openai::types::{CommonFields, OneOrMany},
 };
-use std::ops::RangeInclusive;
+use serde_json::Value;
+use std::{
+    hash::{DefaultHasher, Hash, Hasher},
+    ops::RangeInclusive,
+};
 
 /// OpenAI allows 4, but clients of llama-server send more.
 const MAX_STOPS: usize = 16;
@@ -24,6 +28,13 @@ impl CommonFields {
             return Err(ApiError::wrong_value("stream_options", "is only allowed if stream is true."));
         }
         Ok(())
+    }
+
+    /// Identifies the user among the clients with the same API key, whose hash is `client`.
+    pub fn client(&self, client: u64) -> u64 {
+        let mut hasher = DefaultHasher::new();
+        (client, self.user.as_ref().map(Value::to_string)).hash(&mut hasher);
+        hasher.finish()
     }
 
     /// Memory that is in use until the answer ends: the stop strings, with a number for each byte, and the token biases.

@@ -183,6 +183,7 @@ impl ResponsesRequest {
             temperature: self.temperature,
             top_p: self.top_p,
             return_progress: self.return_progress,
+            user: self.user.map(Value::String),
             ..CommonFields::default()
         };
         let chat = ChatRequest {

@@ -1,0 +1,80 @@
+//! An answer that is being generated: its sampler, its constraint, and its last token.
+
+use super::{
+    constraint::{MaskWorker, TokenMask},
+    live_request::StepOutput,
+    queue::{Abort, QueuedRequest},
+    request::{Event, Finish, Request, Timings},
+    sampler::{Sampler, logprobs},
+    speculation::PendingRows,
+};
+use crate::{error::EngineError, metrics::Metrics, model::Logits};
+use std::time::Instant;
+
+pub struct PartialAnswer {
+    pub rows: PendingRows,
+    pub sampler: Sampler,
+    pub masks: Option<MaskWorker>,
+    /// The last token: sampled and sent, not yet evaluated. `None` before the first one.
+    pub last: Option<u32>,
+    last_sent: Option<Instant>,
+    pub timings: Timings,
+    pub started: Instant,
+}
+
+/// Which tokens an engine samples, and which end an answer.
+pub struct TokenRules {
+    /// Tokens that end an answer.
+    pub eos: Vec<u32>,
+    /// Higher ids are never sampled.
+    pub usable_vocab: usize,
+}
+
+impl PartialAnswer {
+    /// The answer to a prompt whose last row has `logits`.
+    pub fn new(request: &Request, logits: Logits, timings: Timings, rules: &TokenRules) -> Result<Self, Abort> {
+        Ok(Self {
+            rows: PendingRows::last_of(logits),
+            sampler: Sampler::new(request.sampling.clone(), &request.ids, rules.usable_vocab),
+            masks: request.constraint.clone().map(MaskWorker::start).transpose()?,
+            last: None,
+            last_sent: None,
+            timings,
+            started: Instant::now(),
+        })
+    }
+
+    /// Samples the next token. `is_full`: the context has no room for another one.
+    ///
+    /// When the request ends, its sequence contains every sent token except the last.
+    pub fn sample(
+        &mut self,
+        QueuedRequest { request, arrived, .. }: &QueuedRequest,
+        is_full: bool,
+        rules: &TokenRules,
+        metrics: &Metrics,
+    ) -> Result<StepOutput, Abort> {
+        let row = self.rows.current().ok_or(EngineError::NoLogits)?;
+        let mask = self.masks.as_ref().map_or(Ok(TokenMask::Any), MaskWorker::next_mask)?;
+        let id = self.sampler.draw(row, &mask).ok_or(EngineError::NoLogits)?;
+        if rules.eos.contains(&id) && (self.masks.is_some() || !request.ignore_eos) {
+            self.rows.end_answer(id);
+            return Ok(StepOutput { events: Vec::new(), finish: Some(Finish::Stop) });
+        }
+        let logprobs = request.logprobs.map(|top| logprobs(row, id, top, rules.usable_vocab));
+        if let Some(masks) = &self.masks {
+            masks.append(id);
+        }
+        let now = Instant::now();
+        match self.last_sent.replace(now) {
+            None => metrics.time_to_first_token_seconds.observe((now - *arrived).as_secs_f64()),
+            Some(before) => metrics.inter_token_seconds.observe((now - before).as_secs_f64()),
+        }
+        metrics.generated_tokens.inc();
+        self.timings.generated_tokens += 1;
+        self.last = Some(id);
+        let is_complete = is_full || self.timings.generated_tokens == request.max_tokens;
+        let finish = is_complete.then_some(Finish::Length);
+        Ok(StepOutput { events: vec![Event::Token { id, logprobs }], finish })
+    }
+}

@@ -1,0 +1,70 @@
+//! Sequences of ended requests, for prompts that extend them.
+
+use super::sequence::Sequence;
+use crate::model::{PlacedImage, SequenceState};
+
+/// The oldest sequence is first.
+pub struct IdleSequences<S>(Vec<IdleSequence<S>>);
+
+/// A sequence without a request.
+pub struct IdleSequence<S> {
+    pub sequence: Sequence<S>,
+    /// [`clear_count`](super::prompt_cache::PromptCache::clear_count) when its request began.
+    pub clear_count: u64,
+}
+
+impl<S> Default for IdleSequences<S> {
+    fn default() -> Self {
+        Self(Vec::new())
+    }
+}
+
+impl<S: SequenceState> IdleSequences<S> {
+    pub fn push(&mut self, sequence: Sequence<S>, clear_count: u64) {
+        self.0.push(IdleSequence { sequence, clear_count });
+    }
+
+    /// The index and the length of the longest sequence that is a beginning of a prompt.
+    fn longest(&self, ids: &[u32], images: &[PlacedImage]) -> Option<(usize, usize)> {
+        let prefixes = self.0.iter().enumerate().filter(|(_, idle)| idle.sequence.is_prefix_of(ids, images));
+        prefixes.map(|(index, idle)| (index, idle.sequence.len())).max_by_key(|(_, len)| *len)
+    }
+
+    /// Tokens of the longest sequence that is a beginning of a prompt.
+    pub fn prefix_len(&self, ids: &[u32], images: &[PlacedImage]) -> usize {
+        self.longest(ids, images).map_or(0, |(_, len)| len)
+    }
+
+    /// Takes the longest sequence that is a beginning of a prompt.
+    pub fn take_prefix(&mut self, ids: &[u32], images: &[PlacedImage]) -> Option<Sequence<S>> {
+        self.longest(ids, images).map(|(index, _)| self.0.remove(index).sequence)
+    }
+
+    /// Drops sequences from before the prompt cache was cleared for the last time.
+    pub fn drop_cleared(&mut self, clear_count: u64) {
+        self.0.retain(|idle| idle.clear_count == clear_count);
+    }
+
+    /// Drops the oldest sequence. Returns false if there is none.
+    pub fn drop_oldest(&mut self) -> bool {
+        let exists = !self.0.is_empty();
+        drop(self.0.drain(..usize::from(exists)));
+        exists
+    }
+
+    pub fn newest(&mut self) -> Option<&mut IdleSequence<S>> {
+        self.0.last_mut()
+    }
+
+    pub fn drop_newest(&mut self) {
+        self.0.pop();
+    }
+
+    pub fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    pub fn clear(&mut self) {
+        self.0.clear();
+    }
+}

@@ -1,0 +1,218 @@
+//! The order of steps, with passes whose times are given: a clock that only passes move.
+
+use super::*;
+use crate::{
+    engine::{Events, LookupDraft, Sampling, mock_model::MockModel, queue::AdmissionLimits},
+    model::Model,
+};
+use std::{cell::Cell, time::Duration};
+
+thread_local! {
+    static START: Instant = Instant::now();
+    /// Seconds that passes have taken.
+    static CLOCK: Cell<f64> = const { Cell::new(0.0) };
+    /// Seconds of a pass, and of each of its rows.
+    static COST: Cell<(f64, f64)> = const { Cell::new((0.0, 0.0)) };
+    /// Seconds of the longest pass.
+    static LONGEST: Cell<f64> = const { Cell::new(0.0) };
+}
+
+fn pass(rows: usize) {
+    let (fixed, per_row) = COST.get();
+    let seconds = fixed + per_row * rows as f64;
+    CLOCK.set(CLOCK.get() + seconds);
+    LONGEST.set(LONGEST.get().max(seconds));
+}
+
+/// Times of a pass and of each of its rows: a model in memory, a small one on a GPU, a streamed one.
+const COSTS: [(f64, f64); 3] = [(0.02, 0.001), (0.003, 0.0001), (4.0, 0.002)];
+
+struct Engine(Scheduler<MockModel>);
+
+impl Engine {
+    fn new(cost: (f64, f64)) -> Self {
+        COST.set(cost);
+        let mock = MockModel {
+            chunk: 2048,
+            context: 100_000,
+            answer: Some(vec![5; 90_000]),
+            on_pass: pass,
+            ..MockModel::default()
+        };
+        let (info, metrics) = (mock.info(), Metrics::new("test", "cpu"));
+        let limits = AdmissionLimits {
+            vocab: info.vocab,
+            context: info.context,
+            max_queue: 100,
+            parallel: 4,
+            grace: Duration::ZERO,
+        };
+        let options = SchedulerOptions {
+            parallel: 4,
+            rules: TokenRules { eos: Vec::new(), usable_vocab: usize::MAX },
+            speculate: DraftPolicy::Off,
+            draft_tokens: 1,
+        };
+        let queue = Arc::new(RequestQueue::new(limits, metrics.clone()));
+        let cache = Arc::new(PromptCache::new(0, info.snapshot_size, metrics.clone()));
+        let mut scheduler = Scheduler::new(mock, Box::new(LookupDraft), options, queue, cache, metrics);
+        scheduler.now = || START.with(|start| *start + Duration::from_secs_f64(CLOCK.get()));
+        Self(scheduler)
+    }
+
+    fn submit(&self, prompt: usize, max_tokens: usize) -> Events {
+        let request = Request::new(vec![9; prompt], max_tokens, Sampling::greedy());
+        self.0.queue.push(Request { cache_prompt: false, ..request }).unwrap()
+    }
+
+    /// Runs one step. Returns when it began.
+    fn step(&mut self) -> f64 {
+        let begun = CLOCK.get();
+        assert!(self.0.admit());
+        self.0.run_step();
+        begun
+    }
+}
+
+/// Tokens that have arrived, and whether the request has ended.
+fn received(events: &mut Events) -> (usize, bool) {
+    let (mut tokens, mut ended) = (0, false);
+    while let Ok(event) = events.try_recv() {
+        tokens += usize::from(matches!(event, Event::Token { .. }));
+        ended |= matches!(event, Event::Done { .. });
+    }
+    (tokens, ended)
+}
+
+/// Requests of one size, one after another.
+struct Client {
+    size: (usize, usize),
+    events: Events,
+    tokens: usize,
+    ended: usize,
+}
+
+impl Client {
+    fn new(engine: &Engine, prompt: usize, max_tokens: usize) -> Self {
+        Self { size: (prompt, max_tokens), events: engine.submit(prompt, max_tokens), tokens: 0, ended: 0 }
+    }
+
+    fn poll(&mut self, engine: &Engine) {
+        let (tokens, ended) = received(&mut self.events);
+        self.tokens += tokens;
+        if ended {
+            self.ended += 1;
+            self.events = engine.submit(self.size.0, self.size.1);
+        }
+    }
+}
+
+#[test]
+fn short_request_waits_at_most_one_chunk() {
+    for cost in COSTS {
+        let mut engine = Engine::new(cost);
+        let idle = cost.0 + 50.0 * cost.1;
+        let mut others = [Client::new(&engine, 4096, 1), Client::new(&engine, 16, 800)];
+        for _ in 0..100 {
+            engine.step();
+            others.iter_mut().for_each(|client| client.poll(&engine));
+        }
+        LONGEST.set(0.0);
+        let mut worst = 0.0f64;
+        for number in 0..60 {
+            // It arrives at the beginning of a step, so that it waits for all of it.
+            let arrived = engine.step();
+            let mut short = engine.submit(50, 1);
+            while received(&mut short).0 == 0 {
+                engine.step();
+                others.iter_mut().for_each(|client| client.poll(&engine));
+            }
+            worst = worst.max(CLOCK.get() - arrived);
+            for _ in 0..number * 7 % 40 {
+                engine.step();
+                others.iter_mut().for_each(|client| client.poll(&engine));
+            }
+        }
+        // A streamed model takes seconds even for a short prompt. Decoding gets its time between several of them.
+        let chunks = if cost.0 > 1.0 { 3.0 } else { 1.0 };
+        let bound = 3.0 * idle + chunks * LONGEST.get();
+        assert!(worst <= bound, "{cost:?}: first token after {worst} s, bound {bound} s");
+    }
+}
+
+#[test]
+fn decoding_keeps_half_its_rate() {
+    for cost in COSTS {
+        let mut engine = Engine::new(cost);
+        let mut answer = Client::new(&engine, 16, 90_000);
+        while answer.tokens == 0 {
+            engine.step();
+            answer.poll(&engine);
+        }
+        let mut others = [Client::new(&engine, 4096, 1), Client::new(&engine, 50, 1)];
+        let (begun, had) = (CLOCK.get(), answer.tokens);
+        while others[0].ended < 30 {
+            engine.step();
+            others.iter_mut().for_each(|client| client.poll(&engine));
+            answer.poll(&engine);
+        }
+        let alone = (CLOCK.get() - begun) / (cost.0 + cost.1);
+        let rate = (answer.tokens - had) as f64 / alone;
+        assert!(rate > 0.48, "{cost:?}: {rate} of the rate alone");
+        assert!(rate < 0.75, "{cost:?}: prompts get {} of the time", 1.0 - rate);
+    }
+}
+
+#[test]
+fn long_prompt_proceeds_beside_short_ones() {
+    for cost in COSTS {
+        for decodes in [false, true] {
+            let mut engine = Engine::new(cost);
+            let mut others = [Client::new(&engine, 50, 1), Client::new(&engine, 50, 1)].into_iter().collect::<Vec<_>>();
+            others.extend(decodes.then(|| Client::new(&engine, 16, 90_000)));
+            let mut long = engine.submit(8192, 1);
+            let begun = CLOCK.get();
+            while received(&mut long).0 == 0 {
+                engine.step();
+                others.iter_mut().for_each(|client| client.poll(&engine));
+            }
+            let passes = (8192.0 / 64.0f64).min(8192.0 * cost.1 / 0.2).max(4.0);
+            let alone = passes * cost.0 + 8192.0 * cost.1;
+            let times = (CLOCK.get() - begun) / alone;
+            assert!(others[0].ended > 1, "{cost:?}: no short request ended");
+            assert!(times < if decodes { 8.0 } else { 4.0 }, "{cost:?}: {times} times as long as alone");
+        }
+    }
+}
+
+mod time_share {
+    use super::super::time_share::TimeShare;
+
+    /// The size of chunks after many of them, if a chunk takes this long.
+    fn settled(seconds: impl Fn(usize) -> f64) -> usize {
+        let mut share = TimeShare::default();
+        for _ in 0..100 {
+            let rows = share.chunk_rows(2048);
+            share.record_chunk(rows, 2048, seconds(rows), false);
+        }
+        share.chunk_rows(2048)
+    }
+
+    #[test]
+    fn chunk_takes_half_a_second() {
+        assert_eq!(settled(|rows| rows as f64 / 1000.0), 256);
+        assert_eq!(settled(|rows| rows as f64 / 10_000.0), 2048);
+        assert_eq!(settled(|rows| rows as f64 / 30.0), 64);
+    }
+
+    #[test]
+    fn chunk_with_fixed_time_is_larger() {
+        assert_eq!(settled(|rows| 5.0 + rows as f64 / 1000.0), 2048);
+        assert_eq!(settled(|rows| 0.4 + rows as f64 / 1000.0), 512);
+    }
+
+    #[test]
+    fn first_chunk_is_small() {
+        assert_eq!([2048, 600, 100, 8].map(|most| TimeShare::default().chunk_rows(most)), [64, 37, 50, 8]);
+    }
+}

@@ -1,0 +1,42 @@
+//! The order of waiting requests of several users.
+
+use super::server::{Server, Setup};
+use serde_json::{Value, json};
+use std::{sync::Arc, time::Duration};
+use tokio::sync::mpsc::unbounded_channel;
+
+fn body(path: &str, user: &str, text: &str) -> Value {
+    match path {
+        "/v1/messages" => {
+            let messages = json!([{"role": "user", "content": text}]);
+            json!({"messages": messages, "max_tokens": 400, "metadata": {"user_id": user}})
+        }
+        "/v1/responses" => json!({"input": text, "user": user}),
+        _ => json!({"prompt": text, "max_tokens": 400, "user": user}),
+    }
+}
+
+#[tokio::test]
+async fn waiting_users_take_turns() {
+    let setup = Setup { delay: Duration::from_millis(2), says: Some("</think>\n\none two three"), ..Setup::default() };
+    let server: Arc<Server> = Arc::new(setup.start().await);
+    for path in ["/v1/completions", "/v1/responses", "/v1/messages"] {
+        let (sender, mut ended) = unbounded_channel();
+        let ask = |user: &'static str, text: String| {
+            let (server, sender) = (server.clone(), sender.clone());
+            tokio::spawn(async move {
+                server.ask(path, &body(path, user, &text)).await;
+                let _ = sender.send(user);
+            })
+        };
+        ask("ann", "word ".repeat(300));
+        server.load(1, 0).await;
+        for (waiting, user) in ["ann", "ann", "bob", "ann"].into_iter().enumerate() {
+            ask(user, "Hi.".into());
+            server.load(1, waiting + 1).await;
+        }
+        let order = [ended.recv().await, ended.recv().await, ended.recv().await].map(Option::unwrap);
+        assert_eq!(order, ["ann", "bob", "ann"], "{path}");
+        server.idle().await;
+    }
+}
