@@ -1,4 +1,4 @@
-//! Vision towers of other dimensions and encodings: transformers' rows for images of odd sizes, quantised weights, and what
+//! Vision towers of other dimensions and encodings: a reference's rows for images of odd sizes, quantised weights, and what
 //! is freed. `tests/fixtures/vision/towers.py` writes the towers.
 
 use crate::common::{distance, tensors};
@@ -91,7 +91,7 @@ fn rows(model: &Qwen, height: usize, width: usize) -> Arc<Vec<f32>> {
 }
 
 #[test]
-fn other_towers_match_transformers() {
+fn other_towers_match_reference() {
     let bytes = read("towers.safetensors");
     let (_, metadata) = SafeTensors::read_metadata(&bytes).unwrap();
     let towers: Value = serde_json::from_str(&metadata.metadata().as_ref().unwrap()["towers"]).unwrap();
