@@ -9,7 +9,7 @@ use mock_model::MockModel;
 use moestro::{
     chat::{Template, Tokenizer, grammar::GrammarCompiler},
     engine::{self, Options, Sampling},
-    http::{self, LoadedModel, ModelCard, ServerState},
+    http::{self, LoadedModel, ModelCard, RequestLimits, ServerState},
     metrics::Metrics,
 };
 use std::{
@@ -49,6 +49,7 @@ fn server() -> &'static (Runtime, axum::Router) {
             card: ModelCard { id: "mock".into(), created: 1, experts_per_token: None, quantisation: None },
             defaults: Sampling { temperature: 0.0, ..Sampling::default() },
             thinking: None,
+            limits: RequestLimits::default(),
             plan: serde_json::Value::Null,
         });
         (Runtime::new().expect("threads"), http::router(state))

@@ -1,5 +1,5 @@
-//! Random output formats, sent to a server in a control group whose limit is its memory limit plus 10 %. Each gets 200,
-//! 400 or 413, nothing is killed, and the memory stays below the limit. The times are printed, not checked.
+//! Random output formats against a server in a control group of its memory limit plus 10 %: each gets 200, 400 or 413,
+//! nothing is killed, and the memory stays below the limit. The times are printed, not checked.
 //!
 //! `MOESTRO_FORMATS` sets the number of formats, `MOESTRO_FORMATS_SEED` the first one.
 
@@ -21,8 +21,9 @@ use std::{
 };
 
 const LIMIT: u64 = 512 << 20;
-/// Only this many, because some later formats are not answered within a minute.
-const COUNT: u64 = 20;
+const COUNT: u64 = 40;
+/// Tools are a part of the prompt. A prompt of 30,000 tokens takes a minute, whatever its format.
+const MAX_PROMPT: &str = "2000";
 const PATH: &str = "/v1/chat/completions";
 
 fn from_env(name: &str, default: u64) -> u64 {
@@ -44,7 +45,7 @@ fn ask(port: u16, body: &Value) -> (u16, String, Duration) {
     (status, answer, start.elapsed())
 }
 
-/// Sets a flag when it is dropped, even after a panic, so that the other client ends.
+/// Sets a flag also after a panic, so that the other client ends.
 struct SetOnDrop<'a>(&'a AtomicBool);
 
 impl Drop for SetOnDrop<'_> {
@@ -67,7 +68,8 @@ fn random_formats_are_answered_or_refused() {
     if let Some(group) = &group {
         group.set(LIMIT + LIMIT / 10 + 4096);
     }
-    let server = Process::spawn(crate::group::command(group.as_ref()), &["--memory-limit", &LIMIT.to_string()]);
+    let args = ["--memory-limit", &LIMIT.to_string(), "--max-prompt-tokens", MAX_PROMPT];
+    let server = Process::spawn(crate::group::command(group.as_ref()), &args);
     let port = server.port;
     let (first, count) = (from_env("MOESTRO_FORMATS_SEED", 0), from_env("MOESTRO_FORMATS", COUNT));
     let (mut accepted, mut slowest) = (0, (Duration::ZERO, 0));

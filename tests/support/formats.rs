@@ -1,10 +1,10 @@
-//! Random output formats for attacks: deep, wide, looping or intersecting JSON schemas, regular expressions, Lark
-//! grammars and tools. Many are invalid.
+//! Random output formats for attacks: JSON schemas, regular expressions, Lark grammars and tools that are deep, wide, looping
+//! or intersecting. Many are invalid.
 
 use serde_json::{Map, Value, json};
 use std::fmt::Write;
 
-/// Random decisions. They are taken from given bytes, and from a fixed sequence after the last byte.
+/// Decisions, drawn from bytes as long as there are any, then from a fixed sequence.
 pub struct Source<'a> {
     bytes: &'a [u8],
     state: u64,
@@ -12,11 +12,12 @@ pub struct Source<'a> {
 
 impl<'a> Source<'a> {
     pub fn new(bytes: &'a [u8], seed: u64) -> Self {
-        Self { bytes, state: seed }
+        // Spreads neighbouring seeds: the first number of the sequence is otherwise the same for thousands of them.
+        Self { bytes, state: seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) }
     }
 
     /// A number below `limit`.
-    fn below(&mut self, limit: usize) -> usize {
+    pub fn below(&mut self, limit: usize) -> usize {
         if let Some((&byte, rest)) = self.bytes.split_first() {
             self.bytes = rest;
             return usize::from(byte) % limit.max(1);
@@ -29,7 +30,7 @@ impl<'a> Source<'a> {
         all[self.below(all.len())]
     }
 
-    /// A size: small in most cases, sometimes very large.
+    /// Mostly small, sometimes very large.
     fn size(&mut self) -> usize {
         match self.below(8) {
             0..4 => self.below(6),
@@ -86,7 +87,7 @@ fn root_schema(source: &mut Source) -> Value {
     }
 }
 
-/// Schemas of one kind nested in each other, up to hundreds of levels.
+/// One kind of schema in another, up to hundreds of levels.
 fn nested(source: &mut Source) -> Value {
     let (levels, kind) = (source.size().min(400), source.below(5));
     (0..levels).fold(json!({"type": "integer"}), |inner, _| match kind {
@@ -209,7 +210,7 @@ fn regex(source: &mut Source, depth: usize) -> String {
         let part = if depth > 0 && source.below(2) == 0 {
             format!("({}|{})", regex(source, depth - 1), regex(source, depth - 1))
         } else {
-            // The last atoms are rarely used, because the compiler often does not support them.
+            // The last atoms are often not supported.
             let known = if source.below(20) == 0 { atoms.len() } else { 10 };
             atoms[source.below(known)].to_owned()
         };

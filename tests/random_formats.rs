@@ -1,0 +1,89 @@
+//! Random output formats, compiled and followed for a few tokens: bounds on the time and memory of each.
+//!
+//! Times are CPU times of this process, so that a busy machine changes nothing. `MOESTRO_FORMATS` sets the number of formats,
+//! `MOESTRO_FORMATS_SEED` the first one, `MOESTRO_MUTATE_SECONDS` the time after which no other one starts.
+
+#![cfg(target_os = "linux")]
+
+#[path = "support/format_check.rs"]
+mod format_check;
+#[path = "support/formats.rs"]
+mod formats;
+
+use formats::Source;
+use std::{
+    env, fs,
+    time::{Duration, Instant},
+};
+
+/// Most CPU time to compile a format. The server answers 400 after 5 s of wall time.
+const COMPILE_TIME: Duration = Duration::from_secs(4);
+/// Most CPU time of a mask, or to accept a token.
+const STEP_TIME: Duration = Duration::from_secs(1);
+/// Most memory of one format. Random formats took 6 MiB.
+const MEMORY: u64 = 256 << 20;
+
+fn from_env(name: &str, default: u64) -> u64 {
+    env::var(name).map_or(default, |text| text.parse().unwrap())
+}
+
+/// CPU time of all threads so far.
+fn cpu_time() -> Duration {
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: the call writes to `time`, which lives long enough.
+    assert_eq!(unsafe { libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &mut time) }, 0);
+    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
+}
+
+/// `VmRSS` or `VmHWM` of this process, in bytes.
+fn memory(name: &str) -> u64 {
+    let status = fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
+    line.unwrap().trim().strip_suffix(" kB").unwrap().parse::<u64>().unwrap() * 1024
+}
+
+#[test]
+fn formats_stay_within_time_and_memory() {
+    run(from_env("MOESTRO_FORMATS", 60));
+}
+
+#[test]
+#[ignore = "takes a minute"]
+fn many_formats_stay_within_time_and_memory() {
+    run(from_env("MOESTRO_FORMATS", 20_000));
+}
+
+/// Checks `count` formats, or as many as there is time for.
+fn run(count: u64) {
+    let compiler = format_check::compiler(env!("CARGO_MANIFEST_DIR"));
+    compiler.warm_up();
+    let (first, seconds) = (from_env("MOESTRO_FORMATS_SEED", 0), from_env("MOESTRO_MUTATE_SECONDS", 60));
+    let end = Instant::now() + Duration::from_secs(seconds);
+    let (mut done, mut accepted, mut most) = (0, 0, (0, 0));
+    let mut slowest = [("compile", Duration::ZERO, 0), ("mask", Duration::ZERO, 0), ("token", Duration::ZERO, 0)];
+    for seed in (first..first + count).take_while(|_| Instant::now() < end) {
+        let mut source = Source::new(&[], seed);
+        let fields = formats::fields(&mut source);
+        // 5 resets the peak. Without permission the peak is that of all formats so far.
+        let _ = fs::write("/proc/self/clear_refs", "5");
+        let (before, mut since) = (memory("VmRSS"), cpu_time());
+        let followed = format_check::follow(&compiler, &fields, &mut source, |step| {
+            let now = cpu_time();
+            let limit = if step == "compile" { COMPILE_TIME } else { STEP_TIME };
+            assert!(now - since <= limit, "seed {seed}: {:?} for a {step}: {:.2000}", now - since, fields.to_string());
+            if let Some(slow) = slowest.iter_mut().find(|slow| slow.0 == step && slow.1 < now - since) {
+                *slow = (step, now - since, seed);
+            }
+            since = now;
+        });
+        let grown = memory("VmHWM").saturating_sub(before);
+        assert!(grown <= MEMORY, "seed {seed}: {} MiB: {:.2000}", grown >> 20, fields.to_string());
+        most = most.max((grown >> 20, seed));
+        (done, accepted) = (done + 1, accepted + u64::from(followed.is_ok()));
+    }
+    eprintln!(
+        "{done} formats, {accepted} accepted; slowest {slowest:.2?}; most memory {} MiB (seed {})",
+        most.0, most.1
+    );
+    assert!(accepted > done / 10, "most formats are refused");
+}

@@ -1,0 +1,69 @@
+//! Follows a random output format for a few tokens, as an answer would.
+
+use crate::formats::Source;
+use moestro::chat::{
+    Tokenizer,
+    grammar::{AllowedTools, ContentFormat, FormatError, GrammarCompiler, NextTokens, OutputFormat},
+};
+use serde_json::Value;
+use std::{path::Path, sync::Arc};
+
+/// `<|im_end|>` of the demo model.
+const EOS: u32 = 2040;
+const STEPS: usize = 12;
+
+/// The compiler for the demo model.
+pub fn compiler(root: &str) -> GrammarCompiler {
+    let demo = Path::new(root).join("models/demo/moestro-demo");
+    GrammarCompiler::new(Arc::new(Tokenizer::load(&demo).expect("the demo's tokenizer")), &[EOS])
+}
+
+/// The format that the fields of a chat request ask for.
+pub fn format(fields: &Value) -> OutputFormat {
+    if let Some(tools) = fields["tools"].as_array() {
+        let tools = tools.iter().cloned().enumerate().collect();
+        return OutputFormat { content: ContentFormat::Nothing, tools: Some(AllowedTools { tools, parallel: true }) };
+    }
+    let format = &fields["response_format"];
+    let content = match format["type"].as_str() {
+        Some("regex") => ContentFormat::Regex(format["regex"].as_str().unwrap_or_default().into()),
+        Some("lark") => ContentFormat::Lark(format["lark"].as_str().unwrap_or_default().into()),
+        Some(_) => {
+            let inner = &format["json_schema"];
+            ContentFormat::Json { schema: inner["schema"].clone(), strict: inner["strict"] == true }
+        }
+        None => ContentFormat::Json { schema: fields["guided_json"].clone(), strict: true },
+    };
+    OutputFormat { content, tools: None }
+}
+
+/// Compiles the format of `fields` and follows a few tokens that `source` chooses. Calls `measured` with the name of each step.
+pub fn follow(
+    compiler: &GrammarCompiler,
+    fields: &Value,
+    source: &mut Source,
+    mut measured: impl FnMut(&'static str),
+) -> Result<(), FormatError> {
+    let compiled = compiler.compile(&format(fields), false, None);
+    measured("compile");
+    let mut constraint = compiled?;
+    for _ in 0..STEPS {
+        let allowed = constraint.allowed();
+        measured("mask");
+        // An answer that meets such an error ends with status 400.
+        let Ok(NextTokens::Only(words)) = allowed else { break };
+        let bits = words.iter().zip((0u32..).step_by(32));
+        let allowed: Vec<u32> = bits
+            .flat_map(|(word, from)| (0..32).filter(move |bit| word >> bit & 1 == 1).map(move |bit| from + bit))
+            .collect();
+        if allowed.is_empty() {
+            break;
+        }
+        let id = allowed[source.below(allowed.len())];
+        if id == EOS || constraint.accept(id).is_err() {
+            break;
+        }
+        measured("token");
+    }
+    Ok(())
+}
