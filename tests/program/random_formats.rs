@@ -1,5 +1,5 @@
-//! Random output formats against a server in a control group of its memory limit plus 10 %: each gets 200, 400 or 413,
-//! nothing is killed, and the memory stays below the limit. The times are printed, not checked.
+//! Random output formats, sent to a server in a control group whose limit is its memory limit plus 10 %. Each gets 200,
+//! 400 or 413, nothing is killed, and the memory stays below the limit. The times are printed, not checked.
 //!
 //! `MOESTRO_FORMATS` sets the number of formats, `MOESTRO_FORMATS_SEED` the first one.
 
@@ -22,7 +22,7 @@ use std::{
 
 const LIMIT: u64 = 512 << 20;
 const COUNT: u64 = 40;
-/// Tools are a part of the prompt. A prompt of 30,000 tokens takes a minute, whatever its format.
+/// Tools are a part of the prompt, and a long prompt takes its time whatever its format.
 const MAX_PROMPT: &str = "2000";
 const PATH: &str = "/v1/chat/completions";
 
@@ -45,7 +45,7 @@ fn ask(port: u16, body: &Value) -> (u16, String, Duration) {
     (status, answer, start.elapsed())
 }
 
-/// Sets a flag also after a panic, so that the other client ends.
+/// Sets a flag when it is dropped, even after a panic, so that the other client ends.
 struct SetOnDrop<'a>(&'a AtomicBool);
 
 impl Drop for SetOnDrop<'_> {

@@ -1,10 +1,10 @@
-//! Random output formats for attacks: JSON schemas, regular expressions, Lark grammars and tools that are deep, wide, looping
-//! or intersecting. Many are invalid.
+//! Random output formats for attacks: deep, wide, looping or intersecting JSON schemas, regular expressions, Lark
+//! grammars and tools. Many are invalid.
 
 use serde_json::{Map, Value, json};
 use std::fmt::Write;
 
-/// Decisions, drawn from bytes as long as there are any, then from a fixed sequence.
+/// Random decisions. They are taken from given bytes, and from a fixed sequence after the last byte.
 pub struct Source<'a> {
     bytes: &'a [u8],
     state: u64,
@@ -30,7 +30,7 @@ impl<'a> Source<'a> {
         all[self.below(all.len())]
     }
 
-    /// Mostly small, sometimes very large.
+    /// A size: small in most cases, sometimes very large.
     fn size(&mut self) -> usize {
         match self.below(8) {
             0..4 => self.below(6),
@@ -87,7 +87,7 @@ fn root_schema(source: &mut Source) -> Value {
     }
 }
 
-/// One kind of schema in another, up to hundreds of levels.
+/// Schemas of one kind nested in each other, up to hundreds of levels.
 fn nested(source: &mut Source) -> Value {
     let (levels, kind) = (source.size().min(400), source.below(5));
     (0..levels).fold(json!({"type": "integer"}), |inner, _| match kind {
@@ -210,7 +210,7 @@ fn regex(source: &mut Source, depth: usize) -> String {
         let part = if depth > 0 && source.below(2) == 0 {
             format!("({}|{})", regex(source, depth - 1), regex(source, depth - 1))
         } else {
-            // The last atoms are often not supported.
+            // The last atoms are rarely used, because the compiler often does not support them.
             let known = if source.below(20) == 0 { atoms.len() } else { 10 };
             atoms[source.below(known)].to_owned()
         };
