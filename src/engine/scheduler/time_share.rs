@@ -34,7 +34,7 @@ impl TimeShare {
     /// Rows of the next chunk if it makes other requests wait. `most` is the largest chunk.
     pub fn chunk_rows(&self, most: usize) -> usize {
         let sizes = (0..SIZES).filter(|size| *size == 0 || most >> size >= MIN_ROWS);
-        let least = most >> sizes.clone().last().unwrap_or(0);
+        let least = most >> sizes.clone().next_back().unwrap_or(0);
         let expected: Vec<_> = sizes.filter_map(|size| Some((most >> size, self.expected(size)?))).collect();
         let cost = |&(rows, seconds): &(usize, f64)| seconds / rows as f64;
         let limit = MAX_COST * expected.iter().map(cost).fold(f64::INFINITY, f64::min);
