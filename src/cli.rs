@@ -334,8 +334,21 @@ mod tests {
     use super::*;
 
     /// Flags that confirm, print, name outputs or select another measurement. They must be on the command line.
-    const COMMAND_LINE_ONLY: [&str; 12] = [
-        "yes", "json", "dry-run", "prompt", "out", "verify", "quality", "revision", "model", "verbose", "quiet", "help",
+    const COMMAND_LINE_ONLY: [&str; 14] = [
+        "yes",
+        "json",
+        "dry-run",
+        "prompt",
+        "out",
+        "verify",
+        "quality",
+        "report",
+        "print-kernels",
+        "revision",
+        "model",
+        "verbose",
+        "quiet",
+        "help",
     ];
 
     #[test]

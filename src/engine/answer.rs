@@ -2,7 +2,6 @@
 
 use super::{
     constraint::{MaskWorker, TokenMask},
-    live_request::StepOutput,
     queue::{Abort, QueuedRequest},
     request::{Event, Finish, Request, Timings},
     sampler::{Sampler, logprobs},
@@ -28,6 +27,14 @@ pub struct TokenRules {
     pub eos: Vec<u32>,
     /// Higher ids are never sampled.
     pub usable_vocab: usize,
+}
+
+/// The result of one step for one request.
+#[derive(Default)]
+pub struct StepOutput {
+    pub events: Vec<Event>,
+    /// Set if the answer is complete.
+    pub finish: Option<Finish>,
 }
 
 impl PartialAnswer {

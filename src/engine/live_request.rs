@@ -4,7 +4,7 @@ use super::{
     answer::PartialAnswer,
     prompt_cache::SnapshotKind,
     queue::QueuedRequest,
-    request::{Event, Finish, Logprobs, Request},
+    request::{Logprobs, Request},
     sequence::Sequence,
 };
 use crate::model::{MAX_VERIFY_ROWS, PAGE, SequenceState};
@@ -61,14 +61,6 @@ pub enum Work {
     Read(usize),
     /// One token.
     Decode,
-}
-
-/// The result of one step for one request.
-#[derive(Default)]
-pub struct StepOutput {
-    pub events: Vec<Event>,
-    /// Set if the answer is complete.
-    pub finish: Option<Finish>,
 }
 
 impl<S: SequenceState> LiveRequest<S> {

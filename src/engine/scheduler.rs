@@ -14,9 +14,9 @@ mod steps;
 mod time_share;
 
 use super::{
-    answer::TokenRules,
+    answer::{StepOutput, TokenRules},
     idle_sequences::IdleSequences,
-    live_request::{DRAFT_ROWS, LiveRequest, Stage, StepOutput, Work, may_reuse, reserved_pages},
+    live_request::{DRAFT_ROWS, LiveRequest, Stage, Work, may_reuse, reserved_pages},
     prompt_cache::PromptCache,
     queue::{Abort, RequestQueue},
     request::{Event, Finish, Request, Timings},
@@ -326,5 +326,4 @@ impl Drop for StopOnDrop {
 }
 
 #[cfg(test)]
-#[path = "scheduler_tests.rs"]
 mod tests;

@@ -210,21 +210,24 @@ fn panic_ends_the_requests_of_its_pass() {
 
 #[test]
 fn verified_draft_needs_no_row_of_the_pass() {
-    // The prompt repeats itself, so that the answer is drafted. When other requests join, some tokens of a verified
-    // draft have not been returned yet.
+    // The prompt repeats itself, so that the answer is drafted while it decodes alone. When other requests join, some
+    // tokens of a verified draft have not been returned yet. It depends on the time whether they join, so it is repeated.
     let ids = [10, 11, 12, 13, 14, 15].repeat(20);
     let mock = MockModel { delay: MS, batch: 4, context: 1024, ..MockModel::default() };
     let alone = collect(engine(&mock, options()).0.submit(request(&ids, 500)).unwrap()).0;
     let (handle, ..) = engine(&mock, Options { speculate: DraftPolicy::Force, ..parallel(3) });
-    let long = handle.submit(request(&ids, 500)).unwrap();
-    for id in 20..40 {
-        let (tokens, end) = collect(handle.submit(request(&[9, id, 8], 9)).unwrap());
-        assert_eq!((tokens, end.unwrap().0), (vec![9, id, 8], Finish::Stop));
-    }
-    let (tokens, end) = collect(long);
-    let (finish, timings) = end.unwrap();
-    assert_eq!((tokens, finish), (alone, Finish::Stop));
-    assert!(timings.accepted_tokens > 0 && timings.decoding_sequences > timings.decode_passes, "{timings:?}");
+    let both_happen = (0..100).any(|_| {
+        let long = handle.submit(request(&ids, 500)).unwrap();
+        for id in 20..40 {
+            let (tokens, end) = collect(handle.submit(request(&[9, id, 8], 9)).unwrap());
+            assert_eq!((tokens, end.unwrap().0), (vec![9, id, 8], Finish::Stop));
+        }
+        let (tokens, end) = collect(long);
+        let (finish, timings) = end.unwrap();
+        assert_eq!((&tokens, finish), (&alone, Finish::Stop));
+        timings.accepted_tokens > 0 && timings.decoding_sequences > timings.decode_passes
+    });
+    assert!(both_happen);
 }
 
 #[test]

@@ -244,7 +244,10 @@ impl Host {
         let mut status = [0];
         if self.from.read_exact(&mut status).is_err() {
             let mut report = String::new();
-            self.child.stderr.take().unwrap().read_to_string(&mut report).unwrap();
+            match self.child.stderr.take() {
+                Some(mut stderr) => _ = stderr.read_to_string(&mut report).unwrap(),
+                None => report.push_str("the program has exited"),
+            }
             return Err(format!("{}: {report}", launch.kernel));
         }
         if status[0] == 0 {

@@ -3,9 +3,9 @@
 use super::{Scheduler, Step};
 use crate::{
     engine::{
-        answer::PartialAnswer,
+        answer::{PartialAnswer, StepOutput},
         idle_sequences::IdleSequence,
-        live_request::{LiveRequest, Prefill, Stage, StepOutput, Work, may_reuse},
+        live_request::{LiveRequest, Prefill, Stage, Work, may_reuse},
         prompt_cache::{SnapshotKind, SnapshotSource, snapshot_policy},
         queue::Abort,
         request::{Event, Finish, Request, Timings},

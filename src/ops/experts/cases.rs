@@ -56,8 +56,9 @@ fn slots(b: &mut KernelCheck<'_>, codes: [WeightFormat; 3]) -> Result<([ExpertSt
         }
     }
     let (slab, ranges) = (Arc::new(slab), [0..PER_SEGMENT * stride, segment..len]);
-    let (segments, table) = b.cpu.adopt_segments(&slab, &ranges)?;
-    b.gpu.adopt_segments(&slab, &ranges)?;
+    b.cpu.adopt_segments(&slab, &ranges)?;
+    // Buffers have the same numbers on both devices, but the CPU's table is empty.
+    let (segments, table) = b.gpu.adopt_segments(&slab, &ranges)?;
     segments.iter().try_for_each(|segment| b.gpu.landed(*segment, 0))?;
     Ok((stacks, ExpertSlots { segments, table, per_segment: PER_SEGMENT, stride }))
 }
