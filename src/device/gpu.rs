@@ -15,7 +15,7 @@ pub trait Gpu: Timeline + Send {
     /// Compiles every kernel. Returns the name of each kernel, or of each refused file, with the compiler's error if any.
     fn compile(&mut self) -> Vec<(String, Option<DeviceError>)>;
 
-    /// Most threads in a threadgroup of `kernel`.
+    /// Maximum number of threads in a threadgroup of `kernel`.
     fn max_threads(&mut self, kernel: &str) -> Result<u32, DeviceError>;
 
     /// Allocates zeroed memory.

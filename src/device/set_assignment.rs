@@ -3,7 +3,7 @@
 //! macOS decides per set, and macOS 27 wires a set again as a whole if its residency was revoked. So buffers are spread
 //! over several sets.
 
-/// Most sets: a Metal command queue takes 32.
+/// Maximum number of sets: a Metal command queue takes 32.
 const MAX_SETS: usize = 32;
 /// A set has at most this fraction of the working set, except for one larger buffer.
 const SET_FRACTION: u64 = 20;

@@ -5,7 +5,7 @@
 
 use std::ops::Range;
 
-/// Most bytes of a segment. Smaller ones cost a GPU more buffers, larger ones return memory in larger steps.
+/// Maximum size of a segment in bytes. Smaller ones cost a GPU more buffers, larger ones return memory in larger steps.
 pub const SEGMENT_BYTES: usize = 1 << 30;
 
 /// Segments start at multiples of this: the largest page size of the supported systems.

@@ -46,7 +46,7 @@ pub struct Options {
     pub warm_start: Option<WarmStart>,
     /// The checksums of the pack that the files are; `None` for a checkpoint's own files.
     pub pack_records: Option<Arc<PackRecords>>,
-    /// Most bytes of a segment of the slab; see [`SlotLayout`].
+    /// Maximum size of a segment of the slab in bytes; see [`SlotLayout`].
     pub segment_bytes: usize,
 }
 

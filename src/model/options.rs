@@ -83,7 +83,7 @@ pub struct StoreOptions {
     pub prefetch: experts::Prefetch,
     /// Keep a list of hot experts in the user's cache directory, for a warm start.
     pub warm: bool,
-    /// Most bytes of a segment of slots; see [`experts::SlotLayout`].
+    /// Maximum size of a segment of slots in bytes; see [`experts::SlotLayout`].
     pub segment_bytes: usize,
 }
 

@@ -28,7 +28,7 @@ const LOG_LINES: &str = "100";
 /// Longest wait for a stopped service to be gone, and the time between two looks.
 const GONE_TIMEOUT: Duration = Duration::from_secs(30);
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
-/// Most retries of a command that the manager may refuse for a moment, and the time between two.
+/// Maximum number of retries of a command that the manager may refuse for a moment, and the time between two.
 const RETRIES: u32 = 3;
 const RETRY_INTERVAL: Duration = Duration::from_secs(2);
 

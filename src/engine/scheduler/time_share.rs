@@ -72,7 +72,7 @@ impl TimeShare {
         self.passed_prompt < self.allowance()
     }
 
-    /// Most seconds of chunks that may pass.
+    /// Maximum number of seconds of chunks that may pass.
     fn allowance(&self) -> f64 {
         self.last_chunk.max(CHUNK_SECONDS)
     }

@@ -15,7 +15,7 @@ pub const MAX_ENCODED_BYTES: usize = 20 << 20;
 const MAX_PIXELS: u64 = 64 << 20;
 /// Memory that a decoder may use besides its output: buffers for rows, palettes, tables, metadata.
 const DECODER_BYTES: u64 = 4 << 20;
-/// Most bytes that a partition of a lossy WebP claims to have. The decoder allocates them before it reads.
+/// Maximum number of bytes that a partition of a lossy WebP may claim. The decoder allocates them before it reads.
 const WEBP_PARTITION_BYTES: u64 = 1 << 24;
 
 /// The header of an encoded image.

@@ -6,7 +6,7 @@ use crate::{
     ops::{Conv, linear::HalfBuffers},
 };
 
-/// Most rows of a launch of the recurrence. Its threadgroups compute them one after the other, and macOS ends a launch
+/// Maximum number of rows in a launch of the recurrence. Its threadgroups compute them one after the other, and macOS ends a launch
 /// whose threadgroups run too long.
 const MAX_ROWS: usize = 256;
 
