@@ -33,6 +33,11 @@ pub fn settled_identity(files: &[PathBuf]) -> Result<Option<String>, StoreError>
     Ok(stamps.iter().all(FileStamp::is_settled).then(|| hash_stamps(&stamps)))
 }
 
+/// `before`, the [`settled_identity`] of the files before they were read, if they still have it.
+pub fn unchanged_identity(before: Option<String>, files: &[PathBuf]) -> Option<String> {
+    before.filter(|before| settled_identity(files).is_ok_and(|now| now.as_ref() == Some(before)))
+}
+
 fn stamps(files: &[PathBuf]) -> Result<Vec<FileStamp>, StoreError> {
     let stamp = |path: &PathBuf| FileStamp::of(path).map_err(|source| StoreError::Io { path: path.clone(), source });
     files.iter().map(stamp).collect()

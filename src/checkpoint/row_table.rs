@@ -73,6 +73,11 @@ impl RowTable {
         self.codes.row_bytes(self.width)
     }
 
+    /// All bytes of a row.
+    pub fn row_len(&self) -> usize {
+        self.row_bytes().iter().sum()
+    }
+
     /// Where the rows at the start of `rows` lie, as far as one shard contains them, and the number of these rows.
     pub fn pieces(&self, rows: Range<u64>) -> ([Piece; 3], u64) {
         let shard = self.starts.partition_point(|start| *start <= rows.start).saturating_sub(1);
@@ -127,8 +132,7 @@ impl RowFiles {
                 Err(error) => self.log_damage(packed.path(), row, &error.to_string()),
             }
         }
-        let sizes: usize = self.table.row_bytes().iter().sum();
-        let mut bytes = Vec::with_capacity(sizes);
+        let mut bytes = Vec::with_capacity(self.table.row_len());
         for piece in self.table.pieces(row..row + 1).0 {
             let Some(file) = self.files.get(&(piece.file as usize)).filter(|_| piece.len > 0) else { continue };
             let read = file.read_range(piece.offset, piece.len, space);

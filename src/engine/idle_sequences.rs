@@ -47,9 +47,11 @@ impl<S: SequenceState> IdleSequences<S> {
 
     /// Drops the oldest sequence. Returns false if there is none.
     pub fn drop_oldest(&mut self) -> bool {
-        let exists = !self.0.is_empty();
-        drop(self.0.drain(..usize::from(exists)));
-        exists
+        if self.0.is_empty() {
+            return false;
+        }
+        self.0.remove(0);
+        true
     }
 
     pub fn newest(&mut self) -> Option<&mut IdleSequence<S>> {

@@ -150,7 +150,7 @@ pub struct NgramTable {
 impl NgramTable {
     /// Opens the table's files, or its `packed` rows, and starts the threads that read them.
     pub fn open(layout: NgramLayout, packed: Option<PackedRows>, metrics: &Arc<Metrics>) -> Result<Self, ModelError> {
-        let capacity = CACHE_BYTES / (layout.table.row_bytes().iter().sum::<usize>() + ROW_ENTRY);
+        let capacity = CACHE_BYTES / (layout.table.row_len() + ROW_ENTRY);
         let files = Arc::new(RowFiles::open(layout.table.clone(), packed)?);
         let (jobs, receiver) = mpsc::channel();
         let receiver = Arc::new(Mutex::new(receiver));

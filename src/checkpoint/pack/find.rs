@@ -5,7 +5,7 @@ use super::{
     record::{RecordChecksums, for_each_expert, gather},
 };
 use crate::{
-    checkpoint::identity::{file_identity, fingerprint, settled_identity},
+    checkpoint::identity::{file_identity, fingerprint, settled_identity, unchanged_identity},
     error::StoreError,
     experts::{ExpertMap, PackRecords, ShardFiles},
     platform::{Access, atomic_file, os, read_small_file},
@@ -143,10 +143,7 @@ pub(super) fn is_remembered(identity: &str, manifest: &[u8; 32]) -> bool {
 /// Remembers that `files` match the manifest with this hash. `before` is their identity before they were read. Nothing is
 /// remembered if the files changed meanwhile, or so recently that another change could be missed.
 pub(super) fn remember_comparison(before: Option<String>, files: &[PathBuf], manifest: &[u8; 32]) {
-    let Some(identity) = before.filter(|before| settled_identity(files).is_ok_and(|now| now.as_ref() == Some(before)))
-    else {
-        return;
-    };
+    let Some(identity) = unchanged_identity(before, files) else { return };
     let Some(path) = comparisons_file(&identity).filter(|_| !is_remembered(&identity, manifest)) else { return };
     let mut text = read_small_file(&path, 1 << 20).unwrap_or_default();
     text.extend_from_slice(format!("{}\n", hex::encode(manifest)).as_bytes());

@@ -7,7 +7,7 @@ use super::{
 };
 use crate::{
     checkpoint::{
-        identity::{fingerprint, settled_identity},
+        identity::{fingerprint, settled_identity, unchanged_identity},
         row_table::RowTable,
     },
     error::StoreError,
@@ -29,7 +29,7 @@ const THREADS: usize = 4;
 
 /// The rows of `table`, in blocks.
 pub fn row_blocks(table: &RowTable) -> RowBlocks {
-    RowBlocks::new(table.rows, table.row_bytes().iter().sum())
+    RowBlocks::new(table.rows, table.row_len())
 }
 
 /// Writes the rows of the tables of the checkpoint `files` into the directory `out` of their pack, except those that it
@@ -84,9 +84,8 @@ fn write_file(
         progress(chunk.len() as u64);
         Ok(Sha256::digest(chunk))
     })?;
-    let same = |identity: &String| settled_identity(files).is_ok_and(|now| now.as_ref() == Some(identity));
-    let identity = before.filter(same).unwrap_or_default();
-    let row = table.row_bytes().iter().sum();
+    let identity = unchanged_identity(before, files).unwrap_or_default();
+    let row = table.row_len();
     let header = RowHeader::new(source, identity, table.rows, row, hex::encode(Sha256::digest(sums.concat())));
     file.write_all_at(&header.to_bytes()?, 0).map_err(failed)?;
     file.sync_all().map_err(failed)?;
@@ -123,7 +122,7 @@ pub fn find_rows(dirs: &[PathBuf], tables: &[RowTable], files: &[PathBuf]) -> Ve
 /// Opens a file that must hold exactly the rows of `table` in `files`. Hashes all rows, unless the files are known to
 /// match.
 fn open(path: &Path, table: &RowTable, files: &[PathBuf]) -> Result<PackedRows, StoreError> {
-    let packed = PackedRows::open(path, table.rows, table.row_bytes().iter().sum())?;
+    let packed = PackedRows::open(path, table.rows, table.row_len())?;
     let wrong = |why: &str| StoreError::NotAPack { path: path.to_owned(), why: why.into() };
     let header = &packed.header;
     if header.source != fingerprint(files)? {
@@ -157,8 +156,7 @@ pub fn verify_rows(dir: &Path, tables: &[RowTable], progress: &(dyn Fn(u64) + Sy
         if !path.exists() {
             continue;
         }
-        let (packed, blocks) =
-            (PackedRows::open(&path, table.rows, table.row_bytes().iter().sum())?, row_blocks(table));
+        let (packed, blocks) = (PackedRows::open(&path, table.rows, table.row_len())?, row_blocks(table));
         for_each_chunk(table, |first, ours| {
             let mut space = Vec::new();
             let count = ours.len() / blocks.size;

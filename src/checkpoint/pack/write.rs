@@ -6,7 +6,7 @@ use super::{
     record::{RecordChecksums, for_each_expert, gather, open, read},
 };
 use crate::{
-    checkpoint::identity::{fingerprint, settled_identity},
+    checkpoint::identity::{fingerprint, settled_identity, unchanged_identity},
     error::StoreError,
     experts::{ExpertMap, PIECES, Piece, ShardFiles},
     platform::{Access, atomic_file::PartialDir, os},
@@ -74,8 +74,7 @@ pub fn write(
         (layer.sha256, layer.crc32) = sums.into_iter().map(|sum| (sum.sha256, sum.crc32)).unzip();
         layers.push(layer);
     }
-    let same = |identity: &String| settled_identity(files).is_ok_and(|now| now.as_ref() == Some(identity));
-    let identity = before.filter(same).unwrap_or_default();
+    let identity = unchanged_identity(before, files).unwrap_or_default();
     let manifest = PackManifest { format: FORMAT.into(), version: VERSION, source: fingerprint, identity, layers };
     let path = partial.path().join(MANIFEST);
     let text = serde_json::to_vec(&manifest).map_err(|error| StoreError::Other(error.to_string()))?;
