@@ -9,8 +9,11 @@
 mod format_check;
 #[path = "support/formats.rs"]
 mod formats;
+#[path = "support/process_memory.rs"]
+mod process_memory;
 
 use formats::Source;
+use process_memory::memory;
 use std::{
     env, fs,
     time::{Duration, Instant},
@@ -33,13 +36,6 @@ fn cpu_time() -> Duration {
     // SAFETY: the call writes to `time`, which lives long enough.
     assert_eq!(unsafe { libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &mut time) }, 0);
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
-}
-
-/// `VmRSS` or `VmHWM` of this process, in bytes.
-fn memory(name: &str) -> u64 {
-    let status = fs::read_to_string("/proc/self/status").unwrap();
-    let line = status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
-    line.unwrap().trim().strip_suffix(" kB").unwrap().parse::<u64>().unwrap() * 1024
 }
 
 #[test]
@@ -66,7 +62,7 @@ fn run(count: u64) {
         let fields = formats::fields(&mut source);
         // 5 resets the peak. Without permission the peak is that of all formats so far.
         let _ = fs::write("/proc/self/clear_refs", "5");
-        let (before, mut since) = (memory("VmRSS"), cpu_time());
+        let (before, mut since) = (memory("self", "VmRSS"), cpu_time());
         let followed = format_check::follow(&compiler, &fields, &mut source, |step| {
             let now = cpu_time();
             let limit = if step == "compile" { COMPILE_TIME } else { STEP_TIME };
@@ -76,7 +72,7 @@ fn run(count: u64) {
             }
             since = now;
         });
-        let grown = memory("VmHWM").saturating_sub(before);
+        let grown = memory("self", "VmHWM").saturating_sub(before);
         assert!(grown <= MEMORY, "seed {seed}: {} MiB: {:.2000}", grown >> 20, fields.to_string());
         most = most.max((grown >> 20, seed));
         (done, accepted) = (done + 1, accepted + u64::from(followed.is_ok()));

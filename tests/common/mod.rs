@@ -8,6 +8,7 @@ use moestro::{
     engine::{Finish, Handle, Request, Timings, collect},
     metrics::Metrics,
     model::{LoadOptions, Logits, Model, PassHooks, Qwen, QwenState, RouterChoice, Rows, Snapshot},
+    tools::synth::Dimensions,
 };
 use std::{collections::HashMap, path::Path};
 
@@ -23,6 +24,24 @@ impl Dice {
     /// Token ids of the demo.
     pub fn tokens(&mut self, count: usize) -> Vec<u32> {
         (0..count).map(|_| 100 + self.roll(1500) as u32).collect()
+    }
+}
+
+/// Dimensions of a model with all kinds of tensors of `real` and 300 tokens, a sixteenth as wide as the 35B.
+pub fn narrow(real: Dimensions) -> Dimensions {
+    Dimensions {
+        hidden: 128,
+        heads: 2,
+        kv_heads: 1,
+        head_dim: 64,
+        linear_key_heads: 2,
+        linear_value_heads: 4,
+        linear_head_dim: 32,
+        experts: 16,
+        expert_hidden: 64,
+        shared_hidden: 64,
+        vocab: 300,
+        ..real
     }
 }
 

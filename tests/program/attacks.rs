@@ -6,7 +6,7 @@
 
 #![cfg(target_os = "linux")]
 
-use crate::{group::Group, process::Process};
+use crate::{group::Group, process::Process, process_memory::memory};
 use std::{
     fmt::Write as _,
     io::{Read, Write},
@@ -64,13 +64,6 @@ impl Server {
         let body = answer.split("\r\n\r\n").nth(1).unwrap();
         let body: serde_json::Value = serde_json::from_str(body).unwrap();
         body["choices"][0]["text"].as_str().unwrap().to_owned()
-    }
-
-    /// `VmRSS` or `VmHWM` of the process, in bytes.
-    fn memory(&self, name: &str) -> u64 {
-        let status = std::fs::read_to_string(format!("/proc/{}/status", self.0.id())).unwrap();
-        let line = status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
-        line.unwrap().trim().strip_suffix(" kB").unwrap().parse::<u64>().unwrap() * 1024
     }
 
     /// CPU time of the process in seconds.
@@ -166,7 +159,7 @@ fn requests_stay_within_the_memory_limit() {
     assert!(expected.len() > 400, "{expected}");
     for (name, attack) in ATTACKS {
         for is_concurrent in [false, true] {
-            let before = server.memory("VmRSS");
+            let before = memory(server.0.id(), "VmRSS");
             let began = Instant::now();
             thread::scope(|scope| {
                 let answer = is_concurrent.then(|| scope.spawn(|| server.long_answer()));
@@ -177,7 +170,7 @@ fn requests_stay_within_the_memory_limit() {
             });
             let (took, busy) = (began.elapsed(), server.cpu_seconds());
             thread::sleep(Duration::from_secs(1));
-            let (after, peak) = (server.memory("VmRSS"), server.memory("VmHWM"));
+            let (after, peak) = (memory(server.0.id(), "VmRSS"), memory(server.0.id(), "VmHWM"));
             let idle = server.cpu_seconds() - busy;
             eprintln!(
                 "{name}, during an answer: {is_concurrent}: {:.1} s, {idle:.2} s of CPU afterwards; {:.1} MiB before, {:.1} after, {} at the peak",

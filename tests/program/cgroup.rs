@@ -5,14 +5,13 @@
 
 #![cfg(target_os = "linux")]
 
-use crate::group::Group;
+use crate::{group::Group, process_memory::memory};
 use base64::{Engine, engine::general_purpose::STANDARD};
 use moestro::{
     demo,
     tools::synth::{self, Dimensions},
 };
 use std::{
-    fs,
     path::Path,
     process::Output,
     thread,
@@ -168,9 +167,7 @@ fn hostile_images_stay_under_the_limit() {
     let answer = ask(&[&fitting]);
     assert!(answer["choices"].is_array(), "an image of common size fits: {answer}");
     assert!(ask(&[&small])["choices"].is_array());
-    let status = fs::read_to_string(format!("/proc/{}/status", server.id())).unwrap();
-    let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
-    let peak = peak.trim().trim_end_matches(" kB").parse::<u64>().unwrap() << 10;
+    let peak = memory(server.id(), "VmHWM");
     println!("{peak} bytes at the peak of {limit}");
     assert!(peak <= limit, "{peak} bytes at the peak, the limit is {limit}");
     drop(server);
@@ -222,9 +219,7 @@ fn full_prompt_cache_stays_in_plan() {
     assert!(held <= most && held > most / 2, "{cache}");
     assert!(server.metric("moestro_prompt_cache_evictions_total{place=\"memory\"}") > 0);
     assert!(server.metric("moestro_prompt_cache_hits_total{source=\"memory\"}") > 0);
-    let status = fs::read_to_string(format!("/proc/{}/status", server.id())).unwrap();
-    let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
-    let peak = peak.trim().trim_end_matches(" kB").parse::<u64>().unwrap() << 10;
+    let peak = memory(server.id(), "VmHWM");
     println!("{peak} bytes at the peak of {limit}, {held} of {most} in the cache");
     assert!(peak <= limit, "{peak} bytes at the peak, the limit is {limit}");
     drop(server);
@@ -255,11 +250,7 @@ fn lower_limit_frees_expert_slots() {
             let answer = server.chat(&[serde_json::json!({"role": "user", "content": words})]);
             answer["choices"][0]["message"].to_string()
         };
-        let resident = || {
-            let status = fs::read_to_string(format!("/proc/{}/status", server.id())).unwrap();
-            let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
-            line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() << 10
-        };
+        let resident = || memory(server.id(), "VmRSS");
         let [slots, pressure] =
             ["moestro_expert_slots", "moestro_memory_pressure_total"].map(|name| || server.metric(name));
         let expected: Vec<String> = (0..6).map(ask).collect();

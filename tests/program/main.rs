@@ -18,6 +18,9 @@ mod launch;
 mod mistakes;
 #[path = "../support/process.rs"]
 mod process;
+#[cfg(target_os = "linux")]
+#[path = "../support/process_memory.rs"]
+mod process_memory;
 mod prompt_cache_disk;
 mod pull;
 mod random_formats;

@@ -9,10 +9,11 @@ use crate::{
     formats::{self, Source},
     group::Group,
     process::Process,
+    process_memory::memory,
 };
 use serde_json::{Value, json};
 use std::{
-    env, fs,
+    env,
     io::{Read, Write},
     net::TcpStream,
     sync::atomic::{AtomicBool, Ordering::Relaxed},
@@ -101,9 +102,7 @@ fn random_formats_are_answered_or_refused() {
         drop(guard);
         other_client.join().unwrap()
     });
-    let status = fs::read_to_string(format!("/proc/{}/status", server.id())).unwrap();
-    let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap().trim();
-    let peak: u64 = peak.strip_suffix(" kB").unwrap().parse::<u64>().unwrap() * 1024;
+    let peak = memory(server.id(), "VmHWM");
     eprintln!(
         "{count} formats, {accepted} accepted, slowest {:.2?} (seed {}); {} MiB at the peak; another client waited {longest_wait:.2?}",
         slowest.0,

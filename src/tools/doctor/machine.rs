@@ -221,30 +221,12 @@ fn overhead(bandwidth: &Bandwidth, runs: [&ResidentRun; 2]) -> Overhead {
 mod tests {
     use super::*;
 
-    fn tiny(layers: usize, experts: usize) -> Dimensions {
-        Dimensions {
-            hidden: 128,
-            layers,
-            heads: 2,
-            kv_heads: 1,
-            head_dim: 64,
-            linear_key_heads: 2,
-            linear_value_heads: 4,
-            linear_head_dim: 32,
-            experts,
-            experts_per_token: 4,
-            expert_hidden: 64,
-            shared_hidden: 64,
-            vocab: 300,
-            ..Dimensions::of_35b()
-        }
-    }
-
     #[test]
     fn report_measures_disk_memory_and_runs() {
         let root = tempfile::tempdir().unwrap();
         let dir = root.path().join("report");
-        let models = ReportModels { shallow: tiny(4, 64), deep: tiny(8, 8), prompt: 8, decode: 4 };
+        let models =
+            ReportModels { shallow: Dimensions::narrow(4, 64), deep: Dimensions::narrow(8, 8), prompt: 8, decode: 4 };
         let report = measure(&|| None, 0.0, &models, &dir).unwrap();
         assert_eq!(std::fs::read_dir(root.path()).unwrap().count(), 0, "temporary files are removed");
         let runs: Vec<&str> = report.runs.iter().map(|run| run.what.as_str()).collect();

@@ -173,6 +173,29 @@ impl Dimensions {
     }
 }
 
+#[cfg(test)]
+impl Dimensions {
+    /// All kinds of tensors of the 35B, a sixteenth as wide.
+    pub fn narrow(layers: usize, experts: usize) -> Self {
+        Self {
+            hidden: 128,
+            layers,
+            heads: 2,
+            kv_heads: 1,
+            head_dim: 64,
+            linear_key_heads: 2,
+            linear_value_heads: 4,
+            linear_head_dim: 32,
+            experts,
+            experts_per_token: 4,
+            expert_hidden: 64,
+            shared_hidden: 64,
+            vocab: 300,
+            ..Self::of_35b()
+        }
+    }
+}
+
 /// The checkpoint to write.
 #[derive(Debug, Clone)]
 pub struct SynthOptions {

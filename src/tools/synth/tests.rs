@@ -1,26 +1,8 @@
 use super::*;
 use std::sync::atomic::Ordering;
 
-/// All kinds of tensors of the real model, with 1/50 of its width.
 fn small(seed: u64, layers: usize) -> SynthOptions {
-    let dimensions = Dimensions {
-        hidden: 128,
-        layers,
-        heads: 2,
-        kv_heads: 1,
-        head_dim: 64,
-        linear_key_heads: 2,
-        linear_value_heads: 4,
-        linear_head_dim: 32,
-        experts: 16,
-        experts_per_token: 4,
-        expert_hidden: 64,
-        shared_hidden: 64,
-        vocab: 300,
-        dense: None,
-        tied: false,
-        streams: None,
-    };
+    let dimensions = Dimensions::narrow(layers, 16);
     let extras = vec![("chat_template.jinja".to_owned(), b"{{ messages }}".to_vec())];
     let eos_token_ids = vec![298, 296];
     SynthOptions { dimensions, seed, router_skew: 0.5, eos_token_ids, shard: 1 << 20, threads: 3, extras }
