@@ -39,20 +39,20 @@ FN void store_row(DEVICE short* row, uint dim, THREAD const float* v THREAD_IDS_
   if (lane == 0) *(DEVICE uint*)(row + dim) = finite ? as_type<uint>(none ? 0.0f : most / levels) : 0x7fc00000u;
 }
 
-// Norms and rotates query and key heads. Writes keys and values to the cache at position start + token, and
-// queries to `q`. `rope` [tokens, rope_dim / 2, 2] holds cosines and sines. Grid (heads + 2 * kv_heads, tokens),
+// Norms and rotates query and key heads. Writes keys and values to the cache at the rows' positions, and queries to `q`. `rope` [tokens, rope_dim / 2, 2] holds cosines and sines. Grid (heads + 2 * kv_heads, tokens),
 // 32 threads.
 template <class T>
 FN void norm_rope(CONSTANT AttentionArgs& a, DEVICE const float* proj, DEVICE const float* q_norm, DEVICE const float* k_norm,
               DEVICE const float* rope, DEVICE float* q, DEVICE T* keys, DEVICE T* values, DEVICE const uint* table,
-              THREADGROUP float* x THREAD_IDS_PARAM) {
+              DEVICE const SequenceRow* rows, THREADGROUP float* x THREAD_IDS_PARAM) {
   const uint head = tgid.x, token = tgid.y, half_dim = a.rope_dim / 2;
   const bool query = head < a.heads, value = head >= a.heads + a.kv_heads;
   const uint kv = query ? 0 : (head - a.heads) % a.kv_heads;
   const uint from = query ? head * 2 * a.dim : (a.heads + head) * a.dim;
   DEVICE const float* row = proj + ulong(token) * a.width + from;
+  const uint position = row_position(a, rows, token);
   const ulong to = query ? (ulong(token) * a.heads + head) * a.dim
-                         : page_row(table, a.kv_heads, kv, a.start + token) * cache_pitch(keys, a.dim);
+                         : page_row(row_table(a, rows, table, token), a.kv_heads, kv, position) * cache_pitch(keys, a.dim);
   float v[MAX_DIM / 32] = {};
   if (value) {
     UNROLL for (uint j = 0; j < MAX_DIM / 32; j++)
@@ -95,9 +95,11 @@ template <class T> FN void prefetch_kv(DEVICE const T* keys, DEVICE const T* val
 // (splits, kv_heads, tokens), 32 threads per two query heads of a kv head, or per head if their number is odd.
 template <class T, uint COLUMNS, uint HEADS>
 FN void attend_split(CONSTANT AttentionArgs& a, DEVICE const float* q, DEVICE const T* keys, DEVICE const T* values,
-             DEVICE const uint* table, DEVICE float* partials THREAD_IDS_PARAM) {
+             DEVICE const uint* tables, DEVICE const SequenceRow* rows, DEVICE float* partials THREAD_IDS_PARAM) {
   const uint groups = a.heads / a.kv_heads, simds = groups / HEADS, token = tgid.z, head = tgid.y * groups + sg * HEADS;
-  const uint visible = a.start + token + 1, size = split_size(a, a.start + token), first = tgid.x * size, end = min(first + size, visible);
+  const uint position = row_position(a, rows, token), visible = position + 1, size = split_size(a, position);
+  const uint first = tgid.x * size, end = min(first + size, visible);
+  DEVICE const uint* table = row_table(a, rows, tables, token);
   // The current page. A split of up to PAGE positions is inside one page.
   const uint pitch = cache_pitch(keys, a.dim);
   ulong page = page_row(table, a.kv_heads, tgid.y, min(first, visible - 1) / PAGE * PAGE) * pitch;
@@ -173,12 +175,12 @@ FN void attend_split(CONSTANT AttentionArgs& a, DEVICE const float* q, DEVICE co
 
 // Merges the splits: out = sum of exp(max_s - max) * partial_s / denominator, then the gate. Grid (heads, tokens,
 // ceil(dim / 32)), 128 threads. A lane has one column, a simdgroup has every fourth split.
-KERNEL(attention_merge, ARGS(AttentionArgs, a), IN(float, proj, 1), IN(float, partials, 2), OUT(float, y, 3)) {
+KERNEL(attention_merge, ARGS(AttentionArgs, a), IN(float, proj, 1), IN(float, partials, 2), IN(SequenceRow, rows, 3), OUT(float, y, 4)) {
   SHARED(float, split_weight, MAX_SPLITS);
   SHARED(float, column_sums, 128);
   SHARED(float, simd_values, 8);
   AWAIT();
-  const uint head = tgid.x, token = tgid.y, splits = (a.start + token) / split_size(a, a.start + token) + 1;
+  const uint head = tgid.x, token = tgid.y, position = row_position(a, rows, token), splits = position / split_size(a, position) + 1;
   const uint row = a.dim + 2, i = tgid.z * 32 + lane;
   DEVICE const float* from = partials + (ulong(token) * a.heads + head) * a.splits * row;
   float max_score = -as_type<float>(0x7f7fffffu), denominator = 0;
@@ -214,20 +216,21 @@ KERNEL(attention_merge, ARGS(AttentionArgs, a), IN(float, proj, 1), IN(float, pa
 
 #define ATTEND(suffix, T)                                                                                              \
   KERNEL(qk_norm_rope##suffix, ARGS(AttentionArgs, a), IN(float, proj, 1), IN(float, q_norm, 2), IN(float, k_norm, 3),    \
-         IN(float, rope, 4), OUT(float, q, 5), OUT(T, keys, 6), OUT(T, values, 7), IN(uint, table, 8)) {               \
+         IN(float, rope, 4), OUT(float, q, 5), OUT(T, keys, 6), OUT(T, values, 7), IN(uint, table, 8),                 \
+         IN(SequenceRow, rows, 9)) {                                                                                   \
     SHARED(float, x, MAX_DIM);                                                                                        \
     AWAIT();                                                                                                           \
-    norm_rope<T>(a, proj, q_norm, k_norm, rope, q, keys, values, table, x THREAD_IDS);                                           \
+    norm_rope<T>(a, proj, q_norm, k_norm, rope, q, keys, values, table, rows, x THREAD_IDS);                           \
   }                                                                                                                    \
   KERNEL(attention_decode_128##suffix, ARGS(AttentionArgs, a), IN(float, q, 1), IN(T, keys, 2), IN(T, values, 3),                   \
-         IN(uint, table, 4), OUT(float, partials, 5)) {                                                                   \
-    if (a.heads / a.kv_heads % 2 == 0) attend_split<T, 4, 2>(a, q, keys, values, table, partials THREAD_IDS);                           \
-    else attend_split<T, 4, 1>(a, q, keys, values, table, partials THREAD_IDS);                                                         \
+         IN(uint, table, 4), IN(SequenceRow, rows, 5), OUT(float, partials, 6)) {                                      \
+    if (a.heads / a.kv_heads % 2 == 0) attend_split<T, 4, 2>(a, q, keys, values, table, rows, partials THREAD_IDS);                           \
+    else attend_split<T, 4, 1>(a, q, keys, values, table, rows, partials THREAD_IDS);                                                         \
   }                                                                                                                    \
   KERNEL(attention_decode_256##suffix, ARGS(AttentionArgs, a), IN(float, q, 1), IN(T, keys, 2), IN(T, values, 3),                   \
-         IN(uint, table, 4), OUT(float, partials, 5)) {                                                                   \
-    if (a.heads / a.kv_heads % 2 == 0) attend_split<T, 8, 2>(a, q, keys, values, table, partials THREAD_IDS);                           \
-    else attend_split<T, 8, 1>(a, q, keys, values, table, partials THREAD_IDS);                                                         \
+         IN(uint, table, 4), IN(SequenceRow, rows, 5), OUT(float, partials, 6)) {                                      \
+    if (a.heads / a.kv_heads % 2 == 0) attend_split<T, 8, 2>(a, q, keys, values, table, rows, partials THREAD_IDS);                           \
+    else attend_split<T, 8, 1>(a, q, keys, values, table, rows, partials THREAD_IDS);                                                         \
   }
 
 ATTEND(, float)

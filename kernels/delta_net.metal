@@ -8,7 +8,13 @@ struct DeltaArgs {
   float eps;                        // epsilon of the l2 norms
   uint replay, committed;                // replayed rows before the tokens; rows after which the states are stored
   uint needs_l2_norm, defers_norm;                  // whether the tokens' q and k still need their l2 norms; whether the reader of the result applies the final norm
+  uint per_sequence;                // whether each of the grid's z is a row of its own sequence
 };
+
+// The state of a row's sequence, `size` floats.
+FN DEVICE float* state_of(CONSTANT DeltaArgs& a, DEVICE const SequenceRow* rows, DEVICE float* states, uint row, ulong size) {
+  return a.per_sequence != 0 ? states + rows[row].sequence * size : states;
+}
 
 // log(1 + exp(x)) with full precision for small results: log(u) * e / (u - 1) corrects the rounding of u = 1 + e.
 FN float softplus(float x) {
@@ -29,16 +35,20 @@ FN float conv_input(CONSTANT DeltaArgs& a, DEVICE const float* proj, DEVICE cons
 // dk^-1/2.
 //
 // `state` [3, channels] holds the last three input rows. It advances by `committed` rows. `conv_weight` is [4,
-// channels]. Grid (2 * key_heads + value_heads, ceil(tokens / CONV_TOKENS)), 128 threads. A threadgroup computes
-// one head for CONV_TOKENS tokens.
+// channels]. Grid (2 * key_heads + value_heads, ceil(tokens / CONV_TOKENS), 1 or rows of different sequences), 128 threads. A
+// threadgroup computes one head for CONV_TOKENS tokens.
 enum { CONV_TOKENS = 16 };
 
-KERNEL(causal_conv, ARGS(DeltaArgs, a), IN(float, proj, 1), IN(float, replay, 2), IN(float, conv_weight, 3), OUT(float, state, 4), OUT(float, out, 5)) {
+KERNEL(causal_conv, ARGS(DeltaArgs, a), IN(float, all_proj, 1), IN(float, replay, 2), IN(float, conv_weight, 3), OUT(float, states, 4),
+       OUT(float, all_out, 5), IN(SequenceRow, rows, 6)) {
   SHARED(float, part, 4);
   const uint keys = 2 * a.key_heads, head = tgid.x, begin = tgid.y * CONV_TOKENS, end = min(begin + CONV_TOKENS, a.tokens);
   const uint channels = keys * a.dk + a.value_heads * a.dv;
   const uint first = head < keys ? head * a.dk : keys * a.dk + (head - keys) * a.dv;
   const uint size = head < keys ? a.dk : a.dv;
+  DEVICE float* state = state_of(a, rows, states, tgid.z, 3 * channels);
+  DEVICE const float* proj = all_proj + ulong(tgid.z) * a.width;
+  DEVICE float* out = all_out + ulong(tgid.z) * channels;
   PREFETCH(conv_weight + sg * channels + first, size * 4);
   if (sg < 3) PREFETCH(state + sg * channels + first, size * 4);
   AWAIT();
@@ -79,8 +89,8 @@ KERNEL(causal_conv, ARGS(DeltaArgs, a), IN(float, proj, 1), IN(float, replay, 2)
 // of BATCH tokens are loaded together and their gates are computed in parallel, since a step per token would wait
 // for each load.
 //
-// `mixed` is the output of causal_conv, or of gemv_conv with needs_l2_norm. Grid (ceil(dv / 16), value_heads), 128
-// threads.
+// `mixed` is the output of causal_conv, or of gemv_conv with needs_l2_norm. Grid (ceil(dv / 16), value_heads, 1 or rows of
+// different sequences), 128 threads.
 //
 // With defers_norm, a result is o * norm * silu(z) and lacks the factor 1 / rms(o). The reader computes that
 // factor from `squares` [tokens, dv / STATE_ROWS, value_heads], the sums of squares of STATE_ROWS rows each; see
@@ -215,17 +225,20 @@ FN void recurrence(CONSTANT DeltaArgs& a, DEVICE const float* proj, DEVICE const
 
 #define DELTA(name, COLUMNS)                                                                                                 \
   KERNEL(name, ARGS(DeltaArgs, a), IN(float, proj, 1), IN(float, mixed, 2), IN(float, replay_proj, 3), IN(float, replay_mixed, 4), \
-         IN(float, decay, 5), IN(float, dt_bias, 6), OUT(float, state, 7), OUT(float, out, 8), IN(float, norm, 9),           \
-         OUT(float, squares, 10)) {                                                                                          \
+         IN(float, decay, 5), IN(float, dt_bias, 6), OUT(float, states, 7), OUT(float, out, 8), IN(float, norm, 9),           \
+         OUT(float, squares, 10), IN(SequenceRow, rows, 11)) {                                                                \
     SHARED(float, queries, BATCH * 32 * COLUMNS);                                                                         \
     SHARED(float, keys, BATCH * 32 * COLUMNS);                                                                            \
     SHARED(float, values, BATCH * GROUP_ROWS);                                                                                  \
     SHARED(float, gates, 2 * BATCH);                                                                                      \
-    const uint row = tgid.x * GROUP_ROWS + sg * STATE_ROWS;                                                                            \
+    const uint row = tgid.x * GROUP_ROWS + sg * STATE_ROWS, all_values = a.value_heads * a.dv;                                \
+    const ulong at = tgid.z;                                                                                                 \
+    DEVICE float* state = state_of(a, rows, states, tgid.z, ulong(all_values) * a.dk);                                       \
     if (row < a.dv) PREFETCH(state + (ulong(tgid.y) * a.dv + row) * a.dk, min(uint(STATE_ROWS), a.dv - row) * a.dk * 4);         \
     AWAIT();                                                                                                                 \
-    recurrence<COLUMNS>(a, proj, mixed, replay_proj, replay_mixed, decay, dt_bias, state, out, norm, squares, queries, keys, values,   \
-                  gates THREAD_IDS);                                                                                               \
+    recurrence<COLUMNS>(a, proj + at * a.width, mixed + at * (2 * a.key_heads * a.dk + all_values), replay_proj, replay_mixed, \
+                        decay, dt_bias, state, out + at * all_values, norm, squares + at * (all_values / STATE_ROWS), queries, \
+                        keys, values, gates THREAD_IDS);                                                                     \
   }
 
 DELTA(gated_delta_128, 4)  // for dk up to 128

@@ -58,14 +58,19 @@ FN void quantise_row(uint dim, DEVICE uchar* row, THREADGROUP float* x THREAD_ID
   }
 }
 
+// Where the ring of a row's sequence starts.
+FN ulong ring_start(CONSTANT AttentionArgs& a, DEVICE const SequenceRow* rows, uint row) {
+  return a.table_pages != 0 ? ulong(rows[row].sequence) * a.kv_heads * a.ring_len * a.dim : 0;
+}
+
 // norm_rope of attention.metal with a Hadamard transform and quantisation. Grid (heads + 2 * kv_heads, tokens), 32
 // threads.
 template <uint BITS>
 FN void norm_rope_quantise(CONSTANT AttentionArgs& a, DEVICE const float* proj, DEVICE const float* q_norm,
                   DEVICE const float* k_norm, DEVICE const float* rope, DEVICE float* q, DEVICE uchar* keys,
-                  DEVICE uchar* values, DEVICE const uint* table, DEVICE float* recent_keys, DEVICE float* recent_values,
-                  THREADGROUP float* x THREAD_IDS_PARAM) {
-  const uint head = tgid.x, token = tgid.y, half_dim = a.rope_dim / 2, position = a.start + token;
+                  DEVICE uchar* values, DEVICE const uint* table, DEVICE const SequenceRow* rows, DEVICE float* recent_keys,
+                  DEVICE float* recent_values, THREADGROUP float* x THREAD_IDS_PARAM) {
+  const uint head = tgid.x, token = tgid.y, half_dim = a.rope_dim / 2, position = row_position(a, rows, token);
   const bool query = head < a.heads, value = head >= a.heads + a.kv_heads;
   const uint kv = query ? 0 : (head - a.heads) % a.kv_heads;
   DEVICE const float* row = proj + ulong(token) * a.width + (query ? head * 2 * a.dim : (a.heads + head) * a.dim);
@@ -92,10 +97,10 @@ FN void norm_rope_quantise(CONSTANT AttentionArgs& a, DEVICE const float* proj, 
     for (uint i = lane; i < a.dim; i += 32) q[(ulong(token) * a.heads + head) * a.dim + i] = x[i];
     return;
   }
-  DEVICE float* recent = (value ? recent_values : recent_keys) + (ulong(kv) * a.ring_len + position % a.ring_len) * a.dim;
+  DEVICE float* recent = (value ? recent_values : recent_keys) + ring_start(a, rows, token) + (ulong(kv) * a.ring_len + position % a.ring_len) * a.dim;
   for (uint i = lane; i < a.dim; i += 32) recent[i] = x[i];
   const uint bytes = a.dim * BITS / 8 + a.dim / GROUP * 2;
-  quantise_row<BITS>(a.dim, (value ? values : keys) + page_row(table, a.kv_heads, kv, position) * bytes, x THREAD_IDS);
+  quantise_row<BITS>(a.dim, (value ? values : keys) + page_row(row_table(a, rows, table, token), a.kv_heads, kv, position) * bytes, x THREAD_IDS);
 }
 
 // Splits of the recent positions that a query at `position` sees. They come before the other splits.
@@ -249,10 +254,13 @@ FN void attend_range(CONSTANT AttentionArgs& a, DEVICE const float* q, DEVICE co
 
 template <uint BITS, uint COLUMNS, uint HEADS>
 FN void attend_split(CONSTANT AttentionArgs& a, DEVICE const float* q, DEVICE const uchar* keys, DEVICE const uchar* values,
-             DEVICE const uint* table, DEVICE const float* recent_keys, DEVICE const float* recent_values,
-             DEVICE float* partials THREAD_IDS_PARAM) {
+             DEVICE const uint* tables, DEVICE const SequenceRow* rows, DEVICE const float* rings_of_keys,
+             DEVICE const float* rings_of_values, DEVICE float* partials THREAD_IDS_PARAM) {
   const uint groups = a.heads / a.kv_heads, simds = groups / HEADS, head = tgid.y * groups + sg * HEADS;
-  const uint position = a.start + tgid.z, until = quantised_until(position), recent_count = recent_splits(position);
+  DEVICE const uint* table = row_table(a, rows, tables, tgid.z);
+  DEVICE const float* recent_keys = rings_of_keys + ring_start(a, rows, tgid.z);
+  DEVICE const float* recent_values = rings_of_values + ring_start(a, rows, tgid.z);
+  const uint position = row_position(a, rows, tgid.z), until = quantised_until(position), recent_count = recent_splits(position);
   if (tgid.x < recent_count) {
     const uint first = until + tgid.x * RECENT_SPLIT, end = min(first + RECENT_SPLIT, position + 1);
     attend_range<BITS, COLUMNS, HEADS, true>(a, q, keys, values, table, recent_keys, recent_values, partials, first, end, head, simds THREAD_IDS);
@@ -266,13 +274,13 @@ FN void attend_split(CONSTANT AttentionArgs& a, DEVICE const float* q, DEVICE co
 
 // Like attention_merge. The result is transformed back before the gate. Grid (heads, tokens), MERGE_THREADS
 // threads. A thread has one column of every column_groups-th split.
-KERNEL(attention_merge_quant, ARGS(AttentionArgs, a), IN(float, proj, 1), IN(float, partials, 2), OUT(float, y, 3)) {
+KERNEL(attention_merge_quant, ARGS(AttentionArgs, a), IN(float, proj, 1), IN(float, partials, 2), IN(SequenceRow, rows, 3), OUT(float, y, 4)) {
   SHARED(float, factor, MAX_SPLITS + 2 * RECENT_POSITIONS / RECENT_SPLIT);
   SHARED(float, column_sums, MERGE_THREADS);
   SHARED(float, simd_values, 2 * MERGE_THREADS / 32);
   SHARED(float, x, MAX_DIM);
   AWAIT();
-  const uint head = tgid.x, token = tgid.y, row = a.dim + 2, position = a.start + token, until = quantised_until(position);
+  const uint head = tgid.x, token = tgid.y, row = a.dim + 2, position = row_position(a, rows, token), until = quantised_until(position);
   const uint size = split_size(a, until), splits = recent_splits(position) + (until + size - 1) / size;
   DEVICE const float* from = partials + (ulong(token) * a.heads + head) * a.splits * row;
   DEVICE const float* gate = proj + ulong(token) * a.width + head * 2 * a.dim + a.dim;
@@ -314,21 +322,21 @@ KERNEL(attention_merge_quant, ARGS(AttentionArgs, a), IN(float, proj, 1), IN(flo
 
 #define ATTEND_PART(name, BITS, COLUMNS)                                                                               \
   KERNEL(name, ARGS(AttentionArgs, a), IN(float, q, 1), IN(uchar, keys, 2), IN(uchar, values, 3), IN(uint, table, 4),     \
-         IN(float, recent_keys, 5), IN(float, recent_values, 6), OUT(float, partials, 7)) {                                     \
+         IN(SequenceRow, rows, 5), IN(float, recent_keys, 6), IN(float, recent_values, 7), OUT(float, partials, 8)) {   \
     AWAIT();                                                                                                           \
     if (a.heads / a.kv_heads % 2 == 0)                                                                                 \
-      attend_split<BITS, COLUMNS, 2>(a, q, keys, values, table, recent_keys, recent_values, partials THREAD_IDS);                             \
+      attend_split<BITS, COLUMNS, 2>(a, q, keys, values, table, rows, recent_keys, recent_values, partials THREAD_IDS); \
     else                                                                                                               \
-      attend_split<BITS, COLUMNS, 1>(a, q, keys, values, table, recent_keys, recent_values, partials THREAD_IDS);                             \
+      attend_split<BITS, COLUMNS, 1>(a, q, keys, values, table, rows, recent_keys, recent_values, partials THREAD_IDS); \
   }
 
 #define ATTENTION_QUANT(BITS)                                                                                               \
   KERNEL(qk_norm_rope_q##BITS, ARGS(AttentionArgs, a), IN(float, proj, 1), IN(float, q_norm, 2), IN(float, k_norm, 3),    \
          IN(float, rope, 4), OUT(float, q, 5), OUT(uchar, keys, 6), OUT(uchar, values, 7), IN(uint, table, 8),         \
-         OUT(float, recent_keys, 9), OUT(float, recent_values, 10)) {                                                        \
+         IN(SequenceRow, rows, 9), OUT(float, recent_keys, 10), OUT(float, recent_values, 11)) {                        \
     SHARED(float, x, MAX_DIM);                                                                                        \
     AWAIT();                                                                                                           \
-    norm_rope_quantise<BITS>(a, proj, q_norm, k_norm, rope, q, keys, values, table, recent_keys, recent_values, x THREAD_IDS);              \
+    norm_rope_quantise<BITS>(a, proj, q_norm, k_norm, rope, q, keys, values, table, rows, recent_keys, recent_values, x THREAD_IDS); \
   }                                                                                                                    \
   ATTEND_PART(attention_decode_128_q##BITS, BITS, 4)                                                                             \
   ATTEND_PART(attention_decode_256_q##BITS, BITS, 8)

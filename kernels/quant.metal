@@ -271,6 +271,10 @@ FN float sigmoid(float x) { return 1.0f / (1.0f + exp(-x)); }
 // in order.
 enum { PAGE = 256 };
 
+// A row of one of several sequences: the number of its sequence, and its position. The states of all sequences lie in one
+// buffer, in the order of their numbers.
+struct SequenceRow { uint sequence, position; };
+
 // The row number of a position.
 FN ulong page_row(DEVICE const uint* table, uint kv_heads, uint head, uint position) {
   return (ulong(table[position / PAGE]) * kv_heads + head) * PAGE + position % PAGE;
@@ -302,4 +306,12 @@ struct AttentionArgs {
   float eps, scale;
   uint ring_len;              // 8 and 4 bits: positions in the ring of recent keys and values
   uint min_split;             // fewest positions in a split
+  uint table_pages;           // if each row has a sequence of its own: pages in the table of each; else 0
 };
+
+FN uint row_position(CONSTANT AttentionArgs& a, DEVICE const SequenceRow* rows, uint row) {
+  return a.table_pages != 0 ? rows[row].position : a.start + row;
+}
+FN DEVICE const uint* row_table(CONSTANT AttentionArgs& a, DEVICE const SequenceRow* rows, DEVICE const uint* table, uint row) {
+  return a.table_pages != 0 ? table + ulong(rows[row].sequence) * a.table_pages : table;
+}

@@ -8,7 +8,7 @@ use super::{
     shared_backend::SharedBackend,
     state::{
         kv_pages::PagePool,
-        sequence::{FreeArenas, kv_shape},
+        sequence::{ArenaList, FreeArenas, kv_shape},
     },
 };
 use crate::{
@@ -88,7 +88,7 @@ impl DeviceState {
             slots,
             buffers,
             kv_shape,
-            free_arenas: FreeArenas::default(),
+            free_arenas: ArenaList::new(if limits.waits { parts.plan.parallel } else { 1 }),
             pool,
             other_pools: Vec::new(),
             scratch: Scratch::default(),

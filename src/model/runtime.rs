@@ -16,7 +16,7 @@ use super::{
     state::{
         kv_pages::PagePool,
         rollback::{Commit, MAX_VERIFY_ROWS},
-        sequence::{LayerState, QwenState, kv_bytes_per_token, kv_shape},
+        sequence::{ArenaList, LayerState, QwenState, kv_bytes_per_token, kv_shape},
     },
     vision::{Image, PlacedImage, Vision},
     weights::Mixer,
@@ -187,7 +187,7 @@ impl Qwen {
             if device.other_pools.iter().all(|(of, _)| *of != device.kv_shape) {
                 device.other_pools.push((device.kv_shape, before));
             }
-            device.free_arenas = Default::default();
+            device.free_arenas = ArenaList::new(if device.limits.waits { plan.parallel } else { 1 });
             device.kv_shape = shape;
         }
         Ok(())
@@ -319,6 +319,7 @@ impl Qwen {
             let chunk = Chunk {
                 ids: ids_here,
                 sequences: &[],
+                share_buffers: false,
                 start,
                 positions,
                 image_rows: &image_rows,
@@ -360,10 +361,10 @@ impl Qwen {
         .collect()
     }
 
-    /// Maximum number of sequences that one pass computes together. A GPU computes one.
+    /// Maximum number of sequences that one pass computes together.
     fn batch(&self) -> usize {
         let (device, config) = (self.device.borrow(), &self.parts.config);
-        let is_possible = !device.limits.waits && config.ngrams.is_empty() && config.streams.is_none();
+        let is_possible = config.ngrams.is_empty() && config.streams.is_none();
         if is_possible { MAX_VERIFY_ROWS.min(device.buffers.block).max(1) } else { 1 }
     }
 
@@ -373,16 +374,26 @@ impl Qwen {
         if count > self.batch() {
             return Err(ModelError::Config(format!("a pass has no room for {count} sequences")));
         }
+        let device = &mut *self.device.borrow_mut();
+        let share_buffers = device.limits.waits && rows.windows(2).all(|pair| pair[0].0.shares_buffers(pair[1].0));
         for (state, id) in &mut *rows {
             self.check_ids(state.len, &[*id])?;
             state.verified = 0;
+            if share_buffers {
+                self.replay(device, state)?;
+            }
         }
         let ids: Vec<u32> = rows.iter().map(|(_, id)| *id).collect();
-        let sequence = |(state, _): &(&mut QwenState, u32)| SequenceRow { start: state.len, position: state.next };
+        let sequence = |(state, _): &(&mut QwenState, u32)| SequenceRow {
+            number: state.number,
+            start: state.len,
+            position: state.next,
+        };
         let sequences: Vec<SequenceRow> = rows.iter().map(sequence).collect();
         let chunk = Chunk {
             ids: &ids,
             sequences: &sequences,
+            share_buffers,
             start: 0,
             positions: RowPositions::new(0, 0, &[]),
             image_rows: &[],
@@ -393,7 +404,6 @@ impl Qwen {
         };
         let mut logits = Logits { vocab: self.parts.config.vocab, data: Vec::new() };
         let mut states: Vec<&mut QwenState> = rows.iter_mut().map(|(state, _)| &mut **state).collect();
-        let device = &mut *self.device.borrow_mut();
         self.run_pass(device, &mut states, chunk, (None, None, SnapshotMarks::default()), &mut logits.data)?;
         for state in states {
             state.len += 1;
@@ -422,7 +432,18 @@ impl Qwen {
         }
         let (kind, start, commit) = (self.pass_kind(rows), state.len, Commit::verify_after(before));
         let (positions, logits, half) = (RowPositions::new(state.next, start, &[]), 0..rows, false);
-        let chunk = Chunk { ids, sequences: &[], start, positions, image_rows: &[], logits, kind, half, commit };
+        let chunk = Chunk {
+            ids,
+            sequences: &[],
+            share_buffers: false,
+            start,
+            positions,
+            image_rows: &[],
+            logits,
+            kind,
+            half,
+            commit,
+        };
         let mut logits = Logits { vocab: config.vocab, data: Vec::new() };
         // A verify that fails cannot be undone.
         state.verified = 0;

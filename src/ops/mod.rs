@@ -19,15 +19,18 @@ pub mod norm;
 mod op;
 pub mod quant;
 pub mod router;
+mod sequence_rows;
 pub mod simd;
 pub mod streams;
 
-pub use attention::{Attention, AttentionShape, KvBits, KvCache, KvFormat, KvWrite, QkNormRope, RecentRing};
+pub use attention::{
+    Attention, AttentionRows, AttentionShape, KvBits, KvCache, KvFormat, KvWrite, QkNormRope, RecentRing,
+};
 pub use backend::{Backend, BackendLimits};
 pub use block_attention::{BlockAttention, IndexCache, IndexerShape};
 pub use conv::Conv;
 pub use cpu::Cpu;
-pub use delta::{Decay, DeltaNet, DeltaRule, DeltaShape, OutputGate, Replay};
+pub use delta::{Decay, DeltaNet, DeltaNetRows, DeltaRule, DeltaShape, OutputGate, Replay};
 pub use embedding::Embedding;
 pub use experts::{
     CombineExperts, ExpertGroup, ExpertSet, ExpertSlots, ExpertStack, Experts, MoeBuffers, MoeWeights, NO_SLOT,
@@ -40,6 +43,7 @@ pub use ngram::{InjectShape, InjectWeights, NgramInject};
 pub use op::{ModelPart, Op};
 pub use quant::{FP8_BLOCK, Float, Weight, WeightFormat, WeightView};
 pub use router::Router;
+pub use sequence_rows::SequenceRows;
 pub(crate) use simd::wide;
 pub use streams::{ReadStreams, StreamBuffers, StreamMix, StreamShape, WriteStreams};
 

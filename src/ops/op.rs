@@ -2,10 +2,10 @@
 
 use super::{
     Weight,
-    attention::{Attention, AttentionShape, KvWrite},
+    attention::{Attention, AttentionRows, AttentionShape, KvWrite},
     block_attention::{BlockAttention, IndexerShape},
     conv::Conv,
-    delta::{DeltaNet, DeltaRule, DeltaShape},
+    delta::{DeltaNet, DeltaNetRows, DeltaRule, DeltaShape},
     embedding::Embedding,
     experts::{CombineExperts, Experts, MoeWeights},
     linear::Linear,
@@ -25,8 +25,10 @@ pub enum Op<'a> {
     DeltaRule(DeltaRule<'a>),
     /// Boxed by reference because it holds four operations.
     DeltaNet(&'a DeltaNet<'a>),
+    DeltaNetRows(&'a DeltaNetRows<'a>),
     KvWrite(KvWrite<'a>),
     Attention(Attention<'a>),
+    AttentionRows(&'a AttentionRows<'a>),
     /// Boxed by reference because of its size.
     BlockAttention(&'a BlockAttention<'a>),
     ReadStreams(&'a ReadStreams<'a>),
@@ -46,8 +48,10 @@ macro_rules! each {
             Op::Conv($op) => $body,
             Op::DeltaRule($op) => $body,
             Op::DeltaNet($op) => $body,
+            Op::DeltaNetRows($op) => $body,
             Op::KvWrite($op) => $body,
             Op::Attention($op) => $body,
+            Op::AttentionRows($op) => $body,
             Op::BlockAttention($op) => $body,
             Op::ReadStreams($op) => $body,
             Op::WriteStreams($op) => $body,
@@ -102,6 +106,18 @@ impl<'a> From<&'a BlockAttention<'a>> for Op<'a> {
 impl<'a> From<&'a ReadStreams<'a>> for Op<'a> {
     fn from(op: &'a ReadStreams<'a>) -> Self {
         Op::ReadStreams(op)
+    }
+}
+
+impl<'a> From<&'a AttentionRows<'a>> for Op<'a> {
+    fn from(op: &'a AttentionRows<'a>) -> Self {
+        Op::AttentionRows(op)
+    }
+}
+
+impl<'a> From<&'a DeltaNetRows<'a>> for Op<'a> {
+    fn from(op: &'a DeltaNetRows<'a>) -> Self {
+        Op::DeltaNetRows(op)
     }
 }
 

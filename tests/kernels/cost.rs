@@ -4,8 +4,10 @@ use crate::{
     forward::{DEMO, options},
     gpu::HostGpu,
     host::Host,
+    queue,
 };
 use moestro::{
+    config::Parallel,
     device::{DeviceError, Gpu, Launch, Region, Slab, SyncPoint, Timeline},
     model::{Model, Rows},
 };
@@ -130,6 +132,25 @@ impl Timeline for Counting {
         count.hand_over();
         self.0.wait_for(mark)
     }
+}
+
+#[test]
+fn launches_ignore_the_number_of_sequences() {
+    let counted = Arc::new(Mutex::new(Count::default()));
+    let gpu = Counting(HostGpu::new(Host::fast()), counted.clone());
+    let model = queue::load_changed(false, |options| options.plan.parallel = Parallel::Count(5));
+    let mut model = queue::move_to(model, gpu);
+    let mut states: Vec<_> = (0..5).map(|_| model.start().unwrap()).collect();
+    let mut count = |sequences: usize| {
+        let mut rows: Vec<_> = states.iter_mut().map(|state| (state, 5)).take(sequences).collect();
+        std::mem::take(&mut *counted.lock().unwrap());
+        model.forward_each(&mut rows).unwrap();
+        let Count { launches, waits, barriers, .. } = &*counted.lock().unwrap();
+        (*launches, *waits, *barriers)
+    };
+    let two = count(2);
+    println!("{} launches, {} waits and {} barriers", two.0, two.1, two.2);
+    assert_eq!(count(5), two);
 }
 
 #[test]

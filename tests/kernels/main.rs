@@ -23,6 +23,7 @@ mod mtp;
 mod mutate;
 mod queue;
 mod record;
+mod sequences;
 mod streaming;
 mod tiles;
 #[path = "../support/trace.rs"]

@@ -23,14 +23,19 @@ const PROMPT: [u32; 7] = [5, 90, 33, 2, 71, 18, 64];
 
 /// A small mixture of experts, with all experts resident or with slots for two thirds of them.
 pub fn load(streaming: bool) -> Qwen {
-    load_segments(streaming, StoreOptions::default().segment_bytes)
+    load_changed(streaming, |_| ())
 }
 
 /// The same with segments of this size.
 fn load_segments(streaming: bool, segment_bytes: usize) -> Qwen {
+    load_changed(streaming, |options| options.store.segment_bytes = segment_bytes)
+}
+
+/// The same with other options.
+pub fn load_changed(streaming: bool, change: impl FnOnce(&mut LoadOptions)) -> Qwen {
     let dir = Folded::read("affine4").unfold();
     let slots = streaming.then_some(4);
-    let store = StoreOptions { io: ReadMode::Buffered, slots, segment_bytes, ..StoreOptions::default() };
+    let store = StoreOptions { io: ReadMode::Buffered, slots, ..StoreOptions::default() };
     let mut options = LoadOptions {
         math: CpuArithmetic::F32,
         threads: Some(1),
@@ -43,6 +48,7 @@ fn load_segments(streaming: bool, segment_bytes: usize) -> Qwen {
         options.plan.buffered = true;
     }
     options.plan.context = Some(512);
+    change(&mut options);
     load_with(dir.path(), options)
 }
 
@@ -50,7 +56,7 @@ pub fn place<G: Gpu + 'static>(gpu: G, streaming: bool) -> Qwen {
     move_to(load(streaming), gpu)
 }
 
-fn move_to<G: Gpu + 'static>(model: Qwen, gpu: G) -> Qwen {
+pub fn move_to<G: Gpu + 'static>(model: Qwen, gpu: G) -> Qwen {
     model.move_to(Box::new(gpu)).unwrap_or_else(|refused| panic!("{}", refused.error))
 }
 

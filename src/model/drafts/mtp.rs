@@ -299,7 +299,9 @@ impl MtpHead {
             let positions = RowPositions::new(start, start, &[]);
             let commit = Commit::Now;
             let (sequences, image_rows) = (&[], &[]);
-            let chunk = Chunk { ids, sequences, start, positions, image_rows, logits: 0..0, kind, half: false, commit };
+            let (share_buffers, half) = (false, false);
+            let chunk =
+                Chunk { ids, sequences, share_buffers, start, positions, image_rows, logits: 0..0, kind, half, commit };
             start += ids.len();
             let mut pass = Pass {
                 chunk,

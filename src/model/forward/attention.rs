@@ -8,7 +8,7 @@ use crate::{
         state::row_ring::{KeptRows, RowRing},
         weights::AttentionWeights,
     },
-    ops::{Attention, BlockAttention, IndexCache, KvCache, KvWrite, Linear, QkNormRope},
+    ops::{Attention, AttentionRows, BlockAttention, IndexCache, KvCache, KvWrite, Linear, QkNormRope, SequenceRows},
 };
 use std::ops::Range;
 
@@ -58,6 +58,17 @@ impl AttentionWeights {
         // h += W_o y
         let out_proj = pass.out_proj(&self.out, &rows);
         pass.execute(out_proj)
+    }
+
+    /// Attention of rows of different sequences, between the projections. `cache` has the tables and rings of all sequences.
+    pub fn attend_together(&self, cache: KvCache, rows: SequenceRows, pass: &mut Pass<'_>) -> Result<(), ModelError> {
+        let (b, shape, tokens, start) = (pass.buffers, pass.attention, pass.rows(), 0);
+        let rope_table = b.rope.rows(0, tokens, shape.rope_dim);
+        let norm_rope = QkNormRope { q_norm: self.q_norm, k_norm: self.k_norm, rope_table };
+        let (proj, q, partials, y) = (b.proj, b.head_out, b.partials, b.y(tokens));
+        let write = KvWrite { shape, start, tokens, proj, norm_rope, q, cache };
+        let attention = Attention { shape, start, tokens, q, cache, proj, partials, y };
+        pass.execute(&AttentionRows { write, attention, rows })
     }
 
     /// Attention of one of several rows, each of another sequence, between the projections. Not for an indexer.

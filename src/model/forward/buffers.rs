@@ -5,6 +5,7 @@ use crate::{
     model::{
         RouterChoice,
         config::{Config, FfnShape},
+        state::rollback::MAX_VERIFY_ROWS,
     },
     ops::{BackendLimits, ExpertGroup, HalfBuffers, MoeBuffers, StreamBuffers, StreamShape},
 };
@@ -27,6 +28,8 @@ pub struct Buffers {
     pub block: usize,
     /// `[rows]` u32: token ids.
     pub ids: Region,
+    /// `[MAX_VERIFY_ROWS, 2]` u32: number and index of each row, if each belongs to another sequence.
+    pub sequences: Region,
     /// `[rows, hidden]`: the residual stream, and its norm as the experts read it. With several streams, h is the result of
     /// a part of a layer, and `normed` the mixture that the part reads.
     pub h: Region,
@@ -156,6 +159,7 @@ impl Buffers {
             rows,
             block,
             ids: take(rows)?,
+            sequences: take(2 * rows.min(MAX_VERIFY_ROWS))?,
             h: take(rows * hidden)?,
             normed: take(rows * hidden)?,
             streams: take(rows * width)?,

@@ -11,7 +11,7 @@ use crate::{
         state::rollback::{Commit, DeltaState},
         weights::DeltaNetWeights,
     },
-    ops::{Backend, Conv, DeltaNet, DeltaRule, DeltaShape, Linear},
+    ops::{Backend, Conv, DeltaNet, DeltaNetRows, DeltaRule, DeltaShape, Linear, SequenceRows},
 };
 use std::ops::Range;
 
@@ -79,6 +79,25 @@ impl DeltaNetWeights {
         }
         self.advance_rows(from..tokens, state, buffers, pass)?;
         pass.execute(back)
+    }
+
+    /// The whole part for rows of different sequences. `state` has the states of all sequences, without rows to replay.
+    pub fn forward_together(
+        &self,
+        input: PartInput,
+        state: &DeltaState,
+        rows: SequenceRows,
+        pass: &mut Pass<'_>,
+    ) -> Result<(), ModelError> {
+        let (b, tokens, all) = (pass.buffers, pass.rows(), 0..pass.rows());
+        let buffers = RowBuffers { proj: b.proj, mixed: b.mixed, out: b.head_out, y: b.y(tokens) };
+        let (x, norm) = (input.rows(&all), input.norm);
+        let project = Linear { x, tokens, norm, matrices: &self.in_proj, y: b.proj, add: false };
+        let back = pass.out_proj(&self.out, &all);
+        let (conv, rule) = self.recurrence(state, Commit::Now, tokens, buffers.part(&all, &self.shape));
+        // Each state takes in its own row.
+        let (conv, rule) = (Conv { stored: 1, ..conv }, DeltaRule { stored: 1, ..rule });
+        pass.execute(&DeltaNetRows { net: DeltaNet { project, conv, rule, back }, rows })
     }
 
     /// Convolution and delta rule of one of several rows, each of another sequence, between the projections. Where `y` shares

@@ -27,7 +27,7 @@ use crate::{
         state::sequence::LayerState,
         weights::{DenseWeights, Ffn, Mixer, Network},
     },
-    ops::{Embedding, Linear, Mlp},
+    ops::{Embedding, Linear, Mlp, SequenceRows},
 };
 use pass::{LayerHooks, PartInput, Pass};
 use std::ops::Range;
@@ -111,7 +111,7 @@ impl Mixer {
     }
 
     /// The same for one row of each of several sequences. The matrix products compute all rows at once, which reads each
-    /// weight once. What depends on a sequence's state is computed row by row.
+    /// weight once. Attention, convolution and delta rule use each row's own state.
     fn forward_each<'s>(
         &self,
         x: PartInput,
@@ -119,6 +119,9 @@ impl Mixer {
         pass: &mut Pass<'_>,
     ) -> Result<(), ModelError> {
         let rows = 0..pass.rows();
+        if let Some(together) = pass.sequence_rows() {
+            return self.forward_together(x, states, together, pass);
+        }
         self.project(x, &rows, pass)?;
         for (row, state) in states.enumerate() {
             match (self, state) {
@@ -136,6 +139,31 @@ impl Mixer {
             Mixer::DeltaNet(delta_net) => pass.out_proj(&delta_net.out, &rows),
         };
         pass.execute(out_proj)
+    }
+
+    /// The same with one operation for the states of all sequences, which lie in the same buffers.
+    fn forward_together<'s>(
+        &self,
+        x: PartInput,
+        states: impl Iterator<Item = Option<&'s mut LayerState>>,
+        together: SequenceRows,
+        pass: &mut Pass<'_>,
+    ) -> Result<(), ModelError> {
+        let last = states.zip(pass.chunk.sequences).max_by_key(|(_, row)| row.number);
+        let all = last.and_then(|(state, row)| Some(state?.up_to(row.number)));
+        match (self, all) {
+            (Mixer::Attention(attention), Some(LayerState::Attention(cache, _))) => {
+                let rows = 0..pass.rows();
+                self.project(x, &rows, pass)?;
+                attention.attend_together(cache, together, pass)?;
+                let out_proj = pass.out_proj(&attention.out, &rows);
+                pass.execute(out_proj)
+            }
+            (Mixer::DeltaNet(delta_net), Some(LayerState::DeltaNet(state))) => {
+                delta_net.forward_together(x, &state, together, pass)
+            }
+            _ => Err(foreign_state()),
+        }
     }
 
     /// The input projections of some rows.

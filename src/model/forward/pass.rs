@@ -18,8 +18,8 @@ use crate::{
         weights::Residual,
     },
     ops::{
-        AttentionShape, Backend, BackendLimits, ExpertSlots, Linear, Norm, Op, ReadStreams, StreamMix, Weight,
-        WriteStreams,
+        AttentionShape, Backend, BackendLimits, ExpertSlots, Linear, Norm, Op, ReadStreams, SequenceRows, StreamMix,
+        Weight, WriteStreams,
     },
 };
 use std::{ops::Range, sync::Arc};
@@ -29,6 +29,8 @@ pub struct Chunk<'a> {
     pub ids: &'a [u32],
     /// For each row its sequence, if there are several. Then the next two fields have no effect.
     pub sequences: &'a [SequenceRow],
+    /// The states of the sequences lie in the same buffers, and the device computes their rows together.
+    pub share_buffers: bool,
     /// Index of the first row in the sequence.
     pub start: usize,
     /// Positions of the rows.
@@ -46,6 +48,8 @@ pub struct Chunk<'a> {
 
 /// A row of one of several sequences.
 pub struct SequenceRow {
+    /// Number of the sequence's arena among those that share buffers.
+    pub number: usize,
     /// Index of the row in its sequence.
     pub start: usize,
     /// Position of the row, on all axes.
@@ -115,6 +119,14 @@ pub struct SnapshotMarks {
 impl Pass<'_> {
     pub fn rows(&self) -> usize {
         self.chunk.ids.len()
+    }
+
+    /// The rows of different sequences that the device computes together.
+    pub fn sequence_rows(&self) -> Option<SequenceRows> {
+        let starts = || self.chunk.sequences.iter().map(|row| row.start);
+        let (first, last) = (starts().min()?, starts().max()?);
+        let table = self.buffers.sequences.rows(0, self.rows(), 2);
+        self.chunk.share_buffers.then_some(SequenceRows { starts: [first, last], table })
     }
 
     pub fn execute<'o>(&mut self, op: impl Into<Op<'o>>) -> Result<(), ModelError> {
@@ -187,10 +199,14 @@ impl Pass<'_> {
         Linear { x, tokens, norm: None, matrices: std::slice::from_ref(out), y, add: true }
     }
 
-    /// Writes the token ids, and the table of rotations: `(cos, sin)` of `position * theta^(-2j / rope_dim)`. The frequencies
+    /// Writes the token ids, the table of sequences, and the table of rotations: `(cos, sin)` of `position * theta^(-2j / rope_dim)`. The frequencies
     /// `j` take turns between the three axes of a position.
     pub fn write_inputs(&mut self) -> Result<(), ModelError> {
         self.backend.write_words(self.buffers.ids, self.chunk.ids)?;
+        if self.chunk.share_buffers {
+            let words = self.chunk.sequences.iter().flat_map(|row| [row.number as u32, row.start as u32]);
+            self.backend.write_words(self.buffers.sequences, &words.collect::<Vec<_>>())?;
+        }
         let Config { rope_theta: theta, rope_sections, .. } = self.config;
         let rope_dim = self.config.attention.rope_dim;
         let table = &mut self.scratch.rope;

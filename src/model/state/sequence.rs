@@ -35,13 +35,58 @@ pub enum LayerState {
     DeltaNet(DeltaState),
 }
 
+impl LayerState {
+    /// The states of the sequences up to this one, which is the `number`-th in its buffers, as if they were one.
+    pub fn up_to(&self, number: usize) -> Self {
+        let all = |region: Region| Region {
+            offset: region.offset - number * region.len,
+            len: (number + 1) * region.len,
+            ..region
+        };
+        match *self {
+            LayerState::Attention(cache, index) => {
+                let cache = KvCache { table: all(cache.table), recent: cache.recent.map(all), ..cache };
+                LayerState::Attention(cache, index)
+            }
+            LayerState::DeltaNet(delta) => LayerState::DeltaNet(DeltaState {
+                conv: all(delta.conv),
+                recurrent: all(delta.recurrent),
+                replay: None,
+            }),
+        }
+    }
+}
+
 /// The memory of a sequence apart from its pages.
 #[derive(Debug, Default)]
 pub struct Arena {
+    /// Its number among the arenas in the same buffers.
+    number: usize,
     layers: Vec<LayerState>,
     rings: Rings,
     /// The numbers of the sequence's pages, as the device reads them.
     table: Region,
+}
+
+impl Arena {
+    /// One of `count` arenas in these buffers.
+    fn part(number: usize, count: usize, layers: &[LayerState], rings: &Rings, table: Region) -> Self {
+        let part = |region: Region| region.part(number * (region.len / count), region.len / count);
+        let ring = |ring: &RowRing| RowRing { rows: part(ring.rows), ..*ring };
+        let layer = |layer: &LayerState| match *layer {
+            LayerState::Attention(cache, index) => LayerState::Attention(
+                KvCache { table: part(cache.table), recent: cache.recent.map(part), ..cache },
+                IndexCache { recent: part(index.recent), ..index },
+            ),
+            LayerState::DeltaNet(delta) => {
+                let (conv, recurrent) = (part(delta.conv), part(delta.recurrent));
+                LayerState::DeltaNet(DeltaState { conv, recurrent, ..delta })
+            }
+        };
+        let [all, ngrams] = [&rings.all, &rings.ngrams].map(|rings| rings.iter().map(ring).collect());
+        let layers = layers.iter().map(layer).collect();
+        Self { number, layers, rings: Rings { all, ngrams }, table: part(table) }
+    }
 }
 
 /// Rows of the last positions, by layer.
@@ -54,7 +99,30 @@ pub struct Rings {
 }
 
 /// Arenas of sequences that have ended.
-pub type FreeArenas = Arc<Mutex<Vec<Arena>>>;
+pub type FreeArenas = Arc<Mutex<ArenaList>>;
+
+#[derive(Debug)]
+pub struct ArenaList {
+    free: Vec<Arena>,
+    /// Arenas of the next allocation. They share buffers, so that a GPU computes rows of their sequences together.
+    next: usize,
+}
+
+impl ArenaList {
+    /// `together` arenas share buffers. Any further arena has its own.
+    pub fn new(together: usize) -> FreeArenas {
+        Arc::new(Mutex::new(Self { free: Vec::new(), next: together.max(1) }))
+    }
+
+    /// Takes a free arena, the one that was allocated first.
+    fn take(&mut self) -> Option<Arena> {
+        let oldest = (0..self.free.len()).min_by_key(|index| {
+            let arena = &self.free[*index];
+            (arena.table.buffer, arena.number)
+        })?;
+        Some(self.free.swap_remove(oldest))
+    }
+}
 
 /// A sequence of a [`Qwen`](crate::model::Qwen). Only the rows of the last verify can be undone: a delta net keeps no
 /// older history.
@@ -72,6 +140,8 @@ pub struct QwenState {
     pub tokens: LastTokens,
     /// Tokens that a snapshot keeps.
     kept_tokens: usize,
+    /// The number of its arena.
+    pub number: usize,
     table: Region,
     /// In order. Pages after the last full page before `len` are the sequence's alone.
     pages: Vec<Arc<KvPage>>,
@@ -169,15 +239,39 @@ impl QwenState {
         free_arenas: &FreeArenas,
         backend: &mut dyn Backend,
     ) -> Result<Self, DeviceError> {
-        let reused = free_arenas.lock().pop();
-        let Arena { layers, rings, table } = match reused {
+        let reused = free_arenas.lock().take();
+        let Arena { number, layers, rings, table } = match reused {
             Some(arena) => arena,
-            None => allocate(config, &shape, pool, backend)?,
+            None => {
+                let list = &mut *free_arenas.lock();
+                list.free = allocate(config, &shape, pool, list.next, backend)?;
+                list.next = 1;
+                list.take().ok_or_else(|| DeviceError("there is no room for a sequence".into()))?
+            }
         };
         let (pages, pool, free_arenas) = (Vec::new(), pool.clone(), free_arenas.clone());
         let (tokens, kept_tokens) = (LastTokens::default(), kept_tokens(config));
         let (len, next, verified) = (0, 0, 0);
-        Ok(Self { len, next, verified, layers, rings, tokens, kept_tokens, table, pages, pool, shape, free_arenas })
+        Ok(Self {
+            len,
+            next,
+            verified,
+            layers,
+            rings,
+            tokens,
+            kept_tokens,
+            number,
+            table,
+            pages,
+            pool,
+            shape,
+            free_arenas,
+        })
+    }
+
+    /// True if the states of both lie in the same buffers.
+    pub fn shares_buffers(&self, other: &Self) -> bool {
+        self.table.buffer == other.table.buffer
     }
 
     /// Takes the pages that `tokens` more tokens need.
@@ -322,7 +416,7 @@ impl SequenceState for QwenState {
 impl Drop for QwenState {
     fn drop(&mut self) {
         let (layers, rings) = (std::mem::take(&mut self.layers), std::mem::take(&mut self.rings));
-        self.free_arenas.lock().push(Arena { layers, rings, table: self.table });
+        self.free_arenas.lock().free.push(Arena { number: self.number, layers, rings, table: self.table });
     }
 }
 
@@ -371,18 +465,20 @@ fn foreign_snapshot() -> ModelError {
     ModelError::Config("the snapshot belongs to another model".into())
 }
 
+/// Allocates arenas that share buffers.
 fn allocate(
     config: &Config,
     shape: &AttentionShape,
     pool: &PagePool,
+    count: usize,
     backend: &mut dyn Backend,
-) -> Result<Arena, DeviceError> {
+) -> Result<Vec<Arena>, DeviceError> {
     let d = &config.delta;
-    let (table, ring) = (backend.allocate(shape.pages() * 4)?, shape.recent_bytes());
+    let (table, ring) = (backend.allocate(count * shape.pages() * 4)?, count * shape.recent_bytes());
     let (mut pages, mut index_pages) = (pool.layers.iter(), pool.index.iter());
     let mut rings = Rings::default();
     for (room, width, keep) in ring_sizes(config, backend.limits().mixer.min(MAX_RING_BLOCK)) {
-        let ring = RowRing { rows: backend.allocate(room * width * 4)?, width, keep };
+        let ring = RowRing { rows: backend.allocate(count * room * width * 4)?, width, keep };
         rings.all.push(ring);
         if matches!(keep, KeptRows::Last(_)) {
             rings.ngrams.push(ring);
@@ -403,12 +499,12 @@ fn allocate(
             LayerState::Attention(KvCache { keys, values, table, recent }, index)
         } else {
             LayerState::DeltaNet(DeltaState {
-                conv: backend.allocate((d.conv_width - 1) * d.channels() * 4)?,
-                recurrent: backend.allocate(d.values() * d.key_dim * 4)?,
+                conv: backend.allocate(count * (d.conv_width - 1) * d.channels() * 4)?,
+                recurrent: backend.allocate(count * d.values() * d.key_dim * 4)?,
                 replay: None,
             })
         })
     };
-    let layers = config.full.iter().map(layer).collect::<Result<_, DeviceError>>()?;
-    Ok(Arena { layers, rings, table })
+    let layers = config.full.iter().map(layer).collect::<Result<Vec<_>, DeviceError>>()?;
+    Ok((0..count).map(|number| Arena::part(number, count, &layers, &rings, table)).collect())
 }

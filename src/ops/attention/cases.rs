@@ -1,13 +1,14 @@
 //! Checks of this operation: GPU against CPU.
 
 use super::{
-    Attention, AttentionShape, KvCache, KvFormat, KvWrite, PAGE, QkNormRope, RecentRing,
+    Attention, AttentionRows, AttentionShape, KvCache, KvFormat, KvWrite, PAGE, QkNormRope, RecentRing,
     kv_quant::{bits, dequantize_rows},
+    max_splits,
 };
 use crate::{
     device::{DeviceError, Region},
     ops::{
-        Backend,
+        Backend, SequenceRows,
         check::{CLOSE, HALF, KernelCheck, difference},
     },
 };
@@ -27,11 +28,57 @@ pub(in crate::ops) fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> 
             };
             // The rows are on both sides of a split boundary.
             case(b, &shape, 255, 2)?;
+            rows_of_sequences(b, &shape)?;
         }
         for format in [KvFormat::Eight, KvFormat::Four] {
             quantized_kv(b, dim, format)?;
         }
     }
+    Ok(())
+}
+
+/// Rows of two sequences in one launch have the bytes of each row alone.
+fn rows_of_sequences(b: &mut KernelCheck<'_>, shape: &AttentionShape) -> Result<(), DeviceError> {
+    // The rows are those of sequence 1 and of sequence 0.
+    let (dim, starts, values) = (shape.dim, [261, 40], shape.heads * shape.dim);
+    let proj = b.random(2 * shape.width())?;
+    let turn: Vec<f32> = (0..shape.rope_dim).flat_map(|i| [(i as f32).cos(), (i as f32).sin()]).collect();
+    let turn = QkNormRope { q_norm: b.random(dim)?, k_norm: b.random(dim)?, rope_table: b.floats(&turn)? };
+    let (q, together, alone) = (b.room(2 * values)?, b.room(2 * values)?, b.room(2 * values)?);
+    let partials = b.room(2 * shape.heads * max_splits(shape.context) * (dim + 2))?;
+    let pages = 2 * shape.pages();
+    let mut caches = [Region::default(); 2];
+    for cache in &mut caches {
+        let old = b.random.floats(if shape.recent.is_some() { 0 } else { shape.kv_heads * pages * PAGE * dim });
+        let empty = vec![0; 2 * shape.cache_bytes()];
+        *cache = b.bytes(&if old.is_empty() { empty } else { encode_rows(shape.format, &old, dim) })?;
+    }
+    let ring = 2 * shape.recent_bytes() / 4;
+    let recent = [b.random(ring)?, b.random(ring)?];
+    let table = b.words(&(0..pages as u32).rev().collect::<Vec<_>>())?;
+    let cache = KvCache { keys: caches[0], values: caches[1], table, recent };
+    let rows = SequenceRows { starts: [40, 261], table: b.words(&[1, 261, 0, 40])? };
+    let write = KvWrite { shape, start: 0, tokens: 2, proj, norm_rope: turn, q, cache };
+    let attention = Attention { shape, start: 0, tokens: 2, q, cache, proj, partials, y: together };
+    let mut ran = Vec::new();
+    for launch in (AttentionRows { write, attention, rows }).launches(2) {
+        ran.extend(b.launch(launch));
+    }
+    for (row, start) in starts.into_iter().enumerate() {
+        let number = 1 - row;
+        let of = |region: Region, width: usize| region.rows(row, 1, width);
+        let table = table.rows(number, 1, shape.pages());
+        let recent = recent.map(|ring| ring.part(number * shape.recent_bytes(), shape.recent_bytes()));
+        let cache = KvCache { table, recent, ..cache };
+        let (proj, q, y) = (of(proj, shape.width()), of(q, values), of(alone, values));
+        let norm_rope = QkNormRope { rope_table: of(turn.rope_table, shape.rope_dim), ..turn };
+        b.launch(KvWrite { shape, start, tokens: 1, proj, norm_rope, q, cache }.launch());
+        for launch in (Attention { shape, start, tokens: 1, q, cache, proj, partials, y }).launches(1).flatten() {
+            b.launch(launch);
+        }
+    }
+    let (found, expected) = (b.on_gpu(together)?, b.on_gpu(alone)?);
+    b.enter(&ran, if found == expected { 0.0 } else { f64::INFINITY }, CLOSE);
     Ok(())
 }
 
@@ -90,7 +137,7 @@ fn quantized_kv(b: &mut KernelCheck<'_>, dim: usize, format: KvFormat) -> Result
     // The CPU rounds queries and weights to 16 bits.
     let found = b.on_gpu(y)?;
     b.enter(&ran, difference(&found, &expected), 1e-3);
-    Ok(())
+    rows_of_sequences(b, &AttentionShape { context: 264, ..*shape })
 }
 
 /// Both devices write and read the same cache format.

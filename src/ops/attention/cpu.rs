@@ -6,7 +6,7 @@
 //! for all queries that share it.
 
 use super::{
-    Attention, BLOCK, KvFormat, PAGE,
+    Attention, AttentionRows, BLOCK, KvFormat, PAGE,
     float_kernels::{merge_blocks, pv, qk, softmax},
     kv_cache::{KvElement, KvView},
     kv_quant::{self, QuantizedKv, recent_start},
@@ -34,6 +34,13 @@ const LINE_FLOATS: usize = 16;
 const MAX_TILE_QUERIES: usize = 64;
 /// Maximum number of block results that are buffered before they are merged.
 const MAX_WAVE_BLOCKS: usize = 64;
+
+impl AttentionRows<'_> {
+    /// The CPU computes rows of several sequences one by one.
+    pub(in crate::ops) fn on_cpu(&self, _: &mut Cpu) -> Result<(), DeviceError> {
+        refuse("the CPU computes one sequence at a time".into())
+    }
+}
 
 impl Attention<'_> {
     pub(in crate::ops) fn on_cpu(&self, cpu: &mut Cpu) -> Result<(), DeviceError> {

@@ -2,8 +2,11 @@
 //! (`kernels/attention.metal`, `kernels/kv_quant.metal`), and attention of a prompt on matrix units
 //! (`kernels/attention_prefill.metal`).
 
-use super::{Attention, AttentionShape, KvFormat, KvWrite, RECENT, recent_start};
-use crate::device::{Binding, Launch};
+use super::{Attention, AttentionRows, AttentionShape, KvFormat, KvWrite, RECENT, recent_start};
+use crate::{
+    device::{Binding, Launch, Region},
+    ops::SequenceRows,
+};
 
 /// Fewest positions in a split. Small splits fill the device when it computes one row.
 const MIN_SPLIT: usize = 16;
@@ -62,17 +65,31 @@ impl AttentionShape {
 
     /// Floats of partial results for `tokens` rows from position `start`.
     pub fn partials(&self, start: usize, tokens: usize) -> usize {
-        tokens * self.heads * self.splits(start, tokens) * (self.dim + 2)
+        self.partials_of(start, tokens, None)
     }
 
-    fn args(&self, start: usize, tokens: usize) -> Vec<u32> {
+    /// Most splits of any of the rows, which may have a sequence each.
+    fn splits_of(&self, start: usize, tokens: usize, rows: Option<SequenceRows>) -> usize {
+        match rows {
+            Some(SequenceRows { starts: [first, last], .. }) => self.splits(first, last - first + 1),
+            None => self.splits(start, tokens),
+        }
+    }
+
+    fn partials_of(&self, start: usize, tokens: usize, rows: Option<SequenceRows>) -> usize {
+        tokens * self.heads * self.splits_of(start, tokens, rows) * (self.dim + 2)
+    }
+
+    fn args(&self, start: usize, tokens: usize, rows: Option<SequenceRows>) -> Vec<u32> {
         assert!(self.dim <= 256 && self.heads / self.kv_heads <= 32, "heads of {}", self.dim);
-        assert!(start + tokens <= self.context, "position {} of {}", start + tokens, self.context);
+        let end = rows.map_or(start + tokens, |rows| rows.starts[1] + 1);
+        assert!(end <= self.context, "position {end} of {}", self.context);
         let words = [tokens, self.width(), self.heads, self.kv_heads, self.dim, self.rope_dim, start];
         let mut args = words.map(|w| w as u32).to_vec();
-        args.push(self.splits(start, tokens) as u32);
+        args.push(self.splits_of(start, tokens, rows) as u32);
         args.extend([self.eps.to_bits(), (1.0 / (self.dim as f32).sqrt()).to_bits()]);
         args.extend([self.recent.map_or(0, |recent| recent.room as u32), MIN_SPLIT as u32]);
+        args.push(rows.map_or(0, |_| self.pages() as u32));
         args
     }
 
@@ -89,6 +106,11 @@ impl AttentionShape {
         (kernel, 32 * simdgroups as u32)
     }
 
+    /// The rings of one sequence, or those of all.
+    fn rings(&self, recent: [Region; 2], rows: Option<SequenceRows>) -> [Region; 2] {
+        if rows.is_some() { recent } else { recent.map(|recent| recent.first(self.recent_bytes())) }
+    }
+
     /// The kernel of the cache format: f32, 16 bits, 8 bits, 4 bits.
     fn kernel(&self, [full, half, eight, four]: [&'static str; 4]) -> &'static str {
         match self.format {
@@ -102,10 +124,14 @@ impl AttentionShape {
 
 impl KvWrite<'_> {
     pub fn launch(&self) -> Launch {
+        self.launch_rows(None)
+    }
+
+    fn launch_rows(&self, rows: Option<SequenceRows>) -> Launch {
         let Self { shape, start, tokens, proj, norm_rope, q, cache } = *self;
         let mut launch = Launch {
             kernel: shape.kernel(["qk_norm_rope", "qk_norm_rope_i16", "qk_norm_rope_q8", "qk_norm_rope_q4"]),
-            args: shape.args(start, tokens),
+            args: shape.args(start, tokens, rows),
             bindings: vec![
                 Binding::read(proj.floats(tokens * shape.width())),
                 Binding::read(norm_rope.q_norm.floats(shape.dim)),
@@ -115,13 +141,13 @@ impl KvWrite<'_> {
                 Binding::read_write(cache.keys),
                 Binding::read_write(cache.values),
                 Binding::read(cache.table),
+                Binding::read(rows.map_or(cache.table, |rows| rows.table)),
             ],
             grid: [(shape.heads + 2 * shape.kv_heads) as u32, tokens as u32, 1],
             threads: 32,
         };
         if shape.recent.is_some() {
-            let ring = cache.recent.map(|recent| Binding::read_write(recent.first(shape.recent_bytes())));
-            launch.bindings.extend(ring);
+            launch.bindings.extend(shape.rings(cache.recent, rows).map(Binding::read_write));
         }
         launch
     }
@@ -131,12 +157,17 @@ impl Attention<'_> {
     /// Attention in splits, then the merge and the gate. Each pair of launches computes as many rows as `partials`
     /// has room for, at most `max`.
     pub fn launches(&self, max: usize) -> impl Iterator<Item = [Launch; 2]> {
+        self.launches_of(max, None)
+    }
+
+    fn launches_of(&self, max: usize, rows: Option<SequenceRows>) -> impl Iterator<Item = [Launch; 2]> {
         let Self { shape, start, tokens, .. } = *self;
-        let row = shape.partials(start, tokens) / tokens.max(1) * 4;
+        let row = shape.partials_of(start, tokens, rows) / tokens.max(1) * 4;
         let at_once = (self.partials.len / row.max(1)).clamp(1, max);
         (0..tokens).step_by(at_once).map(move |first| {
-            let part = self.part(first, at_once.min(tokens - first));
-            [part.splits(), part.merge()]
+            let count = at_once.min(tokens - first);
+            let (part, rows) = (self.part(first, count), rows.map(|rows| rows.part(first, count)));
+            [part.splits(rows), part.merge(rows)]
         })
     }
 
@@ -147,7 +178,7 @@ impl Attention<'_> {
         Self { start: self.start + first, tokens: count, q, proj: self.proj.rows(first, count, width), y, ..*self }
     }
 
-    fn splits(&self) -> Launch {
+    fn splits(&self, rows: Option<SequenceRows>) -> Launch {
         let Self { shape, start, tokens, q, cache, partials, .. } = *self;
         let (kernel, threads) = shape.threads();
         let mut bindings = vec![
@@ -155,35 +186,45 @@ impl Attention<'_> {
             Binding::read(cache.keys),
             Binding::read(cache.values),
             Binding::read(cache.table),
+            Binding::read(rows.map_or(cache.table, |rows| rows.table)),
         ];
         if shape.recent.is_some() {
-            bindings.extend(cache.recent.map(|recent| Binding::read(recent.first(shape.recent_bytes()))));
+            bindings.extend(shape.rings(cache.recent, rows).map(Binding::read));
         }
-        bindings.push(Binding::write(partials.floats(shape.partials(start, tokens))));
+        bindings.push(Binding::write(partials.floats(shape.partials_of(start, tokens, rows))));
         Launch {
             kernel,
-            args: shape.args(start, tokens),
+            args: shape.args(start, tokens, rows),
             bindings,
-            grid: [shape.splits(start, tokens) as u32, shape.kv_heads as u32, tokens as u32],
+            grid: [shape.splits_of(start, tokens, rows) as u32, shape.kv_heads as u32, tokens as u32],
             threads,
         }
     }
 
-    fn merge(&self) -> Launch {
-        let Self { shape, start, tokens, proj, partials, y, .. } = *self;
+    fn merge(&self, rows: Option<SequenceRows>) -> Launch {
+        let Self { shape, start, tokens, proj, cache, partials, y, .. } = *self;
         // The merge of a quantised cache transforms a whole head, so a threadgroup has all its columns.
         let columns = if shape.recent.is_some() { 1 } else { shape.dim.div_ceil(32) };
         Launch {
             kernel: if shape.recent.is_some() { "attention_merge_quant" } else { "attention_merge" },
-            args: shape.args(start, tokens),
+            args: shape.args(start, tokens, rows),
             bindings: vec![
                 Binding::read(proj.floats(tokens * shape.width())),
-                Binding::read(partials.floats(shape.partials(start, tokens))),
+                Binding::read(partials.floats(shape.partials_of(start, tokens, rows))),
+                Binding::read(rows.map_or(cache.table, |rows| rows.table)),
                 Binding::write(y.floats(tokens * shape.heads * shape.dim)),
             ],
             grid: [shape.heads as u32, tokens as u32, columns as u32],
             threads: if shape.recent.is_some() { MERGE_THREADS } else { 128 },
         }
+    }
+}
+
+impl AttentionRows<'_> {
+    /// As many launches as for several rows of one sequence.
+    pub fn launches(&self, max: usize) -> impl Iterator<Item = Launch> {
+        let rows = Some(self.rows);
+        std::iter::once(self.write.launch_rows(rows)).chain(self.attention.launches_of(max, rows).flatten())
     }
 }
 

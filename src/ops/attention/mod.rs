@@ -19,6 +19,7 @@ pub(super) use kv_cache::{KvElement, KvView};
 pub use kv_format::{GROUP, KvBits, KvFormat};
 pub use kv_quant::{RECENT, recent_start};
 
+use super::SequenceRows;
 use crate::device::{BufferAccess, Region};
 
 /// Positions in one page of keys and values.
@@ -130,6 +131,23 @@ pub struct Attention<'a> {
     pub partials: Region,
     /// Output, `[tokens, heads * dim]`.
     pub y: Region,
+}
+
+/// [`KvWrite`] and [`Attention`] of one row of each of several sequences. `start` has no effect. The pages are those of all
+/// sequences anyway; `table` and `recent` hold the tables and rings of all sequences, one after the other.
+#[derive(Debug, Clone, Copy)]
+pub struct AttentionRows<'a> {
+    pub write: KvWrite<'a>,
+    pub attention: Attention<'a>,
+    pub rows: SequenceRows,
+}
+
+impl AttentionRows<'_> {
+    pub(super) fn touches(&self, see: &mut dyn FnMut(Region, BufferAccess)) {
+        self.write.touches(see);
+        self.attention.touches(see);
+        see(self.rows.table, BufferAccess::Read);
+    }
 }
 
 impl KvWrite<'_> {

@@ -1,7 +1,10 @@
 //! The convolution on a GPU.
 
 use super::Conv;
-use crate::device::{Binding, Launch};
+use crate::{
+    device::{Binding, Launch},
+    ops::SequenceRows,
+};
 
 /// Tokens per threadgroup.
 const CONV: usize = 16;
@@ -9,20 +12,32 @@ const CONV: usize = 16;
 impl Conv<'_> {
     /// A launch of `causal_conv`. The convolution width must be 4.
     pub fn launch(&self) -> Launch {
+        self.launch_rows(None)
+    }
+
+    /// The same for rows of different sequences, whose states are all in `state`.
+    pub(in crate::ops) fn launch_rows(&self, rows: Option<SequenceRows>) -> Launch {
         let Self { shape, tokens, proj, weight, past, stored, state, out } = *self;
         let (proj, old) = shape.rows(tokens, proj, past);
         let channels = shape.channels();
+        let (of_each, sequences) = if rows.is_some() { (1, tokens) } else { (tokens, 1) };
+        let state = if rows.is_some() { state } else { state.floats(channels * 3) };
         Launch {
             kernel: "causal_conv",
-            args: shape.args(tokens, past.rows, stored),
+            args: shape.args(of_each, past.rows, stored, rows),
             bindings: vec![
                 Binding::read(proj),
                 Binding::read(old),
                 Binding::read(weight.floats(channels * 4)),
-                Binding::read_write(state.floats(channels * 3)),
+                Binding::read_write(state),
                 Binding::write(out.floats(tokens.max(1) * channels)),
+                Binding::read(rows.map_or(proj, |rows| rows.table)),
             ],
-            grid: [(2 * shape.key_heads + shape.value_heads) as u32, tokens.div_ceil(CONV).max(1) as u32, 1],
+            grid: [
+                (2 * shape.key_heads + shape.value_heads) as u32,
+                of_each.div_ceil(CONV).max(1) as u32,
+                sequences as u32,
+            ],
             threads: 128,
         }
     }

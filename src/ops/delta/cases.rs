@@ -1,9 +1,12 @@
 //! Checks of this operation: GPU against CPU.
 
-use super::{Decay, DeltaNet, DeltaRule, DeltaShape, Replay};
+use super::{Decay, DeltaNet, DeltaNetRows, DeltaRule, DeltaShape, Replay};
 use crate::{
     device::DeviceError,
-    ops::{Conv, Float, Linear, Norm, WeightFormat, check::KernelCheck},
+    ops::{
+        Conv, Float, Linear, Norm, SequenceRows, WeightFormat,
+        check::{CLOSE, KernelCheck},
+    },
 };
 
 /// Whole layers. The checks of the convolution cover the rule alone.
@@ -21,7 +24,7 @@ pub(in crate::ops) fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> 
     for (codes, tokens) in [(affine(4, 64), 1), (affine(3, 32), 1), (affine(8, 64), 3), (WeightFormat::Mxfp4, 2)] {
         case(b, shape, codes, tokens)?;
     }
-    Ok(())
+    rows_of_sequences(b, shape, affine(4, 64))
 }
 
 /// A whole layer, after a verify of two rows.
@@ -46,6 +49,55 @@ fn case(b: &mut KernelCheck<'_>, shape: &DeltaShape, codes: WeightFormat, tokens
         let back = Linear { x: y, tokens, norm: None, matrices: &last, y: h, add: true };
         b.check(&DeltaNet { project, conv, rule, back }, &[h, samples, state], &[])?;
         past = Replay { rows: 2, proj, mixed };
+    }
+    Ok(())
+}
+
+/// Rows of two sequences in one launch have the bytes of each row alone.
+fn rows_of_sequences(b: &mut KernelCheck<'_>, shape: &DeltaShape, codes: WeightFormat) -> Result<(), DeviceError> {
+    let (hidden, channels, values, heads) = (192, shape.channels(), shape.values(), shape.value_heads);
+    let mut rows = |rows| b.weight(codes, rows, hidden);
+    let matrices = [rows(channels)?, rows(values)?, rows(heads)?, rows(heads)?];
+    let last = [b.weight(codes, hidden, values)?];
+    let norm = Some(Norm { weight: b.random(hidden)?, eps: 1e-6, keep: None });
+    let weight = b.random(4 * channels)?;
+    let rate: Vec<f32> = b.random.floats(heads).iter().map(|a| -a.exp()).collect();
+    let decay = Decay { rate: b.floats(&rate)?, dt_bias: b.random(heads)? };
+    let gated = b.random(shape.value_dim)?;
+    let (sample, matrix) = (3 * channels, values * shape.key_dim);
+    let mut twice = |count: usize| {
+        let values = b.random.floats(count);
+        Ok::<_, DeviceError>([b.floats(&values)?, b.floats(&values)?])
+    };
+    let (h, samples, states) = (twice(2 * hidden)?, twice(2 * sample)?, twice(2 * matrix)?);
+    let (proj, mixed) = (b.room(2 * shape.width())?, b.room(2 * channels)?);
+    let (out, y) = (b.room(2 * values)?, b.room(2 * values)?);
+    let net = |tokens, h, samples, state| {
+        let (past, stored) = (Replay::default(), 1);
+        let conv = Conv { shape, tokens, proj, weight, past, stored, state: samples, out: mixed };
+        DeltaNet {
+            project: Linear { x: h, tokens, norm, matrices: &matrices, y: proj, add: false },
+            conv,
+            rule: DeltaRule { shape, tokens, proj, mixed, decay, past, stored, state, norm: gated, out, y },
+            back: Linear { x: y, tokens, norm: None, matrices: &last, y: h, add: true },
+        }
+    };
+    // The rows are those of sequence 1 and of sequence 0.
+    let rows = SequenceRows { starts: [0, 0], table: b.words(&[1, 0, 0, 0])? };
+    let mut ran = Vec::new();
+    for launch in (DeltaNetRows { net: net(2, h[0], samples[0], states[0]), rows }).launches() {
+        ran.extend(b.launch(launch));
+    }
+    for row in 0..2 {
+        let number = 1 - row;
+        let (sample, state) = (samples[1].rows(number, 1, sample), states[1].rows(number, 1, matrix));
+        for launch in net(1, h[1].rows(row, 1, hidden), sample, state).launches() {
+            b.launch(launch);
+        }
+    }
+    for [together, alone] in [h, samples, states] {
+        let (found, expected) = (b.on_gpu(together)?, b.on_gpu(alone)?);
+        b.enter(&ran, if found == expected { 0.0 } else { f64::INFINITY }, CLOSE);
     }
     Ok(())
 }

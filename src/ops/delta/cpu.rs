@@ -1,11 +1,11 @@
 //! The delta rule on the CPU.
 
-use super::{DeltaNet, DeltaRule, DeltaShape, OutputGate};
+use super::{DeltaNet, DeltaNetRows, DeltaRule, DeltaShape, OutputGate};
 use crate::{
     device::DeviceError,
     ops::{
         Backend,
-        cpu::Cpu,
+        cpu::{Cpu, refuse},
         norm::{multiply_sigmoid, multiply_silu, normalise},
         simd::{
             OutPtr, Vector, float,
@@ -20,6 +20,13 @@ use std::ops::Range;
 /// the other while their keys and queries stay in L1.
 const ROWS: usize = 32;
 const TOKENS: usize = 32;
+
+impl DeltaNetRows<'_> {
+    /// The CPU computes rows of several sequences one by one.
+    pub(in crate::ops) fn on_cpu(&self, _: &mut Cpu) -> Result<(), DeviceError> {
+        refuse("the CPU computes one sequence at a time".into())
+    }
+}
 
 impl DeltaRule<'_> {
     pub(in crate::ops) fn on_cpu(&self, cpu: &mut Cpu) -> Result<(), DeviceError> {

@@ -1,9 +1,9 @@
 //! The delta net on a GPU (`kernels/delta_net.metal`, `gated_rms_norm` of `kernels/norm.metal`).
 
-use super::{DeltaNet, DeltaRule, DeltaShape, Replay};
+use super::{DeltaNet, DeltaNetRows, DeltaRule, DeltaShape, Replay};
 use crate::{
     device::{Binding, Launch, Region},
-    ops::{Conv, linear::HalfBuffers},
+    ops::{Conv, SequenceRows, linear::HalfBuffers},
 };
 
 /// Maximum number of rows in a launch of the recurrence. Its threadgroups compute them one after the other, and macOS ends a launch
@@ -11,7 +11,13 @@ use crate::{
 const MAX_ROWS: usize = 256;
 
 impl DeltaShape {
-    pub(in crate::ops) fn args(&self, tokens: usize, past: usize, stored: usize) -> Vec<u32> {
+    pub(in crate::ops) fn args(
+        &self,
+        tokens: usize,
+        past: usize,
+        stored: usize,
+        rows: Option<SequenceRows>,
+    ) -> Vec<u32> {
         let b_at = self.channels() + self.values();
         let words = [
             tokens,
@@ -24,7 +30,7 @@ impl DeltaShape {
             b_at + self.value_heads,
         ];
         let mut args = words.map(|w| w as u32).to_vec();
-        args.extend([super::EPS.to_bits(), past as u32, stored as u32, 0, 0]);
+        args.extend([super::EPS.to_bits(), past as u32, stored as u32, 0, 0, rows.is_some().into()]);
         args
     }
 
@@ -47,21 +53,21 @@ impl DeltaRule<'_> {
         let Self { shape, tokens, proj, mixed, past, stored, out, .. } = *self;
         // Rows that may be rejected store no state in the middle. They are few.
         if tokens <= MAX_ROWS || past.rows > 0 || stored != tokens {
-            return vec![self.recurrence(false, None)];
+            return vec![self.recurrence(false, None, None)];
         }
         let part = |first: usize| {
             let tokens = MAX_ROWS.min(tokens - first);
             let rows = |region: Region, width: usize| region.rows(first, tokens, width);
             let (proj, mixed) = (rows(proj, shape.width()), rows(mixed, shape.channels()));
             let part = Self { tokens, stored: tokens, proj, mixed, out: rows(out, shape.values()), ..*self };
-            part.recurrence(false, None)
+            part.recurrence(false, None, None)
         };
         (0..tokens).step_by(MAX_ROWS).map(part).collect()
     }
 
     /// With `raw`, q and k still need their l2 norms. With `squares`, the final norm is deferred: the results lack
-    /// each head's factor, which the next product computes from the squares.
-    pub(super) fn recurrence(&self, raw: bool, squares: Option<Region>) -> Launch {
+    /// each head's factor, which the next product computes from the squares. With `rows`, each row belongs to another sequence.
+    pub(super) fn recurrence(&self, raw: bool, squares: Option<Region>, rows: Option<SequenceRows>) -> Launch {
         let Self { shape, tokens, proj, mixed, decay, past, stored, state, norm, .. } = *self;
         let out = if squares.is_some() { self.y } else { self.out };
         let (proj, past_proj) = shape.rows(tokens, proj, past);
@@ -69,9 +75,11 @@ impl DeltaRule<'_> {
         let mixed = mixed.floats(few * channels);
         let past_mixed = if past.rows > 0 { past.mixed.floats(past.rows * channels) } else { mixed };
         assert!(shape.key_dim <= 256, "key heads of {}", shape.key_dim);
-        let mut args = shape.args(tokens, past.rows, stored);
-        let flags = args.len() - 2;
-        args[flags..].copy_from_slice(&[raw.into(), squares.is_some().into()]);
+        let (of_each, sequences) = if rows.is_some() { (1, tokens) } else { (tokens, 1) };
+        let state = if rows.is_some() { state } else { state.floats(shape.values() * shape.key_dim) };
+        let mut args = shape.args(of_each, past.rows, stored, rows);
+        let flags = args.len() - 3;
+        args[flags..flags + 2].copy_from_slice(&[raw.into(), squares.is_some().into()]);
         Launch {
             kernel: if shape.key_dim <= 128 { "gated_delta_128" } else { "gated_delta_256" },
             args,
@@ -82,12 +90,13 @@ impl DeltaRule<'_> {
                 Binding::read(past_mixed),
                 Binding::read(decay.rate.floats(shape.value_heads)),
                 Binding::read(decay.dt_bias.floats(shape.value_heads)),
-                Binding::read_write(state.floats(shape.values() * shape.key_dim)),
+                Binding::read_write(state),
                 Binding::write(out.floats(few * shape.values())),
                 Binding::read(norm.floats(shape.value_dim)),
                 squares.map_or(Binding::read(norm.first(0)), Binding::write),
+                Binding::read(rows.map_or(proj, |rows| rows.table)),
             ],
-            grid: [shape.value_dim.div_ceil(16) as u32, shape.value_heads as u32, 1],
+            grid: [shape.value_dim.div_ceil(16) as u32, shape.value_heads as u32, sequences as u32],
             threads: 128,
         }
     }
@@ -118,18 +127,24 @@ const MOST_HEADS: usize = 64;
 impl DeltaNet<'_> {
     /// Three launches for one row, four for several. The results equal those of [`DeltaNet::apart`].
     pub fn launches(&self) -> Vec<Launch> {
+        self.launches_of(None)
+    }
+
+    fn launches_of(&self, rows: Option<SequenceRows>) -> Vec<Launch> {
         let Self { project, conv, rule, back } = self;
         // Rows that may be replayed need the normed output of causal_conv, so the fused kernel cannot be used for
         // them.
         let shape = rule.shape;
-        let at_once =
-            rule.tokens == 1 && rule.stored > rule.past.rows && project.norm.is_some_and(|norm| norm.keep.is_none());
-        let front = if at_once { vec![self.convolved()] } else { vec![project.launch(), conv.launch()] };
+        let at_once = rule.tokens == 1
+            && rows.is_none()
+            && rule.stored > rule.past.rows
+            && project.norm.is_some_and(|norm| norm.keep.is_none());
+        let front = if at_once { vec![self.convolved()] } else { vec![project.launch(), conv.launch_rows(rows)] };
         let behind = if shape.value_heads <= MOST_HEADS && shape.value_dim.is_multiple_of(16) {
             let squares = rule.out.floats(rule.tokens * shape.values() / 4);
-            vec![rule.recurrence(at_once, Some(squares)), self.normed(squares)]
+            vec![rule.recurrence(at_once, Some(squares), rows), self.normed(squares)]
         } else {
-            vec![rule.recurrence(at_once, None), rule.gated_norm(), back.launch()]
+            vec![rule.recurrence(at_once, None, rows), rule.gated_norm(), back.launch()]
         };
         [front, behind].concat()
     }
@@ -181,5 +196,12 @@ impl DeltaNet<'_> {
         launch.bindings[1] = Binding::read(squares);
         launch.bindings.remove(3);
         launch
+    }
+}
+
+impl DeltaNetRows<'_> {
+    /// As many launches as for several rows of one sequence.
+    pub fn launches(&self) -> Vec<Launch> {
+        self.net.launches_of(Some(self.rows))
     }
 }

@@ -12,7 +12,7 @@ mod cpu;
 mod gpu;
 mod shape;
 
-use super::{Conv, Linear};
+use super::{Conv, Linear, SequenceRows};
 use crate::device::{BufferAccess, Region};
 pub(super) use cases::cases;
 pub use shape::{DeltaShape, OutputGate, Replay};
@@ -81,6 +81,21 @@ pub struct DeltaNet<'a> {
     pub conv: Conv<'a>,
     pub rule: DeltaRule<'a>,
     pub back: Linear<'a>,
+}
+
+/// A whole delta-net layer of one row of each of several sequences. The states of `conv` and `rule` are those of all
+/// sequences, one after the other. No row is replayed.
+#[derive(Debug, Clone, Copy)]
+pub struct DeltaNetRows<'a> {
+    pub net: DeltaNet<'a>,
+    pub rows: SequenceRows,
+}
+
+impl DeltaNetRows<'_> {
+    pub(in crate::ops) fn touches(&self, see: &mut dyn FnMut(Region, BufferAccess)) {
+        self.net.touches(see);
+        see(self.rows.table, BufferAccess::Read);
+    }
 }
 
 impl DeltaNet<'_> {

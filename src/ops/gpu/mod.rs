@@ -336,9 +336,11 @@ impl<P: DerefMut<Target: Gpu> + Send> Backend for GpuBackend<P> {
             Op::BlockAttention(_) | Op::ReadStreams(_) | Op::WriteStreams(_) | Op::NgramInject(_) => {
                 refuse("GPU kernels do not have this operation".into())
             }
+            Op::DeltaNetRows(op) => self.all(op.launches()),
             Op::KvWrite(op) => self.launch(op.launch()),
             Op::Attention(op) if self.half.is_some() && op.shape.recent.is_none() => self.all(op.halves()),
             Op::Attention(op) => self.all(op.launches(ATTENTION_ROWS).flatten()),
+            Op::AttentionRows(op) => self.all(op.launches(ATTENTION_ROWS)),
             Op::Mlp(op) => match self.half {
                 Some(half) => self.all(op.halves(half.x)),
                 None => self.all(op.launches()),
