@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Several clients at the same time: python3 benches/parallel.py BINARY MODEL [--clients 4] [--short 50] [--port 7500] [-- SERVE ARGS]
+"""Several clients at the same time: python3 benches/parallel.py BINARY MODEL [--clients 4] [--logprobs 0] [--short 50] [--port 7500] [-- SERVE ARGS]
 
 Prints the tokens per second of one client and of several that decode at the same time, and the time to the first token of short
 requests: on an idle server, and while a long prompt is evaluated and a long answer is generated. MODEL may be synthetic: prompts
@@ -15,6 +15,7 @@ parser.add_argument("binary")
 parser.add_argument("model")
 parser.add_argument("--clients", type=int, default=4)
 parser.add_argument("--tokens", type=int, default=64, help="tokens per answer of the decoding clients")
+parser.add_argument("--logprobs", type=int, help="ask for the log-probabilities of this many alternatives")
 parser.add_argument("--short", type=int, default=50, help="short requests")
 parser.add_argument("--prompt", type=int, default=4096, help="tokens of the long prompt")
 parser.add_argument("--port", type=int, default=7500)
@@ -27,21 +28,22 @@ def ids(count):
 
 
 def ask(prompt, tokens, stop=None):
-    """Seconds to the first token, total seconds, and the number of tokens received."""
-    body = {"prompt": prompt, "max_tokens": tokens, "stream": True, "temperature": 0, "cache_prompt": False,
-            "logit_bias": {}, "ignore_eos": True, "logprobs": 0}
-    body.pop("ignore_eos")
+    """Seconds to the first token, total seconds, and the number of tokens."""
+    body = {"prompt": prompt, "max_tokens": tokens, "stream": True, "stream_options": {"include_usage": True},
+            "temperature": 0, "cache_prompt": False}
+    if args.logprobs is not None:
+        body["logprobs"] = args.logprobs
     request = urllib.request.Request(f"http://127.0.0.1:{args.port}/v1/completions", json.dumps(body).encode(),
                                      {"content-type": "application/json"})
-    begun, first, count = time.perf_counter(), None, 0
+    begun, first, usage = time.perf_counter(), None, None
     with urllib.request.urlopen(request) as answer:
         for line in answer:
-            if line.startswith(b"data: {") and b'"tokens":[' in line.replace(b" ", b""):
+            if line.startswith(b"data: {"):
                 first = first or time.perf_counter() - begun
-                count += 1
+                usage = json.loads(line[6:]).get("usage")
             if stop is not None and stop.is_set():
                 break
-    return first, time.perf_counter() - begun, count
+    return first, time.perf_counter() - begun, usage["completion_tokens"] if usage else 0
 
 
 def together(clients):

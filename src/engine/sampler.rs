@@ -17,7 +17,10 @@ use super::{
     constraint::TokenMask,
     request::{Logprobs, Sampling},
 };
-use crate::platform::split_mix64::{INCREMENT, mix};
+use crate::{
+    model::logits::{exp_sum, finite, sum_from, to_weights},
+    platform::split_mix64::{INCREMENT, mix},
+};
 use std::{
     cmp::Ordering,
     collections::HashMap,
@@ -37,11 +40,13 @@ pub struct Sampler {
     counts: HashMap<u32, u32>,
     /// Buffer for the logits of steps 1 to 3.
     row: Vec<f32>,
-    /// Buffer for the tokens that steps 5 to 7 keep.
+    /// Buffer for the tokens that steps 5 to 7 keep. Empty if they keep every token.
     pool: Vec<TokenCandidate>,
+    /// Buffer for the weights of `pool`, or of every token.
+    weights: Vec<f32>,
 }
 
-/// A token and its logit, later its weight: its probability times a factor common to all tokens.
+/// A token and its logit, or its weight: its probability times a factor common to all tokens.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct TokenCandidate {
     id: u32,
@@ -60,8 +65,8 @@ impl Sampler {
     pub fn new(sampling: Sampling, prompt: &[u32], usable: usize) -> Self {
         let seed = sampling.seed.unwrap_or_else(|| RandomState::new().hash_one(prompt.len()));
         let position = prompt.len() as u64;
-        let mut sampler =
-            Self { sampling, seed, usable, position, counts: HashMap::new(), row: Vec::new(), pool: Vec::new() };
+        let (counts, row, pool, weights) = Default::default();
+        let mut sampler = Self { sampling, seed, usable, position, counts, row, pool, weights };
         if sampler.has_penalties() {
             sampler.counts.extend(prompt.iter().map(|&id| (id, 0)));
         }
@@ -130,35 +135,26 @@ impl Sampler {
     /// Steps 4 to 7, and the draw.
     fn sample(&mut self, logits: &[f32]) -> Option<u32> {
         let Sampling { temperature, top_k, top_p, min_p, .. } = self.sampling;
-        let best = argmax(logits)?;
-        let top = finite(logits[best as usize]);
-        let pool = &mut self.pool;
+        let max = finite(logits[argmax(logits)? as usize]);
+        let (pool, weights) = (&mut self.pool, &mut self.weights);
+        pool.clear();
+        weights.clear();
         if top_k > 0 && top_k < logits.len() {
             largest(logits, top_k, pool);
+            weights.extend(pool.iter().map(|candidate| candidate.value));
         } else {
-            pool.clear();
-            pool.extend(logits.iter().zip(0..).map(|(&logit, id)| TokenCandidate { id, value: finite(logit) }));
+            weights.extend_from_slice(logits);
         }
-        for candidate in pool.iter_mut() {
-            candidate.value = ((candidate.value - top) / temperature).exp();
-        }
-        if top_p < 1.0 {
-            keep_top_p(pool, top_p);
-        }
-        if min_p > 0.0 {
+        to_weights(weights, max, temperature);
+        if top_p < 1.0 || min_p > 0.0 {
             // The most likely token has weight 1 and always stays.
-            pool.retain(|candidate| candidate.value >= min_p.min(1.0));
+            let bar = if min_p > 0.0 { min_p.min(1.0) } else { 0.0 };
+            keep(pool, weights, bar, top_p);
+            weights.clear();
+            weights.extend(pool.iter().map(|candidate| candidate.value));
         }
-        let total: f64 = pool.iter().map(|candidate| f64::from(candidate.value)).sum();
-        let mut left = uniform(self.seed, self.position) * total;
-        for candidate in pool.iter() {
-            left -= f64::from(candidate.value);
-            if left < 0.0 {
-                return Some(candidate.id);
-            }
-        }
-        // Rounding errors can leave nothing of the sum.
-        pool.iter().rev().find(|candidate| candidate.value > 0.0).map(|candidate| candidate.id)
+        let drawn = pick(weights, uniform(self.seed, self.position))?;
+        Some(pool.get(drawn).map_or(drawn as u32, |candidate| candidate.id))
     }
 }
 
@@ -180,7 +176,7 @@ fn apply_mask(row: &mut [f32], words: &[u32]) {
 /// The log-probability of `id` and of the `top` most likely usable tokens, from the softmax of the unmodified `logits`.
 pub(super) fn logprobs(logits: &[f32], id: u32, top: usize, usable: usize) -> Logprobs {
     let peak = finite(peak(logits)).max(f32::MIN);
-    let sum: f64 = logits.iter().map(|&logit| f64::from((finite(logit) - peak).exp())).sum();
+    let sum = exp_sum(logits, peak);
     let log_sum = f64::from(peak) + sum.ln();
     let logprob = |logit: f32| (f64::from(finite(logit)) - log_sum) as f32;
     let mut likely = Vec::new();
@@ -189,12 +185,6 @@ pub(super) fn logprobs(logits: &[f32], id: u32, top: usize, usable: usize) -> Lo
         logprob: logits.get(id as usize).map_or(f32::NEG_INFINITY, |&logit| logprob(logit)),
         top: likely.into_iter().map(|candidate| (candidate.id, logprob(candidate.value))).collect(),
     }
-}
-
-/// Maps a logit to a number that is safe to compute with: NaN to negative infinity, infinity to the largest finite number,
-/// negative zero to zero.
-fn finite(logit: f32) -> f32 {
-    if logit.is_nan() { f32::NEG_INFINITY } else { logit.min(f32::MAX) + 0.0 }
 }
 
 /// The largest logit. Negative infinity if no token is possible.
@@ -250,23 +240,59 @@ fn largest(logits: &[f32], count: usize, pool: &mut Vec<TokenCandidate>) {
     pool.truncate(count);
 }
 
-/// Keeps the fewest most likely candidates whose weights sum to at least `share` of the total. Keeps at least one. The
-/// largest weight is 1.
-fn keep_top_p(pool: &mut Vec<TokenCandidate>, share: f32) {
-    let mass = |bar: f32| -> f64 {
-        pool.iter().map(|candidate| f64::from(if candidate.value >= bar { candidate.value } else { 0.0 })).sum()
-    };
-    let goal = mass(0.0) * f64::from(share.max(0.0));
-    // Most rows keep few tokens, so only candidates above a sufficiently low bar are sorted.
-    let bar = (0..).map(|step| 32f32.powi(-step)).find(|&bar| bar == 0.0 || mass(bar) >= goal).unwrap_or(0.0);
-    pool.retain(|candidate| candidate.value >= bar);
-    pool.sort_unstable_by(TokenCandidate::order);
-    let mut reached = 0.0;
-    let kept = pool.iter().position(|candidate| {
-        reached += f64::from(candidate.value);
-        reached >= goal
-    });
-    pool.truncate(kept.map_or(pool.len(), |last| last + 1));
+/// Steps 6 and 7: fills `pool` with the candidates of weight `bar` or more. If `share` is less than 1, keeps the fewest most
+/// likely of them that reach this share of all weights, and at least one.
+///
+/// `weights` belongs to the sorted candidates in `pool`, or to every token if `pool` is empty.
+fn keep(pool: &mut Vec<TokenCandidate>, weights: &[f32], bar: f32, share: f32) {
+    let goal = sum_from(weights, 0.0) * f64::from(share.max(0.0));
+    if pool.is_empty() {
+        // Most rows keep few tokens, so only those above a bar that is low enough are sorted.
+        let reaches = |low: &f32| *low == 0.0 || sum_from(weights, *low) >= goal;
+        let low = if share < 1.0 { (0..).map(|step| 32f32.powi(-step)).find(reaches) } else { None };
+        let bar = bar.max(low.unwrap_or(0.0));
+        for (block, from) in weights.chunks(64).zip((0..).step_by(64)) {
+            if block.iter().fold(false, |any, &weight| any | (weight >= bar)) {
+                let candidates = block.iter().zip(from..).map(|(&value, id)| TokenCandidate { id, value });
+                pool.extend(candidates.filter(|candidate| candidate.value >= bar));
+            }
+        }
+        if share < 1.0 {
+            pool.sort_unstable_by(TokenCandidate::order);
+        }
+    } else {
+        pool.iter_mut().zip(weights).for_each(|(candidate, &weight)| candidate.value = weight);
+        pool.retain(|candidate| candidate.value >= bar);
+    }
+    if share < 1.0 {
+        let mut reached = 0.0;
+        let last = pool.iter().position(|candidate| {
+            reached += f64::from(candidate.value);
+            reached >= goal
+        });
+        pool.truncate(last.map_or(pool.len(), |last| last + 1));
+    }
+}
+
+/// The index at which the running sum of `weights` exceeds `share` of their total.
+fn pick(weights: &[f32], share: f64) -> Option<usize> {
+    const BLOCK: usize = 1024;
+    let mut left = share * sum_from(weights, 0.0);
+    for (block, from) in weights.chunks(BLOCK).zip((0..).step_by(BLOCK)) {
+        let sum = sum_from(block, 0.0);
+        if left >= sum {
+            left -= sum;
+            continue;
+        }
+        for (&weight, index) in block.iter().zip(from..) {
+            left -= f64::from(weight);
+            if left < 0.0 {
+                return Some(index);
+            }
+        }
+    }
+    // Rounding errors can leave nothing of the sum.
+    weights.iter().rposition(|&weight| weight > 0.0)
 }
 
 /// A number in `0..1` that depends only on the seed and the position: two rounds of SplitMix64's finaliser (Steele, Lea,

@@ -71,7 +71,7 @@ fn reference(sampling: &Sampling, prompt: &[u32], answer: &[u32], logits: &[f32]
 }
 
 fn any_logits() -> impl Strategy<Value = Vec<f32>> {
-    // Some logits are equal and some are NaN. Long rows need several bars in `keep_top_p`.
+    // Some logits are equal and some are NaN. Long rows need several bars in `keep`.
     let logit = prop_oneof![8 => -6.0..6.0f32, 2 => (-3..3i32).prop_map(|l| l as f32), 1 => Just(f32::NAN)];
     prop::collection::vec(logit, 4..300)
 }
@@ -126,10 +126,11 @@ proptest! {
         }
         let drawn = sampler.draw(&logits, &TokenMask::Any).unwrap();
         prop_assert!(expected[drawn as usize] > 0.0, "drew {drawn}, which is filtered out");
-        let whole: f64 = sampler.pool.iter().map(|c| f64::from(c.value)).sum();
+        let whole: f64 = sampler.weights.iter().map(|&weight| f64::from(weight)).sum();
         let mut found = vec![0.0; logits.len()];
-        for candidate in &sampler.pool {
-            found[candidate.id as usize] = f64::from(candidate.value) / whole;
+        for (index, &weight) in sampler.weights.iter().enumerate() {
+            let id = sampler.pool.get(index).map_or(index, |candidate| candidate.id as usize);
+            found[id] = f64::from(weight) / whole;
         }
         for id in 0..logits.len() {
             prop_assert!((found[id] - expected[id]).abs() < 1e-4, "id {id}: {} instead of {}", found[id], expected[id]);

@@ -8,6 +8,7 @@
 //! | `config`, `weights`, `dequantise` | `config.json` as shapes; the trunk's tensors by name |
 //! | `options`, `inspect`, `load` | how to load a checkpoint, what it needs, and loading it |
 //! | `runtime` | a loaded model: forward, verify, snapshots |
+//! | `logits` | a pass's logits, and sums over a row of them |
 //! | `ngram_hash`, `ngram_table` | which rows of an n-gram table a token has; reading them from the disk |
 //! | `positions` | positions of rows for RoPE, with images |
 //! | `device_state`, `placement`, `shared_backend` | what a model keeps on one device |
@@ -25,6 +26,7 @@ mod forward;
 mod image_tests;
 mod inspect;
 mod load;
+pub mod logits;
 mod model_parts;
 mod ngram_hash;
 mod ngram_table;
@@ -47,6 +49,7 @@ pub use drafts::{
 };
 pub use inspect::{CheckpointInfo, cpu_scratch};
 pub use load::Qwen;
+pub use logits::Logits;
 pub use ngram_hash::ngram_rows;
 pub use options::{LoadOptions, MtpSource, StoreOptions, VisionOptions};
 pub use reference::Reference;
@@ -67,23 +70,6 @@ pub enum Rows {
     None,
     Last,
     All,
-}
-
-/// Logits, row after row: `[rows, vocab]`.
-#[derive(Debug, Clone, Default)]
-pub struct Logits {
-    pub vocab: usize,
-    pub data: Vec<f32>,
-}
-
-impl Logits {
-    pub fn rows(&self) -> usize {
-        self.data.len().checked_div(self.vocab).unwrap_or(0)
-    }
-
-    pub fn row(&self, index: usize) -> &[f32] {
-        &self.data[index * self.vocab..(index + 1) * self.vocab]
-    }
 }
 
 /// The experts that each token of a layer visits, likeliest first, and their weights.

@@ -13,6 +13,7 @@ pub mod embedding;
 pub mod experts;
 mod gpu;
 pub mod linear;
+pub mod logits;
 pub mod mlp;
 pub mod ngram;
 pub mod norm;

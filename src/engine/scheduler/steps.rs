@@ -14,11 +14,12 @@ use crate::{
         speculation::{PendingRows, SampledToken},
     },
     error::{EngineError, ModelError},
-    model::{Logits, Model, PassHooks, Rows, SequenceState, prefix_keys},
+    model::{Model, PassHooks, Rows, SequenceState, prefix_keys},
 };
 use std::{
     any::Any,
     panic::{AssertUnwindSafe, catch_unwind},
+    sync::Arc,
     time::Instant,
 };
 
@@ -268,9 +269,9 @@ impl<M: Model> Scheduler<M> {
         let decoding = decoding.filter_map(|(sequence, answer)| Some(((sequence, answer.last?), &mut answer.rows)));
         let (mut tokens, pending): (Vec<_>, Vec<_>) = decoding.unzip();
         self.speculator.follow(None);
-        let logits = Sequence::extend_each(&mut self.model, &mut tokens)?;
+        let logits = Arc::new(Sequence::extend_each(&mut self.model, &mut tokens)?);
         for (row, pending) in pending.into_iter().enumerate() {
-            *pending = PendingRows::last_of(Logits { vocab: logits.vocab, data: logits.row(row).to_vec() });
+            *pending = PendingRows::row_of(logits.clone(), row);
         }
         Ok(())
     }

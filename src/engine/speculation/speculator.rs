@@ -13,6 +13,7 @@ use crate::{
     model::{Logits, Model, PassHooks, Rows},
 };
 use std::{
+    ops::Range,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -42,8 +43,10 @@ pub struct Speculator<M> {
 
 /// The rows of logits of one forward pass, sampled one after another.
 pub struct PendingRows {
-    logits: Logits,
-    /// The row to sample next.
+    logits: Arc<Logits>,
+    /// The rows of `logits` that belong to the sequence.
+    rows: Range<usize>,
+    /// The row to sample next, counted from the first of `rows`.
     current: usize,
     /// The drafted token after each row but the last.
     drafted: Vec<u32>,
@@ -58,18 +61,25 @@ pub struct PendingRows {
 impl PendingRows {
     /// The last row of a prompt's logits.
     pub fn last_of(logits: Logits) -> Self {
-        let current = logits.rows().saturating_sub(1);
-        Self { logits, current, drafted: Vec::new(), drafted_end: false, begun: None, drafting: Duration::ZERO }
+        let last = logits.rows().saturating_sub(1);
+        Self::row_of(Arc::new(logits), last)
     }
 
-    /// Rows of the pass.
+    /// One row of the logits of several sequences.
+    pub fn row_of(logits: Arc<Logits>, row: usize) -> Self {
+        let (rows, drafting) = (row..logits.rows().min(row + 1), Duration::ZERO);
+        Self { logits, rows, current: 0, drafted: Vec::new(), drafted_end: false, begun: None, drafting }
+    }
+
+    /// Rows of the sequence in the pass.
     pub fn len(&self) -> usize {
-        self.logits.rows()
+        self.rows.len()
     }
 
     /// The logits from which to sample the next token.
     pub fn current(&self) -> Option<&[f32]> {
-        (self.current < self.logits.rows()).then(|| self.logits.row(self.current))
+        let row = self.rows.start + self.current;
+        self.rows.contains(&row).then(|| self.logits.row(row))
     }
 
     /// Records that `id` was sampled from the current row and ends the answer.
@@ -80,7 +90,7 @@ impl PendingRows {
     /// Ends the pass: no row is left to sample.
     pub fn clear(&mut self) {
         self.drafted.clear();
-        (self.current, self.begun) = (self.logits.rows(), None);
+        (self.current, self.begun) = (self.rows.len(), None);
     }
 
     /// Moves on to the next row if the draft contains `id`, the token sampled from the current one.
@@ -237,7 +247,8 @@ impl<M: Model> Speculator<M> {
             true => sequence.extend(model, &[id], Rows::Last, &mut PassHooks::default())?,
             false => sequence.verify(model, id, &drafted)?,
         };
-        *rows = PendingRows { logits, current: 0, drafted, drafted_end: false, begun: Some(begun), drafting };
+        let (logits, own, begun) = (Arc::new(logits), 0..drafted.len() + 1, Some(begun));
+        *rows = PendingRows { logits, rows: own, current: 0, drafted, drafted_end: false, begun, drafting };
         Ok(())
     }
 

@@ -1,0 +1,20 @@
+//! Logits, and the sums over a row of them that sampling needs.
+
+pub use crate::ops::logits::{exp_sum, finite, sum_from, to_weights};
+
+/// Logits, row after row: `[rows, vocab]`.
+#[derive(Debug, Clone, Default)]
+pub struct Logits {
+    pub vocab: usize,
+    pub data: Vec<f32>,
+}
+
+impl Logits {
+    pub fn rows(&self) -> usize {
+        self.data.len().checked_div(self.vocab).unwrap_or(0)
+    }
+
+    pub fn row(&self, index: usize) -> &[f32] {
+        &self.data[index * self.vocab..(index + 1) * self.vocab]
+    }
+}
