@@ -135,9 +135,13 @@ impl Setup {
         (handle, worker, metrics)
     }
 
-    /// Compares visits of several clients with the same visits one after another. `MOESTRO_MIXES` sets their number.
+    /// [`Self::check_visits`] with 12 visits, or as many as `MOESTRO_MIXES` says.
     fn check(&self, seed: u64) -> Arc<Metrics> {
-        let count: u64 = std::env::var("MOESTRO_MIXES").map_or(12, |count| count.parse().unwrap());
+        self.check_visits(seed, std::env::var("MOESTRO_MIXES").map_or(12, |count| count.parse().unwrap()))
+    }
+
+    /// Compares visits of several clients with the same visits one after another.
+    fn check_visits(&self, seed: u64, count: u64) -> Arc<Metrics> {
         let visit = |number: u64| visit(seed * 100_000 + number, self.longest);
         let (alone, worker, _) = self.start(1);
         let expected: Vec<Vec<Answer>> = (0..count).map(|number| answers(&alone, &visit(number), false)).collect();
@@ -213,6 +217,12 @@ fn rows_of_sequences_match_single_rows() {
             }
         }
     }
+}
+
+#[test]
+fn few_mixes_answer_as_alone() {
+    Setup { longest: 12, ..Setup::default() }.check_visits(1, 4);
+    Setup { longest: 12, slots: Some(40), ..Setup::default() }.check_visits(2, 4);
 }
 
 #[test]

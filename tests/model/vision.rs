@@ -164,3 +164,35 @@ fn drafts_do_not_change_answers_with_images() {
     assert_eq!(answers[0], answers[1]);
     assert_eq!(answers[0].len(), 40);
 }
+
+#[test]
+fn answers_with_images_are_as_alone() {
+    for slots in [None, Some(8)] {
+        let start = |parallel: usize| {
+            let options = Options { parallel, max_queue: 16, ..Options::default() };
+            engine::spawn(load("mlx_4bit", slots), options, Metrics::new("test", "cpu")).unwrap()
+        };
+        let model = load("mlx_4bit", None);
+        let requests: Vec<Request> = (0..6)
+            .map(|seed| {
+                let (ids, images) = prompt(&model, ["one", "two"][seed % 2]);
+                // Every third request is text only.
+                let (ids, images) = if seed % 3 == 2 { (ids[..5].to_vec(), Vec::new()) } else { (ids, images) };
+                let sampling = Sampling { seed: Some(seed as u64), ..Sampling::default() };
+                Request { images, ignore_eos: true, ..Request::new(ids, 12, sampling) }
+            })
+            .collect();
+        let (handle, worker) = start(1);
+        let alone: Vec<_> = requests.iter().map(|request| ask(&handle, request.clone()).0).collect();
+        handle.drain();
+        worker.join().unwrap();
+
+        let (handle, worker) = start(4);
+        let all: Vec<_> = requests.into_iter().map(|request| handle.submit(request).unwrap()).collect();
+        let found: Vec<_> = all.into_iter().map(|events| engine::collect(events).0).collect();
+        handle.drain();
+        worker.join().unwrap();
+        assert_eq!(found, alone, "{slots:?} slots");
+        assert_ne!(found[0], found[4], "the seed or the image changes the answer");
+    }
+}

@@ -226,6 +226,43 @@ fn full_prompt_cache_stays_in_plan() {
     assert_eq!(group.as_ref().map_or(0, Group::kills), 0);
 }
 
+/// Four clients, each of which fills the context of its sequence.
+#[test]
+#[ignore = "long: fills the context of four sequences"]
+fn full_sequences_stay_in_plan() {
+    let root = tempfile::tempdir().unwrap();
+    let dir = root.path().join("model");
+    model(&dir);
+    let group = Group::new();
+    let limit = 150 * MIB;
+    if let Some(group) = &group {
+        group.set(limit + limit / 10 + 4096);
+    }
+    let limit_text = limit.to_string();
+    let server = crate::process::Process::spawn(
+        crate::group::command(group.as_ref()),
+        &["--memory-limit", &limit_text, "--parallel", "4", "--ctx-size", "1024", dir.to_str().unwrap()],
+    );
+    thread::scope(|scope| {
+        for client in 0..4 {
+            let server = &server;
+            scope.spawn(move || {
+                let prompt: Vec<u32> = (0..900).map(|at| 100 + (at * 7 + client * 13) % 1500).collect();
+                let body = serde_json::json!({"prompt": prompt, "max_tokens": 124, "temperature": 1.0});
+                let answer = server.ask("POST", "/v1/completions", &body.to_string());
+                let answer: serde_json::Value = serde_json::from_str(&answer).unwrap();
+                assert!(answer["usage"]["completion_tokens"].as_u64().unwrap() > 0, "{answer}");
+            });
+        }
+    });
+    assert!(server.metric("moestro_step_sequences_sum") > server.metric("moestro_step_sequences_count"));
+    let peak = memory(server.id(), "VmHWM");
+    println!("{peak} bytes at the peak of {limit}");
+    assert!(peak <= limit, "{peak} bytes at the peak, the limit is {limit}");
+    drop(server);
+    assert_eq!(group.as_ref().map_or(0, Group::kills), 0);
+}
+
 /// Lowers the group's limit while the server answers. The server frees slots and is not killed, and answers do not
 /// change. When the limit rises, the slots return. The test runs twice: with all experts in memory and with a part of
 /// them.

@@ -3,6 +3,8 @@
 mod attacks;
 mod cgroup;
 mod cli;
+#[cfg(target_os = "linux")]
+mod clients;
 mod documents;
 #[cfg(target_os = "linux")]
 #[path = "../support/formats.rs"]
