@@ -63,7 +63,7 @@ impl Lab {
         self.fill(count * 4, |word| (word & 0x807f_ffff_807f_ffff) | 0x3f80_0000_3f80_0000)
     }
 
-    fn room(&mut self, count: usize) -> Result<Region> {
+    fn buffer(&mut self, count: usize) -> Result<Region> {
         self.cpu.allocate(count * 4)
     }
 
@@ -89,12 +89,12 @@ impl Lab {
         Ok(MoeWeights { k, renormalise: true, router, shared: Some(shared), stacks })
     }
 
-    fn mixture_room(&mut self, layer: &MoeWeights, tokens: usize) -> Result<MoeBuffers> {
+    fn mixture_buffers(&mut self, layer: &MoeWeights, tokens: usize) -> Result<MoeBuffers> {
         let places = tokens * (layer.k + 1);
         Ok(MoeBuffers {
             scores: self.floats(tokens * layer.width())?,
             weights: self.floats(places)?,
-            act: self.room(places * layer.row())?,
+            act: self.buffer(places * layer.row())?,
             out: self.floats(places * HIDDEN)?,
             ..MoeBuffers::default()
         })
@@ -113,12 +113,12 @@ struct Caches {
 
 impl Caches {
     fn new(lab: &mut Lab, context: usize, tokens: usize, bits: KvBits) -> Result<Self> {
-        let own = lab.cpu.limits().cache;
+        let own = lab.cpu.limits().kv_format;
         let format = bits.format().unwrap_or(own);
-        let recent = bits.format().map(|_| RecentRing { room: 512, format: own });
+        let recent = bits.format().map(|_| RecentRing { capacity: 512, format: own });
         let shape =
             AttentionShape { heads: 16, kv_heads: 2, dim: 256, rope_dim: 64, eps: 1e-6, context, format, recent };
-        let (proj, q) = (lab.floats(256 * shape.width())?, lab.room(256 * 16 * 256)?);
+        let (proj, q) = (lab.floats(256 * shape.width())?, lab.buffer(256 * 16 * 256)?);
         let turn = QkNormRope { q_norm: lab.floats(256)?, k_norm: lab.floats(256)?, rope_table: lab.floats(256 * 64)? };
         let bytes = 2 * shape.cache_bytes();
         let mut caches = Vec::new();
@@ -135,7 +135,7 @@ impl Caches {
             }
             caches.push(cache);
         }
-        let y = lab.room(tokens * 16 * 256)?;
+        let y = lab.buffer(tokens * 16 * 256)?;
         Ok(Self { shape, proj, q, y, tokens, caches })
     }
 
@@ -208,7 +208,7 @@ impl Bench {
                 let size = codes.row_bytes(HIDDEN).iter().sum::<usize>() * rows;
                 let copies = (0..(SPREAD / size).max(1)).map(|_| lab.weight(codes, rows, HIDDEN));
                 let copies: Vec<Weight> = copies.collect::<Result<_>>()?;
-                let (x, y) = (lab.floats(tokens * HIDDEN)?, lab.room(tokens * rows)?);
+                let (x, y) = (lab.floats(tokens * HIDDEN)?, lab.buffer(tokens * rows)?);
                 self.time(&name, size, &mut lab.cpu, x, |number| {
                     let matrices = std::slice::from_ref(&copies[number % copies.len()]);
                     Linear { x, tokens, norm: None, matrices, y, add: false }.into()
@@ -238,7 +238,7 @@ impl Bench {
         let small = |word: u64| 0x3c3c_3c3c_3c3c_3c3c ^ word >> 63;
         let segments = vec![lab.fill(copies * 8 * stride, small)?];
         let slots = ExpertSlots { segments, table: Region::default(), per_segment: usize::MAX, stride };
-        let (x, room) = (lab.floats(tokens * HIDDEN)?, lab.mixture_room(&layer, tokens)?);
+        let (x, buffers) = (lab.floats(tokens * HIDDEN)?, lab.mixture_buffers(&layer, tokens)?);
         let places: Vec<u32> = (0..8).flat_map(|rank| (0..tokens as u32).map(move |token| token * 8 + rank)).collect();
         let count = tokens as u32;
         let groups =
@@ -246,8 +246,8 @@ impl Bench {
         let groups: Vec<Vec<ExpertGroup>> = (0..copies as u32).map(|copy| groups(copy).collect()).collect();
         self.time(&name, 8 * stride + layer.shared.map_or(0, |s| s.down.bytes() * 3), &mut lab.cpu, x, |number| {
             let groups = &groups[number % copies];
-            let which = ExpertSet::Landed { groups, assignments: &places, shared: true, per_assignment: None };
-            Experts { layer: &layer, slots: &slots, tokens, x, room, which }.into()
+            let set = ExpertSet::Loaded { groups, assignments: &places, shared: true, per_assignment: None };
+            Experts { layer: &layer, slots: &slots, tokens, x, buffers, experts: set }.into()
         });
         Ok(())
     }
@@ -317,15 +317,15 @@ impl Bench {
         let (channels, values) = (shape.channels(), shape.values());
         let (proj, none) = (lab.floats(tokens * shape.width())?, Replay::default());
         let (taps, samples, mixed) =
-            (lab.floats(4 * channels)?, lab.floats(3 * channels)?, lab.room(tokens * channels)?);
+            (lab.floats(4 * channels)?, lab.floats(3 * channels)?, lab.buffer(tokens * channels)?);
         self.time(&format!("conv, {tokens} tokens"), 4 * channels * (2 * tokens + 10), &mut lab.cpu, mixed, |_| {
             Conv { shape: &shape, tokens, proj, weight: taps, past: none, stored: tokens, state: samples, out: mixed }
                 .into()
         });
         let decay = Decay { rate: lab.floats(32)?, dt_bias: lab.floats(32)? };
-        let (norm, out, y) = (lab.floats(128)?, lab.room(tokens * values)?, lab.room(tokens * values)?);
+        let (norm, out, y) = (lab.floats(128)?, lab.buffer(tokens * values)?, lab.buffer(tokens * values)?);
         let bytes = 4 * values * 128;
-        let states: Vec<Region> = (0..SPREAD / bytes).map(|_| lab.room(values * 128)).collect::<Result<_>>()?;
+        let states: Vec<Region> = (0..SPREAD / bytes).map(|_| lab.buffer(values * 128)).collect::<Result<_>>()?;
         self.time(&format!("delta rule, {tokens} tokens"), 2 * bytes, &mut lab.cpu, y, |number| {
             let state = states[number % states.len()];
             let (shape, past, stored) = (&shape, none, tokens);
@@ -352,17 +352,17 @@ impl Bench {
     fn rest(&mut self, tokens: usize) -> Result<()> {
         let mut lab = self.lab();
         let layer = lab.mixture(8, 256, Default::default())?;
-        let (x, h, keep) = (lab.floats(tokens * HIDDEN)?, lab.floats(tokens * HIDDEN)?, lab.room(tokens * HIDDEN)?);
-        let room = lab.mixture_room(&layer, tokens)?;
-        let [ids, slots] = [lab.room(tokens * 8)?, lab.room(tokens * 8)?];
+        let (x, h, keep) = (lab.floats(tokens * HIDDEN)?, lab.floats(tokens * HIDDEN)?, lab.buffer(tokens * HIDDEN)?);
+        let buffers = lab.mixture_buffers(&layer, tokens)?;
+        let [ids, slots] = [lab.buffer(tokens * 8)?, lab.buffer(tokens * 8)?];
         let norm = Some(Norm { weight: lab.floats(HIDDEN)?, eps: 1e-6, keep: Some(keep) });
-        let (scores, weights, table) = (room.scores, room.weights, Region::default());
+        let (scores, weights, table) = (buffers.scores, buffers.weights, Region::default());
         self.time(&format!("norm and route, {tokens} tokens"), layer.router.bytes(), &mut lab.cpu, x, |_| {
             Router { layer: &layer, tokens, x, norm, alone: false, table, scores, ids, slots, weights }.into()
         });
         let none = ExpertSlots::default();
         self.time(&format!("combine, {tokens} tokens"), 4 * 10 * HIDDEN * tokens, &mut lab.cpu, x, |_| {
-            CombineExperts { layer: &layer, slots: &none, tokens, room, per_assignment: None, h }.into()
+            CombineExperts { layer: &layer, slots: &none, tokens, buffers, per_assignment: None, h }.into()
         });
         let table = lab.weight(FOUR, 150_000, HIDDEN)?;
         let numbers: Vec<u32> = (0..tokens as u32).map(|index| index * 7919 % 150_000).collect();

@@ -59,7 +59,7 @@ impl DeviceState {
         let slots = match &parts.store {
             Some(store) => {
                 // A GPU uses whole segments. The CPU has no buffers.
-                store.release_whole_segments(limits.waits);
+                store.release_whole_segments(limits.is_async);
                 adopt_slots(store, &mut backend)?
             }
             None => ExpertSlots::default(),
@@ -72,7 +72,7 @@ impl DeviceState {
             backend.write_words(buffers.slot_tables, &slot_tables(&parts.net, store))?;
         }
         if let Some((_, lost)) = kv {
-            (limits.cache, limits.recent) = (lost.cache, lost.recent);
+            (limits.kv_format, limits.recent_format) = (lost.kv_format, lost.recent_format);
         }
         let pool = PagePool::new(&parts.config, &kv_shape, &parts.plan, &backend)?;
         let mtp = match &parts.mtp {
@@ -88,7 +88,7 @@ impl DeviceState {
             slots,
             buffers,
             kv_shape,
-            free_arenas: ArenaList::new(if limits.waits { parts.plan.parallel } else { 1 }),
+            free_arenas: ArenaList::new(if limits.is_async { parts.plan.parallel } else { 1 }),
             pool,
             other_pools: Vec::new(),
             scratch: Scratch::default(),

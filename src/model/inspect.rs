@@ -107,7 +107,7 @@ impl CheckpointInfo {
         let vision = vision.map(|tower| tower.with_max_tokens(options.image_tokens()));
         let shape =
             ModelFootprint { vision: vision.as_ref().map_or(0, |tower| tower.bytes(options.vision_on_gpu())), ..shape };
-        let kv_format = device_limits(options).cache;
+        let kv_format = device_limits(options).kv_format;
         let feed_forward = net.layers.first().map(|layer| match &layer.ffn {
             Ffn::Dense(dense) => [&dense.gate_up[0], &dense.gate_up[1], &dense.down].map(ProjectionShape::of),
             Ffn::Moe(moe) => moe.stacks.each_ref().map(ProjectionShape::of_stack),
@@ -203,7 +203,7 @@ fn shape(config: &Config, options: &LoadOptions, [trunk, gathered, head]: [u64; 
     workspace_per_row += recent / (2 * RECENT as u64);
     workspace_fixed += recent / 2;
     workspace_per_row += config.ngrams.iter().map(ngram_table::bytes_per_token).sum::<u64>();
-    let [rings, kept] = ring_bytes(config, limits.mixer.min(MAX_RING_BLOCK));
+    let [rings, kept] = ring_bytes(config, limits.max_mixer_rows.min(MAX_RING_BLOCK));
     let rings = rings.saturating_sub(kept);
     workspace_fixed += rings + (config.ngrams.len() * ngram_table::CACHE_BYTES) as u64;
     let state = delta_bytes(config) + recent + kept + NEXT_BYTES as u64;

@@ -98,7 +98,7 @@ impl Qwen {
         match DeviceState::new(&parts, backend, None) {
             Ok(device) => {
                 if let Some(store) = &parts.store {
-                    store.verify_in_background(!device.limits.waits);
+                    store.verify_in_background(!device.limits.is_async);
                 }
                 Ok(Self { parts, device: RefCell::new(device) })
             }
@@ -122,7 +122,7 @@ impl Qwen {
         // Waiting reports pending errors, so that the next request does not see those of this one.
         let end = lost.backend.sync_point();
         let _ = lost.backend.wait_for(end);
-        if !lost.backend.lost() {
+        if !lost.backend.is_lost() {
             return Ok(false);
         }
         let (kv, taps) = ((lost.kv_shape, lost.limits), lost.taps.taps());

@@ -20,14 +20,14 @@ fn refuse<T>(why: String) -> Result<T, ModelError> {
 /// Adopts a buffer of weights under the number that the weights' regions have.
 pub fn adopt_weights(buffer: &TrunkBuffer, backend: &mut dyn Backend) -> Result<(), ModelError> {
     let TrunkBuffer { number, slab } = buffer;
-    if slab.len() > backend.longest() {
+    if slab.len() > backend.max_buffer_len() {
         return refuse(format!("the trunk's {} bytes do not fit in one buffer of this GPU", slab.len()));
     }
     let adopted = backend.adopt(slab, 0..slab.len())?;
     if adopted.buffer != *number {
         return refuse(format!("the weights' buffer has number {} on the device, not {number}", adopted.buffer));
     }
-    Ok(backend.landed(adopted, 0)?)
+    Ok(backend.mark_loaded(adopted, 0)?)
 }
 
 /// Asks the backend about each part of the model.
@@ -75,12 +75,12 @@ pub fn check_threads(net: &Network, kv_shape: &AttentionShape, backend: &mut dyn
 pub fn adopt_slots(store: &ExpertStore, backend: &mut dyn Backend) -> Result<ExpertSlots, ModelError> {
     let layout = store.layout();
     let ranges: Vec<_> = layout.segments().collect();
-    if let Some(long) = ranges.iter().map(Range::len).find(|len| *len > backend.longest()) {
+    if let Some(long) = ranges.iter().map(Range::len).find(|len| *len > backend.max_buffer_len()) {
         return refuse(format!("a segment of {long} bytes of expert slots does not fit in one buffer of this GPU"));
     }
     let (segments, table) = backend.adopt_segments(store.slab(), &ranges)?;
     if store.is_resident() {
-        segments.iter().try_for_each(|segment| backend.landed(*segment, 0))?;
+        segments.iter().try_for_each(|segment| backend.mark_loaded(*segment, 0))?;
     }
     Ok(ExpertSlots { segments, table, per_segment: layout.per_segment, stride: layout.slot_bytes })
 }

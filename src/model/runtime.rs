@@ -41,7 +41,7 @@ impl Model for Qwen {
             context: plan.context,
             chunk: plan.chunk,
             batch: self.batch(),
-            exact_chunks: !self.device.borrow().limits.half,
+            exact_chunks: !self.device.borrow().limits.uses_half_precision,
             snapshot_size: SnapshotSize { state: shape.state, position: shape.kv_per_token },
             pages: Some(self.device.borrow().pool.clone()),
             images: self.parts.vision.as_ref().map(|vision| vision.processor.clone()),
@@ -157,7 +157,7 @@ impl Qwen {
     }
 
     pub fn is_on_gpu(&self) -> bool {
-        self.device.borrow().limits.waits
+        self.device.borrow().limits.is_async
     }
 
     /// The CPU threads, for a draft that computes while the model does not.
@@ -187,7 +187,7 @@ impl Qwen {
             if device.other_pools.iter().all(|(of, _)| *of != device.kv_shape) {
                 device.other_pools.push((device.kv_shape, before));
             }
-            device.free_arenas = ArenaList::new(if device.limits.waits { plan.parallel } else { 1 });
+            device.free_arenas = ArenaList::new(if device.limits.is_async { plan.parallel } else { 1 });
             device.kv_shape = shape;
         }
         Ok(())
@@ -325,7 +325,7 @@ impl Qwen {
                 image_rows: &image_rows,
                 logits: wanted,
                 kind: if tokens == 1 { PassKind::Decode } else { PassKind::Prefill },
-                half: ids.len() > 1 && device.limits.half,
+                half: ids.len() > 1 && device.limits.uses_half_precision,
                 commit: Commit::Now,
             };
             let observer = hooks.on_route.as_mut().map(|observer| &mut **observer as &mut RouterObserver<'_>);
@@ -375,7 +375,7 @@ impl Qwen {
             return Err(ModelError::Config(format!("a pass has no room for {count} sequences")));
         }
         let device = &mut *self.device.borrow_mut();
-        let share_buffers = device.limits.waits && rows.windows(2).all(|pair| pair[0].0.shares_buffers(pair[1].0));
+        let share_buffers = device.limits.is_async && rows.windows(2).all(|pair| pair[0].0.shares_buffers(pair[1].0));
         for (state, id) in &mut *rows {
             self.check_ids(state.len, &[*id])?;
             state.verified = 0;

@@ -74,18 +74,18 @@ impl Backend for SharedBackend {
         self.0.lock().borrow().accept(part)
     }
 
-    fn lost(&self) -> bool {
-        self.0.lock().borrow().lost()
+    fn is_lost(&self) -> bool {
+        self.0.lock().borrow().is_lost()
     }
 
-    fn longest(&self) -> usize {
-        self.0.lock().borrow().longest()
+    fn max_buffer_len(&self) -> usize {
+        self.0.lock().borrow().max_buffer_len()
     }
 
     forward_locked! {
         check_threads(part: ModelPart<'_>) -> Result<(), DeviceError>;
         execute(op: &Op<'_>) -> Result<(), DeviceError>;
-        prompt(room: Option<HalfBuffers>);
+        set_half_buffers(buffers: Option<HalfBuffers>);
         begin_layers(streams: bool);
         end_layer() -> Result<(), DeviceError>;
         read(from: Region, into: &mut [u8]) -> Result<(), DeviceError>;
@@ -96,7 +96,7 @@ impl Backend for SharedBackend {
         adopt(slab: &Arc<Slab>, range: Range<usize>) -> Result<Region, DeviceError>;
         adopt_segments(slab: &Arc<Slab>, segments: &[Range<usize>]) -> Result<(Vec<Region>, Region), DeviceError>;
         release_segment(segment: Region) -> Result<(), DeviceError>;
-        landed(region: Region, content: u64) -> Result<(), DeviceError>;
+        mark_loaded(region: Region, content: u64) -> Result<(), DeviceError>;
         keep_gpu_awake() -> Result<(), DeviceError>;
     }
 }

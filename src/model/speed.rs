@@ -84,15 +84,15 @@ pub fn decode_rate(
     let values: Vec<f32> = (0..hidden).map(|index| index as f32 / hidden as f32 - 0.5).collect();
     cpu.write(x, bytemuck::cast_slice(&values))?;
     let (act, scores) = (cpu.allocate((at_once + 1) * layer.row() * 4)?, Region::default());
-    let room = MoeBuffers { act, out, scores, ..MoeBuffers::default() };
+    let buffers = MoeBuffers { act, out, scores, ..MoeBuffers::default() };
     let places: Vec<u32> = (0..at_once as u32).collect();
     let (mut done, begin) = (0, Instant::now());
     while done < 2 || begin.elapsed() < budget {
         let first = (done % calls * at_once) as u32;
         let group = |index: u32| ExpertGroup { expert: 0, slot: first + index, first: index, count: 1 };
         let groups: Vec<_> = places.iter().map(|index| group(*index)).collect();
-        let which = ExpertSet::Landed { groups: &groups, assignments: &places, shared: false, per_assignment: None };
-        cpu.execute(&Experts { layer: &layer, slots: &slots, tokens: 1, x, room, which }.into())?;
+        let set = ExpertSet::Loaded { groups: &groups, assignments: &places, shared: false, per_assignment: None };
+        cpu.execute(&Experts { layer: &layer, slots: &slots, tokens: 1, x, buffers, experts: set }.into())?;
         done += 1;
     }
     Ok((done * at_once * size) as f64 / begin.elapsed().as_secs_f64())
@@ -108,12 +108,12 @@ const PRODUCTS: usize = 8;
 pub fn matrix_rate(backend: &mut dyn Backend, room: usize, budget: Duration) -> Result<f64, ModelError> {
     let codes = WeightFormat::Affine { bits: 4, group: 64, scale: Float::Bf16 };
     let row: usize = codes.row_bytes(COLS).iter().sum();
-    let rows = (room.min(backend.longest()) / row / 16 * 16).max(16);
+    let rows = (room.min(backend.max_buffer_len()) / row / 16 * 16).max(16);
     let mut slab =
         Slab::new(rows * row).map_err(|error| StoreError::Other(format!("cannot measure the matrix: {error}")))?;
     slab.as_mut_slice().fill(FILL);
     let bytes = backend.adopt(&Arc::new(slab), 0..rows * row)?;
-    backend.landed(bytes, 0)?;
+    backend.mark_loaded(bytes, 0)?;
     let mut at = 0;
     let parts = codes.row_bytes(COLS).map(|len| {
         at += len * rows;

@@ -1,4 +1,5 @@
-//! Activation functions of the vision tower, in place. Candle's own are scalar code, and GELU runs on one thread.
+//! Activation functions, computed in place. The vision tower does not use Candle's functions: they are scalar code, and
+//! Candle's GELU runs on one thread.
 
 use super::simd::{
     float,
@@ -19,7 +20,7 @@ wide! {
 }
 
 wide! {
-    /// Softmax of a row times `scale`, which is positive.
+    /// `softmax(scale * x)` of one row. `scale` must be positive.
     pub fn softmax(x: &mut [f32], scale: f32) {
         let (chunks, rest) = x.as_chunks::<16>();
         let mut lanes = [f32::NEG_INFINITY; 16];

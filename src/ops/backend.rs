@@ -13,23 +13,23 @@ use std::{ops::Range, sync::Arc};
 pub struct BackendLimits {
     /// Maximum number of rows for which resident experts are found through a slot table, so that the router's choice
     /// stays on the device.
-    pub by_table: usize,
+    pub max_slot_table_rows: usize,
     /// Maximum number of rows for which loaded experts are computed one assignment at a time instead of grouped by
     /// expert.
-    pub per_assignment: usize,
-    /// Prompts use half-precision matrix products and need [`HalfBuffers`].
-    pub half: bool,
+    pub max_per_assignment_rows: usize,
+    /// Prompts use half-precision matrix products, which need [`HalfBuffers`].
+    pub uses_half_precision: bool,
     /// The delta rule may write its output over the convolution's output.
-    pub in_place: bool,
+    pub delta_in_place: bool,
     /// Maximum number of rows in one attention or delta-net call. A longer pass is split into blocks.
-    pub mixer: usize,
-    /// The pass must allocate the buffer for expert activations. Otherwise the device has its own.
-    pub acts: bool,
-    /// Reading a result waits for the device, so the pass batches its reads.
-    pub waits: bool,
-    pub cache: KvFormat,
+    pub max_mixer_rows: usize,
+    /// The pass must allocate the buffers for expert activations. Otherwise the device has its own.
+    pub needs_expert_buffers: bool,
+    /// Operations run asynchronously. Reading a result waits for the device, so the pass batches its reads.
+    pub is_async: bool,
+    pub kv_format: KvFormat,
     /// The format of the recent positions, which a cache of 8 or 4 bits also has.
-    pub recent: KvFormat,
+    pub recent_format: KvFormat,
     /// Maximum number of rows in one attention launch and maximum number of bytes of partial results. `None` if the
     /// device manages both itself.
     pub partials: Option<(usize, usize)>,
@@ -56,23 +56,23 @@ pub trait Backend: Timeline + Send {
     fn execute(&mut self, op: &Op<'_>) -> Result<(), DeviceError>;
 
     /// True after the device has failed permanently. No later call succeeds.
-    fn lost(&self) -> bool {
+    fn is_lost(&self) -> bool {
         false
     }
 
-    /// Announces that the next operations belong to a prompt of several rows, or ends the prompt with `None`. A GPU
-    /// then uses half-precision products. Only called if [`BackendLimits::half`] is set. A row's result never
-    /// depends on other rows.
-    fn prompt(&mut self, room: Option<HalfBuffers>) {
-        let _ = room;
+    /// Switches to half-precision products, for the rows of a prompt, or back with `None`. Only called if
+    /// [`BackendLimits::uses_half_precision`] is set. A row's result never depends on other rows.
+    fn set_half_buffers(&mut self, buffers: Option<HalfBuffers>) {
+        let _ = buffers;
     }
 
-    /// Starts a pass over layers. `streams`: some layers wait for experts to be read, so no pacing is needed.
+    /// Starts a pass over the layers. With `streams`, some layers wait until experts are read, so the backend need not
+    /// decide when to submit.
     fn begin_layers(&mut self, streams: bool) {
         let _ = streams;
     }
 
-    /// One layer has been executed. A backend that queues work may submit it here.
+    /// Called after each layer. A backend that queues work may submit it here.
     fn end_layer(&mut self) -> Result<(), DeviceError> {
         Ok(())
     }
@@ -80,10 +80,10 @@ pub trait Backend: Timeline + Send {
     /// Waits for pending writes to `from`, then copies it to `into`, which has the same length.
     fn read(&mut self, from: Region, into: &mut [u8]) -> Result<(), DeviceError>;
 
-    /// Ordered with operations: earlier operations still see the old bytes.
+    /// Writes bytes in order with the operations: earlier operations still see the old bytes.
     fn write(&mut self, to: Region, bytes: &[u8]) -> Result<(), DeviceError>;
 
-    /// Ordered with operations. Both regions have the same length and do not overlap.
+    /// Copies bytes in order with the operations. Both regions must have the same length and must not overlap.
     fn copy(&mut self, from: Region, to: Region) -> Result<(), DeviceError>;
 
     /// Submits all encoded work without waiting.
@@ -92,39 +92,40 @@ pub trait Backend: Timeline + Send {
     /// Allocates zeroed memory. Buffers are numbered from 0 in the order in which they are allocated and adopted.
     fn allocate(&mut self, bytes: usize) -> Result<Region, DeviceError>;
 
-    /// Gives operations access to a page-aligned range of a slab. Its bytes are valid after [`Backend::landed`] has
-    /// named them.
+    /// Gives operations access to a page-aligned range of a slab. Operations may use the bytes after
+    /// [`Backend::mark_loaded`] was called for them.
     fn adopt(&mut self, slab: &Arc<Slab>, range: Range<usize>) -> Result<Region, DeviceError>;
 
-    /// Makes segments of a slab available to kernels that find them through a table of addresses: the second result.
-    /// The first is a region for each segment. A device that shares the CPU's memory takes a segment when the first
-    /// expert has [landed](Backend::landed) in it. So loading does not wait until the memory of all of them is wired.
+    /// Makes segments of a slab available to kernels. Returns a region for each segment, and the table of addresses
+    /// through which kernels find the segments. A device that shares the CPU's memory adopts a segment when the first
+    /// expert in it is [marked as loaded](Backend::mark_loaded). So loading does not wait until all segments are wired.
     fn adopt_segments(
         &mut self,
         slab: &Arc<Slab>,
         segments: &[Range<usize>],
     ) -> Result<(Vec<Region>, Region), DeviceError>;
 
-    /// Waits for the device, which then stops using the segment until the next expert lands in it.
+    /// Waits until the device has finished with the segment, then unmaps it. [`Backend::mark_loaded`] maps it again.
     fn release_segment(&mut self, segment: Region) -> Result<(), DeviceError> {
         let _ = segment;
         Ok(())
     }
 
-    /// From now on, a GPU gets small launches while the caller waits for a disk, so that its clock stays up.
+    /// From now on, an idle GPU executes small launches while the caller waits for a disk, so that the GPU's clock
+    /// stays high.
     fn keep_gpu_awake(&mut self) -> Result<(), DeviceError> {
         Ok(())
     }
 
-    /// Marks adopted bytes as complete. They must not change until the device has passed a later mark. `content`
+    /// Marks adopted bytes as complete. They must not change until the device has passed a later sync point. `content`
     /// identifies the bytes: a device with its own memory skips the copy if it already holds the same content.
-    fn landed(&mut self, region: Region, content: u64) -> Result<(), DeviceError> {
+    fn mark_loaded(&mut self, region: Region, content: u64) -> Result<(), DeviceError> {
         let _ = (region, content);
         Ok(())
     }
 
     /// The longest range that can be adopted, in bytes.
-    fn longest(&self) -> usize;
+    fn max_buffer_len(&self) -> usize;
 
     /// Writes words to the start of the region; see [`Backend::write`].
     fn write_words(&mut self, to: Region, words: &[u32]) -> Result<(), DeviceError> {

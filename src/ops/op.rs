@@ -23,13 +23,13 @@ pub enum Op<'a> {
     Linear(Linear<'a>),
     Conv(Conv<'a>),
     DeltaRule(DeltaRule<'a>),
-    /// Boxed by reference because it holds four operations.
+    /// A reference, because it holds four operations.
     DeltaNet(&'a DeltaNet<'a>),
     DeltaNetRows(&'a DeltaNetRows<'a>),
     KvWrite(KvWrite<'a>),
     Attention(Attention<'a>),
     AttentionRows(&'a AttentionRows<'a>),
-    /// Boxed by reference because of its size.
+    /// A reference, because of its size.
     BlockAttention(&'a BlockAttention<'a>),
     ReadStreams(&'a ReadStreams<'a>),
     WriteStreams(WriteStreams<'a>),

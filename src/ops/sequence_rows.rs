@@ -2,7 +2,8 @@
 
 use crate::device::Region;
 
-/// One row of each of several sequences. The state of sequence `n` is the `n`-th part of its buffer.
+/// One row of each of several sequences. A state buffer holds the states of all sequences; that of sequence `n` is its
+/// `n`-th part.
 #[derive(Debug, Clone, Copy)]
 pub struct SequenceRows {
     /// The smallest and the largest index of a row in its sequence.
@@ -12,7 +13,7 @@ pub struct SequenceRows {
 }
 
 impl SequenceRows {
-    /// Some of the rows.
+    /// Rows `first..first + count`.
     pub(super) fn part(self, first: usize, count: usize) -> Self {
         Self { table: self.table.rows(first, count, 2), ..self }
     }

@@ -75,7 +75,7 @@ fn case(codes: [WeightFormat; 3], hidden: usize, inner: usize, shared_inner: usi
     let act = (tokens * k + tokens) * row * 4;
     let out = (tokens * k + tokens) * hidden * 4;
     let (x_at, none) = (host.floats(&x), host.words(&[]));
-    let room = MoeBuffers {
+    let buffers = MoeBuffers {
         scores: host.floats(&scores),
         weights: host.floats(&weights),
         act: host.empty(act),
@@ -83,12 +83,12 @@ fn case(codes: [WeightFormat; 3], hidden: usize, inner: usize, shared_inner: usi
         jobs: none,
         order: none,
     };
-    let op = |room| {
-        let which = ExpertSet::Table { ids: none, slots: none };
-        Experts { layer: mixture, slots: &layer.slots, tokens, x: x_at, room, which }
+    let op = |buffers| {
+        let set = ExpertSet::Table { ids: none, slots: none };
+        Experts { layer: mixture, slots: &layer.slots, tokens, x: x_at, buffers, experts: set }
     };
     let combine =
-        |room, h| CombineExperts { layer: mixture, slots: &layer.slots, tokens, room, per_assignment: None, h };
+        |buffers, h| CombineExperts { layer: mixture, slots: &layer.slots, tokens, buffers, per_assignment: None, h };
 
     let x = wide(&x);
     let mut expected = wide(&before);
@@ -113,8 +113,8 @@ fn case(codes: [WeightFormat; 3], hidden: usize, inner: usize, shared_inner: usi
 
     let slots_at = host.words(&chosen);
     let h = host.floats(&before);
-    host.run(&op(room).up(slots_at, true));
-    host.run(&combine(room, h).down(slots_at));
+    host.run(&op(buffers).up(slots_at, true));
+    host.run(&combine(buffers, h).down(slots_at));
     let at_once = host.read_floats(h);
     close(&format!("experts {hidden} x {inner}, k {k}, {tokens} tokens"), &at_once, &expected);
 
@@ -123,18 +123,18 @@ fn case(codes: [WeightFormat; 3], hidden: usize, inner: usize, shared_inner: usi
         chosen.iter().enumerate().map(|(i, &s)| if (i % 3 == 1) == odd { s } else { NO_SLOT }).collect()
     };
     let (hits, misses) = (host.words(&part(false)), host.words(&part(true)));
-    let room = MoeBuffers { act: host.empty(act), ..room };
+    let buffers = MoeBuffers { act: host.empty(act), ..buffers };
     let h = host.floats(&before);
-    host.run(&op(room).up(hits, true));
-    host.run(&op(room).up(misses, false));
-    host.run(&combine(room, h).down(slots_at));
+    host.run(&op(buffers).up(hits, true));
+    host.run(&op(buffers).up(misses, false));
+    host.run(&combine(buffers, h).down(slots_at));
     assert_eq!(host.read_floats(h), at_once, "hits first, then misses");
 
     // Grouped by expert, as in a prompt chunk.
     let jobs = group(&mut host, &chosen, slots);
     let h = host.floats(&before);
-    op(room).by_expert(jobs).iter().for_each(|launch| host.run(launch));
-    combine(room, h).sum(None).iter().for_each(|launch| host.run(launch));
+    op(buffers).by_expert(jobs).iter().for_each(|launch| host.run(launch));
+    combine(buffers, h).sum(None).iter().for_each(|launch| host.run(launch));
     assert_eq!(host.read_floats(h), at_once, "grouped by expert");
 }
 

@@ -24,7 +24,7 @@ use std::path::Path;
 /// Tolerance, relative to the largest value.
 const CLOSE: f64 = 1e-3;
 
-fn room(host: &mut Host, rows: usize, cols: usize) -> Region {
+fn buffer(host: &mut Host, rows: usize, cols: usize) -> Region {
     host.empty(rows * HalfBuffers::words(cols) * 4)
 }
 
@@ -33,10 +33,10 @@ fn products(host: &mut Host, x: &[f32], sample: &Sample, cols: usize, norm: Opti
     let tokens = x.len() / cols;
     let (x, y) = (host.floats(x), host.empty(tokens * sample.matrix.rows * 4));
     let norm = norm.map(|weight| Norm { weight: host.floats(weight), eps: 1e-6, keep: None });
-    let room = room(host, tokens, cols);
+    let buffers = buffer(host, tokens, cols);
     let matrices = &[sample.matrix];
     let op = Linear { x, tokens, norm, matrices, y, add: false };
-    op.halves(room).iter().for_each(|launch| host.run(launch));
+    op.half_launches(buffers).iter().for_each(|launch| host.run(launch));
     host.read_floats(y)
 }
 
@@ -119,17 +119,17 @@ fn short_prompts_multiply_few_empty_rows() {
         words.chunks_exact(3).flat_map(|job| Experts::jobs(job[0], job[1], job[2])).flatten().collect();
     let jobs = Jobs { count: jobs.len() / 3, jobs: host.words(&jobs), order: grouped.order };
     let assignments = tokens * (k + 1);
-    let room = MoeBuffers {
+    let buffers = MoeBuffers {
         act: host.empty(assignments * SIDE * 4),
         out: host.empty(assignments * SIDE * 4),
         ..MoeBuffers::default()
     };
     let half = HalfBuffers { x: room_of(&mut host, tokens), act: room_of(&mut host, tokens * k) };
     let x = host.floats(&random.normals(tokens * SIDE));
-    let which = ExpertSet::Table { ids: none, slots: none };
-    let op = Experts { layer: mixture, slots: &layer.slots, tokens, x, room, which };
+    let set = ExpertSet::Table { ids: none, slots: none };
+    let op = Experts { layer: mixture, slots: &layer.slots, tokens, x, buffers, experts: set };
     let mut products = 0;
-    for launch in op.halves(jobs, half) {
+    for launch in op.half_launches(jobs, half) {
         host.run(&launch);
         products += host.products();
     }
@@ -139,7 +139,7 @@ fn short_prompts_multiply_few_empty_rows() {
 }
 
 fn room_of(host: &mut Host, rows: usize) -> Region {
-    room(host, rows, 64)
+    buffer(host, rows, 64)
 }
 
 fn on_halves(options: LoadOptions) -> Qwen {

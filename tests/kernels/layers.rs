@@ -342,7 +342,7 @@ fn attend_case(op: AttentionShape, start: usize, tokens: usize) {
             host.run(&KvWrite { shape, start, tokens, proj, norm_rope, q, cache }.launch());
             let attend = Attention { shape, start, tokens, q, cache, proj, partials, y };
             attend.launches(16).flatten().for_each(|launch| host.run(&launch));
-            Attention { y: by_half, ..attend }.halves().for_each(|launch| host.run(&launch));
+            Attention { y: by_half, ..attend }.half_launches().for_each(|launch| host.run(&launch));
         }
         results.push(host.read_floats(y));
         halves.push(host.read_floats(by_half));

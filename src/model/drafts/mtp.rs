@@ -251,9 +251,9 @@ impl MtpDeviceState {
         let cache = KvCache { keys, values, table, recent: [Region::default(); 2] };
         let mut index = IndexCache::default();
         if let Some(indexer) = &head.config.indexer {
-            let room = backend.limits().mixer.min(MAX_RING_BLOCK) + indexer.ratio;
+            let capacity = backend.limits().max_mixer_rows.min(MAX_RING_BLOCK) + indexer.ratio;
             index.keys = backend.allocate(pages.len() * indexer.page_bytes())?;
-            index.recent = backend.allocate(room * indexer.recent_width() * 4)?;
+            index.recent = backend.allocate(capacity * indexer.recent_width() * 4)?;
         }
         let slot_tables = backend.allocate(tables.len() * 4)?;
         if !tables.is_empty() {

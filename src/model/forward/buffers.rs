@@ -117,7 +117,7 @@ impl Buffers {
                 (k, experts, experts + 2 * shared + 1, (k + 1) * intermediate.max(shared), (k + 1) * hidden)
             }
         };
-        if k > 0 && !limits.acts {
+        if k > 0 && !limits.needs_expert_buffers {
             // Room to predict the next layer's experts.
             act = 4 * k;
         }
@@ -131,26 +131,26 @@ impl Buffers {
             FfnShape::Moe { shared, .. } => shared,
         };
         let mut half = (0, 0);
-        if limits.half {
+        if limits.uses_half_precision {
             half.0 = HalfBuffers::words(hidden.max(values).max(widest));
             if let FfnShape::Moe { k, intermediate, .. } = config.ffn {
                 half.1 = k * HalfBuffers::words(intermediate);
             }
         }
-        let few = rows.min(limits.per_assignment.max(1));
+        let few = rows.min(limits.max_per_assignment_rows.max(1));
         let mut take = |words: usize| take(words * 4);
         // Attention does not use `mixed`.
-        let [mixed, of_y] = if limits.in_place { [mixed.max(values), 0] } else { [mixed, values] };
+        let [mixed, of_y] = if limits.delta_in_place { [mixed.max(values), 0] } else { [mixed, values] };
         let (mixer, ffn) = ([proj, mixed, values, of_y], [act, out]);
         let stride = |words: &usize| words.next_multiple_of(ALIGN_WORDS);
         let strides = |all: &[usize]| all.iter().map(stride).sum::<usize>();
-        let block = rows.min(limits.mixer);
+        let block = rows.min(limits.max_mixer_rows);
         let both = take(rows * strides(&ffn) + block * strides(&mixer).saturating_sub(strides(&ffn)))?;
         let part = |rows: usize, all: &[usize], index: usize| {
             both.part(rows * strides(&all[..index]) * 4, rows * all[index] * 4)
         };
         let [proj, mixed, heads] = [0, 1, 2].map(|index| part(block, &mixer, index));
-        let y = if limits.in_place { mixed.part(0, block * values * 4) } else { part(block, &mixer, 3) };
+        let y = if limits.delta_in_place { mixed.part(0, block * values * 4) } else { part(block, &mixer, 3) };
         let [act, out] = [0, 1].map(|index| part(rows, &ffn, index));
         let (width, streams) = config.streams.map_or((0, 0), |streams| (streams.width(), streams.count));
         let [low, rank] = config.streams.map_or([0; 2], |streams| [streams.low_width(), streams.rank]);
@@ -177,7 +177,7 @@ impl Buffers {
             mixed,
             head_out: heads,
             y,
-            single_y: take(if limits.in_place { values } else { 0 })?,
+            single_y: take(if limits.delta_in_place { values } else { 0 })?,
             partials: take(partials)?,
             moe: MoeBuffers {
                 scores: take(rows * scores)?,
@@ -217,7 +217,11 @@ impl Buffers {
             bytes
         };
         // Some buffers stop growing with the rows: logits, slots per assignment, a mixer that goes in blocks.
-        let rows = if limits.mixer == usize::MAX { 2 * LOGIT_ROWS } else { limits.mixer.max(2 * LOGIT_ROWS) };
+        let rows = if limits.max_mixer_rows == usize::MAX {
+            2 * LOGIT_ROWS
+        } else {
+            limits.max_mixer_rows.max(2 * LOGIT_ROWS)
+        };
         let (many, more) = (bytes(rows), bytes(rows + 1));
         let row = more - many;
         (row, many - row * rows as u64)
@@ -282,11 +286,11 @@ mod tests {
                 let Ok(b) = Buffers::new(&config, &limits, rows, config.context, take);
                 let (mixer, ffn) = ([b.proj, b.mixed, b.head_out, b.y], [b.moe.act, b.moe.out]);
                 assert!(mixer[0].overlaps(ffn[0]), "{rows} rows");
-                assert_eq!(b.y.overlaps(b.mixed), limits.in_place, "{rows} rows");
+                assert_eq!(b.y.overlaps(b.mixed), limits.delta_in_place, "{rows} rows");
                 // A mixer has buffers for one block of rows.
                 let values = config.delta.values().max(config.attention.heads * config.attention.dim);
-                assert_eq!([b.y.len, b.head_out.len], [4 * values * rows.min(limits.mixer); 2], "{rows} rows");
-                let apart = if limits.in_place { &mixer[..3] } else { &mixer };
+                assert_eq!([b.y.len, b.head_out.len], [4 * values * rows.min(limits.max_mixer_rows); 2], "{rows} rows");
+                let apart = if limits.delta_in_place { &mixer[..3] } else { &mixer };
                 for parts in [apart, &ffn] {
                     for (index, part) in parts.iter().enumerate() {
                         assert!(

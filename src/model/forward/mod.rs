@@ -41,9 +41,9 @@ pub fn forward(
     hooks: &mut LayerHooks<'_>,
     logits: &mut Vec<f32>,
 ) -> Result<(), ModelError> {
-    pass.backend.prompt(pass.chunk.half.then_some(pass.buffers.half));
+    pass.backend.set_half_buffers(pass.chunk.half.then_some(pass.buffers.half));
     let done = embed(net, pass).and_then(|()| forward_layers(net, states, pass, hooks));
-    pass.backend.prompt(None);
+    pass.backend.set_half_buffers(None);
     let done = done.and_then(|()| head::append_logits(net, pass, logits));
     pass.finish(done)
 }

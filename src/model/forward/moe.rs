@@ -45,19 +45,19 @@ pub fn forward(
     let table = b.slot_tables.rows(index, 1, layer.router.rows);
     let (ids, id_slots, scores, weights) = (b.expert_ids, b.expert_slots, moe.scores, moe.weights);
     pass.execute(Router { layer, tokens, x: from, norm, alone: false, table, scores, ids, slots: id_slots, weights })?;
-    let combine = CombineExperts { layer, slots, tokens, room: moe, per_assignment: None, h: b.h };
+    let combine = CombineExperts { layer, slots, tokens, buffers: moe, per_assignment: None, h: b.h };
 
     // With few rows and all experts resident, the router's choice stays on the device.
-    if experts.is_resident() && tokens <= limits.by_table && !pass.chunk.half {
-        let which = ExpertSet::Table { ids, slots: id_slots };
-        pass.execute(Experts { layer, slots, tokens, x, room: moe, which })?;
+    if experts.is_resident() && tokens <= limits.max_slot_table_rows && !pass.chunk.half {
+        let set = ExpertSet::Table { ids, slots: id_slots };
+        pass.execute(Experts { layer, slots, tokens, x, buffers: moe, experts: set })?;
         return pass.execute(CombineExperts { per_assignment: Some(id_slots), ..combine });
     }
 
     let kind = pass.chunk.kind;
     let next = next.filter(|_| experts.wants_prefetch(kind));
     let mut scratch = std::mem::take(&mut pass.scratch.moe);
-    if let Some(next) = next.filter(|_| limits.waits) {
+    if let Some(next) = next.filter(|_| limits.is_async) {
         // Encoded after the router. Reading the prediction waits for both, so reading the choice needs no second wait.
         predict(index + 1, next, pass, &mut scratch.predicted)?;
     }
@@ -72,7 +72,7 @@ pub fn forward(
 
     // Prefetched reads queue after this layer's own. They run while this layer's experts and the next mixer compute.
     if let Some(next) = next {
-        if !limits.waits {
+        if !limits.is_async {
             predict(index + 1, next, pass, &mut scratch.predicted)?;
         }
         experts.prefetch(index + 1, &scratch.predicted, kind);
@@ -100,19 +100,19 @@ fn run_experts(
     scratch: &mut MoeScratch,
 ) -> Result<(), ModelError> {
     let (b, limits) = (pass.buffers, pass.limits);
-    let CombineExperts { layer, slots, tokens, mut room, .. } = combine;
+    let CombineExperts { layer, slots, tokens, mut buffers, .. } = combine;
     let MoeScratch { groups, assignments, slots: known, .. } = scratch;
     let (x, row) = (b.normed, tokens * layer.k);
     // For few rows, each assignment is computed by itself, and each call has its own list of slots. A further list has
     // the slots of all calls, for the sum.
-    let one_by_one = tokens <= limits.per_assignment && !pass.chunk.half;
+    let one_by_one = tokens <= limits.max_per_assignment_rows && !pass.chunk.half;
     let slot_list = |call: usize| one_by_one.then(|| b.per_assignment.rows(call.min(layer.k + 1), 1, row));
 
     let mut shared = layer.shared.is_some();
-    if shared && !resident && !limits.waits {
+    if shared && !resident && !limits.is_async {
         // Compute the shared expert while the disk reads.
-        let which = ExpertSet::Landed { groups: &[], assignments: &[], shared, per_assignment: slot_list(0) };
-        pass.execute(Experts { layer, slots, tokens, x, room, which })?;
+        let set = ExpertSet::Loaded { groups: &[], assignments: &[], shared, per_assignment: slot_list(0) };
+        pass.execute(Experts { layer, slots, tokens, x, buffers, experts: set })?;
         shared = false;
     }
     known.clear();
@@ -126,7 +126,7 @@ fn run_experts(
             if !resident {
                 // Identifies the bytes: the same expert has the same bytes whenever it is read.
                 let content = (index as u64) << 32 | u64::from(landed.expert);
-                pass.backend.landed(slots.of(landed.slot.0), content)?;
+                pass.backend.mark_loaded(slots.of(landed.slot.0), content)?;
             }
             groups.push(ExpertGroup { expert: landed.expert, slot: landed.slot.0, first, count });
             assignments.extend(landed.assignments);
@@ -134,19 +134,20 @@ fn run_experts(
                 known[*assignment as usize] = landed.slot.0;
             }
         }
-        if room.jobs.len < groups.len() * 12 || room.order.len < assignments.len() * 4 {
+        if buffers.jobs.len < groups.len() * 12 || buffers.order.len < assignments.len() * 4 {
             // Experts came a second time because their checksum was wrong. Reuse the lists from the start.
             let end = pass.backend.sync_point();
             pass.backend.wait_for(end)?;
-            room = combine.room;
+            buffers = combine.buffers;
         }
-        let which = ExpertSet::Landed { groups, assignments, shared, per_assignment: slot_list(call) };
-        pass.execute(Experts { layer, slots, tokens, x, room, which })?;
+        let set = ExpertSet::Loaded { groups, assignments, shared, per_assignment: slot_list(call) };
+        pass.execute(Experts { layer, slots, tokens, x, buffers, experts: set })?;
         (shared, call) = (false, call + 1);
         // The device may still read the lists of this batch, so the next batch uses the space after them. A job has at
         // least one assignment, so there are at most as many jobs as assignments.
         let rest = |list: Region, words: usize| list.part(words * 4, list.len - words * 4);
-        (room.jobs, room.order) = (rest(room.jobs, assignments.len() * 3), rest(room.order, assignments.len()));
+        (buffers.jobs, buffers.order) =
+            (rest(buffers.jobs, assignments.len() * 3), rest(buffers.order, assignments.len()));
         if !one_by_one {
             // With single assignments the sum still reads the slots, so only then they stay pinned.
             batch.release_after(pass.backend.sync_point());

@@ -23,9 +23,9 @@ impl NgramWeights {
         let inject = InjectShape {
             streams: width / hidden,
             hidden,
-            taps: shape.taps,
-            step: shape.size,
-            room: history.rows.len / (4 * width),
+            conv_width: shape.taps,
+            dilation: shape.size,
+            capacity: history.rows.len / (4 * width),
             eps: pass.config.eps,
         };
         for rows in pass.mixer_blocks() {

@@ -1,6 +1,6 @@
 //! Rings of rows by position: what a layer keeps of the last positions besides keys, values and recurrent state.
 //!
-//! A ring holds `room` rows; position `p` is row `p % room`. Rejected rows need no rollback: later rows overwrite them. A
+//! A ring holds `capacity` rows; position `p` is row `p % capacity`. Rejected rows need no rollback: later rows overwrite them. A
 //! snapshot copies the rows that positions after it depend on.
 
 use super::rollback::append_region;
@@ -12,7 +12,7 @@ use std::ops::Range;
 
 #[derive(Debug, Clone, Copy)]
 pub struct RowRing {
-    /// `[room, width]` f32.
+    /// `[capacity, width]` f32.
     pub rows: Region,
     pub width: usize,
     pub keep: KeptRows,
@@ -50,8 +50,8 @@ impl RowRing {
     }
 
     fn row(&self, position: usize) -> Region {
-        let room = self.rows.len / (4 * self.width);
-        self.rows.rows(position % room, 1, self.width)
+        let capacity = self.rows.len / (4 * self.width);
+        self.rows.rows(position % capacity, 1, self.width)
     }
 
     /// Appends what a snapshot of `len` positions holds.

@@ -155,10 +155,10 @@ pub struct QwenState {
 /// holds `context` positions; a pass writes at most `rows` of them.
 pub fn kv_shape(config: &Config, limits: &BackendLimits, bits: KvBits, context: usize, rows: usize) -> AttentionShape {
     let shape = AttentionShape { context, ..config.attention };
-    let Some(quantised) = bits.format() else { return AttentionShape { format: limits.cache, ..shape } };
+    let Some(quantised) = bits.format() else { return AttentionShape { format: limits.kv_format, ..shape } };
     // Enough that the recent positions survive snapshots and rejected rows anywhere in a pass.
-    let room = (rows + 2 * RECENT).next_multiple_of(RECENT);
-    AttentionShape { format: quantised, recent: Some(RecentRing { room, format: limits.recent }), ..shape }
+    let capacity = (rows + 2 * RECENT).next_multiple_of(RECENT);
+    AttentionShape { format: quantised, recent: Some(RecentRing { capacity, format: limits.recent_format }), ..shape }
 }
 
 /// Bytes of keys and values of one token, all layers.
@@ -188,8 +188,8 @@ fn ring_sizes(config: &Config, block: usize) -> Vec<(usize, usize, KeptRows)> {
 /// Bytes of the rings and the last tokens: of a sequence, and in a snapshot. `block` is the most rows of a mixer's call.
 pub fn ring_bytes(config: &Config, block: usize) -> [u64; 2] {
     let mut bytes = [0, kept_tokens(config) as u64 * 4];
-    for (room, width, keep) in ring_sizes(config, block) {
-        bytes[0] += (room * width * 4) as u64;
+    for (capacity, width, keep) in ring_sizes(config, block) {
+        bytes[0] += (capacity * width * 4) as u64;
         bytes[1] += RowRing { rows: Region::default(), width, keep }.snapshot_bytes() as u64;
     }
     bytes
@@ -430,11 +430,12 @@ fn recent_regions(
     let (heads, ring) = (shape.kv_heads, shape.recent);
     let row = ring.map_or(0, |ring| ring.format.row_bytes(shape.dim));
     kv_caches(layers).filter(move |_| ring.is_some()).flat_map(|cache| cache.recent).flat_map(move |cache| {
-        let (positions, room) = (positions.clone(), ring.map_or(1, |ring| ring.room));
+        let (positions, capacity) = (positions.clone(), ring.map_or(1, |ring| ring.capacity));
         (0..heads).flat_map(move |head| {
             let end = positions.end;
-            let part =
-                move |first: usize| cache.part((head * room + first % room) * row, (end - first).min(RECENT) * row);
+            let part = move |first: usize| {
+                cache.part((head * capacity + first % capacity) * row, (end - first).min(RECENT) * row)
+            };
             positions.clone().step_by(RECENT).map(part)
         })
     })
@@ -477,8 +478,8 @@ fn allocate(
     let (table, ring) = (backend.allocate(count * shape.pages() * 4)?, count * shape.recent_bytes());
     let (mut pages, mut index_pages) = (pool.layers.iter(), pool.index.iter());
     let mut rings = Rings::default();
-    for (room, width, keep) in ring_sizes(config, backend.limits().mixer.min(MAX_RING_BLOCK)) {
-        let ring = RowRing { rows: backend.allocate(count * room * width * 4)?, width, keep };
+    for (capacity, width, keep) in ring_sizes(config, backend.limits().max_mixer_rows.min(MAX_RING_BLOCK)) {
+        let ring = RowRing { rows: backend.allocate(count * capacity * width * 4)?, width, keep };
         rings.all.push(ring);
         if matches!(keep, KeptRows::Last(_)) {
             rings.ngrams.push(ring);

@@ -37,15 +37,15 @@ pub(in crate::ops) fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> 
     Ok(())
 }
 
-/// Rows of two sequences in one launch have the bytes of each row alone.
+/// Checks that rows of two sequences give the same bytes in one launch as in one launch per row.
 fn rows_of_sequences(b: &mut KernelCheck<'_>, shape: &AttentionShape) -> Result<(), DeviceError> {
-    // The rows are those of sequence 1 and of sequence 0.
+    // Row 0 belongs to sequence 1, row 1 to sequence 0.
     let (dim, starts, values) = (shape.dim, [261, 40], shape.heads * shape.dim);
     let proj = b.random(2 * shape.width())?;
-    let turn: Vec<f32> = (0..shape.rope_dim).flat_map(|i| [(i as f32).cos(), (i as f32).sin()]).collect();
-    let turn = QkNormRope { q_norm: b.random(dim)?, k_norm: b.random(dim)?, rope_table: b.floats(&turn)? };
-    let (q, together, alone) = (b.room(2 * values)?, b.room(2 * values)?, b.room(2 * values)?);
-    let partials = b.room(2 * shape.heads * max_splits(shape.context) * (dim + 2))?;
+    let rope: Vec<f32> = (0..shape.rope_dim).flat_map(|i| [(i as f32).cos(), (i as f32).sin()]).collect();
+    let norm_rope = QkNormRope { q_norm: b.random(dim)?, k_norm: b.random(dim)?, rope_table: b.floats(&rope)? };
+    let (q, together, alone) = (b.buffer(2 * values)?, b.buffer(2 * values)?, b.buffer(2 * values)?);
+    let partials = b.buffer(2 * shape.heads * max_splits(shape.context) * (dim + 2))?;
     let pages = 2 * shape.pages();
     let mut caches = [Region::default(); 2];
     for cache in &mut caches {
@@ -58,7 +58,7 @@ fn rows_of_sequences(b: &mut KernelCheck<'_>, shape: &AttentionShape) -> Result<
     let table = b.words(&(0..pages as u32).rev().collect::<Vec<_>>())?;
     let cache = KvCache { keys: caches[0], values: caches[1], table, recent };
     let rows = SequenceRows { starts: [40, 261], table: b.words(&[1, 261, 0, 40])? };
-    let write = KvWrite { shape, start: 0, tokens: 2, proj, norm_rope: turn, q, cache };
+    let write = KvWrite { shape, start: 0, tokens: 2, proj, norm_rope, q, cache };
     let attention = Attention { shape, start: 0, tokens: 2, q, cache, proj, partials, y: together };
     let mut ran = Vec::new();
     for launch in (AttentionRows { write, attention, rows }).launches(2) {
@@ -71,27 +71,28 @@ fn rows_of_sequences(b: &mut KernelCheck<'_>, shape: &AttentionShape) -> Result<
         let recent = recent.map(|ring| ring.part(number * shape.recent_bytes(), shape.recent_bytes()));
         let cache = KvCache { table, recent, ..cache };
         let (proj, q, y) = (of(proj, shape.width()), of(q, values), of(alone, values));
-        let norm_rope = QkNormRope { rope_table: of(turn.rope_table, shape.rope_dim), ..turn };
+        let norm_rope = QkNormRope { rope_table: of(norm_rope.rope_table, shape.rope_dim), ..norm_rope };
         b.launch(KvWrite { shape, start, tokens: 1, proj, norm_rope, q, cache }.launch());
         for launch in (Attention { shape, start, tokens: 1, q, cache, proj, partials, y }).launches(1).flatten() {
             b.launch(launch);
         }
     }
     let (found, expected) = (b.on_gpu(together)?, b.on_gpu(alone)?);
-    b.enter(&ran, if found == expected { 0.0 } else { f64::INFINITY }, CLOSE);
+    b.record(&ran, if found == expected { 0.0 } else { f64::INFINITY }, CLOSE);
     Ok(())
 }
 
-/// CPU and GPU use the same quantized format. A value halfway between two integers may round to either.
+/// Checks the 8-bit and 4-bit caches, whose format is the same on CPU and GPU. A value halfway between two integers may
+/// round to either.
 fn quantized_kv(b: &mut KernelCheck<'_>, dim: usize, format: KvFormat) -> Result<(), DeviceError> {
-    let recent = Some(RecentRing { room: 320, format: KvFormat::F32 });
+    let recent = Some(RecentRing { capacity: 320, format: KvFormat::F32 });
     let shape = &AttentionShape { heads: 2, kv_heads: 1, dim, rope_dim: 32, eps: 1e-6, context: 150, format, recent };
     let tokens = 140;
     let proj = b.random(tokens * shape.width())?;
-    let turn: Vec<f32> = (0..tokens * shape.rope_dim / 2).flat_map(|i| [(i as f32).cos(), (i as f32).sin()]).collect();
-    let turn = QkNormRope { q_norm: b.random(dim)?, k_norm: b.random(dim)?, rope_table: b.floats(&turn)? };
-    let (q, y) = (b.room(tokens * shape.heads * dim)?, b.room(tokens * shape.heads * dim)?);
-    let partials = b.room(shape.partials(tokens - 2, 2))?;
+    let rope: Vec<f32> = (0..tokens * shape.rope_dim / 2).flat_map(|i| [(i as f32).cos(), (i as f32).sin()]).collect();
+    let norm_rope = QkNormRope { q_norm: b.random(dim)?, k_norm: b.random(dim)?, rope_table: b.floats(&rope)? };
+    let (q, y) = (b.buffer(tokens * shape.heads * dim)?, b.buffer(tokens * shape.heads * dim)?);
+    let partials = b.buffer(shape.partials(tokens - 2, 2))?;
     let mut empty = |bytes: usize| b.bytes(&vec![0; bytes]);
     let cache = KvCache {
         keys: empty(shape.cache_bytes())?,
@@ -101,21 +102,21 @@ fn quantized_kv(b: &mut KernelCheck<'_>, dim: usize, format: KvFormat) -> Result
     };
     let table = b.words(&[0])?;
     let cache = KvCache { table, ..cache };
-    let op = KvWrite { shape, start: 0, tokens, proj, norm_rope: turn, q, cache };
+    let op = KvWrite { shape, start: 0, tokens, proj, norm_rope, q, cache };
     b.cpu.execute(&op.into())?;
     let ran = b.launch(op.launch());
     for region in [q, cache.recent[0], cache.recent[1]] {
         let (expected, found) = (b.on_cpu(region)?, b.on_gpu(region)?);
-        b.enter(&ran, difference(&found, &expected), CLOSE);
+        b.record(&ran, difference(&found, &expected), CLOSE);
     }
     for region in [cache.keys, cache.values] {
         let mut bytes = [vec![0; region.len], vec![0; region.len]];
         b.cpu.read(region, &mut bytes[0])?;
         b.gpu.read(region, &mut bytes[1])?;
         let [expected, found] = bytes.each_ref().map(|bytes| dequantize_rows(bits(format).unwrap_or(8), bytes, dim));
-        b.enter(&ran, difference(&found, &expected), if format == KvFormat::Eight { 0.01 } else { 0.15 });
+        b.record(&ran, difference(&found, &expected), if format == KvFormat::Eight { 0.01 } else { 0.15 });
         let off = expected.iter().zip(&found).filter(|(a, b)| (*a - *b).abs() > 1e-3).count();
-        b.enter(&ran, off as f64 / expected.len() as f64, 1e-3);
+        b.record(&ran, off as f64 / expected.len() as f64, 1e-3);
         // Both devices attend over the GPU's cache.
         b.cpu.write(region, &bytes[1])?;
     }
@@ -123,7 +124,7 @@ fn quantized_kv(b: &mut KernelCheck<'_>, dim: usize, format: KvFormat) -> Result
         let found = b.on_gpu(region)?;
         b.cpu.write(region, bytemuck::cast_slice(&found))?;
     }
-    // The last two rows, which read the ring and one block of quantized rows.
+    // Attends with the last two rows. They read the ring and one block of quantized rows.
     let (start, width) = (tokens - 2, shape.heads * dim);
     let (q, proj) = (q.rows(start, 2, width), proj.rows(start, 2, shape.width()));
     let y = y.floats(2 * width);
@@ -134,21 +135,21 @@ fn quantized_kv(b: &mut KernelCheck<'_>, dim: usize, format: KvFormat) -> Result
     for launch in op.launches(2).flatten() {
         ran.extend(b.launch(launch));
     }
-    // The CPU rounds queries and weights to 16 bits.
+    // The CPU rounds queries and softmax weights to 16 bits, the GPU does not.
     let found = b.on_gpu(y)?;
-    b.enter(&ran, difference(&found, &expected), 1e-3);
+    b.record(&ran, difference(&found, &expected), 1e-3);
     rows_of_sequences(b, &AttentionShape { context: 264, ..*shape })
 }
 
-/// Both devices write and read the same cache format.
+/// Checks writing to a cache of 16 or 32 bits and attending over it. The format is the same on both devices.
 fn case(b: &mut KernelCheck<'_>, shape: &AttentionShape, start: usize, tokens: usize) -> Result<(), DeviceError> {
     let dim = shape.dim;
     let proj = b.random(tokens * shape.width())?;
-    let turn: Vec<f32> = (0..tokens * shape.rope_dim / 2).flat_map(|i| [(i as f32).cos(), (i as f32).sin()]).collect();
-    let turn = QkNormRope { q_norm: b.random(dim)?, k_norm: b.random(dim)?, rope_table: b.floats(&turn)? };
+    let rope: Vec<f32> = (0..tokens * shape.rope_dim / 2).flat_map(|i| [(i as f32).cos(), (i as f32).sin()]).collect();
+    let norm_rope = QkNormRope { q_norm: b.random(dim)?, k_norm: b.random(dim)?, rope_table: b.floats(&rope)? };
     let queries = tokens * shape.heads * dim;
-    let (q, y) = (b.room(queries)?, b.room(queries)?);
-    let partials = b.room(shape.partials(start, tokens))?;
+    let (q, y) = (b.buffer(queries)?, b.buffer(queries)?);
+    let partials = b.buffer(shape.partials(start, tokens))?;
     let mut caches = [Region::default(); 2];
     for cache in &mut caches {
         let old = b.random.floats(shape.kv_heads * shape.pages() * PAGE * dim);
@@ -157,7 +158,7 @@ fn case(b: &mut KernelCheck<'_>, shape: &AttentionShape, start: usize, tokens: u
     // Page numbers in descending order.
     let table = b.words(&(0..shape.pages() as u32).rev().collect::<Vec<_>>())?;
     let cache = KvCache { keys: caches[0], values: caches[1], table, recent: Default::default() };
-    let op = KvWrite { shape, start, tokens, proj, norm_rope: turn, q, cache };
+    let op = KvWrite { shape, start, tokens, proj, norm_rope, q, cache };
     b.cpu.execute(&op.into())?;
     let ran = b.launch(op.launch());
     let expected = b.on_cpu(q)?;
@@ -169,7 +170,7 @@ fn case(b: &mut KernelCheck<'_>, shape: &AttentionShape, start: usize, tokens: u
         let [expected, found] = bytes.each_ref().map(|bytes| decode_rows(shape.format, bytes, dim));
         // A value halfway between two integers may round to either.
         let allowed = if shape.format == KvFormat::I16 { 1.0 / 32_000.0 } else { CLOSE };
-        b.enter(&ran, difference(&found, &expected), allowed);
+        b.record(&ran, difference(&found, &expected), allowed);
         // Both devices attend over the GPU's cache.
         b.cpu.write(region, &bytes[1])?;
     }
@@ -186,8 +187,8 @@ fn case(b: &mut KernelCheck<'_>, shape: &AttentionShape, start: usize, tokens: u
     // bits if the cache has integers.
     let allowed = if shape.format == KvFormat::I16 { 1e-3 } else { CLOSE };
     b.expect(allowed, &ran, y, &expected)?;
-    if b.gpu.limits().half {
-        for launch in op.halves() {
+    if b.gpu.limits().uses_half_precision {
+        for launch in op.half_launches() {
             let ran = b.launch(launch);
             b.expect(HALF, &ran, y, &expected)?;
         }
@@ -195,7 +196,7 @@ fn case(b: &mut KernelCheck<'_>, shape: &AttentionShape, start: usize, tokens: u
     Ok(())
 }
 
-/// Rows of `dim` values in a cache format.
+/// Encodes rows of `dim` values in a cache format.
 fn encode_rows(format: KvFormat, values: &[f32], dim: usize) -> Vec<u8> {
     if format == KvFormat::F32 {
         return bytemuck::cast_slice(values).to_vec();
@@ -212,7 +213,7 @@ fn encode_rows(format: KvFormat, values: &[f32], dim: usize) -> Vec<u8> {
     bytes
 }
 
-/// The values of rows in a cache format.
+/// Decodes rows of `dim` values from a cache format.
 fn decode_rows(format: KvFormat, bytes: &[u8], dim: usize) -> Vec<f32> {
     if format == KvFormat::F32 {
         return bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect();

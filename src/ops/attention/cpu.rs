@@ -1,4 +1,4 @@
-//! Causal attention on the CPU, in the manner of flash attention.
+//! Causal attention on the CPU, as in flash attention.
 //!
 //! The keys are split into blocks at fixed positions. The softmax of a query is computed within a block. Block
 //! results are merged in order, each rescaled to the common maximum. The bytes therefore do not depend on which
@@ -36,7 +36,7 @@ const MAX_TILE_QUERIES: usize = 64;
 const MAX_WAVE_BLOCKS: usize = 64;
 
 impl AttentionRows<'_> {
-    /// The CPU computes rows of several sequences one by one.
+    /// Always fails. On a CPU, the forward pass computes one sequence at a time.
     pub(in crate::ops) fn on_cpu(&self, _: &mut Cpu) -> Result<(), DeviceError> {
         refuse("the CPU computes one sequence at a time".into())
     }
@@ -59,14 +59,16 @@ impl Attention<'_> {
         if table.len() * PAGE < self.start + tokens {
             return refuse(format!("{} pages are too few for {tokens} tokens at position {}", table.len(), self.start));
         }
-        let rounded = kv_quant::bits(shape.format);
+        let bits = kv_quant::bits(shape.format);
         let threads = &cpu.compute.threads;
-        // The exact cache: the whole cache, or the ring of recent positions.
+        // The cache of at least 16 bits: all positions, or the ring of recent positions if the others are quantized.
         let (format, full) = match shape.recent {
-            Some(ring) if rounded.is_some() => (ring.format, FullKv { bytes: recent, table: None, room: ring.room }),
-            _ => (shape.format, FullKv { bytes: caches, table: Some(table), room: PAGE }),
+            Some(ring) if bits.is_some() => {
+                (ring.format, FullKv { bytes: recent, table: None, capacity: ring.capacity })
+            }
+            _ => (shape.format, FullKv { bytes: caches, table: Some(table), capacity: PAGE }),
         };
-        let quantized = rounded.map(|bits| caches.map(|cache| QuantizedKv::new(bits, cache, table, shared, dim)));
+        let quantized = bits.map(|bits| caches.map(|cache| QuantizedKv::new(bits, cache, table, shared, dim)));
         match format {
             KvFormat::F32 => AttentionCall::<f32>::new(self, [q, proj], full, quantized).run(threads, tokens, y),
             KvFormat::I16 => AttentionCall::<i16>::new(self, [q, proj], full, quantized).run(threads, tokens, y),
@@ -87,11 +89,11 @@ wide! {
 /// Number of calls so far. Lets a thread detect that its cached queries belong to another call.
 static CALLS: AtomicU64 = AtomicU64::new(0);
 
-/// Keys and values of at least 16 bits: pages that `table` lists, or a ring with a capacity of `room` positions.
+/// Keys and values of at least 16 bits: pages that `table` lists, or a ring with a capacity of `capacity` positions.
 struct FullKv<'a> {
     bytes: [&'a [u8]; 2],
     table: Option<&'a [u32]>,
-    room: usize,
+    capacity: usize,
 }
 
 /// The arguments of one call, shared by its tasks.
@@ -119,7 +121,7 @@ struct AttentionCall<'a, T> {
     width: usize,
 }
 
-/// Buffers of one thread.
+/// Buffers of one thread, reused by all calls.
 #[derive(Default)]
 struct AttentionScratch {
     sums: Vec<f32>,
@@ -129,13 +131,13 @@ struct AttentionScratch {
 
 /// The queries of a tile times `1 / sqrt(D)`, prepared once for all blocks.
 struct TileQueries {
-    /// Padded to whole vectors. Starts at `begin`, a cache line boundary, because each query is loaded for every few
-    /// keys.
+    /// Padded to whole vectors. Starts at `begin`, a cache line boundary, because each query is loaded again for every
+    /// few keys.
     padded: Vec<f32>,
     begin: usize,
     quantized_queries: QuantizedQueries,
     /// Call, key head and first token of these queries.
-    of: (u64, usize, usize),
+    loaded_for: (u64, usize, usize),
     value_scales: ValueScales,
 }
 
@@ -145,7 +147,7 @@ impl Default for TileQueries {
             padded: Vec::new(),
             begin: 0,
             quantized_queries: QuantizedQueries::default(),
-            of: (0, 0, 0),
+            loaded_for: (0, 0, 0),
             value_scales: ValueScales::new(),
         }
     }
@@ -263,11 +265,11 @@ impl<T: KvElement> AttentionCall<'_, T> {
     /// The positions of a block that `token` sees.
     fn seen(&self, token: usize, block: usize) -> Range<usize> {
         let position = self.at + token;
-        let of = |block: usize, end: usize| block * BLOCK..((block + 1) * BLOCK).min(end);
+        let positions_of = |block: usize, end: usize| block * BLOCK..((block + 1) * BLOCK).min(end);
         match (self.quantized, block) {
-            (None, _) => of(block, position + 1),
+            (None, _) => positions_of(block, position + 1),
             (Some(_), 0) => recent_start(position)..position + 1,
-            (Some(_), _) => of(block - 1, recent_start(position)),
+            (Some(_), _) => positions_of(block - 1, recent_start(position)),
         }
     }
 
@@ -277,7 +279,7 @@ impl<T: KvElement> AttentionCall<'_, T> {
         blind * self.group
     }
 
-    /// Computes some tokens completely, block after block.
+    /// Computes the output of `tokens` over all blocks of keys, in order.
     fn tile(&self, head: usize, tokens: Range<usize>, out: OutPtr, scratch: &mut AttentionScratch) {
         let queries = tokens.len() * self.group;
         let AttentionScratch { sums, part, query } = scratch;
@@ -297,7 +299,7 @@ impl<T: KvElement> AttentionCall<'_, T> {
         merge_blocks(sums, part, tokens.len() * self.group, self.queries_without_keys(tokens, block), self.width);
     }
 
-    /// Divides by the sums and writes the rows, times their gates.
+    /// Divides the weighted sums of values by the sums of weights, applies the gates and writes the output rows.
     fn finish(&self, head: usize, tokens: Range<usize>, sums: &[f32], out: OutPtr) {
         let queries = tokens.len() * self.group;
         for query in 0..queries {
@@ -317,8 +319,8 @@ impl<T: KvElement> AttentionCall<'_, T> {
 
     /// Loads the queries of a tile into `query`, unless it holds them already.
     fn load_queries(&self, head: usize, tokens: &Range<usize>, query: &mut TileQueries) {
-        let of = (self.call, head, tokens.start);
-        if std::mem::replace(&mut query.of, of) == of {
+        let tile = (self.call, head, tokens.start);
+        if std::mem::replace(&mut query.loaded_for, tile) == tile {
             return;
         }
         let (dim, width, group) = (self.dim, self.width, self.group);
@@ -339,7 +341,7 @@ impl<T: KvElement> AttentionCall<'_, T> {
         }
     }
 
-    /// Queries of `tokens` over one block of keys. Writes maxima, sums and weighted values to `part`.
+    /// Computes the queries of `tokens` over one block of keys. Writes maxima, sums and weighted values to `part`.
     fn block(&self, head: usize, tokens: Range<usize>, block: usize, part: &mut [f32], query: &mut TileQueries) {
         self.load_queries(head, &tokens, query);
         let queries = tokens.len() * self.group;
@@ -363,8 +365,7 @@ impl<T: KvElement> AttentionCall<'_, T> {
         }
     }
 
-    /// Computes `N` queries over the keys `seen`. `at` is the number of the first query and the number of all
-    /// queries.
+    /// Computes `N` queries over the keys `seen`. `at` is the index of the first query and the total number of queries.
     fn block_queries<const N: usize>(
         &self,
         head: usize,
@@ -376,8 +377,8 @@ impl<T: KvElement> AttentionCall<'_, T> {
     ) -> usize {
         let (width, head, (index, queries)) = (self.width, head / self.split, at);
         let mut scores = [[0f32; BLOCK]; N];
-        let FullKv { bytes, table, room } = &self.full;
-        let sizes = [self.shared, *room, self.dim];
+        let FullKv { bytes, table, capacity } = &self.full;
+        let sizes = [self.shared, *capacity, self.dim];
         let [keys, values] = bytes.map(|bytes| KvView::<T>::at(bytes, *table, sizes, seen.start));
         match &quantized {
             None => {

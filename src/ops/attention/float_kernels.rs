@@ -109,7 +109,7 @@ wide! {
                     *score *= scale;
                 }
             }
-            // Each pass over some columns prefetches its part.
+            // Each pass over a range of columns prefetches its share of the cache lines.
             let ahead = values.prefetch_address(head, seen.start + first, PREFETCH_STRIPS * STRIP * rows.width * size_of::<T>());
             let ahead = |at: usize| ahead.wrapping_add(at * STRIP * rows.width / dim * size_of::<T>());
             let mut at = 0;

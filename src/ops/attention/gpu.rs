@@ -10,7 +10,7 @@ use crate::{
 
 /// Fewest positions in a split. Small splits fill the device when it computes one row.
 const MIN_SPLIT: usize = 16;
-/// Maximum number of splits of a row. A split doubles in size where there would be more. With a quantised cache, one
+/// Maximum number of splits of a row. If there would be more, the split size doubles. With a quantised cache, one
 /// threadgroup merges all splits, so fewer are allowed; the recent positions are not counted.
 const MAX_SPLITS: usize = 512;
 const MAX_QUANT_SPLITS: usize = 256;
@@ -34,7 +34,8 @@ fn splits_at(position: usize) -> (usize, usize) {
     (position / size + 1, size)
 }
 
-/// The same for the quantised positions of a quantised cache.
+/// Number of splits of a quantised cache for a query at `position`, and positions per split. The recent positions are
+/// not counted.
 fn quant_splits_at(position: usize) -> (usize, usize) {
     let until = recent_start(position);
     let size = split_size(until, MAX_QUANT_SPLITS);
@@ -68,7 +69,7 @@ impl AttentionShape {
         self.partials_of(start, tokens, None)
     }
 
-    /// Most splits of any of the rows, which may have a sequence each.
+    /// Maximum number of splits of any of the rows. With `rows`, each row belongs to another sequence.
     fn splits_of(&self, start: usize, tokens: usize, rows: Option<SequenceRows>) -> usize {
         match rows {
             Some(SequenceRows { starts: [first, last], .. }) => self.splits(first, last - first + 1),
@@ -88,12 +89,12 @@ impl AttentionShape {
         let mut args = words.map(|w| w as u32).to_vec();
         args.push(self.splits_of(start, tokens, rows) as u32);
         args.extend([self.eps.to_bits(), (1.0 / (self.dim as f32).sqrt()).to_bits()]);
-        args.extend([self.recent.map_or(0, |recent| recent.room as u32), MIN_SPLIT as u32]);
+        args.extend([self.recent.map_or(0, |recent| recent.capacity as u32), MIN_SPLIT as u32]);
         args.push(rows.map_or(0, |_| self.pages() as u32));
         args
     }
 
-    /// The kernel that computes the splits, and its threads.
+    /// The kernel that computes the splits, and its number of threads per threadgroup.
     pub fn threads(&self) -> (&'static str, u32) {
         // A simdgroup has two heads, or one if their number is odd.
         let groups = self.heads / self.kv_heads;
@@ -106,12 +107,12 @@ impl AttentionShape {
         (kernel, 32 * simdgroups as u32)
     }
 
-    /// The rings of one sequence, or those of all.
+    /// The rings to bind: those of one sequence, or with `rows` those of all sequences.
     fn rings(&self, recent: [Region; 2], rows: Option<SequenceRows>) -> [Region; 2] {
         if rows.is_some() { recent } else { recent.map(|recent| recent.first(self.recent_bytes())) }
     }
 
-    /// The kernel of the cache format: f32, 16 bits, 8 bits, 4 bits.
+    /// Chooses the kernel of the cache format. The kernels are for f32, 16 bits, 8 bits and 4 bits.
     fn kernel(&self, [full, half, eight, four]: [&'static str; 4]) -> &'static str {
         match self.format {
             KvFormat::I16 => half,
@@ -155,7 +156,7 @@ impl KvWrite<'_> {
 
 impl Attention<'_> {
     /// Attention in splits, then the merge and the gate. Each pair of launches computes as many rows as `partials`
-    /// has room for, at most `max`.
+    /// has capacity for, at most `max`.
     pub fn launches(&self, max: usize) -> impl Iterator<Item = [Launch; 2]> {
         self.launches_of(max, None)
     }
@@ -171,7 +172,7 @@ impl Attention<'_> {
         })
     }
 
-    /// The same operation for some of its rows.
+    /// This operation for rows `first..first + count` only.
     pub(super) fn part(&self, first: usize, count: usize) -> Self {
         let (queries, width) = (self.shape.heads * self.shape.dim, self.shape.width());
         let [q, y] = [self.q, self.y].map(|region| region.rows(first, count, queries));
@@ -221,7 +222,7 @@ impl Attention<'_> {
 }
 
 impl AttentionRows<'_> {
-    /// As many launches as for several rows of one sequence.
+    /// The write, then the splits and merges of all rows. There are as many launches as for rows of one sequence.
     pub fn launches(&self, max: usize) -> impl Iterator<Item = Launch> {
         let rows = Some(self.rows);
         std::iter::once(self.write.launch_rows(rows)).chain(self.attention.launches_of(max, rows).flatten())
@@ -230,18 +231,18 @@ impl AttentionRows<'_> {
 
 /// Pairs of a row and a query head per threadgroup.
 const QUERIES: usize = 32;
-/// Rows times positions of a launch: about 0.1 s on a small GPU, and enough to fill a large one.
+/// Maximum number of rows times positions in a launch. It takes about 0.1 s on a small GPU and fills a large one.
 const WORK: usize = 1 << 24;
 
 impl Attention<'_> {
-    /// Attention with the gate on matrix units, [`WORK`] at a time. The cache has f32 or 16 bits.
-    pub fn halves(&self) -> impl Iterator<Item = Launch> {
+    /// Attention and the gate on matrix units, in launches of at most [`WORK`]. The cache must have f32 or 16-bit rows.
+    pub fn half_launches(&self) -> impl Iterator<Item = Launch> {
         let Self { start, tokens, .. } = *self;
         let at_once = (WORK / (start + tokens).max(1)).max(QUERIES);
-        (0..tokens).step_by(at_once).map(move |first| self.part(first, at_once.min(tokens - first)).half())
+        (0..tokens).step_by(at_once).map(move |first| self.part(first, at_once.min(tokens - first)).half_launch())
     }
 
-    fn half(&self) -> Launch {
+    fn half_launch(&self) -> Launch {
         let Self { shape, start, tokens, q, cache, proj, y, .. } = *self;
         assert!(shape.dim <= 256 && shape.recent.is_none(), "heads of {}", shape.dim);
         assert!(start + tokens <= shape.context, "position {} of {}", start + tokens, shape.context);
@@ -298,7 +299,7 @@ mod tests {
         assert_eq!(shape.splits(8180, 4), 512);
         assert_eq!(shape.splits(8190, 10), 512);
         assert_eq!(shape.splits(8192, 10), 257);
-        let shape = AttentionShape { recent: Some(RecentRing { room: 256, format }), ..shape };
+        let shape = AttentionShape { recent: Some(RecentRing { capacity: 256, format }), ..shape };
         assert_eq!([shape.splits(4150, 4), shape.splits(4150, 20), shape.splits(4160, 20)], [260, 264, 134]);
     }
 }

@@ -1,9 +1,9 @@
 //! Rows of the KV cache, one for each position, in pages `[KV, PAGE, row]` or a ring `[KV, N, row]`.
 //!
-//! An f32 row is its D values. An i16 row is D integers and one f32 scale, stored as two i16, low half first. The
-//! scale is the row's largest magnitude divided by 32639. Such a row has half the bytes, and reading the cache is
-//! the cost of decoding at long contexts. Its error is at most 2e-5 of the row's largest value, which is less than
-//! bf16's.
+//! An f32 row is its D values. An i16 row is D integers and one f32 scale, stored as two i16, low half first. The scale
+//! is the row's largest magnitude divided by 32639. An i16 row has half the bytes of an f32 row. At long contexts,
+//! decoding spends most of its time reading the cache. The error of a value is at most 2e-5 of the row's largest value,
+//! less than that of bf16.
 
 use super::{AttentionShape, KvFormat, KvWrite, MAX_HEAD_DIM, PAGE, RECENT, kv_quant};
 use crate::{
@@ -27,7 +27,7 @@ pub(in crate::ops) trait KvElement: Copy + Default + Sync + bytemuck::Pod {
 
     fn load<V: Vector>(x: &[Self; 16]) -> V;
 
-    /// Factor of all values of `row`.
+    /// The factor that all values of `row` are multiplied by.
     fn scale(row: &[Self]) -> f32;
 
     /// The values of a row without its scale.
@@ -66,7 +66,7 @@ impl KvElement for i16 {
     }
 }
 
-/// Cached keys or values around one position.
+/// Cached keys or values of the page that contains one position, or of the ring.
 #[derive(Clone, Copy)]
 pub(in crate::ops) struct KvView<'a, T> {
     data: &'a [T],
@@ -74,39 +74,39 @@ pub(in crate::ops) struct KvView<'a, T> {
     next: &'a [T],
     width: usize,
     /// Positions in `data`.
-    pub room: usize,
-    /// Position of the first row, a multiple of `room`.
+    pub capacity: usize,
+    /// Position of the first row, a multiple of `capacity`.
     first: usize,
 }
 
 impl<'a, T: KvElement> KvView<'a, T> {
-    /// Views the cache at `position`: a ring `[count, room, row]`, or the pages `[count, PAGE, row]` that `table`
+    /// Views the cache at `position`: a ring `[count, capacity, row]`, or the pages `[count, PAGE, row]` that `table`
     /// lists in order. Rows have `dim` values.
     #[inline(always)]
-    pub fn at(bytes: &'a [u8], table: Option<&[u32]>, [count, room, dim]: [usize; 3], position: usize) -> Self {
+    pub fn at(bytes: &'a [u8], table: Option<&[u32]>, [count, capacity, dim]: [usize; 3], position: usize) -> Self {
         let (data, width) = (bytemuck::cast_slice(bytes), dim + T::SCALE_ELEMENTS);
-        let size = count * room * width;
+        let size = count * capacity * width;
         let page = |index: usize| match table {
             Some(table) => table.get(index).map(|page| &data[*page as usize * size..][..size]),
             None => Some(&data[..size]),
         };
-        let index = position / room;
+        let index = position / capacity;
         let data = page(index).unwrap_or_default();
         // Without a next page, prefetch this one again: prefetching unmapped memory costs a page-table walk each
         // time.
-        Self { data, next: page(index + 1).unwrap_or(data), width, room, first: index * room }
+        Self { data, next: page(index + 1).unwrap_or(data), width, capacity, first: index * capacity }
     }
 
     /// Address `bytes` after the row of `position`, to prefetch. It may be outside the cache.
     #[inline(always)]
     pub fn prefetch_address(&self, head: usize, position: usize, bytes: usize) -> *const u8 {
         let of = |data: &[T], row: usize| data.as_ptr().cast::<u8>().wrapping_add(row * self.width * size_of::<T>());
-        let (place, beyond) = (self.row_index(position), self.room * self.width * size_of::<T>());
+        let (place, beyond) = (self.row_index(position), self.capacity * self.width * size_of::<T>());
         let at = place * self.width * size_of::<T>() + bytes;
         if at < beyond {
-            of(self.data, head * self.room).wrapping_add(at)
+            of(self.data, head * self.capacity).wrapping_add(at)
         } else {
-            of(self.next, head * self.room).wrapping_add(at - beyond)
+            of(self.next, head * self.capacity).wrapping_add(at - beyond)
         }
     }
 
@@ -114,19 +114,19 @@ impl<'a, T: KvElement> KvView<'a, T> {
     #[inline(always)]
     fn row_index(&self, position: usize) -> usize {
         let at = position - self.first;
-        if at < self.room { at } else { at - self.room }
+        if at < self.capacity { at } else { at - self.capacity }
     }
 
     /// The rows of positions `first..first + count`.
     #[inline(always)]
     pub fn rows(&self, head: usize, first: usize, count: usize) -> KvRows<'a, T> {
-        let start = (head * self.room + self.row_index(first)) * self.width;
+        let start = (head * self.capacity + self.row_index(first)) * self.width;
         KvRows { data: &self.data[start..start + count * self.width], width: self.width }
     }
 
     #[inline(always)]
     pub fn row(&self, head: usize, position: usize) -> &'a [T] {
-        &self.data[(head * self.room + self.row_index(position)) * self.width..][..self.width]
+        &self.data[(head * self.capacity + self.row_index(position)) * self.width..][..self.width]
     }
 }
 
@@ -209,7 +209,7 @@ impl AttentionShape {
         let Some(bits) = kv_quant::bits(self.format) else { return Ok(()) };
         self.divisible()?;
         match self.recent {
-            Some(recent) if recent.room >= tokens + 2 * RECENT && recent.room.is_multiple_of(RECENT) => Ok(()),
+            Some(recent) if recent.capacity >= tokens + 2 * RECENT && recent.capacity.is_multiple_of(RECENT) => Ok(()),
             other => refuse(format!("a {bits}-bit cache cannot take {tokens} rows with the ring {other:?}")),
         }
     }
@@ -234,7 +234,8 @@ impl AttentionShape {
         (page, position): (usize, usize),
         scratch: &mut [i32; MAX_HEAD_DIM],
     ) -> Result<(), DeviceError> {
-        let place = |first: usize, room: usize, bytes: usize| ((first + head) * room + position % room) * bytes..;
+        let place =
+            |first: usize, capacity: usize, bytes: usize| ((first + head) * capacity + position % capacity) * bytes..;
         let bytes = self.format.row_bytes(self.dim);
         let to = &mut cache[place(page * self.kv_heads, PAGE, bytes)][..bytes];
         let Some((bits, ring)) = kv_quant::bits(self.format).zip(self.recent) else {
@@ -243,7 +244,7 @@ impl AttentionShape {
         kv_quant::hadamard(row);
         kv_quant::quantize_row(bits, row, to);
         let bytes = ring.format.row_bytes(self.dim);
-        store_row(ring.format, row, &mut recent[place(0, ring.room, bytes)][..bytes], scratch)
+        store_row(ring.format, row, &mut recent[place(0, ring.capacity, bytes)][..bytes], scratch)
     }
 }
 

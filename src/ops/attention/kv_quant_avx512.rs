@@ -4,7 +4,7 @@
 //! broadcast four bytes at a time, in two digits. Values are interleaved four positions at a time: lanes are
 //! dimensions. The weights of four positions are broadcast, in two digits.
 //!
-//! Prefetches are spread evenly. A core tracks at most sixteen missing lines, and loads from L2 need the same
+//! Prefetches are spread evenly. A core tracks at most sixteen cache misses, and loads from L2 use the same sixteen
 //! entries.
 //!
 //! Measured on 35B shapes (8 queries, 32k positions): 5 times as fast as the portable code for 8 bits, 5.5 times for
@@ -81,8 +81,8 @@ pub(super) unsafe fn qk<const N: usize>(
     let steps = rows.len() / (SETS * 16 * keys.row) * groups * N.div_ceil(4);
     let lines = next.len().div_ceil(64 * steps.max(1));
     let mut prefetch = RowPrefetch::new(next, steps * lines);
-    // Hides the constant. Otherwise the compiler unrolls this loop and computes one query after the other, in one
-    // dependency chain.
+    // `black_box` hides the constant from the compiler. Otherwise it unrolls this loop and computes one query after the
+    // other, in one dependency chain.
     let words = std::hint::black_box(WORDS);
     let mut scales = [[[_mm512_setzero_ps(); 2]; MAX_HEAD_DIM / 64]; SETS];
     for (number, rows) in rows.chunks_exact(SETS * 16 * keys.row).enumerate() {
@@ -135,7 +135,8 @@ pub(super) unsafe fn qk<const N: usize>(
     }
 }
 
-/// Multiplies `M` queries from number `n` on with one group. The digits of a query are `groups` apart.
+/// Multiplies queries `n..n + M` with one group of the keys. Groups of the same number in consecutive queries are
+/// `groups` apart.
 #[inline]
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
 fn dots<const M: usize>(
@@ -316,7 +317,7 @@ fn store_sums(totals: &[[__m512i; 2]; 4], back: &[f32], sums: &mut [f32]) {
     }
 }
 
-/// Loads the scales of a block's values.
+/// Loads the scales of a block's values into `value_scales`.
 ///
 /// # Safety
 /// As for [`pv`].

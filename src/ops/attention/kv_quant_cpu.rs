@@ -1,6 +1,6 @@
-//! Attention over 8-bit and 4-bit rows in integer arithmetic. Queries are rounded to 16 bits, and so are the weights
-//! of a block's values. Sums within a group are exact. The f32 arithmetic after them has one order, so all
-//! processors give the same bytes. This is the portable version; [`super::kv_quant_avx512`] is the other.
+//! Attention over 8-bit and 4-bit rows in integer arithmetic. Queries and softmax weights are rounded to 16 bits. Sums
+//! within a group are exact. The f32 arithmetic after them has one order, so all processors give the same bytes. This
+//! is the portable version. [`super::kv_quant_avx512`] gives the same bytes.
 
 use super::{
     BLOCK, GROUP, MAX_HEAD_DIM,

@@ -46,11 +46,11 @@ pub struct AttentionShape {
     pub recent: Option<RecentRing>,
 }
 
-/// A ring buffer of recent positions: position `p` is row `p % room`. If `room` is at least `2 * RECENT` plus the
+/// A ring buffer of recent positions: position `p` is row `p % capacity`. If `capacity` is at least `2 * RECENT` plus the
 /// rows of one write, no row is overwritten before its last read.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RecentRing {
-    pub room: usize,
+    pub capacity: usize,
     pub format: KvFormat,
 }
 
@@ -76,7 +76,7 @@ impl AttentionShape {
 
     /// Bytes of the keys (or of the values) in the ring.
     pub fn recent_bytes(&self) -> usize {
-        self.recent.map_or(0, |recent| self.kv_heads * recent.room * recent.format.row_bytes(self.dim))
+        self.recent.map_or(0, |recent| self.kv_heads * recent.capacity * recent.format.row_bytes(self.dim))
     }
 }
 
@@ -88,7 +88,7 @@ pub struct KvCache {
     pub values: Region,
     /// Page numbers of one sequence, one u32 for each [`PAGE`] positions.
     pub table: Region,
-    /// Keys and values of the recent positions, `[kv_heads, room, row]`. Empty if the cache has 16 bits or more.
+    /// Keys and values of the recent positions, `[kv_heads, capacity, row]`. Empty if the cache has 16 bits or more.
     pub recent: [Region; 2],
 }
 
@@ -133,8 +133,8 @@ pub struct Attention<'a> {
     pub y: Region,
 }
 
-/// [`KvWrite`] and [`Attention`] of one row of each of several sequences. `start` has no effect. The pages are those of all
-/// sequences anyway; `table` and `recent` hold the tables and rings of all sequences, one after the other.
+/// [`KvWrite`] and [`Attention`] for one row of each of several sequences. `start` is ignored. `table` and `recent`
+/// hold the page tables and rings of all sequences, one after the other.
 #[derive(Debug, Clone, Copy)]
 pub struct AttentionRows<'a> {
     pub write: KvWrite<'a>,

@@ -1,6 +1,6 @@
 //! Attention to the blocks of positions that an indexer selects for each query.
 //!
-//! A block is `ratio` consecutive positions. It closes when its last token arrives, and then has one key:
+//! A block is `ratio` consecutive positions. A block is closed once its last token was computed. It then has one key:
 //!
 //! ```text
 //! [q: heads x dim | raw: dim] = index projection
@@ -8,8 +8,9 @@
 //! K_b = rope(rms(mean of the block's raw) * k_norm)                        at the block's first position
 //! score_b = sum over heads of relu(q . K_b) / sqrt(dim)                    for the closed blocks
 //! ```
-//! A query attends to the `blocks` closed blocks with the highest scores (among equals the lower block) and to the open
-//! block. With few positions that is all of them. Each query selects for itself, for all heads.
+//! A query attends to the open block and to the `blocks` closed blocks with the highest scores. Of equal scores, the
+//! lower block is selected. If there are at most `blocks` closed blocks, the query attends to all of them. All heads of
+//! a query share its selection.
 
 mod cpu;
 mod select;
@@ -53,19 +54,19 @@ impl IndexerShape {
     }
 }
 
-/// What an indexer keeps of a sequence.
+/// The indexer's state of one sequence.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct IndexCache {
     /// Keys of closed blocks in pages, f32 `[pages, PAGE / ratio, dim]`. The table of pages is that of keys and values.
     pub keys: Region,
-    /// A ring by position: raw key and rotation of the last positions, f32 `[room, recent_width]`. It holds the positions of
-    /// one call and a block before them.
+    /// Raw keys and RoPE rotations of the last positions, f32 `[capacity, recent_width]`: position `p` is row `p %
+    /// capacity`. Holds the positions of one call and one block before them.
     pub recent: Region,
 }
 
 #[derive(Debug, Clone, Copy)]
 pub struct BlockAttention<'a> {
-    /// Attention to all positions, of which the query's selection remains.
+    /// The attention, which each query restricts to the positions that it selects.
     pub attention: Attention<'a>,
     pub indexer: &'a IndexerShape,
     /// Index projections, `[tokens, width]`.
@@ -75,7 +76,7 @@ pub struct BlockAttention<'a> {
     pub cache: IndexCache,
 }
 
-/// Buffers that calls reuse.
+/// Buffers of the selection, reused by all calls.
 #[derive(Default)]
 pub(in crate::ops) struct SelectionScratch {
     queries: Vec<f32>,

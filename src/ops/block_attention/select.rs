@@ -14,7 +14,7 @@ use std::cell::RefCell;
 
 /// Blocks in one task of scores.
 const TASK_BLOCKS: usize = 512;
-/// Maximum number of scores that are computed before they are used. Rows are computed in groups to stay below it.
+/// Maximum number of scores in the buffer. Rows are computed in groups to stay below it.
 const MAX_SCORES: usize = 1 << 20;
 
 thread_local! {
@@ -22,7 +22,8 @@ thread_local! {
     static ORDER: RefCell<Vec<u32>> = RefCell::default();
 }
 
-/// `x` rotated by the pairs `(cos, sin)`: dimensions `j` and `j + pairs / 2` of the leading ones.
+/// Applies RoPE to the leading `pairs.len()` dimensions of `x`. The `j`-th `(cos, sin)` of `pairs` rotates dimensions
+/// `j` and `j + pairs.len() / 2`.
 fn rotate(x: &mut [f32], pairs: &[f32]) {
     let (low, high) = x[..pairs.len()].split_at_mut(pairs.len() / 2);
     for ((low, high), pair) in low.iter_mut().zip(high).zip(pairs.chunks_exact(2)) {
@@ -31,26 +32,26 @@ fn rotate(x: &mut [f32], pairs: &[f32]) {
 }
 
 impl BlockAttention<'_> {
-    /// Closed blocks that a query at `position` sees, and how many of them it attends to.
+    /// The number of closed blocks before or at `position`, and how many of them a query at `position` attends to.
     pub(super) fn closed(&self, position: usize) -> (usize, usize) {
         let closed = (position + 1) / self.indexer.ratio;
         (closed, closed.min(self.indexer.blocks))
     }
 
-    /// Adds the rows to the ring, and the keys of the blocks that they close to the pages.
+    /// Writes the rows to the ring. For each block that they complete, computes its key and writes it to its page.
     pub(super) fn close_blocks(&self, memory: &CpuMemory) -> Result<(), DeviceError> {
         let (shape, start, tokens) = (self.indexer, self.attention.start, self.attention.tokens);
         let (dim, width, wide) = (shape.dim, shape.width(), shape.recent_width());
-        let room = self.cache.recent.len / (4 * wide);
-        if room < tokens + shape.ratio {
-            return refuse(format!("a ring of {room} positions is too short for {tokens} tokens of an indexer"));
+        let capacity = self.cache.recent.len / (4 * wide);
+        if capacity < tokens + shape.ratio {
+            return refuse(format!("a ring of {capacity} positions is too short for {tokens} tokens of an indexer"));
         }
         let index = memory.floats(self.index.floats(tokens * width));
         let turn = memory.floats(self.norm_rope.rope_table.floats(tokens * shape.rope_dim));
         let recent = memory.floats_mut(self.cache.recent);
         for token in 0..tokens {
             let (raw, turn) = (&index[token * width + shape.heads * dim..][..dim], &turn[token * shape.rope_dim..]);
-            let (to, to_turn) = recent[(start + token) % room * wide..][..wide].split_at_mut(dim);
+            let (to, to_turn) = recent[(start + token) % capacity * wide..][..wide].split_at_mut(dim);
             to.copy_from_slice(raw);
             to_turn.copy_from_slice(&turn[..shape.rope_dim]);
         }
@@ -62,7 +63,7 @@ impl BlockAttention<'_> {
             let first = block * shape.ratio;
             mean.fill(0.0);
             for position in first..first + shape.ratio {
-                let raw = &recent[position % room * wide..][..dim];
+                let raw = &recent[position % capacity * wide..][..dim];
                 mean.iter_mut().zip(raw).for_each(|(mean, raw)| *mean += raw);
             }
             mean.iter_mut().for_each(|mean| *mean /= shape.ratio as f32);
@@ -70,12 +71,12 @@ impl BlockAttention<'_> {
             let at = (*page as usize * PAGE + first % PAGE) / shape.ratio * dim;
             let key = &mut keys[at..at + dim];
             normalise(&mean, norm, shape.eps, key);
-            rotate(key, &recent[first % room * wide + dim..][..shape.rope_dim]);
+            rotate(key, &recent[first % capacity * wide + dim..][..shape.rope_dim]);
         }
         Ok(())
     }
 
-    /// Selects the closed blocks of each query.
+    /// Selects the closed blocks that each query attends to.
     pub(super) fn select(&self, cpu: &Cpu, scratch: &mut SelectionScratch) {
         let (shape, start, tokens) = (self.indexer, self.attention.start, self.attention.tokens);
         let (memory, threads) = (&cpu.memory, &cpu.compute.threads);
@@ -123,7 +124,8 @@ impl BlockAttention<'_> {
     }
 }
 
-/// The numbers of the highest scores in ascending order. Among equals the lower number comes first.
+/// Writes the indices of the highest scores to `chosen`, in ascending order. Of equal scores, the lower index is
+/// chosen.
 fn choose(scores: &[f32], chosen: &mut [u32]) {
     ORDER.with_borrow_mut(|order| {
         order.clear();

@@ -10,8 +10,8 @@ use std::collections::BTreeMap;
 /// Largest allowed difference between f32 results, relative to the largest value.
 pub(in crate::ops) const CLOSE: f64 = 1e-5;
 
-/// The same for half-precision products. With 11 significant bits, sums over a few hundred columns differ by a few
-/// parts in ten thousand.
+/// Largest allowed difference between results of half-precision products, relative to the largest value. With 11
+/// significant bits, sums over a few hundred columns differ by a few parts in ten thousand.
 pub(in crate::ops) const HALF: f64 = 2e-3;
 
 /// Bytes of a block of memory, and the alignment of inputs in it: a GPU's cache line.
@@ -27,8 +27,8 @@ pub(in crate::ops) struct KernelCheck<'a> {
     pub cpu: Cpu,
     pub gpu: GpuBackend<&'a mut dyn Gpu>,
     pub random: RandomInputs,
-    /// The rest of the last block of memory. Each start of a server runs these checks, and a GPU driver takes few large
-    /// buffers better than hundreds of small ones.
+    /// The unused part of the last block of memory. Every server start runs these checks, and a GPU driver handles a
+    /// few large buffers better than hundreds of small ones.
     pub(super) arena: Region,
     pub(super) found: &'a mut BTreeMap<String, Outcome>,
 }
@@ -67,7 +67,7 @@ impl KernelCheck<'_> {
     }
 
     /// Allocates `count` floats, NaN until written.
-    pub fn room(&mut self, count: usize) -> Result<Region, DeviceError> {
+    pub fn buffer(&mut self, count: usize) -> Result<Region, DeviceError> {
         self.bytes(&vec![0xff; count * 4])
     }
 
@@ -93,8 +93,8 @@ impl KernelCheck<'_> {
         Ok(values)
     }
 
-    /// Executes an operation on both devices. Returns the kernels that ran. If one was refused, records that and
-    /// returns none.
+    /// Executes an operation on both devices. Returns the kernels that ran. If the GPU refuses one, records the error
+    /// and returns an empty list.
     pub fn run<'o>(&mut self, op: impl Into<Op<'o>>) -> Result<Vec<&'static str>, DeviceError> {
         let op = op.into();
         self.cpu.execute(&op)?;
@@ -126,7 +126,7 @@ impl KernelCheck<'_> {
         self.check_within(CLOSE, op, floats, words)
     }
 
-    /// The same with another allowed difference.
+    /// [`KernelCheck::check`] with another allowed difference.
     pub fn check_within<'o>(
         &mut self,
         allowed: f64,
@@ -140,12 +140,12 @@ impl KernelCheck<'_> {
         }
         for region in floats {
             let (found, expected) = (self.on_gpu(*region)?, self.on_cpu(*region)?);
-            self.enter(&kernels, difference(&found, &expected), allowed);
+            self.record(&kernels, difference(&found, &expected), allowed);
         }
         for region in words {
             let (found, expected) = (self.on_gpu(*region)?, self.on_cpu(*region)?);
             let same = found.iter().zip(&expected).all(|(a, b)| a.to_bits() == b.to_bits());
-            self.enter(&kernels, if same { 0.0 } else { f64::INFINITY }, CLOSE);
+            self.record(&kernels, if same { 0.0 } else { f64::INFINITY }, CLOSE);
         }
         Ok(())
     }
@@ -160,21 +160,21 @@ impl KernelCheck<'_> {
     ) -> Result<(), DeviceError> {
         if !kernels.is_empty() {
             let found = self.on_gpu(region.floats(expected.len()))?;
-            self.enter(kernels, difference(&found, expected), allowed);
+            self.record(kernels, difference(&found, expected), allowed);
         }
         Ok(())
     }
 
-    /// Allocates half-precision rows of up to `cols` values.
-    pub fn halves(&mut self, rows: usize, cols: usize) -> Result<HalfBuffers, DeviceError> {
+    /// Allocates buffers for half-precision rows of up to `cols` values.
+    pub fn half_buffers(&mut self, rows: usize, cols: usize) -> Result<HalfBuffers, DeviceError> {
         Ok(HalfBuffers {
-            x: self.room(rows * HalfBuffers::words(cols))?,
-            act: self.room(rows * HalfBuffers::words(cols))?,
+            x: self.buffer(rows * HalfBuffers::words(cols))?,
+            act: self.buffer(rows * HalfBuffers::words(cols))?,
         })
     }
 
-    /// Records a difference for some kernels. Keeps the worst of each.
-    pub fn enter(&mut self, kernels: &[&str], difference: f64, allowed: f64) {
+    /// Records a difference for each of `kernels`, unless a larger one is recorded already.
+    pub fn record(&mut self, kernels: &[&str], difference: f64, allowed: f64) {
         for kernel in kernels {
             let outcome = self.found.entry((*kernel).into()).or_insert(Ok((0.0, allowed)));
             if let Ok((worst, limit)) = outcome {

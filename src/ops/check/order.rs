@@ -32,7 +32,7 @@ fn order(b: &mut KernelCheck<'_>, weight: &Weight) -> Result<(), DeviceError> {
     for step_by_step in [true, false] {
         let mut chains = Vec::new();
         for x in &begin {
-            chains.push([b.floats(x)?, b.room(SIDE)?]);
+            chains.push([b.floats(x)?, b.buffer(SIDE)?]);
         }
         b.gpu.set_waits_each(step_by_step);
         for step in 0..STEPS {
@@ -56,7 +56,7 @@ fn order(b: &mut KernelCheck<'_>, weight: &Weight) -> Result<(), DeviceError> {
     }
     b.gpu.take_launched();
     // NaN differs from itself and fails here, too.
-    b.enter(&[ORDER], if results[0] == results[1] { 0.0 } else { f64::INFINITY }, CLOSE);
+    b.record(&[ORDER], if results[0] == results[1] { 0.0 } else { f64::INFINITY }, CLOSE);
     Ok(())
 }
 
@@ -77,7 +77,7 @@ fn shared(b: &mut KernelCheck<'_>, weight: &Weight) -> Result<(), DeviceError> {
         *region = whole.part(at, part.len());
         at += part.len().next_multiple_of(16);
     }
-    let (x, y) = (b.random(SIDE)?, b.room(SIDE)?);
+    let (x, y) = (b.random(SIDE)?, b.buffer(SIDE)?);
     b.cpu.execute(&product(x, weight, y))?;
     let expected = b.on_cpu(y)?;
     for negative in [false, true] {
@@ -90,11 +90,11 @@ fn shared(b: &mut KernelCheck<'_>, weight: &Weight) -> Result<(), DeviceError> {
                 into.iter_mut().skip(1).step_by(2).for_each(|byte| *byte ^= 0x80);
             }
         }
-        b.gpu.landed(whole, u64::from(negative))?;
+        b.gpu.mark_loaded(whole, u64::from(negative))?;
         b.gpu.execute(&product(x, &adopted, y))?;
         let found = b.on_gpu(y)?;
         let expected: Vec<f32> = expected.iter().map(|v| if negative { -v } else { *v }).collect();
-        b.enter(&[SHARED], difference(&found, &expected), CLOSE);
+        b.record(&[SHARED], difference(&found, &expected), CLOSE);
     }
     b.gpu.take_launched();
     Ok(())

@@ -52,7 +52,7 @@ fn compare(codes: WeightFormat, found: &mut [Finding]) {
         for (isa, finding) in Isa::all().into_iter().zip(&mut *found) {
             let (off, allowed) = match isa {
                 Isa::Scalar => (difference(&plain, &run(Isa::Scalar, false, &weight, &x, TOKENS)), LEVELS),
-                #[allow(unreachable_patterns)] // There may be no other.
+                #[allow(unreachable_patterns)] // Scalar may be the only instruction set.
                 _ => {
                     let same = run(isa, integer, &weight, &x, TOKENS)
                         .iter()
@@ -94,8 +94,8 @@ pub(in crate::ops) fn run_in(
     let inputs: Vec<Activations<'_>> = x.chunks_exact(weight.cols).enumerate().map(input).collect();
     let outs: Vec<OutPtr> = out.chunks_exact_mut(weight.rows).map(|row| OutPtr(row.as_mut_ptr())).collect();
     for (inputs, outs) in inputs.chunks(together).zip(outs.chunks(together)) {
-        // SAFETY: each input has its row of `out`, which no other code accesses. The processor has what `Isa::all`
-        // lists. The parts have the lengths of the encoding.
+        // SAFETY: each input has its row of `out`, which no other code accesses. The processor has the instruction sets
+        // that `Isa::all` lists. The parts have the lengths of the encoding.
         unsafe { product(isa, integer, weight, 0..weight.rows, inputs, outs) };
     }
     drop(outs);

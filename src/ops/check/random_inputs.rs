@@ -9,7 +9,7 @@ use crate::{
 pub(in crate::ops) struct RandomInputs(pub SplitMix64);
 
 impl RandomInputs {
-    /// Between -1 and 1.
+    /// Returns a value from -1 to 1.
     pub fn float(&mut self) -> f32 {
         ((self.0.bits() >> 40) as f32 / (1u64 << 23) as f32) - 1.0
     }

@@ -11,9 +11,9 @@ use crate::{
 };
 use std::ops::Range;
 
-/// Channels of a task if there are few tokens. Otherwise each token is a task.
-const PIECE: usize = 512;
-const FEW: usize = 8;
+/// Channels of a task if there are at most [`FEW_TOKENS`] tokens. Otherwise each token is a task.
+const TASK_CHANNELS: usize = 512;
+const FEW_TOKENS: usize = 8;
 
 impl Conv<'_> {
     pub(in crate::ops) fn on_cpu(&self, cpu: &mut Cpu) -> Result<(), DeviceError> {
@@ -78,8 +78,10 @@ impl Conv<'_> {
             activate(y);
         };
         // Channels are independent, so a few tokens are split by channels.
-        let cut = tokens <= FEW && channels.is_multiple_of(PIECE) && PIECE.is_multiple_of(shape.key_dim);
-        let piece = if cut { PIECE } else { channels };
+        let cut = tokens <= FEW_TOKENS
+            && channels.is_multiple_of(TASK_CHANNELS)
+            && TASK_CHANNELS.is_multiple_of(shape.key_dim);
+        let piece = if cut { TASK_CHANNELS } else { channels };
         threads.run_pieces(y, piece, &|task, y| {
             let (token, first) = (task * piece / channels, task * piece % channels);
             convolve(token, first, y);
@@ -88,7 +90,7 @@ impl Conv<'_> {
                 keep(first..first + piece);
             }
         });
-        // Without new rows, only replayed rows go into the state.
+        // With one token, each task has updated its own channels of the state.
         if tokens != 1 {
             keep(0..channels);
         }

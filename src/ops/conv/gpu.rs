@@ -15,7 +15,8 @@ impl Conv<'_> {
         self.launch_rows(None)
     }
 
-    /// The same for rows of different sequences, whose states are all in `state`.
+    /// [`Conv::launch`]. With `rows`, each row belongs to another sequence, and `state` holds the states of all
+    /// sequences.
     pub(in crate::ops) fn launch_rows(&self, rows: Option<SequenceRows>) -> Launch {
         let Self { shape, tokens, proj, weight, past, stored, state, out } = *self;
         let (proj, old) = shape.rows(tokens, proj, past);

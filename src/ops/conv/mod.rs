@@ -24,7 +24,7 @@ pub struct Conv<'a> {
     /// Convolution weights, `[K, channels]`.
     pub weight: Region,
     pub past: Replay,
-    /// Replayed and new rows that the state takes in.
+    /// Number of replayed and new rows that are added to the state.
     pub stored: usize,
     /// Last `K - 1` inputs, `[K - 1, channels]`.
     pub state: Region,

@@ -1,4 +1,4 @@
-//! The CPU's buffers. Each is a range of a slab.
+//! The CPU backend's buffers. Each is a range of a slab.
 
 use crate::{
     device::{DeviceError, Region, Slab},
@@ -28,7 +28,7 @@ impl CpuMemory {
         unsafe { slab.bytes(at..at + region.len) }
     }
 
-    #[allow(clippy::mut_from_ref)] // Regions of one operation are disjoint; see below.
+    #[allow(clippy::mut_from_ref)] // Regions that an operation writes are disjoint from its others.
     pub fn bytes_mut(&self, region: Region) -> &mut [u8] {
         let Some((slab, range)) = self.buffers.get(region.buffer as usize).filter(|_| region.len > 0) else {
             return &mut [];

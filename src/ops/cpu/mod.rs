@@ -13,9 +13,9 @@ use super::{
 use crate::device::{BufferAccess, CpuArithmetic, CpuDevice, DeviceError, Region, Slab, Timeline};
 use std::{ops::Range, sync::Arc, time::Duration};
 
-/// Maximum number of rows in one attention or delta-net call. Their weights are small, so larger blocks would only need
-/// larger buffers.
-const MIXER: usize = 256;
+/// Maximum number of rows in one attention or delta-net call. The weights of these layers are small, so larger blocks
+/// would need larger buffers without being faster.
+const MAX_MIXER_ROWS: usize = 256;
 
 /// Executes operations on the CPU.
 pub struct Cpu {
@@ -46,34 +46,39 @@ impl Cpu {
 
     /// The limits of a CPU with this arithmetic.
     pub fn limits(math: CpuArithmetic) -> BackendLimits {
-        let cache = if math == CpuArithmetic::F32 { KvFormat::F32 } else { KvFormat::I16 };
+        let kv_format = if math == CpuArithmetic::F32 { KvFormat::F32 } else { KvFormat::I16 };
         BackendLimits {
-            by_table: 0,
-            per_assignment: 0,
-            half: false,
-            in_place: true,
-            mixer: MIXER,
-            acts: false,
-            waits: false,
-            cache,
-            recent: cache,
+            max_slot_table_rows: 0,
+            max_per_assignment_rows: 0,
+            uses_half_precision: false,
+            delta_in_place: true,
+            max_mixer_rows: MAX_MIXER_ROWS,
+            needs_expert_buffers: false,
+            is_async: false,
+            kv_format,
+            recent_format: kv_format,
             partials: None,
             working_set: None,
         }
     }
 
-    /// Maximum number of bytes that the backend allocates for each row of a pass, and independent of the rows.
-    /// Attention and delta nets need the normalised row, the product before the residual sum and a quantized row of up
-    /// to `widest` values. A feed-forward layer needs its input quantized in two formats, and the `inner` intermediate
-    /// values of the `assignments` that are computed together. A dense one needs both.
+    /// Maximum number of bytes that the backend allocates: for each row of a pass, and a part that does not depend on
+    /// the rows. Attention and delta nets need the normalised row, the product before the residual sum and a quantized
+    /// row of up to `widest` values. An expert layer needs its input quantized in two formats, and the `inner`
+    /// intermediate values of the `assignments` that are computed together. A dense feed-forward layer needs the
+    /// buffers of both kinds.
     pub fn scratch(hidden: usize, widest: usize, assignments: usize, inner: usize) -> [usize; 2] {
         let both = 2 * 4 * hidden + QuantizedRows::row_bytes(widest);
-        // Twice: tasks that share a slice store it as f32 first, or the shared expert uses another format.
+        // Counted twice, because tasks that share a slice store it as f32 first, or because the shared expert uses
+        // another format.
         let middle = 2 * QuantizedRows::row_bytes(inner).max(4 * inner);
         // The sorted assignments, and a part of the task lists, which hold at most 128 rows.
         let lists = 2 * size_of::<(u32, u32)>() * assignments + size_of::<Activations<'_>>();
         if assignments > 1 {
-            [2 * QuantizedRows::row_bytes(hidden) + middle + lists, MIXER * both + experts::MAX_ASSIGNMENTS * middle]
+            [
+                2 * QuantizedRows::row_bytes(hidden) + middle + lists,
+                MAX_MIXER_ROWS * both + experts::MAX_ASSIGNMENTS * middle,
+            ]
         } else {
             [both + QuantizedRows::row_bytes(hidden) + middle + lists, 0]
         }
@@ -86,7 +91,7 @@ impl Cpu {
         }
     }
 
-    /// Refuses an operation whose written regions overlap other regions, or whose regions do not exist.
+    /// Returns an error if a region that the operation writes overlaps another one, or if a region does not exist.
     fn check(&self, op: &Op<'_>) -> Result<(), DeviceError> {
         let mut seen = [(Region::default(), BufferAccess::Read); 24];
         let (mut count, mut wrong) = (0, Ok(()));
@@ -190,7 +195,7 @@ impl Backend for Cpu {
         Ok((regions, table))
     }
 
-    fn longest(&self) -> usize {
+    fn max_buffer_len(&self) -> usize {
         usize::MAX
     }
 }

@@ -9,7 +9,7 @@ use crate::{
     },
 };
 
-/// Whole layers. The checks of the convolution cover the rule alone.
+/// Checks whole layers. The checks of the convolution include the delta rule alone.
 pub(in crate::ops) fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> {
     let affine = |bits, group| WeightFormat::Affine { bits, group, scale: Float::Bf16 };
     let shape = &DeltaShape {
@@ -27,7 +27,7 @@ pub(in crate::ops) fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> 
     rows_of_sequences(b, shape, affine(4, 64))
 }
 
-/// A whole layer, after a verify of two rows.
+/// Checks a whole layer after a verify of two rows.
 fn case(b: &mut KernelCheck<'_>, shape: &DeltaShape, codes: WeightFormat, tokens: usize) -> Result<(), DeviceError> {
     let (hidden, channels, values, heads) = (192, shape.channels(), shape.values(), shape.value_heads);
     let mut rows = |rows| b.weight(codes, rows, hidden);
@@ -41,8 +41,8 @@ fn case(b: &mut KernelCheck<'_>, shape: &DeltaShape, codes: WeightFormat, tokens
     let mut past = Replay::default();
     for (tokens, stored) in [(2, 0), (tokens, 2 + tokens)] {
         let (h, proj, mixed) =
-            (b.random(tokens * hidden)?, b.room(tokens * shape.width())?, b.room(tokens * channels)?);
-        let (out, y) = (b.room(tokens * values)?, b.room(tokens * values)?);
+            (b.random(tokens * hidden)?, b.buffer(tokens * shape.width())?, b.buffer(tokens * channels)?);
+        let (out, y) = (b.buffer(tokens * values)?, b.buffer(tokens * values)?);
         let project = Linear { x: h, tokens, norm, matrices: &matrices, y: proj, add: false };
         let conv = Conv { shape, tokens, proj, weight: taps, past, stored, state: samples, out: mixed };
         let rule = DeltaRule { shape, tokens, proj, mixed, decay, past, stored, state, norm: gated, out, y };
@@ -53,7 +53,7 @@ fn case(b: &mut KernelCheck<'_>, shape: &DeltaShape, codes: WeightFormat, tokens
     Ok(())
 }
 
-/// Rows of two sequences in one launch have the bytes of each row alone.
+/// Checks that rows of two sequences give the same bytes in one launch as in one launch per row.
 fn rows_of_sequences(b: &mut KernelCheck<'_>, shape: &DeltaShape, codes: WeightFormat) -> Result<(), DeviceError> {
     let (hidden, channels, values, heads) = (192, shape.channels(), shape.values(), shape.value_heads);
     let mut rows = |rows| b.weight(codes, rows, hidden);
@@ -70,8 +70,8 @@ fn rows_of_sequences(b: &mut KernelCheck<'_>, shape: &DeltaShape, codes: WeightF
         Ok::<_, DeviceError>([b.floats(&values)?, b.floats(&values)?])
     };
     let (h, samples, states) = (twice(2 * hidden)?, twice(2 * sample)?, twice(2 * matrix)?);
-    let (proj, mixed) = (b.room(2 * shape.width())?, b.room(2 * channels)?);
-    let (out, y) = (b.room(2 * values)?, b.room(2 * values)?);
+    let (proj, mixed) = (b.buffer(2 * shape.width())?, b.buffer(2 * channels)?);
+    let (out, y) = (b.buffer(2 * values)?, b.buffer(2 * values)?);
     let net = |tokens, h, samples, state| {
         let (past, stored) = (Replay::default(), 1);
         let conv = Conv { shape, tokens, proj, weight, past, stored, state: samples, out: mixed };
@@ -82,7 +82,7 @@ fn rows_of_sequences(b: &mut KernelCheck<'_>, shape: &DeltaShape, codes: WeightF
             back: Linear { x: y, tokens, norm: None, matrices: &last, y: h, add: true },
         }
     };
-    // The rows are those of sequence 1 and of sequence 0.
+    // Row 0 belongs to sequence 1, row 1 to sequence 0.
     let rows = SequenceRows { starts: [0, 0], table: b.words(&[1, 0, 0, 0])? };
     let mut ran = Vec::new();
     for launch in (DeltaNetRows { net: net(2, h[0], samples[0], states[0]), rows }).launches() {
@@ -97,7 +97,7 @@ fn rows_of_sequences(b: &mut KernelCheck<'_>, shape: &DeltaShape, codes: WeightF
     }
     for [together, alone] in [h, samples, states] {
         let (found, expected) = (b.on_gpu(together)?, b.on_gpu(alone)?);
-        b.enter(&ran, if found == expected { 0.0 } else { f64::INFINITY }, CLOSE);
+        b.record(&ran, if found == expected { 0.0 } else { f64::INFINITY }, CLOSE);
     }
     Ok(())
 }

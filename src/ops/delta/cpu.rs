@@ -16,13 +16,13 @@ use crate::{
 };
 use std::ops::Range;
 
-/// Rows of S in a prefill task, which fit into L1 with keys of 128 values. And tokens that are computed one after
-/// the other while their keys and queries stay in L1.
+/// Rows of S in a prefill task, and tokens in a block of it. With keys of 128 values, the rows, keys and queries of a
+/// block stay in L1.
 const ROWS: usize = 32;
 const TOKENS: usize = 32;
 
 impl DeltaNetRows<'_> {
-    /// The CPU computes rows of several sequences one by one.
+    /// Always fails. On a CPU, the forward pass computes one sequence at a time.
     pub(in crate::ops) fn on_cpu(&self, _: &mut Cpu) -> Result<(), DeviceError> {
         refuse("the CPU computes one sequence at a time".into())
     }
@@ -61,7 +61,8 @@ impl DeltaRule<'_> {
         qk.resize(key_heads * tokens, 0.0);
         gates.resize(value_heads * all, [0.0; 2]);
         if !alone {
-            // Several tasks of a head use them. With one token each task computes its own.
+            // Computed here because several tasks of a head use the same values. With one token, each task computes its
+            // own.
             compute.threads.run_pieces(gates, all, &|head, gates| {
                 gates.iter_mut().enumerate().for_each(|(at, gates)| *gates = gate(at, head));
             });
@@ -111,14 +112,14 @@ impl DeltaRule<'_> {
             let out = |token: usize| unsafe { std::slice::from_raw_parts_mut(out.add(token * values + at), rows) };
             // Rows that may be rejected are not split into blocks.
             let block = if stored < all { all } else { all.min(TOKENS) };
-            let mut room = [0.0; ROWS * TOKENS];
-            let room = room.get_mut(..rows * block).unwrap_or_default();
-            let held = !room.is_empty()
+            let mut buffers = [0.0; ROWS * TOKENS];
+            let buffers = buffers.get_mut(..rows * block).unwrap_or_default();
+            let held = !buffers.is_empty()
                 && (0..all).step_by(block).all(|from| {
                     let tokens = from..all.min(from + block);
-                    let held = step_in_registers(state, &inputs, tokens.clone(), stored, room);
-                    for (at, room) in tokens.zip(room.chunks(rows)).filter(|(at, _)| held && *at >= past.rows) {
-                        out(at - past.rows).copy_from_slice(room);
+                    let held = step_in_registers(state, &inputs, tokens.clone(), stored, buffers);
+                    for (at, buffers) in tokens.zip(buffers.chunks(rows)).filter(|(at, _)| held && *at >= past.rows) {
+                        out(at - past.rows).copy_from_slice(buffers);
                     }
                     held
                 });
@@ -200,13 +201,13 @@ impl<'a> HeadInputs<'a> {
     }
 }
 
-/// Vectors of a key if rows of S stay in registers, and the most rows that fit.
+/// Maximum number of vectors of a key, and maximum number of rows of S, for which the rows stay in registers.
 const KEY_VECTORS: usize = 8;
 const MAX_ROWS: usize = 3;
 
 wide! {
-    /// Updates rows of S through the tokens `at` while they stay in registers, a few rows at a time. Writes the rows
-    /// back as they are after `stored` tokens, or after the last. `out` receives the results of [`step`], `[tokens,
+    /// Updates rows of S with the tokens `at`, a few rows at a time, which stay in registers. Writes back the rows as
+    /// of token `stored`, or as of the last token if that is earlier. `out` receives the results of [`step`], `[tokens,
     /// rows]`. Returns false and does nothing if there are too few registers.
     fn step_in_registers(state: &mut [f32], inputs: &HeadInputs<'_>, at: Range<usize>, stored: usize, out: &mut [f32]) -> bool {
         let (state, rest) = state.as_chunks_mut::<16>();
@@ -311,7 +312,7 @@ wide! {
 }
 
 wide! {
-    /// The same update without the output.
+    /// The update of [`step`] without its output.
     fn replay(state: &mut [f32], k: &[f32], v: &[f32], gates: [f32; 2]) {
         let [beta, g] = gates;
         for (s, v) in state.chunks_exact_mut(k.len()).zip(v) {

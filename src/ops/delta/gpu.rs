@@ -6,8 +6,8 @@ use crate::{
     ops::{Conv, SequenceRows, linear::HalfBuffers},
 };
 
-/// Maximum number of rows in a launch of the recurrence. Its threadgroups compute them one after the other, and macOS ends a launch
-/// whose threadgroups run too long.
+/// Maximum number of rows in a launch of the recurrence. A threadgroup computes them one after the other, and macOS
+/// aborts launches whose threadgroups run too long.
 const MAX_ROWS: usize = 256;
 
 impl DeltaShape {
@@ -48,10 +48,11 @@ impl DeltaRule<'_> {
         self.recurrences().into_iter().chain((self.tokens > 0).then(|| self.gated_norm()))
     }
 
-    /// The recurrence in launches of at most [`MAX_ROWS`] rows. Each starts with the state that the one before stored.
+    /// The recurrence in launches of at most [`MAX_ROWS`] rows. Each launch starts with the state that the previous one
+    /// stored.
     fn recurrences(&self) -> Vec<Launch> {
         let Self { shape, tokens, proj, mixed, past, stored, out, .. } = *self;
-        // Rows that may be rejected store no state in the middle. They are few.
+        // A launch with rows that may be rejected cannot be split: it stores no state in the middle. It has few rows.
         if tokens <= MAX_ROWS || past.rows > 0 || stored != tokens {
             return vec![self.recurrence(false, None, None)];
         }
@@ -65,8 +66,9 @@ impl DeltaRule<'_> {
         (0..tokens).step_by(MAX_ROWS).map(part).collect()
     }
 
-    /// With `raw`, q and k still need their l2 norms. With `squares`, the final norm is deferred: the results lack
-    /// each head's factor, which the next product computes from the squares. With `rows`, each row belongs to another sequence.
+    /// With `raw`, q and k still need their l2 norms. With `squares`, the final norm is deferred: the results are not
+    /// divided by each head's norm, which the next product computes from `squares`. With `rows`, each row belongs to
+    /// another sequence.
     pub(super) fn recurrence(&self, raw: bool, squares: Option<Region>, rows: Option<SequenceRows>) -> Launch {
         let Self { shape, tokens, proj, mixed, decay, past, stored, state, norm, .. } = *self;
         let out = if squares.is_some() { self.y } else { self.out };
@@ -121,8 +123,8 @@ impl DeltaRule<'_> {
     }
 }
 
-/// Maximum number of heads that a following product can norm.
-const MOST_HEADS: usize = 64;
+/// Maximum number of heads for which the output projection can apply the deferred norm.
+const MAX_NORMED_HEADS: usize = 64;
 
 impl DeltaNet<'_> {
     /// Three launches for one row, four for several. The results equal those of [`DeltaNet::apart`].
@@ -140,7 +142,7 @@ impl DeltaNet<'_> {
             && rule.stored > rule.past.rows
             && project.norm.is_some_and(|norm| norm.keep.is_none());
         let front = if at_once { vec![self.convolved()] } else { vec![project.launch(), conv.launch_rows(rows)] };
-        let behind = if shape.value_heads <= MOST_HEADS && shape.value_dim.is_multiple_of(16) {
+        let behind = if shape.value_heads <= MAX_NORMED_HEADS && shape.value_dim.is_multiple_of(16) {
             let squares = rule.out.floats(rule.tokens * shape.values() / 4);
             vec![rule.recurrence(at_once, Some(squares), rows), self.normed(squares)]
         } else {
@@ -149,18 +151,18 @@ impl DeltaNet<'_> {
         [front, behind].concat()
     }
 
-    /// The same with one launch per step.
+    /// [`DeltaNet::launches`] with one launch per step.
     pub fn apart(&self) -> Vec<Launch> {
         let Self { project, conv, rule, back } = self;
         let front = [project.launch(), conv.launch()];
         front.into_iter().chain(rule.launches()).chain([back.launch()]).collect()
     }
 
-    /// The same on matrix units.
-    pub(in crate::ops) fn halves(&self, half: HalfBuffers) -> Vec<Launch> {
+    /// All steps, with the projections in half precision on matrix units.
+    pub(in crate::ops) fn half_launches(&self, half: HalfBuffers) -> Vec<Launch> {
         let Self { project, conv, rule, back } = self;
-        let front = project.halves(half.x).into_iter().chain([conv.launch()]);
-        front.chain(rule.launches()).chain(back.halves(half.x)).collect()
+        let front = project.half_launches(half.x).into_iter().chain([conv.launch()]);
+        front.chain(rule.launches()).chain(back.half_launches(half.x)).collect()
     }
 
     /// The projection of one row with its convolution.
@@ -181,8 +183,7 @@ impl DeltaNet<'_> {
         launch
     }
 
-    /// The output projection of rows with a deferred norm: it multiplies each head by the factor that follows from
-    /// its `squares`.
+    /// The output projection of rows with a deferred norm. It divides each head by its norm, computed from `squares`.
     fn normed(&self, squares: Region) -> Launch {
         let shape = self.rule.shape;
         let mut launch = self.back.launch();
@@ -200,7 +201,7 @@ impl DeltaNet<'_> {
 }
 
 impl DeltaNetRows<'_> {
-    /// As many launches as for several rows of one sequence.
+    /// The launches of all rows. There are as many as for rows of one sequence.
     pub fn launches(&self) -> Vec<Launch> {
         self.net.launches_of(Some(self.rows))
     }

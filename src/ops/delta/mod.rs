@@ -38,7 +38,7 @@ pub struct DeltaRule<'a> {
     pub mixed: Region,
     pub decay: Decay,
     pub past: Replay,
-    /// Replayed and new rows that the state takes in.
+    /// Number of replayed and new rows that are added to the state.
     pub stored: usize,
     /// f32, `[value_heads, value_dim, key_dim]`.
     pub state: Region,
@@ -46,7 +46,7 @@ pub struct DeltaRule<'a> {
     pub norm: Region,
     /// `o` of the recurrence, `[tokens, values]`.
     pub out: Region,
-    /// `[tokens, values]`. May overlap `mixed` if [`BackendLimits::in_place`](super::BackendLimits) is set.
+    /// `[tokens, values]`. May overlap `mixed` if [`BackendLimits::delta_in_place`](super::BackendLimits) is set.
     pub y: Region,
 }
 
@@ -83,8 +83,8 @@ pub struct DeltaNet<'a> {
     pub back: Linear<'a>,
 }
 
-/// A whole delta-net layer of one row of each of several sequences. The states of `conv` and `rule` are those of all
-/// sequences, one after the other. No row is replayed.
+/// A whole delta-net layer of one row of each of several sequences. The state regions of `conv` and `rule` hold the
+/// states of all sequences, one after the other. No row is replayed.
 #[derive(Debug, Clone, Copy)]
 pub struct DeltaNetRows<'a> {
     pub net: DeltaNet<'a>,

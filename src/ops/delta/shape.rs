@@ -38,7 +38,7 @@ impl DeltaShape {
     }
 }
 
-/// Rows before the new ones that the layer's state does not include yet. They update the state; their output is not
+/// Rows before the new ones that the layer's state does not include yet. They update the state, but their output is not
 /// computed.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Replay {

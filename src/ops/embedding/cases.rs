@@ -11,15 +11,15 @@ use crate::{
     },
 };
 
-/// Looks up all rows of a table, and dequantizes it to f32 and f16.
+/// Checks the lookup of all rows of a table, and its dequantization to f32 and f16.
 pub(in crate::ops) fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> {
     for codes in FORMATS.into_iter().flatten() {
         let table = &b.weight(codes, 37, 256)?;
         let count = table.rows * table.cols;
         let ids: Vec<u32> = (0..table.rows as u32).collect();
-        let (ids, into, half) = (b.words(&ids)?, b.room(count)?, b.room(count.div_ceil(2))?);
+        let (ids, into, half) = (b.words(&ids)?, b.buffer(count)?, b.buffer(count.div_ceil(2))?);
         b.check(Embedding { table, tokens: table.rows, ids, into }, &[into], &[])?;
-        let (expected, full) = (b.on_cpu(into)?, b.room(count)?);
+        let (expected, full) = (b.on_cpu(into)?, b.buffer(count)?);
         let ran = b.launch(dequantise(table, Float::F32, full));
         b.expect(CLOSE, &ran, full, &expected)?;
         let ran = b.launch(dequantise(table, Float::F16, half.first(count * 2)));
@@ -28,7 +28,7 @@ pub(in crate::ops) fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> 
         let found: Vec<f32> = halves[..count].iter().map(|bits| half::f16::from_bits(*bits).to_f32()).collect();
         let rounded: Vec<f32> = expected.iter().map(|v| half::f16::from_f32(*v).to_f32()).collect();
         // One unit in the last place of f16, because the f32 values before rounding may differ.
-        b.enter(&ran, difference(&found, &rounded), 1e-3);
+        b.record(&ran, difference(&found, &rounded), 1e-3);
     }
     Ok(())
 }

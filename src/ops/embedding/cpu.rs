@@ -11,7 +11,7 @@ use crate::{
 use std::cell::RefCell;
 
 thread_local! {
-    /// A row's codes, and its values.
+    /// The codes of one row, and its values.
     static SCRATCH: RefCell<(Vec<u8>, Vec<f32>)> = RefCell::default();
 }
 

@@ -59,7 +59,7 @@ fn slots(b: &mut KernelCheck<'_>, codes: [WeightFormat; 3]) -> Result<([ExpertSt
     b.cpu.adopt_segments(&slab, &ranges)?;
     // Buffers have the same numbers on both devices, but the CPU's table is empty.
     let (segments, table) = b.gpu.adopt_segments(&slab, &ranges)?;
-    segments.iter().try_for_each(|segment| b.gpu.landed(*segment, 0))?;
+    segments.iter().try_for_each(|segment| b.gpu.mark_loaded(*segment, 0))?;
     Ok((stacks, ExpertSlots { segments, table, per_segment: PER_SEGMENT, stride }))
 }
 
@@ -73,7 +73,7 @@ fn case(b: &mut KernelCheck<'_>, codes: [WeightFormat; 3], inner: usize) -> Resu
     let layer = &MoeWeights { k: K, renormalise: true, router, shared: Some(shared), stacks: stacks.clone() };
 
     let (x, weights) = (b.random(TOKENS * HIDDEN)?, b.random(TOKENS * (K + 1))?);
-    let scores = b.room(TOKENS * layer.width())?;
+    let scores = b.buffer(TOKENS * layer.width())?;
     let matrices = [router, gate_up[0], gate_up[1], shared.result];
     let op = Linear { x, tokens: TOKENS, norm: None, matrices: &matrices, y: scores, add: false };
     b.run(op)?;
@@ -93,47 +93,52 @@ fn case(b: &mut KernelCheck<'_>, codes: [WeightFormat; 3], inner: usize) -> Resu
         order.extend((0..chosen.len() as u32).filter(|assignment| chosen[*assignment as usize] == slot));
         groups.push(ExpertGroup { expert: slot, slot, first, count: order.len() as u32 - first });
     }
-    let landed = ExpertSet::Landed { groups: &groups, assignments: &order, shared: true, per_assignment: None };
-    let halves = b.halves(assignments, HIDDEN)?;
+    let landed = ExpertSet::Loaded { groups: &groups, assignments: &order, shared: true, per_assignment: None };
+    let halves = b.half_buffers(assignments, HIDDEN)?;
     let ways =
         [(ExpertSet::Table { ids, slots: ids }, Some(ids), None), (landed, None, None), (landed, None, Some(halves))];
-    let halved = b.gpu.limits().half;
-    for (which, per_assignment, half) in ways.into_iter().filter(|way| way.2.is_none() || halved) {
+    let halved = b.gpu.limits().uses_half_precision;
+    for (experts, per_assignment, half) in ways.into_iter().filter(|way| way.2.is_none() || halved) {
         let allowed = if half.is_some() { HALF } else { CLOSE };
-        b.gpu.prompt(half);
-        let room = MoeBuffers {
+        b.gpu.set_half_buffers(half);
+        let buffers = MoeBuffers {
             scores,
             weights,
-            act: b.room(assignments * layer.row())?,
-            out: b.room(assignments * HIDDEN)?,
-            jobs: b.room(TOKENS * K * 3)?,
-            order: b.room(TOKENS * K)?,
+            act: b.buffer(assignments * layer.row())?,
+            out: b.buffer(assignments * HIDDEN)?,
+            jobs: b.buffer(TOKENS * K * 3)?,
+            order: b.buffer(TOKENS * K)?,
         };
         let h = b.floats(&before)?;
-        let ran = b.run(Experts { layer, slots, tokens: TOKENS, x, room, which })?;
+        let ran = b.run(Experts { layer, slots, tokens: TOKENS, x, buffers, experts })?;
         for (assignment, slot) in chosen.iter().enumerate() {
-            let act = room.act.rows(assignment, 1, layer.row());
+            let act = buffers.act.rows(assignment, 1, layer.row());
             b.expect(allowed, &ran, act, &acts[*slot as usize][assignment / K * INNER..][..INNER])?;
         }
         if per_assignment.is_some() {
             for token in 0..TOKENS {
-                let act = room.act.rows(TOKENS * K + token, 1, layer.row());
+                let act = buffers.act.rows(TOKENS * K + token, 1, layer.row());
                 b.expect(allowed, &ran, act, &acts[SLOTS][token * inner..][..inner])?;
             }
         } else {
-            let results = room.out.floats(TOKENS * K * HIDDEN);
+            let results = buffers.out.floats(TOKENS * K * HIDDEN);
             let expected = b.on_cpu(results)?;
             b.expect(allowed, &ran, results, &expected)?;
         }
-        b.check_within(allowed, CombineExperts { layer, slots, tokens: TOKENS, room, per_assignment, h }, &[h], &[])?;
+        b.check_within(
+            allowed,
+            CombineExperts { layer, slots, tokens: TOKENS, buffers, per_assignment, h },
+            &[h],
+            &[],
+        )?;
     }
-    b.gpu.prompt(None);
-    let act = b.room(TOKENS * inner)?;
+    b.gpu.set_half_buffers(None);
+    let act = b.buffer(TOKENS * inner)?;
     let ran = b.launch(swiglu(TOKENS, inner, scores, layer.width(), SLOTS, act));
     b.expect(CLOSE, &ran, act, &acts[SLOTS])
 }
 
-/// `silu(gate) * up` of every row for every slot, followed by those of the shared expert.
+/// Computes `silu(gate) * up` of every row for the expert in every slot, and at the end for the shared expert.
 fn activations(
     b: &mut KernelCheck<'_>,
     layer: &MoeWeights,
@@ -143,7 +148,7 @@ fn activations(
 ) -> Result<Vec<Vec<f32>>, DeviceError> {
     let product = |gate: &[f32], up: &[f32]| gate.iter().zip(up).map(|(g, u)| silu(*g) * u).collect::<Vec<f32>>();
     let mut all = Vec::new();
-    let y = b.room(TOKENS * INNER * 2)?;
+    let y = b.buffer(TOKENS * INNER * 2)?;
     for slot in 0..SLOTS as u32 {
         let matrices = [0, 1].map(|index| {
             let ExpertStack { codes, rows, cols, .. } = layer.stacks[index];

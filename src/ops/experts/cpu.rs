@@ -1,4 +1,4 @@
-//! Experts on the CPU: turns a call into jobs, and sums the results.
+//! Experts on the CPU: turns a call into jobs, and adds the results of the experts.
 
 use super::{
     CombineExperts, ExpertGroup, ExpertSet, ExpertStack, Experts,
@@ -21,8 +21,8 @@ impl Experts<'_> {
         let scratch = &mut scratch.experts;
         let mut jobs: Vec<ExpertJob<'_>> = reuse_empty(std::mem::take(&mut scratch.jobs));
         let (mut groups, mut assignments) = (std::mem::take(&mut scratch.groups), std::mem::take(&mut scratch.order));
-        let (groups_of, places_of, shared) = match self.which {
-            ExpertSet::Landed { groups, assignments, shared, .. } => (groups, assignments, shared),
+        let (groups_of, places_of, shared) = match self.experts {
+            ExpertSet::Loaded { groups, assignments, shared, .. } => (groups, assignments, shared),
             ExpertSet::Table { ids, slots } => {
                 let count = tokens * layer.k;
                 let entries = memory.words(ids.floats(count)).iter().zip(memory.words(slots.floats(count)));
@@ -56,7 +56,7 @@ impl Experts<'_> {
             jobs.push(ExpertJob { expert, rows: JobRows::Assignments(assignments, layer.k) });
         }
         let at = self.x.floats(tokens * hidden);
-        let out = memory.floats_mut(self.room.out.floats(layer.assignments(tokens) * hidden));
+        let out = memory.floats_mut(self.buffers.out.floats(layer.assignments(tokens) * hidden));
         let (x, mut rest, mut done) = (memory.floats(at), &jobs[..], Ok(()));
         while !rest.is_empty() && done.is_ok() {
             let mut rows = 0;
@@ -95,8 +95,8 @@ impl CombineExperts<'_> {
     pub(in crate::ops) fn on_cpu(&self, cpu: &mut Cpu) -> Result<(), DeviceError> {
         let (layer, tokens, hidden, memory) = (self.layer, self.tokens, self.layer.hidden(), &cpu.memory);
         let k = layer.k;
-        let out = memory.floats(self.room.out.floats(layer.assignments(tokens) * hidden));
-        let weights = memory.floats(self.room.weights.floats(tokens * (k + 1)));
+        let out = memory.floats(self.buffers.out.floats(layer.assignments(tokens) * hidden));
+        let weights = memory.floats(self.buffers.weights.floats(tokens * (k + 1)));
         let h = memory.floats_mut(self.h.floats(tokens * hidden));
         let (routed, shared) = out.split_at(tokens * k * hidden);
         let base = OutPtr(h.as_mut_ptr());
@@ -117,7 +117,7 @@ impl CombineExperts<'_> {
     }
 }
 
-/// Columns that are summed while they are in registers and L1.
+/// Columns that are added up at a time, so that the sums stay in registers and L1.
 const COLUMNS: usize = 512;
 
 wide! {

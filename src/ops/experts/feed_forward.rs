@@ -98,8 +98,8 @@ pub(in crate::ops) struct ExpertScratch {
     assignments: Vec<(usize, usize)>,
     /// For each job, the number of its first task in the current phase.
     first: Vec<usize>,
-    /// For each slice that two tasks share, whether one of them is done.
-    half: Vec<AtomicBool>,
+    /// For each slice that two tasks share: true after the first of the two is done.
+    first_done: Vec<AtomicBool>,
 }
 
 /// Buffers of one task: input rows of gate and up, or of down; outputs; and products, gate first.
@@ -115,13 +115,13 @@ thread_local! {
 }
 
 /// `out[assignment] = Down(silu(Gate x[token]) * (Up x[token]))` for every row of every job, without the router's
-/// weights. `x` is `[T, hidden]` in region `of`; `out` is `[assignments, hidden]`. Refuses jobs that share an
+/// weights. `x` is `[tokens, hidden]` in `region`; `out` is `[assignments, hidden]`. Refuses jobs that share an
 /// assignment.
 #[allow(clippy::too_many_arguments)]
 pub(in crate::ops) fn compute(
-    with: &CpuDevice,
+    device: &CpuDevice,
     quantized: &mut ActivationCache,
-    of: Option<Region>,
+    region: Option<Region>,
     x: &[f32],
     hidden: usize,
     jobs: &[ExpertJob<'_>],
@@ -155,8 +155,8 @@ pub(in crate::ops) fn compute(
         }
     }
     let codes = jobs.iter().flat_map(|job| [job.expert.gate.codes, job.expert.up.codes]);
-    quantized.fill(with, of, x, tokens, hidden, codes);
-    forward(with, quantized, x, hidden, jobs, out, scratch);
+    quantized.fill(device, region, x, tokens, hidden, codes);
+    forward(device, quantized, x, hidden, jobs, out, scratch);
     Ok(())
 }
 
@@ -187,10 +187,10 @@ fn forward(
     scratch: &mut ExpertScratch,
 ) {
     let (math, isa) = (compute.arithmetic, Isa::best());
-    let ExpertScratch { intermediate, assignments, first, half, .. } = scratch;
+    let ExpertScratch { intermediate, assignments, first, first_done, .. } = scratch;
     arrange(math, jobs, intermediate, assignments);
 
-    // Gate and up, quantized for the down projection.
+    // Phase 1: gate and up, quantized for the down projection.
     let enough = if compute.threads.count() > 1 { 8 * compute.threads.count() } else { 0 };
     let slice = |job: &ExpertJob<'_>| job.expert.down.codes.group().clamp(64, SLICE);
     number(jobs, first, |job| job.rows.len().div_ceil(BLOCK) * job.expert.gate.rows.div_ceil(slice(job)));
@@ -198,8 +198,8 @@ fn forward(
     let parts = if total(first) < enough { 2 } else { 1 };
     let targets: Vec<IntermediateOut> =
         intermediate.iter_mut().map(|intermediate| intermediate.writer(math, parts > 1)).collect();
-    half.clear();
-    half.resize_with(total(first), AtomicBool::default);
+    first_done.clear();
+    first_done.resize_with(total(first), AtomicBool::default);
     compute.threads.run(parts * total(first), &|task| {
         let (slice_of_all, part) = (task / parts, task % parts);
         let (index, task) = locate(first, slice_of_all);
@@ -228,7 +228,7 @@ fn forward(
                 ups.extend(inputs(up.codes));
             }
             let inputs = [&gates[..], if same { &gates[..] } else { &ups[..] }];
-            let last = || parts == 1 || half[slice_of_all].swap(true, Ordering::AcqRel);
+            let last = || parts == 1 || first_done[slice_of_all].swap(true, Ordering::AcqRel);
             // SAFETY: sizes were checked. Each task writes its own rows and columns of the intermediate values. The
             // last task of a slice writes all of its quantized values.
             unsafe { swiglu(isa, math, [gate, up], cut(part)..cut(part + 1), inputs, &to, products, last) };
@@ -236,7 +236,7 @@ fn forward(
         });
     });
 
-    // The down projection.
+    // Phase 2: the down projection.
     let base = OutPtr(out.as_mut_ptr());
     let intermediate = &*intermediate;
     let height = |job: &ExpertJob<'_>, bytes: usize| {
@@ -274,7 +274,7 @@ fn forward(
     });
 }
 
-/// Assigns rows of the intermediate values to each job.
+/// Assigns a range of rows of the intermediate values to each job.
 fn arrange(
     math: CpuArithmetic,
     jobs: &[ExpertJob<'_>],
@@ -393,7 +393,7 @@ wide! {
     }
 }
 
-/// Numbers the tasks of all jobs consecutively.
+/// Numbers the tasks of all jobs consecutively: writes the first number of each job to `first`.
 fn number<'a>(jobs: &[ExpertJob<'a>], first: &mut Vec<usize>, tasks: impl Fn(&ExpertJob<'a>) -> usize) {
     first.clear();
     first.push(0);

@@ -50,7 +50,7 @@ impl MoeWeights {
         args
     }
 
-    /// The kernel of [`CombineExperts::down`], and its threads: a simdgroup for each expert of a token.
+    /// The kernel of [`CombineExperts::down`], and its threads per threadgroup: a simdgroup for each expert of a token.
     pub fn threads(&self) -> (&'static str, u32) {
         let shared = self.shared.map(|shared| shared.down);
         let is_fast = self.stacks[2].is_fast() && shared.is_none_or(|m| fast(m.codes, m.global_scale, m.cols, &[4]));
@@ -61,8 +61,8 @@ impl MoeWeights {
         self.stacks[..2].iter().all(ExpertStack::is_fast)
     }
 
-    fn act(&self, room: &MoeBuffers, tokens: usize) -> Region {
-        room.act.floats(self.assignments(tokens) * self.row())
+    fn act(&self, buffers: &MoeBuffers, tokens: usize) -> Region {
+        buffers.act.floats(self.assignments(tokens) * self.row())
     }
 
     fn launch(
@@ -88,9 +88,9 @@ impl Experts<'_> {
         let extra = usize::from(shared && layer.shared.is_some());
         let mut bindings = vec![
             Binding::read(self.x.floats(tokens * layer.hidden())),
-            Binding::read(self.room.scores.floats(tokens * layer.width())),
+            Binding::read(self.buffers.scores.floats(tokens * layer.width())),
             Binding::read(slots.floats(tokens * layer.k)),
-            Binding::read_write(layer.act(&self.room, tokens)),
+            Binding::read_write(layer.act(&self.buffers, tokens)),
         ];
         bindings.push(Binding::table(self.slots.table));
         let kernel = if layer.fast_up() { "moe_gate_up" } else { "moe_gate_up_any" };
@@ -98,11 +98,11 @@ impl Experts<'_> {
         layer.launch(tokens, self.slots, kernel, bindings, grid, 128)
     }
 
-    /// The same for assignments grouped by expert, without the shared expert; then `out[assignment] = down act`,
-    /// without weights.
+    /// Computes assignments grouped by expert: first `act` as in [`Experts::up`], then `out[assignment] = down act`.
+    /// Leaves out the shared expert and the router's weights.
     pub fn by_expert(&self, jobs: Jobs) -> [Launch; 2] {
         let (layer, tokens) = (self.layer, self.tokens);
-        let act = layer.act(&self.room, tokens);
+        let act = layer.act(&self.buffers, tokens);
         let words = [Binding::read(jobs.jobs.floats(jobs.count * 3)), Binding::read(jobs.order)];
         let mut up = vec![Binding::read(self.x.floats(tokens * layer.hidden())), words[0], words[1]];
         up.push(Binding::read_write(act));
@@ -111,26 +111,26 @@ impl Experts<'_> {
         let grid = [layer.inner().div_ceil(8), jobs.count, 1];
         let up = layer.launch(tokens, self.slots, kernel, up, grid, 128);
         let mut down = vec![Binding::read(act), words[0], words[1]];
-        down.push(Binding::read_write(self.room.out.floats(tokens * layer.k * layer.hidden())));
+        down.push(Binding::read_write(self.buffers.out.floats(tokens * layer.k * layer.hidden())));
         down.push(Binding::table(self.slots.table));
         let kernel = if layer.stacks[2].is_fast() { "moe_down_grouped" } else { "moe_down_grouped_any" };
         let grid = [layer.hidden().div_ceil(16), jobs.count, 1];
         [up, layer.launch(tokens, self.slots, kernel, down, grid, 128)]
     }
 
-    /// Splits a group `[slot, first, count]` into jobs for [`Experts::halves`].
+    /// Splits a group `[slot, first, count]` into jobs for [`Experts::half_launches`].
     pub fn jobs(slot: u32, first: u32, count: u32) -> impl Iterator<Item = [u32; 3]> {
         (first..first + count).step_by(JOB).map(move |from| [slot, from, (first + count - from).min(JOB as u32)])
     }
 
-    /// [`Experts::by_expert`] on matrix units.
-    pub fn halves(&self, jobs: Jobs, room: HalfBuffers) -> [Launch; 4] {
+    /// [`Experts::by_expert`] in half precision on matrix units.
+    pub fn half_launches(&self, jobs: Jobs, buffers: HalfBuffers) -> [Launch; 4] {
         let (layer, tokens) = (self.layer, self.tokens);
         let (hidden, inner, row) = (layer.hidden(), layer.inner(), layer.row());
         let (assignments, count) = (tokens * layer.k, jobs.order.len / 4);
-        let x = HalfRows::new(room.x, tokens, hidden);
-        let halves = HalfRows::new(room.act, assignments, inner);
-        let act = layer.act(&self.room, tokens);
+        let x = HalfRows::new(buffers.x, tokens, hidden);
+        let halves = HalfRows::new(buffers.act, assignments, inner);
+        let act = layer.act(&self.buffers, tokens);
         let launch = |from: &HalfRows, to: Region, kernel, width: usize| {
             let mut bindings = from.bindings().to_vec();
             bindings.extend([Binding::read(jobs.jobs.floats(jobs.count * 3)), Binding::read(jobs.order)]);
@@ -144,7 +144,7 @@ impl Experts<'_> {
             x.fill(self.x, hidden, None),
             launch(&x, act, up, inner.div_ceil(32)),
             halves.fill_some(act, row, jobs.order, count),
-            launch(&halves, self.room.out.floats(assignments * hidden), down, hidden.div_ceil(64)),
+            launch(&halves, self.buffers.out.floats(assignments * hidden), down, hidden.div_ceil(64)),
         ]
     }
 }
@@ -153,14 +153,14 @@ impl CombineExperts<'_> {
     /// `h[token] += sum over ranks of weight * down act`, the shared expert last, for assignments that are
     /// computed one by one.
     pub fn down(&self, slots: Region) -> Launch {
-        let (layer, tokens, room) = (self.layer, self.tokens, &self.room);
+        let (layer, tokens, buffers) = (self.layer, self.tokens, &self.buffers);
         let mut bindings = vec![
-            Binding::read(layer.act(room, tokens)),
-            Binding::read(room.weights.floats(tokens * (layer.k + 1))),
+            Binding::read(layer.act(buffers, tokens)),
+            Binding::read(buffers.weights.floats(tokens * (layer.k + 1))),
             Binding::read(slots.floats(tokens * layer.k)),
             Binding::read_write(self.h.floats(tokens * layer.hidden())),
         ];
-        let none = [Binding::read(room.scores.first(0)); 3];
+        let none = [Binding::read(buffers.scores.first(0)); 3];
         bindings.extend(layer.shared.map_or(none, |shared| shared.down.bindings()));
         bindings.push(Binding::table(self.slots.table));
         let (kernel, threads) = layer.threads();
@@ -168,23 +168,23 @@ impl CombineExperts<'_> {
         layer.launch(tokens, self.slots, kernel, bindings, grid, threads as usize)
     }
 
-    /// For assignments grouped by expert: the shared expert (on matrix units if `half` is given), then the sum
-    /// over ranks.
+    /// For assignments grouped by expert: computes the shared expert (on matrix units if `half` is given), then adds up
+    /// the results of all ranks.
     pub fn sum(&self, half: Option<HalfBuffers>) -> Vec<Launch> {
-        let (layer, tokens, room) = (self.layer, self.tokens, &self.room);
+        let (layer, tokens, buffers) = (self.layer, self.tokens, &self.buffers);
         let (hidden, inner) = (layer.hidden(), layer.shared_inner());
         let routed = tokens * layer.k;
-        let out = room.out.floats(routed * hidden);
+        let out = buffers.out.floats(routed * hidden);
         let mut launches = Vec::with_capacity(3);
         let mut shared = Binding::read(out.first(0));
         if let Some(expert) = &layer.shared {
-            let act = room.act.part(routed * layer.row() * 4, tokens * inner * 4);
-            let y = room.out.part(routed * hidden * 4, tokens * hidden * 4);
-            launches.push(swiglu(tokens, inner, room.scores, layer.width(), layer.router.rows, act));
+            let act = buffers.act.part(routed * layer.row() * 4, tokens * inner * 4);
+            let y = buffers.out.part(routed * hidden * 4, tokens * hidden * 4);
+            launches.push(swiglu(tokens, inner, buffers.scores, layer.width(), layer.router.rows, act));
             let matrices = std::slice::from_ref(&expert.down);
             let down = Linear { x: act, tokens, norm: None, matrices, y, add: false };
             match half {
-                Some(half) => launches.extend(down.halves(half.x)),
+                Some(half) => launches.extend(down.half_launches(half.x)),
                 None => launches.push(down.launch()),
             }
             shared = Binding::read(y);
@@ -192,7 +192,7 @@ impl CombineExperts<'_> {
         let bindings = vec![
             Binding::read(out),
             shared,
-            Binding::read(room.weights.floats(tokens * (layer.k + 1))),
+            Binding::read(buffers.weights.floats(tokens * (layer.k + 1))),
             Binding::read_write(self.h.floats(tokens * hidden)),
         ];
         let grid = [hidden.div_ceil(128), tokens, 1];

@@ -1,5 +1,6 @@
 //! The routed experts and the shared expert. [`Experts`] computes the experts that are loaded, in one or more calls.
-//! [`CombineExperts`] sums their results in the router's order, so that the order of arrival does not matter.
+//! [`CombineExperts`] sums their results in the router's order, so that the order in which they were loaded does not
+//! matter.
 //!
 //! An *assignment* is one chosen expert of one token, numbered `token * k + rank`. Between the two operations each
 //! device stores what it needs in [`MoeBuffers`]: the CPU one result for each assignment, a GPU with few rows only
@@ -70,23 +71,23 @@ impl Default for ExpertStack {
 /// The memory of the experts: segments of `per_segment` slots of `stride` bytes.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct ExpertSlots {
-    /// From [`Backend::adopt_segments`](super::Backend::adopt_segments).
+    /// Returned by [`Backend::adopt_segments`](super::Backend::adopt_segments), together with `table`.
     pub segments: Vec<Region>,
     pub table: Region,
-    /// For a GPU a power of two.
+    /// Slots in a segment. Must be a power of two for a GPU.
     pub per_segment: usize,
     pub stride: usize,
 }
 
 impl ExpertSlots {
-    /// The bytes of a slot.
+    /// The region of a slot.
     pub fn of(&self, slot: u32) -> Region {
         let (segment, index) = (slot as usize / self.per_segment, slot as usize % self.per_segment);
         self.segments[segment].part(index * self.stride, self.stride)
     }
 }
 
-/// Buffers that all layers of a pass share.
+/// Buffers of the mixture of experts that all layers of a pass share.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct MoeBuffers {
     /// Scores and weights from [`Router`](super::router::Router).
@@ -117,18 +118,18 @@ pub enum ExpertSet<'a> {
     /// All assignments and the shared expert, with the slots that [`Router`](super::router::Router) stored.
     Table { ids: Region, slots: Region },
     /// The assignments of the loaded experts in `groups`.
-    Landed {
+    Loaded {
         groups: &'a [ExpertGroup],
         assignments: &'a [u32],
         /// Compute the shared expert as well.
         shared: bool,
-        /// If present, compute one assignment at a time and not grouped by expert. Receives the slot of each
+        /// Compute one assignment at a time instead of grouping them by expert. The buffer receives the slot of each
         /// assignment, u32 `[tokens * k]`.
         per_assignment: Option<Region>,
     },
 }
 
-/// `down(silu(gate x) * up x)` of some assignments.
+/// Computes `down(silu(gate x) * up x)` for the assignments in `experts`.
 #[derive(Debug, Clone, Copy)]
 pub struct Experts<'a> {
     pub layer: &'a MoeWeights,
@@ -136,8 +137,8 @@ pub struct Experts<'a> {
     pub tokens: usize,
     /// Normalised rows, `[tokens, hidden]`.
     pub x: Region,
-    pub room: MoeBuffers,
-    pub which: ExpertSet<'a>,
+    pub buffers: MoeBuffers,
+    pub experts: ExpertSet<'a>,
 }
 
 /// `h[t] += sum over ranks of weight * result`, in rank order, the shared expert last.
@@ -146,7 +147,7 @@ pub struct CombineExperts<'a> {
     pub layer: &'a MoeWeights,
     pub slots: &'a ExpertSlots,
     pub tokens: usize,
-    pub room: MoeBuffers,
+    pub buffers: MoeBuffers,
     /// Slot of each assignment, u32 `[tokens, k]`, if [`Experts`] computed one assignment at a time.
     pub per_assignment: Option<Region>,
     /// Residual stream, `[tokens, hidden]`.
@@ -204,18 +205,18 @@ impl Experts<'_> {
     pub(super) fn touches(&self, see: &mut dyn FnMut(Region, BufferAccess)) {
         let (layer, tokens) = (self.layer, self.tokens);
         see(self.x.floats(tokens * layer.hidden()), BufferAccess::Read);
-        self.room.touches(layer, tokens, see);
-        match self.which {
+        self.buffers.touches(layer, tokens, see);
+        match self.experts {
             ExpertSet::Table { ids, slots } => {
                 see(ids.floats(tokens * layer.k), BufferAccess::Read);
                 see(slots.floats(tokens * layer.k), BufferAccess::Read);
             }
-            ExpertSet::Landed { per_assignment: Some(slots), .. } => {
+            ExpertSet::Loaded { per_assignment: Some(slots), .. } => {
                 see(slots.floats(tokens * layer.k), BufferAccess::Write)
             }
-            ExpertSet::Landed { per_assignment: None, .. } => {
-                see(self.room.jobs, BufferAccess::Write);
-                see(self.room.order, BufferAccess::Write);
+            ExpertSet::Loaded { per_assignment: None, .. } => {
+                see(self.buffers.jobs, BufferAccess::Write);
+                see(self.buffers.order, BufferAccess::Write);
             }
         }
     }
@@ -224,8 +225,8 @@ impl Experts<'_> {
 impl CombineExperts<'_> {
     pub(super) fn touches(&self, see: &mut dyn FnMut(Region, BufferAccess)) {
         let (layer, tokens) = (self.layer, self.tokens);
-        self.room.touches(layer, tokens, see);
-        see(self.room.weights.floats(layer.assignments(tokens)), BufferAccess::Read);
+        self.buffers.touches(layer, tokens, see);
+        see(self.buffers.weights.floats(layer.assignments(tokens)), BufferAccess::Read);
         if let Some(slots) = self.per_assignment {
             see(slots.floats(tokens * layer.k), BufferAccess::Read);
         }

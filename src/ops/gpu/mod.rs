@@ -28,16 +28,16 @@ const FIRST_SUBMIT: usize = 2;
 /// The limits of a GPU with this recommended working set, in bytes.
 pub const fn limits(working_set: Option<u64>) -> BackendLimits {
     BackendLimits {
-        by_table: DECODE_ROWS,
-        per_assignment: 1,
-        half: true,
-        in_place: false,
-        mixer: usize::MAX,
-        acts: true,
-        waits: true,
+        max_slot_table_rows: DECODE_ROWS,
+        max_per_assignment_rows: 1,
+        uses_half_precision: true,
+        delta_in_place: false,
+        max_mixer_rows: usize::MAX,
+        needs_expert_buffers: true,
+        is_async: true,
         // 16-bit integers are checked against the CPU, but not yet accepted: see `docs/gpu.md`.
-        cache: KvFormat::F32,
-        recent: KvFormat::F32,
+        kv_format: KvFormat::F32,
+        recent_format: KvFormat::F32,
         partials: Some((ATTENTION_ROWS, MAX_PARTIAL_BYTES)),
         working_set,
     }
@@ -52,9 +52,10 @@ pub struct GpuBackend<P: DerefMut<Target: Gpu> + Send> {
     /// Regions that unfinished launches access, each with the sync point at which the launch is done.
     in_flight: Vec<(Region, BufferAccess, SyncPoint)>,
     failed: Option<String>,
-    /// Buffers for rows of halves, while a prompt is computed.
+    /// Buffers for half-precision rows. Present while a prompt is computed.
     half: Option<HalfBuffers>,
-    /// Layers of the current pass, and when to submit next: after `FIRST_SUBMIT`, then after twice as many layers each time.
+    /// Layers of the current pass that are encoded. The next submission is after layer `next_submit`. The first is
+    /// after `FIRST_SUBMIT` layers, and each later one has twice as many layers.
     layers: usize,
     next_submit: usize,
     submit_step: usize,
@@ -74,7 +75,7 @@ pub struct GpuBackend<P: DerefMut<Target: Gpu> + Send> {
 struct Segment {
     slab: Arc<Slab>,
     range: Range<usize>,
-    /// The word pair of the table that has its address.
+    /// The 8 bytes of the address table that hold this segment's address.
     entry: Region,
     /// The device's buffer while the device uses the segment.
     device: Option<u32>,
@@ -139,7 +140,7 @@ impl<P: DerefMut<Target: Gpu> + Send> GpuBackend<P> {
         buffer.part(region.offset, region.len)
     }
 
-    /// Returns an error that no wait has reported yet.
+    /// Returns the error of an earlier launch, if no wait has reported it yet.
     fn check_failed(&self) -> Result<(), DeviceError> {
         self.failed.clone().map_or(Ok(()), |why| Err(DeviceError(why)))
     }
@@ -147,7 +148,7 @@ impl<P: DerefMut<Target: Gpu> + Send> GpuBackend<P> {
     fn record<T>(&mut self, done: Result<T, DeviceError>) -> Result<T, DeviceError> {
         if let Err(error) = &done {
             self.failed.get_or_insert_with(|| error.0.clone());
-            // Uploads may be part of what failed.
+            // The failed work may include uploads.
             self.uploaded.clear();
         }
         done
@@ -177,11 +178,11 @@ impl<P: DerefMut<Target: Gpu> + Send> GpuBackend<P> {
     }
 
     fn experts(&mut self, op: &Experts<'_>) -> Result<(), DeviceError> {
-        match op.which {
+        match op.experts {
             ExpertSet::Table { slots, .. } => self.launch(op.up(slots, true)),
-            ExpertSet::Landed { groups: [], shared: false, .. }
-            | ExpertSet::Landed { groups: [], per_assignment: None, .. } => Ok(()),
-            ExpertSet::Landed { groups, assignments, shared, per_assignment: Some(at) } => {
+            ExpertSet::Loaded { groups: [], shared: false, .. }
+            | ExpertSet::Loaded { groups: [], per_assignment: None, .. } => Ok(()),
+            ExpertSet::Loaded { groups, assignments, shared, per_assignment: Some(at) } => {
                 let mut slots = std::mem::take(&mut self.slots);
                 slots.clear();
                 slots.resize(op.tokens * op.layer.k, NO_SLOT);
@@ -195,7 +196,7 @@ impl<P: DerefMut<Target: Gpu> + Send> GpuBackend<P> {
                 written?;
                 self.launch(op.up(at, shared))
             }
-            ExpertSet::Landed { groups, assignments, per_assignment: None, .. } => {
+            ExpertSet::Loaded { groups, assignments, per_assignment: None, .. } => {
                 let mut words = std::mem::take(&mut self.slots);
                 words.clear();
                 match self.half {
@@ -205,13 +206,13 @@ impl<P: DerefMut<Target: Gpu> + Send> GpuBackend<P> {
                     None => words.extend(groups.iter().flat_map(|group| [group.slot, group.first, group.count])),
                 }
                 let count = words.len() / 3;
-                let (jobs, order) = (op.room.jobs, op.room.order);
+                let (jobs, order) = (op.buffers.jobs, op.buffers.order);
                 let written = self.write_words(jobs, &words).and_then(|()| self.write_words(order, assignments));
                 self.slots = words;
                 written?;
                 let jobs = Jobs { count, jobs, order: order.floats(assignments.len()) };
                 match self.half {
-                    Some(half) => self.all(op.halves(jobs, half)),
+                    Some(half) => self.all(op.half_launches(jobs, half)),
                     None => self.all(op.by_expert(jobs)),
                 }
             }
@@ -219,7 +220,7 @@ impl<P: DerefMut<Target: Gpu> + Send> GpuBackend<P> {
     }
 
     /// Waits for the unfinished launches that conflict with accessing `region`, and for no others.
-    fn settle(&mut self, region: Region, access: BufferAccess) -> Result<(), DeviceError> {
+    fn wait_for_conflicts(&mut self, region: Region, access: BufferAccess) -> Result<(), DeviceError> {
         let conflicts = |other: BufferAccess| access != BufferAccess::Read || other != BufferAccess::Read;
         let touched = self.in_flight.iter().filter(|(other, with, _)| conflicts(*with) && other.overlaps(region));
         if let Some(last) = touched.map(|(.., point)| *point).max() {
@@ -274,7 +275,7 @@ impl<P: DerefMut<Target: Gpu> + Send> Backend for GpuBackend<P> {
     }
 
     fn limits(&self) -> BackendLimits {
-        BackendLimits { half: self.gpu.has_matrix_units(), ..limits(self.gpu.working_set()) }
+        BackendLimits { uses_half_precision: self.gpu.has_matrix_units(), ..limits(self.gpu.working_set()) }
     }
 
     fn accept(&self, part: ModelPart<'_>) -> Result<(), DeviceError> {
@@ -324,13 +325,13 @@ impl<P: DerefMut<Target: Gpu> + Send> Backend for GpuBackend<P> {
         match op {
             Op::Embedding(op) => self.launch(op.launch()),
             Op::Linear(op) => match self.half {
-                Some(half) => self.all(op.halves(half.x)),
+                Some(half) => self.all(op.half_launches(half.x)),
                 None => self.launch(op.launch()),
             },
             Op::Conv(op) => self.launch(op.launch()),
             Op::DeltaRule(op) => self.all(op.launches()),
             Op::DeltaNet(op) => match self.half {
-                Some(half) => self.all(op.halves(half)),
+                Some(half) => self.all(op.half_launches(half)),
                 None => self.all(op.launches()),
             },
             Op::BlockAttention(_) | Op::ReadStreams(_) | Op::WriteStreams(_) | Op::NgramInject(_) => {
@@ -338,14 +339,14 @@ impl<P: DerefMut<Target: Gpu> + Send> Backend for GpuBackend<P> {
             }
             Op::DeltaNetRows(op) => self.all(op.launches()),
             Op::KvWrite(op) => self.launch(op.launch()),
-            Op::Attention(op) if self.half.is_some() && op.shape.recent.is_none() => self.all(op.halves()),
+            Op::Attention(op) if self.half.is_some() && op.shape.recent.is_none() => self.all(op.half_launches()),
             Op::Attention(op) => self.all(op.launches(ATTENTION_ROWS).flatten()),
             Op::AttentionRows(op) => self.all(op.launches(ATTENTION_ROWS)),
             Op::Mlp(op) => match self.half {
-                Some(half) => self.all(op.halves(half.x)),
+                Some(half) => self.all(op.half_launches(half.x)),
                 None => self.all(op.launches()),
             },
-            Op::Router(op) => match self.half.and_then(|half| op.halves(half.x)) {
+            Op::Router(op) => match self.half.and_then(|half| op.half_launches(half.x)) {
                 Some(launches) => self.all(launches),
                 None => self.all(op.launches()),
             },
@@ -357,16 +358,17 @@ impl<P: DerefMut<Target: Gpu> + Send> Backend for GpuBackend<P> {
         }
     }
 
-    fn lost(&self) -> bool {
+    fn is_lost(&self) -> bool {
         self.gpu.is_lost()
     }
 
-    fn prompt(&mut self, room: Option<HalfBuffers>) {
-        self.half = room;
+    fn set_half_buffers(&mut self, buffers: Option<HalfBuffers>) {
+        self.half = buffers;
     }
 
-    /// The GPU starts while the CPU still encodes. Larger submissions later mean fewer pauses. With streaming, the wait for
-    /// each layer's router submits anyway.
+    /// Submits the first layers early, so that the GPU starts while the CPU encodes the rest. Later submissions are
+    /// larger, so that there are fewer pauses. With streaming, the wait for each layer's router submits the work
+    /// anyway.
     fn begin_layers(&mut self, streams: bool) {
         self.layers = 0;
         (self.next_submit, self.submit_step) = (if streams { usize::MAX } else { FIRST_SUBMIT }, FIRST_SUBMIT);
@@ -384,7 +386,7 @@ impl<P: DerefMut<Target: Gpu> + Send> Backend for GpuBackend<P> {
 
     fn read(&mut self, from: Region, into: &mut [u8]) -> Result<(), DeviceError> {
         let from = from.first(into.len());
-        self.settle(from, BufferAccess::Read)?;
+        self.wait_for_conflicts(from, BufferAccess::Read)?;
         let from = self.resolve(from);
         let done = self.gpu.read(from, into);
         self.record(done)
@@ -392,14 +394,14 @@ impl<P: DerefMut<Target: Gpu> + Send> Backend for GpuBackend<P> {
 
     fn write(&mut self, to: Region, bytes: &[u8]) -> Result<(), DeviceError> {
         let to = to.first(bytes.len());
-        self.settle(to, BufferAccess::Write)?;
+        self.wait_for_conflicts(to, BufferAccess::Write)?;
         let to = self.resolve(to);
         let done = self.gpu.write(to, bytes);
         self.record(done)
     }
 
     fn copy(&mut self, from: Region, to: Region) -> Result<(), DeviceError> {
-        // The copy goes through the CPU, which waits for it.
+        // The CPU reads the bytes and writes them, so it waits for the GPU.
         let mut bytes = vec![0; from.len];
         self.read(from, &mut bytes)?;
         self.write(to, &bytes)
@@ -439,7 +441,7 @@ impl<P: DerefMut<Target: Gpu> + Send> Backend for GpuBackend<P> {
             self.buffers.push(region);
             self.segments.insert(region.buffer, Segment { slab, range, entry, device: None });
             if self.gpu.has_own_memory() {
-                // A shortage of the device's memory is an error of loading.
+                // Adopted now, so that loading fails if the device has too little memory.
                 self.adopt_segment(region.buffer)?;
             }
             regions.push(region);
@@ -455,7 +457,7 @@ impl<P: DerefMut<Target: Gpu> + Send> Backend for GpuBackend<P> {
         self.write(entry, &[0; 8])?;
         self.gpu.release(buffer);
         self.owned.retain(|other| *other != buffer);
-        // The next bytes there are uploaded again, whatever they are.
+        // Forgets what was uploaded, so that the next expert in this segment is uploaded in any case.
         self.uploaded.retain(|region, _| region.buffer != segment.buffer);
         if let Some(segment) = self.segments.get_mut(&segment.buffer) {
             segment.device = None;
@@ -463,7 +465,7 @@ impl<P: DerefMut<Target: Gpu> + Send> Backend for GpuBackend<P> {
         Ok(())
     }
 
-    fn landed(&mut self, region: Region, content: u64) -> Result<(), DeviceError> {
+    fn mark_loaded(&mut self, region: Region, content: u64) -> Result<(), DeviceError> {
         self.adopt_segment(region.buffer)?;
         if !self.gpu.has_own_memory() || self.uploaded.get(&region) == Some(&content) {
             return Ok(());
@@ -478,14 +480,14 @@ impl<P: DerefMut<Target: Gpu> + Send> Backend for GpuBackend<P> {
 
     fn keep_gpu_awake(&mut self) -> Result<(), DeviceError> {
         const WIDTH: usize = 64;
-        let room = self.gpu.allocate(3 * WIDTH * 4)?;
-        self.owned.push(room.buffer);
-        let [x, w, y] = [0, 1, 2].map(|index| room.rows(index, 1, WIDTH));
+        let memory = self.gpu.allocate(3 * WIDTH * 4)?;
+        self.owned.push(memory.buffer);
+        let [x, w, y] = [0, 1, 2].map(|index| memory.rows(index, 1, WIDTH));
         self.awake = Some(rms_norm(1, WIDTH, 1e-6, x, w, y));
         Ok(())
     }
 
-    fn longest(&self) -> usize {
+    fn max_buffer_len(&self) -> usize {
         self.gpu.max_buffer_len()
     }
 }

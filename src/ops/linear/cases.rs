@@ -30,20 +30,20 @@ pub(in crate::ops) fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> 
                 product(b, &matrices, tokens, norm, CLOSE)?;
             }
         }
-        if !b.gpu.limits().half {
+        if !b.gpu.limits().uses_half_precision {
             continue;
         }
-        let room = b.halves(70, 256)?;
-        b.gpu.prompt(Some(room));
+        let buffers = b.half_buffers(70, 256)?;
+        b.gpu.set_half_buffers(Some(buffers));
         for norm in [false, true] {
             product(b, &matrices, 70, norm, HALF)?;
         }
-        b.gpu.prompt(None);
+        b.gpu.set_half_buffers(None);
     }
     Ok(())
 }
 
-/// Two matrices, with a norm before or a residual sum after.
+/// Checks matrices with a norm before them or a residual sum after them.
 fn product(
     b: &mut KernelCheck<'_>,
     matrices: &[Weight],
@@ -52,7 +52,7 @@ fn product(
     allowed: f64,
 ) -> Result<(), DeviceError> {
     let (cols, width) = (matrices[0].cols, matrices.iter().map(|matrix| matrix.rows).sum::<usize>());
-    let (x, weight, keep) = (b.random(tokens * cols)?, b.random(cols)?, b.room(tokens * cols)?);
+    let (x, weight, keep) = (b.random(tokens * cols)?, b.random(cols)?, b.buffer(tokens * cols)?);
     let y = b.random(tokens * width)?;
     let kept = norm.then_some(keep);
     let norm = norm.then_some(Norm { weight, eps: 1e-6, keep: kept });

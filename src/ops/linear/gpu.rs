@@ -14,7 +14,7 @@ const NAMES: [[[&str; 2]; 2]; 2] = [
 /// Rows of x per threadgroup if there are several. More would exceed a thread's registers.
 const BATCH_ROWS: usize = 2;
 
-/// The fields of `LinearArgs` before the matrices, and the matrices.
+/// The words of the kernels' `LinearArgs`.
 pub(super) fn args(sizes: [usize; 3], matrices: &[Weight], add: bool, keep: bool, eps: f32) -> Vec<u32> {
     assert!((1..=4).contains(&matrices.len()), "{} matrices in one launch", matrices.len());
     let mut args = sizes.map(|size| size as u32).to_vec();
@@ -28,7 +28,7 @@ pub(super) fn pad_to_four(matrices: &[Weight]) -> impl Iterator<Item = &Weight> 
     (0..4).map(|i| &matrices[i.min(matrices.len() - 1)])
 }
 
-/// Up to this many rows of W in a launch, the simdgroups of a threadgroup split the columns. Otherwise such a
+/// Maximum number of rows of W for which the simdgroups of a threadgroup split the columns. Without the split, such a
 /// launch would not fill a large GPU.
 const SPLIT_K_MAX_ROWS: usize = 4096;
 
@@ -38,7 +38,7 @@ impl Linear<'_> {
         self.launch_into(self.width())
     }
 
-    /// The same, writing the first columns of rows of `width` floats.
+    /// [`Linear::launch`], with the output in the first columns of rows of `width` floats.
     pub(in crate::ops) fn launch_into(&self, width: usize) -> Launch {
         let Self { x, tokens, norm, matrices, y, add } = *self;
         let cols = self.cols();
@@ -69,12 +69,12 @@ impl Linear<'_> {
     }
 }
 
-/// Columns per step of a product. Rows of halves are padded with 0 to a multiple.
+/// Columns per step of a half-precision product. Half-precision rows are padded with zeros to a multiple of it.
 const DEPTH: usize = 64;
 /// Rows of x and rows of W per threadgroup.
 const TILE: [usize; 2] = [64, 64];
 
-/// Buffers for rows of halves: the inputs of a product, and the activations between two products.
+/// Buffers for half-precision rows: the inputs of a product, and the activations between two products.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct HalfBuffers {
     pub x: Region,
@@ -82,13 +82,13 @@ pub struct HalfBuffers {
 }
 
 impl HalfBuffers {
-    /// Words per row of `cols` values.
+    /// 32-bit words of one row of `cols` values.
     pub fn words(cols: usize) -> usize {
         cols.next_multiple_of(DEPTH) / 2 + 1
     }
 }
 
-/// Rows of halves, and the power-of-two scale of each row.
+/// Half-precision rows, and the power-of-two scale of each row.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::ops) struct HalfRows {
     values: Region,
@@ -97,21 +97,21 @@ pub(in crate::ops) struct HalfRows {
 }
 
 impl HalfRows {
-    pub fn new(room: Region, rows: usize, cols: usize) -> Self {
+    pub fn new(buffers: Region, rows: usize, cols: usize) -> Self {
         let bytes = rows * cols.next_multiple_of(DEPTH) * 2;
-        Self { values: room.first(bytes), scales: room.part(bytes, rows * 4), cols }
+        Self { values: buffers.first(bytes), scales: buffers.part(bytes, rows * 4), cols }
     }
 
     pub fn bindings(&self) -> [Binding; 2] {
         [self.values, self.scales].map(Binding::read)
     }
 
-    /// Converts all rows of `x`, with `stride` floats per row, or their norms.
+    /// Converts all rows of `x`, with `stride` floats per row, to half precision. With `norm`, normalises them first.
     pub fn fill(&self, x: Region, stride: usize, norm: Option<Norm>) -> Launch {
         self.launch(x, stride, norm, None, self.scales.len / 4)
     }
 
-    /// Converts the `count` rows that `list` names.
+    /// Converts the `count` rows whose numbers are in `list` to half precision.
     pub fn fill_some(&self, x: Region, stride: usize, list: Region, count: usize) -> Launch {
         self.launch(x, stride, None, Some(list.floats(count)), count)
     }
@@ -139,8 +139,8 @@ impl HalfRows {
         }
     }
 
-    /// `y = x W^T` for one to four matrices. Their results are adjacent, from column `at` of rows of `width`
-    /// floats. With `add`, `y +=`.
+    /// `y = x W^T` for one to four matrices, or `y += x W^T` with `add`. The results of the matrices are adjacent. They
+    /// start at column `at` of rows of `width` floats.
     pub fn product(&self, matrices: &[Weight], y: Region, (at, width): (usize, usize), add: bool) -> Launch {
         let (tokens, cols) = (self.scales.len / 4, self.cols);
         let any = !matrices.iter().all(|m| fast(m.codes, m.global_scale, m.cols, &[4, 8]));
@@ -162,10 +162,10 @@ impl HalfRows {
 
 impl Linear<'_> {
     /// [`Linear::launch`] in half precision on matrix units.
-    pub fn halves(&self, room: Region) -> [Launch; 2] {
+    pub fn half_launches(&self, buffers: Region) -> [Launch; 2] {
         let Self { x, tokens, norm, matrices, y, add } = *self;
         let (cols, width) = (self.cols(), self.width());
-        let rows = HalfRows::new(room, tokens, cols);
+        let rows = HalfRows::new(buffers, tokens, cols);
         [rows.fill(x, cols, norm), rows.product(matrices, y, (0, width), add)]
     }
 }

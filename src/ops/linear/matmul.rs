@@ -22,8 +22,8 @@ const ROW_UNIT: usize = 32;
 /// Minimum and maximum number of bytes of weights in a task. Smaller tasks would cost too much to claim; larger ones
 /// would let threads wait for the last task.
 const TASK_BYTES: Range<usize> = 16 << 10..96 << 10;
-/// Maximum number of rows of activations in a task. Their quantized values stay in L2 while weights are read.
-/// Tasks with consecutive numbers share them. There are many tasks, so the threads finish at about the same time.
+/// Maximum number of rows of activations in a task. Their quantized values stay in L2 while the weights are read, and
+/// tasks with consecutive numbers share these rows. There are many tasks, so all threads finish at about the same time.
 const BLOCK: usize = 128;
 
 wide! {
@@ -34,8 +34,8 @@ wide! {
     }
 }
 
-/// The input rows of the product: `x`, or its norm, which is stored in `norm.keep` or `own`. Also returns the region
-/// that holds them.
+/// Returns the input rows of the product: `x`, or the normalised `x`, which is stored in `norm.keep` or `own`. Also
+/// returns the region of these rows, if they are in one.
 pub(in crate::ops) fn normed<'a>(
     compute: &CpuDevice,
     memory: &'a CpuMemory,
@@ -94,15 +94,15 @@ thread_local! {
     static TASK_BUFFERS: RefCell<(Vec<Activations<'static>>, Vec<OutPtr>)> = RefCell::default();
 }
 
-/// An empty vector that reuses the memory of another, whose elements had another lifetime.
+/// Returns an empty vector that reuses the memory of `list`. The elements may have another lifetime.
 pub(in crate::ops) fn reuse_empty<A, B>(mut list: Vec<A>) -> Vec<B> {
     list.clear();
     // Collecting nothing from a vector of the same layout keeps its memory.
     list.into_iter().filter_map(|_| None).collect()
 }
 
-/// Products of the rows `x`, already quantized, in the weights' columns of `out` (`[tokens, width]`). Each task also
-/// adds its results to `sums`, of the same shape.
+/// Multiplies the rows `x`, already quantized, with all weights. Writes the results to the weights' columns of `out`,
+/// `[tokens, width]`. If `sums` is given, each task also adds its results to it; its shape is the same.
 #[allow(clippy::too_many_arguments)]
 pub(in crate::ops) fn product(
     compute: &CpuDevice,
@@ -176,7 +176,7 @@ fn tasks(weights: &[OutputColumns<'_>], height: usize) -> usize {
     weights.iter().map(|column| column.weight.rows.div_ceil(height)).sum()
 }
 
-/// The weight and the rows that `task` computes.
+/// The index of the weight, and its rows that `task` computes.
 fn locate(weights: &[OutputColumns<'_>], height: usize, mut task: usize) -> (usize, Range<usize>) {
     for (index, OutputColumns { weight, .. }) in weights.iter().enumerate() {
         let here = weight.rows.div_ceil(height);

@@ -7,10 +7,10 @@ use crate::{
 };
 
 impl Mlp<'_> {
-    /// [`Mlp::launches`] on matrix units.
-    pub(in crate::ops) fn halves(&self, room: Region) -> Vec<Launch> {
+    /// [`Mlp::launches`] in half precision on matrix units.
+    pub(in crate::ops) fn half_launches(&self, buffers: Region) -> Vec<Launch> {
         let (gate_up, act, down) = self.steps();
-        [&gate_up.halves(room)[..], &[act], &down.halves(room)].concat()
+        [&gate_up.half_launches(buffers)[..], &[act], &down.half_launches(buffers)].concat()
     }
 
     /// Gate and up, their activation, and down, which is added to `h`.

@@ -18,18 +18,18 @@ impl NgramInject<'_> {
     pub(in crate::ops) fn on_cpu(&self, cpu: &mut Cpu) -> Result<(), DeviceError> {
         let Self { shape, weights, start, tokens, .. } = *self;
         let (count, hidden, width) = (shape.streams, shape.hidden, shape.width());
-        if tokens + (shape.taps - 1) * shape.step > shape.room {
-            return refuse(format!("a ring of {} positions is too short for {tokens} tokens", shape.room));
+        if tokens + (shape.conv_width - 1) * shape.dilation > shape.capacity {
+            return refuse(format!("a ring of {} positions is too short for {tokens} tokens", shape.capacity));
         }
         let (memory, threads) = (&cpu.memory, &cpu.compute.threads);
         let row = width + hidden;
         let proj = memory.floats(self.proj.floats(tokens * row));
         let vector = |region: crate::device::Region| memory.floats(region.floats(width));
         let [key_norm, query_norm, conv_norm] = [weights.key_norm, weights.query_norm, weights.conv_norm].map(vector);
-        let conv = memory.floats(weights.conv.floats(shape.taps * width));
+        let conv = memory.floats(weights.conv.floats(shape.conv_width * width));
         let streams = memory.floats_mut(self.streams.floats(tokens * width));
         let gates = memory.floats_mut(self.gates.floats(tokens * count));
-        let history = memory.floats_mut(self.history.floats(shape.room * width));
+        let history = memory.floats_mut(self.history.floats(shape.capacity * width));
 
         let (before, root) = (&*streams, (hidden as f32).sqrt());
         threads.run_pieces(gates, 1, &|piece, gate| {
@@ -44,7 +44,7 @@ impl NgramInject<'_> {
         let value = |token: usize| &proj[token * row + width..][..hidden];
         threads.run_pieces(history, hidden, &|piece, m| {
             // The token of this call whose position has this row of the ring.
-            let token = (piece / count + shape.room - start % shape.room) % shape.room;
+            let token = (piece / count + shape.capacity - start % shape.capacity) % shape.capacity;
             if token < tokens {
                 let (gate, stream) = (gates[token * count + piece % count], piece % count * hidden);
                 normalise_scaled(value(token), gate, &conv_norm[stream..][..hidden], shape.eps, m);
@@ -56,11 +56,12 @@ impl NgramInject<'_> {
             CONVOLVED.with_borrow_mut(|sum| {
                 sum.clear();
                 sum.resize(hidden, 0.0);
-                for tap in 0..shape.taps {
-                    let Some(position) = (start + token).checked_sub((shape.taps - 1 - tap) * shape.step) else {
+                for tap in 0..shape.conv_width {
+                    let Some(position) = (start + token).checked_sub((shape.conv_width - 1 - tap) * shape.dilation)
+                    else {
                         continue;
                     };
-                    let m = &history[position % shape.room * width + stream..][..hidden];
+                    let m = &history[position % shape.capacity * width + stream..][..hidden];
                     add_product(sum, &conv[tap * width + stream..], m);
                 }
                 add_injection(h, gates[piece], value(token), sum);
@@ -73,7 +74,7 @@ impl NgramInject<'_> {
 thread_local! {
     /// The convolution of one token and stream.
     static CONVOLVED: std::cell::RefCell<Vec<f32>> = std::cell::RefCell::default();
-    /// A token's value times the gate of a stream.
+    /// The value of one token times the gate of one stream.
     static GATED: std::cell::RefCell<Vec<f32>> = std::cell::RefCell::default();
 }
 

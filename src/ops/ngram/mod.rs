@@ -4,9 +4,9 @@
 //! key, v = W_key e, W_value e                        e: the token's rows of the table
 //! s = rms(key) . rms(stream) / sqrt(hidden)          per stream; both norms with weights
 //! G = sigmoid(sign(s) sqrt(max(|s|, 1e-6))) v;  M = rms(G) * norm
-//! stream += G + silu(sum over taps j of conv[j] * M[t - (taps - 1 - j) * step])
+//! stream += G + silu(sum over j < conv_width of conv[j] * M[t - (conv_width - 1 - j) * dilation])
 //! ```
-//! M of earlier tokens is in a ring by position. Before the start it is zero.
+//! A ring buffer holds M of earlier tokens. M is zero before the first token.
 
 mod cpu;
 
@@ -17,11 +17,11 @@ use crate::device::{BufferAccess, Region};
 pub struct InjectShape {
     pub streams: usize,
     pub hidden: usize,
-    pub taps: usize,
-    /// Tokens between two taps.
-    pub step: usize,
-    /// Positions in the ring: at least those of one call and `(taps - 1) * step` before them.
-    pub room: usize,
+    pub conv_width: usize,
+    /// Distance in tokens between two weights of the convolution.
+    pub dilation: usize,
+    /// Positions in the ring: at least those of one call and `(conv_width - 1) * dilation` before them.
+    pub capacity: usize,
     pub eps: f32,
 }
 
@@ -31,7 +31,7 @@ impl InjectShape {
     }
 }
 
-/// Weights of the norms, `[width]` each, and of the convolution, `[taps, width]`.
+/// Weights of the norms, `[width]` each, and of the convolution, `[conv_width, width]`.
 #[derive(Debug, Clone, Copy)]
 pub struct InjectWeights {
     pub key_norm: Region,
@@ -49,9 +49,9 @@ pub struct NgramInject<'a> {
     pub tokens: usize,
     /// `[tokens, width + hidden]`: keys of all streams, then the value.
     pub proj: Region,
-    /// Buffer for the gates, `[tokens, streams]`.
+    /// Buffer for the gates, f32 `[tokens, streams]`.
     pub gates: Region,
-    /// M of the last positions, `[room, width]`: position `p` is row `p % room`.
+    /// M of the last positions, `[capacity, width]`: position `p` is row `p % capacity`.
     pub history: Region,
     /// `[tokens, width]`.
     pub streams: Region,

@@ -13,7 +13,7 @@ pub(in crate::ops) fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> 
     for (x, y) in x.chunks_exact(cols).zip(expected.chunks_exact_mut(cols)) {
         normalise(x, &w, eps, y);
     }
-    let (x, w, y) = (b.floats(&x)?, b.floats(&w)?, b.room(expected.len())?);
+    let (x, w, y) = (b.floats(&x)?, b.floats(&w)?, b.buffer(expected.len())?);
     let ran = b.launch(rms_norm(rows, cols, eps, x, w, y));
     b.expect(CLOSE, &ran, y, &expected)
 }

@@ -7,7 +7,7 @@ use crate::ops::simd::{
 };
 
 wide! {
-    /// `y = x / sqrt(mean(x^2) + eps) * weight`. The sum's order is fixed by the row's length alone.
+    /// `y = x / sqrt(mean(x^2) + eps) * weight`. The order of additions depends only on the row's length.
     pub(in crate::ops) fn normalise(x: &[f32], weight: &[f32], eps: f32, y: &mut [f32]) {
         let [square] = float::dot::<V, 1>(x, [x]);
         let scale = 1.0 / (square / x.len() as f32 + eps).sqrt();

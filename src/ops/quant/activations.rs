@@ -30,7 +30,7 @@ const MAX_GROUP: usize = 128;
 /// The order in which the values of a row are stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ValueOrder {
-    /// Unchanged.
+    /// The order of the matrix columns.
     Natural,
     /// In each unit of 64 values (32 if the group is 32), first the even values, then the odd ones. A mask and a
     /// shift produce packed 4-bit codes in this order.
@@ -63,7 +63,7 @@ pub struct ActivationFormat {
 }
 
 impl ActivationFormat {
-    /// For codes of 2 to 8 bits with one scale for each `group` of at most 128 values.
+    /// The format for weight codes of 2 to 8 bits with one scale for each `group` of at most 128 values.
     pub fn new(bits: u8, group: u16) -> Self {
         debug_assert!(usize::from(group) <= MAX_GROUP);
         let most = u32::from(group) * ((1 << bits) - 1);
@@ -86,29 +86,30 @@ pub struct QuantizedRows {
     sum: Vec<f32>,
 }
 
-/// Activations quantized in every format that weights needed. Valid until their f32 rows are overwritten.
+/// The input rows of a product, quantized in each format that its weights need. Valid until the f32 rows are
+/// overwritten.
 #[derive(Default)]
 pub struct ActivationCache {
-    /// Region of the f32 rows; `None` if they are in no buffer.
-    of: Option<Region>,
+    /// Region of the f32 rows. `None` if they are not in a buffer of the backend.
+    region: Option<Region>,
     formats: Vec<ActivationFormat>,
     rows: Vec<QuantizedRows>,
 }
 
 impl ActivationCache {
-    /// Quantizes `x` (`[tokens, cols]` in region `of`) in the formats that `codes` need and that are missing.
+    /// Quantizes `x` (`[tokens, cols]` in `region`) in the formats that `codes` need, unless they are cached.
     pub fn fill(
         &mut self,
         compute: &CpuDevice,
-        of: Option<Region>,
+        region: Option<Region>,
         x: &[f32],
         tokens: usize,
         cols: usize,
         codes: impl Iterator<Item = WeightFormat>,
     ) {
-        if of.is_none() || self.of != of {
+        if region.is_none() || self.region != region {
             self.formats.clear();
-            self.of = of;
+            self.region = region;
         }
         for format in codes.filter_map(|codes| format(compute.arithmetic, codes)) {
             if self.formats.contains(&format) {
@@ -136,8 +137,8 @@ impl ActivationCache {
 
     /// Drops rows that were quantized from `region`, whose bytes change.
     pub fn forget(&mut self, region: Region) {
-        if self.of.is_some_and(|of| of.overlaps(region)) {
-            self.of = None;
+        if self.region.is_some_and(|cached| cached.overlaps(region)) {
+            self.region = None;
         }
     }
 }
@@ -151,7 +152,7 @@ pub struct QuantizedRow<'a> {
     pub sum: &'a [f32],
 }
 
-/// Writes rows of a [`QuantizedRows`]; see [`QuantizedRows::resize`].
+/// Writes rows of a [`QuantizedRows`]. Created by [`QuantizedRows::resize`].
 #[derive(Clone, Copy)]
 pub struct RowWriter {
     cols: usize,

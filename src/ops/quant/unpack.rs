@@ -47,7 +47,7 @@ pub fn natural(bits: usize, codes: &[u8], out: &mut [u8], spread: impl Fn(u64) -
         return;
     }
     let (out, _) = out.as_chunks_mut::<8>();
-    // Reads whole words while eight bytes are left, then byte by byte.
+    // Reads 8-byte words while eight bytes are left, then single bytes.
     let whole = if codes.len() >= 8 { ((codes.len() - 8) / bits + 1).min(out.len()) } else { 0 };
     for (index, out) in out[..whole].iter_mut().enumerate() {
         let at = index * bits;
@@ -112,7 +112,7 @@ fn power(biased: i32) -> f32 {
     }
 }
 
-/// Dequantizes one row of any weight to f32, without its global scale. `bytes` is a buffer.
+/// Dequantizes one row of a weight of any format to f32, without its global scale. `bytes` is a scratch buffer.
 #[inline(always)]
 pub fn expand(view: &WeightView<'_>, row: usize, bytes: &mut Vec<u8>, out: &mut Vec<f32>) {
     let cols = view.cols;
@@ -183,7 +183,7 @@ fn fours(group: usize, codes: &[u8], scales: &[u8], scale: impl Fn(u8) -> f32, o
 mod tests {
     use super::*;
 
-    /// Rows and columns that are no multiples of a block.
+    /// The numbers of rows and columns are not multiples of the block size.
     #[test]
     fn fp8_blocks_share_scales_across_rows() {
         let (rows, cols) = (300, 200);

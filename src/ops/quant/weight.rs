@@ -44,8 +44,8 @@ pub enum WeightFormat {
     Nvfp4,
     /// E4M3 codes of 8 bits, one E8M0 scale for each 32 values.
     Mxfp8,
-    /// E4M3 codes of 8 bits. Hugging Face stores one scale for each [`FP8_BLOCK`] rows and columns, or none besides the
-    /// global scale.
+    /// E4M3 codes of 8 bits. Hugging Face checkpoints store one scale for each block of [`FP8_BLOCK`] rows and columns,
+    /// or only the global scale.
     Fp8(Option<Float>),
 }
 
@@ -63,7 +63,7 @@ impl WeightFormat {
         }
     }
 
-    /// Bytes of one row of `cols` values: codes, scales, biases. Scales that rows share belong to none.
+    /// Bytes of one row of `cols` values: codes, scales, biases. Scales that several rows share are not counted.
     pub fn row_bytes(self, cols: usize) -> [usize; 3] {
         match self {
             WeightFormat::Dense(float) => [cols * float.bytes(), 0, 0],
@@ -95,7 +95,7 @@ pub struct Weight {
     pub codes: WeightFormat,
     pub rows: usize,
     pub cols: usize,
-    /// Factor of all values: the global scale of nvfp4, otherwise 1.
+    /// A factor for all values: the global scale of nvfp4, otherwise 1.
     pub global_scale: f32,
     /// Codes, scales and biases. The last two are empty if the encoding has none. GPUs need offsets that are
     /// multiples of 16 bytes.
@@ -116,13 +116,13 @@ pub struct WeightView<'a> {
     pub rows: usize,
     pub cols: usize,
     pub global_scale: f32,
-    /// Rows of the first block of FP8 scales that lie before the view.
+    /// Number of rows before the view that share the view's first FP8 scale.
     pub skipped: usize,
     pub parts: [&'a [u8]; 3],
 }
 
 impl WeightView<'_> {
-    /// A view of some rows.
+    /// A view of the rows `rows`.
     pub fn of_rows(&self, rows: Range<usize>) -> Self {
         let sizes = self.codes.row_bytes(self.cols);
         let mut parts = [0, 1, 2].map(|index| &self.parts[index][rows.start * sizes[index]..rows.end * sizes[index]]);

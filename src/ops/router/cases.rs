@@ -19,10 +19,10 @@ pub(in crate::ops) fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> 
     let table: Vec<u32> = (0..experts as u32).map(|expert| 7 * expert + 1).collect();
     for renormalise in [true, false] {
         let layer = &MoeWeights { k, renormalise, router, shared: Some(shared), stacks: stacks.clone() };
-        let (x, keep) = (b.random(tokens * hidden)?, b.room(tokens * hidden)?);
+        let (x, keep) = (b.random(tokens * hidden)?, b.buffer(tokens * hidden)?);
         let norm = Some(Norm { weight: b.random(hidden)?, eps: 1e-6, keep: Some(keep) });
-        let (table, scores) = (b.words(&table)?, b.room(tokens * layer.width())?);
-        let (ids, slots, weights) = (b.room(tokens * k)?, b.room(tokens * k)?, b.room(tokens * (k + 1))?);
+        let (table, scores) = (b.words(&table)?, b.buffer(tokens * layer.width())?);
+        let (ids, slots, weights) = (b.buffer(tokens * k)?, b.buffer(tokens * k)?, b.buffer(tokens * (k + 1))?);
         let op = Router { layer, tokens, x, norm, alone: false, table, scores, ids, slots, weights };
         b.check(op, &[keep, weights], &[ids, slots])?;
     }

@@ -23,13 +23,13 @@ impl Router<'_> {
         [product.launch(), self.choice()]
     }
 
-    /// As [`Router::launches`], with the shared expert's products on matrix units. The router's scores stay in f32: they
-    /// are computed from the stored normed rows, so the norm must store them.
-    pub(in crate::ops) fn halves(&self, room: Region) -> Option<Vec<Launch>> {
+    /// [`Router::launches`], with the shared expert's products on matrix units. The router's scores stay in f32. They
+    /// are computed from the normalised rows, so `norm.keep` must be set.
+    pub(in crate::ops) fn half_launches(&self, buffers: Region) -> Option<Vec<Launch>> {
         let Self { layer, tokens, x, norm, scores, .. } = *self;
         let kept = norm?.keep?;
         let (cols, experts, width) = (layer.router.cols, layer.router.rows, self.width());
-        let rows = HalfRows::new(room, tokens, cols);
+        let rows = HalfRows::new(buffers, tokens, cols);
         let matrices = std::slice::from_ref(&layer.router);
         let router = Linear { x: kept, tokens, norm: None, matrices, y: scores, add: false };
         let mut launches = vec![rows.fill(x, cols, norm), router.launch_into(width)];

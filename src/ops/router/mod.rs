@@ -21,7 +21,7 @@ pub struct Router<'a> {
     /// `[tokens, hidden]`.
     pub x: Region,
     pub norm: Option<Norm>,
-    /// Skip the shared expert. A row of scores then has one value for each expert.
+    /// Skips the shared expert. A row of scores then has one value for each routed expert.
     pub alone: bool,
     /// Slot of each expert, u32 `[experts]`. Experts that are not loaded have [`NO_SLOT`](super::NO_SLOT).
     pub table: Region,
@@ -29,9 +29,9 @@ pub struct Router<'a> {
     pub scores: Region,
     /// Chosen experts, u32 `[tokens, k]`, most likely first.
     pub ids: Region,
-    /// Their slots, u32 `[tokens, k]`.
+    /// Slots of the chosen experts, u32 `[tokens, k]`.
     pub slots: Region,
-    /// Their weights, f32 `[tokens, k + 1]`. The shared expert's weight comes last.
+    /// Weights of the chosen experts, f32 `[tokens, k + 1]`. The shared expert's weight comes last.
     pub weights: Region,
 }
 

@@ -29,7 +29,7 @@ pub unsafe fn rows(
 
 float::compiled_for!("avx2,fma,bmi2", super::vector::Avx2);
 
-/// Two vectors of codes, each at most 63, times their digits at `x` and `x + 32`: eight lanes of sums.
+/// Multiplies two vectors of codes, each at most 63, with their digits at `x` and `x + 32`. Returns eight partial sums.
 #[inline(always)]
 unsafe fn pair(a: __m256i, b: __m256i, x: [*const i8; 3]) -> __m256i {
     // SAFETY: the processor has AVX2, and 64 digits of each plane are readable (caller).

@@ -24,7 +24,7 @@ const LANES: usize = 8;
 /// more inputs all groups of a row are unpacked at once, because the inputs' digits come from L2, in order.
 const FEW_INPUTS: usize = 16;
 
-/// See [`super::product`]; for as many whole tiles as `rows` has. Returns how many rows it computed.
+/// [`super::product`] for the whole tiles in `rows`. Returns the number of rows that were computed.
 ///
 /// # Safety
 /// As for [`super::product`].

@@ -10,7 +10,7 @@ use super::{
 };
 use crate::ops::quant::QuantizedRow;
 
-/// See [`super::product`]; for as many pairs as `rows` has. Returns how many rows it computed.
+/// [`super::product`] for the whole pairs in `rows`. Returns the number of rows that were computed.
 ///
 /// # Safety
 /// As for [`super::product`].
@@ -73,7 +73,7 @@ unsafe fn pairs<const BITS: usize, const GROUP: usize>(
     count
 }
 
-/// The eight lanes of the first row, then those of the second.
+/// Dot products of two rows: the eight lanes of the first row, then those of the second.
 #[inline]
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
 unsafe fn dot<const BITS: usize, const GROUP: usize>(

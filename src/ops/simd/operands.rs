@@ -14,12 +14,12 @@ pub struct Activations<'a> {
     pub digits: QuantizedRow<'a>,
 }
 
-/// Output of one input: the address of the product with the weight's first row.
+/// Output of one input row: the address of its product with the weight's first row.
 #[derive(Clone, Copy)]
 pub struct OutPtr(pub *mut f32);
 
 impl OutPtr {
-    /// The address `count` values later.
+    /// The address of the value `count` places after this one.
     ///
     /// # Safety
     /// As for `add` of the pointer.

@@ -1,4 +1,4 @@
-//! Every instruction set against a naive product, and against each other byte for byte.
+//! Compares every instruction set with a naive product. All must give the same bytes.
 
 use super::{vector::sum8, *};
 use crate::ops::{
@@ -55,7 +55,7 @@ impl Random {
 }
 
 /// A random matrix whose parts start at odd addresses.
-pub(crate) struct Owned {
+pub(crate) struct OwnedWeight {
     pub codes: WeightFormat,
     pub rows: usize,
     pub cols: usize,
@@ -63,7 +63,7 @@ pub(crate) struct Owned {
     parts: [Vec<u8>; 3],
 }
 
-impl Owned {
+impl OwnedWeight {
     pub fn random(random: &mut Random, codes: WeightFormat, rows: usize, cols: usize) -> Self {
         let sizes = codes.part_bytes(rows, cols);
         let parts = [0, 1, 2].map(|part| {
@@ -95,7 +95,7 @@ impl Owned {
     }
 }
 
-fn run(isa: Isa, integer: bool, weight: &Owned, x: &[f32], together: usize) -> Vec<f32> {
+fn run(isa: Isa, integer: bool, weight: &OwnedWeight, x: &[f32], together: usize) -> Vec<f32> {
     processor::run(isa, integer, &weight.view(), x, together)
 }
 
@@ -107,8 +107,8 @@ fn code(bytes: &[u8], bits: usize, index: usize) -> u32 {
         .fold(0, |code, (bit, at)| code | u32::from(bytes[at / 8] >> (at % 8) & 1) << bit)
 }
 
-/// The arithmetic that this module documents, computed naively.
-fn reference(weight: &Owned, x: &[f32]) -> Vec<f32> {
+/// A naive version of the arithmetic that `simd/mod.rs` documents.
+fn reference(weight: &OwnedWeight, x: &[f32]) -> Vec<f32> {
     let WeightFormat::Affine { bits, group, scale } = weight.codes else { panic!("affine only") };
     let (bits, group, view) = (bits as usize, group as usize, weight.view());
     let groups = weight.cols / group;
@@ -164,20 +164,20 @@ fn largest_dot_product_fits_i32() {
         for group in [32, 64, 128] {
             // The largest possible dot product: all codes and activations are extreme and have one sign.
             let codes = WeightFormat::Affine { bits, group, scale: Float::F32 };
-            let mut weight = Owned::random(&mut Random(5), codes, 16, group.into());
+            let mut weight = OwnedWeight::random(&mut Random(5), codes, 16, group.into());
             weight.parts[0].fill(0xff);
             let x: Vec<f32> = vec![-3.0; 2 * usize::from(group)];
             let expected = reference(&weight, &x);
             for isa in Isa::all() {
                 for together in [1, 2] {
-                    same(&run(isa, true, &weight, &x, together), &expected, &format!("{isa:?} {codes:?}"));
+                    assert_same_bytes(&run(isa, true, &weight, &x, together), &expected, &format!("{isa:?} {codes:?}"));
                 }
             }
         }
     }
 }
 
-fn same(a: &[f32], b: &[f32], what: &str) {
+fn assert_same_bytes(a: &[f32], b: &[f32], what: &str) {
     assert_eq!(a.len(), b.len(), "{what}");
     for (index, (a, b)) in a.iter().zip(b).enumerate() {
         assert_eq!(a.to_bits(), b.to_bits(), "{what}: {index}: {a} {b}");
@@ -197,13 +197,13 @@ fn every_isa_gives_the_reference_bytes() {
                 let scale = [Float::Bf16, Float::F16, Float::F32][random.below(3)];
                 let codes = WeightFormat::Affine { bits, group, scale };
                 let cols = groups * group as usize;
-                let weight = Owned::random(&mut random, codes, rows, cols);
+                let weight = OwnedWeight::random(&mut random, codes, rows, cols);
                 let x = activations(&mut random, tokens, cols);
                 let expected = reference(&weight, &x);
                 for isa in Isa::all() {
                     for together in [1, 2, tokens] {
                         let what = format!("{isa:?} {codes:?} [{rows}, {cols}] {together} of {tokens} rows");
-                        same(&run(isa, true, &weight, &x, together), &expected, &what);
+                        assert_same_bytes(&run(isa, true, &weight, &x, together), &expected, &what);
                     }
                 }
             }
@@ -215,13 +215,13 @@ fn every_isa_gives_the_reference_bytes() {
 fn requantized_rows_replace_old_results() {
     let (mut random, mut quantized) = (Random(6), QuantizedRows::default());
     let codes = WeightFormat::Affine { bits: 4, group: 64, scale: Float::Bf16 };
-    let weight = Owned::random(&mut random, codes, 32, 512);
+    let weight = OwnedWeight::random(&mut random, codes, 32, 512);
     for _ in 0..3 {
         let x = activations(&mut random, 4, 512);
         let expected = reference(&weight, &x);
         for isa in Isa::all() {
             let found = processor::run_in(&mut quantized, isa, true, &weight.view(), &x, 4);
-            same(&found, &expected, &format!("{isa:?}"));
+            assert_same_bytes(&found, &expected, &format!("{isa:?}"));
         }
     }
 }
@@ -231,7 +231,7 @@ fn integer_products_are_close_to_float() {
     let mut random = Random(2);
     for bits in [2, 3, 4, 5, 6, 8] {
         let codes = WeightFormat::Affine { bits, group: 64, scale: Float::Bf16 };
-        let weight = Owned::random(&mut random, codes, 40, 1024);
+        let weight = OwnedWeight::random(&mut random, codes, 40, 1024);
         let x: Vec<f32> = (0..1024).map(|_| random.unit()).collect();
         let (exact, fast) = (run(Isa::best(), false, &weight, &x, 1), run(Isa::best(), true, &weight, &x, 1));
         let norm = exact.iter().map(|y| y * y).sum::<f32>().sqrt();
@@ -252,13 +252,17 @@ fn float_products_agree_on_all_isas() {
     let fp8 = [None, Some(Float::F32), Some(Float::Bf16)].map(WeightFormat::Fp8);
     for codes in dense.into_iter().chain(all).chain(fp8) {
         for (rows, cols, tokens) in [(1, 32, 1), (5, 96, 3), (33, 320, 6)] {
-            let mut weight = Owned::random(&mut random, codes, rows, cols);
+            let mut weight = OwnedWeight::random(&mut random, codes, rows, cols);
             weight.global_scale = 0.5;
             let x: Vec<f32> = (0..tokens * cols).map(|_| random.unit()).collect();
             let expected = run(Isa::Scalar, false, &weight, &x, 1);
             for isa in Isa::all() {
                 for together in [1, 2, tokens] {
-                    same(&run(isa, false, &weight, &x, together), &expected, &format!("{isa:?} {codes:?}"));
+                    assert_same_bytes(
+                        &run(isa, false, &weight, &x, together),
+                        &expected,
+                        &format!("{isa:?} {codes:?}"),
+                    );
                 }
             }
             let mut values = Vec::new();
@@ -280,7 +284,7 @@ fn float_products_agree_on_all_isas() {
 fn nonfinite_input_makes_outputs_nonfinite() {
     let mut random = Random(4);
     let codes = WeightFormat::Affine { bits: 4, group: 64, scale: Float::Bf16 };
-    let weight = Owned::random(&mut random, codes, 3, 128);
+    let weight = OwnedWeight::random(&mut random, codes, 3, 128);
     for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
         let mut x = vec![1.0; 128];
         x[77] = bad;

@@ -182,7 +182,7 @@ impl Vector for Avx512 {
     }
 }
 
-/// Each step combines two registers into one, so that no lane is added without use.
+/// The sums of sixteen vectors. Each step combines two registers into one, so that every addition uses all lanes.
 #[cfg(target_arch = "x86_64")]
 #[inline]
 #[target_feature(enable = "avx512f")]

@@ -14,9 +14,9 @@ use crate::{
     },
 };
 
-/// Columns of a task if there are few tokens. Otherwise a task has whole rows.
-const PIECE: usize = 512;
-const FEW: usize = 8;
+/// Columns of a task if there are at most [`FEW_TOKENS`] tokens. Otherwise a task has whole rows.
+const TASK_COLUMNS: usize = 512;
+const FEW_TOKENS: usize = 8;
 
 impl ReadStreams<'_> {
     pub(in crate::ops) fn on_cpu(&self, cpu: &mut Cpu) -> Result<(), DeviceError> {
@@ -55,7 +55,7 @@ impl ReadStreams<'_> {
         let normed = cpu.memory.floats(buffers.normed.floats(tokens * width));
         let gates = cpu.memory.floats(buffers.gates.floats(tokens * width));
         let out = cpu.memory.floats_mut(self.out.floats(tokens * hidden));
-        let piece = if tokens <= FEW && hidden.is_multiple_of(PIECE) { PIECE } else { hidden };
+        let piece = if tokens <= FEW_TOKENS && hidden.is_multiple_of(TASK_COLUMNS) { TASK_COLUMNS } else { hidden };
         cpu.compute.threads.run_pieces(out, piece, &|task, out| {
             let (token, first) = (task * piece / hidden, task * piece % hidden);
             out.fill(0.0);

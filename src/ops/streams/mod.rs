@@ -18,7 +18,7 @@ use crate::device::{BufferAccess, Region};
 pub struct StreamShape {
     /// C, the number of streams.
     pub count: usize,
-    /// Values between the two matrices of the mixture.
+    /// Outputs of `W_down`: the rank of the mixture's low-rank projection.
     pub rank: usize,
     pub hidden: usize,
     pub eps: f32,
@@ -35,7 +35,7 @@ impl StreamShape {
     }
 }
 
-/// The weights of a mixture.
+/// The weights that mix all streams into the input of a layer part.
 #[derive(Debug, Clone, Copy)]
 pub struct StreamMix {
     /// `[width]`.
@@ -44,7 +44,7 @@ pub struct StreamMix {
     pub down: Weight,
     /// `[width, rank]`.
     pub up: Weight,
-    /// `[count, width]`. Absent before the head, which adds nothing to the streams.
+    /// `[count, width]`. `None` before the output head, which adds nothing to the streams.
     pub inject: Option<Weight>,
 }
 
@@ -60,7 +60,7 @@ pub struct StreamBuffers {
     pub gates: Region,
 }
 
-/// Reads the mixture of all streams.
+/// Computes the mixture of all streams, and the factors for [`WriteStreams`].
 #[derive(Debug, Clone, Copy)]
 pub struct ReadStreams<'a> {
     pub shape: &'a StreamShape,
@@ -73,11 +73,11 @@ pub struct ReadStreams<'a> {
     pub out: Region,
     /// `[tokens, count]`. Empty if the mixture has no `inject`.
     pub inject: Region,
-    /// `[tokens, hidden]`: set to zero, for the result of what reads the mixture. May be empty.
+    /// `[tokens, hidden]`. Set to zero, so that the layer part can add its result to it. May be empty.
     pub zeroed: Region,
 }
 
-/// Adds a result to each stream, or starts the streams with it.
+/// Adds the result of a layer part to each stream. Without `inject`, sets each stream to it.
 #[derive(Debug, Clone, Copy)]
 pub struct WriteStreams<'a> {
     pub shape: &'a StreamShape,

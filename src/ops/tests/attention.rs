@@ -1,6 +1,6 @@
-//! Attention over a cache: against naive f64 loops, and against itself with other batches, threads and lengths.
+//! Compares attention over a cache with naive f64 loops, and with itself for other batches, thread counts and lengths.
 
-use super::{Lab, to_bits};
+use super::{TestCpu, to_bits};
 use crate::{
     device::{CpuArithmetic, Region},
     ops::{
@@ -16,7 +16,7 @@ const FORMATS: [KvFormat; 2] = [KvFormat::F32, KvFormat::I16];
 
 /// A cache of `count` positions with spare capacity, the values written to it, and queries and gates for each
 /// position.
-struct Filled {
+struct FilledCache {
     shape: AttentionShape,
     cache: KvCache,
     proj: Region,
@@ -25,16 +25,16 @@ struct Filled {
     keys: Vec<f32>,
 }
 
-impl Filled {
-    fn random(lab: &mut Lab, random: &mut Random, mut shape: AttentionShape, count: usize) -> Self {
+impl FilledCache {
+    fn random(lab: &mut TestCpu, random: &mut Random, mut shape: AttentionShape, count: usize) -> Self {
         shape.context = count + 3;
         let proj = lab.random(random, count * shape.width());
-        let cache = [0, 1].map(|_| lab.cpu_room(shape.cache_bytes()));
+        let cache = [0, 1].map(|_| lab.zeroed_bytes(shape.cache_bytes()));
         let table = lab.table(shape.pages());
         let cache = KvCache { keys: cache[0], values: cache[1], table, recent: Default::default() };
-        let q = lab.room(count * shape.heads * shape.dim);
+        let q = lab.buffer(count * shape.heads * shape.dim);
         let ones = lab.floats(&vec![1.0; shape.dim]);
-        let turn = lab.room(count * shape.rope_dim);
+        let turn = lab.buffer(count * shape.rope_dim);
         let mut filled = Self { shape, cache, proj, q, keys: Vec::new() };
         // Two calls, like a prompt in chunks.
         for (start, tokens) in [(0, count / 3), (count / 3, count - count / 3)] {
@@ -50,7 +50,7 @@ impl Filled {
         filled
     }
 
-    fn write(&self, lab: &mut Lab, start: usize, tokens: usize, [q_norm, k_norm]: [Region; 2], turn: Region) {
+    fn write(&self, lab: &mut TestCpu, start: usize, tokens: usize, [q_norm, k_norm]: [Region; 2], turn: Region) {
         let shape = &self.shape;
         let proj = self.proj.rows(start, tokens, shape.width());
         let q = self.q.rows(start, tokens, shape.heads * shape.dim);
@@ -65,16 +65,16 @@ impl Filled {
         });
     }
 
-    fn attend(&self, lab: &mut Lab, start: usize, tokens: usize) -> Vec<f32> {
+    fn attend(&self, lab: &mut TestCpu, start: usize, tokens: usize) -> Vec<f32> {
         let (shape, cache) = (&self.shape, self.cache);
         let width = shape.heads * shape.dim;
         let (q, proj) = (self.q.rows(start, tokens, width), self.proj.rows(start, tokens, shape.width()));
-        let y = lab.room(tokens * width);
+        let y = lab.buffer(tokens * width);
         lab.run(Attention { shape, start, tokens, q, cache, proj, partials: Region::default(), y });
         lab.read(y)
     }
 
-    /// Head `head` at `position`, in f64.
+    /// The output of head `head` at `position`, computed in f64.
     fn expected(&self, q: &[f32], proj: &[f32], head: usize, position: usize) -> Vec<f64> {
         let AttentionShape { heads, kv_heads, dim, .. } = self.shape;
         let (kv, width) = (head / (heads / kv_heads), self.shape.width());
@@ -91,13 +91,14 @@ impl Filled {
     }
 }
 
-impl Lab {
-    fn cpu_room(&mut self, bytes: usize) -> Region {
-        self.room(bytes.div_ceil(4)).first(bytes)
+impl TestCpu {
+    fn zeroed_bytes(&mut self, bytes: usize) -> Region {
+        self.buffer(bytes.div_ceil(4)).first(bytes)
     }
 }
 
-/// Query heads, key heads, D, positions: one block and several, odd sizes, every number of queries per key head.
+/// Query heads, key heads, head dimension, positions. There are shapes with one block and with several, odd sizes, and
+/// every number of queries per key head.
 const SHAPES: [(usize, usize, usize, usize); 7] = [
     (2, 2, 8, 5),
     (4, 2, 40, 300),
@@ -116,10 +117,10 @@ fn shapes(format: KvFormat) -> impl Iterator<Item = (AttentionShape, usize)> {
 
 #[test]
 fn attention_matches_naive_reference() {
-    let (mut random, mut lab) = (Random(21), Lab::new());
+    let (mut random, mut lab) = (Random(21), TestCpu::new());
     for (format, tolerance) in [(KvFormat::F32, 1e-6), (KvFormat::I16, 5e-5)] {
         for (shape, count) in shapes(format) {
-            let filled = Filled::random(&mut lab, &mut random, shape, count);
+            let filled = FilledCache::random(&mut lab, &mut random, shape, count);
             let (tokens, dim, width) = ((count / 2).min(70), shape.dim, shape.heads * shape.dim);
             let at = count - tokens;
             let got = filled.attend(lab.with(3, CpuArithmetic::Integer), at, tokens);
@@ -139,10 +140,10 @@ fn attention_matches_naive_reference() {
 
 #[test]
 fn attention_bytes_ignore_batch_and_threads() {
-    let (mut random, mut lab) = (Random(22), Lab::new());
+    let (mut random, mut lab) = (Random(22), TestCpu::new());
     for format in FORMATS {
         for (shape, count) in shapes(format) {
-            let filled = Filled::random(&mut lab, &mut random, shape, count);
+            let filled = FilledCache::random(&mut lab, &mut random, shape, count);
             let (tokens, width) = (count.min(150), shape.heads * shape.dim);
             let at = count - tokens;
             lab.rows_stand_alone(tokens, width, |lab, from, len| filled.attend(lab, at + from, len));
@@ -154,7 +155,7 @@ fn attention_bytes_ignore_batch_and_threads() {
 fn cached_row_reproduces_its_values() {
     let mut plain: Vec<f32> = Vec::new();
     for format in FORMATS {
-        let (mut random, mut lab) = (Random(23), Lab::new());
+        let (mut random, mut lab) = (Random(23), TestCpu::new());
         let shape = AttentionShape {
             heads: 2,
             kv_heads: 2,
@@ -165,10 +166,10 @@ fn cached_row_reproduces_its_values() {
             format,
             recent: None,
         };
-        let filled = Filled::random(&mut lab, &mut random, shape, 12);
-        // A query of zeros sees the mean of all values.
-        let (width, zeros) = (2 * 64, lab.room(2 * 64));
-        let (shape, y) = (&filled.shape, lab.room(width));
+        let filled = FilledCache::random(&mut lab, &mut random, shape, 12);
+        // The output of a zero query is the mean of all values.
+        let (width, zeros) = (2 * 64, lab.buffer(2 * 64));
+        let (shape, y) = (&filled.shape, lab.buffer(width));
         let proj = filled.proj.rows(11, 1, shape.width());
         let (cache, partials) = (filled.cache, Region::default());
         lab.run(Attention { shape, start: 11, tokens: 1, q: zeros, cache, proj, partials, y });
@@ -177,7 +178,7 @@ fn cached_row_reproduces_its_values() {
             plain.clone_from(&mean);
         }
         assert!(mean.iter().zip(&plain).all(|(a, b)| (a - b).abs() < 1e-4));
-        let turn = QkNormRope { q_norm: y.floats(64), k_norm: y.floats(64), rope_table: lab.room(4 * 16) };
+        let turn = QkNormRope { q_norm: y.floats(64), k_norm: y.floats(64), rope_table: lab.buffer(4 * 16) };
         let write = |start| KvWrite { shape, start, tokens: 4, proj: filled.proj, norm_rope: turn, q: filled.q, cache };
         assert!(!lab.fails(write(11)) && lab.fails(write(12)), "no room");
     }
@@ -185,11 +186,11 @@ fn cached_row_reproduces_its_values() {
 
 #[test]
 fn kv_write_and_gate_agree_across_isas() {
-    let (mut random, mut lab) = (Random(24), Lab::new());
+    let (mut random, mut lab) = (Random(24), TestCpu::new());
     let format = KvFormat::I16;
     let shape =
         AttentionShape { heads: 3, kv_heads: 3, dim: 40, rope_dim: 16, eps: 1e-6, context: 0, format, recent: None };
-    let filled = Filled::random(&mut lab, &mut random, shape, 12);
+    let filled = FilledCache::random(&mut lab, &mut random, shape, 12);
     let norms = [lab.random(&mut random, 40), lab.random(&mut random, 40)];
     let turn = lab.random(&mut random, 5 * 16);
     let mut run = || {

@@ -1,7 +1,7 @@
-//! The delta rule, its convolution and its gated norm: against naive f64 loops, and against themselves with other
+//! Compares the delta rule, its convolution and its gated norm with naive f64 loops, and with themselves for other
 //! chunks and thread counts.
 
-use super::{Lab, to_bits};
+use super::{TestCpu, to_bits};
 use crate::{
     device::{CpuArithmetic, Region},
     ops::{
@@ -25,7 +25,7 @@ struct Layer {
 }
 
 impl Layer {
-    fn random(lab: &mut Lab, random: &mut Random, shape: DeltaShape) -> Self {
+    fn random(lab: &mut TestCpu, random: &mut Random, shape: DeltaShape) -> Self {
         let mut draw = |size: f32, shift: f32| -> Vec<f32> {
             (0..shape.value_heads).map(|_| random.unit() * size + shift).collect()
         };
@@ -35,21 +35,21 @@ impl Layer {
             decay: Decay { rate: lab.floats(&rate), dt_bias: lab.floats(&bias) },
             weight: lab.random(random, 4 * shape.channels()),
             norm: lab.random(random, shape.value_dim),
-            samples: lab.room(3 * shape.channels()),
-            state: lab.room(shape.values() * shape.key_dim),
+            samples: lab.buffer(3 * shape.channels()),
+            state: lab.buffer(shape.values() * shape.key_dim),
         }
     }
 
-    /// Convolution and rule of some rows. Returns q k v, `o` and `y`.
-    fn run(&self, lab: &mut Lab, proj: Region, tokens: usize) -> [Vec<f32>; 3] {
-        self.walk(lab, Replay::default(), proj, tokens, tokens).map(|region| lab.read(region))
+    /// Runs the convolution and the delta rule on `tokens` rows. Returns `q k v`, `o` and `y`.
+    fn run(&self, lab: &mut TestCpu, proj: Region, tokens: usize) -> [Vec<f32>; 3] {
+        self.run_from(lab, Replay::default(), proj, tokens, tokens).map(|region| lab.read(region))
     }
 
-    /// The same after the rows of `past`. The states take in `stored` rows.
-    fn walk(&self, lab: &mut Lab, past: Replay, proj: Region, tokens: usize, stored: usize) -> [Region; 3] {
+    /// Runs the convolution and the delta rule after the rows of `past`. `stored` rows are added to the states.
+    fn run_from(&self, lab: &mut TestCpu, past: Replay, proj: Region, tokens: usize, stored: usize) -> [Region; 3] {
         let (shape, state) = (&self.shape, self.state);
-        let mixed = lab.room(tokens * shape.channels());
-        let (out, y) = (lab.room(tokens * shape.values()), lab.room(tokens * shape.values()));
+        let mixed = lab.buffer(tokens * shape.channels());
+        let (out, y) = (lab.buffer(tokens * shape.values()), lab.buffer(tokens * shape.values()));
         lab.run(Conv { shape, tokens, proj, weight: self.weight, past, stored, state: self.samples, out: mixed });
         let (decay, norm) = (self.decay, self.norm);
         lab.run(DeltaRule { shape, tokens, proj, mixed, decay, past, stored, state, norm, out, y });
@@ -85,7 +85,7 @@ fn rule(h: &DeltaShape, rate: &[f32], bias: &[f32], mixed: &[f32], proj: &[f32],
 
 #[test]
 fn delta_rule_matches_naive_reference() {
-    let (mut random, mut lab) = (Random(31), Lab::new());
+    let (mut random, mut lab) = (Random(31), TestCpu::new());
     for (key_heads, value_heads, key_dim, value_dim) in [(2, 4, 64, 32), (1, 2, 128, 128), (3, 3, 20, 48)] {
         let shape = DeltaShape {
             key_heads,
@@ -111,7 +111,7 @@ fn delta_rule_matches_naive_reference() {
 
 #[test]
 fn delta_bytes_ignore_chunks_and_threads() {
-    let (mut random, mut lab) = (Random(32), Lab::new());
+    let (mut random, mut lab) = (Random(32), TestCpu::new());
     // Keys of 128 stay in registers if there are enough. The 1,024 channels of a token are several tasks.
     for (key_dim, value_dim) in [(64, 80), (128, 80), (64, 192)] {
         let shape = DeltaShape {
@@ -129,8 +129,8 @@ fn delta_bytes_ignore_chunks_and_threads() {
         let mut run = |threads: usize, cuts: &[usize]| {
             let lab = lab.with(threads, CpuArithmetic::Integer);
             let layer = Layer {
-                samples: lab.room(3 * shape.channels()),
-                state: lab.room(shape.values() * shape.key_dim),
+                samples: lab.buffer(3 * shape.channels()),
+                state: lab.buffer(shape.values() * shape.key_dim),
                 ..layer
             };
             let (mut rows, mut at) = (Vec::new(), 0);
@@ -150,10 +150,11 @@ fn delta_bytes_ignore_chunks_and_threads() {
     }
 }
 
-/// Nine rows at once, and in two verifies: the first stores no row, the second two of four, then all.
+/// Computes nine rows at once, and in two verifies. The first verify stores no row, the second stores two of four rows,
+/// then all.
 #[test]
 fn rejected_rows_leave_state_bytes_unchanged() {
-    let (mut random, mut lab) = (Random(35), Lab::new());
+    let (mut random, mut lab) = (Random(35), TestCpu::new());
     for (key_heads, value_heads, key_dim, value_dim) in [(2, 4, 64, 80), (1, 2, 128, 128), (3, 3, 20, 48)] {
         let shape = DeltaShape {
             key_heads,
@@ -167,9 +168,9 @@ fn rejected_rows_leave_state_bytes_unchanged() {
         let (width, channels) = (shape.width(), shape.channels());
         let layer = Layer::random(&mut lab, &mut random, shape);
         let proj = lab.random(&mut random, 9 * width);
-        let another = |lab: &mut Lab| Layer {
-            samples: lab.room(3 * channels),
-            state: lab.room(shape.values() * key_dim),
+        let another = |lab: &mut TestCpu| Layer {
+            samples: lab.buffer(3 * channels),
+            state: lab.buffer(shape.values() * key_dim),
             ..layer
         };
         let whole = another(&mut lab);
@@ -177,13 +178,13 @@ fn rejected_rows_leave_state_bytes_unchanged() {
         for threads in [1, 3] {
             let lab = lab.with(threads, CpuArithmetic::Integer);
             let layer = another(lab);
-            let [mixed, _, first] = layer.walk(lab, Replay::default(), proj, 4, 0);
+            let [mixed, _, first] = layer.run_from(lab, Replay::default(), proj, 4, 0);
             assert!(lab.read(layer.state).iter().chain(&lab.read(layer.samples)).all(|x| *x == 0.0));
             // The fourth row is rejected.
             let past = Replay { rows: 3, proj: proj.floats(3 * width), mixed: mixed.floats(3 * channels) };
-            let [again, _, second] = layer.walk(lab, past, proj.rows(3, 2, width), 2, 3);
+            let [again, _, second] = layer.run_from(lab, past, proj.rows(3, 2, width), 2, 3);
             let past = Replay { rows: 2, proj: proj.rows(3, 2, width), mixed: again };
-            let [_, _, third] = layer.walk(lab, past, proj.rows(5, 4, width), 4, 6);
+            let [_, _, third] = layer.run_from(lab, past, proj.rows(5, 4, width), 4, 6);
             let found = [first.floats(3 * shape.values()), second, third].map(|y| lab.read(y)).concat();
             assert!(found == y);
             assert!(lab.bits(layer.state) == lab.bits(whole.state));
@@ -193,8 +194,8 @@ fn rejected_rows_leave_state_bytes_unchanged() {
             for rows in 1..=3 {
                 let [at_once, later] = [(); 2].map(|()| another(lab));
                 at_once.run(lab, proj, rows);
-                let [mixed, ..] = later.walk(lab, Replay::default(), proj, rows, 0);
-                later.walk(lab, Replay { rows, proj: proj.floats(rows * width), mixed }, proj, 0, rows);
+                let [mixed, ..] = later.run_from(lab, Replay::default(), proj, rows, 0);
+                later.run_from(lab, Replay { rows, proj: proj.floats(rows * width), mixed }, proj, 0, rows);
                 assert!(lab.bits(later.state) == lab.bits(at_once.state), "{rows} rows");
                 assert!(lab.bits(later.samples) == lab.bits(at_once.samples), "{rows} rows");
             }
@@ -204,7 +205,7 @@ fn rejected_rows_leave_state_bytes_unchanged() {
 
 #[test]
 fn convolution_matches_naive_reference() {
-    let (mut random, mut lab) = (Random(33), Lab::new());
+    let (mut random, mut lab) = (Random(33), TestCpu::new());
     let shape = DeltaShape {
         key_heads: 4,
         value_heads: 16,

@@ -1,7 +1,7 @@
-//! Attention over 8-bit and 4-bit keys and values: against naive f64 loops over the documented format, and against
-//! itself with other batches, threads and processors.
+//! Compares attention over 8-bit and 4-bit keys and values with naive f64 loops over the documented format, and with
+//! itself for other batches, thread counts and instruction sets.
 
-use super::Lab;
+use super::TestCpu;
 use crate::{
     device::Region,
     ops::{
@@ -14,12 +14,12 @@ use crate::{
     },
 };
 
-/// Query heads, key heads, D, positions.
+/// Query heads, key heads, head dimension, positions.
 const SHAPES: [(usize, usize, usize, usize); 6] =
     [(2, 2, 64, 70), (4, 2, 128, 300), (6, 2, 64, 705), (7, 1, 64, 400), (8, 1, 256, 1100), (15, 5, 64, 200)];
 
 /// A cache that was filled in chunks of at most [`CHUNK`] positions, and the values written to it.
-struct Filled {
+struct FilledCache {
     shape: AttentionShape,
     cache: KvCache,
     proj: Region,
@@ -29,10 +29,10 @@ struct Filled {
 
 const CHUNK: usize = 150;
 
-impl Filled {
-    fn new(lab: &mut Lab, random: &mut Random, shape: (usize, usize, usize, usize), format: KvFormat) -> Self {
+impl FilledCache {
+    fn new(lab: &mut TestCpu, random: &mut Random, shape: (usize, usize, usize, usize), format: KvFormat) -> Self {
         let (heads, kv_heads, dim, count) = shape;
-        let recent = RecentRing { room: (CHUNK + 2 * RECENT).next_multiple_of(RECENT), format: KvFormat::I16 };
+        let recent = RecentRing { capacity: (CHUNK + 2 * RECENT).next_multiple_of(RECENT), format: KvFormat::I16 };
         let recent = Some(recent).filter(|_| format != KvFormat::I16);
         let shape = AttentionShape { heads, kv_heads, dim, rope_dim: 0, eps: 1e-6, context: count + 3, format, recent };
         let proj = lab.random(random, count * shape.width());
@@ -41,7 +41,7 @@ impl Filled {
             |_| if recent.is_some() { lab.cpu.allocate(shape.recent_bytes()).unwrap() } else { Region::default() };
         let recent = [0, 1].map(ring);
         let cache = KvCache { keys, values, table: lab.table(shape.pages()), recent };
-        let q = lab.room(count * heads * dim);
+        let q = lab.buffer(count * heads * dim);
         let ones = lab.floats(&vec![1.0; dim]);
         let turn = QkNormRope { q_norm: ones, k_norm: ones, rope_table: Region::default() };
         let filled = Self { shape, cache, proj, q };
@@ -54,17 +54,17 @@ impl Filled {
         filled
     }
 
-    fn attend(&self, lab: &mut Lab, start: usize, tokens: usize) -> Vec<f32> {
+    fn attend(&self, lab: &mut TestCpu, start: usize, tokens: usize) -> Vec<f32> {
         let (shape, cache) = (&self.shape, self.cache);
         let width = shape.heads * shape.dim;
         let (q, proj) = (self.q.rows(start, tokens, width), self.proj.rows(start, tokens, shape.width()));
-        let y = lab.room(tokens * width);
+        let y = lab.buffer(tokens * width);
         lab.run(Attention { shape, start, tokens, q, cache, proj, partials: Region::default(), y });
         lab.read(y)
     }
 
-    /// A row in the documented format, in f64.
-    fn rounded(&self, lab: &mut Lab, region: Region, head: usize, position: usize) -> Vec<f64> {
+    /// Decodes a row of the documented format, in f64.
+    fn rounded(&self, lab: &mut TestCpu, region: Region, head: usize, position: usize) -> Vec<f64> {
         let AttentionShape { kv_heads, dim, format, .. } = self.shape;
         let page = self.shape.pages() - 1 - position / PAGE;
         let row = format.row_bytes(dim);
@@ -86,8 +86,8 @@ impl Filled {
         (0..dim).map(value).collect()
     }
 
-    /// Head `head` of the query at `position`, in f64.
-    fn expected(&self, lab: &mut Lab, head: usize, position: usize, plain: &[f32]) -> Vec<f64> {
+    /// The output of head `head` at `position`, computed in f64.
+    fn expected(&self, lab: &mut TestCpu, head: usize, position: usize, plain: &[f32]) -> Vec<f64> {
         let AttentionShape { heads, kv_heads, dim, .. } = self.shape;
         let (kv, width) = (head / (heads / kv_heads), self.shape.width());
         let q = lab.read(self.q.rows(position, 1, heads * dim));
@@ -126,14 +126,14 @@ fn hadamard(x: &[f64]) -> Vec<f64> {
 
 #[test]
 fn quantized_attention_matches_naive_reference() {
-    let (mut random, mut lab) = (Random(51), Lab::new());
+    let (mut random, mut lab) = (Random(51), TestCpu::new());
     for format in [KvFormat::Eight, KvFormat::Four] {
         for shape in SHAPES {
-            let filled = Filled::new(&mut lab, &mut random, shape, format);
+            let filled = FilledCache::new(&mut lab, &mut random, shape, format);
             let (heads, count, width) = (shape.0, shape.3, shape.0 * shape.2);
             let plain = lab.read(filled.proj);
             for position in [0, 63, 64, 191, 192, count - 1].into_iter().filter(|position| *position < count) {
-                // The ring holds only recent positions, so an older query runs when it is new.
+                // The ring holds only recent positions, so older queries cannot be repeated.
                 if position + CHUNK < count {
                     continue;
                 }
@@ -152,9 +152,9 @@ fn quantized_attention_matches_naive_reference() {
 
 #[test]
 fn quantized_attention_error_is_small() {
-    let (mut lab, shape) = (Lab::new(), (8, 1, 256, 900));
-    let of = |lab: &mut Lab, format| {
-        let filled = Filled::new(lab, &mut Random(52), shape, format);
+    let (mut lab, shape) = (TestCpu::new(), (8, 1, 256, 900));
+    let of = |lab: &mut TestCpu, format| {
+        let filled = FilledCache::new(lab, &mut Random(52), shape, format);
         filled.attend(lab, 890, 10)
     };
     let exact = of(&mut lab, KvFormat::I16);
@@ -169,10 +169,10 @@ fn quantized_attention_error_is_small() {
 
 #[test]
 fn quantized_attention_bytes_ignore_batch_and_isa() {
-    let (mut random, mut lab) = (Random(53), Lab::new());
+    let (mut random, mut lab) = (Random(53), TestCpu::new());
     for format in [KvFormat::Eight, KvFormat::Four] {
         for shape in SHAPES {
-            let filled = Filled::new(&mut lab, &mut random, shape, format);
+            let filled = FilledCache::new(&mut lab, &mut random, shape, format);
             let (tokens, width) = (shape.3.min(CHUNK), shape.0 * shape.2);
             let at = shape.3 - tokens;
             lab.rows_stand_alone(tokens, width, |lab, from, len| filled.attend(lab, at + from, len));
@@ -185,8 +185,8 @@ fn quantized_write_agrees_across_isas() {
     for format in [KvFormat::Eight, KvFormat::Four] {
         let bytes = |isa| {
             with(isa, || {
-                let mut lab = Lab::new();
-                let filled = Filled::new(&mut lab, &mut Random(54), (4, 2, 128, 200), format);
+                let mut lab = TestCpu::new();
+                let filled = FilledCache::new(&mut lab, &mut Random(54), (4, 2, 128, 200), format);
                 let mut bytes = vec![0; filled.cache.keys.len + filled.cache.values.len];
                 let (keys, values) = bytes.split_at_mut(filled.cache.keys.len);
                 lab.cpu.read(filled.cache.keys, keys).unwrap();
@@ -201,16 +201,16 @@ fn quantized_write_agrees_across_isas() {
 
 #[test]
 fn kv_bits_refuse_bad_dims_and_rings() {
-    let (mut random, mut lab) = (Random(55), Lab::new());
-    let mut filled = Filled::new(&mut lab, &mut random, (2, 2, 64, 70), KvFormat::Eight);
-    let op = |filled: &Filled| {
-        let Filled { shape, cache, proj, q } = *filled;
+    let (mut random, mut lab) = (Random(55), TestCpu::new());
+    let mut filled = FilledCache::new(&mut lab, &mut random, (2, 2, 64, 70), KvFormat::Eight);
+    let op = |filled: &FilledCache| {
+        let FilledCache { shape, cache, proj, q } = *filled;
         (shape, cache, proj.rows(0, 64, shape.width()), q)
     };
     let ring = filled.shape.recent;
-    filled.shape.recent = ring.map(|ring| RecentRing { room: 128, ..ring });
+    filled.shape.recent = ring.map(|ring| RecentRing { capacity: 128, ..ring });
     let (shape, cache, proj, q) = op(&filled);
-    let (partials, y) = (Region::default(), lab.room(64 * 128));
+    let (partials, y) = (Region::default(), lab.buffer(64 * 128));
     assert!(lab.fails(Attention { shape: &shape, start: 0, tokens: 64, q, cache, proj, partials, y }));
     filled.shape = AttentionShape { recent: ring, dim: 40, ..filled.shape };
     let (shape, cache, ..) = op(&filled);

@@ -1,5 +1,4 @@
-//! Linear layers and experts: against a naive reference, and against themselves with other batches and thread
-//! counts.
+//! Compares linear layers and experts with a naive reference, and with themselves for other batches and thread counts.
 
 use super::{
     Backend, CombineExperts, Cpu, ExpertGroup, ExpertSet, ExpertSlots, ExpertStack, Experts, Float, Linear, MoeBuffers,
@@ -7,7 +6,7 @@ use super::{
     quant::ActivationFormat,
     simd::{
         Isa,
-        tests::{Owned, Random, with},
+        tests::{OwnedWeight, Random, with},
     },
 };
 use crate::device::{CpuArithmetic, CpuDevice, DeviceError, Region};
@@ -18,12 +17,12 @@ mod kv_bits;
 
 const AFFINE: WeightFormat = WeightFormat::Affine { bits: 4, group: 64, scale: Float::Bf16 };
 
-/// A CPU with buffers.
-struct Lab {
+/// A CPU backend whose buffers the tests fill.
+struct TestCpu {
     cpu: Cpu,
 }
 
-impl Lab {
+impl TestCpu {
     fn new() -> Self {
         Self { cpu: Cpu::new(CpuDevice::new(1, CpuArithmetic::Integer)) }
     }
@@ -48,17 +47,17 @@ impl Lab {
         self.floats(&(0..count).map(|_| random.unit()).collect::<Vec<_>>())
     }
 
-    /// The pages of a context, from the last to the first.
+    /// A page table whose pages are in descending order.
     fn table(&mut self, pages: usize) -> Region {
         self.bytes(bytemuck::cast_slice(&(0..pages as u32).rev().collect::<Vec<_>>()))
     }
 
-    fn room(&mut self, count: usize) -> Region {
+    fn buffer(&mut self, count: usize) -> Region {
         self.cpu.allocate(count * 4).unwrap()
     }
 
     fn weight(&mut self, random: &mut Random, codes: WeightFormat, rows: usize, cols: usize) -> Weight {
-        let owned = Owned::random(random, codes, rows, cols);
+        let owned = OwnedWeight::random(random, codes, rows, cols);
         let parts = owned.view().parts.map(|part| self.bytes(part));
         Weight { codes, rows, cols, global_scale: 1.0, parts }
     }
@@ -99,7 +98,7 @@ impl Lab {
 
     /// Products of `tokens` rows with weights, side by side.
     fn linear(&mut self, x: Region, tokens: usize, matrices: &[Weight]) -> Vec<f32> {
-        let y = self.room(tokens * matrices.iter().map(|weight| weight.rows).sum::<usize>());
+        let y = self.buffer(tokens * matrices.iter().map(|weight| weight.rows).sum::<usize>());
         self.run(Linear { x, tokens, norm: None, matrices, y, add: false });
         self.read(y)
     }
@@ -113,7 +112,7 @@ fn to_bits(values: Vec<f32>) -> Vec<u32> {
 fn linear_bytes_ignore_batch_and_threads() {
     // More rows than one task computes.
     const ROWS: usize = 130;
-    let (mut random, mut lab) = (Random(11), Lab::new());
+    let (mut random, mut lab) = (Random(11), TestCpu::new());
     let eight = WeightFormat::Affine { bits: 8, group: 64, scale: Float::Bf16 };
     for last in [(AFFINE, 1), (WeightFormat::Mxfp4, 40)] {
         let all = [(AFFINE, 300), (eight, 7), (WeightFormat::Dense(Float::Bf16), 65), last]
@@ -147,9 +146,9 @@ fn linear_bytes_ignore_batch_and_threads() {
 
 #[test]
 fn linear_refuses_mismatched_sizes() {
-    let (mut random, mut lab) = (Random(12), Lab::new());
+    let (mut random, mut lab) = (Random(12), TestCpu::new());
     let weight = lab.weight(&mut random, AFFINE, 8, 128);
-    let (x, y) = (lab.random(&mut random, 2 * 128), lab.room(2 * 9));
+    let (x, y) = (lab.random(&mut random, 2 * 128), lab.buffer(2 * 9));
     let mut fails = |weight: Weight, x: Region, y: Region| {
         lab.fails(Linear { x, tokens: 2, norm: None, matrices: &[weight], y, add: false })
     };
@@ -161,8 +160,8 @@ fn linear_refuses_mismatched_sizes() {
     assert!(fails(weight, x, x.first(2 * 9 * 4)));
 }
 
-/// Experts with `[gate and up, down]` codes and intermediate size, each in its own layer. Each of `tokens` chooses
-/// `k` at random.
+/// Experts of different formats and intermediate sizes, each in its own layer. Each of `tokens` tokens chooses `k` of
+/// them at random.
 struct Layer {
     experts: Vec<(MoeWeights, ExpertSlots, [Weight; 3])>,
     assignments: Vec<Vec<u32>>,
@@ -173,7 +172,7 @@ impl Layer {
     const HIDDEN: usize = 256;
 
     fn random(
-        lab: &mut Lab,
+        lab: &mut TestCpu,
         random: &mut Random,
         kinds: &[(WeightFormat, WeightFormat, usize)],
         tokens: usize,
@@ -185,7 +184,7 @@ impl Layer {
             let shapes = [(*up, *inner, hidden), (*up, *inner, hidden), (*down, hidden, *inner)];
             let (mut bytes, mut stacks): (Vec<u8>, [ExpertStack; 3]) = Default::default();
             for ((codes, rows, cols), stack) in shapes.into_iter().zip(&mut stacks) {
-                let owned = Owned::random(random, codes, rows, cols);
+                let owned = OwnedWeight::random(random, codes, rows, cols);
                 let at = owned.view().parts.map(|part| {
                     let at = bytes.len();
                     bytes.extend(part);
@@ -217,18 +216,26 @@ impl Layer {
     }
 
     /// Computes some assignments of one expert. `out` is `[tokens * (k + 1), hidden]`.
-    fn run(&self, lab: &mut Lab, expert: usize, assignments: &[u32], x: Region, tokens: usize, out: Region) -> bool {
+    fn run(
+        &self,
+        lab: &mut TestCpu,
+        expert: usize,
+        assignments: &[u32],
+        x: Region,
+        tokens: usize,
+        out: Region,
+    ) -> bool {
         let (layer, slots, _) = &self.experts[expert];
         let groups = [ExpertGroup { expert: 0, slot: 0, first: 0, count: assignments.len() as u32 }];
-        let which = ExpertSet::Landed { groups: &groups, assignments, shared: false, per_assignment: None };
-        let act = lab.room(tokens * (self.k + 1) * layer.row());
-        let (scores, room) = (lab.room(tokens), MoeBuffers { out, act, ..MoeBuffers::default() });
-        !lab.fails(Experts { layer, slots, tokens, x, room: MoeBuffers { scores, ..room }, which })
+        let set = ExpertSet::Loaded { groups: &groups, assignments, shared: false, per_assignment: None };
+        let act = lab.buffer(tokens * (self.k + 1) * layer.row());
+        let (scores, buffers) = (lab.buffer(tokens), MoeBuffers { out, act, ..MoeBuffers::default() });
+        !lab.fails(Experts { layer, slots, tokens, x, buffers: MoeBuffers { scores, ..buffers }, experts: set })
     }
 
-    /// All assignments of all experts.
-    fn all(&self, lab: &mut Lab, x: Region, tokens: usize) -> Vec<f32> {
-        let out = lab.room(tokens * (self.k + 1) * Self::HIDDEN);
+    /// Computes all assignments of all experts.
+    fn all(&self, lab: &mut TestCpu, x: Region, tokens: usize) -> Vec<f32> {
+        let out = lab.buffer(tokens * (self.k + 1) * Self::HIDDEN);
         for (expert, assignments) in self.assignments.iter().enumerate() {
             assert!(self.run(lab, expert, assignments, x, tokens, out));
         }
@@ -251,12 +258,12 @@ fn kinds() -> Vec<(WeightFormat, WeightFormat, usize)> {
 
 #[test]
 fn experts_match_naive_reference() {
-    let (mut random, mut lab) = (Random(13), Lab::new());
+    let (mut random, mut lab) = (Random(13), TestCpu::new());
     let (tokens, k, hidden) = (40, 3, Layer::HIDDEN);
     let layer = Layer::random(&mut lab, &mut random, &kinds(), tokens, k);
     let x = lab.random(&mut random, tokens * hidden);
     for math in [CpuArithmetic::F32, CpuArithmetic::Integer] {
-        // A few quantization levels of each product's activations.
+        // The tolerance: a few quantization levels of each product's activations.
         let levels = |weight: &Weight| match weight.codes {
             WeightFormat::Affine { bits, group, .. } if math == CpuArithmetic::Integer => {
                 4.0 / ActivationFormat::new(bits, group).levels as f32
@@ -284,14 +291,14 @@ fn experts_match_naive_reference() {
 
 #[test]
 fn expert_bytes_ignore_batch_and_threads() {
-    let (mut random, mut lab) = (Random(14), Lab::new());
+    let (mut random, mut lab) = (Random(14), TestCpu::new());
     let (tokens, k, hidden) = (300, 4, Layer::HIDDEN);
     let layer = Layer::random(&mut lab, &mut random, &kinds(), tokens, k);
     let x = lab.random(&mut random, tokens * hidden);
     for math in [CpuArithmetic::Integer, CpuArithmetic::F32] {
         let expected = to_bits(layer.all(lab.with(1, math), x, tokens));
         assert!(to_bits(layer.all(lab.with(4, math), x, tokens)) == expected);
-        let single = lab.room(tokens * (k + 1) * hidden);
+        let single = lab.buffer(tokens * (k + 1) * hidden);
         for (expert, assignments) in layer.assignments.iter().enumerate().rev() {
             for assignment in assignments.iter().step_by(7) {
                 assert!(layer.run(&mut lab, expert, &[*assignment], x, tokens, single));
@@ -307,12 +314,12 @@ fn expert_bytes_ignore_batch_and_threads() {
 
 #[test]
 fn experts_refuse_invalid_assignments() {
-    let (mut random, mut lab) = (Random(15), Lab::new());
+    let (mut random, mut lab) = (Random(15), TestCpu::new());
     let mut layer = Layer::random(&mut lab, &mut random, &kinds()[..1], 1, 1);
     let x = lab.random(&mut random, Layer::HIDDEN);
-    let out = lab.room(2 * Layer::HIDDEN);
+    let out = lab.buffer(2 * Layer::HIDDEN);
     assert!(layer.run(&mut lab, 0, &[0], x, 1, out));
-    // An assignment of another token, one that does not exist, and a duplicate.
+    // An assignment of another token, an assignment that does not exist, and a duplicate.
     for assignments in [&[1][..], &[2], &[0, 0]] {
         assert!(!layer.run(&mut lab, 0, assignments, x, 1, out));
     }
@@ -322,7 +329,7 @@ fn experts_refuse_invalid_assignments() {
 
 #[test]
 fn combine_adds_in_rank_order() -> Result<(), DeviceError> {
-    let (mut random, mut lab) = (Random(16), Lab::new());
+    let (mut random, mut lab) = (Random(16), TestCpu::new());
     let (tokens, k, hidden) = (5, 3, 40);
     let codes = WeightFormat::Dense(Float::F32);
     let router = Weight { codes, rows: 1, cols: hidden, global_scale: 1.0, parts: Default::default() };
@@ -331,11 +338,11 @@ fn combine_adds_in_rank_order() -> Result<(), DeviceError> {
     let layer = &MoeWeights { k, renormalise: true, router, shared, stacks: Default::default() };
     let out = lab.random(&mut random, tokens * (k + 1) * hidden);
     let (weights, h) = (lab.random(&mut random, tokens * (k + 1)), lab.random(&mut random, tokens * hidden));
-    let (scores, act) = (lab.room(tokens * layer.width()), lab.room(tokens * (k + 1) * layer.row()));
-    let room = MoeBuffers { scores, act, out, weights, ..MoeBuffers::default() };
+    let (scores, act) = (lab.buffer(tokens * layer.width()), lab.buffer(tokens * (k + 1) * layer.row()));
+    let buffers = MoeBuffers { scores, act, out, weights, ..MoeBuffers::default() };
     let before = lab.read(h);
     let slots = &ExpertSlots::default();
-    lab.with(2, CpuArithmetic::Integer).run(CombineExperts { layer, slots, tokens, room, per_assignment: None, h });
+    lab.with(2, CpuArithmetic::Integer).run(CombineExperts { layer, slots, tokens, buffers, per_assignment: None, h });
     let (got, rows, weights) = (lab.read(h), lab.read(out), lab.read(weights));
     for token in 0..tokens {
         for col in 0..hidden {

@@ -24,8 +24,8 @@ impl ContextCache {
     /// Reserves room for `context` positions, or for those within `window`. The system commits memory on first write.
     pub fn new(config: &DflashConfig, window: AttentionWindow, context: usize) -> Self {
         let most = positions(window, context);
-        let room = || Vec::with_capacity(most * config.kv());
-        Self { keys: room(), values: room(), positions: Vec::with_capacity(most) }
+        let empty = || Vec::with_capacity(most * config.kv());
+        Self { keys: empty(), values: empty(), positions: Vec::with_capacity(most) }
     }
 
     /// Adds consecutive positions from `start` on. Drops old ones that no later query sees.

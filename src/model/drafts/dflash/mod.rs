@@ -65,10 +65,10 @@ impl DflashCheckpoint {
             .filter(|window| !has_window(window))
             .map(|window| attention::cost(config, *window, 1))
             .sum();
-        let room: usize = room(config).iter().map(|floats| floats * 4).sum();
+        let buffers: usize = buffer_floats(config).iter().map(|floats| floats * 4).sum();
         // Hidden rows exist twice: as the target's layers leave them, and side by side as the draft reads them.
         let per_row = 2 * config.features() as u64 * 4;
-        DraftFootprint { fixed: self.weights + windows + room as u64, per_token: all, per_row }
+        DraftFootprint { fixed: self.weights + windows + buffers as u64, per_token: all, per_row }
     }
 }
 
@@ -92,7 +92,7 @@ impl DflashModel {
         let [matrices, _] = trunk.finish()?;
         let mut backend = Cpu::new(compute.clone());
         adopt_weights(&matrices, &mut backend)?;
-        let [x, y] = room(config);
+        let [x, y] = buffer_floats(config);
         let (x, y) = (backend.allocate(x * 4)?, backend.allocate(y * 4)?);
         let layers = config.layers.iter().map(|window| ContextCache::new(config, *window, context)).collect();
         Ok(Self { config: config.clone(), net, products: MatrixProducts { backend, compute, x, y }, layers, len: 0 })
@@ -204,7 +204,7 @@ impl DflashModel {
 }
 
 /// Floats of the largest input and output of a matrix product.
-fn room(config: &DflashConfig) -> [usize; 2] {
+fn buffer_floats(config: &DflashConfig) -> [usize; 2] {
     let rows = crate::model::MAX_VERIFY_ROWS;
     let widest = (2 * config.intermediate).max(config.heads * config.dim + 2 * config.kv());
     let dflash2 = config.dflash2.map_or(0, |dflash2| {
