@@ -1,4 +1,4 @@
-//! `config.json` as checked shapes. Anything unsupported is refused here.
+//! Reads `config.json` into checked shapes. Returns an error for anything that is not supported.
 
 use super::ngram_hash::NgramShape;
 use crate::{
@@ -9,7 +9,8 @@ use crate::{
 use serde_json::Value;
 use std::path::Path;
 
-/// Maximum size of a `config.json` in bytes. Overrides for each matrix of a large model take one million.
+/// Maximum size of a `config.json` in bytes. A large model that overrides the quantization of every matrix needs about
+/// one million.
 const MAX_BYTES: u64 = 32 << 20;
 
 /// `mrope_section` if `config.json` has none.
@@ -24,24 +25,24 @@ pub struct Config {
     /// The longest context that the model was trained for.
     pub context: usize,
     pub eps: f32,
-    /// The embedding is also the head.
+    /// The embedding matrix is also the output head.
     pub tied: bool,
-    /// Per layer: full attention, or else a gated delta net.
+    /// For each layer: true for full attention, false for a gated delta net.
     pub full: Vec<bool>,
-    /// The attention layers, with a context of 0 positions.
+    /// Sizes of the attention layers. `context` is 0 until the memory plan sets it.
     pub attention: AttentionShape,
     pub rope_theta: f64,
-    /// Frequencies that time, height and width drive. Text has the same position on all three.
+    /// Number of RoPE frequencies for time, height and width. A text token has the same position on all three axes.
     pub rope_sections: [usize; 3],
     pub delta: DeltaShape,
     pub ffn: FfnShape,
-    /// Several residual streams that layers mix. `None` for one stream that layers add to.
+    /// Sizes of the residual streams, if there are several that layers mix. `None` for the usual single stream.
     pub streams: Option<StreamShape>,
-    /// Attention layers attend to the blocks that an indexer selects. `None` for all positions.
+    /// The indexer that selects the blocks of positions that attention layers read. `None` if they read all positions.
     pub indexer: Option<IndexerShape>,
-    /// The n-gram tables, each added to the streams before its layer. In order of layers.
+    /// The n-gram tables, in order of layers. The rows of each are added to the streams before its layer.
     pub ngrams: Vec<NgramShape>,
-    /// The `quantization` table, empty if there is none.
+    /// The `quantization` table. Empty if there is none.
     pub quantization: Value,
 }
 
@@ -56,7 +57,7 @@ pub enum FfnShape {
         k: usize,
         intermediate: usize,
         shared: usize,
-        /// The weights of a token's experts sum to one.
+        /// The weights of a token's experts are scaled so that they sum to one.
         renormalise: bool,
     },
 }
@@ -67,7 +68,7 @@ impl Config {
         Self::new(&json(dir)?)
     }
 
-    /// Lowers the experts per token: to `exactly`, which must be possible, or to `at_most` if that is fewer.
+    /// Lowers the number of experts per token to `exactly`, which must be valid, or else to at most `at_most`.
     pub fn use_fewer_experts(&mut self, exactly: Option<usize>, at_most: Option<usize>) -> Result<(), ModelError> {
         match (&mut self.ffn, exactly, at_most) {
             (FfnShape::Dense { .. }, Some(wanted), _) => {
@@ -163,7 +164,7 @@ impl Config {
             quantization: quantization(json, text.0).cloned().unwrap_or(Value::Null),
         };
         if !config.delta.value_heads.is_multiple_of(config.delta.key_heads) {
-            return refuse("linear_num_value_heads is no multiple of linear_num_key_heads".into());
+            return refuse("linear_num_value_heads is not a multiple of linear_num_key_heads".into());
         }
         if family == ModelFamily::Qwen4Exp {
             config.streams = Some(StreamShape {
@@ -178,7 +179,7 @@ impl Config {
         Ok(config)
     }
 
-    /// Values of one row between layers: all streams.
+    /// Floats of one row of the residual: all streams.
     pub fn residual_width(&self) -> usize {
         self.hidden * self.streams.map_or(1, |streams| streams.count)
     }
@@ -197,7 +198,7 @@ impl Config {
     }
 }
 
-/// The `config.json` of a directory.
+/// Reads and parses the `config.json` of a directory.
 pub fn json(dir: &Path) -> Result<Value, ModelError> {
     let path = dir.join("config.json");
     let text = read_small_file(&path, MAX_BYTES)
@@ -206,7 +207,7 @@ pub fn json(dir: &Path) -> Result<Value, ModelError> {
     serde_json::from_slice(&text).map_err(|error| ModelError::Config(error.to_string()))
 }
 
-/// The architectures by what their `config.json` must have.
+/// The supported architectures. They differ in the keys that `config.json` must have.
 #[derive(Clone, Copy, PartialEq)]
 enum ModelFamily {
     Dense,
@@ -215,7 +216,7 @@ enum ModelFamily {
 }
 
 impl ModelFamily {
-    /// The family of a `model_type`, of a whole configuration or of its text model.
+    /// The family of a `model_type`, which may be that of the whole configuration or of its text model.
     fn named(model_type: &str) -> Option<Self> {
         match model_type.strip_suffix("_text").unwrap_or(model_type) {
             "qwen3_5" => Some(Self::Dense),
@@ -230,13 +231,13 @@ fn unsupported<T>(model_type: &str) -> Result<T, ModelError> {
     refuse(format!("model_type {model_type} is not supported; Moestro serves qwen3_5, qwen3_5_moe and qwen4_exp"))
 }
 
-/// The quantisation table. Its name and place differ between checkpoints.
+/// The quantization table. Its key and its parent object differ between checkpoints.
 pub(super) fn quantization<'a>(json: &'a Value, text: &'a Value) -> Option<&'a Value> {
     let names = ["quantization", "quantization_config"];
     names.iter().flat_map(|name| [json.get(name), text.get(name)]).flatten().find(|table| table.is_object())
 }
 
-/// The file beside the shards that some converters write the n-gram table to.
+/// The name of the file to which some converters write the n-gram table, next to the shards.
 fn ngram_file(json: &Value) -> Result<&str, ModelError> {
     let named = json.get("mlx_lm_extra_tensors").and_then(|extra| extra.get("ngram_file")).and_then(Value::as_str);
     match named {
@@ -283,7 +284,8 @@ impl JsonTable<'_> {
         }
     }
 
-    /// Which layers are full attention: from `layer_types`, or else every `full_attention_interval`-th.
+    /// For each layer, whether it has full attention: from `layer_types`, or else every `full_attention_interval`-th
+    /// layer.
     fn full_layers(self, layers: usize) -> Result<Vec<bool>, ModelError> {
         let Some(types) = self.0.get("layer_types").and_then(Value::as_array) else {
             let interval = if self.0.get("full_attention_interval").is_some() {
@@ -331,7 +333,7 @@ impl JsonTable<'_> {
         Ok((shape, number("rope_theta", 1e7)?))
     }
 
-    /// The indexer of the attention layers. It rotates as many dimensions as the attention heads do.
+    /// Sizes of the attention layers' indexer. RoPE rotates as many of its dimensions as of the attention heads.
     fn indexer(self, attention: &AttentionShape) -> Result<IndexerShape, ModelError> {
         let (dim, ratio) = (self.count("indexer_head_dim", 1 << 12)?, self.count("indexer_compress_ratio", PAGE)?);
         let (budget, rope_dim) = (self.count("indexer_budget", 1 << 24)?, attention.rope_dim);
@@ -351,7 +353,7 @@ impl JsonTable<'_> {
         Ok(IndexerShape { heads, dim, rope_dim, ratio, blocks: budget / ratio, eps: attention.eps })
     }
 
-    /// The n-gram tables. `ple_layer_ids` counts layers from 1.
+    /// Sizes of the n-gram tables. `ple_layer_ids` counts layers from 1.
     fn ngrams(self, layers: usize, vocab: usize, file: &str) -> Result<Vec<NgramShape>, ModelError> {
         if !self.0.get("ple_storage").is_none_or(Value::is_null) {
             return refuse("ple_storage is not supported: the n-gram table must be in safetensors files".into());
@@ -366,7 +368,7 @@ impl JsonTable<'_> {
         }
         let mut ngrams = Vec::with_capacity(ids.len());
         for (index, layer) in ids.into_iter().enumerate() {
-            // The first of several: it starts a text, and is not a stop token of the answer.
+            // If there are several, the first one separates texts; the others only end answers.
             let eos = self.0.get("eos_token_id").map(|eos| eos.get(0).unwrap_or(eos)).and_then(Value::as_u64);
             let Some(eos) = eos.filter(|eos| *eos < vocab as u64) else {
                 return refuse("the n-gram table needs an eos_token_id in the text model's configuration".into());
@@ -380,7 +382,7 @@ impl JsonTable<'_> {
                 base: self.count_or("ngram_vocab_size_base", 1 << 32, 20_000_000)? as u64,
                 divisor: self.count_or("make_ngram_vocab_size_divisible_by", 1 << 24, 128)? as u64,
                 seed: match self.0.get("seed") {
-                    // Absent in the released configuration.
+                    // The released configuration has no seed.
                     None | Some(Value::Null) => 1234,
                     Some(seed) => seed.as_u64().map_or_else(|| refuse(format!("seed is {seed}")), Ok)?,
                 },
@@ -403,7 +405,7 @@ impl JsonTable<'_> {
         if self.0.get(key).is_none_or(Value::is_null) { Ok(default) } else { self.count(key, most) }
     }
 
-    /// `mrope_section`. Only images make a difference.
+    /// Reads `mrope_section`. It only matters for images.
     fn rope_sections(self) -> Result<[usize; 3], ModelError> {
         let rope = self.0.get("rope_parameters").or(self.0.get("rope_scaling")).unwrap_or(&Value::Null);
         let Some(sections) = rope.get("mrope_section").filter(|sections| !sections.is_null()) else {
@@ -422,7 +424,7 @@ impl JsonTable<'_> {
             k: self.count("num_experts_per_tok", experts)?,
             intermediate: self.count("moe_intermediate_size", 1 << 20)?,
             shared: self.count("shared_expert_intermediate_size", 1 << 20)?,
-            // Absent in Qwen3.5's configuration, where it means true.
+            // Qwen3.5's configuration does not have the key. The default is true.
             renormalise: self.flag("norm_topk_prob", true)?,
         })
     }
@@ -529,7 +531,7 @@ mod tests {
 
     /// Sets one key of `json` and expects an error with `word`.
     fn assert_refused(mut json: Value, pointer: &str, value: Value, word: &str) {
-        // Keys such as `attn_output_gate` may be absent, so set them in their table.
+        // Keys such as `attn_output_gate` may be absent, so insert them into their parent object.
         let (table, key) = pointer.rsplit_once('/').unwrap();
         json.pointer_mut(table).unwrap()[key] = value;
         let error = Config::new(&json).unwrap_err().to_string();

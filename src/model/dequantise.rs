@@ -1,4 +1,4 @@
-//! Whole matrices of a checkpoint in f32, read when they are needed. For code that computes in Candle tensors.
+//! Reads whole matrices of a checkpoint as f32, for code that computes in Candle tensors.
 
 use crate::{
     checkpoint::{self, Checkpoint, MatrixLayout},
@@ -8,14 +8,14 @@ use crate::{
 };
 use std::{fs::File, os::unix::fs::FileExt};
 
-/// The matrix at `path`, `[rows, cols]`.
+/// Reads the matrix with the name `path`, `[rows, cols]`.
 pub fn matrix(from: &Checkpoint, path: &str, rows: usize, cols: usize) -> Result<Vec<f32>, ModelError> {
     let layout = from.layout(path, &[], rows, cols)?;
     let global_scale = from.global_scales(path, 1)?.first().copied().unwrap_or(1.0);
     dequantise(from, &layout, &checkpoint::matrix_pieces(&layout, 0), global_scale)
 }
 
-/// Codes, scales and biases as one matrix.
+/// Dequantizes a matrix from its codes, scales and biases.
 pub fn dequantise(
     from: &Checkpoint,
     layout: &MatrixLayout,

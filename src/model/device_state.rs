@@ -1,4 +1,4 @@
-//! A model's state on one device: the backend with the adopted weights, activation buffers, and KV pages.
+//! A model's state on one device: the backend, which has adopted the weights, the activation buffers, and the KV pages.
 
 use super::{
     drafts::{hidden_taps::TapBuffers, mtp::MtpDeviceState},
@@ -23,7 +23,7 @@ pub struct DeviceState {
     pub limits: BackendLimits,
     pub slots: ExpertSlots,
     pub buffers: Buffers,
-    /// The attention layers, with the format of their KV cache.
+    /// Sizes of the attention layers, and the format of their KV cache.
     pub kv_shape: AttentionShape,
     pub free_arenas: FreeArenas,
     pub pool: Arc<PagePool>,
@@ -35,8 +35,8 @@ pub struct DeviceState {
 }
 
 impl DeviceState {
-    /// Places a model on a device. `kv` is the format of a device that was lost, and what that device preferred: existing
-    /// snapshots have it.
+    /// Places a model on a device. `kv` is the KV format of a lost device and the limits of that device. The new device
+    /// keeps that format, because existing snapshots have it.
     ///
     /// # Errors
     /// The device cannot compute the model.
@@ -50,7 +50,7 @@ impl DeviceState {
         for buffer in parts.weights.iter().chain(parts.mtp.iter().flat_map(|head| &head.weights)) {
             adopt_weights(buffer, &mut backend)?;
         }
-        // As many rows as a prompt chunk: each expert is then read once per chunk.
+        // A pass has as many rows as a prompt chunk, so that each expert is read once per chunk.
         let (rows, context) = (parts.plan.chunk.min(parts.plan.context).max(1), parts.plan.context);
         let preferred = || kv_shape(&parts.config, &limits, parts.kv_bits, context, rows);
         let kv_shape = kv.map_or_else(preferred, |(shape, _)| shape);
@@ -58,7 +58,7 @@ impl DeviceState {
         check_threads(&parts.net, &kv_shape, &mut backend)?;
         let slots = match &parts.store {
             Some(store) => {
-                // A GPU uses whole segments. The CPU has no buffers.
+                // A GPU maps whole segments of slots. The CPU maps none.
                 store.release_whole_segments(limits.is_async);
                 adopt_slots(store, &mut backend)?
             }
@@ -79,7 +79,7 @@ impl DeviceState {
             Some(head) => Some(MtpDeviceState::new(head, &parts.net.last, context, &mut backend)?),
             None => None,
         };
-        // A copy to the device that fails is an error of loading.
+        // Wait, so that loading fails if a copy to the device fails.
         let end = backend.sync_point();
         backend.wait_for(end)?;
         Ok(Self {
@@ -97,7 +97,7 @@ impl DeviceState {
         })
     }
 
-    /// The expert slots, for a store that releases or restores some.
+    /// The expert slots, for the store when it releases or restores some of them.
     pub fn placed_slots(&mut self) -> PlacedSlots<'_> {
         PlacedSlots { backend: &mut self.backend, slots: &self.slots }
     }

@@ -69,7 +69,7 @@ fn images_match_transformers_in_any_chunks() {
             for (step, expected) in expected[&format!("{tag}.decode_logits")].chunks(VOCAB).enumerate() {
                 let found = distance(&logits, expected);
                 assert!(found < 2e-4, "{dir}, step {step}: {found}");
-                // A rejected draft leaves the position as it was.
+                // Rejecting a draft restores the position.
                 let verified = model.verify(&mut state, &[argmax(&logits), 7, 8]).unwrap();
                 logits = verified.row(0).to_vec();
                 state.reject(2).unwrap();
@@ -104,7 +104,7 @@ fn tower_matches_transformers_on_its_pixels() {
             let pixels = file.tensor(&format!("{name}.resized")).unwrap();
             let (height, width, data) = (pixels.shape()[0], pixels.shape()[1], pixels.data().to_vec());
             let pixels = vision::RgbImage { height, width, data };
-            // Hashes that are not in the cache.
+            // Hashes of images that are not in the row cache.
             let hash = [100 + hash as u8; 32];
             let image = Image { hash, height: height / 32, width: width / 32, pixels };
             let found = distance(&model.encode_image(&image).unwrap(), &stages[&format!("{name}.merged")]);

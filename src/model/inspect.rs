@@ -1,4 +1,5 @@
-//! A checkpoint before it is loaded: its tensors, where its experts lie, and the memory that it will take.
+//! Inspects a checkpoint before it is loaded: its tensors, the file offsets of its experts, and the memory that it
+//! needs.
 
 use super::{
     config::{Config, FfnShape},
@@ -38,18 +39,18 @@ use std::{
 pub struct CheckpointInfo {
     pub config: Config,
     pub checkpoint: Checkpoint,
-    /// Where the routed experts lie in `files`: the checkpoint's, or those of its pack.
+    /// File offsets of the routed experts in `files`, which are the checkpoint's or those of its pack.
     pub experts: ExpertMap,
     pub files: Vec<PathBuf>,
     /// The pack's directory.
     pub pack: Option<PathBuf>,
-    /// The pack's records, and where else the same experts can be read.
+    /// The records of the pack, and the other files that contain the same experts.
     pub packed: Option<Arc<PackRecords>>,
     /// The n-gram tables, and their rows in the pack.
     pub tables: Vec<RowTable>,
     pub packed_rows: Vec<Option<PackedRows>>,
     pub shape: ModelFootprint,
-    /// Encodings of gate, up and down: of the first layer's experts, or of a dense feed-forward.
+    /// Encodings of gate, up and down in the first layer: those of its experts, or of its dense feed-forward.
     pub feed_forward: Option<[ProjectionShape; 3]>,
     /// The vision tower, if there is one and the options ask for it.
     pub vision: Option<VisionTower>,
@@ -101,7 +102,7 @@ impl CheckpointInfo {
         let trunk = [len, gathered, net.head().bytes() as u64];
         let shape = shape(&config, options, trunk, &experts);
         let head = mtp::inspect(dir, &config, &checkpoint.index, options)?;
-        // With an indexer or several streams, images are untested.
+        // Images are untested for models with an indexer or several streams.
         let reads_text_only = options.vision.disabled || config.streams.is_some() || config.indexer.is_some();
         let vision = if reads_text_only { None } else { vision::open(dir, &checkpoint.index, config.hidden) };
         let vision = vision.map(|tower| tower.with_max_tokens(options.image_tokens()));
@@ -129,8 +130,8 @@ impl CheckpointInfo {
         })
     }
 
-    /// Plans the memory. The MTP head's experts are resident if the model's are. A head or a vision tower that does not fit
-    /// is dropped.
+    /// Plans the memory. The experts of the MTP head are resident if those of the model are. Leaves out the MTP head or
+    /// the vision tower if it does not fit.
     pub fn plan(&mut self, limits: &MachineLimits, options: &PlanOptions) -> Result<Plan, ModelError> {
         let plan = self.plan_with_head(limits, options);
         match plan {
@@ -170,7 +171,7 @@ impl CheckpointInfo {
     }
 }
 
-/// Bytes per row of a pass, and fixed bytes, that a CPU needs besides the buffers of every device.
+/// Bytes that a CPU needs in addition to [`Buffers`]: for each row of a pass, and a fixed part.
 pub fn cpu_scratch(config: &Config) -> [u64; 2] {
     let (attention, delta) = (config.attention, config.delta);
     let (assignments, inner, scores) = match config.ffn {
@@ -196,8 +197,8 @@ fn shape(config: &Config, options: &LoadOptions, [trunk, gathered, head]: [u64; 
         let [row, fixed] = cpu_scratch(config);
         (workspace_per_row, workspace_fixed) = (workspace_per_row + row, workspace_fixed + fixed);
     }
-    // With a quantised KV cache, a snapshot also has the recent positions in 16 bits. The ring of these positions also
-    // holds those of the current chunk, hence the bytes per row.
+    // With a quantized KV cache, a snapshot also has the recent positions in 16 bits. The ring of recent positions also
+    // holds the current chunk, so it adds bytes for each row.
     let kv_shape = kv_shape(config, &limits, options.kv_bits, 0, 0);
     let recent = recent_snapshot_bytes(config, &kv_shape);
     workspace_per_row += recent / (2 * RECENT as u64);

@@ -29,11 +29,11 @@ use std::{
 /// A loaded model.
 pub struct Qwen {
     pub(super) parts: ModelParts,
-    /// In a cell because sequences start through a shared reference.
+    /// A `RefCell`, because sequences start through a shared reference.
     pub(super) device: RefCell<DeviceState>,
 }
 
-/// A model that a device cannot compute, and why.
+/// A model that the GPU cannot compute, and the reason.
 pub struct Rejected {
     pub qwen: Box<Qwen>,
     pub error: ModelError,
@@ -115,11 +115,11 @@ impl Qwen {
         })
     }
 
-    /// Moves the model to the CPU if its GPU was lost; returns whether it was. Weights and experts are in the CPU's memory in
-    /// any case. New sequences keep the KV format of existing snapshots.
+    /// Moves the model to the CPU if its GPU was lost. Returns true if so. Weights and experts are always in the CPU's
+    /// memory. New sequences keep the KV format of existing snapshots.
     pub(super) fn leave_lost_device(&mut self) -> Result<bool, ModelError> {
         let lost = self.device.get_mut();
-        // Waiting reports pending errors, so that the next request does not see those of this one.
+        // Waiting takes the pending errors, so that the next request does not get errors of this one.
         let end = lost.backend.sync_point();
         let _ = lost.backend.wait_for(end);
         if !lost.backend.is_lost() {
@@ -148,7 +148,8 @@ fn open_store(
 ) -> Result<ExpertStore, ModelError> {
     let StoreOptions { slots, io, threads, prefetch, warm, segment_bytes } = options.store.clone();
     let slots = slots.unwrap_or(plan.slots).min(plan.slots);
-    // Direct reads on Linux shift experts within their slots, unless they come from a pack. GPU kernels need them aligned.
+    // Direct reads on Linux shift experts within their slots unless they come from a pack, but CUDA kernels need
+    // aligned experts.
     let shifts = options.gpu.is_some() && GPU_KIND == "cuda" && packed.is_none();
     let io = if io == experts::ReadMode::Auto && (shifts || cached) { experts::ReadMode::Buffered } else { io };
     let min_slots = usize::try_from(shape.working_set()).unwrap_or(usize::MAX);

@@ -72,19 +72,19 @@ pub enum Rows {
     All,
 }
 
-/// The experts that each token of a layer visits, likeliest first, and their weights.
+/// The experts that the router of a layer chose for each token, most likely first, and their weights.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct RouterChoice {
     /// Experts per token.
     pub k: usize,
-    /// `T * k` experts.
+    /// Experts, `[tokens, k]`.
     pub ids: Vec<u32>,
-    /// `T * k` weights.
+    /// Weights, `[tokens, k]`.
     pub weights: Vec<f32>,
 }
 
 impl RouterChoice {
-    /// The chosen experts without repetition, in ascending order.
+    /// The chosen experts without duplicates, in ascending order.
     pub fn distinct(&self) -> Vec<u32> {
         let mut ids = self.ids.clone();
         ids.sort_unstable();
@@ -93,32 +93,33 @@ impl RouterChoice {
     }
 }
 
-/// Sees a layer's number and its router's choice.
+/// A callback that receives a layer's number and its router's choice.
 pub type RouterObserver<'a> = dyn FnMut(usize, &RouterChoice) + 'a;
 
 /// Images, callbacks and snapshots of a forward pass. The default has none.
 #[derive(Default)]
 pub struct PassHooks<'a> {
-    /// The images of the sequence, in order. Those outside the pass's tokens have no effect.
+    /// The images of the sequence, in order. Images outside the tokens of the pass have no effect.
     pub images: &'a [PlacedImage],
-    /// Positions at which to take a snapshot: ascending, after the first of the pass's tokens, at most after the last.
-    /// Snapshots cost no extra read of the weights.
+    /// Positions at which to take a snapshot, in ascending order. Each is after the first token of the pass and at most
+    /// after the last. Snapshots cost no extra read of the weights.
     pub snapshot_at: &'a [usize],
     /// The snapshots taken, one per position of `snapshot_at`.
     pub snapshots: Vec<Snapshot>,
-    /// Asked before each layer. `false` aborts the pass with [`ModelError::GivenUp`]; the sequence is then unusable.
+    /// Called before each layer. If it returns `false`, the pass fails with [`ModelError::GivenUp`], and the sequence
+    /// is unusable.
     pub keep_going: Option<&'a dyn Fn() -> bool>,
-    /// Sees each layer's router choice. A GPU with all experts resident does not report it.
+    /// Called with each layer's router choice. Not called on a GPU with all experts resident.
     pub on_route: Option<&'a mut RouterObserver<'a>>,
 }
 
-/// What does not depend on a sequence.
+/// Properties of a model that do not depend on a sequence.
 #[derive(Debug, Clone)]
 pub struct ModelInfo {
     pub vocab: usize,
-    /// Maximum number of tokens a sequence can hold.
+    /// Maximum number of tokens in a sequence.
     pub context: usize,
-    /// Maximum number of tokens worth passing to one forward call.
+    /// Number of tokens above which a longer forward call is not faster.
     pub chunk: usize,
     /// Maximum number of sequences that [`Model::forward_each`] computes in one pass. 1 if a pass has rows of one sequence
     /// only.
@@ -134,37 +135,38 @@ pub struct ModelInfo {
 
 /// State of one sequence, as the engine sees it.
 pub trait SequenceState: Send {
-    /// Undoes the last `rows` rows of the verify just run: the draft tokens that the sampler rejected. The verify's
-    /// first row always stays.
+    /// Undoes the last `rows` rows of the last verify: the draft tokens that the sampler rejected. The first row of the
+    /// verify cannot be undone.
     fn reject(&mut self, rows: usize) -> Result<(), ModelError>;
 
-    /// KV pages that `tokens` more tokens need beyond those the sequence holds.
+    /// Number of KV pages that `tokens` more tokens need, in addition to the pages that the sequence holds.
     fn missing_pages(&self, _tokens: usize) -> usize {
         0
     }
 
-    /// Positions from the start whose keys and values a snapshot taken now would share instead of copying.
+    /// Number of positions from the start whose keys and values a snapshot taken now would share instead of copy.
     fn shared_positions(&self) -> usize;
 }
 
-/// Hidden rows that passes leave for a draft model. The defaults are for a model that offers none.
+/// Hidden rows that passes record for a draft model. The default methods are for a model that records none.
 pub trait HiddenStates {
-    /// Chooses the hidden rows that each pass leaves from now on, replacing any earlier choice.
+    /// Chooses the hidden rows that each pass records from now on. Replaces the earlier choice.
     fn set_taps(&mut self, _taps: &HiddenTaps) -> Result<(), ModelError> {
         Err(ModelError::Config("this model has no hidden rows for a draft".into()))
     }
 
-    /// Switches the chosen taps on or off. Passes are faster without.
+    /// Switches the recording of hidden rows on or off. Passes are faster without it.
     fn enable_taps(&mut self, _on: bool) {}
 
-    /// Replaces `out` by the rows that the last pass kept of its first `rows` rows: `[kept rows, layers, hidden]`.
+    /// Replaces `out` with the hidden rows that the last pass recorded for its first `rows` rows: `[recorded rows,
+    /// layers, hidden]`.
     fn tapped_rows(&mut self, _rows: usize, out: &mut Vec<f32>) -> Result<(), ModelError> {
         out.clear();
         Ok(())
     }
 }
 
-/// A model as the engine sees it. The engine and the server also run against a test double.
+/// The interface of a model for the engine. Tests implement it with a mock.
 pub trait Model: HiddenStates + Send + 'static {
     /// KV cache, delta-net and convolution state of one sequence.
     type State: SequenceState;
@@ -174,11 +176,10 @@ pub trait Model: HiddenStates + Send + 'static {
     /// Starts an empty sequence.
     fn start(&self) -> Result<Self::State, ModelError>;
 
-    /// Appends `ids` to the sequence. The logits do not depend on how `ids` are cut into calls, with one exception: a GPU
-    /// computes prompts in half precision, so there a row's bytes depend on whether a call has one row or several.
+    /// Appends `ids` to the sequence. The logits do not depend on how `ids` are split into calls, with one exception. A
+    /// GPU computes prompts in half precision, so a row's bytes depend on whether its call has one row or several.
     ///
-    /// # Errors
-    /// Any error, [`ModelError::GivenUp`] included, leaves `state` unusable.
+    /// # Errors After any error, [`ModelError::GivenUp`] included, `state` is unusable.
     fn forward_with(
         &mut self,
         state: &mut Self::State,
@@ -187,11 +188,10 @@ pub trait Model: HiddenStates + Send + 'static {
         hooks: &mut PassHooks<'_>,
     ) -> Result<Logits, ModelError>;
 
-    /// Appends one token to each of several sequences and returns the logits after each, with the same bytes as one sequence at
-    /// a time.
+    /// Appends one token to each of several sequences. Returns the logits after each token. They have the same bytes as
+    /// if each sequence ran alone.
     ///
-    /// # Errors
-    /// Any error leaves all the states unusable.
+    /// # Errors After any error, all states are unusable.
     fn forward_each(&mut self, rows: &mut [(&mut Self::State, u32)]) -> Result<Logits, ModelError> {
         let mut all = Logits::default();
         for (state, id) in rows {
@@ -202,23 +202,23 @@ pub trait Model: HiddenStates + Send + 'static {
         Ok(all)
     }
 
-    /// Appends a few rows and returns the logits after each, with the same bytes as one row at a time. Until the next
-    /// call on `state`, [`SequenceState::reject`] can undo all but the first.
+    /// Appends a few tokens and returns the logits after each. They have the same bytes as one token at a time. Until
+    /// the next call with `state`, [`SequenceState::reject`] can undo all tokens except the first.
     fn verify(&mut self, state: &mut Self::State, ids: &[u32]) -> Result<Logits, ModelError>;
 
-    /// Takes a snapshot of the sequence at its end.
+    /// Takes a snapshot of the whole sequence.
     fn snapshot(&self, state: &mut Self::State) -> Result<Snapshot, ModelError>;
 
     /// Restores a snapshot taken by this model, or by one with the same weights. Reuses the memory of `reuse` and does
     /// not copy pages that it already holds.
     fn restore(&self, snapshot: &Snapshot, reuse: Option<Self::State>) -> Result<Self::State, ModelError>;
 
-    /// Returns memory to the system when it is short, and takes it back later. Called between passes and while idle.
+    /// Frees memory when the system is short of it, and allocates it again later. Called between passes and while idle.
     /// Never changes results.
     fn fit_memory(&mut self) {}
 
-    /// Called after a failed request. Returns true if the device was lost and the model now runs on another one: then
-    /// existing sequences and the pages of their snapshots are invalid.
+    /// Called after a failed request. Returns true if the device was lost and the model now runs on another one.
+    /// Existing sequences and the pages of their snapshots are then invalid.
     ///
     /// # Errors
     /// The device is lost and no other one can take over.

@@ -1,4 +1,4 @@
-//! The parts of a loaded model that no device owns.
+//! The parts of a loaded model that do not depend on the device.
 
 use super::{config::Config, drafts::mtp::MtpHead, ngram_table::NgramTable, vision::Vision, weights::Network};
 use crate::{
@@ -20,11 +20,11 @@ pub struct ModelParts {
     pub plan: Plan,
     pub shape: ModelFootprint,
     pub mtp: Option<MtpHead>,
-    /// The CPU's threads, for the model or for a draft.
+    /// The CPU threads, for the model or for a draft model.
     pub compute: CpuDevice,
     pub kv_bits: KvBits,
-    /// Keep a GPU's clock up while experts are read.
+    /// Keeps the GPU's clock high while experts are read.
     pub gpu_awake: bool,
-    /// The vision tower, if the model sees images.
+    /// The vision tower, if the model reads images.
     pub vision: Option<Vision>,
 }

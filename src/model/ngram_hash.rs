@@ -1,11 +1,12 @@
-//! The rows of an n-gram table that belong to a token: hashes of the token and those before it.
+//! Computes the rows of an n-gram table that belong to a token. They are hashes of the token and the tokens before it.
 //!
 //! ```text
 //! mix_s = t_0 m_0 ^ t_1 m_1 ^ ... ^ t_(s-1) m_(s-1)          t_0: the token, t_1: the one before it
 //! row of head j of the s-grams = mix_s mod V_h + sum of the V before h,  h = (s - 2) heads + j
 //! ```
-//! From the first end-of-text token on, walking back, every earlier token counts as end-of-text. So does what lies before the
-//! start. Multipliers come from SplitMix64, the moduli V are primes. All numbers are integers below 2^63.
+//! An n-gram does not reach over an end-of-text token: all tokens before it also count as end-of-text. So do the
+//! positions before the start. Multipliers come from SplitMix64, the moduli V are primes. All numbers are integers
+//! below 2^63.
 
 use crate::platform::split_mix64::{INCREMENT, SplitMix64};
 
@@ -14,25 +15,25 @@ use crate::platform::split_mix64::{INCREMENT, SplitMix64};
 pub struct NgramShape {
     /// The layer before which the rows are added.
     pub layer: usize,
-    /// The table's place among the tables.
+    /// Index of the table among all tables of the model.
     pub index: usize,
-    /// Tokens of the longest n-gram.
+    /// Number of tokens of the longest n-gram.
     pub size: usize,
-    /// Rows per token for each length of n-gram.
+    /// Number of rows per token for each n-gram length.
     pub heads: usize,
-    /// Values of all rows of a token.
+    /// Total number of values in all rows of a token.
     pub width: usize,
     /// Lower bound of the primes.
     pub base: u64,
-    /// The rows of the table are a multiple of this.
+    /// The number of rows of the table is a multiple of this.
     pub divisor: u64,
     pub seed: u64,
     /// The token that separates texts.
     pub eos: u32,
     pub vocab: u64,
-    /// Taps of the convolution, `size` tokens apart.
+    /// Number of weights of the convolution, which are `size` tokens apart.
     pub taps: usize,
-    /// The table's file if it is not one of the shards.
+    /// The file of the table, if it is not in the shards.
     pub file: String,
 }
 
@@ -42,7 +43,7 @@ impl NgramShape {
         (self.size - 1) * self.heads
     }
 
-    /// Rows of the convolution's input before a token that its result depends on.
+    /// Number of earlier rows that one output of the convolution depends on.
     pub fn history(&self) -> usize {
         (self.taps - 1) * self.size
     }
@@ -88,7 +89,8 @@ impl NgramHash {
         }
     }
 
-    /// The rows of each of `ids`, head by head. `before` are the tokens before them, as many as there are and matter.
+    /// The rows of each of `ids`, head by head. `before` are the tokens before them: the last `size - 1`, or fewer at
+    /// the start.
     pub fn rows_of(&self, before: &[u32], ids: &[u32]) -> Vec<u64> {
         let mut rows = Vec::with_capacity(ids.len() * self.sizes.len());
         for (at, id) in ids.iter().enumerate() {
@@ -106,7 +108,7 @@ impl NgramHash {
     }
 }
 
-/// Rows of the first table of a model like the released one, whose primes start at `base`.
+/// Number of rows of the first table in a model like the released one, but whose primes start at `base`.
 pub fn ngram_rows(base: u64) -> u64 {
     let shape = NgramShape {
         layer: 0,
@@ -134,7 +136,7 @@ mod tests {
     use super::*;
     use serde_json::Value;
 
-    /// Vectors of transformers' own hash: the released constants, a second table, and small ones.
+    /// Test vectors from transformers' implementation: the released constants, a second table, and small tables.
     fn vectors() -> Vec<Value> {
         let text = include_str!("../../tests/fixtures/qwen4_exp/hash_vectors.json");
         let json: Value = serde_json::from_str(text).unwrap();

@@ -1,8 +1,8 @@
 //! An n-gram table on the disk. Its rows depend on token ids only, so a pass requests them before it starts and waits for them
 //! when its layer begins.
 //!
-//! The table is far larger than memory and is read past the page cache, row by row. Rows that were read last stay in a small
-//! cache.
+//! The table is far larger than memory. Its rows are read one by one, without the page cache. A small cache keeps the
+//! rows that were read last.
 
 use super::{
     ngram_hash::{NgramHash, NgramShape},
@@ -25,10 +25,10 @@ use std::{
 const THREADS: usize = 16;
 /// Bytes of the cache of rows.
 pub const CACHE_BYTES: usize = 16 << 20;
-/// Rows of one job in a long prompt.
+/// Maximum number of rows in one read job.
 const JOB_ROWS: usize = 64;
 
-/// Entries of maps and lists for one row.
+/// Estimated bytes of the map and list entries of one row.
 const ROW_ENTRY: usize = 96;
 
 /// Bytes that a pass needs for each token: its rows as they are read and decoded, with up to 4 bytes per value each.
@@ -36,7 +36,7 @@ pub fn bytes_per_token(shape: &NgramShape) -> u64 {
     (2 * 4 * shape.width + shape.table_heads() * ROW_ENTRY) as u64
 }
 
-/// A table, and which of its rows a token has.
+/// The layout of a table in its files, and the hash that chooses the rows of a token.
 #[derive(Debug, Clone)]
 pub struct NgramLayout {
     pub shape: NgramShape,
@@ -45,8 +45,8 @@ pub struct NgramLayout {
 }
 
 impl NgramLayout {
-    /// Finds the shards of the table whose names start with `prefix`, and compares the stored constants of the hash. The table
-    /// may lie in its own file, whose tensor is called `ngram`, and which the index may list.
+    /// Finds the tensors of the table, whose names start with `prefix`, and checks the stored constants of the hash.
+    /// The table may also be in its own file, in a tensor called `ngram`. The index may list this file or not.
     pub fn new(from: &Checkpoint, prefix: &str, shape: &NgramShape) -> Result<Self, ModelError> {
         let hash = NgramHash::new(shape);
         let stored = [
@@ -88,25 +88,25 @@ impl NgramLayout {
         Ok(Self { shape: shape.clone(), hash, table })
     }
 
-    /// The table's rows of each of `ids`, which follow `before`.
+    /// The rows of each of `ids`, which come after the tokens `before`.
     pub fn rows_of(&self, before: &[u32], ids: &[u32]) -> Vec<u64> {
         self.hash.rows_of(before, ids)
     }
 }
 
-/// Rows that a pass has requested.
+/// A request for the rows of a pass.
 pub struct RequestedRows {
     /// The rows of each token, head by head.
     wanted: Vec<u64>,
     batch: Arc<RowBatch>,
 }
 
-/// What a pass needs from a table.
+/// The rows of a table for one pass, and the state of its convolution.
 pub struct NgramInput<'a> {
     pub table: &'a NgramTable,
-    /// The rows of the pass, requested before it started.
+    /// The request for the rows of the pass, made before the pass started.
     pub pending: Option<RequestedRows>,
-    /// The convolution's input at the last positions.
+    /// Inputs of the convolution at the last positions.
     pub history: RowRing,
 }
 
@@ -120,12 +120,12 @@ struct RowBatch {
 #[derive(Default)]
 struct BatchState {
     found: HashMap<u64, Arc<[u8]>>,
-    /// Jobs that have not ended.
+    /// Number of jobs that have not ended.
     jobs: usize,
     failure: Option<StoreError>,
 }
 
-/// The most recently read rows.
+/// The most recently read rows, oldest first in `order`.
 #[derive(Default)]
 struct RowCache {
     rows: HashMap<u64, Arc<[u8]>>,
@@ -137,7 +137,7 @@ struct RowJob {
     batch: Arc<RowBatch>,
 }
 
-/// An n-gram table whose rows are read on demand.
+/// An n-gram table whose rows are read from disk on demand.
 pub struct NgramTable {
     layout: NgramLayout,
     cache: Mutex<RowCache>,
@@ -168,7 +168,7 @@ impl NgramTable {
         &self.layout
     }
 
-    /// Starts reading the rows of `ids`, which follow the tokens `before`.
+    /// Starts reading the rows of `ids`, which come after the tokens `before`.
     pub fn request(&self, before: &[u32], ids: &[u32]) -> RequestedRows {
         let wanted = self.layout().rows_of(before, ids);
         let mut distinct = wanted.clone();
@@ -198,7 +198,7 @@ impl NgramTable {
         RequestedRows { wanted, batch }
     }
 
-    /// Waits for the rows of a request and decodes them, `[tokens, width of all rows]`.
+    /// Waits for the rows of a request and decodes them to f32 `[tokens, width]`.
     pub fn wait(&self, pending: RequestedRows) -> Result<Vec<f32>, ModelError> {
         let mut state = pending.batch.state.lock();
         if state.jobs > 0 {
@@ -239,7 +239,7 @@ impl RowCache {
     }
 }
 
-/// A thread that reads rows until the table is dropped.
+/// The main function of a thread. Reads rows until the table is dropped.
 fn serve(files: &RowFiles, jobs: &Mutex<mpsc::Receiver<RowJob>>, metrics: &Metrics) {
     let mut space = Vec::new();
     loop {

@@ -8,7 +8,8 @@ use crate::{
 };
 use std::path::PathBuf;
 
-/// Maximum number of tokens of an image by default. The time in the tower grows faster than the tokens.
+/// Maximum number of tokens of an image by default. The time for the vision tower grows faster than the number of
+/// tokens.
 const CPU_IMAGE_TOKENS: usize = 1024;
 const GPU_IMAGE_TOKENS: usize = 2048;
 
@@ -21,22 +22,22 @@ pub struct LoadOptions {
     pub compute: Option<CpuDevice>,
     pub math: CpuArithmetic,
     pub plan: PlanOptions,
-    /// Fewer experts per token than the model was trained with. More is an error.
+    /// Number of experts per token, at most the number that the model was trained with.
     pub experts_per_token: Option<usize>,
     /// Maximum number of experts per token, if `experts_per_token` is not set.
     pub max_experts_per_token: Option<usize>,
     pub store: StoreOptions,
-    /// Keep a GPU's clock up while experts are read. Default: on Metal.
+    /// Keeps the GPU's clock high while experts are read. On by default with Metal only.
     pub gpu_awake: Option<bool>,
-    /// The model goes to a GPU whose working set is at most this many bytes.
+    /// Plans for a GPU whose working set is at most this many bytes.
     pub gpu: Option<u64>,
-    /// Reserve memory for verifies.
+    /// Reserves memory for verifying drafts.
     pub verify: bool,
     /// The MTP head to draft with.
     pub drafter: MtpSource,
     /// The memory of a separate draft model.
     pub draft: DraftFootprint,
-    /// Bits of keys and values.
+    /// Number of bits of cached keys and values.
     pub kv_bits: KvBits,
     pub vision: VisionOptions,
 }
@@ -56,7 +57,7 @@ impl LoadOptions {
         self.vision.max_tokens.unwrap_or(if self.vision_on_gpu() { GPU_IMAGE_TOKENS } else { CPU_IMAGE_TOKENS })
     }
 
-    /// The GPU computes the vision tower. On CUDA, the CPU does.
+    /// True if the GPU computes the vision tower. With CUDA, the CPU computes it.
     pub fn vision_on_gpu(&self) -> bool {
         self.gpu.is_some() && GPU_KIND == "metal"
     }
@@ -73,10 +74,10 @@ pub enum MtpSource {
     Directory(PathBuf),
 }
 
-/// The part of [`experts::Options`] that the plan does not decide.
+/// The part of [`experts::Options`] that the memory plan does not decide.
 #[derive(Debug, Clone)]
 pub struct StoreOptions {
-    /// Fewer slots than the plan has room for, for tests and measurements.
+    /// Number of slots, if fewer than the memory plan allows. For tests and measurements.
     pub slots: Option<usize>,
     pub io: experts::ReadMode,
     pub threads: usize,

@@ -1,4 +1,4 @@
-//! Showing a network's weights and expert slots to a backend.
+//! Places the weights and expert slots of a model on a backend.
 
 use super::{
     shared_backend::SharedBackend,
@@ -17,7 +17,8 @@ fn refuse<T>(why: String) -> Result<T, ModelError> {
     Err(ModelError::Config(why))
 }
 
-/// Adopts a buffer of weights under the number that the weights' regions have.
+/// Lets the backend adopt the buffer of the weights. The buffer gets the number that the regions of the weights already
+/// have.
 pub fn adopt_weights(buffer: &TrunkBuffer, backend: &mut dyn Backend) -> Result<(), ModelError> {
     let TrunkBuffer { number, slab } = buffer;
     if slab.len() > backend.max_buffer_len() {
@@ -30,7 +31,7 @@ pub fn adopt_weights(buffer: &TrunkBuffer, backend: &mut dyn Backend) -> Result<
     Ok(backend.mark_loaded(adopted, 0)?)
 }
 
-/// Asks the backend about each part of the model.
+/// Checks that the backend supports each part of the model.
 pub fn check_supported(net: &Network, kv_shape: &AttentionShape, backend: &dyn Backend) -> Result<(), ModelError> {
     let matrices = |weights: &[_]| weights.iter().try_for_each(|weight| backend.accept(ModelPart::Weight(weight)));
     matrices(&[net.embed, *net.head()])?;
@@ -71,7 +72,7 @@ pub fn check_threads(net: &Network, kv_shape: &AttentionShape, backend: &mut dyn
     Ok(())
 }
 
-/// Adopts the segments of the expert slots.
+/// Lets the backend adopt the segments of the expert slots.
 pub fn adopt_slots(store: &ExpertStore, backend: &mut dyn Backend) -> Result<ExpertSlots, ModelError> {
     let layout = store.layout();
     let ranges: Vec<_> = layout.segments().collect();
@@ -85,7 +86,7 @@ pub fn adopt_slots(store: &ExpertStore, backend: &mut dyn Backend) -> Result<Exp
     Ok(ExpertSlots { segments, table, per_segment: layout.per_segment, stride: layout.slot_bytes })
 }
 
-/// The expert slots on a device, for a store that releases some of them.
+/// The expert slots on a device, through which the store releases segments.
 pub struct PlacedSlots<'a> {
     pub backend: &'a mut SharedBackend,
     pub slots: &'a ExpertSlots,
@@ -111,7 +112,7 @@ impl SlotDevice for PlacedSlots<'_> {
     }
 }
 
-/// Each expert's slot, `[layers, experts]`.
+/// The slot of each expert, `[layers, experts]`.
 pub fn slot_tables(net: &Network, store: &ExpertStore) -> Vec<u32> {
     let mut words = Vec::new();
     for (index, layer) in net.layers.iter().enumerate() {

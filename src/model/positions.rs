@@ -1,4 +1,4 @@
-//! Positions of rows for RoPE. They differ from the rows' indices from the first image on.
+//! Positions of rows for RoPE. They are the rows' indices up to the first image, and differ after it.
 //!
 //! A text token has one position on all three axes: time, height and width. The tokens of an image share the time at which it
 //! starts; their height and width count its rows and columns from there. The next text token comes after the larger of the two:
@@ -19,7 +19,7 @@ pub type Position = [usize; 3];
 pub struct RowPositions<'a> {
     pub next: usize,
     index: usize,
-    /// In the order of the prompt.
+    /// All images of the sequence, in order.
     images: &'a [PlacedImage],
 }
 
@@ -59,7 +59,8 @@ impl Iterator for RowPositions<'_> {
     }
 }
 
-/// The axis that drives frequency `j`: 0 for time, 1 for height, 2 for width. `sections` has the frequencies of each axis.
+/// The axis of RoPE frequency `j`: 0 for time, 1 for height, 2 for width. `sections` has the number of frequencies of
+/// each axis.
 pub fn axis(j: usize, sections: &[usize; 3]) -> usize {
     let axis = j % 3;
     if j < 3 * sections[axis] { axis } else { 0 }
@@ -85,7 +86,7 @@ mod tests {
         assert_eq!((all[22], all[54]), ([19; 3], [51; 3]));
         assert_eq!((all[59], all[60], all[64]), ([52, 52, 56], [52, 53, 52], [52, 53, 56]));
         assert_eq!((all[65], all[74]), ([57; 3], [66; 3]));
-        // Any cut continues from `next`, inside an image too.
+        // The positions can continue from `next` at any row, also inside an image.
         for cut in 0..75 {
             let next = RowPositions::new(0, 0, &images).next_after(cut);
             let rest: Vec<Position> = RowPositions::new(next, cut, &images).take(75 - cut).collect();

@@ -1,8 +1,8 @@
 //! The architecture of Qwen3.5, dense and mixture of experts, in plain tensors: one function per formula. Read this first.
 //!
-//! A whole sequence is computed at once, in f32 on any Candle device, or in f64 to exclude rounding errors. Nothing is cached
-//! and nothing is fast: a matrix is read from the checkpoint and dequantised each time it is used, so memory holds one at a
-//! time. The tests and `moestro doctor` compare the fast pass with it.
+//! A whole sequence is computed at once, in f32 on any Candle device, or in f64 to exclude rounding errors. Nothing is
+//! cached, and nothing is optimised for speed. A matrix is read from the checkpoint and dequantized each time it is
+//! used, so only one is in memory at a time. The tests and `moestro doctor` compare the fast pass with it.
 //!
 //! ```text
 //! h = embed[ids]                        T tokens are T rows of `hidden` values
@@ -12,7 +12,7 @@
 //! logits = rms_norm(h) head^T
 //! ```
 //!
-//! A model with several residual streams differs in its layers; `reference/streams.rs` has its formulas.
+//! The layers of a model with several residual streams differ. `reference/streams.rs` has their formulas.
 //!
 //! Sources: `qwen3_5_moe` in transformers and mlx-lm. The delta rule is equation 10 of Yang et al., "Gated Delta Networks"
 //! (2024).
@@ -45,7 +45,7 @@ pub struct Reference {
     checkpoint: Checkpoint,
     device: Device,
     precision: DType,
-    /// Bits of quantised keys and values, 8 or 4.
+    /// Bits of quantized keys and values: 8 or 4. `None` without quantization.
     kv_bits: Option<u32>,
 }
 
@@ -53,9 +53,9 @@ pub struct Reference {
 pub struct Computed {
     /// `[T, vocab]`: row `t` scores the token after `t`.
     pub logits: Tensor,
-    /// The residual stream after each layer, `[T, hidden]`; all streams if there are several.
+    /// The residual stream after each layer, `[T, hidden]`, or all streams if there are several.
     pub residuals: Vec<Tensor>,
-    /// `routes[layer][token]`: the experts chosen, likeliest first. A dense model has no entries.
+    /// `routes[layer][token]`: the chosen experts, most likely first. Empty for a dense model.
     pub routes: Vec<Vec<Vec<u32>>>,
     /// Intermediate results of a model with several streams, by name.
     pub stages: HashMap<String, Tensor>,
@@ -64,8 +64,7 @@ pub struct Computed {
 impl Reference {
     /// Opens the checkpoint in `dir`. `precision` is `F32` or `F64`.
     ///
-    /// # Errors
-    /// A file that cannot be read, or a model of another architecture.
+    /// # Errors Fails if a file cannot be read, or if the model has another architecture.
     pub fn open(dir: &Path, device: Device, precision: DType) -> Result<Self, ModelError> {
         let config = Config::read(dir)?;
         let mut checkpoint = Checkpoint::open(Index::open(dir)?, &config.quantization)?;
@@ -80,8 +79,8 @@ impl Reference {
 
     /// Computes the sequence `ids`, which must not be empty.
     ///
-    /// # Errors
-    /// A token outside the vocabulary, a tensor that is missing or has another shape, or what the device refuses.
+    /// # Errors Fails if a token is outside the vocabulary, if a tensor is missing or has another shape, or if the
+    /// device fails.
     pub fn forward(&self, ids: &[u32]) -> Result<Computed, ModelError> {
         self.forward_with_images(ids, &[])
     }
@@ -132,9 +131,9 @@ impl Reference {
         Ok(Computed { logits: linear(&h, &head)?, residuals, routes, stages })
     }
 
-    /// Gated attention. The query projection holds, per head, the query and a gate for the head's output. Several query heads
-    /// share one head of keys and values.
-    /// A `mask` says which positions each token sees, `[T, T]`; the default is itself and earlier ones.
+    /// Gated attention. The query projection holds, per head, the query and a gate for the head's output. Several query
+    /// heads share one head of keys and values. `mask`, `[T, T]`, selects the positions that each token attends to. By
+    /// default, these are its own and all earlier positions.
     fn attention(
         &self,
         x: &Tensor,
@@ -167,8 +166,8 @@ impl Reference {
         Ok(linear(&gated.reshape((tokens, heads * dim))?, &out)?)
     }
 
-    /// `position * theta^(-2j / rope_dim)` for each position and frequency `j`. Text has one position; the tokens of an image
-    /// have three, and each frequency takes one of them.
+    /// `position * theta^(-2j / rope_dim)` for each position and frequency `j`. A text token has one position. A token
+    /// of an image has three, and each frequency uses one of them.
     fn rope_angles(&self, positions: &[Position]) -> Vec<f64> {
         let Config { rope_theta: theta, rope_sections, attention: AttentionShape { rope_dim, .. }, .. } = &self.config;
         let angle = |position: &Position, j: usize| {
@@ -177,7 +176,7 @@ impl Reference {
         positions.iter().flat_map(|position| (0..rope_dim / 2).map(move |j| angle(position, j))).collect()
     }
 
-    /// The gated delta net. Its memory is one matrix per head, whatever the length.
+    /// The gated delta net. Its state is one matrix for each head, of the same size at any length.
     fn delta_net(&self, x: &Tensor, path: &str) -> Result<Tensor, ModelError> {
         let shape @ DeltaShape { key_heads, value_heads, key_dim, value_dim, conv_width, .. } = self.config.delta;
         let (tokens, hidden) = x.dims2()?;
@@ -214,8 +213,8 @@ impl Reference {
         Ok(linear(&gated, &self.matrix(&format!("{path}out_proj"), hidden, shape.values())?)?)
     }
 
-    /// The mixture of experts: each token's k experts weighted by the router, and a gated expert that all tokens share. Also
-    /// returns the experts chosen for each token.
+    /// The mixture of experts: the k experts of each token, weighted by the router, plus a gated expert that all tokens
+    /// share. Also returns the experts chosen for each token.
     fn mixture(&self, x: &Tensor, path: &str) -> Result<(Tensor, Vec<Vec<u32>>), ModelError> {
         let FfnShape::Moe { experts, k, intermediate, shared, renormalise } = self.config.ffn else {
             return Err(ModelError::Config("a dense model has no experts".into()));
@@ -251,7 +250,7 @@ impl Reference {
         Ok(((routed + shared.broadcast_mul(&gate)?)?, ids.collect()))
     }
 
-    /// A dense feed-forward: a small model's, or the shared expert.
+    /// A dense feed-forward: that of a small model, or the shared expert.
     fn mlp(&self, x: &Tensor, path: &str, intermediate: usize) -> Result<Tensor, ModelError> {
         let hidden = x.dim(1)?;
         let gate = self.matrix(&format!("{path}gate_proj"), intermediate, hidden)?;
@@ -266,7 +265,7 @@ impl Reference {
         Ok(Tensor::from_vec(values, (rows, cols), &self.device)?.to_dtype(self.precision)?)
     }
 
-    /// Codes, scales and biases as one matrix.
+    /// Dequantizes a matrix from its codes, scales and biases.
     fn dequantise(&self, layout: &MatrixLayout, pieces: &[Piece], global_scale: f32) -> Result<Tensor, ModelError> {
         let values = dequantise::dequantise(&self.checkpoint, layout, pieces, global_scale)?;
         Ok(Tensor::from_vec(values, (layout.rows, layout.cols), &self.device)?.to_dtype(self.precision)?)
@@ -329,14 +328,16 @@ pub fn rotate(x: &Tensor, rotated: usize, angles: &[f64]) -> candle_core::Result
     Tensor::cat(&[left, right, x.narrow(2, rotated, dim - rotated)?], 2)
 }
 
-/// `softmax(q k^T / sqrt(dim)) v` for each head, where a token sees itself and earlier tokens. All `[T, heads, dim]`.
+/// `softmax(q k^T / sqrt(dim)) v` for each head, where a token attends to itself and to earlier tokens. All tensors are
+/// `[T, heads, dim]`.
 pub fn attend(q: &Tensor, k: &Tensor, v: &Tensor) -> candle_core::Result<Tensor> {
     let tokens = q.dim(0)?;
     let seen = (0..tokens).flat_map(|t| (0..tokens).map(move |s| if s <= t { 0.0 } else { f64::NEG_INFINITY }));
     attend_masked(q, k, v, &constant(seen.collect(), (tokens, tokens), q)?)
 }
 
-/// [`attend`] where a token sees what the mask `[T, T]` says: 0 for seen, negative infinity for unseen.
+/// [`attend`] with a mask `[T, T]` that is added to the scores: 0 for positions that a token attends to, negative
+/// infinity for the others.
 fn attend_masked(q: &Tensor, k: &Tensor, v: &Tensor, mask: &Tensor) -> candle_core::Result<Tensor> {
     let dim = q.dim(2)?;
     let by_head = |x: &Tensor| x.transpose(0, 1)?.contiguous();
@@ -345,8 +346,9 @@ fn attend_masked(q: &Tensor, k: &Tensor, v: &Tensor, mask: &Tensor) -> candle_co
     o.transpose(0, 1)?.contiguous()
 }
 
-/// [`attend`] with quantised keys and values (`--kv-bits`). Both are rotated by a Hadamard matrix and then rounded, except the
-/// newest: a query at `t` sees those from `recent_start(t)` on unrounded. All `[T, heads, dim]`; `dim` is a power of two.
+/// [`attend`] with quantised keys and values (`--kv-bits`). Both are multiplied by a Hadamard matrix and then rounded.
+/// A query at `t` reads positions from `recent_start(t)` on without rounding. All tensors are `[T, heads, dim]`, and
+/// `dim` is a power of two.
 fn attend_quantised(q: &Tensor, k: &Tensor, v: &Tensor, bits: u32) -> candle_core::Result<Tensor> {
     let (tokens, _, dim) = q.dims3()?;
     let sign = |i: usize, j: usize| if (i & j).count_ones().is_multiple_of(2) { 1.0 } else { -1.0 };
@@ -370,8 +372,8 @@ fn attend_quantised(q: &Tensor, k: &Tensor, v: &Tensor, bits: u32) -> candle_cor
     hadamard(&o.transpose(0, 1)?.contiguous()?)
 }
 
-/// Rounds groups of 32 values to integers from -127 to 127, or to odd ones from -15 to 15, times a scale. The scale is the
-/// largest magnitude divided by the largest integer, rounded up to bf16.
+/// Rounds groups of 32 values to a scale times integers from -127 to 127, or times odd integers from -15 to 15. The
+/// scale is the largest magnitude divided by the largest integer, rounded up to bf16.
 fn rounded(x: &Tensor, bits: u32) -> candle_core::Result<Tensor> {
     let values = on_cpu(x)?.flatten_all()?.to_vec1::<f64>()?;
     let mut out = Vec::with_capacity(values.len());
@@ -395,7 +397,7 @@ pub fn convolve(x: &Tensor, kernel: &Tensor) -> candle_core::Result<Tensor> {
     convolve_every(1, x, kernel)
 }
 
-/// [`convolve`] with taps that are `step` tokens apart.
+/// [`convolve`] with weights that are `step` tokens apart.
 fn convolve_every(step: usize, x: &Tensor, kernel: &Tensor) -> candle_core::Result<Tensor> {
     let ((tokens, _), (channels, taps)) = (x.dims2()?, kernel.dims2()?);
     let before = Tensor::zeros(((taps - 1) * step, channels), x.dtype(), x.device())?;
@@ -408,8 +410,8 @@ fn convolve_every(step: usize, x: &Tensor, kernel: &Tensor) -> candle_core::Resu
     silu(&sum)
 }
 
-/// The gated delta rule. Each head has a matrix S, zero at first, that maps keys to values. A token decays it, corrects the
-/// value that it returns for the token's key, and reads it with the token's query:
+/// The gated delta rule. Each head has a matrix S, zero at first, that maps keys to values. Each token decays the
+/// matrix, corrects the value that the matrix returns for the token's key, and reads it with the token's query:
 ///
 /// ```text
 /// S = decay_t S;   S = S + beta_t (v_t - S k_t) k_t^T;   o_t = S q_t
@@ -431,8 +433,8 @@ pub fn delta_rule(q: &Tensor, k: &Tensor, v: &Tensor, beta: &Tensor, decay: &Ten
     Tensor::stack(&out, 0)
 }
 
-/// The `k` likeliest experts of each row of `[T, experts]` with their weights, likeliest first. Among equals the lower
-/// number comes first. With `renormalise` the weights of a token sum to one.
+/// The `k` most likely experts of each row of `[T, experts]` with their weights, most likely first. Of equal experts,
+/// the lower number comes first. With `renormalise` the weights of a token sum to one.
 pub fn top_k(likelihood: &Tensor, k: usize, renormalise: bool) -> candle_core::Result<Vec<Vec<(u32, f64)>>> {
     let choose = |row: Vec<f64>| {
         let mut chosen: Vec<(u32, f64)> = (0..).zip(row).collect();
@@ -444,7 +446,7 @@ pub fn top_k(likelihood: &Tensor, k: usize, renormalise: bool) -> candle_core::R
     Ok(on_cpu(likelihood)?.to_vec2::<f64>()?.into_iter().map(choose).collect())
 }
 
-/// A tensor's values in f64 on the CPU, for what Candle cannot express.
+/// Copies a tensor to the CPU as f64, for operations that Candle does not have.
 fn on_cpu(x: &Tensor) -> candle_core::Result<Tensor> {
     x.to_device(&Device::Cpu)?.to_dtype(DType::F64)
 }

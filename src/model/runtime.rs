@@ -1,4 +1,4 @@
-//! A loaded model, as the engine uses it: forward passes, verifies, snapshots, and the parts that it lends to drafts.
+//! The methods of a loaded model: forward passes, verifies, snapshots, and those that draft models use.
 
 use super::{
     HiddenStates, HiddenTaps, Logits, Model, ModelInfo, PassHooks, RouterObserver, Rows, Snapshot, SnapshotSize,
@@ -160,21 +160,20 @@ impl Qwen {
         self.device.borrow().limits.is_async
     }
 
-    /// The CPU threads, for a draft that computes while the model does not.
+    /// The CPU threads, for a draft model that runs while the model is idle.
     pub fn compute(&self) -> CpuDevice {
         self.parts.compute.clone()
     }
 
-    /// Bytes of keys and values of one token, all layers.
+    /// Bytes of the keys and values of one token in all layers.
     pub fn kv_bytes(&self) -> u64 {
         kv_bytes_per_token(&self.parts.config, self.device.borrow().kv_shape.format)
     }
 
-    /// Keeps keys and values of new sequences in this many bits. A sequence started before can only continue after the bits
-    /// are set back. The memory plan stays as it is.
+    /// Sets the number of bits of keys and values for new sequences. Older sequences can only continue after the old
+    /// value is set again. Does not change the memory plan.
     ///
-    /// # Errors
-    /// The device has no such format.
+    /// # Errors The device does not support the format.
     pub fn set_kv_bits(&mut self, bits: KvBits) -> Result<(), ModelError> {
         let ModelParts { config, plan, .. } = &self.parts;
         let device = self.device.get_mut();
@@ -198,7 +197,7 @@ impl Qwen {
         self.forward_chunks(state, ids, rows, &mut PassHooks::default())
     }
 
-    /// [`Qwen::forward`], showing each layer's router choice to `observe`.
+    /// [`Qwen::forward`], with a call of `observe` for each layer's router choice.
     pub fn forward_observed(
         &self,
         state: &mut QwenState,
@@ -210,8 +209,8 @@ impl Qwen {
         self.forward_chunks(state, ids, rows, &mut hooks)
     }
 
-    /// Continues the verify of the last call with more rows. [`SequenceState::reject`](super::SequenceState::reject) then
-    /// applies to all of them together.
+    /// Adds more rows to the verify of the last call. [`SequenceState::reject`](super::SequenceState::reject) then
+    /// applies to the rows of both calls.
     pub fn verify_on(&self, state: &mut QwenState, ids: &[u32]) -> Result<Logits, ModelError> {
         if state.verified == 0 {
             return Err(ModelError::Config("there is no verify to continue".into()));
@@ -219,7 +218,7 @@ impl Qwen {
         self.verify_after(state.verified, state, ids)
     }
 
-    /// Computes the rows of an image, if they are not cached.
+    /// Computes the rows of an image, unless they are cached.
     ///
     /// # Errors
     /// The model has no vision tower, or its weights cannot be read.
@@ -227,7 +226,7 @@ impl Qwen {
         self.vision()?.rows(image, None)
     }
 
-    /// Forgets the rows of recent images.
+    /// Drops the cached rows of images.
     pub fn release_images(&self) {
         self.parts.vision.iter().for_each(Vision::release);
     }
@@ -236,7 +235,8 @@ impl Qwen {
         self.parts.vision.as_ref().ok_or_else(|| ModelError::Config("the model has no vision tower".into()))
     }
 
-    /// Embedding rows `[ids, hidden]` of a few tokens, for a draft. Overwrites the last pass's hidden rows.
+    /// Returns the embedding rows `[ids, hidden]` of a few tokens, for a draft model. Overwrites the hidden rows of the
+    /// last pass.
     pub fn embedding(&self, ids: &[u32]) -> Result<Vec<f32>, ModelError> {
         self.check_ids(0, ids)?;
         let hidden = self.parts.config.hidden;
@@ -250,7 +250,8 @@ impl Qwen {
         Ok(rows)
     }
 
-    /// The head's logits of a few normed rows `[rows, hidden]`, for a draft. Overwrites the last pass's hidden rows.
+    /// Returns the output head's logits of a few normalised rows `[rows, hidden]`, for a draft model. Overwrites the
+    /// hidden rows of the last pass.
     pub fn head_logits(&self, rows: &[f32]) -> Result<Logits, ModelError> {
         let (hidden, vocab) = (self.parts.config.hidden, self.parts.config.vocab);
         let tokens = rows.len() / hidden;
@@ -264,14 +265,14 @@ impl Qwen {
         Ok(Logits { vocab, data })
     }
 
-    /// Positions that the MTP head's cache holds. `None` without a head.
+    /// Capacity of the MTP head's cache in positions. `None` without an MTP head.
     pub fn mtp_room(&self) -> Option<usize> {
         self.device.borrow().mtp.as_ref().map(|mtp| mtp.positions)
     }
 
-    /// Runs the MTP head on `ids`, at positions from `at` on of the head's own cache, and predicts the token after the last.
-    /// `hidden` are the rows `[rows, hidden]` before each of `ids`: the model's, or the head's `own`. Replaces what the
-    /// cache had from `at` on.
+    /// Runs the MTP head on `ids` and predicts the token after the last one. The head's cache keeps the positions
+    /// before `at`, and the rest is replaced. `hidden` has the hidden row before each of `ids`, `[rows, hidden]`. With
+    /// `own`, it is the head's own output, otherwise the model's.
     pub fn mtp(&self, at: usize, ids: &[u32], hidden: &[f32], own: bool) -> Result<MtpPrediction, ModelError> {
         let Some(head) = &self.parts.mtp else { return Err(ModelError::Config("the model has no MTP head".into())) };
         let DeviceState { backend, limits, buffers, scratch, mtp, .. } = &mut *self.device.borrow_mut();
@@ -291,7 +292,7 @@ impl Qwen {
         }
     }
 
-    /// One pass per chunk of `ids`.
+    /// Runs one pass for each chunk of `ids`.
     fn forward_chunks(
         &self,
         state: &mut QwenState,
@@ -342,7 +343,7 @@ impl Qwen {
         Ok(logits)
     }
 
-    /// The rows of `images` that belong to these tokens of a sequence.
+    /// The rows of `images` for these tokens of a sequence.
     fn image_rows(
         &self,
         images: &[PlacedImage],
@@ -368,11 +369,11 @@ impl Qwen {
         if is_possible { MAX_VERIFY_ROWS.min(device.buffers.block).max(1) } else { 1 }
     }
 
-    /// One pass with a row of each sequence.
+    /// Runs one pass with one row of each sequence.
     fn forward_sequences(&self, rows: &mut [(&mut QwenState, u32)]) -> Result<Logits, ModelError> {
         let count = rows.len();
         if count > self.batch() {
-            return Err(ModelError::Config(format!("a pass has no room for {count} sequences")));
+            return Err(ModelError::Config(format!("one pass cannot compute {count} sequences")));
         }
         let device = &mut *self.device.borrow_mut();
         let share_buffers = device.limits.is_async && rows.windows(2).all(|pair| pair[0].0.shares_buffers(pair[1].0));
@@ -412,8 +413,8 @@ impl Qwen {
         Ok(logits)
     }
 
-    /// The kind of a pass with a few rows of answers. With slots for all rows' experts, each expert stays in its slot until its
-    /// layer is done.
+    /// The kind of a pass that decodes a few rows. If there are enough slots for the experts of all rows, each expert
+    /// stays in its slot until its layer is computed.
     fn pass_kind(&self, rows: usize) -> PassKind {
         let slots = self.store().map_or(0, ExpertStore::slots);
         if rows * self.parts.config.experts_per_token() <= slots { PassKind::Decode } else { PassKind::Prefill }
@@ -445,7 +446,7 @@ impl Qwen {
             commit,
         };
         let mut logits = Logits { vocab: config.vocab, data: Vec::new() };
-        // A verify that fails cannot be undone.
+        // If the verify fails, its rows cannot be rejected.
         state.verified = 0;
         self.run_pass(device, &mut [state], chunk, (None, None, SnapshotMarks::default()), &mut logits.data)?;
         state.verified = before + rows;
@@ -454,8 +455,8 @@ impl Qwen {
         Ok(logits)
     }
 
-    /// One pass of a chunk at the end of one sequence or of several. Appends the logits it asks for to `logits`, and returns
-    /// the marks with the states found there.
+    /// Runs one pass. Appends the logits that the chunk asks for to `logits`. Returns the snapshot marks with the
+    /// states recorded at them.
     fn run_pass<'a>(
         &'a self,
         device: &'a mut DeviceState,
@@ -470,7 +471,7 @@ impl Qwen {
     ) -> Result<SnapshotMarks, ModelError> {
         let rows_of_each = chunk.ids.len() / states.len().max(1);
         states.iter_mut().try_for_each(|state| state.reserve_pages(rows_of_each, &mut device.backend))?;
-        // Threads that read KV pages wait until the pass is over and its errors are reported.
+        // The lock makes threads that read KV pages wait until the pass has ended and its errors were reported.
         let lock = device.backend.clone();
         let _guard = lock.lock();
         let DeviceState { backend, limits, slots, buffers, kv_shape, scratch, taps, .. } = device;
@@ -502,7 +503,7 @@ impl Qwen {
         Ok(hooks.marks)
     }
 
-    /// Adds the rows that a verify left for replay to the delta nets' states.
+    /// Adds the rows in the replay buffers, from an earlier verify, to the states of the delta nets.
     fn replay(&self, device: &mut DeviceState, state: &mut QwenState) -> Result<(), ModelError> {
         for (layer, layer_state) in self.parts.net.layers.iter().zip(&mut state.layers) {
             if let (Mixer::DeltaNet(delta_net), LayerState::DeltaNet(delta)) = (&layer.mixer, layer_state) {

@@ -15,11 +15,11 @@ use std::{
 
 type Locked = ReentrantMutex<RefCell<Box<dyn Backend>>>;
 
-/// Cloning shares the backend.
+/// A backend behind a lock. Clones share the backend.
 #[derive(Clone)]
 pub struct SharedBackend(Arc<Locked>);
 
-/// Does not keep the backend alive.
+/// A reference that does not keep the backend alive.
 pub struct WeakBackend(Weak<Locked>);
 
 impl SharedBackend {
@@ -27,7 +27,7 @@ impl SharedBackend {
         Self(Arc::new(ReentrantMutex::new(RefCell::new(backend))))
     }
 
-    /// Keeps other threads out until the guard is dropped. The same thread may lock again.
+    /// Locks the backend until the guard is dropped. The same thread may lock it again.
     pub fn lock(&self) -> ReentrantMutexGuard<'_, RefCell<Box<dyn Backend>>> {
         self.0.lock()
     }

@@ -1,4 +1,5 @@
-//! Measures this machine's decode speed at a model's feed-forward, with the model's own kernels on synthetic bytes.
+//! Measures how fast this machine computes a model's feed-forward in decoding. Uses the model's kernels on synthetic
+//! weights.
 
 use crate::{
     device::{CpuDevice, Region, Slab},
@@ -35,7 +36,7 @@ impl ProjectionShape {
         self.codes.part_bytes(self.rows, self.cols)
     }
 
-    /// A stack of one expert whose bytes start at `at`. Moves `at` past them.
+    /// A stack of one expert whose bytes start at `at`. Sets `at` to their end.
     fn stack(&self, at: &mut usize) -> ExpertStack {
         let at = self.parts().map(|len| std::mem::replace(at, *at + len));
         ExpertStack { codes: self.codes, rows: self.rows, cols: self.cols, global_scales: vec![1.0], at: vec![at] }
@@ -47,20 +48,21 @@ pub fn bytes(kinds: &[ProjectionShape; 3]) -> usize {
     kinds.iter().flat_map(ProjectionShape::parts).sum()
 }
 
-/// A byte pattern that is an ordinary small number as a scale of every encoding.
+/// A byte that gives ordinary small scales in every encoding.
 const FILL: u8 = 0x3c;
 
-/// Bytes of weights per second that one token's feed-forward reads, with `at_once` experts (gate, up, down of `kinds`) per
-/// call. The calls cycle through `room` bytes, which should exceed the CPU's caches. Takes about `budget`.
+/// Measures the bytes of weights per second that one token's feed-forward reads, with `at_once` experts (gate, up, down
+/// of `kinds`) per call. The calls cycle through `memory` bytes, which should exceed the CPU's caches. Runs for about
+/// `budget`.
 pub fn decode_rate(
     kinds: &[ProjectionShape; 3],
     at_once: usize,
     compute: &CpuDevice,
-    room: usize,
+    memory: usize,
     budget: Duration,
 ) -> Result<f64, ModelError> {
     let (size, at_once) = (bytes(kinds).max(1), at_once.max(1));
-    let calls = (room / size / at_once).max(1);
+    let calls = (memory / size / at_once).max(1);
     let len = calls * at_once * size;
     let mut slab = Slab::new(len).map_err(|error| StoreError::Other(format!("cannot measure the kernels: {error}")))?;
     compute.threads.run_pieces(slab.as_mut_slice(), 1 << 20, &|_, piece| piece.fill(FILL));
@@ -100,15 +102,15 @@ pub fn decode_rate(
 
 /// Columns of the matrix of [`matrix_rate`].
 const COLS: usize = 2048;
-/// Products between two waits for a GPU.
+/// Number of products between two waits for a GPU.
 const PRODUCTS: usize = 8;
 
-/// Bytes of weights per second of one large 4-bit matrix, multiplied by a vector as a model's head is. Takes about `budget`
-/// and `room` bytes.
-pub fn matrix_rate(backend: &mut dyn Backend, room: usize, budget: Duration) -> Result<f64, ModelError> {
+/// Measures the bytes of weights per second of a matrix-vector product with a large 4-bit matrix, like a model's output
+/// head. Runs for about `budget` and uses `memory` bytes.
+pub fn matrix_rate(backend: &mut dyn Backend, memory: usize, budget: Duration) -> Result<f64, ModelError> {
     let codes = WeightFormat::Affine { bits: 4, group: 64, scale: Float::Bf16 };
     let row: usize = codes.row_bytes(COLS).iter().sum();
-    let rows = (room.min(backend.max_buffer_len()) / row / 16 * 16).max(16);
+    let rows = (memory.min(backend.max_buffer_len()) / row / 16 * 16).max(16);
     let mut slab =
         Slab::new(rows * row).map_err(|error| StoreError::Other(format!("cannot measure the matrix: {error}")))?;
     slab.as_mut_slice().fill(FILL);

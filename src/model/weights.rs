@@ -1,4 +1,4 @@
-//! The weights of the network: which tensor of the checkpoint goes where. They do not change after load.
+//! Loads the weights of the network from the tensors of a checkpoint. They do not change after loading.
 
 use crate::{
     checkpoint::{self, Checkpoint, MatrixLayout, TrunkLoader, names, norm_encoding},
@@ -16,44 +16,44 @@ use crate::{
     },
 };
 
-/// Everything but the routed experts.
+/// All weights of a model except the routed experts.
 pub struct Network {
     pub embed: Weight,
     pub layers: Vec<LayerWeights>,
-    /// The input of the head.
+    /// Reads the residual for the output head.
     pub last: Residual,
-    /// `None` if the embedding is also the head.
+    /// The output head. `None` if the embedding is also the head.
     pub head: Option<Weight>,
 }
 
 pub struct LayerWeights {
-    /// Added to the residual streams before the layer.
+    /// The n-gram table whose rows are added to the residual streams before the layer.
     pub ngram: Option<NgramWeights>,
-    /// The input of the mixer.
+    /// Reads the residual for the mixer, and adds the mixer's result to it.
     pub before_mixer: Residual,
     pub mixer: Mixer,
-    /// The input of the feed-forward.
+    /// Reads the residual for the feed-forward, and adds the feed-forward's result to it.
     pub before_ffn: Residual,
     pub ffn: Ffn,
 }
 
-/// How a part of a layer reads the residual and adds its result to it.
+/// The weights with which a layer part reads the residual and adds its result to it.
 pub enum Residual {
     /// One stream: `x = rms_norm(h)` with this weight, `[hidden]`; `h += y`.
     Norm(Region),
-    /// Several streams: a mixture of all, and a share of `y` for each.
+    /// Several streams: the part reads a mixture of all and adds a multiple of `y` to each.
     Streams(Box<StreamMix>),
 }
 
-/// The rows of an n-gram table as they are added to the residual streams.
+/// The weights with which the rows of an n-gram table are added to the residual streams.
 pub struct NgramWeights {
     pub layout: NgramLayout,
-    /// Keys of all streams, and the value.
+    /// The projections to the keys of all streams, and to the value.
     pub proj: [Weight; 2],
     pub inject: InjectWeights,
 }
 
-/// The part of a layer in which tokens see each other.
+/// The layer part in which tokens interact: attention or a delta net.
 pub enum Mixer {
     Attention(AttentionWeights),
     DeltaNet(DeltaNetWeights),
@@ -61,20 +61,20 @@ pub enum Mixer {
 
 /// Gated full attention: one layer in four.
 pub struct AttentionWeights {
-    /// `(query, gate) of each head`, keys, values.
+    /// Projections to `(query, gate) of each head`, keys and values.
     pub qkv: [Weight; 3],
     /// `[dim]`, per head.
     pub q_norm: Region,
     pub k_norm: Region,
     pub out: Weight,
-    /// Selects what each query attends to. `None` for all positions.
+    /// Selects the blocks that each query attends to. `None` if queries attend to all positions.
     pub indexer: Option<IndexerWeights>,
 }
 
 /// The indexer of an attention layer.
 pub struct IndexerWeights {
     pub shape: IndexerShape,
-    /// Queries of all heads, and the key.
+    /// Projection to the queries of all heads, and to the key.
     pub proj: Weight,
     /// `[dim]`, per head.
     pub q_norm: Region,
@@ -84,7 +84,7 @@ pub struct IndexerWeights {
 /// The gated delta net: three layers in four.
 pub struct DeltaNetWeights {
     pub shape: DeltaShape,
-    /// `q k v`, z, b, a.
+    /// Projections to `q k v`, z, b and a.
     pub in_proj: [Weight; 4],
     /// `[conv_width, channels]`.
     pub conv: Region,
@@ -95,14 +95,14 @@ pub struct DeltaNetWeights {
 }
 
 /// The feed-forward part of a layer.
-// One value per layer, so its size does not matter.
+// There is one value for each layer, so the size of the enum does not matter.
 #[allow(clippy::large_enum_variant)]
 pub enum Ffn {
     Dense(DenseWeights),
     Moe(MoeWeights),
 }
 
-/// The feed-forward of the small models.
+/// The dense feed-forward of the small models.
 pub struct DenseWeights {
     pub gate_up: [Weight; 2],
     pub down: Weight,
@@ -131,7 +131,7 @@ impl Ffn {
 }
 
 impl Network {
-    /// Claims every tensor of the checkpoint. Routed experts are located, not read.
+    /// Loads every tensor of the checkpoint except the routed experts, whose file offsets are returned.
     pub fn load(trunk: &mut TrunkLoader<'_>, config: &Config) -> Result<(Self, Vec<LayerExperts>), ModelError> {
         let hidden = config.hidden;
         let embed = trunk.weight(names::EMBEDDING, config.vocab, hidden)?;
@@ -145,7 +145,7 @@ impl Network {
             layers.push(layer);
         }
         let head = if config.tied {
-            // Some files also hold a copy of the embedding as the head. Claim it and drop it, as transformers does.
+            // Some files also contain a copy of the embedding as the head. Ignore it, as transformers does.
             for part in ["weight", "scales", "biases", "global_scale"] {
                 trunk.from.find(&format!("{}.{part}", names::LM_HEAD));
             }
@@ -161,7 +161,7 @@ impl Network {
         self.head.as_ref().unwrap_or(&self.embed)
     }
 
-    /// Sets where the parts of each expert lie within a slot. Part of loading.
+    /// Sets the offsets of each expert's parts within its slot. Called once, while the model is loaded.
     pub fn set_expert_layout(&mut self, store: &ExpertStore) {
         for (index, layer) in self.layers.iter_mut().enumerate() {
             let Ffn::Moe(moe) = &mut layer.ffn else { continue };
@@ -176,7 +176,7 @@ impl Network {
 }
 
 impl LayerWeights {
-    /// Loads the layer whose tensor names start with `prefix`. Appends the places of its experts to `map`.
+    /// Loads the layer whose tensor names start with `prefix`. Appends the file offsets of its experts to `map`.
     pub fn load(
         trunk: &mut TrunkLoader<'_>,
         prefix: &str,
@@ -209,7 +209,8 @@ impl LayerWeights {
 }
 
 impl Residual {
-    /// Loads the norm of that name, or the mixture whose names start with `mix` if the model has several streams.
+    /// Loads the norm with this name. If the model has several streams, loads the mixture whose tensor names start with
+    /// `mix` instead.
     pub fn load(
         trunk: &mut TrunkLoader<'_>,
         config: &Config,
@@ -262,7 +263,7 @@ impl NgramWeights {
     }
 }
 
-/// Decides whether the norms hold `w` or `1 + w` where the layout of the files does not tell.
+/// Decides whether the norm tensors store `w` or `w - 1`, if the layout of the files does not show it.
 pub fn decide_norm_encoding(from: &mut Checkpoint, config: &Config) -> Result<(), ModelError> {
     if config.streams.is_some() {
         let names = |layer: usize| {
@@ -311,7 +312,7 @@ impl DeltaNetWeights {
             (0..d.conv_width).flat_map(|at| raw.iter().skip(at).step_by(d.conv_width).copied()).collect();
         let rate: Vec<f32> = trunk.from.vector(&path("A_log"), d.value_heads)?.iter().map(|a| -a.exp()).collect();
         let dt_bias = trunk.from.vector(&path("dt_bias"), d.value_heads)?;
-        // Stored as it is in every layout, unlike the other norms.
+        // Unlike the other norms, this one is stored as `w` in every layout.
         let norm = trunk.from.vector(&path("norm.weight"), d.value_dim)?;
         let decay = Decay { rate: trunk.vector(&rate), dt_bias: trunk.vector(&dt_bias) };
         let (conv, norm) = (trunk.vector(&conv), trunk.vector(&norm));
@@ -332,7 +333,7 @@ impl DeltaNetWeights {
     }
 }
 
-/// Gate, up and down projection: `<prefix>gate_proj` and so on.
+/// Loads the gate, up and down projections: `<prefix>gate_proj` and so on.
 fn mlp(
     trunk: &mut TrunkLoader<'_>,
     prefix: &str,
@@ -344,7 +345,7 @@ fn mlp(
     Ok(([gate, up], trunk.weight(&format!("{prefix}down_proj"), hidden, intermediate)?))
 }
 
-/// A layer's router and shared expert. Appends the places of its routed experts to `map`.
+/// Loads the router and shared expert of a layer. Appends the file offsets of its routed experts to `map`.
 fn mixture(
     trunk: &mut TrunkLoader<'_>,
     prefix: &str,

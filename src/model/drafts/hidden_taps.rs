@@ -1,4 +1,4 @@
-//! Hidden rows for drafts: the residual stream after some of the layers, as a pass leaves it.
+//! Records hidden rows for drafts: the residual stream after some of the layers of a pass.
 
 use crate::{
     device::{DeviceError, Region},
@@ -7,17 +7,18 @@ use crate::{
     ops::Backend,
 };
 
-/// The hidden rows that a draft reads.
+/// Selects the hidden rows that a pass records for a draft.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct HiddenTaps {
-    /// Layers whose output is kept, in the order in which the draft wants them side by side. Empty: none.
+    /// Layers whose output is recorded, in the order in which the draft reads them. Empty if none is.
     pub layers: Vec<usize>,
-    /// Keep at most this many of a pass's last rows. At least the 16 of a verify, since its first rows may be accepted.
+    /// Maximum number of rows recorded per pass: the last ones. At least the 16 rows of a verify, because any of them
+    /// may be accepted.
     pub rows: usize,
 }
 
 impl HiddenTaps {
-    /// Bytes on the device. The last layer's rows need none: they are still in the pass's buffers.
+    /// Bytes on the device. The rows of the last layer need none, because they are still in the pass's buffers.
     pub fn bytes(&self, config: &Config) -> u64 {
         let copied = self.layers.iter().filter(|layer| **layer + 1 < config.layers).count();
         (copied * self.rows * config.residual_width() * 4) as u64
@@ -29,9 +30,9 @@ impl HiddenTaps {
 pub struct TapBuffers {
     /// Layers and their buffers. `None` for the last layer.
     layers: Vec<(usize, Option<Region>)>,
-    /// Rows that fit.
+    /// Maximum number of rows in each buffer.
     capacity: usize,
-    /// Rows of the last pass.
+    /// Number of rows of the last pass.
     pass_rows: usize,
     pub disabled: bool,
 }
@@ -76,8 +77,8 @@ impl TapBuffers {
         Ok(())
     }
 
-    /// Replaces `out` by the kept rows among the first `rows` rows of the last pass, `[kept, layers, hidden]`. `h` is the
-    /// residual stream that the pass left.
+    /// Replaces `out` with the recorded rows among the first `rows` rows of the last pass, `[recorded rows, layers,
+    /// hidden]`. `h` is the residual stream after that pass.
     pub fn read(
         &self,
         rows: usize,

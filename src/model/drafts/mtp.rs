@@ -13,8 +13,7 @@
 //! u[c] = fc_hidden n[c] + fc_embedding rms_norm(embed(x[p + 1]))     n = rms_norm(R[p]) over all streams at once
 //! R' = layer(u);  logits of x[p + 2] = W_head mixture(R')            R' takes the place of R for further tokens
 //! ```
-//! The head's experts have their own slots, since their encoding
-//! and size often differ from the model's.
+//! The head's experts have their own slots, because their encoding and size often differ from the model's.
 
 use crate::{
     checkpoint::{Checkpoint, DRAFT_BUFFERS, TrunkBuffer, TrunkLoader, index::Index, mtp as files},
@@ -49,42 +48,42 @@ use crate::{
 };
 use std::path::Path;
 
-/// Positions of the head's cache. When it is full, the head restarts with the last [`MTP_ROWS`] rows.
+/// Capacity of the head's KV cache in positions. When it is full, the head restarts with the last [`MTP_ROWS`] rows.
 const CACHE_POSITIONS: usize = 1024;
-/// Hidden rows that are kept for the head.
+/// Number of hidden rows that are kept for the head.
 pub const MTP_ROWS: usize = 512;
 
-/// A head whose headers were read and checked.
+/// An MTP head whose file headers were read and checked.
 pub struct MtpInfo {
     from: Checkpoint,
     config: Config,
     map: ExpertMap,
-    /// Bytes of the trunk.
+    /// Bytes of all weights except the experts.
     trunk: u64,
-    /// Slots for the experts.
+    /// Number of slots for the experts.
     pub slots: usize,
 }
 
-/// A loaded head.
+/// A loaded MTP head.
 pub struct MtpHead {
     config: Config,
     net: Network,
     /// The halves of `fc`: for the embedding, and for the hidden row or each of its streams.
     fc: [Weight; 2],
-    /// Their norms.
+    /// Weights of the norms before the two halves of `fc`.
     norms: [Region; 2],
     pub weights: [TrunkBuffer; 2],
     pub store: Option<ExpertStore>,
 }
 
-/// A head's state on one device.
+/// The state of the MTP head on one device.
 pub struct MtpDeviceState {
     slots: ExpertSlots,
     slot_tables: Region,
     kv_shape: AttentionShape,
     cache: KvCache,
     index: IndexCache,
-    /// Positions of the cache.
+    /// Capacity of the cache in positions.
     pub positions: usize,
     taps: TapBuffers,
     /// The weight of the norm of hidden rows: the model's last norm, or the head's own over all streams.
@@ -95,7 +94,7 @@ pub struct MtpDeviceState {
 #[derive(Debug, Clone, Default)]
 pub struct MtpPrediction {
     pub logits: Vec<f32>,
-    /// Takes the place of a hidden row for the next prediction.
+    /// The head's own hidden row, used in place of a model's hidden row for the next prediction.
     pub hidden: Vec<f32>,
 }
 
@@ -131,7 +130,8 @@ impl MtpWeights {
     }
 }
 
-/// Inspects the head that `options` ask for. A head of the checkpoint that is missing or unusable is logged, not an error.
+/// Inspects the head that `options` ask for. If the checkpoint's head is missing or unusable, logs a warning and
+/// returns `None`.
 pub fn inspect(
     dir: &Path,
     model: &Config,
@@ -176,14 +176,14 @@ impl MtpInfo {
         Ok(Self { slots: map.experts(), from, config, map, trunk })
     }
 
-    /// Reduces the slots to a quarter of the head's experts, at least twice what a token needs. For a model whose own
-    /// experts do not all fit.
+    /// Reduces the slots to a quarter of the head's experts, but at least twice the experts of a token. Called if the
+    /// model's own experts do not all fit into memory.
     pub fn stream(&mut self) {
         let all = self.map.experts();
         self.slots = (all / 4).max(2 * self.config.experts_per_token()).min(all);
     }
 
-    /// Bytes of the loaded head: weights, slots, cache, hidden rows.
+    /// Bytes of the loaded head: weights, expert slots, cache and hidden rows.
     pub fn bytes(&self, format: KvFormat) -> u64 {
         let (a, width) = (&self.config.attention, self.config.residual_width());
         let kv = CACHE_POSITIONS * 2 * a.kv_heads * format.row_bytes(a.dim);
@@ -216,7 +216,7 @@ impl MtpInfo {
             let threads = store.map_or(1, |_| options.store.threads);
             let options =
                 experts::Options { io, threads, prefetch: experts::Prefetch::Off, ..experts::Options::new(slots) };
-            // Its own metrics: hits and misses of the head do not count as the model's.
+            // The head has its own metrics, so that its hits and misses are not counted as the model's.
             let store = ExpertStore::open(from.index.files.clone(), map, options, Metrics::new("", ""))?;
             store.fill(&mut |_, _| ())?;
             net.set_expert_layout(&store);
@@ -227,7 +227,8 @@ impl MtpInfo {
 }
 
 impl MtpDeviceState {
-    /// Places `head` on a device. `model_last` is what the model's head reads, `context` the longest sequence.
+    /// Places `head` on a device. `model_last` has the weights with which the model's output head reads the residual.
+    /// `context` is the length of the longest sequence.
     pub fn new(
         head: &MtpHead,
         model_last: &Residual,
@@ -271,8 +272,8 @@ impl MtpDeviceState {
 }
 
 impl MtpHead {
-    /// Runs the head on `ids` at positions from `at` on, and predicts the token after the last. `hidden` are the rows before
-    /// each of `ids`; `own` if they are the head's own and not the model's.
+    /// Runs the head on `ids` at positions from `at` on, and predicts the token after the last. `hidden` has the hidden
+    /// row before each of `ids`. With `own`, they are the head's own rows, otherwise the model's.
     pub fn predict(
         &self,
         at: usize,
@@ -283,7 +284,10 @@ impl MtpHead {
     ) -> Result<MtpPrediction, ModelError> {
         let width = self.config.residual_width();
         if ids.is_empty() || hidden.len() != ids.len() * width || at + ids.len() > state.positions {
-            return Err(ModelError::Config(format!("the MTP head's cache has no room for {} rows at {at}", ids.len())));
+            return Err(ModelError::Config(format!(
+                "the MTP head's cache is too small for {} rows at {at}",
+                ids.len()
+            )));
         }
         let mut rows = hidden.to_vec();
         if !own || self.config.streams.is_some() {
@@ -295,7 +299,7 @@ impl MtpHead {
         let (mut start, end, mut out) = (at, at + ids.len(), MtpPrediction::default());
         for (ids, rows) in ids.chunks(buffers.rows).zip(rows.chunks(buffers.rows * width)) {
             let kind = if ids.len() == 1 { PassKind::Decode } else { PassKind::Prefill };
-            // Distances within the head's own context matter, so its positions are its indices, after images too.
+            // Only distances within the head's own context matter, so its positions are its indices, even after images.
             let positions = RowPositions::new(start, start, &[]);
             let commit = Commit::Now;
             let (sequences, image_rows) = (&[], &[]);
@@ -323,7 +327,7 @@ impl MtpHead {
         Ok(out)
     }
 
-    /// One pass. `rows` are the hidden rows after their norm.
+    /// Runs one pass. `rows` are the hidden rows after their norm.
     fn forward(
         &self,
         rows: &[f32],
@@ -356,7 +360,7 @@ impl MtpHead {
         Ok(pass.backend.read_floats(hidden, &mut out.hidden)?)
     }
 
-    /// u, from the embeddings of the pass's tokens and the hidden rows.
+    /// Computes `u` from the embeddings of the pass's tokens and the hidden rows.
     fn fuse(&self, rows: &[f32], pass: &mut Pass<'_>) -> Result<(), ModelError> {
         let (b, tokens) = (pass.buffers, pass.rows());
         let [embedding, hidden] = self.fc.each_ref().map(std::slice::from_ref);

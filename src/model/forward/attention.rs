@@ -1,4 +1,4 @@
-//! Gated attention, to all positions or to the blocks that an indexer selects.
+//! Gated attention to all positions, or to the blocks that an indexer selects.
 
 use super::pass::{PartInput, Pass, SnapshotMarks};
 use crate::{
@@ -41,7 +41,7 @@ impl AttentionWeights {
         match &self.indexer {
             None => pass.execute(attention)?,
             Some(indexer) => {
-                // only over the blocks that the indexer selects for the row
+                // with an indexer: the same over the blocks that it selects for each row
                 let (matrices, index, shape) = (std::slice::from_ref(&indexer.proj), b.index, &indexer.shape);
                 pass.execute(Linear { x, tokens, norm, matrices, y: index, add: false })?;
                 let norm_rope = QkNormRope { q_norm: indexer.q_norm, k_norm: indexer.k_norm, rope_table };
@@ -60,7 +60,8 @@ impl AttentionWeights {
         pass.execute(out_proj)
     }
 
-    /// Attention of rows of different sequences, between the projections. `cache` has the tables and rings of all sequences.
+    /// Computes attention, without the projections, for rows of different sequences in one operation. `cache` has the
+    /// page tables and rings of all sequences.
     pub fn attend_together(&self, cache: KvCache, rows: SequenceRows, pass: &mut Pass<'_>) -> Result<(), ModelError> {
         let (b, shape, tokens, start) = (pass.buffers, pass.attention, pass.rows(), 0);
         let rope_table = b.rope.rows(0, tokens, shape.rope_dim);
@@ -71,7 +72,8 @@ impl AttentionWeights {
         pass.execute(&AttentionRows { write, attention, rows })
     }
 
-    /// Attention of one of several rows, each of another sequence, between the projections. Not for an indexer.
+    /// Computes attention, without the projections, for row `row` of a pass whose rows belong to different sequences.
+    /// Does not support an indexer.
     pub fn attend_row(&self, row: usize, cache: KvCache, pass: &mut Pass<'_>) -> Result<(), ModelError> {
         let (b, shape, start, partials) =
             (pass.buffers, pass.attention, pass.chunk.sequences[row].start, pass.buffers.partials);

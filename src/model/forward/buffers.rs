@@ -1,4 +1,4 @@
-//! The activation buffers of a pass. The memory plan measures the same buffers that are later allocated.
+//! The activation buffers of a pass. The same code computes their sizes for the memory plan and allocates them.
 
 use crate::{
     device::Region,
@@ -10,51 +10,54 @@ use crate::{
     ops::{BackendLimits, ExpertGroup, HalfBuffers, MoeBuffers, StreamBuffers, StreamShape},
 };
 
-/// Rows of logits computed at once.
+/// Maximum number of rows of logits that are computed at once.
 pub const LOGIT_ROWS: usize = 16;
 
 /// Each buffer inside the shared block starts at a multiple of this many words.
 const ALIGN_WORDS: usize = 64;
 
-/// Buffers for up to `rows` rows, which every layer uses.
+/// Buffers for up to `rows` rows. All layers use the same ones.
 ///
-/// A layer's mixer is done before its feed-forward starts, so what only one of the two needs shares one block: `proj` to
-/// `y` of the mixer, `act` and `out` of the experts. A mixer may go through its rows in blocks and then has buffers for one
-/// block.
+/// A layer's mixer (attention or delta net) ends before its feed-forward starts. So the buffers that only one of them
+/// needs share memory: `proj` to `y` of the mixer, and `act` and `out` of the experts. A mixer may compute its rows in
+/// blocks. Its buffers then hold one block.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Buffers {
     pub rows: usize,
-    /// Rows that a mixer computes at once.
+    /// Maximum number of rows that a mixer computes at once.
     pub block: usize,
     /// `[rows]` u32: token ids.
     pub ids: Region,
-    /// `[MAX_VERIFY_ROWS, 2]` u32: number and index of each row, if each belongs to another sequence.
+    /// `[MAX_VERIFY_ROWS, 2]` u32, if each row belongs to another sequence: the number of the sequence, and the row's
+    /// index there.
     pub sequences: Region,
-    /// `[rows, hidden]`: the residual stream, and its norm as the experts read it. With several streams, h is the result of
-    /// a part of a layer, and `normed` the mixture that the part reads.
+    /// `[rows, hidden]`: the residual stream, and the normalised rows that the experts read. With several streams, `h`
+    /// is the result of a layer part, and `normed` is the mixture that the part reads.
     pub h: Region,
     pub normed: Region,
-    /// All streams if there are several, `[rows, residual width]`, and the share of each in a part's result,
-    /// `[rows, streams]`.
+    /// If there are several residual streams: all of them, `[rows, residual width]`, and for each the factor of a
+    /// part's result, `[rows, streams]`.
     pub streams: Region,
     pub inject: Region,
-    /// Between the products of a mixture.
+    /// Intermediate results of the mixture of streams.
     pub stream: MixBuffers,
-    /// An indexer's projections.
+    /// Projections of the indexer.
     pub index: Region,
-    /// Rows of an n-gram table.
+    /// Rows of an n-gram table for the tokens of the pass.
     pub ngram: Region,
     /// `[rows, rope_dim / 2, (cos, sin)]`.
     pub rope: Region,
-    /// A mixer's input projections.
+    /// Input projections of the mixer.
     pub proj: Region,
     /// A delta net's q, k, v after the convolution.
     pub mixed: Region,
     /// Attention's queries, or a delta net's output before norm and gate.
     pub head_out: Region,
-    /// The mixer's output before the output projection. It starts at `mixed` where a device can work in place.
+    /// The mixer's output before the output projection. Shares memory with `mixed` if [`BackendLimits::delta_in_place`]
+    /// is set.
     y: Region,
-    /// `y` of a single row where it would start at `mixed`: then it need not wait until `mixed` has been read.
+    /// `y` of a pass with a single row, if `y` shares memory with `mixed`. A separate buffer, so that heads can be
+    /// written before all of `mixed` has been read.
     single_y: Region,
     /// Partial results of attention.
     pub partials: Region,
@@ -62,11 +65,12 @@ pub struct Buffers {
     /// `[rows, k]` u32: the experts that the router chose, and their slots if every expert is resident.
     pub expert_ids: Region,
     pub expert_slots: Region,
-    /// `[k + 2, k]` u32 per row that is computed assignment by assignment: a list of slots per call. The last list has all.
+    /// For passes that compute experts one assignment at a time: a list of slots for each call, and one with the slots
+    /// of all calls. `[k + 2, k]` u32 for each row.
     pub per_assignment: Region,
-    /// `[layers, experts]` u32: each expert's slot. Valid if every expert is resident.
+    /// `[layers, experts]` u32: the slot of each expert. Only valid if all experts are resident.
     pub slot_tables: Region,
-    /// Rows in half precision.
+    /// Half-precision rows.
     pub half: HalfBuffers,
     /// `[LOGIT_ROWS, vocab]`.
     pub logits: Region,
@@ -77,7 +81,7 @@ pub struct Buffers {
 pub struct MixBuffers(StreamBuffers);
 
 impl MixBuffers {
-    /// The buffers for some rows.
+    /// The buffers for `rows` rows.
     pub fn of(&self, shape: &StreamShape, rows: usize) -> StreamBuffers {
         let StreamBuffers { normed, low, act, gates } = self.0;
         StreamBuffers {
@@ -90,7 +94,8 @@ impl MixBuffers {
 }
 
 impl Buffers {
-    /// Takes each buffer from `take` (bytes). `context` is the longest sequence.
+    /// Allocates each buffer by a call of `take` with its size in bytes. `context` is the length of the longest
+    /// sequence.
     pub fn new<E>(
         config: &Config,
         limits: &BackendLimits,
@@ -108,7 +113,7 @@ impl Buffers {
             (proj, values, mixed) = (proj.max(delta.width()), values.max(delta.values()), delta.channels());
         }
         if !config.ngrams.is_empty() {
-            // The keys of all streams, and the value.
+            // An n-gram table's projections: the keys of all streams, and the value.
             proj = proj.max(config.residual_width() + hidden);
         }
         let (k, experts, scores, mut act, out) = match config.ffn {
@@ -118,14 +123,14 @@ impl Buffers {
             }
         };
         if k > 0 && !limits.needs_expert_buffers {
-            // Room to predict the next layer's experts.
+            // Space for the prediction of the next layer's experts.
             act = 4 * k;
         }
         let partials = limits.partials.map_or(0, |(together, most)| {
             let row = heads.heads * crate::ops::attention::max_splits(context) * (heads.dim + 2) * 4;
             (together * row).min(most.max(row)) / 4
         });
-        // Half-precision inputs of matrix products, and activations of the experts.
+        // Half-precision inputs of matrix products, and half-precision activations of the experts.
         let widest = match config.ffn {
             FfnShape::Dense { intermediate } => intermediate,
             FfnShape::Moe { shared, .. } => shared,
@@ -196,17 +201,17 @@ impl Buffers {
         })
     }
 
-    /// The residual between layers: h, or all streams.
+    /// The residual between layers: `h`, or all streams.
     pub fn residual(&self) -> Region {
         if self.streams.len > 0 { self.streams } else { self.h }
     }
 
-    /// A mixer's output for this many rows.
+    /// The mixer's output for this many rows.
     pub fn y(&self, rows: usize) -> Region {
         if rows == 1 && self.single_y.len > 0 { self.single_y } else { self.y }
     }
 
-    /// Bytes per row, and fixed bytes.
+    /// Bytes for each row, and bytes that do not depend on the rows.
     pub fn cost(config: &Config, limits: &BackendLimits) -> (u64, u64) {
         let bytes = |rows: usize| {
             let mut bytes = 0;
@@ -216,7 +221,8 @@ impl Buffers {
             });
             bytes
         };
-        // Some buffers stop growing with the rows: logits, slots per assignment, a mixer that goes in blocks.
+        // Some buffers stop growing at some number of rows: logits, slots of assignments, and the buffers of a mixer
+        // that computes in blocks.
         let rows = if limits.max_mixer_rows == usize::MAX {
             2 * LOGIT_ROWS
         } else {
@@ -228,25 +234,25 @@ impl Buffers {
     }
 }
 
-/// Lists on the CPU, reused from pass to pass.
+/// Lists in the CPU's memory, reused by all passes.
 #[derive(Default)]
 pub struct Scratch {
     pub rope: Vec<f32>,
     pub moe: MoeScratch,
 }
 
-/// Lists of the mixture of experts, reused from layer to layer.
+/// Lists of the mixture of experts, reused by all layers.
 #[derive(Default)]
 pub struct MoeScratch {
-    /// `[tokens, k]` experts, and the router's logits `[tokens, experts]` if some experts are not resident.
+    /// Chosen experts, `[tokens, k]`. If some experts are not resident, also the router's logits, `[tokens, experts]`.
     pub ids: Vec<u32>,
     pub logits: Vec<f32>,
     pub weights: Vec<f32>,
     pub predicted: Vec<u32>,
-    /// Experts that landed together, and their assignments.
+    /// Experts whose reads completed together, and their assignments.
     pub groups: Vec<ExpertGroup>,
     pub assignments: Vec<u32>,
-    /// The slot of each assignment, as far as known.
+    /// The slot of each assignment whose expert is loaded.
     pub slots: Vec<u32>,
 }
 
@@ -287,7 +293,7 @@ mod tests {
                 let (mixer, ffn) = ([b.proj, b.mixed, b.head_out, b.y], [b.moe.act, b.moe.out]);
                 assert!(mixer[0].overlaps(ffn[0]), "{rows} rows");
                 assert_eq!(b.y.overlaps(b.mixed), limits.delta_in_place, "{rows} rows");
-                // A mixer has buffers for one block of rows.
+                // The buffers of a mixer hold one block of rows.
                 let values = config.delta.values().max(config.attention.heads * config.attention.dim);
                 assert_eq!([b.y.len, b.head_out.len], [4 * values * rows.min(limits.max_mixer_rows); 2], "{rows} rows");
                 let apart = if limits.delta_in_place { &mixer[..3] } else { &mixer };

@@ -1,4 +1,4 @@
-//! The gated delta net: attention whose memory is one matrix per head, whatever the length.
+//! The gated delta net: linear attention whose state is one matrix for each head, of the same size at any length.
 
 use super::{
     buffers::Buffers,
@@ -15,20 +15,20 @@ use crate::{
 };
 use std::ops::Range;
 
-/// The buffers of some rows between a delta net's projections.
+/// The buffers of a delta net for some rows.
 #[derive(Clone, Copy)]
 struct RowBuffers {
     /// `[rows, width]`: q, k, v, z, b, a.
     proj: Region,
     /// `[rows, channels]`: q, k, v after the convolution.
     mixed: Region,
-    /// `[rows, values]`: the rule's output, and the same after its norm and gate.
+    /// `[rows, values]`: the output of the delta rule, and that output after norm and gate.
     out: Region,
     y: Region,
 }
 
 impl RowBuffers {
-    /// The part of some of the rows.
+    /// The buffers of rows `rows`.
     fn part(self, rows: &Range<usize>, shape: &DeltaShape) -> Self {
         let part = |region: Region, width: usize| region.rows(rows.start, rows.len(), width);
         Self {
@@ -68,7 +68,7 @@ impl DeltaNetWeights {
             state.advance(commit, tokens);
             return Ok(());
         }
-        // Snapshots are wanted inside these rows: the recurrence stops after each of them.
+        // Snapshots are needed inside these rows, so the recurrence stops after each marked row.
         pass.execute(project)?;
         let mut from = 0;
         for index in here {
@@ -81,7 +81,8 @@ impl DeltaNetWeights {
         pass.execute(back)
     }
 
-    /// The whole part for rows of different sequences. `state` has the states of all sequences, without rows to replay.
+    /// [`DeltaNetWeights::forward`] for rows of different sequences in one operation. `state` has the states of all
+    /// sequences. None has rows to replay.
     pub fn forward_together(
         &self,
         input: PartInput,
@@ -95,13 +96,13 @@ impl DeltaNetWeights {
         let project = Linear { x, tokens, norm, matrices: &self.in_proj, y: b.proj, add: false };
         let back = pass.out_proj(&self.out, &all);
         let (conv, rule) = self.recurrence(state, Commit::Now, tokens, buffers.part(&all, &self.shape));
-        // Each state takes in its own row.
+        // Each row is added to the state of its own sequence.
         let (conv, rule) = (Conv { stored: 1, ..conv }, DeltaRule { stored: 1, ..rule });
         pass.execute(&DeltaNetRows { net: DeltaNet { project, conv, rule, back }, rows })
     }
 
-    /// Convolution and delta rule of one of several rows, each of another sequence, between the projections. Where `y` shares
-    /// memory with `mixed`, a row of `y` ends before the later rows of `mixed` begin.
+    /// Computes the convolution and the delta rule for row `row` of a pass whose rows belong to different sequences. If
+    /// `y` shares memory with `mixed`, a row of `y` does not overlap later rows of `mixed`.
     pub fn advance_row(&self, row: usize, state: &mut DeltaState, pass: &mut Pass<'_>) -> Result<(), ModelError> {
         let b = pass.buffers;
         let all = RowBuffers { proj: b.proj, mixed: b.mixed, out: b.head_out, y: b.y(pass.rows()) };
@@ -120,7 +121,7 @@ impl DeltaNetWeights {
         Ok(())
     }
 
-    /// Convolution and delta rule of some of the projected rows.
+    /// Computes the convolution and the delta rule for some of the projected rows.
     fn advance_rows(
         &self,
         rows: Range<usize>,
@@ -139,7 +140,7 @@ impl DeltaNetWeights {
         Ok(())
     }
 
-    /// The two operations between the projections, over the rows to replay and then `tokens` new ones:
+    /// The convolution and the delta rule as operations, over the rows to replay and then `tokens` new ones:
     ///
     /// ```text
     /// q, k, v = silu(causal_conv(q k v));  q, k to unit length per head

@@ -10,8 +10,8 @@
 //! whether rows of an n-gram table are added before it. With several residual streams, a mixture of them takes the place of
 //! `rms_norm(h)`, and h holds the part's result until it is added to each.
 //!
-//! Each step is an operation on buffers. A CPU runs it at once, a GPU encodes it. The mixers and feed-forwards read like
-//! their counterparts in [`reference`](mod@crate::model::reference).
+//! Each step is an operation on buffers. A CPU runs it immediately, a GPU encodes it. The mixers and feed-forwards read
+//! like their counterparts in [`reference`](mod@crate::model::reference).
 
 mod attention;
 pub mod buffers;
@@ -32,8 +32,8 @@ use crate::{
 use pass::{LayerHooks, PartInput, Pass};
 use std::ops::Range;
 
-/// Runs a chunk through the whole network and appends the logits it asks for to `logits`. `states` has the layers of each of the
-/// chunk's sequences.
+/// Runs a chunk through the whole network. Appends the logits that the chunk asks for to `logits`. `states` has the
+/// layer states of each sequence of the chunk.
 pub fn forward(
     net: &Network,
     states: &mut [&mut [LayerState]],
@@ -48,7 +48,7 @@ pub fn forward(
     pass.finish(done)
 }
 
-/// `h = embed[ids]`, and the rows of images where a token stands for a part of one.
+/// `h = embed[ids]`. Tokens of images get the rows of the images instead.
 fn embed(net: &Network, pass: &mut Pass<'_>) -> Result<(), ModelError> {
     pass.write_inputs()?;
     let (tokens, ids, into) = (pass.rows(), pass.buffers.ids, pass.buffers.h);
@@ -57,7 +57,7 @@ fn embed(net: &Network, pass: &mut Pass<'_>) -> Result<(), ModelError> {
     pass.write_streams(None)
 }
 
-/// All layers, from the residual stream h back to h.
+/// Runs all layers. Reads and updates the residual.
 pub fn forward_layers(
     net: &Network,
     states: &mut [&mut [LayerState]],
@@ -110,8 +110,8 @@ impl Mixer {
         Ok(())
     }
 
-    /// The same for one row of each of several sequences. The matrix products compute all rows at once, which reads each
-    /// weight once. Attention, convolution and delta rule use each row's own state.
+    /// [`Mixer::forward`] for one row of each of several sequences. The matrix products compute all rows at once, which
+    /// reads each weight once. Attention, convolution and delta rule run row by row on the state of the row's sequence.
     fn forward_each<'s>(
         &self,
         x: PartInput,
@@ -141,7 +141,7 @@ impl Mixer {
         pass.execute(out_proj)
     }
 
-    /// The same with one operation for the states of all sequences, which lie in the same buffers.
+    /// [`Mixer::forward_each`] with one operation for all sequences. Their states must be in the same buffers.
     fn forward_together<'s>(
         &self,
         x: PartInput,
@@ -166,7 +166,7 @@ impl Mixer {
         }
     }
 
-    /// The input projections of some rows.
+    /// Computes the input projections of some rows.
     fn project(&self, input: PartInput, rows: &Range<usize>, pass: &mut Pass<'_>) -> Result<(), ModelError> {
         let (x, norm, y) = (input.rows(rows), input.norm, pass.buffers.proj);
         let matrices = match self {

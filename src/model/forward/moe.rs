@@ -7,8 +7,9 @@
 //!                     +-- shared expert, while the disk reads --------------------+
 //! ```
 //!
-//! An *assignment* is one chosen expert of one token. Its result is kept apart until all are there, and a token's results
-//! are summed in the router's order. So the bytes do not depend on which expert landed first.
+//! An *assignment* is one chosen expert of one token. Each assignment has its own result buffer. Once all are computed,
+//! a token's results are summed in the router's order. So the bytes do not depend on the order in which experts are
+//! read.
 
 use super::{
     buffers::MoeScratch,
@@ -21,11 +22,12 @@ use crate::{
     ops::{CombineExperts, ExpertGroup, ExpertSet, Experts, MoeWeights, NO_SLOT, Norm, Router},
 };
 
-/// Rows of a prompt whose choice predicts the next layer's experts: they want most what all rows want most.
+/// Number of prompt rows that predict the next layer's experts. The experts that these rows choose most often are those
+/// that all rows choose most often.
 const PREDICTING_ROWS: usize = 64;
 
-/// `h += sum(weight * expert(x)) + sigmoid(w_sg x) * shared(x)`, `x = rms_norm(h)`. The experts of `next`, the following
-/// layer, are predicted and read ahead.
+/// `h += sum(weight * expert(x)) + sigmoid(w_sg x) * shared(x)`, `x = rms_norm(h)`. Predicts the experts of `next`, the
+/// following layer, and starts reading them.
 pub fn forward(
     index: usize,
     input: PartInput,
@@ -58,7 +60,8 @@ pub fn forward(
     let next = next.filter(|_| experts.wants_prefetch(kind));
     let mut scratch = std::mem::take(&mut pass.scratch.moe);
     if let Some(next) = next.filter(|_| limits.is_async) {
-        // Encoded after the router. Reading the prediction waits for both, so reading the choice needs no second wait.
+        // The prediction is encoded after the router. Reading the prediction waits for both, so reading the router's
+        // choice does not wait again.
         predict(index + 1, next, pass, &mut scratch.predicted)?;
     }
 
@@ -78,11 +81,12 @@ pub fn forward(
         experts.prefetch(index + 1, &scratch.predicted, kind);
     }
 
-    // Compute each expert as its read completes, then the sum. The slots stay pinned until the device has passed `end`.
+    // Compute each expert when its read completes, then sum the results. The slots stay pinned until the device has
+    // passed `end`.
     let done = run_experts(index, &mut fetch, combine, experts.is_resident(), pass, &mut scratch);
     let end = pass.backend.sync_point();
     if done.is_err() {
-        // Wait, so that the device reads no slot that is released below.
+        // Wait until the device has finished, because the slots that it reads are released below.
         let _ = pass.backend.wait_for(end);
     }
     fetch.release_after(end);
@@ -103,8 +107,8 @@ fn run_experts(
     let CombineExperts { layer, slots, tokens, mut buffers, .. } = combine;
     let MoeScratch { groups, assignments, slots: known, .. } = scratch;
     let (x, row) = (b.normed, tokens * layer.k);
-    // For few rows, each assignment is computed by itself, and each call has its own list of slots. A further list has
-    // the slots of all calls, for the sum.
+    // For few rows, each assignment is computed separately, and each call has its own list of slots. One more list has
+    // the slots of all calls, for the final sum.
     let one_by_one = tokens <= limits.max_per_assignment_rows && !pass.chunk.half;
     let slot_list = |call: usize| one_by_one.then(|| b.per_assignment.rows(call.min(layer.k + 1), 1, row));
 
@@ -135,7 +139,8 @@ fn run_experts(
             }
         }
         if buffers.jobs.len < groups.len() * 12 || buffers.order.len < assignments.len() * 4 {
-            // Experts came a second time because their checksum was wrong. Reuse the lists from the start.
+            // Some experts were read again because of a wrong checksum, so the lists are full. Reuse them from the
+            // start.
             let end = pass.backend.sync_point();
             pass.backend.wait_for(end)?;
             buffers = combine.buffers;
@@ -149,7 +154,8 @@ fn run_experts(
         (buffers.jobs, buffers.order) =
             (rest(buffers.jobs, assignments.len() * 3), rest(buffers.order, assignments.len()));
         if !one_by_one {
-            // With single assignments the sum still reads the slots, so only then they stay pinned.
+            // With single assignments, the final sum also reads the slots, so they stay pinned. Otherwise release them
+            // after this batch.
             batch.release_after(pass.backend.sync_point());
         }
         if !fetch.is_empty() {
@@ -163,8 +169,8 @@ fn run_experts(
     pass.execute(CombineExperts { per_assignment, ..combine })
 }
 
-/// Predicts the next layer's choice: its router on this layer's input. Computed in the experts' buffers, which are free
-/// until the experts run.
+/// Predicts the next layer's experts by running its router on this layer's input. Uses the experts' buffers, which are
+/// free until the experts run.
 fn predict(index: usize, layer: &MoeWeights, pass: &mut Pass<'_>, out: &mut Vec<u32>) -> Result<(), ModelError> {
     let (b, tokens, x) = (pass.buffers, pass.rows().min(PREDICTING_ROWS), pass.buffers.normed);
     let (scores, act, list) = (b.moe.out, b.moe.act, tokens * layer.k * 4);
@@ -179,7 +185,7 @@ fn predict(index: usize, layer: &MoeWeights, pass: &mut Pass<'_>, out: &mut Vec<
     Ok(pass.backend.read_words(ids, out)?)
 }
 
-/// Reads the router's choice back: ids, and logits and weights if wanted.
+/// Reads the router's choice from the device: the ids, and if asked for the logits and the weights.
 fn read_choice(
     layer: &MoeWeights,
     logits: bool,

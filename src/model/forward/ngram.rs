@@ -1,4 +1,4 @@
-//! Rows of an n-gram table, added to the residual streams before a layer.
+//! Adds the rows of an n-gram table to the residual streams before a layer.
 
 use super::pass::{Pass, SnapshotMarks};
 use crate::{

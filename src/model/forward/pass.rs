@@ -1,4 +1,4 @@
-//! One pass: the rows that go through the layers together, what they are computed with, and the hooks between layers.
+//! One pass through the layers: its rows, the backend and buffers that compute them, and the hooks between layers.
 
 use super::buffers::{Buffers, Scratch};
 use crate::{
@@ -27,28 +27,29 @@ use std::{ops::Range, sync::Arc};
 /// The rows of one pass: consecutive tokens of one sequence, or a token of each of several sequences.
 pub struct Chunk<'a> {
     pub ids: &'a [u32],
-    /// For each row its sequence, if there are several. Then the next two fields have no effect.
+    /// If the rows belong to several sequences: the sequence of each row. `start` and `positions` are then ignored.
     pub sequences: &'a [SequenceRow],
-    /// The states of the sequences lie in the same buffers, and the device computes their rows together.
+    /// The states of all sequences are in the same buffers, and the device computes their rows in one operation.
     pub share_buffers: bool,
     /// Index of the first row in the sequence.
     pub start: usize,
     /// Positions of the rows.
     pub positions: RowPositions<'a>,
-    /// Rows that replace embeddings.
+    /// Rows of images, which replace embeddings.
     pub image_rows: &'a [ImageRows],
     /// The rows whose logits the caller wants.
     pub logits: Range<usize>,
-    /// A prompt visits nearly every expert once. Decoding visits those that earlier tokens visited.
+    /// The expert cache treats passes differently: a prompt uses nearly every expert once, and decoding uses the
+    /// experts of earlier tokens again.
     pub kind: PassKind,
-    /// The matrix products may be computed in half precision: these are rows of a prompt of more than one row.
+    /// True if the matrix products may use half precision: for the rows of a prompt, if there is more than one.
     pub half: bool,
     pub commit: Commit,
 }
 
 /// A row of one of several sequences.
 pub struct SequenceRow {
-    /// Number of the sequence's arena among those that share buffers.
+    /// Number of the sequence's arena among the arenas that share buffers.
     pub number: usize,
     /// Index of the row in its sequence.
     pub start: usize,
@@ -58,22 +59,22 @@ pub struct SequenceRow {
 
 /// Rows of an image, from the vision tower.
 pub struct ImageRows {
-    /// The first row of the chunk that they replace.
+    /// The first row of the chunk that is replaced.
     pub row: usize,
-    /// The rows of the whole image, `[tokens, hidden]`.
+    /// Rows of the whole image, `[tokens, hidden]`.
     pub values: Arc<Vec<f32>>,
-    /// Those of them that the chunk has.
+    /// The image's tokens that are in the chunk.
     pub tokens: Range<usize>,
 }
 
-/// A chunk and what it is computed with.
+/// A chunk, with the backend, buffers and weights that compute it.
 pub struct Pass<'a> {
     pub chunk: Chunk<'a>,
     pub config: &'a Config,
     pub backend: &'a mut dyn Backend,
     pub limits: BackendLimits,
     pub buffers: &'a Buffers,
-    /// The attention layers, with the format of their KV cache.
+    /// Sizes of the attention layers, and the format of their KV cache.
     pub attention: &'a AttentionShape,
     pub experts: Option<&'a ExpertStore>,
     pub slots: &'a ExpertSlots,
@@ -82,7 +83,7 @@ pub struct Pass<'a> {
     pub scratch: &'a mut Scratch,
 }
 
-/// The input of a part of a layer: rows `[rows, hidden]`, and the norm that they still need.
+/// The input of a layer part: rows `[rows, hidden]`, and the norm that the part must still apply.
 #[derive(Clone, Copy)]
 pub struct PartInput {
     x: Region,
@@ -91,7 +92,7 @@ pub struct PartInput {
 }
 
 impl PartInput {
-    /// Some of the rows.
+    /// The region of rows `rows`.
     pub fn rows(&self, rows: &Range<usize>) -> Region {
         self.x.rows(rows.start, rows.len(), self.hidden)
     }
@@ -105,14 +106,15 @@ pub struct LayerHooks<'a> {
     pub taps: &'a mut TapBuffers,
 }
 
-/// Rows after which to take a snapshot, and the delta nets' states there. Attention needs none: its cache only grows.
+/// Rows after which to take a snapshot, and the delta nets' states after these rows. The KV cache need not be recorded,
+/// because it only grows.
 #[derive(Default)]
 pub struct SnapshotMarks {
     /// Ascending.
     pub rows: Vec<usize>,
-    /// For each of `rows`: convolution and recurrent state of each delta net, layer by layer.
+    /// For each of `rows`: the convolution and recurrent states of all delta nets, layer by layer.
     pub states: Vec<Vec<u8>>,
-    /// For each of `rows`: the kept rows of each ring, layer by layer.
+    /// For each of `rows`: the rows of each ring that a snapshot keeps, layer by layer.
     pub rings: Vec<Vec<u8>>,
 }
 
@@ -121,7 +123,7 @@ impl Pass<'_> {
         self.chunk.ids.len()
     }
 
-    /// The rows of different sequences that the device computes together.
+    /// The table of rows, if they belong to different sequences and the device computes them in one operation.
     pub fn sequence_rows(&self) -> Option<SequenceRows> {
         let starts = || self.chunk.sequences.iter().map(|row| row.start);
         let (first, last) = (starts().min()?, starts().max()?);
@@ -133,7 +135,7 @@ impl Pass<'_> {
         Ok(self.backend.execute(&op.into())?)
     }
 
-    /// The rows in blocks: a mixer's buffers hold one block.
+    /// The rows of the pass in blocks. The buffers of a mixer hold one block.
     pub fn mixer_blocks(&self) -> impl Iterator<Item = Range<usize>> + use<> {
         let (rows, block) = (self.rows(), self.buffers.block);
         (0..rows).step_by(block).map(move |first| first..rows.min(first + block))
@@ -144,12 +146,13 @@ impl Pass<'_> {
         Norm { weight, eps: self.config.eps, keep: None }
     }
 
-    /// Rows of the residual, all streams.
+    /// The region of rows `rows` of the residual, with all streams.
     pub fn residual(&self, rows: &Range<usize>) -> Region {
         self.buffers.residual().rows(rows.start, rows.len(), self.config.residual_width())
     }
 
-    /// Prepares what a part of a layer reads. With several streams, h then starts at zero and collects the part's result.
+    /// Prepares the input of a layer part. With several streams, also sets `h` to zero, so that the part can add its
+    /// result to it.
     pub fn read(&mut self, residual: &Residual) -> Result<PartInput, ModelError> {
         let (b, hidden) = (self.buffers, self.config.hidden);
         let mix = match residual {
@@ -164,7 +167,7 @@ impl Pass<'_> {
         Ok(PartInput { x: b.normed, hidden, norm: None })
     }
 
-    /// The mixture of the streams of some rows, at most a mixer's block.
+    /// Computes the mixture of the streams for some rows, at most one block of a mixer.
     pub fn mix_streams(
         &mut self,
         weights: &StreamMix,
@@ -177,7 +180,7 @@ impl Pass<'_> {
         self.execute(&ReadStreams { shape, tokens, weights, streams, buffers, out, inject, zeroed })
     }
 
-    /// Adds h, the result of a part of a layer, to the residual it was read from.
+    /// Adds the result of a layer part to the residual.
     pub fn write(&mut self, residual: &Residual) -> Result<(), ModelError> {
         match residual {
             Residual::Norm(_) => Ok(()),
@@ -185,22 +188,23 @@ impl Pass<'_> {
         }
     }
 
-    /// Adds h times a factor per stream to the streams, or sets them to h. One stream is h itself.
+    /// Adds `h` times a factor for each stream to the streams. Without `inject`, sets all streams to `h`. Does nothing
+    /// if there is one stream, which is `h` itself.
     pub fn write_streams(&mut self, inject: Option<Region>) -> Result<(), ModelError> {
         let Some(shape) = &self.config.streams else { return Ok(()) };
         let (tokens, y, streams) = (self.rows(), self.buffers.h, self.buffers.streams);
         self.execute(WriteStreams { shape, tokens, y, inject, streams })
     }
 
-    /// `h += y W^T`: the end of a mixer.
+    /// `h += y W^T`, the output projection at the end of a mixer.
     pub fn out_proj<'w>(&self, out: &'w Weight, rows: &Range<usize>) -> Linear<'w> {
         let (x, tokens) = (self.buffers.y(rows.len()), rows.len());
         let y = self.buffers.h.rows(rows.start, tokens, self.config.hidden);
         Linear { x, tokens, norm: None, matrices: std::slice::from_ref(out), y, add: true }
     }
 
-    /// Writes the token ids, the table of sequences, and the table of rotations: `(cos, sin)` of `position * theta^(-2j / rope_dim)`. The frequencies
-    /// `j` take turns between the three axes of a position.
+    /// Writes the token ids, the table of sequences, and the table of rotations: `(cos, sin)` of `position * theta^(-2j
+    /// / rope_dim)`. The three axes of a position alternate over the frequencies `j`.
     pub fn write_inputs(&mut self) -> Result<(), ModelError> {
         self.backend.write_words(self.buffers.ids, self.chunk.ids)?;
         if self.chunk.share_buffers {
@@ -233,7 +237,7 @@ impl Pass<'_> {
         Ok(())
     }
 
-    /// Waits for the device, after an error too: it must not read expert slots that are released next.
+    /// Waits for the device, even after an error, because the expert slots that it reads are released next.
     pub fn finish(&mut self, done: Result<(), ModelError>) -> Result<(), ModelError> {
         let end = self.backend.sync_point();
         let waited = self.backend.wait_for(end);
@@ -243,7 +247,7 @@ impl Pass<'_> {
 }
 
 impl<'a> LayerHooks<'a> {
-    /// Hooks that only leave hidden rows.
+    /// Hooks that only record hidden rows.
     pub fn taps_only(taps: &'a mut TapBuffers) -> Self {
         Self { keep_going: None, on_route: None, marks: SnapshotMarks::default(), taps }
     }
@@ -266,7 +270,7 @@ impl SnapshotMarks {
         Self { states: vec![Vec::new(); rows.len()], rings: vec![Vec::new(); rows.len()], rows }
     }
 
-    /// Indices of the marks in a block of rows. A mark on a block boundary belongs to the earlier block.
+    /// Indices of the marks inside a block of rows. A mark on a block boundary belongs to the earlier block.
     pub fn within(&self, block: &Range<usize>) -> Range<usize> {
         let first = if block.start > 0 { self.rows.partition_point(|row| *row <= block.start) } else { 0 };
         first..self.rows.partition_point(|row| *row <= block.end)

@@ -1,5 +1,5 @@
-//! The architecture of qwen4_exp in plain tensors: several residual streams, attention to selected blocks, and an n-gram table.
-//! What it shares with Qwen3.5 is in the parent module.
+//! The architecture of qwen4_exp in plain tensors: several residual streams, attention to selected blocks, and an
+//! n-gram table. The parent module has the parts that are the same in Qwen3.5.
 //!
 //! ```text
 //! R = [x, x, ..]                        C streams of `hidden` values, x = embed[ids]
@@ -63,8 +63,9 @@ impl Reference {
         Ok(Computed { logits: linear(&u, &head)?, residuals, routes, stages })
     }
 
-    /// The mean of the normed streams, each times a gate per value; and the share of each stream in a part's result, if the
-    /// mixture `has_inject`. The gates come from all streams through a matrix of low rank.
+    /// Reads the streams: returns the mean of the normalised streams, each multiplied by its gates. A low-rank matrix
+    /// computes the gates from all streams. If the mixture `has_inject`, also returns the factor with which a part's
+    /// result is added to each stream.
     fn read(
         &self,
         shape: &StreamShape,
@@ -87,7 +88,7 @@ impl Reference {
         Ok((u, (sigmoid(&(inject / count as f64)?)? * 2.0)?))
     }
 
-    /// The RMS norm of each stream for itself. The weight has the width of all.
+    /// The RMS norm of each stream separately. The weight has the width of all streams.
     fn stream_norm(&self, r: &Tensor, name: &str) -> Result<Tensor, ModelError> {
         let (tokens, width) = r.dims2()?;
         let hidden = self.config.hidden;
@@ -96,14 +97,15 @@ impl Reference {
         Ok(scaled.reshape((tokens, width))?.broadcast_mul(&self.norm(name, width)?)?)
     }
 
-    /// The positions that each token attends to, as a mask `[T, T]`, and the blocks that it selects, `[T, blocks]`; -1 stands
-    /// for none. A block of `ratio` positions is scored by its key: the mean of its tokens' keys, then norm and rotation.
+    /// Returns the positions that each token attends to, as a mask `[T, T]`, and the blocks that it selects, `[T,
+    /// blocks]`, where -1 means none. A block of `ratio` positions is scored by its key: the mean of its tokens' keys,
+    /// then norm and rotation.
     fn select(&self, u: &Tensor, path: &str) -> Result<(Tensor, Tensor), ModelError> {
         let Some(shape) = self.config.indexer else {
             return Err(ModelError::Config("the attention layers have no indexer".into()));
         };
         let ((tokens, hidden), eps) = (u.dims2()?, self.config.eps);
-        // Rows that are this many positions apart.
+        // RoPE angles of `rows` rows that are `stride` positions apart.
         let angles = |rows: usize, stride: usize| {
             let positions: Vec<Position> = (0..rows).map(|row| [row * stride; 3]).collect();
             self.rope_angles(&positions)
@@ -141,8 +143,9 @@ impl Reference {
         Ok((constant(seen, (tokens, tokens), u)?, Tensor::from_vec(selected, (tokens, shape.blocks), &self.device)?))
     }
 
-    /// What the n-gram table adds to the streams, and the rows of each token. Each stream has a gate from the agreement of its
-    /// own values with a key; the value, times the gate, also passes a causal convolution.
+    /// Returns the values that the n-gram table adds to the streams, and the table rows of each token. The gate of a
+    /// stream is computed from the dot product of the stream with a key. The value times the gate is added directly,
+    /// and again after a causal convolution.
     fn ngram(&self, r: &Tensor, ids: &[u32], shape: &NgramShape, path: &str) -> Result<(Tensor, Tensor), ModelError> {
         let layout = NgramLayout::new(&self.checkpoint, &format!("{path}ple_embedding."), shape)?;
         let (rows, mut values) = (layout.rows_of(&[], ids), Vec::new());
@@ -159,7 +162,7 @@ impl Reference {
         let key = self.stream_norm(&key, &format!("{path}norm_key.weight"))?;
         let query = self.stream_norm(r, &format!("{path}norm_query.weight"))?;
         let s = ((streams(&key)? * streams(&query)?)?.sum_keepdim(D::Minus1)? * (hidden as f64).powf(-0.5))?;
-        // The square root with the sign of its argument.
+        // The square root of the magnitude, with the sign of the argument.
         let s = (s.sign()? * s.abs()?.maximum(1e-6)?.sqrt()?)?;
         let value = linear(&e, &self.matrix(&format!("{path}value_proj"), hidden, shape.width)?)?;
         let gated = sigmoid(&s)?.broadcast_mul(&value.unsqueeze(1)?)?.reshape((tokens, width))?;
@@ -172,7 +175,7 @@ impl Reference {
     }
 }
 
-/// Adds `y` to each stream, times the stream's share.
+/// Adds `y` times the stream's factor `inject` to each stream.
 fn write(r: &Tensor, inject: &Tensor, y: &Tensor) -> candle_core::Result<Tensor> {
     r + inject.unsqueeze(2)?.broadcast_mul(&y.unsqueeze(1)?)?.reshape(r.shape())?
 }

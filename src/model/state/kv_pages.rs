@@ -1,8 +1,8 @@
 //! The KV cache's memory: pages of [`PAGE`] positions of all layers, which sequences and snapshots share.
 //!
-//! A sequence writes only to pages that no one else holds: those after its last full page. A full page is never written
-//! again, so a snapshot and the sequences restored from it hold the same one. A page returns to the pool when its last
-//! holder drops it. Each sequence has a table of its pages' numbers on the device.
+//! A full page is never written again, so a snapshot and the sequences restored from it share its full pages. A
+//! sequence writes only to its pages after the last full one, which no other sequence or snapshot has. A page returns
+//! to the pool when its last reference is dropped. Each sequence has a table of its page numbers on the device.
 
 use crate::{
     device::{DeviceError, Region},
@@ -19,20 +19,20 @@ use std::{borrow::Cow, fmt, sync::Arc, time::Duration};
 
 pub use crate::ops::attention::PAGE;
 
-/// Longest wait for a free page. Another thread may hold one while it reads it.
+/// Maximum time to wait for a free page. Another thread may hold the last one while reading it.
 const FREE_PAGE_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Keys and values of up to [`PAGE`] positions, in an order that only the model knows.
+/// Keys and values of up to [`PAGE`] positions. The layout of the bytes is private to the model.
 #[derive(Debug)]
 pub enum KvPage {
     /// A copy in the CPU's memory.
     Copied(Vec<u8>),
-    /// The page where they were computed.
+    /// A page of the pool, on the device.
     Pooled(PooledPage),
 }
 
 impl KvPage {
-    /// Bytes.
+    /// Number of bytes.
     pub fn len(&self) -> usize {
         match self {
             KvPage::Copied(bytes) => bytes.len(),
@@ -44,7 +44,7 @@ impl KvPage {
         self.len() == 0
     }
 
-    /// The page's bytes.
+    /// Reads the bytes of the page.
     ///
     /// # Errors
     /// The model that owns the page was unloaded.
@@ -62,14 +62,14 @@ impl From<Vec<u8>> for KvPage {
     }
 }
 
-/// A page of the pool. Dropping it returns the page.
+/// A page of the pool. Dropping it returns the page to the pool.
 pub struct PooledPage {
     pool: Arc<PagePool>,
     index: u32,
 }
 
 impl PooledPage {
-    /// The page's number, if it belongs to `pool`.
+    /// The number of the page, if it belongs to `pool`.
     pub fn index_in(&self, pool: &Arc<PagePool>) -> Option<u32> {
         Arc::ptr_eq(&self.pool, pool).then_some(self.index)
     }
@@ -93,20 +93,20 @@ pub struct PagePool {
     backend: WeakBackend,
     /// Keys and values of each attention layer, `[pages, page_part]` bytes each.
     pub layers: Vec<[Region; 2]>,
-    /// Block keys of each attention layer's indexer, `[pages, index_part]` bytes. Empty if there are no indexers.
+    /// Block keys of the indexer of each attention layer, `[pages, index_part]` bytes. Empty if there are no indexers.
     pub index: Vec<Region>,
-    /// Bytes of a page in one of a layer's regions.
+    /// Bytes of one page in one region of `layers`, and in one of `index`.
     page_part: usize,
     index_part: usize,
     /// Key and value heads. A page has [`PAGE`] rows of each.
     kv_heads: usize,
-    /// Numbers of the pages that no one holds.
+    /// Numbers of the free pages.
     free: Mutex<Vec<u32>>,
     page_freed: Condvar,
     count: usize,
-    /// Pages of one full context.
+    /// Number of pages of one full context.
     context_pages: usize,
-    /// Bytes beyond those that the plan counts for one context.
+    /// Bytes of the pages in excess of those that the memory plan counts for one context.
     beyond_context: u64,
 }
 
@@ -117,8 +117,7 @@ impl fmt::Debug for PagePool {
 }
 
 impl PagePool {
-    /// Allocates as many pages as `plan` has room for. The system commits their memory when it is first written, where it
-    /// can.
+    /// Allocates as many pages as `plan` allows. If possible, the system commits their memory when it is first written.
     pub fn new(
         config: &Config,
         shape: &AttentionShape,
@@ -153,12 +152,12 @@ impl PagePool {
         }))
     }
 
-    /// All pages.
+    /// Number of all pages.
     pub fn count(&self) -> usize {
         self.count
     }
 
-    /// Pages that no one holds.
+    /// Number of free pages.
     pub fn free(&self) -> usize {
         self.free.lock().len()
     }
@@ -173,7 +172,7 @@ impl PagePool {
         self.beyond_context
     }
 
-    /// Bytes by which the pages in use, and `more` pages, exceed one context.
+    /// Bytes by which the pages in use plus `more` pages exceed one context.
     pub fn excess_bytes(&self, more: usize) -> u64 {
         (self.count + more).saturating_sub(self.free() + self.context_pages) as u64 * self.page_bytes()
     }
@@ -196,11 +195,12 @@ impl PagePool {
         Ok(Arc::new(KvPage::Pooled(page)))
     }
 
-    /// The first `rows` positions of a page: for each layer keys, then values, head by head, then the indexers' block keys.
+    /// Reads the first `rows` positions of a page. For each layer, the keys and then the values, head by head. At the
+    /// end, the block keys of the indexers.
     pub fn read(&self, index: u32, rows: usize) -> Result<Vec<u8>, DeviceError> {
         let mut backend = self.backend()?;
         let lock = backend.clone();
-        // A pass of the engine's thread must not begin between two reads.
+        // Locked, so that the engine's thread cannot start a pass between two reads.
         let _guard = lock.lock();
         let mut out = vec![0; self.page_bytes() as usize / PAGE * rows];
         let mut rest = &mut out[..];
@@ -230,8 +230,8 @@ impl PagePool {
         self.backend.upgrade().ok_or_else(|| DeviceError("the model of these pages was unloaded".into()))
     }
 
-    /// The regions of the first `rows` positions of a page: one per layer for a full page, else one per head. Block keys are
-    /// cut in proportion, which keeps those of closed blocks.
+    /// The regions of the first `rows` positions of a page: one for each layer if the page is full, otherwise one for
+    /// each head. Of the block keys, the same share is included, which covers all closed blocks.
     fn regions(&self, index: u32, rows: usize) -> impl Iterator<Item = Region> {
         let (page_part, kv_heads) = (self.page_part, self.kv_heads);
         let head_row = page_part / PAGE / kv_heads;

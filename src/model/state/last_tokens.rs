@@ -1,6 +1,6 @@
-//! The last tokens of a sequence, for hashes of n-grams.
+//! The last tokens of a sequence, for n-gram hashes.
 
-/// Tokens from some position on.
+/// The tokens of a sequence from position `base` on.
 #[derive(Debug, Default)]
 pub struct LastTokens {
     /// Position of the first token.
@@ -9,18 +9,18 @@ pub struct LastTokens {
 }
 
 impl LastTokens {
-    /// `ids` as the tokens directly before position `len`.
+    /// Stores `ids` as the tokens directly before position `len`.
     pub fn ending_at(len: usize, ids: Vec<u32>) -> Self {
         Self { base: len.saturating_sub(ids.len()), ids }
     }
 
-    /// Sets the tokens from position `at` on, and discards later tokens.
+    /// Replaces all tokens from position `at` on by `ids`.
     pub fn write(&mut self, at: usize, ids: &[u32]) {
         self.ids.truncate(at.saturating_sub(self.base));
         self.ids.extend(ids);
     }
 
-    /// Up to `count` tokens before position `len`.
+    /// Returns up to `count` tokens before position `len`.
     pub fn before(&self, len: usize, count: usize) -> &[u32] {
         let end = len.saturating_sub(self.base).min(self.ids.len());
         &self.ids[end.saturating_sub(count)..end]

@@ -35,7 +35,8 @@ pub struct DeltaState {
 
 /// Projected inputs of rows that the state does not include yet.
 ///
-/// Double-buffered: a verify reads the rows of the previous one from one half and writes its own to the other.
+/// Double-buffered: a verify reads the rows of the previous verify from one half and writes its own rows to the other
+/// half.
 #[derive(Debug, Clone, Copy)]
 pub struct ReplayBuffer {
     /// Projections, `[2, MAX_VERIFY_ROWS, width]`.
@@ -55,7 +56,7 @@ pub enum Commit {
     Now,
     /// First call of a verify: replayed rows go into the state, new rows go to the replay buffer.
     VerifyFirst,
-    /// Later call of the same verify, which has `before` rows already.
+    /// Later call of the same verify. Earlier calls have computed `before` rows.
     VerifyNext { before: usize },
 }
 
@@ -83,7 +84,7 @@ impl Commit {
 }
 
 impl DeltaState {
-    /// The bytes that a snapshot holds.
+    /// The regions that a snapshot copies.
     pub fn regions(&self) -> [Region; 2] {
         [self.conv, self.recurrent]
     }
@@ -111,7 +112,8 @@ impl DeltaState {
         Replay { rows, proj: rows_of(proj, shape.width()), mixed: rows_of(mixed, shape.channels()) }
     }
 
-    /// Where a verify puts the projections and convolution outputs of `rows` new rows. `None` for rows that are final.
+    /// The regions to which a verify writes the projections and convolution outputs of `rows` new rows. `None` if the
+    /// rows are final.
     pub fn replay_rows(&self, shape: &DeltaShape, commit: Commit, rows: usize) -> Option<[Region; 2]> {
         let ReplayBuffer { proj, mixed, half, .. } = self.replay?;
         let first = match commit {
@@ -122,7 +124,7 @@ impl DeltaState {
         Some([proj.rows(first, rows, shape.width()), mixed.rows(first, rows, shape.channels())])
     }
 
-    /// Number of rows, first replayed and then new ones, that the pass must add to the state.
+    /// Number of rows that the pass must add to the state: replayed rows first, then new rows.
     pub fn rows_to_commit(&self, commit: Commit, new_rows: usize) -> usize {
         let pending = self.replay.map_or(0, |buffer| buffer.rows);
         match commit {

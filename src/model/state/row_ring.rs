@@ -1,4 +1,5 @@
-//! Rings of rows by position: what a layer keeps of the last positions besides keys, values and recurrent state.
+//! Ring buffers with one row for each of the last positions: state of a layer other than keys, values and recurrent
+//! state.
 //!
 //! A ring holds `capacity` rows; position `p` is row `p % capacity`. Rejected rows need no rollback: later rows overwrite them. A
 //! snapshot copies the rows that positions after it depend on.
@@ -21,7 +22,7 @@ pub struct RowRing {
 /// The rows before a position that later positions depend on.
 #[derive(Debug, Clone, Copy)]
 pub enum KeptRows {
-    /// The last this many rows.
+    /// The last rows, as many as the number says.
     Last(usize),
     /// The rows after the last multiple of this many positions.
     OpenBlock(usize),
@@ -44,7 +45,7 @@ impl KeptRows {
 }
 
 impl RowRing {
-    /// Bytes in a snapshot, the same at every position.
+    /// Bytes of the kept rows in a snapshot. The same at every position.
     pub fn snapshot_bytes(&self) -> usize {
         self.keep.most() * self.width * 4
     }
@@ -54,7 +55,7 @@ impl RowRing {
         self.rows.rows(position % capacity, 1, self.width)
     }
 
-    /// Appends what a snapshot of `len` positions holds.
+    /// Appends the rows that a snapshot of `len` positions keeps to `out`.
     pub fn append_bytes(&self, len: usize, backend: &mut dyn Backend, out: &mut Vec<u8>) -> Result<(), DeviceError> {
         let end = out.len() + self.snapshot_bytes();
         self.keep.before(len).try_for_each(|position| append_region(backend, self.row(position), out))?;
@@ -62,7 +63,7 @@ impl RowRing {
         Ok(())
     }
 
-    /// The reverse of [`RowRing::append_bytes`]. `bytes` has [`RowRing::snapshot_bytes`].
+    /// Restores the rows that [`RowRing::append_bytes`] wrote. `bytes` has the length [`RowRing::snapshot_bytes`].
     pub fn restore(&self, len: usize, bytes: &[u8], backend: &mut dyn Backend) -> Result<(), DeviceError> {
         let mut rows = self.keep.before(len).zip(bytes.chunks_exact(self.width * 4));
         rows.try_for_each(|(position, row)| backend.write(self.row(position), row))

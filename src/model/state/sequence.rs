@@ -1,7 +1,7 @@
-//! The state of one sequence. It lies on the device and is updated in place.
+//! The state of one sequence. It is in the device's memory and is updated in place.
 //!
-//! Full-attention layers have keys and values in pages of the pool. Delta nets have a convolution and a recurrent state of
-//! fixed size. That fixed part is an *arena*, reused by the next sequence: starting one allocates and frees nothing.
+//! Full-attention layers have keys and values in pages of the pool. Delta nets have a convolution and a recurrent state
+//! of fixed size. This fixed part is an *arena*. The next sequence reuses it, so starting a sequence allocates nothing.
 
 use super::{
     kv_pages::{KvPage, PAGE, PagePool},
@@ -22,21 +22,21 @@ use crate::{
 use parking_lot::Mutex;
 use std::{ops::Range, sync::Arc};
 
-/// Bytes of `next` at the end of a snapshot's states.
+/// Bytes of the position `next` at the end of a snapshot's state.
 pub const NEXT_BYTES: usize = 8;
-/// Maximum number of rows of one call that a ring has room for.
+/// Maximum number of rows that one call writes to a ring.
 pub const MAX_RING_BLOCK: usize = 2048;
 
 /// One layer's state.
 #[derive(Debug, Clone, Copy)]
 pub enum LayerState {
-    /// Keys are stored after norm and rotation. The second cache is that of an indexer, empty if there is none.
+    /// The KV cache, with keys after norm and RoPE, and the cache of the indexer, which is empty if there is none.
     Attention(KvCache, IndexCache),
     DeltaNet(DeltaState),
 }
 
 impl LayerState {
-    /// The states of the sequences up to this one, which is the `number`-th in its buffers, as if they were one.
+    /// The states of all sequences up to this one, as one region each. This sequence is the `number`-th in its buffers.
     pub fn up_to(&self, number: usize) -> Self {
         let all = |region: Region| Region {
             offset: region.offset - number * region.len,
@@ -57,19 +57,19 @@ impl LayerState {
     }
 }
 
-/// The memory of a sequence apart from its pages.
+/// The memory of a sequence except its KV pages.
 #[derive(Debug, Default)]
 pub struct Arena {
-    /// Its number among the arenas in the same buffers.
+    /// Number of this arena among those in the same buffers.
     number: usize,
     layers: Vec<LayerState>,
     rings: Rings,
-    /// The numbers of the sequence's pages, as the device reads them.
+    /// The page table of the sequence, which the device reads.
     table: Region,
 }
 
 impl Arena {
-    /// One of `count` arenas in these buffers.
+    /// The `number`-th of `count` arenas in these buffers.
     fn part(number: usize, count: usize, layers: &[LayerState], rings: &Rings, table: Region) -> Self {
         let part = |region: Region| region.part(number * (region.len / count), region.len / count);
         let ring = |ring: &RowRing| RowRing { rows: part(ring.rows), ..*ring };
@@ -89,12 +89,12 @@ impl Arena {
     }
 }
 
-/// Rows of the last positions, by layer.
+/// The ring buffers of a sequence.
 #[derive(Debug, Clone, Default)]
 pub struct Rings {
-    /// In order of layers, as snapshots hold them.
+    /// All rings, in order of layers. Snapshots use the same order.
     all: Vec<RowRing>,
-    /// The inputs of the convolutions after n-gram tables, table by table.
+    /// For each n-gram table, the inputs of its convolution.
     pub ngrams: Vec<RowRing>,
 }
 
@@ -104,17 +104,18 @@ pub type FreeArenas = Arc<Mutex<ArenaList>>;
 #[derive(Debug)]
 pub struct ArenaList {
     free: Vec<Arena>,
-    /// Arenas of the next allocation. They share buffers, so that a GPU computes rows of their sequences together.
+    /// Number of arenas in the next allocation. They share buffers, so that a GPU can compute rows of their sequences
+    /// in one operation.
     next: usize,
 }
 
 impl ArenaList {
-    /// `together` arenas share buffers. Any further arena has its own.
+    /// Creates an empty list. The first `together` arenas share buffers. Each later arena has its own.
     pub fn new(together: usize) -> FreeArenas {
         Arc::new(Mutex::new(Self { free: Vec::new(), next: together.max(1) }))
     }
 
-    /// Takes a free arena, the one that was allocated first.
+    /// Takes the free arena with the lowest number.
     fn take(&mut self) -> Option<Arena> {
         let oldest = (0..self.free.len()).min_by_key(|index| {
             let arena = &self.free[*index];
@@ -128,22 +129,22 @@ impl ArenaList {
 /// older history.
 #[derive(Debug)]
 pub struct QwenState {
-    /// Tokens seen.
+    /// Number of tokens in the sequence.
     pub len: usize,
-    /// Position of the next text token. Less than `len` after images.
+    /// Position of the next text token. Smaller than `len` if the sequence has images.
     pub next: usize,
-    /// Rows of the last verify, until another pass follows it.
+    /// Number of rows of the last verify. 0 after any other pass.
     pub verified: usize,
     pub layers: Vec<LayerState>,
     pub rings: Rings,
     /// The last tokens, for the n-gram tables.
     pub tokens: LastTokens,
-    /// Tokens that a snapshot keeps.
+    /// Number of tokens that a snapshot keeps.
     kept_tokens: usize,
-    /// The number of its arena.
+    /// Number of its arena among those that share buffers.
     pub number: usize,
     table: Region,
-    /// In order. Pages after the last full page before `len` are the sequence's alone.
+    /// Pages in order of positions. Only pages that are full at `len` may be shared with snapshots and other sequences.
     pages: Vec<Arc<KvPage>>,
     pool: Arc<PagePool>,
     /// The format of keys and values.
@@ -151,27 +152,28 @@ pub struct QwenState {
     free_arenas: FreeArenas,
 }
 
-/// The attention layers with the format of their KV cache: `format`, which the device prefers, or fewer `bits`. The cache
-/// holds `context` positions; a pass writes at most `rows` of them.
+/// Sizes of the attention layers, and the format of their KV cache: the one that the device prefers, or fewer `bits`.
+/// The cache holds `context` positions, of which one pass writes at most `rows`.
 pub fn kv_shape(config: &Config, limits: &BackendLimits, bits: KvBits, context: usize, rows: usize) -> AttentionShape {
     let shape = AttentionShape { context, ..config.attention };
     let Some(quantised) = bits.format() else { return AttentionShape { format: limits.kv_format, ..shape } };
-    // Enough that the recent positions survive snapshots and rejected rows anywhere in a pass.
+    // Large enough that no recent position is overwritten before a snapshot inside a pass needs it, or before rows are
+    // rejected.
     let capacity = (rows + 2 * RECENT).next_multiple_of(RECENT);
     AttentionShape { format: quantised, recent: Some(RecentRing { capacity, format: limits.recent_format }), ..shape }
 }
 
-/// Bytes of keys and values of one token, all layers.
+/// Bytes of the keys and values of one token in all layers.
 pub fn kv_bytes_per_token(config: &Config, format: KvFormat) -> u64 {
     let a = &config.attention;
     let index = config.indexer.map_or(0, |indexer| indexer.page_bytes() / PAGE);
     (config.full_layers() * (2 * a.kv_heads * format.row_bytes(a.dim) + index)) as u64
 }
 
-/// The sizes of the rings in floats: rows of the last positions, their width, and what snapshots keep of them.
+/// For each ring: its number of rows, floats per row, and the rows that snapshots keep.
 fn ring_sizes(config: &Config, block: usize) -> Vec<(usize, usize, KeptRows)> {
     let mut sizes = Vec::new();
-    // A verify may come in several calls, of which all rows but the first can be rejected.
+    // A verify may have several calls, and all of its rows except the first can be rejected.
     let block = block.max(MAX_VERIFY_ROWS);
     for (layer, full) in config.full.iter().enumerate() {
         if let Some(ngram) = config.ngrams.iter().find(|ngram| ngram.layer == layer) {
@@ -185,7 +187,8 @@ fn ring_sizes(config: &Config, block: usize) -> Vec<(usize, usize, KeptRows)> {
     sizes
 }
 
-/// Bytes of the rings and the last tokens: of a sequence, and in a snapshot. `block` is the most rows of a mixer's call.
+/// Bytes of the rings and the last tokens in a sequence, and in a snapshot. `block` is the maximum number of rows in
+/// one call of a mixer.
 pub fn ring_bytes(config: &Config, block: usize) -> [u64; 2] {
     let mut bytes = [0, kept_tokens(config) as u64 * 4];
     for (capacity, width, keep) in ring_sizes(config, block) {
@@ -195,17 +198,17 @@ pub fn ring_bytes(config: &Config, block: usize) -> [u64; 2] {
     bytes
 }
 
-/// Tokens before a position that its n-grams depend on.
+/// Number of tokens before a position that its n-grams depend on.
 fn kept_tokens(config: &Config) -> usize {
     config.ngrams.iter().map(|ngram| ngram.size - 1).max().unwrap_or(0)
 }
 
-/// Bytes of the recent 16-bit positions in a snapshot of a cache with fewer bits.
+/// Bytes that the recent positions, which have 16 bits, take in a snapshot if the cache has fewer bits.
 pub fn recent_snapshot_bytes(config: &Config, shape: &AttentionShape) -> u64 {
     shape.recent.map_or(0, |recent| 2 * RECENT as u64 * kv_bytes_per_token(config, recent.format))
 }
 
-/// Bytes of the delta nets' states.
+/// Bytes of the states of all delta nets in one sequence.
 pub fn delta_bytes(config: &Config) -> u64 {
     let d = &config.delta;
     let layer = d.value_heads * d.value_dim * d.key_dim + (d.conv_width - 1) * d.channels();
@@ -213,7 +216,7 @@ pub fn delta_bytes(config: &Config) -> u64 {
 }
 
 impl QwenState {
-    /// An empty sequence.
+    /// Starts an empty sequence.
     pub fn new(
         config: &Config,
         shape: AttentionShape,
@@ -231,7 +234,7 @@ impl QwenState {
         Ok(state)
     }
 
-    /// A sequence whose delta-net states are undefined. The caller restores a snapshot into it.
+    /// Allocates a sequence whose delta-net states are undefined. The caller restores a snapshot into it.
     pub fn uninitialised(
         config: &Config,
         shape: AttentionShape,
@@ -246,7 +249,7 @@ impl QwenState {
                 let list = &mut *free_arenas.lock();
                 list.free = allocate(config, &shape, pool, list.next, backend)?;
                 list.next = 1;
-                list.take().ok_or_else(|| DeviceError("there is no room for a sequence".into()))?
+                list.take().ok_or_else(|| DeviceError("no free state for another sequence".into()))?
             }
         };
         let (pages, pool, free_arenas) = (Vec::new(), pool.clone(), free_arenas.clone());
@@ -269,7 +272,7 @@ impl QwenState {
         })
     }
 
-    /// True if the states of both lie in the same buffers.
+    /// True if the states of both sequences are in the same buffers.
     pub fn shares_buffers(&self, other: &Self) -> bool {
         self.table.buffer == other.table.buffer
     }
@@ -283,14 +286,14 @@ impl QwenState {
         self.write_table(had, backend)
     }
 
-    /// Writes the numbers of the pages from `first` on into the device's table.
+    /// Writes the numbers of the pages from `first` on to the page table on the device.
     fn write_table(&self, first: usize, backend: &mut dyn Backend) -> Result<(), ModelError> {
         let numbers: Vec<u32> = self.pages[first..].iter().filter_map(|page| self.page_index(page)).collect();
         let at = self.table.part(first * 4, numbers.len() * 4);
         if numbers.is_empty() { Ok(()) } else { Ok(backend.write_words(at, &numbers)?) }
     }
 
-    /// A page's number, if it belongs to this sequence's pool.
+    /// The number of a page, if it belongs to the pool of this sequence.
     fn page_index(&self, page: &KvPage) -> Option<u32> {
         match page {
             KvPage::Pooled(page) => page.index_in(&self.pool),
@@ -298,8 +301,8 @@ impl QwenState {
         }
     }
 
-    /// A snapshot of the first `len` tokens, after which `next` had this value. The delta nets' states and the rings' kept rows
-    /// were `fixed`.
+    /// Takes a snapshot of the first `len` tokens. `next` is the position after them. `fixed` has the states of the
+    /// delta nets and the kept rows of the rings after them.
     pub fn snapshot(
         &mut self,
         len: usize,
@@ -310,10 +313,10 @@ impl QwenState {
         let Self { layers, shape, .. } = self;
         let mut state = fixed;
         let tokens = self.tokens.before(len, self.kept_tokens);
-        // Before the start, every n-gram is cut: `u32::MAX` stands for no token.
+        // `u32::MAX` marks positions before the start, which have no token.
         let missing = std::iter::repeat_n(u32::MAX, self.kept_tokens - tokens.len());
         state.extend(missing.chain(tokens.iter().copied()).flat_map(u32::to_le_bytes));
-        // The same size at every position.
+        // Padded, so that snapshots have the same size at every position.
         let size = state.len() + recent_bytes(layers, shape);
         recent_regions(layers, shape, recent_start(len)..len)
             .try_for_each(|region| append_region(backend, region, &mut state))?;
@@ -334,8 +337,8 @@ impl QwenState {
         })
     }
 
-    /// The bytes of the delta nets' states and of the rings' kept rows. The states must include all rows: no replay is
-    /// pending.
+    /// Reads the states of the delta nets and the kept rows of the rings. No replay may be pending, so that the states
+    /// include all rows.
     pub fn fixed_bytes(&self, backend: &mut dyn Backend) -> Result<Vec<u8>, DeviceError> {
         let mut out = Vec::new();
         delta_regions(&self.layers).try_for_each(|region| append_region(backend, region, &mut out))?;
@@ -407,7 +410,7 @@ impl SequenceState for QwenState {
         (self.len + tokens).min(self.shape.context).div_ceil(PAGE).saturating_sub(self.pages.len())
     }
 
-    /// Full pages are always shared.
+    /// A snapshot shares all full pages.
     fn shared_positions(&self) -> usize {
         usize::MAX
     }
@@ -420,8 +423,7 @@ impl Drop for QwenState {
     }
 }
 
-/// The regions of the recent positions that a cache with fewer bits also keeps in 16 bits. `positions` starts at a
-/// multiple of [`RECENT`].
+/// The regions of recent positions in the rings of a quantized cache. `positions` starts at a multiple of [`RECENT`].
 fn recent_regions(
     layers: &[LayerState],
     shape: &AttentionShape,
@@ -441,7 +443,7 @@ fn recent_regions(
     })
 }
 
-/// Maximum number of bytes that [`recent_regions`] can have.
+/// Maximum total length of [`recent_regions`] in bytes.
 fn recent_bytes(layers: &[LayerState], shape: &AttentionShape) -> usize {
     let row = shape.recent.map_or(0, |ring| ring.format.row_bytes(shape.dim));
     kv_caches(layers).count() * 2 * shape.kv_heads * 2 * RECENT * row

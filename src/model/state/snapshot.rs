@@ -1,8 +1,9 @@
-//! Snapshots: the state of a sequence at one position, kept so that another prompt can continue from there.
+//! Snapshots: the saved state of a sequence at one position. Another prompt that starts with the same tokens can
+//! continue from it.
 //!
-//! Keys and values only grow, so a full page of them is never written again: the sequence, its snapshots and the sequences
-//! restored from them share it ([`kv_pages`](super::kv_pages)). The positions after the last full page and the delta nets'
-//! states are overwritten by later tokens, so each snapshot has its own copy of those.
+//! Keys and values only grow, so a full page of them is never written again: the sequence, its snapshots and the
+//! sequences restored from them share it ([`kv_pages`](super::kv_pages)). Later tokens overwrite the delta nets' states
+//! and the positions after the last full page, so each snapshot has its own copy of these.
 
 use super::kv_pages::{KvPage, PAGE};
 use crate::device::DeviceError;
@@ -11,21 +12,21 @@ use std::{
     sync::{Arc, Weak},
 };
 
-/// A sequence at one position. Cloning shares the data.
+/// The saved state of a sequence. Clones share the data.
 #[derive(Debug, Clone, Default)]
 pub struct Snapshot {
-    /// Tokens seen.
+    /// Number of tokens.
     pub len: usize,
     /// Keys and values of [`PAGE`] positions each. The last page may hold fewer.
     pub pages: Vec<Arc<KvPage>>,
-    /// Delta and convolution states of all layers.
+    /// Recurrent and convolution states of all delta nets.
     pub state: Arc<Vec<u8>>,
 }
 
 /// Sizes of a model's snapshots, in bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct SnapshotSize {
-    /// Delta and convolution states.
+    /// Recurrent and convolution states of all delta nets.
     pub state: u64,
     /// Keys and values of one position.
     pub position: u64,
@@ -38,15 +39,15 @@ impl SnapshotSize {
     }
 }
 
-/// Which pages of a sequence existing snapshots hold as copies. For a model that does not compute in pages.
+/// The copies of a sequence's pages that existing snapshots hold. For a model whose KV cache has no pages.
 #[derive(Debug, Default)]
 pub struct CopiedPages {
     pages: Vec<Weak<KvPage>>,
 }
 
 impl CopiedPages {
-    /// A snapshot of the first `len` positions with the delta-net states `state`. `read` returns the keys and values of a
-    /// range of positions within one page.
+    /// Takes a snapshot of the first `len` positions with the delta-net states `state`. `read` returns the keys and
+    /// values of a range of positions within one page.
     pub fn snapshot<E>(
         &mut self,
         len: usize,
@@ -69,19 +70,19 @@ impl CopiedPages {
         Ok(Snapshot { len, pages, state: Arc::new(state) })
     }
 
-    /// Positions from the start whose pages a snapshot of this sequence would share.
+    /// Number of positions from the start whose pages a new snapshot would share with existing ones.
     pub fn held(&self) -> usize {
         self.pages.iter().take_while(|page| page.strong_count() > 0).count() * PAGE
     }
 
-    /// Restores `snapshot`. `write` receives the keys and values of each range of positions that differ from this
-    /// sequence's own.
+    /// Restores `snapshot`. Calls `write` with the keys and values of each page that differs from the sequence's own.
     pub fn restore<E: From<DeviceError>>(
         &mut self,
         snapshot: &Snapshot,
         mut write: impl FnMut(Range<usize>, &[u8]) -> Result<(), E>,
     ) -> Result<(), E> {
-        // A weak reference keeps the address of a dropped page from being reused, so equal addresses are equal pages.
+        // While a weak reference exists, the address of a dropped page is not reused, so equal addresses mean equal
+        // pages.
         let same = |(ours, theirs): &(&Weak<KvPage>, &Arc<KvPage>)| ours.as_ptr() == Arc::as_ptr(theirs);
         let same = self.pages.iter().zip(&snapshot.pages).take_while(same).count();
         self.pages.truncate(same);
@@ -100,7 +101,7 @@ impl CopiedPages {
 mod tests {
     use super::*;
 
-    /// Position `n` of the sequence holds one byte, `n / 3`.
+    /// The keys and values of position `n` are one byte, `n / 3`.
     fn read(range: Range<usize>) -> Result<Vec<u8>, DeviceError> {
         Ok(range.map(|position| (position / 3) as u8).collect())
     }

@@ -1,4 +1,4 @@
-//! The vision tower's dimensions, and the sizes of images that it was trained with.
+//! The dimensions of the vision tower, and the limits of image sizes.
 
 use crate::{
     error::ModelError,
@@ -10,7 +10,7 @@ use std::path::Path;
 
 /// Maximum size of a processor configuration in bytes.
 const MAX_BYTES: u64 = 1 << 20;
-/// Pixels of the smallest and largest image if the checkpoint does not say.
+/// Number of pixels of the smallest and the largest image, if the checkpoint does not define them.
 const PIXELS: [u64; 2] = [65_536, 16_777_216];
 /// Colour channels.
 pub const CHANNELS: usize = 3;
@@ -26,24 +26,24 @@ pub struct VisionConfig {
     pub out_hidden: usize,
     /// Pixels per side of a patch.
     pub patch: usize,
-    /// Frames per patch. A still image is repeated.
+    /// Frames per patch. A still image is repeated for each frame.
     pub frames: usize,
     /// Patches per side of the block that becomes one token.
     pub merge: usize,
     /// Rows and columns of the position table.
     pub table_side: usize,
     pub rope_theta: f32,
-    /// The placeholder of an image's tokens.
+    /// The token id that is the placeholder for each token of an image.
     pub image_token: u32,
 }
 
 /// Scaling and normalisation of images.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ImageLimits {
-    /// Pixels of the smallest and the largest image.
+    /// Number of pixels of the smallest and the largest image.
     pub min_pixels: u64,
     pub max_pixels: u64,
-    /// Sides are multiples of this: a block of patches.
+    /// The sides of a scaled image are multiples of this: the side of a block of patches in pixels.
     pub factor: usize,
     pub mean: [f32; CHANNELS],
     pub std: [f32; CHANNELS],
@@ -109,15 +109,15 @@ impl VisionConfig {
         self.hidden / self.heads
     }
 
-    /// Values of a patch.
+    /// Number of values of a patch.
     pub fn patch_values(&self) -> usize {
         CHANNELS * self.frames * self.patch * self.patch
     }
 }
 
 impl ImageLimits {
-    /// Reads `processor_config.json`, else `preprocessor_config.json`. `min_pixels` and `max_pixels` win over `size`, whose
-    /// `edge` fields are pixels as well.
+    /// Reads `processor_config.json`, or `preprocessor_config.json` if there is none. `min_pixels` and `max_pixels`
+    /// take precedence over `size`. The `edge` fields of `size` are numbers of pixels, too.
     pub fn read(dir: &Path, config: &VisionConfig) -> Result<Self, ModelError> {
         let read = |name: &str| -> Result<Option<Value>, ModelError> {
             let path = dir.join(name);
@@ -175,7 +175,7 @@ impl ImageLimits {
         Ok(limits)
     }
 
-    /// Limits of images with at most this many tokens.
+    /// The limits for images of at most this many tokens.
     pub fn with_max_tokens(self, tokens: usize) -> Self {
         let max_pixels = self.max_pixels.min(tokens.saturating_mul(self.factor.pow(2)) as u64);
         Self { max_pixels, min_pixels: self.min_pixels.min(max_pixels), ..self }

@@ -1,5 +1,5 @@
-//! From the bytes of a PNG, JPEG, WebP or GIF file to 8-bit RGB. Everything that the file claims is checked against limits
-//! before memory is allocated for it.
+//! Decodes PNG, JPEG, WebP and GIF files to 8-bit RGB. All sizes in a file are checked against limits before memory is
+//! allocated.
 
 use super::{
     config::CHANNELS,
@@ -13,23 +13,24 @@ use std::io::Cursor;
 pub const MAX_ENCODED_BYTES: usize = 20 << 20;
 /// Maximum number of pixels of a decoded image.
 const MAX_PIXELS: u64 = 64 << 20;
-/// Memory that a decoder may use besides its output: buffers for rows, palettes, tables, metadata.
+/// Bytes that a decoder may use in addition to its output: row buffers, palettes, tables and metadata.
 const DECODER_BYTES: u64 = 4 << 20;
-/// Maximum number of bytes that a partition of a lossy WebP may claim. The decoder allocates them before it reads.
+/// Maximum size of a partition of a lossy WebP file in bytes. The decoder allocates this size before it reads the
+/// partition.
 const WEBP_PARTITION_BYTES: u64 = 1 << 24;
 
 /// The header of an encoded image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ImageHeader {
-    /// Sides after the orientation has been applied.
+    /// Height and width after the orientation was applied.
     pub height: u32,
     pub width: u32,
-    /// Maximum number of bytes of memory that decoding takes.
+    /// Maximum number of bytes of memory that decoding needs.
     pub decoding_bytes: usize,
 }
 
 impl ImageHeader {
-    /// Reads the header of a file. The content decides about the format, not a declared type.
+    /// Reads the header of a file. The format is detected from the content; a declared type is ignored.
     pub fn read(encoded: &[u8]) -> Result<Self, ImageError> {
         let (mut decoder, format) = open(encoded)?;
         Self::of(&mut decoder, format, encoded.len())
@@ -44,19 +45,19 @@ impl ImageHeader {
         if width.max(height) > width.min(height).saturating_mul(MAX_RATIO) {
             return Err(ImageError::Ratio { width, height, most: MAX_RATIO });
         }
-        // A progressive JPEG keeps 16-bit coefficients, WebP and GIF a second frame.
+        // The decoder of progressive JPEG stores 16-bit coefficients. Those of WebP and GIF store a second frame.
         let extra = match format {
             ImageFormat::Png => 0,
             ImageFormat::Jpeg => 6,
             _ => 4,
         };
-        // These decoders copy the file, and its metadata or its partitions again.
+        // These decoders copy the whole file, and then its metadata or its partitions once again.
         let copies = match format {
             ImageFormat::Jpeg => 2 * encoded_len as u64,
             ImageFormat::WebP => 2 * encoded_len as u64 + WEBP_PARTITION_BYTES,
             _ => 0,
         };
-        // The image in RGB, and a rotated copy.
+        // Includes the image in RGB and a rotated copy.
         let bytes = decoder.total_bytes() + pixels * (extra + 2 * CHANNELS as u64) + copies + DECODER_BYTES;
         let orientation = decoder.orientation().unwrap_or(Orientation::NoTransforms);
         let (width, height) = if swaps_sides(orientation) { (height, width) } else { (width, height) };
@@ -64,11 +65,11 @@ impl ImageHeader {
     }
 }
 
-/// Decodes the first frame, turns it upright, and lays it on white.
+/// Decodes the first frame, applies its orientation, and blends it with a white background.
 pub fn decode(encoded: &[u8]) -> Result<RgbImage, ImageError> {
     let (mut decoder, format) = open(encoded)?;
     let header = ImageHeader::of(&mut decoder, format, encoded.len())?;
-    // Some cameras write damaged metadata around sound pixels.
+    // Some cameras write damaged metadata around valid pixels.
     let orientation = decoder.orientation().unwrap_or(Orientation::NoTransforms);
     let mut limits = Limits::no_limits();
     limits.max_alloc = Some(header.decoding_bytes as u64);
@@ -93,20 +94,21 @@ fn open(encoded: &[u8]) -> Result<(impl ImageDecoder, ImageFormat), ImageError> 
     if format == ImageFormat::WebP && !has_whole_chunks(encoded) {
         return Err(ImageError::Damaged("a chunk ends after the file".into()));
     }
-    // Also bounds the colour profile of a PNG, which is compressed.
+    // Also limits the colour profile of a PNG, which is compressed.
     let mut limits = Limits::no_limits();
     limits.max_alloc = Some(DECODER_BYTES);
     reader.limits(limits);
     Ok((reader.into_decoder().map_err(damaged)?, format))
 }
 
-/// True if every chunk of a WebP file ends within the file. The decoder allocates what a chunk of metadata claims.
+/// True if every chunk of a WebP file ends within the file. The decoder allocates the size that a metadata chunk
+/// declares.
 fn has_whole_chunks(riff: &[u8]) -> bool {
     let size = |at: usize| {
         let bytes = riff.get(at..at + 4).and_then(|bytes| bytes.try_into().ok());
         bytes.map(|bytes| u32::from_le_bytes(bytes) as usize)
     };
-    // The decoder looks for chunks a little after the end that the header claims.
+    // The decoder searches for chunks a little after the end that the header declares.
     let end = size(4).unwrap_or_default().saturating_add(64).min(riff.len());
     let mut at = 12;
     while at < end {
@@ -128,7 +130,7 @@ fn swaps_sides(orientation: Orientation) -> bool {
     matches!(orientation, Rotate90 | Rotate270 | Rotate90FlipH | Rotate270FlipH)
 }
 
-/// `[.., 4]` with transparency to `[.., 3]`, laid on white and rounded as Pillow does.
+/// Blends RGBA pixels with a white background. Rounds as Pillow does.
 fn on_white(rgba: &[u8]) -> Vec<u8> {
     let blend = |colour: u8, alpha: u8| {
         let sum = u32::from(colour) * u32::from(alpha) + 255 * (255 - u32::from(alpha)) + 128;
@@ -183,7 +185,8 @@ mod tests {
             let found = decode(&std::fs::read(&path).unwrap()).unwrap_or_else(|error| panic!("{name} {error}"));
             let side = |at: usize| u32::from_le_bytes(expected[at..at + 4].try_into().unwrap()) as usize;
             assert_eq!((found.height, found.width), (side(0), side(4)), "{name}");
-            // PNG, GIF and lossless WebP are exact. The others differ in rounding, in chroma, and in what CMYK means.
+            // PNG, GIF and lossless WebP are exact. The other formats differ in rounding, in chroma upsampling, and in
+            // the conversion of CMYK.
             let most = match name.split('.').next_back().unwrap() {
                 _ if name.starts_with("cmyk") => 64,
                 "jpg" if name.starts_with("subsampled") => 40,

@@ -1,4 +1,4 @@
-//! An image and its place in a prompt.
+//! An image and its position in a prompt.
 //!
 //! Images of one size have the same placeholder ids, so ids alone do not identify a prompt. [`prefix_keys`] replaces the ids of
 //! an image's tokens by numbers from its content hash. The prompt cache compares and stores these, in memory and on disk.
@@ -7,18 +7,18 @@ use super::resize::RgbImage;
 use sha2::{Digest, Sha256};
 use std::{borrow::Cow, ops::Range, sync::Arc};
 
-/// Keys of image tokens start here. Token ids are below.
+/// The lowest key of an image token. Token ids are smaller.
 const FIRST_KEY: u32 = 1 << 31;
 
 /// An image, ready for the vision tower.
 #[derive(Debug, Clone, Default)]
 pub struct Image {
-    /// Hash of everything that the image's rows depend on, except the weights: encoded bytes and limits of its size.
+    /// Hash of the encoded bytes and of the size limits. With the weights, they determine the rows of the image.
     pub hash: [u8; 32],
-    /// Tokens per column and per row.
+    /// Number of rows and columns of tokens.
     pub height: usize,
     pub width: usize,
-    /// Scaled to the size that the tower reads.
+    /// The pixels, scaled to the size that the tower reads.
     pub pixels: RgbImage,
 }
 
@@ -42,14 +42,14 @@ impl Image {
 }
 
 impl PlacedImage {
-    /// The indices of the image's tokens.
+    /// The indices of the image's tokens in the prompt.
     pub fn tokens(&self) -> Range<usize> {
         self.at..self.at + self.image.tokens()
     }
 }
 
-/// Replaces each `placeholder` in `ids` by as many as its image has tokens. `None` if there are more or fewer placeholders than
-/// images.
+/// Repeats each `placeholder` in `ids` once for each token of its image. `None` if there are more or fewer placeholders
+/// than images.
 pub fn place_images(ids: Vec<u32>, images: &[Arc<Image>], placeholder: u32) -> Option<(Vec<u32>, Vec<PlacedImage>)> {
     if ids.iter().filter(|id| **id == placeholder).count() != images.len() {
         return None;
@@ -69,7 +69,7 @@ pub fn place_images(ids: Vec<u32>, images: &[Arc<Image>], placeholder: u32) -> O
     Some((expanded, placed))
 }
 
-/// `ids` with the tokens of `images` replaced by numbers that identify each image. Eight tokens hold the whole hash.
+/// Replaces the tokens of `images` in `ids` by numbers that identify each image. Eight tokens contain the whole hash.
 pub fn prefix_keys<'a>(ids: &'a [u32], images: &[PlacedImage]) -> Cow<'a, [u32]> {
     if images.is_empty() {
         return Cow::Borrowed(ids);

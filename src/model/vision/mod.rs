@@ -1,4 +1,4 @@
-//! Images in prompts: from encoded bytes to the rows that take the place of their tokens' embeddings.
+//! Images in prompts: turns encoded bytes into rows that replace the embeddings of the image's tokens.
 //!
 //! | file | what it holds |
 //! |---|---|
@@ -43,8 +43,8 @@ pub struct Vision {
     metrics: Arc<Metrics>,
 }
 
-/// Opens the tower of the checkpoint in `dir`. `None` if there is none. A tower that cannot be used is logged, and the model
-/// then reads text only.
+/// Opens the vision tower of the checkpoint in `dir`. `None` if there is none. If the tower cannot be used, logs a
+/// warning and returns `None`; the model then reads text only.
 pub fn open(dir: &Path, index: &Index, text_hidden: usize) -> Option<VisionTower> {
     let open = || -> Result<Option<VisionTower>, ModelError> {
         let Some(weights) = TowerWeights::open(index.clone())? else { return Ok(None) };
@@ -60,7 +60,7 @@ pub fn open(dir: &Path, index: &Index, text_hidden: usize) -> Option<VisionTower
 }
 
 impl VisionTower {
-    /// Limits images to this many tokens.
+    /// Limits images to at most this many tokens.
     pub fn with_max_tokens(self, tokens: usize) -> Self {
         Self { limits: self.limits.with_max_tokens(tokens), ..self }
     }
@@ -74,9 +74,9 @@ impl VisionTower {
         }
     }
 
-    /// Bytes for the memory plan: one image in the tower, the caches, and the weights if a GPU keeps them.
+    /// Bytes for the memory plan: the buffers for one image, the caches, and the weights if they stay on a GPU.
     pub fn bytes(&self, on_gpu: bool) -> u64 {
-        // The cache keeps the newest image's rows, however many.
+        // The cache always keeps the rows of the newest image, even if they exceed its limit.
         let rows = (4 * self.limits.max_tokens() * self.config.out_hidden).max(ROW_CACHE_BYTES);
         let caches = rows + processor::RECENT_BYTES;
         let weights = if on_gpu { self.weights.bytes() } else { 0 };
@@ -90,7 +90,7 @@ impl Vision {
         Self { tower, cache: RefCell::new(ImageRowCache::new(ROW_CACHE_BYTES)), processor, metrics }
     }
 
-    /// The rows `[tokens, hidden]` of an image.
+    /// Returns the rows `[tokens, hidden]` of an image. Computes them unless they are cached.
     pub fn rows(&self, image: &Image, keep_going: Option<&dyn Fn() -> bool>) -> Result<Arc<Vec<f32>>, ModelError> {
         if let Some(rows) = self.cache.borrow_mut().get(&image.hash) {
             self.metrics.images_cache.inc();
@@ -110,7 +110,7 @@ impl Vision {
         self.cache.borrow_mut().insert(hash, rows);
     }
 
-    /// Frees what can be computed or read again.
+    /// Frees the memory of cached rows and weights, which can be computed or read again.
     pub fn release(&self) {
         self.tower.weights.release();
         self.cache.borrow_mut().clear();

@@ -1,5 +1,5 @@
-//! From a scaled image to the rows that the tower reads. All rows of the tower are in *block order*: the patches of a block,
-//! which becomes one token, follow each other.
+//! Cuts a scaled image into the rows that the tower reads. All rows of the tower are in *block order*: the patches of a
+//! block, which becomes one token, are consecutive.
 
 use super::{
     config::{CHANNELS, ImageLimits, VisionConfig},
@@ -15,7 +15,8 @@ pub fn block_order(rows: usize, columns: usize, merge: usize) -> Vec<(usize, usi
     blocks.flat_map(within).collect()
 }
 
-/// The normalised patches `[patches, channels * frames * patch * patch]`. A still image is every frame.
+/// The normalised patches `[patches, channels * frames * patch * patch]`. All frames of a patch are the same still
+/// image.
 pub fn patches(image: &RgbImage, config: &VisionConfig, limits: &ImageLimits) -> Vec<f32> {
     let (patch, table) = (config.patch, normalised(limits));
     let order = block_order(image.height / patch, image.width / patch, config.merge);

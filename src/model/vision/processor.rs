@@ -1,4 +1,4 @@
-//! Preparing images: from encoded bytes to an [`Image`] in the size that the tower reads.
+//! Prepares images: decodes them and scales them to the size that the tower reads.
 
 use super::{
     config::ImageLimits,
@@ -11,16 +11,16 @@ use parking_lot::Mutex;
 use sha2::{Digest, Sha256};
 use std::sync::Arc;
 
-/// Maximum number of bytes of the pixels of recent images, which later turns of a conversation send again.
+/// Maximum number of bytes of cached pixels. Later requests of a conversation send the same images again.
 pub const RECENT_BYTES: usize = 16 << 20;
 
 /// Prepares the images of a model. Shared by all threads.
 #[derive(Debug)]
 pub struct ImageProcessor {
     limits: ImageLimits,
-    /// The id that stands for one token of an image.
+    /// The token id that is the placeholder for each token of an image.
     pub image_token: u32,
-    /// Least recently used first.
+    /// Cached images, least recently used first.
     recent: Mutex<Vec<Arc<Image>>>,
 }
 
@@ -60,7 +60,7 @@ impl ImageProcessor {
         Ok(image)
     }
 
-    /// Forgets recent images.
+    /// Drops the cached images.
     pub fn forget(&self) {
         self.recent.lock().clear();
     }

@@ -1,7 +1,8 @@
-//! The size that an image is scaled to, and the scaling: bit for bit as Pillow does it with 8 bits and `BICUBIC`.
+//! Computes the target size of an image and scales it. The result is bit for bit that of Pillow with 8 bits and
+//! `BICUBIC`.
 //!
-//! Two passes over the channels, first along rows, then along columns, each rounded to 8 bits. The kernel is Keys' cubic with
-//! a = -0.5, stretched when the image shrinks. Weights are fixed-point numbers of 22 bits.
+//! There are two passes over the channels, first along rows, then along columns. Each rounds to 8 bits. The kernel is
+//! Keys' cubic with a = -0.5, stretched when the image shrinks. Weights are fixed-point numbers of 22 bits.
 
 use super::config::{CHANNELS, ImageLimits};
 
@@ -19,8 +20,8 @@ pub struct RgbImage {
     pub data: Vec<u8>,
 }
 
-/// Height and width after scaling: multiples of the factor, within the limits on pixels, close to the same ratio. `None` if one
-/// side is more than [`MAX_RATIO`] times the other.
+/// Height and width after scaling. They are multiples of the factor, within the limits on pixels, and nearly keep the
+/// aspect ratio. `None` if one side is more than [`MAX_RATIO`] times the other.
 pub fn target_size(height: u32, width: u32, limits: &ImageLimits) -> Option<(usize, usize)> {
     let (longer, shorter) = (height.max(width), height.min(width));
     if shorter == 0 || u64::from(longer) > u64::from(shorter) * u64::from(MAX_RATIO) {
@@ -41,7 +42,7 @@ pub fn target_size(height: u32, width: u32, limits: &ImageLimits) -> Option<(usi
 }
 
 impl RgbImage {
-    /// The image in another size. A pass whose size does not change is skipped.
+    /// Scales the image. Skips a pass if its dimension does not change.
     pub fn resized(self, height: usize, width: usize) -> Self {
         let narrow = if self.width == width { self } else { self.resized_rows(width) };
         if narrow.height == height { narrow } else { narrow.resized_columns(height) }
@@ -80,10 +81,10 @@ fn to_byte(sum: i32) -> u8 {
     (sum >> FRACTION).clamp(0, 255) as u8
 }
 
-/// For each output value, the first input value and the weights from there on.
+/// For each output value, the first input value, and the weights of the input values from there on.
 struct Taps {
     first: Vec<usize>,
-    /// Where each output's weights end in `weights`.
+    /// For each output value, the end of its weights in `weights`.
     ends: Vec<usize>,
     weights: Vec<i32>,
 }

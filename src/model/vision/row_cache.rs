@@ -1,8 +1,8 @@
-//! The rows of recent images, so that an image that several requests share goes through the tower once.
+//! A cache of the rows of recent images, so that the tower computes an image once for several requests.
 
 use std::sync::Arc;
 
-/// Rows by image hash, least recently used first. The newest entry stays, however large it is.
+/// Rows by image hash, least recently used first. The newest entry always stays, even if it exceeds the limit.
 #[derive(Debug, Default)]
 pub struct ImageRowCache {
     entries: Vec<([u8; 32], Arc<Vec<f32>>)>,
@@ -15,7 +15,7 @@ impl ImageRowCache {
         Self { entries: Vec::new(), limit }
     }
 
-    /// The rows `[tokens, hidden]` of an image.
+    /// Returns the rows `[tokens, hidden]` of an image, if they are cached.
     pub fn get(&mut self, hash: &[u8; 32]) -> Option<Arc<Vec<f32>>> {
         let index = self.entries.iter().position(|(of, _)| of == hash)?;
         let entry = self.entries.remove(index);

@@ -21,11 +21,11 @@ use crate::error::ModelError;
 use candle_core::{DType, Device, IndexOp, Tensor};
 use candle_nn::{Module, ops::sdpa, rotary_emb::rope};
 
-/// Rows of an MLP that are computed at once.
+/// Maximum number of rows that an MLP computes at once.
 const MLP_ROWS: usize = 1024;
-/// Attention scores of one head that are computed at once.
+/// Maximum number of attention scores of one head that are computed at once.
 const SCORES: usize = 4 << 20;
-/// Head dimensions for which Metal has fused attention.
+/// Head dimensions for which Candle's Metal backend has fused attention.
 const FUSED_HEADS: [usize; 7] = [32, 64, 72, 80, 96, 128, 256];
 
 pub struct VisionTower {
@@ -35,10 +35,10 @@ pub struct VisionTower {
 }
 
 impl VisionTower {
-    /// The rows `[tokens, out_hidden]` of an image. Asks `keep_going` before each block.
+    /// Computes the rows `[tokens, out_hidden]` of an image. Calls `keep_going` before each block.
     ///
-    /// # Errors
-    /// [`ModelError::GivenUp`] if `keep_going` says so; weights that cannot be read; what the device refuses.
+    /// # Errors Fails with [`ModelError::GivenUp`] if `keep_going` returns false. Also fails if weights cannot be read,
+    /// or if the device fails.
     pub fn rows(&self, image: &Image, keep_going: Option<&dyn Fn() -> bool>) -> Result<Vec<f32>, ModelError> {
         let Self { config, limits, weights } = self;
         let pixels = &image.pixels;
@@ -66,7 +66,7 @@ impl VisionTower {
         Ok(y.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?)
     }
 
-    /// Bytes of memory that an image of this many tokens takes while its rows are computed.
+    /// Bytes of memory that the computation of an image of this many tokens needs.
     pub fn workspace(config: &VisionConfig, tokens: usize) -> u64 {
         let (patches, hidden) = (tokens * config.merge.pow(2), config.hidden);
         let wide = hidden * config.merge.pow(2);
@@ -77,8 +77,8 @@ impl VisionTower {
         4 * (weights + rows + tiles) as u64
     }
 
-    /// Each patch's position embedding `[patches, hidden]`: four entries of the table, weighted. The corners of the image
-    /// are the corners of the table.
+    /// The position embedding of each patch, `[patches, hidden]`: bilinear interpolation of the table. The corners of
+    /// the image map to the corners of the table.
     fn positions(&self, grid: Grid, order: &[(usize, usize)]) -> Result<Vec<f32>, ModelError> {
         let (table, side, hidden) =
             (self.weights.position_table(&self.config)?, self.config.table_side, self.config.hidden);
@@ -99,8 +99,8 @@ impl VisionTower {
         Ok(out)
     }
 
-    /// Cosines and sines `[patches, head_dim / 2]`: the first half of the angles turns with a patch's row, the second with its
-    /// column.
+    /// RoPE cosines and sines, `[patches, head_dim / 2]`. The first half of the angles depends on the patch's row, the
+    /// second half on its column.
     fn rotations(&self, order: &[(usize, usize)]) -> Result<(Tensor, Tensor), ModelError> {
         let half = self.config.head_dim() / 2;
         let frequency = |j: usize| 1.0 / self.config.rope_theta.powf(2.0 * j as f32 / half as f32);
@@ -142,7 +142,7 @@ impl VisionTower {
     }
 }
 
-/// Patches of an image.
+/// Number of rows and columns of patches in an image.
 #[derive(Clone, Copy)]
 struct Grid {
     rows: usize,

@@ -1,7 +1,8 @@
-//! The tower's weights, read from the checkpoint's files when they are needed.
+//! The weights of the tower. They are read from the checkpoint's files when they are needed.
 //!
-//! On the CPU each block is read again for every image: 0.9 GB of the page cache take far less time than computing with them,
-//! and no memory is held between images. A GPU keeps them until [`TowerWeights::release`].
+//! On the CPU, each block is read again for every image, so the weights take no memory between images. Reading 0.9 GB
+//! from the page cache takes far less time than the computation. A GPU keeps the weights until
+//! [`TowerWeights::release`].
 
 use super::config::{CHANNELS, VisionConfig};
 use crate::{
@@ -18,15 +19,15 @@ use candle_nn::{LayerNorm, Linear};
 use serde_json::Value;
 use std::cell::RefCell;
 
-/// Epsilon of every LayerNorm of the tower. Not in the configuration.
+/// Epsilon of every LayerNorm of the tower. The configuration does not contain it.
 const EPS: f64 = 1e-6;
 
 pub struct TowerWeights {
     from: Checkpoint,
     pub device: Device,
-    /// Type of weights and activations.
+    /// Data type of weights and activations.
     pub dtype: DType,
-    /// Blocks in the GPU's memory.
+    /// Blocks that stay in the GPU's memory.
     kept: RefCell<Vec<Option<Block>>>,
 }
 
@@ -42,7 +43,8 @@ pub struct Block {
 }
 
 impl TowerWeights {
-    /// `None` if the checkpoint has no tower. Converters for text models drop it and may keep its configuration.
+    /// Returns `None` if the checkpoint has no tower. Converters for text models remove the tower but may leave its
+    /// configuration.
     pub fn open(index: Index) -> Result<Option<Self>, ModelError> {
         let from = Checkpoint::open_as(index, &Value::Null, vision_name)?;
         let has_tower = from.has(&format!("{VISION_TOWER}patch_embed.proj.weight"));
@@ -89,7 +91,7 @@ impl TowerWeights {
         parts.map(|(_, entry)| entry.len as u64).sum()
     }
 
-    /// Frees the blocks that a GPU keeps.
+    /// Frees the blocks in the GPU's memory.
     pub fn release(&self) {
         self.kept.borrow_mut().clear();
     }
@@ -131,7 +133,7 @@ impl TowerWeights {
         Ok(LayerNorm::new(part("weight")?, part("bias")?, EPS))
     }
 
-    /// The convolution that embeds patches, as a matrix: its stride is its width.
+    /// The convolution that embeds patches, as a matrix. This is possible because its stride is its width.
     pub fn patch_embed(&self, config: &VisionConfig) -> Result<Linear, ModelError> {
         let (rows, cols) = (config.hidden, config.patch_values());
         let channels_last = self.patch_shape(config)?;

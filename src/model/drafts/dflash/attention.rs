@@ -1,34 +1,34 @@
-//! Attention of a block over its context and over itself, with the norms and rotations of its heads.
+//! Attention of a block over its context and over itself, and the norms and RoPE of its heads.
 //!
-//! The context grows by accepted tokens only. A block's own keys and values are dropped with the block.
+//! Only accepted tokens are added to the context. The keys and values of a block are dropped after the block.
 
 use super::config::{AttentionWindow, DflashConfig};
 use crate::{ops::wide, platform::Threads};
 use std::ops::Range;
 
-/// Positions of a prompt that become context together.
+/// Number of prompt positions that are added to the context at a time.
 pub const CONTEXT_CHUNK: usize = 256;
-/// Positions kept beyond a layer's window, so that old ones are removed many at a time.
+/// Number of positions kept beyond a layer's window, so that old ones are removed many at a time.
 const SLACK: usize = 256;
 
-/// Keys (normed and rotated) and values, `[positions, kv heads, dim]` each.
+/// The context of one layer: keys, after norm and RoPE, and values, `[positions, kv heads, dim]` each.
 #[derive(Debug, Default)]
 pub struct ContextCache {
     pub keys: Vec<f32>,
     pub values: Vec<f32>,
-    /// Ascending, possibly with gaps: positions whose hidden rows the draft did not get.
+    /// Positions in ascending order. There are gaps at positions whose hidden rows were not recorded.
     pub positions: Vec<usize>,
 }
 
 impl ContextCache {
-    /// Reserves room for `context` positions, or for those within `window`. The system commits memory on first write.
+    /// Reserves memory for `context` positions, or for those within `window`. The system commits it on first write.
     pub fn new(config: &DflashConfig, window: AttentionWindow, context: usize) -> Self {
         let most = positions(window, context);
         let empty = || Vec::with_capacity(most * config.kv());
         Self { keys: empty(), values: empty(), positions: Vec::with_capacity(most) }
     }
 
-    /// Adds consecutive positions from `start` on. Drops old ones that no later query sees.
+    /// Adds consecutive positions from `start` on. Drops old positions that no later query attends to.
     pub fn push(&mut self, start: usize, keys: &[f32], values: &[f32], width: usize, window: AttentionWindow) {
         self.keys.extend_from_slice(keys);
         self.values.extend_from_slice(values);
@@ -57,7 +57,7 @@ impl ContextCache {
         self.values.drain(from * width..to * width);
     }
 
-    /// Indices of the positions that the query at `position` sees.
+    /// Indices of the positions that the query at `position` attends to.
     fn seen(&self, window: AttentionWindow, position: usize) -> Range<usize> {
         let seen = window.seen(position);
         let index = |bound: usize| self.positions.partition_point(|position| *position < bound);
@@ -110,7 +110,7 @@ pub fn attend(
 }
 
 wide! {
-    /// Appends the products of each position's key with each of the queries.
+    /// Appends the dot products of each position's key with each of the queries to the scores.
     fn score(
         q: &[f32],
         keys: &[f32],
@@ -154,7 +154,7 @@ wide! {
     }
 }
 
-/// Softmax of each of `group` queries, whose scores are interleaved.
+/// Computes the softmax of each of `group` queries, whose scores are interleaved.
 fn softmax(scores: &mut [f32], group: usize) {
     for query in 0..group {
         let most = scores.iter().skip(query).step_by(group).copied().fold(f32::NEG_INFINITY, f32::max);

@@ -1,5 +1,6 @@
-//! `config.json` of a DFlash draft, in the two published schemas. Until May 2026 `block_size` and `rope_theta` were at the top
-//! level; since June 2026 they are in `dflash_config` and `rope_parameters`. Anything unsupported is refused here.
+//! `config.json` of a DFlash draft, in the two published schemas. Until May 2026 `block_size` and `rope_theta` were at
+//! the top level; since June 2026 they are in `dflash_config` and `rope_parameters`. Returns an error for anything that
+//! is not supported.
 
 use crate::{
     error::ModelError,
@@ -7,10 +8,10 @@ use crate::{
 };
 use serde_json::Value;
 
-/// Default rows of a block.
+/// Default number of rows of a block.
 const BLOCK: usize = 16;
 
-/// A draft's dimensions.
+/// The dimensions of a draft network.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DflashConfig {
     pub hidden: usize,
@@ -21,37 +22,37 @@ pub struct DflashConfig {
     pub eps: f32,
     pub theta: f64,
     pub layers: Vec<AttentionWindow>,
-    /// Layers of the target whose output (the residual stream, before any norm) is the draft's context.
+    /// Layers of the target model whose output (the residual stream, before any norm) is the draft's context.
     pub taps: Vec<usize>,
-    /// Rows of a block: the last token and the proposed ones.
+    /// Number of rows of a block: one for the last token, and one for each proposed token.
     pub block: usize,
-    /// The token that stands for a proposed one: a row of the target's embedding.
+    /// The mask token: the placeholder for a proposed token, a row of the target's embedding.
     pub mask: u32,
     pub vocab: usize,
     /// Layers of the target that the draft was trained for, if declared.
     pub target_layers: Option<usize>,
-    /// The block's embedding is multiplied by this.
+    /// Factor for the embedding rows of a block.
     pub input_scale: f32,
     /// Logits are multiplied by this, then soft-capped: `tanh(x / cap) * cap`.
     pub output_scale: f32,
     pub cap: Option<f32>,
-    /// What DFlash2 adds.
+    /// Sizes of the additions of DFlash2. `None` for a DFlash draft.
     pub dflash2: Option<Dflash2>,
     /// The `quantization` table, or null.
     pub quantization: Value,
 }
 
-/// The positions that a row of one layer sees.
+/// The positions that a row attends to in one layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct AttentionWindow {
-    /// Only its own and earlier positions.
+    /// True if a row attends only to its own and earlier positions.
     pub causal: bool,
-    /// Only positions nearer than this.
+    /// If set, a row attends only to positions nearer than this.
     pub size: Option<usize>,
 }
 
 impl AttentionWindow {
-    /// The positions that the query at `position` sees.
+    /// The positions that the query at `position` attends to.
     pub fn seen(self, position: usize) -> std::ops::Range<usize> {
         let window = self.size.unwrap_or(usize::MAX);
         let end = if self.causal { position + 1 } else { position.saturating_add(window) };
@@ -59,20 +60,21 @@ impl AttentionWindow {
     }
 }
 
-/// Sizes of what DFlash2 adds: convolutions whose kernels depend on the input, and a selector among candidates.
+/// Sizes of the additions of DFlash2: convolutions whose kernels depend on the input, and a selector that scores
+/// candidate tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Dflash2 {
-    /// Rows that a convolution sees.
+    /// Width of a convolution in rows.
     pub taps: usize,
     /// Channels that share a dynamic kernel.
     pub group: usize,
     /// Dimension of the selector's codebooks.
     pub rank: usize,
-    /// Candidates per position.
+    /// Number of candidate tokens per position.
     pub candidates: usize,
 }
 
-/// `true` for the `config.json` of a DFlash draft.
+/// Returns true for the `config.json` of a DFlash draft.
 pub fn is_dflash(json: &Value) -> bool {
     json.get("dflash_config").is_some()
         || architectures(json).any(|name| name.starts_with("DFlash") || name.starts_with("Qwen3DFlash"))
@@ -83,7 +85,7 @@ fn architectures(json: &Value) -> impl Iterator<Item = &str> {
 }
 
 impl DflashConfig {
-    /// Checks a parsed `config.json`, alone.
+    /// Checks a parsed `config.json`, without the target model.
     pub fn new(json: &Value) -> Result<Self, ModelError> {
         let null = Value::Null;
         let own = JsonTable(json.get("dflash_config").unwrap_or(&null));
@@ -170,7 +172,7 @@ impl DflashConfig {
         Ok(())
     }
 
-    /// Values of one position's context: the tapped rows side by side.
+    /// Number of values of one position's context: the hidden rows of all tapped layers.
     pub fn features(&self) -> usize {
         self.taps.len() * self.hidden
     }
@@ -201,7 +203,7 @@ fn theta(top: JsonTable<'_>) -> Result<f64, ModelError> {
     }
 }
 
-/// The window of each layer. `is_causal` applies to all of them. Without it, layers with a window are causal, others not.
+/// The window of each layer. `is_causal` applies to all layers. If it is absent, only layers with a window are causal.
 fn windows(top: JsonTable<'_>, layers: usize) -> Result<Vec<AttentionWindow>, ModelError> {
     let causal = match top.0.get("is_causal") {
         None | Some(Value::Null) => None,
@@ -224,7 +226,7 @@ fn windows(top: JsonTable<'_>, layers: usize) -> Result<Vec<AttentionWindow>, Mo
     types.iter().map(window).collect()
 }
 
-/// The tapped layers. Default: evenly spaced between the second and the fourth from the end.
+/// The tapped layers. By default, they are evenly spaced from the second layer to the fourth from the end.
 fn taps(
     own: JsonTable<'_>,
     top: JsonTable<'_>,
@@ -246,7 +248,7 @@ fn taps(
     let ids = ids.and_then(|ids| ids.iter().map(|id| id.as_u64().map(|id| id as usize)).collect::<Option<Vec<_>>>());
     match ids {
         Some(ids) => Ok(ids),
-        None => refuse("target_layer_ids of a DFlash draft is no list of layers".into()),
+        None => refuse("target_layer_ids of a DFlash draft is not a list of layers".into()),
     }
 }
 

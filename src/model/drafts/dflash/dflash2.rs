@@ -1,5 +1,5 @@
-//! What DFlash2 adds: convolutions around attention and feed-forward whose kernels depend on their input, and a selector that
-//! scores how well the likeliest candidates follow each other.
+//! The additions of DFlash2: convolutions around attention and feed-forward whose kernels depend on their input, and a
+//! selector. The selector scores how well each candidate token follows the previous token.
 
 use super::config::Dflash2;
 
@@ -22,7 +22,7 @@ pub fn convolve<'a>(x: &[f32], base: &[f32], dflash2: &Dflash2, dynamic: impl Fn
     out
 }
 
-/// The `count` greatest values of `row` with their indices, in no order.
+/// Returns the `count` largest values of `row` with their indices, in no particular order.
 pub fn greatest(row: &[f32], count: usize) -> Vec<(u32, f32)> {
     let mut found: Vec<(u32, f32)> = (0..).zip(row.iter().copied()).collect();
     if count < found.len() {

@@ -1,7 +1,7 @@
 //! DFlash drafts: a small network that proposes a block of tokens in one pass (z-lab, 2026).
 //!
-//! It has neither embedding nor head. It reads the target's residual stream after a few layers, and the target's
-//! embedding of the block `[last token, mask, mask, ...]`. Its rows go through the target's head.
+//! The draft has neither embedding nor output head. It reads the target's residual stream after a few layers, and the
+//! target's embedding of the block `[last token, mask, mask, ...]`. The target's head turns its rows into logits.
 //!
 //! ```text
 //! context = rms_norm(fc [tapped layers of a position, side by side])   once per position; each layer projects it to k, v
@@ -34,11 +34,11 @@ use attention::{CONTEXT_CHUNK, ContextCache, attend, norm, norm_and_rope};
 use std::{ops::Range, path::Path};
 use weights::{Convolution, DflashWeights};
 
-/// A draft whose headers were read and checked.
+/// A draft checkpoint whose headers were read and checked.
 pub struct DflashCheckpoint {
     pub config: DflashConfig,
     checkpoint: Checkpoint,
-    /// Bytes of its weights.
+    /// Bytes of the weights.
     pub weights: u64,
 }
 
@@ -55,7 +55,7 @@ impl DflashCheckpoint {
     /// The memory that the loaded draft needs.
     pub fn shape(&self) -> DraftFootprint {
         let config = &self.config;
-        // A layer with a window has a fixed size, one without grows with the context.
+        // The context of a layer with a window has a fixed size. Without a window, it grows with the sequence.
         let has_window = |window: &&config::AttentionWindow| window.size.is_some();
         let windows: u64 =
             config.layers.iter().filter(has_window).map(|window| attention::cost(config, *window, usize::MAX)).sum();
@@ -66,24 +66,25 @@ impl DflashCheckpoint {
             .map(|window| attention::cost(config, *window, 1))
             .sum();
         let buffers: usize = buffer_floats(config).iter().map(|floats| floats * 4).sum();
-        // Hidden rows exist twice: as the target's layers leave them, and side by side as the draft reads them.
+        // There are two copies of the hidden rows: one for each layer of the target, and one with all layers side by
+        // side for the draft.
         let per_row = 2 * config.features() as u64 * 4;
         DraftFootprint { fixed: self.weights + windows + buffers as u64, per_token: all, per_row }
     }
 }
 
-/// A loaded draft and the context of one sequence.
+/// A loaded draft network, and its context for one sequence.
 pub struct DflashModel {
     config: DflashConfig,
     net: DflashWeights,
     products: MatrixProducts,
     layers: Vec<ContextCache>,
-    /// Position after the context's last.
+    /// The position after the last one of the context.
     len: usize,
 }
 
 impl DflashModel {
-    /// Loads the draft with room for `context` positions.
+    /// Loads the draft. Reserves memory for `context` positions.
     pub fn load(checkpoint_info: &DflashCheckpoint, context: usize, compute: CpuDevice) -> Result<Self, ModelError> {
         let DflashCheckpoint { config, checkpoint, weights } = checkpoint_info;
         let mut ignore = |_, _| ();
@@ -102,7 +103,7 @@ impl DflashModel {
         &self.config
     }
 
-    /// The next position: where the context ends and a block starts.
+    /// The position after the context, at which the next block starts.
     pub fn len(&self) -> usize {
         self.len
     }
@@ -111,7 +112,7 @@ impl DflashModel {
         self.len == 0
     }
 
-    /// Removes a range of positions from the context, which leaves a gap. They belong to another sequence.
+    /// Removes positions that belong to another sequence. This leaves a gap in the context.
     pub fn forget(&mut self, positions: Range<usize>) {
         let width = self.config.kv();
         self.layers.iter_mut().for_each(|cache| cache.forget(&positions, width));
@@ -124,8 +125,8 @@ impl DflashModel {
         self.len = self.len.min(len);
     }
 
-    /// Adds positions from `start` on with the target's hidden rows `features`, `[positions, taps * hidden]`. Replaces older
-    /// ones from `start` on. There may be a gap before `start`.
+    /// Adds positions from `start` on, with the target's hidden rows `features`, `[positions, taps * hidden]`. Replaces
+    /// all positions from `start` on. There may be a gap before `start`.
     pub fn append(&mut self, start: usize, features: &[f32]) -> Result<(), ModelError> {
         self.truncate(start);
         self.len = start;
@@ -146,7 +147,8 @@ impl DflashModel {
         Ok(())
     }
 
-    /// Runs a block after the context: from its embedding to its normed last rows, `[rows, hidden]` both.
+    /// Runs a block after the context. Takes its embedding rows and returns its normalised last rows, both `[rows,
+    /// hidden]`.
     pub fn block(&mut self, embedded: &[f32]) -> Result<Vec<f32>, ModelError> {
         let Self { config, net, products, layers, len } = self;
         let (start, queries, width) = (*len, config.heads * config.dim, config.kv());
@@ -176,8 +178,8 @@ impl DflashModel {
         Ok(h)
     }
 
-    /// Turns the head's logits of a row of [`DflashModel::block`] into the draft's logits of the token after `before`. In
-    /// DFlash2 those of tokens that are no candidates are negative infinity.
+    /// Turns the head's logits of a row of [`DflashModel::block`] into the draft's logits of the token after `before`.
+    /// With DFlash2, tokens that are not candidates get negative infinity.
     pub fn score(&mut self, before: u32, hidden: &[f32], logits: &mut [f32]) -> Result<(), ModelError> {
         let scale = self.config.output_scale;
         match self.config.cap {
@@ -203,7 +205,7 @@ impl DflashModel {
     }
 }
 
-/// Floats of the largest input and output of a matrix product.
+/// Number of floats of the largest input and of the largest output of a matrix product.
 fn buffer_floats(config: &DflashConfig) -> [usize; 2] {
     let rows = crate::model::MAX_VERIFY_ROWS;
     let widest = (2 * config.intermediate).max(config.heads * config.dim + 2 * config.kv());
@@ -217,7 +219,7 @@ fn buffer_floats(config: &DflashConfig) -> [usize; 2] {
     [x, y]
 }
 
-/// Columns `cuts[0]..cuts[1]` and `cuts[1]..cuts[2]` of rows of length `cuts[2]`.
+/// Returns columns `cuts[0]..cuts[1]` and `cuts[1]..cuts[2]` of rows with `cuts[2]` columns.
 fn columns(rows: &[f32], cuts: [usize; 3]) -> [Vec<f32>; 2] {
     let part =
         |from: usize, to: usize| rows.chunks_exact(cuts[2]).flat_map(|row| row[from..to].iter().copied()).collect();
@@ -234,13 +236,13 @@ struct MatrixProducts {
 }
 
 impl MatrixProducts {
-    /// `x W^T` for one to four matrices that share `x`. Their outputs stand side by side.
+    /// `x W^T` for one to four matrices that share `x`. Their outputs are adjacent in each row.
     fn multiply(&mut self, x: &[f32], matrices: &[Weight]) -> Result<Vec<f32>, ModelError> {
         let cols = matrices.first().map_or(1, |matrix| matrix.cols);
         let (tokens, width) = (x.len() / cols, matrices.iter().map(|matrix| matrix.rows).sum::<usize>());
         if x.len() * 4 > self.x.len || tokens * width * 4 > self.y.len {
             return Err(ModelError::Config(format!(
-                "the DFlash draft's buffers have no room for {tokens} rows of {width}"
+                "the DFlash draft's buffers are too small for {tokens} rows of {width}"
             )));
         }
         self.backend.write(self.x, bytemuck::cast_slice(x))?;
@@ -250,7 +252,7 @@ impl MatrixProducts {
         Ok(y)
     }
 
-    /// Rows `ids` of a matrix.
+    /// Returns the rows `ids` of a matrix.
     fn gather(&mut self, table: &Weight, ids: &[u32]) -> Result<Vec<f32>, ModelError> {
         self.backend.write_words(self.x, ids)?;
         self.backend.execute(&Embedding { table, tokens: ids.len(), ids: self.x, into: self.y }.into())?;
@@ -272,7 +274,7 @@ impl MatrixProducts {
         norm(&mut x, weight, config.eps);
         let y = match (convolution, &config.dflash2) {
             (Some(convolution), Some(dflash2)) => {
-                // Both kernels depend on the first one's input.
+                // The kernels of both convolutions depend on the input of the first.
                 let dynamic = self.multiply(&x, std::slice::from_ref(&convolution.kernel))?;
                 let half = convolution.kernel.rows / 2;
                 let kernel = |side: usize| {

@@ -1,4 +1,4 @@
-//! A DFlash draft's weights: which tensor goes where. Embedding and head are the target's.
+//! Loads the weights of a DFlash draft. It uses the embedding and the head of the target.
 
 use super::config::{Dflash2, DflashConfig};
 use crate::{
@@ -11,7 +11,7 @@ use crate::{
 pub struct DflashWeights {
     /// `[hidden, taps * hidden]`: combines the tapped rows.
     pub fc: Weight,
-    /// Norms after `fc`, and after the last layer.
+    /// Weights of the norms after `fc` and after the last layer.
     pub hidden_norm: Vec<f32>,
     pub norm: Vec<f32>,
     pub layers: Vec<DflashLayer>,
@@ -29,34 +29,35 @@ pub struct DflashLayer {
     pub post_norm: Vec<f32>,
     pub gate_up: [Weight; 2],
     pub down: Weight,
-    /// DFlash2 only: around attention, around feed-forward.
+    /// DFlash2 only: the convolutions around attention and around the feed-forward.
     pub convolutions: Option<[Convolution; 2]>,
 }
 
-/// Two convolutions. Each kernel is a fixed part plus a part that depends on the first one's input.
+/// A convolution before and one after a layer part. Each kernel is a fixed part plus a part that depends on the input
+/// of the first convolution.
 pub struct Convolution {
-    /// `[2, taps, hidden]`: before, after.
+    /// Fixed part of both kernels, `[2, taps, hidden]`.
     pub base: Vec<f32>,
-    /// `[2 * taps * hidden / group, hidden]`.
+    /// Projection to the dynamic part of both kernels, `[2 * taps * hidden / group, hidden]`.
     pub kernel: Weight,
 }
 
-/// Scores how well candidates follow each other.
+/// Scores how well each candidate token follows the previous token.
 pub struct Selector {
-    /// `[vocab, rank]` both: the previous token, the next token.
+    /// Codebooks of the previous token and of the next token, `[vocab, rank]` each.
     pub predecessors: Weight,
     pub successors: Weight,
     /// `[rank, hidden]`.
     pub projection: Weight,
 }
 
-/// The canonical form of a name in the draft's files.
+/// Converts a tensor name of the draft's files to its canonical form.
 fn path(name: &str) -> String {
     format!("language_model.{name}")
 }
 
 impl DflashWeights {
-    /// Claims every tensor of the checkpoint.
+    /// Loads every tensor of the checkpoint.
     pub fn load(trunk: &mut TrunkLoader<'_>, config: &DflashConfig) -> Result<Self, ModelError> {
         let hidden = config.hidden;
         let vector = |name: &str, len: usize| trunk.from.vector(&path(name), len);
@@ -116,7 +117,7 @@ impl Selector {
     fn load(trunk: &mut TrunkLoader<'_>, config: &DflashConfig, dflash2: &Dflash2) -> Result<Self, ModelError> {
         let mut codebook = |name: &str| {
             let name = path(&format!("candidate_selector.{name}_codebook"));
-            // Published without `.weight`. Re-saved or quantised files have it.
+            // The published name has no `.weight`. Re-saved or quantized files have it.
             match trunk.from.has(&format!("{name}.weight")) {
                 true => trunk.weight(&name, config.vocab, dflash2.rank),
                 false => trunk.dense(&name, config.vocab, dflash2.rank),
