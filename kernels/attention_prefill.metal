@@ -1,10 +1,10 @@
 // Gated attention for the rows of a prompt, on matrix units. Queries, keys, probabilities and values are halves;
 // sums are f32. Keys and values come from the cache of attention.metal (f32 or 16 bits).
 //
-// A threadgroup has QUERIES pairs of a row and a query head, all of one kv head. It goes over the positions from
-// the first to the last one that any of them sees, KEYS at a time: scores, online softmax, probabilities times
-// values. A position that a row does not see has probability 0, which changes no bit of the row's sums. So a row's
-// result depends only on its own position.
+// A threadgroup has QUERIES pairs of a row and a query head, all of one kv head. It reads the positions from the first
+// to the last one that any of its rows attends to, KEYS at a time: scores, online softmax, probabilities times values.
+// A position that a row does not attend to has probability 0, which changes no bit of the row's sums. So a row's result
+// depends only on its own position.
 //
 // Queries and keys are normed, so they do not overflow as halves. Values are clamped to the largest half.
 
@@ -43,7 +43,7 @@ FN void load_keys(DEVICE const T* keys, uint block, uint last, uint column, uint
 FN void store_keys(THREADGROUP uint* to, THREAD const float* v THREAD_IDS_PARAM) {
   UNROLL for (uint n = 0; n < 2; n++) store8(to + (tid / 8 + n * 32) * PITCH + tid % 8 * 4, v + n * 8);
 }
-// The same for all columns of VALUES values.
+// Loads this thread's share of all columns of VALUES values, as load_keys does for keys.
 template <class T> FN void load_values(DEVICE const T* values, uint block, uint last, uint dim, THREAD float* v THREAD_IDS_PARAM) {
   UNROLL for (uint n = 0; n < 2; n++)
     load8(values + min(block + tid / 32 + n * 8, last) % PAGE * cache_pitch(values, dim), tid % 32 * 8, dim, v + n * 8);
@@ -59,7 +59,7 @@ FN void attend_rows(CONSTANT PrefillArgs& a, DEVICE const float* q, DEVICE const
              DEVICE const uint* table, DEVICE const float* proj, DEVICE float* y, THREADGROUP uint* queries, THREADGROUP uint* scratch,
              THREADGROUP uint* probs, THREADGROUP float* row_factor THREAD_IDS_PARAM) {
   const uint groups = a.heads / a.kv_heads, pairs = a.tokens * groups, head = tgid.y * groups;
-  // Threadgroups with the longest context begin first.
+  // Threadgroups with the longest context start first.
   const uint first = ((pairs + QUERIES - 1) / QUERIES - 1 - tgid.x) * QUERIES;
   const uint last = a.start + min(first + QUERIES - 1, pairs - 1) / groups, pieces = (a.dim + DEPTH - 1) / DEPTH;
   ulong page = page_row(table, a.kv_heads, tgid.y, 0) * cache_pitch(keys, a.dim);

@@ -11,7 +11,7 @@ struct DeltaArgs {
   uint per_sequence;                // whether each of the grid's z is a row of its own sequence
 };
 
-// The state of a row's sequence, `size` floats.
+// The address of the state of a row's sequence. A state has `size` floats.
 FN DEVICE float* state_of(CONSTANT DeltaArgs& a, DEVICE const SequenceRow* rows, DEVICE float* states, uint row, ulong size) {
   return a.per_sequence != 0 ? states + rows[row].sequence * size : states;
 }
@@ -85,9 +85,9 @@ KERNEL(causal_conv, ARGS(DeltaArgs, a), IN(float, all_proj, 1), IN(float, replay
 // The gated delta rule, for each value head: g = exp(decay * softplus(a + dt_bias)), beta = sigmoid(b); S = g S; d
 // = beta (v - S k); S += d k^T; o = S q. S is [value_heads, dv, dk], and `decay` is -exp(A_log).
 //
-// A simdgroup keeps STATE_ROWS rows of S in registers for all tokens. Lane l has columns l, l + 32, ... The inputs
-// of BATCH tokens are loaded together and their gates are computed in parallel, since a step per token would wait
-// for each load.
+// A simdgroup keeps STATE_ROWS rows of S in registers for all tokens. Lane l has columns l, l + 32, ... The inputs of
+// BATCH tokens are loaded together and their gates are computed in parallel, because otherwise every token would wait
+// for its loads.
 //
 // `mixed` is the output of causal_conv, or of gemv_conv with needs_l2_norm. Grid (ceil(dv / 16), value_heads, 1 or rows of
 // different sequences), 128 threads.

@@ -3,8 +3,8 @@
 // The most recent positions are also kept in f32, in rings of `ring_len` positions. Queries, keys and values are
 // multiplied by a Hadamard matrix first. The rest works as in attention.metal.
 
-// RECENT_SPLIT: recent positions in a split. MAX_SPLITS: most splits of the quantised positions. BATCH: positions
-// loaded together. PREFETCH_ROWS: positions prefetched together.
+// RECENT_SPLIT: recent positions in a split. MAX_SPLITS: maximum number of splits of the quantised positions. BATCH:
+// positions loaded together. PREFETCH_ROWS: positions prefetched together.
 enum { GROUP = 32, RECENT_POSITIONS = 64, RECENT_SPLIT = 16, MAX_SPLITS = 256, MAX_DIM = 256, BATCH = 4, PREFETCH_ROWS = 16, MERGE_THREADS = 512 };
 
 // The first position that a query at `position` reads from the ring of recent positions.
@@ -58,7 +58,7 @@ FN void quantise_row(uint dim, DEVICE uchar* row, THREADGROUP float* x THREAD_ID
   }
 }
 
-// Where the ring of a row's sequence starts.
+// The byte offset of the ring of a row's sequence.
 FN ulong ring_start(CONSTANT AttentionArgs& a, DEVICE const SequenceRow* rows, uint row) {
   return a.table_pages != 0 ? ulong(rows[row].sequence) * a.kv_heads * a.ring_len * a.dim : 0;
 }
@@ -103,7 +103,7 @@ FN void norm_rope_quantise(CONSTANT AttentionArgs& a, DEVICE const float* proj, 
   quantise_row<BITS>(a.dim, (value ? values : keys) + page_row(row_table(a, rows, table, token), a.kv_heads, kv, position) * bytes, x THREAD_IDS);
 }
 
-// Splits of the recent positions that a query at `position` sees. They come before the other splits.
+// Number of splits of the recent positions for a query at `position`. They come before the other splits.
 FN uint recent_splits(uint position) { return (position - quantised_until(position)) / RECENT_SPLIT + 1; }
 
 // Positions per split of the `until` quantised positions.

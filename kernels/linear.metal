@@ -5,9 +5,10 @@
 // launch), the normed rows are stored for a later launch, or the product is added to y. A row's result does not
 // depend on the number of rows of x, so verifying drafts gives the same bytes as decoding.
 //
-// Two kinds fuse small steps of a delta net. gemv_conv takes one row and applies the convolution (delta_net.metal)
-// to each channel of the first matrix where it is computed, since only that channel's state is needed.
-// gemv_head_norm reads x from the delta rule with a deferred norm and multiplies each head by its factor 1 / rms.
+// Two variants of the kernel fuse small steps of a delta net. gemv_conv takes one row and applies the convolution
+// (delta_net.metal) to each channel of the first matrix where it is computed, since only that channel's state is
+// needed. gemv_head_norm reads x from the delta rule with a deferred norm and multiplies each head by its factor 1 /
+// rms.
 //
 // Grid (ceil(tokens / TOKENS), sum over matrices of ceil(rows / 16), or of ceil(rows / 4) with split_k), 128
 // threads. The shared expert's down, without a norm and not added, is never split, so that its sums equal those of
@@ -130,7 +131,7 @@ FN void partial_fast(CONSTANT Matrix& m, CONSTANT LinearArgs& a, uint row, uint 
   }
 }
 
-// The same for any encoding.
+// The same products for weights of any encoding.
 template <uint TOKENS, uint KIND>
 FN void partial_any(CONSTANT Matrix& m, CONSTANT LinearArgs& a, uint row, uint first, DEVICE const float* x,
                     DEVICE const float* w, WeightPtrs bytes, THREAD const Fused& fused, THREAD float* acc,

@@ -94,7 +94,7 @@ FN void rows_staged(THREAD const WeightPtrs* w, uint rows, uint cols, uint row, 
   }
 }
 
-// As rows_fast with one part, for any encoding.
+// rows_fast with one part, for any encoding.
 template <uint COUNT, uint TOKENS>
 FN void rows_any(CONSTANT Matrix& m, WeightPtrs w, uint cols, uint row, DEVICE const float* x, THREAD const ulong* from,
                  THREAD float* acc THREAD_IDS_PARAM) {
@@ -171,8 +171,8 @@ FN void down(CONSTANT ExpertsArgs& a, DEVICE const float* act, DEVICE const floa
              DEVICE float* h, WeightPtrs shared, DEVICE const Segment* table, THREADGROUP float* part THREAD_IDS_PARAM) {
   const uint count = DOWN_PARTS * DOWN_ROWS, row = tgid.x * count, token = tgid.y, ranks = a.shared_inner != 0 ? a.k + 1 : a.k;
   if (!ANY && sg < ranks) {
-    // Only for prefetching, so the slots are read before AWAIT. That is safe: if a launch writes them, it precedes the
-    // previous launch and has ended.
+    // Only for prefetching, so the slots are read before AWAIT. This is safe: the launch that writes the slots comes
+    // before the previous launch, so it has ended.
     const uint slot = sg < a.k ? PEEK(slots + token * a.k + sg) : NO_SLOT;
     if (sg == a.k) prefetch_rows<DOWN_PARTS * DOWN_ROWS>(shared, 4, a.hidden, a.shared_inner, row);
     else if (slot >> a.shift < a.segments && table[slot >> a.shift].bytes != 0) {

@@ -77,8 +77,7 @@ template <uint BITS> FN void unpack(DEVICE const uchar* p, THREAD float* v) {
   }
 }
 
-// Unpacks the codes of chunk `c` of a row to numbers, before scale and bias. Values past the end of a dense row
-// are 0.
+// Unpacks the codes of chunk `c` of a row to floats, without scale and bias. Values past the end of a dense row are 0.
 FN void unpack_chunk(CONSTANT Matrix& m, DEVICE const uchar* row, uint c, uint cols, THREAD float* v) {
   switch (m.format) {
     case 2: return unpack<2>(row + c * 4, v);
@@ -271,8 +270,8 @@ FN float sigmoid(float x) { return 1.0f / (1.0f + exp(-x)); }
 // in order.
 enum { PAGE = 256 };
 
-// A row of one of several sequences: the number of its sequence, and its position. The states of all sequences lie in one
-// buffer, in the order of their numbers.
+// A row of one of several sequences: the number of its sequence, and its position. The states of all sequences are in
+// one buffer, in the order of their numbers.
 struct SequenceRow { uint sequence, position; };
 
 // The row number of a position.

@@ -99,7 +99,7 @@ inline const std::function<void()>* body;
 
 inline Thread& now() { return group->threads[group->now]; }
 
-// Reads the first and last byte, so that prefetched memory must be readable.
+// Reads the first and last byte, so that a prefetch of memory that is not readable is detected.
 inline void touch(const void* p, uint bytes) {
   volatile uchar seen = 0;
   if (bytes > 0) seen = *(const volatile uchar*)p, seen = ((const volatile uchar*)p)[bytes - 1];
@@ -122,8 +122,8 @@ inline void* shared(const char* name, size_t bytes) {
   return group->arrays.back().second;
 }
 
-// Called when a thread waits or is done. Runs the next thread of its simdgroup, or the scheduler after the last
-// one.
+// Called when a thread waits or has ended. Switches to the next thread of its simdgroup, or after the last one to the
+// scheduler.
 inline void pass_on() {
   Thread& t = now();
   if (lane == (group->backwards ? 0 : 31)) return leave(t.fiber);
@@ -149,7 +149,7 @@ template <class T, class F> uint fold(const Thread* t, F two) {
   return as_type<uint>(v[0]);
 }
 
-// The 32 threads from `first` wait for a reduction: computes it and releases them. Sums are added as a tree.
+// Computes the reduction that the 32 threads from `first` wait for, and releases them. Sums are added as a tree.
 inline void release_simd(uint first) {
   Thread* t = &group->threads[first];
   const uint found = t->state == Sum   ? fold<float>(t, [](float a, float b) { return a + b; })

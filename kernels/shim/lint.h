@@ -1,6 +1,6 @@
-// Clang's syntax check with Metal's address spaces and little else. What Apple's compiler would reject is an error
-// here, too: a pointer without address space, double, a library call that Metal lacks, a built-in used outside a
-// kernel.
+// Definitions for a syntax check of the kernels by Clang, with Metal's address spaces. What Apple's compiler would
+// reject is an error here, too: a pointer without address space, double, a library call that Metal lacks, a built-in
+// used outside a kernel.
 typedef unsigned char uchar;
 typedef unsigned short ushort;
 typedef unsigned int uint;
