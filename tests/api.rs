@@ -6,6 +6,8 @@ mod admin;
 mod agents;
 #[path = "api/bodies.rs"]
 mod bodies;
+#[path = "api/cache_salt.rs"]
+mod cache_salt;
 #[path = "api/chat.rs"]
 mod chat;
 #[path = "api/client.rs"]

@@ -1,7 +1,7 @@
 //! Sequences of ended requests, for prompts that extend them.
 
-use super::sequence::Sequence;
-use crate::model::{PlacedImage, SequenceState};
+use super::{cache_salt::CachedPrompt, sequence::Sequence};
+use crate::model::SequenceState;
 
 /// The oldest sequence is first.
 pub struct IdleSequences<S>(Vec<IdleSequence<S>>);
@@ -25,19 +25,19 @@ impl<S: SequenceState> IdleSequences<S> {
     }
 
     /// The index and the length of the longest sequence that is a beginning of a prompt.
-    fn longest(&self, ids: &[u32], images: &[PlacedImage]) -> Option<(usize, usize)> {
-        let prefixes = self.0.iter().enumerate().filter(|(_, idle)| idle.sequence.is_prefix_of(ids, images));
+    fn longest(&self, prompt: CachedPrompt<'_>) -> Option<(usize, usize)> {
+        let prefixes = self.0.iter().enumerate().filter(|(_, idle)| idle.sequence.is_prefix_of(prompt));
         prefixes.map(|(index, idle)| (index, idle.sequence.len())).max_by_key(|(_, len)| *len)
     }
 
     /// Tokens of the longest sequence that is a beginning of a prompt.
-    pub fn prefix_len(&self, ids: &[u32], images: &[PlacedImage]) -> usize {
-        self.longest(ids, images).map_or(0, |(_, len)| len)
+    pub fn prefix_len(&self, prompt: CachedPrompt<'_>) -> usize {
+        self.longest(prompt).map_or(0, |(_, len)| len)
     }
 
     /// Takes the longest sequence that is a beginning of a prompt.
-    pub fn take_prefix(&mut self, ids: &[u32], images: &[PlacedImage]) -> Option<Sequence<S>> {
-        self.longest(ids, images).map(|(index, _)| self.0.remove(index).sequence)
+    pub fn take_prefix(&mut self, prompt: CachedPrompt<'_>) -> Option<Sequence<S>> {
+        self.longest(prompt).map(|(index, _)| self.0.remove(index).sequence)
     }
 
     /// Drops sequences from before the prompt cache was cleared for the last time.

@@ -5,6 +5,7 @@
 //! result.
 
 mod answer;
+mod cache_salt;
 mod constraint;
 mod handle;
 mod idle_sequences;
@@ -23,6 +24,7 @@ mod mock_model;
 
 /// Images of prompts, for [`Request::images`].
 pub use crate::model::{Image, ImageProcessor, PlacedImage, place_images};
+pub use cache_salt::CacheSalt;
 pub use constraint::{Constraint, TokenMask};
 pub use handle::{Handle, Options, Worker, spawn, spawn_with};
 pub use prompt_cache::{DiskCacheOptions, PromptCacheStatus, clear_prompt_dir};

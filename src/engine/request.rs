@@ -1,6 +1,9 @@
 //! Requests to the engine, and the events that answer them.
 
-use super::constraint::Constraint;
+use super::{
+    cache_salt::{CacheSalt, CachedPrompt},
+    constraint::Constraint,
+};
 use crate::{error::EngineError, model::PlacedImage};
 use std::time::{Duration, Instant};
 
@@ -67,6 +70,8 @@ pub struct Request {
     pub boundaries: Vec<Boundary>,
     /// Reuse state from earlier requests and keep state for later ones.
     pub cache_prompt: bool,
+    /// Requests with different salts share no state.
+    pub cache_salt: Option<CacheSalt>,
     /// Identifies the client. Waiting requests of several clients take turns.
     pub client: u64,
     /// The request fails with `TimedOut` at this time, whether it is queued or running.
@@ -87,9 +92,15 @@ impl Request {
             constraint: None,
             boundaries: Vec::new(),
             cache_prompt: true,
+            cache_salt: None,
             client: 0,
             deadline: None,
         }
+    }
+
+    /// The prompt as the prompt cache identifies it.
+    pub fn cached_prompt(&self) -> CachedPrompt<'_> {
+        CachedPrompt { ids: &self.ids, images: &self.images, salt: self.cache_salt }
     }
 }
 

@@ -25,7 +25,7 @@ use super::{
 use crate::{
     error::{EngineError, GPU_INTERACTIVITY},
     metrics::Metrics,
-    model::{Model, prefix_keys},
+    model::Model,
 };
 use std::{sync::Arc, time::Instant};
 use time_share::TimeShare;
@@ -196,21 +196,20 @@ impl<M: Model> Scheduler<M> {
     /// True if another request is about to reach a snapshot of this prompt that is longer than what the cache has: restoring it
     /// takes less time than computing the same tokens.
     fn waits_for_prefix(&self, new: &LiveRequest<M::State>) -> bool {
-        let Request { ids, images, .. } = &new.request.request;
         if !may_reuse(&new.request.request) {
             return false;
         }
-        let keys = prefix_keys(ids, images);
+        let prompt = new.request.request.cached_prompt();
+        let keys = prompt.keys();
         let shared = |other: &LiveRequest<M::State>| {
             let (Stage::Prefill(prefill), Some(sequence)) = (&other.stage, &other.sequence) else { return None };
-            let Request { ids, images, .. } = &other.request.request;
-            let others = prefix_keys(ids, images);
+            let others = other.request.request.cached_prompt().keys();
             let is_shared = |at: usize| at < keys.len() && others[..at] == keys[..at];
             let coming = prefill.snapshots.iter().map(|snapshot| snapshot.0).filter(|&at| sequence.len() < at);
             coming.rev().find(|&at| is_shared(at))
         };
         let Some(coming) = self.live.iter().filter_map(shared).max() else { return false };
-        coming > self.idle.prefix_len(ids, images).max(self.cache.prefix_len(&keys))
+        coming > self.idle.prefix_len(prompt).max(self.cache.prefix_len(&keys))
     }
 
     /// Makes pages free for the rows of a step: those of snapshots first, then those of idle sequences, then those of the

@@ -3,14 +3,12 @@
 //! The recurrent state of a delta net cannot be rewound. A new prompt therefore extends the previous sequence, restores a
 //! snapshot, or starts an empty sequence.
 
+use super::cache_salt::{CacheSalt, CachedPrompt};
 use crate::{
     error::ModelError,
-    model::{Logits, Model, PassHooks, PlacedImage, Rows, SequenceState, Snapshot, prefix_keys},
+    model::{Logits, Model, PassHooks, PlacedImage, Rows, SequenceState, Snapshot},
 };
-use std::{
-    borrow::Cow,
-    sync::atomic::{AtomicU64, Ordering},
-};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// The [`Sequence::id`] of the next sequence.
 static NEXT_ID: AtomicU64 = AtomicU64::new(1);
@@ -21,6 +19,8 @@ pub struct Sequence<S> {
     tokens: Vec<u32>,
     /// The images among the tokens. The last one may have further tokens.
     images: Vec<PlacedImage>,
+    /// The salt of the prompts that may extend it.
+    salt: Option<CacheSalt>,
     state: S,
     /// Rows of a verify that are in `state` and not (yet) in `tokens`.
     unconfirmed: usize,
@@ -29,15 +29,16 @@ pub struct Sequence<S> {
 impl<S: SequenceState> Sequence<S> {
     /// An empty sequence.
     pub fn start<M: Model<State = S>>(model: &M) -> Result<Self, ModelError> {
-        Ok(Self::new(Vec::new(), &[], model.start()?))
+        Ok(Self::new(CachedPrompt::default(), model.start()?))
     }
 
-    fn new(tokens: Vec<u32>, images: &[PlacedImage], state: S) -> Self {
-        let images = within(images, tokens.len()).to_vec();
-        Self { id: NEXT_ID.fetch_add(1, Ordering::Relaxed), tokens, images, state, unconfirmed: 0 }
+    fn new(prompt: CachedPrompt<'_>, state: S) -> Self {
+        let CachedPrompt { ids, images, salt } = prompt;
+        let images = within(images, ids.len()).to_vec();
+        Self { id: NEXT_ID.fetch_add(1, Ordering::Relaxed), tokens: ids.to_vec(), images, salt, state, unconfirmed: 0 }
     }
 
-    /// The longest known beginning of `prompt` with its `images`: a snapshot, the previous sequence, or nothing.
+    /// The longest known beginning of `prompt`: a snapshot, the previous sequence, or nothing.
     ///
     /// At least one token of the prompt is left to evaluate, since its logits are needed. `find_snapshot` gets the length
     /// that the previous sequence offers and returns a longer snapshot if there is one. The previous state is reused or freed
@@ -45,28 +46,29 @@ impl<S: SequenceState> Sequence<S> {
     pub fn sync<M: Model<State = S>>(
         previous: Option<Self>,
         model: &M,
-        prompt: &[u32],
-        images: &[PlacedImage],
+        prompt: CachedPrompt<'_>,
         find_snapshot: impl FnOnce(usize) -> Option<Snapshot>,
     ) -> Result<Self, ModelError> {
         // A sequence that is no prefix is dropped here, so that a snapshot can use its memory.
-        let previous = previous.filter(|sequence| sequence.is_prefix_of(prompt, images));
+        let previous = previous.filter(|sequence| sequence.is_prefix_of(prompt));
+        let empty = || Ok(Self { salt: prompt.salt, ..Self::start(model)? });
         if let Some(snapshot) = find_snapshot(previous.as_ref().map_or(0, Self::len)) {
             return match model.restore(&snapshot, previous.map(|sequence| sequence.state)) {
-                Ok(state) => Ok(Self::new(prompt[..snapshot.len].to_vec(), images, state)),
+                Ok(state) => Ok(Self::new(CachedPrompt { ids: &prompt.ids[..snapshot.len], ..prompt }, state)),
                 Err(error) => {
                     tracing::warn!(%error, tokens = snapshot.len, "cannot restore a prompt snapshot; computing the prompt");
-                    Self::start(model)
+                    empty()
                 }
             };
         }
-        previous.map_or_else(|| Self::start(model), Ok)
+        previous.map_or_else(empty, Ok)
     }
 
-    /// True if the sequence is a beginning of `prompt` with its `images` that leaves at least one token to evaluate.
-    pub fn is_prefix_of(&self, prompt: &[u32], images: &[PlacedImage]) -> bool {
+    /// True if the sequence is a beginning of `prompt` that leaves at least one token to evaluate.
+    pub fn is_prefix_of(&self, prompt: CachedPrompt<'_>) -> bool {
+        let CachedPrompt { ids, images, salt } = prompt;
         let len = self.len();
-        len < prompt.len() && prompt.starts_with(&self.tokens) && self.images == within(images, len)
+        salt == self.salt && len < ids.len() && ids.starts_with(&self.tokens) && self.images == within(images, len)
     }
 
     /// Appends `ids` and runs `hooks`.
@@ -160,9 +162,9 @@ impl<S: SequenceState> Sequence<S> {
         &self.tokens
     }
 
-    /// The tokens as the prompt cache compares them.
-    pub fn prefix_keys(&self) -> Cow<'_, [u32]> {
-        prefix_keys(&self.tokens, &self.images)
+    /// The tokens as the prompt cache identifies them.
+    pub fn cached_prompt(&self) -> CachedPrompt<'_> {
+        CachedPrompt { ids: &self.tokens, images: &self.images, salt: self.salt }
     }
 }
 
@@ -183,6 +185,10 @@ mod tests {
         sequence
     }
 
+    fn prompt(ids: &[u32]) -> CachedPrompt<'_> {
+        CachedPrompt { ids, ..CachedPrompt::default() }
+    }
+
     fn append(sequence: &mut Sequence<<MockModel as Model>::State>, mock: &mut MockModel, ids: &[u32]) -> Vec<f32> {
         sequence.extend(mock, ids, Rows::Last, &mut PassHooks::default()).unwrap().data
     }
@@ -191,7 +197,7 @@ mod tests {
     fn prompt_that_extends_the_sequence_reuses_it() {
         let mut mock = MockModel::default();
         let previous = evaluated(&mut mock, &[5, 6, 7]);
-        let mut sequence = Sequence::sync(Some(previous), &mock, &[5, 6, 7, 8, 9], &[], |_| None).unwrap();
+        let mut sequence = Sequence::sync(Some(previous), &mock, prompt(&[5, 6, 7, 8, 9]), |_| None).unwrap();
         assert_eq!(sequence.len(), 3);
         let reused = append(&mut sequence, &mut mock, &[8, 9]);
         let mut fresh = evaluated(&mut mock, &[5, 6, 7]);
@@ -200,11 +206,11 @@ mod tests {
 
     #[test]
     fn other_prompts_start_empty() {
-        for prompt in [&[5, 6, 7][..], &[5, 6], &[5, 9, 7, 8], &[9]] {
+        for ids in [&[5, 6, 7][..], &[5, 6], &[5, 9, 7, 8], &[9]] {
             let mut mock = MockModel::default();
             let previous = evaluated(&mut mock, &[5, 6, 7]);
-            let sequence = Sequence::sync(Some(previous), &mock, prompt, &[], |_| None).unwrap();
-            assert!(sequence.is_empty(), "{prompt:?}");
+            let sequence = Sequence::sync(Some(previous), &mock, prompt(ids), |_| None).unwrap();
+            assert!(sequence.is_empty(), "{ids:?}");
         }
     }
 
@@ -219,7 +225,7 @@ mod tests {
                 assert_eq!(length, offered);
                 Some(snapshot.clone())
             };
-            let mut sequence = Sequence::sync(Some(previous), &mock, &[5, 6, 7, 8, 9], &[], find_snapshot).unwrap();
+            let mut sequence = Sequence::sync(Some(previous), &mock, prompt(&[5, 6, 7, 8, 9]), find_snapshot).unwrap();
             assert_eq!(sequence.tokens, [5, 6, 7, 8]);
             let reused = append(&mut sequence, &mut mock, &[9]);
             let mut fresh = evaluated(&mut mock, &[5, 6, 7, 8]);
@@ -234,12 +240,14 @@ mod tests {
             image: Arc::new(Image { hash: [hash; 32], height: 1, width: 2, ..Image::default() }),
         };
         let mut mock = MockModel::default();
-        let prompt = [5, 9, 9, 6, 7];
+        let ids = [5, 9, 9, 6, 7];
         for (len, other, reused) in [(4, 1, 4), (4, 2, 0), (2, 1, 2), (2, 2, 0), (1, 2, 1)] {
             let (mut previous, images) = (Sequence::start(&mock).unwrap(), [image(1)]);
             let mut hooks = PassHooks { images: &images, ..PassHooks::default() };
-            previous.extend(&mut mock, &prompt[..len], Rows::None, &mut hooks).unwrap();
-            let sequence = Sequence::sync(Some(previous), &mock, &prompt, &[image(other)], |_| None).unwrap();
+            previous.extend(&mut mock, &ids[..len], Rows::None, &mut hooks).unwrap();
+            let images = [image(other)];
+            let prompt = CachedPrompt { images: &images, ..prompt(&ids) };
+            let sequence = Sequence::sync(Some(previous), &mock, prompt, |_| None).unwrap();
             assert_eq!(sequence.len(), reused, "{len} tokens, image {other}");
         }
     }
@@ -248,7 +256,7 @@ mod tests {
     fn only_one_state_is_alive() {
         let mut mock = MockModel::default();
         let previous = evaluated(&mut mock, &[5, 6, 7]);
-        let _sequence = Sequence::sync(Some(previous), &mock, &[9], &[], |_| None).unwrap();
+        let _sequence = Sequence::sync(Some(previous), &mock, prompt(&[9]), |_| None).unwrap();
         assert_eq!(Arc::strong_count(&mock.states), 2);
     }
 }

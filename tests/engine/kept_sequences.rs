@@ -4,7 +4,7 @@ use super::{
     mock_model::MockModel,
     scheduler::{MS, answer, engine, options, request},
 };
-use moestro::engine::{Options, collect};
+use moestro::engine::{CacheSalt, DiskCacheOptions, Handle, Options, Request, collect};
 use std::{
     sync::{Arc, atomic::Ordering},
     time::{Duration, Instant},
@@ -48,4 +48,62 @@ fn failed_snapshot_drops_its_sequence() {
     // The device may be in an undefined state, so the sequence is dropped. The two references are those of the mocks.
     assert_eq!(Arc::strong_count(&mock.states), 2);
     assert_eq!(answer(&handle, &[7]), [7]);
+}
+
+/// Evaluates a prompt. Returns how many of its tokens were cached.
+fn cached(handle: &Handle, ids: &[u32], salt: Option<&str>) -> usize {
+    let request = Request { cache_salt: salt.map(CacheSalt::new), ..request(ids, 100) };
+    collect(handle.submit(request).unwrap()).1.unwrap().1.cached_tokens
+}
+
+#[test]
+fn requests_with_other_salts_share_no_state() {
+    // Without a cache, a prompt can only continue a kept sequence.
+    for prompt_cache in [0, 1 << 20] {
+        let (handle, ..) = engine(&MockModel::default(), Options { prompt_cache, parallel: 8, ..options() });
+        let first: Vec<u32> = (30..42).collect();
+        // The mock model repeats its prompt.
+        let second = [&first[..], &first, &[2, 50]].concat();
+        assert_eq!(cached(&handle, &first, Some("a")), 0);
+        for salt in [Some("b"), None, Some("A")] {
+            assert_eq!(cached(&handle, &second, salt), 0, "{salt:?} with a cache of {prompt_cache}");
+        }
+        assert_eq!(cached(&handle, &second, Some("a")), 24, "with a cache of {prompt_cache}");
+        let third = [&second[..], &second, &[2, 51]].concat();
+        assert_eq!(cached(&handle, &third, None), 50, "with a cache of {prompt_cache}");
+    }
+}
+
+#[test]
+fn short_salted_prompts_are_not_confused() {
+    // The keys of so few tokens hold only a part of the salt's hash, so the cache has no snapshot of them.
+    let (handle, ..) = engine(&MockModel::default(), Options { prompt_cache: 1 << 20, ..options() });
+    for salt in [Some("a"), Some("b"), None] {
+        assert_eq!(cached(&handle, &[30, 31, 32], salt), 0, "{salt:?}");
+    }
+    assert_eq!(cached(&handle, &[30, 31, 32, 40], Some("a")), 0);
+    assert_eq!(cached(&handle, &[30, 31, 32, 41], None), 2);
+}
+
+#[test]
+fn salted_snapshot_on_disk_needs_its_salt() {
+    let dir = tempfile::tempdir().unwrap();
+    let start = || {
+        let disk_cache = Some(DiskCacheOptions { dir: dir.path().into(), limit: 1 << 20, key: "mock".into() });
+        engine(&MockModel::default(), Options { prompt_cache: 1 << 20, disk_cache, ..options() })
+    };
+    let (first, worker, _) = start();
+    let ids: Vec<u32> = (30..42).collect();
+    assert_eq!(cached(&first, &ids, Some("a")), 0);
+    first.drain();
+    worker.join().unwrap();
+
+    let (second, _, metrics) = start();
+    let longer = [&ids[..], &[50]].concat();
+    for salt in [Some("b"), None] {
+        assert_eq!(cached(&second, &longer, salt), 0, "{salt:?}");
+    }
+    assert_eq!(metrics.prompt_cache_hits_disk.get(), 0);
+    assert_eq!(cached(&second, &longer, Some("a")), 11);
+    assert_eq!(metrics.prompt_cache_hits_disk.get(), 1);
 }

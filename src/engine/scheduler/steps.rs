@@ -4,6 +4,7 @@ use super::{Scheduler, Step};
 use crate::{
     engine::{
         answer::{PartialAnswer, StepOutput},
+        cache_salt::CachedPrompt,
         idle_sequences::IdleSequence,
         live_request::{LiveRequest, Prefill, Stage, Work, may_reuse},
         prompt_cache::{SnapshotKind, SnapshotSource, snapshot_policy},
@@ -14,7 +15,7 @@ use crate::{
         speculation::{PendingRows, SampledToken},
     },
     error::{EngineError, ModelError},
-    model::{Model, PassHooks, Rows, SequenceState, prefix_keys},
+    model::{Model, PassHooks, Rows, SequenceState},
 };
 use std::{
     any::Any,
@@ -54,7 +55,7 @@ impl<M: Model> Scheduler<M> {
         let started = Instant::now();
         let queued = started - live.request.arrived;
         self.metrics.queue_seconds.observe(queued.as_secs_f64());
-        let Request { ids, images, prompt_logprobs, boundaries, cache_prompt, .. } = &live.request.request;
+        let Request { ids, prompt_logprobs, boundaries, cache_prompt, .. } = &live.request.request;
 
         live.clear_count = self.cache.clear_count();
         let (sequence, source) = self.resume(&live.request.request, ids, live.clear_count)?;
@@ -74,8 +75,8 @@ impl<M: Model> Scheduler<M> {
 
         let max_snapshots = if *cache_prompt { self.cache.max_snapshots_per_prompt() } else { 0 };
         let mut snapshots = snapshot_policy::choose(boundaries, cached_tokens, ids.len(), max_snapshots);
-        // The first tokens of an image hold only a part of its hash.
-        snapshots.retain(|(at, _)| !images.iter().any(|image| image.at < *at && *at < image.tokens().end));
+        let prompt = live.request.request.cached_prompt();
+        snapshots.retain(|(at, _)| prompt.has_whole_keys(*at));
         // The first token has no log-probability, since nothing precedes it.
         let logprobs = prompt_logprobs.map(|_| vec![None]);
         let chunks_started = Instant::now();
@@ -91,16 +92,16 @@ impl<M: Model> Scheduler<M> {
         ids: &[u32],
         clear_count: u64,
     ) -> Result<(Sequence<M::State>, Option<SnapshotSource>), ModelError> {
-        let (may_reuse, images) = (may_reuse(request), &request.images);
+        let (may_reuse, prompt) = (may_reuse(request), CachedPrompt { ids, ..request.cached_prompt() });
         self.idle.drop_cleared(clear_count);
-        let previous = if may_reuse { self.idle.take_prefix(ids, images) } else { None };
+        let previous = if may_reuse { self.idle.take_prefix(prompt) } else { None };
         let states = self.live.iter().filter(|live| live.sequence.is_some()).count() + self.idle.len();
         if previous.is_none() && states >= self.parallel {
             self.idle.drop_oldest();
         }
-        let keys = prefix_keys(ids, images);
+        let keys = prompt.keys();
         let mut source = None;
-        let sequence = Sequence::sync(previous, &self.model, ids, images, |offered| {
+        let sequence = Sequence::sync(previous, &self.model, prompt, |offered| {
             // The sequence needs its own page after the last whole page of a snapshot.
             self.cache.evict_for_pages(1);
             let (snapshot, from) = if may_reuse { self.cache.longest_prefix(&keys, offered) } else { None }?;
@@ -153,7 +154,7 @@ impl<M: Model> Scheduler<M> {
             None => Rows::None,
         };
 
-        let keys = prefix_keys(ids, images);
+        let keys = live.request.request.cached_prompt().keys();
         let marks = prefill.snapshots.iter().copied().filter(|&(at, _)| from < at && at <= to);
         let snapshots = self.cache.reserve(&keys, marks.collect(), sequence.state().shared_positions());
         let marks: Vec<usize> = snapshots.iter().map(|snapshot| snapshot.0).collect();
@@ -294,7 +295,10 @@ impl<M: Model> Scheduler<M> {
         let (model, cache) = (&self.model, &self.cache);
         let Some(IdleSequence { sequence, clear_count }) = self.idle.newest() else { return };
         let needed = || cache.snapshot_size().bytes(sequence.len(), sequence.state().shared_positions());
-        let keys = sequence.prefix_keys().into_owned();
+        if !sequence.cached_prompt().has_whole_keys(sequence.len()) {
+            return;
+        }
+        let keys = sequence.cached_prompt().keys().into_owned();
         if !cache.make_room(&keys, SnapshotKind::Answer, &needed) {
             return;
         }

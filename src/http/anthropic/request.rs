@@ -48,6 +48,8 @@ pub struct MessagesRequest {
     stream: Option<bool>,
     /// Our extension: a stream reports prompt progress.
     return_progress: Option<bool>,
+    /// From vLLM.
+    cache_salt: Option<String>,
     metadata: Option<Value>,
 }
 
@@ -153,6 +155,7 @@ impl MessagesRequest {
             top_p: self.top_p,
             top_k: self.top_k,
             return_progress: self.return_progress,
+            cache_salt: self.cache_salt,
             user: self.metadata.and_then(|mut metadata| metadata.get_mut("user_id").map(Value::take)),
             ..CommonFields::default()
         };

@@ -32,6 +32,8 @@ pub struct CommonFields {
     pub seed: Option<i64>,
     /// From llama-server: whether to use and fill the prompt cache. Defaults to true.
     pub cache_prompt: Option<bool>,
+    /// From vLLM: requests with different salts share no cached state.
+    pub cache_salt: Option<String>,
     /// From llama-server: whether a stream reports prompt progress.
     pub return_progress: Option<bool>,
     /// Waiting requests of different users take turns. Any JSON value, since OpenAI's servers ignore it.

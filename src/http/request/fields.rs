@@ -91,7 +91,7 @@ const NO_BILLING: &str = "there is one user and one service tier";
 const TURNS: &str = "it only orders the queue: users take turns";
 const NOT_STORED: &str = "nothing is stored";
 const ALWAYS_CACHED: &str = "prompts are always cached";
-const SHARED_CACHE: &str = "all clients share the prompt cache; `cache_prompt: false` keeps a prompt out of it.";
+const CACHE_SALT: &str = "from vLLM: requests with different salts share no cached state of prompts";
 const GUIDED: &str = "vLLM's older name";
 const SAME_BUDGET: &str = "the same as `thinking_budget`";
 const TEXT_ONLY: &str = "the model writes text only.";
@@ -119,11 +119,11 @@ const GENERATION_FIELDS: &[Field] = &[
         "a stream reports in `prompt_progress` how many prompt tokens are done, after every chunk",
     ),
     any("cache_prompt", "`false` neither reads nor writes the prompt cache"),
+    string("cache_salt", CACHE_SALT),
     ignored("user", TURNS),
     field("metadata", None, Metadata("ignored: nothing is stored")),
     ignored("store", NOT_STORED),
     ignored("skip_special_tokens", "special tokens are never sent"),
-    rejected("cache_salt", &[], SHARED_CACHE),
     rejected("min_tokens", &["0"], LENGTH),
     rejected("ignore_eos", &["false"], "an answer ends where the model ends it."),
     rejected("stop_token_ids", &["[]"], "give strings in `stop`."),
@@ -233,6 +233,7 @@ const RESPONSE_FIELDS: &[Field] = &[
     object("reasoning", "`effort`; with `summary` the reasoning is sent as its own summary"),
     array("include", "`reasoning.encrypted_content`, which is the reasoning as plain text"),
     boolean("return_progress", "a stream reports the progress of the prompt in `response.prompt_progress` events"),
+    string("cache_salt", CACHE_SALT),
     field("metadata", None, Metadata("supported: sent back")),
     ignored("user", TURNS),
     ignored("safety_identifier", NO_BILLING),
@@ -243,7 +244,6 @@ const RESPONSE_FIELDS: &[Field] = &[
     ignored("prompt_cache_retention", ALWAYS_CACHED),
     ignored("prompt_cache_options", ALWAYS_CACHED),
     ignored("client_metadata", NOT_STORED),
-    rejected("cache_salt", &[], SHARED_CACHE),
     rejected("background", &["false"], "use `stream` and keep the connection open."),
     rejected("conversation", &[], "use `previous_response_id`."),
     rejected("prompt", &[], "this server has no prompt templates."),
@@ -270,6 +270,7 @@ const MESSAGE_FIELDS: &[Field] = &[
     any("output_config", "`format`, `effort`"),
     any("output_format", "the older name of `output_config.format`"),
     boolean("return_progress", "a stream reports the progress of the prompt in `prompt_progress` of `ping` events"),
+    string("cache_salt", CACHE_SALT),
     ignored("metadata", "`user_id` only orders the queue: users take turns"),
     ignored("service_tier", NO_BILLING),
     ignored("inference_geo", "the answer is computed here"),
@@ -290,6 +291,7 @@ const OLLAMA_FIELDS: &[Field] = &[
     any("keep_alive", "0 unloads the model after the answer; otherwise `--keep-alive` of the server decides"),
     rejected("logprobs", &["false"], "use /v1/chat/completions."),
     rejected("top_logprobs", &["0"], "use /v1/chat/completions."),
+    rejected("cache_salt", &[], "use /v1/chat/completions."),
 ];
 
 const OLLAMA_CHAT_FIELDS: &[Field] =

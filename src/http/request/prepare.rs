@@ -2,7 +2,7 @@
 
 use crate::{
     chat::Template,
-    engine::Request,
+    engine::{CacheSalt, Request},
     http::{
         errors::ApiError,
         layers::{
@@ -85,6 +85,7 @@ impl GenerationRequest {
         let max_tokens = max_tokens.unwrap_or(usize::MAX);
         let request = Request {
             cache_prompt: common.cache_prompt.unwrap_or(true),
+            cache_salt: common.cache_salt.as_deref().map(CacheSalt::new),
             logprobs: self.logprobs,
             prompt_logprobs: self.logprobs.filter(|_| self.echo),
             // Evaluation harnesses want one token, even if it ends the text.

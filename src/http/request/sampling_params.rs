@@ -27,6 +27,9 @@ impl CommonFields {
         if self.stream_options.is_some() && !self.streams() {
             return Err(ApiError::wrong_value("stream_options", "is only allowed if stream is true."));
         }
+        if self.cache_salt.as_deref() == Some("") {
+            return Err(ApiError::wrong_value("cache_salt", "is empty; it must have at least one character."));
+        }
         Ok(())
     }
 

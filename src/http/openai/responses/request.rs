@@ -28,6 +28,9 @@ const NAMES: &[(&str, &str)] = &[
 /// Field names within `text.format`.
 const FORMAT_NAMES: &[(&str, &str)] = &[("json_schema", "text.format"), ("", "text.format.")];
 
+/// Maximum number of characters of an unknown tool's type in the log.
+const LOGGED_CHARS: usize = 40;
+
 #[derive(Debug, Default, Deserialize)]
 pub struct ResponsesRequest {
     pub model: Option<String>,
@@ -49,6 +52,8 @@ pub struct ResponsesRequest {
     pub user: Option<String>,
     /// Our extension: a stream reports prompt progress.
     pub return_progress: Option<bool>,
+    /// From vLLM.
+    pub cache_salt: Option<String>,
 }
 
 #[derive(Debug, Default, Deserialize)]
@@ -183,6 +188,7 @@ impl ResponsesRequest {
             temperature: self.temperature,
             top_p: self.top_p,
             return_progress: self.return_progress,
+            cache_salt: self.cache_salt,
             user: self.user.map(Value::String),
             ..CommonFields::default()
         };
@@ -213,6 +219,7 @@ fn tool(tool: &Value, at: &str) -> Result<Option<Value>, ApiError> {
             Ok(Some(json!({"type": "function", "function": function})))
         }
         Some(kind) => {
+            let kind: String = kind.chars().take(LOGGED_CHARS).collect();
             tracing::info!(kind, "tool ignored: the server supports only tools of type function");
             Ok(None)
         }

@@ -1,0 +1,44 @@
+//! `cache_salt` in every API: requests with different salts share no cached prompt.
+
+use super::server::Setup;
+use serde_json::{Value, json};
+
+const QUESTION: &str = "Where did Paul and Mia go with the small red boat on Sunday morning?";
+
+#[tokio::test]
+async fn cache_salt_separates_cached_prompts() {
+    let dir = tempfile::tempdir().unwrap();
+    let setup = Setup { says: Some("To the lake."), prompt_cache_dir: Some(dir.path().into()), ..Setup::default() };
+    let server = setup.start().await;
+    // Each endpoint has its own question, so that it finds only its own prompts.
+    let user = |name: &str| json!([{"role": "user", "content": format!("{name}: {QUESTION}")}]);
+    for (path, body, cached) in [
+        ("/v1/completions", json!({"prompt": QUESTION}), "/usage/prompt_tokens_details/cached_tokens"),
+        ("/v1/chat/completions", json!({"messages": user("Chat")}), "/usage/prompt_tokens_details/cached_tokens"),
+        ("/v1/responses", json!({"input": user("Responses")}), "/usage/input_tokens_details/cached_tokens"),
+        ("/v1/messages", json!({"messages": user("Messages"), "max_tokens": 20}), "/usage/cache_read_input_tokens"),
+    ] {
+        let with = |salt: Value| {
+            let mut body = body.clone();
+            body["cache_salt"] = salt;
+            body
+        };
+        let cached = async |salt: Value| {
+            let answer = server.ask(path, &with(salt)).await;
+            answer.pointer(cached).and_then(Value::as_u64).unwrap_or_else(|| panic!("no {cached} in {answer}"))
+        };
+        // The start of a chat prompt is the same for every question without a salt.
+        assert_eq!(cached(json!("alice")).await, 0, "{path}");
+        assert_eq!(cached(json!("bob")).await, 0, "{path}");
+        assert!(cached(Value::Null).await < 10, "{path}");
+        for salt in [json!("alice"), json!("bob"), Value::Null] {
+            assert!(cached(salt.clone()).await > 10, "{path}, {salt}");
+        }
+        for salt in [json!(""), json!(5), json!(["alice"]), json!({})] {
+            let answer = server.post(path, &with(salt.clone())).await;
+            assert_eq!(answer.status, 400, "{path}, {salt}");
+            let error = answer.json().await["error"].clone();
+            assert!(error.to_string().contains("cache_salt"), "{path}, {salt}: {error}");
+        }
+    }
+}
