@@ -10,7 +10,7 @@ use crate::{
     http::REQUEST_LOG,
 };
 use std::{
-    fmt::{self, Debug},
+    fmt::{self, Debug, Write as _},
     io::{self, IsTerminal, Write},
     sync::mpsc::{Sender, SyncSender, TrySendError, channel, sync_channel},
     thread,
@@ -19,9 +19,10 @@ use std::{
 use tracing::{Event, Subscriber, field::Field};
 use tracing_subscriber::{
     EnvFilter,
+    field::MakeExt,
     fmt::{
         FmtContext, FormatEvent, FormatFields,
-        format::{Format, Writer},
+        format::{Format, Writer, debug_fn},
         time::{FormatTime, SystemTime},
     },
     registry::LookupSpan,
@@ -69,10 +70,35 @@ pub fn init(cli: &Cli) -> Result<LogGuard, CommandError> {
     let layer = tracing_subscriber::fmt().with_env_filter(filter).with_ansi(colours).log_internal_errors(false);
     let layer = layer.with_writer(move || lines.clone());
     match format {
-        LogFormat::Text => layer.event_format(TextLines::default()).init(),
+        LogFormat::Text => layer.event_format(TextLines::default()).fmt_fields(text_fields()).init(),
         LogFormat::Json => layer.json().flatten_event(true).init(),
     }
     Ok(guard)
+}
+
+/// Writes the fields of a text line. JSON escapes control characters itself.
+fn text_fields() -> impl for<'a> FormatFields<'a> {
+    let field = |line: &mut Writer<'_>, field: &Field, value: &dyn Debug| match field.name() {
+        "message" => write!(line, "{}", OneLine(value)),
+        name => write!(line, "{name}={}", OneLine(value)),
+    };
+    debug_fn(field).delimited(" ")
+}
+
+/// Displays a value without control characters: the name of a file must not start another line or reach the terminal as
+/// an escape sequence.
+struct OneLine<'a>(&'a dyn Debug);
+
+impl fmt::Display for OneLine<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for c in format!("{:?}", self.0).chars() {
+            match c.is_control() {
+                true => write!(f, "{}", c.escape_default())?,
+                false => f.write_char(c)?,
+            }
+        }
+        Ok(())
+    }
 }
 
 /// Human-readable lines, without module names. The line of a request is its sentence, without the fields.
@@ -98,7 +124,7 @@ where
         let mut written = Ok(());
         event.record(&mut |field: &Field, value: &dyn Debug| {
             if field.name() == "message" {
-                written = write!(line, "{value:?}");
+                written = write!(line, "{}", OneLine(value));
             }
         });
         written.and_then(|()| writeln!(line))
@@ -164,22 +190,46 @@ fn write_in_thread(mut writer: impl Write + Send + 'static) -> io::Result<(LogLi
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::{os::unix::net::UnixStream, sync::Arc};
+    use std::{os::unix::net::UnixStream, path::Path, sync::Arc};
+
+    /// The text lines of what `log` logs.
+    fn text_lines(log: impl FnOnce()) -> Vec<String> {
+        let (mut read, write) = io::pipe().unwrap();
+        let writer = move || write.try_clone().unwrap();
+        let lines = tracing_subscriber::fmt().with_ansi(false).with_writer(writer);
+        let lines = lines.event_format(TextLines::default()).fmt_fields(text_fields());
+        tracing::subscriber::with_default(lines.finish(), log);
+        let mut text = String::new();
+        io::Read::read_to_string(&mut read, &mut text).unwrap();
+        text.split_terminator('\n').map(str::to_owned).collect()
+    }
 
     #[test]
     fn request_line_has_no_fields() {
-        let (mut read, write) = io::pipe().unwrap();
-        let writer = move || write.try_clone().unwrap();
-        let lines = tracing_subscriber::fmt().with_ansi(false).with_writer(writer).event_format(TextLines::default());
-        tracing::subscriber::with_default(lines.finish(), || {
+        let lines = text_lines(|| {
             tracing::info!(target: REQUEST_LOG, status = 200, id = "req_1", "chat 18 -> 30 tokens, 200");
-            tracing::warn!(error = "full", "cannot write");
+            tracing::warn!(error = "full", count = 3, "cannot write");
         });
-        let mut text = String::new();
-        io::Read::read_to_string(&mut read, &mut text).unwrap();
-        let [request, other] = text.lines().collect::<Vec<_>>().try_into().unwrap();
+        let [request, other] = lines.try_into().unwrap();
         assert!(request.ends_with("Z  INFO chat 18 -> 30 tokens, 200"), "{request}");
-        assert!(other.ends_with("Z  WARN cannot write error=\"full\""), "{other}");
+        assert!(other.ends_with("Z  WARN cannot write error=\"full\" count=3"), "{other}");
+    }
+
+    #[test]
+    fn control_characters_forge_no_line() {
+        let forged = "m\n2026-01-01T00:00:00Z  INFO forged\r\u{1b}]52;c;aGk=\u{7}\u{9b}2J\0\u{7f}";
+        let lines = text_lines(|| {
+            tracing::info!("{forged} is loaded after 1 s");
+            tracing::info!(target: REQUEST_LOG, "chat {forged}, 200");
+            tracing::warn!(dir = %forged, path = ?Path::new(forged), name = forged, "cannot read");
+            let _span = tracing::info_span!("load", model = %forged).entered();
+            tracing::error!(error = &io::Error::other(forged) as &dyn std::error::Error, "failed");
+        });
+        assert_eq!(lines.len(), 4, "{lines:?}");
+        for line in lines {
+            assert!(!line.contains(char::is_control), "{line:?}");
+            assert!(line.contains("m\\n2026"), "{line:?}");
+        }
     }
 
     #[test]
