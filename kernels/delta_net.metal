@@ -9,6 +9,7 @@ struct DeltaArgs {
   uint replay, committed;                // replayed rows before the tokens; rows after which the states are stored
   uint needs_l2_norm, defers_norm;                  // whether the tokens' q and k still need their l2 norms; whether the reader of the result applies the final norm
   uint per_sequence;                // whether each of the grid's z is a row of its own sequence
+  uint sigmoid_gate;                // whether the gate of the result is a sigmoid instead of SiLU
 };
 
 // The address of the state of a row's sequence. A state has `size` floats.
@@ -92,7 +93,7 @@ KERNEL(causal_conv, ARGS(DeltaArgs, a), IN(float, all_proj, 1), IN(float, replay
 // `mixed` is the output of causal_conv, or of gemv_conv with needs_l2_norm. Grid (ceil(dv / 16), value_heads, 1 or rows of
 // different sequences), 128 threads.
 //
-// With defers_norm, a result is o * norm * silu(z) and lacks the factor 1 / rms(o). The reader computes that
+// With defers_norm, a result is o * norm * gate(z) and lacks the factor 1 / rms(o). The reader computes that
 // factor from `squares` [tokens, dv / STATE_ROWS, value_heads], the sums of squares of STATE_ROWS rows each; see
 // gated_rms_norm.
 enum { STATE_ROWS = 4, GROUP_ROWS = 4 * STATE_ROWS, BATCH = 8 };
@@ -214,7 +215,7 @@ FN void recurrence(CONSTANT DeltaArgs& a, DEVICE const float* proj, DEVICE const
       if (lane >= STATE_ROWS || row + lane >= a.dv) continue;
       if (a.defers_norm != 0) {
         const uint i = head * a.dv + row + lane, channels = 2 * a.key_heads * a.dk + a.value_heads * a.dv;
-        mine = mine * norm[row + lane] * silu(proj[ulong(token) * a.width + channels + i]);
+        mine = mine * norm[row + lane] * output_gate(a.sigmoid_gate, proj[ulong(token) * a.width + channels + i]);
         if (lane == 0) squares[(ulong(token) * (a.dv / STATE_ROWS) + row / STATE_ROWS) * a.value_heads + head] = sum;
       }
       out[(ulong(token) * a.value_heads + head) * a.dv + row + lane] = mine;

@@ -1,12 +1,13 @@
 // RMS norms that are not fused into a product, and the conversion of rows to half precision.
 
-struct NormArgs { uint rows, cols, width, gate_at; float eps; };
+struct NormArgs { uint cols, weights; float eps; };
 
-// y = x / rms(x) * w. Grid (rows), 256 threads.
+// y = x / rms(x) * w. Row r has the r % weights-th row of w. Grid (rows), 256 threads.
 KERNEL(rms_norm, ARGS(NormArgs, a), IN(float, x, 1), IN(float, w, 2), OUT(float, y, 3)) {
   SHARED(float, part, 8);
   AWAIT();
   const ulong from = ulong(tgid.x) * a.cols;
+  DEVICE const float* weight = w + ulong(tgid.x % a.weights) * a.cols;
   float squares = 0;
   for (uint i = tid; i < a.cols; i += 256) squares = fma(x[from + i], x[from + i], squares);
   squares = SIMD_SUM(squares);
@@ -15,27 +16,29 @@ KERNEL(rms_norm, ARGS(NormArgs, a), IN(float, x, 1), IN(float, w, 2), OUT(float,
   squares = 0;
   for (uint i = 0; i < 8; i++) squares += part[i];
   const float scale = 1.0f / sqrt(squares / float(a.cols) + a.eps);
-  for (uint i = tid; i < a.cols; i += 256) y[from + i] = x[from + i] * scale * w[i];
+  for (uint i = tid; i < a.cols; i += 256) y[from + i] = x[from + i] * scale * weight[i];
 }
 
-// The output norm of the delta net, per head: y = x * w * silu(z) / rms(x). z starts at column `gate_at` of rows
-// of `width`. `rows` is the number of heads, each of at most 256 columns. Grid (ceil(heads / 4), tokens), 128
-// threads: a simdgroup per head.
+// The output norm of the delta net, per head: y = x * w * gate(z) / rms(x), where the gate is SiLU or sigmoid. z starts at
+// column `gate_at` of rows of `width`. A head has at most 256 columns. Grid (ceil(heads / 4), tokens), 128 threads: a
+// simdgroup per head.
 //
 // The squares are summed in an order that the delta rule and the following product can share: first four columns
 // each, then a quarter of these sums in order, then the four quarters.
-KERNEL(gated_rms_norm, ARGS(NormArgs, a), IN(float, x, 1), IN(float, z, 2), IN(float, w, 3), OUT(float, y, 4)) {
+struct GatedNormArgs { uint heads, cols, width, gate_at, sigmoid_gate; float eps; };
+
+KERNEL(gated_rms_norm, ARGS(GatedNormArgs, a), IN(float, x, 1), IN(float, z, 2), IN(float, w, 3), OUT(float, y, 4)) {
   SHARED(float, fours, 4 * 64);
   AWAIT();
   const uint head = tgid.x * 4 + sg, count = (a.cols + 3) / 4, quarter = (count + 3) / 4;
-  const ulong from = (ulong(tgid.y) * a.rows + head) * a.cols;
-  for (uint n = lane; head < a.rows && n < count; n += 32) {
+  const ulong from = (ulong(tgid.y) * a.heads + head) * a.cols;
+  for (uint n = lane; head < a.heads && n < count; n += 32) {
     float sum = 0;
     for (uint i = 4 * n; i < min(4 * n + 4, a.cols); i++) sum = fma(x[from + i], x[from + i], sum);
     fours[sg * 64 + n] = sum;
   }
   BARRIER();
-  if (head >= a.rows) return;
+  if (head >= a.heads) return;
   float squares = 0;
   for (uint q = 0; q < 4; q++) {
     float sum = 0;
@@ -44,7 +47,7 @@ KERNEL(gated_rms_norm, ARGS(NormArgs, a), IN(float, x, 1), IN(float, z, 2), IN(f
   }
   const float scale = 1.0f / sqrt(squares / float(a.cols) + a.eps);
   DEVICE const float* gate = z + ulong(tgid.y) * a.width + a.gate_at + head * a.cols;
-  for (uint i = lane; i < a.cols; i += 32) y[from + i] = x[from + i] * w[i] * silu(gate[i]) * scale;
+  for (uint i = lane; i < a.cols; i += 32) y[from + i] = x[from + i] * w[i] * output_gate(a.sigmoid_gate, gate[i]) * scale;
 }
 
 #ifndef NO_TILES

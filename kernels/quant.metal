@@ -266,6 +266,9 @@ template <uint BITS> FN void sum_staged(uint count, THREADGROUP float4* scratch,
 
 FN float sigmoid(float x) { return 1.0f / (1.0f + exp(-x)); }
 
+// The factor of a delta net's output: silu(z), or sigmoid(z).
+FN float output_gate(uint is_sigmoid, float z) { return is_sigmoid != 0 ? sigmoid(z) : silu(z); }
+
 // Paged keys and values. A page [kv_heads, PAGE, row] holds PAGE positions. `table` lists the pages of a sequence
 // in order.
 enum { PAGE = 256 };

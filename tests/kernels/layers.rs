@@ -4,8 +4,8 @@ use crate::{check::*, host::Host};
 use moestro::device::Region;
 use moestro::ops::{
     Attention, AttentionShape, Conv, Decay, DeltaNet, DeltaRule, DeltaShape, Embedding, Float, KvCache, KvFormat,
-    KvWrite, Linear, Norm, QkNormRope, Replay, Weight, WeightFormat, attention::PAGE, embedding::dequantise,
-    norm::rms_norm,
+    KvWrite, Linear, Norm, OutputGate, QkNormRope, Replay, Weight, WeightFormat, attention::PAGE,
+    embedding::dequantise, norm::rms_norm,
 };
 
 #[test]
@@ -152,7 +152,8 @@ fn delta_case(op: DeltaShape, chunks: &[&[usize]]) {
                 o.push(s.iter().zip(q).map(|(s, q)| s * q).sum::<f64>());
             }
             let z = &row[channels + head * op.value_dim..][..op.value_dim];
-            y.extend(rms(&o, &wide(&w), f64::from(op.eps)).iter().zip(z).map(|(o, z)| o * silu(*z)));
+            let gate = |z: f64| if op.gate == OutputGate::Sigmoid { sigmoid(z) } else { silu(z) };
+            y.extend(rms(&o, &wide(&w), f64::from(op.eps)).iter().zip(z).map(|(o, z)| o * gate(*z)));
             out.extend(o);
         }
         mixed.extend(c);
@@ -240,7 +241,7 @@ fn delta_net_matches_reference() {
     };
     delta_case(delta(2, 4, 128, 128), &[&[7], &[1, 1, 1, 1, 1, 1, 1], &[2, 5]]);
     delta_case(delta(1, 3, 20, 37), &[&[4], &[3, 1]]);
-    delta_case(delta(1, 1, 256, 16), &[&[3]]);
+    delta_case(DeltaShape { gate: OutputGate::Sigmoid, ..delta(1, 1, 256, 16) }, &[&[3]]);
 }
 
 /// macOS ends launches whose threadgroups run too long.

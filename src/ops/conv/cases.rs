@@ -3,7 +3,7 @@
 use super::Conv;
 use crate::{
     device::DeviceError,
-    ops::{Decay, DeltaRule, DeltaShape, Replay, check::KernelCheck},
+    ops::{Decay, DeltaRule, DeltaShape, OutputGate, Replay, check::KernelCheck},
 };
 
 /// Checks the convolution, and the delta rule after it.
@@ -29,7 +29,7 @@ pub(in crate::ops) fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> 
             value_dim: 16,
             conv_width: 4,
             eps: 1e-6,
-            gate: Default::default(),
+            gate: OutputGate::Sigmoid,
         },
     )
 }

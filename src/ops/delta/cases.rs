@@ -1,6 +1,6 @@
 //! Checks of this operation: GPU against CPU.
 
-use super::{Decay, DeltaNet, DeltaNetRows, DeltaRule, DeltaShape, Replay};
+use super::{Decay, DeltaNet, DeltaNetRows, DeltaRule, DeltaShape, OutputGate, Replay};
 use crate::{
     device::DeviceError,
     ops::{
@@ -23,6 +23,9 @@ pub(in crate::ops) fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> 
     };
     for (codes, tokens) in [(affine(4, 64), 1), (affine(3, 32), 1), (affine(8, 64), 3), (WeightFormat::Mxfp4, 2)] {
         case(b, shape, codes, tokens)?;
+    }
+    for tokens in [1, 3] {
+        case(b, &DeltaShape { gate: OutputGate::Sigmoid, ..*shape }, affine(4, 64), tokens)?;
     }
     rows_of_sequences(b, shape, affine(4, 64))
 }

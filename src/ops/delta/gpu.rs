@@ -1,6 +1,6 @@
 //! The delta net on a GPU (`kernels/delta_net.metal`, `gated_rms_norm` of `kernels/norm.metal`).
 
-use super::{DeltaNet, DeltaNetRows, DeltaRule, DeltaShape, Replay};
+use super::{DeltaNet, DeltaNetRows, DeltaRule, DeltaShape, OutputGate, Replay};
 use crate::{
     device::{Binding, Launch, Region},
     ops::{Conv, SequenceRows, linear::HalfBuffers},
@@ -30,8 +30,13 @@ impl DeltaShape {
             b_at + self.value_heads,
         ];
         let mut args = words.map(|w| w as u32).to_vec();
-        args.extend([super::EPS.to_bits(), past as u32, stored as u32, 0, 0, rows.is_some().into()]);
+        args.extend([super::EPS.to_bits(), past as u32, stored as u32, 0, 0, rows.is_some().into(), self.gate_word()]);
         args
+    }
+
+    /// 1 if the gate is a sigmoid.
+    fn gate_word(&self) -> u32 {
+        (self.gate == OutputGate::Sigmoid).into()
     }
 
     /// Regions of the projected rows and of the replayed rows. Without replayed rows, the projected rows are bound
@@ -80,7 +85,7 @@ impl DeltaRule<'_> {
         let (of_each, sequences) = if rows.is_some() { (1, tokens) } else { (tokens, 1) };
         let state = if rows.is_some() { state } else { state.floats(shape.values() * shape.key_dim) };
         let mut args = shape.args(of_each, past.rows, stored, rows);
-        let flags = args.len() - 3;
+        let flags = args.len() - 4;
         args[flags..flags + 2].copy_from_slice(&[raw.into(), squares.is_some().into()]);
         Launch {
             kernel: if shape.key_dim <= 128 { "gated_delta_128" } else { "gated_delta_256" },
@@ -107,7 +112,7 @@ impl DeltaRule<'_> {
         let Self { shape, tokens, proj, norm, out, y, .. } = *self;
         let words = [shape.value_heads, shape.value_dim, shape.width(), shape.channels()];
         let mut args = words.map(|w| w as u32).to_vec();
-        args.push(shape.eps.to_bits());
+        args.extend([shape.gate_word(), shape.eps.to_bits()]);
         Launch {
             kernel: "gated_rms_norm",
             args,

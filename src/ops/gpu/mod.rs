@@ -1,7 +1,7 @@
 //! The GPU backend: turns operations into launches, in order.
 
 use super::{
-    Backend, BackendLimits, ExpertSet, Experts, HalfBuffers, KvFormat, ModelPart, MoeWeights, NO_SLOT, Op, OutputGate,
+    Backend, BackendLimits, ExpertSet, Experts, HalfBuffers, KvFormat, ModelPart, MoeWeights, NO_SLOT, Op,
     WeightFormat, experts::Jobs, norm::rms_norm,
 };
 use crate::device::{BufferAccess, DeviceError, Gpu, Launch, Region, Slab, SyncPoint, Timeline};
@@ -296,9 +296,6 @@ impl<P: DerefMut<Target: Gpu> + Send> Backend for GpuBackend<P> {
             }
             ModelPart::Delta(shape) if shape.conv_width != 4 || shape.key_dim.max(shape.value_dim) > 256 => {
                 refuse(format!("GPU kernels need a convolution of width 4 and heads of at most 256, not {shape:?}"))
-            }
-            ModelPart::Delta(shape) if shape.gate != OutputGate::Silu => {
-                refuse(format!("GPU kernels have no delta net with a {:?} gate yet", shape.gate))
             }
             ModelPart::Indexer(_) => refuse("GPU kernels have no attention to selected blocks yet".into()),
             ModelPart::Streams(_) => refuse("GPU kernels have no residual streams that layers mix yet".into()),

@@ -6,7 +6,7 @@ use crate::device::{Binding, Launch, Region};
 pub fn rms_norm(rows: usize, cols: usize, eps: f32, x: Region, w: Region, y: Region) -> Launch {
     Launch {
         kernel: "rms_norm",
-        args: vec![rows as u32, cols as u32, 0, 0, eps.to_bits()],
+        args: vec![cols as u32, 1, eps.to_bits()],
         bindings: vec![
             Binding::read(x.floats(rows * cols)),
             Binding::read(w.floats(cols)),
