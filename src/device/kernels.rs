@@ -1,7 +1,7 @@
 //! The kernels' source text, embedded in the binary. Metal or NVIDIA's compiler compiles it at the start.
 
 /// Files of `kernels/`. Each is compiled after the shim, `quant.metal` and (see [`compile`]) `tiles.metal`.
-pub const FILES: [(&str, &str); 9] = [
+pub const FILES: [(&str, &str); 10] = [
     ("attention", include_str!("../../kernels/attention.metal")),
     ("attention_prefill", include_str!("../../kernels/attention_prefill.metal")),
     ("delta_net", include_str!("../../kernels/delta_net.metal")),
@@ -11,6 +11,7 @@ pub const FILES: [(&str, &str); 9] = [
     ("moe", include_str!("../../kernels/moe.metal")),
     ("norm", include_str!("../../kernels/norm.metal")),
     ("router", include_str!("../../kernels/router.metal")),
+    ("streams", include_str!("../../kernels/streams.metal")),
 ];
 
 /// Reading quantised weights: part of every file.

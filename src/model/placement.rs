@@ -2,7 +2,7 @@
 
 use super::{
     shared_backend::SharedBackend,
-    weights::{Ffn, Mixer, Network, Residual},
+    weights::{Ffn, Mixer, Network},
 };
 use crate::{
     checkpoint::TrunkBuffer,
@@ -36,9 +36,6 @@ pub fn check_supported(net: &Network, kv_shape: &AttentionShape, backend: &dyn B
     let matrices = |weights: &[_]| weights.iter().try_for_each(|weight| backend.accept(ModelPart::Weight(weight)));
     matrices(&[net.embed, *net.head()])?;
     matrices(&net.last.matrices())?;
-    if let Residual::Streams(mix) = &net.last {
-        backend.accept(ModelPart::Streams(mix))?;
-    }
     for layer in &net.layers {
         matrices(&layer.mixer.matrices())?;
         matrices(&layer.before_mixer.matrices())?;

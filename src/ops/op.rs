@@ -12,7 +12,7 @@ use super::{
     mlp::Mlp,
     ngram::NgramInject,
     router::Router,
-    streams::{ReadStreams, StreamMix, WriteStreams},
+    streams::{ReadStreams, WriteStreams},
 };
 use crate::device::{BufferAccess, Region};
 
@@ -133,7 +133,6 @@ pub enum ModelPart<'a> {
     Weight(&'a Weight),
     Attention(&'a AttentionShape),
     Indexer(&'a IndexerShape),
-    Streams(&'a StreamMix),
     Delta(&'a DeltaShape),
     /// Its experts are stored in slots.
     Moe(&'a MoeWeights),

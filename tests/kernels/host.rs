@@ -13,8 +13,18 @@ use std::{
     sync::OnceLock,
 };
 
-pub const FILES: [&str; 9] =
-    ["linear", "moe", "router", "norm", "delta_net", "attention", "kv_quant", "attention_prefill", "embedding"];
+pub const FILES: [&str; 10] = [
+    "linear",
+    "moe",
+    "router",
+    "norm",
+    "delta_net",
+    "attention",
+    "kv_quant",
+    "attention_prefill",
+    "embedding",
+    "streams",
+];
 
 fn kernels() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels")
@@ -25,7 +35,7 @@ fn compiler() -> String {
 }
 
 /// The kernel files.
-fn all() -> [PathBuf; 9] {
+fn all() -> [PathBuf; 10] {
     FILES.map(|file| kernels().join(file).with_extension("metal"))
 }
 

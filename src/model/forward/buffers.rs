@@ -5,7 +5,7 @@ use crate::{
     model::{
         RouterChoice,
         config::{Config, FfnShape},
-        state::rollback::MAX_VERIFY_ROWS,
+        state::{rollback::MAX_VERIFY_ROWS, sequence::MAX_RING_BLOCK},
     },
     ops::{BackendLimits, ExpertGroup, HalfBuffers, MoeBuffers, StreamBuffers, StreamShape},
 };
@@ -130,6 +130,7 @@ impl Buffers {
             let row = heads.heads * crate::ops::attention::max_splits(context) * (heads.dim + 2) * 4;
             (together * row).min(most.max(row)) / 4
         });
+        let ngram = config.ngrams.iter().map(|ngram| ngram.width).max().unwrap_or(0);
         // Half-precision inputs of matrix products, and half-precision activations of the experts.
         let widest = match config.ffn {
             FfnShape::Dense { intermediate } => intermediate,
@@ -137,7 +138,8 @@ impl Buffers {
         };
         let mut half = (0, 0);
         if limits.uses_half_precision {
-            half.0 = HalfBuffers::words(hidden.max(values).max(widest));
+            let inputs = [hidden, values, widest, config.residual_width(), ngram];
+            half.0 = inputs.into_iter().map(HalfBuffers::words).max().unwrap_or(0);
             if let FfnShape::Moe { k, intermediate, .. } = config.ffn {
                 half.1 = k * HalfBuffers::words(intermediate);
             }
@@ -149,7 +151,9 @@ impl Buffers {
         let (mixer, ffn) = ([proj, mixed, values, of_y], [act, out]);
         let stride = |words: &usize| words.next_multiple_of(ALIGN_WORDS);
         let strides = |all: &[usize]| all.iter().map(stride).sum::<usize>();
-        let block = rows.min(limits.max_mixer_rows);
+        // A call must not exceed the rings of recent positions.
+        let has_rings = config.indexer.is_some() || !config.ngrams.is_empty();
+        let block = rows.min(limits.max_mixer_rows).min(if has_rings { MAX_RING_BLOCK } else { usize::MAX });
         let both = take(rows * strides(&ffn) + block * strides(&mixer).saturating_sub(strides(&ffn)))?;
         let part = |rows: usize, all: &[usize], index: usize| {
             both.part(rows * strides(&all[..index]) * 4, rows * all[index] * 4)
@@ -159,7 +163,6 @@ impl Buffers {
         let [act, out] = [0, 1].map(|index| part(rows, &ffn, index));
         let (width, streams) = config.streams.map_or((0, 0), |streams| (streams.width(), streams.count));
         let [low, rank] = config.streams.map_or([0; 2], |streams| [streams.low_width(), streams.rank]);
-        let ngram = config.ngrams.iter().map(|ngram| ngram.width).max().unwrap_or(0);
         Ok(Self {
             rows,
             block,

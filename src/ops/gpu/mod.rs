@@ -298,7 +298,6 @@ impl<P: DerefMut<Target: Gpu> + Send> Backend for GpuBackend<P> {
                 refuse(format!("GPU kernels need a convolution of width 4 and heads of at most 256, not {shape:?}"))
             }
             ModelPart::Indexer(_) => refuse("GPU kernels have no attention to selected blocks yet".into()),
-            ModelPart::Streams(_) => refuse("GPU kernels have no residual streams that layers mix yet".into()),
             ModelPart::Attention(shape) => shape.divisible(),
             ModelPart::Delta(_) => Ok(()),
             ModelPart::Moe(layer) => accept_moe(layer),
@@ -331,9 +330,9 @@ impl<P: DerefMut<Target: Gpu> + Send> Backend for GpuBackend<P> {
                 Some(half) => self.all(op.half_launches(half)),
                 None => self.all(op.launches()),
             },
-            Op::BlockAttention(_) | Op::ReadStreams(_) | Op::WriteStreams(_) | Op::NgramInject(_) => {
-                refuse("GPU kernels do not have this operation".into())
-            }
+            Op::BlockAttention(_) | Op::NgramInject(_) => refuse("GPU kernels do not have this operation".into()),
+            Op::ReadStreams(op) => self.all(op.launches(self.half)),
+            Op::WriteStreams(op) => self.launch(op.launch()),
             Op::DeltaNetRows(op) => self.all(op.launches()),
             Op::KvWrite(op) => self.launch(op.launch()),
             Op::Attention(op) if self.half.is_some() && op.shape.recent.is_none() => self.all(op.half_launches()),

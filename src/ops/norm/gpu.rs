@@ -4,12 +4,24 @@ use crate::device::{Binding, Launch, Region};
 
 /// `y = x / rms(x) * w` for `rows` rows, as a separate launch.
 pub fn rms_norm(rows: usize, cols: usize, eps: f32, x: Region, w: Region, y: Region) -> Launch {
+    rms_norms([rows, 1], cols, eps, x, w, y)
+}
+
+/// The same with `weights` rows of `w`, which rows of `x` use in turns.
+pub(in crate::ops) fn rms_norms(
+    [rows, weights]: [usize; 2],
+    cols: usize,
+    eps: f32,
+    x: Region,
+    w: Region,
+    y: Region,
+) -> Launch {
     Launch {
         kernel: "rms_norm",
-        args: vec![cols as u32, 1, eps.to_bits()],
+        args: vec![cols as u32, weights as u32, eps.to_bits()],
         bindings: vec![
             Binding::read(x.floats(rows * cols)),
-            Binding::read(w.floats(cols)),
+            Binding::read(w.floats(weights * cols)),
             Binding::write(y.floats(rows * cols)),
         ],
         grid: [rows as u32, 1, 1],

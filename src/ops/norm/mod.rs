@@ -7,3 +7,4 @@ mod gpu;
 pub(super) use cases::cases;
 pub(super) use cpu::{multiply_sigmoid, multiply_silu, normalise};
 pub use gpu::rms_norm;
+pub(super) use gpu::rms_norms;

@@ -24,10 +24,13 @@ impl Router<'_> {
     }
 
     /// [`Router::launches`], with the shared expert's products on matrix units. The router's scores stay in f32. They
-    /// are computed from the normalised rows, so `norm.keep` must be set.
+    /// are computed from the normalised rows, so `norm.keep` of a norm must be set.
     pub(in crate::ops) fn half_launches(&self, buffers: Region) -> Option<Vec<Launch>> {
         let Self { layer, tokens, x, norm, scores, .. } = *self;
-        let kept = norm?.keep?;
+        let kept = match norm {
+            Some(norm) => norm.keep?,
+            None => self.shared().map(|_| x)?,
+        };
         let (cols, experts, width) = (layer.router.cols, layer.router.rows, self.width());
         let rows = HalfRows::new(buffers, tokens, cols);
         let matrices = std::slice::from_ref(&layer.router);
