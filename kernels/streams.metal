@@ -43,3 +43,68 @@ KERNEL(stream_write, ARGS(StreamArgs, a), IN(float, y, 1), IN(float, inject, 2),
   const float value = y[ulong(tgid.z) * a.hidden + i];
   streams[at] = a.flag != 0 ? fma(inject[row], value, streams[at]) : value;
 }
+
+// A row of `proj` has a key per stream, then the value. Position p has row p % ring_len of `history`.
+struct NgramArgs {
+  uint start;                       // position of the first row
+  uint streams, hidden;
+  uint taps, step;                  // of the convolution, and tokens between two taps
+  uint ring_len;
+  float eps;
+};
+
+// The sum of x over 128 threads.
+FN float sum_of_group(float x, THREADGROUP float* part THREAD_IDS_PARAM) {
+  x = SIMD_SUM(x);
+  if (lane == 0) part[sg] = x;
+  BARRIER();
+  x = part[0] + part[1] + part[2] + part[3];
+  BARRIER();  // before the next sum overwrites part
+  return x;
+}
+
+// gate = sigmoid(signed root of rms(key) . rms(stream) / sqrt(hidden)), and the row of the history, rms(gate * value) * norm.
+// Grid (streams, tokens), 128 threads.
+KERNEL(ngram_gate, ARGS(NgramArgs, a), IN(float, proj, 1), IN(float, streams, 2), IN(float, key_norm, 3), IN(float, query_norm, 4),
+       IN(float, conv_norm, 5), OUT(float, gates, 6), OUT(float, history, 7)) {
+  SHARED(float, part, 4);
+  AWAIT();
+  const uint width = a.streams * a.hidden, first = tgid.x * a.hidden, position = a.start + tgid.y;
+  DEVICE const float* row = proj + ulong(tgid.y) * (width + a.hidden);
+  DEVICE const float* query = streams + ulong(tgid.y) * width + first;
+  DEVICE const float *key = row + first, *value = row + width;
+  float keys = 0, queries = 0, dot = 0;
+  for (uint i = tid; i < a.hidden; i += 128) {
+    keys = fma(key[i], key[i], keys), queries = fma(query[i], query[i], queries);
+    dot = fma(key[i] * key_norm[first + i], query[i] * query_norm[first + i], dot);
+  }
+  keys = sum_of_group(keys, part THREAD_IDS), queries = sum_of_group(queries, part THREAD_IDS);
+  dot = sum_of_group(dot, part THREAD_IDS);
+  const float size = float(a.hidden);
+  const float s = dot * (1.0f / sqrt(keys / size + a.eps)) * (1.0f / sqrt(queries / size + a.eps)) / sqrt(size);
+  const float root = sqrt(max(s < 0 ? -s : s, 1e-6f));
+  const float gate = sigmoid(s == 0 ? 0.0f : s < 0 ? -root : root);
+  float squares = 0;
+  for (uint i = tid; i < a.hidden; i += 128) squares = fma(gate * value[i], gate * value[i], squares);
+  const float scale = 1.0f / sqrt(sum_of_group(squares, part THREAD_IDS) / size + a.eps);
+  DEVICE float* to = history + ulong(position % a.ring_len) * width + first;
+  for (uint i = tid; i < a.hidden; i += 128) to[i] = gate * value[i] * scale * conv_norm[first + i];
+  if (tid == 0) gates[tgid.y * a.streams + tgid.x] = gate;
+}
+
+// stream += gate * value + silu(convolution of the history). Positions before the start count as 0. Grid (ceil(hidden / 128),
+// streams, tokens), 128 threads.
+KERNEL(ngram_add, ARGS(NgramArgs, a), IN(float, proj, 1), IN(float, gates, 2), IN(float, conv, 3), IN(float, history, 4),
+       OUT(float, streams, 5)) {
+  AWAIT();
+  const uint i = tgid.x * 128 + tid;
+  if (i >= a.hidden) return;
+  const uint width = a.streams * a.hidden, c = tgid.y * a.hidden + i, position = a.start + tgid.z;
+  float sum = 0;
+  for (uint tap = 0; tap < a.taps; tap++) {
+    const uint back = (a.taps - 1 - tap) * a.step;
+    if (back <= position) sum = fma(conv[tap * width + c], history[ulong((position - back) % a.ring_len) * width + c], sum);
+  }
+  const float value = proj[ulong(tgid.z) * (width + a.hidden) + width + i];
+  streams[ulong(tgid.z) * width + c] += fma(gates[tgid.z * a.streams + tgid.y], value, silu(sum));
+}

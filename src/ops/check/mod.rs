@@ -12,7 +12,7 @@ pub use processor::processor;
 pub(in crate::ops) use random_inputs::RandomInputs;
 
 use self::kernel_check::Outcome;
-use super::{Cpu, GpuBackend, attention, conv, delta, embedding, experts, linear, norm, router, streams};
+use super::{Cpu, GpuBackend, attention, conv, delta, embedding, experts, linear, ngram, norm, router, streams};
 use crate::{
     device::{CpuArithmetic, CpuDevice, DeviceError, Gpu, Region},
     platform::split_mix64::SplitMix64,
@@ -43,7 +43,7 @@ pub fn kernels(gpu: &mut dyn Gpu) -> Vec<Finding> {
         }
     }
     type Cases = fn(&mut KernelCheck<'_>) -> Result<(), DeviceError>;
-    let parts: [(&str, Cases); 10] = [
+    let parts: [(&str, Cases); 11] = [
         ("products", linear::cases),
         ("norm", norm::cases),
         ("embedding", embedding::cases),
@@ -53,6 +53,7 @@ pub fn kernels(gpu: &mut dyn Gpu) -> Vec<Finding> {
         ("router", router::cases),
         ("experts", experts::cases),
         ("residual streams", streams::cases),
+        ("n-gram rows", ngram::cases),
         ("order and memory", order::cases),
     ];
     for (what, part) in parts {

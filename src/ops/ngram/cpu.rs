@@ -4,7 +4,7 @@ use super::NgramInject;
 use crate::{
     device::DeviceError,
     ops::{
-        cpu::{Cpu, refuse},
+        cpu::Cpu,
         norm::normalise,
         simd::{
             float,
@@ -18,9 +18,7 @@ impl NgramInject<'_> {
     pub(in crate::ops) fn on_cpu(&self, cpu: &mut Cpu) -> Result<(), DeviceError> {
         let Self { shape, weights, start, tokens, .. } = *self;
         let (count, hidden, width) = (shape.streams, shape.hidden, shape.width());
-        if tokens + (shape.conv_width - 1) * shape.dilation > shape.capacity {
-            return refuse(format!("a ring of {} positions is too short for {tokens} tokens", shape.capacity));
-        }
+        self.check_capacity()?;
         let (memory, threads) = (&cpu.memory, &cpu.compute.threads);
         let row = width + hidden;
         let proj = memory.floats(self.proj.floats(tokens * row));

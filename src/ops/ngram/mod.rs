@@ -8,9 +8,13 @@
 //! ```
 //! A ring buffer holds M of earlier tokens. M is zero before the first token.
 
+mod cases;
 mod cpu;
+mod gpu;
 
-use crate::device::{BufferAccess, Region};
+pub(super) use cases::cases;
+
+use crate::device::{BufferAccess, DeviceError, Region};
 
 /// Sizes of the injection.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -58,6 +62,15 @@ pub struct NgramInject<'a> {
 }
 
 impl NgramInject<'_> {
+    /// The rows of this call must not overwrite rows that its convolution reads.
+    fn check_capacity(&self) -> Result<(), DeviceError> {
+        let (tokens, InjectShape { conv_width, dilation, capacity, .. }) = (self.tokens, *self.shape);
+        if tokens + (conv_width - 1) * dilation > capacity {
+            return Err(DeviceError(format!("a ring of {capacity} positions is too short for {tokens} tokens")));
+        }
+        Ok(())
+    }
+
     pub(super) fn touches(&self, see: &mut dyn FnMut(Region, BufferAccess)) {
         let (tokens, shape) = (self.tokens, self.shape);
         see(self.proj.floats(tokens * (shape.width() + shape.hidden)), BufferAccess::Read);

@@ -1,0 +1,25 @@
+//! Checks of this operation: GPU against CPU.
+
+use super::{InjectShape, InjectWeights, NgramInject};
+use crate::{device::DeviceError, ops::check::KernelCheck};
+
+/// Calls one after the other over the same history: from the start of a sequence until positions have wrapped around in it.
+pub(in crate::ops) fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> {
+    let shape = &InjectShape { streams: 3, hidden: 160, conv_width: 4, dilation: 3, capacity: 16, eps: 1e-6 };
+    let width = shape.width();
+    let weights = &InjectWeights {
+        key_norm: b.random(width)?,
+        query_norm: b.random(width)?,
+        conv_norm: b.random(width)?,
+        conv: b.random(shape.conv_width * width)?,
+    };
+    let (history, mut start) = (b.random(shape.capacity * width)?, 0);
+    for tokens in [5, 1, 7, 6] {
+        let (proj, streams) = (b.random(tokens * (width + shape.hidden))?, b.random(tokens * width)?);
+        let gates = b.buffer(tokens * shape.streams)?;
+        let op = NgramInject { shape, weights, start, tokens, proj, gates, history, streams };
+        b.check(op, &[gates, history, streams], &[])?;
+        start += tokens;
+    }
+    Ok(())
+}

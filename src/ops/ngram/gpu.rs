@@ -1,0 +1,45 @@
+//! The injection of n-gram rows on a GPU (`kernels/streams.metal`).
+
+use super::NgramInject;
+use crate::device::{Binding, DeviceError, Launch};
+
+impl NgramInject<'_> {
+    /// The gates with the new rows of the history, then the sum.
+    ///
+    /// # Errors
+    /// The history is too short for the tokens.
+    pub(in crate::ops) fn launches(&self) -> Result<[Launch; 2], DeviceError> {
+        self.check_capacity()?;
+        let Self { shape, weights, start, tokens, .. } = *self;
+        let (count, hidden, width) = (shape.streams, shape.hidden, shape.width());
+        let words = [start, count, hidden, shape.conv_width, shape.dilation, shape.capacity];
+        let mut args: Vec<u32> = words.into_iter().map(|word| word as u32).collect();
+        args.push(shape.eps.to_bits());
+        let proj = Binding::read(self.proj.floats(tokens * (width + hidden)));
+        let (streams, gates) = (self.streams.floats(tokens * width), self.gates.floats(tokens * count));
+        let history = self.history.floats(shape.capacity * width);
+        let launch = |kernel, bindings, grid| Launch { kernel, args: args.clone(), bindings, grid, threads: 128 };
+        let gate = vec![
+            proj,
+            Binding::read(streams),
+            Binding::read(weights.key_norm.floats(width)),
+            Binding::read(weights.query_norm.floats(width)),
+            Binding::read(weights.conv_norm.floats(width)),
+            Binding::write(gates),
+            // Rows of earlier positions stay.
+            Binding::read_write(history),
+        ];
+        let add = vec![
+            proj,
+            Binding::read(gates),
+            Binding::read(weights.conv.floats(shape.conv_width * width)),
+            Binding::read(history),
+            Binding::read_write(streams),
+        ];
+        let blocks = hidden.div_ceil(128) as u32;
+        Ok([
+            launch("ngram_gate", gate, [count as u32, tokens as u32, 1]),
+            launch("ngram_add", add, [blocks, count as u32, tokens as u32]),
+        ])
+    }
+}
