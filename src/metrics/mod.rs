@@ -179,10 +179,11 @@ metrics! {
     gauge "moestro_draft_width" [] "Rows of the current pass; 1 is a plain step" => draft_width [];
     counter "moestro_draft_states_total" ["state"] "Changes of the draft controller's state" => draft_states family;
 
-    gauge "moestro_memory_bytes" ["kind"] "Memory that the plan reserves" =>
-        memory_trunk ["trunk"], memory_experts ["experts"], memory_kv ["kv"], memory_state ["state"],
+    gauge "moestro_memory_bytes" ["kind"] "Memory that the plan reserves, whether or not it is in use" =>
+        memory_process ["process"], memory_trunk ["trunk"], memory_experts ["experts"], memory_kv ["kv"], memory_state ["state"],
         memory_workspace ["workspace"], memory_vision ["vision"], memory_draft ["draft"], memory_requests ["requests"],
         memory_prompt_cache ["prompt_cache"];
+    gauge "moestro_request_memory_bytes" [] "Memory in use by requests and stored responses" => request_memory [];
     gauge "moestro_memory_limit_bytes" [] "Limit of the memory plan" => memory_limit_bytes [];
     gauge "moestro_process_memory_bytes" ["kind"] "Memory that the process uses, measured for each scrape" =>
         process_memory family;
@@ -268,9 +269,19 @@ impl Metrics {
     /// Clears what describes a loaded model, after it was unloaded.
     pub fn clear_model(&self) {
         self.new_heatmap(0, 0);
-        let memory = [&self.memory_trunk, &self.memory_experts, &self.memory_kv, &self.memory_state];
-        let more = [&self.memory_workspace, &self.memory_prompt_cache, &self.expert_slots, &self.expert_slots_used];
-        memory.into_iter().chain(more).for_each(|gauge| gauge.set(0));
+        let reserved = [
+            &self.memory_process,
+            &self.memory_trunk,
+            &self.memory_experts,
+            &self.memory_kv,
+            &self.memory_state,
+            &self.memory_workspace,
+            &self.memory_vision,
+            &self.memory_draft,
+            &self.memory_requests,
+            &self.memory_prompt_cache,
+        ];
+        reserved.into_iter().chain([&self.expert_slots, &self.expert_slots_used]).for_each(|gauge| gauge.set(0));
     }
 
     /// Renders the Prometheus text format; see [`PROMETHEUS`].

@@ -54,6 +54,7 @@ impl Qwen {
         let CheckpointInfo { config, checkpoint, experts, files, packed, packed_rows, shape, vision, head, .. } = info;
         for (gauge, bytes) in [
             (&metrics.memory_limit_bytes, plan.limit),
+            (&metrics.memory_process, plan.process),
             (&metrics.memory_trunk, plan.trunk),
             (&metrics.memory_vision, plan.vision),
             (&metrics.memory_experts, plan.experts),
@@ -61,6 +62,7 @@ impl Qwen {
             (&metrics.memory_state, plan.state),
             (&metrics.memory_workspace, plan.workspace),
             (&metrics.memory_draft, plan.draft),
+            (&metrics.memory_requests, plan.requests),
         ] {
             gauge.set(bytes as i64);
         }

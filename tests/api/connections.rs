@@ -156,7 +156,7 @@ async fn unread_response_counts_as_request_memory() {
     slow.readable().await.unwrap();
     server.idle().await;
     sleep(Duration::from_millis(50)).await;
-    let held = || server.metrics.memory_requests.get();
+    let held = || server.metrics.request_memory.get();
     assert!(held() > 1 << 20, "{} bytes", held());
     drop(slow);
     let freed = async {

@@ -37,7 +37,15 @@ fn idle_model_is_unloaded_and_reloaded() {
     let server = Process::start(&["--keep-alive", "1s", "--memory-limit", "512M", "--prompt-cache-dir", prompts]);
     let right = answer(&server);
     let loaded = memory(&server);
-    let held = || server.metric("moestro_memory_bytes{kind=\"trunk\"}");
+    // The parts of the plan add up to what `/health` reports. A model that is not loaded reserves nothing.
+    let held = || {
+        let metrics = server.ask("GET", "/metrics", "");
+        let parts = metrics.lines().filter_map(|line| line.strip_prefix("moestro_memory_bytes{")?.split_once("} "));
+        parts.map(|(_, bytes)| bytes.parse::<u64>().unwrap()).sum::<u64>()
+    };
+    let health: Value = serde_json::from_str(&server.ask("GET", "/health", "")).unwrap();
+    assert_eq!(health["memory"]["reserved"], held(), "{health}");
+    assert!(health["memory"]["used"].as_u64().is_some_and(|used| used < held()), "{health}");
     let begun = Instant::now();
     while held() > 0 {
         assert!(begun.elapsed() < Duration::from_secs(20), "the model is still loaded");

@@ -89,7 +89,7 @@ impl RequestMemory {
             cache: OnceLock::new(),
             total: AtomicUsize::new(UNPLANNED_BYTES),
             used: AtomicUsize::new(0),
-            gauge: metrics.memory_requests.clone(),
+            gauge: metrics.request_memory.clone(),
             steps: Arc::new(Semaphore::new(1)),
             compilations: Arc::new(Semaphore::new(1)),
             allows_two_steps: AtomicBool::new(false),

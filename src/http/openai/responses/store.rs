@@ -224,7 +224,7 @@ mod tests {
     fn text_in_use_is_shared_and_counted() {
         let metrics = Metrics::new("0", "cpu");
         let store = ResponseStore::within(RequestMemory::new(&metrics));
-        let counted = || metrics.memory_requests.get();
+        let counted = || metrics.request_memory.get();
         store.insert(None, Vec::new(), &json!({"id": "a", "output": [], "user": "x".repeat(1000)}));
         let (one, other) = (store.get("a").unwrap(), store.get("a").unwrap());
         assert_eq!(one.as_ptr(), other.as_ptr());
