@@ -132,6 +132,21 @@ fn models_are_listed_and_removed() {
     assert!(!mine.exists());
     assert_eq!(list(), ["moestro-demo"]);
     assert!(stderr(&with(&["rm", "moestro-demo", "-y"])).contains("part of the program"));
+
+    // A link in the model directory does not make a directory elsewhere deletable.
+    let elsewhere = tempfile::tempdir().unwrap();
+    let other = elsewhere.path().join("other");
+    std::fs::create_dir_all(&other).unwrap();
+    for name in ["config.json", "model.safetensors"] {
+        std::fs::copy(demo.join(name), other.join(name)).unwrap();
+    }
+    std::fs::remove_dir(home.path().join("org")).unwrap();
+    std::os::unix::fs::symlink(elsewhere.path(), home.path().join("org")).unwrap();
+    assert_eq!(list(), ["org/other", "moestro-demo"]);
+    let refused = with(&["rm", "org/other", "--yes"]);
+    assert_eq!(refused.status.code(), Some(2));
+    assert!(stderr(&refused).contains("leads outside of the model directory"), "{}", stderr(&refused));
+    assert!(other.join("config.json").exists());
 }
 
 #[test]
@@ -206,6 +221,19 @@ fn doctor_finds_no_fault() {
     assert_eq!(report["wrong"], json!([]));
     // The report has either the comparison of the kernels or the reason why there is none.
     assert!(report["gpu"]["kernels"].is_array() != report["gpu"]["absent"].is_string(), "{report}");
+}
+
+#[test]
+fn named_memory_limit_is_sufficient() {
+    // The memory of the process differs between starts, so one start shows little.
+    for _ in 0..10 {
+        let refused = run(&["serve", "--port", "0", "--device", "cpu", "--memory-limit", "1M"]);
+        let text = stderr(&refused);
+        assert_eq!(refused.status.code(), Some(1), "{text}");
+        let limit = text.split_once("; use --memory-limit ").and_then(|(_, rest)| rest.split_once(" or more"));
+        let (limit, _) = limit.unwrap_or_else(|| panic!("no limit in {text}"));
+        Server::start(&["--device", "cpu", "--memory-limit", limit]);
+    }
 }
 
 /// A running server, killed at the end of the test.
