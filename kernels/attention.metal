@@ -87,6 +87,20 @@ template <class T> FN void prefetch_kv(DEVICE const T* keys, DEVICE const T* val
   PREFETCH(values + ulong(p) * pitch, bytes);
 }
 
+// The column of a lane's value `j`. The lanes of a simdgroup load adjacent 16 bytes of floats, or 4 of integers.
+FN uint lane_column(DEVICE const float*, uint j THREAD_IDS_PARAM) { return 4 * lane + j / 4 * 128 + j % 4; }
+FN uint lane_column(DEVICE const short*, uint j THREAD_IDS_PARAM) { return 2 * lane + j / 2 * 64 + j % 2; }
+
+// Loads a lane's columns of a row, without its scale.
+template <uint COLUMNS> FN void load_columns(DEVICE const float* row, uint dim, THREAD float* v THREAD_IDS_PARAM) {
+  UNROLL for (uint j = 0; j < COLUMNS; j += 4)
+    if (4 * lane + j * 32 < dim) load_cached4(row + 4 * lane + j * 32, v + j);
+}
+template <uint COLUMNS> FN void load_columns(DEVICE const short* row, uint dim, THREAD float* v THREAD_IDS_PARAM) {
+  UNROLL for (uint j = 0; j < COLUMNS; j += 2)
+    if (2 * lane + j * 32 < dim) unpack_cached2(*(DEVICE const uint*)(row + 2 * lane + j * 32), v + j);
+}
+
 // Attention over one split of the positions, for all query heads of one kv head: a softmax without normalisation.
 //
 // Each simdgroup has HEADS query heads, and all simdgroups read the same keys at about the same time. `partials`
@@ -110,7 +124,7 @@ FN void attend_split(CONSTANT AttentionArgs& a, DEVICE const float* q, DEVICE co
   UNROLL for (uint h = 0; h < HEADS; h++) {
     max_score[h] = -as_type<float>(0x7f7fffffu);
     UNROLL for (uint j = 0; j < COLUMNS; j++) {
-      const uint i = 4 * lane + j / 4 * 128 + j % 4;
+      const uint i = lane_column(keys, j THREAD_IDS);
       query[h * COLUMNS + j] = i < a.dim ? q[(ulong(token) * a.heads + head + h) * a.dim + i] * a.scale : 0.0f;
     }
   }
@@ -126,22 +140,15 @@ FN void attend_split(CONSTANT AttentionArgs& a, DEVICE const float* q, DEVICE co
     UNROLL for (uint n = 0; n < BATCH; n++) {
       const uint at = min(block + n, end - 1) % PAGE * pitch;
       key_scale[n] = cache_scale(from + at, a.dim), value_scale[n] = cache_scale(back + at, a.dim);
-      UNROLL for (uint j = 0; j < COLUMNS; j += 4) {
-        const uint i = 4 * lane + j * 32;
-        if (i < a.dim) load_cached4(back + at + i, value + n * COLUMNS + j);
-      }
+      load_columns<COLUMNS>(back + at, a.dim, value + n * COLUMNS THREAD_IDS);
     }
     float score[HEADS * BATCH] = {};
     UNROLL for (uint n = 0; n < BATCH; n++) {
       const uint at = min(block + n, end - 1) % PAGE * pitch;
-      UNROLL for (uint j = 0; j < COLUMNS; j += 4) {
-        const uint i = 4 * lane + j * 32;
-        float key[4] = {};
-        if (i < a.dim) load_cached4(from + at + i, key);
-        UNROLL for (uint h = 0; h < HEADS; h++)
-          UNROLL for (uint m = 0; m < 4; m++)
-            score[h * BATCH + n] = fma(query[h * COLUMNS + j + m], key[m], score[h * BATCH + n]);
-      }
+      float key[COLUMNS] = {};
+      load_columns<COLUMNS>(from + at, a.dim, key THREAD_IDS);
+      UNROLL for (uint j = 0; j < COLUMNS; j++)
+        UNROLL for (uint h = 0; h < HEADS; h++) score[h * BATCH + n] = fma(query[h * COLUMNS + j], key[j], score[h * BATCH + n]);
     }
     UNROLL for (uint h = 0; h < HEADS; h++) {
       float new_max = max_score[h];
@@ -166,7 +173,7 @@ FN void attend_split(CONSTANT AttentionArgs& a, DEVICE const float* q, DEVICE co
   UNROLL for (uint h = 0; h < HEADS; h++) {
     DEVICE float* out = partials + ((ulong(token) * a.heads + head + h) * a.splits + tgid.x) * (a.dim + 2);
     UNROLL for (uint j = 0; j < COLUMNS; j++) {
-      const uint i = 4 * lane + j / 4 * 128 + j % 4;
+      const uint i = lane_column(keys, j THREAD_IDS);
       if (i < a.dim) out[i] = sum[h * COLUMNS + j];
     }
     if (lane == 0) out[a.dim] = max_score[h], out[a.dim + 1] = denominator[h];

@@ -292,12 +292,17 @@ FN void load_cached4(DEVICE const float* p, THREAD float* v) {
   const float4 q = *(DEVICE const float4*)p;
   v[0] = q.x, v[1] = q.y, v[2] = q.z, v[3] = q.w;
 }
-// Integers without their scale. A row starts at a multiple of four bytes, not of eight.
+// Two integers without their scale. Their bits become the low bits of the float 2^23 + 2^15 + n, from which the
+// subtraction is exact: a conversion has an eighth of its rate on CUDA.
+FN void unpack_cached2(uint q, THREAD float* v) {
+  v[0] = as_type<float>((q & 0xffffu) ^ 0x4b008000u) - 8421376.0f;
+  v[1] = as_type<float>((q >> 16) ^ 0x4b008000u) - 8421376.0f;
+}
+// A row of integers starts at a multiple of four bytes, not of eight.
 FN void load_cached4(DEVICE const short* p, THREAD float* v) {
   DEVICE const uint* q = (DEVICE const uint*)p;
-  const uint low = q[0], high = q[1];
-  v[0] = float(int(low << 16) >> 16), v[1] = float(int(low) >> 16);
-  v[2] = float(int(high << 16) >> 16), v[3] = float(int(high) >> 16);
+  unpack_cached2(q[0], v);
+  unpack_cached2(q[1], v + 2);
 }
 
 struct AttentionArgs {

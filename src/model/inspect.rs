@@ -197,8 +197,8 @@ fn shape(config: &Config, options: &LoadOptions, [trunk, gathered, head]: [u64; 
         let [row, fixed] = cpu_scratch(config);
         (workspace_per_row, workspace_fixed) = (workspace_per_row + row, workspace_fixed + fixed);
     }
-    // With a quantized KV cache, a snapshot also has the recent positions in 16 bits. The ring of recent positions also
-    // holds the current chunk, so it adds bytes for each row.
+    // With a quantized KV cache, a snapshot also has the recent positions in the ring's format. The ring also holds the
+    // current chunk, so it adds bytes for each row.
     let kv_shape = kv_shape(config, &limits, options.kv_bits, 0, 0);
     let recent = recent_snapshot_bytes(config, &kv_shape);
     workspace_per_row += recent / (2 * RECENT as u64);

@@ -1,11 +1,11 @@
 //! The operations between the projections: norms, convolution, delta rule, attention, embedding.
 
-use crate::{check::*, host::Host};
-use moestro::device::Region;
+use crate::{check::*, gpu::HostGpu, host::Host};
+use moestro::device::{CpuArithmetic, CpuDevice, Region};
 use moestro::ops::{
-    Attention, AttentionShape, Conv, Decay, DeltaNet, DeltaRule, DeltaShape, Embedding, Float, KvCache, KvFormat,
-    KvWrite, Linear, Norm, OutputGate, QkNormRope, Replay, Weight, WeightFormat, attention::PAGE,
-    embedding::dequantise, norm::rms_norm,
+    Attention, AttentionShape, Backend, Conv, Cpu, Decay, DeltaNet, DeltaRule, DeltaShape, Embedding, Float,
+    GpuBackend, KvCache, KvFormat, KvWrite, Linear, Norm, OutputGate, QkNormRope, Replay, Weight, WeightFormat,
+    attention::PAGE, embedding::dequantise, norm::rms_norm,
 };
 
 #[test]
@@ -416,4 +416,53 @@ fn attention_matches_reference() {
     attend_case(op(2, 1, 20, 10, 8200), 8190, 4); // the split size doubles
     attend_case(AttentionShape { format: KvFormat::I16, ..op(8, 1, 256, 64, 40) }, 11, 3);
     attend_case(AttentionShape { format: KvFormat::I16, ..op(2, 1, 64, 16, 20) }, 3, 2);
+}
+
+/// The keys and values that a device stores for rows of `proj`.
+fn stored(backend: &mut dyn Backend, shape: &AttentionShape, proj: &[f32], norm: &[f32]) -> [Vec<u8>; 2] {
+    let tokens = proj.len() / shape.width();
+    let mut put = |bytes: Vec<u8>| {
+        let region = backend.allocate(bytes.len()).unwrap();
+        backend.write(region, &bytes).unwrap();
+        region
+    };
+    let mut floats = |values: &[f32]| put(values.iter().flat_map(|value| value.to_le_bytes()).collect());
+    let turn: Vec<f32> = (0..tokens * shape.rope_dim / 2).flat_map(|n| [(n as f32).cos(), (n as f32).sin()]).collect();
+    let norm_rope = QkNormRope { q_norm: floats(norm), k_norm: floats(norm), rope_table: floats(&turn) };
+    let (proj, q) = (floats(proj), floats(&vec![0.0; tokens * shape.heads * shape.dim]));
+    let [keys, values] = [(); 2].map(|()| put(vec![0; shape.cache_bytes()]));
+    let cache = KvCache { keys, values, table: put(vec![0; 4]), recent: Default::default() };
+    backend.execute(&KvWrite { shape, start: 0, tokens, proj, norm_rope, q, cache }.into()).unwrap();
+    [keys, values].map(|region| {
+        let mut bytes = vec![0; region.len];
+        backend.read(region, &mut bytes).unwrap();
+        bytes
+    })
+}
+
+#[test]
+fn cached_rows_have_the_cpu_bytes() {
+    let (tokens, dim) = (9, 256);
+    let format = KvFormat::I16;
+    let shape =
+        AttentionShape { heads: 2, kv_heads: 2, dim, rope_dim: 64, eps: 1e-6, context: 16, format, recent: None };
+    let mut random = Random(77);
+    let mut proj = random.normals(tokens * shape.width());
+    // The first values of a row and their factor: rows that are all zero, tiny, large or not finite.
+    let value = |token: usize| token * shape.width() + (2 * shape.heads + shape.kv_heads) * dim;
+    for (token, factor) in [(1, 0.0), (2, 1e-36), (3, 1e30), (4, f32::INFINITY), (5, f32::NAN), (6, 1e-4)] {
+        proj[value(token)..][..dim].iter_mut().for_each(|value| *value *= factor);
+    }
+    let norm = random.normals(dim);
+    let mut cpu = Cpu::new(CpuDevice::new(1, CpuArithmetic::Integer));
+    let mut gpu = GpuBackend::new(Box::new(HostGpu::new(Host::start())));
+    let expected = stored(&mut cpu, &shape, &proj, &norm);
+    let found = stored(&mut gpu, &shape, &proj, &norm);
+    assert!(found[1] == expected[1], "values are stored as they are");
+    // Norm and rotation add in another order, so a key may round to the next integer, and a scale to the next float.
+    let words = |bytes: &[u8]| bytes.as_chunks().0.iter().map(|pair| i32::from(i16::from_le_bytes(*pair))).collect();
+    let [found, expected]: [Vec<i32>; 2] = [&found[0], &expected[0]].map(|bytes| words(bytes));
+    let off = found.iter().zip(&expected).map(|(found, expected)| (found - expected).abs()).max();
+    assert!(off <= Some(1), "keys differ by {off:?} units");
+    assert!(expected.iter().any(|word| *word != 0));
 }

@@ -4,32 +4,47 @@ use crate::{
     double::{Double, Fault, Plan, Shared},
     forward::common,
     host::Host,
-    queue::{answer, load, place},
+    queue::{PROMPT, answer, load_changed, move_to},
 };
 use moestro::{
-    device::CommandQueue,
+    device::{CommandQueue, CpuArithmetic},
     engine::{self, Options, Request, Sampling},
     metrics::Metrics,
     model::{Model, PAGE, Qwen, Rows},
+    ops::KvFormat,
 };
 use std::time::Duration;
 
-/// A model on a double on which `fault` occurs in the `nth` command buffer.
-fn model_with_fault(streaming: bool, nth: usize, fault: Fault) -> (Qwen, Shared) {
+/// A model on the CPU with its default arithmetic, whose keys and values have the GPU's format.
+fn on_cpu(streaming: bool) -> Qwen {
+    load_changed(streaming, |options| options.math = CpuArithmetic::Integer)
+}
+
+/// The model on a double.
+fn on_double(model: Qwen) -> (Qwen, Shared) {
     let double = Double::new(Host::fast());
     let control = double.control();
-    let model = place(CommandQueue::new(double).with_stall_timeout(Duration::from_millis(500)), streaming);
+    (move_to(model, CommandQueue::new(double).with_stall_timeout(Duration::from_millis(500))), control)
+}
+
+/// From now on, `fault` occurs in the `nth` command buffer.
+fn plan_fault(control: &Shared, nth: usize, fault: Fault) {
     let mut now = control.lock().unwrap();
     now.calls.clear();
     now.fault = Some(Plan { method: "commit", nth, fault });
-    drop(now);
+}
+
+/// A model on a double on which `fault` occurs in the `nth` command buffer.
+fn model_with_fault(streaming: bool, nth: usize, fault: Fault) -> (Qwen, Shared) {
+    let (model, control) = on_double(on_cpu(streaming));
+    plan_fault(&control, nth, fault);
     (model, control)
 }
 
 #[test]
 fn cpu_takes_over_from_lost_device() {
     for streaming in [false, true] {
-        let expected = answer(&mut load(streaming)).unwrap();
+        let expected = answer(&mut on_cpu(streaming)).unwrap();
         for (nth, fault) in [(0, Fault::Hangs), (3, Fault::Hangs), (2, Fault::Banned)] {
             let (mut model, _) = model_with_fault(streaming, nth, fault);
             let mut failed = 0;
@@ -58,6 +73,57 @@ fn check_continues_from_snapshot(model: &mut Qwen) {
     let mut other = Model::restore(model, &kept, None).unwrap();
     let [on, alone] = [&mut other, &mut state].map(|state| model.forward(state, &[2, 71], Rows::All).unwrap().data);
     assert!(on == alone);
+}
+
+/// A snapshot from the GPU has the rows that the CPU stores. A CPU that prefers another format keeps the GPU's.
+#[test]
+fn cpu_continues_from_lost_devices_snapshot() {
+    let (first, rest) = PROMPT.split_at(4);
+    for math in [CpuArithmetic::Integer, CpuArithmetic::F32] {
+        let mut cpu = load_changed(false, |options| options.math = math);
+        let mut state = cpu.start().unwrap();
+        cpu.forward(&mut state, first, Rows::None).unwrap();
+        let own = cpu.snapshot(&mut state).unwrap().pages[0].read().unwrap().into_owned();
+        let expected = cpu.forward(&mut state, rest, Rows::All).unwrap().data;
+
+        let (mut model, control) = on_double(load_changed(false, |options| options.math = math));
+        let kv_bytes = model.kv_bytes();
+        let mut state = model.start().unwrap();
+        // One row at a time, as in decoding: a prompt has half precision.
+        first.iter().for_each(|id| drop(model.forward(&mut state, &[*id], Rows::None).unwrap()));
+        let kept = model.snapshot(&mut state).unwrap();
+        if math == CpuArithmetic::Integer {
+            let page = kept.pages[0].read().unwrap();
+            assert_eq!(page.len(), own.len());
+            check_rows(&page, &own, model.config().attention.dim);
+        }
+        plan_fault(&control, 0, Fault::Hangs);
+        assert!(model.forward(&mut state, rest, Rows::All).is_err());
+        assert!(model.recover().unwrap() && !model.is_on_gpu());
+        assert_eq!(model.kv_bytes(), kv_bytes, "{math:?}");
+        let mut state = model.restore(&kept, None).unwrap();
+        let found = model.forward(&mut state, rest, Rows::All).unwrap().data;
+        let off = common::distance(&found, &expected);
+        println!("{math:?}: logits off by {off:.1e}");
+        assert!(off < 1e-3, "{math:?}: logits off by {off}");
+    }
+}
+
+/// The 16-bit rows of both devices differ by no more than the f32 sums from which they were rounded.
+fn check_rows(found: &[u8], expected: &[u8], dim: usize) {
+    let decode = |row: &[u8]| {
+        let (integers, scale) = row.split_at(2 * dim);
+        let scale = f32::from_le_bytes(scale.try_into().unwrap());
+        integers.as_chunks().0.iter().map(|pair| f32::from(i16::from_le_bytes(*pair)) * scale).collect::<Vec<_>>()
+    };
+    let bytes = KvFormat::I16.row_bytes(dim);
+    assert!(found.len().is_multiple_of(bytes));
+    for (found, expected) in found.chunks_exact(bytes).zip(expected.chunks_exact(bytes)) {
+        let (found, expected) = (decode(found), decode(expected));
+        let most = expected.iter().fold(0f32, |most, value| most.max(value.abs()));
+        let off = common::distance(&found, &expected) / most;
+        assert!(off < 2e-4, "a row differs by {off} of its largest value");
+    }
 }
 
 #[test]
@@ -97,7 +163,7 @@ fn lost_device_fails_one_engine_request() {
         worker.join().unwrap();
         (ends, metrics)
     };
-    let (expected, sound) = tokens(load(false));
+    let (expected, sound) = tokens(on_cpu(false));
     let (found, metrics) = tokens(model_with_fault(false, 1, Fault::Hangs).0);
     assert!(found[0].as_ref().is_err_and(|error| error.contains("completed nothing")), "{found:?}");
     assert_eq!(found[1], expected[1]);

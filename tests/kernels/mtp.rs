@@ -9,7 +9,7 @@ use crate::{
 use moestro::{
     engine::{self, DflashDraft, Draft, DraftPolicy, LookupDraft, ModelDraft, MtpDraft, Request, Sampling, Timings},
     metrics::Metrics,
-    model::{DflashModel, HiddenStates, HiddenTaps, LoadOptions, Model, MtpSource, Qwen, Rows, dflash},
+    model::{DflashModel, HiddenStates, HiddenTaps, LoadOptions, Model, MtpSource, Qwen, RouterChoice, Rows, dflash},
 };
 use std::path::Path;
 
@@ -37,6 +37,16 @@ fn on_kernels(dir: &Path, streaming: bool) -> Qwen {
     moved.unwrap_or_else(|refused| panic!("{}", refused.error))
 }
 
+/// The weights of the likeliest experts of a row that only one of two choices has.
+fn swapped_weights(a: &RouterChoice, b: &RouterChoice, row: usize) -> Option<[f32; 2]> {
+    let [ids_a, ids_b] = [a, b].map(|choice| &choice.ids[row * choice.k..][..choice.k]);
+    let missing = |ids: &[u32], choice: &RouterChoice, others: &[u32]| {
+        let at = ids.iter().position(|id| !others.contains(id))?;
+        Some(choice.weights[row * choice.k + at])
+    };
+    Some([missing(ids_a, a, ids_b)?, missing(ids_b, b, ids_a)?])
+}
+
 #[test]
 fn mtp_head_matches_the_cpu() {
     let dir = tempfile::tempdir().unwrap();
@@ -45,16 +55,31 @@ fn mtp_head_matches_the_cpu() {
     let (mut cpu, mut gpu) = (on_cpu(dir.path()), on_kernels(dir.path(), false));
     let width = cpu.config().hidden;
     let followed = |model: &mut Qwen| {
-        let mut hidden = Vec::new();
+        let (mut hidden, mut routes) = (Vec::new(), vec![RouterChoice::default(); model.config().layers]);
         model.set_taps(&HiddenTaps { layers: vec![7], rows: 64 }).unwrap();
         let mut state = model.start().unwrap();
         // Without logits, so that the model's last norm was not computed when the head needs it.
-        model.forward(&mut state, &ids[..39], Rows::None).unwrap();
+        let observe = &mut |layer: usize, choice: &RouterChoice| routes[layer] = choice.clone();
+        model.forward_observed(&mut state, &ids[..39], Rows::None, observe).unwrap();
         model.tapped_rows(39, &mut hidden).unwrap();
-        hidden
+        (hidden, routes)
     };
-    let (expected, found) = (followed(&mut cpu), followed(&mut gpu));
-    assert!(common::distance(&found, &expected) < 2e-3);
+    let ((expected, cpu_routes), (found, gpu_routes)) = (followed(&mut cpu), followed(&mut gpu));
+    // The CPU here has f32 keys and values, and the kernels round them by up to 1.5e-5 of a row's largest value. This can
+    // swap two experts of almost equal weight, and the row then differs by a whole expert.
+    let mut swapped = 0;
+    for (row, (found, expected)) in found.chunks_exact(width).zip(expected.chunks_exact(width)).enumerate() {
+        let off = common::distance(found, expected);
+        match cpu_routes.iter().zip(&gpu_routes).find_map(|(cpu, gpu)| swapped_weights(cpu, gpu, row)) {
+            Some([lost, gained]) => {
+                println!("row {row}: off by {off:.1e}, an expert of weight {lost} instead of {gained}");
+                swapped += 1;
+                assert!((lost - gained).abs() < 1e-4, "row {row}: {lost} instead of {gained}");
+            }
+            None => assert!(off < 2e-3, "row {row}: off by {off}"),
+        }
+    }
+    assert!(swapped <= 1, "{swapped} rows have other experts");
     // One row, few rows, and more rows than use the slot table.
     for rows in [1, 2, 16, 39] {
         let [expected, found] = [&cpu, &gpu].map(|model| {

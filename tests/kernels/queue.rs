@@ -19,7 +19,7 @@ use moestro::{
 };
 use std::time::{Duration, Instant};
 
-const PROMPT: [u32; 7] = [5, 90, 33, 2, 71, 18, 64];
+pub const PROMPT: [u32; 7] = [5, 90, 33, 2, 71, 18, 64];
 
 /// A small mixture of experts, with all experts resident or with slots for two thirds of them.
 pub fn load(streaming: bool) -> Qwen {

@@ -203,7 +203,7 @@ fn kept_tokens(config: &Config) -> usize {
     config.ngrams.iter().map(|ngram| ngram.size - 1).max().unwrap_or(0)
 }
 
-/// Bytes that the recent positions, which have 16 bits, take in a snapshot if the cache has fewer bits.
+/// Bytes that the recent positions take in a snapshot of a cache with 8 or 4 bits. They have the ring's format.
 pub fn recent_snapshot_bytes(config: &Config, shape: &AttentionShape) -> u64 {
     shape.recent.map_or(0, |recent| 2 * RECENT as u64 * kv_bytes_per_token(config, recent.format))
 }

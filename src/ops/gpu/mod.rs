@@ -35,8 +35,9 @@ pub const fn limits(working_set: Option<u64>) -> BackendLimits {
         max_mixer_rows: usize::MAX,
         needs_expert_buffers: true,
         is_async: true,
-        // 16-bit integers are checked against the CPU, but not yet accepted: see `docs/gpu.md`.
-        kv_format: KvFormat::F32,
+        // As on the CPU, so that the CPU continues from snapshots of a lost GPU.
+        kv_format: KvFormat::I16,
+        // The kernels for 8 and 4 bits read the newest positions as f32.
         recent_format: KvFormat::F32,
         partials: Some((ATTENTION_ROWS, MAX_PARTIAL_BYTES)),
         working_set,
