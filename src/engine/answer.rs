@@ -1,4 +1,4 @@
-//! An answer that is being generated: its sampler, its constraint, and its last token.
+//! An answer during its generation: the sampler, the constraint, and the last token.
 
 use super::{
     constraint::{MaskWorker, TokenMask},
@@ -14,18 +14,18 @@ pub struct PartialAnswer {
     pub rows: PendingRows,
     pub sampler: Sampler,
     pub masks: Option<MaskWorker>,
-    /// The last token: sampled and sent, not yet evaluated. `None` before the first one.
+    /// The last token, which was sampled and sent but not evaluated. `None` before the first token.
     pub last: Option<u32>,
     last_sent: Option<Instant>,
     pub timings: Timings,
     pub started: Instant,
 }
 
-/// Which tokens an engine samples, and which end an answer.
+/// Which tokens may be sampled, and which tokens end an answer.
 pub struct TokenRules {
     /// Tokens that end an answer.
     pub eos: Vec<u32>,
-    /// Higher ids are never sampled.
+    /// Ids from this number on are never sampled.
     pub usable_vocab: usize,
 }
 
@@ -38,7 +38,7 @@ pub struct StepOutput {
 }
 
 impl PartialAnswer {
-    /// The answer to a prompt whose last row has `logits`.
+    /// Starts the answer to a prompt. `logits` are those of the prompt's last row.
     pub fn new(request: &Request, logits: Logits, timings: Timings, rules: &TokenRules) -> Result<Self, Abort> {
         Ok(Self {
             rows: PendingRows::last_of(logits),
@@ -51,9 +51,9 @@ impl PartialAnswer {
         })
     }
 
-    /// Samples the next token. `is_full`: the context has no room for another one.
+    /// Samples the next token. `is_full`: the context has no room for another token.
     ///
-    /// When the request ends, its sequence contains every sent token except the last.
+    /// After the last call, the sequence contains every sent token except the last one.
     pub fn sample(
         &mut self,
         QueuedRequest { request, arrived, .. }: &QueuedRequest,

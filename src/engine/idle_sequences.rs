@@ -1,12 +1,12 @@
-//! Sequences of ended requests, for prompts that extend them.
+//! Sequences of finished requests, kept for later prompts that extend them.
 
 use super::{cache_salt::CachedPrompt, sequence::Sequence};
 use crate::model::SequenceState;
 
-/// The oldest sequence is first.
+/// Idle sequences, oldest first.
 pub struct IdleSequences<S>(Vec<IdleSequence<S>>);
 
-/// A sequence without a request.
+/// A sequence that no live request uses.
 pub struct IdleSequence<S> {
     pub sequence: Sequence<S>,
     /// [`clear_count`](super::prompt_cache::PromptCache::clear_count) when its request began.
@@ -24,23 +24,23 @@ impl<S: SequenceState> IdleSequences<S> {
         self.0.push(IdleSequence { sequence, clear_count });
     }
 
-    /// The index and the length of the longest sequence that is a beginning of a prompt.
+    /// Index and length of the longest sequence that is a prefix of the prompt.
     fn longest(&self, prompt: CachedPrompt<'_>) -> Option<(usize, usize)> {
         let prefixes = self.0.iter().enumerate().filter(|(_, idle)| idle.sequence.is_prefix_of(prompt));
         prefixes.map(|(index, idle)| (index, idle.sequence.len())).max_by_key(|(_, len)| *len)
     }
 
-    /// Tokens of the longest sequence that is a beginning of a prompt.
+    /// Length of the longest sequence that is a prefix of the prompt, in tokens.
     pub fn prefix_len(&self, prompt: CachedPrompt<'_>) -> usize {
         self.longest(prompt).map_or(0, |(_, len)| len)
     }
 
-    /// Takes the longest sequence that is a beginning of a prompt.
+    /// Removes and returns the longest sequence that is a prefix of the prompt.
     pub fn take_prefix(&mut self, prompt: CachedPrompt<'_>) -> Option<Sequence<S>> {
         self.longest(prompt).map(|(index, _)| self.0.remove(index).sequence)
     }
 
-    /// Drops sequences from before the prompt cache was cleared for the last time.
+    /// Drops sequences whose requests began before the prompt cache was last cleared.
     pub fn drop_cleared(&mut self, clear_count: u64) {
         self.0.retain(|idle| idle.clear_count == clear_count);
     }

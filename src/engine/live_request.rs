@@ -1,4 +1,4 @@
-//! A request that the scheduler works on: its sequence, and how far its prompt or its answer is.
+//! An admitted request: its sequence, and the progress of its prompt or answer.
 
 use super::{
     answer::PartialAnswer,
@@ -10,25 +10,25 @@ use super::{
 use crate::model::{MAX_VERIFY_ROWS, PAGE, SequenceState};
 use std::time::Instant;
 
-/// Rows that a decode step with a draft may write.
+/// Maximum number of positions that a decode step with drafts may write.
 pub const DRAFT_ROWS: usize = 4 * MAX_VERIFY_ROWS;
-/// Maximum number of tokens of an answer for which pages must be free when a request is admitted next to others. Most answers
-/// are shorter than what clients allow, so longer ones take pages as they grow.
+/// Maximum number of answer tokens for which pages must be free when a request is admitted while others run. Most answers
+/// are shorter than `max_tokens`, so reserving all of it would admit too few requests.
 const RESERVED_ANSWER: usize = 256;
 
 pub struct LiveRequest<S> {
     pub request: QueuedRequest,
-    /// `None` before the first step, and after the sequence was dropped in favour of another one.
+    /// `None` before the first step, and after the sequence was dropped (preempted, or its pass failed).
     pub sequence: Option<Sequence<S>>,
     pub stage: Stage,
-    /// The tokens of a dropped sequence, which must be computed again before the answer continues.
-    pub lost: Vec<u32>,
+    /// Tokens of a dropped sequence. They must be recomputed before the answer continues.
+    pub dropped_tokens: Vec<u32>,
     /// [`clear_count`](super::prompt_cache::PromptCache::clear_count) when the request began.
     pub clear_count: u64,
-    /// The step that evaluated its last token.
+    /// Number of the scheduler step in which this request decoded last.
     pub last_step: u64,
-    /// The next token must not share a pass with other sequences: one of them has failed.
-    pub is_alone: bool,
+    /// The next pass must contain only this sequence, because its last pass with other sequences failed.
+    pub must_run_alone: bool,
 }
 
 pub enum Stage {
@@ -37,12 +37,12 @@ pub enum Stage {
     Decode(Box<PartialAnswer>),
 }
 
-/// A prompt that is being evaluated.
+/// Progress of a prompt's evaluation.
 pub struct Prefill {
     pub cached_tokens: usize,
-    /// Where to take snapshots, ascending.
+    /// Positions at which to take snapshots, ascending.
     pub snapshots: Vec<(usize, SnapshotKind)>,
-    /// Log-probabilities of the prompt, if they are wanted.
+    /// Log-probabilities of the prompt, if the request asks for them.
     pub logprobs: Option<Vec<Option<Logprobs>>>,
     /// Start of the request's first step.
     pub started: Instant,
@@ -50,16 +50,16 @@ pub struct Prefill {
     pub chunks_started: Instant,
 }
 
-/// The next work of a live request.
+/// What a live request needs next.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Work {
-    /// A sequence to start from. Needs no pass.
+    /// Find a sequence to start from. Needs no forward pass.
     Begin,
-    /// Its first token, from logits that are there. Needs no pass.
+    /// Sample the first token from the logits of the prompt. Needs no forward pass.
     Sample,
-    /// This many rows of its prompt, or of a dropped sequence.
-    Read(usize),
-    /// One token.
+    /// Evaluate this many tokens of the prompt, or of a dropped sequence.
+    Prefill(usize),
+    /// Evaluate the last token and sample the next one.
     Decode,
 }
 
@@ -69,14 +69,14 @@ impl<S: SequenceState> LiveRequest<S> {
             request,
             sequence: None,
             stage: Stage::New,
-            lost: Vec::new(),
+            dropped_tokens: Vec::new(),
             clear_count: 0,
             last_step: 0,
-            is_alone: false,
+            must_run_alone: false,
         }
     }
 
-    /// Tokens in its sequence.
+    /// Number of tokens in the sequence.
     pub fn len(&self) -> usize {
         self.sequence.as_ref().map_or(0, Sequence::len)
     }
@@ -85,14 +85,14 @@ impl<S: SequenceState> LiveRequest<S> {
         let len = self.len();
         match &self.stage {
             Stage::New => Work::Begin,
-            Stage::Prefill(_) => Work::Read(self.request.request.ids.len() - len),
-            Stage::Decode(_) if len < self.lost.len() => Work::Read(self.lost.len() - len),
+            Stage::Prefill(_) => Work::Prefill(self.request.request.ids.len() - len),
+            Stage::Decode(_) if len < self.dropped_tokens.len() => Work::Prefill(self.dropped_tokens.len() - len),
             Stage::Decode(answer) if answer.last.is_none() => Work::Sample,
             Stage::Decode(_) => Work::Decode,
         }
     }
 
-    /// Its sequence and its answer, while that is generated.
+    /// The sequence and the answer, if the request is in the decode stage.
     pub fn decoding(&mut self) -> Option<(&mut Sequence<S>, &mut PartialAnswer)> {
         match (&mut self.sequence, &mut self.stage) {
             (Some(sequence), Stage::Decode(answer)) => Some((sequence, answer)),
@@ -100,30 +100,30 @@ impl<S: SequenceState> LiveRequest<S> {
         }
     }
 
-    /// Drops the sequence. Its tokens are computed again when the request continues.
+    /// Drops the sequence. Its tokens are recomputed when the request continues.
     pub fn drop_sequence(&mut self) {
         let Some(sequence) = self.sequence.take() else { return };
         match &mut self.stage {
             Stage::New => {}
-            // The prompt continues from what the cache has of it. Log-probabilities need all of it.
+            // The prompt resumes from a cached prefix. Its log-probabilities start again from the first token.
             Stage::Prefill(prefill) => prefill.logprobs = prefill.logprobs.as_ref().map(|_| vec![None]),
             Stage::Decode(answer) => {
                 if answer.last.is_some() {
                     answer.rows.clear();
                 }
-                if self.lost.len() < sequence.len() {
-                    self.lost = sequence.tokens().to_vec();
+                if self.dropped_tokens.len() < sequence.len() {
+                    self.dropped_tokens = sequence.tokens().to_vec();
                 }
             }
         }
     }
 
-    /// Pages that the next step needs beyond those that the sequence holds.
+    /// Number of pages that the next step must allocate.
     pub fn missing_pages(&self, chunk: usize, decode_rows: usize) -> usize {
-        // A sequence that starts from a snapshot copies its last page.
+        // A sequence that starts from a snapshot allocates a copy of the snapshot's last page.
         let Some(sequence) = &self.sequence else { return 1 };
         let rows = match self.work() {
-            Work::Read(rows) => rows.min(chunk),
+            Work::Prefill(rows) => rows.min(chunk),
             Work::Decode => decode_rows,
             Work::Begin | Work::Sample => 0,
         };
@@ -132,16 +132,18 @@ impl<S: SequenceState> LiveRequest<S> {
 
     /// Pages that the request holds or is expected to need.
     pub fn reserved_pages(&self) -> usize {
-        reserved_pages(&self.request.request).max((self.len().max(self.lost.len()) + DRAFT_ROWS).div_ceil(PAGE))
+        reserved_pages(&self.request.request)
+            .max((self.len().max(self.dropped_tokens.len()) + DRAFT_ROWS).div_ceil(PAGE))
     }
 }
 
-/// Pages for a prompt and the beginning of its answer.
+/// Pages for a prompt and the first [`RESERVED_ANSWER`] tokens of its answer.
 pub fn reserved_pages(request: &Request) -> usize {
     (request.ids.len() + request.max_tokens.min(RESERVED_ANSWER)).div_ceil(PAGE)
 }
 
-/// True if a request may start from state of earlier ones. Log-probabilities of the prompt need every row.
+/// True if a request may resume from cached state. Log-probabilities of the prompt need the logits of every row, so such
+/// a request may not.
 pub fn may_reuse(request: &Request) -> bool {
     request.cache_prompt && request.prompt_logprobs.is_none()
 }

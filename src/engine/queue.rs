@@ -1,7 +1,7 @@
-//! The request queue between the handles and the engine's thread. It is bounded. Clients take turns, and requests of one client
-//! run in the order of their arrival.
+//! The bounded request queue between the handles and the engine's thread. Clients take turns. Requests of one client run
+//! in the order of arrival.
 //!
-//! A queued request whose client disconnects, or whose deadline passes, leaves the queue without being worked on.
+//! If the client of a queued request disconnects, or its deadline passes, the request is removed and never runs.
 
 use super::request::{Event, Events, Request};
 use crate::{
@@ -16,10 +16,10 @@ use std::{
 };
 use tokio::sync::mpsc;
 
-/// Interval at which an idle engine checks whether the system is short of memory.
+/// Interval at which an idle engine checks for memory pressure.
 const IDLE_INTERVAL: Duration = Duration::from_secs(1);
 
-/// A request in the queue or being worked on.
+/// A queued or running request.
 pub(super) struct QueuedRequest {
     pub request: Request,
     pub events: mpsc::UnboundedSender<Event>,
@@ -27,7 +27,7 @@ pub(super) struct QueuedRequest {
 }
 
 impl QueuedRequest {
-    /// The reason to end the request now, if there is one. `drain_deadline` is when a draining engine stops.
+    /// The reason to end the request now, if there is one. `drain_deadline` is the end of a draining engine's grace period.
     fn abort_reason(&self, drain_deadline: Option<Instant>) -> Option<Abort> {
         if self.events.is_closed() {
             return Some(Abort::Disconnected);
@@ -66,15 +66,15 @@ impl From<ModelError> for Abort {
     }
 }
 
-/// Checks a request against the model and the queue before it is queued.
+/// Limits that a request must meet to be queued.
 pub(super) struct AdmissionLimits {
     pub vocab: usize,
     pub context: usize,
-    /// Requests that may wait while as many as possible run.
+    /// Maximum number of requests that wait while `parallel` requests run.
     pub max_queue: usize,
     /// Maximum number of requests that run at the same time.
     pub parallel: usize,
-    /// Time that accepted requests may continue after [`RequestQueue::drain`].
+    /// How long accepted requests may continue after [`RequestQueue::drain`].
     pub grace: Duration,
 }
 
@@ -107,9 +107,10 @@ struct QueueState {
     /// In order of arrival.
     waiting: VecDeque<QueuedRequest>,
     running: usize,
-    /// Number of requests that were taken from the queue.
+    /// Number of requests taken from the queue so far.
     taken: u64,
-    /// That number when the last request of a client was taken, for clients that wait and for the last one that did.
+    /// By client: the value of `taken` after the client's last request was taken. Has entries for clients with a waiting
+    /// request and for the client that was served last.
     last_taken: HashMap<u64, u64>,
     phase: QueuePhase,
 }
@@ -154,8 +155,10 @@ impl RequestQueue {
         Ok(events)
     }
 
-    /// Takes the next request from the queue if it `fits` next to those that run. Without running requests, waits for one
-    /// and calls `idle` once per [`IDLE_INTERVAL`]. Returns `None` if it does not fit, or if no further request can arrive.
+    /// Takes the next request from the queue if `fits` accepts it beside the running requests. If no request runs, any
+    /// request is accepted, and an empty queue makes this method block and call `idle` once per [`IDLE_INTERVAL`].
+    ///
+    /// Returns `None` if the next request does not fit, or if the queue is empty and either closed or other requests run.
     pub fn next(&self, fits: &dyn Fn(&Request) -> bool, idle: &mut dyn FnMut()) -> Option<QueuedRequest> {
         let mut queue = self.queue.lock();
         loop {
@@ -178,7 +181,7 @@ impl RequestQueue {
         self.update_metrics(&queue);
     }
 
-    /// Removes aborted requests from the queue, then checks whether `running` must end, too. Called between steps.
+    /// Removes aborted requests from the queue. Then returns an error if `running` must end. Called between steps.
     pub fn check(&self, running: &QueuedRequest) -> Result<(), Abort> {
         let mut queue = self.queue.lock();
         self.remove_aborted(&mut queue);
@@ -186,8 +189,9 @@ impl RequestQueue {
         running.abort_reason(queue.deadline()).map_or(Ok(()), Err)
     }
 
-    /// True if the step under way should be cancelled: its client has disconnected and another client runs or waits. If there
-    /// is none, finishing the step is worthwhile, since the same client may repeat the request and reuse the state.
+    /// True if the running step should be cancelled: its client has disconnected, and another request runs or waits.
+    ///
+    /// Without other requests the step is completed, since the client may repeat the request and reuse the state.
     pub fn should_cancel_step(&self, running: &QueuedRequest) -> bool {
         running.events.is_closed() && {
             let queue = self.queue.lock();
@@ -201,7 +205,7 @@ impl RequestQueue {
         (queue.running, queue.waiting.len())
     }
 
-    /// For each waiting request, in order of arrival: its prompt's tokens and its time in the queue.
+    /// Prompt length in tokens and time in the queue of each waiting request, in order of arrival.
     pub fn waiting(&self) -> Vec<(usize, Duration)> {
         let queue = self.queue.lock();
         queue.waiting.iter().map(|waiting| (waiting.request.ids.len(), waiting.arrived.elapsed())).collect()
@@ -260,7 +264,7 @@ impl RequestQueue {
 }
 
 impl QueueState {
-    /// Takes the oldest request of the client whose last turn is the longest ago, if it may run now.
+    /// Takes the oldest request of the client that was served least recently, if it fits.
     fn take_next(&mut self, fits: &dyn Fn(&Request) -> bool) -> Option<QueuedRequest> {
         let last_turn = |waiting: &QueuedRequest| self.last_taken.get(&waiting.request.client).copied().unwrap_or(0);
         let (index, next) = self.waiting.iter().enumerate().min_by_key(|(_, waiting)| last_turn(waiting))?;

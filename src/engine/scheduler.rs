@@ -1,14 +1,14 @@
 //! The engine's thread: `loop { admit; step; publish }`.
 //!
-//! Up to `parallel` requests are live, each with its sequence. A step evaluates a chunk of one prompt, or one token of
-//! the sequences that decode. [`TimeShare`] divides the time between the two. `steps` has what a step does.
+//! Up to `parallel` requests are live, each with its own sequence. A step evaluates either one chunk of one prompt, or one
+//! token of each decoding sequence. [`TimeShare`] divides the time between the two. The module `steps` implements them.
 //!
-//! Live sequences share the page pool. If pages run out, the youngest request loses its sequence, which is computed again when
-//! pages are free. The bytes of an answer do not depend on it.
+//! Live sequences share the page pool. If no page is free, the scheduler preempts the youngest request: it drops the
+//! request's sequence and recomputes it when pages are free. Preemption changes no byte of an answer.
 //!
-//! Before each step, requests end whose clients have disconnected, whose deadlines have passed, or which a draining engine
-//! cannot finish. An error or a panic of the model ends one request and drops its sequence. After an error in a pass of several
-//! sequences, each is computed again and continues alone, so that only the one with the error ends.
+//! Before each step, the scheduler ends a request if its client has disconnected, its deadline has passed, or the grace
+//! period of a draining engine is over. A model error or panic ends one request and drops its sequence. If a pass of
+//! several sequences fails, each sequence is recomputed and continues alone, so that only the faulty request ends.
 
 mod steps;
 mod time_share;
@@ -47,25 +47,25 @@ pub(super) struct Scheduler<M: Model> {
     cache: Arc<PromptCache>,
     metrics: Arc<Metrics>,
     speculator: Speculator<M>,
-    /// The requests under way, in order of arrival.
+    /// Admitted requests, in order of arrival.
     live: Vec<LiveRequest<M::State>>,
     idle: IdleSequences<M::State>,
     time_share: TimeShare,
     /// Number of steps so far.
     steps: u64,
-    /// The clock that measures steps. Tests replace it.
+    /// Clock that times the steps. Tests replace it.
     now: fn() -> Instant,
 }
 
-/// The requests of a step, and how to run it.
+/// The requests that take part in one step, and the step's parameters.
 struct Step<S> {
     requests: Vec<LiveRequest<S>>,
-    /// Maximum number of rows of a prompt.
+    /// Maximum number of prompt rows to evaluate.
     chunk: usize,
-    /// Number of live requests that decode.
+    /// Number of live requests in the decode stage, including those that are not part of this step.
     decoding: usize,
-    /// True if the step is a chunk of a prompt that passes an older one.
-    passes: bool,
+    /// True if the step evaluates a prompt before an older prompt is complete.
+    overtakes: bool,
 }
 
 impl<M: Model> Scheduler<M> {
@@ -111,8 +111,8 @@ impl<M: Model> Scheduler<M> {
         }
     }
 
-    /// Ends requests that must end and takes new ones from the queue. Blocks while there is none. Returns false once none is
-    /// left and none can arrive.
+    /// Ends aborted requests and admits new requests from the queue. Blocks while there is no request. Returns false when
+    /// no request is left and the queue is closed.
     fn admit(&mut self) -> bool {
         for live in std::mem::take(&mut self.live) {
             match self.queue.check(&live.request) {
@@ -139,31 +139,31 @@ impl<M: Model> Scheduler<M> {
         let chunk = if is_contested { self.time_share.chunk_rows(info.chunk.max(1)) } else { info.chunk.max(1) };
         let decoding = self.live.iter().filter(|live| live.work() == Work::Decode).count();
         if decoding == 0 {
-            self.time_share.no_one_decodes();
+            self.time_share.clear_decode_debt();
         }
-        let (mut chosen, passes) = self.choose(chunk, info.batch.max(1));
-        // While several sequences decode, no draft needs pages.
+        let (mut chosen, overtakes) = self.choose(chunk, info.batch.max(1));
+        // Drafts need pages, but are disabled while several sequences decode.
         let decode_rows = if decoding > 1 { 1 } else { DRAFT_ROWS };
         self.free_pages(&mut chosen, chunk, decode_rows);
         chosen.sort_unstable_by(|a, b| b.cmp(a));
         let mut requests: Vec<_> = chosen.into_iter().map(|index| self.live.remove(index)).collect();
         requests.reverse();
         self.steps += 1;
-        Step { requests, chunk, decoding, passes }
+        Step { requests, chunk, decoding, overtakes }
     }
 
-    /// The live requests of the next step by index, and whether a prompt passes an older one.
+    /// Indices of the live requests that take part in the next step, and whether that step overtakes an older prompt.
     fn choose(&self, chunk: usize, batch: usize) -> (Vec<usize>, bool) {
         let needs_no_pass = |live: &LiveRequest<_>| match live.work() {
             Work::Begin => !self.waits_for_prefix(live),
             Work::Sample => true,
-            Work::Read(_) | Work::Decode => false,
+            Work::Prefill(_) | Work::Decode => false,
         };
         if let Some(index) = self.live.iter().position(needs_no_pass) {
             return (vec![index], false);
         }
         let rows_left = |index: usize| match self.live[index].work() {
-            Work::Read(rows) if self.may_read(index) => Some((rows, index)),
+            Work::Prefill(rows) if self.may_evaluate(index) => Some((rows, index)),
             _ => None,
         };
         let mut decoding: Vec<_> =
@@ -171,12 +171,14 @@ impl<M: Model> Scheduler<M> {
         let oldest = (0..self.live.len()).find_map(rows_left);
         let shortest = (0..self.live.len()).filter_map(rows_left).min();
         let is_shorter = |short: &(usize, usize)| oldest.is_some_and(|oldest| 2 * short.0 <= oldest.0);
-        let passing = shortest.filter(|short| is_shorter(short) && self.time_share.may_pass());
-        let next = passing.or(oldest);
-        if let Some((_, index)) = next.filter(|next| decoding.is_empty() || self.time_share.may_read(next.0 <= chunk)) {
-            return (vec![index], passing.is_some());
+        let overtaking = shortest.filter(|short| is_shorter(short) && self.time_share.may_overtake());
+        let next = overtaking.or(oldest);
+        if let Some((_, index)) =
+            next.filter(|next| decoding.is_empty() || self.time_share.may_run_chunk(next.0 <= chunk))
+        {
+            return (vec![index], overtaking.is_some());
         }
-        if let Some(&index) = decoding.iter().find(|&&index| self.live[index].is_alone) {
+        if let Some(&index) = decoding.iter().find(|&&index| self.live[index].must_run_alone) {
             return (vec![index], false);
         }
         decoding.sort_by_key(|&index| self.live[index].last_step);
@@ -184,8 +186,8 @@ impl<M: Model> Scheduler<M> {
         (decoding, false)
     }
 
-    /// False for a dropped sequence as long as older requests need its pages.
-    fn may_read(&self, index: usize) -> bool {
+    /// False for a preempted request while the other requests need the pages that it would use.
+    fn may_evaluate(&self, index: usize) -> bool {
         let live = &self.live[index];
         let Some(pool) = self.model.info().pages.filter(|_| live.sequence.is_none()) else { return true };
         let others = self.live.iter().filter(|other| other.sequence.is_some());
@@ -193,8 +195,8 @@ impl<M: Model> Scheduler<M> {
         taken == 0 || live.reserved_pages() + taken <= pool.count()
     }
 
-    /// True if another request is about to reach a snapshot of this prompt that is longer than what the cache has: restoring it
-    /// takes less time than computing the same tokens.
+    /// True if another live request will soon take a snapshot of a prefix of this prompt, and that prefix is longer than
+    /// any cached one. Waiting for the snapshot and restoring it is faster than computing the prefix twice.
     fn waits_for_prefix(&self, new: &LiveRequest<M::State>) -> bool {
         if !may_reuse(&new.request.request) {
             return false;
@@ -212,8 +214,8 @@ impl<M: Model> Scheduler<M> {
         coming > self.idle.prefix_len(prompt).max(self.cache.prefix_len(&keys))
     }
 
-    /// Makes pages free for the rows of a step: those of snapshots first, then those of idle sequences, then those of the
-    /// youngest requests, which leave the step.
+    /// Frees pages for the rows of a step: first those of snapshots, then those of idle sequences, then those of the
+    /// youngest requests. A preempted request is removed from `chosen`.
     fn free_pages(&mut self, chosen: &mut Vec<usize>, chunk: usize, decode_rows: usize) {
         self.model.fit_memory();
         loop {
@@ -234,7 +236,7 @@ impl<M: Model> Scheduler<M> {
         }
     }
 
-    /// Sends the events of a step, and ends the request or keeps it for the next step.
+    /// Sends the events of a step to the client. Then ends the request or returns it to `live`.
     fn publish(&mut self, live: LiveRequest<M::State>, outcome: Result<StepOutput, Abort>) {
         let outcome = outcome.and_then(|StepOutput { events, finish }| {
             let is_received = events.into_iter().all(|event| live.request.events.send(event).is_ok());
@@ -250,17 +252,17 @@ impl<M: Model> Scheduler<M> {
         }
     }
 
-    /// Ends a request: keeps its sequence if that is intact, and sends the last event.
+    /// Ends a request: keeps its sequence if the sequence is intact, and sends the last event.
     fn end(&mut self, mut live: LiveRequest<M::State>, outcome: Result<Finish, Abort>) {
         let outcome = self.settle(&mut live).and(outcome);
-        let LiveRequest { request, sequence, stage, lost, clear_count, .. } = live;
+        let LiveRequest { request, sequence, stage, dropped_tokens, clear_count, .. } = live;
         let cache_prompt = request.request.cache_prompt;
-        // These ends happen between two steps, so the state matches the tokens.
+        // A request that ends between two steps has a state that matches its tokens.
         let is_intact = matches!(
             &outcome,
             Ok(_) | Err(Abort::Disconnected | Abort::Failed(EngineError::TimedOut | EngineError::Draining))
         );
-        let kept = sequence.filter(|sequence| is_intact && cache_prompt && sequence.len() >= lost.len());
+        let kept = sequence.filter(|sequence| is_intact && cache_prompt && sequence.len() >= dropped_tokens.len());
         let is_kept = kept.is_some();
         kept.into_iter().for_each(|sequence| self.idle.push(sequence, clear_count));
         let timings = match stage {
@@ -294,7 +296,7 @@ impl<M: Model> Scheduler<M> {
         }
     }
 
-    /// Switches to another device after an error if the current one is lost. Live sequences are computed again there.
+    /// Switches to the CPU if an error has made the GPU unusable. Live sequences are recomputed there.
     fn recover(&mut self) {
         match self.model.recover() {
             Ok(false) => {}
@@ -306,12 +308,12 @@ impl<M: Model> Scheduler<M> {
                 self.live.iter_mut().for_each(LiveRequest::drop_sequence);
                 self.cache.set_page_pool(self.model.info().pages);
             }
-            Err(error) => tracing::error!(%error, "the GPU is lost after an error, and the CPU cannot take over"),
+            Err(error) => tracing::error!(%error, "the GPU is lost after an error; cannot continue on the CPU"),
         }
     }
 }
 
-/// Fails the waiting requests and writes the cache to disk when the thread ends, even by a panic.
+/// Fails the waiting requests and closes the prompt cache when the engine's thread ends, even by a panic.
 struct StopOnDrop {
     queue: Arc<RequestQueue>,
     cache: Arc<PromptCache>,

@@ -1,4 +1,4 @@
-//! A sequence: the tokens that went through the model, and the state they left.
+//! A sequence: tokens that the model has evaluated, and the resulting state.
 //!
 //! The recurrent state of a delta net cannot be rewound. A new prompt therefore extends the previous sequence, restores a
 //! snapshot, or starts an empty sequence.
@@ -10,19 +10,19 @@ use crate::{
 };
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// The [`Sequence::id`] of the next sequence.
+/// [`Sequence::id`] of the next new sequence.
 static NEXT_ID: AtomicU64 = AtomicU64::new(1);
 
 /// Tokens, and the model's state after exactly these tokens.
 pub struct Sequence<S> {
     id: u64,
     tokens: Vec<u32>,
-    /// The images among the tokens. The last one may have further tokens.
+    /// Images that begin within the tokens. The last image may end after the last token.
     images: Vec<PlacedImage>,
-    /// The salt of the prompts that may extend it.
+    /// The salt of the prompts that may extend the sequence.
     salt: Option<CacheSalt>,
     state: S,
-    /// Rows of a verify that are in `state` and not (yet) in `tokens`.
+    /// Number of drafted tokens that are in `state` but not in `tokens`, because they were not accepted (yet).
     unconfirmed: usize,
 }
 
@@ -38,18 +38,18 @@ impl<S: SequenceState> Sequence<S> {
         Self { id: NEXT_ID.fetch_add(1, Ordering::Relaxed), tokens: ids.to_vec(), images, salt, state, unconfirmed: 0 }
     }
 
-    /// The longest known beginning of `prompt`: a snapshot, the previous sequence, or nothing.
+    /// A sequence with the longest reusable prefix of `prompt`: from a snapshot, from `previous`, or empty.
     ///
-    /// At least one token of the prompt is left to evaluate, since its logits are needed. `find_snapshot` gets the length
-    /// that the previous sequence offers and returns a longer snapshot if there is one. The previous state is reused or freed
-    /// before another one is allocated.
+    /// The prefix is shorter than the prompt, since the logits of the last token are needed. `find_snapshot` receives the
+    /// length of the prefix in `previous` and returns a longer snapshot if the cache has one. The memory of `previous` is
+    /// reused or freed before another state is allocated.
     pub fn sync<M: Model<State = S>>(
         previous: Option<Self>,
         model: &M,
         prompt: CachedPrompt<'_>,
         find_snapshot: impl FnOnce(usize) -> Option<Snapshot>,
     ) -> Result<Self, ModelError> {
-        // A sequence that is no prefix is dropped here, so that a snapshot can use its memory.
+        // Drops a sequence that is not a prefix, so that a snapshot can use its memory.
         let previous = previous.filter(|sequence| sequence.is_prefix_of(prompt));
         let empty = || Ok(Self { salt: prompt.salt, ..Self::start(model)? });
         if let Some(snapshot) = find_snapshot(previous.as_ref().map_or(0, Self::len)) {
@@ -64,16 +64,16 @@ impl<S: SequenceState> Sequence<S> {
         previous.map_or_else(empty, Ok)
     }
 
-    /// True if the sequence is a beginning of `prompt` that leaves at least one token to evaluate.
+    /// True if the sequence is a proper prefix of `prompt`.
     pub fn is_prefix_of(&self, prompt: CachedPrompt<'_>) -> bool {
         let CachedPrompt { ids, images, salt } = prompt;
         let len = self.len();
         salt == self.salt && len < ids.len() && ids.starts_with(&self.tokens) && self.images == within(images, len)
     }
 
-    /// Appends `ids` and runs `hooks`.
+    /// Evaluates and appends `ids`, and runs `hooks`.
     ///
-    /// After an error the state may contain some of the rows, so the sequence must be dropped.
+    /// After an error the state may contain some of the new rows, so the caller must drop the sequence.
     pub fn extend<M: Model<State = S>>(
         &mut self,
         model: &mut M,
@@ -89,9 +89,10 @@ impl<S: SequenceState> Sequence<S> {
         Ok(logits)
     }
 
-    /// Appends one token to each sequence in one pass. Returns the logits after each, with the same bytes as one at a time.
+    /// Evaluates and appends one token to each sequence in one pass. Returns one row of logits per sequence, with the same
+    /// bytes as separate passes.
     ///
-    /// After an error all of them must be dropped.
+    /// After an error the caller must drop all of the sequences.
     pub fn extend_each<M: Model<State = S>>(
         model: &mut M,
         rows: &mut [(&mut Self, u32)],
@@ -102,7 +103,7 @@ impl<S: SequenceState> Sequence<S> {
         Ok(logits)
     }
 
-    /// Evaluates `id`, which is final, and `drafted`, which may be rejected. Returns the logits after each of them.
+    /// Evaluates and appends `id`, and evaluates `drafted` tokens, which may be rejected. Returns one row of logits per token.
     ///
     /// [`Sequence::accept`] confirms drafted tokens in order. [`Sequence::settle`] discards the others.
     pub fn verify<M: Model<State = S>>(
@@ -118,7 +119,7 @@ impl<S: SequenceState> Sequence<S> {
         Ok(logits)
     }
 
-    /// Confirms the next drafted token, which is `id`.
+    /// Appends the next drafted token, `id`, because the sampler accepted it.
     pub fn accept(&mut self, id: u32) {
         self.tokens.push(id);
         self.unconfirmed -= 1;
@@ -145,7 +146,7 @@ impl<S: SequenceState> Sequence<S> {
         &self.state
     }
 
-    /// Identifies the sequence. It stays the same while a sequence is extended, also by further prompts.
+    /// Identifies the sequence. A sequence keeps its id when it is extended, even by the prompt of a later request.
     pub fn id(&self) -> u64 {
         self.id
     }

@@ -1,4 +1,4 @@
-//! [`PromptCache`]: snapshots in memory, their lookup and their eviction.
+//! [`PromptCache`]: snapshots in memory, with lookup and eviction.
 
 use super::{
     dir_lock::DirLock,
@@ -15,11 +15,11 @@ use parking_lot::{Condvar, Mutex};
 use serde::Serialize;
 use std::{path::PathBuf, sync::Arc, thread::JoinHandle};
 
-/// Shared by the engine's thread, which looks up and adds snapshots, and by handles, which report and clear. The lock is
-/// never held while bytes are copied.
+/// The prompt cache. The engine's thread looks up and inserts snapshots. Handles on other threads read its status and
+/// clear it. The lock is never held while bytes are copied.
 pub struct PromptCache {
     pub(super) state: Mutex<CacheState>,
-    /// Notified when there is something to write to disk, and when the cache closes.
+    /// Notified when a snapshot was inserted, and when the cache closes.
     pub(super) changed: Condvar,
     pub(super) size: SnapshotSize,
     pub(super) metrics: Arc<Metrics>,
@@ -33,14 +33,14 @@ pub(super) struct CacheState {
     pub memory_use: MemoryUse,
     /// Maximum memory in bytes.
     limit: u64,
-    /// The page pool that snapshots share with sequences. Without one, snapshots are copies.
+    /// The page pool that snapshots share with sequences. If `None`, snapshots hold copies of keys and values.
     pub pool: Option<Arc<PagePool>>,
-    /// The clock of GreedyDual-Size.
+    /// The clock of GreedyDual-Size: the value of the last evicted snapshot.
     pub clock: f64,
     /// Number of times the cache was cleared.
     pub clear_count: u64,
     pub disk: Option<DiskIndex>,
-    /// Another server holds the cache directory.
+    /// True if another server holds the lock of the cache directory.
     pub is_disk_locked: bool,
     pub is_closed: bool,
 }
@@ -50,7 +50,7 @@ pub(super) struct CacheEntry {
     pub kind: SnapshotKind,
     pub memory: Option<Snapshot>,
     pub disk: Option<DiskEntry>,
-    /// The snapshot has been on disk, so it is not written again.
+    /// True if the snapshot was written to disk at any time. It is then not written again, even after eviction from disk.
     pub was_written: bool,
     /// The cache's clock when the snapshot was last used.
     pub last_used: f64,
@@ -61,14 +61,14 @@ pub(super) struct CacheEntry {
 pub struct PromptCacheStatus {
     /// Maximum memory in bytes.
     pub limit: u64,
-    /// Bytes in memory. Pages count only beyond those of the longest sequence.
+    /// Bytes in memory. Pool pages count only beyond the number that one sequence of maximum length needs.
     pub bytes: u64,
     /// Snapshots in memory.
     #[serde(rename = "checkpoints")]
     pub snapshots: usize,
     /// `None` if the disk cache is off or not usable.
     pub disk: Option<DiskCacheStatus>,
-    /// Another server owns the cache directory, so this one runs without a disk cache.
+    /// True if another server owns the cache directory, so that this server runs without a disk cache.
     pub disk_locked: bool,
 }
 
@@ -89,7 +89,7 @@ pub enum SnapshotSource {
 }
 
 impl PromptCache {
-    /// A cache of at most `limit` bytes, for snapshots of this `size`.
+    /// A cache of at most `limit` bytes. `size` gives the bytes of a snapshot by its length.
     pub fn new(limit: u64, size: SnapshotSize, metrics: Arc<Metrics>) -> Self {
         metrics.memory_prompt_cache.set(limit as i64);
         let state = CacheState {
@@ -113,8 +113,8 @@ impl PromptCache {
         }
     }
 
-    /// Makes snapshots share the pages of `pool` from now on. Evicts the snapshots in memory, since the device that holds
-    /// their pages may be gone.
+    /// Makes new snapshots share the pages of `pool`. Evicts all snapshots in memory, since the device that holds their
+    /// pages may no longer be usable.
     pub fn set_page_pool(&self, pool: Option<Arc<PagePool>>) {
         let mut state = self.state.lock();
         let held: Vec<NodeId> =
@@ -132,7 +132,7 @@ impl PromptCache {
         while state.is_short_of_pages(pages) {
             let frees_page =
                 |(id, snapshot): &(NodeId, &Snapshot)| state.memory_use.holds_last_reference(snapshot).then_some(*id);
-            // The disk writer may hold a page while it reads it, so a snapshot can have pages and free none of them now.
+            // The disk writer may hold a page while it reads the page, so evicting a snapshot may free no page at once.
             let has_pages = |(id, snapshot): &(NodeId, &Snapshot)| MemoryUse::pool_pages(snapshot).next().map(|_| *id);
             let victim = state.least_valuable(frees_page, &self.size);
             let Some((value, id)) = victim.or_else(|| state.least_valuable(has_pages, &self.size)) else { return };
@@ -141,15 +141,16 @@ impl PromptCache {
         }
     }
 
-    /// The longest snapshot that `ids` start with, if it is longer than `min_len` and leaves at least one token to compute.
+    /// The longest snapshot of a proper prefix of `ids`, if it has more than `min_len` tokens.
     ///
-    /// A snapshot that is only on disk is read if that is faster than computing its additional tokens.
+    /// A snapshot on disk is read if reading is expected to be faster than computing its additional tokens.
     pub fn longest_prefix(&self, ids: &[u32], min_len: usize) -> Option<(Snapshot, SnapshotSource)> {
         loop {
             let mut state = self.state.lock();
             let CacheState { tree, clock, .. } = &mut *state;
             let path = tree.path(ids);
-            // A prompt that passes a position where conversations diverge shows that it is still in use.
+            // Every prompt that contains a system prompt or a question marks its snapshot as used, even if the prompt
+            // resumes from a longer snapshot. Other conversations may diverge there.
             for &id in &path {
                 if matches!(tree[id].kind, SnapshotKind::System | SnapshotKind::Query) {
                     tree[id].last_used = *clock;
@@ -167,28 +168,29 @@ impl PromptCache {
             drop(state);
             match self.read_from_disk(&ids[..len], known.map_or(Vec::new(), |known| known.pages)) {
                 Ok(Some(snapshot)) => return Some((snapshot, SnapshotSource::Disk)),
-                // The memory has no room for it.
+                // Memory has no room for the snapshot from disk.
                 Ok(None) => return found,
-                // The file was not readable and is gone from the index. Another snapshot may be.
+                // The file was not readable and was removed from the index. Searches again for another snapshot.
                 Err(()) => {}
             }
         }
     }
 
-    /// Tokens of the longest snapshot that is a beginning of `ids` and leaves at least one token to evaluate.
+    /// Length of the longest snapshot, in memory or on disk, of a proper prefix of `ids`.
     pub fn prefix_len(&self, ids: &[u32]) -> usize {
         let tree = &self.state.lock().tree;
         tree.path(ids).into_iter().map(|id| tree.len(id)).filter(|&len| len < ids.len()).max().unwrap_or(0)
     }
 
-    /// Number of snapshots one prompt may take: half of those that fit, between 1 and 8. 0 if none fits.
+    /// Maximum number of snapshots that one prompt may take: half of those that fit, between 1 and 8. 0 if none fits.
     pub fn max_snapshots_per_prompt(&self) -> usize {
         let fitting = self.state.lock().copy_limit().checked_div(self.size.state).unwrap_or(0) as usize;
         if fitting == 0 { 0 } else { (fitting / 2).clamp(1, 8) }
     }
 
-    /// Makes room for snapshots of a prompt at these positions. Returns those that fit, ascending. `shared` is the positions whose
-    /// keys and values the first one shares with its sequence.
+    /// Makes room for snapshots of a prompt at `positions`. Returns the positions that fit, ascending.
+    ///
+    /// The keys and values of the first `shared` positions are in pages that the sequence shares with its snapshots.
     pub fn reserve(
         &self,
         ids: &[u32],
@@ -198,7 +200,7 @@ impl PromptCache {
         positions.sort_unstable_by_key(|&(_, kind)| kind);
         let mut reserved: Vec<(usize, SnapshotKind)> = Vec::new();
         for (at, kind) in positions {
-            // Bytes of all of them: each shares its whole pages with the one before.
+            // Bytes of all snapshots together: each shares its whole pages with the one before it.
             let needed = || {
                 let mut shared = shared;
                 let mut all: Vec<usize> = reserved.iter().map(|&(at, _)| at).chain([at]).collect();
@@ -218,8 +220,10 @@ impl PromptCache {
         reserved
     }
 
-    /// Evicts snapshots to make room for a snapshot of all of `ids`. `needed` is the bytes that it will take, given the
-    /// current content of the cache. Returns false if the snapshot exists already or is not worth the room.
+    /// Evicts snapshots to make room for a snapshot of `ids`. `needed` returns the bytes that the snapshot will take, given
+    /// the current content of the cache.
+    ///
+    /// Returns false if the snapshot exists already, does not fit, or is less valuable than those it would replace.
     pub fn make_room(&self, ids: &[u32], kind: SnapshotKind, needed: &dyn Fn() -> u64) -> bool {
         let mut state = self.state.lock();
         if let Some(id) = state.find_exact(ids).filter(|&id| state.tree[id].memory.is_some()) {
@@ -265,8 +269,8 @@ impl PromptCache {
         true
     }
 
-    /// Adds a snapshot for which [`PromptCache::make_room`] made room. Does nothing if the cache was cleared since
-    /// `clear_count`: a cleared cache must not contain earlier prompts.
+    /// Adds a snapshot after [`PromptCache::make_room`] has returned true for it. Ignores the snapshot if the cache was
+    /// cleared since the caller read `clear_count`, because a cleared cache must not contain earlier prompts.
     pub fn insert(&self, ids: &[u32], kind: SnapshotKind, snapshot: Snapshot, clear_count: u64) {
         let mut state = self.state.lock();
         if state.clear_count != clear_count {
@@ -294,7 +298,7 @@ impl PromptCache {
         self.update_metrics(&state);
     }
 
-    /// Number of times the cache was cleared. The owner of state from before the last clear must drop it, too.
+    /// Number of times the cache was cleared. The engine compares it to drop idle sequences from before the last clear.
     pub fn clear_count(&self) -> u64 {
         self.state.lock().clear_count
     }
@@ -341,24 +345,24 @@ impl PromptCache {
 }
 
 impl CacheState {
-    /// The node of exactly `ids`.
+    /// The node whose tokens are exactly `ids`.
     pub fn find_exact(&self, ids: &[u32]) -> Option<NodeId> {
         self.tree.path(ids).last().copied().filter(|&id| self.tree.len(id) == ids.len())
     }
 
-    /// Snapshots in memory and on disk.
+    /// Number of snapshots in memory, and number of snapshots on disk.
     fn count_snapshots(&self) -> (usize, usize) {
         let count = |is_there: fn(&CacheEntry) -> bool| self.tree.iter().filter(|(_, entry)| is_there(entry)).count();
         (count(|entry| entry.memory.is_some()), count(|entry| entry.disk.is_some()))
     }
 
-    /// Maximum number of bytes of copies: the limit less the pages that the plan reserved in it.
+    /// Maximum bytes of copies: the limit minus the part that the memory plan reserved for pool pages of snapshots.
     fn copy_limit(&self) -> u64 {
         let reserved = self.pool.as_ref().map_or(0, |pool| pool.snapshot_bytes());
         self.limit.checked_sub(reserved).unwrap_or(self.limit)
     }
 
-    /// Bytes of pages beyond those of the longest sequence, if `more` pages come into use.
+    /// Bytes of used pool pages beyond those that one sequence of maximum length needs, after allocating `more` pages.
     fn excess_page_bytes(&self, more: usize) -> u64 {
         self.pool.as_ref().map_or(0, |pool| pool.excess_bytes(more))
     }
@@ -367,21 +371,21 @@ impl CacheState {
         self.memory_use.bytes() + self.excess_page_bytes(0)
     }
 
-    /// True if fewer than `pages` pages are free, or using them would exceed the limit.
+    /// True if fewer than `pages` pages are free, or if allocating them would exceed the limit.
     fn is_short_of_pages(&self, pages: usize) -> bool {
         let free = self.pool.as_ref().map_or(usize::MAX, |pool| pool.free());
         let excess = self.excess_page_bytes(pages);
         pages > free || (excess > 0 && self.memory_use.bytes() + excess > self.limit)
     }
 
-    /// The least valuable snapshot in memory of those that `select` accepts.
+    /// Value and node of the least valuable snapshot in memory among those that `select` accepts.
     fn least_valuable(
         &self,
         select: impl Fn(&(NodeId, &Snapshot)) -> Option<NodeId>,
         size: &SnapshotSize,
     ) -> Option<(f64, NodeId)> {
         let in_memory = self.tree.iter().filter_map(|(id, entry)| Some((id, entry.memory.as_ref()?)));
-        let values = in_memory.filter_map(|one| select(&one)).map(|id| (self.value(id, size), id));
+        let values = in_memory.filter_map(|entry| select(&entry)).map(|id| (self.value(id, size), id));
         values.min_by(|a, b| a.0.total_cmp(&b.0))
     }
 
@@ -393,7 +397,7 @@ impl CacheState {
     }
 }
 
-/// The value per byte of a snapshot that saves computing `tokens` tokens.
+/// Value of a snapshot without the clock: weighted tokens that it saves, per byte.
 fn value_of(kind: SnapshotKind, tokens: usize, size: &SnapshotSize) -> f64 {
     kind.weight() * tokens as f64 / (size.state + tokens as u64 * size.position).max(1) as f64
 }

@@ -2,7 +2,7 @@ use super::*;
 use crate::model::{LoadOptions, Model, PAGE, Qwen, Rows};
 use std::path::Path;
 
-/// A state of 100 bytes and 1 byte per position.
+/// A recurrent state of 100 bytes, and 1 byte of keys and values per position.
 const SIZE: SnapshotSize = SnapshotSize { state: 100, position: 1 };
 
 fn cache(limit: u64) -> PromptCache {
@@ -14,12 +14,12 @@ fn snapshot(len: usize) -> Snapshot {
     Snapshot { len, pages, state: Arc::new(vec![1; 100]) }
 }
 
-/// `count` tokens that start at `1000 * first`.
+/// `count` consecutive token ids that start at `1000 * first`.
 fn tokens(first: u32, count: usize) -> Vec<u32> {
     (0..count as u32).map(|n| first * 1000 + n).collect()
 }
 
-/// The demo model, tokens, and a snapshot of them in the model's page pool.
+/// The demo model, some tokens, and a snapshot of these tokens whose pages are in the model's pool.
 pub fn paged() -> (Qwen, Vec<u32>, Snapshot) {
     let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("models/demo/moestro-demo");
     let (options, metrics) = (LoadOptions { threads: Some(1), ..LoadOptions::default() }, Metrics::new("test", "cpu"));
@@ -95,19 +95,19 @@ fn unused_snapshot_ages() {
 
 #[test]
 fn snapshots_are_evicted_in_order() {
-    // These fill the cache. None is a prefix of another, and each has a higher weight than the one before.
+    // Five snapshots fill the cache. None is a prefix of another. Their weights ascend.
     let cache = cache(1015);
     let kinds =
         [SnapshotKind::Between, SnapshotKind::Answer, SnapshotKind::Message, SnapshotKind::Query, SnapshotKind::System];
     for (n, kind) in kinds.into_iter().enumerate() {
         assert!(put(&cache, &tokens(n as u32, 101 + n), kind));
     }
-    // Prompts of 95, 94, ... tokens follow. Each needs the room of one snapshot.
+    // Prompts of 95, 94, ... tokens follow. Each insertion evicts one snapshot.
     let prompt = |n: u32| tokens(10 + n, 96 - n as usize);
     let mut gone = Vec::new();
     for n in 1..=8 {
         if n == 8 {
-            // The prompt of 92 tokens is used again.
+            // Uses the snapshot of 92 tokens again.
             assert_eq!(cache.longest_prefix(&[&prompt(4)[..], &[0]].concat(), 0).unwrap().0.len, 92);
         }
         let before = lens(&cache);
@@ -115,8 +115,8 @@ fn snapshots_are_evicted_in_order() {
         let after = lens(&cache);
         gone.extend(before.into_iter().filter(|len| !after.contains(len)));
     }
-    // First `Between`, `Answer` and `Message`. Then early prompts go before `Query`, which has twice their weight. The prompt
-    // that was used again stays, and a later one goes.
+    // Evicts `Between`, `Answer` and `Message` first. Then it evicts three prompts before `Query`, which has twice their
+    // weight. The prompt of 92 tokens was used again, so the later one of 91 tokens is evicted instead.
     assert_eq!(gone, [101, 102, 103, 95, 94, 93, 104, 91]);
 }
 
@@ -150,7 +150,7 @@ fn answer_value_excludes_its_prompt() {
     let cache = cache(450);
     let system = tokens(1, 100);
     assert!(put(&cache, &system, SnapshotKind::System) && put(&cache, &tokens(2, 40), SnapshotKind::Message));
-    // As many tokens as the message, with half the weight.
+    // The answer saves as many tokens as the message, with half the weight.
     let answer = [&system[..], &tokens(3, 40)].concat();
     assert!(!put(&cache, &answer, SnapshotKind::Answer));
     assert_eq!(lens(&cache), [40, 100]);

@@ -1,4 +1,4 @@
-//! The lock of a cache directory: one server owns it at a time.
+//! The lock of a cache directory. One server at a time holds it.
 
 use std::{
     fs::{self, File, TryLockError},
@@ -11,21 +11,21 @@ use std::{
 pub struct DirLock(#[allow(dead_code, reason = "holds the lock until it is dropped")] File);
 
 impl DirLock {
-    /// Creates the directory if necessary and locks it. `None` if another server holds the lock.
+    /// Creates the directory if necessary and locks it. Returns `None` if another server holds the lock.
     pub fn try_create(dir: &Path) -> io::Result<Option<Self>> {
         fs::DirBuilder::new().recursive(true).mode(0o700).create(dir)?;
         Self::try_lock(dir)
     }
 
-    /// Locks a directory. `None` if another server holds the lock.
+    /// Locks a directory. Returns `None` if another server holds the lock.
     pub fn try_lock(dir: &Path) -> io::Result<Option<Self>> {
         let handle = File::open(dir)?;
         match handle.try_lock() {
             Ok(()) => Ok(Some(Self(handle))),
             Err(TryLockError::WouldBlock) => Ok(None),
             Err(TryLockError::Error(error)) => {
-                // Some network file systems have no locks. Files are checksummed and replaced atomically, so two servers can
-                // only cost each other cache hits.
+                // Some network file systems do not support locks. Two servers in one directory are then harmless: files have
+                // checksums and are replaced atomically, so the worst result is a cache miss.
                 tracing::debug!(dir = %dir.display(), %error, "cannot lock the directory; using it without a lock");
                 Ok(Some(Self(handle)))
             }

@@ -1,4 +1,4 @@
-//! Reads snapshot files past the page cache, several at once, and computes checksums while the bytes are in a CPU cache.
+//! Reads snapshot files with direct I/O and computes their checksums while the bytes are in the CPU cache.
 
 use crate::platform::{Access, DataFile, MAX_BLOCK};
 use std::{io, path::Path};
@@ -7,18 +7,18 @@ use std::{io, path::Path};
 pub const READERS: usize = 8;
 /// Bytes of one read, and of each reader's buffer.
 const BUFFER: usize = 512 << 10;
-/// Bytes of a file that one job reads, if several jobs share a file. A multiple of [`BUFFER`].
+/// Bytes per job if several jobs read parts of one file. A multiple of [`BUFFER`].
 pub const READ_PART: usize = 16 * BUFFER;
 const _: () = assert!(BUFFER.is_multiple_of(MAX_BLOCK));
 
-/// How the files of a directory are read.
+/// Access mode and block size for the files of one directory.
 pub struct DirectReader {
     access: Access,
     block: usize,
 }
 
 impl DirectReader {
-    /// Uses direct I/O if `path`, a file of more than two of the largest blocks, can be read that way.
+    /// Uses direct I/O if the file system of `path` supports it. The file must be larger than `2 * MAX_BLOCK` bytes.
     pub fn probe(path: &Path) -> io::Result<Self> {
         let file = match DataFile::open(path, Access::Direct) {
             Err(error) if error.kind() == io::ErrorKind::Unsupported => None,
@@ -30,8 +30,8 @@ impl DirectReader {
         })
     }
 
-    /// Reads `head` and then `body` from offset `at`, a multiple of the largest block, of a regular file of `len` bytes.
-    /// Returns the CRC-32 of `body`.
+    /// Reads `head` and then `body` from a regular file, from offset `at` on, which is a multiple of [`MAX_BLOCK`]. Fails
+    /// if the file does not have `len` bytes. Returns the CRC-32 of `body`.
     pub fn read(
         &self,
         path: &Path,
@@ -85,7 +85,7 @@ impl ReadBuffer {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
                 other => other?,
             };
-            // A short direct read continues at a block boundary. Less than one additional block means the end of the file.
+            // A short direct read continues at a block boundary. If it returned less than one block, the file has ended.
             let reached = if have + got >= len { len } else { (have + got) / file.block() * file.block() };
             if reached == have {
                 return Err(io::ErrorKind::UnexpectedEof.into());

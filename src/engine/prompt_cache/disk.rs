@@ -1,4 +1,4 @@
-//! The index of the snapshots on disk: which files are there, how much was written lately, and how fast the disk is.
+//! The index of snapshot files on disk, with recent write volume and measured read speed.
 
 use super::snapshot_files::{SnapshotFiles, TokenDigest};
 use std::{
@@ -8,19 +8,19 @@ use std::{
     time::{Duration, Instant, SystemTime},
 };
 
-/// Maximum number of bytes to write per hour, since SSDs wear out.
+/// Maximum bytes written per hour. Limits SSD wear.
 const MAX_BYTES_PER_HOUR: u64 = 16 << 30;
 const HOUR: Duration = Duration::from_secs(3600);
-/// Weight of earlier measurements in [`Throughput`] when a new one is added.
+/// Factor by which [`Throughput`] multiplies earlier measurements before it adds a new one.
 const DECAY: f64 = 0.8;
 
-/// Where to keep snapshots across restarts.
+/// Options of the disk cache, which keeps snapshots across restarts.
 #[derive(Debug, Clone)]
 pub struct DiskCacheOptions {
     pub dir: PathBuf,
     /// Maximum number of bytes on disk.
     pub limit: u64,
-    /// Identifies everything besides the tokens that a state depends on: checkpoint, arithmetic, device, version.
+    /// Identifies all inputs of a state except the tokens: checkpoint, arithmetic, device and program version.
     pub key: String,
 }
 
@@ -30,9 +30,9 @@ pub struct DiskIndex {
     pub limit: u64,
     /// Bytes of all files.
     pub bytes: u64,
-    /// For each page on disk, the number of snapshots that start with it.
+    /// Number of snapshots on disk that use each page.
     pub pages: HashMap<TokenDigest, usize>,
-    /// Time and bytes of each write in the last hour.
+    /// Time and size of each write within the last hour.
     recent_writes: VecDeque<(Instant, u64)>,
     /// Tokens computed per second.
     pub prefill_speed: Throughput,
@@ -40,7 +40,7 @@ pub struct DiskIndex {
     pub read_speed: Throughput,
 }
 
-/// A snapshot's own file on disk.
+/// The `.state` file of a snapshot.
 #[derive(Debug, Clone, Copy)]
 pub struct DiskEntry {
     pub bytes: u64,
@@ -72,7 +72,8 @@ impl DiskIndex {
         MAX_BYTES_PER_HOUR.saturating_sub(self.recent_writes.iter().map(|(_, bytes)| bytes).sum())
     }
 
-    /// For each page of `ids`, whether it is missing on disk; and the bytes to write for those pages and the snapshot.
+    /// For each whole page of `ids`, true if it is not on disk. Also returns the bytes to write for the snapshot and these
+    /// pages.
     pub fn missing_pages(&self, ids: &[u32]) -> (Vec<bool>, u64) {
         let (pages, _) = self.files.digests(ids);
         let missing: Vec<bool> = pages.iter().map(|page| !self.pages.contains_key(page)).collect();
@@ -82,7 +83,7 @@ impl DiskIndex {
     }
 }
 
-/// A running mean of a speed, in which older measurements count less.
+/// An exponentially weighted mean of a speed.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Throughput {
     pub amount: f64,

@@ -1,6 +1,6 @@
-//! Snapshots on disk: opening the directory, the thread that writes, and reading back.
+//! Disk I/O of the prompt cache: opens the directory, writes snapshots on a background thread, and reads them.
 //!
-//! Every snapshot is written once, by a background thread. A disk that fails is not used again until the next start.
+//! Every snapshot is written once. After a write error, the disk cache is off until the next start.
 
 use super::{
     cache::{CacheEntry, CacheState, PromptCache},
@@ -22,15 +22,16 @@ use std::{
     time::{Duration, Instant, SystemTime},
 };
 
-/// Time to wait for the directory if another server holds it. A server that is being replaced finishes in this time.
+/// How long to wait for the directory if another server holds its lock. A server that is being replaced by this server
+/// normally exits within this time.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(20);
 const LOCK_INTERVAL: Duration = Duration::from_millis(100);
-/// Interval at which to retry snapshots that the hourly write limit held back.
+/// Interval at which to retry snapshots that the hourly write limit has delayed.
 const WRITE_RETRY_INTERVAL: Duration = Duration::from_secs(60);
-/// Time that a closing cache may write its remaining snapshots.
+/// Maximum time to write the remaining snapshots when the cache closes.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// A snapshot to write: its tokens, the snapshot, and which of its pages are not on disk yet.
+/// A snapshot to write to disk. `missing_pages` is true for each of its pages that is not on disk.
 struct PendingWrite {
     ids: Vec<u32>,
     snapshot: Snapshot,
@@ -39,10 +40,11 @@ struct PendingWrite {
 }
 
 impl PromptCache {
-    /// Starts to keep snapshots of at most `max_tokens` tokens on disk, and loads the index of those that are there.
+    /// Opens the cache directory, loads the index of its snapshots, and starts the thread that writes new snapshots.
+    /// Snapshots of more than `max_tokens` tokens are removed.
     ///
-    /// If another server holds the directory, retries in the background for [`LOCK_TIMEOUT`]. The cache works without a disk
-    /// meanwhile, and afterwards if it fails.
+    /// If another server holds the lock, retries in the background for [`LOCK_TIMEOUT`]. Until the lock is free, and after
+    /// a timeout, the cache works in memory only.
     pub fn open_disk(self: &Arc<Self>, options: DiskCacheOptions, max_tokens: usize) {
         self.open_disk_within(options, max_tokens, LOCK_TIMEOUT);
     }
@@ -66,7 +68,7 @@ impl PromptCache {
         }
     }
 
-    /// Locks the directory and loads its index. Returns false if another server holds the lock.
+    /// Locks the directory and loads the index. Returns false if another server holds the lock.
     fn try_open_disk(&self, options: &DiskCacheOptions, max_tokens: usize) -> io::Result<bool> {
         let Some(lock) = DirLock::try_create(&options.dir)? else {
             self.state.lock().is_disk_locked = true;
@@ -96,7 +98,8 @@ impl PromptCache {
         Ok(())
     }
 
-    /// Waits until this server owns the directory. Returns false if that fails or the cache closes.
+    /// Waits until this server holds the lock of the directory. Returns false after a timeout or an error, or if the cache
+    /// closes.
     fn wait_for_disk(&self, options: &DiskCacheOptions, max_tokens: usize, timeout: Duration) -> bool {
         let begun = Instant::now();
         let mut state = self.state.lock();
@@ -116,22 +119,22 @@ impl PromptCache {
         !state.is_closed
     }
 
-    /// Records the time to compute `tokens` prompt tokens, to decide whether reading a snapshot is faster.
+    /// Records that `tokens` prompt tokens were computed in `time`. The speed decides whether reading a snapshot is faster.
     pub fn record_prefill_speed(&self, tokens: usize, time: Duration) {
         if let Some(disk) = &mut self.state.lock().disk {
             disk.prefill_speed.record(tokens as f64, time);
         }
     }
 
-    /// Writes the remaining snapshots for at most [`CLOSE_TIMEOUT`], then releases the directory.
+    /// Writes the remaining snapshots for at most [`CLOSE_TIMEOUT`], then unlocks the directory.
     ///
-    /// The writer's thread ends after its current file. The caller writes the rest, because that thread has a low priority and
-    /// the server is waiting.
+    /// The writer's thread ends after its current snapshot. The caller's thread writes the rest, because the writer's
+    /// thread has a low priority and the server waits for the writes.
     pub fn close(&self) {
         self.state.lock().is_closed = true;
         self.changed.notify_all();
         if let Some(writer) = self.writer.lock().take() {
-            // The thread has reported its panic, if there was one.
+            // A panic of the thread was already logged.
             let _ = writer.join();
         }
         let begun = Instant::now();
@@ -140,8 +143,8 @@ impl PromptCache {
         *self.dir_lock.lock() = None;
     }
 
-    /// Reads the snapshot of `ids`, whose first pages are `known`. Returns `None` if memory has no room for it. An error is
-    /// logged, and the snapshot is removed from the index.
+    /// Reads the snapshot of `ids` from disk, except for its first pages, which are in memory as `known`. Returns `None` if
+    /// memory has no room for the snapshot. After an error, logs it and removes the snapshot from the index.
     pub(super) fn read_from_disk(&self, ids: &[u32], known: Vec<Arc<KvPage>>) -> Result<Option<Snapshot>, ()> {
         let mut state = self.state.lock();
         let Some(files) = state.disk.as_ref().map(|disk| disk.files.clone()) else { return Ok(None) };
@@ -152,7 +155,7 @@ impl PromptCache {
         let known: Vec<Arc<KvPage>> = known.iter().filter(is_whole).cloned().collect();
         let pool = state.pool.clone();
         let copied = self.size.bytes(ids.len(), if pool.is_some() { ids.len() } else { 0 });
-        // One more page is for the tokens after the snapshot.
+        // The additional page is for the tokens after the snapshot.
         let pages = if pool.is_some() { ids.len() / PAGE - known.len() + 1 } else { 0 };
         let needed = |memory_use: &super::memory_use::MemoryUse| copied - memory_use.bytes_of(&known);
         if !self.make_room_locked(&mut state, ids, SnapshotKind::Message, pages, &needed) {
@@ -204,7 +207,7 @@ impl PromptCache {
         on_disk.into_iter().for_each(|id| state.remove_from_disk(id));
     }
 
-    /// Removes the least recently used snapshots until the files fit into the limit.
+    /// Removes the least recently used snapshots from disk until the files fit into the limit.
     fn enforce_disk_limit(&self, state: &mut CacheState) {
         let is_over = |state: &CacheState| state.disk.as_ref().is_some_and(|disk| disk.bytes > disk.limit);
         if !is_over(state) {
@@ -223,7 +226,7 @@ impl PromptCache {
         }
     }
 
-    /// The writer's thread. Ends when the cache is closed or its disk fails.
+    /// The loop of the writer's thread. Ends when the cache closes or after a write error.
     fn run_writer(&self) {
         let mut state = self.state.lock();
         while !state.is_closed && state.disk.is_some() {
@@ -233,15 +236,15 @@ impl PromptCache {
         }
     }
 
-    /// Writes the most valuable snapshot that is not on disk. Returns false if there is none, or if the disk failed.
+    /// Writes the most valuable snapshot that is not on disk. Returns false if there is none, or after a write error.
     fn write_next(&self, state: &mut MutexGuard<'_, CacheState>) -> bool {
         let Some(PendingWrite { ids, mut snapshot, files, missing_pages }) = state.next_to_write(&self.size) else {
             return false;
         };
-        // Holds no pages of the pool: a sequence may need them. The write stops if a page is gone.
+        // Keeps only weak references to pool pages, since a sequence may need them. The write stops if a page was freed.
         let pages: Vec<Weak<KvPage>> = snapshot.pages.iter().map(Arc::downgrade).collect();
         snapshot.pages.retain(|page| matches!(**page, KvPage::Copied(_)));
-        // The copies count as memory during the write, even if the cache evicts the snapshot.
+        // Copied parts count as used memory during the write, even if the cache evicts the snapshot meanwhile.
         state.memory_use.add(&snapshot);
         let clear_count = state.clear_count;
         let mut bytes = 0;
@@ -257,7 +260,7 @@ impl PromptCache {
         match written {
             Ok(true) => {}
             Ok(false) => {
-                // Its pages are gone or not readable, so the snapshot in memory is useless, too.
+                // A page was freed or cannot be read, so the snapshot in memory is not usable either.
                 let is_same = |other: &Snapshot| Arc::ptr_eq(&other.state, &snapshot.state);
                 let node = state.find_exact(&ids).filter(|&id| state.tree[id].memory.as_ref().is_some_and(is_same));
                 node.into_iter().for_each(|id| self.evict(state, id));
@@ -285,7 +288,7 @@ impl PromptCache {
 }
 
 impl CacheState {
-    /// Adds a file on disk, and the pages that it needs, to the index.
+    /// Adds a snapshot file and its pages to the index.
     fn add_disk_entry(&mut self, ids: &[u32], kind: SnapshotKind, entry: DiskEntry) {
         let Some(disk) = &mut self.disk else { return };
         let last_used = self.clock;
@@ -304,7 +307,7 @@ impl CacheState {
         }
     }
 
-    /// Removes a snapshot from the disk, and the pages that no other snapshot needs.
+    /// Removes a snapshot from disk, with the pages that no other snapshot uses.
     pub fn remove_from_disk(&mut self, id: NodeId) {
         let ids = self.tree.tokens(id);
         let (Some(entry), Some(disk)) = (self.tree[id].disk.take(), &mut self.disk) else { return };
@@ -325,9 +328,11 @@ impl CacheState {
         }
     }
 
-    /// The length of the longest snapshot of `path` that is on disk, if it has between `min_len` and `max_len` tokens
-    /// (exclusive) and reading it is faster than computing its additional tokens. Reads without comparing as long as a speed is
-    /// unknown, which measures it.
+    /// Length of the longest snapshot on disk among the nodes of `path`. The length is more than `min_len` and less than
+    /// `max_len`.
+    ///
+    /// Returns `None` if reading the snapshot would take longer than computing its additional tokens. If one of the two
+    /// speeds is unknown, returns the snapshot, so that reading it measures the read speed.
     pub fn find_on_disk(&self, path: &[NodeId], min_len: usize, max_len: usize, size: &SnapshotSize) -> Option<usize> {
         let disk = self.disk.as_ref()?;
         let on_disk = |&id: &NodeId| self.tree.len(id) < max_len && self.tree[id].disk.is_some();
@@ -339,7 +344,7 @@ impl CacheState {
         if read > compute { None } else { Some(len) }
     }
 
-    /// The most valuable snapshot in memory that must be written and fits into the disk's limits.
+    /// The most valuable snapshot that was never written to disk and fits into the size limit and the hourly limit.
     fn next_to_write(&mut self, size: &SnapshotSize) -> Option<PendingWrite> {
         let allowance = self.disk.as_mut()?.write_allowance();
         let disk = self.disk.as_ref()?;

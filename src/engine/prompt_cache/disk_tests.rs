@@ -11,7 +11,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// A state of 100 bytes and 2 bytes per position.
+/// A recurrent state of 100 bytes, and 2 bytes of keys and values per position.
 const SIZE: SnapshotSize = SnapshotSize { state: 100, position: 2 };
 const MAX_TOKENS: usize = 10_000;
 
@@ -19,7 +19,7 @@ fn options(dir: &Path) -> DiskCacheOptions {
     DiskCacheOptions { dir: dir.to_owned(), limit: 1 << 20, key: "a model".into() }
 }
 
-/// A cache that is closed at the end of its scope, as a server closes it.
+/// A cache that is closed when it is dropped.
 struct OpenCache(Arc<PromptCache>);
 
 impl Deref for OpenCache {
@@ -61,7 +61,7 @@ fn put(cache: &PromptCache, ids: &[u32]) {
     cache.insert(ids, SnapshotKind::Message, snapshot(ids), cache.clear_count());
 }
 
-/// The length and source of the snapshot that the cache finds for a prompt of `ids` and one more token.
+/// Length and source of the snapshot that the cache finds for a prompt of `ids` and one more token. Checks its bytes.
 fn found(cache: &PromptCache, ids: &[u32]) -> Option<(usize, SnapshotSource)> {
     let (found, source) = cache.longest_prefix(&[ids, &[0]].concat(), 0)?;
     let expected = snapshot(&ids[..found.len]);
@@ -87,7 +87,7 @@ fn bytes_on_disk(dir: &Path) -> u64 {
     [files(dir, "state"), files(dir, "page")].concat().iter().map(|path| path.metadata().unwrap().len()).sum()
 }
 
-/// A cache with two snapshots that share a page, and the tokens of the longer one.
+/// A cache with two snapshots that share a page, and the tokens of the longer snapshot.
 fn cache_with_two(options: &DiskCacheOptions) -> (OpenCache, Vec<u32>) {
     let (cache, ids) = (open(options), tokens(1, 2 * PAGE + 40));
     put(&cache, &ids[..PAGE + 10]);
@@ -121,7 +121,7 @@ fn snapshots_survive_a_restart() {
     // Nothing is written again.
     second.close();
     assert_eq!(second.metrics.prompt_cache_disk_writes.get(), 0);
-    // A prompt needs a token to compute.
+    // At least one token of a prompt must be computed, so the snapshot of all its tokens is not used.
     let third = open(&options);
     assert_eq!(third.longest_prefix(&ids, 0).unwrap().0.len, PAGE + 10);
     drop(third);
@@ -164,7 +164,7 @@ fn second_server_gets_the_released_directory() {
         std::thread::sleep(Duration::from_millis(5));
     }
     assert_eq!(found(&second, &ids), Some((ids.len(), SnapshotSource::Disk)));
-    // A snapshot from before it had the directory is written, too.
+    // The snapshot that the second server took before it had the lock is written, too.
     drop(second);
     assert_eq!(found(&open(&options(dir.path())), &tokens(9, 20)), Some((20, SnapshotSource::Disk)));
 }
@@ -229,13 +229,13 @@ fn damaged_files_are_not_used() {
         }),
         ("page", |path| fs::remove_file(path).unwrap()),
         ("page", |path| fs::write(path, [&fs::read(path).unwrap()[..], &[0]].concat()).unwrap()),
-        // Another token count. The checksum covers only what follows the header.
+        // A wrong token count in the header, which the checksum does not cover.
         ("page", |path| {
             let mut bytes = fs::read(path).unwrap();
             bytes[40] ^= 1;
             fs::write(path, bytes).unwrap();
         }),
-        // Another key.
+        // A wrong key in the header.
         ("state", |path| {
             let mut bytes = fs::read(path).unwrap();
             bytes[8] ^= 1;
@@ -379,7 +379,7 @@ fn other_models_keep_half_at_most() {
         put(&open(&of(key, 1 << 20)), &tokens(1, 50));
         std::thread::sleep(Duration::from_millis(20));
     }
-    // Half of the limit has room for one of them, the later one.
+    // Half of the limit has room for one of the two directories. The earlier one is removed.
     let third = open(&of("three", 1000));
     assert!((500..1000).contains(&third.status().disk.unwrap().limit));
     drop(third);
@@ -430,7 +430,7 @@ fn failing_disk_is_not_used_again() {
     fs::remove_dir_all(blocked).unwrap();
     // The first page is removed again, since no snapshot needs it.
     assert_eq!((files(dir.path(), "page").len(), files(dir.path(), "partial").len()), (0, 0));
-    // The next server finds the complete snapshot.
+    // The next server finds the snapshot that was written before the error.
     let second = open(&options(dir.path()));
     assert_eq!(found(&second, &ids), Some((30, SnapshotSource::Disk)));
 }
@@ -482,7 +482,7 @@ fn cancelled_write_leaves_no_page() {
     // Clearing the directory removes the files of every key.
     clear_prompt_dir(dir.path()).unwrap();
     assert_eq!(count(), 0);
-    // The second page is gone. The first was written, and its bytes count.
+    // The second page was freed. The first page was written before that, so its bytes count.
     pages[1] = Weak::new();
     assert!(!own.write(&ids, &whole.state, &pages, &[true, true], &mut bytes).unwrap());
     assert_eq!((count(), bytes), (0, state + 3 * page));

@@ -5,18 +5,18 @@ use std::{collections::HashMap, sync::Arc};
 
 #[derive(Default)]
 pub struct MemoryUse {
-    /// References to each part, by its address. The address is unique while a snapshot holds the part.
+    /// Number of counted snapshots that hold a part (a page or a state), by the part's address.
     references: HashMap<usize, usize>,
     bytes: u64,
 }
 
 impl MemoryUse {
-    /// Bytes of copies. Pages of the model's pool do not count: they are part of the model's memory.
+    /// Bytes of copied parts. Pages of the model's pool do not count, since the model's memory includes the pool.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// Bytes of those of `pages` that a counted snapshot holds.
+    /// Copied bytes of those `pages` that at least one counted snapshot holds.
     pub fn bytes_of(&self, pages: &[Arc<KvPage>]) -> u64 {
         pages.iter().filter(|page| self.references.contains_key(&address(page))).map(|page| copied_bytes(page)).sum()
     }
@@ -42,7 +42,7 @@ impl MemoryUse {
         }
     }
 
-    /// True if a pool page of `snapshot` would become free if no counted snapshot held it.
+    /// True if only counted snapshots hold some pool page of `snapshot`, so that evicting them frees the page.
     pub fn holds_last_reference(&self, snapshot: &Snapshot) -> bool {
         let is_last = |page: &Arc<KvPage>| self.references.get(&address(page)) == Some(&Arc::strong_count(page));
         Self::pool_pages(snapshot).any(is_last)
@@ -54,7 +54,7 @@ impl MemoryUse {
     }
 }
 
-/// The address of each part of a snapshot, and its bytes if it is a copy.
+/// Address and copied bytes of each part of a snapshot. A pool page has 0 copied bytes.
 fn parts(snapshot: &Snapshot) -> impl Iterator<Item = (usize, u64)> {
     let pages = snapshot.pages.iter().map(|page| (address(page), copied_bytes(page)));
     pages.chain([(address(&snapshot.state), snapshot.state.len() as u64)])

@@ -1,10 +1,10 @@
 //! A tree of token sequences. The parent of a sequence is its longest proper prefix in the tree.
 //!
-//! No sequence is a prefix of its sibling, so a prompt matches at most one child of each node.
+//! No sequence is a prefix of a sibling, so a prompt matches at most one child of each node.
 
 use std::ops::{Index, IndexMut};
 
-/// The index of a node. It is reused after [`PrefixTree::remove`].
+/// Index of a node. [`PrefixTree::remove`] makes the index free for another node.
 pub type NodeId = usize;
 
 pub struct PrefixTree<T> {
@@ -17,9 +17,9 @@ pub struct PrefixTree<T> {
 struct TreeNode<T> {
     parent: Option<NodeId>,
     children: Vec<NodeId>,
-    /// The tokens after the parent's.
+    /// Tokens of this sequence that follow those of the parent.
     edge: Vec<u32>,
-    /// Number of tokens, including the parent's.
+    /// Number of tokens of the whole sequence.
     len: usize,
     value: T,
 }
@@ -31,7 +31,7 @@ impl<T> Default for PrefixTree<T> {
 }
 
 impl<T> PrefixTree<T> {
-    /// The nodes that are prefixes of `ids`, shortest first.
+    /// The nodes whose sequences are prefixes of `ids`, shortest first.
     pub fn path(&self, ids: &[u32]) -> Vec<NodeId> {
         let (mut path, mut rest, mut children) = (Vec::new(), ids, &self.roots);
         while let Some(&id) = children.iter().find(|&&id| rest.starts_with(&self.node(id).edge)) {
@@ -42,7 +42,7 @@ impl<T> PrefixTree<T> {
         path
     }
 
-    /// The node of exactly `ids`, which must not be empty. Adds it if there is none.
+    /// The node whose sequence is exactly `ids`, which must not be empty. Adds the node if it does not exist.
     pub fn entry(&mut self, ids: &[u32], value: impl FnOnce() -> T) -> NodeId {
         let parent = self.path(ids).last().copied();
         let start = parent.map_or(0, |id| self.node(id).len);
@@ -51,12 +51,12 @@ impl<T> PrefixTree<T> {
         }
         let edge = ids[start..].to_vec();
         // Siblings that start with the new node become its children.
-        let (below, beside): (Vec<NodeId>, Vec<NodeId>) =
+        let (children, siblings): (Vec<NodeId>, Vec<NodeId>) =
             self.siblings(parent).iter().partition(|&&id| self.node(id).edge.starts_with(&edge));
-        for &id in &below {
+        for &id in &children {
             self.node_mut(id).edge.drain(..edge.len());
         }
-        let node = TreeNode { parent, children: below.clone(), edge, len: ids.len(), value: value() };
+        let node = TreeNode { parent, children: children.clone(), edge, len: ids.len(), value: value() };
         let id = match self.free.pop() {
             Some(id) => {
                 self.nodes[id] = Some(node);
@@ -67,10 +67,10 @@ impl<T> PrefixTree<T> {
                 self.nodes.len() - 1
             }
         };
-        for child in below {
+        for child in children {
             self.node_mut(child).parent = Some(id);
         }
-        *self.siblings_mut(parent) = beside.into_iter().chain([id]).collect();
+        *self.siblings_mut(parent) = siblings.into_iter().chain([id]).collect();
         id
     }
 
@@ -170,7 +170,7 @@ mod tests {
     }
 
     proptest! {
-        /// Compares contents, prefixes and parents with a map from sequences.
+        /// Compares values, prefixes and parents with those of a `BTreeMap` with the same sequences.
         #[test]
         fn tree_matches_a_map_of_sequences(steps in prop::collection::vec((prop::collection::vec(0u32..3, 1..7), any::<bool>()), 1..60)) {
             let (mut tree, mut map) = (PrefixTree::default(), BTreeMap::new());

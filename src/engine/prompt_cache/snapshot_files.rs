@@ -1,13 +1,16 @@
-//! Snapshot files: one per snapshot, and one per whole page of keys and values, which snapshots with the same tokens share.
+//! Snapshot files: one file per snapshot, and one file per whole page of keys and values. Snapshots with a common prefix
+//! share page files.
 //!
 //! ```text
-//! DIR/KEY/LEN-DIGEST.state   header, the states, the tokens, the keys and values after the last whole page
-//! DIR/KEY/DIGEST.page        header, the keys and values of 256 positions
-//! header (64 bytes): "MOESTRO2", the key (32), tokens, bytes after the header, their CRC-32 (u64 each, little-endian)
+//! DIR/KEY/LEN-DIGEST.state   header, recurrent states, tokens, keys and values after the last whole page
+//! DIR/KEY/DIGEST.page        header, keys and values of 256 positions
+//! header (64 bytes): "MOESTRO2", the key (32 bytes), then as little-endian u64: number of tokens, number of bytes after the
+//!                    header, CRC-32 of these bytes
 //! ```
 //!
-//! The key identifies everything besides the tokens that the bytes depend on. A digest identifies the tokens up to the end of
-//! the file's content. Files appear atomically. Prompts are private, so directories have mode 0700 and files 0600.
+//! The key is a hash of all inputs of a state except the tokens (see [`super::DiskCacheOptions::key`]). The digest is a hash
+//! of all tokens from the start of the prompt to the end of the snapshot or page. Files are renamed into place atomically.
+//! Prompts are private, so directories have mode 0700 and files 0600.
 
 use super::{
     dir_lock::DirLock,
@@ -32,13 +35,13 @@ const MAGIC: &[u8; 8] = b"MOESTRO2";
 const HEADER: usize = 64;
 const FILE_MODE: u32 = 0o600;
 
-/// Makes a page of its bytes.
+/// Creates a page from its bytes.
 pub type MakePage<'a> = dyn Fn(Vec<u8>) -> io::Result<Arc<KvPage>> + Sync + 'a;
 
-/// Identifies the tokens up to a position.
+/// Hash of a model's key and the tokens up to a position.
 pub type TokenDigest = [u8; 16];
 
-/// The snapshot files of one model.
+/// The snapshot files of one key.
 pub struct SnapshotFiles {
     dir: PathBuf,
     key: [u8; 32],
@@ -46,17 +49,17 @@ pub struct SnapshotFiles {
     reader: DirectReader,
 }
 
-/// A snapshot file that was found.
+/// A snapshot file found by [`SnapshotFiles::open`].
 pub struct StoredSnapshot {
     pub tokens: Vec<u32>,
-    /// Bytes of the snapshot's own file.
+    /// Bytes of the `.state` file.
     pub bytes: u64,
     pub last_used: SystemTime,
 }
 
 impl SnapshotFiles {
-    /// Opens the files for `key` below `root`. Removes damaged files, files of other keys, and snapshots of more than
-    /// `max_tokens` tokens. The caller holds the lock of `root`.
+    /// Opens the files of `key` below `root`. Removes temporary files, and snapshots that are damaged, belong to another
+    /// key, or have more than `max_tokens` tokens. The caller must hold the lock of `root`.
     pub fn open(
         root: &Path,
         key: &str,
@@ -66,7 +69,7 @@ impl SnapshotFiles {
         let key: [u8; 32] = Sha256::digest(key).into();
         let dir = root.join(hex::encode(&key[..16]));
         fs::DirBuilder::new().recursive(true).mode(0o700).create(&dir)?;
-        // Fails now, rather than at the first snapshot, if the directory is not writable.
+        // Writes a file now, so that an unwritable directory is reported at the start and not at the first snapshot.
         let probe = dir.join("probe");
         TempFile::write(&probe, FILE_MODE, &[&[0; 4 * MAX_BLOCK]])?.persist(&probe)?;
         let reader = DirectReader::probe(&probe);
@@ -90,8 +93,8 @@ impl SnapshotFiles {
         Ok((files, found))
     }
 
-    /// Removes the directories of other keys (models, devices, versions), least recently written first, until they have at
-    /// most `max_bytes`. Returns the bytes that they still have. A directory that cannot be removed stays.
+    /// Removes directories of other keys, least recently written first, until at most `max_bytes` of them remain. Returns
+    /// the remaining bytes. A directory that cannot be removed stays.
     pub fn evict_other_models(&self, root: &Path, max_bytes: u64) -> io::Result<u64> {
         let others = key_dirs(root)?.into_iter().filter(|path| *path != self.dir);
         let mut others: Vec<_> = others
@@ -121,7 +124,7 @@ impl SnapshotFiles {
         &self.dir
     }
 
-    /// The digest of each whole page of `ids`, and the digest of all of them.
+    /// The digest at the end of each whole page of `ids`, and the digest of all `ids`.
     pub fn digests(&self, ids: &[u32]) -> (Vec<TokenDigest>, TokenDigest) {
         let mut hash = Sha256::new_with_prefix(self.key);
         let digest = |hash: &Sha256| -> TokenDigest { std::array::from_fn(|i| hash.clone().finalize()[i]) };
@@ -135,16 +138,16 @@ impl SnapshotFiles {
         (pages, digest(&hash))
     }
 
-    /// Bytes of a snapshot's file and of a page's file.
+    /// Bytes of the `.state` file of a snapshot of `len` tokens, and bytes of a `.page` file.
     pub fn bytes(&self, len: usize) -> (u64, u64) {
         let state = HEADER as u64 + 4 * len as u64 + self.size.bytes(len, len);
         (state, HEADER as u64 + PAGE as u64 * self.size.position)
     }
 
-    /// Writes the snapshot of `ids`, after those of its pages that `missing` marks. Adds the bytes written to `bytes`.
+    /// Writes the pages that `missing` marks, then the snapshot of `ids`. Adds the bytes written to `bytes`.
     ///
-    /// Returns false if a page is gone or its device cannot return it, which is no error of the disk. In that case, and after
-    /// an error, removes the pages again, since no snapshot needs them.
+    /// Returns false if a page was freed or cannot be read from its device, which is not a disk error. In that case, and
+    /// after an error, removes the pages that it wrote, since no snapshot uses them.
     pub fn write(
         &self,
         ids: &[u32],
@@ -172,7 +175,7 @@ impl SnapshotFiles {
         written: &mut Vec<TokenDigest>,
     ) -> io::Result<bool> {
         let (digests, whole) = self.digests(ids);
-        // Keeps one page alive at a time, only while it is read.
+        // Holds a reference to one page at a time, and only while the page is read.
         let read = |page: &Weak<KvPage>| page.upgrade().and_then(|page| page.read().map(Cow::into_owned).ok());
         for ((digest, page), _) in digests.iter().zip(pages).zip(missing).filter(|(_, missing)| **missing) {
             let Some(bytes) = read(page) else { return Ok(false) };
@@ -188,11 +191,12 @@ impl SnapshotFiles {
         Ok(true)
     }
 
-    /// Reads the snapshot of `ids`. Its first pages are `known`. The others are read and passed to `make_page`.
+    /// Reads the snapshot of `ids`. Its first pages are in memory as `known`. The bytes of the other pages go to `make_page`.
     pub fn read(&self, ids: &[u32], known: &[Arc<KvPage>], make_page: &MakePage<'_>) -> io::Result<Snapshot> {
         enum FileJob<'a> {
             Page(&'a TokenDigest, &'a mut Option<Arc<KvPage>>),
-            /// A part of the snapshot's file from this offset: the header if it starts there, and the body.
+            /// A part of the `.state` file: its offset, a buffer for the header (empty except at offset 0), a buffer for
+            /// the bytes after the header.
             State(usize, &'a mut [u8], &'a mut [u8]),
         }
         let (digests, whole) = self.digests(ids);
@@ -236,7 +240,7 @@ impl SnapshotFiles {
         if tail > 0 {
             pages.push(Arc::new(after_state.split_off(tokens.len()).into()));
         }
-        // The modification time is the time of last use across restarts.
+        // The file's modification time stores the time of last use.
         if let Ok(file) = OpenOptions::new().write(true).open(&path) {
             let _ = file.set_modified(SystemTime::now());
         }
@@ -261,7 +265,7 @@ impl SnapshotFiles {
         remove(&self.dir.join(page_name(digest)));
     }
 
-    /// Removes pages that no snapshot needs.
+    /// Removes page files whose names `is_needed` rejects.
     pub fn remove_unused_pages(&self, is_needed: impl Fn(&str) -> bool) -> io::Result<()> {
         for path in regular_files(&self.dir)? {
             let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
@@ -272,7 +276,7 @@ impl SnapshotFiles {
         Ok(())
     }
 
-    /// Writes a file of this name: the header, then `parts`.
+    /// Writes a file with a header, followed by `parts`.
     fn write_file(&self, name: &str, tokens: usize, parts: &[&[u8]]) -> io::Result<()> {
         let mut checksum = crc32fast::Hasher::new();
         parts.iter().for_each(|part| checksum.update(part));
@@ -283,7 +287,7 @@ impl SnapshotFiles {
         for number in [tokens as u64, len as u64, u64::from(checksum.finalize())] {
             header.extend_from_slice(&number.to_le_bytes());
         }
-        // `TempFile` would create a removed directory again, readable by other users.
+        // `TempFile` would recreate a missing directory, and with a mode that lets other users read it.
         if !self.dir.try_exists()? {
             return Err(io::ErrorKind::NotFound.into());
         }
@@ -291,7 +295,7 @@ impl SnapshotFiles {
         TempFile::write(&path, FILE_MODE, &[&[&header[..]], parts].concat())?.persist(&path)
     }
 
-    /// Checks that a file was written for this model and `tokens` tokens, and has `len` bytes with this checksum.
+    /// Checks that a header has this key, `tokens` tokens, `len` bytes and the given checksum.
     fn check(&self, header: &[u8; HEADER], tokens: usize, len: usize, checksum: crc32fast::Hasher) -> io::Result<()> {
         let (found, bytes, expected) = self.parse_header(header)?;
         if (found, bytes) != (tokens as u64, len as u64) {
@@ -303,7 +307,7 @@ impl SnapshotFiles {
         Ok(())
     }
 
-    /// Reads the tokens of a snapshot's file. The rest is checked when it is needed.
+    /// Reads the tokens of a `.state` file and checks its header. The checksum is verified later, by [`SnapshotFiles::read`].
     fn read_tokens(&self, path: &Path, max_tokens: usize) -> io::Result<StoredSnapshot> {
         let mut file = fs::File::open(path)?;
         let mut header = [0; HEADER];
@@ -326,7 +330,7 @@ impl SnapshotFiles {
         Ok(StoredSnapshot { tokens, bytes: meta.len(), last_used: meta.modified()? })
     }
 
-    /// Tokens, bytes after the header, and their checksum.
+    /// Returns the number of tokens, the number of bytes after the header, and their checksum.
     fn parse_header(&self, header: &[u8; HEADER]) -> io::Result<(u64, u64, u64)> {
         let number = |index: usize| {
             let at = 40 + 8 * index;
@@ -339,7 +343,8 @@ impl SnapshotFiles {
     }
 }
 
-/// Removes the snapshots of all models below `root`. A server that still has one in its index computes the prompt again.
+/// Removes the snapshots of all keys below `root`. A running server that has a removed snapshot in its index recomputes the
+/// prompt.
 ///
 /// # Errors
 /// A directory cannot be read, or a file cannot be removed.
@@ -360,7 +365,7 @@ pub fn clear_prompt_dir(root: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// The directories of all keys. Symbolic links do not count, since they may lead out of the cache.
+/// The directories of all keys. Skips symbolic links, since they may lead out of the cache.
 fn key_dirs(root: &Path) -> io::Result<Vec<PathBuf>> {
     let is_key = |name: &str| name.len() == 32 && name.bytes().all(|byte| byte.is_ascii_hexdigit());
     entries(root, |entry| {
@@ -368,7 +373,7 @@ fn key_dirs(root: &Path) -> io::Result<Vec<PathBuf>> {
     })
 }
 
-/// The regular files of a directory. Opening a FIFO would block.
+/// The regular files of a directory. Skips other files, since opening a FIFO would block.
 fn regular_files(dir: &Path) -> io::Result<Vec<PathBuf>> {
     entries(dir, |entry| entry.file_type().is_ok_and(|kind| kind.is_file()))
 }
@@ -381,7 +386,7 @@ fn entries(dir: &Path, select: impl Fn(&fs::DirEntry) -> bool) -> io::Result<Vec
     Ok(entries.into_iter().filter(select).map(|entry| entry.path()).collect())
 }
 
-/// True if a file is the unfinished copy of a killed server. Earlier versions used the extension `unfinished`.
+/// True for a temporary file, which a killed server may leave. Earlier versions used the extension `unfinished`.
 fn is_temporary(path: &Path) -> bool {
     has_extension(path, "partial") || has_extension(path, "unfinished")
 }

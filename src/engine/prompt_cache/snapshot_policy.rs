@@ -2,17 +2,17 @@
 
 use crate::engine::request::{Boundary, BoundaryKind};
 
-/// A long prompt also gets snapshots at 1, 2, 4, ... times this distance from its end, in case an earlier message is edited
-/// (tokens).
+/// Long prompts get additional snapshots at 1, 2, 4, ... times this many tokens before the end. They help if the client
+/// edits an earlier message.
 const STRIDE: usize = 1024;
-/// Fewest tokens between two of these snapshots.
+/// Minimum number of tokens between two of these additional snapshots.
 const MIN_GAP: usize = 512;
 
-/// The reason for a snapshot, most useful first.
+/// The kind of position at which a snapshot was taken, most useful first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum SnapshotKind {
-    /// The end of the last message, before the answer. A retry diverges here, and so does the next turn if the template or
-    /// the client formats the answer differently.
+    /// The end of the last message, before the answer. A retry diverges here. The next turn also diverges here if the
+    /// template or the client formats the answer differently.
     Message,
     /// The end of the last question. Templates that drop earlier reasoning diverge here at the next question.
     Query,
@@ -25,7 +25,7 @@ pub enum SnapshotKind {
 }
 
 impl SnapshotKind {
-    /// Likelihood that a prompt diverges here, relative to the end of any message.
+    /// Estimated likelihood that a later prompt diverges here, relative to [`SnapshotKind::Message`].
     pub fn weight(self) -> f64 {
         match self {
             SnapshotKind::Message => 1.0,
@@ -37,12 +37,13 @@ impl SnapshotKind {
     }
 }
 
-/// At most `max` positions in `from + 1..len` of a prompt of `len` tokens, ascending.
+/// Chooses at most `max` positions in `from + 1..len` of a prompt of `len` tokens, ascending.
 pub fn choose(boundaries: &[Boundary], from: usize, len: usize, max: usize) -> Vec<(usize, SnapshotKind)> {
     let within = |at: usize| from < at && at < len;
     let ends = || boundaries.iter().filter(|boundary| within(boundary.at));
     let mut chosen: Vec<(usize, SnapshotKind)> = Vec::new();
-    // A prompt without boundaries may be repeated, so everything but the token whose logits are needed is worth a snapshot.
+    // A prompt without boundaries gets a snapshot before its last token, for a repeated request. The last token itself must
+    // be evaluated again for its logits.
     let last = boundaries.iter().map(|boundary| boundary.at).filter(|&at| at < len).max().unwrap_or(len - 1);
     let query = ends().rev().find(|boundary| boundary.kind == BoundaryKind::Query);
     let system = ends().find(|boundary| boundary.kind == BoundaryKind::System);

@@ -1,4 +1,4 @@
-//! The steps of a request: begin, read a chunk of the prompt, decode, sample.
+//! The steps of a request: begin, prefill a chunk of the prompt, sample the first token, decode.
 
 use super::{Scheduler, Step};
 use crate::{
@@ -24,33 +24,33 @@ use std::{
     time::Instant,
 };
 
-/// Maximum number of prompt rows whose logits are held at once, if the prompt's own log-probabilities are wanted. With a
-/// vocabulary of 248,320 they take 32 MB. Smaller chunks do not change the logits.
+/// Maximum number of rows per chunk if the request asks for the prompt's log-probabilities, which need the logits of
+/// every row. With a vocabulary of 248,320, the logits of 32 rows take 32 MB. The chunk size does not change the logits.
 const PROMPT_LOGIT_ROWS: usize = 32;
 
 impl<M: Model> Scheduler<M> {
-    /// Runs a step. Returns the outcome for each of its requests.
+    /// Runs a step. Returns one outcome per request of the step, in order.
     pub(super) fn step(&mut self, step: &mut Step<M::State>) -> Vec<Result<StepOutput, Abort>> {
         let (begun, chunk) = ((self.now)(), step.chunk);
         let [live] = &mut step.requests[..] else { return self.decode(step) };
         let (work, had) = (live.work(), live.len());
         let outcome = match work {
             Work::Decode => return self.decode(step),
-            Work::Begin => caught(|| self.begin(live)),
-            Work::Sample => caught(|| self.sample(live)),
-            Work::Read(_) if live.sequence.is_none() => caught(|| self.restore(live)),
-            Work::Read(_) if matches!(live.stage, Stage::Decode(_)) => caught(|| self.recompute(live, chunk)),
-            Work::Read(_) => caught(|| self.prefill(live, chunk)),
+            Work::Begin => catch_panic(|| self.begin(live)),
+            Work::Sample => catch_panic(|| self.sample(live)),
+            Work::Prefill(_) if live.sequence.is_none() => catch_panic(|| self.restore(live)),
+            Work::Prefill(_) if matches!(live.stage, Stage::Decode(_)) => catch_panic(|| self.recompute(live, chunk)),
+            Work::Prefill(_) => catch_panic(|| self.prefill(live, chunk)),
         };
-        if matches!(work, Work::Read(_)) {
+        if matches!(work, Work::Prefill(_)) {
             let rows = live.len().saturating_sub(had);
             let seconds = ((self.now)() - begun).as_secs_f64();
-            self.time_share.record_chunk(rows, self.model.info().chunk, seconds, step.passes);
+            self.time_share.record_chunk(rows, self.model.info().chunk, seconds, step.overtakes);
         }
         vec![outcome]
     }
 
-    /// First step: finds the longest known beginning of the prompt.
+    /// First step of a request: resumes from the longest cached prefix of its prompt.
     fn begin(&mut self, live: &mut LiveRequest<M::State>) -> Result<StepOutput, Abort> {
         let started = Instant::now();
         let queued = started - live.request.arrived;
@@ -77,7 +77,7 @@ impl<M: Model> Scheduler<M> {
         let mut snapshots = snapshot_policy::choose(boundaries, cached_tokens, ids.len(), max_snapshots);
         let prompt = live.request.request.cached_prompt();
         snapshots.retain(|(at, _)| prompt.has_whole_keys(*at));
-        // The first token has no log-probability, since nothing precedes it.
+        // The first token has no log-probability, since no token precedes it.
         let logprobs = prompt_logprobs.map(|_| vec![None]);
         let chunks_started = Instant::now();
         live.stage = Stage::Prefill(Prefill { cached_tokens, snapshots, logprobs, started, chunks_started });
@@ -85,7 +85,8 @@ impl<M: Model> Scheduler<M> {
         Ok(StepOutput { events: vec![Event::Started { cached_tokens, queued }], finish: None })
     }
 
-    /// The longest known beginning of `ids`, and its source if that is a snapshot. At most `parallel` states are alive.
+    /// A sequence with the longest cached prefix of `ids`, and the source if it comes from a snapshot. Drops an idle
+    /// sequence if necessary, so that at most `parallel` states exist.
     fn resume(
         &mut self,
         request: &Request,
@@ -102,7 +103,7 @@ impl<M: Model> Scheduler<M> {
         let keys = prompt.keys();
         let mut source = None;
         let sequence = Sequence::sync(previous, &self.model, prompt, |offered| {
-            // The sequence needs its own page after the last whole page of a snapshot.
+            // A snapshot shares only whole pages, so the sequence needs one page for the tokens after them.
             self.cache.evict_for_pages(1);
             let (snapshot, from) = if may_reuse { self.cache.longest_prefix(&keys, offered) } else { None }?;
             source = Some(from);
@@ -111,34 +112,34 @@ impl<M: Model> Scheduler<M> {
         Ok((sequence, source))
     }
 
-    /// Gives a request whose sequence was dropped a new one.
+    /// Resumes a preempted request from the longest cached prefix of its tokens.
     fn restore(&mut self, live: &mut LiveRequest<M::State>) -> Result<StepOutput, Abort> {
         let request = &live.request.request;
-        let ids = if live.lost.is_empty() { &request.ids } else { &live.lost };
+        let ids = if live.dropped_tokens.is_empty() { &request.ids } else { &live.dropped_tokens };
         live.sequence = Some(self.resume(request, ids, live.clear_count)?.0);
         Ok(StepOutput::default())
     }
 
-    /// Computes some of the tokens of a dropped sequence again, in passes that give the same bytes.
+    /// Recomputes the next chunk of a dropped sequence. The passes are split so that the state has the same bytes as before.
     fn recompute(&mut self, live: &mut LiveRequest<M::State>, chunk: usize) -> Result<StepOutput, Abort> {
         let Some(sequence) = &mut live.sequence else { return Ok(StepOutput::default()) };
         let (from, prompt) = (sequence.len(), live.request.request.ids.len());
         let to = match from < prompt {
             true => chunk_end(from, prompt, chunk),
-            // Where a pass of several rows rounds differently, the answer's tokens are computed one by one again.
+            // If the model rounds differently in a pass of several rows, the answer's tokens need one pass each, as before.
             false if !self.model.info().exact_chunks => from + 1,
-            false => live.lost.len().min(from + chunk),
+            false => live.dropped_tokens.len().min(from + chunk),
         };
         self.speculator.follow(None);
         let request = &live.request;
         let keep_going = || !self.queue.should_cancel_step(request);
         let keep_going: Option<&dyn Fn() -> bool> = Some(&keep_going);
         let mut hooks = PassHooks { images: &request.request.images, keep_going, ..PassHooks::default() };
-        sequence.extend(&mut self.model, &live.lost[from..to], Rows::None, &mut hooks)?;
+        sequence.extend(&mut self.model, &live.dropped_tokens[from..to], Rows::None, &mut hooks)?;
         Ok(StepOutput::default())
     }
 
-    /// Evaluates one chunk of the prompt. The last chunk starts the answer.
+    /// Evaluates one chunk of the prompt. After the last chunk, the request enters the decode stage.
     fn prefill(&mut self, live: &mut LiveRequest<M::State>, chunk: usize) -> Result<StepOutput, Abort> {
         let (Stage::Prefill(prefill), Some(sequence)) = (&mut live.stage, &mut live.sequence) else {
             return Ok(StepOutput::default());
@@ -173,7 +174,7 @@ impl<M: Model> Scheduler<M> {
         self.metrics.step_rows.observe((to - from) as f64);
 
         if let (Some(top), Some(entries)) = (prompt_logprobs, &mut prefill.logprobs) {
-            // A row predicts the token after it.
+            // The logits of a row predict the next token.
             let next = &ids[from + 1..ids.len().min(to + 1)];
             let entry = |(row, &id): (usize, &u32)| Some(logprobs(logits.row(row), id, *top, self.rules.usable_vocab));
             entries.extend(next.iter().enumerate().map(entry));
@@ -195,16 +196,16 @@ impl<M: Model> Scheduler<M> {
         Ok(StepOutput { events, finish })
     }
 
-    /// Evaluates the last token of each request in one pass, with drafts if only one sequence decodes, and samples the next
-    /// tokens.
+    /// Evaluates the last token of each request in one pass and samples the next tokens. Uses drafts if only one sequence
+    /// decodes.
     fn decode(&mut self, step: &mut Step<M::State>) -> Vec<Result<StepOutput, Abort>> {
         let (begun, decoding) = ((self.now)(), step.decoding);
-        // A draft that was verified before may have the token. Then no pass is needed.
-        let has_row: Vec<_> = step.requests.iter_mut().map(|live| caught(|| self.use_draft(live))).collect();
+        // If an earlier pass verified a draft that contains the token, its logits are known and need no new pass.
+        let has_row: Vec<_> = step.requests.iter_mut().map(|live| catch_panic(|| self.use_draft(live))).collect();
         let without_row = step.requests.iter_mut().zip(&has_row).filter(|(_, has_row)| matches!(has_row, Ok(false)));
         let mut without_row: Vec<_> = without_row.map(|(live, _)| live).collect();
         let sequences = without_row.len();
-        let passed = caught(|| match &mut without_row[..] {
+        let passed = catch_panic(|| match &mut without_row[..] {
             [] => Ok(()),
             [live] => self.advance(live, decoding),
             several => self.advance_together(several),
@@ -212,7 +213,7 @@ impl<M: Model> Scheduler<M> {
         let mut rows = 0;
         for live in without_row {
             live.last_step = self.steps;
-            live.is_alone = sequences > 1 && passed.is_err();
+            live.must_run_alone = sequences > 1 && passed.is_err();
             if let Some((_, answer)) = live.decoding() {
                 answer.timings.record_pass(decoding);
                 rows += answer.rows.len();
@@ -224,13 +225,13 @@ impl<M: Model> Scheduler<M> {
         }
         let mut error = passed.err();
         if let Some(Abort::Failed(error)) = error.as_ref().filter(|_| step.requests.len() > 1) {
-            tracing::warn!(%error, sequences, "a pass of several sequences failed; each of them is computed again");
+            tracing::warn!(%error, sequences, "a pass of several sequences failed; recomputing each sequence");
             self.recover();
         }
         let has_failed = error.is_some();
         let mut end = |(live, has_row): (&mut LiveRequest<M::State>, Result<bool, Abort>)| {
             let outcome = match has_row? {
-                has_row if has_row || !has_failed => caught(|| self.sample(live)),
+                has_row if has_row || !has_failed => catch_panic(|| self.sample(live)),
                 _ if sequences == 1 => Err(error.take().unwrap_or(Abort::StepCancelled)),
                 _ => match &error {
                     Some(Abort::Failed(EngineError::Panicked(text))) => Err(EngineError::Panicked(text.clone()).into()),
@@ -247,14 +248,14 @@ impl<M: Model> Scheduler<M> {
         outcomes
     }
 
-    /// True if a verified draft has the last token. Then the logits after it are there.
+    /// True if a verified draft contains the last token, so that the logits after it are known.
     fn use_draft(&mut self, live: &mut LiveRequest<M::State>) -> Result<bool, Abort> {
         let Some((sequence, answer)) = live.decoding() else { return Ok(false) };
         let Some(id) = answer.last else { return Ok(true) };
         Ok(self.speculator.accept(sequence, &mut self.model, &mut answer.rows, id, &mut answer.timings)?)
     }
 
-    /// Evaluates the last token, and drafts after it if no other sequence decodes.
+    /// Evaluates the last token of one request, together with a draft if no other sequence decodes.
     fn advance(&mut self, live: &mut LiveRequest<M::State>, decoding: usize) -> Result<(), Abort> {
         let max_tokens = live.request.request.max_tokens;
         let Some((sequence, answer)) = live.decoding() else { return Ok(()) };
@@ -264,7 +265,7 @@ impl<M: Model> Scheduler<M> {
         Ok(self.speculator.advance(sequence, &mut self.model, rows, &token, timings)?)
     }
 
-    /// Evaluates the last token of each request in one pass.
+    /// Evaluates the last token of several requests in one pass, without drafts.
     fn advance_together(&mut self, requests: &mut [&mut LiveRequest<M::State>]) -> Result<(), Abort> {
         let decoding = requests.iter_mut().filter_map(|live| live.decoding());
         let decoding = decoding.filter_map(|(sequence, answer)| Some(((sequence, answer.last?), &mut answer.rows)));
@@ -284,13 +285,13 @@ impl<M: Model> Scheduler<M> {
         answer.sample(&live.request, is_full, &self.rules, &self.metrics)
     }
 
-    /// Removes the rejected tokens of a verify from the sequence of a request that ends.
+    /// Removes rejected draft tokens from the sequence of a request that ends.
     pub(super) fn settle(&mut self, live: &mut LiveRequest<M::State>) -> Result<(), Abort> {
         let Some((sequence, answer)) = live.decoding() else { return Ok(()) };
-        caught(|| Ok(self.speculator.settle(sequence, &mut self.model, &answer.rows, &mut answer.timings)?))
+        catch_panic(|| Ok(self.speculator.settle(sequence, &mut self.model, &answer.rows, &mut answer.timings)?))
     }
 
-    /// Takes a snapshot at the end of the newest answer, after the client has received it.
+    /// Takes a snapshot at the end of the newest answer. Runs after the last event was sent, so that no client waits for it.
     pub(super) fn save_answer_snapshot(&mut self) {
         let (model, cache) = (&self.model, &self.cache);
         let Some(IdleSequence { sequence, clear_count }) = self.idle.newest() else { return };
@@ -313,15 +314,15 @@ impl<M: Model> Scheduler<M> {
     }
 }
 
-/// Where the chunk that starts at `from` ends, in a prompt of `len` tokens.
+/// End of the chunk that starts at `from`, in a prompt of `len` tokens.
 fn chunk_end(from: usize, len: usize, chunk: usize) -> usize {
-    // A last chunk of one row would be computed like a decoded row, which may be more exact than a prompt's.
+    // Avoids a last chunk of one row: kernels for one row may round differently from kernels for several rows.
     if len == from + chunk + 1 && chunk > 1 { len - 2 } else { len.min(from + chunk) }
 }
 
-/// Runs `work`. A panic becomes an error. A forward pass writes its buffers before it reads them, so only the sequences of a
-/// pass that panicked are lost.
-fn caught<T>(work: impl FnOnce() -> Result<T, Abort>) -> Result<T, Abort> {
+/// Runs `work` and turns a panic into an error. After a panic in a forward pass, only its sequences are invalid: every
+/// pass writes the model's buffers before it reads them.
+fn catch_panic<T>(work: impl FnOnce() -> Result<T, Abort>) -> Result<T, Abort> {
     let message = |panic: Box<dyn Any + Send>| {
         let text = panic.downcast_ref::<&str>().map(|text| text.to_string());
         text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no message".into())

@@ -1,4 +1,4 @@
-//! The order of steps, with passes whose times are given: a clock that only passes move.
+//! Tests the order of steps with a simulated clock. Each forward pass advances the clock by a given time.
 
 use super::*;
 use crate::{
@@ -9,9 +9,9 @@ use std::{cell::Cell, time::Duration};
 
 thread_local! {
     static START: Instant = Instant::now();
-    /// Seconds that passes have taken.
+    /// Simulated seconds since the start.
     static CLOCK: Cell<f64> = const { Cell::new(0.0) };
-    /// Seconds of a pass, and of each of its rows.
+    /// Fixed seconds per pass, and seconds per row.
     static COST: Cell<(f64, f64)> = const { Cell::new((0.0, 0.0)) };
     /// Seconds of the longest pass.
     static LONGEST: Cell<f64> = const { Cell::new(0.0) };
@@ -24,7 +24,7 @@ fn pass(rows: usize) {
     LONGEST.set(LONGEST.get().max(seconds));
 }
 
-/// Times of a pass and of each of its rows: a model in memory, a small one on a GPU, a streamed one.
+/// Values of [`COST`] for a model in memory, a small model on a GPU, and a model streamed from SSD.
 const COSTS: [(f64, f64); 3] = [(0.02, 0.001), (0.003, 0.0001), (4.0, 0.002)];
 
 struct Engine(Scheduler<MockModel>);
@@ -65,7 +65,7 @@ impl Engine {
         self.0.queue.push(Request { cache_prompt: false, ..request }).unwrap()
     }
 
-    /// Runs one step. Returns when it began.
+    /// Runs one step. Returns the time at which it began.
     fn step(&mut self) -> f64 {
         let begun = CLOCK.get();
         assert!(self.0.admit());
@@ -74,7 +74,7 @@ impl Engine {
     }
 }
 
-/// Tokens that have arrived, and whether the request has ended.
+/// Number of tokens received since the last call, and whether the request has ended.
 fn received(events: &mut Events) -> (usize, bool) {
     let (mut tokens, mut ended) = (0, false);
     while let Ok(event) = events.try_recv() {
@@ -84,7 +84,7 @@ fn received(events: &mut Events) -> (usize, bool) {
     (tokens, ended)
 }
 
-/// Requests of one size, one after another.
+/// A client that sends requests of one size, each after the previous one has ended.
 struct Client {
     size: (usize, usize),
     events: Events,
@@ -120,7 +120,7 @@ fn short_request_waits_at_most_one_chunk() {
         LONGEST.set(0.0);
         let mut worst = 0.0f64;
         for number in 0..60 {
-            // It arrives at the beginning of a step, so that it waits for all of it.
+            // The request arrives at the beginning of a step, the worst case: it waits for the whole step.
             let arrived = engine.step();
             let mut short = engine.submit(50, 1);
             while received(&mut short).0 == 0 {
@@ -133,7 +133,7 @@ fn short_request_waits_at_most_one_chunk() {
                 others.iter_mut().for_each(|client| client.poll(&engine));
             }
         }
-        // A streamed model takes seconds even for a short prompt. Decoding gets its time between several of them.
+        // A streamed model takes seconds even for a short prompt, so the decoding sequence gets its share between chunks.
         let chunks = if cost.0 > 1.0 { 3.0 } else { 1.0 };
         let bound = 3.0 * idle + chunks * LONGEST.get();
         assert!(worst <= bound, "{cost:?}: first token after {worst} s, bound {bound} s");
@@ -188,7 +188,7 @@ fn long_prompt_proceeds_beside_short_ones() {
 mod time_share {
     use super::super::time_share::TimeShare;
 
-    /// The size of chunks after many of them, if a chunk takes this long.
+    /// Chunk size that the scheduler settles on if a chunk of `rows` rows takes `seconds(rows)`.
     fn settled(seconds: impl Fn(usize) -> f64) -> usize {
         let mut share = TimeShare::default();
         for _ in 0..100 {

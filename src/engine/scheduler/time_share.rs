@@ -1,44 +1,45 @@
-//! Divides the time between prompts and the sequences that decode, and chooses the size of a prompt's chunks.
+//! Divides the time between prefill and decode, and chooses the chunk size of a prefill.
 //!
-//! A chunk makes decoding sequences wait. They are owed the same time before the next chunk, so they keep at least half of
-//! their rate. A short prompt may pass both: it does not wait until decoding has had its time, nor until a longer prompt is
-//! complete. The time of chunks that pass is limited, so that a stream of short requests stops no other request.
+//! Decoding sequences wait while a chunk of a prompt runs. After a chunk of `t` seconds they decode for `t` seconds before
+//! the next chunk, so they keep at least half of their rate. A short prompt is exempt in two ways: it may start before
+//! these `t` seconds are over, and before an older, longer prompt is complete. The time of such exempt chunks is limited,
+//! so that a stream of short requests cannot starve other requests.
 
-/// Time that a chunk should take while other requests wait for it, in seconds.
+/// Target duration of a chunk while other requests wait, in seconds.
 pub const CHUNK_SECONDS: f64 = 0.5;
-/// Sizes of a chunk: the largest one, and halves of it.
+/// Number of chunk sizes: the largest size, a half of it, a quarter, and so on.
 const SIZES: usize = 6;
-/// Fewest rows of such a chunk.
+/// Minimum chunk size in rows.
 const MIN_ROWS: usize = 32;
-/// A chunk takes at most this multiple of the time per row that the best size takes. Most of the time of a small chunk can be
-/// fixed: a streamed model reads most experts once per chunk, however few rows it has.
+/// Maximum time per row of a chosen chunk size, relative to the most efficient size. Small chunks can be inefficient: a
+/// streamed model reads most experts once per chunk, even if the chunk has few rows.
 const MAX_COST: f64 = 1.5;
-/// Weight of a new measurement.
+/// Weight of a new measurement in the exponential moving average of a chunk size's duration.
 const NEW_WEIGHT: f64 = 0.3;
 
 #[derive(Default)]
 pub struct TimeShare {
-    /// Seconds that decoding sequences are owed.
-    owed: f64,
-    /// Seconds of chunks since then that did not wait until decoding had its time.
-    passed_decoding: f64,
-    /// Seconds of chunks that passed an older prompt, less those of the older prompt.
-    passed_prompt: f64,
-    /// Seconds of the last chunk that did not pass.
+    /// Seconds that decoding sequences must run before the next chunk that is not exempt.
+    decode_debt: f64,
+    /// Seconds of chunks that ran although `decode_debt` was positive. Reset when the debt is paid.
+    skipped_wait: f64,
+    /// Seconds of chunks that overtook an older prompt, minus seconds of other chunks. At least 0.
+    overtaking: f64,
+    /// Seconds of the last chunk that ran with `decode_debt` 0.
     last_chunk: f64,
-    /// Measured seconds of a chunk of the largest size, half of it, and so on.
+    /// Mean seconds of a chunk by size, largest size first. `None` if the size was never measured.
     seconds: [Option<f64>; SIZES],
 }
 
 impl TimeShare {
-    /// Rows of the next chunk if it makes other requests wait. `most` is the largest chunk.
+    /// Rows of the next chunk while other requests wait. `most` is the largest chunk size.
     pub fn chunk_rows(&self, most: usize) -> usize {
         let sizes = (0..SIZES).filter(|size| *size == 0 || most >> size >= MIN_ROWS);
         let least = most >> sizes.clone().next_back().unwrap_or(0);
         let expected: Vec<_> = sizes.filter_map(|size| Some((most >> size, self.expected(size)?))).collect();
         let cost = |&(rows, seconds): &(usize, f64)| seconds / rows as f64;
         let limit = MAX_COST * expected.iter().map(cost).fold(f64::INFINITY, f64::min);
-        // A chunk is at most twice as large as the largest measured one, since an estimate can be wrong.
+        // The chunk is at most twice the largest measured size, since an estimate can be wrong.
         let largest = most >> self.seconds.iter().position(Option::is_some).unwrap_or(0);
         let mut efficient = expected.iter().filter(|size| cost(size) <= limit && size.0 / 2 <= largest);
         let next = expected.iter().find(|size| size.0 / 2 <= largest);
@@ -46,11 +47,11 @@ impl TimeShare {
         efficient.find(|size| size.1 <= CHUNK_SECONDS).or(smallest).map_or(least, |size| size.0)
     }
 
-    /// Seconds that a chunk of this size should take. `None` if no size near it was measured.
+    /// Expected seconds of a chunk, by index of its size. `None` if no size near it was measured.
     fn expected(&self, size: usize) -> Option<f64> {
         let known = |size: usize| self.seconds.get(size).copied().flatten();
-        // A smaller chunk than those measured takes the same time per row. Beyond the two largest that are measured, time grows
-        // with rows as between those. With one of them, twice the rows take no more time.
+        // Smaller than the measured sizes: the same time per row. Larger: extrapolates the line through the two largest
+        // measured sizes. If only one size was measured, assumes that twice the rows take the same time.
         let from_larger = (0..size).rev().find_map(|larger| Some(known(larger)? / (1 << (size - larger)) as f64));
         let from_smaller = || {
             let largest = (size..SIZES).find(|&size| known(size).is_some())?;
@@ -62,45 +63,45 @@ impl TimeShare {
         known(size).or(from_larger).or_else(from_smaller)
     }
 
-    /// True if a chunk may run while sequences decode. `is_short`: it completes its prompt.
-    pub fn may_read(&self, is_short: bool) -> bool {
-        self.owed <= 0.0 || (is_short && self.passed_decoding < self.allowance())
+    /// True if a chunk may run while sequences decode. `is_short`: the chunk completes its prompt.
+    pub fn may_run_chunk(&self, is_short: bool) -> bool {
+        self.decode_debt <= 0.0 || (is_short && self.skipped_wait < self.allowance())
     }
 
-    /// True if a short prompt may pass an older one.
-    pub fn may_pass(&self) -> bool {
-        self.passed_prompt < self.allowance()
+    /// True if a short prompt may run before an older prompt is complete.
+    pub fn may_overtake(&self) -> bool {
+        self.overtaking < self.allowance()
     }
 
-    /// Maximum number of seconds of chunks that may pass.
+    /// Maximum seconds of exempt chunks.
     fn allowance(&self) -> f64 {
         self.last_chunk.max(CHUNK_SECONDS)
     }
 
-    /// Records a chunk of a prompt. `most` is the largest chunk. `passed`: the chunk passed an older prompt.
-    pub fn record_chunk(&mut self, rows: usize, most: usize, seconds: f64, passed: bool) {
-        match self.owed > 0.0 {
-            true => self.passed_decoding += seconds,
+    /// Records the duration of a chunk. `most` is the largest chunk size. `overtakes`: an older prompt was not complete.
+    pub fn record_chunk(&mut self, rows: usize, most: usize, seconds: f64, overtakes: bool) {
+        match self.decode_debt > 0.0 {
+            true => self.skipped_wait += seconds,
             false => self.last_chunk = seconds,
         }
-        self.owed += seconds;
-        self.passed_prompt += if passed { seconds } else { -seconds.min(self.passed_prompt) };
+        self.decode_debt += seconds;
+        self.overtaking += if overtakes { seconds } else { -seconds.min(self.overtaking) };
         if let Some(size) = (0..SIZES).find(|size| most >> size == rows) {
             let mean = self.seconds[size].map_or(seconds, |mean| mean + NEW_WEIGHT * (seconds - mean));
             self.seconds[size] = Some(mean);
         }
     }
 
-    /// Records a step of the decoding sequences.
+    /// Records the duration of a decode step.
     pub fn record_decode(&mut self, seconds: f64) {
-        self.owed -= seconds;
-        if self.owed <= 0.0 {
-            (self.owed, self.passed_decoding) = (0.0, 0.0);
+        self.decode_debt -= seconds;
+        if self.decode_debt <= 0.0 {
+            (self.decode_debt, self.skipped_wait) = (0.0, 0.0);
         }
     }
 
-    /// Forgets what is owed, since no sequence decodes.
-    pub fn no_one_decodes(&mut self) {
-        (self.owed, self.passed_decoding) = (0.0, 0.0);
+    /// Clears the debt. Called when no sequence decodes.
+    pub fn clear_decode_debt(&mut self) {
+        (self.decode_debt, self.skipped_wait) = (0.0, 0.0);
     }
 }
