@@ -7,17 +7,17 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Measures for about `budget` how many bytes per second `threads` threads together read from a block of `bytes`.
-/// The block must be larger than the caches to measure memory.
+/// Measures read bandwidth in bytes per second: `threads` threads read a block of `bytes` for about `budget`. The block must
+/// be larger than the CPU caches.
 pub fn memory_bandwidth(threads: usize, bytes: usize, budget: Duration) -> io::Result<f64> {
     let threads = threads.max(1);
     let part = (bytes / threads).next_multiple_of(4096);
     let slab = Slab::new(part * threads)?;
     let rates = std::thread::scope(|scope| {
         let measure = |thread: usize| {
-            // SAFETY: each thread has its own part of the slab.
+            // SAFETY: each thread uses a different part of the slab.
             let mine = unsafe { slab.bytes_mut(thread * part..(thread + 1) * part) };
-            // Writing a page commits its memory.
+            // The first write to a page commits its memory.
             mine.fill(thread as u8 + 1);
             let (begin, mut passes) = (Instant::now(), 0);
             while passes == 0 || begin.elapsed() < budget {
@@ -32,7 +32,7 @@ pub fn memory_bandwidth(threads: usize, bytes: usize, budget: Duration) -> io::R
     Ok(rates.iter().sum())
 }
 
-/// Reads every byte. It keeps 32 independent sums, so that no addition waits for the one before it.
+/// Adds up all bytes as 64-bit words. Keeps 32 independent sums, so that additions do not wait for each other.
 fn sum(bytes: &[u8]) -> u64 {
     let mut sums = [0u64; 32];
     let (lines, _) = bytes.as_chunks::<256>();

@@ -1,20 +1,20 @@
-//! An in-order queue of launches over a [`Driver`] that does not order them itself.
+//! [`CommandQueue`] executes launches in order on a [`Driver`] that may reorder them.
 //!
 //! ```text
-//! launch   encode into the open command buffer, after a barrier if the launch conflicts with one since the last barrier
-//! commit   update the fence, signal the next value, submit; the next command buffer waits for the fence
+//! launch   encode into the open command buffer; first encode a barrier if the launch conflicts with an unordered launch
+//! commit   submit the command buffer, which updates the fence and signals the next value; the next one waits for the fence
 //! wait     commit, then wait until every command buffer has ended
 //! ```
-//! A wait spins first, since waking a sleeping thread can cost more than a layer takes.
+//! A wait spins before it sleeps, since waking a sleeping thread can take longer than the GPU needs for a layer.
 //!
-//! **Failure.** A refused launch is an error and is not encoded. A command buffer that fails later never signals the event.
-//! A wait therefore asks for the status of each one. When all have ended it resets the driver (new queue, fence and event)
-//! and reports the first failure. Until then every call fails. The device is lost if it fails several times in a row, or
-//! if no command buffer ends for too long: every call fails from then on, and [`Gpu::is_lost`] returns true.
+//! **Failures.** If the driver refuses a launch, the launch returns an error and is not encoded. If a command buffer fails
+//! later, it never signals its value, so a wait queries the status of each command buffer. After all have ended, the wait
+//! resets the driver (new queue, fence and event) and returns the first failure. Between the failure and the wait, every
+//! call returns an error. The device is *lost* after several failures in a row, or if no command buffer ends for too long:
+//! then every call fails, and [`Gpu::is_lost`] returns true.
 //!
-//! **Pacing.** A command buffer is submitted when it holds about [`MAX_SECONDS`] of work. The system kills a command buffer
-//! that takes too long, and the screen waits for it, too. The queue estimates work from the number of threads and from the
-//! measured time per thread of earlier command buffers.
+//! **Pacing.** A command buffer is submitted when it has about [`MAX_SECONDS`] of work. A longer one would delay the screen,
+//! and the system may kill it. The queue estimates work as number of GPU threads times the measured time per thread.
 
 use super::{
     CommandStatus, DeviceError, Driver, Gpu, Launch, Region, Slab, SyncPoint, Timeline, error::fail,
@@ -27,43 +27,43 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Time without any command buffer ending after which the device is lost. The system kills command buffers sooner.
+/// If no command buffer ends for this time, the device is lost. The system normally kills a slow command buffer sooner.
 const STALL_TIMEOUT: Duration = Duration::from_secs(60);
-/// Failed waits in a row after which the device is lost.
+/// After this many failed waits in a row, the device is lost.
 const MAX_FAILURES: u32 = 3;
 /// Estimated work in one command buffer, in seconds.
 const MAX_SECONDS: f64 = 0.1;
-/// A shorter command buffer is not used to measure the seconds per thread.
+/// Minimum GPU time of a command buffer that is used to measure the seconds per thread.
 const MIN_MEASURED_SECONDS: f64 = 1e-3;
-/// Interval between residency requests, and how long they continue after the last work. macOS revokes residency about a
-/// second after the last work.
+/// Interval between residency requests, and how long they continue after the last work. The interval must be shorter than
+/// the second after which macOS revokes residency.
 const RESIDENCY_INTERVAL: Duration = Duration::from_millis(500);
 const RESIDENCY_TIME: Duration = Duration::from_secs(180);
 /// Maximum number of bytes of arguments in one launch (the limit of Metal's `setBytes`).
 const MAX_ARGUMENT_BYTES: usize = 4096;
-/// Spinning time of a wait before it sleeps, and the longest single sleep.
+/// Time for which a wait spins before it sleeps, and the longest single sleep.
 const SPIN: Duration = Duration::from_millis(2);
 const SLEEP: Duration = Duration::from_millis(100);
 
-/// A GPU: a driver and the command buffers that it has not completed.
+/// A GPU with in-order execution: a driver, the open command buffer, and those that have not ended.
 pub struct CommandQueue<D: Driver> {
     driver: D,
-    /// Length of each buffer.
+    /// Length in bytes of each buffer.
     lengths: BTreeMap<u32, usize>,
     next_buffer: u32,
     open: Option<OpenCommands<D::Encoder>>,
     in_flight: VecDeque<SubmittedCommands<D::CommandBuffer>>,
-    /// Value that the last submitted command buffer signals.
+    /// Event value of the last submitted command buffer.
     last_value: u64,
-    /// True if a command buffer has updated the fence.
+    /// True if a command buffer was submitted since the fence was created, so that the next one must wait for the fence.
     fenced: bool,
     /// The first failure that was not reported yet.
     failure: Option<String>,
-    /// Failures since the last wait that found no failure.
+    /// Number of failures since the last successful wait.
     failures: u32,
-    /// Value up to which a wait has found no failure.
-    settled_value: u64,
-    /// Value of the last command buffer that has ended.
+    /// Event value up to which waits have found no failure.
+    succeeded_value: u64,
+    /// Event value of the last command buffer that has ended.
     ended_value: u64,
     is_lost: bool,
     seconds_per_thread: f64,
@@ -76,9 +76,9 @@ pub struct CommandQueue<D: Driver> {
 /// The command buffer that is being encoded.
 struct OpenCommands<E> {
     encoder: E,
-    /// Launches since the last barrier. They may overlap.
-    unordered: Vec<Launch>,
-    /// GPU threads of all launches.
+    /// Launches encoded since the last barrier. They may overlap.
+    since_barrier: Vec<Launch>,
+    /// Number of GPU threads of all launches.
     threads: f64,
 }
 
@@ -105,7 +105,7 @@ impl<D: Driver> CommandQueue<D> {
             fenced: false,
             failure: None,
             failures: 0,
-            settled_value: 0,
+            succeeded_value: 0,
             ended_value: 0,
             is_lost: false,
             seconds_per_thread,
@@ -115,7 +115,7 @@ impl<D: Driver> CommandQueue<D> {
         }
     }
 
-    /// Gives the device up after this time without any command buffer ending.
+    /// Sets the time after which the device is lost if no command buffer ends.
     pub fn with_stall_timeout(mut self, timeout: Duration) -> Self {
         self.stall_timeout = timeout;
         self
@@ -125,7 +125,7 @@ impl<D: Driver> CommandQueue<D> {
     fn check_failure(&self) -> Result<(), DeviceError> {
         match &self.failure {
             Some(failure) => fail(failure),
-            None if self.is_lost => fail("the GPU was given up after repeated failures"),
+            None if self.is_lost => fail("the GPU is lost after repeated failures"),
             None => Ok(()),
         }
     }
@@ -137,7 +137,7 @@ impl<D: Driver> CommandQueue<D> {
         }
     }
 
-    /// Assigns the next buffer number.
+    /// Assigns the next buffer number to a buffer of `bytes` bytes.
     fn add_buffer(&mut self, bytes: usize) -> Region {
         let buffer = self.next_buffer;
         self.next_buffer += 1;
@@ -155,13 +155,13 @@ impl<D: Driver> CommandQueue<D> {
             return fail(format!("{}: {} threads per threadgroup exceed {max}", launch.kernel, launch.threads));
         }
         let mut open = self.take_open()?;
-        if open.unordered.iter().any(|earlier| launch.conflicts_with(earlier)) {
+        if open.since_barrier.iter().any(|earlier| launch.conflicts_with(earlier)) {
             self.driver.barrier(&mut open.encoder);
-            open.unordered.clear();
+            open.since_barrier.clear();
         }
         let done = self.driver.launch(&mut open.encoder, launch);
         if done.is_ok() {
-            open.unordered.push(launch.clone());
+            open.since_barrier.push(launch.clone());
         }
         open.threads += launch.grid.iter().map(|n| f64::from(*n)).product::<f64>() * f64::from(launch.threads);
         let is_full = open.threads * self.seconds_per_thread >= MAX_SECONDS;
@@ -180,11 +180,11 @@ impl<D: Driver> CommandQueue<D> {
         })
     }
 
-    /// Takes the open command buffer or opens one. The caller puts it back.
+    /// Takes the open command buffer, or opens a new one. The caller must put it back into `open`.
     fn take_open(&mut self) -> Result<OpenCommands<D::Encoder>, DeviceError> {
         match self.open.take() {
             Some(open) => Ok(open),
-            None => Ok(OpenCommands { encoder: self.begin()?, unordered: Vec::new(), threads: 0.0 }),
+            None => Ok(OpenCommands { encoder: self.begin()?, since_barrier: Vec::new(), threads: 0.0 }),
         }
     }
 
@@ -198,11 +198,11 @@ impl<D: Driver> CommandQueue<D> {
         let commands = self.driver.commit(encoder, self.last_value);
         self.fenced = true;
         self.in_flight.push_back(SubmittedCommands { commands, value: self.last_value, threads });
-        self.reap();
+        self.remove_ended();
     }
 
-    /// Removes command buffers that have ended, the oldest first.
-    fn reap(&mut self) {
+    /// Removes command buffers that have ended from `in_flight`, oldest first.
+    fn remove_ended(&mut self) {
         while let Some(oldest) = self.in_flight.front() {
             match self.driver.status(&oldest.commands) {
                 CommandStatus::Done(seconds) => {
@@ -211,7 +211,7 @@ impl<D: Driver> CommandQueue<D> {
                     }
                 }
                 CommandStatus::Failed(why) => drop(self.failure.get_or_insert(why)),
-                // Only this command buffer signals its own value. A larger value would not prove that it succeeded.
+                // The exact value proves that this command buffer has ended. A larger value does not prove its success.
                 CommandStatus::Pending if self.driver.signalled_value() == oldest.value => {}
                 CommandStatus::Pending => return,
             }
@@ -220,12 +220,12 @@ impl<D: Driver> CommandQueue<D> {
         }
     }
 
-    /// Waits until the event has `value`, a command buffer has failed, or none is in flight.
+    /// Waits until the event's value is at least `value`, a command buffer has failed, or no command buffer is in flight.
     fn wait_value(&mut self, value: u64) {
         let mut last_change = Instant::now();
         let mut pending = self.in_flight.len();
         while self.driver.signalled_value() < value && self.failure.is_none() {
-            self.reap();
+            self.remove_ended();
             if self.in_flight.is_empty() || self.is_stalled(&mut pending, &mut last_change) {
                 return;
             }
@@ -233,7 +233,7 @@ impl<D: Driver> CommandQueue<D> {
         }
     }
 
-    /// True if no command buffer has ended for too long. If so, the device is lost.
+    /// True if no command buffer has ended for `stall_timeout`. Then marks the device as lost.
     fn is_stalled(&mut self, pending: &mut usize, last_change: &mut Instant) -> bool {
         if self.in_flight.len() < *pending {
             (*pending, *last_change) = (self.in_flight.len(), Instant::now());
@@ -246,10 +246,10 @@ impl<D: Driver> CommandQueue<D> {
         self.is_lost
     }
 
-    /// Resets the failure count: the work up to `value` succeeded.
-    fn mark_settled(&mut self, value: u64) {
-        if value > self.settled_value {
-            (self.settled_value, self.failures) = (value, 0);
+    /// Records that all work up to `value` has succeeded, and resets the failure count.
+    fn mark_succeeded(&mut self, value: u64) {
+        if value > self.succeeded_value {
+            (self.succeeded_value, self.failures) = (value, 0);
         }
     }
 
@@ -262,13 +262,13 @@ impl<D: Driver> CommandQueue<D> {
         }
     }
 
-    /// Submits and waits until every command buffer has ended. A failure stays to be reported.
-    fn settle(&mut self) {
+    /// Submits the open command buffer and waits until every command buffer has ended. Stores a failure in `failure`.
+    fn finish_all(&mut self) {
         self.submit();
         let mut last_change = Instant::now();
         let mut pending = self.in_flight.len();
         loop {
-            self.reap();
+            self.remove_ended();
             match self.in_flight.is_empty() {
                 true => break,
                 false if self.is_stalled(&mut pending, &mut last_change) => return,
@@ -276,12 +276,12 @@ impl<D: Driver> CommandQueue<D> {
             }
         }
         if self.failure.is_none() {
-            return self.mark_settled(self.last_value);
+            return self.mark_succeeded(self.last_value);
         }
         self.failures += 1;
         self.fenced = false;
-        // The new event starts at the last value. That value does not mean that its work succeeded.
-        self.settled_value = self.last_value;
+        // The new event starts at the last value, so that value is no evidence that its work succeeded.
+        self.succeeded_value = self.last_value;
         self.is_lost |= self.failures >= MAX_FAILURES || self.driver.reset(self.last_value).is_err();
     }
 }
@@ -307,7 +307,7 @@ impl<D: Driver> Timeline for CommandQueue<D> {
         if self.failure.is_some() {
             return self.wait();
         }
-        self.mark_settled(point.0.min(self.last_value));
+        self.mark_succeeded(point.0.min(self.last_value));
         Ok(())
     }
 }
@@ -336,8 +336,8 @@ impl<D: Driver> Gpu for CommandQueue<D> {
     }
 
     fn release(&mut self, buffer: u32) {
-        // Command buffers in flight may still use it.
-        self.settle();
+        // Command buffers in flight may use the buffer.
+        self.finish_all();
         if self.lengths.remove(&buffer).is_some() && self.in_flight.is_empty() {
             self.driver.free(buffer);
         }
@@ -407,7 +407,7 @@ impl<D: Driver> Gpu for CommandQueue<D> {
         if self.is_lost {
             return self.failure.take().map_or_else(|| self.check_failure(), fail);
         }
-        self.settle();
+        self.finish_all();
         self.failure.take().map_or(Ok(()), fail)
     }
 
@@ -426,8 +426,8 @@ impl<D: Driver> Gpu for CommandQueue<D> {
         let reported = self.wait().and_then(|()| {
             let mut encoder = self.begin()?;
             self.driver.encode_fault(&mut encoder)?;
-            self.open = Some(OpenCommands { encoder, unordered: Vec::new(), threads: 0.0 });
-            self.settle();
+            self.open = Some(OpenCommands { encoder, since_barrier: Vec::new(), threads: 0.0 });
+            self.finish_all();
             match self.failure.take() {
                 Some(_) if self.is_lost => fail("the GPU did not recover from an error"),
                 Some(failure) => Ok(failure),
@@ -439,11 +439,11 @@ impl<D: Driver> Gpu for CommandQueue<D> {
 }
 
 impl<D: Driver> Drop for CommandQueue<D> {
-    /// Waits, since the GPU must not use memory that has been freed.
+    /// Waits for all work, since the GPU must not use freed memory.
     fn drop(&mut self) {
         self.heartbeat = None;
         if !self.is_lost {
-            self.settle();
+            self.finish_all();
         }
         if !self.in_flight.is_empty() {
             self.driver.leak_buffers();

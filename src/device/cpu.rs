@@ -3,14 +3,14 @@
 use crate::platform::Threads;
 use std::{fmt, sync::Arc};
 
-/// The CPU arithmetic of products of quantised weights and activations.
+/// The arithmetic with which the CPU multiplies quantised weights and activations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum CpuArithmetic {
-    /// Activations become integers with one scale per group. The relative error of a product is about 2e-7 with 4-bit
+    /// Quantises activations to integers with one scale per group. The relative error of a product is about 2e-7 with 4-bit
     /// weights and 4e-6 with 8-bit weights. The default.
     #[default]
     Integer,
-    /// Plain f32: the reference.
+    /// Multiplies in f32. Slower; used as the reference.
     F32,
 }
 
@@ -28,7 +28,7 @@ impl fmt::Debug for CpuDevice {
 }
 
 impl CpuDevice {
-    /// Uses `threads` compute threads. The calling thread is one of them.
+    /// A CPU device with `threads` compute threads, including the calling thread.
     pub fn new(threads: usize, arithmetic: CpuArithmetic) -> Self {
         Self { threads: Arc::new(Threads::new(threads)), arithmetic }
     }

@@ -1,12 +1,12 @@
-//! The CUDA driver under [`CommandQueue`](super::CommandQueue).
+//! The CUDA [`Driver`] of [`CommandQueue`](super::CommandQueue).
 //!
-//! NVIDIA's driver and run-time compiler are loaded when the program opens a GPU. Building needs neither.
+//! NVIDIA's driver and run-time compiler (NVRTC) are loaded when the program opens a GPU. A build needs neither.
 //!
-//! The GPU has its own memory. An adopted range of a slab has a copy there. [`Driver::upload`] copies a part of the range,
-//! so its bytes cross the bus once and not with every launch.
+//! The GPU has its own memory. Adopting a range of a slab allocates GPU memory of the same size. [`Driver::upload`] copies
+//! bytes of the range to it, so the bytes cross the bus once and not at every launch.
 //!
 //! All launches and copies go to one stream, which executes them in order. Barriers and fences therefore do nothing. The
-//! launches of a command buffer are submitted together, as a CUDA graph if the same sequence was submitted before.
+//! launches of a command buffer are submitted together. A sequence that repeats is submitted as a CUDA graph.
 //!
 //! CUDA cannot recover from a failed launch: every later call fails until the process ends.
 
@@ -38,9 +38,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Time between two queries of the event in a wait.
+/// Interval between two queries of the event during a wait.
 const POLL_INTERVAL: Duration = Duration::from_micros(50);
-/// Ampere: the kernels need its integer reductions over a warp.
+/// Minimum compute capability: Ampere, since the kernels use integer warp reductions.
 const MIN_CAPABILITY: (i32, i32) = (8, 0);
 
 /// An NVIDIA GPU.
@@ -50,19 +50,19 @@ pub struct Cuda {
     context: sys::CUcontext,
     stream: CUstream,
     library: CudaLibrary,
-    /// Free bytes when the GPU was opened.
+    /// Free GPU memory in bytes when the GPU was opened.
     free_bytes: usize,
     buffers: BTreeMap<u32, DeviceBuffer>,
     events: EventTimeline,
     graphs: GraphCache,
-    /// Results are read through this buffer.
+    /// Pinned buffer through which results are copied to the CPU.
     staging: StagingBuffer,
 }
 
-// SAFETY: a thread may use CUDA's handles if their context is current, which each call here ensures.
+// SAFETY: a thread may use CUDA handles if their context is current. Every method makes the context current.
 unsafe impl Send for Cuda {}
 
-/// The launches of a command buffer that is being encoded.
+/// The launches encoded so far in a command buffer.
 #[derive(Default)]
 pub struct CudaEncoder(Vec<CudaLaunch>);
 
@@ -78,8 +78,8 @@ fn driver_version() -> i32 {
 }
 
 impl Cuda {
-    /// Opens the first GPU that NVIDIA's driver lists; `CUDA_VISIBLE_DEVICES` changes which one that is. Returns `None`
-    /// without a driver or a GPU. With `require_features`, an older GPU is an error. Nothing is compiled yet.
+    /// Opens the first GPU that NVIDIA's driver lists. `CUDA_VISIBLE_DEVICES` can select another GPU. Returns `None` if there
+    /// is no driver or no GPU. If `require_features` is true, a GPU older than Ampere is an error. Does not compile kernels.
     ///
     /// # Errors
     /// The driver fails, or the GPU is too old.
@@ -108,7 +108,7 @@ impl Cuda {
             attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
         );
         if require_features && capability < MIN_CAPABILITY {
-            return fail(format!("{name} is older than Ampere and has no integer reductions over a warp"));
+            return fail(format!("{name} is older than Ampere and does not support integer warp reductions"));
         }
         let library = CudaLibrary::new(format!("sm_{}{}", capability.0, capability.1));
         // SAFETY: the device exists. `drop` releases the context once.
@@ -148,7 +148,7 @@ impl Cuda {
 
 impl Driver for Cuda {
     type Encoder = CudaEncoder;
-    /// The value that its event signals.
+    /// The value that the command buffer's event signals.
     type CommandBuffer = u64;
 
     fn name(&self) -> String {
@@ -216,7 +216,7 @@ impl Driver for Cuda {
 
     fn upload(&mut self, encoder: &mut CudaEncoder, region: Region) -> Result<(), DeviceError> {
         self.make_current()?;
-        // The copy must come after the launches encoded so far.
+        // Submits the launches encoded so far, since the copy must run after them.
         encoder.0.drain(..).try_for_each(|launch| launch.run(self.stream)).map_err(cuda_error)?;
         match self.buffers.get_mut(&region.buffer) {
             Some(buffer) => buffer.upload(region, self.stream),
@@ -227,7 +227,7 @@ impl Driver for Cuda {
     fn write(&mut self, region: Region, bytes: &[u8]) -> Result<(), DeviceError> {
         self.make_current()?;
         let bytes = bytes.get(..region.len).unwrap_or(bytes);
-        // SAFETY: in bounds (checked by the queue). CUDA has copied pageable memory when the call returns.
+        // SAFETY: in bounds (checked by the queue). For pageable memory, CUDA copies the bytes before the call returns.
         unsafe { result::memcpy_htod_async(self.region_address(region)?, bytes, self.stream) }.map_err(cuda_error)
     }
 
@@ -237,7 +237,7 @@ impl Driver for Cuda {
         let from = self.region_address(region)?;
         let bytes = &mut bytes[..len];
         let staged = self.staging.get(len);
-        // SAFETY: in bounds (checked by the queue). Each copy is waited for.
+        // SAFETY: in bounds (checked by the queue). `synchronize` waits for each copy.
         unsafe {
             match staged {
                 Some(staged) => {
@@ -283,7 +283,7 @@ impl Driver for Cuda {
     }
 
     fn commit(&mut self, encoder: CudaEncoder, value: u64) -> u64 {
-        // If this fails, the calls below report the failure.
+        // If this call fails, the calls below fail too and report the error.
         let _ = self.make_current();
         if let Err(error) = self.graphs.submit(encoder.0, self.stream) {
             self.events.set_failure(error);
@@ -299,7 +299,7 @@ impl Driver for Cuda {
 
     fn status(&self, value: &u64) -> CommandStatus {
         if self.signalled_value() >= *value {
-            // The time is not measured: no watchdog kills long command buffers on a GPU without a screen.
+            // GPU time is not measured: without a screen, no watchdog kills long command buffers.
             return CommandStatus::Done(0.0);
         }
         self.events.failure().map_or(CommandStatus::Pending, CommandStatus::Failed)
@@ -316,7 +316,7 @@ impl Driver for Cuda {
         fail("CUDA cannot recover from an error")
     }
 
-    /// No watchdog ends long work, and the time is not measured.
+    /// A low estimate, which allows long command buffers: no watchdog kills them.
     fn initial_seconds_per_thread(&self) -> f64 {
         1e-8
     }
@@ -336,7 +336,7 @@ impl Drop for Cuda {
         self.staging.clear();
         self.library.unload();
         self.events.clear();
-        // SAFETY: `new` made both, and both are released once. An error of the driver no longer matters.
+        // SAFETY: `new` created stream and context, and both are released once. Errors are ignored at this point.
         unsafe {
             if !self.stream.is_null() {
                 let _ = result::stream::destroy(self.stream);

@@ -1,4 +1,4 @@
-//! The kernels' source text, embedded in the binary. Metal or NVIDIA's compiler compiles it at the start.
+//! Source text of the kernels, embedded in the binary. Metal or NVRTC compiles it at run time.
 
 /// Files of `kernels/`. Each is compiled after the shim, `quant.metal` and (see [`compile`]) `tiles.metal`.
 pub const FILES: [(&str, &str); 10] = [
@@ -14,17 +14,17 @@ pub const FILES: [(&str, &str); 10] = [
     ("streams", include_str!("../../kernels/streams.metal")),
 ];
 
-/// Reading quantised weights: part of every file.
+/// Code that reads quantised weights. Part of every file.
 pub const QUANT: &str = include_str!("../../kernels/quant.metal");
 
-/// Matrix products on matrix units: part of every file.
+/// Matrix products on matrix units. Part of every file if the compiler accepts it.
 pub const TILES: &str = include_str!("../../kernels/tiles.metal");
 
 /// The macros of the kernel dialect for Metal.
 pub const METAL_SHIM: &str = include_str!("../../kernels/shim/metal.h");
 
-/// A kernel that writes to the second page of the address space, which no process maps. The argument hides the address
-/// from the compiler.
+/// A kernel that writes to the second page of the address space, which no process maps. The argument is always zero; it
+/// prevents the compiler from knowing the address.
 pub const METAL_FAULT: &str = "#include <metal_stdlib>
 kernel void fault(constant uint& zero [[buffer(0)]]) {
     *(volatile device uint*)(16384ul + zero) = 1;
@@ -39,7 +39,7 @@ pub fn cuda_source(text: &str) -> String {
     format!("{CUDA_SHIM}\n{QUANT}\n{TILES}\n{text}")
 }
 
-/// Complete source of one file for Metal. Without `tiles`, kernels that need matrix units are left out.
+/// Complete source of one file for Metal. If `tiles` is false, kernels that need matrix units are left out.
 pub fn metal_source(text: &str, tiles: bool) -> String {
     match tiles {
         true => format!("{METAL_SHIM}\n{QUANT}\n{TILES}\n{text}"),
@@ -52,20 +52,19 @@ pub struct CompiledKernels<L> {
     pub libraries: Vec<L>,
     /// Files that did not compile, each with the compiler's log.
     pub refused: Vec<(String, String)>,
-    /// True if the kernels that need matrix units are included.
+    /// True if the libraries contain the kernels that need matrix units.
     pub has_tiles: bool,
 }
 
-/// The name and complete source of every file for Metal: what the library compiles, and what `moestro doctor
-/// --print-kernels` writes.
+/// Name and complete source of every file for Metal, for `moestro doctor --print-kernels`.
 pub fn metal_sources(tiles: bool) -> impl Iterator<Item = (&'static str, String)> {
     FILES.into_iter().map(move |(name, text)| (name, metal_source(text, tiles)))
 }
 
 /// Compiles all files with `compile_file(name, text, with_tiles)`.
 ///
-/// `tiles.metal` is part of every file. If a file does not compile, all are compiled again without it. A GPU whose compiler
-/// only lacks matrix products can then still run all other kernels.
+/// If a file does not compile, compiles all files again without `tiles.metal`. A GPU whose compiler does not support matrix
+/// units can then run all other kernels.
 pub fn compile<L>(mut compile_file: impl FnMut(&str, &str, bool) -> Result<L, String>) -> CompiledKernels<L> {
     let mut compile_all = |has_tiles| {
         let mut compiled = CompiledKernels { libraries: Vec::new(), refused: Vec::new(), has_tiles };

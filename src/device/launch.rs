@@ -1,20 +1,20 @@
-//! A kernel launch as a plain value.
+//! [`Launch`]: a kernel launch as a plain value.
 //!
-//! `ops/*/gpu.rs` builds launches from operations. Metal and CUDA encode them, and tests execute the same values on the
+//! `ops/*/gpu.rs` builds launches from operations. Metal and CUDA encode launches. Tests execute the same launches with
 //! kernels compiled for the host.
 
-/// A range of a buffer. The device that executes a launch knows which memory a buffer number means.
+/// A byte range of a buffer. The buffer number belongs to the device that created the buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub struct Region {
     pub buffer: u32,
     /// Start, in bytes.
     pub offset: usize,
-    /// Length, in bytes. A kernel accesses nothing outside; the host run checks it.
+    /// Length, in bytes. A kernel must not access other bytes; tests on the host check this.
     pub len: usize,
 }
 
 impl Region {
-    /// `len` bytes from `offset` bytes into this region. Panics if they are not inside it.
+    /// The `len` bytes at `offset` bytes from the start of this region. Panics if they are not inside the region.
     pub fn part(self, offset: usize, len: usize) -> Self {
         assert!(offset + len <= self.len, "{len} bytes at {offset} of a region of {}", self.len);
         Self { buffer: self.buffer, offset: self.offset + offset, len }
@@ -35,23 +35,23 @@ impl Region {
         self.part(first * width * 4, count * width * 4)
     }
 
-    /// The smallest region that contains both. Both are in the same buffer.
+    /// The smallest region that contains both regions, which must be in the same buffer.
     pub fn union(self, other: Self) -> Self {
         let offset = self.offset.min(other.offset);
         Self { offset, len: (self.offset + self.len).max(other.offset + other.len) - offset, ..self }
     }
 
-    /// True if the two have a byte in common.
+    /// True if the regions have a byte in common.
     pub fn overlaps(self, other: Self) -> bool {
         self.buffer == other.buffer && self.offset < other.offset + other.len && other.offset < self.offset + self.len
     }
 }
 
-/// The access of a kernel to a buffer. Hazards between launches follow from it.
+/// The access of a kernel to a buffer. The queue derives hazards between launches from it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BufferAccess {
     Read,
-    /// Every byte is written and none is read.
+    /// The kernel writes every byte of the region and reads none.
     Write,
     ReadWrite,
 }
@@ -61,7 +61,7 @@ pub enum BufferAccess {
 pub struct Binding {
     pub region: Region,
     pub access: BufferAccess,
-    /// The region has addresses of adopted buffers, which the kernel reads, too.
+    /// True if the region contains addresses of adopted buffers, from which the kernel also reads.
     pub is_table: bool,
 }
 
@@ -89,9 +89,9 @@ impl Binding {
 pub struct Launch {
     /// The kernel's function name in `kernels/`.
     pub kernel: &'static str,
-    /// The argument struct (buffer 0). All its fields are 32-bit words.
+    /// The argument struct (kernel parameter 0). All of its fields are 32-bit words.
     pub args: Vec<u32>,
-    /// Buffers 1, 2, ...
+    /// Kernel parameters 1, 2, ...
     pub bindings: Vec<Binding>,
     /// Threadgroups in each dimension.
     pub grid: [u32; 3],

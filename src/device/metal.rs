@@ -1,14 +1,14 @@
-//! The Metal driver under [`CommandQueue`](super::CommandQueue).
+//! The Metal [`Driver`] of [`CommandQueue`](super::CommandQueue).
 //!
-//! **This file has been type-checked for macOS but has never run on a Mac.** The layers above it have run: the queue over a
-//! test double that enforces Metal's rules, the kernels, the launches and the schedule.
+//! **This file has been type-checked for macOS but has never run on a Mac.** The layers above it have run: the kernels, the
+//! launches, and the queue with a test double that enforces Metal's rules.
 //!
-//! It uses Candle's device, buffers and residency sets, but its own command queue. Candle can commit work without waiting
-//! (`Commands::flush`), but it gives access to no command buffer and no event. The CPU could then only wait for all work,
-//! and experts that are in memory could not be computed while others are read.
+//! The driver uses Candle's device, buffers and residency sets, but its own command queue. Candle can commit work without
+//! waiting (`Commands::flush`), but gives no access to command buffers or events. The CPU could then only wait for all work,
+//! and the GPU could not compute with experts in memory while others are read.
 //!
-//! Buffers are shared and untracked. The queue knows the hazards, so Metal need not track them. Our threads have no
-//! autorelease pool, so every call that may create autoreleased objects opens one.
+//! Buffers use shared storage and no hazard tracking, since the queue tracks hazards itself. Our threads have no autorelease
+//! pool, so every call that may create autoreleased objects opens one.
 
 mod library;
 mod residency_sets;
@@ -38,7 +38,7 @@ use std::{collections::BTreeMap, ffi::c_void, mem, ops::Range, ptr::NonNull, syn
 #[link(name = "CoreGraphics", kind = "framework")]
 unsafe extern "C" {}
 
-/// Page size of Apple silicon. No-copy buffers start and end at pages.
+/// Page size of Apple silicon. No-copy buffers must start and end at page boundaries.
 const PAGE: usize = 16384;
 
 /// A Metal GPU.
@@ -50,7 +50,7 @@ pub struct Metal {
     buffers: BTreeMap<u32, MetalBuffer>,
 }
 
-/// The objects that are unusable after a failure.
+/// The objects that must be replaced after a failure.
 struct MetalQueue {
     commands: Retained<ProtocolObject<dyn MTLCommandQueue>>,
     fence: Retained<ProtocolObject<dyn MTLFence>>,
@@ -59,7 +59,8 @@ struct MetalQueue {
 
 /// A command buffer that is being encoded.
 pub struct MetalEncoder {
-    /// The buffers behind tables were made resident for this command buffer. Only used without residency sets.
+    /// True after [`Metal::use_tables`] has made adopted buffers resident for this command buffer. Only used without
+    /// residency sets.
     has_tables: bool,
     commands: Retained<ProtocolObject<dyn MTLCommandBuffer>>,
     encoder: Retained<ProtocolObject<dyn MTLComputeCommandEncoder>>,
@@ -68,7 +69,7 @@ pub struct MetalEncoder {
 /// A submitted command buffer.
 pub struct MetalCommands(Retained<ProtocolObject<dyn MTLCommandBuffer>>);
 
-// SAFETY: any thread may use its Metal objects, one thread at a time. All methods that change them take `&mut self`.
+// SAFETY: Metal objects may move between threads if one thread at a time uses them. All mutating methods take `&mut self`.
 unsafe impl Send for Metal {}
 // SAFETY: as above.
 unsafe impl Send for MetalEncoder {}
@@ -77,9 +78,9 @@ unsafe impl Send for MetalCommands {}
 
 struct MetalBuffer {
     buffer: Buffer,
-    /// Number of its residency set.
+    /// Number of the buffer's residency set.
     set: Option<usize>,
-    /// The slab whose memory it uses, if any.
+    /// The slab whose memory the buffer uses, if it was adopted. Keeps the memory mapped.
     slab: Option<Arc<Slab>>,
 }
 
@@ -90,7 +91,7 @@ impl Drop for MetalEncoder {
     }
 }
 
-/// Candle's device. `None` before macOS 15 or without a GPU, where Candle panics.
+/// Candle's device. Returns `None` before macOS 15 and without a GPU, because Candle would panic.
 pub fn candle() -> Option<candle_core::Device> {
     AnyClass::get(c"MTLResidencySetDescriptor")?;
     Device::system_default()?;
@@ -112,10 +113,10 @@ impl MetalQueue {
 }
 
 impl Metal {
-    /// Opens the system's GPU. With `require_features`, a GPU that lacks a feature of the kernels is an error. Nothing is
-    /// compiled yet. If a kernel file does not compile, launching one of its kernels fails.
+    /// Opens the system's GPU. If `require_features` is true, a GPU that lacks a feature of the kernels is an error. Does not
+    /// compile kernels. If a kernel file does not compile, launching one of its kernels fails.
     pub fn new(require_features: bool) -> Result<Self, DeviceError> {
-        // A Candle tensor device would panic without a GPU and before macOS 15.
+        // `candle_core::Device` would panic without a GPU and before macOS 15.
         let Some(device) = Device::system_default() else {
             return fail("this Mac has no Metal GPU");
         };
@@ -123,20 +124,22 @@ impl Metal {
             let name = device.as_ref().name();
             return fail(format!("{name} does not share the CPU's memory, which Moestro requires on Metal"));
         }
-        // The class came with macOS 13, like the addresses of buffers.
+        // macOS 13 introduced this class together with GPU addresses of buffers, which the kernels need.
         if AnyClass::get(c"MTLIOCommandQueueDescriptor").is_none() {
             return fail("Moestro on Metal needs macOS 13 or later");
         }
         if require_features && !device.as_ref().supportsFamily(MTLGPUFamily::Apple7) {
             let name = device.as_ref().name();
             return Err(DeviceError(format!(
-                "{name} is older than M1 or a virtual machine's: it cannot add up a simdgroup"
+                "{name} is older than M1 or belongs to a virtual machine: it does not support simdgroup reductions"
             )));
         }
         let library = MetalLibrary::new(&device);
         let residency = ResidencySets::new(&device);
         if residency.is_none() {
-            tracing::warn!("before macOS 15, each command buffer wires its memory again; large models are slow");
+            tracing::warn!(
+                "before macOS 15, every command buffer must make its memory resident again; large models will be slow"
+            );
         }
         let queue = MetalQueue::new(&device, residency.as_ref())?;
         Ok(Self { device, queue, residency, library, buffers: BTreeMap::new() })
@@ -147,7 +150,8 @@ impl Metal {
         self.buffers.insert(number, MetalBuffer { buffer, set, slab });
     }
 
-    /// Makes all adopted buffers resident for this command buffer. Residency sets do that for all of them.
+    /// Makes all adopted buffers resident for this command buffer. Does nothing if there are residency sets, which keep
+    /// buffers resident for every command buffer.
     fn use_tables(&self, open: &mut MetalEncoder) {
         if self.residency.is_some() || std::mem::replace(&mut open.has_tables, true) {
             return;
@@ -158,7 +162,7 @@ impl Metal {
         }
     }
 
-    /// The address of a region. `None` if it is not inside a buffer.
+    /// The CPU address of a region. `None` if the region is not inside a buffer.
     fn contents(&self, region: Region) -> Option<*mut u8> {
         let memory = self.buffers.get(&region.buffer)?;
         // SAFETY: in bounds.
@@ -209,14 +213,14 @@ impl Driver for Metal {
         if !range.start.is_multiple_of(PAGE) {
             return fail(format!("cannot adopt bytes {range:?} of a slab: the range does not start at a page"));
         }
-        // SAFETY: in bounds (the caller's promise). Only the address is used.
+        // SAFETY: in bounds (checked by the queue). Only the address is used.
         let start = unsafe { slab.bytes(range.clone()) }.as_ptr();
         let whole = range.len().next_multiple_of(PAGE);
         let Some(pointer) = NonNull::new(start.cast_mut().cast::<c_void>()) else {
             return fail("cannot adopt an empty slab");
         };
         autoreleasepool(|_| {
-            // SAFETY: the memory is mapped in whole pages, and the slab, which is stored with the buffer, keeps it mapped.
+            // SAFETY: whole pages are mapped. The slab is stored with the buffer, so the pages stay mapped.
             let raw = unsafe {
                 let raw = self.device.as_ref();
                 raw.newBufferWithBytesNoCopy_length_options_deallocator(pointer, whole, RESOURCE_OPTIONS, None)
@@ -261,7 +265,7 @@ impl Driver for Metal {
 
     fn begin(&mut self, fenced: bool) -> Result<MetalEncoder, DeviceError> {
         autoreleasepool(|_| {
-            // The queue frees nothing that a command buffer in flight uses, so Metal need not retain each buffer.
+            // Unretained references are cheaper. The queue frees no buffer that a command buffer in flight uses.
             let Some(commands) = self.queue.commands.commandBufferWithUnretainedReferences() else {
                 return fail("Metal cannot create a command buffer");
             };
@@ -353,7 +357,7 @@ impl Driver for Metal {
 
     fn reset(&mut self, value: u64) -> Result<(), DeviceError> {
         autoreleasepool(|_| {
-            // Wakes threads that still wait for the old event.
+            // Wakes threads that wait for the old event.
             self.queue.event.setSignaledValue(value);
             self.queue = MetalQueue::new(&self.device, self.residency.as_ref())?;
             self.queue.event.setSignaledValue(value);
@@ -365,7 +369,7 @@ impl Driver for Metal {
         Some(Box::new(self.residency.as_ref()?.request()))
     }
 
-    /// Command buffers do not retain what they use, so everything else stays, too.
+    /// Also leaks queue, fence, event and pipelines, since command buffers do not retain the objects that they use.
     fn leak_buffers(&mut self) {
         mem::forget(mem::take(&mut self.buffers));
         mem::forget((self.queue.commands.clone(), self.queue.fence.clone(), self.queue.event.clone()));

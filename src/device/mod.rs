@@ -1,12 +1,12 @@
-//! Devices: memory that the CPU, the SSD and the GPU share, and kernel launches on Metal and CUDA.
+//! Devices: memory shared by CPU, SSD and GPU, and kernel launches on Metal and CUDA.
 //!
-//! This module does not depend on the operations of a model. A [`Launch`] is a plain value; `ops` builds it and a
-//! [`Gpu`] executes it.
+//! This module does not depend on the operations of a model. A [`Launch`] is a plain value: `ops` builds it, and a [`Gpu`]
+//! executes it.
 //!
 //! ```text
-//! Gpu            what `ops` calls; implemented by CommandQueue, and by the test's host GPU
-//! CommandQueue   order, barriers, command buffers, failures; generic over a Driver
-//! Driver         the calls of Metal or CUDA that the queue needs
+//! Gpu            the interface that `ops` uses; implemented by CommandQueue, and in tests by kernels compiled for the host
+//! CommandQueue   order, barriers, command buffers and failures, for any Driver
+//! Driver         the calls of Metal or CUDA that CommandQueue needs
 //! ```
 
 mod bandwidth;

@@ -1,13 +1,13 @@
-//! Opening the system's GPU.
+//! Opens the system's GPU.
 
 #[cfg(any(target_os = "macos", target_os = "linux"))]
 use super::CommandQueue;
 use super::{DeviceError, Gpu};
 
-/// The GPU interface that this build supports, as `--device` and the metrics name it.
+/// Name of the GPU interface of this build, in `--device` and in metrics.
 pub const GPU_KIND: &str = if cfg!(target_os = "macos") { "metal" } else { "cuda" };
 
-/// The message for a missing GPU when nothing failed.
+/// The error message if no GPU was found and no call failed.
 pub const NO_GPU: &str = if cfg!(target_os = "macos") {
     "there is no GPU"
 } else if cfg!(target_os = "linux") {
@@ -16,18 +16,18 @@ pub const NO_GPU: &str = if cfg!(target_os = "macos") {
     "this build supports no GPU"
 };
 
-/// Opens the system's GPU. Returns `None` if there is none that this build supports.
+/// Opens the system's GPU. Returns `None` if the system has no GPU that this build supports.
 ///
-/// The kernels are not compiled yet, and some may fail to compile: [`Gpu::compile`] reports that.
+/// Does not compile the kernels. [`Gpu::compile`] compiles them and reports errors.
 ///
 /// # Errors
-/// There is a GPU, but it cannot be used.
+/// The system has a GPU that cannot be used.
 pub fn open_gpu() -> Result<Option<Box<dyn Gpu>>, DeviceError> {
     open(true)
 }
 
-/// Opens the system's GPU even if it lacks a feature that the kernels need. `moestro doctor --any-gpu` uses it to find
-/// out which kernels work there.
+/// Opens the system's GPU even if it lacks a feature that the kernels need. `moestro doctor --any-gpu` uses this to test
+/// which kernels work.
 ///
 /// # Errors
 /// Like [`open_gpu`].
@@ -35,7 +35,7 @@ pub fn open_any_gpu() -> Result<Option<Box<dyn Gpu>>, DeviceError> {
     open(false)
 }
 
-/// Candle's device on the system's GPU, for the reference implementation. `None` where Candle has none.
+/// Candle's device for the system's GPU, for the reference implementation. `None` if Candle does not support the GPU.
 pub fn open_candle_gpu() -> Option<candle_core::Device> {
     #[cfg(target_os = "macos")]
     return super::metal::candle();

@@ -1,7 +1,7 @@
-//! Keeping a GPU's buffers resident in memory while it is idle.
+//! Keeps a GPU's buffers resident in memory while the GPU is idle.
 //!
-//! macOS revokes residency about a second after the last GPU work, and wiring tens of gigabytes again delays the next
-//! token. So a thread renews it for some minutes.
+//! macOS revokes the residency of buffers about a second after the last GPU work. Making tens of gigabytes resident again
+//! delays the next token. So a thread renews residency for some minutes after the last use.
 
 use parking_lot::{Condvar, Mutex};
 use std::{
@@ -11,7 +11,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// A thread that repeats an action at intervals, until some time after the last use.
+/// A thread that repeats an action at a fixed interval, until some time after the last [`Heartbeat::mark_used`].
 pub struct Heartbeat {
     state: Arc<(Mutex<HeartbeatState>, Condvar)>,
     thread: Option<JoinHandle<()>>,
@@ -48,7 +48,7 @@ impl Heartbeat {
         Ok(Self { state, thread: Some(thread) })
     }
 
-    /// Starts or continues the beats.
+    /// Records a use of the device. Wakes the thread if it sleeps.
     pub fn mark_used(&self) {
         let (state, wake) = &*self.state;
         let mut state = state.lock();
@@ -60,7 +60,7 @@ impl Heartbeat {
 }
 
 impl Drop for Heartbeat {
-    /// Waits for the action in progress: it uses the device.
+    /// Waits for an action in progress, since the action uses the device.
     fn drop(&mut self) {
         let (state, wake) = &*self.state;
         state.lock().is_closing = true;
@@ -76,7 +76,7 @@ mod tests {
     use super::*;
     use std::sync::mpsc;
 
-    /// A wait that only turns a hang into a failure.
+    /// Timeout that turns a hang into a test failure.
     const LIMIT: Duration = Duration::from_secs(60);
 
     fn wait_until_sleeping(heartbeat: &Heartbeat) {

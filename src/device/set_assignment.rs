@@ -1,11 +1,11 @@
 //! Assigns buffers to Metal's residency sets.
 //!
-//! macOS decides per set, and macOS 27 wires a set again as a whole if its residency was revoked. So buffers are spread
-//! over several sets.
+//! macOS grants and revokes residency per set. After a revocation, macOS 27 makes a whole set resident again. So buffers are
+//! spread over several sets.
 
-/// Maximum number of sets: a Metal command queue takes 32.
+/// Maximum number of residency sets of a Metal command queue.
 const MAX_SETS: usize = 32;
-/// A set has at most this fraction of the working set, except for one larger buffer.
+/// A set has at most `1 / SET_FRACTION` of the working set, unless a single buffer is larger.
 const SET_FRACTION: u64 = 20;
 
 /// Assigns buffers to residency sets by size.
@@ -17,12 +17,13 @@ pub struct SetAssignment {
 }
 
 impl SetAssignment {
-    /// `working_set` is the most bytes that the device recommends to allocate.
+    /// `working_set` is the number of bytes that the device recommends not to exceed.
     pub fn new(working_set: u64) -> Self {
         Self { set_bytes: (working_set / SET_FRACTION).max(1), sets: Vec::new() }
     }
 
-    /// The set for a new buffer: the first with room, else a new one, which has the next number, else the smallest.
+    /// Assigns a new buffer to a set: to the first set with room, otherwise to a new set (with the next number), or to the
+    /// smallest set if there are [`MAX_SETS`]. Returns the number of the set.
     pub fn add(&mut self, bytes: u64) -> usize {
         let with_room = self.sets.iter().position(|used| used.saturating_add(bytes) <= self.set_bytes);
         let smallest = || (0..self.sets.len()).min_by_key(|index| self.sets[*index]).unwrap_or(0);

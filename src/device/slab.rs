@@ -1,20 +1,20 @@
-//! Slabs: page-aligned blocks of memory that the CPU, the SSD and (on a Mac) the GPU share.
+//! Slabs: page-aligned blocks of memory that CPU, SSD and (on a Mac) GPU share.
 //!
-//! Expert slots and the trunk are in slabs, so bytes read from disk are used in place.
+//! Expert slots and the trunk (all other weights) are in slabs, so bytes read from disk are used in place.
 
 use std::{ops::Range, sync::Arc};
 
-/// A slab of at least this many bytes requests huge pages.
+/// Minimum size of a slab that requests huge pages, in bytes.
 #[cfg(target_os = "linux")]
 const HUGE: usize = 8 << 20;
 
-/// Largest page size of the supported systems, except for huge pages.
+/// Largest normal page size of the supported systems, in bytes.
 const LARGEST_PAGE: usize = 64 << 10;
 
-/// Page-aligned, zeroed memory of fixed size. The owner of a range writes it through a shared reference.
+/// Page-aligned, zeroed memory of fixed size. Several threads may write different ranges through a shared reference.
 ///
-/// The caller decides who may write which range: the slot table gives a slot to one reader at a time, and the loader
-/// fills a trunk before others use it. This is why [`Slab::bytes_mut`] is `unsafe`.
+/// [`Slab::bytes_mut`] is `unsafe` because the slab does not check which thread writes which range. The slot table ensures
+/// that one reader thread fills a slot at a time, and the loader fills a trunk before it is shared.
 pub struct Slab {
     map: memmap2::MmapRaw,
 }
@@ -23,7 +23,7 @@ impl Slab {
     /// Reserves `len` bytes of zeroed memory. The system commits a page when it is first used.
     pub fn new(len: usize) -> std::io::Result<Self> {
         let map = memmap2::MmapOptions::new().len(len.max(1)).map_anon()?;
-        // Huge pages reduce page-table walks, which slow down reading weights. The system may ignore the advice.
+        // Huge pages reduce TLB misses when weights are read. The system may ignore the advice.
         #[cfg(target_os = "linux")]
         if len >= HUGE {
             let _ = map.advise(memmap2::Advice::HugePage);
@@ -31,8 +31,8 @@ impl Slab {
         Ok(Self { map: map.into() })
     }
 
-    /// Commits all pages now, with `threads` threads. Otherwise the first read into a page waits for the system to clear
-    /// it, which can take longer than the read. Does nothing on Linux before 5.14 and on macOS.
+    /// Commits all pages now, with `threads` threads. Otherwise the system clears each page at the first read into it, which
+    /// can take longer than the read. Does nothing on Linux before 5.14 and on macOS.
     pub fn commit_pages(&self, threads: usize) {
         #[cfg(target_os = "linux")]
         std::thread::scope(|scope| {
@@ -47,9 +47,10 @@ impl Slab {
         let _ = threads;
     }
 
-    /// Returns the pages that lie wholly in `range` to the system. Their contents are lost.
+    /// Releases the pages that are completely inside `range` to the system. Their contents are lost.
     ///
-    /// A device that has adopted the range must [release](super::Gpu::release) it first: it would keep the pages in use.
+    /// A device that has adopted the range must [release](super::Gpu::release) its buffer first. Otherwise the buffer keeps
+    /// the pages in use.
     ///
     /// # Errors
     /// The system refuses.
@@ -61,11 +62,11 @@ impl Slab {
         const ADVICE: memmap2::UncheckedAdvice = memmap2::UncheckedAdvice::FreeReusable;
         #[cfg(not(target_os = "macos"))]
         const ADVICE: memmap2::UncheckedAdvice = memmap2::UncheckedAdvice::DontNeed;
-        // SAFETY: the map is anonymous, so the pages read as zeros or keep their bytes. The caller relies on neither.
+        // SAFETY: the map is anonymous, so the pages read as zeros or keep their bytes. The caller does not read them.
         self.on_pages(range, |at, len| unsafe { self.map.unchecked_advise_range(ADVICE, at, len) })
     }
 
-    /// Takes released pages into use again. Their contents are undefined.
+    /// Makes released pages usable again. Their contents are undefined.
     pub fn reuse_pages(&self, range: Range<usize>) -> std::io::Result<()> {
         #[cfg(target_os = "macos")]
         // SAFETY: the advice changes how the system accounts for the pages, not their contents.
@@ -76,7 +77,7 @@ impl Slab {
         self.on_pages(range, |_, _| Ok(()))
     }
 
-    /// Calls `advise` with the start and length of the pages that lie wholly in `range`, if there are any.
+    /// Calls `advise` with start and length of the pages that are completely inside `range`, if there are any.
     fn on_pages(
         &self,
         range: Range<usize>,
@@ -95,7 +96,7 @@ impl Slab {
         self.map.len() == 0
     }
 
-    /// All bytes, for the only owner.
+    /// All bytes. Needs exclusive access.
     pub fn as_mut_slice(&mut self) -> &mut [u8] {
         let len = self.len();
         // SAFETY: in bounds, initialised (anonymous maps are zeroed), exclusive by the borrow.
@@ -124,7 +125,7 @@ impl Slab {
     }
 }
 
-/// Fills a slab once, range by range from the start: a trunk that is being loaded.
+/// Fills a slab once, from start to end. Used to load a trunk.
 pub struct SlabWriter {
     slab: Slab,
     /// Bytes written so far.
@@ -137,7 +138,7 @@ impl SlabWriter {
         Ok(Self { slab: Slab::new(len)?, written: 0 })
     }
 
-    /// Calls `fill` to write the next `len` bytes, at a multiple of `align`. Panics if the slab is too small.
+    /// Calls `fill` to write the next `len` bytes, which start at a multiple of `align`. Panics if the slab is too small.
     pub fn append<E>(
         &mut self,
         len: usize,
@@ -149,12 +150,12 @@ impl SlabWriter {
         fill(&mut self.slab.as_mut_slice()[start..self.written])
     }
 
-    /// Returns the slab. It is not written any more.
+    /// Returns the slab, which is now read-only.
     pub fn finish(self) -> Arc<Slab> {
         Arc::new(self.slab)
     }
 
-    /// Bytes written so far, and the slab's length.
+    /// Number of bytes written so far, and the slab's length.
     pub fn progress(&self) -> (usize, usize) {
         (self.written, self.slab.len())
     }
@@ -181,7 +182,7 @@ mod tests {
         assert!(pages() > before && pages() >= slab.len() / 65536, "{before}, then {}", pages());
         // SAFETY: as above.
         assert_eq!(unsafe { slab.bytes(6..9) }, [0, 9, 0]);
-        // Only pages that lie wholly in the range are released.
+        // Only pages that are completely inside the range are released.
         // SAFETY: as above.
         unsafe { slab.bytes_mut(HUGE - 1..HUGE + 1) }.fill(8);
         let before = pages();

@@ -1,51 +1,51 @@
-//! The progress of a device. Work completes in order, so one number describes it.
+//! The progress of a device. Work completes in order, so one number describes the progress.
 
 use super::DeviceError;
 use std::time::Duration;
 
-/// A point in a device's work: it comes after everything encoded before it was taken.
+/// A point in the order of a device's work. It is complete when all work encoded before [`Timeline::sync_point`] is done.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
 pub struct SyncPoint(pub u64);
 
 impl SyncPoint {
-    /// A point that every device has completed from the start.
+    /// The point before all work. Every device has completed it.
     pub const START: SyncPoint = SyncPoint(0);
 }
 
-/// A device's sync points, which only grow, like a timeline semaphore or Metal's shared event.
+/// Tracks a device's progress with ascending sync points, like a timeline semaphore or Metal's shared event.
 ///
-/// The defaults are those of a device that completes an operation before its call returns, such as the CPU.
+/// The default methods are for a device that completes every operation before the call returns, such as the CPU.
 pub trait Timeline {
-    /// The point after everything encoded so far.
+    /// The point after all work encoded so far.
     fn sync_point(&mut self) -> SyncPoint {
         SyncPoint::START
     }
 
-    /// The last completed point. Everything encoded before it is done.
+    /// The last completed point.
     fn completed(&mut self) -> SyncPoint {
         SyncPoint::START
     }
 
-    /// Submits what was encoded before `point` and waits until the device has completed it.
+    /// Submits the work encoded before `point` and waits until the device has completed it.
     ///
     /// # Errors
-    /// The device cannot reach the point any more.
+    /// The work failed, so the device will never complete the point.
     fn wait_for(&mut self, point: SyncPoint) -> Result<(), DeviceError> {
         let _ = point;
         Ok(())
     }
 
-    /// Called before the caller waits for a disk: threads that spin for work may sleep. Returns the interval at which the
-    /// caller then calls [`Timeline::stay_awake`], if the device needs that.
-    fn rest(&mut self) -> Option<Duration> {
+    /// Called before the caller waits for a disk read. Lets worker threads sleep that otherwise spin for work. If the device
+    /// needs calls of [`Timeline::stay_awake`] during the wait, returns their interval.
+    fn begin_disk_wait(&mut self) -> Option<Duration> {
         None
     }
 
-    /// Called during a wait for a disk. A device that lowers its clock when idle submits a little work.
+    /// Called repeatedly during a wait for a disk read. A device that lowers its clock rate when idle submits a little work.
     fn stay_awake(&mut self) {}
 }
 
-/// The CPU's timeline: an operation is done when its call returns.
+/// The CPU's timeline: every operation is complete when its call returns.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct CpuTimeline;
 

@@ -1,9 +1,9 @@
-//! `ExpertChoice`: the experts that a layer needs, and the kind of forward pass.
+//! [`ExpertChoice`]: the router's output for one layer.
 
 /// The kind of forward pass that needs experts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PassKind {
-    /// A chunk of a prompt. It needs nearly every expert of a layer, so a bounded number of reads is queued at a time.
+    /// A chunk of a prompt. It needs nearly every expert of a layer, so the number of reads in progress is limited.
     Prefill,
     /// One token, or the few tokens of a draft. All missing experts are read at once.
     Decode,
@@ -15,6 +15,6 @@ pub struct ExpertChoice<'a> {
     /// The selected experts, `k` per row. Assignment `row * k + rank` is one (token, rank) pair.
     pub ids: &'a [u32],
     pub k: usize,
-    /// Every expert's logit, `[rows, experts]`; empty if unknown. Used for eviction scores.
+    /// Router logits of all experts, `[rows, experts]`, for the eviction scores. Empty if unknown.
     pub logits: &'a [f32],
 }

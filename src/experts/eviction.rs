@@ -1,33 +1,33 @@
 //! Eviction scores: an estimate of the probability that the next token of a layer selects an expert.
 //!
-//! Hit counts alone learn slowly: an expert that one token in fifty selects has no hits during most of the first fifty
-//! tokens. But the router computes a logit for every expert and token. The distance of an expert's logit from the selected
-//! ones predicts its chances as well as a selection does. So the score combines two estimates:
+//! Hit counts alone learn slowly: an expert that one token in fifty selects often has no hit in the first fifty tokens. But
+//! the router computes a logit for every expert and token, and unselected experts with high logits are likely to be
+//! selected soon. The score therefore combines two estimates:
 //!
-//! * The margin of an expert is its logit minus the lowest selected logit. Its running mean and variance define a normal
-//!   distribution. The first estimate is the probability that this distribution is positive.
-//! * The second estimate is the recent frequency of selection.
+//! * Margin: an expert's logit minus the lowest selected logit of the same token. A normal distribution with the running
+//!   mean and variance of the margin gives the probability that the margin is positive, which is a selection.
+//! * Share: the recent frequency of selection.
 //!
-//! The score is their mean, weighted by the number of tokens that each has seen.
+//! The score is the mean of both, weighted by the number of tokens that each estimate has seen.
 //!
-//! Each layer counts its own tokens, so a layer that the current token has not reached yet does not look older than one
-//! it has passed. Experts without a slot keep their statistics.
+//! Each layer counts its own tokens. Otherwise layers that the current token has not reached yet would seem older than
+//! layers before them. Experts without a slot keep their statistics.
 
 use super::choice::ExpertChoice;
 
-/// Window of the running statistics, in tokens. A longer window is more precise while the distribution is stable, and
-/// adapts to a change of topic about as slowly as its length.
+/// Window of the running statistics, in tokens. A longer window is more precise while the distribution is stable, but adapts
+/// more slowly to a change of topic.
 const WINDOW: f32 = 256.0;
 
-/// Largest weight of the margin estimate, in tokens of the frequency estimate.
+/// Maximum weight of the margin estimate. The weight of the share estimate is its number of tokens.
 const MARGIN_WEIGHT: f32 = 64.0;
-/// Growth of that weight per token seen.
+/// Weight of the margin estimate per token that it has seen, up to [`MARGIN_WEIGHT`].
 const MARGIN_WEIGHT_PER_TOKEN: f32 = 2.0;
 
-/// Weight of the scores of an earlier run, in tokens.
+/// Weight of a score from an earlier run, in tokens of the share estimate.
 const PRIOR_TOKENS: f32 = 16.0;
 
-/// One expert of one layer: `layer * experts + expert`.
+/// Identifies an expert of a layer: `layer * experts_per_layer + expert`.
 pub type ExpertKey = u32;
 
 /// Running statistics of one layer's experts.
@@ -37,13 +37,13 @@ struct LayerStats {
     mean: Vec<f32>,
     /// Variance of each expert's margin.
     variance: Vec<f32>,
-    /// Share of tokens that selected each expert.
+    /// Share of the tokens that selected each expert.
     share: Vec<f32>,
-    /// Mean of all variances. A variance of few samples is shrunk towards it.
+    /// Mean of `variance` over all experts. The score uses it as a prior while a layer has seen few tokens.
     mean_variance: f32,
-    /// Tokens that the margins have seen, at most [`WINDOW`].
+    /// Number of tokens in `mean` and `variance`, at most [`WINDOW`].
     margin_tokens: f32,
-    /// Tokens that the shares have seen, at most [`WINDOW`].
+    /// Number of tokens in `share`, at most [`WINDOW`].
     share_tokens: f32,
 }
 
@@ -74,8 +74,8 @@ impl EvictionScores {
         layer.mean_variance = layer.variance.iter().sum::<f32>() / self.experts.max(1) as f32;
     }
 
-    /// Sets the score of an expert from an earlier run, before any token of this run.
-    pub fn prime(&mut self, key: ExpertKey, score: f32) {
+    /// Sets the initial score of an expert to its score in an earlier run. Called before the first token.
+    pub fn set_prior(&mut self, key: ExpertKey, score: f32) {
         let (layer, expert) = (key as usize / self.experts.max(1), key as usize % self.experts.max(1));
         let Some(layer) = self.layers.get_mut(layer) else { return };
         if let Some(share) = layer.share.get_mut(expert) {
@@ -105,7 +105,7 @@ impl LayerStats {
         }
     }
 
-    /// Running mean and variance: exact over the first tokens, exponential once the window is full.
+    /// Updates mean and variance: exact over the first [`WINDOW`] tokens, then an exponential moving average.
     fn update_margins(&mut self, row: &[f32], ids: &[u32]) {
         let selected = ids.iter().filter_map(|&id| row.get(id as usize));
         let lowest = selected.copied().fold(f32::INFINITY, f32::min);

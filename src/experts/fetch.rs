@@ -1,4 +1,4 @@
-//! `ExpertFetch`: the experts that one layer asked for, handed out in batches as they become readable.
+//! [`ExpertFetch`]: returns the experts of one layer in batches, in the order in which their bytes arrive.
 
 use super::{
     choice::{ExpertChoice, PassKind},
@@ -14,13 +14,16 @@ use crate::{
 };
 use std::time::Instant;
 
-/// Maximum number of experts being read for a prefill. Reads are queued between batches only, so the window must keep
-/// the disk busy while a batch is computed. It must also leave most slots to the experts that decoding needs.
+/// Maximum number of experts being read at the same time for a prefill. Reads are queued only between batches, so there
+/// must be enough to keep the disk busy while a batch is computed. A larger window would evict more experts that decoding
+/// needs.
 const PREFILL_WINDOW: usize = 64;
 
-/// The experts that a layer asked for. A slot that was handed out keeps its bytes until a mark is set for it
-/// ([`ReadyBatch::release_after`], [`ExpertFetch::release_after`]) and the device has passed it. Dropping the fetch
-/// unpins all slots, so at that time the device must not be reading slots without a mark.
+/// The experts of one layer. Created by [`ExpertStore::fetch`].
+///
+/// The slots of a batch keep their bytes until they are released with a sync point ([`ReadyBatch::release_after`],
+/// [`ExpertFetch::release_after`]) and the device has completed that sync point. Dropping the fetch releases all other
+/// slots at once, so the device must not be reading them.
 pub struct ExpertFetch<'s> {
     store: &'s ExpertStore,
     layer: usize,
@@ -28,26 +31,27 @@ pub struct ExpertFetch<'s> {
     pending: PendingExperts,
 }
 
-/// Experts that can be read now.
+/// Experts whose bytes are in memory.
 pub struct ReadyBatch<'r> {
     store: &'r ExpertStore,
     pending: &'r mut PendingExperts,
 }
 
-/// One expert that can be read.
+/// An expert whose bytes are in memory.
 pub struct ReadyExpert<'r> {
     pub expert: u32,
     pub slot: SlotId,
-    /// The assignments of the choice that selected it, ascending.
+    /// The assignments (`row * k + rank`) that selected the expert, ascending.
     pub assignments: &'r [u32],
-    /// Codes, scales and biases of gate, up and down; empty if the encoding has no such part.
+    /// Codes, scales and biases of gate, up and down. A piece is empty if the encoding does not have it.
     pub pieces: [&'r [u8]; PIECES],
 }
 
 impl ExpertStore {
-    /// Fetches the experts that the router of `layer` selected. Updates the eviction scores, pins the hits, and starts
-    /// reading the misses as far as there are slots. [`ExpertFetch::next`] hands out all of them. `device` is the one
-    /// that computed the layers before.
+    /// Starts to fetch the experts that the router of `layer` selected. Updates the eviction scores, pins experts that are
+    /// in memory, and starts to read the others while slots are available. [`ExpertFetch::next`] returns all of them.
+    ///
+    /// `device` must be the device that computed the previous layers, since it may still read their slots.
     pub fn fetch(
         &self,
         layer: usize,
@@ -62,7 +66,7 @@ impl ExpertStore {
         if let Some(observer) = &mut state.observer {
             observer(layer, choice, phase);
         }
-        let mut pending = state.spare_lists.pop().unwrap_or_default();
+        let mut pending = state.spare_pending.pop().unwrap_or_default();
         pending.group(choice.ids);
         if !self.is_resident() {
             state.scores.update(layer, *choice);
@@ -71,7 +75,7 @@ impl ExpertStore {
             state.prefetcher.start_layer(layer);
         }
         self.save_hot_experts_if_due(state);
-        self.update_board(state);
+        self.update_heatmap(state);
         state.slots.advance(device.completed());
         let mut fetch = ExpertFetch { store: self, layer, phase, pending };
         fetch.pin_hits(state);
@@ -79,7 +83,7 @@ impl ExpertStore {
         Ok(fetch)
     }
 
-    /// The slot of `key`. A slot whose read failed is freed.
+    /// The slot of `key`. Frees the slot and returns `None` if its read has failed.
     fn find_slot(&self, state: &mut StoreState, key: ExpertKey) -> Option<SlotId> {
         let slot = state.slots.find(key)?;
         if state.slots.state(slot) == SlotState::Failed && state.slots.pins(slot) == 0 {
@@ -95,7 +99,7 @@ impl ExpertStore {
         let claim = match state.slots.claim(key, ReadReason::Demand, &state.scores) {
             Some(claim) => claim,
             None => {
-                // Nothing is evictable: cancel a background read that has not started.
+                // No expert can be evicted, so cancels a background read that has not started.
                 let slot = self.cancel_background_read(state)?;
                 state.slots.vacate(slot);
                 state.slots.claim(key, ReadReason::Demand, &state.scores)?
@@ -106,8 +110,8 @@ impl ExpertStore {
         Some(claim.slot)
     }
 
-    /// Cancels a read that no reader has started and no layer has asked for: first one of the warm start, otherwise a
-    /// prefetch.
+    /// Cancels a background read that has not started: a warm-start read if there is one, otherwise a prefetch. Returns the
+    /// slot.
     fn cancel_background_read(&self, state: &mut StoreState) -> Option<SlotId> {
         let mut queued = state.slots.in_state(SlotState::Queued).map(|(_, slot)| slot);
         queued
@@ -115,7 +119,7 @@ impl ExpertStore {
             .or_else(|| state.prefetcher.take_first(|slot| state.slots.is_prefetched(slot) && self.reader.cancel(slot)))
     }
 
-    /// Unpins the experts that were prefetched for a layer that did not ask for them.
+    /// Unpins experts that were prefetched for `layer` but are not part of its fetch.
     fn release_unused_prefetches(&self, state: &mut StoreState, layer: usize) {
         while let Some(slot) = state.prefetcher.take_for_layer(layer) {
             if state.slots.is_prefetched(slot) && self.reader.cancel(slot) {
@@ -145,15 +149,15 @@ impl ExpertStore {
         let base = self.layout.start(slot.index());
         std::array::from_fn(|piece| {
             let span = state.spans.get(slot.index()).map_or(0..0, |spans| spans[piece].clone());
-            // SAFETY: the slot is Ready or Checking, so all reads into it have ended. It is pinned until the batch that
-            // the result borrows is released, so nothing writes to it before.
+            // SAFETY: the slot is Ready or Checking, so all reads into it have ended. The result borrows the batch, and
+            // the slot stays pinned until the batch is released. So nothing writes to the slot while the result exists.
             unsafe { self.slab.bytes(base + span.start..base + span.end) }
         })
     }
 }
 
 impl ExpertFetch<'_> {
-    /// Number of distinct experts that have not been handed out.
+    /// Number of distinct experts that [`ExpertFetch::next`] has not returned yet.
     pub fn len(&self) -> usize {
         self.pending.waiting.len() + self.pending.in_slots.len()
     }
@@ -162,10 +166,12 @@ impl ExpertFetch<'_> {
         self.len() == 0
     }
 
-    /// The next experts that can be read: first the hits, then whatever has arrived since. Blocks only if there is
-    /// nothing to hand out. Returns `None` once every expert was handed out and every
-    /// [background verification](ExpertStore::verify_in_background) has ended. An expert with a wrong checksum is handed
-    /// out a second time, with the right bytes.
+    /// The next batch of experts: first those that were in memory, then those that have arrived since the last call. Blocks
+    /// until there is at least one.
+    ///
+    /// Returns `None` after every expert was returned and every
+    /// [background verification](ExpertStore::verify_in_background) has ended. If a verification fails, the expert is
+    /// returned a second time with correct bytes.
     #[allow(clippy::should_implement_trait)] // A lending iterator: a batch borrows the fetch.
     pub fn next(&mut self, device: &mut dyn Timeline) -> Result<Option<ReadyBatch<'_>>, StoreError> {
         let store = self.store;
@@ -173,7 +179,7 @@ impl ExpertFetch<'_> {
         let PendingExperts { batch, used, .. } = &mut self.pending;
         used.extend(batch.drain(..).map(|expert| expert.slot));
         loop {
-            let seen = store.reader.landed();
+            let seen = store.reader.finished();
             state.slots.advance(device.completed());
             self.finish_verifications(state);
             self.claim_slots(state);
@@ -187,14 +193,14 @@ impl ExpertFetch<'_> {
             }
             if self.pending.in_slots.is_empty()
                 && !only_verifying
-                && let Some(mark) = state.slots.next_mark()
+                && let Some(mark) = state.slots.next_sync_point()
             {
-                // The device is reading every slot, so wait for the device and not for the disk.
+                // No slot is free, and the device still reads slots of earlier layers or batches. Waits for the device.
                 device.wait_for(mark).map_err(|error| StoreError::Other(format!("GPU: {error}")))?;
                 continue;
             }
             if self.pending.in_slots.is_empty() && !store.reader.is_busy() {
-                if store.reader.landed() > seen {
+                if store.reader.finished() > seen {
                     continue;
                 }
                 return Err(StoreError::Other(format!(
@@ -204,7 +210,7 @@ impl ExpertFetch<'_> {
                     state.slots.len()
                 )));
             }
-            let interval = device.rest();
+            let interval = device.begin_disk_wait();
             let begin = Instant::now();
             match interval {
                 None => store.reader.wait(seen),
@@ -226,12 +232,12 @@ impl ExpertFetch<'_> {
         }
     }
 
-    /// The device reads everything that was handed out and not released yet, until it passes `mark`.
+    /// Releases the slots of all batches that were not released yet. The device may read them until it has completed `mark`.
     pub fn release_after(mut self, mark: SyncPoint) {
         self.release(mark);
     }
 
-    /// Pins the experts that have a slot, before anything is evicted, and counts the lookups.
+    /// Pins the experts that have a slot, so that they are not evicted for others, and counts hits and misses.
     fn pin_hits(&mut self, state: &mut StoreState) {
         let store = self.store;
         let metrics = &store.metrics;
@@ -244,7 +250,7 @@ impl ExpertFetch<'_> {
             }
         };
         store.release_failed_prefetches(state);
-        let (mut hits, mut misses, mut foreseen) = (0, 0, 0);
+        let (mut hits, mut misses, mut from_prefetch) = (0, 0, 0);
         let PendingExperts { waiting, in_slots, .. } = &mut self.pending;
         waiting.retain_mut(|wanted| {
             let key = store.key(self.layer, wanted.expert);
@@ -259,7 +265,7 @@ impl ExpertFetch<'_> {
             state.slots.pin(slot);
             let is_readable = state.slots.state(slot).is_readable();
             match (state.slots.take_prefetched(slot), is_readable) {
-                (true, _) => foreseen += 1,
+                (true, _) => from_prefetch += 1,
                 (false, true) => hits += 1,
                 (false, false) => misses += 1,
             }
@@ -271,15 +277,15 @@ impl ExpertFetch<'_> {
         });
         hit.inc_by(hits);
         miss.inc_by(misses);
-        prefetched.inc_by(foreseen);
-        metrics.prefetches_used.inc_by(foreseen);
+        prefetched.inc_by(from_prefetch);
+        metrics.prefetches_used.inc_by(from_prefetch);
         if self.phase == PassKind::Decode {
-            state.prefetcher.count_reads(misses, foreseen);
+            state.prefetcher.count_reads(misses, from_prefetch);
         }
         store.release_unused_prefetches(state, self.layer);
     }
 
-    /// Claims slots for waiting experts, as far as there are slots and the prefill window allows.
+    /// Claims slots for waiting experts until no slot is available or the prefill window is full.
     fn claim_slots(&mut self, state: &mut StoreState) {
         let PendingExperts { waiting, in_slots, .. } = &mut self.pending;
         let mut limit = usize::MAX;
@@ -298,7 +304,7 @@ impl ExpertFetch<'_> {
         }
     }
 
-    /// Unpins experts whose verification succeeded. Damaged ones are read again and handed out a second time.
+    /// Unpins experts whose verification succeeded. Moves damaged experts back to `in_slots`, to be read again.
     fn finish_verifications(&mut self, state: &mut StoreState) {
         let PendingExperts { in_slots, unverified, .. } = &mut self.pending;
         unverified.retain(|expert| match state.slots.state(expert.slot) {
@@ -314,7 +320,7 @@ impl ExpertFetch<'_> {
         });
     }
 
-    /// Moves readable experts to the batch.
+    /// Moves experts whose bytes have arrived from `in_slots` to the batch.
     fn collect_batch(&mut self, state: &mut StoreState) -> Result<(), StoreError> {
         let (store, layer) = (self.store, self.layer);
         let PendingExperts { in_slots, batch, unverified, .. } = &mut self.pending;
@@ -367,7 +373,7 @@ impl Drop for ExpertFetch<'_> {
         self.release(SyncPoint::START);
         self.pending.waiting.clear();
         let state = &mut *self.store.state.borrow_mut();
-        state.spare_lists.push(std::mem::take(&mut self.pending));
+        state.spare_pending.push(std::mem::take(&mut self.pending));
     }
 }
 
@@ -389,7 +395,8 @@ impl ReadyBatch<'_> {
         })
     }
 
-    /// The device reads these slots until it passes `mark`. Then they can be reused, even before the layer ends.
+    /// Releases the slots of this batch. They can be reused after the device has completed `mark`, even before the layer
+    /// ends.
     pub fn release_after(self, mark: SyncPoint) {
         let state = &mut *self.store.state.borrow_mut();
         for expert in self.pending.batch.drain(..) {

@@ -1,8 +1,9 @@
-//! Memory pressure: how many slots the store may keep while the system is short of memory.
+//! Memory pressure: decides how many slots the store may use while the system is short of memory.
 //!
-//! Reading an expert again is cheaper than swapping, or being killed. The store releases the last slots of the slab, so
-//! that whole huge pages become free. It restores slots a few at a time, once memory has not been short for a while and
-//! all present slots are filled. A GPU uses the slab in segments, and then only whole segments are released.
+//! Under pressure the store releases slots, since reading an expert again is cheaper than swapping or being killed. It
+//! releases slots from the end of the slab, so that whole huge pages become free. It restores a few slots at a time, after
+//! [`RESTORE_DELAY`] without a shortage, and only if all usable slots are filled. If a GPU uses the slab, whole segments
+//! are released and restored.
 
 use crate::platform::os::{MemoryLevel, MemoryMonitor};
 use std::time::{Duration, Instant};
@@ -10,33 +11,33 @@ use std::time::{Duration, Instant};
 /// Interval between two checks of the system's memory.
 const CHECK_INTERVAL: Duration = Duration::from_millis(250);
 
-/// Slots are restored only this long after the last shortage.
-const CALM: Duration = Duration::from_secs(10);
+/// Minimum time between the last shortage and restoring slots.
+const RESTORE_DELAY: Duration = Duration::from_secs(10);
 
-/// At most this fraction of all slots is restored at once.
+/// At most `1 / RESTORE_FRACTION` of all slots is restored at once.
 const RESTORE_FRACTION: usize = 16;
 
-/// Numbers of slots.
+/// Slot counts of the store, for [`MemoryPressure::decide`].
 #[derive(Debug, Clone, Copy)]
 pub(super) struct SlotCounts {
     pub present: usize,
     pub used: usize,
-    /// Slots when the store was opened.
+    /// Number of slots when the store was opened.
     pub all: usize,
-    /// Slots are released and restored in multiples of this.
+    /// Slots are released and restored in multiples of this number.
     pub step: usize,
 }
 
-/// What to do with the slots.
+/// The decision of [`MemoryPressure::decide`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum SlotChange {
     None,
-    /// Release slots until this many are left. The change is logged if no shortage was logged recently.
+    /// Release slots until `to` are left. `is_logged` is false if a recent shortage was logged already.
     Shrink {
         to: usize,
         is_logged: bool,
     },
-    /// Restore slots until there are this many.
+    /// Restore slots until there are `to`.
     Grow {
         to: usize,
     },
@@ -62,7 +63,7 @@ impl MemoryPressure {
         (now >= self.next_check).then(|| self.monitor.check())
     }
 
-    /// Sets the time of the next check. After a release, the system needs time to count them as free.
+    /// Sets the time of the next check. After slots were released, waits until the system counts their memory as free.
     pub fn schedule(&mut self, now: Instant, has_released: bool) {
         self.next_check = now + if has_released { MemoryMonitor::SETTLE_TIME } else { CHECK_INTERVAL };
     }
@@ -76,11 +77,11 @@ impl MemoryPressure {
                 let slots = usize::try_from(bytes.div_ceil(slot_bytes)).unwrap_or(present);
                 let to = present.saturating_sub(slots) / step * step;
                 let to = to.max(self.min_slots.next_multiple_of(step));
-                let is_logged = before.is_none_or(|before| now - before > CALM);
+                let is_logged = before.is_none_or(|before| now - before > RESTORE_DELAY);
                 if to < present { SlotChange::Shrink { to, is_logged } } else { SlotChange::None }
             }
             MemoryLevel::Spare(bytes) if present < all && used == present => {
-                let is_calm = self.last_short.is_none_or(|short| now - short > CALM);
+                let is_calm = self.last_short.is_none_or(|short| now - short > RESTORE_DELAY);
                 let spare = usize::try_from(bytes / slot_bytes).unwrap_or(all);
                 let most = spare.min((all / RESTORE_FRACTION).max(step)).min(all - present);
                 let to = if present + most == all { all } else { (present + most) / step * step };

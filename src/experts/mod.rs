@@ -1,6 +1,6 @@
-//! Experts in memory: from bytes on disk to bytes in slots. This module does no arithmetic and does not use tensors.
+//! Streams experts from disk into a fixed number of memory slots. This module does no arithmetic and uses no tensors.
 //!
-//! One call per layer is the only way to an expert's weights, on every device:
+//! [`ExpertStore::fetch`] is the only way to access an expert's weights, on every device. It is called once per layer:
 //!
 //! ```text
 //! let mut fetch = store.fetch(layer, &ExpertChoice { ids, k, logits }, phase, device)?;   pins hits, starts reading misses
@@ -10,20 +10,24 @@
 //!     batch.release_after(device.sync_point());                                                 after the last use of the slots
 //! }
 //! ```
-//! The rule for reusing slots: a slot can be filled again once the device has passed a mark that was set after its last
-//! reader. `device` is a [`Timeline`](crate::device::Timeline). The CPU ([`CpuTimeline`](crate::device::CpuTimeline)) has
-//! passed every mark; a GPU is asked. A device that reads the slots of all batches together at the end of a layer calls
-//! `fetch.release_after(device.sync_point())`; then all experts of the layer need slots at once. With a mark per batch, any
-//! number of slots is enough. An assignment is `row * k + rank`. Results are stored per assignment and summed in rank
-//! order, so they do not depend on the order of arrival.
+//! `release_after` takes a [`SyncPoint`](crate::device::SyncPoint): a slot is reused only after the device has completed
+//! the sync point taken after the last operation that reads the slot. The CPU completes every operation before the call
+//! returns. A GPU may call `release_after` per batch; then any number of slots is enough. A GPU that reads all batches
+//! together at the end of a layer calls `fetch.release_after(device.sync_point())` instead; then all experts of the layer
+//! need slots at the same time.
 //!
-//! * [`slot_table`]: which expert is in which slot, and the states of a slot. [`eviction`]: the scores of experts.
-//! * [`read_plan`]: where an expert's bytes lie on disk and in a slot.
-//! * [`reader`]: the threads that read from a [`source`] straight into slots.
-//! * [`prefetch`]: decides whether prefetching pays. `warm_start`: the hot experts of the last run.
-//! * [`slot_layout`]: slots and segments in the slab.
-//! * `memory_pressure`: how many slots stay while the system is short of memory.
-//! * `store` and `fetch`: the store, and one layer's experts as they arrive.
+//! An assignment is `row * k + rank`. Results are stored per assignment and summed in rank order, so the sum does not depend
+//! on the order in which experts arrive.
+//!
+//! * [`slot_table`]: assigns experts to slots and tracks the state of each slot.
+//! * [`eviction`]: eviction scores of experts.
+//! * [`read_plan`]: the position of an expert's bytes on disk and in a slot.
+//! * [`reader`]: threads that read from a [`source`] directly into slots.
+//! * [`prefetch`]: measures whether prefetching saves time, and turns it on or off.
+//! * `warm_start`: saves and loads the list of hot experts.
+//! * [`slot_layout`]: positions of slots and segments in the slab.
+//! * `memory_pressure`: decides how many slots to keep while the system is short of memory.
+//! * `store` and `fetch`: [`ExpertStore`], and [`ExpertFetch`] for the experts of one layer.
 //!
 //! An [`ExpertStore`] belongs to the thread that owns the model. The slot table needs no lock: reader threads only access
 //! slot states.

@@ -1,4 +1,4 @@
-//! `PendingExperts`: the distinct experts of one layer, on their way from "no slot" to "used by the device".
+//! [`PendingExperts`]: the progress of each expert of a fetch, from "has no slot" to "used by the device".
 
 use super::slot_table::SlotId;
 use std::{collections::VecDeque, ops::Range};
@@ -13,27 +13,27 @@ pub(super) struct PendingExpert {
     pub slot: SlotId,
 }
 
-/// Lists that an expert moves through. They are reused for the next layer, so that a fetch allocates nothing.
+/// The distinct experts of one fetch, in one list per stage. The next fetch reuses the lists, so that it does not allocate.
 #[derive(Default)]
 pub(super) struct PendingExperts {
-    /// The assignments of the choice, sorted by expert.
+    /// All assignments (`row * k + rank`) of the fetch, sorted by expert.
     pub assignments: Vec<u32>,
-    /// Pairs of expert and assignment, sorted.
+    /// Buffer of [`PendingExperts::group`]: pairs of expert and assignment, sorted.
     order: Vec<(u32, u32)>,
     /// Experts without a slot.
     pub waiting: VecDeque<PendingExpert>,
-    /// Experts in a pinned slot that have not been handed out.
+    /// Experts in a pinned slot that were not returned in a batch yet. They may still be read.
     pub in_slots: Vec<PendingExpert>,
-    /// Experts of the last batch that was handed out.
+    /// Experts of the current batch.
     pub batch: Vec<PendingExpert>,
     /// Slots of earlier batches that are still pinned.
     pub used: Vec<SlotId>,
-    /// Experts that were handed out before verification. A second pin keeps them until it ends.
+    /// Experts that were returned in a batch before their checksum was verified. A second pin protects each until then.
     pub unverified: Vec<PendingExpert>,
 }
 
 impl PendingExperts {
-    /// Groups the assignments of a choice by expert. All experts are then waiting.
+    /// Groups assignments by expert and puts all experts into `waiting`. `ids` has the expert of each assignment.
     pub fn group(&mut self, ids: &[u32]) {
         let id = |assignment: u32| ids.get(assignment as usize).copied().unwrap_or(0);
         self.order.clear();

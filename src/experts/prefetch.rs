@@ -1,29 +1,29 @@
-//! `Prefetcher`: which predicted experts are being read, and whether prefetching pays.
+//! [`Prefetcher`]: tracks prefetches in progress and decides by measurement whether to prefetch.
 //!
-//! The benefit is measured. During a trial of some dozen tokens every other token is prefetched for. The two settings are
-//! compared by stall time per expert that had to be read. The better one is kept for a while, longer after each trial.
-//! Prefetching is on before the first trial, because a cold start gains most from it.
+//! During a trial, prefetching is on for every other token, until each setting has at least eight tokens and 16 reads. The
+//! measure is the stall time divided by the number of experts read. The better setting is used until the next trial.
+//! Intervals between trials double. Before the first trial, prefetching is on, since it helps most after a cold start.
 
 use super::{choice::PassKind, slot_table::SlotId};
 
-/// `--prefetch`.
+/// Whether to prefetch experts: the value of `--prefetch`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Prefetch {
-    /// On while it measures better than off.
+    /// On if trials show that it reduces stall time.
     #[default]
     Auto,
     On,
     Off,
 }
 
-/// Bytes that may be prefetched for layers that have not asked yet.
+/// Maximum bytes of prefetched experts whose layers have not been fetched yet.
 const MAX_BYTES: usize = 128 << 20;
 
 /// Tokens before the first trial.
 const WARM_UP_TOKENS: u32 = 8;
-/// Tokens of a trial, at least.
+/// Minimum number of tokens per trial, half of them with each setting.
 const TRIAL_TOKENS: u32 = 16;
-/// Experts that each setting must have read in a trial for a valid comparison.
+/// Minimum number of experts that each setting must read during a trial, for a valid comparison.
 const MIN_TRIAL_READS: u64 = 16;
 
 /// Tokens between the first two trials. The interval doubles with each trial.
@@ -33,9 +33,9 @@ const MAX_KEEP_TOKENS: u32 = 8192;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum TrialStage {
     WarmUp,
-    /// Tokens with and without prefetching alternate.
+    /// Prefetching alternates between on and off, token by token.
     Trial,
-    /// The better setting of the last trial is in use.
+    /// Uses the setting that was better in the last trial.
     Settled,
 }
 
@@ -46,8 +46,9 @@ pub struct Prefetcher {
     stage: TrialStage,
     /// Tokens left in this stage.
     tokens_left: u32,
-    /// Tokens of the next `Settled` stage.
+    /// Length of the next `Settled` stage in tokens.
     keep_tokens: u32,
+    /// The layer of the last [`Prefetcher::start_layer`].
     layer: usize,
     /// Stall seconds without and with prefetching.
     stall_seconds: [f64; 2],
@@ -68,13 +69,14 @@ impl Prefetcher {
             layer: 0,
             stall_seconds: [0.0; 2],
             reads: [0; 2],
-            // Prefetched experts pin their slots until their layer has asked, so they may take an eighth of all slots.
+            // Prefetched experts stay pinned until their layer is fetched, so they may take at most an eighth of the slots.
             max_in_flight: (MAX_BYTES / slot_bytes.max(1)).min(slots / 8),
             in_flight: Vec::new(),
         }
     }
 
-    /// A prompt needs nearly all experts, so its predictions always pay. Trials apply to decoding only.
+    /// True if experts should be prefetched for this kind of pass. A prefill needs nearly all experts, so predictions for
+    /// it are almost always right. Trials apply to decoding only.
     pub fn is_on(&self, phase: PassKind) -> bool {
         let is_on = match phase {
             PassKind::Prefill => self.setting != Prefetch::Off,
@@ -98,13 +100,13 @@ impl Prefetcher {
         Some(self.in_flight.remove(at).1)
     }
 
-    /// Removes and returns one prefetch of a layer that asks now.
+    /// Removes and returns one prefetch of `layer`. Called when the layer is fetched.
     pub fn take_for_layer(&mut self, layer: usize) -> Option<SlotId> {
         let at = self.in_flight.iter().position(|(other, _)| *other == layer)?;
         Some(self.in_flight.swap_remove(at).1)
     }
 
-    /// Records that `layer` asks while decoding. A layer that is not after the previous one starts a new token.
+    /// Records that `layer` is fetched during decoding. A layer number that does not increase starts a new token.
     pub fn start_layer(&mut self, layer: usize) {
         let is_new_token = layer <= self.layer;
         self.layer = layer;
@@ -116,8 +118,8 @@ impl Prefetcher {
         match self.stage {
             TrialStage::Trial if is_incomplete => self.is_on = !self.is_on,
             TrialStage::Trial => {
-                let [without, with] = [0, 1].map(|way| self.stall_seconds[way] / self.reads[way] as f64);
-                // A gain below 2 % is noise, and prefetching has a cost.
+                let [without, with] = [0, 1].map(|setting| self.stall_seconds[setting] / self.reads[setting] as f64);
+                // Ignores gains below 2 %: they are noise, and prefetching itself costs time.
                 self.is_on = with < 0.98 * without;
                 tracing::debug!(with, without, on = self.is_on, "prefetch trial: stall seconds per expert read");
                 (self.stage, self.tokens_left) = (TrialStage::Settled, self.keep_tokens);
@@ -131,7 +133,7 @@ impl Prefetcher {
         }
     }
 
-    /// Counts the experts of a layer that had to be read: missing ones and prefetched ones.
+    /// Counts experts of a layer that were read: those that missed, and those that were prefetched.
     pub fn count_reads(&mut self, misses: u64, prefetched: u64) {
         self.reads[usize::from(self.is_on)] += misses + prefetched;
     }
@@ -145,8 +147,8 @@ impl Prefetcher {
 mod tests {
     use super::*;
 
-    /// Runs `tokens` tokens of two layers in which an expert costs `with` or `without` seconds; returns how many of
-    /// them had reading prefetcher on.
+    /// Simulates `tokens` tokens of two layers. Each expert stalls for `with` seconds with prefetching and for `without`
+    /// seconds without it. Returns the number of tokens for which prefetching was on.
     fn run(prefetcher: &mut Prefetcher, tokens: usize, with: f64, without: f64) -> usize {
         let mut on = 0;
         for _ in 0..tokens {
@@ -186,27 +188,27 @@ mod tests {
         assert!(!Prefetcher::new(Prefetch::On, 4, 1 << 20).is_on(PassKind::Decode));
     }
 
-    /// Stages by token: 8 tokens of warm-up, then alternating tokens: at least 16, and until each setting has read 16
-    /// experts. Then the better setting for 128 tokens, and twice as many after each further trial.
+    /// Expects 8 tokens of warm-up. Then a trial of at least 16 tokens, until each setting has read 16 experts. Then the
+    /// better setting for 128 tokens, and for twice as many after each further trial.
     #[test]
     fn trial_stages_have_their_lengths() {
         for (experts, trial) in [(4, 16), (1, 32), (0, 500)] {
             let mut prefetcher = Prefetcher::new(Prefetch::Auto, 1000, 1 << 20);
-            let mut ways = Vec::new();
+            let mut settings = Vec::new();
             for _ in 0..600 {
                 // One layer, so every call starts a token.
                 prefetcher.start_layer(0);
-                ways.push(prefetcher.is_on(PassKind::Decode));
+                settings.push(prefetcher.is_on(PassKind::Decode));
                 prefetcher.count_reads(experts / 2, experts - experts / 2);
                 prefetcher.count_stall(if prefetcher.is_on(PassKind::Decode) { 0.97 } else { 1.0 });
             }
-            assert!(ways[..8].iter().all(|on| *on));
-            assert!(ways[8..7 + trial].iter().enumerate().all(|(token, on)| *on == (token % 2 == 1)), "{experts}");
+            assert!(settings[..8].iter().all(|on| *on));
+            assert!(settings[8..7 + trial].iter().enumerate().all(|(token, on)| *on == (token % 2 == 1)), "{experts}");
             if experts > 0 {
-                assert!(ways[7 + trial..7 + trial + 128].iter().all(|on| *on), "{experts}: a gain of 3 % counts");
+                assert!(settings[7 + trial..7 + trial + 128].iter().all(|on| *on), "{experts}: a gain of 3 % counts");
                 let next = 7 + trial + 129;
-                assert!(!ways[next], "{experts}: the next trial");
-                assert!(ways[next + trial - 1..600].iter().take(256).all(|on| *on), "{experts}");
+                assert!(!settings[next], "{experts}: the next trial");
+                assert!(settings[next + trial - 1..600].iter().take(256).all(|on| *on), "{experts}");
             }
         }
         for setting in [Prefetch::On, Prefetch::Off] {

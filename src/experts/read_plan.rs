@@ -1,4 +1,4 @@
-//! Read plans: where an expert's bytes lie on disk, and where each read puts them in a slot.
+//! Read plans: the byte ranges of an expert on disk, and the range of the slot that each read fills.
 
 use std::ops::Range;
 
@@ -8,8 +8,8 @@ pub const PIECES: usize = 9;
 /// Alignment of slots and of reads within a slot, in bytes: a cache line, so that kernels can load whole lines.
 const ALIGN: usize = 64;
 
-/// Gap between two pieces, in bytes, that is cheaper to read than to skip with a second read.
-const GAP: u64 = 256;
+/// Pieces with a gap of at most this many bytes share one read, since reading the gap is cheaper than a second read.
+const MAX_GAP: u64 = 256;
 
 /// One contiguous byte range of one file.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -18,14 +18,14 @@ pub struct Piece {
     pub file: u32,
     /// Bytes from the start of the file.
     pub offset: u64,
-    /// Length in bytes; 0 if the encoding has no such part.
+    /// Length in bytes. 0 if the encoding has no such piece, for example no biases.
     pub len: usize,
 }
 
 /// The pieces of one layer's experts on disk.
 pub type LayerExperts = Vec<[Piece; PIECES]>;
 
-/// The pieces of every expert. `layers[layer][expert]` lists the codes, scales and biases of gate, then up, then down.
+/// The pieces of every expert on disk. `layers[layer][expert]` lists codes, scales and biases of gate, then up, then down.
 #[derive(Debug, Clone, Default)]
 pub struct ExpertMap {
     pub layers: Vec<LayerExperts>,
@@ -42,7 +42,7 @@ impl ExpertMap {
         self.layers.iter().flatten().flatten().map(|piece| piece.len as u64).sum()
     }
 
-    /// Bytes of one slot if reads are aligned to `block`. [`crate::platform::MAX_BLOCK`] is the worst case.
+    /// Bytes of one slot if reads are aligned to `block`. Largest for [`crate::platform::MAX_BLOCK`].
     pub fn slot_bytes(&self, block: usize) -> usize {
         let most = self.layers.iter().flatten().map(|pieces| ReadPlan::new(pieces, block).slot_bytes).max();
         most.unwrap_or(0).next_multiple_of(block.max(ALIGN))
@@ -55,34 +55,35 @@ pub struct ReadRange {
     pub file: u32,
     /// Bytes from the start of the file.
     pub offset: u64,
-    /// Bytes requested. The file may end earlier.
+    /// Bytes to request, a multiple of the block size. The file may end earlier.
     pub len: usize,
-    /// Bytes that must arrive: up to the end of the last piece.
+    /// Bytes that the read must return: up to the end of the last piece.
     pub needed: usize,
-    /// Bytes from the start of the slot.
+    /// Destination, in bytes from the start of the slot.
     pub at: usize,
 }
 
-/// The reads that fill a slot with one expert. Pieces that are adjacent on disk share a read. A piece keeps its file
-/// offset modulo the block size, so a direct read needs no copy.
+/// The reads that fill a slot with one expert. Pieces that are adjacent on disk share a read.
+///
+/// For each read, the offset in the slot is congruent to the file offset modulo the block size, as direct I/O requires.
 #[derive(Debug, Clone)]
 pub struct ReadPlan {
     reads: [ReadRange; PIECES],
     count: usize,
     /// Range of each piece, in bytes from the start of the slot.
     pub spans: [Range<usize>; PIECES],
-    /// Bytes of a slot that the reads fill.
+    /// Bytes from the start of the slot to the end of the last read.
     pub slot_bytes: usize,
 }
 
 impl ReadPlan {
-    /// The plan of an expert without bytes.
+    /// A plan without reads.
     pub fn empty() -> Self {
         let none = ReadRange { file: 0, offset: 0, len: 0, needed: 0, at: 0 };
         Self { reads: [none; PIECES], count: 0, spans: std::array::from_fn(|_| 0..0), slot_bytes: 0 }
     }
 
-    /// `block` is the alignment of offset, length and address of every read, a power of two.
+    /// Plans the reads of `pieces`. `block` is the alignment of offset, length and address of every read, a power of two.
     pub fn new(pieces: &[Piece; PIECES], block: usize) -> Self {
         let mut order: [usize; PIECES] = std::array::from_fn(|i| i);
         order.sort_unstable_by_key(|&i| (pieces[i].file, pieces[i].offset, i));
@@ -96,7 +97,7 @@ impl ReadPlan {
             let end = piece.offset + piece.len as u64;
             let joins = plan.reads[..plan.count].last().filter(|read| {
                 let reached = read.offset + read.needed as u64;
-                read.file == piece.file && piece.offset <= reached + GAP.max(mask)
+                read.file == piece.file && piece.offset <= reached + MAX_GAP.max(mask)
             });
             let (offset, at, reached) = match joins {
                 Some(read) => (read.offset, read.at, read.offset + read.needed as u64),

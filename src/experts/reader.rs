@@ -1,9 +1,9 @@
-//! The reader: a pool of threads that read experts from files into slots with positional reads.
+//! A pool of threads that read experts from files into slots with positional reads.
 //!
-//! An expert takes one to nine reads ([`ReadPlan`]). Any idle thread takes the next read, so a single miss already keeps
-//! the disk busy. Experts that a layer waits for come first. Prefetches and the warm start wait in a second queue that
-//! at most half of the threads serve. The lock guards the queues only and is never held across a read. Slot states
-//! ([`SlotStates`]) publish the results.
+//! An expert takes one to nine reads ([`ReadPlan`]). Any idle thread takes the next read, so a single expert already uses
+//! several threads. Demand reads, for which a layer waits, come first. Prefetches and the warm start are background reads;
+//! at most half of the threads serve them. The lock guards only the queues and is never held during a read. Results are
+//! published through the slot states ([`SlotStates`]).
 
 use super::{
     read_plan::{ReadPlan, ReadRange},
@@ -32,7 +32,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Delay before an idle pool updates the count of disk bytes.
+/// Idle time of the pool after which it updates the metric of bytes read from the disk.
 const IDLE_BEFORE_COUNT: Duration = Duration::from_millis(20);
 
 /// A read that failed permanently.
@@ -47,7 +47,7 @@ pub struct ReadFailure {
 /// One expert being read into a slot.
 struct ExpertRead {
     plan: ReadPlan,
-    /// Reads that have not ended.
+    /// Number of reads that have not ended.
     reads_left: usize,
     failure: Option<ReadFailure>,
 }
@@ -64,7 +64,7 @@ struct ReadJob {
 /// The result of a read.
 enum ReadOutcome {
     Done,
-    /// The read is readable and must be passed to [`ReaderState::verify`].
+    /// The bytes are usable, but [`ReaderState::verify`] must check them.
     Unverified,
     /// The checksum did not match. The next read rebuilds the record from the checkpoint.
     Damaged,
@@ -74,15 +74,15 @@ enum ReadOutcome {
 #[derive(Default)]
 struct ReadQueue {
     demand: VecDeque<ReadJob>,
-    /// Reads of background experts that have been started.
+    /// Reads of background experts whose state is Reading.
     background: VecDeque<ReadJob>,
-    /// Background experts that have not been started.
-    later: VecDeque<SlotId>,
+    /// Background experts whose state is Queued. They can be cancelled.
+    unstarted: VecDeque<SlotId>,
     background_running: usize,
-    /// The expert of each slot.
+    /// The read in progress for each slot.
     experts: Vec<ExpertRead>,
     running: usize,
-    /// Reads have ended since the disk bytes were last counted.
+    /// True if reads have ended since the metric of disk bytes was last updated.
     is_uncounted: bool,
     is_closing: bool,
 }
@@ -95,13 +95,13 @@ struct ReaderState {
     threads: usize,
     queue: Mutex<ReadQueue>,
     work: Condvar,
-    /// Number of experts whose reads have ended. `landing` is notified on each change.
-    landed: AtomicU64,
-    landing: Condvar,
+    /// Number of experts whose reads have ended. `finished_changed` is notified on each change.
+    finished: AtomicU64,
+    finished_changed: Condvar,
     metrics: Arc<Metrics>,
-    /// Layers may use an expert while its checksum is verified.
+    /// True if layers may use an expert before its checksum is verified.
     verify_in_background: AtomicBool,
-    /// The system's count of disk bytes when the pool started, minus what earlier pools added to the metric.
+    /// The system's count of bytes read by this process when the pool started, minus the metric's value at that time.
     disk_base: Option<u64>,
 }
 
@@ -112,7 +112,7 @@ pub struct ExpertReader {
 }
 
 impl ExpertReader {
-    /// `slab` holds slots as in `layout`. Only the reader writes to it.
+    /// Starts the threads. `slab` has the slots of `layout`. Only the reader writes to them.
     pub fn new(
         source: Box<dyn ExpertSource>,
         slab: Arc<Slab>,
@@ -133,8 +133,8 @@ impl ExpertReader {
             threads,
             queue: Mutex::new(queue),
             work: Condvar::new(),
-            landed: AtomicU64::new(0),
-            landing: Condvar::new(),
+            finished: AtomicU64::new(0),
+            finished_changed: Condvar::new(),
             metrics,
             verify_in_background: AtomicBool::new(false),
             disk_base: disk_bytes_read().map(|now| now.saturating_sub(counted)),
@@ -155,12 +155,12 @@ impl ExpertReader {
         &*self.state.source
     }
 
-    /// If on, an expert is [`SlotState::Checking`], and readable, while its checksum is verified.
+    /// If on, the state of an expert is [`SlotState::Checking`] during its verification, and its bytes can be used.
     pub fn verify_in_background(&self, on: bool) {
         self.state.verify_in_background.store(on, Ordering::Relaxed);
     }
 
-    /// Reads an expert into its slot as soon as possible. The slot is [`SlotState::Reading`].
+    /// Queues a demand read of an expert. The caller has set the slot to [`SlotState::Reading`].
     pub fn read_now(&self, slot: SlotId, plan: ReadPlan) {
         let mut queue = self.state.queue.lock();
         queue.set_plan(slot, plan);
@@ -168,22 +168,22 @@ impl ExpertReader {
         self.state.wake(&queue);
     }
 
-    /// Reads an expert into its slot once no demand reads are waiting. The slot is [`SlotState::Queued`].
+    /// Queues a background read of an expert. The caller has set the slot to [`SlotState::Queued`].
     pub fn read_later(&self, slot: SlotId, plan: ReadPlan) {
         let mut queue = self.state.queue.lock();
         queue.set_plan(slot, plan);
-        queue.later.push_back(slot);
+        queue.unstarted.push_back(slot);
         drop(queue);
         self.state.work.notify_one();
     }
 
-    /// Moves an expert queued by [`ExpertReader::read_later`] to the demand queue.
+    /// Turns the background read of an expert into a demand read.
     pub fn expedite(&self, slot: SlotId) {
         let mut queue = self.state.queue.lock();
-        if queue.remove_later(slot) {
+        if queue.remove_unstarted(slot) {
             self.state.start(&mut queue, slot, false);
         } else {
-            // Already started: move its remaining reads.
+            // The expert's reads have been started, so only those that no thread has taken are moved.
             let queue = &mut *queue;
             for _ in 0..queue.background.len() {
                 let Some(job) = queue.background.pop_front() else { break };
@@ -197,43 +197,43 @@ impl ExpertReader {
         self.state.wake(&queue);
     }
 
-    /// Cancels a read queued by [`ExpertReader::read_later`]. Returns false if it has been started and will complete.
+    /// Cancels a background read. Returns false if the read has been started; it will then complete.
     pub fn cancel(&self, slot: SlotId) -> bool {
-        self.state.queue.lock().remove_later(slot)
+        self.state.queue.lock().remove_unstarted(slot)
     }
 
-    /// Takes the error of the last read into a slot.
+    /// Returns the error of the last read into a slot, once.
     pub fn take_failure(&self, slot: SlotId) -> Option<ReadFailure> {
         self.state.queue.lock().experts.get_mut(slot.index())?.failure.take()
     }
 
-    /// The number of experts whose reads have ended. Load it before slot states, so that [`ExpertReader::wait`] misses no
-    /// change.
-    pub fn landed(&self) -> u64 {
-        self.state.landed.load(Ordering::Acquire)
+    /// Number of experts whose reads have ended so far. Call this before checking slot states, and pass the result to
+    /// [`ExpertReader::wait`]: changes after the check then end the wait.
+    pub fn finished(&self) -> u64 {
+        self.state.finished.load(Ordering::Acquire)
     }
 
     /// True while reads are running or queued.
     pub fn is_busy(&self) -> bool {
         let queue = self.state.queue.lock();
-        queue.running > 0 || !(queue.demand.is_empty() && queue.background.is_empty() && queue.later.is_empty())
+        queue.running > 0 || !(queue.demand.is_empty() && queue.background.is_empty() && queue.unstarted.is_empty())
     }
 
     /// Blocks until the reads of more than `seen` experts have ended.
     pub fn wait(&self, seen: u64) {
         let mut queue = self.state.queue.lock();
-        while self.landed() <= seen {
-            self.state.landing.wait(&mut queue);
+        while self.finished() <= seen {
+            self.state.finished_changed.wait(&mut queue);
         }
     }
 
-    /// As [`ExpertReader::wait`], at most for `timeout`. Returns false if it has passed.
+    /// Blocks until the reads of more than `seen` experts have ended, at most for `timeout`. Returns false after a timeout.
     pub fn wait_at_most(&self, seen: u64, timeout: Duration) -> bool {
         let mut queue = self.state.queue.lock();
         let deadline = Instant::now() + timeout;
-        while self.landed() <= seen {
-            if self.state.landing.wait_until(&mut queue, deadline).timed_out() {
-                return self.landed() > seen;
+        while self.finished() <= seen {
+            if self.state.finished_changed.wait_until(&mut queue, deadline).timed_out() {
+                return self.finished() > seen;
             }
         }
         true
@@ -245,7 +245,7 @@ impl Drop for ExpertReader {
         self.state.queue.lock().is_closing = true;
         self.state.work.notify_all();
         for thread in self.threads.drain(..) {
-            // ExpertReader threads do not panic; if one did, there is nothing to recover here.
+            // A panic of the thread was already logged.
             let _ = thread.join();
         }
         self.state.count_disk_bytes();
@@ -259,14 +259,14 @@ impl ReadQueue {
         }
     }
 
-    fn remove_later(&mut self, slot: SlotId) -> bool {
-        let found = self.later.iter().position(|&other| other == slot);
-        found.and_then(|at| self.later.remove(at)).is_some()
+    fn remove_unstarted(&mut self, slot: SlotId) -> bool {
+        let found = self.unstarted.iter().position(|&other| other == slot);
+        found.and_then(|at| self.unstarted.remove(at)).is_some()
     }
 }
 
 impl ReaderState {
-    /// Queues the reads of an expert.
+    /// Queues each read of an expert as a job.
     fn start(&self, queue: &mut ReadQueue, slot: SlotId, is_background: bool) {
         self.states.set(slot, SlotState::Reading);
         let Some(expert) = queue.experts.get(slot.index()) else { return };
@@ -278,12 +278,12 @@ impl ReaderState {
         }
     }
 
-    /// Publishes that all reads of an expert, or its verification, have ended. The caller holds the lock, so that
-    /// [`ExpertReader::wait`] misses no notification.
+    /// Sets the state of an expert whose reads or verification have ended, and wakes waiting threads. The caller must hold
+    /// the lock of the queue. Otherwise [`ExpertReader::wait`] could miss the notification.
     fn publish(&self, slot: SlotId, state: SlotState) {
         self.states.set(slot, state);
-        self.landed.fetch_add(1, Ordering::Release);
-        self.landing.notify_one();
+        self.finished.fetch_add(1, Ordering::Release);
+        self.finished_changed.notify_one();
     }
 
     fn next(&self, queue: &mut ReadQueue) -> Option<ReadJob> {
@@ -294,7 +294,7 @@ impl ReaderState {
             return None;
         }
         while queue.background.is_empty() {
-            let slot = queue.later.pop_front()?;
+            let slot = queue.unstarted.pop_front()?;
             self.start(queue, slot, true);
         }
         let job = queue.background.pop_front()?;
@@ -363,7 +363,7 @@ impl ReaderState {
         }
     }
 
-    /// The bytes of a job in the slab.
+    /// The byte range of the slab that a job fills.
     fn range(&self, job: &ReadJob) -> Range<usize> {
         let base = self.layout.start(job.slot.index()) + job.read.at;
         base..base + job.read.len
@@ -387,7 +387,8 @@ impl ReaderState {
         };
         let mut why = None;
         if !records.is_damaged(read.file, read.offset) {
-            let due = self.read_range(read, into).and_then(|()| records.is_due(read.file, read.offset, read.needed));
+            let due =
+                self.read_range(read, into).and_then(|()| records.count_read(read.file, read.offset, read.needed));
             let bytes = into.get(..read.needed).unwrap_or_default();
             match due {
                 Ok(true) if job.is_whole_expert && self.verify_in_background.load(Ordering::Relaxed) => {
@@ -419,7 +420,7 @@ impl ReaderState {
         }
     }
 
-    /// Verifies the checksum of a record that is [`SlotState::Checking`].
+    /// Verifies the checksum of a record in state [`SlotState::Checking`].
     fn verify(&self, job: &ReadJob) -> ReadOutcome {
         let (read, base) = (&job.read, self.range(job).start);
         let Some(records) = self.source.pack_records() else { return ReadOutcome::Done };
@@ -434,7 +435,7 @@ impl ReaderState {
         }
     }
 
-    /// Marks a record as damaged. Later reads of it rebuild it from the checkpoint.
+    /// Marks a record as damaged, so that later reads rebuild it from the checkpoint.
     fn mark_damaged(&self, records: &PackRecords, read: &ReadRange, why: &io::Error) {
         let (path, offset) = (self.source.path(read.file), read.offset);
         let why = format!("{}, record at byte {offset}: {why}", path.display());
@@ -443,7 +444,7 @@ impl ReaderState {
         }
     }
 
-    /// Reads one range, and continues after interruptions and short reads.
+    /// Reads one range. Repeats after interruptions and short reads until all needed bytes are there.
     fn read_range(&self, read: &ReadRange, into: &mut [u8]) -> io::Result<()> {
         let result = read_aligned(into, read.needed, self.source.block(), |rest, start| {
             let begin = Instant::now();

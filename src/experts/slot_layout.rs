@@ -1,14 +1,15 @@
-//! `SlotLayout`: where slots and segments lie in the slab.
+//! [`SlotLayout`]: the byte ranges of slots and segments in the slab.
 //!
-//! A GPU has a buffer for each *segment* of the slab. So it can take segments one by one as they are filled, and return
-//! whole segments when memory is short. Kernels find a slot through a table of the segments' addresses.
+//! A GPU has one buffer per *segment* of the slab. It can then start to use each segment when the segment is first filled,
+//! and release segments when memory is short. Kernels find a slot through a table of segment addresses.
 
 use std::ops::Range;
 
-/// Maximum size of a segment in bytes. Smaller ones cost a GPU more buffers, larger ones return memory in larger steps.
+/// Maximum size of a segment in bytes. Smaller segments need more GPU buffers. Larger segments release memory in larger
+/// steps.
 pub const SEGMENT_BYTES: usize = 1 << 30;
 
-/// Segments start at multiples of this: the largest page size of the supported systems.
+/// Alignment of segments in bytes: the largest page size of the supported systems.
 const PAGE: usize = 64 << 10;
 
 /// The layout of a slab of slots.
@@ -17,15 +18,16 @@ pub struct SlotLayout {
     pub slots: usize,
     /// Bytes from one slot to the next.
     pub slot_bytes: usize,
-    /// Slots of a segment: a power of two, so that kernels find a slot's segment without a division. The last segment may
-    /// have fewer.
+    /// Slots per segment: a power of two, so that kernels compute a slot's segment without a division. The last segment
+    /// may have fewer slots.
     pub per_segment: usize,
     /// Bytes from one segment to the next.
     segment_bytes: usize,
 }
 
 impl SlotLayout {
-    /// Segments have at most `segment_bytes`, but at least one slot. `None` if the slab is larger than the address space.
+    /// A layout with segments of at most `segment_bytes`, but at least one slot each. `None` if the slab would be larger
+    /// than the address space.
     pub fn new(slots: usize, slot_bytes: usize, segment_bytes: usize) -> Option<Self> {
         let most = (segment_bytes / slot_bytes.max(1)).max(1);
         let per_segment = 1 << most.ilog2();
@@ -48,24 +50,24 @@ impl SlotLayout {
         slot / self.per_segment * self.segment_bytes + slot % self.per_segment * self.slot_bytes
     }
 
-    /// The end of the last of the first `slots` slots.
+    /// The end of slot `slots - 1`. 0 if `slots` is 0.
     fn end(&self, slots: usize) -> usize {
         slots.checked_sub(1).map_or(0, |last| self.start(last) + self.slot_bytes)
     }
 
-    /// The bytes of these slots, with the gaps between their segments.
+    /// The byte range of these slots, including gaps between segments.
     pub fn range(&self, slots: Range<usize>) -> Range<usize> {
         self.start(slots.start)..self.end(slots.end).max(self.start(slots.start))
     }
 
-    /// The bytes of each segment.
+    /// The byte range of each segment.
     pub fn segments(&self) -> impl Iterator<Item = Range<usize>> + use<> {
         let layout = *self;
         let first = (0..layout.slots).step_by(layout.per_segment);
         first.map(move |first| layout.range(first..layout.slots.min(first + layout.per_segment)))
     }
 
-    /// The segments that have one of these slots.
+    /// The segments that contain at least one of these slots.
     pub fn segments_of(&self, slots: Range<usize>) -> Range<usize> {
         slots.start / self.per_segment..slots.end.div_ceil(self.per_segment)
     }
@@ -94,7 +96,7 @@ mod tests {
     }
 
     #[test]
-    fn real_slots_fill_half_a_gibibyte() {
+    fn segments_are_at_least_half_full() {
         for slot_bytes in [1_769_472, 5_308_416, 7_077_888] {
             let layout = SlotLayout::new(4000, slot_bytes, SEGMENT_BYTES).unwrap();
             let first = layout.segments().next().unwrap().len();

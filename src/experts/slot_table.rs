@@ -1,4 +1,4 @@
-//! `SlotTable`: which expert is in which slot, and the states that a slot goes through. It performs no I/O.
+//! [`SlotTable`] assigns experts to slots and tracks the state of each slot. It performs no I/O.
 //!
 //! ```text
 //!                    prefetched, or hot in the last run
@@ -12,15 +12,18 @@
 //!             |  +---- a read failed ----> Failed ---+
 //!             v                                      |
 //!           Ready -----------------------------------+----> Free, or reused for another expert
-//!                      no pins, and the device has passed the mark of its last reader
+//!                      no pins, and the device no longer reads the slot
 //! ```
-//! A packed expert whose checksum is verified in the background is Checking between Reading and Ready. If the checksum
-//! does not match, it is Damaged: it is read again, or freed like Failed if no layer needs it.
+//! If the checksum of a packed expert is verified in the background, the state between Reading and Ready is Checking. If
+//! the checksum does not match, the state becomes Damaged. A damaged expert is read again if a layer needs it, and is
+//! freed otherwise.
 //!
 //! The reader makes the transitions Queued to Reading, Reading to Ready, Failed or Checking, and Checking to Ready or
-//! Damaged. The table's owner makes all others. A layer pins the slots it receives until it sets the mark after which
-//! the device no longer reads them. A prefetched expert is pinned until its layer has asked. A new expert replaces the
-//! unpinned one with the lowest [eviction score](EvictionScores) in all layers.
+//! Damaged. The thread that owns the table makes all others.
+//!
+//! A layer pins the slots that it receives. When it unpins a slot, it names the sync point after which the device no longer
+//! reads the slot. A prefetched expert stays pinned until its layer is fetched. A new expert replaces the unpinned expert
+//! with the lowest [eviction score](EvictionScores) of all layers.
 
 use super::eviction::{EvictionScores, ExpertKey};
 use crate::device::SyncPoint;
@@ -61,8 +64,8 @@ impl SlotState {
     }
 }
 
-/// The state of every slot, shared by the table and the reader. A thread that loads [`SlotState::Ready`] also sees the
-/// expert's bytes.
+/// The state of every slot, shared by the table and the reader. Loads acquire and stores release: a thread that loads
+/// [`SlotState::Ready`] also sees the expert's bytes.
 #[derive(Clone)]
 pub struct SlotStates(Arc<[AtomicU8]>);
 
@@ -71,7 +74,7 @@ impl SlotStates {
         Self((0..slots).map(|_| AtomicU8::new(SlotState::Free as u8)).collect())
     }
 
-    /// [`SlotState::Free`] for a slot that does not exist.
+    /// The state of a slot. Returns [`SlotState::Free`] if the slot does not exist.
     pub fn get(&self, slot: SlotId) -> SlotState {
         match self.0.get(slot.index()).map(|state| state.load(Ordering::Acquire)) {
             Some(1) => SlotState::Queued,
@@ -94,11 +97,11 @@ impl SlotStates {
 /// Why an expert is read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ReadReason {
-    /// A layer needs it now. It is read at once and pinned.
+    /// A layer needs the expert now. The expert is pinned and read before all queued experts.
     Demand,
-    /// A layer will probably need it. It is queued, and pinned until the layer has asked.
+    /// A layer will probably need the expert. The expert is queued, and pinned until the layer is fetched.
     Prefetch,
-    /// It was hot when the server last stopped. It is queued.
+    /// The expert was hot when the server last stopped. It is queued and not pinned.
     WarmStart,
 }
 
@@ -106,28 +109,28 @@ pub enum ReadReason {
 struct Slot {
     key: ExpertKey,
     pins: u32,
-    /// The device may read the slot until it passes this mark.
-    until: SyncPoint,
-    /// The expert was prefetched and no layer has asked for it yet.
+    /// The device may read the slot until it has completed this sync point.
+    in_use_until: SyncPoint,
+    /// True if the expert was prefetched and no layer has used it yet.
     is_prefetched: bool,
 }
 
-/// The result of a claim.
+/// The result of [`SlotTable::claim`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SlotClaim {
     pub slot: SlotId,
-    /// The expert that was evicted.
+    /// The expert that was evicted to free the slot, if any.
     pub evicted: Option<ExpertKey>,
-    /// The evicted expert was prefetched and never used.
+    /// True if the evicted expert was prefetched and never used.
     pub was_wasted: bool,
 }
 
 const NO_SLOT: u32 = u32::MAX;
 
-/// The result of shrinking the table.
+/// The result of [`SlotTable::shrink`].
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Shrunk {
-    /// Experts that moved: the caller copies their bytes from the first slot to the second.
+    /// Old and new slot of each expert that was moved. The caller must copy its bytes.
     pub moved: Vec<(SlotId, SlotId)>,
     /// Number of evicted experts.
     pub evicted: usize,
@@ -137,22 +140,22 @@ pub struct Shrunk {
 
 pub struct SlotTable {
     slots: Vec<Slot>,
-    /// Number of slots that are present. The ones after it were released to the system.
+    /// Number of usable slots. The memory of the slots after them was released to the system.
     present: usize,
     states: SlotStates,
     /// Slot by expert key.
     slot_of: Vec<u32>,
     free: Vec<u32>,
-    /// Eviction candidates with their scores at the last scan, highest score first.
+    /// Eviction candidates: score when it was added, and slot. Sorted by descending score.
     victims: Vec<(f32, u32)>,
-    /// The last mark that the device is known to have passed.
-    passed: SyncPoint,
+    /// The last sync point that the device is known to have completed.
+    completed: SyncPoint,
 }
 
 impl SlotTable {
-    /// `keys` is the number of layers times the experts of a layer.
+    /// A table of free slots. `keys` is the number of layers times the number of experts per layer.
     pub fn new(slots: usize, keys: usize) -> Self {
-        let empty = Slot { key: 0, pins: 0, until: SyncPoint::START, is_prefetched: false };
+        let empty = Slot { key: 0, pins: 0, in_use_until: SyncPoint::START, is_prefetched: false };
         Self {
             slots: vec![empty; slots],
             present: slots,
@@ -160,16 +163,16 @@ impl SlotTable {
             slot_of: vec![NO_SLOT; keys],
             free: (0..slots as u32).rev().collect(),
             victims: Vec::with_capacity(MAX_VICTIMS),
-            passed: SyncPoint::START,
+            completed: SyncPoint::START,
         }
     }
 
-    /// The states that the reader shares.
+    /// The states of the slots, to be shared with the reader.
     pub fn states(&self) -> &SlotStates {
         &self.states
     }
 
-    /// Number of slots, without released ones.
+    /// Number of usable slots.
     pub fn len(&self) -> usize {
         self.present
     }
@@ -183,9 +186,9 @@ impl SlotTable {
         self.present - self.free.len()
     }
 
-    /// Records that the device has passed this mark.
-    pub fn advance(&mut self, passed: SyncPoint) {
-        self.passed = self.passed.max(passed);
+    /// Records that the device has completed this sync point.
+    pub fn advance(&mut self, completed: SyncPoint) {
+        self.completed = self.completed.max(completed);
     }
 
     /// The slot that holds `key` or is being filled with it.
@@ -202,7 +205,7 @@ impl SlotTable {
         self.slots.get(slot.index()).map_or(0, |slot| slot.pins)
     }
 
-    /// The expert in a slot; `None` if the slot is free.
+    /// The expert in a slot. `None` if the slot is free.
     pub fn key(&self, slot: SlotId) -> Option<ExpertKey> {
         let key = self.slots.get(slot.index())?.key;
         (self.find(key) == Some(slot)).then_some(key)
@@ -214,10 +217,10 @@ impl SlotTable {
         slots.filter(move |&(_, slot)| self.state(slot) == state)
     }
 
-    /// The first mark that the device has not passed and that keeps an unpinned slot from being reused.
-    pub fn next_mark(&self) -> Option<SyncPoint> {
-        let waiting = self.slots.iter().filter(|slot| slot.pins == 0 && slot.until > self.passed);
-        waiting.map(|slot| slot.until).min()
+    /// The first sync point for which an unpinned slot waits. `None` if no slot waits for the device.
+    pub fn next_sync_point(&self) -> Option<SyncPoint> {
+        let waiting = self.slots.iter().filter(|slot| slot.pins == 0 && slot.in_use_until > self.completed);
+        waiting.map(|slot| slot.in_use_until).min()
     }
 
     /// Keeps the expert in its slot until a matching [`SlotTable::unpin`].
@@ -227,11 +230,11 @@ impl SlotTable {
         }
     }
 
-    /// Undoes one [`SlotTable::pin`]. The device may read the slot until it passes `until`.
-    pub fn unpin(&mut self, slot: SlotId, until: SyncPoint, scores: &EvictionScores) {
+    /// Undoes one [`SlotTable::pin`]. The device may read the slot until it has completed `in_use_until`.
+    pub fn unpin(&mut self, slot: SlotId, in_use_until: SyncPoint, scores: &EvictionScores) {
         let Some(pinned) = self.slots.get_mut(slot.index()) else { return };
         pinned.pins = pinned.pins.saturating_sub(1);
-        pinned.until = pinned.until.max(until);
+        pinned.in_use_until = pinned.in_use_until.max(in_use_until);
         let (key, pins) = (pinned.key, pinned.pins);
         match self.state(slot) {
             SlotState::Failed | SlotState::Damaged if pins == 0 => self.vacate(slot),
@@ -240,17 +243,18 @@ impl SlotTable {
         }
     }
 
-    /// Marks the expert in this slot as used. True if it was there because of a prefetch.
+    /// Marks the expert in this slot as used. Returns true if it was prefetched and not used before.
     pub fn take_prefetched(&mut self, slot: SlotId) -> bool {
         self.slots.get_mut(slot.index()).is_some_and(|slot| std::mem::take(&mut slot.is_prefetched))
     }
 
-    /// True if the slot's expert was prefetched and no layer has asked for it.
+    /// True if the slot's expert was prefetched and no layer has used it.
     pub fn is_prefetched(&self, slot: SlotId) -> bool {
         self.slots.get(slot.index()).is_some_and(|slot| slot.is_prefetched)
     }
 
-    /// Assigns a free slot or an evicted one to `key`, which must have none. Returns `None` if no slot can be evicted.
+    /// Assigns a slot to `key`: a free slot, or the slot of an evicted expert. Returns `None` if `key` has a slot already,
+    /// or if no expert can be evicted.
     pub fn claim(&mut self, key: ExpertKey, reason: ReadReason, scores: &EvictionScores) -> Option<SlotClaim> {
         if self.find(key).is_some() || key as usize >= self.slot_of.len() {
             return None;
@@ -265,7 +269,7 @@ impl SlotTable {
             }
         };
         let (pins, is_prefetched) = (u32::from(reason != ReadReason::WarmStart), reason == ReadReason::Prefetch);
-        *self.slots.get_mut(index as usize)? = Slot { key, pins, until: SyncPoint::START, is_prefetched };
+        *self.slots.get_mut(index as usize)? = Slot { key, pins, in_use_until: SyncPoint::START, is_prefetched };
         *self.slot_of.get_mut(key as usize)? = index;
         let slot = SlotId(index);
         let state = if reason == ReadReason::Demand { SlotState::Reading } else { SlotState::Queued };
@@ -273,18 +277,20 @@ impl SlotTable {
         Some(SlotClaim { slot, evicted, was_wasted })
     }
 
-    /// Frees a slot that no reader is filling, pinned or not.
+    /// Frees a slot and removes its pins. No reader thread may be filling the slot.
     pub fn vacate(&mut self, slot: SlotId) {
         let Some(key) = self.key(slot) else { return };
         if let (Some(at), Some(freed)) = (self.slot_of.get_mut(key as usize), self.slots.get_mut(slot.index())) {
-            (*at, freed.pins, freed.until) = (NO_SLOT, 0, SyncPoint::START);
+            (*at, freed.pins, freed.in_use_until) = (NO_SLOT, 0, SyncPoint::START);
         }
         self.states.set(slot, SlotState::Free);
         self.free.push(slot.0);
     }
 
-    /// Removes the last slots until `to` are left, or more: a multiple of `step`. Slots that are pinned or being filled
-    /// stay, and so do all before them. The experts with the lowest scores are evicted, and experts after the new end move to free slots.
+    /// Removes slots from the end until `to` slots are left, rounded up to a multiple of `step`.
+    ///
+    /// Keeps every slot up to the last one that is pinned, being filled or in use by the device. Evicts the experts with
+    /// the lowest scores. Moves the remaining experts of removed slots to free slots.
     pub fn shrink(&mut self, to: usize, step: usize, scores: &EvictionScores) -> Shrunk {
         let mut shrunk = Shrunk::default();
         let is_busy = |index: &usize| {
@@ -322,15 +328,17 @@ impl SlotTable {
         shrunk
     }
 
-    /// Restores removed slots until there are `to`, at most the original number.
+    /// Restores removed slots until there are `to` slots, at most the original number.
     pub fn grow(&mut self, to: usize) {
         let to = to.clamp(self.present, self.slots.len());
         self.free.extend((self.present as u32..to as u32).rev());
         self.present = to;
     }
 
-    /// Takes the evictable slot with the lowest score. One scan of all slots yields several victims. A victim stays
-    /// valid while it is evictable and its score has not risen; unpinned slots with lower scores are added.
+    /// Takes the evictable slot with the lowest score.
+    ///
+    /// A scan of all slots is slow, so each scan fills a list of several victims. A victim of the list is used only if it
+    /// is still evictable and its score has not risen. [`SlotTable::unpin`] adds slots with lower scores to the list.
     fn take_victim(&mut self, scores: &EvictionScores) -> Option<u32> {
         for rescan in [false, true] {
             if rescan {
@@ -350,7 +358,7 @@ impl SlotTable {
         let count = (self.slots.len() / 32).clamp(1, MAX_VICTIMS);
         let mut victims = std::mem::take(&mut self.victims);
         victims.clear();
-        // A sorted list of the lowest scores so far. Most slots fail the first comparison.
+        // Keeps the lowest scores in a sorted list. Most slots fail the first comparison, so insertion is rare.
         for (index, slot) in self.slots.iter().enumerate() {
             if !self.is_evictable(slot, index as u32) {
                 continue;
@@ -368,7 +376,7 @@ impl SlotTable {
         self.victims = victims;
     }
 
-    /// Adds a slot to the victims if its score is lower than the highest among them.
+    /// Adds a slot to the list of victims if its score is below the highest score of the list.
     fn add_victim(&mut self, score: f32, index: u32) {
         if self.victims.first().is_some_and(|highest| score < highest.0) {
             if self.victims.len() == MAX_VICTIMS {
@@ -381,7 +389,7 @@ impl SlotTable {
 
     fn is_evictable(&self, slot: &Slot, index: u32) -> bool {
         let is_done = matches!(self.state(SlotId(index)), SlotState::Ready | SlotState::Failed | SlotState::Damaged);
-        is_done && slot.pins == 0 && slot.until <= self.passed
+        is_done && slot.pins == 0 && slot.in_use_until <= self.completed
     }
 }
 

@@ -1,10 +1,10 @@
-//! Where the reader gets bytes from: the checkpoint's files, or a pack backed by the checkpoint.
+//! Sources of expert bytes: the shards of a checkpoint, or a pack with the checkpoint as a fallback.
 //!
-//! A pack has a CRC-32 per record. Verifying a record takes a seventh of the time that a fast disk needs to read it:
-//! more than 1 % of a token's time on a cold server, which sees every record for the first time. So the CPU computes
-//! with a record while another thread verifies it, and a layer ends when all checksums matched. If one did not, the
-//! record is rebuilt from the checkpoint and the layer computes that expert again ([`ExpertFetch::next`]). No wrong
-//! result leaves the layer.
+//! A pack has a CRC-32 per record (one record per expert). Verifying a record takes a seventh of the time that a fast SSD
+//! needs to read it. On a server that has just started, every read must be verified, which would cost more than 1 % of the
+//! time per token. Therefore the CPU computes with a record while another thread verifies it. A layer ends only after all
+//! checksums are verified. If a checksum does not match, the record is rebuilt from the checkpoint, and the layer computes
+//! with that expert again ([`ExpertFetch::next`]). A wrong result never leaves the layer.
 //!
 //! [`ExpertFetch::next`]: super::ExpertFetch::next
 
@@ -22,19 +22,20 @@ use std::{
     },
 };
 
-/// `--expert-io`.
+/// How to read expert files: the value of `--expert-io`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum ReadMode {
-    /// Direct reads where the file system supports them, else buffered ones. A caller that knows the memory may decide.
+    /// Direct I/O if the file system supports it, otherwise buffered I/O. The loader replaces `Auto` by `Buffered` where
+    /// buffered I/O is known to be faster.
     #[default]
     Auto,
     Direct,
     Buffered,
 }
 
-/// Numbered files that many threads can read at any offset at once.
+/// Numbered files that several threads can read at the same time.
 pub trait ExpertSource: Send + Sync {
-    /// One read. Returns fewer bytes than requested after a short read, and 0 at the end of the file.
+    /// Performs one positional read. Returns the number of bytes read, which is 0 at the end of the file.
     fn read(&self, file: u32, offset: u64, into: &mut [u8]) -> io::Result<usize>;
 
     /// The checksums, if the files are a pack.
@@ -42,17 +43,17 @@ pub trait ExpertSource: Send + Sync {
         None
     }
 
-    /// Size in bytes; `None` if there is no such file.
+    /// Size of a file in bytes. `None` if there is no such file.
     fn size(&self, file: u32) -> Option<u64>;
 
-    /// The path for messages.
+    /// Path of a file, for error messages.
     fn path(&self, file: u32) -> PathBuf;
 
-    /// Alignment of offset, length and address of every read: a power of two.
+    /// Required alignment of offset, length and address of every read. A power of two.
     fn block(&self) -> usize;
 }
 
-/// The shards of a checkpoint, or the files of its pack, held open. They are never written to.
+/// The open shards of a checkpoint, or the open files of a pack. Read-only.
 pub struct ShardFiles {
     files: Vec<DataFile>,
     block: usize,
@@ -71,8 +72,10 @@ impl ShardFiles {
         Ok(Self { files, block, records: None })
     }
 
-    /// Opens the files as `mode` says, and returns how they are read. The records of a pack start at pages, so their slots
-    /// do, too: macOS bypasses the page cache only if both are aligned, although it accepts any alignment.
+    /// Opens the files in `mode`. Returns the access mode that is used.
+    ///
+    /// For a pack with direct I/O, [`ExpertSource::block`] is at least [`MAX_BLOCK`], so that slots are aligned like the
+    /// records. macOS accepts any alignment, but bypasses the page cache only for aligned reads.
     pub fn open_as(paths: &[PathBuf], mode: ReadMode, is_pack: bool) -> Result<(Self, Access), StoreError> {
         if mode == ReadMode::Buffered {
             return Ok((Self::open(paths, Access::Buffered)?, Access::Buffered));
@@ -97,7 +100,7 @@ impl ShardFiles {
         }
     }
 
-    /// Marks the files as a pack. Damaged records are then rebuilt from the pack's checkpoint.
+    /// Marks the files as a pack with these records. Damaged records are then rebuilt from the checkpoint.
     pub fn with_records(self, records: Option<Arc<PackRecords>>) -> Self {
         Self { records, ..self }
     }
@@ -113,7 +116,7 @@ impl ShardFiles {
         }
     }
 
-    /// Fails if a file is shorter than `map` says.
+    /// Fails if a file ends before one of the pieces in `map`.
     pub(super) fn check_sizes(source: &dyn ExpertSource, map: &ExpertMap) -> Result<(), StoreError> {
         for (layer, experts) in map.layers.iter().enumerate() {
             for (expert, pieces) in experts.iter().enumerate() {
@@ -140,7 +143,7 @@ impl ExpertSource for ShardFiles {
     fn read(&self, file: u32, offset: u64, into: &mut [u8]) -> io::Result<usize> {
         let file = self.get(file)?;
         let got = file.read_at(into, offset)?;
-        // Checked after the read, so that a write before the read is noticed.
+        // The check comes after the read, so that it detects a file that was changed before or during the read.
         file.check_unchanged()?;
         Ok(got)
     }
@@ -162,16 +165,16 @@ impl ExpertSource for ShardFiles {
     }
 }
 
-/// Every 16th read of a record is verified, starting with the first. Damage on the disk is permanent, so the first read
-/// finds it. Damage in transit can hit any read.
+/// The first read of a record is verified, then every 16th. The first finds permanent damage on the disk. The others sample
+/// transient errors between disk and memory.
 const VERIFY_EVERY: u8 = 16;
 
-/// The records of one file, stored back to back from its start.
+/// The records of one pack file. Record `n` starts at byte `n * stride`.
 #[derive(Debug)]
 pub struct LayerRecords {
-    /// Bytes from one record to the next.
+    /// Bytes from the start of one record to the start of the next.
     stride: u64,
-    /// Offset in the record and length of each piece.
+    /// Offset in the record, and length, of each piece.
     pieces: [(u64, usize); PIECES],
     records: Vec<Record>,
 }
@@ -181,15 +184,15 @@ struct Record {
     crc32: u32,
     /// Reads since the record was last verified.
     reads: AtomicU8,
-    /// A read failed or the checksum did not match. The record is not read again.
+    /// True after a failed read or a wrong checksum. The record is then rebuilt instead of read.
     is_damaged: AtomicBool,
-    /// The same expert in the checkpoint.
+    /// The pieces of the same expert in the checkpoint.
     source: [Piece; PIECES],
 }
 
 impl LayerRecords {
-    /// `experts` lists the checksum of each record, up to the end of its last piece, and the expert's pieces in the
-    /// checkpoint.
+    /// `experts` lists, for each record, the CRC-32 of its bytes up to the end of the last piece, and the pieces of the
+    /// same expert in the checkpoint.
     pub fn new(
         stride: u64,
         pieces: [(u64, usize); PIECES],
@@ -207,11 +210,11 @@ impl LayerRecords {
     }
 }
 
-/// The records of all files of a pack, and the checkpoint that it was made from.
+/// The records of all files of a pack, and the checkpoint from which the pack was made.
 pub struct PackRecords {
     files: Vec<LayerRecords>,
     checkpoint: ShardFiles,
-    /// A damaged record was reported in the log.
+    /// True after the first damaged record was logged.
     is_reported: AtomicBool,
 }
 
@@ -226,16 +229,16 @@ impl PackRecords {
         Some((records, records.records.get(usize::try_from(index).ok()?)?))
     }
 
-    /// True for a record known to be damaged, which is not worth reading again.
+    /// True if the record was marked as damaged.
     pub fn is_damaged(&self, file: u32, offset: u64) -> bool {
         self.record(file, offset).is_some_and(|(_, record)| record.is_damaged.load(Ordering::Relaxed))
     }
 
-    /// Counts a read of `len` bytes at `offset` of `file`. True if this read must be [verified](PackRecords::verify).
+    /// Counts a read of `len` bytes at `offset` of `file`. Returns true if this read must be [verified](PackRecords::verify).
     ///
     /// # Errors
     /// The range is not a whole record.
-    pub fn is_due(&self, file: u32, offset: u64, len: usize) -> io::Result<bool> {
+    pub fn count_read(&self, file: u32, offset: u64, len: usize) -> io::Result<bool> {
         let found = self.record(file, offset).filter(|(records, _)| records.len() == len);
         let (_, record) = found.ok_or_else(no_such_record)?;
         Ok(record.reads.fetch_add(1, Ordering::Relaxed).is_multiple_of(VERIFY_EVERY))
@@ -251,7 +254,7 @@ impl PackRecords {
         if found == record.crc32 {
             return Ok(());
         }
-        // Verify the next read of it too.
+        // Makes the next read of this record due for verification, too.
         record.reads.store(0, Ordering::Relaxed);
         Err(io::Error::new(
             io::ErrorKind::InvalidData,
@@ -259,11 +262,11 @@ impl PackRecords {
         ))
     }
 
-    /// Rebuilds the record at `offset` of `file` from the checkpoint, read through the page cache and dropped from it
-    /// afterwards. `into` holds the whole record. Returns the number of reads and bytes.
+    /// Rebuilds the record at `offset` of `file` from the checkpoint into `into`, which has room for the whole record.
+    /// Removes the checkpoint's bytes from the page cache afterwards. Returns the number of reads and bytes.
     ///
     /// # Errors
-    /// The checkpoint cannot be read either; the text names its file.
+    /// The checkpoint cannot be read. The error names its file.
     pub fn rebuild(&self, file: u32, offset: u64, into: &mut [u8]) -> io::Result<(u64, u64)> {
         let (records, record) = self.record(file, offset).ok_or_else(no_such_record)?;
         let (mut reads, mut bytes) = (0, 0);
@@ -279,7 +282,7 @@ impl PackRecords {
         Ok((reads, bytes))
     }
 
-    /// Marks a record as damaged. True if it was not marked before. The first damaged record of a pack is logged.
+    /// Marks a record as damaged. Returns true if it was not marked before. Logs the first damaged record of a pack.
     pub fn mark_damaged(&self, file: u32, offset: u64, why: &dyn fmt::Display) -> bool {
         let Some((_, record)) = self.record(file, offset) else { return false };
         let is_new = !record.is_damaged.swap(true, Ordering::Relaxed);

@@ -1,4 +1,4 @@
-//! `ExpertStore`: the experts of one model, in slots of one slab.
+//! [`ExpertStore`]: holds the experts of one model in slots of one slab.
 
 use super::{
     choice::{ExpertChoice, PassKind},
@@ -34,24 +34,24 @@ use std::{
 /// Options of the expert store.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// Experts held in memory. With as many slots as experts, or more, the model is *resident*.
+    /// Number of experts held in memory. If all experts of the model fit, the model is *resident*.
     pub slots: usize,
-    /// Slots that stay when the system runs short of memory.
+    /// Minimum number of slots to keep when the system is short of memory.
     pub min_slots: usize,
     pub io: ReadMode,
     /// Maximum number of concurrent reads.
     pub threads: usize,
     pub prefetch: Prefetch,
-    /// The list of hot experts, if one is kept.
+    /// Where to save the list of hot experts. `None` disables the warm start.
     pub warm_start: Option<WarmStart>,
-    /// The checksums of the pack that the files are; `None` for a checkpoint's own files.
+    /// The records of the pack, if the files are a pack. `None` for the shards of a checkpoint.
     pub pack_records: Option<Arc<PackRecords>>,
-    /// Maximum size of a segment of the slab in bytes; see [`SlotLayout`].
+    /// Maximum size of a segment of the slab in bytes. See [`SlotLayout`].
     pub segment_bytes: usize,
 }
 
 impl Options {
-    /// Automatic settings, no list of hot experts.
+    /// Default options, without a warm start.
     pub fn new(slots: usize) -> Self {
         Self {
             slots,
@@ -66,15 +66,16 @@ impl Options {
     }
 }
 
-/// Called with every layer's choice, before it is fetched: layer, choice, phase.
+/// Called at the start of every fetch with the layer, the router's choice and the kind of pass.
 pub type FetchObserver = Box<dyn FnMut(usize, &ExpertChoice<'_>, PassKind) + Send>;
 
-/// A device that uses segments of the slab.
+/// A device that may use segments of the slab as buffers.
 pub trait SlotDevice: Timeline {
-    /// Stops using a segment, whose slots are empty. The device takes it again when an expert lands in it.
+    /// Releases the device's buffer for a segment whose slots are all empty. The device creates the buffer again when an
+    /// expert lands in the segment.
     ///
     /// # Errors
-    /// The device failed. It may still use the segment's memory.
+    /// The device failed and may still use the segment's memory.
     fn release_segment(&mut self, segment: usize) -> Result<(), DeviceError> {
         let _ = segment;
         Ok(())
@@ -89,12 +90,12 @@ const HEATMAP_INTERVAL: Duration = Duration::from_millis(500);
 /// The experts of one model.
 pub struct ExpertStore {
     pub(super) map: ExpertMap,
-    /// The largest number of experts in a layer: the stride of expert keys.
+    /// The largest number of experts in a layer. Expert keys are `layer * experts + expert`.
     experts: usize,
     is_resident: Cell<bool>,
     access: Access,
     pub(super) layout: SlotLayout,
-    /// A device uses whole segments, so only these can be released.
+    /// True if a device uses segments as buffers, so that only whole segments can be released.
     whole_segments: Cell<bool>,
     pub(super) slab: Arc<Slab>,
     pub(super) reader: ExpertReader,
@@ -112,16 +113,16 @@ pub(super) struct StoreState {
     /// Range of each piece of each slot's expert, in bytes from the start of the slot.
     pub spans: Vec<[Range<usize>; PIECES]>,
     pub observer: Option<FetchObserver>,
-    pub spare_lists: Vec<PendingExperts>,
+    pub spare_pending: Vec<PendingExperts>,
     /// Time of the last write of the list of hot experts.
     pub saved: Instant,
     /// Time of the last update of the heatmap.
-    board_updated: Option<Instant>,
+    heatmap_updated: Option<Instant>,
     pub pressure: MemoryPressure,
 }
 
 impl ExpertStore {
-    /// Opens a checkpoint's shards. Fails if one of them is shorter than `map` says.
+    /// Opens the shards of a checkpoint, or the files of a pack. Fails if a file ends before one of the pieces in `map`.
     pub fn open(
         files: Vec<PathBuf>,
         map: ExpertMap,
@@ -135,7 +136,7 @@ impl ExpertStore {
         Ok(store)
     }
 
-    /// Reads from `source`. Tests use it to make reads fail.
+    /// Opens a store that reads from `source`. Tests use it to inject read errors.
     pub fn with_source(
         source: Box<dyn ExpertSource>,
         map: ExpertMap,
@@ -169,10 +170,10 @@ impl ExpertStore {
             prefetcher: Prefetcher::new(options.prefetch, slots, slot_bytes),
             spans: vec![std::array::from_fn(|_| 0..0); slots],
             saved: Instant::now(),
-            board_updated: None,
+            heatmap_updated: None,
             pressure: MemoryPressure::new(options.min_slots),
             observer: None,
-            spare_lists: Vec::new(),
+            spare_pending: Vec::new(),
         };
         Ok(Self {
             is_resident: Cell::new(slots == total),
@@ -205,12 +206,12 @@ impl ExpertStore {
         self.layout.slot_bytes
     }
 
-    /// Where the slots lie in the slab.
+    /// The positions of slots and segments in the slab.
     pub fn layout(&self) -> &SlotLayout {
         &self.layout
     }
 
-    /// If on, only whole segments are released to the system: a device uses each as a whole.
+    /// If on, memory is released to the system in whole segments only. Required if a device uses segments as buffers.
     pub fn release_whole_segments(&self, on: bool) {
         self.whole_segments.set(on);
     }
@@ -220,13 +221,14 @@ impl ExpertStore {
         &self.slab
     }
 
-    /// Range of each piece of an expert, in bytes from the start of its slot; `None` if there is no such expert.
+    /// Range of each piece of an expert, in bytes from the start of its slot. `None` if there is no such expert.
     pub fn spans(&self, layer: usize, expert: u32) -> Option<[Range<usize>; PIECES]> {
         let pieces = self.map.layers.get(layer)?.get(expert as usize)?;
         Some(ReadPlan::new(pieces, self.reader.source().block()).spans)
     }
 
-    /// The slot of an expert. It never changes while the model is [resident](ExpertStore::is_resident) and filled.
+    /// The slot of an expert. Constant after [`ExpertStore::fill`] while the model is
+    /// [resident](ExpertStore::is_resident).
     pub fn slot_of(&self, layer: usize, expert: u32) -> Option<SlotId> {
         let key = self.key(layer, expert)?;
         self.state.borrow().slots.find(key)
@@ -237,18 +239,20 @@ impl ExpertStore {
         self.is_resident.get()
     }
 
-    /// Number of slots now. It falls under memory pressure.
+    /// Current number of slots. Memory pressure reduces it.
     pub fn slots(&self) -> usize {
         self.state.borrow().slots.len()
     }
 
-    /// Calls `observer` with every choice that is fetched from now on.
+    /// Calls `observer` at the start of every fetch from now on.
     pub fn observe(&self, observer: FetchObserver) {
         self.state.borrow_mut().observer = Some(observer);
     }
 
-    /// Reads experts before the first request. Resident: reads every expert before it returns; `progress` gets bytes
-    /// read and total bytes. Streaming: commits the slots' memory, then reads the hot experts of the last run in the
+    /// Reads experts before the first request.
+    ///
+    /// If the model is resident, reads every expert before it returns, and calls `progress` with bytes read and total
+    /// bytes. Otherwise commits the memory of the slots and starts to read the hot experts of the last run in the
     /// background.
     pub fn fill(&self, progress: &mut dyn FnMut(u64, u64)) -> Result<(), StoreError> {
         if !self.is_resident() {
@@ -263,7 +267,7 @@ impl ExpertStore {
         let state = &mut *self.state.borrow_mut();
         let mut sent = Vec::with_capacity(all.len());
         for key in all {
-            // The pin stays, so the expert is never evicted.
+            // `claim` pins the expert and nothing unpins it, so it is never evicted.
             if let Some(claim) = state.slots.claim(key, ReadReason::Demand, &state.scores) {
                 self.start_read(state, key, claim.slot, ReadReason::Demand);
                 sent.push((key, claim.slot));
@@ -272,7 +276,7 @@ impl ExpertStore {
         let mut bytes = 0;
         for (key, slot) in sent {
             loop {
-                let seen = self.reader.landed();
+                let seen = self.reader.finished();
                 match state.slots.state(slot) {
                     SlotState::Ready => break,
                     SlotState::Failed => return Err(self.read_error(state, slot)),
@@ -286,21 +290,23 @@ impl ExpertStore {
         Ok(())
     }
 
-    /// If on, experts may be handed out while their checksums are verified; see [`ExpertFetch::next`]. Only for devices
-    /// that compute at once: a late device would still read a slot while the right bytes are written to it.
+    /// If on, a batch may contain experts whose checksums are still being verified. See [`ExpertFetch::next`].
+    ///
+    /// Only for devices that complete an operation before the call returns. Another device could still read a slot while
+    /// the reader corrects the bytes.
     ///
     /// [`ExpertFetch::next`]: super::ExpertFetch::next
     pub fn verify_in_background(&self, on: bool) {
         self.reader.verify_in_background(on);
     }
 
-    /// True if [`ExpertStore::prefetch`] would read. If not, the caller can skip the prediction.
+    /// True if [`ExpertStore::prefetch`] has an effect. If not, the caller can skip the prediction.
     pub fn wants_prefetch(&self, phase: PassKind) -> bool {
         !self.is_resident() && self.state.borrow().prefetcher.is_on(phase)
     }
 
-    /// Prefetches experts that `layer` will probably need next. `guess` lists some for each row, with repetitions. Experts
-    /// of most rows come first, then the order of `guess`. Stops when the byte budget is used up.
+    /// Prefetches experts that `layer` will probably need next. `guess` lists predicted experts of all rows. Experts that
+    /// are predicted for more rows come first; ties keep the order of `guess`. Stops when the byte budget is used up.
     pub fn prefetch(&self, layer: usize, guess: &[u32], phase: PassKind) {
         if !self.wants_prefetch(phase) {
             return;
@@ -340,7 +346,7 @@ impl ExpertStore {
         self.map.layers.get(layer)?.get(expert)
     }
 
-    /// Passes a claimed slot to the reader.
+    /// Queues the reads that fill a claimed slot.
     pub(super) fn start_read(&self, state: &mut StoreState, key: ExpertKey, slot: SlotId, reason: ReadReason) {
         let Some(pieces) = self.pieces_of(key) else { return };
         let plan = ReadPlan::new(pieces, self.reader.source().block());
@@ -354,10 +360,10 @@ impl ExpertStore {
         self.metrics.expert_slots_used.set(state.slots.used() as i64);
     }
 
-    /// Updates the heatmap of experts in memory, at most every [`HEATMAP_INTERVAL`].
-    pub(super) fn update_board(&self, state: &mut StoreState) {
-        if state.board_updated.is_none_or(|updated| updated.elapsed() > HEATMAP_INTERVAL) {
-            state.board_updated = Some(Instant::now());
+    /// Updates the heatmap of experts in memory, at most once per [`HEATMAP_INTERVAL`].
+    pub(super) fn update_heatmap(&self, state: &mut StoreState) {
+        if state.heatmap_updated.is_none_or(|updated| updated.elapsed() > HEATMAP_INTERVAL) {
+            state.heatmap_updated = Some(Instant::now());
             self.heatmap.set_resident(state.slots.in_state(SlotState::Ready).map(|(key, _)| key as usize));
         }
     }
@@ -371,7 +377,7 @@ impl ExpertStore {
         }
     }
 
-    /// The error of reading the expert in this slot.
+    /// The error of the last read into this slot.
     pub(super) fn read_error(&self, state: &StoreState, slot: SlotId) -> StoreError {
         let key = state.slots.key(slot).unwrap_or_default() as usize;
         let (layer, expert) = (key / self.experts, key % self.experts);
@@ -383,7 +389,7 @@ impl ExpertStore {
         }
     }
 
-    /// Writes the list of experts in memory, hottest first. A failure is logged.
+    /// Saves the list of experts in memory, hottest first. Logs a failure.
     fn save_hot_experts(&self, state: &StoreState) {
         let Some(warm_start) = self.warm_start.as_ref().filter(|_| !self.is_resident() && state.slots.used() > 0)
         else {
@@ -399,7 +405,7 @@ impl ExpertStore {
         }
     }
 
-    /// The same, at most every [`SAVE_INTERVAL`].
+    /// Saves the list of experts in memory, at most once per [`SAVE_INTERVAL`].
     pub(super) fn save_hot_experts_if_due(&self, state: &mut StoreState) {
         if self.warm_start.is_some() && state.saved.elapsed() >= SAVE_INTERVAL {
             state.saved = Instant::now();
@@ -407,7 +413,7 @@ impl ExpertStore {
         }
     }
 
-    /// Queues reads of the hot experts of the last run, into free slots only.
+    /// Queues background reads of the hot experts of the last run, until no slot is free.
     fn read_hot_experts(&self) {
         let Some(warm_start) = &self.warm_start else { return };
         let state = &mut *self.state.borrow_mut();
@@ -416,20 +422,21 @@ impl ExpertStore {
             if state.slots.used() == state.slots.len() {
                 break;
             }
-            state.scores.prime(key, score);
+            state.scores.set_prior(key, score);
             if let Some(claim) = state.slots.claim(key, ReadReason::WarmStart, &state.scores) {
                 self.start_read(state, key, claim.slot, ReadReason::WarmStart);
             }
         }
     }
 
-    /// Records that the device is lost: it reads no slot any more, whatever marks are outstanding.
+    /// Records that the device is lost and no longer reads any slot. Slots that waited for its sync points become reusable.
     pub fn device_lost(&self) {
         self.state.borrow_mut().slots.advance(SyncPoint(u64::MAX));
     }
 
-    /// Releases or restores slots if the system's memory level asks for it. Called between two passes, when
-    /// `device` has finished all its work. Checks the system at most every 250 ms. Returns true if memory is short.
+    /// Checks the system's memory at most every 250 ms, and releases or restores slots. Returns true if memory is short.
+    ///
+    /// Called between two forward passes, when `device` has completed all of its work.
     pub fn adapt_to_memory(&self, device: &mut dyn SlotDevice) -> bool {
         let now = Instant::now();
         let level = self.state.borrow_mut().pressure.check(now);
@@ -478,8 +485,8 @@ impl ExpertStore {
                 *at = spans;
             }
             let at = |slot: SlotId| self.layout.range(slot.index()..slot.index() + 1);
-            // SAFETY: the table moved an expert from the first slot to the second. The first was unpinned, not being
-            // read into, and its marks were passed. The second was free. So no other reference to either exists.
+            // SAFETY: the table moved an expert from the first slot to the second. The first was unpinned, no reader filled
+            // it, and the device had completed its sync points. The second was free. So no other reference to either exists.
             let (from, into) = unsafe { (self.slab.bytes(at(from)), self.slab.bytes_mut(at(into))) };
             into.copy_from_slice(from);
         }
@@ -498,7 +505,8 @@ impl ExpertStore {
         true
     }
 
-    /// Returns the memory of slots that hold no expert. The device releases it first, or its pages would stay in use.
+    /// Releases the memory of empty slots to the system. The device's buffers are released first, because they would keep
+    /// the pages in use.
     fn release_memory(&self, slots: Range<usize>, device: &mut dyn SlotDevice) -> io::Result<()> {
         if self.whole_segments.get() {
             let mut segments = self.layout.segments_of(slots.clone());

@@ -1,4 +1,4 @@
-//! Warm start: the list of hot experts, kept per model in the cache directory and read at the next start.
+//! Warm start: saves the list of hot experts of a model in the cache directory, and loads it at the next start.
 
 use crate::platform::{atomic_file::replace_file, read_small_file};
 use serde::{Deserialize, Serialize};
@@ -7,14 +7,14 @@ use std::{io, path::PathBuf, time::Duration};
 /// Interval between two writes of the list while serving.
 pub(super) const SAVE_INTERVAL: Duration = Duration::from_secs(60);
 
-/// Maximum size of a list in bytes. One expert takes about thirty.
+/// Maximum size of the file in bytes. An entry of the list takes about 30 bytes.
 const MAX_BYTES: u64 = 16 << 20;
 
-/// The file of the list, and the identity of its model.
+/// The file of the list, and the model to which it belongs.
 #[derive(Debug, Clone)]
 pub struct WarmStart {
     pub file: PathBuf,
-    /// Identity of the checkpoint's files. A list with another identity is ignored.
+    /// Identity of the checkpoint's files. A list of another checkpoint is ignored.
     pub identity: String,
 }
 
@@ -33,7 +33,8 @@ impl WarmStart {
         replace_file(&self.file, &text)
     }
 
-    /// The saved list; empty if there is none for this model. An unreadable list is logged.
+    /// The saved list. Empty if there is none for this model. If the file is unreadable, logs a warning and returns an empty
+    /// list.
     pub(super) fn load(&self) -> Vec<(usize, u32, f32)> {
         let list = match read_small_file(&self.file, MAX_BYTES) {
             Ok(bytes) => serde_json::from_slice::<HotExperts>(&bytes),

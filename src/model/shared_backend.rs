@@ -56,7 +56,7 @@ impl Timeline for SharedBackend {
         sync_point() -> SyncPoint;
         completed() -> SyncPoint;
         wait_for(point: SyncPoint) -> Result<(), DeviceError>;
-        rest() -> Option<Duration>;
+        begin_disk_wait() -> Option<Duration>;
         stay_awake();
     }
 }

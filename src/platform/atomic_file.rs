@@ -1,4 +1,4 @@
-//! Files and directories that appear complete or not at all: written under a temporary name, then renamed.
+//! Writes files and directories atomically: under a temporary name, which is then renamed.
 
 use std::{
     fs::{self, File, OpenOptions, TryLockError},
@@ -9,18 +9,18 @@ use std::{
     sync::atomic::{AtomicUsize, Ordering},
 };
 
-/// The directory `.NAME.partial` next to the future directory `NAME`. Dropping it removes it, unless
-/// [`PartialDir::finish`] renamed it.
+/// A temporary directory `.NAME.partial` in the same directory as the final `NAME`. Removed on drop unless
+/// [`PartialDir::finish`] has renamed it.
 pub struct PartialDir {
     path: PathBuf,
     is_finished: bool,
-    /// Held open and locked so that two processes do not write the same directory. The lock ends with the process.
+    /// The open directory, locked so that two processes do not write to it. The system unlocks it when the process ends.
     _lock: File,
 }
 
 impl PartialDir {
-    /// Creates the partial directory of `out`, and the parents of `out`. A partial directory that a killed process left
-    /// is removed first.
+    /// Creates the temporary directory for `out`, and the parents of `out`. First removes a temporary directory that a
+    /// killed process has left.
     pub fn create(out: &Path) -> io::Result<Self> {
         let parent = parent(out);
         let no_name = || io::Error::new(io::ErrorKind::InvalidInput, "the path does not end in a name");
@@ -39,11 +39,11 @@ impl PartialDir {
         &self.path
     }
 
-    /// Renames the directory to `out`. `out` is the path given to [`PartialDir::create`] and is absent or empty.
+    /// Renames the directory to `out`, the path given to [`PartialDir::create`]. `out` must not exist or must be empty.
     pub fn finish(mut self, out: &Path) -> io::Result<()> {
         fs::rename(&self.path, out)?;
         self.is_finished = true;
-        // Syncs the directory entry itself.
+        // Makes the rename durable.
         File::open(parent(out))?.sync_all()
     }
 }
@@ -54,20 +54,20 @@ impl Drop for PartialDir {
             return;
         }
         if let Err(error) = fs::remove_dir_all(&self.path) {
-            tracing::warn!(path = %self.path.display(), %error, "cannot remove the partial directory");
+            tracing::warn!(path = %self.path.display(), %error, "cannot remove the temporary directory");
         }
     }
 }
 
-/// A file written under a temporary name next to its final path. Dropping it removes it, unless [`TempFile::persist`]
-/// renamed it.
+/// A file with a temporary name in the directory of its final path. Removed on drop unless [`TempFile::persist`] has renamed
+/// it.
 pub struct TempFile {
     path: PathBuf,
     file: File,
 }
 
 impl TempFile {
-    /// Writes `parts` to a new file next to `path`, with these permission bits. Creates the parents of `path`.
+    /// Writes `parts` to a new temporary file for `path`, with permission bits `mode`. Creates the parents of `path`.
     pub fn write(path: &Path, mode: u32, parts: &[&[u8]]) -> io::Result<Self> {
         static COUNT: AtomicUsize = AtomicUsize::new(0);
         let mut name = path.as_os_str().to_owned();
@@ -80,7 +80,7 @@ impl TempFile {
         Ok(written)
     }
 
-    /// Syncs the data and renames the file to `path`, replacing what is there.
+    /// Syncs the data and renames the file to `path`. Replaces an existing file.
     pub fn persist(self, path: &Path) -> io::Result<()> {
         self.file.sync_all()?;
         fs::rename(&self.path, path)
@@ -89,20 +89,20 @@ impl TempFile {
 
 impl Drop for TempFile {
     fn drop(&mut self) {
-        // After a rename there is nothing left to remove.
+        // Fails after a rename, since the temporary name no longer exists.
         let _ = fs::remove_file(&self.path);
     }
 }
 
-/// Replaces the file at `path` atomically, and creates its parents. A failure leaves no temporary file behind.
+/// Replaces the file at `path` atomically, and creates its parents. Removes the temporary file after an error.
 pub fn replace_file(path: &Path, bytes: &[u8]) -> io::Result<()> {
     TempFile::write(path, 0o666, &[bytes])?.persist(path)
 }
 
-/// Creates or reuses this user's own directory inside `root`, a directory that others may write to.
+/// Creates or reuses a private directory of this user inside `root`, which may be writable by all users, such as `/tmp`.
 ///
 /// # Errors
-/// The system's; a directory of that name that belongs to another user or is writable by others.
+/// A system error, or the directory belongs to another user or is writable by others.
 pub fn private_dir(root: &Path) -> io::Result<PathBuf> {
     // SAFETY: a system call without arguments that cannot fail.
     let user = unsafe { libc::geteuid() };

@@ -1,4 +1,4 @@
-//! `DataFile`: a file opened for positional reads, with or without the page cache.
+//! [`DataFile`]: a file opened for positional reads, with or without the page cache.
 
 use std::{
     fs, io,
@@ -6,12 +6,12 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// The access mode: through the page cache or not.
+/// The use of the page cache by reads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Access {
     /// Bypasses the page cache: `O_DIRECT` on Linux, `F_NOCACHE` on macOS.
     Direct,
-    /// Reads of any alignment with `F_NOCACHE` (macOS): copied through the page cache, which does not keep them.
+    /// `F_NOCACHE` (macOS) with reads of any alignment: they are copied through the page cache, which does not keep them.
     Uncached,
     /// Reads through the page cache, without read-ahead.
     Buffered,
@@ -20,7 +20,7 @@ pub enum Access {
 /// The largest alignment that a direct read may need, in bytes.
 pub const MAX_BLOCK: usize = 4096;
 
-/// A file held open for reading. It is never written to.
+/// A file opened for reading.
 pub struct DataFile {
     file: fs::File,
     path: PathBuf,
@@ -31,18 +31,17 @@ pub struct DataFile {
 }
 
 impl DataFile {
-    /// Opens `path`. `Access::Direct` fails with `ErrorKind::Unsupported` if the file system has no direct reads.
+    /// Opens `path`. [`Access::Direct`] fails with `ErrorKind::Unsupported` if the file system does not support direct I/O.
     pub fn open(path: &Path, access: Access) -> io::Result<Self> {
-        Self::opened(path, access, |file| match access {
+        Self::open_and(path, access, |file| match access {
             Access::Direct | Access::Uncached => os::direct(file),
             Access::Buffered => os::buffered(file),
         })
     }
 
-    /// Opens `path` with a block size that is already known from another file of the same directory. This saves the
-    /// test read.
+    /// Opens `path` with a block size that is known from another file in the same directory. This saves a test read.
     pub fn open_with_block(path: &Path, access: Access, block: usize) -> io::Result<Self> {
-        Self::opened(path, access, |file| {
+        Self::open_and(path, access, |file| {
             match access {
                 Access::Direct | Access::Uncached => os::uncached(file)?,
                 Access::Buffered => drop(os::buffered(file)?),
@@ -51,9 +50,9 @@ impl DataFile {
         })
     }
 
-    fn opened(path: &Path, access: Access, block: impl Fn(&fs::File) -> io::Result<usize>) -> io::Result<Self> {
+    fn open_and(path: &Path, access: Access, block: impl Fn(&fs::File) -> io::Result<usize>) -> io::Result<Self> {
         let mut options = fs::OpenOptions::new();
-        // `O_NONBLOCK`: opening a FIFO without a writer would block otherwise.
+        // Without `O_NONBLOCK`, opening a FIFO without a writer would block.
         let flags = if access == Access::Buffered { 0 } else { os::DIRECT };
         options.read(true).custom_flags(flags | libc::O_NONBLOCK);
         let file = options.open(path).map_err(|error| match error.raw_os_error() {
@@ -68,7 +67,7 @@ impl DataFile {
         Ok(Self { file, path: path.to_owned(), len: meta.len(), block, modified: (meta.mtime(), meta.mtime_nsec()) })
     }
 
-    /// Opens `path` past the page cache, or through it if the file system has no direct reads.
+    /// Opens `path` for direct I/O, or for buffered I/O if the file system does not support direct I/O.
     pub fn open_uncached(path: &Path) -> io::Result<Self> {
         match Self::open(path, Access::Direct) {
             Err(error) if error.kind() == io::ErrorKind::Unsupported => Self::open(path, Access::Buffered),
@@ -76,10 +75,10 @@ impl DataFile {
         }
     }
 
-    /// Reads `len` bytes at any offset, as whole blocks. `space` is a buffer that calls reuse.
+    /// Reads `len` bytes at any offset. Reads whole blocks into `space`, a buffer that the caller reuses.
     ///
     /// # Errors
-    /// The system's; `UnexpectedEof`; the file was modified since it was opened.
+    /// A system error, `UnexpectedEof`, or the file was modified since it was opened.
     pub fn read_range<'a>(&self, offset: u64, len: usize, space: &'a mut Vec<u8>) -> io::Result<&'a [u8]> {
         let start = offset / self.block as u64 * self.block as u64;
         let skip = (offset - start) as usize;
@@ -108,18 +107,18 @@ impl DataFile {
         self.len == 0
     }
 
-    /// Alignment of offset, length and memory address of every read: a power of two, 1 if there is no restriction.
+    /// Required alignment of offset, length and memory address of every read. A power of two, 1 if there is no requirement.
     pub fn block(&self) -> usize {
         self.block
     }
 
-    /// One positional read. Returns fewer bytes than requested after a short read, and 0 at the end of the file.
+    /// Performs one positional read. Returns the number of bytes read, which is 0 at the end of the file.
     pub fn read_at(&self, into: &mut [u8], offset: u64) -> io::Result<usize> {
         self.file.read_at(into, offset)
     }
 
-    /// Fails if the file was modified since it was opened, because bytes read before and after would be inconsistent.
-    /// Replacing the file by a rename is harmless and not detected: the open descriptor keeps the old file.
+    /// Fails if the file was modified since it was opened, because bytes from before and after are inconsistent. Replacing
+    /// the file by a rename is harmless and not detected, since the open descriptor refers to the old file.
     pub fn check_unchanged(&self) -> io::Result<()> {
         let meta = self.file.metadata()?;
         if (meta.mtime(), meta.mtime_nsec()) == self.modified && meta.len() == self.len {
@@ -134,12 +133,12 @@ impl DataFile {
     }
 }
 
-/// Fills the first `needed` bytes of `into` with calls of `read(buffer, start)`. After a short read it continues at the last
-/// block boundary, because a direct read at any other offset fails with EINVAL. The length of `into` is a multiple of
-/// `block`.
+/// Fills the first `needed` bytes of `into` by calling `read(buffer, start)` repeatedly. After a short read it continues at
+/// the last block boundary, because a direct read at another offset fails with EINVAL. The length of `into` must be a
+/// multiple of `block`.
 ///
 /// # Errors
-/// Those of `read`, except interruptions; `UnexpectedEof` if a read makes no progress.
+/// An error of `read` other than an interruption, or `UnexpectedEof` if a read returns less than one new block.
 pub fn read_aligned(
     into: &mut [u8],
     needed: usize,
@@ -175,15 +174,15 @@ mod os {
 
     pub const DIRECT: i32 = libc::O_DIRECT;
 
-    /// Nothing to do: the file was opened with `O_DIRECT`.
+    /// Does nothing, since the file was opened with `O_DIRECT`.
     pub fn uncached(_: &fs::File) -> io::Result<()> {
         Ok(())
     }
 
-    /// Finds the alignment that direct reads of `file` need by test reads. The values that `statx` and the block device
-    /// report are not always what the file system accepts.
+    /// Finds the required alignment of direct reads by test reads. The alignments that `statx` and the block device report
+    /// are not always correct.
     pub fn direct(file: &fs::File) -> io::Result<usize> {
-        // Large enough for a buffer that is aligned to exactly `block` and to no larger power of two.
+        // Large enough to contain an address that is a multiple of `block` but not of `2 * block`.
         let mut space = vec![0u8; 4 * MAX_BLOCK];
         let base = space.as_ptr() as usize;
         for block in [512, 1024, 2048, MAX_BLOCK] {
@@ -198,7 +197,7 @@ mod os {
         Err(io::ErrorKind::Unsupported.into())
     }
 
-    /// Disables read-ahead. Each read covers one whole expert, and the bytes after it belong to another one.
+    /// Disables read-ahead: each read covers a whole expert, and the bytes after it are usually not needed.
     pub fn buffered(file: &fs::File) -> io::Result<usize> {
         advise(file, 0, 0, libc::POSIX_FADV_RANDOM);
         Ok(1)
@@ -209,7 +208,7 @@ mod os {
     }
 
     fn advise(file: &fs::File, offset: u64, len: usize, advice: i32) {
-        // SAFETY: a system call without pointers on an open descriptor. It is only advice, so the result is ignored.
+        // SAFETY: a system call without pointers on an open descriptor. The result of the advice is ignored.
         unsafe { libc::posix_fadvise(file.as_raw_fd(), offset as libc::off_t, len as libc::off_t, advice) };
     }
 }
@@ -220,9 +219,9 @@ mod os {
 
     pub const DIRECT: i32 = 0;
 
-    /// `F_NOCACHE` accepts any alignment. But the kernel bypasses the cache only if the file offset and the address are
-    /// multiples of 4096. Other reads are copied through the cache, whose pages are dropped afterwards. Pieces of a
-    /// checkpoint must start where kernels need them, so only packs are read directly.
+    /// Sets `F_NOCACHE`, which accepts reads of any alignment. The kernel bypasses the page cache only if file offset and
+    /// address are multiples of 4096. It copies other reads through the cache and then drops the pages. Only the records of a
+    /// pack have this alignment: the kernels fix the addresses of a checkpoint's pieces in memory.
     pub fn direct(file: &fs::File) -> io::Result<usize> {
         uncached(file)?;
         Ok(1)
@@ -246,7 +245,7 @@ mod os {
         Ok(())
     }
 
-    /// macOS has no call for a descriptor. Invalidating a shared mapping drops the pages that it maps.
+    /// Drops cached pages by invalidating a shared mapping of them, since macOS has no call that takes a descriptor.
     pub fn drop_cached(file: &fs::File, offset: u64, len: usize) {
         // SAFETY: a system call without pointers.
         let page = unsafe { libc::sysconf(libc::_SC_PAGESIZE) }.max(1) as u64;
@@ -255,12 +254,12 @@ mod os {
         if len == 0 {
             return;
         }
-        // SAFETY: a new mapping of an open file, which nothing reads. It is unmapped once.
+        // SAFETY: creates a new mapping of an open file, never accesses it, and unmaps it once.
         unsafe {
             let (read, shared) = (libc::PROT_READ, libc::MAP_SHARED);
             let at = libc::mmap(std::ptr::null_mut(), len, read, shared, file.as_raw_fd(), start as libc::off_t);
             if at != libc::MAP_FAILED {
-                // It is only advice, so the result is ignored.
+                // A failure only keeps pages in the cache, so the result is ignored.
                 libc::msync(at, len, libc::MS_INVALIDATE);
                 libc::munmap(at, len);
             }

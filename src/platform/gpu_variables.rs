@@ -1,11 +1,11 @@
 //! Environment variables that the GPU driver of macOS reads when a process opens the GPU.
 
-/// Name and value. macOS 26 ends GPU work that delays the screen, such as a long prompt, with the error "Impacting
-/// Interactivity". This variable relaxes the driver's time limit; llama.cpp sets it, too (pull request 22216).
+/// Name and value of each variable. macOS 26 kills GPU work that delays the screen, such as a long prefill, with the error
+/// "Impacting Interactivity". This variable relaxes the driver's time limit. llama.cpp also sets it (pull request 22216).
 pub const GPU_VARIABLES: [(&str, &str); 1] = [("AGX_RELAX_CDM_CTXSTORE_TIMEOUT", "1")];
 
-/// Sets the variables of this process that the user has not set. Does nothing on other systems. Only for the first line
-/// of `main`: other threads must not read the environment while it changes.
+/// Sets those [`GPU_VARIABLES`] that the user has not set. Does nothing on systems other than macOS. Must be called at the
+/// start of `main`, because other threads must not read the environment while it changes.
 pub fn set_gpu_variables() {
     if cfg!(target_os = "macos") {
         for (name, value) in GPU_VARIABLES {

@@ -1,7 +1,7 @@
 //! Large zeroed buffers backed by huge pages.
 
-/// Returns `len` zero bytes for a buffer that will be overwritten. For large buffers it requests huge pages, which the
-/// system allocates in a fraction of the time.
+/// Allocates a buffer of `len` zero bytes. Requests huge pages for large buffers, since the system allocates huge pages in a
+/// fraction of the time.
 pub fn zeroed_buffer(len: usize) -> Vec<u8> {
     let mut bytes = vec![0; len];
     advise(&mut bytes);
@@ -14,7 +14,7 @@ fn advise(bytes: &mut [u8]) {
     let before = bytes.as_ptr().align_offset(HUGE_PAGE);
     let Some(inside) = bytes.get_mut(before..).filter(|inside| inside.len() >= HUGE_PAGE) else { return };
     let len = inside.len() / HUGE_PAGE * HUGE_PAGE;
-    // SAFETY: whole pages inside a buffer that we own. The advice changes no byte, and its result is ignored.
+    // SAFETY: the range consists of whole pages of an owned buffer. The advice changes no byte, and its result is ignored.
     unsafe { libc::madvise(inside.as_mut_ptr().cast(), len, libc::MADV_HUGEPAGE) };
 }
 

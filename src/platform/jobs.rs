@@ -1,11 +1,11 @@
-//! I/O jobs run by a few short-lived threads. Compute jobs use [`super::Threads`].
+//! Runs I/O jobs on a few short-lived threads. Compute jobs use [`super::Threads`].
 
 use parking_lot::Mutex;
 use std::thread;
 
-/// Runs `work(job, buffers)` for all `jobs` on up to `threads` threads called `name`, and returns the results in the
-/// order of the jobs. `make_buffers` allocates one set of buffers per thread. The first error stops the run: jobs that
-/// have not started are skipped.
+/// Runs `work(job, buffers)` for all `jobs` on up to `threads` threads named `name`. Returns the results in the order of the
+/// jobs. `make_buffers` allocates one set of buffers per thread. After the first error, skips jobs that have not started
+/// and returns that error.
 pub fn run_jobs<J, B, T, E>(
     name: &str,
     threads: usize,
@@ -34,7 +34,7 @@ where
         });
         if let Err(error) = served {
             let mut done = done.lock();
-            // Keep the first error: it is the cause of later ones.
+            // Keeps the first error, which may be the cause of later errors.
             if done.is_ok() {
                 *done = Err(error);
             }
@@ -42,7 +42,7 @@ where
     };
     thread::scope(|scope| {
         for _ in 0..more {
-            // If a thread cannot be started, the others do its work.
+            // If a thread cannot be started, the other threads run its jobs.
             let _ = thread::Builder::new().name(name.into()).spawn_scoped(scope, serve);
         }
         serve();

@@ -1,8 +1,8 @@
-//! `KeepAwake`: the machine does not fall asleep while a request is answered, even if its client is on another machine.
+//! [`KeepAwake`] prevents idle sleep while a request is answered, even if its client runs on another machine.
 
 use parking_lot::Mutex;
 
-/// Number of guards, and the id of the system's assertion while there is one.
+/// Number of live guards, and the id of the system's power assertion, if there is one.
 static HELD: Mutex<(usize, Option<u32>)> = Mutex::new((0, None));
 
 /// Prevents idle sleep (macOS) until the last guard is dropped.
@@ -53,26 +53,26 @@ mod sys {
     /// `kIOPMAssertionLevelOn`.
     const ON: u32 = 255;
 
-    /// Creates an assertion of the power manager, as `pmset -g assertions` lists them. `None` if the system refuses: it may
+    /// Creates a power assertion, which `pmset -g assertions` lists. Returns `None` if the system refuses; the machine may
     /// then fall asleep.
     pub fn prevent_sleep() -> Option<u32> {
         let [kind, name] = ["PreventUserIdleSystemSleep", "Moestro answers a request"].map(NSString::from_str);
         let [kind_text, name_text] = [&kind, &name].map(|text| Retained::as_ptr(text).cast::<c_void>());
         let mut id = 0;
-        // SAFETY: an NSString is a CFString, and both live until the call returns.
+        // SAFETY: NSString and CFString are the same type at run time, and both strings live until the call returns.
         let code = unsafe { IOPMAssertionCreateWithName(kind_text, ON, name_text, &mut id) };
         (code == 0).then_some(id)
     }
 
     pub fn allow_sleep(id: u32) {
-        // SAFETY: `prevent_sleep` created it, and it is released once.
+        // SAFETY: `prevent_sleep` created the assertion, and it is released once.
         unsafe { IOPMAssertionRelease(id) };
     }
 }
 
 #[cfg(not(target_os = "macos"))]
 mod sys {
-    /// Other systems do not sleep while a server runs.
+    /// Does nothing: other systems normally do not sleep while a server runs.
     pub fn prevent_sleep() -> Option<u32> {
         None
     }

@@ -1,4 +1,4 @@
-//! The operating system: files, threads, memory and its limits, services. Only this module and `device` contain
+//! Interfaces to the operating system: files, threads, memory limits and services. Only this module and `device` contain
 //! system-specific code.
 
 pub mod atomic_file;

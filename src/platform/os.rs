@@ -1,6 +1,6 @@
-//! Facts from the operating system, and requests to it.
+//! Information from the operating system, and requests to it.
 //!
-//! Values that a system does not report are `None`, never a guess.
+//! A value that the system does not report is `None`, never an estimate.
 
 mod allocator;
 #[cfg(target_os = "linux")]
@@ -27,8 +27,8 @@ pub use user_dirs::{cache_dir, data_dir, state_dir};
 
 use std::path::Path;
 
-/// The lowest memory limit of the control groups (v1 or v2) that this process is in, ancestors included. `None` without a
-/// limit, and on systems without control groups.
+/// The lowest memory limit of this process's control groups (v1 or v2) and their ancestors. `None` if there is no limit, and
+/// on systems without control groups.
 pub fn cgroup_limit() -> Option<u64> {
     #[cfg(target_os = "linux")]
     return cgroup::limit();
@@ -36,7 +36,7 @@ pub fn cgroup_limit() -> Option<u64> {
     None
 }
 
-/// Bytes available to this user on the file system of `path`, or of its nearest existing ancestor.
+/// Free bytes for this user on the file system of `path`, or of its nearest existing ancestor.
 pub fn free_space(path: &Path) -> Option<u64> {
     let existing = path.ancestors().find(|p| p.exists()).filter(|p| !p.as_os_str().is_empty());
     let path = existing.unwrap_or(Path::new("."));
@@ -44,11 +44,11 @@ pub fn free_space(path: &Path) -> Option<u64> {
     let mut stat = std::mem::MaybeUninit::<libc::statvfs>::uninit();
     // SAFETY: `path` is a NUL-terminated string. `stat` is large enough and is read only on success.
     let stat = unsafe { (libc::statvfs(path.as_ptr(), stat.as_mut_ptr()) == 0).then(|| stat.assume_init()) }?;
-    #[allow(clippy::unnecessary_cast)] // the fields' widths differ between systems
+    #[allow(clippy::unnecessary_cast)] // The integer types of the fields differ between systems.
     (stat.f_bavail as u64).checked_mul(stat.f_frsize as u64)
 }
 
-/// Asks a child process to end (SIGTERM). Nothing happens if it has ended.
+/// Sends SIGTERM to a child process. Does nothing if the process has ended.
 pub fn terminate(child: u32) {
     if let Ok(id @ 1..) = libc::pid_t::try_from(child) {
         // SAFETY: a system call on a number. A positive number is one process.

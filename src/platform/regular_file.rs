@@ -1,5 +1,5 @@
-//! Regular files read whole, hashed, and identified. A path from a user may lead to a FIFO, an endless device, or a
-//! file larger than memory; these functions reject all three.
+//! Opens, reads, hashes and identifies regular files. A path from a user may name a FIFO, an endless device, or a file that
+//! is larger than memory. These functions reject all three.
 
 use sha2::{Digest, Sha256};
 use std::{
@@ -13,9 +13,9 @@ use std::{
 /// Opens a file for reading without blocking.
 ///
 /// # Errors
-/// The system's; a directory, a FIFO, a socket or a device.
+/// A system error, or the path names a directory, a FIFO, a socket or a device.
 pub fn open_regular_file(path: &Path) -> io::Result<File> {
-    // `O_NONBLOCK`: opening a FIFO without a writer would block otherwise. Regular files ignore the flag.
+    // Without `O_NONBLOCK`, opening a FIFO without a writer would block. Regular files ignore the flag.
     let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path)?;
     match file.metadata()?.is_file() {
         true => Ok(file),
@@ -26,12 +26,12 @@ pub fn open_regular_file(path: &Path) -> io::Result<File> {
 /// Reads a whole file of at most `max` bytes.
 ///
 /// # Errors
-/// As [`open_regular_file`]; a file that is larger than `max`.
+/// Those of [`open_regular_file`], or the file is larger than `max`.
 pub fn read_small_file(path: &Path, max: u64) -> io::Result<Vec<u8>> {
     let file = open_regular_file(path)?;
     let len = file.metadata()?.len();
     let mut bytes = Vec::with_capacity(len.min(max) as usize);
-    // The file may grow during the read, so the limit applies to the read too.
+    // The file may grow during the read, so the limit also applies to the bytes read.
     file.take(max + 1).read_to_end(&mut bytes)?;
     match bytes.len() as u64 <= max {
         true => Ok(bytes),
@@ -39,10 +39,10 @@ pub fn read_small_file(path: &Path, max: u64) -> io::Result<Vec<u8>> {
     }
 }
 
-/// Accepts a path to a regular file of at most `max` bytes, or to nothing.
+/// Checks that a path does not exist or names a regular file of at most `max` bytes.
 ///
 /// # Errors
-/// The path leads to another kind of file, or to a larger one.
+/// The path names another kind of file, or a larger file.
 pub fn check_small_file(path: &Path, max: u64) -> io::Result<()> {
     match std::fs::metadata(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
@@ -68,23 +68,23 @@ pub fn sha256_file(path: &Path) -> io::Result<String> {
     }
 }
 
-/// A file's identity and times as the system reports them. Writing to the file or replacing it changes the stamp.
+/// Identity, size and times of a file. Changes when the file is written to or replaced.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FileStamp {
     device: u64,
     inode: u64,
     size: u64,
-    /// Seconds and nanoseconds.
+    /// Modification time: seconds and nanoseconds.
     modified: (i64, i64),
-    /// Status change time. Unlike `modified`, programs cannot set it back.
+    /// Status change time (ctime). Unlike the modification time, programs cannot set it.
     changed: (i64, i64),
 }
 
-/// The coarsest time stamps of a file system: one second on HFS+, two on FAT.
+/// The coarsest time stamp resolution of common file systems: one second on HFS+, two seconds on FAT.
 const COARSEST_TIMESTAMP: Duration = Duration::from_secs(2);
 
 impl FileStamp {
-    /// The stamp of the file that `path` leads to.
+    /// The stamp of the file at `path`. Follows symbolic links.
     pub fn of(path: &Path) -> io::Result<Self> {
         let meta = std::fs::metadata(path)?;
         Ok(Self {
@@ -96,7 +96,8 @@ impl FileStamp {
         })
     }
 
-    /// True if the last change is old enough that a change now would get a different time.
+    /// True if a change at this moment would change the stamp. False if the last change is so recent that both could have
+    /// the same time stamp.
     pub fn is_settled(&self) -> bool {
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         let before = now.saturating_sub(COARSEST_TIMESTAMP).as_secs() as i64;

@@ -1,7 +1,7 @@
-//! `Service`: Moestro as a system service, a launchd agent on macOS and a systemd user unit elsewhere.
+//! Runs Moestro as a service: a launchd agent on macOS, a systemd user unit on other systems.
 //!
-//! A [`Service`] is a value. [`launchd`] and [`systemd`] turn an action into files and commands. Only [`Service::act`] has
-//! side effects.
+//! A [`Service`] is a plain value. The modules [`launchd`] and [`systemd`] translate an action to [`ServiceStep`]s, which are
+//! file changes and commands. [`Service::act`] performs them.
 
 mod activation;
 mod launchd;
@@ -25,10 +25,10 @@ const LABEL: &str = "dev.moestro.serve";
 /// Number of old log lines shown by `service logs`.
 const LOG_LINES: &str = "100";
 
-/// Longest wait for a stopped service to be gone, and the time between two looks.
-const GONE_TIMEOUT: Duration = Duration::from_secs(30);
+/// Maximum wait for a stopped service to exit, and the interval between two checks.
+const EXIT_TIMEOUT: Duration = Duration::from_secs(30);
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
-/// Maximum number of retries of a command that the manager may refuse for a moment, and the time between two.
+/// Maximum number of retries of a command that the service manager may refuse temporarily, and the time between two retries.
 const RETRIES: u32 = 3;
 const RETRY_INTERVAL: Duration = Duration::from_secs(2);
 
@@ -40,11 +40,12 @@ pub struct Service {
     /// Arguments after `serve`.
     pub args: Vec<String>,
     pub home: PathBuf,
-    /// The numeric user id, which launchd uses in the name of the session.
+    /// The numeric user id, which is part of launchd's domain names.
     pub user: u32,
-    /// The address on which the system listens: the first connection starts the service. If `None`, it starts at login.
+    /// Host and port on which the system listens: the first connection starts the service. If `None`, the service starts at
+    /// login.
     pub on_demand: Option<(String, u16)>,
-    /// Runs in private namespaces; see [`ServiceManager::can_confine`].
+    /// True if the service runs in private namespaces. See [`ServiceManager::can_confine`].
     pub is_confined: bool,
 }
 
@@ -74,11 +75,11 @@ pub enum ServiceStep {
     Write(PathBuf, String),
     Remove(PathBuf),
     Run(Vec<OsString>),
-    /// As [`ServiceStep::Run`], but failures are ignored, such as stopping a service that is not running.
+    /// Runs a command and ignores failures, for example stopping a service that is not running.
     Try(Vec<OsString>),
-    /// Repeats a command until it fails: the service that it describes is gone.
+    /// Repeats a command that prints a service's state until it fails, which means that the service no longer exists.
     WaitUntilGone(Vec<OsString>),
-    /// As [`ServiceStep::Run`], but repeats a command that exits with this code, which can mean "not yet".
+    /// Runs a command, and repeats it while it exits with this code.
     Retry(Vec<OsString>, i32),
 }
 
@@ -103,10 +104,10 @@ impl Service {
         }
     }
 
-    /// Performs an action. The manager's output goes to the terminal.
+    /// Performs an action. The output of the service manager goes to the terminal.
     ///
     /// # Errors
-    /// The file system's, with the path; a command that fails or cannot be run, with its command line.
+    /// A file system error, with its path, or a command that fails or cannot be run, with its command line.
     pub fn act(&self, manager: ServiceManager, action: ServiceCommand) -> Result<(), String> {
         self.steps(manager, action).iter().try_for_each(perform)
     }
@@ -124,16 +125,16 @@ fn perform(step: &ServiceStep) -> Result<(), String> {
         ServiceStep::Run(words) => run(words, None),
         ServiceStep::Retry(words, code) => run(words, Some(*code)),
         ServiceStep::Try(words) => {
-            // Ignores the status and the output.
+            // The result is ignored.
             succeeds(words);
             Ok(())
         }
         ServiceStep::WaitUntilGone(words) => {
             let begin = Instant::now();
             while succeeds(words) {
-                if begin.elapsed() > GONE_TIMEOUT {
-                    let seconds = GONE_TIMEOUT.as_secs();
-                    return Err(format!("the old service still runs after {seconds} s: `{}` finds it", line(words)));
+                if begin.elapsed() > EXIT_TIMEOUT {
+                    let seconds = EXIT_TIMEOUT.as_secs();
+                    return Err(format!("the old service still exists after {seconds} s: `{}` finds it", line(words)));
                 }
                 thread::sleep(POLL_INTERVAL);
             }
@@ -142,13 +143,13 @@ fn perform(step: &ServiceStep) -> Result<(), String> {
     }
 }
 
-/// True if the command ends with success. Its output is discarded.
+/// Runs a command and discards its output. Returns true if it succeeds.
 fn succeeds(words: &[OsString]) -> bool {
     let output = words.split_first().map(|(program, args)| Command::new(program).args(args).output());
     output.is_some_and(|output| output.is_ok_and(|output| output.status.success()))
 }
 
-/// Runs a command. Repeats it while it exits with `retry_on`.
+/// Runs a command. Repeats it up to [`RETRIES`] times while it exits with code `retry_on`.
 fn run(words: &[OsString], retry_on: Option<i32>) -> Result<(), String> {
     let Some((program, args)) = words.split_first() else { return Ok(()) };
     let mut retries = if retry_on.is_some() { RETRIES } else { 0 };
@@ -163,12 +164,12 @@ fn run(words: &[OsString], retry_on: Option<i32>) -> Result<(), String> {
     }
 }
 
-/// A command line for messages.
+/// Formats a command line for messages.
 fn line(words: &[OsString]) -> String {
     words.iter().map(|word| word.to_string_lossy()).collect::<Vec<_>>().join(" ")
 }
 
-/// A command line.
+/// Converts the words of a command line.
 fn words<const N: usize>(words: [&str; N]) -> Vec<OsString> {
     words.map(OsString::from).to_vec()
 }

@@ -1,17 +1,18 @@
-//! `Threads`: a pool of compute threads that run one parallel job at a time and do not sleep between layers.
+//! [`Threads`]: a pool of compute threads that run one parallel job at a time and do not sleep between layers.
 //!
-//! A token takes some hundred short jobs with microseconds between them, so an idle worker spins before it parks. The
-//! caller is one of the threads. Each thread owns a range of adjacent tasks and claims them one by one from the front, so
-//! that it reads memory in order. A thread that has finished its range claims tasks of the others, so a slow core does
+//! A token takes several hundred short jobs with microseconds between them, so an idle worker spins before it parks. The
+//! calling thread also runs tasks. Each thread owns a range of adjacent tasks and claims them one by one from the front, so
+//! that it reads memory in order. A thread that has finished its range claims tasks of other ranges, so a slow core runs
 //! fewer tasks.
 //!
-//! With many cores, a cache line that all cores write costs more than a job. So no line is written by all threads. The
-//! caller publishes a job by its number, which workers only read. Each worker stores the job that it is in, or has done, in
-//! its own cache line. WorkerState the end the caller reads these lines and withdraws the job from workers that have not entered it.
-//! No job waits for a worker that is still waking up.
+//! With many cores, writing one shared cache line from all cores takes longer than a job. So no cache line is written by all
+//! threads. The caller publishes a job by incrementing the job number, which workers only read. Each worker stores the number
+//! of its current or last job in its own cache line. At the end of a job, the caller reads these cache lines. It withdraws
+//! the job from workers that have not entered it, so no job waits for a worker that is still waking up.
 //!
-//! Waking a thread costs the caller microseconds, and the thread runs tens of microseconds later. Waking fifteen threads in
-//! sequence would be too slow. So the caller wakes the first worker of every group of [`WAKE_GROUP`], which wakes the rest.
+//! Waking a thread takes the caller microseconds, and the thread runs tens of microseconds later. Waking fifteen threads one
+//! after the other would be too slow. So the caller wakes the first worker of every group of [`WAKE_GROUP`], which wakes the
+//! other workers of its group.
 
 use parking_lot::Mutex;
 use std::{
@@ -26,14 +27,14 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Time that an idle worker spins before it parks. It is longer than the serial work between two jobs or two passes, such as
-/// sampling from 250,000 tokens. With 150 us, some of sixteen workers woke up late on one machine.
+/// Time for which an idle worker spins before it parks. It is longer than the serial work between two jobs or two forward
+/// passes, such as sampling from 250,000 tokens. With 150 us, some of sixteen workers woke up late on one machine.
 const SPIN: Duration = Duration::from_millis(1);
-/// The same after the caller [rests](Threads::rest).
-const SPIN_AT_REST: Duration = Duration::from_micros(150);
+/// The same time after [`Threads::expect_pause`].
+const SPIN_BEFORE_PAUSE: Duration = Duration::from_micros(150);
 /// After spinning this long, a worker yields its core to other processes between two checks.
 const SPIN_BEFORE_YIELD: Duration = Duration::from_micros(20);
-/// Number of workers in a group; the first one wakes the others.
+/// Number of workers in a group. The first worker wakes the others.
 const WAKE_GROUP: usize = 4;
 
 type ParallelJob<'a> = &'a (dyn Fn(usize) + Sync);
@@ -42,37 +43,38 @@ type ParallelJob<'a> = &'a (dyn Fn(usize) + Sync);
 pub struct Threads {
     pool: Arc<ThreadPool>,
     workers: Vec<JoinHandle<()>>,
-    /// Held while a job runs. A second caller, or a nested call, runs its tasks on its own thread.
+    /// Locked while a job runs. A concurrent or nested call does not wait: it runs all of its tasks on the calling thread.
     caller: Mutex<()>,
 }
 
 struct ThreadPool {
     /// Number of the last published job.
     number: CacheAligned<AtomicU64>,
-    /// That job. It is written only while no worker is in a job.
+    /// The last published job. Written only while no worker is in a job.
     job: UnsafeCell<Option<ParallelJob<'static>>>,
-    /// The task range of each thread; the caller's is first.
+    /// The task range of each thread, starting with the caller's.
     ranges: Vec<CacheAligned<TaskRange>>,
     workers: Vec<CacheAligned<WorkerState>>,
     quit: AtomicBool,
     panicked: AtomicBool,
     panic: Mutex<Option<Box<dyn Any + Send>>>,
+    /// Number of parked workers.
     parked: CacheAligned<AtomicUsize>,
-    /// Number of the last job when the caller last rested.
-    rested_at: AtomicU64,
+    /// Job number at the last [`Threads::expect_pause`].
+    pause_expected_after: AtomicU64,
 }
 
 /// The state of a worker.
 #[derive(Default)]
 struct WorkerState {
-    /// `2 * number` of its last job, plus 1 while the worker is in it.
+    /// `2 * number` of the worker's last job, plus 1 while the worker runs it.
     job: AtomicU64,
-    /// The worker is parked or about to park.
+    /// True if the worker is parked or about to park.
     is_parked: AtomicBool,
     thread: OnceLock<Thread>,
 }
 
-/// A value in its own cache lines: two of them, because processors fetch lines in pairs.
+/// A value in its own pair of cache lines, since processors prefetch cache lines in pairs.
 #[derive(Default)]
 #[repr(align(128))]
 struct CacheAligned<T>(T);
@@ -91,8 +93,8 @@ unsafe impl Sync for ThreadPool {}
 unsafe impl Send for ThreadPool {}
 
 impl Threads {
-    /// A pool of `count` threads (at least one): the caller and `count - 1` workers. If the system cannot start a worker, the
-    /// pool is smaller.
+    /// A pool of `count` threads: the caller and `count - 1` workers. If the system cannot start a worker, the pool is
+    /// smaller.
     pub fn new(count: usize) -> Self {
         let count = count.max(1);
         let pool = Arc::new(ThreadPool {
@@ -104,7 +106,7 @@ impl Threads {
             panicked: AtomicBool::new(false),
             panic: Mutex::new(None),
             parked: CacheAligned::default(),
-            rested_at: AtomicU64::new(0),
+            pause_expected_after: AtomicU64::new(0),
         });
         let workers = (1..count)
             .map_while(|index| {
@@ -125,13 +127,14 @@ impl Threads {
         self.workers.len() + 1
     }
 
-    /// Tells workers that the next job may take a while, because the caller waits for a disk. They spin for a shorter time.
-    pub fn rest(&self) {
-        self.pool.rested_at.store(self.pool.number.0.load(Ordering::Relaxed), Ordering::Relaxed);
+    /// Announces a pause before the next job, because the caller waits for a disk. Idle workers then spin for a shorter time.
+    pub fn expect_pause(&self) {
+        self.pool.pause_expected_after.store(self.pool.number.0.load(Ordering::Relaxed), Ordering::Relaxed);
     }
 
-    /// Calls `job(i)` exactly once for every `i` in `0..tasks`, on any thread, and returns when all are done. If a task panics,
-    /// unclaimed tasks are skipped and the panic is resumed after every thread has left the job.
+    /// Calls `job(i)` exactly once for every `i` in `0..tasks`, on any thread. Returns when all calls have ended.
+    ///
+    /// If a task panics, skips tasks that have not started and resumes the panic after every thread has left the job.
     pub fn run(&self, tasks: usize, job: &(dyn Fn(usize) + Sync)) {
         let caller = if tasks > 1 && !self.workers.is_empty() { self.caller.try_lock() } else { None };
         let Some(caller) = caller else {
@@ -151,16 +154,17 @@ impl Threads {
         }
     }
 
-    /// Splits `0..len` into ranges of at least `min` (the last may be shorter) and calls `job(start..end)` for each. There are
-    /// about four ranges per thread, so that all threads finish together. The ranges depend on the number of threads, so the
-    /// result must not depend on them.
+    /// Splits `0..len` into ranges of at least `min` (the last may be shorter) and calls `job(start..end)` for each range.
+    ///
+    /// There are about four ranges per thread, so that all threads finish at about the same time. The ranges depend on the
+    /// number of threads, so the caller's result must not depend on the ranges.
     pub fn run_split(&self, len: usize, min: usize, job: &(dyn Fn(std::ops::Range<usize>) + Sync)) {
         let size = len.div_ceil(4 * self.count()).max(min).max(1);
         let size = if self.count() == 1 { len.max(1) } else { size };
         self.run(len.div_ceil(size), &|task| job(task * size..((task + 1) * size).min(len)));
     }
 
-    /// Calls `job(i, piece)` for every piece of `size` values of `data` (the last may be shorter).
+    /// Splits `data` into pieces of `size` values (the last may be shorter) and calls `job(i, piece)` for each piece.
     pub fn run_pieces<T: Send>(&self, data: &mut [T], size: usize, job: &(dyn Fn(usize, &mut [T]) + Sync)) {
         struct Base<T>(*mut T);
         // SAFETY: each piece goes to one task, and T is Send.
@@ -170,7 +174,7 @@ impl Threads {
         self.run(len.div_ceil(size), &|task| {
             let base = &base;
             let start = task * size;
-            // SAFETY: in bounds of `data`, which is borrowed mutably until `run` returns. The pieces of tasks are disjoint.
+            // SAFETY: in bounds of `data`, which is borrowed mutably until `run` returns. Different tasks get disjoint pieces.
             let piece = unsafe { std::slice::from_raw_parts_mut(base.0.add(start), size.min(len - start)) };
             job(task, piece);
         });
@@ -192,7 +196,7 @@ impl Drop for Threads {
 impl ThreadPool {
     /// Publishes a job and returns its number.
     fn publish(&self, job: ParallelJob<'_>, tasks: usize) -> u64 {
-        // SAFETY: only the lifetime changes. `close` returns after the last worker has left the job, while `job` is still alive.
+        // SAFETY: only the lifetime changes. `close` returns after the last worker has left the job, so `job` is alive.
         let job = unsafe { std::mem::transmute::<ParallelJob<'_>, ParallelJob<'static>>(job) };
         // SAFETY: the caller holds `caller`, and the previous job is closed, so no worker is in a job.
         unsafe { *self.job.get() = Some(job) };
@@ -202,13 +206,13 @@ impl ThreadPool {
             range.end.store((index + 1) * tasks / count, Ordering::Relaxed);
         }
         let number = self.number.0.load(Ordering::Relaxed) + 1;
-        // Sequentially consistent with `parked`: either a parking worker sees the number, or `wake` sees the worker.
+        // Sequentially consistent with `parked`: either a parking worker sees the new number, or `wake` sees the worker.
         self.number.0.store(number, Ordering::SeqCst);
         self.wake(self.workers.iter().step_by(WAKE_GROUP));
         number
     }
 
-    /// Unparks the parked ones of these workers.
+    /// Unparks those of these workers that are parked.
     fn wake<'a>(&self, workers: impl Iterator<Item = &'a CacheAligned<WorkerState>>) {
         if self.parked.0.load(Ordering::SeqCst) == 0 {
             return;
@@ -220,7 +224,7 @@ impl ThreadPool {
         }
     }
 
-    /// Removes all unclaimed tasks from the job.
+    /// Removes all tasks that have not started from the job.
     fn cancel(&self) {
         for CacheAligned(range) in &self.ranges {
             let end = range.end.load(Ordering::Relaxed);
@@ -230,8 +234,8 @@ impl ThreadPool {
         }
     }
 
-    /// Ends the job: withdraws it from workers that have not entered it, and waits for those that have. True if a task
-    /// panicked.
+    /// Ends the job: withdraws it from workers that have not entered it, and waits for workers that have. Returns true if a
+    /// task panicked.
     fn close(&self, number: u64) -> bool {
         let (done, inside) = (2 * number, 2 * number + 1);
         for CacheAligned(WorkerState { job: at, .. }) in &self.workers {
@@ -241,7 +245,7 @@ impl ThreadPool {
                     now if now == done => break,
                     now if now == inside => {
                         turns += 1;
-                        // The worker may have lost its core to another process. Yielding gives it this one.
+                        // The worker may have lost its core to another process. Yielding lets it run on this core.
                         if turns.is_multiple_of(256) { std::thread::yield_now() } else { std::hint::spin_loop() }
                     }
                     before => {
@@ -256,12 +260,12 @@ impl ThreadPool {
         self.panicked.swap(false, Ordering::Relaxed)
     }
 
-    /// Runs tasks until none is left, those of thread `own` first.
+    /// Runs tasks until none is left, starting with those of thread `own`.
     fn claim(&self, own: usize, job: ParallelJob<'_>) {
         let (before, after) = self.ranges.split_at(own);
         for CacheAligned(range) in after.iter().chain(before) {
             let end = range.end.load(Ordering::Relaxed);
-            // Checking first keeps the counter from growing beyond `end`.
+            // The check before `fetch_add` keeps the counter close to `end`.
             while range.next.load(Ordering::Relaxed) < end {
                 let task = range.next.fetch_add(1, Ordering::Relaxed);
                 if task < end {
@@ -290,7 +294,7 @@ impl ThreadPool {
         }
     }
 
-    /// Waits for a job with a higher number than `done` and enters it; `None` at the end.
+    /// Waits for a job with a number above `done` and enters it. Returns `None` when the pool is dropped.
     fn enter(&self, own: usize, mut done: u64) -> Option<u64> {
         let group =
             if own % WAKE_GROUP == 1 { &self.workers[own..self.workers.len().min(own + WAKE_GROUP - 1)] } else { &[] };
@@ -329,14 +333,14 @@ impl ThreadPool {
         }
     }
 
-    /// Time to spin after job `done`. Before the first job the pool is at rest.
+    /// Time to spin after job `done`. Short before the first job.
     fn spin_time(&self, done: u64) -> Duration {
-        if self.rested_at.load(Ordering::Relaxed) == done { SPIN_AT_REST } else { SPIN }
+        if self.pause_expected_after.load(Ordering::Relaxed) == done { SPIN_BEFORE_PAUSE } else { SPIN }
     }
 
     fn park(&self, own: usize, done: u64) {
         let CacheAligned(WorkerState { is_parked, .. }) = &self.workers[own - 1];
-        // Sequentially consistent with `number`: a job published after the check below sees this worker as parked.
+        // Sequentially consistent with `number`: if the loop below misses a new job, `publish` sees this worker as parked.
         is_parked.store(true, Ordering::SeqCst);
         self.parked.0.fetch_add(1, Ordering::SeqCst);
         while !self.quit.load(Ordering::SeqCst) && self.number.0.load(Ordering::SeqCst) == done {

@@ -1,4 +1,4 @@
-//! GPU memory, and the copies of slabs in it.
+//! GPU buffers, copies from slabs, and a pinned staging buffer.
 
 use super::error::cuda_error;
 use crate::device::{DeviceError, Region, Slab};
@@ -8,10 +8,10 @@ use cudarc::driver::{
 };
 use std::{ffi::c_void, ops::Range, sync::Arc};
 
-/// GPU memory. Dropping it frees the memory: the context must be current, and the GPU must not use it any more.
+/// A block of GPU memory. It is freed on drop: the context must be current, and the GPU must have stopped using the block.
 pub struct DeviceBuffer {
     pub pointer: CUdeviceptr,
-    /// The part of a slab that this buffer is a copy of.
+    /// The range of a slab from which this buffer is filled, if it was adopted.
     source: Option<SlabSource>,
 }
 
@@ -21,10 +21,10 @@ struct SlabSource {
     pages: PageState,
 }
 
-/// The pinning state of a slab's pages. The GPU copies pinned pages by itself, without blocking the CPU.
+/// The pinning state of a slab's pages. The GPU copies pinned pages without blocking the CPU.
 #[derive(PartialEq)]
 enum PageState {
-    /// Not pinned yet. A slab that is uploaded once, as a whole, is not worth pinning.
+    /// Not pinned (yet). For a slab that is uploaded once, as a whole, pinning would take longer than it saves.
     Pageable,
     Pinned,
     /// The driver refused to pin the pages.
@@ -42,12 +42,13 @@ impl DeviceBuffer {
         Ok(Self { pointer, source: None })
     }
 
-    /// Makes this buffer a copy of a range of a slab, whose pages may be pinned later.
+    /// Sets the range of a slab from which [`DeviceBuffer::upload`] fills this buffer.
     pub fn set_source(&mut self, slab: &Arc<Slab>, range: Range<usize>) {
         self.source = Some(SlabSource { slab: slab.clone(), range, pages: PageState::Pageable });
     }
 
-    /// Uploads a part of the slab, if the buffer has one. The bytes must not change until the stream has copied them.
+    /// Copies a region from the slab to the GPU. Does nothing without a slab. The bytes must not change until the stream has
+    /// copied them. The first partial upload pins the pages.
     pub fn upload(&mut self, region: Region, stream: CUstream) -> Result<(), DeviceError> {
         let Some(source) = &mut self.source else { return Ok(()) };
         if region.len < source.range.len() && source.pages == PageState::Pageable {
@@ -55,8 +56,8 @@ impl DeviceBuffer {
         }
         let start = source.range.start + region.offset;
         let to = self.pointer + region.offset as CUdeviceptr;
-        // SAFETY: both ranges are in bounds (checked by the queue). The bytes do not change meanwhile (the caller's
-        // promise); for pageable memory CUDA has made its copy when the call returns.
+        // SAFETY: both ranges are in bounds (checked by the queue), and the caller does not change the bytes meanwhile. For
+        // pageable memory, CUDA copies the bytes before the call returns.
         unsafe { result::memcpy_htod_async(to, source.slab.bytes(start..start + region.len), stream) }
             .map_err(cuda_error)
     }
@@ -73,14 +74,14 @@ impl SlabSource {
         let done = unsafe { sys::cuMemHostRegister_v2(self.start(), self.range.len(), 0) };
         self.pages = if done == CUresult::CUDA_SUCCESS { PageState::Pinned } else { PageState::Refused };
         if self.pages == PageState::Refused {
-            tracing::debug!("cannot pin {} bytes of slots ({done:?}): uploads are slower", self.range.len());
+            tracing::debug!("cannot pin {} bytes of slots ({done:?}); uploads will be slower", self.range.len());
         }
     }
 }
 
 impl Drop for DeviceBuffer {
     fn drop(&mut self) {
-        // SAFETY: the current context made both, and both are released once.
+        // SAFETY: the current context allocated the memory and pinned the pages. Both are released once.
         unsafe {
             if let Some(source) = self.source.as_ref().filter(|source| source.pages == PageState::Pinned) {
                 sys::cuMemHostUnregister(source.start());
@@ -90,14 +91,14 @@ impl Drop for DeviceBuffer {
     }
 }
 
-/// Pinned memory that the GPU copies results to. Without it the driver copies in small pieces.
+/// Pinned memory to which the GPU copies results. Copies to pageable memory are slower, since the driver splits them.
 pub struct StagingBuffer(*mut u8);
 
 impl StagingBuffer {
-    /// Enough for the logits of a large vocabulary.
+    /// Length in bytes. Enough for the logits of a large vocabulary.
     const LEN: usize = 4 << 20;
 
-    /// The first `len` bytes. `None` if `len` is too large or the driver refuses. The context must be current.
+    /// The first `len` bytes. Returns `None` if `len` is too large or allocation fails. The context must be current.
     pub fn get(&mut self, len: usize) -> Option<&mut [u8]> {
         if len > Self::LEN {
             return None;

@@ -1,4 +1,4 @@
-//! CUDA events that show how far the GPU has come.
+//! [`EventTimeline`] tracks the progress of a stream with CUDA events.
 
 use super::error::cuda_error;
 use cudarc::driver::{
@@ -10,20 +10,20 @@ use std::{
     collections::VecDeque,
 };
 
-/// A growing value, signalled by one event for each command buffer.
+/// An ascending value, with one CUDA event per command buffer. Emulates Metal's shared event.
 #[derive(Default)]
 pub struct EventTimeline {
-    /// Events of command buffers that may still run, the oldest first.
+    /// Value and event of each command buffer that may still run, oldest first.
     pending: RefCell<VecDeque<(u64, CUevent)>>,
-    /// Events that can be recorded again.
+    /// Unused events, kept to be recorded again.
     spare: RefCell<Vec<CUevent>>,
-    /// The last value that was reached.
+    /// The last value that was signalled.
     value: Cell<u64>,
     failure: RefCell<Option<String>>,
 }
 
 impl EventTimeline {
-    /// Signals `value` after all work that the stream has now. The context must be current.
+    /// Signals `value` after all work submitted to the stream so far. The context must be current.
     pub fn signal(&mut self, value: u64, stream: CUstream) {
         let event = match self.spare.get_mut().pop() {
             Some(event) => Ok(event),
@@ -36,7 +36,7 @@ impl EventTimeline {
         }
     }
 
-    /// Queries the events and returns the last value that was reached. The context must be current.
+    /// Queries the events and returns the last value that was signalled. The context must be current.
     pub fn reached(&self) -> u64 {
         let mut pending = self.pending.borrow_mut();
         while let Some((value, event)) = pending.front().copied() {
@@ -57,7 +57,7 @@ impl EventTimeline {
         self.value.get()
     }
 
-    /// Records a failure, if it is the first. Later values are not reached.
+    /// Records the first failure and ignores later ones. Values after a failure are never signalled.
     pub fn set_failure(&self, error: DriverError) {
         self.failure.borrow_mut().get_or_insert_with(|| cuda_error(error).0);
     }

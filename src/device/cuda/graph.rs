@@ -1,11 +1,11 @@
 //! CUDA graphs of repeated launch sequences.
 //!
-//! Decoding a token takes some hundred launches. Submitted one by one, each launch costs the CPU several microseconds and
-//! leaves the GPU idle for a moment. A sequence that repeats becomes a graph, which is replayed. Before each replay only
-//! the launches whose arguments changed are updated.
+//! Decoding a token takes several hundred launches. If they are submitted one by one, each costs several microseconds of CPU
+//! time and leaves the GPU idle for a moment. A sequence of launches that repeats is recorded as a graph and replayed. Before
+//! a replay, only the launches with changed arguments are updated.
 //!
-//! On Hopper and later, a launch in a graph may begin before the previous launch has ended, and runs up to its `AWAIT`
-//! (`kernels/README.md`): programmatic dependent launch.
+//! On Hopper and later, graphs use programmatic dependent launch: a launch may begin before the previous one has ended, and
+//! waits for it at its `AWAIT` (see `kernels/README.md`).
 
 use super::launch::CudaLaunch;
 use cudarc::driver::{
@@ -18,33 +18,34 @@ use std::{
     ptr,
 };
 
-/// Shorter sequences are submitted one by one.
+/// Minimum number of launches of a graph. Shorter sequences are submitted one by one.
 const MIN_LAUNCHES: usize = 4;
-/// A sequence becomes a graph when it is submitted this many times. Decoding reaches it. A prompt does not, and its long
-/// launches would gain less than creating a graph costs.
+/// A sequence becomes a graph at its eighth submission. Sequences of decoding repeat often enough. Those of a prefill do not;
+/// their launches are long, so a graph would save less time than its creation takes.
 const MIN_REPEATS: u32 = 8;
 /// Maximum number of sequences in the cache.
 const MAX_SEQUENCES: usize = 128;
-/// The first driver with programmatic dependent launch in graphs: CUDA 12.3.
+/// The first driver version with programmatic dependent launch in graphs: CUDA 12.3.
 const MIN_DRIVER: i32 = 12030;
-/// The output port of a kernel node that triggers dependent launches early.
+/// Output port of a kernel node for edges that allow programmatic dependent launch.
 const PROGRAMMATIC_PORT: u8 = 1;
 
-/// Graphs by the hash of their kernels and addresses.
+/// Launch sequences and their graphs, by a hash of kernels and buffer addresses.
 pub struct GraphCache {
     entries: HashMap<u64, GraphEntry>,
     clock: u64,
-    /// True if the driver supports what the graphs need.
+    /// True if the driver is recent enough and no graph creation has failed.
     is_supported: bool,
-    /// True if a launch may begin before the previous one has ended.
-    is_early: bool,
+    /// True if graphs use programmatic dependent launch: consecutive launches may overlap.
+    overlaps: bool,
 }
 
-/// A sequence that was submitted.
+/// A launch sequence that was submitted at least once.
 #[derive(Default)]
 struct GraphEntry {
-    /// Clock of the last submission.
+    /// [`GraphCache::clock`] at the last submission.
     last_used: u64,
+    /// Number of submissions.
     count: u32,
     graph: Option<LaunchGraph>,
 }
@@ -52,10 +53,10 @@ struct GraphEntry {
 impl GraphCache {
     /// `driver` is the driver's version number, `capability` the GPU's compute capability.
     pub fn new(driver: i32, capability: (i32, i32)) -> Self {
-        Self { entries: HashMap::new(), clock: 0, is_supported: driver >= MIN_DRIVER, is_early: capability >= (9, 0) }
+        Self { entries: HashMap::new(), clock: 0, is_supported: driver >= MIN_DRIVER, overlaps: capability >= (9, 0) }
     }
 
-    /// Submits launches, which run in order. A sequence becomes a graph on its [`MIN_REPEATS`]th submission.
+    /// Submits a sequence of launches, as a graph from its [`MIN_REPEATS`]th submission on.
     pub fn submit(&mut self, launches: Vec<CudaLaunch>, stream: CUstream) -> Result<(), DriverError> {
         if !self.is_supported || launches.len() < MIN_LAUNCHES {
             return run_each(&launches, stream);
@@ -76,12 +77,12 @@ impl GraphCache {
                 entry.graph = None;
                 return run_each(&launches, stream);
             }
-            // A different sequence with the same hash.
+            // Hash collision: the graph belongs to another sequence.
             Some(_) => return run_each(&launches, stream),
             None if entry.count < MIN_REPEATS => return run_each(&launches, stream),
             None => {}
         }
-        match LaunchGraph::new(launches, self.is_early) {
+        match LaunchGraph::new(launches, self.overlaps) {
             Ok(graph) => entry.graph.insert(graph).run(stream),
             Err((launches, error)) => {
                 tracing::debug!("cannot create a CUDA graph ({error:?}): launches are submitted one by one");
@@ -108,54 +109,60 @@ fn run_each(launches: &[CudaLaunch], stream: CUstream) -> Result<(), DriverError
     launches.iter().try_for_each(|launch| launch.run(stream))
 }
 
-/// A hash of the kernels and addresses of a sequence.
+/// A hash of the kernels and buffer addresses of a sequence.
 fn key(launches: &[CudaLaunch]) -> u64 {
     let mut key = DefaultHasher::new();
     launches.iter().for_each(|launch| (launch.function, &launch.addresses).hash(&mut key));
     key.finish()
 }
 
-/// A graph that is ready to run.
+/// An instantiated CUDA graph.
 struct LaunchGraph {
     graph: CUgraph,
     exec: CUgraphExec,
     nodes: Vec<CUgraphNode>,
-    /// The launches with the arguments that the graph has now.
+    /// The launches with the current arguments of the graph.
     launches: Vec<CudaLaunch>,
 }
 
 impl LaunchGraph {
-    /// Returns the launches on an error.
-    fn new(launches: Vec<CudaLaunch>, is_early: bool) -> Result<Self, (Vec<CudaLaunch>, DriverError)> {
+    /// Creates a graph. On an error, returns the launches with it.
+    fn new(launches: Vec<CudaLaunch>, overlaps: bool) -> Result<Self, (Vec<CudaLaunch>, DriverError)> {
         let (graph, exec, nodes) = (ptr::null_mut(), ptr::null_mut(), Vec::with_capacity(launches.len()));
         let mut new = Self { graph, exec, nodes, launches };
-        match new.create(is_early) {
+        match new.create(overlaps) {
             Ok(()) => Ok(new),
             Err(error) => Err((std::mem::take(&mut new.launches), error)),
         }
     }
 
-    fn create(&mut self, is_early: bool) -> Result<(), DriverError> {
+    fn create(&mut self, overlaps: bool) -> Result<(), DriverError> {
         let edge = CUgraphEdgeData {
             from_port: PROGRAMMATIC_PORT,
             to_port: 0,
             type_: CUgraphDependencyType::CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC as u8,
             reserved: [0; 5],
         };
-        // SAFETY: the context is current. `drop` destroys once what is created here. The driver copies the parameters
-        // before a call returns.
+        // SAFETY: the context is current. `drop` destroys graph and executable once. The driver copies the parameters before
+        // each call returns.
         unsafe {
             sys::cuGraphCreate(&mut self.graph, 0).result()?;
             for launch in &self.launches {
                 let before = self.nodes.last().copied();
-                let waits = before.as_slice();
-                let waits = if is_early { &[] } else { waits };
+                let dependencies = before.as_slice();
+                let dependencies = if overlaps { &[] } else { dependencies };
                 let mut node = ptr::null_mut();
                 launch.with_node(|parameters| {
-                    sys::cuGraphAddKernelNode_v2(&mut node, self.graph, waits.as_ptr(), waits.len(), parameters)
-                        .result()
+                    sys::cuGraphAddKernelNode_v2(
+                        &mut node,
+                        self.graph,
+                        dependencies.as_ptr(),
+                        dependencies.len(),
+                        parameters,
+                    )
+                    .result()
                 })?;
-                if let (true, Some(before)) = (is_early, before) {
+                if let (true, Some(before)) = (overlaps, before) {
                     sys::cuGraphAddDependencies_v2(self.graph, &before, &node, &edge, 1).result()?;
                 }
                 self.nodes.push(node);
@@ -164,13 +171,13 @@ impl LaunchGraph {
         }
     }
 
-    /// True if the graph has these kernels and addresses.
+    /// True if the graph has the same kernels and addresses as `launches`.
     fn matches(&self, launches: &[CudaLaunch]) -> bool {
         let same = |(a, b): (&CudaLaunch, &CudaLaunch)| a.function == b.function && a.addresses == b.addresses;
         self.launches.len() == launches.len() && self.launches.iter().zip(launches).all(same)
     }
 
-    /// Updates the launches whose arguments changed. A run in progress keeps its arguments.
+    /// Updates the nodes whose arguments have changed. A run in progress is not affected.
     fn update(&self, launches: &[CudaLaunch]) -> Result<(), DriverError> {
         let changed = self.nodes.iter().zip(self.launches.iter().zip(launches));
         for (node, (_, new)) in changed.filter(|(_, (old, new))| old != new) {
@@ -183,14 +190,14 @@ impl LaunchGraph {
     }
 
     fn run(&self, stream: CUstream) -> Result<(), DriverError> {
-        // SAFETY: this context created the graph. As with single launches, the buffers live until the GPU is done.
+        // SAFETY: this context created the graph. The queue frees a buffer only after the GPU has completed its work.
         unsafe { sys::cuGraphLaunch(self.exec, stream).result() }
     }
 }
 
 impl Drop for LaunchGraph {
     fn drop(&mut self) {
-        // SAFETY: the current context created both, and both are destroyed once. A run in progress ends first.
+        // SAFETY: the current context created both, and both are destroyed once. CUDA lets a run in progress end first.
         unsafe {
             if !self.exec.is_null() {
                 let _ = sys::cuGraphExecDestroy(self.exec);
@@ -234,6 +241,6 @@ mod tests {
         graphs.evict_oldest();
         assert_eq!(graphs.entries.len(), MAX_SEQUENCES - 1);
         assert!(!graphs.entries.contains_key(&1), "the oldest");
-        assert!(!GraphCache::new(12020, (9, 0)).is_supported && !GraphCache::new(13000, (8, 9)).is_early);
+        assert!(!GraphCache::new(12020, (9, 0)).is_supported && !GraphCache::new(13000, (8, 9)).overlaps);
     }
 }

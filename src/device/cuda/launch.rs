@@ -1,4 +1,4 @@
-//! A launch with resolved addresses, as CUDA takes it.
+//! [`CudaLaunch`]: a kernel launch with resolved function and buffer addresses.
 
 use cudarc::driver::{
     result::{self, DriverError},
@@ -6,9 +6,9 @@ use cudarc::driver::{
 };
 use std::{ffi::c_void, ptr};
 
-/// Maximum number of words of arguments in a launch.
+/// Maximum number of 32-bit argument words per launch.
 pub const MAX_ARGUMENTS: usize = 128;
-/// Maximum number of buffers of a launch.
+/// Maximum number of buffers per launch.
 pub const MAX_BUFFERS: usize = 31;
 
 #[derive(Debug, Clone, PartialEq)]
@@ -25,7 +25,7 @@ pub struct CudaLaunch {
 impl CudaLaunch {
     /// Calls `f` with a pointer to each kernel parameter.
     fn with_parameters<T>(&self, f: impl FnOnce(&mut [*mut c_void]) -> T) -> T {
-        // The driver copies as many bytes as the kernel declares, which may be more than `args` has.
+        // The driver copies as many bytes as the kernel declares, which may be more than `args` has. So `words` is padded.
         let mut words = [0u32; MAX_ARGUMENTS];
         words[..self.args.len()].copy_from_slice(&self.args);
         let mut addresses: [CUdeviceptr; MAX_BUFFERS] = [0; MAX_BUFFERS];
@@ -41,8 +41,8 @@ impl CudaLaunch {
     /// Submits the launch to a stream.
     pub fn run(&self, stream: CUstream) -> Result<(), DriverError> {
         let [width, height, depth] = self.grid;
-        // SAFETY: the driver copies the parameters before the call returns. The queue frees no buffer before the GPU is
-        // done with it.
+        // SAFETY: the driver copies the parameters before the call returns. The queue frees a buffer only after the GPU has
+        // completed all work that uses it.
         self.with_parameters(|parameters| unsafe {
             let (grid, block) = ((width, height, depth), (self.threads, 1, 1));
             result::launch_kernel(self.function, grid, block, 0, stream, parameters)

@@ -1,8 +1,8 @@
-//! Compiles the CUDA kernels when the first one is needed, and caches the machine code.
+//! Compiles all CUDA kernels when the first kernel is needed, and caches the machine code.
 //!
-//! NVIDIA's compiler takes about ten seconds. Loading cached code takes milliseconds. The cache is in the user's cache
-//! directory. Each file begins with a hash of its inputs: source text, compiler options and driver version. A file is
-//! compiled again if the hash differs or the driver refuses the code.
+//! Compilation takes about ten seconds. Loading cached code takes milliseconds. Cache files are in the user's cache directory
+//! and begin with a hash of the compiler's inputs: source text, compiler options and driver version. A kernel file is
+//! compiled again if the hash differs or the driver refuses the cached code.
 
 use crate::{
     device::{DeviceError, kernels},
@@ -21,10 +21,10 @@ use std::{
     thread,
 };
 
-/// Without contraction a sum rounds after each step, as on the CPU and on Metal.
+/// `--fmad=false`: the compiler must not fuse multiply and add, so that rounding is the same as on the CPU and on Metal.
 const OPTIONS: [&str; 2] = ["--fmad=false", "--std=c++14"];
-/// Maximum number of registers per thread. Fewer registers let more warps run at a time, which hides memory latency.
-/// Attention needs more, since a thread keeps more loads in flight.
+/// Maximum number of registers per thread. With fewer registers, more warps run at the same time, which hides memory latency.
+/// Attention kernels need more, since each thread has more loads in flight.
 const REGISTERS: u32 = 80;
 const ATTENTION_REGISTERS: u32 = 112;
 const HASH: usize = 32;
@@ -36,9 +36,9 @@ pub struct CudaKernel {
     pub max_threads: u32,
 }
 
-/// All kernels of one GPU.
+/// All kernels, compiled for one GPU.
 pub struct CudaLibrary {
-    /// The compiler's name of it, such as `sm_90`.
+    /// The compiler's name of the GPU's architecture, such as `sm_90`.
     architecture: String,
     modules: Vec<sys::CUmodule>,
     /// `None` until the sources are compiled.
@@ -60,7 +60,7 @@ impl CudaLibrary {
             let (mut all, mut driver) = (BTreeMap::new(), 0);
             // SAFETY: the call writes one integer.
             let _ = unsafe { sys::cuDriverGetVersion(&mut driver) };
-            // The compiler is slow, so the files are compiled in parallel.
+            // Compiles the files in parallel, since the compiler is slow.
             let images: Vec<_> = thread::scope(|scope| {
                 let compile = |(name, text)| {
                     let source = KernelSource::new(name, text, architecture, driver, folder.as_deref());
@@ -86,7 +86,7 @@ impl CudaLibrary {
         })
     }
 
-    /// Loads every kernel. Returns each kernel and each file that did not compile, with its error if any.
+    /// Loads every kernel. Returns each kernel, and each file that did not compile, with the error if there is one.
     pub fn all(&mut self) -> Vec<(String, Option<DeviceError>)> {
         let each = |(name, kernel): (&String, &Result<CudaKernel, String>)| {
             (name.clone(), kernel.as_ref().err().cloned().map(DeviceError))
@@ -114,7 +114,7 @@ impl CudaLibrary {
     pub fn unload(&mut self) {
         self.kernels = None;
         for module in self.modules.drain(..) {
-            // SAFETY: nothing runs any more, and `kernels` holds no function of the module.
+            // SAFETY: no kernel is running, and `kernels` no longer has functions of the module.
             let _ = unsafe { result::module::unload(module) };
         }
     }
@@ -136,7 +136,7 @@ fn kernel(module: sys::CUmodule, name: &str) -> Result<CudaKernel, String> {
 /// Machine code of one kernel file.
 struct ModuleImage {
     code: Vec<u8>,
-    /// Set if the code comes from the cache. If the driver refuses it, this source is compiled.
+    /// The source, if the code comes from the cache. It is compiled if the driver refuses the cached code.
     cached_from: Option<KernelSource>,
 }
 
@@ -145,7 +145,7 @@ struct KernelSource {
     text: String,
     options: Vec<String>,
     hash: [u8; HASH],
-    /// The cache file.
+    /// Path of the cache file. `None` if there is no cache directory.
     file: Option<PathBuf>,
 }
 
@@ -160,13 +160,13 @@ impl KernelSource {
         Self { text, options, hash: Sha256::digest(inputs).into(), file }
     }
 
-    /// Reads the cached code. `None` if it was compiled from other inputs.
+    /// Reads the cached code. Returns `None` if there is none or it was compiled from other inputs.
     fn read_cache(&self) -> Option<Vec<u8>> {
         let bytes = fs::read(self.file.as_ref()?).ok()?;
         Some(bytes.strip_prefix(&self.hash)?.to_vec())
     }
 
-    /// Caches the code for the next start. If that fails, the next start compiles again.
+    /// Writes the code to the cache. A failure is only logged.
     fn write_cache(&self, code: &[u8]) {
         let Some(file) = &self.file else { return };
         if let Err(error) = atomic_file::replace_file(file, &[&self.hash, code].concat()) {
@@ -180,7 +180,7 @@ impl KernelSource {
         Ok(code)
     }
 
-    /// Compiles. Returns the machine code and the compiler's log.
+    /// Runs the compiler. Returns the machine code and the compiler's log.
     fn build(&self) -> Result<(Vec<u8>, String), String> {
         // SAFETY: the call only tries to load NVIDIA's library.
         if !unsafe { nvrtc::sys::is_culib_present() } {
@@ -217,7 +217,7 @@ unsafe fn cubin(program: nvrtc::sys::nvrtcProgram) -> Result<Vec<u8>, String> {
 /// # Safety
 /// The program must exist.
 unsafe fn log(program: nvrtc::sys::nvrtcProgram) -> Option<String> {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees that the program exists.
     let bytes = unsafe { nvrtc::result::get_program_log(program) }.ok()?;
     let bytes: Vec<u8> = bytes.into_iter().map(|byte| byte as u8).collect();
     let text = CStr::from_bytes_until_nul(&bytes).ok()?.to_string_lossy().into_owned();
@@ -235,7 +235,7 @@ impl ModuleImage {
     /// Loads the code into the current context. Returns the module and the names of its kernels.
     fn load(mut self) -> Result<(sys::CUmodule, Vec<String>), String> {
         loop {
-            // SAFETY: an ELF file contains its length, and the driver copies it.
+            // SAFETY: the driver reads the length from the ELF header and copies the code.
             let loaded = unsafe { result::module::load_data(self.code.as_ptr().cast()) };
             match (loaded, self.cached_from.take()) {
                 (Ok(module), _) => return Ok((module, names(&self.code))),
@@ -246,7 +246,7 @@ impl ModuleImage {
     }
 }
 
-/// The kernels in machine code. Each has a section `.text.NAME`.
+/// The names of the kernels in an ELF file. Each kernel has a section `.text.NAME`.
 fn names(code: &[u8]) -> Vec<String> {
     const PREFIX: &[u8] = b"\0.text.";
     let mut names: Vec<String> = code
@@ -282,7 +282,7 @@ mod tests {
         assert_eq!(first.read_cache(), None);
         first.write_cache(b"code");
         assert_eq!(first.read_cache().as_deref(), Some(&b"code"[..]));
-        // Another text invalidates the cache. Another architecture has another file.
+        // A different text invalidates the cache file. A different architecture uses a different cache file.
         assert_eq!((source("b", "sm_90").read_cache(), source("a", "sm_80").read_cache()), (None, None));
         source("b", "sm_90").write_cache(b"more");
         assert_eq!((source("a", "sm_90").read_cache(), fs::read_dir(&folder).unwrap().count()), (None, 1));
@@ -292,7 +292,7 @@ mod tests {
         assert_eq!(uncached.read_cache(), None);
     }
 
-    /// Kernels for decoding and drafts with 4-bit and 8-bit weights.
+    /// Kernels that decoding and drafts use with 4-bit and 8-bit weights.
     const DECODE_KERNELS: [&str; 11] = [
         "gemv_1",
         "gemv_2",
@@ -320,7 +320,7 @@ mod tests {
         }
     }
 
-    /// Runs if NVIDIA's compiler is installed. It needs no GPU.
+    /// Runs only if NVRTC is installed. Needs no GPU.
     #[test]
     fn nvrtc_compiles_every_file() {
         // SAFETY: as in `KernelSource::build`.
@@ -335,8 +335,8 @@ mod tests {
             all.extend(names(&code));
             read_stack_sizes(&log, &mut stack);
         }
-        // Values that do not fit in registers spill to memory. With 400 bytes of spills a product of two rows took 4.6
-        // times as long as a product of one row, on an H200.
+        // Registers that do not fit spill to the stack. On an H200, with 400 bytes of spills, a product of two rows took 4.6
+        // times as long as a product of one row.
         for kernel in DECODE_KERNELS {
             assert!(stack[kernel] <= 32, "{kernel} has {} bytes on its stack", stack[kernel]);
         }

@@ -1,10 +1,10 @@
-//! Compiles the Metal kernels when the first one is needed, and creates each pipeline on first use.
+//! Compiles all Metal kernels when the first kernel is needed, and creates each pipeline on first use.
 //!
 //! Moestro caches nothing between runs, but macOS does. Metal stores the GPU code of each pipeline in the user's cache
-//! directory (WWDC 2022, session 10102), and the system may purge it. Apple does not document a cache for the step before,
-//! from source to library, so each start may repeat that step. `moestro doctor` prints how long both steps took, and a
-//! second run shows what was cached. Only Xcode's tools could save the first step, and an `MTLBinaryArchive` would save
-//! only what macOS already caches.
+//! directory (WWDC 2022, session 10102), and the system may purge it. Apple documents no cache for the step from source to
+//! library, so each start may repeat that step. `moestro doctor` prints the time of both steps, so a second run shows which
+//! step was cached. Skipping the first step would need Xcode's offline compiler. An `MTLBinaryArchive` would only save the
+//! second step, which macOS already caches.
 
 use crate::device::{DeviceError, kernels};
 use candle_metal_kernels::metal::Device;
@@ -23,7 +23,7 @@ pub struct MetalLibrary {
 }
 
 struct CompiledFunctions {
-    /// The library of each function.
+    /// The Metal library that contains each function, by function name.
     libraries: BTreeMap<String, Retained<ProtocolObject<dyn MTLLibrary>>>,
     /// Files that did not compile, each with the compiler's log.
     refused: Vec<(String, String)>,
@@ -40,8 +40,8 @@ impl MetalLibrary {
     fn compiled(&self) -> &CompiledFunctions {
         self.compiled.get_or_init(|| {
             let options = MTLCompileOptions::new();
-            // Fast math would make a row's result depend on the kernel that computed it, and differ from the CPU's result.
-            // The newer `mathMode` does not exist before macOS 15.
+            // With fast math, a row's result would depend on which kernel computed it, and differ from the CPU's result.
+            // `setFastMathEnabled` is deprecated, but its replacement `mathMode` needs macOS 15.
             #[allow(deprecated)]
             options.setFastMathEnabled(false);
             let compiled = kernels::compile(|_, text, tiles| {
@@ -64,7 +64,7 @@ impl MetalLibrary {
         self.compiled().has_tiles
     }
 
-    /// Creates every pipeline. Returns each kernel and each file that did not compile, with its error if any.
+    /// Creates every pipeline. Returns each kernel, and each file that did not compile, with the error if there is one.
     pub fn all(&mut self) -> Vec<(String, Option<DeviceError>)> {
         let names: Vec<String> = self.compiled().libraries.keys().cloned().collect();
         let refused = self.compiled().refused.iter();
@@ -89,7 +89,7 @@ impl MetalLibrary {
         self.device.as_ref().newComputePipelineStateWithFunction_error(&function).map_err(refused)
     }
 
-    /// Keeps all pipelines alive: a command buffer that never ended may still use them.
+    /// Leaks all pipelines, because a command buffer that never ended may still use them.
     pub fn leak_pipelines(&mut self) {
         std::mem::forget(std::mem::take(&mut self.pipelines));
     }

@@ -1,4 +1,4 @@
-//! Metal's residency sets: the memory that stays wired between command buffers. They exist since macOS 15.
+//! Metal residency sets (macOS 15 and later) keep buffers resident in memory between command buffers.
 
 use crate::device::set_assignment::SetAssignment;
 use candle_metal_kernels::metal::{Buffer, Device, ResidencySet};
@@ -14,19 +14,19 @@ use std::sync::Arc;
 pub struct ResidencySets {
     device: Device,
     assignment: SetAssignment,
-    /// Another thread requests residency while this one adds buffers.
+    /// Behind a lock, since the residency thread requests residency while the engine's thread adds buffers.
     sets: Arc<Mutex<Vec<ResidencySet>>>,
 }
 
 impl ResidencySets {
-    /// `None` before macOS 15. There, a buffer becomes resident with the command buffer that uses it.
+    /// Returns `None` before macOS 15, where buffers are resident only during the command buffers that use them.
     pub fn new(device: &Device) -> Option<Self> {
         AnyClass::get(c"MTLResidencySetDescriptor")?;
         let assignment = SetAssignment::new(device.recommended_max_working_set_size() as u64);
         Some(Self { device: device.clone(), assignment, sets: Arc::default() })
     }
 
-    /// Adds a buffer, and a new set to the queue if needed. Returns the number of the set.
+    /// Adds a buffer to a set. If the set is new, adds the set to the queue. Returns the number of the set.
     pub fn add(&mut self, buffer: &Buffer, queue: &ProtocolObject<dyn MTLCommandQueue>) -> usize {
         let set = self.assignment.add(buffer.length() as u64);
         let mut sets = self.sets.lock();

@@ -1,4 +1,4 @@
-//! Marks: a device that reads late still sees the right bytes, and its slots are reused in time.
+//! Tests of sync points: a device that reads slots late must see the right bytes, and slots must still be reused.
 
 use super::{Checkpoint, EXPERTS, LAYERS, byte, checkpoint};
 use crate::{
@@ -8,13 +8,13 @@ use crate::{
 };
 use std::time::Duration;
 
-/// A device that executes its work only when it is waited for or, if `is_eager`, at the second call of `passed`. Its work is
-/// to compare the bytes of experts in their slots.
+/// A device that executes work late: when it is waited for or, if `is_eager`, at the second call of `completed` after the
+/// work was encoded. Its work is to compare the bytes of experts in their slots.
 struct LateDevice<'s> {
     store: &'s ExpertStore,
     checkpoint: &'s Checkpoint,
     is_eager: bool,
-    /// Layer, expert and slot of each piece of encoded work. Each is a mark.
+    /// Layer, expert and slot of each encoded operation. Sync point `n` is complete after the first `n` operations.
     work: Vec<(usize, u32, usize)>,
     done: usize,
     encoded_at_last_poll: usize,
@@ -43,7 +43,7 @@ impl<'s> LateDevice<'s> {
             let base = self.store.layout().start(slot);
             let spans = self.store.spans(layer, expert).unwrap();
             for (piece, span) in self.checkpoint.map.layers[layer][expert as usize].iter().zip(spans) {
-                // SAFETY: no read writes to the slot if the rule about marks holds. If it does not, the comparison fails.
+                // SAFETY: the store must not refill the slot before the sync point. If it does, the comparison fails.
                 let bytes = unsafe { self.store.slab().bytes(base + span.start..base + span.end) };
                 let mut expected = (piece.offset..).map(|at| byte(piece.file, at));
                 assert!(
@@ -78,13 +78,13 @@ impl Timeline for LateDevice<'_> {
         Ok(())
     }
 
-    fn rest(&mut self) -> Option<Duration> {
+    fn begin_disk_wait(&mut self) -> Option<Duration> {
         self.rests += 1;
         None
     }
 }
 
-/// Fetches all experts of a choice, with a mark after every batch. Returns the expert of each assignment.
+/// Fetches all experts of a choice and takes a sync point after every batch. Returns the expert of each assignment.
 fn take(device: &mut LateDevice, layer: usize, choice: &ExpertChoice, phase: PassKind) -> Vec<Option<u32>> {
     let mut experts = vec![None; choice.ids.len()];
     let mut fetch = device.store.fetch(layer, choice, phase, device).unwrap();
@@ -92,7 +92,7 @@ fn take(device: &mut LateDevice, layer: usize, choice: &ExpertChoice, phase: Pas
         for ready in batch.iter() {
             device.work.push((layer, ready.expert, ready.slot.index()));
             for &assignment in ready.assignments {
-                assert_eq!(experts[assignment as usize].replace(ready.expert), None, "handed out twice");
+                assert_eq!(experts[assignment as usize].replace(ready.expert), None, "returned twice");
             }
         }
         batch.release_after(device.sync_point());
@@ -123,7 +123,7 @@ fn late_device_slots_are_reused_within_layer() {
 #[test]
 fn many_rows_read_each_expert_once() {
     let checkpoint = checkpoint();
-    // Sixteen rows of two: seven of the eight experts.
+    // 16 rows select two experts each. Together they select seven of the eight experts.
     let ids: Vec<u32> = (0..32).map(|place| (place * place / 3 % 7) as u32).collect();
     let choice = ExpertChoice { ids: &ids, k: 2, logits: &[] };
     let mut distinct = ids.clone();
@@ -168,7 +168,7 @@ fn failed_device_ends_layer_without_losing_slots() {
     assert_eq!(metrics.expert_slots_used.get(), 2);
 }
 
-/// Two experts of a layer for one token of a synthetic stream with skewed frequencies.
+/// The two experts that a layer selects for a token, in a synthetic stream with skewed frequencies.
 fn token(token: usize, layer: usize) -> [u32; 2] {
     let draw = |n: usize| (token * 31 + layer * 17 + n * 7 + token * token % 11) % 16;
     let id = |n: usize| [0, 0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 3, 4, 5, 6, 7][draw(n)] as u32;
@@ -184,7 +184,7 @@ fn cpu_and_gpu_count_the_same_lookups() {
             checkpoint.open(Options { prefetch, threads: 1, io: ReadMode::Buffered, ..Options::new(16) });
         let (mut cpu, mut gpu) = (CpuTimeline, LateDevice::new(&store, &checkpoint, false));
         for (at, layer) in (0..300).flat_map(|at| (0..LAYERS).map(move |layer| (at, layer))) {
-            // Wait for all reads, so that the disk answers in order.
+            // Waits for all reads, so that the order of arrival is the same in both runs.
             while store.reader.is_busy() {
                 std::thread::yield_now();
             }
@@ -192,7 +192,7 @@ fn cpu_and_gpu_count_the_same_lookups() {
             let logits: Vec<f32> =
                 (0..EXPERTS).map(|e| if ids.contains(&(e as u32)) { 2.0 } else { 0.1 * e as f32 }).collect();
             let choice = ExpertChoice { ids: &ids, k: 2, logits: &logits };
-            // The router's choice is known only after the GPU finished the previous work.
+            // The GPU must complete the previous layer before the router's choice is known.
             let end = gpu.sync_point();
             gpu.wait_for(end).unwrap();
             let device: &mut dyn Timeline = if late { &mut gpu } else { &mut cpu };

@@ -1,4 +1,4 @@
-//! The store under memory pressure: slots are released and restored.
+//! Tests of the store under memory pressure: it releases and restores slots.
 
 use super::{EXPERTS, LAYERS, checkpoint, row, take};
 use crate::{
@@ -16,8 +16,8 @@ fn token(store: &ExpertStore, map: &ExpertMap, n: usize) {
     }
 }
 
-/// Logs of this thread go to a file while the guard lives. The function counts a text in it. Every test that logs calls this:
-/// a thread without a subscriber can disable a log line for all threads.
+/// Redirects logs of this thread to a file until the guard is dropped. The returned function counts a text in the file.
+/// Every test that logs must call this, because a thread without a subscriber can disable a log line for all threads.
 fn capture_log() -> (tracing::subscriber::DefaultGuard, impl Fn(&str) -> usize) {
     let log = tempfile::NamedTempFile::new().unwrap();
     let file = log.reopen().unwrap();
@@ -70,7 +70,7 @@ fn slots_shrink_and_grow_with_correct_bytes() {
     }
 }
 
-/// Records the segments that it released.
+/// A device that records which segments it released.
 #[derive(Default)]
 struct SegmentDevice(Vec<usize>);
 
@@ -96,7 +96,7 @@ fn device_releases_whole_segments() {
     (0..20).for_each(|n| token(&store, &checkpoint.map, n));
     let (mut device, now) = (SegmentDevice::default(), Instant::now());
     let mut adapt = |level, seconds| store.adapt_to_level(level, now + Duration::from_secs(seconds), &mut device);
-    // The last segment has two slots. Three slots are asked for, so two segments go.
+    // The last segment has two slots, and three slots must be released. So the last two segments are released.
     assert!(adapt(MemoryLevel::Short(3 * bytes as u64), 0));
     assert_eq!((store.slots(), metrics.memory_experts.get()), (8, 8 * bytes as i64));
     assert!(adapt(MemoryLevel::Short(1 << 40), 1));
@@ -136,7 +136,7 @@ fn released_segments_free_their_bytes() {
 
 #[test]
 fn memory_is_checked_at_intervals() {
-    /// Counts the calls of `passed`.
+    /// Counts the calls of `completed`.
     struct CountingDevice(u32);
     impl Timeline for CountingDevice {
         fn completed(&mut self) -> SyncPoint {
@@ -145,7 +145,7 @@ fn memory_is_checked_at_intervals() {
         }
     }
     impl SlotDevice for CountingDevice {}
-    // All slots must stay, whatever the system reports.
+    // `min_slots` is the number of all slots, so the real memory level of the test machine has no effect.
     let (store, _) = checkpoint().open(Options::new(8));
     let (mut device, before) = (CountingDevice(0), Instant::now());
     store.adapt_to_memory(&mut device);
@@ -164,7 +164,7 @@ fn one_shortage_is_logged_once() {
     let (_guard, said) = capture_log();
     let (store, _) = checkpoint().open(Options { min_slots: 4, ..Options::new(8) });
     let (now, bytes) = (Instant::now(), store.slot_bytes() as u64);
-    // The third shortage follows a calm period. In the last one no slot is left to release.
+    // The third shortage comes after `RESTORE_DELAY`, so it is logged. In the last one no slot is left to release.
     for (seconds, slots, lines) in [(0, 7, 1), (9, 6, 1), (20, 5, 2), (21, 4, 2), (60, 4, 2)] {
         store.adapt_to_level(MemoryLevel::Short(bytes), now + Duration::from_secs(seconds), &mut CpuTimeline);
         assert_eq!((store.slots(), said("releasing expert slots")), (slots, lines), "after {seconds} s");
@@ -187,22 +187,22 @@ fn slots_in_use_stay() {
     }
     drop(fetch);
     assert_eq!((seen, store.slots()), (6, 6), "free slots after them were removed");
-    // A device that has not passed the mark still reads them, so they stay.
-    struct LateMarks;
-    impl Timeline for LateMarks {
+    // The device has not completed the sync point, so it may still read the slots, and they stay.
+    struct PendingDevice;
+    impl Timeline for PendingDevice {
         fn sync_point(&mut self) -> SyncPoint {
             SyncPoint(7)
         }
     }
-    impl SlotDevice for LateMarks {}
+    impl SlotDevice for PendingDevice {}
     let choice = ExpertChoice { ids: &ids, k: 6, logits: &[] };
-    let mut fetch = store.fetch(0, &choice, PassKind::Decode, &mut LateMarks).unwrap();
-    while fetch.next(&mut LateMarks).unwrap().is_some() {}
-    fetch.release_after(LateMarks.sync_point());
-    store.adapt_to_memory(&mut LateMarks);
-    assert!(!store.adapt_to_level(MemoryLevel::Short(1 << 40), Instant::now(), &mut LateMarks));
+    let mut fetch = store.fetch(0, &choice, PassKind::Decode, &mut PendingDevice).unwrap();
+    while fetch.next(&mut PendingDevice).unwrap().is_some() {}
+    fetch.release_after(PendingDevice.sync_point());
+    store.adapt_to_memory(&mut PendingDevice);
+    assert!(!store.adapt_to_level(MemoryLevel::Short(1 << 40), Instant::now(), &mut PendingDevice));
     store.state.borrow_mut().slots.advance(SyncPoint(7));
-    assert!(store.adapt_to_level(MemoryLevel::Short(1 << 40), Instant::now(), &mut LateMarks));
+    assert!(store.adapt_to_level(MemoryLevel::Short(1 << 40), Instant::now(), &mut PendingDevice));
     assert_eq!(store.slots(), 1);
     take(&store, &checkpoint.map, 1, &[5], PassKind::Decode);
 }

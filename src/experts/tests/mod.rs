@@ -1,4 +1,4 @@
-//! The store on real files: the bytes of every piece, and the exact counts.
+//! Tests of the store on real files: the bytes of every piece, and exact metrics.
 
 use super::{
     read_plan::ReadPlan,
@@ -34,7 +34,7 @@ pub(super) struct Checkpoint {
     pub(super) map: ExpertMap,
 }
 
-/// Two shards with tensors at odd offsets, as MLX writes them: one tensor per projection and part, which holds all experts.
+/// Two shards as MLX writes them: one tensor with all experts per projection and part, at odd offsets.
 pub(super) fn checkpoint() -> Checkpoint {
     let dir = tempfile::tempdir().unwrap();
     let mut ends = [77u64, 9731];
@@ -68,12 +68,12 @@ impl Checkpoint {
     }
 }
 
-/// The choice of one row.
+/// An [`ExpertChoice`] of one row.
 pub(super) fn row(ids: &[u32]) -> ExpertChoice<'_> {
     ExpertChoice { ids, k: ids.len(), logits: &[] }
 }
 
-/// Fetches experts of a layer and compares their bytes with the files.
+/// Fetches experts of a layer and compares their bytes with those of the files.
 pub(super) fn take(store: &ExpertStore, map: &ExpertMap, layer: usize, experts: &[u32], phase: PassKind) {
     let mut fetch = store.fetch(layer, &row(experts), phase, &mut CpuTimeline).unwrap();
     let mut seen = vec![0; experts.len()];
@@ -152,7 +152,7 @@ fn metrics_count_exact_reads_and_bytes() {
         take(&store, &checkpoint.map, 1, &[0, 1, 2], PassKind::Decode);
         assert_eq!(metrics.expert_evictions.get(), 3);
         if io == ReadMode::Direct && cfg!(target_os = "linux") {
-            // Direct reads: the disk delivered what was read. Other tests of this process may add to the count.
+            // Direct reads come from the disk. The process-wide count may include reads of other tests.
             let delivered = disk_bytes_read().unwrap_or(0) - before.unwrap_or(0);
             assert!(delivered >= bytes as u64, "{delivered} of {bytes}");
             drop(store);
@@ -256,7 +256,7 @@ fn warm_start_restores_hot_experts() {
     drop(store);
     let list: serde_json::Value = serde_json::from_slice(&std::fs::read(&warm.file).unwrap()).unwrap();
     let scores: Vec<_> = list["experts"].as_array().unwrap().iter().map(|expert| expert[2].as_f64().unwrap()).collect();
-    assert!(scores.len() == 3 && scores.iter().all(|score| *score > 0.99), "each was always selected: {list}");
+    assert!(scores.len() == 3 && scores.iter().all(|score| *score > 0.99), "every token selected all three: {list}");
 
     let (store, metrics) = checkpoint.open(options.clone());
     store.fill(&mut |_, _| {}).unwrap();
@@ -314,7 +314,7 @@ fn direct_reads_bypass_the_page_cache() {
         pages.iter().filter(|&&page| page & 1 == 1).count()
     };
     if checkpoint.files().iter().any(|path| cached(path) > 0) {
-        return; // The system kept the pages although fetch not to (tmpfs): nothing can be shown here.
+        return; // The file system keeps all pages in memory (tmpfs), so this test cannot show anything.
     }
     let (store, _) = checkpoint.open(Options { io: ReadMode::Direct, ..Options::new(4) });
     let all: Vec<u32> = (0..EXPERTS as u32).collect();

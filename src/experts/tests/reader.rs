@@ -1,4 +1,4 @@
-//! The reader pool on a source whose reads end on command.
+//! Tests of the reader pool, with a source whose reads block until the test allows them.
 
 use super::*;
 use crate::platform::MAX_BLOCK;
@@ -11,7 +11,7 @@ fn layout(slots: usize) -> SlotLayout {
     SlotLayout::new(slots, SLOT, slots * SLOT).unwrap()
 }
 
-/// Blocks reads until they are allowed to end.
+/// Blocks reads until the test allows them to end.
 #[derive(Default)]
 pub(super) struct ReadGate {
     /// Offsets of the reads that have begun, and the number of reads that may end.
@@ -25,7 +25,7 @@ impl ReadGate {
         self.changed.notify_all();
     }
 
-    /// Waits until `reads` reads have begun, and returns their offsets.
+    /// Waits until `reads` reads have begun. Returns their offsets.
     pub(super) fn begun(&self, reads: usize) -> Vec<u64> {
         let mut state = self.state.lock();
         while state.0.len() < reads {
@@ -36,7 +36,7 @@ impl ReadGate {
     }
 }
 
-/// A source in which every byte is its page number. Reads at `broken_from` and after it fail.
+/// A source in which each byte is its page number. Reads at offset `broken_from` and higher fail.
 pub(super) struct GatedSource {
     pub(super) gate: Arc<ReadGate>,
     pub(super) broken_from: u64,
@@ -89,7 +89,7 @@ fn pool(threads: usize) -> TestPool {
     TestPool { reader, states, gate, slab, metrics }
 }
 
-/// An expert of `reads` reads of one page each: every other page from `first` on.
+/// A plan of `reads` reads of 512 bytes each, at the start of pages `first`, `first + 2`, `first + 4`, ...
 fn expert(first: u64, reads: usize) -> ReadPlan {
     let piece = |nth: usize| Piece { file: 0, offset: (first + 2 * nth as u64) * 4096, len: 512 };
     ReadPlan::new(
@@ -113,9 +113,9 @@ impl TestPool {
         self.gate.begun(reads).iter().map(|offset| offset / 4096).collect()
     }
 
-    fn landed(&self, experts: u64) {
-        while self.reader.landed() < experts {
-            self.reader.wait(self.reader.landed());
+    fn finished(&self, experts: u64) {
+        while self.reader.finished() < experts {
+            self.reader.wait(self.reader.finished());
         }
     }
 }
@@ -132,7 +132,7 @@ fn pack_records_are_read_into_whole_pages() {
 }
 
 #[test]
-fn demand_is_read_first_cancelled_never() {
+fn demand_runs_first_and_is_not_cancelled() {
     let pool = pool(1);
     assert!(!pool.reader.is_busy());
     pool.demand(0, expert(0, 1));
@@ -146,7 +146,7 @@ fn demand_is_read_first_cancelled_never() {
     assert!(![0, 3, 4].iter().any(|slot| pool.reader.cancel(SlotId(*slot))), "started reads are not cancelled");
     assert!(pool.reader.is_busy());
     pool.gate.open(4);
-    pool.landed(4);
+    pool.finished(4);
     assert_eq!(pool.pages(4), [0, 40, 30, 20]);
     let states = [0, 1, 2, 3, 4].map(|slot| pool.states.get(SlotId(slot)));
     assert_eq!(states, [SlotState::Ready, SlotState::Queued, SlotState::Ready, SlotState::Ready, SlotState::Ready]);
@@ -155,7 +155,7 @@ fn demand_is_read_first_cancelled_never() {
     assert_eq!((pool.metrics.ssd_reads.get(), pool.metrics.ssd_read_bytes.get()), (4, 4 * 512));
     // SAFETY: all reads have ended.
     let bytes = unsafe { pool.slab.bytes(3 * SLOT..3 * SLOT + 512) };
-    assert!(bytes.iter().all(|byte| *byte == 30), "each expert in its slot");
+    assert!(bytes.iter().all(|byte| *byte == 30), "slot 3 has the bytes of page 30");
 }
 
 #[test]
@@ -165,7 +165,7 @@ fn pool_with_one_running_read_is_busy() {
     assert_eq!(pool.pages(1), [0]);
     let busy = pool.reader.is_busy();
     pool.gate.open(1);
-    pool.landed(1);
+    pool.finished(1);
     assert_eq!((busy, pool.reader.is_busy()), (true, false));
 }
 
@@ -184,7 +184,7 @@ fn background_reads_use_half_the_threads() {
             assert_eq!(pool.pages(share + 1)[share], 40);
         }
         pool.gate.open(5);
-        pool.landed(4 + u64::from(threads > share));
+        pool.finished(4 + u64::from(threads > share));
         assert!((0..4).all(|slot| pool.states.get(SlotId(slot)) == SlotState::Ready));
     }
 }
@@ -200,12 +200,12 @@ fn expedited_expert_moves_its_remaining_reads() {
     pool.gate.open(2);
     assert_eq!(pool.pages(3), [0, 2, 4]);
     assert_eq!(
-        (pool.reader.landed(), pool.states.get(SlotId(0))),
+        (pool.reader.finished(), pool.states.get(SlotId(0))),
         (0, SlotState::Reading),
         "one of its reads is running"
     );
     pool.gate.open(4);
-    pool.landed(3);
+    pool.finished(3);
     assert_eq!(pool.pages(6), [0, 2, 4, 20, 10, 12]);
 }
 
@@ -215,18 +215,18 @@ fn failure_is_reported_once_and_then_cleared() {
     pool.gate.open(100);
     // The second of two reads fails.
     pool.demand(5, expert(98, 2));
-    pool.landed(1);
+    pool.finished(1);
     assert_eq!(pool.states.get(SlotId(5)), SlotState::Failed);
     assert_eq!(pool.metrics.ssd_errors.get(), 1);
     let failure = pool.reader.take_failure(SlotId(5)).unwrap();
     assert_eq!((failure.file, failure.offset, failure.len), (0, 100 * 4096, 512));
     assert!(pool.reader.take_failure(SlotId(5)).is_none() && pool.reader.take_failure(SlotId(4)).is_none());
     pool.demand(5, expert(7, 2));
-    pool.landed(2);
+    pool.finished(2);
     assert_eq!(pool.states.get(SlotId(5)), SlotState::Ready);
     // An expert without bytes is ready at once.
     pool.demand(6, ReadPlan::empty());
-    assert_eq!((pool.reader.landed(), pool.states.get(SlotId(6))), (3, SlotState::Ready));
+    assert_eq!((pool.reader.finished(), pool.states.get(SlotId(6))), (3, SlotState::Ready));
     assert!(!pool.reader.is_busy());
 }
 
@@ -286,13 +286,13 @@ fn wait_returns_only_after_an_arrival() {
         pool.gate.open(1);
         waits.join().unwrap();
     });
-    assert_eq!(pool.reader.landed(), 1);
+    assert_eq!(pool.reader.finished(), 1);
 }
 
 #[test]
 fn damaged_record_is_counted_once_and_rebuilt() {
     const LEN: usize = 512;
-    // The pack's record is all zeros, but its checksum is that of the checkpoint's bytes.
+    // The pack's record has zeros, but the checksum of the checkpoint's bytes.
     let dir = tempfile::tempdir().unwrap();
     let [pack, checkpoint] = [("pack", 0u8), ("checkpoint", 7)].map(|(name, byte)| {
         let path = dir.path().join(name);
@@ -308,14 +308,14 @@ fn damaged_record_is_counted_once_and_rebuilt() {
     let metrics = Metrics::new("0", "cpu");
     let reader = ExpertReader::new(source, slab.clone(), states.clone(), layout(1), 1, metrics.clone()).unwrap();
     let plan = ReadPlan::new(&pieces, reader.source().block());
-    for landed in 0..3 {
+    for finished in 0..3 {
         states.set(SlotId(0), SlotState::Reading);
         reader.read_now(SlotId(0), plan.clone());
-        reader.wait(landed);
+        reader.wait(finished);
         assert_eq!(states.get(SlotId(0)), SlotState::Ready);
         // SAFETY: the read has ended.
         let bytes = unsafe { slab.bytes(plan.spans[0].clone()) };
         assert!(bytes.iter().all(|byte| *byte == 7), "the checkpoint's bytes");
-        assert_eq!((metrics.pack_damaged_records.get(), metrics.ssd_errors.get()), (1, 1), "read {landed}");
+        assert_eq!((metrics.pack_damaged_records.get(), metrics.ssd_errors.get()), (1, 1), "read {finished}");
     }
 }

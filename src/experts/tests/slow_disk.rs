@@ -1,4 +1,4 @@
-//! A disk whose reads end on command: prefetches that are cancelled or kept.
+//! Tests which prefetches are cancelled or kept, with a source whose reads block until the test allows them.
 
 use super::{
     reader::{GatedSource, ReadGate},
@@ -13,7 +13,7 @@ use std::{ops::Deref, sync::Arc};
 
 const EXPERTS: u32 = 20;
 
-/// Lets all reads end when the test ends. Otherwise dropping the store would block forever.
+/// Unblocks all reads at the end of a test. Otherwise dropping the store would block forever.
 struct OpenOnDrop(Arc<ReadGate>);
 
 impl Deref for OpenOnDrop {
@@ -30,7 +30,7 @@ impl Drop for OpenOnDrop {
     }
 }
 
-/// Two layers of twenty experts in sixteen slots, with one reader thread. Expert `n` of layer `l` is page `20 l + n`.
+/// A store with two layers of 20 experts, 16 slots and one reader thread. Expert `n` of layer `l` is page `20 * l + n`.
 fn store() -> (ExpertStore, OpenOnDrop, Arc<Metrics>) {
     let (gate, metrics) = (Arc::<ReadGate>::default(), Metrics::new("0", "cpu"));
     let piece = |page: u32, len| Piece { file: 0, offset: u64::from(page) * 4096, len };
@@ -41,7 +41,7 @@ fn store() -> (ExpertStore, OpenOnDrop, Arc<Metrics>) {
     (ExpertStore::with_source(source, map, options, metrics.clone()).unwrap(), OpenOnDrop(gate), metrics)
 }
 
-/// Takes all experts of a fetch and compares their bytes. Returns their number.
+/// Receives all experts of a fetch and checks their bytes. Returns the number of experts.
 fn drain(mut fetch: ExpertFetch<'_>, layer: u32) -> usize {
     let mut seen = 0;
     while let Some(batch) = fetch.next(&mut CpuTimeline).unwrap() {
@@ -54,7 +54,7 @@ fn drain(mut fetch: ExpertFetch<'_>, layer: u32) -> usize {
     seen
 }
 
-/// Waits until `reads` reads have begun, and returns their pages.
+/// Waits until `reads` reads have begun. Returns the page number of each.
 fn pages(gate: &ReadGate, reads: usize) -> Vec<u64> {
     gate.begun(reads).iter().map(|offset| offset / 4096).collect()
 }
@@ -63,7 +63,7 @@ fn pages(gate: &ReadGate, reads: usize) -> Vec<u64> {
 fn running_prefetch_keeps_its_slot() {
     let (store, gate, metrics) = store();
     store.prefetch(1, &[0, 1], PassKind::Decode);
-    assert_eq!(pages(&gate, 1), [20], "one is being read, the other is queued");
+    assert_eq!(pages(&gate, 1), [20], "one expert is being read, the other is queued");
     let most: Vec<u32> = (0..14).collect();
     let first = store.fetch(0, &row(&most), PassKind::Decode, &mut CpuTimeline).unwrap();
     assert_eq!(metrics.expert_slots_used.get(), 16);
@@ -82,7 +82,7 @@ fn unused_running_prefetch_stays_in_memory() {
     store.prefetch(1, &[0, 1], PassKind::Decode);
     assert_eq!(pages(&gate, 1), [20]);
     let fetch = store.fetch(1, &row(&[2]), PassKind::Decode, &mut CpuTimeline).unwrap();
-    assert!(store.slot_of(1, 0).is_some() && store.slot_of(1, 1).is_none(), "the queued one is cancelled");
+    assert!(store.slot_of(1, 0).is_some() && store.slot_of(1, 1).is_none(), "the queued prefetch is cancelled");
     gate.open(100);
     assert_eq!(drain(fetch, 1), 1);
     while store.reader.is_busy() {

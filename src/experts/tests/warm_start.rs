@@ -1,4 +1,4 @@
-//! The list of hot experts is written while serving.
+//! Tests that the list of hot experts is saved while serving.
 
 use super::{checkpoint, take};
 use crate::experts::{Options, PassKind, WarmStart, warm_start::SAVE_INTERVAL};

@@ -201,8 +201,8 @@ impl Backend for Cpu {
 }
 
 impl Timeline for Cpu {
-    fn rest(&mut self) -> Option<Duration> {
-        self.compute.threads.rest();
+    fn begin_disk_wait(&mut self) -> Option<Duration> {
+        self.compute.threads.expect_pause();
         None
     }
 }

@@ -509,7 +509,7 @@ impl<P: DerefMut<Target: Gpu> + Send> Timeline for GpuBackend<P> {
         self.failed.take().map_or(done, |why| Err(DeviceError(why)))
     }
 
-    fn rest(&mut self) -> Option<Duration> {
+    fn begin_disk_wait(&mut self) -> Option<Duration> {
         self.awake.as_ref().map(|_| AWAKE_INTERVAL)
     }
 

@@ -1,19 +1,20 @@
-//! The C allocator: memory that is freed must return to the operating system.
+//! Settings of the C allocator, so that freed memory returns to the operating system.
 
-/// Configures glibc to return freed memory to the operating system. Blocks of 1 MiB and more are mapped and unmapped
-/// directly. By default glibc raises that threshold once such a block was freed, keeps the memory, and copies growing
-/// blocks instead of remapping them. Smaller blocks share one heap, because [`trim_memory`] does not release per-thread
-/// heaps completely.
+/// Configures glibc to return freed memory to the operating system.
+///
+/// Blocks of 1 MiB and more are mapped and unmapped directly. By default, glibc raises this threshold after such a block is
+/// freed; it then keeps the memory, and copies a growing block instead of remapping it. Smaller blocks of all threads share
+/// one heap, because [`trim_memory`] does not completely release per-thread heaps.
 pub fn return_freed_memory() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
-    // SAFETY: sets integers under a lock of glibc.
+    // SAFETY: `mallopt` sets integers under glibc's own lock.
     unsafe {
         libc::mallopt(libc::M_MMAP_THRESHOLD, 1 << 20);
         libc::mallopt(libc::M_ARENA_MAX, 1);
     }
 }
 
-/// Returns memory that the allocator keeps after `free` to the operating system (glibc). Takes up to a few milliseconds.
+/// Makes glibc return freed memory that it has kept to the operating system. Takes up to a few milliseconds.
 pub fn trim_memory() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     // SAFETY: glibc locks its own state. The call has no preconditions.

@@ -1,16 +1,17 @@
 //! Memory limits of Linux control groups.
 //!
 //! `/proc/self/cgroup` names the group of this process, and `/proc/self/mountinfo` lists where hierarchies are mounted. The
-//! limit of every ancestor applies, so the effective limit is the lowest of the group and its ancestors up to the mount
-//! point. In a container the group may have its name on the host. Then only the part below the mount's root is visible.
-//! If the name is outside of that root, the mount point itself is the group.
+//! limits of all ancestors apply, so the effective limit is the lowest one from the group up to the mount point.
+//!
+//! In a container, `/proc/self/cgroup` may contain the group's name on the host. The path below the mount point is then the
+//! name without the mount's root. If the name does not start with that root, the mount point itself is the group.
 
 use std::{
     fs,
     path::{Path, PathBuf},
 };
 
-/// Values at or above this mean "unlimited" (v1 writes the largest multiple of the page size below 2^63).
+/// Limits from this value on mean "unlimited". Version 1 uses the largest multiple of the page size below 2^63.
 const UNLIMITED: u64 = 1 << 62;
 
 /// The lowest memory limit of this process's groups, in bytes.
@@ -18,7 +19,7 @@ pub fn limit() -> Option<u64> {
     groups().iter().filter_map(MemoryGroup::limit).min()
 }
 
-/// This process's groups that can limit memory, with their ancestors.
+/// The groups of this process that can limit memory, with their ancestors.
 pub fn groups() -> Vec<MemoryGroup> {
     let read = |file| fs::read_to_string(file).unwrap_or_default();
     all(&read("/proc/self/cgroup"), &read("/proc/self/mountinfo"))
@@ -41,7 +42,7 @@ pub struct MemoryGroup {
 }
 
 impl MemoryGroup {
-    /// The limit in bytes. `memory.high` counts too: it kills no process, but throttles one above it heavily.
+    /// The limit in bytes. Includes `memory.high`, since the kernel heavily throttles processes above it.
     pub fn limit(&self) -> Option<u64> {
         let files: &[&str] =
             if self.version == 2 { &["memory.max", "memory.high"] } else { &["memory.limit_in_bytes"] };
@@ -49,7 +50,7 @@ impl MemoryGroup {
         limits.filter(|&limit| limit < UNLIMITED).min()
     }
 
-    /// Bytes that the group can still allocate, and its limit. Page cache counts as free, because the kernel drops it first.
+    /// Bytes that the group can still allocate, and its limit. Page cache counts as free, since the kernel reclaims it first.
     pub fn left(&self) -> Option<(u64, u64)> {
         let limit = self.limit()?;
         let (usage, names) = match self.version {
@@ -65,7 +66,7 @@ impl MemoryGroup {
     }
 }
 
-/// The number in a limit file; `None` for `max` and for unreadable files.
+/// The number in a limit file. `None` for `max` and for unreadable files.
 fn read(file: &Path) -> Option<u64> {
     fs::read_to_string(file).ok()?.trim().parse().ok()
 }
@@ -73,7 +74,7 @@ fn read(file: &Path) -> Option<u64> {
 /// One mounted hierarchy that can limit memory.
 struct CgroupMount {
     version: u8,
-    /// The group at the mount point, as named in `/proc/self/cgroup`.
+    /// Name of the group at the mount point, in the namespace of `/proc/self/cgroup`.
     root: PathBuf,
     point: PathBuf,
 }
@@ -105,7 +106,7 @@ impl CgroupMount {
     }
 }
 
-/// Decodes the octal escapes of `mountinfo`: white space and backslashes.
+/// Decodes the octal escapes of `mountinfo` for white space and backslashes.
 fn unescape(text: &str) -> PathBuf {
     PathBuf::from(text.replace("\\040", " ").replace("\\011", "\t").replace("\\012", "\n").replace("\\134", "\\"))
 }
@@ -162,7 +163,7 @@ mod tests {
         // The mount root is the container's group under its host name.
         let mounts = format!("35 31 0:32 /docker/1f {point} rw - cgroup cgroup rw,memory\n");
         assert_eq!(lowest("4:memory:/docker/1f\n", &mounts), Some(800));
-        // The group's name is outside of the mount root.
+        // The group's name does not start with the mount root.
         assert_eq!(lowest("4:memory:/system.slice/x\n", &mounts), Some(800));
     }
 

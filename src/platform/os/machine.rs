@@ -1,11 +1,11 @@
-//! The machine: its name, memory, processor and cores.
+//! Name, memory, processor and cores of the machine.
 
 /// Bytes of physical memory in this machine.
 pub fn total_memory() -> Option<u64> {
     sys::total_memory()
 }
 
-/// The machine's own name in the network.
+/// The machine's host name.
 pub fn host_name() -> Option<String> {
     let mut name = [0; 256];
     // SAFETY: the call writes at most the given number of bytes into the buffer. The last byte stays zero.
@@ -24,8 +24,8 @@ pub fn processor() -> Option<String> {
     sys::processor()
 }
 
-/// Number of physical cores that this process may use, at least 1: performance cores where cores differ. Hardware threads
-/// of one core count once. A CPU quota limits the number.
+/// Number of physical cores that this process may use, at least 1. Counts only performance cores if there are several kinds.
+/// Hardware threads of a core count once. A CPU quota limits the number.
 pub fn physical_cores() -> usize {
     let allowed = std::thread::available_parallelism().map_or(1, usize::from);
     sys::physical_cores().unwrap_or(allowed).clamp(1, allowed)

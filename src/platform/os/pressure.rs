@@ -1,24 +1,24 @@
-//! `MemoryMonitor`: whether memory runs short, on the machine or in this process's control groups.
+//! [`MemoryMonitor`] detects memory pressure, on the machine or in this process's control groups.
 //!
-//! On Linux it compares the available memory with the total: `MemAvailable`, and each group's limit minus its usage. Memory
-//! stalls (`/proc/pressure/memory`) are a second signal. They count only when little memory is left, because they may come
-//! from processes in another group. macOS reports a pressure level and no number.
+//! On Linux it compares the free memory with the total: `MemAvailable` for the machine, limit minus usage for each control
+//! group. Memory stalls (`/proc/pressure/memory`) are a second signal. They count only if little memory is free, because
+//! they may be caused by processes in another group. macOS reports a pressure level instead of a number of bytes.
 
 use std::time::Duration;
 
-/// How much memory the system has left.
+/// The amount of free memory of the system.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MemoryLevel {
-    /// This many bytes should be freed at once.
+    /// Memory is short: this process should free this many bytes now.
     Short(u64),
-    /// Nothing to free, and nothing to spare.
+    /// Memory is not short, but this process should not allocate more.
     Enough,
-    /// This many bytes can be allocated without a shortage.
+    /// This many bytes can be allocated without causing a shortage.
     Spare(u64),
 }
 
-/// Memory is short if less than 1/32 of it is left. It can be allocated until 1/16 is left. A memory plan leaves 1/11 of a
-/// group's limit and a quarter of the machine's memory.
+/// Memory is short if less than `1 / SHORT` of it is free. Memory can be allocated while more than `1 / SPARE` is free. For
+/// comparison: a memory plan leaves 1/11 of a group's limit or a quarter of the machine's memory free.
 #[cfg(any(target_os = "linux", test))]
 const SHORT: u64 = 32;
 #[cfg(any(target_os = "linux", test))]
@@ -28,21 +28,21 @@ const SPARE: u64 = 16;
 pub struct MemoryMonitor {
     #[cfg(target_os = "linux")]
     groups: Vec<super::cgroup::MemoryGroup>,
-    /// Next check of stalls.
+    /// Time of the next check of memory stalls.
     #[cfg(target_os = "linux")]
     next_stall_check: std::time::Instant,
 }
 
 #[cfg(target_os = "linux")]
 impl MemoryMonitor {
-    /// Memory is short if processes stalled for more than this percentage of the last ten seconds.
+    /// Memory is short if processes waited for memory for more than this percentage of the last ten seconds.
     const MAX_STALL_PERCENT: f64 = 10.0;
-    /// Stalls are ignored if at least 1/8 of memory is left.
+    /// Stalls are ignored if at least `1 / STALLS_IGNORED_ABOVE` of memory is free.
     const STALLS_IGNORED_ABOVE: u64 = 8;
-    /// The kernel updates its stall averages at this interval.
+    /// Interval at which the kernel updates its stall averages.
     const STALL_INTERVAL: Duration = Duration::from_secs(2);
 
-    /// Time until freed memory is counted as available.
+    /// Time until the kernel counts freed memory as available.
     pub const SETTLE_TIME: Duration = Duration::from_millis(250);
 
     pub fn new() -> Self {
@@ -70,14 +70,14 @@ impl MemoryMonitor {
 
 #[cfg(target_os = "macos")]
 impl MemoryMonitor {
-    /// The level changes some seconds after memory was freed.
+    /// Time until the pressure level changes after memory was freed.
     pub const SETTLE_TIME: Duration = Duration::from_secs(2);
 
     pub fn new() -> Self {
         Self {}
     }
 
-    /// The level is 1 (normal), 2 (warning) or 4 (critical), as in `DISPATCH_SOURCE_TYPE_MEMORYPRESSURE`.
+    /// Reads the pressure level: 1 (normal), 2 (warning) or 4 (critical), as in `DISPATCH_SOURCE_TYPE_MEMORYPRESSURE`.
     pub fn check(&mut self) -> MemoryLevel {
         let all = super::machine::total_memory().unwrap_or(0);
         match super::sysctl::number(c"kern.memorystatus_vm_pressure_level") {
@@ -131,7 +131,7 @@ fn worse(a: MemoryLevel, b: MemoryLevel) -> MemoryLevel {
     }
 }
 
-/// `avg10` of the line `some avg10=1.23 avg60=...`.
+/// Parses the value of `avg10` in the line `some avg10=1.23 avg60=...`.
 #[cfg(any(target_os = "linux", test))]
 fn stall_percent(text: &str) -> f64 {
     let line = text.lines().find_map(|line| line.strip_prefix("some "));
@@ -152,7 +152,7 @@ mod tests {
         assert_eq!(judge([(1000, all), (200, all)].into_iter()), MemoryLevel::Enough);
         assert_eq!(judge([(99, all), (1000, all)].into_iter()), MemoryLevel::Short(101));
         assert_eq!(judge([(99, all), (0, 320), (150, all)].into_iter()), MemoryLevel::Short(101));
-        // Freeing that much leaves enough: memory is neither short again nor spare.
+        // After that many bytes are freed, memory is neither short nor spare.
         assert_eq!(judge([(99 + 101, all)].into_iter()), MemoryLevel::Enough);
     }
 

@@ -1,4 +1,4 @@
-//! What this process uses: memory, disk reads, files, threads, CPU time, address space.
+//! Resource use of this process: memory, disk reads, open files, threads, CPU time and address space.
 
 use std::fs;
 
@@ -7,8 +7,8 @@ pub fn resident_memory() -> Option<u64> {
     sys::resident_memory()
 }
 
-/// Memory of this process in bytes, by kind: `resident`; on Linux also `swapped` and `locked`; on macOS also `footprint`,
-/// which decides whether the system kills a process, and `wired`.
+/// Memory of this process in bytes, by kind: `resident` on all systems, `swapped` and `locked` on Linux, `footprint` and
+/// `wired` on macOS. macOS kills processes by their footprint.
 pub fn process_memory() -> Vec<(&'static str, u64)> {
     sys::process_memory()
 }
@@ -18,19 +18,19 @@ pub fn peak_resident_memory() -> Option<u64> {
     sys::peak_resident_memory()
 }
 
-/// Bytes that the disk delivered to this process since it started. Hits in the page cache do not count.
+/// Bytes that this process has read from disks since it started, without hits in the page cache.
 pub fn disk_bytes_read() -> Option<u64> {
     sys::disk_bytes_read()
 }
 
-/// Raises the limit of open files to what the system allows, and returns it.
+/// Raises the limit of open files to the system's maximum, but at most 10,240. Returns the new limit.
 pub fn raise_descriptor_limit() -> Option<usize> {
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: the pointer is to a local `rlimit`.
     if unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit) } != 0 {
         return None;
     }
-    // macOS has its own limit below the hard one.
+    // macOS refuses values above `OPEN_MAX` (10,240), even if the hard limit is higher.
     let raised = libc::rlimit { rlim_cur: limit.rlim_max.min(10_240).max(limit.rlim_cur), ..limit };
     // SAFETY: the pointer is to a local `rlimit`. A refused change has no effect.
     if unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raised) } == 0 {
@@ -39,13 +39,13 @@ pub fn raise_descriptor_limit() -> Option<usize> {
     usize::try_from(limit.rlim_cur).ok()
 }
 
-/// Open file descriptors of this process.
+/// Number of open file descriptors of this process.
 pub fn open_files() -> Option<u64> {
-    // The directory itself is open while it is read.
+    // Subtracts the descriptor of the directory itself.
     Some((fs::read_dir("/dev/fd").ok()?.count() as u64).saturating_sub(1))
 }
 
-/// The limit of open files. `None` without a limit.
+/// The limit of open files. `None` if there is no limit.
 pub fn max_files() -> Option<u64> {
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: the pointer is to a local `rlimit`.
@@ -65,7 +65,7 @@ pub fn cpu_seconds() -> f64 {
     seconds(usage.ru_utime) + seconds(usage.ru_stime)
 }
 
-/// What only `/proc` tells.
+/// Values of this process that only `/proc` has.
 #[derive(Debug, PartialEq)]
 pub struct ProcessStat {
     pub threads: u64,
@@ -82,10 +82,11 @@ pub fn process_stat() -> Option<ProcessStat> {
     parse(&read("/proc/self/stat")?, &read("/proc/stat")?, ticks)
 }
 
-/// Parses `/proc/self/stat` and the system's start in `/proc/stat`. The process's name, in brackets, may hold spaces.
+/// Parses `/proc/self/stat`, and the boot time in `/proc/stat`. The process name is in brackets and may contain spaces and
+/// brackets.
 fn parse(process: &str, system: &str, ticks: u64) -> Option<ProcessStat> {
     let (_, fields) = process.rsplit_once(')')?;
-    // The first field after the name has number 3 in proc(5).
+    // In proc(5), the first field after the name has number 3.
     let field = |number: usize| fields.split_whitespace().nth(number - 3)?.parse::<u64>().ok();
     let boot: u64 = system.lines().find_map(|line| line.strip_prefix("btime "))?.trim().parse().ok()?;
     Some(ProcessStat { threads: field(20)?, started: boot + field(22)? / ticks, virtual_memory: field(23)? })
@@ -107,7 +108,7 @@ mod sys {
     }
 
     pub fn peak_resident_memory() -> Option<u64> {
-        // Not `getrusage`: its maximum survives `exec`, so it can belong to the shell that started this process.
+        // `getrusage` is not usable: its maximum survives `exec`, so it can be that of the shell that started this process.
         field(&fs::read_to_string("/proc/self/status").ok()?, "VmHWM")
     }
 
@@ -188,7 +189,7 @@ mod tests {
     #[test]
     fn open_file_is_counted() {
         let open = || open_files().unwrap();
-        // Other tests open and close files meanwhile.
+        // Other tests open and close files at the same time, so the test needs many files.
         let held: Vec<_> = (0..64).map(|_| fs::File::open("/dev/null").unwrap()).collect();
         assert!(open() >= 64 && open() <= max_files().unwrap_or(u64::MAX));
         drop(held);

@@ -7,7 +7,7 @@ pub fn number(name: &std::ffi::CStr) -> Option<u64> {
     // SAFETY: `name` is NUL-terminated. The kernel writes at most `len` bytes and sets `len` to the number written.
     let code =
         unsafe { libc::sysctlbyname(name.as_ptr(), bytes.as_mut_ptr().cast(), &mut len, std::ptr::null_mut(), 0) };
-    // Little-endian: a 4-byte value leaves the upper half zero.
+    // On a little-endian CPU, a 4-byte value leaves the upper four bytes zero.
     (code == 0 && (len == 4 || len == 8)).then(|| u64::from_le_bytes(bytes))
 }
 

@@ -1,12 +1,12 @@
-//! The priority of a thread.
+//! Sets the priority of a thread.
 
-/// Gives this thread the lowest priority for CPU and disk. If the system refuses, the priority is unchanged.
+/// Gives the calling thread the lowest priority for CPU and disk. If the system refuses, the priority does not change.
 pub fn background_thread() {
     sys::background_thread();
 }
 
-/// Marks this thread as one that a user waits for. macOS then runs it on performance cores, also if the process was started
-/// by a background service.
+/// Marks the calling thread as interactive. macOS then runs it on performance cores, even if a background service started
+/// the process.
 pub fn interactive_thread() {
     sys::interactive_thread();
 }
@@ -15,7 +15,7 @@ pub fn interactive_thread() {
 mod sys {
     pub fn background_thread() {
         const WHO_PROCESS: libc::c_int = 1;
-        /// I/O class 3, idle: disk time only when no other process needs it.
+        /// I/O class 3 (idle): disk time only when no other process needs the disk.
         const IDLE: libc::c_int = 3 << 13;
         // SAFETY: system calls without pointers on the calling thread. The results are ignored.
         unsafe {

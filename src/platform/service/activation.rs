@@ -1,11 +1,11 @@
-//! Socket activation and notifications: the side of a process that launchd or systemd started.
+//! Socket activation and notifications, for a process that launchd or systemd has started.
 
 use std::{io, net::TcpListener, time::Duration};
 
 /// Name of the socket in the launchd property list.
 pub const SOCKET: &str = "Listener";
 
-/// The listening sockets that the service manager opened for this process. Empty if another process started this one.
+/// The listening sockets that the service manager has opened for this process. Empty if no service manager started it.
 ///
 /// # Errors
 /// An inherited descriptor is not a TCP socket.
@@ -20,8 +20,8 @@ pub fn inherited_listeners() -> io::Result<Vec<TcpListener>> {
     Ok(listeners)
 }
 
-/// The sockets from launchd; none if launchd did not start this process with any. A host name with several addresses
-/// has one for each: `localhost` has `::1` and `127.0.0.1`.
+/// The sockets that launchd has opened for this process. A host name with several addresses has one socket per address: for
+/// example, `localhost` has `::1` and `127.0.0.1`.
 #[cfg(target_os = "macos")]
 fn launchd() -> Vec<TcpListener> {
     use std::{ffi::CString, os::fd::FromRawFd, ptr};
@@ -52,7 +52,7 @@ pub fn notify_ready(status: &str) {
     notify(&[sd_notify::NotifyState::Ready, sd_notify::NotifyState::Status(status)]);
 }
 
-/// The interval at which systemd's watchdog expects notifications, if it is enabled.
+/// The interval at which to notify systemd's watchdog: a third of its timeout. `None` if the watchdog is disabled.
 pub fn watchdog_interval() -> Option<Duration> {
     sd_notify::watchdog_enabled().map(|within| within / 3)
 }

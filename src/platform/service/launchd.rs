@@ -1,29 +1,29 @@
-//! launchd: a property list in the user's `LaunchAgents`, and `launchctl` commands.
+//! launchd: creates a property list in the user's `LaunchAgents`, and runs `launchctl` commands.
 
 use super::{LABEL, LOG_LINES, Service, ServiceCommand, ServiceStep, words};
 use crate::platform::gpu_variables::GPU_VARIABLES;
 use plist::{Dictionary, Value};
 use std::{ffi::OsString, path::PathBuf};
 
-/// The agent's property list file.
+/// Path of the agent's property list.
 pub fn file(service: &Service) -> PathBuf {
     service.home.join("Library/LaunchAgents").join(format!("{LABEL}.plist"))
 }
 
-/// The log directory. `serve --log-dir` keeps files of bounded size in it.
+/// The log directory. `serve --log-dir` limits the size of the files in it.
 fn logs(service: &Service) -> PathBuf {
     service.home.join("Library/Logs/moestro")
 }
 
-/// The exit code of `launchctl bootstrap` while the old agent's label is still in use.
+/// Exit code of `launchctl bootstrap` while the old agent's label is still in use.
 const STILL_IN_USE: i32 = 5;
 
 /// A launchd domain of one user.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum LaunchdDomain {
-    /// The session at the screen.
+    /// The user's graphical session.
     Gui,
-    /// All sessions, also without a login at the screen, such as over SSH.
+    /// All sessions of the user, including logins over SSH.
     User,
 }
 
@@ -35,13 +35,13 @@ impl LaunchdDomain {
         }
     }
 
-    /// The domain for a new agent. The screen's session does not exist if the user is logged in over SSH only.
+    /// The domain for a new agent. There is no graphical session if the user is logged in over SSH only.
     fn for_new_agent(user: u32, succeeds: &dyn Fn(&[OsString]) -> bool) -> Self {
         let has_session = succeeds(&words(["launchctl", "print", &LaunchdDomain::Gui.name(user)]));
         if has_session { LaunchdDomain::Gui } else { LaunchdDomain::User }
     }
 
-    /// The domain that has the agent.
+    /// The domain in which the agent is loaded.
     fn of_agent(user: u32, succeeds: &dyn Fn(&[OsString]) -> bool) -> Self {
         let has = |domain: Self| succeeds(&words(["launchctl", "print", &domain.target(user)]));
         if !has(LaunchdDomain::Gui) && has(LaunchdDomain::User) { LaunchdDomain::User } else { LaunchdDomain::Gui }
@@ -52,7 +52,7 @@ impl LaunchdDomain {
     }
 }
 
-/// The agent's property list.
+/// Creates the agent's property list.
 fn plist(service: &Service, domain: LaunchdDomain) -> Dictionary {
     let text = |text: &str| Value::String(text.into());
     let path = |path: PathBuf| Value::String(path.to_string_lossy().into_owned());
@@ -73,34 +73,34 @@ fn plist(service: &Service, domain: LaunchdDomain) -> Dictionary {
         }
         None => {
             list.insert("RunAtLoad".into(), Value::Boolean(true));
-            // Restart after a crash, but not after a regular exit.
+            // Restarts the agent after a crash, but not after a regular exit.
             let keep = Dictionary::from_iter([("SuccessfulExit", Value::Boolean(false))]);
             list.insert("KeepAlive".into(), Value::Dictionary(keep));
         }
     }
-    // A checkpoint that cannot be loaded fails at each start, so limit the restarts.
+    // Limits the rate of restarts, since a checkpoint that cannot be loaded fails at every start.
     list.insert("ThrottleInterval".into(), Value::Integer(30.into()));
-    // Background and Standard processes get less CPU and I/O, which would slow down every token.
+    // Background and Standard processes get less CPU and I/O, which would make every token slower.
     list.insert("ProcessType".into(), text("Interactive"));
     list.insert("LowPriorityIO".into(), Value::Boolean(false));
-    // Longer than the grace period of running requests.
+    // Seconds; longer than the grace period of running requests.
     list.insert("ExitTimeOut".into(), Value::Integer(15.into()));
     let variables = GPU_VARIABLES.map(|(name, value)| (name, text(value)));
     list.insert("EnvironmentVariables".into(), Value::Dictionary(Dictionary::from_iter(variables)));
     if domain == LaunchdDomain::User {
-        // Agents belong to the screen's session by default.
+        // By default, agents belong to the graphical session.
         list.insert("LimitLoadToSessionType".into(), text("Background"));
     }
-    // The log has its own files. This one gets panic messages and output before the log is open.
+    // The log has its own files. This file receives panic messages, and output from before the log is open.
     list.insert("StandardErrorPath".into(), path(logs.join("stderr.log")));
     list.insert("StandardOutPath".into(), text("/dev/null"));
     list
 }
 
-/// `succeeds` runs a command and returns true if it ended with success.
+/// The steps of an action, in order. `succeeds` runs a command and returns true if it succeeds.
 pub fn steps(service: &Service, action: ServiceCommand, succeeds: &dyn Fn(&[OsString]) -> bool) -> Vec<ServiceStep> {
     let (file, user) = (file(service), service.user);
-    // `bootout` returns before the process has ended. Until then its label is in use.
+    // `bootout` returns before the process has ended. The label stays in use until then.
     let stop =
         [LaunchdDomain::Gui, LaunchdDomain::User].map(|domain| domain.target(user)).into_iter().flat_map(|old| {
             [
@@ -117,7 +117,7 @@ pub fn steps(service: &Service, action: ServiceCommand, succeeds: &dyn Fn(&[OsSt
         ServiceCommand::Install => {
             let domain = LaunchdDomain::for_new_agent(user, succeeds);
             let mut text = Vec::new();
-            // Writing to memory does not fail.
+            // Writing to a `Vec` does not fail.
             let _ = Value::Dictionary(plist(service, domain)).to_writer_xml(&mut text);
             let mut load = words(["launchctl", "bootstrap", &domain.name(user)]);
             load.push(file.clone().into_os_string());
@@ -135,7 +135,7 @@ pub fn steps(service: &Service, action: ServiceCommand, succeeds: &dyn Fn(&[OsSt
         ServiceCommand::Status => run(&["print"]),
         ServiceCommand::Logs => {
             let mut follow: Vec<OsString> = words(["/bin/sh", "-c"]);
-            // Follow the newest file.
+            // Follows the newest log file.
             follow.push(format!("exec tail -n {LOG_LINES} -F \"$(ls -t \"$0\"/moestro.log* | head -n 1)\"").into());
             follow.push(logs(service).into_os_string());
             vec![ServiceStep::Run(follow)]

@@ -1,4 +1,4 @@
-//! systemd: a user unit, a socket unit for starting on demand, and `systemctl --user` commands.
+//! systemd: creates a user unit and a socket unit for start on demand, and runs `systemctl --user` commands.
 
 use super::{LOG_LINES, Service, ServiceCommand, ServiceStep, words};
 use std::{path::PathBuf, process::Command};
@@ -10,8 +10,8 @@ fn dir(service: &Service) -> PathBuf {
     service.home.join(".config/systemd/user")
 }
 
-/// A quoted word of `ExecStart`. Specifiers and variables are escaped. Control characters are too: a raw newline would end
-/// the line and start another directive.
+/// Quotes a word of `ExecStart`. Escapes specifiers, variables and control characters. A raw newline would start another
+/// directive.
 fn quoted(word: &str) -> String {
     let mut escaped = String::with_capacity(word.len() + 2);
     for c in word.chars() {
@@ -25,8 +25,8 @@ fn quoted(word: &str) -> String {
     format!("\"{escaped}\"")
 }
 
-/// Options that need a user namespace in a user's systemd. On systems without user namespaces a unit with these options does
-/// not start.
+/// Options that need a user namespace in a user unit. On systems without user namespaces, a unit with these options does not
+/// start.
 const CONFINED: [&str; 9] = [
     "PrivateUsers=yes",
     "ProtectSystem=strict",
@@ -49,10 +49,10 @@ pub fn can_confine() -> bool {
     attempt.arg("true").output().is_ok_and(|output| output.status.success())
 }
 
-/// The service unit.
+/// The text of the service unit.
 ///
-/// It removes all privileges that the server does not need. The server reads models anywhere and writes only to its cache,
-/// its log and the Hugging Face cache. [`CONFINED`] has the options that not every system supports.
+/// The unit removes all privileges that the server does not need. The server may read models anywhere. It writes only to its
+/// cache, its log and the Hugging Face cache. [`CONFINED`] has the options that only some systems support.
 pub fn unit(service: &Service) -> String {
     let mut command = vec![quoted(&service.program.to_string_lossy()), "serve".into()];
     command.extend(service.args.iter().map(|arg| quoted(arg)));
@@ -97,7 +97,7 @@ pub fn unit(service: &Service) -> String {
     )
 }
 
-/// The socket unit, which starts the service at the first connection.
+/// The text of the socket unit, which starts the service at the first connection.
 pub fn socket(host: &str, port: u16) -> String {
     let host: String = host.chars().filter(|c| !c.is_control()).collect();
     let host = if host.contains(':') && !host.starts_with('[') { format!("[{host}]") } else { host };

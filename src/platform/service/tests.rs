@@ -34,7 +34,7 @@ fn launchd_property_list_round_trips() {
     assert_eq!(variables["AGX_RELAX_CDM_CTXSTORE_TIMEOUT"].as_string(), Some("1"));
 }
 
-/// The steps on a Mac whose `launchctl print` finds only the domains and agents in `known`.
+/// The launchd steps of an action, if `launchctl print` finds only the domains and agents in `known`.
 fn launchd_steps(action: ServiceCommand, known: &[&str]) -> Vec<ServiceStep> {
     launchd::steps(&service(None), action, &|words| known.contains(&words[2].to_str().unwrap()))
 }
@@ -47,7 +47,7 @@ fn install_waits_for_the_old_agent() {
         assert_eq!(steps[0], ServiceStep::Try(words(["launchctl", "bootout", "gui/501/dev.moestro.serve"])));
         assert_eq!(steps[1], ServiceStep::WaitUntilGone(print.clone()));
     }
-    // Until the old process has ended, `bootstrap` exits with 5.
+    // `bootstrap` exits with 5 until the old process has ended.
     let steps = launchd_steps(ServiceCommand::Install, &["gui/501"]);
     assert!(
         matches!(steps.last(), Some(ServiceStep::Retry(words, 5)) if words[1] == "bootstrap" && words[2] == "gui/501")
@@ -78,7 +78,7 @@ fn steps_wait_and_retry() {
         words.push(dir.path().into());
         words
     };
-    // Each fails or succeeds depending on how often it ran.
+    // Each command counts its own runs. Its exit code depends on the count.
     let gone = shell("echo >> $0/looks; test $(wc -l < $0/looks) -lt 3");
     perform(&ServiceStep::WaitUntilGone(gone)).unwrap();
     let busy = shell("echo >> $0/tries; test $(wc -l < $0/tries) -ge 2 || exit 5");
@@ -108,11 +108,11 @@ fn systemd_accepts_the_unit() {
             .args(["--user", command])
             .args(files)
             .env("SYSTEMD_LOG_LEVEL", "warning")
-            // Without this variable, systemd-analyze checks nothing.
+            // systemd-analyze needs this variable to check user units.
             .env("XDG_RUNTIME_DIR", dir.path())
             .output()
     };
-    // `verify` requires that the program exists.
+    // `systemd-analyze verify` requires that the program exists.
     let service =
         Service { program: std::env::current_exe().unwrap(), home: dir.path().into(), ..service(Some(("::1", 5413))) };
     for step in service.steps(ServiceManager::Systemd, ServiceCommand::Install) {

@@ -29,7 +29,7 @@ fn consecutive_jobs_run_with_and_without_pauses() {
     assert_eq!(sum.into_inner(), 2000 * 21);
 }
 
-/// Runs one task per thread. Each task waits for all others, so each needs its own thread.
+/// Runs one task per thread. Each task waits until all tasks have begun, so all threads must run at the same time.
 fn run_on_all_threads(threads: &Threads) {
     let (began, since) = (AtomicUsize::new(0), Instant::now());
     threads.run(threads.count(), &|_| {
@@ -50,15 +50,15 @@ fn all_parked_threads_wake_up() {
 }
 
 #[test]
-fn rest_shortens_the_spin_time() {
+fn expected_pause_shortens_the_spin_time() {
     let threads = Threads::new(2);
     let job = || {
         run_on_all_threads(&threads);
         threads.pool.spin_time(threads.pool.number.0.load(Ordering::Relaxed))
     };
     assert_eq!(job(), SPIN);
-    threads.rest();
-    assert_eq!(threads.pool.spin_time(1), SPIN_AT_REST);
+    threads.expect_pause();
+    assert_eq!(threads.pool.spin_time(1), SPIN_BEFORE_PAUSE);
     assert_eq!(job(), SPIN);
     let since = Instant::now();
     job();
