@@ -1,7 +1,7 @@
-//! Constrained decoding: a [`Constraint`] says which tokens may come next. The engine knows neither grammars nor JSON.
+//! Constrained decoding. A [`Constraint`] decides which tokens may come next. The engine itself knows no grammars.
 //!
-//! [`MaskWorker`] runs a constraint on its own thread. The thread computes the mask of the next token while the forward
-//! pass runs, so the engine rarely waits for it.
+//! [`MaskWorker`] runs a constraint on its own thread. The thread computes the mask for the next token during the forward
+//! pass, so the engine rarely waits for a mask.
 
 use crate::error::EngineError;
 use std::{
@@ -14,7 +14,7 @@ use std::{
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum TokenMask {
     Any,
-    /// A bitmask: token `id` may come if bit `id % 32` of word `id / 32` is set. Ids beyond the last word may not.
+    /// A bitmask: token `id` is allowed if bit `id % 32` of word `id / 32` is set. Ids beyond the last word are not allowed.
     Only(Vec<u32>),
 }
 
@@ -29,8 +29,8 @@ impl TokenMask {
 
 /// Restricts the tokens of one answer, from the first token after the prompt.
 ///
-/// An end-of-sequence token is a token like any other: it may come where [`Constraint::allowed`] includes it. An `Err`
-/// ends the request with that message.
+/// The answer can end only where [`Constraint::allowed`] includes an end-of-sequence token. If a method returns `Err`, the
+/// request fails with that message.
 pub trait Constraint: Send {
     /// The tokens that may come next.
     fn allowed(&mut self) -> Result<TokenMask, String>;
@@ -38,7 +38,7 @@ pub trait Constraint: Send {
     /// Appends `id`, which is one of the allowed tokens.
     fn accept(&mut self, id: u32) -> Result<(), String>;
 
-    /// An independent copy in the current state. Drafts use it to try tokens that may be rejected.
+    /// An independent copy with the current state. Drafts append tokens to the copy that may be rejected later.
     fn fork(&self) -> Box<dyn Constraint>;
 }
 
@@ -68,7 +68,7 @@ enum MaskCommand {
 }
 
 impl MaskWorker {
-    /// Starts the thread, which computes the mask of the first token at once.
+    /// Starts the thread, which begins to compute the mask for the first token.
     pub fn start(mut constraint: Box<dyn Constraint>) -> Result<Self, EngineError> {
         let (commands, received) = channel();
         let (sender, masks) = channel();
@@ -97,7 +97,7 @@ impl MaskWorker {
         Ok(Self { commands, masks })
     }
 
-    /// Waits for the mask of the next token. Call it once per token.
+    /// Waits for the mask for the next token. Must be called exactly once per token.
     pub fn next_mask(&self) -> Result<TokenMask, EngineError> {
         let mask = self.masks.recv().unwrap_or_else(|_| Err("the grammar thread ended".into()));
         mask.map_err(EngineError::Constraint)

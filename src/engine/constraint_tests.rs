@@ -1,6 +1,6 @@
 use super::*;
 
-/// Allows only these tokens, one after another.
+/// Allows exactly the sequence `tokens`.
 #[derive(Clone)]
 struct Script {
     tokens: Vec<u32>,

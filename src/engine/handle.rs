@@ -1,4 +1,4 @@
-//! The engine's public handle: starts the thread that owns the model, queues requests, reports load.
+//! [`Handle`], the public interface of the engine. [`spawn`] starts the thread that owns the model.
 
 use super::{
     answer::TokenRules,
@@ -21,11 +21,11 @@ use std::{io, sync::Arc, thread::JoinHandle, time::Duration};
 pub struct Options {
     /// Maximum number of requests that run at the same time.
     pub parallel: usize,
-    /// Requests that may wait while as many as possible run.
+    /// Maximum number of requests that wait while `parallel` requests run.
     pub max_queue: usize,
     /// Tokens that end an answer.
     pub eos: Vec<u32>,
-    /// Number of ids that stand for tokens. Higher ids only pad the vocabulary and are never sampled.
+    /// Number of ids that are tokens. Ids from this number on only pad the vocabulary and are never sampled.
     pub usable_vocab: usize,
     /// When to use drafts.
     pub speculate: DraftPolicy,
@@ -33,9 +33,9 @@ pub struct Options {
     pub draft_tokens: usize,
     /// Maximum number of bytes of memory for the prompt cache. 0 disables it.
     pub prompt_cache: u64,
-    /// Where the prompt cache keeps snapshots across restarts.
+    /// The disk cache, which keeps snapshots across restarts. `None` disables it.
     pub disk_cache: Option<DiskCacheOptions>,
-    /// Time that accepted requests may continue after [`Handle::drain`].
+    /// Time for which accepted requests may continue after [`Handle::drain`].
     pub grace: Duration,
 }
 
@@ -46,7 +46,7 @@ impl Default for Options {
             max_queue: 16,
             eos: Vec::new(),
             usable_vocab: usize::MAX,
-            // The server enables it. Tests that count forward passes need it off.
+            // The server enables drafts. Tests that count forward passes need them off.
             speculate: DraftPolicy::Off,
             draft_tokens: 7,
             prompt_cache: 0,
@@ -56,13 +56,13 @@ impl Default for Options {
     }
 }
 
-/// [`spawn_with`] prompt-lookup drafts.
+/// Starts an engine with prompt-lookup drafts. See [`spawn_with`].
 pub fn spawn<M: Model>(model: M, options: Options, metrics: Arc<Metrics>) -> io::Result<(Handle, Worker)> {
     spawn_with(model, Box::new(LookupDraft), options, metrics)
 }
 
-/// Starts the thread that owns `model` and `draft`. The thread ends after [`Handle::drain`], or when the last handle is
-/// dropped. [`Worker::join`] waits for that.
+/// Starts an engine: a thread that owns `model` and `draft`. The thread ends after [`Handle::drain`], or when the last handle
+/// is dropped. [`Worker::join`] waits for its end.
 pub fn spawn_with<M: Model>(
     model: M,
     draft: Box<dyn Draft<M>>,
@@ -110,8 +110,8 @@ impl Handle {
     /// Queues `request`. Its events arrive on the receiver. Dropping the receiver cancels the request.
     ///
     /// # Errors
-    /// `QueueFull`, `Draining` or `Stopped`; `TimedOut` if the deadline has passed; `EmptyPrompt`, `PromptTooLong` or the
-    /// model's `TokenOutOfRange` if the prompt can never be evaluated.
+    /// `QueueFull`, `Draining` or `Stopped`. `TimedOut` if the deadline has passed. `EmptyPrompt`, `PromptTooLong` or the
+    /// model's `TokenOutOfRange` if the prompt is invalid.
     pub fn submit(&self, request: Request) -> Result<Events, EngineError> {
         self.queue.0.push(request)
     }
@@ -126,7 +126,7 @@ impl Handle {
         self.queue.0.load()
     }
 
-    /// For each waiting request, in order: its prompt's tokens and its time in the queue.
+    /// Prompt length in tokens and time in the queue of each waiting request, in order of arrival.
     pub fn waiting(&self) -> Vec<(usize, Duration)> {
         self.queue.0.waiting()
     }
@@ -136,17 +136,17 @@ impl Handle {
         self.queue.0.limits.context
     }
 
-    /// Ids below this are tokens or padding. Requests with other ids are refused.
+    /// Size of the vocabulary, including padding. Requests with higher ids are refused.
     pub fn vocab(&self) -> usize {
         self.queue.0.limits.vocab
     }
 
-    /// Prepares images for the model. `None` if it reads text only.
+    /// The processor that prepares images for the model. `None` if the model accepts only text.
     pub fn images(&self) -> Option<&Arc<ImageProcessor>> {
         self.images.as_ref()
     }
 
-    /// Bytes and snapshots in the prompt cache.
+    /// The status of the prompt cache.
     pub fn prompt_cache(&self) -> PromptCacheStatus {
         self.cache.status()
     }
@@ -156,8 +156,8 @@ impl Handle {
         self.cache.clear();
     }
 
-    /// Accepts no more requests. Accepted requests may continue for [`Options::grace`] and then fail with `Draining`. The
-    /// engine stops as soon as none is left. A second call has no effect.
+    /// Stops accepting requests. Accepted requests may continue for [`Options::grace`] and then fail with `Draining`. The
+    /// engine stops when no request is left. A second call has no effect.
     pub fn drain(&self) {
         self.queue.0.drain();
     }
@@ -182,8 +182,8 @@ impl Worker {
     }
 }
 
-/// Closes the queue when the last [`Handle`] is dropped, since no further request can arrive then. The engine's thread holds
-/// the queue without this guard.
+/// Closes the queue when the last [`Handle`] is dropped, since no request can arrive after that. The engine's thread has its
+/// own reference to the queue, without this guard.
 struct CloseOnDrop(Arc<RequestQueue>);
 
 impl Drop for CloseOnDrop {

@@ -50,7 +50,7 @@ pub struct Prefill {
     pub chunks_started: Instant,
 }
 
-/// What a live request needs next.
+/// The next work of a live request.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Work {
     /// Find a sequence to start from. Needs no forward pass.

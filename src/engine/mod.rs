@@ -1,8 +1,8 @@
 //! The engine: one thread owns the model and answers requests. Every other thread sends it messages.
 //!
-//! [`Handle::submit`] queues a [`Request`] and returns a receiver of [`Event`]s. Dropping the receiver cancels the request;
-//! the engine notices within one token. `scheduler` has the loop: take the next request, run one step of it, publish the
-//! result.
+//! [`Handle::submit`] queues a [`Request`] and returns a receiver of [`Event`]s. If the receiver is dropped, the engine
+//! cancels the request within one token. The module `scheduler` has the engine's loop: admit requests, run one step, send
+//! its events.
 
 mod answer;
 mod cache_salt;
@@ -22,7 +22,7 @@ mod speculation;
 #[path = "../../tests/support/mock_model.rs"]
 mod mock_model;
 
-/// Images of prompts, for [`Request::images`].
+/// Types for [`Request::images`].
 pub use crate::model::{Image, ImageProcessor, PlacedImage, place_images};
 pub use cache_salt::CacheSalt;
 pub use constraint::{Constraint, TokenMask};

@@ -74,7 +74,7 @@ pub(super) struct AdmissionLimits {
     pub max_queue: usize,
     /// Maximum number of requests that run at the same time.
     pub parallel: usize,
-    /// How long accepted requests may continue after [`RequestQueue::drain`].
+    /// Time for which accepted requests may continue after [`RequestQueue::drain`].
     pub grace: Duration,
 }
 
@@ -119,7 +119,7 @@ struct QueueState {
 enum QueuePhase {
     #[default]
     Open,
-    /// The queue accepts nothing more. The remaining requests fail at `deadline`, if there is one.
+    /// The queue accepts no more requests. The remaining requests fail at `deadline`, if there is one.
     Draining {
         deadline: Option<Instant>,
     },

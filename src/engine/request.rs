@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 /// Sampling parameters.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Sampling {
-    /// 0 is greedy: the most likely token, and of equally likely ones the lowest id.
+    /// 0 selects the most likely token (greedy). Among equally likely tokens, the lowest id is selected.
     pub temperature: f32,
     pub top_p: f32,
     /// 0 disables it.
@@ -20,7 +20,7 @@ pub struct Sampling {
     pub repetition_penalty: f32,
     pub presence_penalty: f32,
     pub frequency_penalty: f32,
-    /// Added to the logits before any other step.
+    /// Token ids, and the value added to the logit of each before any other step.
     pub logit_bias: Vec<(u32, f32)>,
     /// `None` uses a random seed.
     pub seed: Option<u64>,
@@ -49,24 +49,24 @@ impl Sampling {
     }
 }
 
-/// One generation, in tokens.
+/// A request to generate an answer. Prompt and answer are token ids.
 #[derive(Debug, Clone)]
 pub struct Request {
     pub ids: Vec<u32>,
-    /// The images among the tokens, in order. Each has as many placeholder ids as it has tokens.
+    /// The images of the prompt, in order. `ids` has one placeholder id per image token.
     pub images: Vec<PlacedImage>,
-    /// Maximum number of tokens to generate. 0 evaluates the prompt only.
+    /// Maximum number of tokens to generate. If 0, only evaluates the prompt.
     pub max_tokens: usize,
     pub sampling: Sampling,
     /// Return the log-probability of each generated token, with this many alternatives.
     pub logprobs: Option<usize>,
     /// Return the log-probabilities of the prompt's tokens (for `echo`), with this many alternatives.
     pub prompt_logprobs: Option<usize>,
-    /// Continue after end-of-sequence tokens (for benchmarks). A constrained answer still ends at one.
+    /// Continue after end-of-sequence tokens (for benchmarks). Has no effect on constrained answers.
     pub ignore_eos: bool,
     /// Restricts which tokens the answer may contain.
     pub constraint: Option<Box<dyn Constraint>>,
-    /// Ends of the prompt's messages, ascending. Other prompts are likely to diverge from this one there.
+    /// Ends of the prompt's messages, ascending. Later prompts are likely to diverge from this prompt at one of them.
     pub boundaries: Vec<Boundary>,
     /// Reuse state from earlier requests and keep state for later ones.
     pub cache_prompt: bool,
@@ -79,7 +79,7 @@ pub struct Request {
 }
 
 impl Request {
-    /// An unconstrained answer to `ids` that ends at an end-of-sequence token and returns no log-probabilities.
+    /// A request for an unconstrained answer to `ids`, without log-probabilities.
     pub fn new(ids: Vec<u32>, max_tokens: usize, sampling: Sampling) -> Self {
         Self {
             ids,
@@ -142,19 +142,18 @@ pub enum Finish {
 /// An event of a request. The last one is `Done` or `Failed`, unless the receiver was dropped.
 #[derive(Debug)]
 pub enum Event {
-    /// The engine starts to evaluate the prompt. `cached_tokens` of it need no computation.
+    /// The engine starts to evaluate the prompt. `cached_tokens` of its tokens are cached and need no computation.
     Started {
         cached_tokens: usize,
         queued: Duration,
     },
-    /// `tokens` of the prompt are evaluated or were cached, `seconds` after the prompt's evaluation began. Sent after
-    /// every chunk.
+    /// `tokens` tokens of the prompt are evaluated or cached, `seconds` after the evaluation began. Sent after every chunk.
     Prefilled {
         tokens: usize,
         seconds: f64,
     },
-    /// Log-probabilities of the prompt, one entry per token. The first token has none, since nothing precedes it. Sent
-    /// before any `Token`.
+    /// Log-probabilities of the prompt, one entry per token. `None` for the first token, since no token precedes it. Sent
+    /// before the first `Token`.
     Prompt(Vec<Option<Logprobs>>),
     Token {
         id: u32,
@@ -175,23 +174,23 @@ pub struct Timings {
     pub generated_tokens: usize,
     pub prompt_seconds: f64,
     pub decode_seconds: f64,
-    /// Sum over this answer's passes of the sequences that decoded at that time, this one included.
+    /// Sum over the passes of this answer: number of sequences that were decoding at that time, including this one.
     pub decoding_sequences: usize,
-    /// Passes of this answer after the prompt's.
+    /// Number of decode passes of this answer.
     pub decode_passes: usize,
-    /// Tokens that drafts proposed.
+    /// Number of tokens that drafts have proposed.
     pub drafted_tokens: usize,
-    /// Drafted tokens that the sampler confirmed.
+    /// Number of drafted tokens that the sampler has accepted.
     pub accepted_tokens: usize,
-    /// For each position in a draft: how often it was verified with all earlier positions accepted, and how often it was
-    /// accepted.
+    /// For each position in a draft: how often it was verified while all earlier positions were accepted, and how often it
+    /// was accepted.
     pub draft_positions: [[u32; 2]; MAX_DRAFT_POSITIONS],
     /// Time that speculation saved. Negative if it cost time.
     pub saved_seconds: f64,
 }
 
 impl Timings {
-    /// Records a pass while `decoding` sequences decoded, this one included.
+    /// Records a decode pass. `decoding` is the number of decoding sequences, including this one.
     pub fn record_pass(&mut self, decoding: usize) {
         self.decode_passes += 1;
         self.decoding_sequences += decoding;

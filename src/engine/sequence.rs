@@ -137,7 +137,7 @@ impl<S: SequenceState> Sequence<S> {
         model.snapshot(&mut self.state)
     }
 
-    /// Tokens and state, for a draft.
+    /// The tokens and the mutable state, for a draft.
     pub fn parts(&mut self) -> (&[u32], &mut S) {
         (&self.tokens, &mut self.state)
     }

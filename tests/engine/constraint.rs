@@ -1,4 +1,4 @@
-//! Constrained answers, and constraints that fail.
+//! Tests of constrained answers, and of constraints that fail.
 
 use super::mock_model::MockModel;
 use moestro::{
@@ -11,7 +11,7 @@ use std::{
     time::Duration,
 };
 
-/// Allows only these tokens, one after another. Panics before token 60.
+/// Allows exactly the sequence `tokens`. Panics if the next token is 60.
 #[derive(Clone, Default)]
 struct Script {
     tokens: Vec<u32>,

@@ -1,4 +1,4 @@
-//! Which sequences and snapshots the engine keeps after an answer.
+//! Tests which sequences and snapshots the engine keeps after an answer.
 
 use super::{
     mock_model::MockModel,
@@ -21,7 +21,7 @@ fn answer_is_cached_across_conversations() {
 
 #[test]
 fn failing_prompt_evicts_nothing_beyond_its_end() {
-    // The cache is large enough for the snapshots of one of the two prompts.
+    // The cache has room for the snapshots of only one of the two prompts.
     let mock = MockModel { fails_on: Some(40), ..MockModel::default() };
     let (handle, ..) = engine(&mock, Options { prompt_cache: 100, ..options() });
     let evaluate = |ids: &[u32]| collect(handle.submit(request(ids, 0)).unwrap()).1;
@@ -39,13 +39,13 @@ fn failed_snapshot_drops_its_sequence() {
     let mock = MockModel { answer_snapshots_fail: true, ..MockModel::default() };
     let (handle, ..) = engine(&mock, Options { prompt_cache: 1 << 20, ..options() });
     answer(&handle, &[9, 5, 6]);
-    // The snapshot is taken after the client has the answer.
+    // The engine takes the snapshot after it has sent the answer.
     let deadline = Instant::now() + Duration::from_secs(10);
     while mock.recovered.load(Ordering::Relaxed) == 0 {
         assert!(Instant::now() < deadline, "the engine did not call recover");
         std::thread::sleep(MS);
     }
-    // The device may be in an undefined state, so the sequence is dropped. The two references are those of the mocks.
+    // The device may be in an undefined state, so the sequence is dropped. The two mocks hold the two references.
     assert_eq!(Arc::strong_count(&mock.states), 2);
     assert_eq!(answer(&handle, &[7]), [7]);
 }

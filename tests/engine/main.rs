@@ -1,4 +1,4 @@
-//! The engine through its public interface, with a mock model.
+//! Tests of the engine's public interface with a mock model.
 
 mod constraint;
 mod kept_sequences;

@@ -1,4 +1,4 @@
-//! Several requests at the same time: their order, and the ends of single requests.
+//! Tests of several requests at the same time: their order, and failures that end only one of them.
 
 use super::{
     mock_model::MockModel,
@@ -17,7 +17,7 @@ fn parallel(count: usize) -> Options {
     Options { parallel: count, max_queue: 64, ..options() }
 }
 
-/// A model whose answers take longer than any test, at a millisecond per token.
+/// A model with a millisecond per token, whose answers take longer than any test.
 fn slow_model(batch: usize) -> MockModel {
     MockModel { delay: MS, context: 100_000, batch, answer: Some(vec![5; 90_000]), ..MockModel::default() }
 }
@@ -26,13 +26,13 @@ fn wait_for_token(events: &mut Events) {
     while !matches!(events.blocking_recv(), Some(Event::Token { .. })) {}
 }
 
-/// Tokens that have arrived.
+/// Number of tokens received since the last call.
 fn count_tokens(events: &mut Events) -> usize {
     std::iter::from_fn(|| events.try_recv().ok()).filter(|event| matches!(event, Event::Token { .. })).count()
 }
 
 #[test]
-fn short_request_passes_a_long_answer() {
+fn short_request_overtakes_a_long_answer() {
     for batch in [1, 4] {
         let (handle, _, metrics) = engine(&slow_model(batch), parallel(2));
         let mut long = handle.submit(request(&[9], 90_000)).unwrap();
@@ -117,7 +117,7 @@ fn cancel_and_deadline_end_one_request() {
     assert_eq!(handle.load(), (1, 0));
 }
 
-/// A request whose answer must start with `id`, regardless of the model.
+/// A request with a constraint: the answer must start with `id`, regardless of the model.
 fn says(id: u32, ids: &[u32]) -> Request {
     let sampling = Sampling { logit_bias: vec![(id, 1000.0)], ..Sampling::greedy() };
     Request { sampling, ..request(ids, 200) }
@@ -209,9 +209,9 @@ fn panic_ends_the_requests_of_its_pass() {
 }
 
 #[test]
-fn verified_draft_needs_no_row_of_the_pass() {
-    // The prompt repeats itself, so that the answer is drafted while it decodes alone. When other requests join, some
-    // tokens of a verified draft have not been returned yet. It depends on the time whether they join, so it is repeated.
+fn verified_draft_needs_no_row() {
+    // The prompt repeats itself, so that drafts succeed while the request decodes alone. Other requests then join while
+    // verified tokens are still pending. They may join too late, so the test repeats this.
     let ids = [10, 11, 12, 13, 14, 15].repeat(20);
     let mock = MockModel { delay: MS, batch: 4, context: 1024, ..MockModel::default() };
     let alone = collect(engine(&mock, options()).0.submit(request(&ids, 500)).unwrap()).0;
@@ -299,6 +299,6 @@ fn random_mixes_answer_as_alone() {
         assert_eq!((metrics.requests_running.get(), metrics.requests_queued.get()), (0, 0));
         handle.drain();
         worker.join().unwrap();
-        assert_eq!(Arc::strong_count(&mock.states), 2, "the two mocks");
+        assert_eq!(Arc::strong_count(&mock.states), 2, "only the two mocks hold references");
     }
 }

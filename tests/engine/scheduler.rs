@@ -1,4 +1,4 @@
-//! The queue and the scheduler: order, ends of answers, cancellation, deadlines, draining, errors.
+//! Tests of the queue and the scheduler: order, ends of answers, cancellation, deadlines, draining and errors.
 
 use super::mock_model::MockModel;
 use moestro::{
@@ -46,7 +46,7 @@ pub fn wait_until_idle(handle: &Handle) {
     }
 }
 
-/// A model whose answers take longer than any test, at a millisecond per token.
+/// A model with a millisecond per token, whose answers take longer than any test.
 fn slow_model() -> MockModel {
     MockModel { delay: MS, context: 100_000, answer: Some(vec![5; 90_000]), ..MockModel::default() }
 }
@@ -86,7 +86,7 @@ fn length_limit_is_max_tokens_or_context() {
     };
     assert_eq!(run(&[9, 5, 6, 7], 0), (0, Finish::Length));
     assert_eq!(run(&[9, 5, 6, 7], 2), (2, Finish::Length));
-    // The context has room for three more tokens. The last one need not be evaluated.
+    // The context has room for three more tokens. A fourth token is sent but not evaluated.
     assert_eq!(run(&[9, 5, 6, 7], 100), (3, Finish::Length));
     assert_eq!(run(&[9, 5, 6, 7, 8, 3], 100), (1, Finish::Length));
     // The answer ends before the context is full.
@@ -128,7 +128,7 @@ fn full_queue_refuses_until_client_disconnects() {
     let mut waiting: Vec<_> = (0..2).map(|_| handle.submit(request(&[9], 90_000)).unwrap()).collect();
     assert!(matches!(handle.submit(request(&[9], 1)), Err(EngineError::QueueFull)));
     assert_eq!(handle.load(), (1, 2));
-    // A client that disconnects while queued frees its place immediately, although the engine is busy.
+    // A queued request whose client disconnects frees its place in the queue at once, although the engine is busy.
     waiting.pop();
     assert!(handle.submit(request(&[9], 1)).is_ok());
 }
@@ -142,8 +142,8 @@ fn disconnect_ends_decode_within_a_token() {
     drop(events);
     let before = mock.evaluated.load(Ordering::Relaxed);
     wait_until_idle(&handle);
-    // When the client disconnects, one token may be in evaluation, and the cancellation check of the next one may have
-    // passed.
+    // When the client disconnects, one token may be in evaluation. The cancellation check of the next token may also have
+    // run already.
     assert!(mock.evaluated.load(Ordering::Relaxed) <= before + 2);
     assert_eq!(metrics.requests_running.get(), 0);
 }
@@ -177,7 +177,7 @@ fn abandoned_chunk_is_kept_without_others() {
     let (handle, ..) = engine(&mock, options());
     let mut events = handle.submit(request(&[9; 100], 1)).unwrap();
     assert!(matches!(events.blocking_recv(), Some(Event::Started { .. })));
-    // Wait for the chunk to start. A request without a running chunk would be cancelled.
+    // Waits until the chunk is running, since a request without a running chunk would be cancelled.
     while mock.evaluated.load(Ordering::Relaxed) == 0 {
         std::thread::sleep(Duration::from_millis(1));
     }
@@ -224,7 +224,7 @@ fn drain_finishes_accepted_requests() {
     }
     worker.join().unwrap();
     assert_eq!(Arc::strong_count(&mock.states), 1, "the model and all states are freed");
-    // A router sends the requests of a draining server to another one. `Stopped` would look like a failure.
+    // The error is `Draining`: a router then sends the request to another server. `Stopped` would look like a failure.
     assert!(matches!(handle.submit(request(&[9], 1)), Err(EngineError::Draining)));
 }
 
@@ -261,7 +261,7 @@ fn error_or_panic_ends_one_request() {
         assert!(matches!(panicked, Err(EngineError::Panicked(text)) if text.contains("token 41")));
         assert_eq!(answer(&handle, &[9, 5, 6]), [9, 5, 6]);
     }
-    // Remaining references: the two mocks and the sequence of the last request.
+    // The two mocks and the sequence of the last request hold references.
     wait_until_idle(&handle);
     assert_eq!(Arc::strong_count(&mock.states), 3);
 }

@@ -22,8 +22,8 @@ use std::{
     time::{Duration, Instant, SystemTime},
 };
 
-/// How long to wait for the directory if another server holds its lock. A server that is being replaced by this server
-/// normally exits within this time.
+/// Maximum wait for the directory if another server holds its lock. A server that is being replaced by this server normally
+/// exits within this time.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(20);
 const LOCK_INTERVAL: Duration = Duration::from_millis(100);
 /// Interval at which to retry snapshots that the hourly write limit has delayed.

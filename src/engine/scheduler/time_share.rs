@@ -73,7 +73,7 @@ impl TimeShare {
         self.overtaking < self.allowance()
     }
 
-    /// Maximum seconds of exempt chunks.
+    /// Maximum seconds of chunks that run early, and of chunks that overtake an older prompt.
     fn allowance(&self) -> f64 {
         self.last_chunk.max(CHUNK_SECONDS)
     }

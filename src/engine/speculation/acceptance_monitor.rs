@@ -1,15 +1,15 @@
-//! Detects a draft that does not belong to its model.
+//! Detects a draft that does not fit the model: one that reads the wrong layers, uses another norm convention, or was trained
+//! for another model.
 //!
-//! A draft that reads the wrong layers, uses another norm convention, or was trained for another model never changes an
-//! answer, since every token is verified. It is useless all the same, and the user should be told.
+//! Such a draft never changes an answer, since every token is verified. But it wastes time, and the user should know.
 
-/// Cycles in the sample.
+/// Number of draft-and-verify cycles in the sample.
 const SAMPLE: u32 = 48;
-/// Fewest cycles of the sample in which the first drafted token must be accepted. At high temperatures a suitable draft can have
-/// as few as 30 % accepted; one in 100,000 such drafts fails the sample. Sampling noise makes smaller samples unfair.
+/// Minimum number of cycles of the sample in which the first drafted token is accepted. At high temperatures, a suitable
+/// draft may have only 30 % of them accepted. The chance that such a draft fails the sample is 1 in 100,000.
 const MIN_ACCEPTED: u32 = 3;
 
-/// Counts how often the first token of a draft is accepted, until the sample is complete.
+/// Counts in how many cycles of the sample the first drafted token was accepted.
 #[derive(Debug, Default)]
 pub struct AcceptanceMonitor {
     cycles: u32,
@@ -17,10 +17,10 @@ pub struct AcceptanceMonitor {
 }
 
 impl AcceptanceMonitor {
-    /// Records a cycle that accepted this many tokens. Returns true once if the draft turns out not to fit.
+    /// Records a cycle in which `accepted` tokens were accepted. Returns true, once, if the draft does not fit.
     ///
-    /// The first sample decides. Whether a draft belongs to its model does not change later, and repeating the test would
-    /// eventually fail a good draft by chance.
+    /// Tests only the first cycles, since the result cannot change later. A repeated test would sooner or later reject a good
+    /// draft by chance.
     pub fn record(&mut self, accepted: usize) -> bool {
         if self.cycles == SAMPLE {
             return false;

@@ -1,6 +1,6 @@
-//! Decides whether to speculate, and how many rows to verify, from measured times.
+//! Decides from measured times whether to speculate, and how many rows to verify.
 //!
-//! A wrong decision costs at most 2 % of the time plus one probe.
+//! Wrong decisions cost at most 2 % of the total time plus one probe.
 //!
 //! ```text
 //! CALIBRATE (8 plain steps) -> PLAIN <-> PROBE (3 cycles) -> SPECULATE
@@ -8,58 +8,59 @@
 //!                                +------------------------------+
 //! ```
 //!
-//! A cycle of `n` rows verifies `n - 1` drafted tokens. Let `a[j]` be the share of drafts whose position `j` was accepted,
-//! given that all earlier positions were. A cycle then yields `E(n) = 1 + sum over r < n of (a[1] .. a[r])` tokens on
-//! average. It pays if it takes less time than as many plain steps: `gain(n) = E(n) * t1 / t(n)`. Times include expert reads.
-//! The time of a width that was never tried is estimated from its neighbours.
+//! A *cycle* drafts `n - 1` tokens and verifies `n` rows, its *width*. Let `a[j]` be the share of drafts whose position `j`
+//! was accepted, given that all earlier positions were accepted. The mean number of tokens of a cycle is
+//! `E(n) = 1 + sum over r < n of (a[1] * .. * a[r])`. A plain step takes `t1`, a cycle `t(n)`, including expert reads. A cycle
+//! saves time if `gain(n) = E(n) * t1 / t(n)` is above 1. For a width that was never tried, `t(n)` is estimated from its
+//! neighbours.
 //!
-//! The balance of time saved contains every cost that plain decoding does not have: cycles, slower steps after them, and
-//! copying hidden rows for a draft. Hidden rows are therefore copied only when a probe is near. A probe starts when the
-//! budget covers the cost of the last one and half of the allowed loss remains. That half is for costs that are not measured.
+//! The balance of seconds saved includes all costs of speculation: cycles, slower steps after them, and copying hidden rows
+//! for a draft. Hidden rows are therefore copied only shortly before a probe. A probe starts only if half of the allowed loss
+//! covers the cost of the previous probe. The other half is for costs that are not measured.
 
-/// Widths to try: rows per verify, including the row of the last sampled token.
+/// Widths to try: number of rows per verify, including the row of the last sampled token.
 const WIDTHS: [usize; 8] = [2, 3, 4, 5, 6, 8, 12, 16];
 /// Share of the time that speculation may lose.
 const MAX_LOSS: f64 = 0.02;
 /// Share of the time that probes may lose.
 const MAX_PROBE_LOSS: f64 = 0.01;
-/// A probe must reach this gain for speculation to start.
+/// Minimum gain of a probe to start speculation.
 const MIN_START_GAIN: f64 = 1.05;
-/// Plain steps to measure, before the first decision and again later.
+/// Number of plain steps to measure before the first decision, and at each later recalibration.
 const CALIBRATION_STEPS: u32 = 8;
-/// Accepted and verified drafts per position before any measurement: optimistic enough to start a probe.
+/// Initial counts of accepted and verified drafts per position: optimistic enough to start a probe.
 const PRIOR: [f64; 2] = [1.4, 2.0];
-/// Cycles per probe. In the first one the draft catches up with the sequence, so only its verify is measured.
+/// Number of cycles per probe. In the first cycle the draft evaluates the whole sequence, so only the verify is measured.
 const PROBE_CYCLES: u32 = 3;
-/// A probe ends early if two cycles gain no more than this, or if the first would not even with a draft that takes no time.
+/// A probe ends early if two cycles gain less than this, or if the first cycle would gain less even without the draft's time.
 const HOPELESS_GAIN: f64 = 0.75;
-/// Plain steps after a cycle whose extra time counts as its cost, since the cycle has displaced cached experts.
+/// Number of plain steps after a cycle whose extra time counts as a cost of the cycle, which has evicted cached experts.
 const AFTERMATH_STEPS: u32 = 8;
-/// Tokens before a probe during which hidden rows are copied, so that the draft has context.
+/// Copying of hidden rows starts this many tokens before a probe, so that the draft has context.
 const OBSERVE_LEAD: u64 = 64;
 /// Estimated cost of an additional row, as a share of a plain step.
 const ROW_COST: f64 = 0.15;
-/// Fewest and most tokens between probes.
+/// Minimum and maximum number of tokens between two probes.
 const BACKOFF: [u64; 2] = [32, 2048];
-/// Cycles after which plain steps are measured again.
+/// Number of cycles after which plain steps are measured again.
 const RECALIBRATE_CYCLES: u32 = 64;
-/// Cycles after which a neighbouring width is tried.
+/// Number of cycles after which a neighbouring width is tried.
 const NEIGHBOUR_CYCLES: u32 = 16;
 
 /// When to use drafts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum DraftPolicy {
-    /// While it saves time.
+    /// Use drafts while they save time.
     #[default]
     Auto,
     Off,
-    /// Always, with the most rows. For tests and measurements.
+    /// Always use drafts with the maximum number of rows. For tests and measurements.
     Force,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum ControllerState {
-    /// Measures plain steps, then continues as before.
+    /// Measures plain steps. Then continues to speculate if `speculating`, otherwise continues with plain steps.
     Calibrate {
         left: u32,
         speculating: bool,
@@ -74,36 +75,39 @@ enum ControllerState {
     },
 }
 
-/// Decides how many rows each step has. It is given times and counts, and uses no clock and no model.
+/// Decides how many rows each step has. The caller passes measured times, so the controller needs no clock and no model.
 #[derive(Debug, Clone)]
 pub struct SpeculationController {
     mode: DraftPolicy,
     /// Maximum number of rows per verify.
     max_rows: usize,
     state: ControllerState,
-    /// Mean seconds of a plain step. The first two steps after a cycle do not count.
+    /// Mean seconds of a plain step, without the first two steps after each cycle.
     plain_seconds: Option<f64>,
-    /// The same before the last cycle.
+    /// `plain_seconds` before the last cycle.
     plain_before_cycle: Option<f64>,
     steps_since_cycle: u32,
     /// Mean seconds of a cycle, by index into [`WIDTHS`].
     cycle_seconds: [Option<f64>; WIDTHS.len()],
     /// Seconds of the last cycle without its draft.
     verify_seconds: f64,
-    /// Accepted and verified drafts, by position. Older cycles count less.
+    /// By position in a draft: weighted counts of accepted and verified drafts. Older cycles have less weight.
     acceptance: [[f64; 2]; 15],
     /// Balance of seconds saved. Negative if speculation has cost time.
     saved: f64,
-    /// All seconds.
+    /// Total seconds of steps and cycles.
     total: f64,
     /// `saved` when the last probe started, until the probe's cost is known.
     saved_before_probe: Option<f64>,
     /// Seconds that the last failed probe cost.
     last_probe_cost: f64,
+    /// Number of tokens so far.
     tokens: u64,
+    /// Value of `tokens` at which the next probe may start.
     next_probe: u64,
+    /// Number of tokens between the last probe and the next one.
     backoff: u64,
-    /// True if the next neighbouring width to try is the wider one. Alternates.
+    /// True if the last neighbouring width that was tried was wider. Alternates.
     try_wider: bool,
 }
 
@@ -175,7 +179,7 @@ impl SpeculationController {
         }
     }
 
-    /// The name of the state, as metrics have it.
+    /// Name of the state in metrics.
     pub fn state_name(&self) -> &'static str {
         match self.state {
             ControllerState::Calibrate { .. } => "calibrate",
@@ -197,20 +201,21 @@ impl SpeculationController {
         }
     }
 
-    /// Records a chunk of a prompt, and the seconds spent on its hidden rows. They are free up to [`MAX_LOSS`] of the chunk.
+    /// Records the seconds of a chunk of a prompt, and the seconds spent on its hidden rows. Only the part of the latter above
+    /// [`MAX_LOSS`] of the former counts as a cost.
     pub fn record_prompt(&mut self, seconds: f64, observing: f64) {
         self.saved -= (observing - MAX_LOSS * seconds).max(0.0);
     }
 
-    /// Records a plain step, and the seconds spent on its hidden rows.
+    /// Records the seconds of a plain step, and the seconds spent on its hidden rows.
     pub fn record_plain(&mut self, seconds: f64, observing: f64) {
         self.total += seconds + observing;
         self.saved -= observing;
         self.tokens += 1;
         self.steps_since_cycle += 1;
-        // Limits outliers: such a step waited for something else.
+        // Limits outliers, which are caused by other programs.
         let excess = |mean: f64| seconds.min(3.0 * mean) - mean;
-        // The cycle pays for slower steps after it.
+        // Slower steps after a cycle count as a cost of the cycle.
         if let Some(mean) = self.plain_before_cycle.filter(|_| self.steps_since_cycle <= AFTERMATH_STEPS) {
             self.saved -= excess(mean);
         }
@@ -228,8 +233,8 @@ impl SpeculationController {
         }
     }
 
-    /// Records a cycle: the drafted and accepted tokens, its seconds, and how many of those the draft took. Returns the seconds
-    /// saved, which are negative for a loss.
+    /// Records a cycle: numbers of drafted and accepted tokens, its seconds, and the part of the seconds that the draft took.
+    /// Returns the seconds saved, which are negative for a loss.
     pub fn record_cycle(&mut self, drafted: usize, accepted: usize, seconds: f64, drafting: f64) -> f64 {
         let committed = accepted as u64 + 1;
         self.total += seconds;
@@ -255,7 +260,7 @@ impl SpeculationController {
         saved
     }
 
-    /// Mean tokens per cycle.
+    /// Mean number of tokens of a cycle with this number of rows: `E(rows)`.
     fn expected_tokens(&self, rows: usize) -> f64 {
         let mut all = 1.0;
         self.acceptance.iter().take(rows - 1).fold(1.0, |sum, [right, tried]| {
@@ -264,7 +269,7 @@ impl SpeculationController {
         })
     }
 
-    /// Seconds of a cycle, measured or estimated from its neighbours.
+    /// Seconds of a cycle with width `WIDTHS[index]`, measured or estimated from neighbouring widths.
     fn estimate_seconds(&self, index: usize) -> Option<f64> {
         if let Some(measured) = self.cycle_seconds[index] {
             return Some(measured);
@@ -279,7 +284,7 @@ impl SpeculationController {
         Some(seconds + row * (WIDTHS[index] - rows) as f64)
     }
 
-    /// The best gain and its width, of the measured widths or of all.
+    /// The best gain and its width. Considers only measured widths if `measured` is true, otherwise all widths.
     fn best_width(&self, measured: bool) -> Option<(f64, usize)> {
         let plain = self.plain_seconds?;
         let widths = WIDTHS
@@ -304,7 +309,7 @@ impl SpeculationController {
         let missing = cost.max(self.last_probe_cost) - self.budget(MAX_PROBE_LOSS);
         if gain < 1.0 || missing > 0.0 {
             if gain < 1.0 {
-                // Old measurements fade towards the prior, since texts and cache contents change.
+                // Moves old measurements towards the prior, since texts and cache contents change.
                 self.backoff = (2 * self.backoff).min(BACKOFF[1]);
                 self.acceptance.iter_mut().for_each(|[right, tried]| {
                     (*right, *tried) = (0.75 * *right + 0.25 * PRIOR[0], 0.75 * *tried + 0.25 * PRIOR[1]);
@@ -314,7 +319,7 @@ impl SpeculationController {
                     *seconds = seconds.map(|seconds| 0.75 * seconds + 0.25 * prior);
                 }
             }
-            // Waits until plain steps have earned the missing budget.
+            // Waits until the budget, which grows with every plain step, is large enough.
             let tokens = missing.max(0.0) / (MAX_PROBE_LOSS * plain);
             self.next_probe = self.tokens + self.backoff.max(tokens.min(BACKOFF[1] as f64) as u64);
             return 1;
@@ -324,19 +329,19 @@ impl SpeculationController {
         rows
     }
 
-    /// Seconds that may be lost now: `share` of what plain decoding would have taken so far, plus the balance.
+    /// Seconds that may be lost now: the balance plus `share` of the time that plain decoding would have taken so far.
     fn budget(&self, share: f64) -> f64 {
         self.saved + share * (self.total + self.saved)
     }
 
-    /// True if the first one or two cycles of a probe already show that speculation does not pay.
+    /// True if the first or second cycle of a probe already shows that speculation does not save time.
     fn is_hopeless(&mut self, left: u32, rows: usize) -> bool {
         match PROBE_CYCLES - left {
             1 => {
                 let gain =
                     self.plain_seconds.map_or(0.0, |plain| self.expected_tokens(rows) * plain / self.verify_seconds);
                 if let Some(index) = WIDTHS.iter().position(|&width| width == rows).filter(|_| gain < HOPELESS_GAIN) {
-                    // A lower bound, since the draft's time is missing.
+                    // Stores a lower bound of the cycle's time: it does not include the draft's time.
                     self.cycle_seconds[index].get_or_insert(self.verify_seconds);
                 }
                 gain < HOPELESS_GAIN
@@ -346,7 +351,7 @@ impl SpeculationController {
         }
     }
 
-    /// Stops speculating for at least `tokens` tokens. Returns the rows of a plain step.
+    /// Stops speculating for at least `tokens` tokens. Returns 1, the number of rows of a plain step.
     fn stop(&mut self, tokens: u64) -> usize {
         self.backoff = tokens.min(BACKOFF[1]);
         self.next_probe = self.tokens + self.backoff;
@@ -354,7 +359,7 @@ impl SpeculationController {
         1
     }
 
-    /// The next wider or narrower width, in turn.
+    /// The next wider width or the next narrower width, alternately.
     fn neighbour_width(&mut self, rows: usize) -> usize {
         self.try_wider = !self.try_wider;
         let index = WIDTHS.iter().position(|&width| width == rows).unwrap_or(0);

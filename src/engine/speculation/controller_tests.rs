@@ -1,6 +1,6 @@
 use super::*;
 
-/// A deterministic source of events and of noise of about 15 %.
+/// A deterministic generator of random events, and of noise of about 15 %.
 struct Dice(u64);
 
 impl Dice {
@@ -14,12 +14,13 @@ impl Dice {
     }
 }
 
-/// Distinct experts of `rows` rows, in units of one row's, if each row chooses 8 of 256 independently.
+/// Expected number of distinct experts of `rows` rows, divided by that of one row, if each row selects 8 of 256 experts
+/// independently.
 fn union(rows: usize) -> f64 {
     256.0 * (1.0 - (1.0 - 8.0f64 / 256.0).powi(rows as i32)) / 8.0
 }
 
-/// A simulated machine and draft. Times are in plain steps.
+/// A simulated machine and draft. The unit of time is a plain step.
 struct World<P, R> {
     /// Time of a pass by its number of rows, including the draft.
     pass: P,
@@ -27,9 +28,9 @@ struct World<P, R> {
     right: R,
     /// Time to copy hidden rows, per step.
     observe: f64,
-    /// Time for the draft to catch up with each token that it missed, at most 512 tokens.
+    /// Time of the draft for each token that it has not evaluated yet, for at most 512 tokens.
     catch_up: f64,
-    /// Time that each rejected row adds to the next 12 steps together, because it evicted experts.
+    /// Total time that each rejected row adds to the next 12 steps, because it has evicted experts.
     evicts: f64,
     noisy: bool,
 }
@@ -37,7 +38,7 @@ struct World<P, R> {
 /// The result of a simulated run.
 struct SimulatedRun {
     time: f64,
-    /// Time of the same tokens by plain steps.
+    /// Time of the same number of tokens with plain steps.
     plain: f64,
     /// The largest loss of consecutive cycles.
     worst_probe: f64,
@@ -78,7 +79,7 @@ impl<P: Fn(usize) -> f64, R: Fn(usize, usize) -> f64> World<P, R> {
     }
 }
 
-/// The time of 1,500 tokens relative to plain steps. `pass` is the time of a pass by its rows, including the draft.
+/// Time of 1,500 tokens relative to plain steps. `pass` returns the time of a pass by its number of rows, including the draft.
 fn run(
     controller: &mut SpeculationController,
     dice: &mut Dice,
@@ -100,7 +101,7 @@ fn mean(cost: impl Fn(usize) -> f64 + Copy, right: impl Fn(usize, usize) -> f64 
 fn profitable_width_is_found() {
     let resident = |rows: usize| 1.0 + 0.06 * (rows - 1) as f64 + if rows > 1 { 0.08 } else { 0.0 };
     let (mean, _) = mean(resident, |_, _| 0.82);
-    // The best fixed width takes 0.37 of the time.
+    // With the best fixed width, the answer takes 0.37 of the time of plain steps.
     assert!(mean < 0.45, "{mean}");
 }
 
@@ -119,8 +120,8 @@ fn useless_drafts_cost_at_most_two_percent() {
     }
 }
 
-/// Drafts that never pay lose 1 % of the time and the worst probe, on machines with cheap or expensive verifies. The bound is
-/// higher if steps after a cycle stay slow for longer than the balance covers.
+/// Drafts that never save time cost 1 % of the time plus the most expensive probe, whether verifies are cheap or expensive.
+/// The bound is higher if steps after a cycle stay slow for more than [`AFTERMATH_STEPS`] steps.
 #[test]
 fn adversarial_draft_costs_one_percent_plus_probe() {
     let cheap = |rows: usize| 1.0 + 0.06 * (rows - 1) as f64 + if rows > 1 { 0.08 } else { 0.0 };
@@ -138,7 +139,7 @@ fn adversarial_draft_costs_one_percent_plus_probe() {
                     let world = World { pass, right, observe, catch_up, evicts, noisy };
                     let ran = world.run(&mut SpeculationController::new(DraftPolicy::Auto, 7), &mut Dice(7), most);
                     let over = (ran.time - ran.worst_probe) / ran.plain;
-                    // In so few tokens, noise alone is a fraction of 1 %.
+                    // The bound allows for noise, which is a fraction of 1 % with this number of tokens.
                     let bound = 1.0101 + if evicts > 0.0 { 0.005 } else { 0.0 } + if noisy { 0.005 } else { 0.0 };
                     assert!(over < bound, "{cost}, {how} right, {observe} {catch_up} {evicts} {most}: {over}");
                 }
@@ -147,7 +148,7 @@ fn adversarial_draft_costs_one_percent_plus_probe() {
     }
 }
 
-/// Copying hidden rows costs time, so it happens only when a probe is near.
+/// Copying hidden rows costs time, so they are copied only shortly before a probe.
 #[test]
 fn hidden_rows_are_copied_only_near_probes() {
     let mut controller = SpeculationController::new(DraftPolicy::Auto, 7);
@@ -173,7 +174,7 @@ fn changing_draft_quality_is_tracked() {
     assert!(mean < 1.01 && worst < 1.03, "{mean}, at worst {worst}");
 }
 
-/// Verifies are expensive while no expert is cached. They are tried again later.
+/// At first, verifies are expensive because no expert is cached. The controller tries them again later.
 #[test]
 fn speculation_starts_once_the_cache_is_warm() {
     let expensive = |rows: usize| 0.1 + 0.9 * union(rows);
@@ -228,8 +229,8 @@ fn balance_counts_every_second() {
     assert!(near(controller.record_cycle(4, 4, 3.0, 0.0), 5.0 * 1.5 - 3.0));
     assert!(near(controller.cycle_seconds[3].unwrap(), 2.2));
     assert!(controller.acceptance[3][0] == PRIOR[0] * 0.95 + 1.0 && controller.acceptance[4] == PRIOR);
-    // Extra time of eight plain steps after a cycle counts as its cost, up to three times the mean. The first two steps do not
-    // change the mean.
+    // The extra time of eight plain steps after a cycle counts as its cost, each limited to three times the mean. The first
+    // two of these steps do not change the mean.
     let before = controller.saved;
     controller.record_plain(2.0, 0.0);
     assert!(near(before - controller.saved, 0.5));
@@ -289,8 +290,8 @@ fn width_choice_uses_tokens_and_time() {
     assert_eq!(controller.neighbour_width(2), 2, "there is no narrower width");
 }
 
-/// Eight calibration steps, plain steps until token 16, then a probe of three cycles. After that, every 16th cycle tries a
-/// neighbouring width, and eight calibration steps follow the 64th.
+/// Expects eight calibration steps, plain steps until token 16, then a probe of three cycles. After that, every 16th cycle
+/// tries a neighbouring width, and eight calibration steps follow the 64th cycle.
 #[test]
 fn controller_states_have_fixed_lengths() {
     let mut controller = SpeculationController::new(DraftPolicy::Auto, 3);
@@ -321,14 +322,14 @@ fn controller_states_have_fixed_lengths() {
 
 #[test]
 fn hopeless_probe_ends_early() {
-    // Two rows yield 1.7 tokens on average, so these cycles gain 0.74 and 0.76.
+    // With two rows, a cycle has 1.7 tokens on average, so these cycles have gains of 0.74 and 0.76.
     for (gain, left, rows) in [(0.74, 1, 1), (0.76, 1, 2), (0.76, 0, 1)] {
         let mut controller = SpeculationController::new(DraftPolicy::Auto, 1);
         (controller.state, controller.plain_seconds) = (ControllerState::Probe { left, rows: 2 }, Some(1.0));
         controller.cycle_seconds[0] = Some(1.7 / gain);
         assert_eq!(controller.next_rows(), rows, "gain {gain}, {left} cycles left");
     }
-    // One cycle is enough if its verify alone took too long. That time is kept as an estimate.
+    // One cycle is enough if its verify alone took too long. The time of the verify is stored as an estimate.
     for (verify, rows) in [(1.7 / 0.74, 1), (1.7 / 0.76, 2)] {
         let mut controller = SpeculationController::new(DraftPolicy::Auto, 1);
         (controller.state, controller.plain_seconds) = (ControllerState::Probe { left: 2, rows: 2 }, Some(1.0));
@@ -377,8 +378,8 @@ fn probe_waits_for_its_budget() {
         let mut controller = SpeculationController::new(DraftPolicy::Auto, 1);
         (controller.state, controller.plain_seconds, controller.total) = (ControllerState::Plain, Some(1.0), 100.0);
         (controller.tokens, controller.next_probe, controller.saved) = (500, 500, saved);
-        // Two rows are estimated at 1.15 s, so two cycles of a probe lose 0.3 s. The budget is 0.01 (100 + saved) + saved, and a
-        // plain step adds 0.01.
+        // A cycle of two rows is estimated at 1.15 s, so two cycles lose 0.3 s. The budget is `0.01 * (100 + saved) + saved`,
+        // and each plain step adds 0.01.
         match wait {
             Some(wait) => {
                 assert_eq!(

@@ -1,4 +1,4 @@
-//! DflashModel drafts: a small network reads the model's hidden rows and proposes a block of tokens in one pass.
+//! DFlash drafts: a small network reads the model's hidden rows and proposes a block of tokens in one pass.
 
 use super::{
     draft::{Draft, DraftKind, TokenHistory},
@@ -10,29 +10,30 @@ use crate::{
     model::{DflashModel, HiddenTaps, MAX_VERIFY_ROWS, Qwen, QwenState},
 };
 
-/// Maximum number of decoded positions whose hidden rows wait to be appended to the draft's context. A model that decodes
-/// without drafts adds one per token; of a long answer only the last ones are worth the time.
+/// Maximum number of hidden rows that wait to be appended to the draft's context. While the model decodes without drafts,
+/// every token adds a row. Appending all rows of a long answer would take too long, so only the last ones are kept.
 const MAX_WAITING: usize = 64;
 
 pub struct DflashDraft {
     network: DflashModel,
-    /// Hidden rows of the last positions, not yet appended to the draft's context.
+    /// Hidden rows of the last positions that are not appended to the draft's context yet.
     waiting: HiddenHistory,
-    /// The tokens of the sequence that the last draft was for. A conversation returns to a snapshot at every turn. The
-    /// draft's context before it stays valid as far as the tokens are the same.
+    /// The tokens of the sequence for which the last draft was made. A new turn of a conversation starts from a snapshot, so
+    /// it begins a new sequence. Context whose tokens are the same in both sequences stays valid.
     known: Vec<u32>,
     unverified: Unverified,
     /// An error of [`Draft::observe`], which cannot return it.
     error: Option<ModelError>,
 }
 
-/// True if the draft's context may belong to another sequence, because a new one has started since the last draft.
+/// Which part of the draft's context may belong to another sequence, because a sequence has started since the last draft.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Unverified {
+    /// No part: no sequence has started.
     No,
-    /// A sequence has started, and no row of it was observed.
+    /// All of it: a sequence has started, and none of its hidden rows was received yet.
     Started,
-    /// Rows from this position on are the sequence's. Earlier context may belong to another one.
+    /// The context before this position. Later context comes from rows of the current sequence.
     Before(usize),
 }
 
@@ -42,7 +43,7 @@ impl DflashDraft {
         Self { network, waiting, known: Vec::new(), unverified: Unverified::No, error: None }
     }
 
-    /// Compares the sequence with the one before, and removes context that belongs to other tokens.
+    /// Compares the current sequence with the sequence of the last draft, and removes context that belongs to other tokens.
     fn drop_foreign_context(&mut self, evaluated: &[u32]) {
         let same = self.known.iter().zip(evaluated).take_while(|(a, b)| a == b).count();
         match std::mem::replace(&mut self.unverified, Unverified::No) {
@@ -70,12 +71,12 @@ impl Draft<Qwen> for DflashDraft {
     }
 
     fn taps(&self) -> HiddenTaps {
-        // Every row of a prompt is context.
+        // The network uses the rows of the whole prompt as context.
         HiddenTaps { layers: self.network.config().taps.clone(), rows: usize::MAX }
     }
 
     fn start(&mut self) {
-        // No draft was made since the last start, so the tokens of these rows are unknown.
+        // If no draft was made since the last start, the tokens of the rows since then are unknown.
         if let Unverified::Before(first) = self.unverified {
             self.network.truncate(first);
         }
@@ -95,7 +96,7 @@ impl Draft<Qwen> for DflashDraft {
             done = self.flush();
         }
         if rows > MAX_VERIFY_ROWS {
-            // The rows of a prompt are too many to keep.
+            // A chunk of a prompt has too many rows to keep, so they are appended at once.
             done = done.and_then(|()| self.network.append(first, hidden));
         } else {
             self.waiting.append(len, hidden);
@@ -173,7 +174,7 @@ mod tests {
         for same in [5, 20] {
             let first: Vec<u32> = (0..20).map(|at| if at < same { at } else { 90 }).collect();
             let mut dflash = draft(&target);
-            // The second sequence starts from a snapshot, so its first twenty positions have no rows.
+            // The second sequence starts from a snapshot, so it has no hidden rows for its first twenty positions.
             for (ids, from) in [(&first, 0), (&ids, 20)] {
                 Draft::<Qwen>::start(&mut dflash);
                 Draft::<Qwen>::observe(&mut dflash, ids.len(), rows(from..ids.len()));

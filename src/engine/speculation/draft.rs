@@ -6,7 +6,7 @@ use crate::{
     model::{HiddenTaps, Model},
 };
 
-/// The kind of a draft, as metrics name it.
+/// The kind of a draft. Metrics use it as a label.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DraftKind {
     Lookup,
@@ -26,7 +26,7 @@ impl DraftKind {
     }
 }
 
-/// The tokens of a sequence: those that the model has evaluated, and the one sampled from its last logits.
+/// The tokens of a sequence: those that the model has evaluated, and the last token, which was sampled but not evaluated.
 #[derive(Debug, Clone, Copy)]
 pub struct TokenHistory<'a> {
     pub evaluated: &'a [u32],
@@ -34,12 +34,12 @@ pub struct TokenHistory<'a> {
 }
 
 impl TokenHistory<'_> {
-    /// The position after the last token.
+    /// Number of tokens, including the last.
     pub fn end(&self) -> usize {
         self.evaluated.len() + 1
     }
 
-    /// The token at a position. `None` after the last one.
+    /// The token at a position. `None` after the last token.
     pub fn get(&self, position: usize) -> Option<u32> {
         self.evaluated.get(position).copied().or((position == self.evaluated.len()).then_some(self.last))
     }
@@ -47,30 +47,30 @@ impl TokenHistory<'_> {
 
 /// Proposes the tokens that model `M` may generate next.
 ///
-/// The model verifies every proposal, so a wrong draft costs time but never changes an answer. A draft that returns an error
-/// is not used again.
+/// The model verifies every drafted token, so a wrong draft costs time but never changes an answer. After a draft has
+/// returned an error, it is not used again.
 pub trait Draft<M: Model>: Send {
     fn kind(&self) -> DraftKind;
 
-    /// The hidden rows of the model that this draft needs.
+    /// Which hidden rows (activations of the residual stream) of the model the draft needs.
     fn taps(&self) -> HiddenTaps {
         HiddenTaps::default()
     }
 
-    /// A new sequence starts that does not extend the last one.
+    /// Called when the draft must follow another sequence, which does not extend the previous one.
     fn start(&mut self) {}
 
-    /// Receives hidden rows of the model, `[rows, layers, hidden]` as [`Draft::taps`] requested.
+    /// Receives hidden rows of the model, `[rows, layers, hidden]`, as requested by [`Draft::taps`].
     ///
-    /// They belong to the last tokens of the sequence, which now has `len` tokens. Rows of rejected tokens are not included.
-    /// There can be a gap before them: tokens restored from the prompt cache have no rows. This runs after every forward
-    /// pass, so it must be cheap.
+    /// The rows belong to the last tokens of the sequence, which now has `len` tokens. Rows of rejected tokens are left out.
+    /// Tokens that were restored from the prompt cache have no hidden rows, so positions may be missing between two calls.
+    /// This method runs after every forward pass, so it must be fast.
     fn observe(&mut self, len: usize, hidden: &[f32]) {
         let _ = (len, hidden);
     }
 
-    /// Appends at most `max` proposed tokens to `out`. It must leave `state` as it found it. `sampler` samples from the
-    /// draft's logits the way the answer's sampler will sample from the model's.
+    /// Appends at most `max` proposed tokens to `out`. Must not change `state`. `sampler` samples from the draft's logits in
+    /// the same way as the answer's sampler will sample from the model's logits.
     fn propose(
         &mut self,
         model: &mut M,

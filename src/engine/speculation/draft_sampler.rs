@@ -1,4 +1,4 @@
-//! Samples from a draft's logits the way the answer's sampler will sample from the model's.
+//! [`DraftSampler`] samples from a draft's logits in the same way as the answer's sampler samples from the model's logits.
 
 use crate::engine::{
     constraint::{Constraint, MaskWorker, TokenMask},
@@ -14,7 +14,7 @@ pub struct DraftSampler<'a> {
     sampler: &'a mut Sampler,
     /// The answer's constraint.
     masks: Option<&'a MaskWorker>,
-    /// A copy of it, made when it is first needed.
+    /// A copy of the answer's constraint, created when it is first needed.
     constraint: Option<Box<dyn Constraint>>,
 }
 
@@ -24,7 +24,7 @@ impl<'a> DraftSampler<'a> {
         Self { sampler, masks, constraint: None }
     }
 
-    /// Samples a token from a draft's logits and moves on to the next position. `None` if no token is possible.
+    /// Samples a token from a draft's logits and advances to the next position. `None` if no token can be sampled.
     pub fn draw(&mut self, logits: &[f32]) -> Option<u32> {
         let mask = self.mask()?;
         let id = self.sampler.draw(logits, &mask)?;
@@ -32,12 +32,12 @@ impl<'a> DraftSampler<'a> {
         Some(id)
     }
 
-    /// True if `id` may come next. If so, moves on to the next position.
+    /// If the constraint allows `id` as the next token, advances to the next position and returns true.
     pub fn admits(&mut self, id: u32) -> bool {
         self.mask().is_some_and(|mask| mask.contains(id)) && self.accept(id).is_some()
     }
 
-    /// The tokens that may come next. `None` if the constraint fails; the answer reports that error when it gets there.
+    /// The mask for the next token. `None` if the constraint fails. The answer's own constraint will report the error.
     fn mask(&mut self) -> Option<TokenMask> {
         let Some(masks) = self.masks else { return Some(TokenMask::Any) };
         if self.constraint.is_none() {

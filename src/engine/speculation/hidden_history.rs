@@ -1,14 +1,13 @@
-//! Hidden rows of a sequence's last tokens, kept until a draft needs them.
-//!
-//! Keeping rows is cheap. A draft computes with them only when it is asked to propose tokens.
+//! [`HiddenHistory`] stores hidden rows of a sequence's last tokens until a draft needs them.
 
 /// Hidden rows of consecutive positions. The last row belongs to the sequence's last token.
 #[derive(Debug, Default)]
 pub struct HiddenHistory {
     /// Floats per row.
     width: usize,
-    /// Keeps at least this many of the latest rows and at most twice as many.
+    /// The history keeps at least this many of the latest rows, and at most twice as many.
     capacity: usize,
+    /// Position of the first row.
     first: usize,
     rows: Vec<f32>,
 }
@@ -32,7 +31,8 @@ impl HiddenHistory {
         self.first + self.rows.len() / self.width
     }
 
-    /// Appends the rows of the last tokens of a sequence of `len` tokens. A gap drops all earlier rows.
+    /// Appends the rows of the last tokens of a sequence of `len` tokens. If they do not continue the history, drops all
+    /// earlier rows.
     pub fn append(&mut self, len: usize, rows: &[f32]) {
         let at = len - rows.len() / self.width;
         if at != self.end() {
@@ -47,7 +47,7 @@ impl HiddenHistory {
         }
     }
 
-    /// The rows from `position` on, which must be at least [`HiddenHistory::first`].
+    /// The rows from `position` to the end. `position` must be at least [`HiddenHistory::first`].
     pub fn since(&self, position: usize) -> &[f32] {
         self.rows.get((position - self.first) * self.width..).unwrap_or_default()
     }

@@ -1,7 +1,7 @@
-//! Prompt-lookup drafts: the tokens that followed an earlier occurrence of the last few tokens.
+//! Prompt-lookup drafts: propose the tokens that followed an earlier occurrence of the last few tokens.
 //!
-//! The draft itself costs nothing, only the verify does. It pays when an answer repeats its prompt, as code edits and
-//! quotations do.
+//! The draft takes almost no time; only verifying it does. It saves time if an answer repeats parts of its prompt, as code
+//! edits and quotations do.
 
 use super::{
     draft::{Draft, DraftKind, TokenHistory},
@@ -9,11 +9,11 @@ use super::{
 };
 use crate::{error::ModelError, model::Model};
 
-/// Longest and shortest run of tokens to search for.
+/// Maximum and minimum number of last tokens to search for.
 const MAX_RUN: usize = 4;
 const MIN_RUN: usize = 2;
 
-/// Has no index: a backward search of 100,000 tokens takes 0.1 ms, and runs only when a draft is wanted.
+/// A prompt-lookup draft. It needs no index, since a backward search of 100,000 tokens takes only 0.1 ms.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct LookupDraft;
 
@@ -31,20 +31,20 @@ impl<M: Model> Draft<M> for LookupDraft {
         sampler: &mut DraftSampler<'_>,
         out: &mut Vec<u32>,
     ) -> Result<(), ModelError> {
-        look_up(history, max, out);
+        find_continuation(history, max, out);
         let possible = out.iter().take_while(|id| sampler.admits(**id)).count();
         out.truncate(possible);
         Ok(())
     }
 }
 
-/// Appends at most `max` tokens that followed an earlier occurrence of the longest run that `history` ends with. Of several
-/// occurrences, the latest counts.
-fn look_up(TokenHistory { evaluated, last }: TokenHistory<'_>, max: usize, out: &mut Vec<u32>) {
+/// Searches for the longest run of tokens that ends `history` and also occurs earlier, and appends at most `max` tokens that
+/// followed it there. If the run occurs several times, uses the latest occurrence.
+fn find_continuation(TokenHistory { evaluated, last }: TokenHistory<'_>, max: usize, out: &mut Vec<u32>) {
     let mut found = None;
     let mut longest = MIN_RUN - 1;
     for (end, _) in evaluated.iter().enumerate().rev().filter(|(_, id)| **id == last) {
-        // Compares the tokens before this occurrence of `last` with the tokens before the real one.
+        // Compares the tokens before this occurrence of `last` with the tokens before the end of the history.
         let pairs = evaluated[..end].iter().rev().zip(evaluated.iter().rev());
         let run = 1 + pairs.take(MAX_RUN - 1).take_while(|(a, b)| a == b).count();
         if run > longest {
@@ -55,7 +55,7 @@ fn look_up(TokenHistory { evaluated, last }: TokenHistory<'_>, max: usize, out: 
         }
     }
     let Some(start) = found else { return };
-    // If fewer than `max` tokens followed, they are repeated.
+    // If fewer than `max` tokens followed, repeats them.
     let period = evaluated.len() + 1 - start;
     let token = |position: usize| evaluated.get(position).copied().unwrap_or(last);
     out.extend((0..max).map(|index| token(start + index % period)));
@@ -69,7 +69,7 @@ mod tests {
     fn proposed(tokens: &[u32], max: usize) -> Vec<u32> {
         let mut out = Vec::new();
         if let Some((&last, evaluated)) = tokens.split_last() {
-            look_up(TokenHistory { evaluated, last }, max, &mut out);
+            find_continuation(TokenHistory { evaluated, last }, max, &mut out);
         }
         out
     }

@@ -1,7 +1,8 @@
 //! Drafts by a second, smaller model with the same vocabulary.
 //!
-//! The draft model evaluates the sequence only when a draft is wanted, and only its last few hundred tokens: evaluating a long
-//! prompt twice does not pay. Rejected tokens are removed from its state as they are from the large model's.
+//! The draft model evaluates the sequence only when tokens must be proposed, and only its last few hundred tokens, since
+//! evaluating a long prompt twice would cost too much. Rejected tokens are removed from its state as from that of the large
+//! model.
 
 use super::{
     draft::{Draft, DraftKind, TokenHistory},
@@ -12,7 +13,7 @@ use crate::{
     model::{Model, Qwen, QwenState, Rows, SequenceState},
 };
 
-/// Maximum number of tokens of a sequence that the draft model evaluates when it starts.
+/// Maximum number of tokens that the draft model evaluates when it starts with an empty state.
 const START: usize = 512;
 /// Context of the draft model. When it is full, the draft model starts again with the last tokens.
 pub const CONTEXT: usize = 2048;
@@ -21,11 +22,11 @@ pub const CONTEXT: usize = 2048;
 pub struct ModelDraft {
     model: Qwen,
     state: Option<QwenState>,
-    /// Position of the sequence that is the first one in the draft model's context.
+    /// Position in the sequence of the first token in the draft model's context.
     base: usize,
-    /// The tokens from `base` on that the draft model has evaluated.
+    /// The tokens from position `base` on that the draft model has evaluated.
     evaluated: Vec<u32>,
-    /// Rows of the last verify. All but the first of them can be removed from the state.
+    /// Number of rows of the last verify of the draft model. All but the first can be removed from its state.
     verified: usize,
 }
 
@@ -34,8 +35,8 @@ impl ModelDraft {
         Self { model, state: None, base: 0, evaluated: Vec::new(), verified: 0 }
     }
 
-    /// Removes tokens that are not in `history` from the state. If that is impossible, or if `max` more tokens do not fit,
-    /// returns an empty state.
+    /// Returns the state without tokens that are not in `history`. If they cannot be removed, or if the context has no room
+    /// for `max` more tokens, returns an empty state.
     fn rewind(&mut self, history: TokenHistory<'_>, max: usize) -> Result<QwenState, ModelError> {
         let context = self.model.info().context;
         let rejected = count_rejected(&self.evaluated, self.base, self.verified, history);
@@ -54,15 +55,16 @@ impl ModelDraft {
     }
 }
 
-/// Number of the last `evaluated` tokens (from position `base`) that `history` does not have. `None` if they cannot be
-/// removed, or if no token of `history` would be left to evaluate.
+/// Number of tokens at the end of `evaluated` (which starts at position `base`) that differ from `history`. `None` if they
+/// cannot be removed from the state, or if no token of `history` would be left to evaluate.
 fn count_rejected(evaluated: &[u32], base: usize, verified: usize, history: TokenHistory<'_>) -> Option<usize> {
     let kept = evaluated.iter().zip(base..).take_while(|(id, at)| history.get(*at) == Some(**id)).count();
     let rejected = evaluated.len() - kept;
     ((rejected == 0 || rejected < verified) && base + kept < history.end()).then_some(rejected)
 }
 
-/// The position from which to evaluate a sequence of `len` tokens, to draft `max` more within `context`.
+/// The position at which an empty state starts to evaluate a sequence of `len` tokens, so that `context` has room for `max`
+/// drafted tokens.
 fn start_position(len: usize, max: usize, context: usize) -> usize {
     len - len.min(START).min(context.saturating_sub(max).max(1))
 }

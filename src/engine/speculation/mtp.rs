@@ -1,6 +1,7 @@
 //! Drafts by the checkpoint's multi-token-prediction (MTP) head.
 //!
-//! The head runs only when a draft is wanted. Until then the hidden rows of the last few hundred tokens are kept for it.
+//! The head runs only when tokens must be proposed. Until then, [`MtpDraft`] stores the hidden rows of the last few hundred
+//! tokens.
 
 use super::{
     draft::{Draft, DraftKind, TokenHistory},
@@ -13,20 +14,20 @@ use crate::{
 };
 
 pub struct MtpDraft {
-    /// Layers of the model. The head reads the last one's hidden rows.
+    /// Number of layers of the model. The head reads the hidden rows of the last layer.
     layers: usize,
-    /// Positions in the head's own context.
+    /// Number of positions in the head's own context.
     capacity: usize,
     hidden: HiddenHistory,
-    /// Position of the sequence that is the first one in the head's context.
+    /// Position in the sequence of the first token in the head's context.
     base: usize,
-    /// Number of positions from `base` that the head has evaluated. Positions of drafted tokens do not count; the next call
-    /// overwrites them.
+    /// Number of positions from `base` on that the head has evaluated, without those of drafted tokens. The next call
+    /// overwrites the positions of drafted tokens.
     evaluated: usize,
 }
 
 impl MtpDraft {
-    /// `None` if the model has no head.
+    /// Returns `None` if the model has no MTP head.
     pub fn new(model: &Qwen) -> Option<Self> {
         let (config, capacity) = (model.config(), model.mtp_room()?);
         let hidden = HiddenHistory::new(config.residual_width(), MTP_ROWS);
@@ -35,7 +36,8 @@ impl MtpDraft {
 
     /// The first position that the head must evaluate to draft `max` tokens after a sequence of `len` tokens.
     ///
-    /// The head continues where it stopped if it can. Otherwise it starts as early as the hidden rows and its context allow.
+    /// The head continues after its last position if possible. Otherwise it starts again, as early as the stored hidden rows
+    /// and its context allow.
     fn first_position(&mut self, len: usize, max: usize) -> usize {
         let next = self.base + self.evaluated;
         let is_full = len + max > self.base + self.capacity;
@@ -79,7 +81,7 @@ impl Draft<Qwen> for MtpDraft {
             return Ok(());
         }
         let from = self.first_position(len, max);
-        // From the hidden row of a token and the id of the next token, the head predicts the token after that.
+        // The head predicts token `n + 2` from the hidden row of token `n` and the id of token `n + 1`.
         let ids: Vec<u32> = (from + 1..=len).filter_map(|position| history.get(position)).collect();
         let mut predicted = model.mtp(from - self.base, &ids, self.hidden.since(from), false)?;
         self.evaluated = len - self.base;
@@ -101,17 +103,17 @@ mod tests {
     #[test]
     fn head_continues_or_restarts_within_its_context() {
         for (capacity, base, evaluated, rows, len, max, expected) in [
-            // It continues, also with the last free positions.
+            // The head continues, even if it needs the last free positions of its context.
             (20, 4, 6, 4..12, 12, 3, (10, 4, 6)),
             (20, 4, 6, 4..21, 21, 3, (10, 4, 6)),
             (20, 4, 6, 4..22, 22, 3, (5, 5, 0)),
-            // It has evaluated nothing, everything, or rows that are gone.
+            // The head has evaluated no position, all positions, or positions whose hidden rows are no longer stored.
             (20, 4, 0, 6..12, 12, 3, (6, 6, 0)),
             (20, 4, 7, 6..12, 12, 3, (11, 4, 7)),
             (20, 4, 8, 6..12, 12, 3, (6, 6, 0)),
             (20, 4, 1, 5..12, 12, 3, (5, 4, 1)),
             (20, 4, 1, 6..12, 12, 3, (6, 6, 0)),
-            // It restarts as early as its context and the rows allow.
+            // The head restarts as early as its context and the stored rows allow.
             (8, 0, 0, 0..12, 12, 3, (7, 7, 0)),
             (8, 0, 0, 10..12, 12, 3, (10, 10, 0)),
             (40, 0, 0, 0..12, 12, 3, (0, 0, 0)),

@@ -1,4 +1,4 @@
-//! Runs the decode steps of an answer, with drafts where they pay.
+//! [`Speculator`] runs the decode steps of a sequence, with drafts if they save time.
 
 use super::{
     acceptance_monitor::AcceptanceMonitor,
@@ -18,30 +18,30 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The engine's draft and what is known about its use.
+/// The engine's draft, and the measurements that decide when to use it.
 pub struct Speculator<M> {
     /// `None` if speculation is off or the draft has failed.
     draft: Option<Box<dyn Draft<M>>>,
     /// True if the draft uses hidden rows.
     uses_hidden_rows: bool,
-    /// True if forward passes copy hidden rows now.
+    /// True if forward passes currently copy hidden rows.
     copies_hidden_rows: bool,
     /// Buffer for hidden rows.
     hidden: Vec<f32>,
     controller: SpeculationController,
     monitor: AcceptanceMonitor,
-    /// Keep a draft whose tokens are rarely accepted.
+    /// True if a draft must stay enabled even if its tokens are rarely accepted.
     is_forced: bool,
-    /// A copy of the answer's sampler that drafts run ahead.
+    /// A copy of the answer's sampler, for drafts.
     sampler: Option<Sampler>,
-    /// The sequence that the draft follows: the one of the last pass, if that pass had only its rows.
+    /// Id of the sequence that the draft follows. `None` if the last pass had rows of several sequences.
     followed: Option<u64>,
     metrics: Arc<Metrics>,
-    /// The clock that measures steps. Tests replace it.
+    /// Clock that times the steps. Tests replace it.
     now: fn() -> Instant,
 }
 
-/// The rows of logits of one forward pass, sampled one after another.
+/// The rows of logits of one forward pass, from which tokens are sampled one after another.
 pub struct PendingRows {
     logits: Arc<Logits>,
     /// The rows of `logits` that belong to the sequence.
@@ -52,26 +52,26 @@ pub struct PendingRows {
     drafted: Vec<u32>,
     /// True if the draft contained the token that ended the answer.
     drafted_end: bool,
-    /// When the pass began. `None` for a prompt's.
+    /// Start of the decode step, including the draft. `None` for other passes.
     begun: Option<Instant>,
-    /// The part of the pass's time that the draft took.
+    /// The part of the step's time that the draft took.
     drafting: Duration,
 }
 
 impl PendingRows {
-    /// The last row of a prompt's logits.
+    /// The last row of `logits`, from a pass without drafts.
     pub fn last_of(logits: Logits) -> Self {
         let last = logits.rows().saturating_sub(1);
         Self::row_of(Arc::new(logits), last)
     }
 
-    /// One row of the logits of several sequences.
+    /// Row `row` of `logits`, which a pass of several sequences has computed.
     pub fn row_of(logits: Arc<Logits>, row: usize) -> Self {
         let (rows, drafting) = (row..logits.rows().min(row + 1), Duration::ZERO);
         Self { logits, rows, current: 0, drafted: Vec::new(), drafted_end: false, begun: None, drafting }
     }
 
-    /// Rows of the sequence in the pass.
+    /// Number of rows of the sequence in the pass.
     pub fn len(&self) -> usize {
         self.rows.len()
     }
@@ -82,18 +82,18 @@ impl PendingRows {
         self.rows.contains(&row).then(|| self.logits.row(row))
     }
 
-    /// Records that `id` was sampled from the current row and ends the answer.
+    /// Records that `id`, which was sampled from the current row, ends the answer.
     pub fn end_answer(&mut self, id: u32) {
         self.drafted_end = self.drafted.get(self.current) == Some(&id);
     }
 
-    /// Ends the pass: no row is left to sample.
+    /// Discards the remaining rows.
     pub fn clear(&mut self) {
         self.drafted.clear();
         (self.current, self.begun) = (self.rows.len(), None);
     }
 
-    /// Moves on to the next row if the draft contains `id`, the token sampled from the current one.
+    /// Advances to the next row if the draft has `id`, the token sampled from the current row, at this position.
     fn accept(&mut self, id: u32) -> bool {
         let is_drafted = self.drafted.get(self.current) == Some(&id);
         self.current += usize::from(is_drafted);
@@ -101,14 +101,14 @@ impl PendingRows {
     }
 }
 
-/// A token that was sampled and sent, and what is needed to sample the next one.
+/// A token that was sampled and sent, and the context for the next token.
 pub struct SampledToken<'a> {
     pub id: u32,
     pub sampler: &'a Sampler,
     pub masks: Option<&'a MaskWorker>,
-    /// Number of tokens the answer may still get.
+    /// Maximum number of further tokens of the answer.
     pub remaining: usize,
-    /// False while several sequences decode: then no draft is made.
+    /// False while several sequences decode, since drafts would then cost more than they save.
     pub may_draft: bool,
 }
 
@@ -143,14 +143,14 @@ impl<M: Model> Speculator<M> {
         speculator
     }
 
-    /// Starts an answer.
+    /// Called when a request begins.
     pub fn start(&mut self, model: &mut M) {
         self.sampler = None;
         self.update_hidden_rows(model);
     }
 
-    /// Makes the draft follow the sequence of the next pass, or none. A draft starts again with a sequence that it did not
-    /// follow before.
+    /// Makes the draft follow `sequence`, or no sequence. Must be called before each pass. If the sequence changes, calls
+    /// [`Draft::start`].
     pub fn follow(&mut self, sequence: Option<&Sequence<M::State>>) {
         let id = sequence.map(Sequence::id);
         if self.followed != id {
@@ -161,7 +161,7 @@ impl<M: Model> Speculator<M> {
         }
     }
 
-    /// Lets forward passes copy hidden rows only if the draft uses them and may run soon.
+    /// Turns copying of hidden rows on or off: on if the draft uses them and may run soon.
     fn update_hidden_rows(&mut self, model: &mut M) {
         let copies = self.uses_hidden_rows && self.controller.wants_hidden_rows();
         if copies != std::mem::replace(&mut self.copies_hidden_rows, copies) {
@@ -169,14 +169,15 @@ impl<M: Model> Speculator<M> {
         }
     }
 
-    /// Records that the model evaluated `rows` tokens of a prompt in this time.
+    /// Records that the model has evaluated `rows` tokens of a prompt, which took the time `took`.
     pub fn prompt_evaluated(&mut self, model: &mut M, sequence: &Sequence<M::State>, rows: usize, took: Duration) {
         let begun = (self.now)();
         self.observe(model, sequence, rows);
         self.controller.record_prompt(took.as_secs_f64(), ((self.now)() - begun).as_secs_f64());
     }
 
-    /// Passes the hidden rows of the last forward pass to the draft. Its first `rows` rows are part of `sequence`.
+    /// Passes the first `rows` hidden rows of the last forward pass to the draft. They belong to the last tokens of
+    /// `sequence`.
     fn observe(&mut self, model: &mut M, sequence: &Sequence<M::State>, rows: usize) {
         let Some(draft) = self.draft.as_mut().filter(|_| self.uses_hidden_rows && self.copies_hidden_rows) else {
             return;
@@ -187,8 +188,8 @@ impl<M: Model> Speculator<M> {
         }
     }
 
-    /// Moves `rows` on to the next row of the same pass if the draft contained `id`. Otherwise ends the pass and returns false:
-    /// the token needs a new one.
+    /// If the draft contained `id`, advances `rows` to the next row of the same pass and returns true. Otherwise settles the
+    /// pass, discards its rows and returns false: the token needs a new pass.
     pub fn accept(
         &mut self,
         sequence: &mut Sequence<M::State>,
@@ -206,8 +207,8 @@ impl<M: Model> Speculator<M> {
         Ok(false)
     }
 
-    /// Moves `rows` on to the logits after `token`: the next row of the same pass if the draft contained the token, else the
-    /// first row of a new pass.
+    /// Advances `rows` to the logits after `token`: to the next row of the same pass if the draft contained the token,
+    /// otherwise to the first row of a new pass.
     pub fn advance(
         &mut self,
         sequence: &mut Sequence<M::State>,
@@ -230,7 +231,7 @@ impl<M: Model> Speculator<M> {
         let begun = (self.now)();
         let state = self.controller.state_name();
         let info = model.info();
-        // A verify has no more rows than a chunk of a prompt.
+        // The model accepts at most as many rows as a chunk of a prompt.
         let width = self.controller.next_rows().min(token.remaining).min(info.context - sequence.len()).min(info.chunk);
         if state != self.controller.state_name() {
             self.metrics.draft_states.with_label_values(&[self.controller.state_name()]).inc();
@@ -274,7 +275,7 @@ impl<M: Model> Speculator<M> {
         }
     }
 
-    /// Ends the pass of `rows`: removes rejected tokens from the sequence and records the result.
+    /// Settles the pass of `rows`: removes rejected tokens from the sequence, and records times and accepted tokens.
     pub fn settle(
         &mut self,
         sequence: &mut Sequence<M::State>,
@@ -284,7 +285,7 @@ impl<M: Model> Speculator<M> {
     ) -> Result<(), ModelError> {
         let (drafted, accepted) = (rows.drafted.len(), rows.current);
         sequence.settle()?;
-        // After a pass of another sequence, the time and the hidden rows do not belong to this one.
+        // If another sequence had a pass since then, time and hidden rows do not belong to this pass.
         let Some(begun) = rows.begun.filter(|_| self.followed == Some(sequence.id())) else { return Ok(()) };
         let seconds = ((self.now)() - begun).as_secs_f64();
         self.observe(model, sequence, accepted + 1);
@@ -309,8 +310,8 @@ impl<M: Model> Speculator<M> {
         Ok(())
     }
 
-    /// Disables a draft whose tokens are almost never accepted. Lookup drafts are exempt: they can find nothing for long, and
-    /// cost nothing then.
+    /// Disables a draft whose tokens are almost never accepted. Lookup drafts are exempt, since they cost no time when they
+    /// find no match.
     fn check_acceptance(&mut self, kind: DraftKind, accepted: usize) {
         if kind == DraftKind::Lookup || !self.monitor.record(accepted) {
             return;
@@ -318,7 +319,7 @@ impl<M: Model> Speculator<M> {
         tracing::warn!(
             draft = kind.name(),
             disabled = !self.is_forced,
-            "almost no drafted token is accepted: the draft may be for another model, read other layers, or use another norm \
+            "almost no drafted token is accepted; the draft may be for another model, read other layers, or use another norm \
              convention; answers are not affected"
         );
         if !self.is_forced {

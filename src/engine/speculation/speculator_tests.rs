@@ -42,7 +42,7 @@ fn answer_with(
             Event::Started { .. } | Event::Prefilled { .. } | Event::Prompt(_) => {}
         }
     };
-    // The next request extends this one's sequence, so rejected tokens must be gone.
+    // The next request extends the sequence of this request, so rejected tokens must have been removed.
     let mut next = request.clone();
     next.ids.extend(&ids);
     next.ids.push(40);
@@ -70,7 +70,7 @@ fn request(ids: &[u32], max_tokens: usize, sampling: Sampling) -> Request {
 #[test]
 fn drafts_do_not_change_the_answer() {
     let prompt: Vec<u32> = (0..40).map(|n| [5, 6, 7, 8, 9, 5, 6, 11][n % 8] + (n as u32 / 16)).collect();
-    // The prompt contains only parts of the mock's answer, so drafts are accepted for a while, then rejected.
+    // The prompt contains only parts of the mock's answer, so some drafts are accepted and others are rejected.
     let spoken: Vec<u32> = prompt.iter().enumerate().map(|(n, &id)| if n % 7 == 6 { 30 } else { id }).collect();
     let seeded = |temperature| Sampling { temperature, seed: Some(3), ..Sampling::default() };
     let penal = Sampling { frequency_penalty: 9.0, presence_penalty: 1.0, repetition_penalty: 1.3, ..seeded(0.7) };
@@ -101,7 +101,8 @@ thread_local! {
     static CLOCK: std::cell::Cell<Instant> = std::cell::Cell::new(Instant::now());
 }
 
-/// A greedy answer on [`CLOCK`], whose passes take a millisecond regardless of their rows. Returns the answer and its time.
+/// Generates a greedy answer on [`CLOCK`]. Each pass takes a millisecond, regardless of its rows. Returns the answer, its
+/// time and its timings.
 fn timed(mut mock: MockModel, mode: DraftPolicy, request: &Request) -> (Vec<u32>, Duration, Timings) {
     let mut speculator = Speculator::new(&mut mock, Box::new(LookupDraft), mode, 7, Metrics::new("test", "cpu"));
     speculator.now = || CLOCK.get();
@@ -126,7 +127,7 @@ fn timed(mut mock: MockModel, mode: DraftPolicy, request: &Request) -> (Vec<u32>
             may_draft: true,
         };
         speculator.advance(&mut sequence, &mut mock, &mut rows, &token, &mut timings).unwrap();
-        // A later row belongs to the same pass.
+        // Later rows belong to the same pass, so they take no additional time.
         if rows.current == 0 {
             CLOCK.set(CLOCK.get() + Duration::from_millis(1));
         }
@@ -243,7 +244,7 @@ fn drafts_end_at_the_context_limit() {
         let (engine, worker) = spawn_with(mock, Box::new(oracle), options, Metrics::new("test", "cpu")).unwrap();
         let (ids, end) = collect(engine.submit(request(&[5, 6, 7], 100, Sampling::greedy())).unwrap());
         let (finish, timings) = end.unwrap();
-        // The last token is sent but not evaluated.
+        // The last token of an answer is sent but not evaluated.
         assert_eq!((&ids[..], finish), (&spoken[..context - 2], Finish::Length), "a context of {context}");
         assert!(timings.drafted_tokens > 0);
         drop(engine);
