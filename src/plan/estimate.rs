@@ -1,21 +1,24 @@
 //! Estimates decoding speed from bandwidths measured on this machine.
 //!
-//! One token reads the trunk (only one row of the embedding), reads and writes the delta-net states, and reads k
-//! experts in each layer. Missing experts first come from the disk or the page cache. The head is one large matrix and
-//! is read at memory bandwidth. The many small matrices of the layers are read at the rate of the expert kernels, which
-//! is measured here: on 16 cores about half of memory bandwidth. Within a layer, hits are computed while misses are
-//! read, and each miss is computed when it arrives, so a layer takes
+//! One token reads the trunk (but only one row of the embedding), reads and writes the delta-net states, and computes with k
+//! experts in each layer. Experts that are not in memory are first read from the disk or the page cache. The LM head is one
+//! large matrix and is read at memory bandwidth. The many small matrices of the layers are read more slowly, at the measured
+//! rate of the expert kernels: on 16 cores, about half of memory bandwidth.
+//!
+//! Within a layer, experts in memory are computed while others are read, and each expert is computed when it arrives. If m
+//! experts are read from the disk and c experts from the page cache, a layer takes
 //!
 //! ```text
-//! max(k * expert / compute, wait + expert / compute) + overhead     wait = max(latency, m * expert / disk) + c * expert / cache
+//! max(k * expert / compute, wait + expert / compute) + overhead
+//! wait = max(latency, m * expert / disk) + c * expert / cache
 //! ```
 //!
-//! for m misses read from the disk and c misses found in the page cache. The first case is that computation hides the
-//! reads. The second is that the last expert arrives and is then computed. Without misses there is no wait, and without
-//! disk reads there is no latency. Misses are assumed to be independent, so m is binomial. For c, the mean is used. A
-//! token also has costs outside the layers: the last wait, copying the logits, sampling. The estimate ignores
-//! prefetching across layers, which makes decoding faster. It assumes a short context and reads that use no CPU time.
-//! If that is not true, decoding is slower than estimated.
+//! In the first case of `max`, computation takes longer than the reads. In the second case, the last expert arrives after all
+//! others are computed. If m is 0, there is no latency. If m and c are 0, there is no second case.
+//!
+//! Misses are assumed to be independent, so m has a binomial distribution. For c, the mean is used. A token also has costs
+//! outside the layers: the last wait, copying the logits, sampling. The estimate ignores prefetching, which makes decoding
+//! faster. It assumes a short context, and reads that need no CPU time. Otherwise decoding is slower than estimated.
 
 use super::{ModelFootprint, Plan};
 use serde::{Deserialize, Serialize};
@@ -28,30 +31,30 @@ pub const HIT_RATES: [f64; 6] = [0.0, 0.5, 0.8, 0.9, 0.95, 1.0];
 pub struct Bandwidth {
     /// Bytes per second that all compute threads together read from memory.
     pub memory: f64,
-    /// Bytes of layer weights per second that the compute threads process in decode.
+    /// Bytes of layer weights per second that decoding processes.
     pub compute: f64,
-    /// Bytes per second of random reads of one expert's size at the reader's queue depth.
+    /// Bytes per second of random reads with the size of an expert, at the queue depth of the expert reader.
     pub disk: f64,
-    /// Seconds to read one expert when nothing else is read.
+    /// Seconds to read one expert when no other read is in progress.
     pub latency: f64,
     /// Bytes per second of reads from the page cache.
     pub cache: f64,
 }
 
-/// Where experts are found, as fractions from 0 to 1.
+/// Hit rates of slots and page cache, as fractions from 0 to 1.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct HitRates {
-    /// Fraction found in slots: the hit rate.
+    /// Fraction of experts found in slots.
     pub slots: f64,
-    /// Fraction of the misses that the page cache holds, if reads go through it.
+    /// Fraction of the other experts found in the page cache. 0 if reads bypass the page cache.
     pub cache: f64,
 }
 
 impl HitRates {
-    /// Every expert is in a slot.
+    /// Hit rates if every expert is in a slot.
     pub const ALL: Self = Self { slots: 1.0, cache: 0.0 };
 
-    /// Hit rates for reads through a page cache of `page_cache` bytes. The page cache is assumed to be full and to hold each
+    /// Hit rates for reads through a page cache of `page_cache` bytes. Assumes that the page cache is full and contains each
     /// expert without a slot with the same probability.
     pub fn through(slots: f64, page_cache: u64, shape: &ModelFootprint, plan: &Plan) -> Self {
         let absent = shape.total_experts().saturating_sub(plan.slots as u64).saturating_mul(shape.expert);
@@ -59,7 +62,7 @@ impl HitRates {
     }
 }
 
-/// Estimated decoding at one hit rate.
+/// Estimated decoding speed at one hit rate.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Estimate {
     pub hit_rate: f64,
@@ -68,7 +71,7 @@ pub struct Estimate {
     pub disk_bytes_per_token: f64,
 }
 
-/// Seconds that do not depend on the bytes read.
+/// Overhead in seconds that does not depend on the bytes read.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct Overhead {
     /// Per layer: launches and waits.
@@ -77,14 +80,14 @@ pub struct Overhead {
     pub token: f64,
 }
 
-/// Decoding speed of `shape` with the hit rates `found`.
+/// Estimates the decoding speed of a model with footprint `shape` at the hit rates `found`.
 pub fn estimate(shape: &ModelFootprint, bandwidth: &Bandwidth, found: HitRates, overhead: Overhead) -> Estimate {
     let miss = 1.0 - found.slots.clamp(0.0, 1.0);
     let (cached, read) = (miss * found.cache.clamp(0.0, 1.0), miss * (1.0 - found.cache.clamp(0.0, 1.0)));
     let (k, layers) = (shape.experts_per_token, shape.layers as f64);
     let expert = shape.expert as f64;
     let compute = expert / bandwidth.compute;
-    // Probability that an expert is read from the page cache, given that it is not read from the disk.
+    // Conditional probability that an expert is read from the page cache, given that it is not read from the disk.
     let from_cache = if read < 1.0 { cached / (1.0 - read) } else { 0.0 };
     let layer: f64 = (0..=k)
         .map(|reads| {
@@ -105,7 +108,7 @@ pub fn estimate(shape: &ModelFootprint, bandwidth: &Bandwidth, found: HitRates, 
     }
 }
 
-/// Probability of `m` successes in `n` trials.
+/// Probability of `m` successes in `n` independent trials with success probability `p`.
 fn binomial(n: usize, m: usize, p: f64) -> f64 {
     let choose: f64 = (0..m).map(|i| (n - i) as f64 / (i + 1) as f64).product();
     choose * p.powi(m as i32) * (1.0 - p).powi((n - m) as i32)
@@ -142,7 +145,7 @@ mod tests {
         assert_eq!(warm.disk_bytes_per_token, 0.0);
         let waiting = estimate(&shape, &bandwidth, HitRates::ALL, Overhead { layer: 1e-3, token: 2e-3 });
         assert!((1.0 / waiting.tokens_per_second - 1.0 / warm.tokens_per_second - 0.042).abs() < 1e-9);
-        // No hits: the time of the disk, plus the trunk and one expert per layer, which reads cannot hide.
+        // Without hits, a token takes the time of the disk reads, plus the trunk and the last expert of each layer.
         let cold = estimate(&shape, &bandwidth, HitRates { slots: 0.0, cache: 0.0 }, Overhead::default());
         let seconds = routed / 5e9 + (read + 40.0 * shape.expert as f64) / 100e9 + state;
         assert!((cold.tokens_per_second - 1.0 / seconds).abs() < 1e-6);

@@ -1,5 +1,5 @@
-//! Compares the estimate with measurements: rows of `benches/results/simulator.csv`, measured by `moestro bench` on an
-//! H200 and on 16 cores of its host. Constants are fitted to the first rows. The other rows only check the estimate.
+//! Compares the estimate with measurements by `moestro bench` on an H200 and on 16 cores of its host (rows of
+//! `benches/results/simulator.csv`). The constants were fitted to the first rows. The other rows only check the estimate.
 
 use super::{Bandwidth, HitRates, Overhead, estimate};
 use crate::plan::{DraftFootprint, ModelFootprint};
@@ -7,13 +7,13 @@ use crate::plan::{DraftFootprint, ModelFootprint};
 /// Maximum relative error of a row that was not fitted.
 const MAX_ERROR: f64 = 0.2;
 
-/// `synth --like 35b --layers n`.
+/// The footprint of a synthetic checkpoint: `synth --like 35b --layers n`.
 fn like_35b(layers: u64) -> ModelFootprint {
     let fours = layers / 4;
     shape(572_129_280 + fours * 81_494_528, 286_064_640, 1_769_472, layers, fours * 6_586_368)
 }
 
-/// `synth --like 122b --layers 8`.
+/// The footprint of a synthetic checkpoint: `synth --like 122b --layers 8`.
 fn like_122b_with_8_layers() -> ModelFootprint {
     shape(1_294_444_576, 429_096_960, 5_308_416, 8, 26_050_560)
 }
@@ -40,8 +40,8 @@ fn shape(trunk: u64, head: u64, expert: u64, layers: u64, state: u64) -> ModelFo
     }
 }
 
-/// Checks one device. Each row is a model, its hit rate, the fraction of misses found in the page cache, and the measured tokens
-/// per second. The first `fitted` rows were used to fit the constants.
+/// Checks the estimate for one device. A row has a model, its hit rate, the fraction of misses found in the page cache, and
+/// the measured tokens per second. The first `fitted` rows were used to fit the constants.
 fn check(
     what: &str,
     bandwidth: Bandwidth,
@@ -62,8 +62,8 @@ fn check(
 
 #[test]
 fn estimate_matches_16_cpu_cores() {
-    // The rate of layers, 86 GB/s, was fitted to the models with 4 and 8 layers. The head is read at memory bandwidth.
-    // The disk figures are those that `moestro info` measured.
+    // The rate of the layers, 86 GB/s, was fitted to the models with 4 and 8 layers. The LM head is read at memory
+    // bandwidth. The disk figures were measured by `moestro info`.
     let bandwidth = Bandwidth { memory: 149e9, compute: 86e9, disk: 1.69e9, latency: 1.37e-3, cache: f64::INFINITY };
     let resident = [
         (like_35b(4), 294.2),
@@ -86,7 +86,7 @@ fn estimate_matches_16_cpu_cores() {
 
 #[test]
 fn estimate_matches_h200() {
-    // All weights are read at the rate of the head's kernel. The overhead per layer and per token was fitted to the
+    // All weights are read at the rate of the LM head's kernel. The overheads per layer and per token were fitted to the
     // models with 4 and 8 layers.
     let bandwidth = Bandwidth { memory: 2.03e12, compute: 2.03e12, disk: 1.69e9, latency: 1.37e-3, cache: 11.1e9 };
     let overhead = Overhead { layer: 28.5e-6, token: 0.182e-3 };
@@ -99,8 +99,8 @@ fn estimate_matches_h200() {
     ];
     let resident = resident.map(|(shape, measured)| (shape, 1.0, 0.0, measured));
     check("resident", bandwidth, overhead, 2, &resident);
-    // The wait for the router's choice was fitted to runs whose reads bypass the page cache. The rate of the page cache
-    // was fitted to the first row.
+    // The wait for the router's choice was fitted to runs with direct reads. The rate of the page cache was fitted to the
+    // first row.
     let overhead = Overhead { layer: overhead.layer + 0.11e-3, ..overhead };
     let streamed = [
         (like_35b(8), 0.799, 0.881, 186.6),

@@ -1,25 +1,25 @@
-//! Simulates a model on machines that we do not have, from public figures. Nothing here was measured by us.
+//! Estimates the speed of a model on machines that we do not have, from published figures. We have measured none of them.
 //!
-//! Each unknown has a pessimistic and an optimistic value, so the result is a range. The sources:
+//! Each unknown quantity has a pessimistic and an optimistic value, so the result is a range. The sources are:
 //!
-//! - Memory bandwidth is the manufacturer's figure. Engines reach 60 to 80 % of it in decode,
-//!   and less on an Ultra, which has two dies (SwiftLM #26).
-//! - Reads of one expert's size that bypass the page cache, in GB/s: measured by other projects that stream experts
-//!   (ds4, flash-moe, streamlx, slotstream). No figures are published for the M4 Max, so those of the M4 Pro are used.
-//! - Launches and barriers of a layer: 9 launches of at least 2 us each (qwisp #143). In resident engines of this model
-//!   family, a layer takes 115 to 215 us longer than reading its bytes (35B: M1 Max 85 to 91 tok/s, M3 Ultra 92, M5 Max
-//!   133).
-//! - A wait for the router's choice, once per layer while streaming: from 20 us for the end of a command buffer (mlx #4521)
-//!   to 0.3 ms for a copy through a framework (mlx-lm #1438).
-//! - Hit rates for a fraction of experts in memory: the range that anemll-mlx, turboquant, colibri and streamlx report
-//!   for caches with the routing of real Qwen3.5 models.
+//! - Memory bandwidth: the manufacturer's figure. Engines reach 60 to 80 % of it in decode, and less on an Ultra, which has
+//!   two dies (SwiftLM #26).
+//! - Speed of direct reads with the size of an expert: measured by other projects that stream experts (ds4, flash-moe,
+//!   streamlx, slotstream). There are no published figures for the M4 Max, so those of the M4 Pro are used.
+//! - Time per layer for launches and barriers: a layer has 9 launches of at least 2 us each (qwisp #143). In resident engines
+//!   for this model family, a layer takes 115 to 215 us longer than reading its bytes (35B: M1 Max 85 to 91 tok/s, M3 Ultra
+//!   92, M5 Max 133).
+//! - Time per layer to wait for the router's choice while streaming: from 20 us for the end of a command buffer (mlx #4521) to
+//!   0.3 ms for a copy through a framework (mlx-lm #1438).
+//! - Hit rate by fraction of experts in memory: the range that anemll-mlx, turboquant, colibri and streamlx report for caches
+//!   with the routing of real Qwen3.5 models.
 //!
-//! Figures of other engines for resident models lie within the range. A test checks two of them. Their figures for
-//! streamed models lie at its pessimistic end or below: streamlx reports 15.9 tok/s for the 35B in 16 GiB of an M4 Air,
-//! where this simulation gives 18 to 33.
+//! For resident models, published figures of other engines are within the range; a test checks two of them. For streamed
+//! models, they are at the pessimistic end or below: streamlx reports 15.9 tok/s for the 35B in 16 GiB of an M4 Air, and this
+//! estimate is 18 to 33.
 //!
-//! The same formula, fitted to two resident models and a streamed one on an H200 and on 16 CPU cores, was wrong by up
-//! to 10 % for other models (`estimate_tests.rs`). For Macs nothing could be fitted, so the ranges are less certain.
+//! On an H200 and on 16 CPU cores, the same formula was fitted to two resident models and a streamed model. For other models
+//! its error was up to 10 % (`estimate_tests.rs`). For Macs there was nothing to fit, so the ranges are less certain.
 
 use super::{
     Bandwidth, Estimate, HitRates, MachineLimits, ModelFootprint, Overhead, Plan, PlanOptions, Strategy, estimate,
@@ -28,23 +28,23 @@ use crate::error::ModelError;
 use serde::Serialize;
 
 const GIB: u64 = 1 << 30;
-/// Memory of the process itself: code, the tokenizer of 248k entries, threads.
-const PROCESS: u64 = 256 << 20;
-/// The GPU's recommended working set as a fraction of all memory: 11.84 of 16 GB and 17.76 of 24 GB, as llmfit and
-/// sglang report it for macOS.
-const WORKING_SET: f64 = 0.74;
+/// Memory of the process itself in bytes: code, the tokenizer with 248,000 entries, threads.
+const PROCESS_MEMORY: u64 = 256 << 20;
+/// The GPU's recommended working set as a fraction of memory. On macOS, llmfit and sglang report 11.84 of 16 GB and 17.76 of
+/// 24 GB.
+const WORKING_SET_FRACTION: f64 = 0.74;
 /// Fraction of the memory bandwidth that decoding reaches: pessimistic, optimistic.
 const EFFICIENCY: [f64; 2] = [0.6, 0.8];
-/// The same for the two dies of an Ultra. SwiftLM reads dense 4-bit models at 46 % of an M1 Ultra's 800 GB/s.
+/// [`EFFICIENCY`] of an Ultra, which has two dies. SwiftLM reads dense 4-bit models at 46 % of an M1 Ultra's 800 GB/s.
 const ULTRA_EFFICIENCY: [f64; 2] = [0.35, 0.5];
-/// Seconds per layer that do not depend on its bytes: pessimistic, optimistic.
-const LAUNCHES: [f64; 2] = [215e-6, 40e-6];
+/// Seconds per layer for launches and barriers: pessimistic, optimistic.
+const LAYER_OVERHEAD: [f64; 2] = [215e-6, 40e-6];
 /// Seconds per layer to wait for the router's choice: pessimistic, optimistic.
-const WAIT: [f64; 2] = [250e-6, 40e-6];
-/// Seconds to read one expert.
-const LATENCY: f64 = 0.4e-3;
-/// Fraction of all experts in memory, and the pessimistic and optimistic hit rates for it.
-const HITS: [(f64, [f64; 2]); 6] = [
+const ROUTER_WAIT: [f64; 2] = [250e-6, 40e-6];
+/// Seconds to read one expert when no other read is in progress.
+const READ_LATENCY: f64 = 0.4e-3;
+/// Fraction of experts in memory, and the hit rates for it: pessimistic, optimistic.
+const HIT_RATE_POINTS: [(f64, [f64; 2]); 6] = [
     (0.0, [0.0, 0.0]),
     (0.25, [0.65, 0.81]),
     (0.47, [0.83, 0.92]),
@@ -53,18 +53,18 @@ const HITS: [(f64, [f64; 2]); 6] = [
     (1.0, [1.0, 1.0]),
 ];
 
-/// A machine, described by its manufacturer and other projects.
+/// A machine, with figures published by its manufacturer and by other projects.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Machine {
-    /// Chip and memory in gigabytes, as `--machine` takes it.
+    /// Name for `--machine`: chip, and memory in gigabytes.
     pub name: &'static str,
     /// Memory in bytes.
     pub memory: u64,
     /// Memory bandwidth in bytes per second.
     pub bandwidth: f64,
-    /// Fraction of it that decoding reaches: pessimistic, optimistic.
+    /// Fraction of `bandwidth` that decoding reaches: pessimistic, optimistic.
     pub efficiency: [f64; 2],
-    /// Bytes per second of reads of one expert's size: pessimistic, optimistic.
+    /// Bytes per second of direct reads with the size of an expert: pessimistic, optimistic.
     pub disk: [f64; 2],
 }
 
@@ -78,10 +78,10 @@ const fn ultra(name: &'static str, gigabytes: u64, bandwidth: f64, disk: [f64; 2
 }
 
 impl Machine {
-    /// Rates of the pessimistic (0) or optimistic (1) case. Expert reads bypass the page cache.
+    /// Bandwidths in the pessimistic (0) or optimistic (1) case. Expert reads bypass the page cache.
     fn reached(&self, case: usize) -> Bandwidth {
         let memory = self.bandwidth * self.efficiency[case];
-        Bandwidth { memory, compute: memory, disk: self.disk[case], latency: LATENCY, cache: f64::INFINITY }
+        Bandwidth { memory, compute: memory, disk: self.disk[case], latency: READ_LATENCY, cache: f64::INFINITY }
     }
 }
 
@@ -97,31 +97,31 @@ pub const MACHINES: [Machine; 8] = [
     machine("m5-max-128", 128, 614.0, [11.0, 14.5]),
 ];
 
-/// A model on a machine.
+/// The estimate for a model on a machine.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Simulation {
     pub machine: Machine,
     pub plan: Plan,
     /// Decoding speed: pessimistic, optimistic.
     pub decode: [Estimate; 2],
-    /// Fraction of the time in which computation waits for an expert.
+    /// Fraction of the time in which computation waits for experts: pessimistic, optimistic.
     pub stall_share: [f64; 2],
 }
 
-/// Plans `shape` for `machine` and simulates decoding.
+/// Plans the memory of a model with footprint `shape` on `machine`, and estimates its decoding speed.
 ///
 /// # Errors
-/// Fails if the model does not fit.
+/// The model does not fit.
 pub fn simulate(shape: &ModelFootprint, machine: Machine, options: &PlanOptions) -> Result<Simulation, ModelError> {
-    let gpu = Some((machine.memory as f64 * WORKING_SET) as u64);
-    let limits = MachineLimits { ram: Some(machine.memory), gpu, cgroup: None, process: PROCESS };
+    let gpu = Some((machine.memory as f64 * WORKING_SET_FRACTION) as u64);
+    let limits = MachineLimits { ram: Some(machine.memory), gpu, cgroup: None, process: PROCESS_MEMORY };
     let plan = Plan::new(shape, &limits, options)?;
     let hits = if plan.strategy == Strategy::Resident { [1.0; 2] } else { hit_rates(plan.residency) };
     let each = [0, 1].map(|case| {
         let bandwidth = machine.reached(case);
-        let wait = if plan.strategy == Strategy::Resident { 0.0 } else { WAIT[case] };
-        // LAUNCHES was derived from whole tokens, so it includes their costs outside the layers.
-        let overhead = Overhead { layer: LAUNCHES[case] + wait, token: 0.0 };
+        let wait = if plan.strategy == Strategy::Resident { 0.0 } else { ROUTER_WAIT[case] };
+        // LAYER_OVERHEAD was derived from the time of whole tokens, so it includes the overhead per token.
+        let overhead = Overhead { layer: LAYER_OVERHEAD[case] + wait, token: 0.0 };
         [hits[case], 1.0].map(|slots| estimate(shape, &bandwidth, HitRates { slots, cache: 0.0 }, overhead))
     });
     Ok(Simulation {
@@ -132,11 +132,12 @@ pub fn simulate(shape: &ModelFootprint, machine: Machine, options: &PlanOptions)
     })
 }
 
-/// Pessimistic and optimistic hit rates for this fraction of experts in memory. Interpolated linearly between the
-/// points of [`HITS`].
+/// Pessimistic and optimistic hit rates if this fraction of experts is in memory. Interpolates linearly between the points
+/// of [`HIT_RATE_POINTS`].
 pub fn hit_rates(residency: f64) -> [f64; 2] {
-    let above = HITS.iter().position(|(part, _)| *part >= residency).unwrap_or(HITS.len() - 1).max(1);
-    let ((from, low), (to, high)) = (HITS[above - 1], HITS[above]);
+    let above =
+        HIT_RATE_POINTS.iter().position(|(part, _)| *part >= residency).unwrap_or(HIT_RATE_POINTS.len() - 1).max(1);
+    let ((from, low), (to, high)) = (HIT_RATE_POINTS[above - 1], HIT_RATE_POINTS[above]);
     let share = ((residency - from) / (to - from)).clamp(0.0, 1.0);
     [0, 1].map(|case| low[case] + share * (high[case] - low[case]))
 }
@@ -165,7 +166,7 @@ mod tests {
         assert_eq!((found.plan.strategy, found.stall_share), (Strategy::Resident, [0.0, 0.0]));
     }
 
-    /// Other engines with everything in memory: an M1 Max (qwisp #36) and an M5 Max (llm-benchpacks).
+    /// Published speeds of other engines with all experts in memory: M1 Max (qwisp #36) and M5 Max (llm-benchpacks).
     #[test]
     fn range_contains_other_engines() {
         for (name, measured) in [("m1-max-64", 85.0..91.0), ("m5-max-128", 133.0..133.0)] {
@@ -205,8 +206,9 @@ mod tests {
             for case in [0, 1] {
                 let reached = machine.bandwidth * machine.efficiency[case];
                 let disk = machine.disk[case];
-                let bandwidth = Bandwidth { memory: reached, compute: reached, disk, latency: LATENCY, cache: 1e9 };
-                let layer = LAUNCHES[case] + if streamed { WAIT[case] } else { 0.0 };
+                let bandwidth =
+                    Bandwidth { memory: reached, compute: reached, disk, latency: READ_LATENCY, cache: 1e9 };
+                let layer = LAYER_OVERHEAD[case] + if streamed { ROUTER_WAIT[case] } else { 0.0 };
                 let overhead = Overhead { layer, token: 0.0 };
                 let hits = if streamed { hit_rates(found.plan.residency)[case] } else { 1.0 };
                 let [now, never] =

@@ -1,17 +1,19 @@
-//! The memory plan: divides the memory limit, and decides how many experts stay in memory.
+//! The memory plan: divides the memory limit among the parts of the program, and decides how many experts stay in memory.
 //!
-//! A pure function from a model's [`ModelFootprint`], the [`MachineLimits`] and the user's [`PlanOptions`] to a [`Plan`]:
+//! [`Plan::new`] is a pure function of the model's [`ModelFootprint`], the [`MachineLimits`] and the user's [`PlanOptions`].
+//! The parts of a [`Plan`] are:
 //!
 //! ```text
 //! limit = process + trunk + vision + state + KV(context) + workspace(chunk) + draft(context, chunk) + requests + prompt cache + slots
 //! ```
 //!
 //! The smallest plan has a context of 4096 tokens, a prefill chunk of 256 rows, and slots for the experts of one token
-//! (layers x experts per token). If it exceeds the limit, the plan is refused and the error lists the sum. Memory
-//! beyond the smallest plan is divided: 1/16 for the context (up to 32768 tokens), 1/8 for the chunk (up to 2048 rows),
-//! 1/16 for the prompt cache (up to 2 GiB), and the rest for slots, until every expert has one. Memory left after that
-//! extends the context up to the model's maximum. A higher limit therefore never gives fewer slots, a shorter context
-//! or a smaller chunk. Values that the user sets are not changed.
+//! (layers * experts per token). If it exceeds the limit, planning fails with an error that lists all parts.
+//!
+//! Memory beyond the smallest plan is divided: 1/16 for the context (up to 32768 tokens), 1/8 for the chunk (up to 2048 rows),
+//! 1/16 for the prompt cache (up to 2 GiB), and the rest for slots, until every expert has a slot. Memory left after that
+//! extends the context up to the model's maximum. So a higher limit never results in fewer slots, a shorter context or a
+//! smaller chunk. Values that the user has set are not changed.
 
 mod estimate;
 mod machine;
@@ -29,54 +31,54 @@ use crate::{
 use serde::Serialize;
 use std::fmt;
 
-/// Context in tokens: the default when memory is short, and the maximum while some experts have no slot.
+/// Context in tokens: in the smallest plan, and the maximum while some experts have no slot.
 const CONTEXT: [u64; 2] = [4096, 32768];
-/// Prefill chunk in rows: the default when memory is short, and the maximum while some experts have no slot.
+/// Prefill chunk in rows: in the smallest plan, and the maximum while some experts have no slot.
 const CHUNK: [u64; 2] = [256, 2048];
-/// Maximum of the default prompt cache, in bytes.
+/// Maximum size of the prompt cache in bytes if the user does not set it.
 const PROMPT_CACHE: u64 = 2 << 30;
-/// Memory of a server for requests in flight: 1/16 of the limit, clamped to this range of bytes.
-const REQUESTS: [u64; 2] = [16 << 20, 128 << 20];
-/// Memory of a server for decoding images: 1/16 of the limit, at most this many bytes.
-const IMAGE_REQUESTS: u64 = 128 << 20;
-/// Limit if neither the user nor the system gives one, in bytes.
-const FALLBACK: u64 = 4 << 30;
-/// Divisor: this part of the prompt cache is pages of keys and values. The rest is delta-net states, which take more
-/// memory than pages in conversations with short turns.
-const PROMPT_CACHE_PAGES: u64 = 4;
-/// Divisor: four requests run at the same time if this part of the limit stays free.
+/// Range, in bytes, of a server's memory for requests in progress. Within the range it is 1/16 of the limit.
+const REQUEST_MEMORY: [u64; 2] = [16 << 20, 128 << 20];
+/// Maximum of a server's memory for decoding images, in bytes. Up to this maximum it is 1/16 of the limit.
+const IMAGE_MEMORY: u64 = 128 << 20;
+/// Memory limit in bytes if neither the user nor the system gives a limit.
+const FALLBACK_LIMIT: u64 = 4 << 30;
+/// Divisor: `1 / PROMPT_CACHE_PAGE_SHARE` of the prompt cache is for pages of keys and values. The rest is for delta-net
+/// states, which need more memory than pages in conversations with short turns.
+const PROMPT_CACHE_PAGE_SHARE: u64 = 4;
+/// Divisor: with `--parallel auto`, four requests run at the same time if `1 / FREE_FOR_FOUR` of the limit stays free.
 const FREE_FOR_FOUR: u64 = 8;
-/// Divisor: several requests run at the same time if the additional ones take at most this part of the limit.
+/// Divisor: with `--parallel auto`, the second and further requests may take at most `1 / MAX_PARALLEL_COST` of the limit.
 const MAX_PARALLEL_COST: u64 = 32;
-/// Part of a GPU's recommended working set that stays free, in bytes.
+/// Bytes of a GPU's recommended working set that stay free.
 const GPU_RESERVE: u64 = 2 << 30;
 
 /// Memory needs of a model, in bytes unless stated otherwise.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct ModelFootprint {
-    /// Everything except the routed experts.
+    /// All weights except the routed experts.
     pub trunk: u64,
-    /// The part of `trunk` that is the embedding, of which a token reads one row. 0 if the head uses the same matrix.
+    /// The embedding, a part of `trunk` of which each token reads only one row. 0 if the LM head uses the same matrix.
     pub gathered: u64,
-    /// Part of `trunk` that computes the logits. Each token reads all of it.
+    /// The LM head, a part of `trunk`. Each token reads all of it.
     pub head: u64,
     /// One routed expert as stored in the checkpoint: the bytes of a miss.
     pub expert: u64,
     /// One slot: an expert plus alignment.
     pub slot: u64,
-    /// Layers with routed experts. 0 for a dense model.
+    /// Number of layers with routed experts. 0 for a dense model.
     pub layers: usize,
-    /// Experts in each such layer.
+    /// Number of experts in each of these layers.
     pub experts: usize,
-    /// Experts that a token uses in each layer, after `--experts-per-token`.
+    /// Number of experts that a token uses in each layer, after `--experts-per-token`.
     pub experts_per_token: usize,
     /// Keys and values of one token in all layers.
     pub kv_per_token: u64,
     /// Delta-net and convolution state of one sequence in all layers.
     pub state: u64,
-    /// Everything that one more live sequence takes, except pages of keys and values.
+    /// Memory of one more live sequence, without pages of keys and values.
     pub sequence: u64,
-    /// The number of bytes that each row of a prefill chunk adds to `sequence`.
+    /// Additional memory of one more live sequence for each row of a prefill chunk.
     pub sequence_per_row: u64,
     /// Activations for one row of a prefill chunk.
     pub workspace_per_row: u64,
@@ -85,14 +87,14 @@ pub struct ModelFootprint {
     /// Maximum context of the model, in tokens.
     pub context: usize,
     pub draft: DraftFootprint,
-    /// One image in the vision tower, and recent images. 0 without a tower.
+    /// Activations for one image in the vision tower, and the cache of recent images. 0 without a vision tower.
     pub vision: u64,
 }
 
 /// Additional memory needs of a draft, in bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct DraftFootprint {
-    /// Weights, and everything else that does not grow with context or chunk.
+    /// Weights, and buffers that do not grow with context or chunk.
     pub fixed: u64,
     /// Bytes for each token of the context.
     pub per_token: u64,
@@ -101,12 +103,12 @@ pub struct DraftFootprint {
 }
 
 impl ModelFootprint {
-    /// Number of experts in all layers. More slots would be useless.
+    /// Number of experts in all layers, which is the maximum useful number of slots.
     pub fn total_experts(&self) -> u64 {
         (self.layers as u64).saturating_mul(self.experts as u64)
     }
 
-    /// Number of experts that one token uses. The minimum number of slots.
+    /// Number of experts that one token uses in all layers, which is the minimum number of slots.
     pub fn working_set(&self) -> u64 {
         (self.layers as u64).saturating_mul(self.experts_per_token as u64)
     }
@@ -117,7 +119,7 @@ impl ModelFootprint {
     }
 }
 
-/// Memory limits of the machine, in bytes. `None` if the system does not report one.
+/// Memory limits of the machine, in bytes. `None` if the system does not report a limit.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct MachineLimits {
     pub ram: Option<u64>,
@@ -125,7 +127,7 @@ pub struct MachineLimits {
     pub gpu: Option<u64>,
     /// Limit of the control group.
     pub cgroup: Option<u64>,
-    /// Memory of this process outside the other terms of the plan: code, tokenizer, threads.
+    /// Memory of this process that belongs to no other part of the plan: code, tokenizer, threads.
     pub process: u64,
 }
 
@@ -135,8 +137,8 @@ fn process_memory(resident: u64) -> u64 {
 }
 
 impl MachineLimits {
-    /// Limits of this machine. Call it after the tokenizer is loaded and before the weights are: the memory in use then is
-    /// the memory of the process itself.
+    /// Limits of this machine. Must be called after the tokenizer is loaded and before the weights are loaded, so that the
+    /// resident memory is that of the process itself.
     pub fn here(gpu: Option<u64>) -> Self {
         Self {
             ram: os::total_memory(),
@@ -146,21 +148,23 @@ impl MachineLimits {
         }
     }
 
-    /// The limit to plan with: the user's value, or 75 % of RAM. It is at most RAM, and at most 10/11 of the control
-    /// group's limit: that limit includes the kernel's own memory, and the kernel kills the process at it. It is also
-    /// at most the GPU's working set less 2 GiB: the window server and Metal use it as well, and command buffers fail
-    /// slightly above it.
+    /// The memory limit of the plan: the value that the user has set, or 75 % of RAM. It is reduced to the smallest of:
+    /// * RAM.
+    /// * 10/11 of the control group's limit. That limit includes kernel memory, and the kernel kills a process that reaches
+    ///   it.
+    /// * The GPU's working set minus 2 GiB. The window server and Metal also use it, and command buffers fail slightly above
+    ///   it.
     fn choose(&self, asked: Option<u64>) -> (u64, LimitSource) {
         let ram = self.ram.map(|ram| (if asked.is_some() { ram } else { ram / 4 * 3 }, LimitSource::Ram));
         let gpu = self.gpu.map(|gpu| (gpu.saturating_sub(GPU_RESERVE), LimitSource::Gpu));
         let cgroup = self.cgroup.map(|cgroup| ((cgroup as f64 / 1.1) as u64, LimitSource::Cgroup));
         let asked = asked.map(|asked| (asked, LimitSource::Asked));
         let candidates = [asked, cgroup, ram, gpu].into_iter().flatten();
-        candidates.min_by_key(|&(bytes, _)| bytes).unwrap_or((FALLBACK, LimitSource::Fallback))
+        candidates.min_by_key(|&(bytes, _)| bytes).unwrap_or((FALLBACK_LIMIT, LimitSource::Fallback))
     }
 }
 
-/// Which limit was the smallest.
+/// Which limit was the smallest and is used for the plan.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LimitSource {
@@ -171,24 +175,24 @@ pub enum LimitSource {
     Fallback,
 }
 
-/// The user's settings. `None` selects the default that the module describes.
+/// The user's settings. `None` selects the default (see the module's documentation).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct PlanOptions {
     pub limit: Option<u64>,
-    /// `--stream-experts`. `Auto` streams if not all experts fit. `On` always streams. `Off` never streams and refuses a model
-    /// that does not fit.
+    /// `--stream-experts`. `Auto` streams experts if not all of them fit. `On` always streams. `Off` never streams, and a
+    /// model that does not fit is an error.
     pub stream: Switch,
     pub context: Option<usize>,
     pub chunk: Option<usize>,
     pub prompt_cache: Option<u64>,
-    /// Requests that run at the same time. They share the pages of one context.
+    /// Number of requests that run at the same time. They share the pages of one context.
     pub parallel: Parallel,
     /// Number of sequences in memory, each with a full context. 0 means 1.
     pub sequences: usize,
     /// Reserve memory for HTTP requests: their bodies and tokenization.
     pub serving: bool,
-    /// Expert reads go through the page cache. While streaming, the plan then has only slots for the experts of two
-    /// tokens and leaves the rest of the limit to the page cache.
+    /// True if expert reads go through the page cache. If the model streams, the plan then has slots only for the experts of
+    /// two tokens, and leaves the remaining memory to the page cache.
     pub buffered: bool,
 }
 
@@ -208,16 +212,17 @@ impl Default for PlanOptions {
     }
 }
 
-/// Whether experts stay in memory.
+/// The place of the experts: all in memory, or streamed from disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Strategy {
-    /// Every expert has a slot that is filled once and never evicted.
+    /// Every expert has its own slot, which is filled once and never evicted.
     Resident,
+    /// Experts are read into slots when they are needed.
     Streaming,
 }
 
-/// Division of the memory. In bytes, except `slots`, `context` (tokens) and `chunk` (rows).
+/// The division of the memory limit. In bytes, except for `slots`, `context` (tokens) and `chunk` (rows).
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Plan {
     pub strategy: Strategy,
@@ -225,28 +230,28 @@ pub struct Plan {
     pub limit_from: LimitSource,
     pub process: u64,
     pub trunk: u64,
-    /// Images: the one that the vision tower computes, and the rows and pixels of recent ones.
+    /// Images: activations of the vision tower, and rows and pixels of recent images.
     pub vision: u64,
     pub kv: u64,
     pub state: u64,
     pub workspace: u64,
     /// The draft: weights, context, and the hidden rows that it reads.
     pub draft: u64,
-    /// Request bodies, and the memory for processing them until they are tokens. Servers only.
+    /// Request bodies, and memory to convert them to tokens. 0 unless this process is a server.
     pub requests: u64,
     pub prompt_cache: u64,
     /// The slab that holds all slots.
     pub experts: u64,
-    /// Left to the page cache. Only for buffered streaming.
+    /// Memory left to the page cache. 0 unless experts are streamed through the page cache.
     pub page_cache: u64,
     pub slots: usize,
     /// Fraction of all experts that have a slot, 0 to 1.
     pub residency: f64,
-    /// Size of the model with every expert in memory, divided by the limit. Above 1 the model must stream.
+    /// Total of a plan with every expert in memory, divided by the limit. Above 1, the model must stream.
     pub overcommit: f64,
     pub context: usize,
     pub chunk: usize,
-    /// Requests that run at the same time.
+    /// Number of requests that run at the same time.
     pub parallel: usize,
 }
 
@@ -267,15 +272,15 @@ impl Plan {
 
     /// Number of pages of `bytes` each, for the context and the prompt cache together.
     pub fn pages(&self, bytes: u64) -> usize {
-        usize::try_from((self.kv + self.prompt_cache / PROMPT_CACHE_PAGES) / bytes.max(1)).unwrap_or(usize::MAX)
+        usize::try_from((self.kv + self.prompt_cache / PROMPT_CACHE_PAGE_SHARE) / bytes.max(1)).unwrap_or(usize::MAX)
     }
 
-    /// Number of states of `bytes` each that fit into the rest of the prompt cache.
+    /// Number of delta-net states of `bytes` each that fit into the part of the prompt cache that is not for pages.
     pub fn states(&self, bytes: u64) -> u64 {
-        (self.prompt_cache - self.prompt_cache / PROMPT_CACHE_PAGES).checked_div(bytes).unwrap_or(0)
+        (self.prompt_cache - self.prompt_cache / PROMPT_CACHE_PAGE_SHARE).checked_div(bytes).unwrap_or(0)
     }
 
-    /// Whether the memory outside the limit can hold every expert of a streamed model. In that case, the page cache
+    /// True if the model streams and the memory outside the limit has room for all of its experts. The page cache then
     /// answers most reads, and a miss rarely waits for the disk. A quarter of that memory is left to other programs.
     pub fn page_cache_holds_experts(&self, shape: &ModelFootprint, machine: &MachineLimits) -> bool {
         let memory = [machine.ram, machine.cgroup].into_iter().flatten().min().unwrap_or(0);
@@ -283,10 +288,10 @@ impl Plan {
         self.strategy == Strategy::Streaming && shape.total_experts().saturating_mul(shape.expert) <= spare / 4 * 3
     }
 
-    /// Plans memory for `shape` within `limits`.
+    /// Plans the memory of a model with footprint `shape` within `limits`.
     ///
     /// # Errors
-    /// `ModelError::Memory` with the sum if the smallest plan exceeds the limit.
+    /// The smallest plan exceeds the limit. The error lists its parts.
     pub fn new(shape: &ModelFootprint, limits: &MachineLimits, options: &PlanOptions) -> Result<Self, ModelError> {
         let at = |parallel: usize| Self::with_parallel(shape, limits, options, parallel);
         let one = match options.parallel {
@@ -322,7 +327,7 @@ impl Plan {
         let requests = if options.serving { request_memory(limit, shape) } else { 0 };
         let slots = if options.stream == Switch::Off { all } else { shape.working_set().min(all) };
 
-        // Additions saturate. If the sum is within the limit, no term overflowed.
+        // Additions saturate, so a sum within the limit cannot contain an overflow.
         let fixed =
             [limits.process, shape.trunk, shape.vision, state, shape.workspace_fixed, draft, requests, prompt_cache];
         let floors = [kv.bytes(kv.floor), rows.bytes(rows.floor), slots.saturating_mul(shape.slot)];
@@ -345,8 +350,8 @@ impl Plan {
             return Err(ModelError::Memory(asked.to_string()));
         };
 
-        // Each part gets a fraction of `spare`. The bytes that rounding one part down leaves go to no other part, so
-        // that more memory never shrinks any part.
+        // Each part gets a fraction of `spare`. Bytes left by rounding a part down are not given to another part. Otherwise a
+        // higher limit could shrink that other part.
         let kv_share = (spare / 16).min(kv.bytes(kv.short - kv.floor));
         let rows_share = (spare / 8).min(rows.bytes(rows.short - rows.floor));
         let cache_share = if options.prompt_cache.is_some() { 0 } else { (spare / 16).min(PROMPT_CACHE) };
@@ -389,22 +394,23 @@ impl Plan {
     }
 }
 
-/// Memory of requests within `limit`.
+/// A server's memory for requests in progress.
 fn request_memory(limit: u64, shape: &ModelFootprint) -> u64 {
-    // Decoding an image takes some bytes per pixel.
-    let images = if shape.vision > 0 { (limit / 16).min(IMAGE_REQUESTS) } else { 0 };
-    (limit / 16).clamp(REQUESTS[0], REQUESTS[1]) + images
+    // Includes memory to decode images.
+    let images = if shape.vision > 0 { (limit / 16).min(IMAGE_MEMORY) } else { 0 };
+    (limit / 16).clamp(REQUEST_MEMORY[0], REQUEST_MEMORY[1]) + images
 }
 
-/// A count that the plan chooses (tokens of context, rows of a chunk), with the bytes per unit.
+/// The range of a count that the plan chooses (tokens of context, or rows of a chunk), and the bytes per unit.
 #[derive(Clone, Copy)]
 struct CountRange {
-    /// Minimum.
+    /// Count in the smallest plan.
     floor: u64,
     /// Maximum while some experts have no slot.
     short: u64,
     /// Maximum when all experts have slots.
     max: u64,
+    /// Bytes per unit.
     each: u64,
 }
 
@@ -420,14 +426,14 @@ impl CountRange {
         count.saturating_mul(self.each)
     }
 
-    /// The minimum plus the number of units that fit into `extra` bytes, rounded down to a multiple of `step`.
+    /// `floor` plus the number of units that fit into `extra` bytes, rounded down to a multiple of `step`, at most `max`.
     fn count(&self, extra: u64, step: u64) -> u64 {
         let count = self.floor.saturating_add(extra.checked_div(self.each).unwrap_or(u64::MAX));
         if count >= self.max { self.max } else { (count - count % step).max(self.floor) }
     }
 }
 
-/// A refused plan. Displays the sum of its parts.
+/// The smallest plan, if it exceeds the limit. Displays the error message, which lists all parts.
 struct PlanRefusal<'a> {
     shape: &'a ModelFootprint,
     limits: &'a MachineLimits,
@@ -444,8 +450,8 @@ struct PlanRefusal<'a> {
 }
 
 impl PlanRefusal<'_> {
-    /// A sufficient limit in MiB. It has a margin, because a larger limit also reserves more for requests, and the
-    /// memory of the process differs by a few MiB between starts.
+    /// A limit in MiB that is sufficient. Considers that a higher limit also reserves more memory for requests. Has a margin,
+    /// because the memory of the process differs by a few MiB between starts.
     fn sufficient_mib(&self) -> u64 {
         let margin = (self.limits.process / 16).max(4 << 20);
         let rest = self.min_total.saturating_sub(self.requests).saturating_add(margin);

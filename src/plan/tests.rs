@@ -8,7 +8,7 @@ use proptest::{
 const GIB: u64 = 1 << 30;
 const MIB: u64 = 1 << 20;
 
-/// Qwen3.5-35B-A3B in 4 bits.
+/// The footprint of Qwen3.5-35B-A3B with 4-bit weights.
 pub fn model_35b() -> ModelFootprint {
     ModelFootprint {
         trunk: 1_390_000_000,
@@ -54,7 +54,7 @@ fn smallest_limit_applies() {
     limits.cgroup = Some(11 * GIB);
     assert_eq!(limits.choose(None).1, LimitSource::Cgroup);
     assert!(limits.choose(Some(11 * GIB)).0.abs_diff(10 * GIB) < 16);
-    assert_eq!(MachineLimits::default().choose(None), (FALLBACK, LimitSource::Fallback));
+    assert_eq!(MachineLimits::default().choose(None), (FALLBACK_LIMIT, LimitSource::Fallback));
 }
 
 #[test]
@@ -78,7 +78,7 @@ fn model_that_does_not_fit_streams() {
     assert!(plan.slots > 2700 && plan.slots < 3900, "{}", plan.slots);
     assert!(plan.context >= 4096 && plan.context <= 32768);
     assert!(plan.overcommit > 2.0, "{}", plan.overcommit);
-    // All memory that the other parts do not take goes to slots. Rounding leaves less than one slot and two steps.
+    // The slots get all memory that other parts do not need. Rounding leaves less than one slot plus two steps.
     let shape = model_35b();
     let rounding = shape.slot + 256 * shape.kv_per_token + 64 * shape.workspace_per_row;
     assert!(plan.limit - plan.total() <= rounding);
@@ -104,7 +104,7 @@ fn refusal_states_sum_and_sufficient_limit() {
     }
 }
 
-/// Round numbers, so that a plan can be computed by hand.
+/// A footprint with round numbers, so that plans can be computed by hand.
 fn small() -> ModelFootprint {
     ModelFootprint {
         trunk: 100 * MIB,
@@ -132,9 +132,9 @@ fn parts_match_hand_computed_plan() {
     let limits = MachineLimits { ram: Some(GIB), gpu: None, cgroup: None, process: 10 * MIB };
     let options = PlanOptions { limit: Some(320 * MIB), serving: true, ..PlanOptions::default() };
     let plan = Plan::new(&small(), &limits, &options).unwrap();
-    // Smallest plan: 10 + 100 + 3 + 5 + 7, 20 for requests, 8 slots of 2, 4096 tokens of 2 KiB and 256 rows of 8 KiB:
-    // 171 MiB. 149 MiB are left. The context and the cache get 1/16 each, the chunk its maximum of 14 MiB, and the
-    // slots the other 116.4 MiB: 58 more slots.
+    // The smallest plan has 171 MiB: 10 + 100 + 3 + 5 + 7, 20 for requests, 8 slots of 2, 4096 tokens of 2 KiB, and 256 rows
+    // of 8 KiB. Of the other 149 MiB, context and prompt cache get 1/16 each, and the chunk gets its maximum of 14 MiB. The
+    // slots get the remaining 116.4 MiB, which is 58 more slots.
     let (context, chunk) = (4096 + 4608, 256 + 1792);
     let expected = Plan {
         strategy: Strategy::Streaming,
@@ -161,7 +161,7 @@ fn parts_match_hand_computed_plan() {
     assert_eq!(plan, expected);
     assert_eq!(plan.total(), 3_193_125 * MIB / 10_000);
 
-    // With half as many experts, all have a slot. The 4.4 MiB left go to the context.
+    // With half as many experts, every expert has a slot. The context gets the remaining 4.4 MiB.
     let plan = Plan::new(&ModelFootprint { experts: 16, ..small() }, &limits, &options).unwrap();
     assert_eq!((plan.strategy, plan.slots, plan.residency), (Strategy::Resident, 64, 1.0));
     assert_eq!((plan.context, plan.chunk), (4096 + 6912, 2048));
@@ -169,7 +169,7 @@ fn parts_match_hand_computed_plan() {
     let plan = Plan::new(&small(), &limits, &PlanOptions { prompt_cache: Some(6 * MIB), ..options }).unwrap();
     assert_eq!((plan.prompt_cache, plan.slots), (6 * MIB, 8 + (129 * MIB - 143 * MIB / 16) as usize / (2 << 20)));
 
-    // Without requests the smallest plan is 151 MiB. 1/8 of the other 64 MiB is 1024 rows.
+    // Without memory for requests, the smallest plan has 151 MiB. 1/8 of the other 64 MiB is enough for 1024 rows.
     let plan = Plan::new(&small(), &limits, &PlanOptions { limit: Some(215 * MIB), ..PlanOptions::default() }).unwrap();
     assert_eq!(plan.chunk, 256 + 1024);
 }
@@ -183,7 +183,7 @@ fn pages_cover_context_and_quarter_of_cache() {
         ..PlanOptions::default()
     };
     let plan = Plan::new(&small(), &limits(), &options).unwrap();
-    // Pages have 256 positions of 1024 bytes: 16 for the context and 6 from 1.5 MiB of the cache.
+    // A page has 256 positions of 1024 bytes. There are 16 pages for the context, and 6 in 1.5 MiB of the prompt cache.
     assert_eq!((plan.kv, plan.pages(256 * 1024), plan.states(MIB)), (4 * MIB, 16 + 6, 4));
     assert_eq!(Plan { prompt_cache: 0, ..plan }.pages(256 * 1024), 16);
 }
@@ -215,12 +215,12 @@ fn estimate_matches_hand_computed_misses() {
     let bandwidth = Bandwidth { memory: 60.0 * MIB as f64, compute: 1e4, disk: 2e3, latency: 0.6, cache: 4e3 };
     let overhead = Overhead { layer: 0.05, token: 0.2 };
     let found = estimate(&shape, &bandwidth, HitRates { slots: 0.75, cache: 0.0 }, overhead);
-    // The trunk takes 0.4 s, the state 0.1 s. If both experts hit, a layer takes 0.2 s of computation. If one misses,
-    // it takes the latency and one expert. If both miss, it takes one second of reading and one expert.
+    // The trunk takes 0.4 s and the state 0.1 s. A layer takes 0.2 s if both experts hit. If one expert misses, it takes the
+    // latency plus computing one expert. If both miss, it takes one second of reading plus computing one expert.
     let layer = 0.5625 * 0.2 + 0.375 * 0.7 + 0.0625 * 1.1;
     assert!((found.tokens_per_second - 1.0 / (0.5 + 3.0 * (layer + 0.05) + 0.2)).abs() < 1e-9, "{found:?}");
     assert!((found.disk_bytes_per_token - 1500.0).abs() < 1e-9 && found.hit_rate == 0.75, "{found:?}");
-    // Half of the misses are in the page cache. Zero, one or two experts come from it, for a quarter of a second each.
+    // Half of the misses are in the page cache. Zero, one or two experts are read from it, at a quarter of a second each.
     let found = estimate(&shape, &bandwidth, HitRates { slots: 0.75, cache: 0.5 }, overhead);
     let one = 1.0 / 7.0; // Probability of the page cache, given that the disk is not needed.
     let layer = 0.765625 * (0.2f64).max(2.0 * one * 0.25 + 0.1 * (1.0 - (6.0f64 / 7.0).powi(2)))
@@ -259,7 +259,7 @@ fn buffered_reads_leave_memory_to_page_cache() {
 
 #[test]
 fn page_cache_holds_experts_outside_limit() {
-    // The experts take 16.9 GiB.
+    // All experts together have 16.9 GiB.
     let holds = |limit: u64, machine: MachineLimits| {
         let options = PlanOptions { limit: Some(limit), ..PlanOptions::default() };
         let plan = Plan::new(&model_35b(), &machine, &options).unwrap();
@@ -305,7 +305,7 @@ fn auto_parallel_follows_free_memory() {
         let options = PlanOptions { limit: Some(limit), parallel: Parallel::Auto, ..PlanOptions::default() };
         Plan::new(shape, &limits(), &options).unwrap()
     };
-    // Four limits: resident with an eighth of free memory, resident, streaming, and little memory.
+    // Cases: resident with at least an eighth of the limit free, resident with less, streaming, and a small limit.
     let limits_in_mib = [48 << 10, 23 << 10, 8 << 10, 2300];
     assert_eq!(limits_in_mib.map(|mib| at(&model_35b(), mib * MIB).parallel), [4, 2, 2, 1]);
     let one = PlanOptions { limit: Some(23 * GIB), ..PlanOptions::default() };
