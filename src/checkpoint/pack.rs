@@ -1,7 +1,7 @@
-//! Packs: one page-aligned record per expert, so that a miss is one read instead of nine. The rows of n-gram tables are packed
-//! in the same way (`row_file.rs`).
+//! Packs: copies of a checkpoint's experts with one page-aligned record per expert, so that an expert takes one read instead
+//! of nine. A pack may also contain the rows of n-gram tables (`row_file.rs`).
 //!
-//! A pack is a separate directory; the checkpoint is never modified. It holds one file per layer (`layer-000.experts` and
+//! A pack is a separate directory. The checkpoint is never modified. A pack has one file per layer (`layer-000.experts` and
 //! so on) and a manifest:
 //!
 //! ```text
@@ -10,17 +10,19 @@
 //!                 "sha256": [HEX; experts], "crc32": [NUMBER; experts] } ] }
 //! ```
 //!
-//! Expert `e` of a layer is the record at byte `e * stride`: its nine pieces (codes, scales, biases of gate, up, down)
-//! at the manifest's offsets, the rest zero. The stride is a multiple of 16 KiB, the largest page in use.
+//! The record of expert `e` starts at byte `e * stride` of its layer's file. It has nine pieces (codes, scales and biases of
+//! gate, up and down) at the offsets in the manifest, and zeros elsewhere. The stride is a multiple of 16 KiB, the largest
+//! page size in use.
 //!
-//! A pack replaces a checkpoint's experts only if every expert has the SHA-256 in the manifest. The [`fingerprint`]
-//! finds candidate packs without reading much. All experts are hashed while packing. After that, the
-//! [identity](super::identity) of the checkpoint's files replaces those hashes: nothing is read as long as the files
-//! have the same identity. If they have another one, they are hashed again. A record's CRC-32 is verified when it is
-//! read. A damaged record is rebuilt from the checkpoint.
+//! A pack is used only if every expert of the checkpoint has the SHA-256 in the manifest. Three steps avoid hashing:
+//! * The [`fingerprint`] of the checkpoint selects candidate packs with few reads.
+//! * If the checkpoint's files have the [identity](super::identity) in the manifest, they are the files that were packed.
+//! * Otherwise all experts are hashed once, and the result is remembered for the identity of these files.
 //!
-//! The search looks for `NAME.pack` next to the checkpoint directory `NAME`, then in the cache directory. If `--out`
-//! named another directory, the cache directory has a link to it.
+//! The CRC-32 of a record is verified when the record is read. A damaged record is rebuilt from the checkpoint.
+//!
+//! The pack of the checkpoint directory `NAME` is searched in `NAME.pack` next to it, then in the cache directory. If a pack
+//! was written to another directory with `--out`, the cache directory has a link to it.
 
 mod find;
 mod manifest;
@@ -33,7 +35,7 @@ mod write;
 pub use super::identity::fingerprint;
 pub use find::{Pack, candidates, default_dir, find, link};
 pub use row_file::{PackedRows, RowRead};
-pub use rows::{find_rows, row_blocks, verify_rows, write_rows};
+pub use rows::{find_rows, row_blocks, verify_rows, write_rows, write_with_rows};
 pub use verify::verify;
 pub use write::{PackSummary, write};
 

@@ -1,4 +1,5 @@
-//! `RowTable`: a table that is far larger than memory and is read row by row, never loaded.
+//! [`RowTable`]: a table, such as an n-gram embedding, that is much larger than memory. Its rows are read from disk one by
+//! one.
 
 use super::{
     Checkpoint, MatrixLayout,
@@ -17,27 +18,31 @@ use std::{
     io,
     ops::Range,
     path::{Path, PathBuf},
-    sync::atomic::{AtomicBool, Ordering},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
 };
 
-/// Where each row lies. A row has codes, and may have scales and biases in other tensors.
+/// Format of a table and location of its rows on disk. A row has codes, and may have scales and biases in other tensors.
 #[derive(Debug, Clone)]
 pub struct RowTable {
     codes: WeightFormat,
-    /// Values of a row.
+    /// Number of values in a row.
     pub width: usize,
-    /// All values are multiplied by it.
+    /// All values are multiplied by this factor.
     global_scale: f32,
     pub rows: u64,
-    /// First row of each shard.
+    /// Number of the first row of each shard.
     starts: Vec<u64>,
-    /// The shards, each a stack of one-row matrices.
+    /// The layout of each shard, as a stack of one-row matrices.
     shards: Vec<MatrixLayout>,
     pub files: Vec<PathBuf>,
 }
 
 impl RowTable {
-    /// The table whose shards are the matrices at `paths`, in order. An FP8 table has one scale, the tensor `scale`.
+    /// Finds the table whose shards are the matrices at `paths`, in order. For an FP8 table, the tensor `scale` has the scale
+    /// of all values.
     pub fn new(from: &Checkpoint, paths: &[String], scale: &str, width: usize) -> Result<Self, ModelError> {
         let (mut rows, mut starts, mut shards) = (0, Vec::new(), Vec::<MatrixLayout>::new());
         let mut global_scale = None;
@@ -68,17 +73,18 @@ impl RowTable {
         self.shards.len()
     }
 
-    /// Bytes of a row: codes, scales, biases.
+    /// Bytes of the codes, scales and biases of a row.
     pub fn row_bytes(&self) -> [usize; 3] {
         self.codes.row_bytes(self.width)
     }
 
-    /// All bytes of a row.
+    /// Total bytes of a row.
     pub fn row_len(&self) -> usize {
         self.row_bytes().iter().sum()
     }
 
-    /// Where the rows at the start of `rows` lie, as far as one shard contains them, and the number of these rows.
+    /// The byte ranges of codes, scales and biases of consecutive rows: from the first of `rows` to the last of `rows` that
+    /// is in the same shard. Also returns the number of these rows.
     pub fn pieces(&self, rows: Range<u64>) -> ([Piece; 3], u64) {
         let shard = self.starts.partition_point(|start| *start <= rows.start).saturating_sub(1);
         let end = self.starts.get(shard + 1).copied().unwrap_or(self.rows).min(rows.end);
@@ -90,7 +96,7 @@ impl RowTable {
         (pieces.map(|piece| Piece { len: piece.len * count as usize, ..piece }), count)
     }
 
-    /// Decodes the bytes of a row.
+    /// Decodes the bytes of a row and appends the values to `out`.
     pub fn decode(&self, bytes: &[u8], out: &mut Vec<f32>) {
         let sizes = self.row_bytes();
         let (codes, rest) = bytes.split_at(sizes[0]);
@@ -101,17 +107,17 @@ impl RowTable {
     }
 }
 
-/// The files of a table, held open.
+/// The open files of a table.
 pub struct RowFiles {
-    pub table: RowTable,
+    pub table: Arc<RowTable>,
     files: HashMap<usize, DataFile>,
-    /// The same rows in a pack.
+    /// The same rows in a pack, which is preferred: it needs one read per row.
     packed: Option<PackedRows>,
     is_damage_logged: AtomicBool,
 }
 
 impl RowFiles {
-    pub fn open(table: RowTable, packed: Option<PackedRows>) -> Result<Self, StoreError> {
+    pub fn open(table: Arc<RowTable>, packed: Option<PackedRows>) -> Result<Self, StoreError> {
         let mut files = HashMap::new();
         for entry in table.shards.iter().flat_map(|shard| shard.entries.iter().flatten()) {
             if let std::collections::hash_map::Entry::Vacant(vacant) = files.entry(entry.file) {
@@ -123,7 +129,7 @@ impl RowFiles {
         Ok(Self { table, files, packed, is_damage_logged: AtomicBool::new(false) })
     }
 
-    /// The bytes of a row: codes, scales, biases. `space` is a buffer that is reused between calls.
+    /// Reads the bytes of a row: codes, scales, biases. `space` is a buffer that the caller reuses.
     pub fn read(&self, row: u64, space: &mut Vec<u8>) -> Result<Vec<u8>, StoreError> {
         if let Some(packed) = &self.packed {
             match packed.read(row, space) {
@@ -150,7 +156,7 @@ impl RowFiles {
                 path = %path.display(),
                 row,
                 why,
-                "the pack is damaged; reading such rows of the n-gram table from the checkpoint"
+                "the pack is damaged; reading damaged rows of the n-gram table from the checkpoint"
             );
         }
     }

@@ -77,7 +77,7 @@ fn write(dir: &Path) -> Result<PathBuf, StoreError> {
         .map_err(|error| StoreError::Other(format!("cannot read the checkpoint: {error}")))?;
     let out = pack::default_dir(&found.files)?;
     let out = out.ok_or_else(|| StoreError::Other("neither HOME nor XDG_CACHE_HOME is set".into()))?;
-    pack::write(&found.experts, &found.files, &out, &|_| ())?;
+    pack::write_with_rows(&found.experts, &found.tables, &found.files, &out, &|_| ())?;
     Ok(out)
 }
 

@@ -35,10 +35,9 @@ fn write(args: &cli::tool_args::PackArgs, dir: &Path, found: &CheckpointInfo) ->
     let bar = progress::bytes(2 * (map.bytes() + rows), "packing, written and compared");
     let begin = Instant::now();
     let progress = |bytes| bar.inc(bytes);
-    let summary = pack::write(map, files, &out, &progress)
-        .and_then(|summary| Ok((summary, pack::write_rows(&found.tables, files, &out, &progress)?)));
+    let written = pack::write_with_rows(map, &found.tables, files, &out, &progress);
     bar.finish_and_clear();
-    let (summary, rows) = summary?;
+    let (summary, rows) = written?;
     if args.out.is_some() {
         pack::link(files, &out)?;
     }

@@ -95,7 +95,7 @@ impl CheckpointInfo {
         checkpoint.finish()?;
         let (experts, mut files) = (ExpertMap { layers }, checkpoint.index.files.clone());
         let tables: Vec<RowTable> =
-            net.layers.iter().filter_map(|layer| Some(layer.ngram.as_ref()?.layout.table.clone())).collect();
+            net.layers.iter().filter_map(|layer| Some(RowTable::clone(&layer.ngram.as_ref()?.layout.table))).collect();
         let others = tables.iter().flat_map(|table| &table.files).filter(|file| !files.contains(file));
         files.extend(others.cloned().collect::<BTreeSet<_>>());
         let gathered = if net.head.is_some() { net.embed.bytes() as u64 } else { 0 };

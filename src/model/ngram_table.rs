@@ -41,7 +41,7 @@ pub fn bytes_per_token(shape: &NgramShape) -> u64 {
 pub struct NgramLayout {
     pub shape: NgramShape,
     hash: NgramHash,
-    pub table: RowTable,
+    pub table: Arc<RowTable>,
 }
 
 impl NgramLayout {
@@ -85,7 +85,7 @@ impl NgramLayout {
             let (rows, expected) = (table.rows, hash.rows);
             return Err(ModelError::Config(format!("the n-gram table has {rows} rows, not {expected} as configured")));
         }
-        Ok(Self { shape: shape.clone(), hash, table })
+        Ok(Self { shape: shape.clone(), hash, table: Arc::new(table) })
     }
 
     /// The rows of each of `ids`, which come after the tokens `before`.

@@ -254,21 +254,22 @@ fn packed_rows_are_the_tables_rows() {
     let expected = logits();
 
     let found = CheckpointInfo::unpacked(&dir, &options()).unwrap();
-    pack::write(&found.experts, &found.files, &out, &|_| ()).unwrap();
     let done = std::sync::atomic::AtomicU64::new(0);
     let progress = |bytes| {
         done.fetch_add(bytes, std::sync::atomic::Ordering::Relaxed);
     };
-    let bytes = pack::write_rows(&found.tables, &found.files, &out, &progress).unwrap();
+    let (summary, bytes) = pack::write_with_rows(&found.experts, &found.tables, &found.files, &out, &progress).unwrap();
+    assert!(summary.written && summary.bytes > 0);
     let table = &found.tables[0];
     let blocks = pack::row_blocks(table);
     // 127 rows of 32 bytes in a block, 1,024 blocks in a chunk.
     assert!(blocks.per_block == 127 && blocks.count() > 2 * 1024 && table.shards() > 2, "{blocks:?}");
-    assert_eq!((bytes, done.into_inner()), (blocks.file_bytes(), 2 * (bytes - 4096)));
+    assert_eq!((bytes, done.into_inner()), (blocks.file_bytes(), 2 * (summary.bytes + bytes - 4096)));
     assert_eq!(pack::write_rows(&found.tables, &found.files, &out, &|_| ()).unwrap(), 0, "it is written once");
 
     let packed = || CheckpointInfo::new(&dir, &options()).unwrap().packed_rows.pop().unwrap();
-    let [plain, packed_files] = [None, packed()].map(|packed| RowFiles::open(table.clone(), packed).unwrap());
+    let shared = std::sync::Arc::new(table.clone());
+    let [plain, packed_files] = [None, packed()].map(|packed| RowFiles::open(shared.clone(), packed).unwrap());
     assert!(packed().is_some());
     let mut space = Vec::new();
     for row in (0..table.rows).step_by(91).chain(table.rows - 300..table.rows) {

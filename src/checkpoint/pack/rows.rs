@@ -1,9 +1,10 @@
-//! Writes, finds and verifies the files of a pack that hold the rows of tables.
+//! Writes, finds and verifies the files of a pack with the rows of n-gram tables.
 
 use super::{
     find::{is_remembered, remember_comparison},
     record::fill_piece,
     row_file::{PackedRows, RowBlocks, RowHeader, file_name},
+    write::{PackSummary, write},
 };
 use crate::{
     checkpoint::{
@@ -11,7 +12,7 @@ use crate::{
         row_table::RowTable,
     },
     error::StoreError,
-    experts::{Piece, ShardFiles},
+    experts::{ExpertMap, Piece, ShardFiles},
     platform::{self, Access, os},
 };
 use sha2::{Digest, Sha256};
@@ -22,22 +23,35 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Number of blocks that are read, hashed and written together.
+/// Number of blocks per chunk. A chunk is read, hashed and written as a unit.
 const CHUNK: u64 = 1024;
-/// Number of chunks that are processed at the same time.
+/// Number of chunks processed at the same time.
 const THREADS: usize = 4;
 
-/// The rows of `table`, in blocks.
+/// The arrangement of the rows of `table` in blocks.
 pub fn row_blocks(table: &RowTable) -> RowBlocks {
     RowBlocks::new(table.rows, table.row_len())
 }
 
-/// Writes the rows of the tables of the checkpoint `files` into the directory `out` of their pack, except those that it
-/// already has. Returns the bytes written. `progress` gets the bytes written or verified since its last call; their sum is
-/// twice the size of the files.
+/// Writes a complete pack: the experts ([`write()`]), then the rows of n-gram tables ([`write_rows`]). Returns the summary of
+/// the experts, and the bytes of rows written.
+pub fn write_with_rows(
+    map: &ExpertMap,
+    tables: &[RowTable],
+    files: &[PathBuf],
+    out: &Path,
+    progress: &(dyn Fn(u64) + Sync),
+) -> Result<(PackSummary, u64), StoreError> {
+    let summary = write(map, files, out, progress)?;
+    Ok((summary, write_rows(tables, files, out, progress)?))
+}
+
+/// Writes the rows of tables of the checkpoint `files` into the pack directory `out`. Skips tables that the pack already has.
+/// Returns the number of bytes written. `progress` gets the bytes written or verified since its last call; their sum is twice
+/// the number of bytes written.
 ///
 /// # Errors
-/// An error of the file system. Rows that were read back differ. The pack belongs to another checkpoint.
+/// A file system error. Rows do not read back as written. The pack belongs to another checkpoint.
 pub fn write_rows(
     tables: &[RowTable],
     files: &[PathBuf],
@@ -104,7 +118,8 @@ fn write_file(
     Ok(())
 }
 
-/// The rows of each table in the first of the packs `dirs` that has them. A file that does not match is logged and not used.
+/// For each table, opens its rows in the first of the pack directories `dirs` that has matching rows. Skips files that do not
+/// match, with a warning.
 pub fn find_rows(dirs: &[PathBuf], tables: &[RowTable], files: &[PathBuf]) -> Vec<Option<PackedRows>> {
     let find = |(index, table): (usize, &RowTable)| {
         let paths = dirs.iter().map(|dir| dir.join(file_name(index))).filter(|path| path.exists());
@@ -119,8 +134,8 @@ pub fn find_rows(dirs: &[PathBuf], tables: &[RowTable], files: &[PathBuf]) -> Ve
     tables.iter().enumerate().map(find).collect()
 }
 
-/// Opens a file that must hold exactly the rows of `table` in `files`. Hashes all rows, unless the files are known to
-/// match.
+/// Opens a file that must contain exactly the rows of `table` in `files`. If the files are not known to match, hashes all of
+/// their rows.
 fn open(path: &Path, table: &RowTable, files: &[PathBuf]) -> Result<PackedRows, StoreError> {
     let packed = PackedRows::open(path, table.rows, table.row_len())?;
     let wrong = |why: &str| StoreError::NotAPack { path: path.to_owned(), why: why.into() };
@@ -133,7 +148,7 @@ fn open(path: &Path, table: &RowTable, files: &[PathBuf]) -> Result<PackedRows, 
         tracing::info!(
             path = %path.display(),
             rows = table.rows,
-            "hashing the n-gram table once: its files are not known to be the ones that were packed"
+            "hashing the n-gram table once to check that the packed rows were made from it"
         );
         let sums = for_each_chunk(table, |_, chunk| Ok(Sha256::digest(chunk)))?;
         if hex::encode(Sha256::digest(sums.concat())) != header.sha256 {
@@ -144,11 +159,11 @@ fn open(path: &Path, table: &RowTable, files: &[PathBuf]) -> Result<PackedRows, 
     Ok(packed)
 }
 
-/// Compares the packed rows in `dir` with the checkpoint, byte by byte. Returns the number of rows compared. Skips
-/// tables without packed rows.
+/// Compares the packed rows in `dir` with the checkpoint, byte by byte. Skips tables without packed rows. Returns the number
+/// of rows compared.
 ///
 /// # Errors
-/// An error of the file system. The first block that differs.
+/// A file system error, or a byte that differs.
 pub fn verify_rows(dir: &Path, tables: &[RowTable], progress: &(dyn Fn(u64) + Sync)) -> Result<u64, StoreError> {
     let mut compared = 0;
     for (index, table) in tables.iter().enumerate() {
@@ -176,8 +191,8 @@ pub fn verify_rows(dir: &Path, tables: &[RowTable], progress: &(dyn Fn(u64) + Sy
     Ok(compared)
 }
 
-/// Runs `work(first block, bytes)` for every chunk of the file of `table`, on [`THREADS`] threads. Returns the results
-/// in order.
+/// Assembles every chunk of `table` from the checkpoint and runs `work(first block, bytes)` for it, on [`THREADS`] threads.
+/// Returns the results in order.
 fn for_each_chunk<T: Send>(
     table: &RowTable,
     work: impl Fn(u64, &[u8]) -> Result<T, StoreError> + Sync,
@@ -193,7 +208,7 @@ fn for_each_chunk<T: Send>(
     })
 }
 
-/// Gathers blocks from the checkpoint. `part` is a buffer that is reused between calls.
+/// Assembles the blocks `numbers` from the checkpoint into `chunk`. `part` is a buffer that the caller reuses.
 fn gather(
     source: &ShardFiles,
     table: &RowTable,
