@@ -1,18 +1,18 @@
-//! `Hub`: downloads checkpoints from the Hugging Face hub into the Hugging Face cache, which other programs share.
+//! [`Hub`] downloads checkpoints from the Hugging Face hub into the Hugging Face cache, which other programs share.
 //!
-//! Only the files that a model needs are downloaded: the safetensors that its index names (or `model*.safetensors`
-//! without an index) and seven small files. All files come from one commit. Their sizes are known before the first
-//! byte, and several are transferred in parallel ([`transfer`]). An interrupted download is resumed, in the same run or
-//! the next one. The SHA-256 is verified if the hub reports one. `HF_HOME`, `HF_HUB_CACHE`, `HF_ENDPOINT` and
-//! `HF_TOKEN` have their usual meaning.
+//! It downloads only the files that a model needs: the safetensors files listed in the index (or `model*.safetensors` if
+//! there is no index) and a few small files. All files come from one commit. Their sizes are known before the download
+//! starts. Several files are transferred in parallel ([`transfer`]). An interrupted download is resumed, in the same run or
+//! in the next. The SHA-256 is verified if the hub reports one. `HF_HOME`, `HF_HUB_CACHE`, `HF_ENDPOINT` and `HF_TOKEN` have
+//! their usual meaning.
 //!
-//! A hub or mirror is untrusted. Everything that becomes part of a path is validated, a file never grows beyond its listed
-//! size, and the token goes to no other host.
+//! Hubs and mirrors are untrusted. Every text that becomes part of a path is validated. A file never becomes larger than its
+//! listed size. The token is never sent to another host.
 //!
-//! The crate `hf-hub` 0.5 uses the same cache layout but cannot guarantee this. It uses the ETag and commit of a response
-//! as path parts unchecked and sends the token to the host of a redirect. It verifies no checksum, limits no body, uses
-//! one connection per file, and does not use the system's certificate authorities. Its listing has neither sizes nor
-//! hashes.
+//! The crate `hf-hub` 0.5 uses the same cache layout but does not guarantee this. It uses the ETag and the commit of a
+//! response as parts of paths without validation, and sends the token to the host of a redirect. It does not verify
+//! checksums, limit the size of responses, transfer pieces of a file in parallel, or use the system's certificate
+//! authorities. Its listing has neither sizes nor hashes.
 
 mod cache;
 mod client;
@@ -45,13 +45,13 @@ pub struct Hub {
     endpoint: String,
     token: Option<String>,
     cache: PathBuf,
-    /// Delay before the second attempt. It doubles with each further one.
+    /// Delay before the second attempt. The delay doubles with each further attempt.
     retry_delay: Duration,
     piece_bytes: u64,
 }
 
 impl Hub {
-    /// The hub and cache that the environment selects.
+    /// The hub and the cache that the environment variables select.
     pub fn from_env() -> Result<Self, StoreError> {
         let no_home = || StoreError::Other("no directory for downloads: neither HF_HOME nor HOME is set".into());
         let cache = cache::root().ok_or_else(no_home)?;
@@ -73,12 +73,12 @@ impl Hub {
         cache::ids(&self.cache).into_iter().filter_map(|id| Some((id.clone(), self.local(&id)?))).collect()
     }
 
-    /// Deletes everything that was downloaded of a model, older revisions included.
+    /// Deletes all downloaded files of a model, including older revisions.
     pub fn remove(&self, id: &str) -> io::Result<()> {
         fs::remove_dir_all(HubCache::new(&self.cache, id).dir())
     }
 
-    /// Downloads what is missing of the model `id` at its main branch.
+    /// Downloads the missing files of the model `id` at its main branch. Returns the model's directory.
     ///
     /// # Errors
     /// See [`Hub::pull_revision`].
@@ -86,8 +86,8 @@ impl Hub {
         self.pull_revision(id, BRANCH, progress)
     }
 
-    /// Downloads what is missing of the model `id` at a branch, tag or commit, and returns its directory. `progress` gets
-    /// bytes on disk and total bytes.
+    /// Downloads the missing files of the model `id` at a branch, tag or commit. Returns the model's directory. `progress`
+    /// gets bytes on disk and total bytes.
     ///
     /// # Errors
     /// An error of the hub, with a hint. A wrong checksum. A full disk.
@@ -120,7 +120,7 @@ impl Hub {
         };
         let small: Vec<(&RepoFile, u64)> =
             listing.small_files().into_iter().map(with_size).collect::<Result<_, StoreError>>()?;
-        // The index comes first, because it lists the shards.
+        // Downloads the index first, because it lists the shards.
         if let Some(&(index, size)) = small.iter().find(|(file, _)| file.name == listing::INDEX)
             && !download.has(index, size)
         {
@@ -140,7 +140,7 @@ impl Hub {
         }
         progress(total - missing, total);
         download_files(&download, &needed, total - missing, total, progress)?;
-        // Written last, so that other programs see the revision only when it is complete.
+        // Records the commit last, so that other programs see the revision only when it is complete.
         let at = |source| StoreError::Io { path: download.snapshot.clone(), source };
         cache.set_commit(revision, &listing.sha).map_err(at)?;
         Ok(download.snapshot)
@@ -152,7 +152,7 @@ impl Hub {
         let listing: RepoListing = loop {
             attempts -= 1;
             match client.json(&path) {
-                // An unreachable hub is not retried: the model may already be complete on disk.
+                // Retries only temporary error responses. If the hub is unreachable, the model may be complete on disk.
                 Err(error @ RequestError::Status { .. }) if error.is_temporary() && attempts > 0 => {
                     let attempt = MAX_ATTEMPTS - attempts + 1;
                     tracing::warn!("the hub returned {error}; trying again ({attempt} of {MAX_ATTEMPTS})");
@@ -167,7 +167,7 @@ impl Hub {
     }
 }
 
-/// True if a snapshot has every file that its index names.
+/// True if a snapshot has every file that its index lists.
 fn is_complete(dir: &Path) -> bool {
     let path = dir.join(listing::INDEX);
     if !path.exists() {

@@ -1,9 +1,9 @@
-//! Identities of checkpoint files. A cache made from a checkpoint is used only for the same files.
+//! Identifies checkpoint files, so that a cache made from a checkpoint is used only for the same files.
 //!
-//! * The *identity* is a hash of the files' stamps. It is exact and reads no data, but a copy of the same bytes has another
-//!   identity.
-//! * The *fingerprint* is a hash of sizes, headers and samples of the data. Copies share it, but two files with the same
-//!   fingerprint may differ in a few bytes.
+//! * The *identity* is a hash of inode numbers, sizes and times. It reads no data and changes at every modification, but a
+//!   copy of a file has a different identity.
+//! * The *fingerprint* is a hash of sizes, headers and samples of the data. A copy has the same fingerprint, but files with
+//!   the same fingerprint may differ in a few bytes.
 
 use crate::{
     error::StoreError,
@@ -16,24 +16,26 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// The identity of files as they are on disk now, 32 hexadecimal digits: a hash of their [`FileStamp`]s, in order.
+/// The current identity of files: 32 hexadecimal digits, a hash of their [`FileStamp`]s in order.
 ///
-/// It costs one system call per file. Any write, copy or rename to one of the paths changes the identity. A copy of the
-/// same bytes also changes it: a valid cache may be lost, but a cache of other bytes is never used.
+/// Needs one system call per file. Any write, copy or rename to one of the paths changes the identity. So a valid cache may
+/// be ignored, but a cache of other bytes is never used.
 ///
 /// # Errors
-/// A file that does not exist.
+/// A file does not exist.
 pub fn file_identity(files: &[PathBuf]) -> Result<String, StoreError> {
     Ok(hash_stamps(&stamps(files)?))
 }
 
-/// [`file_identity`], or `None` if a file changed so recently that another change could get the same time stamp.
+/// Like [`file_identity`], but returns `None` if a file was changed so recently that another change could have the same time
+/// stamp.
 pub fn settled_identity(files: &[PathBuf]) -> Result<Option<String>, StoreError> {
     let stamps = stamps(files)?;
     Ok(stamps.iter().all(FileStamp::is_settled).then(|| hash_stamps(&stamps)))
 }
 
-/// `before`, the [`settled_identity`] of the files before they were read, if they still have it.
+/// Returns `before` if it is still the [`settled_identity`] of the files, otherwise `None`. The caller gets `before` from
+/// [`settled_identity`], then reads the files, then calls this function.
 pub fn unchanged_identity(before: Option<String>, files: &[PathBuf]) -> Option<String> {
     before.filter(|before| settled_identity(files).is_ok_and(|now| now.as_ref() == Some(before)))
 }
@@ -51,16 +53,16 @@ fn hash_stamps(stamps: &[FileStamp]) -> String {
     hex::encode(&hash.finalize()[..16])
 }
 
-/// Bytes of one sample.
+/// Size of a sample in bytes.
 const SAMPLE_BYTES: usize = 4096;
-/// Samples per file, evenly spread from its start to its end.
+/// Number of samples per file, evenly spread over the file.
 const SAMPLES: u64 = 16;
 /// Maximum size of a safetensors header in bytes.
 const MAX_HEADER_BYTES: u64 = 100 << 20;
 
-/// The fingerprint of shards, 32 hexadecimal digits: a hash of their sizes, headers (names, shapes and offsets of all
-/// tensors) and samples of the data. Other models and revisions almost always have another fingerprint. A copy with a
-/// few changed bytes may have the same one.
+/// The fingerprint of shards: 32 hexadecimal digits, a hash of their sizes, headers (names, shapes and offsets of all
+/// tensors) and samples of the data. Other models and revisions almost always have a different fingerprint. Files that differ
+/// in a few bytes may have the same fingerprint.
 pub fn fingerprint(shards: &[PathBuf]) -> Result<String, StoreError> {
     let mut hash = Sha256::new();
     for path in shards {

@@ -1,4 +1,4 @@
-//! `Index`: where each tensor of a checkpoint lies, read from validated safetensors headers. The data is not read.
+//! [`Index`]: offset, shape and type of each tensor of a checkpoint. Reads and validates only the safetensors headers.
 
 use crate::{
     error::StoreError,
@@ -21,7 +21,7 @@ const MAX_HEADER_BYTES: u64 = 100 << 20;
 /// Maximum number of dimensions of a tensor.
 const MAX_DIMENSIONS: usize = 8;
 
-/// A tensor's element type, as safetensors names it.
+/// The element type of a tensor, with the names of safetensors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "UPPERCASE")]
 pub enum Dtype {
@@ -58,12 +58,12 @@ impl Dtype {
     }
 }
 
-/// Where one tensor lies.
+/// Location, type and shape of a tensor.
 #[derive(Debug, Clone, PartialEq)]
 pub struct TensorEntry {
     /// Index into [`Index::files`].
     pub file: usize,
-    /// Bytes from the start of the file, with any alignment.
+    /// Bytes from the start of the file. Not necessarily aligned.
     pub offset: u64,
     /// Length in bytes.
     pub len: usize,
@@ -71,7 +71,7 @@ pub struct TensorEntry {
     pub shape: Vec<usize>,
 }
 
-/// All tensors of a checkpoint directory, by their names in the files.
+/// All tensors of a checkpoint directory, by their names in the safetensors files.
 #[derive(Debug, Clone)]
 pub struct Index {
     pub dir: PathBuf,
@@ -114,7 +114,7 @@ impl<'de> Deserialize<'de> for TensorShape {
     }
 }
 
-/// A JSON object without duplicate names. If a name occurred twice, parsers would disagree about its value.
+/// A JSON object without duplicate names. Duplicates are an error, since parsers disagree about which value counts.
 struct UniqueMap<T>(BTreeMap<String, T>);
 
 impl<'de, T: Deserialize<'de>> Deserialize<'de> for UniqueMap<T> {
@@ -147,11 +147,11 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for UniqueMap<T> {
 }
 
 impl Index {
-    /// Reads the headers of the shards that `model.safetensors.index.json` names, else of all `model*.safetensors`.
+    /// Reads the headers of the shards listed in `model.safetensors.index.json`. Without that file, reads the headers of all
+    /// `model*.safetensors`.
     ///
     /// # Errors
-    /// A directory without shards. A shard that is missing, invalid or truncated. A tensor that is in the index but in
-    /// no shard.
+    /// The directory has no shards. A shard is missing, invalid or truncated. No shard has a tensor that the index file lists.
     pub fn open(dir: &Path) -> Result<Self, StoreError> {
         let listed = listed_tensors(dir)?;
         let names = match &listed {
@@ -182,14 +182,14 @@ impl Index {
         }
     }
 
-    /// The tensors of one file of the checkpoint in `dir`.
+    /// Reads the header of a single file of the checkpoint in `dir`.
     pub fn open_file(dir: &Path, path: PathBuf) -> Result<Self, StoreError> {
         let mut index = Self { dir: dir.to_path_buf(), files: Vec::new(), tensors: BTreeMap::new() };
         index.add(path)?;
         Ok(index)
     }
 
-    /// The file that holds a tensor.
+    /// Path of the file that contains a tensor.
     pub fn path(&self, entry: &TensorEntry) -> &Path {
         self.files.get(entry.file).unwrap_or(&self.dir)
     }
@@ -217,8 +217,8 @@ impl Index {
         for (name, TensorHeader { dtype, shape: TensorShape(shape), data_offsets: [start, end] }) in header {
             let elements = shape.iter().try_fold(1usize, |product, &side| product.checked_mul(side));
             let bytes = elements.and_then(|elements| elements.checked_mul(dtype.bytes()));
-            // `bytes` is `None` if the shape overflows. Without the first check, that would match an end before the
-            // start.
+            // `bytes` is `None` if the shape overflows. Without the first check, `None == None` would accept an overflowing
+            // shape whose end is before its start.
             if bytes.is_none() || end.checked_sub(start) != bytes.map(|bytes| bytes as u64) {
                 return Err(bad(format!("tensor {name}: {dtype:?} {shape:?} does not match bytes {start} to {end}")));
             }
@@ -241,7 +241,7 @@ impl Index {
             }
         }
         ranges.sort();
-        // Empty tensors cannot overlap.
+        // An empty tensor overlaps no other tensor.
         ranges.retain(|(start, end, _)| start < end);
         let mut pairs = ranges.iter().zip(ranges.iter().skip(1));
         if let Some(((.., one), (.., two))) = pairs.find(|(one, two)| one.1 > two.0) {
@@ -252,12 +252,12 @@ impl Index {
     }
 }
 
-/// True for the name of a file directly in the directory.
+/// True if a name refers to a safetensors file directly in the checkpoint directory.
 fn is_plain(name: &str) -> bool {
     name.ends_with(".safetensors") && !name.contains(['/', '\0'])
 }
 
-/// The shard of each tensor, if the checkpoint has an index file.
+/// Reads the index file: the shard of each tensor. `None` if the checkpoint has no index file.
 fn listed_tensors(dir: &Path) -> Result<Option<BTreeMap<String, String>>, StoreError> {
     #[derive(Deserialize)]
     struct ShardIndex {

@@ -1,4 +1,4 @@
-//! The licence that a checkpoint's model card (`README.md`) names.
+//! Reads the licence from a checkpoint's model card (`README.md`).
 
 use crate::platform::read_small_file;
 use std::path::Path;
@@ -8,12 +8,13 @@ const MAX_BYTES: u64 = 4 << 20;
 /// Maximum length of a licence's name.
 const MAX_NAME: usize = 100;
 
-/// The licence of the checkpoint in `dir`, such as `apache-2.0`, or `other (NAME)` if the card also has a name.
+/// The licence of the checkpoint in `dir`, such as `apache-2.0`. If the model card also has a licence name, returns
+/// `LICENCE (NAME)`.
 pub fn licence(dir: &Path) -> Option<String> {
     let bytes = read_small_file(&dir.join("README.md"), MAX_BYTES).ok()?;
     let text = String::from_utf8_lossy(&bytes);
     let mut lines = text.lines();
-    // The fields are YAML between two lines of dashes.
+    // The fields are in a YAML header between two lines of dashes.
     lines.next().filter(|line| line.trim_end() == "---")?;
     let fields: Vec<&str> = lines.take_while(|line| line.trim_end() != "---").collect();
     let field = |name: &str| {

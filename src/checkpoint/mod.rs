@@ -1,12 +1,13 @@
-//! Checkpoints: a model's files on disk.
+//! Checkpoints: the files of a model.
 //!
-//! * [`index`]: where each tensor lies in the safetensors files. [`names`]: canonical tensor names.
-//! * [`trunk`]: how each matrix is quantized, and loading of the weights that stay in memory.
-//! * [`norm_encoding`]: whether norms hold w or 1 + w, if neither names nor shapes show it.
-//! * `row_table`: a table that is read row by row.
-//! * [`licence`]: the licence that the model card names.
-//! * [`mtp`]: the head for multi-token prediction.
-//! * [`pack`]: a copy of the experts with one record per expert. [`identity`]: the files that a cache was made from.
+//! * [`index`]: offset, shape and type of each tensor in the safetensors files. [`names`]: canonical tensor names.
+//! * [`trunk`]: finds the quantization of each matrix, and loads the weights that stay in memory.
+//! * [`norm_encoding`]: detects by their values whether norms store w or 1 + w.
+//! * `row_table`: a table that is read row by row and never loaded.
+//! * [`licence`]: reads the licence from the model card.
+//! * [`mtp`]: finds the head for multi-token prediction.
+//! * [`pack`]: copies of the experts with one aligned record per expert.
+//! * [`identity`]: identifies the checkpoint files from which a cache was made.
 //! * `hub`: downloads from the Hugging Face hub.
 
 #[cfg(feature = "hub")]

@@ -1,18 +1,19 @@
-//! The head for multi-token prediction (MTP) in a checkpoint: its file, its tensor names, and whether its norms store `w` or
-//! `w - 1`. Converters differ in all three.
+//! Finds and opens the head for multi-token prediction (MTP) of a checkpoint.
+//!
+//! Converters differ in the head's file, in its tensor names, and in whether its norms store `w` or `w - 1`.
 
 use super::{Checkpoint, index::Index, names::TensorName, norm_encoding};
 use crate::error::{ModelError, StoreError};
 use serde_json::Value;
 use std::path::Path;
 
-/// Prefix of the head's canonical names.
+/// Prefix of the canonical names of the head's tensors.
 pub const PREFIX: &str = "mtp.";
-/// Files that converters write next to the trunk's shards, most common first.
+/// Names of separate head files that converters write, most common first.
 const HEAD_FILES: [&str; 4] =
     ["mtp.safetensors", "mtp/weights.safetensors", "model-mtp.safetensors", "optiq/mtp.safetensors"];
 
-/// The canonical name of a head's tensor in a file that also has other tensors.
+/// The canonical name of a tensor of the head, in a file that also has other tensors.
 fn prefixed_name(name: &str) -> TensorName {
     let prefixes = ["mtp.", "model.mtp.", "language_model.mtp."];
     match prefixes.iter().find_map(|prefix| name.strip_prefix(prefix)) {
@@ -21,7 +22,7 @@ fn prefixed_name(name: &str) -> TensorName {
     }
 }
 
-/// The head of the checkpoint in `dir`, whose shards are `index`; `None` if there is none.
+/// Finds the head of the checkpoint in `dir`: in the shards of `index`, or in a separate file. `None` if there is none.
 pub fn find(dir: &Path, index: &Index, config: &Value) -> Result<Option<Checkpoint>, ModelError> {
     let has = |index: &Index| index.tensors.keys().any(|name| prefixed_name(name) != TensorName::Skipped);
     let mut found = has(index).then(|| index.clone());
@@ -36,7 +37,7 @@ pub fn find(dir: &Path, index: &Index, config: &Value) -> Result<Option<Checkpoi
     found.map(|index| open(index, config)).transpose()
 }
 
-/// The head in its own directory.
+/// Opens a head that has its own directory.
 pub fn open_dir(dir: &Path, config: &Value) -> Result<Checkpoint, ModelError> {
     open(Index::open(dir)?, config)
 }
@@ -44,7 +45,7 @@ pub fn open_dir(dir: &Path, config: &Value) -> Result<Checkpoint, ModelError> {
 fn open(index: Index, config: &Value) -> Result<Checkpoint, ModelError> {
     let is_prefixed = index.tensors.keys().any(|name| prefixed_name(name) != TensorName::Skipped);
     let bare = |name: &str| TensorName::Text(format!("{PREFIX}{name}"));
-    // The head may be quantized differently from the trunk, so its format is inferred from shapes only.
+    // The quantization table describes the trunk. The head may differ, so its format is inferred from shapes alone.
     let mut head = if is_prefixed {
         Checkpoint::open_as(index, &Value::Null, prefixed_name)?
     } else {
@@ -57,8 +58,8 @@ fn open(index: Index, config: &Value) -> Result<Checkpoint, ModelError> {
     Ok(head)
 }
 
-/// Names of norms whose values show whether the norms of a head with several residual streams hold `w` or `1 + w`. The
-/// norms before `fc` are included, because some converters added 1 to a part of the norms only.
+/// Names of the norms whose values are examined if the head has several residual streams. Includes the norms before `fc`,
+/// because some converters added 1 to only a part of the norms. `None` if the head has a single residual stream.
 fn stream_norms(head: &Checkpoint) -> Option<Vec<String>> {
     let name = |name: &str| format!("{PREFIX}{name}.weight");
     let streams = [
@@ -71,9 +72,11 @@ fn stream_norms(head: &Checkpoint) -> Option<Vec<String>> {
     head.has(&name(streams[0])).then(|| streams.map(name).to_vec())
 }
 
-/// True if the head's norms store `w - 1`. All norms are considered together, because the ranges of single norms overlap.
-/// Trained norms of queries and keys have means of 1.7 to 1.8 (0.7 to 0.8 zero-centred). The layer norms have means of at
-/// least 0.9 (0.3 to 0.4 zero-centred).
+/// True if the head's norms store `w - 1` (zero-centred).
+///
+/// Uses `config.json` if it names the encoding. Otherwise examines the means of all norms together, because the ranges of
+/// single norms overlap. Trained query and key norms have means of 1.7 to 1.8 (stored as 0.7 to 0.8 if zero-centred). Layer
+/// norms have means of at least 0.9 (stored as 0.3 to 0.4 if zero-centred).
 fn are_zero_centred(head: &Checkpoint, config: &Value) -> Result<bool, ModelError> {
     let own = &config["mtplx_mtp_quantization"];
     let encodings = [
@@ -102,8 +105,8 @@ fn are_zero_centred(head: &Checkpoint, config: &Value) -> Result<bool, ModelErro
         ((low, _), (least, _)) if low > 1.0 && least > 0.7 => Ok(false),
         _ => {
             let why = format!(
-                "cannot tell whether the norms of the MTP head store w or w - 1: their means are {heads:?} for queries and \
-                 keys, {layer:?} for the layer norms"
+                "cannot tell whether the norms of the MTP head store w or w - 1: their means are {heads:?} for the query \
+                 and key norms, {layer:?} for the layer norms"
             );
             Err(StoreError::NotACheckpoint { path: head.index.dir.clone(), why }.into())
         }
@@ -111,12 +114,12 @@ fn are_zero_centred(head: &Checkpoint, config: &Value) -> Result<bool, ModelErro
 }
 
 /// Number of layers of the head according to `config.json`.
-pub fn declared(config: &Value) -> u64 {
+pub fn declared_layers(config: &Value) -> u64 {
     let text = config.get("text_config").unwrap_or(config);
     text["mtp_num_hidden_layers"].as_u64().unwrap_or(0)
 }
 
-/// True if a directory holds only an MTP head.
-pub fn is_alone(config: &Value) -> bool {
+/// True if a checkpoint consists only of an MTP head.
+pub fn is_head_only(config: &Value) -> bool {
     config["model_type"].as_str() == Some("qwen3_5_mtp")
 }

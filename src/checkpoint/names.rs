@@ -1,15 +1,15 @@
-//! Canonical tensor names. Converters use several naming schemes; MLX's is canonical.
+//! Canonical tensor names. Converters use several naming schemes. The canonical scheme is MLX's.
 
-/// The meaning of a tensor's name.
+/// The result of converting a tensor name to its canonical form.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum TensorName {
-    /// A tensor that the caller reads, with its canonical name.
+    /// A tensor of the part of the model that the caller loads, with its canonical name.
     Text(String),
-    /// A tensor that the caller does not read: of the vision tower, of multi-token prediction, or of the text model.
+    /// A tensor of another part of the model (text model, vision tower or MTP head).
     Skipped,
 }
 
-/// The canonical form of the name of a tensor or of a quantization entry.
+/// The canonical name of a tensor of the text model. Also used for the keys of a quantization table.
 pub fn canonical_name(name: &str) -> TensorName {
     if vision_part(name).is_some() || name.split('.').any(|part| part == "mtp") {
         return TensorName::Skipped;
@@ -23,12 +23,12 @@ pub fn canonical_name(name: &str) -> TensorName {
     })
 }
 
-/// The canonical form of the name of a tensor of the vision tower.
+/// The canonical name of a tensor of the vision tower.
 pub fn vision_name(name: &str) -> TensorName {
     vision_part(name).map_or(TensorName::Skipped, |rest| TensorName::Text(format!("{VISION_TOWER}{rest}")))
 }
 
-/// The name within the vision tower. Converters use several prefixes.
+/// The name of a tensor within the vision tower, without its prefix. `None` if the tensor does not belong to the tower.
 fn vision_part(name: &str) -> Option<&str> {
     let prefixes = [
         VISION_TOWER,
@@ -50,6 +50,6 @@ pub fn layer_prefix(index: usize) -> String {
 pub const VISION_TOWER: &str = "vision_tower.";
 pub const EMBEDDING: &str = "language_model.model.embed_tokens";
 pub const FINAL_NORM: &str = "language_model.model.norm.weight";
-/// Prefix of the weights that mix the residual streams before the head, in models with several streams.
+/// Prefix of the weights that mix the residual streams before the LM head, in models with several residual streams.
 pub const LAST_MIX: &str = "language_model.model.hyper_connection_mixer.";
 pub const LM_HEAD: &str = "language_model.lm_head";

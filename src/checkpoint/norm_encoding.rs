@@ -1,21 +1,21 @@
-//! Whether the norms of a checkpoint hold `w` or `1 + w`, from their values.
+//! Detects by their values whether the norms of a checkpoint store `w` or `1 + w`.
 //!
-//! Converters of qwen4_exp publish both with the same names and shapes. The values of the norms of the residual streams
-//! show the difference: trained ones have means of about 0.2 for `w` and 1.2 for `1 + w`. One decision is made for all
-//! norms, because the ranges of single norms overlap.
+//! Converters of qwen4_exp use both encodings with the same names and shapes. The means of trained residual-stream norms
+//! differ: about 0.2 for `w`, and 1.2 for `1 + w`. All norms are examined together, because the ranges of single norms
+//! overlap.
 
 use super::Checkpoint;
 use crate::error::{ModelError, StoreError};
 
-/// A mean below it is that of `w`, a mean above it that of `1 + w`.
+/// Threshold for the mean of a norm: below it the norm stores `w`, above it `1 + w`.
 const BETWEEN: f32 = 0.6;
-/// Minimum fraction of the norms that must agree.
+/// Minimum fraction of norms that must be on the same side of the threshold.
 const AGREEING: f32 = 0.9;
 
-/// True if the norms hold `w`, zero-centred; false for `1 + w`. Only the norms in `names` are examined.
+/// True if the norms in `names` store `w` (zero-centred), false if they store `1 + w`.
 ///
 /// # Errors
-/// The norms do not agree.
+/// The norms are on both sides of the threshold, or have implausible values.
 pub fn is_zero_centred(from: &Checkpoint, names: &[String]) -> Result<bool, ModelError> {
     let mut means = Vec::with_capacity(names.len());
     for name in names {
@@ -28,7 +28,7 @@ pub fn is_zero_centred(from: &Checkpoint, names: &[String]) -> Result<bool, Mode
     let is_plausible = range[0] > -1.0 && range[1] < 3.0;
     if !is_plausible || (low < AGREEING && low > 1.0 - AGREEING) || means.is_empty() {
         let why = format!(
-            "cannot tell whether its norms hold w or 1 + w: the means of {} norms of the residual streams are {} to {}",
+            "cannot detect whether its norms store w or 1 + w: the means of {} residual-stream norms are {} to {}",
             means.len(),
             range[0],
             range[1]
@@ -37,11 +37,6 @@ pub fn is_zero_centred(from: &Checkpoint, names: &[String]) -> Result<bool, Mode
     }
     let is_zero_centred = low >= AGREEING;
     let encoding = if is_zero_centred { "w" } else { "1 + w" };
-    tracing::info!(
-        encoding,
-        least_mean = range[0],
-        largest_mean = range[1],
-        "decided what the norms of the model hold"
-    );
+    tracing::info!(encoding, least_mean = range[0], largest_mean = range[1], "detected the encoding of the norms");
     Ok(is_zero_centred)
 }

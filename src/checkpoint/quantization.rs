@@ -1,9 +1,9 @@
-//! The quantization of a matrix, inferred from its shapes and the type of its scales, and compared with `config.json`.
+//! Infers the quantization of a matrix from its shapes and the type of its scales, and compares it with `config.json`.
 //!
-//! Converters write the `quantization` table in many ways, and some tables are wrong: JANG writes the smallest width of
-//! all tensors, and other converters rename tensors afterwards. Bits and group size follow from the shapes, because the
-//! architecture defines the number of columns of a matrix. A table that differs is out of date. The mode does not
-//! follow from shapes alone, so a table with a contradicting mode is an error: the weights would be decoded wrongly.
+//! The `quantization` table of some checkpoints is wrong: JANG writes the smallest width of all tensors, and some converters
+//! rename tensors without updating the table. Since the architecture defines the number of columns of a matrix, bits and
+//! group size follow from the shapes. If the table has other values, it is ignored. The quantization mode cannot be inferred
+//! from shapes alone. So a contradicting mode in the table is an error, because the weights could be decoded wrongly.
 
 use super::{
     index::{Dtype, TensorEntry},
@@ -13,7 +13,7 @@ use crate::ops::{FP8_BLOCK, Float, WeightFormat};
 use serde_json::{Value, json};
 use std::{cell::RefCell, collections::BTreeMap};
 
-/// The table's entry for one matrix, or its default for all matrices.
+/// An entry of the table: for one matrix, or the default for all matrices.
 #[derive(Debug, Clone, Default, PartialEq)]
 struct TableEntry {
     bits: Option<u64>,
@@ -21,22 +21,26 @@ struct TableEntry {
     mode: Option<String>,
 }
 
-/// `config.json`'s `quantization`.
+/// The `quantization` table of `config.json`.
 #[derive(Debug, Default)]
 pub struct QuantizationTable {
     default: TableEntry,
-    /// By canonical path. `None` stands for `false`: not quantized.
+    /// Entries by canonical path. `None` means that the matrix is not quantized (`false` in JSON).
     by_path: BTreeMap<String, Option<TableEntry>>,
-    /// Paths of matrices whose storage differs from the table.
+    /// Paths of matrices whose stored format differs from the table.
     differing: RefCell<Vec<String>>,
 }
 
-/// Quantization methods with other tensors than MLX's or Hugging Face's FP8, by their names in `quant_method`.
-const FOREIGN: [&str; 9] =
+/// Values of `quant_method` for quantization methods that are not supported. Their tensors differ from those of MLX and of
+/// Hugging Face's FP8.
+const UNSUPPORTED_METHODS: [&str; 9] =
     ["awq", "gptq", "compressed-tensors", "modelopt", "bitnet", "bitsandbytes", "hqq", "quark", "mxtq"];
 
 impl QuantizationTable {
-    /// An unsupported method. Two contradictory entries for one matrix.
+    /// Parses the table.
+    ///
+    /// # Errors
+    /// The quantization method is not supported, or a matrix has two contradictory entries.
     pub fn new(json: &Value) -> Result<Self, String> {
         let listed = |table: &Value| TableEntry {
             bits: table.get("bits").and_then(Value::as_u64),
@@ -45,7 +49,7 @@ impl QuantizationTable {
         };
         let default = listed(json);
         let method = json.get("quant_method").and_then(Value::as_str).unwrap_or_default();
-        if default.bits.is_none() && FOREIGN.contains(&method) {
+        if default.bits.is_none() && UNSUPPORTED_METHODS.contains(&method) {
             return Err(format!("the quantization method {method} is not supported; only MLX's methods and fp8 are"));
         }
         let block = json.get("weight_block_size").filter(|_| method == "fp8");
@@ -67,10 +71,10 @@ impl QuantizationTable {
         Ok(Self { default, by_path, differing: RefCell::default() })
     }
 
-    /// Compares the table's entry for the matrix at a canonical path with its stored format.
+    /// Compares the table's entry for a matrix with the inferred format `codes`.
     ///
     /// # Errors
-    /// A description of the format that the table requires instead.
+    /// The entry contradicts the format. The error describes the format that the entry requires.
     pub fn compare(&self, path: &str, codes: WeightFormat) -> Result<(), String> {
         let exact = self.by_path.get(path);
         let is_quantized = !matches!(codes, WeightFormat::Dense(_));
@@ -80,11 +84,11 @@ impl QuantizationTable {
             }
             Some(None) => return Ok(()),
             Some(Some(listed)) => listed,
-            // A matrix without an entry may be unquantized. mlx-lm infers the format too.
+            // A matrix without an entry may be unquantized. mlx-lm also accepts this.
             None if !is_quantized => return Ok(()),
             None => &self.default,
         };
-        let Some((bits, mode)) = width(codes) else {
+        let Some((bits, mode)) = bits_and_mode(codes) else {
             self.differing.borrow_mut().push(path.into());
             return Ok(());
         };
@@ -102,7 +106,7 @@ impl QuantizationTable {
         Ok(())
     }
 
-    /// Logs one line if matrices are stored in another format than the table says.
+    /// Logs one line if the stored format of some matrices differs from the table.
     pub fn report(&self) {
         let differing = self.differing.borrow();
         if let Some(first) = differing.first() {
@@ -115,7 +119,7 @@ impl QuantizationTable {
     }
 }
 
-/// The canonical path of a table's key; `None` if the text model does not use the matrix.
+/// The canonical path of a key of the table. `None` if the matrix does not belong to the text model.
 fn canonical_path(key: &str) -> Option<String> {
     let TensorName::Text(path) = canonical_name(key.strip_suffix(".weight").unwrap_or(key)) else { return None };
     let stacked =
@@ -123,8 +127,8 @@ fn canonical_path(key: &str) -> Option<String> {
     Some(if stacked { path.replace(".mlp.experts.", ".mlp.switch_mlp.") } else { path })
 }
 
-/// Bits per code and name of the mode; `None` for an unquantized format.
-fn width(codes: WeightFormat) -> Option<(u64, &'static str)> {
+/// Bits per code and name of the mode. `None` for an unquantized format.
+fn bits_and_mode(codes: WeightFormat) -> Option<(u64, &'static str)> {
     match codes {
         WeightFormat::Dense(_) => None,
         WeightFormat::Affine { bits, .. } => Some((bits.into(), "affine")),
@@ -135,12 +139,12 @@ fn width(codes: WeightFormat) -> Option<(u64, &'static str)> {
     }
 }
 
-/// Infers the format of a matrix of `cols` columns from its packed codes and their scales. The caller compares the leading
-/// dimensions.
+/// Infers the format of a matrix with `cols` columns from the last dimension of its packed codes and scales. The caller
+/// checks the other dimensions.
 ///
 /// # Errors
-/// A description of the unknown format.
-pub fn infer(
+/// The format is unknown. The error describes it.
+pub fn infer_format(
     cols: usize,
     weight: &TensorEntry,
     scales: &TensorEntry,
@@ -168,7 +172,7 @@ pub fn infer(
     }
 }
 
-/// The float type of a tensor's elements; `None` for unsupported types.
+/// Converts a tensor's element type. `None` if the type is not a supported float type.
 pub fn float(dtype: Dtype) -> Option<Float> {
     match dtype {
         Dtype::F32 => Some(Float::F32),

@@ -1,11 +1,11 @@
-//! `Checkpoint` and `TrunkLoader`: from safetensors files to weights in memory.
+//! Loads weights from safetensors files into memory.
 //!
-//! A [`Checkpoint`] finds tensors by canonical names, checks their shapes and infers their quantization. A [`TrunkLoader`]
-//! gathers the trunk in one slab. A tensor that the model does not use is an error.
+//! A [`Checkpoint`] finds tensors by canonical name, checks their shapes and infers their quantization. It reports tensors
+//! that the model does not use as errors. A [`TrunkLoader`] loads the trunk (all weights except the experts) into a slab.
 
 use super::{
     names::{TensorName, canonical_name},
-    quantization::{QuantizationTable, float, infer},
+    quantization::{QuantizationTable, float, infer_format},
 };
 use crate::{
     checkpoint::index::{Dtype, Index, TensorEntry},
@@ -22,11 +22,11 @@ use std::{
     sync::Arc,
 };
 
-/// If the mean weight of the norms of queries and keys is larger than this, a converter added 1 twice. The value is
-/// halfway between the usual 1.75 and 2.75.
+/// If the mean weight of the query and key norms exceeds this value, a converter has probably added 1 twice. The value is
+/// halfway between the usual mean, 1.75, and 2.75.
 const SHIFTED_TWICE: f32 = 2.25;
 
-/// Trunk tensors start at multiples of this (bytes): a cache line.
+/// Alignment of trunk tensors in bytes: a cache line.
 const ALIGN: usize = 64;
 
 /// A checkpoint that records which tensors are used.
@@ -34,31 +34,33 @@ pub struct Checkpoint {
     pub index: Index,
     /// Names in the files, by canonical name.
     names: BTreeMap<String, String>,
-    claimed: RefCell<BTreeSet<String>>,
+    /// Canonical names of the tensors that were used.
+    used: RefCell<BTreeSet<String>>,
     table: QuantizationTable,
-    /// Means of the effective weights of the norms of queries and keys.
+    /// Mean of the effective weights of each query and key norm.
     norms: RefCell<Vec<f32>>,
-    /// Hugging Face's layout: norms store `w - 1`, and the convolution is `[C, 1, K]`. `None` if unknown.
+    /// True for Hugging Face's layout, where norms store `w - 1` and convolutions have shape `[C, 1, K]`. False for MLX's.
+    /// `None` if unknown.
     pub hugging_face: Option<bool>,
 }
 
-/// The format and location of one matrix, before its bytes are read.
+/// Format and location of a matrix in the checkpoint, or of a stack of matrices.
 #[derive(Debug, Clone)]
 pub struct MatrixLayout {
     pub codes: WeightFormat,
     pub rows: usize,
     pub cols: usize,
-    /// Codes, scales, biases, where they exist.
+    /// Codes, scales and biases. `None` if the format does not have them.
     pub entries: [Option<TensorEntry>; 3],
 }
 
 impl Checkpoint {
-    /// `quantization` is the table of that name in `config.json`, or null.
+    /// `quantization` is the value of that name in `config.json`, or null.
     pub fn open(index: Index, quantization: &serde_json::Value) -> Result<Self, ModelError> {
         Self::open_as(index, quantization, canonical_name)
     }
 
-    /// Like [`Checkpoint::open`], with `name_of`, which maps names in the files to canonical ones.
+    /// Like [`Checkpoint::open`], but `name_of` maps names in the files to canonical names.
     pub fn open_as(
         index: Index,
         quantization: &serde_json::Value,
@@ -78,51 +80,54 @@ impl Checkpoint {
         }
         let hugging_face = is_hugging_face(&index);
         let table = QuantizationTable::new(quantization).map_err(ModelError::Config)?;
-        Ok(Self { index, names, claimed: RefCell::default(), table, norms: RefCell::default(), hugging_face })
+        Ok(Self { index, names, used: RefCell::default(), table, norms: RefCell::default(), hugging_face })
     }
 
-    /// A tensor that may be absent. Marks it as used.
+    /// Finds a tensor and marks it as used. `None` if the checkpoint does not have it.
     pub fn find(&self, name: &str) -> Option<&TensorEntry> {
         let entry = self.index.tensors.get(self.names.get(name)?)?;
-        self.claimed.borrow_mut().insert(name.to_string());
+        self.used.borrow_mut().insert(name.to_string());
         Some(entry)
     }
 
-    /// True if there is such a tensor. Does not mark it as used.
+    /// True if the checkpoint has the tensor. Does not mark it as used.
     pub fn has(&self, name: &str) -> bool {
         self.names.contains_key(name)
     }
 
-    /// A required tensor.
+    /// Finds a tensor and marks it as used.
+    ///
+    /// # Errors
+    /// The checkpoint does not have it.
     pub fn get(&self, name: &str) -> Result<&TensorEntry, ModelError> {
         let missing = || StoreError::Missing { name: name.into(), dir: self.index.dir.clone() };
         Ok(self.find(name).ok_or_else(missing)?)
     }
 
-    /// Fails if a tensor of the text model was not used. Logs suspicious values that are not errors.
+    /// Fails if a tensor was not used. Logs warnings about suspicious values. Call it after all tensors were requested.
     pub fn finish(&self) -> Result<(), ModelError> {
         self.table.report();
         if let Some(mean) = self.shifted_twice() {
             tracing::warn!(
                 mean,
-                "the norms of queries and keys are unusually large: an old converter may have added 1 twice; \
+                "the query and key norms are unusually large: an old converter may have added 1 twice; \
                  if answers are poor, convert the checkpoint again"
             );
         }
-        let claimed = self.claimed.borrow();
-        let Some((_, found)) = self.names.iter().find(|(name, _)| !claimed.contains(*name)) else { return Ok(()) };
+        let used = self.used.borrow();
+        let Some((_, found)) = self.names.iter().find(|(name, _)| !used.contains(*name)) else { return Ok(()) };
         let file = self.index.tensors.get(found).map(|entry| self.index.path(entry).to_path_buf());
         Err(StoreError::Unknown { name: found.clone(), file: file.unwrap_or_default() }.into())
     }
 
-    /// The error for a tensor that is not `expected`.
+    /// The error for a tensor whose type or shape is not `expected`.
     pub fn mismatch(&self, name: &str, entry: &TensorEntry, expected: String) -> ModelError {
         let found = format!("{:?} {:?}", entry.dtype, entry.shape);
         let file = self.index.path(entry).to_path_buf();
         StoreError::Mismatch { name: name.into(), file, expected, found }.into()
     }
 
-    /// A small tensor of `len` floats in any shape.
+    /// Reads a small tensor of `len` floats in any shape.
     pub fn vector(&self, name: &str, len: usize) -> Result<Vec<f32>, ModelError> {
         let entry = self.get(name)?;
         let Some(float) = float(entry.dtype).filter(|_| entry.shape.iter().product::<usize>() == len) else {
@@ -132,7 +137,7 @@ impl Checkpoint {
         Ok((0..len).map(|index| float.get(&bytes, index)).collect())
     }
 
-    /// A small tensor of 64-bit integers. `None` if there is none of this name.
+    /// Reads a small tensor of 64-bit integers. `None` if the checkpoint does not have it.
     pub fn integers(&self, name: &str) -> Result<Option<Vec<i64>>, ModelError> {
         let Some(entry) = self.find(name) else { return Ok(None) };
         if entry.dtype != Dtype::I64 {
@@ -142,12 +147,13 @@ impl Checkpoint {
         Ok(Some(bytes.as_chunks().0.iter().map(|word| i64::from_le_bytes(*word)).collect()))
     }
 
-    /// A norm's effective weight.
+    /// Reads the effective weight of a norm: the factor by which the normalised value is multiplied.
     pub fn norm(&self, name: &str, len: usize) -> Result<Vec<f32>, ModelError> {
         let mut weight = self.vector(name, len)?;
         let Some(hugging_face) = self.hugging_face else {
             let why =
-                "neither a convolution nor tensor names tell whether norms hold w (MLX) or w - 1 (Hugging Face)".into();
+                "cannot tell from convolutions or tensor names whether norms store w (MLX) or w - 1 (Hugging Face)"
+                    .into();
             return Err(StoreError::NotACheckpoint { path: self.index.dir.clone(), why }.into());
         };
         if hugging_face {
@@ -159,9 +165,8 @@ impl Checkpoint {
         Ok(weight)
     }
 
-    /// The mean weight of the norms of queries and keys if it is implausibly large. It is 1.7 to 1.8 in Qwen3.5's checkpoints
-    /// (0.7 to 0.8 as stored by transformers, without the 1). Some converters added 1 twice if the checkpoint had tensors of
-    /// multi-token prediction.
+    /// The mean weight of the query and key norms, if it is implausibly large. In Qwen3.5 checkpoints it is 1.7 to 1.8
+    /// (stored as 0.7 to 0.8 by transformers). Some converters added 1 twice to checkpoints with an MTP head.
     fn shifted_twice(&self) -> Option<f32> {
         let norms = self.norms.borrow();
         let mean = norms.iter().sum::<f32>() / norms.len().max(1) as f32;
@@ -180,7 +185,7 @@ impl Checkpoint {
         Ok(read.map_err(|source| StoreError::Io { path: path.to_path_buf(), source })?)
     }
 
-    /// The unquantized tensor `name` (without the suffix `.weight`) of the shape `[lead.., rows, cols]`.
+    /// The layout of the unquantized tensor `name` (without the suffix `.weight`) with the given shape, `[.., rows, cols]`.
     pub fn dense(&self, name: &str, shape: &[usize]) -> Result<MatrixLayout, ModelError> {
         let entry = self.get(name)?;
         let (Some(float), [.., rows, cols]) = (float(entry.dtype).filter(|_| entry.shape == shape), shape) else {
@@ -194,9 +199,10 @@ impl Checkpoint {
         })
     }
 
-    /// The format and location of the matrix at `path` (`[lead.., rows, cols]`). The format follows from the shapes,
-    /// because the `quantization` table of some checkpoints is out of date. Differences from the table are only
-    /// reported.
+    /// The layout of the matrix at `path`, with shape `[lead.., rows, cols]`.
+    ///
+    /// Infers the format from the shapes, because the `quantization` table of some checkpoints is out of date. Logs
+    /// differences from the table.
     pub fn layout(&self, path: &str, lead: &[usize], rows: usize, cols: usize) -> Result<MatrixLayout, ModelError> {
         let name = format!("{path}.weight");
         let weight = self.get(&name)?;
@@ -227,7 +233,7 @@ impl Checkpoint {
         if !fits(weight) || !fits(scales) {
             return Err(expected(format!(" (its scales are {:?})", scales.shape)));
         }
-        let codes = infer(cols, weight, scales, has_biases).map_err(|why| expected(format!(", not {why}")))?;
+        let codes = infer_format(cols, weight, scales, has_biases).map_err(|why| expected(format!(", not {why}")))?;
         let biases = match codes {
             WeightFormat::Affine { .. } => {
                 let name = format!("{path}.biases");
@@ -243,7 +249,7 @@ impl Checkpoint {
         Ok(MatrixLayout { codes, rows, cols, entries: [Some(weight.clone()), Some(scales.clone()), biases] })
     }
 
-    /// The global scale of `count` matrices: `global_scale / (6 * 448)` in nvfp4, else 1.
+    /// The global scales of `count` matrices: `global_scale / (6 * 448)` for nvfp4, 1 for other formats.
     pub fn global_scales(&self, path: &str, count: usize) -> Result<Vec<f32>, ModelError> {
         let name = format!("{path}.global_scale");
         if self.find(&name).is_none() {
@@ -253,8 +259,8 @@ impl Checkpoint {
     }
 }
 
-/// True for Hugging Face's layout, false for MLX's. Looks at a convolution wider than 1, or at tensor names if there is
-/// none.
+/// True for Hugging Face's layout, false for MLX's. Decides by the shape of a convolution that is wider than 1. If there is
+/// none, decides by tensor names.
 fn is_hugging_face(index: &Index) -> Option<bool> {
     let convs = index.tensors.iter().filter(|(name, _)| name.ends_with("conv1d.weight")).map(|(_, entry)| &entry.shape);
     let wide = convs.filter(|shape| shape.iter().skip(1).product::<usize>() > 1);
@@ -265,7 +271,7 @@ fn is_hugging_face(index: &Index) -> Option<bool> {
         .or_else(|| named("language_model.").then_some(false))
 }
 
-/// The pieces of matrix `index` of a stack.
+/// The byte ranges of codes, scales and biases of matrix `index` in a stack of matrices.
 pub fn matrix_pieces(layout: &MatrixLayout, index: usize) -> [Piece; 3] {
     let bytes = layout.codes.part_bytes(layout.rows, layout.cols);
     std::array::from_fn(|part| match &layout.entries[part] {
@@ -277,28 +283,30 @@ pub fn matrix_pieces(layout: &MatrixLayout, index: usize) -> [Piece; 3] {
     })
 }
 
-/// An expert's nine pieces from its three projections.
+/// Combines the pieces of an expert's three projections (gate, up, down).
 pub fn expert_pieces(projections: [[Piece; 3]; 3]) -> [Piece; PIECES] {
     std::array::from_fn(|index| projections[index / 3][index % 3])
 }
 
-/// Ids of the two buffers that hold weights on a device: matrices, and small vectors.
+/// Numbers of the two buffers of weights on a device: matrices, and small vectors.
 const BUFFERS: [u32; 2] = [0, 1];
-/// Ids of the same buffers of a draft on the model's device.
+/// Numbers of the two buffers of a draft model on the same device.
 pub const DRAFT_BUFFERS: [u32; 2] = [2, 3];
 
-/// A filled buffer of weights. `number` is the buffer that the weights' regions name.
+/// A filled buffer of weights. `number` is the buffer number in the weights' [`Region`]s.
 pub struct TrunkBuffer {
     pub number: u32,
     pub slab: Arc<Slab>,
 }
 
-/// Gathers the trunk's matrices in one slab and its vectors in another. Run the same calls twice: first with
-/// [`TrunkLoader::measure`], which reads no matrix and computes the size, then with [`TrunkLoader::read`].
+/// Loads the trunk's matrices into one slab and its small vectors into another.
+///
+/// Make the same sequence of calls twice: first on a loader from [`TrunkLoader::measure`], which computes the size of the
+/// slab, then on a loader from [`TrunkLoader::read`], which reads the matrices.
 pub struct TrunkLoader<'a> {
     pub from: &'a Checkpoint,
     slab: Option<SlabWriter>,
-    /// Bytes used so far.
+    /// Bytes of matrices so far.
     len: usize,
     vectors: Vec<f32>,
     buffers: [u32; 2],
@@ -306,23 +314,23 @@ pub struct TrunkLoader<'a> {
 }
 
 impl<'a> TrunkLoader<'a> {
-    /// Computes sizes only. The returned weights have no memory.
+    /// A loader that computes sizes. The weights that it returns must not be used.
     pub fn measure(from: &'a Checkpoint, progress: &'a mut dyn FnMut(u64, u64)) -> Self {
         Self { from, slab: None, len: 0, vectors: Vec::new(), buffers: BUFFERS, progress }
     }
 
-    /// Reads into a slab of `len` bytes, the measured size.
+    /// A loader that reads into a slab of `len` bytes, the measured size. `progress` gets bytes read and total bytes.
     pub fn read(from: &'a Checkpoint, len: usize, progress: &'a mut dyn FnMut(u64, u64)) -> Result<Self, ModelError> {
         let slab = SlabWriter::new(len).map_err(|error| no_memory(len, &error))?;
         Ok(Self { slab: Some(slab), ..Self::measure(from, progress) })
     }
 
-    /// Uses other buffer ids.
+    /// Sets the buffer numbers.
     pub fn with_buffers(self, buffers: [u32; 2]) -> Self {
         Self { buffers, ..self }
     }
 
-    /// Bytes used so far.
+    /// Bytes of matrices so far.
     pub fn len(&self) -> usize {
         self.len
     }
@@ -331,7 +339,7 @@ impl<'a> TrunkLoader<'a> {
         self.len == 0
     }
 
-    /// The filled buffers: matrices, then vectors.
+    /// Returns the filled buffers: matrices, then vectors.
     pub fn finish(self) -> Result<[TrunkBuffer; 2], ModelError> {
         let bytes = self.vectors.len() * 4;
         let mut vectors = Slab::new(bytes).map_err(|error| no_memory(bytes, &error))?;
@@ -346,13 +354,13 @@ impl<'a> TrunkLoader<'a> {
         Ok([TrunkBuffer { number: first, slab: matrices }, TrunkBuffer { number: second, slab: Arc::new(vectors) }])
     }
 
-    /// The matrix at `path`, `[rows, cols]`.
+    /// Loads the matrix at `path` with shape `[rows, cols]`.
     pub fn weight(&mut self, path: &str, rows: usize, cols: usize) -> Result<Weight, ModelError> {
         let layout = self.from.layout(path, &[], rows, cols)?;
         self.take(path, &layout)
     }
 
-    /// The unquantized matrix `name` (without the suffix `.weight`), `[rows, cols]`.
+    /// Loads the unquantized matrix `name` (without the suffix `.weight`) with shape `[rows, cols]`.
     pub fn dense(&mut self, name: &str, rows: usize, cols: usize) -> Result<Weight, ModelError> {
         let layout = self.from.dense(name, &[rows, cols])?;
         self.take(name, &layout)
@@ -368,7 +376,7 @@ impl<'a> TrunkLoader<'a> {
         Ok(Weight { codes, rows, cols, global_scale, parts })
     }
 
-    /// The matrix at `path`, `[rows, parts * cols]`, split into `parts` matrices of `cols` columns.
+    /// Loads the matrix at `path` with shape `[rows, parts * cols]`, and splits it into `parts` matrices of `cols` columns.
     pub fn columns(&mut self, path: &str, rows: usize, cols: usize, parts: usize) -> Result<Vec<Weight>, ModelError> {
         let MatrixLayout { codes, entries, .. } = self.from.layout(path, &[], rows, parts * cols)?;
         if !cols.is_multiple_of(codes.group().max(32)) || matches!(codes, WeightFormat::Fp8(_)) {
@@ -398,13 +406,13 @@ impl<'a> TrunkLoader<'a> {
         Ok(found)
     }
 
-    /// A norm's effective weight.
+    /// Loads the effective weight of a norm.
     pub fn norm(&mut self, name: &str, len: usize) -> Result<Region, ModelError> {
         let values = self.from.norm(name, len)?;
         Ok(self.vector(&values))
     }
 
-    /// Stores a small vector.
+    /// Appends a small vector to the buffer of vectors.
     pub fn vector(&mut self, values: &[f32]) -> Region {
         let offset = self.vectors.len() * 4;
         self.vectors.extend(values);

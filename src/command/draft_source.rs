@@ -40,7 +40,7 @@ impl DraftSource {
             Some(DraftModel::Model(named)) => named,
         };
         let draft = resolve(&ModelSource::new(Some(named)))?;
-        if mtp::is_alone(&json(&draft)?) {
+        if mtp::is_head_only(&json(&draft)?) {
             return Ok(Self::Mtp { is_required: true, directory: Some(draft) });
         }
         if dflash::is_dflash(&json(&draft)?) {

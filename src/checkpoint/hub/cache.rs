@@ -1,7 +1,7 @@
-//! The Hugging Face cache on disk: `models--ORG--NAME` with `blobs`, `snapshots/COMMIT` of links to them, and
-//! `refs/BRANCH`.
+//! The Hugging Face cache on disk. A model has a directory `models--ORG--NAME` with the files in `blobs`, links to them in
+//! `snapshots/COMMIT`, and the commit of a branch in `refs/BRANCH`.
 //!
-//! Names from a hub become parts of paths only after validation.
+//! Names from a hub are validated before they become parts of paths.
 
 use crate::platform::{atomic_file::replace_file, read_small_file};
 use std::{
@@ -9,17 +9,17 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// The branch that is downloaded.
+/// The branch that is downloaded by default.
 pub const BRANCH: &str = "main";
 
-/// The cache directory: `$HF_HUB_CACHE`, else `$HF_HOME/hub`, else `~/.cache/huggingface/hub`.
+/// The cache directory: the first of `$HF_HUB_CACHE`, `$HF_HOME/hub` and `~/.cache/huggingface/hub` whose variable is set.
 pub fn root() -> Option<PathBuf> {
     let set = |name| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
     let home = || Some(set("HF_HOME").or_else(|| Some(env::home_dir()?.join(".cache/huggingface")))?.join("hub"));
     set("HF_HUB_CACHE").or_else(home)
 }
 
-/// The token that `huggingface-cli login` saved next to the cache.
+/// The token that `hf auth login` has saved next to the cache.
 pub fn token(root: &Path) -> Option<String> {
     let text = read_small_file(&root.parent()?.join("token"), 1 << 16).ok()?;
     let token = String::from_utf8(text).ok()?.trim().to_owned();
@@ -42,7 +42,7 @@ pub struct HubCache {
 }
 
 impl HubCache {
-    /// `id` is `org/name`. It contains only letters, digits, `-`, `_` and `.`.
+    /// `id` has the form `org/name`. The caller has checked that both parts contain only letters, digits, `-`, `_` and `.`.
     pub fn new(root: &Path, id: &str) -> Self {
         Self { dir: root.join(format!("models--{}", id.replace('/', "--"))) }
     }
@@ -59,26 +59,26 @@ impl HubCache {
         self.dir.join("snapshots").join(commit)
     }
 
-    /// The commit of the branch at its last complete download.
+    /// The commit of the main branch at its last complete download.
     pub fn commit(&self) -> Option<String> {
         let text = read_small_file(&self.dir.join("refs").join(BRANCH), 1 << 10).ok()?;
         let commit = String::from_utf8(text).ok()?.trim().to_owned();
         is_hash(&commit).then_some(commit)
     }
 
-    /// Records the commit of a complete download. `revision` is a valid name.
+    /// Records the commit of a complete download of `revision`, which must be valid ([`is_revision`]).
     pub fn set_commit(&self, revision: &str, commit: &str) -> io::Result<()> {
         replace_file(&self.dir.join("refs").join(revision), commit.as_bytes())
     }
 }
 
-/// True for a branch, tag or commit that can be part of a path and of a URL.
+/// True if a branch, tag or commit can be a part of a path and of a URL.
 pub fn is_revision(text: &str) -> bool {
     let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
     !text.is_empty() && !text.starts_with('.') && text.bytes().all(is_plain)
 }
 
-/// True for a git or SHA-256 hash. Files and directories of the cache are named by hashes only.
+/// True for a git or SHA-256 hash. Only hashes are used as names of files and directories in the cache.
 pub fn is_hash(text: &str) -> bool {
     matches!(text.len(), 40 | 64) && text.bytes().all(|byte| byte.is_ascii_hexdigit())
 }

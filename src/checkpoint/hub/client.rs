@@ -1,4 +1,4 @@
-//! `HubClient`: HTTP requests to a hub or a mirror. Responses are untrusted.
+//! [`HubClient`] sends HTTP requests to a hub or a mirror. Responses are untrusted.
 
 use crate::error::StoreError;
 use std::{io::Read, time::Duration};
@@ -8,13 +8,13 @@ use ureq::{
     tls::{RootCerts, TlsConfig},
 };
 
-/// Maximum number of consecutive attempts without progress.
+/// Maximum number of consecutive attempts in which no byte arrives.
 pub const MAX_ATTEMPTS: u32 = 5;
 /// Maximum number of redirects per request.
 const MAX_REDIRECTS: u32 = 6;
-/// A connection that transfers nothing for this long is closed.
+/// A connection is closed if it transfers no byte for this time.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(60);
-/// Maximum size of a listing in bytes. A model of thousands of files takes one million.
+/// Maximum size of a listing in bytes. The listing of a model with thousands of files has about one million bytes.
 const MAX_LISTING_BYTES: u64 = 32 << 20;
 
 /// Why a request failed.
@@ -23,7 +23,7 @@ pub enum RequestError {
     #[error("status {status}")]
     Status {
         status: u16,
-        /// The hub's reason, such as `GatedRepo`.
+        /// The hub's error code, such as `GatedRepo`.
         code: String,
     },
     /// The connection failed. A retry may help.
@@ -56,7 +56,7 @@ pub struct HubClient {
 pub struct FileResponse {
     /// Size of the whole file, if the hub reports it.
     pub size: Option<u64>,
-    /// True if the body is the requested range; false if it is the whole file.
+    /// True if the body is the requested range, false if it is the whole file.
     pub is_range: bool,
     /// The file's ETag.
     pub etag: Option<String>,
@@ -64,11 +64,11 @@ pub struct FileResponse {
 }
 
 impl HubClient {
-    /// `endpoint` is `https://host[:port]`, optionally with a path. The system's certificate authorities are trusted.
+    /// `endpoint` is `https://host[:port]`, optionally with a path. Trusts the system's certificate authorities.
     pub fn new(endpoint: &str, token: Option<String>) -> Self {
         let config = Agent::config_builder()
             .tls_config(TlsConfig::builder().root_certs(RootCerts::PlatformVerifier).build())
-            // `get` follows redirects itself, because the token must not go to another host.
+            // `get` follows redirects itself, so that it can withhold the token from other hosts.
             .max_redirects(0)
             .http_status_as_error(false)
             .user_agent(concat!("moestro/", env!("CARGO_PKG_VERSION")))
@@ -78,7 +78,7 @@ impl HubClient {
         Self { agent: config.build().new_agent(), endpoint: endpoint.trim_end_matches('/').into(), token }
     }
 
-    /// The JSON document at `path` below the endpoint.
+    /// Requests the JSON document at `path` below the endpoint.
     pub fn json<T: serde::de::DeserializeOwned>(&self, path: &str) -> Result<T, RequestError> {
         let response = self.get(path, None)?;
         let mut text = Vec::new();
@@ -115,14 +115,14 @@ impl HubClient {
         }
     }
 
-    /// Sends a GET request and follows redirects. The token goes to the endpoint's origin only.
+    /// Sends a GET request and follows redirects. Sends the token only to the endpoint's origin.
     fn get(&self, path: &str, range: Option<&str>) -> Result<Response<Body>, RequestError> {
         let home = origin(&self.endpoint).unwrap_or_default().to_lowercase();
         let mut url = format!("{}/{path}", self.endpoint);
         for _ in 0..=MAX_REDIRECTS {
             let mut request = self.agent.get(&url);
             if let Some(range) = range {
-                // Byte offsets refer to the uncompressed file.
+                // Forbids compression, since byte offsets refer to the uncompressed file.
                 request = request.header("range", range).header("accept-encoding", "identity");
             }
             let is_home = origin(&url).is_some_and(|origin| origin.to_lowercase() == home);
@@ -150,7 +150,7 @@ impl HubClient {
         Err(RequestError::Invalid(format!("more than {MAX_REDIRECTS} redirects")))
     }
 
-    /// Describes a failed request for a model, or for one of its files, and what the user can do.
+    /// Converts the error of a request for a model, or for one of its files, to a message with a hint for the user.
     pub fn describe(&self, id: &str, file: &str, error: RequestError) -> StoreError {
         let what = if file.is_empty() { id.to_owned() } else { format!("{id}, {file}") };
         let endpoint = &self.endpoint;
@@ -190,12 +190,12 @@ fn header<'a>(headers: &'a HeaderMap, name: &str) -> Option<&'a str> {
 fn origin(url: &str) -> Option<&str> {
     let start = url.find("://")? + 3;
     let end = url[start..].find(['/', '?', '#']).map_or(url.len(), |end| start + end);
-    // A user name and password before the host would make another host look like the endpoint.
+    // Rejects `@`: with a user name before the host, another host could look like the endpoint.
     (matches!(&url[..start], "http://" | "https://") && end > start && !url[start..end].contains('@'))
         .then(|| &url[..end])
 }
 
-/// Resolves the target of a redirect at `url` to `to`.
+/// The absolute URL of a redirect from `url` to `to`. `None` if it is not a valid HTTP URL.
 fn resolve(url: &str, to: &str) -> Option<String> {
     let from = origin(url)?;
     let next = if to.contains("://") {

@@ -1,8 +1,8 @@
-//! `ModelDownload`: the files of one model on disk, complete and partial.
+//! [`ModelDownload`]: the complete and partial files of a model on disk.
 //!
-//! `HASH.part` holds the bytes that have arrived, at their final offsets. `HASH.map` lists the ranges that are missing. It
-//! is a few seconds old at most, so a killed run can be resumed. Without a map the bytes in the part are contiguous from
-//! the start.
+//! The part file `HASH.part` has the received bytes at their final offsets. The map file `HASH.map` lists the ranges that are
+//! missing. It is updated every few seconds, so that a killed run can be resumed. Without a map file, the part file has no
+//! gaps.
 
 use super::{
     client::{HubClient, RequestError},
@@ -21,27 +21,27 @@ use std::{
     time::Duration,
 };
 
-/// Maximum size of a map in bytes.
+/// Maximum size of a map file in bytes.
 const MAX_MAP_BYTES: u64 = 1 << 20;
 
-/// The files of a model, and where they go.
+/// The download of one model: its source and its directories.
 pub struct ModelDownload<'a> {
     pub client: HubClient,
     pub id: &'a str,
     pub commit: String,
     pub snapshot: PathBuf,
     pub blobs: PathBuf,
-    /// Delay before the second attempt. It doubles with each further one.
+    /// Delay before the second attempt. The delay doubles with each further attempt.
     pub retry_delay: Duration,
     /// Maximum bytes per request.
     pub piece_bytes: u64,
 }
 
-/// The progress of a partial file, saved for the next run.
+/// The contents of a map file: the missing ranges of a partial file.
 #[derive(Serialize, Deserialize)]
 pub struct MissingRanges {
     pub size: u64,
-    /// The ETag of the bytes that have arrived. It detects that a file without a checksum has changed.
+    /// The ETag of the received bytes. For a file without a checksum, a different ETag shows that the file has changed.
     #[serde(rename = "tag")]
     pub etag: Option<String>,
     /// Start and end of each missing range, ascending. Adjacent ranges are merged.
@@ -50,11 +50,11 @@ pub struct MissingRanges {
 
 /// The state of a file on disk.
 pub enum BlobState {
-    /// Complete and linked.
+    /// The file is complete and linked into the snapshot.
     Complete,
-    /// Another process is downloading it.
+    /// Another process is downloading the file.
     Busy,
-    /// Partial. Other processes wait as long as `lock` is open.
+    /// The file is partial. Other processes wait while `lock` is open.
     Partial { part: File, lock: File, progress: MissingRanges },
 }
 
@@ -63,7 +63,7 @@ impl ModelDownload<'_> {
         fs::metadata(self.snapshot.join(&file.name)).is_ok_and(|meta| meta.len() == size)
     }
 
-    /// The size of a file in bytes. If the listing has none, it requests the first byte.
+    /// The size of a file in bytes. If the listing has no size, requests the first byte to get it.
     pub fn size(&self, file: &RepoFile) -> Result<u64, StoreError> {
         if let Some(size) = file.size {
             return Ok(size);
@@ -84,7 +84,7 @@ impl ModelDownload<'_> {
         format!("{}/resolve/{}/{}", self.id, self.commit, file.name)
     }
 
-    /// A file's path among the blobs: named by the hub's hash, else by a hash of commit and name.
+    /// Path of a file's blob. The name is the hub's hash, or a hash of commit and file name if the hub reports none.
     pub fn blob(&self, file: &RepoFile) -> PathBuf {
         let fallback = || hex::encode(Sha256::digest(format!("{}/{}", self.commit, file.name)));
         self.blobs.join(file.hash().map_or_else(fallback, str::to_owned))
@@ -94,11 +94,11 @@ impl ModelDownload<'_> {
         self.blob(file).with_extension("part")
     }
 
-    /// Opens a file of `size` bytes to download what is missing.
+    /// Opens a file of `size` bytes for download, unless it is complete or another process downloads it.
     pub fn open(&self, file: &RepoFile, size: u64) -> io::Result<BlobState> {
         let blob = self.blob(file);
         let is_complete = || fs::metadata(&blob).is_ok_and(|meta| meta.len() == size);
-        // Another revision may have downloaded the same blob.
+        // The blob may exist already from another revision.
         if is_complete() {
             return self.link(file, &blob).map(|()| BlobState::Complete);
         }
@@ -108,7 +108,7 @@ impl ModelDownload<'_> {
             Err(TryLockError::WouldBlock) => return Ok(BlobState::Busy),
             Err(TryLockError::Error(error)) => return Err(error),
         }
-        // Another process may have completed it before this one got the lock.
+        // Another process may have completed the file before this process got the lock.
         if is_complete() {
             return self.link(file, &blob).map(|()| BlobState::Complete);
         }
@@ -125,7 +125,7 @@ impl ModelDownload<'_> {
             part.set_len(0)?;
         }
         if size > self.piece_bytes || map.exists() {
-            // Pieces may arrive in any order, so the map must exist before the first write.
+            // Pieces may arrive in any order and leave gaps, so the map file must exist before the first write.
             self.save_progress(file, None, &progress);
         }
         Ok(BlobState::Partial { part, lock, progress })
@@ -139,7 +139,7 @@ impl ModelDownload<'_> {
         std::os::unix::fs::symlink(Path::new("../../blobs").join(blob.file_name().unwrap_or_default()), &link)
     }
 
-    /// Syncs the part, then saves its missing ranges. If that fails, the next run downloads more than necessary.
+    /// Syncs the part file, then writes the map file. If this fails, the next run downloads more than necessary.
     pub fn save_progress(&self, file: &RepoFile, part: Option<&File>, progress: &MissingRanges) {
         let path = self.blob(file).with_extension("map");
         let synced = part.map_or(Ok(()), |part| part.sync_data());
@@ -149,8 +149,8 @@ impl ModelDownload<'_> {
         }
     }
 
-    /// Verifies the checksum of a complete part, renames it to its blob and links it. A file with a wrong checksum is
-    /// removed.
+    /// Verifies the checksum of a complete part file, renames it to its blob and links it into the snapshot. Removes a file
+    /// with a wrong checksum.
     pub fn finish(&self, file: &RepoFile, part: &File) -> Result<(), StoreError> {
         let (blob, path) = (self.blob(file), self.part(file));
         let at = |source| StoreError::Io { path: path.clone(), source };
@@ -159,7 +159,7 @@ impl ModelDownload<'_> {
         let _ = fs::remove_file(blob.with_extension("map"));
         if !is_right {
             fs::remove_file(&path).map_err(at)?;
-            let why = "its SHA-256 differs from the hub's: damaged in transit; pull again";
+            let why = "its SHA-256 differs from the hub's, so it was damaged in transit; pull again";
             return Err(StoreError::Other(format!("{}, {}: {why}", self.id, file.name)));
         }
         fs::rename(&path, &blob).and_then(|()| self.link(file, &blob)).map_err(at)
@@ -167,11 +167,11 @@ impl ModelDownload<'_> {
 }
 
 impl MissingRanges {
-    /// True if these can be the missing ranges of a file of `size` bytes whose part has `len` bytes.
+    /// True if these can be the missing ranges of a file of `size` bytes whose part file has `len` bytes.
     fn is_valid(&self, size: u64, len: u64) -> bool {
         let ascending = self.missing.windows(2).all(|pair| pair[0].1 < pair[1].0);
         let inside = self.missing.iter().all(|(from, to)| from <= to && *to <= size);
-        // The part reaches at least to the last byte that is not missing.
+        // The part file must contain the last byte that is not missing.
         let last = self.missing.last().filter(|last| last.1 == size).map_or(size, |last| last.0);
         self.size == size && ascending && inside && last <= len && len <= size
     }

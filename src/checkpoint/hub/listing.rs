@@ -1,4 +1,4 @@
-//! `RepoListing`: the files of a repository on the hub, and the ones that a model needs. Listings are untrusted.
+//! [`RepoListing`]: the files of a repository on the hub. Selects those that a model needs. Listings are untrusted.
 
 use super::cache::is_hash;
 use crate::{error::StoreError, platform::read_small_file};
@@ -6,14 +6,14 @@ use serde::Deserialize;
 use std::{collections::BTreeSet, path::Path};
 
 pub const INDEX: &str = "model.safetensors.index.json";
-/// Maximum size of an index in bytes. That of the largest model has ten million.
+/// Maximum size of an index in bytes. The index of the largest model has ten million bytes.
 pub const MAX_INDEX_BYTES: u64 = 100 << 20;
-/// Maximum size of any other file that is not weights. Tokenizers have 10 to 30 MB.
+/// Maximum size of the other small files in bytes. Tokenizers have 10 to 30 MB.
 const MAX_SMALL_BYTES: u64 = 256 << 20;
 /// Maximum number of weight files. The largest models have about a hundred.
 const MAX_SHARDS: usize = 1000;
 
-/// Files other than weights.
+/// The files that a model needs besides its weights.
 const SMALL_FILES: [&str; 8] = [
     INDEX,
     "config.json",
@@ -22,7 +22,7 @@ const SMALL_FILES: [&str; 8] = [
     "tokenizer_config.json",
     "chat_template.jinja",
     "chat_template.json",
-    // The model card, which names the licence.
+    // The model card, which contains the licence.
     "README.md",
 ];
 
@@ -31,7 +31,7 @@ const SMALL_FILES: [&str; 8] = [
 pub struct RepoListing {
     pub sha: String,
     siblings: Vec<RepoFile>,
-    /// Such as `license:apache-2.0`.
+    /// Tags of the repository, such as `license:apache-2.0`.
     #[serde(default)]
     tags: Vec<String>,
 }
@@ -53,18 +53,18 @@ struct LfsInfo {
 }
 
 impl RepoFile {
-    /// The SHA-256, which the hub reports for large files only.
+    /// The SHA-256 of the file. The hub reports it only for large files.
     pub fn sha256(&self) -> Option<String> {
         self.lfs.as_ref()?.sha256.as_ref().map(|hash| hash.to_lowercase())
     }
 
-    /// The file's name among the cache's blobs, if the hub reports a hash.
+    /// The hash of the file, which is the name of its blob. `None` if the hub reports no hash.
     pub fn hash(&self) -> Option<&str> {
         let large = self.lfs.as_ref().and_then(|lfs| lfs.sha256.as_deref());
         large.or(self.blob.as_deref())
     }
 
-    /// Fails if a file other than weights is unreasonably large. A malicious mirror could fill the disk with it.
+    /// Fails if one of [`SMALL_FILES`] is unreasonably large. A malicious mirror could use it to fill the disk.
     pub fn check_size(&self, size: u64) -> Result<(), String> {
         let max = if self.name == INDEX { MAX_INDEX_BYTES } else { MAX_SMALL_BYTES };
         if SMALL_FILES.contains(&self.name.as_str()) && size > max {
@@ -75,7 +75,7 @@ impl RepoFile {
 }
 
 impl RepoListing {
-    /// Validates everything that becomes part of a path.
+    /// Validates every text of the listing that becomes a part of a path.
     pub fn check(&self) -> Result<(), String> {
         if !is_hash(&self.sha) {
             return Err(format!("{:?} is not a commit", self.sha));
@@ -92,17 +92,18 @@ impl RepoListing {
         Ok(())
     }
 
-    /// The licence that the repository's page names.
+    /// The licence in the tags of the repository.
     pub fn licence(&self) -> Option<&str> {
         self.tags.iter().find_map(|tag| tag.strip_prefix("license:"))
     }
 
-    /// The needed files other than weights.
+    /// The files of [`SMALL_FILES`] that the repository has.
     pub fn small_files(&self) -> Vec<&RepoFile> {
         SMALL_FILES.iter().filter_map(|name| self.find(name)).collect()
     }
 
-    /// The weight files: those that the index in `dir` names, else `model*.safetensors`, and those of a draft head and of an n-gram table.
+    /// The weight files: those listed by the index in `dir`, or `model*.safetensors` if there is no index. Also those of an
+    /// MTP head and of an n-gram table.
     pub fn shards(&self, dir: &Path) -> Result<Vec<&RepoFile>, StoreError> {
         let mut names: BTreeSet<String> = match self.find(INDEX) {
             None => {
@@ -141,13 +142,13 @@ impl RepoListing {
     }
 }
 
-/// True for a safetensors file in the root of the repository whose name needs no escaping in a URL or a path.
+/// True for a safetensors file in the root of the repository whose name needs no escaping in URLs and paths.
 fn is_weights(name: &str) -> bool {
     let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
     name.ends_with(".safetensors") && !name.starts_with('.') && name.bytes().all(is_plain)
 }
 
-/// The files that an index names.
+/// The files that an index lists.
 pub fn shard_names(index: &[u8]) -> Result<BTreeSet<String>, serde_json::Error> {
     #[derive(Deserialize)]
     struct WeightMap {

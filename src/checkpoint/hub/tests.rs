@@ -1,4 +1,4 @@
-//! Downloads from a test hub with faults.
+//! Tests of downloads from a test hub that injects faults.
 
 use super::*;
 use server::{COMMIT, HubState, TestHub, hash};
@@ -136,7 +136,7 @@ fn blobs_of_other_revisions_are_reused() {
     let client = hub_of(&hub, home.path());
     let dir = client.pull("org/name", &|_, _| ()).unwrap();
     fs::rename(&dir, dir.with_file_name("0ld")).unwrap();
-    // State after the process was killed between the last byte and the rename.
+    // The state on disk if the process was killed between the last byte and the rename.
     let blob = home.path().join("hub/models--org--name/blobs").join(hash(&noise(1, 300_000)));
     fs::rename(&blob, blob.with_extension("part")).unwrap();
     hub.change(|state| state.requested.clear());
@@ -281,8 +281,8 @@ fn hub_without_ranges_sends_whole_files() {
 
 #[test]
 fn pieces_of_two_versions_never_mix() {
-    // A file that changes during the download is a mixture of two versions. With a checksum, this is found at the end.
-    // Without one, the ETag shows it, and the download of the file restarts.
+    // If a file changes during its download, the part file mixes two versions. With a checksum, the final verification
+    // fails. Without a checksum, the ETag shows the change, and the download of the file restarts.
     for hides_sizes in [false, true] {
         let (hub, home) = (TestHub::new(&model()), tempfile::tempdir().unwrap());
         let later = noise(77, 300_000);

@@ -1,14 +1,18 @@
-//! Parallel transfer: several files, and several pieces of a large file, because one connection to a hub is slow.
+//! Transfers several files in parallel, and several pieces of a large file, because one connection to a hub is slow.
 //!
 //! ```text
-//!             the hub ignores ranges: one connection transfers the whole file
-//!           +----------------------------------------------------------------> WholeFile --+
-//! Waiting --+                                                                              +--> verified, linked: Done
-//!   |       +--> FirstPiece: one request, to test ranges --> Pieces: several in parallel --+
-//!   +--> Busy: another process downloads it; retried later
+//! Waiting ----> FirstPiece ----> Pieces -------> Done
+//!   |  ^           |                              ^
+//!   +--+           +-----------> WholeFile -------+
+//!
+//! Waiting      not opened yet; opened again later if another process downloads the file
+//! FirstPiece   one request for a range, to find out whether the hub supports ranges
+//! Pieces       the hub supports ranges: several pieces are requested in parallel
+//! WholeFile    the hub ignores ranges: one connection transfers the whole file
+//! Done         verified and linked into the snapshot
 //! ```
-//! Worker threads take pieces from a shared state. They hold its lock to take a piece and to write received bytes, but
-//! not while they read from the network.
+//! Worker threads take pieces from a shared state. They hold its lock while they take a piece and while they write received
+//! bytes, but not while they read from the network.
 
 use super::{
     client::{MAX_ATTEMPTS, RequestError},
@@ -30,14 +34,14 @@ use std::{
 const MAX_CONNECTIONS: u64 = 12;
 /// Interval between two saves of a file's progress.
 const SAVE_INTERVAL: Duration = Duration::from_secs(5);
-/// Delay before a file that another process downloads is opened again.
+/// Delay before a file is opened again if another process downloads it.
 const BUSY_DELAY: Duration = Duration::from_millis(300);
 
-/// Called with the bytes on disk and the total bytes.
+/// Progress callback: bytes on disk, total bytes.
 pub type DownloadProgress<'a> = &'a (dyn Fn(u64, u64) + Sync);
 
-/// Downloads what is missing of these files, verifies them and links them into the snapshot. `on_disk` bytes of `total`
-/// are already present.
+/// Downloads the missing bytes of these files, verifies the files and links them into the snapshot. For `progress`, `on_disk`
+/// of `total` bytes are counted as present from the start.
 pub fn download_files(
     download: &ModelDownload<'_>,
     files: &[(&RepoFile, u64)],
@@ -54,7 +58,7 @@ pub fn download_files(
     std::thread::scope(|scope| {
         for number in 1..workers {
             let thread = std::thread::Builder::new().name(format!("pull-{number}"));
-            // This thread works too, so it does not matter if another thread cannot be started.
+            // If a thread cannot be started, the other threads do its work. The calling thread works, too.
             let _ = thread.spawn_scoped(scope, || transfer.work());
         }
         transfer.work();
@@ -85,13 +89,13 @@ struct FileDownload<'a> {
     etag: Option<String>,
     /// Missing ranges that no worker has taken.
     free: Vec<Range<u64>>,
-    /// Piece ids with the part of their range that has not arrived.
+    /// Id of each piece in transfer, and the part of its range that has not arrived.
     in_flight: Vec<(u64, Range<u64>)>,
-    /// The open part file, with the lock that keeps other processes out.
+    /// The open part file, and the lock that excludes other processes.
     part: Option<(Arc<File>, File)>,
     not_before: Instant,
     saved: Instant,
-    /// Number of restarts because the file had changed.
+    /// Number of restarts because the file has changed on the hub.
     restarts: u32,
 }
 
@@ -105,7 +109,7 @@ struct FilePiece {
 /// The state that all workers share.
 struct DownloadState<'a> {
     files: Vec<FileDownload<'a>>,
-    /// Number of pieces that workers have taken. Also the id of the last one.
+    /// Number of pieces that workers have taken, which is the id of the last piece.
     pieces: u64,
     on_disk: u64,
     error: Option<StoreError>,
@@ -119,7 +123,7 @@ struct Transfer<'a> {
     progress: DownloadProgress<'a>,
 }
 
-/// Why a piece was not transferred.
+/// The reason why a piece was not transferred.
 enum PieceError {
     /// The download of the file has restarted, or another piece failed permanently.
     Cancelled,
@@ -169,7 +173,7 @@ impl<'a> FileDownload<'a> {
         MissingRanges { size: self.size, etag: self.etag.clone(), missing }
     }
 
-    /// The next piece to transfer. It is empty if all bytes have arrived and the file only has to be verified.
+    /// The next piece to transfer. The piece is empty if all bytes have arrived and the file must only be verified.
     fn next_piece(&mut self, max_bytes: u64) -> Option<Range<u64>> {
         if self.stage != FileStage::Pieces && !self.in_flight.is_empty() {
             return None;
@@ -193,7 +197,7 @@ impl<'a> Transfer<'a> {
         }
     }
 
-    /// Waits for the next piece. Returns `None` when there will be none.
+    /// Waits for the next piece. Returns `None` if all files are done or a transfer has failed.
     fn next(&self) -> Option<FilePiece> {
         let mut guard = self.state.lock();
         loop {
@@ -236,7 +240,7 @@ impl<'a> Transfer<'a> {
         }
     }
 
-    /// Reports progress. The caller holds the lock, so that reported values never decrease.
+    /// Reports progress. The caller must hold the lock, so that reported values are in order.
     fn report(&self, on_disk: u64) {
         if self.total > 0 {
             (self.progress)(on_disk, self.total);
@@ -250,7 +254,7 @@ impl<'a> Transfer<'a> {
         found.filter(|_| state.error.is_none()).map(|(_, range)| range.clone()).ok_or(PieceError::Cancelled)
     }
 
-    /// Transfers a piece. Retries broken connections as long as bytes arrive.
+    /// Transfers a piece. Retries broken connections, up to [`MAX_ATTEMPTS`] times without progress.
     fn transfer(&self, piece: FilePiece) -> Result<(), PieceError> {
         let (mut delay, mut attempts) = (self.download.retry_delay, MAX_ATTEMPTS);
         loop {
@@ -273,7 +277,7 @@ impl<'a> Transfer<'a> {
         }
     }
 
-    /// Sends one request and writes what arrives.
+    /// Sends one request and writes the received bytes.
     fn request(&self, piece: FilePiece, range: Range<u64>) -> Result<(), PieceError> {
         let (listed, size) = {
             let state = self.state.lock();
@@ -305,7 +309,8 @@ impl<'a> Transfer<'a> {
         }
     }
 
-    /// Checks the head of a response: whether the hub supports ranges, and whether the file has changed.
+    /// Checks the headers of a response. Sets the stage by whether the hub supports ranges. If the file has changed on the
+    /// hub, restarts its download.
     fn accept(&self, piece: FilePiece, etag: &Option<String>, is_range: bool) -> Result<(), PieceError> {
         let state = &mut *self.state.lock();
         let file = &mut state.files[piece.file];
@@ -344,7 +349,7 @@ impl<'a> Transfer<'a> {
         Ok(())
     }
 
-    /// Writes received bytes. The lock is held, so that a restarted file gets no bytes of the old version.
+    /// Writes received bytes to the part file. Holds the lock, so that a restarted file gets no bytes of the old version.
     fn write(&self, piece: FilePiece, bytes: &[u8]) -> Result<(), PieceError> {
         let mut save = None;
         let mut guard = self.state.lock();
@@ -367,7 +372,7 @@ impl<'a> Transfer<'a> {
         Ok(())
     }
 
-    /// Removes a finished piece. If it was the last one of a file, verifies the file. A failed piece stops the download.
+    /// Removes a finished piece. After the last piece of a file, verifies the file. A failed piece stops the whole download.
     fn finish(&self, piece: FilePiece, outcome: Result<(), PieceError>) {
         let (listed, part) = {
             let file = &mut self.state.lock().files[piece.file];
@@ -376,7 +381,7 @@ impl<'a> Transfer<'a> {
                 file.in_flight.swap_remove(at);
                 return;
             }
-            // The last piece stays in flight, so that no other worker verifies the file at the same time.
+            // Keeps the last piece in `in_flight`, so that no other worker verifies the file at the same time.
             (file.listed, file.part.as_ref().map(|(part, _)| part.clone()))
         };
         let download = self.download;

@@ -20,15 +20,15 @@ use std::{
 #[derive(Debug)]
 pub struct Pack {
     pub dir: PathBuf,
-    /// The locations of the experts' pieces in `files`.
+    /// Location of each piece of each expert in `files`.
     pub map: ExpertMap,
     pub files: Vec<PathBuf>,
-    /// The records' checksums, and the checkpoint that damaged records are rebuilt from.
+    /// Checksums of the records, and the checkpoint from which damaged records are rebuilt.
     pub records: Arc<PackRecords>,
 }
 
-/// The default directory for a pack of `files`. Its name has their fingerprint and their identity, so that two checkpoints
-/// with the same fingerprint get two packs.
+/// The default directory for the pack of a checkpoint with these `files`. The name consists of fingerprint and identity, so
+/// that two checkpoints with the same fingerprint have different directories. `None` without a cache directory.
 pub fn default_dir(files: &[PathBuf]) -> Result<Option<PathBuf>, StoreError> {
     let Some(packs) = packs_dir() else { return Ok(None) };
     Ok(Some(packs.join(format!("{}-{}", fingerprint(files)?, &file_identity(files)?[..8]))))
@@ -38,8 +38,8 @@ fn packs_dir() -> Option<PathBuf> {
     Some(os::cache_dir()?.join("packs"))
 }
 
-/// Finds the pack of the checkpoint in the directory `model`, whose experts are `map` in `files`. A pack that does not match
-/// is logged and not used.
+/// Finds the pack of the checkpoint in directory `model`, whose experts are at `map` in `files`. Skips packs that do not
+/// match, with a warning.
 pub fn find(model: &Path, map: &ExpertMap, files: &[PathBuf]) -> Option<Pack> {
     let dirs = candidates(model, files)
         .inspect_err(|error| tracing::warn!(%error, "cannot search for a pack; reading experts from the checkpoint"))
@@ -53,7 +53,7 @@ pub fn find(model: &Path, map: &ExpertMap, files: &[PathBuf]) -> Option<Pack> {
     })
 }
 
-/// The directories of all packs that may belong to these files, found without reading much.
+/// The directories of all packs that may belong to these files. Compares only fingerprints.
 pub fn candidates(model: &Path, files: &[PathBuf]) -> Result<Vec<PathBuf>, StoreError> {
     let mut dirs: Vec<PathBuf> = sibling_dir(model).filter(|dir| dir.join(MANIFEST).exists()).into_iter().collect();
     if let Some(cached) = packs_dir().filter(|dir| dir.exists()) {
@@ -62,7 +62,7 @@ pub fn candidates(model: &Path, files: &[PathBuf]) -> Result<Vec<PathBuf>, Store
     Ok(dirs)
 }
 
-/// `NAME.pack` for the checkpoint directory `NAME`.
+/// The directory `NAME.pack` for the checkpoint directory `NAME`.
 fn sibling_dir(model: &Path) -> Option<PathBuf> {
     let model = fs::canonicalize(model).ok()?;
     let mut name = model.file_name()?.to_owned();
@@ -70,7 +70,7 @@ fn sibling_dir(model: &Path) -> Option<PathBuf> {
     Some(model.with_file_name(name))
 }
 
-/// The packs in the cache whose names start with a fingerprint, sorted.
+/// The packs in the cache directory whose names start with a fingerprint, sorted.
 fn with_fingerprint(cache: &Path, fingerprint: &str) -> Vec<PathBuf> {
     let entries = fs::read_dir(cache).into_iter().flatten().flatten();
     let mut found: Vec<PathBuf> = entries
@@ -82,12 +82,12 @@ fn with_fingerprint(cache: &Path, fingerprint: &str) -> Vec<PathBuf> {
     found
 }
 
-/// Opens a pack that must hold exactly the experts of `map` in `files`. Hashes all experts of the files, unless the
-/// files are known to match.
+/// Opens a pack that must contain exactly the experts at `map` in `files`. If the files are not known to match, hashes all
+/// of their experts.
 pub fn open(dir: &Path, map: &ExpertMap, files: &[PathBuf]) -> Result<Pack, StoreError> {
     let (manifest, text) = PackManifest::read(dir)?;
     manifest.check(dir, &fingerprint(files)?, map)?;
-    // Opened before hashing, so that later reads use the files that were hashed.
+    // Opens the files before hashing, so that later reads use the same files that were hashed.
     let checkpoint = ShardFiles::open(files, Access::Buffered)?;
     let now = settled_identity(files)?;
     let is_known = now.is_some_and(|now| now == manifest.identity || is_remembered(&now, &text));
@@ -95,7 +95,7 @@ pub fn open(dir: &Path, map: &ExpertMap, files: &[PathBuf]) -> Result<Pack, Stor
         tracing::info!(
             dir = %dir.display(),
             bytes = map.bytes(),
-            "hashing the checkpoint's experts once: its files are not known to be the ones this pack was made from"
+            "hashing the checkpoint's experts once to check that this pack was made from them"
         );
         compare(dir, &manifest, &text, map, files)?;
     }
@@ -104,8 +104,8 @@ pub fn open(dir: &Path, map: &ExpertMap, files: &[PathBuf]) -> Result<Pack, Stor
     Ok(Pack { dir: dir.to_owned(), map: manifest.map(), files, records })
 }
 
-/// Compares every expert in `files` with the SHA-256 in the manifest. The pack's records are not read. A match is
-/// remembered until the files change.
+/// Compares every expert in `files` with its SHA-256 in the manifest. Does not read the records of the pack. Remembers a
+/// match until the files change.
 fn compare(
     dir: &Path,
     manifest: &PackManifest,
@@ -130,7 +130,8 @@ fn compare(
     Ok(())
 }
 
-/// The file that lists the hashes of manifests that the files with this identity match.
+/// Path of the file that remembers comparisons for checkpoint files with this identity. It lists the hashes of manifests that
+/// match them.
 fn comparisons_file(identity: &str) -> Option<PathBuf> {
     Some(packs_dir()?.join("compared").join(identity))
 }
@@ -140,8 +141,8 @@ pub(super) fn is_remembered(identity: &str, manifest: &[u8; 32]) -> bool {
     text.is_some_and(|text| text.split(|byte| *byte == b'\n').any(|line| line == hex::encode(manifest).as_bytes()))
 }
 
-/// Remembers that `files` match the manifest with this hash. `before` is their identity before they were read. Nothing is
-/// remembered if the files changed meanwhile, or so recently that another change could be missed.
+/// Remembers that `files` match the manifest with this hash. `before` is the [`settled_identity`] of the files before they
+/// were read. Does nothing if the files have changed since, or so recently that another change could be missed.
 pub(super) fn remember_comparison(before: Option<String>, files: &[PathBuf], manifest: &[u8; 32]) {
     let Some(identity) = unchanged_identity(before, files) else { return };
     let Some(path) = comparisons_file(&identity).filter(|_| !is_remembered(&identity, manifest)) else { return };
@@ -152,7 +153,7 @@ pub(super) fn remember_comparison(before: Option<String>, files: &[PathBuf], man
     }
 }
 
-/// Links the pack in `dir` into the cache, so that a search for these files finds it.
+/// Creates a link to the pack in `dir` in the cache directory, so that a search for these files finds the pack.
 pub fn link(files: &[PathBuf], dir: &Path) -> Result<(), StoreError> {
     let Some(link) = default_dir(files)? else { return Ok(()) };
     let at = |path: &Path| {
@@ -167,7 +168,7 @@ pub fn link(files: &[PathBuf], dir: &Path) -> Result<(), StoreError> {
         fs::remove_file(&link).map_err(at(&link))?;
     }
     match std::os::unix::fs::symlink(target, &link) {
-        // The cache already has a pack.
+        // The cache directory already has a pack of these files.
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
         other => other.map_err(at(&link)),
     }

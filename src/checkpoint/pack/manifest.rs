@@ -1,4 +1,4 @@
-//! `PackManifest`: the description of a pack. It is untrusted input.
+//! [`PackManifest`]: the description of a pack. Manifests are untrusted input.
 
 use crate::{
     error::StoreError,
@@ -19,16 +19,16 @@ pub const VERSION: u32 = 2;
 pub const RECORD_ALIGN: u64 = 16 << 10;
 /// Alignment of pieces within a record, in bytes: a cache line.
 pub const PIECE_ALIGN: u64 = 64;
-/// Maximum size of a manifest in bytes. That of the largest model has two million.
+/// Maximum size of a manifest in bytes. The manifest of the largest model has two million bytes.
 const MAX_BYTES: u64 = 64 << 20;
 
 #[derive(Debug, Serialize, Deserialize)]
 pub struct PackManifest {
     pub format: String,
     pub version: u32,
-    /// The checkpoint's fingerprint.
+    /// The fingerprint of the checkpoint.
     pub source: String,
-    /// The identity of the packed files. Empty if they changed so recently that another change could be missed.
+    /// The identity of the checkpoint's files. Empty if they were changed shortly before or during packing.
     #[serde(default)]
     pub identity: String,
     pub layers: Vec<LayerManifest>,
@@ -38,16 +38,16 @@ pub struct PackManifest {
 pub struct LayerManifest {
     pub file: String,
     pub stride: u64,
-    /// Offset in the record and length of each piece.
+    /// Offset in the record, and length, of each piece.
     pub pieces: [(u64, usize); PIECES],
-    /// SHA-256 of each whole record, first 32 hexadecimal digits.
+    /// First 32 hexadecimal digits of the SHA-256 of each whole record.
     pub sha256: Vec<String>,
-    /// CRC-32 of each record, up to the end of its last piece.
+    /// CRC-32 of the bytes of each record up to the end of the last piece.
     #[serde(default)]
     pub crc32: Vec<u32>,
 }
 
-/// The fields that manifests of all versions have.
+/// The fields that manifests of every version have.
 #[derive(Deserialize)]
 struct ManifestVersion {
     format: String,
@@ -75,7 +75,8 @@ impl PackManifest {
         Ok((manifest, Sha256::digest(&text).into()))
     }
 
-    /// Checks that this pack in `dir` can hold exactly the experts of `map`. It reads no expert.
+    /// Checks that the manifest and the file sizes of the pack in `dir` match a checkpoint with fingerprint `source` and
+    /// experts `map`. Does not read experts.
     pub fn check(&self, dir: &Path, source: &str, map: &ExpertMap) -> Result<(), StoreError> {
         let wrong = |why: String| StoreError::NotAPack { path: dir.to_owned(), why };
         if self.source != source {
@@ -103,7 +104,7 @@ impl PackManifest {
         Ok(())
     }
 
-    /// The locations of the experts' pieces in the layers' files.
+    /// The location of each piece of each expert in the files of the pack.
     pub fn map(&self) -> ExpertMap {
         let record = |file: usize, expert: u64, layer: &LayerManifest| {
             layer.pieces.map(|(at, len)| Piece { file: file as u32, offset: expert * layer.stride + at, len })
@@ -114,7 +115,7 @@ impl PackManifest {
         ExpertMap { layers: self.layers.iter().enumerate().map(experts).collect() }
     }
 
-    /// The records' checksums, and the locations of the experts' pieces in the checkpoint.
+    /// The records of each file: their checksums, and the location of each expert in the checkpoint, from `map`.
     pub fn records(&self, map: &ExpertMap) -> Vec<LayerRecords> {
         let layers = self.layers.iter().zip(&map.layers);
         let records = |(layer, experts): (&LayerManifest, &LayerExperts)| {
@@ -125,7 +126,7 @@ impl PackManifest {
 }
 
 impl LayerManifest {
-    /// The path of the layer's file in `dir`. `None` if the name leads out of the directory.
+    /// The path of the layer's file in `dir`. `None` if the name is not a plain file name.
     pub fn path(&self, dir: &Path) -> Option<PathBuf> {
         let mut parts = Path::new(&self.file).components();
         let is_plain = matches!((parts.next(), parts.next()), (Some(Component::Normal(_)), None));
@@ -138,7 +139,7 @@ impl LayerManifest {
         ends.max().unwrap_or(0)
     }
 
-    /// True if records are aligned and their pieces follow one another from the start.
+    /// True if records and pieces are aligned, and the pieces follow each other without gaps beyond the alignment.
     fn is_valid(&self) -> bool {
         let mut end = 0u64;
         let in_order = self.pieces.iter().all(|&(at, len)| {

@@ -1,4 +1,4 @@
-//! Records of single experts: gathering one from the checkpoint, reading one from the pack, and checksums.
+//! Records of single experts: assembles a record from the checkpoint, reads a record from the pack, and computes checksums.
 
 use super::manifest::LayerManifest;
 use crate::{
@@ -16,9 +16,9 @@ const THREADS: usize = 4;
 /// The checksums of a record.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RecordChecksums {
-    /// SHA-256 of the whole record, first 32 hexadecimal digits.
+    /// First 32 hexadecimal digits of the SHA-256 of the whole record.
     pub sha256: String,
-    /// CRC-32 up to the end of the last piece, which is the part that is read.
+    /// CRC-32 of the bytes up to the end of the last piece. Only these bytes are read while serving.
     pub crc32: u32,
 }
 
@@ -29,7 +29,7 @@ impl RecordChecksums {
     }
 }
 
-/// Gathers a record from the checkpoint's pieces.
+/// Assembles a record from the checkpoint's pieces.
 pub fn gather(
     source: &ShardFiles,
     pieces: &[Piece; PIECES],
@@ -46,7 +46,7 @@ pub fn gather(
     Ok(())
 }
 
-/// Opens a layer's file so that reads come from the disk and not from the page cache, if the file system allows it.
+/// Opens a layer's file so that reads come from the disk and not from the page cache, if the file system supports this.
 pub fn open(path: &Path) -> Result<DataFile, StoreError> {
     let disk = DataFile::open_uncached(path).map_err(|source| StoreError::Io { path: path.to_owned(), source })?;
     disk.drop_cached(0, disk.len() as usize);
@@ -80,8 +80,8 @@ pub fn fill_piece(source: &ShardFiles, piece: &Piece, into: &mut [u8]) -> Result
     Ok(())
 }
 
-/// Runs `work(expert, buffers)` for every expert of a layer on [`THREADS`] threads. Each thread has two page-aligned
-/// buffers of one record. Returns the results in order. The first error stops the run.
+/// Runs `work(expert, buffers)` for every expert of a layer on [`THREADS`] threads. Each thread has two page-aligned buffers
+/// with the size of a record. Returns the results in order. Stops at the first error.
 pub fn for_each_expert<T, W>(experts: usize, record: usize, work: W) -> Result<Vec<T>, StoreError>
 where
     T: Send,

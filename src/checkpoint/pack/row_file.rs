@@ -1,12 +1,12 @@
-//! `PackedRows`: a file of the pack that holds the rows of a table, so that a row is one aligned read.
+//! [`PackedRows`]: a file of a pack with the rows of a table, where a row takes one aligned read.
 //!
 //! ```text
-//! header block:  a JSON object, then spaces
-//! other blocks:  as many whole rows as fit, zeros, and in the last 4 bytes a CRC-32 (little-endian)
+//! header block:  a JSON object, padded with spaces
+//! other blocks:  as many whole rows as fit, zeros, and a CRC-32 in the last 4 bytes (little-endian)
 //! ```
-//! A block has 4 KiB, or the next multiple that holds a row. The CRC-32 covers the block's number (8 bytes,
-//! little-endian) and all bytes of the block before the CRC. Like the manifest of experts, the header has the
-//! checkpoint's fingerprint and identity. It also has a SHA-256 of all rows.
+//! The size of a block is the smallest multiple of 4 KiB that has room for a row and the CRC. The CRC-32 covers the block's
+//! number (8 bytes, little-endian) and all bytes of the block before the CRC. Like the manifest of experts, the header has
+//! the checkpoint's fingerprint and identity. It also has a SHA-256 of all rows.
 
 use crate::{error::StoreError, platform::DataFile};
 use serde::{Deserialize, Serialize};
@@ -18,24 +18,24 @@ use std::{
 
 const FORMAT: &str = "moestro rows";
 const VERSION: u32 = 1;
-/// Bytes of a block that holds several rows, and of the header.
+/// Size of the header block in bytes. The size of other blocks is a multiple.
 const BLOCK: usize = 4096;
-/// Bytes of a block's checksum.
+/// Size of a block's CRC-32 in bytes.
 const CHECKSUM: usize = 4;
 
-/// The header of a file of rows. It is untrusted input.
+/// The header of a file of rows. Headers are untrusted input.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct RowHeader {
     format: String,
     version: u32,
-    /// The checkpoint's fingerprint.
+    /// The fingerprint of the checkpoint.
     pub source: String,
-    /// The identity of the packed files. Empty if they changed so recently that another change could be missed.
+    /// The identity of the checkpoint's files. Empty if they were changed shortly before or during packing.
     pub identity: String,
     pub rows: u64,
     /// Bytes of a row.
     pub row: usize,
-    /// SHA-256 over the SHA-256 hashes of all chunks of rows.
+    /// SHA-256 of the concatenated SHA-256 hashes of all chunks of rows.
     pub sha256: String,
 }
 
@@ -44,7 +44,7 @@ impl RowHeader {
         Self { format: FORMAT.into(), version: VERSION, source, identity, rows, row, sha256 }
     }
 
-    /// The header's block.
+    /// The header block.
     pub fn to_bytes(&self) -> Result<Vec<u8>, StoreError> {
         let mut text = serde_json::to_vec(self).map_err(|error| StoreError::Other(error.to_string()))?;
         text.resize(text.len().max(BLOCK), b' ');
@@ -52,7 +52,7 @@ impl RowHeader {
     }
 }
 
-/// How rows are arranged in blocks.
+/// The arrangement of rows in blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RowBlocks {
     /// Bytes of a row.
@@ -74,7 +74,7 @@ impl RowBlocks {
         self.rows.div_ceil(self.per_block as u64)
     }
 
-    /// Where a block lies in the file.
+    /// Offset of a block in the file.
     pub fn offset(&self, block: u64) -> u64 {
         BLOCK as u64 + block * self.size as u64
     }
@@ -91,7 +91,7 @@ impl RowBlocks {
         }
     }
 
-    /// True if the block's checksum is right.
+    /// True if the block's checksum matches.
     pub fn is_intact(number: u64, block: &[u8]) -> bool {
         block
             .split_last_chunk::<CHECKSUM>()
@@ -109,7 +109,7 @@ fn checksum(number: u64, bytes: &[u8]) -> u32 {
 /// The result of reading a row.
 pub enum RowRead {
     Intact(Vec<u8>),
-    /// The checksum of its block differs.
+    /// The checksum of the row's block does not match.
     Damaged,
 }
 
@@ -123,10 +123,10 @@ pub struct PackedRows {
 }
 
 impl PackedRows {
-    /// Opens the file at `path`, which must hold `rows` rows of `row` bytes.
+    /// Opens the file at `path`, which must contain `rows` rows of `row` bytes.
     ///
     /// # Errors
-    /// An error of the file system. The file has another format or size.
+    /// A file system error, or the file has another format or size.
     pub fn open(path: &Path, rows: u64, row: usize) -> Result<Self, StoreError> {
         let io_error = |source| StoreError::Io { path: path.to_owned(), source };
         let wrong = |why: String| StoreError::NotAPack { path: path.to_owned(), why };
@@ -154,7 +154,7 @@ impl PackedRows {
         self.file.path()
     }
 
-    /// The bytes of a row. `space` is a buffer that is reused between calls.
+    /// Reads the bytes of a row. `space` is a buffer that the caller reuses.
     pub fn read(&self, row: u64, space: &mut Vec<u8>) -> io::Result<RowRead> {
         let RowBlocks { row: len, size, per_block, .. } = self.blocks;
         let (number, at) = (row / per_block as u64, (row % per_block as u64) as usize * len);
@@ -171,7 +171,7 @@ impl PackedRows {
     }
 }
 
-/// The name of the file of a table's rows in a pack.
+/// Name of the file with the rows of table number `table`.
 pub fn file_name(table: usize) -> PathBuf {
     format!("table-{table:03}.rows").into()
 }

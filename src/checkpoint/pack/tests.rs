@@ -9,7 +9,7 @@ use crate::{
 };
 use std::{fs, os::unix::fs::FileExt, path::PathBuf};
 
-/// Two shards with 3 layers of 5 experts, at odd offsets and out of order.
+/// A checkpoint of two shards with 3 layers of 5 experts, at odd offsets and out of order.
 struct TestCheckpoint {
     root: tempfile::TempDir,
     map: ExpertMap,
@@ -43,7 +43,7 @@ impl TestCheckpoint {
         self.root.path().join("model")
     }
 
-    /// The directory that `find` tries first.
+    /// The directory in which `find` searches first.
     fn pack_dir(&self) -> PathBuf {
         self.root.path().join("model.pack")
     }
@@ -105,14 +105,14 @@ fn pack_of_slightly_changed_copy_is_rejected() {
     let checkpoint = TestCheckpoint::new();
     checkpoint.write().unwrap();
     let print = fingerprint(&checkpoint.files).unwrap();
-    // A byte of an expert that no sample contains.
+    // Changes a byte of an expert that is in none of the fingerprint's samples.
     let changed = checkpoint.map.layers[1][3][3];
     let file = fs::File::options().read(true).write(true).open(&checkpoint.files[changed.file as usize]).unwrap();
     let mut byte = [0];
     let at = changed.offset + changed.len as u64 / 2;
     file.read_exact_at(&mut byte, at).unwrap();
     file.write_all_at(&[byte[0] ^ 16], at).unwrap();
-    assert_eq!(fingerprint(&checkpoint.files).unwrap(), print, "the samples do not show it");
+    assert_eq!(fingerprint(&checkpoint.files).unwrap(), print, "the fingerprint does not change");
     let why = open(&checkpoint.pack_dir(), &checkpoint.map, &checkpoint.files).unwrap_err().to_string();
     assert!(why.contains("made from another checkpoint: layer 1, expert 3 differs"), "{why}");
     let why = verify(&checkpoint.pack_dir(), &checkpoint.map, &checkpoint.files, &|_| ()).unwrap_err().to_string();

@@ -1,4 +1,4 @@
-//! `verify`: compares a pack with its checkpoint, byte by byte.
+//! Compares a pack with its checkpoint, byte by byte.
 
 use super::{
     find::remember_comparison,
@@ -13,11 +13,11 @@ use crate::{
 };
 use std::path::{Path, PathBuf};
 
-/// Compares every record of the pack in `dir` with the checkpoint's `files` and with both of its checksums. `progress`
-/// gets the bytes compared since its last call. Their sum is the size of the pack. Returns the number of experts.
+/// Compares every record of the pack in `dir` with the checkpoint's `files` and with its two checksums. `progress` gets the
+/// bytes compared since its last call; their sum is the size of the pack. Returns the number of experts.
 ///
 /// # Errors
-/// An error of the file system. The first expert that differs, with its layer and offset.
+/// A file system error, or an expert that differs. The error names the layer and the offset.
 pub fn verify(
     dir: &Path,
     map: &ExpertMap,
@@ -39,7 +39,7 @@ pub fn verify(
             let (Some(pieces), Some(sha256), Some(&crc32)) =
                 (experts.get(expert), layer.sha256.get(expert), layer.crc32.get(expert))
             else {
-                return Err(wrong(expert, "the manifest has no checksum of it".into()));
+                return Err(wrong(expert, "the manifest has no checksum for this expert".into()));
             };
             read(&disk, expert, layer, packed)?;
             gather(&source, pieces, layer, ours)?;

@@ -1,4 +1,4 @@
-//! `write`: creates a pack and reads back every record.
+//! Creates a pack, and reads back and verifies every record.
 
 use super::{
     find,
@@ -18,7 +18,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// The result of packing.
+/// The result of [`write`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PackSummary {
     pub bytes: u64,
@@ -27,13 +27,15 @@ pub struct PackSummary {
     pub written: bool,
 }
 
-/// Packs the experts `map` of the checkpoint files `files` into the directory `out`. The directory appears only after
-/// every record was read back from the disk and verified. A failure leaves nothing behind. `progress` gets the bytes
-/// written or verified since its last call. Their sum is twice the size of the pack.
+/// Packs the experts at `map` in the checkpoint's `files` into the directory `out`.
+///
+/// Writes to a temporary directory, reads back every record from the disk, verifies it, and then renames the directory. After
+/// an error, removes the temporary directory. `progress` gets the bytes written or verified since its last call; their sum is
+/// twice the size of the pack.
 ///
 /// # Errors
-/// An error of the file system, with the file. `out` holds something else. A record that was read back differs. The
-/// checkpoint was modified meanwhile.
+/// A file system error, with the file. `out` exists and is neither empty nor a pack. A record does not read back as written.
+/// The checkpoint was modified while it was read.
 pub fn write(
     map: &ExpertMap,
     files: &[PathBuf],
@@ -63,7 +65,7 @@ pub fn write(
         return Err(failed(out)(io::Error::new(io::ErrorKind::StorageFull, why)));
     }
     let before = settled_identity(files)?;
-    // Reads through it fail if a file was modified.
+    // Reads from these open files fail if a file was modified.
     let source = ShardFiles::open(files, Access::Buffered)?;
     let partial = PartialDir::create(out).map_err(failed(out))?;
     let mut layers = Vec::with_capacity(plans.len());
@@ -88,7 +90,7 @@ pub fn write(
     Ok(PackSummary { bytes, experts, written: true })
 }
 
-/// Lays out the pieces in the records of a layer.
+/// Computes the offsets of the pieces in the records of a layer.
 fn plan_layer(index: usize, experts: &[[Piece; PIECES]]) -> Result<LayerManifest, StoreError> {
     let lens = experts.first().map_or([0; PIECES], |pieces| pieces.map(|piece| piece.len));
     if experts.iter().any(|pieces| pieces.map(|piece| piece.len) != lens) {

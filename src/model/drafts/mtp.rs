@@ -148,7 +148,7 @@ pub fn inspect(
             let json = config::json(dir)?;
             let found = files::find(dir, index, &json);
             match found.and_then(|found| found.map(|from| MtpInfo::new(from, model)).transpose()) {
-                Ok(None) if files::declared(&json) > 0 => {
+                Ok(None) if files::declared_layers(&json) > 0 => {
                     tracing::debug!(
                         "config.json declares an MTP head, but the files have none; falling back to prompt-lookup drafts"
                     );
