@@ -1,4 +1,4 @@
-//! Belady's algorithm against exhaustive search.
+//! Compares Belady's algorithm with exhaustive search.
 
 use crate::support_belady::misses;
 use proptest::prelude::*;

@@ -1,4 +1,4 @@
-//! Eviction scores against their definition.
+//! Compares eviction scores with their definition.
 
 use moestro::experts::{
     ExpertChoice,
@@ -60,7 +60,7 @@ fn near_misses_score_higher_than_distant_ones() {
 #[test]
 fn prior_score_fades_as_tokens_arrive() {
     let mut scores = EvictionScores::new(1, 3);
-    scores.prime(2, 0.8);
+    scores.set_prior(2, 0.8);
     assert!((scores.score(2) - 0.8).abs() < 1e-6 && scores.score(1) == 0.0);
     for _ in 0..100 {
         scores.update(0, selected(&[1], 1));
@@ -112,12 +112,12 @@ fn score_matches_its_definition() {
 fn prior_score_weighs_sixteen_tokens() {
     let mut scores = EvictionScores::new(2, 3);
     for (key, prior) in [(0, -1.0), (1, 7.0), (4, 0.5)] {
-        scores.prime(key, prior);
+        scores.set_prior(key, prior);
     }
     assert_eq!([0, 1, 2, 3, 4, 5].map(|key| scores.score(key)), [0.0, 1.0, 0.0, 0.0, 0.5, 0.0]);
     scores.update(1, selected(&[0], 1));
     let expected = [1.0 / 17.0, 0.5 * 16.0 / 17.0, 0.0];
     assert!((3..6).zip(expected).all(|(key, share)| (scores.score(key) - share).abs() < 1e-6));
-    scores.prime(99, 0.5);
+    scores.set_prior(99, 0.5);
     assert_eq!(scores.score(99), 0.0);
 }

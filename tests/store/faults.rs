@@ -1,5 +1,5 @@
-//! Disk faults: the request that needed the expert gets an error that names file, expert and offset. The next request works,
-//! and no slot is lost.
+//! Tests of disk faults. The request that needs the unreadable expert gets an error that names file, expert and offset. The
+//! next request works, and no slot is lost.
 
 use moestro::{
     device::{CpuTimeline, SyncPoint},
@@ -27,7 +27,7 @@ fn byte(at: u64) -> u8 {
     (at.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 40) as u8
 }
 
-/// One file. Each expert has three pieces, far enough apart for three reads.
+/// A map of experts in one file. The three pieces of each expert are so far apart that they need three reads.
 fn map() -> ExpertMap {
     let piece = |layer: usize, expert: usize, part: usize| {
         let part = part as u64;
@@ -52,7 +52,7 @@ fn bytes() -> Vec<u8> {
     (0..size() as u64).map(byte).collect()
 }
 
-/// Fetches experts and compares every byte.
+/// Fetches experts and compares every byte with the file.
 fn fetch_and_compare(store: &ExpertStore, layer: usize, experts: &[u32], phase: PassKind) -> Result<(), StoreError> {
     let map = map();
     let choice = ExpertChoice { ids: experts, k: experts.len(), logits: &[] };
@@ -71,7 +71,7 @@ fn fetch_and_compare(store: &ExpertStore, layer: usize, experts: &[u32], phase: 
     Ok(())
 }
 
-/// Checks after a fault that every slot can still hold any expert.
+/// Checks after a fault that every expert can be fetched and that no slot is lost.
 fn assert_works(store: &ExpertStore) {
     let slots = store.slots();
     for round in 0..4 {
@@ -90,7 +90,7 @@ struct DiskFaults {
     unreadable: Mutex<Vec<std::ops::Range<u64>>>,
     /// Number of reads that will be interrupted.
     interrupted: AtomicUsize,
-    /// Reads return at most 700 bytes.
+    /// If true, reads return at most 700 bytes.
     is_short: AtomicBool,
 }
 
@@ -310,7 +310,7 @@ fn replaced_shard_is_served_from_open_file() {
     }
 }
 
-/// The limit applies to a process, so a child process runs the test.
+/// Runs the test in a child process, because the limit of open files applies to the whole process.
 #[test]
 fn descriptor_limit_error_names_the_file() {
     const CHILD: &str = "MOESTRO_TEST_FEW_FILES";

@@ -1,4 +1,4 @@
-//! Reading, replacing and rejecting files.
+//! Tests that read, replace and reject files.
 
 use moestro::platform::{
     Access, DataFile, MAX_BLOCK,
@@ -39,10 +39,10 @@ fn direct_and_buffered_reads_return_same_bytes() {
 
 #[test]
 fn dropped_pages_leave_the_cache() {
-    // In the build directory, because the directory for temporary files may be in memory.
+    // Uses the build directory, because the directory for temporary files may be in memory.
     let mut named = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let len = 64 * 16384;
-    // Small writes, because a large write could become one large block of the cache, which can only be dropped as a
+    // Writes small parts. A large write could become one large block of the page cache, which can only be dropped as a
     // whole.
     (0..len / 4096).for_each(|_| named.write_all(&[7; 4096]).unwrap());
     named.as_file().sync_all().unwrap();
@@ -134,7 +134,7 @@ fn replace_file_is_all_or_nothing() {
     replace_file(&file, b"one").unwrap();
     replace_file(&file, b"two").unwrap();
     assert_eq!(fs::read(&file).unwrap(), b"two");
-    // A file cannot replace a directory. The failed attempt leaves nothing behind.
+    // A file cannot replace a directory. After the error, no temporary file is left.
     assert!(replace_file(&root.path().join("a"), b"three").is_err());
     assert_eq!(fs::read_dir(root.path()).unwrap().count(), 1);
     assert_eq!(fs::read_dir(root.path().join("a")).unwrap().count(), 1);
@@ -162,7 +162,7 @@ fn partial_dir_is_all_or_nothing() {
     assert!(PartialDir::create(&out).err().unwrap().to_string().contains("another run"));
     drop(partial);
     assert_eq!(fs::read_dir(root.path().join("a")).unwrap().count(), 0);
-    // A killed process leaves its directory behind, unlocked.
+    // A killed process leaves its temporary directory without a lock.
     fs::create_dir(root.path().join("a/.b.partial")).unwrap();
     fs::write(root.path().join("a/.b.partial/old"), "0").unwrap();
     let partial = PartialDir::create(&out).unwrap();
@@ -187,7 +187,7 @@ fn zeroed_buffer_is_zero_and_writable() {
 #[test]
 fn short_direct_reads_continue_at_block_boundaries() {
     const BLOCK: usize = 64;
-    // A direct file that returns odd numbers of bytes and rejects unaligned reads.
+    // Simulates direct reads: rejects unaligned reads, and returns odd numbers of bytes.
     let file: Vec<u8> = (0..1000u32).map(|at| (at * 7 + at / 256) as u8).collect();
     for (needed, len) in [(1000, 1024), (500, 512), (64, 64)] {
         let mut buffer = vec![0; len];

@@ -1,4 +1,4 @@
-//! Identities of checkpoint files.
+//! Tests of the identity of checkpoint files.
 
 use moestro::checkpoint::identity::{file_identity, settled_identity};
 use std::{
@@ -16,7 +16,7 @@ fn any_change_to_a_file_changes_identity() {
     assert_eq!((first.len(), file_identity(&files).unwrap()), (32, first.clone()), "computing it changes nothing");
     assert_ne!(file_identity(&[files[1].clone(), files[0].clone()]).unwrap(), first, "the order counts");
 
-    // A copy with the same bytes and the same modification time replaces the file.
+    // Replaces the file with a copy that has the same bytes and the same modification time.
     let written = fs::metadata(&files[1]).unwrap().modified().unwrap();
     let copy = dir.path().join("copy");
     fs::copy(&files[1], &copy).unwrap();
@@ -25,7 +25,7 @@ fn any_change_to_a_file_changes_identity() {
     let second = file_identity(&files).unwrap();
     assert_ne!(second, first);
 
-    // The file is modified and its modification time set back.
+    // Modifies the file and resets its modification time.
     std::thread::sleep(Duration::from_millis(20));
     fs::write(&files[1], [8; 100]).unwrap();
     fs::File::options().write(true).open(&files[1]).unwrap().set_modified(written).unwrap();
@@ -39,7 +39,7 @@ fn any_change_to_a_file_changes_identity() {
 fn recently_changed_file_is_not_settled() {
     let file = tempfile::NamedTempFile::new().unwrap();
     let files = [file.path().to_owned()];
-    // A modification time in the future must not count as old.
+    // A file with a modification time in the future is not settled.
     file.as_file().set_modified(SystemTime::now() + Duration::from_secs(900)).unwrap();
     assert_eq!(settled_identity(&files).unwrap(), None);
 }

@@ -1,4 +1,4 @@
-//! Safetensors headers: valid, damaged and hostile ones.
+//! Tests of valid, damaged and hostile safetensors headers.
 
 use moestro::checkpoint::{
     index::Index,

@@ -1,4 +1,4 @@
-//! `run_jobs`: order, buffers and errors.
+//! Tests of `run_jobs`: order, buffers and errors.
 
 use moestro::platform::run_jobs;
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -1,4 +1,4 @@
-//! Packs through the command line: a pack of another checkpoint is never used, and damaged records are rebuilt.
+//! Tests of packs through the command line. A pack of another checkpoint is never used. Damaged records are rebuilt.
 
 use crate::{process::Process, shard::Shard};
 use moestro::{
@@ -38,13 +38,13 @@ fn moestro(root: &Path, args: &[&str]) -> Output {
     command.args(args).output().unwrap()
 }
 
-/// The answer of the model in `dir`, and its stderr.
+/// Runs `moestro generate` on the model in `dir`. Returns its answer and its stderr.
 fn answer(root: &Path, dir: &str) -> (String, String) {
     let output = moestro(root, &["generate", dir, "-p", "What is 12+7?", "--temp", "0", "--thinking", "off"]);
     (String::from_utf8(output.stdout).unwrap(), String::from_utf8(output.stderr).unwrap())
 }
 
-/// Flips the sign of most scales of experts. Leaves the bytes that a fingerprint samples unchanged.
+/// Flips the sign of most scales of experts, except in the bytes that the fingerprint samples.
 fn flip_scales(model: &Path) {
     let mut bytes = fs::read(model).unwrap();
     let data = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
@@ -76,8 +76,8 @@ fn pack_of_changed_copy_is_not_used() {
     assert!(stderr.contains("experts are read from their pack"), "{stderr}");
     assert_ne!(changed, "12 + 7 = 19.\n", "the change has no effect, so this test is void");
 
-    // The pack is found by its fingerprint, through the link in the cache. After the rename it is also next to the
-    // original.
+    // The search finds the pack of the original by its fingerprint, through the link in the cache directory. After the
+    // rename, the pack is also next to the checkpoint.
     fs::rename(root.path().join("copy.pack"), root.path().join("original.pack")).unwrap();
     let (text, stderr) = answer(root.path(), "original");
     assert_eq!(text, "12 + 7 = 19.\n");
@@ -91,7 +91,7 @@ fn pack_of_changed_copy_is_not_used() {
 fn experts_are_rehashed_only_after_file_changes() {
     let root = tempfile::tempdir().unwrap();
     let model = checkpoint(root.path(), "model").join("model.safetensors");
-    // The last change must be old enough for a settled identity.
+    // Waits until the files are settled, so that they have an identity.
     std::thread::sleep(Duration::from_millis(3100));
     let packed = moestro(root.path(), &["pack", "model"]);
     assert!(packed.status.success(), "{}", String::from_utf8_lossy(&packed.stderr));
@@ -104,7 +104,7 @@ fn experts_are_rehashed_only_after_file_changes() {
         stderr.contains(hashed)
     };
     assert!(!load(), "the packed files are known");
-    // Another file with the same bytes.
+    // Replaces a file with another file that has the same bytes.
     let other = root.path().join("other");
     fs::copy(&model, &other).unwrap();
     fs::rename(&other, &model).unwrap();
@@ -183,8 +183,8 @@ fn damaged_record_is_rebuilt_from_checkpoint() {
     assert_eq!(shard.take(&store, 0, &[1, 4], PassKind::Decode).unwrap(), 2, "the store still works");
 }
 
-/// Fetches experts of a layer. Returns two counts: experts whose bytes were right the last time they were handed out,
-/// and the times that wrong bytes were handed out.
+/// Fetches experts of a layer. Returns the number of experts whose last returned bytes were correct, and how often wrong
+/// bytes were returned.
 fn fetch_counting_wrong(
     shard: &Shard,
     store: &ExpertStore,
@@ -211,7 +211,7 @@ fn fetch_counting_wrong(
 #[test]
 fn layer_ends_after_all_checksums_match() {
     let dir = tempfile::tempdir().unwrap();
-    // Experts are so large that they are handed out before their checksums are verified.
+    // Experts are so large that they are returned before their checksums are verified.
     let shard = Shard::new(dir.path(), 300_000);
     let out = dir.path().join("model.pack");
     pack::write(&shard.map, &shard.files, &out, &|_| ()).unwrap();
@@ -240,8 +240,8 @@ fn layer_ends_after_all_checksums_match() {
     assert!(early > 0, "no expert was handed out before verification, so this test is void");
 }
 
-/// The logits of some tokens with `slots` slots: first a chunk of sixteen, then one at a time. Also returns the number of
-/// damaged records, and whether the model is resident.
+/// Loads the model with `slots` slots and evaluates a chunk of 16 tokens, then single tokens. Returns the bits of the logits,
+/// the number of damaged records, and whether the model is resident.
 fn logits(dir: &Path, slots: usize) -> (Vec<u32>, i64, bool) {
     let store = StoreOptions { slots: Some(slots), ..StoreOptions::default() };
     let options = model::LoadOptions { store, threads: Some(2), ..model::LoadOptions::default() };
@@ -261,7 +261,7 @@ fn logits(dir: &Path, slots: usize) -> (Vec<u32>, i64, bool) {
 fn damaged_records_do_not_change_logits() {
     let root = tempfile::tempdir().unwrap();
     let dir = root.path().join("model");
-    // Experts have 1.7 MB, so that they are used before their checksums are verified.
+    // Experts have 1.7 MB, so they are used before their checksums are verified.
     let dimensions = synth::Dimensions { layers: 4, experts: 12, vocab: 512, ..synth::Dimensions::of_35b() };
     let (eos_token_ids, extras) = (vec![], vec![]);
     let options = synth::SynthOptions {

@@ -1,4 +1,4 @@
-//! Checksums of packed records: damage is found, reported once, and repaired from the checkpoint.
+//! Tests of the checksums of packed records: damage is detected, reported once, and repaired from the checkpoint.
 
 use moestro::{
     experts::{LayerRecords, PIECES, PackRecords, Piece, ShardFiles},
@@ -6,7 +6,8 @@ use moestro::{
 };
 use std::io::Write;
 
-/// Two records of two pieces. The checkpoint holds the second record from byte 50 on, with its pieces in reverse order.
+/// A pack of two records with two pieces each. The checkpoint has the second record from byte 50 on, with its pieces in
+/// reverse order.
 fn pack(record: &[u8; 200]) -> (PackRecords, tempfile::NamedTempFile) {
     let mut file = tempfile::NamedTempFile::new().unwrap();
     file.write_all(&[0; 50]).unwrap();
@@ -34,9 +35,9 @@ fn one_flipped_bit_fails_verification() {
         assert!(pack.verify(0, 256, &changed).unwrap_err().to_string().contains("checksum"));
     }
     pack.verify(0, 256, &record).unwrap();
-    // Ranges that are not whole records.
+    // These ranges are not whole records.
     for (file, offset, len) in [(1, 256, 200), (0, 255, 200), (0, 512, 200), (0, 256, 199)] {
-        assert!(pack.is_due(file, offset, len).is_err(), "{file} {offset} {len}");
+        assert!(pack.count_read(file, offset, len).is_err(), "{file} {offset} {len}");
         assert!(pack.verify(file, offset, &record[..len]).is_err(), "{file} {offset} {len}");
     }
 }
@@ -45,11 +46,11 @@ fn one_flipped_bit_fails_verification() {
 fn every_sixteenth_read_is_verified() {
     let record = record();
     let (pack, _file) = pack(&record);
-    let is_due = || pack.is_due(0, 256, 200).unwrap();
-    let turns: Vec<usize> = (0..600).filter(|_| is_due()).collect();
+    let count_read = || pack.count_read(0, 256, 200).unwrap();
+    let turns: Vec<usize> = (0..600).filter(|_| count_read()).collect();
     assert!(turns.iter().copied().eq((0..600).step_by(16)), "{turns:?}");
     assert!(pack.verify(0, 256, &[8; 200]).is_err());
-    assert!(is_due() && !is_due(), "one more verification after a mismatch");
+    assert!(count_read() && !count_read(), "one more verification after a mismatch");
 }
 
 #[test]

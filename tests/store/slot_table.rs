@@ -1,4 +1,4 @@
-//! The slot table against a simple reference model.
+//! Compares the slot table with a simple reference model.
 
 use moestro::{
     device::SyncPoint,
@@ -157,7 +157,7 @@ proptest! {
             }
             prop_assert_eq!((slots.used(), slots.len()), (model.len(), present));
             let waiting = model.values().filter(|h| h.pins == 0 && h.until > passed).map(|h| SyncPoint(h.until)).min();
-            prop_assert_eq!(slots.next_mark(), waiting);
+            prop_assert_eq!(slots.next_sync_point(), waiting);
             for key in 0..KEYS as ExpertKey {
                 prop_assert_eq!(slots.find(key), model.get(&key).map(|h| h.slot));
             }
@@ -217,7 +217,7 @@ fn unusable_expert_is_freed_at_last_unpin() {
         slots.unpin(claim.slot, SyncPoint::START, &scores);
         assert_eq!((slots.find(3), slots.used(), slots.state(claim.slot)), (None, 0, SlotState::Free));
     }
-    // An unpinned damaged expert is evictable; one that is being checked is not.
+    // An unpinned expert can be evicted in state Damaged but not in state Checking.
     for (state, is_evicted) in [
         (SlotState::Damaged, true),
         (SlotState::Checking, false),

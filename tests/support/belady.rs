@@ -1,9 +1,11 @@
-//! Belady's algorithm: the optimal cache, which knows all future requests. Real caches are compared with it.
+//! Belady's algorithm: the optimal cache replacement, which knows all future requests. Real caches are compared with it.
 
 use std::collections::{BTreeSet, HashMap};
 
-/// For each request, whether an optimal cache of `slots` entries misses. It evicts the entry whose next use is last
-/// (Belady 1966). If that is the requested entry, it is read but not cached. The cache starts empty.
+/// For each request, true if an optimal cache of `slots` entries misses. The cache starts empty.
+///
+/// On a miss, the cache evicts the entry whose next use is the latest (Belady 1966). If the requested entry itself has the
+/// latest next use, it is not cached.
 pub fn misses(requests: &[u32], slots: usize) -> Vec<bool> {
     const NEVER: usize = usize::MAX;
     let mut next = vec![NEVER; requests.len()];
@@ -19,7 +21,7 @@ pub fn misses(requests: &[u32], slots: usize) -> Vec<bool> {
         .zip(&next)
         .enumerate()
         .map(|(at, (&key, &next))| {
-            // Entries are ordered by their next use. The current request is the next use of this key.
+            // Entries are ordered by their next use. A cached entry for this key has the current request as its next use.
             let hit = cached.remove(&(at, key));
             if hit || cached.len() < slots {
                 cached.insert((next, key));

@@ -1,4 +1,4 @@
-//! Follows a random output format for a few tokens, as an answer would.
+//! Compiles a random output format and follows it for a few tokens, as an answer would.
 
 use crate::formats::Source;
 use moestro::chat::{
@@ -18,7 +18,7 @@ pub fn compiler(root: &str) -> GrammarCompiler {
     GrammarCompiler::new(Arc::new(Tokenizer::load(&demo).expect("the demo's tokenizer")), &[EOS])
 }
 
-/// The format that the fields of a chat request ask for.
+/// The output format that the fields of a chat request select.
 pub fn format(fields: &Value) -> OutputFormat {
     if let Some(tools) = fields["tools"].as_array() {
         let tools = tools.iter().cloned().enumerate().collect();
@@ -50,7 +50,7 @@ pub fn follow(
     for _ in 0..STEPS {
         let allowed = constraint.allowed();
         measured("mask");
-        // An answer that meets such an error ends with status 400.
+        // The server answers a request whose format causes this error with status 400.
         let Ok(NextTokens::Only(words)) = allowed else { break };
         let bits = words.iter().zip((0u32..).step_by(32));
         let allowed: Vec<u32> = bits

@@ -1,10 +1,10 @@
-//! Random output formats for attacks: deep, wide, looping or intersecting JSON schemas, regular expressions, Lark
-//! grammars and tools. Many are invalid.
+//! Generates random output formats that may attack the grammar compiler: deep, wide, recursive or intersecting JSON schemas,
+//! regular expressions, Lark grammars and tools. Many of them are invalid.
 
 use serde_json::{Map, Value, json};
 use std::fmt::Write;
 
-/// Random decisions. They are taken from given bytes, and from a fixed sequence after the last byte.
+/// A source of random decisions: first from given bytes, then from a pseudo-random sequence.
 pub struct Source<'a> {
     bytes: &'a [u8],
     state: u64,
@@ -12,7 +12,7 @@ pub struct Source<'a> {
 
 impl<'a> Source<'a> {
     pub fn new(bytes: &'a [u8], seed: u64) -> Self {
-        // Spreads neighbouring seeds: the first number of the sequence is otherwise the same for thousands of them.
+        // Mixes the seed. Otherwise the first decision would be the same for thousands of consecutive seeds.
         Self { bytes, state: seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) }
     }
 
@@ -30,7 +30,7 @@ impl<'a> Source<'a> {
         all[self.below(all.len())]
     }
 
-    /// A size: small in most cases, sometimes very large.
+    /// A random size: usually small, sometimes very large.
     fn size(&mut self) -> usize {
         match self.below(8) {
             0..4 => self.below(6),
@@ -41,7 +41,7 @@ impl<'a> Source<'a> {
     }
 }
 
-/// The fields of a chat request that ask for a random format.
+/// The fields of a chat request with a random format.
 pub fn fields(source: &mut Source) -> Value {
     let strict = source.below(2) == 0;
     match source.below(10) {
@@ -87,7 +87,7 @@ fn root_schema(source: &mut Source) -> Value {
     }
 }
 
-/// Schemas of one kind nested in each other, up to hundreds of levels.
+/// Nested schemas of one kind, with up to hundreds of levels.
 fn nested(source: &mut Source) -> Value {
     let (levels, kind) = (source.size().min(400), source.below(5));
     (0..levels).fold(json!({"type": "integer"}), |inner, _| match kind {
@@ -99,7 +99,7 @@ fn nested(source: &mut Source) -> Value {
     })
 }
 
-/// Many properties, values or alternatives.
+/// A schema with many properties, values or alternatives.
 fn wide(source: &mut Source) -> Value {
     let count = source.size();
     let part = |source: &mut Source| schema(source, 1);
@@ -123,7 +123,7 @@ fn wide(source: &mut Source) -> Value {
     }
 }
 
-/// Definitions that refer to each other: chains, loops, trees.
+/// Schema definitions that refer to each other in chains, cycles or trees.
 fn referring(source: &mut Source) -> Value {
     let (count, kind) = (1 + source.size().min(600), source.below(7));
     let target = |i: usize| json!({"$ref": format!("#/$defs/d{}", i % count)});
@@ -210,7 +210,7 @@ fn regex(source: &mut Source, depth: usize) -> String {
         let part = if depth > 0 && source.below(2) == 0 {
             format!("({}|{})", regex(source, depth - 1), regex(source, depth - 1))
         } else {
-            // The last atoms are rarely used, because the compiler often does not support them.
+            // Rarely uses the last atoms, because the compiler does not support most of them.
             let known = if source.below(20) == 0 { atoms.len() } else { 10 };
             atoms[source.below(known)].to_owned()
         };

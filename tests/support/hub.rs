@@ -1,4 +1,4 @@
-//! A test hub: an HTTP server with one model, `org/name`, and configurable faults.
+//! [`TestHub`]: an HTTP server with one model, `org/name`, and configurable faults.
 
 use sha2::{Digest, Sha256};
 use std::{
@@ -14,15 +14,15 @@ pub const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 #[derive(Default)]
 pub struct HubState {
     pub files: HashMap<String, Vec<u8>>,
-    /// Sizes that the listing reports instead of the real ones.
+    /// False sizes for the listing, by file name.
     pub listed_sizes: HashMap<String, u64>,
-    /// Disconnects after this many bytes of this file, once per entry.
+    /// File name and number of bytes: closes the connection after that many bytes of the file, once per entry.
     pub disconnects: Vec<(String, usize)>,
-    /// Statuses of the next responses, last one first.
+    /// HTTP statuses of the next responses, in reverse order.
     pub statuses: Vec<u16>,
     /// Sends bytes that do not match the checksum.
     pub corrupts: bool,
-    /// The token that requests must have.
+    /// The token that requests must contain.
     pub token: Option<String>,
     /// File and start of every requested range.
     pub requested: Vec<(String, usize)>,
@@ -33,22 +33,24 @@ pub struct HubState {
     pub tokens: Vec<Option<String>>,
     /// Redirects file requests to this address.
     pub redirect_to: Option<String>,
-    /// ETag and commit to report instead of the real ones.
+    /// False ETag and commit for responses.
     pub etag: Option<String>,
     pub commit: Option<String>,
     /// Omits sizes and hashes from the listing.
     pub hides_sizes: bool,
     /// Ignores ranges and sends whole files.
     pub ignores_ranges: bool,
-    /// Bandwidth of each connection.
+    /// Maximum bandwidth of each connection.
     pub bytes_per_second: Option<usize>,
-    /// Files that change after a number of requests: name, requests, new bytes.
+    /// Files that change after a number of requests: name, number of requests, new bytes.
     pub changes: Vec<(String, usize, Vec<u8>)>,
-    /// Number of connections that are sending, now and at most.
+    /// Number of connections that are sending.
     pub sending: usize,
+    /// Maximum of `sending` so far.
     pub max_sending: usize,
-    /// Sends ranges that start a byte late. `grows_files` sends files that are a byte longer.
+    /// Sends ranges that start one byte late.
     pub shifts_ranges: bool,
+    /// Sends files with an additional byte.
     pub grows_files: bool,
 }
 
@@ -79,7 +81,7 @@ impl TestHub {
         change(&mut self.state.lock().unwrap());
     }
 
-    /// The start of each requested range of a file. Requests of one byte, which ask for the size, are not recorded.
+    /// Start of each requested range of a file. Requests for one byte, which query the size, are not recorded.
     pub fn starts(&self, file: &str) -> Vec<usize> {
         self.state.lock().unwrap().requested.iter().filter(|(name, _)| name == file).map(|(_, from)| *from).collect()
     }

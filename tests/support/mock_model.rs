@@ -1,4 +1,4 @@
-//! [`MockModel`]: a test double that repeats its prompt. Tests of the engine and of the server use it instead of a checkpoint.
+//! [`MockModel`]: a test double that repeats its prompt. Tests of engine and server use it instead of a checkpoint.
 #![allow(dead_code)] // Each test binary uses a part of it.
 
 use moestro::{
@@ -16,11 +16,11 @@ use std::{
     time::Duration,
 };
 
-/// Repeats its prompt, or says [`MockModel::answer`], and then [`MockModel::eos`].
+/// A model that answers with its prompt, or with [`MockModel::answer`], and then with [`MockModel::eos`].
 ///
-/// The most likely next token depends only on the sequence. As long as the generated tokens match the answer, the model
-/// continues the answer. Any other token belongs to a prompt, and the answer starts again after it. A prompt must
-/// therefore not end with the beginning of its own answer.
+/// The most likely next token depends only on the sequence. While the last tokens match the start of the answer, the model
+/// continues the answer. A token that does not match is treated as a part of the prompt, and the answer starts again after
+/// it. So the end of a prompt must not match the start of its answer.
 #[derive(Debug, Clone)]
 pub struct MockModel {
     pub vocab: usize,
@@ -28,33 +28,33 @@ pub struct MockModel {
     pub chunk: usize,
     pub batch: usize,
     pub eos: u32,
-    /// The answer to every prompt. `None` repeats the prompt.
+    /// The answer to every prompt. If `None`, the answer repeats the prompt.
     pub answer: Option<Vec<u32>>,
-    /// The most likely token's logit. The other logits lie between 0 and 1.
+    /// The logit of the most likely token. The other logits are between 0 and 1.
     pub margin: f32,
     /// Time to evaluate one token.
     pub delay: Duration,
     /// Called for each pass with its number of tokens.
     pub on_pass: fn(usize),
-    /// Evaluating this token fails.
+    /// A pass with this token returns an error.
     pub fails_on: Option<u32>,
-    /// Evaluating this token panics.
+    /// A pass with this token panics.
     pub panics_on: Option<u32>,
-    /// Taking a snapshot within or after an answer fails.
+    /// If true, taking a snapshot during or after an answer fails.
     pub answer_snapshots_fail: bool,
-    /// The next call of [`Model::recover`] reports that the device is lost.
+    /// If true, the next call of [`Model::recover`] reports that the device was lost.
     pub loses_device: Arc<AtomicBool>,
-    /// Calls of [`Model::recover`]. Clones share the counters.
+    /// Number of calls of [`Model::recover`]. Clones of the mock share this counter and the next ones.
     pub recovered: Arc<AtomicUsize>,
-    /// Tokens evaluated.
+    /// Number of tokens evaluated.
     pub evaluated: Arc<AtomicUsize>,
-    /// Rows of logits computed.
+    /// Number of rows of logits computed.
     pub rows: Arc<AtomicUsize>,
-    /// The requested hidden rows. Each contains its token, once per layer.
+    /// The requested hidden rows. A hidden row contains the id of its token, once per layer.
     pub taps: HiddenTaps,
     /// The tokens of the last pass.
     pub last: Vec<u32>,
-    /// Each living state and each clone of the mock hold a reference.
+    /// Every state and every clone of the mock holds a reference, so the reference count shows how many exist.
     pub states: Arc<()>,
 }
 
@@ -89,7 +89,7 @@ pub struct MockState {
     tokens: Vec<u32>,
     prompt: usize,
     answered: usize,
-    /// `(prompt, answered)` before each token, for [`SequenceState::reject`].
+    /// The two counts `(prompt, answered)` before each token, for [`SequenceState::reject`].
     before: Vec<(usize, usize)>,
     frozen: CopiedPages,
     _alive: Arc<()>,
@@ -178,7 +178,7 @@ impl Model for MockModel {
         self.forward_with(state, ids, Rows::All, &mut PassHooks::default())
     }
 
-    /// Tokens represent keys and values, with 4 bytes per position. The two counts represent the recurrent state.
+    /// In a snapshot, the tokens stand for keys and values (4 bytes per position), and the two counts for the recurrent state.
     fn snapshot(&self, state: &mut MockState) -> Result<Snapshot, ModelError> {
         if self.answer_snapshots_fail && state.answered > 0 {
             return Err(ModelError::Memory("test error: no snapshot of an answer".into()));

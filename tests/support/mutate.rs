@@ -1,4 +1,4 @@
-//! Random changes to bytes and JSON that simulate accidents and attacks. The same seed makes the same changes.
+//! Makes random changes to bytes and JSON, to simulate accidents and attacks. The same seed results in the same changes.
 #![allow(dead_code)] // Each test binary uses a part of it.
 
 #[path = "split_mix64.rs"]
@@ -6,7 +6,7 @@ pub mod split_mix64;
 
 use serde_json::Value;
 
-/// A seeded generator.
+/// A seeded random number generator.
 pub struct Dice(pub u64);
 
 impl Dice {
@@ -24,7 +24,7 @@ impl Dice {
     }
 }
 
-/// Flips bits, truncates, removes, repeats or overwrites bytes, one to four times.
+/// Makes one to four changes: flips bits, or truncates, removes, repeats or overwrites bytes.
 pub fn bytes(dice: &mut Dice, bytes: &mut Vec<u8>) {
     for _ in 0..1 + dice.below(4) {
         if bytes.is_empty() {
@@ -89,7 +89,7 @@ pub fn json(dice: &mut Dice, document: &mut Value) {
     }
 }
 
-/// The document itself or a random nested value.
+/// The value itself, or a random value nested in it.
 fn somewhere<'a>(dice: &mut Dice, value: &'a mut Value) -> &'a mut Value {
     let len = match value {
         Value::Object(map) => map.len(),

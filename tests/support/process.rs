@@ -1,4 +1,4 @@
-//! The server as a separate process, and the requests of a coding agent.
+//! [`Process`] runs the server as a separate process. [`agent`] creates the requests of a coding agent.
 #![allow(dead_code)] // Each test binary uses a part of it.
 
 use serde_json::{Value, json};
@@ -8,7 +8,7 @@ use std::{
     process::{Child, Command, Stdio},
 };
 
-/// A server process. Dropping it kills the process.
+/// A server process. It is killed on drop.
 pub struct Process {
     child: Child,
     pub port: u16,
@@ -70,15 +70,15 @@ impl Process {
 }
 
 impl Drop for Process {
-    /// SIGKILL, so that the server writes nothing after it.
+    /// Sends SIGKILL, so that the server has no time to write files.
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-/// The requests of a coding agent, turn by turn. Each answer is followed by a tool call's result. Every fourth
-/// turn the user asks something new, and the template drops the earlier reasoning.
+/// The requests of a coding agent, one per turn. After each answer comes the result of a tool call. Every fourth turn has a
+/// new question by the user, for which the template drops earlier reasoning.
 pub fn agent(turns: usize, reasoning: bool) -> Vec<Vec<Value>> {
     let words = |n: usize, count: usize| {
         let word =

@@ -1,4 +1,4 @@
-//! Memory of a process, from `/proc`.
+//! Reads the memory of a process from `/proc`.
 
 /// `VmRSS` or `VmHWM` of `process`, a process id or `self`, in bytes.
 pub fn memory(process: impl std::fmt::Display, name: &str) -> u64 {

@@ -1,4 +1,4 @@
-//! A checkpoint that contains only experts. Every byte is determined by its position.
+//! [`Shard`]: a checkpoint with only experts. The position of a byte determines its value.
 #![allow(dead_code)] // Each test binary uses a part of this file.
 
 use moestro::{
@@ -16,7 +16,7 @@ pub const LAYERS: usize = 2;
 
 pub struct Shard {
     pub map: ExpertMap,
-    /// One file, in its own directory.
+    /// The path of the checkpoint's only file.
     pub files: [PathBuf; 1],
     pub bytes: Vec<u8>,
 }
@@ -44,7 +44,7 @@ impl Shard {
         self.files[0].parent().unwrap()
     }
 
-    /// Requests experts from `store` and compares every byte. Returns the number of experts.
+    /// Fetches experts from `store` and compares every byte. Returns the number of experts.
     pub fn take(
         &self,
         store: &ExpertStore,

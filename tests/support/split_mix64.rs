@@ -1,6 +1,6 @@
-//! SplitMix64 (Steele, Lea and Flood 2014). Independent of the implementation in `src`.
+//! The random number generator SplitMix64 (Steele, Lea and Flood 2014), independent of the implementation in `src`.
 
-/// The next 64 random bits of the sequence in `state`.
+/// Advances `state` and returns the next 64 random bits.
 pub fn next(state: &mut u64) -> u64 {
     *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let z = (*state ^ (*state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

@@ -1,7 +1,7 @@
-//! A trace of expert choices: the input of `benches/expert_cache.rs`.
+//! Writes a trace of expert choices, the input of `benches/expert_cache.rs`.
 //!
-//! One line per layer: `d` (decode) or `p` (prefill), layer, distinct experts. If the logits are known, lines with the
-//! logits come before it, one per row: `n`, layer, k, and the logit of every expert.
+//! The trace has one line per fetch: `d` (decode) or `p` (prefill), layer, distinct experts. If the logits are known, a line
+//! per row precedes it: `n`, layer, k, and the logit of every expert.
 
 use moestro::experts::{ExpertChoice, FetchObserver, PassKind};
 use std::{
@@ -10,7 +10,7 @@ use std::{
     path::Path,
 };
 
-/// An observer for `ExpertStore::observe` that writes every choice to the file `path`.
+/// Creates an observer for `ExpertStore::observe` that writes every choice to the file `path`.
 pub fn write_to(path: &Path) -> FetchObserver {
     let mut out = BufWriter::new(File::create(path).expect("the trace file"));
     Box::new(move |layer, choice, phase| write_choice(&mut out, layer, choice, phase).expect("the trace is written"))
