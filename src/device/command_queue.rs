@@ -1,7 +1,7 @@
 //! [`CommandQueue`] executes launches in order on a [`Driver`] that may reorder them.
 //!
 //! ```text
-//! launch   encode into the open command buffer; first encode a barrier if the launch conflicts with an unordered launch
+//! launch   encode into the open command buffer; if the launch conflicts with one since the last barrier, encode a barrier
 //! commit   submit the command buffer, which updates the fence and signals the next value; the next one waits for the fence
 //! wait     commit, then wait until every command buffer has ended
 //! ```

@@ -219,9 +219,9 @@ mod os {
 
     pub const DIRECT: i32 = 0;
 
-    /// Sets `F_NOCACHE`, which accepts reads of any alignment. The kernel bypasses the page cache only if file offset and
-    /// address are multiples of 4096. It copies other reads through the cache and then drops the pages. Only the records of a
-    /// pack have this alignment: the kernels fix the addresses of a checkpoint's pieces in memory.
+    /// Sets `F_NOCACHE`, which accepts reads of any alignment. macOS bypasses the page cache only if file offset and address
+    /// are multiples of 4096. It copies other reads through the cache and then drops the pages. Only packs have aligned
+    /// records: the pieces of a checkpoint have arbitrary file offsets, but GPU kernels need aligned addresses.
     pub fn direct(file: &fs::File) -> io::Result<usize> {
         uncached(file)?;
         Ok(1)
