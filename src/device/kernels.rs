@@ -1,6 +1,7 @@
 //! Source text of the kernels, embedded in the binary. Metal or NVRTC compiles it at run time.
 
-/// Files of `kernels/`. Each is compiled after the shim, `quant.metal` and (see [`compile`]) `tiles.metal`.
+/// Name and text of each kernel file. Before compilation, the shim, `quant.metal` and usually `tiles.metal` (see
+/// [`compile`]) are inserted at its start.
 pub const FILES: [(&str, &str); 10] = [
     ("attention", include_str!("../../kernels/attention.metal")),
     ("attention_prefill", include_str!("../../kernels/attention_prefill.metal")),
