@@ -106,7 +106,7 @@ FN void norm_rope_quantise(CONSTANT AttentionArgs& a, DEVICE const float* proj, 
 // Number of splits of the recent positions for a query at `position`. They come before the other splits.
 FN uint recent_splits(uint position) { return (position - quantised_until(position)) / RECENT_SPLIT + 1; }
 
-// Positions per split of the `until` quantised positions.
+// Number of positions per split, for `until` quantised positions.
 FN uint split_size(CONSTANT AttentionArgs& a, uint until) {
   uint size = a.min_split;
   while (until / size >= MAX_SPLITS) size *= 2;
@@ -267,7 +267,7 @@ FN void attend_split(CONSTANT AttentionArgs& a, DEVICE const float* q, DEVICE co
     return;
   }
   const uint size = split_size(a, until), first = (tgid.x - recent_count) * size, end = min(first + size, until);
-  // Rows with a larger position have more splits.
+  // This row has fewer splits than the grid, whose size fits the row with the largest position.
   if (first >= end) return;
   attend_range<BITS, COLUMNS, HEADS, false>(a, q, keys, values, table, recent_keys, recent_values, partials, first, end, head, simds THREAD_IDS);
 }

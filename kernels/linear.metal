@@ -27,8 +27,8 @@ struct HeadsArgs { LinearArgs product; uint heads, size; float eps; };   // head
 enum { PLAIN, NORMED, CONV, HEAD_NORM };
 enum { MAX_HEADS = 64 };
 
-// Inputs of a fused step: the convolution's state as in causal_conv; or the heads and their sums of squares in
-// quarters.
+// Inputs of a fused step: the convolution's state as in causal_conv, or the heads and their sums of squares. The sum of
+// a head is in four parts.
 struct Fused {
   DEVICE const float *conv_weight, *replay;
   DEVICE float *state, *mixed;

@@ -43,7 +43,7 @@ template <uint BITS> FN void unpack_half(THREAD const Packed<BITS>& from, THREAD
   }
 }
 
-// Unpacks the same columns of any encoding, directly from device memory.
+// Unpacks half of DEPTH columns of one row of W in any encoding, directly from device memory.
 FN void unpack_any(CONSTANT Matrix& m, WeightPtrs w, uint cols, uint row, uint k, uint side, THREADGROUP uint* to) {
   const uint code_bytes = row_code_bytes(m, cols), scale_bytes = row_scale_bytes(m, cols);
   for (uint c = k / 16 + side * 2, j = 0; j < 2; c++, j++) {
@@ -60,9 +60,9 @@ FN void unpack_any(CONSTANT Matrix& m, WeightPtrs w, uint cols, uint row, uint k
   }
 }
 
-// Multiplies `count` rows of x, at most TILES * 16, by TILE_WIDTH rows of W. The sums go to `scratch` as floats, SUM_PITCH
-// per row. Rows after `count` are not multiplied, eight at a time. This thread loads rows from[i] of x (for tile i) and half of row `row` of W. BITS is 4 or 8, or 0 for any
-// encoding.
+// Multiplies `count` rows of x, at most TILES * 16, by TILE_WIDTH rows of W. The sums go to `scratch` as floats,
+// SUM_PITCH per row. Rows after `count` are skipped in groups of eight. This thread loads rows from[i] of x (for tile
+// i) and half of row `row` of W. BITS is 4 or 8, or 0 for any encoding.
 template <uint TILES, uint BITS>
 FN void tile_matmul(CONSTANT Matrix& m, WeightPtrs w, uint row, uint cols, DEVICE const uint* x, THREAD const uint* from,
                  uint count, THREADGROUP uint4* scratch THREAD_IDS_PARAM) {

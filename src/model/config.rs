@@ -13,7 +13,7 @@ use std::path::Path;
 /// one million.
 const MAX_BYTES: u64 = 32 << 20;
 
-/// `mrope_section` if `config.json` has none.
+/// Default of `mrope_section`.
 const DEFAULT_ROPE_SECTIONS: [usize; 3] = [11, 11, 10];
 
 /// The text model's dimensions.
@@ -25,11 +25,11 @@ pub struct Config {
     /// The longest context that the model was trained for.
     pub context: usize,
     pub eps: f32,
-    /// The embedding matrix is also the output head.
+    /// True if the embedding matrix is also the output head.
     pub tied: bool,
     /// For each layer: true for full attention, false for a gated delta net.
     pub full: Vec<bool>,
-    /// Sizes of the attention layers. `context` is 0 until the memory plan sets it.
+    /// Sizes of the attention layers. `context` is 0 here, because it depends on the memory plan.
     pub attention: AttentionShape,
     pub rope_theta: f64,
     /// Number of RoPE frequencies for time, height and width. A text token has the same position on all three axes.

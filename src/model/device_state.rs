@@ -76,7 +76,7 @@ impl DeviceState {
         }
         let pool = PagePool::new(&parts.config, &kv_shape, &parts.plan, &backend)?;
         let mtp = match &parts.mtp {
-            Some(head) => Some(MtpDeviceState::new(head, &parts.net.last, context, &mut backend)?),
+            Some(head) => Some(MtpDeviceState::new(head, &parts.net.before_head, context, &mut backend)?),
             None => None,
         };
         // Wait, so that loading fails if a copy to the device fails.

@@ -45,7 +45,7 @@ pub struct LoadOptions {
 /// Use of the vision tower.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct VisionOptions {
-    /// Read text only.
+    /// Disables images: the model reads text only.
     pub disabled: bool,
     /// Maximum number of tokens of an image. The default depends on the device's speed.
     pub max_tokens: Option<usize>,
@@ -63,7 +63,7 @@ impl LoadOptions {
     }
 }
 
-/// Where the head for multi-token prediction comes from.
+/// The source of the MTP head (multi-token prediction).
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum MtpSource {
     #[default]
@@ -82,7 +82,7 @@ pub struct StoreOptions {
     pub io: experts::ReadMode,
     pub threads: usize,
     pub prefetch: experts::Prefetch,
-    /// Keep a list of hot experts in the user's cache directory, for a warm start.
+    /// Keeps a list of hot experts in the user's cache directory, for a warm start.
     pub warm: bool,
     /// Maximum size of a segment of slots in bytes; see [`experts::SlotLayout`].
     pub segment_bytes: usize,

@@ -35,7 +35,7 @@ pub fn adopt_weights(buffer: &TrunkBuffer, backend: &mut dyn Backend) -> Result<
 pub fn check_supported(net: &Network, kv_shape: &AttentionShape, backend: &dyn Backend) -> Result<(), ModelError> {
     let matrices = |weights: &[_]| weights.iter().try_for_each(|weight| backend.accept(ModelPart::Weight(weight)));
     matrices(&[net.embed, *net.head()])?;
-    matrices(&net.last.matrices())?;
+    matrices(&net.before_head.matrices())?;
     for layer in &net.layers {
         matrices(&layer.mixer.matrices())?;
         matrices(&layer.before_mixer.matrices())?;

@@ -21,7 +21,7 @@ pub struct Network {
     pub embed: Weight,
     pub layers: Vec<LayerWeights>,
     /// Reads the residual for the output head.
-    pub last: Residual,
+    pub before_head: Residual,
     /// The output head. `None` if the embedding is also the head.
     pub head: Option<Weight>,
 }
@@ -63,7 +63,7 @@ pub enum Mixer {
 pub struct AttentionWeights {
     /// Projections to `(query, gate) of each head`, keys and values.
     pub qkv: [Weight; 3],
-    /// `[dim]`, per head.
+    /// Weight of the norm of each head, `[dim]`.
     pub q_norm: Region,
     pub k_norm: Region,
     pub out: Weight,
@@ -76,7 +76,7 @@ pub struct IndexerWeights {
     pub shape: IndexerShape,
     /// Projection to the queries of all heads, and to the key.
     pub proj: Weight,
-    /// `[dim]`, per head.
+    /// Weight of the norm of each head, `[dim]`.
     pub q_norm: Region,
     pub k_norm: Region,
 }
@@ -153,8 +153,8 @@ impl Network {
         } else {
             Some(trunk.weight(names::LM_HEAD, config.vocab, hidden)?)
         };
-        let last = Residual::load(trunk, config, names::FINAL_NORM, names::LAST_MIX, false)?;
-        Ok((Self { embed, layers, last, head }, map))
+        let before_head = Residual::load(trunk, config, names::FINAL_NORM, names::LAST_MIX, false)?;
+        Ok((Self { embed, layers, before_head, head }, map))
     }
 
     pub fn head(&self) -> &Weight {

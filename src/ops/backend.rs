@@ -28,7 +28,7 @@ pub struct BackendLimits {
     /// Operations run asynchronously. Reading a result waits for the device, so the pass batches its reads.
     pub is_async: bool,
     pub kv_format: KvFormat,
-    /// The format of the recent positions, which a cache of 8 or 4 bits also has.
+    /// The format of the ring of recent positions, which a cache of 8 or 4 bits has in addition to its pages.
     pub recent_format: KvFormat,
     /// Maximum number of rows in one attention launch and maximum number of bytes of partial results. `None` if the
     /// device manages both itself.

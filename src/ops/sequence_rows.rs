@@ -6,7 +6,7 @@ use crate::device::Region;
 /// `n`-th part.
 #[derive(Debug, Clone, Copy)]
 pub struct SequenceRows {
-    /// The smallest and the largest index of a row in its sequence.
+    /// Minimum and maximum, over all rows, of a row's index in its sequence.
     pub starts: [usize; 2],
     /// `[rows, 2]` u32: the number of each row's sequence, and the row's index there.
     pub table: Region,

@@ -1,4 +1,4 @@
-//! A GPU that is idle while experts are read gets small launches, so that its clock stays up.
+//! While experts are read, an idle GPU executes small launches, so that its clock stays high.
 
 use crate::{double::Double, host::Host};
 use moestro::{

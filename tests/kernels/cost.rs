@@ -164,7 +164,7 @@ fn decode_launches_and_waits_are_bounded() {
         let model = crate::forward::common::load_with(Path::new(DEMO), options).move_to(gpu);
         let mut model = model.unwrap_or_else(|refused| panic!("{}", refused.error));
         let layers = model.config().layers;
-        // In the second pass every expert of the token has a slot.
+        // In the second pass, every expert of the token has a slot.
         for _ in 0..2 {
             let mut state = model.start().unwrap();
             std::mem::take(&mut *counted.lock().unwrap());

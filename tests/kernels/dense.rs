@@ -1,4 +1,4 @@
-//! A model without experts on the kernels: the same answers as on the CPU, with and without drafts.
+//! Runs a model without experts on the kernels. The answers must equal those of the CPU, with and without drafts.
 
 use crate::{
     forward::{DEMO, answer, cases, common, options},

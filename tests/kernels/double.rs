@@ -52,7 +52,7 @@ pub struct Control {
     pub halves: bool,
     /// The message of a command buffer that fails.
     pub message: Option<&'static str>,
-    /// Most threads in a threadgroup of any kernel. Default: 1024.
+    /// Maximum number of threads in a threadgroup, for every kernel. The default is 1024.
     pub max_threads: Option<u32>,
 }
 
@@ -133,8 +133,8 @@ impl Inner {
         }
     }
 
-    /// Indices of the command buffers that may execute a launch now: pending, and past the fence if they wait for
-    /// it.
+    /// Indices of the pending command buffers that may execute a launch now. A command buffer with a fence must wait
+    /// for the earlier ones.
     fn ready(&self) -> Vec<usize> {
         let over = |commands: &Commands| commands.status != CommandStatus::Pending;
         let may = |index: &usize| {
@@ -194,7 +194,7 @@ impl Inner {
         self.host.try_run(launch).unwrap_or_else(|fault| panic!("{fault}"));
     }
 
-    /// Shows the program the bytes that an adopted region has now.
+    /// Copies the current bytes of an adopted region to the kernel program.
     fn refresh(&mut self, region: Region) {
         let Some((slab, start)) = self.slabs.get(&region.buffer) else { return };
         // SAFETY: reads into other slots of the slab may be in progress. The store exposes only slots that are

@@ -118,7 +118,7 @@ fn case(codes: [WeightFormat; 3], hidden: usize, inner: usize, shared_inner: usi
     let at_once = host.read_floats(h);
     close(&format!("experts {hidden} x {inner}, k {k}, {tokens} tokens"), &at_once, &expected);
 
-    // Resident experts first, then the others: the same bytes.
+    // Computing the resident experts first and then the others gives the same bytes.
     let part = |odd: bool| -> Vec<u32> {
         chosen.iter().enumerate().map(|(i, &s)| if (i % 3 == 1) == odd { s } else { NO_SLOT }).collect()
     };

@@ -1,5 +1,5 @@
-//! The demo with every operation on the kernels: the same greedy tokens as on the CPU, resident or streaming, with
-//! any cut of the prompt; and the number of expert reads of a streaming prompt.
+//! Runs the demo with every operation on the kernels. The greedy tokens must equal those of the CPU, resident or
+//! streaming, for any split of the prompt. Also checks the number of expert reads of a streaming prompt.
 
 #[path = "../common/mod.rs"]
 pub mod common;
@@ -80,7 +80,7 @@ pub fn answer(model: &mut Qwen, prompt: &[u32], chunks: &[usize], count: usize) 
     (ids, rows)
 }
 
-/// Every other prompt, so that two test threads share the work.
+/// Checks every other prompt, so that two test threads share the work.
 fn demo_prompts_match_the_cpu(first: usize) {
     let (mut cpu, mut gpu) = (load_with(Path::new(DEMO), options(false)), resident(fast()));
     let cases = cases();
@@ -264,7 +264,7 @@ fn allocated_memory_matches_the_plan() {
     let model = planned(options, gpu);
     let _state = model.start().unwrap();
     let (plan, taken) = (model.plan(), allocated.load(Ordering::Relaxed) as u64);
-    // A quarter of the prompt cache is pages.
+    // A quarter of the prompt cache consists of KV pages.
     let planned = plan.kv + plan.prompt_cache / 4 + plan.state + plan.workspace;
     assert!(taken <= planned, "{taken} bytes, planned {planned}");
     assert!(taken > planned / 10 * 9, "{taken} bytes, planned {planned}: the rest would be slots");

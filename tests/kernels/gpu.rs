@@ -1,8 +1,8 @@
 //! A [`Gpu`] that runs the kernels on the host.
 //!
-//! It is as late as a device may be: a launch runs only when a caller waits for it, or asks for progress a second
-//! time. So a slot or a list that is overwritten too early gives wrong results. It has its own memory, like an
-//! NVIDIA GPU: adopted bytes are NaN until they are uploaded.
+//! It runs launches as late as a device may: only when a caller waits for them, or asks for progress a second time. So
+//! a slot or a list that is overwritten too early gives wrong results. It has its own memory, like an NVIDIA GPU:
+//! adopted bytes are NaN until they are uploaded.
 
 use crate::host::Host;
 use moestro::device::{BufferAccess, DeviceError, Gpu, Launch, Region, Slab, SyncPoint, Timeline};
@@ -38,7 +38,8 @@ enum Work {
 }
 
 impl HostGpu {
-    /// Each launch runs once. Other tests check that kernels do not depend on the order of threads.
+    /// Creates a device that runs each launch once. Other tests check that kernels do not depend on the order of
+    /// threads.
     pub fn new(mut host: Host) -> Self {
         host.twice = false;
         Self {

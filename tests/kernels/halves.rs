@@ -1,5 +1,5 @@
-//! Prompts on matrix units: half-precision products are close, a row depends on no other row, nothing overflows,
-//! and the demo gives the CPU's answers.
+//! Tests prompts on matrix units: half-precision products are accurate, rows do not depend on other rows, nothing
+//! overflows, and the demo gives the same answers as on the CPU.
 
 use crate::{
     card::assert_agrees,

@@ -123,7 +123,7 @@ impl Host {
         Self::run_program(PROGRAM.get_or_init(|| build(&all(), "fast", false)))
     }
 
-    /// Without `tiles.metal` and the kernels that need it.
+    /// The program without `tiles.metal` and the kernels that need it.
     pub fn plain() -> Self {
         static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
         Self::run_program(PROGRAM.get_or_init(|| build(&all(), "plain", false)))

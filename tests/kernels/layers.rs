@@ -75,8 +75,8 @@ fn sigmoid(x: f64) -> f64 {
     1.0 / (1.0 + (-x).exp())
 }
 
-/// Convolution, recurrence and gated norm over `chunks` of tokens. Every chunking gives the same bytes, also if
-/// a chunk is added to the state only when the next one is computed.
+/// Convolution, recurrence and gated norm over `chunks` of tokens. Every split into chunks must give the same bytes,
+/// even if a chunk is added to the state only when the next one is computed.
 fn delta_case(op: DeltaShape, chunks: &[&[usize]]) {
     let mut random = Random((op.key_dim * 7 + op.value_dim) as u64);
     let tokens: usize = chunks[0].iter().sum();
@@ -172,8 +172,8 @@ fn delta_case(op: DeltaShape, chunks: &[&[usize]]) {
     }
 }
 
-/// The fused launches of a whole delta-net layer leave the same bytes as one launch per step: row by row and
-/// together, also after speculative rows.
+/// The fused launches of a whole delta-net layer give the same bytes as one launch per step, for single rows and
+/// several rows, also after speculative rows.
 #[test]
 fn fused_delta_layer_equals_separate_launches() {
     let shape = &DeltaShape {
@@ -244,7 +244,7 @@ fn delta_net_matches_reference() {
     delta_case(DeltaShape { gate: OutputGate::Sigmoid, ..delta(1, 1, 256, 16) }, &[&[3]]);
 }
 
-/// macOS ends launches whose threadgroups run too long.
+/// macOS aborts launches whose threadgroups run too long, so a long recurrence must be split.
 #[test]
 fn long_recurrence_is_cut() {
     let shape = DeltaShape {

@@ -20,7 +20,7 @@ fn on_cpu(streaming: bool) -> Qwen {
     load_changed(streaming, |options| options.math = CpuArithmetic::Integer)
 }
 
-/// The model on a double.
+/// Moves the model to a test double of Metal.
 fn on_double(model: Qwen) -> (Qwen, Shared) {
     let double = Double::new(Host::fast());
     let control = double.control();
@@ -64,7 +64,7 @@ fn cpu_takes_over_from_lost_device() {
     }
 }
 
-/// Pages keep the format of the keys and values, so a sequence continues from a snapshot as without one.
+/// Checks that a sequence continues from a snapshot after the move, because the pages keep their KV format.
 fn check_continues_from_snapshot(model: &mut Qwen) {
     let (mut state, pool) = (model.start().unwrap(), model.info().pages.unwrap());
     assert_eq!(pool.page_bytes(), PAGE as u64 * model.kv_bytes());

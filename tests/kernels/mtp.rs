@@ -58,7 +58,7 @@ fn mtp_head_matches_the_cpu() {
         let (mut hidden, mut routes) = (Vec::new(), vec![RouterChoice::default(); model.config().layers]);
         model.set_taps(&HiddenTaps { layers: vec![7], rows: 64 }).unwrap();
         let mut state = model.start().unwrap();
-        // Without logits, so that the model's last norm was not computed when the head needs it.
+        // No logits are computed here, so that the MTP head cannot rely on the model's last norm.
         let observe = &mut |layer: usize, choice: &RouterChoice| routes[layer] = choice.clone();
         model.forward_observed(&mut state, &ids[..39], Rows::None, observe).unwrap();
         model.tapped_rows(39, &mut hidden).unwrap();
@@ -80,7 +80,7 @@ fn mtp_head_matches_the_cpu() {
         }
     }
     assert!(swapped <= 1, "{swapped} rows have other experts");
-    // One row, few rows, and more rows than use the slot table.
+    // One row, a few rows, and more rows than the slot table is used for.
     for rows in [1, 2, 16, 39] {
         let [expected, found] = [&cpu, &gpu].map(|model| {
             let first = model.mtp(0, &ids[1..=rows], &expected[..rows * width], false).unwrap();
@@ -135,7 +135,8 @@ fn answers_ignore_every_draft_kind() {
     let twice = [&sum.prompt_ids[..], &sum.greedy_ids[..], &sum.prompt_ids].concat();
     let asked = [(twice, Sampling::greedy()), (story.clone(), penal)];
     let plain = answers(on_kernels(dir.path(), false), Box::new(LookupDraft), DraftPolicy::Off, &asked);
-    // The CPU tests run every kind both ways. Here each takes seconds.
+    // The CPU tests run every kind resident and streaming. Here each run takes seconds, so each kind runs once or
+    // twice.
     let kinds = [("mtp", false), ("mtp", true), ("model", false), ("dflash", false), ("lookup", true)];
     for (kind, streaming) in kinds {
         let model = on_kernels(dir.path(), streaming);

@@ -26,12 +26,12 @@ pub fn load(streaming: bool) -> Qwen {
     load_changed(streaming, |_| ())
 }
 
-/// The same with segments of this size.
+/// [`load`] with segments of this size.
 fn load_segments(streaming: bool, segment_bytes: usize) -> Qwen {
     load_changed(streaming, |options| options.store.segment_bytes = segment_bytes)
 }
 
-/// The same with other options.
+/// [`load`] with changed options.
 pub fn load_changed(streaming: bool, change: impl FnOnce(&mut LoadOptions)) -> Qwen {
     let dir = Folded::read("affine4").unfold();
     let slots = streaming.then_some(4);

@@ -9,8 +9,8 @@ use std::{
     sync::atomic::{AtomicU32, Ordering},
 };
 
-/// Launches with more bytes than this are not recorded.
-const MOST: usize = 32 << 20;
+/// Maximum number of bytes of a recorded launch.
+const MAX_BYTES: usize = 32 << 20;
 
 pub fn wanted(launch: &Launch) -> Option<PathBuf> {
     // Another device has other addresses.
@@ -18,7 +18,7 @@ pub fn wanted(launch: &Launch) -> Option<PathBuf> {
         return None;
     }
     let size: usize = launch.bindings.iter().map(|binding| binding.region.len).sum();
-    (size <= MOST).then(|| std::env::var_os("MOESTRO_RECORD")).flatten().map(PathBuf::from)
+    (size <= MAX_BYTES).then(|| std::env::var_os("MOESTRO_RECORD")).flatten().map(PathBuf::from)
 }
 
 /// `before` has the bytes of every binding, `after` those of the written ones.

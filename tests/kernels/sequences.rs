@@ -1,4 +1,4 @@
-//! Rows of several sequences in one pass have the bytes of each sequence alone.
+//! Rows of several sequences in one pass must have the same bytes as if each sequence ran alone.
 
 use crate::{
     forward::common::Dice,
@@ -78,7 +78,7 @@ fn mix(model: &mut Qwen, seed: u64) {
 #[test]
 fn sequences_together_match_each_alone() {
     for streaming in [false, true] {
-        // All sequences share buffers, some do, none does.
+        // All sequences, some of them, or none share buffers.
         for (seed, sharing) in [(1, 8), (2, 3), (3, 1)] {
             mix(&mut place(streaming, sharing, KvBits::Sixteen), seed);
         }

@@ -1,4 +1,4 @@
-//! The GPU path streams like the CPU path: the same lookups, hits and evictions, and prefetches that are used.
+//! Compares streaming on the GPU path with the CPU path: lookups, hits, evictions and used prefetches must be equal.
 
 use crate::{gpu::HostGpu, host::Host, trace};
 use moestro::{

@@ -1,4 +1,4 @@
-//! A compiler without matrix units: all other kernels compile without `tiles.metal`, and the model still works.
+//! Tests a compiler without matrix units: all other kernels compile without `tiles.metal`, and the model still works.
 
 use crate::{
     forward::{DEMO, answer, cases, common::load_with, options},

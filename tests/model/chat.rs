@@ -251,7 +251,7 @@ fn template_source_over_a_limit_is_refused() {
 
 #[test]
 fn hostile_source_never_aborts_loading() {
-    // Deepest nesting that the limits allow, and truncated or unbalanced tags.
+    // The deepest nesting that the limits allow, and truncated or unbalanced tags.
     for source in [
         format!("{{{{ {}x{} }}}}", "(".repeat(990), ")".repeat(990)),
         format!("{{{{ {}x{} }}}}", "[".repeat(990), "]".repeat(990)),

@@ -25,7 +25,7 @@ fn steps(name: &str) -> HashMap<String, Vec<f32>> {
     crate::common::tensors(&path(&format!("{name}_steps.safetensors")))
 }
 
-/// Four drafts on a context that grows past the window, by 21, 3, 1 and 5 positions.
+/// Checks four drafts, after which the context grows by 21, 3, 1 and 5 positions, beyond the window.
 #[test]
 fn draft_steps_match_the_reference() {
     for name in ["draft", "draft_legacy", "draft2"] {
@@ -42,7 +42,7 @@ fn draft_steps_match_the_reference() {
             assert!(off < 1e-4, "{name}, step {step}: off by {off}");
             // A block does not change the context.
             assert_eq!(draft.block(get("noise_embedding")).unwrap(), hidden);
-            // The proposed tokens: the head's likeliest, or those of the selector.
+            // The proposed tokens: the most likely ones of the head, or those of the selector.
             let mut before = get("block_ids")[0] as u32;
             for (row, logits) in get("logits").chunks_exact(96).enumerate() {
                 let mut logits = logits.to_vec();
@@ -77,7 +77,7 @@ fn context_ignores_chunking_and_can_shrink() {
     // Removing positions afterwards makes the same gap.
     whole.forget(10..20);
     assert_eq!(whole.block(block).unwrap(), with_gap);
-    // Dropping positions that no layer sees changes nothing.
+    // Dropping positions that no layer attends to changes nothing.
     let mut long = draft("draft");
     for round in 0..40 {
         long.append(round * 30, &features).unwrap();
@@ -120,7 +120,7 @@ fn incomplete_or_foreign_draft_is_rejected() {
         let error = refused(&config(from, to));
         assert!(error.contains(word) && !error.contains('\n'), "{from} to {to}: {error}");
     }
-    // One tensor too many, such as a head.
+    // A tensor that the architecture does not have, such as a head.
     let error = refused(&|dir| {
         let file = std::fs::read(dir.join("model.safetensors")).unwrap();
         let tensors = safetensors::SafeTensors::deserialize(&file).unwrap();
@@ -132,7 +132,7 @@ fn incomplete_or_foreign_draft_is_rejected() {
     assert!(error.contains("lm_head.weight") && error.contains("not part of this architecture"), "{error}");
 }
 
-/// Compares the delta nets' states after each number of accepted rows of a verify, the others rejected.
+/// Compares the delta nets' states after a verify, for each number of accepted rows.
 #[test]
 fn rejected_rows_leave_the_reference_state() {
     let expected = crate::common::tensors(&path("verify_block.safetensors"));
@@ -154,11 +154,11 @@ fn rejected_rows_leave_the_reference_state() {
         let found = model.snapshot(&mut state).unwrap().state;
         let mut found = found.as_chunks::<4>().0.iter().map(|bytes| f32::from_le_bytes(*bytes));
         for layer in [0, 1, 2, 4, 5, 6] {
-            // Ours is [taps - 1, C]; transformers keeps a fourth, oldest sample: [C, 4].
+            // Our state is [3, C]. That of transformers is [C, 4], with one older row.
             let theirs = &expected[&format!("gdn.{layer}.conv.{rows}")];
             let conv: Vec<f32> = found.by_ref().take(3 * 128).collect();
             let theirs: Vec<f32> = (1..4).flat_map(|tap| (0..128).map(move |c| theirs[c * 4 + tap])).collect();
-            // Ours is [Hv, Dv, Dk], theirs [Hv, Dk, Dv].
+            // Our state is [Hv, Dv, Dk], that of transformers [Hv, Dk, Dv].
             let heads: Vec<f32> = found.by_ref().take(4 * 16 * 16).collect();
             let turned = &expected[&format!("gdn.{layer}.recurrent.{rows}")];
             let at = |n: usize| turned[n / 256 * 256 + n % 16 * 16 + n / 16 % 16];
@@ -173,7 +173,7 @@ fn rejected_rows_leave_the_reference_state() {
     }
 }
 
-/// One cycle of the reference's loop.
+/// One cycle of the reference's draft loop.
 #[derive(serde::Deserialize)]
 struct Cycle {
     start: usize,
@@ -190,7 +190,8 @@ struct Trace {
     scripted_cycles: Vec<Cycle>,
 }
 
-/// Four answers: each draft from the model's own hidden rows, each verify, and each number of rejected rows.
+/// Checks four answers cycle by cycle: the draft from the model's own hidden rows, the verify, and the number of
+/// rejected rows.
 #[test]
 fn every_cycle_matches_the_reference() {
     let traces: Vec<Trace> = serde_json::from_slice(&std::fs::read(path("e2e_greedy.json")).unwrap()).unwrap();

@@ -1,4 +1,4 @@
-//! The demo with its DFlash draft: the acceptance rate matches the reference, and no answer changes.
+//! Tests the demo with its DFlash draft: the acceptance rate matches the reference, and no answer changes.
 
 use crate::{
     common::{
@@ -128,7 +128,8 @@ fn modified_draft(change: impl Fn(&mut Value, &mut Vec<u8>)) -> tempfile::TempDi
     dir
 }
 
-/// Other taps, another mask, or foreign weights: fewer tokens are accepted, and no answer changes.
+/// With other tapped layers, another mask token or the weights of another draft, fewer tokens are accepted, but no
+/// answer changes.
 #[test]
 fn mismatched_draft_changes_no_answer() {
     let taps = modified_draft(|config, _| config["dflash_config"]["target_layer_ids"] = json!([5, 1, 3]));
@@ -160,7 +161,8 @@ fn body(prompt: &str, more: Value) -> String {
     body.to_string()
 }
 
-/// Over HTTP: response formats, stop strings, biases, penalties, and three answer lengths with their finish reasons.
+/// Compares answers over HTTP: response formats, stop strings, biases, penalties, and three answer lengths with their
+/// finish reasons.
 #[test]
 fn server_answers_match_with_and_without_draft() {
     let schema = json!({"type": "object", "additionalProperties": false, "required": ["name", "n"], "properties":
@@ -224,7 +226,7 @@ fn server_answers_match_with_and_without_draft() {
     }
 }
 
-/// The other draft kinds over HTTP: a response format, stop strings, bias and penalties.
+/// Compares answers with the other draft kinds over HTTP: a response format, stop strings, bias and penalties.
 #[test]
 fn server_answers_match_with_any_draft() {
     let drafts = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/drafts");
@@ -272,7 +274,7 @@ fn server_answers_match_with_any_draft() {
     }
 }
 
-/// An answer's choices, and its usage.
+/// Returns the choices of an answer, and its usage.
 fn answered(server: &Process, prompt: &str, more: &Value) -> (Value, Value) {
     let answer = server.ask("POST", "/v1/chat/completions", &body(prompt, more.clone()));
     let answer: Value = serde_json::from_str(&answer).unwrap();

@@ -1,5 +1,5 @@
-//! Every kind of draft with every kind of sampling, on all golden prompts, with resident and streamed experts. The answers must
-//! equal plain decoding.
+//! Runs every kind of draft with every kind of sampling, on all golden prompts, with resident and streamed experts. The
+//! answers must equal those of plain decoding.
 
 use crate::common::{
     fixtures::{self, DEMO},
@@ -99,7 +99,8 @@ fn drafts_equal_plain_decoding_everywhere() {
                 counts[way] = [counts[way][0] + accepted, counts[way][1] + drafted - accepted];
             }
             println!("{kind} {slots:?}: accepted and rejected {counts:?}");
-            // Lookups find little in short answers. All other drafts have accepted and rejected tokens with every sampling.
+            // Prompt lookup finds few drafts in short answers. All other draft kinds must have accepted and rejected
+            // tokens with every sampling.
             let sum = counts.iter().fold([0, 0], |sum, count| [sum[0] + count[0], sum[1] + count[1]]);
             assert!(sum[0] > 0 && sum[1] > 0 && (kind == "lookup" || counts.as_flattened().iter().all(|n| *n > 0)));
         }

@@ -1,5 +1,5 @@
-//! MTP heads and draft models: they match their reference's acceptance, do not change an answer, and load from every layout
-//! that converters write.
+//! Tests MTP heads and draft models: their acceptance matches the reference, they do not change answers, and they load
+//! from every layout that converters write.
 
 use crate::common::{
     fixtures::{self, DEMO},
@@ -45,7 +45,7 @@ struct Answer {
     ids: Vec<u32>,
     finish: Finish,
     timings: Timings,
-    /// Passes that verified a draft.
+    /// Number of passes that verified a draft.
     cycles: u64,
 }
 
@@ -84,7 +84,8 @@ fn mtp(model: &Qwen) -> Option<Box<dyn Draft<Qwen>>> {
     Some(Box::new(MtpDraft::new(model).expect("the model has a head")))
 }
 
-/// Mean accepted tokens per cycle over the golden prompts. The answers must equal mlx-lm's.
+/// Returns the mean number of accepted tokens per cycle over the golden prompts. The answers must equal those of
+/// mlx-lm.
 fn acceptance(model: Qwen, draft: Option<Box<dyn Draft<Qwen>>>, width: usize) -> f64 {
     let (cases, _) = fixtures::demo();
     let prompts: Vec<_> = cases.iter().map(|case| case.prompt_ids.clone()).collect();
@@ -127,7 +128,8 @@ fn answers_equal_with_and_without_drafts() {
     let dir = with_head(dir.path());
     let (cases, _) = fixtures::demo();
     let mut prompts: Vec<_> = cases.iter().take(3).map(|case| case.prompt_ids.clone()).collect();
-    // One prompt extends the last answer. Another is unrelated and longer than the part of a prompt that drafts read.
+    // One prompt extends the last answer. Another prompt is unrelated and longer than the part of a prompt that drafts
+    // read.
     prompts.push([&prompts[2][..], &cases[2].greedy_ids[..9], &[30, 31, 32]].concat());
     prompts.push((0..700).map(|n| 20 + (n * n * 7 + n * 3) % 1500).collect());
     let seeded = |temperature| Sampling { temperature, seed: Some(5), ..Sampling::default() };
@@ -210,8 +212,8 @@ fn floats(bytes: &[u8]) -> Vec<f32> {
     bytes.as_chunks::<2>().0.iter().map(|half| half::bf16::from_le_bytes(*half).to_f32()).collect()
 }
 
-/// The head in Hugging Face's layout: norms hold `w - 1` (in 32 bits, to be exact), and gate and up are fused, or each expert
-/// has its own tensors.
+/// Converts the head to Hugging Face's layout. Norms store `w - 1`, in 32 bits so that nothing is rounded. Gate and up
+/// are fused, or each expert has its own tensors.
 fn hugging_face(head: Tensors, numbered: bool) -> Tensors {
     let mut out = Tensors::new();
     let stack = |name: &str| &head[&format!("mtp.layers.0.mlp.switch_mlp.{name}_proj.weight")];
@@ -309,12 +311,12 @@ fn every_layout_loads_the_same_head() {
         write(tensors, &dir.join(file));
         compare(what, &dir, MtpSource::Checkpoint, *most);
     }
-    // In a shard of the checkpoint, without an index.
+    // The head is in a shard of the checkpoint, without an index.
     let dir = fresh("shards");
     write(&head(), &dir.join("model-mtp.safetensors"));
     std::fs::remove_file(dir.join("model.safetensors.index.json")).unwrap();
     compare("shards", &dir, MtpSource::Checkpoint, 0.0);
-    // In a separate directory, without a prefix, also fully quantised.
+    // The head is in a separate directory, without a prefix. Also fully quantized.
     let dir = fresh("trunk");
     let alone = root.path().join("alone");
     std::fs::create_dir(&alone).unwrap();
@@ -347,7 +349,7 @@ fn unusable_head_is_skipped_or_refused() {
     for (what, tensors) in [("strange", strange), ("missing", missing), ("unclear", unclear)] {
         write(&tensors, &file);
         assert!(MtpDraft::new(&load_with(&dir, options(MtpSource::Checkpoint))).is_none(), "{what}");
-        // It is an error if the user names the head.
+        // If the user passes the directory of a head, an unusable head is an error.
         let alone = root.path().join(what);
         std::fs::create_dir(&alone).unwrap();
         std::fs::write(alone.join("config.json"), r#"{"model_type": "qwen3_5_mtp"}"#).unwrap();

@@ -18,7 +18,7 @@ const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro-dem
 
 /// Settings that must not change results.
 #[derive(Debug, Clone, Copy)]
-struct Way {
+struct Settings {
     slots: usize,
     io: ReadMode,
     io_threads: usize,
@@ -28,8 +28,8 @@ struct Way {
 }
 
 /// The answer, and the bits of every logit of prompt and answer.
-fn run(dir: &Path, prompt: &[u32], tokens: usize, way: Way) -> (Vec<u32>, Vec<u32>) {
-    let Way { slots, io, io_threads, prefetch, chunk, threads } = way;
+fn run(dir: &Path, prompt: &[u32], tokens: usize, way: Settings) -> (Vec<u32>, Vec<u32>) {
+    let Settings { slots, io, io_threads, prefetch, chunk, threads } = way;
     let store = StoreOptions { slots: Some(slots), io, threads: io_threads, prefetch, ..StoreOptions::default() };
     let options = LoadOptions { threads: Some(threads), store, ..LoadOptions::default() };
     let mut model = load_with(dir, options);
@@ -40,7 +40,8 @@ fn run(dir: &Path, prompt: &[u32], tokens: usize, way: Way) -> (Vec<u32>, Vec<u3
     (ids, bits)
 }
 
-/// Every setting must give the first one's results. A token's working set is `per_token` experts in each of `layers` layers.
+/// Every setting must give the same results as the first. A token's working set is `per_token` experts in each of
+/// `layers` layers.
 fn check(dir: &Path, prompt: &[u32], tokens: usize, layers: usize, experts: usize, per_token: usize) {
     let all = layers * experts;
     let shards: Vec<PathBuf> = std::fs::read_dir(dir)
@@ -49,7 +50,7 @@ fn check(dir: &Path, prompt: &[u32], tokens: usize, layers: usize, experts: usiz
         .filter(|path| path.extension().is_some_and(|ending| ending == "safetensors"))
         .collect();
     let direct = if ShardFiles::open(&shards, Access::Direct).is_ok() { ReadMode::Direct } else { ReadMode::Buffered };
-    let plain = Way {
+    let plain = Settings {
         slots: all,
         io: ReadMode::Buffered,
         io_threads: 4,
@@ -63,17 +64,17 @@ fn check(dir: &Path, prompt: &[u32], tokens: usize, layers: usize, experts: usiz
     let mut ways = Vec::new();
     for slots in [all / 2, all / 4, few, per_token] {
         for io in [direct, ReadMode::Buffered] {
-            ways.push(Way { slots, io, prefetch: Prefetch::On, ..plain });
+            ways.push(Settings { slots, io, prefetch: Prefetch::On, ..plain });
         }
     }
     for io_threads in [1, 2, 8, 32] {
         for prefetch in [Prefetch::On, Prefetch::Off, Prefetch::Auto] {
-            ways.push(Way { slots: all / 4, io: direct, io_threads, prefetch, ..plain });
+            ways.push(Settings { slots: all / 4, io: direct, io_threads, prefetch, ..plain });
         }
     }
     for chunk in [1, 2, 7, 16] {
-        ways.push(Way { slots: few, io: ReadMode::Auto, chunk, ..plain });
-        ways.push(Way { chunk, threads: 1, ..plain });
+        ways.push(Settings { slots: few, io: ReadMode::Auto, chunk, ..plain });
+        ways.push(Settings { chunk, threads: 1, ..plain });
     }
     for way in ways {
         let (other_ids, other_bits) = run(dir, prompt, tokens, way);
@@ -131,7 +132,8 @@ fn aborted_pass_leaves_no_trace() {
 
 #[test]
 fn different_prompt_gives_different_bytes() {
-    let way = Way { slots: 64, io: ReadMode::Buffered, io_threads: 4, prefetch: Prefetch::Off, chunk: 8, threads: 2 };
+    let way =
+        Settings { slots: 64, io: ReadMode::Buffered, io_threads: 4, prefetch: Prefetch::Off, chunk: 8, threads: 2 };
     let one = run(Path::new(DEMO), &[100, 200, 300], 4, way);
     let other = run(Path::new(DEMO), &[100, 200, 301], 4, way);
     assert_ne!(one.1, other.1);

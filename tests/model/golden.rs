@@ -116,8 +116,8 @@ fn one(model: &Qwen, state: &mut moestro::model::QwenState, id: u32) -> Vec<f32>
     model.forward_observed(state, &[id], moestro::model::Rows::Last, &mut |_, _| ()).unwrap().data
 }
 
-/// The same weights in Hugging Face's layouts: zero-centred norms, `[C, 1, K]` convolutions, other names, experts fused or
-/// one by one. The logits must have the same bits.
+/// Loads the same weights from Hugging Face's layouts: zero-centred norms, `[C, 1, K]` convolutions, other names,
+/// experts fused or one by one. The logits must have the same bits.
 #[test]
 fn hugging_face_layouts_give_same_logits() {
     let mlx = Folded::read("bf16");
@@ -132,14 +132,15 @@ fn hugging_face_layouts_give_same_logits() {
     }
 }
 
-/// A convolution of width 1 has the same shape in both layouts, so tensor names decide what the norms hold.
+/// A convolution of width 1 has the same shape in both layouts. So the tensor names decide whether norms store `w` or
+/// `w - 1`.
 #[test]
 fn layout_without_wide_convolution_is_recognised() {
     let narrow = Folded::read("bf16").edit(
         |config| config["text_config"]["linear_conv_kernel_dim"] = 1.into(),
         |name, tensor| {
             if name.ends_with("conv1d.weight") {
-                // [C, K, 1] in bf16: keep the last tap of each channel.
+                // [C, K, 1] in bf16: keep the last weight of each channel.
                 let row = tensor.data.len() / tensor.shape[0];
                 tensor.data = tensor.data.chunks(row).flat_map(|taps| taps[row - 2..].to_vec()).collect();
                 tensor.shape[1] = 1;
@@ -153,7 +154,7 @@ fn layout_without_wide_convolution_is_recognised() {
     assert!(logits(narrow.unfold_as_hugging_face(true).path()) == expected);
 }
 
-/// `tie_word_embeddings` with a copy of the head in the file: the copy is dropped.
+/// With `tie_word_embeddings`, a copy of the head in the file is ignored.
 #[test]
 fn tied_head_ignores_copy_in_file() {
     let tie = |config: &mut serde_json::Value| {

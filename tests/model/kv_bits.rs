@@ -1,4 +1,4 @@
-//! Keys and values in 8 and 4 bits: against the Candle reference, against 16 bits, and against themselves with other
+//! Compares 8-bit and 4-bit keys and values with the Candle reference, with 16 bits, and with themselves for other
 //! chunks.
 
 use crate::common::{
@@ -69,7 +69,7 @@ fn eight_bit_answers_equal_sixteen_bit() {
     let mut models = [KvBits::Sixteen, KvBits::Eight].map(|bits| demo(bits, CpuArithmetic::Integer));
     let mut worst = [0f64; 2];
     let (mut sum, mut count) = (0.0, 0);
-    // The questions alone, and after enough other text that most positions are quantized.
+    // Asks the questions alone, and after so much other text that most positions are quantized.
     for (place, before) in [0, 500].into_iter().enumerate() {
         for case in &cases {
             let ids = [&text(before)[..], &case.prompt_ids, &case.greedy_ids].concat();
@@ -127,7 +127,7 @@ fn logits_ignore_chunks_threads_and_verifies() {
             let (logits, ..) = prefill(&model, &ids, chunk);
             assert!(logits.data == expected.data, "{kv_bits:?}: chunks of {chunk} on {threads} threads");
         }
-        // Verified and rejected rows at every boundary of the ring.
+        // Verify and reject rows at every boundary of the ring.
         let mut model = demo(kv_bits, CpuArithmetic::Integer);
         let mut state = model.start().unwrap();
         let mut at = 0;
@@ -146,7 +146,7 @@ fn logits_ignore_chunks_threads_and_verifies() {
 
 #[test]
 fn cached_token_takes_half_and_quarter() {
-    // Heads of 256 values, as in all supported models.
+    // Heads have 256 values, as in all supported models.
     use moestro::ops::KvFormat::{Eight, Four, I16};
     let of = |format: moestro::ops::KvFormat| format.row_bytes(256) as f64 / I16.row_bytes(256) as f64;
     assert!(of(Eight) <= 0.53 && of(Four) <= 0.28, "{} {}", of(Eight), of(Four));

@@ -1,4 +1,4 @@
-//! Models, templates and drafts: the same results as the references, however they are computed.
+//! Tests of models, templates and drafts. Results must equal those of the references with all settings.
 
 mod chat;
 #[path = "../common/mod.rs"]

@@ -1,5 +1,5 @@
-//! Damaged and hostile files: each is used correctly or rejected with an error. Nothing panics, hangs, or exceeds its memory.
-//! `fuzz/` has the same targets for `cargo fuzz`.
+//! Damaged and hostile files must be used correctly or rejected with an error. Nothing may panic, hang, or exceed its
+//! memory limit. `fuzz/` has the same targets for `cargo fuzz`.
 
 use crate::{
     mutate::{self, Dice},
@@ -52,7 +52,7 @@ fn open(dir: &Path) -> Result<usize, String> {
     let mut options = LoadOptions { threads: Some(1), ..LoadOptions::default() };
     options.plan.context = Some(64);
     let found = CheckpointInfo::new(dir, &options).map_err(|error| error.to_string())?;
-    // The plan for this machine would accept a large model.
+    // A memory limit of its own, because the plan for this machine would accept a large model.
     let shape = found.shape;
     if shape.weights().saturating_add(shape.workspace_fixed) > 64 << 20 || shape.workspace_per_row > 1 << 20 {
         return Err("large".into());
@@ -104,11 +104,11 @@ fn mutated_checkpoints_open_or_fail_cleanly() {
             }
         }
     });
-    // With fewer of either, the mutations are too large or too small for a meaningful test.
+    // With fewer opened or refused checkpoints, the mutations would be too large or too small.
     assert!(opened > 500 && refused > 5000, "{opened} opened, {refused} refused");
 }
 
-/// Bytes of an expert's pieces.
+/// Bytes of the parts of one expert.
 const LEN: usize = 1750;
 
 /// Reads every expert and compares its bytes with the checkpoint.

@@ -19,7 +19,7 @@ use std::{
 
 const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro-demo");
 
-/// Allows the ids of one remainder after another.
+/// A constraint that allows ids by their remainder. The allowed remainder changes with each token.
 #[derive(Clone)]
 struct Remainders(u32);
 
@@ -93,7 +93,7 @@ fn answers(handle: &Handle, visit: &Visit, leaves: bool) -> Vec<Answer> {
     all.into_iter().map(read).collect()
 }
 
-/// Settings of the engine, apart from the number of requests.
+/// Settings of the engine, except the number of parallel requests.
 #[derive(Clone)]
 struct Setup {
     slots: Option<usize>,

@@ -1,7 +1,7 @@
 //! The prompt cache never changes an answer.
 //!
-//! Random conversations grow, branch and restart, and each answer is compared with that of an engine without a cache. An
-//! agent's conversation computes nothing twice. A killed server finds its snapshots again.
+//! Random conversations grow, branch and restart, and each answer is compared with that of an engine without a cache.
+//! The conversation of an agent computes no token twice. A server that was killed finds its snapshots after a restart.
 
 use crate::{
     common::{Dice, load_with},
@@ -26,7 +26,7 @@ use std::{
 
 const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro-demo");
 
-/// The demo model. Counts the tokens that it computes.
+/// The demo model, with a count of the tokens that it computes.
 struct CountingModel {
     qwen: Qwen,
     tokens: Arc<AtomicUsize>,
@@ -37,7 +37,7 @@ impl HiddenStates for CountingModel {}
 impl Model for CountingModel {
     type State = <Qwen as Model>::State;
 
-    /// Chunks are small, so that snapshots fall at different positions of chunks.
+    /// Small chunks, so that snapshots are taken at different positions in chunks.
     fn info(&self) -> ModelInfo {
         ModelInfo { chunk: 96, ..self.qwen.info() }
     }
@@ -82,7 +82,7 @@ impl Server {
         Self::with_kv_bits(KvBits::Sixteen, states, dir)
     }
 
-    /// A server with room for `states` snapshots of 400 tokens, and with the snapshots in `dir`.
+    /// Starts a server whose cache holds `states` snapshots of 400 tokens. Loads the snapshots in `dir`.
     fn with_kv_bits(kv_bits: KvBits, states: u64, dir: Option<&Path>) -> Self {
         let mut options = LoadOptions { threads: Some(2), kv_bits, ..LoadOptions::default() };
         options.plan.context = Some(4096);
@@ -111,7 +111,7 @@ impl Server {
         self.worker.join().unwrap();
     }
 
-    /// The answer, each token with the bits of its log-probability, and the number of cached prompt tokens.
+    /// Returns the answer, each token with the bits of its log-probability, and the number of cached prompt tokens.
     fn ask(
         &self,
         ids: &[u32],
@@ -140,7 +140,7 @@ impl Server {
     }
 }
 
-/// A conversation: its tokens, and where its messages end.
+/// A conversation: its tokens, and the ends of its messages.
 #[derive(Clone, Default)]
 struct Dialogue {
     ids: Vec<u32>,
@@ -160,7 +160,7 @@ impl Dialogue {
     }
 }
 
-/// One random walk: conversations grow, branch, are edited, are repeated, and continue with the answer or without it.
+/// Runs one random walk: conversations grow, branch, are edited or repeated, and continue with or without the answer.
 fn walk(seed: u64, mut cached: Server, fresh: &Server, restart: &dyn Fn(Server) -> Server) -> Server {
     let mut dice = Dice(seed);
     let system = dice.tokens(30 + 40 * (seed % 7) as usize);
@@ -214,7 +214,7 @@ fn walk(seed: u64, mut cached: Server, fresh: &Server, restart: &dyn Fn(Server) 
 fn cache_does_not_change_answers() {
     let walks: u64 = std::env::var("MOESTRO_WALKS").map_or(9, |walks| walks.parse().unwrap());
     let (mut known, mut evicted, mut from_disk) = (0, 0, 0);
-    // Caches for one snapshot, for a few, and for all. The last two restart now and then.
+    // Caches for one snapshot, for a few, and for all. The last two servers restart from time to time.
     for (part, states, bits) in [(0, 1, KvBits::Sixteen), (1, 3, KvBits::Eight), (2, 40, KvBits::Sixteen)] {
         let dir = tempfile::tempdir().unwrap();
         let fresh = Server::with_kv_bits(bits, 0, None);
@@ -315,7 +315,7 @@ fn killed_server_keeps_its_snapshots() {
     drop(first);
 
     let second = serve(dir.path());
-    // The last turn again: everything except the start of the answer's message is cached.
+    // Send the last turn again: everything except the start of the answer's message is cached.
     let again = second.chat(&turns[2]);
     let [prompt, cached] =
         [&again["usage"]["prompt_tokens"], &again["usage"]["prompt_tokens_details"]["cached_tokens"]]
@@ -327,7 +327,7 @@ fn killed_server_keeps_its_snapshots() {
     let known = next["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap();
     assert!(known >= cached, "{next}");
 
-    // The answers are those of a server without snapshots.
+    // The answers equal those of a server without snapshots.
     let empty = tempfile::tempdir().unwrap();
     let fresh = serve(empty.path());
     assert_eq!(fresh.chat(&turns[2])["choices"], again["choices"]);

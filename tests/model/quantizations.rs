@@ -1,5 +1,5 @@
-//! Converters write the `quantization` table in many ways, and some write a wrong one. Matrices are read correctly
-//! or refused.
+//! Converters write the `quantization` table in many ways, and some of the tables are wrong. Matrices must be read
+//! correctly or refused.
 
 use crate::common::{load, prefill};
 use moestro::{
@@ -60,7 +60,7 @@ fn refusal(name: &str, damage: impl FnOnce(&mut Tensors, &mut Value)) -> String 
     error
 }
 
-/// The table with every path rewritten by `spell`.
+/// The `quantization` table with every path rewritten by `spell`.
 fn spelled(config: &Value, spell: impl Fn(&str) -> String) -> Value {
     let table = config["quantization"].as_object().unwrap();
     let word = |key: &String| if key.contains('.') { spell(key) } else { key.clone() };
@@ -90,13 +90,13 @@ fn all_table_spellings_give_same_logits() {
                 c["text_config"]["quantization_config"] = table;
                 c.as_object_mut().unwrap().remove("quantization");
             }),
-            // UD-MLX, whose table may not name every matrix.
+            // UD-MLX writes a table that may not name every matrix.
             ("no entry", &|c| {
                 let table = c["quantization"].as_object().unwrap();
                 let all = table.iter().filter(|(key, _)| !key.contains('.'));
                 c["quantization"] = all.map(|(k, v)| (k.clone(), v.clone())).collect::<serde_json::Map<_, _>>().into();
             }),
-            // JANG: the smallest width, another group size, or no entry.
+            // JANG writes the smallest width, another group size, or no entry.
             ("JANG, two bits", &|c| c["quantization"] = json!({"bits": 2, "group_size": 32})),
             ("JANG, eight bits", &|c| c["quantization"] = json!({"bits": 8, "group_size": 128})),
             ("no table", &|c| drop(c.as_object_mut().unwrap().remove("quantization"))),
@@ -118,7 +118,7 @@ fn contradictory_tables_are_refused_by_name() {
         config["quantization"]["model.layers.0.mlp.gate"] = json!({"bits": 2});
     });
     assert!(error.contains("two contradictory entries for") && error.contains("layers.0.mlp.gate"), "{error}");
-    // One-byte scales together with biases.
+    // One-byte scales cannot have biases.
     let head = "language_model.lm_head";
     let error = refusal("mxfp4", |tensors, _| {
         let scales = tensors[&format!("{head}.scales")].clone();
@@ -189,7 +189,7 @@ fn shifted(by: f32) -> Output {
 
 #[test]
 fn doubly_shifted_norms_are_detected() {
-    // The mean of its norms is 1.2, that of Qwen3.5 1.7.
+    // The mean of the demo's norms is 1.2, that of Qwen3.5 1.7.
     for (by, noticed) in [(0.0, false), (1.5, true)] {
         let output = shifted(by);
         let said = String::from_utf8_lossy(&output.stderr).into_owned();

@@ -1,5 +1,5 @@
-//! Compares qwen4_exp with transformers on a tiny checkpoint: the reference and the fast pass, in every cut of the prompt, with
-//! and without streaming, through snapshots and rejected drafts.
+//! Compares qwen4_exp with transformers on a tiny checkpoint: the reference and the fast pass, for every split of the
+//! prompt, with and without streaming, with snapshots and rejected drafts.
 
 use crate::common::{self, decode, distance, fixtures::FIXTURES, forward_with_snapshots, load_with, narrow, prefill};
 use candle_core::{DType, Device, Tensor};
@@ -26,7 +26,7 @@ pub const STAGE: f32 = 2e-5;
 pub const LOGIT: f32 = 2e-4;
 const LAYERS: usize = 6;
 
-/// A prompt, and transformers' results for it.
+/// A prompt, and the results of transformers for it.
 pub struct Case {
     pub name: &'static str,
     pub prompt: Vec<u32>,
@@ -102,7 +102,7 @@ fn reference_matches_transformers_at_every_stage() {
                     let name = format!("layer{layer}.{stage}");
                     let (Some(found), Some(expected)) = (stages.get(&name), case.stored.get(&name)) else { continue };
                     let found = values(found);
-                    // Rows and blocks are integers: equal.
+                    // Table rows and blocks are integers, so they must be equal.
                     check(
                         &what(&name),
                         &found[..expected.len()],
@@ -181,7 +181,7 @@ fn logits_ignore_chunks_threads_and_slots() {
         {
             let store = StoreOptions { slots, ..StoreOptions::default() };
             let model = load_with(&dir(), LoadOptions { threads: Some(threads), store, ..options() });
-            // 6 layers of 10 experts per token are the fewest slots.
+            // At least 60 slots are needed: 6 layers with 10 experts per token.
             assert_eq!(model.store().unwrap().slots(), slots.unwrap_or(96));
             let (logits, ..) = prefill(&model, &ids, chunk);
             assert!(logits.data == expected.data, "{}: chunks of {chunk}, {slots:?} slots", case.name);
@@ -195,11 +195,11 @@ fn snapshots_restore_everywhere() {
         let ids = case.ids();
         let mut model = load();
         let mut state = model.start().unwrap();
-        // Every place in a block, and enough for every part of the history.
+        // Snapshots at every position within a block, also at the start, where the history is not full.
         let marks: Vec<usize> = (1..ids.len()).step_by(3).collect();
         let (expected, snapshots) = forward_with_snapshots(&mut model, &mut state, &ids, Rows::All, &marks);
         for (at, snapshot) in marks.into_iter().zip(snapshots) {
-            // Into a new sequence, and into one that has computed something else.
+            // Restore into a new sequence, and into one that has computed something else.
             for reuse in [false, true] {
                 let reuse = reuse.then(|| {
                     let mut other = model.start().unwrap();
@@ -274,7 +274,8 @@ fn kv_bits_are_refused() {
     assert!(refusal(&dir(), &options).contains("--kv-bits"));
 }
 
-/// What the configuration says changes the answer: the gate, the end of text that cuts n-grams, the blocks in sight.
+/// Checks that wrong values in the configuration change the answer: the gate, the end-of-text token that cuts n-grams,
+/// the number of blocks.
 #[test]
 fn configured_mistakes_change_the_logits() {
     let case = &cases()[1];
@@ -292,7 +293,8 @@ fn configured_mistakes_change_the_logits() {
     }
 }
 
-/// The MTP head, token by token and with a prompt in one go, then four drafts from its own streams.
+/// Compares the MTP head token by token and with a whole prompt in one call, then four drafts from the head's own
+/// streams.
 #[test]
 fn mtp_head_matches_transformers() {
     for case in cases() {
@@ -358,7 +360,7 @@ fn plus_one(data: &[u8]) -> Vec<u8> {
     halves.flat_map(|half| (half::bf16::from_le_bytes(*half).to_f32() + 1.0).to_le_bytes()).collect()
 }
 
-/// The same weights as MLX's converters write them: other names, `1 + w` in norms, `[C, taps, 1]` convolutions, experts in
+/// The same weights as MLX's converters write them: other names, `1 + w` in norms, `[C, K, 1]` convolutions, experts in
 /// three stacks.
 fn mlx() -> Tensors {
     let mut all = Tensors::new();
@@ -410,7 +412,7 @@ fn mixed_norm_encodings_are_refused() {
     assert!(error.contains("w or 1 + w"), "{error}");
 }
 
-/// The engine with forced drafts of the head gives the answers of plain decoding.
+/// With forced drafts of the MTP head, the engine gives the same answers as plain decoding.
 #[test]
 fn engine_with_mtp_drafts_keeps_answers() {
     let case = &cases()[1];
@@ -422,7 +424,7 @@ fn engine_with_mtp_drafts_keeps_answers() {
         let options = engine::Options { speculate: DraftPolicy::Force, draft_tokens: 3, ..engine::Options::default() };
         let metrics = Metrics::new("test", "cpu");
         let (handle, _) = engine::spawn_with(model, Box::new(draft), options, metrics).unwrap();
-        // The second prompt continues the first, the third starts anew.
+        // The second prompt extends the first. The third is a prefix of the first.
         for prompt in [case.prompt.clone(), case.ids()[..90].to_vec(), case.prompt[..30].to_vec()] {
             let (found, end) = common::ask(&handle, Request::new(prompt.clone(), 40, Sampling::greedy()));
             assert!(end.unwrap().1.drafted_tokens > 0);
@@ -434,8 +436,8 @@ fn engine_with_mtp_drafts_keeps_answers() {
     }
 }
 
-/// A synthetic model with the released indexer, on both sides of its budget: up to 2,051 positions are all in sight. Chunks
-/// begin and end before, at and after that position.
+/// A synthetic model with the released indexer, below and above its budget. Up to 2,051 positions, queries attend to
+/// all of them. Chunks start and end before, at and after that position.
 #[test]
 fn synthetic_model_matches_reference_across_budget() {
     let real = Dimensions::of_flash_next();
@@ -458,7 +460,7 @@ fn synthetic_model_matches_reference_across_budget() {
     };
     let (found, ..) = prefill(&load(2304), &ids, ids.len());
     check("2100 tokens", &found.data, &expected, LOGIT);
-    // A snapshot after eight pages whose pages are copies, as those from the disk are.
+    // A snapshot after eight pages. Its pages are copies, like those of snapshots from disk.
     let (mut model, at) = (load(2304), 2053);
     let mut state = model.start().unwrap();
     let (_, snapshots) = forward_with_snapshots(&mut model, &mut state, &ids[..2060], Rows::None, &[at]);

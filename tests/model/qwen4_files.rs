@@ -1,4 +1,4 @@
-//! Checkpoints of qwen4_exp in other dimensions, encodings and files: each is read correctly.
+//! Checks that checkpoints of qwen4_exp with other dimensions, encodings and files are read correctly.
 
 use crate::{
     common::{self, decode, distance, fixtures::FIXTURES, load_with, narrow, prefill},
@@ -18,8 +18,9 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// A checkpoint with other dimensions in every field: three streams, two n-gram tables of 4-grams, blocks of eight positions,
-/// attention in the first layer, tied embeddings. Its results are those of an independent implementation in numpy, in f64.
+/// A checkpoint with other dimensions in every field: three streams, two n-gram tables of 4-grams, blocks of eight
+/// positions, attention in the first layer, tied embeddings. An independent implementation in numpy computed the
+/// expected results, in f64.
 fn other() -> PathBuf {
     Path::new(FIXTURES).join("qwen4_exp_other")
 }
@@ -42,7 +43,7 @@ fn other_dimensions_match_independent_implementation() {
     check("reference", &values(&reference.logits), &stored["logits"], LOGIT);
     let (expected, ..) = prefill(&load_with(&other(), options()), &all, all.len());
     check("fast pass", &expected.data, &stored["logits"], LOGIT);
-    // The fewest slots: 5 layers of 3 experts.
+    // At least 15 slots are needed: 5 layers with 3 experts per token.
     for (chunk, slots) in [(1, None), (7, Some(15)), (30, None)] {
         let store = StoreOptions { slots, ..StoreOptions::default() };
         let (found, ..) = prefill(&load_with(&other(), LoadOptions { store, ..options() }), &all, chunk);
@@ -53,10 +54,10 @@ fn other_dimensions_match_independent_implementation() {
     assert_eq!(decode(&mut model, &mut state, logits.row(logits.rows() - 1), greedy.len()).0, greedy);
 }
 
-/// Every number of the configuration, changed: a wrong size is an error, and no value ends in a panic.
+/// Changes every number of the configuration. A wrong size must be an error, and no value may cause a panic.
 #[test]
 fn changed_dimensions_are_refused_without_panic() {
-    // These change no shape.
+    // These keys change no shape.
     let free = [
         "bos_token_id",
         "eos_token_id",
@@ -100,7 +101,7 @@ fn e4m3(code: u8) -> f32 {
     if code & 0x80 == 0 { size } else { -size }
 }
 
-/// The nearest code of a value.
+/// The E4M3 code nearest to a value.
 fn code(value: f32) -> u8 {
     let finite = (0..=255u8).filter(|code| code & 0x7f != 0x7f);
     finite.min_by(|a, b| (e4m3(*a) - value).abs().total_cmp(&(e4m3(*b) - value).abs())).unwrap()
@@ -124,8 +125,8 @@ fn add_blocks(fp8: &mut Tensors, plain: &mut Tensors, path: &str, [rows, cols]: 
     fp8.insert(format!("{path}.weight_scale_inv"), (Dtype::BF16, vec![down, across], scales));
 }
 
-/// The checkpoint in Hugging Face's FP8, and the same values in f32: experts one by one, queries and outputs of attention, and
-/// the n-gram table with one scale.
+/// The checkpoint in Hugging Face's FP8 format, and the same values in f32. FP8 are the experts, which are stored one
+/// by one, the projections of attention, and the n-gram table, which has one scale.
 fn fp8() -> [Tensors; 2] {
     let (mut fp8, mut plain) = (Tensors::new(), Tensors::new());
     let scale = half::bf16::from_f32(0.015);
@@ -262,7 +263,7 @@ fn packed_rows_are_the_tables_rows() {
     assert!(summary.written && summary.bytes > 0);
     let table = &found.tables[0];
     let blocks = pack::row_blocks(table);
-    // 127 rows of 32 bytes in a block, 1,024 blocks in a chunk.
+    // A block has 127 rows of 32 bytes, a chunk 1,024 blocks.
     assert!(blocks.per_block == 127 && blocks.count() > 2 * 1024 && table.shards() > 2, "{blocks:?}");
     assert_eq!((bytes, done.into_inner()), (blocks.file_bytes(), 2 * (summary.bytes + bytes - 4096)));
     assert_eq!(pack::write_rows(&found.tables, &found.files, &out, &|_| ()).unwrap(), 0, "it is written once");

@@ -1,5 +1,6 @@
-//! Compares the reference implementation in Candle tensors with mlx-lm, and the fast pass with the reference. The latter uses
-//! prompts that mlx-lm's fixtures lack: long ones, and lengths one off every boundary of blocks and chunks.
+//! Compares the reference implementation in Candle tensors with mlx-lm, and the fast pass with the reference. The
+//! comparison of the fast pass uses prompts that mlx-lm's fixtures lack: long ones, and lengths just below and above
+//! every boundary of blocks and chunks.
 
 use crate::common::{
     argmax, distance,
@@ -107,10 +108,10 @@ fn fast_pass_matches_at_boundaries() {
 
 #[test]
 fn fast_pass_matches_on_long_prompt() {
-    // Text that the demo was trained on. On noise its routers have ties, which rounding decides.
+    // Text that the demo was trained on. On random tokens its routers have near ties, which rounding decides.
     let (cases, _) = fixtures::demo();
     let text = cases.iter().cycle().flat_map(|case| [&case.prompt_ids[..], &case.greedy_ids].concat());
-    // Measured: among four million logits, the worst of the integer arithmetic is 2.2e-3 off.
+    // Measured over four million logits, the integer arithmetic is off by at most 2.2e-3.
     let bound = |math| if math == CpuArithmetic::F32 { crate::common::bound(math) } else { 4e-3 };
     check_fast_pass("demo", Path::new(DEMO), &text.take(2048).collect::<Vec<u32>>(), 512, bound);
 }

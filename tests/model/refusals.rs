@@ -1,4 +1,4 @@
-//! Damaged checkpoints: every error is one sentence that says what is wrong, where, and why.
+//! Damaged checkpoints: every error message says in one sentence what failed, in which file or tensor, and why.
 
 use moestro::{
     metrics::Metrics,

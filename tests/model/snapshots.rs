@@ -1,5 +1,5 @@
-//! Snapshots: a sequence restored from one continues with the bytes of an uninterrupted sequence, wherever in a pass the
-//! snapshot was taken and whatever state it is restored into.
+//! A sequence restored from a snapshot must continue with the same bytes as an uninterrupted sequence. The snapshot may
+//! be taken at any position of a pass and restored into any state.
 
 use crate::common::{forward_with_snapshots, load_with};
 use moestro::{
@@ -40,7 +40,7 @@ fn check_snapshots_anywhere(kv_bits: KvBits) {
     let mut state = model.start().unwrap();
     let whole = bits(&mut model, &mut state, &ids);
 
-    // Snapshots in one pass, in passes cut anywhere, and after a pass.
+    // Take snapshots in one pass, in passes that are split at other positions, and after a pass.
     let places = [1, 3, 40, 64, 130, PAGE - 1, PAGE, PAGE + 1, ids.len()];
     let mut state = model.start().unwrap();
     let (marked, mut taken) = forward_with_snapshots(&mut model, &mut state, &ids, Rows::All, &places);
@@ -88,7 +88,7 @@ fn shared_pages_are_never_written() {
         let second = bits(&mut model, &mut other, &on[1]);
         let after = snapshot.pages.iter().map(|page| page.read().unwrap().into_owned());
         assert!(after.eq(before) && first != second, "{kv_bits:?}");
-        // Each sequence has the bytes that it has alone.
+        // Each sequence has the same bytes as if it ran alone.
         for (on, found) in on.iter().zip([first, second]) {
             let mut alone = model.start().unwrap();
             bits(&mut model, &mut alone, &ids);
@@ -99,7 +99,8 @@ fn shared_pages_are_never_written() {
     }
 }
 
-/// More conversations than pages: snapshots of the first ones are evicted, and a full context always fits.
+/// There are more conversations than pages. Snapshots of the first conversations are evicted, and a full context always
+/// fits.
 #[test]
 fn snapshots_are_evicted_for_pages() {
     let run = |states: u64| {

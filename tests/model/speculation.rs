@@ -1,5 +1,5 @@
-//! Speculation on the real forward pass: a verify has the same bytes as single decode steps, rejected rows leave no trace, and
-//! drafts do not change an answer.
+//! Tests speculation on the real forward pass: a verify has the same bytes as single decode steps, rejected rows have
+//! no effect, and drafts do not change an answer.
 
 use crate::common::{fixtures::DEMO, load_with};
 use moestro::{

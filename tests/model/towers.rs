@@ -1,5 +1,5 @@
-//! Vision towers of other dimensions and encodings: a reference's rows for images of odd sizes, quantised weights, and what
-//! is freed. `tests/fixtures/vision/towers.py` writes the towers.
+//! Tests vision towers of other dimensions and encodings: rows of images of odd sizes match a reference, quantized
+//! weights load, and caches are freed. `tests/fixtures/vision/towers.py` writes the towers.
 
 use crate::common::{distance, tensors};
 use half::bf16;
@@ -73,7 +73,7 @@ fn load(tower: &[Stored], vision_config: &Value, processor: &Value) -> TestModel
     TestModel { model, _dir: dir }
 }
 
-/// The picture that `towers.py` draws.
+/// Draws the same picture as `towers.py`.
 fn picture(height: usize, width: usize) -> Vec<u8> {
     let value = |y: usize, x: usize, c: usize| (x * (7 + 2 * c) + y * (13 - c) + x * y * (c + 1)) as u8;
     let pixels: Vec<u8> =
@@ -114,7 +114,7 @@ fn other_towers_match_reference() {
     }
 }
 
-/// Affine codes as MLX stores them, in groups of 32, and the values that they stand for.
+/// Quantizes a matrix to affine codes as MLX stores them, in groups of 32. Also returns the dequantized values.
 fn quantise(matrix: &Stored, bits: usize) -> ([Stored; 3], Stored) {
     let values: Vec<f32> =
         matrix.bytes.as_chunks::<2>().0.iter().map(|bytes| bf16::from_le_bytes(*bytes).to_f32()).collect();
@@ -173,14 +173,15 @@ fn quantised_tower_matches_its_dequantised_weights() {
                 plain.push(stored);
             }
         }
-        // Of each block, qkv, proj and fc1; the second matrix of its MLP has 136 columns. Two of the merger, the position table.
+        // Quantized are qkv, proj and fc1 of each block, two matrices of the merger, and the position table. fc2 is
+        // not, because its 136 columns are not a multiple of 32.
         assert_eq!(count, 2 * 3 + 3);
         let [packed, plain] = [packed, plain].map(|tower| load(&tower, &config["vision_config"], &processor));
         for (height, width) in [(64, 96), (33, 200)] {
             let found = distance(&rows(&packed, height, width), &rows(&plain, height, width));
             assert!(found < 1e-5, "{bits} bits, {height} x {width}: {found}");
         }
-        // The codes are a coarse form of the fixture's weights.
+        // The quantized weights approximate those of the fixture, so the rows are similar but not equal.
         let image = packed.info().images.unwrap().prepare(&read("images/gradient.png"), None).unwrap();
         let found = distance(&packed.encode_image(&image).unwrap(), &exact["gradient.merged"]);
         assert!((1e-4..2.0).contains(&found), "{bits} bits: {found}");

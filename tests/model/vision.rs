@@ -1,5 +1,5 @@
-//! Images against transformers' results on two small vision-language checkpoints, in Hugging Face's and MLX's layout. The
-//! fixture is described in `tests/fixtures/vision/README.md`.
+//! Compares results for images with those of transformers, on two small vision-language checkpoints in Hugging Face's
+//! and MLX's layout. The fixture is described in `tests/fixtures/vision/README.md`.
 
 use crate::common::{argmax, ask, distance, tensors};
 use candle_core::{DType, Device};

@@ -102,7 +102,7 @@ struct MtpWeights {
     fc: [Weight; 2],
     norms: [Region; 2],
     layer: LayerWeights,
-    last: Residual,
+    before_head: Residual,
     map: Vec<LayerExperts>,
 }
 
@@ -124,7 +124,7 @@ impl MtpWeights {
             fc,
             norms: [trunk.norm(&norms[0], hidden)?, trunk.norm(&norms[1], config.residual_width())?],
             layer: LayerWeights::load(trunk, &name("layers.0."), true, config, &mut map)?,
-            last: Residual::load(trunk, config, &name("norm.weight"), &name("hyper_connection_mixer."), false)?,
+            before_head: Residual::load(trunk, config, &name("norm.weight"), &name("hyper_connection_mixer."), false)?,
             map,
         })
     }
@@ -206,9 +206,9 @@ impl MtpInfo {
         let Self { from, config, map, trunk: len, slots } = self;
         let mut ignore = |_, _| ();
         let mut trunk = TrunkLoader::read(&from, len as usize, &mut ignore)?.with_buffers(DRAFT_BUFFERS);
-        let MtpWeights { fc, norms, layer, last, .. } = MtpWeights::load(&mut trunk, &config)?;
+        let MtpWeights { fc, norms, layer, before_head, .. } = MtpWeights::load(&mut trunk, &config)?;
         let weights = trunk.finish()?;
-        let mut net = Network { embed: model.embed, layers: vec![layer], last, head: Some(*model.head()) };
+        let mut net = Network { embed: model.embed, layers: vec![layer], before_head, head: Some(*model.head()) };
         let store = if map.layers.is_empty() {
             None
         } else {
@@ -343,7 +343,7 @@ impl MtpHead {
         let Some(out) = out else { return Ok(()) };
         let (b, config, row) = (pass.buffers, &self.config, pass.rows() - 1..pass.rows());
         let (mixed, matrices) = (b.normed.floats(config.hidden), std::slice::from_ref(self.net.head()));
-        let (x, norm, hidden) = match &self.net.last {
+        let (x, norm, hidden) = match &self.net.before_head {
             Residual::Norm(weight) => {
                 let norm = Norm { weight: *weight, eps: config.eps, keep: Some(mixed) };
                 (pass.residual(&row), Some(norm), mixed)

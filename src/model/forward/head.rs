@@ -14,7 +14,7 @@ pub fn append_logits(net: &Network, pass: &mut Pass<'_>, out: &mut Vec<f32>) -> 
     let (b, hidden, vocab, wanted) = (pass.buffers, pass.config.hidden, pass.config.vocab, pass.chunk.logits.clone());
     for first in wanted.clone().step_by(LOGIT_ROWS) {
         let tokens = LOGIT_ROWS.min(wanted.end - first);
-        let (x, norm) = match &net.last {
+        let (x, norm) = match &net.before_head {
             Residual::Norm(weight) => (b.h.rows(first, tokens, hidden), Some(pass.norm(*weight))),
             Residual::Streams(mix) => {
                 let x = b.normed.rows(0, tokens, hidden);

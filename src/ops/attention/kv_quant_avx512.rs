@@ -232,8 +232,8 @@ pub(super) unsafe fn pv<const N: usize>(
         tile.weights.resize(N.max(tile.weights.len()), StripWeights([[[0; 2]; 2]; STRIP]));
         tile.totals.clear();
         tile.totals.resize(dim / 64 * N, [[zero; 2]; 4]);
-        // Each pair of queries and the quantization of weights prefetch one line for each quad. Interleaving
-        // prefetches the rest.
+        // Each pair of queries and the quantization of weights prefetch one line for each quad. The loop that
+        // interleaves values prefetches the rest.
         let quads = dim / 64 * (rows.len() / stride / QUAD);
         let others = quads * (N.div_ceil(2) + 1);
         let early = next.len().div_ceil(64).saturating_sub(others).div_ceil(quads.max(1)).max(1);
@@ -352,7 +352,7 @@ fn quantize_weights<const N: usize>(
     to: &mut [StripWeights],
     prefetch: &mut RowPrefetch,
 ) {
-    // The low bytes of four integers, then the high bytes. The gaps are for the other group.
+    // The low bytes of four integers, then the high bytes. The zero bytes between them are for the other group.
     let even = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, 1, 5, 9, 13, -1, -1, -1, -1));
     let odd = _mm512_broadcast_i32x4(_mm_setr_epi8(-1, -1, -1, -1, 0, 4, 8, 12, -1, -1, -1, -1, 1, 5, 9, 13));
     let round = _mm512_set1_ps(ROUND);

@@ -35,7 +35,7 @@ pub struct AttentionShape {
     pub heads: usize,
     pub kv_heads: usize,
     pub dim: usize,
-    /// Leading dimensions of a head that RoPE rotates.
+    /// Number of leading dimensions of a head that RoPE rotates.
     pub rope_dim: usize,
     /// Epsilon of the query and key norms.
     pub eps: f32,

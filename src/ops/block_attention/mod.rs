@@ -24,14 +24,14 @@ pub const CPU_SCRATCH: usize = 8 << 20;
 /// Sizes of an indexer.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct IndexerShape {
-    /// Query heads. There is one key head.
+    /// Number of query heads. There is one key head.
     pub heads: usize,
     pub dim: usize,
-    /// Leading dimensions of a head that RoPE rotates.
+    /// Number of leading dimensions of a head that RoPE rotates.
     pub rope_dim: usize,
-    /// Positions of a block. Divides [`PAGE`].
+    /// Number of positions in a block. Divides [`PAGE`].
     pub ratio: usize,
-    /// Closed blocks that a query attends to.
+    /// Maximum number of closed blocks that a query attends to.
     pub blocks: usize,
     /// Epsilon of the query and key norms.
     pub eps: f32,

@@ -74,8 +74,9 @@ impl ByteProducts for Sdot {
     #[inline(always)]
     unsafe fn add(sum: int32x4_t, a: int8x16_t, b: int8x16_t) -> int32x4_t {
         let mut sum = sum;
-        // SAFETY: the processor has the instruction (caller), which only uses these registers. The directive is
-        // needed until this is inlined into a function with the feature. The intrinsic is not stable.
+        // SAFETY: the processor has the instruction (caller), which only uses these registers. The directive lets the
+        // assembler accept the instruction if this function is not inlined into one with the feature. The intrinsic is
+        // not stable.
         unsafe {
             asm!(
                 ".arch_extension dotprod",

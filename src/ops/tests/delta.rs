@@ -112,7 +112,8 @@ fn delta_rule_matches_naive_reference() {
 #[test]
 fn delta_bytes_ignore_chunks_and_threads() {
     let (mut random, mut lab) = (Random(32), TestCpu::new());
-    // Keys of 128 stay in registers if there are enough. The 1,024 channels of a token are several tasks.
+    // With keys of 128 values, rows of S stay in registers on processors that have enough. The 1,024 channels of a
+    // token are split into several tasks.
     for (key_dim, value_dim) in [(64, 80), (128, 80), (64, 192)] {
         let shape = DeltaShape {
             key_heads: 2,

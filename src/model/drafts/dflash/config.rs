@@ -36,7 +36,7 @@ pub struct DflashConfig {
     /// Logits are multiplied by this, then soft-capped: `tanh(x / cap) * cap`.
     pub output_scale: f32,
     pub cap: Option<f32>,
-    /// Sizes of the additions of DFlash2. `None` for a DFlash draft.
+    /// Sizes of the additions of DFlash2. `None` for a DFlash draft without them.
     pub dflash2: Option<Dflash2>,
     /// The `quantization` table, or null.
     pub quantization: Value,
