@@ -119,7 +119,7 @@ impl Caches {
         let shape =
             AttentionShape { heads: 16, kv_heads: 2, dim: 256, rope_dim: 64, eps: 1e-6, context, format, recent };
         let (proj, q) = (lab.floats(256 * shape.width())?, lab.buffer(256 * 16 * 256)?);
-        let turn = QkNormRope { q_norm: lab.floats(256)?, k_norm: lab.floats(256)?, rope_table: lab.floats(256 * 64)? };
+        let rope = QkNormRope { q_norm: lab.floats(256)?, k_norm: lab.floats(256)?, rope_table: lab.floats(256 * 64)? };
         let bytes = 2 * shape.cache_bytes();
         let mut caches = Vec::new();
         for _ in 0..(SPREAD / bytes).clamp(1, 64) {
@@ -131,7 +131,7 @@ impl Caches {
             let cache = KvCache { keys, values, table, recent };
             for start in (0..context).step_by(256) {
                 lab.cpu
-                    .execute(&KvWrite { shape: &shape, start, tokens: 256, proj, norm_rope: turn, q, cache }.into())?;
+                    .execute(&KvWrite { shape: &shape, start, tokens: 256, proj, norm_rope: rope, q, cache }.into())?;
             }
             caches.push(cache);
         }
@@ -319,8 +319,17 @@ impl Bench {
         let (taps, samples, mixed) =
             (lab.floats(4 * channels)?, lab.floats(3 * channels)?, lab.buffer(tokens * channels)?);
         self.time(&format!("conv, {tokens} tokens"), 4 * channels * (2 * tokens + 10), &mut lab.cpu, mixed, |_| {
-            Conv { shape: &shape, tokens, proj, weight: taps, past: none, stored: tokens, state: samples, out: mixed }
-                .into()
+            Conv {
+                shape: &shape,
+                tokens,
+                proj,
+                weight: taps,
+                replay: none,
+                committed: tokens,
+                state: samples,
+                out: mixed,
+            }
+            .into()
         });
         let decay = Decay { rate: lab.floats(32)?, dt_bias: lab.floats(32)? };
         let (norm, out, y) = (lab.floats(128)?, lab.buffer(tokens * values)?, lab.buffer(tokens * values)?);
@@ -328,11 +337,11 @@ impl Bench {
         let states: Vec<Region> = (0..SPREAD / bytes).map(|_| lab.buffer(values * 128)).collect::<Result<_>>()?;
         self.time(&format!("delta rule, {tokens} tokens"), 2 * bytes, &mut lab.cpu, y, |number| {
             let state = states[number % states.len()];
-            let (shape, past, stored) = (&shape, none, tokens);
-            DeltaRule { shape, tokens, proj, mixed, decay, past, stored, state, norm, out, y }.into()
+            let (shape, replay, committed) = (&shape, none, tokens);
+            DeltaRule { shape, tokens, proj, mixed, decay, replay, committed, state, norm, out, y }.into()
         });
         // The cost of replay: the same number of replayed rows, whose output is not computed.
-        let past = Replay { rows: tokens, proj, mixed };
+        let replay = Replay { rows: tokens, proj, mixed };
         self.time(
             &format!("delta rule, one token after {tokens} accepted ones"),
             2 * bytes,
@@ -340,9 +349,9 @@ impl Bench {
             y,
             |number| {
                 let state = states[number % states.len()];
-                let (shape, tokens, stored) = (&shape, 1, past.rows + 1);
+                let (shape, tokens, committed) = (&shape, 1, replay.rows + 1);
                 let [proj, mixed] = [proj.floats(shape.width()), mixed.floats(channels)];
-                DeltaRule { shape, tokens, proj, mixed, decay, past, stored, state, norm, out, y }.into()
+                DeltaRule { shape, tokens, proj, mixed, decay, replay, committed, state, norm, out, y }.into()
             },
         );
         Ok(())
@@ -358,7 +367,7 @@ impl Bench {
         let norm = Some(Norm { weight: lab.floats(HIDDEN)?, eps: 1e-6, keep: Some(keep) });
         let (scores, weights, table) = (buffers.scores, buffers.weights, Region::default());
         self.time(&format!("norm and route, {tokens} tokens"), layer.router.bytes(), &mut lab.cpu, x, |_| {
-            Router { layer: &layer, tokens, x, norm, alone: false, table, scores, ids, slots, weights }.into()
+            Router { layer: &layer, tokens, x, norm, skip_shared: false, table, scores, ids, slots, weights }.into()
         });
         let none = ExpertSlots::default();
         self.time(&format!("combine, {tokens} tokens"), 4 * 10 * HIDDEN * tokens, &mut lab.cpu, x, |_| {

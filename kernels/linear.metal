@@ -91,8 +91,8 @@ FN void scale_staged(THREAD const Fused& at, uint t, uint begin, uint count, THR
   }
 }
 
-// This lane's share of ROWS rows of W (from `row`; rows past the last one repeat it) times TOKENS rows of x (from
-// `first`), in acc[t * ROWS..], and this thread's share of the squares of x.
+// Multiplies this lane's share of ROWS rows of W, from `row`, by TOKENS rows of x, from `first`. Rows past the last one
+// repeat it. The sums go to acc[t * ROWS..]. Also sums this thread's share of the squares of x.
 template <uint TOKENS, uint KIND, uint BITS>
 FN void partial_fast(CONSTANT Matrix& m, CONSTANT LinearArgs& a, uint row, uint first, DEVICE const float* x,
                      DEVICE const float* w, WeightPtrs bytes, bool split_k, THREAD const Fused& fused, THREAD float* acc,

@@ -114,7 +114,7 @@ pub struct NgramInput<'a> {
 #[derive(Default)]
 struct RowBatch {
     state: Mutex<BatchState>,
-    landed: Condvar,
+    rows_read: Condvar,
 }
 
 #[derive(Default)]
@@ -204,7 +204,7 @@ impl NgramTable {
         if state.jobs > 0 {
             let from = Instant::now();
             while state.jobs > 0 {
-                pending.batch.landed.wait(&mut state);
+                pending.batch.rows_read.wait(&mut state);
             }
             self.metrics.ngram_stall_seconds.inc_by(from.elapsed().as_secs_f64());
         }
@@ -262,6 +262,6 @@ fn serve(files: &RowFiles, jobs: &Mutex<mpsc::Receiver<RowJob>>, metrics: &Metri
         state.found.extend(found);
         state.failure = state.failure.take().or(failure);
         state.jobs -= 1;
-        batch.landed.notify_all();
+        batch.rows_read.notify_all();
     }
 }

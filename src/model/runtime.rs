@@ -266,7 +266,7 @@ impl Qwen {
     }
 
     /// Capacity of the MTP head's cache in positions. `None` without an MTP head.
-    pub fn mtp_room(&self) -> Option<usize> {
+    pub fn mtp_capacity(&self) -> Option<usize> {
         self.device.borrow().mtp.as_ref().map(|mtp| mtp.positions)
     }
 

@@ -15,7 +15,7 @@ use std::{
 
 type Locked = ReentrantMutex<RefCell<Box<dyn Backend>>>;
 
-/// A backend behind a lock. Clones share the backend.
+/// A backend protected by a lock. Clones share the backend.
 #[derive(Clone)]
 pub struct SharedBackend(Arc<Locked>);
 

@@ -89,7 +89,7 @@ pub struct DeltaNetWeights {
     /// `[conv_width, channels]`.
     pub conv: Region,
     pub decay: Decay,
-    /// `[value_dim]`, per head.
+    /// Weight of the norm of each head, `[value_dim]`.
     pub norm: Region,
     pub out: Weight,
 }

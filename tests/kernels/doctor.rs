@@ -9,7 +9,7 @@ use moestro::{
 };
 use std::{collections::BTreeSet, ops::Range, sync::Arc};
 
-/// Forwards the memory methods to the device below.
+/// Implements the memory methods by calls of the wrapped device.
 macro_rules! memory_of {
     ($below:tt) => {
         fn working_set(&self) -> Option<u64> {
@@ -126,7 +126,8 @@ impl Gpu for Faulty {
         self.sound.launch(launch)?;
         self.sound.wait()?;
         for binding in launch.bindings.iter().filter(|binding| binding.access != BufferAccess::Read) {
-            // Flips a bit in the high byte of a float or number, or in two halves: at two places of the output.
+            // Flips a bit at two places of the output: in the high byte of a float or integer, or of two half-precision
+            // values.
             let places = BTreeSet::from([8, 12].map(|part| binding.region.len / part * 4 + 3));
             for at in places.into_iter().map(|at| binding.region.part(at, 1)) {
                 let mut byte = [0];

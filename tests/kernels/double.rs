@@ -217,7 +217,7 @@ impl Inner {
         }
     }
 
-    /// The access of pending command buffers to `region`: not at all, reading, or writing.
+    /// How pending command buffers access `region`: `None`, reading, or writing.
     fn in_flight(&self, region: Region) -> Option<BufferAccess> {
         let pending = self.buffers.iter().filter(|commands| commands.status == CommandStatus::Pending);
         let bindings = pending.flat_map(|c| &c.segments).flatten().flat_map(|launch| &launch.bindings);

@@ -200,7 +200,7 @@ fn router_selects_experts_and_slots() {
             tokens,
             x: none,
             norm: None,
-            alone: false,
+            skip_shared: false,
             table,
             scores: scores_at,
             ids: place(&mut host, tokens * k),

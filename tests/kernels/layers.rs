@@ -96,20 +96,20 @@ fn delta_case(op: DeltaShape, chunks: &[&[usize]]) {
         let (w, state) = (host.floats(&w), host.floats(&state0));
         let all = host.floats(&proj);
         let [mixed, out, y] = [channels, values, values].map(|n| host.empty(tokens * n * 4));
-        let (mut at, mut past) = (0, Replay::default());
+        let (mut at, mut replay) = (0, Replay::default());
         for &n in *chunks {
             let rows = |region: moestro::device::Region, width: usize| region.part(at * width * 4, n * width * 4);
             let (proj, mixed, out) = (rows(all, width), rows(mixed, channels), rows(out, values));
             let (shape, tokens, y) = (&op, n, rows(y, values));
             let keep = late && at + n < chunks.iter().sum();
-            let stored = past.rows + if keep { 0 } else { n };
+            let committed = replay.rows + if keep { 0 } else { n };
             host.run(
-                &Conv { shape, tokens, proj, weight: conv_weight, past, stored, state: conv_state, out: mixed }
+                &Conv { shape, tokens, proj, weight: conv_weight, replay, committed, state: conv_state, out: mixed }
                     .launch(),
             );
-            let rule = DeltaRule { shape, tokens, proj, mixed, decay, past, stored, state, norm: w, out, y };
+            let rule = DeltaRule { shape, tokens, proj, mixed, decay, replay, committed, state, norm: w, out, y };
             rule.launches().for_each(|launch| host.run(&launch));
-            past = if keep { Replay { rows: n, proj, mixed } } else { Replay::default() };
+            replay = if keep { Replay { rows: n, proj, mixed } } else { Replay::default() };
             at += n;
         }
         let found = [mixed, out, y, state, conv_state].map(|r| host.read(r)).to_vec();
@@ -172,8 +172,8 @@ fn delta_case(op: DeltaShape, chunks: &[&[usize]]) {
     }
 }
 
-/// The fused launches of a whole delta-net layer give the same bytes as one launch per step, for single rows and
-/// several rows, also after speculative rows.
+/// The fused launches of a whole delta-net layer give the same bytes as one launch per step. This holds for single
+/// rows, for several rows, and after speculative rows.
 #[test]
 fn fused_delta_layer_equals_separate_launches() {
     let shape = &DeltaShape {
@@ -201,25 +201,46 @@ fn fused_delta_layer_equals_separate_launches() {
             let all = floats(9 * hidden);
             let [proj, mixed, out, y] =
                 [shape.width(), channels, values, values].map(|width| host.empty(9 * width * 4));
-            let (mut past, mut at) = (Replay::default(), 0);
+            let (mut replay, mut at) = (Replay::default(), 0);
             for (index, &tokens) in cuts.iter().enumerate() {
                 let rows = |region: moestro::device::Region, width: usize| region.rows(at, tokens, width);
                 let (h, proj, mixed) = (rows(all, hidden), rows(proj, shape.width()), rows(mixed, channels));
                 let (out, y) = (rows(out, values), rows(y, values));
                 // The first rows are speculative.
-                let stored = if index == 0 { 0 } else { past.rows + tokens };
+                let committed = if index == 0 { 0 } else { replay.rows + tokens };
                 let net = DeltaNet {
-                    project: Linear { x: h, tokens, norm, matrices: &matrices, y: proj, add: false },
-                    conv: Conv { shape, tokens, proj, weight: conv_weight, past, stored, state: samples, out: mixed },
-                    rule: DeltaRule { shape, tokens, proj, mixed, decay, past, stored, state, norm: gated, out, y },
-                    back: Linear { x: y, tokens, norm: None, matrices: &last, y: h, add: true },
+                    in_proj: Linear { x: h, tokens, norm, matrices: &matrices, y: proj, add: false },
+                    conv: Conv {
+                        shape,
+                        tokens,
+                        proj,
+                        weight: conv_weight,
+                        replay,
+                        committed,
+                        state: samples,
+                        out: mixed,
+                    },
+                    rule: DeltaRule {
+                        shape,
+                        tokens,
+                        proj,
+                        mixed,
+                        decay,
+                        replay,
+                        committed,
+                        state,
+                        norm: gated,
+                        out,
+                        y,
+                    },
+                    out_proj: Linear { x: y, tokens, norm: None, matrices: &last, y: h, add: true },
                 };
                 let launches = if apart { net.apart() } else { net.launches() };
                 if !apart && tokens == 1 {
                     assert_eq!(launches.len(), 3);
                 }
                 launches.iter().for_each(|launch| host.run(launch));
-                past = if index == 0 { Replay { rows: tokens, proj, mixed } } else { Replay::default() };
+                replay = if index == 0 { Replay { rows: tokens, proj, mixed } } else { Replay::default() };
                 at += tokens;
             }
             found.push([all, samples, state].map(|region| host.read(region)).to_vec());
@@ -266,8 +287,8 @@ fn long_recurrence_is_cut() {
         proj: rows(shape.width()),
         mixed: rows(shape.channels()),
         decay: Decay { rate: one, dt_bias: one },
-        past: Replay::default(),
-        stored: tokens,
+        replay: Replay::default(),
+        committed: tokens,
         state: rows(16),
         norm: one,
         out: values,
@@ -278,7 +299,7 @@ fn long_recurrence_is_cut() {
         launches.map(|launch| launch.args[0]).collect::<Vec<u32>>()
     };
     assert_eq!(cut(rule), [256, 256, 8]);
-    assert_eq!(cut(DeltaRule { stored: 0, ..rule }), [520], "rows that may be rejected store no state");
+    assert_eq!(cut(DeltaRule { committed: 0, ..rule }), [520], "rows that may be rejected store no state");
 }
 
 /// Attention of `tokens` rows after `start` cached positions, as in decoding and as in a prompt, compared with

@@ -122,7 +122,7 @@ fn segments_are_adopted_as_they_fill() {
         count("adopt")
     };
     let (mut model, count, _) = segmented(true);
-    assert_eq!(count("adopt"), weights, "no segment before an expert has landed");
+    assert_eq!(count("adopt"), weights, "no segment before an expert is loaded");
     assert!(answer(&mut model).unwrap() == expected(true));
     assert_eq!(count("adopt"), weights + 4);
     let (_, count, _) = segmented(false);

@@ -1,5 +1,5 @@
-//! Exactness: greedy output and logits must not depend on the number of slots, the read mode, the number of I/O threads and
-//! their order, prefetching, or the chunk size.
+//! Exactness: greedy output and logits must not depend on slots, read mode, I/O threads and their order, prefetching,
+//! or chunk size.
 
 use crate::common::{decode, load_with, narrow, prefill};
 use moestro::{

@@ -69,7 +69,7 @@ fn eight_bit_answers_equal_sixteen_bit() {
     let mut models = [KvBits::Sixteen, KvBits::Eight].map(|bits| demo(bits, CpuArithmetic::Integer));
     let mut worst = [0f64; 2];
     let (mut sum, mut count) = (0.0, 0);
-    // Asks the questions alone, and after so much other text that most positions are quantized.
+    // Asks the questions alone, and after 500 tokens of other text, so that most positions are quantized.
     for (place, before) in [0, 500].into_iter().enumerate() {
         for case in &cases {
             let ids = [&text(before)[..], &case.prompt_ids, &case.greedy_ids].concat();

@@ -52,7 +52,7 @@ fn open(dir: &Path) -> Result<usize, String> {
     let mut options = LoadOptions { threads: Some(1), ..LoadOptions::default() };
     options.plan.context = Some(64);
     let found = CheckpointInfo::new(dir, &options).map_err(|error| error.to_string())?;
-    // A memory limit of its own, because the plan for this machine would accept a large model.
+    // The test has a lower memory limit, because the plan for this machine would accept a large model.
     let shape = found.shape;
     if shape.weights().saturating_add(shape.workspace_fixed) > 64 << 20 || shape.workspace_per_row > 1 << 20 {
         return Err("large".into());

@@ -21,7 +21,7 @@ use std::{
     sync::Arc,
 };
 
-/// Largest difference of an intermediate result, and of a logit.
+/// Largest allowed difference of an intermediate result, and of a logit.
 pub const STAGE: f32 = 2e-5;
 pub const LOGIT: f32 = 2e-4;
 const LAYERS: usize = 6;

@@ -202,7 +202,7 @@ fn table_in_own_file_gives_same_logits() {
 }
 
 #[test]
-fn each_row_is_read_once_and_then_cached() {
+fn rows_are_read_once_then_cached() {
     let (case, metrics) = (&cases()[1], Metrics::new("test", "cpu"));
     let mut model = Qwen::load(&dir(), &options(), &metrics, &mut |_, _| ()).unwrap();
     let mut rows: Vec<i64> = case.stored["layer1.ple_rows"].iter().map(|row| *row as i64).collect();

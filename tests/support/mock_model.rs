@@ -226,7 +226,7 @@ impl SequenceState for MockState {
     }
 
     fn shared_positions(&self) -> usize {
-        self.frozen.held()
+        self.frozen.shared_positions()
     }
 }
 

@@ -29,7 +29,7 @@ pub struct MtpDraft {
 impl MtpDraft {
     /// Returns `None` if the model has no MTP head.
     pub fn new(model: &Qwen) -> Option<Self> {
-        let (config, capacity) = (model.config(), model.mtp_room()?);
+        let (config, capacity) = (model.config(), model.mtp_capacity()?);
         let hidden = HiddenHistory::new(config.residual_width(), MTP_ROWS);
         Some(Self { layers: config.layers, capacity, hidden, base: 0, evaluated: 0 })
     }

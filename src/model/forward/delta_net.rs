@@ -57,19 +57,19 @@ impl DeltaNetWeights {
 
         // q k v, z, b, a = W_in rms_norm(h)
         let (x, norm) = (input.rows(&rows), input.norm);
-        let project = Linear { x, tokens, norm, matrices: &self.in_proj, y: proj, add: false };
+        let in_proj = Linear { x, tokens, norm, matrices: &self.in_proj, y: proj, add: false };
         // h += W_out y
-        let back = pass.out_proj(&self.out, &rows);
+        let out_proj = pass.out_proj(&self.out, &rows);
 
         let here = marks.within(&rows);
         if here.is_empty() {
             let (conv, rule) = self.recurrence(state, commit, tokens, buffers.part(&(0..tokens), shape));
-            pass.execute(&DeltaNet { project, conv, rule, back })?;
+            pass.execute(&DeltaNet { in_proj, conv, rule, out_proj })?;
             state.advance(commit, tokens);
             return Ok(());
         }
         // Snapshots are needed inside these rows, so the recurrence stops after each marked row.
-        pass.execute(project)?;
+        pass.execute(in_proj)?;
         let mut from = 0;
         for index in here {
             let to = marks.rows[index] - rows.start;
@@ -78,7 +78,7 @@ impl DeltaNetWeights {
             from = to;
         }
         self.advance_rows(from..tokens, state, buffers, pass)?;
-        pass.execute(back)
+        pass.execute(out_proj)
     }
 
     /// [`DeltaNetWeights::forward`] for rows of different sequences in one operation. `state` has the states of all
@@ -93,12 +93,12 @@ impl DeltaNetWeights {
         let (b, tokens, all) = (pass.buffers, pass.rows(), 0..pass.rows());
         let buffers = RowBuffers { proj: b.proj, mixed: b.mixed, out: b.head_out, y: b.y(tokens) };
         let (x, norm) = (input.rows(&all), input.norm);
-        let project = Linear { x, tokens, norm, matrices: &self.in_proj, y: b.proj, add: false };
-        let back = pass.out_proj(&self.out, &all);
+        let in_proj = Linear { x, tokens, norm, matrices: &self.in_proj, y: b.proj, add: false };
+        let out_proj = pass.out_proj(&self.out, &all);
         let (conv, rule) = self.recurrence(state, Commit::Now, tokens, buffers.part(&all, &self.shape));
-        // Each row is added to the state of its own sequence.
-        let (conv, rule) = (Conv { stored: 1, ..conv }, DeltaRule { stored: 1, ..rule });
-        pass.execute(&DeltaNetRows { net: DeltaNet { project, conv, rule, back }, rows })
+        // Each row is added to the state of its sequence.
+        let (conv, rule) = (Conv { committed: 1, ..conv }, DeltaRule { committed: 1, ..rule });
+        pass.execute(&DeltaNetRows { net: DeltaNet { in_proj, conv, rule, out_proj }, rows })
     }
 
     /// Computes the convolution and the delta rule for row `row` of a pass whose rows belong to different sequences. If
@@ -156,9 +156,9 @@ impl DeltaNetWeights {
         RowBuffers { proj, mixed, out, y }: RowBuffers,
     ) -> (Conv<'_>, DeltaRule<'_>) {
         let shape = &self.shape;
-        let (past, stored) = (state.pending(shape), state.rows_to_commit(commit, tokens));
-        let conv = Conv { shape, tokens, proj, weight: self.conv, past, stored, state: state.conv, out: mixed };
+        let (replay, committed) = (state.pending(shape), state.rows_to_commit(commit, tokens));
+        let conv = Conv { shape, tokens, proj, weight: self.conv, replay, committed, state: state.conv, out: mixed };
         let (decay, norm, state) = (self.decay, self.norm, state.recurrent);
-        (conv, DeltaRule { shape, tokens, proj, mixed, decay, past, stored, state, norm, out, y })
+        (conv, DeltaRule { shape, tokens, proj, mixed, decay, replay, committed, state, norm, out, y })
     }
 }

@@ -46,7 +46,18 @@ pub fn forward(
     let (from, norm) = (input.rows(&(0..tokens)), input.norm.map(|norm| Norm { keep: Some(x), ..norm }));
     let table = b.slot_tables.rows(index, 1, layer.router.rows);
     let (ids, id_slots, scores, weights) = (b.expert_ids, b.expert_slots, moe.scores, moe.weights);
-    pass.execute(Router { layer, tokens, x: from, norm, alone: false, table, scores, ids, slots: id_slots, weights })?;
+    pass.execute(Router {
+        layer,
+        tokens,
+        x: from,
+        norm,
+        skip_shared: false,
+        table,
+        scores,
+        ids,
+        slots: id_slots,
+        weights,
+    })?;
     let combine = CombineExperts { layer, slots, tokens, buffers: moe, per_assignment: None, h: b.h };
 
     // With few rows and all experts resident, the router's choice stays on the device.
@@ -125,17 +136,17 @@ fn run_experts(
     while let Some(batch) = fetch.next(&mut *pass.backend)? {
         groups.clear();
         assignments.clear();
-        for landed in batch.iter() {
-            let (first, count) = (assignments.len() as u32, landed.assignments.len() as u32);
+        for loaded in batch.iter() {
+            let (first, count) = (assignments.len() as u32, loaded.assignments.len() as u32);
             if !resident {
                 // Identifies the bytes: the same expert has the same bytes whenever it is read.
-                let content = (index as u64) << 32 | u64::from(landed.expert);
-                pass.backend.mark_loaded(slots.of(landed.slot.0), content)?;
+                let content = (index as u64) << 32 | u64::from(loaded.expert);
+                pass.backend.mark_loaded(slots.of(loaded.slot.0), content)?;
             }
-            groups.push(ExpertGroup { expert: landed.expert, slot: landed.slot.0, first, count });
-            assignments.extend(landed.assignments);
-            for assignment in landed.assignments {
-                known[*assignment as usize] = landed.slot.0;
+            groups.push(ExpertGroup { expert: loaded.expert, slot: loaded.slot.0, first, count });
+            assignments.extend(loaded.assignments);
+            for assignment in loaded.assignments {
+                known[*assignment as usize] = loaded.slot.0;
             }
         }
         if buffers.jobs.len < groups.len() * 12 || buffers.order.len < assignments.len() * 4 {
@@ -180,7 +191,7 @@ fn predict(index: usize, layer: &MoeWeights, pass: &mut Pass<'_>, out: &mut Vec<
     }
     let [ids, slots, weights] = [(0, 1), (1, 1), (2, 2)].map(|(at, len)| act.part(at * list, len * list));
     let table = b.slot_tables.rows(index, 1, layer.router.rows);
-    pass.execute(Router { layer, tokens, x, norm: None, alone: true, table, scores, ids, slots, weights })?;
+    pass.execute(Router { layer, tokens, x, norm: None, skip_shared: true, table, scores, ids, slots, weights })?;
     out.resize(tokens * layer.k, 0);
     Ok(pass.backend.read_words(ids, out)?)
 }

@@ -71,7 +71,7 @@ impl CopiedPages {
     }
 
     /// Number of positions from the start whose pages a new snapshot would share with existing ones.
-    pub fn held(&self) -> usize {
+    pub fn shared_positions(&self) -> usize {
         self.pages.iter().take_while(|page| page.strong_count() > 0).count() * PAGE
     }
 
@@ -148,11 +148,11 @@ mod tests {
     fn dropped_snapshots_free_their_pages() {
         let mut frozen = CopiedPages::default();
         let first = frozen.snapshot(2 * PAGE + 1, vec![1], read).unwrap();
-        assert_eq!(frozen.held(), 2 * PAGE);
+        assert_eq!(frozen.shared_positions(), 2 * PAGE);
         drop(first);
-        assert_eq!(frozen.held(), 0);
+        assert_eq!(frozen.shared_positions(), 0);
         let again = frozen.snapshot(PAGE, vec![1], read).unwrap();
-        assert_eq!((frozen.held(), bytes(&again.pages[0])[..3].to_vec()), (PAGE, vec![0, 0, 0]));
+        assert_eq!((frozen.shared_positions(), bytes(&again.pages[0])[..3].to_vec()), (PAGE, vec![0, 0, 0]));
     }
 
     #[test]

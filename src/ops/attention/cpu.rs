@@ -112,7 +112,8 @@ struct AttentionCall<'a, T> {
     split: usize,
     /// Keys and values of all positions in 8 or 4 bits. `full` is then the ring of recent positions.
     quantized: Option<[QuantizedKv<'a>; 2]>,
-    at: usize,
+    /// Position of the first token.
+    start: usize,
     heads: usize,
     /// Query heads of a part.
     group: usize,
@@ -176,7 +177,7 @@ impl<'a, T: KvElement> AttentionCall<'a, T> {
             shared: shape.kv_heads,
             split: 1,
             quantized,
-            at: op.start,
+            start: op.start,
             heads: shape.heads,
             group: shape.heads / shape.kv_heads,
             dim,
@@ -257,14 +258,14 @@ impl<T: KvElement> AttentionCall<'_, T> {
     /// 1.
     fn blocks(&self, tokens: &Range<usize>) -> usize {
         match self.quantized {
-            None => (self.at + tokens.end).div_ceil(BLOCK),
-            Some(_) => 1 + recent_start((self.at + tokens.end).saturating_sub(1)).div_ceil(BLOCK),
+            None => (self.start + tokens.end).div_ceil(BLOCK),
+            Some(_) => 1 + recent_start((self.start + tokens.end).saturating_sub(1)).div_ceil(BLOCK),
         }
     }
 
     /// The positions of a block that `token` sees.
     fn seen(&self, token: usize, block: usize) -> Range<usize> {
-        let position = self.at + token;
+        let position = self.start + token;
         let positions_of = |block: usize, end: usize| block * BLOCK..((block + 1) * BLOCK).min(end);
         match (self.quantized, block) {
             (None, _) => positions_of(block, position + 1),

@@ -47,13 +47,14 @@ impl BlockAttention<'_> {
             return refuse(format!("a ring of {capacity} positions is too short for {tokens} tokens of an indexer"));
         }
         let index = memory.floats(self.index.floats(tokens * width));
-        let turn = memory.floats(self.norm_rope.rope_table.floats(tokens * shape.rope_dim));
+        let rotation = memory.floats(self.norm_rope.rope_table.floats(tokens * shape.rope_dim));
         let recent = memory.floats_mut(self.cache.recent);
         for token in 0..tokens {
-            let (raw, turn) = (&index[token * width + shape.heads * dim..][..dim], &turn[token * shape.rope_dim..]);
-            let (to, to_turn) = recent[(start + token) % capacity * wide..][..wide].split_at_mut(dim);
+            let (raw, rotation) =
+                (&index[token * width + shape.heads * dim..][..dim], &rotation[token * shape.rope_dim..]);
+            let (to, to_rotation) = recent[(start + token) % capacity * wide..][..wide].split_at_mut(dim);
             to.copy_from_slice(raw);
-            to_turn.copy_from_slice(&turn[..shape.rope_dim]);
+            to_rotation.copy_from_slice(&rotation[..shape.rope_dim]);
         }
         let norm = memory.floats(self.norm_rope.k_norm.floats(dim));
         let table = memory.words(self.attention.cache.table);
@@ -82,7 +83,7 @@ impl BlockAttention<'_> {
         let (memory, threads) = (&cpu.memory, &cpu.compute.threads);
         let (width, heads) = (shape.width(), shape.heads * shape.dim);
         let index = memory.floats(self.index.floats(tokens * width));
-        let turn = memory.floats(self.norm_rope.rope_table.floats(tokens * shape.rope_dim));
+        let rotation = memory.floats(self.norm_rope.rope_table.floats(tokens * shape.rope_dim));
         let norm = memory.floats(self.norm_rope.q_norm.floats(shape.dim));
         let table = memory.words(self.attention.cache.table);
         let keys = memory.floats(self.cache.keys);
@@ -92,7 +93,7 @@ impl BlockAttention<'_> {
         threads.run_pieces(queries, heads, &|token, q| {
             for (q, x) in q.chunks_exact_mut(shape.dim).zip(index[token * width..].chunks_exact(shape.dim)) {
                 normalise(x, norm, shape.eps, q);
-                rotate(q, &turn[token * shape.rope_dim..][..shape.rope_dim]);
+                rotate(q, &rotation[token * shape.rope_dim..][..shape.rope_dim]);
             }
         });
         selected.resize(tokens * shape.blocks, 0);

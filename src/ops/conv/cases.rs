@@ -37,16 +37,20 @@ pub(in crate::ops) fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> 
 fn case(b: &mut KernelCheck<'_>, shape: &DeltaShape) -> Result<(), DeviceError> {
     let (tokens, channels, values) = (3, shape.channels(), shape.values());
     let proj = b.random(tokens * shape.width())?;
-    let past = Replay { rows: 2, proj: b.random(2 * shape.width())?, mixed: b.random(2 * channels)? };
+    let replay = Replay { rows: 2, proj: b.random(2 * shape.width())?, mixed: b.random(2 * channels)? };
     let (taps, state, out) = (b.random(4 * channels)?, b.random(3 * channels)?, b.buffer(tokens * channels)?);
-    let stored = 2 + tokens;
-    b.check(Conv { shape, tokens, proj, weight: taps, past, stored, state, out }, &[out, state], &[])?;
+    let committed = 2 + tokens;
+    b.check(Conv { shape, tokens, proj, weight: taps, replay, committed, state, out }, &[out, state], &[])?;
     let (mixed, rate) = (out, b.random.floats(shape.value_heads));
     let rate: Vec<f32> = rate.iter().map(|a| -a.exp()).collect();
     let decay = Decay { rate: b.floats(&rate)?, dt_bias: b.random(shape.value_heads)? };
     let (state, norm) = (b.random(values * shape.key_dim)?, b.random(shape.value_dim)?);
     let (out, y) = (b.buffer(tokens * values)?, b.buffer(tokens * values)?);
     // Only the replayed rows go into the state.
-    let stored = 2;
-    b.check(DeltaRule { shape, tokens, proj, mixed, decay, past, stored, state, norm, out, y }, &[out, state, y], &[])
+    let committed = 2;
+    b.check(
+        DeltaRule { shape, tokens, proj, mixed, decay, replay, committed, state, norm, out, y },
+        &[out, state, y],
+        &[],
+    )
 }

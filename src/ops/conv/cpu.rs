@@ -17,7 +17,7 @@ const FEW_TOKENS: usize = 8;
 
 impl Conv<'_> {
     pub(in crate::ops) fn on_cpu(&self, cpu: &mut Cpu) -> Result<(), DeviceError> {
-        let (tokens, taps, shape, past) = (self.tokens, self.shape.conv_width, self.shape, self.past.rows);
+        let (tokens, taps, shape, replay) = (self.tokens, self.shape.conv_width, self.shape, self.replay.rows);
         let (channels, width) = (shape.channels(), shape.width());
         if taps < 1 || self.weight.len != taps * channels * 4 {
             return refuse(format!(
@@ -27,14 +27,14 @@ impl Conv<'_> {
         }
         let (memory, threads) = (&cpu.memory, &cpu.compute.threads);
         let x = memory.floats(self.proj.floats(tokens * width));
-        let old = memory.floats(self.past.proj.floats(past * width));
+        let old = memory.floats(self.replay.proj.floats(replay * width));
         let weight = memory.floats(self.weight);
         let state = memory.floats_mut(self.state.floats((taps - 1) * channels));
         let y = memory.floats_mut(self.out.floats(tokens * channels));
         let kept = taps - 1;
         // A row after the state: replayed rows, then new rows.
         let raw = |row: usize| {
-            let (rows, row) = if row < past { (old, row) } else { (x, row - past) };
+            let (rows, row) = if row < replay { (old, row) } else { (x, row - replay) };
             &rows[row * width..][..channels]
         };
         let keys = shape.key_heads * shape.key_dim;
@@ -53,12 +53,12 @@ impl Conv<'_> {
             unsafe { base.add(row * channels + first) }.0
         };
         // Rows that stay in the state move up; the others are copied from the input.
-        let stay = kept.saturating_sub(self.stored);
+        let stay = kept.saturating_sub(self.committed);
         let keep = |own: Range<usize>| {
             for row in 0..if stay == kept { 0 } else { kept } {
                 let from = match row < stay {
                     true => kept_row(row + kept - stay, own.start).cast_const(),
-                    false => raw(self.stored - (kept - row))[own.clone()].as_ptr(),
+                    false => raw(self.committed - (kept - row))[own.clone()].as_ptr(),
                 };
                 // SAFETY: two rows that do not overlap. These channels belong to this task.
                 unsafe { from.copy_to_nonoverlapping(kept_row(row, own.start), own.len()) };
@@ -67,7 +67,7 @@ impl Conv<'_> {
         let convolve = |token: usize, first: usize, y: &mut [f32]| {
             y.fill(0.0);
             for tap in 0..taps {
-                let at = past + token + tap;
+                let at = replay + token + tap;
                 let row = match at < kept {
                     // SAFETY: no other task writes these channels.
                     true => unsafe { std::slice::from_raw_parts(kept_row(at, first).cast_const(), y.len()) },

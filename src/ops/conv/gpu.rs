@@ -18,14 +18,14 @@ impl Conv<'_> {
     /// [`Conv::launch`]. With `rows`, each row belongs to another sequence, and `state` holds the states of all
     /// sequences.
     pub(in crate::ops) fn launch_rows(&self, rows: Option<SequenceRows>) -> Launch {
-        let Self { shape, tokens, proj, weight, past, stored, state, out } = *self;
-        let (proj, old) = shape.rows(tokens, proj, past);
+        let Self { shape, tokens, proj, weight, replay, committed, state, out } = *self;
+        let (proj, old) = shape.rows(tokens, proj, replay);
         let channels = shape.channels();
         let (of_each, sequences) = if rows.is_some() { (1, tokens) } else { (tokens, 1) };
         let state = if rows.is_some() { state } else { state.floats(channels * 3) };
         Launch {
             kernel: "causal_conv",
-            args: shape.args(of_each, past.rows, stored, rows),
+            args: shape.args(of_each, replay.rows, committed, rows),
             bindings: vec![
                 Binding::read(proj),
                 Binding::read(old),

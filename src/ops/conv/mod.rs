@@ -4,7 +4,7 @@
 //! rows, then the new rows, so the last tap multiplies the current row. Then `q = q / sqrt(sum(q^2) + 1e-6) /
 //! sqrt(key_dim)` and `k = k / sqrt(sum(k^2) + 1e-6)`.
 //!
-//! At the end the state holds the last `K - 1` rows of `full` up to row `stored` after the old state.
+//! At the end the state holds the last `K - 1` rows of `full` up to row `committed` after the old state.
 
 mod cases;
 mod cpu;
@@ -23,9 +23,9 @@ pub struct Conv<'a> {
     pub proj: Region,
     /// Convolution weights, `[K, channels]`.
     pub weight: Region,
-    pub past: Replay,
+    pub replay: Replay,
     /// Number of replayed and new rows that are added to the state.
-    pub stored: usize,
+    pub committed: usize,
     /// Last `K - 1` inputs, `[K - 1, channels]`.
     pub state: Region,
     /// q, k and v, `[tokens, channels]`.
@@ -35,7 +35,7 @@ pub struct Conv<'a> {
 impl Conv<'_> {
     pub(super) fn touches(&self, see: &mut dyn FnMut(Region, BufferAccess)) {
         let channels = self.shape.channels();
-        self.past.touches(self.shape, see);
+        self.replay.touches(self.shape, see);
         see(self.proj.floats(self.tokens * self.shape.width()), BufferAccess::Read);
         see(self.state.floats((self.shape.conv_width - 1) * channels), BufferAccess::ReadWrite);
         see(self.out.floats(self.tokens * channels), BufferAccess::Write);

@@ -41,17 +41,17 @@ fn case(b: &mut KernelCheck<'_>, shape: &DeltaShape, codes: WeightFormat, tokens
     let rate: Vec<f32> = b.random.floats(heads).iter().map(|a| -a.exp()).collect();
     let decay = Decay { rate: b.floats(&rate)?, dt_bias: b.random(heads)? };
     let (state, gated) = (b.random(values * shape.key_dim)?, b.random(shape.value_dim)?);
-    let mut past = Replay::default();
-    for (tokens, stored) in [(2, 0), (tokens, 2 + tokens)] {
+    let mut replay = Replay::default();
+    for (tokens, committed) in [(2, 0), (tokens, 2 + tokens)] {
         let (h, proj, mixed) =
             (b.random(tokens * hidden)?, b.buffer(tokens * shape.width())?, b.buffer(tokens * channels)?);
         let (out, y) = (b.buffer(tokens * values)?, b.buffer(tokens * values)?);
-        let project = Linear { x: h, tokens, norm, matrices: &matrices, y: proj, add: false };
-        let conv = Conv { shape, tokens, proj, weight: taps, past, stored, state: samples, out: mixed };
-        let rule = DeltaRule { shape, tokens, proj, mixed, decay, past, stored, state, norm: gated, out, y };
-        let back = Linear { x: y, tokens, norm: None, matrices: &last, y: h, add: true };
-        b.check(&DeltaNet { project, conv, rule, back }, &[h, samples, state], &[])?;
-        past = Replay { rows: 2, proj, mixed };
+        let in_proj = Linear { x: h, tokens, norm, matrices: &matrices, y: proj, add: false };
+        let conv = Conv { shape, tokens, proj, weight: taps, replay, committed, state: samples, out: mixed };
+        let rule = DeltaRule { shape, tokens, proj, mixed, decay, replay, committed, state, norm: gated, out, y };
+        let out_proj = Linear { x: y, tokens, norm: None, matrices: &last, y: h, add: true };
+        b.check(&DeltaNet { in_proj, conv, rule, out_proj }, &[h, samples, state], &[])?;
+        replay = Replay { rows: 2, proj, mixed };
     }
     Ok(())
 }
@@ -76,13 +76,13 @@ fn rows_of_sequences(b: &mut KernelCheck<'_>, shape: &DeltaShape, codes: WeightF
     let (proj, mixed) = (b.buffer(2 * shape.width())?, b.buffer(2 * channels)?);
     let (out, y) = (b.buffer(2 * values)?, b.buffer(2 * values)?);
     let net = |tokens, h, samples, state| {
-        let (past, stored) = (Replay::default(), 1);
-        let conv = Conv { shape, tokens, proj, weight, past, stored, state: samples, out: mixed };
+        let (replay, committed) = (Replay::default(), 1);
+        let conv = Conv { shape, tokens, proj, weight, replay, committed, state: samples, out: mixed };
         DeltaNet {
-            project: Linear { x: h, tokens, norm, matrices: &matrices, y: proj, add: false },
+            in_proj: Linear { x: h, tokens, norm, matrices: &matrices, y: proj, add: false },
             conv,
-            rule: DeltaRule { shape, tokens, proj, mixed, decay, past, stored, state, norm: gated, out, y },
-            back: Linear { x: y, tokens, norm: None, matrices: &last, y: h, add: true },
+            rule: DeltaRule { shape, tokens, proj, mixed, decay, replay, committed, state, norm: gated, out, y },
+            out_proj: Linear { x: y, tokens, norm: None, matrices: &last, y: h, add: true },
         }
     };
     // Row 0 belongs to sequence 1, row 1 to sequence 0.

@@ -37,19 +37,19 @@ impl DeltaRule<'_> {
         let Cpu { compute, memory, scratch, .. } = cpu;
         let proj = memory.floats(self.proj.floats(tokens * width));
         let mixed = memory.floats(self.mixed.floats(tokens * channels));
-        let (past, stored) = (self.past, self.stored);
-        let old = memory.floats(past.mixed.floats(past.rows * channels));
-        let old_proj = memory.floats(past.proj.floats(past.rows * width));
+        let (replay, committed) = (self.replay, self.committed);
+        let old = memory.floats(replay.mixed.floats(replay.rows * channels));
+        let old_proj = memory.floats(replay.proj.floats(replay.rows * width));
         let (rate, bias) = (self.decay.rate.floats(value_heads), self.decay.dt_bias.floats(value_heads));
         let (rate, bias) = (memory.floats(rate), memory.floats(bias));
         let state = memory.floats_mut(self.state.floats(values * key_dim));
         let out = memory.floats_mut(self.out.floats(tokens * values));
 
-        let all = past.rows + tokens;
+        let all = replay.rows + tokens;
         let alone = all == 1 && tokens == 1;
         // The gates of a token and head: `[beta, g]`.
         let gate = |at: usize, head: usize| {
-            let (rows, at) = if at < past.rows { (old_proj, at) } else { (proj, at - past.rows) };
+            let (rows, at) = if at < replay.rows { (old_proj, at) } else { (proj, at - replay.rows) };
             let row = &rows[at * width + channels + values..][..2 * value_heads];
             [sigmoid(row[head]), exp(rate[head] * softplus(row[value_heads + head] + bias[head]))]
         };
@@ -105,37 +105,37 @@ impl DeltaRule<'_> {
             } else {
                 (&qk[key_head * tokens..][..tokens], &gates[head * all..][..all])
             };
-            let inputs = HeadInputs { shape, past: past.rows, old, mixed, qk, gates, head, first };
+            let inputs = HeadInputs { shape, replay: replay.rows, old, mixed, qk, gates, head, first };
             let at = head * value_dim + first;
             // The output of these rows for a token.
             // SAFETY: these outputs belong to this task.
             let out = |token: usize| unsafe { std::slice::from_raw_parts_mut(out.add(token * values + at), rows) };
             // Rows that may be rejected are not split into blocks.
-            let block = if stored < all { all } else { all.min(TOKENS) };
+            let block = if committed < all { all } else { all.min(TOKENS) };
             let mut buffers = [0.0; ROWS * TOKENS];
             let buffers = buffers.get_mut(..rows * block).unwrap_or_default();
             let held = !buffers.is_empty()
                 && (0..all).step_by(block).all(|from| {
                     let tokens = from..all.min(from + block);
-                    let held = step_in_registers(state, &inputs, tokens.clone(), stored, buffers);
-                    for (at, buffers) in tokens.zip(buffers.chunks(rows)).filter(|(at, _)| held && *at >= past.rows) {
-                        out(at - past.rows).copy_from_slice(buffers);
+                    let held = step_in_registers(state, &inputs, tokens.clone(), committed, buffers);
+                    for (at, buffers) in tokens.zip(buffers.chunks(rows)).filter(|(at, _)| held && *at >= replay.rows) {
+                        out(at - replay.rows).copy_from_slice(buffers);
                     }
                     held
                 });
             let mut ahead;
             for index in if held { 0..0 } else { 0..all } {
-                if index == stored {
+                if index == committed {
                     // The following rows may be rejected, so they update a copy.
                     ahead = state.to_vec();
                     state = &mut ahead;
                 }
                 let token = inputs.token(index);
                 let Some(key) = token.read else {
-                    replay(state, token.k, &token.v[..rows], token.gates);
+                    replay_step(state, token.k, &token.v[..rows], token.gates);
                     continue;
                 };
-                step(state, key, token.k, &token.v[..rows], token.gates, out(index - past.rows));
+                step(state, key, token.k, &token.v[..rows], token.gates, out(index - replay.rows));
             }
             if at_once {
                 // SAFETY: this head of the only token belongs to this task.
@@ -154,10 +154,10 @@ impl DeltaRule<'_> {
     }
 }
 
-/// Inputs of some rows of a head's S, from row `first` on: `past` replayed tokens, then new tokens.
+/// Inputs of some rows of a head's S, from row `first` on: `replay` replayed tokens, then new tokens.
 struct HeadInputs<'a> {
     shape: &'a DeltaShape,
-    past: usize,
+    replay: usize,
     old: &'a [f32],
     mixed: &'a [f32],
     /// For each token of this head.
@@ -189,14 +189,14 @@ impl<'a> HeadInputs<'a> {
         let DeltaShape { key_heads, value_heads, key_dim, value_dim, .. } = *self.shape;
         let (channels, keys, key_head) =
             (self.shape.channels(), key_heads * key_dim, self.head / (value_heads / key_heads));
-        let (rows, row) = if at < self.past { (self.old, at) } else { (self.mixed, at - self.past) };
+        let (rows, row) = if at < self.replay { (self.old, at) } else { (self.mixed, at - self.replay) };
         let row = &rows[row * channels..][..channels];
         let query = |token: usize| ReadQuery { q: &row[key_head * key_dim..][..key_dim], qk: self.qk[token] };
         HeadToken {
             k: &row[keys + key_head * key_dim..][..key_dim],
             v: &row[2 * keys + self.head * value_dim + self.first..][..value_dim - self.first],
             gates: self.gates[at],
-            read: at.checked_sub(self.past).map(query),
+            read: at.checked_sub(self.replay).map(query),
         }
     }
 }
@@ -207,9 +207,9 @@ const MAX_ROWS: usize = 3;
 
 wide! {
     /// Updates rows of S with the tokens `at`, a few rows at a time, which stay in registers. Writes back the rows as
-    /// of token `stored`, or as of the last token if that is earlier. `out` receives the results of [`step`], `[tokens,
+    /// of token `committed`, or as of the last token if that is earlier. `out` receives the results of [`step`], `[tokens,
     /// rows]`. Returns false and does nothing if there are too few registers.
-    fn step_in_registers(state: &mut [f32], inputs: &HeadInputs<'_>, at: Range<usize>, stored: usize, out: &mut [f32]) -> bool {
+    fn step_in_registers(state: &mut [f32], inputs: &HeadInputs<'_>, at: Range<usize>, committed: usize, out: &mut [f32]) -> bool {
         let (state, rest) = state.as_chunks_mut::<16>();
         if !V::HAS_32_REGISTERS || inputs.shape.key_dim != 16 * KEY_VECTORS || !rest.is_empty() {
             return false;
@@ -218,9 +218,9 @@ wide! {
         for (part, state) in state.chunks_mut(MAX_ROWS * KEY_VECTORS).enumerate() {
             let (row, at) = (part * MAX_ROWS, at.clone());
             match state.len() / KEY_VECTORS {
-                MAX_ROWS => step_rows::<V, MAX_ROWS>(state, inputs, at, stored, out, row, rows),
-                2 => step_rows::<V, 2>(state, inputs, at, stored, out, row, rows),
-                _ => step_rows::<V, 1>(state, inputs, at, stored, out, row, rows),
+                MAX_ROWS => step_rows::<V, MAX_ROWS>(state, inputs, at, committed, out, row, rows),
+                2 => step_rows::<V, 2>(state, inputs, at, committed, out, row, rows),
+                _ => step_rows::<V, 1>(state, inputs, at, committed, out, row, rows),
             }
         }
         true
@@ -228,13 +228,13 @@ wide! {
 }
 
 /// [`step_in_registers`] for `R` of `rows` rows, from `row` on. Same operations in the same order as [`step`] and
-/// [`replay`].
+/// [`replay_step`].
 #[inline(always)]
 fn step_rows<V: Vector, const R: usize>(
     state: &mut [[f32; 16]],
     inputs: &HeadInputs<'_>,
     tokens: Range<usize>,
-    stored: usize,
+    committed: usize,
     out: &mut [f32],
     row: usize,
     rows: usize,
@@ -249,7 +249,7 @@ fn step_rows<V: Vector, const R: usize>(
         *s = V::load(from);
     }
     for (index, at) in tokens.clone().enumerate() {
-        if at == stored {
+        if at == committed {
             store(&s, state);
         }
         let HeadToken { k, v, gates: [beta, g], read } = inputs.token(at);
@@ -290,7 +290,7 @@ fn step_rows<V: Vector, const R: usize>(
             }
         }
     }
-    if stored >= tokens.end {
+    if committed >= tokens.end {
         store(&s, state);
     }
 }
@@ -313,7 +313,7 @@ wide! {
 
 wide! {
     /// The update of [`step`] without its output.
-    fn replay(state: &mut [f32], k: &[f32], v: &[f32], gates: [f32; 2]) {
+    fn replay_step(state: &mut [f32], k: &[f32], v: &[f32], gates: [f32; 2]) {
         let [beta, g] = gates;
         for (s, v) in state.chunks_exact_mut(k.len()).zip(v) {
             let [known] = float::dot::<V, 1>(s, [k]);
@@ -337,10 +337,10 @@ fn softplus(x: f32) -> f32 {
 
 impl DeltaNet<'_> {
     pub(in crate::ops) fn on_cpu(&self, cpu: &mut Cpu) -> Result<(), DeviceError> {
-        let Self { project, conv, rule, back } = *self;
-        cpu.execute(&project.into())?;
+        let Self { in_proj, conv, rule, out_proj } = *self;
+        cpu.execute(&in_proj.into())?;
         cpu.execute(&conv.into())?;
         cpu.execute(&rule.into())?;
-        cpu.execute(&back.into())
+        cpu.execute(&out_proj.into())
     }
 }

@@ -14,8 +14,8 @@ impl DeltaShape {
     pub(in crate::ops) fn args(
         &self,
         tokens: usize,
-        past: usize,
-        stored: usize,
+        replay: usize,
+        committed: usize,
         rows: Option<SequenceRows>,
     ) -> Vec<u32> {
         let b_at = self.channels() + self.values();
@@ -30,7 +30,7 @@ impl DeltaShape {
             b_at + self.value_heads,
         ];
         let mut args = words.map(|w| w as u32).to_vec();
-        args.extend([super::EPS.to_bits(), past as u32, stored as u32, 0, 0, rows.is_some().into(), self.gate_word()]);
+        args.extend([super::EPS.to_bits(), replay as u32, committed as u32, 0, 0, rows.is_some().into(), self.gate_word()]);
         args
     }
 
@@ -41,9 +41,9 @@ impl DeltaShape {
 
     /// Regions of the projected rows and of the replayed rows. Without replayed rows, the projected rows are bound
     /// twice.
-    pub(in crate::ops) fn rows(&self, tokens: usize, proj: Region, past: Replay) -> (Region, Region) {
+    pub(in crate::ops) fn rows(&self, tokens: usize, proj: Region, replay: Replay) -> (Region, Region) {
         let proj = proj.floats(tokens.max(1) * self.width());
-        (proj, if past.rows > 0 { past.proj.floats(past.rows * self.width()) } else { proj })
+        (proj, if replay.rows > 0 { replay.proj.floats(replay.rows * self.width()) } else { proj })
     }
 }
 
@@ -56,16 +56,16 @@ impl DeltaRule<'_> {
     /// The recurrence in launches of at most [`MAX_ROWS`] rows. Each launch starts with the state that the previous one
     /// stored.
     fn recurrences(&self) -> Vec<Launch> {
-        let Self { shape, tokens, proj, mixed, past, stored, out, .. } = *self;
+        let Self { shape, tokens, proj, mixed, replay, committed, out, .. } = *self;
         // A launch with rows that may be rejected cannot be split: it stores no state in the middle. It has few rows.
-        if tokens <= MAX_ROWS || past.rows > 0 || stored != tokens {
+        if tokens <= MAX_ROWS || replay.rows > 0 || committed != tokens {
             return vec![self.recurrence(false, None, None)];
         }
         let part = |first: usize| {
             let tokens = MAX_ROWS.min(tokens - first);
             let rows = |region: Region, width: usize| region.rows(first, tokens, width);
             let (proj, mixed) = (rows(proj, shape.width()), rows(mixed, shape.channels()));
-            let part = Self { tokens, stored: tokens, proj, mixed, out: rows(out, shape.values()), ..*self };
+            let part = Self { tokens, committed: tokens, proj, mixed, out: rows(out, shape.values()), ..*self };
             part.recurrence(false, None, None)
         };
         (0..tokens).step_by(MAX_ROWS).map(part).collect()
@@ -75,16 +75,16 @@ impl DeltaRule<'_> {
     /// divided by each head's norm, which the next product computes from `squares`. With `rows`, each row belongs to
     /// another sequence.
     pub(super) fn recurrence(&self, raw: bool, squares: Option<Region>, rows: Option<SequenceRows>) -> Launch {
-        let Self { shape, tokens, proj, mixed, decay, past, stored, state, norm, .. } = *self;
+        let Self { shape, tokens, proj, mixed, decay, replay, committed, state, norm, .. } = *self;
         let out = if squares.is_some() { self.y } else { self.out };
-        let (proj, past_proj) = shape.rows(tokens, proj, past);
+        let (proj, past_proj) = shape.rows(tokens, proj, replay);
         let (few, channels) = (tokens.max(1), shape.channels());
         let mixed = mixed.floats(few * channels);
-        let past_mixed = if past.rows > 0 { past.mixed.floats(past.rows * channels) } else { mixed };
+        let past_mixed = if replay.rows > 0 { replay.mixed.floats(replay.rows * channels) } else { mixed };
         assert!(shape.key_dim <= 256, "key heads of {}", shape.key_dim);
         let (of_each, sequences) = if rows.is_some() { (1, tokens) } else { (tokens, 1) };
         let state = if rows.is_some() { state } else { state.floats(shape.values() * shape.key_dim) };
-        let mut args = shape.args(of_each, past.rows, stored, rows);
+        let mut args = shape.args(of_each, replay.rows, committed, rows);
         let flags = args.len() - 4;
         args[flags..flags + 2].copy_from_slice(&[raw.into(), squares.is_some().into()]);
         Launch {
@@ -138,49 +138,49 @@ impl DeltaNet<'_> {
     }
 
     fn launches_of(&self, rows: Option<SequenceRows>) -> Vec<Launch> {
-        let Self { project, conv, rule, back } = self;
+        let Self { in_proj, conv, rule, out_proj } = self;
         // Rows that may be replayed need the normed output of causal_conv, so the fused kernel cannot be used for
         // them.
         let shape = rule.shape;
         let at_once = rule.tokens == 1
             && rows.is_none()
-            && rule.stored > rule.past.rows
-            && project.norm.is_some_and(|norm| norm.keep.is_none());
-        let front = if at_once { vec![self.convolved()] } else { vec![project.launch(), conv.launch_rows(rows)] };
+            && rule.committed > rule.replay.rows
+            && in_proj.norm.is_some_and(|norm| norm.keep.is_none());
+        let front = if at_once { vec![self.convolved()] } else { vec![in_proj.launch(), conv.launch_rows(rows)] };
         let behind = if shape.value_heads <= MAX_NORMED_HEADS && shape.value_dim.is_multiple_of(16) {
             let squares = rule.out.floats(rule.tokens * shape.values() / 4);
             vec![rule.recurrence(at_once, Some(squares), rows), self.normed(squares)]
         } else {
-            vec![rule.recurrence(at_once, None, rows), rule.gated_norm(), back.launch()]
+            vec![rule.recurrence(at_once, None, rows), rule.gated_norm(), out_proj.launch()]
         };
         [front, behind].concat()
     }
 
     /// [`DeltaNet::launches`] with one launch per step.
     pub fn apart(&self) -> Vec<Launch> {
-        let Self { project, conv, rule, back } = self;
-        let front = [project.launch(), conv.launch()];
-        front.into_iter().chain(rule.launches()).chain([back.launch()]).collect()
+        let Self { in_proj, conv, rule, out_proj } = self;
+        let front = [in_proj.launch(), conv.launch()];
+        front.into_iter().chain(rule.launches()).chain([out_proj.launch()]).collect()
     }
 
     /// All steps, with the projections in half precision on matrix units.
     pub(in crate::ops) fn half_launches(&self, half: HalfBuffers) -> Vec<Launch> {
-        let Self { project, conv, rule, back } = self;
-        let front = project.half_launches(half.x).into_iter().chain([conv.launch()]);
-        front.chain(rule.launches()).chain(back.half_launches(half.x)).collect()
+        let Self { in_proj, conv, rule, out_proj } = self;
+        let front = in_proj.half_launches(half.x).into_iter().chain([conv.launch()]);
+        front.chain(rule.launches()).chain(out_proj.half_launches(half.x)).collect()
     }
 
     /// The projection of one row with its convolution.
     fn convolved(&self) -> Launch {
-        let Conv { shape, past, proj, weight: taps, state, out, .. } = self.conv;
-        let (_, old) = shape.rows(1, proj, past);
+        let Conv { shape, replay, proj, weight: taps, state, out, .. } = self.conv;
+        let (_, old) = shape.rows(1, proj, replay);
         let channels = shape.channels();
-        let mut launch = self.project.launch();
+        let mut launch = self.in_proj.launch();
         launch.kernel = if launch.kernel == "gemv_norm_1" { "gemv_conv" } else { "gemv_any_conv" };
-        launch.args.push(past.rows as u32);
+        launch.args.push(replay.rows as u32);
         let memory = [
             Binding::read(taps.floats(4 * channels)),
-            Binding::read(if past.rows > 0 { old } else { taps }),
+            Binding::read(if replay.rows > 0 { old } else { taps }),
             Binding::read_write(state.floats(3 * channels)),
             Binding::write(out.floats(channels)),
         ];
@@ -191,7 +191,7 @@ impl DeltaNet<'_> {
     /// The output projection of rows with a deferred norm. It divides each head by its norm, computed from `squares`.
     fn normed(&self, squares: Region) -> Launch {
         let shape = self.rule.shape;
-        let mut launch = self.back.launch();
+        let mut launch = self.out_proj.launch();
         launch.kernel = match launch.kernel {
             "gemv_1" => "gemv_head_norm_1",
             "gemv_2" => "gemv_head_norm_2",

@@ -37,9 +37,9 @@ pub struct DeltaRule<'a> {
     /// Output of [`Conv`].
     pub mixed: Region,
     pub decay: Decay,
-    pub past: Replay,
+    pub replay: Replay,
     /// Number of replayed and new rows that are added to the state.
-    pub stored: usize,
+    pub committed: usize,
     /// f32, `[value_heads, value_dim, key_dim]`.
     pub state: Region,
     /// `[value_dim]`, shared by all heads.
@@ -53,7 +53,7 @@ pub struct DeltaRule<'a> {
 impl DeltaRule<'_> {
     pub(super) fn touches(&self, see: &mut dyn FnMut(Region, BufferAccess)) {
         let (tokens, shape) = (self.tokens, self.shape);
-        self.past.touches(shape, see);
+        self.replay.touches(shape, see);
         see(self.proj.floats(tokens * shape.width()), BufferAccess::Read);
         self.results([BufferAccess::Read, BufferAccess::ReadWrite], see);
         see(self.state.floats(shape.values() * shape.key_dim), BufferAccess::ReadWrite);
@@ -77,10 +77,10 @@ impl DeltaRule<'_> {
 /// stored.
 #[derive(Debug, Clone, Copy)]
 pub struct DeltaNet<'a> {
-    pub project: Linear<'a>,
+    pub in_proj: Linear<'a>,
     pub conv: Conv<'a>,
     pub rule: DeltaRule<'a>,
-    pub back: Linear<'a>,
+    pub out_proj: Linear<'a>,
 }
 
 /// A whole delta-net layer of one row of each of several sequences. The state regions of `conv` and `rule` hold the
@@ -100,10 +100,10 @@ impl DeltaNetRows<'_> {
 
 impl DeltaNet<'_> {
     pub(in crate::ops) fn touches(&self, see: &mut dyn FnMut(Region, BufferAccess)) {
-        let Self { conv: Conv { past, state, .. }, rule, back, .. } = self;
+        let Self { conv: Conv { replay, state, .. }, rule, out_proj, .. } = self;
         let DeltaRule { shape, tokens, proj, out, .. } = *rule;
-        past.touches(shape, see);
-        see(back.y.floats(tokens * back.width()), BufferAccess::ReadWrite);
+        replay.touches(shape, see);
+        see(out_proj.y.floats(tokens * out_proj.width()), BufferAccess::ReadWrite);
         see(proj.floats(tokens * shape.width()), BufferAccess::Write);
         rule.results([BufferAccess::Write; 2], see);
         see(*state, BufferAccess::ReadWrite);

@@ -93,10 +93,10 @@ fn case(b: &mut KernelCheck<'_>, codes: [WeightFormat; 3], inner: usize) -> Resu
         order.extend((0..chosen.len() as u32).filter(|assignment| chosen[*assignment as usize] == slot));
         groups.push(ExpertGroup { expert: slot, slot, first, count: order.len() as u32 - first });
     }
-    let landed = ExpertSet::Loaded { groups: &groups, assignments: &order, shared: true, per_assignment: None };
+    let loaded = ExpertSet::Loaded { groups: &groups, assignments: &order, shared: true, per_assignment: None };
     let halves = b.half_buffers(assignments, HIDDEN)?;
     let ways =
-        [(ExpertSet::Table { ids, slots: ids }, Some(ids), None), (landed, None, None), (landed, None, Some(halves))];
+        [(ExpertSet::Table { ids, slots: ids }, Some(ids), None), (loaded, None, None), (loaded, None, Some(halves))];
     let halved = b.gpu.limits().uses_half_precision;
     for (experts, per_assignment, half) in ways.into_iter().filter(|way| way.2.is_none() || halved) {
         let allowed = if half.is_some() { HALF } else { CLOSE };

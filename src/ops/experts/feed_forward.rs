@@ -1,9 +1,9 @@
 //! Expert feed-forward layers on the CPU: gate, up, SwiGLU and down for all experts of a call in two parallel
 //! phases.
 //!
-//! A task of the first phase computes rows of gate and up that cover whole groups of the down projection's input, so
-//! it can quantize its own output. Results do not depend on which experts share a call, on the tokens of an expert,
-//! or on the order of tasks.
+//! A task of the first phase computes rows of gate and up that are whole groups of the down projection's input. So it
+//! can quantize its own output. Results do not depend on which experts share a call, on the tokens of an expert, or on
+//! the order of tasks.
 
 use super::ExpertGroup;
 use crate::{

@@ -20,7 +20,7 @@ const DECODE_ROWS: usize = 16;
 const ATTENTION_ROWS: usize = 128;
 /// Maximum size of partial results of attention in bytes. Fewer rows are computed at once to stay below it.
 const MAX_PARTIAL_BYTES: usize = 64 << 20;
-/// How often an idle GPU gets a small launch while the disk is read, so that its clock stays up.
+/// Interval of the small launches that keep an idle GPU's clock high while the disk is read.
 const AWAKE_INTERVAL: Duration = Duration::from_millis(2);
 /// Layers of a pass that are encoded before the first submission.
 const FIRST_SUBMIT: usize = 2;

@@ -1,10 +1,10 @@
 //! Activations as integers of up to 22 bits with one scale for each weight group.
 //!
 //! A group of `n` values becomes `q_i = round_half_even(x_i / s)` with `s = max|x| / levels`, together with `sum = s
-//! * (q_0 + ... + q_{n-1})` for the bias of an affine weight. The dot product of a group must fit an i32, so
-//! `levels` is `(2^31 - 1) / (n * (2^bits - 1))`, and at most 2^21, up to which the rounding below is exact.
+//! * (q_0 + ... + q_{n-1})` for the bias of an affine weight. The dot product of a group must fit an i32, so `levels`
+//!   is at most `(2^31 - 1) / (n * (2^bits - 1))`. It is also at most 2^21, up to which the rounding below is exact.
 //!
-//! For groups of 64 and codes of up to 4 bits, `levels` is 2^21 and the error of a product is that of f32 arithmetic
+//! For groups of 64 and codes of up to 4 bits, `levels` is 2^21. The error of a product is then that of f32 arithmetic
 //! (about 2e-7). With 8 bits it is 131586 (about 4e-6).
 //!
 //! A `q` is stored as `65536 * high + 256 * middle + low` in three signed bytes, for byte multiply instructions. All

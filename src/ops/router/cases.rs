@@ -23,7 +23,7 @@ pub(in crate::ops) fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> 
         let norm = Some(Norm { weight: b.random(hidden)?, eps: 1e-6, keep: Some(keep) });
         let (table, scores) = (b.words(&table)?, b.buffer(tokens * layer.width())?);
         let (ids, slots, weights) = (b.buffer(tokens * k)?, b.buffer(tokens * k)?, b.buffer(tokens * (k + 1))?);
-        let op = Router { layer, tokens, x, norm, alone: false, table, scores, ids, slots, weights };
+        let op = Router { layer, tokens, x, norm, skip_shared: false, table, scores, ids, slots, weights };
         b.check(op, &[keep, weights], &[ids, slots])?;
     }
     Ok(())

@@ -22,7 +22,7 @@ pub struct Router<'a> {
     pub x: Region,
     pub norm: Option<Norm>,
     /// Skips the shared expert. A row of scores then has one value for each routed expert.
-    pub alone: bool,
+    pub skip_shared: bool,
     /// Slot of each expert, u32 `[experts]`. Experts that are not loaded have [`NO_SLOT`](super::NO_SLOT).
     pub table: Region,
     /// Buffer for `router | shared gate | shared up | weight of the shared result`, `[tokens, layer.width()]`.
@@ -37,11 +37,11 @@ pub struct Router<'a> {
 
 impl Router<'_> {
     fn width(&self) -> usize {
-        if self.alone { self.layer.router.rows } else { self.layer.width() }
+        if self.skip_shared { self.layer.router.rows } else { self.layer.width() }
     }
 
     fn shared(&self) -> Option<&SharedExpert> {
-        self.layer.shared.as_ref().filter(|_| !self.alone)
+        self.layer.shared.as_ref().filter(|_| !self.skip_shared)
     }
 
     pub(super) fn touches(&self, see: &mut dyn FnMut(Region, BufferAccess)) {

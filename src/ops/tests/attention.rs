@@ -34,11 +34,11 @@ impl FilledCache {
         let cache = KvCache { keys: cache[0], values: cache[1], table, recent: Default::default() };
         let q = lab.buffer(count * shape.heads * shape.dim);
         let ones = lab.floats(&vec![1.0; shape.dim]);
-        let turn = lab.buffer(count * shape.rope_dim);
+        let rope = lab.buffer(count * shape.rope_dim);
         let mut filled = Self { shape, cache, proj, q, keys: Vec::new() };
         // Two calls, like a prompt in chunks.
         for (start, tokens) in [(0, count / 3), (count / 3, count - count / 3)] {
-            filled.write(lab, start, tokens, [ones, ones], turn);
+            filled.write(lab, start, tokens, [ones, ones], rope);
         }
         // Normalised keys.
         for row in lab.read(proj).chunks(shape.width()) {
@@ -50,7 +50,7 @@ impl FilledCache {
         filled
     }
 
-    fn write(&self, lab: &mut TestCpu, start: usize, tokens: usize, [q_norm, k_norm]: [Region; 2], turn: Region) {
+    fn write(&self, lab: &mut TestCpu, start: usize, tokens: usize, [q_norm, k_norm]: [Region; 2], rope: Region) {
         let shape = &self.shape;
         let proj = self.proj.rows(start, tokens, shape.width());
         let q = self.q.rows(start, tokens, shape.heads * shape.dim);
@@ -59,7 +59,7 @@ impl FilledCache {
             start,
             tokens,
             proj,
-            norm_rope: QkNormRope { q_norm, k_norm, rope_table: turn },
+            norm_rope: QkNormRope { q_norm, k_norm, rope_table: rope },
             q,
             cache: self.cache,
         });
@@ -178,8 +178,8 @@ fn cached_row_reproduces_its_values() {
             plain.clone_from(&mean);
         }
         assert!(mean.iter().zip(&plain).all(|(a, b)| (a - b).abs() < 1e-4));
-        let turn = QkNormRope { q_norm: y.floats(64), k_norm: y.floats(64), rope_table: lab.buffer(4 * 16) };
-        let write = |start| KvWrite { shape, start, tokens: 4, proj: filled.proj, norm_rope: turn, q: filled.q, cache };
+        let rope = QkNormRope { q_norm: y.floats(64), k_norm: y.floats(64), rope_table: lab.buffer(4 * 16) };
+        let write = |start| KvWrite { shape, start, tokens: 4, proj: filled.proj, norm_rope: rope, q: filled.q, cache };
         assert!(!lab.fails(write(11)) && lab.fails(write(12)), "no room");
     }
 }
@@ -192,9 +192,9 @@ fn kv_write_and_gate_agree_across_isas() {
         AttentionShape { heads: 3, kv_heads: 3, dim: 40, rope_dim: 16, eps: 1e-6, context: 0, format, recent: None };
     let filled = FilledCache::random(&mut lab, &mut random, shape, 12);
     let norms = [lab.random(&mut random, 40), lab.random(&mut random, 40)];
-    let turn = lab.random(&mut random, 5 * 16);
+    let rope = lab.random(&mut random, 5 * 16);
     let mut run = || {
-        filled.write(&mut lab, 7, 5, norms, turn);
+        filled.write(&mut lab, 7, 5, norms, rope);
         let mut bits = lab.bits(filled.q);
         bits.extend(lab.bits(filled.cache.keys.first(filled.cache.keys.len / 4 * 4)));
         bits.extend(to_bits(filled.attend(&mut lab, 7, 5)));

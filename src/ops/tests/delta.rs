@@ -45,14 +45,21 @@ impl Layer {
         self.run_from(lab, Replay::default(), proj, tokens, tokens).map(|region| lab.read(region))
     }
 
-    /// Runs the convolution and the delta rule after the rows of `past`. `stored` rows are added to the states.
-    fn run_from(&self, lab: &mut TestCpu, past: Replay, proj: Region, tokens: usize, stored: usize) -> [Region; 3] {
+    /// Runs the convolution and the delta rule after the rows of `replay`. `committed` rows are added to the states.
+    fn run_from(
+        &self,
+        lab: &mut TestCpu,
+        replay: Replay,
+        proj: Region,
+        tokens: usize,
+        committed: usize,
+    ) -> [Region; 3] {
         let (shape, state) = (&self.shape, self.state);
         let mixed = lab.buffer(tokens * shape.channels());
         let (out, y) = (lab.buffer(tokens * shape.values()), lab.buffer(tokens * shape.values()));
-        lab.run(Conv { shape, tokens, proj, weight: self.weight, past, stored, state: self.samples, out: mixed });
+        lab.run(Conv { shape, tokens, proj, weight: self.weight, replay, committed, state: self.samples, out: mixed });
         let (decay, norm) = (self.decay, self.norm);
-        lab.run(DeltaRule { shape, tokens, proj, mixed, decay, past, stored, state, norm, out, y });
+        lab.run(DeltaRule { shape, tokens, proj, mixed, decay, replay, committed, state, norm, out, y });
         [mixed, out, y]
     }
 }
@@ -182,10 +189,10 @@ fn rejected_rows_leave_state_bytes_unchanged() {
             let [mixed, _, first] = layer.run_from(lab, Replay::default(), proj, 4, 0);
             assert!(lab.read(layer.state).iter().chain(&lab.read(layer.samples)).all(|x| *x == 0.0));
             // The fourth row is rejected.
-            let past = Replay { rows: 3, proj: proj.floats(3 * width), mixed: mixed.floats(3 * channels) };
-            let [again, _, second] = layer.run_from(lab, past, proj.rows(3, 2, width), 2, 3);
-            let past = Replay { rows: 2, proj: proj.rows(3, 2, width), mixed: again };
-            let [_, _, third] = layer.run_from(lab, past, proj.rows(5, 4, width), 4, 6);
+            let replay = Replay { rows: 3, proj: proj.floats(3 * width), mixed: mixed.floats(3 * channels) };
+            let [again, _, second] = layer.run_from(lab, replay, proj.rows(3, 2, width), 2, 3);
+            let replay = Replay { rows: 2, proj: proj.rows(3, 2, width), mixed: again };
+            let [_, _, third] = layer.run_from(lab, replay, proj.rows(5, 4, width), 4, 6);
             let found = [first.floats(3 * shape.values()), second, third].map(|y| lab.read(y)).concat();
             assert!(found == y);
             assert!(lab.bits(layer.state) == lab.bits(whole.state));

@@ -1,5 +1,5 @@
-//! Compares attention over 8-bit and 4-bit keys and values with naive f64 loops over the documented format, and with
-//! itself for other batches, thread counts and instruction sets.
+//! Compares attention over 8-bit and 4-bit keys and values with naive f64 loops over the documented format. The bytes
+//! must not depend on batches, thread counts or instruction sets.
 
 use super::TestCpu;
 use crate::{
@@ -43,13 +43,13 @@ impl FilledCache {
         let cache = KvCache { keys, values, table: lab.table(shape.pages()), recent };
         let q = lab.buffer(count * heads * dim);
         let ones = lab.floats(&vec![1.0; dim]);
-        let turn = QkNormRope { q_norm: ones, k_norm: ones, rope_table: Region::default() };
+        let rope = QkNormRope { q_norm: ones, k_norm: ones, rope_table: Region::default() };
         let filled = Self { shape, cache, proj, q };
         for start in (0..count).step_by(CHUNK) {
             let tokens = CHUNK.min(count - start);
             let proj = filled.proj.rows(start, tokens, shape.width());
             let q = filled.q.rows(start, tokens, heads * dim);
-            lab.run(KvWrite { shape: &filled.shape, start, tokens, proj, norm_rope: turn, q, cache });
+            lab.run(KvWrite { shape: &filled.shape, start, tokens, proj, norm_rope: rope, q, cache });
         }
         filled
     }
