@@ -30,7 +30,15 @@ impl DeltaShape {
             b_at + self.value_heads,
         ];
         let mut args = words.map(|w| w as u32).to_vec();
-        args.extend([super::EPS.to_bits(), replay as u32, committed as u32, 0, 0, rows.is_some().into(), self.gate_word()]);
+        args.extend([
+            super::EPS.to_bits(),
+            replay as u32,
+            committed as u32,
+            0,
+            0,
+            rows.is_some().into(),
+            self.gate_word(),
+        ]);
         args
     }
 

@@ -3,7 +3,7 @@
 use super::{InjectShape, InjectWeights, NgramInject};
 use crate::{device::DeviceError, ops::check::KernelCheck};
 
-/// Calls one after the other over the same history: from the start of a sequence until positions have wrapped around in it.
+/// Checks consecutive calls over the same history, from the start of a sequence until the ring has wrapped around.
 pub(in crate::ops) fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> {
     let shape = &InjectShape { streams: 3, hidden: 160, conv_width: 4, dilation: 3, capacity: 16, eps: 1e-6 };
     let width = shape.width();

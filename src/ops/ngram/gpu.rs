@@ -4,7 +4,7 @@ use super::NgramInject;
 use crate::device::{Binding, DeviceError, Launch};
 
 impl NgramInject<'_> {
-    /// The gates with the new rows of the history, then the sum.
+    /// Computes the gates and the new rows of the history, then adds the result to the streams.
     ///
     /// # Errors
     /// The history is too short for the tokens.
@@ -26,7 +26,7 @@ impl NgramInject<'_> {
             Binding::read(weights.query_norm.floats(width)),
             Binding::read(weights.conv_norm.floats(width)),
             Binding::write(gates),
-            // Rows of earlier positions stay.
+            // Rows of earlier positions must keep their values.
             Binding::read_write(history),
         ];
         let add = vec![

@@ -62,7 +62,7 @@ pub struct NgramInject<'a> {
 }
 
 impl NgramInject<'_> {
-    /// The rows of this call must not overwrite rows that its convolution reads.
+    /// Checks that the rows of this call do not overwrite rows that its convolution reads.
     fn check_capacity(&self) -> Result<(), DeviceError> {
         let (tokens, InjectShape { conv_width, dilation, capacity, .. }) = (self.tokens, *self.shape);
         if tokens + (conv_width - 1) * dilation > capacity {

@@ -7,7 +7,7 @@ pub fn rms_norm(rows: usize, cols: usize, eps: f32, x: Region, w: Region, y: Reg
     rms_norms([rows, 1], cols, eps, x, w, y)
 }
 
-/// The same with `weights` rows of `w`, which rows of `x` use in turns.
+/// [`rms_norm`] with `weights` rows of `w`: row `i` of `x` uses row `i % weights`.
 pub(in crate::ops) fn rms_norms(
     [rows, weights]: [usize; 2],
     cols: usize,

@@ -30,7 +30,7 @@ pub(in crate::ops) fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> 
     Ok(())
 }
 
-/// The mixture before a layer's part, or the one before the head, which adds nothing to the streams.
+/// Checks the mixture before a layer part, or before the output head, which adds nothing to the streams.
 fn read(
     b: &mut KernelCheck<'_>,
     shape: &StreamShape,
