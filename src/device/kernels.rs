@@ -2,9 +2,10 @@
 
 /// Name and text of each kernel file. Before compilation, the shim, `quant.metal` and usually `tiles.metal` (see
 /// [`compile`]) are inserted at its start.
-pub const FILES: [(&str, &str); 10] = [
+pub const FILES: [(&str, &str); 11] = [
     ("attention", include_str!("../../kernels/attention.metal")),
     ("attention_prefill", include_str!("../../kernels/attention_prefill.metal")),
+    ("block_attention", include_str!("../../kernels/block_attention.metal")),
     ("delta_net", include_str!("../../kernels/delta_net.metal")),
     ("embedding", include_str!("../../kernels/embedding.metal")),
     ("kv_quant", include_str!("../../kernels/kv_quant.metal")),

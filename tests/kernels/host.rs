@@ -13,7 +13,7 @@ use std::{
     sync::OnceLock,
 };
 
-pub const FILES: [&str; 10] = [
+pub const FILES: [&str; 11] = [
     "linear",
     "moe",
     "router",
@@ -22,6 +22,7 @@ pub const FILES: [&str; 10] = [
     "attention",
     "kv_quant",
     "attention_prefill",
+    "block_attention",
     "embedding",
     "streams",
 ];
@@ -35,7 +36,7 @@ fn compiler() -> String {
 }
 
 /// The kernel files.
-fn all() -> [PathBuf; 10] {
+fn all() -> [PathBuf; 11] {
     FILES.map(|file| kernels().join(file).with_extension("metal"))
 }
 

@@ -59,7 +59,7 @@ pub struct Buffers {
     /// `y` of a pass with a single row, if `y` shares memory with `mixed`. A separate buffer, so that heads can be
     /// written before all of `mixed` has been read.
     single_y: Region,
-    /// Partial results of attention.
+    /// Partial results of attention, or an indexer's scores.
     pub partials: Region,
     pub moe: MoeBuffers,
     /// `[rows, k]` u32: the experts that the router chose, and their slots if every expert is resident.
@@ -127,7 +127,8 @@ impl Buffers {
             act = 4 * k;
         }
         let partials = limits.partials.map_or(0, |(together, most)| {
-            let row = heads.heads * crate::ops::attention::max_splits(context) * (heads.dim + 2) * 4;
+            let row = heads.heads * crate::ops::attention::max_splits(context) * (heads.dim + 2);
+            let row = row.max(config.indexer.map_or(0, |indexer| indexer.gpu_scratch(context))) * 4;
             (together * row).min(most.max(row)) / 4
         });
         let ngram = config.ngrams.iter().map(|ngram| ngram.width).max().unwrap_or(0);

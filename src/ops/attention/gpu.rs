@@ -173,7 +173,7 @@ impl Attention<'_> {
     }
 
     /// This operation for rows `first..first + count` only.
-    pub(super) fn part(&self, first: usize, count: usize) -> Self {
+    pub(in crate::ops) fn part(&self, first: usize, count: usize) -> Self {
         let (queries, width) = (self.shape.heads * self.shape.dim, self.shape.width());
         let [q, y] = [self.q, self.y].map(|region| region.rows(first, count, queries));
         Self { start: self.start + first, tokens: count, q, proj: self.proj.rows(first, count, width), y, ..*self }

@@ -12,11 +12,15 @@
 //! lower block is selected. If there are at most `blocks` closed blocks, the query attends to all of them. All heads of
 //! a query share its selection.
 
+mod cases;
 mod cpu;
+mod gpu;
 mod select;
 
+pub(super) use cases::cases;
+
 use super::{Attention, QkNormRope, attention::PAGE};
-use crate::device::{BufferAccess, Region};
+use crate::device::{BufferAccess, DeviceError, Region};
 
 /// Maximum number of bytes that the CPU needs for the scores, queries and selections of one call.
 pub const CPU_SCRATCH: usize = 8 << 20;
@@ -86,6 +90,27 @@ pub(in crate::ops) struct SelectionScratch {
 }
 
 impl BlockAttention<'_> {
+    /// Closed blocks that a query at `position` sees, and how many of them it attends to.
+    fn closed(&self, position: usize) -> (usize, usize) {
+        let closed = (position + 1) / self.indexer.ratio;
+        (closed, closed.min(self.indexer.blocks))
+    }
+
+    /// Positions in [`IndexCache::recent`].
+    fn ring_len(&self) -> usize {
+        self.cache.recent.len / (4 * self.indexer.recent_width())
+    }
+
+    /// Checks that the ring holds the rows of this call and a block before them.
+    fn check_ring(&self) -> Result<(), DeviceError> {
+        let (positions, tokens) = (self.ring_len(), self.attention.tokens);
+        if positions < tokens + self.indexer.ratio {
+            let why = format!("a ring of {positions} positions is too short for {tokens} tokens of an indexer");
+            return Err(DeviceError(why));
+        }
+        Ok(())
+    }
+
     pub(super) fn touches(&self, see: &mut dyn FnMut(Region, BufferAccess)) {
         let tokens = self.attention.tokens;
         self.attention.touches(see);

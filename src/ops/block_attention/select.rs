@@ -32,20 +32,12 @@ fn rotate(x: &mut [f32], pairs: &[f32]) {
 }
 
 impl BlockAttention<'_> {
-    /// The number of closed blocks before or at `position`, and how many of them a query at `position` attends to.
-    pub(super) fn closed(&self, position: usize) -> (usize, usize) {
-        let closed = (position + 1) / self.indexer.ratio;
-        (closed, closed.min(self.indexer.blocks))
-    }
-
     /// Writes the rows to the ring. For each block that they complete, computes its key and writes it to its page.
     pub(super) fn close_blocks(&self, memory: &CpuMemory) -> Result<(), DeviceError> {
         let (shape, start, tokens) = (self.indexer, self.attention.start, self.attention.tokens);
         let (dim, width, wide) = (shape.dim, shape.width(), shape.recent_width());
-        let capacity = self.cache.recent.len / (4 * wide);
-        if capacity < tokens + shape.ratio {
-            return refuse(format!("a ring of {capacity} positions is too short for {tokens} tokens of an indexer"));
-        }
+        let capacity = self.ring_len();
+        self.check_ring()?;
         let index = memory.floats(self.index.floats(tokens * width));
         let rotation = memory.floats(self.norm_rope.rope_table.floats(tokens * shape.rope_dim));
         let recent = memory.floats_mut(self.cache.recent);

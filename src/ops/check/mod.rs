@@ -12,7 +12,9 @@ pub use processor::processor;
 pub(in crate::ops) use random_inputs::RandomInputs;
 
 use self::kernel_check::Outcome;
-use super::{Cpu, GpuBackend, attention, conv, delta, embedding, experts, linear, ngram, norm, router, streams};
+use super::{
+    Cpu, GpuBackend, attention, block_attention, conv, delta, embedding, experts, linear, ngram, norm, router, streams,
+};
 use crate::{
     device::{CpuArithmetic, CpuDevice, DeviceError, Gpu, Region},
     platform::split_mix64::SplitMix64,
@@ -43,13 +45,14 @@ pub fn kernels(gpu: &mut dyn Gpu) -> Vec<Finding> {
         }
     }
     type Cases = fn(&mut KernelCheck<'_>) -> Result<(), DeviceError>;
-    let parts: [(&str, Cases); 11] = [
+    let parts: [(&str, Cases); 12] = [
         ("products", linear::cases),
         ("norm", norm::cases),
         ("embedding", embedding::cases),
         ("delta rule", conv::cases),
         ("delta net", delta::cases),
         ("attention", attention::cases),
+        ("attention to blocks", block_attention::cases),
         ("router", router::cases),
         ("experts", experts::cases),
         ("residual streams", streams::cases),

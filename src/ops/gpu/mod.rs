@@ -298,7 +298,11 @@ impl<P: DerefMut<Target: Gpu> + Send> Backend for GpuBackend<P> {
             ModelPart::Delta(shape) if shape.conv_width != 4 || shape.key_dim.max(shape.value_dim) > 256 => {
                 refuse(format!("GPU kernels need a convolution of width 4 and heads of at most 256, not {shape:?}"))
             }
-            ModelPart::Indexer(_) => refuse("GPU kernels have no attention to selected blocks yet".into()),
+            ModelPart::Indexer(shape) if shape.dim > 256 || shape.dim % 4 != 0 => {
+                let dim = shape.dim;
+                refuse(format!("GPU kernels need indexer heads that are multiples of 4, at most 256, not {dim}"))
+            }
+            ModelPart::Indexer(_) => refuse("attention to selected blocks is not enabled on GPUs yet".into()),
             ModelPart::Attention(shape) => shape.divisible(),
             ModelPart::Delta(_) => Ok(()),
             ModelPart::Moe(layer) => accept_moe(layer),
@@ -331,7 +335,7 @@ impl<P: DerefMut<Target: Gpu> + Send> Backend for GpuBackend<P> {
                 Some(half) => self.all(op.half_launches(half)),
                 None => self.all(op.launches()),
             },
-            Op::BlockAttention(_) => refuse("GPU kernels do not have this operation".into()),
+            Op::BlockAttention(op) => self.all(op.launches(ATTENTION_ROWS)?),
             Op::ReadStreams(op) => self.all(op.launches(self.half)),
             Op::WriteStreams(op) => self.launch(op.launch()),
             Op::NgramInject(op) => self.all(op.launches()?),

@@ -1,0 +1,250 @@
+// Attention to the blocks of positions that an indexer selects for each row: see src/ops/block_attention/mod.rs.
+//
+//   index_rows        norms and rotates the indexer's queries, stores raw keys in the ring, closes blocks
+//   index_scores      the score of each closed block
+//   index_select      the blocks with the highest scores, in ascending order
+//   block_attention   attention to these blocks and to the open one, with the gate
+//
+// Scores have the CPU's order of operations, so both devices select the same blocks where sqrt and division are rounded
+// correctly. Scores are not negative, so their bits have their order.
+
+// Most dimensions of a head, of the indexer and of attention.
+enum { MAX_DIM = 256, SIMDS = 8, BATCH = 4 };
+
+struct BlockArgs {
+  uint start;                  // position of the first row
+  uint heads, dim, rope_dim;   // the indexer's
+  uint ratio, blocks;          // positions of a block, and closed blocks that a row attends to
+  uint ring_len;               // positions in the ring
+  uint stride;                 // scores of a row
+  float eps, scale;            // of the indexer's norms, and of scores
+  uint width, attention_heads, kv_heads, head_dim;
+  float attention_scale;
+};
+
+// The sum of sixteen lanes, in the CPU's order.
+FN float sum_lanes(THREAD const float* l) {
+  float s[8];
+  UNROLL for (uint i = 0; i < 8; i++) s[i] = l[i] + l[i + 8];
+  return ((s[0] + s[4]) + (s[2] + s[6])) + ((s[1] + s[5]) + (s[3] + s[7]));
+}
+
+// Head h of a row is a query. The row after the queries is the raw key: it enters the ring, and if it is the last of its
+// block, the block gets its key. `rope` [tokens, rope_dim / 2, 2] holds cosines and sines. A row of the ring has the raw
+// key, then its rotation. The ring's rows of earlier calls are read, and no row of this call overwrites them.
+// Grid (heads + 1, tokens), 32 threads.
+KERNEL(index_rows, ARGS(BlockArgs, a), IN(float, index, 1), IN(float, q_norm, 2), IN(float, k_norm, 3), IN(float, rope, 4),
+       IN(uint, table, 5), OUT(float, queries, 6), OUT(float, keys, 7), OUT(float, recent, 8)) {
+  SHARED(float, x, MAX_DIM);
+  SHARED(float, part, 16);
+  AWAIT();
+  const uint head = tgid.x, token = tgid.y, position = a.start + token, half_dim = a.rope_dim / 2;
+  const uint width = (a.heads + 1) * a.dim, ring_width = a.dim + a.rope_dim;
+  const bool query = head < a.heads;
+  DEVICE const float* row = index + ulong(token) * width + head * a.dim;
+  DEVICE const float* turn = rope + ulong(token) * a.rope_dim;
+  DEVICE float* to = queries + (ulong(token) * a.heads + head) * a.dim;
+  if (query) {
+    for (uint i = lane; i < a.dim; i += 32) x[i] = row[i];
+  } else {
+    DEVICE float* slot = recent + ulong(position % a.ring_len) * ring_width;
+    for (uint i = lane; i < a.dim; i += 32) slot[i] = row[i];
+    for (uint i = lane; i < a.rope_dim; i += 32) slot[a.dim + i] = turn[i];
+    if ((position + 1) % a.ratio != 0) return;
+    const uint first = position + 1 - a.ratio;
+    for (uint i = lane; i < a.dim; i += 32) {
+      float sum = 0;
+      for (uint p = first; p <= position; p++)
+        sum += p < a.start ? recent[ulong(p % a.ring_len) * ring_width + i] : index[ulong(p - a.start) * width + a.heads * a.dim + i];
+      x[i] = sum / float(a.ratio);
+    }
+    // The key has the rotation of the block's first position.
+    if (first < a.start) turn = recent + ulong(first % a.ring_len) * ring_width + a.dim;
+    else turn = rope + ulong(first - a.start) * a.rope_dim;
+    to = keys + page_row(table, 1, 0, first) / a.ratio * a.dim;
+  }
+  BARRIER();
+  if (lane < 16) {
+    float squares = 0;
+    for (uint i = lane; i < a.dim; i += 16) squares = fma(x[i], x[i], squares);
+    part[lane] = squares;
+  }
+  BARRIER();
+  float lanes[16];
+  UNROLL for (uint i = 0; i < 16; i++) lanes[i] = part[i];
+  const float by = 1.0f / sqrt(sum_lanes(lanes) / float(a.dim) + a.eps);
+  for (uint i = lane; i < a.dim; i += 32) x[i] = x[i] * by * (query ? q_norm[i] : k_norm[i]);
+  BARRIER();
+  for (uint i = lane; i < a.dim; i += 32) {
+    float v = x[i];
+    if (i < a.rope_dim) {
+      const float c = turn[i % half_dim * 2], s = turn[i % half_dim * 2 + 1];
+      v = i < half_dim ? x[i] * c - x[i + half_dim] * s : x[i] * c + x[i - half_dim] * s;
+    }
+    to[i] = v;
+  }
+}
+
+// scores [tokens, stride]: the sum over heads of relu(q . key) * scale. Rows that attend to all closed blocks need no
+// scores and get zeros. Grid (ceil(stride / 128), tokens), 128 threads: a thread has a block.
+KERNEL(index_scores, ARGS(BlockArgs, a), IN(float, queries, 1), IN(float, keys, 2), IN(uint, table, 3), OUT(float, scores, 4)) {
+  AWAIT();
+  const uint block = tgid.x * 128 + tid, token = tgid.y, closed = (a.start + token + 1) / a.ratio;
+  if (block >= a.stride) return;
+  float sum = 0;
+  if (block < closed && closed > a.blocks) {
+    DEVICE const float* key = keys + page_row(table, 1, 0, block * a.ratio) / a.ratio * a.dim;
+    for (uint head = 0; head < a.heads; head++) {
+      DEVICE const float* q = queries + (ulong(token) * a.heads + head) * a.dim;
+      float lanes[16] = {};
+      for (uint k = 0; k < a.dim; k += 16) {
+        UNROLL for (uint j = 0; j < 16; j += 4) {
+          if (k + j >= a.dim) continue;
+          float x[4], y[4];
+          load_cached4(key + k + j, x), load_cached4(q + k + j, y);
+          UNROLL for (uint n = 0; n < 4; n++) lanes[j + n] = fma(x[n], y[n], lanes[j + n]);
+        }
+      }
+      const float product = sum_lanes(lanes);
+      sum += product > 0 ? product : 0.0f;
+    }
+  }
+  scores[ulong(token) * a.stride + block] = sum * a.scale;
+}
+
+// selected [tokens, blocks]: the closed blocks with the highest scores in ascending order, among equals the lower block. If
+// there are fewer closed blocks, all of them, then 0xffffffff. Grid (tokens), 256 threads.
+//
+// The lowest selected score is found four bits at a time: how many scores have the same higher bits and each value of these
+// four? A thread counts in its own column, so it needs no atomic operation.
+KERNEL(index_select, ARGS(BlockArgs, a), IN(uint, scores, 1), OUT(uint, selected, 2)) {
+  SHARED(uint, counts, 16 * 256);
+  SHARED(uint, parts, 256);
+  SHARED(uint, totals, 16);
+  AWAIT();
+  const uint token = tgid.x, closed = (a.start + token + 1) / a.ratio;
+  DEVICE const uint* score = scores + ulong(token) * a.stride;
+  DEVICE uint* out = selected + ulong(token) * a.blocks;
+  if (closed <= a.blocks) {
+    for (uint i = tid; i < a.blocks; i += 256) out[i] = i < closed ? i : 0xffffffffu;
+    return;
+  }
+  // `lowest` has the bits of `mask` of the lowest selected score. The selection takes `left` of the scores with these bits.
+  uint lowest = 0, mask = 0, left = a.blocks;
+  for (uint shift = 32; shift != 0;) {
+    shift -= 4;
+    for (uint n = 0; n < 16; n++) counts[n * 256 + tid] = 0;
+    for (uint i = tid; i < closed; i += 256)
+      if ((score[i] & mask) == lowest) counts[(score[i] >> shift & 15u) * 256 + tid]++;
+    BARRIER();
+    uint sum = 0;
+    for (uint i = 0; i < 16; i++) sum += counts[tid * 16 + i];
+    parts[tid] = sum;
+    BARRIER();
+    if (tid < 16) {
+      sum = 0;
+      for (uint i = 0; i < 16; i++) sum += parts[tid * 16 + i];
+      totals[tid] = sum;
+    }
+    BARRIER();
+    uint digit = 15;
+    while (digit > 0 && totals[digit] < left) left -= totals[digit], digit--;
+    lowest |= digit << shift, mask |= 15u << shift;
+  }
+  // A thread has consecutive blocks. Those of the threads before it come first.
+  const uint each = (closed + 255) / 256, first = min(tid * each, closed), end = min(first + each, closed);
+  uint above = 0, equal = 0;
+  for (uint i = first; i < end; i++) above += score[i] > lowest ? 1 : 0, equal += score[i] == lowest ? 1 : 0;
+  counts[tid] = above, counts[256 + tid] = equal;
+  BARRIER();
+  above = 0, equal = 0;
+  for (uint i = 0; i < tid; i++) above += counts[i], equal += counts[256 + i];
+  uint at = above + min(equal, left);
+  for (uint i = first; i < end; i++) {
+    const bool taken = score[i] > lowest || (score[i] == lowest && equal < left);
+    if (score[i] == lowest) equal++;
+    if (taken) out[at++] = i;
+  }
+}
+
+// softmax(q k^T * scale) v * sigmoid(gate) over the selected blocks and the open block, for one row and head. A simdgroup
+// has every eighth batch of positions. The order depends only on the row's position and selection. Grid (heads, tokens),
+// 256 threads.
+template <class T>
+FN void attend_blocks(CONSTANT BlockArgs& a, DEVICE const float* q, DEVICE const T* keys, DEVICE const T* values,
+                      DEVICE const uint* table, DEVICE const uint* selected, DEVICE const float* proj, DEVICE float* y,
+                      THREADGROUP float* sums, THREADGROUP float* shares THREAD_IDS_PARAM) {
+  const uint head = tgid.x, token = tgid.y, position = a.start + token, closed = (position + 1) / a.ratio;
+  const uint dim = a.head_dim, kv = head / (a.attention_heads / a.kv_heads), pitch = cache_pitch(keys, dim);
+  const uint in_blocks = min(closed, a.blocks) * a.ratio, count = in_blocks + position + 1 - closed * a.ratio;
+  const ulong row = (ulong(token) * a.attention_heads + head) * dim;
+  DEVICE const uint* blocks = selected + ulong(token) * a.blocks;
+  float query[8], sum[8] = {}, highest = -as_type<float>(0x7f7fffffu), denominator = 0;
+  UNROLL for (uint j = 0; j < 8; j++) {
+    const uint i = 4 * lane + j / 4 * 128 + j % 4;
+    query[j] = i < dim ? q[row + i] * a.attention_scale : 0.0f;
+  }
+  for (uint first = sg * BATCH; first < count; first += SIMDS * BATCH) {
+    ulong at[BATCH];
+    float score[BATCH];
+    UNROLL for (uint n = 0; n < BATCH; n++) {
+      const uint nth = min(first + n, count - 1);
+      const uint p = nth < in_blocks ? blocks[nth / a.ratio] * a.ratio + nth % a.ratio : closed * a.ratio + nth - in_blocks;
+      at[n] = page_row(table, a.kv_heads, kv, p) * pitch;
+      float product = 0;
+      UNROLL for (uint j = 0; j < 8; j += 4) {
+        const uint i = 4 * lane + j * 32;
+        float key[4] = {};
+        if (i < dim) load_cached4(keys + at[n] + i, key);
+        UNROLL for (uint m = 0; m < 4; m++) product = fma(query[j + m], key[m], product);
+      }
+      score[n] = product;
+    }
+    float new_highest = highest;
+    UNROLL for (uint n = 0; n < BATCH; n++) {
+      score[n] = SIMD_SUM(score[n]) * cache_scale(keys + at[n], dim);
+      if (first + n < count) new_highest = max(new_highest, score[n]);
+    }
+    const float rescale = exp(highest - new_highest);
+    highest = new_highest;
+    denominator *= rescale;
+    UNROLL for (uint j = 0; j < 8; j++) sum[j] *= rescale;
+    UNROLL for (uint n = 0; n < BATCH; n++) {
+      const float weight = first + n < count ? exp(score[n] - highest) : 0.0f;
+      const float scaled = weight * cache_scale(values + at[n], dim);
+      denominator += weight;
+      UNROLL for (uint j = 0; j < 8; j += 4) {
+        const uint i = 4 * lane + j * 32;
+        float value[4] = {};
+        if (i < dim) load_cached4(values + at[n] + i, value);
+        UNROLL for (uint m = 0; m < 4; m++) sum[j + m] = fma(scaled, value[m], sum[j + m]);
+      }
+    }
+  }
+  UNROLL for (uint j = 0; j < 8; j++) sums[sg * MAX_DIM + 4 * lane + j / 4 * 128 + j % 4] = sum[j];
+  if (lane == 0) shares[sg] = highest, shares[SIMDS + sg] = denominator;
+  BARRIER();
+  if (tid >= dim) return;
+  for (uint n = 0; n < SIMDS; n++) highest = max(highest, shares[n]);
+  float total = 0;
+  denominator = 0;
+  for (uint n = 0; n < SIMDS; n++) {
+    const float share = exp(shares[n] - highest);
+    denominator = fma(shares[SIMDS + n], share, denominator);
+    total = fma(sums[n * MAX_DIM + tid], share, total);
+  }
+  const float gate = proj[ulong(token) * a.width + (head * 2 + 1) * dim + tid];
+  y[row + tid] = total / denominator * sigmoid(gate);
+}
+
+#define ATTEND_BLOCKS(suffix, T)                                                                                       \
+  KERNEL(block_attention##suffix, ARGS(BlockArgs, a), IN(float, q, 1), IN(T, keys, 2), IN(T, values, 3), IN(uint, table, 4), \
+         IN(uint, selected, 5), IN(float, proj, 6), OUT(float, y, 7)) {                                                 \
+    SHARED(float, sums, SIMDS * MAX_DIM);                                                                              \
+    SHARED(float, shares, 2 * SIMDS);                                                                                  \
+    AWAIT();                                                                                                           \
+    attend_blocks<T>(a, q, keys, values, table, selected, proj, y, sums, shares THREAD_IDS);                           \
+  }
+
+ATTEND_BLOCKS(, float)
+ATTEND_BLOCKS(_i16, short)

@@ -1,0 +1,121 @@
+//! Checks of this operation: GPU against CPU.
+
+use super::{BlockAttention, IndexCache, IndexerShape};
+use crate::{
+    device::{DeviceError, Region},
+    ops::{
+        Attention, AttentionShape, Backend, KvCache, KvFormat, KvWrite, QkNormRope,
+        check::{CLOSE, KernelCheck, difference},
+    },
+};
+
+/// Maximum number of positions, in two pages.
+const CONTEXT: usize = 320;
+/// Rows of one call, and rows that are launched together.
+const MAX_CALL: usize = 210;
+const MAX_PART: usize = 60;
+
+pub(in crate::ops) fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> {
+    let shape = IndexerShape { heads: 4, dim: 16, rope_dim: 8, ratio: 4, blocks: 6, eps: 1e-6 };
+    // The rows below the budget, the prompt that crosses it in a call, a block that closes token by token, a prompt that is
+    // launched in parts and crosses a page, and decoding.
+    let calls = [11, 36, 1, 1, 1, 210, 1, 1, 1, 1];
+    case(b, &shape, KvFormat::F32, &calls, false)?;
+    case(b, &shape, KvFormat::I16, &calls[..3], false)?;
+    // All blocks have one of three keys, so the lowest selected score is that of many blocks.
+    case(b, &shape, KvFormat::F32, &[100, 1], true)?;
+    // About half of the scores are 0, and more than half are selected. The last lanes of a product are empty.
+    let single = IndexerShape { heads: 1, dim: 20, rope_dim: 4, ratio: 8, blocks: 12, eps: 1e-6 };
+    case(b, &single, KvFormat::F32, &[170, 1], false)
+}
+
+/// Calls of these numbers of rows, each after the one before. With `alike`, three blocks repeat and RoPE rotates nothing.
+fn case(
+    b: &mut KernelCheck<'_>,
+    indexer: &IndexerShape,
+    format: KvFormat,
+    calls: &[usize],
+    alike: bool,
+) -> Result<(), DeviceError> {
+    let (heads, kv_heads, dim, rope_dim) = (4, 2, 40, indexer.rope_dim);
+    let shape = &AttentionShape { heads, kv_heads, dim, rope_dim, eps: 1e-6, context: CONTEXT, format, recent: None };
+    let table = b.words(&[1, 0])?;
+    let mut cache = || b.bytes(&vec![0; shape.cache_bytes()]);
+    let cache = KvCache { keys: cache()?, values: cache()?, table, recent: Default::default() };
+    let index_cache = IndexCache {
+        keys: b.bytes(&vec![0; shape.pages() * indexer.page_bytes()])?,
+        recent: b.bytes(&vec![0; (MAX_CALL + indexer.ratio) * indexer.recent_width() * 4])?,
+    };
+    let mut norms = [Region::default(); 4];
+    for (norm, width) in norms.iter_mut().zip([dim, dim, indexer.dim, indexer.dim]) {
+        *norm = b.random(width)?;
+    }
+    let repeated = b.random.floats(3 * indexer.ratio * indexer.width());
+    let partials = b.buffer(MAX_PART * indexer.gpu_scratch(CONTEXT))?;
+    let mut start = 0;
+    for tokens in calls.iter().copied() {
+        let angle = |at: usize| if alike { 0.0 } else { (at / (rope_dim / 2) * (1 + at % (rope_dim / 2))) as f32 };
+        let turn = (start * rope_dim / 2..(start + tokens) * rope_dim / 2).map(angle);
+        let rope_table = b.floats(&turn.flat_map(|angle| [angle.cos(), angle.sin()]).collect::<Vec<_>>())?;
+        let norm_rope = |at: usize| QkNormRope { q_norm: norms[at], k_norm: norms[at + 1], rope_table };
+        let index = match alike {
+            true => {
+                let row = |at: usize| repeated.chunks_exact(indexer.width()).cycle().nth(at).unwrap_or_default();
+                b.floats(&(start..start + tokens).flat_map(row).copied().collect::<Vec<_>>())?
+            }
+            false => b.random(tokens * indexer.width())?,
+        };
+        let (proj, values) = (b.random(tokens * shape.width())?, tokens * heads * dim);
+        let (q, y) = (b.buffer(values)?, b.buffer(values)?);
+        let write = KvWrite { shape, start, tokens, proj, norm_rope: norm_rope(0), q, cache };
+        b.cpu.execute(&write.into())?;
+        // Both devices attend over the CPU's queries, keys and values.
+        for region in [q, cache.keys, cache.values] {
+            let mut bytes = vec![0; region.len];
+            b.cpu.read(region, &mut bytes)?;
+            b.gpu.write(region, &bytes)?;
+        }
+        let attention = Attention { shape, start, tokens, q, cache, proj, partials, y };
+        let op = BlockAttention { attention, indexer, index, norm_rope: norm_rope(2), cache: index_cache };
+        compare(b, &op)?;
+        start += tokens;
+    }
+    Ok(())
+}
+
+/// Runs the operation on both devices. Selections must be equal.
+fn compare(b: &mut KernelCheck<'_>, op: &BlockAttention<'_>) -> Result<(), DeviceError> {
+    b.cpu.execute(&op.into())?;
+    let on_cpu = std::mem::take(&mut b.cpu.scratch.selection);
+    let (shape, tokens) = (op.indexer, op.attention.tokens);
+    let (width, row_scores) = (shape.heads * shape.dim, on_cpu.scores.len() / tokens);
+    for part in op.parts(MAX_PART) {
+        let [rows, score, select, attend] = part.part_launches().map(|launch| b.launch(launch));
+        let (first, count) = (part.attention.start - op.attention.start, part.attention.tokens);
+        let [queries, selected, scores] = part.scratch();
+        b.expect(CLOSE, &rows, queries, &on_cpu.queries[first * width..][..count * width])?;
+        let (selected, scores) = (b.on_gpu(selected)?, b.on_gpu(scores)?);
+        for row in 0..count {
+            let (closed, chosen) = part.closed(part.attention.start + row);
+            let found = selected[row * shape.blocks..][..chosen].iter().map(|block| block.to_bits());
+            let equal = found.eq(on_cpu.selected[(first + row) * shape.blocks..][..chosen].iter().copied());
+            b.record(&select, if equal { 0.0 } else { f64::INFINITY }, CLOSE);
+            // Rows that attend to all closed blocks have no scores.
+            if closed > chosen {
+                let found = &scores[row * (scores.len() / count)..][..closed];
+                let expected = &on_cpu.scores[(first + row) * row_scores..][..closed];
+                b.record(&score, difference(found, expected), CLOSE);
+            }
+        }
+        for region in [op.cache.keys, op.cache.recent] {
+            // The parts after this one write more of both.
+            if first + count == tokens {
+                let expected = b.on_cpu(region)?;
+                b.expect(CLOSE, &rows, region, &expected)?;
+            }
+        }
+        let expected = b.on_cpu(part.attention.y)?;
+        b.expect(CLOSE, &attend, part.attention.y, &expected)?;
+    }
+    Ok(())
+}

@@ -1,0 +1,112 @@
+//! Attention to selected blocks on a GPU (`kernels/block_attention.metal`).
+//!
+//! Queries, scores and selections of a launch lie in the buffer of partial results.
+
+use super::{BlockAttention, IndexerShape};
+use crate::{
+    device::{Binding, DeviceError, Launch, Region},
+    ops::{QkNormRope, attention::KvFormat},
+};
+
+impl IndexerShape {
+    /// Floats of queries, selection and scores of a row that sees `closed` blocks.
+    fn row_scratch(&self, closed: usize) -> usize {
+        self.heads * self.dim + self.blocks + closed.max(1)
+    }
+
+    /// Maximum number of floats that a GPU needs for a row of at most `context` positions.
+    pub fn gpu_scratch(&self, context: usize) -> usize {
+        self.row_scratch(context / self.ratio)
+    }
+}
+
+impl BlockAttention<'_> {
+    /// The operation in parts: as many rows as the buffer of partial results has room for, at most `max`.
+    pub(super) fn parts(&self, max: usize) -> impl Iterator<Item = Self> {
+        let (start, tokens) = (self.attention.start, self.attention.tokens);
+        let row = self.indexer.row_scratch(self.closed((start + tokens).saturating_sub(1)).0) * 4;
+        let at_once = (self.attention.partials.len / row).clamp(1, max);
+        (0..tokens).step_by(at_once).map(move |first| self.part(first, at_once.min(tokens - first)))
+    }
+
+    fn part(&self, first: usize, count: usize) -> Self {
+        let rope_table = self.norm_rope.rope_table.rows(first, count, self.indexer.rope_dim);
+        let index = self.index.rows(first, count, self.indexer.width());
+        let norm_rope = QkNormRope { rope_table, ..self.norm_rope };
+        Self { attention: self.attention.part(first, count), index, norm_rope, ..*self }
+    }
+
+    /// The launches of all rows. A part closes its blocks before the next part reads their keys.
+    pub(in crate::ops) fn launches(&self, max: usize) -> Result<impl Iterator<Item = Launch>, DeviceError> {
+        self.check_ring()?;
+        Ok(self.parts(max).flat_map(|part| part.part_launches()))
+    }
+
+    /// Scores of a row: one for each closed block that the last row sees.
+    fn stride(&self) -> usize {
+        self.closed((self.attention.start + self.attention.tokens).saturating_sub(1)).0.max(1)
+    }
+
+    /// Queries `[tokens, heads * dim]`, selections `[tokens, blocks]` and scores `[tokens, stride]`.
+    pub(super) fn scratch(&self) -> [Region; 3] {
+        let (shape, tokens) = (self.indexer, self.attention.tokens);
+        let [queries, selected, scores] =
+            [shape.heads * shape.dim, shape.blocks, self.stride()].map(|row| tokens * row);
+        let of = |first: usize, count: usize| self.attention.partials.rows(first, count, 1);
+        [of(0, queries), of(queries, selected), of(queries + selected, scores)]
+    }
+
+    fn args(&self) -> Vec<u32> {
+        let (indexer, shape) = (self.indexer, self.attention.shape);
+        let (start, tokens) = (self.attention.start, self.attention.tokens);
+        assert!(shape.dim <= 256 && indexer.dim <= 256, "heads of {} and {}", shape.dim, indexer.dim);
+        assert!(start + tokens <= shape.context, "position {} of {}", start + tokens, shape.context);
+        let words = [start, indexer.heads, indexer.dim, indexer.rope_dim, indexer.ratio, indexer.blocks];
+        let scale = |dim: usize| (1.0 / (dim as f32).sqrt()).to_bits();
+        let mut args = words.map(|word| word as u32).to_vec();
+        args.extend([self.ring_len() as u32, self.stride() as u32, indexer.eps.to_bits(), scale(indexer.dim)]);
+        args.extend([shape.width(), shape.heads, shape.kv_heads, shape.dim].map(|word| word as u32));
+        args.push(scale(shape.dim));
+        args
+    }
+
+    /// The launches of a part: queries and keys, scores, selection, attention.
+    pub(super) fn part_launches(&self) -> [Launch; 4] {
+        let (indexer, attention, args) = (self.indexer, &self.attention, self.args());
+        let (shape, tokens) = (attention.shape, attention.tokens);
+        let [queries, selected, scores] = self.scratch();
+        let (table, rows, values) = (attention.cache.table, tokens as u32, tokens * shape.heads * shape.dim);
+        let launch = |kernel, bindings, grid: [u32; 2], threads| {
+            let grid = [grid[0], grid[1], 1];
+            Launch { kernel, args: args.clone(), bindings, grid, threads }
+        };
+        let keys = vec![
+            Binding::read(self.index.floats(tokens * indexer.width())),
+            Binding::read(self.norm_rope.q_norm.floats(indexer.dim)),
+            Binding::read(self.norm_rope.k_norm.floats(indexer.dim)),
+            Binding::read(self.norm_rope.rope_table.floats(tokens * indexer.rope_dim)),
+            Binding::read(table),
+            Binding::write(queries),
+            Binding::read_write(self.cache.keys),
+            Binding::read_write(self.cache.recent),
+        ];
+        let score =
+            vec![Binding::read(queries), Binding::read(self.cache.keys), Binding::read(table), Binding::write(scores)];
+        let attend = vec![
+            Binding::read(attention.q.floats(values)),
+            Binding::read(attention.cache.keys),
+            Binding::read(attention.cache.values),
+            Binding::read(table),
+            Binding::read(selected),
+            Binding::read(attention.proj.floats(tokens * shape.width())),
+            Binding::write(attention.y.floats(values)),
+        ];
+        let kernel = if shape.format == KvFormat::I16 { "block_attention_i16" } else { "block_attention" };
+        [
+            launch("index_rows", keys, [indexer.heads as u32 + 1, rows], 32),
+            launch("index_scores", score, [self.stride().div_ceil(128) as u32, rows], 128),
+            launch("index_select", vec![Binding::read(scores), Binding::write(selected)], [rows, 1], 256),
+            launch(kernel, attend, [shape.heads as u32, rows], 256),
+        ]
+    }
+}
