@@ -14,7 +14,7 @@
 //! gate, up and down) at the offsets in the manifest, and zeros elsewhere. The stride is a multiple of 16 KiB, the largest
 //! page size in use.
 //!
-//! A pack is used only if every expert of the checkpoint has the SHA-256 in the manifest. Three steps avoid hashing:
+//! A pack is used only if every expert of the checkpoint has the SHA-256 in the manifest. To avoid hashing:
 //! * The [`fingerprint`] of the checkpoint selects candidate packs with few reads.
 //! * If the checkpoint's files have the [identity](super::identity) in the manifest, they are the files that were packed.
 //! * Otherwise all experts are hashed once, and the result is remembered for the identity of these files.

@@ -1,14 +1,14 @@
-//! [`CacheSalt`] separates the cached state of prompts: prompts with different salts share none.
+//! [`CacheSalt`] separates cached prompts: prompts with different salts share no cached state.
 //!
-//! The salt is part of a prompt's keys ([`CachedPrompt::keys`]), so it holds in memory and on disk.
+//! The salt is a part of a prompt's keys ([`CachedPrompt::keys`]), so it separates prompts in memory and on disk.
 
 use crate::model::{PlacedImage, prefix_keys};
 use sha2::{Digest, Sha256};
 use std::borrow::Cow;
 
-/// Number of keys that carry the salt. The keys of fewer tokens hold only a part of its hash.
+/// Number of keys that contain the salt's hash, 31 bits each. Fewer keys contain only a part of the hash.
 const SALTED_KEYS: usize = 8;
-/// The highest bit of a key distinguishes images from tokens, so the salt leaves it unchanged.
+/// The bits of a key that the salt changes: all except the highest bit, which distinguishes images from tokens.
 const SALTED_BITS: u32 = u32::MAX >> 1;
 
 /// The hash of a request's `cache_salt`.
@@ -23,7 +23,7 @@ impl CacheSalt {
     }
 }
 
-/// Everything that identifies the state of a prompt in the prompt cache.
+/// A prompt as the prompt cache identifies it: tokens, images and salt.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct CachedPrompt<'a> {
     pub ids: &'a [u32],
@@ -32,17 +32,17 @@ pub struct CachedPrompt<'a> {
 }
 
 impl<'a> CachedPrompt<'a> {
-    /// One number per token. Prompts with the same keys share state.
+    /// The keys of the prompt, one number per token. Prompts that start with the same keys share cached state.
     pub fn keys(self) -> Cow<'a, [u32]> {
         let mut keys = prefix_keys(self.ids, self.images);
         if let Some(CacheSalt(words)) = self.salt {
-            // Different tokens have different keys under one salt, since XOR is invertible.
+            // XOR is invertible, so with the same salt different tokens have different keys.
             keys.to_mut().iter_mut().zip(words).for_each(|(key, word)| *key ^= word);
         }
         keys
     }
 
-    /// True if the first `len` keys hold the whole hash of the salt and of each of their images.
+    /// True if the first `len` keys contain the whole hash of the salt, and of each image among them.
     pub fn has_whole_keys(&self, len: usize) -> bool {
         let ends_in_image = self.images.iter().any(|image| image.at < len && len < image.tokens().end);
         !ends_in_image && (self.salt.is_none() || len >= SALTED_KEYS)
@@ -70,7 +70,7 @@ mod tests {
             assert_eq!(one[8..], other[8..]);
         }
         assert_eq!(salted[0], keys(&ids, Some("a")));
-        // A key depends on the tokens up to its own only.
+        // A key does not depend on later tokens.
         assert_eq!(salted[0][..5], keys(&ids[..5], Some("a")));
     }
 

@@ -70,7 +70,7 @@ pub struct Request {
     pub boundaries: Vec<Boundary>,
     /// Reuse state from earlier requests and keep state for later ones.
     pub cache_prompt: bool,
-    /// Requests with different salts share no state.
+    /// Requests with different salts share no cached state.
     pub cache_salt: Option<CacheSalt>,
     /// Identifies the client. Waiting requests of several clients take turns.
     pub client: u64,

@@ -163,7 +163,7 @@ impl<S: SequenceState> Sequence<S> {
         &self.tokens
     }
 
-    /// The tokens as the prompt cache identifies them.
+    /// The sequence as a prompt of the prompt cache.
     pub fn cached_prompt(&self) -> CachedPrompt<'_> {
         CachedPrompt { ids: &self.tokens, images: &self.images, salt: self.salt }
     }

@@ -51,7 +51,7 @@ pub fn free_space(path: &Path) -> Option<u64> {
 /// Sends SIGTERM to a child process. Does nothing if the process has ended.
 pub fn terminate(child: u32) {
     if let Ok(id @ 1..) = libc::pid_t::try_from(child) {
-        // SAFETY: a system call on a number. A positive number is one process.
+        // SAFETY: a system call without pointers. A positive id addresses a single process.
         unsafe {
             libc::kill(id, libc::SIGTERM);
         }

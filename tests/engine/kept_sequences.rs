@@ -50,7 +50,7 @@ fn failed_snapshot_drops_its_sequence() {
     assert_eq!(answer(&handle, &[7]), [7]);
 }
 
-/// Evaluates a prompt. Returns how many of its tokens were cached.
+/// Evaluates a prompt. Returns the number of its tokens that were cached.
 fn cached(handle: &Handle, ids: &[u32], salt: Option<&str>) -> usize {
     let request = Request { cache_salt: salt.map(CacheSalt::new), ..request(ids, 100) };
     collect(handle.submit(request).unwrap()).1.unwrap().1.cached_tokens
@@ -76,7 +76,7 @@ fn requests_with_other_salts_share_no_state() {
 
 #[test]
 fn short_salted_prompts_are_not_confused() {
-    // The keys of so few tokens hold only a part of the salt's hash, so the cache has no snapshot of them.
+    // The keys of fewer than eight tokens contain only a part of the salt's hash, so the cache has no snapshot of them.
     let (handle, ..) = engine(&MockModel::default(), Options { prompt_cache: 1 << 20, ..options() });
     for salt in [Some("a"), Some("b"), None] {
         assert_eq!(cached(&handle, &[30, 31, 32], salt), 0, "{salt:?}");
