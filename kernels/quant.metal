@@ -292,8 +292,8 @@ FN void load_cached4(DEVICE const float* p, THREAD float* v) {
   const float4 q = *(DEVICE const float4*)p;
   v[0] = q.x, v[1] = q.y, v[2] = q.z, v[3] = q.w;
 }
-// Two integers without their scale. Their bits become the low bits of the float 2^23 + 2^15 + n, from which the
-// subtraction is exact: a conversion has an eighth of its rate on CUDA.
+// Two integers without their scale. Their bits become the low bits of the float 2^23 + 2^15 + n, and subtracting the
+// constant is exact. On CUDA, a conversion has an eighth of the rate of a subtraction.
 FN void unpack_cached2(uint q, THREAD float* v) {
   v[0] = as_type<float>((q & 0xffffu) ^ 0x4b008000u) - 8421376.0f;
   v[1] = as_type<float>((q >> 16) ^ 0x4b008000u) - 8421376.0f;

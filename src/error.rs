@@ -74,12 +74,12 @@ pub enum ModelError {
 pub enum ImageError {
     #[error("is not a PNG, JPEG, WebP or GIF file")]
     Format,
-    #[error("has {bytes} bytes; at most {most} are allowed")]
-    Bytes { bytes: usize, most: usize },
-    #[error("has {width} x {height} pixels; 1 to {most} pixels are allowed")]
-    Pixels { width: u32, height: u32, most: u64 },
-    #[error("is {width} x {height}; its longer side may be at most {most} times the shorter one")]
-    Ratio { width: u32, height: u32, most: u32 },
+    #[error("has {bytes} bytes; at most {max} are allowed")]
+    Bytes { bytes: usize, max: usize },
+    #[error("has {width} x {height} pixels; 1 to {max} pixels are allowed")]
+    Pixels { width: u32, height: u32, max: u64 },
+    #[error("is {width} x {height}; its longer side may be at most {max} times the shorter one")]
+    Ratio { width: u32, height: u32, max: u32 },
     #[error("is damaged: {0}")]
     Damaged(String),
 }

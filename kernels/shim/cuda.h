@@ -69,8 +69,8 @@ FN float warp_max(float x) {
   return x;
 }
 
-// Tiles on matrix units (Ampere and later). In a tile of sums, lane l holds rows l / 4 and l / 4 + 8, columns 2 (l
-// % 4) and the next one, and the same plus 8 columns.
+// Tiles on matrix units (Ampere and later). In a tile of sums, lane l holds rows r and r + 8 with r = l / 4, and
+// columns c, c + 1, c + 8 and c + 9 with c = 2 (l % 4).
 struct HalfTile { uint r[4]; };
 struct SumTile { float v[8]; };
 #define HALF_TILE HalfTile
@@ -100,7 +100,7 @@ FN void tile_load(HalfTile& tile, const uint* p, uint pitch) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(tile.r[0]), "=r"(tile.r[1]), "=r"(tile.r[2]), "=r"(tile.r[3]) : "r"(at) : "memory");
 }
-// The same, each matrix transposed: rows 0 to 7 of the first and the last 8 columns, then rows 8 to 15.
+// tile_load with each matrix transposed: rows 0 to 7 of the first and the last 8 columns, then rows 8 to 15.
 FN void tile_load_right(HalfTile& tile, const uint* p, uint pitch) {
   const uint at = (uint)__cvta_generic_to_shared(p + (lane % 8u + lane / 16u * 8u) * pitch + lane / 8u % 2u * 4u);
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"

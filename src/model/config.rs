@@ -79,10 +79,10 @@ impl Config {
                 return Err(ModelError::Config(format!("--experts-per-token {wanted}: this model takes 1 to {k}")));
             }
             (FfnShape::Moe { k, .. }, Some(wanted), _) => *k = wanted,
-            (FfnShape::Moe { k, .. }, None, Some(most)) if most < *k => *k = most.max(1),
-            (FfnShape::Moe { k, .. }, None, Some(most)) if most > *k => {
+            (FfnShape::Moe { k, .. }, None, Some(max)) if max < *k => *k = max.max(1),
+            (FfnShape::Moe { k, .. }, None, Some(max)) if max > *k => {
                 tracing::warn!(
-                    "SWIFTLM_TOP_K is {most}, but this model was trained with {k} experts per token; using {k}"
+                    "SWIFTLM_TOP_K is {max}, but this model was trained with {k} experts per token; using {k}"
                 );
             }
             _ => {}
@@ -242,7 +242,7 @@ fn ngram_file(json: &Value) -> Result<&str, ModelError> {
     let named = json.get("mlx_lm_extra_tensors").and_then(|extra| extra.get("ngram_file")).and_then(Value::as_str);
     match named {
         Some(name) if name.starts_with('.') || name.contains('/') => {
-            refuse(format!("ngram_file {name} is no file name"))
+            refuse(format!("ngram_file {name} is not a file name"))
         }
         named => Ok(named.unwrap_or("ngram-table.safetensors")),
     }
@@ -257,13 +257,13 @@ pub(super) fn refuse<T>(why: String) -> Result<T, ModelError> {
 pub(super) struct JsonTable<'a>(pub &'a Value);
 
 impl JsonTable<'_> {
-    /// A whole number from 1 to `most`.
-    pub fn count(self, key: &str, most: usize) -> Result<usize, ModelError> {
+    /// A whole number from 1 to `max`.
+    pub fn count(self, key: &str, max: usize) -> Result<usize, ModelError> {
         match self.0.get(key) {
             None => refuse(format!("{key} is missing")),
             Some(value) => match value.as_u64() {
-                Some(count) if count >= 1 && count <= most as u64 => Ok(count as usize),
-                _ => refuse(format!("{key} is {value}, not a whole number from 1 to {most}")),
+                Some(count) if count >= 1 && count <= max as u64 => Ok(count as usize),
+                _ => refuse(format!("{key} is {value}, not a whole number from 1 to {max}")),
             },
         }
     }
@@ -326,7 +326,7 @@ impl JsonTable<'_> {
             return refuse(format!("{heads} attention heads cannot share {kv_heads} key and value heads"));
         }
         if rope_dim > dim || rope_dim % 2 == 1 {
-            return refuse(format!("{rope_dim} of {dim} dimensions of a head is no valid RoPE dimension"));
+            return refuse(format!("{rope_dim} of {dim} dimensions of a head cannot be rotated by RoPE"));
         }
         let format = KvFormat::F32;
         let shape = AttentionShape { heads, kv_heads, dim, rope_dim, eps, context: 0, format, recent: None };
@@ -401,8 +401,8 @@ impl JsonTable<'_> {
     }
 
     /// [`JsonTable::count`] of a key that may be absent.
-    fn count_or(self, key: &str, most: usize, default: usize) -> Result<usize, ModelError> {
-        if self.0.get(key).is_none_or(Value::is_null) { Ok(default) } else { self.count(key, most) }
+    fn count_or(self, key: &str, max: usize, default: usize) -> Result<usize, ModelError> {
+        if self.0.get(key).is_none_or(Value::is_null) { Ok(default) } else { self.count(key, max) }
     }
 
     /// Reads `mrope_section`. It only matters for images.

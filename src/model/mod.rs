@@ -152,7 +152,7 @@ pub trait SequenceState: Send {
 pub trait HiddenStates {
     /// Chooses the hidden rows that each pass records from now on. Replaces the earlier choice.
     fn set_taps(&mut self, _taps: &HiddenTaps) -> Result<(), ModelError> {
-        Err(ModelError::Config("this model has no hidden rows for a draft".into()))
+        Err(ModelError::Config("this model records no hidden rows for drafts".into()))
     }
 
     /// Switches the recording of hidden rows on or off. Passes are faster without it.

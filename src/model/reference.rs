@@ -378,8 +378,8 @@ fn rounded(x: &Tensor, bits: u32) -> candle_core::Result<Tensor> {
     let values = on_cpu(x)?.flatten_all()?.to_vec1::<f64>()?;
     let mut out = Vec::with_capacity(values.len());
     for group in values.chunks(GROUP) {
-        let most = group.iter().fold(0.0, |most: f64, value| most.max(value.abs())) as f32;
-        let ratio = most / if bits == 8 { 127.0 } else { 15.0 };
+        let max = group.iter().fold(0.0, |max: f64, value| max.max(value.abs())) as f32;
+        let ratio = max / if bits == 8 { 127.0 } else { 15.0 };
         let scale = f64::from(f32::from_bits((ratio.to_bits() + 0xffff) & 0xffff_0000));
         out.extend(group.iter().map(|value| match (bits, scale) {
             (_, 0.0) => 0.0,

@@ -25,21 +25,21 @@ wide! {
         let (chunks, rest) = x.as_chunks::<16>();
         let mut lanes = [f32::NEG_INFINITY; 16];
         for chunk in chunks {
-            for (most, x) in lanes.iter_mut().zip(chunk) {
-                *most = if *x > *most { *x } else { *most };
+            for (max, x) in lanes.iter_mut().zip(chunk) {
+                *max = if *x > *max { *x } else { *max };
             }
         }
-        let most = lanes.iter().chain(rest).copied().fold(f32::NEG_INFINITY, f32::max);
+        let max = lanes.iter().chain(rest).copied().fold(f32::NEG_INFINITY, f32::max);
         let (chunks, rest) = x.as_chunks_mut::<16>();
         let (one, mut sum) = (V::splat(1.0), V::splat(0.0));
         for chunk in chunks {
             for x in chunk.iter_mut() {
-                *x = exp((*x - most) * scale);
+                *x = exp((*x - max) * scale);
             }
             sum = V::load(chunk).fma(one, sum);
         }
         for x in rest.iter_mut() {
-            *x = exp((*x - most) * scale);
+            *x = exp((*x - max) * scale);
         }
         let share = 1.0 / V::load(&float::padded(rest)).fma(one, sum).sum();
         for x in x {
@@ -70,8 +70,8 @@ mod tests {
             let inputs: Vec<f32> = (0..len).map(|i| ((i * 37) % 101) as f32 * 3.0 - 400.0).collect();
             let mut found = inputs.clone();
             softmax(&mut found, 0.25);
-            let most = inputs.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-            let weights: Vec<f64> = inputs.iter().map(|x| (f64::from(x - most) * 0.25).exp()).collect();
+            let max = inputs.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+            let weights: Vec<f64> = inputs.iter().map(|x| (f64::from(x - max) * 0.25).exp()).collect();
             let sum: f64 = weights.iter().sum();
             for (found, weight) in found.iter().zip(weights) {
                 assert!((f64::from(*found) - weight / sum).abs() < 1e-6, "{len}: {found}, not {}", weight / sum);

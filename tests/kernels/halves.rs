@@ -41,7 +41,7 @@ fn products(host: &mut Host, x: &[f32], sample: &Sample, cols: usize, norm: Opti
 }
 
 fn largest(values: &[f64]) -> f64 {
-    values.iter().fold(0.0, |most, value| most.max(value.abs()))
+    values.iter().fold(0.0, |max, value| max.max(value.abs()))
 }
 
 #[test]

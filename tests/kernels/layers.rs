@@ -317,8 +317,8 @@ fn attend_case(op: AttentionShape, start: usize, tokens: usize) {
         if op.format == KvFormat::F32 {
             return row.to_vec();
         }
-        let most = row.iter().fold(0f32, |most, v| most.max(v.abs()));
-        row.iter().map(|v| (v * (32_639.0 / most)).round_ties_even() * (most / 32_639.0)).collect()
+        let max = row.iter().fold(0f32, |max, v| max.max(v.abs()));
+        row.iter().map(|v| (v * (32_639.0 / max)).round_ties_even() * (max / 32_639.0)).collect()
     };
     let old = old.map(|v| v.chunks(dim).flat_map(cast).collect::<Vec<_>>());
     let rope_table: Vec<f32> = (0..tokens)
@@ -340,9 +340,9 @@ fn attend_case(op: AttentionShape, start: usize, tokens: usize) {
             return host.floats(&paged);
         }
         let encode = |row: &[f32]| {
-            let most = row.iter().fold(0f32, |most, v| most.max(v.abs())).max(1e-30);
-            let integers = row.iter().map(|v| ((v * (32_639.0 / most)).round_ties_even() as i16).to_le_bytes());
-            integers.flatten().chain((most / 32_639.0).to_le_bytes()).collect::<Vec<u8>>()
+            let max = row.iter().fold(0f32, |max, v| max.max(v.abs())).max(1e-30);
+            let integers = row.iter().map(|v| ((v * (32_639.0 / max)).round_ties_even() as i16).to_le_bytes());
+            integers.flatten().chain((max / 32_639.0).to_le_bytes()).collect::<Vec<u8>>()
         };
         host.bytes(&paged.chunks(dim).flat_map(encode).collect::<Vec<_>>())
     };

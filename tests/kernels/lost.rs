@@ -120,8 +120,8 @@ fn check_rows(found: &[u8], expected: &[u8], dim: usize) {
     assert!(found.len().is_multiple_of(bytes));
     for (found, expected) in found.chunks_exact(bytes).zip(expected.chunks_exact(bytes)) {
         let (found, expected) = (decode(found), decode(expected));
-        let most = expected.iter().fold(0f32, |most, value| most.max(value.abs()));
-        let off = common::distance(&found, &expected) / most;
+        let max = expected.iter().fold(0f32, |max, value| max.max(value.abs()));
+        let off = common::distance(&found, &expected) / max;
         assert!(off < 2e-4, "a row differs by {off} of its largest value");
     }
 }

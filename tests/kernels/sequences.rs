@@ -21,8 +21,8 @@ fn place(streaming: bool, sharing: usize, kv_bits: KvBits) -> Qwen {
     move_to(model, HostGpu::new(Host::fast()))
 }
 
-fn tokens(dice: &mut Dice, most: usize) -> Vec<u32> {
-    (0..1 + dice.roll(most)).map(|_| dice.roll(96) as u32).collect()
+fn tokens(dice: &mut Dice, max: usize) -> Vec<u32> {
+    (0..1 + dice.roll(max)).map(|_| dice.roll(96) as u32).collect()
 }
 
 fn start(model: &mut Qwen, prompt: &[u32]) -> QwenState {

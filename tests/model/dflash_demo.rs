@@ -96,9 +96,9 @@ fn answers_match_plain_resident_and_streamed() {
             let (mut accepted, mut refused) = (0, 0);
             // Sequential requests in one engine: some continue the last session, most do not.
             for (index, case) in fixtures::demo().0.iter().enumerate() {
-                let most = [60, 9, 110][index % 3];
-                let expected = plain.answer(&case.prompt_ids, most, &sampling);
-                let found = forced.answer(&case.prompt_ids, most, &sampling);
+                let max = [60, 9, 110][index % 3];
+                let expected = plain.answer(&case.prompt_ids, max, &sampling);
+                let found = forced.answer(&case.prompt_ids, max, &sampling);
                 assert_eq!((&found.0, found.1), (&expected.0, expected.1), "{}: {sampling:?} {slots:?}", case.question);
                 accepted += found.2.accepted_tokens;
                 refused += found.2.drafted_tokens - found.2.accepted_tokens;

@@ -245,11 +245,11 @@ fn hugging_face(head: Tensors, numbered: bool) -> Tensors {
     out
 }
 
-/// Quantises the matrices that `which` selects as MLX does: affine, 8 bits, groups of 64.
-fn quantised(head: Tensors, which: impl Fn(&str) -> bool) -> Tensors {
+/// Quantises the matrices that `is_selected` selects as MLX does: affine, 8 bits, groups of 64.
+fn quantised(head: Tensors, is_selected: impl Fn(&str) -> bool) -> Tensors {
     let mut out = Tensors::new();
     for (name, (dtype, shape, data)) in head {
-        let Some(path) = name.strip_suffix(".weight").filter(|path| !path.contains("norm") && which(path)) else {
+        let Some(path) = name.strip_suffix(".weight").filter(|path| !path.contains("norm") && is_selected(path)) else {
             out.insert(name, (dtype, shape, data));
             continue;
         };
@@ -288,11 +288,11 @@ fn predicted(model: &mut Qwen) -> Vec<f32> {
 fn every_layout_loads_the_same_head() {
     let root = tempfile::tempdir().unwrap();
     let mut expected: Option<Vec<f32>> = None;
-    let mut compare = |what: &str, dir: &Path, drafter: MtpSource, most: f32| {
+    let mut compare = |what: &str, dir: &Path, drafter: MtpSource, max: f32| {
         let found = predicted(&mut load_with(dir, options(drafter)));
         let expected = expected.get_or_insert_with(|| found.clone());
         let worst = found.iter().zip(expected.iter()).fold(0f32, |worst, (a, b)| worst.max((a - b).abs()));
-        assert!(worst <= most, "{what}: {worst}");
+        assert!(worst <= max, "{what}: {worst}");
     };
     let fresh = |name: &str| {
         let at = root.path().join(name);
@@ -306,10 +306,10 @@ fn every_layout_loads_the_same_head() {
         ("numbered", "mtp.safetensors", hugging_face(head(), true), 1e-4),
         ("quantised", "mtp.safetensors", quantised(head(), |path| !path.ends_with(".fc")), 0.6),
     ];
-    for (what, file, tensors, most) in &variants {
+    for (what, file, tensors, max) in &variants {
         let dir = fresh(what);
         write(tensors, &dir.join(file));
-        compare(what, &dir, MtpSource::Checkpoint, *most);
+        compare(what, &dir, MtpSource::Checkpoint, *max);
     }
     // The head is in a shard of the checkpoint, without an index.
     let dir = fresh("shards");

@@ -28,9 +28,9 @@ fn text(count: usize) -> Vec<u32> {
 }
 
 fn log_probability(row: &[f32], id: u32) -> f64 {
-    let most = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let total: f64 = row.iter().map(|x| f64::from(x - most).exp()).sum();
-    f64::from(row[id as usize] - most) - total.ln()
+    let max = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let total: f64 = row.iter().map(|x| f64::from(x - max).exp()).sum();
+    f64::from(row[id as usize] - max) - total.ln()
 }
 
 #[test]

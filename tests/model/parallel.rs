@@ -53,8 +53,8 @@ fn visit(number: u64, longest: usize) -> Visit {
     let mut dice = Dice(number.wrapping_mul(0x9E37_79B9_7F4A_7C15));
     let system = Dice(dice.roll(3) as u64 + 77).tokens(90);
     let shared = [0, 40, 90][dice.roll(3)];
-    let most = if dice.roll(4) == 0 { 500 } else { 60 };
-    let length = 1 + dice.roll(most);
+    let max = if dice.roll(4) == 0 { 500 } else { 60 };
+    let length = 1 + dice.roll(max);
     let ids = [&system[..shared], &dice.tokens(length)[..]].concat();
     let temperature = [0.0, 0.7, 1.5][dice.roll(3)];
     let constraint = (dice.roll(5) == 0).then(|| Box::new(Remainders(number as u32)) as Box<dyn Constraint>);

@@ -125,8 +125,8 @@ fn add_blocks(fp8: &mut Tensors, plain: &mut Tensors, path: &str, [rows, cols]: 
     fp8.insert(format!("{path}.weight_scale_inv"), (Dtype::BF16, vec![down, across], scales));
 }
 
-/// The checkpoint in Hugging Face's FP8 format, and the same values in f32. FP8 are the experts, which are stored one
-/// by one, the projections of attention, and the n-gram table, which has one scale.
+/// The checkpoint in Hugging Face's FP8 format, and the same values in f32. The FP8 tensors are the experts (stored one
+/// by one), the projections of attention, and the n-gram table (with one scale).
 fn fp8() -> [Tensors; 2] {
     let (mut fp8, mut plain) = (Tensors::new(), Tensors::new());
     let scale = half::bf16::from_f32(0.015);

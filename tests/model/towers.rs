@@ -120,9 +120,9 @@ fn quantise(matrix: &Stored, bits: usize) -> ([Stored; 3], Stored) {
         matrix.bytes.as_chunks::<2>().0.iter().map(|bytes| bf16::from_le_bytes(*bytes).to_f32()).collect();
     let (mut codes, mut scales, mut biases, mut plain) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
     for group in values.chunks_exact(32) {
-        let (least, most) = group.iter().fold((f32::MAX, f32::MIN), |(a, b), value| (a.min(*value), b.max(*value)));
+        let (min, max) = group.iter().fold((f32::MAX, f32::MIN), |(a, b), value| (a.min(*value), b.max(*value)));
         let levels = ((1u32 << bits) - 1) as f32;
-        let (scale, bias) = (bf16::from_f32((most - least) / levels), bf16::from_f32(least));
+        let (scale, bias) = (bf16::from_f32((max - min) / levels), bf16::from_f32(min));
         let code = |value: &f32| ((value - bias.to_f32()) / scale.to_f32()).round().clamp(0.0, levels) as u32;
         for word in group.chunks_exact(32 / bits) {
             let word = word.iter().enumerate().fold(0, |word, (at, value)| word | code(value) << (at * bits));

@@ -165,7 +165,7 @@ fn kept_bytes(encoded: &Result<Vec<u8>, NotShown>) -> usize {
 fn decode_base64(text: &str) -> Result<Vec<u8>, NotShown> {
     let bytes = text.len() / 4 * 3;
     if bytes > ImageProcessor::MAX_ENCODED_BYTES {
-        return Err(ImageError::Bytes { bytes, most: ImageProcessor::MAX_ENCODED_BYTES }.to_string());
+        return Err(ImageError::Bytes { bytes, max: ImageProcessor::MAX_ENCODED_BYTES }.to_string());
     }
     let decoded = match text.contains(|c: char| c.is_ascii_whitespace()) {
         true => BASE64.decode(text.split_ascii_whitespace().collect::<String>()),

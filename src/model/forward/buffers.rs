@@ -126,10 +126,10 @@ impl Buffers {
             // Space for the prediction of the next layer's experts.
             act = 4 * k;
         }
-        let partials = limits.partials.map_or(0, |(together, most)| {
+        let partials = limits.partials.map_or(0, |(together, max)| {
             let row = heads.heads * crate::ops::attention::max_splits(context) * (heads.dim + 2);
             let row = row.max(config.indexer.map_or(0, |indexer| indexer.gpu_scratch(context))) * 4;
-            (together * row).min(most.max(row)) / 4
+            (together * row).min(max.max(row)) / 4
         });
         let ngram = config.ngrams.iter().map(|ngram| ngram.width).max().unwrap_or(0);
         // Half-precision inputs of matrix products, and half-precision activations of the experts.

@@ -29,7 +29,7 @@ pub enum KeptRows {
 }
 
 impl KeptRows {
-    fn most(self) -> usize {
+    fn max(self) -> usize {
         match self {
             KeptRows::Last(count) => count,
             KeptRows::OpenBlock(block) => block - 1,
@@ -47,7 +47,7 @@ impl KeptRows {
 impl RowRing {
     /// Bytes of the kept rows in a snapshot. The same at every position.
     pub fn snapshot_bytes(&self) -> usize {
-        self.keep.most() * self.width * 4
+        self.keep.max() * self.width * 4
     }
 
     fn row(&self, position: usize) -> Region {

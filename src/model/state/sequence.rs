@@ -279,11 +279,11 @@ impl QwenState {
 
     /// Takes the pages that `tokens` more tokens need.
     pub fn reserve_pages(&mut self, tokens: usize, backend: &mut dyn Backend) -> Result<(), ModelError> {
-        let (had, missing) = (self.pages.len(), self.missing_pages(tokens));
+        let (first, missing) = (self.pages.len(), self.missing_pages(tokens));
         for _ in 0..missing {
             self.pages.push(Arc::new(KvPage::Pooled(self.pool.take()?)));
         }
-        self.write_table(had, backend)
+        self.write_table(first, backend)
     }
 
     /// Writes the numbers of the pages from `first` on to the page table on the device.

@@ -66,9 +66,9 @@ impl VisionConfig {
                 return refuse(format!("vision hidden_act {other} is not supported, only gelu_pytorch_tanh"));
             }
         }
-        let count = |key: &str, default: usize, most: usize| match vision.get(key) {
+        let count = |key: &str, default: usize, max: usize| match vision.get(key) {
             None | Some(Value::Null) => Ok(default),
-            Some(_) => table.count(key, most),
+            Some(_) => table.count(key, max),
         };
         let rope = vision.get("rope_parameters");
         let theta = rope.and_then(|rope| rope.get("rope_theta")).and_then(Value::as_f64).unwrap_or(10_000.0);

@@ -40,10 +40,10 @@ impl ImageHeader {
         let (width, height) = decoder.dimensions();
         let pixels = u64::from(width) * u64::from(height);
         if pixels == 0 || pixels > MAX_PIXELS {
-            return Err(ImageError::Pixels { width, height, most: MAX_PIXELS });
+            return Err(ImageError::Pixels { width, height, max: MAX_PIXELS });
         }
         if width.max(height) > width.min(height).saturating_mul(MAX_RATIO) {
-            return Err(ImageError::Ratio { width, height, most: MAX_RATIO });
+            return Err(ImageError::Ratio { width, height, max: MAX_RATIO });
         }
         // The decoder of progressive JPEG stores 16-bit coefficients. Those of WebP and GIF store a second frame.
         let extra = match format {
@@ -84,7 +84,7 @@ pub fn decode(encoded: &[u8]) -> Result<RgbImage, ImageError> {
 /// A decoder for the file's format, before any large allocation.
 fn open(encoded: &[u8]) -> Result<(impl ImageDecoder, ImageFormat), ImageError> {
     if encoded.len() > MAX_ENCODED_BYTES {
-        return Err(ImageError::Bytes { bytes: encoded.len(), most: MAX_ENCODED_BYTES });
+        return Err(ImageError::Bytes { bytes: encoded.len(), max: MAX_ENCODED_BYTES });
     }
     let mut reader = ImageReader::new(Cursor::new(encoded)).with_guessed_format().map_err(|_| ImageError::Format)?;
     let format = match reader.format() {
@@ -161,7 +161,7 @@ mod tests {
         let stages = std::fs::read(format!("{FIXTURE}/images.safetensors")).unwrap();
         let stages = safetensors::SafeTensors::deserialize(&stages).unwrap();
         // JPEG decoders differ in rounding and in how they enlarge chroma.
-        for (name, file_name, most) in
+        for (name, file_name, max) in
             [("gradient", "gradient.png", 0), ("shapes", "shapes.png", 0), ("noise", "noise.jpg", 8)]
         {
             let expected = stages.tensor(&format!("{name}.rgb")).unwrap();
@@ -170,7 +170,7 @@ mod tests {
             assert_eq!([found.height, found.width, 3], expected.shape(), "{name}");
             assert_eq!((header.height as usize, header.width as usize), (found.height, found.width), "{name}");
             let worst = found.data.iter().zip(expected.data()).map(|(a, b)| a.abs_diff(*b)).max().unwrap();
-            assert!(worst <= most, "{name}: {worst}");
+            assert!(worst <= max, "{name}: {worst}");
         }
     }
 
@@ -187,7 +187,7 @@ mod tests {
             assert_eq!((found.height, found.width), (side(0), side(4)), "{name}");
             // PNG, GIF and lossless WebP are exact. The other formats differ in rounding, in chroma upsampling, and in
             // the conversion of CMYK.
-            let most = match name.split('.').next_back().unwrap() {
+            let max = match name.split('.').next_back().unwrap() {
                 _ if name.starts_with("cmyk") => 64,
                 "jpg" if name.starts_with("subsampled") => 40,
                 "jpg" => 8,
@@ -195,7 +195,7 @@ mod tests {
                 _ => 0,
             };
             let worst = found.data.iter().zip(&expected[8..]).map(|(a, b)| a.abs_diff(*b)).max().unwrap();
-            assert!(worst <= most, "{name}: {worst}");
+            assert!(worst <= max, "{name}: {worst}");
             count += 1;
         }
         assert_eq!(count, 26);

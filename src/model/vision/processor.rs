@@ -44,7 +44,7 @@ impl ImageProcessor {
 
     /// Decodes an image and scales it to at most `max_tokens` tokens.
     pub fn prepare(&self, encoded: &[u8], max_tokens: Option<usize>) -> Result<Arc<Image>, ImageError> {
-        let limits = max_tokens.map_or(self.limits, |most| self.limits.with_max_tokens(most));
+        let limits = max_tokens.map_or(self.limits, |max| self.limits.with_max_tokens(max));
         let pixels = [limits.min_pixels, limits.max_pixels].map(u64::to_le_bytes).concat();
         let hash: [u8; 32] = Sha256::new_with_prefix(encoded).chain_update(pixels).finalize().into();
         if let Some(known) = self.recent(&hash) {
@@ -52,7 +52,7 @@ impl ImageProcessor {
         }
         let decoded = decode::decode(encoded)?;
         let (width, height) = (decoded.width as u32, decoded.height as u32);
-        let ratio = ImageError::Ratio { width, height, most: MAX_RATIO };
+        let ratio = ImageError::Ratio { width, height, max: MAX_RATIO };
         let (height, width) = target_size(height, width, &limits).ok_or(ratio)?;
         let pixels = decoded.resized(height, width);
         let image = Arc::new(Image { hash, height: height / limits.factor, width: width / limits.factor, pixels });

@@ -203,12 +203,12 @@ fn encode_rows(format: KvFormat, values: &[f32], dim: usize) -> Vec<u8> {
     }
     let mut bytes = vec![0; values.len() / dim * format.row_bytes(dim)];
     for (row, to) in values.chunks_exact(dim).zip(bytes.chunks_exact_mut(format.row_bytes(dim))) {
-        let most = row.iter().fold(0f32, |most, value| most.max(value.abs()));
+        let max = row.iter().fold(0f32, |max, value| max.max(value.abs()));
         let (integers, scale) = to.split_at_mut(2 * dim);
         for (value, to) in row.iter().zip(integers.chunks_exact_mut(2)) {
-            to.copy_from_slice(&((value * (32_639.0 / most)).round_ties_even() as i16).to_le_bytes());
+            to.copy_from_slice(&((value * (32_639.0 / max)).round_ties_even() as i16).to_le_bytes());
         }
-        scale.copy_from_slice(&(most / 32_639.0).to_le_bytes());
+        scale.copy_from_slice(&(max / 32_639.0).to_le_bytes());
     }
     bytes
 }

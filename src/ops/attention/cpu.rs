@@ -211,8 +211,8 @@ impl<'a, T: KvElement> AttentionCall<'a, T> {
         let size = height.min(tokens) * group * (width + 2);
         let mut parts = PARTIALS.take();
         // Enough blocks for all threads, but few enough that their results are still cached when they are merged.
-        let most = (16 * threads.count()).div_ceil(shared * tiles).clamp(16, MAX_WAVE_BLOCKS);
-        let (sums, wave) = (shared * tiles * size, blocks.min(most));
+        let max = (16 * threads.count()).div_ceil(shared * tiles).clamp(16, MAX_WAVE_BLOCKS);
+        let (sums, wave) = (shared * tiles * size, blocks.min(max));
         parts.resize((sums * (1 + wave)).max(parts.len()), 0.0);
         let (sums, parts_of) = parts.split_at_mut(sums);
         for (task, sums) in sums.chunks_exact_mut(size).enumerate() {
@@ -248,8 +248,8 @@ impl<'a, T: KvElement> AttentionCall<'a, T> {
 
 /// Resets the results of `queries`: all maxima, then all sums, then all weighted sums of values.
 fn clear(sums: &mut [f32], queries: usize) {
-    let (most, rest) = sums.split_at_mut(queries);
-    most.fill(f32::NEG_INFINITY);
+    let (max, rest) = sums.split_at_mut(queries);
+    max.fill(f32::NEG_INFINITY);
     rest.fill(0.0);
 }
 
@@ -391,8 +391,8 @@ impl<T: KvElement> AttentionCall<'_, T> {
                 kv_quant_cpu::qk(&query.quantized_queries, index, [keys, values], head, seen.clone(), &mut scores);
             }
         }
-        for (n, [most, sum]) in softmax(&mut scores, seen.len()).into_iter().enumerate() {
-            part[index + n] = most;
+        for (n, [max, sum]) in softmax(&mut scores, seen.len()).into_iter().enumerate() {
+            part[index + n] = max;
             part[queries + index + n] = sum;
         }
         let sums = &mut part[2 * queries + index * width..][..N * width];

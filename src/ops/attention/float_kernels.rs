@@ -136,15 +136,15 @@ wide! {
         let one = V::splat(1.0);
         for n in 0..N {
             let (chunks, rest) = scores[n][..count].as_chunks_mut::<16>();
-            let (most, mut sum) = (results[n][0], V::splat(0.0));
+            let (max, mut sum) = (results[n][0], V::splat(0.0));
             for chunk in chunks {
                 for score in chunk.iter_mut() {
-                    *score = softmax_weight(*score - most);
+                    *score = softmax_weight(*score - max);
                 }
                 sum = V::load(chunk).fma(one, sum);
             }
             for score in rest.iter_mut() {
-                *score = softmax_weight(*score - most);
+                *score = softmax_weight(*score - max);
             }
             results[n][1] = V::load(&float::padded(rest)).fma(one, sum).sum();
         }
@@ -165,9 +165,9 @@ wide! {
     pub(super) fn merge_blocks(sums: &mut [f32], part: &[f32], queries: usize, first: usize, width: usize) {
         for query in first..queries {
             let (old, new) = (sums[query], part[query]);
-            let most = old.max(new);
-            let (a, b) = (exp(old - most), exp(new - most));
-            sums[query] = most;
+            let max = old.max(new);
+            let (a, b) = (exp(old - max), exp(new - max));
+            sums[query] = max;
             sums[queries + query] = sums[queries + query] * a + part[queries + query] * b;
             let row = 2 * queries + query * width..2 * queries + (query + 1) * width;
             for (sum, part) in sums[row.clone()].iter_mut().zip(&part[row]) {

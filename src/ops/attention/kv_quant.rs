@@ -64,14 +64,14 @@ wide! {
         let groups = row.chunks_exact(GROUP).zip(codes.chunks_exact_mut(GROUP * bits / 8));
         for ((group, codes), scale) in groups.zip(scales.chunks_exact_mut(2)) {
             // Bit patterns of magnitudes have the same order as the magnitudes, and NaN is the largest.
-            let most = group.iter().fold(0u32, |most, value| most.max(value.to_bits() & 0x7fff_ffff));
-            let most = f32::from_bits(most);
+            let max = group.iter().fold(0u32, |max, value| max.max(value.to_bits() & 0x7fff_ffff));
+            let max = f32::from_bits(max);
             // Rounded up, so that no integer exceeds the largest.
             let levels = if bits == 8 { 127.0 } else { 15.0 };
-            let up = ((most / levels).to_bits() + 0xffff) >> 16;
-            let (half, inverse) = if most.is_nan() || up >= 0x7f80 {
+            let up = ((max / levels).to_bits() + 0xffff) >> 16;
+            let (half, inverse) = if max.is_nan() || up >= 0x7f80 {
                 (0x7fc0, 0.0)
-            } else if most < TINY {
+            } else if max < TINY {
                 (0, 0.0)
             } else {
                 (up, 1.0 / f32::from_bits(up << 16))
@@ -201,10 +201,10 @@ mod tests {
             let read = dequantize_rows(bits, &written, 128);
             for (at, (value, read)) in row.iter().zip(&read).enumerate() {
                 let group = &row[at / GROUP * GROUP..][..GROUP];
-                let most = group.iter().fold(0f32, |most, value| most.max(value.abs()));
+                let max = group.iter().fold(0f32, |max, value| max.max(value.abs()));
                 // 8-bit integers are 1 apart, 4-bit ones 2. Rounding makes the scale up to 1/128 larger.
-                let step = most / levels * if bits == 8 { 0.5 } else { 1.0 } * 1.01;
-                assert!((value - read).abs() <= step, "{bits}: {value} {read} of {most}");
+                let step = max / levels * if bits == 8 { 0.5 } else { 1.0 } * 1.01;
+                assert!((value - read).abs() <= step, "{bits}: {value} {read} of {max}");
             }
         }
     }

@@ -74,9 +74,9 @@ impl ValueScales {
     pub fn finish(&mut self, group: usize, count: usize) {
         let scales = &mut self.each[group][..count];
         // Scales are not negative, so their bit patterns are ordered, and NaN is the largest.
-        let most = f32::from_bits(scales.iter().fold(0, |most, scale| most.max(scale.to_bits())));
-        let factor = if most > 0.0 { MAX_WEIGHT / most } else { 0.0 };
+        let max = f32::from_bits(scales.iter().fold(0, |max, scale| max.max(scale.to_bits())));
+        let factor = if max > 0.0 { MAX_WEIGHT / max } else { 0.0 };
         scales.iter_mut().for_each(|scale| *scale *= factor);
-        self.back[group] = most * (1.0 / MAX_WEIGHT);
+        self.back[group] = max * (1.0 / MAX_WEIGHT);
     }
 }

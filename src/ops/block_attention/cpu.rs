@@ -134,10 +134,10 @@ wide! {
 wide! {
     /// `softmax(scale * x)`.
     fn softmax(x: &mut [f32], scale: f32) {
-        let most = x.iter().fold(f32::NEG_INFINITY, |most: f32, x| most.max(*x));
+        let max = x.iter().fold(f32::NEG_INFINITY, |max: f32, x| max.max(*x));
         let mut lanes = [0f32; 16];
         for (at, x) in x.iter_mut().enumerate() {
-            *x = exp((*x - most) * scale);
+            *x = exp((*x - max) * scale);
             lanes[at % 16] += *x;
         }
         let sum: f32 = lanes.iter().sum();

@@ -89,8 +89,8 @@ impl BlockAttention<'_> {
             }
         });
         selected.resize(tokens * shape.blocks, 0);
-        let (most, _) = self.closed(start + tokens - 1);
-        let row = most.next_multiple_of(TASK_BLOCKS);
+        let (max, _) = self.closed(start + tokens - 1);
+        let row = max.next_multiple_of(TASK_BLOCKS);
         let together = (MAX_SCORES / row.max(1)).clamp(1, tokens);
         for (group, selected) in selected.chunks_mut(together * shape.blocks).enumerate() {
             let (first, count) = (group * together, selected.len() / shape.blocks);

@@ -189,7 +189,7 @@ impl KernelCheck<'_> {
 
 /// The largest difference divided by the largest value.
 pub(in crate::ops) fn difference(found: &[f32], expected: &[f32]) -> f64 {
-    let largest = expected.iter().fold(0f64, |most, value| most.max(f64::from(*value).abs()));
+    let largest = expected.iter().fold(0f64, |max, value| max.max(f64::from(*value).abs()));
     let each = found.iter().zip(expected).map(|(f, e)| (f64::from(*f) - f64::from(*e)).abs());
     let worst = each.fold(0f64, |worst, d| if d.is_nan() || worst.is_nan() { f64::NAN } else { worst.max(d) });
     if found.len() == expected.len() { worst / largest.max(f64::MIN_POSITIVE) } else { f64::NAN }

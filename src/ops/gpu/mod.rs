@@ -239,7 +239,7 @@ fn refuse<T>(why: String) -> Result<T, DeviceError> {
 
 fn accept_format(codes: WeightFormat) -> Result<(), DeviceError> {
     match codes {
-        WeightFormat::Fp8(_) => refuse("GPU kernels have no FP8 weights yet".into()),
+        WeightFormat::Fp8(_) => refuse("GPU kernels do not support FP8 weights yet".into()),
         _ => Ok(()),
     }
 }

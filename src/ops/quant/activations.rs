@@ -66,11 +66,11 @@ impl ActivationFormat {
     /// The format for weight codes of 2 to 8 bits with one scale for each `group` of at most 128 values.
     pub fn new(bits: u8, group: u16) -> Self {
         debug_assert!(usize::from(group) <= MAX_GROUP);
-        let most = u32::from(group) * ((1 << bits) - 1);
+        let max = u32::from(group) * ((1 << bits) - 1);
         Self {
             group: group.into(),
             order: if bits == 4 { ValueOrder::Nibbles } else { ValueOrder::Natural },
-            levels: (i32::MAX as u32 / most).min(MAX_LEVELS),
+            levels: (i32::MAX as u32 / max).min(MAX_LEVELS),
         }
     }
 }
@@ -256,14 +256,14 @@ wide! {
     /// NaN, so that exactly the products with this group become NaN.
     pub(in crate::ops) fn quantize(values: &[f32], q: &mut [i32], format: ActivationFormat) -> (f32, f32) {
         // Bit patterns of magnitudes have the same order as the magnitudes, and NaN is the largest.
-        let most = values.iter().fold(0u32, |most, value| most.max(value.to_bits() & 0x7fff_ffff));
-        let most = f32::from_bits(most);
-        if !(TINY..=f32::MAX).contains(&most) {
+        let max = values.iter().fold(0u32, |max, value| max.max(value.to_bits() & 0x7fff_ffff));
+        let max = f32::from_bits(max);
+        if !(TINY..=f32::MAX).contains(&max) {
             q.fill(0);
-            return if most.is_finite() { (0.0, 0.0) } else { (f32::NAN, f32::NAN) };
+            return if max.is_finite() { (0.0, 0.0) } else { (f32::NAN, f32::NAN) };
         }
         let levels = format.levels as f32;
-        let (inverse, scale) = (levels / most, most / levels);
+        let (inverse, scale) = (levels / max, max / levels);
         let round = |value: f32| (value * inverse + ROUND).to_bits().wrapping_sub(ROUND.to_bits()) as i32;
         let mut sum = 0i32;
         match format.order {

@@ -76,8 +76,8 @@ fn choose(row: &[f32], renormalise: bool, order: &mut Vec<u32>, ids: &mut [u32],
     }
     let chosen = &mut order[..k];
     chosen.sort_unstable_by(before);
-    let most = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let weigh = |id: u32| (row[id as usize] - most).exp();
+    let max = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let weigh = |id: u32| (row[id as usize] - max).exp();
     let sum: f32 =
         if renormalise { chosen.iter().map(|&id| weigh(id)).sum() } else { (0..row.len() as u32).map(weigh).sum() };
     for ((id, weight), chosen) in ids.iter_mut().zip(weights).zip(chosen) {

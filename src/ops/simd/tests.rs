@@ -123,10 +123,10 @@ fn reference(weight: &OwnedWeight, x: &[f32]) -> Vec<f32> {
                 let (mut dot, mut total, mut sx, mut sw, mut bw) = (0i64, 0i64, 0f32, 0f32, 0f32);
                 if g < groups {
                     let x = &x[g * group..(g + 1) * group];
-                    let most = x.iter().fold(0f32, |most, x| most.max(x.abs()));
-                    sx = most / levels;
+                    let max = x.iter().fold(0f32, |max, x| max.max(x.abs()));
+                    sx = max / levels;
                     for (i, x) in x.iter().enumerate() {
-                        let q = if most == 0.0 { 0 } else { (x * (levels / most)).round_ties_even() as i64 };
+                        let q = if max == 0.0 { 0 } else { (x * (levels / max)).round_ties_even() as i64 };
                         dot += q * i64::from(code(codes, bits, g * group + i));
                         total += q;
                     }

@@ -82,8 +82,8 @@ impl FilledCache {
         let key = |at: usize| &self.keys[(at * kv_heads + kv) * dim..][..dim];
         let value = |at: usize| &proj[at * width + (2 * heads + kv_heads + kv) * dim..][..dim];
         let scores: Vec<f64> = (0..=position).map(|at| dot(key(at)) / (dim as f64).sqrt()).collect();
-        let most = scores.iter().copied().fold(f64::MIN, f64::max);
-        let weights: Vec<f64> = scores.iter().map(|score| (score - most).exp()).collect();
+        let max = scores.iter().copied().fold(f64::MIN, f64::max);
+        let weights: Vec<f64> = scores.iter().map(|score| (score - max).exp()).collect();
         let total: f64 = weights.iter().sum();
         let gate = &proj[position * width + head * 2 * dim + dim..][..dim];
         let sum = |d: usize| weights.iter().enumerate().map(|(at, w)| w * f64::from(value(at)[d])).sum::<f64>() / total;

@@ -107,8 +107,8 @@ impl FilledCache {
             scores.push(q.iter().zip(&key).map(|(q, k)| f64::from(*q) * k).sum::<f64>() / (dim as f64).sqrt());
             values.push(value);
         }
-        let most = scores.iter().copied().fold(f64::MIN, f64::max);
-        let weights: Vec<f64> = scores.iter().map(|score| (score - most).exp()).collect();
+        let max = scores.iter().copied().fold(f64::MIN, f64::max);
+        let weights: Vec<f64> = scores.iter().map(|score| (score - max).exp()).collect();
         let total: f64 = weights.iter().sum();
         let sum = |d: usize| weights.iter().zip(&values).map(|(w, value)| w * value[d]).sum::<f64>() / total;
         let turned = hadamard(&(0..dim).map(sum).collect::<Vec<f64>>());
@@ -160,10 +160,10 @@ fn quantized_attention_error_is_small() {
     let exact = of(&mut lab, KvFormat::I16);
     let norm = |x: &mut dyn Iterator<Item = f32>| x.map(|x| f64::from(x * x)).sum::<f64>().sqrt();
     let size = norm(&mut exact.iter().copied());
-    for (format, most) in [(KvFormat::Eight, 0.01), (KvFormat::Four, 0.15)] {
+    for (format, max) in [(KvFormat::Eight, 0.01), (KvFormat::Four, 0.15)] {
         let few = of(&mut lab, format);
         let off = norm(&mut few.iter().zip(&exact).map(|(a, b)| a - b)) / size;
-        assert!(off < most && off > 0.0, "{format:?}: {off}");
+        assert!(off < max && off > 0.0, "{format:?}: {off}");
     }
 }
 

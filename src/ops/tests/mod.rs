@@ -280,7 +280,7 @@ fn experts_match_naive_reference() {
                 let act: Vec<f32> = gate.iter().zip(&up).map(|(g, u)| g / (1.0 + (-g).exp()) * u).collect();
                 let act = lab.floats(&act);
                 let expected = lab.linear(act, 1, &[*down]);
-                let size = expected.iter().fold(0f32, |most, y| most.max(y.abs()));
+                let size = expected.iter().fold(0f32, |max, y| max.max(y.abs()));
                 for (got, expected) in out[*assignment as usize * hidden..][..hidden].iter().zip(&expected) {
                     assert!((got - expected).abs() <= tolerance * size, "{got} {expected} of {size}");
                 }

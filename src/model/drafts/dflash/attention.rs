@@ -23,9 +23,9 @@ pub struct ContextCache {
 impl ContextCache {
     /// Reserves memory for `context` positions, or for those within `window`. The system commits it on first write.
     pub fn new(config: &DflashConfig, window: AttentionWindow, context: usize) -> Self {
-        let most = positions(window, context);
-        let empty = || Vec::with_capacity(most * config.kv());
-        Self { keys: empty(), values: empty(), positions: Vec::with_capacity(most) }
+        let max = positions(window, context);
+        let empty = || Vec::with_capacity(max * config.kv());
+        Self { keys: empty(), values: empty(), positions: Vec::with_capacity(max) }
     }
 
     /// Adds consecutive positions from `start` on. Drops old positions that no later query attends to.
@@ -157,10 +157,10 @@ wide! {
 /// Computes the softmax of each of `group` queries, whose scores are interleaved.
 fn softmax(scores: &mut [f32], group: usize) {
     for query in 0..group {
-        let most = scores.iter().skip(query).step_by(group).copied().fold(f32::NEG_INFINITY, f32::max);
+        let max = scores.iter().skip(query).step_by(group).copied().fold(f32::NEG_INFINITY, f32::max);
         let mut sum = 0.0;
         for score in scores.iter_mut().skip(query).step_by(group) {
-            *score = (*score - most).exp();
+            *score = (*score - max).exp();
             sum += *score;
         }
         scores.iter_mut().skip(query).step_by(group).for_each(|score| *score /= sum);
