@@ -5,7 +5,7 @@ import os
 import sys
 
 KERNELS = os.environ.get("KERNELS") or os.path.join(os.path.dirname(__file__), "../../kernels")
-FILES = ["attention", "attention_prefill", "block_attention", "delta_net", "embedding", "kv_quant", "linear", "moe", "norm", "router"]
+FILES = ["attention", "attention_prefill", "block_attention", "delta_net", "embedding", "kv_quant", "linear", "moe", "norm", "router", "streams"]
 
 
 def compile(name, out):
@@ -37,7 +37,7 @@ def file_of(kernel):
     files |= {"dequantise": "embedding", "causal_conv": "delta_net"}
     if kernel.endswith(("_q8", "_q4", "_quant")):
         return "kv_quant"
-    for prefix, file in (("gem", "linear"), ("moe_", "moe"), ("gated_delta", "delta_net"), ("attention_prefill", "attention_prefill"), ("block_", "block_attention"), ("index_", "block_attention")):
+    for prefix, file in (("gem", "linear"), ("moe_", "moe"), ("gated_delta", "delta_net"), ("attention_prefill", "attention_prefill"), ("block_", "block_attention"), ("index_", "block_attention"), ("stream_", "streams"), ("ngram_", "streams")):
         if kernel.startswith(prefix):
             return file
     return files.get(kernel, "router" if kernel == "router" else "attention")

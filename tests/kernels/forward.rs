@@ -269,15 +269,3 @@ fn allocated_memory_matches_the_plan() {
     assert!(taken <= planned, "{taken} bytes, planned {planned}");
     assert!(taken > planned / 10 * 9, "{taken} bytes, planned {planned}: the rest would be slots");
 }
-
-/// A model whose operations have no kernels is refused with a reason, and runs on the CPU.
-#[test]
-fn qwen4_exp_stays_on_the_cpu() {
-    let dir = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/qwen4_exp"));
-    let options = LoadOptions { gpu: Some(u64::MAX), ..options(false) };
-    let Err(refused) = load_with(dir, options).move_to(Box::new(fast())) else { panic!("the GPU took the model") };
-    assert!(refused.error.to_string().contains("selected blocks"), "{}", refused.error);
-    let mut model = refused.qwen;
-    let mut state = model.start().unwrap();
-    assert_eq!(model.forward(&mut state, &[5, 6, 7], Rows::Last).unwrap().data.len(), 320);
-}

@@ -22,6 +22,7 @@ mod mtp;
 #[path = "../support/mutate.rs"]
 mod mutate;
 mod queue;
+mod qwen4_exp;
 mod record;
 mod sequences;
 mod streaming;

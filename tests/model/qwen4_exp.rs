@@ -1,7 +1,9 @@
 //! Compares qwen4_exp with transformers on a tiny checkpoint: the reference and the fast pass, for every split of the
 //! prompt, with and without streaming, with snapshots and rejected drafts.
 
-use crate::common::{self, decode, distance, fixtures::FIXTURES, forward_with_snapshots, load_with, narrow, prefill};
+pub use crate::common::qwen4_exp::{LOGIT, STAGE, cases, check, dir};
+
+use crate::common::{self, decode, distance, forward_with_snapshots, load_with, narrow, prefill};
 use candle_core::{DType, Device, Tensor};
 use moestro::{
     device::CpuArithmetic,
@@ -15,62 +17,12 @@ use moestro::{
     tools::synth::{self, Dimensions, StreamDimensions, SynthOptions},
 };
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
-use std::{
-    collections::{BTreeMap, HashMap},
-    path::{Path, PathBuf},
-    sync::Arc,
-};
+use std::{collections::BTreeMap, path::Path, sync::Arc};
 
-/// Largest allowed difference of an intermediate result, and of a logit.
-pub const STAGE: f32 = 2e-5;
-pub const LOGIT: f32 = 2e-4;
 const LAYERS: usize = 6;
-
-/// A prompt, and the results of transformers for it.
-pub struct Case {
-    pub name: &'static str,
-    pub prompt: Vec<u32>,
-    pub greedy: Vec<u32>,
-    pub stored: HashMap<String, Vec<f32>>,
-}
-
-pub fn dir() -> PathBuf {
-    Path::new(FIXTURES).join("qwen4_exp")
-}
-
-pub fn cases() -> Vec<Case> {
-    let text = std::fs::read(dir().join("refs.json")).unwrap();
-    let json: serde_json::Value = serde_json::from_slice(&text).unwrap();
-    let ids = |value: &serde_json::Value| serde_json::from_value::<Vec<u32>>(value.clone()).unwrap();
-    let case = |name: &'static str| {
-        let prompt = &json["prompts"][name];
-        let stored = common::tensors(&dir().join(format!("ref_{name}.safetensors")));
-        Case { name, prompt: ids(&prompt["tokens"]), greedy: ids(&prompt["greedy"]), stored }
-    };
-    vec![case("short"), case("long")]
-}
-
-impl Case {
-    /// The prompt and all but the last token of the answer: every row that transformers computed.
-    fn ids(&self) -> Vec<u32> {
-        [&self.prompt[..], &self.greedy[..self.greedy.len() - 1]].concat()
-    }
-
-    /// The logits of those rows.
-    fn logits(&self) -> Vec<f32> {
-        let vocab = self.stored["decode_logits"].len() / self.greedy.len();
-        [&self.stored["prompt_logits"][..], &self.stored["decode_logits"][vocab..]].concat()
-    }
-}
 
 pub fn values(tensor: &Tensor) -> Vec<f32> {
     tensor.flatten_all().unwrap().to_dtype(DType::F32).unwrap().to_vec1().unwrap()
-}
-
-pub fn check(what: &str, found: &[f32], expected: &[f32], bound: f32) {
-    let off = distance(found, expected);
-    println!("{what}: off by {off:.1e}");
-    assert!(off <= bound, "{what}: off by {off}");
 }
 
 pub fn options() -> LoadOptions {

@@ -302,9 +302,8 @@ impl<P: DerefMut<Target: Gpu> + Send> Backend for GpuBackend<P> {
                 let dim = shape.dim;
                 refuse(format!("GPU kernels need indexer heads that are multiples of 4, at most 256, not {dim}"))
             }
-            ModelPart::Indexer(_) => refuse("attention to selected blocks is not enabled on GPUs yet".into()),
             ModelPart::Attention(shape) => shape.divisible(),
-            ModelPart::Delta(_) => Ok(()),
+            ModelPart::Indexer(_) | ModelPart::Delta(_) => Ok(()),
             ModelPart::Moe(layer) => accept_moe(layer),
         }
     }

@@ -1,0 +1,54 @@
+//! The tiny qwen4_exp checkpoint, and transformers' results for two prompts.
+
+use super::{distance, fixtures::FIXTURES, tensors};
+use std::{
+    collections::HashMap,
+    path::{Path, PathBuf},
+};
+
+/// Largest allowed difference of an intermediate result, and of a logit.
+pub const STAGE: f32 = 2e-5;
+pub const LOGIT: f32 = 2e-4;
+
+/// A prompt, and the results of transformers for it.
+pub struct Case {
+    pub name: &'static str,
+    pub prompt: Vec<u32>,
+    pub greedy: Vec<u32>,
+    pub stored: HashMap<String, Vec<f32>>,
+}
+
+pub fn dir() -> PathBuf {
+    Path::new(FIXTURES).join("qwen4_exp")
+}
+
+pub fn cases() -> Vec<Case> {
+    let text = std::fs::read(dir().join("refs.json")).unwrap();
+    let json: serde_json::Value = serde_json::from_slice(&text).unwrap();
+    let ids = |value: &serde_json::Value| serde_json::from_value::<Vec<u32>>(value.clone()).unwrap();
+    let case = |name: &'static str| {
+        let prompt = &json["prompts"][name];
+        let stored = tensors(&dir().join(format!("ref_{name}.safetensors")));
+        Case { name, prompt: ids(&prompt["tokens"]), greedy: ids(&prompt["greedy"]), stored }
+    };
+    vec![case("short"), case("long")]
+}
+
+impl Case {
+    /// The prompt and all but the last token of the answer: every row that transformers computed.
+    pub fn ids(&self) -> Vec<u32> {
+        [&self.prompt[..], &self.greedy[..self.greedy.len() - 1]].concat()
+    }
+
+    /// The logits of those rows.
+    pub fn logits(&self) -> Vec<f32> {
+        let vocab = self.stored["decode_logits"].len() / self.greedy.len();
+        [&self.stored["prompt_logits"][..], &self.stored["decode_logits"][vocab..]].concat()
+    }
+}
+
+pub fn check(what: &str, found: &[f32], expected: &[f32], bound: f32) {
+    let off = distance(found, expected);
+    println!("{what}: off by {off:.1e}");
+    assert!(off <= bound, "{what}: off by {off}");
+}

@@ -1,0 +1,105 @@
+//! The tiny qwen4_exp checkpoint on the kernels: transformers' logits in every cut of the prompt, with and without streaming,
+//! in half precision, through snapshots and rejected drafts, and its MTP head.
+
+use crate::{
+    forward::common::{
+        argmax, decode, forward_with_snapshots, load_with, prefill,
+        qwen4_exp::{cases, check, dir},
+    },
+    forward::options,
+    gpu::HostGpu,
+    host::Host,
+};
+use moestro::model::{HiddenStates, HiddenTaps, LoadOptions, Model, MtpSource, Qwen, Rows, SequenceState};
+
+/// Largest difference of a logit: keys and values have 16 bits. With `HALF`, prompts are computed in half precision.
+const LOGIT: f32 = 2e-4;
+const HALF: f32 = 2e-2;
+
+fn on_kernels(slots: Option<usize>, half: bool, drafter: MtpSource) -> Qwen {
+    let mut options = LoadOptions { gpu: Some(u64::MAX), verify: true, drafter, ..options(false) };
+    options.store.slots = slots;
+    let mut gpu = HostGpu::new(Host::fast());
+    gpu.halves = half;
+    load_with(&dir(), options).move_to(Box::new(gpu)).unwrap_or_else(|refused| panic!("{}", refused.error))
+}
+
+fn plain(slots: Option<usize>) -> Qwen {
+    on_kernels(slots, false, MtpSource::None)
+}
+
+#[test]
+fn answers_match_transformers() {
+    for case in cases() {
+        let mut model = plain(None);
+        let (logits, mut state, _) = prefill(&model, &case.prompt, 1024);
+        check(case.name, &logits.data, &case.stored["prompt_logits"], LOGIT);
+        let (ids, rows) = decode(&mut model, &mut state, logits.row(logits.rows() - 1), case.greedy.len());
+        assert_eq!(ids, case.greedy, "{}", case.name);
+        check(case.name, &rows, &case.stored["decode_logits"], LOGIT);
+    }
+}
+
+/// 6 layers of 10 experts per token are the fewest slots.
+#[test]
+fn logits_ignore_chunks_and_slots() {
+    for case in cases() {
+        let ids = case.ids();
+        let (expected, ..) = prefill(&plain(None), &ids, ids.len());
+        check(case.name, &expected.data, &case.logits(), LOGIT);
+        for (chunk, slots) in [(1, None), (7, Some(60)), (20, None), (1, Some(60))] {
+            let (found, ..) = prefill(&plain(slots), &ids, chunk);
+            assert!(found.data == expected.data, "{}: chunks of {chunk}, {slots:?} slots", case.name);
+        }
+    }
+}
+
+#[test]
+fn half_precision_prompts_match_transformers() {
+    for case in cases() {
+        let ids = case.ids();
+        for chunk in [ids.len(), 33] {
+            let (found, ..) = prefill(&on_kernels(None, true, MtpSource::None), &ids, chunk);
+            check(case.name, &found.data, &case.logits(), HALF);
+        }
+    }
+}
+
+#[test]
+fn snapshots_and_rejected_drafts_keep_logits() {
+    let case = cases().swap_remove(1);
+    let (ids, mut model) = (case.ids(), plain(None));
+    let mut state = model.start().unwrap();
+    let marks: Vec<usize> = (10..ids.len()).step_by(17).collect();
+    let (expected, snapshots) = forward_with_snapshots(&mut model, &mut state, &ids, Rows::All, &marks);
+    drop(state);
+    for (round, (at, snapshot)) in marks.into_iter().zip(snapshots).enumerate() {
+        let mut state = model.restore(&snapshot, None).unwrap();
+        // Blocks close and open again.
+        let (kept, draft) = (round % 3 + 1, [7, 14, 21, 28, 35]);
+        let logits = model.verify(&mut state, &[&ids[at..at + kept], &draft[..]].concat()).unwrap();
+        state.reject(draft.len()).unwrap();
+        let rest = model.forward(&mut state, &ids[at + kept..], Rows::All).unwrap();
+        let found = [&logits.data[..kept * logits.vocab], &rest.data[..]].concat();
+        assert!(found == expected.data[at * expected.vocab..], "from {at}");
+    }
+}
+
+#[test]
+fn mtp_head_matches_transformers() {
+    for case in cases() {
+        let mut model = on_kernels(None, false, MtpSource::Checkpoint);
+        model.set_taps(&HiddenTaps { layers: vec![5], rows: 128 }).unwrap();
+        let (tokens, mut state, mut rows) = (case.prompt.len(), model.start().unwrap(), Vec::new());
+        model.forward(&mut state, &case.prompt, Rows::None).unwrap();
+        model.tapped_rows(tokens, &mut rows).unwrap();
+        let next = [&case.prompt[1..], &case.greedy[..1]].concat();
+        let vocab = case.stored["decode_logits"].len() / case.greedy.len();
+        let mut predicted = model.mtp(0, &next, &rows, false).unwrap();
+        for (step, expected) in case.stored["mtp.draft_logits"].chunks(vocab).enumerate() {
+            check(&format!("{} draft {step}", case.name), &predicted.logits, expected, LOGIT);
+            let id = argmax(&predicted.logits);
+            predicted = model.mtp(tokens + step, &[id], &predicted.hidden, true).unwrap();
+        }
+    }
+}
