@@ -181,7 +181,7 @@ fn schema(source: &mut Source, depth: usize) -> Value {
             let mut number = json!({"type": kind});
             for key in ["minimum", "maximum", "exclusiveMinimum", "multipleOf"] {
                 if source.below(4) == 0 {
-                    number[key] = source.one_of(&[0.0, 1.0, -7.5, 1e-9, 123_456.789, 1e18, -3.4e38, 5e300]).into();
+                    number[key] = source.one_of(&[0.0, 1.0, -7.5, 1e-9, 4e7, 123_456.789, 1e18, -3.4e38, 5e300]).into();
                 }
             }
             number

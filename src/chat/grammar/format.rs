@@ -69,7 +69,8 @@ pub(super) fn plain_reason(error: &str) -> String {
     let internal = |words: &[&str]| words.iter().any(|word| first.contains(word));
     if internal(&["NoExtension"]) {
         NO_TEXT.into()
-    } else if internal(&["items; max is", "too many expressions", "fuel", "too large", "TooComplex", "precomputation"])
+    } else if first.starts_with("panic:")
+        || internal(&["items; max is", "too many expressions", "fuel", "too large", "TooComplex", "precomputation"])
     {
         "it is too complex: use fewer alternatives, shorter bounds or simpler patterns".into()
     } else {

@@ -1,7 +1,8 @@
-//! Limits on the references and intersections of a prepared JSON schema.
+//! Limits on the references, intersections and multiples of a prepared JSON schema.
 //!
 //! llguidance follows `$ref` recursively. If `allOf`, or a keyword next to a `$ref`, restricts one value several times,
-//! it intersects the patterns, and each one multiplies the size of the automaton.
+//! it intersects the patterns, and each one multiplies the size of the automaton. The automaton of a `multipleOf` has a
+//! state for each remainder, and no step of its compilation checks a limit.
 
 use super::format::FormatError;
 use serde_json::{Map, Value};
@@ -11,6 +12,9 @@ use std::collections::{HashMap, HashSet};
 const MAX_CHAIN: usize = 64;
 /// Maximum number of patterns and formats that one value must match.
 const MAX_INTERSECTED_PATTERNS: usize = 8;
+/// Largest `multipleOf`, written without its decimal point, and largest power of ten that its decimals stand for.
+const MAX_MULTIPLE: f64 = 4000.0;
+const MAX_SCALE: f64 = 1e8;
 /// Maximum number of parts of a schema that are visited to count patterns.
 const MAX_VISITS: usize = 1_000_000;
 
@@ -114,10 +118,22 @@ impl<'a> Schema<'a> {
 
     fn check_intersections(&self, schema: &'a Value, path: &str, visits: &mut usize) -> Result<(), FormatError> {
         let Value::Object(fields) = schema else { return Ok(()) };
+        if let Some(divisor) = fields.get("multipleOf").and_then(Value::as_f64) {
+            let (coefficient, _) = decimal(divisor);
+            if coefficient.fract() != 0.0 || coefficient > MAX_MULTIPLE {
+                let reason =
+                    format!("its digits are a number above {MAX_MULTIPLE}, or it has more than eight decimals");
+                return Err(FormatError::new(&format!("{path}.multipleOf"), reason));
+            }
+        }
         if intersects(fields) {
             let (mut counts, mut followed) = (HashMap::new(), HashSet::new());
             self.count_patterns(schema, "", &mut counts, &mut followed, visits);
-            let max = counts.values().max().copied().unwrap_or(0);
+            if counts.values().any(|counted| counted.multiples > 1 && counted.product > MAX_MULTIPLE) {
+                let reason = "one value must be a multiple of several numbers whose product is too large";
+                return Err(FormatError::new(path, reason));
+            }
+            let max = counts.values().map(|counted| counted.patterns).max().unwrap_or(0);
             if max > MAX_INTERSECTED_PATTERNS || *visits == 0 {
                 let reason = format!("one value must match more than {MAX_INTERSECTED_PATTERNS} patterns or formats");
                 return Err(FormatError::new(path, reason));
@@ -146,13 +162,13 @@ impl<'a> Schema<'a> {
         Ok(())
     }
 
-    /// Counts the patterns and formats of `schema` by the name of the property that they apply to. The count is an
+    /// Counts the restrictions of `schema` by the name of the property that they apply to. The count is an
     /// upper bound: alternatives are added up, and so are properties with the same name on different levels.
     fn count_patterns(
         &self,
         schema: &'a Value,
         property: &'a str,
-        counts: &mut HashMap<&'a str, usize>,
+        counts: &mut HashMap<&'a str, Restrictions>,
         followed: &mut HashSet<*const Value>,
         visits: &mut usize,
     ) {
@@ -162,7 +178,13 @@ impl<'a> Schema<'a> {
             return;
         }
         let patterns = ["pattern", "format"].iter().filter(|key| fields.contains_key(**key)).count();
-        *counts.entry(property).or_default() += patterns;
+        let counted = counts.entry(property).or_default();
+        counted.patterns += patterns;
+        if let Some(divisor) = fields.get("multipleOf").and_then(Value::as_f64) {
+            let (coefficient, scale) = decimal(divisor);
+            counted.multiples += 1;
+            counted.product *= coefficient * scale;
+        }
         if let Some(target) = self.target(schema)
             && followed.insert(target)
         {
@@ -198,11 +220,35 @@ impl<'a> Schema<'a> {
     }
 }
 
+/// What restricts one value.
+struct Restrictions {
+    /// Number of patterns and formats.
+    patterns: usize,
+    /// Number of `multipleOf`, and an upper bound for the remainders of all of them together.
+    multiples: usize,
+    product: f64,
+}
+
+impl Default for Restrictions {
+    fn default() -> Self {
+        Self { patterns: 0, multiples: 0, product: 1.0 }
+    }
+}
+
+/// A number as an integer and the power of ten that divides it. The first is no integer if there are too many decimals.
+fn decimal(number: f64) -> (f64, f64) {
+    let (mut coefficient, mut scale) = (number.abs(), 1.0);
+    while coefficient.fract() != 0.0 && scale < MAX_SCALE {
+        (coefficient, scale) = (coefficient * 10.0, scale * 10.0);
+    }
+    (coefficient, scale)
+}
+
 /// True if several parts of the schema restrict the same value.
 fn intersects(fields: &Map<String, Value>) -> bool {
     let applicators = ["$ref", "anyOf", "oneOf", "allOf"].iter().filter(|key| fields.contains_key(**key)).count();
     let all_of = fields.get("allOf").and_then(Value::as_array).map_or(0, Vec::len);
-    let own = ["pattern", "format", "properties", "items", "prefixItems", "additionalProperties"];
+    let own = ["pattern", "format", "multipleOf", "properties", "items", "prefixItems", "additionalProperties"];
     all_of > 1 || applicators > 1 || applicators == 1 && own.iter().any(|key| fields.contains_key(*key))
 }
 
@@ -242,6 +288,21 @@ mod tests {
         ] {
             assert!(reason(schema).unwrap().contains("itself"));
         }
+    }
+
+    #[test]
+    fn multiples_are_bounded() {
+        for divisor in [0.01, 0.5, 1.25, 7.0, 3600.0, 4000.0] {
+            assert_eq!(reason(json!({"properties": {"a": {"multipleOf": divisor}}})), None, "{divisor}");
+        }
+        for divisor in [4001.0, 1e9, 40.001, 1e-9, 1e-300, 1e300] {
+            assert!(reason(json!({"items": {"multipleOf": divisor}})).unwrap().contains("digits"), "{divisor}");
+        }
+        let both = |a: f64, b: f64| reason(json!({"allOf": [{"multipleOf": a}, {"multipleOf": b}]}));
+        assert_eq!(both(7.0, 60.0), None);
+        assert!(both(997.0, 991.0).unwrap().contains("product") && both(0.001, 991.0).unwrap().contains("product"));
+        let reference = json!({"$ref": "#/$defs/a", "multipleOf": 997, "$defs": {"a": {"multipleOf": 991}}});
+        assert!(reason(reference).unwrap().contains("product"));
     }
 
     #[test]

@@ -324,6 +324,28 @@ fn huge_number_bounds_are_reduced() {
 }
 
 #[test]
+fn multiples_are_exact_or_refused() {
+    for divisor in [json!(1e-9), json!(4001), json!(40_000_000), json!(1e300)] {
+        let schema = json!({"type": "number", "minimum": 1e-9, "multipleOf": divisor});
+        for strict in [false, true] {
+            let error = GRAMMARS.compile(&json_format(&schema, strict), false, None).err().unwrap();
+            assert_eq!(error.path, ".multipleOf", "{schema}");
+        }
+        let lark = OutputFormat { content: ContentFormat::Lark(format!("start: %json {schema}")), tools: None };
+        assert!(GRAMMARS.compile(&lark, false, None).is_err(), "{schema}");
+    }
+    for divisor in [0.01, 0.125, 7.0, 4000.0] {
+        let schema = json!({"type": "number", "minimum": -4e9, "maximum": 4e9, "multipleOf": divisor});
+        let constraint = GRAMMARS.compile(&json_format(&schema, true), false, None).unwrap();
+        for seed in 0..5 {
+            let value: f64 = text(&random_answer(constraint.clone(), seed)).parse().unwrap();
+            let count = value / divisor;
+            assert!((count - count.round()).abs() < 1e-3, "{value} is no multiple of {divisor}");
+        }
+    }
+}
+
+#[test]
 fn libraries_schemas_are_accepted_if_strict() {
     let cat = json!({"type": "object", "required": ["kind"], "properties": {"kind": {"const": "cat"}}});
     let dog = json!({"type": "object", "required": ["kind"], "properties": {"kind": {"const": "dog"}}});
