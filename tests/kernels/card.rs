@@ -34,7 +34,7 @@ fn streaming(slots: Option<usize>) -> LoadOptions {
 }
 
 /// The largest difference of log-probabilities.
-fn max_log_prob_difference(found: &[f32], expected: &[f32]) -> f32 {
+pub fn max_log_prob_difference(found: &[f32], expected: &[f32]) -> f32 {
     let logarithms = |row: &[f32]| {
         let max = f64::from(row.iter().copied().fold(f32::MIN, f32::max));
         let sum: f64 = row.iter().map(|value| (f64::from(*value) - max).exp()).sum();

@@ -437,6 +437,7 @@ fn attention_matches_reference() {
     attend_case(op(2, 1, 20, 10, 8200), 8190, 4); // the split size doubles
     attend_case(AttentionShape { format: KvFormat::I16, ..op(8, 1, 256, 64, 40) }, 11, 3);
     attend_case(AttentionShape { format: KvFormat::I16, ..op(2, 1, 64, 16, 20) }, 3, 2);
+    attend_case(AttentionShape { format: KvFormat::I16, ..op(3, 3, 20, 10, 7) }, 2, 1);
 }
 
 /// The keys and values that a device stores for rows of `proj`.
