@@ -1,16 +1,14 @@
-//! Attention to selected blocks on the CPU. A row is computed in the same order whatever rows and threads are with it.
+//! Attention to selected blocks on the CPU. The result of a row does not depend on the other rows or on the number of
+//! threads.
 
 use super::BlockAttention;
 use crate::{
     device::DeviceError,
     ops::{
+        activation::softmax,
         attention::{KvElement, KvFormat, KvView, PAGE},
         cpu::{Cpu, refuse},
-        simd::{
-            Vector, float,
-            math::{exp, sigmoid},
-            wide,
-        },
+        simd::{Vector, float, math::sigmoid, wide},
     },
 };
 use std::cell::RefCell;
@@ -52,7 +50,7 @@ impl BlockAttention<'_> {
         let caches = [op.cache.keys, op.cache.values].map(|cache| memory.bytes(cache));
         let table = memory.words(op.cache.table);
         let group = shape.heads / shape.kv_heads;
-        // With few rows, each query head is a task. Otherwise the heads that share keys are one.
+        // With few rows, each query head is a task. Otherwise the query heads that share a key head are one task.
         let heads = if tokens * shape.kv_heads < 4 * threads.count() { 1 } else { group };
         threads.run_pieces(y, heads * dim, &|task, y| {
             let (token, head) = (task * heads / shape.heads, task * heads % shape.heads);
@@ -127,22 +125,6 @@ wide! {
             for (first, sums) in sums.as_chunks_mut::<16>().0.iter_mut().enumerate() {
                 weight.fma(load::<V, T>(values, 16 * first), V::load(sums)).store(sums);
             }
-        }
-    }
-}
-
-wide! {
-    /// `softmax(scale * x)`.
-    fn softmax(x: &mut [f32], scale: f32) {
-        let max = x.iter().fold(f32::NEG_INFINITY, |max: f32, x| max.max(*x));
-        let mut lanes = [0f32; 16];
-        for (at, x) in x.iter_mut().enumerate() {
-            *x = exp((*x - max) * scale);
-            lanes[at % 16] += *x;
-        }
-        let sum: f32 = lanes.iter().sum();
-        for x in x {
-            *x /= sum;
         }
     }
 }
