@@ -6,9 +6,9 @@
 //   block_attention   attention to these blocks and to the open one, with the gate
 //
 // Scores have the CPU's order of operations, so both devices select the same blocks where sqrt and division are rounded
-// correctly. Scores are not negative, so their bits have their order.
+// correctly. Scores are not negative, so their bit patterns have the same order as the scores.
 
-// Most dimensions of a head, of the indexer and of attention.
+// Maximum number of dimensions of a head, in the indexer and in attention.
 enum { MAX_DIM = 256, SIMDS = 8, BATCH = 4 };
 
 struct BlockArgs {
@@ -115,8 +115,8 @@ KERNEL(index_scores, ARGS(BlockArgs, a), IN(float, queries, 1), IN(float, keys, 
 // selected [tokens, blocks]: the closed blocks with the highest scores in ascending order, among equals the lower block. If
 // there are fewer closed blocks, all of them, then 0xffffffff. Grid (tokens), 256 threads.
 //
-// The lowest selected score is found four bits at a time: how many scores have the same higher bits and each value of these
-// four? A thread counts in its own column, so it needs no atomic operation.
+// The lowest selected score is found four bits at a time. For each value of the four bits, the threads count the scores
+// that have it and the higher bits found so far. A thread counts in its own column, so it needs no atomic operation.
 KERNEL(index_select, ARGS(BlockArgs, a), IN(uint, scores, 1), OUT(uint, selected, 2)) {
   SHARED(uint, counts, 16 * 256);
   SHARED(uint, parts, 256);
@@ -129,7 +129,8 @@ KERNEL(index_select, ARGS(BlockArgs, a), IN(uint, scores, 1), OUT(uint, selected
     for (uint i = tid; i < a.blocks; i += 256) out[i] = i < closed ? i : 0xffffffffu;
     return;
   }
-  // `lowest` has the bits of `mask` of the lowest selected score. The selection takes `left` of the scores with these bits.
+  // `lowest` has the bits of the lowest selected score that are known, which are those in `mask`. Of the scores with
+  // these bits, `left` are selected.
   uint lowest = 0, mask = 0, left = a.blocks;
   for (uint shift = 32; shift != 0;) {
     shift -= 4;
@@ -151,7 +152,7 @@ KERNEL(index_select, ARGS(BlockArgs, a), IN(uint, scores, 1), OUT(uint, selected
     while (digit > 0 && totals[digit] < left) left -= totals[digit], digit--;
     lowest |= digit << shift, mask |= 15u << shift;
   }
-  // A thread has consecutive blocks. Those of the threads before it come first.
+  // A thread has consecutive blocks, which come after those of the threads before it.
   const uint each = (closed + 255) / 256, first = min(tid * each, closed), end = min(first + each, closed);
   uint above = 0, equal = 0;
   for (uint i = first; i < end; i++) above += score[i] > lowest ? 1 : 0, equal += score[i] == lowest ? 1 : 0;

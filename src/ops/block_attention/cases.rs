@@ -9,27 +9,27 @@ use crate::{
     },
 };
 
-/// Maximum number of positions, in two pages.
+/// Maximum number of positions of the sequence, which has two pages.
 const CONTEXT: usize = 320;
-/// Rows of one call, and rows that are launched together.
+/// Maximum number of rows in one call, and in one part of it that is launched together.
 const MAX_CALL: usize = 210;
 const MAX_PART: usize = 60;
 
 pub(in crate::ops) fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> {
     let shape = IndexerShape { heads: 4, dim: 16, rope_dim: 8, ratio: 4, blocks: 6, eps: 1e-6 };
-    // The rows below the budget, the prompt that crosses it in a call, a block that closes token by token, a prompt that is
-    // launched in parts and crosses a page, and decoding.
+    // In order: rows that attend to all blocks, a prompt in which this ends, a block that closes token by token, a
+    // prompt that is launched in parts and crosses a page, and decoding.
     let calls = [11, 36, 1, 1, 1, 210, 1, 1, 1, 1];
     case(b, &shape, KvFormat::F32, &calls, false)?;
     case(b, &shape, KvFormat::I16, &calls[..3], false)?;
-    // All blocks have one of three keys, so the lowest selected score is that of many blocks.
+    // There are only three different block keys, so many blocks have the lowest selected score.
     case(b, &shape, KvFormat::F32, &[100, 1], true)?;
     // About half of the scores are 0, and more than half are selected. The last lanes of a product are empty.
     let single = IndexerShape { heads: 1, dim: 20, rope_dim: 4, ratio: 8, blocks: 12, eps: 1e-6 };
     case(b, &single, KvFormat::F32, &[170, 1], false)
 }
 
-/// Calls of these numbers of rows, each after the one before. With `alike`, three blocks repeat and RoPE rotates nothing.
+/// Checks consecutive calls with these numbers of rows. With `alike`, three blocks repeat and RoPE rotates nothing.
 fn case(
     b: &mut KernelCheck<'_>,
     indexer: &IndexerShape,
@@ -108,7 +108,7 @@ fn compare(b: &mut KernelCheck<'_>, op: &BlockAttention<'_>) -> Result<(), Devic
             }
         }
         for region in [op.cache.keys, op.cache.recent] {
-            // The parts after this one write more of both.
+            // Later parts write more of both.
             if first + count == tokens {
                 let expected = b.on_cpu(region)?;
                 b.expect(CLOSE, &rows, region, &expected)?;

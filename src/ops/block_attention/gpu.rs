@@ -1,6 +1,6 @@
 //! Attention to selected blocks on a GPU (`kernels/block_attention.metal`).
 //!
-//! Queries, scores and selections of a launch lie in the buffer of partial results.
+//! The buffer of partial results holds the queries, scores and selections of a launch.
 
 use super::{BlockAttention, IndexerShape};
 use crate::{
@@ -9,7 +9,7 @@ use crate::{
 };
 
 impl IndexerShape {
-    /// Floats of queries, selection and scores of a row that sees `closed` blocks.
+    /// Floats of the queries, selection and scores of a row with `closed` closed blocks.
     fn row_scratch(&self, closed: usize) -> usize {
         self.heads * self.dim + self.blocks + closed.max(1)
     }
@@ -21,7 +21,7 @@ impl IndexerShape {
 }
 
 impl BlockAttention<'_> {
-    /// The operation in parts: as many rows as the buffer of partial results has room for, at most `max`.
+    /// Splits the operation into parts: each has as many rows as fit into the buffer of partial results, at most `max`.
     pub(super) fn parts(&self, max: usize) -> impl Iterator<Item = Self> {
         let (start, tokens) = (self.attention.start, self.attention.tokens);
         let row = self.indexer.row_scratch(self.closed((start + tokens).saturating_sub(1)).0) * 4;
@@ -42,7 +42,7 @@ impl BlockAttention<'_> {
         Ok(self.parts(max).flat_map(|part| part.part_launches()))
     }
 
-    /// Scores of a row: one for each closed block that the last row sees.
+    /// Number of scores of a row: one for each closed block of the last row.
     fn stride(&self) -> usize {
         self.closed((self.attention.start + self.attention.tokens).saturating_sub(1)).0.max(1)
     }
