@@ -18,7 +18,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// The result of [`write`].
+/// The outcome of packing a checkpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PackSummary {
     pub bytes: u64,
