@@ -1,7 +1,7 @@
-// Mixture of experts, computed in the slots that the SSD was read into. A slot holds one expert's gate, up and
-// down, each with codes, scales and biases. Kernels get slot numbers. An *assignment* is one selected expert of
-// one token, with number token * k + rank. The slot NO_SLOT means "not in this launch": experts in memory are
-// computed first, the others after their reads.
+// Mixture of experts. Kernels use the weights of experts directly in the slots into which they were read from the SSD.
+// A slot holds one expert's gate, up and down matrices, each with codes, scales and biases. Kernels get slot numbers,
+// not expert numbers. An *assignment* is one selected expert of one token, with number token * k + rank. The slot
+// NO_SLOT means "not in this launch": experts in memory are computed first, the others once they have been read.
 //
 //   moe_gate_up    act[assignment] = silu(gate x) * (up x)         grid (ceil(inner / 8), k + 1, tokens), 128 threads
 //   moe_down       h[token] += sum over ranks of weight * down act  grid (ceil(hidden / 8), tokens), (k + 1) * 32 threads
@@ -9,9 +9,9 @@
 //   *_gemm         grouped assignments on matrix units
 //   moe_combine    h[token] += sum over ranks of weight * out[assignment]
 //
-// The shared expert is the last rank. Its gate and up were computed with the router's scores; moe_gate_up only
-// applies SwiGLU, and moe_down reads its down matrix from the trunk. Sums are added in rank order, independent of
-// the order of reads.
+// The shared expert is the last rank. The product that computes the router's scores also computes the shared expert's
+// gate and up projections, so moe_gate_up only applies SwiGLU to them. moe_down reads the shared expert's down matrix
+// from the trunk. Sums are added in rank order, so the order of reads does not change the result.
 
 enum : uint { NO_SLOT = 0xffffffffu };
 enum { UP_ROWS = 2, DOWN_ROWS = 4, UP_GROUPS = 4, JOB_TOKENS = 2 };  // rows at a time; simdgroups; assignments at a time
@@ -27,7 +27,7 @@ struct ExpertsArgs {
   Matrix gate, up, down, shared;  // `shared`: the shared expert's down
 };
 
-// The address of a segment of slots; zero if the device does not use the segment now.
+// The address of a segment of slots on the device. Zero while the segment is not mapped there.
 struct Segment { DEVICE const uchar* bytes; };
 
 FN DEVICE const uchar* slot_at(CONSTANT ExpertsArgs& a, uint slot, DEVICE const Segment* table) {
@@ -41,8 +41,9 @@ FN WeightPtrs piece(CONSTANT ExpertsArgs& a, DEVICE const uchar* expert, uint i)
   return bytes;
 }
 
-// This lane's share of PARTS * COUNT rows (rows past the last one repeat it) times TOKENS rows of x, which start
-// at from[t]. Part j is rows `row + j * step`.. of w[j]. Sums go to acc[(j * TOKENS + t) * COUNT..].
+// Multiplies PARTS * COUNT rows of weights by TOKENS rows of x, and adds this lane's share of the sums to
+// acc[(j * TOKENS + t) * COUNT..]. Part j has COUNT rows of w[j], starting at row + j * step. The last row of w[j]
+// replaces rows past the end. Row t of x starts at from[t].
 template <uint PARTS, uint COUNT, uint TOKENS>
 FN void rows_fast(THREAD const WeightPtrs* w, uint rows, uint cols, uint row, uint step, DEVICE const float* x, THREAD const ulong* from,
                   THREAD float* acc THREAD_IDS_PARAM) {
@@ -66,7 +67,8 @@ FN void rows_fast(THREAD const WeightPtrs* w, uint rows, uint cols, uint row, ui
   }
 }
 
-// COUNT rows from `row` of w[0] and of w[1], times one row of x that 128 threads stage.
+// Multiplies COUNT rows of w[0] and of w[1], starting at `row`, by one row of x. The 128 threads stage x in threadgroup
+// memory.
 template <uint COUNT>
 FN void rows_staged(THREAD const WeightPtrs* w, uint rows, uint cols, uint row, DEVICE const float* x, THREAD float* acc,
                     THREADGROUP float4* scratch, THREADGROUP float* sums THREAD_IDS_PARAM) {
@@ -115,8 +117,8 @@ FN void rows_any(CONSTANT Matrix& m, WeightPtrs w, uint cols, uint row, DEVICE c
   }
 }
 
-// TOKENS assignments of one expert, of which `count` are valid: rows `row`.. of gate and up, then SwiGLU. With
-// ALONE, TOKENS is 1 and x is staged in `scratch`.
+// Computes UP_ROWS rows of gate and up, starting at `row`, and applies SwiGLU, for TOKENS assignments of one expert.
+// Only results of the first `count` assignments are stored. With ALONE, TOKENS is 1 and x is staged in `scratch`.
 template <uint TOKENS, bool ANY, bool ALONE>
 FN void gate_up(CONSTANT ExpertsArgs& a, DEVICE const uchar* expert, uint row, THREAD const uint* assignment, THREAD const uint* token,
            uint count, DEVICE const float* x, DEVICE float* act, THREADGROUP float4* scratch, THREADGROUP float* sums THREAD_IDS_PARAM) {
@@ -140,7 +142,8 @@ FN void gate_up(CONSTANT ExpertsArgs& a, DEVICE const uchar* expert, uint row, T
     }
 }
 
-// The shared expert's activation from its projections. It is one more assignment per token, after all others.
+// Applies SwiGLU to the shared expert's projections. The shared expert has one assignment per token, and its rows of
+// act come after those of all selected experts.
 FN void gate_up_shared(CONSTANT ExpertsArgs& a, uint token, DEVICE const float* scores, DEVICE float* act THREAD_IDS_PARAM) {
   DEVICE const float* from = scores + ulong(token) * a.scores + a.shared_at;
   DEVICE float* to = act + ulong(a.tokens * a.k + token) * a.row;
@@ -165,14 +168,14 @@ FN void gate_up_assignments(CONSTANT ExpertsArgs& a, DEVICE const float* x, DEVI
   gate_up<1, ANY, true>(a, expert, row, &assignment, &token, 1, x, act, scratch, sums THREAD_IDS);
 }
 
-// Rows of the sum over ranks of weight * down act, one simdgroup per rank.
+// Computes DOWN_PARTS * DOWN_ROWS rows of the sum over ranks of weight * down act. Each simdgroup computes one rank.
 template <bool ANY>
 FN void down(CONSTANT ExpertsArgs& a, DEVICE const float* act, DEVICE const float* weights, DEVICE const uint* slots,
              DEVICE float* h, WeightPtrs shared, DEVICE const Segment* table, THREADGROUP float* part THREAD_IDS_PARAM) {
   const uint count = DOWN_PARTS * DOWN_ROWS, row = tgid.x * count, token = tgid.y, ranks = a.shared_inner != 0 ? a.k + 1 : a.k;
   if (!ANY && sg < ranks) {
-    // Only for prefetching, so the slots are read before AWAIT. This is safe: the launch that writes the slots comes
-    // before the previous launch, so it has ended.
+    // Prefetching starts before AWAIT, so it needs the slots before AWAIT. Reading them is safe: the launch that writes
+    // the slots comes before the previous launch, so it has ended.
     const uint slot = sg < a.k ? PEEK(slots + token * a.k + sg) : NO_SLOT;
     if (sg == a.k) prefetch_rows<DOWN_PARTS * DOWN_ROWS>(shared, 4, a.hidden, a.shared_inner, row);
     else if (slot >> a.shift < a.segments && table[slot >> a.shift].bytes != 0) {
@@ -208,7 +211,7 @@ FN void down(CONSTANT ExpertsArgs& a, DEVICE const float* act, DEVICE const floa
   h[ulong(token) * a.hidden + row + tid] += sum;
 }
 
-// A job's next JOB_TOKENS assignments. The last one repeats if there are fewer.
+// A job's next JOB_TOKENS assignments. If fewer are left, the job's last assignment is repeated.
 FN void job_assignments(DEVICE const uint* job, DEVICE const uint* order, uint done, THREAD uint* assignment) {
   for (uint t = 0; t < JOB_TOKENS; t++) assignment[t] = order[job[1] + min(done + t, job[2] - 1)];
 }
@@ -249,10 +252,10 @@ FN void down_grouped(CONSTANT ExpertsArgs& a, DEVICE const float* act, DEVICE co
 }
 
 #ifndef NO_TILES
-// Grouped assignments on matrix units, at most JOB_TILES * 16 per job. A short prompt has few per expert, so only
-// groups of eight rows that have any are multiplied. x (by token) and act (by assignment) are
-// rows of halves with a scale each, from rows_to_half. Gate and up: 32 rows of each at a time, grid (ceil(inner /
-// 32), jobs). Down: grid (ceil(hidden / 64), jobs). 128 threads.
+// Grouped assignments on matrix units, at most JOB_TILES * 16 per job. A short prompt has few assignments per expert,
+// so groups of eight rows without an assignment are skipped. x has one row per token and act one row per assignment.
+// Their rows are halves from rows_to_half, and each row has a scale. Gate and up: 32 rows of each at a time, grid
+// (ceil(inner / 32), jobs). Down: grid (ceil(hidden / 64), jobs). 128 threads.
 enum { JOB_TILES = 2 };
 
 template <bool ANY>

@@ -2,7 +2,7 @@
 
 struct NormArgs { uint cols, weights; float eps; };
 
-// y = x / rms(x) * w. Row r has the r % weights-th row of w. Grid (rows), 256 threads.
+// y = x / rms(x) * w. Row r of x uses row r % weights of w. Grid (rows), 256 threads.
 KERNEL(rms_norm, ARGS(NormArgs, a), IN(float, x, 1), IN(float, w, 2), OUT(float, y, 3)) {
   SHARED(float, part, 8);
   AWAIT();
@@ -23,8 +23,9 @@ KERNEL(rms_norm, ARGS(NormArgs, a), IN(float, x, 1), IN(float, w, 2), OUT(float,
 // column `gate_at` of rows of `width`. A head has at most 256 columns. Grid (ceil(heads / 4), tokens), 128 threads: a
 // simdgroup per head.
 //
-// The squares are summed in an order that the delta rule and the following product can share: first four columns
-// each, then a quarter of these sums in order, then the four quarters.
+// The squares are added in an order that also suits the path without this kernel, in which the delta rule and the
+// product after it share the work: first the squares of each four adjacent columns, then each quarter of these sums in
+// order, then the sums of the four quarters.
 struct GatedNormArgs { uint heads, cols, width, gate_at, sigmoid_gate; float eps; };
 
 KERNEL(gated_rms_norm, ARGS(GatedNormArgs, a), IN(float, x, 1), IN(float, z, 2), IN(float, w, 3), OUT(float, y, 4)) {

@@ -2,7 +2,8 @@
 //!
 //! ```text
 //! launch   encode into the open command buffer; if the launch conflicts with one since the last barrier, encode a barrier
-//! commit   submit the command buffer, which updates the fence and signals the next value; the next one waits for the fence
+//! commit   submit the command buffer, which updates the fence and signals the next event value; the next command
+//!          buffer waits for the fence
 //! wait     commit, then wait until every command buffer has ended
 //! ```
 //! A wait spins before it sleeps, since waking a sleeping thread can take longer than the GPU needs for a layer.
@@ -31,13 +32,13 @@ use std::{
 const STALL_TIMEOUT: Duration = Duration::from_secs(60);
 /// After this many failed waits in a row, the device is lost.
 const MAX_FAILURES: u32 = 3;
-/// Estimated work in one command buffer, in seconds.
+/// Estimated work, in seconds, at which a command buffer is submitted.
 const MAX_SECONDS: f64 = 0.1;
 /// Minimum GPU time of a command buffer that is used to measure the seconds per thread.
 const MIN_MEASURED_SECONDS: f64 = 1e-3;
-/// Interval between residency requests, and how long they continue after the last work. The interval must be shorter than
-/// the second after which macOS revokes residency.
+/// Interval between residency requests. Must be less than the time (about 1 s) after which macOS revokes residency.
 const RESIDENCY_INTERVAL: Duration = Duration::from_millis(500);
+/// Time for which residency requests continue after the last work.
 const RESIDENCY_TIME: Duration = Duration::from_secs(180);
 /// Maximum number of bytes of arguments in one launch (the limit of Metal's `setBytes`).
 const MAX_ARGUMENT_BYTES: usize = 4096;

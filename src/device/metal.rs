@@ -78,7 +78,7 @@ unsafe impl Send for MetalCommands {}
 
 struct MetalBuffer {
     buffer: Buffer,
-    /// Number of the buffer's residency set.
+    /// Index of the residency set that contains the buffer.
     set: Option<usize>,
     /// The slab whose memory the buffer uses, if it was adopted. Keeps the memory mapped.
     slab: Option<Arc<Slab>>,
@@ -116,7 +116,7 @@ impl Metal {
     /// Opens the system's GPU. If `require_features` is true, a GPU that lacks a feature of the kernels is an error. Does not
     /// compile kernels. If a kernel file does not compile, launching one of its kernels fails.
     pub fn new(require_features: bool) -> Result<Self, DeviceError> {
-        // `candle_core::Device` would panic without a GPU and before macOS 15.
+        // Does not use `candle_core::Device`, which would panic without a GPU and before macOS 15.
         let Some(device) = Device::system_default() else {
             return fail("this Mac has no Metal GPU");
         };
@@ -220,7 +220,8 @@ impl Driver for Metal {
             return fail("cannot adopt an empty slab");
         };
         autoreleasepool(|_| {
-            // SAFETY: whole pages are mapped. The slab is stored with the buffer, so the pages stay mapped.
+            // SAFETY: a slab is mapped in whole pages, so the last page is complete. The slab is stored with the
+            // buffer, so the pages stay mapped.
             let raw = unsafe {
                 let raw = self.device.as_ref();
                 raw.newBufferWithBytesNoCopy_length_options_deallocator(pointer, whole, RESOURCE_OPTIONS, None)

@@ -112,7 +112,7 @@ pub struct ExpertReader {
 }
 
 impl ExpertReader {
-    /// Starts the threads. `slab` has the slots of `layout`. Only the reader writes to them.
+    /// Starts the threads. `layout` describes the slots in `slab`. Only the reader writes to these slots.
     pub fn new(
         source: Box<dyn ExpertSource>,
         slab: Arc<Slab>,
@@ -155,12 +155,13 @@ impl ExpertReader {
         &*self.state.source
     }
 
-    /// If on, the state of an expert is [`SlotState::Checking`] during its verification, and its bytes can be used.
+    /// Turns background verification on or off. If it is on, an expert can be used while its checksum is being
+    /// verified. Its state is [`SlotState::Checking`] during that time.
     pub fn verify_in_background(&self, on: bool) {
         self.state.verify_in_background.store(on, Ordering::Relaxed);
     }
 
-    /// Queues a demand read of an expert. The caller has set the slot to [`SlotState::Reading`].
+    /// Queues a demand read of an expert. The caller must have set the slot to [`SlotState::Reading`].
     pub fn read_now(&self, slot: SlotId, plan: ReadPlan) {
         let mut queue = self.state.queue.lock();
         queue.set_plan(slot, plan);
@@ -168,7 +169,7 @@ impl ExpertReader {
         self.state.wake(&queue);
     }
 
-    /// Queues a background read of an expert. The caller has set the slot to [`SlotState::Queued`].
+    /// Queues a background read of an expert. The caller must have set the slot to [`SlotState::Queued`].
     pub fn read_later(&self, slot: SlotId, plan: ReadPlan) {
         let mut queue = self.state.queue.lock();
         queue.set_plan(slot, plan);
@@ -183,7 +184,7 @@ impl ExpertReader {
         if queue.remove_unstarted(slot) {
             self.state.start(&mut queue, slot, false);
         } else {
-            // The expert's reads have been started, so only those that no thread has taken are moved.
+            // The expert's reads are already queued as jobs, and threads may have taken some. Moves the other jobs.
             let queue = &mut *queue;
             for _ in 0..queue.background.len() {
                 let Some(job) = queue.background.pop_front() else { break };
@@ -197,18 +198,18 @@ impl ExpertReader {
         self.state.wake(&queue);
     }
 
-    /// Cancels a background read. Returns false if the read has been started; it will then complete.
+    /// Cancels a background read. Returns false if the read was already started. A started read is not cancelled.
     pub fn cancel(&self, slot: SlotId) -> bool {
         self.state.queue.lock().remove_unstarted(slot)
     }
 
-    /// Returns the error of the last read into a slot, once.
+    /// Returns the error of the last read into a slot and clears it.
     pub fn take_failure(&self, slot: SlotId) -> Option<ReadFailure> {
         self.state.queue.lock().experts.get_mut(slot.index())?.failure.take()
     }
 
-    /// Number of experts whose reads have ended so far. Call this before checking slot states, and pass the result to
-    /// [`ExpertReader::wait`]: changes after the check then end the wait.
+    /// Number of times that the reads or the verification of an expert have ended. Call this before checking slot
+    /// states, and pass the result to [`ExpertReader::wait`]. Changes after the check then end the wait.
     pub fn finished(&self) -> u64 {
         self.state.finished.load(Ordering::Acquire)
     }
@@ -219,7 +220,7 @@ impl ExpertReader {
         queue.running > 0 || !(queue.demand.is_empty() && queue.background.is_empty() && queue.unstarted.is_empty())
     }
 
-    /// Blocks until the reads of more than `seen` experts have ended.
+    /// Blocks until [`ExpertReader::finished`] exceeds `seen`.
     pub fn wait(&self, seen: u64) {
         let mut queue = self.state.queue.lock();
         while self.finished() <= seen {
@@ -227,7 +228,7 @@ impl ExpertReader {
         }
     }
 
-    /// Blocks until the reads of more than `seen` experts have ended, at most for `timeout`. Returns false after a timeout.
+    /// Blocks until [`ExpertReader::finished`] exceeds `seen`, at most for `timeout`. Returns false after a timeout.
     pub fn wait_at_most(&self, seen: u64, timeout: Duration) -> bool {
         let mut queue = self.state.queue.lock();
         let deadline = Instant::now() + timeout;
@@ -245,7 +246,7 @@ impl Drop for ExpertReader {
         self.state.queue.lock().is_closing = true;
         self.state.work.notify_all();
         for thread in self.threads.drain(..) {
-            // A panic of the thread was already logged.
+            // If the thread has panicked, the panic was already logged.
             let _ = thread.join();
         }
         self.state.count_disk_bytes();
@@ -278,8 +279,8 @@ impl ReaderState {
         }
     }
 
-    /// Sets the state of an expert whose reads or verification have ended, and wakes waiting threads. The caller must hold
-    /// the lock of the queue. Otherwise [`ExpertReader::wait`] could miss the notification.
+    /// Sets the state of an expert whose reads or verification have ended, and wakes the thread that waits. The caller
+    /// must hold the lock of the queue. Otherwise [`ExpertReader::wait`] could miss the notification.
     fn publish(&self, slot: SlotId, state: SlotState) {
         self.states.set(slot, state);
         self.finished.fetch_add(1, Ordering::Release);

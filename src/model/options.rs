@@ -8,8 +8,8 @@ use crate::{
 };
 use std::path::PathBuf;
 
-/// Maximum number of tokens of an image by default. The time for the vision tower grows faster than the number of
-/// tokens.
+/// Default maximum number of tokens of an image. It is limited because the time for the vision tower grows faster than
+/// the number of tokens.
 const CPU_IMAGE_TOKENS: usize = 1024;
 const GPU_IMAGE_TOKENS: usize = 2048;
 
@@ -29,13 +29,13 @@ pub struct LoadOptions {
     pub store: StoreOptions,
     /// Keeps the GPU's clock high while experts are read. On by default with Metal only.
     pub gpu_awake: Option<bool>,
-    /// Plans for a GPU whose working set is at most this many bytes.
+    /// Maximum working set of the GPU in bytes, for the memory plan. `None` plans for the CPU.
     pub gpu: Option<u64>,
     /// Reserves memory for verifying drafts.
     pub verify: bool,
     /// The MTP head to draft with.
     pub drafter: MtpSource,
-    /// The memory of a separate draft model.
+    /// Memory that a separate draft model needs.
     pub draft: DraftFootprint,
     /// Number of bits of cached keys and values.
     pub kv_bits: KvBits,

@@ -53,18 +53,19 @@ pub struct Reference {
 pub struct Computed {
     /// `[T, vocab]`: row `t` scores the token after `t`.
     pub logits: Tensor,
-    /// The residual stream after each layer, `[T, hidden]`, or all streams if there are several.
+    /// The residual stream after each layer, `[T, hidden]`. Has all streams if the model has several residual streams.
     pub residuals: Vec<Tensor>,
     /// `routes[layer][token]`: the chosen experts, most likely first. Empty for a dense model.
     pub routes: Vec<Vec<Vec<u32>>>,
-    /// Intermediate results of a model with several streams, by name.
+    /// Intermediate results by name. Empty unless the model has several residual streams.
     pub stages: HashMap<String, Tensor>,
 }
 
 impl Reference {
     /// Opens the checkpoint in `dir`. `precision` is `F32` or `F64`.
     ///
-    /// # Errors Fails if a file cannot be read, or if the model has another architecture.
+    /// # Errors
+    /// Fails if a file cannot be read, or if the model has another architecture.
     pub fn open(dir: &Path, device: Device, precision: DType) -> Result<Self, ModelError> {
         let config = Config::read(dir)?;
         let mut checkpoint = Checkpoint::open(Index::open(dir)?, &config.quantization)?;
@@ -77,10 +78,10 @@ impl Reference {
         Self { kv_bits: Some(bits), ..self }
     }
 
-    /// Computes the sequence `ids`, which must not be empty.
+    /// Runs the model on the sequence `ids`, which must not be empty.
     ///
-    /// # Errors Fails if a token is outside the vocabulary, if a tensor is missing or has another shape, or if the
-    /// device fails.
+    /// # Errors
+    /// Fails if a token is outside the vocabulary, if a tensor is missing or has another shape, or if the device fails.
     pub fn forward(&self, ids: &[u32]) -> Result<Computed, ModelError> {
         self.forward_with_images(ids, &[])
     }
@@ -132,8 +133,8 @@ impl Reference {
     }
 
     /// Gated attention. The query projection holds, per head, the query and a gate for the head's output. Several query
-    /// heads share one head of keys and values. `mask`, `[T, T]`, selects the positions that each token attends to. By
-    /// default, these are its own and all earlier positions.
+    /// heads share one head of keys and values. `mask`, `[T, T]`, selects the positions that each token attends to.
+    /// Without a mask, a token attends to its own and all earlier positions.
     fn attention(
         &self,
         x: &Tensor,
@@ -176,7 +177,7 @@ impl Reference {
         positions.iter().flat_map(|position| (0..rope_dim / 2).map(move |j| angle(position, j))).collect()
     }
 
-    /// The gated delta net. Its state is one matrix for each head, of the same size at any length.
+    /// The gated delta net. Its state is one matrix per head, whose size does not depend on the length of the sequence.
     fn delta_net(&self, x: &Tensor, path: &str) -> Result<Tensor, ModelError> {
         let shape @ DeltaShape { key_heads, value_heads, key_dim, value_dim, conv_width, .. } = self.config.delta;
         let (tokens, hidden) = x.dims2()?;
@@ -202,7 +203,8 @@ impl Reference {
         let decay = step.broadcast_mul(&rate)?.neg()?.exp()?;
         let o = delta_rule(&q, &k, &v, &beta, &decay)?;
 
-        // The norm comes before the gate. Its weight is stored as it is in every layout, unlike the other norms.
+        // The norm comes before the gate. Every layout stores the weight of this norm unchanged, whereas Hugging Face's
+        // layout stores the weights of the other norms minus one.
         let o = rms_norm(&o, &self.vector(&format!("{path}norm.weight"), value_dim)?, self.config.eps)?;
         let z = project("in_proj_z", shape.values())?;
         let gate = match shape.gate {
@@ -250,7 +252,7 @@ impl Reference {
         Ok(((routed + shared.broadcast_mul(&gate)?)?, ids.collect()))
     }
 
-    /// A dense feed-forward: that of a small model, or the shared expert.
+    /// A dense MLP with SwiGLU: the feed-forward network of a dense model, or the shared expert of a mixture.
     fn mlp(&self, x: &Tensor, path: &str, intermediate: usize) -> Result<Tensor, ModelError> {
         let hidden = x.dim(1)?;
         let gate = self.matrix(&format!("{path}gate_proj"), intermediate, hidden)?;

@@ -86,8 +86,8 @@ struct TaskRange {
     end: AtomicUsize,
 }
 
-// SAFETY: the holder of `caller` writes `job` while no worker is in a job. Only workers that have entered the job read it.
-// All other fields are Sync.
+// SAFETY: a thread writes `job` only while it holds the lock `Threads::caller` and no worker is in a job. Only workers
+// that have entered the job read it. All other fields are Sync.
 unsafe impl Sync for ThreadPool {}
 // SAFETY: the job is a shared reference to a Sync closure.
 unsafe impl Send for ThreadPool {}
@@ -127,7 +127,8 @@ impl Threads {
         self.workers.len() + 1
     }
 
-    /// Announces a pause before the next job, because the caller waits for a disk. Idle workers then spin for a shorter time.
+    /// Tells the pool that a pause precedes the next job, because the caller is about to wait for a disk. During the
+    /// pause, idle workers spin for a shorter time before they park.
     pub fn expect_pause(&self) {
         self.pool.pause_expected_after.store(self.pool.number.0.load(Ordering::Relaxed), Ordering::Relaxed);
     }
@@ -212,7 +213,7 @@ impl ThreadPool {
         number
     }
 
-    /// Unparks those of these workers that are parked.
+    /// Unparks the parked workers among `workers`.
     fn wake<'a>(&self, workers: impl Iterator<Item = &'a CacheAligned<WorkerState>>) {
         if self.parked.0.load(Ordering::SeqCst) == 0 {
             return;

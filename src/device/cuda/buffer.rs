@@ -11,7 +11,7 @@ use std::{ffi::c_void, ops::Range, sync::Arc};
 /// A block of GPU memory. It is freed on drop: the context must be current, and the GPU must have stopped using the block.
 pub struct DeviceBuffer {
     pub pointer: CUdeviceptr,
-    /// The range of a slab from which this buffer is filled, if it was adopted.
+    /// The range of a slab from which this buffer is filled. `None` if the buffer was allocated without a slab.
     source: Option<SlabSource>,
 }
 
@@ -24,7 +24,8 @@ struct SlabSource {
 /// The pinning state of a slab's pages. The GPU copies pinned pages without blocking the CPU.
 #[derive(PartialEq)]
 enum PageState {
-    /// Not pinned (yet). For a slab that is uploaded once, as a whole, pinning would take longer than it saves.
+    /// Not pinned. The first upload of a part pins the pages. A slab that is uploaded once, as a whole, is never
+    /// pinned, because pinning would take longer than it saves.
     Pageable,
     Pinned,
     /// The driver refused to pin the pages.
@@ -34,7 +35,7 @@ enum PageState {
 impl DeviceBuffer {
     /// Allocates memory without clearing it. The context must be current.
     pub fn new(bytes: usize) -> Result<Self, DeviceError> {
-        // SAFETY: `drop` frees it once.
+        // SAFETY: `drop` frees the memory once.
         let pointer = unsafe { result::malloc_sync(bytes.max(16)) };
         let pointer = pointer.map_err(|error| {
             DeviceError(format!("cannot allocate {bytes} bytes of GPU memory: {}", cuda_error(error)))
@@ -47,8 +48,9 @@ impl DeviceBuffer {
         self.source = Some(SlabSource { slab: slab.clone(), range, pages: PageState::Pageable });
     }
 
-    /// Copies a region from the slab to the GPU. Does nothing without a slab. The bytes must not change until the stream has
-    /// copied them. The first partial upload pins the pages.
+    /// Copies a region from the slab to the GPU. Does nothing if the buffer has no slab. The bytes must not change
+    /// until the stream has copied them. The first upload of only a part of the range pins the pages of the whole
+    /// range.
     pub fn upload(&mut self, region: Region, stream: CUstream) -> Result<(), DeviceError> {
         let Some(source) = &mut self.source else { return Ok(()) };
         if region.len < source.range.len() && source.pages == PageState::Pageable {
@@ -104,7 +106,7 @@ impl StagingBuffer {
             return None;
         }
         if self.0.is_null() {
-            // SAFETY: `clear` frees it once.
+            // SAFETY: `clear` frees the memory once.
             self.0 = unsafe { result::malloc_host(Self::LEN, 0) }.ok()?.cast();
             // SAFETY: the block has this length. It is initialised here before any read.
             unsafe { self.0.write_bytes(0, Self::LEN) };

@@ -36,7 +36,8 @@ pub enum LayerState {
 }
 
 impl LayerState {
-    /// The states of all sequences up to this one, as one region each. This sequence is the `number`-th in its buffers.
+    /// The states of sequences `0..=number` that share these buffers. Each region holds the states of all these
+    /// sequences. This state must be that of sequence `number`.
     pub fn up_to(&self, number: usize) -> Self {
         let all = |region: Region| Region {
             offset: region.offset - number * region.len,
@@ -60,7 +61,7 @@ impl LayerState {
 /// The memory of a sequence except its KV pages.
 #[derive(Debug, Default)]
 pub struct Arena {
-    /// Number of this arena among those in the same buffers.
+    /// Index of this arena among the arenas that share its buffers.
     number: usize,
     layers: Vec<LayerState>,
     rings: Rings,
@@ -69,7 +70,7 @@ pub struct Arena {
 }
 
 impl Arena {
-    /// The `number`-th of `count` arenas in these buffers.
+    /// Arena `number`, counted from 0, of the `count` arenas that share these buffers.
     fn part(number: usize, count: usize, layers: &[LayerState], rings: &Rings, table: Region) -> Self {
         let part = |region: Region| region.part(number * (region.len / count), region.len / count);
         let ring = |ring: &RowRing| RowRing { rows: part(ring.rows), ..*ring };
@@ -115,7 +116,7 @@ impl ArenaList {
         Arc::new(Mutex::new(Self { free: Vec::new(), next: together.max(1) }))
     }
 
-    /// Takes the free arena with the lowest number.
+    /// Takes the oldest free arena: the one with the lowest buffer number, and the lowest number within that buffer.
     fn take(&mut self) -> Option<Arena> {
         let oldest = (0..self.free.len()).min_by_key(|index| {
             let arena = &self.free[*index];
@@ -125,23 +126,23 @@ impl ArenaList {
     }
 }
 
-/// A sequence of a [`Qwen`](crate::model::Qwen). Only the rows of the last verify can be undone: a delta net keeps no
-/// older history.
+/// A sequence of a [`Qwen`](crate::model::Qwen). Only rows of the last verify pass can be rejected, because a delta net
+/// keeps no older history.
 #[derive(Debug)]
 pub struct QwenState {
     /// Number of tokens in the sequence.
     pub len: usize,
     /// Position of the next text token. Smaller than `len` if the sequence has images.
     pub next: usize,
-    /// Number of rows of the last verify. 0 after any other pass.
+    /// Number of rows in the last pass if it was a verify pass, otherwise 0.
     pub verified: usize,
     pub layers: Vec<LayerState>,
     pub rings: Rings,
     /// The last tokens, for the n-gram tables.
     pub tokens: LastTokens,
-    /// Number of tokens that a snapshot keeps.
+    /// Number of last tokens that a snapshot keeps for the n-gram tables.
     kept_tokens: usize,
-    /// Number of its arena among those that share buffers.
+    /// Index of this sequence's arena among the arenas that share its buffers.
     pub number: usize,
     table: Region,
     /// Pages in order of positions. Only pages that are full at `len` may be shared with snapshots and other sequences.

@@ -8,18 +8,19 @@ use crate::{
     ops::SequenceRows,
 };
 
-/// Fewest positions in a split. Small splits fill the device when it computes one row.
+/// Minimum number of positions in a split. Splits may be small, so that a single row can fill the device.
 const MIN_SPLIT: usize = 16;
-/// Maximum number of splits of a row. If there would be more, the split size doubles. With a quantised cache, one
-/// threadgroup merges all splits, so fewer are allowed; the recent positions are not counted.
+/// Maximum number of splits of a row. If a row would have more, the split size doubles.
 const MAX_SPLITS: usize = 512;
+/// The same for a quantised cache, without the splits of the recent positions. The maximum is smaller, because one
+/// threadgroup merges all splits.
 const MAX_QUANT_SPLITS: usize = 256;
 /// Maximum number of splits of the recent positions.
 const MAX_RECENT_SPLITS: usize = 2 * RECENT / MIN_SPLIT;
-/// Threads that merge the splits of a quantised cache.
+/// Number of threads in a threadgroup that merges the splits of a quantised cache.
 const MERGE_THREADS: u32 = 512;
 
-/// Positions per split, so that `positions` make fewer than `max` whole splits.
+/// Positions per split: the smallest size for which `positions` contain fewer than `max` whole splits.
 fn split_size(positions: usize, max: usize) -> usize {
     let mut size = MIN_SPLIT;
     while positions / size >= max {
@@ -34,15 +35,15 @@ fn splits_at(position: usize) -> (usize, usize) {
     (position / size + 1, size)
 }
 
-/// Number of splits of a quantised cache for a query at `position`, and positions per split. The recent positions are
-/// not counted.
+/// Number of splits of a quantised cache for a query at `position`, and positions per split. Does not count splits of
+/// the recent positions.
 fn quant_splits_at(position: usize) -> (usize, usize) {
     let until = recent_start(position);
     let size = split_size(until, MAX_QUANT_SPLITS);
     (until.div_ceil(size), size)
 }
 
-/// Maximum number of splits of any query below `context`, in any cache format.
+/// Maximum number of splits of any query at a position below `context`, in any cache format.
 pub fn max_splits(context: usize) -> usize {
     context
         .div_ceil(MIN_SPLIT)
@@ -69,7 +70,7 @@ impl AttentionShape {
         self.partials_of(start, tokens, None)
     }
 
-    /// Maximum number of splits of any of the rows. With `rows`, each row belongs to another sequence.
+    /// Maximum number of splits of any of the rows. With `rows`, each row belongs to a different sequence.
     fn splits_of(&self, start: usize, tokens: usize, rows: Option<SequenceRows>) -> usize {
         match rows {
             Some(SequenceRows { starts: [first, last], .. }) => self.splits(first, last - first + 1),
@@ -96,7 +97,7 @@ impl AttentionShape {
 
     /// The kernel that computes the splits, and its number of threads per threadgroup.
     pub fn threads(&self) -> (&'static str, u32) {
-        // A simdgroup has two heads, or one if their number is odd.
+        // A simdgroup computes two query heads, or one if the number of query heads per key head is odd.
         let groups = self.heads / self.kv_heads;
         let simdgroups = if groups.is_multiple_of(2) { groups / 2 } else { groups };
         let kernel = self.kernel(if self.dim <= 128 {
@@ -107,7 +108,7 @@ impl AttentionShape {
         (kernel, 32 * simdgroups as u32)
     }
 
-    /// The rings to bind: those of one sequence, or with `rows` those of all sequences.
+    /// The rings of recent positions to bind: those of one sequence or, if `rows` is set, those of all sequences.
     fn rings(&self, recent: [Region; 2], rows: Option<SequenceRows>) -> [Region; 2] {
         if rows.is_some() { recent } else { recent.map(|recent| recent.first(self.recent_bytes())) }
     }
@@ -155,8 +156,8 @@ impl KvWrite<'_> {
 }
 
 impl Attention<'_> {
-    /// Attention in splits, then the merge and the gate. Each pair of launches computes as many rows as `partials`
-    /// has capacity for, at most `max`.
+    /// Pairs of launches. The first of a pair computes attention in splits. The second merges the splits and applies
+    /// the gate. Each pair computes as many rows as fit in `partials`, at most `max`.
     pub fn launches(&self, max: usize) -> impl Iterator<Item = [Launch; 2]> {
         self.launches_of(max, None)
     }
@@ -204,7 +205,7 @@ impl Attention<'_> {
 
     fn merge(&self, rows: Option<SequenceRows>) -> Launch {
         let Self { shape, start, tokens, proj, cache, partials, y, .. } = *self;
-        // The merge of a quantised cache transforms a whole head, so a threadgroup has all its columns.
+        // The merge of a quantised cache transforms a whole head, so one threadgroup computes all columns of a head.
         let columns = if shape.recent.is_some() { 1 } else { shape.dim.div_ceil(32) };
         Launch {
             kernel: if shape.recent.is_some() { "attention_merge_quant" } else { "attention_merge" },
@@ -222,7 +223,8 @@ impl Attention<'_> {
 }
 
 impl AttentionRows<'_> {
-    /// The write, then the splits and merges of all rows. There are as many launches as for rows of one sequence.
+    /// First the write of keys and values, then the splits and merges of all rows. The number of launches is the same
+    /// as for rows of one sequence.
     pub fn launches(&self, max: usize) -> impl Iterator<Item = Launch> {
         let rows = Some(self.rows);
         std::iter::once(self.write.launch_rows(rows)).chain(self.attention.launches_of(max, rows).flatten())

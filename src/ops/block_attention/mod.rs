@@ -58,24 +58,25 @@ impl IndexerShape {
     }
 }
 
-/// The indexer's state of one sequence.
+/// The indexer's state for one sequence.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct IndexCache {
-    /// Keys of closed blocks in pages, f32 `[pages, PAGE / ratio, dim]`. The table of pages is that of keys and values.
+    /// Keys of closed blocks in pages, f32 `[pages, PAGE / ratio, dim]`. The page table of the KV cache applies to
+    /// them.
     pub keys: Region,
-    /// Raw keys and RoPE rotations of the last positions, f32 `[capacity, recent_width]`: position `p` is row `p %
-    /// capacity`. Holds the positions of one call and one block before them.
+    /// A ring of the last positions, f32 `[capacity, recent_width]`: the raw key and the RoPE rotation of position `p`
+    /// are in row `p % capacity`. The ring has room for the positions of one call and for one block before them.
     pub recent: Region,
 }
 
 #[derive(Debug, Clone, Copy)]
 pub struct BlockAttention<'a> {
-    /// The attention, which each query restricts to the positions that it selects.
+    /// The attention operation. Each query attends only to the positions that the indexer selects for it.
     pub attention: Attention<'a>,
     pub indexer: &'a IndexerShape,
     /// Index projections, `[tokens, width]`.
     pub index: Region,
-    /// The indexer's norms, `[dim]`, and the rotations of the rows.
+    /// The weights of the indexer's two norms, `[dim]` each, and the RoPE rotation of each row.
     pub norm_rope: QkNormRope,
     pub cache: IndexCache,
 }
@@ -90,7 +91,7 @@ pub(in crate::ops) struct SelectionScratch {
 }
 
 impl BlockAttention<'_> {
-    /// Closed blocks that a query at `position` sees, and how many of them it attends to.
+    /// Number of blocks that are closed for a query at `position`, and number of those that the query attends to.
     fn closed(&self, position: usize) -> (usize, usize) {
         let closed = (position + 1) / self.indexer.ratio;
         (closed, closed.min(self.indexer.blocks))

@@ -14,8 +14,9 @@ pub(in crate::ops) const CLOSE: f64 = 1e-5;
 /// significant bits, sums over a few hundred columns differ by a few parts in ten thousand.
 pub(in crate::ops) const HALF: f64 = 2e-3;
 
-/// Bytes of a block of memory, and the alignment of inputs in it: a GPU's cache line.
+/// Minimum size of a block of memory in bytes.
 const BLOCK: usize = 1 << 20;
+/// Alignment of inputs in a block in bytes: a GPU's cache line.
 const ALIGN: usize = 128;
 
 /// The largest relative difference and the allowed one, or the device's error.
@@ -93,8 +94,8 @@ impl KernelCheck<'_> {
         Ok(values)
     }
 
-    /// Executes an operation on both devices. Returns the kernels that ran. If the GPU refuses one, records the error
-    /// and returns an empty list.
+    /// Executes an operation on both devices. Returns the kernels that ran on the GPU. If one of them fails, records
+    /// the error and returns an empty list.
     pub fn run<'o>(&mut self, op: impl Into<Op<'o>>) -> Result<Vec<&'static str>, DeviceError> {
         let op = op.into();
         self.cpu.execute(&op)?;
@@ -102,7 +103,7 @@ impl KernelCheck<'_> {
         Ok(self.ran(done))
     }
 
-    /// Runs one launch on the GPU, as [`KernelCheck::run`] does.
+    /// Runs one launch on the GPU only. Returns the kernel and handles a failure as [`KernelCheck::run`] does.
     pub fn launch(&mut self, launch: Launch) -> Vec<&'static str> {
         let done = self.gpu.launch(launch);
         self.ran(done)
@@ -150,7 +151,7 @@ impl KernelCheck<'_> {
         Ok(())
     }
 
-    /// Compares a region of the GPU with expected values.
+    /// Compares a region of the GPU with expected values and records the difference for `kernels`.
     pub fn expect(
         &mut self,
         allowed: f64,
@@ -187,7 +188,7 @@ impl KernelCheck<'_> {
     }
 }
 
-/// The largest difference divided by the largest value.
+/// The largest absolute difference, divided by the largest absolute value of `expected`.
 pub(in crate::ops) fn difference(found: &[f32], expected: &[f32]) -> f64 {
     let largest = expected.iter().fold(0f64, |max, value| max.max(f64::from(*value).abs()));
     let each = found.iter().zip(expected).map(|(f, e)| (f64::from(*f) - f64::from(*e)).abs());

@@ -1,4 +1,4 @@
-//! Unpacks packed bits to bytes and floats. Portable code that compilers vectorise; also the reference of the tests.
+//! Unpacks packed bits to bytes and floats. Portable code that compilers vectorise. Tests use it as the reference.
 
 use super::{
     activations::ValueOrder,
@@ -87,7 +87,8 @@ pub fn nibbles(group: usize, codes: &[u8], out: &mut [u8]) {
 fn e2m1(code: u8) -> f32 {
     const HALF: u32 = 0.5f32.to_bits();
     let magnitude = u32::from(code & 7);
-    // Above 0.5, the only subnormal, exponent and mantissa are the leading bits of the f32 except for the bias.
+    // 0.5 is the only subnormal. The exponent and mantissa of a larger value are the leading bits of the f32, apart
+    // from the exponent's bias.
     let bits = if magnitude > 1 { HALF + (magnitude << 22) } else { magnitude * HALF };
     f32::from_bits(bits | u32::from(code & 8) << 28)
 }

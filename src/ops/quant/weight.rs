@@ -49,11 +49,11 @@ pub enum WeightFormat {
     Fp8(Option<Float>),
 }
 
-/// Rows and columns that share a scale in [`WeightFormat::Fp8`].
+/// Number of rows, and of columns, in a block that shares a scale in [`WeightFormat::Fp8`].
 pub const FP8_BLOCK: usize = 128;
 
 impl WeightFormat {
-    /// Values that share a scale; 1 for dense and FP8, where a row may have any length.
+    /// Number of values in a row that share a scale. 1 for dense and FP8, whose rows may have any length.
     pub fn group(self) -> usize {
         match self {
             WeightFormat::Dense(_) | WeightFormat::Fp8(_) => 1,
@@ -89,7 +89,7 @@ impl WeightFormat {
     }
 }
 
-/// A matrix `[rows, cols]` of the trunk, which stays in memory. Products are `y = x W^T`.
+/// A matrix `[rows, cols]` of the trunk (the weights that stay in memory). Products are `y = x W^T`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Weight {
     pub codes: WeightFormat,

@@ -24,19 +24,20 @@ pub struct DflashConfig {
     pub layers: Vec<AttentionWindow>,
     /// Layers of the target model whose output (the residual stream, before any norm) is the draft's context.
     pub taps: Vec<usize>,
-    /// Number of rows of a block: one for the last token, and one for each proposed token.
+    /// Number of rows of a block: one for the last token of the sequence, and one for each proposed token.
     pub block: usize,
     /// The mask token: the placeholder for a proposed token, a row of the target's embedding.
     pub mask: u32,
     pub vocab: usize,
-    /// Layers of the target that the draft was trained for, if declared.
+    /// Number of layers of the target model that the draft was trained for, if the configuration declares it.
     pub target_layers: Option<usize>,
-    /// Factor for the embedding rows of a block.
+    /// Factor by which the embedding rows of a block are multiplied.
     pub input_scale: f32,
-    /// Logits are multiplied by this, then soft-capped: `tanh(x / cap) * cap`.
+    /// Factor by which logits are multiplied before the soft cap.
     pub output_scale: f32,
+    /// Soft cap of the scaled logits: `tanh(x / cap) * cap`.
     pub cap: Option<f32>,
-    /// Sizes of the additions of DFlash2. `None` for a DFlash draft without them.
+    /// Sizes of the parts that DFlash2 adds to DFlash. `None` for a draft without these parts.
     pub dflash2: Option<Dflash2>,
     /// The `quantization` table, or null.
     pub quantization: Value,
@@ -60,13 +61,13 @@ impl AttentionWindow {
     }
 }
 
-/// Sizes of the additions of DFlash2: convolutions whose kernels depend on the input, and a selector that scores
-/// candidate tokens.
+/// Sizes of the parts that DFlash2 adds to DFlash: convolutions whose kernels depend on the input, and a selector that
+/// scores candidate tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Dflash2 {
     /// Width of a convolution in rows.
     pub taps: usize,
-    /// Channels that share a dynamic kernel.
+    /// Number of channels that share an input-dependent kernel.
     pub group: usize,
     /// Dimension of the selector's codebooks.
     pub rank: usize,
@@ -90,7 +91,7 @@ impl DflashConfig {
         let null = Value::Null;
         let own = JsonTable(json.get("dflash_config").unwrap_or(&null));
         let top = JsonTable(json);
-        // The newer schema takes precedence.
+        // A key in `dflash_config` (the newer schema) takes precedence over the same key at the top level.
         let table_of = |key: &str| if own.0.get(key).is_some_and(|value| !value.is_null()) { own } else { top };
         let has = |key: &str| table_of(key).0.get(key).is_some_and(|value| !value.is_null());
         for (key, supported) in [("hidden_act", "silu"), ("model_type", "qwen3")] {
