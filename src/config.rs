@@ -93,11 +93,11 @@ pub struct LoadSettings {
     pub no_vision: bool,
     /// Maximum number of tokens of an image.
     pub image_max_tokens: Option<usize>,
-    /// The model is served, so the plan reserves memory for requests.
+    /// True if the model is served. The memory plan then reserves memory for requests.
     pub serving: bool,
     /// Bytes of memory for the prompt cache. 0 for a command without one.
     pub prompt_cache: Option<u64>,
-    /// Speculation, which needs memory to undo rejected rows. `None` for a command without it.
+    /// Settings of speculation, which needs memory to undo rejected rows. `None` for a command without speculation.
     pub drafts: Option<DraftOptions>,
 }
 
@@ -141,7 +141,7 @@ fn max_experts_per_token(swiftlm: Option<&str>) -> Result<Option<usize>, String>
     text.map(count).transpose()
 }
 
-/// Where the prompt cache is on disk.
+/// Location of the prompt cache on disk.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum PromptCacheDir {
     Off,
@@ -160,27 +160,29 @@ pub struct ServeConfig {
     pub ollama_port: Option<u16>,
     pub api_key: Option<String>,
     pub cors: Option<String>,
-    /// Host names of this server, in addition to the local ones.
+    /// Host names by which clients reach this server, in addition to the local ones.
     pub allowed_host: Vec<String>,
     pub max_queue: usize,
     pub request_timeout: Option<Duration>,
     pub max_prompt_tokens: Option<usize>,
-    /// Unload a model that was idle for this long.
+    /// Idle time after which the model is unloaded.
     pub keep_alive: Option<Duration>,
     pub models_dir: Option<PathBuf>,
     pub keep_billing_header: bool,
     /// Hosts that images may be fetched from.
     pub image_urls: Vec<String>,
     pub pack: PackMode,
-    /// Directory of the prompt cache on disk, and its size limit in bytes.
+    /// Directory of the prompt cache on disk.
     pub prompt_cache_dir: PromptCacheDir,
+    /// Maximum size of the prompt cache on disk in bytes.
     pub prompt_cache_disk: u64,
     pub load: LoadSettings,
     pub generation: GenerationDefaults,
-    /// Default of thinking, for requests that do not set it.
+    /// Value of `enable_thinking` for requests that do not set it.
     pub thinking: Option<bool>,
-    /// Maximum number of tokens of an answer and of its reasoning, for requests that set none.
+    /// Maximum number of tokens in an answer, for requests that set no maximum.
     pub max_tokens: Option<usize>,
+    /// Maximum number of reasoning tokens in an answer, for requests that set no maximum.
     pub thinking_budget: Option<usize>,
 }
 
@@ -260,7 +262,7 @@ impl DraftOptions {
 #[derive(Debug, Clone)]
 pub struct GenerateConfig {
     pub model: ModelSource,
-    /// `None` if there was none, and stdin is a terminal.
+    /// `None` if the command line has no prompt and stdin is a terminal.
     pub prompt: Option<String>,
     pub system: Option<String>,
     pub max_tokens: Option<usize>,
@@ -280,7 +282,7 @@ impl GenerateConfig {
         Ok(config)
     }
 
-    /// Settings of `run`: a chat, or one answer if there is a prompt.
+    /// Settings of `run`, which gives one answer if there is a prompt, and otherwise starts a chat.
     pub fn chat(mut args: cli::RunArgs) -> Result<Self, String> {
         if !args.words.is_empty() {
             args.generate.prompt = Some(args.words.join(" "));
@@ -304,8 +306,8 @@ impl GenerateConfig {
     }
 }
 
-/// The prompt of the command line. It is read from stdin if the flag is `-`, or if there is none and stdin is not a
-/// terminal.
+/// The prompt: the value of the flag, or the text on stdin if the value is `-`. Without the flag, it is the text on
+/// stdin, or `None` if stdin is a terminal.
 fn read_prompt(flag: Option<String>) -> Result<Option<String>, String> {
     match flag {
         Some(text) if text != "-" => return Ok(Some(text)),

@@ -8,7 +8,7 @@ use crate::{
 use sha2::{Digest, Sha256};
 use std::path::{Path, PathBuf};
 
-/// Name of the directory and of the model.
+/// Name of the demo model and of its directory.
 pub const NAME: &str = "moestro-demo";
 
 macro_rules! files {
@@ -27,10 +27,10 @@ const FILES: &[(&str, &[u8])] = files![
     "tokenizer_config.json",
 ];
 
-/// Output of `sha256sum`, so that the embedded files need not be hashed at each start.
+/// Checksums of the embedded files, in the format of `sha256sum`. They save hashing the embedded files at each start.
 const SUMS: &str = include_str!("../models/demo/SHA256SUMS");
 
-/// Content of one of its files. Synthetic checkpoints use its tokenizer and template.
+/// Content of a file of the demo model. Synthetic checkpoints use the demo model's tokenizer and template.
 pub fn file(name: &str) -> Option<&'static [u8]> {
     FILES.iter().find(|(file, _)| *file == name).map(|(_, bytes)| *bytes)
 }

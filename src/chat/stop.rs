@@ -12,7 +12,7 @@ pub struct StopStrings {
     found: Option<String>,
 }
 
-/// Text that certainly precedes any stop string.
+/// Text that can be sent, because it cannot be part of a stop string.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ReleasedText {
     pub text: String,

@@ -34,7 +34,7 @@ const MAX_BYTES: u64 = 1 << 20;
 /// Flags by name, without the dashes.
 type Flags = BTreeMap<String, String>;
 
-/// A parsed configuration file. Every name in it is a flag.
+/// A parsed configuration file. It contains only names of known settings.
 #[derive(Debug, Default)]
 pub struct ConfigFile {
     path: PathBuf,
@@ -42,14 +42,14 @@ pub struct ConfigFile {
     models: BTreeMap<String, Flags>,
 }
 
-/// The settings of a command, and where they came from.
+/// The settings of a command, and the source of each.
 #[derive(Debug, Clone, Default)]
 pub struct Settings {
     /// The configuration file, if there is one.
     pub file: Option<PathBuf>,
-    /// Name of the model in the file, if it has one.
+    /// Name of the command's model in the file. `None` if the file does not list the model.
     pub model: Option<String>,
-    /// The models of the file, with their directories or hub ids.
+    /// Name of each model in the file, and its directory or hub id.
     pub models: Vec<(String, String)>,
     /// The command line.
     pub args: Vec<OsString>,
@@ -65,15 +65,16 @@ pub struct SettingRow {
     pub from: String,
 }
 
-/// Parses this process's arguments.
+/// Parses a command line, with settings from the configuration file.
 ///
 /// # Errors
-/// clap's errors, including help and version. A file that cannot be read or has an unknown name.
+/// Returns clap's errors, which include requests for help and version. Also fails if the configuration file cannot be
+/// read or has a setting with an unknown name.
 pub fn parse(args: impl IntoIterator<Item = OsString>) -> Result<(Cli, Settings), clap::Error> {
     parse_for(args, None)
 }
 
-/// Like [`parse`], but for the model `other` and its settings in the file, instead of the model on the command line.
+/// Like [`parse`], but uses the model `other` and its settings in the file instead of the model on the command line.
 pub fn parse_for(
     args: impl IntoIterator<Item = OsString>,
     other: Option<&str>,
@@ -110,7 +111,8 @@ pub fn parse_for(
 }
 
 impl ConfigFile {
-    /// Reads the file `named`, which must exist, else the user's default file, if it exists.
+    /// Reads the configuration file `named`, which must exist. If `named` is `None`, reads the user's default file,
+    /// which may be missing.
     fn find(named: Option<&Path>) -> Result<Self, String> {
         let Some(path) = named.map(Path::to_path_buf).or_else(default_path) else { return Ok(Self::default()) };
         match read_file(&path) {
@@ -187,14 +189,14 @@ impl ConfigFile {
         rows.collect()
     }
 
-    /// Directory or hub id of a model of the file.
+    /// Directory or hub id of a model that the file lists.
     fn place_of(&self, model: &str) -> Option<String> {
         self.models.get(model)?.get(PATH).cloned()
     }
 }
 
 impl Command {
-    /// The model of the command, as on the command line.
+    /// The model argument, as written on the command line. `None` if the command has no such argument.
     pub fn model(&mut self) -> Option<&mut Option<String>> {
         self.model_args().map(|args| &mut args.model)
     }
@@ -211,8 +213,8 @@ impl Command {
         }
     }
 
-    /// Makes `--model X` the model. With it, the first word after `run` is the prompt. `is_argument`: MODEL is on the
-    /// command line, not only in the environment.
+    /// If `--model X` is set, makes X the model. The first word after `run` then belongs to the prompt. `is_argument`
+    /// is true if MODEL is on the command line, and not only in the environment.
     ///
     /// # Errors
     /// The model is given twice.

@@ -98,7 +98,7 @@ impl Request {
         }
     }
 
-    /// The prompt as the prompt cache identifies it.
+    /// The parts of this request by which the prompt cache identifies its prompt.
     pub fn cached_prompt(&self) -> CachedPrompt<'_> {
         CachedPrompt { ids: &self.ids, images: &self.images, salt: self.cache_salt }
     }
@@ -174,7 +174,8 @@ pub struct Timings {
     pub generated_tokens: usize,
     pub prompt_seconds: f64,
     pub decode_seconds: f64,
-    /// Sum over the passes of this answer: number of sequences that were decoding at that time, including this one.
+    /// Sum over the decode passes of this answer. Each pass adds the number of sequences that were decoding, including
+    /// this one.
     pub decoding_sequences: usize,
     /// Number of decode passes of this answer.
     pub decode_passes: usize,
@@ -185,7 +186,7 @@ pub struct Timings {
     /// For each position in a draft: how often it was verified while all earlier positions were accepted, and how often it
     /// was accepted.
     pub draft_positions: [[u32; 2]; MAX_DRAFT_POSITIONS],
-    /// Time that speculation saved. Negative if it cost time.
+    /// Time that speculation saved. Negative if speculation made the answer slower.
     pub saved_seconds: f64,
 }
 

@@ -11,8 +11,8 @@ fn draw(sampling: Sampling, prompt: &[u32], logits: &[f32]) -> Option<u32> {
     Sampler::new(sampling, prompt, usize::MAX).draw(logits, &TokenMask::Any)
 }
 
-/// The steps of the module's documentation in f64, with full sorts: the probability of every id. `None` if a value is too
-/// close to a threshold.
+/// Computes the probability of every id by the steps in the sampler module's documentation, in f64 and with full sorts.
+/// Returns `None` if a value is too close to a threshold.
 fn reference(sampling: &Sampling, prompt: &[u32], answer: &[u32], logits: &[f32]) -> Option<Vec<f64>> {
     const CLOSE: f64 = 1e-5;
     let mut row: Vec<f64> = logits.iter().map(|&l| if l.is_nan() { f64::NEG_INFINITY } else { f64::from(l) }).collect();
@@ -71,7 +71,7 @@ fn reference(sampling: &Sampling, prompt: &[u32], answer: &[u32], logits: &[f32]
 }
 
 fn any_logits() -> impl Strategy<Value = Vec<f32>> {
-    // Some logits are equal and some are NaN. Long rows need several bars in `keep`.
+    // Some logits are equal and some are NaN. In long rows, `keep` has to lower its bar several times.
     let logit = prop_oneof![8 => -6.0..6.0f32, 2 => (-3..3i32).prop_map(|l| l as f32), 1 => Just(f32::NAN)];
     prop::collection::vec(logit, 4..300)
 }
@@ -251,7 +251,7 @@ fn draw_depends_on_seed_and_position() {
     let whole = run(3, &[1, 2], 40);
     assert_eq!(whole, run(3, &[1, 2], 40));
     assert_ne!(whole, run(4, &[1, 2], 40));
-    // A sampler that starts in the middle of an answer continues it.
+    // A sampler that starts in the middle of an answer draws the same tokens as one that started at the beginning.
     assert_eq!(whole[10..], run(3, &[9; 12], 30));
 }
 

@@ -1,7 +1,8 @@
 //! The engine's thread: `loop { admit; step; publish }`.
 //!
 //! Up to `parallel` requests are live, each with its own sequence. A step evaluates either one chunk of one prompt, or one
-//! token of each decoding sequence. [`TimeShare`] divides the time between the two. The module `steps` implements them.
+//! token of each decoding sequence. [`TimeShare`] divides the time between these two kinds of step. The module `steps`
+//! implements them.
 //!
 //! Live sequences share the page pool. If no page is free, the scheduler preempts the youngest request: it drops the
 //! request's sequence and recomputes it when pages are free. Preemption changes no byte of an answer.

@@ -68,7 +68,7 @@ pub async fn health(State(state): State<Arc<ServerState>>, request: Request) -> 
     if let Some(reason) = degraded {
         body["reason"] = if is_authorized { reason } else { "the model's files cannot be read".into() }.into();
     }
-    // The following faults do not change answers, so the status stays 200.
+    // The following faults do not change what the model answers, so the status stays 200.
     let damaged = state.metrics.pack_damaged_records.get();
     if damaged > 0 {
         let note = "damaged records are read from the checkpoint instead; run `moestro pack` to write a new pack";
@@ -88,7 +88,7 @@ pub async fn health(State(state): State<Arc<ServerState>>, request: Request) -> 
     (status, Json(body)).into_response()
 }
 
-/// Clears the prompt cache of the loaded model and those of all other models on disk.
+/// Clears the prompt cache of the loaded model, and deletes the prompt caches that other models have on disk.
 pub async fn clear_prompt_cache(State(state): State<Arc<ServerState>>) -> Result<StatusCode, ApiError> {
     state.ensure_ready()?;
     state.models.clear_prompt_caches().await?;

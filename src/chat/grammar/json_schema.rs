@@ -22,13 +22,14 @@ const MAX_DEPTH: usize = 64;
 /// write white space until its token limit.
 const WHITESPACE: &str = r" |\n[ \t]{0,40}";
 
-/// Largest absolute value of an integer without bounds. Many JSON readers only hold 64 bits, and without a bound a
-/// model could write digits until its token limit. Also the largest bound of other numbers that can be compiled.
+/// Largest absolute value of an integer for which the schema sets no bounds. Many JSON readers only hold 64 bits, and
+/// without a bound a model could write digits until its token limit. This is also the largest bound that can be
+/// compiled for a number that is not an integer.
 const MAX_INTEGER: i64 = 10i64.pow(18);
-/// Largest bound of an integer that can be compiled.
+/// Largest bound that can be compiled for an integer.
 const MAX_INTEGER_BOUND: f64 = 9e18;
 
-/// Keywords whose value is copied.
+/// Keywords whose value is copied, because it contains no schema.
 const COPIED: [&str; 20] = [
     "$ref",
     "$id",
@@ -203,7 +204,8 @@ impl Preparation<'_> {
         Ok(Value::Object(prepared))
     }
 
-    /// True if a pattern compiles. A pattern that does not compile is left out, or an error if the schema is strict.
+    /// Returns true if a pattern compiles. If it does not, returns an error for a strict schema. Otherwise returns
+    /// false, and the caller leaves the pattern out.
     fn can_enforce_pattern(&self, pattern: &Value, path: &str) -> Result<bool, FormatError> {
         let Some(pattern) = pattern.as_str() else { return Err(FormatError::new(path, "a pattern must be a string")) };
         let compiled = RegexBuilder::new().mk(&RegexAst::SearchRegex(regex_to_lark(pattern, "dw")));
@@ -216,8 +218,9 @@ impl Preparation<'_> {
         }
     }
 
-    /// Replaces bounds that are too far from zero to compile by the limit. A bound that only allows numbers beyond the
-    /// limit (a large minimum, a small maximum) is left out, or an error if the schema is strict.
+    /// Handles bounds that cannot be compiled because they are beyond the limit (too far from zero). A large maximum or
+    /// a small minimum is set to the limit. A large minimum or a small maximum would allow only numbers beyond the
+    /// limit. Such a bound is an error if the schema is strict, and is left out otherwise.
     fn limit_bounds(&self, schema: &mut Map<String, Value>, path: &str) -> Result<(), FormatError> {
         let limit = if is_integer(schema) { MAX_INTEGER_BOUND } else { MAX_INTEGER as f64 };
         for (key, sign) in [("minimum", -1.0), ("exclusiveMinimum", -1.0), ("maximum", 1.0), ("exclusiveMaximum", 1.0)]
@@ -282,8 +285,8 @@ fn is_string_array(value: &Value) -> bool {
     value.as_array().is_some_and(|names| names.iter().all(Value::is_string))
 }
 
-/// Finds the smallest part of a prepared schema for which `compile_error` returns an error. Returns the part's path and its
-/// error, or an empty path and `reason`, the error of the whole.
+/// Finds the smallest part of a prepared schema for which `compile_error` returns an error. `reason` is the error of
+/// the whole schema. Returns the path and the error of the part, or an empty path and `reason` if no part fails alone.
 pub fn locate(schema: &Value, reason: String, compile_error: impl Fn(&Value) -> Option<String>) -> (String, String) {
     let (mut path, mut reason, mut part) = (String::new(), reason, schema);
     // Each step compiles the parts of one level. The sizes of all levels together are at most the size of the schema.
@@ -327,7 +330,8 @@ fn subschemas(schema: &Value) -> Vec<(String, &Value)> {
     parts
 }
 
-/// A part of `root` as a schema of its own: `root` is added as a definition if the part refers to it.
+/// Turns `schema`, a part of `root`, into a schema that can be compiled alone. If the part has references, adds `root`
+/// as a definition.
 pub fn extract(schema: &Value, root: &Value) -> Value {
     let mut part = redirect_references(schema);
     if let Value::Object(part) = &mut part {
@@ -343,7 +347,7 @@ pub fn extract(schema: &Value, root: &Value) -> Value {
 
 const ROOT: &str = "root";
 
-/// A copy whose references within the document point into `#/$defs/root`.
+/// Copies a schema. References to the same document (`#...`) point into `#/$defs/root` in the copy.
 fn redirect_references(schema: &Value) -> Value {
     match schema {
         Value::Object(fields) => {

@@ -40,8 +40,8 @@ const BUSY_DELAY: Duration = Duration::from_millis(300);
 /// Progress callback: bytes on disk, total bytes.
 pub type DownloadProgress<'a> = &'a (dyn Fn(u64, u64) + Sync);
 
-/// Downloads the missing bytes of these files, verifies the files and links them into the snapshot. For `progress`, `on_disk`
-/// of `total` bytes are counted as present from the start.
+/// Downloads the missing bytes of these files, verifies the files and links them into the snapshot. `on_disk` of the
+/// `total` bytes are already on disk. `progress` counts them from the start.
 pub fn download_files(
     download: &ModelDownload<'_>,
     files: &[(&RepoFile, u64)],
@@ -173,7 +173,8 @@ impl<'a> FileDownload<'a> {
         MissingRanges { size: self.size, etag: self.etag.clone(), missing }
     }
 
-    /// The next piece to transfer. The piece is empty if all bytes have arrived and the file must only be verified.
+    /// The next piece to transfer. An empty piece means that all bytes have arrived and the file has yet to be
+    /// verified.
     fn next_piece(&mut self, max_bytes: u64) -> Option<Range<u64>> {
         if self.stage != FileStage::Pieces && !self.in_flight.is_empty() {
             return None;

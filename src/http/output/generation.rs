@@ -47,12 +47,12 @@ pub struct Output {
     pub logprobs: Vec<(u32, Logprobs)>,
     /// Log-probabilities of the prompt, if requested. The first token has none.
     pub prompt_logprobs: Option<Vec<Option<Logprobs>>>,
-    /// Set in the last output.
+    /// `Some` only in the last output of an answer.
     pub finish: Option<FinishReason>,
 }
 
 impl Output {
-    /// Appends a later output of the same answer. Adjacent text of one kind is joined.
+    /// Appends a later output of the same answer. Joins adjacent text of the same kind.
     pub fn append(&mut self, later: Self) {
         for delta in later.deltas {
             match (self.deltas.last_mut(), delta) {
@@ -74,7 +74,7 @@ impl Output {
 #[derive(Debug)]
 pub struct Finished {
     pub reason: FinishReason,
-    /// The stop string that ended it.
+    /// The stop string that ended the answer.
     pub stop: Option<String>,
     pub usage: Usage,
 }
@@ -101,9 +101,10 @@ pub struct Generation {
     /// Bytes of content sent so far.
     sent: usize,
     usage: Usage,
-    /// End of the prompt's evaluation.
+    /// Time at which the latest chunk of the prompt was evaluated.
     prefilled: Option<Instant>,
-    /// Outcome for the metrics. A generation that is dropped early was cancelled by its client.
+    /// Outcome that the metrics count. Starts as "cancelled": if the generation is dropped before it ends, its client
+    /// has cancelled it.
     outcome: &'static str,
     log: Arc<RequestLog>,
 }
@@ -239,7 +240,7 @@ impl Generation {
         self.in_reasoning &= Some(id) != close;
     }
 
-    /// Reads more text. Returns true if the answer ends here.
+    /// Parses more generated text and appends the result to `deltas`. Returns true if the answer ends here.
     fn read(&mut self, text: &str, deltas: &mut Vec<Delta>) -> bool {
         let read = match &mut self.reader {
             TextReader::Plain => vec![Delta::Content(text.to_owned())],
