@@ -5,11 +5,12 @@ use std::sync::Arc;
 
 /// Decodes a stream of token ids.
 ///
-/// A character may be spread over several tokens: its first bytes wait here until the rest arrives. The texts of all
-/// [`Decoder::push`] calls and of [`Decoder::finish`] together equal [`Tokenizer::decode`] of all ids.
+/// A character may be spread over several tokens. The decoder keeps the first bytes of such a character until the other
+/// bytes arrive. The texts of all [`Decoder::push`] calls and of [`Decoder::finish`] together equal
+/// [`Tokenizer::decode`] of all ids.
 pub struct Decoder {
     tokenizer: Arc<Tokenizer>,
-    /// First bytes of an incomplete character. At most three between pushes.
+    /// First bytes of an incomplete character, at most three between two calls of `push`.
     pending: Vec<u8>,
 }
 
@@ -18,7 +19,7 @@ impl Decoder {
         Self { tokenizer, pending: Vec::new() }
     }
 
-    /// Returns the text that `id` completes, possibly none.
+    /// Returns the text that `id` completes. The text may be empty.
     pub fn push(&mut self, id: u32) -> String {
         let mut text = String::new();
         Self::append(&mut text, &mut self.pending, self.tokenizer.text_bytes(id));

@@ -2,12 +2,12 @@
 //! mask of the tokens that may come next.
 //!
 //! * [`format`] has the formats that a request may ask for;
-//! * [`json_schema`], [`schema_references`] and [`lark`] check what a client sends, before it is compiled;
+//! * [`json_schema`], [`schema_references`] and [`lark`] check a client's format before it is compiled;
 //! * [`tool_calls`] writes the grammar of Qwen's tool calls;
-//! * [`constraint`] follows one answer: its reasoning, with a token budget, then its format.
+//! * [`constraint`] follows one answer: its reasoning, with a token budget, and then its format.
 //!
-//! Markup tokens (`<think>`, `<tool_call>`, `<|im_end|>`, ...) are not text to a grammar. They are allowed only where the
-//! grammar names them, so no JSON string can contain one.
+//! Markup tokens (`<think>`, `<tool_call>`, `<|im_end|>`, ...) are not text to a grammar. They are allowed only where
+//! the grammar names them, so a JSON string cannot contain a markup token.
 
 mod constraint;
 mod disjoint;
@@ -37,16 +37,18 @@ use std::sync::{
     atomic::{AtomicBool, Ordering::Relaxed},
 };
 
-/// Stack of the compiling thread, in bytes. llguidance recurses by about 10 KB for each part of a schema or rule of a
-/// grammar. Only the pages that are touched become real memory.
+/// Size in bytes of the stack of the compiling thread. llguidance recurses by about 10 KB for each part of a schema or
+/// rule of a grammar. Only the pages that are touched become real memory.
 const STACK: usize = 1 << 30;
 
-/// Maximum number of steps that llguidance spends on building the expressions of a grammar. Its default is 1,000,000.
+/// Maximum number of steps that llguidance spends on building the expressions of a grammar. llguidance's default is
+/// 1,000,000.
 const LEXER_FUEL: u64 = 300_000;
-/// Maximum number of lexer states, of one to two kilobytes each. llguidance's default is 250,000.
+/// Maximum number of lexer states. A state takes one to two kilobytes. llguidance's default is 250,000.
 const MAX_LEXER_STATES: usize = 50_000;
 
-/// Once it is set, a compilation stops before its next part. Clones share the flag.
+/// A flag that cancels a compilation. Once the flag is set, the compilation stops before its next part. Clones share
+/// the flag.
 #[derive(Clone, Default)]
 pub struct CancelFlag(Arc<AtomicBool>);
 
@@ -69,19 +71,21 @@ pub struct GrammarCompiler {
 }
 
 impl GrammarCompiler {
-    /// `eos`: tokens that end an answer, the model's usual one first.
+    /// Creates a compiler. `eos` has the tokens that end an answer, with the model's usual end token first.
     pub fn new(tokenizer: Arc<Tokenizer>, eos: &[u32]) -> Self {
         let markup = Arc::new(MarkupTokens::new(&tokenizer, eos));
         Self { tokenizer, eos: eos.to_vec(), markup, factory: OnceLock::new() }
     }
 
-    /// Sorts the vocabulary, so that the first constrained answer does not wait for it. Takes 0.7 s for 248,077 tokens.
+    /// Sorts the vocabulary, so that the first constrained answer does not wait for that. Takes 0.7 s for 248,077
+    /// tokens.
     pub fn warm_up(&self) {
         // Errors are ignored here. The first compilation reports them.
         drop(self.factory());
     }
 
-    /// A constraint that only limits the reasoning of an answer, to `budget` tokens. `calls`: tools may be called.
+    /// A constraint that only limits the reasoning of an answer, to `budget` tokens. `calls` is true if tools may be
+    /// called.
     pub fn reasoning_budget(&self, calls: bool, budget: usize) -> TokenConstraint {
         TokenConstraint::new(self.tokenizer.clone(), self.markup.clone(), None, calls, true, Some(budget))
     }
@@ -155,7 +159,7 @@ impl GrammarCompiler {
         })
     }
 
-    /// The grammar of an answer that is either `content` or tool calls. `None`: only calls are allowed.
+    /// The grammar of an answer that is either `content` or tool calls. If `content` is `None`, only calls are allowed.
     fn with_calls(
         &self,
         tools: &AllowedTools,
@@ -191,7 +195,7 @@ impl GrammarCompiler {
     }
 }
 
-/// Sorts the vocabulary into a prefix tree, and the tokens that occur in JSON strings into trees of their own.
+/// Sorts the vocabulary into a prefix tree, and the tokens that occur in JSON strings into separate trees.
 fn factory(tokenizer: &Tokenizer, eos: &[u32]) -> Result<ParserFactory, Box<dyn std::error::Error>> {
     let ids = 0..tokenizer.vocab_size() as TokenId;
     let words: Vec<Vec<u8>> = ids

@@ -1,5 +1,5 @@
-//! JSON numbers of any size. A model may write numbers outside a double's range, for which `serde_json` refuses the whole
-//! document.
+//! JSON numbers of any size. A model may write numbers outside the range of a double. `serde_json` refuses a whole
+//! document with such a number.
 
 use std::borrow::Cow;
 
@@ -28,7 +28,8 @@ pub fn is_integer(text: &str) -> Option<bool> {
     })
 }
 
-/// Puts every number outside a double's range in quotes. Templates print such a string without quotes, like the number.
+/// Puts every number outside the range of a double in quotes. Templates print such a string without quotes, like a
+/// number.
 pub fn quote_huge(json: &str) -> Cow<'_, str> {
     let bytes = json.as_bytes();
     let (mut out, mut copied, mut at) = (String::new(), 0, 0);

@@ -1,11 +1,12 @@
-//! Where the messages of a rendered prompt end, in tokens.
+//! Finds the ends of the messages of a rendered prompt, in tokens.
 //!
-//! Qwen's templates open every message with `<|im_start|>` and its role. Special tokens are never merged with the text
-//! around them. So the tokens before one are the same in every prompt that starts with the same text.
+//! Qwen's templates open every message with `<|im_start|>` and the role. Special tokens are never merged with the text
+//! around them. The tokens before a special token are therefore the same in every prompt that starts with the same
+//! text.
 
 use super::Tokenizer;
 
-/// Who wrote a message.
+/// The writer of a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Speaker {
     /// The system prompt, including the tools.
@@ -16,13 +17,13 @@ pub enum Speaker {
     Other,
 }
 
-/// For every message except the last: the number of tokens up to its end, and its speaker. Empty if the tokenizer has
-/// no `<|im_start|>`.
+/// For every message except the last: the number of tokens up to the end of the message, and its speaker. Empty if the
+/// tokenizer has no `<|im_start|>`.
 pub fn message_ends(tokenizer: &Tokenizer, ids: &[u32]) -> Vec<(usize, Speaker)> {
     let Some(open) = tokenizer.id("<|im_start|>") else { return Vec::new() };
     let starts: Vec<usize> = ids.iter().enumerate().filter(|&(_, &id)| id == open).map(|(at, _)| at).collect();
     let speaker = |message: &[u32]| {
-        // 32 tokens are more than enough for the longest text that is compared here.
+        // 32 tokens are more than the longest prefix that is compared here.
         let text: Vec<u8> = message.iter().take(32).flat_map(|&id| tokenizer.token_bytes(id)).collect();
         if text.starts_with(b"system\n") {
             Speaker::System

@@ -22,16 +22,16 @@
 //!
 //! Malformed text:
 //!
-//! * reasoning without `</think>` is all reasoning;
+//! * reasoning without `</think>` is reasoning up to the end of the text;
 //! * a `<tool_call>` without a `<function=NAME>` after it is content, unchanged;
 //! * text between the parameters of a call is content;
-//! * a `</parameter>` ends a value only before the next tag of the call or the end of the text. Otherwise it is part of the
-//!   value;
-//! * a call without an end tag is closed when the model ends the answer: its arguments are those so far. An incomplete
-//!   tag after a complete value is markup and is dropped. An incomplete value is kept, as a string if it is not valid
-//!   JSON;
-//! * a call that the token limit cuts stays open: its arguments are invalid JSON, since the rest is unknown. An incomplete
-//!   tag is dropped;
+//! * a `</parameter>` ends a value only before the next tag of the call or the end of the text. Otherwise the
+//!   `</parameter>` is part of the value;
+//! * a call without an end tag is closed when the model ends the answer. Its arguments are the arguments so far. An
+//!   incomplete tag after a complete value is markup and is dropped. An incomplete value is kept, and becomes a string
+//!   if it is not valid JSON;
+//! * a call that the token limit cuts stays open. Its arguments are invalid JSON, because the rest of them is unknown.
+//!   An incomplete tag is dropped;
 //! * a call of a known tool inside the reasoning ends the reasoning. A `</think>` right after the call is dropped.
 
 mod argument;
@@ -49,13 +49,13 @@ use tags::*;
 pub enum Delta {
     Reasoning(String),
     Content(String),
-    /// A tool call starts. `index` counts from 0.
+    /// A tool call starts. `index` is the number of earlier calls.
     ToolCall {
         index: usize,
         id: String,
         name: String,
     },
-    /// A fragment of a call's arguments. The fragments of one call concatenate to one valid JSON object, unless the token
+    /// A fragment of a call's arguments. Together, the fragments of one call are a valid JSON object, unless the token
     /// limit cut the call.
     Arguments {
         index: usize,
@@ -67,22 +67,23 @@ pub enum Delta {
 pub struct Parser {
     tools: Vec<Value>,
     state: ParserState,
-    /// `buffer[at..]` is not parsed yet.
+    /// Text that is not dropped yet. `buffer[at..]` is not parsed yet.
     buffer: String,
+    /// Offset in `buffer` of the first byte that is not parsed yet.
     at: usize,
-    /// Bytes of text before the buffer.
+    /// Number of bytes of text before the buffer.
     before: usize,
-    /// Ranges in the whole text of the content since the last call of [`Parser::spans`].
+    /// Byte ranges of content in the whole text since the last call of [`Parser::spans`].
     spans: Vec<Range<usize>>,
-    /// A call ended the reasoning, without a `</think>`.
+    /// True if a call ended the reasoning without a `</think>`.
     reasoning_ended_by_call: bool,
-    /// Tool calls so far.
+    /// Number of tool calls so far.
     calls: usize,
     out: Vec<Delta>,
 }
 
 enum ParserState {
-    /// Only white space so far. A `<think>` here opens the reasoning even if the prompt did not.
+    /// There was only white space so far. A `<think>` here opens the reasoning even if the prompt did not.
     Start {
         reasoning: bool,
     },
@@ -92,9 +93,9 @@ enum ParserState {
     },
     Reasoning,
     Content,
-    /// The rest starts with white space and a `<tool_call>`.
+    /// The next text is white space and a `<tool_call>`.
     Opening,
-    /// Between the parameters of a call. `stray`: inside text that is not part of any parameter.
+    /// Between the parameters of a call. `stray` is true inside text that does not belong to a parameter.
     Body {
         call: PendingCall,
         stray: bool,
@@ -103,11 +104,11 @@ enum ParserState {
         call: PendingCall,
         argument: PendingArgument,
     },
-    /// After `</function>`.
+    /// After the `</function>` of a call.
     Closing,
 }
 
-/// Whether more text can follow, and if not, what ended the answer.
+/// State of the input: more text can follow, or the answer has ended for a reason.
 #[derive(Clone, Copy, PartialEq)]
 enum InputEnd {
     MoreToCome,
@@ -125,8 +126,9 @@ enum StepResult {
 }
 
 impl Parser {
-    /// `in_reasoning`: the prompt opened the reasoning ([`super::Template::opens_in_reasoning`]). `tools`: the request's
-    /// OpenAI tool definitions. Without tools, tool calls are content.
+    /// Creates a parser. `in_reasoning` is true if the prompt opened the reasoning
+    /// ([`super::Template::opens_in_reasoning`]). `tools` are the request's tool definitions in OpenAI's format.
+    /// Without tools, tool calls are content.
     pub fn new(in_reasoning: bool, tools: &[Value]) -> Self {
         let state = ParserState::Start { reasoning: in_reasoning };
         Self {
@@ -148,12 +150,12 @@ impl Parser {
         self.run(InputEnd::MoreToCome)
     }
 
-    /// Ends the text and returns what was held back. `truncated`: the token limit ended the answer.
+    /// Ends the text and returns the text that was held back. `truncated` is true if the token limit ended the answer.
     pub fn finish(&mut self, truncated: bool) -> Vec<Delta> {
         self.run(if truncated { InputEnd::Truncated } else { InputEnd::Complete })
     }
 
-    /// Byte ranges in the whole text of the content returned since the last call.
+    /// Byte ranges, in the whole text, of the content that was returned since the last call.
     pub fn spans(&mut self) -> Vec<Range<usize>> {
         std::mem::take(&mut self.spans)
     }
@@ -228,7 +230,7 @@ impl Parser {
         self.emit(Delta::Arguments { index: self.calls.saturating_sub(1), json });
     }
 
-    /// Queues a delta. Text joins the previous delta if both are of one kind.
+    /// Queues a delta. If the previous delta is of the same kind, the text is appended to that delta.
     fn emit(&mut self, delta: Delta) {
         match (self.out.last_mut(), &delta) {
             (_, Delta::Reasoning(text) | Delta::Content(text) | Delta::Arguments { json: text, .. })
@@ -243,7 +245,7 @@ impl Parser {
     }
 }
 
-/// Outside of tool calls.
+/// Parsing outside of tool calls.
 impl Parser {
     fn start(&mut self, reasoning: bool, last: bool) -> StepResult {
         let (rest, text) = (self.rest(), self.rest().trim_start());
@@ -275,7 +277,7 @@ impl Parser {
         let before = &rest[..thought.unwrap_or(rest.len())];
         let (stop, call) = match self.call_in(rest, before.len()) {
             Some((at, true)) => (Some(at), true),
-            // More text could turn this into a call.
+            // More text could turn the `<tool_call>` at this offset into a call of a known tool.
             Some((at, false)) if end != InputEnd::Complete => (Some(at), false),
             _ => (None, false),
         };
@@ -307,8 +309,8 @@ impl Parser {
         }
     }
 
-    /// Offset of the first `<tool_call>` in `text[..end]` that calls a known tool, with `true`, or that may still do so,
-    /// with `false`.
+    /// Offset of the first `<tool_call>` in `text[..end]` that calls a known tool or may still do so. The boolean is
+    /// true if the `<tool_call>` calls a known tool.
     fn call_in(&self, text: &str, end: usize) -> Option<(usize, bool)> {
         let names = || self.tools.iter().filter_map(|tool| tool.get("function").unwrap_or(tool).get("name")?.as_str());
         let mut calls = if self.tools.is_empty() { None } else { Some(text[..end].match_indices(TOOL_CALL)) };
@@ -373,7 +375,7 @@ impl Parser {
     }
 }
 
-/// Inside a tool call.
+/// Parsing inside a tool call.
 impl Parser {
     /// Starts a call whose header has `length` bytes.
     fn start_call(&mut self, name: String, length: usize) -> StepResult {
@@ -402,8 +404,8 @@ impl Parser {
         }
         let rest = self.rest();
         if rest.is_empty() && end == InputEnd::Truncated {
-            // Clients read empty arguments as a call without arguments. The opening brace makes them invalid JSON
-            // instead.
+            // Clients read empty arguments as a call without arguments. The opening brace makes the arguments invalid
+            // JSON instead.
             self.arguments(if call.parameters == 0 { "{" } else { "" }.into());
             self.drop_rest()
         } else if rest.is_empty() || rest.starts_with(END_FUNCTION) {

@@ -1,10 +1,10 @@
-//! Stop strings: cuts streamed text at the first one.
+//! Stop strings: cuts streamed text at the first stop string.
 
 /// Searches streamed text for stop strings.
 ///
-/// The first match is the one that is complete first. If several are complete at the same byte, the longest counts. Only
-/// text that may still become a stop string is held back. Each byte costs one step per stop string (Knuth, Morris and
-/// Pratt), independent of the lengths.
+/// The first match is the stop string that is complete first. If several stop strings are complete at the same byte,
+/// the longest counts. Only text that may still become a stop string is held back. Each byte costs one step per stop
+/// string (Knuth, Morris and Pratt), independent of the lengths of the stop strings.
 pub struct StopStrings {
     patterns: Vec<StopPattern>,
     held: String,
@@ -16,20 +16,20 @@ pub struct StopStrings {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ReleasedText {
     pub text: String,
-    /// A stop string was found: `text` ends before it, and nothing follows.
+    /// True if a stop string was found. `text` then ends before the stop string, and no more text follows.
     pub stopped: bool,
 }
 
 struct StopPattern {
     bytes: Vec<u8>,
-    /// `borders[i]`: length of the longest proper prefix of `bytes[..=i]` that is also its suffix.
+    /// `borders[i]` is the length of the longest proper prefix of `bytes[..=i]` that is also a suffix of `bytes[..=i]`.
     borders: Vec<usize>,
-    /// Length in bytes of the longest prefix of the pattern that ends the text so far.
+    /// Length in bytes of the longest prefix of the pattern with which the text so far ends.
     matched: usize,
 }
 
 impl StopStrings {
-    /// Ignores empty strings.
+    /// Creates a search for `strings`. Empty strings are ignored.
     pub fn new(strings: Vec<String>) -> Self {
         let patterns = strings.into_iter().filter(|s| !s.is_empty()).map(StopPattern::new).collect();
         Self { patterns, held: String::new(), found: None }
@@ -63,7 +63,7 @@ impl StopStrings {
         self.found.as_deref()
     }
 
-    /// Ends the text: returns what was held back because it could have become a stop string.
+    /// Ends the text. Returns the text that was held back because it could have become a stop string.
     pub fn finish(&mut self) -> String {
         self.patterns.iter_mut().for_each(|p| p.matched = 0);
         std::mem::take(&mut self.held)
@@ -82,7 +82,7 @@ impl StopPattern {
         pattern
     }
 
-    /// Takes one byte of the text. Returns whether it completes the pattern.
+    /// Takes one byte of the text. Returns true if this byte completes the pattern.
     fn step(&mut self, byte: u8) -> bool {
         while self.matched > 0 && self.bytes[self.matched] != byte {
             self.matched = self.borders[self.matched - 1];

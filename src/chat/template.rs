@@ -20,41 +20,44 @@ pub struct Conversation<'a> {
     pub messages: &'a [Json],
     /// OpenAI tool definitions.
     pub tools: Option<&'a [Json]>,
-    /// Further variables (`chat_template_kwargs`), such as `enable_thinking`.
+    /// Other variables (`chat_template_kwargs`), such as `enable_thinking`.
     pub kwargs: &'a Map<String, Json>,
-    /// End the prompt with the opening of the assistant's message.
+    /// True if the prompt ends with the start of a new assistant message.
     pub add_generation_prompt: bool,
 }
 
 /// A compiled chat template.
 ///
-/// Known differences from Python: integers over 64 bits become floats, `~` and `join` write a float of 1e16 or more with
-/// all its digits, and an empty string cannot be sliced backwards.
+/// Known differences from Python: integers over 64 bits become floats, `~` and `join` write a float of 1e16 or more
+/// with all its digits, and an empty string cannot be sliced backwards.
 pub struct Template {
     env: Environment<'static>,
-    /// `bos_token` and the like from `tokenizer_config.json`, which transformers passes to the template as variables.
+    /// Special tokens such as `bos_token` from `tokenizer_config.json`, which transformers passes to the template as
+    /// variables.
     special_tokens: BTreeMap<String, Value>,
     info: Json,
 }
 
-/// Name of the template for all conversations.
+/// Name of the template that is used for all conversations, except those for which `TOOL_USE` exists.
 const DEFAULT: &str = "default";
 /// Name of the template that some models have for conversations with tools.
 const TOOL_USE: &str = "tool_use";
 
-/// Maximum number of instructions that one rendering may execute: enough for about ten thousand messages, used up in a tenth
-/// of a second.
+/// Maximum number of instructions that one rendering may execute. The maximum is enough for about ten thousand
+/// messages, and takes a tenth of a second.
 const FUEL: u64 = 1_500_000;
 
-/// Bytes of prompt that one rendering may write: this many for each byte of its input, plus a constant.
+/// Maximum number of bytes of prompt that one rendering may write per byte of its input, in addition to `OUTPUT_BASE`.
 const OUTPUT_PER_INPUT: usize = 32;
+/// Number of bytes of prompt that one rendering may write for any input.
 const OUTPUT_BASE: usize = 16 << 20;
 
-/// Stack of the rendering thread, in bytes. A loop can nest values one level per instruction, and dropping, comparing or
-/// printing them recurses with less than 700 bytes a level. Only the pages that are touched become real memory.
+/// Size in bytes of the stack of the rendering thread. A loop can nest values by one level per instruction. Dropping,
+/// comparing or printing nested values recurses with less than 700 bytes per level. Only the pages that are touched
+/// become real memory.
 const RENDER_STACK: usize = 1 << 30;
 
-/// Stack of the parsing thread: enough for the nesting that `source` allows.
+/// Size in bytes of the stack of the parsing thread. The stack is large enough for the nesting that `source` allows.
 const PARSE_STACK: usize = 64 << 20;
 
 impl Template {
@@ -101,8 +104,8 @@ impl Template {
     /// Renders the prompt of a conversation.
     ///
     /// # Errors
-    /// [`ChatError::Refused`] if the template rejects the conversation, or if a tool call in it has arguments that are not
-    /// a JSON object.
+    /// [`ChatError::Refused`] if the template rejects the conversation, or if the arguments of a tool call in it are
+    /// not a JSON object.
     pub fn render(&self, conversation: &Conversation) -> Result<String, ChatError> {
         let name = if conversation.tools.is_some() { TOOL_USE } else { DEFAULT };
         let template =
@@ -139,13 +142,13 @@ impl Template {
         &self.info
     }
 
-    /// True if the prompt ends inside the model's reasoning: the template has opened it.
+    /// True if the prompt ends inside the model's reasoning, because the template has opened the reasoning.
     pub fn opens_in_reasoning(prompt: &str) -> bool {
         prompt.strip_suffix('\n').unwrap_or(prompt).ends_with("<think>")
     }
 }
 
-/// The prompt being written. Writing beyond `max_bytes` fails.
+/// The prompt that is being written. Writing more than `max_bytes` fails.
 struct BoundedOutput {
     text: Vec<u8>,
     max_bytes: usize,
@@ -167,7 +170,7 @@ impl io::Write for BoundedOutput {
     }
 }
 
-/// Runs `work` on its own thread with a stack of `bytes`. A panic in the template engine fails this request only.
+/// Runs `work` on a separate thread with a stack of `bytes`. A panic in the template engine fails only this request.
 fn run_with_stack<T: Send>(bytes: usize, work: impl FnOnce() -> Result<T, ChatError> + Send) -> Result<T, ChatError> {
     std::thread::scope(|scope| {
         let thread = std::thread::Builder::new().name("template".into()).stack_size(bytes);
@@ -176,7 +179,7 @@ fn run_with_stack<T: Send>(bytes: usize, work: impl FnOnce() -> Result<T, ChatEr
     })
 }
 
-/// Bytes of text in a value.
+/// Number of bytes of text in a value.
 fn text_bytes(value: &Json) -> usize {
     match value {
         Json::String(text) => text.len(),
@@ -186,7 +189,7 @@ fn text_bytes(value: &Json) -> usize {
     }
 }
 
-/// Text of a file; `None` if the file does not exist.
+/// Text of a file. `None` if the file does not exist.
 fn read_if_exists(path: &Path) -> Result<Option<String>, ChatError> {
     match std::fs::read_to_string(path) {
         Ok(text) => Ok(Some(text)),
@@ -195,7 +198,7 @@ fn read_if_exists(path: &Path) -> Result<Option<String>, ChatError> {
     }
 }
 
-/// Templates of `tokenizer_config.json`: one text, or a list of `{"name", "template"}`.
+/// Templates of `tokenizer_config.json`. `chat_template` is one text, or a list of `{"name", "template"}`.
 fn named_sources(chat_template: Option<&Json>) -> Vec<(String, String)> {
     match chat_template {
         Some(Json::String(source)) => vec![(DEFAULT.to_string(), source.clone())],
@@ -207,12 +210,12 @@ fn named_sources(chat_template: Option<&Json>) -> Vec<(String, String)> {
     }
 }
 
-/// Jinja as transformers configures it.
+/// Creates a Jinja environment with the settings of transformers.
 fn environment() -> Environment<'static> {
     let mut env = Environment::new();
     let mut syntax = SyntaxConfig::builder();
     syntax.trim_blocks(true).lstrip_blocks(true);
-    // Cannot fail: only the delimiters are checked, and they are the defaults.
+    // `build` cannot fail here, because it only checks the delimiters, and they are the defaults.
     if let Ok(syntax) = syntax.build() {
         env.set_syntax(syntax);
     }
@@ -233,7 +236,7 @@ fn environment() -> Environment<'static> {
     });
     env.add_filter("length", length);
     env.add_filter("count", length);
-    // In Python a string and a mapping are sequences too: both have a length and items. None is not iterable.
+    // In Python, strings and mappings are sequences, too, because they have a length and items. `None` is not iterable.
     env.add_test("sequence", |value: &Value| {
         matches!(value.kind(), ValueKind::Map | ValueKind::Seq | ValueKind::String)
     });
@@ -249,12 +252,12 @@ fn environment() -> Environment<'static> {
     env
 }
 
-/// Python's `len`. 0 for an undefined value.
+/// Python's `len`, but 0 for an undefined value.
 fn length(value: &Value) -> Result<usize, Error> {
     if value.is_undefined() { Ok(0) } else { minijinja::filters::length(value) }
 }
 
-/// Marks an error that the template raised itself, with `raise_exception`.
+/// Marks an error that the template raised by calling `raise_exception`.
 #[derive(Debug)]
 struct Refusal(String);
 

@@ -9,24 +9,26 @@ use std::path::Path;
 
 /// A byte-level BPE tokenizer, read from `tokenizer.json`.
 ///
-/// The `tokenizers` crate encodes. Decoding is a table lookup: each id has fixed bytes, so a stream is decoded token by
-/// token without looking back.
+/// The `tokenizers` crate encodes. Decoding is a table lookup: each id has fixed bytes, so each token of a stream is
+/// decoded without looking at earlier tokens.
 pub struct Tokenizer {
     encoder: tokenizers::Tokenizer,
-    /// Bytes of all tokens, concatenated: token `id` is `bytes[ends[id - 1]..ends[id]]`.
+    /// Bytes of all tokens, concatenated. Token `id` is `bytes[ends[id - 1]..ends[id]]`.
     bytes: Vec<u8>,
+    /// End of each token in `bytes`, by token id.
     ends: Vec<usize>,
-    /// Ids of control tokens, sorted. They have bytes but add no text.
+    /// Ids of control tokens, sorted. Control tokens have bytes but add no text.
     special: Vec<u32>,
     /// Ids of all tokens outside the BPE vocabulary, sorted: control tokens and markup.
     added: Vec<u32>,
-    /// Where a text may be cut. `None` if it must not be cut.
+    /// Positions where a text may be cut. `None` if the texts of this tokenizer must not be cut.
     cuts: Option<Cuts>,
-    /// Bytes of the longest token. `None` if the length of a text gives no lower bound of its tokens.
+    /// Number of bytes of the longest token. `None` if the length of a text gives no lower bound for its number of
+    /// tokens.
     longest_token: Option<usize>,
 }
 
-/// Highest plausible id. A file with a higher one is damaged.
+/// Highest plausible token id. A file with a higher id is damaged.
 const MAX_ID: u32 = 1 << 24;
 
 impl Tokenizer {
@@ -46,8 +48,8 @@ impl Tokenizer {
         // Some files enable truncation or padding, which are for training batches.
         encoder.with_truncation(None).map_err(|e| failed(e.to_string()))?;
         encoder.with_padding(None);
-        // The crate's cache keeps up to 80 MB of words per thread and never frees them. Without it, encoding takes twice as
-        // long, which is little compared with the model's time.
+        // The crate's cache keeps up to 80 MB of words per thread and never frees them. Without the cache, encoding
+        // takes twice as long, which is little compared with the model's time.
         if let tokenizers::ModelWrapper::BPE(bpe) = encoder.get_model() {
             let mut bpe = bpe.clone();
             bpe.resize_cache(0);
@@ -78,7 +80,7 @@ impl Tokenizer {
         Ok(Self { encoder, bytes, ends, special, added, cuts, longest_token })
     }
 
-    /// Encodes a text. Special tokens in it are recognized; none are added.
+    /// Encodes a text. Special tokens in the text are recognized. No special tokens are added.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>, ChatError> {
         let (mut ids, mut rest) = (Vec::new(), text);
         while !rest.is_empty() {
@@ -89,15 +91,15 @@ impl Tokenizer {
         Ok(ids)
     }
 
-    /// Length of the first piece of a text, in bytes. The pieces, encoded one by one, give the ids of the whole text.
-    /// Pieces usually have about 16 KiB, and no word is cut.
+    /// Length in bytes of the first piece of a text. Encoding all pieces one by one gives the ids of the whole text. A
+    /// piece usually has about 16 KiB, and no word is cut.
     pub fn piece_len(&self, text: &str) -> usize {
         self.cuts.map_or(text.len(), |cuts| cuts.first(text, MIN_PIECE))
     }
 
     /// Lower bound of the number of tokens of `text`, from its length alone.
     pub fn min_tokens(&self, text: &str) -> usize {
-        // NFC shortens text by a factor of at most 3.5 (U+1FBE U+0308 U+0301 to U+0390), and never pure ASCII.
+        // NFC shortens text by a factor of at most 3.5 (U+1FBE U+0308 U+0301 to U+0390), and does not change ASCII.
         let ascii = text.bytes().filter(u8::is_ascii).count();
         self.longest_token.map_or(0, |longest| (ascii + (text.len() - ascii) / 4) / longest)
     }
@@ -108,8 +110,8 @@ impl Tokenizer {
         Ok(encoding.get_ids().to_vec())
     }
 
-    /// Decodes ids. Drops special tokens and ids outside the vocabulary, keeps other added tokens. Invalid UTF-8 becomes
-    /// U+FFFD, as in Python's `bytes.decode(errors="replace")`.
+    /// Decodes ids. Special tokens and ids outside the vocabulary are dropped, and other added tokens are kept. Invalid
+    /// UTF-8 becomes U+FFFD, as in Python's `bytes.decode(errors="replace")`.
     pub fn decode(&self, ids: &[u32]) -> String {
         let bytes: Vec<u8> = ids.iter().flat_map(|&id| self.text_bytes(id)).copied().collect();
         String::from_utf8_lossy(&bytes).into_owned()
@@ -130,17 +132,17 @@ impl Tokenizer {
         self.encoder.token_to_id(token)
     }
 
-    /// True if a token is outside the BPE vocabulary: a control token such as `<|im_end|>`, or markup such as `<think>`.
+    /// True if a token is outside the BPE vocabulary, such as the control token `<|im_end|>`, or the markup `<think>`.
     pub fn is_added(&self, id: u32) -> bool {
         self.added.binary_search(&id).is_ok()
     }
 
-    /// Largest id plus one. A model's logits may have more rows, as padding.
+    /// The largest id plus one. A model may have more logits, because logits may be padded.
     pub fn vocab_size(&self) -> usize {
         self.ends.len()
     }
 
-    /// First id whose token differs in `other`. `None` if all ids of both have the same token.
+    /// First id whose token differs in `other`. `None` if all ids that both tokenizers have mean the same token.
     pub fn first_difference(&self, other: &Self) -> Option<u32> {
         let both = self.vocab_size().min(other.vocab_size()) as u32;
         (0..both).find(|&id| self.slice(id) != other.slice(id) || self.is_added(id) != other.is_added(id))
@@ -159,7 +161,7 @@ impl Tokenizer {
     }
 }
 
-/// Accepts Unicode normalizers only. Others can multiply the text without bound, or panic.
+/// Accepts Unicode normalizers only. Other normalizers can multiply the text without bound, or panic.
 fn check_normalizer(normalizer: &Value) -> Result<(), String> {
     match normalizer["type"].as_str() {
         Some("NFC" | "NFKC") => Ok(()),
@@ -168,7 +170,7 @@ fn check_normalizer(normalizer: &Value) -> Result<(), String> {
     }
 }
 
-/// Maximum number of bytes of text that one token can represent. `None` if encoding can drop text: because a byte has
+/// Maximum number of bytes of text that one token can represent. `None` if encoding can drop text, because a byte has
 /// no token, or because a normalizer other than NFC changes the text.
 fn longest_token(encoder: &tokenizers::Tokenizer, ends: &[usize]) -> Option<usize> {
     let plain = matches!(encoder.get_normalizer(), None | Some(tokenizers::NormalizerWrapper::NFC(_)));
@@ -195,7 +197,8 @@ fn write_bytes(token: &str, bytes: &mut Vec<u8>) {
     }
 }
 
-/// Inverse of GPT-2's `bytes_to_unicode`: printable Latin-1 is itself, the other 68 bytes are U+0100 and up, in order.
+/// Inverse of GPT-2's `bytes_to_unicode`: printable Latin-1 characters are spelt as themselves, and the other 68 bytes
+/// as U+0100 and up, in order.
 fn spelt_byte(c: char) -> Option<u8> {
     match u32::from(c) {
         code @ (0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff) => u8::try_from(code).ok(),

@@ -1,19 +1,19 @@
-//! Settings that make each coding agent use a local server: variables, arguments, and separate files. The user's
-//! configuration of an agent is never changed.
+//! Settings that make each coding agent use a local server: variables, arguments, and separate files. These settings
+//! never change the user's own configuration of an agent.
 
 use crate::cli::values::Agent;
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 
-/// API key for a server that requires none. Agents refuse to start without a key.
+/// API key for a server that requires no key. Agents refuse to start without a key.
 const ANY_KEY: &str = "local";
-/// Claude Code gives up after this many milliseconds without an event: half an hour, for long prompts.
+/// Milliseconds without an event after which Claude Code gives up. Half an hour, because long prompts take long.
 const CLAUDE_IDLE_MS: &str = "1800000";
 
 /// The server and the model that an agent uses.
 #[derive(Debug, Clone)]
 pub struct AgentTarget {
-    /// Address without `/v1`.
+    /// Address of the server, without `/v1`.
     pub base_url: String,
     pub key: Option<String>,
     pub model: String,
@@ -26,12 +26,12 @@ pub struct AgentTarget {
 #[derive(Debug, Default)]
 pub struct AgentSetup {
     pub program: &'static str,
-    /// How to install the agent.
+    /// Command that installs the agent.
     pub install: &'static str,
     pub variables: Vec<(&'static str, String)>,
     /// Environment variables to remove, because they would override `variables`.
     pub removed: &'static [&'static str],
-    /// Arguments that come before the user's.
+    /// Arguments that come before the arguments of the user.
     pub args: Vec<String>,
     pub files: Vec<(PathBuf, String)>,
 }
@@ -46,12 +46,12 @@ impl AgentTarget {
         self.key.clone().unwrap_or_else(|| ANY_KEY.into())
     }
 
-    /// The address of the OpenAI API.
+    /// Address of the OpenAI API of the server.
     fn openai_url(&self) -> String {
         format!("{}/v1", self.base_url)
     }
 
-    /// The setup of an agent, with its files in `dir`.
+    /// The setup of an agent. The agent's files are in `dir`.
     pub fn setup(&self, agent: Agent, dir: &Path) -> AgentSetup {
         match agent {
             Agent::Claude => self.claude(),

@@ -8,7 +8,7 @@ use std::{
     mem,
 };
 
-/// Prompts with fewer tokens are evaluated so fast that no progress is shown.
+/// Number of tokens of a prompt from which progress is shown. Shorter prompts are evaluated too fast for that.
 const LONG_PROMPT: usize = 1_024;
 
 /// A complete or interrupted answer.
@@ -16,14 +16,14 @@ const LONG_PROMPT: usize = 1_024;
 pub struct TerminalAnswer {
     pub content: String,
     pub reasoning: String,
-    /// `None` if the user interrupted it.
+    /// `None` if the user interrupted the answer.
     pub end: Option<AnswerEnd>,
 }
 
 /// The end of an answer.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AnswerEnd {
-    /// The limit of tokens ended it.
+    /// True if the token limit ended the answer.
     pub is_cut: bool,
     pub stats: AnswerStats,
 }
@@ -40,7 +40,7 @@ pub struct AnswerStats {
     pub accepted_tokens: usize,
 }
 
-/// `prompt 76 tokens (44 cached), 5861 tok/s; answer 30 tokens, 16.2 tok/s`
+/// Displays, for example, `prompt 76 tokens (44 cached), 5861 tok/s; answer 30 tokens, 16.2 tok/s`.
 impl fmt::Display for AnswerStats {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         let speed = |tokens: usize, seconds: f64| match tokens as f64 / seconds {
@@ -69,9 +69,9 @@ pub fn print_dimmed(text: &str) {
     if has_colours() { eprintln!("\x1b[2m{text}\x1b[0m") } else { eprintln!("{text}") }
 }
 
-/// Prints an answer while it streams. Content goes to stdout. Reasoning goes to stderr, dimmed on a terminal, and is
-/// omitted if only stdout is a terminal. Control characters are replaced on a terminal, because they could change its
-/// state.
+/// Prints an answer while it streams. Content goes to stdout. Reasoning goes to stderr, dimmed on a terminal. If only
+/// stdout is a terminal, reasoning is omitted. On a terminal, control characters are replaced, because they could
+/// change the terminal's state.
 pub struct AnswerPrinter {
     dims: bool,
     shows_reasoning: bool,
@@ -93,7 +93,7 @@ impl AnswerPrinter {
         }
     }
 
-    /// Shows which part of a long prompt has been evaluated.
+    /// Shows how much of a long prompt has been evaluated.
     pub fn progress(&mut self, tokens: usize, total: usize) {
         if self.dims && total >= LONG_PROMPT {
             self.shows_progress = true;
@@ -119,7 +119,7 @@ impl AnswerPrinter {
         write_content(text)
     }
 
-    /// Ends the answer. `end`: `None` if the user interrupted it.
+    /// Ends the answer. `end` is `None` if the user interrupted the answer.
     pub fn finish(mut self, end: Option<AnswerEnd>) -> Result<TerminalAnswer, CommandError> {
         self.end_progress();
         self.end_reasoning();

@@ -1,7 +1,7 @@
-//! Packing a served model in the background, or suggesting it.
+//! Packs a served model in the background, or suggests to pack the model.
 //!
-//! Each expert of an unpacked checkpoint takes nine reads. On macOS they also go through the page cache, since they are not
-//! aligned to pages.
+//! Each expert of an unpacked checkpoint takes nine reads. On macOS, these reads also go through the page cache,
+//! because they are not aligned to pages.
 
 use crate::{
     checkpoint::pack,
@@ -14,10 +14,10 @@ use crate::{
 use parking_lot::Mutex;
 use std::path::{Path, PathBuf};
 
-/// Held while a pack is written: a model that is loaded again must not be packed twice.
+/// Locked while a pack is written, because a model that is loaded again must not be packed twice.
 static PACKING: Mutex<()> = Mutex::new(());
 
-/// What to do about a model's pack.
+/// Action for a model without a pack.
 #[derive(Debug, PartialEq, Eq)]
 enum PackAdvice {
     None,
@@ -27,7 +27,8 @@ enum PackAdvice {
 }
 
 impl PackAdvice {
-    /// `access`: how the experts are read; `None` if all are in memory or they come from a pack.
+    /// Chooses the action. `access` is the read mode of the experts. `None` if all experts are in memory or are read
+    /// from a pack.
     fn new(mode: PackMode, access: Option<Access>) -> Self {
         match (mode, access) {
             (_, None) => PackAdvice::None,
@@ -38,7 +39,8 @@ impl PackAdvice {
     }
 }
 
-/// Packs the model in `dir` in the background if `mode` says so, or suggests it in the log.
+/// Packs the model in `dir` in the background if `mode` requires that. Otherwise logs a suggestion if a pack would
+/// help.
 pub fn pack_or_suggest(mode: PackMode, model: &Qwen, dir: &Path) {
     let unpacked = model.store().filter(|store| !store.is_resident() && !store.is_packed());
     match PackAdvice::new(mode, unpacked.map(|store| store.access())) {

@@ -1,4 +1,4 @@
-//! Line editor of a terminal chat, with a history that is kept between chats.
+//! Line editor of a terminal chat. The history is kept between chats.
 
 use crate::{error::CommandError, platform::os};
 use rustyline::{
@@ -18,11 +18,12 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Maximum number of texts in the history, and maximum number of bytes of one. The file stays below 16 MiB.
+/// Maximum number of texts in the history. Together with [`MAX_ENTRY_BYTES`], this keeps the file below 16 MiB.
 const MAX_ENTRIES: usize = 1_000;
+/// Maximum number of bytes of a text in the history.
 const MAX_ENTRY_BYTES: usize = 16 << 10;
 
-/// What the user did at the prompt.
+/// The user's input at the prompt.
 #[derive(Debug, PartialEq)]
 pub enum LineEvent {
     Text(String),
@@ -37,12 +38,12 @@ pub enum LineEvent {
 /// Reads texts from the terminal.
 pub struct LineEditor {
     editor: Editor<LineHelper, FileHistory>,
-    /// History file. `None` after it could not be read or written.
+    /// The history file. `None` after an error of the file.
     file: Option<PathBuf>,
 }
 
 impl LineEditor {
-    /// `words`: completions of the Tab key.
+    /// Creates an editor. `words` are the completions of the Tab key.
     ///
     /// # Errors
     /// The terminal cannot be opened.
@@ -64,7 +65,7 @@ impl LineEditor {
         Ok(input)
     }
 
-    /// Reads the next text, of one or several lines.
+    /// Reads the next text, which may have several lines.
     ///
     /// # Errors
     /// The terminal cannot be read.
@@ -157,8 +158,8 @@ impl Highlighter for LineHelper {}
 
 impl Helper for LineHelper {}
 
-/// The text, if it is complete: one line, several lines of which all but the last end in a backslash, or the lines between
-/// two `"""`.
+/// Returns the text if it is complete. A complete text is one line, several lines that all end in a backslash except
+/// the last, or the lines between two `"""`.
 fn whole_text(text: &str) -> Option<String> {
     const FENCE: &str = "\"\"\"";
     if let Some(inner) = text.trim_start().strip_prefix(FENCE) {

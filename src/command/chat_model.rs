@@ -1,4 +1,4 @@
-//! The model of a chat: one that a running server has, or one that this process loads.
+//! The model of a chat: either a model of a running server, or a model that this process loads.
 
 use super::{
     answer_printer::TerminalAnswer, chat_settings::AnswerOptions, local_model::LocalModel, local_models,
@@ -13,8 +13,8 @@ use crate::{
 use serde_json::Value;
 use std::{future::Future, path::Path, sync::Arc};
 
-/// Flags for loading a model. If one of them is on the command line, the chat loads its own model and does not ask a
-/// running server.
+/// Flags for loading a model. If one of these flags is on the command line, the chat loads a model in this process and
+/// does not ask a running server.
 const LOADING: [&str; 15] = [
     "memory-limit",
     "ctx-size",
@@ -39,8 +39,8 @@ pub enum ChatModel {
 }
 
 impl ChatModel {
-    /// Uses the server at `remote` if it has the model, so that the model is not loaded twice. Otherwise loads the
-    /// model.
+    /// Uses the server at `remote` if that server has the model, so that the model is not loaded twice. Otherwise loads
+    /// the model in this process.
     pub fn open(config: &GenerateConfig, remote: &RemoteArgs, settings: &Settings) -> Result<Self, CommandError> {
         let is_tuned = |row: &crate::config::config_file::SettingRow| {
             row.from == "command line" && LOADING.contains(&row.flag.as_str())
@@ -68,7 +68,7 @@ impl ChatModel {
         }
     }
 
-    /// Name, device, experts in memory and context.
+    /// Describes the model: name, device, experts in memory and context.
     pub fn describe(&self) -> String {
         match self {
             Self::Local(local) => local.describe(),
@@ -79,7 +79,7 @@ impl ChatModel {
     /// Reads an image for a later message.
     ///
     /// # Errors
-    /// A sentence for the user.
+    /// Returns a sentence for the user.
     pub fn read_image(&self, path: &Path) -> Result<Arc<Image>, String> {
         match self {
             Self::Local(local) => local.read_image(path),
@@ -89,7 +89,7 @@ impl ChatModel {
         }
     }
 
-    /// Prints an answer to `messages`, which refer to `images` in order, until it ends or `stop` completes.
+    /// Prints an answer to `messages`, which refer to `images` in order, until the answer ends or `stop` completes.
     pub async fn answer(
         &self,
         messages: &[Value],
@@ -103,7 +103,7 @@ impl ChatModel {
         }
     }
 
-    /// Unloads a local model. A server keeps its model.
+    /// Unloads a local model. A server keeps its model loaded.
     pub fn close(self) -> Result<(), CommandError> {
         match self {
             Self::Local(local) => local.unload(),

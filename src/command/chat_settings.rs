@@ -10,7 +10,7 @@ use std::{
 pub const NAMES: [&str; 9] =
     ["temp", "top-p", "top-k", "min-p", "repeat-penalty", "seed", "max-tokens", "thinking", "system"];
 
-/// Options of answers. `None`: the model's default.
+/// Options of answers. `None` means the model's default.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct AnswerOptions {
     pub temperature: Option<f32>,
@@ -24,7 +24,7 @@ pub struct AnswerOptions {
 }
 
 impl AnswerOptions {
-    /// The values of the command-line flags.
+    /// Takes the values of the command-line flags.
     pub fn new(config: &GenerateConfig) -> Self {
         let defaults = &config.generation;
         Self {
@@ -40,7 +40,7 @@ impl AnswerOptions {
     }
 }
 
-/// The settings of `/set`.
+/// The settings that `/set` changes.
 #[derive(Debug, Default)]
 pub struct ChatSettings {
     pub answer_options: AnswerOptions,
@@ -48,10 +48,11 @@ pub struct ChatSettings {
 }
 
 impl ChatSettings {
-    /// Changes or resets one setting, if one is named, and returns all settings as text.
+    /// Changes the named setting, or resets it if no value is given. Returns all settings as text. Without a name,
+    /// changes nothing.
     ///
     /// # Errors
-    /// An unknown setting or a wrong value. Nothing changes.
+    /// The setting is unknown or the value is wrong. In this case nothing changes.
     pub fn set(&mut self, command: &str) -> Result<String, String> {
         let (name, value) = command.split_once(char::is_whitespace).unwrap_or((command, ""));
         let (value, options) = (value.trim(), &mut self.answer_options);

@@ -1,5 +1,5 @@
-//! `moestro completions`: shell completions, generated from the command line. Names of models come from `moestro list` when
-//! the user presses Tab.
+//! `moestro completions`: shell completions, generated from the command line. `moestro list` provides the names of
+//! models when the user presses Tab.
 
 use crate::cli::help;
 use clap_complete::Shell;
@@ -7,7 +7,7 @@ use clap_complete::Shell;
 /// Commands whose first argument is a model.
 const WITH_MODEL: &str = "run chat generate serve info show bench pack config rm stop";
 
-/// Replaces bash's completion function. Completes the names of models where a command expects one.
+/// Replaces bash's completion function. Completes the names of models where a command expects a model.
 const BASH: &str = r#"
 _moestro_with_models() {
     local current="${COMP_WORDS[COMP_CWORD]}" before="${COMP_WORDS[COMP_CWORD-1]}" command
@@ -51,7 +51,7 @@ pub fn completions(shell: Shell) -> Vec<u8> {
     script.into_bytes()
 }
 
-/// Replaces zsh's default action for arguments and options whose value is a model.
+/// Replaces zsh's default action for arguments and options that take a model.
 fn with_models_in_zsh(script: &str) -> String {
     let is_model = |line: &str| {
         let line = line.trim_start();
@@ -62,7 +62,7 @@ fn with_models_in_zsh(script: &str) -> String {
         false => line.to_owned(),
     });
     let text = lines.collect::<Vec<_>>().join("\n");
-    // The line `#compdef moestro` must stay the first one.
+    // The line `#compdef moestro` must stay the first line.
     match text.split_once('\n') {
         Some((first, rest)) => format!("{first}\n{ZSH}{rest}\n"),
         None => text,

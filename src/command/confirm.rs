@@ -1,9 +1,9 @@
-//! Asks the user for consent.
+//! Asks the user to confirm an action.
 
 use crate::error::CommandError;
 use std::io::{self, BufRead, IsTerminal, Write};
 
-/// Asks on the terminal.
+/// Asks a question on the terminal. Returns true if the user confirms.
 ///
 /// # Errors
 /// stdin is not a terminal.

@@ -12,7 +12,7 @@ use std::{
 /// Maximum size of a conversation in bytes.
 const MAX_BYTES: u64 = 64 << 20;
 
-/// Writes a conversation. Only its owner can read the file. An existing file is replaced only if `may_replace` is true.
+/// Writes a conversation. Only the owner can read the file. An existing file is replaced only if `may_replace` is true.
 ///
 /// # Errors
 /// The file exists or cannot be written.
@@ -31,7 +31,7 @@ pub fn save(path: &Path, may_replace: bool, system: Option<&str>, messages: &[Va
 /// Reads a conversation: the system prompt and the messages.
 ///
 /// # Errors
-/// The file cannot be read or has another format.
+/// The file cannot be read, or is not a saved conversation.
 pub fn load(path: &Path) -> Result<(Option<String>, Vec<Value>), CommandError> {
     let text = read_small_file(path, MAX_BYTES).map_err(|error| failed(path, &error.to_string()))?;
     let saved: Value = serde_json::from_slice(&text).map_err(|error| failed(path, &error.to_string()))?;

@@ -1,4 +1,5 @@
-//! Chooses the device that computes, before a model is loaded: the memory plan depends on it.
+//! Chooses the device that computes. The choice is made before a model is loaded, because the memory plan depends on
+//! the device.
 
 use crate::{
     config::{Device, LoadSettings},
@@ -16,13 +17,13 @@ pub struct DeviceChoice {
     is_required: bool,
 }
 
-/// Name of the CPU in metrics and logs. A GPU's is [`GPU_KIND`].
+/// Name of the CPU in metrics and logs. The name of a GPU is [`GPU_KIND`].
 pub const CPU: &str = "cpu";
 
 impl DeviceChoice {
-    /// Chooses the device of `--device`. `auto` takes the system's GPU if all its kernels agree with the CPU on small
-    /// inputs. The check costs little more than compiling the kernels, which is needed anyway. Otherwise it logs the
-    /// reason and takes the CPU.
+    /// Chooses the device of `--device`. `auto` chooses the system's GPU if all GPU kernels agree with the CPU on small
+    /// inputs. The check costs little more than compiling the kernels, which is needed anyway. If the check fails,
+    /// `auto` logs the reason and chooses the CPU.
     ///
     /// # Errors
     /// `--device metal` or `--device cuda` on a machine without that GPU.
@@ -38,7 +39,7 @@ impl DeviceChoice {
         }
     }
 
-    /// Chooses between a GPU, if one was found, and the CPU. `is_required`: the user named the GPU.
+    /// Chooses between the CPU and a GPU, if one was found. `is_required` is true if the user named the GPU.
     ///
     /// # Errors
     /// The GPU is required and was not found.
@@ -70,7 +71,7 @@ impl DeviceChoice {
         if self.gpu.is_some() { GPU_KIND } else { CPU }
     }
 
-    /// The GPU's own name.
+    /// The GPU's name, as the driver reports it.
     pub fn gpu_name(&self) -> Option<String> {
         self.gpu.as_ref().map(|gpu| gpu.name())
     }
@@ -80,8 +81,8 @@ impl DeviceChoice {
         self.gpu.as_deref().map(working_set)
     }
 
-    /// Moves a loaded model to the device. A model that the GPU's kernels do not support stays on the CPU, unless the GPU is
-    /// required.
+    /// Moves a loaded model to the device. A model that the GPU's kernels do not support stays on the CPU, unless the
+    /// GPU is required.
     ///
     /// # Errors
     /// The GPU is required and does not support the model.
@@ -98,7 +99,8 @@ impl DeviceChoice {
     }
 }
 
-/// A GPU's recommended working set in bytes, for the memory plan. Unbounded if the driver reports none.
+/// A GPU's recommended working set in bytes, for the memory plan. Unbounded if the driver does not report a working
+/// set.
 pub fn working_set(gpu: &dyn Gpu) -> u64 {
     gpu.working_set().unwrap_or(u64::MAX)
 }
@@ -108,7 +110,8 @@ pub fn name(model: &Qwen) -> &'static str {
     if model.is_on_gpu() { GPU_KIND } else { CPU }
 }
 
-/// Compares a GPU's kernels with the CPU. Returns the names of those that fail or differ, with the first error.
+/// Compares a GPU's kernels with the CPU. Returns the names of the kernels that fail or differ, with the first error.
+/// Returns `None` if all kernels agree.
 fn objections(gpu: &mut dyn Gpu) -> Option<String> {
     let begin = Instant::now();
     let found = check::kernels(gpu);

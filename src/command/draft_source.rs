@@ -1,5 +1,5 @@
-//! The draft that `--draft-model` names: inspected before the model is loaded, since it is part of the memory plan, and
-//! loaded after the model.
+//! The draft that `--draft-model` names. The draft is inspected before the model is loaded, because the memory plan
+//! includes it. The draft is loaded after the model.
 
 use super::resolve;
 use crate::{
@@ -14,24 +14,26 @@ use crate::{
 };
 use std::path::{Path, PathBuf};
 
-/// A draft that was inspected.
+/// A draft that has been inspected.
 pub enum DraftSource {
     Lookup,
-    /// An MTP head: the checkpoint's, or one in a separate directory. `is_required`: the user named it.
+    /// An MTP head from the model's checkpoint, or from a separate directory. `is_required` is true if the user named
+    /// the head.
     Mtp {
         is_required: bool,
         directory: Option<PathBuf>,
     },
     Dflash(Box<dflash::DflashCheckpoint>),
-    /// A small model, with its options and its own memory plan.
+    /// A small model: its directory, its options and its memory plan.
     Model(PathBuf, Box<model::LoadOptions>, Box<Plan>),
 }
 
 impl DraftSource {
-    /// Inspects the draft that `load` names, for the model in `dir`. A draft model must have the tokens of `tokenizer`.
+    /// Inspects the draft that `load` names. `dir` has the model. A draft model must have the same tokens as
+    /// `tokenizer`.
     ///
     /// # Errors
-    /// The directory has no draft, an incomplete one, or one for another model.
+    /// The directory has no draft, an incomplete draft, or a draft for another model.
     pub fn new(load: &LoadSettings, dir: &Path, tokenizer: Option<&Tokenizer>) -> Result<Self, CommandError> {
         let named = match load.drafts.as_ref().filter(|drafts| drafts.are_used()).map(|drafts| &drafts.draft) {
             None | Some(DraftModel::Off | DraftModel::Lookup) => return Ok(Self::Lookup),
@@ -50,13 +52,13 @@ impl DraftSource {
             check_same_tokens(named, &Tokenizer::load(&draft)?, target)?;
         }
         let options = draft_model_options(load);
-        // Only the total size of this plan is used, so it has no limit. The model's own plan checks the limit, with
-        // this size included.
+        // Only the total size of this plan is used, so the plan has no limit. The plan of the model checks the limit,
+        // and includes this size.
         let plan = CheckpointInfo::new(&draft, &options)?.plan(&MachineLimits::default(), &options.plan)?;
         Ok(Self::Model(draft, Box::new(options), Box::new(plan)))
     }
 
-    /// Memory of the draft. Only the part that is known before the model is loaded.
+    /// Memory of the draft, as far as it is known before the model is loaded.
     pub fn shape(&self) -> DraftFootprint {
         match self {
             DraftSource::Lookup | DraftSource::Mtp { .. } => DraftFootprint::default(),
@@ -74,7 +76,7 @@ impl DraftSource {
         }
     }
 
-    /// Loads the draft for `model`, whose plan includes it.
+    /// Loads the draft for `model`, whose memory plan includes the draft.
     pub fn load(&self, model: &Qwen) -> Result<Box<dyn engine::Draft<Qwen>>, CommandError> {
         Ok(match self {
             DraftSource::Lookup => Box::new(LookupDraft),
@@ -92,7 +94,7 @@ impl DraftSource {
             }
             DraftSource::Model(dir, options, _) => {
                 let options = model::LoadOptions { compute: Some(model.compute()), ..(**options).clone() };
-                // Separate metrics, so that the draft's reads are not counted as the model's.
+                // The draft gets separate metrics, so that its reads are not counted as reads of the model.
                 let draft = Qwen::load(dir, &options, &Metrics::new("", ""), &mut |_, _| ())?;
                 Box::new(ModelDraft::new(draft))
             }
@@ -115,8 +117,10 @@ fn draft_model_options(load: &LoadSettings) -> model::LoadOptions {
     model::LoadOptions { threads: load.threads, plan, vision, verify: true, ..model::LoadOptions::default() }
 }
 
+/// Checks that a draft model has the same tokens as the model.
+///
 /// # Errors
-/// The draft model's tokens differ from the model's. The error names the first difference.
+/// The tokens differ. The error names the first difference.
 fn check_same_tokens(named: &str, draft: &Tokenizer, target: &Tokenizer) -> Result<(), CommandError> {
     let missing = draft.vocab_size().min(target.vocab_size()) as u32;
     let fewer = (draft.vocab_size() < target.vocab_size()).then_some(missing);

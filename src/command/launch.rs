@@ -1,4 +1,4 @@
-//! `moestro launch`: finds or starts a server, tells a coding agent about it, and runs the agent.
+//! `moestro launch`: finds or starts a server, configures a coding agent to use the server, and runs the agent.
 
 use super::{
     agents::{AgentSetup, AgentTarget},
@@ -23,10 +23,11 @@ use std::{
 };
 use tokio::signal::unix::{SignalKind, signal};
 
-/// Agents send long system prompts and whole files, so they often fail with fewer tokens of context.
+/// Number of tokens of context below which a warning is printed. Agents send long system prompts and whole files, so
+/// they often fail with a smaller context.
 const SMALL_CONTEXT: usize = 32_768;
 
-/// Starts an agent and ends with its exit code.
+/// Starts an agent. Exits with the agent's exit code.
 pub fn run(args: &cli::LaunchArgs, settings: &Settings) -> Result<(), CommandError> {
     let remote = RemoteServer::new(&args.remote);
     let dir = os::data_dir().ok_or_else(|| usage("cannot find your home directory, which needs a configuration"))?;
@@ -67,6 +68,8 @@ pub fn run(args: &cli::LaunchArgs, settings: &Settings) -> Result<(), CommandErr
     if code == 0 { Ok(()) } else { exit(code) }
 }
 
+/// Checks that the agent is installed.
+///
 /// # Errors
 /// The agent is not installed.
 fn find_program(args: &cli::LaunchArgs) -> Result<(), CommandError> {
@@ -110,7 +113,8 @@ fn target(
     })
 }
 
-/// The entry of a model in the server's list. It has the context length only if the model is loaded.
+/// The entry of a model in the server's list. Loads the model first if it is not loaded, because only a loaded model
+/// has a context length there.
 fn card(remote: &RemoteServer, model: &str) -> Result<Value, CommandError> {
     let find = || -> Result<Value, CommandError> {
         let list = remote.ask("/v1/models", None)?;
@@ -127,7 +131,7 @@ fn card(remote: &RemoteServer, model: &str) -> Result<Value, CommandError> {
     find()
 }
 
-/// The files and the command of a setup. Keys are hidden.
+/// Shows the files, the variables and the command of a setup. Keys are hidden.
 fn describe(setup: &AgentSetup, args: &cli::LaunchArgs) -> String {
     let mut shown = String::new();
     for (path, text) in &setup.files {
@@ -143,7 +147,7 @@ fn describe(setup: &AgentSetup, args: &cli::LaunchArgs) -> String {
     printable(&format!("{shown}{}\n", line.join(" "))).into_owned()
 }
 
-/// A word as a shell reads it.
+/// Quotes a word for a shell if needed.
 fn quoted(word: &str) -> String {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_./:=,@%+".contains(c);
     if !word.is_empty() && word.chars().all(is_plain) {
@@ -162,8 +166,8 @@ fn write(setup: &AgentSetup) -> Result<(), CommandError> {
     Ok(())
 }
 
-/// Runs the agent until it ends, and returns its exit code. Ctrl-C goes to the agent only. Other signals also end the
-/// server.
+/// Runs the agent until it ends, and returns the agent's exit code. Ctrl-C goes to the agent only. SIGTERM and SIGHUP
+/// end this process and the server.
 fn run_agent(setup: &AgentSetup, args: &cli::LaunchArgs, server: Option<u32>) -> Result<i32, CommandError> {
     let failed = |source| CommandError::Io { what: setup.program.into(), source };
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().map_err(failed)?;
@@ -193,11 +197,11 @@ fn run_agent(setup: &AgentSetup, args: &cli::LaunchArgs, server: Option<u32>) ->
     Ok(status.code().unwrap_or(1))
 }
 
-/// A server that this process started. It ends when the agent ends.
+/// A server that this process started. The server ends when the agent ends.
 struct OwnServer(Child);
 
 impl OwnServer {
-    /// Starts `moestro serve` and waits until it is ready. Its log goes to a file.
+    /// Starts `moestro serve` and waits until it is ready. The log of the server goes to a file.
     fn start(args: &cli::LaunchArgs) -> Result<Self, CommandError> {
         let failed = |source| CommandError::Io { what: "starting a server".into(), source };
         let log = os::state_dir().map_or_else(|| PathBuf::from("/dev/null"), |dir| dir.join("launch.log"));

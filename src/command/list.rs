@@ -50,7 +50,7 @@ impl ModelRow {
 impl fmt::Display for ModelTable {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         let rows = self.models.iter().map(|row| {
-            // Leaves out the group size.
+            // The group size is left out.
             let format = row.quantization.as_deref().unwrap_or("?").split(',').next().unwrap_or_default();
             [row.id.clone(), Size(row.bytes).to_string(), format.to_owned(), row.place.clone()]
         });

@@ -1,4 +1,4 @@
-//! A model that this process loads and that answers on the terminal.
+//! A model that this process loads and whose answers are printed on the terminal.
 
 use super::{
     CheckpointMeta,
@@ -52,12 +52,12 @@ impl LocalModel {
         Ok(Self { checkpoint, plan: loaded.plan, engine, worker })
     }
 
-    /// `moestro-demo on cpu, all experts in memory, context 32768`
+    /// Describes the model: `moestro-demo on cpu, all experts in memory, context 32768`.
     pub fn describe(&self) -> String {
         format!("{} {}", self.checkpoint.name, super::describe_plan(&self.plan))
     }
 
-    /// The sampling of an answer: the user's settings, and the checkpoint's for everything else.
+    /// The sampling parameters of an answer: the user's settings, or else the checkpoint's defaults.
     fn sampling(&self, options: &AnswerOptions) -> Sampling {
         let defaults = self.checkpoint.sampling();
         Sampling {
@@ -74,7 +74,7 @@ impl LocalModel {
     /// Reads an image for a later message.
     ///
     /// # Errors
-    /// A sentence for the user.
+    /// Returns a sentence for the user.
     pub fn read_image(&self, path: &Path) -> Result<Arc<Image>, String> {
         let Some(processor) = self.engine.images() else {
             return Err("this model cannot see images".into());
@@ -99,7 +99,7 @@ impl LocalModel {
         Ok(template.render(&conversation)?)
     }
 
-    /// Prints an answer to `messages`, which refer to `images` in order, until it ends or `stop` completes.
+    /// Prints an answer to `messages`, which refer to `images` in order, until the answer ends or `stop` completes.
     pub async fn answer(
         &self,
         messages: &[Value],

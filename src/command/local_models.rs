@@ -1,5 +1,5 @@
-//! The models on this machine that Moestro can serve: the embedded demo, those of the configuration file, those in the
-//! user's model directory, and those in the Hugging Face cache.
+//! The models on this machine that Moestro can serve: the embedded demo, and the models in the configuration file, in
+//! the user's model directory, and in the Hugging Face cache.
 
 use crate::{
     cli::Command,
@@ -15,7 +15,7 @@ use std::{
     time::SystemTime,
 };
 
-/// Where a model comes from.
+/// Source of a model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Origin {
     Demo,
@@ -27,7 +27,7 @@ pub enum Origin {
 /// A model that can be loaded.
 #[derive(Debug, Clone)]
 pub struct CatalogEntry {
-    /// Name of its table in the configuration, `org/name`, or the name of its directory.
+    /// Name of the model's table in the configuration, `org/name`, or the name of the model's directory.
     pub id: String,
     pub source: ModelSource,
     pub origin: Origin,
@@ -36,7 +36,7 @@ pub struct CatalogEntry {
 }
 
 impl CatalogEntry {
-    /// Time of its download or creation.
+    /// Time at which the model was downloaded or created.
     pub fn created(&self) -> SystemTime {
         let path = match &self.dir {
             Some(dir) => dir.join("config.json"),
@@ -45,7 +45,7 @@ impl CatalogEntry {
         fs::metadata(path).and_then(|meta| meta.modified()).unwrap_or(SystemTime::UNIX_EPOCH)
     }
 
-    /// Bytes of its weight files.
+    /// Number of bytes of the model's weight files.
     pub fn bytes(&self) -> u64 {
         let Some(dir) = &self.dir else { return demo::file("model.safetensors").map_or(0, |file| file.len() as u64) };
         let entries = fs::read_dir(dir).into_iter().flatten().flatten();
@@ -60,7 +60,7 @@ pub fn models_dir(flag: Option<&Path>) -> Option<PathBuf> {
     flag.map(Path::to_path_buf).or_else(|| Some(os::data_dir()?.join("models")))
 }
 
-/// All models. If two have the same name, the first one is used.
+/// All models. If two models have the same name, only the first is listed.
 pub fn all(settings: &Settings, own: Option<&Path>) -> Vec<CatalogEntry> {
     let demo = CatalogEntry { id: demo::NAME.into(), source: ModelSource::Demo, origin: Origin::Demo, dir: None };
     let named = settings.models.iter().filter_map(|(name, place)| {
@@ -90,7 +90,7 @@ pub fn all(settings: &Settings, own: Option<&Path>) -> Vec<CatalogEntry> {
     entries
 }
 
-/// Id of a model on the command line: its name in the configuration, if it has one.
+/// Id of a model on the command line. If the configuration has a name for the model, that name is the id.
 pub fn id(source: &ModelSource, settings: &Settings) -> String {
     match (&settings.model, source) {
         (Some(name), _) => name.clone(),
@@ -117,7 +117,7 @@ pub fn resolve_name(command: &mut Command, settings: &mut Settings) {
     }
 }
 
-/// Hint for the error "no such directory", in case the user gave a name: the most similar model.
+/// Hint for the error "no such directory", in case the user meant the name of a model: the most similar name.
 pub fn hint(error: &CommandError, settings: &Settings) -> String {
     let CommandError::NoSuchDirectory(path) = error else { return String::new() };
     let name = path.to_string_lossy();
@@ -141,7 +141,7 @@ fn can_be_served(dir: &Path) -> bool {
     Config::read(dir).is_ok()
 }
 
-/// The directories `NAME` and `ORG/NAME` below `home` that have a `config.json`.
+/// The models in the directories `NAME` and `ORG/NAME` below `home`. Such a directory has a `config.json`.
 fn find_models(home: &Path) -> Vec<(String, PathBuf)> {
     let dirs = |dir: &Path| {
         let entries = fs::read_dir(dir).into_iter().flatten().flatten();
@@ -181,7 +181,7 @@ pub mod hub {
     }
 }
 
-/// Without the feature `hub`, no model comes from the hub.
+/// Without the feature `hub`, there are no models from the hub.
 #[cfg(not(feature = "hub"))]
 pub mod hub {
     use std::{io, path::PathBuf};

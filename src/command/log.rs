@@ -28,16 +28,16 @@ use tracing_subscriber::{
     registry::LookupSpan,
 };
 
-/// Maximum number of lines that wait for the writing thread. Further lines are dropped.
+/// Maximum number of lines that wait for the writing thread. When this many lines are waiting, new lines are dropped.
 const MAX_WAITING: usize = 16_384;
 /// Time to write the last lines before the process exits.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Sets up the log of a command. A server logs from INFO, other commands from WARN: their result is what they print.
-/// `--log-level` changes that, and `MOESTRO_LOG` selects levels by module.
+/// Sets up the log of a command. A server logs from INFO. Other commands log from WARN, because their output is what
+/// they print. `--log-level` changes the level, and `MOESTRO_LOG` selects levels by module.
 ///
-/// Lines are written by a thread, so a full pipe or a dead terminal never blocks or ends a request: lines that cannot be
-/// written are dropped. The returned guard writes the remaining lines when it is dropped.
+/// A separate thread writes the lines, so a full pipe or a dead terminal never blocks or ends a request. Lines that
+/// cannot be written are dropped. When the returned guard is dropped, it waits until the remaining lines are written.
 ///
 /// # Errors
 /// The log directory is not writable.
@@ -76,7 +76,7 @@ pub fn init(cli: &Cli) -> Result<LogGuard, CommandError> {
     Ok(guard)
 }
 
-/// Writes the fields of a text line. JSON escapes control characters itself.
+/// Writes the fields of a text line. JSON lines do not need this, because JSON escapes control characters.
 fn text_fields() -> impl for<'a> FormatFields<'a> {
     let field = |line: &mut Writer<'_>, field: &Field, value: &dyn Debug| match field.name() {
         "message" => write!(line, "{}", OneLine(value)),
@@ -85,8 +85,8 @@ fn text_fields() -> impl for<'a> FormatFields<'a> {
     debug_fn(field).delimited(" ")
 }
 
-/// Displays a value without control characters: the name of a file must not start another line or reach the terminal as
-/// an escape sequence.
+/// Displays a value without control characters. For example, the name of a file must not start another line or reach
+/// the terminal as an escape sequence.
 struct OneLine<'a>(&'a dyn Debug);
 
 impl fmt::Display for OneLine<'_> {
@@ -101,7 +101,7 @@ impl fmt::Display for OneLine<'_> {
     }
 }
 
-/// Human-readable lines, without module names. The line of a request is its sentence, without the fields.
+/// Human-readable lines without module names. The line of a request has only its sentence, without the fields.
 struct TextLines(Format);
 
 impl Default for TextLines {
@@ -133,16 +133,16 @@ where
 
 enum LogMessage {
     Line(Vec<u8>),
-    /// The writing thread drops the sender when all earlier lines are written.
+    /// The writing thread drops this sender when all earlier lines are written.
     Finish(Sender<()>),
 }
 
-/// Hands lines to the thread that writes them.
+/// Sends lines to the writing thread.
 #[derive(Clone)]
 struct LogLines(SyncSender<LogMessage>);
 
 impl Write for LogLines {
-    /// Accepts the whole line. Never waits: the line is dropped if the queue is full.
+    /// Accepts the whole line and never waits. If the queue is full, the line is dropped.
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
         let _ = self.0.try_send(LogMessage::Line(line.to_vec()));
         Ok(line.len())
@@ -153,7 +153,7 @@ impl Write for LogLines {
     }
 }
 
-/// When it is dropped, waits up to [`FLUSH_TIMEOUT`] until the remaining lines are written.
+/// Waits when it is dropped, up to [`FLUSH_TIMEOUT`], until the remaining lines are written.
 pub struct LogGuard(LogLines);
 
 impl Drop for LogGuard {
@@ -172,7 +172,8 @@ impl Drop for LogGuard {
     }
 }
 
-/// Starts a thread that writes lines. An error of `writer` drops a line, and the next line is tried again.
+/// Starts a thread that writes lines. If `writer` fails, the line is dropped, and the thread continues with the next
+/// line.
 fn write_in_thread(mut writer: impl Write + Send + 'static) -> io::Result<(LogLines, LogGuard)> {
     let (sender, messages) = sync_channel(MAX_WAITING);
     thread::Builder::new().name("log".into()).spawn(move || {
@@ -192,7 +193,7 @@ mod tests {
     use super::*;
     use std::{os::unix::net::UnixStream, path::Path, sync::Arc};
 
-    /// The text lines of what `log` logs.
+    /// The text lines that `log` produces.
     fn text_lines(log: impl FnOnce()) -> Vec<String> {
         let (mut read, write) = io::pipe().unwrap();
         let writer = move || write.try_clone().unwrap();
@@ -247,7 +248,7 @@ mod tests {
 
     #[test]
     fn blocked_writer_never_blocks_a_line() {
-        // Nothing reads the socket, so its writer blocks for ever.
+        // Nothing reads from the socket, so the writer blocks for ever.
         let (reader, write) = UnixStream::pair().unwrap();
         let (mut lines, guard) = write_in_thread(write).unwrap();
         let line = vec![b'x'; 4096];

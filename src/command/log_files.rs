@@ -1,5 +1,6 @@
-//! Log files of bounded size: `moestro.log`, and older ones as `moestro.log.1` (the newest) and up. launchd writes stderr to
-//! `stderr.log` in the same directory: panic messages, and errors before the log is open.
+//! Log files of bounded size: `moestro.log` is the current file, and `moestro.log.1` and higher numbers are older
+//! files, newest first. launchd writes stderr to `stderr.log` in the same directory. That file has panic messages, and
+//! errors from before the log is open.
 
 use std::{
     fs::{self, File},
@@ -9,11 +10,12 @@ use std::{
 
 const NAME: &str = "moestro.log";
 const STDERR: &str = "stderr.log";
-/// Maximum number of bytes of one file. The log files together have at most [`MAX_FILES`] times as many.
+/// Maximum number of bytes of one log file.
 const MAX_BYTES: u64 = 16 << 20;
+/// Maximum number of log files.
 const MAX_FILES: usize = 8;
 
-/// A writer of whole lines that starts a new file when the current one is full. The oldest file is deleted.
+/// A writer of whole lines. If the current file is full, it starts a new file and deletes the oldest file.
 pub struct LogFiles {
     dir: PathBuf,
     file: File,
@@ -22,7 +24,7 @@ pub struct LogFiles {
 }
 
 impl LogFiles {
-    /// Opens the log in `dir`, and creates the directory. An existing log is continued.
+    /// Opens the log in `dir`. Creates the directory if needed. An existing log is continued.
     ///
     /// # Errors
     /// The directory or the file cannot be created or written.
@@ -38,7 +40,8 @@ impl LogFiles {
         Ok(files)
     }
 
-    /// Empties the file to which launchd writes stderr if it is too large. Each start appends to it, even a failed one.
+    /// Empties the file to which launchd writes stderr if that file is too large. Each start of the server appends to
+    /// the file, even a failed start.
     fn bound_stderr(&self) {
         let Ok(file) = File::options().write(true).open(self.dir.join(STDERR)) else { return };
         if file.metadata().is_ok_and(|metadata| metadata.is_file() && metadata.len() > self.max_bytes) {
@@ -46,7 +49,7 @@ impl LogFiles {
         }
     }
 
-    /// Increments the number of each file and opens a new one.
+    /// Increments the number of each file and opens a new file.
     fn rotate(&mut self) -> io::Result<()> {
         let numbered = |number: usize| match number {
             0 => self.dir.join(NAME),
@@ -64,7 +67,7 @@ impl LogFiles {
     }
 }
 
-/// Opens the current file for appending, and returns it with its size.
+/// Opens the current file for appending. Returns the file and its size.
 fn append(dir: &Path) -> io::Result<(File, u64)> {
     let file = File::options().create(true).append(true).open(dir.join(NAME))?;
     let bytes = file.metadata()?.len();
@@ -72,7 +75,7 @@ fn append(dir: &Path) -> io::Result<(File, u64)> {
 }
 
 impl Write for LogFiles {
-    /// Writes a line. Starts a new file first if the line does not fit into the current one.
+    /// Writes a line. If the line does not fit into the current file, starts a new file first.
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
         if self.bytes > 0 && self.bytes + line.len() as u64 > self.max_bytes {
             self.rotate()?;
@@ -92,7 +95,7 @@ mod tests {
     use super::*;
     use std::os::unix::fs::PermissionsExt;
 
-    /// Names and sizes of the files in a directory, by name.
+    /// Names and sizes of the files in a directory, sorted by name.
     fn sizes(dir: &Path) -> Vec<(String, u64)> {
         let files = fs::read_dir(dir).unwrap().map(|entry| entry.unwrap());
         let mut sizes: Vec<_> =
@@ -153,7 +156,7 @@ mod tests {
         for _ in 0..MAX_FILES - 1 {
             log.write_all(b"1234567890").unwrap();
         }
-        // Renaming fails: a file cannot replace a directory, not even if root does it.
+        // Renaming fails, because a file cannot replace a directory, even for root.
         let last = dir.path().join(format!("{NAME}.{}", MAX_FILES - 1));
         fs::create_dir_all(last.join("in-the-way")).unwrap();
         assert!(log.write(b"more").is_err());

@@ -8,7 +8,7 @@ use clap::CommandFactory;
 use clap_mangen::roff::{Roff, bold, roman};
 use std::{fs, io, path::Path};
 
-/// Environment variables that no flag has.
+/// Environment variables that have no flag.
 const VARIABLES: [(&str, &str); 8] = [
     ("MOESTRO_LOG", "levels of the log by module, such as moestro=debug,warn; overrides --log-level"),
     ("SWIFTLM_TOP_K", "most experts per token, if --experts-per-token is not set"),
@@ -86,7 +86,7 @@ fn write_pages(dir: &Path) -> io::Result<()> {
     fs::write(dir.join("moestro.toml.5"), page.render())
 }
 
-/// Adds a section of names with explanations, if there are any.
+/// Adds a section of names with explanations. Adds nothing if `entries` is empty.
 fn add_list(page: &mut Roff, title: &str, entries: &[(String, String)]) {
     if entries.is_empty() {
         return;

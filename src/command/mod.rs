@@ -1,4 +1,4 @@
-//! One file per subcommand that serves, chats or manages models, and what they share: finding and loading a checkpoint.
+//! Subcommands that serve, chat or manage models, one file per subcommand. Shared code finds and loads a checkpoint.
 //! `tools` has the subcommands that measure.
 
 mod agents;
@@ -68,14 +68,14 @@ pub fn show(report: &(impl Display + Serialize), json: bool) {
     let _ = io::stdout().write_all(text.as_bytes());
 }
 
-/// Replaces control characters other than line feed and tab, so that a text from elsewhere cannot control the terminal.
+/// Replaces control characters except line feed and tab, so that text from other programs cannot control the terminal.
 pub fn printable(text: &str) -> Cow<'_, str> {
     let is_control = |c: char| c.is_control() && !matches!(c, '\n' | '\t');
     if text.contains(is_control) { text.replace(is_control, "\u{fffd}").into() } else { text.into() }
 }
 
-/// Returns the directory of a checkpoint. Unpacks the demo model, downloads a model of the hub, and checks that the files
-/// exist.
+/// Returns the directory of a checkpoint. Unpacks the demo model, or downloads a model of the hub. Checks that the
+/// files exist.
 pub fn resolve(source: &ModelSource) -> Result<PathBuf, CommandError> {
     let dir = match source {
         ModelSource::Demo => demo::unpack()?,
@@ -102,15 +102,15 @@ pub fn resolve(source: &ModelSource) -> Result<PathBuf, CommandError> {
     }
 }
 
-/// True for a GGUF file, and for a directory that has one and no `config.json`.
+/// True for a GGUF file, and for a directory that has a GGUF file and no `config.json`.
 fn is_gguf(path: &Path) -> bool {
     let is_file = |path: &Path| path.extension().is_some_and(|ending| ending == "gguf");
     let entries = fs::read_dir(path).into_iter().flatten().flatten();
     is_file(path) || !path.join("config.json").exists() && entries.take(1_000).any(|entry| is_file(&entry.path()))
 }
 
-/// The files of a checkpoint that are read whole, with their size limits in bytes. A pipe or a device in their place is an
-/// error, since reading it could block.
+/// The files of a checkpoint that are read whole, with their size limits in bytes. A pipe or a device in place of such
+/// a file is an error, because reading it could block.
 const SMALL_FILES: [(&str, u64); 6] = [
     ("config.json", 32 << 20),
     ("generation_config.json", 1 << 20),
@@ -128,12 +128,12 @@ pub struct CheckpointMeta {
     pub tokenizer: Arc<Tokenizer>,
     /// `None` for a base model.
     pub template: Option<Template>,
-    /// The sampling defaults of the checkpoint, overridden by the flags.
+    /// The sampling defaults of the checkpoint. The flags override them.
     pub generation: GenerationDefaults,
 }
 
 impl CheckpointMeta {
-    /// `flags`: the sampling flags.
+    /// Opens a checkpoint. `flags` are the sampling flags.
     pub fn open(source: &ModelSource, flags: GenerationDefaults) -> Result<Self, CommandError> {
         let dir = resolve(source)?;
         let name = match source {
@@ -155,13 +155,13 @@ impl CheckpointMeta {
         Ok(Self { dir, name, tokenizer: Arc::new(tokenizer), template, generation })
     }
 
-    /// How the weights are stored: see [`quantisation`].
+    /// Storage format of the weights, see [`quantisation`].
     pub fn quantisation(&self) -> Option<String> {
         quantisation(&config::generation_config::json(&self.dir.join("config.json")).ok()??)
     }
 
-    /// The sampling of requests that do not set it. If the checkpoint has no defaults, tokens are drawn from the
-    /// model's unchanged distribution.
+    /// Sampling parameters for requests that do not set them. If the checkpoint has no defaults, tokens are drawn from
+    /// the model's unchanged distribution.
     pub fn sampling(&self) -> Sampling {
         let (defaults, neutral) = (&self.generation, Sampling::default());
         Sampling {
@@ -175,7 +175,7 @@ impl CheckpointMeta {
     }
 }
 
-/// `on cpu, all experts in memory, context 32768`
+/// Describes a memory plan: `on cpu, all experts in memory, context 32768`.
 fn describe_plan(plan: &Value) -> String {
     let device = plan["device"].as_str().unwrap_or("?");
     let experts = match plan["residency"].as_f64() {
@@ -185,7 +185,8 @@ fn describe_plan(plan: &Value) -> String {
     format!("on {device}, {experts}, context {}", plan["context"])
 }
 
-/// How the weights of a `config.json` are stored: `4-bit affine, groups of 64`, or the type of unquantised weights.
+/// Storage format of the weights of a `config.json`: `4-bit affine, groups of 64`, or the data type of unquantised
+/// weights.
 pub fn quantisation(config: &Value) -> Option<String> {
     let table = config.get("quantization").or(config.get("quantization_config"));
     let bits = table.and_then(|table| table["bits"].as_u64());
@@ -203,7 +204,7 @@ pub fn quantisation(config: &Value) -> Option<String> {
     }
 }
 
-/// Aligns the columns of a table with a header. Columns are separated by two spaces, and the last one is not padded.
+/// Aligns the columns of a table with a header. Columns are separated by two spaces. The last column is not padded.
 pub fn table<const N: usize>(header: [&str; N], rows: &[[String; N]]) -> String {
     let all: Vec<[Cow<'_, str>; N]> = std::iter::once(header.map(Cow::from))
         .chain(rows.iter().map(|row| row.each_ref().map(|cell| printable(cell))))
@@ -219,7 +220,7 @@ pub fn table<const N: usize>(header: [&str; N], rows: &[[String; N]]) -> String 
     text
 }
 
-/// A directory with `~` for the home directory.
+/// The path of a directory, with `~` for the home directory.
 pub fn short_path(path: &Path) -> String {
     let home = std::env::home_dir().filter(|home| !home.as_os_str().is_empty());
     match home.and_then(|home| Some(path.strip_prefix(home).ok()?.to_path_buf())) {
@@ -245,19 +246,19 @@ pub fn speculation(drafts: Option<&DraftOptions>, options: engine::Options) -> e
 /// A loaded model with its draft.
 pub struct ReadyModel {
     pub model: Qwen,
-    /// The draft. Prompt lookup by default.
+    /// The draft. The default is prompt lookup.
     pub draft: Box<dyn engine::Draft<Qwen>>,
     /// Name of the device: `cpu`, `metal` or `cuda`.
     pub device: &'static str,
-    /// Experts per token. `None` for a dense model.
+    /// Number of experts per token. `None` for a dense model.
     pub experts_per_token: Option<usize>,
     /// The memory plan, with the name of the device.
     pub plan: serde_json::Value,
-    /// Bytes that the plan reserves for requests.
+    /// Number of bytes that the plan reserves for requests.
     pub requests: u64,
 }
 
-/// Converts `--kv-bits`.
+/// Converts the value of `--kv-bits`.
 pub fn kv_bits(bits: config::KvBitsArg) -> KvBits {
     match bits {
         config::KvBitsArg::Sixteen => KvBits::Sixteen,
@@ -317,7 +318,7 @@ pub fn options(load: &LoadSettings) -> model::LoadOptions {
     }
 }
 
-/// Loads the weights, with a progress bar.
+/// Loads the weights and shows a progress bar.
 pub fn load_model(
     checkpoint: &CheckpointMeta,
     load: &LoadSettings,
@@ -356,7 +357,8 @@ pub fn load_model(
     Ok(ReadyModel { model, draft, device, experts_per_token, plan, requests })
 }
 
-/// `2.51 GiB of 8.00 GiB: trunk 1.20 GiB, ..., 250 of 1024 experts in memory, context 32768`
+/// Describes a memory plan in one line: `2.51 GiB of 8.00 GiB: trunk 1.20 GiB, ...; 24 % of the experts in memory,
+/// context 32768 tokens`.
 fn plan_line(plan: &Plan) -> String {
     let parts = [
         ("trunk", plan.trunk),

@@ -1,4 +1,5 @@
-//! The models that a server can load: lists them, reads the settings of each, and loads one with its engine.
+//! The models that a server can load: lists the models, reads the settings of each model, and loads a model with its
+//! engine.
 
 use super::{
     CheckpointMeta,
@@ -35,7 +36,8 @@ use std::{
     time::{Instant, SystemTime, UNIX_EPOCH},
 };
 
-/// Lists and loads the models of a server: the one that it was started with, and all others on this machine.
+/// Lists and loads the models of a server: the model that the server was started with, and all other models on this
+/// machine.
 pub struct ModelCatalog {
     config: RwLock<ServeConfig>,
     settings: Settings,
@@ -84,10 +86,11 @@ impl ModelCatalog {
         timeouts(&self.config())
     }
 
-    /// Reloads the configuration. The API key, the allowed hosts and the timeouts change immediately. Settings of a
-    /// model change when it is loaded the next time. The address, the queue length and the log need a restart.
+    /// Reloads the configuration. The API key, the allowed hosts and the timeouts change immediately. The settings of a
+    /// model change when the model is loaded the next time. A new address, queue length or log needs a restart.
     ///
-    /// The configuration is invalid, its file is missing, or it no longer has an API key: a half-written file must not
+    /// # Errors
+    /// The configuration is invalid, its file is missing, or it no longer has an API key. A half-written file must not
     /// remove the protection of the server.
     pub fn reload(&self, server: &ServerState, address: IpAddr) -> Result<(), String> {
         let (args, settings) = config_file::parse(self.settings.args.clone()).map_err(|error| error.to_string())?;
@@ -108,7 +111,7 @@ impl ModelCatalog {
         Ok(())
     }
 
-    /// The models on this machine. The model of the command line is included even if it is in none of their
+    /// The models on this machine. The model of the command line is included even if it is outside of the model
     /// directories.
     fn entries(&self) -> Vec<CatalogEntry> {
         let config = self.config();
@@ -123,7 +126,7 @@ impl ModelCatalog {
         all
     }
 
-    /// The configuration for one model, with the settings of its table in the file.
+    /// The configuration for one model, with the settings of the model's table in the configuration file.
     fn config_of(&self, id: &str) -> Result<ServeConfig, String> {
         let first = self.config();
         if id == local_models::id(&first.model, &self.settings) {
@@ -151,7 +154,7 @@ impl ModelCatalog {
         let chosen = DeviceChoice::new(&config.load)?;
         let checkpoint = CheckpointMeta::open(&config.model, config.generation.clone())?;
         let model = match load_model(&checkpoint, &config.load, chosen, metrics) {
-            // A draft for the first model may not fit this one.
+            // The draft that was chosen for the first model may not fit this model.
             Err(error) if self.has_draft_of_another_model(id, config) => {
                 tracing::warn!(%error, "cannot load {id} with the draft of another model; loading it without");
                 let drafts =
@@ -207,7 +210,7 @@ impl ModelCatalog {
         let unload = move || {
             // The engine writes its snapshots before it ends.
             let _ = worker.join();
-            // Sorting a large vocabulary takes a hundred megabytes. They are freed when its thread ends.
+            // Sorting a large vocabulary takes a hundred megabytes, which are freed when the sorting thread ends.
             let _ = sorting.join();
             metrics.clear_model();
             os::trim_memory();
@@ -229,8 +232,8 @@ fn prompt_cache_dir(config: &ServeConfig) -> Option<PathBuf> {
     }
 }
 
-/// The prompt cache on disk. In addition to tokens, a snapshot's bytes depend on everything in its key, including this
-/// executable: another build may round differently.
+/// Options of the prompt cache on disk. The bytes of a snapshot depend on the tokens and on everything in the key. The
+/// key includes this executable, because another build may round differently.
 fn storage(config: &ServeConfig, checkpoint: &CheckpointMeta, loaded: &super::ReadyModel) -> Option<DiskCacheOptions> {
     let dir = prompt_cache_dir(config)?;
     let identity = Index::open(&checkpoint.dir).and_then(|index| file_identity(&index.files));

@@ -1,4 +1,4 @@
-//! `moestro pack`: writes or verifies a pack, which has one page-aligned record per expert.
+//! `moestro pack`: writes or verifies a pack. A pack has one page-aligned record per expert.
 
 use super::{progress, resolve};
 use crate::{
@@ -56,7 +56,7 @@ fn write(args: &cli::tool_args::PackArgs, dir: &Path, found: &CheckpointInfo) ->
     Ok(())
 }
 
-/// Compares the pack in `--out`, or every pack that may belong to this checkpoint, with the checkpoint.
+/// Compares a pack with the checkpoint: the pack in `--out`, or else every pack that may belong to this checkpoint.
 fn verify(args: &cli::tool_args::PackArgs, dir: &Path, found: &CheckpointInfo) -> Result<(), CommandError> {
     let CheckpointInfo { experts: map, files, .. } = found;
     let packs = match &args.out {

@@ -1,4 +1,4 @@
-//! Progress bars on stderr, only if it is a terminal, and log lines that do not disturb them.
+//! Progress bars on stderr, which are shown only if stderr is a terminal, and log lines that do not disturb the bars.
 
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 use std::{
@@ -6,10 +6,10 @@ use std::{
     sync::LazyLock,
 };
 
-/// All bars of the program.
+/// All progress bars of the program.
 static BARS: LazyLock<MultiProgress> = LazyLock::new(MultiProgress::new);
 
-/// A bar of `total` bytes.
+/// Creates a progress bar of `total` bytes.
 pub fn bytes(total: u64, what: impl Into<String>) -> ProgressBar {
     let template = "{msg} [{wide_bar}] {binary_bytes} of {binary_total_bytes}, {binary_bytes_per_sec}, {eta} left";
     let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
@@ -17,7 +17,8 @@ pub fn bytes(total: u64, what: impl Into<String>) -> ProgressBar {
     BARS.add(bar)
 }
 
-/// stderr for log lines. Hides the bars while a line is written, so that no fragments of a bar stay on the screen.
+/// stderr for log lines. Hides the progress bars while a line is written, so that no fragments of a bar stay on the
+/// screen.
 pub struct LogStderr;
 
 impl Write for LogStderr {

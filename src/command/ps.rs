@@ -4,7 +4,7 @@ use super::{remote_server::RemoteServer, table};
 use crate::{cli, error::CommandError, plan::Size};
 use serde_json::Value;
 
-/// Prints the loaded model and its load, or that no model is loaded.
+/// Prints the loaded model and the load of the server, or that no model is loaded.
 pub fn ps(args: &cli::PsArgs) -> Result<(), CommandError> {
     let health = RemoteServer::new(&args.remote).ask("/health", None)?;
     print!("{}", report(&health));
@@ -32,7 +32,7 @@ fn report(health: &Value) -> String {
     table(["NAME", "FORMAT", "USED", "RESERVED", "DEVICE", "CONTEXT", "REQUESTS"], &[row])
 }
 
-/// Makes the server unload a model. The next request loads it again.
+/// Makes the server unload a model. The next request loads the model again.
 pub fn stop(args: &cli::StopArgs) -> Result<(), CommandError> {
     let server = RemoteServer::new(&args.remote);
     let name = match &args.name {

@@ -10,7 +10,7 @@ use std::{
 /// The default revision.
 const MAIN: &str = "main";
 
-/// Downloads missing files and prints the directory.
+/// Downloads missing files and prints the directory of the model.
 pub fn run(args: &cli::PullArgs) -> Result<(), CommandError> {
     let id = hub_id(&args.id);
     let dir = interruptible(|| download(id, &args.revision))?;
@@ -22,7 +22,7 @@ pub fn run(args: &cli::PullArgs) -> Result<(), CommandError> {
     Ok(())
 }
 
-/// Runs a download. On a terminal, Ctrl-C ends the program and says how to resume.
+/// Runs a download. On a terminal, Ctrl-C ends the program and prints how to resume the download.
 fn interruptible<T>(work: impl FnOnce() -> Result<T, CommandError>) -> Result<T, CommandError> {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().worker_threads(1).build();
     let runtime = runtime.map_err(|source| CommandError::Io { what: "starting a thread".into(), source })?;
@@ -78,7 +78,8 @@ fn download(id: &str, revision: &str) -> Result<PathBuf, CommandError> {
     }
 }
 
-/// Updates `bar`. The bytes that are on disk at the start of a resumed download do not count toward its speed.
+/// Returns a callback that updates `bar`. Bytes that are on disk at the start of a resumed download do not count toward
+/// the speed.
 #[cfg(feature = "hub")]
 fn progress_of(bar: &indicatif::ProgressBar) -> impl Fn(u64, u64) + Sync {
     let is_started = std::sync::Once::new();

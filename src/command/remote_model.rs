@@ -1,4 +1,4 @@
-//! A model of a running server that answers on the terminal, so that it is not loaded twice.
+//! A model of a running server whose answers are printed on the terminal, so that the model is not loaded twice.
 
 use super::{
     answer_printer::{AnswerEnd, AnswerPrinter, AnswerStats, TerminalAnswer},
@@ -24,13 +24,14 @@ impl RemoteModel {
         &self.server
     }
 
-    /// `coder at http://127.0.0.1:5413 on metal, 37 % of the experts in memory, context 32768`
+    /// Describes the model: `coder at http://127.0.0.1:5413 on metal, 37 % of the experts in memory, context 32768`.
     pub fn describe(&self) -> String {
         let plan = self.server.health().map_or(Value::Null, |health| health["plan"].clone());
         format!("{} at {} {}", self.id, self.server.base_url(), super::describe_plan(&plan))
     }
 
-    /// Prints an answer to `messages` until it ends or `stop` completes. The server stops when the connection closes.
+    /// Prints an answer to `messages` until the answer ends or `stop` completes. The server stops when the connection
+    /// closes.
     pub async fn answer(
         &self,
         messages: &[Value],
@@ -39,7 +40,8 @@ impl RemoteModel {
     ) -> Result<TerminalAnswer, CommandError> {
         let (sender, mut events) = mpsc::unbounded_channel::<Result<Value, CommandError>>();
         let (server, body) = (self.server.clone(), self.body(messages, options));
-        // A separate thread, because it may still wait for the next event after the answer was interrupted.
+        // The answer is read in a separate thread, because the read may still wait for an event after the answer was
+        // interrupted.
         let reader = thread::Builder::new().name("answer".into()).spawn(move || {
             let read = server.stream_chat(&body, |event| sender.send(Ok(event.clone())).is_ok());
             if let Err(error) = read {
@@ -106,7 +108,7 @@ impl RemoteModel {
     }
 }
 
-/// Adds the token counts of the last event.
+/// Adds the token counts of an event that has them, which is the last event.
 fn add_usage(stats: &mut AnswerStats, event: &Value) {
     let usage = &event["usage"];
     let count = |value: &Value| value.as_u64().unwrap_or(0) as usize;

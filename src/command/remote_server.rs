@@ -10,10 +10,10 @@ use std::{
 
 /// Time limit of a request that the server answers immediately.
 const TIMEOUT: Duration = Duration::from_secs(5);
-/// Time limit for connecting, and for each pause of a stream. A server that is busy sends comments.
+/// Time limit for connecting, and for each pause of a stream. A busy server sends comments within this time.
 const SILENCE: Duration = Duration::from_secs(600);
 
-/// A server at an address.
+/// A server at a given address.
 #[derive(Debug, Clone)]
 pub struct RemoteServer {
     args: RemoteArgs,
@@ -26,9 +26,9 @@ impl RemoteServer {
         Self { args: args.clone(), agent: config.into() }
     }
 
-    /// `http://127.0.0.1:5413`
+    /// Address of the server, such as `http://127.0.0.1:5413`.
     pub fn base_url(&self) -> String {
-        // If the server listens on all addresses, connect to the loopback address.
+        // If the server listens on all addresses, the client connects to the loopback address.
         let host = match self.args.host.as_str() {
             "0.0.0.0" => "127.0.0.1",
             "::" | "[::]" => "::1",
@@ -79,12 +79,13 @@ impl RemoteServer {
         }
     }
 
-    /// The state of the server, if one runs at the address.
+    /// The state of the server, if a server runs at the address.
     pub fn health(&self) -> Option<Value> {
         self.ask("/health", None).ok().filter(|health| health["version"].is_string())
     }
 
-    /// True if the server would answer with the model `id`: it is loaded, or nothing is loaded and the server can load it.
+    /// True if the server would answer with the model `id`: either this model is loaded, or no model is loaded and the
+    /// server can load this model.
     ///
     /// # Errors
     /// The API key is missing or wrong.
@@ -148,7 +149,7 @@ impl RemoteServer {
         }
     }
 
-    /// Unloads a model. The next request loads it again.
+    /// Unloads a model. The next request loads the model again.
     pub fn unload(&self, model: &str) -> Result<(), CommandError> {
         self.ask("/v1/models/unload", Some(&json!({"model": model}))).map(drop)
     }

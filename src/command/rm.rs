@@ -16,7 +16,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Deletes a model of the Hugging Face cache, or a directory of the user's model directory.
+/// Deletes a model of the Hugging Face cache, or a model in the user's model directory.
 pub fn remove(args: &cli::RmArgs, settings: &Settings) -> Result<(), CommandError> {
     let usage = |reason: String| Err(CommandError::Usage(reason));
     let all = local_models::all(settings, args.home.models_dir.as_deref());
@@ -47,7 +47,7 @@ pub fn remove(args: &cli::RmArgs, settings: &Settings) -> Result<(), CommandErro
     removed.map_err(|source| CommandError::Io { what: dir.display().to_string(), source })
 }
 
-/// True if `dir` is in `home` once the links in its parent directories are resolved.
+/// True if `dir` is in `home` after the links in the parent directories of `dir` are resolved.
 fn is_inside(dir: &Path, home: Option<PathBuf>) -> bool {
     let real = |path: &Path| path.canonicalize().ok();
     let (parent, home) = (dir.parent().and_then(real), home.as_deref().and_then(real));

@@ -65,7 +65,7 @@ const WORDS: [&str; 19] = [
     "/bye",
 ];
 
-/// Answers the prompt once if there is one, else starts a chat.
+/// Answers the prompt once if there is a prompt. Otherwise starts a chat.
 pub fn run(config: GenerateConfig, remote: &RemoteArgs, settings: &Settings) -> Result<(), CommandError> {
     let model = ChatModel::open(&config, remote, settings)?;
     if config.prompt.is_some() {
@@ -90,12 +90,13 @@ pub fn run(config: GenerateConfig, remote: &RemoteArgs, settings: &Settings) -> 
 }
 
 struct ChatSession {
-    /// `None` only while another model is loaded.
+    /// `None` only while the chat changes to another model.
     model: Option<ChatModel>,
     settings: ChatSettings,
     messages: Vec<Value>,
-    /// The images of the messages, and those of the next message.
+    /// Images of the messages in the conversation.
     images: Vec<Arc<Image>>,
+    /// Images of the next message.
     next_images: Vec<Arc<Image>>,
     /// The file of `/save` or `/load`, which `/save` may overwrite.
     file: Option<PathBuf>,
@@ -142,7 +143,7 @@ impl ChatSession {
         }
     }
 
-    /// Executes a command and returns what it prints.
+    /// Executes a command and returns the text to print.
     fn execute(&mut self, name: &str, rest: &str) -> Result<String, CommandError> {
         let usage = |why: &str| Err(CommandError::Usage(why.into()));
         match name {
@@ -205,7 +206,7 @@ impl ChatSession {
         Ok(format!("{path}: {tokens} tokens; the next text goes with it"))
     }
 
-    /// Removes the last question and its answer, and returns the question.
+    /// Removes the last question and the messages after it. Returns the question.
     fn last_question(&mut self) -> Option<String> {
         let at = self.messages.iter().rposition(|message| message["role"] == "user")?;
         let text = self.messages[at]["content"].as_str()?.to_owned();
@@ -213,8 +214,8 @@ impl ChatSession {
         Some(text)
     }
 
-    /// Unloads the model and loads another one. The conversation continues. If the other model cannot be loaded, the
-    /// first one is loaded again.
+    /// Unloads the model and loads another model. The conversation continues. If the other model cannot be loaded, the
+    /// first model is loaded again.
     fn switch(&mut self, name: &str) -> Result<String, CommandError> {
         let entry = local_models::all(&self.catalog, None).into_iter().find(|entry| entry.id == name);
         let source = entry.map_or_else(|| ModelSource::new(Some(name)), |entry| entry.source);

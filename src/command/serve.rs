@@ -1,4 +1,5 @@
-//! `moestro serve`: opens the port, loads the model, prints the ready line, serves until a signal, and prints why it ends.
+//! `moestro serve`: opens the port, loads the model, prints the ready line, serves until a signal, and prints the
+//! reason for the end.
 
 use super::{device_choice::CPU, local_models, model_catalog::ModelCatalog};
 use crate::{
@@ -25,13 +26,13 @@ use tokio::{
 
 /// Serves until Ctrl-C or SIGTERM, then waits for running answers. A second signal ends the server immediately.
 pub fn run(config: ServeConfig, settings: &Settings) -> Result<(), CommandError> {
-    // Returns the memory of a large request to the system, for other programs.
+    // Returns freed memory to the system after a large request, so that other programs can use the memory.
     os::return_freed_memory();
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().worker_threads(2).build();
     let runtime = runtime.map_err(|source| failed("starting threads", source))?;
     let mut is_ready = false;
     let outcome = runtime.block_on(serve(config, settings.clone(), &mut is_ready));
-    // Does not wait for a load, or for a forward pass that the second signal interrupted.
+    // Does not wait for a model that is being loaded, or for a forward pass that the second signal interrupted.
     runtime.shutdown_background();
     if is_ready && !io::stdout().is_terminal() {
         let _ = writeln!(io::stdout(), "{}", exiting_line(&outcome)).and_then(|()| io::stdout().flush());
@@ -39,7 +40,7 @@ pub fn run(config: ServeConfig, settings: &Settings) -> Result<(), CommandError>
     outcome.map(drop)
 }
 
-/// The line that says why the server ended. Only printed after the ready line.
+/// The line with the reason why the server ended. Only printed after the ready line.
 fn exiting_line(outcome: &Result<&'static str, CommandError>) -> Value {
     match outcome {
         Ok(signal) => json!({"event": "exiting", "reason": signal}),
@@ -48,15 +49,16 @@ fn exiting_line(outcome: &Result<&'static str, CommandError>) -> Value {
     }
 }
 
-/// Serves until a signal and returns its name. Sets `is_ready` when it prints the ready line.
+/// Serves until a signal and returns the name of the signal. Sets `is_ready` when the ready line is printed.
 async fn serve(config: ServeConfig, settings: Settings, is_ready: &mut bool) -> Result<&'static str, CommandError> {
-    // `cpu` until the model is loaded. The GPU is opened after the port, since its kernels may have to be compiled.
+    // The device is `cpu` until the model is loaded. The GPU is opened after the port, because its kernels may have to
+    // be compiled.
     let metrics = Metrics::new(env!("CARGO_PKG_VERSION"), CPU);
-    // `cli::values::origin` has checked that it is a valid header value.
+    // `cli::values::origin` has checked that the origin is a valid header value.
     let cors = config.cors.as_deref().and_then(|origin| origin.parse().ok());
     let watch = |kind| signal(kind).map_err(|source| failed("watching for signals", source));
     let hangup = watch(SignalKind::hangup())?;
-    // SIGHUP: a server on a terminal ends, because the terminal was closed. A service reloads its configuration.
+    // On SIGHUP, a server on a terminal ends, because the terminal was closed. A service reloads its configuration.
     let (hangup_stops, hangup_reloads) = if has_terminal() { (Some(hangup), None) } else { (None, Some(hangup)) };
     let mut stop = StopSignals {
         interrupt: watch(SignalKind::interrupt())?,
@@ -153,12 +155,12 @@ async fn serve(config: ServeConfig, settings: Settings, is_ready: &mut bool) -> 
     }
 }
 
-/// True if the server writes to a terminal, which sends SIGHUP when it closes.
+/// True if the server writes to a terminal. A terminal that closes sends SIGHUP.
 fn has_terminal() -> bool {
     io::stdout().is_terminal() || io::stderr().is_terminal()
 }
 
-/// The line that announces the open port: JSON for programs, a sentence on a terminal.
+/// The line that announces the open port. The line is JSON for programs, and a sentence on a terminal.
 fn ready_line(model: &str, address: SocketAddr, plan: &Value) -> String {
     if !io::stdout().is_terminal() {
         let (port, device) = (address.port(), &plan["device"]);
@@ -168,8 +170,8 @@ fn ready_line(model: &str, address: SocketAddr, plan: &Value) -> String {
     format!("{model} answers {plan}: http://{address}/v1, with a page at http://{address}/ (Ctrl-C ends it)")
 }
 
-/// The listening sockets from the service manager, if any. There can be several, because a host name can have several
-/// addresses.
+/// The listening sockets that the service manager passed on. There can be several sockets, because a host name can have
+/// several addresses.
 fn inherited_listeners() -> Result<Vec<TcpListener>, CommandError> {
     let inherited = service::inherited_listeners().and_then(|listeners| {
         let listen = |listener: std::net::TcpListener| {
@@ -206,7 +208,7 @@ fn result_of(ended: Result<io::Result<()>, tokio::task::JoinError>) -> Result<()
     ended.unwrap_or_else(|panic| Err(io::Error::other(panic))).map_err(|source| failed("serving", source))
 }
 
-/// The signals that stop the server: Ctrl-C, SIGTERM, and the hangup of its terminal.
+/// The signals that stop the server: Ctrl-C, SIGTERM, and the hangup of the server's terminal.
 struct StopSignals {
     interrupt: Signal,
     terminate: Signal,

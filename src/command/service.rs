@@ -50,8 +50,8 @@ pub fn run(args: cli::ServiceArgs) -> Result<(), CommandError> {
     service.act(manager, action).map_err(CommandError::Service)
 }
 
-/// This program's path as it was called. The resolved path may contain a version, such as Homebrew's
-/// `Cellar/moestro/1.0`, which an upgrade deletes.
+/// Path under which this program was called. The resolved path is not used, because it may contain a version, such as
+/// Homebrew's `Cellar/moestro/1.0`, which an upgrade deletes.
 fn program() -> Option<PathBuf> {
     let resolved = env::current_exe().ok()?;
     let called =
@@ -59,8 +59,7 @@ fn program() -> Option<PathBuf> {
     Some(called.unwrap_or(resolved))
 }
 
-/// The absolute path of the command `called`, found as a shell finds it. `None` if that is another file than
-/// `resolved`.
+/// The absolute path of the command `called`, found as a shell finds it. `None` if the path is not the file `resolved`.
 fn called_path(called: &OsStr, search: Option<&OsStr>, resolved: &Path) -> Option<PathBuf> {
     let is_same = |path: &PathBuf| path.canonicalize().ok() == resolved.canonicalize().ok();
     if Path::new(called).components().count() > 1 {
@@ -73,7 +72,7 @@ fn line(words: &[OsString]) -> String {
     words.iter().map(|word| word.to_string_lossy()).collect::<Vec<_>>().join(" ")
 }
 
-/// Makes an argument absolute if it is an existing path, since the service runs in another directory.
+/// Makes an argument absolute if it is an existing path, because the service runs in another directory.
 fn make_absolute(arg: String) -> String {
     let there = !arg.starts_with('-') && Path::new(&arg).exists();
     let whole = path::absolute(&arg).ok().filter(|_| there);

@@ -2,7 +2,7 @@
 
 use crate::config::config_file::Settings;
 
-/// One setting per line. A setting without a value is a comment.
+/// Formats one setting per line. A setting without a value is written as a comment.
 pub fn report(settings: &Settings) -> String {
     let rows: Vec<(String, &str)> =
         settings.rows.iter().map(|row| (line(&row.flag, row.value.as_deref()), row.from.as_str())).collect();

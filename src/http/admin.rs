@@ -28,7 +28,7 @@ pub async fn health(State(state): State<Arc<ServerState>>, request: Request) -> 
     if state.ensure_ready().is_err() {
         return not_ready("loading");
     }
-    // No model is in memory, but a request would load one.
+    // No model is in memory, but a request would load a model.
     let Some(model) = state.models.model() else {
         let (version, next) = (env!("CARGO_PKG_VERSION"), state.models.current_id());
         let mut body = json!({"status": "ok", "model": null, "next": next, "version": version});
@@ -106,7 +106,7 @@ pub async fn metrics(State(state): State<Arc<ServerState>>, headers: HeaderMap) 
 }
 
 /// `POST /models/unload` with `{"model": id}`, compatible with llama-server. Unloads the model after the requests in
-/// progress. The next request loads it again.
+/// progress. The next request loads the model again.
 pub async fn unload(State(state): State<Arc<ServerState>>, body: Body) -> Result<Json<Value>, ApiError> {
     let (request, _permit) = body::json::<UnloadRequest>(&state, body).await?;
     match state.models.unload(&request.model) {
@@ -120,7 +120,7 @@ pub struct UnloadRequest {
     model: String,
 }
 
-/// Experts in memory and how often each was selected; see [`crate::metrics::ExpertHeatmap::layers`].
+/// Lists the experts in memory and how often each expert was selected, see [`crate::metrics::ExpertHeatmap::layers`].
 pub async fn experts(State(state): State<Arc<ServerState>>) -> Json<Value> {
     Json(json!({"layers": state.metrics.heatmap().layers()}))
 }

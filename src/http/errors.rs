@@ -2,10 +2,11 @@
 //!
 //! | status | when |
 //! |---|---|
-//! | 400 | not JSON, a wrong type, a value out of range, an unsupported field, a prompt longer than the context, a format that cannot be followed |
+//! | 400 | not JSON, a wrong type, a value out of range, an unsupported field, or a format that cannot be followed |
+//! | 400 | a prompt longer than the context |
 //! | 401 | no API key, or a wrong one |
 //! | 403 | `Host` or `Origin` is not allowed |
-//! | 404, 405 | no such path or model; the path does not have this method |
+//! | 404, 405 | no such path or model; a path that does not have this method |
 //! | 408 | the body did not arrive in time |
 //! | 413 | the body is over the limit, or the request needs more memory than the plan has for requests |
 //! | 415 | the body is not declared as JSON |
@@ -15,8 +16,9 @@
 //! | 503 | no model is loaded yet, the server is shutting down, or other requests hold the memory |
 //! | 504 | the request took longer than `--request-timeout` |
 //!
-//! A stream has sent status 200 before the model can fail. It then ends with one `data: {"error": ...}` event, which the
-//! OpenAI SDKs raise as an `APIError`, and without `finish_reason` and `[DONE]`.
+//! The status of a stream, 200, is sent before the model can fail. If the model then fails, the stream ends with one
+//! `data: {"error": ...}` event, which the OpenAI SDKs raise as an `APIError`. `finish_reason` and `[DONE]` are not
+//! sent.
 
 use crate::error::{ChatError, EngineError, ModelError};
 use axum::{
@@ -49,7 +51,7 @@ pub struct ApiError {
     code: Option<&'static str>,
     param: Option<String>,
     message: String,
-    /// Seconds.
+    /// Value of the `Retry-After` header in seconds.
     retry_after: Option<u32>,
 }
 
@@ -82,7 +84,7 @@ impl ApiError {
         Self { retry_after: Some(seconds), ..self }
     }
 
-    /// A wrong value. `param` is its path in the request, such as `messages[0].role`.
+    /// A wrong value. `param` is the path of the value in the request, such as `messages[0].role`.
     pub fn invalid(param: impl Into<String>, message: impl Into<String>) -> Self {
         Self::bad_request("invalid_value", message).at(param)
     }
@@ -101,7 +103,7 @@ impl ApiError {
         Self::json(Some(param), message)
     }
 
-    /// An unknown field whose name is close to a known one.
+    /// An unknown field whose name is close to the name of a known field.
     pub fn unknown(param: &str, message: impl Into<String>) -> Self {
         Self::bad_request("unknown_parameter", message).at(param)
     }
@@ -117,8 +119,9 @@ impl ApiError {
         Self { param: path, ..Self::bad_request(code, message) }
     }
 
-    /// Replaces a field's path by its path in another API. Each pair has the path in chat completions, or the start of
-    /// one, and the other path. A pattern that starts with a bracket matches after an index.
+    /// Translates the path of the field that the error names from chat completions to another API. Each pair has a path
+    /// in chat completions, or the start of a path, and the replacement. A path that starts with `]` matches after an
+    /// index.
     pub fn renamed(mut self, names: &[(&str, &str)]) -> Self {
         let Some(param) = &self.param else { return self };
         let rename = |(ours, theirs): &(&str, &str)| {
@@ -145,12 +148,13 @@ impl ApiError {
         Self::over_context(&prompt.to_string(), context, param)
     }
 
-    /// A prompt that is longer than the context. Its tokenization stopped early, after `at_least` tokens.
+    /// A prompt that is longer than the context. The tokenization of the prompt stopped early, after `at_least` tokens.
     pub fn over_context_by(at_least: usize, context: usize, param: &str) -> Self {
         Self::over_context(&format!("at least {at_least}"), context, param)
     }
 
-    /// A prompt above `--max-prompt-tokens`. Its code is `context_length_exceeded`, so that agents shorten the prompt.
+    /// A prompt above `--max-prompt-tokens`. The error code is `context_length_exceeded`, so that agents shorten the
+    /// prompt.
     pub fn prompt_limit(prompt: usize, limit: usize, param: &str) -> Self {
         let message = format!(
             "This server accepts prompts of at most {limit} tokens, and this one has {prompt}. Shorten the prompt, or start \
@@ -219,7 +223,7 @@ impl ApiError {
         Self::unavailable("memory_in_use", message).retry_after(1)
     }
 
-    /// A format that waited too long because other formats are compiled before it.
+    /// An output format whose compilation waited too long, because other formats were compiled first.
     pub fn compiler_busy() -> Self {
         let message = "Other output formats are being compiled. Try again.";
         Self::unavailable("compiler_busy", message).retry_after(2)
@@ -230,7 +234,7 @@ impl ApiError {
         Self::unavailable("connections_busy", "All connections are busy. Try again.").retry_after(2)
     }
 
-    /// A `Host` that is not a name of this machine. A page that uses DNS rebinding sends its own name.
+    /// A `Host` that is not a name of this machine. A web page that uses DNS rebinding sends its host's name.
     pub fn wrong_host(host: &str) -> Self {
         let message = format!(
             "The host `{host}` is not allowed: this server accepts local names only. If it is a name of this server, \
@@ -290,7 +294,7 @@ impl ApiError {
         &self.message
     }
 
-    /// The JSON of a body or of an event in a stream.
+    /// The error as JSON, for a body or for an event of a stream.
     pub fn body(&self) -> ErrorBody<'_> {
         let Self { kind, code, param, message, .. } = self;
         ErrorBody { error: ErrorObject { message, kind, param: param.as_deref(), code: *code } }
@@ -355,7 +359,7 @@ fn without_directories(message: &str) -> String {
             rest = &path[1..];
             continue;
         }
-        // A path may contain spaces. It ends before the first of these strings.
+        // A path may contain spaces. The path ends before the first of these strings.
         let end = [": ", ", ", ")", "`", "'", "\"", "\n"].iter().filter_map(|mark| path.find(mark)).min();
         let (path, after) = path.split_at(end.unwrap_or(path.len()));
         short += path.trim_end_matches('/').rsplit('/').next().unwrap_or_default();
@@ -385,7 +389,7 @@ impl IntoResponse for ApiError {
         if self.status == StatusCode::UNAUTHORIZED {
             response.headers_mut().insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
         }
-        // `reshape` converts it for APIs whose errors have another shape.
+        // `reshape` converts the error for APIs whose errors have another shape.
         response.extensions_mut().insert(self);
         response
     }

@@ -1,6 +1,7 @@
-//! The life of a generation request, the same for every API.
+//! Handles a generation request of any API.
 //!
-//! `ChatRequest -> GenerationRequest -> prompt text -> token ids -> engine::Request -> logits -> Event -> delta -> SSE frame`
+//! `ChatRequest -> GenerationRequest -> prompt text -> token ids -> engine::Request -> logits -> Event -> delta -> SSE
+//! frame`
 //!
 //! A handler parses its API's body into a [`GenerationRequest`] and passes the [`Renderer`] that writes the answer.
 
@@ -16,8 +17,8 @@ use std::sync::Arc;
 
 /// Waits for the model, queues the request and answers with one body or a stream.
 ///
-/// A stream that waits for its model to be loaded begins immediately, so that the client sees that the server works on
-/// it. It then reports every later error, an expired deadline included.
+/// If the model must be loaded first, a stream begins immediately, so that the client sees a sign of life. Every later
+/// error, such as an expired deadline, is then reported in the stream.
 pub async fn generate<R: Renderer>(
     state: &ServerState,
     log: Arc<RequestLog>,

@@ -13,13 +13,13 @@ pub struct StorageHealth {
 }
 
 impl StorageHealth {
-    /// Records the outcome of a generation: a storage error, or `None` if it finished.
+    /// Records the outcome of a generation: a storage error, or `None` if the generation finished.
     pub fn record(&self, error: Option<&dyn std::fmt::Display>) {
         let failure = error.map(|error| (Instant::now(), error.to_string()));
         *self.failure.lock() = failure;
     }
 
-    /// The last storage error, if it is recent and no generation has finished since.
+    /// The last storage error, if the error is recent and no generation has finished after it.
     pub fn failure(&self) -> Option<String> {
         let failure = self.failure.lock();
         failure.as_ref().filter(|(at, _)| at.elapsed() < FAILURE_MAX_AGE).map(|(_, error)| error.clone())

@@ -5,9 +5,9 @@
 //! * `request` turns a body of any API into an engine request.
 //! * `output` turns engine events into text, reasoning and tool calls.
 //! * `openai`, `anthropic` and `ollama` are the wire formats; [`sse`] writes their streams.
-//! * `models` loads one model at a time and queues requests for others.
+//! * `models` loads one model at a time and queues requests for other models.
 //!
-//! The server answers before a model is loaded: `/health` and `/metrics` work, everything else gets 503.
+//! The server answers before a model is loaded: `/health` and `/metrics` work, and every other path gets 503.
 
 mod admin;
 mod anthropic;

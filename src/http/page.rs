@@ -1,7 +1,7 @@
 //! `GET /`: the page, a chat and gauges in one HTML file.
 //!
-//! Its content security policy allows requests to this server only, and only the script and the style in the file, by
-//! their hashes.
+//! The page's content security policy allows requests to this server only. The policy names the hashes of the script
+//! and the style in the file, so that no other script or style is used.
 
 use axum::{
     http::{HeaderValue, header},

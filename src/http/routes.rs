@@ -1,6 +1,7 @@
 //! Route table: every path with its method, body and meaning.
 //!
-//! The labels of `moestro_requests_total`, the check of content types and `/openapi.json` use it.
+//! This table defines the labels of `moestro_requests_total`, the paths whose content type is checked, and
+//! `/openapi.json`.
 
 use crate::http::request::fields::{self, FieldTable};
 
@@ -14,7 +15,7 @@ pub struct Route {
 
 pub enum RouteBody {
     None,
-    /// A generation: its fields, the required ones, and whether the response may be a stream.
+    /// The body of a generation request: all fields, the required fields, and whether the response may be a stream.
     Generation(FieldTable, &'static [&'static str], bool),
     Tokenize,
     Detokenize,
@@ -70,15 +71,15 @@ pub static ROUTES: &[Route] = &[
     route("get", "/tokenizer_info", "Special tokens and chat template"),
 ];
 
-/// The path of a route without `/v1` and without a slash at the end: clients write it in several ways.
+/// The path of a route without `/v1` and without a slash at the end, because clients write paths in several ways.
 fn bare(path: &str) -> &str {
     path.trim_end_matches('/').trim_start_matches("/v1")
 }
 
-/// Paths of Ollama's API, which only its own port has.
+/// Paths of Ollama's API, which are served only on the port of `--ollama-port`.
 const OLLAMA_PATHS: [&str; 6] = ["/api/version", "/api/tags", "/api/ps", "/api/show", "/api/chat", "/api/generate"];
 
-/// Label of a path in the metrics. Clients can invent paths, so an unknown one is `other`.
+/// Label of a path in the metrics. Clients can invent paths, so the label of every unknown path is `other`.
 pub fn endpoint(path: &str) -> &'static str {
     let ollama = || OLLAMA_PATHS.into_iter().find(|known| *known == path);
     find(path).map(|route| route.path).or_else(ollama).unwrap_or("other")

@@ -21,11 +21,11 @@ use std::{future::Future, io, sync::Arc, time::Duration};
 use tokio::{net::TcpListener, sync::watch};
 use tower_http::cors::{AllowHeaders, AllowOrigin, CorsLayer};
 
-/// The APIs of a port.
+/// The APIs that a port serves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ApiSet {
     Standard,
-    /// Ollama's paths in addition.
+    /// The standard APIs and Ollama's API.
     WithOllama,
 }
 
@@ -93,8 +93,8 @@ fn router_for(api: ApiSet, state: Arc<ServerState>) -> Router {
 /// Time for connections to send their last bytes after the engine is idle.
 const SEND_GRACE: Duration = Duration::from_secs(1);
 
-/// Serves all listeners until `shutdown`. After that, new requests get 503, and requests in progress finish within the
-/// engine's grace period.
+/// Serves all listeners until `shutdown` completes. After that, new requests get 503, and requests in progress finish
+/// within the engine's grace period.
 pub async fn serve(
     listeners: Vec<(TcpListener, ApiSet)>,
     state: Arc<ServerState>,
@@ -113,7 +113,7 @@ pub async fn serve(
     };
     tokio::select! {
         () = state.models.run() => {}
-        // The accept loop ends by itself only if it panics.
+        // The accept loop ends before `stop` only if it panics.
         ended = &mut accepting => return ended.map_err(io::Error::other),
         () = drain => {}
     }

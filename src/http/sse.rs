@@ -1,9 +1,9 @@
-//! Streams: server-sent events, or lines of JSON for clients of Ollama. They are written by a future that runs inside
-//! the response body.
+//! Streams: server-sent events, or lines of JSON for clients of Ollama. A future that runs inside the response body
+//! writes the stream.
 //!
-//! There is no separate task and no channel. The future runs when the connection can send more, and it is dropped with the
-//! connection, so a client that disconnects cancels its generation. Text that is generated while the connection is busy is
-//! sent as one piece. Otherwise each token is sent when it arrives.
+//! There is no separate task and no channel. The future runs when the connection can send more. The future is dropped
+//! with the connection, so a client that disconnects cancels its generation. Text that is generated while the
+//! connection is busy is sent in one piece. Otherwise each token is sent as soon as it is generated.
 
 use crate::http::errors::ApiError;
 use axum::{
@@ -25,20 +25,21 @@ use std::{
 use tokio::time::{Instant, Sleep};
 use tokio_stream::Stream;
 
-/// Clients and proxies close silent connections, so a comment is sent after this much silence. Reasons for silence are a
-/// full queue, a long prompt, or text that may become a tool call.
+/// Duration of silence after which a comment is sent, because clients and proxies close silent connections. Reasons for
+/// silence are a full queue, a long prompt, or text that may become a tool call.
 const KEEP_ALIVE: Duration = Duration::from_secs(5);
 
-/// The separator of frames.
+/// Format of a stream's frames.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum StreamFormat {
     #[default]
     Events,
-    /// One JSON value per line. Clients parse every line, so there are no comments.
+    /// One JSON value per line. Clients parse every line as JSON, so a stream of lines has no comments.
     Lines,
 }
 
-/// Bytes that have been written but not sent. The lock is never contended, because the same task writes and reads.
+/// Bytes that have been written but not sent. The lock is never contended, because one task both writes and reads the
+/// bytes.
 #[derive(Clone, Default)]
 pub struct Frames {
     buffer: Arc<Mutex<Vec<u8>>>,
@@ -46,12 +47,12 @@ pub struct Frames {
 }
 
 impl Frames {
-    /// `data: {...}`, or a line.
+    /// Writes `data: {...}`, or a line of JSON.
     pub fn data(&self, value: &impl Serialize) {
         self.frame("", value);
     }
 
-    /// `event: name`, then `data: {...}`
+    /// Writes `event: name`, then `data: {...}`.
     pub fn event(&self, name: &str, value: &impl Serialize) {
         self.frame(name, value);
     }
@@ -76,7 +77,7 @@ impl Frames {
         }
     }
 
-    /// Ends a complete answer: `data: [DONE]`.
+    /// Ends a complete answer with `data: [DONE]`.
     pub fn done(&self) {
         self.buffer.lock().extend_from_slice(b"data: [DONE]\n\n");
     }
@@ -87,7 +88,7 @@ impl Frames {
     }
 }
 
-/// A response that streams the frames that `write` writes.
+/// Creates a response that streams the frames that the future of `write` writes.
 pub fn respond<F: Future<Output = ()> + Send + 'static>(
     format: StreamFormat,
     write: impl FnOnce(Frames) -> F,
@@ -106,7 +107,7 @@ pub fn respond<F: Future<Output = ()> + Send + 'static>(
     (headers, Body::from_stream(body)).into_response()
 }
 
-/// Streams what a future writes. After `keep_alive` without output, sends a comment.
+/// Streams the output of a future. Sends a comment after `keep_alive` without output.
 struct SseBody<F> {
     writer: Option<Pin<Box<F>>>,
     frames: Frames,

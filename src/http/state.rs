@@ -18,30 +18,31 @@ use std::sync::{
     atomic::{AtomicBool, Ordering::Relaxed},
 };
 
-/// Default limit of a request body: an image of the largest size in base64, and a conversation. Ten megabytes of text
-/// are about two million tokens, so an overlong prompt is still read and refused with a message about the context
-/// length.
+/// Default limit of a request body in bytes: enough for the largest accepted image in base64, and a conversation. Ten
+/// megabytes of text are about two million tokens. The server thus reads an overlong prompt and refuses it with a
+/// message about the context length.
 pub const BODY_LIMIT: usize = 32 << 20;
 
 pub struct ServerState {
     pub metrics: Arc<Metrics>,
-    /// Required on every path but `/`, `/health` and `/metrics`, if set.
+    /// API key. If set, every path except `/`, `/health` and `/metrics` requires the key.
     api_key: RwLock<Option<String>>,
-    /// Origin that browsers may call from; `*` allows any.
+    /// Origin of web pages that may use the server. `*` allows any origin.
     pub cors: Option<HeaderValue>,
     /// Maximum size of a request body in bytes.
     pub body_limit: usize,
     pub memory: Arc<RequestMemory>,
     pub origins: OriginPolicy,
-    /// Maximum number of connections with a request in progress; `None` derives it from the limit on open files.
+    /// Maximum number of connections with a request in progress. If `None`, the maximum depends on the limit on open
+    /// files.
     pub max_connections: Option<usize>,
     pub timeouts: Timeouts,
     pub storage_health: Arc<StorageHealth>,
-    /// Keep the billing header of Claude Code in the prompt.
+    /// True if the billing header of Claude Code stays in the prompt.
     pub keep_billing_header: bool,
     /// Hosts that images may be fetched from.
     pub image_urls: Arc<ImageUrls>,
-    /// Responses that `previous_response_id` can name.
+    /// Stored responses, which `previous_response_id` can name.
     pub responses: Arc<ResponseStore>,
     pub models: ModelHost,
     is_shutting_down: AtomicBool,
@@ -68,7 +69,7 @@ impl ServerState {
         }
     }
 
-    /// Serves this model only and never unloads it.
+    /// Installs a model that is never unloaded, for a server without other models.
     pub fn serve_model(&self, model: LoadedModel) {
         self.metrics.set_model(&model.card.id);
         self.models.install(HostedModel { id: model.card.id.clone(), model, unload: Box::new(|| ()) });
@@ -92,12 +93,12 @@ impl ServerState {
         self.is_shutting_down.load(Relaxed)
     }
 
-    /// Fails until a model was loaded or named.
+    /// Returns an error until a model has been loaded or set as the default.
     pub fn ensure_ready(&self) -> Result<(), ApiError> {
         self.models.is_open().then_some(()).ok_or_else(ApiError::loading)
     }
 
-    /// Waits for the requested model.
+    /// Waits until the requested model is loaded, and returns it.
     pub async fn model(&self, requested: Option<&str>) -> Result<Arc<LoadedModel>, ApiError> {
         self.models.lease(requested).await?.wait().await
     }

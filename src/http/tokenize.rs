@@ -1,4 +1,5 @@
-//! `POST /tokenize` and `/detokenize`, as in vLLM, and `GET /tokenizer_info`. They do not use the engine's queue.
+//! `POST /tokenize` and `/detokenize`, as in vLLM, and `GET /tokenizer_info`. These requests do not wait in the
+//! engine's queue.
 
 use crate::http::{
     ServerState,
@@ -16,9 +17,9 @@ use std::sync::Arc;
 #[derive(Debug, Deserialize)]
 pub struct TokenizeRequest {
     pub model: Option<String>,
-    /// The name in vLLM.
+    /// Text to tokenize, under vLLM's name.
     pub prompt: Option<String>,
-    /// The name in llama-server.
+    /// Text to tokenize, under llama-server's name.
     pub content: Option<String>,
     pub messages: Option<Vec<Value>>,
     pub tools: Option<Vec<Value>>,
@@ -45,13 +46,13 @@ pub struct Tokenized {
 
 #[derive(Debug, Serialize)]
 pub struct Detokenized {
-    /// The name in vLLM.
+    /// The text, under vLLM's name.
     pub prompt: String,
-    /// The name in llama-server.
+    /// The text, under llama-server's name.
     pub content: String,
 }
 
-/// The tokens of a `prompt`, or of `messages` and `tools` as the chat endpoint renders them.
+/// Returns the tokens of a `prompt`, or of `messages` and `tools` as the chat endpoint renders them.
 pub async fn tokenize(State(state): State<Arc<ServerState>>, body: Body) -> Result<Json<Tokenized>, ApiError> {
     state.ensure_ready()?;
     let (request, mut permit) = body::json::<TokenizeRequest>(&state, body).await?;
@@ -77,7 +78,7 @@ pub async fn tokenize(State(state): State<Arc<ServerState>>, body: Body) -> Resu
         }
         _ => return Err(ApiError::invalid("prompt", "Send either prompt or messages.")),
     };
-    // The text may be longer than the context. Only memory limits it.
+    // The text may be longer than the context. Only memory limits the length of the text.
     let (tokens, _) = model.tokenize(&mut permit, text, usize::MAX).await?;
     let (tokens, _) = model.place_images(tokens, images)?;
     let has_strings = request.return_token_strs.unwrap_or(false);
@@ -87,7 +88,8 @@ pub async fn tokenize(State(state): State<Arc<ServerState>>, body: Body) -> Resu
     Ok(Json(Tokenized { count: tokens.len(), max_model_len: model.engine.context(), tokens, token_strs }))
 }
 
-/// The chat template and context length, in vLLM's format. lm-evaluation-harness renders and counts with them.
+/// Returns the chat template and the context length in vLLM's format. lm-evaluation-harness uses both to render prompts
+/// and to count tokens.
 pub async fn info(State(state): State<Arc<ServerState>>) -> Result<Json<Value>, ApiError> {
     let model = state.model(None).await?;
     let mut info = model.template.as_ref().map_or_else(|| json!({}), |template| template.info().clone());
@@ -96,7 +98,7 @@ pub async fn info(State(state): State<Arc<ServerState>>) -> Result<Json<Value>, 
     Ok(Json(info))
 }
 
-/// The text of `tokens`, special ones included.
+/// Returns the text of `tokens`, including special tokens.
 pub async fn detokenize(State(state): State<Arc<ServerState>>, body: Body) -> Result<Json<Detokenized>, ApiError> {
     state.ensure_ready()?;
     let (request, mut permit) = body::json::<DetokenizeRequest>(&state, body).await?;

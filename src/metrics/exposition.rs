@@ -10,15 +10,15 @@ pub const OPENMETRICS: &str = "application/openmetrics-text; version=1.0.0; char
 
 pub(super) fn prometheus(registry: &Registry) -> String {
     let mut out = Vec::with_capacity(16 << 10);
-    // The encoder fails only for a family without metrics, and `gather` omits those.
+    // The encoder fails only for a family without metrics, and `gather` omits such families.
     if let Err(error) = TextEncoder::new().encode(&registry.gather(), &mut out) {
         tracing::error!(%error, "cannot render metrics");
     }
     String::from_utf8_lossy(&out).into_owned()
 }
 
-/// Converts the Prometheus format to OpenMetrics: the name of a counter's family loses the suffix `_total`, which only
-/// its samples keep, and the text ends with an EOF line.
+/// Converts the Prometheus format to OpenMetrics. The name of a counter's family loses the suffix `_total`, but the
+/// samples of the family keep the suffix. The text ends with an EOF line.
 pub(super) fn openmetrics(text: &str) -> String {
     let counters: Vec<&str> = text
         .lines()

@@ -1,13 +1,14 @@
-//! Expert heatmap: which experts are in memory and how often the router selected each, for the page in the browser.
+//! Expert heatmap for the page in the browser: which experts are in memory, and how often the router selected each
+//! expert.
 //!
-//! The thread that owns the model writes it; any thread may read it.
+//! The thread that owns the model writes the heatmap. Any thread may read the heatmap.
 
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 
-/// Set if the expert has a slot. The other bits count how often it was selected.
+/// Bit of a cell that is set if the expert has a slot. The other bits count how often the expert was selected.
 const RESIDENT: u32 = 1 << 31;
 
-/// One cell per expert, layer by layer.
+/// A cell for each expert, layer by layer.
 #[derive(Debug, Default)]
 pub struct ExpertHeatmap {
     experts_per_layer: usize,
@@ -33,14 +34,14 @@ impl ExpertHeatmap {
     /// Counts a selection of expert `key`.
     pub fn count(&self, key: usize) {
         let Some(cell) = self.cells.get(key) else { return };
-        // Only one thread writes, so load and store need not be one atomic operation.
+        // Only one thread writes, so the check and the addition need not be one atomic operation.
         if cell.load(Relaxed) & !RESIDENT < RESIDENT - 1 {
             cell.fetch_add(1, Relaxed);
         }
     }
 
-    /// One string per layer, with one character per expert. It is `.` if the expert has no slot. Otherwise it is the
-    /// logarithm to base 2 of the count plus one, from 0 to 9.
+    /// Returns one string per layer, with one character per expert. The character is `.` if the expert has no slot.
+    /// Otherwise, the character is a digit: the logarithm to base 2 of the count plus one, rounded down, at most 9.
     pub fn layers(&self) -> Vec<String> {
         let character = |cell: &AtomicU32| {
             let cell = cell.load(Relaxed);

@@ -1,7 +1,7 @@
-//! Metrics: one table declares every family. `docs/metrics.md` is generated from it.
+//! Metrics. One table declares all families, and `docs/metrics.md` is generated from this table.
 //!
-//! Modules hold an `Arc<Metrics>` and count where the event happens. `GET /metrics` renders all metrics. Labelled
-//! families are resolved to their children at start, so that counting on a hot path is one atomic addition. Units are
+//! Modules hold an `Arc<Metrics>` and count events where they happen. `GET /metrics` renders all metrics. The children
+//! of families with labels are looked up at the start, so that counting on a hot path is one atomic addition. Units are
 //! base units (seconds, bytes). `process_*` are the standard metrics of Prometheus's own libraries. A value that the
 //! system does not report is omitted.
 
@@ -17,8 +17,8 @@ use parking_lot::Mutex;
 use prometheus::{Counter, Histogram, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Registry};
 use std::sync::Arc;
 
-/// Type of a field: the whole family if the table writes `family` after the field, else the child with the listed label
-/// values.
+/// Type of a field. If the table writes `family` after the field, the field is the whole family. Otherwise the field is
+/// the child with the listed label values.
 macro_rules! field_type {
     (counter family) => {
         IntCounterVec
@@ -202,8 +202,8 @@ metrics! {
 }
 
 impl Metrics {
-    /// Creates metrics with their own registry, so that two servers in one process count separately. `device` is named
-    /// as in `/health`.
+    /// Creates metrics with a separate registry, so that two servers in one process count separately. `device` has the
+    /// same names as in `/health`.
     pub fn new(version: &str, device: &str) -> Arc<Self> {
         let metrics = Self::register(Registry::new());
         for reason in ["stop", "length", "tool_calls", "cancelled", "error"] {
@@ -237,12 +237,12 @@ impl Metrics {
         self.request_generated_tokens.observe(generated_tokens as f64);
     }
 
-    /// Counts a finished request. `endpoint` must be one of a fixed set, never text from the client.
+    /// Counts a finished request. `endpoint` must be one of a fixed set of names, never text from the client.
     pub fn record_request(&self, endpoint: &str, status: u16) {
         self.requests.with_label_values(&[endpoint, &status.to_string()]).inc();
     }
 
-    /// Counts a pass that verified a draft. `saved` is in seconds and negative if plain steps would have been faster.
+    /// Counts a pass that verified a draft. `saved` is in seconds, and negative if plain steps would have been faster.
     pub fn record_draft(&self, kind: &str, accepted: usize, rejected: usize, saved: f64) {
         self.draft_cycles.with_label_values(&[kind]).inc();
         self.draft_tokens.with_label_values(&[kind, "accepted"]).inc_by(accepted as u64);
@@ -266,7 +266,7 @@ impl Metrics {
         self.heatmap.lock().clone()
     }
 
-    /// Clears what describes a loaded model, after it was unloaded.
+    /// Resets the metrics that describe a loaded model, after the model was unloaded.
     pub fn clear_model(&self) {
         self.new_heatmap(0, 0);
         let reserved = [
@@ -284,7 +284,7 @@ impl Metrics {
         reserved.into_iter().chain([&self.expert_slots, &self.expert_slots_used]).for_each(|gauge| gauge.set(0));
     }
 
-    /// Renders the Prometheus text format; see [`PROMETHEUS`].
+    /// Renders all metrics in the Prometheus text format, see [`PROMETHEUS`].
     pub fn render(&self) -> String {
         for (kind, bytes) in os::process_memory() {
             self.process_memory.with_label_values(&[kind]).set(bytes as i64);
@@ -312,7 +312,7 @@ impl Metrics {
         }
     }
 
-    /// Renders the OpenMetrics text format; see [`OPENMETRICS`].
+    /// Renders all metrics in the OpenMetrics text format, see [`OPENMETRICS`].
     pub fn render_openmetrics(&self) -> String {
         exposition::openmetrics(&self.render())
     }

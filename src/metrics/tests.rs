@@ -17,7 +17,7 @@ fn families() -> Vec<MetricFamily> {
     Metrics::new("1.2.3", "cpu").registry.gather()
 }
 
-/// The label column: each label with the values that exist at the start.
+/// Text of the label column: each label with the values that exist at the start.
 fn label_column(labels: &[&str], children: &[Metric]) -> String {
     let mut column = Vec::new();
     for label in labels {
@@ -33,7 +33,7 @@ fn label_column(labels: &[&str], children: &[Metric]) -> String {
     column.join("; ")
 }
 
-/// `MOESTRO_WRITE_DOCS=1 cargo test` writes the page.
+/// `MOESTRO_WRITE_DOCS=1 cargo test` writes `docs/metrics.md`.
 #[test]
 fn docs_page_matches_table() {
     let (mut page, families) = (HEAD.to_owned(), families());

@@ -23,8 +23,8 @@ use report::{BenchReport, BenchSetup};
 use run::BenchSession;
 use std::{path::Path, sync::Arc};
 
-/// Default prompt: plain English, included in the binary. A router chooses experts for random tokens differently than
-/// for text.
+/// Default prompt: plain English, included in the binary. The prompt is text, because a router chooses different
+/// experts for random tokens.
 const TEXT: &str = include_str!("../../LICENSE-APACHE");
 
 pub fn run(args: cli::tool_args::BenchArgs) -> Result<(), CommandError> {
@@ -42,7 +42,7 @@ pub fn run(args: cli::tool_args::BenchArgs) -> Result<(), CommandError> {
         return drafts::run(&dir, &load, &prompt, args.gen_tokens, args.repeat, args.json);
     }
     let mut options = options(&load);
-    // A warm start with the expert list of an earlier run would make runs incomparable.
+    // Without this, a run would start with the experts that an earlier run saved, and runs could not be compared.
     options.store.warm = false;
     let metrics = Metrics::new(env!("CARGO_PKG_VERSION"), "cpu");
     let (sessions, runs_each) = if args.cold { (args.repeat, 1) } else { (1, args.repeat) };
@@ -90,8 +90,8 @@ fn load_with_bar(dir: &Path, options: &model::LoadOptions, metrics: &Arc<Metrics
     model
 }
 
-/// `count` tokens of the file or of [`TEXT`], repeated if it is too short. Without a tokenizer, the bytes of the text
-/// are mapped to ids over the whole vocabulary.
+/// `count` tokens of the file or of [`TEXT`]. A text that is too short is repeated. Without a tokenizer, the bytes of
+/// the text are mapped to ids over the whole vocabulary.
 fn prompt(dir: &Path, file: Option<&Path>, count: usize) -> Result<Vec<u32>, CommandError> {
     let read = |path: &Path| {
         let failed = |source| CommandError::Io { what: format!("--text {}", path.display()), source };

@@ -1,5 +1,6 @@
 //! `moestro doctor`: checks that this machine computes correctly. Compares every GPU kernel with the CPU, every CPU
-//! instruction set with plain Rust, and one answer of the demo model on each device. Its output belongs in a bug report.
+//! instruction set with plain Rust, and one answer of the demo model on each device. The output belongs in a bug
+//! report.
 
 mod answer;
 mod gpu;
@@ -26,7 +27,7 @@ use std::time::Instant;
 /// Prints the report. `version` is the version of this program.
 ///
 /// # Errors
-/// `CommandError::Unsound` if a result differs or a check fails. Fails if the machine cannot be measured.
+/// `CommandError::Unsound` if a result differs or a check fails. Other errors if the machine cannot be measured.
 pub fn run(args: &cli::tool_args::DoctorArgs, version: &str) -> Result<(), CommandError> {
     if let Some(dir) = &args.print_kernels {
         return kernel_files::write(dir);
@@ -36,8 +37,8 @@ pub fn run(args: &cli::tool_args::DoctorArgs, version: &str) -> Result<(), Comma
     let mut report = examine(gpu, &[Some(Device::Cpu), candles].into_iter().flatten().collect::<Vec<_>>())?;
     report.machine.version = version.into();
     let machine = args.report.then(|| measure_machine(&report, args.any_gpu));
-    // Runs last, and with a second device object: macOS may refuse further GPU work of a program that caused a GPU
-    // error.
+    // The recovery check runs last and opens the GPU again, because macOS may refuse further GPU work of a program that
+    // caused a GPU error.
     if report.gpu.is_ok() {
         report.recovery = open(args.any_gpu).ok().flatten().and_then(recover);
     }
@@ -57,7 +58,7 @@ pub fn run(args: &cli::tool_args::DoctorArgs, version: &str) -> Result<(), Comma
     if wrong.is_empty() { Ok(()) } else { Err(CommandError::Unsound(wrong)) }
 }
 
-/// Measures this machine, with the GPU if its checks have run.
+/// Measures this machine. The GPU is measured only if its checks have run.
 fn measure_machine(report: &DoctorReport, any_gpu: bool) -> Result<MachineReport, CommandError> {
     let open = || open(any_gpu).ok().flatten().filter(|_| report.gpu.is_ok());
     let times = report.gpu.as_ref().ok().and_then(|gpu| gpu.times);
@@ -71,17 +72,17 @@ fn open(any_gpu: bool) -> Result<Option<Box<dyn Gpu>>, DeviceError> {
     if any_gpu { device::open_any_gpu() } else { device::open_gpu() }
 }
 
-/// Provokes an error on a GPU and launches again. `None` if the GPU cannot provoke one. The result is reported, but a GPU
-/// that does not recover may still compute correctly.
+/// Provokes an error on a GPU and launches a kernel again. `None` if the GPU cannot provoke an error. The result is
+/// only reported, because a GPU that does not recover may still compute correctly.
 pub fn recover(mut gpu: Box<dyn Gpu>) -> Option<Finding> {
     gpu::recovery(&mut *gpu)
 }
 
-/// Checks this machine with its GPU, or with the reason why it has none. The reference implementation answers on each of the
-/// `candle` devices.
+/// Checks this machine with its GPU. `gpu` is the reason if there is no GPU. The reference implementation answers on
+/// each of the `candle` devices.
 ///
 /// # Errors
-/// Fails if the demo cannot be loaded.
+/// The demo model cannot be loaded.
 pub fn examine(gpu: Result<Box<dyn Gpu>, String>, candle: &[Device]) -> Result<DoctorReport, CommandError> {
     let demo = DemoModel::open()?;
     let processor = check::processor();
@@ -89,7 +90,7 @@ pub fn examine(gpu: Result<Box<dyn Gpu>, String>, candle: &[Device]) -> Result<D
     let gpu = match gpu {
         Ok(mut gpu) => {
             let begin = Instant::now();
-            // Kernels that do not compile are reported with the findings below.
+            // Kernels that do not compile are reported by `check::kernels` below.
             let compiled = gpu.compile().iter().filter(|(_, error)| error.is_none()).count();
             let compile_seconds = begin.elapsed().as_secs_f64();
             let begin = Instant::now();

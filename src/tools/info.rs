@@ -18,27 +18,27 @@ use measure::{KernelRate, Measurements};
 use serde::Serialize;
 use std::{fmt, path::PathBuf};
 
-/// The whole report, in the shape that `--json` prints. Units are bytes, tokens, seconds, and bytes per second.
+/// The whole report, with the structure that `--json` prints. Units are bytes, tokens, seconds, and bytes per second.
 #[derive(Debug, Serialize)]
 struct InfoReport {
-    /// One or two sentences: does the model fit, and how fast is it?
+    /// One or two sentences that say whether the model fits and how fast it is.
     verdict: String,
     model: String,
     directory: PathBuf,
-    /// Directory of the packed experts, if there is one.
+    /// Directory of the packed experts. `None` if there is no pack.
     pack: Option<PathBuf>,
-    /// The licence that the model card names.
+    /// Licence that the model card names.
     licence: Option<String>,
     shards: usize,
     weights: u64,
-    /// Experts per token in training. `shape.experts_per_token` is the number in use.
+    /// Number of experts per token in training. `shape.experts_per_token` is the number in use.
     trained_experts_per_token: usize,
     shape: ModelFootprint,
     /// Device that `--device` selects: `cpu`, `metal` or `cuda`.
     device: &'static str,
     limits: MachineLimits,
     plan: Option<Plan>,
-    /// Why there is no plan.
+    /// Reason why there is no plan.
     refused: Option<String>,
     measured: Measurements,
     decode: Vec<Estimate>,
@@ -62,8 +62,8 @@ pub fn run(args: cli::tool_args::InfoArgs) -> Result<(), CommandError> {
         ..load
     };
     let dir = resolve(&source)?;
-    // `serve` loads the tokenizer before the weights, so that both commands make the same plan. A missing tokenizer is
-    // no error here.
+    // `serve` loads the tokenizer before the weights. This command does the same, so that both commands make the same
+    // plan. A missing tokenizer is not an error here.
     let tokenizer = Tokenizer::load(&dir);
     let chosen = DeviceChoice::new(&load)?;
     let drafts = draft_source::DraftSource::new(&load, &dir, tokenizer.as_ref().ok())?;
@@ -127,7 +127,7 @@ pub fn run(args: cli::tool_args::InfoArgs) -> Result<(), CommandError> {
     refused.map_or(Ok(()), |error| Err(error.into()))
 }
 
-/// `Fits in memory. About 13 tok/s.` `speed`: tokens per second at a hit rate.
+/// Returns a text such as `Fits in memory. About 13 tok/s.` `speed` gives the tokens per second at a hit rate.
 fn verdict(plan: Option<&Plan>, speed: impl Fn(f64) -> f64) -> String {
     let digits = |speed: f64| if speed < 10.0 { format!("{speed:.1}") } else { format!("{speed:.0}") };
     match plan {
@@ -230,7 +230,7 @@ impl InfoReport {
         Ok(())
     }
 
-    /// Number of requests that run at the same time, and the cost of one more.
+    /// Describes the number of requests that run at the same time, and the memory of one more request.
     fn describe_state(&self, plan: &Plan) -> String {
         let requests = if plan.parallel == 1 { "request at a time" } else { "requests at the same time" };
         let more = self.shape.sequence + plan.chunk as u64 * self.shape.sequence_per_row;
@@ -239,7 +239,8 @@ impl InfoReport {
         format!("{} {requests}; one more takes {}{cost}", plan.parallel, Size(more))
     }
 
-    /// Number of snapshots that the prompt cache can hold, and number of slots that would take the same memory.
+    /// Describes the number of snapshots that the prompt cache can hold, and the number of slots that would take the
+    /// same memory.
     fn describe_prompt_cache(&self, plan: &Plan) -> String {
         let shape = &self.shape;
         let states = plan.states(shape.state);

@@ -1,4 +1,4 @@
-//! What `moestro doctor --report` measured on this machine: a table for an issue, and a file that `moestro info` reads.
+//! Results of `moestro doctor --report` on this machine: a table for an issue, and a file that `moestro info` reads.
 
 use super::measure::{KernelRate, Measurements};
 use crate::{
@@ -16,29 +16,31 @@ use std::{
 /// Measurements of a machine.
 #[derive(Debug, Serialize)]
 pub struct MachineReport {
-    /// Expert reads from a checkpoint and from its pack, with the bandwidth of the CPU's memory.
+    /// Expert reads from a checkpoint, and the bandwidth of the CPU's memory.
     pub unpacked: Measurements,
+    /// Expert reads from the checkpoint's pack.
     pub packed: Measurements,
     pub device: DeviceFigures,
     pub runs: Vec<RunFigures>,
 }
 
-/// Measured costs of decoding on a device. `info` uses them for its estimate.
+/// Measured costs of decoding on a device. `info` uses these costs for its estimate.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct DeviceFigures {
     /// `cpu`, `metal` or `cuda`.
     pub kind: String,
     /// The GPU's name.
     pub gpu: Option<String>,
-    /// Bytes per second of a large 4-bit matrix times a vector.
+    /// Rate at which a large 4-bit matrix is multiplied by a vector, in bytes of the matrix per second.
     pub matrix_rate: f64,
-    /// Time that does not depend on the bytes read, from two models in memory. `None` if they do not fit.
+    /// Time that does not depend on the bytes read, computed from two models in memory. `None` if these models do not
+    /// fit.
     pub overhead: Option<Overhead>,
-    /// Seconds from a launch to the end of waiting for it. A streamed layer waits once.
+    /// Seconds from a launch to the end of the wait for its result. A streamed layer waits once.
     pub wait: f64,
 }
 
-/// One measured answer.
+/// Figures of one measured answer.
 #[derive(Debug, Serialize)]
 pub struct RunFigures {
     pub what: String,
@@ -48,11 +50,11 @@ pub struct RunFigures {
     pub hit_rate: f64,
     /// Fraction of the time that was spent waiting for experts.
     pub stall_share: f64,
-    /// CPU cores in use.
+    /// Mean number of CPU cores in use.
     pub cores: f64,
 }
 
-/// Maximum size of the file in bytes.
+/// Maximum size in bytes of the file with the last report.
 const MAX_FILE: u64 = 1 << 20;
 
 /// The file with the last report.
@@ -60,7 +62,8 @@ fn report_file() -> Option<PathBuf> {
     Some(os::state_dir()?.join("doctor.json"))
 }
 
-/// Saves a report, whose field `machine` is a [`MachineReport`], for `moestro info`. Returns the file's path.
+/// Saves a report for `moestro info`. The field `machine` of the report is a [`MachineReport`]. Returns the path of the
+/// file.
 ///
 /// # Errors
 /// There is no home directory, or the file cannot be written.
@@ -74,13 +77,13 @@ pub fn save(report: &impl Serialize) -> Result<PathBuf, CommandError> {
 }
 
 impl DeviceFigures {
-    /// The figures of the last report, if it is of this device.
+    /// The figures of the last report, if that report is about this device.
     pub fn of_last_report(kind: &str, gpu: Option<&str>) -> Option<Self> {
         Self::read(&report_file()?).filter(|figures| figures.kind == kind && figures.gpu.as_deref() == gpu)
     }
 
-    /// Replaces the assumed GPU figures in `measured` by measured ones. Also returns the time that does not
-    /// depend on the bytes read. If the model `streams`, each layer also waits for the router's choice.
+    /// Replaces the assumed GPU figures in `measured` by measured figures. Also returns the time that does not depend
+    /// on the bytes read. If `streams` is true, each layer also waits for the router's choice.
     pub fn apply(&self, measured: Measurements, streams: bool) -> (Measurements, Overhead) {
         let Overhead { layer, token } = self.overhead.unwrap_or_default();
         let (memory, compute) = (self.matrix_rate, self.matrix_rate);

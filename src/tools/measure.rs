@@ -1,4 +1,4 @@
-//! Measures what estimates need: memory bandwidth, the speed of the expert kernels, and expert reads.
+//! Measures the inputs of estimates: memory bandwidth, the speed of the expert kernels, and the speed of expert reads.
 
 use crate::{
     device::{CpuDevice, CpuTimeline, memory_bandwidth},
@@ -12,35 +12,36 @@ use crate::{
 use serde::Serialize;
 use std::time::{Duration, Instant};
 
-/// Maximum number of bytes read to measure memory bandwidth. Larger than any CPU cache.
+/// Maximum number of bytes that are read to measure memory bandwidth. The bytes are more than any CPU cache can hold.
 const BLOCK: u64 = 512 << 20;
 
-/// Results, and the conditions under which they were measured.
+/// Results of the measurements, and the conditions of the measurements.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Measurements {
     #[serde(flatten)]
     pub bandwidth: Bandwidth,
     pub threads: usize,
     pub io_threads: usize,
-    /// Expert reads bypassed the page cache.
+    /// True if expert reads bypassed the page cache.
     pub direct: bool,
     pub kernels: KernelRate,
 }
 
-/// Where the rate of the kernels comes from.
+/// Source of the rate of the kernels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum KernelRate {
-    /// The model's own kernels on the CPU.
+    /// Measured with the model's own kernels on the CPU.
     Measured,
-    /// A report of `moestro doctor` about this GPU.
+    /// Taken from a report of `moestro doctor` about this GPU.
     Reported,
     /// Assumed equal to memory bandwidth.
     Assumed,
 }
 
 /// Measures memory and kernels with `threads` threads and at most `max_bytes` bytes, and expert reads with
-/// [`measure_reads`]. With a GPU, or without expert layers, kernels are assumed to process weights at memory bandwidth.
+/// [`measure_reads`]. With a GPU, or without expert layers, the kernels are assumed to process weights at memory
+/// bandwidth.
 pub fn measure(
     found: &CheckpointInfo,
     store: &StoreOptions,
@@ -65,15 +66,16 @@ pub fn measure(
     Ok(Measurements { bandwidth, threads, io_threads: store.threads, direct, kernels })
 }
 
-/// Speed of expert reads by the store's own threads, without computation.
+/// Speed of expert reads by the threads of the expert store, without computation.
 struct ReadSpeed {
-    /// Bytes per second when every expert of a token misses. Infinite without routed experts.
+    /// Bytes per second if every expert of a token misses. Infinite for a model without routed experts.
     rate: f64,
     /// Seconds to read one expert.
     latency: f64,
-    /// Reads bypass the page cache.
+    /// True if reads bypass the page cache.
     direct: bool,
-    /// Bytes per second of reading the same experts again, from the page cache. Infinite if reads bypass it.
+    /// Bytes per second when the same experts are read again, from the page cache. Infinite if reads bypass the page
+    /// cache.
     cache: f64,
 }
 
@@ -97,7 +99,7 @@ fn measure_reads(found: &CheckpointInfo, store: &StoreOptions) -> Result<ReadSpe
         }
         Ok((begin.elapsed().as_secs_f64() / count.max(1) as f64, count))
     };
-    // Latency reads use at most an eighth of the experts. The others are kept for the rate, which matters more.
+    // Latency reads use at most an eighth of the experts. The other experts are kept for the rate, which matters more.
     let max_count = (found.shape.layers * found.shape.experts / 8).max(1);
     let mut walk = ExpertWalk::new(found.shape.layers, found.shape.experts);
     let (latency, _) = read(&mut walk, 1, max_count, Duration::from_millis(150))?;
@@ -114,7 +116,7 @@ fn measure_reads(found: &CheckpointInfo, store: &StoreOptions) -> Result<ReadSpe
 /// Visits all experts, layer by layer. Consecutive experts of a layer are far apart in the file, as with a real router.
 #[derive(Clone)]
 struct ExpertWalk {
-    /// Experts already returned, for each layer.
+    /// Number of experts already returned, for each layer.
     returned: Vec<usize>,
     experts: usize,
     stride: usize,
@@ -126,7 +128,8 @@ impl ExpertWalk {
         Self { returned: vec![0; layers], experts, stride: coprime(experts), turn: 0 }
     }
 
-    /// Returns `count` experts of the next layer. An expert is returned again only after all others of its layer.
+    /// Returns `count` experts of the next layer. An expert is returned again only after all other experts of its
+    /// layer.
     fn next(&mut self, count: usize) -> Option<(usize, Vec<u32>)> {
         let layer = self.turn % self.returned.len().max(1);
         let first = self.returned.get_mut(layer)?;
@@ -140,8 +143,8 @@ impl ExpertWalk {
     }
 }
 
-/// A stride near the golden section of `n` that has no common divisor with it, so that its multiples visit all numbers
-/// below `n`.
+/// A stride near the golden section of `n` that has no common divisor with `n`, so that the multiples of the stride
+/// visit all numbers below `n`.
 fn coprime(n: usize) -> usize {
     let divisor = |mut a: usize, mut b: usize| {
         while b > 0 {

@@ -1,4 +1,4 @@
-//! Subcommands that measure and inspect: [`mod@bench`], [`doctor`], [`info`] and [`synth`]. Serving needs none of them.
+//! Subcommands that measure and inspect: [`mod@bench`], [`doctor`], [`info`] and [`synth`]. Serving does not need them.
 
 pub mod bench;
 pub mod doctor;

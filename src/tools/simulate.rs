@@ -13,21 +13,21 @@ use crate::{
 use serde::Serialize;
 use std::fmt;
 
-/// The whole report, in the shape that `--json` prints.
+/// The whole report, with the structure that `--json` prints.
 #[derive(Debug, Serialize)]
 struct SimulationReport {
     model: String,
     shape: ModelFootprint,
-    /// Simulated, not measured.
+    /// Results of the simulation. These figures are not measured.
     simulated: Vec<Simulation>,
-    /// Machines on which the model does not fit, and why.
+    /// Machines on which the model does not fit, each with the reason.
     refused: Vec<(&'static str, String)>,
 }
 
-/// Working set of the GPU in bytes. A plan for a GPU needs one; the value is arbitrary.
+/// Working set of the GPU in bytes. A plan for a GPU needs a working set. The value is arbitrary.
 const GPU: u64 = 64 << 30;
 
-/// Prints the simulation for the machine called `name`, or for all.
+/// Prints the simulation for the machine called `name`, or for all machines if `name` is `all`.
 pub fn run(args: cli::tool_args::InfoArgs, name: &str) -> Result<(), CommandError> {
     if name != "all" && MACHINES.iter().all(|machine| machine.name != name) {
         let known = MACHINES.map(|machine| machine.name).join(", ");
@@ -56,7 +56,7 @@ pub fn run(args: cli::tool_args::InfoArgs, name: &str) -> Result<(), CommandErro
 }
 
 /// Memory needs of a model without a checkpoint. Writes a temporary checkpoint of headers and sparse files, and removes
-/// it.
+/// this checkpoint afterwards.
 fn outline(like: &str, options: &model::LoadOptions) -> Result<ModelFootprint, CommandError> {
     let name = std::env::temp_dir().join(format!("moestro-like-{like}-{}", std::process::id()));
     let io = |source| StoreError::Io { path: name.clone(), source };
@@ -101,7 +101,7 @@ fn cells(found: &Simulation) -> [String; 5] {
     ]
 }
 
-/// Formats both values, multiplied by `scale`, as a range, with one decimal if both are below 10.
+/// Formats both values, multiplied by `scale`, as a range. The numbers have one decimal if both are below 10.
 fn range(values: [f64; 2], scale: f64) -> String {
     let [a, b] = values.map(|value| scale * value);
     let digits = usize::from(a.max(b) < 10.0);
@@ -127,7 +127,7 @@ mod tests {
             ("35b", 1.39e9, 1_769_472, 40_960),
             ("122b", 3.48e9, 5_308_416, 49_152),
             ("397b", 5.57e9, 7_077_888, 61_440),
-            // 12 layers of keys, values, and 128 floats per 4 positions.
+            // 12 layers, each with keys, values, and 128 floats per 4 positions.
             ("flash-next", 2.86e9, 2_764_800, 12 * (2 * 2 * 256 * 4 + 128)),
             ("27b", 15.1e9, 0, 16 * 2 * 4 * 256 * 4),
             ("9b", 5.04e9, 0, 8 * 2 * 4 * 256 * 4),
@@ -141,7 +141,7 @@ mod tests {
         }
     }
 
-    /// SwiftLM with dense 4-bit models in memory.
+    /// The other engine is SwiftLM with dense 4-bit models in memory.
     #[test]
     fn ultra_range_contains_other_engine() {
         let options = model::LoadOptions { gpu: Some(GPU), ..model::LoadOptions::default() };

@@ -1,9 +1,9 @@
-//! Writes synthetic checkpoints: dimensions, names, encodings and file layout of real models in MLX 4-bit, with random
-//! weights. For example, they show how a machine runs the 122B model without a download of 70 GB.
+//! Writes synthetic checkpoints. They have the dimensions, names, encodings and file layout of real models in MLX
+//! 4-bit, and random weights. For example, they show how a machine runs the 122B model without a download of 70 GB.
 //!
-//! [`layout`] lists the tensors, [`noise`] fills them. Each value is a function of the seed, the tensor's name and the
-//! value's index, so bytes do not depend on threads or the order of writing. A few threads compute blocks of a few
-//! megabytes and write them in file order.
+//! [`layout`] lists the tensors, and [`noise`] fills them. Each value is a function of the seed, the tensor's name and
+//! the value's index, so the bytes do not depend on the number of threads or on the order of writing. A few threads
+//! compute blocks of a few megabytes and write them in file order.
 
 pub mod command;
 mod layout;
@@ -22,10 +22,10 @@ use std::{
     path::Path,
 };
 
-/// Bytes per block: large enough for sequential disk speed, small enough for the cache of a core.
+/// Number of bytes per block: large enough for sequential disk speed, small enough for the cache of a core.
 const BLOCK: usize = 2 << 20;
 
-/// The checkpoint that was written.
+/// Summary of the checkpoint that was written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SynthSummary {
     pub bytes: u64,
@@ -33,17 +33,18 @@ pub struct SynthSummary {
     pub shards: usize,
 }
 
-/// Bytes of all tensors that `options` describe.
+/// Number of bytes of all tensors that `options` describe.
 pub fn size(options: &SynthOptions) -> u64 {
     layout::tensors(options).iter().map(SynthTensor::bytes).sum()
 }
 
-/// Writes a checkpoint to the directory `out`, which must be missing or empty. Files are written to `.NAME.partial` next to it,
-/// which is renamed when complete and removed on failure. `progress` receives the bytes written since its last call.
+/// Writes a checkpoint to the directory `out`, which must be missing or empty. The files are written to the directory
+/// `.NAME.partial` next to `out`. That directory is renamed when it is complete, and removed on failure. `progress`
+/// receives the number of bytes written since its last call.
 ///
 /// # Errors
-/// Fails on impossible dimensions and on file system errors. A full disk is detected before writing if the file system reports
-/// its free space.
+/// The dimensions are impossible, or the file system fails. A full disk is detected before writing if the file system
+/// reports its free space.
 pub fn write(out: &Path, options: &SynthOptions, progress: &(dyn Fn(u64) + Sync)) -> Result<SynthSummary, StoreError> {
     options.dimensions.check()?;
     let at = |path: &Path| {
@@ -87,10 +88,11 @@ pub fn write(out: &Path, options: &SynthOptions, progress: &(dyn Fn(u64) + Sync)
     Ok(SynthSummary { bytes, tensors: tensors.len(), shards: shards.len() })
 }
 
-/// Writes a checkpoint of headers and sparse files to `dir`. It takes almost no space and is enough to plan memory.
+/// Writes a checkpoint of headers and sparse files to `dir`. Such a checkpoint takes almost no space and is enough to
+/// plan memory.
 ///
 /// # Errors
-/// Fails on file system errors.
+/// The file system fails.
 pub fn outline(dir: &Path, dimensions: Dimensions) -> Result<(), StoreError> {
     let (seed, router_skew, shard, threads) = (0, 0.0, u64::MAX, 1);
     // A model with an n-gram table needs an end-of-sequence token, which separates texts.

@@ -1,4 +1,4 @@
-//! Follows one answer token by token: through its reasoning, which may have a token budget, into the required format.
+//! Constrains one answer token by token: first its reasoning, which may have a token budget, then the required format.
 //!
 //! ```text
 //! Reasoning --</think>--> Forced "\n\n" --> Answer       (nothing is forced without a format)
@@ -17,17 +17,18 @@ const END_OF_REASONING: &str = "</think>";
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum NextTokens {
     Any,
-    /// A bit mask: bit `id % 32` of word `id / 32`.
+    /// A bit mask of the allowed tokens. Token `id` is bit `id % 32` of word `id / 32`.
     Only(Vec<u32>),
 }
 
-/// The tokens that start and end reasoning and answers.
+/// Tokens at the start and at the end of reasoning and answers.
 pub(super) struct MarkupTokens {
-    /// `<tool_call>`, if it is one token.
+    /// Id of `<tool_call>`, if this text is one token.
     pub call: Option<u32>,
-    /// Tokens that end the reasoning as templates do: first after a line feed, second after other text.
+    /// Tokens that end the reasoning as templates do. The first entry is for reasoning that ends with a line feed, the
+    /// second for any other reasoning.
     end_of_reasoning: [Vec<u32>; 2],
-    /// The text between reasoning and answer.
+    /// Tokens of the text between reasoning and answer.
     gap: Vec<u32>,
     /// Mask of all tokens except those that end the answer.
     not_eos: Vec<u32>,
@@ -35,7 +36,7 @@ pub(super) struct MarkupTokens {
 
 impl MarkupTokens {
     pub fn new(tokenizer: &Tokenizer, eos: &[u32]) -> Self {
-        // If a text cannot be encoded, nothing is forced.
+        // If a text cannot be encoded, its list is empty and no tokens are forced.
         let encode = |text: &str| tokenizer.encode(text).unwrap_or_default();
         let mut not_eos = vec![u32::MAX; tokenizer.vocab_size().div_ceil(32)];
         for &id in eos {
@@ -61,7 +62,7 @@ pub struct TokenConstraint {
     tokenizer: Arc<Tokenizer>,
     markup: Arc<MarkupTokens>,
     format: Option<Matcher>,
-    /// Tools may be called: a `<tool_call>` ends the reasoning.
+    /// True if tools may be called. A `<tool_call>` then ends the reasoning.
     calls: bool,
     budget: Option<usize>,
     phase: AnswerPhase,
@@ -69,7 +70,7 @@ pub struct TokenConstraint {
 
 #[derive(Clone)]
 enum AnswerPhase {
-    /// Reasoning has `tokens` tokens so far. Their text ends with `tail`.
+    /// The model is reasoning. `tokens` is the number of tokens so far, and `tail` is the end of their text.
     Reasoning {
         tokens: usize,
         tail: Vec<u8>,
@@ -146,7 +147,7 @@ impl TokenConstraint {
         }
     }
 
-    /// Ends the reasoning. `rest` is the text after the tag in the token that completed it.
+    /// Ends the reasoning. `rest` is the text after `</think>` in the token that completed this tag.
     fn start_answer(&mut self, rest: &[u8]) -> Result<(), String> {
         self.phase = AnswerPhase::Answer;
         let Some(format) = &mut self.format else { return Ok(()) };
@@ -154,7 +155,7 @@ impl TokenConstraint {
             self.phase = AnswerPhase::Forced { tokens: self.markup.gap.clone(), at: 0 };
             return Ok(());
         }
-        // The tag was several tokens, and the last one also contains the start of the answer.
+        // The tag was split into several tokens, and the last of these tokens also contains the start of the answer.
         let text = rest.trim_ascii_start();
         let tokens = format.tok_env().map(|env| env.tok_trie().greedy_tokenize(text));
         tokens.and_then(|tokens| format.consume_tokens(&tokens)).map_err(|error| plain_reason(&error.to_string()))

@@ -1,20 +1,20 @@
-//! Alternatives that exclude each other. llguidance supports only `anyOf`, and `oneOf` means the same for such
-//! alternatives.
+//! Finds out whether the alternatives of a `oneOf` exclude each other. llguidance supports only `anyOf`, which means
+//! the same as `oneOf` for such alternatives.
 
 use serde_json::Value;
 
-/// Maximum number of alternatives that are compared, each with each.
+/// Maximum number of alternatives that are compared pairwise.
 const MAX_ALTERNATIVES: usize = 256;
 
-/// True if the types and tags of the alternatives show that no value matches two of them. A tag is a required property
-/// with one allowed value. References are followed in `root`.
+/// True if the types and tags of the alternatives show that a value can match only one alternative. A tag is a required
+/// property with one allowed value. References are followed in `root`.
 pub fn are_disjoint(alternatives: &[Value], root: &Value) -> bool {
     let resolved: Vec<&Value> = alternatives.iter().map(|alternative| resolve(alternative, root)).collect();
     alternatives.len() <= MAX_ALTERNATIVES
         && resolved.iter().enumerate().all(|(at, one)| resolved[..at].iter().all(|other| differ(one, other)))
 }
 
-/// The target of a reference within the document, or the schema itself.
+/// The target of the schema's reference into `root`, or the schema itself if it has no such reference.
 fn resolve<'a>(schema: &'a Value, root: &'a Value) -> &'a Value {
     let target = schema.get("$ref").and_then(Value::as_str).and_then(|reference| reference.strip_prefix('#'));
     target.and_then(|pointer| root.pointer(pointer)).unwrap_or(schema)
@@ -27,7 +27,7 @@ fn differ(one: &Value, other: &Value) -> bool {
     }
 }
 
-/// The types that a schema allows. An integer is a number.
+/// The types that a schema allows. `integer` counts as `number`.
 fn types(schema: &Value) -> Option<Vec<&str>> {
     let names: Vec<&str> = match schema.get("type")? {
         Value::Array(names) => names.iter().map(Value::as_str).collect::<Option<_>>()?,

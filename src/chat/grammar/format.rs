@@ -15,7 +15,8 @@ pub struct OutputFormat {
 pub enum ContentFormat {
     #[default]
     Text,
-    /// JSON that matches a schema. `strict`: a keyword that cannot be enforced is an error. Otherwise it is ignored.
+    /// JSON that matches a schema. If `strict` is true, a keyword that cannot be enforced is an error. Otherwise the
+    /// keyword is ignored.
     Json { schema: Value, strict: bool },
     /// The whole answer matches this regular expression (Rust's syntax).
     Regex(String),
@@ -30,14 +31,14 @@ pub enum ContentFormat {
 pub struct AllowedTools {
     /// OpenAI tool definitions, each with its index in the request.
     pub tools: Vec<(usize, Value)>,
-    /// Allow more than one call in an answer.
+    /// True if an answer may have more than one call.
     pub parallel: bool,
 }
 
-/// A part of a format that cannot be compiled.
+/// The error of a format that cannot be compiled.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FormatError {
-    /// Index of the tool whose parameters are at fault.
+    /// Index of the tool whose parameters cause the error.
     pub tool: Option<usize>,
     /// Path in the schema, such as `.properties.x`.
     pub path: String,
@@ -58,9 +59,9 @@ impl fmt::Display for FormatError {
 
 pub(super) const NO_TEXT: &str = "no text can match it";
 
-/// llguidance's error without the names of its internals.
+/// llguidance's error message without the names of llguidance's internals.
 pub(super) fn plain_reason(error: &str) -> String {
-    // The regex parser writes the reason in the last line, below the expression.
+    // The regex parser writes the reason in the last line of its message, below the expression.
     if error.contains("regex parse error") {
         let last = error.lines().last().unwrap_or_default();
         return format!("the expression is not supported: {}", last.trim_start_matches("error: "));
@@ -78,7 +79,7 @@ pub(super) fn plain_reason(error: &str) -> String {
     }
 }
 
-/// The schema of any JSON object.
+/// A schema that matches every JSON object.
 pub fn any_object() -> Value {
     json!({"type": "object"})
 }

@@ -1,5 +1,5 @@
-//! A client's JSON schema, prepared for llguidance: bounded, without keywords that do not affect validity, and with errors
-//! that name their path.
+//! A client's JSON schema, prepared for llguidance. The prepared schema is bounded and has no keywords that do not
+//! affect validity. Errors name the path of the part that causes them.
 
 use super::{
     disjoint,
@@ -14,12 +14,12 @@ use serde_json::{Map, Value, json};
 
 const MAX_BYTES: usize = 512 << 10;
 const MAX_SUBSCHEMAS: usize = 20_000;
-/// Maximum number of properties of all objects together. Compiling takes about a millisecond for each.
+/// Maximum number of properties of all objects together. Compiling takes about a millisecond per property.
 const MAX_PROPERTIES: usize = 1000;
 const MAX_DEPTH: usize = 64;
 
-/// White space between the parts of JSON: none, a space, or a new line and its indentation. Without a bound, a model could
-/// write white space until its token limit.
+/// White space between the parts of JSON: none, a space, or a new line and its indentation. Without a bound, a model
+/// could write white space up to its token limit.
 const WHITESPACE: &str = r" |\n[ \t]{0,40}";
 
 /// Largest absolute value of an integer for which the schema sets no bounds. Many JSON readers only hold 64 bits, and
@@ -53,12 +53,14 @@ const COPIED: [&str; 20] = [
     "multipleOf",
 ];
 
-/// Keywords whose value is a schema, an array of schemas, or an object of schemas.
+/// Keywords whose value is a schema.
 const WITH_SCHEMA: [&str; 3] = ["items", "additionalItems", "additionalProperties"];
+/// Keywords whose value is an array of schemas.
 const WITH_ARRAY: [&str; 4] = ["anyOf", "oneOf", "allOf", "prefixItems"];
+/// Keywords whose value is an object of schemas.
 const WITH_OBJECT: [&str; 4] = ["properties", "patternProperties", "$defs", "definitions"];
 
-/// Keywords that restrict what is valid, but that no token mask can enforce.
+/// Keywords that restrict the valid values in a way that a token mask cannot enforce.
 const UNSUPPORTED: [&str; 15] = [
     "not",
     "if",
@@ -77,7 +79,7 @@ const UNSUPPORTED: [&str; 15] = [
     "$dynamicRef",
 ];
 
-/// Formats that can be enforced. Any other format is an annotation, as in the JSON Schema specification.
+/// Formats that can be enforced. Every other format is an annotation, as in the JSON Schema specification.
 const FORMATS: [&str; 10] =
     ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"];
 
@@ -177,7 +179,7 @@ impl Preparation<'_> {
             } else if self.strict && UNSUPPORTED.contains(&word) && *value != Value::Bool(false) {
                 return Err(FormatError::new(&inner, format!("`{key}` cannot be enforced in a strict schema")));
             } else {
-                // An annotation. It does not affect what is valid.
+                // The keyword is an annotation and does not affect which values are valid.
                 continue;
             };
             prepared.insert(key.clone(), value);
@@ -198,7 +200,7 @@ impl Preparation<'_> {
         self.limit_bounds(&mut prepared, path)?;
         bound_integer(&mut prepared);
         if prepared.get("format").is_some_and(|format| format == "time" || format == "date-time") {
-            // llguidance's expression allows a 61st second in every minute.
+            // llguidance's expression for times allows a 61st second in every minute.
             prepared.entry("pattern").or_insert("^[^:]*:[^:]*:[0-5]".into());
         }
         Ok(Value::Object(prepared))
@@ -256,7 +258,7 @@ fn is_integer(schema: &Map<String, Value>) -> bool {
     }
 }
 
-/// Adds the missing bounds of an integer.
+/// Adds the bounds that an integer lacks.
 fn bound_integer(schema: &mut Map<String, Value>) {
     if !is_integer(schema) || schema.contains_key("enum") || schema.contains_key("const") {
         return;
@@ -289,11 +291,11 @@ fn is_string_array(value: &Value) -> bool {
 /// the whole schema. Returns the path and the error of the part, or an empty path and `reason` if no part fails alone.
 pub fn locate(schema: &Value, reason: String, compile_error: impl Fn(&Value) -> Option<String>) -> (String, String) {
     let (mut path, mut reason, mut part) = (String::new(), reason, schema);
-    // Each step compiles the parts of one level. The sizes of all levels together are at most the size of the schema.
+    // Each step compiles the parts of one level. All levels together are at most as large as the schema.
     'down: for _ in 0..MAX_DEPTH {
         for (inner, child) in subschemas(part) {
-            // Skips booleans, which always compile. A reference is not followed, because its target is also checked
-            // where it is defined.
+            // Skips booleans, which always compile. References are not followed, because the target of a reference is
+            // checked where it is defined.
             let Value::Object(alone) = child else { continue };
             let mut alone = alone.clone();
             for key in ["$defs", "definitions", "x-guidance"] {

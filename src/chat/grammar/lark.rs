@@ -1,4 +1,4 @@
-//! Limits on a client's regular expression or Lark grammar, checked before llguidance compiles it.
+//! Limits on a client's regular expression or Lark grammar. Both are checked before llguidance compiles them.
 //!
 //! llguidance follows rules, brackets and embedded schemas recursively. Each intersection (`&`) or complement (`~`)
 //! multiplies the size of a terminal's automaton.
@@ -9,13 +9,16 @@ use std::collections::{HashMap, HashSet};
 
 /// Maximum size of a regular expression or a grammar in bytes.
 const MAX_BYTES: usize = 64 << 10;
-/// Longest chain of rules that refer to each other. Grammars of programming languages have about 30.
+/// Maximum length of a chain of rules that refer to each other. Grammars of programming languages have chains of about
+/// 30.
 const MAX_CHAIN: usize = 64;
-/// Deepest nesting of brackets.
+/// Maximum depth of nested brackets.
 const MAX_NESTING: usize = 64;
-/// Maximum number of `&` and `~` in a grammar. Thirty in one terminal take gigabytes.
+/// Maximum number of `&` and `~` in a grammar. Thirty of them in one terminal take gigabytes.
 const MAX_INTERSECTIONS: usize = 8;
 
+/// Checks the length of a regular expression.
+///
 /// # Errors
 /// The expression is too long.
 pub fn check_regex(text: &str) -> Result<(), FormatError> {
@@ -27,8 +30,10 @@ pub fn check_regex(text: &str) -> Result<(), FormatError> {
     }
 }
 
+/// Checks a Lark grammar and its embedded JSON schemas against the limits.
+///
 /// # Errors
-/// The grammar is over a limit, or an embedded JSON schema is.
+/// The grammar or an embedded JSON schema is over a limit.
 pub fn check_grammar(text: &str) -> Result<(), FormatError> {
     check_regex(text)?;
     let mut scanner = Scanner { rest: text, nesting: 0, intersections: 0, rules: HashMap::new(), current: "" };
@@ -38,7 +43,7 @@ pub fn check_grammar(text: &str) -> Result<(), FormatError> {
     let mut visited = HashSet::new();
     let mut names: Vec<&str> = scanner.rules.keys().copied().filter(|&name| name != "start").collect();
     names.sort_unstable();
-    // llguidance compiles from `start`, in this order, each rule at its first use.
+    // llguidance compiles `start` first, and every other rule at its first use. The check uses the same order.
     for name in std::iter::once("start").chain(names) {
         check_chain(&scanner.rules, name, &mut visited, 1)?;
     }
@@ -64,9 +69,9 @@ struct Scanner<'a> {
     rest: &'a str,
     nesting: usize,
     intersections: usize,
-    /// Names that the definition of each rule or terminal refers to, in order.
+    /// For each rule or terminal: the names that its definition refers to, in order.
     rules: HashMap<&'a str, Vec<&'a str>>,
-    /// The definition that is being read.
+    /// Name of the rule or terminal whose definition is being read.
     current: &'a str,
 }
 
@@ -122,7 +127,7 @@ impl<'a> Scanner<'a> {
     }
 }
 
-/// Length of the name at the start of `text`; 0 if there is none.
+/// Length of the name at the start of `text`, or 0 if `text` does not start with a name.
 fn name(text: &str) -> usize {
     if !text.starts_with(|c: char| c.is_ascii_alphabetic() || c == '_') {
         return 0;
@@ -130,7 +135,8 @@ fn name(text: &str) -> usize {
     text.find(|c: char| !(c.is_ascii_alphanumeric() || "_-".contains(c))).unwrap_or(text.len())
 }
 
-/// True if a name before `text` is being defined: `name: ...`, `name[attributes]: ...`, `name::parameter: ...`.
+/// True if `text`, which follows a name, shows that the name is being defined: `name: ...`, `name[attributes]: ...`,
+/// `name::parameter: ...`.
 fn starts_definition(mut text: &str) -> bool {
     loop {
         text = text.trim_start_matches([' ', '\t']);
@@ -179,7 +185,7 @@ mod tests {
         check_grammar(text).err().map(|error| error.reason)
     }
 
-    /// A grammar with a chain of rules: `start: r0`, `r0: r1`, and so on. The last one is a literal.
+    /// A grammar with a chain of rules: `start: r0`, `r0: r1`, and so on. The last rule is a literal.
     fn chain(rules: usize, prefix: &str) -> String {
         let rules: String = (0..rules).map(|i| format!("{prefix}{i}: \"a\" {prefix}{}\n", i + 1)).collect();
         format!("start: {prefix}0\n{rules}{prefix}{}: \"b\"\n", rules.matches(':').count())
@@ -191,7 +197,7 @@ mod tests {
         assert!(reason(&chain(100, "r")).unwrap().contains("chain"));
         assert!(reason(&chain(100, "R")).unwrap().contains("chain"));
         assert!(reason(&chain(100, "r").replace(": \"a\"", "[max_tokens=\"]\"]: \"a\"")).unwrap().contains("chain"));
-        // A cycle is accepted: the compiler visits each rule once.
+        // A cycle is accepted, because the compiler visits each rule once.
         assert_eq!(reason("start: a\na: b\nb: a | \"x\""), None);
     }
 

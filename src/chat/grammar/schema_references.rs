@@ -1,23 +1,26 @@
 //! Limits on the references, intersections and multiples of a prepared JSON schema.
 //!
 //! llguidance follows `$ref` recursively. If `allOf`, or a keyword next to a `$ref`, restricts one value several times,
-//! it intersects the patterns, and each one multiplies the size of the automaton. The automaton of a `multipleOf` has a
-//! state for each remainder, and no step of its compilation checks a limit.
+//! llguidance intersects the patterns. Each pattern multiplies the size of the automaton. The automaton of a
+//! `multipleOf` has a state for each remainder, and llguidance checks no limit while it compiles that automaton.
 
 use super::format::FormatError;
 use serde_json::{Map, Value};
 use std::collections::{HashMap, HashSet};
 
-/// Longest chain of `$ref`.
+/// Maximum length of a chain of `$ref`.
 const MAX_CHAIN: usize = 64;
 /// Maximum number of patterns and formats that one value must match.
 const MAX_INTERSECTED_PATTERNS: usize = 8;
-/// Largest `multipleOf`, written without its decimal point, and largest power of ten that its decimals stand for.
+/// Largest `multipleOf`, written without its decimal point.
 const MAX_MULTIPLE: f64 = 4000.0;
+/// Largest power of ten by which a `multipleOf` is scaled to write it without its decimal point (eight decimals).
 const MAX_SCALE: f64 = 1e8;
 /// Maximum number of parts of a schema that are visited to count patterns.
 const MAX_VISITS: usize = 1_000_000;
 
+/// Checks the references, intersections and multiples of a prepared schema.
+///
 /// # Errors
 /// A reference leads only to itself, a chain of references is too long, or too many patterns apply to one value.
 pub fn check(root: &Value) -> Result<(), FormatError> {
@@ -29,10 +32,10 @@ pub fn check(root: &Value) -> Result<(), FormatError> {
     schema.check_intersections(root, "", &mut visits)
 }
 
-/// A schema and its parts that references can name.
+/// A schema, and the parts of it that references can name.
 struct Schema<'a> {
     root: &'a Value,
-    /// Parts by `#anchor` and by `$id`.
+    /// Parts of the schema by `#anchor` and by `$id`.
     named: HashMap<String, &'a Value>,
 }
 
@@ -53,7 +56,7 @@ fn index_names<'a>(schema: &'a Value, named: &mut HashMap<String, &'a Value>) {
 }
 
 impl<'a> Schema<'a> {
-    /// The part that `schema` refers to. `None` if it has no reference, or one that does not resolve.
+    /// The part that `schema` refers to. `None` if `schema` has no reference, or if the reference cannot be resolved.
     fn target(&self, schema: &Value) -> Option<&'a Value> {
         let reference = schema.get("$ref")?.as_str()?;
         match reference.strip_prefix('#') {
@@ -62,7 +65,8 @@ impl<'a> Schema<'a> {
         }
     }
 
-    /// Follows references depth first, each part once, as the compiler does. Definitions count only where they are used.
+    /// Follows references depth first and visits each part once, as the compiler does. Definitions count only where
+    /// they are used.
     fn check_references(
         &self,
         schema: &'a Value,
@@ -104,7 +108,7 @@ impl<'a> Schema<'a> {
         Ok(())
     }
 
-    /// True if a chain of `$ref` from here returns to a part that it has passed.
+    /// True if a chain of `$ref` that starts at `schema` returns to a part of the chain.
     fn is_endless(&self, schema: &Value) -> bool {
         let (mut passed, mut part) = (HashSet::new(), schema);
         while let Some(target) = self.target(part) {
@@ -162,8 +166,8 @@ impl<'a> Schema<'a> {
         Ok(())
     }
 
-    /// Counts the restrictions of `schema` by the name of the property that they apply to. The count is an
-    /// upper bound: alternatives are added up, and so are properties with the same name on different levels.
+    /// Counts the restrictions of `schema` by the name of the property that they apply to. The count is an upper bound,
+    /// because it adds up the restrictions of alternatives, and of properties with the same name on different levels.
     fn count_patterns(
         &self,
         schema: &'a Value,
@@ -220,12 +224,13 @@ impl<'a> Schema<'a> {
     }
 }
 
-/// What restricts one value.
+/// Restrictions of one value.
 struct Restrictions {
     /// Number of patterns and formats.
     patterns: usize,
-    /// Number of `multipleOf`, and an upper bound for the remainders of all of them together.
+    /// Number of `multipleOf`.
     multiples: usize,
+    /// Product of the `multipleOf` numbers: an upper bound for the number of remainders of all `multipleOf` together.
     product: f64,
 }
 
@@ -235,7 +240,8 @@ impl Default for Restrictions {
     }
 }
 
-/// A number as an integer and the power of ten that divides it. The first is no integer if there are too many decimals.
+/// Returns a number as an integer and the power of ten that divides it. If the number has too many decimals, the first
+/// value is not an integer.
 fn decimal(number: f64) -> (f64, f64) {
     let (mut coefficient, mut scale) = (number.abs(), 1.0);
     while coefficient.fract() != 0.0 && scale < MAX_SCALE {
@@ -265,7 +271,7 @@ mod tests {
         let definition = |i: usize| {
             (format!("d{i}"), json!({"type": "object", "properties": {"a": {"$ref": format!("#/$defs/d{}", i + 1)}}}))
         };
-        // In reverse order, so that every definition comes after those that refer to it.
+        // Definitions are in reverse order, so that every definition comes after the definitions that refer to it.
         let mut defs: Map<String, Value> = (0..length).rev().map(definition).collect();
         defs.insert(format!("d{length}"), json!({"type": "string"}));
         json!({"$ref": "#/$defs/d0", "$defs": defs})
@@ -314,7 +320,7 @@ mod tests {
             patterns(count).into_iter().map(|pattern| json!({"properties": {"a": pattern}})).collect::<Vec<_>>()
         };
         assert!(reason(json!({"properties": {"x": {"allOf": objects(30)}}})).unwrap().contains("patterns"));
-        // Patterns of different properties are not intersected. Patterns of alternatives are not, either.
+        // Patterns of different properties are not intersected, and neither are patterns of alternatives.
         let properties: Map<String, Value> =
             patterns(30).into_iter().enumerate().map(|(i, pattern)| (format!("p{i}"), pattern)).collect();
         assert_eq!(reason(json!({"allOf": [{"properties": properties}, {"required": ["p1"]}]})), None);

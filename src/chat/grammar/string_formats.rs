@@ -1,7 +1,7 @@
 //! Regular expressions of the string formats of JSON Schema, for values that are written as raw text.
 //!
-//! Each matches only valid texts, but not all of them: no 29 February, no comments in email addresses, no IPv4 address at the
-//! end of an IPv6 address.
+//! Each expression matches only valid texts, but not all valid texts: no 29 February, no comments in email addresses,
+//! and no IPv4 address at the end of an IPv6 address.
 
 const MONTH_AND_DAY: &str = "((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|\
                              02-(0[1-9]|1[0-9]|2[0-8]))";
@@ -10,7 +10,7 @@ const LABEL: &str = "[a-zA-Z0-9]([a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?";
 const OCTET: &str = "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])";
 const GROUP: &str = "[0-9a-fA-F]{1,4}";
 
-/// The expression of a format; `None` if the format is unknown.
+/// The regular expression of a format. `None` if the format is unknown.
 pub fn expression(format: &str) -> Option<String> {
     let date = || format!("[0-9]{{4}}-{MONTH_AND_DAY}");
     let hostname = || format!(r"{LABEL}(\.{LABEL}){{0,8}}");
@@ -45,7 +45,7 @@ pub fn expression(format: &str) -> Option<String> {
     })
 }
 
-/// Numbers with three units, of which the first, the last, or both may be missing.
+/// Numbers with three units. The first unit, the last unit, or both may be missing.
 fn units([first, second, third]: [&str; 3]) -> String {
     let number = "[0-9]{1,9}";
     let last = format!("{number}{third}");

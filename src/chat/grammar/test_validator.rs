@@ -1,8 +1,8 @@
-//! A JSON Schema validator for the tests, independent of llguidance. It ignores formats.
+//! A JSON Schema validator for the tests, independent of llguidance. The validator ignores formats.
 
 use serde_json::{Map, Value};
 
-/// The violations in `value`. Empty if it is valid.
+/// The violations in `value`. Empty if `value` is valid.
 pub fn errors(schema: &Value, value: &Value, root: &Value) -> Vec<String> {
     let mut wrong = Vec::new();
     let schema = match schema {

@@ -23,8 +23,8 @@ fn allowed(next: &NextTokens) -> Vec<u32> {
     (0..words.len() as u32 * 32).filter(|id| words[*id as usize / 32] >> (id % 32) & 1 == 1).collect()
 }
 
-/// An answer whose tokens are drawn uniformly from the allowed ones. After 60 tokens, tokens that close a string, list
-/// or object are preferred, so that the answer ends.
+/// An answer whose tokens are drawn uniformly from the allowed tokens. After 60 tokens, tokens that close a string,
+/// list or object are preferred, so that the answer ends.
 fn random_answer(mut constraint: TokenConstraint, seed: u64) -> Vec<u32> {
     let mut bits = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
     let mut ids = Vec::new();
@@ -177,7 +177,7 @@ fn schema_error(schema: Value) -> FormatError {
     GRAMMARS.compile(&json_format(&schema, false), false, None).err().unwrap()
 }
 
-/// `$defs` that refer to each other, by pointer or by `$id`.
+/// A schema whose `$defs` refer to each other in a chain, by pointer or by `$id`.
 fn reference_chain(length: usize, reference: impl Fn(usize) -> String) -> Value {
     let definition = |i: usize| {
         let next = json!({"type": "object", "properties": {"a": {"$ref": reference(i + 1)}}});
@@ -198,7 +198,7 @@ fn deep_grammars_do_not_overflow_the_stack() {
     assert!(lark_error(format!("start: {}\"a\"{}", "(".repeat(30_000), ")".repeat(30_000))).reason.contains("nest"));
     assert!(schema_error(reference_chain(1000, |i| format!("#/$defs/d{i}"))).reason.contains("chain"));
     // llguidance resolves these names against a base URL, which the check of chains does not do. The stack is large
-    // enough for them.
+    // enough for this chain.
     let by_id = reference_chain(1000, |i| format!("http://localhost/d{i}"));
     let _ = GRAMMARS.compile(&json_format(&by_id, false), false, None);
 }
@@ -231,7 +231,7 @@ fn format_without_any_text_is_refused() {
 
 #[test]
 fn long_string_parameter_has_bounded_length() {
-    // Regression test: with 100 and more, the grammar was too complex for the demo's vocabulary.
+    // Regression test: with a `max` of 100 or more, the grammar was too complex for the demo's vocabulary.
     for max in [1, 100, 4000] {
         let tools = [tool(
             "f",
@@ -289,7 +289,7 @@ fn strict_tool_string_keeps_its_format() {
 
 #[test]
 fn unsupported_pattern_is_left_out() {
-    // Patterns that pydantic and zod write for decimals and host names, and two others.
+    // Patterns that pydantic and zod write for decimals and host names, and two other patterns.
     for pattern in ["^(?!^[-+.]*$)[+-]?0*\\d*\\.?\\d*$", "^(?=.{1,253}\\.?$)[a-z.]+$", "(^a|b$)c", "\\bx"] {
         let schema = json!({"type": "object", "properties": {"a": {"type": "string", "pattern": pattern}}});
         GRAMMARS.compile(&json_format(&schema, false), false, None).unwrap();

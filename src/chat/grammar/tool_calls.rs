@@ -10,8 +10,8 @@
 //! </tool_call>
 //! ```
 //!
-//! Parameters come in the schema's order. Those that are not required may be left out. The value of a string is raw text up
-//! to the closing tag; any other value is JSON.
+//! Parameters come in the order of the schema. Parameters that are not required may be left out. The value of a string
+//! is raw text up to the closing tag. Every other value is JSON.
 
 use super::{
     format::{AllowedTools, FormatError, plain_reason},
@@ -28,11 +28,11 @@ use std::fmt::Write;
 
 /// Maximum number of tools that one answer may call, as in OpenAI's API.
 const MAX_TOOLS: usize = 128;
-/// Maximum number of parameters of all tools together. Compiling takes about a millisecond for each.
+/// Maximum number of parameters of all tools together. Compiling takes about a millisecond per parameter.
 const MAX_PARAMETERS: usize = 2000;
-/// Maximum number of sets of parameters that the `anyOf` and `oneOf` of one tool may give.
+/// Maximum number of parameter sets that `anyOf` and `oneOf` of one tool may result in.
 const MAX_PARAMETER_SETS: usize = 64;
-/// Deepest `$ref`, `allOf` and `anyOf` that are followed to find the parameters of a tool.
+/// Maximum depth to which `$ref`, `allOf` and `anyOf` are followed to find the parameters of a tool.
 const MAX_DEPTH: usize = 16;
 /// Maximum number of parts of a schema that are collected. References that fan out could give exponentially many.
 const MAX_PARTS: usize = 1000;
@@ -40,19 +40,20 @@ const MAX_PARTS: usize = 1000;
 /// The closing tag of a value, in Lark.
 const END: &str = r#""\n</parameter>\n""#;
 
-/// Lark for any text up to the first closing tag.
+/// Lark expression for any text up to the first closing tag, with that tag.
 const TEXT: &str = "text \"\\n\"";
+/// The rule that `TEXT` refers to.
 const TEXT_RULE: &str = r#"text[suffix="</parameter>"]: /(?s:.*)/"#;
 
-/// A rule named `calls`, and the grammars of JSON values that it refers to.
+/// A grammar with the rule `calls`, and the grammars of JSON values that this rule refers to.
 #[derive(Default)]
 pub struct CallGrammar {
     pub lark: String,
     pub values: Vec<GrammarWithLexer>,
 }
 
-/// Writes the rule of one call, or of several. `call_is_token`: `<tool_call>` is one token. `check` compiles the
-/// grammar of one tool, so that an error names its tool.
+/// Writes the rule for one call, or for several calls. `call_is_token` is true if `<tool_call>` is one token. `check`
+/// compiles the grammar of each tool separately, so that an error names its tool.
 pub fn write(
     allowed: &AllowedTools,
     call_is_token: bool,
@@ -104,7 +105,7 @@ struct ToolGrammar {
 struct ParameterSet {
     properties: Map<String, Value>,
     required: Vec<String>,
-    /// The schema names no properties, so any parameter is allowed.
+    /// True if the schema names no properties, so that any parameter is allowed.
     is_open: bool,
 }
 
@@ -155,7 +156,7 @@ impl ToolGrammar {
         Ok(self.grammar)
     }
 
-    /// Parameters of any name, where the schema names none.
+    /// Writes a rule for parameters of any name. Used if the schema names no parameters.
     fn any_parameters(&mut self) -> Result<String, FormatError> {
         let others = self.root.get("additionalProperties").filter(|others| others.is_object()).cloned();
         let value = others.map_or_else(|| Ok(TEXT.to_owned()), |others| self.value(&others))?;
@@ -164,7 +165,7 @@ impl ToolGrammar {
         Ok(format!(" (\"<parameter=\" /[A-Za-z0-9_.-]{{1,64}}/ \">\\n\" ({value})){{{min},{max}}}"))
     }
 
-    /// Collects every set of parameters that `schema` allows, added to those of `base`.
+    /// Collects every set of parameters that `schema` allows. Each set includes the parameters of `base`.
     fn collect_sets(&self, schema: &Value, base: ParameterSet, sets: &mut Vec<ParameterSet>, depth: usize) {
         if depth > MAX_DEPTH || sets.len() > MAX_PARAMETER_SETS {
             return;
@@ -188,7 +189,7 @@ impl ToolGrammar {
         }
     }
 
-    /// Collects a schema and what it includes by reference or `allOf`.
+    /// Collects a schema and the schemas that it includes by reference or `allOf`.
     fn collect_parts<'a>(&'a self, schema: &'a Value, parts: &mut Vec<&'a Value>, depth: usize) {
         parts.push(schema);
         if depth < MAX_DEPTH && parts.len() < MAX_PARTS {
@@ -202,7 +203,7 @@ impl ToolGrammar {
         self.root.pointer(schema.get("$ref")?.as_str()?.strip_prefix('#')?)
     }
 
-    /// Alternatives for a value and its closing tag.
+    /// Lark alternatives for a value and its closing tag.
     fn value(&mut self, schema: &Value) -> Result<String, FormatError> {
         let mut branches = Vec::new();
         self.collect_branches(schema, &mut branches, 0);
@@ -212,7 +213,7 @@ impl ToolGrammar {
         Ok(if rules.iter().any(|rule| rule == TEXT) { TEXT.into() } else { rules.join(" | ") })
     }
 
-    /// Splits a schema into alternatives of one type each, as far as they can be distinguished.
+    /// Splits a schema into alternatives with one type each, as far as the alternatives can be distinguished.
     fn collect_branches(&self, schema: &Value, branches: &mut Vec<Value>, depth: usize) {
         let is_only_keyword = schema.as_object().map_or(0, Map::len) == 1;
         if is_only_keyword && depth < MAX_DEPTH && branches.len() < MAX_PARTS {
@@ -237,7 +238,8 @@ impl ToolGrammar {
         let types = JsonTypes::of_schema(schema, &self.root);
         let values = schema.get("enum").and_then(Value::as_array).cloned();
         if let Some(values) = values.or_else(|| schema.get("const").map(|value| vec![value.clone()])) {
-            // Values as the model writes them. Values that the parser would read back differently are left out.
+            // The values are written as the model writes them. A value that the parser would read back differently is
+            // left out.
             let text = |value: &Value| value.as_str().map_or_else(|| value.to_string(), str::to_owned);
             let reads_back =
                 |value: &&Value| serde_json::from_str(&types.json(&text(value))).is_ok_and(|v: Value| v == **value);
@@ -271,8 +273,8 @@ impl ToolGrammar {
                 self.grammar.lark += &rule;
                 Ok(format!("{name} \"\\n\""))
             }
-            // A suffix would accept any text before the tag. Here the text must match, so the tag is excluded from it
-            // explicitly.
+            // A suffix, as in `TEXT_RULE`, would accept any text before the tag. Here the text must match, so the
+            // expression excludes the tag explicitly.
             _ => {
                 let name = format!("STRING_{}_{at}", self.index);
                 let max = max.map_or_else(String::new, |max| max.to_string());
@@ -287,8 +289,8 @@ impl ToolGrammar {
         }
     }
 
-    /// Returns the expression if it compiles. An expression that does not compile is left out, or an error if the tool
-    /// is strict.
+    /// Returns the expression if it compiles. If it does not, returns an error for a strict tool. Otherwise returns
+    /// `None`, and the caller leaves the expression out.
     fn enforceable(&self, expression: String) -> Result<Option<String>, FormatError> {
         match RegexBuilder::new().mk(&RegexAst::Regex(regex_to_lark(&expression, "dw"))) {
             Err(error) if self.strict => {
@@ -308,7 +310,7 @@ fn alternatives(schema: &Value) -> Option<&Vec<Value>> {
 fn match_whole(pattern: &str) -> String {
     let alternatives = top_level_alternatives(pattern).into_iter().map(|alternative| {
         let (inner, before) = alternative.strip_prefix('^').map_or((alternative, "(?s:.*)"), |rest| (rest, ""));
-        // An escaped dollar is a literal.
+        // A dollar after a backslash is a literal.
         let end = inner.strip_suffix('$').filter(|rest| !rest.ends_with('\\'));
         let (inner, after) = end.map_or((inner, "(?s:.*)"), |rest| (rest, ""));
         format!("{before}(?:{inner}){after}")

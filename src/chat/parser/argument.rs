@@ -1,4 +1,4 @@
-//! A tool call while its text streams: its id, and its arguments written as JSON.
+//! A tool call whose text is still being streamed: its id, and its arguments written as JSON.
 
 use super::json_types::JsonTypes;
 use std::{
@@ -10,17 +10,17 @@ use std::{
 pub(super) struct PendingCall {
     /// The function's name.
     pub name: String,
-    /// Parameters so far.
+    /// Number of parameters so far.
     pub parameters: usize,
 }
 
-/// The argument that is being parsed. A string is written as it streams. A value of another type is written when it is
-/// complete, since only then is it known to be valid.
+/// The argument that is being parsed. A string is written while it streams. A value of another type is written only
+/// when it is complete, because an incomplete value cannot be checked.
 pub(super) struct PendingArgument {
     types: JsonTypes,
-    /// Text not yet written. `None` while a string is being written.
+    /// Text that is not written yet. `None` while a string is being written.
     held: Option<String>,
-    /// The line feed after the opening tag was consumed.
+    /// True if the line feed after the opening tag was consumed.
     pub started: bool,
 }
 
@@ -52,14 +52,15 @@ impl PendingArgument {
     }
 }
 
-/// The text of a JSON string without its quotes. JSON escapes characters one by one, so pieces can be escaped separately.
+/// The text of a JSON string without its quotes. Pieces of a string can be escaped separately, because JSON escapes
+/// each character independently of the others.
 fn escaped(text: &str) -> String {
     let quoted = serde_json::Value::from(text).to_string();
     quoted.get(1..quoted.len() - 1).unwrap_or_default().into()
 }
 
-/// `call_` and 24 letters and digits. A counter makes ids unique in this process. The random keys of the standard library's
-/// hasher make them differ from those of other processes.
+/// `call_` and 24 letters and digits. A counter makes ids unique in this process. The random keys of the standard
+/// library's hasher make ids of different processes differ.
 pub(super) fn call_id() -> String {
     static COUNTER: AtomicU64 = AtomicU64::new(0);
     const ALPHABET: &[u8; 62] = b"0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz";

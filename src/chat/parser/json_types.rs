@@ -1,4 +1,4 @@
-//! The JSON types that a tool's schema allows for a parameter, and raw text read as one of them.
+//! The JSON types that a tool's schema allows for a parameter, and the conversion of raw text to these types.
 
 use crate::chat::json_numbers;
 use serde_json::Value;
@@ -18,11 +18,13 @@ pub struct JsonTypes {
 const STRING: JsonTypes =
     JsonTypes { string: true, null: false, boolean: false, integer: false, number: false, object: false, array: false };
 
-/// Maximum number of subschemas that are visited for one parameter. A schema may refer to itself, more than once.
+/// Maximum number of subschemas that are visited for one parameter. The maximum is needed because a schema may refer to
+/// itself.
 const MAX_SUBSCHEMAS: usize = 256;
 
 impl JsonTypes {
-    /// Types of parameter `name` of `function`, one of `tools` (OpenAI tool definitions). A string if the tools do not say.
+    /// Types of parameter `name` of the tool `function`. `tools` are tool definitions in OpenAI's format. A string if
+    /// the tools do not specify a type.
     pub fn of(tools: &[Value], function: &str, name: &str) -> Self {
         let functions = tools.iter().map(|tool| tool.get("function").unwrap_or(tool));
         let schema = functions
@@ -54,7 +56,7 @@ impl JsonTypes {
         }
     }
 
-    /// Types that `schema`, a part of `root`, allows. A string if the schema names no type.
+    /// Types that `schema` allows. `root` is the schema that contains `schema`. A string if the schema names no type.
     pub fn of_schema(schema: &Value, root: &Value) -> Self {
         let (mut types, mut left) = (Self::default(), MAX_SUBSCHEMAS);
         types.collect(schema, root, &mut left);
@@ -118,10 +120,10 @@ impl JsonTypes {
 
     /// Converts a parameter's raw text to JSON.
     ///
-    /// Text that parses as one of the types keeps the model's spelling, such as the digits of a number. Any other text is
-    /// a string. If a string is allowed too, text that parses as another allowed type has that type. Models write `null`
-    /// where the schema has none, and `True`, `False`, `None` after templates that print Python. These are accepted unless
-    /// the parameter may be a string.
+    /// Text that parses as an allowed type keeps the model's spelling, such as the digits of a number. Any other text
+    /// is a string. If a string is allowed together with another type, text that parses as the other type has that
+    /// type. Models also write `null` where the schema does not allow it, and, after templates that print Python,
+    /// `True`, `False` and `None`. These words are accepted unless the parameter may be a string.
     pub fn json(self, text: &str) -> String {
         let word = text.trim();
         if !self.only_string() {

@@ -11,9 +11,9 @@ pub(super) const END_PARAMETER: &str = "</parameter>";
 
 /// Result of [`header`].
 pub(super) enum TagHeader {
-    /// The name in `<tag=NAME>`, and the length of the tag.
+    /// The name in `<tag=NAME>`, and the length of the whole tag.
     Named(String, usize),
-    /// The text may still become such a tag.
+    /// The text may still become a tag `<tag=NAME>`.
     Unfinished,
     Other,
 }
@@ -33,16 +33,16 @@ pub(super) fn header(text: &str, tag: &str) -> TagHeader {
 
 /// Result of [`find_end`].
 pub(super) enum ValueEnd {
-    /// Offset of the closing tag.
+    /// Offset of the closing tag of the value.
     At(usize),
-    /// There is no closing tag before this offset.
+    /// The value does not end before this offset.
     NotBefore(usize),
-    /// There is no closing tag, and the text has ended.
+    /// There is no closing tag, and no more text follows.
     Missing,
 }
 
-/// Finds the end of a value: a `</parameter>` before another tag of the call or the end of the text. `last`: no text
-/// follows.
+/// Finds the end of a value: a `</parameter>` before another tag of the call or the end of the text. `last` is true if
+/// no more text follows.
 pub(super) fn find_end(text: &str, last: bool) -> ValueEnd {
     for (at, _) in text.match_indices(END_PARAMETER) {
         let after = text[at + END_PARAMETER.len()..].trim_start();

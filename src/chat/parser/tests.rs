@@ -9,7 +9,7 @@ fn tools() -> Vec<Value> {
     }}}})]
 }
 
-/// Deltas of some pieces as text: deltas of one kind are joined, ids are checked and omitted.
+/// Deltas of some pieces as text. Deltas of the same kind are joined. Ids are checked and left out.
 fn pieces<'a>(
     in_reasoning: bool,
     tools: &[Value],

@@ -1,14 +1,14 @@
-//! Converts messages from the form that OpenAI clients send to the form that templates read.
+//! Converts messages from the format that OpenAI clients send to the format that templates read.
 
 use crate::{chat::json_numbers, error::ChatError};
 use serde_json::{Map, Value};
 use std::borrow::Cow;
 
-/// Names under which clients send an assistant's reasoning back. Templates read the first.
+/// Names of the field in which clients send an assistant's reasoning back. Templates read the first name.
 const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
 
-/// Parses the arguments of tool calls, which OpenAI sends as a string and templates expect as an object. Copies reasoning
-/// to the field that templates read, as transformers does.
+/// Parses the arguments of tool calls, which OpenAI clients send as a string and templates expect as an object. Copies
+/// reasoning to the field that templates read, as transformers does.
 pub(super) fn normalize(messages: &[Value]) -> Result<Vec<Cow<'_, Value>>, ChatError> {
     messages.iter().enumerate().map(|(i, message)| normalize_message(i, message)).collect()
 }
@@ -40,7 +40,8 @@ fn normalize_message(i: usize, message: &Value) -> Result<Cow<'_, Value>, ChatEr
     Ok(Cow::Owned(Value::Object(fields)))
 }
 
-/// Parses a string into an object; an object stays as it is. Some clients send an empty string or null for no arguments.
+/// Parses a string into an object. Leaves an object unchanged. Some clients send an empty string or null if a call has
+/// no arguments.
 fn parse_arguments(arguments: &mut Value) -> Result<(), String> {
     let parsed = match &*arguments {
         Value::Object(_) => return Ok(()),

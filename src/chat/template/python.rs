@@ -1,4 +1,4 @@
-//! Python's text of values, `json.dumps` and string methods, where minijinja's differ or are missing.
+//! Python's `str`, `json.dumps` and string methods, where minijinja's functions differ or are missing.
 //!
 //! A model is trained on prompts that Python rendered, so a prompt must have the same bytes.
 
@@ -8,8 +8,8 @@ use minijinja::{
 };
 use std::fmt::{self, Write as _};
 
-/// Python's `repr` of a float: the shortest digits that read back as the same number, with an exponent from 1e16 up and
-/// below 1e-4.
+/// Python's `repr` of a float: the shortest digits that read back as the same number. Numbers from 1e16 up and numbers
+/// below 1e-4 have an exponent.
 fn float_repr(x: f64) -> String {
     if x.is_nan() {
         return "nan".into();
@@ -29,7 +29,7 @@ fn float_repr(x: f64) -> String {
     }
 }
 
-/// The number of a float value. `None` for an integer.
+/// The number in a float value. `None` for an integer.
 fn as_float(value: &Value) -> Option<f64> {
     if value.kind() == ValueKind::Number && !value.is_integer() { f64::try_from(value.clone()).ok() } else { None }
 }
@@ -65,8 +65,8 @@ pub(super) fn tojson(
     separators: Option<Value>,
     kwargs: Kwargs,
 ) -> Result<String, Error> {
-    // All but `sort_keys` may be passed by position or by name. minijinja takes at most five parameters, so `sort_keys`
-    // is accepted only by name.
+    // All arguments except `sort_keys` may be passed by position or by name. minijinja takes at most five parameters,
+    // so `sort_keys` is accepted only by name.
     let argument = |positional: Option<Value>, name: &str| -> Result<Option<Value>, Error> {
         let value = if positional.is_some() { positional } else { kwargs.get::<Option<Value>>(name)? };
         Ok(value.filter(|v| !v.is_none()))
@@ -189,7 +189,8 @@ impl Dumps {
     }
 }
 
-/// Python's `json` writes floats by their `repr`, except for the three that JSON does not have.
+/// A number as Python's `json` writes it. Floats are written as `repr` does, except for the three values that JSON
+/// lacks.
 fn json_number(value: &Value) -> String {
     match as_float(value) {
         Some(x) if x.is_nan() => "NaN".into(),
@@ -199,7 +200,7 @@ fn json_number(value: &Value) -> String {
     }
 }
 
-/// Calls `value.method(args)` as Python does. minijinja-contrib's `pycompat` has the methods that are not here.
+/// Calls `value.method(args)` as Python does. minijinja-contrib's `pycompat` has the methods that are missing here.
 pub(super) fn call_method(state: &mut State, value: &Value, method: &str, args: &[Value]) -> Result<Value, Error> {
     if let Some(text) = value.as_str()
         && let Some(result) = call_str_method(text, method, args)?
@@ -219,7 +220,7 @@ fn is_space(c: char) -> bool {
     c.is_whitespace() || ('\u{1c}'..='\u{1f}').contains(&c)
 }
 
-/// `text.strip(chars)`, at the start, the end or both.
+/// `text.strip(chars)` at the start, at the end, or at both ends.
 pub(super) fn strip<'a>(text: &'a str, chars: Option<&str>, start: bool, end: bool) -> &'a str {
     let drop = |c: char| chars.map_or_else(|| is_space(c), |chars| chars.contains(c));
     let text = if start { text.trim_start_matches(drop) } else { text };
@@ -300,7 +301,7 @@ fn check_separator(separator: &str) -> Result<(), Error> {
     if separator.is_empty() { Err(invalid("empty separator")) } else { Ok(()) }
 }
 
-/// `text.split(separator, max)`. At most `max` cuts, counted from the end if `from_end`.
+/// `text.split(separator, max)`. Makes at most `max` cuts, which are counted from the end if `from_end` is true.
 fn split<'a>(text: &'a str, separator: Option<&str>, max: usize, from_end: bool) -> Result<Vec<&'a str>, Error> {
     let limit = max.saturating_add(1);
     let mut parts: Vec<&str> = match separator {
@@ -308,7 +309,8 @@ fn split<'a>(text: &'a str, separator: Option<&str>, max: usize, from_end: bool)
             check_separator(separator)?;
             if from_end { text.rsplitn(limit, separator).collect() } else { text.splitn(limit, separator).collect() }
         }
-        // Runs of white space separate, and no part is empty. The uncut rest keeps its inner white space.
+        // Runs of white space separate the parts, and no part is empty. The rest after `max` cuts keeps its inner white
+        // space.
         None => {
             let mut parts = Vec::new();
             let mut rest = strip(text, None, true, true);

@@ -1,17 +1,18 @@
-//! A template's source before minijinja parses it: its limits, and transformers' `generation` tags.
+//! Prepares a template's source before minijinja parses it: checks limits, and replaces transformers' `generation`
+//! tags.
 //!
-//! minijinja parses recursively and without a limit of its own, so a hostile template could overflow the stack and end
-//! the process. The limits bound the depth: inside a tag, each level of nesting takes at least one word, and each
-//! `elif` is one level below the previous one.
+//! minijinja parses recursively and has no limit, so a hostile template could overflow the stack and end the process.
+//! The limits bound the depth of the recursion. Inside a tag, each level of nesting takes at least one word, and each
+//! `elif` is one level below the previous `elif`.
 
-/// Maximum size of source in bytes. Templates in use have about ten thousand.
+/// Maximum size of a source in bytes. Templates in use have about ten thousand bytes.
 const MAX_BYTES: usize = 1 << 20;
-/// Maximum number of words and operators inside one `{{ }}` or `{% %}`. Templates in use have about forty.
+/// Maximum number of words and operators inside one `{{ }}` or `{% %}`. Templates in use have about forty words.
 const MAX_WORDS: usize = 2000;
 /// Maximum number of `elif` tags.
 const MAX_ELIFS: usize = 500;
 
-/// The source that minijinja parses.
+/// Returns the source that minijinja parses.
 ///
 /// # Errors
 /// The source is over a limit.
@@ -60,8 +61,8 @@ fn check_limits(source: &str) -> Result<(), String> {
     Ok(())
 }
 
-/// Replaces `{% generation %}`, which transformers uses to mark the text to train on, by `with`. Both are blocks that
-/// print their content.
+/// Replaces `{% generation %}`, which transformers uses to mark the text to train on, by `{% with %}`. Both are blocks
+/// that print their content.
 fn replace_generation_tags(source: &str) -> String {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;
@@ -82,8 +83,8 @@ fn replace_generation_tags(source: &str) -> String {
     out
 }
 
-/// Offset of the first tag of any kind. A search for each kind could scan the whole text every time, if it has
-/// thousands of tags of one kind and none of another.
+/// Offset of the first tag of any kind. Separate searches for each kind could scan the whole text every time, for
+/// example in a text with thousands of tags of one kind and without tags of another kind.
 fn find_tag(text: &str) -> Option<usize> {
     let opens = |&at: &usize| matches!(text.as_bytes().get(at + 1), Some(b'%' | b'{' | b'#'));
     text.match_indices('{').map(|(at, _)| at).find(opens)
@@ -127,7 +128,8 @@ mod tests {
 
     #[test]
     fn limits_are_checked_in_linear_time() {
-        // A megabyte of one kind of tag without the others. A search for each kind at every tag would take minutes.
+        // A megabyte of tags of one kind, without tags of other kinds. A search for each kind at every tag would take
+        // minutes.
         for tag in ["{%a%}", "{{a}}", "{##}", "{{''}}", "{{a+b}}", "{%raw%}{%endraw%}", "{%-a-%}", "{ {", "{%'"] {
             let source = tag.repeat(MAX_BYTES / tag.len());
             let start = std::time::Instant::now();

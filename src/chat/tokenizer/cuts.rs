@@ -1,21 +1,22 @@
-//! Where a text can be cut so that its pieces, encoded one by one, give the ids of the whole.
+//! Positions where a text can be cut so that encoding the pieces one by one gives the ids of the whole text.
 //!
 //! The `tokenizers` crate takes up to 400 bytes of memory per byte of text and cannot be interrupted, so a long text is
-//! encoded in pieces. A cut is exact where the tokenizer's regular expression always ends a word. Both expressions below,
-//! of Qwen2 and later, do so:
+//! encoded in pieces. A cut is exact where the tokenizer's regular expression always ends a word. Both expressions
+//! below, the one of Qwen2 and 3 and the one of Qwen3.5, always end a word:
 //!
 //! * between a character that is not white space and a space: a space starts a word or is part of white space;
 //! * between a line feed and a character that is not white space: white space with line feeds is a word up to its last
 //!   line feed;
 //! * between a digit and an ASCII character: a digit is a word by itself.
 //!
-//! An added token must not lie across a cut: if one could, the texts of its tokenizer are never cut. NFC joins no
-//! characters across a cut, because a cut is next to white space, or between a digit and ASCII. Texts are never cut for
-//! a tokenizer with another expression.
+//! An added token must not span a cut. Texts are never cut for a tokenizer with an added token that could span a cut,
+//! and for a tokenizer with another regular expression. NFC joins no characters across a cut, because a cut is next to
+//! white space, or between a digit and an ASCII character.
 
 use tokenizers::Tokenizer;
 
-/// Regular expressions that split text into words: of Qwen2 and 3, and of Qwen3.5, whose words may contain marks.
+/// Regular expressions that split text into words. The first is used by Qwen2 and Qwen3, and the second by Qwen3.5,
+/// whose words may contain combining marks.
 const WORD_REGEXES: [&str; 2] = [
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
@@ -24,14 +25,14 @@ const WORD_REGEXES: [&str; 2] = [
 /// Size in bytes from which a piece ends at the next possible cut.
 pub(super) const MIN_PIECE: usize = 16 << 10;
 
-/// The cuts that a tokenizer allows.
+/// Rules for the cuts that a tokenizer allows.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Cuts {
     after_digits: bool,
 }
 
 impl Cuts {
-    /// `None` if texts of this tokenizer must not be cut.
+    /// The rules for a tokenizer. `None` if texts of this tokenizer must not be cut.
     pub fn of(tokenizer: &Tokenizer) -> Option<Self> {
         let (words, normalizer) = (tokenizer.get_pre_tokenizer()?, tokenizer.get_normalizer());
         let words = serde_json::to_value(words).ok()?;
@@ -76,7 +77,7 @@ mod tests {
     use proptest::prelude::*;
     use std::{path::Path, sync::LazyLock};
 
-    /// Texts that the expressions distinguish, or that NFC joins.
+    /// Texts that the regular expressions distinguish, or that NFC joins.
     const PARTS: [&str; 34] = [
         "a",
         "The",

@@ -58,7 +58,7 @@ pub async fn count_tokens(State(state): State<Arc<ServerState>>, body: Body) -> 
     Ok(Json(json!({"input_tokens": ids.len()})))
 }
 
-/// Reads a request. The permit also covers the memory for its translation.
+/// Reads a request. The permit also covers the memory for translating the request.
 async fn read(state: &ServerState, body: Body) -> Result<(MessagesRequest, MemoryPermit), ApiError> {
     let (request, mut permit) = body::known(state, body, fields::MESSAGES).await?;
     permit.grow(permit.bytes())?;

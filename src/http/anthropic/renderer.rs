@@ -22,20 +22,21 @@ use axum::{
 use serde_json::{Value, json};
 use std::mem;
 
-/// Thinking blocks must have a signature, and clients send it back. This server does not check it.
+/// Signature of every thinking block. The API requires a signature, and clients send it back. This server does not
+/// check signatures.
 const SIGNATURE: &str = "moestro";
 
 pub struct MessagesRenderer {
     id: String,
-    /// The requested name until the model is known.
+    /// Name of the requested model. The id of the loaded model replaces the name once the model is known.
     model: String,
-    /// The answer starts with reasoning.
+    /// True if the answer starts with reasoning.
     in_reasoning: bool,
-    /// The block that is being streamed.
+    /// Kind of the block that is being streamed. `None` if no block is open.
     open: Option<BlockKind>,
-    /// Index of the open block, or of the next one.
+    /// Index of the open block, or of the next block if no block is open.
     index: usize,
-    /// Text that came inside or after a call. Its block can start only after the call's block.
+    /// Text that came while a tool call's block was open. The text gets a block after the call's block.
     pending: String,
 }
 
@@ -122,8 +123,8 @@ impl Renderer for MessagesRenderer {
         frames.event("ping", &json!({"type": "ping"}));
     }
 
-    /// Sends an empty delta in the open block, or opens the first block with one. Claude Code does not count pings as
-    /// events.
+    /// Sends an empty delta, because Claude Code does not count pings as events. If no block is open, opens a block
+    /// first.
     fn idle(&mut self, frames: &Frames) {
         match self.open {
             Some(BlockKind::ToolUse) => self.delta(frames, json!({"type": "input_json_delta", "partial_json": ""})),
@@ -181,7 +182,7 @@ fn blocks(deltas: impl IntoIterator<Item = Delta>) -> Vec<Value> {
             Delta::Reasoning(text) => {
                 blocks.push(json!({"type": "thinking", "thinking": text, "signature": SIGNATURE}))
             }
-            // Text inside a call is joined to the text after it.
+            // Text that came inside a call and the text after the call form one block.
             Delta::Content(text) => match blocks.last_mut().and_then(|block| block.get_mut("text")) {
                 Some(Value::String(before)) => before.push_str(&text),
                 _ => blocks.push(json!({"type": "text", "text": text})),

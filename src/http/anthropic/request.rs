@@ -12,11 +12,11 @@ use crate::http::{
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
-/// Start of the first system block that Claude Code sends. It changes with every turn, so it would make the prompt cache
-/// useless, and it means nothing to a model.
+/// Start of the first system block that Claude Code sends. The block changes with every turn, so it would make the
+/// prompt cache useless. The block means nothing to a model.
 const BILLING_HEADER: &str = "x-anthropic-billing-header:";
 
-/// Field names of chat completions and of Anthropic's API, for errors.
+/// Pairs of a field name in chat completions and the field's name in Anthropic's API. Errors use the second name.
 const NAMES: &[(&str, &str)] = &[
     ("response_format.json_schema", "output_config.format"),
     ("response_format", "output_config.format"),
@@ -46,7 +46,7 @@ pub struct MessagesRequest {
     top_k: Option<i64>,
     stop_sequences: Option<Vec<String>>,
     stream: Option<bool>,
-    /// Our extension: a stream reports prompt progress.
+    /// True if a stream reports prompt progress. This field is an extension of this server.
     return_progress: Option<bool>,
     /// From vLLM.
     cache_salt: Option<String>,
@@ -99,7 +99,7 @@ impl MessagesRequest {
         Ok(GenerationRequest { names: NAMES, ..request })
     }
 
-    /// Only the conversation, for counting its tokens.
+    /// Returns only the conversation, so that its tokens can be counted.
     pub fn into_prompt(self, keep_billing_header: bool) -> Result<ChatPrompt, ApiError> {
         let has_thinking = self.thinking.is_some();
         let (_, chat) = self.into_chat(keep_billing_header)?;
@@ -176,7 +176,7 @@ impl MessagesRequest {
     }
 }
 
-/// Lets the server's `--thinking` decide, and turns thinking off if that is not set either.
+/// Lets the server's `--thinking` option decide whether the model thinks. Without the option, the model does not think.
 fn disable_thinking_by_default(chat: &mut ChatPrompt) {
     chat.kwargs.shift_remove("enable_thinking");
     chat.default_thinking = Some(false);
@@ -299,7 +299,7 @@ fn assistant(blocks: &[Value], at: &str, out: &mut Vec<Value>) -> Result<(), Api
         let at = format!("{at}[{index}]");
         match block["type"].as_str() {
             Some("thinking") => reasoning += block["thinking"].as_str().unwrap_or_default(),
-            // Encrypted: only Anthropic can read it.
+            // The block is encrypted. Only Anthropic can read the text.
             Some("redacted_thinking") => {}
             Some("tool_use") => {
                 let (Some(name), Value::Object(input)) = (block["name"].as_str(), &block["input"]) else {

@@ -26,7 +26,7 @@ pub fn is_authorized(state: &ServerState, request: &Request) -> bool {
     state.api_key().is_none_or(|key| keys(request).iter().any(|given| equals(given, key.as_bytes())))
 }
 
-/// Identifies the client by its keys, whether or not they are checked.
+/// Hash that identifies the client by the keys in its request, whether or not the server requires a key.
 pub fn client_hash(request: &Request) -> u64 {
     let mut hasher = DefaultHasher::new();
     keys(request).hash(&mut hasher);
@@ -47,7 +47,7 @@ fn bearer_token(headers: &HeaderMap) -> Option<&[u8]> {
     scheme.eq_ignore_ascii_case(b"bearer ").then(|| token.trim_ascii())
 }
 
-/// Compares in a time that does not depend on how many bytes are equal.
+/// Compares two keys in a time that does not depend on the number of equal bytes.
 fn equals(given: &[u8], key: &[u8]) -> bool {
     let bytes = given.iter().zip(key);
     bytes.fold(given.len() ^ key.len(), |differences, (a, b)| black_box(differences | usize::from(a ^ b))) == 0

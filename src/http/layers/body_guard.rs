@@ -1,4 +1,4 @@
-//! Response bodies that hold a resource until they are sent: a connection slot or a memory permit.
+//! Response bodies that hold a resource (a connection slot or a memory permit) until the response is sent.
 
 use axum::{
     body::{Body, Bytes},
@@ -10,8 +10,8 @@ use std::{
     task::{Context, Poll, ready},
 };
 
-/// Maximum number of bytes per frame. A connection drops the body once it has the last frame, sent or not, so that
-/// frame must be small.
+/// Maximum number of bytes per frame. A connection drops the body as soon as it has taken the last frame, even if that
+/// frame is not sent yet. The last frame must therefore be small.
 const FRAME_BYTES: usize = 16 << 10;
 
 /// Keeps `guard` until only the last frame of the response is unsent, or the response is dropped.

@@ -1,8 +1,9 @@
 //! Connections: how many there may be, and how long a client may be silent.
 //!
-//! Each connection has a slot. If all slots are taken, the connection that has been idle longest is closed. If all have
-//! a request in progress, a new connection gets a reserved slot, where only `/health` and `/metrics` are answered and
-//! everything else is a 503. So status requests work, even if the server has many idle connections or is full.
+//! Each connection has a slot. If all slots are taken, the connection that has been idle longest is closed. If all
+//! slots have a request in progress, a new connection gets a reserved slot. A connection in a reserved slot may only
+//! request `/health` and `/metrics`. Any other request gets a 503. Status requests thus work even if the server is
+//! full.
 
 use super::{body_guard, timeouts::Timeouts};
 use crate::{
@@ -35,19 +36,20 @@ use tokio::{
     time::{Instant, Sleep, sleep},
 };
 
-/// Maximum number of connections in ordinary slots. The limit on open files may allow fewer.
+/// Maximum number of connections in ordinary slots. The limit on open files may allow fewer connections.
 const MAX_SLOTS: usize = 1024;
-/// Further slots, for `/health` and `/metrics`.
+/// Number of reserved slots, which are for `/health` and `/metrics`.
 const RESERVED_SLOTS: usize = 8;
-/// File descriptors that are kept for the model's files and everything else, if the limit on open files is high enough.
+/// Number of file descriptors kept for the model's files and everything else, if the limit on open files is high
+/// enough.
 const OTHER_FILES: usize = 256;
-/// Maximum number of bytes that a connection buffers of a request's head, of its body or of a response.
+/// Maximum number of bytes that a connection buffers, of the head or the body of a request or of a response.
 const BUFFER_BYTES: usize = 16 << 10;
 /// Maximum number of bytes of a response that the operating system buffers for a client that does not read.
 const SEND_BUFFER_BYTES: usize = 64 << 10;
 
-/// Accepts connections until `stop` is true, and closes each after its request in progress. Every connection holds a
-/// clone of `stop`, so its sender knows when all are closed.
+/// Accepts connections until `stop` is true. Then closes each connection after the request in progress. Every
+/// connection holds a clone of `stop`, so the sender of `stop` knows when all connections are closed.
 pub async fn accept(listeners: Vec<(TcpListener, Router)>, state: Arc<ServerState>, mut stop: watch::Receiver<bool>) {
     let slots = ConnectionSlots::new(state.max_connections.unwrap_or_else(max_slots));
     loop {
@@ -98,7 +100,7 @@ async fn serve(
     timeouts: Timeouts,
     mut stop: watch::Receiver<bool>,
 ) -> hyper::Result<()> {
-    // A token is a small packet, and Nagle's algorithm would delay each by up to 40 ms.
+    // A token is a small packet, and Nagle's algorithm would delay each packet by up to 40 ms.
     let socket = socket2::SockRef::from(&stream);
     if let Err(error) = socket.set_tcp_nodelay(true).and_then(|()| socket.set_send_buffer_size(SEND_BUFFER_BYTES)) {
         tracing::debug!(%error, "cannot set socket options");
@@ -139,14 +141,14 @@ async fn serve(
 struct ConnectionSlots {
     ordinary: Arc<Semaphore>,
     reserved: Arc<Semaphore>,
-    /// Ordinary slots in use. An idle one can be evicted.
+    /// Ordinary slots in use. An idle slot can be evicted.
     taken: Mutex<Vec<Weak<ConnectionSlot>>>,
 }
 
-/// One connection's slot, free again when it is dropped.
+/// Slot of one connection. The slot is free again when this value is dropped.
 struct ConnectionSlot {
     is_reserved: bool,
-    /// Start of the pause between two requests; `None` while a request is in progress.
+    /// Start of the pause between two requests. `None` while a request is in progress.
     idle_since: Mutex<Option<Instant>>,
     evicted: Notify,
     _permit: OwnedSemaphorePermit,
@@ -158,7 +160,8 @@ impl ConnectionSlots {
         Self { ordinary: semaphore(ordinary), reserved: semaphore(RESERVED_SLOTS), taken: Mutex::default() }
     }
 
-    /// Takes a free slot, a slot freed by eviction, or a reserved one.
+    /// Takes a free ordinary slot, an ordinary slot freed by eviction, or a reserved slot. Returns `None` if no slot is
+    /// free.
     async fn take(&self) -> Option<Arc<ConnectionSlot>> {
         let mut permit = self.ordinary.clone().try_acquire_owned().ok();
         if permit.is_none() && self.evict_idle() {
@@ -177,7 +180,7 @@ impl ConnectionSlots {
         Some(slot)
     }
 
-    /// Closes the connection that has been idle longest; false if none is idle.
+    /// Closes the connection that has been idle longest. Returns false if no connection is idle.
     fn evict_idle(&self) -> bool {
         let mut taken = self.taken.lock();
         let idle_since = |slot: &Weak<ConnectionSlot>| *slot.upgrade()?.idle_since.lock();
@@ -213,7 +216,7 @@ impl Drop for BusyGuard {
 struct WriteTimeoutStream {
     stream: TcpStream,
     limit: Duration,
-    /// Set while a write is pending.
+    /// Timer of the pending write. `None` if no write is pending.
     timer: Option<Pin<Box<Sleep>>>,
 }
 
@@ -249,7 +252,7 @@ mod tests {
     use super::*;
     use std::{env, process::Command};
 
-    /// Each limit needs its own process, because a process cannot raise a limit that it has lowered.
+    /// Each limit needs a separate process, because a process cannot raise a limit that it has lowered.
     #[test]
     fn descriptors_are_shared_with_files() {
         const EXPECTED: &str = "MOESTRO_TEST_SLOTS";

@@ -1,6 +1,6 @@
-//! Compressed request bodies: gzip is decompressed while it is read, other encodings get 415.
+//! Compressed request bodies: a gzip body is decompressed while it is read, and any other encoding gets 415.
 //!
-//! Limits on size and memory apply to the decompressed bytes, so a small body that expands to a large one is refused.
+//! Limits on size and memory apply to the decompressed bytes, so a small body that expands to a large body is refused.
 
 use crate::http::errors::ApiError;
 use axum::{
@@ -16,13 +16,13 @@ pub fn decompress() -> RequestDecompressionLayer {
     RequestDecompressionLayer::new()
 }
 
-/// Accepts gzip only, and normalises how its name is written.
+/// Refuses every encoding except gzip, and normalises the name of the encoding in the header.
 pub async fn check_encoding(mut request: Request, next: Next) -> Response {
     let mut given = request.headers().get_all(header::CONTENT_ENCODING).iter();
     let encoding = match (given.next(), given.next()) {
         (None, _) => return next.run(request).await,
         (Some(one), None) => one.as_bytes().trim_ascii().to_ascii_lowercase(),
-        // Several encodings, one inside the other.
+        // The body was encoded several times.
         (Some(_), Some(_)) => return ApiError::unknown_encoding().into_response(),
     };
     match &*encoding {

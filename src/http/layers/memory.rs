@@ -1,11 +1,12 @@
 //! Memory of requests: bodies, parsed JSON, prompts and tokens, charged to the memory plan.
 //!
-//! A request gets memory from its [`MemoryPermit`] before it allocates. It is refused with 503 if other requests hold
-//! the memory, and with 413 if it needs more than there is. All estimates of sizes are in this file.
+//! A request gets memory from its [`MemoryPermit`] before it allocates. A request is refused with 503 if other requests
+//! hold the memory, and with 413 if it needs more than the memory of all requests. All estimates of memory are in this
+//! file.
 //!
 //! Expensive work (parsing, rendering, tokenizing) runs on blocking threads, one or two steps at a time, in order of
-//! arrival. A step cannot be cancelled, so steps are short: a disconnected client is noticed after the current one.
-//! Output formats are compiled outside these steps, one at a time, because one may take seconds.
+//! arrival. A step cannot be cancelled, so steps are short: a disconnected client is noticed after the current step.
+//! Output formats are compiled outside these steps, one at a time, because a compilation may take seconds.
 
 use crate::{http::errors::ApiError, metrics::Metrics, platform::os};
 use prometheus::IntGauge;
@@ -22,63 +23,65 @@ use tokio::{
     task::spawn_blocking,
 };
 
-/// Total memory of requests in bytes until the memory plan is known.
+/// Bytes of memory for all requests before the memory plan is known.
 const UNPLANNED_BYTES: usize = 128 << 20;
 
-/// Bytes per byte of text while it is tokenized. The highest measured value is 309, for a text of digits.
+/// Bytes of memory per byte of text during tokenization. The highest measured value is 309, for a text of digits.
 const TOKENIZE_FACTOR: usize = 400;
 
-/// Bytes of text that a step may tokenize without asking for memory.
+/// Bytes of text that a step may tokenize in the memory that is set aside for the step.
 const TOKENIZE_PIECE: usize = 20 << 10;
 
-/// Memory set aside for every step.
+/// Bytes of memory that are set aside for every step.
 const STEP_BYTES: usize = TOKENIZE_FACTOR * TOKENIZE_PIECE;
 
-/// Plans from this size on allow two steps at a time instead of one.
+/// Bytes of memory for requests from which a plan allows two steps at a time instead of one step.
 const TWO_STEPS_BYTES: usize = 64 << 20;
 
-/// A permit over this size is large. Large permits together leave a quarter of the memory to small ones.
+/// Size in bytes above which a permit is large. A large permit must leave a quarter of the memory to small permits.
 const LARGE_BYTES: usize = 256 << 10;
 
-/// Bytes per bracket, comma and colon of parsed JSON. The highest measured value is 246, for `[[[0]]]` repeated.
+/// Bytes of memory per opening bracket, comma and colon of a JSON text that is parsed. The highest measured value is
+/// 246, for `[[[0]]]` repeated.
 const JSON_VALUE_BYTES: usize = 256;
 
-/// Bytes per node of a stored JSON value.
+/// Bytes of memory per node of a stored JSON value.
 const STORED_NODE_BYTES: usize = 128;
 
-/// Bytes per token in a JSON list: its digits and a comma, and the spare capacity of the growing text.
+/// Bytes of memory per token in a JSON list of ids: the digits, a comma, and the spare capacity of the growing text.
 const TOKEN_ID_BYTES: usize = 24;
 
-/// Bytes per token in a JSON list with each token's text, which is both in memory and in the JSON.
+/// Bytes of memory per token in a JSON list that has each token's text. The text is both in memory and in the JSON.
 const TOKEN_TEXT_BYTES: usize = 160;
 
-/// Bytes per byte of decoded text: the bytes, the text, and up to six characters in JSON.
+/// Bytes of memory per byte of decoded text: the byte, the text, and up to six characters in JSON.
 const DECODED_FACTOR: usize = 16;
 
-/// Memory is returned to the operating system after more than this many bytes were freed.
+/// Number of freed bytes above which memory is returned to the operating system (a trim).
 const TRIM_BYTES: usize = 1 << 20;
 
-/// When to trim after memory was freed. Twice, because a response is freed a little after its permit.
+/// Delays of the trims after memory was freed. There are two trims, because a response is freed a little after its
+/// permit.
 const TRIM_DELAYS: [Duration; 2] = [Duration::from_millis(50), Duration::from_millis(400)];
 
 /// A cache that uses the memory of requests, and frees entries when a request needs memory.
 pub trait Reclaim: Send + Sync {
-    /// Evicts one entry; false if there is none.
+    /// Evicts the oldest entry. Returns false if the cache is empty.
     fn evict_oldest(&self) -> bool;
 }
 
 /// The memory of all requests.
 pub struct RequestMemory {
-    /// Evicted when a request finds no free memory.
+    /// Cache that evicts an entry when a request finds no free memory.
     cache: OnceLock<Weak<dyn Reclaim>>,
     total: AtomicUsize,
     used: AtomicUsize,
     gauge: IntGauge,
     steps: Arc<Semaphore>,
-    /// Has one permit: output formats are compiled one at a time.
+    /// A semaphore with one permit, because output formats are compiled one at a time.
     compilations: Arc<Semaphore>,
     allows_two_steps: AtomicBool,
-    /// Bytes freed since the last trim.
+    /// Number of bytes freed since the last trim.
     freed: AtomicUsize,
     is_trimming: AtomicBool,
 }
@@ -98,7 +101,7 @@ impl RequestMemory {
         })
     }
 
-    /// Sets the size that the plan of the loaded model has for requests.
+    /// Sets the total memory of requests, which the plan of the loaded model has reserved.
     pub fn set_plan(&self, bytes: u64) {
         let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
         if bytes >= TWO_STEPS_BYTES && !self.allows_two_steps.swap(true, Relaxed) {
@@ -144,7 +147,7 @@ impl RequestMemory {
             for delay in TRIM_DELAYS {
                 tokio::time::sleep(delay).await;
                 memory.freed.store(0, Relaxed);
-                // Not awaited: it may take some milliseconds.
+                // The trim is not awaited, because it may take some milliseconds.
                 drop(spawn_blocking(os::trim_memory));
             }
             memory.is_trimming.store(false, Relaxed);
@@ -155,14 +158,14 @@ impl RequestMemory {
     }
 }
 
-/// Memory that one request may use. It is free again when the permit and its last step are dropped.
+/// Memory that one request may use. The memory is free again when the permit is dropped and its last step has ended.
 pub struct MemoryPermit {
     held: Arc<HeldBytes>,
 }
 
 struct HeldBytes {
     memory: Arc<RequestMemory>,
-    /// Only [`MemoryPermit`] changes it. Steps only hold it.
+    /// Size of the permit. Only [`MemoryPermit`] changes the size. Steps only hold the memory.
     bytes: AtomicUsize,
 }
 
@@ -200,8 +203,8 @@ impl MemoryPermit {
         self.held.bytes.load(Relaxed)
     }
 
-    /// Runs one step on a blocking thread when its turn comes. If the caller is dropped before that, the step does not
-    /// start.
+    /// Runs one step on a blocking thread when its turn comes. If the caller is dropped while the step waits for its
+    /// turn, the step does not start.
     pub async fn run<T: Send + 'static>(&self, step: impl FnOnce() -> T + Send + 'static) -> Result<T, ApiError> {
         let turn = turn(&self.held.memory.steps).await?;
         self.run_in(turn, step).await
@@ -226,7 +229,7 @@ impl MemoryPermit {
         turn: OwnedSemaphorePermit,
         step: impl FnOnce() -> T + Send + 'static,
     ) -> Result<T, ApiError> {
-        // Holds the memory until the step ends, even if the client disconnects.
+        // The step holds the memory until it ends, even if the client disconnects.
         let held = self.held.clone();
         let step = move || {
             let output = step();
@@ -238,7 +241,8 @@ impl MemoryPermit {
         Ok(output)
     }
 
-    /// Runs one step that needs `working` bytes. Then grows the permit by `kept` bytes of the output.
+    /// Runs one step that needs `working` bytes. Then sets the permit to its former size plus `kept` bytes for the
+    /// output.
     pub async fn run_with<T: Send + 'static>(
         &mut self,
         working: usize,
@@ -283,8 +287,8 @@ pub fn parsed_bytes(json: &[u8]) -> usize {
     json.len().saturating_add(values.saturating_mul(JSON_VALUE_BYTES))
 }
 
-/// Memory of rendering `values` with a chat template: a copy, the template's own values, the output of its filters for
-/// each text, and the prompt, whose capacity may be twice its length.
+/// Memory of rendering `values` with a chat template: a copy, the template's values, the output of the template's
+/// filters for each text, and the prompt, whose capacity may be twice its length.
 pub fn rendering_bytes<'a>(values: impl IntoIterator<Item = &'a Value>) -> usize {
     values.into_iter().map(rendering_value_bytes).sum()
 }
@@ -300,12 +304,12 @@ fn rendering_value_bytes(value: &Value) -> usize {
         }
 }
 
-/// Memory of tokenizing one piece of text, beyond what is set aside for every step.
+/// Memory of tokenizing one piece of text, beyond the memory that is set aside for every step.
 pub fn tokenizing_bytes(text_len: usize) -> usize {
     text_len.saturating_sub(TOKENIZE_PIECE) * TOKENIZE_FACTOR
 }
 
-/// Memory of token ids: one copy here and one in the engine.
+/// Memory of token ids: one copy in the HTTP server and one copy in the engine.
 pub fn token_bytes(tokens: usize) -> usize {
     2 * tokens * size_of::<u32>()
 }

@@ -1,4 +1,4 @@
-//! What a request passes before its handler: log, key, origin, compression, memory, and the connection around it.
+//! Layers that a request passes before its handler (log, key, origin, compression, memory), and its connection.
 
 pub mod auth;
 pub mod body_guard;

@@ -1,12 +1,12 @@
 //! Protection from web pages: checks `Host`, `Origin` and `Content-Type`.
 //!
-//! Any web page can send requests to a server on the same machine. Without permission (CORS) it cannot send JSON, so
-//! bodies must have a JSON content type. Its `Origin` header names the page. If the page's own host name resolves to
-//! this machine (DNS rebinding), `Host` has that name.
+//! Any web page can send requests to a server on the same machine. Without permission (CORS), a page cannot send JSON,
+//! so bodies must have a JSON content type. The `Origin` header of a request names the page. If the page's own host
+//! name resolves to this machine (DNS rebinding), the `Host` header has that name.
 //!
-//! A server with a key on another address than loopback checks `Host` and `Origin` only if `--allowed-host` is set,
-//! because a foreign page does not know the key. Without a key, only local names and those of `--allowed-host` are
-//! accepted.
+//! A server that has a key and listens on another address than loopback checks `Host` and `Origin` only if
+//! `--allowed-host` is set, because a foreign page does not know the key. A server without a key accepts only local
+//! names and the names of `--allowed-host`.
 
 use crate::{
     http::{errors::ApiError, routes},
@@ -25,11 +25,12 @@ use std::{
     sync::Arc,
 };
 
-/// Maximum number of refused names that are logged, and of characters of each.
+/// Maximum number of refused host names that are logged.
 const LOGGED_HOSTS: usize = 100;
+/// Maximum number of characters of a logged host name.
 const LOGGED_CHARS: usize = 100;
 
-/// Hosts and origins that may use the server. By default all may. Clones share their rules.
+/// Hosts and origins that may use the server. By default, all hosts and origins may. Clones share the rules.
 #[derive(Debug, Clone, Default)]
 pub struct OriginPolicy {
     rules: Arc<RwLock<OriginRules>>,
@@ -39,14 +40,14 @@ pub struct OriginPolicy {
 
 #[derive(Debug, Clone, Default)]
 struct OriginRules {
-    /// Allowed host names in addition to local names; `None` allows any host and any origin.
+    /// Allowed host names in addition to local names. `None` allows any host and any origin.
     hosts: Option<Vec<String>>,
     origin: Option<HeaderValue>,
 }
 
 impl OriginPolicy {
-    /// Rules for a server that listens on `address`, has the names `hosts`, and allows pages of `origin`. `has_key`: clients
-    /// must send a key.
+    /// Rules for a server that listens on `address`, has the names `hosts`, and allows pages of `origin`. `has_key` is
+    /// true if clients must send a key.
     pub fn new(address: IpAddr, hosts: &[String], origin: Option<HeaderValue>, has_key: bool) -> Self {
         let is_checked = address.is_loopback() || !has_key || !hosts.is_empty();
         let own_name = os::host_name().filter(|name| !name.is_empty());
@@ -54,13 +55,13 @@ impl OriginPolicy {
         Self { rules: Arc::new(RwLock::new(OriginRules { hosts, origin })), logged: Arc::default() }
     }
 
-    /// Takes over the rules of `other`.
+    /// Replaces the rules by the rules of `other`.
     pub fn replace(&self, other: &Self) {
         let rules = other.rules();
         *self.rules.write() = rules;
     }
 
-    /// True if a page of this origin may read responses: a local page, or one of the configured origin.
+    /// True if a page of this origin may read responses. This is a local page, or a page of the configured origin.
     pub fn allows_reading(&self, origin: &HeaderValue) -> bool {
         let host = origin.to_str().ok().and_then(|origin| Some(host_name(origin.split_once("://")?.1)));
         self.rules().origin.as_ref() == Some(origin) || host.is_some_and(is_loopback)
@@ -70,7 +71,7 @@ impl OriginPolicy {
         self.rules.read().clone()
     }
 
-    /// Logs a refused host, each name once.
+    /// Logs a refused host name, unless the name was logged before.
     fn log_refused(&self, host: &str) {
         let host: String = host.chars().take(LOGGED_CHARS).collect();
         let mut logged = self.logged.lock();
@@ -80,7 +81,7 @@ impl OriginPolicy {
     }
 }
 
-/// Why a request is refused.
+/// Reason for refusing a request.
 #[derive(Debug, PartialEq)]
 enum OriginRefusal {
     Host(String),
@@ -103,7 +104,7 @@ impl OriginRules {
         for origin in headers.get_all(header::ORIGIN) {
             let text = text(origin);
             let page = text.split_once("://").map(|(_, page)| page);
-            // The server's own page has the host of the request, which was checked.
+            // The server's own page has the same host as the request, which was checked above.
             let is_own = page.is_some_and(|page| given.iter().any(|host| host == page));
             let is_allowed = allows_any || is_own || self.origin.as_ref() == Some(origin);
             if !is_allowed && !page.is_some_and(|page| is_known(host_name(page))) {

@@ -1,7 +1,8 @@
-//! Per-request log line, request id and counters. The line of an answer is a sentence, with the same facts as fields.
+//! Per-request log line, request id and counters. The log line of an answer is a sentence, with the same facts as
+//! fields.
 //!
-//! A [`RequestLog`] lives as long as the response body and writes its line when it is dropped, so disconnected clients
-//! are logged, too. It never logs text of a message.
+//! A [`RequestLog`] lives as long as the response body and writes its line when it is dropped, so requests of
+//! disconnected clients are logged, too. The log never contains text of a message.
 
 use super::{auth, timeouts::with_deadline};
 use crate::{
@@ -27,11 +28,11 @@ use std::{
 
 pub static REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 
-/// Number of images of a request that were replaced by a sentence. A stream that begins before the model is loaded does
-/// not have this header.
+/// Header with the number of images of the request that were replaced by a sentence. A stream that begins before the
+/// model is loaded does not have this header.
 pub static IMAGES_NOT_SHOWN: HeaderName = HeaderName::from_static("x-moestro-images-not-shown");
 
-/// Status (nginx's) of a request whose client disconnected before the response began.
+/// Status of a request whose client disconnected before the response began. nginx uses the same status.
 const CLIENT_CLOSED_REQUEST: u16 = 499;
 
 /// Maximum number of characters of a path in the log. Clients without a key can send paths of 16 KiB.
@@ -48,18 +49,18 @@ pub struct RequestLog {
     /// Label of the route in the metrics.
     endpoint: &'static str,
     id: String,
-    /// Identifies the client by its API key.
+    /// Hash that identifies the client by its API key.
     pub client: u64,
     start: Instant,
     pub deadline: Option<Instant>,
     status: OnceLock<StatusCode>,
-    /// A stream began and has not finished.
+    /// True if a stream began and has not finished.
     is_streaming: AtomicBool,
     is_generation: AtomicBool,
     prompt_tokens: AtomicUsize,
     completion_tokens: AtomicUsize,
     first_token: OnceLock<Instant>,
-    /// Images that were replaced by a sentence.
+    /// Number of images that were replaced by a sentence.
     images_not_shown: AtomicUsize,
 }
 
@@ -105,7 +106,7 @@ impl RequestLog {
         self.first_token.get_or_init(Instant::now);
     }
 
-    /// Counts an image that was replaced by a sentence. The response says so in a header.
+    /// Counts an image that was replaced by a sentence. The header [`IMAGES_NOT_SHOWN`] has the count.
     pub fn add_image_not_shown(&self) {
         self.images_not_shown.fetch_add(1, Relaxed);
     }
@@ -115,7 +116,7 @@ impl RequestLog {
         self.metrics.record_answer(reason, prompt_tokens, generated_tokens);
     }
 
-    /// Logs the response as cut short unless [`RequestLog::end_stream`] follows.
+    /// Marks the response as a stream. The log line says "cut short" unless [`RequestLog::end_stream`] follows.
     pub fn begin_stream(&self) {
         self.is_streaming.store(true, Relaxed);
     }
@@ -124,7 +125,7 @@ impl RequestLog {
         self.is_streaming.store(false, Relaxed);
     }
 
-    /// Records a storage error of a generation, or `None` if it finished.
+    /// Records a storage error of a generation, or `None` if the generation finished.
     pub fn record_storage(&self, error: Option<&dyn Display>) {
         self.storage_health.record(error);
     }
@@ -194,7 +195,7 @@ impl Drop for RequestLog {
                 )
             };
         }
-        // Debug level, because an open page and monitoring systems poll every few seconds.
+        // The level is debug, because an open page and monitoring systems poll every few seconds.
         if self.method == Method::GET && status < 400 { log!(debug) } else { log!(info) }
     }
 }
@@ -229,7 +230,7 @@ fn client_id(headers: &HeaderMap) -> Option<String> {
     is_printable.then(|| id.to_owned())
 }
 
-/// 24 hexadecimal digits, unique in this process and very likely unique beyond it.
+/// 24 hexadecimal digits that are unique in this process and very likely unique among all processes.
 pub fn unique_id() -> String {
     static COUNT: AtomicU64 = AtomicU64::new(0);
     static KEYS: OnceLock<RandomState> = OnceLock::new();

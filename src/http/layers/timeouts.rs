@@ -12,11 +12,11 @@ use tokio::time::timeout_at;
 pub struct Timeouts {
     /// Limit for the whole head of a request, and for the pause between two requests.
     pub head: Duration,
-    /// `head` for a connection in a reserved slot.
+    /// Like `head`, but for a connection in a reserved slot.
     pub reserved: Duration,
-    /// Longest pause within a body. The whole body may take twice this, plus one second per 32 KiB.
+    /// Longest pause within a body. The whole body may take twice this limit, plus one second per 32 KiB.
     pub body: Duration,
-    /// A client that reads nothing of its response for this long is disconnected.
+    /// Time after which a client that reads nothing of its response is disconnected.
     pub write: Duration,
 }
 
@@ -27,7 +27,7 @@ impl Default for Timeouts {
     }
 }
 
-/// Runs `work`; returns `TimedOut` if the deadline passes first.
+/// Runs `work`. Returns `TimedOut` if the deadline passes first.
 pub async fn with_deadline<T>(deadline: Option<Instant>, work: impl Future<Output = T>) -> Result<T, ApiError> {
     match deadline {
         Some(deadline) => timeout_at(deadline.into(), work).await.map_err(|_| EngineError::TimedOut.into()),

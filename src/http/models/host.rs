@@ -1,4 +1,4 @@
-//! Loads and unloads models, one at a time, because there may not be memory for two.
+//! Loads and unloads models. One model is in memory at a time, because there may not be memory for two models.
 //!
 //! A request that names another model waits until that model is loaded. Requests are admitted in order of arrival,
 //! model by model: the resident model stays while requests use it, until a request for another model has waited for
@@ -29,7 +29,7 @@ use tokio::{
 /// Time after which the list of models is read from disk again.
 const LIST_MAX_AGE: Duration = Duration::from_secs(5);
 
-/// The list of models and when it was read.
+/// The time at which the list of models was read, and the list.
 type CachedList = (Instant, Arc<Vec<ModelEntry>>);
 
 #[derive(Default)]
@@ -38,12 +38,12 @@ pub struct ModelHost {
     timeouts: Mutex<HostTimeouts>,
     max_waiters: usize,
     state: Mutex<HostState>,
-    /// Held while a model unloads and while prompt caches are cleared. A model writes its prompt cache as it unloads;
-    /// that write must not follow the clearing.
+    /// Held while a model unloads and while prompt caches are cleared. A model that unloads writes its prompt cache,
+    /// and this write must not follow the clearing.
     unloading: Arc<sync::Mutex<()>>,
     /// Wakes [`ModelHost::run`].
     changed: Notify,
-    /// Held while the list is read, so that concurrent requests share one read.
+    /// The list of models on disk. Locked during a read from disk, so that concurrent requests share one read.
     list: Arc<sync::Mutex<Option<CachedList>>>,
 }
 
@@ -87,20 +87,20 @@ impl ModelHost {
         self.state.lock().resident.as_ref().map(|resident| resident.id.clone())
     }
 
-    /// Id of the model that a request without a name gets: the one being loaded, else the last one loaded.
+    /// Id of the model that a request without a name gets: the model being loaded, else the last loaded model.
     pub fn current_id(&self) -> Option<String> {
         let state = self.state.lock();
         state.loading.clone().or_else(|| state.last_loaded.clone())
     }
 
-    /// The error of the last load, if it failed recently and was a load of the current model.
+    /// The error of the last load, if the load failed recently and was for the current model.
     pub fn load_failure(&self) -> Option<String> {
         let state = self.state.lock();
         let (at, id, why) = state.load_failure.as_ref()?;
         (state.last_loaded.as_ref() == Some(id) && at.elapsed() < FAILURE_MAX_AGE).then(|| why.clone())
     }
 
-    /// True once a model was loaded or named: from then on requests are accepted.
+    /// True once a model was loaded or set as the default. From then on, requests are accepted.
     pub fn is_open(&self) -> bool {
         self.state.lock().last_loaded.is_some()
     }
@@ -114,7 +114,7 @@ impl ModelHost {
         {
             return list.clone();
         }
-        // A blocking task: it finishes even if its client disconnects, and the next request uses its result.
+        // A blocking task finishes even if its client disconnects, and the next request uses the list.
         let read = move || {
             let list = Arc::new(loader.list());
             *cached = Some((Instant::now(), list.clone()));
@@ -123,14 +123,14 @@ impl ModelHost {
         spawn_blocking(read).await.unwrap_or_default()
     }
 
-    /// Clears the prompt cache of the resident model and those of all other models on disk.
+    /// Clears the prompt cache of the resident model, and the prompt caches of all other models on disk.
     pub async fn clear_prompt_caches(&self) -> Result<(), ApiError> {
         let _no_unload = self.unloading.lock().await;
         let cleared = match self.loader.clone() {
             Some(loader) => spawn_blocking(move || loader.clear_prompt_caches()).await.unwrap_or(Ok(())),
             None => Ok(()),
         };
-        // The resident model clears last: it also deletes what it wrote in the meantime.
+        // The resident model's cache is cleared last, because the model also deletes what it wrote in the meantime.
         if let Some(model) = self.model() {
             model.engine.clear_prompt_cache();
         }
@@ -206,7 +206,7 @@ impl ModelHost {
         }
     }
 
-    /// Loads requested models and unloads idle ones. Never returns.
+    /// Loads requested models and unloads idle models. Never returns.
     pub async fn run(&self) {
         loop {
             let (step, replaced) = {

@@ -1,4 +1,4 @@
-//! Which model is loaded, which requests wait for one, and what to do next.
+//! State of the model host: the loaded model, the requests that wait for a model, and the next step of the host.
 //!
 //! At most one model is in memory. [`HostState::next_step`] depends only on this state and the clock.
 
@@ -14,19 +14,19 @@ use tokio::sync::oneshot;
 
 /// Interval at which to check whether a busy model is idle while another request waits to replace it.
 pub const POLL_WITH_WAITERS: Duration = Duration::from_millis(20);
-/// Interval of the same check when no request waits.
+/// Interval of the same check if no request waits.
 pub const POLL_WITHOUT_WAITERS: Duration = Duration::from_secs(1);
 
-/// How long a model stays in memory, and how long a request may take.
+/// Times that a model stays in memory, and limits of a request's time.
 #[derive(Debug, Clone, Copy)]
 pub struct HostTimeouts {
-    /// Limit of a request from its arrival to the end of its answer, waiting included.
+    /// Limit of a request from its arrival to the end of its answer. The time that the request waits is included.
     pub request: Option<Duration>,
-    /// Unload a model that no request has used for this long.
+    /// Idle time after which a model is unloaded. `None` keeps the model in memory.
     pub keep_alive: Option<Duration>,
-    /// When a request has waited this long for another model, the resident model accepts no new requests.
+    /// Time that a request may wait for another model before the resident model accepts no new requests.
     pub max_wait: Duration,
-    /// Keep an idle model this long before replacing it, because its client may ask again.
+    /// Idle time before a model is replaced by another model, because the model's client may ask again.
     pub min_idle: Duration,
 }
 
@@ -41,7 +41,7 @@ pub struct HostState {
     pub resident: Option<ResidentModel>,
     /// Id of the model being loaded.
     pub loading: Option<String>,
-    /// Id of the last model that was loaded. A request that names an unknown model gets this one.
+    /// Id of the last model that was loaded. A request that names an unknown model gets this model.
     pub last_loaded: Option<String>,
     /// Requests for models that are not loaded, oldest first.
     pub waiters: VecDeque<Waiter>,
@@ -54,15 +54,15 @@ pub struct HostState {
 pub struct ResidentModel {
     pub id: String,
     pub model: Arc<LoadedModel>,
-    /// Frees the memory. Blocks until it is done.
+    /// Frees the memory. Blocks until the memory is free.
     unload: Box<dyn FnOnce() + Send>,
     /// Last time a request used the model.
     last_used: Instant,
-    /// Unload as soon as the model is idle.
+    /// True to unload the model as soon as it is idle.
     pub unload_when_idle: bool,
     last_polled: Instant,
-    /// Total time spent waiting for clients that do not read their answers. Limited to [`HostTimeouts::max_wait`], so
-    /// that one slow client cannot block every request for another model.
+    /// Total time spent waiting for clients that do not read their answers. The total is limited to
+    /// [`HostTimeouts::max_wait`], so that one slow client cannot block every request for another model.
     slow_client_wait: Duration,
 }
 
@@ -73,13 +73,13 @@ pub struct Waiter {
     pub reply: oneshot::Sender<Result<Arc<LoadedModel>, ApiError>>,
 }
 
-/// What the host does next.
+/// The next action of the host.
 #[derive(Debug, PartialEq)]
 pub enum NextStep {
-    /// Unload the resident model, if any, then load this one.
+    /// Unload the resident model if there is one. Then load the model with this id.
     Load(String),
     Unload,
-    /// Wait for a change, at most this long if a duration is given.
+    /// Wait for a change, but at most for the given duration. `None` waits without a limit.
     Wait(Option<Duration>),
 }
 
@@ -98,14 +98,14 @@ impl ResidentModel {
         }
     }
 
-    /// Frees the model. Blocks until the last request has dropped it.
+    /// Frees the model. Blocks until the last request has dropped the model.
     pub fn unload(self) {
         drop(self.model);
         (self.unload)();
     }
 
-    /// True if a request uses the model, or will queue the next of several generations (it holds a weak reference).
-    /// All waits for such requests together are limited to `max_wait`.
+    /// True if a request uses the model, or will queue the next of several generations. Such a request holds a weak
+    /// reference. All waits for such requests together are limited to `max_wait`.
     fn is_busy(&mut self, max_wait: Duration) -> bool {
         let since = mem::replace(&mut self.last_polled, Instant::now());
         if Arc::strong_count(&self.model) > 1 || self.model.engine.load() != (0, 0) {
@@ -121,7 +121,7 @@ impl ResidentModel {
 }
 
 impl HostState {
-    /// Makes a model resident and hands it to the requests that wait for it.
+    /// Makes a model resident and sends it to the requests that wait for it.
     pub fn install(&mut self, hosted: HostedModel) {
         let resident = ResidentModel::new(hosted);
         for waiter in self.take_waiters(&resident.id) {
@@ -146,7 +146,7 @@ impl HostState {
         taken.into()
     }
 
-    /// The resident model, if it has this id and no request has waited too long for another one.
+    /// The resident model, if it has this id and no request has waited too long for another model.
     pub fn admit(&mut self, id: &str, max_wait: Duration) -> Option<Arc<LoadedModel>> {
         self.drop_disconnected();
         let is_overdue = self.waiters.front().is_some_and(|waiter| waiter.since.elapsed() >= max_wait);

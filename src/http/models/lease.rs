@@ -1,4 +1,4 @@
-//! A request's model: in memory already, or still to be loaded.
+//! A request's model, which is in memory or has yet to be loaded.
 
 use super::loaded::LoadedModel;
 use crate::{error::EngineError, http::errors::ApiError};
@@ -11,7 +11,7 @@ pub enum ModelLease {
 }
 
 impl ModelLease {
-    /// True if the model is still to be loaded.
+    /// True if the model has yet to be loaded.
     pub fn must_wait(&self) -> bool {
         matches!(self, Self::Waiting(_))
     }
@@ -26,7 +26,8 @@ impl ModelLease {
 
 /// The model of a request with several generations in sequence.
 ///
-/// Does not keep the model in memory: the host may unload it between two generations if the client reads too slowly.
+/// A weak reference does not keep the model in memory. If the client reads too slowly, the host may unload the model
+/// between two generations.
 pub struct WeakModel(Option<Weak<LoadedModel>>);
 
 impl WeakModel {

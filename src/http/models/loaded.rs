@@ -13,18 +13,18 @@ pub struct ModelCard {
     pub id: String,
     /// Unix time in seconds.
     pub created: u64,
-    /// Experts per token; `None` for a dense model.
+    /// Number of experts per token. `None` for a dense model.
     pub experts_per_token: Option<usize>,
     /// Human-readable encoding of the weights.
     pub quantisation: Option<String>,
 }
 
-/// Limits of requests, set by flags. `None`: only the context length limits a request.
+/// Limits of requests, set by flags. `None` means that only the context length limits a request.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct RequestLimits {
-    /// Maximum number of tokens of an answer, if a chat request sets none.
+    /// Maximum number of tokens of an answer, if a chat request sets no maximum.
     pub max_tokens: Option<usize>,
-    /// Maximum number of tokens of reasoning, if a request sets none.
+    /// Maximum number of tokens of reasoning, if a request sets no maximum.
     pub thinking_budget: Option<usize>,
     /// Maximum number of tokens of a prompt.
     pub max_prompt_tokens: Option<usize>,
@@ -35,12 +35,12 @@ pub struct LoadedModel {
     pub tokenizer: Arc<Tokenizer>,
     /// Compiles grammars for constrained answers.
     pub grammars: Arc<GrammarCompiler>,
-    /// `None`: the model has no template, so chat requests are refused.
+    /// `None` if the model has no template. Chat requests are then refused.
     pub template: Option<Template>,
     pub card: ModelCard,
     /// Defaults of sampling parameters that a request does not set.
     pub defaults: Sampling,
-    /// Default of `enable_thinking`.
+    /// Default of `enable_thinking`. `None` if the template decides.
     pub thinking: Option<bool>,
     pub limits: RequestLimits,
     /// Memory plan, shown by `/health`.

@@ -7,7 +7,7 @@ pub struct HostedModel {
     /// Id in the list of models.
     pub id: String,
     pub model: LoadedModel,
-    /// Blocks until the memory is free. The host calls it after the last request has dropped the model.
+    /// Blocks until the memory is free. The host calls this function after the last request has dropped the model.
     pub unload: Box<dyn FnOnce() + Send>,
 }
 

@@ -1,4 +1,4 @@
-//! Models on this machine: which one is in memory, and which requests wait for one.
+//! Models on this machine: which model is in memory, and which requests wait for a model.
 //!
 //! * [`host`] loads and unloads models, one at a time.
 //! * [`host_state`] decides what the host does next.

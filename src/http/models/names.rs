@@ -5,22 +5,23 @@ use std::time::SystemTime;
 /// A model on this machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ModelEntry {
-    /// `org/name` for a model from the hub, else a name.
+    /// Id of the model: `org/name` for a model from the hub, else a name.
     pub id: String,
     pub created: SystemTime,
 }
 
-/// Start of the ids in a list for Anthropic's clients. Claude Code shows only ids that begin with `claude`.
+/// Prefix of the additional ids in the list of models for Anthropic's clients. Claude Code shows only ids that begin
+/// with `claude`.
 pub const CLAUDE_PREFIX: &str = "claude-local/";
 
-/// A requested name without the prefix for Anthropic's clients and the tag that Ollama's clients add.
+/// A requested name without the prefix for Anthropic's clients and without the tag that Ollama's clients add.
 pub fn plain(requested: &str) -> &str {
     let requested = requested.strip_prefix(CLAUDE_PREFIX).unwrap_or(requested);
     requested.strip_suffix(":latest").unwrap_or(requested)
 }
 
-/// True if the requested name stands for the model `id`. Either the names are equal, or one of them has no organisation
-/// and their last parts are equal. Case is ignored.
+/// True if the requested name stands for the model `id`. Either the names are equal, or one name has no organisation
+/// and the last parts of both names are equal. Case is ignored.
 pub fn matches(requested: &str, id: &str) -> bool {
     let requested = plain(requested);
     requested.eq_ignore_ascii_case(id)

@@ -13,10 +13,10 @@ use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use std::sync::Arc;
 
-/// The version of Ollama whose API this is. VS Code refuses versions before 0.6.4.
+/// Version of Ollama whose API is implemented here. VS Code refuses versions before 0.6.4.
 const VERSION: &str = "0.12.6";
 
-/// Clients look up the context by this name: `qwen3_5.context_length`.
+/// Model family that is reported to clients. Clients read the context length of the key `qwen3_5.context_length`.
 const ARCHITECTURE: &str = "qwen3_5";
 
 pub async fn version() -> Json<Value> {
@@ -44,7 +44,7 @@ pub async fn ps(State(state): State<Arc<ServerState>>) -> Result<Json<Value>, Ap
 #[derive(Debug, Deserialize)]
 pub struct ShowRequest {
     model: Option<String>,
-    /// The older name of `model`.
+    /// Older name of `model`.
     name: Option<String>,
 }
 
@@ -61,7 +61,8 @@ pub async fn show(State(state): State<Arc<ServerState>>, body: Body) -> Result<J
     if let Some(context) = model.context_length {
         info[format!("{ARCHITECTURE}.context_length")] = context.into();
     }
-    // Nothing is known about a model that is not loaded. The supported families have templates with tools and reasoning.
+    // The capabilities of a model that is not loaded are unknown. The supported families have templates with tools and
+    // reasoning.
     let (tools, thinking, vision) = model
         .capabilities
         .as_ref()
@@ -75,7 +76,7 @@ pub async fn show(State(state): State<Arc<ServerState>>, body: Body) -> Result<J
     })))
 }
 
-/// A model in a list. Its size on the disk is not known here.
+/// A model in a list. The size on disk is not known here.
 fn entry(model: &ModelObject) -> Value {
     json!({
         "name": model.id, "model": model.id, "modified_at": model.created_at, "size": 0,

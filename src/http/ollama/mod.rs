@@ -1,8 +1,8 @@
-//! Ollama's API, for desktop tools that support no other API. The port of `--ollama-port` serves it in addition to the
-//! other APIs.
+//! Ollama's API, for desktop tools that support no other API. The port of `--ollama-port` serves Ollama's API in
+//! addition to the other APIs.
 //!
-//! Decisions of this server: names may end with `:latest`. The context is the server's, so `num_ctx` has no effect.
-//! `keep_alive: 0` unloads the model after the answer; for any other value, `--keep-alive` decides.
+//! Decisions of this server: names may end with `:latest`. The context length is set by the server, so `num_ctx` has no
+//! effect. `keep_alive: 0` unloads the model after the answer. For any other value, `--keep-alive` decides.
 
 mod list;
 mod renderer;

@@ -25,12 +25,12 @@ use std::time::Instant;
 pub struct OllamaRenderer {
     /// The requested name, which clients expect in the answer.
     model: String,
-    /// `/api/chat`: text comes in a message.
+    /// True for `/api/chat`, where text comes in a message.
     is_chat: bool,
     arrived: Instant,
-    /// Time at which the model was in memory.
+    /// Time at which the model was ready.
     loaded: Option<Instant>,
-    /// The call whose arguments are being received. Ollama sends whole calls.
+    /// Name and arguments of the call that is being received. Ollama sends whole calls.
     call: Option<(String, String)>,
 }
 
@@ -69,7 +69,7 @@ impl OllamaRenderer {
         frames.data(&self.object(content, thinking, calls, false));
     }
 
-    /// Takes the received call as one object, after its last argument.
+    /// Takes the received call as one object. Called after the last argument of the call.
     fn take_call(&mut self) -> Option<Value> {
         let (name, arguments) = self.call.take()?;
         let parsed = serde_json::from_str::<Map<String, Value>>(&json_numbers::quote_huge(&arguments));

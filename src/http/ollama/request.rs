@@ -11,7 +11,7 @@ use crate::http::{
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
-/// Field names of chat completions and of Ollama's API, for errors.
+/// Pairs of a field name in chat completions and the field's name in Ollama's API. Errors use the second name.
 const NAMES: &[(&str, &str)] = &[
     ("response_format.json_schema.schema", "format"),
     ("response_format", "format"),
@@ -25,7 +25,7 @@ const NAMES: &[(&str, &str)] = &[
     ("reasoning_effort", "think"),
 ];
 
-/// Fields that both kinds of requests have.
+/// Fields of both `/api/chat` and `/api/generate`.
 #[derive(Debug, Clone, Default, Deserialize)]
 pub struct OllamaCommon {
     pub model: String,
@@ -33,7 +33,7 @@ pub struct OllamaCommon {
     options: Option<Map<String, Value>>,
     /// `json`, or a JSON schema.
     format: Option<Value>,
-    /// A boolean, or an effort.
+    /// A boolean, or an effort such as `low`.
     think: Option<Value>,
     keep_alive: Option<Value>,
 }
@@ -53,11 +53,11 @@ pub struct OllamaGenerate {
     prompt: Option<String>,
     system: Option<String>,
     images: Option<Vec<String>>,
-    /// Do not use the chat template.
+    /// True if the chat template is not used.
     raw: Option<bool>,
 }
 
-/// `options` that have a counterpart.
+/// Those of Ollama's `options` that have a counterpart in OpenAI's API or its extensions.
 #[derive(Debug, Default, Deserialize)]
 struct OllamaOptions {
     temperature: Option<f64>,
@@ -68,13 +68,13 @@ struct OllamaOptions {
     presence_penalty: Option<f64>,
     frequency_penalty: Option<f64>,
     seed: Option<i64>,
-    /// Negative: no limit.
+    /// Maximum number of tokens of the answer. A negative number means no limit.
     num_predict: Option<i64>,
     stop: Option<OneOrMany>,
 }
 
 impl OllamaCommon {
-    /// True if the answer unloads the model: `keep_alive` is 0, as a number or a duration.
+    /// True if the model is unloaded after the answer: `keep_alive` is 0, as a number or as a duration.
     pub fn unloads(&self) -> bool {
         match &self.keep_alive {
             Some(Value::String(text)) => text.trim_end_matches(|c: char| c.is_ascii_alphabetic()).parse() == Ok(0.0),
@@ -106,7 +106,7 @@ impl OllamaCommon {
         })
     }
 
-    /// A chat request with these messages.
+    /// Creates a chat request with these messages.
     fn chat(self, messages: Vec<Value>, tools: Option<Vec<Value>>) -> Result<GenerationRequest, ApiError> {
         let common = self.common_fields()?;
         let (enable_thinking, reasoning_effort) = match self.think {
@@ -129,7 +129,7 @@ impl OllamaCommon {
 }
 
 impl OllamaChat {
-    /// The request. `None` if it has no messages and only loads the model.
+    /// Translates the request. Returns `None` for a request without messages, which only loads or unloads the model.
     pub fn into_chat(self) -> Result<Option<GenerationRequest>, ApiError> {
         let Some(messages) = self.messages.filter(|messages| !messages.is_empty()) else { return Ok(None) };
         let messages = messages.into_iter().enumerate().map(|(index, message)| translate(message, index));
@@ -138,7 +138,7 @@ impl OllamaChat {
 }
 
 impl OllamaGenerate {
-    /// The request. `None` if it has no prompt and only loads the model.
+    /// Translates the request. Returns `None` for a request without a prompt, which only loads or unloads the model.
     pub fn into_generation(self) -> Result<Option<GenerationRequest>, ApiError> {
         let Some(prompt) = self.prompt.filter(|prompt| !prompt.is_empty()) else { return Ok(None) };
         if self.raw == Some(true) {
@@ -197,7 +197,7 @@ fn with_images(text: String, images: Vec<String>) -> Value {
     if images.is_empty() {
         return text.into();
     }
-    // The decoder recognizes the type by the content.
+    // The type in the URL does not matter, because the decoder recognizes the type by the content.
     let image = |data| json!({"type": "image_url", "image_url": {"url": format!("data:image/png;base64,{data}")}});
     images.into_iter().map(image).chain([json!({"type": "text", "text": text})]).collect()
 }

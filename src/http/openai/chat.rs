@@ -1,7 +1,7 @@
 //! `POST /v1/chat/completions`.
 //!
-//! Where servers differ: `max_tokens` defaults to the rest of the context and is limited to it, stop strings end the
-//! content but not the reasoning, and `logprobs` lists the tokens of the content but not of the reasoning.
+//! Decisions where servers differ: `max_tokens` defaults to the rest of the context and is limited to it. Stop strings
+//! end the content but not the reasoning. `logprobs` lists the tokens of the content but not of the reasoning.
 
 use crate::{
     chat::{Tokenizer, parser::Delta},
@@ -59,17 +59,18 @@ pub async fn chat(
     generate(&state, log, request, permit, renderer).await
 }
 
-/// One chunk per delta, then one with the `finish_reason` per choice, then one with the usage if requested.
+/// Writes one chunk per delta, one chunk with the `finish_reason` per choice, and one chunk with the usage if
+/// requested.
 struct ChatRenderer {
     meta: ResponseMeta,
-    /// Set when the model is known. A reference to the model instead would keep it in memory while a client reads
-    /// slowly.
+    /// Set when the model is known. A reference to the model instead of the tokenizer would keep the model in memory
+    /// while a client reads slowly.
     tokenizer: Option<Arc<Tokenizer>>,
-    /// The choice whose first chunk has been sent.
+    /// Index of the choice whose first chunk has been sent.
     current: Option<usize>,
     /// Log-probabilities of tokens whose text has not been sent yet.
     logprobs: Vec<ContentToken>,
-    /// The request used `functions`, so the answer uses `function_call`.
+    /// True if the request used `functions`. The answer then uses `function_call`.
     uses_functions: bool,
 }
 
@@ -115,7 +116,7 @@ impl Renderer for ChatRenderer {
 }
 
 impl ChatRenderer {
-    /// One choice of a body.
+    /// Creates one choice of a body.
     fn choice(&mut self, index: usize, output: Output, finished: &Finished) -> ChatChoice {
         self.push_logprobs(&output);
         let (mut content, mut reasoning, mut tool_calls) = (String::new(), String::new(), Vec::<ToolCall>::new());

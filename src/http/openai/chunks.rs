@@ -1,5 +1,5 @@
-//! Response bodies and stream chunks of chat completions and completions. Only serde types. Types that are written once
-//! per token borrow their contents.
+//! Response bodies and stream chunks of chat completions and completions. This file has only serde types. Types that
+//! are written once per token borrow their contents.
 
 use crate::http::{
     layers::request_log::unique_id,
@@ -16,7 +16,7 @@ pub struct ResponseMeta {
     created: u64,
     /// Empty until the model is known.
     pub model: String,
-    /// True if a stream ends with its usage.
+    /// True if a stream ends with a chunk for the usage.
     includes_usage: bool,
 }
 
@@ -32,12 +32,12 @@ impl ResponseMeta {
         }
     }
 
-    /// A chunk of a stream. Its usage is null until the last chunk, or absent if the client did not ask for it.
+    /// A chunk of a stream. Its `usage` is null, or absent if the client did not ask for the usage.
     pub fn chunk<'a, C>(&'a self, choices: &'a [C]) -> Envelope<'a, C> {
         self.envelope(choices, self.includes_usage.then_some(None))
     }
 
-    /// A whole body.
+    /// A whole body, or the last chunk of a stream, which has the usage.
     pub fn body<'a, C>(&'a self, choices: &'a [C], usage: Usage) -> Envelope<'a, C> {
         self.envelope(choices, Some(Some(usage)))
     }
@@ -76,7 +76,7 @@ pub fn unix_seconds() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs())
 }
 
-/// A response body or one of its chunks. `C` is the type of its choices.
+/// A response body or a chunk of a stream. `C` is the type of a choice.
 #[derive(Debug, Serialize)]
 pub struct Envelope<'a, C> {
     id: &'a str,
@@ -87,7 +87,7 @@ pub struct Envelope<'a, C> {
     choices: &'a [C],
     #[serde(skip_serializing_if = "Option::is_none")]
     usage: Option<Option<Usage>>,
-    /// Written with `usage`.
+    /// Present if `usage` is present and not null.
     #[serde(skip_serializing_if = "Option::is_none")]
     timings: Option<AnswerTimings>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -128,7 +128,7 @@ pub struct ToolCall {
 #[derive(Debug, Serialize)]
 pub struct FunctionCall {
     pub name: String,
-    /// JSON in a string.
+    /// Arguments as JSON text.
     pub arguments: String,
 }
 
@@ -172,7 +172,7 @@ pub struct FunctionDelta<'a> {
     pub arguments: &'a str,
 }
 
-/// One entry per content token.
+/// Log-probabilities of the content, with one entry per content token.
 #[derive(Debug, Default, Serialize)]
 pub struct ChatLogprobs {
     pub content: Vec<ContentToken>,
@@ -210,16 +210,16 @@ pub struct CompletionLogprobs {
     /// Null for the first token of an echoed prompt, which has no predecessor.
     #[serde(serialize_with = "finite_or_null")]
     pub token_logprobs: Vec<Option<f32>>,
-    /// The most likely tokens and the token itself.
+    /// The most likely tokens, and the token itself.
     pub top_logprobs: Vec<Option<TopLogprobs>>,
     /// Offset of the token in the text, in characters.
     pub text_offset: Vec<usize>,
 }
 
-/// Tokens and their log-probabilities, most likely first. A JSON object.
+/// Tokens and their log-probabilities, most likely first. Serialized as a JSON object.
 ///
-/// The values stay `f32` until they are written, like `token_logprobs`. Clients compare the two for equality to see
-/// whether a token was the most likely one.
+/// The values stay `f32` until they are written, like `token_logprobs`. Clients compare values of both for equality to
+/// see whether a token was the most likely token.
 #[derive(Debug, Default)]
 pub struct TopLogprobs(pub Vec<(String, f32)>);
 

@@ -1,9 +1,9 @@
 //! `POST /v1/completions`: text or token ids in, text out, without a chat template.
 //!
 //! Several prompts are answered one after another as choices of one response, with the `n` choices of a prompt next to
-//! each other. `max_tokens` defaults to 16. With `echo` and `logprobs` the prompt is scored, which evaluation harnesses
-//! use. Harnesses request one token more than they need and drop its entry, so that token is generated even if it would
-//! end the text.
+//! each other. `max_tokens` defaults to 16. With `echo` and `logprobs`, the prompt is scored, which evaluation
+//! harnesses use. A harness requests one token more than it needs and drops the entry of that token, so the token is
+//! generated even if it would end the text.
 
 use crate::{
     chat::{Tokenizer, parser::Delta},
@@ -57,18 +57,18 @@ pub async fn completions(
     generate(&state, log, request, permit, renderer).await
 }
 
-/// One chunk per output that has text.
+/// Writes one chunk per output that has text.
 struct CompletionRenderer {
     meta: ResponseMeta,
-    /// Set when the model is known. A reference to the model instead would keep it in memory while a client reads
-    /// slowly.
+    /// Set when the model is known. A reference to the model instead of the tokenizer would keep the model in memory
+    /// while a client reads slowly.
     tokenizer: Option<Arc<Tokenizer>>,
     prompts: Arc<Vec<Vec<u32>>>,
-    /// Choices per prompt.
+    /// Number of choices per prompt.
     n: usize,
-    /// The text starts with the prompt.
+    /// True if the text starts with the prompt.
     echoes: bool,
-    /// The choice that is being written.
+    /// Index of the choice that is being written.
     current: Option<usize>,
     /// Log-probabilities of the current choice, if requested.
     logprobs: Option<LogprobsBuilder>,
@@ -120,7 +120,8 @@ impl Renderer for CompletionRenderer {
 }
 
 impl CompletionRenderer {
-    /// Adds an output of a choice and returns its text. The first text of a choice starts with the prompt if it is echoed.
+    /// Adds an output of a choice and returns the text to write. With `echo`, the first text of a choice starts with
+    /// the prompt.
     fn push(&mut self, choice: usize, output: &Output) -> String {
         let mut text = String::new();
         if self.current != Some(choice)

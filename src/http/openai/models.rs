@@ -17,20 +17,20 @@ use std::{
     time::{Duration, UNIX_EPOCH},
 };
 
-/// A model as OpenAI's and Anthropic's APIs describe it. Optional fields are known for the loaded model only.
+/// A model as OpenAI's and Anthropic's APIs describe it. Optional fields are set only for the loaded model.
 #[derive(Debug, Clone, Default, Serialize)]
 pub struct ModelObject {
     pub id: String,
     pub object: &'static str,
     pub created: u64,
     pub owned_by: &'static str,
-    /// Context length in tokens, as vLLM names it.
+    /// Context length in tokens, under vLLM's name.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_model_len: Option<usize>,
-    /// Context length in tokens, as OpenRouter names it.
+    /// Context length in tokens, under OpenRouter's name.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub context_length: Option<usize>,
-    /// Experts per token, unless the model is dense.
+    /// Number of experts per token. Absent for a dense model.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub experts_per_token: Option<usize>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -40,7 +40,7 @@ pub struct ModelObject {
     /// `text`, and `image` if the model sees images.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub input_modalities: Option<Vec<&'static str>>,
-    /// The model is in memory. Its experts may still be read on demand.
+    /// True if the model is in memory. The model's experts may still be read on demand.
     pub loaded: bool,
     /// Anthropic's name of `object`.
     #[serde(rename = "type")]
@@ -51,10 +51,10 @@ pub struct ModelObject {
 
 #[derive(Debug, Clone, Serialize)]
 pub struct Capabilities {
-    /// The model has a chat template.
+    /// True if the model has a chat template.
     pub chat: bool,
     pub tools: bool,
-    /// The model has reasoning tags.
+    /// True if the model has reasoning tags.
     pub reasoning: bool,
     pub vision: bool,
 }
@@ -68,11 +68,13 @@ impl ModelObject {
     }
 }
 
-/// The list of models. Clients of three APIs read it:
+/// The list of models, for the clients of three APIs:
 ///
-/// * OpenAI's `data`;
-/// * Anthropic's, with `anthropic-version`: each model once more under an id that Claude Code shows;
-/// * Codex's `models`, with `client_version`. It stays empty: an entry needs the instructions that Codex sends for a model.
+/// * OpenAI clients read `data`.
+/// * Anthropic clients send the header `anthropic-version`. For them, `data` also has each model under a second id,
+///   which Claude Code shows.
+/// * Codex sends `client_version` and reads `models`. The list `models` is empty, because an entry would need the
+///   instructions that Codex sends for a model.
 pub async fn models(
     State(state): State<Arc<ServerState>>,
     RawQuery(query): RawQuery,
@@ -84,7 +86,7 @@ pub async fn models(
         let aliases: Vec<_> = models.iter().map(alias).collect();
         models.extend(aliases);
     }
-    // `object` is OpenAI's, the other fields of a page are Anthropic's.
+    // `object` is OpenAI's field. The other fields of a page are Anthropic's fields.
     let [first, last] = [models.first(), models.last()].map(|model| model.map(|model| model.id.clone()));
     let mut page = json!({"object": "list", "has_more": false, "first_id": first, "last_id": last, "data": models});
     if query.is_some_and(|query| query.split('&').any(|pair| pair.starts_with("client_version="))) {
@@ -93,7 +95,7 @@ pub async fn models(
     Ok(Json(page))
 }
 
-/// One model by its exact id. The `model` of a request may also be another name of it.
+/// Describes one model, given by its exact id. Generation requests also accept other names of a model.
 pub async fn model(
     State(state): State<Arc<ServerState>>,
     Path(id): Path<String>,
@@ -126,7 +128,7 @@ pub async fn lm_studio(State(state): State<Arc<ServerState>>) -> Result<Json<Val
     Ok(Json(json!({"object": "list", "data": models})))
 }
 
-/// The loaded model, then the others.
+/// Lists the loaded model first, then the other models.
 pub async fn list(state: &ServerState) -> Result<Vec<ModelObject>, ApiError> {
     state.ensure_ready()?;
     let (loaded_id, model) = (state.models.loaded_id(), state.models.model());

@@ -1,14 +1,15 @@
 //! Request bodies of OpenAI's APIs: serde types only. Other modules check the values.
 //!
-//! A field that is `null` counts as absent. Unknown fields are ignored here; see [`crate::http::request::fields`].
+//! A field that is `null` counts as absent. Unknown fields are ignored here, and handled in
+//! [`crate::http::request::fields`].
 
 use crate::http::request::content_parts::ImagePart;
 use serde::Deserialize;
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 
-/// Fields that chat completions and completions share. They are parsed from the body separately, because errors of serde's
-/// `flatten` do not name the field.
+/// Fields of both chat completions and completions. These fields are parsed separately from the other fields of a body,
+/// because errors of serde's `flatten` do not name the field.
 #[derive(Debug, Default, Deserialize)]
 pub struct CommonFields {
     pub model: Option<String>,
@@ -19,32 +20,34 @@ pub struct CommonFields {
     pub stop: Option<OneOrMany>,
     pub temperature: Option<f64>,
     pub top_p: Option<f64>,
-    /// 0 and -1 disable it.
+    /// Limit of top-k sampling. 0 and -1 mean no limit.
     pub top_k: Option<i64>,
     pub min_p: Option<f64>,
     pub repetition_penalty: Option<f64>,
-    /// The name of `repetition_penalty` in llama-server and Ollama.
+    /// Name of `repetition_penalty` in llama-server and Ollama.
     pub repeat_penalty: Option<f64>,
     pub presence_penalty: Option<f64>,
     pub frequency_penalty: Option<f64>,
-    /// Keys are token ids; JSON keys are strings.
+    /// Biases by token id. Token ids are strings here, because JSON keys are strings.
     pub logit_bias: Option<BTreeMap<String, f64>>,
     pub seed: Option<i64>,
-    /// From llama-server: whether to use and fill the prompt cache. Defaults to true.
+    /// True (the default) to read and fill the prompt cache. A field of llama-server.
     pub cache_prompt: Option<bool>,
-    /// From vLLM: requests with different salts share no cached state.
+    /// Field of vLLM: requests with different salts share no cached state.
     pub cache_salt: Option<String>,
-    /// From llama-server: whether a stream reports prompt progress.
+    /// True if a stream reports prompt progress. A field of llama-server.
     pub return_progress: Option<bool>,
-    /// Waiting requests of different users take turns. Any JSON value, since OpenAI's servers ignore it.
+    /// Name of a user. Waiting requests of different users take turns. Any JSON value is accepted, because OpenAI's
+    /// servers ignore this field.
     pub user: Option<Value>,
 }
 
-/// `POST /v1/chat/completions` without [`CommonFields`]. Requests of other APIs are translated into it.
+/// `POST /v1/chat/completions` without [`CommonFields`]. Requests of other APIs are translated into this type.
 #[derive(Debug, Default, Deserialize)]
 pub struct ChatRequest {
     pub messages: Vec<Value>,
-    /// The images of messages that were translated from another API. `None`: the messages are a client's own.
+    /// Images of messages that were translated from another API. `None` if the messages were sent in the format of chat
+    /// completions.
     #[serde(skip)]
     pub images: Option<Vec<ImagePart>>,
     pub max_completion_tokens: Option<i64>,
@@ -55,10 +58,10 @@ pub struct ChatRequest {
     pub parallel_tool_calls: Option<bool>,
     pub response_format: Option<ResponseFormat>,
     pub chat_template_kwargs: Option<Map<String, Value>>,
-    /// From vLLM: continue the last message instead of starting a new one.
+    /// True to continue the last message instead of starting a new message. A field of vLLM.
     pub continue_final_message: Option<bool>,
     pub add_generation_prompt: Option<bool>,
-    /// Short for `chat_template_kwargs: {"enable_thinking": ...}`, which overrides it.
+    /// Short form of `chat_template_kwargs: {"enable_thinking": ...}`. If both are set, `chat_template_kwargs` wins.
     pub enable_thinking: Option<bool>,
     /// Deprecated name of `tools`.
     pub functions: Option<Vec<Value>>,
@@ -67,22 +70,29 @@ pub struct ChatRequest {
     pub reasoning_effort: Option<String>,
     pub reasoning: Option<ReasoningFields>,
     pub thinking: Option<ThinkingFields>,
-    /// Maximum number of tokens of reasoning. The next two fields are other names of it.
+    /// Maximum number of tokens of reasoning.
     pub thinking_budget: Option<i64>,
+    /// Another name of `thinking_budget`.
     pub max_thinking_tokens: Option<i64>,
+    /// Another name of `thinking_budget`.
     pub thinking_token_budget: Option<i64>,
-    /// From vLLM: alternatives to `response_format`, newest first.
+    /// vLLM's alternative to `response_format`.
     pub structured_outputs: Option<Value>,
+    /// vLLM's older field for a JSON schema of the answer.
     pub guided_json: Option<Value>,
+    /// vLLM's older field for a regular expression of the answer.
     pub guided_regex: Option<Value>,
+    /// vLLM's older field for a list of possible answers.
     pub guided_choice: Option<Value>,
+    /// vLLM's older field for a grammar of the answer, which is refused.
     pub guided_grammar: Option<Value>,
-    /// From llama-server.
+    /// llama-server's field for a JSON schema of the answer.
     pub json_schema: Option<Value>,
+    /// llama-server's field for a grammar of the answer, which is refused.
     pub grammar: Option<Value>,
 }
 
-/// From OpenRouter, and from OpenAI's Responses.
+/// `reasoning` in the APIs of OpenRouter and in OpenAI's Responses.
 #[derive(Debug, Deserialize)]
 pub struct ReasoningFields {
     pub effort: Option<String>,
@@ -90,7 +100,7 @@ pub struct ReasoningFields {
     pub enabled: Option<bool>,
 }
 
-/// From Anthropic.
+/// `thinking` in Anthropic's API.
 #[derive(Debug, Deserialize)]
 pub struct ThinkingFields {
     #[serde(rename = "type")]
@@ -108,7 +118,7 @@ pub struct CompletionRequest {
     pub best_of: Option<i64>,
 }
 
-/// One prompt or several, as text or token ids.
+/// The prompt, or several prompts, each as text or as token ids.
 #[derive(Debug, Deserialize)]
 #[serde(untagged, expecting = "expected a string, an array of token ids, or an array of strings and such arrays")]
 pub enum CompletionPrompt {
@@ -140,11 +150,11 @@ pub struct ResponseFormat {
     #[serde(rename = "type")]
     pub kind: String,
     pub json_schema: Option<JsonSchema>,
-    /// From llama-server, with the type `json_object`.
+    /// JSON schema for the type `json_object`. A field of llama-server.
     pub schema: Option<Value>,
-    /// Our extension, with the type `regex`.
+    /// Regular expression for the type `regex`, which is an extension of this server.
     pub regex: Option<String>,
-    /// Our extension, with the type `lark`.
+    /// Lark grammar for the type `lark`, which is an extension of this server.
     pub lark: Option<String>,
 }
 

@@ -1,7 +1,7 @@
 //! Log-probabilities of a chat's content tokens. Reasoning, markup and tool calls are not listed.
 //!
-//! A token belongs to the content if at least one byte of its text does. It is listed with the output that contains its
-//! first content byte, so in a stream the listed tokens never run ahead of the text.
+//! A token belongs to the content if at least one byte of its text belongs to the content. A token is listed with the
+//! output that contains its first content byte, so in a stream the listed tokens never run ahead of the text.
 
 use crate::engine::Logprobs;
 use std::{collections::VecDeque, ops::Range};
@@ -9,15 +9,15 @@ use std::{collections::VecDeque, ops::Range};
 /// Matches generated tokens with the content that is sent to the client.
 #[derive(Debug, Default)]
 pub struct ContentLogprobs {
-    /// Bytes of generated text so far.
+    /// Number of bytes of generated text so far.
     length: usize,
-    /// Tokens that have not completed a character yet.
+    /// Tokens that have not completed a character yet. The text of these tokens comes with a later token.
     open: Vec<(u32, Logprobs)>,
     /// Tokens with their byte ranges in the generated text.
     waiting: VecDeque<(Range<usize>, u32, Logprobs)>,
     /// Content ranges in the generated text, each with the number of content bytes before it.
     spans: VecDeque<(Range<usize>, usize)>,
-    /// Bytes of content so far.
+    /// Number of bytes of content so far.
     content: usize,
 }
 
@@ -26,7 +26,7 @@ impl ContentLogprobs {
         self.open.push((id, logprobs));
     }
 
-    /// Adds `length` bytes of text, which the tokens pushed so far have completed.
+    /// Adds `length` bytes of text, which is the text of the tokens pushed since the last text.
     pub fn push_text(&mut self, length: usize) {
         if length > 0 {
             let range = self.length..self.length + length;
@@ -42,7 +42,8 @@ impl ContentLogprobs {
         self.spans.push_back((span, before));
     }
 
-    /// Returns the tokens whose text has been sent since the last call. `bytes` of content have been sent in total.
+    /// Returns the tokens whose text has been sent since the last call. `bytes` is the number of content bytes sent in
+    /// total.
     pub fn take_sent(&mut self, bytes: usize) -> Vec<(u32, Logprobs)> {
         let mut listed = Vec::new();
         while let Some((span, before)) = self.spans.front() {

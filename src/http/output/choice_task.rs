@@ -10,10 +10,10 @@ use tokio::{
     time::timeout,
 };
 
-/// A running choice. Dropping it cancels the request.
+/// A running choice. Dropping a `ChoiceTask` cancels its request.
 pub struct ChoiceTask {
     updates: UnboundedReceiver<Update>,
-    /// Has exactly one task. A `JoinSet` aborts its tasks when it is dropped.
+    /// A set with exactly one task. A `JoinSet` aborts its tasks when it is dropped.
     task: JoinSet<Result<Finished, EngineError>>,
 }
 

@@ -1,9 +1,9 @@
-//! Choices: the answers to one request. They are written one after another, and generated at the same time as far as the engine
-//! runs several requests.
+//! Choices: the answers to one request. Choices are written one after another. They are generated at the same time if
+//! the engine runs several requests at a time.
 //!
-//! A chat has one prompt, a completion request may have several. Each prompt gets `n` choices, and choice `i` of a prompt
-//! is drawn with seed + `i`. The first choice fails if the queue is full. Later choices wait, because the request has
-//! already waited in line.
+//! A chat has one prompt, and a completion request may have several prompts. Each prompt gets `n` choices, and choice
+//! `i` of a prompt is drawn with seed + `i`. If the queue is full, the first choice fails. Later choices wait, because
+//! the request has already waited in the queue.
 
 use crate::{
     chat::parser::Parser,
@@ -27,7 +27,7 @@ const QUEUE_RETRY: Duration = Duration::from_millis(50);
 /// Parameters for parsing an assistant message.
 pub struct ChatParams {
     pub tools: Vec<Value>,
-    /// The prompt ends inside the reasoning.
+    /// True if the prompt ends inside the reasoning.
     pub in_reasoning: bool,
     pub parallel_tool_calls: bool,
 }
@@ -36,13 +36,13 @@ pub struct ChatParams {
 pub struct Choices {
     pub model: WeakModel,
     pub log: Arc<RequestLog>,
-    /// Token ids. Shared with the renderer, which may echo them.
+    /// Token ids of the prompts. Shared with the renderer, which may echo the prompts.
     pub prompts: Arc<Vec<Vec<u32>>>,
-    /// Choices per prompt.
+    /// Number of choices per prompt.
     pub n: usize,
     /// The engine request of every choice, without its tokens. `max_tokens` is not limited to the context yet.
     pub request: Request,
-    /// None for a plain completion.
+    /// `None` for a plain completion.
     pub chat: Option<ChatParams>,
     pub stops: Vec<String>,
     /// True if streams report prompt progress.
@@ -89,8 +89,8 @@ impl Choices {
         }
     }
 
-    /// Returns choice `index`, the one after the current choice. Queues it if that has not been done, and waits while
-    /// the queue is full.
+    /// Returns choice `index`, which follows the current choice. If the choice is not queued yet, queues it, and waits
+    /// while the queue is full.
     pub async fn next(&mut self, index: usize) -> Result<ChoiceTask, EngineError> {
         if let Some(task) = self.ahead.pop_front() {
             return Ok(task);

@@ -17,7 +17,7 @@ pub struct LogprobsBuilder {
     entries: CompletionLogprobs,
     /// Offset of the next token, in characters.
     offset: usize,
-    /// Characters of text that have been sent.
+    /// Number of characters of text that have been sent.
     sent: usize,
 }
 
@@ -30,7 +30,7 @@ impl LogprobsBuilder {
     pub fn push(&mut self, id: u32, logprobs: Option<&Logprobs>) {
         let (token, bytes) = token_text(&self.tokenizer, id);
         self.entries.text_offset.push(self.offset);
-        // A character that spans several tokens counts in the token of its first byte.
+        // A character that spans several tokens counts for the token that has its first byte.
         self.offset += bytes.iter().filter(|&&byte| byte & 0xC0 != 0x80).count();
         self.entries.token_logprobs.push(logprobs.map(|logprobs| logprobs.logprob));
         self.entries.top_logprobs.push(logprobs.map(|Logprobs { logprob, top }| {

@@ -1,8 +1,8 @@
-//! One generation: engine events become updates with text deltas.
+//! One generation: turns engine events into updates with text deltas.
 //!
-//! Each token is decoded to text, the text is parsed into reasoning, content and tool calls, and the content is cut at the
-//! first stop string. Stop strings apply to the content only, because reasoning often contains blank lines and similar
-//! strings that clients use as `stop`.
+//! Each token is decoded to text, the text is parsed into reasoning, content and tool calls, and the content is cut at
+//! the first stop string. Stop strings apply to the content only, because reasoning often contains blank lines and
+//! similar strings that clients use as `stop`.
 
 use crate::{
     chat::{
@@ -38,14 +38,14 @@ pub enum Update {
     Output(Output),
 }
 
-/// Generated output: of one token, or of a whole answer if collected.
+/// Generated output of one token, or of a whole answer that was collected with [`Output::append`].
 #[derive(Debug, Default)]
 pub struct Output {
     pub deltas: Vec<Delta>,
-    /// Tokens with log-probabilities. In a chat these are the tokens of the content in `deltas`. In a completion it is the
-    /// generated token, whose text may follow in a later output.
+    /// Tokens with log-probabilities. For a chat, these are the tokens of the content in `deltas`. For a completion,
+    /// this is the generated token, whose text may follow in a later output.
     pub logprobs: Vec<(u32, Logprobs)>,
-    /// Log-probabilities of the prompt, if requested. The first token has none.
+    /// Log-probabilities of the prompt, if requested. The entry of the first token is `None`.
     pub prompt_logprobs: Option<Vec<Option<Logprobs>>>,
     /// `Some` only in the last output of an answer.
     pub finish: Option<FinishReason>,
@@ -81,13 +81,13 @@ pub struct Finished {
 
 /// Interpretation of the generated text.
 pub enum TextReader {
-    /// As plain text.
+    /// The text is plain text.
     Plain,
-    /// As an assistant message with reasoning and tool calls.
+    /// The text is an assistant message with reasoning and tool calls.
     Chat { parser: Parser, in_reasoning: bool, parallel_tool_calls: bool },
 }
 
-/// A generation in progress. Dropping it cancels the request: the engine stops within one token.
+/// A generation in progress. Dropping a `Generation` cancels its request: the engine stops within one token.
 pub struct Generation {
     events: Events,
     decoder: Decoder,
@@ -98,13 +98,13 @@ pub struct Generation {
     in_reasoning: bool,
     has_call: bool,
     content_logprobs: ContentLogprobs,
-    /// Bytes of content sent so far.
+    /// Number of bytes of content sent so far.
     sent: usize,
     usage: Usage,
     /// Time at which the latest chunk of the prompt was evaluated.
     prefilled: Option<Instant>,
-    /// Outcome that the metrics count. Starts as "cancelled": if the generation is dropped before it ends, its client
-    /// has cancelled it.
+    /// Outcome that the metrics count. The initial value is "cancelled", because a generation that is dropped before
+    /// its end was cancelled by the client.
     outcome: &'static str,
     log: Arc<RequestLog>,
 }
@@ -161,7 +161,7 @@ impl Generation {
         total
     }
 
-    /// A report of the prompt's progress.
+    /// Reports how much of the prompt has been evaluated.
     fn progress(&self, processed: usize, seconds: f64) -> Update {
         Update::Progress(PromptProgress {
             total: self.usage.prompt_tokens,
@@ -227,7 +227,7 @@ impl Generation {
         Ok(Update::Output(output))
     }
 
-    /// Counts a generated token, and whether it belongs to the reasoning.
+    /// Counts a generated token. If the token belongs to the reasoning, counts it as a reasoning token, too.
     fn count(&mut self, id: u32) {
         self.usage.completion_tokens += 1;
         self.log.mark_token();
@@ -250,7 +250,7 @@ impl Generation {
         self.cut(read, deltas)
     }
 
-    /// Releases all text that is held back. Returns true if it contains a stop string.
+    /// Releases all text that is held back. Returns true if the text contains a stop string.
     fn finish(&mut self, cut: bool, deltas: &mut Vec<Delta>) -> bool {
         let read = match &mut self.reader {
             TextReader::Plain => Vec::new(),
@@ -263,8 +263,8 @@ impl Generation {
         false
     }
 
-    /// Copies deltas up to the first stop string, or to the second call if only one is allowed. Returns true at such an
-    /// end.
+    /// Copies deltas up to the first stop string, or up to the second call if only one call is allowed. Returns true if
+    /// the answer ends there.
     fn cut(&mut self, read: Vec<Delta>, deltas: &mut Vec<Delta>) -> bool {
         if let TextReader::Chat { parser, .. } = &mut self.reader {
             parser.spans().into_iter().for_each(|span| self.content_logprobs.push_content(span));
@@ -281,7 +281,8 @@ impl Generation {
                 Delta::ToolCall { index, .. } if index > 0 && self.is_single_call() => return true,
                 delta => {
                     self.has_call |= matches!(delta, Delta::ToolCall { .. });
-                    // The content ends here, so a partial stop string at its end cannot become a whole one.
+                    // The content ends here, so the start of a stop string at its end cannot become a whole stop
+                    // string.
                     self.release(deltas);
                     deltas.push(delta);
                 }

@@ -1,5 +1,5 @@
-//! From engine events to answers: [`generation`] turns events into deltas, [`choices`] queues one generation per choice,
-//! and [`renderer`] passes the output to the API's answer format.
+//! From engine events to answers: [`generation`] turns events into deltas, [`choices`] queues one generation per
+//! choice, and [`renderer`] passes the output to the API's answer format.
 
 pub mod chat_logprobs;
 pub mod choice_task;

@@ -1,4 +1,4 @@
-//! The interface of an API's answer format, and the two loops that drive it: one body, or a stream of server-sent events.
+//! The interface of an API's answer format, and the two ways to write an answer with it: as one body, or as a stream.
 
 use crate::{
     error::EngineError,
@@ -26,29 +26,29 @@ pub trait Renderer: Send + 'static {
     /// refused.
     fn refuse(frames: &Frames, error: &ApiError);
 
-    /// Fills in what depends on the model. Called before every other method, except `refuse`, and except `start` and
-    /// `idle` while the model is being loaded.
+    /// Sets the fields that depend on the model. Called before all other methods, with two exceptions: `refuse`, and
+    /// `start` and `idle` while the model is being loaded.
     fn prepare(&mut self, model: &LoadedModel, choices: &Choices);
 
-    /// The stream begins. `usage` counts only the prompt of the first choice, or nothing while the model is loaded.
+    /// Begins a stream. `usage` counts only the prompt of the first choice, or nothing while the model is being loaded.
     fn start(&mut self, _frames: &Frames, _usage: Usage) {}
 
-    /// Nothing has happened for some seconds, or the model is still being loaded. Some clients close a stream after 300 s
-    /// without an event and ignore comments, so their APIs need an event here.
+    /// Called after some seconds without an event, also while the model is being loaded. Some clients ignore comments
+    /// and close a stream after 300 s without an event, so the renderers of their APIs write an event here.
     fn idle(&mut self, _frames: &Frames) {}
 
-    /// More of the prompt has been evaluated. Called only if the request asks for progress.
+    /// Reports that more of the prompt has been evaluated. Called only if the request asks for progress.
     fn progress(&mut self, frames: &Frames, progress: PromptProgress);
 
     fn output(&mut self, frames: &Frames, choice: usize, output: &Output);
 
-    /// The current choice is complete.
+    /// Ends the current choice, which is complete.
     fn finish(&mut self, _frames: &Frames, _choice: usize, _finished: &Finished) {}
 
-    /// All choices are complete.
+    /// Ends a stream after all choices are complete.
     fn end(&mut self, _frames: &Frames, _usage: Usage) {}
 
-    /// The answer failed midway.
+    /// Ends a stream whose answer failed midway.
     fn error(&mut self, frames: &Frames, error: &ApiError) {
         Self::refuse(frames, error);
     }
@@ -83,7 +83,7 @@ pub fn stream<R: Renderer>(choices: Choices, first: Generation, mut renderer: R)
     })
 }
 
-/// Like [`stream`], for choices that are not ready, because their model is still being loaded.
+/// Like [`stream`], for choices that are not ready because their model is still being loaded.
 pub fn stream_later<R: Renderer>(
     log: Arc<RequestLog>,
     ready: impl Future<Output = Result<(Arc<LoadedModel>, Choices, Generation), ApiError>> + Send + 'static,
@@ -107,7 +107,8 @@ pub fn stream_later<R: Renderer>(
     })
 }
 
-/// Waits for a future and writes events meanwhile. Returns its output, and whether the stream has been started.
+/// Waits for a future and writes events meanwhile. Returns the future's output, and whether the stream has been
+/// started.
 async fn wait<T>(
     ready: impl Future<Output = T>,
     renderer: &mut impl Renderer,
@@ -191,7 +192,7 @@ mod tests {
     use axum::{body::Body, response::IntoResponse};
     use tokio_stream::StreamExt;
 
-    /// Writes the names of the calls that it gets.
+    /// A renderer that writes the names of the methods that are called.
     struct Recorder;
 
     impl Renderer for Recorder {

@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-/// Why an answer ended.
+/// Reason for the end of an answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FinishReason {
@@ -14,7 +14,7 @@ pub enum FinishReason {
 }
 
 impl FinishReason {
-    /// The JSON string.
+    /// Name of the reason in JSON.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Stop => "stop",
@@ -32,7 +32,7 @@ pub struct Usage {
     pub total_tokens: usize,
     pub prompt_tokens_details: PromptTokensDetails,
     pub completion_tokens_details: CompletionTokensDetails,
-    /// Written next to `usage`, not inside it.
+    /// Written next to `usage` in a response, not inside `usage`.
     #[serde(skip)]
     pub timings: AnswerTimings,
 }
@@ -48,8 +48,8 @@ pub struct CompletionTokensDetails {
 }
 
 impl Usage {
-    /// Adds the usage of one more choice. `same_prompt`: the choice has the prompt of the choice before it, whose tokens
-    /// are already counted.
+    /// Adds the usage of one more choice. `same_prompt` is true if the choice has the same prompt as the choice before
+    /// it. The tokens of that prompt are already counted.
     pub fn add(&mut self, choice: Self, same_prompt: bool) {
         if !same_prompt {
             self.prompt_tokens += choice.prompt_tokens;
@@ -65,19 +65,19 @@ impl Usage {
 /// Times of one response. The names that end with `_n`, `_ms` and `_per_second` are llama-server's.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct AnswerTimings {
-    /// Prompt tokens from the prompt cache.
+    /// Number of prompt tokens from the prompt cache.
     pub cache_n: usize,
-    /// Prompt tokens that were evaluated.
+    /// Number of prompt tokens that were evaluated.
     pub prompt_n: usize,
     pub prompt_ms: f64,
     pub prompt_per_second: f64,
-    /// Generated tokens.
+    /// Number of generated tokens.
     pub predicted_n: usize,
     pub predicted_ms: f64,
     pub predicted_per_second: f64,
     pub drafted_tokens: usize,
     pub accepted_tokens: usize,
-    /// Time that speculation saved. Negative if it cost time.
+    /// Time that speculation saved. Negative if speculation cost time.
     pub saved_seconds: f64,
     pub decode_passes: usize,
     /// Number of sequences in a decoding pass, summed over the passes. Equals `decode_passes` if no other sequence
@@ -107,7 +107,7 @@ impl AnswerTimings {
 #[derive(Debug, Clone, Copy, Serialize)]
 pub struct PromptProgress {
     pub total: usize,
-    /// Tokens of `processed` that came from the prompt cache.
+    /// Number of tokens of `processed` that came from the prompt cache.
     pub cache: usize,
     pub processed: usize,
     /// Milliseconds since the evaluation started.

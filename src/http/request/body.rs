@@ -1,4 +1,4 @@
-//! Reading a request body with limits on size, memory and time, and parsing it as JSON with errors that name the field.
+//! Reads a request body with limits on size, memory and time, and parses it as JSON. Errors name the field.
 
 use crate::http::{
     ServerState,
@@ -14,14 +14,15 @@ use std::time::Duration;
 use tokio::time::{Instant, timeout_at};
 use tokio_stream::StreamExt;
 
-/// A body over the limit is read and discarded up to this many times the limit. If the connection were closed while the
-/// client is still sending, the client would not see the error.
+/// Multiple of the limit up to which a body over the limit is read and discarded. If the server closed the connection
+/// while the client is still sending, the client would not see the error.
 const DISCARD_FACTOR: usize = 4;
 
-/// Slowest average rate of a body, in bytes per second. It applies after twice the timeout for a single chunk.
+/// Slowest average rate of a body, in bytes per second. The rate is enforced after twice the timeout of a single chunk.
 const MIN_RATE: usize = 32 << 10;
 
-/// Smaller bodies, in bytes, are parsed on the async thread: parsing takes less time than a thread switch.
+/// Size in bytes below which a body is parsed on the async thread, because parsing takes less time than a thread
+/// switch.
 const SMALL_BODY: usize = 16 << 10;
 
 /// Reads a body of at most `limit` bytes and reserves its memory. Fails if no chunk arrives for `silence`.
@@ -56,7 +57,7 @@ async fn read(body: Body, limit: usize, silence: Duration, permit: &mut MemoryPe
     refused.map_or(Ok(kept), Err)
 }
 
-/// Reserves room for `len` bytes and half as much again, but not more than the content length.
+/// Reserves memory for `len` bytes and half as much again, but not for more than the content length.
 fn grow(kept: &mut Vec<u8>, len: usize, content_length: usize, permit: &mut MemoryPermit) -> Result<(), ApiError> {
     if len > kept.capacity() {
         let capacity = (len + len / 2).min(content_length).max(len);
@@ -66,7 +67,7 @@ fn grow(kept: &mut Vec<u8>, len: usize, content_length: usize, permit: &mut Memo
     Ok(())
 }
 
-/// Reads and parses a request. The permit holds its memory.
+/// Reads and parses a request. The permit holds the memory of the request.
 pub async fn json<T>(state: &ServerState, body: Body) -> Result<(T, MemoryPermit), ApiError>
 where
     T: DeserializeOwned + Send + 'static,
@@ -74,7 +75,7 @@ where
     parsed(state, body, parse).await
 }
 
-/// Like [`json`], and checks the field names: see [`fields::check`].
+/// Like [`json`]. Also checks the field names with [`fields::check`].
 pub async fn known<T>(state: &ServerState, body: Body, known: FieldTable) -> Result<(T, MemoryPermit), ApiError>
 where
     T: DeserializeOwned + Send + 'static,
@@ -82,7 +83,7 @@ where
     parsed(state, body, |bytes| typed(checked(bytes, known)?)).await
 }
 
-/// Reads a chat or completion request: the shared fields, and those of `T`. `known` lists all of them.
+/// Reads a chat or completion request: the shared fields, and the fields of `T`. `known` lists the fields of both.
 pub async fn request<T>(
     state: &ServerState,
     body: Body,
@@ -154,7 +155,7 @@ pub fn typed<'de, T: DeserializeOwned>(json: impl Deserializer<'de, Error = serd
     })
 }
 
-/// The name of a missing field. serde reports it only in the message, not in the path.
+/// The name of a missing field. serde reports the name only in the message, not in the path.
 fn missing_field(error: &serde_json::Error) -> Option<String> {
     let message = error.to_string();
     let name = message.strip_prefix("missing field `")?.split('`').next()?;

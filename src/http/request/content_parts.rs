@@ -1,42 +1,43 @@
-//! Content parts of messages: text, images, and what replaces audio, video and files.
+//! Content parts of messages: text, images, and the sentences that replace audio, video and files.
 //!
-//! In a new user message a part that the model cannot read is refused, because the user expects the model to see it. In tool
-//! results and earlier messages it becomes one sentence, because refusing it would end the conversation for good. Images are
-//! collected here and decoded later, when the model is known: see [`images`](super::images).
+//! In a new user message, a part that the model cannot read is refused, because the user expects the model to see the
+//! part. In tool results and earlier messages, such a part is replaced by a sentence, because a refusal would end the
+//! conversation for good. Images are collected here and decoded later, when the model is known: see
+//! [`images`](super::images).
 
 use crate::http::errors::ApiError;
 use serde_json::{Value, json};
 
 /// Format of text parts in one API.
 pub struct PartFormat {
-    /// Types of text parts. Errors name the first.
+    /// Types of text parts. Errors name the first type.
     pub types: &'static [&'static str],
-    /// Joins the text of several parts.
+    /// Separator between the texts of several parts.
     pub separator: &'static str,
 }
 
-/// An image in a message. The message has a part `{"type": "image", "image": N}` in its place, where N is its index in the
-/// list of images.
+/// An image in a message. The message has a part `{"type": "image", "image": N}` in place of the image, where N is the
+/// image's index in the list of images.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ImagePart {
     pub source: ImageSource,
-    /// `detail: low`: the image may be scaled to few tokens.
+    /// True for `detail: low`. The image may then be scaled to few tokens.
     pub low_detail: bool,
-    /// Where the part is in the request, for errors.
+    /// Path of the part in the request, for errors.
     pub at: String,
-    /// It belongs to a new user message.
+    /// True if the image belongs to a new user message.
     pub is_new: bool,
-    /// Goes between the text before or after the image and the sentence that replaces it.
+    /// Separator between the sentence that replaces the image and the text before or after the image.
     pub separator: &'static str,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ImageSource {
-    /// In base64.
+    /// The image, encoded in base64.
     Base64(String),
-    /// `http` or `https`.
+    /// A URL with the scheme `http` or `https`.
     Url(String),
-    /// Unusable, and why.
+    /// The image cannot be used. The text completes "the image ...".
     Invalid(&'static str),
 }
 
@@ -57,7 +58,7 @@ impl PartFormat {
         Ok(contents.finish())
     }
 
-    /// Appends one part, text or image, to a message's content.
+    /// Appends one text or image part to a message's content.
     pub fn push(
         &self,
         part: &Value,
@@ -77,7 +78,8 @@ impl PartFormat {
         Ok(())
     }
 
-    /// The text of a content: a string, or an array of parts. `is_new`: it belongs to a new user message.
+    /// The text of a content, which is a string or an array of parts. `is_new` is true if the content belongs to a new
+    /// user message.
     pub fn text(&self, content: &Value, at: &str, is_new: bool) -> Result<String, ApiError> {
         match content {
             Value::String(text) => Ok(text.clone()),
@@ -126,7 +128,7 @@ impl ContentBuilder {
         self.parts.is_empty()
     }
 
-    /// Appends text, to the last part if that is text.
+    /// Appends text. If the last part is text, the new text is joined to that part.
     pub fn push_text(&mut self, text: &str) {
         match self.parts.last_mut().and_then(|part| part.get_mut("text")) {
             Some(Value::String(last)) => {
@@ -149,10 +151,10 @@ impl ContentBuilder {
     }
 }
 
-/// Where an image part has its image, and its `detail`. `None` for other parts.
+/// The source of the image in an image part, and the part's `detail`. `None` for other parts.
 ///
-/// OpenAI's APIs send `image_url` and `input_image`, Anthropic's `image` with a `source`, Hugging Face's clients `image` with a
-/// URL.
+/// OpenAI's APIs send `image_url` and `input_image`. Anthropic's API sends `image` with a `source`. Hugging Face's
+/// clients send `image` with a URL.
 fn image_source(part: &Value) -> Option<(ImageSource, &str)> {
     let (url, detail) = match part["type"].as_str()? {
         kind @ ("image_url" | "input_image") => {
@@ -190,7 +192,7 @@ fn from_url(url: &str) -> ImageSource {
     }
 }
 
-/// The sentence for a part that is not text.
+/// The sentence that replaces a part of type `kind`, which the model cannot read. An error in a new user message.
 fn omitted(kind: &str, at: &str, is_new: bool) -> Result<String, ApiError> {
     let name = match kind {
         "image" | "image_url" | "input_image" => "image",
@@ -210,7 +212,8 @@ fn omitted(kind: &str, at: &str, is_new: bool) -> Result<String, ApiError> {
     Ok(format!("[{name} not shown: this model cannot read it]"))
 }
 
-/// The number of messages up to the last one that `is_assistant`. The messages after it are new.
+/// The number of messages up to the last message for which `is_assistant` is true. The messages after that message are
+/// new.
 pub fn answered(messages: &[Value], is_assistant: impl Fn(&Value) -> bool) -> usize {
     messages.iter().rposition(is_assistant).map_or(0, |last| last + 1)
 }

@@ -1,4 +1,4 @@
-//! Continuing the final assistant message instead of starting a new one.
+//! Continues the final assistant message instead of starting a new message.
 //!
 //! Templates trim messages and write an end tag after them, so the rendered text alone does not show where the message
 //! ends. The message is therefore rendered with a marker at its end, and the prompt is cut at the marker.
@@ -6,18 +6,19 @@
 use crate::http::{errors::ApiError, layers::request_log::unique_id, openai::types::ChatRequest};
 use serde_json::Value;
 
-/// Names under which clients send reasoning back, in the order in which templates read them.
+/// Names of the field in which clients send reasoning back, in the order in which templates read them.
 const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
 
-/// Marks the end of the last message.
+/// Marker at the end of the last message.
 #[derive(Debug)]
 pub struct EndMarker {
     text: String,
-    /// The message has reasoning but no content, so the answer starts in the reasoning.
+    /// True if the message has reasoning but no content, so that the answer starts in the reasoning.
     pub in_reasoning: bool,
 }
 
-/// True if a request continues the last message: `continue_final_message` as in vLLM, or no generation prompt.
+/// True if a request continues the last message: either `continue_final_message` is true, as in vLLM, or
+/// `add_generation_prompt` is false.
 pub fn is_requested(request: &ChatRequest) -> Result<bool, ApiError> {
     match (request.continue_final_message, request.add_generation_prompt) {
         (Some(true), Some(true)) => Err(ApiError::wrong_value(

@@ -1,36 +1,38 @@
 //! Field table: every request field that clients are known to send, and whether it is supported, ignored or rejected.
 //!
-//! `docs/fields.md` and `/openapi.json` are generated from it. An unknown field is ignored and logged, unless its name is
-//! close to a field that changes the answer, or another server has such a field of that name.
+//! `docs/fields.md` and `/openapi.json` are generated from this table. An unknown field is ignored and logged, with two
+//! exceptions. It is an error if its name is close to the name of a field that changes the answer, or if another server
+//! has a field of this name that changes the answer.
 
 use crate::http::errors::ApiError;
 use Handling::{Ignored, Metadata, Rejected, Supported};
 use serde_json::{Map, Value};
 use strsim::osa_distance;
 
-/// Maximum number of unknown fields named in one log line, and of characters of each name.
+/// Maximum number of unknown fields that one log line names.
 const LOGGED_NAMES: usize = 8;
+/// Maximum number of characters of an unknown field's name in the log.
 const LOGGED_CHARS: usize = 40;
 
-/// OpenAI's limits for `metadata`: pairs, characters of a key, characters of a value.
+/// OpenAI's limits for `metadata`: number of pairs, characters of a key, characters of a value.
 pub const METADATA_LIMITS: (usize, usize, usize) = (16, 64, 512);
 
 pub struct Field {
     pub name: &'static str,
-    /// JSON type of a supported field; `None` if it has several.
+    /// JSON type of a supported field. `None` if the field accepts several types.
     pub json_type: Option<&'static str>,
     pub handling: Handling,
 }
 
 pub enum Handling {
-    /// The text says how, if that is not obvious.
+    /// The field is supported. The text says how, if that is not obvious.
     Supported(&'static str),
     /// The field cannot change the answer, for this reason.
     Ignored(&'static str),
-    /// The client's own key-value pairs. The text says what happens to them.
+    /// The field has the client's own key-value pairs. The text says what happens to the pairs.
     Metadata(&'static str),
-    /// The field would change the answer and is not implemented, for this reason. Only these JSON values, which change
-    /// nothing, are accepted.
+    /// The field would change the answer and is not implemented, for the reason in the second value. The first value
+    /// lists the JSON values of the field that are accepted, because they have no effect.
     Rejected(&'static [&'static str], &'static str),
 }
 
@@ -281,7 +283,7 @@ const MESSAGE_FIELDS: &[Field] = &[
     rejected("mcp_servers", &["[]"], "connect to them in the client."),
 ];
 
-/// Fields of both of Ollama's generation endpoints.
+/// Fields of both `/api/chat` and `/api/generate` of Ollama's API.
 const OLLAMA_FIELDS: &[Field] = &[
     string("model", "with or without `:latest`"),
     boolean("stream", "true by default"),
@@ -339,8 +341,8 @@ const OLLAMA_OPTION_FIELDS: &[Field] = &[
 
 const LIMITS: &[&str] = &["max_completion_tokens", "max_output_tokens", "max_tokens"];
 
-/// Field names of other servers and APIs, each with this server's names for the same purpose. Ignoring such a field
-/// would change the answer, so it is rejected.
+/// Field names of other servers and APIs, each with this server's names for the same purpose. A request with such a
+/// field is refused, because ignoring the field would change the answer.
 const FOREIGN_NAMES: &[(&str, &[&str])] = &[
     ("max_tokens", LIMITS),
     ("max_completion_tokens", LIMITS),
@@ -424,7 +426,7 @@ fn equals(value: &Value, json: &str) -> bool {
     })
 }
 
-/// The field with the name closest to `name`, of those that change an answer.
+/// Among the fields that change an answer, the field with the name closest to `name`.
 fn nearest<'a>(name: &str, known: &'a [&'a [Field]]) -> Option<&'a str> {
     let max_distance = match name.len() {
         0..5 => return None,
@@ -433,7 +435,7 @@ fn nearest<'a>(name: &str, known: &'a [&'a [Field]]) -> Option<&'a str> {
         _ => return None,
     };
     let matters = known.iter().copied().flatten().filter(|field| !matches!(field.handling, Ignored(_)));
-    // A body may have very many names, and the exact distance is expensive.
+    // Comparing lengths first is cheap. A body may have very many names, and the exact distance is expensive.
     let candidates = matters.filter(|field| field.name.len().abs_diff(name.len()) <= max_distance);
     let distances = candidates.map(|field| (osa_distance(name, field.name), field.name));
     distances.filter(|(distance, _)| *distance <= max_distance).min().map(|(_, name)| name)
@@ -544,11 +546,11 @@ of these tables is ignored and logged, unless its name is one or two letters awa
                 assert_eq!(error.map(|error| error["param"].clone()), param.clone().map(Value::from), "{metadata}");
             }
         }
-        // Anthropic's metadata is another field: it is ignored.
+        // Anthropic's `metadata` is a different field, which is ignored.
         assert_eq!(refusal(json!({"metadata": {"user_id": "x".repeat(1000)}}), MESSAGES), None);
     }
 
-    /// `MOESTRO_WRITE_DOCS=1 cargo test` writes the page.
+    /// `MOESTRO_WRITE_DOCS=1 cargo test` writes `docs/fields.md`.
     #[test]
     fn docs_page_matches_table() {
         let mut page = HEAD.to_owned();

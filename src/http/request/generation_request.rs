@@ -1,4 +1,4 @@
-//! [`GenerationRequest`]: what a client asks for, the same type for every API.
+//! [`GenerationRequest`]: the request of a client, in the same type for every API.
 
 use crate::http::{
     errors::ApiError,
@@ -18,25 +18,27 @@ use serde_json::{Map, Value};
 /// Default of `max_tokens` in `/v1/completions`, as in OpenAI's API.
 const DEFAULT_COMPLETION_TOKENS: usize = 16;
 
-/// A checked request. Sampling, context length and grammar depend on the model and are checked when it is prepared.
+/// A checked request. The sampling parameters, the context length and the grammar depend on the model, so they are
+/// checked in [`GenerationRequest::prepare`].
 #[derive(Debug)]
 pub struct GenerationRequest {
     pub prompt: PromptInput,
     pub common: CommonFields,
-    /// Choices per prompt.
+    /// Number of choices per prompt.
     pub n: usize,
-    /// None: up to the end of the context.
+    /// Maximum number of tokens of the answer. `None` means up to the end of the context.
     pub max_tokens: Option<usize>,
     pub stops: Vec<String>,
     /// Number of alternatives to list with each token.
     pub logprobs: Option<usize>,
-    /// The prompt is part of the answer.
+    /// True if the prompt is part of the answer.
     pub echo: bool,
     pub format: Option<RequestedFormat>,
     /// Maximum number of tokens of reasoning.
     pub thinking_budget: Option<usize>,
     pub parallel_tool_calls: bool,
-    /// Pairs of field names, chat completions' and the client's API's, for errors. See [`ApiError::renamed`].
+    /// Pairs of a field name in chat completions and the field's name in the client's API. Errors use the second name,
+    /// see [`ApiError::renamed`].
     pub names: &'static [(&'static str, &'static str)],
 }
 
@@ -46,22 +48,23 @@ pub enum PromptInput {
     Text(CompletionPrompt),
 }
 
-/// A conversation, ready for the chat template.
+/// A conversation that is ready for the chat template.
 #[derive(Debug)]
 pub struct ChatPrompt {
     pub messages: Vec<Value>,
     /// The images that the messages refer to.
     pub images: Vec<ImagePart>,
     pub tools: Vec<Value>,
-    /// `tool_choice` is `none`: the prompt has the tools, but the model may not call them.
+    /// True if `tool_choice` is `none`: the prompt has the tools, but the model may not call tools.
     pub forbids_calls: bool,
-    /// Further variables of the template.
+    /// Other variables of the template.
     pub kwargs: Map<String, Value>,
-    /// `enable_thinking` if neither the request nor the server sets it. None: the template decides.
+    /// Value of `enable_thinking` if neither the request nor the server sets it. If this is `None`, the template
+    /// decides.
     pub default_thinking: Option<bool>,
-    /// The prompt ends with the start of a new assistant message.
+    /// True if the prompt ends with the start of a new assistant message.
     pub add_generation_prompt: bool,
-    /// End of the last message, if the answer continues it.
+    /// Marker at the end of the last message, if the answer continues that message.
     pub end_marker: Option<EndMarker>,
 }
 
@@ -74,7 +77,7 @@ impl GenerationRequest {
         };
         let max_tokens = params::token_limit(param, limit, 1)?;
         let logprobs = chat_logprobs(&request)?;
-        // A `function_call` has room for one call only.
+        // A `function_call` can contain only one call.
         let parallel_tool_calls = request.parallel_tool_calls.unwrap_or(true) && request.functions.is_none();
         tools::replace_functions(&mut request)?;
         let Thinking { enabled, budget } = Thinking::of(&request)?;
@@ -139,7 +142,7 @@ impl GenerationRequest {
 }
 
 impl ChatPrompt {
-    /// The conversation of a chat request.
+    /// Creates the conversation of a chat request.
     pub fn from_chat(request: ChatRequest) -> Result<Self, ApiError> {
         let continues = continue_final::is_requested(&request)?;
         let mut kwargs = request.chat_template_kwargs.unwrap_or_default();
@@ -159,7 +162,7 @@ impl ChatPrompt {
         })
     }
 
-    /// Sets `enable_thinking` to the server's setting if the request does not set it.
+    /// Sets `enable_thinking` to the server's setting, or else to `default_thinking`, if the request does not set it.
     pub fn apply_server_thinking(&mut self, server: Option<bool>) {
         if let Some(thinking) = server.or(self.default_thinking) {
             self.kwargs.entry("enable_thinking").or_insert(thinking.into());
@@ -167,7 +170,7 @@ impl ChatPrompt {
     }
 }
 
-/// The number of alternatives to list with each token. None: no log-probabilities.
+/// The number of alternatives to list with each token. `None` if the request asks for no log-probabilities.
 fn chat_logprobs(request: &ChatRequest) -> Result<Option<usize>, ApiError> {
     let is_requested = request.logprobs.unwrap_or(false);
     match request.top_logprobs {

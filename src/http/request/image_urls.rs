@@ -1,5 +1,5 @@
-//! Images by `http` and `https` URL: only from hosts that the operator lists, so that a request cannot make the server read
-//! from its own network.
+//! Downloads images from `http` and `https` URLs. Only hosts that the operator lists are allowed, so that a request
+//! cannot make the server read from its own network.
 
 use crate::engine::ImageProcessor;
 use std::{
@@ -19,10 +19,10 @@ use ureq::{
 /// Maximum time to fetch an image.
 const TIMEOUT: Duration = Duration::from_secs(20);
 
-/// The hosts that images may be fetched from. None by default.
+/// The hosts that images may be fetched from. By default, no host is allowed.
 #[derive(Debug, Default)]
 pub struct ImageUrls {
-    /// `host` for the scheme's default port, or `host:port`. In lower case.
+    /// Each entry is `host` for the scheme's default port, or `host:port`, in lower case.
     hosts: Vec<String>,
 }
 
@@ -39,7 +39,7 @@ impl ImageUrls {
     /// Downloads an image. Blocks. Follows no redirects.
     ///
     /// # Errors
-    /// Why the image is not shown; completes "the image ...".
+    /// Returns the reason why the image is not shown. The text completes "the image ...".
     pub fn fetch(&self, url: &str) -> Result<Vec<u8>, String> {
         let uri: Uri = url.parse().map_err(|_| "has an invalid URL".to_owned())?;
         let host = self.allowed_host(&uri)?;
@@ -63,7 +63,7 @@ impl ImageUrls {
         response.body_mut().with_config().limit(ImageProcessor::MAX_ENCODED_BYTES as u64).read_to_vec().map_err(failed)
     }
 
-    /// The URL's host, if it is in the list.
+    /// The host of the URL, if the operator lists it.
     fn allowed_host(&self, uri: &Uri) -> Result<String, String> {
         let off = "has an http URL; send it as a data: URL, or start the server with --image-urls HOST";
         let (Some(scheme), Some(authority)) = (uri.scheme_str(), uri.authority()) else { return Err(off.into()) };
@@ -81,13 +81,13 @@ impl ImageUrls {
     }
 }
 
-/// True if the operator listed an IP address or `localhost`. Only these may be private addresses.
+/// True for an IP address and for `localhost`. Other hosts must not resolve to private addresses.
 fn is_address_or_local(host: &str) -> bool {
     host == "localhost" || host.trim_matches(['[', ']']).parse::<IpAddr>().is_ok()
 }
 
-/// Resolves names to public addresses only. The check is part of resolving, because a second lookup for the connection
-/// could return another address.
+/// Resolves names to public addresses only. The resolver itself checks the addresses, because a second lookup for the
+/// connection could return another address.
 #[derive(Debug)]
 struct PublicResolver {
     allows_private: bool,
@@ -164,7 +164,7 @@ mod tests {
         assert!(ImageUrls::default().fetch("http://localhost:8080/x").unwrap_err().contains("--image-urls"));
     }
 
-    /// Answers one request on a free port with this response. Returns the port.
+    /// Answers one request on a free port with `response`. Returns the port.
     fn answer_once(response: Vec<u8>) -> u16 {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = listener.local_addr().unwrap().port();
@@ -195,7 +195,7 @@ mod tests {
     #[test]
     fn names_with_private_addresses_are_refused() {
         let port = answer_once(b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\nsecret".to_vec());
-        // Every name below localhost resolves to this machine. Only `localhost` itself may be private.
+        // Every name under `.localhost` resolves to this machine. Only `localhost` itself may have a private address.
         let host = format!("images.localhost:{port}");
         assert!(ImageUrls::new(std::slice::from_ref(&host)).fetch(&format!("http://{host}/")).is_err());
     }

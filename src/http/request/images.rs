@@ -1,7 +1,7 @@
 //! Images of a conversation: decoded for a model that sees them, or replaced by a sentence.
 //!
-//! An image that the model cannot see is an error in a new user message. In tool results and earlier messages, a sentence takes
-//! its place: an error there would repeat with every later turn.
+//! An image that the model cannot see is an error in a new user message. In tool results and earlier messages, such an
+//! image is replaced by a sentence, because an error would repeat with every later turn.
 
 use crate::{
     engine::{Image, ImageProcessor, PlacedImage, place_images},
@@ -21,7 +21,7 @@ use base64::{Engine, engine::general_purpose};
 use serde_json::Value;
 use std::sync::Arc;
 
-/// Maximum number of images that a request shows to the model. Older ones are replaced.
+/// Maximum number of images that a request shows to the model. Older images are replaced by a sentence.
 const MAX_IMAGES: usize = 16;
 /// Maximum number of tokens of an image with `detail: low`.
 const LOW_DETAIL_TOKENS: usize = 256;
@@ -33,19 +33,20 @@ const BASE64: general_purpose::GeneralPurpose = general_purpose::GeneralPurpose:
         .with_decode_allow_trailing_bits(true),
 );
 
-/// The image of an image part, or the separator and the sentence that replaces it.
+/// Outcome for an image part: the image, or the separator and the sentence that replaces the image. `None` before the
+/// part is handled.
 type ImageOutcome = Option<Result<Arc<Image>, (&'static str, String)>>;
 
-/// Why an image is not shown to a model that reads text only.
+/// Reason why an image is not shown to a model that reads text only. Completes "the image ...".
 const BLIND: &str =
     "cannot be shown, because this model cannot see images; send text, or use a model with a vision tower";
 
-/// Why an image is not shown. Completes "the image ...".
+/// Reason why an image is not shown. Completes "the image ...".
 type NotShown = String;
 
 impl LoadedModel {
-    /// Decodes the images of a conversation, in the order of its messages. The other images become sentences. `permit` grows by
-    /// the images' pixels.
+    /// Decodes the images of a conversation, in the order of the messages. Images that are not shown are replaced by
+    /// sentences. `permit` grows by the bytes of the pixels.
     pub async fn decode_images(
         self: &Arc<Self>,
         permit: &mut MemoryPermit,
@@ -94,7 +95,7 @@ impl LoadedModel {
         Ok(images)
     }
 
-    /// Replaces the placeholder of each image by as many as it has tokens.
+    /// Replaces the placeholder of each image by as many placeholders as the image has tokens.
     pub fn place_images(
         &self,
         ids: Vec<u32>,
@@ -112,7 +113,8 @@ impl LoadedModel {
     }
 }
 
-/// Reads and decodes one image. The outer error ends the request.
+/// Reads and decodes one image. The inner error is the reason why the image is not shown. The outer error ends the
+/// request.
 async fn decode(
     processor: Arc<ImageProcessor>,
     permit: &mut MemoryPermit,
@@ -126,7 +128,7 @@ async fn decode(
             permit.run_with(working, move || decode_base64(&text), kept_bytes).await?
         }
         ImageSource::Url(url) => {
-            // Does not run as a step of the permit, because a slow host would delay the steps of other requests.
+            // The download is not a step of the permit, because a slow host would delay the steps of other requests.
             let before = permit.bytes();
             permit.grow(urls.max_bytes())?;
             let fetched = tokio::task::spawn_blocking(move || urls.fetch(&url)).await;
@@ -148,7 +150,7 @@ async fn decode(
     let step = move || processor.prepare(&encoded, max_tokens);
     let kept = |image: &Result<Arc<Image>, ImageError>| image.as_ref().map_or(0, |image| image.pixels.data.len());
     let image = match permit.run_with(working, step, kept).await {
-        // Other requests hold the memory (503). The client may retry.
+        // Other requests hold the memory, so the answer is 503. The client may retry.
         Err(error) if error.status != 413 => return Err(error),
         Err(_) => Err("needs more memory than the server has for requests; send a smaller one".to_owned()),
         Ok(image) => image.map_err(|error| error.to_string()),
@@ -184,7 +186,7 @@ fn image_index(part: &Value) -> Option<usize> {
     part["image"].as_u64().filter(|_| part["type"] == "image").map(|index| index as usize)
 }
 
-/// Puts sentences in the place of images that are not shown. The template sees `{"type": "image"}`.
+/// Replaces images that are not shown by sentences. The template sees the other images as `{"type": "image"}`.
 fn replace_images(message: &mut Value, outcomes: &[ImageOutcome]) {
     let Some(parts) = message["content"].as_array() else { return };
     let outcome = |part: &Value| outcomes.get(image_index(part)?)?.as_ref();

@@ -1,10 +1,10 @@
 //! Chat messages: checks them and normalizes them for chat templates.
 //!
 //! Contents without images become plain strings, because not every template understands OpenAI's content parts. The
-//! role `developer` becomes `system`, its older name.
+//! role `developer` becomes `system`, the older name of the role.
 //!
-//! Templates accept one system message, at the start. System messages that directly follow it are joined to it. A later one
-//! becomes a user message at its position.
+//! Templates accept one system message, at the start. System messages that directly follow the first system message are
+//! joined to it. A later system message becomes a user message.
 
 use crate::{
     chat::json_numbers,
@@ -17,8 +17,8 @@ use serde_json::{Map, Value, json};
 
 const PARTS: PartFormat = PartFormat { types: &["text"], separator: "" };
 
-/// Checks and normalizes all messages, and collects their images. `translated` are the images of messages that were translated
-/// from another API: their contents are normalized already.
+/// Checks and normalizes all messages, and collects the images of the messages. `translated` has the images of messages
+/// that were translated from another API. The contents of translated messages are normalized already.
 pub fn checked(
     mut messages: Vec<Value>,
     translated: Option<Vec<ImagePart>>,
@@ -40,7 +40,7 @@ pub fn checked(
     Ok((join_system_messages(messages), images))
 }
 
-/// An assistant message. Reasoning and calls are left out if empty.
+/// Creates an assistant message. Empty reasoning and an empty list of calls are left out.
 pub fn assistant(content: String, reasoning: String, calls: Vec<Value>) -> Value {
     let mut message = json!({"role": "assistant", "content": content});
     if !reasoning.is_empty() {
@@ -52,17 +52,18 @@ pub fn assistant(content: String, reasoning: String, calls: Vec<Value>) -> Value
     message
 }
 
-/// Arguments of a truncated call, which are not valid JSON: their text, under the name that Anthropic's API uses for this.
+/// Arguments of a truncated call, which are not valid JSON. The text of the arguments gets the name that Anthropic's
+/// API uses in this case.
 pub fn invalid_arguments(text: &str) -> Value {
     json!({"INVALID_JSON": text})
 }
 
-/// Leaves at most one system message, the first.
+/// Joins the system messages at the start to one message. Later system messages become user messages.
 fn join_system_messages(messages: Vec<Value>) -> Vec<Value> {
     let mut kept: Vec<Value> = Vec::with_capacity(messages.len());
     for mut message in messages {
         if message["role"] == "system" && !kept.is_empty() {
-            // Appended in place, because a body may have thousands of system messages.
+            // The text is appended in place, because a body may have thousands of system messages.
             if let [first] = &mut *kept
                 && first["role"] == "system"
                 && let Value::String(text) = &mut first["content"]
@@ -78,7 +79,7 @@ fn join_system_messages(messages: Vec<Value>) -> Vec<Value> {
     kept
 }
 
-/// Without `images`, the content is normalized already.
+/// Checks and normalizes one message. Without `images`, the content is normalized already.
 fn normalize(
     message: &mut Map<String, Value>,
     at: &str,
@@ -95,7 +96,7 @@ fn normalize(
         "developer" => {
             message.insert("role".into(), "system".into());
         }
-        // Deprecated: the result of a function.
+        // `function` is the deprecated role of a message with the result of a function.
         "function" => {
             message.insert("role".into(), "tool".into());
         }
@@ -104,7 +105,7 @@ fn normalize(
             return Err(ApiError::wrong_value(format!("{at}.role"), format!("is `{other}`; the roles are {known}.")));
         }
     }
-    // Deprecated: a single call.
+    // `function_call` is the deprecated field for a single call.
     if let Some(call) = message.remove("function_call").filter(|call| !call.is_null()) {
         message.entry("tool_calls").or_insert(json!([{"type": "function", "function": call}]));
     }
@@ -136,7 +137,8 @@ fn normalize(
     Ok(())
 }
 
-/// Earlier calls of the assistant: each needs a name and arguments, either an object or JSON in a string.
+/// Checks earlier calls of the assistant. Each call needs a name and arguments. The arguments are an object, or JSON
+/// text.
 fn check_tool_calls(calls: &mut Value, at: &str) -> Result<(), ApiError> {
     let Value::Array(calls) = calls else {
         return Err(ApiError::wrong_type(format!("{at}.tool_calls"), "must be an array."));

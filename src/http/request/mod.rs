@@ -1,7 +1,7 @@
-//! From the request of any API to one [`GenerationRequest`], and from there to the engine's request.
+//! Translates the request of any API into one [`GenerationRequest`], and that into the engine's request.
 //!
 //! Messages and Responses requests are translated into a chat request first, so every API is checked by the same code.
-//! [`GenerationRequest`] is made without a model: a wrong request is refused before a model is loaded for it.
+//! A [`GenerationRequest`] does not need a model, so a wrong request is refused before a model is loaded.
 
 pub mod body;
 pub mod content_parts;

@@ -1,4 +1,4 @@
-//! Preparing a request for a model: prompt, sampling, token limit and grammar.
+//! Prepares a request for a model: prompt, sampling, token limit and grammar.
 
 use crate::{
     chat::Template,
@@ -24,7 +24,7 @@ use std::{collections::VecDeque, sync::Arc};
 const FORBIDDEN: f32 = -1e9;
 
 impl GenerationRequest {
-    /// Checks what depends on the model, renders and tokenizes the prompt, and compiles the grammar.
+    /// Checks the fields that depend on the model, renders and tokenizes the prompt, and compiles the grammar.
     pub async fn prepare(
         self,
         model: &Arc<LoadedModel>,
@@ -88,7 +88,7 @@ impl GenerationRequest {
             cache_salt: common.cache_salt.as_deref().map(CacheSalt::new),
             logprobs: self.logprobs,
             prompt_logprobs: self.logprobs.filter(|_| self.echo),
-            // Evaluation harnesses want one token, even if it ends the text.
+            // Evaluation harnesses request one token and need that token even if it ends the text.
             ignore_eos: self.echo && self.logprobs.is_some() && max_tokens == 1,
             constraint,
             images,

@@ -1,4 +1,4 @@
-//! Prompts: conversations are rendered to text, text is tokenized, and the memory for both is accounted for.
+//! Prompts: renders conversations to text, tokenizes text, and accounts for the memory of both.
 
 use crate::{
     chat::{Conversation, Speaker, message_ends},
@@ -17,7 +17,7 @@ use std::sync::Arc;
 const MAX_PROMPTS: usize = 2048;
 
 impl LoadedModel {
-    /// Renders a conversation. Returns the prompt and the conversation; `permit` then includes the prompt.
+    /// Renders a conversation. Returns the prompt and the conversation. `permit` grows by the prompt.
     pub async fn render(
         self: &Arc<Self>,
         permit: &mut MemoryPermit,
@@ -49,8 +49,8 @@ impl LoadedModel {
         Ok((prompt, chat))
     }
 
-    /// Tokenizes a prompt. A prompt that cannot fit into the context is refused as soon as that is certain: by its length,
-    /// or midway. `param` names the prompt in errors.
+    /// Tokenizes a prompt. Refuses a prompt that cannot fit into the context as soon as that is certain, which may be
+    /// before or during tokenization. `param` names the prompt in errors.
     pub async fn encode(&self, permit: &mut MemoryPermit, text: String, param: &str) -> Result<Vec<u32>, ApiError> {
         let context = self.engine.context();
         let fewest = self.tokenizer.min_tokens(&text);
@@ -91,7 +91,8 @@ impl LoadedModel {
         Ok(prompts)
     }
 
-    /// Tokenizes text piece by piece; `permit` grows by the tokens. Stops after `limit` tokens and then returns false.
+    /// Tokenizes text piece by piece. `permit` grows by the memory of the tokens. Stops after more than `limit` tokens.
+    /// Returns the tokens, and true if the whole text was tokenized.
     pub async fn tokenize(
         &self,
         permit: &mut MemoryPermit,
@@ -102,7 +103,7 @@ impl LoadedModel {
         while start < text.len() && ids.len() <= limit {
             let (tokenizer, text) = (self.tokenizer.clone(), text.clone());
             let end = start + tokenizer.piece_len(&text[start..]);
-            // A long word needs more memory than what is set aside for each step.
+            // A long word needs more memory than is set aside for each step.
             let working = memory::tokenizing_bytes(end - start);
             let encode = move || tokenizer.encode_piece(&text[start..end]);
             let kept = |more: &Result<Vec<u32>, _>| more.as_ref().map_or(0, |more| memory::token_bytes(more.len()));
@@ -112,7 +113,7 @@ impl LoadedModel {
         Ok((ids, start == text.len()))
     }
 
-    /// Positions where other prompts are likely to branch off from this one.
+    /// Positions where other prompts are likely to branch off from this prompt.
     pub fn boundaries(&self, ids: &[u32]) -> Vec<Boundary> {
         let ends = message_ends(&self.tokenizer, ids).into_iter();
         let kind = |speaker| match speaker {

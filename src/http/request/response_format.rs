@@ -1,5 +1,6 @@
-//! The format that an answer must have: `response_format`, the fields of vLLM and llama-server for the same purpose, and
-//! `tool_choice`. All of them become one [`OutputFormat`], which is compiled outside the async threads.
+//! The format that an answer must have, from `response_format`, from the fields of vLLM and llama-server for the same
+//! purpose, and from `tool_choice`. All of these fields become one [`OutputFormat`], which is compiled outside the
+//! async threads.
 
 use crate::{
     chat::grammar::{
@@ -22,21 +23,21 @@ use std::{
 };
 use tokio::{sync::oneshot, time::timeout};
 
-/// Maximum time that a format waits for its turn, and maximum time that it is compiled. A compilation stops only
-/// between two of its parts, so the client may get the error before that.
+/// Maximum time that a format waits for its turn, and maximum time that a format is compiled. A compilation can stop
+/// only between two parts, so the client may get the error before the compilation stops.
 const COMPILE_TIME: Duration = Duration::from_secs(5);
 
-/// Memory set aside while a format is compiled.
+/// Bytes of memory set aside while a format is compiled.
 const COMPILE_BYTES: usize = 8 << 20;
 
-/// A format, and the request field that asks for it.
+/// A format, and the path of the request field that asks for this format.
 #[derive(Debug)]
 pub struct RequestedFormat {
     format: OutputFormat,
     field: String,
 }
 
-/// The format that a request asks for. None: any text and any call is allowed.
+/// The format that a request asks for. `None` if any text and any call is allowed.
 pub fn requested(request: &ChatRequest) -> Result<Option<RequestedFormat>, ApiError> {
     let (field, content) = requested_content(request)?;
     let tools: Vec<(usize, Value)> = request.tools.iter().flatten().cloned().enumerate().collect();
@@ -53,13 +54,13 @@ pub fn requested(request: &ChatRequest) -> Result<Option<RequestedFormat>, ApiEr
     Ok(Some(RequestedFormat { format: OutputFormat { content, tools }, field }))
 }
 
-/// The tools with these names, or all of them.
+/// The tools with these names. `names` is `None` for all tools.
 fn named(tools: Vec<(usize, Value)>, names: Option<Vec<String>>) -> Vec<(usize, Value)> {
     let Some(names) = names else { return tools };
     tools.into_iter().filter(|(_, tool)| names.iter().any(|name| tool["function"]["name"] == **name)).collect()
 }
 
-/// The format of the content, and the name of the field that asks for it. Two such fields are an error.
+/// The name of the field that asks for a format of the content, and the format. Two such fields are an error.
 fn requested_content(request: &ChatRequest) -> Result<(String, ContentFormat), ApiError> {
     let mut found = Vec::new();
     if let Some(format) = &request.response_format {
@@ -101,7 +102,7 @@ fn strict_json(schema: &Value) -> ContentFormat {
     ContentFormat::Json { schema: schema.clone(), strict: true }
 }
 
-/// Adds vLLM's fields: JSON schema, regular expression, choice of strings, grammar.
+/// Adds the formats of vLLM's fields for a JSON schema, a regular expression, a choice of strings, and a grammar.
 fn add_guided(
     found: &mut Vec<(String, ContentFormat)>,
     prefix: &str,
@@ -138,7 +139,7 @@ fn add_guided(
     Ok(())
 }
 
-/// Reads `response_format`. None for the type `text`.
+/// Reads `response_format`. Returns `None` for the type `text`.
 fn from_response_format(format: &ResponseFormat) -> Result<Option<(String, ContentFormat)>, ApiError> {
     let missing = |key: &str| {
         let at = format!("response_format.{key}");
@@ -146,7 +147,7 @@ fn from_response_format(format: &ResponseFormat) -> Result<Option<(String, Conte
     };
     let (at, content) = match format.kind.as_str() {
         "text" => return Ok(None),
-        // llama-server accepts a schema with this type.
+        // llama-server accepts a schema together with this type.
         "json_object" => match &format.schema {
             None => ("type", strict_json(&any_object())),
             Some(schema) => ("schema", strict_json(schema)),
@@ -166,8 +167,8 @@ fn from_response_format(format: &ResponseFormat) -> Result<Option<(String, Conte
     Ok(Some((format!("response_format.{at}"), content)))
 }
 
-/// Compiles the format, and the limit of `budget` reasoning tokens, to a constraint for the sampler. None if there is
-/// nothing to constrain.
+/// Compiles the format and the limit of `budget` reasoning tokens to a constraint for the sampler. Returns `None` if
+/// there is nothing to constrain.
 pub async fn compile(
     grammars: Arc<GrammarCompiler>,
     permit: &mut MemoryPermit,
@@ -186,7 +187,7 @@ pub async fn compile(
     Ok(Some(Box::new(GrammarConstraint(guide))))
 }
 
-/// Compiles a format when its turn comes. If the client disconnects, the compilation stops before its next part.
+/// Compiles a format when its turn comes. If the client disconnects, the compilation stops before the next part.
 async fn compiled(
     grammars: Arc<GrammarCompiler>,
     permit: &mut MemoryPermit,
@@ -224,7 +225,7 @@ async fn compiled(
     }
 }
 
-/// Cancels a compilation when it is dropped.
+/// Cancels a compilation when this value is dropped.
 #[derive(Default)]
 struct CancelOnDrop(CancelFlag);
 
@@ -242,7 +243,7 @@ fn refuse(field: &str, error: FormatError) -> ApiError {
     ApiError::invalid(&at, format!("{at}: {}", error.reason))
 }
 
-/// Connects a grammar guide to the engine's sampler.
+/// Connects a token constraint to the engine's sampler.
 struct GrammarConstraint(TokenConstraint);
 
 impl Constraint for GrammarConstraint {
@@ -276,7 +277,7 @@ mod tests {
         requested(&request(fields)).unwrap().map(|requested| requested.format)
     }
 
-    /// The field that the error for these fields names.
+    /// The field that the error of a request with these fields names.
     fn error_param(fields: Value) -> Value {
         let error = requested(&request(fields)).unwrap_err();
         assert_eq!(error.status, 400);
@@ -287,7 +288,7 @@ mod tests {
         json!({"type": "function", "function": {"name": name}})
     }
 
-    /// A request with three tools and more fields.
+    /// A request with three tools and with the fields in `more`.
     fn with_tools(more: Value) -> Value {
         let mut fields = json!({"tools": [tool("f"), tool("g"), tool("h")]});
         fields.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
@@ -356,7 +357,7 @@ mod tests {
             let two = format(fields).unwrap();
             assert_eq!((tool_names(&two), &two.content), (vec!["f", "h"], &content));
         }
-        // With a schema and tools, the answer may be either.
+        // With a schema and tools, the answer may be JSON or a call.
         let either = format(with_tools(json!({"response_format": {"type": "json_object"}}))).unwrap();
         assert!(tool_names(&either).len() == 3 && matches!(either.content, ContentFormat::Json { .. }));
         let mut strict = with_tools(json!({}));

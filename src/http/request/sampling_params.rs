@@ -1,5 +1,5 @@
-//! Sampling parameters, stop strings and other numbers of a request: checked, and converted for the engine. An error names
-//! the first field with a wrong value.
+//! Sampling parameters, stop strings and other numbers of a request: checks them and converts them for the engine. An
+//! error names the first field with a wrong value.
 
 use crate::engine::Sampling;
 use crate::http::{
@@ -14,12 +14,12 @@ use std::{
     ops::RangeInclusive,
 };
 
-/// OpenAI allows 4, but clients of llama-server send more.
+/// Maximum number of stop strings. OpenAI allows 4, but clients of llama-server send more.
 const MAX_STOPS: usize = 16;
 
 const MAX_LOGPROBS: i64 = 20;
 
-/// As in OpenAI's API.
+/// Maximum number of choices per prompt, as in OpenAI's API.
 const MAX_CHOICES: usize = 128;
 
 impl CommonFields {
@@ -33,14 +33,15 @@ impl CommonFields {
         Ok(())
     }
 
-    /// Identifies the user among the clients with the same API key, whose hash is `client`.
+    /// Hash that identifies a user among the users of one client. `client` is the hash of the client's API key.
     pub fn client(&self, client: u64) -> u64 {
         let mut hasher = DefaultHasher::new();
         (client, self.user.as_ref().map(Value::to_string)).hash(&mut hasher);
         hasher.finish()
     }
 
-    /// Memory that is in use until the answer ends: the stop strings, with a number for each byte, and the token biases.
+    /// Memory in bytes that is in use until the answer ends: the stop strings, with a number for each byte, and the
+    /// token biases.
     pub fn bytes(&self) -> usize {
         const BIAS: usize = 160;
         let stops = match &self.stop {
@@ -55,12 +56,13 @@ impl CommonFields {
         self.stream.unwrap_or(false)
     }
 
-    /// True if a stream ends with its usage.
+    /// True if a stream ends with a chunk for the usage.
     pub fn includes_usage(&self) -> bool {
         self.stream_options.as_ref().and_then(|options| options.include_usage).unwrap_or(false)
     }
 
-    /// The requested sampling. Missing values come from `defaults`. `vocab` limits the ids in `logit_bias`.
+    /// The sampling parameters of the request. `defaults` has the values of parameters that the request does not set.
+    /// `vocab` limits the token ids in `logit_bias`.
     pub fn sampling(&self, defaults: &Sampling, vocab: usize) -> Result<Sampling, ApiError> {
         let repetition = self.repetition_penalty.or(self.repeat_penalty);
         let (presence, frequency) = (self.presence_penalty, self.frequency_penalty);
@@ -73,7 +75,7 @@ impl CommonFields {
             presence_penalty: number("presence_penalty", presence, -2.0..=2.0, defaults.presence_penalty)?,
             frequency_penalty: number("frequency_penalty", frequency, -2.0..=2.0, defaults.frequency_penalty)?,
             logit_bias: defaults.logit_bias.clone(),
-            // Any integer is a seed. The bits of a negative one are kept.
+            // Any integer is a valid seed. A negative seed keeps its bits.
             seed: self.seed.map(|seed| seed as u64).or(defaults.seed),
         };
         if let Some(top_k) = self.top_k {
@@ -119,9 +121,9 @@ impl CommonFields {
     }
 }
 
-/// Checks that a request's `model` can mean this model. It may be absent or any name without a slash, as in llama-server,
-/// because clients are often configured with a name such as `default`. A name with a slash is a hub id, which must end with
-/// this model's name.
+/// Checks that a request's `model` can mean this model. `model` may be absent or any name without a slash, as in
+/// llama-server, because clients are often configured with a name such as `default`. A name with a slash is a hub id,
+/// which must end with the name of this model.
 pub fn check_model(name: Option<&str>, card: &ModelCard) -> Result<(), ApiError> {
     let last = |id: &str| id.rsplit('/').next().unwrap_or(id).to_lowercase();
     match name.map(plain_name) {
@@ -132,7 +134,7 @@ pub fn check_model(name: Option<&str>, card: &ModelCard) -> Result<(), ApiError>
     }
 }
 
-/// The number of choices per prompt.
+/// The number of choices per prompt, checked.
 pub fn choice_count(n: Option<i64>) -> Result<usize, ApiError> {
     let n = n.unwrap_or(1);
     usize::try_from(n)
@@ -141,7 +143,7 @@ pub fn choice_count(n: Option<i64>) -> Result<usize, ApiError> {
         .ok_or_else(|| ApiError::wrong_value("n", format!("is {n}; it must be between 1 and {MAX_CHOICES}.")))
 }
 
-/// A number of tokens that must be at least `min`.
+/// A number of tokens, which must be at least `min`.
 pub fn token_count(param: &str, value: Option<i64>, min: i64) -> Result<Option<usize>, ApiError> {
     match value {
         Some(value) if value < min => {
@@ -158,7 +160,7 @@ pub fn token_limit(param: &str, value: Option<i64>, min: i64) -> Result<Option<u
     if value == Some(-1) { Ok(Some(usize::MAX)) } else { token_count(param, value, min) }
 }
 
-/// A number of alternatives to list with each token.
+/// The number of alternatives to list with each token, checked.
 pub fn alternatives(param: &str, value: i64) -> Result<usize, ApiError> {
     usize::try_from(value)
         .ok()
@@ -177,7 +179,7 @@ pub fn token_ids(param: &str, ids: &[i64], vocab: usize) -> Result<Vec<u32>, Api
         .collect()
 }
 
-/// Refuses a prompt that leaves no room for an answer. `param` names the prompt; lengths are in tokens.
+/// Refuses a prompt that leaves no room for an answer. `param` names the prompt in errors. Lengths are in tokens.
 pub fn check_context(param: &str, prompt: usize, max_tokens: Option<usize>, context: usize) -> Result<(), ApiError> {
     if prompt > context || (prompt == context && max_tokens != Some(0)) {
         return Err(ApiError::context(prompt, context, param));

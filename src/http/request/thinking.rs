@@ -1,12 +1,14 @@
-//! Reasoning: whether it is enabled, and its token budget, from all the fields that clients use for it.
+//! Reasoning: whether it is enabled, and its token budget. Both are read from all the fields that clients use for
+//! reasoning.
 //!
 //! | field | meaning |
 //! |---|---|
-//! | `chat_template_kwargs: {"enable_thinking"}`, `enable_thinking` | on or off; the first one overrides all other fields |
-//! | `thinking: {"type", "budget_tokens"}` | Anthropic's |
-//! | `reasoning: {"effort", "max_tokens", "enabled"}` | OpenRouter's, and OpenAI's in Responses |
-//! | `reasoning_effort` | `none` is off, the other values are budgets: see [`effort`] |
-//! | `thinking_budget`, `max_thinking_tokens`, `thinking_token_budget` | tokens |
+//! | `chat_template_kwargs: {"enable_thinking"}` | on or off; overrides all other fields |
+//! | `enable_thinking` | on or off; overrides the fields below |
+//! | `thinking: {"type", "budget_tokens"}` | Anthropic's field |
+//! | `reasoning: {"effort", "max_tokens", "enabled"}` | OpenRouter's field, which OpenAI's Responses also has |
+//! | `reasoning_effort` | `none` is off; the other values are on, some with a budget, see [`effort`] |
+//! | `thinking_budget`, `max_thinking_tokens`, `thinking_token_budget` | maximum number of tokens of reasoning |
 //!
 //! A budget in tokens overrides an effort.
 
@@ -15,7 +17,7 @@ use crate::http::{errors::ApiError, openai::types::ChatRequest, request::samplin
 /// The reasoning settings of a request.
 #[derive(Debug, Default, PartialEq)]
 pub struct Thinking {
-    /// Value of `enable_thinking`, or what the other fields imply.
+    /// Value of `enable_thinking`. If the request does not set it, the value that the other fields imply.
     pub enabled: Option<bool>,
     /// Maximum number of tokens of reasoning.
     pub budget: Option<usize>,

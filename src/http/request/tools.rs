@@ -1,9 +1,10 @@
-//! Tools: which functions are offered to the model, and which of them `tool_choice` allows or requires.
+//! Tools: the functions that are offered to the model, and the functions that `tool_choice` allows or requires.
 
 use crate::http::{errors::ApiError, openai::types::ChatRequest};
 use serde_json::{Value, json};
 
-/// OpenAI allows names of 64 characters, Anthropic of 128. Neither allows dots, but some clients send them.
+/// Maximum length of a function's name. OpenAI allows 64 characters, and Anthropic allows 128. Neither allows dots, but
+/// some clients send names with dots.
 const MAX_NAME_LENGTH: usize = 128;
 
 /// Replaces OpenAI's deprecated `functions` and `function_call` by `tools` and `tool_choice`.
@@ -24,7 +25,8 @@ pub fn replace_functions(request: &mut ChatRequest) -> Result<(), ApiError> {
     Ok(())
 }
 
-/// The checked tools. `tool_choice` does not change them, so that the prompt stays the same and its cache stays valid.
+/// Checks the tools. `tool_choice` does not change the tools, so that the prompt stays the same and its cache stays
+/// valid.
 pub fn checked(tools: Option<Vec<Value>>) -> Result<Vec<Value>, ApiError> {
     let tools = tools.unwrap_or_default();
     for (index, tool) in tools.iter().enumerate() {
@@ -52,7 +54,7 @@ fn is_name(name: &str) -> bool {
     (1..=MAX_NAME_LENGTH).contains(&name.len()) && name.chars().all(is_allowed)
 }
 
-/// Tools that may or must be called: all of them, or those with these names.
+/// Tools that may or must be called. `None` in a variant means all tools. A list has the names of the allowed tools.
 #[derive(Debug, PartialEq)]
 pub enum ToolChoice {
     None,
@@ -98,7 +100,7 @@ impl ToolChoice {
     }
 
     fn parse_allowed(choice: &Value, tools: &[(usize, Value)]) -> Result<Self, ApiError> {
-        // Chat completions nest these fields in an object. Responses put them next to the type.
+        // Chat completions nest these fields in an object. Responses put these fields next to the type.
         let inner = choice.get("allowed_tools").unwrap_or(choice);
         let at = "tool_choice.allowed_tools.tools";
         let names = inner["tools"].as_array().into_iter().flatten().map(|tool| {
@@ -116,7 +118,7 @@ impl ToolChoice {
     }
 }
 
-/// The name of one of the tools; `at` is its field.
+/// Checks that `name` is the name of one of the tools. `at` is the path of the field with the name.
 fn known_name(name: &Value, tools: &[(usize, Value)], at: &str) -> Result<String, ApiError> {
     match name.as_str() {
         Some(name) if tools.iter().any(|(_, tool)| tool["function"]["name"] == name) => Ok(name.to_owned()),

@@ -1,6 +1,6 @@
-//! `bench --draft-model`: compares the same greedy answer without and with drafts, computed by the engine that `serve`
-//! uses. Plain and drafted answers alternate, so that a machine that slows down affects both equally. Before each
-//! measured answer, the model is loaded with the same plan and generates a short answer.
+//! `bench --draft-model`: compares the same greedy answer without and with drafts. The engine that `serve` uses
+//! computes both. Answers without and with drafts alternate, so that a machine that slows down affects both equally.
+//! Before each measured answer, the model is loaded with the same plan and generates a short answer.
 
 use super::{load_with_bar, report::median};
 use crate::{
@@ -14,24 +14,27 @@ use crate::{
 use serde::Serialize;
 use std::{fmt, path::Path};
 
-/// Maximum number of tokens of the answer that warms up.
+/// Maximum number of tokens of the warm-up answer.
 const WARM_UP: usize = 32;
 
-/// The whole report, in the shape that `--json` prints.
+/// The whole report, with the structure that `--json` prints.
 #[derive(Debug, Serialize)]
 struct DraftReport {
     prompt_tokens: usize,
     tokens: usize,
-    /// Kind of draft.
+    /// Kind of the draft.
     draft: &'static str,
-    /// Medians of the runs.
+    /// Median speed of the answers without drafts.
     plain_tokens_per_second: f64,
+    /// Median speed of the answers with drafts.
     tokens_per_second: f64,
-    /// Speed with drafts divided by speed without, for each pair of runs.
+    /// For each pair of answers: the speed with drafts divided by the speed without drafts.
     ratios: Vec<f64>,
-    /// Totals of all runs.
+    /// Number of drafted tokens in all answers.
     drafted_tokens: usize,
+    /// Number of accepted tokens in all answers.
     accepted_tokens: usize,
+    /// Seconds that the drafts saved in all answers.
     saved_seconds: f64,
     /// Acceptance for each position in a draft.
     places: Vec<DraftPosition>,
@@ -39,13 +42,13 @@ struct DraftReport {
 
 #[derive(Debug, Clone, Copy, Serialize)]
 struct DraftPosition {
-    /// Number of times all earlier positions were accepted.
+    /// Number of drafts in which all earlier positions were accepted.
     tried: u32,
-    /// Fraction of these in which this position was accepted.
+    /// Fraction of these drafts in which this position was accepted.
     right: f64,
 }
 
-/// Answers of one configuration: tokens and timings of each run.
+/// Answers without drafts, or answers with drafts: the tokens and the timings of each answer.
 struct AnswerRuns {
     draft: &'static str,
     all: Vec<(Vec<u32>, Timings)>,
@@ -61,7 +64,7 @@ pub fn run(
 ) -> Result<(), CommandError> {
     let [mut plain, mut drafted] = ["", ""].map(|draft| AnswerRuns { draft, all: Vec::new() });
     for pair in 0..repeat {
-        // The plain answer is the first one of even pairs, and the second one of odd pairs.
+        // In even pairs, the answer without drafts comes first. In odd pairs, it comes second.
         let first = pair % 2 == 1;
         for drafts in [first, !first] {
             let (draft, answer) = answer(dir, load, prompt, tokens, drafts)?;
@@ -99,7 +102,8 @@ pub fn run(
     Ok(())
 }
 
-/// Loads the model, generates a short answer as a warm-up, and measures one answer. Returns it with the kind of draft.
+/// Loads the model, generates a short answer as a warm-up, and measures one answer. Returns the kind of draft and the
+/// answer.
 fn answer(
     dir: &Path,
     load: &LoadSettings,
@@ -115,7 +119,7 @@ fn answer(
         drafter: found.drafter(),
         ..options(load)
     };
-    // Earlier runs must not influence this one.
+    // Earlier answers must not influence this answer.
     options.store.warm = false;
     let metrics = Metrics::new(env!("CARGO_PKG_VERSION"), "cpu");
     let model = chosen.place(load_with_bar(dir, &options, &metrics)?)?;
@@ -151,7 +155,8 @@ impl AnswerRuns {
     }
 }
 
-/// `1.31 times as fast (1.25 to 1.40)`. If the pairs contradict each other, says so instead.
+/// Summarizes the ratios of all pairs, for example as `1.31 times as fast (1.25 to 1.40)`. If the pairs contradict each
+/// other, the summary says so.
 fn compare(ratios: &[f64]) -> String {
     let (min, max) = (ratios.iter().copied().fold(f64::MAX, f64::min), ratios.iter().copied().fold(0.0, f64::max));
     match ratios.len() {

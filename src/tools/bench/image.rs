@@ -11,13 +11,13 @@ use crate::{
 use serde::Serialize;
 use std::{fmt, path::Path, sync::Arc, time::Instant};
 
-/// Seconds of each step.
+/// Duration of each step in seconds.
 #[derive(Debug, Clone, Copy, Serialize)]
 struct ImageRun {
-    /// Decoding and scaling.
+    /// Time to decode and scale the image.
     prepare: f64,
     tower: f64,
-    /// The prompt: the text and the image's tokens.
+    /// Time to evaluate the prompt, which has the text and the image's tokens.
     prompt: f64,
     first_token: f64,
 }
@@ -25,22 +25,24 @@ struct ImageRun {
 #[derive(Debug, Serialize)]
 struct ImageReport {
     file: String,
-    /// Sides in the tower, in pixels.
+    /// Height of the image in the vision tower, in pixels.
     height: usize,
+    /// Width of the image in the vision tower, in pixels.
     width: usize,
     image_tokens: usize,
     prompt_tokens: usize,
     runs: Vec<ImageRun>,
     /// Median of each step.
     median: ImageRun,
-    /// Bytes that the plan reserves for images, and bytes of the whole plan.
+    /// Number of bytes that the plan reserves for images.
     planned: u64,
+    /// Limit of the whole memory plan in bytes.
     limit: u64,
     /// Peak memory of the process in bytes.
     peak_memory: Option<u64>,
 }
 
-/// Measures `repeat` times. `prompt` is the text before the image.
+/// Measures the steps `repeat` times. `prompt` is the text before the image.
 pub fn run(model: &mut Qwen, file: &Path, prompt: &[u32], repeat: usize, json: bool) -> Result<(), CommandError> {
     let failed = |why: String| CommandError::Usage(format!("--image {}: {why}", file.display()));
     let encoded = read_small_file(file, ImageProcessor::MAX_ENCODED_BYTES as u64);

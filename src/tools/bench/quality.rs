@@ -1,5 +1,5 @@
-//! `bench --quality`: measures how 8- and 4-bit keys and values change the probabilities of a text and the answer that follows
-//! it, compared with 16 bits.
+//! `bench --quality`: measures how keys and values of 8 and 4 bits change the probabilities of a text and the answer
+//! after the text, compared with 16 bits.
 
 use super::load_with_bar;
 use crate::{
@@ -15,35 +15,36 @@ use crate::{
 use serde::Serialize;
 use std::{fmt, path::Path};
 
-/// Tokens per pass. Their logits are kept for two sequences at the same time. They must fit into the memory that the
-/// plan leaves for the process.
+/// Number of tokens per pass. The logits of these tokens are kept for two sequences at the same time, and must fit into
+/// the memory that the plan leaves for the process.
 const ROWS: usize = 16;
 
-/// The whole report, in the shape that `--json` prints.
+/// The whole report, with the structure that `--json` prints.
 #[derive(Debug, Serialize)]
 struct QualityReport {
-    /// Tokens of the text.
+    /// Number of tokens of the text.
     tokens: usize,
     rows: Vec<KvBitsResult>,
 }
 
-/// Results of one bit width.
+/// Results for one bit width.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 struct KvBitsResult {
     bits: u32,
-    /// Bytes of keys and values per token in all layers.
+    /// Number of bytes of keys and values per token, in all layers.
     bytes: u64,
     perplexity: f64,
-    /// Perplexity with 16 bits.
+    /// Perplexity of the same text with 16 bits.
     exact_perplexity: f64,
     /// Mean Kullback-Leibler divergence from the 16-bit distributions, in nats.
     divergence: f64,
-    /// Largest difference of the log-probability of a token of the text.
+    /// Largest difference between the log-probabilities of a token of the text with 16 bits and with fewer bits.
     worst: f64,
-    /// Fraction of positions with the same most likely token.
+    /// Fraction of positions whose most likely token is the same.
     same: f64,
-    /// Tokens of the greedy answer with 16 bits, and how many tokens at its start are the same.
+    /// Number of tokens of the greedy answer with 16 bits.
     answer: usize,
+    /// Number of tokens at the start of the answer that are the same as with 16 bits.
     answer_same: usize,
 }
 
@@ -70,7 +71,7 @@ pub fn run(dir: &Path, load: &LoadSettings, text: &[u32], answer: usize, json: b
     Ok(())
 }
 
-/// A sequence with its own bit width. Several share one model.
+/// A sequence with its own bit width. Several sequences share one model.
 struct EvalSequence {
     bits: KvBits,
     state: QwenState,
@@ -91,7 +92,7 @@ impl EvalSequence {
         Ok(logits)
     }
 
-    /// Greedy answer of `count` tokens. Stops at the first token that differs from `expected`.
+    /// Generates a greedy answer of `count` tokens. Stops at the first token that differs from `expected`.
     fn answer(&mut self, model: &mut Qwen, count: usize, expected: Option<&[u32]>) -> Result<Vec<u32>, CommandError> {
         let mut answer = Vec::new();
         while answer.len() < count {
@@ -135,7 +136,8 @@ fn compare(model: &mut Qwen, asked: &[KvBits], text: &[u32], answer: usize) -> R
 }
 
 impl KvBitsResult {
-    /// Adds rows of logits, 16 bits first; `next` are the tokens that follow them. Fields are sums until [`Self::finish`].
+    /// Adds rows of logits: first with 16 bits, then with fewer bits. `next` has the tokens after these rows. The
+    /// fields are sums until [`Self::finish`].
     fn add(&mut self, logits: [&Logits; 2], next: &[u32]) {
         for (row, next) in next.iter().enumerate().take(logits[0].rows()) {
             let next = *next as usize;

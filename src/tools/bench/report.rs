@@ -1,4 +1,4 @@
-//! Prints the results of `moestro bench`: each run, and the median of each column.
+//! Prints the results of `moestro bench`: the figures of each run, and the median of each figure.
 
 use super::run::{Phase, Run};
 use crate::{
@@ -17,7 +17,7 @@ pub struct BenchSetup {
     pub device: &'static str,
     pub threads: usize,
     pub io_threads: usize,
-    /// True if expert reads bypass the page cache. `None` without routed experts.
+    /// True if expert reads bypass the page cache. `None` for a model without routed experts.
     pub direct: Option<bool>,
     pub shape: ModelFootprint,
     pub plan: Plan,
@@ -36,13 +36,13 @@ impl BenchSetup {
     }
 }
 
-/// The whole report, in the shape that `--json` prints.
+/// The whole report, with the structure that `--json` prints.
 #[derive(Debug, Serialize)]
 pub struct BenchReport {
     model: String,
     #[serde(flatten)]
     setup: BenchSetup,
-    /// Each run started with no expert in memory and none of the checkpoint in the page cache.
+    /// True if each run started without experts in memory and without the checkpoint in the page cache.
     cold: bool,
     runs: Vec<Run>,
     /// Median of each figure over all runs.
@@ -70,7 +70,7 @@ impl fmt::Display for BenchReport {
         };
         writeln!(f, "\n{device}, {threads} compute threads{how}")?;
         writeln!(f)?;
-        // Without misses, the columns about reads would all be 0.
+        // Without misses, all values in the columns about reads would be 0.
         let streams = self.runs.iter().any(|run| run.prompt.misses + run.decode.misses > 0);
         let title = ["run", "phase", "tokens", "tok/s", "hit %", "ahead %", "MB/tok", "MB disk", "stall %", "MB/s"];
         write_row(f, title.map(str::to_owned), streams)?;
@@ -124,7 +124,7 @@ fn write_run(f: &mut fmt::Formatter<'_>, name: &str, run: &Run, streams: bool) -
     Ok(())
 }
 
-/// One line of at most 80 characters. `streams`: with the columns about reads.
+/// Writes one line of at most 80 characters. `streams` is true if the line has the columns about reads.
 fn write_row(f: &mut fmt::Formatter<'_>, cells: [String; 10], streams: bool) -> fmt::Result {
     let [run, phase, tokens, speed, hits, ahead, asked, disk, stall, read] = cells;
     write!(f, "{run:<6} {phase:<6} {tokens:>7} {speed:>9}")?;
@@ -134,7 +134,7 @@ fn write_row(f: &mut fmt::Formatter<'_>, cells: [String; 10], streams: bool) -> 
     writeln!(f)
 }
 
-/// Median of each figure. With an even number of runs, the mean of the middle two.
+/// Median of each figure. For an even number of runs, the mean of the two middle values.
 fn median_run(runs: &[Run]) -> Option<Run> {
     let first = runs.first()?;
     let figure = |of: &dyn Fn(&Run) -> f64| median(runs.iter().map(of).collect());
@@ -161,7 +161,7 @@ fn median_run(runs: &[Run]) -> Option<Run> {
     Some(Run { prompt: phase(|run| &run.prompt), decode: phase(|run| &run.decode), resident_tokens_per_second })
 }
 
-/// Median of `values`, 0 if there are none.
+/// Median of `values`, or 0 if there are no values.
 pub fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);
     let middle = |index: usize| values.get(index).copied().unwrap_or(0.0);

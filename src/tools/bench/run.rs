@@ -10,34 +10,35 @@ use crate::{
 use serde::Serialize;
 use std::{sync::Arc, time::Instant};
 
-/// Counts of one phase. Rates are 0 if nothing was counted.
+/// Counts of one phase. A rate is 0 if its denominator is 0.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct Phase {
     pub tokens: usize,
     pub seconds: f64,
     pub tokens_per_second: f64,
-    /// Expert lookups found in a slot.
+    /// Number of expert lookups that found the expert in a slot.
     pub hits: u64,
-    /// Expert lookups that had to be read.
+    /// Number of expert lookups whose expert had to be read.
     pub misses: u64,
-    /// Expert lookups that were already read, or being read, by the prefetcher.
+    /// Number of expert lookups whose expert the prefetcher had already read or was reading.
     pub prefetched: u64,
-    /// Hits as a fraction of all lookups.
+    /// Fraction of all lookups that are hits.
     pub hit_rate: f64,
-    /// Prefetched lookups as a fraction of all lookups.
+    /// Fraction of all lookups that are prefetched.
     pub prefetch_rate: f64,
     pub reads: u64,
-    /// Bytes per token that expert reads requested.
+    /// Number of bytes per token that expert reads requested.
     pub bytes_asked_per_token: f64,
-    /// Bytes per token that the disk delivered to this process. `None` if the system does not count them.
+    /// Number of bytes per token that the disk delivered to this process. `None` if the system does not count these
+    /// bytes.
     pub disk_bytes_per_token: Option<f64>,
     /// Fraction of the time in which computation waited for an expert.
     pub stall_share: f64,
-    /// Rows of n-gram tables read from the disk.
+    /// Number of rows of n-gram tables that were read from the disk.
     pub ngram_rows: u64,
-    /// Fraction of the time in which computation waited for such a row.
+    /// Fraction of the time in which computation waited for a row of an n-gram table.
     pub ngram_stall_share: f64,
-    /// Bytes that expert reads requested, per second of the phase.
+    /// Number of bytes that expert reads requested, per second of the phase.
     pub read_bytes_per_second: f64,
 }
 
@@ -46,7 +47,7 @@ pub struct Phase {
 pub struct Run {
     pub prompt: Phase,
     pub decode: Phase,
-    /// Decoding speed without the stalls, as if every expert were in memory.
+    /// Decoding speed without the time of stalls, as if every expert were in memory.
     pub resident_tokens_per_second: f64,
 }
 
@@ -62,7 +63,7 @@ impl BenchSession {
         Self { model, metrics, runs: Vec::new() }
     }
 
-    /// Evaluates `prompt`, then generates `count` tokens greedily. End-of-sequence tokens do not stop it.
+    /// Evaluates `prompt`, then generates `count` tokens greedily. End-of-sequence tokens do not stop the generation.
     pub fn run(&mut self, prompt: &[u32], count: usize) -> Result<(), CommandError> {
         let mut state = self.model.start()?;
         let begin = Counters::now(&self.metrics);
@@ -91,7 +92,7 @@ impl BenchSession {
     }
 }
 
-/// Most likely token of the last row. If several are equal, the lowest id.
+/// Most likely token of the last row. If several tokens are equally likely, the lowest id.
 fn argmax(logits: &Logits) -> Result<u32, EngineError> {
     let last = logits.rows().checked_sub(1).map_or(&[][..], |row| logits.row(row));
     engine::argmax(last).ok_or(EngineError::NoLogits)
@@ -102,7 +103,7 @@ fn rate(count: f64, over: f64) -> f64 {
     if over > 0.0 { count / over } else { 0.0 }
 }
 
-/// Values of all counters at one time.
+/// Values of all counters at one point in time.
 struct Counters {
     at: Instant,
     prefill: [u64; 3],

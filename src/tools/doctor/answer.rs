@@ -18,9 +18,9 @@ use serde_json::{Map, json};
 use std::time::Instant;
 
 pub const QUESTION: &str = "What is 12+7?";
-/// Tokens to generate. End-of-sequence tokens do not stop the answer.
+/// Number of tokens to generate. End-of-sequence tokens do not stop the answer.
 const COUNT: usize = 48;
-/// Context in tokens. The question and its answer need no more.
+/// Context in tokens, which is enough for the question and its answer.
 const CONTEXT: usize = 256;
 
 /// The answer of one device, or its error.
@@ -31,7 +31,7 @@ pub struct DemoAnswer {
     /// Text up to the first end-of-sequence token.
     pub text: String,
     pub prompt_tokens_per_second: f64,
-    /// `None` for the reference, which computes the whole answer in one pass.
+    /// Decoding speed. `None` for the reference, which computes the whole answer in one pass.
     pub tokens_per_second: Option<f64>,
     pub error: Option<String>,
 }
@@ -64,8 +64,8 @@ impl DemoModel {
             stream: Switch::Auto,
             ..PlanOptions::default()
         };
-        // Direct reads may shift experts within their slots to align them with disk blocks. A GPU does not accept such
-        // slots.
+        // Direct reads may shift experts within their slots to align them with disk blocks. A GPU does not accept
+        // shifted experts.
         let store = StoreOptions { io: ReadMode::Buffered, ..StoreOptions::default() };
         let options = LoadOptions { math, gpu, plan, store, ..LoadOptions::default() };
         Ok(Qwen::load(&self.checkpoint.dir, &options, &Metrics::new("doctor", "cpu"), &mut |_, _| ())?)
@@ -80,7 +80,7 @@ impl DemoModel {
         Ok(self.ask(device, self.load(math, None)?))
     }
 
-    /// The GPU's answer. Its errors are part of the report.
+    /// The GPU's answer. Errors of the GPU are part of the report.
     pub fn on_gpu(&self, gpu: Box<dyn Gpu>) -> Result<DemoAnswer, CommandError> {
         let qwen = self.load(CpuArithmetic::F32, Some(working_set(&*gpu)))?;
         Ok(match qwen.move_to(gpu) {
@@ -89,8 +89,9 @@ impl DemoModel {
         })
     }
 
-    /// The answer of the reference implementation on a Candle device. The reference computes whole sequences only, so it
-    /// evaluates `answer` of another device, and its own answer ends at the first difference. Errors are part of the report.
+    /// The answer of the reference implementation on a Candle device. The reference computes only whole sequences, so
+    /// it evaluates `answer`, which is the answer of another device. The reference's answer ends at the first
+    /// difference. Errors are part of the report.
     pub fn by_reference(&self, device: &Device, answer: &[u32]) -> DemoAnswer {
         let name = format!("reference, Candle's {}", if device.is_cpu() { "cpu" } else { GPU_KIND });
         let begin = Instant::now();
@@ -127,7 +128,7 @@ impl DemoModel {
             let end = Instant::now();
             Ok((ids, rate(self.prompt.len(), begin, prefilled), rate(COUNT, prefilled, end)))
         };
-        // The first pass warms up pipelines, threads and pages. The second one is measured.
+        // The first pass warms up pipelines, threads and pages. The second pass is measured.
         match generate().and_then(|_| generate()) {
             Ok((ids, prompt, decode)) => self.answer(device, ids, prompt, Some(decode)),
             Err::<_, crate::error::ModelError>(error) => failed(device, error.to_string()),

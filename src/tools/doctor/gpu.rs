@@ -7,20 +7,21 @@ use crate::{
 use serde::Serialize;
 use std::time::Instant;
 
-/// Length of the vector that the launches normalise.
+/// Length of the vector that each launch normalises.
 const WIDTH: usize = 64;
-/// Size of a buffer whose end needs 64-bit offsets, and the memory that must remain free. In bytes.
+/// Size in bytes of a buffer whose end needs 64-bit offsets.
 const LONG: usize = 5 << 30;
+/// Number of bytes of memory that must remain free.
 const SPARE: u64 = 4 << 30;
 
-/// Costs in microseconds, each the minimum of many tries.
+/// Costs of launches in microseconds. Each cost is the minimum of many tries.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct LaunchTimes {
-    /// To encode a launch.
+    /// Time to encode a launch.
     pub launch: f64,
-    /// To submit a command buffer.
+    /// Time to submit a command buffer.
     pub commit: f64,
-    /// From a launch to the end of waiting for it.
+    /// Time from the start of a launch to the end of the wait for its result.
     pub wait: f64,
 }
 
@@ -53,7 +54,7 @@ pub fn times(gpu: &mut dyn Gpu) -> Result<LaunchTimes, DeviceError> {
     Ok(times)
 }
 
-/// Launches at the end of a zeroed buffer of several GiB. `None` if there is not enough memory.
+/// Launches a kernel at the end of a zeroed buffer of several GiB. `None` if there is not enough memory.
 pub fn long_buffer(gpu: &mut dyn Gpu) -> Option<Finding> {
     let room = gpu.working_set().is_some_and(|bytes| bytes >= LONG as u64 + SPARE) && gpu.max_buffer_len() >= LONG;
     room.then(|| finding("(a buffer of 5 GiB)", at_the_end(gpu, LONG)))
@@ -74,7 +75,7 @@ fn at_the_end(gpu: &mut dyn Gpu, len: usize) -> Result<bool, DeviceError> {
     Ok(cleared && normed)
 }
 
-/// Provokes an error and launches again. `None` if the device cannot provoke one.
+/// Provokes an error and launches a kernel again. `None` if the device cannot provoke an error.
 pub fn recovery(gpu: &mut dyn Gpu) -> Option<Finding> {
     let provoked = gpu.inject_fault()?;
     let after = provoked.and_then(|reported| {

@@ -1,10 +1,10 @@
-//! `moestro doctor --print-kernels DIR`: the Metal kernels as files, so that CI compiles the text that a Mac compiles.
+//! `moestro doctor --print-kernels DIR`: writes the Metal kernels to files, so that CI compiles the same text as a Mac.
 
 use crate::{device::kernels, error::CommandError};
 use std::{fs, path::Path};
 
-/// Writes `NAME.metal` for every kernel file, `NAME.no-tiles.metal` for its variant without matrix units, and
-/// `fault.metal`, the kernel that must fail. Creates the directory.
+/// Writes `NAME.metal` for every kernel file, and `NAME.no-tiles.metal` for the variant without matrix units. Also
+/// writes `fault.metal`, the kernel that must fail. Creates the directory.
 ///
 /// # Errors
 /// A file cannot be written.
@@ -31,8 +31,8 @@ mod tests {
         let out = dir.path().join("kernels");
         write(&out).unwrap();
         let printed = |name: &str| fs::read_to_string(out.join(name)).unwrap();
-        // `compile` also compiles the variant without tiles if the compiler rejects the one with tiles. Here it rejects
-        // all.
+        // `compile` also compiles the variant without tiles if the compiler rejects the variant with tiles. This
+        // compiler rejects all variants.
         let mut compiled = Vec::new();
         kernels::compile(|name, text, tiles| {
             let file = if tiles { format!("{name}.metal") } else { format!("{name}.no-tiles.metal") };

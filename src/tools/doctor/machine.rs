@@ -23,23 +23,23 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Size of the matrix whose product is measured.
+/// Size in bytes of the matrix that is multiplied by a vector.
 const MATRIX: usize = 256 << 20;
-/// How long a wait for the GPU spins before it sleeps: values that are compared with the default.
+/// Times that a wait for the GPU spins before it sleeps. The times are compared with the default.
 const SPINS: [Duration; 2] = [Duration::ZERO, Duration::from_micros(200)];
 
 /// The synthetic models that are measured, and the numbers of prompt and answer tokens of each run.
 pub struct ReportModels {
-    /// Measured in memory and streamed from disk.
+    /// Model that is measured in memory and streamed from disk.
     pub shallow: Dimensions,
-    /// Has more layers and fewer experts. The difference in time to `shallow` gives the cost of a layer.
+    /// Model with more layers and fewer experts. The difference in time to `shallow` gives the cost of a layer.
     pub deep: Dimensions,
     pub prompt: usize,
     pub decode: usize,
 }
 
 impl ReportModels {
-    /// The 35B model with 4 and with 8 layers.
+    /// Models like the 35B model, with 4 and with 8 layers.
     pub fn like_35b() -> Self {
         Self {
             shallow: Dimensions { layers: 4, ..Dimensions::of_35b() },
@@ -53,17 +53,17 @@ impl ReportModels {
 /// Conditions of a run.
 #[derive(Default)]
 struct RunOptions {
-    /// `Some` streams with this number of slots.
+    /// Number of slots of a model that is streamed from disk. `None` for a model in memory.
     slots: Option<usize>,
     gpu_awake: Option<bool>,
     spin: Option<Duration>,
 }
 
-/// Opens the GPU, if there is one.
+/// Function that opens the GPU. Returns `None` if there is no GPU.
 type OpenGpu<'a> = &'a dyn Fn() -> Option<Box<dyn Gpu>>;
 
-/// Measures memory, disk and decoding. `wait` is the time in seconds that a launch and the wait for it take. Temporary files
-/// are written to `dir`, which must not exist, and removed.
+/// Measures memory, disk and decoding. `wait` is the time in seconds from a launch to the end of the wait for its
+/// result. Temporary files are written to `dir`, which must not exist, and are removed at the end.
 ///
 /// # Errors
 /// The disk is too small or fails, or a model cannot be loaded.
@@ -100,7 +100,7 @@ pub fn measure(open: OpenGpu<'_>, wait: f64, models: &ReportModels, dir: &Path) 
             bench.run(&shallow, &what, RunOptions { spin: Some(spin), ..RunOptions::default() }, &mut runs)?;
         }
     }
-    // So few slots that most tokens need reads from disk.
+    // There are so few slots that most tokens need reads from disk.
     let slots = Some((models.shallow.layers * models.shallow.experts / 8).max(1));
     let mut stream = |layout: &str| {
         let awake: &[Option<bool>] = if gpu_name.is_some() { &[Some(false), Some(true)] } else { &[None] };
@@ -152,11 +152,12 @@ struct MachineBench<'a> {
     models: &'a ReportModels,
 }
 
-/// The shape of a model that was entirely in memory, and its seconds per token.
+/// The shape of a model that was entirely in memory, and the seconds per token.
 type ResidentRun = (ModelFootprint, f64);
 
 impl MachineBench<'_> {
-    /// Measures an answer of the model in `dir`. Returns its shape and seconds per token if all experts were in memory.
+    /// Measures an answer of the model in `dir`. If all experts were in memory, returns the model's shape and the
+    /// seconds per token.
     fn run(
         &self,
         dir: &Path,
@@ -207,7 +208,7 @@ impl MachineBench<'_> {
     }
 }
 
-/// The time that does not depend on the bytes read, from two models in memory.
+/// Computes the time per layer and per token that does not depend on the bytes read, from runs of two models in memory.
 fn overhead(bandwidth: &Bandwidth, runs: [&ResidentRun; 2]) -> Overhead {
     let [first, second] = runs.map(|(shape, seconds)| {
         let bytes = estimate(shape, bandwidth, HitRates::ALL, Overhead::default());

@@ -9,7 +9,7 @@ use serde::{Serialize, Serializer};
 use serde_json::json;
 use std::fmt;
 
-/// The machine as the operating system describes it.
+/// Description of the machine by the operating system.
 #[derive(Debug, Serialize)]
 pub struct HostInfo {
     pub version: String,
@@ -17,7 +17,7 @@ pub struct HostInfo {
     architecture: &'static str,
     processor: Option<String>,
     cores: usize,
-    /// Memory in bytes.
+    /// Size of the machine's memory in bytes.
     memory: Option<u64>,
 }
 
@@ -34,7 +34,7 @@ impl HostInfo {
     }
 }
 
-/// A GPU and its kernels.
+/// Results for a GPU and its kernels.
 #[derive(Debug, Serialize)]
 pub struct GpuReport {
     pub name: String,
@@ -54,20 +54,20 @@ pub struct DoctorReport {
     pub machine: HostInfo,
     #[serde(serialize_with = "findings")]
     pub processor: Vec<Finding>,
-    /// The GPU, or why there is none.
+    /// Results for the GPU, or the reason why there is no GPU.
     #[serde(serialize_with = "gpu")]
     pub gpu: Result<GpuReport, String>,
     /// Question for the demo model.
     pub question: &'static str,
     pub answers: Vec<DemoAnswer>,
-    /// A provoked error of the GPU, and a launch after it.
+    /// Result of a launch after a provoked GPU error.
     #[serde(serialize_with = "optional_finding")]
     pub recovery: Option<Finding>,
     /// Names of checks that differ or fail.
     pub wrong: Vec<String>,
 }
 
-/// The checks, and what was measured: a block to paste into an issue.
+/// The checks and the measurements, as a block to paste into an issue.
 #[derive(Debug, Serialize)]
 pub struct WholeReport {
     pub checks: DoctorReport,
@@ -120,7 +120,7 @@ impl DoctorReport {
         report
     }
 
-    /// Compares an answer with the first one. All must be equal.
+    /// Compares an answer with the first answer. All answers must be equal.
     fn verdict<'a>(&self, answer: &'a DemoAnswer) -> AnswerVerdict<'a> {
         let expected = self.answers.first().map_or(&[][..], |first| &first.ids);
         match &answer.error {
@@ -137,7 +137,7 @@ impl DoctorReport {
 #[derive(PartialEq)]
 enum AnswerVerdict<'a> {
     Same,
-    /// The answer differs after this many equal tokens.
+    /// The answer differs. The number is the count of equal tokens before the difference.
     Other(usize),
     Failed(&'a str),
 }

@@ -10,10 +10,10 @@ use crate::{
 };
 use std::time::Instant;
 
-/// Files of the demo model that are copied, so that `serve` and `bench` work on the result.
+/// Files of the demo model that are copied, so that `serve` and `bench` accept the checkpoint.
 const DEMO_FILES: [&str; 3] = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"];
 
-/// Size of a shard in bytes, as MLX writes them.
+/// Size of a shard in bytes. The same as in MLX's checkpoints.
 const SHARD: u64 = 5 << 30;
 
 pub fn run(args: &cli::tool_args::SynthArgs) -> Result<(), CommandError> {
@@ -65,7 +65,7 @@ fn options(args: &cli::tool_args::SynthArgs) -> Result<SynthOptions, CommandErro
         router_skew: args.router_skew,
         eos_token_ids: ends.filter_map(|id| id.as_u64()?.try_into().ok()).collect(),
         shard: SHARD,
-        // More threads would only wait for the disk.
+        // With more threads, the threads would only wait for the disk.
         threads: os::physical_cores().min(4),
         extras: DEMO_FILES.map(|name| (name.to_owned(), borrowed(name).to_vec())).into(),
     })
@@ -77,7 +77,7 @@ pub fn dimensions(like: &str) -> Result<Dimensions, CommandError> {
         .ok_or_else(|| CommandError::Usage(format!("unknown model {like} for --like; see moestro synth --help")))
 }
 
-/// Highest token id plus 1.
+/// Highest token id plus one.
 fn tokens(tokenizer: &serde_json::Value) -> usize {
     let words = tokenizer["model"]["vocab"].as_object().into_iter().flat_map(|vocab| vocab.values());
     let added = tokenizer["added_tokens"].as_array().into_iter().flatten().map(|token| &token["id"]);

@@ -1,9 +1,9 @@
-//! Lists the tensors of a synthetic checkpoint, their encodings, and its JSON files, as MLX's converters write Qwen3.5
-//! and qwen4_exp in 4 bits. An n-gram table is not quantised. Routers and shared-expert gates have 8 bits. The
-//! safetensors header is not padded, so tensors start at odd offsets.
+//! Lists the tensors of a synthetic checkpoint, the encodings of the tensors, and the JSON files, as MLX's converters
+//! write Qwen3.5 and qwen4_exp in 4 bits. An n-gram table is not quantised. Routers and shared-expert gates have 8
+//! bits. The safetensors header is not padded, so tensors start at odd offsets.
 //!
-//! Matrices have a gain of 1 unless stated otherwise: the step between codes gives the weights of a row the variance
-//! gain^2 / columns. With the gains below, activations neither vanish nor explode over 60 layers.
+//! Matrices have a gain of 1 unless stated otherwise. The step between codes is chosen so that the weights of a row
+//! have the variance gain^2 / columns. With the gains below, activations neither vanish nor explode over 60 layers.
 
 use super::{
     noise,
@@ -13,18 +13,19 @@ use crate::model;
 use half::bf16;
 use serde_json::{Value, json};
 
-/// Bits per weight, except in routers and shared-expert gates.
+/// Number of bits per weight, except in routers and shared-expert gates.
 const BITS: u32 = 4;
-/// Bits per weight in routers and shared-expert gates.
+/// Number of bits per weight in routers and shared-expert gates.
 const GATE_BITS: u32 = 8;
 /// Width of the causal convolution.
 const CONV_WIDTH: usize = 4;
-/// The n-gram table's rows are added before this layer. The second constant is the number of tensors of the table.
+/// Index of the layer before which the rows of the n-gram table are added.
 const NGRAM_LAYER: usize = 1;
+/// Number of tensors of the n-gram table.
 const NGRAM_SHARDS: usize = 8;
 const PREFIX: &str = "language_model.model";
 
-/// One tensor of the checkpoint.
+/// A tensor of the checkpoint.
 pub struct SynthTensor {
     pub name: String,
     shape: Vec<usize>,
@@ -35,19 +36,19 @@ pub struct SynthTensor {
 /// The contents of a tensor.
 #[derive(Clone, Copy)]
 enum Fill {
-    /// Packed codes: random bits.
+    /// u32: packed codes, which are random bits.
     Codes,
-    /// bf16: `step` times a random sign, times 0.8 to 1.2, times the row's gain.
+    /// bf16: `step` times a random sign, times a random factor from 0.8 to 1.2, times the gain of the row.
     Scales(CodeStep),
     /// bf16: the value that maps the middle code to zero.
     Biases(CodeStep, f32),
-    /// bf16: normal with mean 1 and deviation 0.1.
+    /// bf16: normally distributed with mean 1 and standard deviation 0.1.
     Ones,
-    /// bf16: normal with mean 0 and this deviation.
+    /// bf16: normally distributed with mean 0 and this standard deviation.
     Normal(f32),
-    /// bf16: a random sign and a magnitude of 1/16 to 1/8. Fast to compute, for a table of many gigabytes.
+    /// bf16: a random sign and a magnitude from 1/16 to 1/8. Fast to compute, for a table of many gigabytes.
     TableRows,
-    /// f32: `ln(uniform(1, 16))`, decay rates of the delta net.
+    /// f32: `ln(uniform(1, 16))`, the decay rates of the delta net.
     DecayLog,
     /// bf16: inverse softplus of step sizes from 0.002 to 0.1.
     StepBias,
@@ -56,7 +57,7 @@ enum Fill {
 #[derive(Clone, Copy)]
 struct CodeStep {
     size: f32,
-    /// Groups per row.
+    /// Number of groups per row.
     groups: usize,
     /// Standard deviation of the logarithm of the row gains.
     skew: f32,
@@ -80,7 +81,7 @@ impl SynthTensor {
         self.shape.iter().map(|&n| n as u64).product::<u64>() * self.width() as u64
     }
 
-    /// Bytes of one element.
+    /// Number of bytes of one element.
     fn width(&self) -> usize {
         if matches!(self.fill, Fill::Codes | Fill::DecayLog) { 4 } else { 2 }
     }
@@ -93,7 +94,8 @@ impl SynthTensor {
         }
     }
 
-    /// Fills `out` with the tensor's bytes from byte `from`, a multiple of 8.
+    /// Fills `out` with bytes of the tensor. `from` is the position of the first of these bytes in the tensor, a
+    /// multiple of 8.
     pub fn fill(&self, from: u64, out: &mut [u8]) {
         let key = self.key;
         match self.fill {
@@ -119,7 +121,8 @@ impl SynthTensor {
     }
 }
 
-/// Fills `out` with bf16 values. `out` starts at byte `from` of the tensor; `value` gets the index in the tensor.
+/// Fills `out` with bf16 values. `out` starts at byte `from` of the tensor. `value` gets the index of an element in the
+/// tensor.
 fn halves(from: u64, out: &mut [u8], value: impl Fn(u64) -> bf16) {
     for (i, half) in (from / 2..).zip(out.chunks_exact_mut(2)) {
         half.copy_from_slice(&value(i).to_le_bytes());
@@ -165,7 +168,7 @@ fn is_full(layer: usize) -> bool {
     (layer + 1).is_multiple_of(4)
 }
 
-/// Every tensor, in file order.
+/// All tensors, in file order.
 pub fn tensors(options: &SynthOptions) -> Vec<SynthTensor> {
     let d = &options.dimensions;
     let h = d.hidden;
@@ -254,7 +257,7 @@ fn mix_tensors(list: &mut TensorList, path: &str, streams: &StreamDimensions, hi
     }
 }
 
-/// An n-gram table, and the weights that add its rows to the residual streams.
+/// Tensors of an n-gram table, and the weights that add the rows of the table to the residual streams.
 fn ngram_tensors(list: &mut TensorList, path: &str, streams: &StreamDimensions, hidden: usize) {
     let (width, row) = (streams.count * hidden, streams.ngram_width / NGRAM_HEADS as usize);
     list.matrix(format!("{path}.key_proj"), width, streams.ngram_width, 8.0);
@@ -263,7 +266,7 @@ fn ngram_tensors(list: &mut TensorList, path: &str, streams: &StreamDimensions, 
         list.dense(format!("{path}.{norm}.weight"), &[width], Fill::Ones);
     }
     list.dense(format!("{path}.conv1d.weight"), &[width, CONV_WIDTH, 1], Fill::Normal(0.5));
-    // In shards of at most 4 GB, so that headers stay simple.
+    // The table is split into shards of at most 4 GB, so that headers stay simple.
     let rows = model::ngram_rows(ngram_base(streams)) as usize;
     let shard = rows.div_ceil(NGRAM_SHARDS);
     for (index, first) in (0..rows).step_by(shard).enumerate() {
@@ -272,7 +275,7 @@ fn ngram_tensors(list: &mut TensorList, path: &str, streams: &StreamDimensions, 
     }
 }
 
-/// Lower bound for the table's primes. They are chosen so that the table has about the wanted number of rows.
+/// Lower bound for the primes of the n-gram table, chosen so that the table has about the wanted number of rows.
 fn ngram_base(streams: &StreamDimensions) -> u64 {
     (streams.ngram_rows / NGRAM_HEADS).max(2)
 }
@@ -292,7 +295,8 @@ pub fn shards(tensors: &[SynthTensor], limit: u64) -> Vec<&[SynthTensor]> {
     shards
 }
 
-/// A safetensors header: its length, then JSON. Its length is never a multiple of 4, like most headers that MLX writes.
+/// A safetensors header: the length of the JSON, then the JSON. As in most headers that MLX writes, the length is not a
+/// multiple of 4.
 pub fn header(tensors: &[SynthTensor]) -> Vec<u8> {
     let mut entries = serde_json::Map::from_iter([("__metadata__".to_owned(), json!({ "format": "mlx" }))]);
     let mut start = 0;
@@ -309,7 +313,7 @@ pub fn header(tensors: &[SynthTensor]) -> Vec<u8> {
     [&(json.len() as u64).to_le_bytes()[..], json.as_bytes()].concat()
 }
 
-/// `config.json`.
+/// Content of `config.json`.
 pub fn config(options: &SynthOptions) -> Value {
     let d = &options.dimensions;
     let mut quantization = json!({ "group_size": GROUP, "bits": BITS, "mode": "affine" });
@@ -397,7 +401,7 @@ pub fn config(options: &SynthOptions) -> Value {
     })
 }
 
-/// `model_type` and class of the architecture.
+/// `model_type` of the model, and the class of its architecture.
 fn family(d: &Dimensions) -> (&'static str, &'static str) {
     match (&d.streams, d.dense) {
         (Some(_), _) => ("qwen4_exp", "Qwen4ExpForConditionalGeneration"),
@@ -406,7 +410,7 @@ fn family(d: &Dimensions) -> (&'static str, &'static str) {
     }
 }
 
-/// `generation_config.json`.
+/// Content of `generation_config.json`.
 pub fn generation_config(options: &SynthOptions) -> Value {
     json!({
         "do_sample": true,

@@ -2,7 +2,7 @@
 
 use crate::error::StoreError;
 
-/// Weights that share a scale and a bias.
+/// Number of weights that share a scale and a bias.
 pub const GROUP: usize = 64;
 
 /// Dimensions of a model, as in `config.json`. Every fourth layer has full attention.
@@ -21,11 +21,11 @@ pub struct Dimensions {
     pub expert_hidden: usize,
     pub shared_hidden: usize,
     pub vocab: usize,
-    /// Width of a dense feed-forward. The model then has no experts.
+    /// Width of a dense feed-forward layer. If this is set, the model has no experts.
     pub dense: Option<usize>,
-    /// The head uses the embedding's matrix.
+    /// True if the output head uses the matrix of the embedding.
     pub tied: bool,
-    /// Parts that only qwen4_exp has.
+    /// Dimensions of the parts that only qwen4_exp has.
     pub streams: Option<StreamDimensions>,
 }
 
@@ -38,17 +38,17 @@ pub struct StreamDimensions {
     pub indexer_dim: usize,
     pub indexer_budget: usize,
     pub indexer_ratio: usize,
-    /// Number of values in all rows of one token.
+    /// Number of values in all rows that one token reads.
     pub ngram_width: usize,
-    /// Approximate number of rows of the table.
+    /// Approximate number of rows of the n-gram table.
     pub ngram_rows: u64,
 }
 
-/// Number of rows that a token reads from an n-gram table: 8 for its bigram, 8 for its trigram.
+/// Number of rows that a token reads from an n-gram table: 8 rows for the bigram and 8 rows for the trigram.
 pub const NGRAM_HEADS: u64 = 16;
 
 impl Dimensions {
-    /// Qwen3.5-35B-A3B and Qwen3.6-35B-A3B.
+    /// Dimensions of Qwen3.5-35B-A3B and Qwen3.6-35B-A3B.
     pub fn of_35b() -> Self {
         Self {
             hidden: 2048,
@@ -70,7 +70,7 @@ impl Dimensions {
         }
     }
 
-    /// Qwen3.5-122B-A10B.
+    /// Dimensions of Qwen3.5-122B-A10B.
     pub fn of_122b() -> Self {
         Self {
             hidden: 3072,
@@ -83,12 +83,12 @@ impl Dimensions {
         }
     }
 
-    /// Qwen3.5-397B-A17B.
+    /// Dimensions of Qwen3.5-397B-A17B.
     pub fn of_397b() -> Self {
         Self { hidden: 4096, layers: 60, experts: 512, experts_per_token: 10, ..Self::of_122b() }
     }
 
-    /// Qwen3.5-27B, Qwen3.6-27B and Qwen3.8-27B.
+    /// Dimensions of Qwen3.5-27B, Qwen3.6-27B and Qwen3.8-27B.
     pub fn of_27b() -> Self {
         Self {
             hidden: 5120,
@@ -103,17 +103,18 @@ impl Dimensions {
         }
     }
 
-    /// Qwen3.5-9B.
+    /// Dimensions of Qwen3.5-9B.
     pub fn of_9b() -> Self {
         Self { hidden: 4096, layers: 32, heads: 16, linear_value_heads: 32, dense: Some(12288), ..Self::of_27b() }
     }
 
-    /// Qwen3.5-4B.
+    /// Dimensions of Qwen3.5-4B.
     pub fn of_4b() -> Self {
         Self { hidden: 2560, dense: Some(9216), tied: true, ..Self::of_9b() }
     }
 
-    /// Qwen3.8-Flash-Next. Its n-gram table has 320 million rows. By default a synthetic table is smaller.
+    /// Dimensions of Qwen3.8-Flash-Next. The real n-gram table has 320 million rows. The default for a synthetic table
+    /// is smaller.
     pub fn of_flash_next() -> Self {
         Self {
             hidden: 2560,
@@ -175,7 +176,7 @@ impl Dimensions {
 
 #[cfg(test)]
 impl Dimensions {
-    /// All kinds of tensors of the 35B, a sixteenth as wide.
+    /// Small dimensions, a sixteenth of the width of the 35B. The checkpoint has all kinds of tensors that the 35B has.
     pub fn narrow(layers: usize, experts: usize) -> Self {
         Self {
             hidden: 128,
@@ -196,20 +197,20 @@ impl Dimensions {
     }
 }
 
-/// The checkpoint to write.
+/// Options of the checkpoint to write.
 #[derive(Debug, Clone)]
 pub struct SynthOptions {
     pub dimensions: Dimensions,
-    /// The same seed and dimensions give the same bytes.
+    /// Seed of the random weights. The same seed and dimensions give the same bytes.
     pub seed: u64,
-    /// Standard deviation of the logarithm of the routers' row gains. With 0 all experts are about equally likely; larger values
-    /// concentrate lookups on few experts.
+    /// Standard deviation of the logarithm of the routers' row gains. With 0, all experts are about equally likely.
+    /// Larger values concentrate lookups on few experts.
     pub router_skew: f32,
     pub eos_token_ids: Vec<u32>,
     /// Maximum size of a shard in bytes.
     pub shard: u64,
-    /// Threads that make and write blocks.
+    /// Number of threads that compute and write blocks.
     pub threads: usize,
-    /// Name and content of other files to write: tokenizer and template.
+    /// Name and content of other files to write, such as tokenizer and template.
     pub extras: Vec<(String, Vec<u8>)>,
 }

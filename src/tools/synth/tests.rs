@@ -16,7 +16,7 @@ fn bytes_of(dir: &Path) -> std::collections::BTreeMap<String, Vec<u8>> {
 #[test]
 fn sizes_match_the_real_models() {
     let of = |dimensions| SynthOptions { dimensions, ..small(0, 1) };
-    // Computed from the published dimensions: 19.5, 68.7 and 223 GB.
+    // The sizes follow from the published dimensions: 19.5, 68.7 and 223 GB.
     let sizes = [Dimensions::of_35b(), Dimensions::of_122b(), Dimensions::of_397b()].map(|d| size(&of(d)) as f64 / 1e9);
     assert!((sizes[0] - 19.5).abs() < 0.05, "{sizes:?}");
     assert!((sizes[1] - 68.7).abs() < 0.05, "{sizes:?}");

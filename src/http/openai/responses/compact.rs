@@ -1,6 +1,6 @@
 //! `POST /v1/responses/compact`: replaces a conversation by its user messages and a summary that the model writes.
 //!
-//! The summary is a `compaction` item. Its `encrypted_content` is plain text, like that of reasoning.
+//! The summary is a `compaction` item. The item's `encrypted_content` is plain text, as in reasoning items.
 
 use crate::{
     chat::parser::Delta,
@@ -36,7 +36,7 @@ use axum::{
 use serde_json::{Value, json};
 use std::sync::Arc;
 
-/// Asks for the summary, as the last message of the conversation.
+/// Request for the summary, sent as the last message of the conversation.
 const REQUEST: &str = "Summarize this conversation for the assistant that will continue it without seeing it. State the \
                        goals, the decisions, what was done and found (with names of files, commands and values), and \
                        the open steps. Write only the summary.";
@@ -51,14 +51,14 @@ pub async fn compact(
     let mut kept_permit = state.memory.permit();
     kept_permit.resize(3 * kept.iter().map(value_bytes).sum::<usize>())?;
     input.push(json!({"role": "user", "content": REQUEST}));
-    // The prompt keeps the tools, so that its cached beginning is used, but the answer must be text.
+    // The prompt keeps the tools, so that the cached beginning of the prompt is used, but the answer must be text.
     request.answer_as_text();
     let request = request.into_generation(history, input)?;
     let response = generate(&state, log, request, permit, CompactionRenderer { kept }).await?;
     Ok(body_guard::hold(response, kept_permit))
 }
 
-/// Writes the compacted conversation. It is never a stream.
+/// Writes the compacted conversation. The answer is never streamed.
 struct CompactionRenderer {
     /// The user messages.
     kept: Vec<Value>,

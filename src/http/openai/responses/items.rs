@@ -1,5 +1,5 @@
-//! Items of a Responses conversation, translated into chat messages. The items of one assistant turn (reasoning, a message,
-//! calls) become one message.
+//! Translates items of a Responses conversation into chat messages. The items of one assistant turn (reasoning, a
+//! message, calls) become one message.
 
 use crate::http::{
     errors::ApiError,
@@ -10,16 +10,16 @@ use crate::http::{
 };
 use serde_json::{Value, json};
 
-/// Start of this server's `encrypted_content`. The reasoning follows as plain text.
+/// Prefix of this server's `encrypted_content`. The reasoning or the summary follows as plain text.
 pub const ENCRYPTED_PREFIX: &str = "moestro:";
 
-/// Comes before the summary that replaces a compacted conversation.
+/// Introduces the summary that replaces a compacted conversation.
 const SUMMARY_INTRODUCTION: &str = "Summary of the conversation so far:\n\n";
 
 const PARTS: PartFormat = PartFormat { types: &["input_text", "output_text", "text", "refusal"], separator: "" };
 
-/// Translates `items` into chat messages, and collects their images. The last `input` items are those of the request.
-/// An error names the position in the request.
+/// Translates `items` into chat messages, and collects the images of these messages. The last `input` of the items come
+/// from the request, and the items before them from earlier responses. An error names the position of its item.
 pub fn to_messages(items: &[Value], input: usize) -> Result<(Vec<Value>, Vec<ImagePart>), ApiError> {
     let earlier = items.len().saturating_sub(input);
     let is_assistant = |item: &Value| {
@@ -42,7 +42,7 @@ pub fn to_messages(items: &[Value], input: usize) -> Result<(Vec<Value>, Vec<Ima
 struct MessageBuilder {
     messages: Vec<Value>,
     images: Vec<ImagePart>,
-    /// The assistant message that is being put together.
+    /// The assistant message that is being built.
     open: Option<AssistantTurn>,
 }
 
@@ -116,7 +116,7 @@ impl MessageBuilder {
         Ok(())
     }
 
-    /// The open turn if the next piece belongs to it, else a new one.
+    /// Returns the open turn if the next piece belongs to that turn. Else starts a new turn.
     fn turn(&mut self, belongs: impl FnOnce(&AssistantTurn) -> bool) -> &mut AssistantTurn {
         if !self.open.as_ref().is_some_and(belongs) {
             self.close();
@@ -143,8 +143,8 @@ fn arguments(arguments: &Value) -> Value {
     }
 }
 
-/// The reasoning of an item: its text, else this server's `encrypted_content`, which some clients keep instead of the text,
-/// else the summary.
+/// The reasoning of an item: its text, or else this server's `encrypted_content`, or else the summary. Some clients
+/// keep `encrypted_content` instead of the text.
 fn reasoning(item: &Value) -> String {
     let joined = |field: &str| {
         let parts = item[field].as_array().into_iter().flatten();

@@ -1,8 +1,9 @@
 //! `POST /v1/responses` and `/v1/responses/compact`, and `GET` and `DELETE` of stored responses: OpenAI's newer API,
 //! translated to and from a generation request.
 //!
-//! Decisions of this server: reasoning is sent as plain `reasoning_text`, or as the summary if the request asks for one. The
-//! `encrypted_content` that a client may ask for is the reasoning itself. Tools that OpenAI's servers run are never called.
+//! Decisions of this server: reasoning is sent as plain `reasoning_text`, or as the summary if the request asks for a
+//! summary. The `encrypted_content` that a client may ask for is the reasoning as plain text. Tools that OpenAI's
+//! servers run are never called.
 
 mod compact;
 mod items;

@@ -1,5 +1,5 @@
-//! Answers of the Responses API: output items, as one body or as a stream of events. The stream's last event contains the
-//! body.
+//! Answers of the Responses API: output items, as one body or as a stream of events. The stream's last event contains
+//! the body.
 
 use crate::{
     chat::parser::Delta,
@@ -28,24 +28,25 @@ use axum::{
 use serde_json::{Value, json};
 use std::{collections::BTreeMap, mem, sync::Arc};
 
-/// Writes events to `frames`, if given. Without it, the same code builds a body.
+/// Renders an answer. Methods that are called with `frames` also write events. Methods that are called with `None` only
+/// build the body.
 pub struct ResponsesRenderer {
     state: Arc<ServerState>,
     /// The response object without its output.
     response: Value,
     /// Completed items.
     output: Vec<Value>,
-    /// The item that is being written.
+    /// The item that is being written. `None` if no item is open.
     open: Option<OpenItem>,
-    /// Text that came inside or after a call. Its item can start only after the call's item.
+    /// Text that came while a call's item was open. The text gets an item after the call's item.
     pending: String,
     /// Number of the next event.
     sequence: u64,
-    /// Reasoning is sent as the summary.
+    /// True if reasoning is sent as the summary.
     has_summary: bool,
-    /// Reasoning items include `encrypted_content`.
+    /// True if reasoning items include `encrypted_content`.
     has_encrypted: bool,
-    /// The namespace of each function that has one, for the calls in the answer.
+    /// Namespaces by function name. A call of a function in a namespace includes the namespace.
     namespaces: BTreeMap<String, String>,
     /// The input, if the response is stored.
     stored_input: Option<Vec<Value>>,
@@ -54,7 +55,7 @@ pub struct ResponsesRenderer {
 struct OpenItem {
     id: String,
     kind: ItemKind,
-    /// Reasoning, text or arguments.
+    /// Reasoning, text or arguments, depending on `kind`.
     text: String,
 }
 
@@ -117,8 +118,8 @@ impl ResponsesRenderer {
         }
     }
 
-    /// Memory of the answer in bytes, without the generated text: the request's fields in the response, once as a value and
-    /// up to twice as text, and the stored input.
+    /// Memory of the answer in bytes, without the generated text. This is the memory of the request's fields in the
+    /// response, once as a value and up to twice as text, and of the stored input.
     pub fn bytes(&self) -> usize {
         3 * value_bytes(&self.response) + self.stored_input.iter().flatten().map(value_bytes).sum::<usize>()
     }
@@ -257,7 +258,7 @@ impl ResponsesRenderer {
         }
     }
 
-    /// Writes an event about a part of an item.
+    /// Writes an event about the text or a part of an item.
     fn emit_in(&mut self, frames: Option<&Frames>, item: &OpenItem, event: String, fields: Value) {
         let mut all = json!({"item_id": item.id, "output_index": self.output.len()});
         match &item.kind {
@@ -284,7 +285,8 @@ impl ResponsesRenderer {
         frames.event(event, fields);
     }
 
-    /// Writes an event with the response object, which may be large and is therefore not copied.
+    /// Writes an event with the response object. The object may be large, so it is moved into the event and back, not
+    /// copied.
     fn emit_response(&mut self, frames: Option<&Frames>, event: &str) {
         if let Some(frames) = frames {
             let mut fields = json!({"response": mem::take(&mut self.response)});
@@ -320,7 +322,7 @@ impl Renderer for ResponsesRenderer {
         frames.event("error", &event);
     }
 
-    /// Fills in the model's id and its sampling defaults.
+    /// Sets the model's id, and the model's sampling defaults for parameters that the request does not set.
     fn prepare(&mut self, model: &LoadedModel, _: &Choices) {
         self.response["model"] = model.card.id.as_str().into();
         for (name, default) in [("temperature", model.defaults.temperature), ("top_p", model.defaults.top_p)] {

@@ -15,7 +15,7 @@ use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 
-/// Field names of chat completions and of Responses, for errors.
+/// Pairs of a field name in chat completions and the field's name in Responses. Errors use the second name.
 const NAMES: &[(&str, &str)] = &[
     ("response_format.json_schema", "text.format"),
     ("response_format", "text.format"),
@@ -25,7 +25,7 @@ const NAMES: &[(&str, &str)] = &[
     ("].function", "]"),
 ];
 
-/// Field names within `text.format`.
+/// The same pairs for the fields within `text.format`.
 const FORMAT_NAMES: &[(&str, &str)] = &[("json_schema", "text.format"), ("", "text.format.")];
 
 /// Maximum number of characters of an unknown tool's type in the log.
@@ -50,9 +50,9 @@ pub struct ResponsesRequest {
     pub include: Option<Vec<String>>,
     pub metadata: Option<Map<String, Value>>,
     pub user: Option<String>,
-    /// Our extension: a stream reports prompt progress.
+    /// True if a stream reports prompt progress. This field is an extension of this server.
     pub return_progress: Option<bool>,
-    /// From vLLM.
+    /// Field of vLLM: requests with different salts share no cached state.
     pub cache_salt: Option<String>,
 }
 
@@ -68,14 +68,15 @@ pub struct TextFields {
     pub verbosity: Option<String>,
 }
 
-/// Reads a request: the items of earlier responses, those of its input, and the memory for both.
+/// Reads a request. Returns the request, the items of earlier responses, the items of the input, and a permit for the
+/// memory of all items.
 pub async fn read(
     state: &ServerState,
     body: Body,
 ) -> Result<(ResponsesRequest, Vec<Value>, Vec<Value>, MemoryPermit), ApiError> {
     state.ensure_ready()?;
     let (mut request, mut permit) = body::known::<ResponsesRequest>(state, body, fields::RESPONSES).await?;
-    // Memory for translating all items and, counted twice, for copying and translating those of earlier responses.
+    // Memory for translating the request, and for copying and translating the items of earlier responses.
     let mut reserve = |bytes: usize| permit.grow(permit.bytes() + 2 * bytes);
     let history = match &request.previous_response_id {
         Some(id) => {
@@ -92,7 +93,7 @@ pub async fn read(
 }
 
 impl ResponsesRequest {
-    /// The functions that are offered to the model, including those in namespaces.
+    /// The functions that are offered to the model, including the functions in namespaces.
     fn functions(&self) -> Result<Vec<Value>, ApiError> {
         let mut functions = Vec::new();
         for (index, it) in self.tools.iter().flatten().enumerate() {
@@ -109,7 +110,7 @@ impl ResponsesRequest {
         Ok(functions)
     }
 
-    /// Maps the functions in namespaces to their namespaces.
+    /// Maps the name of each function that is in a namespace to the name of the namespace.
     pub fn namespaces(&self) -> BTreeMap<String, String> {
         let spaces = self.tools.iter().flatten().filter(|tool| tool["type"] == "namespace");
         let pairs = spaces.flat_map(|space| {
@@ -119,7 +120,7 @@ impl ResponsesRequest {
         pairs.collect()
     }
 
-    /// Changes the request so that its answer is a single text: no calls, reasoning, text format or stream.
+    /// Changes the request so that the answer is a single text, without calls, reasoning, text format or stream.
     pub fn answer_as_text(&mut self) {
         self.tool_choice = Some("none".into());
         self.reasoning = Some(ResponsesReasoning { effort: Some("none".into()), summary: None });
@@ -131,8 +132,8 @@ impl ResponsesRequest {
         self.include.iter().flatten().any(|name| name == "reasoning.encrypted_content")
     }
 
-    /// Takes the input items. The tools of `additional_tools` items, which Codex sends, move to `tools`. References are
-    /// replaced by copies of the items that they name. `permit` grows by the memory of the copies and their
+    /// Takes the items of `input`. The tools of `additional_tools` items, which Codex sends, move to `tools`.
+    /// References to items are replaced by copies of the items. `permit` grows by the memory of the copies and of their
     /// translation.
     pub fn take_input(&mut self, store: &ResponseStore, permit: &mut MemoryPermit) -> Result<Vec<Value>, ApiError> {
         let mut items = match self.input.take() {
@@ -163,7 +164,7 @@ impl ResponsesRequest {
         items.into_iter().enumerate().map(resolve).collect()
     }
 
-    /// `history` has the items of earlier responses, `input` those of this request.
+    /// Translates the request. `history` has the items of earlier responses, and `input` has the items of this request.
     pub fn into_generation(self, history: Vec<Value>, input: Vec<Value>) -> Result<GenerationRequest, ApiError> {
         let (common, chat) = self.into_chat(history, input)?;
         let request = GenerationRequest::from_chat(common, chat).map_err(|error| error.renamed(NAMES))?;
@@ -207,8 +208,8 @@ impl ResponsesRequest {
     }
 }
 
-/// Translates a function. Tools that OpenAI's servers run and `custom` tools are left out, which the API allows: a
-/// model need not call a tool.
+/// Translates a function. Returns `None` for `custom` tools and for tools that OpenAI's servers run. The API allows
+/// this, because a model need not call a tool.
 fn tool(tool: &Value, at: &str) -> Result<Option<Value>, ApiError> {
     match tool["type"].as_str() {
         Some("function") => {
@@ -227,7 +228,7 @@ fn tool(tool: &Value, at: &str) -> Result<Option<Value>, ApiError> {
     }
 }
 
-/// Translates `tool_choice`. Chat completions put the name of a function one level deeper.
+/// Translates `tool_choice`. In chat completions, the name of a function is one level deeper.
 fn tool_choice(choice: Value) -> Result<Value, ApiError> {
     let function = |tool: &Value| json!({"type": "function", "function": {"name": tool["name"]}});
     match choice["type"].as_str() {
@@ -254,7 +255,8 @@ fn response_format(format: Value) -> Result<ResponseFormat, ApiError> {
     body::typed(nested_schema(format)).map_err(|error: ApiError| error.renamed(FORMAT_NAMES))
 }
 
-/// Translates `{type, name, schema, strict}`. Chat completions put all but the type one level deeper.
+/// Translates `{type, name, schema, strict}`. In chat completions, all of these fields except `type` are one level
+/// deeper.
 fn nested_schema(mut format: Value) -> Value {
     let Some(fields) = format.as_object_mut().filter(|fields| fields.contains_key("schema")) else { return format };
     let kind = fields.shift_remove("type").unwrap_or_default();

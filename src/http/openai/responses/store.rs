@@ -1,5 +1,5 @@
-//! Stored responses, for `previous_response_id` and `GET /v1/responses/{id}`. They live in the memory of requests, and the
-//! least recently used ones are evicted first.
+//! Stored responses, for `previous_response_id` and `GET /v1/responses/{id}`. The store uses the memory of requests,
+//! and evicts the least recently used responses first.
 
 use crate::http::{
     errors::ApiError,
@@ -22,7 +22,7 @@ const MAX_BYTES: usize = 64 << 20;
 /// One response with its input.
 struct StoredResponse {
     id: String,
-    /// Id of the response that it continues.
+    /// Id of the response that this response continues.
     previous: Option<String>,
     input: Vec<Value>,
     output: Vec<Value>,
@@ -31,7 +31,8 @@ struct StoredResponse {
     bytes: usize,
 }
 
-/// JSON text of a response. A client may still read it after the response is evicted, so the text holds its memory permit.
+/// JSON text of a response. A client may still read the text after the response is evicted, so the text holds its
+/// memory permit.
 struct ResponseText {
     text: Vec<u8>,
     _permit: Option<MemoryPermit>,
@@ -45,7 +46,7 @@ impl AsRef<[u8]> for ResponseText {
 
 #[derive(Default)]
 struct StoreEntries {
-    /// Least recently used first.
+    /// Stored responses, least recently used first.
     responses: VecDeque<Arc<StoredResponse>>,
     bytes: usize,
 }
@@ -65,7 +66,7 @@ impl Default for ResponseStore {
 
 impl Reclaim for ResponseStore {
     fn evict_oldest(&self) -> bool {
-        // The lock is held if the store itself asks for memory.
+        // If the store itself asks for memory, it already holds the lock.
         let Some(mut entries) = self.entries.try_lock() else { return false };
         let Some(oldest) = entries.responses.pop_front() else { return false };
         entries.bytes -= oldest.bytes;
@@ -82,7 +83,7 @@ impl ResponseStore {
         store
     }
 
-    /// Stores a response that continues `previous` with `input`. Does nothing if it does not fit.
+    /// Stores a response that continues `previous` with `input`. Does nothing if the response does not fit.
     pub fn insert(&self, previous: Option<String>, input: Vec<Value>, response: &Value) {
         let id = response["id"].as_str().unwrap_or_default().to_owned();
         let Ok(mut text) = serde_json::to_vec(response) else { return };
@@ -108,7 +109,7 @@ impl ResponseStore {
         entries.responses.push_back(Arc::new(stored));
     }
 
-    /// JSON text of a response. Its memory stays counted until the last copy is dropped.
+    /// JSON text of a response. The memory of the text stays counted until the last copy is dropped.
     pub fn get(&self, id: &str) -> Option<Bytes> {
         self.entries.lock().responses.iter().find(|response| response.id == id).map(|response| response.text.clone())
     }
@@ -122,11 +123,11 @@ impl ResponseStore {
         true
     }
 
-    /// All items up to the end of response `id`, oldest first. None if it, or a response that it continues, is not
-    /// stored.
+    /// All items up to the end of response `id`, oldest first. `None` if the response, or an earlier response that it
+    /// continues, is not stored.
     ///
     /// # Errors
-    /// The error of `reserve`. Before the items are copied, `reserve` is called with the bytes of the copies. It may
+    /// The error of `reserve`, which is called with the bytes of the copies before the items are copied. `reserve` may
     /// evict responses.
     pub fn history(
         &self,
@@ -142,8 +143,8 @@ impl ResponseStore {
         Ok(Some(items().cloned().collect()))
     }
 
-    /// The responses up to `id`, oldest first, and whether all of them are stored. Marks them as the most recently used
-    /// ones.
+    /// The responses up to `id`, oldest first, and whether all of these responses are stored. Marks them as most
+    /// recently used.
     fn chain(&self, id: &str) -> (Vec<Arc<StoredResponse>>, bool) {
         let mut entries = self.entries.lock();
         let (mut chain, mut next, mut is_whole) = (Vec::new(), Some(id.to_owned()), true);
@@ -156,7 +157,7 @@ impl ResponseStore {
             next = response.previous.clone();
             chain.push(response);
         }
-        // The oldest is appended first and evicted first, because the next request names the newest one.
+        // The oldest response is appended first and evicted first, because the next request names the newest response.
         chain.reverse();
         entries.responses.extend(chain.iter().cloned());
         (chain, is_whole)
@@ -219,7 +220,7 @@ mod tests {
         assert!(store.get("c").is_none() && store.get("d").is_some());
     }
 
-    /// A response body shares the store's bytes. They stay counted until a slow client has read them.
+    /// A response body shares the store's bytes. The bytes stay counted until a slow client has read them.
     #[test]
     fn text_in_use_is_shared_and_counted() {
         let metrics = Metrics::new("0", "cpu");
