@@ -1,17 +1,18 @@
 // Gated attention between its projections, for decoding, over f32 or 16-bit keys and values.
 //
-// A row of `proj` holds the query and the gate of each query head, then the keys, then the values of the kv heads.
-// The cache consists of pages [kv_heads, PAGE, dim]. Keys in it are normed and rotated.
+// A row of `proj` holds the query and the gate of each query head, then the keys, then the values of the kv heads. The
+// cache consists of pages [kv_heads, PAGE, dim]. Keys in the cache are normed and rotated.
 //
 //   qk_norm_rope         norms and rotates queries and keys, and writes keys and values to the cache
 //   attention_decode_*   flash-decoding: attention over one split of the positions
 //   attention_merge      merges the splits and applies the gate
 
-// BATCH: positions loaded together. PREFETCH_ROWS: positions prefetched ahead; more would evict lines that others
-// need.
+// BATCH: number of positions that are loaded together. PREFETCH_ROWS: number of positions that are prefetched ahead.
+// More prefetched positions would evict cache lines that other threads need.
 enum { MAX_SPLITS = 512, MAX_DIM = 256, BATCH = 4, PREFETCH_ROWS = 8 };
 
-// Positions per split for a query at `position`. Small splits fill the device; they grow so that there are at most MAX_SPLITS.
+// Positions per split for a query at `position`. Small splits fill the device. The size doubles until there are at most
+// MAX_SPLITS splits.
 FN uint split_size(CONSTANT AttentionArgs& a, uint position) {
   uint size = a.min_split;
   while (position / size >= MAX_SPLITS) size *= 2;
@@ -23,7 +24,8 @@ FN void store_row(DEVICE float* row, uint dim, THREAD const float* v THREAD_IDS_
   UNROLL for (uint j = 0; j < MAX_DIM / 32; j++)
     if (lane + 32 * j < dim) row[lane + 32 * j] = v[j];
 }
-// As on the CPU: the largest magnitude becomes 32639. Adding 1.5 * 2^23 rounds to an integer in the low bits.
+// As on the CPU, the largest magnitude becomes 32639. Adding 1.5 * 2^23 leaves the rounded value as an integer in the
+// low bits.
 FN void store_row(DEVICE short* row, uint dim, THREAD const float* v THREAD_IDS_PARAM) {
   const float levels = 32639.0f, rounding = 12582912.0f;
   // Bit patterns of magnitudes have the same order as the magnitudes, and NaN is the largest.
@@ -39,8 +41,8 @@ FN void store_row(DEVICE short* row, uint dim, THREAD const float* v THREAD_IDS_
   if (lane == 0) *(DEVICE uint*)(row + dim) = finite ? as_type<uint>(none ? 0.0f : most / levels) : 0x7fc00000u;
 }
 
-// Norms and rotates query and key heads. Writes keys and values to the cache at the rows' positions, and queries to `q`. `rope` [tokens, rope_dim / 2, 2] holds cosines and sines. Grid (heads + 2 * kv_heads, tokens),
-// 32 threads.
+// Norms and rotates query and key heads. Writes keys and values to the cache at the rows' positions, and queries to
+// `q`. `rope` [tokens, rope_dim / 2, 2] holds cosines and sines. Grid (heads + 2 * kv_heads, tokens), 32 threads.
 template <class T>
 FN void norm_rope(CONSTANT AttentionArgs& a, DEVICE const float* proj, DEVICE const float* q_norm, DEVICE const float* k_norm,
               DEVICE const float* rope, DEVICE float* q, DEVICE T* keys, DEVICE T* values, DEVICE const uint* table,
@@ -106,7 +108,8 @@ template <uint COLUMNS> FN void load_columns(DEVICE const short* row, uint dim, 
 // Each simdgroup has HEADS query heads, and all simdgroups read the same keys at about the same time. `partials`
 // [tokens, heads, splits, dim + 2] receives the weighted sum of values, the largest score and the denominator. The
 // start of a split depends only on the query's position, so a row's result does not depend on the other rows. Grid
-// (splits, kv_heads, tokens), 32 threads per two query heads of a kv head, or per head if their number is odd.
+// (splits, kv_heads, tokens), 32 threads per two query heads of a kv head, or per query head if a kv head has an odd
+// number of query heads.
 template <class T, uint COLUMNS, uint HEADS>
 FN void attend_split(CONSTANT AttentionArgs& a, DEVICE const float* q, DEVICE const T* keys, DEVICE const T* values,
              DEVICE const uint* tables, DEVICE const SequenceRow* rows, DEVICE float* partials THREAD_IDS_PARAM) {
@@ -180,8 +183,8 @@ FN void attend_split(CONSTANT AttentionArgs& a, DEVICE const float* q, DEVICE co
   }
 }
 
-// Merges the splits: out = sum of exp(max_s - max) * partial_s / denominator, then the gate. Grid (heads, tokens,
-// ceil(dim / 32)), 128 threads. A lane has one column, a simdgroup has every fourth split.
+// Merges the splits: out = sum of exp(max_s - max) * partial_s / denominator, then applies the gate. Grid (heads,
+// tokens, ceil(dim / 32)), 128 threads. A lane computes one column. A simdgroup merges every fourth split.
 KERNEL(attention_merge, ARGS(AttentionArgs, a), IN(float, proj, 1), IN(float, partials, 2), IN(SequenceRow, rows, 3), OUT(float, y, 4)) {
   SHARED(float, split_weight, MAX_SPLITS);
   SHARED(float, column_sums, 128);

@@ -1,10 +1,10 @@
 // Gated attention for the rows of a prompt, on matrix units. Queries, keys, probabilities and values are halves;
 // sums are f32. Keys and values come from the cache of attention.metal (f32 or 16 bits).
 //
-// A threadgroup has QUERIES pairs of a row and a query head, all of one kv head. It reads the positions from the first
-// to the last one that any of its rows attends to, KEYS at a time: scores, online softmax, probabilities times values.
-// A position that a row does not attend to has probability 0, which changes no bit of the row's sums. So a row's result
-// depends only on its own position.
+// A threadgroup has QUERIES pairs of a row and a query head, all of one kv head. The threadgroup reads the positions
+// from the first to the last that any of its rows attends to, KEYS positions at a time: scores, online softmax,
+// probabilities times values. A position that a row does not attend to has probability 0, which changes no bit of the
+// row's sums. So a row's result depends only on its own position.
 //
 // Queries and keys are normed, so they do not overflow as halves. Values are clamped to the largest half.
 
@@ -33,8 +33,8 @@ FN void store8(THREADGROUP uint* to, THREAD const float* v) {
   put_words(to, words);
 }
 
-// Loads this thread's share, two times eight columns, of DEPTH columns of KEYS keys from position `block`. `keys`
-// is the start of its page. Positions after `last` may not exist, so `last` is loaded instead.
+// Loads this thread's share, two times eight columns, of DEPTH columns of KEYS keys from position `block`. `keys` is
+// the start of the page that contains `block`. Positions after `last` may not exist, so `last` is loaded instead.
 template <class T>
 FN void load_keys(DEVICE const T* keys, uint block, uint last, uint column, uint dim, THREAD float* v THREAD_IDS_PARAM) {
   UNROLL for (uint n = 0; n < 2; n++)

@@ -8,7 +8,8 @@
 // Scores have the CPU's order of operations, so both devices select the same blocks where sqrt and division are rounded
 // correctly. Scores are not negative, so their bit patterns have the same order as the scores.
 
-// Maximum number of dimensions of a head, in the indexer and in attention.
+// MAX_DIM: maximum number of dimensions of a head, in the indexer and in attention. SIMDS: number of simdgroups in a
+// threadgroup. BATCH: number of positions that are loaded together.
 enum { MAX_DIM = 256, SIMDS = 8, BATCH = 4 };
 
 struct BlockArgs {
@@ -29,10 +30,10 @@ FN float sum_lanes(THREAD const float* l) {
   return ((s[0] + s[4]) + (s[2] + s[6])) + ((s[1] + s[5]) + (s[3] + s[7]));
 }
 
-// Head h of a row is a query. The row after the queries is the raw key: it enters the ring, and if it is the last of its
-// block, the block gets its key. `rope` [tokens, rope_dim / 2, 2] holds cosines and sines. A row of the ring has the raw
-// key, then its rotation. The ring's rows of earlier calls are read, and no row of this call overwrites them.
-// Grid (heads + 1, tokens), 32 threads.
+// Head h of a row is a query. The row after the queries is the raw key, which is stored in the ring. If the raw key is
+// the last of its block, the key of the block is computed as well. `rope` [tokens, rope_dim / 2, 2] holds cosines and
+// sines. A row of the ring has the raw key, then its rotation. The ring's rows of earlier calls are read, and no row of
+// this call overwrites them. Grid (heads + 1, tokens), 32 threads.
 KERNEL(index_rows, ARGS(BlockArgs, a), IN(float, index, 1), IN(float, q_norm, 2), IN(float, k_norm, 3), IN(float, rope, 4),
        IN(uint, table, 5), OUT(float, queries, 6), OUT(float, keys, 7), OUT(float, recent, 8)) {
   SHARED(float, x, MAX_DIM);
@@ -58,7 +59,7 @@ KERNEL(index_rows, ARGS(BlockArgs, a), IN(float, index, 1), IN(float, q_norm, 2)
         sum += p < a.start ? recent[ulong(p % a.ring_len) * ring_width + i] : index[ulong(p - a.start) * width + a.heads * a.dim + i];
       x[i] = sum / float(a.ratio);
     }
-    // The key has the rotation of the block's first position.
+    // The key of a block gets the rotation of the block's first position.
     if (first < a.start) turn = recent + ulong(first % a.ring_len) * ring_width + a.dim;
     else turn = rope + ulong(first - a.start) * a.rope_dim;
     to = keys + page_row(table, 1, 0, first) / a.ratio * a.dim;
@@ -86,7 +87,7 @@ KERNEL(index_rows, ARGS(BlockArgs, a), IN(float, index, 1), IN(float, q_norm, 2)
 }
 
 // scores [tokens, stride]: the sum over heads of relu(q . key) * scale. Rows that attend to all closed blocks need no
-// scores and get zeros. Grid (ceil(stride / 128), tokens), 128 threads: a thread has a block.
+// scores and get zeros. Grid (ceil(stride / 128), tokens), 128 threads, one for each block.
 KERNEL(index_scores, ARGS(BlockArgs, a), IN(float, queries, 1), IN(float, keys, 2), IN(uint, table, 3), OUT(float, scores, 4)) {
   AWAIT();
   const uint block = tgid.x * 128 + tid, token = tgid.y, closed = (a.start + token + 1) / a.ratio;
@@ -112,11 +113,13 @@ KERNEL(index_scores, ARGS(BlockArgs, a), IN(float, queries, 1), IN(float, keys, 
   scores[ulong(token) * a.stride + block] = sum * a.scale;
 }
 
-// selected [tokens, blocks]: the closed blocks with the highest scores in ascending order, among equals the lower block. If
-// there are fewer closed blocks, all of them, then 0xffffffff. Grid (tokens), 256 threads.
+// selected [tokens, blocks]: the closed blocks with the highest scores, in ascending order. Of equal scores, the lower
+// block is selected. If fewer than `blocks` blocks are closed, all of them are listed, followed by 0xffffffff. Grid
+// (tokens), 256 threads.
 //
 // The lowest selected score is found four bits at a time. For each value of the four bits, the threads count the scores
-// that have it and the higher bits found so far. A thread counts in its own column, so it needs no atomic operation.
+// that have this value and the higher bits found so far. A thread counts in its own column, so it needs no atomic
+// operation.
 KERNEL(index_select, ARGS(BlockArgs, a), IN(uint, scores, 1), OUT(uint, selected, 2)) {
   SHARED(uint, counts, 16 * 256);
   SHARED(uint, parts, 256);
@@ -129,7 +132,7 @@ KERNEL(index_select, ARGS(BlockArgs, a), IN(uint, scores, 1), OUT(uint, selected
     for (uint i = tid; i < a.blocks; i += 256) out[i] = i < closed ? i : 0xffffffffu;
     return;
   }
-  // `lowest` has the bits of the lowest selected score that are known, which are those in `mask`. Of the scores with
+  // `mask` has the bits of the lowest selected score that are known, and `lowest` has their values. Of the scores with
   // these bits, `left` are selected.
   uint lowest = 0, mask = 0, left = a.blocks;
   for (uint shift = 32; shift != 0;) {
@@ -152,7 +155,7 @@ KERNEL(index_select, ARGS(BlockArgs, a), IN(uint, scores, 1), OUT(uint, selected
     while (digit > 0 && totals[digit] < left) left -= totals[digit], digit--;
     lowest |= digit << shift, mask |= 15u << shift;
   }
-  // A thread has consecutive blocks, which come after those of the threads before it.
+  // A thread has consecutive blocks. The threads before it have the blocks before these.
   const uint each = (closed + 255) / 256, first = min(tid * each, closed), end = min(first + each, closed);
   uint above = 0, equal = 0;
   for (uint i = first; i < end; i++) above += score[i] > lowest ? 1 : 0, equal += score[i] == lowest ? 1 : 0;
@@ -168,9 +171,9 @@ KERNEL(index_select, ARGS(BlockArgs, a), IN(uint, scores, 1), OUT(uint, selected
   }
 }
 
-// softmax(q k^T * scale) v * sigmoid(gate) over the selected blocks and the open block, for one row and head. A simdgroup
-// has every eighth batch of positions. The order depends only on the row's position and selection. Grid (heads, tokens),
-// 256 threads.
+// softmax(q k^T * scale) v * sigmoid(gate) over the selected blocks and the open block, for one row and head. A
+// simdgroup computes every eighth batch of positions. The order of additions depends only on the row's position and
+// selection. Grid (heads, tokens), 256 threads.
 template <class T>
 FN void attend_blocks(CONSTANT BlockArgs& a, DEVICE const float* q, DEVICE const T* keys, DEVICE const T* values,
                       DEVICE const uint* table, DEVICE const uint* selected, DEVICE const float* proj, DEVICE float* y,

@@ -35,9 +35,9 @@ FN float conv_input(CONSTANT DeltaArgs& a, DEVICE const float* proj, DEVICE cons
 // Causal depthwise convolution of width 4, SiLU, then the l2 norm of each head of q and k; q is also scaled by
 // dk^-1/2.
 //
-// `state` [3, channels] holds the last three input rows. It advances by `committed` rows. `conv_weight` is [4,
-// channels]. Grid (2 * key_heads + value_heads, ceil(tokens / CONV_TOKENS), 1 or rows of different sequences), 128 threads. A
-// threadgroup computes one head for CONV_TOKENS tokens.
+// `state` [3, channels] holds the last three input rows. The state advances by `committed` rows. `conv_weight` is [4,
+// channels]. Grid (2 * key_heads + value_heads, ceil(tokens / CONV_TOKENS), 1 or rows of different sequences), 128
+// threads. A threadgroup computes one head for CONV_TOKENS tokens.
 enum { CONV_TOKENS = 16 };
 
 KERNEL(causal_conv, ARGS(DeltaArgs, a), IN(float, all_proj, 1), IN(float, replay, 2), IN(float, conv_weight, 3), OUT(float, states, 4),
@@ -90,12 +90,12 @@ KERNEL(causal_conv, ARGS(DeltaArgs, a), IN(float, all_proj, 1), IN(float, replay
 // BATCH tokens are loaded together and their gates are computed in parallel, because otherwise every token would wait
 // for its loads.
 //
-// `mixed` is the output of causal_conv, or of gemv_conv with needs_l2_norm. Grid (ceil(dv / 16), value_heads, 1 or rows of
-// different sequences), 128 threads.
+// `mixed` is the output of causal_conv, or of gemv_conv with needs_l2_norm. Grid (ceil(dv / 16), value_heads, 1 or rows
+// of different sequences), 128 threads.
 //
-// With defers_norm, a result is o * norm * gate(z) and lacks the factor 1 / rms(o). The reader computes that
-// factor from `squares` [tokens, dv / STATE_ROWS, value_heads], the sums of squares of STATE_ROWS rows each; see
-// gated_rms_norm.
+// With defers_norm, a result is o * norm * gate(z) and lacks the factor 1 / rms(o). The launch that reads the results
+// computes this factor from `squares` [tokens, dv / STATE_ROWS, value_heads], the sums of squares of STATE_ROWS rows
+// each; see gated_rms_norm.
 enum { STATE_ROWS = 4, GROUP_ROWS = 4 * STATE_ROWS, BATCH = 8 };
 
 // Stores a simdgroup's rows of the state.

@@ -3,8 +3,8 @@
 // The most recent positions are also kept in f32, in rings of `ring_len` positions. Queries, keys and values are
 // multiplied by a Hadamard matrix first. The rest works as in attention.metal.
 
-// RECENT_SPLIT: recent positions in a split. MAX_SPLITS: maximum number of splits of the quantised positions. BATCH:
-// positions loaded together. PREFETCH_ROWS: positions prefetched together.
+// RECENT_SPLIT: number of recent positions in a split. MAX_SPLITS: maximum number of splits of the quantised positions.
+// BATCH: number of positions that are loaded together. PREFETCH_ROWS: number of positions that are prefetched together.
 enum { GROUP = 32, RECENT_POSITIONS = 64, RECENT_SPLIT = 16, MAX_SPLITS = 256, MAX_DIM = 256, BATCH = 4, PREFETCH_ROWS = 16, MERGE_THREADS = 512 };
 
 // The first position that a query at `position` reads from the ring of recent positions.
@@ -103,7 +103,7 @@ FN void norm_rope_quantise(CONSTANT AttentionArgs& a, DEVICE const float* proj, 
   quantise_row<BITS>(a.dim, (value ? values : keys) + page_row(row_table(a, rows, table, token), a.kv_heads, kv, position) * bytes, x THREAD_IDS);
 }
 
-// Number of splits of the recent positions for a query at `position`. They come before the other splits.
+// Number of splits of the recent positions for a query at `position`. These splits come before the other splits.
 FN uint recent_splits(uint position) { return (position - quantised_until(position)) / RECENT_SPLIT + 1; }
 
 // Number of positions per split, for `until` quantised positions.
@@ -156,8 +156,8 @@ FN void unpack_quant_row(QuantRow from, THREAD float* to) {
   }
 }
 
-// Attention over positions `first`..`end` for HEADS queries from head `head`, as in attend_split of
-// attention.metal. RECENT reads the ring of recent positions, otherwise the quantised pages.
+// Attention over positions `first`..`end` for HEADS queries from head `head`, as in attend_split of attention.metal.
+// With RECENT, the positions are read from the ring of recent positions, otherwise from the quantised pages.
 template <uint BITS, uint COLUMNS, uint HEADS, bool RECENT>
 FN void attend_range(CONSTANT AttentionArgs& a, DEVICE const float* q, DEVICE const uchar* keys, DEVICE const uchar* values,
              DEVICE const uint* table, DEVICE const float* recent_keys, DEVICE const float* recent_values,
@@ -272,8 +272,8 @@ FN void attend_split(CONSTANT AttentionArgs& a, DEVICE const float* q, DEVICE co
   attend_range<BITS, COLUMNS, HEADS, false>(a, q, keys, values, table, recent_keys, recent_values, partials, first, end, head, simds THREAD_IDS);
 }
 
-// Like attention_merge. The result is transformed back before the gate. Grid (heads, tokens), MERGE_THREADS
-// threads. A thread has one column of every column_groups-th split.
+// Like attention_merge. The result is transformed back before the gate. Grid (heads, tokens), MERGE_THREADS threads. A
+// thread computes one column of every column_groups-th split.
 KERNEL(attention_merge_quant, ARGS(AttentionArgs, a), IN(float, proj, 1), IN(float, partials, 2), IN(SequenceRow, rows, 3), OUT(float, y, 4)) {
   SHARED(float, factor, MAX_SPLITS + 2 * RECENT_POSITIONS / RECENT_SPLIT);
   SHARED(float, column_sums, MERGE_THREADS);

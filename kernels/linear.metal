@@ -1,18 +1,18 @@
-// y = x W^T for up to four matrices that share x. Their results are adjacent in a row of y: q, k and v, or the
-// router's scores and the shared expert's gate and up.
+// y = x W^T for up to four matrices that share x. The results of the matrices are adjacent in a row of y: for example
+// q, k and v, or the router's scores and the shared expert's gate and up.
 //
 // Optional fused steps: x is RMS-normed first (each threadgroup computes the norm, which is cheaper than a
 // launch), the normed rows are stored for a later launch, or the product is added to y. A row's result does not
 // depend on the number of rows of x, so verifying drafts gives the same bytes as decoding.
 //
 // Two variants of the kernel fuse small steps of a delta net. gemv_conv takes one row and applies the convolution
-// (delta_net.metal) to each channel of the first matrix where it is computed, since only that channel's state is
-// needed. gemv_head_norm reads x from the delta rule with a deferred norm and multiplies each head by its factor 1 /
-// rms.
+// (delta_net.metal) to each channel of the first matrix in the simdgroup that computes the channel, since only the
+// state of that channel is needed. gemv_head_norm reads x from the delta rule with a deferred norm and multiplies each
+// head by the head's factor 1 / rms.
 //
-// Grid (ceil(tokens / TOKENS), sum over matrices of ceil(rows / 16), or of ceil(rows / 4) with split_k), 128
-// threads. The shared expert's down, without a norm and not added, is never split, so that its sums equal those of
-// moe_down.
+// Grid (ceil(tokens / TOKENS), sum over matrices of ceil(rows / 16), or of ceil(rows / 4) with split_k), 128 threads. A
+// product without a norm that is not added to y, such as the shared expert's down, is never split, so that its sums
+// equal those of moe_down.
 
 struct LinearArgs {
   uint tokens, cols, width;   // rows of x, their length, length of a row of y
@@ -54,8 +54,8 @@ FN float squares_any(DEVICE const float* x, uint c, uint cols) {
   return sum;
 }
 
-// Sums the squares of the heads of rows `first`.. of x in quarters, one quarter per simdgroup. The input has sums
-// over four columns each.
+// Sums the squares of the heads of rows `first`.. of x in quarters, one quarter per simdgroup. Each value of `squares`
+// is a sum over four columns.
 template <uint TOKENS>
 FN void sum_quarters(CONSTANT LinearArgs& a, uint first, DEVICE const float* squares, THREAD const Fused& at THREAD_IDS_PARAM) {
   const uint count = at.size / 4, quarter = (count + 3) / 4, begin = sg * quarter, end = min(begin + quarter, count);
@@ -79,7 +79,7 @@ FN float head_scale(THREAD const Fused& at, uint t, uint column) {
   return 1.0f / sqrt((q[0] + q[MAX_HEADS] + q[2 * MAX_HEADS] + q[3 * MAX_HEADS]) / float(at.size) + at.eps);
 }
 
-// Applies head_scale to staged chunks, namely those that this thread sums next.
+// Applies head_scale to the staged chunks that this thread sums next.
 FN void scale_staged(THREAD const Fused& at, uint t, uint begin, uint count, THREADGROUP float4* scratch THREAD_IDS_PARAM) {
   for (uint c = tid; c < count; c += 128) {
     const float scale = head_scale(at, t, (begin + c) * 16);
@@ -91,8 +91,8 @@ FN void scale_staged(THREAD const Fused& at, uint t, uint begin, uint count, THR
   }
 }
 
-// Multiplies this lane's share of ROWS rows of W, from `row`, by TOKENS rows of x, from `first`. Rows past the last one
-// repeat it. The sums go to acc[t * ROWS..]. Also sums this thread's share of the squares of x.
+// Multiplies this lane's share of ROWS rows of W, from `row`, by TOKENS rows of x, from `first`. The last row of W
+// replaces rows past the end. The sums go to acc[t * ROWS..]. Also sums this thread's share of the squares of x.
 template <uint TOKENS, uint KIND, uint BITS>
 FN void partial_fast(CONSTANT Matrix& m, CONSTANT LinearArgs& a, uint row, uint first, DEVICE const float* x,
                      DEVICE const float* w, WeightPtrs bytes, bool split_k, THREAD const Fused& fused, THREAD float* acc,
@@ -117,7 +117,7 @@ FN void partial_fast(CONSTANT Matrix& m, CONSTANT LinearArgs& a, uint row, uint 
     BARRIER();
     for (; c < begin + count; c += step) {
       if (TOKENS > 1) {
-        // Loading one step ahead would exceed the registers. With several rows, arithmetic hides the latency.
+        // Loading one step ahead would need too many registers. With several rows, arithmetic hides the latency.
         load_rows(bytes, m.rows, a.cols, row, c, next);
         dot_staged<BITS, ROWS, TOKENS>(next, scratch, most, c - begin, sums, acc);
         continue;
@@ -131,7 +131,7 @@ FN void partial_fast(CONSTANT Matrix& m, CONSTANT LinearArgs& a, uint row, uint 
   }
 }
 
-// The same products for weights of any encoding.
+// Like partial_fast, for weights of any encoding.
 template <uint TOKENS, uint KIND>
 FN void partial_any(CONSTANT Matrix& m, CONSTANT LinearArgs& a, uint row, uint first, DEVICE const float* x,
                     DEVICE const float* w, WeightPtrs bytes, THREAD const Fused& fused, THREAD float* acc,
@@ -305,8 +305,8 @@ LINEAR_HEADS(gemv_any_head_norm_1, 1, true)
 LINEAR_HEADS(gemv_any_head_norm_2, 2, true)
 
 #ifndef NO_TILES
-// The same products on matrix units, from rows of halves and their scales (rows_to_half). Grid (ceil(tokens / 64),
-// sum over matrices of ceil(rows / 64)), 128 threads.
+// The products of this file on matrix units, from rows of halves and their scales (rows_to_half). Grid (ceil(tokens /
+// 64), sum over matrices of ceil(rows / 64)), 128 threads.
 enum { GEMM_TILES = 4 };
 
 template <bool ANY>

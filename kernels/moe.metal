@@ -4,7 +4,7 @@
 // NO_SLOT means "not in this launch": experts in memory are computed first, the others once they have been read.
 //
 //   moe_gate_up    act[assignment] = silu(gate x) * (up x)         grid (ceil(inner / 8), k + 1, tokens), 128 threads
-//   moe_down       h[token] += sum over ranks of weight * down act  grid (ceil(hidden / 8), tokens), (k + 1) * 32 threads
+//   moe_down       h[token] += sum over ranks of weight * down act grid (ceil(hidden / 8), tokens), 32 (k + 1) threads
 //   *_grouped      assignments grouped by expert: a job is {slot, first, count} of the list `order`
 //   *_gemm         grouped assignments on matrix units
 //   moe_combine    h[token] += sum over ranks of weight * out[assignment]
@@ -253,9 +253,9 @@ FN void down_grouped(CONSTANT ExpertsArgs& a, DEVICE const float* act, DEVICE co
 
 #ifndef NO_TILES
 // Grouped assignments on matrix units, at most JOB_TILES * 16 per job. A short prompt has few assignments per expert,
-// so groups of eight rows without an assignment are skipped. x has one row per token and act one row per assignment.
-// Their rows are halves from rows_to_half, and each row has a scale. Gate and up: 32 rows of each at a time, grid
-// (ceil(inner / 32), jobs). Down: grid (ceil(hidden / 64), jobs). 128 threads.
+// so groups of eight rows without an assignment are skipped. x has one row per token, and act has one row per
+// assignment. The rows of x and act are halves from rows_to_half, and each row has a scale. Gate and up: 32 rows of
+// each at a time, grid (ceil(inner / 32), jobs). Down: grid (ceil(hidden / 64), jobs). 128 threads.
 enum { JOB_TILES = 2 };
 
 template <bool ANY>

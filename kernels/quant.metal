@@ -111,9 +111,9 @@ FN float chunk_bias(CONSTANT Matrix& m, DEVICE const uchar* biases, uint c) {
   return m.format < MXFP4 ? load_float(biases, m.float_type, c * 16 / m.group) * m.global_scale : 0.0f;
 }
 
-// Fast path for the two common formats: 4 and 8 bits, group 64, bf16 scales. A 4-bit code is masked in place
-// within its 16-bit word. The activations are divided by the matching power of two instead, which is exact and
-// saves the shifts.
+// Fast path for the two common formats: 4 and 8 bits, group 64, bf16 scales. A 4-bit code is masked in place within its
+// 16-bit word, so it is multiplied by a power of two. The activations are divided by the same power of two, which is
+// exact and saves the shifts.
 FN void scale_x4(THREAD float* x) {
   UNROLL for (uint i = 0; i < 16; i++) x[i] *= as_type<float>((127u - 4 * (i % 4)) << 23);
 }
@@ -134,11 +134,11 @@ FN float dot_q8(THREAD const uint* q, THREAD const float* x) {
 // Addresses of a matrix's codes, scales and biases.
 struct WeightPtrs { DEVICE const uchar *codes, *scales, *biases; };
 
-// Packed values of COUNT rows at one chunk. They are loaded one step before they are used, so that loads overlap
+// Packed values of COUNT rows at one chunk. The values are loaded one step before they are used, so that loads overlap
 // with arithmetic.
 template <uint BITS, uint COUNT> struct PackedRows { uint q[COUNT * BITS / 2], s[COUNT], b[COUNT]; };
 
-// Loads rows `row`.. at chunk `c`. Rows past the last one repeat it. 32-bit offsets suffice: a matrix is smaller
+// Loads rows `row`.. at chunk `c`. The last row replaces rows past the end. 32-bit offsets suffice: a matrix is smaller
 // than 4 GiB.
 template <uint BITS, uint COUNT>
 FN void load_rows(WeightPtrs w, uint rows, uint cols, uint row, uint c, THREAD PackedRows<BITS, COUNT>& to) {
@@ -166,7 +166,7 @@ template <uint COUNT> FN void prefetch_rows(WeightPtrs w, uint bits, uint rows, 
   PREFETCH(w.biases + row * scales, count * scales);
 }
 
-// acc[r] += row r of W times v. For 4-bit codes, scale_x4 has scaled v. `sum` is the sum of v before that.
+// acc[r] += row r of W times v. For 4-bit codes, scale_x4 has scaled v. `sum` is the sum of v before that scaling.
 template <uint BITS, uint COUNT>
 FN void dot_rows(THREAD const PackedRows<BITS, COUNT>& w, THREAD const float* v, float sum, THREAD float* acc) {
   UNROLL for (uint r = 0; r < COUNT; r++) {
@@ -193,15 +193,15 @@ FN float load16(DEVICE const float* x, THREAD float* v) {
 
 // Staging activations in threadgroup memory, for products of 128 threads.
 //
-// If each lane loaded its own chunk from device memory, the accesses of neighbouring lanes would be 64 bytes
-// apart: four times as many transactions, repeated by every simdgroup. Instead the threadgroup loads STAGED_CHUNKS
-// chunks together, counted over all its rows. The four quarters (float4) of a chunk are stored 32 quarters apart,
-// the order in which the lanes read them.
+// If each lane loaded its own chunk from device memory, the accesses of neighbouring lanes would be 64 bytes apart:
+// four times as many transactions, repeated by every simdgroup. Instead, the threadgroup loads STAGED_CHUNKS chunks
+// together, counted over all rows of x. The four quarters (float4) of a chunk are stored 32 quarters apart, the order
+// in which the lanes read them.
 enum { STAGED_CHUNKS = 256 };
 
 FN uint quarter_at(uint c, uint i) { return c / 32 * 128 + i * 32 + c % 32; }
 
-// Stages `count` chunks of x, multiplied by w if NORM. Then it also adds the squares of x to *squares.
+// Stages `count` chunks of x. If NORM, multiplies the chunks by w, and adds the squares of x to *squares.
 template <bool NORM>
 FN void stage_rows(DEVICE const float* x, DEVICE const float* w, uint count, THREADGROUP float4* scratch, THREAD float* squares THREAD_IDS_PARAM) {
   for (uint i = tid; i < count * 4; i += 128) {
@@ -274,10 +274,10 @@ FN float output_gate(uint is_sigmoid, float z) { return is_sigmoid != 0 ? sigmoi
 enum { PAGE = 256 };
 
 // A row of one of several sequences: the number of its sequence, and its position. The states of all sequences are in
-// one buffer, in the order of their numbers.
+// one buffer, in the order of the sequence numbers.
 struct SequenceRow { uint sequence, position; };
 
-// The row number of a position.
+// The number of the row of a position in the cache.
 FN ulong page_row(DEVICE const uint* table, uint kv_heads, uint head, uint position) {
   return (ulong(table[position / PAGE]) * kv_heads + head) * PAGE + position % PAGE;
 }
@@ -292,8 +292,8 @@ FN void load_cached4(DEVICE const float* p, THREAD float* v) {
   const float4 q = *(DEVICE const float4*)p;
   v[0] = q.x, v[1] = q.y, v[2] = q.z, v[3] = q.w;
 }
-// Two integers without their scale. Their bits become the low bits of the float 2^23 + 2^15 + n, and subtracting the
-// constant is exact. On CUDA, a conversion has an eighth of the rate of a subtraction.
+// Unpacks two integers without their scale. The bits of an integer become the low bits of the float 2^23 + 2^15 + n,
+// and subtracting the constant is exact. On CUDA, a conversion has an eighth of the rate of a subtraction.
 FN void unpack_cached2(uint q, THREAD float* v) {
   v[0] = as_type<float>((q & 0xffffu) ^ 0x4b008000u) - 8421376.0f;
   v[1] = as_type<float>((q >> 16) ^ 0x4b008000u) - 8421376.0f;

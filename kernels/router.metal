@@ -1,5 +1,5 @@
-// The router: softmax over all experts and the k largest. With `renormalise` their weights sum to 1, which equals
-// the softmax of the k selected scores.
+// The router: softmax over all experts and the k largest. With `renormalise`, the weights of the k experts sum to 1,
+// which equals the softmax of the k selected scores.
 //
 // Equal scores select the lower id. `table` maps ids to slots when every expert of the layer is resident, so that
 // the CPU need not see the ids. weights[k] of a token is the weight of the shared expert: sigmoid of its gate, in

@@ -1,6 +1,6 @@
-// Several residual streams: the mixture that a part of a layer reads, the result that each stream gets, and the rows of an
-// n-gram table that are added to all. `src/ops/streams` and `src/ops/ngram` have the formulas. A row is all streams, one after
-// the other.
+// Several residual streams: the mixture that a part of a layer reads, the result that each stream gets, and the rows of
+// an n-gram table that are added to all streams. `src/ops/streams` and `src/ops/ngram` have the formulas. A row is all
+// streams, one after the other.
 
 struct StreamArgs {
   uint streams, hidden;
@@ -8,8 +8,8 @@ struct StreamArgs {
   uint flag;                        // stream_mix: set `zeroed` to 0; stream_write: add to the streams instead of setting them
 };
 
-// act = silu(low / C) and inject = 2 sigmoid(low / C), from rows `low | inject`. Grid (ceil(low_width / 128), tokens), 128
-// threads.
+// act = silu(low / C) and inject = 2 sigmoid(low / C), from rows `low | inject`. Grid (ceil(low_width / 128), tokens),
+// 128 threads.
 KERNEL(stream_gates, ARGS(StreamArgs, a), IN(float, low, 1), OUT(float, act, 2), OUT(float, inject, 3)) {
   AWAIT();
   const uint i = tgid.x * 128 + tid;
@@ -63,8 +63,8 @@ FN float sum_of_group(float x, THREADGROUP float* part THREAD_IDS_PARAM) {
   return x;
 }
 
-// gate = sigmoid(signed root of rms(key) . rms(stream) / sqrt(hidden)), and the row of the history, rms(gate * value) * norm.
-// Grid (streams, tokens), 128 threads.
+// gate = sigmoid(signed root of rms(key) . rms(stream) / sqrt(hidden)), and the row of the history, rms(gate * value) *
+// norm. Grid (streams, tokens), 128 threads.
 KERNEL(ngram_gate, ARGS(NgramArgs, a), IN(float, proj, 1), IN(float, streams, 2), IN(float, key_norm, 3), IN(float, query_norm, 4),
        IN(float, conv_norm, 5), OUT(float, gates, 6), OUT(float, history, 7)) {
   SHARED(float, part, 4);
@@ -92,8 +92,8 @@ KERNEL(ngram_gate, ARGS(NgramArgs, a), IN(float, proj, 1), IN(float, streams, 2)
   if (tid == 0) gates[tgid.y * a.streams + tgid.x] = gate;
 }
 
-// stream += gate * value + silu(convolution of the history). Positions before the start count as 0. Grid (ceil(hidden / 128),
-// streams, tokens), 128 threads.
+// stream += gate * value + silu(convolution of the history). Positions before the start count as 0. Grid (ceil(hidden /
+// 128), streams, tokens), 128 threads.
 KERNEL(ngram_add, ARGS(NgramArgs, a), IN(float, proj, 1), IN(float, gates, 2), IN(float, conv, 3), IN(float, history, 4),
        OUT(float, streams, 5)) {
   AWAIT();

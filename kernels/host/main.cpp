@@ -1,5 +1,5 @@
-// Executes launches from stdin with the kernels compiled into this program. tests/kernels/host.rs builds it from
-// shim/host.h, quant.metal, each kernel file in its own namespace, and this file.
+// Executes launches from stdin with the kernels compiled into this program. tests/kernels/host.rs builds this program
+// from shim/host.h, quant.metal, each kernel file in its own namespace, and this file.
 //
 // Messages are little-endian u32 words and raw bytes:
 //   'B' id bytes                allocates a buffer, filled with 0xff
@@ -11,9 +11,9 @@
 //                               launches; the answer is a byte 0, or a byte 1, a length and a message
 //   'N'                         lists kernels; the answer is a length and the names, a space after each
 //
-// Under AddressSanitizer a binding is copied to a heap block of exactly its bytes and alignment, so that every
-// overrun is found. Otherwise it is the buffer's memory. Outputs start as 0xff. With `twice` the launch also runs
-// backwards and must give the same bytes.
+// Under AddressSanitizer, a binding is copied to a heap block of exactly its bytes and alignment, so that every overrun
+// is found. Otherwise a binding is the memory of the buffer itself. Outputs start as 0xff. With `twice`, the launch
+// also runs backwards and must give the same bytes.
 #include <memory>
 
 #ifdef FIBER_ASAN

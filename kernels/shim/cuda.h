@@ -1,5 +1,5 @@
 // The kernel dialect for CUDA (NVRTC). A warp is a simdgroup, a block is a threadgroup. Compile with -fmad=false,
-// since Metal does not contract either.
+// because Metal does not fuse multiplications and additions either.
 typedef unsigned char uchar;
 typedef unsigned short ushort;
 typedef unsigned int uint;
@@ -22,9 +22,9 @@ typedef unsigned long long ulong;
 #define tid threadIdx.x
 #define lane (threadIdx.x % 32u)
 #define sg (threadIdx.x / 32u)
-// In a graph, a launch may begin before the previous one has ended. It waits here until the previous launch has
-// ended and its writes are visible. Then the next launch may begin. So at most two launches run at once, and
-// everything written before those two is visible from the start.
+// In a graph, a launch may begin before the previous launch has ended. AWAIT waits until the previous launch has ended
+// and its writes are visible. Then the next launch may begin. So at most two launches run at once, and everything
+// written before those two is visible from the start.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 #define AWAIT() asm volatile("griddepcontrol.wait; griddepcontrol.launch_dependents;" ::: "memory")
 #else
@@ -82,7 +82,7 @@ struct SumTile { float v[8]; };
 #define TILE_LOAD_RIGHT(tile, p, pitch) tile_load_right(tile, p, pitch)
 #define TILE_SCALE(sum, by) tile_scale(sum, by)
 #define TILE_FMA(sum, a, b) tile_fma(sum, a, b)
-// A product has 16 rows here.
+// On CUDA, a product always has 16 rows.
 #define TILE_FMA_TOP(sum, a, b) tile_fma(sum, a, b)
 #define TILE_STORE(sum, p, pitch) tile_store(sum, p, pitch)
 

@@ -1,4 +1,4 @@
-// Fibers: a stack each and a switch between stacks. The assembly avoids the system calls of ucontext.
+// Fibers. Each fiber has a stack, and fiber_switch changes the stack. The assembly avoids the system calls of ucontext.
 #pragma once
 #include <sys/mman.h>
 #include <unistd.h>
@@ -102,7 +102,7 @@ inline void hand_over(Fiber& f, Fiber& next) {
   running->entry();
   abort();
 }
-// Prepares `f` to call `entry` when it is first entered. The stack is reused. Stacks are a power of two apart, so
+// Prepares `f` to call `entry` when `f` is first entered. The stack is reused. Stacks are a power of two apart, so
 // equal depths would map to the same cache sets. The stack of fiber `index` therefore starts a little lower.
 inline void start(Fiber& f, void (*entry)(), unsigned index) {
   if (!f.stack) f.stack = (char*)mmap(nullptr, Fiber::size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON, -1, 0);

@@ -1,6 +1,6 @@
 // The kernel dialect on the host. Every GPU thread is a fiber on one CPU thread, and a threadgroup runs to its end
-// before the next one begins. A fiber runs until it must wait; a simdgroup operation or barrier then releases all
-// its threads together.
+// before the next one begins. A fiber runs until it must wait. A simdgroup operation or barrier then releases all
+// threads of the simdgroup or threadgroup together.
 //
 // Undefined behaviour of a GPU is an error here: a barrier or reduction that some threads do not reach, and, under
 // AddressSanitizer, an access outside a binding or a threadgroup array. Threadgroup memory starts as NaN.
@@ -122,8 +122,8 @@ inline void* shared(const char* name, size_t bytes) {
   return group->arrays.back().second;
 }
 
-// Called when a thread waits or has ended. Switches to the next thread of its simdgroup, or after the last one to the
-// scheduler.
+// Switches from a thread that waits or has ended to the next thread of the same simdgroup. The last thread of a
+// simdgroup switches to the scheduler.
 inline void pass_on() {
   Thread& t = now();
   if (lane == (group->backwards ? 0 : 31)) return leave(t.fiber);
@@ -216,7 +216,7 @@ inline float half_value(uint bits) {
   const float v = e == 0 ? float(f) * as_type<float>(0x33800000u) : as_type<float>((e == 31 ? 255u : e + 112u) << 23 | f << 13);
   return bits & 0x8000u ? -v : v;
 }
-// The value of every half, as a table: a forward pass converts many.
+// The value of every half, as a table: a forward pass converts many halves.
 inline const std::vector<float> halves = [] {
   std::vector<float> all(65536);
   for (uint bits = 0; bits < 65536; bits++) all[bits] = half_value(bits);

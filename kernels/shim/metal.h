@@ -66,7 +66,7 @@ FN void tile_fma(thread SumTile& sum, thread const HalfTile& a, thread const Hal
     for (uint i = 0; i < 4; i++)
       simdgroup_multiply_accumulate(sum.m[i], a.m[i / 2 * 2 + k], b.m[k * 2 + i % 2], sum.m[i]);
 }
-// The first eight rows.
+// tile_fma for the first eight rows only.
 FN void tile_fma_top(thread SumTile& sum, thread const HalfTile& a, thread const HalfTile& b) {
   for (uint k = 0; k < 2; k++)
     for (uint i = 0; i < 2; i++) simdgroup_multiply_accumulate(sum.m[i], a.m[k], b.m[k * 2 + i], sum.m[i]);

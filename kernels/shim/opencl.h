@@ -1,6 +1,6 @@
 // The kernel dialect for C++ for OpenCL, compiled to SPIR-V. This compiler has Metal's address spaces built in and
-// infers them where Metal does. It rejects what a GPU cannot do: recursion, function pointers, threadgroup arrays
-// outside a kernel. Nothing runs the result.
+// infers them where Metal does. The compiler rejects what a GPU cannot do: recursion, function pointers, threadgroup
+// arrays outside a kernel. The compiled kernels are never executed.
 #define FN static inline
 #define DEVICE __global
 #define CONSTANT __constant const

@@ -1,5 +1,5 @@
-//! Values of flags: enumerations, and parsers of numbers, sizes, durations and origins. clap prints the flag and the value
-//! before each error.
+//! Values of flags: enumerations, and parsers of numbers, sizes, durations and origins. clap prints the flag and the
+//! value before each error.
 
 use std::time::Duration;
 

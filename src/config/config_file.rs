@@ -1,5 +1,5 @@
-//! `moestro.toml`: flags by their names, in a file. The command line overrides the environment, the environment overrides
-//! the file, the file overrides the defaults.
+//! `moestro.toml`: flags by their names, in a file. The command line overrides the environment, the environment
+//! overrides the file, the file overrides the defaults.
 //!
 //! ```toml
 //! model = "coder"                  # the model if none is named
@@ -34,7 +34,7 @@ const MAX_BYTES: u64 = 1 << 20;
 /// Flags by name, without the dashes.
 type Flags = BTreeMap<String, String>;
 
-/// A parsed configuration file. It contains only names of known settings.
+/// A parsed configuration file, which contains only names of known settings.
 #[derive(Debug, Default)]
 pub struct ConfigFile {
     path: PathBuf,
@@ -42,7 +42,7 @@ pub struct ConfigFile {
     models: BTreeMap<String, Flags>,
 }
 
-/// The settings of a command, and the source of each.
+/// The settings of a command, and the source of each setting.
 #[derive(Debug, Clone, Default)]
 pub struct Settings {
     /// The configuration file, if there is one.
@@ -145,8 +145,9 @@ impl ConfigFile {
         Ok(file)
     }
 
-    /// Inserts the settings of this file after the subcommand's name. Leaves out settings that the subcommand has no
-    /// flag for, and those that the environment sets. Later flags of the command line override them.
+    /// Inserts the settings of this file after the subcommand's name. Skips settings for which the subcommand has no
+    /// flag, and settings that the environment sets. Flags on the command line come later, so they override the
+    /// inserted settings.
     fn before(&self, args: &[OsString], subcommand: &str, given: &ArgMatches, model: Option<&str>) -> Vec<OsString> {
         let command = help::command();
         let own = |flag: &str| self.setting(model, flag).map(|(value, _)| value);
@@ -171,7 +172,7 @@ impl ConfigFile {
         Some((value, format!("{}{table}", self.path.display())))
     }
 
-    /// All flags of the subcommand. `given`: parsed without the file. `matches`: parsed with it.
+    /// All flags of the subcommand. `given` is parsed without the file, `matches` is parsed with the file.
     fn rows(&self, subcommand: &str, given: &ArgMatches, matches: &ArgMatches, model: Option<&str>) -> Vec<SettingRow> {
         let command = help::command();
         let rows = settings_of(&command, subcommand).filter_map(|arg| {

@@ -1,8 +1,9 @@
-//! Command lines of other programs: flags of llama-server, SwiftLM, vLLM, mlx_lm.server and Ollama that have another name
-//! here, have no effect here, or are not supported. Each gets a sentence instead of a guess.
+//! Command lines of other programs: flags of llama-server, SwiftLM, vLLM, mlx_lm.server and Ollama that have another
+//! name here, have no effect here, or are not supported. For each of these flags, the user gets an explanation instead
+//! of a guess.
 //!
-//! A flag whose name in another program has the same meaning is an alias in `cli`. This table has all others. A flag
-//! that Moestro has itself is never looked up in it.
+//! If a flag of another program has the same meaning as a flag of Moestro, its name is an alias in `cli`. The table in
+//! this file has all other flags. A flag that Moestro itself has is never looked up in the table.
 
 use crate::cli::help;
 use clap::{
@@ -11,16 +12,16 @@ use clap::{
 };
 use std::ffi::OsString;
 
-/// The command of a command line that starts with a flag, as those of llama-server and SwiftLM do.
+/// The command for a command line that starts with a flag, as command lines of llama-server and SwiftLM do.
 const DEFAULT_COMMAND: &str = "serve";
 
 /// The treatment of a flag of another program.
 #[derive(Debug, Clone, Copy)]
 enum Treatment {
-    /// Replaced by these words. A value follows the last one.
+    /// Replaced by these words. The value of the flag follows the last word.
     Becomes(&'static [&'static str]),
-    /// Removed, together with its value if it has one. Such a flag never changes an answer. The sentence says why it is
-    /// not needed.
+    /// Removed, together with its value if the flag has one. Such a flag never changes an answer. The sentence says why
+    /// the flag is not needed.
     Ignored(Values, &'static str),
     /// An error. The sentence names the alternative.
     Refused(&'static str),
@@ -131,7 +132,7 @@ pub struct Translation {
 /// Translates a command line of another program. Everything after `--` stays as it is.
 ///
 /// # Errors
-/// A flag or command that is not supported, with the alternative.
+/// Fails if a flag or command is not supported. The error names the alternative.
 pub fn translate(args: impl IntoIterator<Item = OsString>) -> Result<Translation, String> {
     let mut args: Vec<OsString> = args.into_iter().collect();
     let whole = help::command();
@@ -172,7 +173,7 @@ impl Translation {
                 None => self.args.push(arg),
                 Some(Refused(sentence)) => return Err(format!("{flag} is not supported: {sentence}")),
                 Some(Becomes(words)) => match words {
-                    // This command may not have the new flag. Translate that one, too.
+                    // The command may not have the new flag either, so the new flag is translated, too.
                     [word] if !has_flag(own, word) => {
                         let tail = [OsString::from(*word)].into_iter().chain(value.map(Into::into)).chain(rest);
                         return self.add(own, tail.collect());
@@ -210,7 +211,8 @@ fn stands_alone(flag: &str) -> bool {
     ["-h", "--help", "-V", "--version"].contains(&flag)
 }
 
-/// True if a command has a flag with this name. Letters may be combined, but a word such as `-ngl` is not a combination.
+/// True if a command has a flag with this name. Letters may be combined, but a word such as `-ngl` is not a
+/// combination.
 fn has_flag(command: &Command, flag: &str) -> bool {
     let is_long = |arg: &Arg, name: &str| {
         arg.get_long() == Some(name) || arg.get_all_aliases().is_some_and(|aliases| aliases.contains(&name))

@@ -1,11 +1,11 @@
 //! A checkpoint's sampling defaults and end-of-sequence tokens, from `generation_config.json` and `config.json`. Flags
-//! override them, and a request overrides both.
+//! override these values, and a request overrides both.
 
 use crate::{cli, error::StoreError};
 use serde_json::Value;
 use std::{fs, io, path::Path};
 
-/// Sampling defaults. `None`: not set.
+/// Sampling defaults. A field is `None` if its value is not set.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct GenerationDefaults {
     pub temperature: Option<f32>,
@@ -13,7 +13,7 @@ pub struct GenerationDefaults {
     pub top_k: Option<usize>,
     pub min_p: Option<f32>,
     pub repetition_penalty: Option<f32>,
-    /// End-of-sequence tokens, ascending. Empty if the files name none.
+    /// End-of-sequence tokens, ascending. Empty if the files name no such token.
     pub eos: Vec<u32>,
 }
 

@@ -38,11 +38,12 @@ pub struct Config {
     pub ffn: FfnShape,
     /// Sizes of the residual streams, if there are several that layers mix. `None` for the usual single stream.
     pub streams: Option<StreamShape>,
-    /// The indexer that selects the blocks of positions that attention layers read. `None` if they read all positions.
+    /// The indexer that selects the blocks of positions that attention layers read. `None` if attention layers read all
+    /// positions.
     pub indexer: Option<IndexerShape>,
-    /// The n-gram tables, in order of layers. The rows of each are added to the streams before its layer.
+    /// The n-gram tables, in order of layers. The rows of a table are added to the residual streams before its layer.
     pub ngrams: Vec<NgramShape>,
-    /// The `quantization` table. Empty if there is none.
+    /// The `quantization` table. Empty if the configuration has no such table.
     pub quantization: Value,
 }
 
@@ -53,11 +54,11 @@ pub enum FfnShape {
     },
     Moe {
         experts: usize,
-        /// Experts per token.
+        /// Number of experts per token.
         k: usize,
         intermediate: usize,
         shared: usize,
-        /// The weights of a token's experts are scaled so that they sum to one.
+        /// True if the weights of a token's experts are scaled so that they sum to one.
         renormalise: bool,
     },
 }
@@ -179,12 +180,12 @@ impl Config {
         Ok(config)
     }
 
-    /// Floats of one row of the residual: all streams.
+    /// Number of floats of one row of the residual: all streams.
     pub fn residual_width(&self) -> usize {
         self.hidden * self.streams.map_or(1, |streams| streams.count)
     }
 
-    /// Experts per token, 0 in a dense model.
+    /// Number of experts per token. 0 in a dense model.
     pub fn experts_per_token(&self) -> usize {
         match self.ffn {
             FfnShape::Moe { k, .. } => k,
@@ -207,7 +208,7 @@ pub fn json(dir: &Path) -> Result<Value, ModelError> {
     serde_json::from_slice(&text).map_err(|error| ModelError::Config(error.to_string()))
 }
 
-/// The supported architectures. They differ in the keys that `config.json` must have.
+/// The supported architectures, which differ in the keys that `config.json` must have.
 #[derive(Clone, Copy, PartialEq)]
 enum ModelFamily {
     Dense,
@@ -231,7 +232,7 @@ fn unsupported<T>(model_type: &str) -> Result<T, ModelError> {
     refuse(format!("model_type {model_type} is not supported; Moestro serves qwen3_5, qwen3_5_moe and qwen4_exp"))
 }
 
-/// The quantization table. Its key and its parent object differ between checkpoints.
+/// The quantization table. The name of its key and the object that contains it differ between checkpoints.
 pub(super) fn quantization<'a>(json: &'a Value, text: &'a Value) -> Option<&'a Value> {
     let names = ["quantization", "quantization_config"];
     names.iter().flat_map(|name| [json.get(name), text.get(name)]).flatten().find(|table| table.is_object())
@@ -333,7 +334,8 @@ impl JsonTable<'_> {
         Ok((shape, number("rope_theta", 1e7)?))
     }
 
-    /// Sizes of the attention layers' indexer. RoPE rotates as many of its dimensions as of the attention heads.
+    /// Sizes of the attention layers' indexer. RoPE rotates as many dimensions of an indexer head as of an attention
+    /// head.
     fn indexer(self, attention: &AttentionShape) -> Result<IndexerShape, ModelError> {
         let (dim, ratio) = (self.count("indexer_head_dim", 1 << 12)?, self.count("indexer_compress_ratio", PAGE)?);
         let (budget, rope_dim) = (self.count("indexer_budget", 1 << 24)?, attention.rope_dim);
@@ -368,7 +370,7 @@ impl JsonTable<'_> {
         }
         let mut ngrams = Vec::with_capacity(ids.len());
         for (index, layer) in ids.into_iter().enumerate() {
-            // If there are several, the first one separates texts; the others only end answers.
+            // If there are several end-of-text tokens, the first one separates texts. The others only end answers.
             let eos = self.0.get("eos_token_id").map(|eos| eos.get(0).unwrap_or(eos)).and_then(Value::as_u64);
             let Some(eos) = eos.filter(|eos| *eos < vocab as u64) else {
                 return refuse("the n-gram table needs an eos_token_id in the text model's configuration".into());
@@ -405,7 +407,7 @@ impl JsonTable<'_> {
         if self.0.get(key).is_none_or(Value::is_null) { Ok(default) } else { self.count(key, max) }
     }
 
-    /// Reads `mrope_section`. It only matters for images.
+    /// Reads `mrope_section`, which only matters for images.
     fn rope_sections(self) -> Result<[usize; 3], ModelError> {
         let rope = self.0.get("rope_parameters").or(self.0.get("rope_scaling")).unwrap_or(&Value::Null);
         let Some(sections) = rope.get("mrope_section").filter(|sections| !sections.is_null()) else {

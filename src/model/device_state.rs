@@ -27,7 +27,7 @@ pub struct DeviceState {
     pub kv_shape: AttentionShape,
     pub free_arenas: FreeArenas,
     pub pool: Arc<PagePool>,
-    /// Pools of other formats that were in use before. Sequences may still hold their pages.
+    /// Pools of other formats that were in use before. Sequences may still hold pages of these pools.
     pub other_pools: Vec<(AttentionShape, Arc<PagePool>)>,
     pub scratch: Scratch,
     pub taps: TapBuffers,
@@ -58,7 +58,7 @@ impl DeviceState {
         check_threads(&parts.net, &kv_shape, &mut backend)?;
         let slots = match &parts.store {
             Some(store) => {
-                // A GPU maps whole segments of slots. The CPU maps none.
+                // A GPU maps whole segments of slots. The CPU does not map segments.
                 store.release_whole_segments(limits.is_async);
                 adopt_slots(store, &mut backend)?
             }
@@ -97,7 +97,7 @@ impl DeviceState {
         })
     }
 
-    /// The expert slots, for the store when it releases or restores some of them.
+    /// The expert slots on the device, through which the store releases and restores segments.
     pub fn placed_slots(&mut self) -> PlacedSlots<'_> {
         PlacedSlots { backend: &mut self.backend, slots: &self.slots }
     }

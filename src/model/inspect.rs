@@ -1,4 +1,4 @@
-//! Inspects a checkpoint before it is loaded: its tensors, the file offsets of its experts, and the memory that it
+//! Inspects a checkpoint before loading: its tensors, the file offsets of its experts, and the memory that the model
 //! needs.
 
 use super::{
@@ -39,20 +39,22 @@ use std::{
 pub struct CheckpointInfo {
     pub config: Config,
     pub checkpoint: Checkpoint,
-    /// File offsets of the routed experts in `files`, which are the checkpoint's or those of its pack.
+    /// Offsets of the routed experts in `files`.
     pub experts: ExpertMap,
+    /// The files of the checkpoint, or of its pack.
     pub files: Vec<PathBuf>,
     /// The pack's directory.
     pub pack: Option<PathBuf>,
     /// The records of the pack, and the other files that contain the same experts.
     pub packed: Option<Arc<PackRecords>>,
-    /// The n-gram tables, and their rows in the pack.
+    /// The n-gram tables.
     pub tables: Vec<RowTable>,
+    /// The rows of each n-gram table in the pack.
     pub packed_rows: Vec<Option<PackedRows>>,
     pub shape: ModelFootprint,
     /// Encodings of gate, up and down in the first layer: those of its experts, or of its dense feed-forward.
     pub feed_forward: Option<[ProjectionShape; 3]>,
-    /// The vision tower, if there is one and the options ask for it.
+    /// The vision tower, if the checkpoint has one and the options enable images.
     pub vision: Option<VisionTower>,
     /// The MTP head, if the options ask for one.
     pub head: Option<MtpInfo>,
@@ -60,7 +62,7 @@ pub struct CheckpointInfo {
 }
 
 impl CheckpointInfo {
-    /// [`CheckpointInfo::unpacked`], with the experts of the checkpoint's pack if it has one.
+    /// [`CheckpointInfo::unpacked`], but with the experts of the checkpoint's pack if the checkpoint has one.
     pub fn new(dir: &Path, options: &LoadOptions) -> Result<Self, ModelError> {
         let mut found = Self::unpacked(dir, options)?;
         if !found.tables.is_empty() {
@@ -130,8 +132,8 @@ impl CheckpointInfo {
         })
     }
 
-    /// Plans the memory. The experts of the MTP head are resident if those of the model are. Leaves out the MTP head or
-    /// the vision tower if it does not fit.
+    /// Plans the memory. If the model's experts are resident, the experts of the MTP head are resident too. Leaves out
+    /// the MTP head or the vision tower if the memory is too small for it.
     pub fn plan(&mut self, limits: &MachineLimits, options: &PlanOptions) -> Result<Plan, ModelError> {
         let plan = self.plan_with_head(limits, options);
         match plan {
@@ -171,7 +173,7 @@ impl CheckpointInfo {
     }
 }
 
-/// Bytes that a CPU needs in addition to [`Buffers`]: for each row of a pass, and a fixed part.
+/// Number of bytes that a CPU needs in addition to [`Buffers`]: for each row of a pass, and a fixed part.
 pub fn cpu_scratch(config: &Config) -> [u64; 2] {
     let (attention, delta) = (config.attention, config.delta);
     let (assignments, inner, scores) = match config.ffn {

@@ -108,7 +108,8 @@ impl Qwen {
         }
     }
 
-    /// Moves the model to a GPU, or returns it unchanged if the GPU cannot compute it. Sequences do not move with it.
+    /// Moves the model to a GPU, or returns the model unchanged if the GPU cannot compute it. Sequences do not move
+    /// with the model.
     pub fn move_to(self, gpu: Box<dyn Gpu>) -> Result<Self, Rejected> {
         let Self { parts, device } = self;
         Self::on(parts, Box::new(GpuBackend::new(gpu))).map_err(|rejected| {
@@ -117,11 +118,11 @@ impl Qwen {
         })
     }
 
-    /// Moves the model to the CPU if its GPU was lost. Returns true if so. Weights and experts are always in the CPU's
-    /// memory. New sequences keep the KV format of existing snapshots.
+    /// If the model's GPU was lost, moves the model to the CPU and returns true. Weights and experts are always in the
+    /// CPU's memory. New sequences keep the KV format of existing snapshots.
     pub(super) fn leave_lost_device(&mut self) -> Result<bool, ModelError> {
         let lost = self.device.get_mut();
-        // Waiting takes the pending errors, so that the next request does not get errors of this one.
+        // Waiting returns the pending errors, so that the next request does not get the errors of this request.
         let end = lost.backend.sync_point();
         let _ = lost.backend.wait_for(end);
         if !lost.backend.is_lost() {

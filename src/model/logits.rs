@@ -1,4 +1,4 @@
-//! Logits, and the sums over a row of them that sampling needs.
+//! Logits, and the sums over a row of logits that sampling needs.
 
 pub use crate::ops::logits::{exp_sum, finite, sum_from, to_weights};
 

@@ -1,7 +1,7 @@
 //! Qwen3.5 and 3.6 models, dense and mixture of experts, and the [`Model`] trait through which the engine uses them.
 //!
-//! Read [`mod@reference`] first: it is the architecture in plain tensors, one function per formula. [`forward`] computes
-//! the same on the buffers of any device.
+//! Read [`mod@reference`] first. That module is the architecture in plain tensors, one function per formula.
+//! [`forward`] computes the same on the buffers of any device.
 //!
 //! | file | what it holds |
 //! |---|---|
@@ -75,7 +75,7 @@ pub enum Rows {
 /// The experts that the router of a layer chose for each token, most likely first, and their weights.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct RouterChoice {
-    /// Experts per token.
+    /// Number of experts per token.
     pub k: usize,
     /// Experts, `[tokens, k]`.
     pub ids: Vec<u32>,
@@ -101,8 +101,8 @@ pub type RouterObserver<'a> = dyn FnMut(usize, &RouterChoice) + 'a;
 pub struct PassHooks<'a> {
     /// The images of the sequence, in order. Images outside the tokens of the pass have no effect.
     pub images: &'a [PlacedImage],
-    /// Positions at which to take a snapshot, in ascending order. Each is after the first token of the pass and at most
-    /// after the last. Snapshots cost no extra read of the weights.
+    /// Positions at which to take a snapshot, in ascending order. Each position is after the first token of the pass
+    /// and at most after the last token. Snapshots cost no extra read of the weights.
     pub snapshot_at: &'a [usize],
     /// The snapshots taken, one per position of `snapshot_at`.
     pub snapshots: Vec<Snapshot>,
@@ -121,8 +121,8 @@ pub struct ModelInfo {
     pub context: usize,
     /// Number of tokens above which a longer forward call is not faster.
     pub chunk: usize,
-    /// Maximum number of sequences that [`Model::forward_each`] computes in one pass. 1 if a pass has rows of one sequence
-    /// only.
+    /// Maximum number of sequences that [`Model::forward_each`] computes in one pass. 1 if a pass has rows of one
+    /// sequence only.
     pub batch: usize,
     /// True if the bytes of a row do not depend on the number of rows in its call.
     pub exact_chunks: bool,
@@ -188,8 +188,8 @@ pub trait Model: HiddenStates + Send + 'static {
         hooks: &mut PassHooks<'_>,
     ) -> Result<Logits, ModelError>;
 
-    /// Appends one token to each of several sequences. Returns the logits after each token. They have the same bytes as
-    /// if each sequence ran alone.
+    /// Appends one token to each of several sequences. Returns the logits after each token. The logits have the same
+    /// bytes as if each sequence ran alone.
     ///
     /// # Errors After any error, all states are unusable.
     fn forward_each(&mut self, rows: &mut [(&mut Self::State, u32)]) -> Result<Logits, ModelError> {
@@ -202,26 +202,27 @@ pub trait Model: HiddenStates + Send + 'static {
         Ok(all)
     }
 
-    /// Appends a few tokens and returns the logits after each. They have the same bytes as one token at a time. Until
-    /// the next call with `state`, [`SequenceState::reject`] can undo all tokens except the first.
+    /// Appends a few tokens and returns the logits after each token. The logits have the same bytes as those of one
+    /// token at a time. Until the next call with `state`, [`SequenceState::reject`] can undo all tokens except the
+    /// first.
     fn verify(&mut self, state: &mut Self::State, ids: &[u32]) -> Result<Logits, ModelError>;
 
     /// Takes a snapshot of the whole sequence.
     fn snapshot(&self, state: &mut Self::State) -> Result<Snapshot, ModelError>;
 
-    /// Restores a snapshot taken by this model, or by one with the same weights. Reuses the memory of `reuse` and does
-    /// not copy pages that it already holds.
+    /// Restores a snapshot taken by this model or by another model with the same weights. Reuses the memory of `reuse`,
+    /// and does not copy pages that `reuse` already holds.
     fn restore(&self, snapshot: &Snapshot, reuse: Option<Self::State>) -> Result<Self::State, ModelError>;
 
-    /// Frees memory when the system is short of it, and allocates it again later. Called between passes and while idle.
-    /// Never changes results.
+    /// Frees memory when the system is short of memory. A later call allocates the freed memory again. Called between
+    /// passes and while idle. Never changes results.
     fn fit_memory(&mut self) {}
 
-    /// Called after a failed request. Returns true if the device was lost and the model now runs on another one.
+    /// Called after a failed request. Returns true if the device was lost and the model now runs on another device.
     /// Existing sequences and the pages of their snapshots are then invalid.
     ///
     /// # Errors
-    /// The device is lost and no other one can take over.
+    /// The device is lost and no other device can take over.
     fn recover(&mut self) -> Result<bool, ModelError> {
         Ok(false)
     }

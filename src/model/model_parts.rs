@@ -9,7 +9,7 @@ use crate::{
     plan::{ModelFootprint, Plan},
 };
 
-/// The parts of a model that are the same on every device. They do not change after load, except caches of images.
+/// The parts of a model that are the same on every device. After loading, only the caches of images change.
 pub struct ModelParts {
     pub config: Config,
     pub net: Network,

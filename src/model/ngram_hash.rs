@@ -1,12 +1,12 @@
-//! Computes the rows of an n-gram table that belong to a token. They are hashes of the token and the tokens before it.
+//! Computes the rows of an n-gram table that belong to a token: hashes of the token and of the tokens before it.
 //!
 //! ```text
-//! mix_s = t_0 m_0 ^ t_1 m_1 ^ ... ^ t_(s-1) m_(s-1)          t_0: the token, t_1: the one before it
+//! mix_s = t_0 m_0 ^ t_1 m_1 ^ ... ^ t_(s-1) m_(s-1)          t_0: the token, t_1: the token before it
 //! row of head j of the s-grams = mix_s mod V_h + sum of the V before h,  h = (s - 2) heads + j
 //! ```
-//! An n-gram does not reach over an end-of-text token: all tokens before it also count as end-of-text. So do the
-//! positions before the start. Multipliers come from SplitMix64, the moduli V are primes. All numbers are integers
-//! below 2^63.
+//! An n-gram does not reach over an end-of-text token: all tokens before such a token also count as end-of-text.
+//! Positions before the start count as end-of-text as well. Multipliers come from SplitMix64, the moduli V are primes.
+//! All numbers are integers below 2^63.
 
 use crate::platform::split_mix64::{INCREMENT, SplitMix64};
 
@@ -23,7 +23,7 @@ pub struct NgramShape {
     pub heads: usize,
     /// Total number of values in all rows of a token.
     pub width: usize,
-    /// Lower bound of the primes.
+    /// Lower bound of the moduli, which are primes.
     pub base: u64,
     /// The number of rows of the table is a multiple of this.
     pub divisor: u64,
@@ -38,7 +38,7 @@ pub struct NgramShape {
 }
 
 impl NgramShape {
-    /// Rows per token.
+    /// Number of rows per token.
     pub fn table_heads(&self) -> usize {
         (self.size - 1) * self.heads
     }
@@ -57,7 +57,7 @@ pub struct NgramHash {
     pub sizes: Vec<u64>,
     /// The first row of each head.
     pub offsets: Vec<u64>,
-    /// Rows of the table.
+    /// Number of rows of the table.
     pub rows: u64,
     eos: u32,
     heads: usize,
@@ -89,8 +89,8 @@ impl NgramHash {
         }
     }
 
-    /// The rows of each of `ids`, head by head. `before` are the tokens before them: the last `size - 1`, or fewer at
-    /// the start.
+    /// The row numbers of each of `ids`, head by head. `before` has the last `size - 1` tokens before `ids`, or fewer
+    /// at the start of a sequence.
     pub fn rows_of(&self, before: &[u32], ids: &[u32]) -> Vec<u64> {
         let mut rows = Vec::with_capacity(ids.len() * self.sizes.len());
         for (at, id) in ids.iter().enumerate() {

@@ -1,5 +1,5 @@
-//! An n-gram table on the disk. Its rows depend on token ids only, so a pass requests them before it starts and waits for them
-//! when its layer begins.
+//! An n-gram table on the disk. The rows of a token depend on token ids only. So a pass requests rows before it starts,
+//! and waits for them when the layer of the table begins.
 //!
 //! The table is far larger than memory. Its rows are read one by one, without the page cache. A small cache keeps the
 //! rows that were read last.
@@ -21,9 +21,9 @@ use std::{
     time::Instant,
 };
 
-/// Threads that read rows. A token needs 16 rows, each its own read.
+/// Number of threads that read rows. A token needs 16 rows, each with a separate read.
 const THREADS: usize = 16;
-/// Bytes of the cache of rows.
+/// Size of the cache of rows in bytes.
 pub const CACHE_BYTES: usize = 16 << 20;
 /// Maximum number of rows in one read job.
 const JOB_ROWS: usize = 64;
@@ -31,7 +31,8 @@ const JOB_ROWS: usize = 64;
 /// Estimated bytes of the map and list entries of one row.
 const ROW_ENTRY: usize = 96;
 
-/// Bytes that a pass needs for each token: its rows as they are read and decoded, with up to 4 bytes per value each.
+/// Number of bytes that a pass needs for each token: its rows as they are read and decoded, with up to 4 bytes per
+/// value each.
 pub fn bytes_per_token(shape: &NgramShape) -> u64 {
     (2 * 4 * shape.width + shape.table_heads() * ROW_ENTRY) as u64
 }

@@ -8,17 +8,18 @@ use crate::{
 };
 use std::path::PathBuf;
 
-/// Default maximum number of tokens of an image. It is limited because the time for the vision tower grows faster than
-/// the number of tokens.
+/// Default maximum number of tokens of an image if the CPU computes the vision tower. Limited because the time for the
+/// vision tower grows faster than the number of tokens.
 const CPU_IMAGE_TOKENS: usize = 1024;
+/// Default maximum number of tokens of an image if the GPU computes the vision tower.
 const GPU_IMAGE_TOKENS: usize = 2048;
 
 /// How to load a model.
 #[derive(Debug, Clone, Default)]
 pub struct LoadOptions {
-    /// Compute threads. Default: the physical cores.
+    /// Number of compute threads. The default is the number of physical cores.
     pub threads: Option<usize>,
-    /// Share another model's threads.
+    /// The threads of another model, which this model then shares.
     pub compute: Option<CpuDevice>,
     pub math: CpuArithmetic,
     pub plan: PlanOptions,

@@ -1,7 +1,9 @@
-//! Positions of rows for RoPE. They are the rows' indices up to the first image, and differ after it.
+//! Positions of rows for RoPE. Up to the first image, the position of a row is its index. After the first image, the
+//! two differ.
 //!
-//! A text token has one position on all three axes: time, height and width. The tokens of an image share the time at which it
-//! starts; their height and width count its rows and columns from there. The next text token comes after the larger of the two:
+//! A text token has one position on all three axes: time, height and width. All tokens of an image have the time at
+//! which the image starts. The height and width of an image token count the image's rows and columns, from that time
+//! on. The next text token comes after the larger of height and width:
 //!
 //! ```text
 //! text        (next, next, next)              next += 1
@@ -24,12 +26,12 @@ pub struct RowPositions<'a> {
 }
 
 impl<'a> RowPositions<'a> {
-    /// `next` is the position that a text token at `index` would have. `images` may also have images before `index`.
+    /// `next` is the position that a text token at `index` would have. `images` may also contain images before `index`.
     pub fn new(next: usize, index: usize, images: &'a [PlacedImage]) -> Self {
         Self { next, index, images }
     }
 
-    /// The value of `next` after this many rows.
+    /// The value of `next` after `rows` more rows.
     pub fn next_after(mut self, rows: usize) -> usize {
         self.by_ref().take(rows).for_each(drop);
         self.next

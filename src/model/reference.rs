@@ -1,8 +1,10 @@
-//! The architecture of Qwen3.5, dense and mixture of experts, in plain tensors: one function per formula. Read this first.
+//! The architecture of Qwen3.5, dense and mixture of experts, in plain tensors: one function per formula. Read this
+//! file first.
 //!
 //! A whole sequence is computed at once, in f32 on any Candle device, or in f64 to exclude rounding errors. Nothing is
 //! cached, and nothing is optimised for speed. A matrix is read from the checkpoint and dequantized each time it is
-//! used, so only one is in memory at a time. The tests and `moestro doctor` compare the fast pass with it.
+//! used, so only one matrix is in memory at a time. The tests and `moestro doctor` compare the fast pass with this
+//! code.
 //!
 //! ```text
 //! h = embed[ids]                        T tokens are T rows of `hidden` values
@@ -14,8 +16,8 @@
 //!
 //! The layers of a model with several residual streams differ. `reference/streams.rs` has their formulas.
 //!
-//! Sources: `qwen3_5_moe` in transformers and mlx-lm. The delta rule is equation 10 of Yang et al., "Gated Delta Networks"
-//! (2024).
+//! Sources: `qwen3_5_moe` in transformers and mlx-lm. The delta rule is equation 10 of Yang et al., "Gated Delta
+//! Networks" (2024).
 
 mod streams;
 
@@ -45,7 +47,7 @@ pub struct Reference {
     checkpoint: Checkpoint,
     device: Device,
     precision: DType,
-    /// Bits of quantized keys and values: 8 or 4. `None` without quantization.
+    /// Number of bits of quantized keys and values: 8 or 4. `None` without quantization.
     kv_bits: Option<u32>,
 }
 
@@ -86,7 +88,8 @@ impl Reference {
         self.forward_with_images(ids, &[])
     }
 
-    /// [`Reference::forward`] with images. The rows `[tokens, hidden]` of an image replace the embeddings of its tokens.
+    /// [`Reference::forward`] with images. The rows `[tokens, hidden]` of an image replace the embeddings of the
+    /// image's tokens.
     pub fn forward_with_images(&self, ids: &[u32], images: &[(PlacedImage, Vec<f32>)]) -> Result<Computed, ModelError> {
         let Config { hidden, vocab, eps, .. } = self.config;
         if let Some(&id) = ids.iter().find(|id| **id as usize >= vocab) {
@@ -168,7 +171,7 @@ impl Reference {
     }
 
     /// `position * theta^(-2j / rope_dim)` for each position and frequency `j`. A text token has one position. A token
-    /// of an image has three, and each frequency uses one of them.
+    /// of an image has three positions, and each frequency uses one of the three.
     fn rope_angles(&self, positions: &[Position]) -> Vec<f64> {
         let Config { rope_theta: theta, rope_sections, attention: AttentionShape { rope_dim, .. }, .. } = &self.config;
         let angle = |position: &Position, j: usize| {
@@ -278,7 +281,7 @@ impl Reference {
         Ok(Tensor::from_vec(self.checkpoint.vector(name, len)?, len, &self.device)?.to_dtype(self.precision)?)
     }
 
-    /// The weight of a norm, `[len]`. Hugging Face's layout stores it minus one.
+    /// The weight of a norm, `[len]`. Hugging Face's layout stores the weight minus one.
     fn norm(&self, name: &str, len: usize) -> Result<Tensor, ModelError> {
         Ok(Tensor::from_vec(self.checkpoint.norm(name, len)?, len, &self.device)?.to_dtype(self.precision)?)
     }
@@ -348,9 +351,9 @@ fn attend_masked(q: &Tensor, k: &Tensor, v: &Tensor, mask: &Tensor) -> candle_co
     o.transpose(0, 1)?.contiguous()
 }
 
-/// [`attend`] with quantised keys and values (`--kv-bits`). Both are multiplied by a Hadamard matrix and then rounded.
-/// A query at `t` reads positions from `recent_start(t)` on without rounding. All tensors are `[T, heads, dim]`, and
-/// `dim` is a power of two.
+/// [`attend`] with quantised keys and values (`--kv-bits`). Keys and values are multiplied by a Hadamard matrix and
+/// then rounded. A query at `t` reads positions from `recent_start(t)` on without rounding. All tensors are `[T, heads,
+/// dim]`, and `dim` is a power of two.
 fn attend_quantised(q: &Tensor, k: &Tensor, v: &Tensor, bits: u32) -> candle_core::Result<Tensor> {
     let (tokens, _, dim) = q.dims3()?;
     let sign = |i: usize, j: usize| if (i & j).count_ones().is_multiple_of(2) { 1.0 } else { -1.0 };
@@ -413,7 +416,7 @@ fn convolve_every(step: usize, x: &Tensor, kernel: &Tensor) -> candle_core::Resu
 }
 
 /// The gated delta rule. Each head has a matrix S, zero at first, that maps keys to values. Each token decays the
-/// matrix, corrects the value that the matrix returns for the token's key, and reads it with the token's query:
+/// matrix, corrects the value that the matrix returns for the token's key, and reads the matrix with the token's query:
 ///
 /// ```text
 /// S = decay_t S;   S = S + beta_t (v_t - S k_t) k_t^T;   o_t = S q_t
@@ -435,8 +438,8 @@ pub fn delta_rule(q: &Tensor, k: &Tensor, v: &Tensor, beta: &Tensor, decay: &Ten
     Tensor::stack(&out, 0)
 }
 
-/// The `k` most likely experts of each row of `[T, experts]` with their weights, most likely first. Of equal experts,
-/// the lower number comes first. With `renormalise` the weights of a token sum to one.
+/// The `k` most likely experts of each row of `[T, experts]` with their weights, most likely first. Of equally likely
+/// experts, the expert with the lower number comes first. If `renormalise` is true, the weights of a token sum to one.
 pub fn top_k(likelihood: &Tensor, k: usize, renormalise: bool) -> candle_core::Result<Vec<Vec<(u32, f64)>>> {
     let choose = |row: Vec<f64>| {
         let mut chosen: Vec<(u32, f64)> = (0..).zip(row).collect();

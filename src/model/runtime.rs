@@ -1,4 +1,4 @@
-//! The methods of a loaded model: forward passes, verifies, snapshots, and those that draft models use.
+//! The methods of a loaded model: forward passes, verifies, snapshots, and the methods that draft models use.
 
 use super::{
     HiddenStates, HiddenTaps, Logits, Model, ModelInfo, PassHooks, RouterObserver, Rows, Snapshot, SnapshotSize,
@@ -165,7 +165,7 @@ impl Qwen {
         self.parts.compute.clone()
     }
 
-    /// Bytes of the keys and values of one token in all layers.
+    /// Number of bytes of the keys and values of one token in all layers.
     pub fn kv_bytes(&self) -> u64 {
         kv_bytes_per_token(&self.parts.config, self.device.borrow().kv_shape.format)
     }
@@ -270,9 +270,9 @@ impl Qwen {
         self.device.borrow().mtp.as_ref().map(|mtp| mtp.positions)
     }
 
-    /// Runs the MTP head on `ids` and predicts the token after the last one. The head's cache keeps the positions
-    /// before `at`, and the rest is replaced. `hidden` has the hidden row before each of `ids`, `[rows, hidden]`. With
-    /// `own`, it is the head's own output, otherwise the model's.
+    /// Runs the MTP head on `ids` and predicts the token after the last of `ids`. The head's cache keeps the positions
+    /// before `at`. Later positions are replaced. `hidden` has the hidden row before each of `ids`, `[rows, hidden]`:
+    /// the head's own output if `own` is true, otherwise the model's output.
     pub fn mtp(&self, at: usize, ids: &[u32], hidden: &[f32], own: bool) -> Result<MtpPrediction, ModelError> {
         let Some(head) = &self.parts.mtp else { return Err(ModelError::Config("the model has no MTP head".into())) };
         let DeviceState { backend, limits, buffers, scratch, mtp, .. } = &mut *self.device.borrow_mut();
@@ -280,7 +280,7 @@ impl Qwen {
         head.predict(at, ids, (hidden, own), state, (backend, *limits, buffers, scratch))
     }
 
-    /// Fails if one of `ids` is not a token, or if the context cannot hold them after `len` others.
+    /// Fails if one of `ids` is not a token, or if the context has no room for `ids` after `len` other tokens.
     fn check_ids(&self, len: usize, ids: &[u32]) -> Result<(), ModelError> {
         let (vocab, context) = (self.parts.config.vocab, self.parts.plan.context);
         if len + ids.len() > context {
@@ -456,7 +456,7 @@ impl Qwen {
     }
 
     /// Runs one pass. Appends the logits that the chunk asks for to `logits`. Returns the snapshot marks with the
-    /// states recorded at them.
+    /// states recorded at these marks.
     fn run_pass<'a>(
         &'a self,
         device: &'a mut DeviceState,

@@ -1,5 +1,5 @@
-//! A backend protected by a lock. The engine's thread runs passes on it. The prompt cache's threads read KV pages between
-//! passes.
+//! A backend protected by a lock. The engine's thread runs passes on the backend. The prompt cache's threads read KV
+//! pages between passes.
 
 use crate::{
     device::{DeviceError, Region, Slab, SyncPoint, Timeline},

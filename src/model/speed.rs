@@ -31,19 +31,19 @@ impl ProjectionShape {
         Self { codes: stack.codes, rows: stack.rows, cols: stack.cols }
     }
 
-    /// Bytes of codes, scales and biases.
+    /// Number of bytes of the codes, of the scales and of the biases.
     fn parts(&self) -> [usize; 3] {
         self.codes.part_bytes(self.rows, self.cols)
     }
 
-    /// A stack of one expert whose bytes start at `at`. Sets `at` to their end.
+    /// A stack of one expert whose bytes start at `at`. Sets `at` to the end of these bytes.
     fn stack(&self, at: &mut usize) -> ExpertStack {
         let at = self.parts().map(|len| std::mem::replace(at, *at + len));
         ExpertStack { codes: self.codes, rows: self.rows, cols: self.cols, global_scales: vec![1.0], at: vec![at] }
     }
 }
 
-/// Bytes of gate, up and down together.
+/// Number of bytes of gate, up and down together.
 pub fn bytes(kinds: &[ProjectionShape; 3]) -> usize {
     kinds.iter().flat_map(ProjectionShape::parts).sum()
 }
@@ -100,7 +100,7 @@ pub fn decode_rate(
     Ok((done * at_once * size) as f64 / begin.elapsed().as_secs_f64())
 }
 
-/// Columns of the matrix of [`matrix_rate`].
+/// Number of columns of the matrix of [`matrix_rate`].
 const COLS: usize = 2048;
 /// Number of products between two waits for a GPU.
 const PRODUCTS: usize = 8;

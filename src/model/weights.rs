@@ -1,4 +1,4 @@
-//! Loads the weights of the network from the tensors of a checkpoint. They do not change after loading.
+//! Loads the weights of the network from the tensors of a checkpoint. The weights do not change after loading.
 
 use crate::{
     checkpoint::{self, Checkpoint, MatrixLayout, TrunkLoader, names, norm_encoding},
@@ -37,11 +37,11 @@ pub struct LayerWeights {
     pub ffn: Ffn,
 }
 
-/// The weights with which a layer part reads the residual and adds its result to it.
+/// The weights with which a layer part reads the residual, and with which the part's result is added to it.
 pub enum Residual {
     /// One stream: `x = rms_norm(h)` with this weight, `[hidden]`; `h += y`.
     Norm(Region),
-    /// Several streams: the part reads a mixture of all and adds a multiple of `y` to each.
+    /// Several streams: the part reads a mixture of all streams and adds a multiple of `y` to each stream.
     Streams(Box<StreamMix>),
 }
 
@@ -63,8 +63,9 @@ pub enum Mixer {
 pub struct AttentionWeights {
     /// Projections to `(query, gate) of each head`, keys and values.
     pub qkv: [Weight; 3],
-    /// Weight of the norm of each head, `[dim]`.
+    /// Weight of the norm of each query head, `[dim]`.
     pub q_norm: Region,
+    /// Weight of the norm of each key head, `[dim]`.
     pub k_norm: Region,
     pub out: Weight,
     /// Selects the blocks that each query attends to. `None` if queries attend to all positions.
@@ -76,8 +77,9 @@ pub struct IndexerWeights {
     pub shape: IndexerShape,
     /// Projection to the queries of all heads, and to the key.
     pub proj: Weight,
-    /// Weight of the norm of each head, `[dim]`.
+    /// Weight of the norm of each query head, `[dim]`.
     pub q_norm: Region,
+    /// Weight of the norm of the key, `[dim]`.
     pub k_norm: Region,
 }
 
@@ -145,7 +147,7 @@ impl Network {
             layers.push(layer);
         }
         let head = if config.tied {
-            // Some files also contain a copy of the embedding as the head. Ignore it, as transformers does.
+            // Some files also contain a copy of the embedding as the head. The copy is ignored, as in transformers.
             for part in ["weight", "scales", "biases", "global_scale"] {
                 trunk.from.find(&format!("{}.{part}", names::LM_HEAD));
             }
@@ -364,8 +366,8 @@ fn mixture(
     Ok(MoeWeights { k, renormalise, router, shared: Some(SharedExpert { gate_up, down, result }), stacks })
 }
 
-/// Locates a layer's experts in any of three layouts: stacked (MLX), fused gate and up (Hugging Face), or one tensor per
-/// expert (Hugging Face, re-saved).
+/// Locates a layer's experts in any of three layouts: stacked (MLX), fused gate and up (Hugging Face), or one tensor
+/// per expert (Hugging Face, re-saved).
 pub fn find_experts(
     from: &Checkpoint,
     mlp: &str,

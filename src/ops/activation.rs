@@ -1,5 +1,5 @@
-//! Activation functions, computed in place. The vision tower does not use Candle's functions: they are scalar code, and
-//! Candle's GELU runs on one thread.
+//! Activation functions, computed in place. The vision tower does not use Candle's functions, because they are scalar
+//! code and Candle's GELU runs on one thread.
 
 use super::simd::{
     float,

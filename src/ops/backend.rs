@@ -23,15 +23,15 @@ pub struct BackendLimits {
     pub delta_in_place: bool,
     /// Maximum number of rows in one attention or delta-net call. A longer pass is split into blocks.
     pub max_mixer_rows: usize,
-    /// The pass must allocate the buffers for expert activations. Otherwise the device has its own.
+    /// True if the pass must allocate the buffers for expert activations. False if the device has its own buffers.
     pub needs_expert_buffers: bool,
     /// Operations run asynchronously. Reading a result waits for the device, so the pass batches its reads.
     pub is_async: bool,
     pub kv_format: KvFormat,
     /// The format of the ring of recent positions, which a cache of 8 or 4 bits has in addition to its pages.
     pub recent_format: KvFormat,
-    /// Maximum number of rows in one attention launch and maximum number of bytes of partial results. `None` if the
-    /// device manages both itself.
+    /// `(rows, bytes)`: maximum number of rows in one attention launch, and maximum number of bytes of partial results.
+    /// `None` if the device manages both itself.
     pub partials: Option<(usize, usize)>,
     /// Maximum number of bytes that the memory plan may give to this device, if the device reports a limit.
     pub working_set: Option<u64>,
@@ -43,11 +43,11 @@ pub trait Backend: Timeline + Send {
 
     fn limits(&self) -> BackendLimits;
 
-    /// Returns an error that explains why the device cannot compute this part of a model.
+    /// Returns an error if the device cannot compute this part of a model. The error says why.
     fn accept(&self, part: ModelPart<'_>) -> Result<(), DeviceError>;
 
     /// Returns an error if the device's compiler gives a kernel of this part fewer threads than its launches need. The
-    /// check of all kernels at the start covers only fixed numbers of threads.
+    /// check of all kernels at startup covers only launches whose number of threads is fixed.
     fn check_threads(&mut self, part: ModelPart<'_>) -> Result<(), DeviceError> {
         let _ = part;
         Ok(())
@@ -60,14 +60,14 @@ pub trait Backend: Timeline + Send {
         false
     }
 
-    /// Switches to half-precision products, for the rows of a prompt, or back with `None`. Only called if
-    /// [`BackendLimits::uses_half_precision`] is set. A row's result never depends on other rows.
+    /// With `Some`, later products use half precision, for the rows of a prompt. With `None`, they use full precision
+    /// again. Only called if [`BackendLimits::uses_half_precision`] is set. A row's result never depends on other rows.
     fn set_half_buffers(&mut self, buffers: Option<HalfBuffers>) {
         let _ = buffers;
     }
 
-    /// Starts a pass over the layers. With `streams`, some layers wait until experts are read, so the backend need not
-    /// decide when to submit.
+    /// Called before the layers of a pass. If `streams` is true, layers wait for experts that are being read. Each wait
+    /// submits the queued work, so the backend need not decide when to submit.
     fn begin_layers(&mut self, streams: bool) {
         let _ = streams;
     }
@@ -77,7 +77,7 @@ pub trait Backend: Timeline + Send {
         Ok(())
     }
 
-    /// Waits for pending writes to `from`, then copies it to `into`, which has the same length.
+    /// Waits for pending writes to `from`, then copies the bytes of `from` to `into`. Both must have the same length.
     fn read(&mut self, from: Region, into: &mut [u8]) -> Result<(), DeviceError>;
 
     /// Writes bytes in order with the operations: earlier operations still see the old bytes.
@@ -117,8 +117,9 @@ pub trait Backend: Timeline + Send {
         Ok(())
     }
 
-    /// Marks adopted bytes as complete. They must not change until the device has passed a later sync point. `content`
-    /// identifies the bytes: a device with its own memory skips the copy if it already holds the same content.
+    /// Marks adopted bytes as complete. The bytes must not change until the device has passed a later sync point.
+    /// `content` identifies the bytes: a device with its own memory skips the copy if it already holds the same
+    /// content.
     fn mark_loaded(&mut self, region: Region, content: u64) -> Result<(), DeviceError> {
         let _ = (region, content);
         Ok(())

@@ -2,8 +2,8 @@
 
 use super::simd::{math::exp, wide};
 
-/// Maps a logit to a number that is safe to compute with: NaN to negative infinity, infinity to the largest finite number,
-/// negative zero to zero.
+/// Maps a logit to a number that is safe to compute with: NaN to negative infinity, infinity to the largest finite
+/// number, negative zero to zero.
 #[inline(always)]
 pub fn finite(logit: f32) -> f32 {
     let logit = if logit > f32::MAX { f32::MAX } else { logit };

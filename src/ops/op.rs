@@ -23,13 +23,13 @@ pub enum Op<'a> {
     Linear(Linear<'a>),
     Conv(Conv<'a>),
     DeltaRule(DeltaRule<'a>),
-    /// A reference, because it holds four operations.
+    /// Held by reference, because a [`DeltaNet`] contains four operations.
     DeltaNet(&'a DeltaNet<'a>),
     DeltaNetRows(&'a DeltaNetRows<'a>),
     KvWrite(KvWrite<'a>),
     Attention(Attention<'a>),
     AttentionRows(&'a AttentionRows<'a>),
-    /// A reference, because of its size.
+    /// Held by reference, because a [`BlockAttention`] is large.
     BlockAttention(&'a BlockAttention<'a>),
     ReadStreams(&'a ReadStreams<'a>),
     WriteStreams(WriteStreams<'a>),
@@ -134,6 +134,6 @@ pub enum ModelPart<'a> {
     Attention(&'a AttentionShape),
     Indexer(&'a IndexerShape),
     Delta(&'a DeltaShape),
-    /// Its experts are stored in slots.
+    /// A mixture of experts whose weights are stored in slots.
     Moe(&'a MoeWeights),
 }

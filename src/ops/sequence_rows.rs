@@ -2,13 +2,13 @@
 
 use crate::device::Region;
 
-/// One row of each of several sequences. A state buffer holds the states of all sequences; that of sequence `n` is its
-/// `n`-th part.
+/// One row of each of several sequences. A state buffer holds the states of all sequences. The state of sequence `n` is
+/// the `n`-th part of the buffer.
 #[derive(Debug, Clone, Copy)]
 pub struct SequenceRows {
     /// Minimum and maximum, over all rows, of a row's index in its sequence.
     pub starts: [usize; 2],
-    /// `[rows, 2]` u32: the number of each row's sequence, and the row's index there.
+    /// `[rows, 2]` u32: the number of each row's sequence, and the row's index in that sequence.
     pub table: Region,
 }
 

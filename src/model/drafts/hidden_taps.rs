@@ -10,15 +10,16 @@ use crate::{
 /// Selects the hidden rows that a pass records for a draft.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct HiddenTaps {
-    /// Layers whose output is recorded, in the order in which the draft reads them. Empty if none is.
+    /// Layers whose output is recorded, in the order in which the draft reads them. Empty if no layer is recorded.
     pub layers: Vec<usize>,
-    /// Maximum number of rows recorded per pass: the last ones. At least the 16 rows of a verify, because any of them
-    /// may be accepted.
+    /// Maximum number of rows recorded per pass. Of a longer pass, the last rows are recorded. Must be at least the 16
+    /// rows of a verify, because each of these rows may be accepted.
     pub rows: usize,
 }
 
 impl HiddenTaps {
-    /// Bytes on the device. The rows of the last layer need none, because they are still in the pass's buffers.
+    /// Number of bytes of the buffers on the device. The rows of the last layer need no buffer, because they are still
+    /// in the pass's buffers.
     pub fn bytes(&self, config: &Config) -> u64 {
         let copied = self.layers.iter().filter(|layer| **layer + 1 < config.layers).count();
         (copied * self.rows * config.residual_width() * 4) as u64

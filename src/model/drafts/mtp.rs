@@ -1,13 +1,13 @@
-//! The MTP head (multi-token prediction): one layer of attention and experts that predicts the token after the next from the
-//! residual stream after the model's last layer.
+//! The MTP head (multi-token prediction): one layer of attention and experts that predicts the token after the next
+//! from the residual stream after the model's last layer.
 //!
 //! ```text
 //! u = fc [ rms_norm(embed(x[p + 1])) ; rms_norm(rms_norm(h[p])) ]    h[p]: after the last layer; inner norm: the model's
 //! m = rms_norm(layer(u))                                             the layer has its own KV cache
 //! logits of x[p + 2] = W_head m                                      the model's head
 //! ```
-//! For further tokens, `m` takes the place of `rms_norm(h)`. In a model with several residual streams, the streams R take the
-//! place of h:
+//! For further tokens, `m` takes the place of `rms_norm(h)`. In a model with several residual streams, the streams R
+//! take the place of h:
 //!
 //! ```text
 //! u[c] = fc_hidden n[c] + fc_embedding rms_norm(embed(x[p + 1]))     n = rms_norm(R[p]) over all streams at once
@@ -58,7 +58,7 @@ pub struct MtpInfo {
     from: Checkpoint,
     config: Config,
     map: ExpertMap,
-    /// Bytes of all weights except the experts.
+    /// Number of bytes of all weights except the experts.
     trunk: u64,
     /// Number of slots for the experts.
     pub slots: usize,
@@ -86,7 +86,8 @@ pub struct MtpDeviceState {
     /// Capacity of the cache in positions.
     pub positions: usize,
     taps: TapBuffers,
-    /// The weight of the norm of hidden rows: the model's last norm, or the head's own over all streams.
+    /// The weight of the norm of hidden rows: the model's last norm or, with several streams, the head's own norm over
+    /// all streams.
     hidden_norm: Vec<f32>,
 }
 
@@ -183,7 +184,7 @@ impl MtpInfo {
         self.slots = (all / 4).max(2 * self.config.experts_per_token()).min(all);
     }
 
-    /// Bytes of the loaded head: weights, expert slots, cache and hidden rows.
+    /// Number of bytes of the loaded head: weights, expert slots, cache and hidden rows.
     pub fn bytes(&self, format: KvFormat) -> u64 {
         let (a, width) = (&self.config.attention, self.config.residual_width());
         let kv = CACHE_POSITIONS * 2 * a.kv_heads * format.row_bytes(a.dim);
@@ -272,8 +273,8 @@ impl MtpDeviceState {
 }
 
 impl MtpHead {
-    /// Runs the head on `ids` at positions from `at` on, and predicts the token after the last. `hidden` has the hidden
-    /// row before each of `ids`. With `own`, they are the head's own rows, otherwise the model's.
+    /// Runs the head on `ids` at positions from `at` on, and predicts the token after the last of `ids`. `hidden` has
+    /// the hidden row before each of `ids`: the head's own rows if `own` is true, otherwise the model's rows.
     pub fn predict(
         &self,
         at: usize,
@@ -299,7 +300,8 @@ impl MtpHead {
         let (mut start, end, mut out) = (at, at + ids.len(), MtpPrediction::default());
         for (ids, rows) in ids.chunks(buffers.rows).zip(rows.chunks(buffers.rows * width)) {
             let kind = if ids.len() == 1 { PassKind::Decode } else { PassKind::Prefill };
-            // Only distances within the head's own context matter, so its positions are its indices, even after images.
+            // Only distances within the head's own context matter. So a row's position is its index in that context,
+            // even after images.
             let positions = RowPositions::new(start, start, &[]);
             let commit = Commit::Now;
             let (sequences, image_rows) = (&[], &[]);

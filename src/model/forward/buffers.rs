@@ -16,11 +16,11 @@ pub const LOGIT_ROWS: usize = 16;
 /// Each buffer inside the shared block starts at a multiple of this many words.
 const ALIGN_WORDS: usize = 64;
 
-/// Buffers for up to `rows` rows. All layers use the same ones.
+/// Buffers for up to `rows` rows. All layers use the same buffers.
 ///
-/// A layer's mixer (attention or delta net) ends before its feed-forward starts. So the buffers that only one of them
-/// needs share memory: `proj` to `y` of the mixer, and `act` and `out` of the experts. A mixer may compute its rows in
-/// blocks. Its buffers then hold one block.
+/// A layer's mixer (attention or delta net) ends before its feed-forward starts. So the buffers that only the mixer
+/// needs (`proj` to `y`) share memory with those that only the experts need (`act` and `out`). A mixer may compute its
+/// rows in blocks. The mixer's buffers then hold one block.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Buffers {
     pub rows: usize,
@@ -31,13 +31,14 @@ pub struct Buffers {
     /// `[MAX_VERIFY_ROWS, 2]` u32, if each row belongs to another sequence: the number of the sequence, and the row's
     /// index there.
     pub sequences: Region,
-    /// `[rows, hidden]`: the residual stream, and the normalised rows that the experts read. With several streams, `h`
-    /// is the result of a layer part, and `normed` is the mixture that the part reads.
+    /// `[rows, hidden]`: the residual stream. With several residual streams, the result of a layer part.
     pub h: Region,
+    /// `[rows, hidden]`: the normalised rows that the experts read. With several residual streams, the mixture that a
+    /// layer part reads.
     pub normed: Region,
-    /// If there are several residual streams: all of them, `[rows, residual width]`, and for each the factor of a
-    /// part's result, `[rows, streams]`.
+    /// `[rows, residual width]`: all residual streams, if there are several.
     pub streams: Region,
+    /// `[rows, streams]`: the factor with which a layer part's result is added to each residual stream.
     pub inject: Region,
     /// Intermediate results of the mixture of streams.
     pub stream: MixBuffers,
@@ -62,11 +63,12 @@ pub struct Buffers {
     /// Partial results of attention, or an indexer's scores.
     pub partials: Region,
     pub moe: MoeBuffers,
-    /// `[rows, k]` u32: the experts that the router chose, and their slots if every expert is resident.
+    /// `[rows, k]` u32: the experts that the router chose.
     pub expert_ids: Region,
+    /// `[rows, k]` u32: the slots of the chosen experts, if every expert is resident.
     pub expert_slots: Region,
-    /// For passes that compute experts one assignment at a time: a list of slots for each call, and one with the slots
-    /// of all calls. `[k + 2, k]` u32 for each row.
+    /// For passes that compute experts one assignment at a time: a list of slots for each call, and one list with the
+    /// slots of all calls. `[k + 2, k]` u32 for each row.
     pub per_assignment: Region,
     /// `[layers, experts]` u32: the slot of each expert. Only valid if all experts are resident.
     pub slot_tables: Region,
@@ -215,7 +217,7 @@ impl Buffers {
         if rows == 1 && self.single_y.len > 0 { self.single_y } else { self.y }
     }
 
-    /// Bytes for each row, and bytes that do not depend on the rows.
+    /// Number of bytes for each row, and number of bytes that do not depend on the number of rows.
     pub fn cost(config: &Config, limits: &BackendLimits) -> (u64, u64) {
         let bytes = |rows: usize| {
             let mut bytes = 0;
@@ -248,13 +250,17 @@ pub struct Scratch {
 /// Lists of the mixture of experts, reused by all layers.
 #[derive(Default)]
 pub struct MoeScratch {
-    /// Chosen experts, `[tokens, k]`. If some experts are not resident, also the router's logits, `[tokens, experts]`.
+    /// Chosen experts, `[tokens, k]`.
     pub ids: Vec<u32>,
+    /// The router's logits, `[tokens, experts]`, if some experts are not resident.
     pub logits: Vec<f32>,
+    /// Weights of the chosen experts, `[tokens, k + 1]`. The last weight of a row is the shared expert's.
     pub weights: Vec<f32>,
+    /// Experts that are predicted for the next layer.
     pub predicted: Vec<u32>,
-    /// Experts whose reads completed together, and their assignments.
+    /// Experts whose reads completed together.
     pub groups: Vec<ExpertGroup>,
+    /// The assignments of `groups`.
     pub assignments: Vec<u32>,
     /// The slot of each assignment whose expert is loaded.
     pub slots: Vec<u32>,

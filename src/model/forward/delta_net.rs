@@ -22,8 +22,9 @@ struct RowBuffers {
     proj: Region,
     /// `[rows, channels]`: q, k, v after the convolution.
     mixed: Region,
-    /// `[rows, values]`: the output of the delta rule, and that output after norm and gate.
+    /// `[rows, values]`: the output of the delta rule.
     out: Region,
+    /// `[rows, values]`: the output of the delta rule after norm and gate.
     y: Region,
 }
 
@@ -82,7 +83,7 @@ impl DeltaNetWeights {
     }
 
     /// [`DeltaNetWeights::forward`] for rows of different sequences in one operation. `state` has the states of all
-    /// sequences. None has rows to replay.
+    /// sequences. No sequence may have rows to replay.
     pub fn forward_together(
         &self,
         input: PartInput,
@@ -140,7 +141,7 @@ impl DeltaNetWeights {
         Ok(())
     }
 
-    /// The convolution and the delta rule as operations, over the rows to replay and then `tokens` new ones:
+    /// The convolution and the delta rule as operations, over the rows to replay and then `tokens` new rows:
     ///
     /// ```text
     /// q, k, v = silu(causal_conv(q k v));  q, k to unit length per head

@@ -8,8 +8,8 @@ use crate::{
     ops::Linear,
 };
 
-/// Appends `rms_norm(h) W_head^T` for the rows whose logits the chunk asks for, at most [`LOGIT_ROWS`] at a time. With
-/// several streams, their mixture takes the place of `rms_norm(h)`.
+/// Appends `rms_norm(h) W_head^T` for the rows whose logits the chunk asks for, at most [`LOGIT_ROWS`] at a time. In a
+/// model with several residual streams, the mixture of the streams takes the place of `rms_norm(h)`.
 pub fn append_logits(net: &Network, pass: &mut Pass<'_>, out: &mut Vec<f32>) -> Result<(), ModelError> {
     let (b, hidden, vocab, wanted) = (pass.buffers, pass.config.hidden, pass.config.vocab, pass.chunk.logits.clone());
     for first in wanted.clone().step_by(LOGIT_ROWS) {

@@ -6,12 +6,13 @@
 //!                  h = h + ffn(rms_norm(h))      ffn: mixture of experts, dense in small models
 //! logits = rms_norm(h) W_head^T
 //! ```
-//! Loading chooses the parts of each layer: how it reads and writes the residual, which mixer and feed-forward it has, and
-//! whether rows of an n-gram table are added before it. With several residual streams, a mixture of them takes the place of
-//! `rms_norm(h)`, and h holds the part's result until it is added to each.
+//! Loading chooses the parts of each layer: how the layer reads and writes the residual, which mixer and feed-forward
+//! the layer has, and whether rows of an n-gram table are added before the layer. With several residual streams, a
+//! mixture of the streams takes the place of `rms_norm(h)`, and h holds a part's result until the result is added to
+//! each stream.
 //!
-//! Each step is an operation on buffers. A CPU runs it immediately, a GPU encodes it. The mixers and feed-forwards read
-//! like their counterparts in [`reference`](mod@crate::model::reference).
+//! Each step is an operation on buffers, which a CPU executes immediately and a GPU encodes into a command buffer. The
+//! mixers and feed-forwards read like their counterparts in [`reference`](mod@crate::model::reference).
 
 mod attention;
 pub mod buffers;
@@ -141,7 +142,8 @@ impl Mixer {
         pass.execute(out_proj)
     }
 
-    /// [`Mixer::forward_each`] with one operation for all sequences. Their states must be in the same buffers.
+    /// [`Mixer::forward_each`] with one operation for all sequences. The states of all sequences must be in the same
+    /// buffers.
     fn forward_together<'s>(
         &self,
         x: PartInput,

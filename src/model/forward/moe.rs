@@ -7,9 +7,9 @@
 //!                     +-- shared expert, while the disk reads --------------------+
 //! ```
 //!
-//! An *assignment* is one chosen expert of one token. Each assignment has its own result buffer. Once all are computed,
-//! a token's results are summed in the router's order. So the bytes do not depend on the order in which experts are
-//! read.
+//! An *assignment* is one chosen expert of one token. Each assignment has its own result buffer. Once all assignments
+//! are computed, the results of each token are summed in the router's order. So the bytes do not depend on the order in
+//! which experts are read.
 
 use super::{
     buffers::MoeScratch,
@@ -22,8 +22,8 @@ use crate::{
     ops::{CombineExperts, ExpertGroup, ExpertSet, Experts, MoeWeights, NO_SLOT, Norm, Router},
 };
 
-/// Number of prompt rows that predict the next layer's experts. The experts that these rows choose most often are those
-/// that all rows choose most often.
+/// Number of prompt rows that predict the next layer's experts. A sample of rows is enough: the experts that the sample
+/// chooses most often are also those that all rows choose most often.
 const PREDICTING_ROWS: usize = 64;
 
 /// `h += sum(weight * expert(x)) + sigmoid(w_sg x) * shared(x)`, `x = rms_norm(h)`. Predicts the experts of `next`, the
@@ -84,7 +84,8 @@ pub fn forward(
     let choice = ExpertChoice { ids: &scratch.ids, k: layer.k, logits: &scratch.logits };
     let mut fetch = experts.fetch(index, &choice, kind, &mut *pass.backend)?;
 
-    // Prefetched reads queue after this layer's own. They run while this layer's experts and the next mixer compute.
+    // Prefetched reads queue after this layer's own reads, and run while this layer's experts and the next mixer
+    // compute.
     if let Some(next) = next {
         if !limits.is_async {
             predict(index + 1, next, pass, &mut scratch.predicted)?;
@@ -165,8 +166,8 @@ fn run_experts(
         (buffers.jobs, buffers.order) =
             (rest(buffers.jobs, assignments.len() * 3), rest(buffers.order, assignments.len()));
         if !one_by_one {
-            // With single assignments, the final sum also reads the slots, so they stay pinned. Otherwise release them
-            // after this batch.
+            // If assignments are computed one at a time, the final sum also reads the slots, so the slots stay pinned.
+            // Otherwise the slots are released after this batch.
             batch.release_after(pass.backend.sync_point());
         }
         if !fetch.is_empty() {
@@ -196,7 +197,7 @@ fn predict(index: usize, layer: &MoeWeights, pass: &mut Pass<'_>, out: &mut Vec<
     Ok(pass.backend.read_words(ids, out)?)
 }
 
-/// Reads the router's choice from the device: the ids, and if asked for the logits and the weights.
+/// Reads the router's choice from the device: always the ids; the logits and the weights only on request.
 fn read_choice(
     layer: &MoeWeights,
     logits: bool,

@@ -29,7 +29,7 @@ pub struct Chunk<'a> {
     pub ids: &'a [u32],
     /// If the rows belong to several sequences: the sequence of each row. `start` and `positions` are then ignored.
     pub sequences: &'a [SequenceRow],
-    /// The states of all sequences are in the same buffers, and the device computes their rows in one operation.
+    /// True if the states of all sequences are in the same buffers and the device computes their rows in one operation.
     pub share_buffers: bool,
     /// Index of the first row in the sequence.
     pub start: usize,
@@ -42,7 +42,7 @@ pub struct Chunk<'a> {
     /// The expert cache treats passes differently: a prompt uses nearly every expert once, and decoding uses the
     /// experts of earlier tokens again.
     pub kind: PassKind,
-    /// True if the matrix products may use half precision: for the rows of a prompt, if there is more than one.
+    /// True if the matrix products may use half precision. Only set for a pass with several rows of a prompt.
     pub half: bool,
     pub commit: Commit,
 }
@@ -63,7 +63,7 @@ pub struct ImageRows {
     pub row: usize,
     /// Rows of the whole image, `[tokens, hidden]`.
     pub values: Arc<Vec<f32>>,
-    /// The image's tokens that are in the chunk.
+    /// The range of the image's tokens that are in the chunk.
     pub tokens: Range<usize>,
 }
 
@@ -110,7 +110,7 @@ pub struct LayerHooks<'a> {
 /// because it only grows.
 #[derive(Default)]
 pub struct SnapshotMarks {
-    /// Ascending.
+    /// The rows, in ascending order.
     pub rows: Vec<usize>,
     /// For each of `rows`: the convolution and recurrent states of all delta nets, layer by layer.
     pub states: Vec<Vec<u8>>,
@@ -123,7 +123,7 @@ impl Pass<'_> {
         self.chunk.ids.len()
     }
 
-    /// The table of rows, if they belong to different sequences and the device computes them in one operation.
+    /// The table of rows, if the rows belong to different sequences and the device computes them in one operation.
     pub fn sequence_rows(&self) -> Option<SequenceRows> {
         let starts = || self.chunk.sequences.iter().map(|row| row.start);
         let (first, last) = (starts().min()?, starts().max()?);
@@ -152,7 +152,7 @@ impl Pass<'_> {
     }
 
     /// Prepares the input of a layer part. With several streams, also sets `h` to zero, so that the part can add its
-    /// result to it.
+    /// result to `h`.
     pub fn read(&mut self, residual: &Residual) -> Result<PartInput, ModelError> {
         let (b, hidden) = (self.buffers, self.config.hidden);
         let mix = match residual {

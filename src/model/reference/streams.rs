@@ -97,9 +97,9 @@ impl Reference {
         Ok(scaled.reshape((tokens, width))?.broadcast_mul(&self.norm(name, width)?)?)
     }
 
-    /// Returns the positions that each token attends to, as a mask `[T, T]`, and the blocks that it selects, `[T,
-    /// blocks]`, where -1 means none. A block of `ratio` positions is scored by its key: the mean of its tokens' keys,
-    /// then norm and rotation.
+    /// Returns the positions that each token attends to, as a mask `[T, T]`, and the blocks that each token selects,
+    /// `[T, blocks]`, where -1 means no block. A block of `ratio` positions is scored with the block's key: the mean of
+    /// the keys of its tokens, normalised and rotated.
     fn select(&self, u: &Tensor, path: &str) -> Result<(Tensor, Tensor), ModelError> {
         let Some(shape) = self.config.indexer else {
             return Err(ModelError::Config("the attention layers have no indexer".into()));

@@ -1,8 +1,9 @@
 //! The KV cache's memory: pages of [`PAGE`] positions of all layers, which sequences and snapshots share.
 //!
 //! A full page is never written again, so a snapshot and the sequences restored from it share its full pages. A
-//! sequence writes only to its pages after the last full one, which no other sequence or snapshot has. A page returns
-//! to the pool when its last reference is dropped. Each sequence has a table of its page numbers on the device.
+//! sequence writes only to the pages after its last full page. No other sequence or snapshot refers to those pages. A
+//! page returns to the pool when its last reference is dropped. Each sequence has a table of its page numbers on the
+//! device.
 
 use crate::{
     device::{DeviceError, Region},
@@ -19,7 +20,7 @@ use std::{borrow::Cow, fmt, sync::Arc, time::Duration};
 
 pub use crate::ops::attention::PAGE;
 
-/// Maximum time to wait for a free page. Another thread may hold the last one while reading it.
+/// Maximum time to wait for a free page. Another thread may still be reading the page that is released next.
 const FREE_PAGE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Keys and values of up to [`PAGE`] positions. The layout of the bytes is private to the model.
@@ -62,7 +63,7 @@ impl From<Vec<u8>> for KvPage {
     }
 }
 
-/// A page of the pool. Dropping it returns the page to the pool.
+/// A page of the pool. Dropping this value returns the page to the pool.
 pub struct PooledPage {
     pool: Arc<PagePool>,
     index: u32,
@@ -95,10 +96,11 @@ pub struct PagePool {
     pub layers: Vec<[Region; 2]>,
     /// Block keys of the indexer of each attention layer, `[pages, index_part]` bytes. Empty if there are no indexers.
     pub index: Vec<Region>,
-    /// Bytes of one page in one region of `layers`, and in one of `index`.
+    /// Number of bytes of one page in one region of `layers`.
     page_part: usize,
+    /// Number of bytes of one page in one region of `index`.
     index_part: usize,
-    /// Key and value heads. A page has [`PAGE`] rows of each.
+    /// Number of key and value heads. A page has [`PAGE`] rows of each head.
     kv_heads: usize,
     /// Numbers of the free pages.
     free: Mutex<Vec<u32>>,
@@ -106,7 +108,7 @@ pub struct PagePool {
     count: usize,
     /// Number of pages of one full context.
     context_pages: usize,
-    /// Bytes of the pages in excess of those that the memory plan counts for one context.
+    /// Number of bytes of the pages in excess of those that the memory plan counts for one context.
     beyond_context: u64,
 }
 
@@ -117,7 +119,8 @@ impl fmt::Debug for PagePool {
 }
 
 impl PagePool {
-    /// Allocates as many pages as `plan` allows. If possible, the system commits their memory when it is first written.
+    /// Allocates as many pages as `plan` allows. If possible, the system commits the memory of a page when the page is
+    /// first written.
     pub fn new(
         config: &Config,
         shape: &AttentionShape,
@@ -162,17 +165,17 @@ impl PagePool {
         self.free.lock().len()
     }
 
-    /// Bytes of a page.
+    /// Number of bytes of a page.
     pub fn page_bytes(&self) -> u64 {
         (2 * self.layers.len() * self.page_part + self.index.len() * self.index_part) as u64
     }
 
-    /// Bytes of the pages that exist for snapshots, beyond those of one context.
+    /// Number of bytes of the pages that exist for snapshots, beyond those of one context.
     pub fn snapshot_bytes(&self) -> u64 {
         self.beyond_context
     }
 
-    /// Bytes by which the pages in use plus `more` pages exceed one context.
+    /// Number of bytes by which the pages in use plus `more` pages exceed one context.
     pub fn excess_bytes(&self, more: usize) -> u64 {
         (self.count + more).saturating_sub(self.free() + self.context_pages) as u64 * self.page_bytes()
     }
@@ -195,8 +198,8 @@ impl PagePool {
         Ok(Arc::new(KvPage::Pooled(page)))
     }
 
-    /// Reads the first `rows` positions of a page. For each layer, the keys and then the values, head by head. At the
-    /// end, the block keys of the indexers.
+    /// Reads the first `rows` positions of a page: for each layer the keys and then the values, head by head, and at
+    /// the end the block keys of the indexers.
     pub fn read(&self, index: u32, rows: usize) -> Result<Vec<u8>, DeviceError> {
         let mut backend = self.backend()?;
         let lock = backend.clone();
@@ -212,7 +215,7 @@ impl PagePool {
         Ok(out)
     }
 
-    /// The reverse of [`PagePool::read`].
+    /// Writes bytes that [`PagePool::read`] returned to the first `rows` positions of a page.
     pub fn write(&self, index: u32, rows: usize, bytes: &[u8]) -> Result<(), ModelError> {
         if bytes.len() != self.page_bytes() as usize / PAGE * rows {
             return Err(ModelError::Config("the snapshot belongs to another model".into()));
@@ -230,8 +233,8 @@ impl PagePool {
         self.backend.upgrade().ok_or_else(|| DeviceError("the model of these pages was unloaded".into()))
     }
 
-    /// The regions of the first `rows` positions of a page: one for each layer if the page is full, otherwise one for
-    /// each head. Of the block keys, the same share is included, which covers all closed blocks.
+    /// The regions of the first `rows` positions of a page: one region for each layer if the page is full, otherwise
+    /// one for each head. Includes the same share of the block keys, which covers all closed blocks.
     fn regions(&self, index: u32, rows: usize) -> impl Iterator<Item = Region> {
         let (page_part, kv_heads) = (self.page_part, self.kv_heads);
         let head_row = page_part / PAGE / kv_heads;

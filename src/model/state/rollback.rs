@@ -1,11 +1,11 @@
 //! Undoing speculative rows of a delta net.
 //!
-//! Attention can forget rejected draft tokens by shortening its KV cache. A delta net cannot: its recurrent state is a sum
-//! over all tokens and has no inverse. Copying the state before each verify would cost 126 MB for the 35B.
+//! Attention can forget rejected draft tokens by shortening its KV cache. A delta net cannot: its recurrent state is a
+//! sum over all tokens and has no inverse. Copying the state before each verify would cost 126 MB for the 35B.
 //!
-//! Instead, a verify reads the state but does not write it. It keeps the projected inputs of its rows in a *replay
-//! buffer*. Rejecting rows shortens the buffer. The next pass first replays the rows that were accepted, in registers,
-//! and then continues with its own rows. No state is copied and no weight is read twice.
+//! Instead, a verify reads the state but does not write it. The verify keeps the projected inputs of its rows in a
+//! *replay buffer*. Rejecting rows shortens the buffer. The next pass first replays the rows that were accepted, in
+//! registers, and then continues with its own rows. No state is copied and no weight is read twice.
 //!
 //! ```text
 //! verify 4 rows      replay buffer: [a b c d]   state: before a
@@ -45,7 +45,7 @@ pub struct ReplayBuffer {
     mixed: Region,
     /// Half that holds the current rows: 0 or 1.
     half: usize,
-    /// Rows in that half.
+    /// Number of rows in that half.
     rows: usize,
 }
 
@@ -60,7 +60,7 @@ pub enum Commit {
     VerifyNext { before: usize },
 }
 
-/// Bytes of the replay buffers of all layers. Part of the memory plan.
+/// Number of bytes of the replay buffers of all layers. Part of the memory plan.
 pub fn replay_bytes(config: &Config) -> u64 {
     let (layers, shape) = (config.layers - config.full_layers(), &config.delta);
     if layers == 0 {
@@ -105,7 +105,7 @@ impl DeltaState {
         Ok(())
     }
 
-    /// Rows that the next pass must replay before its own.
+    /// Rows that the next pass must replay before its own rows.
     pub fn pending(&self, shape: &DeltaShape) -> Replay {
         let Some(ReplayBuffer { proj, mixed, half, rows }) = self.replay else { return Replay::default() };
         let rows_of = |region: Region, width: usize| region.rows(half * MAX_VERIFY_ROWS, rows, width);

@@ -1,8 +1,8 @@
 //! Ring buffers with one row for each of the last positions: state of a layer other than keys, values and recurrent
 //! state.
 //!
-//! A ring holds `capacity` rows; position `p` is row `p % capacity`. Rejected rows need no rollback: later rows overwrite them. A
-//! snapshot copies the rows that positions after it depend on.
+//! A ring holds `capacity` rows. Position `p` is row `p % capacity`. Rejected rows need no rollback, because later rows
+//! overwrite them. A snapshot copies the rows that positions after the snapshot depend on.
 
 use super::rollback::append_region;
 use crate::{
@@ -22,7 +22,7 @@ pub struct RowRing {
 /// The rows before a position that later positions depend on.
 #[derive(Debug, Clone, Copy)]
 pub enum KeptRows {
-    /// The last rows, as many as the number says.
+    /// This number of rows directly before the position.
     Last(usize),
     /// The rows after the last multiple of this many positions.
     OpenBlock(usize),
@@ -45,7 +45,7 @@ impl KeptRows {
 }
 
 impl RowRing {
-    /// Bytes of the kept rows in a snapshot. The same at every position.
+    /// Number of bytes of the kept rows in a snapshot, the same at every position.
     pub fn snapshot_bytes(&self) -> usize {
         self.keep.max() * self.width * 4
     }

@@ -1,7 +1,8 @@
-//! The state of one sequence. It is in the device's memory and is updated in place.
+//! The state of one sequence, which is in the device's memory and is updated in place.
 //!
 //! Full-attention layers have keys and values in pages of the pool. Delta nets have a convolution and a recurrent state
-//! of fixed size. This fixed part is an *arena*. The next sequence reuses it, so starting a sequence allocates nothing.
+//! of fixed size. This fixed part is an *arena*. The next sequence reuses the arena, so starting a sequence allocates
+//! nothing.
 
 use super::{
     kv_pages::{KvPage, PAGE, PagePool},
@@ -22,7 +23,7 @@ use crate::{
 use parking_lot::Mutex;
 use std::{ops::Range, sync::Arc};
 
-/// Bytes of the position `next` at the end of a snapshot's state.
+/// Number of bytes of the position `next` at the end of a snapshot's state.
 pub const NEXT_BYTES: usize = 8;
 /// Maximum number of rows that one call writes to a ring.
 pub const MAX_RING_BLOCK: usize = 2048;
@@ -30,14 +31,15 @@ pub const MAX_RING_BLOCK: usize = 2048;
 /// One layer's state.
 #[derive(Debug, Clone, Copy)]
 pub enum LayerState {
-    /// The KV cache, with keys after norm and RoPE, and the cache of the indexer, which is empty if there is none.
+    /// The KV cache, with keys after norm and RoPE, and the cache of the indexer. The latter is empty without an
+    /// indexer.
     Attention(KvCache, IndexCache),
     DeltaNet(DeltaState),
 }
 
 impl LayerState {
     /// The states of sequences `0..=number` that share these buffers. Each region holds the states of all these
-    /// sequences. This state must be that of sequence `number`.
+    /// sequences. `self` must be the state of sequence `number`.
     pub fn up_to(&self, number: usize) -> Self {
         let all = |region: Region| Region {
             offset: region.offset - number * region.len,
@@ -105,18 +107,18 @@ pub type FreeArenas = Arc<Mutex<ArenaList>>;
 #[derive(Debug)]
 pub struct ArenaList {
     free: Vec<Arena>,
-    /// Number of arenas in the next allocation. They share buffers, so that a GPU can compute rows of their sequences
-    /// in one operation.
+    /// Number of arenas in the next allocation. These arenas share buffers, so that a GPU can compute rows of different
+    /// sequences in one operation.
     next: usize,
 }
 
 impl ArenaList {
-    /// Creates an empty list. The first `together` arenas share buffers. Each later arena has its own.
+    /// Creates an empty list. The first `together` arenas share buffers. Each later arena has its own buffers.
     pub fn new(together: usize) -> FreeArenas {
         Arc::new(Mutex::new(Self { free: Vec::new(), next: together.max(1) }))
     }
 
-    /// Takes the oldest free arena: the one with the lowest buffer number, and the lowest number within that buffer.
+    /// Takes the oldest free arena: the arena with the lowest buffer number and, within that buffer, the lowest number.
     fn take(&mut self) -> Option<Arena> {
         let oldest = (0..self.free.len()).min_by_key(|index| {
             let arena = &self.free[*index];
@@ -153,8 +155,8 @@ pub struct QwenState {
     free_arenas: FreeArenas,
 }
 
-/// Sizes of the attention layers, and the format of their KV cache: the one that the device prefers, or fewer `bits`.
-/// The cache holds `context` positions, of which one pass writes at most `rows`.
+/// Returns the sizes of the attention layers and the format of their KV cache: the format that the device prefers, or a
+/// format with fewer `bits`. The cache holds `context` positions, of which one pass writes at most `rows`.
 pub fn kv_shape(config: &Config, limits: &BackendLimits, bits: KvBits, context: usize, rows: usize) -> AttentionShape {
     let shape = AttentionShape { context, ..config.attention };
     let Some(quantised) = bits.format() else { return AttentionShape { format: limits.kv_format, ..shape } };
@@ -164,7 +166,7 @@ pub fn kv_shape(config: &Config, limits: &BackendLimits, bits: KvBits, context: 
     AttentionShape { format: quantised, recent: Some(RecentRing { capacity, format: limits.recent_format }), ..shape }
 }
 
-/// Bytes of the keys and values of one token in all layers.
+/// Number of bytes of the keys and values of one token in all layers.
 pub fn kv_bytes_per_token(config: &Config, format: KvFormat) -> u64 {
     let a = &config.attention;
     let index = config.indexer.map_or(0, |indexer| indexer.page_bytes() / PAGE);
@@ -188,8 +190,8 @@ fn ring_sizes(config: &Config, block: usize) -> Vec<(usize, usize, KeptRows)> {
     sizes
 }
 
-/// Bytes of the rings and the last tokens in a sequence, and in a snapshot. `block` is the maximum number of rows in
-/// one call of a mixer.
+/// Number of bytes of the rings and the last tokens: in a sequence, and in a snapshot. `block` is the maximum number of
+/// rows in one call of a mixer.
 pub fn ring_bytes(config: &Config, block: usize) -> [u64; 2] {
     let mut bytes = [0, kept_tokens(config) as u64 * 4];
     for (capacity, width, keep) in ring_sizes(config, block) {
@@ -204,12 +206,13 @@ fn kept_tokens(config: &Config) -> usize {
     config.ngrams.iter().map(|ngram| ngram.size - 1).max().unwrap_or(0)
 }
 
-/// Bytes that the recent positions take in a snapshot of a cache with 8 or 4 bits. They have the ring's format.
+/// Number of bytes of the recent positions in a snapshot of a cache with 8 or 4 bits. Snapshots store recent positions
+/// in the format of the ring.
 pub fn recent_snapshot_bytes(config: &Config, shape: &AttentionShape) -> u64 {
     shape.recent.map_or(0, |recent| 2 * RECENT as u64 * kv_bytes_per_token(config, recent.format))
 }
 
-/// Bytes of the states of all delta nets in one sequence.
+/// Number of bytes of the states of all delta nets in one sequence.
 pub fn delta_bytes(config: &Config) -> u64 {
     let d = &config.delta;
     let layer = d.value_heads * d.value_dim * d.key_dim + (d.conv_width - 1) * d.channels();
@@ -302,8 +305,8 @@ impl QwenState {
         }
     }
 
-    /// Takes a snapshot of the first `len` tokens. `next` is the position after them. `fixed` has the states of the
-    /// delta nets and the kept rows of the rings after them.
+    /// Takes a snapshot of the first `len` tokens. `next` is the position after these tokens. `fixed` has the states of
+    /// the delta nets and the kept rows of the rings after these tokens.
     pub fn snapshot(
         &mut self,
         len: usize,
@@ -317,7 +320,7 @@ impl QwenState {
         // `u32::MAX` marks positions before the start, which have no token.
         let missing = std::iter::repeat_n(u32::MAX, self.kept_tokens - tokens.len());
         state.extend(missing.chain(tokens.iter().copied()).flat_map(u32::to_le_bytes));
-        // Padded, so that snapshots have the same size at every position.
+        // The state is padded, so that snapshots have the same size at every position.
         let size = state.len() + recent_bytes(layers, shape);
         recent_regions(layers, shape, recent_start(len)..len)
             .try_for_each(|region| append_region(backend, region, &mut state))?;

@@ -1,5 +1,5 @@
 //! Snapshots: the saved state of a sequence at one position. Another prompt that starts with the same tokens can
-//! continue from it.
+//! continue from the snapshot.
 //!
 //! Keys and values only grow, so a full page of them is never written again: the sequence, its snapshots and the
 //! sequences restored from them share it ([`kv_pages`](super::kv_pages)). Later tokens overwrite the delta nets' states
@@ -17,29 +17,29 @@ use std::{
 pub struct Snapshot {
     /// Number of tokens.
     pub len: usize,
-    /// Keys and values of [`PAGE`] positions each. The last page may hold fewer.
+    /// Keys and values of [`PAGE`] positions each. The last page may hold fewer positions.
     pub pages: Vec<Arc<KvPage>>,
-    /// Recurrent and convolution states of all delta nets.
+    /// The parts of fixed size, such as the recurrent and convolution states of all delta nets.
     pub state: Arc<Vec<u8>>,
 }
 
 /// Sizes of a model's snapshots, in bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct SnapshotSize {
-    /// Recurrent and convolution states of all delta nets.
+    /// Number of bytes of the parts of fixed size, such as the states of all delta nets.
     pub state: u64,
-    /// Keys and values of one position.
+    /// Number of bytes of the keys and values of one position.
     pub position: u64,
 }
 
 impl SnapshotSize {
-    /// Bytes of a snapshot of `len` positions that shares the first `shared` ones with others.
+    /// Number of bytes of a snapshot of `len` positions that shares its first `shared` positions with other snapshots.
     pub fn bytes(&self, len: usize, shared: usize) -> u64 {
         self.state + (len - len.min(shared) / PAGE * PAGE) as u64 * self.position
     }
 }
 
-/// The copies of a sequence's pages that existing snapshots hold. For a model whose KV cache has no pages.
+/// The copies of a sequence's pages that existing snapshots hold. Used by models whose KV cache has no pages.
 #[derive(Debug, Default)]
 pub struct CopiedPages {
     pages: Vec<Weak<KvPage>>,
@@ -70,12 +70,13 @@ impl CopiedPages {
         Ok(Snapshot { len, pages, state: Arc::new(state) })
     }
 
-    /// Number of positions from the start whose pages a new snapshot would share with existing ones.
+    /// Number of positions from the start whose pages a new snapshot would share with existing snapshots.
     pub fn shared_positions(&self) -> usize {
         self.pages.iter().take_while(|page| page.strong_count() > 0).count() * PAGE
     }
 
-    /// Restores `snapshot`. Calls `write` with the keys and values of each page that differs from the sequence's own.
+    /// Restores `snapshot`. Calls `write` with the keys and values of each page that differs from the sequence's own
+    /// page.
     pub fn restore<E: From<DeviceError>>(
         &mut self,
         snapshot: &Snapshot,

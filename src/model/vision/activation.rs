@@ -1,12 +1,13 @@
-//! Bias, softmax and GELU for the tower's tensors. On a GPU, Candle computes them. On the CPU, our own code is
-//! vectorised, works in place and uses all threads. Candle's scalar code would take a third of the tower's time.
+//! Bias, softmax and GELU for the tower's tensors. On a GPU, Candle computes these functions. On the CPU, this module's
+//! own code is vectorised, works in place and uses all threads. Candle's scalar code would take a third of the tower's
+//! time.
 
 use crate::ops::activation;
 use candle_core::{CpuStorage, InplaceOp1, Layout, Result, Tensor, bail, utils::get_num_threads};
 use candle_nn::{Linear, Module, ops::softmax_last_dim};
 use std::thread;
 
-/// Minimum number of values per thread. With fewer, another thread costs more than it saves.
+/// Minimum number of values per thread. With fewer values, another thread costs more time than it saves.
 const MIN_PER_THREAD: usize = 1 << 15;
 
 /// `x W^T + bias`.

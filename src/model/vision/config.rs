@@ -10,9 +10,9 @@ use std::path::Path;
 
 /// Maximum size of a processor configuration in bytes.
 const MAX_BYTES: u64 = 1 << 20;
-/// Number of pixels of the smallest and the largest image, if the checkpoint does not define them.
+/// Number of pixels of the smallest and of the largest image, if the checkpoint does not define these limits.
 const PIXELS: [u64; 2] = [65_536, 16_777_216];
-/// Colour channels.
+/// Number of colour channels.
 pub const CHANNELS: usize = 3;
 
 /// The tower's dimensions, from `vision_config`.
@@ -24,13 +24,13 @@ pub struct VisionConfig {
     pub intermediate: usize,
     /// Width of the merged rows: the text model's hidden size.
     pub out_hidden: usize,
-    /// Pixels per side of a patch.
+    /// Number of pixels per side of a patch.
     pub patch: usize,
-    /// Frames per patch. A still image is repeated for each frame.
+    /// Number of frames per patch. A still image is repeated for each frame.
     pub frames: usize,
-    /// Patches per side of the block that becomes one token.
+    /// Number of patches per side of the block that becomes one token.
     pub merge: usize,
-    /// Rows and columns of the position table.
+    /// Number of rows, and of columns, of the position table.
     pub table_side: usize,
     pub rope_theta: f32,
     /// The token id that is the placeholder for each token of an image.
@@ -40,8 +40,9 @@ pub struct VisionConfig {
 /// Scaling and normalisation of images.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ImageLimits {
-    /// Number of pixels of the smallest and the largest image.
+    /// Number of pixels of the smallest image.
     pub min_pixels: u64,
+    /// Number of pixels of the largest image.
     pub max_pixels: u64,
     /// The sides of a scaled image are multiples of this: the side of a block of patches in pixels.
     pub factor: usize,
@@ -116,8 +117,9 @@ impl VisionConfig {
 }
 
 impl ImageLimits {
-    /// Reads `processor_config.json`, or `preprocessor_config.json` if there is none. `min_pixels` and `max_pixels`
-    /// take precedence over `size`. The `edge` fields of `size` are numbers of pixels, too.
+    /// Reads `processor_config.json`, or `preprocessor_config.json` if the former does not exist. `min_pixels` and
+    /// `max_pixels` take precedence over `size`. Despite their names, the `edge` fields of `size` are numbers of
+    /// pixels, too.
     pub fn read(dir: &Path, config: &VisionConfig) -> Result<Self, ModelError> {
         let read = |name: &str| -> Result<Option<Value>, ModelError> {
             let path = dir.join(name);
@@ -175,7 +177,7 @@ impl ImageLimits {
         Ok(limits)
     }
 
-    /// The limits for images of at most this many tokens.
+    /// The limits for images of at most `tokens` tokens.
     pub fn with_max_tokens(self, tokens: usize) -> Self {
         let max_pixels = self.max_pixels.min(tokens.saturating_mul(self.factor.pow(2)) as u64);
         Self { max_pixels, min_pixels: self.min_pixels.min(max_pixels), ..self }

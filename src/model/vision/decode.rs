@@ -13,7 +13,7 @@ use std::io::Cursor;
 pub const MAX_ENCODED_BYTES: usize = 20 << 20;
 /// Maximum number of pixels of a decoded image.
 const MAX_PIXELS: u64 = 64 << 20;
-/// Bytes that a decoder may use in addition to its output: row buffers, palettes, tables and metadata.
+/// Number of bytes that a decoder may use in addition to its output: row buffers, palettes, tables and metadata.
 const DECODER_BYTES: u64 = 4 << 20;
 /// Maximum size of a partition of a lossy WebP file in bytes. The decoder allocates this size before it reads the
 /// partition.
@@ -22,15 +22,16 @@ const WEBP_PARTITION_BYTES: u64 = 1 << 24;
 /// The header of an encoded image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ImageHeader {
-    /// Height and width after the orientation was applied.
+    /// Height after the orientation was applied.
     pub height: u32,
+    /// Width after the orientation was applied.
     pub width: u32,
     /// Maximum number of bytes of memory that decoding needs.
     pub decoding_bytes: usize,
 }
 
 impl ImageHeader {
-    /// Reads the header of a file. The format is detected from the content; a declared type is ignored.
+    /// Reads the header of a file. The format is detected from the content. A declared type is ignored.
     pub fn read(encoded: &[u8]) -> Result<Self, ImageError> {
         let (mut decoder, format) = open(encoded)?;
         Self::of(&mut decoder, format, encoded.len())
@@ -45,13 +46,14 @@ impl ImageHeader {
         if width.max(height) > width.min(height).saturating_mul(MAX_RATIO) {
             return Err(ImageError::Ratio { width, height, max: MAX_RATIO });
         }
-        // The decoder of progressive JPEG stores 16-bit coefficients. Those of WebP and GIF store a second frame.
+        // The decoder of progressive JPEG stores 16-bit coefficients. The decoders of WebP and GIF store a second
+        // frame.
         let extra = match format {
             ImageFormat::Png => 0,
             ImageFormat::Jpeg => 6,
             _ => 4,
         };
-        // These decoders copy the whole file, and then its metadata or its partitions once again.
+        // These decoders copy the whole file. After that, they also copy its metadata or its partitions.
         let copies = match format {
             ImageFormat::Jpeg => 2 * encoded_len as u64,
             ImageFormat::WebP => 2 * encoded_len as u64 + WEBP_PARTITION_BYTES,
@@ -94,7 +96,7 @@ fn open(encoded: &[u8]) -> Result<(impl ImageDecoder, ImageFormat), ImageError> 
     if format == ImageFormat::WebP && !has_whole_chunks(encoded) {
         return Err(ImageError::Damaged("a chunk ends after the file".into()));
     }
-    // Also limits the colour profile of a PNG, which is compressed.
+    // This limit also applies to the colour profile of a PNG, which is compressed.
     let mut limits = Limits::no_limits();
     limits.max_alloc = Some(DECODER_BYTES);
     reader.limits(limits);

@@ -1,7 +1,8 @@
 //! An image and its position in a prompt.
 //!
-//! Images of one size have the same placeholder ids, so ids alone do not identify a prompt. [`prefix_keys`] replaces the ids of
-//! an image's tokens by numbers from its content hash. The prompt cache compares and stores these, in memory and on disk.
+//! Images of one size have the same placeholder ids, so ids alone do not identify a prompt. [`prefix_keys`] replaces
+//! the ids of an image's tokens by numbers from its content hash. The prompt cache compares these numbers and stores
+//! them, in memory and on disk.
 
 use super::resize::RgbImage;
 use sha2::{Digest, Sha256};
@@ -13,10 +14,12 @@ const FIRST_KEY: u32 = 1 << 31;
 /// An image, ready for the vision tower.
 #[derive(Debug, Clone, Default)]
 pub struct Image {
-    /// Hash of the encoded bytes and of the size limits. With the weights, they determine the rows of the image.
+    /// Hash of the encoded bytes and of the size limits. The hash and the tower's weights determine the rows of the
+    /// image.
     pub hash: [u8; 32],
-    /// Number of rows and columns of tokens.
+    /// Number of rows of tokens.
     pub height: usize,
+    /// Number of columns of tokens.
     pub width: usize,
     /// The pixels, scaled to the size that the tower reads.
     pub pixels: RgbImage,
@@ -119,7 +122,7 @@ mod tests {
             let other = keys(&[other]);
             assert!(one[2..8].iter().zip(&other[2..8]).all(|(a, b)| a != b), "{one:?} {other:?}");
         }
-        // An image whose last tokens are cut off keeps the keys of the others.
+        // An image whose last tokens are cut off keeps the keys of its other tokens.
         assert_eq!(prefix_keys(&ids[..4], &[placed(2, 1, 2, 3)])[..], one[..4]);
     }
 }

@@ -43,8 +43,8 @@ pub struct Vision {
     metrics: Arc<Metrics>,
 }
 
-/// Opens the vision tower of the checkpoint in `dir`. `None` if there is none. If the tower cannot be used, logs a
-/// warning and returns `None`; the model then reads text only.
+/// Opens the vision tower of the checkpoint in `dir`. Returns `None` if the checkpoint has no vision tower. If the
+/// tower cannot be used, logs a warning and returns `None`; the model then reads text only.
 pub fn open(dir: &Path, index: &Index, text_hidden: usize) -> Option<VisionTower> {
     let open = || -> Result<Option<VisionTower>, ModelError> {
         let Some(weights) = TowerWeights::open(index.clone())? else { return Ok(None) };
@@ -65,7 +65,7 @@ impl VisionTower {
         Self { limits: self.limits.with_max_tokens(tokens), ..self }
     }
 
-    /// Computes in bf16 on Candle's Metal device if `on_gpu`, and if there is one.
+    /// If `on_gpu` is true and Candle can open a Metal device, the tower computes on that device in bf16.
     pub fn on_gpu(self, on_gpu: bool) -> Self {
         let device = if on_gpu { device::open_candle_gpu() } else { None };
         match device {
@@ -74,7 +74,8 @@ impl VisionTower {
         }
     }
 
-    /// Bytes for the memory plan: the buffers for one image, the caches, and the weights if they stay on a GPU.
+    /// Number of bytes for the memory plan: the buffers for one image, the caches, and the weights if they stay on a
+    /// GPU.
     pub fn bytes(&self, on_gpu: bool) -> u64 {
         // The cache always keeps the rows of the newest image, even if they exceed its limit.
         let rows = (4 * self.limits.max_tokens() * self.config.out_hidden).max(ROW_CACHE_BYTES);
@@ -90,7 +91,7 @@ impl Vision {
         Self { tower, cache: RefCell::new(ImageRowCache::new(ROW_CACHE_BYTES)), processor, metrics }
     }
 
-    /// Returns the rows `[tokens, hidden]` of an image. Computes them unless they are cached.
+    /// Returns the rows `[tokens, hidden]` of an image, from the cache if possible.
     pub fn rows(&self, image: &Image, keep_going: Option<&dyn Fn() -> bool>) -> Result<Arc<Vec<f32>>, ModelError> {
         if let Some(rows) = self.cache.borrow_mut().get(&image.hash) {
             self.metrics.images_cache.inc();

@@ -1,14 +1,14 @@
 //! Computes the target size of an image and scales it. The result is bit for bit that of Pillow with 8 bits and
 //! `BICUBIC`.
 //!
-//! There are two passes over the channels, first along rows, then along columns. Each rounds to 8 bits. The kernel is
-//! Keys' cubic with a = -0.5, stretched when the image shrinks. Weights are fixed-point numbers of 22 bits.
+//! There are two passes over the channels, first along rows, then along columns. Each pass rounds to 8 bits. The kernel
+//! is Keys' cubic with a = -0.5, stretched when the image shrinks. Weights are fixed-point numbers of 22 bits.
 
 use super::config::{CHANNELS, ImageLimits};
 
 /// The largest ratio of the sides.
 pub const MAX_RATIO: u32 = 200;
-/// Bits after the binary point of a weight.
+/// Number of bits after the binary point of a weight.
 const FRACTION: u32 = 22;
 
 /// An image in 8-bit RGB, row by row.
@@ -20,8 +20,8 @@ pub struct RgbImage {
     pub data: Vec<u8>,
 }
 
-/// Height and width after scaling. They are multiples of the factor, within the limits on pixels, and nearly keep the
-/// aspect ratio. `None` if one side is more than [`MAX_RATIO`] times the other.
+/// Returns height and width after scaling. Both are multiples of the factor, their product is within the limits on
+/// pixels, and their ratio is nearly that of the image. `None` if one side is more than [`MAX_RATIO`] times the other.
 pub fn target_size(height: u32, width: u32, limits: &ImageLimits) -> Option<(usize, usize)> {
     let (longer, shorter) = (height.max(width), height.min(width));
     if shorter == 0 || u64::from(longer) > u64::from(shorter) * u64::from(MAX_RATIO) {
@@ -81,7 +81,7 @@ fn to_byte(sum: i32) -> u8 {
     (sum >> FRACTION).clamp(0, 255) as u8
 }
 
-/// For each output value, the first input value, and the weights of the input values from there on.
+/// For each output value, the index of the first input value, and the weights of the input values from that index on.
 struct Taps {
     first: Vec<usize>,
     /// For each output value, the end of its weights in `weights`.

@@ -66,7 +66,7 @@ impl VisionTower {
         Ok(y.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?)
     }
 
-    /// Bytes of memory that the computation of an image of this many tokens needs.
+    /// Number of bytes of memory that the computation of an image of this many tokens needs.
     pub fn workspace(config: &VisionConfig, tokens: usize) -> u64 {
         let (patches, hidden) = (tokens * config.merge.pow(2), config.hidden);
         let wide = hidden * config.merge.pow(2);

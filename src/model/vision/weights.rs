@@ -1,4 +1,4 @@
-//! The weights of the tower. They are read from the checkpoint's files when they are needed.
+//! The weights of the vision tower, which are read from the checkpoint's files when they are needed.
 //!
 //! On the CPU, each block is read again for every image, so the weights take no memory between images. Reading 0.9 GB
 //! from the page cache takes far less time than the computation. A GPU keeps the weights until
@@ -19,7 +19,7 @@ use candle_nn::{LayerNorm, Linear};
 use serde_json::Value;
 use std::cell::RefCell;
 
-/// Epsilon of every LayerNorm of the tower. The configuration does not contain it.
+/// Epsilon of every LayerNorm of the tower. The configuration does not contain this value.
 const EPS: f64 = 1e-6;
 
 pub struct TowerWeights {
@@ -84,7 +84,7 @@ impl TowerWeights {
         self.from.finish()
     }
 
-    /// Bytes of the tower in the checkpoint.
+    /// Number of bytes of the tower in the checkpoint.
     pub fn bytes(&self) -> u64 {
         let is_part = |name: &String| vision_name(name) != TensorName::Skipped;
         let parts = self.from.index.tensors.iter().filter(|(name, _)| is_part(name));
@@ -133,7 +133,8 @@ impl TowerWeights {
         Ok(LayerNorm::new(part("weight")?, part("bias")?, EPS))
     }
 
-    /// The convolution that embeds patches, as a matrix. This is possible because its stride is its width.
+    /// The convolution that embeds patches, as a matrix. This is possible because the convolution's stride is its
+    /// width.
     pub fn patch_embed(&self, config: &VisionConfig) -> Result<Linear, ModelError> {
         let (rows, cols) = (config.hidden, config.patch_values());
         let channels_last = self.patch_shape(config)?;

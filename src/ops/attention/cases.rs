@@ -124,7 +124,7 @@ fn quantized_kv(b: &mut KernelCheck<'_>, dim: usize, format: KvFormat) -> Result
         let found = b.on_gpu(region)?;
         b.cpu.write(region, bytemuck::cast_slice(&found))?;
     }
-    // Attends with the last two rows. They read the ring and one block of quantized rows.
+    // Computes attention for the last two rows, which read the ring and one block of quantized rows.
     let (start, width) = (tokens - 2, shape.heads * dim);
     let (q, proj) = (q.rows(start, 2, width), proj.rows(start, 2, shape.width()));
     let y = y.floats(2 * width);

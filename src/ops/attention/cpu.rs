@@ -1,7 +1,7 @@
 //! Causal attention on the CPU, as in flash attention.
 //!
-//! The keys are split into blocks at fixed positions. The softmax of a query is computed within a block. Block
-//! results are merged in order, each rescaled to the common maximum. The bytes therefore do not depend on which
+//! The keys are split into blocks at fixed positions. The softmax of a query is computed within a block. Block results
+//! are merged in order, and each result is rescaled to the common maximum. The bytes therefore do not depend on which
 //! threads compute the blocks or how many queries are computed together. Each key and value is converted to f32 once
 //! for all queries that share it.
 
@@ -28,7 +28,7 @@ use std::{
     sync::atomic::{AtomicU64, Ordering},
 };
 
-/// Floats in one cache line.
+/// Number of floats in one cache line.
 const LINE_FLOATS: usize = 16;
 /// Maximum number of queries that one task computes together.
 const MAX_TILE_QUERIES: usize = 64;
@@ -61,7 +61,7 @@ impl Attention<'_> {
         }
         let bits = kv_quant::bits(shape.format);
         let threads = &cpu.compute.threads;
-        // The cache of at least 16 bits: all positions, or the ring of recent positions if the others are quantized.
+        // The cache of at least 16 bits: all positions, or the ring of recent positions if the cache is quantized.
         let (format, full) = match shape.recent {
             Some(ring) if bits.is_some() => {
                 (ring.format, FullKv { bytes: recent, table: None, capacity: ring.capacity })
@@ -108,14 +108,15 @@ struct AttentionCall<'a, T> {
     values: PhantomData<T>,
     /// Number of key and value heads.
     shared: usize,
-    /// Parts into which the query heads of one key head are split. In the methods, `head` is the index of a part.
+    /// Number of parts into which the query heads of one key head are split. In the methods, `head` is the index of a
+    /// part.
     split: usize,
     /// Keys and values of all positions in 8 or 4 bits. `full` is then the ring of recent positions.
     quantized: Option<[QuantizedKv<'a>; 2]>,
     /// Position of the first token.
     start: usize,
     heads: usize,
-    /// Query heads of a part.
+    /// Number of query heads in a part.
     group: usize,
     dim: usize,
     /// `dim`, padded to whole vectors.
@@ -219,7 +220,7 @@ impl<'a, T: KvElement> AttentionCall<'a, T> {
             clear(sums, tile(task).1.len() * group);
         }
         let (sums, part) = (OutPtr(sums.as_mut_ptr()), OutPtr(parts_of.as_mut_ptr()));
-        // SAFETY: `size` values for each index, inside its buffer. Each index belongs to one task at a time.
+        // SAFETY: the `size` values of an index lie inside the buffer. Each index belongs to one task at a time.
         let slice =
             |base: OutPtr, index: usize| unsafe { std::slice::from_raw_parts_mut(base.0.add(index * size), size) };
         for first in (0..blocks).step_by(wave) {
@@ -254,8 +255,8 @@ fn clear(sums: &mut [f32], queries: usize) {
 }
 
 impl<T: KvElement> AttentionCall<'_, T> {
-    /// Blocks that the last of `tokens` sees. With a quantized cache, block 0 is the ring and the pages count from
-    /// 1.
+    /// Number of blocks that the last of `tokens` sees. With a quantized cache, block 0 is the ring, and the blocks of
+    /// the pages are numbered from 1.
     fn blocks(&self, tokens: &Range<usize>) -> usize {
         match self.quantized {
             None => (self.start + tokens.end).div_ceil(BLOCK),
@@ -342,7 +343,8 @@ impl<T: KvElement> AttentionCall<'_, T> {
         }
     }
 
-    /// Computes the queries of `tokens` over one block of keys. Writes maxima, sums and weighted values to `part`.
+    /// Computes attention of the queries of `tokens` over one block of keys. Writes maxima, sums of weights and
+    /// weighted sums of values to `part`.
     fn block(&self, head: usize, tokens: Range<usize>, block: usize, part: &mut [f32], query: &mut TileQueries) {
         self.load_queries(head, &tokens, query);
         let queries = tokens.len() * self.group;
@@ -352,7 +354,7 @@ impl<T: KvElement> AttentionCall<'_, T> {
             if seen.is_empty() {
                 continue;
             }
-            // All queries of a token see the same keys. As many are computed together as fit into registers.
+            // All queries of a token see the same keys. As many queries are computed together as fit into registers.
             let mut n = 0;
             while n < self.group {
                 let at = (index * self.group + n, queries);

@@ -13,12 +13,12 @@ use std::ops::Range;
 
 /// Distance of the prefetch from the row that is being read, in bytes.
 const PREFETCH_BYTES: usize = 20480;
-/// Weights below `e^MIN_EXPONENT` times the block's largest count as 0. They cannot change an f32 sum, and subnormal
-/// products are a hundred times slower.
+/// Weights below `e^MIN_EXPONENT` times the block's largest weight count as 0. Such weights cannot change an f32 sum,
+/// and subnormal products are a hundred times slower.
 const MIN_EXPONENT: f32 = -60.0;
-/// Rows of values that are accumulated while they are in the L1 cache.
+/// Number of rows in a strip. All queries accumulate the values of a strip while the strip is in the L1 cache.
 const STRIP: usize = 32;
-/// Strips between the one in use and the one that is prefetched. Lines are prefetched in memory order, because the
+/// Distance of the prefetched strip from the strip in use, in strips. Lines are prefetched in memory order, because the
 /// hardware prefetcher then fetches further ahead than software prefetches can.
 const PREFETCH_STRIPS: usize = 2;
 
@@ -129,7 +129,7 @@ wide! {
     /// Replaces the first `count` scores of each query by `e^(score - max)`. Returns maxima and sums.
     pub(super) fn softmax[const N: usize](scores: &mut [[f32; BLOCK]; N], count: usize) -> [[f32; 2]; N] {
         let mut results = [[0f32; 2]; N];
-        // Maxima of all queries first. They are independent, so the processor overlaps them.
+        // Computes the maxima of all queries first. These computations are independent, so the processor overlaps them.
         for n in 0..N {
             results[n][0] = max_ignoring_nan(&scores[n][..count]);
         }
@@ -160,8 +160,8 @@ fn softmax_weight(x: f32) -> f32 {
 }
 
 wide! {
-    /// Merges a block's `part` into `sums` for the queries from number `first` on. Both hold all maxima, all sums,
-    /// then all weighted sums, `width` floats for each query.
+    /// Merges a block's `part` into `sums` for the queries from number `first` on. Each of the two slices holds the
+    /// maxima of all queries, then the sums of all queries, then the weighted sums, `width` floats for each query.
     pub(super) fn merge_blocks(sums: &mut [f32], part: &[f32], queries: usize, first: usize, width: usize) {
         for query in first..queries {
             let (old, new) = (sums[query], part[query]);

@@ -12,15 +12,15 @@ use crate::{
 const MIN_SPLIT: usize = 16;
 /// Maximum number of splits of a row. If a row would have more, the split size doubles.
 const MAX_SPLITS: usize = 512;
-/// The same for a quantised cache, without the splits of the recent positions. The maximum is smaller, because one
-/// threadgroup merges all splits.
+/// Maximum number of splits of a row in a quantised cache, not counting the splits of the recent positions. Less than
+/// [`MAX_SPLITS`], because one threadgroup merges all splits.
 const MAX_QUANT_SPLITS: usize = 256;
 /// Maximum number of splits of the recent positions.
 const MAX_RECENT_SPLITS: usize = 2 * RECENT / MIN_SPLIT;
 /// Number of threads in a threadgroup that merges the splits of a quantised cache.
 const MERGE_THREADS: u32 = 512;
 
-/// Positions per split: the smallest size for which `positions` contain fewer than `max` whole splits.
+/// Number of positions per split: the smallest size for which `positions` contain fewer than `max` whole splits.
 fn split_size(positions: usize, max: usize) -> usize {
     let mut size = MIN_SPLIT;
     while positions / size >= max {
@@ -56,7 +56,7 @@ impl AttentionShape {
     fn splits(&self, start: usize, tokens: usize) -> usize {
         let last = (start + tokens).saturating_sub(1);
         match self.recent {
-            // The number of splits is largest just before their size doubles.
+            // The number of splits is largest just before the split size doubles.
             Some(_) if quant_splits_at(start).1 < quant_splits_at(last).1 => MAX_RECENT_SPLITS + MAX_QUANT_SPLITS,
             Some(_) if start / RECENT < last / RECENT => MAX_RECENT_SPLITS + quant_splits_at(last).0,
             Some(_) => (last - recent_start(last)) / MIN_SPLIT + 1 + quant_splits_at(last).0,
@@ -65,7 +65,7 @@ impl AttentionShape {
         }
     }
 
-    /// Floats of partial results for `tokens` rows from position `start`.
+    /// Number of floats of partial results for `tokens` rows from position `start`.
     pub fn partials(&self, start: usize, tokens: usize) -> usize {
         self.partials_of(start, tokens, None)
     }
@@ -231,9 +231,10 @@ impl AttentionRows<'_> {
     }
 }
 
-/// Pairs of a row and a query head per threadgroup.
+/// Number of pairs (row, query head) per threadgroup.
 const QUERIES: usize = 32;
-/// Maximum number of rows times positions in a launch. It takes about 0.1 s on a small GPU and fills a large one.
+/// Maximum number of rows times positions in a launch. Such a launch takes about 0.1 s on a small GPU and fills a large
+/// GPU.
 const WORK: usize = 1 << 24;
 
 impl Attention<'_> {

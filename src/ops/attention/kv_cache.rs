@@ -22,7 +22,7 @@ const FORMAT: quant::ActivationFormat =
 
 /// An element type of cached rows.
 pub(in crate::ops) trait KvElement: Copy + Default + Sync + bytemuck::Pod {
-    /// Elements at the end of a row that hold its scale.
+    /// Number of elements at the end of a row that hold its scale.
     const SCALE_ELEMENTS: usize;
 
     fn load<V: Vector>(x: &[Self; 16]) -> V;
@@ -73,7 +73,7 @@ pub(in crate::ops) struct KvView<'a, T> {
     /// The next page, to prefetch.
     next: &'a [T],
     width: usize,
-    /// Positions in `data`.
+    /// Number of positions in `data`.
     pub capacity: usize,
     /// Position of the first row, a multiple of `capacity`.
     first: usize,
@@ -92,12 +92,12 @@ impl<'a, T: KvElement> KvView<'a, T> {
         };
         let index = position / capacity;
         let data = page(index).unwrap_or_default();
-        // Without a next page, prefetch this one again: prefetching unmapped memory costs a page-table walk each
-        // time.
+        // If there is no next page, this page is prefetched again, because prefetching unmapped memory costs a
+        // page-table walk each time.
         Self { data, next: page(index + 1).unwrap_or(data), width, capacity, first: index * capacity }
     }
 
-    /// Address `bytes` after the row of `position`, to prefetch. It may be outside the cache.
+    /// Address `bytes` after the row of `position`, to prefetch. The address may be outside the cache.
     #[inline(always)]
     pub fn prefetch_address(&self, head: usize, position: usize, bytes: usize) -> *const u8 {
         let of = |data: &[T], row: usize| data.as_ptr().cast::<u8>().wrapping_add(row * self.width * size_of::<T>());
@@ -134,7 +134,7 @@ impl<'a, T: KvElement> KvView<'a, T> {
 #[derive(Clone, Copy)]
 pub(in crate::ops) struct KvRows<'a, T> {
     data: &'a [T],
-    /// Elements of a row, including its scale.
+    /// Number of elements in a row, including its scale.
     pub width: usize,
 }
 
@@ -225,7 +225,7 @@ impl AttentionShape {
         }
     }
 
-    /// Writes a row into the cache and, if there is one, into the ring.
+    /// Writes a row into the cache and, if the shape has a ring, into the ring.
     fn write_row(
         &self,
         row: &mut [f32],

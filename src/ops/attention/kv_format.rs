@@ -6,13 +6,14 @@ pub enum KvFormat {
     F32,
     /// 16-bit integers and one f32 scale for each row; see `kv_cache.rs`.
     I16,
-    /// 8-bit or 4-bit integers with a bf16 scale for each 32 values, after a Hadamard transform; see `kv_quant.rs`.
+    /// 8-bit integers with a bf16 scale for each 32 values, after a Hadamard transform; see `kv_quant.rs`.
     Eight,
+    /// 4-bit integers with a bf16 scale for each 32 values, after a Hadamard transform; see `kv_quant.rs`.
     Four,
 }
 
 impl KvFormat {
-    /// Bytes of one row of `dim` values.
+    /// Number of bytes of one row of `dim` values.
     pub fn row_bytes(self, dim: usize) -> usize {
         match self {
             KvFormat::F32 => 4 * dim,
@@ -44,10 +45,10 @@ impl KvBits {
     }
 }
 
-/// Values that share a scale.
+/// Number of values that share a scale.
 pub const GROUP: usize = 32;
 
-/// Bytes of one row of `dim` values and its scales.
+/// Number of bytes of one row of `dim` values and its scales.
 pub(crate) fn row_bytes(bits: usize, dim: usize) -> usize {
     dim * bits / 8 + dim / GROUP * 2
 }

@@ -1,15 +1,15 @@
-//! Keys and values in 8 or 4 bits (`--kv-bits`): the row format, and which positions a query reads in it.
+//! Keys and values in 8 or 4 bits (`--kv-bits`): the row format, and which positions a query reads in this format.
 //!
 //! A row is first multiplied by a Hadamard matrix, which spreads outliers over all values. Queries are multiplied by
-//! the same matrix, so products with keys do not change. The output of attention is multiplied again, before the
-//! gate, which undoes the transform.
+//! the same matrix, so products with keys do not change. Before the gate, the output of attention is multiplied by the
+//! matrix again, which undoes the transform.
 //!
 //! Then each group of 32 values is stored as integers and one scale: `D * bits / 8` bytes of codes, followed by `D /
 //! 32` bf16 scales. 8-bit integers are -127 to 127. 4-bit integers are the odd numbers from -15 to 15; byte `j` of a
 //! group holds value `j` in its low nibble and value `j + 16` in its high nibble.
 //!
-//! A ring keeps the most recent positions exactly. A query at `p` reads positions from [`recent_start`]`(p)` on
-//! from the ring. This depends on `p` alone, so a row's result does not depend on when it is computed.
+//! A ring keeps the most recent positions exactly. A query at `p` reads positions from [`recent_start`]`(p)` on from
+//! the ring. This start depends on `p` alone, so a row's result does not depend on when the row is computed.
 
 use super::{GROUP, KvFormat, PAGE, kv_format::row_bytes};
 use crate::ops::simd::wide;
@@ -18,7 +18,7 @@ use crate::ops::simd::wide;
 pub const RECENT: usize = 64;
 /// A group whose largest magnitude is below this counts as zero, because its inverse scale would overflow.
 const TINY: f32 = 1e-30;
-/// 1.5 * 2^23. Adding and subtracting it rounds an f32 below 2^22 to an integer, half to even.
+/// 1.5 * 2^23. Adding and then subtracting this constant rounds an f32 below 2^22 to an integer, half to even.
 const ROUND: f32 = 12_582_912.0;
 
 /// The first position that a query at `position` reads from the ring. A multiple of [`RECENT`].
@@ -26,7 +26,7 @@ pub fn recent_start(position: usize) -> usize {
     (position / RECENT * RECENT).saturating_sub(RECENT)
 }
 
-/// Bits of a quantized format; `None` for the others.
+/// Number of bits of a quantized format. `None` for [`KvFormat::F32`] and [`KvFormat::I16`].
 pub(super) fn bits(format: KvFormat) -> Option<usize> {
     match format {
         KvFormat::Eight => Some(8),
@@ -66,7 +66,7 @@ wide! {
             // Bit patterns of magnitudes have the same order as the magnitudes, and NaN is the largest.
             let max = group.iter().fold(0u32, |max, value| max.max(value.to_bits() & 0x7fff_ffff));
             let max = f32::from_bits(max);
-            // Rounded up, so that no integer exceeds the largest.
+            // The scale is rounded up to bf16, so that no code exceeds `levels`.
             let levels = if bits == 8 { 127.0 } else { 15.0 };
             let up = ((max / levels).to_bits() + 0xffff) >> 16;
             let (half, inverse) = if max.is_nan() || up >= 0x7f80 {
@@ -115,7 +115,7 @@ pub(super) fn unpack_row(bits: usize, row: &[u8], integers: &mut [i16], scales: 
     }
 }
 
-/// Dequantizes rows of `dim` values. They stay transformed.
+/// Dequantizes rows of `dim` values. The Hadamard transform is not undone.
 pub(super) fn dequantize_rows(bits: usize, rows: &[u8], dim: usize) -> Vec<f32> {
     let mut values = Vec::new();
     let (mut integers, mut scales) = (vec![0; dim], vec![0.0; dim / GROUP]);
@@ -134,7 +134,7 @@ pub(super) struct QuantizedKv<'a> {
     bytes: &'a [u8],
     table: &'a [u32],
     heads: usize,
-    /// Bytes of a row.
+    /// Number of bytes of a row.
     pub row: usize,
 }
 
@@ -143,7 +143,8 @@ impl<'a> QuantizedKv<'a> {
         Self { bits, dim, bytes, table, heads, row: row_bytes(bits, dim) }
     }
 
-    /// `count` rows at the start of the page after `first`'s, to prefetch. Without a next page, rows of this page.
+    /// `count` rows to prefetch: the first rows of the page after the page of `first`. If there is no such page, the
+    /// rows from `first` on.
     #[inline(always)]
     pub fn next_page_rows(&self, head: usize, first: usize, count: usize) -> &'a [u8] {
         let next = first / PAGE * PAGE + PAGE;

@@ -24,15 +24,15 @@ use super::{
 };
 use std::{arch::x86_64::*, cell::RefCell};
 
-/// Sets of sixteen keys that share the broadcasts of queries.
+/// Number of sets of sixteen keys that share the broadcasts of queries.
 const SETS: usize = 2;
-/// Words of four codes in a group.
+/// Number of words in a group. A word is four codes.
 const WORDS: usize = GROUP / 4;
-/// Positions that are interleaved.
+/// Number of positions whose values are interleaved.
 const QUAD: usize = 4;
-/// Quads whose values stay in L1 until all queries have used them.
+/// Number of quads in a strip. The values of a strip stay in L1 until all queries have used them.
 const STRIP: usize = 16;
-/// 1.5 * 2^23. Adding an integer to its bit pattern adds the integer to its value.
+/// 1.5 * 2^23. Adding a small integer to the bit pattern of this constant adds the integer to its value.
 const ROUND: f32 = 12_582_912.0;
 
 /// Weights of a strip for two groups. For each quad: the low digits of both groups, then the high digits.
@@ -43,7 +43,7 @@ struct StripWeights([[[i32; 2]; 2]; STRIP]);
 /// Two groups of a strip, in the order in which values and weights are multiplied.
 struct ValueTile {
     values: [[__m512i; 4]; STRIP],
-    /// For each query.
+    /// Weights of each query.
     weights: Vec<StripWeights>,
     /// For each pair of groups and each query, the sums with low and high digits over all strips so far.
     totals: Vec<[[__m512i; 2]; 4]>,
@@ -56,8 +56,8 @@ thread_local! {
 /// See [`super::kv_quant_cpu::qk`].
 ///
 /// # Safety
-/// The processor has these features. `rows` are whole rows of `keys`; their number is a multiple of 32 and at most
-/// [`BLOCK`]. `next` are the rows to prefetch.
+/// The processor has the features of `target_feature`. `rows` are whole rows of `keys`; their number is a multiple of
+/// 32 and at most [`BLOCK`]. `next` are the rows to prefetch.
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
 pub(super) unsafe fn qk<const N: usize>(
     queries: &QuantizedQueries,
@@ -70,7 +70,7 @@ pub(super) unsafe fn qk<const N: usize>(
     let [high, low] =
         [&queries.high, &queries.low].map(|digits| digits[first * dim..][..N * dim].as_chunks::<GROUP>().0);
     let query_scales = &queries.scales[first..first + N];
-    // Codes are integers plus 128, or plus 15.
+    // Codes are integers plus 128 (8 bits) or plus 15 (4 bits).
     let bias = if bits == 8 { 128 } else { 15 };
     let mut starts = [[[0; 2]; N]; MAX_HEAD_DIM / GROUP];
     for (n, sums) in queries.sums[first * groups..].chunks_exact(groups).enumerate().take(N) {
@@ -81,8 +81,8 @@ pub(super) unsafe fn qk<const N: usize>(
     let steps = rows.len() / (SETS * 16 * keys.row) * groups * N.div_ceil(4);
     let lines = next.len().div_ceil(64 * steps.max(1));
     let mut prefetch = RowPrefetch::new(next, steps * lines);
-    // `black_box` hides the constant from the compiler. Otherwise it unrolls this loop and computes one query after the
-    // other, in one dependency chain.
+    // `black_box` hides the constant from the compiler. Otherwise the compiler unrolls this loop and computes one query
+    // after the other, in one dependency chain.
     let words = std::hint::black_box(WORDS);
     let mut scales = [[[_mm512_setzero_ps(); 2]; MAX_HEAD_DIM / 64]; SETS];
     for (number, rows) in rows.chunks_exact(SETS * 16 * keys.row).enumerate() {
@@ -180,7 +180,7 @@ fn dots<const M: usize>(
     M
 }
 
-/// Four digits in each word.
+/// The digits of a group as words of four digits.
 #[inline(always)]
 fn words(digits: &[i8; GROUP]) -> &[[u8; 4]; WORDS] {
     bytemuck::cast_ref(digits)
@@ -210,8 +210,8 @@ impl RowPrefetch {
 /// See [`super::kv_quant_cpu::pv`].
 ///
 /// # Safety
-/// The processor has these features. `rows` are whole rows of `values`; their number is a multiple of 64 and at most
-/// [`BLOCK`]. `dim` is a multiple of 64 and at most [`MAX_HEAD_DIM`]. `next` are the rows to prefetch.
+/// The processor has the features of `target_feature`. `rows` are whole rows of `values`; their number is a multiple of
+/// 64 and at most [`BLOCK`]. `dim` is a multiple of 64 and at most [`MAX_HEAD_DIM`]. `next` are the rows to prefetch.
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
 pub(super) unsafe fn pv<const N: usize>(
     sums: &mut [f32],
@@ -303,7 +303,7 @@ fn accumulate<const M: usize>(
     M
 }
 
-/// Writes 64 weighted sums.
+/// Combines the digits of 64 totals, scales the results and writes them to `sums`.
 #[inline]
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
 fn store_sums(totals: &[[__m512i; 2]; 4], back: &[f32], sums: &mut [f32]) {
@@ -352,7 +352,8 @@ fn quantize_weights<const N: usize>(
     to: &mut [StripWeights],
     prefetch: &mut RowPrefetch,
 ) {
-    // The low bytes of four integers, then the high bytes. The zero bytes between them are for the other group.
+    // Each shuffle gives the low bytes of four integers, then the high bytes. The zero bytes in between leave room for
+    // the other group.
     let even = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, 1, 5, 9, 13, -1, -1, -1, -1));
     let odd = _mm512_broadcast_i32x4(_mm_setr_epi8(-1, -1, -1, -1, 0, 4, 8, 12, -1, -1, -1, -1, 1, 5, 9, 13));
     let round = _mm512_set1_ps(ROUND);

@@ -1,5 +1,5 @@
 //! Attention over 8-bit and 4-bit rows in integer arithmetic. Queries and softmax weights are rounded to 16 bits. Sums
-//! within a group are exact. The f32 arithmetic after them has one order, so all processors give the same bytes. This
+//! within a group are exact. The f32 arithmetic that follows has one order, so all processors give the same bytes. This
 //! is the portable version. [`super::kv_quant_avx512`] gives the same bytes.
 
 use super::{
@@ -13,7 +13,7 @@ use std::ops::Range;
 const ROUND: f32 = 12_582_912.0;
 
 /// Scores of a block: `scores[n][i] = q[first + n] . key[seen.start + i]`. Both ends of `seen` are multiples of 32.
-/// Prefetches the values.
+/// Also prefetches the block's values.
 pub(super) fn qk<const N: usize>(
     queries: &QuantizedQueries,
     first: usize,
@@ -63,8 +63,8 @@ wide! {
     }
 }
 
-/// Weighted values of a block: `sums[n] = sum over i of weights[n][i] * value[seen.start + i]`, `[N, width]`. Both
-/// ends of `seen` are multiples of 64. Prefetches the keys of the next page.
+/// Weighted values of a block: `sums[n] = sum over i of weights[n][i] * value[seen.start + i]`, `[N, width]`. Both ends
+/// of `seen` are multiples of 64. Also prefetches the keys of the next page.
 #[allow(clippy::too_many_arguments)] // The shape of a block.
 pub(super) fn pv<const N: usize>(
     sums: &mut [f32],

@@ -7,14 +7,15 @@ use crate::ops::{quant, simd::wide};
 const FORMAT: quant::ActivationFormat =
     quant::ActivationFormat { group: 1, order: quant::ValueOrder::Natural, levels: 32_639 };
 
-/// The largest integer weight. The sum of 256 products with 127 still fits an i32.
+/// The largest integer weight. The sum of 256 products of this weight with 127 still fits in an i32.
 pub(super) const MAX_WEIGHT: f32 = 65_535.0;
 
 /// Queries as integers of two signed digits, `256 * high + low`.
 #[derive(Default)]
 pub(super) struct QuantizedQueries {
-    /// `[N, dim]`.
+    /// High digits, `[N, dim]`.
     pub high: Vec<i8>,
+    /// Low digits, `[N, dim]`.
     pub low: Vec<i8>,
     /// For each group of 32, the sums of its high digits and of its low digits, `[N, dim / 32]`.
     pub sums: Vec<[i32; 2]>,
@@ -58,7 +59,8 @@ wide! {
 
 /// Scales of a block's values, group by group, combined with the factors that turn weights into integers.
 pub(super) struct ValueScales {
-    /// Scale divided by the group's largest, times [`MAX_WEIGHT`]; `[dim / GROUP][BLOCK]`.
+    /// Scale of each value, divided by the group's largest scale in the block, times [`MAX_WEIGHT`]; `[dim /
+    /// GROUP][BLOCK]`.
     pub each: Vec<[f32; BLOCK]>,
     /// A group's largest scale divided by [`MAX_WEIGHT`]. Converts an integer sum to the result.
     pub back: Vec<f32>,
@@ -69,7 +71,7 @@ impl ValueScales {
         Self { each: Vec::new(), back: Vec::new() }
     }
 
-    /// Completes a group whose first `count` entries of `each[group]` are its scales.
+    /// Completes a group. The first `count` entries of `each[group]` must be the group's scales.
     #[inline(always)]
     pub fn finish(&mut self, group: usize, count: usize) {
         let scales = &mut self.each[group][..count];

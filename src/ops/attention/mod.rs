@@ -22,9 +22,9 @@ pub use kv_quant::{RECENT, recent_start};
 use super::SequenceRows;
 use crate::device::{BufferAccess, Region};
 
-/// Positions in one page of keys and values.
+/// Number of positions in one page of keys and values.
 pub const PAGE: usize = 256;
-/// Positions in one block of the softmax. One block is one page.
+/// Number of positions in one block of the softmax. One block is one page.
 const BLOCK: usize = PAGE;
 /// Largest head dimension that `--kv-bits` supports.
 const MAX_HEAD_DIM: usize = 1024;
@@ -46,8 +46,8 @@ pub struct AttentionShape {
     pub recent: Option<RecentRing>,
 }
 
-/// A ring buffer of recent positions: position `p` is row `p % capacity`. If `capacity` is at least `2 * RECENT` plus the
-/// rows of one write, no row is overwritten before its last read.
+/// A ring buffer of recent positions: position `p` is row `p % capacity`. If `capacity` is at least `2 * RECENT` plus
+/// the rows of one write, no row is overwritten before its last read.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RecentRing {
     pub capacity: usize,
@@ -59,22 +59,22 @@ impl AttentionShape {
         (2 * self.heads + 2 * self.kv_heads) * self.dim
     }
 
-    /// Bytes of the keys (or of the values) in one page.
+    /// Number of bytes of the keys (or of the values) in one page.
     pub fn page_bytes(&self) -> usize {
         self.kv_heads * PAGE * self.format.row_bytes(self.dim)
     }
 
-    /// Pages that a full context needs.
+    /// Number of pages that a full context needs.
     pub fn pages(&self) -> usize {
         self.context.div_ceil(PAGE)
     }
 
-    /// Bytes of the keys (or of the values) of a full context.
+    /// Number of bytes of the keys (or of the values) of a full context.
     pub fn cache_bytes(&self) -> usize {
         self.pages() * self.page_bytes()
     }
 
-    /// Bytes of the keys (or of the values) in the ring.
+    /// Number of bytes of the keys (or of the values) in the ring.
     pub fn recent_bytes(&self) -> usize {
         self.recent.map_or(0, |recent| self.kv_heads * recent.capacity * recent.format.row_bytes(self.dim))
     }

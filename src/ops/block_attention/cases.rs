@@ -11,14 +11,15 @@ use crate::{
 
 /// Maximum number of positions of the sequence, which has two pages.
 const CONTEXT: usize = 320;
-/// Maximum number of rows in one call, and in one part of it that is launched together.
+/// Maximum number of rows in one call.
 const MAX_CALL: usize = 210;
+/// Maximum number of rows in one part of a call. The rows of a part are launched together.
 const MAX_PART: usize = 60;
 
 pub(in crate::ops) fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> {
     let shape = IndexerShape { heads: 4, dim: 16, rope_dim: 8, ratio: 4, blocks: 6, eps: 1e-6 };
-    // In order: rows that attend to all blocks, a prompt in which this ends, a block that closes token by token, a
-    // prompt that is launched in parts and crosses a page, and decoding.
+    // In order: rows that attend to all blocks, a prompt whose later rows attend to selected blocks, a block that
+    // closes token by token, a prompt that is launched in parts and crosses a page, and decoding.
     let calls = [11, 36, 1, 1, 1, 210, 1, 1, 1, 1];
     case(b, &shape, KvFormat::F32, &calls, false)?;
     case(b, &shape, KvFormat::I16, &calls[..3], false)?;
@@ -29,7 +30,8 @@ pub(in crate::ops) fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> 
     case(b, &single, KvFormat::F32, &[170, 1], false)
 }
 
-/// Checks consecutive calls with these numbers of rows. With `alike`, three blocks repeat and RoPE rotates nothing.
+/// Checks consecutive calls with these numbers of rows. If `alike` is true, three blocks repeat and RoPE rotates
+/// nothing.
 fn case(
     b: &mut KernelCheck<'_>,
     indexer: &IndexerShape,
@@ -108,7 +110,7 @@ fn compare(b: &mut KernelCheck<'_>, op: &BlockAttention<'_>) -> Result<(), Devic
             }
         }
         for region in [op.cache.keys, op.cache.recent] {
-            // Later parts write more of both.
+            // Later parts write more of these regions, so the regions are compared after the last part.
             if first + count == tokens {
                 let expected = b.on_cpu(region)?;
                 b.expect(CLOSE, &rows, region, &expected)?;

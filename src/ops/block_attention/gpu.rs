@@ -9,7 +9,7 @@ use crate::{
 };
 
 impl IndexerShape {
-    /// Floats of the queries, selection and scores of a row with `closed` closed blocks.
+    /// Number of floats of the queries, selection and scores of a row with `closed` closed blocks.
     fn row_scratch(&self, closed: usize) -> usize {
         self.heads * self.dim + self.blocks + closed.max(1)
     }

@@ -1,6 +1,7 @@
 //! Attention to the blocks of positions that an indexer selects for each query.
 //!
-//! A block is `ratio` consecutive positions. A block is closed once its last token was computed. It then has one key:
+//! A block is `ratio` consecutive positions. A block is closed once its last token was computed. A closed block has one
+//! key:
 //!
 //! ```text
 //! [q: heads x dim | raw: dim] = index projection
@@ -10,7 +11,7 @@
 //! ```
 //! A query attends to the open block and to the `blocks` closed blocks with the highest scores. Of equal scores, the
 //! lower block is selected. If there are at most `blocks` closed blocks, the query attends to all of them. All heads of
-//! a query share its selection.
+//! a query use the same selection.
 
 mod cases;
 mod cpu;
@@ -42,17 +43,17 @@ pub struct IndexerShape {
 }
 
 impl IndexerShape {
-    /// Floats of a projected row.
+    /// Number of floats of a projected row.
     pub fn width(&self) -> usize {
         (self.heads + 1) * self.dim
     }
 
-    /// Floats of a row of [`IndexCache::recent`].
+    /// Number of floats of a row of [`IndexCache::recent`].
     pub fn recent_width(&self) -> usize {
         self.dim + self.rope_dim
     }
 
-    /// Bytes of the block keys of one page of positions.
+    /// Number of bytes of the block keys of one page of positions.
     pub fn page_bytes(&self) -> usize {
         PAGE / self.ratio * self.dim * 4
     }
@@ -61,8 +62,8 @@ impl IndexerShape {
 /// The indexer's state for one sequence.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct IndexCache {
-    /// Keys of closed blocks in pages, f32 `[pages, PAGE / ratio, dim]`. The page table of the KV cache applies to
-    /// them.
+    /// Keys of closed blocks in pages, f32 `[pages, PAGE / ratio, dim]`. The page table of the KV cache also lists
+    /// these pages.
     pub keys: Region,
     /// A ring of the last positions, f32 `[capacity, recent_width]`: the raw key and the RoPE rotation of position `p`
     /// are in row `p % capacity`. The ring has room for the positions of one call and for one block before them.
@@ -91,13 +92,14 @@ pub(in crate::ops) struct SelectionScratch {
 }
 
 impl BlockAttention<'_> {
-    /// Number of blocks that are closed for a query at `position`, and number of those that the query attends to.
+    /// Number of blocks that are closed for a query at `position`, and number of closed blocks that the query attends
+    /// to.
     fn closed(&self, position: usize) -> (usize, usize) {
         let closed = (position + 1) / self.indexer.ratio;
         (closed, closed.min(self.indexer.blocks))
     }
 
-    /// Positions in [`IndexCache::recent`].
+    /// Number of positions in [`IndexCache::recent`].
     fn ring_len(&self) -> usize {
         self.cache.recent.len / (4 * self.indexer.recent_width())
     }

@@ -12,9 +12,9 @@ use crate::{
 };
 use std::cell::RefCell;
 
-/// Blocks in one task of scores.
+/// Number of blocks in one task of scores.
 const TASK_BLOCKS: usize = 512;
-/// Maximum number of scores in the buffer. Rows are computed in groups to stay below it.
+/// Maximum number of scores in the buffer. Rows are computed in groups whose scores fit into the buffer.
 const MAX_SCORES: usize = 1 << 20;
 
 thread_local! {
@@ -32,7 +32,8 @@ fn rotate(x: &mut [f32], pairs: &[f32]) {
 }
 
 impl BlockAttention<'_> {
-    /// Writes the rows to the ring. For each block that they complete, computes its key and writes it to its page.
+    /// Writes the rows to the ring. For each block that the rows complete, computes the block's key and writes the key
+    /// to the block's page.
     pub(super) fn close_blocks(&self, memory: &CpuMemory) -> Result<(), DeviceError> {
         let (shape, start, tokens) = (self.indexer, self.attention.start, self.attention.tokens);
         let (dim, width, wide) = (shape.dim, shape.width(), shape.recent_width());

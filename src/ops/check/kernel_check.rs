@@ -22,7 +22,7 @@ const ALIGN: usize = 128;
 /// The largest relative difference and the allowed one, or the device's error.
 pub(super) type Outcome = Result<(f64, f64), String>;
 
-/// The CPU and the GPU under test. A buffer has the same number on both, so that both can execute the same
+/// The CPU and the GPU under test. A buffer has the same number on both devices, so that both can execute the same
 /// operation.
 pub(in crate::ops) struct KernelCheck<'a> {
     pub cpu: Cpu,
@@ -94,8 +94,8 @@ impl KernelCheck<'_> {
         Ok(values)
     }
 
-    /// Executes an operation on both devices. Returns the kernels that ran on the GPU. If one of them fails, records
-    /// the error and returns an empty list.
+    /// Executes an operation on both devices. Returns the kernels that ran on the GPU. If a kernel fails, records the
+    /// error and returns an empty list.
     pub fn run<'o>(&mut self, op: impl Into<Op<'o>>) -> Result<Vec<&'static str>, DeviceError> {
         let op = op.into();
         self.cpu.execute(&op)?;
@@ -174,7 +174,7 @@ impl KernelCheck<'_> {
         })
     }
 
-    /// Records a difference for each of `kernels`, unless a larger one is recorded already.
+    /// Records a difference for each of `kernels`, unless a larger difference is recorded already.
     pub fn record(&mut self, kernels: &[&str], difference: f64, allowed: f64) {
         for kernel in kernels {
             let outcome = self.found.entry((*kernel).into()).or_insert(Ok((0.0, allowed)));

@@ -1,5 +1,5 @@
 //! Checks of launch order and shared memory: dependent launches run in order within and across command buffers,
-//! independent ones may overlap, and the device sees adopted memory.
+//! independent launches may overlap, and the device sees adopted memory.
 
 use super::{CLOSE, KernelCheck, difference};
 use crate::{
@@ -23,8 +23,8 @@ fn product(x: Region, weight: &Weight, y: Region) -> Op<'_> {
     Linear { x, tokens: 1, norm: None, matrices: std::slice::from_ref(weight), y, add: false }.into()
 }
 
-/// Two interleaved chains in which each product reads the previous result. Runs once with a wait after every launch
-/// and once with commits only. The bytes must be equal.
+/// Two interleaved chains in which each product reads the previous result of its chain. The chains run once with a wait
+/// after every launch and once with commits only. The bytes must be equal.
 fn order(b: &mut KernelCheck<'_>, weight: &Weight) -> Result<(), DeviceError> {
     let begin = [b.random.floats(SIDE), b.random.floats(SIDE)];
     let w = b.random(SIDE)?;

@@ -8,8 +8,9 @@ use crate::ops::{
 };
 use crate::platform::split_mix64::SplitMix64;
 
-/// Odd numbers of rows and columns, so that every kernel has a remainder.
+/// Number of rows of the weights. Odd, so that every kernel has a remainder.
 const ROWS: usize = 37;
+/// Number of columns of the weights: an odd number of groups of 128.
 const COLS: usize = 5 * 128;
 const TOKENS: usize = 3;
 /// Allowed relative difference of the integer arithmetic from f32. With 8-bit codes in groups of 128 an activation

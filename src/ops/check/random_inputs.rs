@@ -5,7 +5,7 @@ use crate::{
     platform::split_mix64::SplitMix64,
 };
 
-/// Random inputs, the same on every machine.
+/// Random inputs, which are the same on every machine.
 pub(in crate::ops) struct RandomInputs(pub SplitMix64);
 
 impl RandomInputs {

@@ -11,8 +11,9 @@ use crate::{
 };
 use std::ops::Range;
 
-/// Channels of a task if there are at most [`FEW_TOKENS`] tokens. Otherwise each token is a task.
+/// Number of channels in a task if there are at most [`FEW_TOKENS`] tokens. Otherwise each token is a task.
 const TASK_CHANNELS: usize = 512;
+/// Maximum number of tokens whose channels are split into tasks.
 const FEW_TOKENS: usize = 8;
 
 impl Conv<'_> {
@@ -49,10 +50,10 @@ impl Conv<'_> {
         // Row `row` of the state, from channel `first` on.
         let kept_row = |row: usize, first: usize| {
             let base = &base;
-            // SAFETY: inside the state. The channels of a task belong to no other task.
+            // SAFETY: the address is inside the state. The channels of a task belong to no other task.
             unsafe { base.add(row * channels + first) }.0
         };
-        // Rows that stay in the state move up; the others are copied from the input.
+        // Rows that stay in the state move up. The other rows are copied from the input.
         let stay = kept.saturating_sub(self.committed);
         let keep = |own: Range<usize>| {
             for row in 0..if stay == kept { 0 } else { kept } {
@@ -60,7 +61,7 @@ impl Conv<'_> {
                     true => kept_row(row + kept - stay, own.start).cast_const(),
                     false => raw(self.committed - (kept - row))[own.clone()].as_ptr(),
                 };
-                // SAFETY: two rows that do not overlap. These channels belong to this task.
+                // SAFETY: the two rows do not overlap, and these channels belong to this task.
                 unsafe { from.copy_to_nonoverlapping(kept_row(row, own.start), own.len()) };
             }
         };

@@ -6,7 +6,7 @@ use crate::{
     ops::SequenceRows,
 };
 
-/// Tokens per threadgroup.
+/// Number of tokens per threadgroup.
 const CONV: usize = 16;
 
 impl Conv<'_> {
@@ -15,7 +15,7 @@ impl Conv<'_> {
         self.launch_rows(None)
     }
 
-    /// [`Conv::launch`]. With `rows`, each row belongs to another sequence, and `state` holds the states of all
+    /// [`Conv::launch`]. If `rows` is given, each row belongs to another sequence, and `state` holds the states of all
     /// sequences.
     pub(in crate::ops) fn launch_rows(&self, rows: Option<SequenceRows>) -> Launch {
         let Self { shape, tokens, proj, weight, replay, committed, state, out } = *self;

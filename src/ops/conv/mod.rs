@@ -4,7 +4,8 @@
 //! rows, then the new rows, so the last tap multiplies the current row. Then `q = q / sqrt(sum(q^2) + 1e-6) /
 //! sqrt(key_dim)` and `k = k / sqrt(sum(k^2) + 1e-6)`.
 //!
-//! At the end the state holds the last `K - 1` rows of `full` up to row `committed` after the old state.
+//! At the end, the state holds the last `K - 1` rows of `full` up to and including the `committed`-th row after the old
+//! state.
 
 mod cases;
 mod cpu;

@@ -1,4 +1,4 @@
-//! The CPU backend's buffers. Each is a range of a slab.
+//! The CPU backend's buffers. Each buffer is a range of a slab.
 
 use crate::{
     device::{DeviceError, Region, Slab},

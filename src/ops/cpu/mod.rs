@@ -31,8 +31,9 @@ pub struct Cpu {
 pub(super) struct CpuScratch {
     pub normed: Vec<f32>,
     pub product: Vec<f32>,
-    /// Delta net: `q . k` of each token and key head, and the gates of each token and value head.
+    /// Delta net: `q . k` of each token and key head.
     pub qk: Vec<f32>,
+    /// Delta net: `[beta, g]` of each token and value head.
     pub gates: Vec<[f32; 2]>,
     pub experts: experts::ExpertScratch,
     pub selection: block_attention::SelectionScratch,
@@ -69,8 +70,8 @@ impl Cpu {
     /// buffers of both kinds.
     pub fn scratch(hidden: usize, widest: usize, assignments: usize, inner: usize) -> [usize; 2] {
         let both = 2 * 4 * hidden + QuantizedRows::row_bytes(widest);
-        // Counted twice, because tasks that share a slice store it as f32 first, or because the shared expert uses
-        // another format.
+        // The values are counted twice, because tasks that share a slice store it as f32 first, or because the shared
+        // expert uses another format.
         let middle = 2 * QuantizedRows::row_bytes(inner).max(4 * inner);
         // The sorted assignments, and a part of the task lists, which hold at most 128 rows.
         let lists = 2 * size_of::<(u32, u32)>() * assignments + size_of::<Activations<'_>>();
@@ -91,7 +92,7 @@ impl Cpu {
         }
     }
 
-    /// Returns an error if a region that the operation writes overlaps another one, or if a region does not exist.
+    /// Returns an error if a region that the operation writes overlaps another region, or if a region does not exist.
     fn check(&self, op: &Op<'_>) -> Result<(), DeviceError> {
         let mut seen = [(Region::default(), BufferAccess::Read); 24];
         let (mut count, mut wrong) = (0, Ok(()));

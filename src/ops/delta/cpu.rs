@@ -16,9 +16,9 @@ use crate::{
 };
 use std::ops::Range;
 
-/// Rows of S in a prefill task, and tokens in a block of it. With keys of 128 values, the rows, keys and queries of a
-/// block stay in L1.
+/// Number of rows of S in a prefill task. With keys of 128 values, the rows, keys and queries of a block stay in L1.
 const ROWS: usize = 32;
+/// Number of tokens in a block of a prefill task.
 const TOKENS: usize = 32;
 
 impl DeltaNetRows<'_> {
@@ -62,7 +62,7 @@ impl DeltaRule<'_> {
         gates.resize(value_heads * all, [0.0; 2]);
         if !alone {
             // Computed here because several tasks of a head use the same values. With one token, each task computes its
-            // own.
+            // own values.
             compute.threads.run_pieces(gates, all, &|head, gates| {
                 gates.iter_mut().enumerate().for_each(|(at, gates)| *gates = gate(at, head));
             });
@@ -160,8 +160,9 @@ struct HeadInputs<'a> {
     replay: usize,
     old: &'a [f32],
     mixed: &'a [f32],
-    /// For each token of this head.
+    /// `q . k` of each new token of this head.
     qk: &'a [f32],
+    /// `[beta, g]` of each token of this head, replayed tokens first.
     gates: &'a [[f32; 2]],
     head: usize,
     first: usize,
@@ -176,7 +177,7 @@ struct HeadToken<'a> {
     read: Option<ReadQuery<'a>>,
 }
 
-/// A query, and its `q . k`.
+/// A query, and its product with the key of the same token.
 #[derive(Clone, Copy)]
 struct ReadQuery<'a> {
     q: &'a [f32],
@@ -201,14 +202,15 @@ impl<'a> HeadInputs<'a> {
     }
 }
 
-/// Maximum number of vectors of a key, and maximum number of rows of S, for which the rows stay in registers.
+/// Number of 16-value vectors in a key. Only keys of this size stay in registers.
 const KEY_VECTORS: usize = 8;
+/// Maximum number of rows of S that stay in registers together.
 const MAX_ROWS: usize = 3;
 
 wide! {
-    /// Updates rows of S with the tokens `at`, a few rows at a time, which stay in registers. Writes back the rows as
-    /// of token `committed`, or as of the last token if that is earlier. `out` receives the results of [`step`], `[tokens,
-    /// rows]`. Returns false and does nothing if there are too few registers.
+    /// Updates rows of S with the tokens `at`, at most [`MAX_ROWS`] rows at a time, which stay in registers. Stores the
+    /// rows as they are before token `committed`, or after the last token if `committed` is later. `out` receives the
+    /// results of [`step`], `[tokens, rows]`. Returns false and does nothing if there are too few registers.
     fn step_in_registers(state: &mut [f32], inputs: &HeadInputs<'_>, at: Range<usize>, committed: usize, out: &mut [f32]) -> bool {
         let (state, rest) = state.as_chunks_mut::<16>();
         if !V::HAS_32_REGISTERS || inputs.shape.key_dim != 16 * KEY_VECTORS || !rest.is_empty() {
@@ -227,8 +229,8 @@ wide! {
     }
 }
 
-/// [`step_in_registers`] for `R` of `rows` rows, from `row` on. Same operations in the same order as [`step`] and
-/// [`replay_step`].
+/// [`step_in_registers`] for `R` of `rows` rows, from `row` on. Performs the same operations in the same order as
+/// [`step`] and [`replay_step`].
 #[inline(always)]
 fn step_rows<V: Vector, const R: usize>(
     state: &mut [[f32; 16]],
@@ -285,7 +287,7 @@ fn step_rows<V: Vector, const R: usize>(
         for c in 0..KEY_VECTORS {
             let k = V::load(&k[c]);
             for r in 0..R {
-                // Adding -0 rounds the product by itself, as [`step`] does.
+                // A fused multiply-add of -0 rounds the product `d k` on its own, as [`step`] does.
                 s[r][c] = g.fma(s[r][c], d[r].fma(k, none));
             }
         }

@@ -6,7 +6,7 @@ use crate::{
     ops::{Conv, SequenceRows, linear::HalfBuffers},
 };
 
-/// Maximum number of rows in a launch of the recurrence. A threadgroup computes them one after the other, and macOS
+/// Maximum number of rows in a launch of the recurrence. A threadgroup computes the rows one after the other, and macOS
 /// aborts launches whose threadgroups run too long.
 const MAX_ROWS: usize = 256;
 
@@ -61,11 +61,12 @@ impl DeltaRule<'_> {
         self.recurrences().into_iter().chain((self.tokens > 0).then(|| self.gated_norm()))
     }
 
-    /// The recurrence in launches of at most [`MAX_ROWS`] rows. Each launch starts with the state that the previous one
-    /// stored.
+    /// The recurrence in launches of at most [`MAX_ROWS`] rows. Each launch starts with the state that the previous
+    /// launch stored.
     fn recurrences(&self) -> Vec<Launch> {
         let Self { shape, tokens, proj, mixed, replay, committed, out, .. } = *self;
-        // A launch with rows that may be rejected cannot be split: it stores no state in the middle. It has few rows.
+        // A launch with rows that may be rejected cannot be split, because it stores only the committed state. Such a
+        // launch has few rows.
         if tokens <= MAX_ROWS || replay.rows > 0 || committed != tokens {
             return vec![self.recurrence(false, None, None)];
         }
@@ -79,9 +80,9 @@ impl DeltaRule<'_> {
         (0..tokens).step_by(MAX_ROWS).map(part).collect()
     }
 
-    /// With `raw`, q and k still need their l2 norms. With `squares`, the final norm is deferred: the results are not
-    /// divided by each head's norm, which the next product computes from `squares`. With `rows`, each row belongs to
-    /// another sequence.
+    /// Computes the recurrence. If `raw` is true, q and k still need their l2 norms. If `squares` is given, the final
+    /// norm is deferred: the results are not divided by each head's norm, which the next product computes from
+    /// `squares`. If `rows` is given, each row belongs to another sequence.
     pub(super) fn recurrence(&self, raw: bool, squares: Option<Region>, rows: Option<SequenceRows>) -> Launch {
         let Self { shape, tokens, proj, mixed, decay, replay, committed, state, norm, .. } = *self;
         let out = if squares.is_some() { self.y } else { self.out };
@@ -140,7 +141,8 @@ impl DeltaRule<'_> {
 const MAX_NORMED_HEADS: usize = 64;
 
 impl DeltaNet<'_> {
-    /// Three launches for one row, four for several. The results equal those of [`DeltaNet::apart`].
+    /// Three launches for one row, four for several rows, and one more if the final norm cannot be deferred. The
+    /// results equal those of [`DeltaNet::apart`].
     pub fn launches(&self) -> Vec<Launch> {
         self.launches_of(None)
     }
@@ -178,7 +180,7 @@ impl DeltaNet<'_> {
         front.chain(rule.launches()).chain(out_proj.half_launches(half.x)).collect()
     }
 
-    /// The projection of one row with its convolution.
+    /// Projects one row and applies the convolution in one launch.
     fn convolved(&self) -> Launch {
         let Conv { shape, replay, proj, weight: taps, state, out, .. } = self.conv;
         let (_, old) = shape.rows(1, proj, replay);
@@ -196,7 +198,8 @@ impl DeltaNet<'_> {
         launch
     }
 
-    /// The output projection of rows with a deferred norm. It divides each head by its norm, computed from `squares`.
+    /// The output projection of rows with a deferred norm. The launch divides each head by the head's norm, computed
+    /// from `squares`.
     fn normed(&self, squares: Region) -> Launch {
         let shape = self.rule.shape;
         let mut launch = self.out_proj.launch();
@@ -214,7 +217,7 @@ impl DeltaNet<'_> {
 }
 
 impl DeltaNetRows<'_> {
-    /// The launches of all rows. There are as many as for rows of one sequence.
+    /// The launches of all rows. The number of launches is the same as for rows of one sequence.
     pub fn launches(&self) -> Vec<Launch> {
         self.net.launches_of(Some(self.rows))
     }

@@ -17,7 +17,7 @@ use crate::device::{BufferAccess, Region};
 pub(super) use cases::cases;
 pub use shape::{DeltaShape, OutputGate, Replay};
 
-/// Added to a sum of squares before the square root.
+/// Added to the sum of squares of q or k before the square root.
 pub(super) const EPS: f32 = 1e-6;
 
 /// Parameters of the decay, `[value_heads]` each. `rate` is `-exp(A_log)`.
@@ -60,7 +60,8 @@ impl DeltaRule<'_> {
         see(self.out.floats(tokens * shape.values()), BufferAccess::Write);
     }
 
-    /// The convolution's output and the layer's output, which may share memory.
+    /// Calls `see` with the convolution's output and the layer's output. If the two share memory, `see` is called once,
+    /// with both and the access `shared`. Otherwise the convolution's output has the access `apart`.
     fn results(&self, [apart, shared]: [BufferAccess; 2], see: &mut dyn FnMut(Region, BufferAccess)) {
         let mixed = self.mixed.floats(self.tokens * self.shape.channels());
         let y = self.y.floats(self.tokens * self.shape.values());

@@ -9,7 +9,7 @@ pub struct DeltaShape {
     pub value_heads: usize,
     pub key_dim: usize,
     pub value_dim: usize,
-    /// Rows that one output of the convolution depends on.
+    /// Number of rows that one output of the convolution depends on.
     pub conv_width: usize,
     /// Epsilon of the gated norm.
     pub eps: f32,
@@ -38,8 +38,8 @@ impl DeltaShape {
     }
 }
 
-/// Rows before the new ones that the layer's state does not include yet. They update the state, but their output is not
-/// computed.
+/// Rows before the new rows that the layer's state does not include yet. Replayed rows update the state, but their
+/// output is not computed.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Replay {
     pub rows: usize,

@@ -27,7 +27,7 @@ pub(in crate::ops) fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> 
         let halves = bytemuck::cast_slice::<f32, u16>(&words);
         let found: Vec<f32> = halves[..count].iter().map(|bits| half::f16::from_bits(*bits).to_f32()).collect();
         let rounded: Vec<f32> = expected.iter().map(|v| half::f16::from_f32(*v).to_f32()).collect();
-        // One unit in the last place of f16, because the f32 values before rounding may differ.
+        // Allows one unit in the last place of f16, because the f32 values before rounding may differ.
         b.record(&ran, difference(&found, &rounded), 1e-3);
     }
     Ok(())

@@ -57,7 +57,8 @@ fn slots(b: &mut KernelCheck<'_>, codes: [WeightFormat; 3]) -> Result<([ExpertSt
     }
     let (slab, ranges) = (Arc::new(slab), [0..PER_SEGMENT * stride, segment..len]);
     b.cpu.adopt_segments(&slab, &ranges)?;
-    // Buffers have the same numbers on both devices, but the CPU's table is empty.
+    // Both devices number their buffers alike, so the GPU's segments are valid on both. The CPU's table is empty, so
+    // the GPU's table is used.
     let (segments, table) = b.gpu.adopt_segments(&slab, &ranges)?;
     segments.iter().try_for_each(|segment| b.gpu.mark_loaded(*segment, 0))?;
     Ok((stacks, ExpertSlots { segments, table, per_segment: PER_SEGMENT, stride }))

@@ -117,11 +117,11 @@ impl CombineExperts<'_> {
     }
 }
 
-/// Columns that are added up at a time, so that the sums stay in registers and L1.
+/// Number of columns that are added up at a time. Few enough that their sums stay in registers and the L1 cache.
 const COLUMNS: usize = 512;
 
 wide! {
-    /// `h += sum of weights * rows`, in order, the shared expert's row last.
+    /// Adds `weight * row` of all ranks to `h`, in rank order. The shared expert's row comes last.
     fn sum(h: &mut [f32], weights: &[f32], ranks: &[f32], shared: Option<&[f32]>, first: usize, hidden: usize) {
         let mut sums = [0f32; COLUMNS];
         let sums = &mut sums[..h.len()];

@@ -1,9 +1,9 @@
 //! Expert feed-forward layers on the CPU: gate, up, SwiGLU and down for all experts of a call in two parallel
 //! phases.
 //!
-//! A task of the first phase computes rows of gate and up that are whole groups of the down projection's input. So it
-//! can quantize its own output. Results do not depend on which experts share a call, on the tokens of an expert, or on
-//! the order of tasks.
+//! A task of the first phase computes rows of gate and up. These rows form whole groups of the down projection's input,
+//! so the task can quantize its own output. Results do not depend on which experts share a call, on which tokens share
+//! an expert, or on the order of tasks.
 
 use super::ExpertGroup;
 use crate::{
@@ -22,15 +22,16 @@ use std::{
     sync::atomic::{AtomicBool, Ordering},
 };
 
-/// Tokens that one task computes together. Their results fit into a core's cache with the unpacked weights.
+/// Maximum number of rows that one task computes together. Few enough that their results and the unpacked weights fit
+/// into a core's cache.
 const BLOCK: usize = 128;
 /// Maximum number of rows of a gate or up projection in one task.
 const SLICE: usize = 128;
-/// Bytes of a down projection in one task.
+/// Number of bytes of a down projection's weights in one task. Halved if there would be too few tasks for all threads.
 const TASK: usize = 64 << 10;
 
-/// Maximum number of assignments (chosen experts of tokens) that are computed together, in addition to one for each
-/// row. Bounds the buffers between up and down.
+/// Maximum number of assignments (chosen experts of tokens) that are computed together, not counting one assignment for
+/// each token. Limits the size of the buffers between the up and down projections.
 pub(in crate::ops) const MAX_ASSIGNMENTS: usize = 512;
 
 /// One expert. `gate` and `up` are `[I, H]`, `down` is `[H, I]`.
@@ -58,11 +59,11 @@ impl JobRows<'_> {
         }
     }
 
-    /// Row of `x` and row of the result.
+    /// The row of `x` and the row of the result for entry `index`.
     fn get(&self, index: usize) -> (usize, usize) {
         match self {
             JobRows::Each { first, .. } => (index, first + index),
-            // Divides in 32 bits, because a prompt does this thousands of times before its tasks start.
+            // Divides in 32 bits, which is faster: a prompt needs thousands of these divisions before its tasks start.
             JobRows::Assignments(assignments, k) => {
                 ((assignments[index] / *k as u32) as usize, assignments[index] as usize)
             }
@@ -102,11 +103,14 @@ pub(in crate::ops) struct ExpertScratch {
     first_done: Vec<AtomicBool>,
 }
 
-/// Buffers of one task: input rows of gate and up, or of down; outputs; and products, gate first.
+/// Buffers of one task.
 #[derive(Default)]
 struct TaskBuffers {
+    /// Input rows of gate and of up. The down projection uses only the first list.
     inputs: [Vec<Activations<'static>>; 2],
+    /// Output rows of the down projection.
     outs: Vec<OutPtr>,
+    /// Products of gate, then of up.
     products: Vec<f32>,
 }
 
@@ -140,7 +144,7 @@ pub(in crate::ops) fn compute(
             ));
         }
     }
-    // Two tasks that write the same assignment would race, so each is claimed once.
+    // Two tasks that write the same assignment would race, so each assignment may be claimed only once.
     let (tokens, assignments) = (x.len() / hidden, out.len() / hidden);
     scratch.claimed.clear();
     scratch.claimed.resize(assignments, false);
@@ -194,7 +198,7 @@ fn forward(
     let enough = if compute.threads.count() > 1 { 8 * compute.threads.count() } else { 0 };
     let slice = |job: &ExpertJob<'_>| job.expert.down.codes.group().clamp(64, SLICE);
     number(jobs, first, |job| job.rows.len().div_ceil(BLOCK) * job.expert.gate.rows.div_ceil(slice(job)));
-    // With few slices for many threads, two tasks share a slice. The later one quantizes it.
+    // With few slices for many threads, two tasks share a slice. The task that finishes later quantizes the slice.
     let parts = if total(first) < enough { 2 } else { 1 };
     let targets: Vec<IntermediateOut> =
         intermediate.iter_mut().map(|intermediate| intermediate.writer(math, parts > 1)).collect();
@@ -230,7 +234,7 @@ fn forward(
             let inputs = [&gates[..], if same { &gates[..] } else { &ups[..] }];
             let last = || parts == 1 || first_done[slice_of_all].swap(true, Ordering::AcqRel);
             // SAFETY: sizes were checked. Each task writes its own rows and columns of the intermediate values. The
-            // last task of a slice writes all of its quantized values.
+            // last task of a slice writes all quantized values of the slice.
             unsafe { swiglu(isa, math, [gate, up], cut(part)..cut(part + 1), inputs, &to, products, last) };
             (*own, *others) = (reuse_empty(gates), reuse_empty(ups));
         });
@@ -267,7 +271,8 @@ fn forward(
             outs.clear();
             // SAFETY: assignments were checked.
             outs.extend(job.rows.some(block).map(|(_, assignment)| unsafe { base.add(assignment * hidden) }));
-            // SAFETY: sizes were checked. Each task writes its own rows of `out`, and no two inputs share one.
+            // SAFETY: sizes were checked. Each task writes its own rows of `out`, and each input has its own row of
+            // `out`.
             unsafe { simd::product(isa, math == CpuArithmetic::Integer, &job.expert.down, rows, &inputs, outs) };
             *own = reuse_empty(inputs);
         });
@@ -300,7 +305,7 @@ fn arrange(
 }
 
 impl Intermediate {
-    /// Resizes the buffers. Includes f32 values if tasks `share` slices.
+    /// Resizes the buffers and returns pointers to them. Also allocates f32 values if tasks `share` a slice.
     fn writer(&mut self, math: CpuArithmetic, share: bool) -> IntermediateOut {
         let format = self.codes.and_then(|codes| format(math, codes));
         if share || format.is_none() {
@@ -327,11 +332,12 @@ struct SliceTarget {
     whole: Range<usize>,
 }
 
-/// `silu(gate) * up` at columns `rows` of a slice for some inputs. The `last` task of the slice quantizes it.
+/// Computes `silu(gate) * up` at columns `rows` of a slice for some inputs. If two tasks share the slice, the task for
+/// which `last` returns true quantizes the whole slice.
 ///
 /// # Safety
-/// As for [`simd::product`]. The caller has exclusive access to these columns and rows; the last task has access to
-/// the whole slice, which the others have finished.
+/// As for [`simd::product`]. The caller has exclusive access to these columns and rows. The last task of a slice has
+/// exclusive access to the whole slice, because the other task has finished writing.
 #[allow(clippy::too_many_arguments)]
 unsafe fn swiglu(
     isa: Isa,

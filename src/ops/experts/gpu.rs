@@ -14,8 +14,8 @@ use crate::{
 /// Maximum number of assignments of a job on matrix units.
 const JOB: usize = 32;
 
-/// Assignments grouped by expert: `count` jobs of three words `{slot, first, count}`, and the list of assignments
-/// that they refer to.
+/// Assignments grouped by expert. `jobs` holds `count` jobs of three words `{slot, first, count}`. The assignments of a
+/// job are `order[first..first + count]`.
 #[derive(Debug, Clone, Copy)]
 pub struct Jobs {
     pub count: usize,
@@ -80,9 +80,9 @@ impl MoeWeights {
 }
 
 impl Experts<'_> {
-    /// `act[assignment] = silu(gate x) * (up x)` for every assignment with a slot in `slots` (`[tokens * k]`).
-    /// With `shared`, also the shared expert's activation. Several calls may fill `act`, so it is bound for
-    /// reading and writing.
+    /// `act[assignment] = silu(gate x) * (up x)` for every assignment with a slot in `slots` (`[tokens * k]`). If
+    /// `shared` is true, the launch also computes the shared expert's activation. Several calls may fill `act`, so the
+    /// launch binds `act` for reading and writing.
     pub fn up(&self, slots: Region, shared: bool) -> Launch {
         let (layer, tokens) = (self.layer, self.tokens);
         let extra = usize::from(shared && layer.shared.is_some());

@@ -2,9 +2,9 @@
 //! [`CombineExperts`] sums their results in the router's order, so that the order in which they were loaded does not
 //! matter.
 //!
-//! An *assignment* is one chosen expert of one token, numbered `token * k + rank`. Between the two operations each
-//! device stores what it needs in [`MoeBuffers`]: the CPU one result for each assignment, a GPU with few rows only
-//! `silu(gate) * up`, because it computes `down` and the sum in one launch.
+//! An *assignment* is one chosen expert of one token, numbered `token * k + rank`. Between the two operations, a device
+//! keeps intermediate values in [`MoeBuffers`]. The CPU stores one result for each assignment. A GPU that computes few
+//! rows stores only `silu(gate) * up`, because it then computes `down` and the sum in one launch.
 
 mod cases;
 mod cpu;
@@ -24,9 +24,9 @@ pub const NO_SLOT: u32 = u32::MAX;
 /// The weights of one layer's mixture of experts.
 #[derive(Debug, Clone)]
 pub struct MoeWeights {
-    /// Experts per token.
+    /// Number of experts per token.
     pub k: usize,
-    /// Scale each token's weights so that they sum to one.
+    /// True if each token's weights are scaled so that they sum to one.
     pub renormalise: bool,
     /// `[experts, hidden]`.
     pub router: Weight,
@@ -40,7 +40,7 @@ pub struct MoeWeights {
 pub struct SharedExpert {
     pub gate_up: [Weight; 2],
     pub down: Weight,
-    /// `[1, hidden]`. Its sigmoid is the weight of the result.
+    /// `[1, hidden]`. The sigmoid of its product with x is the weight of the shared expert's result.
     pub result: Weight,
 }
 
@@ -50,7 +50,7 @@ pub struct ExpertStack {
     pub codes: WeightFormat,
     pub rows: usize,
     pub cols: usize,
-    /// One for each expert.
+    /// The global scale of each expert.
     pub global_scales: Vec<f32>,
     /// For each expert, byte offsets of codes, scales and biases in its slot.
     pub at: Vec<[usize; 3]>,
@@ -71,10 +71,11 @@ impl Default for ExpertStack {
 /// The memory of the experts: segments of `per_segment` slots of `stride` bytes.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct ExpertSlots {
-    /// Returned by [`Backend::adopt_segments`](super::Backend::adopt_segments), together with `table`.
+    /// Regions of the segments, from [`Backend::adopt_segments`](super::Backend::adopt_segments).
     pub segments: Vec<Region>,
+    /// Table of the segments' addresses, from [`Backend::adopt_segments`](super::Backend::adopt_segments).
     pub table: Region,
-    /// Slots in a segment. Must be a power of two for a GPU.
+    /// Number of slots in a segment. Must be a power of two for a GPU.
     pub per_segment: usize,
     pub stride: usize,
 }
@@ -90,16 +91,19 @@ impl ExpertSlots {
 /// Buffers of the mixture of experts that all layers of a pass share.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct MoeBuffers {
-    /// Scores and weights from [`Router`](super::router::Router).
+    /// The router's scores and the shared expert's projections, f32 `[tokens, width]`; see [`MoeWeights::width`].
     pub scores: Region,
+    /// Weights from [`Router`](super::router::Router), f32 `[tokens, k + 1]`. The last weight of a row is the shared
+    /// expert's.
     pub weights: Region,
     /// Activations, f32 `[tokens * (k + 1), row]`. `row` is the larger of the two intermediate sizes. Unused by a
     /// device with its own buffer.
     pub act: Region,
-    /// Results, f32 `[tokens * (k + 1), hidden]`. Those of the shared expert come last.
+    /// Results, f32 `[tokens * (k + 1), hidden]`. The shared expert's results come last.
     pub out: Region,
-    /// u32 `[tokens * k, 3]` and `[tokens * k]`, for a GPU that groups rows by expert.
+    /// Jobs, u32 `[tokens * k, 3]`, for a GPU that groups rows by expert.
     pub jobs: Region,
+    /// Assignments in the order of the jobs, u32 `[tokens * k]`.
     pub order: Region,
 }
 
@@ -123,8 +127,8 @@ pub enum ExpertSet<'a> {
         assignments: &'a [u32],
         /// Compute the shared expert as well.
         shared: bool,
-        /// Compute one assignment at a time instead of grouping them by expert. The buffer receives the slot of each
-        /// assignment, u32 `[tokens * k]`.
+        /// If set, assignments are computed one at a time instead of grouped by expert. The buffer receives the slot of
+        /// each assignment, u32 `[tokens * k]`.
         per_assignment: Option<Region>,
     },
 }
@@ -167,24 +171,24 @@ impl MoeWeights {
         self.shared.map_or(0, |shared| shared.down.cols)
     }
 
-    /// Floats in a row of activations.
+    /// Number of floats in a row of activations.
     pub fn row(&self) -> usize {
         self.inner().max(self.shared_inner())
     }
 
-    /// Floats in a row of scores: `router | shared gate | shared up | weight of the shared result`.
+    /// Number of floats in a row of scores: `router | shared gate | shared up | weight of the shared result`.
     pub fn width(&self) -> usize {
         self.router.rows + self.shared.map_or(0, |_| 2 * self.shared_inner() + 1)
     }
 
-    /// Assignments, including the shared expert's.
+    /// Number of assignments, including the shared expert's.
     fn assignments(&self, tokens: usize) -> usize {
         tokens * (self.k + 1)
     }
 }
 
 impl ExpertSlots {
-    /// `len` bytes at offset `at` of a slot.
+    /// `len` bytes at offset `at` of a slot. `None` if the slot does not contain these bytes.
     pub fn part(&self, slot: u32, at: usize, len: usize) -> Option<Region> {
         let (segment, index) = (slot as usize / self.per_segment.max(1), slot as usize % self.per_segment.max(1));
         let (segment, start) = (self.segments.get(segment)?, index * self.stride + at);

@@ -18,11 +18,11 @@ const ALIGN: usize = 16;
 const DECODE_ROWS: usize = 16;
 /// Maximum number of rows of attention per launch: enough to fill a large GPU.
 const ATTENTION_ROWS: usize = 128;
-/// Maximum size of partial results of attention in bytes. Fewer rows are computed at once to stay below it.
+/// Maximum size of partial results of attention in bytes. As many rows are computed at once as fit into this size.
 const MAX_PARTIAL_BYTES: usize = 64 << 20;
 /// Interval of the small launches that keep an idle GPU's clock high while the disk is read.
 const AWAKE_INTERVAL: Duration = Duration::from_millis(2);
-/// Layers of a pass that are encoded before the first submission.
+/// Number of layers of a pass that are encoded before the first submission.
 const FIRST_SUBMIT: usize = 2;
 
 /// The limits of a GPU with this recommended working set, in bytes.
@@ -35,7 +35,7 @@ pub const fn limits(working_set: Option<u64>) -> BackendLimits {
         max_mixer_rows: usize::MAX,
         needs_expert_buffers: true,
         is_async: true,
-        // As on the CPU, so that the CPU continues from snapshots of a lost GPU.
+        // The same format as on the CPU, so that the CPU continues from snapshots of a lost GPU.
         kv_format: KvFormat::I16,
         // The kernels for 8 and 4 bits read the newest positions as f32.
         recent_format: KvFormat::F32,
@@ -55,10 +55,11 @@ pub struct GpuBackend<P: DerefMut<Target: Gpu> + Send> {
     failed: Option<String>,
     /// Buffers for half-precision rows. Present while a prompt is computed.
     half: Option<HalfBuffers>,
-    /// Layers of the current pass that are encoded. The next submission is after layer `next_submit`. The first is
-    /// after `FIRST_SUBMIT` layers, and each later one has twice as many layers.
+    /// Number of layers of the current pass that are encoded.
     layers: usize,
+    /// Number of encoded layers at which the next submission is made.
     next_submit: usize,
+    /// Number of layers in the next submission: first [`FIRST_SUBMIT`], then twice as many each time.
     submit_step: usize,
     slots: Vec<u32>,
     /// The content that was last uploaded to each region, for a device with its own memory.
@@ -67,7 +68,7 @@ pub struct GpuBackend<P: DerefMut<Target: Gpu> + Send> {
     owned: Vec<u32>,
     /// The small launch of [`Backend::keep_gpu_awake`].
     awake: Option<Launch>,
-    /// True to wait after every launch and record its kernel. This shows which kernel fails.
+    /// True to wait after every launch and record its kernel in `launched`. This shows which kernel fails.
     waits_each: bool,
     launched: Vec<&'static str>,
 }
@@ -368,8 +369,8 @@ impl<P: DerefMut<Target: Gpu> + Send> Backend for GpuBackend<P> {
     }
 
     /// Submits the first layers early, so that the GPU starts while the CPU encodes the rest. Later submissions are
-    /// larger, so that there are fewer pauses. With streaming, the wait for each layer's router submits the work
-    /// anyway.
+    /// larger, so that there are fewer pauses. If experts are read during the pass, the wait for each layer's router
+    /// submits the work anyway.
     fn begin_layers(&mut self, streams: bool) {
         self.layers = 0;
         (self.next_submit, self.submit_step) = (if streams { usize::MAX } else { FIRST_SUBMIT }, FIRST_SUBMIT);
@@ -442,7 +443,7 @@ impl<P: DerefMut<Target: Gpu> + Send> Backend for GpuBackend<P> {
             self.buffers.push(region);
             self.segments.insert(region.buffer, Segment { slab, range, entry, device: None });
             if self.gpu.has_own_memory() {
-                // Adopted now, so that loading fails if the device has too little memory.
+                // The segment is adopted now, so that loading fails if the device has too little memory.
                 self.adopt_segment(region.buffer)?;
             }
             regions.push(region);

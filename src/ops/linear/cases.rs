@@ -12,7 +12,7 @@ const fn affine(bits: u8, group: u16, scale: Float) -> WeightFormat {
     WeightFormat::Affine { bits, group, scale }
 }
 
-/// Groups of 64 with 4 or 8 bits have their own kernels. All others share one.
+/// Affine formats with 4 or 8 bits and groups of 64 have their own kernels. All other formats share one kernel.
 pub(in crate::ops) const FORMATS: [[WeightFormat; 2]; 6] = [
     [affine(4, 64, Float::Bf16), affine(8, 64, Float::Bf16)],
     [affine(2, 32, Float::F16), affine(3, 64, Float::Bf16)],

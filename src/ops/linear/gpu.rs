@@ -11,7 +11,7 @@ const NAMES: [[[&str; 2]; 2]; 2] = [
     [["gemv_any_1", "gemv_any_2"], ["gemv_any_norm_1", "gemv_any_norm_2"]],
 ];
 
-/// Rows of x per threadgroup if there are several. More would exceed a thread's registers.
+/// Number of rows of x per threadgroup if x has several rows. With more rows, a thread would need too many registers.
 const BATCH_ROWS: usize = 2;
 
 /// The words of the kernels' `LinearArgs`.
@@ -23,7 +23,7 @@ pub(super) fn args(sizes: [usize; 3], matrices: &[Weight], add: bool, keep: bool
     args
 }
 
-/// Four matrices, as a kernel binds them. The last one fills the unused bindings.
+/// Four matrices, as a kernel binds them. The last matrix fills the unused bindings.
 pub(super) fn pad_to_four(matrices: &[Weight]) -> impl Iterator<Item = &Weight> {
     (0..4).map(|i| &matrices[i.min(matrices.len() - 1)])
 }
@@ -69,20 +69,23 @@ impl Linear<'_> {
     }
 }
 
-/// Columns per step of a half-precision product. Half-precision rows are padded with zeros to a multiple of it.
+/// Number of columns per step of a half-precision product. Half-precision rows are padded with zeros to a multiple of
+/// this number.
 const DEPTH: usize = 64;
-/// Rows of x and rows of W per threadgroup.
+/// Number of rows of x and number of rows of W per threadgroup.
 const TILE: [usize; 2] = [64, 64];
 
-/// Buffers for half-precision rows: the inputs of a product, and the activations between two products.
+/// Buffers for half-precision rows.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct HalfBuffers {
+    /// Inputs of a product.
     pub x: Region,
+    /// Activations between two products.
     pub act: Region,
 }
 
 impl HalfBuffers {
-    /// 32-bit words of one row of `cols` values.
+    /// Number of 32-bit words of one row of `cols` values and its scale.
     pub fn words(cols: usize) -> usize {
         cols.next_multiple_of(DEPTH) / 2 + 1
     }
@@ -106,7 +109,8 @@ impl HalfRows {
         [self.values, self.scales].map(Binding::read)
     }
 
-    /// Converts all rows of `x`, with `stride` floats per row, to half precision. With `norm`, normalises them first.
+    /// Converts all rows of `x`, with `stride` floats per row, to half precision. If `norm` is given, normalises the
+    /// rows first.
     pub fn fill(&self, x: Region, stride: usize, norm: Option<Norm>) -> Launch {
         self.launch(x, stride, norm, None, self.scales.len / 4)
     }
@@ -139,8 +143,8 @@ impl HalfRows {
         }
     }
 
-    /// `y = x W^T` for one to four matrices, or `y += x W^T` with `add`. The results of the matrices are adjacent. They
-    /// start at column `at` of rows of `width` floats.
+    /// `y = x W^T` for one to four matrices, or `y += x W^T` if `add` is true. The results of the matrices are adjacent
+    /// and start at column `at` of rows of `width` floats.
     pub fn product(&self, matrices: &[Weight], y: Region, (at, width): (usize, usize), add: bool) -> Launch {
         let (tokens, cols) = (self.scales.len / 4, self.cols);
         let any = !matrices.iter().all(|m| fast(m.codes, m.global_scale, m.cols, &[4, 8]));

@@ -16,14 +16,15 @@ use crate::{
 };
 use std::{cell::RefCell, ops::Range};
 
-/// Tasks have a multiple of this many rows of weights, the block height of the widest kernel. For a single row
-/// of activations, which uses no blocks, it is half of this.
+/// The number of weight rows in a task is a multiple of this, the block height of the widest kernel. For a single row
+/// of activations, which uses no blocks, it is a multiple of half of this.
 const ROW_UNIT: usize = 32;
-/// Minimum and maximum number of bytes of weights in a task. Smaller tasks would cost too much to claim; larger ones
-/// would let threads wait for the last task.
+/// Minimum and maximum number of bytes of weights in a task. With smaller tasks, claiming tasks would cost too much.
+/// With larger tasks, threads would wait longer for the last task.
 const TASK_BYTES: Range<usize> = 16 << 10..96 << 10;
-/// Maximum number of rows of activations in a task. Their quantized values stay in L2 while the weights are read, and
-/// tasks with consecutive numbers share these rows. There are many tasks, so all threads finish at about the same time.
+/// Maximum number of rows of activations in a task. The quantized values of these rows stay in L2 while the weights are
+/// read. Tasks with consecutive numbers share the rows. There are many tasks, so all threads finish at about the same
+/// time.
 const BLOCK: usize = 128;
 
 wide! {
@@ -35,7 +36,7 @@ wide! {
 }
 
 /// Returns the input rows of the product: `x`, or the normalised `x`, which is stored in `norm.keep` or `own`. Also
-/// returns the region of these rows, if they are in one.
+/// returns the region of these rows. `None` if the rows are in `own`.
 pub(in crate::ops) fn normed<'a>(
     compute: &CpuDevice,
     memory: &'a CpuMemory,
@@ -102,7 +103,7 @@ pub(in crate::ops) fn reuse_empty<A, B>(mut list: Vec<A>) -> Vec<B> {
 }
 
 /// Multiplies the rows `x`, already quantized, with all weights. Writes the results to the weights' columns of `out`,
-/// `[tokens, width]`. If `sums` is given, each task also adds its results to it; its shape is the same.
+/// `[tokens, width]`. If `sums` is given, each task also adds its results to `sums`, which has the same shape as `out`.
 #[allow(clippy::too_many_arguments)]
 pub(in crate::ops) fn product(
     compute: &CpuDevice,
@@ -124,7 +125,7 @@ pub(in crate::ops) fn product(
         x: &x[token * cols..(token + 1) * cols],
         digits: rows_of[weight].map_or_else(QuantizedRow::default, |rows| rows.row(token)),
     };
-    // SAFETY: inside `out`, which has `width` columns.
+    // SAFETY: the address is inside `out`, which has `width` columns.
     let place = |weight: usize, token: usize| unsafe { base.add(token * width + weights[weight].at) };
     let height = height(&compute.threads, weights, if tokens > 1 { ROW_UNIT } else { ROW_UNIT / 2 });
     let isa = Isa::best();
@@ -140,7 +141,7 @@ pub(in crate::ops) fn product(
             unsafe { simd::product(isa, integer, &weights[index].weight, rows.clone(), inputs, outs) };
             let Some(sums) = sums else { return };
             for (out, token) in outs.iter().zip(all.clone()) {
-                // SAFETY: the results of this task, and sums that belong to no other task.
+                // SAFETY: no other task reads or writes these results and these sums.
                 unsafe {
                     let sums = sums.add(token * width + weights[index].at + rows.start).0;
                     add(
@@ -164,7 +165,7 @@ pub(in crate::ops) fn product(
     });
 }
 
-/// Rows of weights in one task, a multiple of `unit`.
+/// Number of rows of weights in one task, a multiple of `unit`.
 fn height(threads: &Threads, weights: &[OutputColumns<'_>], unit: usize) -> usize {
     let bytes: usize = weights.iter().flat_map(|column| column.weight.parts).map(<[u8]>::len).sum();
     let rows: usize = weights.iter().map(|column| column.weight.rows).sum();
@@ -176,7 +177,7 @@ fn tasks(weights: &[OutputColumns<'_>], height: usize) -> usize {
     weights.iter().map(|column| column.weight.rows.div_ceil(height)).sum()
 }
 
-/// The index of the weight, and its rows that `task` computes.
+/// The index of the weight that `task` multiplies, and the range of its rows.
 fn locate(weights: &[OutputColumns<'_>], height: usize, mut task: usize) -> (usize, Range<usize>) {
     for (index, OutputColumns { weight, .. }) in weights.iter().enumerate() {
         let here = weight.rows.div_ceil(height);

@@ -24,7 +24,7 @@ pub struct Norm {
     pub keep: Option<Region>,
 }
 
-/// One to four matrices with the same `cols`. Their outputs are concatenated in each row of `y`.
+/// One to four matrices with the same `cols`. The outputs of the matrices are concatenated in each row of `y`.
 #[derive(Debug, Clone, Copy)]
 pub struct Linear<'a> {
     /// `[tokens, cols]` f32.
@@ -34,7 +34,7 @@ pub struct Linear<'a> {
     pub matrices: &'a [Weight],
     /// `[tokens, sum of rows]` f32.
     pub y: Region,
-    /// `y += x W^T` instead of `y = x W^T`.
+    /// If true, computes `y += x W^T` instead of `y = x W^T`.
     pub add: bool,
 }
 

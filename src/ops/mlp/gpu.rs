@@ -13,7 +13,7 @@ impl Mlp<'_> {
         [&gate_up.half_launches(buffers)[..], &[act], &down.half_launches(buffers)].concat()
     }
 
-    /// Gate and up, their activation, and down, which is added to `h`.
+    /// Three launches: gate and up, their activation, and down, whose result is added to `h`.
     pub fn launches(&self) -> [Launch; 3] {
         let (gate_up, act, down) = self.steps();
         [gate_up.launch(), act, down.launch()]

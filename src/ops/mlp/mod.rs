@@ -15,8 +15,9 @@ pub struct Mlp<'a> {
     pub gate_up: &'a [Weight; 2],
     /// `[H, I]`.
     pub down: &'a Weight,
-    /// Buffers, `[tokens, 2 * I]` and `[tokens, I]`.
+    /// Buffer for gate and up, `[tokens, 2 * I]`.
     pub scores: Region,
+    /// Buffer for the activation, `[tokens, I]`.
     pub act: Region,
     /// Residual stream, `[tokens, H]`.
     pub h: Region,

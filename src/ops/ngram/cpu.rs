@@ -41,7 +41,7 @@ impl NgramInject<'_> {
         let gates = &*gates;
         let value = |token: usize| &proj[token * row + width..][..hidden];
         threads.run_pieces(history, hidden, &|piece, m| {
-            // The token of this call whose position has this row of the ring.
+            // The token of this call whose position is in this row of the ring.
             let token = (piece / count + shape.capacity - start % shape.capacity) % shape.capacity;
             if token < tokens {
                 let (gate, stream) = (gates[token * count + piece % count], piece % count * hidden);

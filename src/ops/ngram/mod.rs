@@ -24,7 +24,8 @@ pub struct InjectShape {
     pub conv_width: usize,
     /// Distance in tokens between two weights of the convolution.
     pub dilation: usize,
-    /// Positions in the ring: at least those of one call and `(conv_width - 1) * dilation` before them.
+    /// Number of positions in the ring: at least the positions of one call and `(conv_width - 1) * dilation` positions
+    /// before them.
     pub capacity: usize,
     pub eps: f32,
 }

@@ -1,11 +1,12 @@
 //! Activations as integers of up to 22 bits with one scale for each weight group.
 //!
-//! A group of `n` values becomes `q_i = round_half_even(x_i / s)` with `s = max|x| / levels`, together with `sum = s
-//! * (q_0 + ... + q_{n-1})` for the bias of an affine weight. The dot product of a group must fit an i32, so `levels`
-//!   is at most `(2^31 - 1) / (n * (2^bits - 1))`. It is also at most 2^21, up to which the rounding below is exact.
+//! A group of `n` values becomes `q_i = round_half_even(x_i / s)` with `s = max|x| / levels`, together with `sum = s *
+//! (q_0 + ... + q_{n-1})` for the bias of an affine weight. The dot product of a group must fit an i32, so `levels` is
+//! at most `(2^31 - 1) / (n * (2^bits - 1))`. `levels` is also at most 2^21, because the rounding below is exact up to
+//! 2^21.
 //!
 //! For groups of 64 and codes of up to 4 bits, `levels` is 2^21. The error of a product is then that of f32 arithmetic
-//! (about 2e-7). With 8 bits it is 131586 (about 4e-6).
+//! (about 2e-7). For codes of 8 bits, `levels` is 131586, and the error is about 4e-6.
 //!
 //! A `q` is stored as `65536 * high + 256 * middle + low` in three signed bytes, for byte multiply instructions. All
 //! arithmetic is integer or f32 with a single rounding, so all processors give the same bytes.
@@ -22,9 +23,9 @@ use crate::{
 const MAX_LEVELS: u32 = 1 << 21;
 /// A group whose largest magnitude is below this counts as zero, because its inverse scale would overflow.
 const TINY: f32 = 1e-30;
-/// 1.5 * 2^23. Adding and subtracting it rounds an f32 below 2^22 to an integer, half to even.
+/// 1.5 * 2^23. Adding and then subtracting this constant rounds an f32 below 2^22 to an integer, half to even.
 const ROUND: f32 = 12_582_912.0;
-/// Largest group.
+/// Maximum number of values in a group.
 const MAX_GROUP: usize = 128;
 
 /// The order in which the values of a row are stored.
@@ -38,7 +39,7 @@ pub enum ValueOrder {
 }
 
 impl ValueOrder {
-    /// Values in one unit.
+    /// Number of values in one unit.
     pub fn unit(group: usize) -> usize {
         group.min(64)
     }
@@ -90,14 +91,15 @@ pub struct QuantizedRows {
 /// overwritten.
 #[derive(Default)]
 pub struct ActivationCache {
-    /// Region of the f32 rows. `None` if they are not in a buffer of the backend.
+    /// Region of the f32 rows. `None` if the rows are not in a buffer of the backend.
     region: Option<Region>,
     formats: Vec<ActivationFormat>,
     rows: Vec<QuantizedRows>,
 }
 
 impl ActivationCache {
-    /// Quantizes `x` (`[tokens, cols]` in `region`) in the formats that `codes` need, unless they are cached.
+    /// Quantizes `x` (`[tokens, cols]` in `region`) in the formats that `codes` need. Formats that are cached are
+    /// skipped.
     pub fn fill(
         &mut self,
         compute: &CpuDevice,
@@ -169,7 +171,7 @@ unsafe impl Send for RowWriter {}
 unsafe impl Sync for RowWriter {}
 
 impl QuantizedRows {
-    /// Bytes of a row of `cols` values with groups of 32 or more.
+    /// Number of bytes of a row of `cols` values with groups of 32 or more.
     pub fn row_bytes(cols: usize) -> usize {
         3 * cols.next_multiple_of(64) + 8 * (cols / 32).next_multiple_of(8)
     }
@@ -213,10 +215,12 @@ impl QuantizedRows {
 }
 
 impl RowWriter {
-    /// Quantizes `values`, the columns from `col` on of `row`. Both are multiples of the group.
+    /// Quantizes `values`, the columns from `col` on of `row`. `col` and the number of values are multiples of the
+    /// group.
     ///
     /// # Safety
-    /// The [`QuantizedRows`] is alive and was not resized. The range is inside it, and no other thread accesses it.
+    /// The [`QuantizedRows`] is alive and was not resized. The range is inside its buffers, and no other thread
+    /// accesses the range.
     #[inline(always)]
     pub unsafe fn write(&self, row: usize, col: usize, values: &[f32]) {
         let stride = self.cols.next_multiple_of(64);
@@ -289,7 +293,7 @@ wide! {
 }
 
 wide! {
-    /// Splits values into three signed digits. Each digit is -128 to 127; the remainder is a multiple of 256.
+    /// Splits values into three signed digits. Each digit is -128 to 127, and the remainder is a multiple of 256.
     fn split(q: &[i32], planes: [&mut [i8]; 3]) {
         let [high, middle, low] = planes;
         for (((q, high), middle), low) in q.iter().zip(high).zip(middle).zip(low) {

@@ -63,7 +63,8 @@ impl WeightFormat {
         }
     }
 
-    /// Bytes of one row of `cols` values: codes, scales, biases. Scales that several rows share are not counted.
+    /// Number of bytes of one row of `cols` values: codes, scales, biases. Scales that several rows share are not
+    /// counted.
     pub fn row_bytes(self, cols: usize) -> [usize; 3] {
         match self {
             WeightFormat::Dense(float) => [cols * float.bytes(), 0, 0],
@@ -78,7 +79,7 @@ impl WeightFormat {
         }
     }
 
-    /// Bytes of a matrix `[rows, cols]`: codes, scales, biases.
+    /// Number of bytes of a matrix `[rows, cols]`: codes, scales, biases.
     pub fn part_bytes(self, rows: usize, cols: usize) -> [usize; 3] {
         let [codes, scales, biases] = self.row_bytes(cols).map(|bytes| bytes * rows);
         let shared = match self {
@@ -103,7 +104,7 @@ pub struct Weight {
 }
 
 impl Weight {
-    /// Bytes of all parts.
+    /// Number of bytes of all parts.
     pub fn bytes(&self) -> usize {
         self.parts.iter().map(|part| part.len).sum()
     }

@@ -12,7 +12,7 @@ use crate::{
 };
 use std::cell::RefCell;
 
-/// Rows in a task of the top-k.
+/// Number of rows in a task of the top-k.
 const ROWS: usize = 4;
 
 thread_local! {
@@ -65,7 +65,7 @@ impl Router<'_> {
     }
 }
 
-/// Top-k of one row, and their softmax weights. With `renormalise` the weights sum to one.
+/// Chooses the top-k of one row and computes their softmax weights. If `renormalise` is true, the weights sum to one.
 fn choose(row: &[f32], renormalise: bool, order: &mut Vec<u32>, ids: &mut [u32], weights: &mut [f32]) {
     let k = ids.len();
     order.clear();

@@ -23,8 +23,8 @@ impl Router<'_> {
         [product.launch(), self.choice()]
     }
 
-    /// [`Router::launches`], with the shared expert's products on matrix units. The router's scores stay in f32. They
-    /// are computed from the normalised rows, so `norm.keep` of a norm must be set.
+    /// [`Router::launches`], with the shared expert's products on matrix units. The router's scores stay in f32. The
+    /// scores are computed from the normalised rows, so a norm must have `keep` set.
     pub(in crate::ops) fn half_launches(&self, buffers: Region) -> Option<Vec<Launch>> {
         let Self { layer, tokens, x, norm, scores, .. } = *self;
         let kept = match norm {

@@ -13,7 +13,7 @@ use super::{
 };
 use crate::device::{BufferAccess, Region};
 
-/// Chooses the experts of each row of `x`, or of its norm.
+/// Chooses the experts of each row of `x`. If `norm` is given, the row is normalised first.
 #[derive(Debug, Clone, Copy)]
 pub struct Router<'a> {
     pub layer: &'a MoeWeights,

@@ -34,14 +34,14 @@ float::compiled_for!("avx2,fma,bmi2", super::vector::Avx2);
 unsafe fn pair(a: __m256i, b: __m256i, x: [*const i8; 3]) -> __m256i {
     // SAFETY: the processor has AVX2, and 64 digits of each plane are readable (caller).
     unsafe {
-        // At most 4 * 63 * 128 = 32256 in magnitude.
+        // Each 16-bit sum is at most 4 * 63 * 128 = 32256 in magnitude.
         let [high, middle, low] =
             x.map(|x| _mm256_add_epi16(_mm256_maddubs_epi16(a, load(x)), _mm256_maddubs_epi16(b, load(x.add(32)))));
         join(high, middle, low)
     }
 }
 
-/// As [`pair`], for one vector of codes.
+/// Like [`pair`], for one vector of codes.
 #[inline(always)]
 unsafe fn single(a: __m256i, x: [*const i8; 3]) -> __m256i {
     // SAFETY: the processor has AVX2, and 32 digits of each plane are readable (caller).
@@ -51,7 +51,7 @@ unsafe fn single(a: __m256i, x: [*const i8; 3]) -> __m256i {
     }
 }
 
-/// `65536 * high + 256 * middle + low`, neighbouring lanes added.
+/// Returns `65536 * high + 256 * middle + low`, with neighbouring lanes added.
 #[inline(always)]
 unsafe fn join(high: __m256i, middle: __m256i, low: __m256i) -> __m256i {
     // SAFETY: the processor has AVX2 (caller).

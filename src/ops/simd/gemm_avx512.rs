@@ -18,10 +18,10 @@ use super::{
 };
 use crate::ops::quant::QuantizedRow;
 
-/// Accumulators of a row.
+/// Number of accumulators of a row.
 const LANES: usize = 8;
-/// Up to this many inputs, only four groups are unpacked at a time, so that prefetched lines arrive in time. With
-/// more inputs all groups of a row are unpacked at once, because the inputs' digits come from L2, in order.
+/// Maximum number of inputs for which only four groups are unpacked at a time, so that prefetched lines arrive in time.
+/// With more inputs, all groups of a row are unpacked at once, because the inputs' digits come from L2, in order.
 const FEW_INPUTS: usize = 16;
 
 /// [`super::product`] for the whole tiles in `rows`. Returns the number of rows that were computed.

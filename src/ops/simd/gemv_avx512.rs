@@ -89,8 +89,8 @@ unsafe fn dot<const BITS: usize, const GROUP: usize>(
         // SAFETY: reads only whole groups below `groups`, which codes and digits have. Constants, scales and sums
         // are padded to a multiple of eight.
         unsafe {
-            // The second row's codes follow the first's, so both are prefetched in memory order, some with each
-            // group.
+            // The second row's codes follow the first row's codes, so both rows are prefetched in memory order, some
+            // lines with each group.
             let ahead = |group: usize| {
                 for line in (0..2 * step).step_by(64).take_while(|_| BITS != 0) {
                     x86::prefetch(codes[0].as_ptr().wrapping_add(2 * step * group + line + x86::PREFETCH_BYTES));

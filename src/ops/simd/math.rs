@@ -22,11 +22,11 @@ pub fn exp_normal(x: f32) -> f32 {
 /// `p` and `n` such that `e^x = p * 2^n`.
 #[inline(always)]
 fn parts(x: f32) -> (f32, i32) {
-    /// 1.5 * 2^23. Adding and subtracting it rounds to an integer.
+    /// 1.5 * 2^23. Adding and then subtracting this constant rounds to an integer.
     const ROUND: f32 = 12_582_912.0;
     let rounded = x.mul_add(std::f32::consts::LOG2_E, ROUND);
     let n = rounded - ROUND;
-    // ln 2 in two parts. Products of the first with n are exact.
+    // ln 2 in two parts. Products of n with the first part are exact.
     let r = n.mul_add(-0.693_359_4, x);
     let r = n.mul_add(2.121_944_4e-4, r);
     // Taylor polynomial of degree 7 for |r| <= ln 2 / 2.
@@ -37,7 +37,7 @@ fn parts(x: f32) -> (f32, i32) {
     (p, rounded.to_bits().wrapping_sub(ROUND.to_bits()) as i32)
 }
 
-/// `2^n` if that is normal.
+/// `2^n`, if this is a normal number.
 #[inline(always)]
 fn power(n: i32) -> f32 {
     f32::from_bits((n.wrapping_add(127) as u32) << 23)

@@ -1,9 +1,9 @@
-//! Matrix products for each instruction set (gemv and gemm). All give the same bytes.
+//! Matrix products for each instruction set (gemv and gemm). All instruction sets give the same bytes.
 //!
 //! An affine weight is multiplied with quantized activations. The dot product of a group fits an i32 and is exact in
-//! any order; partial sums of shifted digits may wrap around. The f32 arithmetic after it has one order everywhere.
-//! Rows are padded with zero groups to a multiple of eight. Group `g` is added to lane `g % 8`, in order of `g`:
-//! `lane = fma(dot, scale_w * scale_x, lane)`, then `lane = fma(bias_w, sum_x, lane)`. [`sum8`](vector::sum8) adds
+//! any order; partial sums of shifted digits may wrap around. The f32 arithmetic that follows has the same order on all
+//! processors. Rows are padded with zero groups to a multiple of eight. Group `g` is added to lane `g % 8`, in order of
+//! `g`: `lane = fma(dot, scale_w * scale_x, lane)`, then `lane = fma(bias_w, sum_x, lane)`. [`sum8`](vector::sum8) adds
 //! the lanes. So results do not depend on the processor, the thread, or the rows computed together.
 
 #[cfg(target_arch = "x86_64")]
@@ -45,8 +45,8 @@ thread_local! {
     static SCRATCH: RefCell<SimdScratch> = RefCell::default();
 }
 
-/// `outs[i][row] = weight[row] . inputs[i].x` for every row in `rows` and every input. With `integer`, affine
-/// weights are multiplied with the quantized input instead of the f32 one.
+/// `outs[i][row] = weight[row] . inputs[i].x` for every row in `rows` and every input. If `integer` is true, affine
+/// weights are multiplied with the quantized input instead of the f32 input.
 ///
 /// # Safety
 /// There are as many `outs` as inputs, each valid for writes at `rows`, and no other thread accesses them. The

@@ -1,8 +1,8 @@
 //! NEON kernels. Byte products use `sdot` on processors that have it (all Apple silicon), otherwise `smull` and
 //! `sadalp`.
 //!
-//! Never run on real hardware. Both versions pass the tests of `ops` and the golden tests under emulation
-//! (`tests/neon.sh`). Their speed has not been measured.
+//! These kernels have never run on real hardware. Both versions pass the tests of `ops` and the golden tests under
+//! emulation (`tests/neon.sh`). Their speed has not been measured.
 
 use std::{
     arch::{aarch64::*, asm},
@@ -100,7 +100,7 @@ unsafe fn all_rows<D: ByteProducts>(
     let loaded = &mut scratch.rows[0];
     for row in rows {
         loaded.load(weight, row);
-        // A single input uses packed 4-bit codes. For several inputs they are unpacked once.
+        // A single input uses packed 4-bit codes. For several inputs, the codes are unpacked once.
         let packed = weight.bits == 4 && inputs.len() == 1;
         if weight.bits != 8 && !packed {
             loaded.unpack(weight, row);

@@ -29,7 +29,8 @@ impl OutPtr {
     }
 }
 
-// SAFETY: only `product` writes through it, and its callers guarantee that no two threads share an output.
+// SAFETY: only `product` writes through the pointer, and callers of `product` guarantee that no two threads share an
+// output.
 unsafe impl Send for OutPtr {}
 
 // SAFETY: as above.

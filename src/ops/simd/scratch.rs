@@ -9,8 +9,9 @@ use super::tile_avx512::WeightTiles;
 pub(crate) struct SimdScratch {
     /// Two rows of weights for the integer kernels.
     pub rows: [WeightRow; 2],
-    /// A row of weights in f32, and its unpacked codes.
+    /// A row of weights in f32.
     pub values: Vec<f32>,
+    /// The unpacked codes of a row.
     pub bytes: Vec<u8>,
     #[cfg(target_arch = "x86_64")]
     pub tiles: WeightTiles,

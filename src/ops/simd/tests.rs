@@ -1,4 +1,4 @@
-//! Compares every instruction set with a naive product. All must give the same bytes.
+//! Compares every instruction set with a naive product. All instruction sets must give the same bytes.
 
 use super::{vector::sum8, *};
 use crate::ops::{

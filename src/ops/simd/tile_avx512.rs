@@ -9,7 +9,7 @@ use super::{
 use crate::ops::quant::unpack;
 use crate::ops::{Float, quant::ValueOrder};
 
-/// Rows of a tile: the 32-bit lanes of a register.
+/// Number of rows of a tile: one for each 32-bit lane of a register.
 pub const ROWS: usize = 16;
 
 /// Buffers for tiles with their scales and biases.
@@ -140,8 +140,8 @@ unsafe fn transpose_words<const STEP: usize>(from: *const u8, stride: usize, wor
     }
 }
 
-/// As [`transpose_words`], for packed 4-bit codes. Each word becomes its four even codes and its four odd codes, in
-/// the order of [`ValueOrder::Nibbles`], whose units have `2 * HALF` words.
+/// Like [`transpose_words`], but for packed 4-bit codes. Each word becomes its four even codes and its four odd codes,
+/// in the order of [`ValueOrder::Nibbles`], whose units have `2 * HALF` words.
 #[inline]
 #[target_feature(enable = "avx512f")]
 unsafe fn transpose_nibbles<const HALF: usize, const STEP: usize>(

@@ -1,5 +1,5 @@
-//! Vectors of sixteen floats for each instruction set. Operations work lane by lane or in a fixed order, so all give
-//! the same bytes.
+//! Vectors of sixteen floats for each instruction set. Operations work lane by lane or in a fixed order, so all
+//! instruction sets give the same bytes.
 
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::*;
@@ -187,7 +187,8 @@ impl Vector for Avx512 {
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn sum_all(all: [Avx512; 16]) -> [f32; 16] {
-    // Adds the quarters of two registers, upper to lower half, then again.
+    // Reduces each register to one quarter: adds its upper half to its lower half, then adds the two quarters of the
+    // result.
     let halves = |at: usize| {
         let (a, b) = (all[at].0, all[at + 1].0);
         _mm512_add_ps(_mm512_shuffle_f32x4::<0x44>(a, b), _mm512_shuffle_f32x4::<0xee>(a, b))

@@ -2,7 +2,7 @@
 
 /// Defines a function that is compiled for every [`super::Isa`] and runs the best version for the processor.
 ///
-/// All versions execute the same operations and give the same bytes. Wider instruction sets execute more of them at
+/// All versions execute the same operations and give the same bytes. Wider instruction sets execute more operations at
 /// once, and `mul_add` is one instruction instead of a call. In the body, `V` is the instruction set's
 /// [`super::Vector`]. Functions called in the body should be `#[inline(always)]`. A closure is compiled for the
 /// baseline processor unless it is inlined. Type parameters are in brackets: `fn name[T: Bound](...)`.

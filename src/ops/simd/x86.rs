@@ -10,8 +10,8 @@ use super::{
 use crate::ops::quant::QuantizedRow;
 use crate::ops::quant::unpack;
 
-/// Prefetch distance ahead of the codes that are read, in bytes. Without prefetches a core reads 6 GB/s, with them
-/// 11 of 12.
+/// Prefetch distance ahead of the codes that are read, in bytes. Without prefetches, a core reads 6 GB/s. With
+/// prefetches, a core reads 11 of at most 12 GB/s.
 pub(super) const PREFETCH_BYTES: usize = 4096;
 
 /// Dot products of one group as eight partial sums, with 32-byte vectors.
@@ -22,7 +22,8 @@ pub(super) trait GroupDot {
     /// `GROUP / 2` codes and `GROUP` digits are readable.
     unsafe fn nibbles<const GROUP: usize>(codes: *const u8, x: [*const i8; 3]) -> __m256i;
 
-    /// `GROUP` codes of one byte. With `WIDE` they may have any value, otherwise at most 63.
+    /// `GROUP` codes of one byte times the digits at `x`. If `WIDE` is true, codes may have any value, otherwise at
+    /// most 63.
     ///
     /// # Safety
     /// `GROUP` codes and digits are readable.

@@ -14,8 +14,9 @@ use crate::{
     },
 };
 
-/// Columns of a task if there are at most [`FEW_TOKENS`] tokens. Otherwise a task has whole rows.
+/// Number of columns in a task if there are at most [`FEW_TOKENS`] tokens. Otherwise a task has whole rows.
 const TASK_COLUMNS: usize = 512;
+/// Maximum number of tokens whose columns are split into tasks.
 const FEW_TOKENS: usize = 8;
 
 impl ReadStreams<'_> {

@@ -16,8 +16,8 @@ impl StreamShape {
 }
 
 impl ReadStreams<'_> {
-    /// The norm of each stream, the two products with their activations, and the mixture. With `half`, the products run on
-    /// matrix units.
+    /// Launches the norm of each stream, the two products with their activations, and the mixture. If `half` is given,
+    /// the products run on matrix units.
     pub(in crate::ops) fn launches(&self, half: Option<HalfBuffers>) -> Vec<Launch> {
         let Self { shape, tokens, weights, buffers, .. } = *self;
         let (width, rank, count, hidden) = (shape.width(), shape.rank, shape.count, shape.hidden);

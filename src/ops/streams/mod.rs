@@ -1,4 +1,5 @@
-//! Several residual streams instead of one: a layer's parts read a mixture of all streams and add their result to each.
+//! Several residual streams instead of one: the parts of a layer read a mixture of all streams and add their result to
+//! each stream.
 //!
 //! ```text
 //! n = rms(stream) * norm                    per stream
@@ -22,7 +23,7 @@ use crate::device::{BufferAccess, Region};
 pub struct StreamShape {
     /// C, the number of streams.
     pub count: usize,
-    /// Outputs of `W_down`: the rank of the mixture's low-rank projection.
+    /// Number of outputs of `W_down`: the rank of the mixture's low-rank projection.
     pub rank: usize,
     pub hidden: usize,
     pub eps: f32,
@@ -33,7 +34,7 @@ impl StreamShape {
         self.count * self.hidden
     }
 
-    /// Outputs of the first product: `low | inject`.
+    /// Number of outputs of the first product: `low | inject`.
     pub fn low_width(&self) -> usize {
         self.rank + self.count
     }
@@ -57,8 +58,9 @@ pub struct StreamMix {
 pub struct StreamBuffers {
     /// `[tokens, width]`.
     pub normed: Region,
-    /// `[tokens, low_width]`, and its SiLU `[tokens, rank]`.
+    /// Outputs of the first product, `[tokens, low_width]`.
     pub low: Region,
+    /// SiLU of the columns `low` divided by C, `[tokens, rank]`.
     pub act: Region,
     /// `[tokens, width]`.
     pub gates: Region,
@@ -77,11 +79,11 @@ pub struct ReadStreams<'a> {
     pub out: Region,
     /// `[tokens, count]`. Empty if the mixture has no `inject`.
     pub inject: Region,
-    /// `[tokens, hidden]`. Set to zero, so that the layer part can add its result to it. May be empty.
+    /// `[tokens, hidden]`. This buffer is set to zero, so that the layer part can add its result to it. May be empty.
     pub zeroed: Region,
 }
 
-/// Adds the result of a layer part to each stream. Without `inject`, sets each stream to it.
+/// Adds the result of a layer part to each stream. Without `inject`, sets each stream to the result.
 #[derive(Debug, Clone, Copy)]
 pub struct WriteStreams<'a> {
     pub shape: &'a StreamShape,

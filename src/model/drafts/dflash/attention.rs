@@ -8,7 +8,7 @@ use std::ops::Range;
 
 /// Number of prompt positions that are added to the context at a time.
 pub const CONTEXT_CHUNK: usize = 256;
-/// Number of positions kept beyond a layer's window, so that old ones are removed many at a time.
+/// Number of positions kept beyond a layer's window, so that many old positions are removed at a time.
 const SLACK: usize = 256;
 
 /// The context of one layer: keys, after norm and RoPE, and values, `[positions, kv heads, dim]` each.
@@ -21,7 +21,8 @@ pub struct ContextCache {
 }
 
 impl ContextCache {
-    /// Reserves memory for `context` positions, or for those within `window`. The system commits it on first write.
+    /// Reserves memory for `context` positions, or for as many positions as a layer with `window` holds. The system
+    /// commits the memory on first write.
     pub fn new(config: &DflashConfig, window: AttentionWindow, context: usize) -> Self {
         let max = positions(window, context);
         let empty = || Vec::with_capacity(max * config.kv());
@@ -71,13 +72,13 @@ fn positions(window: AttentionWindow, context: usize) -> usize {
     window.size.map_or(context, |size| context.min(size.saturating_add(SLACK + CONTEXT_CHUNK)))
 }
 
-/// Bytes of a layer's context.
+/// Number of bytes of a layer's context.
 pub fn cost(config: &DflashConfig, window: AttentionWindow, context: usize) -> u64 {
     (positions(window, context) as u64).saturating_mul((2 * config.kv() * 4 + size_of::<usize>()) as u64)
 }
 
-/// `softmax(q k^T / sqrt(dim)) v` of the block's rows, which start at position `start`. `q` and the result are `[rows, heads,
-/// dim]`.
+/// `softmax(q k^T / sqrt(dim)) v` of the block's rows, which start at position `start`. `q` and the result have the
+/// shape `[rows, heads, dim]`.
 pub fn attend(
     threads: &Threads,
     config: &DflashConfig,
@@ -89,7 +90,7 @@ pub fn attend(
     let size = config.heads / config.kv_heads * dim;
     let scale = (dim as f32).powf(-0.5);
     let mut out = vec![0.0; q.len()];
-    // One task per row and key head: the query heads that share it.
+    // Each task computes, for one row, the query heads that share one key head.
     threads.run_pieces(&mut out, size, &|task, out| {
         let (position, head) = (start + task / config.kv_heads, task % config.kv_heads);
         let q = &q[task * size..][..size];
@@ -175,8 +176,8 @@ pub fn norm(x: &mut [f32], weight: &[f32], eps: f32) {
     }
 }
 
-/// RMS norm and RoPE of each head of `x`, `[rows, width]`, whose rows are at positions from `start` on. All dimensions are
-/// rotated, `j` with `j + dim / 2`.
+/// RMS norm and RoPE of each head of `x`, `[rows, width]`, whose rows are at positions from `start` on. All dimensions
+/// are rotated, `j` with `j + dim / 2`.
 pub fn norm_and_rope(x: &mut [f32], width: usize, start: usize, weight: &[f32], config: &DflashConfig) {
     let half = config.dim / 2;
     norm(x, weight, config.eps);

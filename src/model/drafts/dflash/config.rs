@@ -204,7 +204,8 @@ fn theta(top: JsonTable<'_>) -> Result<f64, ModelError> {
     }
 }
 
-/// The window of each layer. `is_causal` applies to all layers. If it is absent, only layers with a window are causal.
+/// The window of each layer. `is_causal` applies to all layers. If `is_causal` is absent, only layers with a window are
+/// causal.
 fn windows(top: JsonTable<'_>, layers: usize) -> Result<Vec<AttentionWindow>, ModelError> {
     let causal = match top.0.get("is_causal") {
         None | Some(Value::Null) => None,
@@ -227,7 +228,7 @@ fn windows(top: JsonTable<'_>, layers: usize) -> Result<Vec<AttentionWindow>, Mo
     types.iter().map(window).collect()
 }
 
-/// The tapped layers. By default, they are evenly spaced from the second layer to the fourth from the end.
+/// The tapped layers. By default, the tapped layers are evenly spaced from the second layer to the fourth from the end.
 fn taps(
     own: JsonTable<'_>,
     top: JsonTable<'_>,

@@ -3,8 +3,9 @@
 
 use super::config::Dflash2;
 
-/// A causal convolution along the block: `out[i, c] = sum over t of (base[t, c] + dynamic[i, t, c / group]) x[i - t, c]`, zero
-/// before the block. `x` is `[rows, hidden]`, `base` is `[taps, hidden]`, and `dynamic` returns a row's `[taps, hidden / group]`.
+/// A causal convolution along the block: `out[i, c] = sum over t of (base[t, c] + dynamic[i, t, c / group]) x[i - t,
+/// c]`. Rows before the block count as zero. `x` is `[rows, hidden]`, `base` is `[taps, hidden]`, and `dynamic` returns
+/// a row's `[taps, hidden / group]`.
 pub fn convolve<'a>(x: &[f32], base: &[f32], dflash2: &Dflash2, dynamic: impl Fn(usize) -> &'a [f32]) -> Vec<f32> {
     let hidden = base.len() / dflash2.taps;
     let groups = hidden / dflash2.group;
@@ -32,8 +33,8 @@ pub fn greatest(row: &[f32], count: usize) -> Vec<(u32, f32)> {
     found
 }
 
-/// Adds `sum over r of predecessor[r] * hidden[r] * successor[r]` to each candidate's score: how well it follows the previous
-/// token. `successors` is `[candidates, rank]`.
+/// Adds `sum over r of predecessor[r] * hidden[r] * successor[r]` to each candidate's score. The sum says how well the
+/// candidate follows the previous token. `successors` is `[candidates, rank]`.
 pub fn select(candidates: &mut [(u32, f32)], predecessor: &[f32], hidden: &[f32], successors: &[f32]) {
     let query: Vec<f32> = predecessor.iter().zip(hidden).map(|(a, b)| a * b).collect();
     for ((_, score), successor) in candidates.iter_mut().zip(successors.chunks_exact(query.len().max(1))) {

@@ -1,7 +1,8 @@
 //! DFlash drafts: a small network that proposes a block of tokens in one pass (z-lab, 2026).
 //!
-//! The draft has neither embedding nor output head. It reads the target's residual stream after a few layers, and the
-//! target's embedding of the block `[last token, mask, mask, ...]`. The target's head turns its rows into logits.
+//! The draft has neither embedding nor output head. The draft reads the target's residual stream after a few layers,
+//! and the target's embedding of the block `[last token, mask, mask, ...]`. The target's head turns the draft's rows
+//! into logits.
 //!
 //! ```text
 //! context = rms_norm(fc [tapped layers of a position, side by side])   once per position; each layer projects it to k, v
@@ -12,8 +13,8 @@
 //! rows 1.. of rms_norm(h)                                              row j proposes the token at position j of the block
 //! ```
 //!
-//! Norms multiply by their weight as stored, unlike the target's in Hugging Face's layout. RoPE covers all dimensions of a
-//! head. The draft computes on the CPU.
+//! The draft's norms multiply by their weight as stored, unlike the target's norms in Hugging Face's layout. RoPE
+//! covers all dimensions of a head. The draft computes on the CPU.
 
 mod attention;
 pub mod config;
@@ -38,7 +39,7 @@ use weights::{Convolution, DflashWeights};
 pub struct DflashCheckpoint {
     pub config: DflashConfig,
     checkpoint: Checkpoint,
-    /// Bytes of the weights.
+    /// Number of bytes of the weights.
     pub weights: u64,
 }
 
@@ -79,7 +80,7 @@ pub struct DflashModel {
     net: DflashWeights,
     products: MatrixProducts,
     layers: Vec<ContextCache>,
-    /// The position after the last one of the context.
+    /// The position after the last position of the context.
     len: usize,
 }
 
@@ -112,7 +113,7 @@ impl DflashModel {
         self.len == 0
     }
 
-    /// Removes positions that belong to another sequence. This leaves a gap in the context.
+    /// Removes positions that belong to another sequence. The context then has a gap at these positions.
     pub fn forget(&mut self, positions: Range<usize>) {
         let width = self.config.kv();
         self.layers.iter_mut().for_each(|cache| cache.forget(&positions, width));
@@ -147,8 +148,8 @@ impl DflashModel {
         Ok(())
     }
 
-    /// Runs a block after the context. Takes its embedding rows and returns its normalised last rows, both `[rows,
-    /// hidden]`.
+    /// Runs a block after the context. `embedded` has the embedding rows of the block. Returns the block's rows after
+    /// the last norm. Both are `[rows, hidden]`.
     pub fn block(&mut self, embedded: &[f32]) -> Result<Vec<f32>, ModelError> {
         let Self { config, net, products, layers, len } = self;
         let (start, queries, width) = (*len, config.heads * config.dim, config.kv());
@@ -230,13 +231,14 @@ fn columns(rows: &[f32], cuts: [usize; 3]) -> [Vec<f32>; 2] {
 struct MatrixProducts {
     backend: Cpu,
     compute: CpuDevice,
-    /// Input and output rows.
+    /// Input rows.
     x: Region,
+    /// Output rows.
     y: Region,
 }
 
 impl MatrixProducts {
-    /// `x W^T` for one to four matrices that share `x`. Their outputs are adjacent in each row.
+    /// `x W^T` for one to four matrices that share `x`. The outputs of the matrices are adjacent in each row.
     fn multiply(&mut self, x: &[f32], matrices: &[Weight]) -> Result<Vec<f32>, ModelError> {
         let cols = matrices.first().map_or(1, |matrix| matrix.cols);
         let (tokens, width) = (x.len() / cols, matrices.iter().map(|matrix| matrix.rows).sum::<usize>());

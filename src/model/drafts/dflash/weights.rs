@@ -1,4 +1,4 @@
-//! Loads the weights of a DFlash draft. It uses the embedding and the head of the target.
+//! Loads the weights of a DFlash draft. A draft uses the embedding and the head of its target.
 
 use super::config::{Dflash2, DflashConfig};
 use crate::{
@@ -11,19 +11,21 @@ use crate::{
 pub struct DflashWeights {
     /// `[hidden, taps * hidden]`: combines the tapped rows.
     pub fc: Weight,
-    /// Weights of the norms after `fc` and after the last layer.
+    /// Weight of the norm after `fc`.
     pub hidden_norm: Vec<f32>,
+    /// Weight of the norm after the last layer.
     pub norm: Vec<f32>,
     pub layers: Vec<DflashLayer>,
-    /// DFlash2 only.
+    /// The selector of a DFlash2 draft. `None` for a DFlash draft.
     pub selector: Option<Selector>,
 }
 
 pub struct DflashLayer {
     pub norm: Vec<f32>,
     pub qkv: [Weight; 3],
-    /// `[dim]`, per head.
+    /// Weight of the norm of each query head, `[dim]`.
     pub q_norm: Vec<f32>,
+    /// Weight of the norm of each key head, `[dim]`.
     pub k_norm: Vec<f32>,
     pub out: Weight,
     pub post_norm: Vec<f32>,
@@ -44,10 +46,11 @@ pub struct Convolution {
 
 /// Scores how well each candidate token follows the previous token.
 pub struct Selector {
-    /// Codebooks of the previous token and of the next token, `[vocab, rank]` each.
+    /// Codebook of the previous token, `[vocab, rank]`.
     pub predecessors: Weight,
+    /// Codebook of the next token, `[vocab, rank]`.
     pub successors: Weight,
-    /// `[rank, hidden]`.
+    /// Projects a hidden row to the rank of the codebooks, `[rank, hidden]`.
     pub projection: Weight,
 }
 
@@ -117,7 +120,7 @@ impl Selector {
     fn load(trunk: &mut TrunkLoader<'_>, config: &DflashConfig, dflash2: &Dflash2) -> Result<Self, ModelError> {
         let mut codebook = |name: &str| {
             let name = path(&format!("candidate_selector.{name}_codebook"));
-            // The published name has no `.weight`. Re-saved or quantized files have it.
+            // The published tensor name does not end in `.weight`. The name in re-saved or quantized files does.
             match trunk.from.has(&format!("{name}.weight")) {
                 true => trunk.weight(&name, config.vocab, dflash2.rank),
                 false => trunk.dense(&name, config.vocab, dflash2.rank),

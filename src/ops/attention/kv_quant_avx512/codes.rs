@@ -4,7 +4,8 @@
 
 use std::arch::x86_64::*;
 
-/// 32 values of sixteen rows, plus 128. Vector `w` holds values `4 w..4 w + 4` of each row.
+/// Loads 32 values of each of sixteen rows and adds 128 to each value. Vector `w` holds values `4 w..4 w + 4` of each
+/// row.
 ///
 /// # Safety
 /// 32 bytes are readable at `at` and at the next 15 multiples of `stride`.
@@ -33,7 +34,7 @@ pub(super) unsafe fn transpose_bytes(at: *const u8, stride: usize) -> [__m512i; 
     out
 }
 
-/// As [`transpose_bytes`], for 4-bit codes, and doubled.
+/// Like [`transpose_bytes`], but for 4-bit codes. The codes are doubled.
 ///
 /// # Safety
 /// 16 bytes are readable at `at` and at the next 15 multiples of `stride`.
@@ -51,7 +52,7 @@ pub(super) unsafe fn transpose_nibbles(at: *const u8, stride: usize) -> [__m512i
     out
 }
 
-/// Four words of sixteen rows. Vector `w` holds word `w` of each row.
+/// Loads four words of each of sixteen rows. Vector `w` holds word `w` of each row.
 ///
 /// # Safety
 /// 16 bytes are readable at `at` and at the next 15 multiples of `stride`.
@@ -72,7 +73,7 @@ unsafe fn transpose_words(at: *const u8, stride: usize) -> [__m512i; 4] {
     transpose_quarters(rows)
 }
 
-/// The scales of sixteen rows as f32, two for each entry of `to`.
+/// Loads the scales of sixteen rows as f32, two for each entry of `to`.
 ///
 /// # Safety
 /// One word for each entry of `to` is readable at `at` and at the next 15 multiples of `stride`.
@@ -112,7 +113,7 @@ fn transpose_quarters(v: [__m512i; 4]) -> [__m512i; 4] {
     [_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b), _mm512_unpacklo_epi64(c, d), _mm512_unpackhi_epi64(c, d)]
 }
 
-/// 64 values of a row as signed bytes, in order.
+/// Loads 64 values of a row as signed bytes, in order.
 ///
 /// # Safety
 /// `8 * bits` bytes are readable.
@@ -128,18 +129,18 @@ pub(super) unsafe fn signed_bytes(at: *const u8, bits: usize) -> __m512i {
     let (mask, high) = (_mm256_set1_epi8(15), _mm256_srli_epi16::<4>(both));
     let low = _mm512_castsi256_si512(_mm256_and_si256(both, mask));
     let codes = _mm512_inserti64x4::<1>(low, _mm256_and_si256(high, mask));
-    // Each half holds sixteen values of the first group, then of the second.
+    // Each half holds sixteen values of the first group, then sixteen values of the second group.
     let codes = _mm512_shuffle_i32x4::<0xd8>(codes, codes);
     _mm512_sub_epi8(_mm512_add_epi8(codes, codes), _mm512_set1_epi8(15))
 }
 
-/// Interleaves four rows of 64 values: each lane gets one value of all four rows. The first and third vectors hold
-/// the first 32 values, the others the last 32.
+/// Interleaves four rows of 64 values: each lane gets one value of all four rows. The first and third vectors hold the
+/// first 32 values. The second and fourth vectors hold the last 32 values.
 #[inline]
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
 pub(super) fn interleave(mut rows: [__m512i; 4]) -> [__m512i; 4] {
-    // Each quarter: four values of the first group, four of the second, and again. This comes first because the
-    // following steps combine bytes of two rows.
+    // Each quarter gets four values of the first group, four of the second, and the next four of both. This permutation
+    // comes first, because the following steps combine bytes of two rows.
     let order = _mm512_setr_epi32(0, 8, 4, 12, 1, 9, 5, 13, 2, 10, 6, 14, 3, 11, 7, 15);
     for row in 0..4 {
         rows[row] = _mm512_permutexvar_epi32(order, rows[row]);
