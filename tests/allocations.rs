@@ -1,5 +1,5 @@
-//! Counts heap allocations on all threads once decoding is warm: few per token, none that grows with the context. Also checks
-//! that a prompt chunk's memory is in the plan.
+//! Counts heap allocations on all threads after decoding has warmed up. There must be few allocations per token, and
+//! their number must not grow with the context. Also checks that the plan includes the memory of a prompt chunk.
 
 mod common;
 
@@ -11,7 +11,7 @@ use std::{
     sync::atomic::{AtomicU64, Ordering::Relaxed},
 };
 
-/// The system's allocator with counters.
+/// The system's allocator, with counters.
 struct Counting;
 
 static CALLS: AtomicU64 = AtomicU64::new(0);
@@ -27,26 +27,26 @@ fn count(bytes: usize) {
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         count(layout.size());
-        // SAFETY: forwarded unchanged.
+        // SAFETY: the call is forwarded unchanged.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         count(layout.size());
-        // SAFETY: forwarded unchanged.
+        // SAFETY: the call is forwarded unchanged.
         unsafe { System.alloc_zeroed(layout) }
     }
 
     unsafe fn realloc(&self, at: *mut u8, layout: Layout, size: usize) -> *mut u8 {
         count(size);
         FREED.fetch_add(layout.size() as u64, Relaxed);
-        // SAFETY: forwarded unchanged.
+        // SAFETY: the call is forwarded unchanged.
         unsafe { System.realloc(at, layout, size) }
     }
 
     unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
         FREED.fetch_add(layout.size() as u64, Relaxed);
-        // SAFETY: forwarded unchanged.
+        // SAFETY: the call is forwarded unchanged.
         unsafe { System.dealloc(at, layout) }
     }
 }
@@ -56,11 +56,11 @@ static ALLOCATOR: Counting = Counting;
 
 const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro-demo");
 
-/// Maximum number of allocations per layer. Nearly all are Candle's: five for each of some twenty tensors (values, storage,
-/// handle, shape, strides).
+/// Maximum number of allocations per layer. Nearly all allocations are Candle's: for each of some twenty tensors there
+/// are five (values, storage, handle, shape, strides).
 const A_LAYER: u64 = 120;
 
-/// Allocations and allocated bytes per token over the next `tokens` tokens.
+/// Number of allocations, and number of allocated bytes, per token over the next `tokens` tokens.
 fn measure(model: &mut Qwen, state: &mut QwenState, tokens: u32) -> (u64, u64) {
     let before = (CALLS.load(Relaxed), BYTES.load(Relaxed));
     for index in 0..tokens {
@@ -70,7 +70,8 @@ fn measure(model: &mut Qwen, state: &mut QwenState, tokens: u32) -> (u64, u64) {
     (calls / u64::from(tokens), bytes / u64::from(tokens))
 }
 
-/// The memory of a chunk, besides the buffers that every device has, is in the plan. The plan has not much more.
+/// Checks that the plan includes the memory of a chunk, except for the buffers that every device has. The plan must not
+/// be much larger than this memory.
 fn check_chunk_is_planned() {
     const FEW: usize = 256;
     const MANY: usize = 2048;
@@ -89,7 +90,7 @@ fn check_chunk_is_planned() {
     assert!(taken <= planned && taken > planned / 2, "{taken} bytes a row, {planned} planned");
 }
 
-/// One test, since the allocations of parallel tests would be counted.
+/// There is only one test, since the allocations of parallel tests would be counted, too.
 #[test]
 fn allocations_stay_within_bounds() {
     check_chunk_is_planned();
@@ -114,7 +115,7 @@ fn check_decode_allocations() {
     println!("allocations and bytes a token, {layers} layers, logits of {logits} bytes: {at:?}");
     assert!(at[0].0 <= A_LAYER * layers, "{at:?}");
     for later in &at[1..] {
-        // Which experts a token visits makes a small difference.
+        // The numbers may differ slightly, because tokens use different experts.
         assert!(later.0 <= at[0].0 + layers && later.1 <= at[0].1 + at[0].1 / 50, "{at:?}");
     }
 }

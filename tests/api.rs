@@ -1,4 +1,5 @@
-//! The HTTP API over a real port: every endpoint, with a mock model that gives a fixed answer or repeats its prompt.
+//! Tests of the HTTP API over a real port: every endpoint, with a mock model that gives a fixed answer or repeats its
+//! prompt.
 
 #[path = "api/admin.rs"]
 mod admin;

@@ -1,6 +1,6 @@
-//! Soak test: 200 requests one after another, then 32 at a time. A third of the clients disconnect early. No file
-//! descriptor or memory leaks, and every answer is correct. The test is a separate process, because it measures the
-//! process.
+//! A soak test: 200 requests one after another, then 32 at a time. A third of the clients disconnect early. The server
+//! must not leak file descriptors or memory, and every answer must be correct. The test has its own test binary,
+//! because it measures the whole process.
 
 #![cfg(target_os = "linux")]
 
@@ -15,24 +15,24 @@ use std::{sync::Arc, time::Duration};
 
 const TEXT: &str = "/v1/completions";
 
-/// Open file descriptors of this process.
+/// Number of open file descriptors of this process.
 fn descriptors() -> usize {
     std::fs::read_dir("/proc/self/fd").unwrap().count()
 }
 
-/// Resident memory of this process, in bytes.
+/// Resident memory of this process in bytes.
 fn memory() -> usize {
     let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
     statm.split(' ').nth(1).unwrap().parse::<usize>().unwrap() * 4096
 }
 
-/// One request, whose answer is checked. Depending on `number` it disconnects early.
+/// Sends a request and checks the answer. For some values of `number`, the client disconnects early.
 async fn request(server: &Server, number: usize) {
     let text = format!("This is request {number} of many.");
     let stream = number.is_multiple_of(2);
     let body = json!({"prompt": text, "max_tokens": 60, "stream": stream});
     if number.is_multiple_of(3) {
-        // A third of the clients disconnect: immediately, after the head, or after a few tokens.
+        // A third of the clients disconnect immediately, after the head of the response, or after a few tokens.
         match number % 9 {
             0 => drop(tokio::time::timeout(Duration::from_millis(2), server.post(TEXT, &body)).await),
             3 => drop(server.post(TEXT, &json!({"prompt": text, "max_tokens": 60, "stream": true})).await),
@@ -85,7 +85,7 @@ async fn disconnected_clients_leak_nothing() {
         assert_eq!(server.get("/health").await.status, 200);
     }
     server.idle().await;
-    // The server closes abandoned connections a little later.
+    // The server closes abandoned connections some time later.
     let mut files_after = descriptors();
     for _ in 0..200 {
         if files_after <= files_before + 4 {

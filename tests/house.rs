@@ -1,8 +1,8 @@
-//! The design's rules about the source tree, checked on the text of `src`.
+//! Tests the design's rules about the source tree on the text of `src`.
 //!
-//! Imports between rooms (top-level modules) run one way, no files import each other in a cycle, a type name is
-//! declared once, files stay short, and `unsafe` and `target_os` stay in the rooms that may use them.
-//! `docs/architecture.md` explains the rooms.
+//! Imports between rooms (top-level modules) must run one way, files must not import each other in a cycle, and a type
+//! name must be declared only once. Files must stay short, and `unsafe` and `target_os` may appear only in certain
+//! rooms. `docs/architecture.md` explains the rooms.
 
 #[path = "house/source.rs"]
 mod source;
@@ -12,7 +12,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 const MAX_LINES: usize = 600;
 
-/// For each room, the rooms that it may import from. `error`, `metrics` and a room itself are always allowed.
+/// For each room, the rooms that it may import from. Imports from `error`, `metrics` and the room itself are always
+/// allowed.
 const ALLOWED_IMPORTS: &[(&str, &[&str])] = &[
     ("platform", &[]),
     ("device", &["platform"]),
@@ -32,7 +33,7 @@ const ALLOWED_IMPORTS: &[(&str, &[&str])] = &[
     ("version", &[]),
 ];
 
-/// Rooms that no other room may import. They may import any room.
+/// Rooms that no other room may import. These rooms may import any room.
 const TOP: &[&str] = &["main", "lib", "command", "tools"];
 
 /// Type names that several files may declare.
@@ -141,8 +142,8 @@ fn type_names_are_declared_once() {
 fn impl_blocks_are_in_at_most_two_files() {
     let mut implemented: BTreeMap<(String, String), BTreeSet<String>> = BTreeMap::new();
     for file in production_files() {
-        // An operation is one type: its meaning is in `mod.rs`, its CPU code in `cpu.rs` and its GPU launches in
-        // `gpu.rs`.
+        // An operation is one type with three files: `mod.rs` has its meaning, `cpu.rs` its CPU code, and `gpu.rs` its
+        // GPU launches.
         let is_device_half = file.room() == "ops" && ["cpu", "gpu"].contains(&file.module.last().unwrap().as_str());
         if is_device_half {
             continue;
@@ -161,7 +162,7 @@ fn unsafe_and_target_os_stay_in_rooms() {
     for file in production_files() {
         for line in file.code.lines() {
             let words: Vec<&str> = line.split(|c: char| !c.is_alphanumeric() && c != '_').collect();
-            // `metrics` may use it, because the prometheus crate has its process collector on Linux only.
+            // `metrics` may use `target_os`, because the prometheus crate has its process collector only on Linux.
             if words.contains(&"target_os") && !["platform", "device", "metrics"].contains(&file.room()) {
                 wrong.push(format!("{}: {line}", file.path));
             }

@@ -1,6 +1,7 @@
-//! Damaged and hostile pictures: each is decoded or refused. Nothing panics, hangs, or takes more memory than announced.
+//! Tests damaged and hostile pictures. Each picture must be decoded or refused, without a panic, a hang, or more memory
+//! than announced.
 //!
-//! A run takes seconds. An ignored test tries 5,000 pictures, `fuzz/fuzz_targets/image.rs` runs without end.
+//! A run takes a few seconds. An ignored test tries 5,000 pictures. `fuzz/fuzz_targets/image.rs` runs without end.
 
 #[path = "support/mutate.rs"]
 mod mutate;
@@ -19,10 +20,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// One test at a time, because memory is measured.
+/// Held by each test, so that only one test runs at a time, because memory is measured.
 static ALONE: Mutex<()> = Mutex::new(());
 
-/// The system's allocator, which records how much is in use, and the most since the last reset.
+/// The system's allocator with counters: the number of bytes in use, and their maximum since the last reset.
 struct Measuring;
 
 static IN_USE: AtomicUsize = AtomicUsize::new(0);
@@ -32,19 +33,19 @@ static PEAK: AtomicUsize = AtomicUsize::new(0);
 unsafe impl GlobalAlloc for Measuring {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         PEAK.fetch_max(IN_USE.fetch_add(layout.size(), Relaxed) + layout.size(), Relaxed);
-        // SAFETY: forwarded unchanged.
+        // SAFETY: the call is forwarded unchanged.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         PEAK.fetch_max(IN_USE.fetch_add(layout.size(), Relaxed) + layout.size(), Relaxed);
-        // SAFETY: forwarded unchanged.
+        // SAFETY: the call is forwarded unchanged.
         unsafe { System.alloc_zeroed(layout) }
     }
 
     unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
         IN_USE.fetch_sub(layout.size(), Relaxed);
-        // SAFETY: forwarded unchanged.
+        // SAFETY: the call is forwarded unchanged.
         unsafe { System.dealloc(at, layout) }
     }
 }
@@ -52,7 +53,7 @@ unsafe impl GlobalAlloc for Measuring {
 #[global_allocator]
 static ALLOCATOR: Measuring = Measuring;
 
-/// Most bytes that reading a header takes besides. The largest part is the colour profile of a PNG.
+/// Maximum number of additional bytes for reading a header. The largest part is the colour profile of a PNG.
 const HEADER_BYTES: usize = 4 << 20;
 
 fn processor() -> ImageProcessor {
@@ -60,7 +61,7 @@ fn processor() -> ImageProcessor {
     ImageProcessor::new(limits, 0)
 }
 
-/// Prepares a picture and returns whether it could be decoded. Checks its size, its time and its memory.
+/// Prepares a picture. Returns true if the picture could be decoded. Checks size, time and memory.
 fn prepare(processor: &ImageProcessor, encoded: &[u8], what: &str) -> bool {
     let begun = Instant::now();
     let before = IN_USE.load(Relaxed);
@@ -107,7 +108,7 @@ fn mutate(seeds: Range<u64>) {
         mutate::bytes(&mut dice, &mut picture);
         decoded += u64::from(prepare(&processor, &picture, &format!("seed {seed}")));
     }
-    // Most changes to pixels are still pictures, most changes to headers are not.
+    // After most changes to pixels, the file is still a picture. After most changes to headers, it is not.
     assert!(decoded > 0 && decoded < count, "{decoded} of {count}");
     assert_eq!(formats.len(), 4, "PNG, JPEG, WebP and GIF");
 }
@@ -122,23 +123,23 @@ fn large_claims_take_no_memory() {
             prepare(&processor, &gif_of(width as u16, height as u16), &format!("GIF {width} x {height}"));
         }
     }
-    // A colour profile of 900 MB in less than a megabyte.
+    // A file of less than a megabyte with a colour profile of 900 MB.
     let profile = with_profile(900 << 20);
     assert!(profile.len() < 1 << 20, "{}", profile.len());
     assert!(prepare(&processor, &profile, "profile"), "the picture without its profile");
-    // Metadata that claims 4 GB.
+    // A file with metadata that claims to have 4 GB.
     let dir = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/pictures");
     let webp = std::fs::read(format!("{dir}/lossless.webp")).unwrap();
     let extended = [&b"VP8X\x0a\0\0\0\x08\0\0\0\x3f\0\0\x3f\0\0"[..], &webp[12..], b"EXIF\xf0\xff\xff\xff"].concat();
     let claims = [b"RIFF\xff\xff\xff\xffWEBP", &extended[..]].concat();
     assert!(!prepare(&processor, &claims, "EXIF"));
-    // A bomb: 49 million pixels in a quarter of a megabyte.
+    // A bomb: a file of a quarter of a megabyte with 49 million pixels.
     let bomb = compressed_png(7000);
     assert!(bomb.len() < 300_000, "{}", bomb.len());
     prepare(&processor, &bomb, "bomb");
 }
 
-/// A small PNG whose colour profile is this long, and compressed.
+/// A small PNG with a compressed colour profile of `len` bytes.
 fn with_profile(len: usize) -> Vec<u8> {
     let mut profile = flate2::write::ZlibEncoder::new(b"zeros\0\0".to_vec(), flate2::Compression::best());
     let zeros = vec![0; 1 << 20];
@@ -146,12 +147,12 @@ fn with_profile(len: usize) -> Vec<u8> {
     let chunk = [&b"iCCP"[..], &profile.finish().unwrap()].concat();
     let (length, checksum) = ((chunk.len() - 4) as u32, crc32fast::hash(&chunk));
     let mut png = compressed_png(64);
-    // After the header: signature, length, type, 13 bytes, checksum.
+    // The chunk is inserted after the header: signature, length, type, 13 bytes, checksum.
     png.splice(33..33, [&length.to_be_bytes()[..], &chunk, &checksum.to_be_bytes()].concat());
     png
 }
 
-/// A PNG header with these sides, followed by nothing.
+/// A PNG header with this width and height. No data follows the header.
 fn png_of(width: u32, height: u32) -> Vec<u8> {
     let mut bytes = b"\x89PNG\r\n\x1a\n\0\0\0\x0dIHDR".to_vec();
     bytes.extend([width.to_be_bytes(), height.to_be_bytes()].concat());

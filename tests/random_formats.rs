@@ -1,7 +1,9 @@
-//! Random output formats, compiled and followed for a few tokens: bounds on the time and memory of each.
+//! Compiles random output formats and follows each format for a few tokens. Checks bounds on the time and the memory of
+//! each format.
 //!
-//! Times are CPU times of this process, so that a busy machine changes nothing. `MOESTRO_FORMATS` sets the number of formats,
-//! `MOESTRO_FORMATS_SEED` the first one, `MOESTRO_MUTATE_SECONDS` the time after which no other one starts.
+//! Times are CPU times of this process, so that a busy machine does not affect the result. `MOESTRO_FORMATS` sets the
+//! number of formats. `MOESTRO_FORMATS_SEED` sets the seed of the first format. `MOESTRO_MUTATE_SECONDS` sets the time
+//! after which no further format starts.
 
 #![cfg(target_os = "linux")]
 
@@ -19,18 +21,18 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Most CPU time to compile a format. The server answers 400 after 5 s of wall time.
+/// Maximum CPU time to compile a format. The server answers with status 400 after 5 s of wall time.
 const COMPILE_TIME: Duration = Duration::from_secs(4);
-/// Most CPU time of a mask, or to accept a token.
+/// Maximum CPU time to compute a mask, or to accept a token.
 const STEP_TIME: Duration = Duration::from_secs(1);
-/// Most memory of one format. Random formats took 6 MiB.
+/// Maximum memory of one format in bytes. Random formats took 6 MiB.
 const MEMORY: u64 = 256 << 20;
 
 fn from_env(name: &str, default: u64) -> u64 {
     env::var(name).map_or(default, |text| text.parse().unwrap())
 }
 
-/// CPU time of all threads so far.
+/// CPU time that all threads have used so far.
 fn cpu_time() -> Duration {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: the call writes to `time`, which lives long enough.
@@ -49,7 +51,7 @@ fn many_formats_stay_within_time_and_memory() {
     run(from_env("MOESTRO_FORMATS", 20_000));
 }
 
-/// Checks `count` formats, or as many as there is time for.
+/// Checks `count` formats. Checks fewer formats if the time runs out.
 fn run(count: u64) {
     let compiler = format_check::compiler(env!("CARGO_MANIFEST_DIR"));
     compiler.warm_up();
@@ -60,7 +62,7 @@ fn run(count: u64) {
     for seed in (first..first + count).take_while(|_| Instant::now() < end) {
         let mut source = Source::new(&[], seed);
         let fields = formats::fields(&mut source);
-        // 5 resets the peak. Without permission the peak is that of all formats so far.
+        // Writing 5 resets the peak of resident memory. Without permission, the peak covers all formats so far.
         let _ = fs::write("/proc/self/clear_refs", "5");
         let (before, mut since) = (memory("self", "VmRSS"), cpu_time());
         let followed = format_check::follow(&compiler, &fields, &mut source, |step| {

@@ -1,5 +1,5 @@
-//! The store's building blocks through their public API: files, expert slots, eviction, checkpoint indexes, packs. Also
-//! a failing disk.
+//! Tests of the store's building blocks through their public API: files, expert slots, eviction, checkpoint indexes and
+//! packs. Also tests a failing disk.
 
 #[path = "store/belady.rs"]
 mod belady;

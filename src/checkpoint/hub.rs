@@ -1,18 +1,18 @@
 //! [`Hub`] downloads checkpoints from the Hugging Face hub into the Hugging Face cache, which other programs share.
 //!
-//! It downloads only the files that a model needs: the safetensors files listed in the index (or `model*.safetensors` if
-//! there is no index) and a few small files. All files come from one commit. Their sizes are known before the download
-//! starts. Several files are transferred in parallel ([`transfer`]). An interrupted download is resumed, in the same run or
-//! in the next. The SHA-256 is verified if the hub reports one. `HF_HOME`, `HF_HUB_CACHE`, `HF_ENDPOINT` and `HF_TOKEN` have
-//! their usual meaning.
+//! A download contains only the files that a model needs: the safetensors files listed in the index (or
+//! `model*.safetensors` if there is no index) and a few small files. All files come from one commit. The size of every
+//! file is known before the download starts. Several files are transferred in parallel ([`transfer`]). An interrupted
+//! download is resumed, in the same run or in the next. If the hub reports the SHA-256 of a file, it is verified.
+//! `HF_HOME`, `HF_HUB_CACHE`, `HF_ENDPOINT` and `HF_TOKEN` have their usual meaning.
 //!
 //! Hubs and mirrors are untrusted. Every text that becomes part of a path is validated. A file never becomes larger than its
 //! listed size. The token is never sent to another host.
 //!
-//! The crate `hf-hub` 0.5 uses the same cache layout but does not guarantee this. It uses the ETag and the commit of a
-//! response as parts of paths without validation, and sends the token to the host of a redirect. It does not verify
-//! checksums, limit the size of responses, transfer pieces of a file in parallel, or use the system's certificate
-//! authorities. Its listing has neither sizes nor hashes.
+//! The crate `hf-hub` 0.5 uses the same cache layout but does not give these guarantees. The crate uses the ETag and
+//! the commit of a response as parts of paths without validation, and sends the token to the host of a redirect. It
+//! does not verify checksums, limit the size of responses, transfer pieces of a file in parallel, or use the system's
+//! certificate authorities. A listing of the crate has neither sizes nor hashes.
 
 mod cache;
 mod client;
@@ -36,16 +36,16 @@ use std::{
 };
 use transfer::{DownloadProgress, download_files};
 
-/// Maximum bytes per request.
+/// Maximum number of bytes per request.
 const PIECE_BYTES: u64 = 32 << 20;
 const ENDPOINT: &str = "https://huggingface.co";
 
-/// A hub, and the cache on this machine.
+/// A hub, and the cache of its files on this machine.
 pub struct Hub {
     endpoint: String,
     token: Option<String>,
     cache: PathBuf,
-    /// Delay before the second attempt. The delay doubles with each further attempt.
+    /// Delay before the second attempt of a request. The delay doubles with each further attempt.
     retry_delay: Duration,
     piece_bytes: u64,
 }
@@ -61,7 +61,7 @@ impl Hub {
         Ok(Self { endpoint, token, cache, retry_delay: Duration::from_secs(1), piece_bytes: PIECE_BYTES })
     }
 
-    /// The directory of the model `id` (`org/name`) if it is complete. Sends no request.
+    /// The directory of the model `id` (`org/name`). `None` if the model is not complete on disk. Sends no request.
     pub fn local(&self, id: &str) -> Option<PathBuf> {
         let cache = HubCache::new(&self.cache, id);
         let dir = cache.snapshot(&cache.commit()?);
@@ -86,11 +86,11 @@ impl Hub {
         self.pull_revision(id, BRANCH, progress)
     }
 
-    /// Downloads the missing files of the model `id` at a branch, tag or commit. Returns the model's directory. `progress`
-    /// gets bytes on disk and total bytes.
+    /// Downloads the missing files of the model `id` at a branch, tag or commit. Returns the model's directory.
+    /// `progress` receives the bytes on disk and the total bytes.
     ///
     /// # Errors
-    /// An error of the hub, with a hint. A wrong checksum. A full disk.
+    /// The hub reports an error (the message includes a hint), a checksum is wrong, or the disk is full.
     pub fn pull_revision(
         &self,
         id: &str,
@@ -120,7 +120,7 @@ impl Hub {
         };
         let small: Vec<(&RepoFile, u64)> =
             listing.small_files().into_iter().map(with_size).collect::<Result<_, StoreError>>()?;
-        // Downloads the index first, because it lists the shards.
+        // Download the index first, because it lists the shards.
         if let Some(&(index, size)) = small.iter().find(|(file, _)| file.name == listing::INDEX)
             && !download.has(index, size)
         {
@@ -140,7 +140,7 @@ impl Hub {
         }
         progress(total - missing, total);
         download_files(&download, &needed, total - missing, total, progress)?;
-        // Records the commit last, so that other programs see the revision only when it is complete.
+        // Record the commit last, so that other programs see the revision only when it is complete.
         let at = |source| StoreError::Io { path: download.snapshot.clone(), source };
         cache.set_commit(revision, &listing.sha).map_err(at)?;
         Ok(download.snapshot)
@@ -152,7 +152,8 @@ impl Hub {
         let listing: RepoListing = loop {
             attempts -= 1;
             match client.json(&path) {
-                // Retries only temporary error responses. If the hub is unreachable, the model may be complete on disk.
+                // Retry only after a temporary error response. If the hub is unreachable, the model may be complete on
+                // disk.
                 Err(error @ RequestError::Status { .. }) if error.is_temporary() && attempts > 0 => {
                     let attempt = MAX_ATTEMPTS - attempts + 1;
                     tracing::warn!("the hub returned {error}; trying again ({attempt} of {MAX_ATTEMPTS})");

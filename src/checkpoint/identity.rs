@@ -1,9 +1,9 @@
 //! Identifies checkpoint files, so that a cache made from a checkpoint is used only for the same files.
 //!
-//! * The *identity* is a hash of inode numbers, sizes and times. It reads no data and changes at every modification, but a
-//!   copy of a file has a different identity.
-//! * The *fingerprint* is a hash of sizes, headers and samples of the data. A copy has the same fingerprint, but files with
-//!   the same fingerprint may differ in a few bytes.
+//! * The *identity* is a hash of inode numbers, sizes and times. Computing it reads no data. Every modification changes
+//!   it, but a copy of a file has a different identity.
+//! * The *fingerprint* is a hash of sizes, headers and samples of the data. A copy has the same fingerprint, but files
+//!   with the same fingerprint may differ in a few bytes.
 
 use crate::{
     error::StoreError,
@@ -16,10 +16,10 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// The current identity of files: 32 hexadecimal digits, a hash of their [`FileStamp`]s in order.
+/// The current identity of files: 32 hexadecimal digits, which are a hash of the [`FileStamp`]s of all files in order.
 ///
-/// Needs one system call per file. Any write, copy or rename to one of the paths changes the identity. So a valid cache may
-/// be ignored, but a cache of other bytes is never used.
+/// Needs one system call per file. Any write, copy or rename to one of the paths changes the identity. A valid cache
+/// may therefore be ignored, but a cache of other bytes is never used.
 ///
 /// # Errors
 /// A file does not exist.
@@ -34,7 +34,8 @@ pub fn settled_identity(files: &[PathBuf]) -> Result<Option<String>, StoreError>
     Ok(stamps.iter().all(FileStamp::is_settled).then(|| hash_stamps(&stamps)))
 }
 
-/// Returns `before` if it is still the [`settled_identity`] of the files, otherwise `None`. The caller gets `before` from
+/// Returns `before` if it is still the [`settled_identity`] of the files. Otherwise returns `None`. The caller gets
+/// `before` from
 /// [`settled_identity`], then reads the files, then calls this function.
 pub fn unchanged_identity(before: Option<String>, files: &[PathBuf]) -> Option<String> {
     before.filter(|before| settled_identity(files).is_ok_and(|now| now.as_ref() == Some(before)))
@@ -55,14 +56,14 @@ fn hash_stamps(stamps: &[FileStamp]) -> String {
 
 /// Size of a sample in bytes.
 const SAMPLE_BYTES: usize = 4096;
-/// Number of samples per file, evenly spread over the file.
+/// Number of samples per file. The samples are evenly spread over the file.
 const SAMPLES: u64 = 16;
 /// Maximum size of a safetensors header in bytes.
 const MAX_HEADER_BYTES: u64 = 100 << 20;
 
-/// The fingerprint of shards: 32 hexadecimal digits, a hash of their sizes, headers (names, shapes and offsets of all
-/// tensors) and samples of the data. Other models and revisions almost always have a different fingerprint. Files that differ
-/// in a few bytes may have the same fingerprint.
+/// The fingerprint of shards: 32 hexadecimal digits, which are a hash of the shards' sizes, headers (names, shapes and
+/// offsets of all tensors) and samples of data. Other models and revisions almost always have a different fingerprint.
+/// Files that differ in a few bytes may have the same fingerprint.
 pub fn fingerprint(shards: &[PathBuf]) -> Result<String, StoreError> {
     let mut hash = Sha256::new();
     for path in shards {

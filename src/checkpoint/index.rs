@@ -47,7 +47,7 @@ pub enum Dtype {
 }
 
 impl Dtype {
-    /// Bytes of one element.
+    /// Size of one element in bytes.
     pub fn bytes(self) -> usize {
         match self {
             Dtype::F64 | Dtype::U64 | Dtype::I64 => 8,
@@ -63,7 +63,7 @@ impl Dtype {
 pub struct TensorEntry {
     /// Index into [`Index::files`].
     pub file: usize,
-    /// Bytes from the start of the file. Not necessarily aligned.
+    /// Offset in bytes from the start of the file. The offset may be unaligned.
     pub offset: u64,
     /// Length in bytes.
     pub len: usize,
@@ -114,7 +114,8 @@ impl<'de> Deserialize<'de> for TensorShape {
     }
 }
 
-/// A JSON object without duplicate names. Duplicates are an error, since parsers disagree about which value counts.
+/// A JSON object without duplicate names. Duplicate names are an error, since parsers disagree about which value
+/// counts.
 struct UniqueMap<T>(BTreeMap<String, T>);
 
 impl<'de, T: Deserialize<'de>> Deserialize<'de> for UniqueMap<T> {

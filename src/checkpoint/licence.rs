@@ -5,7 +5,7 @@ use std::path::Path;
 
 /// Maximum size of a model card in bytes.
 const MAX_BYTES: u64 = 4 << 20;
-/// Maximum length of a licence's name.
+/// Maximum length of a licence's name in bytes.
 const MAX_NAME: usize = 100;
 
 /// The licence of the checkpoint in `dir`, such as `apache-2.0`. If the model card also has a licence name, returns

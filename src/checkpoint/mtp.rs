@@ -1,6 +1,6 @@
 //! Finds and opens the head for multi-token prediction (MTP) of a checkpoint.
 //!
-//! Converters differ in the head's file, in its tensor names, and in whether its norms store `w` or `w - 1`.
+//! Converters differ in the head's file, in its tensor names, and in whether the head's norms store `w` or `w - 1`.
 
 use super::{Checkpoint, index::Index, names::TensorName, norm_encoding};
 use crate::error::{ModelError, StoreError};
@@ -22,7 +22,8 @@ fn prefixed_name(name: &str) -> TensorName {
     }
 }
 
-/// Finds the head of the checkpoint in `dir`: in the shards of `index`, or in a separate file. `None` if there is none.
+/// Finds the head of the checkpoint in `dir`: in the shards of `index`, or in a separate file. `None` if there is no
+/// head.
 pub fn find(dir: &Path, index: &Index, config: &Value) -> Result<Option<Checkpoint>, ModelError> {
     let has = |index: &Index| index.tensors.keys().any(|name| prefixed_name(name) != TensorName::Skipped);
     let mut found = has(index).then(|| index.clone());
@@ -45,7 +46,8 @@ pub fn open_dir(dir: &Path, config: &Value) -> Result<Checkpoint, ModelError> {
 fn open(index: Index, config: &Value) -> Result<Checkpoint, ModelError> {
     let is_prefixed = index.tensors.keys().any(|name| prefixed_name(name) != TensorName::Skipped);
     let bare = |name: &str| TensorName::Text(format!("{PREFIX}{name}"));
-    // The quantization table describes the trunk. The head may differ, so its format is inferred from shapes alone.
+    // The quantization table describes the trunk. The format of the head may differ, so it is inferred from shapes
+    // alone.
     let mut head = if is_prefixed {
         Checkpoint::open_as(index, &Value::Null, prefixed_name)?
     } else {
@@ -58,8 +60,8 @@ fn open(index: Index, config: &Value) -> Result<Checkpoint, ModelError> {
     Ok(head)
 }
 
-/// Names of the norms whose values are examined if the head has several residual streams. Includes the norms before `fc`,
-/// because some converters added 1 to only a part of the norms. `None` if the head has a single residual stream.
+/// Names of the norms whose values are examined if the head has several residual streams. Includes the norms before
+/// `fc`, because some converters added 1 to only a part of the norms. `None` if the head has a single residual stream.
 fn stream_norms(head: &Checkpoint) -> Option<Vec<String>> {
     let name = |name: &str| format!("{PREFIX}{name}.weight");
     let streams = [
@@ -74,9 +76,9 @@ fn stream_norms(head: &Checkpoint) -> Option<Vec<String>> {
 
 /// True if the head's norms store `w - 1` (zero-centred).
 ///
-/// Uses `config.json` if it names the encoding. Otherwise examines the means of all norms together, because the ranges of
-/// single norms overlap. Trained query and key norms have means of 1.7 to 1.8 (stored as 0.7 to 0.8 if zero-centred). Layer
-/// norms have means of at least 0.9 (stored as 0.3 to 0.4 if zero-centred).
+/// Uses `config.json` if it names the encoding. Otherwise examines the means of all norms together, because the ranges
+/// of single norms overlap. The weights of trained query and key norms have means of 1.7 to 1.8 (stored as 0.7 to 0.8
+/// if zero-centred). The weights of layer norms have means of at least 0.9 (stored as 0.3 to 0.4 if zero-centred).
 fn are_zero_centred(head: &Checkpoint, config: &Value) -> Result<bool, ModelError> {
     let own = &config["mtplx_mtp_quantization"];
     let encodings = [

@@ -3,9 +3,10 @@
 /// The result of converting a tensor name to its canonical form.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum TensorName {
-    /// A tensor of the part of the model that the caller loads, with its canonical name.
+    /// A tensor of the model part that the caller loads (text model, vision tower or MTP head), with its canonical
+    /// name.
     Text(String),
-    /// A tensor of another part of the model (text model, vision tower or MTP head).
+    /// A tensor of another part of the model.
     Skipped,
 }
 
@@ -28,7 +29,8 @@ pub fn vision_name(name: &str) -> TensorName {
     vision_part(name).map_or(TensorName::Skipped, |rest| TensorName::Text(format!("{VISION_TOWER}{rest}")))
 }
 
-/// The name of a tensor within the vision tower, without its prefix. `None` if the tensor does not belong to the tower.
+/// The name of a tensor of the vision tower, without the tower's prefix. `None` if the tensor does not belong to the
+/// tower.
 fn vision_part(name: &str) -> Option<&str> {
     let prefixes = [
         VISION_TOWER,

@@ -1,4 +1,4 @@
-//! Detects by their values whether the norms of a checkpoint store `w` or `1 + w`.
+//! Detects whether the norms of a checkpoint store `w` or `1 + w`, by examining their values.
 //!
 //! Converters of qwen4_exp use both encodings with the same names and shapes. The means of trained residual-stream norms
 //! differ: about 0.2 for `w`, and 1.2 for `1 + w`. All norms are examined together, because the ranges of single norms
@@ -7,7 +7,7 @@
 use super::Checkpoint;
 use crate::error::{ModelError, StoreError};
 
-/// Threshold for the mean of a norm: below it the norm stores `w`, above it `1 + w`.
+/// Threshold for the mean of a norm. A norm with a lower mean stores `w`. A norm with a higher mean stores `1 + w`.
 const BETWEEN: f32 = 0.6;
 /// Minimum fraction of norms that must be on the same side of the threshold.
 const AGREEING: f32 = 0.9;

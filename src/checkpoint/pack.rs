@@ -1,5 +1,5 @@
-//! Packs: copies of a checkpoint's experts with one page-aligned record per expert, so that an expert takes one read instead
-//! of nine. A pack may also contain the rows of n-gram tables (`row_file.rs`).
+//! Packs: copies of a checkpoint's experts with one page-aligned record per expert. Reading an expert from a pack takes
+//! one read instead of nine. A pack may also contain the rows of n-gram tables (`row_file.rs`).
 //!
 //! A pack is a separate directory. The checkpoint is never modified. A pack has one file per layer (`layer-000.experts` and
 //! so on) and a manifest:
@@ -10,19 +10,21 @@
 //!                 "sha256": [HEX; experts], "crc32": [NUMBER; experts] } ] }
 //! ```
 //!
-//! The record of expert `e` starts at byte `e * stride` of its layer's file. It has nine pieces (codes, scales and biases of
-//! gate, up and down) at the offsets in the manifest, and zeros elsewhere. The stride is a multiple of 16 KiB, the largest
-//! page size in use.
+//! The record of expert `e` starts at byte `e * stride` of its layer's file. The record has nine pieces (codes, scales
+//! and biases of gate, up and down) at the offsets in the manifest, and zeros between the pieces. The stride is a
+//! multiple of 16 KiB, the largest page size in use.
 //!
-//! A pack is used only if every expert of the checkpoint has the SHA-256 in the manifest. To avoid hashing:
+//! A pack is used only if every expert of the checkpoint has the SHA-256 in the manifest. Three rules avoid most of the
+//! hashing:
 //! * The [`fingerprint`] of the checkpoint selects candidate packs with few reads.
 //! * If the checkpoint's files have the [identity](super::identity) in the manifest, they are the files that were packed.
 //! * Otherwise all experts are hashed once, and the result is remembered for the identity of these files.
 //!
 //! The CRC-32 of a record is verified when the record is read. A damaged record is rebuilt from the checkpoint.
 //!
-//! The pack of the checkpoint directory `NAME` is searched in `NAME.pack` next to it, then in the cache directory. If a pack
-//! was written to another directory with `--out`, the cache directory has a link to it.
+//! The pack of the checkpoint directory `NAME` is searched for first in the directory `NAME.pack` next to `NAME`, then
+//! in the cache directory. If a pack was written to another directory with `--out`, the cache directory has a link to
+//! the pack.
 
 mod find;
 mod manifest;

@@ -1,9 +1,11 @@
-//! Infers the quantization of a matrix from its shapes and the type of its scales, and compares it with `config.json`.
+//! Infers the quantization of a matrix from its shapes and the type of its scales, and compares the result with
+//! `config.json`.
 //!
-//! The `quantization` table of some checkpoints is wrong: JANG writes the smallest width of all tensors, and some converters
-//! rename tensors without updating the table. Since the architecture defines the number of columns of a matrix, bits and
-//! group size follow from the shapes. If the table has other values, it is ignored. The quantization mode cannot be inferred
-//! from shapes alone. So a contradicting mode in the table is an error, because the weights could be decoded wrongly.
+//! The `quantization` table of some checkpoints is wrong: JANG writes the smallest width of all tensors, and some
+//! converters rename tensors without updating the table. Since the architecture defines the number of columns of a
+//! matrix, bits and group size follow from the shapes. If the table has other values, they are ignored. The
+//! quantization mode cannot be inferred from shapes alone. A contradicting mode in the table is therefore an error,
+//! because the weights could be decoded wrongly.
 
 use super::{
     index::{Dtype, TensorEntry},
@@ -13,7 +15,7 @@ use crate::ops::{FP8_BLOCK, Float, WeightFormat};
 use serde_json::{Value, json};
 use std::{cell::RefCell, collections::BTreeMap};
 
-/// An entry of the table: for one matrix, or the default for all matrices.
+/// An entry of the table: the format of one matrix, or the default format of all matrices.
 #[derive(Debug, Clone, Default, PartialEq)]
 struct TableEntry {
     bits: Option<u64>,
@@ -31,8 +33,8 @@ pub struct QuantizationTable {
     differing: RefCell<Vec<String>>,
 }
 
-/// Values of `quant_method` for quantization methods that are not supported. Their tensors differ from those of MLX and of
-/// Hugging Face's FP8.
+/// Values of `quant_method` for quantization methods that are not supported. The tensors of these methods differ from
+/// those of MLX and of Hugging Face's FP8.
 const UNSUPPORTED_METHODS: [&str; 9] =
     ["awq", "gptq", "compressed-tensors", "modelopt", "bitnet", "bitsandbytes", "hqq", "quark", "mxtq"];
 
@@ -74,7 +76,7 @@ impl QuantizationTable {
     /// Compares the table's entry for a matrix with the inferred format `codes`.
     ///
     /// # Errors
-    /// The entry contradicts the format. The error describes the format that the entry requires.
+    /// The entry contradicts the inferred format. The error describes the format that the entry requires.
     pub fn compare(&self, path: &str, codes: WeightFormat) -> Result<(), String> {
         let exact = self.by_path.get(path);
         let is_quantized = !matches!(codes, WeightFormat::Dense(_));
@@ -84,7 +86,7 @@ impl QuantizationTable {
             }
             Some(None) => return Ok(()),
             Some(Some(listed)) => listed,
-            // A matrix without an entry may be unquantized. mlx-lm also accepts this.
+            // A matrix without an entry may be unquantized. mlx-lm also accepts such matrices.
             None if !is_quantized => return Ok(()),
             None => &self.default,
         };
@@ -127,7 +129,7 @@ fn canonical_path(key: &str) -> Option<String> {
     Some(if stacked { path.replace(".mlp.experts.", ".mlp.switch_mlp.") } else { path })
 }
 
-/// Bits per code and name of the mode. `None` for an unquantized format.
+/// Number of bits per code, and name of the quantization mode. `None` for an unquantized format.
 fn bits_and_mode(codes: WeightFormat) -> Option<(u64, &'static str)> {
     match codes {
         WeightFormat::Dense(_) => None,
@@ -143,7 +145,7 @@ fn bits_and_mode(codes: WeightFormat) -> Option<(u64, &'static str)> {
 /// checks the other dimensions.
 ///
 /// # Errors
-/// The format is unknown. The error describes it.
+/// The format is unknown. The error describes the format.
 pub fn infer_format(
     cols: usize,
     weight: &TensorEntry,
@@ -172,7 +174,7 @@ pub fn infer_format(
     }
 }
 
-/// Converts a tensor's element type. `None` if the type is not a supported float type.
+/// Converts a tensor's element type to a float type. `None` if the type is not a supported float type.
 pub fn float(dtype: Dtype) -> Option<Float> {
     match dtype {
         Dtype::F32 => Some(Float::F32),

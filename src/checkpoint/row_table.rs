@@ -1,5 +1,5 @@
-//! [`RowTable`]: a table, such as an n-gram embedding, that is much larger than memory. Its rows are read from disk one by
-//! one.
+//! [`RowTable`]: a table, such as an n-gram embedding, that is much larger than memory. The rows of the table are read
+//! from disk one by one.
 
 use super::{
     Checkpoint, MatrixLayout,
@@ -24,13 +24,14 @@ use std::{
     },
 };
 
-/// Format of a table and location of its rows on disk. A row has codes, and may have scales and biases in other tensors.
+/// Format of a table, and location of its rows on disk. A row has codes, and may have scales and biases, which are in
+/// other tensors.
 #[derive(Debug, Clone)]
 pub struct RowTable {
     codes: WeightFormat,
     /// Number of values in a row.
     pub width: usize,
-    /// All values are multiplied by this factor.
+    /// Factor by which all values are multiplied.
     global_scale: f32,
     pub rows: u64,
     /// Number of the first row of each shard.
@@ -73,18 +74,18 @@ impl RowTable {
         self.shards.len()
     }
 
-    /// Bytes of the codes, scales and biases of a row.
+    /// Sizes of the codes, scales and biases of a row, in bytes.
     pub fn row_bytes(&self) -> [usize; 3] {
         self.codes.row_bytes(self.width)
     }
 
-    /// Total bytes of a row.
+    /// Total size of a row in bytes.
     pub fn row_len(&self) -> usize {
         self.row_bytes().iter().sum()
     }
 
-    /// The byte ranges of codes, scales and biases of consecutive rows: from the first of `rows` to the last of `rows` that
-    /// is in the same shard. Also returns the number of these rows.
+    /// The byte ranges of codes, scales and biases of consecutive rows: the rows in `rows` that are in the same shard
+    /// as the first one. Also returns the number of these rows.
     pub fn pieces(&self, rows: Range<u64>) -> ([Piece; 3], u64) {
         let shard = self.starts.partition_point(|start| *start <= rows.start).saturating_sub(1);
         let end = self.starts.get(shard + 1).copied().unwrap_or(self.rows).min(rows.end);
@@ -111,7 +112,7 @@ impl RowTable {
 pub struct RowFiles {
     pub table: Arc<RowTable>,
     files: HashMap<usize, DataFile>,
-    /// The same rows in a pack, which is preferred: it needs one read per row.
+    /// The same rows in a pack. The pack is preferred, because it needs only one read per row.
     packed: Option<PackedRows>,
     is_damage_logged: AtomicBool,
 }
@@ -129,7 +130,7 @@ impl RowFiles {
         Ok(Self { table, files, packed, is_damage_logged: AtomicBool::new(false) })
     }
 
-    /// Reads the bytes of a row: codes, scales, biases. `space` is a buffer that the caller reuses.
+    /// Reads the bytes of a row: codes, scales, biases. The caller reuses the buffer `space`.
     pub fn read(&self, row: u64, space: &mut Vec<u8>) -> Result<Vec<u8>, StoreError> {
         if let Some(packed) = &self.packed {
             match packed.read(row, space) {

@@ -1,7 +1,7 @@
 //! Loads weights from safetensors files into memory.
 //!
-//! A [`Checkpoint`] finds tensors by canonical name, checks their shapes and infers their quantization. It reports tensors
-//! that the model does not use as errors. A [`TrunkLoader`] loads the trunk (all weights except the experts) into a slab.
+//! A [`Checkpoint`] finds tensors by canonical name, checks their shapes and infers their quantization. A tensor that
+//! the model does not use is an error. A [`TrunkLoader`] loads the trunk (all weights except the experts) into a slab.
 
 use super::{
     names::{TensorName, canonical_name},
@@ -26,36 +26,36 @@ use std::{
 /// halfway between the usual mean, 1.75, and 2.75.
 const SHIFTED_TWICE: f32 = 2.25;
 
-/// Alignment of trunk tensors in bytes: a cache line.
+/// Alignment of trunk tensors in bytes: the size of a cache line.
 const ALIGN: usize = 64;
 
 /// A checkpoint that records which tensors are used.
 pub struct Checkpoint {
     pub index: Index,
-    /// Names in the files, by canonical name.
+    /// Name of each tensor in the files, by canonical name.
     names: BTreeMap<String, String>,
     /// Canonical names of the tensors that were used.
     used: RefCell<BTreeSet<String>>,
     table: QuantizationTable,
     /// Mean of the effective weights of each query and key norm.
     norms: RefCell<Vec<f32>>,
-    /// True for Hugging Face's layout, where norms store `w - 1` and convolutions have shape `[C, 1, K]`. False for MLX's.
-    /// `None` if unknown.
+    /// True for Hugging Face's layout, where norms store `w - 1` and convolutions have shape `[C, 1, K]`. False for
+    /// MLX's layout. `None` if the layout is unknown.
     pub hugging_face: Option<bool>,
 }
 
-/// Format and location of a matrix in the checkpoint, or of a stack of matrices.
+/// Format and location of a matrix or of a stack of matrices in the checkpoint.
 #[derive(Debug, Clone)]
 pub struct MatrixLayout {
     pub codes: WeightFormat,
     pub rows: usize,
     pub cols: usize,
-    /// Codes, scales and biases. `None` if the format does not have them.
+    /// Codes, scales and biases. An entry is `None` if the format does not have that part.
     pub entries: [Option<TensorEntry>; 3],
 }
 
 impl Checkpoint {
-    /// `quantization` is the value of that name in `config.json`, or null.
+    /// `quantization` is the value of the key `quantization` in `config.json`, or null.
     pub fn open(index: Index, quantization: &serde_json::Value) -> Result<Self, ModelError> {
         Self::open_as(index, quantization, canonical_name)
     }
@@ -83,14 +83,14 @@ impl Checkpoint {
         Ok(Self { index, names, used: RefCell::default(), table, norms: RefCell::default(), hugging_face })
     }
 
-    /// Finds a tensor and marks it as used. `None` if the checkpoint does not have it.
+    /// Finds a tensor and marks it as used. `None` if the checkpoint does not have the tensor.
     pub fn find(&self, name: &str) -> Option<&TensorEntry> {
         let entry = self.index.tensors.get(self.names.get(name)?)?;
         self.used.borrow_mut().insert(name.to_string());
         Some(entry)
     }
 
-    /// True if the checkpoint has the tensor. Does not mark it as used.
+    /// True if the checkpoint has the tensor. Does not mark the tensor as used.
     pub fn has(&self, name: &str) -> bool {
         self.names.contains_key(name)
     }
@@ -98,13 +98,14 @@ impl Checkpoint {
     /// Finds a tensor and marks it as used.
     ///
     /// # Errors
-    /// The checkpoint does not have it.
+    /// The checkpoint does not have the tensor.
     pub fn get(&self, name: &str) -> Result<&TensorEntry, ModelError> {
         let missing = || StoreError::Missing { name: name.into(), dir: self.index.dir.clone() };
         Ok(self.find(name).ok_or_else(missing)?)
     }
 
-    /// Fails if a tensor was not used. Logs warnings about suspicious values. Call it after all tensors were requested.
+    /// Fails if a tensor was not used. Logs warnings about suspicious values. Must be called after all tensors were
+    /// requested.
     pub fn finish(&self) -> Result<(), ModelError> {
         self.table.report();
         if let Some(mean) = self.shifted_twice() {
@@ -127,7 +128,7 @@ impl Checkpoint {
         StoreError::Mismatch { name: name.into(), file, expected, found }.into()
     }
 
-    /// Reads a small tensor of `len` floats in any shape.
+    /// Reads a small tensor that has `len` floats in any shape.
     pub fn vector(&self, name: &str, len: usize) -> Result<Vec<f32>, ModelError> {
         let entry = self.get(name)?;
         let Some(float) = float(entry.dtype).filter(|_| entry.shape.iter().product::<usize>() == len) else {
@@ -137,7 +138,7 @@ impl Checkpoint {
         Ok((0..len).map(|index| float.get(&bytes, index)).collect())
     }
 
-    /// Reads a small tensor of 64-bit integers. `None` if the checkpoint does not have it.
+    /// Reads a small tensor of 64-bit integers. `None` if the checkpoint does not have the tensor.
     pub fn integers(&self, name: &str) -> Result<Option<Vec<i64>>, ModelError> {
         let Some(entry) = self.find(name) else { return Ok(None) };
         if entry.dtype != Dtype::I64 {
@@ -165,8 +166,9 @@ impl Checkpoint {
         Ok(weight)
     }
 
-    /// The mean weight of the query and key norms, if it is implausibly large. In Qwen3.5 checkpoints it is 1.7 to 1.8
-    /// (stored as 0.7 to 0.8 by transformers). Some converters added 1 twice to checkpoints with an MTP head.
+    /// The mean weight of the query and key norms, if this mean is implausibly large. In Qwen3.5 checkpoints the mean
+    /// is 1.7 to 1.8 (stored as 0.7 to 0.8 by transformers). Some converters added 1 twice to checkpoints with an MTP
+    /// head.
     fn shifted_twice(&self) -> Option<f32> {
         let norms = self.norms.borrow();
         let mean = norms.iter().sum::<f32>() / norms.len().max(1) as f32;
@@ -202,7 +204,7 @@ impl Checkpoint {
     /// The layout of the matrix at `path`, with shape `[lead.., rows, cols]`.
     ///
     /// Infers the format from the shapes, because the `quantization` table of some checkpoints is out of date. Logs
-    /// differences from the table.
+    /// differences between format and table.
     pub fn layout(&self, path: &str, lead: &[usize], rows: usize, cols: usize) -> Result<MatrixLayout, ModelError> {
         let name = format!("{path}.weight");
         let weight = self.get(&name)?;
@@ -249,7 +251,7 @@ impl Checkpoint {
         Ok(MatrixLayout { codes, rows, cols, entries: [Some(weight.clone()), Some(scales.clone()), biases] })
     }
 
-    /// The global scales of `count` matrices: `global_scale / (6 * 448)` for nvfp4, 1 for other formats.
+    /// The global scale of each of `count` matrices: `global_scale / (6 * 448)` for nvfp4, 1 for other formats.
     pub fn global_scales(&self, path: &str, count: usize) -> Result<Vec<f32>, ModelError> {
         let name = format!("{path}.global_scale");
         if self.find(&name).is_none() {
@@ -259,8 +261,8 @@ impl Checkpoint {
     }
 }
 
-/// True for Hugging Face's layout, false for MLX's. Decides by the shape of a convolution that is wider than 1. If there is
-/// none, decides by tensor names.
+/// True for Hugging Face's layout, false for MLX's layout. Decides by the shape of a convolution that is wider than 1.
+/// If there is no such convolution, decides by tensor names.
 fn is_hugging_face(index: &Index) -> Option<bool> {
     let convs = index.tensors.iter().filter(|(name, _)| name.ends_with("conv1d.weight")).map(|(_, entry)| &entry.shape);
     let wide = convs.filter(|shape| shape.iter().skip(1).product::<usize>() > 1);
@@ -288,25 +290,25 @@ pub fn expert_pieces(projections: [[Piece; 3]; 3]) -> [Piece; PIECES] {
     std::array::from_fn(|index| projections[index / 3][index % 3])
 }
 
-/// Numbers of the two buffers of weights on a device: matrices, and small vectors.
+/// Numbers of the two buffers of weights on a device: first matrices, then small vectors.
 const BUFFERS: [u32; 2] = [0, 1];
 /// Numbers of the two buffers of a draft model on the same device.
 pub const DRAFT_BUFFERS: [u32; 2] = [2, 3];
 
-/// A filled buffer of weights. `number` is the buffer number in the weights' [`Region`]s.
+/// A filled buffer of weights. The [`Region`]s of the weights refer to the buffer by `number`.
 pub struct TrunkBuffer {
     pub number: u32,
     pub slab: Arc<Slab>,
 }
 
-/// Loads the trunk's matrices into one slab and its small vectors into another.
+/// Loads the trunk's matrices into a slab and its small vectors into another slab.
 ///
-/// Make the same sequence of calls twice: first on a loader from [`TrunkLoader::measure`], which computes the size of the
-/// slab, then on a loader from [`TrunkLoader::read`], which reads the matrices.
+/// The same sequence of calls must be made twice: first on a loader from [`TrunkLoader::measure`], which computes the
+/// size of the slab, then on a loader from [`TrunkLoader::read`], which reads the matrices.
 pub struct TrunkLoader<'a> {
     pub from: &'a Checkpoint,
     slab: Option<SlabWriter>,
-    /// Bytes of matrices so far.
+    /// Total bytes of the matrices so far.
     len: usize,
     vectors: Vec<f32>,
     buffers: [u32; 2],
@@ -319,7 +321,8 @@ impl<'a> TrunkLoader<'a> {
         Self { from, slab: None, len: 0, vectors: Vec::new(), buffers: BUFFERS, progress }
     }
 
-    /// A loader that reads into a slab of `len` bytes, the measured size. `progress` gets bytes read and total bytes.
+    /// A loader that reads into a slab of `len` bytes, the measured size. `progress` receives the bytes read and the
+    /// total bytes.
     pub fn read(from: &'a Checkpoint, len: usize, progress: &'a mut dyn FnMut(u64, u64)) -> Result<Self, ModelError> {
         let slab = SlabWriter::new(len).map_err(|error| no_memory(len, &error))?;
         Ok(Self { slab: Some(slab), ..Self::measure(from, progress) })
@@ -330,7 +333,7 @@ impl<'a> TrunkLoader<'a> {
         Self { buffers, ..self }
     }
 
-    /// Bytes of matrices so far.
+    /// Total bytes of the matrices so far.
     pub fn len(&self) -> usize {
         self.len
     }
@@ -339,7 +342,7 @@ impl<'a> TrunkLoader<'a> {
         self.len == 0
     }
 
-    /// Returns the filled buffers: matrices, then vectors.
+    /// Returns the filled buffers: first the matrices, then the vectors.
     pub fn finish(self) -> Result<[TrunkBuffer; 2], ModelError> {
         let bytes = self.vectors.len() * 4;
         let mut vectors = Slab::new(bytes).map_err(|error| no_memory(bytes, &error))?;

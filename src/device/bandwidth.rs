@@ -7,8 +7,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Measures read bandwidth in bytes per second: `threads` threads read a block of `bytes` for about `budget`. The block must
-/// be larger than the CPU caches.
+/// Measures read bandwidth in bytes per second: `threads` threads read a block of `bytes` bytes for about `budget`. The
+/// block must be larger than the CPU caches.
 pub fn memory_bandwidth(threads: usize, bytes: usize, budget: Duration) -> io::Result<f64> {
     let threads = threads.max(1);
     let part = (bytes / threads).next_multiple_of(4096);
@@ -32,7 +32,7 @@ pub fn memory_bandwidth(threads: usize, bytes: usize, budget: Duration) -> io::R
     Ok(rates.iter().sum())
 }
 
-/// Adds up all bytes as 64-bit words. Keeps 32 independent sums, so that additions do not wait for each other.
+/// Adds up all bytes as 64-bit words. Uses 32 independent sums, so that additions do not wait for each other.
 fn sum(bytes: &[u8]) -> u64 {
     let mut sums = [0u64; 32];
     let (lines, _) = bytes.as_chunks::<256>();

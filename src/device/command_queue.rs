@@ -1,21 +1,23 @@
 //! [`CommandQueue`] executes launches in order on a [`Driver`] that may reorder them.
 //!
 //! ```text
-//! launch   encode into the open command buffer; if the launch conflicts with one since the last barrier, encode a barrier
+//! launch   encode into the open command buffer; if the launch conflicts with a launch since the last barrier, encode a
+//!          barrier first
 //! commit   submit the command buffer, which updates the fence and signals the next event value; the next command
 //!          buffer waits for the fence
 //! wait     commit, then wait until every command buffer has ended
 //! ```
 //! A wait spins before it sleeps, since waking a sleeping thread can take longer than the GPU needs for a layer.
 //!
-//! **Failures.** If the driver refuses a launch, the launch returns an error and is not encoded. If a command buffer fails
-//! later, it never signals its value, so a wait queries the status of each command buffer. After all have ended, the wait
-//! resets the driver (new queue, fence and event) and returns the first failure. Between the failure and the wait, every
-//! call returns an error. The device is *lost* after several failures in a row, or if no command buffer ends for too long:
-//! then every call fails, and [`Gpu::is_lost`] returns true.
+//! **Failures.** If the driver refuses a launch, the launch returns an error and is not encoded. If a command buffer
+//! fails later, it never signals its value, so a wait queries the status of each command buffer. After all command
+//! buffers have ended, the wait resets the driver (new queue, fence and event) and returns the first failure. Between
+//! the failure and the wait, every call returns an error. The device is *lost* after several failures in a row, or if
+//! no command buffer ends for too long. Then every call fails, and [`Gpu::is_lost`] returns true.
 //!
-//! **Pacing.** A command buffer is submitted when it has about [`MAX_SECONDS`] of work. A longer one would delay the screen,
-//! and the system may kill it. The queue estimates work as number of GPU threads times the measured time per thread.
+//! **Pacing.** A command buffer is submitted when it has about [`MAX_SECONDS`] of work. A command buffer with more work
+//! would delay the screen, and the system may kill it. The queue estimates work as the number of GPU threads times the
+//! measured time per thread.
 
 use super::{
     CommandStatus, DeviceError, Driver, Gpu, Launch, Region, Slab, SyncPoint, Timeline, error::fail,
@@ -28,9 +30,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// If no command buffer ends for this time, the device is lost. The system normally kills a slow command buffer sooner.
+/// If no command buffer ends for this time, the device is lost. The system normally kills a slow command buffer
+/// earlier.
 const STALL_TIMEOUT: Duration = Duration::from_secs(60);
-/// After this many failed waits in a row, the device is lost.
+/// Number of failed waits in a row after which the device is lost.
 const MAX_FAILURES: u32 = 3;
 /// Estimated work, in seconds, at which a command buffer is submitted.
 const MAX_SECONDS: f64 = 0.1;
@@ -42,11 +45,13 @@ const RESIDENCY_INTERVAL: Duration = Duration::from_millis(500);
 const RESIDENCY_TIME: Duration = Duration::from_secs(180);
 /// Maximum number of bytes of arguments in one launch (the limit of Metal's `setBytes`).
 const MAX_ARGUMENT_BYTES: usize = 4096;
-/// Time for which a wait spins before it sleeps, and the longest single sleep.
+/// Time for which a wait spins before it sleeps.
 const SPIN: Duration = Duration::from_millis(2);
+/// Maximum duration of a single sleep.
 const SLEEP: Duration = Duration::from_millis(100);
 
-/// A GPU with in-order execution: a driver, the open command buffer, and those that have not ended.
+/// A GPU with in-order execution: a driver, the open command buffer, and the submitted command buffers that have not
+/// ended.
 pub struct CommandQueue<D: Driver> {
     driver: D,
     /// Length in bytes of each buffer.
@@ -56,7 +61,8 @@ pub struct CommandQueue<D: Driver> {
     in_flight: VecDeque<SubmittedCommands<D::CommandBuffer>>,
     /// Event value of the last submitted command buffer.
     last_value: u64,
-    /// True if a command buffer was submitted since the fence was created, so that the next one must wait for the fence.
+    /// True if a command buffer was submitted since the fence was created, so that the next command buffer must wait
+    /// for the fence.
     fenced: bool,
     /// The first failure that was not reported yet.
     failure: Option<String>,
@@ -77,9 +83,9 @@ pub struct CommandQueue<D: Driver> {
 /// The command buffer that is being encoded.
 struct OpenCommands<E> {
     encoder: E,
-    /// Launches encoded since the last barrier. They may overlap.
+    /// Launches encoded since the last barrier. The GPU may execute them at the same time.
     since_barrier: Vec<Launch>,
-    /// Number of GPU threads of all launches.
+    /// Total number of GPU threads of all launches in the command buffer.
     threads: f64,
 }
 
@@ -189,7 +195,7 @@ impl<D: Driver> CommandQueue<D> {
         }
     }
 
-    /// Submits the open command buffer, if there is one.
+    /// Submits the open command buffer if there is an open command buffer.
     fn submit(&mut self) {
         let Some(OpenCommands { encoder, threads, .. }) = self.open.take() else { return };
         if let Some(heartbeat) = &self.heartbeat {
@@ -212,7 +218,8 @@ impl<D: Driver> CommandQueue<D> {
                     }
                 }
                 CommandStatus::Failed(why) => drop(self.failure.get_or_insert(why)),
-                // The exact value proves that this command buffer has ended. A larger value does not prove its success.
+                // If the signalled value equals this command buffer's value, the command buffer has succeeded. A larger
+                // value does not prove this.
                 CommandStatus::Pending if self.driver.signalled_value() == oldest.value => {}
                 CommandStatus::Pending => return,
             }
@@ -263,7 +270,8 @@ impl<D: Driver> CommandQueue<D> {
         }
     }
 
-    /// Submits the open command buffer and waits until every command buffer has ended. Stores a failure in `failure`.
+    /// Submits the open command buffer and waits until every command buffer has ended. Stores the first failure in
+    /// `failure`.
     fn finish_all(&mut self) {
         self.submit();
         let mut last_change = Instant::now();
@@ -281,7 +289,8 @@ impl<D: Driver> CommandQueue<D> {
         }
         self.failures += 1;
         self.fenced = false;
-        // The new event starts at the last value, so that value is no evidence that its work succeeded.
+        // The new event starts at the last value, so this value does not prove that the work of the last command buffer
+        // succeeded.
         self.succeeded_value = self.last_value;
         self.is_lost |= self.failures >= MAX_FAILURES || self.driver.reset(self.last_value).is_err();
     }
@@ -337,7 +346,7 @@ impl<D: Driver> Gpu for CommandQueue<D> {
     }
 
     fn release(&mut self, buffer: u32) {
-        // Command buffers in flight may use the buffer.
+        // Command buffers in flight may use the buffer, so wait for them.
         self.finish_all();
         if self.lengths.remove(&buffer).is_some() && self.in_flight.is_empty() {
             self.driver.free(buffer);

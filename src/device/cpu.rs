@@ -6,11 +6,11 @@ use std::{fmt, sync::Arc};
 /// The arithmetic with which the CPU multiplies quantised weights and activations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum CpuArithmetic {
-    /// Quantises activations to integers with one scale per group. The relative error of a product is about 2e-7 with 4-bit
-    /// weights and 4e-6 with 8-bit weights. The default.
+    /// The default. Quantises activations to integers with one scale per group. The relative error of a product is
+    /// about 2e-7 with 4-bit weights and 4e-6 with 8-bit weights.
     #[default]
     Integer,
-    /// Multiplies in f32. Slower; used as the reference.
+    /// Multiplies in f32. This is slower, and is used as the reference.
     F32,
 }
 

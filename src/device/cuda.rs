@@ -1,12 +1,14 @@
 //! The CUDA [`Driver`] of [`CommandQueue`](super::CommandQueue).
 //!
-//! NVIDIA's driver and run-time compiler (NVRTC) are loaded when the program opens a GPU. A build needs neither.
+//! NVIDIA's driver and run-time compiler (NVRTC) are loaded when the program opens a GPU. Building the program needs
+//! neither of them.
 //!
-//! The GPU has its own memory. Adopting a range of a slab allocates GPU memory of the same size. [`Driver::upload`] copies
-//! bytes of the range to it, so the bytes cross the bus once and not at every launch.
+//! The GPU has its own memory. Adopting a range of a slab allocates GPU memory of the same size. [`Driver::upload`]
+//! copies bytes of the range to the GPU memory, so the bytes cross the bus once and not at every launch.
 //!
-//! All launches and copies go to one stream, which executes them in order. Barriers and fences therefore do nothing. The
-//! launches of a command buffer are submitted together. A sequence that repeats is submitted as a CUDA graph.
+//! All launches and copies go to one stream, which executes them in order. Barriers and fences therefore do nothing.
+//! The launches of a command buffer are submitted together. A repeated sequence of launches is submitted as a CUDA
+//! graph.
 //!
 //! CUDA cannot recover from a failed launch: every later call fails until the process ends.
 
@@ -66,7 +68,7 @@ unsafe impl Send for Cuda {}
 #[derive(Default)]
 pub struct CudaEncoder(Vec<CudaLaunch>);
 
-// SAFETY: a thread may use a kernel's function if its context is current.
+// SAFETY: a thread may use a kernel's function if the context of the function is current.
 unsafe impl Send for CudaEncoder {}
 
 /// The driver's version as a number, such as 12030 for CUDA 12.3.
@@ -216,7 +218,7 @@ impl Driver for Cuda {
 
     fn upload(&mut self, encoder: &mut CudaEncoder, region: Region) -> Result<(), DeviceError> {
         self.make_current()?;
-        // Submits the launches encoded so far, since the copy must run after them.
+        // Submit the launches encoded so far, since the copy must run after them.
         encoder.0.drain(..).try_for_each(|launch| launch.run(self.stream)).map_err(cuda_error)?;
         match self.buffers.get_mut(&region.buffer) {
             Some(buffer) => buffer.upload(region, self.stream),
@@ -299,7 +301,7 @@ impl Driver for Cuda {
 
     fn status(&self, value: &u64) -> CommandStatus {
         if self.signalled_value() >= *value {
-            // GPU time is not measured: without a screen, no watchdog kills long command buffers.
+            // GPU time is not measured, since no watchdog kills long command buffers on a GPU without a screen.
             return CommandStatus::Done(0.0);
         }
         self.events.failure().map_or(CommandStatus::Pending, CommandStatus::Failed)
@@ -316,7 +318,7 @@ impl Driver for Cuda {
         fail("CUDA cannot recover from an error")
     }
 
-    /// A low estimate, which allows long command buffers: no watchdog kills them.
+    /// A low estimate, which allows long command buffers, since no watchdog kills them.
     fn initial_seconds_per_thread(&self) -> f64 {
         1e-8
     }

@@ -1,7 +1,7 @@
 //! The [`Driver`] interface that [`CommandQueue`](super::CommandQueue) uses, modelled on Metal.
 //!
-//! Metal and CUDA implement it. A test double of Metal also implements it: it runs the kernels on the host in every order
-//! that Metal allows, and injects failures.
+//! Metal and CUDA implement this interface. A test double of Metal implements it, too. The test double runs the kernels
+//! on the host in every order that Metal allows, and injects failures.
 
 use super::{DeviceError, Launch, Region, Slab};
 use std::{ops::Range, sync::Arc, time::Duration};
@@ -9,20 +9,21 @@ use std::{ops::Range, sync::Arc, time::Duration};
 /// The state of a command buffer.
 #[derive(Debug, Clone, PartialEq)]
 pub enum CommandStatus {
-    /// Not known to have ended.
+    /// The command buffer is not known to have ended.
     Pending,
-    /// Succeeded after this many seconds of GPU time.
+    /// The command buffer succeeded after this many seconds of GPU time.
     Done(f64),
-    /// Failed, with the driver's message. The command buffer did not signal its event value, and its output is undefined.
+    /// The command buffer failed, with the driver's message. The command buffer did not signal its event value, and its
+    /// output is undefined.
     Failed(String),
 }
 
 /// A GPU driver. The caller chooses the numbers of buffers.
 ///
-/// Launches of one command buffer may overlap unless a barrier separates them. Command buffers may overlap unless the later
-/// one waits for the fence, which every command buffer updates at its end.
+/// Launches of one command buffer may overlap unless a barrier separates them. Two command buffers may overlap unless
+/// the later one waits for the fence. Every command buffer updates the fence at its end.
 pub trait Driver: Send + 'static {
-    /// The command buffer that is being encoded. There is at most one.
+    /// The command buffer that is being encoded. There is at most one such command buffer.
     type Encoder: Send;
     /// A submitted command buffer.
     type CommandBuffer: Send;
@@ -59,12 +60,13 @@ pub trait Driver: Send + 'static {
     /// Copies bytes out of a buffer. The region must be inside the buffer.
     fn read(&mut self, region: Region, bytes: &mut [u8]) -> Result<(), DeviceError>;
 
-    /// True if the GPU multiplies half-precision matrices on matrix units. All GPUs that the kernels target do.
+    /// True if the GPU multiplies half-precision matrices on matrix units. All GPUs that the kernels target have matrix
+    /// units.
     fn has_matrix_units(&self) -> bool {
         true
     }
 
-    /// True if the GPU has its own memory, so that it sees adopted bytes only after [`Driver::upload`].
+    /// True if the GPU has its own memory. Such a GPU sees adopted bytes only after [`Driver::upload`].
     fn has_own_memory(&self) -> bool {
         false
     }
@@ -76,10 +78,10 @@ pub trait Driver: Send + 'static {
         Ok(())
     }
 
-    /// Opens a command buffer. If `fenced` is true, it waits for the fence before its first launch.
+    /// Opens a command buffer. If `fenced` is true, the command buffer waits for the fence before its first launch.
     fn begin(&mut self, fenced: bool) -> Result<Self::Encoder, DeviceError>;
 
-    /// Makes later launches wait for all earlier ones.
+    /// Makes later launches wait for all earlier launches.
     fn barrier(&mut self, encoder: &mut Self::Encoder);
 
     fn launch(&mut self, encoder: &mut Self::Encoder, launch: &Launch) -> Result<(), DeviceError>;
@@ -92,7 +94,7 @@ pub trait Driver: Send + 'static {
     /// Encodes a launch that writes to an unmapped address, so that the command buffer fails.
     fn encode_fault(&mut self, encoder: &mut Self::Encoder) -> Result<(), DeviceError>;
 
-    /// Submits the command buffer. At its end it updates the fence and sets the event to `value`.
+    /// Submits the command buffer. At its end, the command buffer updates the fence and sets the event to `value`.
     fn commit(&mut self, encoder: Self::Encoder, value: u64) -> Self::CommandBuffer;
 
     /// The current value of the event.
@@ -107,13 +109,14 @@ pub trait Driver: Send + 'static {
     /// command buffer may be pending.
     fn reset(&mut self, value: u64) -> Result<(), DeviceError>;
 
-    /// A function that another thread calls to keep all buffers resident in memory. `None` if they always are.
+    /// A function that another thread calls to keep all buffers resident in memory. `None` if the buffers are always
+    /// resident.
     fn residency_request(&mut self) -> Option<Box<dyn Fn() + Send>> {
         None
     }
 
-    /// Estimated seconds per GPU thread before the first measurement. If the estimate is too high, the first command buffers
-    /// are short. If it is too low, the system may kill the first command buffer.
+    /// Estimated seconds per GPU thread before the first measurement. If the estimate is too high, the first command
+    /// buffers are short. If the estimate is too low, the system may kill the first command buffer.
     fn initial_seconds_per_thread(&self) -> f64 {
         1e-7
     }

@@ -3,7 +3,7 @@
 #[cfg(any(target_os = "macos", test))]
 use crate::error::{GPU_INTERACTIVITY, GPU_INTERACTIVITY_REMEDY};
 
-/// An error of a device call. Contains the driver's message if there is one.
+/// An error of a device call. Contains the driver's message if the driver gave a message.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub struct DeviceError(pub String);

@@ -26,13 +26,14 @@ pub trait Gpu: Timeline + Send {
     fn release(&mut self, buffer: u32);
 
     /// Makes a range of a slab readable by launches. The range must start at a page boundary. If the device shares the
-    /// CPU's memory, launches see later writes to the slab. Otherwise they see only bytes that [`Gpu::upload`] has copied.
+    /// CPU's memory, launches see later writes to the slab. Otherwise launches see only bytes that [`Gpu::upload`] has
+    /// copied.
     fn adopt(&mut self, slab: &Arc<Slab>, range: Range<usize>) -> Result<Region, DeviceError>;
 
     /// The address of a buffer on the device, for a table of buffers ([`Binding::table`](super::Binding::table)).
     fn address(&mut self, buffer: u32) -> Result<u64, DeviceError>;
 
-    /// True if the device has its own memory, so that launches see only uploaded bytes of adopted ranges.
+    /// True if the device has its own memory. Launches then see only those bytes of adopted ranges that were uploaded.
     fn has_own_memory(&self) -> bool {
         false
     }

@@ -1,7 +1,7 @@
-//! Source text of the kernels, embedded in the binary. Metal or NVRTC compiles it at run time.
+//! Source text of the kernels, embedded in the binary. Metal or NVRTC compiles this text at run time.
 
 /// Name and text of each kernel file. Before compilation, the shim, `quant.metal` and usually `tiles.metal` (see
-/// [`compile`]) are inserted at its start.
+/// [`compile`]) are inserted at the start of the text.
 pub const FILES: [(&str, &str); 11] = [
     ("attention", include_str!("../../kernels/attention.metal")),
     ("attention_prefill", include_str!("../../kernels/attention_prefill.metal")),
@@ -19,14 +19,14 @@ pub const FILES: [(&str, &str); 11] = [
 /// Code that reads quantised weights. Part of every file.
 pub const QUANT: &str = include_str!("../../kernels/quant.metal");
 
-/// Matrix products on matrix units. Part of every file if the compiler accepts it.
+/// Matrix products on matrix units. Part of every file if the compiler accepts this code.
 pub const TILES: &str = include_str!("../../kernels/tiles.metal");
 
 /// The macros of the kernel dialect for Metal.
 pub const METAL_SHIM: &str = include_str!("../../kernels/shim/metal.h");
 
-/// A kernel that writes to the second page of the address space, which no process maps. The argument is always zero; it
-/// prevents the compiler from knowing the address.
+/// A kernel that writes to the second page of the address space, which no process maps. The argument is always zero.
+/// With the argument, the compiler cannot know the address.
 pub const METAL_FAULT: &str = "#include <metal_stdlib>
 kernel void fault(constant uint& zero [[buffer(0)]]) {
     *(volatile device uint*)(16384ul + zero) = 1;
@@ -41,7 +41,7 @@ pub fn cuda_source(text: &str) -> String {
     format!("{CUDA_SHIM}\n{QUANT}\n{TILES}\n{text}")
 }
 
-/// Complete source of one file for Metal. If `tiles` is false, kernels that need matrix units are left out.
+/// Complete source of one file for Metal. Without `tiles`, the kernels that need matrix units are left out.
 pub fn metal_source(text: &str, tiles: bool) -> String {
     match tiles {
         true => format!("{METAL_SHIM}\n{QUANT}\n{TILES}\n{text}"),

@@ -7,14 +7,15 @@
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub struct Region {
     pub buffer: u32,
-    /// Start, in bytes.
+    /// Offset of the first byte in the buffer.
     pub offset: usize,
-    /// Length, in bytes. A kernel must not access other bytes; tests on the host check this.
+    /// Length in bytes. A kernel must not access bytes outside the region. Tests on the host check this.
     pub len: usize,
 }
 
 impl Region {
-    /// The `len` bytes at `offset` bytes from the start of this region. Panics if they are not inside the region.
+    /// The `len` bytes at `offset` bytes from the start of this region. Panics if these bytes are not inside the
+    /// region.
     pub fn part(self, offset: usize, len: usize) -> Self {
         assert!(offset + len <= self.len, "{len} bytes at {offset} of a region of {}", self.len);
         Self { buffer: self.buffer, offset: self.offset + offset, len }
@@ -47,11 +48,11 @@ impl Region {
     }
 }
 
-/// The access of a kernel to a buffer. The queue derives hazards between launches from it.
+/// The access of a kernel to a buffer. The queue uses this to detect hazards between launches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BufferAccess {
     Read,
-    /// The kernel writes every byte of the region and reads none.
+    /// The kernel writes every byte of the region and reads no byte.
     Write,
     ReadWrite,
 }
@@ -84,18 +85,18 @@ impl Binding {
     }
 }
 
-/// One launch of one kernel.
+/// A single launch of a kernel.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Launch {
     /// The kernel's function name in `kernels/`.
     pub kernel: &'static str,
     /// The argument struct (kernel parameter 0). All of its fields are 32-bit words.
     pub args: Vec<u32>,
-    /// Kernel parameters 1, 2, ...
+    /// The buffers, as kernel parameters 1, 2, ...
     pub bindings: Vec<Binding>,
-    /// Threadgroups in each dimension.
+    /// Number of threadgroups in each dimension.
     pub grid: [u32; 3],
-    /// Threads in a threadgroup: a multiple of 32, at most 1024.
+    /// Number of threads in a threadgroup: a multiple of 32, at most 1024.
     pub threads: u32,
 }
 

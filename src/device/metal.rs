@@ -1,14 +1,14 @@
 //! The Metal [`Driver`] of [`CommandQueue`](super::CommandQueue).
 //!
-//! **This file has been type-checked for macOS but has never run on a Mac.** The layers above it have run: the kernels, the
+//! **This file has been type-checked for macOS but has never run on a Mac.** Its callers have run: the kernels, the
 //! launches, and the queue with a test double that enforces Metal's rules.
 //!
-//! The driver uses Candle's device, buffers and residency sets, but its own command queue. Candle can commit work without
-//! waiting (`Commands::flush`), but gives no access to command buffers or events. The CPU could then only wait for all work,
-//! and the GPU could not compute with experts in memory while others are read.
+//! The driver uses Candle's device, buffers and residency sets, but not Candle's command queue. Candle can commit work
+//! without waiting (`Commands::flush`), but gives no access to command buffers or events. With Candle's queue, the CPU
+//! could only wait for all work, and the GPU could not compute with experts in memory while other experts are read.
 //!
-//! Buffers use shared storage and no hazard tracking, since the queue tracks hazards itself. Our threads have no autorelease
-//! pool, so every call that may create autoreleased objects opens one.
+//! Buffers use shared storage and no hazard tracking, since [`CommandQueue`](super::CommandQueue) tracks hazards
+//! itself. Our threads have no autorelease pool, so every call that may create autoreleased objects opens a pool.
 
 mod library;
 mod residency_sets;
@@ -59,8 +59,8 @@ struct MetalQueue {
 
 /// A command buffer that is being encoded.
 pub struct MetalEncoder {
-    /// True after [`Metal::use_tables`] has made adopted buffers resident for this command buffer. Only used without
-    /// residency sets.
+    /// True after [`Metal::use_tables`] has made adopted buffers resident for this command buffer. Used only on systems
+    /// without residency sets.
     has_tables: bool,
     commands: Retained<ProtocolObject<dyn MTLCommandBuffer>>,
     encoder: Retained<ProtocolObject<dyn MTLComputeCommandEncoder>>,
@@ -69,18 +69,20 @@ pub struct MetalEncoder {
 /// A submitted command buffer.
 pub struct MetalCommands(Retained<ProtocolObject<dyn MTLCommandBuffer>>);
 
-// SAFETY: Metal objects may move between threads if one thread at a time uses them. All mutating methods take `&mut self`.
+// SAFETY: Metal objects may move between threads if only one thread at a time uses them. All mutating methods take
+// `&mut self`.
 unsafe impl Send for Metal {}
-// SAFETY: as above.
+// SAFETY: as for [`Metal`].
 unsafe impl Send for MetalEncoder {}
-// SAFETY: as above.
+// SAFETY: as for [`Metal`].
 unsafe impl Send for MetalCommands {}
 
 struct MetalBuffer {
     buffer: Buffer,
     /// Index of the residency set that contains the buffer.
     set: Option<usize>,
-    /// The slab whose memory the buffer uses, if it was adopted. Keeps the memory mapped.
+    /// The slab whose memory the buffer uses. The reference to the slab keeps the memory mapped. `None` if the buffer
+    /// was not adopted.
     slab: Option<Arc<Slab>>,
 }
 
@@ -91,7 +93,7 @@ impl Drop for MetalEncoder {
     }
 }
 
-/// Candle's device. Returns `None` before macOS 15 and without a GPU, because Candle would panic.
+/// Candle's device. Returns `None` before macOS 15 and without a GPU, because Candle would panic in these cases.
 pub fn candle() -> Option<candle_core::Device> {
     AnyClass::get(c"MTLResidencySetDescriptor")?;
     Device::system_default()?;
@@ -116,7 +118,7 @@ impl Metal {
     /// Opens the system's GPU. If `require_features` is true, a GPU that lacks a feature of the kernels is an error. Does not
     /// compile kernels. If a kernel file does not compile, launching one of its kernels fails.
     pub fn new(require_features: bool) -> Result<Self, DeviceError> {
-        // Does not use `candle_core::Device`, which would panic without a GPU and before macOS 15.
+        // `candle_core::Device` is not used here, since it would panic without a GPU and before macOS 15.
         let Some(device) = Device::system_default() else {
             return fail("this Mac has no Metal GPU");
         };
@@ -150,8 +152,8 @@ impl Metal {
         self.buffers.insert(number, MetalBuffer { buffer, set, slab });
     }
 
-    /// Makes all adopted buffers resident for this command buffer. Does nothing if there are residency sets, which keep
-    /// buffers resident for every command buffer.
+    /// Makes all adopted buffers resident for this command buffer. Does nothing on systems with residency sets, which
+    /// keep buffers resident for every command buffer.
     fn use_tables(&self, open: &mut MetalEncoder) {
         if self.residency.is_some() || std::mem::replace(&mut open.has_tables, true) {
             return;
@@ -266,7 +268,7 @@ impl Driver for Metal {
 
     fn begin(&mut self, fenced: bool) -> Result<MetalEncoder, DeviceError> {
         autoreleasepool(|_| {
-            // Unretained references are cheaper. The queue frees no buffer that a command buffer in flight uses.
+            // Unretained references are cheaper. The queue does not free a buffer that a command buffer in flight uses.
             let Some(commands) = self.queue.commands.commandBufferWithUnretainedReferences() else {
                 return fail("Metal cannot create a command buffer");
             };
@@ -296,7 +298,8 @@ impl Driver for Metal {
                     return fail(format!("{:?}: there is no such buffer", binding.region));
                 };
                 let (buffer, offset) = (memory.buffer.as_ref(), binding.region.offset);
-                // SAFETY: the offset is inside the buffer. The queue frees no buffer before the GPU is done with it.
+                // SAFETY: the offset is inside the buffer. The queue does not free the buffer before the GPU has
+                // completed the launch.
                 unsafe { open.encoder.setBuffer_offset_atIndex(Some(buffer), offset, index + 1) };
             }
             if launch.bindings.iter().any(|binding| binding.is_table) {
@@ -358,7 +361,7 @@ impl Driver for Metal {
 
     fn reset(&mut self, value: u64) -> Result<(), DeviceError> {
         autoreleasepool(|_| {
-            // Wakes threads that wait for the old event.
+            // This wakes threads that wait for the old event.
             self.queue.event.setSignaledValue(value);
             self.queue = MetalQueue::new(&self.device, self.residency.as_ref())?;
             self.queue.event.setSignaledValue(value);
@@ -370,7 +373,7 @@ impl Driver for Metal {
         Some(Box::new(self.residency.as_ref()?.request()))
     }
 
-    /// Also leaks queue, fence, event and pipelines, since command buffers do not retain the objects that they use.
+    /// Leaks queue, fence, event and pipelines, too, since command buffers do not retain the objects that they use.
     fn leak_buffers(&mut self) {
         mem::forget(mem::take(&mut self.buffers));
         mem::forget((self.queue.commands.clone(), self.queue.fence.clone(), self.queue.event.clone()));

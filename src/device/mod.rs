@@ -1,7 +1,7 @@
 //! Devices: memory shared by CPU, SSD and GPU, and kernel launches on Metal and CUDA.
 //!
-//! This module does not depend on the operations of a model. A [`Launch`] is a plain value: `ops` builds it, and a [`Gpu`]
-//! executes it.
+//! This module does not depend on the operations of a model. A [`Launch`] is a plain value: `ops` builds a launch, and
+//! a [`Gpu`] executes it.
 //!
 //! ```text
 //! Gpu            the interface that `ops` uses; implemented by CommandQueue, and in tests by kernels compiled for the host

@@ -30,7 +30,7 @@ pub fn open_gpu() -> Result<Option<Box<dyn Gpu>>, DeviceError> {
 /// which kernels work.
 ///
 /// # Errors
-/// Like [`open_gpu`].
+/// The same as for [`open_gpu`].
 pub fn open_any_gpu() -> Result<Option<Box<dyn Gpu>>, DeviceError> {
     open(false)
 }

@@ -1,7 +1,7 @@
 //! Keeps a GPU's buffers resident in memory while the GPU is idle.
 //!
-//! macOS revokes the residency of buffers about a second after the last GPU work. Making tens of gigabytes resident again
-//! delays the next token. So a thread renews residency for some minutes after the last use.
+//! macOS revokes the residency of buffers about a second after the last GPU work. Making tens of gigabytes resident
+//! again delays the next token. Therefore a thread renews residency for some minutes after the last use.
 
 use parking_lot::{Condvar, Mutex};
 use std::{
@@ -48,7 +48,7 @@ impl Heartbeat {
         Ok(Self { state, thread: Some(thread) })
     }
 
-    /// Records a use of the device. Wakes the thread if it sleeps.
+    /// Records a use of the device. Wakes the thread if the thread sleeps.
     pub fn mark_used(&self) {
         let (state, wake) = &*self.state;
         let mut state = state.lock();

@@ -1,29 +1,29 @@
 //! Assigns buffers to Metal's residency sets.
 //!
-//! macOS grants and revokes residency per set. After a revocation, macOS 27 makes a whole set resident again. So buffers are
-//! spread over several sets.
+//! macOS grants and revokes residency per set. After a revocation, macOS 27 makes a whole set resident again. Buffers
+//! are therefore spread over several sets.
 
 /// Maximum number of residency sets of a Metal command queue.
 const MAX_SETS: usize = 32;
-/// A set has at most `1 / SET_FRACTION` of the working set, unless a single buffer is larger.
+/// A set takes buffers up to `1 / SET_FRACTION` of the working set. A set with a single larger buffer is the exception.
 const SET_FRACTION: u64 = 20;
 
 /// Assigns buffers to residency sets by size.
 #[derive(Debug)]
 pub struct SetAssignment {
     set_bytes: u64,
-    /// Bytes in each set.
+    /// Total bytes of the buffers in each set.
     sets: Vec<u64>,
 }
 
 impl SetAssignment {
-    /// `working_set` is the number of bytes that the device recommends not to exceed.
+    /// `working_set` is the maximum number of bytes that the device recommends to use.
     pub fn new(working_set: u64) -> Self {
         Self { set_bytes: (working_set / SET_FRACTION).max(1), sets: Vec::new() }
     }
 
-    /// Assigns a new buffer to a set: to the first set with room, otherwise to a new set (with the next number), or to the
-    /// smallest set if there are [`MAX_SETS`]. Returns the number of the set.
+    /// Assigns a new buffer to the first set with room, otherwise to a new set with the next number. If no set has room
+    /// and there are [`MAX_SETS`] sets, uses the smallest set. Returns the number of the set.
     pub fn add(&mut self, bytes: u64) -> usize {
         let with_room = self.sets.iter().position(|used| used.saturating_add(bytes) <= self.set_bytes);
         let smallest = || (0..self.sets.len()).min_by_key(|index| self.sets[*index]).unwrap_or(0);
@@ -50,7 +50,7 @@ mod tests {
     fn buffers_spread_over_residency_sets() {
         let gib = 1 << 30;
         let mut sets = SetAssignment::new(48 * gib);
-        // 2.4 GiB per set: two segments each.
+        // Each set takes 2.4 GiB, which is enough for two segments.
         let found: Vec<usize> = (0..6).map(|_| sets.add(gib)).collect();
         assert_eq!(found, [0, 0, 1, 1, 2, 2]);
         assert_eq!(sets.add(5 * gib), 3, "a long buffer has its own set");

@@ -1,6 +1,6 @@
 //! Slabs: page-aligned blocks of memory that CPU, SSD and (on a Mac) GPU share.
 //!
-//! Expert slots and the trunk (all other weights) are in slabs, so bytes read from disk are used in place.
+//! Expert slots and the trunk (all weights except the experts) are in slabs, so bytes read from disk are used in place.
 
 use std::{ops::Range, sync::Arc};
 
@@ -31,8 +31,8 @@ impl Slab {
         Ok(Self { map: map.into() })
     }
 
-    /// Commits all pages now, with `threads` threads. Otherwise the system clears each page at the first read into it, which
-    /// can take longer than the read. Does nothing on Linux before 5.14 and on macOS.
+    /// Commits all pages now, with `threads` threads. Without this call, the system clears each page at the first read
+    /// into the page, which can take longer than the read. Does nothing on Linux before 5.14 and on macOS.
     pub fn commit_pages(&self, threads: usize) {
         #[cfg(target_os = "linux")]
         std::thread::scope(|scope| {
@@ -47,13 +47,13 @@ impl Slab {
         let _ = threads;
     }
 
-    /// Releases the pages that are completely inside `range` to the system. Their contents are lost.
+    /// Releases the pages that are completely inside `range` to the system. The contents of these pages are lost.
     ///
     /// A device that has adopted the range must [release](super::Gpu::release) its buffer first. Otherwise the buffer keeps
     /// the pages in use.
     ///
     /// # Errors
-    /// The system refuses.
+    /// The system refuses to release the pages.
     ///
     /// # Safety
     /// The range must not be read or written before [`Slab::reuse_pages`], and its contents are undefined after that.
@@ -62,14 +62,15 @@ impl Slab {
         const ADVICE: memmap2::UncheckedAdvice = memmap2::UncheckedAdvice::FreeReusable;
         #[cfg(not(target_os = "macos"))]
         const ADVICE: memmap2::UncheckedAdvice = memmap2::UncheckedAdvice::DontNeed;
-        // SAFETY: the map is anonymous, so the pages read as zeros or keep their bytes. The caller does not read them.
+        // SAFETY: the map is anonymous, so the pages read as zeros or keep their bytes. The caller does not read the
+        // pages.
         self.on_pages(range, |at, len| unsafe { self.map.unchecked_advise_range(ADVICE, at, len) })
     }
 
-    /// Makes released pages usable again. Their contents are undefined.
+    /// Makes released pages usable again. The contents of the pages are undefined.
     pub fn reuse_pages(&self, range: Range<usize>) -> std::io::Result<()> {
         #[cfg(target_os = "macos")]
-        // SAFETY: the advice changes how the system accounts for the pages, not their contents.
+        // SAFETY: the advice changes how the system accounts for the pages, but not the contents of the pages.
         return self.on_pages(range, |at, len| unsafe {
             self.map.unchecked_advise_range(memmap2::UncheckedAdvice::FreeReuse, at, len)
         });
@@ -77,7 +78,8 @@ impl Slab {
         self.on_pages(range, |_, _| Ok(()))
     }
 
-    /// Calls `advise` with start and length of the pages that are completely inside `range`, if there are any.
+    /// Calls `advise` with start and length of the pages that are completely inside `range`. Does nothing if no page is
+    /// completely inside `range`.
     fn on_pages(
         &self,
         range: Range<usize>,
@@ -96,14 +98,14 @@ impl Slab {
         self.map.len() == 0
     }
 
-    /// All bytes. Needs exclusive access.
+    /// All bytes of the slab. Needs exclusive access.
     pub fn as_mut_slice(&mut self) -> &mut [u8] {
         let len = self.len();
         // SAFETY: in bounds, initialised (anonymous maps are zeroed), exclusive by the borrow.
         unsafe { std::slice::from_raw_parts_mut(self.map.as_mut_ptr(), len) }
     }
 
-    /// A read-only view of `range`. Panics if it is out of bounds.
+    /// A read-only view of `range`. Panics if `range` is out of bounds.
     ///
     /// # Safety
     /// The range must not be written while the view lives.
@@ -113,10 +115,10 @@ impl Slab {
         unsafe { std::slice::from_raw_parts(self.map.as_ptr().add(range.start), range.len()) }
     }
 
-    /// A writable view of `range`. Panics if it is out of bounds.
+    /// A writable view of `range`. Panics if `range` is out of bounds.
     ///
     /// # Safety
-    /// The range must not be accessed otherwise while the view lives.
+    /// No other code may access the range while the view lives.
     #[allow(clippy::mut_from_ref)]
     pub unsafe fn bytes_mut(&self, range: Range<usize>) -> &mut [u8] {
         assert!(range.start <= range.end && range.end <= self.len(), "slab range {range:?} of {}", self.len());
@@ -128,7 +130,7 @@ impl Slab {
 /// Fills a slab once, from start to end. Used to load a trunk.
 pub struct SlabWriter {
     slab: Slab,
-    /// Bytes written so far.
+    /// Number of bytes written so far.
     written: usize,
 }
 
@@ -180,22 +182,22 @@ mod tests {
         let before = pages();
         slab.commit_pages(2);
         assert!(pages() > before && pages() >= slab.len() / 65536, "{before}, then {}", pages());
-        // SAFETY: as above.
+        // SAFETY: no other code uses this slab.
         assert_eq!(unsafe { slab.bytes(6..9) }, [0, 9, 0]);
         // Only pages that are completely inside the range are released.
-        // SAFETY: as above.
+        // SAFETY: no other code uses this slab.
         unsafe { slab.bytes_mut(HUGE - 1..HUGE + 1) }.fill(8);
         let before = pages();
-        // SAFETY: as above; these bytes are not used any more.
+        // SAFETY: no other code uses this slab, and the test does not use these bytes any more.
         unsafe { slab.release_pages(HUGE..slab.len()) }.unwrap();
         let left = pages();
         assert!(before - left >= HUGE / 4096 && left >= HUGE / 65536, "{before}, then {left}");
         slab.reuse_pages(HUGE..slab.len()).unwrap();
-        // SAFETY: as above.
+        // SAFETY: no other code uses this slab.
         assert_eq!(unsafe { (slab.bytes(6..9), slab.bytes(HUGE - 1..HUGE)) }, (&[0, 9, 0][..], &[8][..]));
-        // SAFETY: as above. The range holds no whole page, so nothing is lost.
+        // SAFETY: no other code uses this slab. The range contains no whole page, so no byte is lost.
         unsafe { slab.release_pages(5..LARGEST_PAGE + 5) }.unwrap();
-        // SAFETY: as above.
+        // SAFETY: no other code uses this slab.
         assert_eq!(unsafe { slab.bytes(6..9) }, [0, 9, 0]);
     }
 }

@@ -3,7 +3,8 @@
 use super::DeviceError;
 use std::time::Duration;
 
-/// A point in the order of a device's work. It is complete when all work encoded before [`Timeline::sync_point`] is done.
+/// A point in the order of a device's work. The point is complete when all work encoded before [`Timeline::sync_point`]
+/// is done.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
 pub struct SyncPoint(pub u64);
 
@@ -26,22 +27,23 @@ pub trait Timeline {
         SyncPoint::START
     }
 
-    /// Submits the work encoded before `point` and waits until the device has completed it.
+    /// Submits the work encoded before `point` and waits until the device has completed that work.
     ///
     /// # Errors
-    /// The work failed, so the device will never complete the point.
+    /// The work failed, so the device will never complete `point`.
     fn wait_for(&mut self, point: SyncPoint) -> Result<(), DeviceError> {
         let _ = point;
         Ok(())
     }
 
-    /// Called before the caller waits for a disk read. Lets worker threads sleep that otherwise spin for work. If the device
-    /// needs calls of [`Timeline::stay_awake`] during the wait, returns their interval.
+    /// Called before the caller waits for a disk read. Lets worker threads sleep instead of spinning for work. If the
+    /// device needs calls of [`Timeline::stay_awake`] during the wait, returns the interval of these calls.
     fn begin_disk_wait(&mut self) -> Option<Duration> {
         None
     }
 
-    /// Called repeatedly during a wait for a disk read. A device that lowers its clock rate when idle submits a little work.
+    /// Called repeatedly during a wait for a disk read. A device that lowers its clock rate when idle submits a little
+    /// work to keep the rate high.
     fn stay_awake(&mut self) {}
 }
 

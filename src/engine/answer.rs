@@ -38,7 +38,7 @@ pub struct StepOutput {
 }
 
 impl PartialAnswer {
-    /// Starts the answer to a prompt. `logits` are those of the prompt's last row.
+    /// Starts the answer to a prompt. `logits` are the logits of the prompt's last row.
     pub fn new(request: &Request, logits: Logits, timings: Timings, rules: &TokenRules) -> Result<Self, Abort> {
         Ok(Self {
             rows: PendingRows::last_of(logits),

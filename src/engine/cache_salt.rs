@@ -6,7 +6,8 @@ use crate::model::{PlacedImage, prefix_keys};
 use sha2::{Digest, Sha256};
 use std::borrow::Cow;
 
-/// Number of keys that contain the salt's hash, 31 bits each. Fewer keys contain only a part of the hash.
+/// Number of keys at the start of a prompt that together contain the salt's hash, 31 bits in each key. A shorter prefix
+/// contains only a part of the hash.
 const SALTED_KEYS: usize = 8;
 /// The bits of a key that the salt changes: all except the highest bit, which distinguishes images from tokens.
 const SALTED_BITS: u32 = u32::MAX >> 1;
@@ -42,7 +43,8 @@ impl<'a> CachedPrompt<'a> {
         keys
     }
 
-    /// True if the first `len` keys contain the whole hash of the salt, and of each image among them.
+    /// True if the first `len` keys contain the whole hash of the salt, and the whole hash of every image that these
+    /// keys include.
     pub fn has_whole_keys(&self, len: usize) -> bool {
         let ends_in_image = self.images.iter().any(|image| image.at < len && len < image.tokens().end);
         !ends_in_image && (self.salt.is_none() || len >= SALTED_KEYS)

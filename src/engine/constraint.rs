@@ -38,7 +38,8 @@ pub trait Constraint: Send {
     /// Appends `id`, which is one of the allowed tokens.
     fn accept(&mut self, id: u32) -> Result<(), String>;
 
-    /// An independent copy with the current state. Drafts append tokens to the copy that may be rejected later.
+    /// An independent copy with the current state. A draft appends its tokens to the copy, because draft tokens may be
+    /// rejected.
     fn fork(&self) -> Box<dyn Constraint>;
 }
 
@@ -105,7 +106,7 @@ impl MaskWorker {
 
     /// Appends a sampled token and starts to compute the next mask.
     pub fn append(&self, id: u32) {
-        // If the thread has ended, the next `next_mask` reports it.
+        // If the thread has ended, the next call of `next_mask` returns an error.
         let _ = self.commands.send(MaskCommand::Append(id));
     }
 

@@ -31,9 +31,9 @@ pub struct Options {
     pub speculate: DraftPolicy,
     /// Maximum number of tokens in a draft.
     pub draft_tokens: usize,
-    /// Maximum number of bytes of memory for the prompt cache. 0 disables it.
+    /// Maximum number of bytes of memory for the prompt cache. 0 disables the prompt cache.
     pub prompt_cache: u64,
-    /// The disk cache, which keeps snapshots across restarts. `None` disables it.
+    /// The disk cache, which keeps snapshots across restarts. `None` disables the disk cache.
     pub disk_cache: Option<DiskCacheOptions>,
     /// Time for which accepted requests may continue after [`Handle::drain`].
     pub grace: Duration,
@@ -46,7 +46,7 @@ impl Default for Options {
             max_queue: 16,
             eos: Vec::new(),
             usable_vocab: usize::MAX,
-            // The server enables drafts. Tests that count forward passes need them off.
+            // The server enables drafts. Tests that count forward passes need a policy without drafts.
             speculate: DraftPolicy::Off,
             draft_tokens: 7,
             prompt_cache: 0,
@@ -61,8 +61,8 @@ pub fn spawn<M: Model>(model: M, options: Options, metrics: Arc<Metrics>) -> io:
     spawn_with(model, Box::new(LookupDraft), options, metrics)
 }
 
-/// Starts an engine: a thread that owns `model` and `draft`. The thread ends after [`Handle::drain`], or when the last handle
-/// is dropped. [`Worker::join`] waits for its end.
+/// Starts an engine: a thread that owns `model` and `draft`. The thread ends after [`Handle::drain`], or when the last
+/// handle is dropped. [`Worker::join`] waits until the thread has ended.
 pub fn spawn_with<M: Model>(
     model: M,
     draft: Box<dyn Draft<M>>,
@@ -107,7 +107,7 @@ pub struct Handle {
 }
 
 impl Handle {
-    /// Queues `request`. Its events arrive on the receiver. Dropping the receiver cancels the request.
+    /// Queues `request`. The events of the request arrive on the receiver. Dropping the receiver cancels the request.
     ///
     /// # Errors
     /// `QueueFull`, `Draining` or `Stopped`. `TimedOut` if the deadline has passed. `EmptyPrompt`, `PromptTooLong` or the
@@ -121,7 +121,7 @@ impl Handle {
         self.queue.0.limits.parallel
     }
 
-    /// The number of running and of waiting requests.
+    /// The number of running requests, and the number of waiting requests.
     pub fn load(&self) -> (usize, usize) {
         self.queue.0.load()
     }
@@ -136,7 +136,7 @@ impl Handle {
         self.queue.0.limits.context
     }
 
-    /// Size of the vocabulary, including padding. Requests with higher ids are refused.
+    /// Size of the vocabulary, including padding. A request with a token id beyond the vocabulary is refused.
     pub fn vocab(&self) -> usize {
         self.queue.0.limits.vocab
     }

@@ -9,7 +9,7 @@ pub struct IdleSequences<S>(Vec<IdleSequence<S>>);
 /// A sequence that no live request uses.
 pub struct IdleSequence<S> {
     pub sequence: Sequence<S>,
-    /// [`clear_count`](super::prompt_cache::PromptCache::clear_count) when its request began.
+    /// Value of [`clear_count`](super::prompt_cache::PromptCache::clear_count) when the sequence's request began.
     pub clear_count: u64,
 }
 
@@ -45,7 +45,7 @@ impl<S: SequenceState> IdleSequences<S> {
         self.0.retain(|idle| idle.clear_count == clear_count);
     }
 
-    /// Drops the oldest sequence. Returns false if there is none.
+    /// Drops the oldest sequence. Returns false if there is no sequence.
     pub fn drop_oldest(&mut self) -> bool {
         if self.0.is_empty() {
             return false;

@@ -12,8 +12,8 @@ use std::time::Instant;
 
 /// Maximum number of positions that a decode step with drafts may write.
 pub const DRAFT_ROWS: usize = 4 * MAX_VERIFY_ROWS;
-/// Maximum number of answer tokens for which pages must be free when a request is admitted while others run. Most answers
-/// are shorter than `max_tokens`, so reserving all of it would admit too few requests.
+/// Maximum number of answer tokens for which pages must be free when a request is admitted while other requests run.
+/// Most answers are shorter than `max_tokens`, so reserving pages for `max_tokens` would admit too few requests.
 const RESERVED_ANSWER: usize = 256;
 
 pub struct LiveRequest<S> {
@@ -21,9 +21,9 @@ pub struct LiveRequest<S> {
     /// `None` before the first step, and after the sequence was dropped (preempted, or its pass failed).
     pub sequence: Option<Sequence<S>>,
     pub stage: Stage,
-    /// Tokens of a dropped sequence. They must be recomputed before the answer continues.
+    /// Tokens of a dropped sequence, which must be recomputed before the answer continues.
     pub dropped_tokens: Vec<u32>,
-    /// [`clear_count`](super::prompt_cache::PromptCache::clear_count) when the request began.
+    /// Value of [`clear_count`](super::prompt_cache::PromptCache::clear_count) when the request began.
     pub clear_count: u64,
     /// Number of the scheduler step in which this request decoded last.
     pub last_step: u64,
@@ -100,12 +100,12 @@ impl<S: SequenceState> LiveRequest<S> {
         }
     }
 
-    /// Drops the sequence. Its tokens are recomputed when the request continues.
+    /// Drops the sequence. The sequence's tokens are recomputed when the request continues.
     pub fn drop_sequence(&mut self) {
         let Some(sequence) = self.sequence.take() else { return };
         match &mut self.stage {
             Stage::New => {}
-            // The prompt resumes from a cached prefix. Its log-probabilities start again from the first token.
+            // The prompt resumes from a cached prefix. The log-probabilities start again from the first token.
             Stage::Prefill(prefill) => prefill.logprobs = prefill.logprobs.as_ref().map(|_| vec![None]),
             Stage::Decode(answer) => {
                 if answer.last.is_some() {
@@ -130,20 +130,20 @@ impl<S: SequenceState> LiveRequest<S> {
         sequence.state().missing_pages(rows)
     }
 
-    /// Pages that the request holds or is expected to need.
+    /// Number of pages that the request holds or is expected to need.
     pub fn reserved_pages(&self) -> usize {
         reserved_pages(&self.request.request)
             .max((self.len().max(self.dropped_tokens.len()) + DRAFT_ROWS).div_ceil(PAGE))
     }
 }
 
-/// Pages for a prompt and the first [`RESERVED_ANSWER`] tokens of its answer.
+/// Number of pages for a prompt and the first [`RESERVED_ANSWER`] tokens of its answer.
 pub fn reserved_pages(request: &Request) -> usize {
     (request.ids.len() + request.max_tokens.min(RESERVED_ANSWER)).div_ceil(PAGE)
 }
 
-/// True if a request may resume from cached state. Log-probabilities of the prompt need the logits of every row, so such
-/// a request may not.
+/// True if a request may resume from cached state. A request for log-probabilities of the prompt may not, because they
+/// need the logits of every row.
 pub fn may_reuse(request: &Request) -> bool {
     request.cache_prompt && request.prompt_logprobs.is_none()
 }

@@ -1,4 +1,4 @@
-//! The engine: one thread owns the model and answers requests. Every other thread sends it messages.
+//! The engine: one thread owns the model and answers requests. Other threads send messages to the engine's thread.
 //!
 //! [`Handle::submit`] queues a [`Request`] and returns a receiver of [`Event`]s. If the receiver is dropped, the engine
 //! cancels the request within one token. The module `scheduler` has the engine's loop: admit requests, run one step, send

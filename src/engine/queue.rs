@@ -27,7 +27,8 @@ pub(super) struct QueuedRequest {
 }
 
 impl QueuedRequest {
-    /// The reason to end the request now, if there is one. `drain_deadline` is the end of a draining engine's grace period.
+    /// The reason to end the request now. `None` if the request may continue. `drain_deadline` is the end of a draining
+    /// engine's grace period.
     fn abort_reason(&self, drain_deadline: Option<Instant>) -> Option<Abort> {
         if self.events.is_closed() {
             return Some(Abort::Disconnected);
@@ -94,7 +95,7 @@ impl AdmissionLimits {
     }
 }
 
-/// The queue. Its lock is never held across a forward pass.
+/// The queue. The queue's lock is never held during a forward pass.
 pub(super) struct RequestQueue {
     queue: Mutex<QueueState>,
     changed: Condvar,
@@ -109,8 +110,8 @@ struct QueueState {
     running: usize,
     /// Number of requests taken from the queue so far.
     taken: u64,
-    /// By client: the value of `taken` after the client's last request was taken. Has entries for clients with a waiting
-    /// request and for the client that was served last.
+    /// For each client: the value of `taken` after the client's last request was taken. Contains only clients with a
+    /// waiting request, and the client that was served last.
     last_taken: HashMap<u64, u64>,
     phase: QueuePhase,
 }
@@ -119,7 +120,7 @@ struct QueueState {
 enum QueuePhase {
     #[default]
     Open,
-    /// The queue accepts no more requests. The remaining requests fail at `deadline`, if there is one.
+    /// The queue accepts no more requests. If `deadline` is set, the remaining requests fail at that time.
     Draining {
         deadline: Option<Instant>,
     },
@@ -131,7 +132,7 @@ impl RequestQueue {
         Self { queue: Mutex::default(), changed: Condvar::new(), limits, metrics }
     }
 
-    /// Appends a request. Its events arrive on the returned receiver.
+    /// Appends a request. The events of the request arrive on the returned receiver.
     pub fn push(&self, request: Request) -> Result<Events, EngineError> {
         self.limits.check(&request)?;
         let arrived = Instant::now();
@@ -155,10 +156,12 @@ impl RequestQueue {
         Ok(events)
     }
 
-    /// Takes the next request from the queue if `fits` accepts it beside the running requests. If no request runs, any
-    /// request is accepted, and an empty queue makes this method block and call `idle` once per [`IDLE_INTERVAL`].
+    /// Takes the next request from the queue if `fits` accepts it beside the running requests. If no request runs,
+    /// `fits` is not called. If no request runs and the queue is empty, blocks and calls `idle` once per
+    /// [`IDLE_INTERVAL`].
     ///
-    /// Returns `None` if the next request does not fit, or if the queue is empty and either closed or other requests run.
+    /// Returns `None` if the next request does not fit, if the queue is empty while requests run, or if it is empty and
+    /// closed.
     pub fn next(&self, fits: &dyn Fn(&Request) -> bool, idle: &mut dyn FnMut()) -> Option<QueuedRequest> {
         let mut queue = self.queue.lock();
         loop {
@@ -189,7 +192,8 @@ impl RequestQueue {
         running.abort_reason(queue.deadline()).map_or(Ok(()), Err)
     }
 
-    /// True if the running step should be cancelled: its client has disconnected, and another request runs or waits.
+    /// True if the running step should be cancelled: the step's client has disconnected, and another request runs or
+    /// waits.
     ///
     /// Without other requests the step is completed, since the client may repeat the request and reuse the state.
     pub fn should_cancel_step(&self, running: &QueuedRequest) -> bool {
@@ -199,7 +203,7 @@ impl RequestQueue {
         }
     }
 
-    /// The number of running and of waiting requests.
+    /// The number of running requests, and the number of waiting requests.
     pub fn load(&self) -> (usize, usize) {
         let queue = self.queue.lock();
         (queue.running, queue.waiting.len())
@@ -211,7 +215,7 @@ impl RequestQueue {
         queue.waiting.iter().map(|waiting| (waiting.request.ids.len(), waiting.arrived.elapsed())).collect()
     }
 
-    /// Accepts no more requests. Accepted ones fail once the grace period is over.
+    /// Accepts no more requests. Accepted requests fail at the end of the grace period.
     pub fn drain(&self) {
         let mut queue = self.queue.lock();
         if !matches!(queue.phase, QueuePhase::Draining { deadline: Some(_) } | QueuePhase::Stopped) {
@@ -220,7 +224,7 @@ impl RequestQueue {
         self.changed.notify_all();
     }
 
-    /// Accepts no more requests. Accepted ones may take as long as they need.
+    /// Accepts no more requests. Accepted requests run to their end.
     pub fn close(&self) {
         let mut queue = self.queue.lock();
         if matches!(queue.phase, QueuePhase::Open) {
@@ -229,8 +233,8 @@ impl RequestQueue {
         self.changed.notify_all();
     }
 
-    /// Fails all waiting requests because the engine's thread ends. A drained queue keeps reporting `Draining`: a router
-    /// then sends the request to another server.
+    /// Fails all waiting requests because the engine's thread ends. A drained queue keeps reporting `Draining`, so that
+    /// a router sends the request to another server.
     pub fn stop(&self) {
         let mut queue = self.queue.lock();
         let drained = matches!(queue.phase, QueuePhase::Draining { .. });

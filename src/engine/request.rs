@@ -13,14 +13,14 @@ pub struct Sampling {
     /// 0 selects the most likely token (greedy). Among equally likely tokens, the lowest id is selected.
     pub temperature: f32,
     pub top_p: f32,
-    /// 0 disables it.
+    /// 0 disables top-k.
     pub top_k: usize,
     pub min_p: f32,
-    /// 1 disables it.
+    /// 1 disables the repetition penalty.
     pub repetition_penalty: f32,
     pub presence_penalty: f32,
     pub frequency_penalty: f32,
-    /// Token ids, and the value added to the logit of each before any other step.
+    /// Token ids, each with a value that is added to the token's logit before any other step.
     pub logit_bias: Vec<(u32, f32)>,
     /// `None` uses a random seed.
     pub seed: Option<u64>,
@@ -55,7 +55,7 @@ pub struct Request {
     pub ids: Vec<u32>,
     /// The images of the prompt, in order. `ids` has one placeholder id per image token.
     pub images: Vec<PlacedImage>,
-    /// Maximum number of tokens to generate. If 0, only evaluates the prompt.
+    /// Maximum number of tokens to generate. If 0, the engine only evaluates the prompt.
     pub max_tokens: usize,
     pub sampling: Sampling,
     /// Return the log-probability of each generated token, with this many alternatives.
@@ -66,9 +66,10 @@ pub struct Request {
     pub ignore_eos: bool,
     /// Restricts which tokens the answer may contain.
     pub constraint: Option<Box<dyn Constraint>>,
-    /// Ends of the prompt's messages, ascending. Later prompts are likely to diverge from this prompt at one of them.
+    /// Ends of the prompt's messages, ascending. Later prompts are likely to diverge from this prompt at one of these
+    /// positions.
     pub boundaries: Vec<Boundary>,
-    /// Reuse state from earlier requests and keep state for later ones.
+    /// Reuse state from earlier requests, and keep state for later requests.
     pub cache_prompt: bool,
     /// Requests with different salts share no cached state.
     pub cache_salt: Option<CacheSalt>,
@@ -123,7 +124,8 @@ pub enum BoundaryKind {
     Message,
 }
 
-/// The log-probability of a token and of the most likely tokens at its position, before temperature and penalties.
+/// The log-probability of a token, and the log-probabilities of the most likely tokens at its position, before
+/// temperature and penalties.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Logprobs {
     pub logprob: f32,
@@ -133,13 +135,13 @@ pub struct Logprobs {
 /// The reason why an answer is complete.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Finish {
-    /// An end-of-sequence token was sampled. It is not sent as an [`Event::Token`].
+    /// An end-of-sequence token was sampled. This token is not sent as an [`Event::Token`].
     Stop,
     /// `max_tokens` or the end of the context was reached.
     Length,
 }
 
-/// An event of a request. The last one is `Done` or `Failed`, unless the receiver was dropped.
+/// An event of a request. The last event is `Done` or `Failed`, unless the receiver was dropped.
 #[derive(Debug)]
 pub enum Event {
     /// The engine starts to evaluate the prompt. `cached_tokens` of its tokens are cached and need no computation.
@@ -147,13 +149,14 @@ pub enum Event {
         cached_tokens: usize,
         queued: Duration,
     },
-    /// `tokens` tokens of the prompt are evaluated or cached, `seconds` after the evaluation began. Sent after every chunk.
+    /// `tokens` tokens of the prompt are evaluated or cached, `seconds` after the evaluation began. Sent after every
+    /// chunk.
     Prefilled {
         tokens: usize,
         seconds: f64,
     },
-    /// Log-probabilities of the prompt, one entry per token. `None` for the first token, since no token precedes it. Sent
-    /// before the first `Token`.
+    /// Log-probabilities of the prompt, one entry per token. The entry of the first token is `None`, since no token
+    /// precedes it. Sent before the first `Token`.
     Prompt(Vec<Option<Logprobs>>),
     Token {
         id: u32,
@@ -174,8 +177,7 @@ pub struct Timings {
     pub generated_tokens: usize,
     pub prompt_seconds: f64,
     pub decode_seconds: f64,
-    /// Sum over the decode passes of this answer. Each pass adds the number of sequences that were decoding, including
-    /// this one.
+    /// Sum of the numbers of decoding sequences (including this one) in each decode pass of this answer.
     pub decoding_sequences: usize,
     /// Number of decode passes of this answer.
     pub decode_passes: usize,
@@ -183,8 +185,8 @@ pub struct Timings {
     pub drafted_tokens: usize,
     /// Number of drafted tokens that the sampler has accepted.
     pub accepted_tokens: usize,
-    /// For each position in a draft: how often it was verified while all earlier positions were accepted, and how often it
-    /// was accepted.
+    /// For each position in a draft: how often the position was verified while all earlier positions were accepted, and
+    /// how often its token was accepted.
     pub draft_positions: [[u32; 2]; MAX_DRAFT_POSITIONS],
     /// Time that speculation saved. Negative if speculation made the answer slower.
     pub saved_seconds: f64,

@@ -32,21 +32,22 @@ use std::{
 pub struct Sampler {
     sampling: Sampling,
     seed: u64,
-    /// Ids from here on are never sampled.
+    /// Ids from this number on are never sampled.
     usable: usize,
     /// Position of the next token, counted from the start of the prompt.
     position: u64,
-    /// Number of times each token occurs in the answer. 0 for tokens that occur only in the prompt. Empty without penalties.
+    /// Number of times each token occurs in the answer. 0 for a token that occurs only in the prompt. The map is empty
+    /// if the request sets no penalty.
     counts: HashMap<u32, u32>,
     /// Buffer for the logits of steps 1 to 3.
     row: Vec<f32>,
-    /// Buffer for the tokens that steps 5 to 7 keep. Empty if they keep every token.
+    /// Buffer for the tokens that steps 5 to 7 keep. Empty if these steps keep every token.
     pool: Vec<TokenCandidate>,
     /// Buffer for the weights of `pool`, or of every token.
     weights: Vec<f32>,
 }
 
-/// A token and its logit, or its weight: its probability times a factor common to all tokens.
+/// A token with its logit or its weight. A weight is the probability times a factor that is the same for all tokens.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct TokenCandidate {
     id: u32,
@@ -61,7 +62,7 @@ impl TokenCandidate {
 }
 
 impl Sampler {
-    /// A sampler for an answer to `prompt`. Ids from `usable` on are never sampled.
+    /// A sampler for an answer to `prompt`. Ids of `usable` or more are never sampled.
     pub fn new(sampling: Sampling, prompt: &[u32], usable: usize) -> Self {
         let seed = sampling.seed.unwrap_or_else(|| RandomState::new().hash_one(prompt.len()));
         let position = prompt.len() as u64;
@@ -73,7 +74,7 @@ impl Sampler {
         sampler
     }
 
-    /// Samples the token after `logits` and counts it as part of the answer. `None` if no token is possible.
+    /// Samples the token after `logits` and counts it as part of the answer. Returns `None` if no token is possible.
     pub fn draw(&mut self, logits: &[f32], mask: &TokenMask) -> Option<u32> {
         let logits = &logits[..logits.len().min(self.usable)];
         let mut row = std::mem::take(&mut self.row);
@@ -173,7 +174,8 @@ fn apply_mask(row: &mut [f32], words: &[u32]) {
     }
 }
 
-/// The log-probability of `id` and of the `top` most likely usable tokens, from the softmax of the unmodified `logits`.
+/// The log-probability of `id`, and the log-probabilities of the `top` most likely usable tokens, from the softmax of
+/// the unmodified `logits`.
 pub(super) fn logprobs(logits: &[f32], id: u32, top: usize, usable: usize) -> Logprobs {
     let peak = finite(peak(logits)).max(f32::MIN);
     let sum = exp_sum(logits, peak);
@@ -200,10 +202,10 @@ fn peak(logits: &[f32]) -> f32 {
     lanes.iter().chain(rest).fold(f32::NEG_INFINITY, |peak, &logit| if logit > peak { logit } else { peak })
 }
 
-/// The id of the largest logit, the lowest id of several. `None` if no token is possible.
+/// The id of the largest logit. If several are equal, the lowest of their ids. `None` if no token is possible.
 pub fn argmax(logits: &[f32]) -> Option<u32> {
     let peak = peak(logits);
-    // Finds the block first, which is a loop in registers, then the position within it.
+    // First find the block with a loop in registers, then the position within the block.
     let has = |block: &[f32]| block.iter().fold(false, |any, &logit| any | (logit == peak));
     let block = logits.chunks(64).position(has)? * 64;
     let id = block + logits[block..].iter().position(|&logit| logit == peak)?;
@@ -217,8 +219,8 @@ fn largest(logits: &[f32], count: usize, pool: &mut Vec<TokenCandidate>) {
     if count == 0 {
         return;
     }
-    // Sorting whenever the pool has twice `count` entries costs less than a heap. A later token must be larger than the
-    // last one that is kept: an equal one has a higher id. Most blocks have no such token and are skipped.
+    // Sorting whenever the pool has twice `count` entries costs less than a heap. A later token must have a larger
+    // logit than the last kept token, since its id is higher. Most blocks have no such token and are skipped.
     let mut bar = f32::NEG_INFINITY;
     for (block, from) in logits.chunks(64).zip((0..).step_by(64)) {
         if pool.len() >= count && !block.iter().fold(false, |any, &logit| any | (logit > bar)) {
@@ -240,14 +242,14 @@ fn largest(logits: &[f32], count: usize, pool: &mut Vec<TokenCandidate>) {
     pool.truncate(count);
 }
 
-/// Steps 6 and 7: fills `pool` with the candidates of weight `bar` or more. If `share` is less than 1, keeps the fewest most
-/// likely of them that reach this share of all weights, and at least one.
+/// Steps 6 and 7: fills `pool` with the candidates of weight `bar` or more. If `share` is less than 1, keeps only the
+/// most likely of these candidates: as few as reach this share of all weights, but at least one.
 ///
 /// `weights` belongs to the sorted candidates in `pool`, or to every token if `pool` is empty.
 fn keep(pool: &mut Vec<TokenCandidate>, weights: &[f32], bar: f32, share: f32) {
     let goal = sum_from(weights, 0.0) * f64::from(share.max(0.0));
     if pool.is_empty() {
-        // Most rows keep few tokens, so only those above a bar that is low enough are sorted.
+        // For most rows few tokens are kept, so only tokens above a low enough bar are sorted.
         let reaches = |low: &f32| *low == 0.0 || sum_from(weights, *low) >= goal;
         let low = if share < 1.0 { (0..).map(|step| 32f32.powi(-step)).find(reaches) } else { None };
         let bar = bar.max(low.unwrap_or(0.0));
@@ -291,12 +293,12 @@ fn pick(weights: &[f32], share: f64) -> Option<usize> {
             }
         }
     }
-    // Rounding errors can leave nothing of the sum.
+    // Because of rounding errors, the loop may end without a result.
     weights.iter().rposition(|&weight| weight > 0.0)
 }
 
-/// A number in `0..1` that depends only on the seed and the position: two rounds of SplitMix64's finaliser (Steele, Lea,
-/// Flood 2014), the second over the position.
+/// A number in `0..1` that depends only on the seed and the position. Applies SplitMix64's finaliser (Steele, Lea,
+/// Flood 2014) twice, the second time over the position.
 fn uniform(seed: u64, position: u64) -> f64 {
     let bits = mix(mix(seed.wrapping_add(INCREMENT)).wrapping_add(position.wrapping_mul(INCREMENT)));
     (bits >> 11) as f64 / (1u64 << 53) as f64

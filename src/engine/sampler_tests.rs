@@ -192,7 +192,7 @@ fn draws_follow_the_probabilities() {
     let expected = reference(&sampling(|_| {}), &[], &[], &logits).unwrap();
     for (id, &count) in counts.iter().enumerate() {
         let share = f64::from(count) / f64::from(rounds);
-        // Five standard deviations.
+        // Allows a deviation of five standard deviations.
         let slack = 5.0 * (expected[id] * (1.0 - expected[id]) / f64::from(rounds)).sqrt();
         assert!((share - expected[id]).abs() < slack, "id {id}: {share} instead of {}", expected[id]);
     }
@@ -251,7 +251,7 @@ fn draw_depends_on_seed_and_position() {
     let whole = run(3, &[1, 2], 40);
     assert_eq!(whole, run(3, &[1, 2], 40));
     assert_ne!(whole, run(4, &[1, 2], 40));
-    // A sampler that starts in the middle of an answer draws the same tokens as one that started at the beginning.
+    // A sampler that starts in the middle of an answer draws the same tokens as a sampler that starts at the beginning.
     assert_eq!(whole[10..], run(3, &[9; 12], 30));
 }
 

@@ -1,11 +1,12 @@
 //! The engine's thread: `loop { admit; step; publish }`.
 //!
-//! Up to `parallel` requests are live, each with its own sequence. A step evaluates either one chunk of one prompt, or one
-//! token of each decoding sequence. [`TimeShare`] divides the time between these two kinds of step. The module `steps`
-//! implements them.
+//! Up to `parallel` requests are live, each with its own sequence. A step evaluates either one chunk of one prompt, or
+//! one token of each decoding sequence. [`TimeShare`] divides the time between these two kinds of step. The module
+//! `steps` implements both kinds.
 //!
-//! Live sequences share the page pool. If no page is free, the scheduler preempts the youngest request: it drops the
-//! request's sequence and recomputes it when pages are free. Preemption changes no byte of an answer.
+//! Live sequences share the page pool. If no page is free, the scheduler preempts the youngest request: the scheduler
+//! drops the request's sequence, and recomputes the sequence when pages are free. Preemption changes no byte of an
+//! answer.
 //!
 //! Before each step, the scheduler ends a request if its client has disconnected, its deadline has passed, or the grace
 //! period of a draining engine is over. A model error or panic ends one request and drops its sequence. If a pass of
@@ -63,7 +64,7 @@ struct Step<S> {
     requests: Vec<LiveRequest<S>>,
     /// Maximum number of prompt rows to evaluate.
     chunk: usize,
-    /// Number of live requests in the decode stage, including those that are not part of this step.
+    /// Number of live requests in the decode stage, including requests that are not part of this step.
     decoding: usize,
     /// True if the step evaluates a prompt before an older prompt is complete.
     overtakes: bool,
@@ -112,8 +113,8 @@ impl<M: Model> Scheduler<M> {
         }
     }
 
-    /// Ends aborted requests and admits new requests from the queue. Blocks while there is no request. Returns false when
-    /// no request is left and the queue is closed.
+    /// Ends aborted requests and admits new requests from the queue. Blocks while no request is live or waiting.
+    /// Returns false when no request is left and the queue is closed.
     fn admit(&mut self) -> bool {
         for live in std::mem::take(&mut self.live) {
             match self.queue.check(&live.request) {
@@ -133,7 +134,7 @@ impl<M: Model> Scheduler<M> {
         !self.live.is_empty()
     }
 
-    /// Takes the requests of the next step out of `live`, and makes pages free for it.
+    /// Takes the requests of the next step out of `live`, and frees pages for the step.
     fn next_step(&mut self) -> Step<M::State> {
         let info = self.model.info();
         let is_contested = self.live.len() > 1;
@@ -187,7 +188,7 @@ impl<M: Model> Scheduler<M> {
         (decoding, false)
     }
 
-    /// False for a preempted request while the other requests need the pages that it would use.
+    /// False for a preempted request while the other requests need the pages that the preempted request would use.
     fn may_evaluate(&self, index: usize) -> bool {
         let live = &self.live[index];
         let Some(pool) = self.model.info().pages.filter(|_| live.sequence.is_none()) else { return true };
@@ -196,8 +197,8 @@ impl<M: Model> Scheduler<M> {
         taken == 0 || live.reserved_pages() + taken <= pool.count()
     }
 
-    /// True if another live request will soon take a snapshot of a prefix of this prompt, and that prefix is longer than
-    /// any cached one. Waiting for the snapshot and restoring it is faster than computing the prefix twice.
+    /// True if another live request will soon take a snapshot of a prefix of this prompt, and that prefix is longer
+    /// than any cached prefix. Waiting for the snapshot and restoring it is faster than computing the prefix twice.
     fn waits_for_prefix(&self, new: &LiveRequest<M::State>) -> bool {
         if !may_reuse(&new.request.request) {
             return false;
@@ -215,7 +216,7 @@ impl<M: Model> Scheduler<M> {
         coming > self.idle.prefix_len(prompt).max(self.cache.prefix_len(&keys))
     }
 
-    /// Frees pages for the rows of a step: first those of snapshots, then those of idle sequences, then those of the
+    /// Frees pages for the rows of a step: first pages of snapshots, then pages of idle sequences, then pages of the
     /// youngest requests. A preempted request is removed from `chosen`.
     fn free_pages(&mut self, chosen: &mut Vec<usize>, chunk: usize, decode_rows: usize) {
         self.model.fit_memory();
@@ -253,7 +254,7 @@ impl<M: Model> Scheduler<M> {
         }
     }
 
-    /// Ends a request: keeps its sequence if the sequence is intact, and sends the last event.
+    /// Ends a request: keeps its sequence for later requests if the sequence is intact, and sends the last event.
     fn end(&mut self, mut live: LiveRequest<M::State>, outcome: Result<Finish, Abort>) {
         let outcome = self.settle(&mut live).and(outcome);
         let LiveRequest { request, sequence, stage, dropped_tokens, clear_count, .. } = live;
@@ -277,7 +278,7 @@ impl<M: Model> Scheduler<M> {
         if outcome.is_err() {
             self.recover();
         }
-        // Before the last event: a client that receives it may expect the engine to be free.
+        // This call precedes the last event, because a client that receives the event may expect the engine to be free.
         self.queue.finish_running();
         let last = match outcome {
             Ok(finish) => Event::Done { finish, timings },
@@ -297,7 +298,7 @@ impl<M: Model> Scheduler<M> {
         }
     }
 
-    /// Switches to the CPU if an error has made the GPU unusable. Live sequences are recomputed there.
+    /// Switches to the CPU if an error has made the GPU unusable. Live sequences are recomputed on the CPU.
     fn recover(&mut self) {
         match self.model.recover() {
             Ok(false) => {}

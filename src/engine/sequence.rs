@@ -10,7 +10,7 @@ use crate::{
 };
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// [`Sequence::id`] of the next new sequence.
+/// The [`Sequence::id`] that the next new sequence gets.
 static NEXT_ID: AtomicU64 = AtomicU64::new(1);
 
 /// Tokens, and the model's state after exactly these tokens.
@@ -22,7 +22,7 @@ pub struct Sequence<S> {
     /// The salt of the prompts that may extend the sequence.
     salt: Option<CacheSalt>,
     state: S,
-    /// Number of drafted tokens that are in `state` but not in `tokens`, because they were not accepted (yet).
+    /// Number of drafted tokens that are in `state` but not in `tokens`, because they are not accepted, or not yet.
     unconfirmed: usize,
 }
 
@@ -40,16 +40,16 @@ impl<S: SequenceState> Sequence<S> {
 
     /// A sequence with the longest reusable prefix of `prompt`: from a snapshot, from `previous`, or empty.
     ///
-    /// The prefix is shorter than the prompt, since the logits of the last token are needed. `find_snapshot` receives the
-    /// length of the prefix in `previous` and returns a longer snapshot if the cache has one. The memory of `previous` is
-    /// reused or freed before another state is allocated.
+    /// The prefix is shorter than the prompt, since the logits of the last token are needed. `find_snapshot` receives
+    /// the length of the prefix in `previous`. `find_snapshot` returns a longer snapshot if the cache has a longer one.
+    /// The memory of `previous` is reused or freed before another state is allocated.
     pub fn sync<M: Model<State = S>>(
         previous: Option<Self>,
         model: &M,
         prompt: CachedPrompt<'_>,
         find_snapshot: impl FnOnce(usize) -> Option<Snapshot>,
     ) -> Result<Self, ModelError> {
-        // Drops a sequence that is not a prefix, so that a snapshot can use its memory.
+        // A sequence that is not a prefix is dropped first, so that a snapshot can use its memory.
         let previous = previous.filter(|sequence| sequence.is_prefix_of(prompt));
         let empty = || Ok(Self { salt: prompt.salt, ..Self::start(model)? });
         if let Some(snapshot) = find_snapshot(previous.as_ref().map_or(0, Self::len)) {
@@ -103,9 +103,11 @@ impl<S: SequenceState> Sequence<S> {
         Ok(logits)
     }
 
-    /// Evaluates and appends `id`, and evaluates `drafted` tokens, which may be rejected. Returns one row of logits per token.
+    /// Evaluates and appends `id`. Also evaluates `drafted` tokens, which may be rejected. Returns one row of logits
+    /// per token.
     ///
-    /// [`Sequence::accept`] confirms drafted tokens in order. [`Sequence::settle`] discards the others.
+    /// [`Sequence::accept`] confirms drafted tokens in order. [`Sequence::settle`] discards the tokens that were not
+    /// confirmed.
     pub fn verify<M: Model<State = S>>(
         &mut self,
         model: &mut M,

@@ -3,7 +3,8 @@
 /// The kind of forward pass that needs experts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PassKind {
-    /// A chunk of a prompt. It needs nearly every expert of a layer, so the number of reads in progress is limited.
+    /// A chunk of a prompt. A chunk needs nearly every expert of a layer, so the number of reads in progress is
+    /// limited.
     Prefill,
     /// One token, or the few tokens of a draft. All missing experts are read at once.
     Decode,

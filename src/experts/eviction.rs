@@ -1,17 +1,17 @@
 //! Eviction scores: an estimate of the probability that the next token of a layer selects an expert.
 //!
-//! Hit counts alone learn slowly: an expert that one token in fifty selects often has no hit in the first fifty tokens. But
-//! the router computes a logit for every expert and token, and unselected experts with high logits are likely to be
-//! selected soon. The score therefore combines two estimates:
+//! Hit counts alone learn slowly: of the experts that one token in fifty selects, many have no hit in the first fifty
+//! tokens. But the router computes a logit for every expert and token, and unselected experts with high logits are
+//! likely to be selected soon. The score therefore combines two estimates:
 //!
 //! * Margin: an expert's logit minus the lowest selected logit of the same token. A normal distribution with the running
 //!   mean and variance of the margin gives the probability that the margin is positive, which is a selection.
 //! * Share: the recent frequency of selection.
 //!
-//! The score is the mean of both, weighted by the number of tokens that each estimate has seen.
+//! The score is the mean of both estimates. Each estimate is weighted by the number of tokens that it has seen.
 //!
-//! Each layer counts its own tokens. Otherwise layers that the current token has not reached yet would seem older than
-//! layers before them. Experts without a slot keep their statistics.
+//! Each layer counts its own tokens. With a common count, layers that the current token has not reached yet would seem
+//! older than the layers before them. Experts without a slot keep their statistics.
 
 use super::choice::ExpertChoice;
 
@@ -19,9 +19,9 @@ use super::choice::ExpertChoice;
 /// more slowly to a change of topic.
 const WINDOW: f32 = 256.0;
 
-/// Maximum weight of the margin estimate. The weight of the share estimate is its number of tokens.
+/// Maximum weight of the margin estimate. The weight of the share estimate is the number of tokens that it has seen.
 const MARGIN_WEIGHT: f32 = 64.0;
-/// Weight of the margin estimate per token that it has seen, up to [`MARGIN_WEIGHT`].
+/// Weight of the margin estimate per token that the estimate has seen, up to [`MARGIN_WEIGHT`].
 const MARGIN_WEIGHT_PER_TOKEN: f32 = 2.0;
 
 /// Weight of a score from an earlier run, in tokens of the share estimate.
@@ -39,7 +39,7 @@ struct LayerStats {
     variance: Vec<f32>,
     /// Share of the tokens that selected each expert.
     share: Vec<f32>,
-    /// Mean of `variance` over all experts. The score uses it as a prior while a layer has seen few tokens.
+    /// Mean of `variance` over all experts. While a layer has seen few tokens, the score uses this mean as a prior.
     mean_variance: f32,
     /// Number of tokens in `mean` and `variance`, at most [`WINDOW`].
     margin_tokens: f32,
@@ -47,7 +47,7 @@ struct LayerStats {
     share_tokens: f32,
 }
 
-/// The scores of every expert of every layer.
+/// The scores of all experts of all layers.
 pub struct EvictionScores {
     experts: usize,
     layers: Vec<LayerStats>,

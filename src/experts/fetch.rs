@@ -15,15 +15,15 @@ use crate::{
 use std::time::Instant;
 
 /// Maximum number of experts being read at the same time for a prefill. Reads are queued only between batches, so there
-/// must be enough to keep the disk busy while a batch is computed. A larger window would evict more experts that decoding
-/// needs.
+/// must be enough reads to keep the disk busy while a batch is computed. A larger window would evict more experts that
+/// decoding needs.
 const PREFILL_WINDOW: usize = 64;
 
 /// The experts of one layer. Created by [`ExpertStore::fetch`].
 ///
-/// The slots of a batch keep their bytes until they are released with a sync point ([`ReadyBatch::release_after`],
-/// [`ExpertFetch::release_after`]) and the device has completed that sync point. Dropping the fetch releases all other
-/// slots at once, so the device must not be reading them.
+/// The slots of a batch keep their bytes until two conditions hold: they were released with a sync point
+/// ([`ReadyBatch::release_after`], [`ExpertFetch::release_after`]), and the device has completed that sync point.
+/// Dropping the fetch releases all other slots at once, so the device must not be reading them.
 pub struct ExpertFetch<'s> {
     store: &'s ExpertStore,
     layer: usize,
@@ -43,15 +43,17 @@ pub struct ReadyExpert<'r> {
     pub slot: SlotId,
     /// The assignments (`row * k + rank`) that selected the expert, ascending.
     pub assignments: &'r [u32],
-    /// Codes, scales and biases of gate, up and down. A piece is empty if the encoding does not have it.
+    /// Codes, scales and biases of gate, up and down. A piece is empty if the encoding does not have that piece.
     pub pieces: [&'r [u8]; PIECES],
 }
 
 impl ExpertStore {
-    /// Starts to fetch the experts that the router of `layer` selected. Updates the eviction scores, pins experts that are
-    /// in memory, and starts to read the others while slots are available. [`ExpertFetch::next`] returns all of them.
+    /// Starts to fetch the experts that the router of `layer` selected. Updates the eviction scores, pins experts that
+    /// are in memory, and starts to read the other experts while slots are available. [`ExpertFetch::next`] returns all
+    /// selected experts.
     ///
-    /// `device` must be the device that computed the previous layers, since it may still read their slots.
+    /// `device` must be the device that computed the previous layers, since it may still read the slots of these
+    /// layers.
     pub fn fetch(
         &self,
         layer: usize,
@@ -83,7 +85,7 @@ impl ExpertStore {
         Ok(fetch)
     }
 
-    /// The slot of `key`. Frees the slot and returns `None` if its read has failed.
+    /// The slot of `key`. If the read into that slot has failed, frees the slot and returns `None`.
     fn find_slot(&self, state: &mut StoreState, key: ExpertKey) -> Option<SlotId> {
         let slot = state.slots.find(key)?;
         if state.slots.state(slot) == SlotState::Failed && state.slots.pins(slot) == 0 {
@@ -94,12 +96,12 @@ impl ExpertStore {
         Some(slot)
     }
 
-    /// Claims a slot for an expert that has none, and starts its reads.
+    /// Claims a slot for an expert that has no slot, and starts the expert's reads.
     fn claim_slot(&self, state: &mut StoreState, key: ExpertKey) -> Option<SlotId> {
         let claim = match state.slots.claim(key, ReadReason::Demand, &state.scores) {
             Some(claim) => claim,
             None => {
-                // No expert can be evicted, so cancels a background read that has not started.
+                // No expert can be evicted, so a background read that has not started is cancelled.
                 let slot = self.cancel_background_read(state)?;
                 state.slots.vacate(slot);
                 state.slots.claim(key, ReadReason::Demand, &state.scores)?
@@ -110,8 +112,8 @@ impl ExpertStore {
         Some(claim.slot)
     }
 
-    /// Cancels a background read that has not started: a warm-start read if there is one, otherwise a prefetch. Returns the
-    /// slot.
+    /// Cancels a background read that has not started: preferably a warm-start read, otherwise a prefetch. Returns the
+    /// slot of that read.
     fn cancel_background_read(&self, state: &mut StoreState) -> Option<SlotId> {
         let mut queued = state.slots.in_state(SlotState::Queued).map(|(_, slot)| slot);
         queued
@@ -119,7 +121,7 @@ impl ExpertStore {
             .or_else(|| state.prefetcher.take_first(|slot| state.slots.is_prefetched(slot) && self.reader.cancel(slot)))
     }
 
-    /// Unpins experts that were prefetched for `layer` but are not part of its fetch.
+    /// Unpins experts that were prefetched for `layer` but are not part of the layer's fetch.
     fn release_unused_prefetches(&self, state: &mut StoreState, layer: usize) {
         while let Some(slot) = state.prefetcher.take_for_layer(layer) {
             if state.slots.is_prefetched(slot) && self.reader.cancel(slot) {
@@ -143,14 +145,15 @@ impl ExpertStore {
         tracing::warn!(%error, "cannot prefetch an expert");
     }
 
-    /// The pieces of a ready expert. Its slot stays pinned while the result is borrowed.
+    /// The pieces of a ready expert. The expert's slot stays pinned while the result is borrowed.
     fn pieces(&self, slot: SlotId) -> [&[u8]; PIECES] {
         let state = self.state.borrow();
         let base = self.layout.start(slot.index());
         std::array::from_fn(|piece| {
             let span = state.spans.get(slot.index()).map_or(0..0, |spans| spans[piece].clone());
             // SAFETY: the slot is Ready or Checking, so all reads into it have ended. The result borrows the batch, and
-            // the slot stays pinned until the batch is released. So nothing writes to the slot while the result exists.
+            // the slot stays pinned until the batch is released. Therefore no thread writes to the slot while the
+            // result exists.
             unsafe { self.slab.bytes(base + span.start..base + span.end) }
         })
     }
@@ -166,12 +169,12 @@ impl ExpertFetch<'_> {
         self.len() == 0
     }
 
-    /// The next batch of experts: first those that were in memory, then those that have arrived since the last call. Blocks
-    /// until there is at least one.
+    /// The next batch of experts: first the experts that were in memory, then the experts that have arrived since the
+    /// last call. Blocks until at least one expert is available.
     ///
-    /// Returns `None` after every expert was returned and every
-    /// [background verification](ExpertStore::verify_in_background) has ended. If a verification fails, the expert is
-    /// returned a second time with correct bytes.
+    /// Returns `None` after every expert was returned and every [background
+    /// verification](ExpertStore::verify_in_background) has ended. If a verification fails, the expert is returned a
+    /// second time with correct bytes.
     #[allow(clippy::should_implement_trait)] // A lending iterator: a batch borrows the fetch.
     pub fn next(&mut self, device: &mut dyn Timeline) -> Result<Option<ReadyBatch<'_>>, StoreError> {
         let store = self.store;
@@ -195,7 +198,7 @@ impl ExpertFetch<'_> {
                 && !only_verifying
                 && let Some(mark) = state.slots.next_sync_point()
             {
-                // No slot is free, and the device still reads slots of earlier layers or batches. Waits for the device.
+                // No slot is free, and the device still reads slots of earlier layers or batches. Wait for the device.
                 device.wait_for(mark).map_err(|error| StoreError::Other(format!("GPU: {error}")))?;
                 continue;
             }
@@ -232,12 +235,14 @@ impl ExpertFetch<'_> {
         }
     }
 
-    /// Releases the slots of all batches that were not released yet. The device may read them until it has completed `mark`.
+    /// Releases the slots of all batches that were not released yet. The device may read these slots until it has
+    /// completed `mark`.
     pub fn release_after(mut self, mark: SyncPoint) {
         self.release(mark);
     }
 
-    /// Pins the experts that have a slot, so that they are not evicted for others, and counts hits and misses.
+    /// Pins the experts that have a slot, so that claiming slots for other experts does not evict them. Counts hits and
+    /// misses.
     fn pin_hits(&mut self, state: &mut StoreState) {
         let store = self.store;
         let metrics = &store.metrics;
@@ -395,8 +400,8 @@ impl ReadyBatch<'_> {
         })
     }
 
-    /// Releases the slots of this batch. They can be reused after the device has completed `mark`, even before the layer
-    /// ends.
+    /// Releases the slots of this batch. The slots can be reused after the device has completed `mark`, even before the
+    /// layer ends.
     pub fn release_after(self, mark: SyncPoint) {
         let state = &mut *self.store.state.borrow_mut();
         for expert in self.pending.batch.drain(..) {

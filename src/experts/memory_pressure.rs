@@ -1,9 +1,9 @@
 //! Memory pressure: decides how many slots the store may use while the system is short of memory.
 //!
-//! Under pressure the store releases slots, since reading an expert again is cheaper than swapping or being killed. It
-//! releases slots from the end of the slab, so that whole huge pages become free. It restores a few slots at a time, after
-//! [`RESTORE_DELAY`] without a shortage, and only if all usable slots are filled. If a GPU uses the slab, whole segments
-//! are released and restored.
+//! Under pressure the store releases slots, since reading an expert again is cheaper than swapping or being killed. The
+//! store releases slots from the end of the slab, so that whole huge pages become free. After [`RESTORE_DELAY`] without
+//! a shortage, it restores a few slots at a time, but only if all usable slots are filled. If a GPU uses the slab,
+//! whole segments are released and restored.
 
 use crate::platform::os::{MemoryLevel, MemoryMonitor};
 use std::time::{Duration, Instant};
@@ -32,12 +32,12 @@ pub(super) struct SlotCounts {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum SlotChange {
     None,
-    /// Release slots until `to` are left. `is_logged` is false if a recent shortage was logged already.
+    /// Release slots until `to` slots are left. `is_logged` is false if a recent shortage was logged already.
     Shrink {
         to: usize,
         is_logged: bool,
     },
-    /// Restore slots until there are `to`.
+    /// Restore slots until there are `to` slots.
     Grow {
         to: usize,
     },
@@ -58,7 +58,7 @@ impl MemoryPressure {
         Self { monitor, min_slots: min_slots.max(1), next_check: Instant::now(), last_short: None }
     }
 
-    /// The system's memory level, or `None` if the last check was too recent.
+    /// The system's memory level. `None` if the next check is not due yet.
     pub fn check(&mut self, now: Instant) -> Option<MemoryLevel> {
         (now >= self.next_check).then(|| self.monitor.check())
     }

@@ -1,6 +1,7 @@
 //! Streams experts from disk into a fixed number of memory slots. This module does no arithmetic and uses no tensors.
 //!
-//! [`ExpertStore::fetch`] is the only way to access an expert's weights, on every device. It is called once per layer:
+//! [`ExpertStore::fetch`] is the only way to access an expert's weights, on every device. The forward pass calls it
+//! once per layer:
 //!
 //! ```text
 //! let mut fetch = store.fetch(layer, &ExpertChoice { ids, k, logits }, phase, device)?;   pins hits, starts reading misses
@@ -10,11 +11,11 @@
 //!     batch.release_after(device.sync_point());                                                 after the last use of the slots
 //! }
 //! ```
-//! `release_after` takes a [`SyncPoint`](crate::device::SyncPoint): a slot is reused only after the device has completed
-//! the sync point taken after the last operation that reads the slot. The CPU completes every operation before the call
-//! returns. A GPU may call `release_after` per batch; then any number of slots is enough. A GPU that reads all batches
-//! together at the end of a layer calls `fetch.release_after(device.sync_point())` instead; then all experts of the layer
-//! need slots at the same time.
+//! `release_after` takes a [`SyncPoint`](crate::device::SyncPoint): a slot is reused only after the device has
+//! completed the sync point taken after the last operation that reads the slot. The CPU completes every operation
+//! before the call returns. Code for a GPU may call `release_after` for each batch. Then any number of slots is enough.
+//! If a GPU reads all batches together at the end of a layer, `fetch.release_after(device.sync_point())` is called
+//! instead. Then all experts of the layer need slots at the same time.
 //!
 //! An assignment is `row * k + rank`. Results are stored per assignment and summed in rank order, so the sum does not depend
 //! on the order in which experts arrive.
@@ -29,8 +30,8 @@
 //! * `memory_pressure`: decides how many slots to keep while the system is short of memory.
 //! * `store` and `fetch`: [`ExpertStore`], and [`ExpertFetch`] for the experts of one layer.
 //!
-//! An [`ExpertStore`] belongs to the thread that owns the model. The slot table needs no lock: reader threads only access
-//! slot states.
+//! An [`ExpertStore`] belongs to the thread that owns the model. The slot table needs no lock, because reader threads
+//! access only the slot states.
 
 mod choice;
 pub mod eviction;

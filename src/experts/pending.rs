@@ -3,7 +3,7 @@
 use super::slot_table::SlotId;
 use std::{collections::VecDeque, ops::Range};
 
-/// One of the distinct experts that a layer needs.
+/// A distinct expert that a layer needs.
 #[derive(Debug, Clone)]
 pub(super) struct PendingExpert {
     pub expert: u32,
@@ -13,7 +13,8 @@ pub(super) struct PendingExpert {
     pub slot: SlotId,
 }
 
-/// The distinct experts of one fetch, in one list per stage. The next fetch reuses the lists, so that it does not allocate.
+/// The distinct experts of one fetch, in one list per stage. The next fetch reuses the lists, so that no memory is
+/// allocated.
 #[derive(Default)]
 pub(super) struct PendingExperts {
     /// All assignments (`row * k + rank`) of the fetch, sorted by expert.
@@ -22,18 +23,19 @@ pub(super) struct PendingExperts {
     order: Vec<(u32, u32)>,
     /// Experts without a slot.
     pub waiting: VecDeque<PendingExpert>,
-    /// Experts in a pinned slot that were not returned in a batch yet. They may still be read.
+    /// Experts in a pinned slot that were not returned in a batch yet. Their bytes may still be arriving.
     pub in_slots: Vec<PendingExpert>,
     /// Experts of the current batch.
     pub batch: Vec<PendingExpert>,
     /// Slots of earlier batches that are still pinned.
     pub used: Vec<SlotId>,
-    /// Experts that were returned in a batch before their checksum was verified. A second pin protects each until then.
+    /// Experts that were returned in a batch before their checksum was verified. Until the verification, a second pin
+    /// protects each of these experts.
     pub unverified: Vec<PendingExpert>,
 }
 
 impl PendingExperts {
-    /// Groups assignments by expert and puts all experts into `waiting`. `ids` has the expert of each assignment.
+    /// Groups assignments by expert and puts all experts into `waiting`. `ids` contains the expert of each assignment.
     pub fn group(&mut self, ids: &[u32]) {
         let id = |assignment: u32| ids.get(assignment as usize).copied().unwrap_or(0);
         self.order.clear();

@@ -1,41 +1,43 @@
 //! [`Prefetcher`]: tracks prefetches in progress and decides by measurement whether to prefetch.
 //!
-//! During a trial, prefetching is on for every other token, until each setting has at least eight tokens and 16 reads. The
-//! measure is the stall time divided by the number of experts read. The better setting is used until the next trial.
-//! Intervals between trials double. Before the first trial, prefetching is on, since it helps most after a cold start.
+//! During a trial, prefetching is on for every other token, until each setting has had at least eight tokens and 16
+//! reads. The measure is the stall time divided by the number of experts read. The better setting is used until the
+//! next trial. The interval between trials doubles each time. Before the first trial, prefetching is on, since it helps
+//! most after a cold start.
 
 use super::{choice::PassKind, slot_table::SlotId};
 
 /// Whether to prefetch experts: the value of `--prefetch`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Prefetch {
-    /// On if trials show that it reduces stall time.
+    /// Prefetch if trials show that prefetching reduces stall time.
     #[default]
     Auto,
     On,
     Off,
 }
 
-/// Maximum bytes of prefetched experts whose layers have not been fetched yet.
+/// Maximum total bytes of prefetched experts whose layers have not been fetched yet.
 const MAX_BYTES: usize = 128 << 20;
 
-/// Tokens before the first trial.
+/// Number of tokens before the first trial.
 const WARM_UP_TOKENS: u32 = 8;
-/// Minimum number of tokens per trial, half of them with each setting.
+/// Minimum number of tokens per trial. Each setting gets half of them.
 const TRIAL_TOKENS: u32 = 16;
 /// Minimum number of experts that each setting must read during a trial, for a valid comparison.
 const MIN_TRIAL_READS: u64 = 16;
 
-/// Tokens between the first two trials. The interval doubles with each trial.
+/// Number of tokens between the first two trials. The interval doubles with each trial.
 const KEEP_TOKENS: u32 = 128;
+/// Maximum number of tokens between two trials.
 const MAX_KEEP_TOKENS: u32 = 8192;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum TrialStage {
     WarmUp,
-    /// Prefetching alternates between on and off, token by token.
+    /// Prefetching is on for every other token.
     Trial,
-    /// Uses the setting that was better in the last trial.
+    /// The setting that was better in the last trial is used.
     Settled,
 }
 
@@ -44,15 +46,15 @@ pub struct Prefetcher {
     setting: Prefetch,
     is_on: bool,
     stage: TrialStage,
-    /// Tokens left in this stage.
+    /// Number of tokens left in this stage.
     tokens_left: u32,
     /// Length of the next `Settled` stage in tokens.
     keep_tokens: u32,
-    /// The layer of the last [`Prefetcher::start_layer`].
+    /// The layer passed to the last call of [`Prefetcher::start_layer`].
     layer: usize,
-    /// Stall seconds without and with prefetching.
+    /// Stall time in seconds, without and with prefetching.
     stall_seconds: [f64; 2],
-    /// Experts that had to be read, without and with prefetching.
+    /// Number of experts that had to be read, without and with prefetching.
     reads: [u64; 2],
     max_in_flight: usize,
     in_flight: Vec<(usize, SlotId)>,
@@ -69,14 +71,15 @@ impl Prefetcher {
             layer: 0,
             stall_seconds: [0.0; 2],
             reads: [0; 2],
-            // Prefetched experts stay pinned until their layer is fetched, so they may take at most an eighth of the slots.
+            // Prefetched experts stay pinned until their layer is fetched, so they may take at most an eighth of the
+            // slots.
             max_in_flight: (MAX_BYTES / slot_bytes.max(1)).min(slots / 8),
             in_flight: Vec::new(),
         }
     }
 
-    /// True if experts should be prefetched for this kind of pass. A prefill needs nearly all experts, so predictions for
-    /// it are almost always right. Trials apply to decoding only.
+    /// True if experts should be prefetched for this kind of pass. A prefill needs nearly all experts, so predictions
+    /// for a prefill are almost always right. Trials apply to decoding only.
     pub fn is_on(&self, phase: PassKind) -> bool {
         let is_on = match phase {
             PassKind::Prefill => self.setting != Prefetch::Off,
@@ -94,19 +97,20 @@ impl Prefetcher {
         self.in_flight.push((layer, slot));
     }
 
-    /// Removes and returns the first prefetch for which `can_take` holds.
+    /// Removes and returns the slot of the first prefetch for which `can_take` holds.
     pub fn take_first(&mut self, can_take: impl Fn(SlotId) -> bool) -> Option<SlotId> {
         let at = self.in_flight.iter().position(|&(_, slot)| can_take(slot))?;
         Some(self.in_flight.remove(at).1)
     }
 
-    /// Removes and returns one prefetch of `layer`. Called when the layer is fetched.
+    /// Removes one prefetch of `layer` and returns its slot. Called when the layer is fetched.
     pub fn take_for_layer(&mut self, layer: usize) -> Option<SlotId> {
         let at = self.in_flight.iter().position(|(other, _)| *other == layer)?;
         Some(self.in_flight.swap_remove(at).1)
     }
 
-    /// Records that `layer` is fetched during decoding. A layer number that does not increase starts a new token.
+    /// Records that `layer` is fetched during decoding. If `layer` is not greater than the last layer, a new token
+    /// starts.
     pub fn start_layer(&mut self, layer: usize) {
         let is_new_token = layer <= self.layer;
         self.layer = layer;
@@ -119,7 +123,7 @@ impl Prefetcher {
             TrialStage::Trial if is_incomplete => self.is_on = !self.is_on,
             TrialStage::Trial => {
                 let [without, with] = [0, 1].map(|setting| self.stall_seconds[setting] / self.reads[setting] as f64);
-                // Ignores gains below 2 %: they are noise, and prefetching itself costs time.
+                // Gains below 2 % do not count: they are noise, and prefetching itself costs time.
                 self.is_on = with < 0.98 * without;
                 tracing::debug!(with, without, on = self.is_on, "prefetch trial: stall seconds per expert read");
                 (self.stage, self.tokens_left) = (TrialStage::Settled, self.keep_tokens);
@@ -133,7 +137,7 @@ impl Prefetcher {
         }
     }
 
-    /// Counts experts of a layer that were read: those that missed, and those that were prefetched.
+    /// Counts the experts of a layer that were read: experts that missed, and experts that were prefetched.
     pub fn count_reads(&mut self, misses: u64, prefetched: u64) {
         self.reads[usize::from(self.is_on)] += misses + prefetched;
     }
@@ -188,15 +192,15 @@ mod tests {
         assert!(!Prefetcher::new(Prefetch::On, 4, 1 << 20).is_on(PassKind::Decode));
     }
 
-    /// Expects 8 tokens of warm-up. Then a trial of at least 16 tokens, until each setting has read 16 experts. Then the
-    /// better setting for 128 tokens, and for twice as many after each further trial.
+    /// Expects a warm-up of 8 tokens. A trial of at least 16 tokens follows, until each setting has read 16 experts.
+    /// Then the better setting is used for 128 tokens, and after each further trial for twice as many tokens.
     #[test]
     fn trial_stages_have_their_lengths() {
         for (experts, trial) in [(4, 16), (1, 32), (0, 500)] {
             let mut prefetcher = Prefetcher::new(Prefetch::Auto, 1000, 1 << 20);
             let mut settings = Vec::new();
             for _ in 0..600 {
-                // One layer, so every call starts a token.
+                // The simulated model has one layer, so every call starts a token.
                 prefetcher.start_layer(0);
                 settings.push(prefetcher.is_on(PassKind::Decode));
                 prefetcher.count_reads(experts / 2, experts - experts / 2);

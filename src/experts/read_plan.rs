@@ -2,21 +2,21 @@
 
 use std::ops::Range;
 
-/// Parts of one expert: codes, scales and biases of gate, up and down.
+/// Number of pieces of one expert: codes, scales and biases of gate, up and down.
 pub const PIECES: usize = 9;
 
-/// Alignment of slots and of reads within a slot, in bytes: a cache line, so that kernels can load whole lines.
+/// Alignment of slots and of reads within a slot, in bytes: one cache line, so that kernels can load whole lines.
 const ALIGN: usize = 64;
 
-/// Pieces with a gap of at most this many bytes share one read, since reading the gap is cheaper than a second read.
+/// Maximum number of bytes between two pieces that share one read. Reading such a gap is cheaper than a second read.
 const MAX_GAP: u64 = 256;
 
-/// One contiguous byte range of one file.
+/// A contiguous byte range of a file.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Piece {
     /// Index into the store's files.
     pub file: u32,
-    /// Bytes from the start of the file.
+    /// Offset in bytes from the start of the file.
     pub offset: u64,
     /// Length in bytes. 0 if the encoding has no such piece, for example no biases.
     pub len: usize,
@@ -37,27 +37,27 @@ impl ExpertMap {
         self.layers.iter().map(Vec::len).sum()
     }
 
-    /// Bytes of all experts as stored on disk.
+    /// Total size on disk of all experts in bytes.
     pub fn bytes(&self) -> u64 {
         self.layers.iter().flatten().flatten().map(|piece| piece.len as u64).sum()
     }
 
-    /// Bytes of one slot if reads are aligned to `block`. Largest for [`crate::platform::MAX_BLOCK`].
+    /// Size of a slot in bytes if reads are aligned to `block`. Largest for [`crate::platform::MAX_BLOCK`].
     pub fn slot_bytes(&self, block: usize) -> usize {
         let most = self.layers.iter().flatten().map(|pieces| ReadPlan::new(pieces, block).slot_bytes).max();
         most.unwrap_or(0).next_multiple_of(block.max(ALIGN))
     }
 }
 
-/// One read: a range of a file into a range of a slot. Both are aligned to the block size.
+/// One read: fills a range of a slot from a range of a file. Both ranges are aligned to the block size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ReadRange {
     pub file: u32,
-    /// Bytes from the start of the file.
+    /// Offset in bytes from the start of the file.
     pub offset: u64,
-    /// Bytes to request, a multiple of the block size. The file may end earlier.
+    /// Number of bytes to request, a multiple of the block size. The file may end earlier.
     pub len: usize,
-    /// Bytes that the read must return: up to the end of the last piece.
+    /// Number of bytes that the read must return: up to the end of the last piece.
     pub needed: usize,
     /// Destination, in bytes from the start of the slot.
     pub at: usize,
@@ -72,7 +72,7 @@ pub struct ReadPlan {
     count: usize,
     /// Range of each piece, in bytes from the start of the slot.
     pub spans: [Range<usize>; PIECES],
-    /// Bytes from the start of the slot to the end of the last read.
+    /// Number of bytes from the start of the slot to the end of the last read.
     pub slot_bytes: usize,
 }
 

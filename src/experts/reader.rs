@@ -1,9 +1,9 @@
 //! A pool of threads that read experts from files into slots with positional reads.
 //!
-//! An expert takes one to nine reads ([`ReadPlan`]). Any idle thread takes the next read, so a single expert already uses
-//! several threads. Demand reads, for which a layer waits, come first. Prefetches and the warm start are background reads;
-//! at most half of the threads serve them. The lock guards only the queues and is never held during a read. Results are
-//! published through the slot states ([`SlotStates`]).
+//! An expert takes one to nine reads ([`ReadPlan`]). Any idle thread takes the next read, so the reads of a single
+//! expert use several threads. Demand reads, for which a layer waits, come first. Prefetches and the warm start are
+//! background reads. At most half of the threads perform background reads. The lock guards only the queues and is never
+//! held during a read. Results are published through the slot states ([`SlotStates`]).
 
 use super::{
     read_plan::{ReadPlan, ReadRange},
@@ -44,7 +44,7 @@ pub struct ReadFailure {
     pub source: io::Error,
 }
 
-/// One expert being read into a slot.
+/// An expert that is being read into a slot.
 struct ExpertRead {
     plan: ReadPlan,
     /// Number of reads that have not ended.
@@ -57,7 +57,7 @@ struct ReadJob {
     slot: SlotId,
     read: ReadRange,
     is_background: bool,
-    /// This read covers the whole expert.
+    /// True if one read covers the whole expert.
     is_whole_expert: bool,
 }
 
@@ -76,7 +76,7 @@ struct ReadQueue {
     demand: VecDeque<ReadJob>,
     /// Reads of background experts whose state is Reading.
     background: VecDeque<ReadJob>,
-    /// Background experts whose state is Queued. They can be cancelled.
+    /// Background experts whose state is Queued. The reads of these experts can be cancelled.
     unstarted: VecDeque<SlotId>,
     background_running: usize,
     /// The read in progress for each slot.
@@ -105,7 +105,7 @@ struct ReaderState {
     disk_base: Option<u64>,
 }
 
-/// The pool of reader threads. Dropping it waits for the reads that are in progress.
+/// The pool of reader threads. Dropping the pool waits for the reads that are in progress.
 pub struct ExpertReader {
     state: Arc<ReaderState>,
     threads: Vec<JoinHandle<()>>,
@@ -155,8 +155,8 @@ impl ExpertReader {
         &*self.state.source
     }
 
-    /// Turns background verification on or off. If it is on, an expert can be used while its checksum is being
-    /// verified. Its state is [`SlotState::Checking`] during that time.
+    /// Turns background verification on or off. If background verification is on, an expert can be used while its
+    /// checksum is being verified. During that time, the expert's state is [`SlotState::Checking`].
     pub fn verify_in_background(&self, on: bool) {
         self.state.verify_in_background.store(on, Ordering::Relaxed);
     }
@@ -184,7 +184,8 @@ impl ExpertReader {
         if queue.remove_unstarted(slot) {
             self.state.start(&mut queue, slot, false);
         } else {
-            // The expert's reads are already queued as jobs, and threads may have taken some. Moves the other jobs.
+            // The expert's reads are already queued as jobs, and threads may have taken some of the jobs. Move the
+            // remaining jobs.
             let queue = &mut *queue;
             for _ in 0..queue.background.len() {
                 let Some(job) = queue.background.pop_front() else { break };
@@ -198,18 +199,18 @@ impl ExpertReader {
         self.state.wake(&queue);
     }
 
-    /// Cancels a background read. Returns false if the read was already started. A started read is not cancelled.
+    /// Cancels a background read. If the read was already started, returns false and does not cancel it.
     pub fn cancel(&self, slot: SlotId) -> bool {
         self.state.queue.lock().remove_unstarted(slot)
     }
 
-    /// Returns the error of the last read into a slot and clears it.
+    /// Returns the error of the last read into a slot, and clears the error.
     pub fn take_failure(&self, slot: SlotId) -> Option<ReadFailure> {
         self.state.queue.lock().experts.get_mut(slot.index())?.failure.take()
     }
 
-    /// Number of times that the reads or the verification of an expert have ended. Call this before checking slot
-    /// states, and pass the result to [`ExpertReader::wait`]. Changes after the check then end the wait.
+    /// Counts how often the reads or the verification of an expert have ended. Call this before checking slot states,
+    /// and pass the result to [`ExpertReader::wait`]. A change after the check then ends the wait.
     pub fn finished(&self) -> u64 {
         self.state.finished.load(Ordering::Acquire)
     }
@@ -279,7 +280,7 @@ impl ReaderState {
         }
     }
 
-    /// Sets the state of an expert whose reads or verification have ended, and wakes the thread that waits. The caller
+    /// Sets the state of an expert whose reads or verification have ended, and wakes the waiting thread. The caller
     /// must hold the lock of the queue. Otherwise [`ExpertReader::wait`] could miss the notification.
     fn publish(&self, slot: SlotId, state: SlotState) {
         self.states.set(slot, state);
@@ -375,12 +376,12 @@ impl ReaderState {
         ReadFailure { file: read.file, offset: read.offset, len: read.needed, source }
     }
 
-    /// Reads one range into its slot. If a packed record cannot be read or its checksum does not match, it is rebuilt
-    /// from the checkpoint.
+    /// Reads one range into its slot. If a packed record cannot be read or its checksum does not match, the record is
+    /// rebuilt from the checkpoint.
     fn read(&self, job: &ReadJob) -> ReadOutcome {
         let read = &job.read;
-        // SAFETY: the slot is Reading, so no other thread reads it. The reads of an expert have disjoint ranges, and one
-        // thread takes each from the queue. The slot is reused only after all its reads have ended.
+        // SAFETY: the slot is Reading, so no other thread reads the slot. The reads of an expert have disjoint ranges,
+        // and each read is taken from the queue by one thread. The slot is reused only after all its reads have ended.
         let into = unsafe { self.slab.bytes_mut(self.range(job)) };
         let Some(records) = self.source.pack_records() else {
             let result = self.read_range(read, into);
@@ -445,7 +446,7 @@ impl ReaderState {
         }
     }
 
-    /// Reads one range. Repeats after interruptions and short reads until all needed bytes are there.
+    /// Reads one range. After an interruption or a short read, reads again until all needed bytes have arrived.
     fn read_range(&self, read: &ReadRange, into: &mut [u8]) -> io::Result<()> {
         let result = read_aligned(into, read.needed, self.source.block(), |rest, start| {
             let begin = Instant::now();

@@ -1,7 +1,7 @@
 //! [`SlotLayout`]: the byte ranges of slots and segments in the slab.
 //!
-//! A GPU has one buffer per *segment* of the slab. It can then start to use each segment when the segment is first filled,
-//! and release segments when memory is short. Kernels find a slot through a table of segment addresses.
+//! A GPU has one buffer per *segment* of the slab. The GPU can therefore start to use a segment when the segment is
+//! first filled, and release segments when memory is short. Kernels find a slot through a table of segment addresses.
 
 use std::ops::Range;
 
@@ -16,18 +16,18 @@ const PAGE: usize = 64 << 10;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SlotLayout {
     pub slots: usize,
-    /// Bytes from one slot to the next.
+    /// Number of bytes from the start of one slot to the start of the next.
     pub slot_bytes: usize,
-    /// Slots per segment: a power of two, so that kernels compute a slot's segment without a division. The last segment
-    /// may have fewer slots.
+    /// Number of slots per segment: a power of two, so that kernels compute a slot's segment without a division. The
+    /// last segment may have fewer slots.
     pub per_segment: usize,
-    /// Bytes from one segment to the next.
+    /// Number of bytes from the start of one segment to the start of the next.
     segment_bytes: usize,
 }
 
 impl SlotLayout {
-    /// A layout with segments of at most `segment_bytes`, but at least one slot each. `None` if the slab would be larger
-    /// than the address space.
+    /// A layout with segments of at most `segment_bytes`. A segment has at least one slot, even if the slot is larger.
+    /// Returns `None` if the slab would be larger than the address space.
     pub fn new(slots: usize, slot_bytes: usize, segment_bytes: usize) -> Option<Self> {
         let most = (segment_bytes / slot_bytes.max(1)).max(1);
         let per_segment = 1 << most.ilog2();
@@ -36,7 +36,7 @@ impl SlotLayout {
         Some(Self { slots, slot_bytes, per_segment, segment_bytes })
     }
 
-    /// Bytes of the slab.
+    /// Size of the slab in bytes.
     pub fn len(&self) -> usize {
         self.end(self.slots)
     }
@@ -45,12 +45,12 @@ impl SlotLayout {
         self.slots == 0
     }
 
-    /// The first byte of a slot.
+    /// Offset of the first byte of a slot.
     pub fn start(&self, slot: usize) -> usize {
         slot / self.per_segment * self.segment_bytes + slot % self.per_segment * self.slot_bytes
     }
 
-    /// The end of slot `slots - 1`. 0 if `slots` is 0.
+    /// Offset of the end of slot `slots - 1`. 0 if `slots` is 0.
     fn end(&self, slots: usize) -> usize {
         slots.checked_sub(1).map_or(0, |last| self.start(last) + self.slot_bytes)
     }

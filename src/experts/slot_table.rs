@@ -1,4 +1,4 @@
-//! [`SlotTable`] assigns experts to slots and tracks the state of each slot. It performs no I/O.
+//! [`SlotTable`] assigns experts to slots and tracks the state of each slot. The table performs no I/O.
 //!
 //! ```text
 //!                    prefetched, or hot in the last run
@@ -19,11 +19,11 @@
 //! freed otherwise.
 //!
 //! The reader makes the transitions Queued to Reading, Reading to Ready, Failed or Checking, and Checking to Ready or
-//! Damaged. The thread that owns the table makes all others.
+//! Damaged. The thread that owns the table makes all other transitions.
 //!
-//! A layer pins the slots that it receives. When it unpins a slot, it names the sync point after which the device no longer
-//! reads the slot. A prefetched expert stays pinned until its layer is fetched. A new expert replaces the unpinned expert
-//! with the lowest [eviction score](EvictionScores) of all layers.
+//! A layer pins the slots that it receives. When the layer unpins a slot, it names the sync point after which the
+//! device no longer reads the slot. A prefetched expert stays pinned until its layer is fetched. A new expert replaces
+//! the unpinned expert with the lowest [eviction score](EvictionScores) of all layers.
 
 use super::eviction::{EvictionScores, ExpertKey};
 use crate::device::SyncPoint;
@@ -42,7 +42,7 @@ impl SlotId {
     }
 }
 
-/// The state of a slot; see the diagram above.
+/// The state of a slot. See the diagram in the module's documentation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub enum SlotState {
@@ -51,7 +51,7 @@ pub enum SlotState {
     Reading,
     Ready,
     Failed,
-    /// Readable, but the checksum is not verified yet.
+    /// The bytes can be read, but their checksum is not verified yet.
     Checking,
     /// The checksum did not match. A layer may already have used the bytes.
     Damaged,
@@ -94,14 +94,14 @@ impl SlotStates {
     }
 }
 
-/// Why an expert is read.
+/// The reason to read an expert.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ReadReason {
     /// A layer needs the expert now. The expert is pinned and read before all queued experts.
     Demand,
     /// A layer will probably need the expert. The expert is queued, and pinned until the layer is fetched.
     Prefetch,
-    /// The expert was hot when the server last stopped. It is queued and not pinned.
+    /// The expert was hot when the server last stopped. The expert is queued and not pinned.
     WarmStart,
 }
 
@@ -119,7 +119,7 @@ struct Slot {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SlotClaim {
     pub slot: SlotId,
-    /// The expert that was evicted to free the slot, if any.
+    /// The expert that was evicted to free the slot. `None` if the slot was free.
     pub evicted: Option<ExpertKey>,
     /// True if the evicted expert was prefetched and never used.
     pub was_wasted: bool,
@@ -130,7 +130,7 @@ const NO_SLOT: u32 = u32::MAX;
 /// The result of [`SlotTable::shrink`].
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Shrunk {
-    /// Old and new slot of each expert that was moved. The caller must copy its bytes.
+    /// Old and new slot of each expert that was moved. The caller must copy the expert's bytes.
     pub moved: Vec<(SlotId, SlotId)>,
     /// Number of evicted experts.
     pub evicted: usize,
@@ -140,13 +140,13 @@ pub struct Shrunk {
 
 pub struct SlotTable {
     slots: Vec<Slot>,
-    /// Number of usable slots. The memory of the slots after them was released to the system.
+    /// Number of usable slots. Memory of the other slots, at the end of the slab, was released to the system.
     present: usize,
     states: SlotStates,
-    /// Slot by expert key.
+    /// The slot of each expert, indexed by expert key.
     slot_of: Vec<u32>,
     free: Vec<u32>,
-    /// Eviction candidates: score when it was added, and slot. Sorted by descending score.
+    /// Eviction candidates, sorted by descending score. The score is the one at the time when the slot was added.
     victims: Vec<(f32, u32)>,
     /// The last sync point that the device is known to have completed.
     completed: SyncPoint,
@@ -191,7 +191,7 @@ impl SlotTable {
         self.completed = self.completed.max(completed);
     }
 
-    /// The slot that holds `key` or is being filled with it.
+    /// The slot that holds `key`, or that is being filled with `key`.
     pub fn find(&self, key: ExpertKey) -> Option<SlotId> {
         let slot = *self.slot_of.get(key as usize)?;
         (slot != NO_SLOT).then_some(SlotId(slot))
@@ -243,12 +243,12 @@ impl SlotTable {
         }
     }
 
-    /// Marks the expert in this slot as used. Returns true if it was prefetched and not used before.
+    /// Marks the expert in this slot as used. Returns true if the expert was prefetched and not used before.
     pub fn take_prefetched(&mut self, slot: SlotId) -> bool {
         self.slots.get_mut(slot.index()).is_some_and(|slot| std::mem::take(&mut slot.is_prefetched))
     }
 
-    /// True if the slot's expert was prefetched and no layer has used it.
+    /// True if the slot's expert was prefetched and no layer has used the expert.
     pub fn is_prefetched(&self, slot: SlotId) -> bool {
         self.slots.get(slot.index()).is_some_and(|slot| slot.is_prefetched)
     }
@@ -289,8 +289,8 @@ impl SlotTable {
 
     /// Removes slots from the end until `to` slots are left, rounded up to a multiple of `step`.
     ///
-    /// Keeps every slot up to the last one that is pinned, being filled or in use by the device. Evicts the experts with
-    /// the lowest scores. Moves the remaining experts of removed slots to free slots.
+    /// Keeps every slot up to the last slot that is pinned, being filled or in use by the device. Evicts the experts
+    /// with the lowest scores. Moves the remaining experts of removed slots to free slots.
     pub fn shrink(&mut self, to: usize, step: usize, scores: &EvictionScores) -> Shrunk {
         let mut shrunk = Shrunk::default();
         let is_busy = |index: &usize| {
@@ -314,7 +314,7 @@ impl SlotTable {
         self.free.retain(|&index| (index as usize) < to);
         for from in (to..self.present).map(|index| SlotId(index as u32)) {
             let Some(key) = self.key(from) else { continue };
-            // There are enough free slots: at most `to` experts are left.
+            // At most `to` experts are left, so there are enough free slots.
             let (Some(into), Some(held)) = (self.free.pop(), self.slots.get(from.index()).copied()) else { continue };
             let into = SlotId(into);
             if let (Some(slot), Some(at)) = (self.slots.get_mut(into.index()), self.slot_of.get_mut(key as usize)) {
@@ -328,7 +328,7 @@ impl SlotTable {
         shrunk
     }
 
-    /// Restores removed slots until there are `to` slots, at most the original number.
+    /// Restores removed slots until there are `to` slots, but never more than the original number.
     pub fn grow(&mut self, to: usize) {
         let to = to.clamp(self.present, self.slots.len());
         self.free.extend((self.present as u32..to as u32).rev());
@@ -337,8 +337,9 @@ impl SlotTable {
 
     /// Takes the evictable slot with the lowest score.
     ///
-    /// A scan of all slots is slow, so each scan fills a list of several victims. A victim of the list is used only if it
-    /// is still evictable and its score has not risen. [`SlotTable::unpin`] adds slots with lower scores to the list.
+    /// A scan of all slots is slow, so each scan fills a list of several victims. A victim of the list is used only if
+    /// its slot is still evictable and its score has not risen. [`SlotTable::unpin`] adds slots with lower scores to
+    /// the list.
     fn take_victim(&mut self, scores: &EvictionScores) -> Option<u32> {
         for rescan in [false, true] {
             if rescan {
@@ -358,7 +359,7 @@ impl SlotTable {
         let count = (self.slots.len() / 32).clamp(1, MAX_VICTIMS);
         let mut victims = std::mem::take(&mut self.victims);
         victims.clear();
-        // Keeps the lowest scores in a sorted list. Most slots fail the first comparison, so insertion is rare.
+        // Keep the lowest scores in a sorted list. Most slots fail the first comparison, so insertion is rare.
         for (index, slot) in self.slots.iter().enumerate() {
             if !self.is_evictable(slot, index as u32) {
                 continue;

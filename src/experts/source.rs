@@ -1,10 +1,11 @@
 //! Sources of expert bytes: the shards of a checkpoint, or a pack with the checkpoint as a fallback.
 //!
-//! A pack has a CRC-32 per record (one record per expert). Verifying a record takes a seventh of the time that a fast SSD
-//! needs to read it. On a server that has just started, every read must be verified, which would cost more than 1 % of the
-//! time per token. Therefore the CPU computes with a record while another thread verifies it. A layer ends only after all
-//! checksums are verified. If a checksum does not match, the record is rebuilt from the checkpoint, and the layer computes
-//! with that expert again ([`ExpertFetch::next`]). A wrong result never leaves the layer.
+//! A pack has a CRC-32 per record (one record per expert). Verifying a record takes a seventh of the time that a fast
+//! SSD needs to read the record. On a server that has just started, every read must be verified. Waiting for this would
+//! cost more than 1 % of the time per token, so the CPU computes with a record while another thread verifies it. A
+//! layer ends only after all checksums are verified. If a checksum does not match, the record is rebuilt from the
+//! checkpoint, and the layer computes with that expert again ([`ExpertFetch::next`]). A wrong result never leaves the
+//! layer.
 //!
 //! [`ExpertFetch::next`]: super::ExpertFetch::next
 
@@ -22,11 +23,11 @@ use std::{
     },
 };
 
-/// How to read expert files: the value of `--expert-io`.
+/// The method of reading expert files: the value of `--expert-io`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum ReadMode {
-    /// Direct I/O if the file system supports it, otherwise buffered I/O. The loader replaces `Auto` by `Buffered` where
-    /// buffered I/O is known to be faster.
+    /// Direct I/O if the file system supports direct I/O, otherwise buffered I/O. The loader replaces `Auto` by
+    /// `Buffered` where buffered I/O is known to be faster.
     #[default]
     Auto,
     Direct,
@@ -38,12 +39,12 @@ pub trait ExpertSource: Send + Sync {
     /// Performs one positional read. Returns the number of bytes read, which is 0 at the end of the file.
     fn read(&self, file: u32, offset: u64, into: &mut [u8]) -> io::Result<usize>;
 
-    /// The checksums, if the files are a pack.
+    /// The checksums of the pack. `None` if the files are not a pack.
     fn pack_records(&self) -> Option<&PackRecords> {
         None
     }
 
-    /// Size of a file in bytes. `None` if there is no such file.
+    /// Size of a file in bytes. `None` if the file does not exist.
     fn size(&self, file: u32) -> Option<u64>;
 
     /// Path of a file, for error messages.
@@ -72,7 +73,7 @@ impl ShardFiles {
         Ok(Self { files, block, records: None })
     }
 
-    /// Opens the files in `mode`. Returns the access mode that is used.
+    /// Opens the files in `mode`. Returns the files and the access mode that they use.
     ///
     /// For a pack with direct I/O, [`ExpertSource::block`] is at least [`MAX_BLOCK`], so that slots are aligned like the
     /// records. macOS accepts any alignment, but bypasses the page cache only for aligned reads.
@@ -100,7 +101,7 @@ impl ShardFiles {
         }
     }
 
-    /// Marks the files as a pack with these records. Damaged records are then rebuilt from the checkpoint.
+    /// Marks the files as a pack with these records. A damaged record is then rebuilt from the checkpoint.
     pub fn with_records(self, records: Option<Arc<PackRecords>>) -> Self {
         Self { records, ..self }
     }
@@ -143,7 +144,7 @@ impl ExpertSource for ShardFiles {
     fn read(&self, file: u32, offset: u64, into: &mut [u8]) -> io::Result<usize> {
         let file = self.get(file)?;
         let got = file.read_at(into, offset)?;
-        // The check comes after the read, so that it detects a file that was changed before or during the read.
+        // The check comes after the read, so that it detects a file that changed before or during the read.
         file.check_unchanged()?;
         Ok(got)
     }
@@ -165,14 +166,14 @@ impl ExpertSource for ShardFiles {
     }
 }
 
-/// The first read of a record is verified, then every 16th. The first finds permanent damage on the disk. The others sample
-/// transient errors between disk and memory.
+/// The first read of a record is verified, and then every 16th read. The first verification finds permanent damage on
+/// the disk. The later verifications sample transient errors between disk and memory.
 const VERIFY_EVERY: u8 = 16;
 
 /// The records of one pack file. Record `n` starts at byte `n * stride`.
 #[derive(Debug)]
 pub struct LayerRecords {
-    /// Bytes from the start of one record to the start of the next.
+    /// Number of bytes from the start of one record to the start of the next.
     stride: u64,
     /// Offset in the record, and length, of each piece.
     pieces: [(u64, usize); PIECES],
@@ -182,7 +183,7 @@ pub struct LayerRecords {
 #[derive(Debug)]
 struct Record {
     crc32: u32,
-    /// Reads since the record was last verified.
+    /// Number of reads since the record was last verified.
     reads: AtomicU8,
     /// True after a failed read or a wrong checksum. The record is then rebuilt instead of read.
     is_damaged: AtomicBool,
@@ -203,7 +204,7 @@ impl LayerRecords {
         Self { stride, pieces, records: experts.into_iter().map(record).collect() }
     }
 
-    /// Bytes of a record that are read and verified.
+    /// Number of bytes of a record that are read and verified.
     fn len(&self) -> usize {
         let ends = self.pieces.iter().filter(|(_, len)| *len > 0).map(|&(at, len)| at as usize + len);
         ends.max().unwrap_or(0)
@@ -244,17 +245,17 @@ impl PackRecords {
         Ok(record.reads.fetch_add(1, Ordering::Relaxed).is_multiple_of(VERIFY_EVERY))
     }
 
-    /// Compares the checksum of `bytes` with that of the record at `offset` of `file`.
+    /// Compares the checksum of `bytes` with the checksum of the record at `offset` of `file`.
     ///
     /// # Errors
-    /// They differ, or there is no such record.
+    /// The checksums differ, or the record does not exist.
     pub fn verify(&self, file: u32, offset: u64, bytes: &[u8]) -> io::Result<()> {
         let (_, record) = self.record(file, offset).ok_or_else(no_such_record)?;
         let found = crc32fast::hash(bytes);
         if found == record.crc32 {
             return Ok(());
         }
-        // Makes the next read of this record due for verification, too.
+        // The next read of this record must be verified, too.
         record.reads.store(0, Ordering::Relaxed);
         Err(io::Error::new(
             io::ErrorKind::InvalidData,
@@ -263,10 +264,10 @@ impl PackRecords {
     }
 
     /// Rebuilds the record at `offset` of `file` from the checkpoint into `into`, which has room for the whole record.
-    /// Removes the checkpoint's bytes from the page cache afterwards. Returns the number of reads and bytes.
+    /// Then removes the checkpoint's bytes from the page cache. Returns the number of reads and the number of bytes.
     ///
     /// # Errors
-    /// The checkpoint cannot be read. The error names its file.
+    /// The checkpoint cannot be read. The error names the file.
     pub fn rebuild(&self, file: u32, offset: u64, into: &mut [u8]) -> io::Result<(u64, u64)> {
         let (records, record) = self.record(file, offset).ok_or_else(no_such_record)?;
         let (mut reads, mut bytes) = (0, 0);
@@ -282,7 +283,8 @@ impl PackRecords {
         Ok((reads, bytes))
     }
 
-    /// Marks a record as damaged. Returns true if it was not marked before. Logs the first damaged record of a pack.
+    /// Marks a record as damaged. Returns true if the record was not marked before. Logs only the first damaged record
+    /// of a pack.
     pub fn mark_damaged(&self, file: u32, offset: u64, why: &dyn fmt::Display) -> bool {
         let Some((_, record)) = self.record(file, offset) else { return false };
         let is_new = !record.is_damaged.swap(true, Ordering::Relaxed);
@@ -307,7 +309,7 @@ fn no_such_record() -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, "the pack has no such record")
 }
 
-/// Fills `into` with a piece's bytes. Returns the number of reads.
+/// Fills `into` with the bytes of a piece. Returns the number of reads.
 fn read_piece(files: &ShardFiles, piece: &Piece, into: &mut [u8]) -> io::Result<u64> {
     let (mut done, mut reads) = (0, 0);
     while let Some(rest) = into.get_mut(done..).filter(|rest| !rest.is_empty()) {

@@ -42,7 +42,7 @@ pub struct Options {
     /// Maximum number of concurrent reads.
     pub threads: usize,
     pub prefetch: Prefetch,
-    /// Where to save the list of hot experts. `None` disables the warm start.
+    /// File of the list of hot experts, and identity of the model. `None` disables the warm start.
     pub warm_start: Option<WarmStart>,
     /// The records of the pack, if the files are a pack. `None` for the shards of a checkpoint.
     pub pack_records: Option<Arc<PackRecords>>,
@@ -71,8 +71,8 @@ pub type FetchObserver = Box<dyn FnMut(usize, &ExpertChoice<'_>, PassKind) + Sen
 
 /// A device that may use segments of the slab as buffers.
 pub trait SlotDevice: Timeline {
-    /// Releases the device's buffer for a segment whose slots are all empty. The device creates the buffer again when an
-    /// expert lands in the segment.
+    /// Releases the device's buffer for a segment whose slots are all empty. When an expert is read into the segment,
+    /// the device creates the buffer again.
     ///
     /// # Errors
     /// The device failed and may still use the segment's memory.
@@ -114,7 +114,7 @@ pub(super) struct StoreState {
     pub spans: Vec<[Range<usize>; PIECES]>,
     pub observer: Option<FetchObserver>,
     pub spare_pending: Vec<PendingExperts>,
-    /// Time of the last write of the list of hot experts.
+    /// Time at which the list of hot experts was last written.
     pub saved: Instant,
     /// Time of the last update of the heatmap.
     heatmap_updated: Option<Instant>,
@@ -136,7 +136,7 @@ impl ExpertStore {
         Ok(store)
     }
 
-    /// Opens a store that reads from `source`. Tests use it to inject read errors.
+    /// Opens a store that reads from `source`. Tests inject read errors through `source`.
     pub fn with_source(
         source: Box<dyn ExpertSource>,
         map: ExpertMap,
@@ -201,7 +201,7 @@ impl ExpertStore {
         self.access
     }
 
-    /// Bytes of a slot.
+    /// Size of a slot in bytes.
     pub fn slot_bytes(&self) -> usize {
         self.layout.slot_bytes
     }
@@ -211,7 +211,7 @@ impl ExpertStore {
         &self.layout
     }
 
-    /// If on, memory is released to the system in whole segments only. Required if a device uses segments as buffers.
+    /// If `on`, memory is released to the system in whole segments only. Required if a device uses segments as buffers.
     pub fn release_whole_segments(&self, on: bool) {
         self.whole_segments.set(on);
     }
@@ -221,14 +221,14 @@ impl ExpertStore {
         &self.slab
     }
 
-    /// Range of each piece of an expert, in bytes from the start of its slot. `None` if there is no such expert.
+    /// Range of each piece of an expert, in bytes from the start of its slot. `None` if the expert does not exist.
     pub fn spans(&self, layer: usize, expert: u32) -> Option<[Range<usize>; PIECES]> {
         let pieces = self.map.layers.get(layer)?.get(expert as usize)?;
         Some(ReadPlan::new(pieces, self.reader.source().block()).spans)
     }
 
-    /// The slot of an expert. Constant after [`ExpertStore::fill`] while the model is
-    /// [resident](ExpertStore::is_resident).
+    /// The slot of an expert. While the model is [resident](ExpertStore::is_resident), the slot does not change after
+    /// [`ExpertStore::fill`].
     pub fn slot_of(&self, layer: usize, expert: u32) -> Option<SlotId> {
         let key = self.key(layer, expert)?;
         self.state.borrow().slots.find(key)
@@ -239,7 +239,7 @@ impl ExpertStore {
         self.is_resident.get()
     }
 
-    /// Current number of slots. Memory pressure reduces it.
+    /// Current number of slots. Memory pressure reduces the number of slots.
     pub fn slots(&self) -> usize {
         self.state.borrow().slots.len()
     }
@@ -251,9 +251,9 @@ impl ExpertStore {
 
     /// Reads experts before the first request.
     ///
-    /// If the model is resident, reads every expert before it returns, and calls `progress` with bytes read and total
-    /// bytes. Otherwise commits the memory of the slots and starts to read the hot experts of the last run in the
-    /// background.
+    /// If the model is resident, reads every expert before it returns, and calls `progress` with the bytes read and the
+    /// total bytes. Otherwise commits the memory of the slots, and starts to read the hot experts of the last run in
+    /// the background.
     pub fn fill(&self, progress: &mut dyn FnMut(u64, u64)) -> Result<(), StoreError> {
         if !self.is_resident() {
             self.slab.commit_pages(os::physical_cores());
@@ -267,7 +267,7 @@ impl ExpertStore {
         let state = &mut *self.state.borrow_mut();
         let mut sent = Vec::with_capacity(all.len());
         for key in all {
-            // `claim` pins the expert and nothing unpins it, so it is never evicted.
+            // `claim` pins the expert and no code unpins it, so the expert is never evicted.
             if let Some(claim) = state.slots.claim(key, ReadReason::Demand, &state.scores) {
                 self.start_read(state, key, claim.slot, ReadReason::Demand);
                 sent.push((key, claim.slot));
@@ -290,23 +290,24 @@ impl ExpertStore {
         Ok(())
     }
 
-    /// If on, a batch may contain experts whose checksums are still being verified. See [`ExpertFetch::next`].
+    /// If `on`, a batch may contain experts whose checksums are still being verified. See [`ExpertFetch::next`].
     ///
-    /// Only for devices that complete an operation before the call returns. Another device could still read a slot while
-    /// the reader corrects the bytes.
+    /// Turn this on only for devices that complete an operation before the call returns. Another device could still
+    /// read a slot while the reader corrects the slot's bytes.
     ///
     /// [`ExpertFetch::next`]: super::ExpertFetch::next
     pub fn verify_in_background(&self, on: bool) {
         self.reader.verify_in_background(on);
     }
 
-    /// True if [`ExpertStore::prefetch`] has an effect. If not, the caller can skip the prediction.
+    /// True if [`ExpertStore::prefetch`] has an effect. If false, the caller can skip the prediction.
     pub fn wants_prefetch(&self, phase: PassKind) -> bool {
         !self.is_resident() && self.state.borrow().prefetcher.is_on(phase)
     }
 
-    /// Prefetches experts that `layer` will probably need next. `guess` lists predicted experts of all rows. Experts that
-    /// are predicted for more rows come first; ties keep the order of `guess`. Stops when the byte budget is used up.
+    /// Prefetches experts that `layer` will probably need next. `guess` lists the predicted experts of all rows.
+    /// Experts that are predicted for more rows come first. Among experts predicted for equally many rows, the order of
+    /// `guess` is kept. Stops when the byte budget is used up.
     pub fn prefetch(&self, layer: usize, guess: &[u32], phase: PassKind) {
         if !self.wants_prefetch(phase) {
             return;
@@ -389,7 +390,7 @@ impl ExpertStore {
         }
     }
 
-    /// Saves the list of experts in memory, hottest first. Logs a failure.
+    /// Saves the list of experts in memory, hottest first. A failure is only logged.
     fn save_hot_experts(&self, state: &StoreState) {
         let Some(warm_start) = self.warm_start.as_ref().filter(|_| !self.is_resident() && state.slots.used() > 0)
         else {
@@ -429,14 +430,16 @@ impl ExpertStore {
         }
     }
 
-    /// Records that the device is lost and no longer reads any slot. Slots that waited for its sync points become reusable.
+    /// Records that the device is lost and no longer reads any slot. Slots that waited for the device's sync points
+    /// become reusable.
     pub fn device_lost(&self) {
         self.state.borrow_mut().slots.advance(SyncPoint(u64::MAX));
     }
 
-    /// Checks the system's memory at most every 250 ms, and releases or restores slots. Returns true if memory is short.
+    /// Checks the system's memory at most once per 250 ms, and releases or restores slots. Returns true if memory is
+    /// short.
     ///
-    /// Called between two forward passes, when `device` has completed all of its work.
+    /// Called between two forward passes, when `device` has completed all its work.
     pub fn adapt_to_memory(&self, device: &mut dyn SlotDevice) -> bool {
         let now = Instant::now();
         let level = self.state.borrow_mut().pressure.check(now);
@@ -446,7 +449,7 @@ impl ExpertStore {
         matches!(level, MemoryLevel::Short(_))
     }
 
-    /// Releases or restores slots for this memory level. Returns true if slots were released.
+    /// Releases or restores slots according to `level`. Returns true if slots were released.
     pub fn adapt_to_level(&self, level: MemoryLevel, now: Instant, device: &mut dyn SlotDevice) -> bool {
         let state = &mut *self.state.borrow_mut();
         state.slots.advance(device.completed());
@@ -474,7 +477,7 @@ impl ExpertStore {
     fn release_slots(&self, state: &mut StoreState, to: usize, step: usize, device: &mut dyn SlotDevice) -> bool {
         let before = state.slots.len();
         if self.is_resident.replace(false) {
-            // Removes the permanent pins of a resident model.
+            // Remove the permanent pins of a resident model.
             let ready: Vec<SlotId> = state.slots.in_state(SlotState::Ready).map(|(_, slot)| slot).collect();
             ready.into_iter().for_each(|slot| state.slots.unpin(slot, SyncPoint::START, &state.scores));
         }
@@ -485,8 +488,9 @@ impl ExpertStore {
                 *at = spans;
             }
             let at = |slot: SlotId| self.layout.range(slot.index()..slot.index() + 1);
-            // SAFETY: the table moved an expert from the first slot to the second. The first was unpinned, no reader filled
-            // it, and the device had completed its sync points. The second was free. So no other reference to either exists.
+            // SAFETY: the table moved an expert from the first slot to the second. The first slot was unpinned, no
+            // reader filled it, and the device had completed its sync points. The second slot was free. So there is no
+            // other reference to either slot.
             let (from, into) = unsafe { (self.slab.bytes(at(from)), self.slab.bytes_mut(at(into))) };
             into.copy_from_slice(from);
         }
@@ -505,8 +509,8 @@ impl ExpertStore {
         true
     }
 
-    /// Releases the memory of empty slots to the system. The device's buffers are released first, because they would keep
-    /// the pages in use.
+    /// Releases the memory of empty slots to the system. The device's buffers are released first, because the pages
+    /// stay in use as long as the buffers exist.
     fn release_memory(&self, slots: Range<usize>, device: &mut dyn SlotDevice) -> io::Result<()> {
         if self.whole_segments.get() {
             let mut segments = self.layout.segments_of(slots.clone());

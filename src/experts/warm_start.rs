@@ -22,19 +22,19 @@ pub struct WarmStart {
 #[derive(Serialize, Deserialize)]
 struct HotExperts {
     identity: String,
-    /// Layer, expert, eviction score.
+    /// Each entry has layer, expert and eviction score.
     experts: Vec<(usize, u32, f32)>,
 }
 
 impl WarmStart {
-    /// Replaces the list. Entries are layer, expert and eviction score.
+    /// Replaces the list. Each entry has layer, expert and eviction score.
     pub(super) fn save(&self, experts: Vec<(usize, u32, f32)>) -> io::Result<()> {
         let text = serde_json::to_vec(&HotExperts { identity: self.identity.clone(), experts })?;
         replace_file(&self.file, &text)
     }
 
-    /// The saved list. Empty if there is none for this model. If the file is unreadable, logs a warning and returns an empty
-    /// list.
+    /// The saved list. Empty if the file has no list for this model. If the file is unreadable, logs a warning and
+    /// returns an empty list.
     pub(super) fn load(&self) -> Vec<(usize, u32, f32)> {
         let list = match read_small_file(&self.file, MAX_BYTES) {
             Ok(bytes) => serde_json::from_slice::<HotExperts>(&bytes),

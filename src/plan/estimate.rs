@@ -1,24 +1,25 @@
 //! Estimates decoding speed from bandwidths measured on this machine.
 //!
-//! One token reads the trunk (but only one row of the embedding), reads and writes the delta-net states, and computes with k
-//! experts in each layer. Experts that are not in memory are first read from the disk or the page cache. The LM head is one
-//! large matrix and is read at memory bandwidth. The many small matrices of the layers are read more slowly, at the measured
-//! rate of the expert kernels: on 16 cores, about half of memory bandwidth.
+//! One token reads the trunk (but only one row of the embedding), reads and writes the delta-net states, and computes
+//! with k experts in each layer. Experts that are not in memory are first read from the disk or the page cache. The LM
+//! head is one large matrix and is read at memory bandwidth. The many small matrices of the layers are read more
+//! slowly, at the measured rate of the expert kernels. On 16 cores, this rate is about half of memory bandwidth.
 //!
-//! Within a layer, experts in memory are computed while others are read, and each expert is computed when it arrives. If m
-//! experts are read from the disk and c experts from the page cache, a layer takes
+//! Within a layer, experts in memory are computed while other experts are read, and each expert is computed when it
+//! arrives. If m experts are read from the disk and c experts from the page cache, a layer takes
 //!
 //! ```text
 //! max(k * expert / compute, wait + expert / compute) + overhead
 //! wait = max(latency, m * expert / disk) + c * expert / cache
 //! ```
 //!
-//! In the first case of `max`, computation takes longer than the reads. In the second case, the last expert arrives after all
-//! others are computed. If m is 0, there is no latency. If m and c are 0, there is no second case.
+//! In the first case of `max`, computation takes longer than the reads. In the second case, the last expert arrives
+//! after all other experts are computed. If m is 0, there is no latency. If m and c are 0, there is no second case.
 //!
-//! Misses are assumed to be independent, so m has a binomial distribution. For c, the mean is used. A token also has costs
-//! outside the layers: the last wait, copying the logits, sampling. The estimate ignores prefetching, which makes decoding
-//! faster. It assumes a short context, and reads that need no CPU time. Otherwise decoding is slower than estimated.
+//! Misses are assumed to be independent, so m has a binomial distribution. For c, the mean is used. A token also has
+//! costs outside the layers: the last wait, copying the logits, and sampling. The estimate ignores prefetching, which
+//! makes decoding faster. The estimate also assumes a short context and reads that need no CPU time. If these
+//! assumptions do not hold, decoding is slower than estimated.
 
 use super::{ModelFootprint, Plan};
 use serde::{Deserialize, Serialize};
@@ -29,7 +30,7 @@ pub const HIT_RATES: [f64; 6] = [0.0, 0.5, 0.8, 0.9, 0.95, 1.0];
 /// Measurements of this machine.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Bandwidth {
-    /// Bytes per second that all compute threads together read from memory.
+    /// Bytes per second that all compute threads read from memory together.
     pub memory: f64,
     /// Bytes of layer weights per second that decoding processes.
     pub compute: f64,
@@ -67,16 +68,16 @@ impl HitRates {
 pub struct Estimate {
     pub hit_rate: f64,
     pub tokens_per_second: f64,
-    /// Bytes read from the disk per token.
+    /// Number of bytes read from the disk per token.
     pub disk_bytes_per_token: f64,
 }
 
-/// Overhead in seconds that does not depend on the bytes read.
+/// Overhead in seconds that does not depend on the number of bytes read.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct Overhead {
-    /// Per layer: launches and waits.
+    /// Overhead of each layer: launches and waits.
     pub layer: f64,
-    /// Per token, independent of the number of layers.
+    /// Overhead of each token that does not depend on the number of layers.
     pub token: f64,
 }
 
@@ -145,7 +146,8 @@ mod tests {
         assert_eq!(warm.disk_bytes_per_token, 0.0);
         let waiting = estimate(&shape, &bandwidth, HitRates::ALL, Overhead { layer: 1e-3, token: 2e-3 });
         assert!((1.0 / waiting.tokens_per_second - 1.0 / warm.tokens_per_second - 0.042).abs() < 1e-9);
-        // Without hits, a token takes the time of the disk reads, plus the trunk and the last expert of each layer.
+        // Without hits, a token takes the time of the disk reads, plus the time of the trunk, plus the time to compute
+        // the last expert of each layer.
         let cold = estimate(&shape, &bandwidth, HitRates { slots: 0.0, cache: 0.0 }, Overhead::default());
         let seconds = routed / 5e9 + (read + 40.0 * shape.expert as f64) / 100e9 + state;
         assert!((cold.tokens_per_second - 1.0 / seconds).abs() < 1e-6);

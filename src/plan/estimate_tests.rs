@@ -1,10 +1,11 @@
 //! Compares the estimate with measurements by `moestro bench` on an H200 and on 16 cores of its host (rows of
-//! `benches/results/simulator.csv`). The constants were fitted to the first rows. The other rows only check the estimate.
+//! `benches/results/simulator.csv`). The constants were fitted to the first rows of each table. The other rows only
+//! check the estimate.
 
 use super::{Bandwidth, HitRates, Overhead, estimate};
 use crate::plan::{DraftFootprint, ModelFootprint};
 
-/// Maximum relative error of a row that was not fitted.
+/// Maximum relative error of a row to which the constants were not fitted.
 const MAX_ERROR: f64 = 0.2;
 
 /// The footprint of a synthetic checkpoint: `synth --like 35b --layers n`.

@@ -1,11 +1,12 @@
-//! Estimates the speed of a model on machines that we do not have, from published figures. We have measured none of them.
+//! Estimates the speed of a model on machines that we do not have, from published figures. We have not measured these
+//! machines.
 //!
 //! Each unknown quantity has a pessimistic and an optimistic value, so the result is a range. The sources are:
 //!
-//! - Memory bandwidth: the manufacturer's figure. Engines reach 60 to 80 % of it in decode, and less on an Ultra, which has
-//!   two dies (SwiftLM #26).
+//! - Memory bandwidth: the manufacturer's figure. Engines reach 60 to 80 % of this figure in decode, and less on an
+//!   Ultra, which has two dies (SwiftLM #26).
 //! - Speed of direct reads with the size of an expert: measured by other projects that stream experts (ds4, flash-moe,
-//!   streamlx, slotstream). There are no published figures for the M4 Max, so those of the M4 Pro are used.
+//!   streamlx, slotstream). There are no published figures for the M4 Max, so the figures of the M4 Pro are used.
 //! - Time per layer for launches and barriers: a layer has 9 launches of at least 2 us each (qwisp #143). In resident engines
 //!   for this model family, a layer takes 115 to 215 us longer than reading its bytes (35B: M1 Max 85 to 91 tok/s, M3 Ultra
 //!   92, M5 Max 133).
@@ -14,12 +15,13 @@
 //! - Hit rate by fraction of experts in memory: the range that anemll-mlx, turboquant, colibri and streamlx report for caches
 //!   with the routing of real Qwen3.5 models.
 //!
-//! For resident models, published figures of other engines are within the range; a test checks two of them. For streamed
-//! models, they are at the pessimistic end or below: streamlx reports 15.9 tok/s for the 35B in 16 GiB of an M4 Air, and this
-//! estimate is 18 to 33.
+//! For resident models, published figures of other engines are within the range. A test checks two of these figures.
+//! For streamed models, published figures are at the pessimistic end or below: streamlx reports 15.9 tok/s for the 35B
+//! in 16 GiB of an M4 Air, and this estimate is 18 to 33.
 //!
-//! On an H200 and on 16 CPU cores, the same formula was fitted to two resident models and a streamed model. For other models
-//! its error was up to 10 % (`estimate_tests.rs`). For Macs there was nothing to fit, so the ranges are less certain.
+//! On an H200 and on 16 CPU cores, the same formula was fitted to two resident models and a streamed model. For other
+//! models the error of the formula was up to 10 % (`estimate_tests.rs`). For Macs there are no measurements to fit, so
+//! the ranges are less certain.
 
 use super::{
     Bandwidth, Estimate, HitRates, MachineLimits, ModelFootprint, Overhead, Plan, PlanOptions, Strategy, estimate,
@@ -28,10 +30,10 @@ use crate::error::ModelError;
 use serde::Serialize;
 
 const GIB: u64 = 1 << 30;
-/// Memory of the process itself in bytes: code, the tokenizer with 248,000 entries, threads.
+/// Memory of the process itself in bytes: code, the tokenizer with 248,000 entries, and threads.
 const PROCESS_MEMORY: u64 = 256 << 20;
-/// The GPU's recommended working set as a fraction of memory. On macOS, llmfit and sglang report 11.84 of 16 GB and 17.76 of
-/// 24 GB.
+/// The GPU's recommended working set as a fraction of memory. On macOS, llmfit and sglang report 11.84 GB of 16 GB, and
+/// 17.76 GB of 24 GB.
 const WORKING_SET_FRACTION: f64 = 0.74;
 /// Fraction of the memory bandwidth that decoding reaches: pessimistic, optimistic.
 const EFFICIENCY: [f64; 2] = [0.6, 0.8];
@@ -43,7 +45,7 @@ const LAYER_OVERHEAD: [f64; 2] = [215e-6, 40e-6];
 const ROUTER_WAIT: [f64; 2] = [250e-6, 40e-6];
 /// Seconds to read one expert when no other read is in progress.
 const READ_LATENCY: f64 = 0.4e-3;
-/// Fraction of experts in memory, and the hit rates for it: pessimistic, optimistic.
+/// Fraction of experts in memory, and the hit rates at this fraction: pessimistic, optimistic.
 const HIT_RATE_POINTS: [(f64, [f64; 2]); 6] = [
     (0.0, [0.0, 0.0]),
     (0.25, [0.65, 0.81]),
@@ -78,14 +80,14 @@ const fn ultra(name: &'static str, gigabytes: u64, bandwidth: f64, disk: [f64; 2
 }
 
 impl Machine {
-    /// Bandwidths in the pessimistic (0) or optimistic (1) case. Expert reads bypass the page cache.
+    /// Bandwidths in the pessimistic case (`case` 0) or the optimistic case (1). Expert reads bypass the page cache.
     fn reached(&self, case: usize) -> Bandwidth {
         let memory = self.bandwidth * self.efficiency[case];
         Bandwidth { memory, compute: memory, disk: self.disk[case], latency: READ_LATENCY, cache: f64::INFINITY }
     }
 }
 
-/// Machines that `moestro info --machine` knows.
+/// The machines that `moestro info --machine` knows.
 pub const MACHINES: [Machine; 8] = [
     machine("m4-air-16", 16, 120.0, [2.4, 2.4]),
     machine("m4-air-32", 32, 120.0, [2.4, 2.4]),
@@ -132,8 +134,8 @@ pub fn simulate(shape: &ModelFootprint, machine: Machine, options: &PlanOptions)
     })
 }
 
-/// Pessimistic and optimistic hit rates if this fraction of experts is in memory. Interpolates linearly between the points
-/// of [`HIT_RATE_POINTS`].
+/// Pessimistic and optimistic hit rates if a fraction `residency` of all experts is in memory. Interpolates linearly
+/// between the points of [`HIT_RATE_POINTS`].
 pub fn hit_rates(residency: f64) -> [f64; 2] {
     let above =
         HIT_RATE_POINTS.iter().position(|(part, _)| *part >= residency).unwrap_or(HIT_RATE_POINTS.len() - 1).max(1);

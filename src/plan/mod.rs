@@ -8,12 +8,13 @@
 //! ```
 //!
 //! The smallest plan has a context of 4096 tokens, a prefill chunk of 256 rows, and slots for the experts of one token
-//! (layers * experts per token). If it exceeds the limit, planning fails with an error that lists all parts.
+//! (layers * experts per token). If the smallest plan exceeds the limit, planning fails with an error that lists all
+//! parts.
 //!
-//! Memory beyond the smallest plan is divided: 1/16 for the context (up to 32768 tokens), 1/8 for the chunk (up to 2048 rows),
-//! 1/16 for the prompt cache (up to 2 GiB), and the rest for slots, until every expert has a slot. Memory left after that
-//! extends the context up to the model's maximum. So a higher limit never results in fewer slots, a shorter context or a
-//! smaller chunk. Values that the user has set are not changed.
+//! Memory beyond the smallest plan is divided: 1/16 for the context (up to 32768 tokens), 1/8 for the chunk (up to 2048
+//! rows), 1/16 for the prompt cache (up to 2 GiB), and the rest for slots, until every expert has a slot. Memory left
+//! after that extends the context up to the model's maximum. A higher limit therefore never results in fewer slots, a
+//! shorter context or a smaller chunk. Values that the user has set are not changed.
 
 mod estimate;
 mod machine;
@@ -31,26 +32,27 @@ use crate::{
 use serde::Serialize;
 use std::fmt;
 
-/// Context in tokens: in the smallest plan, and the maximum while some experts have no slot.
+/// Context in tokens: the value in the smallest plan, and the maximum while some experts have no slot.
 const CONTEXT: [u64; 2] = [4096, 32768];
-/// Prefill chunk in rows: in the smallest plan, and the maximum while some experts have no slot.
+/// Prefill chunk in rows: the value in the smallest plan, and the maximum while some experts have no slot.
 const CHUNK: [u64; 2] = [256, 2048];
-/// Maximum size of the prompt cache in bytes if the user does not set it.
+/// Maximum size of the prompt cache in bytes if the user does not set a maximum.
 const PROMPT_CACHE: u64 = 2 << 30;
-/// Range, in bytes, of a server's memory for requests in progress. Within the range it is 1/16 of the limit.
+/// Minimum and maximum, in bytes, of a server's memory for requests in progress. Between them, this memory is 1/16 of
+/// the limit.
 const REQUEST_MEMORY: [u64; 2] = [16 << 20, 128 << 20];
-/// Maximum of a server's memory for decoding images, in bytes. Up to this maximum it is 1/16 of the limit.
+/// Maximum of a server's memory for decoding images, in bytes. Below this maximum, this memory is 1/16 of the limit.
 const IMAGE_MEMORY: u64 = 128 << 20;
 /// Memory limit in bytes if neither the user nor the system gives a limit.
 const FALLBACK_LIMIT: u64 = 4 << 30;
-/// Divisor: `1 / PROMPT_CACHE_PAGE_SHARE` of the prompt cache is for pages of keys and values. The rest is for delta-net
-/// states, which need more memory than pages in conversations with short turns.
+/// Divisor: `1 / PROMPT_CACHE_PAGE_SHARE` of the prompt cache is for pages of keys and values. The rest is for
+/// delta-net states. In conversations with short turns, states need more memory than pages.
 const PROMPT_CACHE_PAGE_SHARE: u64 = 4;
 /// Divisor: with `--parallel auto`, four requests run at the same time if `1 / FREE_FOR_FOUR` of the limit stays free.
 const FREE_FOR_FOUR: u64 = 8;
 /// Divisor: with `--parallel auto`, the second and further requests may take at most `1 / MAX_PARALLEL_COST` of the limit.
 const MAX_PARALLEL_COST: u64 = 32;
-/// Bytes of a GPU's recommended working set that stay free.
+/// Number of bytes of a GPU's recommended working set that stay free.
 const GPU_RESERVE: u64 = 2 << 30;
 
 /// Memory needs of a model, in bytes unless stated otherwise.
@@ -60,43 +62,44 @@ pub struct ModelFootprint {
     pub trunk: u64,
     /// The embedding, a part of `trunk` of which each token reads only one row. 0 if the LM head uses the same matrix.
     pub gathered: u64,
-    /// The LM head, a part of `trunk`. Each token reads all of it.
+    /// The LM head, a part of `trunk`. Each token reads the whole LM head.
     pub head: u64,
-    /// One routed expert as stored in the checkpoint: the bytes of a miss.
+    /// One routed expert as stored in the checkpoint. This is the number of bytes that a miss reads.
     pub expert: u64,
-    /// One slot: an expert plus alignment.
+    /// Size of one slot: an expert plus alignment.
     pub slot: u64,
     /// Number of layers with routed experts. 0 for a dense model.
     pub layers: usize,
-    /// Number of experts in each of these layers.
+    /// Number of experts in each layer with routed experts.
     pub experts: usize,
-    /// Number of experts that a token uses in each layer, after `--experts-per-token`.
+    /// Number of experts that a token uses in each such layer, after `--experts-per-token` is applied.
     pub experts_per_token: usize,
-    /// Keys and values of one token in all layers.
+    /// Size of the keys and values of one token in all layers.
     pub kv_per_token: u64,
     /// Delta-net and convolution state of one sequence in all layers.
     pub state: u64,
-    /// Memory of one more live sequence, without pages of keys and values.
+    /// Memory of each additional live sequence, without pages of keys and values.
     pub sequence: u64,
-    /// Additional memory of one more live sequence for each row of a prefill chunk.
+    /// Further memory of each additional live sequence, for each row of a prefill chunk.
     pub sequence_per_row: u64,
-    /// Activations for one row of a prefill chunk.
+    /// Size of the activations for one row of a prefill chunk.
     pub workspace_per_row: u64,
-    /// Activations that do not grow with the chunk: logits, score buffers.
+    /// Size of the activations that do not grow with the chunk: logits and score buffers.
     pub workspace_fixed: u64,
     /// Maximum context of the model, in tokens.
     pub context: usize,
     pub draft: DraftFootprint,
-    /// Activations for one image in the vision tower, and the cache of recent images. 0 without a vision tower.
+    /// Size of the activations for one image in the vision tower, and of the cache of recent images. 0 without a vision
+    /// tower.
     pub vision: u64,
 }
 
 /// Additional memory needs of a draft, in bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct DraftFootprint {
-    /// Weights, and buffers that do not grow with context or chunk.
+    /// Weights, and buffers that do not grow with the context or the chunk.
     pub fixed: u64,
-    /// Bytes for each token of the context.
+    /// Number of bytes for each token of the context.
     pub per_token: u64,
     /// Hidden rows for each row of a prefill chunk.
     pub per_row: u64,
@@ -127,18 +130,19 @@ pub struct MachineLimits {
     pub gpu: Option<u64>,
     /// Limit of the control group.
     pub cgroup: Option<u64>,
-    /// Memory of this process that belongs to no other part of the plan: code, tokenizer, threads.
+    /// Memory of this process that belongs to no other part of the plan: code, tokenizer and threads.
     pub process: u64,
 }
 
-/// Memory of the process while it serves: `resident` before the weights are loaded, plus 1/8, plus 16 MiB.
+/// Memory of the process while it serves: 9/8 of `resident`, plus 16 MiB. `resident` is measured before the weights are
+/// loaded.
 fn process_memory(resident: u64) -> u64 {
     resident + resident / 8 + (16 << 20)
 }
 
 impl MachineLimits {
-    /// Limits of this machine. Must be called after the tokenizer is loaded and before the weights are loaded, so that the
-    /// resident memory is that of the process itself.
+    /// Limits of this machine. Must be called after the tokenizer is loaded and before the weights are loaded, so that
+    /// the resident memory is the memory of the process itself.
     pub fn here(gpu: Option<u64>) -> Self {
         Self {
             ram: os::total_memory(),
@@ -148,12 +152,13 @@ impl MachineLimits {
         }
     }
 
-    /// The memory limit of the plan: the value that the user has set, or 75 % of RAM. It is reduced to the smallest of:
+    /// The memory limit of the plan: the value that the user has set, or 75 % of RAM. The value is reduced to the
+    /// smallest of:
     /// * RAM.
-    /// * 10/11 of the control group's limit. That limit includes kernel memory, and the kernel kills a process that reaches
-    ///   it.
-    /// * The GPU's working set minus 2 GiB. The window server and Metal also use it, and command buffers fail slightly above
-    ///   it.
+    /// * 10/11 of the control group's limit. The group's limit includes kernel memory, and the kernel kills a process
+    ///   that reaches the group's limit.
+    /// * The GPU's working set minus 2 GiB. The window server and Metal also use the working set, and command buffers
+    ///   fail slightly above it.
     fn choose(&self, asked: Option<u64>) -> (u64, LimitSource) {
         let ram = self.ram.map(|ram| (if asked.is_some() { ram } else { ram / 4 * 3 }, LimitSource::Ram));
         let gpu = self.gpu.map(|gpu| (gpu.saturating_sub(GPU_RESERVE), LimitSource::Gpu));
@@ -164,7 +169,7 @@ impl MachineLimits {
     }
 }
 
-/// Which limit was the smallest and is used for the plan.
+/// The limit that was the smallest and is used for the plan.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LimitSource {
@@ -179,20 +184,20 @@ pub enum LimitSource {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct PlanOptions {
     pub limit: Option<u64>,
-    /// `--stream-experts`. `Auto` streams experts if not all of them fit. `On` always streams. `Off` never streams, and a
-    /// model that does not fit is an error.
+    /// `--stream-experts`. `Auto` streams experts if not all experts fit. `On` always streams. `Off` never streams, and
+    /// a model that does not fit is an error.
     pub stream: Switch,
     pub context: Option<usize>,
     pub chunk: Option<usize>,
     pub prompt_cache: Option<u64>,
-    /// Number of requests that run at the same time. They share the pages of one context.
+    /// Number of requests that run at the same time. These requests share the pages of one context.
     pub parallel: Parallel,
-    /// Number of sequences in memory, each with a full context. 0 means 1.
+    /// Number of sequences in memory, each with a full context. 0 has the same meaning as 1.
     pub sequences: usize,
-    /// Reserve memory for HTTP requests: their bodies and tokenization.
+    /// True if memory is reserved for HTTP requests: for their bodies and for tokenization.
     pub serving: bool,
-    /// True if expert reads go through the page cache. If the model streams, the plan then has slots only for the experts of
-    /// two tokens, and leaves the remaining memory to the page cache.
+    /// True if expert reads go through the page cache. If the model streams, the plan then has slots only for the
+    /// experts of two tokens, and leaves the remaining memory to the page cache.
     pub buffered: bool,
 }
 
@@ -212,7 +217,7 @@ impl Default for PlanOptions {
     }
 }
 
-/// The place of the experts: all in memory, or streamed from disk.
+/// The place of the experts: all experts in memory, or experts streamed from disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Strategy {
@@ -235,17 +240,17 @@ pub struct Plan {
     pub kv: u64,
     pub state: u64,
     pub workspace: u64,
-    /// The draft: weights, context, and the hidden rows that it reads.
+    /// The draft: its weights, its context, and the hidden rows that it reads.
     pub draft: u64,
-    /// Request bodies, and memory to convert them to tokens. 0 unless this process is a server.
+    /// Request bodies, and memory for converting request bodies to tokens. 0 unless this process is a server.
     pub requests: u64,
     pub prompt_cache: u64,
-    /// The slab that holds all slots.
+    /// The slab that contains all slots.
     pub experts: u64,
     /// Memory left to the page cache. 0 unless experts are streamed through the page cache.
     pub page_cache: u64,
     pub slots: usize,
-    /// Fraction of all experts that have a slot, 0 to 1.
+    /// Fraction of all experts that have a slot, from 0 to 1.
     pub residency: f64,
     /// Total of a plan with every expert in memory, divided by the limit. Above 1, the model must stream.
     pub overcommit: f64,
@@ -256,7 +261,7 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Sum of all parts. At most `limit`.
+    /// Sum of all parts. The sum is at most `limit`.
     pub fn total(&self) -> u64 {
         self.process
             + self.trunk
@@ -281,7 +286,8 @@ impl Plan {
     }
 
     /// True if the model streams and the memory outside the limit has room for all of its experts. The page cache then
-    /// answers most reads, and a miss rarely waits for the disk. A quarter of that memory is left to other programs.
+    /// answers most reads, and a miss rarely waits for the disk. A quarter of the memory outside the limit is left to
+    /// other programs.
     pub fn page_cache_holds_experts(&self, shape: &ModelFootprint, machine: &MachineLimits) -> bool {
         let memory = [machine.ram, machine.cgroup].into_iter().flatten().min().unwrap_or(0);
         let spare = memory.saturating_sub(self.limit);
@@ -291,7 +297,7 @@ impl Plan {
     /// Plans the memory of a model with footprint `shape` within `limits`.
     ///
     /// # Errors
-    /// The smallest plan exceeds the limit. The error lists its parts.
+    /// The smallest plan exceeds the limit. The error lists the parts of the smallest plan.
     pub fn new(shape: &ModelFootprint, limits: &MachineLimits, options: &PlanOptions) -> Result<Self, ModelError> {
         let at = |parallel: usize| Self::with_parallel(shape, limits, options, parallel);
         let one = match options.parallel {
@@ -327,7 +333,7 @@ impl Plan {
         let requests = if options.serving { request_memory(limit, shape) } else { 0 };
         let slots = if options.stream == Switch::Off { all } else { shape.working_set().min(all) };
 
-        // Additions saturate, so a sum within the limit cannot contain an overflow.
+        // The additions saturate, so a sum that is within the limit has not overflowed.
         let fixed =
             [limits.process, shape.trunk, shape.vision, state, shape.workspace_fixed, draft, requests, prompt_cache];
         let floors = [kv.bytes(kv.floor), rows.bytes(rows.floor), slots.saturating_mul(shape.slot)];
@@ -350,8 +356,8 @@ impl Plan {
             return Err(ModelError::Memory(asked.to_string()));
         };
 
-        // Each part gets a fraction of `spare`. Bytes left by rounding a part down are not given to another part. Otherwise a
-        // higher limit could shrink that other part.
+        // Each part gets a fraction of `spare`. Bytes left by rounding a part down are not given to another part,
+        // because a higher limit could then shrink that other part.
         let kv_share = (spare / 16).min(kv.bytes(kv.short - kv.floor));
         let rows_share = (spare / 8).min(rows.bytes(rows.short - rows.floor));
         let cache_share = if options.prompt_cache.is_some() { 0 } else { (spare / 16).min(PROMPT_CACHE) };
@@ -396,12 +402,13 @@ impl Plan {
 
 /// A server's memory for requests in progress.
 fn request_memory(limit: u64, shape: &ModelFootprint) -> u64 {
-    // Includes memory to decode images.
+    // The result includes memory to decode images.
     let images = if shape.vision > 0 { (limit / 16).min(IMAGE_MEMORY) } else { 0 };
     (limit / 16).clamp(REQUEST_MEMORY[0], REQUEST_MEMORY[1]) + images
 }
 
-/// The range of a count that the plan chooses (tokens of context, or rows of a chunk), and the bytes per unit.
+/// The range of a count that the plan chooses (tokens of context, or rows of a chunk), and the number of bytes per
+/// unit.
 #[derive(Clone, Copy)]
 struct CountRange {
     /// Count in the smallest plan.
@@ -410,7 +417,7 @@ struct CountRange {
     short: u64,
     /// Maximum when all experts have slots.
     max: u64,
-    /// Bytes per unit.
+    /// Number of bytes per unit (token or row).
     each: u64,
 }
 
@@ -426,14 +433,16 @@ impl CountRange {
         count.saturating_mul(self.each)
     }
 
-    /// `floor` plus the number of units that fit into `extra` bytes, rounded down to a multiple of `step`, at most `max`.
+    /// `floor` plus the number of units that fit into `extra` bytes, rounded down to a multiple of `step`, but at most
+    /// `max`.
     fn count(&self, extra: u64, step: u64) -> u64 {
         let count = self.floor.saturating_add(extra.checked_div(self.each).unwrap_or(u64::MAX));
         if count >= self.max { self.max } else { (count - count % step).max(self.floor) }
     }
 }
 
-/// The smallest plan, if it exceeds the limit. Displays the error message, which lists all parts.
+/// The smallest plan of a model, which exceeds the limit. The `Display` implementation writes the error message, which
+/// lists all parts.
 struct PlanRefusal<'a> {
     shape: &'a ModelFootprint,
     limits: &'a MachineLimits,
@@ -450,8 +459,8 @@ struct PlanRefusal<'a> {
 }
 
 impl PlanRefusal<'_> {
-    /// A limit in MiB that is sufficient. Considers that a higher limit also reserves more memory for requests. Has a margin,
-    /// because the memory of the process differs by a few MiB between starts.
+    /// A limit in MiB that is sufficient. Takes into account that a higher limit also reserves more memory for
+    /// requests. Includes a margin, because the memory of the process differs by a few MiB between starts.
     fn sufficient_mib(&self) -> u64 {
         let margin = (self.limits.process / 16).max(4 << 20);
         let rest = self.min_total.saturating_sub(self.requests).saturating_add(margin);

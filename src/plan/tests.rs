@@ -78,7 +78,7 @@ fn model_that_does_not_fit_streams() {
     assert!(plan.slots > 2700 && plan.slots < 3900, "{}", plan.slots);
     assert!(plan.context >= 4096 && plan.context <= 32768);
     assert!(plan.overcommit > 2.0, "{}", plan.overcommit);
-    // The slots get all memory that other parts do not need. Rounding leaves less than one slot plus two steps.
+    // The slots get all memory that other parts do not need. The loss by rounding is less than one slot plus two steps.
     let shape = model_35b();
     let rounding = shape.slot + 256 * shape.kv_per_token + 64 * shape.workspace_per_row;
     assert!(plan.limit - plan.total() <= rounding);
@@ -132,9 +132,9 @@ fn parts_match_hand_computed_plan() {
     let limits = MachineLimits { ram: Some(GIB), gpu: None, cgroup: None, process: 10 * MIB };
     let options = PlanOptions { limit: Some(320 * MIB), serving: true, ..PlanOptions::default() };
     let plan = Plan::new(&small(), &limits, &options).unwrap();
-    // The smallest plan has 171 MiB: 10 + 100 + 3 + 5 + 7, 20 for requests, 8 slots of 2, 4096 tokens of 2 KiB, and 256 rows
-    // of 8 KiB. Of the other 149 MiB, context and prompt cache get 1/16 each, and the chunk gets its maximum of 14 MiB. The
-    // slots get the remaining 116.4 MiB, which is 58 more slots.
+    // The smallest plan has 171 MiB: 10 + 100 + 3 + 5 + 7, 20 for requests, 8 slots of 2 MiB, 4096 tokens of 2 KiB, and
+    // 256 rows of 8 KiB. Of the other 149 MiB, context and prompt cache get 1/16 each, and the chunk gets its maximum
+    // of 14 MiB. The slots get the remaining 116.4 MiB, which is enough for 58 more slots.
     let (context, chunk) = (4096 + 4608, 256 + 1792);
     let expected = Plan {
         strategy: Strategy::Streaming,
@@ -183,7 +183,8 @@ fn pages_cover_context_and_quarter_of_cache() {
         ..PlanOptions::default()
     };
     let plan = Plan::new(&small(), &limits(), &options).unwrap();
-    // A page has 256 positions of 1024 bytes. There are 16 pages for the context, and 6 in 1.5 MiB of the prompt cache.
+    // A page has 256 positions of 1024 bytes. There are 16 pages for the context, and 6 pages in 1.5 MiB of the prompt
+    // cache.
     assert_eq!((plan.kv, plan.pages(256 * 1024), plan.states(MIB)), (4 * MIB, 16 + 6, 4));
     assert_eq!(Plan { prompt_cache: 0, ..plan }.pages(256 * 1024), 16);
 }
@@ -215,12 +216,14 @@ fn estimate_matches_hand_computed_misses() {
     let bandwidth = Bandwidth { memory: 60.0 * MIB as f64, compute: 1e4, disk: 2e3, latency: 0.6, cache: 4e3 };
     let overhead = Overhead { layer: 0.05, token: 0.2 };
     let found = estimate(&shape, &bandwidth, HitRates { slots: 0.75, cache: 0.0 }, overhead);
-    // The trunk takes 0.4 s and the state 0.1 s. A layer takes 0.2 s if both experts hit. If one expert misses, it takes the
-    // latency plus computing one expert. If both miss, it takes one second of reading plus computing one expert.
+    // The trunk takes 0.4 s and the state 0.1 s. A layer takes 0.2 s if both experts hit. If one expert misses, the
+    // layer takes the latency plus the time to compute one expert. If both experts miss, the layer takes one second of
+    // reading plus the time to compute one expert.
     let layer = 0.5625 * 0.2 + 0.375 * 0.7 + 0.0625 * 1.1;
     assert!((found.tokens_per_second - 1.0 / (0.5 + 3.0 * (layer + 0.05) + 0.2)).abs() < 1e-9, "{found:?}");
     assert!((found.disk_bytes_per_token - 1500.0).abs() < 1e-9 && found.hit_rate == 0.75, "{found:?}");
-    // Half of the misses are in the page cache. Zero, one or two experts are read from it, at a quarter of a second each.
+    // Half of the misses are in the page cache. Zero, one or two experts are read from the page cache, at a quarter of
+    // a second each.
     let found = estimate(&shape, &bandwidth, HitRates { slots: 0.75, cache: 0.5 }, overhead);
     let one = 1.0 / 7.0; // Probability of the page cache, given that the disk is not needed.
     let layer = 0.765625 * (0.2f64).max(2.0 * one * 0.25 + 0.1 * (1.0 - (6.0f64 / 7.0).powi(2)))
@@ -305,7 +308,8 @@ fn auto_parallel_follows_free_memory() {
         let options = PlanOptions { limit: Some(limit), parallel: Parallel::Auto, ..PlanOptions::default() };
         Plan::new(shape, &limits(), &options).unwrap()
     };
-    // Cases: resident with at least an eighth of the limit free, resident with less, streaming, and a small limit.
+    // The four cases: resident with at least an eighth of the limit free, resident with less memory free, streaming,
+    // and a small limit.
     let limits_in_mib = [48 << 10, 23 << 10, 8 << 10, 2300];
     assert_eq!(limits_in_mib.map(|mib| at(&model_35b(), mib * MIB).parallel), [4, 2, 2, 1]);
     let one = PlanOptions { limit: Some(23 * GIB), ..PlanOptions::default() };

@@ -1,4 +1,4 @@
-//! Writes files and directories atomically: under a temporary name, which is then renamed.
+//! Writes files and directories atomically: writes under a temporary name, and then renames.
 
 use std::{
     fs::{self, File, OpenOptions, TryLockError},
@@ -9,18 +9,19 @@ use std::{
     sync::atomic::{AtomicUsize, Ordering},
 };
 
-/// A temporary directory `.NAME.partial` in the same directory as the final `NAME`. Removed on drop unless
-/// [`PartialDir::finish`] has renamed it.
+/// A temporary directory `.NAME.partial` in the same directory as the final `NAME`. Dropping this value removes the
+/// temporary directory, unless [`PartialDir::finish`] has renamed it.
 pub struct PartialDir {
     path: PathBuf,
     is_finished: bool,
-    /// The open directory, locked so that two processes do not write to it. The system unlocks it when the process ends.
+    /// The open directory, which is locked so that no two processes write to it. The system unlocks it when the process
+    /// ends.
     _lock: File,
 }
 
 impl PartialDir {
-    /// Creates the temporary directory for `out`, and the parents of `out`. First removes a temporary directory that a
-    /// killed process has left.
+    /// Creates the temporary directory for `out`, and the parents of `out`. If a killed process has left a temporary
+    /// directory for `out`, removes it first.
     pub fn create(out: &Path) -> io::Result<Self> {
         let parent = parent(out);
         let no_name = || io::Error::new(io::ErrorKind::InvalidInput, "the path does not end in a name");
@@ -43,7 +44,7 @@ impl PartialDir {
     pub fn finish(mut self, out: &Path) -> io::Result<()> {
         fs::rename(&self.path, out)?;
         self.is_finished = true;
-        // Makes the rename durable.
+        // This makes the rename durable.
         File::open(parent(out))?.sync_all()
     }
 }
@@ -59,8 +60,8 @@ impl Drop for PartialDir {
     }
 }
 
-/// A file with a temporary name in the directory of its final path. Removed on drop unless [`TempFile::persist`] has renamed
-/// it.
+/// A file with a temporary name in the directory of its final path. Dropping this value removes the file, unless
+/// [`TempFile::persist`] has renamed it.
 pub struct TempFile {
     path: PathBuf,
     file: File,
@@ -89,20 +90,21 @@ impl TempFile {
 
 impl Drop for TempFile {
     fn drop(&mut self) {
-        // Fails after a rename, since the temporary name no longer exists.
+        // After a rename this fails, since the temporary name no longer exists.
         let _ = fs::remove_file(&self.path);
     }
 }
 
-/// Replaces the file at `path` atomically, and creates its parents. Removes the temporary file after an error.
+/// Replaces the file at `path` atomically. Creates the parents of `path`. Removes the temporary file after an error.
 pub fn replace_file(path: &Path, bytes: &[u8]) -> io::Result<()> {
     TempFile::write(path, 0o666, &[bytes])?.persist(path)
 }
 
-/// Creates or reuses a private directory of this user inside `root`, which may be writable by all users, such as `/tmp`.
+/// Creates or reuses a private directory of this user inside `root`. All users may be able to write to `root`, as to
+/// `/tmp`.
 ///
 /// # Errors
-/// A system error, or the directory belongs to another user or is writable by others.
+/// A system error occurs, or the directory belongs to another user or is writable by other users.
 pub fn private_dir(root: &Path) -> io::Result<PathBuf> {
     // SAFETY: a system call without arguments that cannot fail.
     let user = unsafe { libc::geteuid() };

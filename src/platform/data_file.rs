@@ -11,7 +11,8 @@ use std::{
 pub enum Access {
     /// Bypasses the page cache: `O_DIRECT` on Linux, `F_NOCACHE` on macOS.
     Direct,
-    /// `F_NOCACHE` (macOS) with reads of any alignment: they are copied through the page cache, which does not keep them.
+    /// `F_NOCACHE` (macOS) with reads of any alignment. The data is copied through the page cache, which does not keep
+    /// it.
     Uncached,
     /// Reads through the page cache, without read-ahead.
     Buffered,
@@ -31,7 +32,8 @@ pub struct DataFile {
 }
 
 impl DataFile {
-    /// Opens `path`. [`Access::Direct`] fails with `ErrorKind::Unsupported` if the file system does not support direct I/O.
+    /// Opens `path`. With [`Access::Direct`], fails with `ErrorKind::Unsupported` if the file system does not support
+    /// direct I/O.
     pub fn open(path: &Path, access: Access) -> io::Result<Self> {
         Self::open_and(path, access, |file| match access {
             Access::Direct | Access::Uncached => os::direct(file),
@@ -39,7 +41,8 @@ impl DataFile {
         })
     }
 
-    /// Opens `path` with a block size that is known from another file in the same directory. This saves a test read.
+    /// Opens `path` with a block size that is known from another file in the same directory. A known block size saves a
+    /// test read.
     pub fn open_with_block(path: &Path, access: Access, block: usize) -> io::Result<Self> {
         Self::open_and(path, access, |file| {
             match access {
@@ -78,7 +81,8 @@ impl DataFile {
     /// Reads `len` bytes at any offset. Reads whole blocks into `space`, a buffer that the caller reuses.
     ///
     /// # Errors
-    /// A system error, `UnexpectedEof`, or the file was modified since it was opened.
+    /// A system error, `UnexpectedEof` if the file ends too early, or an error if the file was modified after it was
+    /// opened.
     pub fn read_range<'a>(&self, offset: u64, len: usize, space: &'a mut Vec<u8>) -> io::Result<&'a [u8]> {
         let start = offset / self.block as u64 * self.block as u64;
         let skip = (offset - start) as usize;
@@ -107,7 +111,8 @@ impl DataFile {
         self.len == 0
     }
 
-    /// Required alignment of offset, length and memory address of every read. A power of two, 1 if there is no requirement.
+    /// Required alignment of offset, length and memory address of every read. A power of two, which is 1 if there is no
+    /// requirement.
     pub fn block(&self) -> usize {
         self.block
     }
@@ -117,8 +122,9 @@ impl DataFile {
         self.file.read_at(into, offset)
     }
 
-    /// Fails if the file was modified since it was opened, because bytes from before and after are inconsistent. Replacing
-    /// the file by a rename is harmless and not detected, since the open descriptor refers to the old file.
+    /// Fails if the file was modified after it was opened, because bytes from before and after the change are
+    /// inconsistent. Replacing the file by a rename is harmless and not detected, since the open descriptor refers to
+    /// the old file.
     pub fn check_unchanged(&self) -> io::Result<()> {
         let meta = self.file.metadata()?;
         if (meta.mtime(), meta.mtime_nsec()) == self.modified && meta.len() == self.len {
@@ -133,9 +139,9 @@ impl DataFile {
     }
 }
 
-/// Fills the first `needed` bytes of `into` by calling `read(buffer, start)` repeatedly. After a short read it continues at
-/// the last block boundary, because a direct read at another offset fails with EINVAL. The length of `into` must be a
-/// multiple of `block`.
+/// Fills the first `needed` bytes of `into` by calling `read(buffer, start)` repeatedly. After a short read, the next
+/// read starts at the last block boundary, because a direct read at another offset fails with EINVAL. The length of
+/// `into` must be a multiple of `block`.
 ///
 /// # Errors
 /// An error of `read` other than an interruption, or `UnexpectedEof` if a read returns less than one new block.
@@ -179,10 +185,10 @@ mod os {
         Ok(())
     }
 
-    /// Finds the required alignment of direct reads by test reads. The alignments that `statx` and the block device report
-    /// are not always correct.
+    /// Finds the required alignment of direct reads by test reads. The alignments that `statx` and the block device
+    /// report are not always correct.
     pub fn direct(file: &fs::File) -> io::Result<usize> {
-        // Large enough to contain an address that is a multiple of `block` but not of `2 * block`.
+        // This is large enough to contain an address that is a multiple of `block` but not of `2 * block`.
         let mut space = vec![0u8; 4 * MAX_BLOCK];
         let base = space.as_ptr() as usize;
         for block in [512, 1024, 2048, MAX_BLOCK] {
@@ -197,7 +203,7 @@ mod os {
         Err(io::ErrorKind::Unsupported.into())
     }
 
-    /// Disables read-ahead: each read covers a whole expert, and the bytes after it are usually not needed.
+    /// Disables read-ahead. Each read covers a whole expert, and the bytes after the expert are usually not needed.
     pub fn buffered(file: &fs::File) -> io::Result<usize> {
         advise(file, 0, 0, libc::POSIX_FADV_RANDOM);
         Ok(1)
@@ -219,9 +225,10 @@ mod os {
 
     pub const DIRECT: i32 = 0;
 
-    /// Sets `F_NOCACHE`, which accepts reads of any alignment. macOS bypasses the page cache only if file offset and address
-    /// are multiples of 4096. It copies other reads through the cache and then drops the pages. Only packs have aligned
-    /// records: the pieces of a checkpoint have arbitrary file offsets, but GPU kernels need aligned addresses.
+    /// Sets `F_NOCACHE`, which accepts reads of any alignment. macOS bypasses the page cache only if file offset and
+    /// address are multiples of 4096. macOS copies other reads through the cache and then drops the pages. Only packs
+    /// have aligned records: the pieces of a checkpoint have arbitrary file offsets, but GPU kernels need aligned
+    /// addresses.
     pub fn direct(file: &fs::File) -> io::Result<usize> {
         uncached(file)?;
         Ok(1)
@@ -245,7 +252,8 @@ mod os {
         Ok(())
     }
 
-    /// Drops cached pages by invalidating a shared mapping of them, since macOS has no call that takes a descriptor.
+    /// Drops cached pages of a range by invalidating a shared mapping of the range. macOS has no call that does this
+    /// with a descriptor.
     pub fn drop_cached(file: &fs::File, offset: u64, len: usize) {
         // SAFETY: a system call without pointers.
         let page = unsafe { libc::sysconf(libc::_SC_PAGESIZE) }.max(1) as u64;
@@ -259,7 +267,7 @@ mod os {
             let (read, shared) = (libc::PROT_READ, libc::MAP_SHARED);
             let at = libc::mmap(std::ptr::null_mut(), len, read, shared, file.as_raw_fd(), start as libc::off_t);
             if at != libc::MAP_FAILED {
-                // A failure only keeps pages in the cache, so the result is ignored.
+                // If this fails, pages only stay in the cache, so the result is ignored.
                 libc::msync(at, len, libc::MS_INVALIDATE);
                 libc::munmap(at, len);
             }

@@ -1,7 +1,7 @@
 //! Large zeroed buffers backed by huge pages.
 
-/// Allocates a buffer of `len` zero bytes. Requests huge pages for large buffers, since the system allocates huge pages in a
-/// fraction of the time.
+/// Allocates a buffer of `len` zero bytes. Requests huge pages for large buffers, since allocating huge pages takes the
+/// system only a fraction of the time of allocating normal pages.
 pub fn zeroed_buffer(len: usize) -> Vec<u8> {
     let mut bytes = vec![0; len];
     advise(&mut bytes);

@@ -3,9 +3,9 @@
 use parking_lot::Mutex;
 use std::thread;
 
-/// Runs `work(job, buffers)` for all `jobs` on up to `threads` threads named `name`. Returns the results in the order of the
-/// jobs. `make_buffers` allocates one set of buffers per thread. After the first error, skips jobs that have not started
-/// and returns that error.
+/// Runs `work(job, buffers)` for all `jobs` on up to `threads` threads named `name`. Returns the results in the order
+/// of the jobs. `make_buffers` allocates one set of buffers per thread. After the first error, skips jobs that have not
+/// started, and returns the first error.
 pub fn run_jobs<J, B, T, E>(
     name: &str,
     threads: usize,
@@ -34,7 +34,7 @@ where
         });
         if let Err(error) = served {
             let mut done = done.lock();
-            // Keeps the first error, which may be the cause of later errors.
+            // Keep the first error, which may be the cause of later errors.
             if done.is_ok() {
                 *done = Err(error);
             }

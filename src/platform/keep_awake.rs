@@ -1,8 +1,8 @@
-//! [`KeepAwake`] prevents idle sleep while a request is answered, even if its client runs on another machine.
+//! [`KeepAwake`] prevents idle sleep while this machine answers a request, even if the client runs on another machine.
 
 use parking_lot::Mutex;
 
-/// Number of live guards, and the id of the system's power assertion, if there is one.
+/// Number of live guards, and the id of the system's power assertion. The id is `None` if there is no power assertion.
 static HELD: Mutex<(usize, Option<u32>)> = Mutex::new((0, None));
 
 /// Prevents idle sleep (macOS) until the last guard is dropped.
@@ -53,8 +53,8 @@ mod sys {
     /// `kIOPMAssertionLevelOn`.
     const ON: u32 = 255;
 
-    /// Creates a power assertion, which `pmset -g assertions` lists. Returns `None` if the system refuses; the machine may
-    /// then fall asleep.
+    /// Creates a power assertion, which `pmset -g assertions` lists. Returns `None` if the system refuses. The machine
+    /// may then fall asleep.
     pub fn prevent_sleep() -> Option<u32> {
         let [kind, name] = ["PreventUserIdleSystemSleep", "Moestro answers a request"].map(NSString::from_str);
         let [kind_text, name_text] = [&kind, &name].map(|text| Retained::as_ptr(text).cast::<c_void>());
@@ -72,7 +72,7 @@ mod sys {
 
 #[cfg(not(target_os = "macos"))]
 mod sys {
-    /// Does nothing: other systems normally do not sleep while a server runs.
+    /// Does nothing, because systems other than macOS normally do not sleep while a server runs.
     pub fn prevent_sleep() -> Option<u32> {
         None
     }

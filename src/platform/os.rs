@@ -27,8 +27,8 @@ pub use user_dirs::{cache_dir, data_dir, state_dir};
 
 use std::path::Path;
 
-/// The lowest memory limit of this process's control groups (v1 or v2) and their ancestors. `None` if there is no limit, and
-/// on systems without control groups.
+/// The lowest memory limit of this process's control groups (v1 or v2) and their ancestors. `None` if no group has a
+/// limit, and on systems without control groups.
 pub fn cgroup_limit() -> Option<u64> {
     #[cfg(target_os = "linux")]
     return cgroup::limit();
@@ -36,7 +36,8 @@ pub fn cgroup_limit() -> Option<u64> {
     None
 }
 
-/// Free bytes for this user on the file system of `path`, or of its nearest existing ancestor.
+/// Number of free bytes for this user on the file system of `path`. If `path` does not exist, its nearest existing
+/// ancestor is used.
 pub fn free_space(path: &Path) -> Option<u64> {
     let existing = path.ancestors().find(|p| p.exists()).filter(|p| !p.as_os_str().is_empty());
     let path = existing.unwrap_or(Path::new("."));

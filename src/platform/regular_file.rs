@@ -1,5 +1,5 @@
-//! Opens, reads, hashes and identifies regular files. A path from a user may name a FIFO, an endless device, or a file that
-//! is larger than memory. These functions reject all three.
+//! Opens, reads, hashes and identifies regular files. A path from a user may name a FIFO, an endless device, or a file
+//! that is larger than memory. The functions of this module reject all three.
 
 use sha2::{Digest, Sha256};
 use std::{
@@ -13,7 +13,7 @@ use std::{
 /// Opens a file for reading without blocking.
 ///
 /// # Errors
-/// A system error, or the path names a directory, a FIFO, a socket or a device.
+/// A system error occurs, or the path names a directory, a FIFO, a socket or a device.
 pub fn open_regular_file(path: &Path) -> io::Result<File> {
     // Without `O_NONBLOCK`, opening a FIFO without a writer would block. Regular files ignore the flag.
     let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path)?;
@@ -26,7 +26,7 @@ pub fn open_regular_file(path: &Path) -> io::Result<File> {
 /// Reads a whole file of at most `max` bytes.
 ///
 /// # Errors
-/// Those of [`open_regular_file`], or the file is larger than `max`.
+/// The errors of [`open_regular_file`], or the file is larger than `max`.
 pub fn read_small_file(path: &Path, max: u64) -> io::Result<Vec<u8>> {
     let file = open_regular_file(path)?;
     let len = file.metadata()?.len();
@@ -68,7 +68,7 @@ pub fn sha256_file(path: &Path) -> io::Result<String> {
     }
 }
 
-/// Identity, size and times of a file. Changes when the file is written to or replaced.
+/// Identity, size and times of a file. The stamp changes when the file is written to or replaced.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FileStamp {
     device: u64,
@@ -76,7 +76,7 @@ pub struct FileStamp {
     size: u64,
     /// Modification time: seconds and nanoseconds.
     modified: (i64, i64),
-    /// Status change time (ctime). Unlike the modification time, programs cannot set it.
+    /// Status change time (ctime). Programs can set the modification time, but not this time.
     changed: (i64, i64),
 }
 
@@ -96,8 +96,8 @@ impl FileStamp {
         })
     }
 
-    /// True if a change at this moment would change the stamp. False if the last change is so recent that both could have
-    /// the same time stamp.
+    /// True if another change at this moment would change the stamp. False if the last change is so recent that both
+    /// changes could have the same time stamp.
     pub fn is_settled(&self) -> bool {
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         let before = now.saturating_sub(COARSEST_TIMESTAMP).as_secs() as i64;

@@ -1,7 +1,7 @@
 //! Runs Moestro as a service: a launchd agent on macOS, a systemd user unit on other systems.
 //!
-//! A [`Service`] is a plain value. The modules [`launchd`] and [`systemd`] translate an action to [`ServiceStep`]s, which are
-//! file changes and commands. [`Service::act`] performs them.
+//! A [`Service`] is a plain value. The modules [`launchd`] and [`systemd`] translate an action to [`ServiceStep`]s,
+//! which are file changes and commands. [`Service::act`] performs the steps.
 
 mod activation;
 mod launchd;
@@ -25,25 +25,27 @@ const LABEL: &str = "dev.moestro.serve";
 /// Number of old log lines shown by `service logs`.
 const LOG_LINES: &str = "100";
 
-/// Maximum wait for a stopped service to exit, and the interval between two checks.
+/// Maximum time to wait until a stopped service has exited.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(30);
+/// Interval between two checks whether a stopped service has exited.
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
-/// Maximum number of retries of a command that the service manager may refuse temporarily, and the time between two retries.
+/// Maximum number of retries of a command that the service manager may refuse temporarily.
 const RETRIES: u32 = 3;
+/// Time between two retries.
 const RETRY_INTERVAL: Duration = Duration::from_secs(2);
 
 /// A program that runs as a service of one user.
 #[derive(Debug, Clone)]
 pub struct Service {
-    /// An absolute path.
+    /// The absolute path of the program.
     pub program: PathBuf,
     /// Arguments after `serve`.
     pub args: Vec<String>,
     pub home: PathBuf,
     /// The numeric user id, which is part of launchd's domain names.
     pub user: u32,
-    /// Host and port on which the system listens: the first connection starts the service. If `None`, the service starts at
-    /// login.
+    /// Host and port on which the system listens. The first connection starts the service. If `None`, the service
+    /// starts at login.
     pub on_demand: Option<(String, u16)>,
     /// True if the service runs in private namespaces. See [`ServiceManager::can_confine`].
     pub is_confined: bool,
@@ -56,7 +58,7 @@ pub enum ServiceCommand {
     Uninstall,
     Start,
     Stop,
-    /// Sends SIGHUP, which reloads the configuration.
+    /// Sends SIGHUP to the service, which then reloads its configuration.
     Reload,
     Status,
     Logs,
@@ -75,11 +77,12 @@ pub enum ServiceStep {
     Write(PathBuf, String),
     Remove(PathBuf),
     Run(Vec<OsString>),
-    /// Runs a command and ignores failures, for example stopping a service that is not running.
+    /// Runs a command and ignores a failure. An example is stopping a service that is not running.
     Try(Vec<OsString>),
-    /// Repeats a command that prints a service's state until it fails, which means that the service no longer exists.
+    /// Repeats a command that prints a service's state until the command fails. The failure means that the service no
+    /// longer exists.
     WaitUntilGone(Vec<OsString>),
-    /// Runs a command, and repeats it while it exits with this code.
+    /// Runs a command, and repeats the command while it exits with this code.
     Retry(Vec<OsString>, i32),
 }
 
@@ -107,7 +110,8 @@ impl Service {
     /// Performs an action. The output of the service manager goes to the terminal.
     ///
     /// # Errors
-    /// A file system error, with its path, or a command that fails or cannot be run, with its command line.
+    /// A file system error occurs (the error names the path), or a command fails or cannot be run (the error has the
+    /// command line).
     pub fn act(&self, manager: ServiceManager, action: ServiceCommand) -> Result<(), String> {
         self.steps(manager, action).iter().try_for_each(perform)
     }
@@ -125,7 +129,7 @@ fn perform(step: &ServiceStep) -> Result<(), String> {
         ServiceStep::Run(words) => run(words, None),
         ServiceStep::Retry(words, code) => run(words, Some(*code)),
         ServiceStep::Try(words) => {
-            // The result is ignored.
+            // A failure is ignored.
             succeeds(words);
             Ok(())
         }
@@ -143,13 +147,13 @@ fn perform(step: &ServiceStep) -> Result<(), String> {
     }
 }
 
-/// Runs a command and discards its output. Returns true if it succeeds.
+/// Runs a command and discards its output. Returns true if the command succeeds.
 fn succeeds(words: &[OsString]) -> bool {
     let output = words.split_first().map(|(program, args)| Command::new(program).args(args).output());
     output.is_some_and(|output| output.is_ok_and(|output| output.status.success()))
 }
 
-/// Runs a command. Repeats it up to [`RETRIES`] times while it exits with code `retry_on`.
+/// Runs a command. Repeats the command up to [`RETRIES`] times while it exits with code `retry_on`.
 fn run(words: &[OsString], retry_on: Option<i32>) -> Result<(), String> {
     let Some((program, args)) = words.split_first() else { return Ok(()) };
     let mut retries = if retry_on.is_some() { RETRIES } else { 0 };

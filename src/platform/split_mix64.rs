@@ -1,10 +1,10 @@
-//! The pseudo-random number generator SplitMix64 (Steele, Lea and Flood 2014): a counter and a mixing function. It produces
-//! the same numbers on every machine.
+//! The pseudo-random number generator SplitMix64 (Steele, Lea and Flood 2014): a counter and a mixing function. The
+//! generator produces the same numbers on every machine.
 
 /// Increment of the counter: 2^64 divided by the golden ratio.
 pub const INCREMENT: u64 = 0x9e37_79b9_7f4a_7c15;
 
-/// A generator. The field is the seed.
+/// A generator. The field is the counter, whose initial value is the seed.
 pub struct SplitMix64(pub u64);
 
 impl SplitMix64 {

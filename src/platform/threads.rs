@@ -1,18 +1,19 @@
 //! [`Threads`]: a pool of compute threads that run one parallel job at a time and do not sleep between layers.
 //!
-//! A token takes several hundred short jobs with microseconds between them, so an idle worker spins before it parks. The
-//! calling thread also runs tasks. Each thread owns a range of adjacent tasks and claims them one by one from the front, so
-//! that it reads memory in order. A thread that has finished its range claims tasks of other ranges, so a slow core runs
-//! fewer tasks.
+//! A token takes several hundred short jobs with microseconds between them, so an idle worker spins before it parks.
+//! The calling thread also runs tasks. Each thread owns a range of adjacent tasks and claims tasks one by one from the
+//! front of its range, so that the thread reads memory in order. A thread that has finished its range claims tasks of
+//! other ranges, so a slow core runs fewer tasks.
 //!
-//! With many cores, writing one shared cache line from all cores takes longer than a job. So no cache line is written by all
-//! threads. The caller publishes a job by incrementing the job number, which workers only read. Each worker stores the number
-//! of its current or last job in its own cache line. At the end of a job, the caller reads these cache lines. It withdraws
-//! the job from workers that have not entered it, so no job waits for a worker that is still waking up.
+//! With many cores, writing one shared cache line from all cores takes longer than a job. Therefore no cache line is
+//! written by all threads. The caller publishes a job by incrementing the job number, which workers only read. Each
+//! worker stores the number of its current or last job in its own cache line. At the end of a job, the caller reads
+//! these cache lines. The caller withdraws the job from workers that have not entered the job, so no job waits for a
+//! worker that is still waking up.
 //!
-//! Waking a thread takes the caller microseconds, and the thread runs tens of microseconds later. Waking fifteen threads one
-//! after the other would be too slow. So the caller wakes the first worker of every group of [`WAKE_GROUP`], which wakes the
-//! other workers of its group.
+//! Waking a thread takes the caller microseconds, and the thread runs tens of microseconds later. Waking fifteen
+//! threads one after the other would be too slow. The caller therefore wakes only the first worker of every group of
+//! [`WAKE_GROUP`] workers. The first worker wakes the other workers of its group.
 
 use parking_lot::Mutex;
 use std::{
@@ -27,23 +28,25 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Time for which an idle worker spins before it parks. It is longer than the serial work between two jobs or two forward
-/// passes, such as sampling from 250,000 tokens. With 150 us, some of sixteen workers woke up late on one machine.
+/// Time for which an idle worker spins before it parks. This time is longer than the serial work between two jobs or
+/// two forward passes, such as sampling from 250,000 tokens. With 150 us, some of sixteen workers woke up late on one
+/// machine.
 const SPIN: Duration = Duration::from_millis(1);
-/// The same time after [`Threads::expect_pause`].
+/// Time for which an idle worker spins after [`Threads::expect_pause`].
 const SPIN_BEFORE_PAUSE: Duration = Duration::from_micros(150);
-/// After spinning this long, a worker yields its core to other processes between two checks.
+/// Time after which a spinning worker yields its core to other processes between two checks.
 const SPIN_BEFORE_YIELD: Duration = Duration::from_micros(20);
-/// Number of workers in a group. The first worker wakes the others.
+/// Number of workers in a group. The first worker of a group wakes the other workers.
 const WAKE_GROUP: usize = 4;
 
 type ParallelJob<'a> = &'a (dyn Fn(usize) + Sync);
 
-/// A pool of compute threads. The caller is one of them.
+/// A pool of compute threads. The calling thread is one of these threads.
 pub struct Threads {
     pool: Arc<ThreadPool>,
     workers: Vec<JoinHandle<()>>,
-    /// Locked while a job runs. A concurrent or nested call does not wait: it runs all of its tasks on the calling thread.
+    /// Locked while a job runs. A concurrent or nested call does not wait, but runs all of its tasks on the calling
+    /// thread.
     caller: Mutex<()>,
 }
 
@@ -52,7 +55,7 @@ struct ThreadPool {
     number: CacheAligned<AtomicU64>,
     /// The last published job. Written only while no worker is in a job.
     job: UnsafeCell<Option<ParallelJob<'static>>>,
-    /// The task range of each thread, starting with the caller's.
+    /// The task range of each thread. The caller's range is the first.
     ranges: Vec<CacheAligned<TaskRange>>,
     workers: Vec<CacheAligned<WorkerState>>,
     quit: AtomicBool,
@@ -60,7 +63,7 @@ struct ThreadPool {
     panic: Mutex<Option<Box<dyn Any + Send>>>,
     /// Number of parked workers.
     parked: CacheAligned<AtomicUsize>,
-    /// Job number at the last [`Threads::expect_pause`].
+    /// Job number at the last call of [`Threads::expect_pause`].
     pause_expected_after: AtomicU64,
 }
 
@@ -127,15 +130,15 @@ impl Threads {
         self.workers.len() + 1
     }
 
-    /// Tells the pool that a pause precedes the next job, because the caller is about to wait for a disk. During the
-    /// pause, idle workers spin for a shorter time before they park.
+    /// Announces a pause before the next job, because the caller is about to wait for a disk. During the pause, idle
+    /// workers spin for a shorter time before they park.
     pub fn expect_pause(&self) {
         self.pool.pause_expected_after.store(self.pool.number.0.load(Ordering::Relaxed), Ordering::Relaxed);
     }
 
     /// Calls `job(i)` exactly once for every `i` in `0..tasks`, on any thread. Returns when all calls have ended.
     ///
-    /// If a task panics, skips tasks that have not started and resumes the panic after every thread has left the job.
+    /// If a task panics, skips tasks that have not started, and resumes the panic after every thread has left the job.
     pub fn run(&self, tasks: usize, job: &(dyn Fn(usize) + Sync)) {
         let caller = if tasks > 1 && !self.workers.is_empty() { self.caller.try_lock() } else { None };
         let Some(caller) = caller else {
@@ -155,7 +158,8 @@ impl Threads {
         }
     }
 
-    /// Splits `0..len` into ranges of at least `min` (the last may be shorter) and calls `job(start..end)` for each range.
+    /// Splits `0..len` into ranges of at least `min` values (the last range may be shorter) and calls `job(start..end)`
+    /// for each range.
     ///
     /// There are about four ranges per thread, so that all threads finish at about the same time. The ranges depend on the
     /// number of threads, so the caller's result must not depend on the ranges.
@@ -165,7 +169,8 @@ impl Threads {
         self.run(len.div_ceil(size), &|task| job(task * size..((task + 1) * size).min(len)));
     }
 
-    /// Splits `data` into pieces of `size` values (the last may be shorter) and calls `job(i, piece)` for each piece.
+    /// Splits `data` into pieces of `size` values (the last piece may be shorter) and calls `job(i, piece)` for each
+    /// piece.
     pub fn run_pieces<T: Send>(&self, data: &mut [T], size: usize, job: &(dyn Fn(usize, &mut [T]) + Sync)) {
         struct Base<T>(*mut T);
         // SAFETY: each piece goes to one task, and T is Send.
@@ -235,8 +240,8 @@ impl ThreadPool {
         }
     }
 
-    /// Ends the job: withdraws it from workers that have not entered it, and waits for workers that have. Returns true if a
-    /// task panicked.
+    /// Ends the job: withdraws the job from workers that have not entered it, and waits for workers that have entered
+    /// it. Returns true if a task panicked.
     fn close(&self, number: u64) -> bool {
         let (done, inside) = (2 * number, 2 * number + 1);
         for CacheAligned(WorkerState { job: at, .. }) in &self.workers {
@@ -261,7 +266,7 @@ impl ThreadPool {
         self.panicked.swap(false, Ordering::Relaxed)
     }
 
-    /// Runs tasks until none is left, starting with those of thread `own`.
+    /// Runs tasks until no task is left. Starts with the tasks of thread `own`.
     fn claim(&self, own: usize, job: ParallelJob<'_>) {
         let (before, after) = self.ranges.split_at(own);
         for CacheAligned(range) in after.iter().chain(before) {
@@ -334,7 +339,7 @@ impl ThreadPool {
         }
     }
 
-    /// Time to spin after job `done`. Short before the first job.
+    /// Time to spin after job `done`. The time is short before the first job.
     fn spin_time(&self, done: u64) -> Duration {
         if self.pause_expected_after.load(Ordering::Relaxed) == done { SPIN_BEFORE_PAUSE } else { SPIN }
     }

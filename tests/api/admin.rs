@@ -1,4 +1,5 @@
-//! Administration: health, models, metrics, tokenizer; API keys, origins, paths and methods; loading and shutdown.
+//! Tests of administration: health, models, metrics, tokenizer, API keys, origins, paths, methods, loading and
+//! shutdown.
 
 use super::{
     client::stable,
@@ -78,7 +79,7 @@ async fn tokenize_and_detokenize() {
     assert_eq!(answer["max_model_len"], 512);
     assert_eq!(answer["token_strs"].as_array().unwrap().len(), tokens.len());
     assert_eq!(answer["token_strs"].as_array().unwrap().last().unwrap(), "<|im_end|>");
-    // The response has the text under the names of both vLLM and llama-server.
+    // The response has the text under two names: the name that vLLM uses and the name that llama-server uses.
     assert_eq!(server.ask("/detokenize", &json!({"tokens": tokens})).await, json!({"prompt": text, "content": text}));
     assert_eq!(server.ask("/tokenize", &json!({"content": text})).await["tokens"], answer["tokens"]);
 
@@ -113,7 +114,7 @@ async fn every_documented_operation_is_served() {
             let path = path.replace("{id}", "none");
             let answer = server.send(&method.to_uppercase(), &path, &[], Some(b"{}")).await;
             let status = answer.status;
-            // Status 204 has no body.
+            // A response with status 204 has no body.
             let text = if status == 204 { String::new() } else { answer.text().await };
             assert!(
                 !text.contains("Unknown path") && status != 405 && status < 500,
@@ -200,7 +201,7 @@ async fn health_hides_paths_without_the_key() {
         (Some("secret"), &[("x-api-key", "wrong")], false),
         (Some("secret"), &[("x-api-key", "secret")], true),
     ] {
-        // A new directory, because the previous server may not have released its own yet.
+        // Each server gets a new directory, because the previous server may not have released its directory yet.
         let dir = tempfile::tempdir().unwrap();
         let server = Setup { api_key, prompt_cache_dir: Some(dir.path().into()), ..Setup::default() }.start().await;
         let answer = server.send("GET", "/health", headers, None).await;

@@ -1,6 +1,6 @@
-//! Requests of coding agents, recorded from one turn of `claude -p` and `codex exec`.
+//! Tests with requests of coding agents, recorded from one turn of `claude -p` and `codex exec`.
 //!
-//! The recordings are shortened: every field and every kind of block is kept, the texts are replaced.
+//! The recordings are shortened: every field and every kind of block is kept, but the texts are replaced.
 
 use super::server::{Server, Setup};
 use serde_json::{Value, json};
@@ -44,10 +44,10 @@ async fn codex_turn_calls_a_namespaced_function() {
     assert_eq!((&call["name"], &call["namespace"]), (&json!("close_agent"), &json!("multi_agent_v1")));
 }
 
-/// Number of turns that follow a picture in the result of a tool.
+/// Number of turns after the turn in which the result of a tool contains a picture.
 const MORE_TURNS: usize = 10;
 
-/// Sends a turn and checks that the model got a sentence instead of each picture.
+/// Sends a turn and checks that the model received a sentence instead of each picture.
 async fn turn_with_pictures(server: &Server, path: &str, body: &Value) {
     let headers = [("anthropic-version", "2023-06-01")];
     let answer = server.send("POST", path, &headers, Some(body.to_string().as_bytes())).await;

@@ -1,4 +1,4 @@
-//! Compressed request bodies.
+//! Tests of compressed request bodies.
 
 use super::server::{Server, Setup};
 use flate2::{Compression, write::GzEncoder};

@@ -1,4 +1,4 @@
-//! `cache_salt` in every API: requests with different salts share no cached prompt.
+//! Tests of `cache_salt` in every API: requests with different salts share no cached prompt.
 
 use super::server::Setup;
 use serde_json::{Value, json};
@@ -10,7 +10,7 @@ async fn cache_salt_separates_cached_prompts() {
     let dir = tempfile::tempdir().unwrap();
     let setup = Setup { says: Some("To the lake."), prompt_cache_dir: Some(dir.path().into()), ..Setup::default() };
     let server = setup.start().await;
-    // Each endpoint has its own question, so that it finds only its own prompts.
+    // Each endpoint is asked a different question, so that it finds only its own prompts in the cache.
     let user = |name: &str| json!([{"role": "user", "content": format!("{name}: {QUESTION}")}]);
     for (path, body, cached) in [
         ("/v1/completions", json!({"prompt": QUESTION}), "/usage/prompt_tokens_details/cached_tokens"),
@@ -27,7 +27,7 @@ async fn cache_salt_separates_cached_prompts() {
             let answer = server.ask(path, &with(salt)).await;
             answer.pointer(cached).and_then(Value::as_u64).unwrap_or_else(|| panic!("no {cached} in {answer}"))
         };
-        // The start of a chat prompt is the same for every question without a salt.
+        // All chat prompts start with the same few tokens. Without a salt, these tokens are cached by other questions.
         assert_eq!(cached(json!("alice")).await, 0, "{path}");
         assert_eq!(cached(json!("bob")).await, 0, "{path}");
         assert!(cached(Value::Null).await < 10, "{path}");

@@ -1,4 +1,4 @@
-//! `/v1/chat/completions`.
+//! Tests of `/v1/chat/completions`.
 
 use super::{
     client::{events, stable},
@@ -30,7 +30,7 @@ fn tools() -> Value {
     json!({"tools": [{"type": "function", "function": {"name": "get_weather", "parameters": parameters}}]})
 }
 
-/// Joins one field of all deltas of a stream.
+/// Joins the values of one field from all deltas of a stream.
 fn joined(chunks: &[Value], part: &str) -> String {
     chunks.iter().filter_map(|chunk| chunk["choices"][0]["delta"][part].as_str()).collect()
 }
@@ -127,7 +127,7 @@ async fn parallel_tool_calls_limits_calls() {
     };
     assert_eq!(count(json!({})).await, (2, "tool_calls".into()));
     assert_eq!(count(json!({"parallel_tool_calls": false})).await, (1, "tool_calls".into()));
-    // When a token is forbidden, the mock starts its answer again, until the context is full.
+    // When a token is forbidden, the mock starts its answer again. This repeats until the context is full.
     assert_eq!(count(json!({"tool_choice": "none"})).await, (0, "length".into()));
 }
 
@@ -299,7 +299,7 @@ async fn model_failure_is_reported_and_degrades_health() {
     let health = health.json().await;
     assert_eq!(health["status"], "degraded");
     assert!(health["reason"].as_str().unwrap().contains("test error on token"), "{health}");
-    // A request that only evaluates its prompt succeeds, so the server is healthy again.
+    // A request that only evaluates its prompt succeeds, after which the server is healthy again.
     let prompt = json!({"prompt": "Hello", "max_tokens": 0, "echo": true});
     assert_eq!(server.post("/v1/completions", &prompt).await.status, 200);
     assert_eq!(server.get("/health").await.json().await["status"], "ok");

@@ -1,6 +1,6 @@
-//! Minimal HTTP/1.1 client: it can read a response chunk by chunk and disconnect anywhere.
+//! A minimal HTTP/1.1 client. It can read a response chunk by chunk, and can disconnect at any point.
 
-// Two test binaries share this file, and neither uses all of it.
+// Two test binaries share this file, and each uses only a part of it.
 #![allow(dead_code)]
 
 use super::server::Server;
@@ -27,7 +27,7 @@ impl Server {
         self.send("POST", path, &[], Some(body.to_string().as_bytes())).await
     }
 
-    /// Posts, expects status 200 and reads the body.
+    /// Sends a POST request, checks that the status is 200, and returns the body.
     pub async fn ask(&self, path: &str, body: &Value) -> Value {
         let answer = self.post(path, body).await;
         let status = answer.status;
@@ -36,7 +36,7 @@ impl Server {
         body
     }
 
-    /// Posts and reads the events of a stream, without the final `[DONE]`.
+    /// Sends a POST request and reads the events of a stream, without the final `[DONE]`.
     pub async fn stream(&self, path: &str, body: &Value) -> Vec<Value> {
         let text = self.post(path, body).await.text().await;
         let text = text.strip_suffix("data: [DONE]\n\n").expect("[DONE] at the end");
@@ -59,7 +59,7 @@ impl Server {
         self.bare(method, path, &all, body.unwrap_or_default()).await
     }
 
-    /// Sends a request with only these headers, `Host`, and the body.
+    /// Sends a request with only `headers`, the header `Host`, and the body.
     pub async fn bare(&self, method: &str, path: &str, headers: &[(&str, &str)], body: &[u8]) -> Answer {
         let stream = TcpStream::connect(self.address).await.unwrap();
         let mut wire = Wire { stream, read: Vec::new() };
@@ -95,7 +95,7 @@ impl Answer {
         serde_json::from_str(&text).unwrap_or_else(|error| panic!("{error}: {text}"))
     }
 
-    /// The whole body.
+    /// Reads the whole body.
     pub async fn text(mut self) -> String {
         let mut body = Vec::new();
         if let Some(length) = self.header("content-length") {
@@ -108,7 +108,7 @@ impl Answer {
         String::from_utf8(body).unwrap()
     }
 
-    /// The next chunk of a chunked body.
+    /// Reads the next chunk of a chunked body.
     pub async fn chunk(&mut self) -> Option<Vec<u8>> {
         assert_eq!(self.header("transfer-encoding"), Some("chunked"));
         let read = async {
@@ -121,7 +121,7 @@ impl Answer {
     }
 }
 
-/// A connection and the bytes read ahead from it.
+/// A connection, and the bytes that were read from it in advance.
 struct Wire {
     stream: TcpStream,
     read: Vec<u8>,
@@ -138,7 +138,7 @@ impl Wire {
         }
     }
 
-    /// Reads more bytes; false at the end of the stream.
+    /// Reads more bytes. Returns false at the end of the stream.
     async fn more(&mut self) -> bool {
         loop {
             self.stream.readable().await.unwrap();
@@ -153,7 +153,7 @@ impl Wire {
         }
     }
 
-    /// A line without its end, or the rest of the stream.
+    /// Reads a line without its end, or the rest of the stream.
     async fn line(&mut self) -> String {
         loop {
             if let Some(end) = self.read.windows(2).position(|pair| pair == b"\r\n") {
@@ -174,7 +174,7 @@ impl Wire {
     }
 }
 
-/// The JSON of `data:` lines.
+/// The JSON values in the `data:` lines.
 pub fn events(text: &str) -> Vec<Value> {
     text.split_terminator("\n\n")
         .filter(|event| !event.starts_with(':'))

@@ -1,4 +1,4 @@
-//! `/v1/completions`. The model repeats its prompt.
+//! Tests of `/v1/completions`. The model repeats its prompt.
 
 use super::{
     client::stable,
@@ -97,7 +97,8 @@ async fn choices_compute_their_prompt_once() {
     let answer = server.ask(PATH, &json!({"prompt": text, "n": 4, "max_tokens": 3})).await;
     assert_eq!(answer["choices"].as_array().unwrap().len(), 4);
     server.idle().await;
-    // The prompt, its last token for each other choice, and all tokens of each answer but the last.
+    // The model evaluates the prompt, the prompt's last token again for each other choice, and all tokens of each
+    // answer except the last.
     assert_eq!(server.evaluated(), ids(&server, &text).len() + 3 + 4 * 2);
 }
 
@@ -176,11 +177,11 @@ fn rounded(mut value: Value) -> Value {
     value
 }
 
-/// The request of lm-evaluation-harness: context and continuation form one prompt, one extra token is generated, and the
-/// harness reads `[ctxlen:-1]` of each array.
+/// Sends the request of lm-evaluation-harness: context and continuation form one prompt, and one extra token is
+/// generated. The harness reads `[ctxlen:-1]` of each array.
 #[tokio::test]
 async fn evaluation_harness_scores_a_continuation() {
-    // The second model ends the text with the extra token.
+    // The second server's model generates an end-of-text token as the extra token.
     for server in [mock().await, Server::saying("").await] {
         for stream in [false, true] {
             score(&server, stream).await;
@@ -209,7 +210,8 @@ async fn score(server: &Server, stream: bool) {
     assert_eq!(column("tokens").len(), tokens.len());
     assert!(tokens[0].is_null() && top[0].is_null());
     for ((token, logprob), top) in column("tokens").iter().zip(&tokens).zip(&top).skip(1) {
-        // Equal to the last digit, because the harness compares: a token whose value is the maximum is the greedy one.
+        // The values must be equal to the last digit, because the harness compares them: a token whose value equals the
+        // maximum is the greedy token.
         assert_eq!(top[token.as_str().unwrap()], *logprob);
         let best = top.as_object().unwrap().values().map(|value| value.as_f64().unwrap()).fold(f64::MIN, f64::max);
         assert!(logprob.as_f64().unwrap() <= best);
@@ -280,11 +282,11 @@ async fn stream_reports_progress_only_if_requested() {
         let reports: Vec<&Value> = chunks.iter().filter_map(|chunk| chunk.get("prompt_progress")).collect();
         let done: Vec<_> = reports.iter().map(|report| report["processed"].as_u64().unwrap() as usize).collect();
         let total = reports[0]["total"].as_u64().unwrap() as usize;
-        // The first report is sent before anything is evaluated.
+        // The first report is sent before any token is evaluated.
         assert!(total >= tokens && done[0] == 0 && done.len() == 1 + total.div_ceil(32), "{done:?}");
         assert!(done.is_sorted() && done.last() == Some(&total), "{done:?}");
         assert_eq!(reports[0]["cache"], 0);
-        // All reports come before the first token.
+        // All reports are sent before the first token.
         assert!(chunks.iter().skip(reports.len()).all(|chunk| chunk.get("prompt_progress").is_none()));
     }
 }

@@ -1,4 +1,4 @@
-//! Idle, slow, incomplete and many connections, and their effect on other clients.
+//! Tests of idle, slow, incomplete and many connections, and of their effect on other clients.
 
 use super::server::{Server, Setup};
 use moestro::http::{ServerState, Timeouts};
@@ -42,7 +42,7 @@ async fn read_to_end(stream: &TcpStream) -> Vec<u8> {
             Ok(0) => return all,
             Ok(count) => all.extend_from_slice(&buffer[..count]),
             Err(error) if error.kind() == ErrorKind::WouldBlock => {}
-            // The connection was reset; bytes in flight are lost.
+            // The connection was reset, so bytes in flight are lost.
             Err(_) => return all,
         }
     }
@@ -110,7 +110,7 @@ async fn slow_heads_and_bodies_time_out() {
     wait_for_close(&half).await;
     let refused = wait_for_close(&body).await;
     assert!(refused.starts_with(b"HTTP/1.1 408 "), "{}", String::from_utf8_lossy(&refused));
-    // Occasional single bytes do not keep the connection open.
+    // A client that sends single bytes from time to time does not keep the connection open.
     let drops = open().await;
     write(&drops, head(CHAT, 10_000).as_bytes()).await;
     let since = Instant::now();
@@ -167,8 +167,8 @@ async fn unread_response_counts_as_request_memory() {
     timeout(Duration::from_secs(5), freed).await.expect("the memory is free again");
 }
 
-/// 200 idle connections, 20 incomplete bodies and 20 clients that hardly read do not delay the first token of 10 other
-/// clients. `benches/load.py` measures larger numbers.
+/// Tests that 200 idle connections, 20 incomplete bodies and 20 clients that hardly read do not delay the first token
+/// of 10 other clients. `benches/load.py` measures larger numbers.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn slow_clients_do_not_delay_others() {
     let setup = Setup { says: Some(LONG), delay: Duration::from_millis(1), max_queue: 64, ..Setup::default() };
@@ -194,7 +194,7 @@ async fn slow_clients_do_not_delay_others() {
     sleep(Duration::from_millis(100)).await;
     server.idle().await;
     let beside = first_tokens(&server).await;
-    // A generous limit, for busy machines. Without slots and timeouts the time would be seconds.
+    // The limit is generous, for busy machines. Without slots and timeouts, the time would be several seconds.
     assert!(beside < 2 * alone + Duration::from_millis(200), "{alone:?} alone, {beside:?} with slow clients");
     drop(crowd);
 }

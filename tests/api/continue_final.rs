@@ -1,4 +1,4 @@
-//! Continuing the final assistant message: `continue_final_message`, and Anthropic's prefill.
+//! Tests of continuing the final assistant message: `continue_final_message`, and Anthropic's prefill.
 
 use super::server::Server;
 use serde_json::{Value, json};
@@ -32,7 +32,7 @@ async fn content_is_continued() {
         let answer = server.ask(CHAT, &body).await;
         assert_eq!(answer["usage"]["prompt_tokens"], server.ask("/tokenize", &body).await["count"]);
         let message = &answer["choices"][0]["message"];
-        // In contrast, a new message starts with reasoning.
+        // A new message starts with reasoning. A continued message starts with content.
         let part = if more == json!({}) { "reasoning_content" } else { "content" };
         assert_eq!(message[part], " 19.", "the answer must not be trimmed");
     }

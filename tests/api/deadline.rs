@@ -1,4 +1,4 @@
-//! `--request-timeout`: one deadline for the whole request.
+//! Tests of `--request-timeout`, which sets one deadline for the whole request.
 
 use super::server::{Server, Setup};
 use moestro::http::HostTimeouts;
@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 const LIMIT: Duration = Duration::from_millis(300);
 
-/// A server whose answers take about a third of the limit each.
+/// A server that takes about a third of the time limit for each answer.
 async fn server() -> Server {
     let says = Some("</think>\n\none two three four five six seven eight nine ten.");
     let delay = Duration::from_millis(3);

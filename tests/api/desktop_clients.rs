@@ -1,5 +1,5 @@
-//! Requests of programs with a window, written from the source of the version named at each test. The answers are read as
-//! these programs read them.
+//! Tests with requests of desktop programs. The requests are written from the source code of the version named at each
+//! test. The tests read the answers in the same way as these programs.
 
 use super::server::{Server, Setup};
 use moestro::http::ApiSet;
@@ -27,7 +27,7 @@ async fn get(server: &Server, path: &str) -> Value {
     serde_json::from_str(&text(server, "GET", path, None).await).unwrap()
 }
 
-/// The events of a stream: `data: ` lines, or plain lines.
+/// The events of a stream: the texts of its `data: ` lines, or plain lines.
 async fn stream(server: &Server, path: &str, body: &Value) -> Vec<Value> {
     let text = text(server, "POST", path, Some(body)).await;
     let lines = text.lines().map(|line| line.strip_prefix("data: ").unwrap_or(line));
@@ -48,7 +48,7 @@ fn tools() -> Value {
     json!([{"type": "function", "function": {"name": "read_file", "description": "Reads.", "parameters": parameters}}])
 }
 
-/// The name and the arguments of the call in a stream of chunks.
+/// The name and the arguments of the tool call in a stream of chunks.
 fn called(chunks: &[Value]) -> (String, String) {
     let part = |name: &str| joined(chunks, &format!("/choices/0/delta/tool_calls/0/function/{name}"));
     (part("name"), part("arguments"))
@@ -66,7 +66,7 @@ async fn open_webui_connects_to_openai_api() {
     assert_eq!(joined(&chunks, "/choices/0/delta/content"), "12 + 7 = 19.");
     assert_eq!(joined(&chunks, "/choices/0/delta/reasoning_content"), "I add.");
     assert!(chunks.last().unwrap()["usage"]["total_tokens"].is_u64());
-    // The button that continues an answer.
+    // This is the request of the button that continues an answer.
     let messages = json!([{"role": "user", "content": "What is 12+7?"}, {"role": "assistant", "content": "12 + 7"}]);
     let go_on = json!({"continue_final_message": true, "add_generation_prompt": false});
     let mut body = json!({"stream": true, "model": "mock", "messages": messages});
@@ -83,7 +83,7 @@ async fn open_webui_connects_to_ollama_api() {
     let model = list["models"][0]["model"].as_str().unwrap();
     let loaded = get(&server, "/api/ps").await;
     assert_eq!(loaded["models"][0]["name"], list["models"][0]["name"]);
-    // Python's datetime.fromisoformat reads it.
+    // Python's `datetime.fromisoformat` reads this time.
     let expires = loaded["models"][0]["expires_at"].as_str().unwrap();
     expires.parse::<jiff::Timestamp>().unwrap();
     let body = json!({"model": model, "messages": question(), "options": {"temperature": 0.7, "num_ctx": 512},
@@ -115,7 +115,8 @@ async fn vs_code_finds_models_and_chats() {
     assert_eq!(called(&chunks), ("read_file".into(), r#"{"path":"a.txt"}"#.into()));
 }
 
-/// Zed, repository at 014676e: `crates/open_ai/src/open_ai.rs`. Zed fails at an event that is not a chunk or an error.
+/// Zed, repository at 014676e: `crates/open_ai/src/open_ai.rs`. Zed fails at an event that is neither a chunk nor an
+/// error.
 #[tokio::test]
 async fn zed_reads_each_event() {
     let server = server(CALL, ApiSet::Standard).await;
@@ -131,7 +132,8 @@ async fn zed_reads_each_event() {
     }
 }
 
-/// Home Assistant, repository at 0d0db90: `components/ollama/entity.py`. It sends null for what is not set.
+/// Home Assistant, repository at 0d0db90: `components/ollama/entity.py`. Home Assistant sends null for options that are
+/// not set.
 #[tokio::test]
 async fn home_assistant_calls_a_tool() {
     let server = server(CALL, ApiSet::WithOllama).await;

@@ -1,4 +1,4 @@
-//! Images through every API, with a small vision-language checkpoint and with a model that reads text only.
+//! Tests of images in every API, with a small vision-language checkpoint and with a model that accepts only text.
 
 use super::server::{Server, Setup, serve_checkpoint};
 use base64::{Engine, engine::general_purpose::STANDARD};
@@ -40,7 +40,7 @@ fn file(name: &str) -> String {
     STANDARD.encode(std::fs::read(format!("{FIXTURE}/images/{name}")).unwrap())
 }
 
-/// A picture of one colour.
+/// A picture with a single colour.
 fn picture(colour: [u8; 3]) -> String {
     let mut out = Vec::new();
     let encoder = image::codecs::png::PngEncoder::new(&mut out);
@@ -77,7 +77,7 @@ async fn answers_depend_on_the_picture() {
     for data in [&red, &blue, &red] {
         let body = chat(json!([user(json!([text("Which colour? "), image_url(data)]))]));
         let answer = server.ask("/v1/chat/completions", &body).await;
-        // 64 x 64 pixels are 4 tokens.
+        // A picture of 64 x 64 pixels has 4 tokens.
         let count = server.ask("/tokenize", &body).await["count"].clone();
         assert_eq!(answer["usage"]["prompt_tokens"], count);
         answers.push(answer["choices"][0]["message"].to_string());
@@ -126,7 +126,7 @@ async fn tool_results_have_images() {
         server.ask("/v1/messages/count_tokens", &json!({"messages": messages})).await["input_tokens"].as_u64().unwrap()
     };
     let image = json!({"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}});
-    // The picture has 6 tokens. Two more mark its start and its end.
+    // The picture has 6 tokens. Two more tokens mark its start and its end.
     assert_eq!(count(json!([image])).await, count(json!("")).await + 8);
 }
 
@@ -143,7 +143,7 @@ async fn second_turn_reuses_the_picture() {
     assert!(cached + 8 > prompt, "{cached} of {prompt}");
     let fresh = vision().await.ask("/v1/chat/completions", &more).await;
     assert_eq!(second["choices"], fresh["choices"]);
-    // Another picture of the same size has the same token ids, but only the prompt before the picture is shared.
+    // Another picture of the same size has the same token ids. Only the prompt before the picture may be shared.
     let other = user(json!([image_url(&file("gradient.png")), text("What is this?")]));
     let other = server.ask("/v1/chat/completions", &chat(json!([other]))).await;
     assert!(other["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap() < 5, "{}", other["usage"]);
@@ -224,7 +224,7 @@ async fn placeholder_in_text_is_no_image() {
         tokens.as_array().unwrap().iter().filter(|id| **id == 1003).count()
     };
     assert_eq!(tokens(json!([placeholder, image, placeholder])).await, 4);
-    // Without images, the placeholder in the text is kept, and its token is not an image.
+    // Without images, the placeholder in the text is kept, and its token does not stand for an image.
     assert_eq!(tokens(json!([placeholder])).await, 1);
     let answer = server.post("/v1/chat/completions", &chat(json!([user(json!([placeholder]))]))).await;
     assert_eq!(answer.status, 200);
@@ -254,13 +254,14 @@ fn image_urls_reach_no_private_address() {
     let private = TcpListener::bind("127.0.0.1:0").unwrap();
     private.set_nonblocking(true).unwrap();
     let port = private.local_addr().unwrap().port();
-    // Listed names that resolve to this machine: in other notations, and as a name whose owner changes its address.
+    // These names are in the list and resolve to this machine: addresses in other notations, and a name whose owner
+    // changes its address.
     for host in ["2130706433", "0x7f000001", "0177.0.0.1", "127.1", "0", "images.localhost"] {
         let listed = format!("{host}:{port}");
         let found = ImageUrls::new(std::slice::from_ref(&listed)).fetch(&format!("http://{listed}/a.png"));
         assert!(found.is_err(), "{host}");
     }
-    // Hosts that are not listed.
+    // The hosts in these URLs are not in the list.
     let urls = ImageUrls::new(&["images.example.com".into()]);
     for url in [
         format!("http://127.0.0.1:{port}/"),

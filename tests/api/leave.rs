@@ -1,4 +1,5 @@
-//! Clients that disconnect: in a stream, in the queue, or while they wait for a body. The engine is free within one token.
+//! Tests of clients that disconnect: in a stream, in the queue, or while the server waits for a body. The engine must
+//! be free within one token.
 
 use super::server::{Server, Setup};
 use serde_json::{Value, json};
@@ -57,7 +58,7 @@ async fn disconnect_before_body_stops_generation() {
 
 #[tokio::test]
 async fn disconnect_in_prefill_stops_it() {
-    // A chunk has 32 tokens and takes 160 ms; the prompt has 13 chunks.
+    // A chunk has 32 tokens and takes 160 ms. The prompt has 13 chunks.
     for stream in [true, false] {
         let server = Setup { says: Some(LONG), delay: Duration::from_millis(5), ..Setup::default() }.start().await;
         let server = Arc::new(server);
@@ -73,7 +74,8 @@ async fn disconnect_in_prefill_stops_it() {
         let before = server.evaluated();
         asking.abort();
         server.idle().await;
-        // The current chunk is finished. If the client disconnects between two chunks, one more may start.
+        // The engine finishes the current chunk. If the client disconnects between two chunks, one more chunk may
+        // start.
         assert!(server.evaluated() <= before + 2 * 32, "{} of {tokens} after {before}", server.evaluated());
     }
 }

@@ -1,4 +1,5 @@
-//! Invalid requests, which must get a 4xx with OpenAI's error object, and unusual requests that are valid.
+//! Tests of invalid requests, which must get a 4xx status with OpenAI's error object, and of unusual requests that are
+//! valid.
 
 use super::server::{Server, Setup};
 use moestro::http::BODY_LIMIT;
@@ -203,7 +204,7 @@ async fn body_size_is_limited() {
     assert_eq!(server.get("/health").await.status, 200);
 }
 
-/// The search for a stop string needs several times its length in memory.
+/// The search for a stop string needs memory of several times the length of the stop string.
 #[tokio::test]
 async fn long_stop_strings_count_as_memory() {
     let server = Setup { configure: |state| state.memory.set_plan(12 << 20), ..Setup::default() }.start().await;

@@ -1,4 +1,4 @@
-//! `/v1/messages` and `/v1/messages/count_tokens`.
+//! Tests of `/v1/messages` and `/v1/messages/count_tokens`.
 
 use super::server::{Server, Setup};
 use serde_json::{Value, json};
@@ -26,7 +26,7 @@ fn tools() -> Value {
     json!({"tools": [{"name": "get_weather", "input_schema": {"type": "object", "properties": properties}}]})
 }
 
-/// Reads the events of a stream and checks that their names equal their types.
+/// Reads the events of a stream. Checks that the name of each event equals its type.
 async fn stream(server: &Server, body: &Value) -> Vec<Value> {
     let text = server.post(PATH, &with(body.clone(), json!({"stream": true}))).await.text().await;
     let events = text.split_terminator("\n\n").filter(|event| !event.starts_with(':')).map(|event| {
@@ -38,7 +38,7 @@ async fn stream(server: &Server, body: &Value) -> Vec<Value> {
     events.collect()
 }
 
-/// Accumulates the events of a stream to a message, as Anthropic's SDKs do.
+/// Accumulates the events of a stream into a message, as Anthropic's SDKs do.
 fn accumulate(events: &[Value]) -> Value {
     assert_eq!(events[0]["type"], "message_start");
     let mut message = events[0]["message"].clone();
@@ -281,7 +281,7 @@ async fn stream_reports_progress_only_if_requested() {
     accumulate(&events);
 }
 
-/// Claude Code closes a stream after 300 s without an event and ignores comments and pings.
+/// Claude Code closes a stream after 300 s without an event. Claude Code does not count comments and pings as events.
 #[tokio::test]
 async fn slow_prompt_sends_empty_deltas() {
     let server = Setup { says: Some(THINKS), delay: Duration::from_millis(400), ..Setup::default() }.start().await;
@@ -302,7 +302,7 @@ async fn huge_number_keeps_its_digits() {
         "name": "get_weather", "parameters": tools()["tools"][0]["input_schema"]}}]});
     let message = server.ask("/v1/chat/completions", &chat).await["choices"][0]["message"].clone();
     assert_eq!(message["tool_calls"][0]["function"]["arguments"], "{\"days\":1e999}");
-    // The message can be sent back.
+    // A client can send the message back to the server.
     let mut next = chat.clone();
     next["messages"].as_array_mut().unwrap().push(message);
     assert_eq!(server.post("/v1/chat/completions", &next).await.status, 200);

@@ -1,4 +1,5 @@
-//! Several models on one machine, one in memory: which request waits, what clients see, and when a model is unloaded.
+//! Tests of several models on one machine, with one model in memory: which request waits, what clients see, and when a
+//! model is unloaded.
 
 use super::{
     connections::{head, write},
@@ -30,13 +31,13 @@ fn milliseconds(count: u64) -> Duration {
 /// Mock models that answer with their own id. `broken` cannot be loaded.
 #[derive(Default)]
 struct MockModels {
-    /// Loads and unloads, in order.
+    /// The loads and unloads so far, in order.
     log: Mutex<Vec<String>>,
-    /// Time that a load takes, except for `first`.
+    /// Time that the load of a model takes, except for `first`.
     load_time: Duration,
-    /// Time that an unload takes.
+    /// Time that the unload of a model takes.
     unload_time: Duration,
-    /// `first` cannot be loaded a second time.
+    /// If true, `first` cannot be loaded a second time.
     breaks: bool,
 }
 
@@ -50,7 +51,7 @@ impl MockModels {
     }
 }
 
-/// Loads the mocks. The closures that unload a model have references to them.
+/// Loads the mocks. The closures that unload a model hold references to the mocks.
 struct MockLoader(Arc<MockModels>);
 
 impl ModelLoader for MockLoader {
@@ -97,7 +98,7 @@ impl ModelLoader for MockLoader {
     }
 }
 
-/// A server with the mock models, `first` loaded.
+/// A server with the mock models. `first` is loaded.
 async fn server(mocks: MockModels, timeouts: HostTimeouts) -> (Arc<MockModels>, Server) {
     let mocks = Arc::new(mocks);
     let loader = Arc::new(MockLoader(mocks.clone()));
@@ -137,7 +138,7 @@ async fn request_gets_the_model_it_names() {
     {
         assert_eq!(answer_of(&server, requested).await, format!("I am {id}."), "{requested}");
     }
-    // A model is unloaded before the next one is loaded.
+    // A model is unloaded before the next model is loaded.
     let expected = ["load first", "unload first", "load org/second", "unload org/second", "load first"];
     assert_eq!(mocks.log(), expected);
     assert_eq!(server.post(CHAT, &ask("org/third")).await.status, 404);
@@ -158,13 +159,13 @@ async fn list_suits_three_clients() {
     };
     let list = server.get("/v1/models").await.json().await;
     assert_eq!((ids(&list), list.get("models")), (vec!["first".into(), "org/second".into(), "broken".into()], None));
-    // Claude Code shows ids that begin with its name.
+    // Claude Code shows only ids that begin with the name `claude`.
     let headers = [("anthropic-version", "2023-06-01")];
     let list = server.send("GET", "/v1/models?limit=1000", &headers, None).await.json().await;
     assert!(ids(&list).contains(&"claude-local/org/second".to_owned()), "{list}");
     assert_eq!(server.get("/v1/models/claude-local/org/second").await.json().await["id"], "claude-local/org/second");
     assert_eq!(answer_of(&server, "claude-local/org/second").await, "I am org/second.");
-    // Codex requires `models`.
+    // Codex requires the field `models`.
     let list = server.get("/v1/models?client_version=0.169.0").await.json().await;
     assert_eq!((list["models"].clone(), ids(&list).len()), (json!([]), 3));
     let list = server.get("/api/v0/models").await.json().await;
@@ -192,14 +193,15 @@ async fn waiting_stream_is_kept_alive() {
     let mut body = ask("second");
     body["stream"] = true.into();
     let start = Instant::now();
-    // Some clients only count events, not comments, so Messages and Responses send some events while they wait.
+    // Some clients count only events, not comments. Messages and Responses therefore send some events while the request
+    // waits.
     let messages = json!({"model": "second", "max_tokens": 20, "stream": true, "messages": body["messages"]});
     let messages = server.post("/v1/messages", &messages).await;
     let responses = server.post("/v1/responses", &json!({"model": "second", "input": "Who?", "stream": true})).await;
     let answer = server.post(CHAT, &body).await;
     assert_eq!(answer.status, 200);
     assert!(start.elapsed() < Duration::from_secs(2), "the head arrives before the model is loaded");
-    // `first` has been unloaded. A client that requests it and disconnects must not cause a load.
+    // `first` was unloaded. A client that requests `first` and disconnects must not cause a load.
     tokio::time::sleep(milliseconds(500)).await;
     let disconnected = tokio::time::timeout(milliseconds(100), server.post(CHAT, &ask("first"))).await;
     assert!(disconnected.is_err());
@@ -236,7 +238,7 @@ async fn deadline_includes_wait_for_model() {
     assert!(start.elapsed() >= milliseconds(400), "{:?}", start.elapsed());
 }
 
-/// Requests `n` answers of 150 KB from `first`, and reads none of them until `second` has answered, which must not take
+/// Requests `n` answers of 150 KB from `first`, but reads no answer until `second` has answered. `second` must not take
 /// long. Returns the rest of the stream up to `end`.
 async fn read_slowly(n: usize, max_wait: Duration, end: &str) -> String {
     let (mocks, server) = server(MockModels::default(), HostTimeouts { max_wait, ..timeouts() }).await;
@@ -328,8 +330,8 @@ async fn alternating_clients_do_not_reload_each_time() {
     let (one, other) = (client("first", 60), client("org/second", 60));
     one.await.unwrap();
     other.await.unwrap();
-    // A model is replaced when it was idle for `min_idle` or a request has waited for `max_wait`, so at most every 200
-    // ms. On a slow machine the test takes longer, so more replacements are allowed.
+    // A model is replaced when it was idle for `min_idle` or a request has waited for `max_wait`, so at most once per
+    // 200 ms. On a slow machine the test takes longer, so more replacements are allowed.
     let max_loads = 2 + 2 * start.elapsed().as_millis() / min_idle.as_millis();
     let loads = mocks.log().iter().filter(|event| event.starts_with("load")).count() as u128;
     assert!((2..=max_loads).contains(&loads), "{loads} loads for 120 requests, not {max_loads}: {:?}", mocks.log());
@@ -341,7 +343,7 @@ async fn request_is_served_after_patience() {
     let server = Arc::new(server);
     let busy = {
         let server = server.clone();
-        // The model is never idle for the time `min_idle`, after which a waiting request may replace it.
+        // `first` is never idle for the time `min_idle`, after which a waiting request may replace a model.
         tokio::spawn(async move {
             loop {
                 answer_of(&server, "first").await;
@@ -383,7 +385,7 @@ async fn unload_request_unloads_model() {
     assert_eq!(mocks.log(), ["load first", "unload first", "load first"]);
 }
 
-/// A model writes its prompt cache while it is unloaded. Clearing the cache waits for that.
+/// A model writes its prompt cache while it is unloaded. Clearing the cache must wait for this write.
 #[tokio::test(flavor = "multi_thread")]
 async fn cache_is_cleared_after_unload() {
     let (mocks, server) =

@@ -1,9 +1,9 @@
-//! Randomly mutated requests, templates and model answers. Nothing may panic, abort or take ten seconds. A client's
-//! mistake must not be answered with status 500. The arguments of a tool call must not depend on how the stream was
-//! split.
+//! Tests with randomly mutated requests, templates and model answers. No mutation may cause a panic, an abort or a
+//! delay of ten seconds. A client's mistake must not be answered with status 500. The arguments of a tool call must not
+//! depend on how the stream was split.
 //!
-//! A run takes a few seconds. `MOESTRO_MUTATE_SECONDS=60` runs each loop for a minute, `MOESTRO_MUTATE_SEED=N` repeats the seed
-//! that a failure printed.
+//! A run takes a few seconds. `MOESTRO_MUTATE_SECONDS=60` runs each loop for a minute. `MOESTRO_MUTATE_SEED=N` repeats
+//! the seed that a failure printed.
 
 use crate::{
     mutate::Dice,
@@ -32,7 +32,7 @@ fn seeds() -> (u64, Instant) {
     (seed, Instant::now() + Duration::from_secs(seconds))
 }
 
-/// Picks a value that often causes errors.
+/// Picks a random value from a list of values that often cause errors.
 fn odd_value(dice: &mut Dice) -> Value {
     let values = [
         json!(null),
@@ -58,7 +58,7 @@ fn odd_value(dice: &mut Dice) -> Value {
     dice.pick(&values).clone()
 }
 
-/// Mutates one place of a value: replaces, removes, duplicates or renames it.
+/// Mutates one place of a value: replaces, removes, duplicates or renames the value at that place.
 fn mutate_value(value: &mut Value, dice: &mut Dice) {
     let deeper = dice.below(4) > 0;
     match value {
@@ -86,7 +86,7 @@ fn mutate_value(value: &mut Value, dice: &mut Dice) {
     }
 }
 
-/// Pieces that are inserted into bodies and templates.
+/// Pieces to insert into bodies and templates.
 const PIECES: [&[u8]; 10] =
     [b"{", b"[", b"\"", b"\\u", b"\\ud800", b"\xff", b"e999", b"}}", b"null,", b"{% for x in y %}"];
 
@@ -230,7 +230,8 @@ fn mutated_templates_never_panic() {
     assert!(rendered > 0 && rendered < count);
 }
 
-/// Parses an answer that arrives in these pieces. Returns reasoning, content, and the name and arguments of each call.
+/// Parses an answer that arrives in `pieces`. Returns the reasoning, the content, and the name and arguments of each
+/// call.
 fn parse<'a>(tools: &[Value], pieces: impl IntoIterator<Item = &'a str>, cut: bool) -> Vec<[String; 2]> {
     let mut parser = Parser::new(true, tools);
     let mut deltas: Vec<Delta> = pieces.into_iter().flat_map(|piece| parser.push(piece)).collect();
@@ -299,7 +300,7 @@ fn mutated_answers_parse_independently_of_splits() {
                 }
             }
             for call in arguments.iter().filter(|call| !cut && !call.is_empty()) {
-                // A mutated name may contain anything except the end of its tag.
+                // After a mutation, the name may contain anything except the end of its tag.
                 let json = call.split_once('>').map(|(_, json)| json_numbers::quote_huge(json)).unwrap_or_default();
                 let object = serde_json::from_str::<Map<String, Value>>(&json);
                 assert!(object.is_ok(), "seed {seed}: {call:?} of {text:?}");

@@ -1,4 +1,4 @@
-//! Ollama's API, on its own port.
+//! Tests of Ollama's API, on its own port.
 
 use super::server::{Server, Setup};
 use moestro::http::ApiSet;
@@ -66,7 +66,7 @@ async fn tool_calls_are_whole_objects() {
     let calls: Vec<&Value> =
         lines.iter().filter_map(|line| line["message"]["tool_calls"].as_array()).flatten().collect();
     assert_eq!(calls, [&call("Oslo"), &call("Rome")]);
-    // The call and its result can be sent back.
+    // A client can send the call and its result back to the server.
     let mut next = question(json!({"stream": false, "tools": tools}));
     let messages = next["messages"].as_array_mut().unwrap();
     messages.push(answer["message"].clone());

@@ -1,4 +1,5 @@
-//! Web pages: requests of another origin, and of a host name that resolves to a loopback address (DNS rebinding).
+//! Tests of requests from web pages: from another origin, and with a host name that resolves to a loopback address (DNS
+//! rebinding).
 
 use super::server::{Server, Setup};
 use moestro::http::OriginPolicy;

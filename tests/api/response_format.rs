@@ -1,7 +1,7 @@
-//! Response formats, required tool calls and reasoning budgets.
+//! Tests of response formats, required tool calls and reasoning budgets.
 //!
-//! The mock model repeats a fixed answer. If the grammar forbids the next token of that answer, it continues with
-//! random allowed tokens.
+//! The mock model repeats a fixed answer. If the grammar forbids the next token of that answer, the mock model
+//! continues with random allowed tokens.
 
 use super::server::{Server, Setup};
 use serde_json::{Value, json};
@@ -242,7 +242,7 @@ async fn choices_use_consecutive_seeds() {
     }
     assert_eq!(tokens(chunks.last().unwrap(), "completion_tokens"), 2 * tokens(&one, "completion_tokens"));
 
-    // The request's choice number i is drawn with seed + i.
+    // Choice number i of a request is sampled with seed + i.
     let random = |more: Value| {
         let mut body = ask(json!({"temperature": 1.5, "guided_regex": "[a-z]{12}", "enable_thinking": false}));
         body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
@@ -284,7 +284,7 @@ async fn functions_request_gets_a_function_call() {
     assert_eq!(json!({"name": name, "arguments": arguments}), call);
     assert_eq!(chunks.last().unwrap()["choices"][0]["finish_reason"], "function_call");
 
-    // The answer can be sent back with the result of the function.
+    // A client can send the answer back to the server, with the result of the function.
     let mut next = body.clone();
     let messages = next["messages"].as_array_mut().unwrap();
     messages.push(choice["message"].clone());

@@ -1,4 +1,4 @@
-//! `/v1/responses`.
+//! Tests of `/v1/responses`.
 
 use super::server::{Server, Setup};
 use moestro::http::ServerState;
@@ -27,7 +27,8 @@ fn tools() -> Value {
     json!({"tools": [{"type": "function", "name": "get_weather", "parameters": parameters}]})
 }
 
-/// Reads the events of a stream. Checks that their names equal their types and that their numbers start at 0.
+/// Reads the events of a stream. Checks that the name of each event equals its type, and that the events' numbers start
+/// at 0.
 async fn stream(server: &Server, body: &Value) -> Vec<Value> {
     let text = server.post(PATH, &with(body.clone(), json!({"stream": true}))).await.text().await;
     let events = text.split_terminator("\n\n").filter(|event| !event.starts_with(':'));
@@ -47,7 +48,7 @@ fn kinds(events: &[Value]) -> Vec<&str> {
     kinds
 }
 
-/// Removes ids, times and usage, which differ from run to run.
+/// Removes ids, times and usage, which differ between runs.
 fn stable(mut response: Value) -> Value {
     for name in ["id", "created_at", "completed_at", "usage"] {
         response[name] = Value::Null;
@@ -165,7 +166,7 @@ async fn encrypted_reasoning_can_be_sent_back() {
     let item = events.last().unwrap()["response"]["output"][0].clone();
     assert_eq!(item["summary"], json!([{"type": "summary_text", "text": "12 + 7 is 19."}]));
 
-    // A client that keeps only the encrypted content sends the reasoning back with it.
+    // A client that keeps only the encrypted content sends the reasoning back in this form.
     let reasoning =
         json!({"type": "reasoning", "id": item["id"], "summary": [], "encrypted_content": item["encrypted_content"]});
     let call = json!({"type": "function_call", "call_id": "1", "name": "get_weather", "arguments": "{}"});
@@ -190,14 +191,14 @@ async fn response_continues_a_stored_response() {
     let second = server.ask(PATH, &next).await;
     assert_eq!(second["previous_response_id"], first["id"]);
 
-    // The prompt is the same as if all items were sent again.
+    // The prompt must be the same as if all items were sent again.
     let mut items = vec![json!({"role": "user", "content": "What is 12+7?"})];
     items.extend(first["output"].as_array().unwrap().clone());
     items.push(output.clone());
     let again = server.ask(PATH, &with(tools(), json!({"input": items, "store": false}))).await;
     assert_eq!(again["usage"]["input_tokens"], second["usage"]["input_tokens"]);
 
-    // The prompt is the same as that of this conversation in chat completions.
+    // The prompt must be the same as the prompt of this conversation in chat completions.
     let arguments = call["arguments"].as_str().unwrap();
     let function = json!({"name": "get_weather", "parameters": tools()["tools"][0]["parameters"]});
     let calls = json!([{"id": "1", "type": "function", "function": {"name": "get_weather", "arguments": arguments}}]);
@@ -299,7 +300,7 @@ async fn stream_reports_progress_only_if_requested() {
     assert!(reports.len() > 2 && reports.last().unwrap()["processed"] == reports[0]["total"], "{reports:?}");
 }
 
-/// Codex closes a stream after 300 s without an event and ignores comments.
+/// Codex closes a stream after 300 s without an event. Codex does not count comments as events.
 #[tokio::test]
 async fn slow_prompt_repeats_in_progress() {
     let server = Setup { says: Some(THINKS), delay: Duration::from_millis(400), ..Setup::default() }.start().await;
@@ -325,7 +326,8 @@ async fn codex_catalogue_fields_are_accepted() {
 
 #[tokio::test]
 async fn echoed_request_fields_count_as_memory() {
-    // The body alone fits into the memory of requests. With its translation and its copy in the answer it does not.
+    // The body alone fits into the memory of requests. Together with its translation and its copy in the answer, it
+    // does not.
     let configure = |state: &mut ServerState| state.memory.set_plan(12 << 20);
     let server = Setup { says: Some(THINKS), configure, ..Setup::default() }.start().await;
     let body = |bytes: usize| with(question(), json!({"user": "x".repeat(bytes)}));
@@ -350,7 +352,7 @@ async fn compaction_keeps_user_messages_and_summary() {
     assert_eq!((&summary["type"], kept.len()), (&json!("compaction"), 2));
     assert!(summary["encrypted_content"].as_str().unwrap().contains("They added 12 and 7."), "{summary}");
     assert!(compacted["usage"]["output_tokens"].as_u64() > Some(0));
-    // The items continue the conversation.
+    // A client can continue the conversation with the items.
     let mut next = output.clone();
     next.push(json!({"role": "user", "content": "Go on."}));
     assert_eq!(server.ask(PATH, &json!({"input": next})).await["status"], "completed");

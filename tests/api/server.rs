@@ -1,6 +1,6 @@
-//! Test server: a mock model with the demo model's tokenizer and template, on its own port.
+//! A test server: a mock model with the demo model's tokenizer and template, on its own port.
 
-// Two test binaries share this file, and neither uses all of it.
+// Two test binaries share this file, and each uses only a part of it.
 #![allow(dead_code)]
 
 #[path = "../support/mock_model.rs"]
@@ -29,7 +29,7 @@ pub const VOCAB: usize = 2048;
 
 /// Options of a test server.
 pub struct Setup {
-    /// The model's answer to every prompt; `None` repeats the prompt.
+    /// The model's answer to every prompt. If `None`, the model repeats the prompt.
     pub says: Option<&'static str>,
     pub delay: Duration,
     pub speculate: DraftPolicy,
@@ -40,12 +40,12 @@ pub struct Setup {
     pub cors: Option<&'static str>,
     pub thinking: Option<bool>,
     pub limits: RequestLimits,
-    /// The model fails at the last token of this text.
+    /// If set, the model fails at the last token of this text.
     pub fails_on: Option<&'static str>,
     pub grace: Duration,
-    /// Directory of the prompt cache; `None` disables the cache.
+    /// Directory of the prompt cache. `None` disables the disk cache.
     pub prompt_cache_dir: Option<PathBuf>,
-    /// Start without a model.
+    /// If true, the server starts without a model.
     pub loading: bool,
     /// The APIs that the port serves.
     pub api: ApiSet,
@@ -97,12 +97,12 @@ impl Server {
         Setup { says: Some(says), ..Setup::default() }.start().await
     }
 
-    /// Tokens that the model has evaluated so far.
+    /// Number of tokens that the model has evaluated so far.
     pub fn evaluated(&self) -> usize {
         self.mock.evaluated.load(Ordering::Relaxed)
     }
 
-    /// Waits until no request runs or waits.
+    /// Waits until no request is running or waiting.
     pub async fn idle(&self) {
         for _ in 0..500 {
             if self.engine.load() == (0, 0) {
@@ -113,7 +113,7 @@ impl Server {
         panic!("the engine is still busy: {:?}", self.engine.load());
     }
 
-    /// Waits until `running` requests run and `queued` wait.
+    /// Waits until exactly `running` requests are running and `queued` requests are waiting.
     pub async fn load(&self, running: usize, queued: usize) {
         for _ in 0..500 {
             if self.engine.load() == (running, queued) {

@@ -1,4 +1,4 @@
-//! The order of waiting requests of several users.
+//! Tests of the order in which waiting requests of several users run.
 
 use super::server::{Server, Setup};
 use serde_json::{Value, json};

@@ -1,4 +1,5 @@
-//! The checkpoints in `tests/fixtures`. Each is one file that expands into a directory, in MLX's or Hugging Face's layout.
+//! The checkpoints in `tests/fixtures`. Each checkpoint is one file that expands into a directory, in MLX's or Hugging
+//! Face's layout.
 
 use super::tensors;
 use std::{collections::HashMap, path::Path};
@@ -30,7 +31,8 @@ pub struct Case {
     pub greedy_ids: Vec<u32>,
 }
 
-/// The questions, and logits for some of them by index: `0.prompt_logits`, `0.decode_logits`.
+/// The questions, and the logits of some questions. The keys contain the question's index: `0.prompt_logits`,
+/// `0.decode_logits`.
 pub fn demo() -> (Vec<Case>, HashMap<String, Vec<f32>>) {
     let cases = std::fs::read(format!("{FIXTURES}/demo/greedy.json")).unwrap();
     (serde_json::from_slice(&cases).unwrap(), tensors(Path::new(&format!("{FIXTURES}/demo/logits.safetensors"))))
@@ -65,7 +67,7 @@ impl Folded {
         Self { config: json.to_string(), file: safetensors::serialize(views, None).unwrap() }
     }
 
-    /// Expands it into a directory in MLX's layout.
+    /// Expands the checkpoint into a directory in MLX's layout.
     pub fn unfold(&self) -> tempfile::TempDir {
         let dir = tempfile::tempdir().unwrap();
         std::fs::write(dir.path().join("config.json"), &self.config).unwrap();
@@ -73,13 +75,13 @@ impl Folded {
         dir
     }
 
-    /// The same weights in a Hugging Face layout: zero-centred norms, `[C, 1, K]` convolutions, other names, and two
-    /// shards with an index. `fused`: all experts of a layer are one tensor.
+    /// Expands the same weights into a directory in a Hugging Face layout: zero-centred norms, `[C, 1, K]`
+    /// convolutions, other names, and two shards with an index. If `fused`, all experts of a layer are one tensor.
     pub fn unfold_as_hugging_face(&self, fused: bool) -> tempfile::TempDir {
         let dir = tempfile::tempdir().unwrap();
         std::fs::write(dir.path().join("config.json"), &self.config).unwrap();
         let tensors = hugging_face(&self.file, fused);
-        // Two shards and an index.
+        // Write two shards and an index.
         let mut map = serde_json::Map::new();
         let names: Vec<&String> = tensors.keys().collect();
         for (shard, names) in names.chunks(names.len().div_ceil(2)).enumerate() {
@@ -116,7 +118,7 @@ fn hugging_face(file: &[u8], fused: bool) -> HashMap<String, Owned> {
             shape = vec![shape[0], 1, shape[1]];
         }
         if name.contains("norm") && !name.contains("linear_attn.norm") {
-            // The file has `1 + w` in bf16. `w` is written in f32, which loses no bits.
+            // The file stores `1 + w` in bf16. Writing `w` in f32 loses no bits.
             let values = data.as_chunks::<2>().0.iter().map(|pair| half::bf16::from_le_bytes(*pair).to_f32() - 1.0);
             data = values.flat_map(f32::to_le_bytes).collect();
             dtype = safetensors::Dtype::F32;

@@ -22,13 +22,14 @@ impl Dice {
         ((self.0 >> 33) as usize) % sides
     }
 
-    /// Token ids of the demo.
+    /// Random token ids of the demo.
     pub fn tokens(&mut self, count: usize) -> Vec<u32> {
         (0..count).map(|_| 100 + self.roll(1500) as u32).collect()
     }
 }
 
-/// Dimensions of a model with all kinds of tensors of `real` and 300 tokens, a sixteenth as wide as the 35B.
+/// Dimensions of a model with all kinds of tensors of `real`. The model has a vocabulary of 300 tokens and is a
+/// sixteenth as wide as the 35B.
 pub fn narrow(real: Dimensions) -> Dimensions {
     Dimensions {
         hidden: 128,
@@ -112,7 +113,7 @@ pub fn forward_with_snapshots(
     (logits, hooks.snapshots)
 }
 
-/// Decodes greedily from the row `last`. Returns the ids and the row after each.
+/// Decodes greedily from the row `last`. Returns the ids, and the row of logits after each id.
 pub fn decode(model: &mut Qwen, state: &mut QwenState, last: &[f32], count: usize) -> (Vec<u32>, Vec<f32>) {
     let (mut ids, mut rows, mut row) = (Vec::new(), Vec::new(), last.to_vec());
     for _ in 0..count {
@@ -123,7 +124,7 @@ pub fn decode(model: &mut Qwen, state: &mut QwenState, last: &[f32], count: usiz
     (ids, rows)
 }
 
-/// The tokens of an answer, and its end.
+/// The tokens of an answer, and its finish reason with timings, or its error.
 pub fn ask(handle: &Handle, request: Request) -> (Vec<u32>, Result<(Finish, Timings), String>) {
     let (generated, end) = collect(handle.submit(request).unwrap());
     (generated, end.map_err(|error| error.to_string()))
@@ -134,12 +135,12 @@ pub fn argmax(row: &[f32]) -> u32 {
     best.unwrap().0 as u32
 }
 
-/// Largest allowed difference between the logits of the forward pass and those of mlx-lm or of the reference.
+/// Largest allowed difference between the logits of the forward pass and the logits of mlx-lm or of the reference.
 pub fn bound(math: CpuArithmetic) -> f32 {
     if math == CpuArithmetic::F32 { 2e-4 } else { 1e-3 }
 }
 
-/// The largest absolute difference.
+/// The largest absolute difference between two values at the same position.
 pub fn distance(a: &[f32], b: &[f32]) -> f32 {
     assert_eq!(a.len(), b.len());
     let worst = a
@@ -151,7 +152,7 @@ pub fn distance(a: &[f32], b: &[f32]) -> f32 {
     worst
 }
 
-/// The largest value minus the second largest.
+/// The difference between the largest value and the second largest value.
 pub fn margin(row: &[f32]) -> f32 {
     let mut row = row.to_vec();
     row.sort_by(|a, b| b.total_cmp(a));

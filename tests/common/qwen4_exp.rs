@@ -1,4 +1,4 @@
-//! The tiny qwen4_exp checkpoint, and transformers' results for two prompts.
+//! The tiny qwen4_exp checkpoint, and the results of transformers for two prompts.
 
 use super::{distance, fixtures::FIXTURES, tensors};
 use std::{
@@ -6,8 +6,9 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Largest allowed difference of an intermediate result, and of a logit.
+/// Largest allowed difference of an intermediate result.
 pub const STAGE: f32 = 2e-5;
+/// Largest allowed difference of a logit.
 pub const LOGIT: f32 = 2e-4;
 
 /// A prompt, and the results of transformers for it.
@@ -35,12 +36,12 @@ pub fn cases() -> Vec<Case> {
 }
 
 impl Case {
-    /// The prompt and all but the last token of the answer: every row that transformers computed.
+    /// The prompt and the answer without its last token. These are the tokens whose rows transformers computed.
     pub fn ids(&self) -> Vec<u32> {
         [&self.prompt[..], &self.greedy[..self.greedy.len() - 1]].concat()
     }
 
-    /// The logits of those rows.
+    /// The logits that transformers computed for the rows of [`Case::ids`].
     pub fn logits(&self) -> Vec<f32> {
         let vocab = self.stored["decode_logits"].len() / self.greedy.len();
         [&self.stored["prompt_logits"][..], &self.stored["decode_logits"][vocab..]].concat()

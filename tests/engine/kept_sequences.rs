@@ -27,7 +27,7 @@ fn failing_prompt_evicts_nothing_beyond_its_end() {
     let evaluate = |ids: &[u32]| collect(handle.submit(request(ids, 0)).unwrap()).1;
     let kept: Vec<u32> = (30..38).collect();
     assert_eq!(evaluate(&kept).unwrap().1.cached_tokens, 0);
-    // The prompt fails in its second chunk. Its snapshot would be in the third.
+    // The prompt fails in its second chunk. The snapshot of the prompt would be taken in the third chunk.
     let mut fails: Vec<u32> = (41..61).collect();
     fails[10] = 40;
     assert!(evaluate(&fails).is_err());
@@ -45,12 +45,12 @@ fn failed_snapshot_drops_its_sequence() {
         assert!(Instant::now() < deadline, "the engine did not call recover");
         std::thread::sleep(MS);
     }
-    // The device may be in an undefined state, so the sequence is dropped. The two mocks hold the two references.
+    // The device may be in an undefined state, so the sequence is dropped. The two references belong to the two mocks.
     assert_eq!(Arc::strong_count(&mock.states), 2);
     assert_eq!(answer(&handle, &[7]), [7]);
 }
 
-/// Evaluates a prompt. Returns the number of its tokens that were cached.
+/// Evaluates a prompt. Returns the number of prompt tokens that were cached.
 fn cached(handle: &Handle, ids: &[u32], salt: Option<&str>) -> usize {
     let request = Request { cache_salt: salt.map(CacheSalt::new), ..request(ids, 100) };
     collect(handle.submit(request).unwrap()).1.unwrap().1.cached_tokens
@@ -76,7 +76,8 @@ fn requests_with_other_salts_share_no_state() {
 
 #[test]
 fn short_salted_prompts_are_not_confused() {
-    // The keys of fewer than eight tokens contain only a part of the salt's hash, so the cache has no snapshot of them.
+    // The keys of fewer than eight tokens contain only a part of the salt's hash, so the cache has no snapshot of such
+    // prompts.
     let (handle, ..) = engine(&MockModel::default(), Options { prompt_cache: 1 << 20, ..options() });
     for salt in [Some("a"), Some("b"), None] {
         assert_eq!(cached(&handle, &[30, 31, 32], salt), 0, "{salt:?}");

@@ -1,4 +1,4 @@
-//! Tests of several requests at the same time: their order, and failures that end only one of them.
+//! Tests of several requests at the same time: their order, and failures that end only one of the requests.
 
 use super::{
     mock_model::MockModel,
@@ -17,7 +17,7 @@ fn parallel(count: usize) -> Options {
     Options { parallel: count, max_queue: 64, ..options() }
 }
 
-/// A model with a millisecond per token, whose answers take longer than any test.
+/// A model that takes a millisecond per token and whose answers take longer than any test.
 fn slow_model(batch: usize) -> MockModel {
     MockModel { delay: MS, context: 100_000, batch, answer: Some(vec![5; 90_000]), ..MockModel::default() }
 }
@@ -211,7 +211,7 @@ fn panic_ends_the_requests_of_its_pass() {
 #[test]
 fn verified_draft_needs_no_row() {
     // The prompt repeats itself, so that drafts succeed while the request decodes alone. Other requests then join while
-    // verified tokens are still pending. They may join too late, so the test repeats this.
+    // verified tokens are still pending. The other requests may join too late, so the test repeats this.
     let ids = [10, 11, 12, 13, 14, 15].repeat(20);
     let mock = MockModel { delay: MS, batch: 4, context: 1024, ..MockModel::default() };
     let alone = collect(engine(&mock, options()).0.submit(request(&ids, 500)).unwrap()).0;

@@ -46,7 +46,7 @@ pub fn wait_until_idle(handle: &Handle) {
     }
 }
 
-/// A model with a millisecond per token, whose answers take longer than any test.
+/// A model that takes a millisecond per token and whose answers take longer than any test.
 fn slow_model() -> MockModel {
     MockModel { delay: MS, context: 100_000, answer: Some(vec![5; 90_000]), ..MockModel::default() }
 }
@@ -142,8 +142,8 @@ fn disconnect_ends_decode_within_a_token() {
     drop(events);
     let before = mock.evaluated.load(Ordering::Relaxed);
     wait_until_idle(&handle);
-    // When the client disconnects, one token may be in evaluation. The cancellation check of the next token may also have
-    // run already.
+    // When the client disconnects, the engine may be evaluating a token, and the cancellation check of the next token
+    // may already have run.
     assert!(mock.evaluated.load(Ordering::Relaxed) <= before + 2);
     assert_eq!(metrics.requests_running.get(), 0);
 }
@@ -177,7 +177,7 @@ fn abandoned_chunk_is_kept_without_others() {
     let (handle, ..) = engine(&mock, options());
     let mut events = handle.submit(request(&[9; 100], 1)).unwrap();
     assert!(matches!(events.blocking_recv(), Some(Event::Started { .. })));
-    // Waits until the chunk is running, since a request without a running chunk would be cancelled.
+    // Wait until the chunk is running, since a request without a running chunk would be cancelled.
     while mock.evaluated.load(Ordering::Relaxed) == 0 {
         std::thread::sleep(Duration::from_millis(1));
     }
@@ -224,7 +224,8 @@ fn drain_finishes_accepted_requests() {
     }
     worker.join().unwrap();
     assert_eq!(Arc::strong_count(&mock.states), 1, "the model and all states are freed");
-    // The error is `Draining`: a router then sends the request to another server. `Stopped` would look like a failure.
+    // The error is `Draining`, so that a router sends the request to another server. `Stopped` would look like a
+    // failure.
     assert!(matches!(handle.submit(request(&[9], 1)), Err(EngineError::Draining)));
 }
 

@@ -1,7 +1,7 @@
-//! Reads `src` as text: code without comments, strings and test items, module paths, imports and type declarations.
+//! Reads `src` as text: module paths, imports, type declarations, and code without comments, strings and test items.
 //!
-//! The reader understands the output of rustfmt, not every form that Rust allows. If it misreads a file, it finds
-//! imports that are not there, so the tests fail rather than miss something.
+//! The reader understands the output of rustfmt, but not every form that Rust allows. If the reader misreads a file, it
+//! finds imports that do not exist. The tests then fail, so that no real import is missed.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
@@ -9,7 +9,7 @@ use std::{
     path::Path,
 };
 
-/// One file below `src`.
+/// A file below `src`.
 pub struct SourceFile {
     /// Path below `src`, for example `ops/attention/cpu.rs`.
     pub path: String,
@@ -22,16 +22,16 @@ pub struct SourceFile {
 
 /// A name that a file imports or uses by path.
 struct Import {
-    /// Absolute module path of the name, the name last.
+    /// Absolute module path of the name. The name is the last part.
     target: Vec<String>,
-    /// Name under which it is known in the file. `*` for a glob.
+    /// Name by which the file refers to the import. `*` for a glob.
     alias: String,
     is_public: bool,
-    /// A `use` declaration, not a path in an expression.
+    /// True for a `use` declaration, false for a path in an expression.
     is_declaration: bool,
 }
 
-/// Every file below `dir` with one of the endings, with its text.
+/// Path and text of every file below `dir` whose name has one of the endings.
 pub fn files(dir: &str, endings: &[&str]) -> Vec<(String, String)> {
     fn walk(dir: &Path, endings: &[&str], found: &mut Vec<(String, String)>) {
         for entry in fs::read_dir(dir).unwrap() {
@@ -49,14 +49,14 @@ pub fn files(dir: &str, endings: &[&str]) -> Vec<(String, String)> {
     found
 }
 
-/// All files of `src`. Files that only `#[cfg(test)]` modules declare are left out.
+/// All files of `src`, except files that only `#[cfg(test)]` modules declare.
 pub fn production_files() -> Vec<SourceFile> {
     let prefix = Path::new(env!("CARGO_MANIFEST_DIR")).join("src").to_str().unwrap().replace('\\', "/") + "/";
     let all = files("src", &["rs"]).into_iter().map(|(path, text)| SourceFile::new(&path[prefix.len()..], text));
     without_test_modules(all.collect())
 }
 
-/// Removes files that belong to `#[cfg(test)] mod name;`.
+/// Removes the files that belong to declarations `#[cfg(test)] mod name;`.
 pub fn without_test_modules(files: Vec<SourceFile>) -> Vec<SourceFile> {
     let mut test_modules = Vec::new();
     for file in &files {
@@ -83,12 +83,12 @@ impl SourceFile {
         SourceFile { path: path.to_owned(), module, text, code }
     }
 
-    /// First part of the module path: `http` for `http/openai/chat.rs`.
+    /// First part of the module path, for example `http` for `http/openai/chat.rs`.
     pub fn room(&self) -> &str {
         self.module.first().map_or("lib", String::as_str)
     }
 
-    /// Types that the file declares outside of tests. Associated types are left out.
+    /// Types that the file declares outside of tests, except associated types.
     pub fn declared_types(&self) -> Vec<String> {
         let words = |line: &str| line.split_whitespace().map(str::to_owned).collect::<Vec<_>>();
         let mut found = Vec::new();
@@ -110,7 +110,7 @@ impl SourceFile {
         found
     }
 
-    /// Types of inherent `impl` blocks: `Chunk` for `impl<'a> Chunk<'a> {`.
+    /// Types of inherent `impl` blocks, for example `Chunk` for `impl<'a> Chunk<'a> {`.
     pub fn implemented_types(&self) -> Vec<String> {
         let mut found = Vec::new();
         for line in self.code.lines() {
@@ -125,7 +125,7 @@ impl SourceFile {
         found
     }
 
-    /// Names that the file uses from elsewhere, as absolute paths.
+    /// Names from other modules that the file uses, as absolute paths.
     fn imports(&self, modules: &BTreeSet<Vec<String>>) -> Vec<Import> {
         let mut imports = Vec::new();
         let mut rest = String::new();
@@ -162,7 +162,7 @@ impl SourceFile {
         imports
     }
 
-    /// Resolves `crate`, `self`, `super` and child modules. `None` for paths into other crates.
+    /// Resolves `crate`, `self`, `super` and child modules in a path. `None` for a path into another crate.
     fn absolute(&self, path: &[String], modules: &BTreeSet<Vec<String>>) -> Option<Vec<String>> {
         let supers = path.iter().take_while(|part| *part == "super").count();
         match path.first()?.as_str() {
@@ -177,8 +177,8 @@ impl SourceFile {
     }
 }
 
-/// For each file, the files it imports from. Names are followed through re-exports to the file that declares them. `mod
-/// x;`, re-exports and tests do not count as imports.
+/// For each file, the files it imports from. A name is followed through re-exports to the file that declares the name.
+/// `mod x;`, re-exports and tests do not count as imports.
 pub fn file_imports(files: &[SourceFile]) -> BTreeMap<String, BTreeSet<String>> {
     let modules: BTreeSet<Vec<String>> = files.iter().map(|file| file.module.clone()).collect();
     let by_module: HashMap<&[String], &SourceFile> = files.iter().map(|file| (file.module.as_slice(), file)).collect();
@@ -241,7 +241,7 @@ fn declaring_module(
     Some(module.to_vec())
 }
 
-/// Whether `code` declares an item called `name`.
+/// True if `code` declares an item called `name`.
 fn declares(code: &str, name: &str) -> bool {
     const KEYWORDS: &[&str] = &["struct", "enum", "trait", "type", "fn", "const", "static", "union", "macro_rules!"];
     code.match_indices(name).any(|(at, _)| {
@@ -285,7 +285,7 @@ fn find_use(code: &str) -> Option<usize> {
     })
 }
 
-/// Expands `a::{b, c::*, d as e}` into paths with the names they are known by.
+/// Expands `a::{b, c::*, d as e}` into paths. Each path comes with the name by which the file refers to it.
 fn expand_use_tree(tree: &str, prefix: &[String], found: &mut Vec<(Vec<String>, String)>) {
     let tree = tree.trim();
     if let Some(open) = tree.find('{') {
@@ -332,7 +332,7 @@ fn skip_generics(text: &str) -> &str {
     ""
 }
 
-/// Items behind `#[cfg(test)]` or `#[cfg(all(test, ...))]`: the item, and the attribute before it.
+/// Items after `#[cfg(test)]` or `#[cfg(all(test, ...))]`. Each entry has the item and the attribute before it.
 fn test_items(code: &str) -> Vec<(String, String)> {
     let mut found = Vec::new();
     let mut from = 0;
@@ -362,7 +362,7 @@ fn test_items(code: &str) -> Vec<(String, String)> {
     found
 }
 
-/// Replaces comments by nothing and the contents of strings and characters by nothing.
+/// Removes comments, and the contents of strings and characters.
 pub fn without_comments(text: &str) -> String {
     let bytes: Vec<char> = text.chars().collect();
     let mut out = String::with_capacity(text.len());

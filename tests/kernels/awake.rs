@@ -1,4 +1,4 @@
-//! While experts are read, an idle GPU executes small launches, so that its clock stays high.
+//! Tests that an idle GPU executes small launches while experts are read, so that its clock stays high.
 
 use crate::{double::Double, host::Host};
 use moestro::{

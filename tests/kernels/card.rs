@@ -1,5 +1,5 @@
-//! The demo on this machine's GPU, compared with the CPU: resident and streaming, with prompts cut in different
-//! ways. `tests/gpu.sh` runs these tests. On a machine without a GPU they print that and pass.
+//! Compares the demo on this machine's GPU with the CPU: resident and streaming, with prompts cut in different ways.
+//! `tests/gpu.sh` runs these tests. On a machine without a GPU, the tests print a message and pass.
 
 use crate::forward::{DEMO, answer, cases, common, options};
 use common::{load_with, margin};
@@ -10,7 +10,7 @@ use moestro::{
 };
 use std::path::Path;
 
-/// Lead of the most likely token below which the two devices may choose different tokens.
+/// If the lead of the most likely token is smaller than this, the two devices may choose different tokens.
 const MIN_LEAD: f32 = 0.05;
 
 fn gpu() -> Option<Box<dyn Gpu>> {
@@ -33,7 +33,7 @@ fn streaming(slots: Option<usize>) -> LoadOptions {
     options
 }
 
-/// The largest difference of log-probabilities.
+/// The largest difference between log-probabilities.
 pub fn max_log_prob_difference(found: &[f32], expected: &[f32]) -> f32 {
     let logarithms = |row: &[f32]| {
         let max = f64::from(row.iter().copied().fold(f32::MIN, f32::max));
@@ -43,8 +43,8 @@ pub fn max_log_prob_difference(found: &[f32], expected: &[f32]) -> f32 {
     common::distance(&logarithms(found), &logarithms(expected))
 }
 
-/// Asserts that the tokens equal the CPU's up to the first one with a small lead, and that their log-probabilities
-/// differ by at most `tolerance`.
+/// Asserts that the tokens equal the CPU's tokens up to the first token with a small lead, and that their
+/// log-probabilities differ by at most `tolerance`.
 pub fn assert_agrees(
     what: &str,
     found: &(Vec<u32>, Vec<Vec<f32>>),
@@ -69,7 +69,8 @@ fn gpu_gives_the_cpu_answers() {
         for case in cases() {
             let count = case.greedy_ids.len();
             let expected = answer(&mut cpu, &case.prompt_ids, &[], count);
-            // First token by token, as in decoding. Then as a prompt, on matrix units.
+            // First evaluate the prompt token by token, as in decoding. Then evaluate the whole prompt, on matrix
+            // units.
             for (chunks, close) in [(vec![1; case.prompt_ids.len()], 1e-3), (vec![], 2e-2)] {
                 let found = answer(&mut gpu, &case.prompt_ids, &chunks, count);
                 assert_agrees(&format!("{what}: {}", case.question), &found, &expected, close);
@@ -126,7 +127,7 @@ fn gpu_quantised_cache_matches_the_cpu() {
         let options = || LoadOptions { kv_bits, ..options(false) };
         let (mut cpu, mut gpu) = (load_with(Path::new(DEMO), options()), planned(options(), gpu));
         let (expected, found) = (answer(&mut cpu, ids, &[], 2), answer(&mut gpu, ids, &[130], 2));
-        // The devices may round a key or value between two integers differently.
+        // If a key or value is between two integers, the devices may round it differently.
         assert_agrees(&format!("{kv_bits:?}"), &found, &expected, 5e-2);
     }
 }

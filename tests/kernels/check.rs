@@ -3,7 +3,7 @@
 use crate::{host::Host, mutate::split_mix64};
 use moestro::ops::{Float, Weight, WeightFormat};
 
-/// Random inputs; the field is the seed.
+/// A generator of random inputs. The field is the seed.
 pub struct Random(pub u64);
 
 impl Random {
@@ -11,7 +11,7 @@ impl Random {
         split_mix64::next(&mut self.0)
     }
 
-    /// Approximately normal: mean 0, standard deviation 1.
+    /// A random number with approximately normal distribution, mean 0 and standard deviation 1.
     pub fn normal(&mut self) -> f32 {
         let sum: f64 = (0..4).map(|_| (self.bits() >> 11) as f64 / (1u64 << 53) as f64 - 0.5).sum();
         (sum * 3f64.sqrt()) as f32
@@ -61,7 +61,7 @@ impl Random {
     }
 }
 
-/// A matrix in the program's memory, and its values.
+/// A matrix in the memory of the kernel program, and the values of the matrix.
 pub struct Sample {
     pub matrix: Weight,
     pub values: Vec<f64>,
@@ -126,7 +126,7 @@ pub fn silu(x: f64) -> f64 {
     x / (1.0 + (-x).exp())
 }
 
-/// The largest difference divided by the largest value. NaN if any difference is NaN.
+/// The largest difference, divided by the largest value. NaN if any difference is NaN.
 pub fn difference(found: &[f32], expected: &[f64]) -> f64 {
     assert_eq!(found.len(), expected.len());
     let largest = expected.iter().fold(0f64, |m, v| m.max(v.abs()));
@@ -143,7 +143,7 @@ pub fn difference(found: &[f32], expected: &[f64]) -> f64 {
     worst
 }
 
-/// Asserts the f32 tolerance of every kernel: 1e-5 of the largest value.
+/// Asserts that the difference is within the f32 tolerance of every kernel: 1e-5 of the largest value.
 #[track_caller]
 pub fn close(what: &str, found: &[f32], expected: &[f64]) {
     let d = difference(found, expected);

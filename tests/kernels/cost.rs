@@ -126,7 +126,7 @@ impl Timeline for Counting {
 
     fn wait_for(&mut self, mark: SyncPoint) -> Result<(), DeviceError> {
         let count = &mut *self.1.lock().unwrap();
-        // Waiting again for a completed point costs nothing.
+        // A wait for a point that is already completed costs no time.
         count.waits += usize::from(mark > count.passed);
         count.passed = count.passed.max(mark);
         count.hand_over();
@@ -164,7 +164,7 @@ fn decode_launches_and_waits_are_bounded() {
         let model = crate::forward::common::load_with(Path::new(DEMO), options).move_to(gpu);
         let mut model = model.unwrap_or_else(|refused| panic!("{}", refused.error));
         let layers = model.config().layers;
-        // In the second pass, every expert of the token has a slot.
+        // In the second pass, every expert that the token uses has a slot.
         for _ in 0..2 {
             let mut state = model.start().unwrap();
             std::mem::take(&mut *counted.lock().unwrap());

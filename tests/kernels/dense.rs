@@ -1,4 +1,4 @@
-//! Runs a model without experts on the kernels. The answers must equal those of the CPU, with and without drafts.
+//! Runs a model without experts on the kernels. The answers must equal the answers on the CPU, with and without drafts.
 
 use crate::{
     forward::{DEMO, answer, cases, common, options},
@@ -38,7 +38,7 @@ fn dense_model_answers_ignore_drafts() {
     let drawn = Sampling { temperature: 1.3, seed: Some(5), ..Sampling::default() };
     let penal = Sampling { frequency_penalty: 0.6, logit_bias: vec![(263, -5.0)], ..drawn };
     let mut cpu = common::load_with(Path::new(SMALL), options(false));
-    // A repeated text, so that prompt lookup finds drafts.
+    // The text is repeated, so that prompt lookup finds drafts.
     let twice = [&story[..], &answer(&mut cpu, story, &[], 20).0, story].concat();
     let asked = [(twice, Sampling::greedy()), (story.clone(), penal)];
     let plain = answers(on_kernels(), Box::new(LookupDraft), DraftPolicy::Off, &asked);

@@ -1,4 +1,4 @@
-//! The comparisons of `moestro doctor` and the choice of `--device`, over the kernels compiled for the host.
+//! Tests the comparisons of `moestro doctor` and the choice of `--device`, with kernels compiled for the host.
 
 use crate::{gpu::HostGpu, host::Host};
 use moestro::{
@@ -9,7 +9,7 @@ use moestro::{
 };
 use std::{collections::BTreeSet, ops::Range, sync::Arc};
 
-/// Implements the memory methods by calls of the wrapped device.
+/// Implements the memory methods by calling the methods of the wrapped device.
 macro_rules! memory_of {
     ($below:tt) => {
         fn working_set(&self) -> Option<u64> {
@@ -80,7 +80,7 @@ macro_rules! timeline_of {
     };
 }
 
-/// A device with a fault: the results of one kernel are wrong, or the kernel is refused.
+/// A device with a fault. Either the results of one kernel are wrong, or the kernel is refused.
 struct Faulty {
     sound: HostGpu,
     kernel: &'static str,
@@ -126,8 +126,8 @@ impl Gpu for Faulty {
         self.sound.launch(launch)?;
         self.sound.wait()?;
         for binding in launch.bindings.iter().filter(|binding| binding.access != BufferAccess::Read) {
-            // Flips a bit at two places of the output: in the high byte of a float or integer, or of two half-precision
-            // values.
+            // This flips a bit at two places of the output. Each place is the high byte of a float or integer, or of
+            // the second of two half-precision values.
             let places = BTreeSet::from([8, 12].map(|part| binding.region.len / part * 4 + 3));
             for at in places.into_iter().map(|at| binding.region.part(at, 1)) {
                 let mut byte = [0];
@@ -155,7 +155,7 @@ fn doctor_compares_every_kernel() {
     }
     let wrong: Vec<_> = found.iter().filter(|finding| !finding.agrees()).collect();
     assert!(wrong.is_empty(), "{wrong:?}");
-    // The indexer has the CPU's order of operations. Other values could select other blocks.
+    // The indexer has the same order of operations as the CPU. With other values, it could select other blocks.
     let selects = |finding: &&check::Finding| finding.name.starts_with("index_");
     let differences: Vec<_> = found.iter().filter(selects).map(|finding| finding.outcome.clone().unwrap().0).collect();
     assert_eq!(differences, [0.0; 3]);
@@ -177,7 +177,7 @@ fn doctor_finds_faults_in_every_kernel() {
     }
 }
 
-/// A device that ignores dependencies: it runs the launches between two waits in reverse order.
+/// A device that ignores dependencies: it runs all launches between two waits in reverse order.
 struct Unordered(HostGpu, Vec<Launch>);
 
 timeline_of!(Unordered, 0);
@@ -260,7 +260,7 @@ fn auto_selects_gpu_that_matches_cpu() {
     let name =
         |found, asked| DeviceChoice::of(found, asked).map(|chosen| chosen.name()).map_err(|error| error.to_string());
     assert_eq!((name(sound(), false), name(sound(), true)), (Ok(GPU_KIND), Ok(GPU_KIND)));
-    // A GPU that was selected by name is used anyway. `auto` selects the CPU.
+    // A GPU that the user selected by name is used although it is faulty. `auto` selects the CPU.
     assert_eq!((name(faulty(), false), name(faulty(), true)), (Ok("cpu"), Ok(GPU_KIND)));
     let broken = || Err(DeviceError("no queue".into()));
     assert_eq!((name(broken(), false), name(Ok(None), false)), (Ok("cpu"), Ok("cpu")));

@@ -1,8 +1,8 @@
 //! A test double of Metal under `device::CommandQueue`.
 //!
-//! Its command buffers run some time after they are committed, on the kernels compiled for the host, in any order
-//! that barriers and fences allow. A call that Metal forbids or leaves undefined fails the test. Any call can be
-//! made to fail.
+//! The command buffers of the double run some time after they are committed, on the kernels compiled for the host, in
+//! any order that barriers and fences allow. A call that Metal forbids or leaves undefined fails the test. A test can
+//! make any call fail.
 
 use crate::{host::Host, mutate::Dice};
 use moestro::device::{BufferAccess, CommandStatus, DeviceError, Driver, Launch, Region, Slab};
@@ -19,14 +19,14 @@ use std::{
 pub enum Fault {
     /// The call returns an error.
     Refused,
-    /// The command buffer fails halfway and signals nothing.
+    /// The command buffer fails halfway and signals no value.
     Fails,
-    /// The command buffer executes nothing, never ends and signals nothing.
+    /// The command buffer executes no launch, never ends, and signals no value.
     Hangs,
     /// The command buffer completes, but its signal is lost.
     Unsignalled,
-    /// The command buffer fails, and so does every later one on any queue. macOS does this to programs that caused
-    /// too many errors.
+    /// The command buffer fails, and every later command buffer on any queue fails, too. macOS does this to programs
+    /// that caused too many errors.
     Banned,
 }
 
@@ -46,7 +46,7 @@ pub struct Control {
     pub fault: Option<Plan>,
     /// Number of calls of each method.
     pub calls: BTreeMap<&'static str, usize>,
-    /// Changes the random order from now on.
+    /// If set, the random order of execution changes to this seed.
     pub seed: Option<u64>,
     /// True if the double reports matrix units.
     pub halves: bool,
@@ -62,13 +62,13 @@ struct Inner {
     host: Host,
     random: Dice,
     slabs: BTreeMap<u32, (Arc<Slab>, usize)>,
-    /// Adopted buffers whose addresses were asked for. Kernels read them through tables.
+    /// Adopted buffers whose addresses were requested. Kernels read these buffers through tables.
     addressed: BTreeSet<u32>,
     lengths: BTreeMap<u32, usize>,
     /// The number of the open command buffer.
     open: Option<u64>,
     begun: u64,
-    /// Committed command buffers, the oldest first.
+    /// Committed command buffers, oldest first.
     buffers: Vec<Commands>,
     event: u64,
     banned: bool,
@@ -80,7 +80,7 @@ pub struct Commands {
     number: u64,
     value: u64,
     fenced: bool,
-    /// Launches between barriers.
+    /// The launches, grouped by the barriers between them.
     segments: Vec<Vec<Launch>>,
     fault: Option<Fault>,
     status: CommandStatus,
@@ -134,7 +134,7 @@ impl Inner {
     }
 
     /// Indices of the pending command buffers that may execute a launch now. A command buffer with a fence must wait
-    /// for the earlier ones.
+    /// for the earlier command buffers.
     fn ready(&self) -> Vec<usize> {
         let over = |commands: &Commands| commands.status != CommandStatus::Pending;
         let may = |index: &usize| {
@@ -144,7 +144,7 @@ impl Inner {
         (0..self.buffers.len()).filter(may).collect()
     }
 
-    /// Executes one launch of a random ready command buffer. Returns false if none is ready.
+    /// Executes one launch of a random ready command buffer. Returns false if no command buffer is ready.
     fn step(&mut self) -> bool {
         let ready: Vec<usize> =
             self.ready().into_iter().filter(|index| self.buffers[*index].fault != Some(Fault::Hangs)).collect();
@@ -198,7 +198,7 @@ impl Inner {
     fn refresh(&mut self, region: Region) {
         let Some((slab, start)) = self.slabs.get(&region.buffer) else { return };
         // SAFETY: reads into other slots of the slab may be in progress. The store exposes only slots that are
-        // complete, and the kernels access nothing else.
+        // complete, and the kernels access only these slots.
         let now = unsafe { slab.bytes(start + region.offset..start + region.offset + region.len) };
         self.host.write(region, now);
     }
@@ -217,7 +217,7 @@ impl Inner {
         }
     }
 
-    /// How pending command buffers access `region`: `None`, reading, or writing.
+    /// The access of pending command buffers to `region`: `None`, reading, or writing.
     fn in_flight(&self, region: Region) -> Option<BufferAccess> {
         let pending = self.buffers.iter().filter(|commands| commands.status == CommandStatus::Pending);
         let bindings = pending.flat_map(|c| &c.segments).flatten().flat_map(|launch| &launch.bindings);
@@ -243,7 +243,7 @@ impl Driver for Double {
         None
     }
 
-    /// Enough for a segment of expert slots.
+    /// This is enough for a segment of expert slots.
     fn max_buffer_len(&self) -> usize {
         1 << 30
     }

@@ -11,7 +11,7 @@ use moestro::{
 pub struct Layer {
     pub stacks: [ExpertStack; 3],
     pub slots: ExpertSlots,
-    /// `[slot][projection]`.
+    /// The values, indexed by `[slot][projection]`.
     values: Vec<[Vec<f64>; 3]>,
 }
 
@@ -52,7 +52,8 @@ pub fn layer(
     Layer { stacks, slots: ExpertSlots { segments, table, per_segment, stride }, values: all }
 }
 
-/// Runs a layer on random rows in one launch, in two (resident experts, then loaded ones), and grouped by expert.
+/// Runs a layer on random rows in three ways: in one launch, in two launches (first resident experts, then loaded
+/// experts), and grouped by expert.
 fn case(codes: [WeightFormat; 3], hidden: usize, inner: usize, shared_inner: usize, k: usize, tokens: usize) {
     let (mut host, slots) = (Host::start(), if k > 1 { k + 3 } else { 2 });
     let mut random = Random((hidden + inner + k) as u64);
@@ -118,7 +119,7 @@ fn case(codes: [WeightFormat; 3], hidden: usize, inner: usize, shared_inner: usi
     let at_once = host.read_floats(h);
     close(&format!("experts {hidden} x {inner}, k {k}, {tokens} tokens"), &at_once, &expected);
 
-    // Computing the resident experts first and then the others gives the same bytes.
+    // Computing the resident experts first and then the other experts gives the same bytes.
     let part = |odd: bool| -> Vec<u32> {
         chosen.iter().enumerate().map(|(i, &s)| if (i % 3 == 1) == odd { s } else { NO_SLOT }).collect()
     };
@@ -130,7 +131,7 @@ fn case(codes: [WeightFormat; 3], hidden: usize, inner: usize, shared_inner: usi
     host.run(&combine(buffers, h).down(slots_at));
     assert_eq!(host.read_floats(h), at_once, "hits first, then misses");
 
-    // Grouped by expert, as in a prompt chunk.
+    // Group the rows by expert, as in a prompt chunk.
     let jobs = group(&mut host, &chosen, slots);
     let h = host.floats(&before);
     op(buffers).by_expert(jobs).iter().for_each(|launch| host.run(launch));

@@ -1,4 +1,4 @@
-//! The test harness detects planted faults.
+//! Tests that the test harness detects planted faults.
 
 use crate::{check::*, host::Host};
 use moestro::device::{Binding, Launch, Region};
@@ -11,7 +11,7 @@ fn dispatch(kernel: &'static str, x: Region, y: Region) -> Launch {
 fn outcome(kernel: &'static str) -> (Result<(), String>, Vec<f32>, Vec<f32>) {
     let mut host = Host::faulty();
     let x: Vec<f32> = (0..192).map(|i| i as f32 + 1.0).collect();
-    // The binding is in the middle of a larger buffer: the bound range counts, not the buffer.
+    // The binding is in the middle of a larger buffer. The limit for accesses is the bound range, not the buffer.
     let (all_x, all_y) = (host.floats(&x), host.empty(192 * 4));
     let (from, to) = (all_x.part(256, 256), all_y.part(256, 256));
     let result = host.try_run(&dispatch(kernel, from, to));

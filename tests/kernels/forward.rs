@@ -1,4 +1,4 @@
-//! Runs the demo with every operation on the kernels. The greedy tokens must equal those of the CPU, resident or
+//! Runs the demo with every operation on the kernels. The greedy tokens must equal the tokens on the CPU, resident or
 //! streaming, for any split of the prompt. Also checks the number of expert reads of a streaming prompt.
 
 #[path = "../common/mod.rs"]
@@ -25,14 +25,14 @@ pub fn options(streaming: bool) -> LoadOptions {
     let store = StoreOptions { io: ReadMode::Buffered, ..StoreOptions::default() };
     let mut options = LoadOptions { math: CpuArithmetic::F32, threads: Some(1), store, ..LoadOptions::default() };
     if streaming {
-        // With the page cache, the plan keeps slots for the working sets of two tokens.
+        // If expert reads go through the page cache, the plan has slots for the working sets of two tokens.
         options.plan.stream = Switch::On;
         options.plan.buffered = true;
     }
     options
 }
 
-/// The demo, planned for a GPU and placed on one.
+/// The demo, planned for a GPU and placed on `gpu`.
 fn planned(options: LoadOptions, gpu: HostGpu) -> Qwen {
     let options = LoadOptions { gpu: Some(u64::MAX), ..options };
     load_with(Path::new(DEMO), options).move_to(Box::new(gpu)).unwrap_or_else(|refused| panic!("{}", refused.error))
@@ -58,7 +58,7 @@ pub fn cases() -> Vec<Case> {
     serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
 }
 
-/// Greedy ids, and the bits of the logits they were chosen from.
+/// Greedy ids, and the logits from which each id was chosen.
 pub fn answer(model: &mut Qwen, prompt: &[u32], chunks: &[usize], count: usize) -> (Vec<u32>, Vec<Vec<f32>>) {
     let mut state = model.start().unwrap();
     let mut rest = prompt;
@@ -80,7 +80,7 @@ pub fn answer(model: &mut Qwen, prompt: &[u32], chunks: &[usize], count: usize) 
     (ids, rows)
 }
 
-/// Checks every other prompt, so that two test threads share the work.
+/// Checks every other prompt from `first` on, so that two test threads share the work.
 fn demo_prompts_match_the_cpu(first: usize) {
     let (mut cpu, mut gpu) = (load_with(Path::new(DEMO), options(false)), resident(fast()));
     let cases = cases();
@@ -91,7 +91,7 @@ fn demo_prompts_match_the_cpu(first: usize) {
         assert_eq!(found, expected, "{}", case.question);
         let mut worst = 0f32;
         for (found, expected) in logits.iter().zip(&rows) {
-            // The CPU here has f32 keys and values.
+            // In this test, the CPU has f32 keys and values.
             worst = worst.max(max_log_prob_difference(found, expected));
         }
         println!("{}: log-probabilities off by {worst:.1e}", case.question);
@@ -115,7 +115,7 @@ fn demo_odd_prompts_match_the_cpu() {
 #[ignore = "long: whole answers"]
 fn quantised_cache_equals_the_cpu_bytes() {
     let cases = cases();
-    // Long enough that the last rows read quantised keys and values.
+    // The prompt is so long that the last rows read quantised keys and values.
     let ids: Vec<u32> = cases.iter().flat_map(|case| [&case.prompt_ids[..], &case.greedy_ids].concat()).collect();
     let ids = &ids[..ids.len().min(170)];
     assert!(ids.len() > 128);
@@ -127,7 +127,7 @@ fn quantised_cache_equals_the_cpu_bytes() {
         for (found, expected) in logits.iter().zip(&rows) {
             let off = common::distance(found, expected);
             println!("{kv_bits:?}: off by {off:.1e}");
-            // The devices may round a key or value between two integers differently.
+            // If a key or value is between two integers, the devices may round it differently.
             assert!(off < 2e-2, "{kv_bits:?}: logits off by {off}");
         }
     }
@@ -171,7 +171,7 @@ fn shared_pages_are_not_written() {
     let mut other = gpu.restore(&snapshot, None).unwrap();
     assert_eq!(free - pool.free(), 1, "the whole page is shared");
     let mut row = |state: &mut _, id: u32| gpu.forward(state, &[id], Rows::Last).unwrap().data;
-    // The sequences alternate, so that each would see the other's writes.
+    // The sequences alternate. If they shared a page, each would see the writes of the other.
     let (first, second, third) = (row(&mut state, 5), row(&mut other, 90), row(&mut state, 33));
     let mut alone = Model::restore(&gpu, &made, None).unwrap();
     let mut row = |id: u32| gpu.forward(&mut alone, &[id], Rows::Last).unwrap().data;
@@ -197,8 +197,8 @@ fn logits_ignore_expert_placement() {
     let case = cases().swap_remove(3);
     let (prompt, count) = (&case.prompt_ids, 6);
     let expected = answer(&mut resident(fast()), prompt, &[], count);
-    // Buffered reads, as on a GPU. Either as many slots as the plan allows, or only one more than the four experts
-    // of a token and layer.
+    // Reads go through the page cache, as on a GPU. The model has either as many slots as the plan allows, or only one
+    // slot more than the four experts of a token and layer.
     for (slots, chunks) in [(None, vec![]), (None, vec![1; prompt.len()]), (Some(5), vec![]), (Some(5), vec![7])] {
         let mut options = options(true);
         options.store.slots = slots;
@@ -218,7 +218,7 @@ fn logits_ignore_expert_placement() {
 #[ignore = "long: compiles and runs with sanitizers"]
 fn forward_pass_is_clean_under_sanitizers() {
     let mut model = resident(HostGpu::new(Host::sanitized()));
-    // A chunk with grouped experts, a few rows together, and one token.
+    // Run a chunk with grouped experts, a few rows together, and one token.
     answer(&mut model, &cases().swap_remove(1).prompt_ids, &[17], 1);
 }
 
@@ -262,12 +262,12 @@ fn allocated_memory_matches_the_plan() {
     let gpu = fast();
     let allocated = gpu.allocated.clone();
     let mut options = options(true);
-    // The plan reserves partial results of attention for the longest context.
+    // The plan reserves memory for partial results of attention at the longest context.
     options.plan.context = Some(moestro::model::Config::read(Path::new(DEMO)).unwrap().context);
     let model = planned(options, gpu);
     let _state = model.start().unwrap();
     let (plan, taken) = (model.plan(), allocated.load(Ordering::Relaxed) as u64);
-    // A quarter of the prompt cache consists of KV pages.
+    // A quarter of the prompt cache is for pages of keys and values.
     let planned = plan.kv + plan.prompt_cache / 4 + plan.state + plan.workspace;
     assert!(taken <= planned, "{taken} bytes, planned {planned}");
     assert!(taken > planned / 10 * 9, "{taken} bytes, planned {planned}: the rest would be slots");

@@ -1,8 +1,8 @@
 //! A [`Gpu`] that runs the kernels on the host.
 //!
-//! It runs launches as late as a device may: only when a caller waits for them, or asks for progress a second time. So
-//! a slot or a list that is overwritten too early gives wrong results. It has its own memory, like an NVIDIA GPU:
-//! adopted bytes are NaN until they are uploaded.
+//! [`HostGpu`] runs launches as late as a device may: only when a caller waits for them, or asks for progress a second
+//! time. A slot or a list that is overwritten too early therefore gives wrong results. Like an NVIDIA GPU, [`HostGpu`]
+//! has its own memory: adopted bytes are NaN until they are uploaded.
 
 use crate::host::Host;
 use moestro::device::{BufferAccess, DeviceError, Gpu, Launch, Region, Slab, SyncPoint, Timeline};
@@ -17,14 +17,14 @@ use std::{
 
 pub struct HostGpu {
     host: Host,
-    /// Each adopted slab and its start offset.
+    /// The slab of each adopted buffer, and the offset in the slab at which the buffer starts.
     adopted: HashMap<u32, (Arc<Slab>, usize)>,
-    /// Total bytes from [`Gpu::allocate`], including released ones.
+    /// Total bytes allocated by [`Gpu::allocate`], including bytes that were released.
     pub allocated: Arc<AtomicUsize>,
-    /// Encoded work that has not run. Each item is one sync point.
+    /// Encoded work that has not run yet. Each item is one sync point.
     pending: VecDeque<Work>,
     encoded: u64,
-    /// Encoded sync points at the last call of `completed`.
+    /// Number of encoded sync points at the last call of `completed`.
     last_encoded: u64,
     /// True if the device reports matrix units.
     pub halves: bool,
@@ -107,7 +107,7 @@ impl Gpu for HostGpu {
         Ok(())
     }
 
-    /// Enough for a segment of expert slots.
+    /// This is enough for a segment of expert slots.
     fn max_buffer_len(&self) -> usize {
         1 << 30
     }
@@ -144,7 +144,7 @@ impl Timeline for HostGpu {
 
     fn completed(&mut self) -> SyncPoint {
         let before = std::mem::replace(&mut self.last_encoded, self.encoded);
-        // The next wait reports an error.
+        // If this fails, the next wait reports the error.
         let _ = self.wait_for(SyncPoint(before));
         SyncPoint(self.encoded - self.pending.len() as u64)
     }
@@ -168,7 +168,8 @@ impl HostGpu {
         for binding in &launch.bindings {
             let adopted = self.adopted.contains_key(&binding.region.buffer);
             assert!(!adopted || binding.access == BufferAccess::Read, "{} writes to weights", launch.kernel);
-            // The kernels' pointers are declared `restrict`: what a launch reads must not overlap what it writes.
+            // The kernels' pointers are declared `restrict`: the bytes that a launch reads must not overlap the bytes
+            // it writes.
             let others = launch.bindings.iter().filter(|other| other.access != BufferAccess::Read && *other != binding);
             for other in others {
                 assert!(!other.region.overlaps(binding.region), "{}: {binding:?} and {other:?}", launch.kernel);

@@ -1,4 +1,4 @@
-//! Tests prompts on matrix units: half-precision products are accurate, rows do not depend on other rows, nothing
+//! Tests prompts on matrix units: half-precision products are accurate, rows do not depend on other rows, no value
 //! overflows, and the demo gives the same answers as on the CPU.
 
 use crate::{
@@ -21,14 +21,14 @@ use moestro::{
 };
 use std::path::Path;
 
-/// Tolerance, relative to the largest value.
+/// Largest allowed difference, relative to the largest value.
 const CLOSE: f64 = 1e-3;
 
 fn buffer(host: &mut Host, rows: usize, cols: usize) -> Region {
     host.empty(rows * HalfBuffers::words(cols) * 4)
 }
 
-/// `x W^T` for rows of `x`, or for their norms if a norm weight is given.
+/// The product `x W^T` for the rows of `x`. If a norm weight is given, the rows are normalised first.
 fn products(host: &mut Host, x: &[f32], sample: &Sample, cols: usize, norm: Option<&[f32]>) -> Vec<f32> {
     let tokens = x.len() / cols;
     let (x, y) = (host.floats(x), host.empty(tokens * sample.matrix.rows * 4));
@@ -100,7 +100,8 @@ fn half_rows_do_not_overflow_or_vanish() {
     assert!(found[5 * 64..].iter().all(|value| *value == 0.0), "a row of zeros");
 }
 
-/// 200 rows with 8 of 256 experts each have about 6 rows per expert. Tiles of 32 rows would multiply five times as many.
+/// 200 rows with 8 of 256 experts each have about 6 rows per expert. With tiles of 32 rows, the kernel would multiply
+/// five times as many rows.
 #[test]
 fn short_prompts_multiply_few_empty_rows() {
     const SIDE: usize = 64;
@@ -109,7 +110,7 @@ fn short_prompts_multiply_few_empty_rows() {
     let none = host.words(&[]);
     let router = Weight { codes: AFFINE4, rows: experts, cols: SIDE, global_scale: 1.0, parts: [none; 3] };
     let mixture = &MoeWeights { k, renormalise: true, router, shared: None, stacks: layer.stacks };
-    // Every row takes experts that are far apart, starting at a random one.
+    // Every row uses experts that are far apart, starting at a random expert.
     let starts: Vec<usize> = (0..tokens).map(|_| (random.normal().abs() * 1e4) as usize % experts).collect();
     let chosen: Vec<u32> =
         starts.iter().flat_map(|first| (0..k).map(move |rank| ((first + rank * 37) % experts) as u32)).collect();
@@ -153,7 +154,7 @@ fn on_halves(options: LoadOptions) -> Qwen {
 #[ignore = "long: whole prompts"]
 fn demo_prompts_on_matrix_units_match() {
     let (mut cpu, mut gpu) = (load_with(Path::new(DEMO), options(false)), on_halves(options(false)));
-    // Every fourth case, since the host is slow.
+    // Only every fourth case is tested, since the kernels are slow on the host.
     for case in cases().into_iter().step_by(4) {
         let expected = answer(&mut cpu, &case.prompt_ids, &[], case.greedy_ids.len());
         let found = answer(&mut gpu, &case.prompt_ids, &[], case.greedy_ids.len());

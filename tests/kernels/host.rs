@@ -1,6 +1,6 @@
-//! The kernels as a separate program, built by the system's C++ compiler. It receives launches through a pipe;
-//! `kernels/host/main.cpp` defines the protocol. With `MOESTRO_SANITIZE` set, as in CI, AddressSanitizer and
-//! UndefinedBehaviorSanitizer watch the tests of single kernels. They quadruple the time of compiling and of running.
+//! The kernels as a separate program, built by the system's C++ compiler. The program receives launches through a pipe.
+//! `kernels/host/main.cpp` defines the protocol. With `MOESTRO_SANITIZE` set, as in CI, the tests of single kernels run
+//! with AddressSanitizer and UndefinedBehaviorSanitizer. The sanitizers quadruple the time of compiling and of running.
 
 use crate::record;
 use moestro::device::{BufferAccess, Launch, Region};
@@ -35,7 +35,7 @@ fn compiler() -> String {
     std::env::var("CXX").unwrap_or_else(|_| "c++".into())
 }
 
-/// The kernel files.
+/// The paths of the kernel files.
 fn all() -> [PathBuf; 11] {
     FILES.map(|file| kernels().join(file).with_extension("metal"))
 }
@@ -55,7 +55,7 @@ pub fn source() -> String {
     program(&all(), true)
 }
 
-/// Compiles `files` to a program. An existing program of the same sources is reused.
+/// Compiles `files` to a program. A program that was already compiled from the same sources is reused.
 fn build(files: &[PathBuf], name: &str, sanitise: bool) -> PathBuf {
     let source = program(files, name != "plain");
     let mut hash = sha2::Sha256::new();
@@ -102,35 +102,36 @@ pub struct Host {
     to: ChildStdin,
     from: ChildStdout,
     buffers: u32,
-    /// Run every launch twice, with the threads in forward and in reverse order, and compare the results.
+    /// True if every launch runs twice, with the threads in forward and in reverse order, and the results are compared.
     pub twice: bool,
 }
 
 impl Host {
-    /// The kernels, with sanitizers if the environment asks for them.
+    /// Starts the program with all kernels, with sanitizers if the environment requests them.
     pub fn start() -> Self {
         if std::env::var_os("MOESTRO_SANITIZE").is_none() { Self::fast() } else { Self::sanitized() }
     }
 
-    /// The kernels, with sanitizers.
+    /// Starts the program with all kernels and with sanitizers.
     pub fn sanitized() -> Self {
         static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
         Self::run_program(PROGRAM.get_or_init(|| build(&all(), "kernels", true)))
     }
 
-    /// The kernels without sanitizers, several times as fast: for whole forward passes.
+    /// Starts the program with all kernels and without sanitizers. This program is several times as fast, and is used
+    /// for whole forward passes.
     pub fn fast() -> Self {
         static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
         Self::run_program(PROGRAM.get_or_init(|| build(&all(), "fast", false)))
     }
 
-    /// The program without `tiles.metal` and the kernels that need it.
+    /// Starts the program without `tiles.metal` and the kernels that need this file.
     pub fn plain() -> Self {
         static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
         Self::run_program(PROGRAM.get_or_init(|| build(&all(), "plain", false)))
     }
 
-    /// The kernels with planted faults.
+    /// Starts the program with planted faults in the kernels.
     pub fn faulty() -> Self {
         static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
         let file = || Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/kernels/faults.metal");
@@ -150,7 +151,7 @@ impl Host {
         Self { child, to, from, buffers: 0, twice: true }
     }
 
-    /// A buffer of `len` bytes, filled with 0xff, which is NaN as a float.
+    /// A buffer of `len` bytes filled with 0xff. Read as floats, these bytes are NaN.
     pub fn empty(&mut self, len: usize) -> Region {
         let buffer = self.buffers;
         self.buffers += 1;
@@ -185,7 +186,7 @@ impl Host {
         u64::from_le_bytes(address)
     }
 
-    /// Multiplications on matrix units of the last launch.
+    /// Number of multiplications on matrix units in the last launch.
     pub fn products(&mut self) -> u64 {
         self.send(b"P", &[], &[]);
         let mut count = [0; 8];
@@ -223,8 +224,8 @@ impl Host {
         String::from_utf8(names).unwrap().split_whitespace().map(Into::into).collect()
     }
 
-    /// Executes one launch. The error is the report of a sanitizer, the barrier check or the order check. After an error
-    /// the program has exited.
+    /// Executes one launch. The error is the report of a sanitizer, of the barrier check or of the order check. After
+    /// an error the program has exited.
     pub fn try_run(&mut self, launch: &Launch) -> Result<(), String> {
         let Some(dir) = record::wanted(launch) else { return self.execute(launch) };
         let before: Vec<_> = launch.bindings.iter().map(|binding| self.read(binding.region)).collect();

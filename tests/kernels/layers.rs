@@ -1,4 +1,4 @@
-//! The operations between the projections: norms, convolution, delta rule, attention, embedding.
+//! Tests the operations between the projections: norms, convolution, delta rule, attention, and embedding.
 
 use crate::{check::*, gpu::HostGpu, host::Host};
 use moestro::device::{CpuArithmetic, CpuDevice, Region};
@@ -75,8 +75,8 @@ fn sigmoid(x: f64) -> f64 {
     1.0 / (1.0 + (-x).exp())
 }
 
-/// Convolution, recurrence and gated norm over `chunks` of tokens. Every split into chunks must give the same bytes,
-/// even if a chunk is added to the state only when the next one is computed.
+/// Computes convolution, recurrence and gated norm over `chunks` of tokens. Every split into chunks must give the same
+/// bytes, even if a chunk is added to the state only when the next chunk is computed.
 fn delta_case(op: DeltaShape, chunks: &[&[usize]]) {
     let mut random = Random((op.key_dim * 7 + op.value_dim) as u64);
     let tokens: usize = chunks[0].iter().sum();
@@ -172,8 +172,8 @@ fn delta_case(op: DeltaShape, chunks: &[&[usize]]) {
     }
 }
 
-/// The fused launches of a whole delta-net layer give the same bytes as one launch per step. This holds for single
-/// rows, for several rows, and after speculative rows.
+/// Tests that the fused launches of a whole delta-net layer give the same bytes as one launch per step. This must hold
+/// for single rows, for several rows, and after speculative rows.
 #[test]
 fn fused_delta_layer_equals_separate_launches() {
     let shape = &DeltaShape {
@@ -206,7 +206,7 @@ fn fused_delta_layer_equals_separate_launches() {
                 let rows = |region: moestro::device::Region, width: usize| region.rows(at, tokens, width);
                 let (h, proj, mixed) = (rows(all, hidden), rows(proj, shape.width()), rows(mixed, channels));
                 let (out, y) = (rows(out, values), rows(y, values));
-                // The first rows are speculative.
+                // The rows at index 0 are speculative.
                 let committed = if index == 0 { 0 } else { replay.rows + tokens };
                 let net = DeltaNet {
                     in_proj: Linear { x: h, tokens, norm, matrices: &matrices, y: proj, add: false },
@@ -302,8 +302,8 @@ fn long_recurrence_is_cut() {
     assert_eq!(cut(DeltaRule { committed: 0, ..rule }), [520], "rows that may be rejected store no state");
 }
 
-/// Attention of `tokens` rows after `start` cached positions, as in decoding and as in a prompt, compared with
-/// plain loops. Row by row gives the same bytes.
+/// Computes attention of `tokens` rows after `start` cached positions, as in decoding and as in a prompt, and compares
+/// it with plain loops. Also checks that computing row by row gives the same bytes.
 fn attend_case(op: AttentionShape, start: usize, tokens: usize) {
     let mut host = Host::start();
     host.twice = start < 100;
@@ -312,7 +312,7 @@ fn attend_case(op: AttentionShape, start: usize, tokens: usize) {
     let proj = random.normals(tokens * width);
     let (q_norm, k_norm) = (random.normals(dim), random.normals(dim));
     let old = [random.normals(op.kv_heads * op.context * dim), random.normals(op.kv_heads * op.context * dim)];
-    // A row as the cache format rounds it.
+    // The values of a row after the cache format has rounded them.
     let cast = |row: &[f32]| -> Vec<f32> {
         if op.format == KvFormat::F32 {
             return row.to_vec();
@@ -408,7 +408,7 @@ fn attend_case(op: AttentionShape, start: usize, tokens: usize) {
         }
     }
     let off = difference(&results[0], &expected);
-    // A key or value halfway between two integers may round to either.
+    // A key or value halfway between two integers may round to either integer.
     let allowed = if op.format == KvFormat::I16 { 5e-5 } else { 1e-5 };
     assert!(off < allowed, "{op:?} from {start}: relative error {off:.1e}");
     let off = difference(&halves[0], &expected);
@@ -470,7 +470,7 @@ fn cached_rows_have_the_cpu_bytes() {
         AttentionShape { heads: 2, kv_heads: 2, dim, rope_dim: 64, eps: 1e-6, context: 16, format, recent: None };
     let mut random = Random(77);
     let mut proj = random.normals(tokens * shape.width());
-    // The first values of a row and their factor: rows that are all zero, tiny, large or not finite.
+    // Each entry has a row and the factor of its first values, so that rows are all zero, tiny, large or not finite.
     let value = |token: usize| token * shape.width() + (2 * shape.heads + shape.kv_heads) * dim;
     for (token, factor) in [(1, 0.0), (2, 1e-36), (3, 1e30), (4, f32::INFINITY), (5, f32::NAN), (6, 1e-4)] {
         proj[value(token)..][..dim].iter_mut().for_each(|value| *value *= factor);
@@ -481,7 +481,8 @@ fn cached_rows_have_the_cpu_bytes() {
     let expected = stored(&mut cpu, &shape, &proj, &norm);
     let found = stored(&mut gpu, &shape, &proj, &norm);
     assert!(found[1] == expected[1], "values are stored as they are");
-    // Norm and rotation add in another order, so a key may round to the next integer, and a scale to the next float.
+    // Norm and rotation add in another order. A key may therefore round to the next integer, and a scale to the next
+    // float.
     let words = |bytes: &[u8]| bytes.as_chunks().0.iter().map(|pair| i32::from(i16::from_le_bytes(*pair))).collect();
     let [found, expected]: [Vec<i32>; 2] = [&found[0], &expected[0]].map(|bytes| words(bytes));
     let off = found.iter().zip(&expected).map(|(found, expected)| (found - expected).abs()).max();

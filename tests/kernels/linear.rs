@@ -4,7 +4,8 @@ use moestro::{
     ops::{Float, Linear, Norm, WeightFormat},
 };
 
-/// Runs `matrices` on `tokens` random rows, optionally with a norm or added to y, and compares with plain loops.
+/// Runs `matrices` on `tokens` random rows and compares with plain loops. If `norm`, the rows are normalised first. If
+/// `add`, the products are added to y.
 fn case(shapes: &[(WeightFormat, usize)], cols: usize, tokens: usize, norm: bool, add: bool) -> Launch {
     let mut host = Host::start();
     let mut random = Random((cols * 31 + tokens) as u64);
@@ -91,8 +92,8 @@ fn gemv_of_several_matrices_matches_reference() {
 fn gemv_rows_are_independent() {
     let mut host = Host::start();
     let mut random = Random(7);
-    // Several rows with more columns than are staged at once. With a norm, the simdgroups of a threadgroup share
-    // the rows of a small matrix.
+    // These cases have several rows with more columns than are staged at once. With a norm, the simdgroups of a
+    // threadgroup share the rows of a small matrix.
     for (codes, cols, tokens, kernel) in [
         (AFFINE4, 512, 16, "gemv_norm_2"),
         (AFFINE4, 2560, 3, "gemv_2"),

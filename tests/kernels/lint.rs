@@ -1,6 +1,6 @@
-//! Checks that catch errors which only Apple's compiler or C++ library would report: pointers without an address
-//! space, `double`, library calls. They use clang's address spaces, C++ for OpenCL, and libc++. Without clang or
-//! libc++ a test prints that and passes.
+//! Checks for errors that only Apple's compiler or C++ library would report: pointers without an address space,
+//! `double`, and library calls. The checks use clang's address spaces, C++ for OpenCL, and libc++. Without clang or
+//! libc++, a test prints a message and passes.
 
 use std::{
     io::Write,

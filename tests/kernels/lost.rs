@@ -1,4 +1,4 @@
-//! A lost GPU: the CPU takes over with the next request.
+//! Tests that the CPU takes over at the next request after the GPU was lost.
 
 use crate::{
     double::{Double, Fault, Plan, Shared},
@@ -15,7 +15,7 @@ use moestro::{
 };
 use std::time::Duration;
 
-/// A model on the CPU with its default arithmetic, whose keys and values have the GPU's format.
+/// A model on the CPU with its default arithmetic, whose keys and values have the same format as on the GPU.
 fn on_cpu(streaming: bool) -> Qwen {
     load_changed(streaming, |options| options.math = CpuArithmetic::Integer)
 }
@@ -27,14 +27,14 @@ fn on_double(model: Qwen) -> (Qwen, Shared) {
     (move_to(model, CommandQueue::new(double).with_stall_timeout(Duration::from_millis(500))), control)
 }
 
-/// From now on, `fault` occurs in the `nth` command buffer.
+/// Makes `fault` occur in the `nth` command buffer from now on.
 fn plan_fault(control: &Shared, nth: usize, fault: Fault) {
     let mut now = control.lock().unwrap();
     now.calls.clear();
     now.fault = Some(Plan { method: "commit", nth, fault });
 }
 
-/// A model on a double on which `fault` occurs in the `nth` command buffer.
+/// A model on a test double, with `fault` in the `nth` command buffer.
 fn model_with_fault(streaming: bool, nth: usize, fault: Fault) -> (Qwen, Shared) {
     let (model, control) = on_double(on_cpu(streaming));
     plan_fault(&control, nth, fault);
@@ -54,7 +54,8 @@ fn cpu_takes_over_from_lost_device() {
                     Err(_) => failed += 1,
                 }
                 let recovered = model.recover().unwrap();
-                // A device that hangs is lost at once, any other after three failures in a row.
+                // A device that hangs is lost at once. With any other fault, the device is lost after three failures in
+                // a row.
                 assert_eq!(recovered, fault == Fault::Hangs || failed == 3, "{fault:?}, failure {failed}");
             };
             assert!(found == expected && !model.is_on_gpu(), "{fault:?}");
@@ -64,7 +65,7 @@ fn cpu_takes_over_from_lost_device() {
     }
 }
 
-/// Checks that a sequence continues from a snapshot after the move, because the pages keep their KV format.
+/// Checks that a sequence continues from a snapshot after the model was moved, because the pages keep their KV format.
 fn check_continues_from_snapshot(model: &mut Qwen) {
     let (mut state, pool) = (model.start().unwrap(), model.info().pages.unwrap());
     assert_eq!(pool.page_bytes(), PAGE as u64 * model.kv_bytes());
@@ -75,7 +76,8 @@ fn check_continues_from_snapshot(model: &mut Qwen) {
     assert!(on == alone);
 }
 
-/// A snapshot from the GPU has the rows that the CPU stores. A CPU that prefers another format keeps the GPU's.
+/// A snapshot from the GPU has the same rows as the CPU stores. A CPU that prefers another format keeps the format of
+/// the GPU.
 #[test]
 fn cpu_continues_from_lost_devices_snapshot() {
     let (first, rest) = PROMPT.split_at(4);
@@ -89,7 +91,7 @@ fn cpu_continues_from_lost_devices_snapshot() {
         let (mut model, control) = on_double(load_changed(false, |options| options.math = math));
         let kv_bytes = model.kv_bytes();
         let mut state = model.start().unwrap();
-        // One row at a time, as in decoding: a prompt has half precision.
+        // Evaluate one row at a time, as in decoding, because a prompt uses half precision.
         first.iter().for_each(|id| drop(model.forward(&mut state, &[*id], Rows::None).unwrap()));
         let kept = model.snapshot(&mut state).unwrap();
         if math == CpuArithmetic::Integer {
@@ -109,7 +111,7 @@ fn cpu_continues_from_lost_devices_snapshot() {
     }
 }
 
-/// The 16-bit rows of both devices differ by no more than the f32 sums from which they were rounded.
+/// Checks that the 16-bit rows of both devices differ by no more than the f32 sums from which they were rounded.
 fn check_rows(found: &[u8], expected: &[u8], dim: usize) {
     let decode = |row: &[u8]| {
         let (integers, scale) = row.split_at(2 * dim);

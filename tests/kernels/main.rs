@@ -1,4 +1,4 @@
-//! Every GPU kernel, executed on the CPU from the same source text that a Mac compiles and the same launches that
+//! Executes every GPU kernel on the CPU, from the same source text that a Mac compiles and with the same launches that
 //! a Mac encodes.
 
 mod awake;

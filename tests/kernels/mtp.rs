@@ -1,5 +1,5 @@
-//! Drafts for a model on the kernels: the multi-token-prediction head predicts the same as on the CPU, and no kind
-//! of draft changes an answer.
+//! Tests drafts for a model on the kernels: the multi-token-prediction head predicts the same tokens as on the CPU, and
+//! no kind of draft changes an answer.
 
 use crate::{
     forward::{DEMO, cases, common, options},
@@ -17,7 +17,7 @@ const HEAD: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/drafts/m
 /// A dense model with the demo's tokenizer.
 pub const SMALL: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/drafts/model");
 
-/// The demo with its MTP head.
+/// Writes the demo with its MTP head to `at`.
 fn with_head(at: &Path) {
     for entry in std::fs::read_dir(DEMO).unwrap() {
         let path = entry.unwrap().path();
@@ -37,7 +37,8 @@ fn on_kernels(dir: &Path, streaming: bool) -> Qwen {
     moved.unwrap_or_else(|refused| panic!("{}", refused.error))
 }
 
-/// The weights of the likeliest experts of a row that only one of two choices has.
+/// Finds the experts of a row that only one of the two choices has. Returns the weight of the likeliest of them in each
+/// choice.
 fn swapped_weights(a: &RouterChoice, b: &RouterChoice, row: usize) -> Option<[f32; 2]> {
     let [ids_a, ids_b] = [a, b].map(|choice| &choice.ids[row * choice.k..][..choice.k]);
     let missing = |ids: &[u32], choice: &RouterChoice, others: &[u32]| {
@@ -65,8 +66,9 @@ fn mtp_head_matches_the_cpu() {
         (hidden, routes)
     };
     let ((expected, cpu_routes), (found, gpu_routes)) = (followed(&mut cpu), followed(&mut gpu));
-    // The CPU here has f32 keys and values, and the kernels round them by up to 1.5e-5 of a row's largest value. This can
-    // swap two experts of almost equal weight, and the row then differs by a whole expert.
+    // In this test, the CPU has f32 keys and values. The kernels round keys and values by up to 1.5e-5 of a row's
+    // largest value. The rounding can swap two experts of almost equal weight, and the row then differs by a whole
+    // expert.
     let mut swapped = 0;
     for (row, (found, expected)) in found.chunks_exact(width).zip(expected.chunks_exact(width)).enumerate() {
         let off = common::distance(found, expected);
@@ -80,7 +82,7 @@ fn mtp_head_matches_the_cpu() {
         }
     }
     assert!(swapped <= 1, "{swapped} rows have other experts");
-    // One row, a few rows, and more rows than the slot table is used for.
+    // Test one row, a few rows, and more rows than the slot table is used for.
     for rows in [1, 2, 16, 39] {
         let [expected, found] = [&cpu, &gpu].map(|model| {
             let first = model.mtp(0, &ids[1..=rows], &expected[..rows * width], false).unwrap();
@@ -131,12 +133,12 @@ fn answers_ignore_every_draft_kind() {
     let (story, sum) = (&cases[0].prompt_ids, &cases[1]);
     let drawn = Sampling { temperature: 1.3, seed: Some(5), ..Sampling::default() };
     let penal = Sampling { frequency_penalty: 0.6, logit_bias: vec![(263, -5.0)], ..drawn };
-    // A repeated text, so that prompt lookup finds drafts.
+    // The text is repeated, so that prompt lookup finds drafts.
     let twice = [&sum.prompt_ids[..], &sum.greedy_ids[..], &sum.prompt_ids].concat();
     let asked = [(twice, Sampling::greedy()), (story.clone(), penal)];
     let plain = answers(on_kernels(dir.path(), false), Box::new(LookupDraft), DraftPolicy::Off, &asked);
-    // The CPU tests run every kind resident and streaming. Here each run takes seconds, so each kind runs once or
-    // twice.
+    // The CPU tests run every kind of draft resident and streaming. On the kernels each run takes seconds, so each kind
+    // runs only once or twice.
     let kinds = [("mtp", false), ("mtp", true), ("model", false), ("dflash", false), ("lookup", true)];
     for (kind, streaming) in kinds {
         let model = on_kernels(dir.path(), streaming);

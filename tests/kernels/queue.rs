@@ -1,5 +1,5 @@
-//! The model on `device::CommandQueue` over the double of Metal: every order that the queue allows gives the same
-//! bytes, and a fault costs one request.
+//! Tests the model on `device::CommandQueue` with the double of Metal: every order that the queue allows gives the same
+//! bytes, and a fault fails only one request.
 
 use crate::{
     double::{Double, Fault, Plan, Shared},
@@ -26,12 +26,12 @@ pub fn load(streaming: bool) -> Qwen {
     load_changed(streaming, |_| ())
 }
 
-/// [`load`] with segments of this size.
+/// A model like [`load`], but with segments of `segment_bytes` bytes.
 fn load_segments(streaming: bool, segment_bytes: usize) -> Qwen {
     load_changed(streaming, |options| options.store.segment_bytes = segment_bytes)
 }
 
-/// [`load`] with changed options.
+/// A model like [`load`], but with changed options.
 pub fn load_changed(streaming: bool, change: impl FnOnce(&mut LoadOptions)) -> Qwen {
     let dir = Folded::read("affine4").unfold();
     let slots = streaming.then_some(4);
@@ -66,7 +66,7 @@ fn double(streaming: bool) -> (Qwen, Shared) {
     (place(CommandQueue::new(double), streaming), control)
 }
 
-/// A request: the prompt in two chunks and two generated tokens. Returns all rows of logits.
+/// Runs a request: the prompt in two chunks, and two generated tokens. Returns all rows of logits.
 pub fn answer(model: &mut Qwen) -> Result<Vec<f32>, ModelError> {
     let mut state = model.start()?;
     let mut rows = model.forward(&mut state, &PROMPT[..4], Rows::All)?.data;
@@ -105,7 +105,7 @@ fn streaming_model_ignores_launch_order() {
     orders(true, 0..400);
 }
 
-/// A model with one slot per segment on a double.
+/// A model on a double, with one slot per segment.
 fn segmented(streaming: bool) -> (Qwen, impl Fn(&str) -> usize, Shared) {
     let double = Double::new(Host::fast());
     let control = double.control();
@@ -129,7 +129,7 @@ fn segments_are_adopted_as_they_fill() {
     assert_eq!(count("adopt"), weights + 6, "all experts are in memory");
 }
 
-/// Releases the segments of a resident model and restores them, in another order of launches each round.
+/// Releases the segments of a resident model and restores them, with another order of launches in each round.
 fn release_and_restore(rounds: u64) {
     let (expected, (mut model, count, control)) = (expected(false), segmented(false));
     let (now, all) = (Instant::now(), model.store().unwrap().slots());
@@ -189,13 +189,13 @@ fn kernel_comparison_agrees_on_the_double() {
     let found = check::kernels(&mut CommandQueue::new(double));
     let wrong: Vec<_> = found.iter().filter(|finding| !finding.agrees()).collect();
     assert!(wrong.is_empty() && !found.is_empty(), "{wrong:?}");
-    // Each start runs this. Metal drivers have failed on programs that make and free hundreds of buffers.
+    // Every start runs these checks. Metal drivers have failed on programs that create and free hundreds of buffers.
     let allocated = control.lock().unwrap().calls["allocate"];
     assert!(allocated < 60, "{allocated} buffers");
 }
 
-/// Injects a fault into each call of each method. The request fails or has the right result, and the next request
-/// succeeds.
+/// Injects a fault into each call of each method. The request must fail or have the right result, and the next request
+/// must succeed.
 fn faults(streaming: bool) {
     let (expected, (mut model, control)) = (expected(streaming), double(streaming));
     control.lock().unwrap().calls.clear();
@@ -349,8 +349,8 @@ fn failure_persists_until_reported() {
 #[test]
 fn command_buffer_holds_limited_work() {
     let QueueFixture { mut queue, control, launch } = QueueFixture::new("none", Fault::Refused);
-    // The double takes 2 ms for any command buffer, here with one launch each. The time of the last one may not be
-    // measured.
+    // The double takes 2 ms for any command buffer. In this test, each command buffer has one launch. The time of the
+    // last command buffer may not be measured.
     for _ in 0..3 {
         queue.launch(&launch).unwrap();
         queue.commit().unwrap();
@@ -383,7 +383,8 @@ fn launch_beyond_limits_is_refused() {
     queue.wait().unwrap();
 }
 
-/// Two launches without the queue, in one command buffer or two. The second reads what the first writes.
+/// Runs two launches without the queue, in one command buffer or in two. The second launch reads the output of the
+/// first.
 fn run_two_launches(seed: u64, barrier: bool, fenced: Option<bool>) -> Vec<u8> {
     let mut double = Double::new(Host::fast());
     double.control().lock().unwrap().seed = Some(seed);
@@ -456,12 +457,12 @@ fn doctor_injects_fault_and_recovers() {
     let control = double.control();
     let mut report = doctor::examine(Ok(Box::new(CommandQueue::new(double))), &[]).unwrap();
     assert!(report.wrong.is_empty(), "{report}");
-    // The examined device has no provoked error: macOS would refuse its further work.
+    // No error was provoked on the examined device, because macOS would refuse further work of the device.
     assert_eq!(control.lock().unwrap().calls.get("encode_fault"), None);
     let recover = |double| doctor::recover(Box::new(CommandQueue::new(double)));
     report.recovery = recover(Double::new(Host::fast()));
     assert!(report.to_string().contains("(an error, and after it) same bytes"), "{report}");
-    // A device that does not recover is reported, but is not wrong.
+    // A device that does not recover is reported, but does not count as wrong.
     let banned = Double::new(Host::fast());
     banned.control().lock().unwrap().fault = Some(Plan { method: "commit", nth: 0, fault: Fault::Banned });
     report.recovery = recover(banned);

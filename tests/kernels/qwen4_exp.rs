@@ -1,5 +1,5 @@
-//! The tiny qwen4_exp checkpoint on the kernels: transformers' logits in every cut of the prompt, with and without streaming,
-//! in half precision, through snapshots and rejected drafts, and its MTP head.
+//! Tests the tiny qwen4_exp checkpoint on the kernels. The logits must match transformers for every cut of the prompt,
+//! with and without streaming, in half precision, and with snapshots and rejected drafts. Also tests the MTP head.
 
 use crate::{
     forward::common::{
@@ -12,8 +12,9 @@ use crate::{
 };
 use moestro::model::{HiddenStates, HiddenTaps, LoadOptions, Model, MtpSource, Qwen, Rows, SequenceState};
 
-/// Largest difference of a logit: keys and values have 16 bits. With `HALF`, prompts are computed in half precision.
+/// Largest difference of a logit, since keys and values have 16 bits.
 const LOGIT: f32 = 2e-4;
+/// Largest difference of a logit if prompts are computed in half precision.
 const HALF: f32 = 2e-2;
 
 fn on_kernels(slots: Option<usize>, half: bool, drafter: MtpSource) -> Qwen {
@@ -40,7 +41,7 @@ fn answers_match_transformers() {
     }
 }
 
-/// 6 layers of 10 experts per token are the fewest slots.
+/// The minimum number of slots is 60: 6 layers with 10 experts per token each.
 #[test]
 fn logits_ignore_chunks_and_slots() {
     for case in cases() {

@@ -1,5 +1,5 @@
-//! With `MOESTRO_RECORD=DIR`, records every launch of a test with the bytes it read and wrote.
-//! `benches/gpu/replay.py` checks another device against them.
+//! With `MOESTRO_RECORD=DIR`, records every launch of a test with the bytes that the launch read and wrote.
+//! `benches/gpu/replay.py` compares another device with these records.
 
 use moestro::device::{BufferAccess, Launch};
 use sha2::Digest;
@@ -13,7 +13,7 @@ use std::{
 const MAX_BYTES: usize = 32 << 20;
 
 pub fn wanted(launch: &Launch) -> Option<PathBuf> {
-    // Another device has other addresses.
+    // A launch with a table is not recorded, because another device has other addresses.
     if launch.bindings.iter().any(|binding| binding.is_table) {
         return None;
     }
@@ -21,7 +21,7 @@ pub fn wanted(launch: &Launch) -> Option<PathBuf> {
     (size <= MAX_BYTES).then(|| std::env::var_os("MOESTRO_RECORD")).flatten().map(PathBuf::from)
 }
 
-/// `before` has the bytes of every binding, `after` those of the written ones.
+/// `before` has the bytes of every binding. `after` has the bytes of the bindings that were written.
 pub fn write(dir: &Path, launch: &Launch, before: &[Vec<u8>], after: &[Vec<u8>]) {
     static NUMBER: AtomicU32 = AtomicU32::new(0);
     let number = NUMBER.fetch_add(1, Ordering::Relaxed);
@@ -41,7 +41,7 @@ pub fn write(dir: &Path, launch: &Launch, before: &[Vec<u8>], after: &[Vec<u8>])
     fs::write(dir.join(format!("{number:05}.json")), record.to_string()).unwrap();
 }
 
-/// Stores bytes once, under a name derived from their hash.
+/// Stores bytes once, under a name derived from their hash. Returns the name.
 fn blob(dir: &Path, bytes: &[u8]) -> String {
     let name: String = sha2::Sha256::digest(bytes)[..12].iter().map(|byte| format!("{byte:02x}")).collect();
     let path = dir.join(&name);

@@ -1,4 +1,4 @@
-//! Rows of several sequences in one pass must have the same bytes as if each sequence ran alone.
+//! Tests that rows of several sequences in one pass have the same bytes as if each sequence ran alone.
 
 use crate::{
     forward::common::Dice,
@@ -31,7 +31,8 @@ fn start(model: &mut Qwen, prompt: &[u32]) -> QwenState {
     state
 }
 
-/// A random mix: sequences of different lengths start and end, some of them advance together, others verify drafts.
+/// Runs a random mix: sequences of different lengths start and end, some of them advance together, and others verify
+/// drafts.
 fn mix(model: &mut Qwen, seed: u64) {
     let (mut dice, count) = (Dice(seed), 2 + seed as usize % 5);
     let prompts: Vec<_> = (0..count).map(|_| tokens(&mut dice, 40)).collect();
@@ -78,7 +79,7 @@ fn mix(model: &mut Qwen, seed: u64) {
 #[test]
 fn sequences_together_match_each_alone() {
     for streaming in [false, true] {
-        // All sequences, some of them, or none share buffers.
+        // In these three cases, all sequences, some sequences, or no sequences share buffers.
         for (seed, sharing) in [(1, 8), (2, 3), (3, 1)] {
             mix(&mut place(streaming, sharing, KvBits::Sixteen), seed);
         }

@@ -1,4 +1,5 @@
-//! Compares streaming on the GPU path with the CPU path: lookups, hits, evictions and used prefetches must be equal.
+//! Compares streaming on the GPU path with streaming on the CPU path: lookups, hits, evictions and used prefetches must
+//! be equal.
 
 use crate::{gpu::HostGpu, host::Host, trace};
 use moestro::{
@@ -11,7 +12,7 @@ use moestro::{
 use std::{path::Path, sync::Arc};
 
 const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro-demo");
-/// A quarter of the demo's experts.
+/// Number of slots: enough for a quarter of the demo's experts.
 const SLOTS: usize = 64;
 const TOKENS: usize = 100;
 
@@ -47,7 +48,7 @@ struct Counts {
     foreseen: u64,
     used: u64,
     evictions: u64,
-    /// Each layer with the experts it requested.
+    /// Each layer with the experts that were requested in it.
     asked: Vec<String>,
 }
 
@@ -95,7 +96,7 @@ fn prefetches_are_used_and_counted() {
         println!("{} of {} read ahead", counts.used, counts.misses + counts.foreseen);
         assert_eq!(counts.hits + counts.misses + counts.foreseen, (TOKENS * 8 * 4) as u64);
         assert_eq!(counts.foreseen, counts.used);
-        // Most experts that must be read were predicted, even if not all were read in time.
+        // Most experts that had to be read were predicted, even if some of them were not read in time.
         assert!(counts.foreseen > counts.misses, "{} foreseen, {} not", counts.foreseen, counts.misses);
     }
 }

@@ -1,4 +1,5 @@
-//! Tests a compiler without matrix units: all other kernels compile without `tiles.metal`, and the model still works.
+//! Tests a compiler without matrix units: all other kernels must compile without `tiles.metal`, and the model must
+//! work.
 
 use crate::{
     forward::{DEMO, answer, cases, common::load_with, options},
@@ -24,7 +25,7 @@ fn compiles(text: &str) -> Result<(), String> {
     if done.status.success() { Ok(()) } else { Err(String::from_utf8_lossy(&done.stderr).into_owned()) }
 }
 
-/// Joins a file like `kernels::metal_source`, with the host shim.
+/// Joins a kernel file with the other parts of its source like `kernels::metal_source`, but with the host shim.
 fn joined(text: &str, tiles: Option<&str>) -> String {
     let (mark, tiles) = tiles.map_or(("#define NO_TILES", ""), |tiles| ("", tiles));
     format!("{mark}\n#include \"shim/host.h\"\n{}\n{tiles}\n{text}\n", kernels::QUANT)

@@ -1,5 +1,6 @@
-//! Chat templates and tokenizers compared with transformers. `MOESTRO_VECTORS=DIR cargo test --test model chat::` also checks the
-//! vectors of a real model: DIR has `tokenizer.json`, `templates/NAME.jinja` and `chat_vectors.json` (`{NAME: {case: {..}}}`).
+//! Compares chat templates and tokenizers with transformers. `MOESTRO_VECTORS=DIR cargo test --test model chat::` also
+//! checks the vectors of a real model. DIR contains `tokenizer.json`, `templates/NAME.jinja` and `chat_vectors.json`
+//! (`{NAME: {case: {..}}}`).
 
 use moestro::{
     chat::{Conversation, Decoder, Template, Tokenizer},
@@ -25,7 +26,7 @@ fn read(path: &Path) -> Value {
     serde_json::from_slice(&fs::read(path).unwrap()).unwrap()
 }
 
-/// Loads a template from its source, as from a model's directory.
+/// Loads a template from its source, as if it came from a model's directory.
 fn template(source: &str) -> Result<Template, ChatError> {
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("chat_template.jinja"), source).unwrap();
@@ -47,7 +48,7 @@ fn one(source: &str) -> Result<String, ChatError> {
     render(&template(source)?, &json!({"messages": [{"role": "user", "content": "hi"}]}))
 }
 
-/// On failure, lists only the lines that differ.
+/// Asserts that two texts are equal. The failure message contains only the lines that differ.
 fn assert_same(found: &str, expected: &str, case: &str) {
     let lines = found.lines().zip(expected.lines()).filter(|(found, expected)| found != expected);
     let lines: String = lines.map(|(found, expected)| format!("found    {found}\nexpected {expected}\n")).collect();
@@ -126,7 +127,7 @@ fn hostile_templates_end_with_an_error() {
         "{{ messages | tojson(indent=nothing.x) }}",
         "{{ strftime_now('%!') }}",
         "{{ 'a'.split('') }}",
-        // Minijinja 3.0.5 panics here.
+        // Minijinja 3.0.5 panics on this expression.
         "{{ ''[::-1] }}",
     ] {
         let refused = matches!(one(source), Err(ChatError::Template(_) | ChatError::Conversation(_)));
@@ -251,7 +252,7 @@ fn template_source_over_a_limit_is_refused() {
 
 #[test]
 fn hostile_source_never_aborts_loading() {
-    // The deepest nesting that the limits allow, and truncated or unbalanced tags.
+    // These sources have the deepest nesting that the limits allow, or truncated or unbalanced tags.
     for source in [
         format!("{{{{ {}x{} }}}}", "(".repeat(990), ")".repeat(990)),
         format!("{{{{ {}x{} }}}}", "[".repeat(990), "]".repeat(990)),

@@ -1,5 +1,5 @@
-//! Compares the DFlash draft with fixtures from transformers and z-lab's implementation: a random target of eight layers, with
-//! drafts in both config schemas.
+//! Compares the DFlash draft with fixtures from transformers and z-lab's implementation. The fixtures are a random
+//! target of eight layers, with drafts in both config schemas.
 
 use crate::common::{distance, fixtures::FIXTURES, load, load_with};
 use moestro::{
@@ -25,7 +25,7 @@ fn steps(name: &str) -> HashMap<String, Vec<f32>> {
     crate::common::tensors(&path(&format!("{name}_steps.safetensors")))
 }
 
-/// Checks four drafts, after which the context grows by 21, 3, 1 and 5 positions, beyond the window.
+/// Checks four drafts. After the drafts, the context grows by 21, 3, 1 and 5 positions, so that it exceeds the window.
 #[test]
 fn draft_steps_match_the_reference() {
     for name in ["draft", "draft_legacy", "draft2"] {
@@ -42,7 +42,7 @@ fn draft_steps_match_the_reference() {
             assert!(off < 1e-4, "{name}, step {step}: off by {off}");
             // A block does not change the context.
             assert_eq!(draft.block(get("noise_embedding")).unwrap(), hidden);
-            // The proposed tokens: the most likely ones of the head, or those of the selector.
+            // The proposed tokens are the most likely tokens of the head, or the tokens that the selector chose.
             let mut before = get("block_ids")[0] as u32;
             for (row, logits) in get("logits").chunks_exact(96).enumerate() {
                 let mut logits = logits.to_vec();
@@ -77,7 +77,7 @@ fn context_ignores_chunking_and_can_shrink() {
     // Removing positions afterwards makes the same gap.
     whole.forget(10..20);
     assert_eq!(whole.block(block).unwrap(), with_gap);
-    // Dropping positions that no layer attends to changes nothing.
+    // Dropping positions that no layer attends to does not change the result.
     let mut long = draft("draft");
     for round in 0..40 {
         long.append(round * 30, &features).unwrap();
@@ -120,7 +120,7 @@ fn incomplete_or_foreign_draft_is_rejected() {
         let error = refused(&config(from, to));
         assert!(error.contains(word) && !error.contains('\n'), "{from} to {to}: {error}");
     }
-    // A tensor that the architecture does not have, such as a head.
+    // The file has a tensor that the architecture does not have, such as a head.
     let error = refused(&|dir| {
         let file = std::fs::read(dir.join("model.safetensors")).unwrap();
         let tensors = safetensors::SafeTensors::deserialize(&file).unwrap();
@@ -132,7 +132,7 @@ fn incomplete_or_foreign_draft_is_rejected() {
     assert!(error.contains("lm_head.weight") && error.contains("not part of this architecture"), "{error}");
 }
 
-/// Compares the delta nets' states after a verify, for each number of accepted rows.
+/// Compares the states of the delta nets after a verify, for each number of accepted rows.
 #[test]
 fn rejected_rows_leave_the_reference_state() {
     let expected = crate::common::tensors(&path("verify_block.safetensors"));
@@ -154,11 +154,11 @@ fn rejected_rows_leave_the_reference_state() {
         let found = model.snapshot(&mut state).unwrap().state;
         let mut found = found.as_chunks::<4>().0.iter().map(|bytes| f32::from_le_bytes(*bytes));
         for layer in [0, 1, 2, 4, 5, 6] {
-            // Our state is [3, C]. That of transformers is [C, 4], with one older row.
+            // Our state is [3, C]. The state of transformers is [C, 4], with one older row.
             let theirs = &expected[&format!("gdn.{layer}.conv.{rows}")];
             let conv: Vec<f32> = found.by_ref().take(3 * 128).collect();
             let theirs: Vec<f32> = (1..4).flat_map(|tap| (0..128).map(move |c| theirs[c * 4 + tap])).collect();
-            // Our state is [Hv, Dv, Dk], that of transformers [Hv, Dk, Dv].
+            // Our state is [Hv, Dv, Dk]. The state of transformers is [Hv, Dk, Dv].
             let heads: Vec<f32> = found.by_ref().take(4 * 16 * 16).collect();
             let turned = &expected[&format!("gdn.{layer}.recurrent.{rows}")];
             let at = |n: usize| turned[n / 256 * 256 + n % 16 * 16 + n / 16 % 16];
@@ -166,7 +166,7 @@ fn rejected_rows_leave_the_reference_state() {
             let off = distance(&conv, &theirs).max(distance(&heads, &turned));
             assert!(off < 1e-4, "layer {layer} after {rows} rows: off by {off}");
         }
-        // The position of the next token, in 64 bits.
+        // The last two words are the position of the next token, in 64 bits.
         let next = [found.next(), found.next()].map(|word| word.unwrap().to_bits());
         assert_eq!(next, [(prompt.len() + rows) as u32, 0]);
         assert_eq!(found.next(), None);
@@ -186,7 +186,7 @@ struct Cycle {
 struct Trace {
     prompt: Vec<u32>,
     dflash_cycles: Vec<Cycle>,
-    /// The drafts are the greedy answer with three of ten tokens changed.
+    /// Cycles in which the draft is the greedy answer with three of ten tokens changed.
     scripted_cycles: Vec<Cycle>,
 }
 

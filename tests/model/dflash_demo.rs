@@ -94,7 +94,7 @@ fn answers_match_plain_resident_and_streamed() {
         let forced = Engine::new(slots, Path::new(DRAFT), DraftPolicy::Force);
         for sampling in [seeded(0.0), seeded(0.7), seeded(1.3), penal.clone(), biased.clone()] {
             let (mut accepted, mut refused) = (0, 0);
-            // Sequential requests in one engine: some continue the last session, most do not.
+            // Sequential requests in one engine: some of them continue the last session, but most do not.
             for (index, case) in fixtures::demo().0.iter().enumerate() {
                 let max = [60, 9, 110][index % 3];
                 let expected = plain.answer(&case.prompt_ids, max, &sampling);
@@ -116,7 +116,7 @@ fn answers_match_plain_resident_and_streamed() {
     plain.end();
 }
 
-/// A modified copy of the draft's files.
+/// A copy of the draft's files, modified by `change`.
 fn modified_draft(change: impl Fn(&mut Value, &mut Vec<u8>)) -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     let read = |name: &str| std::fs::read(Path::new(DRAFT).join(name)).unwrap();
@@ -128,8 +128,8 @@ fn modified_draft(change: impl Fn(&mut Value, &mut Vec<u8>)) -> tempfile::TempDi
     dir
 }
 
-/// With other tapped layers, another mask token or the weights of another draft, fewer tokens are accepted, but no
-/// answer changes.
+/// If the draft has other tapped layers, another mask token or the weights of another draft, fewer of its tokens are
+/// accepted, but no answer changes.
 #[test]
 fn mismatched_draft_changes_no_answer() {
     let taps = modified_draft(|config, _| config["dflash_config"]["target_layer_ids"] = json!([5, 1, 3]));
@@ -204,7 +204,7 @@ fn server_answers_match_with_and_without_draft() {
             assert_eq!(found["usage"]["completion_tokens"], expected["usage"]["completion_tokens"], "{body}");
             assert_eq!(found["choices"][0]["finish_reason"], *finish, "{body}: {found}");
         }
-        // Two alternating conversations: each continues from a snapshot or starts over.
+        // Two alternating conversations: each turn continues from a snapshot or starts over.
         let mut talks = [vec![], vec![]];
         for turn in ["What is 12+7?", "And a story about a fox.", "Count from 49 to 119 by 10.", "What is 3 times 4?"] {
             for (talk, system) in talks.iter_mut().zip(["Be brief.", "You are a poet."]) {
@@ -274,7 +274,7 @@ fn server_answers_match_with_any_draft() {
     }
 }
 
-/// Returns the choices of an answer, and its usage.
+/// Returns the choices and the usage of an answer.
 fn answered(server: &Process, prompt: &str, more: &Value) -> (Value, Value) {
     let answer = server.ask("POST", "/v1/chat/completions", &body(prompt, more.clone()));
     let answer: Value = serde_json::from_str(&answer).unwrap();

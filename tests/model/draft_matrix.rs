@@ -31,7 +31,7 @@ struct Engine {
 }
 
 impl Engine {
-    /// An engine with a draft of this `kind` from `dir`, and a model with this many expert slots.
+    /// An engine with a draft of this `kind` from `dir`, and a model with `slots` expert slots.
     fn new(kind: &'static str, dir: &Path, slots: Option<usize>, speculate: DraftPolicy) -> Self {
         let drafter = if kind == "mtp" { MtpSource::Directory(dir.into()) } else { MtpSource::None };
         let mut options = LoadOptions { threads: Some(2), verify: true, drafter, ..LoadOptions::default() };

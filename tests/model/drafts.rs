@@ -84,8 +84,8 @@ fn mtp(model: &Qwen) -> Option<Box<dyn Draft<Qwen>>> {
     Some(Box::new(MtpDraft::new(model).expect("the model has a head")))
 }
 
-/// Returns the mean number of accepted tokens per cycle over the golden prompts. The answers must equal those of
-/// mlx-lm.
+/// Returns the mean number of accepted tokens per cycle over the golden prompts. Asserts that the answers equal those
+/// of mlx-lm.
 fn acceptance(model: Qwen, draft: Option<Box<dyn Draft<Qwen>>>, width: usize) -> f64 {
     let (cases, _) = fixtures::demo();
     let prompts: Vec<_> = cases.iter().map(|case| case.prompt_ids.clone()).collect();
@@ -128,8 +128,8 @@ fn answers_equal_with_and_without_drafts() {
     let dir = with_head(dir.path());
     let (cases, _) = fixtures::demo();
     let mut prompts: Vec<_> = cases.iter().take(3).map(|case| case.prompt_ids.clone()).collect();
-    // One prompt extends the last answer. Another prompt is unrelated and longer than the part of a prompt that drafts
-    // read.
+    // The first added prompt extends the last answer. The second is unrelated to it, and longer than the part of a
+    // prompt that drafts read.
     prompts.push([&prompts[2][..], &cases[2].greedy_ids[..9], &[30, 31, 32]].concat());
     prompts.push((0..700).map(|n| 20 + (n * n * 7 + n * 3) % 1500).collect());
     let seeded = |temperature| Sampling { temperature, seed: Some(5), ..Sampling::default() };
@@ -176,7 +176,7 @@ fn draft_model_with_other_tokens_is_refused() {
     let (code, output, log) = ask(&whole);
     assert_eq!(code, Some(0), "{log}");
     assert!(output.contains("19") && log.contains("accepted"), "{output} {log}");
-    // Two tokens are swapped.
+    // In this copy of the tokenizer, two tokens are swapped.
     let mut json: serde_json::Value = serde_json::from_str(&whole).unwrap();
     let vocab = json["model"]["vocab"].as_object_mut().unwrap();
     let at = |vocab: &serde_json::Map<String, serde_json::Value>, id| {
@@ -190,7 +190,7 @@ fn draft_model_with_other_tokens_is_refused() {
     assert!(log.contains("its tokens differ from the model's: token 900 is "), "{log}");
 }
 
-/// The tensors of a file: type, shape, bytes.
+/// The tensors of a file by name, with type, shape and bytes.
 type Tensors = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
 
 fn head() -> Tensors {
@@ -212,8 +212,8 @@ fn floats(bytes: &[u8]) -> Vec<f32> {
     bytes.as_chunks::<2>().0.iter().map(|half| half::bf16::from_le_bytes(*half).to_f32()).collect()
 }
 
-/// Converts the head to Hugging Face's layout. Norms store `w - 1`, in 32 bits so that nothing is rounded. Gate and up
-/// are fused, or each expert has its own tensors.
+/// Converts the head to Hugging Face's layout. Norms store `w - 1`, in 32 bits so that no value is rounded. If
+/// `numbered`, each expert has its own tensors. Otherwise gate and up are fused.
 fn hugging_face(head: Tensors, numbered: bool) -> Tensors {
     let mut out = Tensors::new();
     let stack = |name: &str| &head[&format!("mtp.layers.0.mlp.switch_mlp.{name}_proj.weight")];
@@ -316,7 +316,7 @@ fn every_layout_loads_the_same_head() {
     write(&head(), &dir.join("model-mtp.safetensors"));
     std::fs::remove_file(dir.join("model.safetensors.index.json")).unwrap();
     compare("shards", &dir, MtpSource::Checkpoint, 0.0);
-    // The head is in a separate directory, without a prefix. Also fully quantized.
+    // The head is in a separate directory, without a prefix. A second version is fully quantized.
     let dir = fresh("trunk");
     let alone = root.path().join("alone");
     std::fs::create_dir(&alone).unwrap();
@@ -332,14 +332,14 @@ fn every_layout_loads_the_same_head() {
 fn unusable_head_is_skipped_or_refused() {
     let root = tempfile::tempdir().unwrap();
     let dir = demo(root.path());
-    // config.json declares a head that is absent.
+    // `config.json` declares a head that is absent.
     assert!(MtpDraft::new(&load_with(&dir, options(MtpSource::Checkpoint))).is_none());
     let file = dir.join("mtp.safetensors");
     let mut strange = head();
     strange.insert("mtp.layers.0.mlp.extra.weight".into(), (Dtype::BF16, vec![2], vec![0; 4]));
     let mut missing = head();
     missing.remove("mtp.norm.weight");
-    // Norm weights that fit neither convention, `w` or `w - 1`.
+    // These norm weights fit neither convention, `w` or `w - 1`.
     let mut unclear = head();
     for (name, (_, _, data)) in &mut unclear {
         if name.ends_with("_norm.weight") {
@@ -349,7 +349,7 @@ fn unusable_head_is_skipped_or_refused() {
     for (what, tensors) in [("strange", strange), ("missing", missing), ("unclear", unclear)] {
         write(&tensors, &file);
         assert!(MtpDraft::new(&load_with(&dir, options(MtpSource::Checkpoint))).is_none(), "{what}");
-        // If the user passes the directory of a head, an unusable head is an error.
+        // If the user passes the directory of a head, a head that cannot be used is an error.
         let alone = root.path().join(what);
         std::fs::create_dir(&alone).unwrap();
         std::fs::write(alone.join("config.json"), r#"{"model_type": "qwen3_5_mtp"}"#).unwrap();

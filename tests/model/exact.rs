@@ -1,5 +1,5 @@
-//! Exactness: greedy output and logits must not depend on slots, read mode, I/O threads and their order, prefetching,
-//! or chunk size.
+//! Tests of exactness: greedy output and logits must not depend on slots, read mode, I/O threads and their order,
+//! prefetching, or chunk size.
 
 use crate::common::{decode, load_with, narrow, prefill};
 use moestro::{
@@ -27,7 +27,7 @@ struct Settings {
     threads: usize,
 }
 
-/// The answer, and the bits of every logit of prompt and answer.
+/// The answer, and the bits of every logit of the prompt and the answer.
 fn run(dir: &Path, prompt: &[u32], tokens: usize, way: Settings) -> (Vec<u32>, Vec<u32>) {
     let Settings { slots, io, io_threads, prefetch, chunk, threads } = way;
     let store = StoreOptions { slots: Some(slots), io, threads: io_threads, prefetch, ..StoreOptions::default() };
@@ -40,8 +40,8 @@ fn run(dir: &Path, prompt: &[u32], tokens: usize, way: Settings) -> (Vec<u32>, V
     (ids, bits)
 }
 
-/// Every setting must give the same results as the first. A token's working set is `per_token` experts in each of
-/// `layers` layers.
+/// Checks that every setting gives the same results as the first setting. The working set of a token is `per_token`
+/// experts in each of `layers` layers.
 fn check(dir: &Path, prompt: &[u32], tokens: usize, layers: usize, experts: usize, per_token: usize) {
     let all = layers * experts;
     let shards: Vec<PathBuf> = std::fs::read_dir(dir)

@@ -1,4 +1,4 @@
-//! Compares the model's answers with mlx-lm's: the demo model, and a small checkpoint in every encoding
+//! Compares the model's answers with those of mlx-lm, for the demo model and for a small checkpoint in every encoding
 //! (`tests/fixtures/make.py`). Covers both CPU arithmetics, chunk sizes, thread counts, and the layouts of the files.
 
 use crate::common::{
@@ -116,7 +116,7 @@ fn one(model: &Qwen, state: &mut moestro::model::QwenState, id: u32) -> Vec<f32>
     model.forward_observed(state, &[id], moestro::model::Rows::Last, &mut |_, _| ()).unwrap().data
 }
 
-/// Loads the same weights from Hugging Face's layouts: zero-centred norms, `[C, 1, K]` convolutions, other names,
+/// Loads the same weights from Hugging Face's layouts: zero-centred norms, `[C, 1, K]` convolutions, other names, and
 /// experts fused or one by one. The logits must have the same bits.
 #[test]
 fn hugging_face_layouts_give_same_logits() {
@@ -132,8 +132,8 @@ fn hugging_face_layouts_give_same_logits() {
     }
 }
 
-/// A convolution of width 1 has the same shape in both layouts. So the tensor names decide whether norms store `w` or
-/// `w - 1`.
+/// A convolution of width 1 has the same shape in both layouts. The tensor names therefore decide whether norms store
+/// `w` or `w - 1`.
 #[test]
 fn layout_without_wide_convolution_is_recognised() {
     let narrow = Folded::read("bf16").edit(

@@ -1,5 +1,5 @@
-//! Compares 8-bit and 4-bit keys and values with the Candle reference, with 16 bits, and with themselves for other
-//! chunks.
+//! Compares 8-bit and 4-bit keys and values with the Candle reference, with 16-bit keys and values, and with their own
+//! results for other chunk sizes.
 
 use crate::common::{
     decode, distance,
@@ -57,7 +57,7 @@ fn forward_pass_matches_reference() {
             println!(
                 "{bits} bits, {math:?}: off by {off:.1e}, mean {mean:.1e}; effect of rounding: {effect:.1e}, mean {all:.1e}"
             );
-            // A value halfway between two integers may round to the other one, because f32 is not f64.
+            // A value halfway between two integers may round to the other integer, because f32 is not f64.
             assert!(mean < all / 8.0, "{bits} bits, {math:?}: {mean} of {all}");
         }
     }
@@ -69,7 +69,7 @@ fn eight_bit_answers_equal_sixteen_bit() {
     let mut models = [KvBits::Sixteen, KvBits::Eight].map(|bits| demo(bits, CpuArithmetic::Integer));
     let mut worst = [0f64; 2];
     let (mut sum, mut count) = (0.0, 0);
-    // Asks the questions alone, and after 500 tokens of other text, so that most positions are quantized.
+    // Each question is asked alone, and after 500 tokens of other text, so that most positions are quantized.
     for (place, before) in [0, 500].into_iter().enumerate() {
         for case in &cases {
             let ids = [&text(before)[..], &case.prompt_ids, &case.greedy_ids].concat();
@@ -85,7 +85,8 @@ fn eight_bit_answers_equal_sixteen_bit() {
                 let last = logits.row(logits.rows() - 1).to_vec();
                 decode(model, &mut state, &last, case.greedy_ids.len()).0
             });
-            // After unrelated text the demo is uncertain, and the most likely tokens are close to each other.
+            // After unrelated text the demo is uncertain, and the logits of its most likely tokens are close to each
+            // other.
             assert!(before > 0 || exact == few, "{}", case.question);
         }
     }
@@ -97,7 +98,7 @@ fn eight_bit_answers_equal_sixteen_bit() {
     assert!(worst[0] <= BOUND && mean <= BOUND, "{worst:?} {mean}");
 }
 
-/// Largest difference of a log-probability that 8 bits may cause.
+/// Largest difference of a log-probability that 8-bit keys and values may cause.
 const BOUND: f64 = 2e-3;
 
 #[test]

@@ -1,4 +1,4 @@
-//! Tests of models, templates and drafts. Results must equal those of the references with all settings.
+//! Tests of models, templates and drafts. With all settings, results must equal those of the references.
 
 mod chat;
 #[path = "../common/mod.rs"]

@@ -1,5 +1,5 @@
-//! Damaged and hostile files must be used correctly or rejected with an error. Nothing may panic, hang, or exceed its
-//! memory limit. `fuzz/` has the same targets for `cargo fuzz`.
+//! Damaged and hostile files must be used correctly or rejected with an error. No file may cause a panic, a hang, or
+//! the use of more memory than the limit. `fuzz/` has the same targets for `cargo fuzz`.
 
 use crate::{
     mutate::{self, Dice},
@@ -52,7 +52,7 @@ fn open(dir: &Path) -> Result<usize, String> {
     let mut options = LoadOptions { threads: Some(1), ..LoadOptions::default() };
     options.plan.context = Some(64);
     let found = CheckpointInfo::new(dir, &options).map_err(|error| error.to_string())?;
-    // The test has a lower memory limit, because the plan for this machine would accept a large model.
+    // The test uses a lower memory limit than the plan for this machine, which would accept a large model.
     let shape = found.shape;
     if shape.weights().saturating_add(shape.workspace_fixed) > 64 << 20 || shape.workspace_per_row > 1 << 20 {
         return Err("large".into());
@@ -104,11 +104,11 @@ fn mutated_checkpoints_open_or_fail_cleanly() {
             }
         }
     });
-    // With fewer opened or refused checkpoints, the mutations would be too large or too small.
+    // If fewer checkpoints were opened or refused, the mutations would be too large or too small.
     assert!(opened > 500 && refused > 5000, "{opened} opened, {refused} refused");
 }
 
-/// Bytes of the parts of one expert.
+/// Number of bytes in each part of an expert.
 const LEN: usize = 1750;
 
 /// Reads every expert and compares its bytes with the checkpoint.
@@ -139,7 +139,7 @@ fn mutated_packs_never_serve_wrong_bytes() {
             mutate::json(dice, &mut manifest);
             changed = manifest.to_string().into_bytes();
         } else if target > 0 && dice.below(2) > 0 {
-            // A lost disk block.
+            // This simulates a lost disk block.
             let at = dice.below(changed.len() / 4096) * 4096;
             changed[at..at + 4096].iter_mut().for_each(|byte| *byte = !*byte);
         } else {

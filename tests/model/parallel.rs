@@ -1,7 +1,7 @@
-//! Several requests at the same time never change an answer.
+//! Tests that several requests at the same time never change an answer.
 //!
-//! Clients ask at random: prompts with shared beginnings, different lengths, temperatures, a grammar, several choices, and
-//! disconnects. Each answer is compared with that of an engine which runs one request at a time.
+//! Clients send random requests: prompts with shared beginnings, different lengths, temperatures, a grammar, several
+//! choices, and disconnects. Each answer is compared with the answer of an engine that runs one request at a time.
 
 use super::common::{Dice, load_with};
 use moestro::{
@@ -19,7 +19,7 @@ use std::{
 
 const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro-demo");
 
-/// A constraint that allows ids by their remainder. The allowed remainder changes with each token.
+/// A constraint that allows ids with a certain remainder. The allowed remainder changes with each token.
 #[derive(Clone)]
 struct Remainders(u32);
 
@@ -39,14 +39,14 @@ impl Constraint for Remainders {
     }
 }
 
-/// Requests of one client, which it sends together.
+/// The requests that a client sends together.
 struct Visit {
     requests: Vec<Request>,
-    /// Events after which the client disconnects.
+    /// Number of events after which the client disconnects. `None` if the client stays until the end.
     leaves_after: Option<usize>,
 }
 
-/// An answer: its tokens with the bits of their log-probabilities, and its end.
+/// An answer: its tokens with the bits of their log-probabilities, and its finish reason.
 type Answer = (Vec<(u32, u32)>, Option<Finish>);
 
 fn visit(number: u64, longest: usize) -> Visit {
@@ -101,7 +101,7 @@ struct Setup {
     cached_snapshots: u64,
     speculate: DraftPolicy,
     kv_bits: KvBits,
-    /// Maximum number of tokens of an answer.
+    /// Maximum number of tokens in an answer.
     longest: usize,
 }
 
@@ -119,7 +119,7 @@ impl Setup {
             LoadOptions { threads: Some(1), store, kv_bits: self.kv_bits, verify: true, ..LoadOptions::default() };
         options.plan.context = Some(self.context);
         options.plan.chunk = Some(96);
-        // Without snapshots, the pool has the pages of one context.
+        // Without snapshots, the pool has only the pages of one context.
         options.plan.prompt_cache = (self.cached_snapshots == 0).then_some(0);
         let qwen = load_with(Path::new(DEMO), options);
         let size = qwen.info().snapshot_size;
@@ -135,12 +135,12 @@ impl Setup {
         (handle, worker, metrics)
     }
 
-    /// [`Self::check_visits`] with 12 visits, or as many as `MOESTRO_MIXES` says.
+    /// Calls [`Self::check_visits`] with 12 visits, or with the number of visits in `MOESTRO_MIXES`.
     fn check(&self, seed: u64) -> Arc<Metrics> {
         self.check_visits(seed, std::env::var("MOESTRO_MIXES").map_or(12, |count| count.parse().unwrap()))
     }
 
-    /// Compares visits of several clients with the same visits one after another.
+    /// Compares the answers to visits of several clients with the answers to the same visits one after another.
     fn check_visits(&self, seed: u64, count: u64) -> Arc<Metrics> {
         let visit = |number: u64| visit(seed * 100_000 + number, self.longest);
         let (alone, worker, _) = self.start(1);
@@ -175,7 +175,7 @@ impl Setup {
     }
 }
 
-/// Sequences of different lengths, one of them after a verify with rejected rows.
+/// Sequences of different lengths. For one of the sequences, the last pass is a verify with rejected rows.
 fn states(model: &mut Qwen, count: usize) -> Vec<QwenState> {
     let mut dice = Dice(5);
     let mut state = |index: usize| {
@@ -249,7 +249,7 @@ fn drafts_and_kv_bits_change_nothing() {
 #[test]
 #[ignore = "long: two answers of 450 tokens"]
 fn preempted_answers_are_as_alone() {
-    // Four pages: both answers start, and three pages for each do not fit.
+    // The context has four pages. Both answers can start, but there are not enough pages for three pages each.
     let setup = Setup { context: 1024, cached_snapshots: 0, ..Setup::default() };
     let mut dice = Dice(3);
     let mut request =

@@ -1,7 +1,8 @@
-//! The prompt cache never changes an answer.
+//! Tests that the prompt cache never changes an answer.
 //!
-//! Random conversations grow, branch and restart, and each answer is compared with that of an engine without a cache.
-//! The conversation of an agent computes no token twice. A server that was killed finds its snapshots after a restart.
+//! Random conversations grow, branch and restart, and each answer is compared with the answer of an engine without a
+//! cache. In the conversation of an agent, no token is computed twice. A killed server finds its snapshots after a
+//! restart.
 
 use crate::{
     common::{Dice, load_with},
@@ -37,7 +38,7 @@ impl HiddenStates for CountingModel {}
 impl Model for CountingModel {
     type State = <Qwen as Model>::State;
 
-    /// Small chunks, so that snapshots are taken at different positions in chunks.
+    /// The chunks are small, so that snapshots are taken at different positions within a chunk.
     fn info(&self) -> ModelInfo {
         ModelInfo { chunk: 96, ..self.qwen.info() }
     }
@@ -82,7 +83,7 @@ impl Server {
         Self::with_kv_bits(KvBits::Sixteen, states, dir)
     }
 
-    /// Starts a server whose cache holds `states` snapshots of 400 tokens. Loads the snapshots in `dir`.
+    /// Starts a server whose cache has room for `states` snapshots of 400 tokens. Loads the snapshots in `dir`.
     fn with_kv_bits(kv_bits: KvBits, states: u64, dir: Option<&Path>) -> Self {
         let mut options = LoadOptions { threads: Some(2), kv_bits, ..LoadOptions::default() };
         options.plan.context = Some(4096);
@@ -105,7 +106,7 @@ impl Server {
         Self { engine, worker, tokens, metrics }
     }
 
-    /// Stops after writing the remaining snapshots.
+    /// Writes the remaining snapshots and stops the server.
     fn stop(self) {
         self.engine.drain();
         self.worker.join().unwrap();
@@ -160,7 +161,8 @@ impl Dialogue {
     }
 }
 
-/// Runs one random walk: conversations grow, branch, are edited or repeated, and continue with or without the answer.
+/// Runs one random walk: conversations grow, branch, are edited or repeated, and continue with or without the last
+/// answer.
 fn walk(seed: u64, mut cached: Server, fresh: &Server, restart: &dyn Fn(Server) -> Server) -> Server {
     let mut dice = Dice(seed);
     let system = dice.tokens(30 + 40 * (seed % 7) as usize);
@@ -177,7 +179,7 @@ fn walk(seed: u64, mut cached: Server, fresh: &Server, restart: &dyn Fn(Server) 
                 dialogue
             }
             Some(dialogue) => match dice.roll(4) {
-                // An earlier message is edited.
+                // In this case, an earlier message is edited.
                 0 => dialogue.until(1 + dice.roll(dialogue.ends.len())),
                 _ => dialogue.clone(),
             },
@@ -189,7 +191,7 @@ fn walk(seed: u64, mut cached: Server, fresh: &Server, restart: &dyn Fn(Server) 
             let message = dice.tokens(count);
             dialogue.say(&message, kind);
         }
-        // The start of the answer's message.
+        // The added tokens start the answer's message.
         let prompt = [&dialogue.ids[..], &[2039, 77]].concat();
         let max_tokens = 1 + dice.roll(6);
         let (expected, none) = fresh.ask(&prompt, &[], max_tokens, false);
@@ -209,12 +211,12 @@ fn walk(seed: u64, mut cached: Server, fresh: &Server, restart: &dyn Fn(Server) 
     cached
 }
 
-/// `MOESTRO_WALKS` sets the number of walks.
+/// The environment variable `MOESTRO_WALKS` sets the number of walks.
 #[test]
 fn cache_does_not_change_answers() {
     let walks: u64 = std::env::var("MOESTRO_WALKS").map_or(9, |walks| walks.parse().unwrap());
     let (mut known, mut evicted, mut from_disk) = (0, 0, 0);
-    // Caches for one snapshot, for a few, and for all. The last two servers restart from time to time.
+    // The caches have room for one snapshot, for three, and for all. The last two servers restart from time to time.
     for (part, states, bits) in [(0, 1, KvBits::Sixteen), (1, 3, KvBits::Eight), (2, 40, KvBits::Sixteen)] {
         let dir = tempfile::tempdir().unwrap();
         let fresh = Server::with_kv_bits(bits, 0, None);
@@ -285,7 +287,7 @@ fn agent_computes_only_new_tokens() {
             generated += server.ask(&ids, &ends, 5, true).0.len() - 1;
             earlier.push(ids);
         }
-        // The model evaluates every token of an answer except the last.
+        // The model evaluates every token of an answer except the last token.
         let computed = server.tokens.load(Ordering::Relaxed) - generated;
         let all: usize = earlier.iter().map(Vec::len).sum();
         let ratio = computed as f64 / new as f64;
@@ -315,7 +317,7 @@ fn killed_server_keeps_its_snapshots() {
     drop(first);
 
     let second = serve(dir.path());
-    // Send the last turn again: everything except the start of the answer's message is cached.
+    // Send the last turn again. The whole prompt is cached except the start of the answer's message.
     let again = second.chat(&turns[2]);
     let [prompt, cached] =
         [&again["usage"]["prompt_tokens"], &again["usage"]["prompt_tokens_details"]["cached_tokens"]]
@@ -327,7 +329,7 @@ fn killed_server_keeps_its_snapshots() {
     let known = next["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap();
     assert!(known >= cached, "{next}");
 
-    // The answers equal those of a server without snapshots.
+    // The answers must equal the answers of a server without snapshots.
     let empty = tempfile::tempdir().unwrap();
     let fresh = serve(empty.path());
     assert_eq!(fresh.chat(&turns[2])["choices"], again["choices"]);
@@ -336,14 +338,15 @@ fn killed_server_keeps_its_snapshots() {
     assert_eq!(other["usage"]["prompt_tokens_details"]["cached_tokens"], 0);
     assert_eq!(other["choices"], next["choices"]);
 
-    // A cleared cache is empty.
+    // After clearing, the cache is empty.
     assert_eq!(second.ask("DELETE", "/prompt_cache", ""), "");
     let health: Value = serde_json::from_str(&second.ask("GET", "/health", "")).unwrap();
     assert_eq!(health["prompt_cache"]["bytes"], 0);
     assert_eq!(health["prompt_cache"]["disk"]["bytes"], 0);
     assert_eq!(second.chat(&turns[3])["usage"]["prompt_tokens_details"]["cached_tokens"], 0);
 
-    // Unloading writes the remaining snapshots. Clearing removes them although no model is loaded.
+    // Unloading the model writes the remaining snapshots. Clearing the cache then removes them although no model is
+    // loaded.
     second.ask("POST", "/models/unload", &json!({"model": "moestro-demo"}).to_string());
     assert!(files(dir.path()) > 0);
     assert_eq!(second.ask("DELETE", "/prompt_cache", ""), "");

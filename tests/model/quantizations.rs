@@ -1,5 +1,5 @@
-//! Converters write the `quantization` table in many ways, and some of the tables are wrong. Matrices must be read
-//! correctly or refused.
+//! Converters write the `quantization` table in many ways, and some of these tables are wrong. The tests check that
+//! matrices are read correctly or refused.
 
 use crate::common::{load, prefill};
 use moestro::{
@@ -81,7 +81,7 @@ fn all_table_spellings_give_same_logits() {
             move |key: &str| format!("{prefix}{}", key.strip_prefix("language_model.model.").unwrap_or(key))
         };
         let cases: [(&str, &Change<'_>); 8] = [
-            // DWQ, OptiQ and oQ write the standard table, before or after tensors were renamed.
+            // DWQ, OptiQ and oQ write the standard table, with the names from before or after tensors were renamed.
             ("transformers' prefix", &|c| c["quantization"] = spelled(c, under("model.language_model."))),
             ("no language model", &|c| c["quantization"] = spelled(c, under("model."))),
             ("stacked experts", &|c| c["quantization"] = spelled(c, |key| key.replace("switch_mlp", "experts"))),
@@ -90,7 +90,7 @@ fn all_table_spellings_give_same_logits() {
                 c["text_config"]["quantization_config"] = table;
                 c.as_object_mut().unwrap().remove("quantization");
             }),
-            // UD-MLX writes a table that may not name every matrix.
+            // UD-MLX writes a table that may have no entry for some matrices.
             ("no entry", &|c| {
                 let table = c["quantization"].as_object().unwrap();
                 let all = table.iter().filter(|(key, _)| !key.contains('.'));
@@ -125,7 +125,7 @@ fn contradictory_tables_are_refused_by_name() {
         tensors.insert(format!("{head}.biases"), scales);
     });
     assert!(error.contains("lm_head.weight") && error.contains("biases"), "{error}");
-    // Widths that no kernel supports.
+    // No kernel supports these widths.
     let error = refusal("affine4", |tensors, _| {
         let (_, shape, _) = tensors[&format!("{head}.weight")].clone();
         let shape = vec![shape[0], shape[1] / 4];
@@ -189,7 +189,7 @@ fn shifted(by: f32) -> Output {
 
 #[test]
 fn doubly_shifted_norms_are_detected() {
-    // The mean of the demo's norms is 1.2, that of Qwen3.5 1.7.
+    // The mean of the demo's norms is 1.2, and the mean of Qwen3.5's norms is 1.7.
     for (by, noticed) in [(0.0, false), (1.5, true)] {
         let output = shifted(by);
         let said = String::from_utf8_lossy(&output.stderr).into_owned();

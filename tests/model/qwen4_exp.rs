@@ -1,5 +1,5 @@
-//! Compares qwen4_exp with transformers on a tiny checkpoint: the reference and the fast pass, for every split of the
-//! prompt, with and without streaming, with snapshots and rejected drafts.
+//! Compares qwen4_exp with transformers on a tiny checkpoint. Tests the reference and the fast pass, for every split of
+//! the prompt, with and without streaming, with snapshots and rejected drafts.
 
 pub use crate::common::qwen4_exp::{LOGIT, STAGE, cases, check, dir};
 
@@ -133,7 +133,7 @@ fn logits_ignore_chunks_threads_and_slots() {
         {
             let store = StoreOptions { slots, ..StoreOptions::default() };
             let model = load_with(&dir(), LoadOptions { threads: Some(threads), store, ..options() });
-            // At least 60 slots are needed: 6 layers with 10 experts per token.
+            // At least 60 slots are needed: 6 layers with 10 experts per token each.
             assert_eq!(model.store().unwrap().slots(), slots.unwrap_or(96));
             let (logits, ..) = prefill(&model, &ids, chunk);
             assert!(logits.data == expected.data, "{}: chunks of {chunk}, {slots:?} slots", case.name);
@@ -147,11 +147,11 @@ fn snapshots_restore_everywhere() {
         let ids = case.ids();
         let mut model = load();
         let mut state = model.start().unwrap();
-        // Snapshots at every position within a block, also at the start, where the history is not full.
+        // Take snapshots at every position within a block, also at the start, where the history is not full.
         let marks: Vec<usize> = (1..ids.len()).step_by(3).collect();
         let (expected, snapshots) = forward_with_snapshots(&mut model, &mut state, &ids, Rows::All, &marks);
         for (at, snapshot) in marks.into_iter().zip(snapshots) {
-            // Restore into a new sequence, and into one that has computed something else.
+            // Restore into a new sequence, and into a sequence that has computed other tokens.
             for reuse in [false, true] {
                 let reuse = reuse.then(|| {
                     let mut other = model.start().unwrap();
@@ -226,8 +226,8 @@ fn kv_bits_are_refused() {
     assert!(refusal(&dir(), &options).contains("--kv-bits"));
 }
 
-/// Checks that wrong values in the configuration change the answer: the gate, the end-of-text token that cuts n-grams,
-/// the number of blocks.
+/// Checks that wrong values in the configuration change the logits. The values are the gate, the end-of-text token that
+/// cuts n-grams, and the number of blocks.
 #[test]
 fn configured_mistakes_change_the_logits() {
     let case = &cases()[1];
@@ -245,8 +245,8 @@ fn configured_mistakes_change_the_logits() {
     }
 }
 
-/// Compares the MTP head token by token and with a whole prompt in one call, then four drafts from the head's own
-/// streams.
+/// Compares the results of the MTP head, token by token and with a whole prompt in one call. Then compares four drafts
+/// from the head's own streams.
 #[test]
 fn mtp_head_matches_transformers() {
     for case in cases() {
@@ -277,7 +277,7 @@ fn mtp_head_matches_transformers() {
 
 pub type Tensors = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
 
-/// The tensors of the checkpoint without those of the MTP head.
+/// The tensors of the checkpoint without the tensors of the MTP head.
 pub fn tensors() -> Tensors {
     let mut all = Tensors::new();
     for file in ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"] {
@@ -312,8 +312,8 @@ fn plus_one(data: &[u8]) -> Vec<u8> {
     halves.flat_map(|half| (half::bf16::from_le_bytes(*half).to_f32() + 1.0).to_le_bytes()).collect()
 }
 
-/// The same weights as MLX's converters write them: other names, `1 + w` in norms, `[C, K, 1]` convolutions, experts in
-/// three stacks.
+/// The same weights as MLX's converters write them: with other names, `1 + w` in norms, `[C, K, 1]` convolutions, and
+/// experts in three stacks.
 fn mlx() -> Tensors {
     let mut all = Tensors::new();
     for (name, (mut dtype, mut shape, mut data)) in tensors() {
@@ -388,8 +388,8 @@ fn engine_with_mtp_drafts_keeps_answers() {
     }
 }
 
-/// A synthetic model with the released indexer, below and above its budget. Up to 2,051 positions, queries attend to
-/// all of them. Chunks start and end before, at and after that position.
+/// A synthetic model with the released indexer, below and above its budget of 2,051 positions. Up to this budget, a
+/// query attends to all positions. Chunks start and end before, at and after the budget.
 #[test]
 fn synthetic_model_matches_reference_across_budget() {
     let real = Dimensions::of_flash_next();
@@ -412,7 +412,7 @@ fn synthetic_model_matches_reference_across_budget() {
     };
     let (found, ..) = prefill(&load(2304), &ids, ids.len());
     check("2100 tokens", &found.data, &expected, LOGIT);
-    // A snapshot after eight pages. Its pages are copies, like those of snapshots from disk.
+    // Take a snapshot after eight pages. The snapshot's pages are copies, like the pages of snapshots from disk.
     let (mut model, at) = (load(2304), 2053);
     let mut state = model.start().unwrap();
     let (_, snapshots) = forward_with_snapshots(&mut model, &mut state, &ids[..2060], Rows::None, &[at]);

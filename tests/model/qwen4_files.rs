@@ -19,8 +19,8 @@ use std::{
 };
 
 /// A checkpoint with other dimensions in every field: three streams, two n-gram tables of 4-grams, blocks of eight
-/// positions, attention in the first layer, tied embeddings. An independent implementation in numpy computed the
-/// expected results, in f64.
+/// positions, attention in the first layer, and tied embeddings. An independent implementation in numpy computed the
+/// expected results in f64.
 fn other() -> PathBuf {
     Path::new(FIXTURES).join("qwen4_exp_other")
 }
@@ -43,7 +43,7 @@ fn other_dimensions_match_independent_implementation() {
     check("reference", &values(&reference.logits), &stored["logits"], LOGIT);
     let (expected, ..) = prefill(&load_with(&other(), options()), &all, all.len());
     check("fast pass", &expected.data, &stored["logits"], LOGIT);
-    // At least 15 slots are needed: 5 layers with 3 experts per token.
+    // At least 15 slots are needed: 5 layers with 3 experts per token each.
     for (chunk, slots) in [(1, None), (7, Some(15)), (30, None)] {
         let store = StoreOptions { slots, ..StoreOptions::default() };
         let (found, ..) = prefill(&load_with(&other(), LoadOptions { store, ..options() }), &all, chunk);
@@ -90,7 +90,8 @@ fn changed_dimensions_are_refused_without_panic() {
         }
     }
     assert!(refused > 100, "{refused}");
-    // 37 is the first prime from 36 on. The tables have 280 and 440 rows.
+    // Two changes are accepted. 37 is the first prime from 36 on, and the tables have 280 and 440 rows, which are
+    // multiples of 20.
     assert_eq!(loads, [("ngram_vocab_size_base", 36), ("make_ngram_vocab_size_divisible_by", 20)]);
 }
 
@@ -111,8 +112,8 @@ fn floats(data: &[u8]) -> Vec<f32> {
     data.as_chunks::<2>().0.iter().map(|half| half::bf16::from_le_bytes(*half).to_f32()).collect()
 }
 
-/// Adds the matrix `[rows, cols]` to `fp8` in blocks of 128 rows and columns with bf16 scales, and to `plain` in f32. Both
-/// have the same values.
+/// Adds the matrix `[rows, cols]` to `fp8` in blocks of 128 rows and columns with bf16 scales, and to `plain` in f32.
+/// Both copies have the same values.
 fn add_blocks(fp8: &mut Tensors, plain: &mut Tensors, path: &str, [rows, cols]: [usize; 2], data: &[f32]) {
     let (down, across) = (rows.div_ceil(128), cols.div_ceil(128));
     let scale = |block: usize| half::bf16::from_f32((block % 5 + 1) as f32 / 300.0);
@@ -125,8 +126,8 @@ fn add_blocks(fp8: &mut Tensors, plain: &mut Tensors, path: &str, [rows, cols]: 
     fp8.insert(format!("{path}.weight_scale_inv"), (Dtype::BF16, vec![down, across], scales));
 }
 
-/// The checkpoint in Hugging Face's FP8 format, and the same values in f32. The FP8 tensors are the experts (stored one
-/// by one), the projections of attention, and the n-gram table (with one scale).
+/// The checkpoint in Hugging Face's FP8 format, and the same values in f32. The FP8 tensors are the experts (each
+/// stored separately), the projections of attention, and the n-gram table (with a single scale).
 fn fp8() -> [Tensors; 2] {
     let (mut fp8, mut plain) = (Tensors::new(), Tensors::new());
     let scale = half::bf16::from_f32(0.015);
@@ -181,7 +182,7 @@ fn fp8_checkpoint_equals_its_values_in_f32() {
     }
 }
 
-/// Some converters write the table to its own file.
+/// Some converters write the table to a separate file.
 #[test]
 fn table_in_own_file_gives_same_logits() {
     let case = &cases()[1];
@@ -214,7 +215,7 @@ fn rows_are_read_once_then_cached() {
         model.forward(&mut state, &case.prompt, Rows::Last).unwrap();
         assert_eq!(counts(), [rows.len() as u64, cached]);
     }
-    // Rows of 32 values in bf16.
+    // A row has 32 values in bf16.
     assert_eq!(metrics.ngram_read_bytes.get(), 64 * rows.len() as u64);
 }
 
@@ -263,7 +264,7 @@ fn packed_rows_are_the_tables_rows() {
     assert!(summary.written && summary.bytes > 0);
     let table = &found.tables[0];
     let blocks = pack::row_blocks(table);
-    // A block has 127 rows of 32 bytes, a chunk 1,024 blocks.
+    // A block has 127 rows of 32 bytes, and a chunk has 1,024 blocks.
     assert!(blocks.per_block == 127 && blocks.count() > 2 * 1024 && table.shards() > 2, "{blocks:?}");
     assert_eq!((bytes, done.into_inner()), (blocks.file_bytes(), 2 * (summary.bytes + bytes - 4096)));
     assert_eq!(pack::write_rows(&found.tables, &found.files, &out, &|_| ()).unwrap(), 0, "it is written once");
@@ -279,7 +280,7 @@ fn packed_rows_are_the_tables_rows() {
     assert!(logits() == expected);
     assert_eq!(pack::verify_rows(&out, &found.tables, &|_| ()).unwrap(), table.rows);
 
-    // A damaged block is noticed, and its rows come from the checkpoint.
+    // A damaged block is detected, and its rows are read from the checkpoint.
     let file = File::options().read(true).write(true).open(out.join("table-000.rows")).unwrap();
     for block in 0..blocks.count() {
         let mut byte = [0];

@@ -1,6 +1,6 @@
 //! Compares the reference implementation in Candle tensors with mlx-lm, and the fast pass with the reference. The
-//! comparison of the fast pass uses prompts that mlx-lm's fixtures lack: long ones, and lengths just below and above
-//! every boundary of blocks and chunks.
+//! comparison of the fast pass uses prompts that mlx-lm's fixtures lack: long prompts, and prompts whose lengths are
+//! just below and above every boundary of blocks and chunks.
 
 use crate::common::{
     argmax, distance,
@@ -26,7 +26,7 @@ fn values(tensor: &Tensor) -> Vec<f32> {
     tensor.flatten_all().unwrap().to_dtype(DType::F32).unwrap().to_vec1().unwrap()
 }
 
-/// Compares logits with mlx-lm's: those of `prompt`, then one row per id of the answer.
+/// Compares logits with those of mlx-lm: first the logits of `prompt`, then one row of logits per id of the answer.
 fn check_golden(name: &str, dir: &Path, prompt: &[u32], answer: &[u32], golden: [Option<&Vec<f32>>; 2]) {
     let ids = [prompt, answer].concat();
     for precision in [DType::F32, DType::F64] {
@@ -74,7 +74,8 @@ fn reference_reads_hugging_face_layouts() {
     }
 }
 
-/// Compares the fast pass on `ids`, in chunks, with the reference in f64: logits within `bound`, and each layer's experts.
+/// Compares the fast pass on `ids`, in chunks, with the reference in f64: logits must be within `bound`, and each layer
+/// must select the same experts.
 fn check_fast_pass(name: &str, dir: &Path, ids: &[u32], chunk: usize, bound: impl Fn(CpuArithmetic) -> f32) {
     let Computed { logits, routes, residuals, .. } = compute(dir, DType::F64, ids);
     assert_eq!(residuals.last().unwrap().dim(0).unwrap(), ids.len());
@@ -108,16 +109,16 @@ fn fast_pass_matches_at_boundaries() {
 
 #[test]
 fn fast_pass_matches_on_long_prompt() {
-    // Text that the demo was trained on. On random tokens its routers have near ties, which rounding decides.
+    // This is text that the demo was trained on. On random tokens its routers have near ties, which rounding decides.
     let (cases, _) = fixtures::demo();
     let text = cases.iter().cycle().flat_map(|case| [&case.prompt_ids[..], &case.greedy_ids].concat());
-    // Measured over four million logits, the integer arithmetic is off by at most 2.2e-3.
+    // In a measurement over four million logits, the integer arithmetic was off by at most 2.2e-3.
     let bound = |math| if math == CpuArithmetic::F32 { crate::common::bound(math) } else { 4e-3 };
     check_fast_pass("demo", Path::new(DEMO), &text.take(2048).collect::<Vec<u32>>(), 512, bound);
 }
 
-/// A dense model with the ratios of the 27B: 6 query heads per key head, 3 value heads per key head, a feed-forward 3.4 times
-/// as wide as the residual.
+/// A dense model with the ratios of the 27B: 6 query heads per key head, 3 value heads per key head, and a feed-forward
+/// that is 3.4 times as wide as the residual.
 #[test]
 fn fast_pass_matches_at_ratios_of_27b() {
     let dimensions = Dimensions {

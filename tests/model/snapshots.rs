@@ -22,7 +22,7 @@ fn prompt(seed: usize, len: usize) -> Vec<u32> {
     (0..len).map(|i| (100 + (i * 37 + seed * 101 + i * i * seed) % 1500) as u32).collect()
 }
 
-/// Appends `ids` to `state` and returns the bits of the logits after each.
+/// Appends `ids` to `state` and returns the bits of the logits after each id.
 fn bits(model: &mut Qwen, state: &mut <Qwen as Model>::State, ids: &[u32]) -> Vec<u32> {
     let logits = model.forward(state, ids, Rows::All).unwrap();
     logits.data.iter().map(|logit| logit.to_bits()).collect()
@@ -55,7 +55,7 @@ fn check_snapshots_anywhere(kv_bits: KvBits) {
     assert_eq!(taken.len(), 2 * places.len() + 1);
     assert_eq!(taken.iter().map(|snapshot| snapshot.len).collect::<Vec<_>>()[..places.len()], places);
 
-    // Restore into a new state, and into one that another sequence used.
+    // Restore into a new state, and into a state that another sequence used.
     let mut used = Some(state);
     for snapshot in &taken {
         for into in [None, used.take()] {
@@ -69,7 +69,8 @@ fn check_snapshots_anywhere(kv_bits: KvBits) {
     }
 }
 
-/// Two sequences restored from one snapshot share its full pages, and each writes to its own page after them.
+/// Two sequences restored from one snapshot share its full pages. After these pages, each sequence writes to its own
+/// page.
 #[test]
 fn shared_pages_are_never_written() {
     for kv_bits in ALL {

@@ -1,4 +1,4 @@
-//! Tests speculation on the real forward pass: a verify has the same bytes as single decode steps, rejected rows have
+//! Tests speculation on the real forward pass: a verify gives the same bytes as single decode steps, rejected rows have
 //! no effect, and drafts do not change an answer.
 
 use crate::common::{fixtures::DEMO, load_with};
@@ -41,7 +41,7 @@ fn verify_equals_single_steps_and_rewinds() {
             if kept < rows.len() {
                 state.reject(rows.len() - kept).unwrap();
             }
-            // Continues with other tokens: first a verify, then single steps.
+            // Continue with other tokens: first a verify, then single steps.
             let next: Vec<u32> = (0..40).map(|n| 30 + (n * 13) % 900).collect();
             let mut other = start(&mut model);
             model.forward(&mut other, &rows[..kept], Rows::None).unwrap();
@@ -76,12 +76,12 @@ fn start(model: Qwen, draft: Box<dyn Draft<Qwen>>, speculate: DraftPolicy) -> (H
     engine::spawn_with(model, draft, options, Metrics::new("test", "cpu")).unwrap()
 }
 
-/// The tokens of an answer, and how it ended.
+/// The tokens of an answer, and its finish reason or error.
 fn ask(handle: &Handle, ids: &[u32], sampling: &Sampling) -> (Vec<u32>, Result<(Finish, Timings), String>) {
     crate::common::ask(handle, Request::new(ids.to_vec(), 60, sampling.clone()))
 }
 
-/// The answer's tokens, its finish reason, and how many drafted tokens were accepted and rejected.
+/// The answer's tokens, its finish reason, and the numbers of accepted and rejected draft tokens.
 fn answer(
     slots: Option<usize>,
     speculate: DraftPolicy,
@@ -100,7 +100,7 @@ fn answer(
 fn demo_answers_equal_with_and_without_drafts() {
     let mut counts = [0, 0];
     for (length, temperature, penalty) in [(24, 0.0, 0.0), (90, 0.7, 0.0), (40, 1.3, 0.5)] {
-        // The prompt repeats itself, so that lookups find something.
+        // The prompt repeats itself, so that prompt lookup finds drafts.
         let ids = prompt(length).repeat(2);
         let sampling = Sampling { temperature, frequency_penalty: penalty, seed: Some(5), ..Sampling::default() };
         let (plain, finish, _) = answer(None, DraftPolicy::Off, &ids, &sampling);
@@ -166,7 +166,7 @@ fn hidden_rows_do_not_depend_on_chunks() {
         one_by_one.extend_from_slice(&found);
     }
     assert_ne!(found[..256], found[256..], "the layers differ");
-    // A prompt keeps its last rows, a verify the accepted ones.
+    // After a prompt, its last rows are kept. After a verify, the accepted rows are kept.
     let mut state = model.start().unwrap();
     model.forward(&mut state, &ids[..42], Rows::None).unwrap();
     model.tapped_rows(42, &mut found).unwrap();

@@ -33,7 +33,8 @@ fn read(name: &str) -> Vec<u8> {
     std::fs::read(format!("{FIXTURE}/{name}")).unwrap()
 }
 
-/// A model and its directory, which must outlive it: the weights of the tower are read for each image.
+/// A model and its directory. The directory must outlive the model, because the weights of the tower are read for each
+/// image.
 struct TestModel {
     model: Qwen,
     _dir: TempDir,
@@ -173,15 +174,15 @@ fn quantised_tower_matches_its_dequantised_weights() {
                 plain.push(stored);
             }
         }
-        // Quantized are qkv, proj and fc1 of each block, two matrices of the merger, and the position table. fc2 is
-        // not, because its 136 columns are not a multiple of 32.
+        // The quantized matrices are qkv, proj and fc1 of each block, two matrices of the merger, and the position
+        // table. fc2 is not quantized, because its 136 columns are not a multiple of 32.
         assert_eq!(count, 2 * 3 + 3);
         let [packed, plain] = [packed, plain].map(|tower| load(&tower, &config["vision_config"], &processor));
         for (height, width) in [(64, 96), (33, 200)] {
             let found = distance(&rows(&packed, height, width), &rows(&plain, height, width));
             assert!(found < 1e-5, "{bits} bits, {height} x {width}: {found}");
         }
-        // The quantized weights approximate those of the fixture, so the rows are similar but not equal.
+        // The quantized weights approximate the weights of the fixture, so the rows are similar but not equal.
         let image = packed.info().images.unwrap().prepare(&read("images/gradient.png"), None).unwrap();
         let found = distance(&packed.encode_image(&image).unwrap(), &exact["gradient.merged"]);
         assert!((1e-4..2.0).contains(&found), "{bits} bits: {found}");

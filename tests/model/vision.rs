@@ -1,5 +1,5 @@
-//! Compares results for images with those of transformers, on two small vision-language checkpoints in Hugging Face's
-//! and MLX's layout. The fixture is described in `tests/fixtures/vision/README.md`.
+//! Compares results for images with those of transformers, on two small vision-language checkpoints, one in Hugging
+//! Face's layout and one in MLX's layout. The fixture is described in `tests/fixtures/vision/README.md`.
 
 use crate::common::{argmax, ask, distance, tensors};
 use candle_core::{DType, Device};
@@ -13,7 +13,8 @@ use std::{path::Path, sync::Arc};
 
 const FIXTURE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/vision");
 
-/// A conversation of the fixture: its tokens, and its images with the rows that transformers' tower computes for them.
+/// A conversation of the fixture: its tokens, and its images together with the rows that transformers' tower computes
+/// for them.
 struct Chat {
     name: String,
     ids: Vec<u32>,
@@ -73,7 +74,7 @@ fn reference_matches_transformers_with_images() {
     }
 }
 
-/// A model of the fixture, on two threads, with at most this many expert slots.
+/// A model of the fixture, on two threads, with at most `slots` expert slots.
 fn load(dir: &str, slots: Option<usize>) -> Qwen {
     let mut options =
         LoadOptions { math: CpuArithmetic::F32, threads: Some(2), verify: true, ..LoadOptions::default() };
@@ -82,7 +83,7 @@ fn load(dir: &str, slots: Option<usize>) -> Qwen {
     Qwen::load(Path::new(&dir), &options, &Metrics::new("test", "cpu"), &mut |_, _| ()).unwrap()
 }
 
-/// The ids of a conversation with one placeholder per image, and the prepared images.
+/// The ids of a conversation, with one placeholder per image, and the prepared images.
 fn prompt(model: &Qwen, chat: &str) -> (Vec<u32>, Vec<PlacedImage>) {
     let refs: serde_json::Value =
         serde_json::from_slice(&std::fs::read(format!("{FIXTURE}/refs.json")).unwrap()).unwrap();
@@ -121,7 +122,7 @@ fn answers_match_transformers_from_the_files() {
     let vocab = 1024;
     for (dir, tag) in [("mlx_4bit", "mlx4"), ("hf_bf16", "hf")] {
         let expected = tensors(Path::new(&format!("{FIXTURE}/chat_one.safetensors")));
-        // 4 layers of 4 experts, of which each token takes 2.
+        // The model has 4 layers of 4 experts. Each token uses 2 experts per layer.
         for slots in [None, Some(8)] {
             let mut model = load(dir, slots);
             let (ids, images) = prompt(&model, "one");
@@ -146,7 +147,7 @@ fn answers_match_transformers_from_the_files() {
 #[test]
 fn drafts_do_not_change_answers_with_images() {
     let mut answers = Vec::new();
-    // Answers of three tokens only, which repeat themselves, so that drafts are found.
+    // The answers consist of only three different tokens, which repeat, so that drafts are found.
     let sampling = Sampling { logit_bias: vec![(100, 50.0), (101, 50.0), (102, 50.0)], ..Sampling::greedy() };
     for speculate in [DraftPolicy::Off, DraftPolicy::Force] {
         let model = load("mlx_4bit", None);

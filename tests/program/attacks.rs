@@ -1,8 +1,8 @@
-//! Requests designed to exhaust memory, each alone and during a running answer, in a control group whose limit is the
-//! memory limit plus 10 %. Nothing is killed, the peak stays below the limit, the answer is the expected one, and the
-//! memory is freed within a second.
+//! Sends requests designed to exhaust memory, each alone and during a running answer. The server is in a control group
+//! whose limit is the memory limit plus 10 %. No process may be killed, the peak must stay below the limit, the answer
+//! must be the expected answer, and the memory must be freed within a second.
 //!
-//! Without permission to create a control group, the test measures memory, but no limit is enforced.
+//! Without permission to create a control group, the test measures memory, but the system enforces no limit.
 
 #![cfg(target_os = "linux")]
 
@@ -34,7 +34,7 @@ impl Server {
         stream
     }
 
-    /// Sends the head, and as many bytes of the body as the server accepts.
+    /// Sends the head of a request, and as many bytes of the body as the server accepts.
     fn send(&self, path: &str, body: &str, length: usize) -> TcpStream {
         let mut stream = self.connect();
         let head = format!(
@@ -46,7 +46,7 @@ impl Server {
         stream
     }
 
-    /// Sends a request and returns status and text of the response.
+    /// Sends a request. Returns the status and the text of the response.
     fn ask(&self, path: &str, body: &str) -> (u16, String) {
         let mut stream = self.send(path, body, body.len());
         let mut answer = Vec::new();
@@ -56,7 +56,7 @@ impl Server {
         (status.unwrap_or_else(|| panic!("no answer: {answer:?}")), answer)
     }
 
-    /// Generates an answer long enough to overlap with an attack.
+    /// Generates an answer that is long enough to overlap with an attack.
     fn long_answer(&self) -> String {
         let body = r#"{"prompt": "One, two, three,", "max_tokens": 400, "temperature": 0, "logit_bias": {"2038": -100, "2040": -100}}"#;
         let (status, answer) = self.ask("/v1/completions", body);
@@ -66,7 +66,7 @@ impl Server {
         body["choices"][0]["text"].as_str().unwrap().to_owned()
     }
 
-    /// CPU time of the process in seconds.
+    /// CPU time of the server's process in seconds.
     fn cpu_seconds(&self) -> f64 {
         let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.0.id())).unwrap();
         let fields: Vec<&str> = stat.rsplit(')').next().unwrap().split_whitespace().collect();
@@ -78,7 +78,7 @@ fn chat(bytes: usize) -> String {
     format!(r#"{{"messages": [{{"role": "user", "content": "{}"}}]}}"#, "word ".repeat(bytes / 5))
 }
 
-/// Sends `count` concurrent requests and returns their statuses.
+/// Sends `count` concurrent requests and returns the status of each response.
 fn send_concurrently(server: &Server, count: usize, path: &str, body: &str) -> Vec<u16> {
     thread::scope(|scope| {
         let asking: Vec<_> = (0..count).map(|_| scope.spawn(|| server.ask(path, body).0)).collect();

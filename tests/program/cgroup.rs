@@ -1,7 +1,8 @@
-//! Memory limits: the peak stays below every limit, and a control group with that limit plus 10 % kills no process.
+//! Tests of memory limits: the peak stays below every limit, and a control group with that limit plus 10 % kills no
+//! process.
 //!
-//! Creating a memory control group (v1 or v2) needs privileges. Without them the test prints a note, and the limits are
-//! measured but not enforced.
+//! Creating a memory control group (v1 or v2) needs privileges. Without privileges, the test prints a note, and the
+//! memory is measured but the limits are not enforced.
 
 #![cfg(target_os = "linux")]
 
@@ -20,7 +21,7 @@ use std::{
 
 const MIB: u64 = 1 << 20;
 
-/// 120 MB, nearly all of it experts.
+/// Writes a model of 120 MB. Nearly all bytes belong to experts.
 fn model(dir: &Path) {
     let dimensions = Dimensions {
         hidden: 512,
@@ -123,7 +124,7 @@ fn image_memory_stays_under_the_limit() {
     assert_eq!(group.as_ref().map_or(0, Group::kills), 0);
 }
 
-/// A square picture: black, or noise in colour.
+/// A square picture, either black or with noise in colour.
 fn png(side: u32, is_noise: bool) -> Vec<u8> {
     let (colour, bytes) =
         if is_noise { (image::ExtendedColorType::Rgb8, 3) } else { (image::ExtendedColorType::L8, 1) };
@@ -156,7 +157,8 @@ fn hostile_images_stay_under_the_limit() {
         let parts: Vec<serde_json::Value> = pictures.iter().map(part).collect();
         server.chat(&[serde_json::json!({"role": "user", "content": parts})])
     };
-    // 49 and 64 million pixels in a few hundred kilobytes, one of common size, a small one.
+    // Two pictures of 49 and 64 million pixels in a few hundred kilobytes, a picture of common size, and a small
+    // picture.
     let [bomb, larger, fitting, small] =
         [(7000, false), (8000, false), (800, true), (100, true)].map(|(side, noise)| png(side, noise));
     for pictures in [vec![&bomb], vec![&larger], vec![&bomb, &larger], vec![&fitting], vec![&small; 16], vec![&small]] {
@@ -226,7 +228,7 @@ fn full_prompt_cache_stays_in_plan() {
     assert_eq!(group.as_ref().map_or(0, Group::kills), 0);
 }
 
-/// Four clients, each of which fills the context of its sequence.
+/// Tests four clients, each of which fills the context of its sequence.
 #[test]
 #[ignore = "long: fills the context of four sequences"]
 fn full_sequences_stay_in_plan() {
@@ -263,9 +265,9 @@ fn full_sequences_stay_in_plan() {
     assert_eq!(group.as_ref().map_or(0, Group::kills), 0);
 }
 
-/// Lowers the group's limit while the server answers. The server frees slots and is not killed, and answers do not
-/// change. When the limit rises, the slots return. The test runs twice: with all experts in memory and with a part of
-/// them.
+/// Lowers the group's limit while the server answers. The server must free slots, must not be killed, and must not
+/// change answers. When the limit rises, the server must restore the slots. The test runs twice: with all experts in
+/// memory, and with a part of the experts.
 #[test]
 #[ignore = "long: waits for a memory shortage"]
 fn lower_limit_frees_expert_slots() {
@@ -295,7 +297,7 @@ fn lower_limit_frees_expert_slots() {
         let (all, before) = (slots(), resident());
         assert_eq!((all == 512, pressure()), (start > 200 * MIB, 0), "{all} slots");
 
-        // The new limit takes away a quarter of the experts. The margin that must stay free takes away some more.
+        // The new limit removes a quarter of the experts. The margin that must stay free removes some more.
         let end = before - all * (230 << 10) / 4;
         let asking = std::sync::atomic::AtomicBool::new(true);
         thread::scope(|scope| {

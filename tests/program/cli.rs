@@ -1,4 +1,4 @@
-//! The binary from the outside: error messages, the ready line, signals, and the commands on local models.
+//! Tests of the binary from the outside: error messages, the ready line, signals, and the commands on local models.
 
 use serde_json::{Value, json};
 use std::{
@@ -9,7 +9,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// `moestro` with a separate cache and without settings from the environment.
+/// A command that runs `moestro` with a separate cache and without settings from the environment.
 fn moestro(cache: &Path) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_moestro"));
     for (name, _) in std::env::vars_os().filter(|(name, _)| name.to_string_lossy().starts_with("MOESTRO_")) {
@@ -61,7 +61,7 @@ fn generate_prints_one_answer() {
     let output = run(&["generate", "-p", "What is 12+7?", "--temp", "0", "--thinking", "off"]);
     assert!(output.status.success(), "{}", stderr(&output));
     assert_eq!(String::from_utf8_lossy(&output.stdout), "12 + 7 = 19.\n");
-    // Stderr is not a terminal here: no reasoning, one line of timings.
+    // In this test stderr is not a terminal, so it contains no reasoning and one line of timings.
     let text = stderr(&output);
     assert_eq!(
         text.lines().filter(|line| line.starts_with("prompt ") && line.contains("; answer ")).count(),
@@ -133,7 +133,7 @@ fn models_are_listed_and_removed() {
     assert_eq!(list(), ["moestro-demo"]);
     assert!(stderr(&with(&["rm", "moestro-demo", "-y"])).contains("part of the program"));
 
-    // A link in the model directory does not make a directory elsewhere deletable.
+    // A link in the model directory does not allow deleting a directory outside the model directory.
     let elsewhere = tempfile::tempdir().unwrap();
     let other = elsewhere.path().join("other");
     std::fs::create_dir_all(&other).unwrap();
@@ -219,13 +219,13 @@ fn doctor_finds_no_fault() {
     );
     let report: Value = serde_json::from_slice(&run(&["doctor", "--json"]).stdout).unwrap();
     assert_eq!(report["wrong"], json!([]));
-    // The report has either the comparison of the kernels or the reason why there is none.
+    // The report has either the comparison of the kernels or the reason why there is no comparison.
     assert!(report["gpu"]["kernels"].is_array() != report["gpu"]["absent"].is_string(), "{report}");
 }
 
 #[test]
 fn named_memory_limit_is_sufficient() {
-    // The memory of the process differs between starts, so one start shows little.
+    // The memory of the process differs between starts, so the test starts several servers.
     for _ in 0..10 {
         let refused = run(&["serve", "--port", "0", "--device", "cpu", "--memory-limit", "1M"]);
         let text = stderr(&refused);
@@ -236,7 +236,7 @@ fn named_memory_limit_is_sufficient() {
     }
 }
 
-/// A running server, killed at the end of the test.
+/// A running server. Dropping this value kills the server.
 struct Server {
     child: Child,
     stdout: BufReader<ChildStdout>,
@@ -281,7 +281,7 @@ impl Server {
         assert!(done.unwrap().success());
     }
 
-    /// Waits for the end of the server and returns its exit code.
+    /// Waits until the server has exited and returns its exit code.
     fn exit_code(&mut self) -> Option<i32> {
         let begin = Instant::now();
         loop {
@@ -342,7 +342,7 @@ fn full_disk_leaves_no_partial_file() {
     let refused = moestro(cache.path()).args(["generate", "-p", "Hi", "--memory-limit", "1M"]).output().unwrap();
     let (_, rest) = stderr(&refused).rsplit_once("--memory-limit ").unwrap();
     let limit = format!("{}M", rest.split_once('M').unwrap().0.parse::<u32>().unwrap() + 1);
-    // Limits files to one block, to simulate a full disk. The list of hot experts is larger.
+    // Limit the size of files to one block, to simulate a full disk. The list of hot experts is larger than one block.
     let shell = "trap '' XFSZ; ulimit -f 1; exec \"$0\" \"$@\"";
     let args = ["-c", shell, env!("CARGO_BIN_EXE_moestro"), "generate", "-p", "Hi", "--memory-limit", &limit];
     let output = Command::new("bash").args(args).env("XDG_CACHE_HOME", cache.path()).output().unwrap();
@@ -443,7 +443,7 @@ fn reload_that_loses_the_key_is_refused() {
         let headers = format!("Authorization: Bearer {key}\r\n");
         server.ask("GET /v1/models", &headers, "").lines().next().unwrap_or_default().to_owned()
     };
-    // A half-saved file, a file without the key, and no file.
+    // The three cases: a partially saved file, a file without the key, and no file.
     for text in [Some("api-key = \"oth"), Some(""), None] {
         match text {
             Some(text) => std::fs::write(&file, text).unwrap(),

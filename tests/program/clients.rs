@@ -1,4 +1,5 @@
-//! Many clients of one server: what the process holds does not grow with the number of requests.
+//! Tests many clients of one server: the memory and the files that the process uses must not grow with the number of
+//! requests.
 
 use crate::{process::Process, process_memory::memory};
 use serde_json::{Value, json};
@@ -9,7 +10,7 @@ use std::{
 
 const CLIENTS: usize = 16;
 
-/// Resident bytes and open files of the server.
+/// Number of resident bytes and of open files of the server.
 fn held(server: &Process) -> (u64, usize) {
     let files = std::fs::read_dir(format!("/proc/{}/fd", server.id())).unwrap().count();
     (memory(server.id(), "VmRSS"), files)
@@ -41,7 +42,8 @@ fn send(server: &Process, count: usize, seed: usize) {
     });
 }
 
-/// `MOESTRO_REQUESTS` sets the number of requests; the documentation's figure is for 10,000.
+/// The environment variable `MOESTRO_REQUESTS` sets the number of requests. The figure in the documentation is for
+/// 10,000 requests.
 #[test]
 #[ignore = "long: hundreds of requests"]
 fn many_requests_leak_nothing() {

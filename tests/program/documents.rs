@@ -1,6 +1,6 @@
 //! Checks the documents: their paths and links exist, their flags and commands parse, and their commands run.
 //!
-//! A command that is not run here is listed in `tests/program/documents_not_run.txt` with the reason.
+//! A command that this test does not run is listed in `tests/program/documents_not_run.txt` with the reason.
 
 use clap::{CommandFactory, Parser};
 use moestro::cli::Cli;
@@ -13,7 +13,7 @@ use std::{
 };
 
 const ROOT: &str = env!("CARGO_MANIFEST_DIR");
-/// Flags of other programs.
+/// Flags that belong to other programs.
 const FOREIGN_FLAGS: &[&str] =
     &["--release", "--test", "--lib", "--bench", "--locked", "--path", "--check", "--target", "--no-default-features"];
 /// Pages about other programs' flags and settings.
@@ -46,7 +46,8 @@ fn documents() -> Vec<Document> {
 }
 
 impl Document {
-    /// The lines inside code fences, without the comments that follow two spaces. Lines that end in `\` are joined.
+    /// The lines inside code fences. Comments after two spaces are removed, and lines that end in `\` are joined with
+    /// the next line.
     fn code_lines(&self) -> Vec<String> {
         let mut lines: Vec<String> = Vec::new();
         for block in self.text.split("```").skip(1).step_by(2) {
@@ -71,13 +72,13 @@ impl Document {
         prose.split('`').skip(1).step_by(2).map(|word| word.split_whitespace().collect::<Vec<_>>().join(" ")).collect()
     }
 
-    /// The commands of `moestro` in code fences.
+    /// The commands in code fences that run `moestro` or `curl`.
     fn commands(&self) -> Vec<String> {
         self.code_lines().into_iter().filter(|line| line.starts_with("moestro ") || line.starts_with("curl ")).collect()
     }
 }
 
-/// Splits a command like a shell: at spaces outside of single and double quotes.
+/// Splits a command at spaces outside of single and double quotes, as a shell does.
 fn words(command: &str) -> Vec<String> {
     let (mut words, mut quote) = (vec![String::new()], None);
     for letter in command.chars() {
@@ -92,7 +93,7 @@ fn words(command: &str) -> Vec<String> {
     words
 }
 
-/// Paths of all files and folders of the repository, without build output.
+/// Paths of all files and folders of the repository, except build output.
 fn repository() -> BTreeSet<String> {
     let (mut all, mut folders) = (BTreeSet::new(), vec![PathBuf::new()]);
     while let Some(folder) = folders.pop() {
@@ -193,7 +194,7 @@ fn commands_in_documents_parse() {
     assert!(wrong.is_empty(), "{wrong:#?}");
 }
 
-/// The list of commands that are not run: a prefix of the command, `#`, and the reason.
+/// The list of commands that are not run. Each line has a prefix of the command, `#`, and the reason.
 fn not_run() -> Vec<(String, String)> {
     let text = fs::read_to_string(Path::new(ROOT).join("tests/program/documents_not_run.txt")).unwrap();
     let entry =
@@ -201,7 +202,7 @@ fn not_run() -> Vec<(String, String)> {
     text.lines().map(|line| entry(line).unwrap_or_else(|| panic!("no reason: {line}"))).collect()
 }
 
-/// A server with the demo model. Dropping it ends the server.
+/// A server with the demo model. Dropping this value ends the server.
 struct Server(Child);
 
 impl Server {
@@ -221,7 +222,7 @@ impl Drop for Server {
     }
 }
 
-/// `moestro` with its own home and without settings from the environment.
+/// A command that runs `moestro` with its own home directory and without settings from the environment.
 fn moestro(home: &Path) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_moestro"));
     for (name, _) in std::env::vars_os().filter(|(name, _)| name.to_string_lossy().starts_with("MOESTRO_")) {

@@ -1,4 +1,4 @@
-//! An idle server frees its memory, uses no CPU time, and answers again when it gets a request.
+//! Tests that an idle server frees its memory, uses no CPU time, and answers again at the next request.
 
 #![cfg(target_os = "linux")]
 
@@ -11,7 +11,7 @@ use std::{
 
 const MIB: u64 = 1 << 20;
 
-/// Resident memory, in bytes.
+/// Resident memory of the server in bytes.
 fn memory(server: &Process) -> u64 {
     let statm = std::fs::read_to_string(format!("/proc/{}/statm", server.id())).unwrap();
     statm.split(' ').nth(1).unwrap().parse::<u64>().unwrap() * 4096
@@ -37,7 +37,7 @@ fn idle_model_is_unloaded_and_reloaded() {
     let server = Process::start(&["--keep-alive", "1s", "--memory-limit", "512M", "--prompt-cache-dir", prompts]);
     let right = answer(&server);
     let loaded = memory(&server);
-    // The parts of the plan add up to what `/health` reports. A model that is not loaded reserves nothing.
+    // The parts of the plan add up to the memory that `/health` reports. A model that is not loaded reserves no memory.
     let held = || {
         let metrics = server.ask("GET", "/metrics", "");
         let parts = metrics.lines().filter_map(|line| line.strip_prefix("moestro_memory_bytes{")?.split_once("} "));

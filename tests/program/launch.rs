@@ -1,4 +1,4 @@
-//! `moestro launch` with scripts in place of the agents.
+//! Tests of `moestro launch` with scripts in place of the agents.
 
 use std::{
     fs,
@@ -8,7 +8,7 @@ use std::{
     process::{Command, Output, Stdio},
 };
 
-/// Installs a script under the agent's name. It prints its settings and exits with code 7.
+/// Installs a script under the agent's name. The script prints its settings and exits with code 7.
 fn install(home: &Path, agent: &str) {
     let bin = home.join("bin");
     fs::create_dir_all(&bin).unwrap();

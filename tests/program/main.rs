@@ -1,4 +1,4 @@
-//! The program from the outside: its commands, files, memory and signals.
+//! Tests of the program from the outside: its commands, files, memory and signals.
 
 mod attacks;
 mod cgroup;

@@ -1,4 +1,5 @@
-//! Mistakes that people make on the command line, and the sentence that each one gets.
+//! Tests of mistakes that people make on the command line. Each mistake must get a certain sentence as its error
+//! message.
 
 use std::{
     fs,
@@ -9,7 +10,7 @@ use std::{
     thread,
 };
 
-/// What a command prints to stdout and stderr, with its own home directory.
+/// Runs a command with its own home directory. Returns the output on stdout and stderr.
 fn output_of(home: &Path, endpoint: &str, args: &[&str]) -> String {
     let mut command = Command::new(env!("CARGO_BIN_EXE_moestro"));
     command.env_clear().env("HOME", home).env("PATH", std::env::var_os("PATH").unwrap_or_default());
@@ -23,11 +24,11 @@ fn demo() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("models/demo/moestro-demo")
 }
 
-/// Checks a table of command lines, separated by spaces, and parts of their sentences.
+/// Runs the command lines of a table. Checks that the output of each contains a part of the expected sentence.
 fn check(home: &Path, table: &[(&str, &str)]) {
     for (line, sentence) in table {
         let mut args: Vec<&str> = line.split(' ').collect();
-        // A server opens its port first.
+        // A server opens its port before anything else, so the command gets a free port.
         if (line.starts_with("serve") || line.starts_with('-')) && !line.contains("--port") {
             args.push("--port=0");
         }
@@ -99,7 +100,7 @@ fn wrong_names_and_values_get_a_sentence() {
             ("pull https://huggingface.co/org/name", "org/name: cannot reach"),
         ],
     );
-    // The prompt is where a model name belongs.
+    // In this command, the prompt is in the position of the model name.
     let text = output_of(home.path(), "", &["run", "What is 12+7?"]);
     assert!(text.contains("a prompt follows the model") || text.contains("stdin is empty"), "{text}");
 }
@@ -122,7 +123,7 @@ fn flags_of_other_programs_get_a_sentence() {
             ("serve --chat-template x", "chat_template.jinja"),
             ("run --format json x", "response_format"),
             ("run --think x", "--thinking on or off"),
-            // These have no effect; the command then fails for another reason.
+            // These flags have no effect. The command then fails for another reason.
             ("serve nope -ngl 99", "-ngl has no effect: the memory plan"),
             ("serve nope -ngl 99", "no such directory: nope"),
             ("serve nope --jinja -fa on --no-mmap --mlock", "no such directory: nope"),
@@ -136,7 +137,7 @@ fn flags_of_other_programs_get_a_sentence() {
     assert!(unknown.contains("unexpected argument '--colour'") && !unknown.contains("similar"), "{unknown}");
 }
 
-/// Every command line of SwiftLM's README, with our binary and a model that does not exist.
+/// Tests every command line of SwiftLM's README, with our binary and a model that does not exist.
 #[test]
 fn command_lines_of_swiftlm_are_accepted() {
     let home = tempfile::tempdir().unwrap();
@@ -206,7 +207,7 @@ fn damaged_checkpoints_get_a_sentence() {
     }
 }
 
-/// A hub that gives one response to every request.
+/// A hub that gives the same response to every request.
 fn hub(response: &'static str) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = format!("http://{}", listener.local_addr().unwrap());

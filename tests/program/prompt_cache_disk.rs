@@ -1,5 +1,5 @@
-//! Failures of the prompt cache's directory: a full disk, a directory that is not writable, damaged files, a second server.
-//! Answers do not change, and the log has one warning.
+//! Tests failures of the prompt cache's directory: a full disk, a directory that is not writable, damaged files, and a
+//! second server. Answers must not change, and the log must have one warning.
 
 use crate::process::{Process, agent};
 use serde_json::Value;
@@ -66,7 +66,7 @@ fn answers(turns: &[Vec<Value>]) -> Vec<Value> {
 #[test]
 fn full_disk_is_not_used_again() {
     let (dir, turns) = (tempfile::tempdir().unwrap(), agent(3, true));
-    // No file may exceed 64 blocks: enough for the log, too little for a snapshot.
+    // No file may exceed 64 blocks. This is enough for the log, but not for a snapshot.
     let mut limited = Command::new("sh");
     limited.args(["-c", r#"trap "" XFSZ; ulimit -f 64; exec "$0" "$@""#, BINARY]);
     let server = Server::start(limited, dir.path());
@@ -152,7 +152,7 @@ fn damaged_file_is_logged_once() {
             let name = path.file_name().unwrap().to_str().unwrap();
             name.split('-').next().unwrap().parse::<u64>().unwrap()
         };
-        // The snapshot that the prompt would use. The one at the end of the answer has more tokens.
+        // This is the snapshot that the prompt would use. The snapshot at the end of the answer has more tokens.
         let wanted = states.iter().filter(|path| tokens(path) < prompt).max_by_key(|path| tokens(path)).unwrap();
         let other = states.iter().find(|path| len(path) != len(wanted)).unwrap();
         let mut bytes = fs::read(wanted).unwrap();
@@ -161,7 +161,7 @@ fn damaged_file_is_logged_once() {
         let second = Server::start(Command::new(BINARY), dir.path());
         let (answer, cached) = second.ask(messages);
         assert_eq!(answer, *expected, "{what}");
-        // Instead, the prompt uses a snapshot with fewer tokens.
+        // The prompt must use a snapshot with fewer tokens instead.
         assert!((1..tokens(wanted)).contains(&cached), "{what}: {cached} of {}", tokens(wanted));
         let warnings = second.warnings();
         assert_eq!(warnings.len(), 1, "{what}: {warnings:?}");
@@ -185,7 +185,7 @@ fn second_server_takes_over_after_kill() {
     assert_eq!(health(&second)["prompt_cache"]["disk_locked"], true);
     assert!(second.disk().is_null());
     assert_eq!(second.ask(&turns[0]), (expected.clone(), 0), "it answers without the disk cache");
-    // SIGKILL releases the lock.
+    // Killing the first server by SIGKILL releases the lock.
     drop(first);
     second.wait_for_disk(|disk| disk["checkpoints"].as_u64() > Some(0));
     assert_eq!(health(&second)["prompt_cache"]["disk_locked"], false);

@@ -1,4 +1,4 @@
-//! The command `moestro pull` against a test hub that `HF_ENDPOINT` names.
+//! Tests of `moestro pull`. `HF_ENDPOINT` contains the address of a test hub.
 
 #![cfg(feature = "hub")]
 
@@ -57,7 +57,7 @@ fn hostile_hub_writes_nothing_outside_cache() {
         let outside: Vec<_> =
             files_below(home.path()).into_iter().filter(|path| !path.starts_with(&inside) && *path != mine).collect();
         assert!(outside.is_empty(), "{outside:?}");
-        // A wrong ETag is harmless. An invalid commit fails the pull.
+        // A wrong ETag is harmless. An invalid commit makes the pull fail.
         assert_eq!(pulled.status.success(), commit.is_none(), "{stderr}");
         assert!(commit.is_none() || stderr.contains("is not a commit"), "{stderr}");
     }
@@ -77,7 +77,7 @@ fn token_is_sent_to_hub_only() {
     let tokens = |hub: &TestHub| hub.state.lock().unwrap().tokens.clone();
     assert!(tokens(&hub).iter().all(|token| token.as_deref() == Some("Bearer key")));
     assert!(tokens(&cdn).len() >= 5 && tokens(&cdn).iter().all(Option::is_none), "{:?}", tokens(&cdn));
-    // A redirect loop.
+    // The two servers redirect to each other, so there is a redirect loop.
     cdn.change(|state| state.redirect_to = Some(hub.endpoint.clone()));
     let home = tempfile::tempdir().unwrap();
     let pulled = moestro(&["pull", "org/name"], &hub.endpoint, home.path());
@@ -85,7 +85,8 @@ fn token_is_sent_to_hub_only() {
     assert!(!pulled.status.success() && stderr.contains("redirects"), "{stderr}");
 }
 
-/// SIGKILL while pieces of a shard are transferred in parallel: the next run requests only what is missing.
+/// Kills a pull by SIGKILL while pieces of a shard are transferred in parallel. The next run must request only the
+/// missing bytes.
 #[test]
 fn killed_pull_is_resumed() {
     let index = br#"{"weight_map": {"a": "model-1.safetensors"}}"#;
@@ -99,7 +100,7 @@ fn killed_pull_is_resumed() {
     hub.change(|state| state.bytes_per_second = Some(1 << 20));
     let home = tempfile::tempdir().unwrap();
     let mut killed = command(&["pull", "org/name"], &hub.endpoint, home.path()).spawn().unwrap();
-    // Wait until progress was saved once.
+    // Wait until the progress was saved once.
     let blob = home.path().join("hf/hub/models--org--name/blobs").join(crate::hub::hash(&shard)).with_extension("map");
     let saved_missing = || {
         let map: serde_json::Value = serde_json::from_slice(&std::fs::read(&blob).ok()?).ok()?;
@@ -144,7 +145,7 @@ fn pulled_demo_works_offline() {
         assert_eq!(&std::fs::read(Path::new(dir.trim()).join(name)).unwrap(), bytes);
     }
 
-    // From here on the hub is unreachable.
+    // From here on, the hub is unreachable.
     let unreachable = "http://127.0.0.1:1";
     let again = moestro(&["pull", "org/name"], unreachable, home.path());
     assert!(again.status.success() && again.stdout == pulled.stdout);
@@ -157,7 +158,8 @@ fn pulled_demo_works_offline() {
     assert!(!other.status.success() && stderr.contains("org/other: the hub has no such model"), "{stderr}");
 }
 
-/// Serves `hub` through TLS as `localhost`, with a certificate of an unknown authority. Returns the endpoint.
+/// Serves `hub` through TLS as `localhost`, with a certificate of an unknown authority. Returns the address of the
+/// endpoint.
 fn serve_tls(hub: &TestHub) -> String {
     let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/tls");
     let chain = vec![CertificateDer::from_pem_file(dir.join("localhost.pem")).unwrap()];
@@ -176,7 +178,7 @@ fn serve_tls(hub: &TestHub) -> String {
                 let mut tls = rustls::StreamOwned::new(session, stream);
                 let (mut head, mut byte) = (Vec::new(), [0]);
                 while !head.ends_with(b"\r\n\r\n") {
-                    // A client that does not know the authority disconnects here.
+                    // A client that does not know the certificate authority disconnects at this point.
                     let Ok(1) = tls.read(&mut byte) else { return };
                     head.push(byte[0]);
                 }

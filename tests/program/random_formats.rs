@@ -1,7 +1,8 @@
-//! Random output formats, sent to a server in a control group whose limit is its memory limit plus 10 %. Each gets 200,
-//! 400 or 413, nothing is killed, and the memory stays below the limit. The times are printed, not checked.
+//! Sends random output formats to a server in a control group whose limit is the server's memory limit plus 10 %. Each
+//! request must get status 200, 400 or 413, no process may be killed, and the memory must stay below the limit. The
+//! times are printed, but not checked.
 //!
-//! `MOESTRO_FORMATS` sets the number of formats, `MOESTRO_FORMATS_SEED` the first one.
+//! `MOESTRO_FORMATS` sets the number of formats. `MOESTRO_FORMATS_SEED` sets the seed of the first format.
 
 #![cfg(target_os = "linux")]
 
@@ -23,7 +24,7 @@ use std::{
 
 const LIMIT: u64 = 512 << 20;
 const COUNT: u64 = 40;
-/// Tools are a part of the prompt, and a long prompt takes its time whatever its format.
+/// Maximum length of a prompt. Tools are a part of the prompt, and a long prompt takes long with any format.
 const MAX_PROMPT: &str = "2000";
 const PATH: &str = "/v1/chat/completions";
 
@@ -31,7 +32,7 @@ fn from_env(name: &str, default: u64) -> u64 {
     env::var(name).map_or(default, |text| text.parse().unwrap())
 }
 
-/// Sends a request. Returns its status, its body and how long it took.
+/// Sends a request. Returns the status, the body, and the elapsed time.
 fn ask(port: u16, body: &Value) -> (u16, String, Duration) {
     let (start, body) = (Instant::now(), body.to_string());
     let mut stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
@@ -46,7 +47,7 @@ fn ask(port: u16, body: &Value) -> (u16, String, Duration) {
     (status, answer, start.elapsed())
 }
 
-/// Sets a flag when it is dropped, even after a panic, so that the other client ends.
+/// Sets a flag when this value is dropped, even after a panic, so that the other client ends.
 struct SetOnDrop<'a>(&'a AtomicBool);
 
 impl Drop for SetOnDrop<'_> {
@@ -91,7 +92,7 @@ fn random_formats_are_answered_or_refused() {
             let fields = formats::fields(&mut Source::new(&[], seed));
             let (status, answer, time) = ask(port, &chat(fields.clone()));
             let text = fields.to_string();
-            // 413: the format needs more memory than the server keeps for requests.
+            // Status 413 means that the format needs more memory than the server reserves for requests.
             assert!([200, 400, 413].contains(&status), "seed {seed}: {status}: {answer:.600}\n{text:.2000}");
             if time > Duration::from_secs(1) {
                 eprintln!("seed {seed}: status {status} after {time:.1?}: {text:.200}");

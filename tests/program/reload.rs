@@ -1,4 +1,4 @@
-//! SIGHUP: the server reloads its configuration while it runs.
+//! Tests SIGHUP: the server reloads its configuration while it runs.
 
 #![cfg(unix)]
 
@@ -75,7 +75,7 @@ fn draft_is_used_with_its_model_only() {
             fs::copy(file.path(), place.join(file.file_name())).unwrap();
         }
     }
-    // Another architecture with the same tokenizer.
+    // Copy a model with another architecture and the same tokenizer.
     for name in ["config.json", "model.safetensors"] {
         fs::copy(root.join("tests/fixtures/drafts/model").join(name), other.join(name)).unwrap();
     }

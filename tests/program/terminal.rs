@@ -1,4 +1,4 @@
-//! The binary on a terminal, which `script` of util-linux provides. Also tests version and model names.
+//! Tests of the binary on a terminal, which `script` of util-linux provides. Also tests the version and model names.
 #![cfg(target_os = "linux")]
 
 use std::{
@@ -23,7 +23,7 @@ const CTRL_E: &str = "\x05";
 
 const CHAT: &str = "run --temp 0 --thinking off --max-tokens 24";
 
-/// A program without settings from the environment, whose files are in `home`.
+/// A command that runs `program` without settings from the environment. The program's files are in `home`.
 fn isolated(program: &str, home: &Path) -> Command {
     let mut command = Command::new(program);
     for (name, _) in std::env::vars_os().filter(|(name, _)| name.to_string_lossy().starts_with("MOESTRO_")) {
@@ -35,12 +35,12 @@ fn isolated(program: &str, home: &Path) -> Command {
     command
 }
 
-/// `moestro` on a terminal.
+/// `moestro` running on a terminal.
 struct Terminal {
     script: Child,
     keys: ChildStdin,
     shown: Arc<Mutex<String>>,
-    /// Bytes of `shown` that were checked.
+    /// Number of bytes of `shown` that were checked.
     seen: usize,
 }
 
@@ -49,7 +49,7 @@ impl Terminal {
         Self::begin_with(home, "", args)
     }
 
-    /// `variable`: `NAME=value` for the program.
+    /// `variable` has the form `NAME=value` and is an environment variable for the program.
     fn begin_with(home: &Path, variable: &str, args: &str) -> Self {
         let mut command = isolated("script", home);
         // `exec` replaces the shell, because a signal would end the shell instead of the program.
@@ -69,7 +69,7 @@ impl Terminal {
         Self { script, keys, shown, seen: 0 }
     }
 
-    /// Waits for new output that contains `words`, and returns the new output up to their end.
+    /// Waits for new output that contains `words`. Returns the new output up to the end of `words`.
     fn wait(&mut self, words: &str) -> String {
         let begin = Instant::now();
         loop {
@@ -94,7 +94,7 @@ impl Terminal {
         chat
     }
 
-    /// Types a text, and waits for `answer` and the next prompt.
+    /// Types a text. Waits for `answer`, and then for the next prompt.
     fn say(&mut self, keys: &str, answer: &str) {
         self.press(keys);
         self.press("\r");
@@ -156,13 +156,13 @@ fn unknown_model_name_gets_a_hint() {
     let foo = say("foo");
     assert!(foo.contains("no such directory: foo; ") && foo.contains("org/name"), "{foo}");
     assert_eq!(say("./foo"), "moestro: no such directory: ./foo\n");
-    // Models of `moestro list` can be used by name: the demo, and one in the user's directory. The latter has no
-    // tokenizer here.
+    // Models of `moestro list` can be used by name: the demo, and a model in the user's directory, which has no
+    // tokenizer in this test.
     assert!(say("moestro-demo").starts_with("12 + 7 = 19.\n"), "{}", say("moestro-demo"));
     assert!(say("coder").contains("tokenizer"), "{}", say("coder"));
 }
 
-/// As with systemd: the port is open before the server starts, and the first request waits for the model.
+/// As with systemd, the port is open before the server starts, and the first request waits for the model.
 #[test]
 fn inherited_port_loads_on_demand() {
     let home = tempfile::tempdir().unwrap();
@@ -231,7 +231,7 @@ fn server_prints_a_sentence() {
 fn chat_line_is_edited_and_recalled() {
     let home = tempfile::tempdir().unwrap();
     let mut chat = Terminal::chat(home.path());
-    // "hat is 12+8?" becomes "What is 12+7?".
+    // The keys change "hat is 12+8?" to "What is 12+7?".
     chat.say(&format!("hat is 12+8?{LEFT}{BACKSPACE}7{CTRL_A}W{CTRL_E}"), "12 + 7 = 19.");
     chat.say("/clear", "the conversation is empty");
     chat.say(&format!("{UP}{UP}"), "12 + 7 = 19.");
@@ -240,7 +240,7 @@ fn chat_line_is_edited_and_recalled() {
     chat.say("\"\"\"/set system three\rfour\"\"\"", "three\r\nfour");
     chat.say("\x1b[200~/set system five\rsix\x1b[201~", "five\r\nsix");
     chat.say("/set se\t", "seed            random");
-    // Ctrl-C discards the line.
+    // Ctrl-C discards the line that is being typed.
     for _ in 0..2 {
         chat.press("/set seed 3");
         chat.wait("seed 3");
@@ -292,7 +292,7 @@ fn chat_commands_work() {
     assert_eq!(saved["messages"][0]["content"], "What is 12+7?");
 }
 
-/// Scripts and terminals without bracketed paste send several lines at once.
+/// Scripts, and terminals without bracketed paste, send several lines at once.
 #[test]
 fn text_typed_ahead_is_kept() {
     let home = tempfile::tempdir().unwrap();
@@ -320,7 +320,7 @@ fn chat_asks_server_that_has_the_model() {
     chat.say("What is 12+7?", "12 + 7 = 19.");
     chat.say("/retry", "12 + 7 = 19.");
     chat.end(CTRL_D);
-    // With a flag that changes the memory plan, the chat loads its own copy of the model.
+    // If a flag changes the memory plan, the chat loads its own copy of the model.
     let mut chat = Terminal::begin(home.path(), &format!("{CHAT} {address} --ctx-size 4096"));
     chat.wait("moestro-demo on cpu, all experts in memory, context 4096");
     chat.wait(">>> ");
@@ -348,7 +348,7 @@ fn long_prompt_shows_progress() {
     let mut chat = Terminal::begin(home.path(), &format!("run -p \"$(cat {})\" --temp 0 -n 4", file.display()));
     let shown = chat.wait("tok/s");
     assert!(shown.contains("\r\x1b[K\x1b[2mreading the prompt: "), "{shown:?}");
-    // The line is erased before the answer.
+    // The program erases the line before it prints the answer.
     let after = &shown[shown.rfind("reading the prompt: ").unwrap()..];
     assert!(after.contains("\r\x1b[K"), "{shown:?}");
 }
@@ -412,7 +412,7 @@ fn closed_terminal_ends_the_server() {
     let (_, rest) = shown.split_once("http://").unwrap();
     let address = rest.split_once('/').unwrap().0.to_owned();
     assert!(TcpStream::connect(&address).is_ok());
-    // The end of `script` closes the terminal.
+    // When `script` ends, the terminal is closed.
     drop(terminal);
     let start = Instant::now();
     while TcpStream::connect(&address).is_ok() {

@@ -30,7 +30,7 @@ fn exhaustive(requests: &[u32], slots: usize, cached: &mut Vec<u32>) -> usize {
 
 #[test]
 fn textbook_sequence_has_known_misses() {
-    // The request sequence of Belady's anomaly.
+    // This is the request sequence of Belady's anomaly.
     let requests = [1, 2, 3, 4, 1, 2, 5, 1, 2, 3, 4, 5];
     assert_eq!(count(&requests, 3), 7);
     assert_eq!(count(&requests, 4), 6);

@@ -77,7 +77,7 @@ fn non_finite_logits_give_finite_score() {
     assert!((0..3).all(|key| scores.score(key).is_finite()));
 }
 
-/// The reference computes mean, variance and share over all rows together.
+/// The reference in this test computes mean, variance and share over all rows together.
 #[test]
 fn score_matches_its_definition() {
     let rows = [[3.0f32, 2.0, 1.0, 0.5], [2.5, 2.0, -1.0, 4.0], [0.0, 1.0, 2.0, 3.5]];

@@ -1,5 +1,5 @@
-//! Tests of disk faults. The request that needs the unreadable expert gets an error that names file, expert and offset. The
-//! next request works, and no slot is lost.
+//! Tests of disk faults. The request that needs the unreadable expert gets an error that names file, expert and offset.
+//! The next request must work, and no slot may be lost.
 
 use moestro::{
     device::{CpuTimeline, SyncPoint},
@@ -86,7 +86,7 @@ fn assert_works(store: &ExpertStore) {
 /// Faults of a simulated disk.
 #[derive(Default)]
 struct DiskFaults {
-    /// Offsets that cannot be read.
+    /// Byte ranges of the file that cannot be read.
     unreadable: Mutex<Vec<std::ops::Range<u64>>>,
     /// Number of reads that will be interrupted.
     interrupted: AtomicUsize,
@@ -230,7 +230,7 @@ fn truncated_shard_fails_to_open() {
     }
 }
 
-/// Modifies a shard while two of its experts are in memory, in each read mode. These experts stay usable.
+/// Modifies a shard while two of its experts are in memory, in each read mode. Checks that these experts stay usable.
 fn modify_while_serving(modify: impl Fn(&Path, &ExpertStore)) {
     for io in [ReadMode::Buffered, ReadMode::Direct] {
         let dir = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! Tests that read, replace and reject files.
+//! Tests of functions that read, replace and reject files.
 
 use moestro::platform::{
     Access, DataFile, MAX_BLOCK,
@@ -39,11 +39,11 @@ fn direct_and_buffered_reads_return_same_bytes() {
 
 #[test]
 fn dropped_pages_leave_the_cache() {
-    // Uses the build directory, because the directory for temporary files may be in memory.
+    // The file is in the build directory, because the directory for temporary files may be in memory.
     let mut named = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let len = 64 * 16384;
-    // Writes small parts. A large write could become one large block of the page cache, which can only be dropped as a
-    // whole.
+    // The file is written in small parts. A large write could become one large block of the page cache, which can only
+    // be dropped as a whole.
     (0..len / 4096).for_each(|_| named.write_all(&[7; 4096]).unwrap());
     named.as_file().sync_all().unwrap();
     let opened = DataFile::open(named.path(), Access::Buffered).unwrap();
@@ -86,7 +86,7 @@ fn fifos_devices_and_huge_files_are_rejected() {
     let dir = tempfile::tempdir().unwrap();
     let at = |name: &str| dir.path().join(name);
     let pipe = std::ffi::CString::new(at("pipe").to_str().unwrap()).unwrap();
-    // SAFETY: a system call on a NUL-terminated string that outlives it.
+    // SAFETY: a system call on a NUL-terminated string that outlives the call.
     assert_eq!(unsafe { libc::mkfifo(pipe.as_ptr(), 0o600) }, 0);
     let _listener = UnixListener::bind(at("socket")).unwrap();
     let begin = Instant::now();
@@ -187,7 +187,7 @@ fn zeroed_buffer_is_zero_and_writable() {
 #[test]
 fn short_direct_reads_continue_at_block_boundaries() {
     const BLOCK: usize = 64;
-    // Simulates direct reads: rejects unaligned reads, and returns odd numbers of bytes.
+    // This simulates direct reads: it rejects unaligned reads, and returns odd numbers of bytes.
     let file: Vec<u8> = (0..1000u32).map(|at| (at * 7 + at / 256) as u8).collect();
     for (needed, len) in [(1000, 1024), (500, 512), (64, 64)] {
         let mut buffer = vec![0; len];

@@ -16,7 +16,7 @@ fn any_change_to_a_file_changes_identity() {
     assert_eq!((first.len(), file_identity(&files).unwrap()), (32, first.clone()), "computing it changes nothing");
     assert_ne!(file_identity(&[files[1].clone(), files[0].clone()]).unwrap(), first, "the order counts");
 
-    // Replaces the file with a copy that has the same bytes and the same modification time.
+    // Replace the file with a copy that has the same bytes and the same modification time.
     let written = fs::metadata(&files[1]).unwrap().modified().unwrap();
     let copy = dir.path().join("copy");
     fs::copy(&files[1], &copy).unwrap();
@@ -25,7 +25,7 @@ fn any_change_to_a_file_changes_identity() {
     let second = file_identity(&files).unwrap();
     assert_ne!(second, first);
 
-    // Modifies the file and resets its modification time.
+    // Modify the file and reset its modification time.
     std::thread::sleep(Duration::from_millis(20));
     fs::write(&files[1], [8; 100]).unwrap();
     fs::File::options().write(true).open(&files[1]).unwrap().set_modified(written).unwrap();

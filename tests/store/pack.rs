@@ -1,4 +1,5 @@
-//! Tests of packs through the command line. A pack of another checkpoint is never used. Damaged records are rebuilt.
+//! Tests of packs through the command line. A pack of another checkpoint must never be used, and damaged records must
+//! be rebuilt.
 
 use crate::{process::Process, shard::Shard};
 use moestro::{
@@ -38,7 +39,7 @@ fn moestro(root: &Path, args: &[&str]) -> Output {
     command.args(args).output().unwrap()
 }
 
-/// Runs `moestro generate` on the model in `dir`. Returns its answer and its stderr.
+/// Runs `moestro generate` on the model in `dir`. Returns the answer and the output on stderr.
 fn answer(root: &Path, dir: &str) -> (String, String) {
     let output = moestro(root, &["generate", dir, "-p", "What is 12+7?", "--temp", "0", "--thinking", "off"]);
     (String::from_utf8(output.stdout).unwrap(), String::from_utf8(output.stderr).unwrap())
@@ -91,7 +92,7 @@ fn pack_of_changed_copy_is_not_used() {
 fn experts_are_rehashed_only_after_file_changes() {
     let root = tempfile::tempdir().unwrap();
     let model = checkpoint(root.path(), "model").join("model.safetensors");
-    // Waits until the files are settled, so that they have an identity.
+    // Wait until the files are settled, so that they have an identity.
     std::thread::sleep(Duration::from_millis(3100));
     let packed = moestro(root.path(), &["pack", "model"]);
     assert!(packed.status.success(), "{}", String::from_utf8_lossy(&packed.stderr));
@@ -104,7 +105,7 @@ fn experts_are_rehashed_only_after_file_changes() {
         stderr.contains(hashed)
     };
     assert!(!load(), "the packed files are known");
-    // Replaces a file with another file that has the same bytes.
+    // Replace a file with another file that has the same bytes.
     let other = root.path().join("other");
     fs::copy(&model, &other).unwrap();
     fs::rename(&other, &model).unwrap();
@@ -183,8 +184,8 @@ fn damaged_record_is_rebuilt_from_checkpoint() {
     assert_eq!(shard.take(&store, 0, &[1, 4], PassKind::Decode).unwrap(), 2, "the store still works");
 }
 
-/// Fetches experts of a layer. Returns the number of experts whose last returned bytes were correct, and how often wrong
-/// bytes were returned.
+/// Fetches experts of a layer. Returns two numbers: the number of experts whose last returned bytes were correct, and
+/// how often wrong bytes were returned.
 fn fetch_counting_wrong(
     shard: &Shard,
     store: &ExpertStore,
@@ -211,7 +212,7 @@ fn fetch_counting_wrong(
 #[test]
 fn layer_ends_after_all_checksums_match() {
     let dir = tempfile::tempdir().unwrap();
-    // Experts are so large that they are returned before their checksums are verified.
+    // The experts are so large that they are returned before their checksums are verified.
     let shard = Shard::new(dir.path(), 300_000);
     let out = dir.path().join("model.pack");
     pack::write(&shard.map, &shard.files, &out, &|_| ()).unwrap();
@@ -240,8 +241,8 @@ fn layer_ends_after_all_checksums_match() {
     assert!(early > 0, "no expert was handed out before verification, so this test is void");
 }
 
-/// Loads the model with `slots` slots and evaluates a chunk of 16 tokens, then single tokens. Returns the bits of the logits,
-/// the number of damaged records, and whether the model is resident.
+/// Loads the model with `slots` slots and evaluates a chunk of 16 tokens, then single tokens. Returns the bits of the
+/// logits, the number of damaged records, and true if the model is resident.
 fn logits(dir: &Path, slots: usize) -> (Vec<u32>, i64, bool) {
     let store = StoreOptions { slots: Some(slots), ..StoreOptions::default() };
     let options = model::LoadOptions { store, threads: Some(2), ..model::LoadOptions::default() };

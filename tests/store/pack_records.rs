@@ -6,8 +6,8 @@ use moestro::{
 };
 use std::io::Write;
 
-/// A pack of two records with two pieces each. The checkpoint has the second record from byte 50 on, with its pieces in
-/// reverse order.
+/// A pack of two records with two pieces each. In the checkpoint, the second record starts at byte 50, and its pieces
+/// are in reverse order.
 fn pack(record: &[u8; 200]) -> (PackRecords, tempfile::NamedTempFile) {
     let mut file = tempfile::NamedTempFile::new().unwrap();
     file.write_all(&[0; 50]).unwrap();

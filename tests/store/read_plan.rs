@@ -1,4 +1,4 @@
-//! Tests of read plans, which combine the pieces of an expert to aligned reads.
+//! Tests of read plans, which combine the pieces of an expert into aligned reads.
 
 use moestro::experts::{
     PIECES, Piece,
@@ -27,8 +27,8 @@ fn packed_expert_needs_one_read_unpacked_nine() {
 
 #[test]
 fn real_dimensions_read_under_one_percent_extra() {
-    // An expert of the 35B has three projections, each with 524,288 bytes of codes, 32,768 of scales and 32,768 of biases.
-    // Their offsets are odd.
+    // An expert of the 35B has three projections. Each projection has 524,288 bytes of codes, 32,768 bytes of scales
+    // and 32,768 bytes of biases, at odd offsets.
     let lens = [524288, 32768, 32768, 524288, 32768, 32768, 524288, 32768, 32768];
     let pieces: [Piece; PIECES] = std::array::from_fn(|i| piece(9731 + i as u64 * 200_000_001, lens[i]));
     let read: usize = ReadPlan::new(&pieces, 512).reads().iter().map(|read| read.len).sum();

@@ -1,10 +1,11 @@
-//! Belady's algorithm: the optimal cache replacement, which knows all future requests. Real caches are compared with it.
+//! Belady's algorithm: the optimal cache replacement, which knows all future requests. Tests compare real caches with
+//! this optimum.
 
 use std::collections::{BTreeSet, HashMap};
 
 /// For each request, true if an optimal cache of `slots` entries misses. The cache starts empty.
 ///
-/// On a miss, the cache evicts the entry whose next use is the latest (Belady 1966). If the requested entry itself has the
+/// On a miss, the cache evicts the entry whose next use is the latest (Belady 1966). If the requested entry has the
 /// latest next use, it is not cached.
 pub fn misses(requests: &[u32], slots: usize) -> Vec<bool> {
     const NEVER: usize = usize::MAX;

@@ -1,5 +1,5 @@
-//! Generates random output formats that may attack the grammar compiler: deep, wide, recursive or intersecting JSON schemas,
-//! regular expressions, Lark grammars and tools. Many of them are invalid.
+//! Generates random output formats that may attack the grammar compiler: deep, wide, recursive or intersecting JSON
+//! schemas, regular expressions, Lark grammars and tools. Many of these formats are invalid.
 
 use serde_json::{Map, Value, json};
 use std::fmt::Write;
@@ -12,7 +12,7 @@ pub struct Source<'a> {
 
 impl<'a> Source<'a> {
     pub fn new(bytes: &'a [u8], seed: u64) -> Self {
-        // Mixes the seed. Otherwise the first decision would be the same for thousands of consecutive seeds.
+        // Mix the seed. Otherwise the first decision would be the same for thousands of consecutive seeds.
         Self { bytes, state: seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) }
     }
 
@@ -210,7 +210,7 @@ fn regex(source: &mut Source, depth: usize) -> String {
         let part = if depth > 0 && source.below(2) == 0 {
             format!("({}|{})", regex(source, depth - 1), regex(source, depth - 1))
         } else {
-            // Rarely uses the last atoms, because the compiler does not support most of them.
+            // The last atoms are used rarely, because the compiler does not support most of them.
             let known = if source.below(20) == 0 { atoms.len() } else { 10 };
             atoms[source.below(known)].to_owned()
         };

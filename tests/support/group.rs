@@ -1,4 +1,4 @@
-//! [`Group`]: a memory control group (v1 or v2) for one test. It is removed on drop.
+//! [`Group`]: a memory control group (v1 or v2) for one test. Dropping this value removes the group.
 
 use std::{
     fs,
@@ -13,7 +13,7 @@ pub struct Group {
 }
 
 impl Group {
-    /// Creates a group. Returns `None` if this process has no permission to create one.
+    /// Creates a group. Returns `None` if this process has no permission to create a group.
     pub fn new() -> Option<Self> {
         static TURN: AtomicUsize = AtomicUsize::new(0);
         let name = format!("moestro-test-{}-{}", std::process::id(), TURN.fetch_add(1, Ordering::Relaxed));
@@ -32,7 +32,7 @@ impl Group {
         self.try_set(bytes).unwrap();
     }
 
-    /// Sets the limit. Version 1 refuses a limit below the group's current usage.
+    /// Sets the group's memory limit. Version 1 refuses a limit below the group's current usage.
     pub fn try_set(&self, bytes: u64) -> std::io::Result<()> {
         fs::write(self.dir.join(self.limit), bytes.to_string())
     }
@@ -47,7 +47,7 @@ impl Group {
 
 impl Drop for Group {
     fn drop(&mut self) {
-        // Retries, since cached pages that are charged to the group can delay its removal.
+        // Retry, since cached pages that are charged to the group can delay its removal.
         for _ in 0..100 {
             if fs::remove_dir(&self.dir).is_ok() || !self.dir.exists() {
                 break;
@@ -57,7 +57,7 @@ impl Drop for Group {
     }
 }
 
-/// A command that runs the program, inside `group` if it is given.
+/// A command that runs the program. If `group` is given, the program runs inside the group.
 pub fn command(group: Option<&Group>) -> Command {
     let enter =
         group.map_or(String::new(), |group| format!("echo $$ > {}/cgroup.procs || exit 9; ", group.dir.display()));

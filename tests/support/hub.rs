@@ -16,11 +16,12 @@ pub struct HubState {
     pub files: HashMap<String, Vec<u8>>,
     /// False sizes for the listing, by file name.
     pub listed_sizes: HashMap<String, u64>,
-    /// File name and number of bytes: closes the connection after that many bytes of the file, once per entry.
+    /// File name and number of bytes. For each entry, the hub once closes the connection after this number of bytes of
+    /// the file.
     pub disconnects: Vec<(String, usize)>,
     /// HTTP statuses of the next responses, in reverse order.
     pub statuses: Vec<u16>,
-    /// Sends bytes that do not match the checksum.
+    /// If true, the hub sends bytes that do not match the checksum.
     pub corrupts: bool,
     /// The token that requests must contain.
     pub token: Option<String>,
@@ -31,26 +32,28 @@ pub struct HubState {
     pub requests: usize,
     /// The `Authorization` header of each request.
     pub tokens: Vec<Option<String>>,
-    /// Redirects file requests to this address.
+    /// If set, the hub redirects file requests to this address.
     pub redirect_to: Option<String>,
-    /// False ETag and commit for responses.
+    /// If set, the hub sends this false ETag.
     pub etag: Option<String>,
+    /// If set, the hub sends this false commit.
     pub commit: Option<String>,
-    /// Omits sizes and hashes from the listing.
+    /// If true, the listing has no sizes and hashes.
     pub hides_sizes: bool,
-    /// Ignores ranges and sends whole files.
+    /// If true, the hub ignores ranges and sends whole files.
     pub ignores_ranges: bool,
-    /// Maximum bandwidth of each connection.
+    /// Maximum bandwidth of each connection in bytes per second.
     pub bytes_per_second: Option<usize>,
-    /// Files that change after a number of requests: name, number of requests, new bytes.
+    /// Files that change after a number of requests. Each entry has the file name, the number of requests, and the new
+    /// bytes.
     pub changes: Vec<(String, usize, Vec<u8>)>,
-    /// Number of connections that are sending.
+    /// Number of connections on which the hub is sending.
     pub sending: usize,
     /// Maximum of `sending` so far.
     pub max_sending: usize,
-    /// Sends ranges that start one byte late.
+    /// If true, the hub sends ranges that start one byte late.
     pub shifts_ranges: bool,
-    /// Sends files with an additional byte.
+    /// If true, the hub sends files with an additional byte.
     pub grows_files: bool,
 }
 
@@ -81,7 +84,7 @@ impl TestHub {
         change(&mut self.state.lock().unwrap());
     }
 
-    /// Start of each requested range of a file. Requests for one byte, which query the size, are not recorded.
+    /// Start of each requested range of a file. Requests for a single byte, which query the size, are not recorded.
     pub fn starts(&self, file: &str) -> Vec<usize> {
         self.state.lock().unwrap().requested.iter().filter(|(name, _)| name == file).map(|(_, from)| *from).collect()
     }

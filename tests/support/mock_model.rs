@@ -18,9 +18,9 @@ use std::{
 
 /// A model that answers with its prompt, or with [`MockModel::answer`], and then with [`MockModel::eos`].
 ///
-/// The most likely next token depends only on the sequence. While the last tokens match the start of the answer, the model
-/// continues the answer. A token that does not match is treated as a part of the prompt, and the answer starts again after
-/// it. So the end of a prompt must not match the start of its answer.
+/// The most likely next token depends only on the sequence. While the last tokens match the start of the answer, the
+/// model continues the answer. A token that does not match counts as a part of the prompt, and the answer starts again
+/// after this token. The end of a prompt must therefore not match the start of its answer.
 #[derive(Debug, Clone)]
 pub struct MockModel {
     pub vocab: usize,
@@ -44,7 +44,7 @@ pub struct MockModel {
     pub answer_snapshots_fail: bool,
     /// If true, the next call of [`Model::recover`] reports that the device was lost.
     pub loses_device: Arc<AtomicBool>,
-    /// Number of calls of [`Model::recover`]. Clones of the mock share this counter and the next ones.
+    /// Number of calls of [`Model::recover`]. Clones of the mock share this counter and the next two counters.
     pub recovered: Arc<AtomicUsize>,
     /// Number of tokens evaluated.
     pub evaluated: Arc<AtomicUsize>,
@@ -54,7 +54,7 @@ pub struct MockModel {
     pub taps: HiddenTaps,
     /// The tokens of the last pass.
     pub last: Vec<u32>,
-    /// Every state and every clone of the mock holds a reference, so the reference count shows how many exist.
+    /// Every state and every clone of the mock holds a reference. The reference count shows how many of them exist.
     pub states: Arc<()>,
 }
 
@@ -89,7 +89,7 @@ pub struct MockState {
     tokens: Vec<u32>,
     prompt: usize,
     answered: usize,
-    /// The two counts `(prompt, answered)` before each token, for [`SequenceState::reject`].
+    /// The pair `(prompt, answered)` before each token, for [`SequenceState::reject`].
     before: Vec<(usize, usize)>,
     frozen: CopiedPages,
     _alive: Arc<()>,
@@ -178,7 +178,8 @@ impl Model for MockModel {
         self.forward_with(state, ids, Rows::All, &mut PassHooks::default())
     }
 
-    /// In a snapshot, the tokens stand for keys and values (4 bytes per position), and the two counts for the recurrent state.
+    /// In a snapshot, the tokens take the place of keys and values (4 bytes per position), and the two counts take the
+    /// place of the recurrent state.
     fn snapshot(&self, state: &mut MockState) -> Result<Snapshot, ModelError> {
         if self.answer_snapshots_fail && state.answered > 0 {
             return Err(ModelError::Memory("test error: no snapshot of an answer".into()));

@@ -1,4 +1,4 @@
-//! Makes random changes to bytes and JSON, to simulate accidents and attacks. The same seed results in the same changes.
+//! Makes random changes to bytes and JSON, to simulate accidents and attacks. The same seed gives the same changes.
 #![allow(dead_code)] // Each test binary uses a part of it.
 
 #[path = "split_mix64.rs"]
@@ -89,7 +89,7 @@ pub fn json(dice: &mut Dice, document: &mut Value) {
     }
 }
 
-/// The value itself, or a random value nested in it.
+/// Returns `value` itself, or a random value nested in it.
 fn somewhere<'a>(dice: &mut Dice, value: &'a mut Value) -> &'a mut Value {
     let len = match value {
         Value::Object(map) => map.len(),

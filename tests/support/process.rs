@@ -8,7 +8,7 @@ use std::{
     process::{Child, Command, Stdio},
 };
 
-/// A server process. It is killed on drop.
+/// A server process. Dropping this value kills the server.
 pub struct Process {
     child: Child,
     pub port: u16,
@@ -17,12 +17,13 @@ pub struct Process {
 }
 
 impl Process {
-    /// Starts `moestro serve` on the CPU with these arguments.
+    /// Starts `moestro serve` on the CPU with the arguments `args`.
     pub fn start(args: &[&str]) -> Self {
         Self::spawn(Command::new(env!("CARGO_BIN_EXE_moestro")), args)
     }
 
-    /// Starts `moestro serve` through `command`, which appends and executes the arguments.
+    /// Runs `command` with the arguments of `moestro serve` on the CPU and with `args`. `command` is `moestro`, or a
+    /// program that executes `moestro` with the arguments it gets.
     pub fn spawn(mut command: Command, args: &[&str]) -> Self {
         let mut child = command
             .args(["serve", "--port", "0", "--device", "cpu"])
@@ -77,8 +78,8 @@ impl Drop for Process {
     }
 }
 
-/// The requests of a coding agent, one per turn. After each answer comes the result of a tool call. Every fourth turn has a
-/// new question by the user, for which the template drops earlier reasoning.
+/// The requests of a coding agent, one per turn. Each answer is followed by the result of a tool call. Every fourth
+/// turn has a new question by the user. For such a turn, the template drops earlier reasoning.
 pub fn agent(turns: usize, reasoning: bool) -> Vec<Vec<Value>> {
     let words = |n: usize, count: usize| {
         let word =

@@ -1,7 +1,7 @@
 //! Writes a trace of expert choices, the input of `benches/expert_cache.rs`.
 //!
-//! The trace has one line per fetch: `d` (decode) or `p` (prefill), layer, distinct experts. If the logits are known, a line
-//! per row precedes it: `n`, layer, k, and the logit of every expert.
+//! The trace has one line per fetch: `d` (decode) or `p` (prefill), the layer, and the distinct experts. If the logits
+//! are known, one line per row precedes this line: `n`, the layer, k, and the logit of every expert.
 
 use moestro::experts::{ExpertChoice, FetchObserver, PassKind};
 use std::{

@@ -1,5 +1,5 @@
-//! The Hugging Face cache on disk. A model has a directory `models--ORG--NAME` with the files in `blobs`, links to them in
-//! `snapshots/COMMIT`, and the commit of a branch in `refs/BRANCH`.
+//! The Hugging Face cache on disk. A model has a directory `models--ORG--NAME`. In it, `blobs` contains the files,
+//! `snapshots/COMMIT` contains links to the files, and `refs/BRANCH` contains the commit of a branch.
 //!
 //! Names from a hub are validated before they become parts of paths.
 
@@ -59,7 +59,7 @@ impl HubCache {
         self.dir.join("snapshots").join(commit)
     }
 
-    /// The commit of the main branch at its last complete download.
+    /// The commit of the main branch when that branch was last downloaded completely.
     pub fn commit(&self) -> Option<String> {
         let text = read_small_file(&self.dir.join("refs").join(BRANCH), 1 << 10).ok()?;
         let commit = String::from_utf8(text).ok()?.trim().to_owned();

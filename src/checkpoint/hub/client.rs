@@ -17,7 +17,7 @@ const IDLE_TIMEOUT: Duration = Duration::from_secs(60);
 /// Maximum size of a listing in bytes. The listing of a model with thousands of files has about one million bytes.
 const MAX_LISTING_BYTES: u64 = 32 << 20;
 
-/// Why a request failed.
+/// The reason why a request failed.
 #[derive(Debug, thiserror::Error)]
 pub enum RequestError {
     #[error("status {status}")]
@@ -54,11 +54,11 @@ pub struct HubClient {
 
 /// A response to a request for part of a file.
 pub struct FileResponse {
-    /// Size of the whole file, if the hub reports it.
+    /// Size of the whole file. `None` if the hub does not report the size.
     pub size: Option<u64>,
-    /// True if the body is the requested range, false if it is the whole file.
+    /// True if the body is the requested range. False if the body is the whole file.
     pub is_range: bool,
-    /// The file's ETag.
+    /// The file's ETag. `None` if the hub does not send an ETag.
     pub etag: Option<String>,
     pub body: Box<dyn Read>,
 }
@@ -68,7 +68,7 @@ impl HubClient {
     pub fn new(endpoint: &str, token: Option<String>) -> Self {
         let config = Agent::config_builder()
             .tls_config(TlsConfig::builder().root_certs(RootCerts::PlatformVerifier).build())
-            // `get` follows redirects itself, so that it can withhold the token from other hosts.
+            // `get` itself follows redirects, so that it can withhold the token from other hosts.
             .max_redirects(0)
             .http_status_as_error(false)
             .user_agent(concat!("moestro/", env!("CARGO_PKG_VERSION")))
@@ -106,7 +106,7 @@ impl HubClient {
             let size = header(&head.headers, "content-length").and_then(|text| text.parse().ok());
             return Ok(FileResponse { size, is_range: false, etag, body });
         }
-        // `bytes FIRST-LAST/SIZE`. SIZE may be `*`.
+        // The form is `bytes FIRST-LAST/SIZE`. SIZE may be `*`.
         let range = header(&head.headers, "content-range").and_then(|text| text.strip_prefix("bytes "));
         let (range, size) = range.and_then(|range| range.split_once('/')).unwrap_or_default();
         match range.split_once('-').and_then(|(first, _)| first.parse::<u64>().ok()) {
@@ -122,7 +122,7 @@ impl HubClient {
         for _ in 0..=MAX_REDIRECTS {
             let mut request = self.agent.get(&url);
             if let Some(range) = range {
-                // Forbids compression, since byte offsets refer to the uncompressed file.
+                // Forbid compression, since byte offsets refer to the uncompressed file.
                 request = request.header("range", range).header("accept-encoding", "identity");
             }
             let is_home = origin(&url).is_some_and(|origin| origin.to_lowercase() == home);
@@ -150,7 +150,7 @@ impl HubClient {
         Err(RequestError::Invalid(format!("more than {MAX_REDIRECTS} redirects")))
     }
 
-    /// Converts the error of a request for a model, or for one of its files, to a message with a hint for the user.
+    /// Converts the error of a request for a model or a file of the model to a message with a hint for the user.
     pub fn describe(&self, id: &str, file: &str, error: RequestError) -> StoreError {
         let what = if file.is_empty() { id.to_owned() } else { format!("{id}, {file}") };
         let endpoint = &self.endpoint;
@@ -190,12 +190,12 @@ fn header<'a>(headers: &'a HeaderMap, name: &str) -> Option<&'a str> {
 fn origin(url: &str) -> Option<&str> {
     let start = url.find("://")? + 3;
     let end = url[start..].find(['/', '?', '#']).map_or(url.len(), |end| start + end);
-    // Rejects `@`: with a user name before the host, another host could look like the endpoint.
+    // Reject `@`. With a user name before the host, another host could look like the endpoint.
     (matches!(&url[..start], "http://" | "https://") && end > start && !url[start..end].contains('@'))
         .then(|| &url[..end])
 }
 
-/// The absolute URL of a redirect from `url` to `to`. `None` if it is not a valid HTTP URL.
+/// The absolute URL of a redirect from `url` to `to`. `None` if the result is not a valid HTTP URL.
 fn resolve(url: &str, to: &str) -> Option<String> {
     let from = origin(url)?;
     let next = if to.contains("://") {

@@ -1,8 +1,8 @@
 //! [`ModelDownload`]: the complete and partial files of a model on disk.
 //!
-//! The part file `HASH.part` has the received bytes at their final offsets. The map file `HASH.map` lists the ranges that are
-//! missing. It is updated every few seconds, so that a killed run can be resumed. Without a map file, the part file has no
-//! gaps.
+//! The part file `HASH.part` contains the received bytes at their final offsets. The map file `HASH.map` lists the
+//! ranges that are missing. The map file is updated every few seconds, so that a later run can resume the download of a
+//! killed run. A part file without a map file has no gaps.
 
 use super::{
     client::{HubClient, RequestError},
@@ -31,9 +31,9 @@ pub struct ModelDownload<'a> {
     pub commit: String,
     pub snapshot: PathBuf,
     pub blobs: PathBuf,
-    /// Delay before the second attempt. The delay doubles with each further attempt.
+    /// Delay before the second attempt of a request. The delay doubles with each further attempt.
     pub retry_delay: Duration,
-    /// Maximum bytes per request.
+    /// Maximum number of bytes per request.
     pub piece_bytes: u64,
 }
 
@@ -54,7 +54,7 @@ pub enum BlobState {
     Complete,
     /// Another process is downloading the file.
     Busy,
-    /// The file is partial. Other processes wait while `lock` is open.
+    /// The file is partial. Other processes wait while this process has `lock` open.
     Partial { part: File, lock: File, progress: MissingRanges },
 }
 
@@ -63,7 +63,7 @@ impl ModelDownload<'_> {
         fs::metadata(self.snapshot.join(&file.name)).is_ok_and(|meta| meta.len() == size)
     }
 
-    /// The size of a file in bytes. If the listing has no size, requests the first byte to get it.
+    /// The size of a file in bytes. If the listing has no size, requests the first byte of the file to get the size.
     pub fn size(&self, file: &RepoFile) -> Result<u64, StoreError> {
         if let Some(size) = file.size {
             return Ok(size);
@@ -84,7 +84,8 @@ impl ModelDownload<'_> {
         format!("{}/resolve/{}/{}", self.id, self.commit, file.name)
     }
 
-    /// Path of a file's blob. The name is the hub's hash, or a hash of commit and file name if the hub reports none.
+    /// Path of a file's blob. The name of the blob is the hash that the hub reports, or a hash of commit and file name
+    /// if the hub reports no hash.
     pub fn blob(&self, file: &RepoFile) -> PathBuf {
         let fallback = || hex::encode(Sha256::digest(format!("{}/{}", self.commit, file.name)));
         self.blobs.join(file.hash().map_or_else(fallback, str::to_owned))
@@ -94,7 +95,7 @@ impl ModelDownload<'_> {
         self.blob(file).with_extension("part")
     }
 
-    /// Opens a file of `size` bytes for download, unless it is complete or another process downloads it.
+    /// Opens a file of `size` bytes for download, unless the file is complete or another process downloads it.
     pub fn open(&self, file: &RepoFile, size: u64) -> io::Result<BlobState> {
         let blob = self.blob(file);
         let is_complete = || fs::metadata(&blob).is_ok_and(|meta| meta.len() == size);
@@ -139,7 +140,8 @@ impl ModelDownload<'_> {
         std::os::unix::fs::symlink(Path::new("../../blobs").join(blob.file_name().unwrap_or_default()), &link)
     }
 
-    /// Syncs the part file, then writes the map file. If this fails, the next run downloads more than necessary.
+    /// Syncs the part file, then writes the map file. If an operation fails, the next run downloads more than
+    /// necessary.
     pub fn save_progress(&self, file: &RepoFile, part: Option<&File>, progress: &MissingRanges) {
         let path = self.blob(file).with_extension("map");
         let synced = part.map_or(Ok(()), |part| part.sync_data());
@@ -149,8 +151,8 @@ impl ModelDownload<'_> {
         }
     }
 
-    /// Verifies the checksum of a complete part file, renames it to its blob and links it into the snapshot. Removes a file
-    /// with a wrong checksum.
+    /// Verifies the checksum of a complete part file, renames the file to its blob, and links the blob into the
+    /// snapshot. If the checksum is wrong, removes the part file.
     pub fn finish(&self, file: &RepoFile, part: &File) -> Result<(), StoreError> {
         let (blob, path) = (self.blob(file), self.part(file));
         let at = |source| StoreError::Io { path: path.clone(), source };
@@ -167,7 +169,7 @@ impl ModelDownload<'_> {
 }
 
 impl MissingRanges {
-    /// True if these can be the missing ranges of a file of `size` bytes whose part file has `len` bytes.
+    /// True if these ranges can be the missing ranges of a file of `size` bytes whose part file has `len` bytes.
     fn is_valid(&self, size: u64, len: u64) -> bool {
         let ascending = self.missing.windows(2).all(|pair| pair[0].1 < pair[1].0);
         let inside = self.missing.iter().all(|(from, to)| from <= to && *to <= size);

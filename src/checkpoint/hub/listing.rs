@@ -1,4 +1,4 @@
-//! [`RepoListing`]: the files of a repository on the hub. Selects those that a model needs. Listings are untrusted.
+//! [`RepoListing`]: the files of a repository on the hub. Selects the files that a model needs. Listings are untrusted.
 
 use super::cache::is_hash;
 use crate::{error::StoreError, platform::read_small_file};
@@ -8,9 +8,9 @@ use std::{collections::BTreeSet, path::Path};
 pub const INDEX: &str = "model.safetensors.index.json";
 /// Maximum size of an index in bytes. The index of the largest model has ten million bytes.
 pub const MAX_INDEX_BYTES: u64 = 100 << 20;
-/// Maximum size of the other small files in bytes. Tokenizers have 10 to 30 MB.
+/// Maximum size of any other small file in bytes. Tokenizers have 10 to 30 MB.
 const MAX_SMALL_BYTES: u64 = 256 << 20;
-/// Maximum number of weight files. The largest models have about a hundred.
+/// Maximum number of weight files. The largest models have about a hundred weight files.
 const MAX_SHARDS: usize = 1000;
 
 /// The files that a model needs besides its weights.
@@ -36,7 +36,7 @@ pub struct RepoListing {
     tags: Vec<String>,
 }
 
-/// One file of a commit.
+/// A file of a commit.
 #[derive(Debug, Deserialize)]
 pub struct RepoFile {
     #[serde(rename = "rfilename")]
@@ -53,7 +53,7 @@ struct LfsInfo {
 }
 
 impl RepoFile {
-    /// The SHA-256 of the file. The hub reports it only for large files.
+    /// The SHA-256 of the file. `None` for a small file, since the hub reports the SHA-256 only for large files.
     pub fn sha256(&self) -> Option<String> {
         self.lfs.as_ref()?.sha256.as_ref().map(|hash| hash.to_lowercase())
     }
@@ -64,7 +64,8 @@ impl RepoFile {
         large.or(self.blob.as_deref())
     }
 
-    /// Fails if one of [`SMALL_FILES`] is unreasonably large. A malicious mirror could use it to fill the disk.
+    /// Fails if one of [`SMALL_FILES`] is unreasonably large. A malicious mirror could use such a file to fill the
+    /// disk.
     pub fn check_size(&self, size: u64) -> Result<(), String> {
         let max = if self.name == INDEX { MAX_INDEX_BYTES } else { MAX_SMALL_BYTES };
         if SMALL_FILES.contains(&self.name.as_str()) && size > max {
@@ -102,8 +103,8 @@ impl RepoListing {
         SMALL_FILES.iter().filter_map(|name| self.find(name)).collect()
     }
 
-    /// The weight files: those listed by the index in `dir`, or `model*.safetensors` if there is no index. Also those of an
-    /// MTP head and of an n-gram table.
+    /// The weight files: the files that the index in `dir` lists, or `model*.safetensors` if there is no index. Also
+    /// includes the files of an MTP head and of an n-gram table.
     pub fn shards(&self, dir: &Path) -> Result<Vec<&RepoFile>, StoreError> {
         let mut names: BTreeSet<String> = match self.find(INDEX) {
             None => {

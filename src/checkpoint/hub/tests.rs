@@ -91,7 +91,7 @@ fn second_pull_requests_only_the_listing() {
     assert!(steps.windows(2).all(|pair| pair[0].0 <= pair[1].0));
     assert_eq!(steps.last().unwrap().0, total as u64);
     assert_eq!(client.local("org/name").as_deref(), Some(&*dir));
-    // A second pull only requests the listing.
+    // A second pull requests only the listing.
     let before = hub.state.lock().unwrap().requests;
     client.pull("org/name", &|_, _| ()).unwrap();
     assert_eq!(hub.state.lock().unwrap().requests, before + 1);
@@ -136,7 +136,7 @@ fn blobs_of_other_revisions_are_reused() {
     let client = hub_of(&hub, home.path());
     let dir = client.pull("org/name", &|_, _| ()).unwrap();
     fs::rename(&dir, dir.with_file_name("0ld")).unwrap();
-    // The state on disk if the process was killed between the last byte and the rename.
+    // This is the state on disk if the process was killed between the last byte and the rename.
     let blob = home.path().join("hub/models--org--name/blobs").join(hash(&noise(1, 300_000)));
     fs::rename(&blob, blob.with_extension("part")).unwrap();
     hub.change(|state| state.requested.clear());
@@ -158,7 +158,7 @@ fn listing_without_sizes_is_enough() {
 
 #[test]
 fn wrong_ranges_and_longer_files_fail() {
-    // The hub sends a range from another offset, or a file that is longer than in the listing.
+    // The hub sends a range from another offset, or a file that is longer than the listing says.
     for change in [|state: &mut HubState| state.shifts_ranges = true, |state: &mut HubState| state.grows_files = true] {
         let (hub, home) = (TestHub::new(&model()), tempfile::tempdir().unwrap());
         hub.change(change);
@@ -201,13 +201,13 @@ fn denied_requests_give_hints() {
     assert!(text.contains("set HF_TOKEN or run `hf auth login` to access it"), "{text}");
     client.token = Some("another".into());
     assert!(is_pulled(&client.pull("org/name", &|_, _| ()).unwrap()));
-    // Unreachable hub: a complete model is found without a request.
+    // If the hub is unreachable, a complete model is found without a request.
     client.endpoint = "http://127.0.0.1:1".into();
     assert!(client.pull("org/name", &|_, _| ()).is_err());
     assert!(client.local("org/name").is_some());
 }
 
-/// Uses pieces of 20,000 bytes: fifteen for the first shard.
+/// A hub with pieces of 20,000 bytes. The first shard has fifteen pieces.
 fn hub_with_pieces(hub: &TestHub, home: &Path) -> Hub {
     Hub { piece_bytes: 20_000, ..hub_of(hub, home) }
 }
@@ -228,7 +228,7 @@ fn pieces_are_transferred_in_parallel() {
     assert_eq!(starts, (0..15).map(|n| n * 20_000).collect::<Vec<_>>(), "each piece once");
     let max = hub.state.lock().unwrap().max_sending;
     assert!(max >= 6, "{max} at a time");
-    // A single connection would take five seconds.
+    // With a single connection, the download would take five seconds.
     assert!(seconds < 4.0, "{seconds} s");
     let steps = steps.into_inner().unwrap();
     assert!(steps.windows(2).all(|pair| pair[0].0 <= pair[1].0 && pair[0].1 == pair[1].1));

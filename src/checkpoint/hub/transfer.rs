@@ -11,8 +11,8 @@
 //! WholeFile    the hub ignores ranges: one connection transfers the whole file
 //! Done         verified and linked into the snapshot
 //! ```
-//! Worker threads take pieces from a shared state. They hold its lock while they take a piece and while they write received
-//! bytes, but not while they read from the network.
+//! Worker threads take pieces from a shared state. A worker holds the lock of the state while it takes a piece and
+//! while it writes received bytes, but not while it reads from the network.
 
 use super::{
     client::{MAX_ATTEMPTS, RequestError},
@@ -37,7 +37,7 @@ const SAVE_INTERVAL: Duration = Duration::from_secs(5);
 /// Delay before a file is opened again if another process downloads it.
 const BUSY_DELAY: Duration = Duration::from_millis(300);
 
-/// Progress callback: bytes on disk, total bytes.
+/// Progress callback. Receives the bytes on disk and the total bytes.
 pub type DownloadProgress<'a> = &'a (dyn Fn(u64, u64) + Sync);
 
 /// Downloads the missing bytes of these files, verifies the files and links them into the snapshot. `on_disk` of the
@@ -58,7 +58,7 @@ pub fn download_files(
     std::thread::scope(|scope| {
         for number in 1..workers {
             let thread = std::thread::Builder::new().name(format!("pull-{number}"));
-            // If a thread cannot be started, the other threads do its work. The calling thread works, too.
+            // If a thread cannot be started, the other threads do its work. The calling thread also works.
             let _ = thread.spawn_scoped(scope, || transfer.work());
         }
         transfer.work();
@@ -91,15 +91,15 @@ struct FileDownload<'a> {
     free: Vec<Range<u64>>,
     /// Id of each piece in transfer, and the part of its range that has not arrived.
     in_flight: Vec<(u64, Range<u64>)>,
-    /// The open part file, and the lock that excludes other processes.
+    /// The open part file, and the open lock file that excludes other processes.
     part: Option<(Arc<File>, File)>,
     not_before: Instant,
     saved: Instant,
-    /// Number of restarts because the file has changed on the hub.
+    /// Number of times that the download restarted because the file had changed on the hub.
     restarts: u32,
 }
 
-/// One piece of one file.
+/// A piece of a file.
 #[derive(Clone, Copy)]
 struct FilePiece {
     file: usize,
@@ -109,7 +109,7 @@ struct FilePiece {
 /// The state that all workers share.
 struct DownloadState<'a> {
     files: Vec<FileDownload<'a>>,
-    /// Number of pieces that workers have taken, which is the id of the last piece.
+    /// Number of pieces that workers have taken. This is also the id of the last piece.
     pieces: u64,
     on_disk: u64,
     error: Option<StoreError>,
@@ -248,14 +248,15 @@ impl<'a> Transfer<'a> {
         }
     }
 
-    /// The part of a piece that has not arrived.
+    /// The part of a piece's range that has not arrived.
     fn remaining(&self, piece: FilePiece) -> Result<Range<u64>, PieceError> {
         let state = self.state.lock();
         let found = state.files[piece.file].in_flight.iter().find(|(id, _)| *id == piece.id);
         found.filter(|_| state.error.is_none()).map(|(_, range)| range.clone()).ok_or(PieceError::Cancelled)
     }
 
-    /// Transfers a piece. Retries broken connections, up to [`MAX_ATTEMPTS`] times without progress.
+    /// Transfers a piece. Retries after broken connections, but fails after [`MAX_ATTEMPTS`] attempts in a row without
+    /// progress.
     fn transfer(&self, piece: FilePiece) -> Result<(), PieceError> {
         let (mut delay, mut attempts) = (self.download.retry_delay, MAX_ATTEMPTS);
         loop {
@@ -310,8 +311,8 @@ impl<'a> Transfer<'a> {
         }
     }
 
-    /// Checks the headers of a response. Sets the stage by whether the hub supports ranges. If the file has changed on the
-    /// hub, restarts its download.
+    /// Checks the headers of a response. Sets the stage to `Pieces` or `WholeFile`, depending on whether the hub
+    /// supports ranges. If the file has changed on the hub, restarts the download of the file.
     fn accept(&self, piece: FilePiece, etag: &Option<String>, is_range: bool) -> Result<(), PieceError> {
         let state = &mut *self.state.lock();
         let file = &mut state.files[piece.file];
@@ -350,7 +351,8 @@ impl<'a> Transfer<'a> {
         Ok(())
     }
 
-    /// Writes received bytes to the part file. Holds the lock, so that a restarted file gets no bytes of the old version.
+    /// Writes received bytes to the part file. Holds the lock, so that no bytes of the old version are written after a
+    /// restart.
     fn write(&self, piece: FilePiece, bytes: &[u8]) -> Result<(), PieceError> {
         let mut save = None;
         let mut guard = self.state.lock();
@@ -382,7 +384,7 @@ impl<'a> Transfer<'a> {
                 file.in_flight.swap_remove(at);
                 return;
             }
-            // Keeps the last piece in `in_flight`, so that no other worker verifies the file at the same time.
+            // Keep the last piece in `in_flight`, so that no other worker verifies the file at the same time.
             (file.listed, file.part.as_ref().map(|(part, _)| part.clone()))
         };
         let download = self.download;

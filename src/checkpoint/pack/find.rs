@@ -27,8 +27,9 @@ pub struct Pack {
     pub records: Arc<PackRecords>,
 }
 
-/// The default directory for the pack of a checkpoint with these `files`. The name consists of fingerprint and identity, so
-/// that two checkpoints with the same fingerprint have different directories. `None` without a cache directory.
+/// The default directory for the pack of a checkpoint with these `files`. The directory's name consists of fingerprint
+/// and identity, so that two checkpoints with the same fingerprint have different directories. `None` if there is no
+/// cache directory.
 pub fn default_dir(files: &[PathBuf]) -> Result<Option<PathBuf>, StoreError> {
     let Some(packs) = packs_dir() else { return Ok(None) };
     Ok(Some(packs.join(format!("{}-{}", fingerprint(files)?, &file_identity(files)?[..8]))))
@@ -38,8 +39,8 @@ fn packs_dir() -> Option<PathBuf> {
     Some(os::cache_dir()?.join("packs"))
 }
 
-/// Finds the pack of the checkpoint in directory `model`, whose experts are at `map` in `files`. Skips packs that do not
-/// match, with a warning.
+/// Finds the pack of the checkpoint in directory `model`. The experts of the checkpoint are at `map` in `files`. Skips
+/// packs that do not match the checkpoint, with a warning.
 pub fn find(model: &Path, map: &ExpertMap, files: &[PathBuf]) -> Option<Pack> {
     let dirs = candidates(model, files)
         .inspect_err(|error| tracing::warn!(%error, "cannot search for a pack; reading experts from the checkpoint"))
@@ -70,7 +71,7 @@ fn sibling_dir(model: &Path) -> Option<PathBuf> {
     Some(model.with_file_name(name))
 }
 
-/// The packs in the cache directory whose names start with a fingerprint, sorted.
+/// The packs in the cache directory whose names start with `fingerprint`, sorted.
 fn with_fingerprint(cache: &Path, fingerprint: &str) -> Vec<PathBuf> {
     let entries = fs::read_dir(cache).into_iter().flatten().flatten();
     let mut found: Vec<PathBuf> = entries
@@ -82,12 +83,12 @@ fn with_fingerprint(cache: &Path, fingerprint: &str) -> Vec<PathBuf> {
     found
 }
 
-/// Opens a pack that must contain exactly the experts at `map` in `files`. If the files are not known to match, hashes all
-/// of their experts.
+/// Opens a pack that must contain exactly the experts at `map` in `files`. If the files are not yet known to match the
+/// pack, hashes all of their experts.
 pub fn open(dir: &Path, map: &ExpertMap, files: &[PathBuf]) -> Result<Pack, StoreError> {
     let (manifest, text) = PackManifest::read(dir)?;
     manifest.check(dir, &fingerprint(files)?, map)?;
-    // Opens the files before hashing, so that later reads use the same files that were hashed.
+    // The files are opened before hashing, so that later reads use the same files that were hashed.
     let checkpoint = ShardFiles::open(files, Access::Buffered)?;
     let now = settled_identity(files)?;
     let is_known = now.is_some_and(|now| now == manifest.identity || is_remembered(&now, &text));
@@ -104,8 +105,8 @@ pub fn open(dir: &Path, map: &ExpertMap, files: &[PathBuf]) -> Result<Pack, Stor
     Ok(Pack { dir: dir.to_owned(), map: manifest.map(), files, records })
 }
 
-/// Compares every expert in `files` with its SHA-256 in the manifest. Does not read the records of the pack. Remembers a
-/// match until the files change.
+/// Compares every expert in `files` with its SHA-256 in the manifest. Does not read the records of the pack. Remembers
+/// a successful comparison until the files change.
 fn compare(
     dir: &Path,
     manifest: &PackManifest,
@@ -130,8 +131,8 @@ fn compare(
     Ok(())
 }
 
-/// Path of the file that remembers comparisons for checkpoint files with this identity. It lists the hashes of manifests that
-/// match them.
+/// Path of the file that remembers comparisons for checkpoint files with this identity. That file lists the hashes of
+/// the manifests that match the checkpoint files.
 fn comparisons_file(identity: &str) -> Option<PathBuf> {
     Some(packs_dir()?.join("compared").join(identity))
 }
@@ -141,8 +142,9 @@ pub(super) fn is_remembered(identity: &str, manifest: &[u8; 32]) -> bool {
     text.is_some_and(|text| text.split(|byte| *byte == b'\n').any(|line| line == hex::encode(manifest).as_bytes()))
 }
 
-/// Remembers that `files` match the manifest with this hash. `before` is the [`settled_identity`] of the files before they
-/// were read. Does nothing if the files have changed since, or so recently that another change could be missed.
+/// Remembers that `files` match the manifest with this hash. `before` is the [`settled_identity`] of the files before
+/// they were read. Does nothing if the files have changed since then, or so recently that another change could be
+/// missed.
 pub(super) fn remember_comparison(before: Option<String>, files: &[PathBuf], manifest: &[u8; 32]) {
     let Some(identity) = unchanged_identity(before, files) else { return };
     let Some(path) = comparisons_file(&identity).filter(|_| !is_remembered(&identity, manifest)) else { return };
@@ -153,7 +155,8 @@ pub(super) fn remember_comparison(before: Option<String>, files: &[PathBuf], man
     }
 }
 
-/// Creates a link to the pack in `dir` in the cache directory, so that a search for these files finds the pack.
+/// Creates a link in the cache directory that points to the pack in `dir`, so that a search for these files finds the
+/// pack.
 pub fn link(files: &[PathBuf], dir: &Path) -> Result<(), StoreError> {
     let Some(link) = default_dir(files)? else { return Ok(()) };
     let at = |path: &Path| {

@@ -15,9 +15,9 @@ use std::{
 pub const MANIFEST: &str = "manifest.json";
 pub const FORMAT: &str = "moestro experts";
 pub const VERSION: u32 = 2;
-/// Alignment of records in bytes: the largest page and disk block in use.
+/// Alignment of records in bytes: the size of the largest page and disk block in use.
 pub const RECORD_ALIGN: u64 = 16 << 10;
-/// Alignment of pieces within a record, in bytes: a cache line.
+/// Alignment of pieces within a record, in bytes: the size of a cache line.
 pub const PIECE_ALIGN: u64 = 64;
 /// Maximum size of a manifest in bytes. The manifest of the largest model has two million bytes.
 const MAX_BYTES: u64 = 64 << 20;
@@ -28,7 +28,7 @@ pub struct PackManifest {
     pub version: u32,
     /// The fingerprint of the checkpoint.
     pub source: String,
-    /// The identity of the checkpoint's files. Empty if they were changed shortly before or during packing.
+    /// The identity of the checkpoint's files. Empty if these files were changed shortly before or during packing.
     #[serde(default)]
     pub identity: String,
     pub layers: Vec<LayerManifest>,
@@ -47,7 +47,7 @@ pub struct LayerManifest {
     pub crc32: Vec<u32>,
 }
 
-/// The fields that manifests of every version have.
+/// The fields that a manifest of any version has.
 #[derive(Deserialize)]
 struct ManifestVersion {
     format: String,
@@ -55,7 +55,7 @@ struct ManifestVersion {
 }
 
 impl PackManifest {
-    /// Reads the manifest in `dir`. Returns it with the SHA-256 of its text.
+    /// Reads the manifest in `dir`. Returns the manifest and the SHA-256 of its text.
     ///
     /// # Errors
     /// The file is missing, not a manifest, or of another version.
@@ -115,7 +115,8 @@ impl PackManifest {
         ExpertMap { layers: self.layers.iter().enumerate().map(experts).collect() }
     }
 
-    /// The records of each file: their checksums, and the location of each expert in the checkpoint, from `map`.
+    /// The records of each file: the checksums of the records, and the location of each expert in the checkpoint, from
+    /// `map`.
     pub fn records(&self, map: &ExpertMap) -> Vec<LayerRecords> {
         let layers = self.layers.iter().zip(&map.layers);
         let records = |(layer, experts): (&LayerManifest, &LayerExperts)| {
@@ -139,7 +140,7 @@ impl LayerManifest {
         ends.max().unwrap_or(0)
     }
 
-    /// True if records and pieces are aligned, and the pieces follow each other without gaps beyond the alignment.
+    /// True if records and pieces are aligned, and no two pieces are separated by more than the alignment requires.
     fn is_valid(&self) -> bool {
         let mut end = 0u64;
         let in_order = self.pieces.iter().all(|&(at, len)| {

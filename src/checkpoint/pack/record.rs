@@ -10,7 +10,7 @@ use crate::{
 use sha2::{Digest, Sha256};
 use std::{io, path::Path};
 
-/// Number of experts read, hashed and written in parallel.
+/// Number of experts that are read, hashed and written in parallel.
 const THREADS: usize = 4;
 
 /// The checksums of a record.
@@ -18,7 +18,7 @@ const THREADS: usize = 4;
 pub struct RecordChecksums {
     /// First 32 hexadecimal digits of the SHA-256 of the whole record.
     pub sha256: String,
-    /// CRC-32 of the bytes up to the end of the last piece. Only these bytes are read while serving.
+    /// CRC-32 of the record's bytes up to the end of the last piece. Only these bytes are read while serving.
     pub crc32: u32,
 }
 
@@ -46,7 +46,8 @@ pub fn gather(
     Ok(())
 }
 
-/// Opens a layer's file so that reads come from the disk and not from the page cache, if the file system supports this.
+/// Opens a layer's file for reads that come from the disk and not from the page cache, if the file system supports such
+/// reads.
 pub fn open(path: &Path) -> Result<DataFile, StoreError> {
     let disk = DataFile::open_uncached(path).map_err(|source| StoreError::Io { path: path.to_owned(), source })?;
     disk.drop_cached(0, disk.len() as usize);
@@ -65,7 +66,7 @@ fn end_of_file(path: &Path) -> StoreError {
     StoreError::Io { path: path.to_owned(), source }
 }
 
-/// Reads a whole piece.
+/// Reads a whole piece into `into`.
 pub fn fill_piece(source: &ShardFiles, piece: &Piece, into: &mut [u8]) -> Result<(), StoreError> {
     let mut done = 0;
     while let Some(rest) = into.get_mut(done..).filter(|rest| !rest.is_empty()) {
@@ -80,8 +81,8 @@ pub fn fill_piece(source: &ShardFiles, piece: &Piece, into: &mut [u8]) -> Result
     Ok(())
 }
 
-/// Runs `work(expert, buffers)` for every expert of a layer on [`THREADS`] threads. Each thread has two page-aligned buffers
-/// with the size of a record. Returns the results in order. Stops at the first error.
+/// Runs `work(expert, buffers)` for every expert of a layer on [`THREADS`] threads. Each thread has two page-aligned
+/// buffers of the size of a record. Returns the results in order, or the first error.
 pub fn for_each_expert<T, W>(experts: usize, record: usize, work: W) -> Result<Vec<T>, StoreError>
 where
     T: Send,

@@ -1,12 +1,12 @@
-//! [`PackedRows`]: a file of a pack with the rows of a table, where a row takes one aligned read.
+//! [`PackedRows`]: a file of a pack with the rows of a table. Reading a row takes one aligned read.
 //!
 //! ```text
 //! header block:  a JSON object, padded with spaces
 //! other blocks:  as many whole rows as fit, zeros, and a CRC-32 in the last 4 bytes (little-endian)
 //! ```
-//! The size of a block is the smallest multiple of 4 KiB that has room for a row and the CRC. The CRC-32 covers the block's
-//! number (8 bytes, little-endian) and all bytes of the block before the CRC. Like the manifest of experts, the header has
-//! the checkpoint's fingerprint and identity. It also has a SHA-256 of all rows.
+//! The size of a block is the smallest multiple of 4 KiB that has room for a row and the CRC. The CRC-32 covers the
+//! block's number (8 bytes, little-endian) and all bytes of the block before the CRC. Like the manifest of experts, the
+//! header contains the checkpoint's fingerprint and identity. The header also contains a SHA-256 of all rows.
 
 use crate::{error::StoreError, platform::DataFile};
 use serde::{Deserialize, Serialize};
@@ -18,7 +18,7 @@ use std::{
 
 const FORMAT: &str = "moestro rows";
 const VERSION: u32 = 1;
-/// Size of the header block in bytes. The size of other blocks is a multiple.
+/// Size of the header block in bytes. The size of each other block is a multiple of this size.
 const BLOCK: usize = 4096;
 /// Size of a block's CRC-32 in bytes.
 const CHECKSUM: usize = 4;
@@ -30,10 +30,10 @@ pub struct RowHeader {
     version: u32,
     /// The fingerprint of the checkpoint.
     pub source: String,
-    /// The identity of the checkpoint's files. Empty if they were changed shortly before or during packing.
+    /// The identity of the checkpoint's files. Empty if these files were changed shortly before or during packing.
     pub identity: String,
     pub rows: u64,
-    /// Bytes of a row.
+    /// Size of a row in bytes.
     pub row: usize,
     /// SHA-256 of the concatenated SHA-256 hashes of all chunks of rows.
     pub sha256: String,
@@ -55,16 +55,16 @@ impl RowHeader {
 /// The arrangement of rows in blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RowBlocks {
-    /// Bytes of a row.
+    /// Size of a row in bytes.
     row: usize,
     rows: u64,
-    /// Bytes of a block.
+    /// Size of a block in bytes.
     pub size: usize,
     pub per_block: usize,
 }
 
 impl RowBlocks {
-    /// Arranges `rows` rows of `row` bytes.
+    /// Arranges `rows` rows of `row` bytes each.
     pub fn new(rows: u64, row: usize) -> Self {
         let size = (row + CHECKSUM).next_multiple_of(BLOCK);
         Self { row, rows, size, per_block: (size - CHECKSUM) / row.max(1) }
@@ -79,7 +79,7 @@ impl RowBlocks {
         BLOCK as u64 + block * self.size as u64
     }
 
-    /// Bytes of the whole file.
+    /// Size of the whole file in bytes.
     pub fn file_bytes(&self) -> u64 {
         self.offset(self.count())
     }
@@ -126,7 +126,7 @@ impl PackedRows {
     /// Opens the file at `path`, which must contain `rows` rows of `row` bytes.
     ///
     /// # Errors
-    /// A file system error, or the file has another format or size.
+    /// A file system error occurs, or the file has another format or size.
     pub fn open(path: &Path, rows: u64, row: usize) -> Result<Self, StoreError> {
         let io_error = |source| StoreError::Io { path: path.to_owned(), source };
         let wrong = |why: String| StoreError::NotAPack { path: path.to_owned(), why };

@@ -25,7 +25,7 @@ use std::{
 
 /// Number of blocks per chunk. A chunk is read, hashed and written as a unit.
 const CHUNK: u64 = 1024;
-/// Number of chunks processed at the same time.
+/// Number of chunks that are processed at the same time.
 const THREADS: usize = 4;
 
 /// The arrangement of the rows of `table` in blocks.
@@ -33,8 +33,8 @@ pub fn row_blocks(table: &RowTable) -> RowBlocks {
     RowBlocks::new(table.rows, table.row_len())
 }
 
-/// Writes a complete pack: the experts ([`write()`]), then the rows of n-gram tables ([`write_rows`]). Returns the summary of
-/// the experts, and the bytes of rows written.
+/// Writes a complete pack: the experts ([`write()`]), then the rows of n-gram tables ([`write_rows`]). Returns the
+/// summary of the experts, and the number of bytes of rows written.
 pub fn write_with_rows(
     map: &ExpertMap,
     tables: &[RowTable],
@@ -46,12 +46,12 @@ pub fn write_with_rows(
     Ok((summary, write_rows(tables, files, out, progress)?))
 }
 
-/// Writes the rows of tables of the checkpoint `files` into the pack directory `out`. Skips tables that the pack already has.
-/// Returns the number of bytes written. `progress` gets the bytes written or verified since its last call; their sum is twice
-/// the number of bytes written.
+/// Writes the rows of the checkpoint's tables into the pack directory `out`. `files` are the files of the checkpoint.
+/// Skips tables that the pack already has. Returns the number of bytes written. `progress` receives the bytes written
+/// or verified since the last call of `progress`. The sum of these values is twice the number of bytes written.
 ///
 /// # Errors
-/// A file system error. Rows do not read back as written. The pack belongs to another checkpoint.
+/// A file system error occurs, rows do not read back as written, or the pack belongs to another checkpoint.
 pub fn write_rows(
     tables: &[RowTable],
     files: &[PathBuf],
@@ -118,8 +118,8 @@ fn write_file(
     Ok(())
 }
 
-/// For each table, opens its rows in the first of the pack directories `dirs` that has matching rows. Skips files that do not
-/// match, with a warning.
+/// For each table, opens the rows of the table in the first directory of `dirs` that has matching rows. Skips files
+/// that do not match the table, with a warning.
 pub fn find_rows(dirs: &[PathBuf], tables: &[RowTable], files: &[PathBuf]) -> Vec<Option<PackedRows>> {
     let find = |(index, table): (usize, &RowTable)| {
         let paths = dirs.iter().map(|dir| dir.join(file_name(index))).filter(|path| path.exists());
@@ -134,8 +134,8 @@ pub fn find_rows(dirs: &[PathBuf], tables: &[RowTable], files: &[PathBuf]) -> Ve
     tables.iter().enumerate().map(find).collect()
 }
 
-/// Opens a file that must contain exactly the rows of `table` in `files`. If the files are not known to match, hashes all of
-/// their rows.
+/// Opens a file that must contain exactly the rows of `table` in `files`. If the files are not yet known to match,
+/// hashes all of their rows.
 fn open(path: &Path, table: &RowTable, files: &[PathBuf]) -> Result<PackedRows, StoreError> {
     let packed = PackedRows::open(path, table.rows, table.row_len())?;
     let wrong = |why: &str| StoreError::NotAPack { path: path.to_owned(), why: why.into() };
@@ -163,7 +163,7 @@ fn open(path: &Path, table: &RowTable, files: &[PathBuf]) -> Result<PackedRows, 
 /// of rows compared.
 ///
 /// # Errors
-/// A file system error, or a byte that differs.
+/// A file system error occurs, or a byte differs.
 pub fn verify_rows(dir: &Path, tables: &[RowTable], progress: &(dyn Fn(u64) + Sync)) -> Result<u64, StoreError> {
     let mut compared = 0;
     for (index, table) in tables.iter().enumerate() {
@@ -191,8 +191,8 @@ pub fn verify_rows(dir: &Path, tables: &[RowTable], progress: &(dyn Fn(u64) + Sy
     Ok(compared)
 }
 
-/// Assembles every chunk of `table` from the checkpoint and runs `work(first block, bytes)` for it, on [`THREADS`] threads.
-/// Returns the results in order.
+/// Assembles every chunk of `table` from the checkpoint and runs `work(first block, bytes)` for each chunk, on
+/// [`THREADS`] threads. Returns the results in order.
 fn for_each_chunk<T: Send>(
     table: &RowTable,
     work: impl Fn(u64, &[u8]) -> Result<T, StoreError> + Sync,
@@ -208,7 +208,7 @@ fn for_each_chunk<T: Send>(
     })
 }
 
-/// Assembles the blocks `numbers` from the checkpoint into `chunk`. `part` is a buffer that the caller reuses.
+/// Assembles the blocks `numbers` from the checkpoint into `chunk`. The caller reuses the buffer `part`.
 fn gather(
     source: &ShardFiles,
     table: &RowTable,

@@ -9,7 +9,7 @@ use crate::{
 };
 use std::{fs, os::unix::fs::FileExt, path::PathBuf};
 
-/// A checkpoint of two shards with 3 layers of 5 experts, at odd offsets and out of order.
+/// A checkpoint of two shards with 3 layers of 5 experts. The pieces are at odd offsets and out of order.
 struct TestCheckpoint {
     root: tempfile::TempDir,
     map: ExpertMap,
@@ -105,7 +105,7 @@ fn pack_of_slightly_changed_copy_is_rejected() {
     let checkpoint = TestCheckpoint::new();
     checkpoint.write().unwrap();
     let print = fingerprint(&checkpoint.files).unwrap();
-    // Changes a byte of an expert that is in none of the fingerprint's samples.
+    // Change a byte of an expert that is in none of the fingerprint's samples.
     let changed = checkpoint.map.layers[1][3][3];
     let file = fs::File::options().read(true).write(true).open(&checkpoint.files[changed.file as usize]).unwrap();
     let mut byte = [0];

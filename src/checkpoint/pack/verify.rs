@@ -13,11 +13,12 @@ use crate::{
 };
 use std::path::{Path, PathBuf};
 
-/// Compares every record of the pack in `dir` with the checkpoint's `files` and with its two checksums. `progress` gets the
-/// bytes compared since its last call; their sum is the size of the pack. Returns the number of experts.
+/// Compares every record of the pack in `dir` with the checkpoint's `files` and with the two checksums of the record.
+/// `progress` receives the bytes compared since the last call of `progress`. The sum of these values is the size of the
+/// pack. Returns the number of experts.
 ///
 /// # Errors
-/// A file system error, or an expert that differs. The error names the layer and the offset.
+/// A file system error occurs, or an expert differs. The error names the layer and the offset.
 pub fn verify(
     dir: &Path,
     map: &ExpertMap,

@@ -29,13 +29,13 @@ pub struct PackSummary {
 
 /// Packs the experts at `map` in the checkpoint's `files` into the directory `out`.
 ///
-/// Writes to a temporary directory, reads back every record from the disk, verifies it, and then renames the directory. After
-/// an error, removes the temporary directory. `progress` gets the bytes written or verified since its last call; their sum is
-/// twice the size of the pack.
+/// Writes to a temporary directory, reads back and verifies every record from the disk, and then renames the directory.
+/// After an error, removes the temporary directory. `progress` receives the bytes written or verified since the last
+/// call of `progress`. The sum of these values is twice the size of the pack.
 ///
 /// # Errors
-/// A file system error, with the file. `out` exists and is neither empty nor a pack. A record does not read back as written.
-/// The checkpoint was modified while it was read.
+/// A file system error occurs (the error names the file), `out` exists and is neither empty nor a pack, a record does
+/// not read back as written, or the checkpoint was modified while it was read.
 pub fn write(
     map: &ExpertMap,
     files: &[PathBuf],
@@ -65,7 +65,7 @@ pub fn write(
         return Err(failed(out)(io::Error::new(io::ErrorKind::StorageFull, why)));
     }
     let before = settled_identity(files)?;
-    // Reads from these open files fail if a file was modified.
+    // Reads from these open files fail if a file was modified after it was opened.
     let source = ShardFiles::open(files, Access::Buffered)?;
     let partial = PartialDir::create(out).map_err(failed(out))?;
     let mut layers = Vec::with_capacity(plans.len());

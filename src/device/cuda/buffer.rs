@@ -8,7 +8,8 @@ use cudarc::driver::{
 };
 use std::{ffi::c_void, ops::Range, sync::Arc};
 
-/// A block of GPU memory. It is freed on drop: the context must be current, and the GPU must have stopped using the block.
+/// A block of GPU memory. Dropping this value frees the block. At that time, the context must be current, and the GPU
+/// must have stopped using the block.
 pub struct DeviceBuffer {
     pub pointer: CUdeviceptr,
     /// The range of a slab from which this buffer is filled. `None` if the buffer was allocated without a slab.
@@ -24,8 +25,8 @@ struct SlabSource {
 /// The pinning state of a slab's pages. The GPU copies pinned pages without blocking the CPU.
 #[derive(PartialEq)]
 enum PageState {
-    /// Not pinned. The first upload of a part pins the pages. A slab that is uploaded once, as a whole, is never
-    /// pinned, because pinning would take longer than it saves.
+    /// The pages are not pinned. The first upload of only a part of the range pins the pages. A slab that is uploaded
+    /// once and as a whole is never pinned, because pinning would take longer than it saves.
     Pageable,
     Pinned,
     /// The driver refused to pin the pages.
@@ -58,8 +59,8 @@ impl DeviceBuffer {
         }
         let start = source.range.start + region.offset;
         let to = self.pointer + region.offset as CUdeviceptr;
-        // SAFETY: both ranges are in bounds (checked by the queue), and the caller does not change the bytes meanwhile. For
-        // pageable memory, CUDA copies the bytes before the call returns.
+        // SAFETY: both ranges are in bounds (checked by the queue), and the caller does not change the bytes during the
+        // copy. For pageable memory, CUDA copies the bytes before the call returns.
         unsafe { result::memcpy_htod_async(to, source.slab.bytes(start..start + region.len), stream) }
             .map_err(cuda_error)
     }
@@ -93,11 +94,11 @@ impl Drop for DeviceBuffer {
     }
 }
 
-/// Pinned memory to which the GPU copies results. Copies to pageable memory are slower, since the driver splits them.
+/// Pinned memory to which the GPU copies results. A copy to pageable memory is slower, since the driver splits it.
 pub struct StagingBuffer(*mut u8);
 
 impl StagingBuffer {
-    /// Length in bytes. Enough for the logits of a large vocabulary.
+    /// Length in bytes. This is enough for the logits of a large vocabulary.
     const LEN: usize = 4 << 20;
 
     /// The first `len` bytes. Returns `None` if `len` is too large or allocation fails. The context must be current.
@@ -108,17 +109,17 @@ impl StagingBuffer {
         if self.0.is_null() {
             // SAFETY: `clear` frees the memory once.
             self.0 = unsafe { result::malloc_host(Self::LEN, 0) }.ok()?.cast();
-            // SAFETY: the block has this length. It is initialised here before any read.
+            // SAFETY: the block has this length. The block is initialised here before any read.
             unsafe { self.0.write_bytes(0, Self::LEN) };
         }
-        // SAFETY: initialised above, and borrowed like `self`.
+        // SAFETY: the memory was initialised above, and the result is borrowed for as long as `self`.
         Some(unsafe { std::slice::from_raw_parts_mut(self.0, len) })
     }
 
-    /// Frees the memory. The context must be current, and no copy to it may be pending.
+    /// Frees the memory. The context must be current, and no copy to the memory may be pending.
     pub fn clear(&mut self) {
         if !self.0.is_null() {
-            // SAFETY: the current context allocated it.
+            // SAFETY: the current context allocated the memory.
             let _ = unsafe { result::free_host(self.0.cast()) };
             self.0 = std::ptr::null_mut();
         }

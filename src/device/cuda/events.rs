@@ -57,7 +57,7 @@ impl EventTimeline {
         self.value.get()
     }
 
-    /// Records the first failure and ignores later ones. Values after a failure are never signalled.
+    /// Records the first failure and ignores later failures. Values after a failure are never signalled.
     pub fn set_failure(&self, error: DriverError) {
         self.failure.borrow_mut().get_or_insert_with(|| cuda_error(error).0);
     }

@@ -1,11 +1,11 @@
 //! CUDA graphs of repeated launch sequences.
 //!
-//! Decoding a token takes several hundred launches. If they are submitted one by one, each costs several microseconds of CPU
-//! time and leaves the GPU idle for a moment. A sequence of launches that repeats is recorded as a graph and replayed. Before
-//! a replay, only the launches with changed arguments are updated.
+//! Decoding a token takes several hundred launches. If the launches are submitted one by one, each launch costs several
+//! microseconds of CPU time and leaves the GPU idle for a moment. A repeated sequence of launches is therefore recorded
+//! as a graph and replayed. Before a replay, only the launches with changed arguments are updated.
 //!
-//! On Hopper and later, graphs use programmatic dependent launch: a launch may begin before the previous one has ended, and
-//! waits for it at its `AWAIT` (see `kernels/README.md`).
+//! On Hopper and later, graphs use programmatic dependent launch: a launch may begin before the previous launch has
+//! ended, and waits for the previous launch at its `AWAIT` (see `kernels/README.md`).
 
 use super::launch::CudaLaunch;
 use cudarc::driver::{
@@ -18,10 +18,11 @@ use std::{
     ptr,
 };
 
-/// Minimum number of launches of a graph. Shorter sequences are submitted one by one.
+/// Minimum number of launches in a graph. Shorter sequences are submitted launch by launch.
 const MIN_LAUNCHES: usize = 4;
-/// A sequence becomes a graph at its eighth submission. Sequences of decoding repeat often enough. Those of a prefill do not;
-/// their launches are long, so a graph would save less time than its creation takes.
+/// Number of submissions at which a sequence becomes a graph. The sequences of decoding repeat this often. The
+/// sequences of a prefill do not. A prefill's launches are long, so a graph would save less time than its creation
+/// takes.
 const MIN_REPEATS: u32 = 8;
 /// Maximum number of sequences in the cache.
 const MAX_SEQUENCES: usize = 128;
@@ -45,7 +46,7 @@ pub struct GraphCache {
 struct GraphEntry {
     /// [`GraphCache::clock`] at the last submission.
     last_used: u64,
-    /// Number of submissions.
+    /// Number of submissions so far.
     count: u32,
     graph: Option<LaunchGraph>,
 }
@@ -77,7 +78,7 @@ impl GraphCache {
                 entry.graph = None;
                 return run_each(&launches, stream);
             }
-            // Hash collision: the graph belongs to another sequence.
+            // Two sequences have the same hash, and the graph belongs to the other sequence.
             Some(_) => return run_each(&launches, stream),
             None if entry.count < MIN_REPEATS => return run_each(&launches, stream),
             None => {}
@@ -121,12 +122,12 @@ struct LaunchGraph {
     graph: CUgraph,
     exec: CUgraphExec,
     nodes: Vec<CUgraphNode>,
-    /// The launches with the current arguments of the graph.
+    /// The launches of the graph, with the arguments that the graph currently has.
     launches: Vec<CudaLaunch>,
 }
 
 impl LaunchGraph {
-    /// Creates a graph. On an error, returns the launches with it.
+    /// Creates a graph. On an error, returns the launches together with the error.
     fn new(launches: Vec<CudaLaunch>, overlaps: bool) -> Result<Self, (Vec<CudaLaunch>, DriverError)> {
         let (graph, exec, nodes) = (ptr::null_mut(), ptr::null_mut(), Vec::with_capacity(launches.len()));
         let mut new = Self { graph, exec, nodes, launches };
@@ -190,14 +191,16 @@ impl LaunchGraph {
     }
 
     fn run(&self, stream: CUstream) -> Result<(), DriverError> {
-        // SAFETY: this context created the graph. The queue frees a buffer only after the GPU has completed its work.
+        // SAFETY: this context created the graph. The queue frees a buffer only after the GPU has completed the work
+        // that uses it.
         unsafe { sys::cuGraphLaunch(self.exec, stream).result() }
     }
 }
 
 impl Drop for LaunchGraph {
     fn drop(&mut self) {
-        // SAFETY: the current context created both, and both are destroyed once. CUDA lets a run in progress end first.
+        // SAFETY: the current context created graph and executable, and each is destroyed once. CUDA lets a run in
+        // progress end first.
         unsafe {
             if !self.exec.is_null() {
                 let _ = sys::cuGraphExecDestroy(self.exec);

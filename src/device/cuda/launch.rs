@@ -14,9 +14,9 @@ pub const MAX_BUFFERS: usize = 31;
 #[derive(Debug, Clone, PartialEq)]
 pub struct CudaLaunch {
     pub function: CUfunction,
-    /// At most [`MAX_ARGUMENTS`].
+    /// The argument words, at most [`MAX_ARGUMENTS`].
     pub args: Vec<u32>,
-    /// At most [`MAX_BUFFERS`].
+    /// The addresses of the buffers, at most [`MAX_BUFFERS`].
     pub addresses: Vec<CUdeviceptr>,
     pub grid: [u32; 3],
     pub threads: u32,
@@ -25,7 +25,8 @@ pub struct CudaLaunch {
 impl CudaLaunch {
     /// Calls `f` with a pointer to each kernel parameter.
     fn with_parameters<T>(&self, f: impl FnOnce(&mut [*mut c_void]) -> T) -> T {
-        // The driver copies as many bytes as the kernel declares, which may be more than `args` has. So `words` is padded.
+        // The driver copies as many bytes as the kernel declares, which may be more than `args` has. `words` is
+        // therefore padded.
         let mut words = [0u32; MAX_ARGUMENTS];
         words[..self.args.len()].copy_from_slice(&self.args);
         let mut addresses: [CUdeviceptr; MAX_BUFFERS] = [0; MAX_BUFFERS];

@@ -23,9 +23,11 @@ use std::{
 
 /// `--fmad=false`: the compiler must not fuse multiply and add, so that rounding is the same as on the CPU and on Metal.
 const OPTIONS: [&str; 2] = ["--fmad=false", "--std=c++14"];
-/// Maximum number of registers per thread. With fewer registers, more warps run at the same time, which hides memory latency.
-/// Attention kernels need more, since each thread has more loads in flight.
+/// Maximum number of registers per thread. With fewer registers, more warps run at the same time, which hides memory
+/// latency.
 const REGISTERS: u32 = 80;
+/// Maximum number of registers per thread for attention kernels. These kernels need more registers, since each thread
+/// has more loads in flight.
 const ATTENTION_REGISTERS: u32 = 112;
 const HASH: usize = 32;
 
@@ -60,7 +62,7 @@ impl CudaLibrary {
             let (mut all, mut driver) = (BTreeMap::new(), 0);
             // SAFETY: the call writes one integer.
             let _ = unsafe { sys::cuDriverGetVersion(&mut driver) };
-            // Compiles the files in parallel, since the compiler is slow.
+            // Compile the files in parallel, since the compiler is slow.
             let images: Vec<_> = thread::scope(|scope| {
                 let compile = |(name, text)| {
                     let source = KernelSource::new(name, text, architecture, driver, folder.as_deref());
@@ -86,7 +88,8 @@ impl CudaLibrary {
         })
     }
 
-    /// Loads every kernel. Returns each kernel, and each file that did not compile, with the error if there is one.
+    /// Loads every kernel. Returns the name of each kernel, and of each file that did not compile, with the error if
+    /// there is one.
     pub fn all(&mut self) -> Vec<(String, Option<DeviceError>)> {
         let each = |(name, kernel): (&String, &Result<CudaKernel, String>)| {
             (name.clone(), kernel.as_ref().err().cloned().map(DeviceError))
@@ -136,7 +139,8 @@ fn kernel(module: sys::CUmodule, name: &str) -> Result<CudaKernel, String> {
 /// Machine code of one kernel file.
 struct ModuleImage {
     code: Vec<u8>,
-    /// The source, if the code comes from the cache. It is compiled if the driver refuses the cached code.
+    /// The source of cached code, which is compiled if the driver refuses the cached code. `None` for code that was
+    /// just compiled.
     cached_from: Option<KernelSource>,
 }
 
@@ -160,7 +164,7 @@ impl KernelSource {
         Self { text, options, hash: Sha256::digest(inputs).into(), file }
     }
 
-    /// Reads the cached code. Returns `None` if there is none or it was compiled from other inputs.
+    /// Reads the cached code. Returns `None` if there is no cached code, or if it was compiled from other inputs.
     fn read_cache(&self) -> Option<Vec<u8>> {
         let bytes = fs::read(self.file.as_ref()?).ok()?;
         Some(bytes.strip_prefix(&self.hash)?.to_vec())
@@ -188,7 +192,7 @@ impl KernelSource {
         }
         let text = CString::new(self.text.as_str()).map_err(|error| error.to_string())?;
         let program = nvrtc::result::create_program(&text, None).map_err(|error| error.to_string())?;
-        // SAFETY: the program is destroyed once, below, and not used after that.
+        // SAFETY: the program is destroyed once, below, and is not used after that.
         let done = unsafe {
             match nvrtc::result::compile_program(program, &self.options) {
                 Ok(()) => cubin(program).map(|code| (code, log(program).unwrap_or_default())),
@@ -286,7 +290,7 @@ mod tests {
         assert_eq!((source("b", "sm_90").read_cache(), source("a", "sm_80").read_cache()), (None, None));
         source("b", "sm_90").write_cache(b"more");
         assert_eq!((source("a", "sm_90").read_cache(), fs::read_dir(&folder).unwrap().count()), (None, 1));
-        // Without a cache directory nothing is cached and nothing fails.
+        // Without a cache directory, no file is cached and no call fails.
         let uncached = KernelSource::new("norm", "a", "sm_90", 13000, None);
         uncached.write_cache(b"code");
         assert_eq!(uncached.read_cache(), None);

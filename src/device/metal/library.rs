@@ -1,10 +1,10 @@
 //! Compiles all Metal kernels when the first kernel is needed, and creates each pipeline on first use.
 //!
-//! Moestro caches nothing between runs, but macOS does. Metal stores the GPU code of each pipeline in the user's cache
-//! directory (WWDC 2022, session 10102), and the system may purge it. Apple documents no cache for the step from source to
-//! library, so each start may repeat that step. `moestro doctor` prints the time of both steps, so a second run shows which
-//! step was cached. Skipping the first step would need Xcode's offline compiler. An `MTLBinaryArchive` would only save the
-//! second step, which macOS already caches.
+//! Moestro caches no compiled code between runs, but macOS does. Metal stores the GPU code of each pipeline in the
+//! user's cache directory (WWDC 2022, session 10102). The system may purge this cache. Apple documents no cache for the
+//! step from source to library, so each start may repeat that step. `moestro doctor` prints the time of both steps, so
+//! a second run shows which step was cached. Skipping the first step would need Xcode's offline compiler. An
+//! `MTLBinaryArchive` would only save the second step, which macOS already caches.
 
 use crate::device::{DeviceError, kernels};
 use candle_metal_kernels::metal::Device;
@@ -27,7 +27,7 @@ struct CompiledFunctions {
     libraries: BTreeMap<String, Retained<ProtocolObject<dyn MTLLibrary>>>,
     /// Files that did not compile, each with the compiler's log.
     refused: Vec<(String, String)>,
-    /// True if the kernels that need matrix units compiled.
+    /// True if the kernels that need matrix units have compiled.
     has_tiles: bool,
 }
 
@@ -59,12 +59,13 @@ impl MetalLibrary {
         })
     }
 
-    /// True if the kernels that need matrix units compiled.
+    /// True if the kernels that need matrix units have compiled.
     pub fn has_tiles(&self) -> bool {
         self.compiled().has_tiles
     }
 
-    /// Creates every pipeline. Returns each kernel, and each file that did not compile, with the error if there is one.
+    /// Creates every pipeline. Returns the name of each kernel, and of each file that did not compile, with the error
+    /// if there is one.
     pub fn all(&mut self) -> Vec<(String, Option<DeviceError>)> {
         let names: Vec<String> = self.compiled().libraries.keys().cloned().collect();
         let refused = self.compiled().refused.iter();

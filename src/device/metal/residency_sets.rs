@@ -14,7 +14,7 @@ use std::sync::Arc;
 pub struct ResidencySets {
     device: Device,
     assignment: SetAssignment,
-    /// Behind a lock, since the residency thread requests residency while the engine's thread adds buffers.
+    /// The sets are in a mutex, since the residency thread requests residency while the engine's thread adds buffers.
     sets: Arc<Mutex<Vec<ResidencySet>>>,
 }
 

@@ -15,8 +15,8 @@ use parking_lot::{Condvar, Mutex};
 use serde::Serialize;
 use std::{path::PathBuf, sync::Arc, thread::JoinHandle};
 
-/// The prompt cache. The engine's thread looks up and inserts snapshots. Handles on other threads read its status and
-/// clear it. The lock is never held while bytes are copied.
+/// The prompt cache. The engine's thread looks up and inserts snapshots. Handles on other threads read the status of
+/// the cache and clear the cache. The lock is never held while bytes are copied.
 pub struct PromptCache {
     pub(super) state: Mutex<CacheState>,
     /// Notified when a snapshot was inserted, and when the cache closes.
@@ -31,7 +31,7 @@ pub struct PromptCache {
 pub(super) struct CacheState {
     pub tree: PrefixTree<CacheEntry>,
     pub memory_use: MemoryUse,
-    /// Maximum memory in bytes.
+    /// Maximum memory of the snapshots in bytes.
     limit: u64,
     /// The page pool that snapshots share with sequences. If `None`, snapshots hold copies of keys and values.
     pub pool: Option<Arc<PagePool>>,
@@ -50,7 +50,8 @@ pub(super) struct CacheEntry {
     pub kind: SnapshotKind,
     pub memory: Option<Snapshot>,
     pub disk: Option<DiskEntry>,
-    /// True if the snapshot was written to disk at any time. It is then not written again, even after eviction from disk.
+    /// True if the snapshot was written to disk at any time. Such a snapshot is not written again, even after eviction
+    /// from disk.
     pub was_written: bool,
     /// The cache's clock when the snapshot was last used.
     pub last_used: f64,
@@ -61,9 +62,10 @@ pub(super) struct CacheEntry {
 pub struct PromptCacheStatus {
     /// Maximum memory in bytes.
     pub limit: u64,
-    /// Bytes in memory. Pool pages count only beyond the number that one sequence of maximum length needs.
+    /// Size of the snapshots in memory, in bytes. Pages of the pool count only beyond the number that one sequence of
+    /// maximum length needs.
     pub bytes: u64,
-    /// Snapshots in memory.
+    /// Number of snapshots in memory.
     #[serde(rename = "checkpoints")]
     pub snapshots: usize,
     /// `None` if the disk cache is off or not usable.
@@ -141,16 +143,16 @@ impl PromptCache {
         }
     }
 
-    /// The longest snapshot of a proper prefix of `ids`, if it has more than `min_len` tokens.
+    /// The longest snapshot of a proper prefix of `ids`, if that snapshot has more than `min_len` tokens.
     ///
-    /// A snapshot on disk is read if reading is expected to be faster than computing its additional tokens.
+    /// A snapshot on disk is read only if reading it is expected to be faster than computing the tokens that it adds.
     pub fn longest_prefix(&self, ids: &[u32], min_len: usize) -> Option<(Snapshot, SnapshotSource)> {
         loop {
             let mut state = self.state.lock();
             let CacheState { tree, clock, .. } = &mut *state;
             let path = tree.path(ids);
-            // Every prompt that contains a system prompt or a question marks its snapshot as used, even if the prompt
-            // resumes from a longer snapshot. Other conversations may diverge there.
+            // Mark each snapshot of a system prompt or question on the path as used, even if the prompt resumes from a
+            // longer snapshot. Other conversations may diverge at the marked snapshot.
             for &id in &path {
                 if matches!(tree[id].kind, SnapshotKind::System | SnapshotKind::Query) {
                     tree[id].last_used = *clock;
@@ -170,7 +172,8 @@ impl PromptCache {
                 Ok(Some(snapshot)) => return Some((snapshot, SnapshotSource::Disk)),
                 // Memory has no room for the snapshot from disk.
                 Ok(None) => return found,
-                // The file was not readable and was removed from the index. Searches again for another snapshot.
+                // The file could not be read, and the snapshot was removed from the index. Search again for another
+                // snapshot.
                 Err(()) => {}
             }
         }
@@ -182,7 +185,8 @@ impl PromptCache {
         tree.path(ids).into_iter().map(|id| tree.len(id)).filter(|&len| len < ids.len()).max().unwrap_or(0)
     }
 
-    /// Maximum number of snapshots that one prompt may take: half of those that fit, between 1 and 8. 0 if none fits.
+    /// Maximum number of snapshots that one prompt may take: half of the number that fits, limited to the range from 1
+    /// to 8. Returns 0 if no snapshot fits.
     pub fn max_snapshots_per_prompt(&self) -> usize {
         let fitting = self.state.lock().copy_limit().checked_div(self.size.state).unwrap_or(0) as usize;
         if fitting == 0 { 0 } else { (fitting / 2).clamp(1, 8) }
@@ -200,7 +204,8 @@ impl PromptCache {
         positions.sort_unstable_by_key(|&(_, kind)| kind);
         let mut reserved: Vec<(usize, SnapshotKind)> = Vec::new();
         for (at, kind) in positions {
-            // Bytes of all snapshots together: each shares its whole pages with the one before it.
+            // Bytes of all reserved snapshots together. Each snapshot shares its whole pages with the next shorter
+            // snapshot.
             let needed = || {
                 let mut shared = shared;
                 let mut all: Vec<usize> = reserved.iter().map(|&(at, _)| at).chain([at]).collect();
@@ -223,7 +228,8 @@ impl PromptCache {
     /// Evicts snapshots to make room for a snapshot of `ids`. `needed` returns the bytes that the snapshot will take, given
     /// the current content of the cache.
     ///
-    /// Returns false if the snapshot exists already, does not fit, or is less valuable than those it would replace.
+    /// Returns false if the snapshot exists already, does not fit, or is less valuable than the snapshots it would
+    /// replace.
     pub fn make_room(&self, ids: &[u32], kind: SnapshotKind, needed: &dyn Fn() -> u64) -> bool {
         let mut state = self.state.lock();
         if let Some(id) = state.find_exact(ids).filter(|&id| state.tree[id].memory.is_some()) {
@@ -298,7 +304,8 @@ impl PromptCache {
         self.update_metrics(&state);
     }
 
-    /// Number of times the cache was cleared. The engine compares it to drop idle sequences from before the last clear.
+    /// Number of times the cache was cleared. The engine drops idle sequences whose stored number differs, because
+    /// their requests began before the last clear.
     pub fn clear_count(&self) -> u64 {
         self.state.lock().clear_count
     }
@@ -362,7 +369,8 @@ impl CacheState {
         self.limit.checked_sub(reserved).unwrap_or(self.limit)
     }
 
-    /// Bytes of used pool pages beyond those that one sequence of maximum length needs, after allocating `more` pages.
+    /// Total size in bytes of the used pool pages beyond the number that one sequence of maximum length needs, after
+    /// `more` pages are allocated.
     fn excess_page_bytes(&self, more: usize) -> u64 {
         self.pool.as_ref().map_or(0, |pool| pool.excess_bytes(more))
     }
@@ -371,14 +379,14 @@ impl CacheState {
         self.memory_use.bytes() + self.excess_page_bytes(0)
     }
 
-    /// True if fewer than `pages` pages are free, or if allocating them would exceed the limit.
+    /// True if fewer than `pages` pages are free, or if allocating `pages` pages would exceed the limit.
     fn is_short_of_pages(&self, pages: usize) -> bool {
         let free = self.pool.as_ref().map_or(usize::MAX, |pool| pool.free());
         let excess = self.excess_page_bytes(pages);
         pages > free || (excess > 0 && self.memory_use.bytes() + excess > self.limit)
     }
 
-    /// Value and node of the least valuable snapshot in memory among those that `select` accepts.
+    /// Value and node of the least valuable snapshot in memory that `select` accepts.
     fn least_valuable(
         &self,
         select: impl Fn(&(NodeId, &Snapshot)) -> Option<NodeId>,
@@ -397,7 +405,7 @@ impl CacheState {
     }
 }
 
-/// Value of a snapshot without the clock: weighted tokens that it saves, per byte.
+/// Value of a snapshot without the clock: the weighted number of tokens that the snapshot saves, per byte.
 fn value_of(kind: SnapshotKind, tokens: usize, size: &SnapshotSize) -> f64 {
     kind.weight() * tokens as f64 / (size.state + tokens as u64 * size.position).max(1) as f64
 }

@@ -68,7 +68,7 @@ fn least_valuable_snapshot_is_evicted_first() {
     let system = tokens(1, 100);
     assert!(put(&cache, &system, SnapshotKind::System));
     let turn = |n: u32, count: usize| [&system[..], &tokens(n, count)].concat();
-    // One conversation grows by few tokens, another by many.
+    // One conversation grows by 5 tokens, the other conversations grow by more.
     assert!(put(&cache, &turn(2, 5), SnapshotKind::Message));
     assert_eq!((cache.status().bytes, lens(&cache)), (405, vec![100, 105]));
     assert!(put(&cache, &turn(3, 90), SnapshotKind::Message));
@@ -86,7 +86,7 @@ fn unused_snapshot_ages() {
     let cache = cache(1000);
     let old = tokens(1, 150);
     assert!(put(&cache, &old, SnapshotKind::Message));
-    // Each of these is less valuable than the first, but newer.
+    // Each of these snapshots is less valuable than the first one, but newer.
     for n in 2..40 {
         assert!(put(&cache, &tokens(n, 60), SnapshotKind::Message));
     }
@@ -95,7 +95,7 @@ fn unused_snapshot_ages() {
 
 #[test]
 fn snapshots_are_evicted_in_order() {
-    // Five snapshots fill the cache. None is a prefix of another. Their weights ascend.
+    // Five snapshots with ascending weights fill the cache. No prompt of a snapshot is a prefix of another.
     let cache = cache(1015);
     let kinds =
         [SnapshotKind::Between, SnapshotKind::Answer, SnapshotKind::Message, SnapshotKind::Query, SnapshotKind::System];
@@ -107,7 +107,7 @@ fn snapshots_are_evicted_in_order() {
     let mut gone = Vec::new();
     for n in 1..=8 {
         if n == 8 {
-            // Uses the snapshot of 92 tokens again.
+            // The snapshot of 92 tokens is used again.
             assert_eq!(cache.longest_prefix(&[&prompt(4)[..], &[0]].concat(), 0).unwrap().0.len, 92);
         }
         let before = lens(&cache);
@@ -115,8 +115,9 @@ fn snapshots_are_evicted_in_order() {
         let after = lens(&cache);
         gone.extend(before.into_iter().filter(|len| !after.contains(len)));
     }
-    // Evicts `Between`, `Answer` and `Message` first. Then it evicts three prompts before `Query`, which has twice their
-    // weight. The prompt of 92 tokens was used again, so the later one of 91 tokens is evicted instead.
+    // The snapshots of `Between`, `Answer` and `Message` are evicted first. Then three prompts are evicted before
+    // `Query`, which has twice their weight. The prompt of 92 tokens was used again, so the later prompt of 91 tokens
+    // is evicted instead.
     assert_eq!(gone, [101, 102, 103, 95, 94, 93, 104, 91]);
 }
 
@@ -140,7 +141,7 @@ fn cleared_cache_is_empty() {
     );
     assert_eq!(cache.clear_count(), 1);
     assert!(cache.longest_prefix(&tokens(1, 30), 0).is_none());
-    // A snapshot of a request from before the clear is ignored.
+    // A snapshot is ignored if its request began before the cache was cleared.
     cache.insert(&tokens(1, 20), SnapshotKind::Answer, snapshot(20), 0);
     assert_eq!(cache.status().snapshots, 0);
 }

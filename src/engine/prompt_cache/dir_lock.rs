@@ -1,4 +1,4 @@
-//! The lock of a cache directory. One server at a time holds it.
+//! The lock of a cache directory. Only one server at a time holds the lock.
 
 use std::{
     fs::{self, File, TryLockError},
@@ -7,7 +7,7 @@ use std::{
     path::Path,
 };
 
-/// Exclusive ownership of a directory. The operating system releases it when the process ends, also by `kill -9`.
+/// Exclusive ownership of a directory. The operating system releases the lock when the process ends, also by `kill -9`.
 pub struct DirLock(#[allow(dead_code, reason = "holds the lock until it is dropped")] File);
 
 impl DirLock {
@@ -24,8 +24,8 @@ impl DirLock {
             Ok(()) => Ok(Some(Self(handle))),
             Err(TryLockError::WouldBlock) => Ok(None),
             Err(TryLockError::Error(error)) => {
-                // Some network file systems do not support locks. Two servers in one directory are then harmless: files have
-                // checksums and are replaced atomically, so the worst result is a cache miss.
+                // Some network file systems do not support locks. Without a lock, two servers in one directory are
+                // harmless: files have checksums and are replaced atomically, so the worst result is a cache miss.
                 tracing::debug!(dir = %dir.display(), %error, "cannot lock the directory; using it without a lock");
                 Ok(Some(Self(handle)))
             }

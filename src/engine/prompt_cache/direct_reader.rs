@@ -5,9 +5,9 @@ use std::{io, path::Path};
 
 /// Number of reader threads.
 pub const READERS: usize = 8;
-/// Bytes of one read, and of each reader's buffer.
+/// Number of bytes in one read, and size of each reader's buffer.
 const BUFFER: usize = 512 << 10;
-/// Bytes per job if several jobs read parts of one file. A multiple of [`BUFFER`].
+/// Number of bytes per job if several jobs read parts of one file. A multiple of [`BUFFER`].
 pub const READ_PART: usize = 16 * BUFFER;
 const _: () = assert!(BUFFER.is_multiple_of(MAX_BLOCK));
 
@@ -18,7 +18,8 @@ pub struct DirectReader {
 }
 
 impl DirectReader {
-    /// Uses direct I/O if the file system of `path` supports it. The file must be larger than `2 * MAX_BLOCK` bytes.
+    /// Uses direct I/O if the file system of `path` supports direct I/O. The file must be larger than `2 * MAX_BLOCK`
+    /// bytes.
     pub fn probe(path: &Path) -> io::Result<Self> {
         let file = match DataFile::open(path, Access::Direct) {
             Err(error) if error.kind() == io::ErrorKind::Unsupported => None,
@@ -30,8 +31,8 @@ impl DirectReader {
         })
     }
 
-    /// Reads `head` and then `body` from a regular file, from offset `at` on, which is a multiple of [`MAX_BLOCK`]. Fails
-    /// if the file does not have `len` bytes. Returns the CRC-32 of `body`.
+    /// Reads `head` and then `body` from a regular file. Reading starts at offset `at`, a multiple of [`MAX_BLOCK`].
+    /// Returns the CRC-32 of `body`, or an error if the length of the file is not `len` bytes.
     pub fn read(
         &self,
         path: &Path,
@@ -85,7 +86,8 @@ impl ReadBuffer {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
                 other => other?,
             };
-            // A short direct read continues at a block boundary. If it returned less than one block, the file has ended.
+            // A short direct read continues at a block boundary. If the read returned less than one block, the file has
+            // ended.
             let reached = if have + got >= len { len } else { (have + got) / file.block() * file.block() };
             if reached == have {
                 return Err(io::ErrorKind::UnexpectedEof.into());

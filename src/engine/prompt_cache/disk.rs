@@ -8,7 +8,7 @@ use std::{
     time::{Duration, Instant, SystemTime},
 };
 
-/// Maximum bytes written per hour. Limits SSD wear.
+/// Maximum number of bytes written per hour. The limit reduces SSD wear.
 const MAX_BYTES_PER_HOUR: u64 = 16 << 30;
 const HOUR: Duration = Duration::from_secs(3600);
 /// Factor by which [`Throughput`] multiplies earlier measurements before it adds a new one.
@@ -28,7 +28,7 @@ pub struct DiskCacheOptions {
 pub struct DiskIndex {
     pub files: Arc<SnapshotFiles>,
     pub limit: u64,
-    /// Bytes of all files.
+    /// Total bytes of all snapshot files.
     pub bytes: u64,
     /// Number of snapshots on disk that use each page.
     pub pages: HashMap<TokenDigest, usize>,
@@ -64,7 +64,7 @@ impl DiskIndex {
         self.recent_writes.push_back((Instant::now(), bytes));
     }
 
-    /// Bytes that may be written now.
+    /// Number of bytes that may be written now.
     pub fn write_allowance(&mut self) -> u64 {
         while self.recent_writes.front().is_some_and(|(at, _)| at.elapsed() > HOUR) {
             self.recent_writes.pop_front();
@@ -72,8 +72,8 @@ impl DiskIndex {
         MAX_BYTES_PER_HOUR.saturating_sub(self.recent_writes.iter().map(|(_, bytes)| bytes).sum())
     }
 
-    /// For each whole page of `ids`, true if it is not on disk. Also returns the bytes to write for the snapshot and these
-    /// pages.
+    /// For each whole page of `ids`, true if the page is not on disk. Also returns the number of bytes to write for the
+    /// snapshot and its missing pages.
     pub fn missing_pages(&self, ids: &[u32]) -> (Vec<bool>, u64) {
         let (pages, _) = self.files.digests(ids);
         let missing: Vec<bool> = pages.iter().map(|page| !self.pages.contains_key(page)).collect();

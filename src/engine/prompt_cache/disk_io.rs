@@ -1,4 +1,4 @@
-//! Disk I/O of the prompt cache: opens the directory, writes snapshots on a background thread, and reads them.
+//! Disk I/O of the prompt cache: opens the directory, writes snapshots on a background thread, and reads snapshots.
 //!
 //! Every snapshot is written once. After a write error, the disk cache is off until the next start.
 
@@ -22,8 +22,8 @@ use std::{
     time::{Duration, Instant, SystemTime},
 };
 
-/// Maximum wait for the directory if another server holds its lock. A server that is being replaced by this server normally
-/// exits within this time.
+/// Maximum time to wait for the lock of the directory if another server holds it. A server that is being replaced by
+/// this server normally exits within this time.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(20);
 const LOCK_INTERVAL: Duration = Duration::from_millis(100);
 /// Interval at which to retry snapshots that the hourly write limit has delayed.
@@ -31,7 +31,7 @@ const WRITE_RETRY_INTERVAL: Duration = Duration::from_secs(60);
 /// Maximum time to write the remaining snapshots when the cache closes.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// A snapshot to write to disk. `missing_pages` is true for each of its pages that is not on disk.
+/// A snapshot to write to disk. For each page of the snapshot, `missing_pages` is true if the page is not on disk.
 struct PendingWrite {
     ids: Vec<u32>,
     snapshot: Snapshot,
@@ -43,8 +43,8 @@ impl PromptCache {
     /// Opens the cache directory, loads the index of its snapshots, and starts the thread that writes new snapshots.
     /// Snapshots of more than `max_tokens` tokens are removed.
     ///
-    /// If another server holds the lock, retries in the background for [`LOCK_TIMEOUT`]. Until the lock is free, and after
-    /// a timeout, the cache works in memory only.
+    /// If another server holds the lock, tries again in the background for [`LOCK_TIMEOUT`]. Until this server holds
+    /// the lock, and after a timeout, the cache works in memory only.
     pub fn open_disk(self: &Arc<Self>, options: DiskCacheOptions, max_tokens: usize) {
         self.open_disk_within(options, max_tokens, LOCK_TIMEOUT);
     }
@@ -119,14 +119,15 @@ impl PromptCache {
         !state.is_closed
     }
 
-    /// Records that `tokens` prompt tokens were computed in `time`. The speed decides whether reading a snapshot is faster.
+    /// Records that `tokens` prompt tokens were computed in `time`. The cache uses this speed to decide whether to read
+    /// a snapshot or to compute its tokens.
     pub fn record_prefill_speed(&self, tokens: usize, time: Duration) {
         if let Some(disk) = &mut self.state.lock().disk {
             disk.prefill_speed.record(tokens as f64, time);
         }
     }
 
-    /// Writes the remaining snapshots for at most [`CLOSE_TIMEOUT`], then unlocks the directory.
+    /// Writes the remaining snapshots, for at most [`CLOSE_TIMEOUT`]. Then unlocks the directory.
     ///
     /// The writer's thread ends after its current snapshot. The caller's thread writes the rest, because the writer's
     /// thread has a low priority and the server waits for the writes.
@@ -143,8 +144,9 @@ impl PromptCache {
         *self.dir_lock.lock() = None;
     }
 
-    /// Reads the snapshot of `ids` from disk, except for its first pages, which are in memory as `known`. Returns `None` if
-    /// memory has no room for the snapshot. After an error, logs it and removes the snapshot from the index.
+    /// Reads the snapshot of `ids` from disk. The snapshot's first pages are in memory as `known` and are not read.
+    /// Returns `None` if memory has no room for the snapshot. Logs an error and removes the snapshot from the index
+    /// before returning `Err`.
     pub(super) fn read_from_disk(&self, ids: &[u32], known: Vec<Arc<KvPage>>) -> Result<Option<Snapshot>, ()> {
         let mut state = self.state.lock();
         let Some(files) = state.disk.as_ref().map(|disk| disk.files.clone()) else { return Ok(None) };
@@ -155,7 +157,7 @@ impl PromptCache {
         let known: Vec<Arc<KvPage>> = known.iter().filter(is_whole).cloned().collect();
         let pool = state.pool.clone();
         let copied = self.size.bytes(ids.len(), if pool.is_some() { ids.len() } else { 0 });
-        // The additional page is for the tokens after the snapshot.
+        // One additional page is for the tokens after the snapshot.
         let pages = if pool.is_some() { ids.len() / PAGE - known.len() + 1 } else { 0 };
         let needed = |memory_use: &super::memory_use::MemoryUse| copied - memory_use.bytes_of(&known);
         if !self.make_room_locked(&mut state, ids, SnapshotKind::Message, pages, &needed) {
@@ -236,15 +238,17 @@ impl PromptCache {
         }
     }
 
-    /// Writes the most valuable snapshot that is not on disk. Returns false if there is none, or after a write error.
+    /// Writes the most valuable snapshot that is not on disk. Returns false if no snapshot remains to be written, or
+    /// after a write error.
     fn write_next(&self, state: &mut MutexGuard<'_, CacheState>) -> bool {
         let Some(PendingWrite { ids, mut snapshot, files, missing_pages }) = state.next_to_write(&self.size) else {
             return false;
         };
-        // Keeps only weak references to pool pages, since a sequence may need them. The write stops if a page was freed.
+        // Only weak references to pool pages are kept, since a sequence may need the pages. The write stops if a page
+        // was freed.
         let pages: Vec<Weak<KvPage>> = snapshot.pages.iter().map(Arc::downgrade).collect();
         snapshot.pages.retain(|page| matches!(**page, KvPage::Copied(_)));
-        // Copied parts count as used memory during the write, even if the cache evicts the snapshot meanwhile.
+        // Copied parts count as used memory until the write has ended, even if the cache evicts the snapshot earlier.
         state.memory_use.add(&snapshot);
         let clear_count = state.clear_count;
         let mut bytes = 0;
@@ -307,7 +311,7 @@ impl CacheState {
         }
     }
 
-    /// Removes a snapshot from disk, with the pages that no other snapshot uses.
+    /// Removes a snapshot from disk, and the pages that only this snapshot uses.
     pub fn remove_from_disk(&mut self, id: NodeId) {
         let ids = self.tree.tokens(id);
         let (Some(entry), Some(disk)) = (self.tree[id].disk.take(), &mut self.disk) else { return };
@@ -328,11 +332,11 @@ impl CacheState {
         }
     }
 
-    /// Length of the longest snapshot on disk among the nodes of `path`. The length is more than `min_len` and less than
-    /// `max_len`.
+    /// Length of the longest snapshot on disk that has a node in `path`, more than `min_len` tokens, and fewer than
+    /// `max_len` tokens.
     ///
-    /// Returns `None` if reading the snapshot would take longer than computing its additional tokens. If one of the two
-    /// speeds is unknown, returns the snapshot, so that reading it measures the read speed.
+    /// Returns `None` if reading the snapshot would take longer than computing the tokens after `min_len`. If the read
+    /// speed or the compute speed is unknown, returns the snapshot, so that reading it measures the read speed.
     pub fn find_on_disk(&self, path: &[NodeId], min_len: usize, max_len: usize, size: &SnapshotSize) -> Option<usize> {
         let disk = self.disk.as_ref()?;
         let on_disk = |&id: &NodeId| self.tree.len(id) < max_len && self.tree[id].disk.is_some();

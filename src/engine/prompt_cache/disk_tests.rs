@@ -61,7 +61,8 @@ fn put(cache: &PromptCache, ids: &[u32]) {
     cache.insert(ids, SnapshotKind::Message, snapshot(ids), cache.clear_count());
 }
 
-/// Length and source of the snapshot that the cache finds for a prompt of `ids` and one more token. Checks its bytes.
+/// Length and source of the snapshot that the cache finds for a prompt of `ids` and one more token. Checks the bytes of
+/// the snapshot.
 fn found(cache: &PromptCache, ids: &[u32]) -> Option<(usize, SnapshotSource)> {
     let (found, source) = cache.longest_prefix(&[ids, &[0]].concat(), 0)?;
     let expected = snapshot(&ids[..found.len]);
@@ -118,14 +119,14 @@ fn snapshots_survive_a_restart() {
     assert_eq!(found(&second, &ids), Some((ids.len(), SnapshotSource::Memory)));
     assert_eq!(found(&second, &ids[..ids.len() - 1]), Some((PAGE + 10, SnapshotSource::Disk)));
     assert_eq!(second.metrics.prompt_cache_disk_reads.get(), 2);
-    // Nothing is written again.
+    // The second server writes no snapshot again.
     second.close();
     assert_eq!(second.metrics.prompt_cache_disk_writes.get(), 0);
-    // At least one token of a prompt must be computed, so the snapshot of all its tokens is not used.
+    // At least one token of a prompt must be computed, so a snapshot of the whole prompt is not used.
     let third = open(&options);
     assert_eq!(third.longest_prefix(&ids, 0).unwrap().0.len, PAGE + 10);
     drop(third);
-    // Another model does not find the snapshots and does not remove them.
+    // A server with another model neither finds nor removes the snapshots.
     let other = open(&DiskCacheOptions { key: "another model".into(), ..options.clone() });
     assert_eq!(found(&other, &ids), None);
     drop(other);
@@ -136,7 +137,7 @@ fn snapshots_survive_a_restart() {
 fn close_writes_the_remaining_snapshots() {
     let dir = tempfile::tempdir().unwrap();
     let first = open(&options(dir.path()));
-    // The writer's thread has not run, as on a busy machine.
+    // The writer's thread has not run, which can happen on a busy machine.
     first.state.lock().is_closed = true;
     first.changed.notify_all();
     first.writer.lock().take().unwrap().join().unwrap();
@@ -332,7 +333,7 @@ fn special_and_oversized_files_are_ignored() {
     for name in ["a.state", "b.page", "c.partial"] {
         make_fifo(&page.with_file_name(name));
     }
-    // A sparse file with a plausible size would need 1 TB for its tokens.
+    // A sparse file of a plausible size. According to its header, reading its tokens would need 1 TB.
     let len = (1u64 << 40) / 4;
     let state = files(dir.path(), "state").into_iter().find(|path| path.metadata().unwrap().is_file()).unwrap();
     let mut header = fs::read(state).unwrap()[..64].to_vec();
@@ -379,7 +380,7 @@ fn other_models_keep_half_at_most() {
         put(&open(&of(key, 1 << 20)), &tokens(1, 50));
         std::thread::sleep(Duration::from_millis(20));
     }
-    // Half of the limit has room for one of the two directories. The earlier one is removed.
+    // Half of the limit has room for only one of the two other directories. The older directory is removed.
     let third = open(&of("three", 1000));
     assert!((500..1000).contains(&third.status().disk.unwrap().limit));
     drop(third);
@@ -398,7 +399,7 @@ fn unusable_directory_is_not_used() {
     put(&without, &tokens(1, 50));
     assert_eq!(found(&without, &tokens(1, 50)), Some((50, SnapshotSource::Memory)));
 
-    // A directory that is removed while it is used.
+    // The directory is removed while a server uses it.
     let removed = dir.path().join("removed");
     let cache = open(&options(&removed));
     assert!(cache.status().disk.is_some());
@@ -428,7 +429,7 @@ fn failing_disk_is_not_used_again() {
     assert_eq!(first.status().disk, None);
     assert_eq!(found(&first, &ids), Some((ids.len(), SnapshotSource::Memory)));
     fs::remove_dir_all(blocked).unwrap();
-    // The first page is removed again, since no snapshot needs it.
+    // The first page is removed again, since no snapshot on disk needs it.
     assert_eq!((files(dir.path(), "page").len(), files(dir.path(), "partial").len()), (0, 0));
     // The next server finds the snapshot that was written before the error.
     let second = open(&options(dir.path()));
@@ -479,10 +480,10 @@ fn cancelled_write_leaves_no_page() {
     assert!(own.write(&ids, &whole.state, &pages, &[true, true], &mut bytes).unwrap());
     let (state, page) = own.bytes(ids.len());
     assert_eq!((count(), bytes), (3, state + 2 * page));
-    // Clearing the directory removes the files of every key.
+    // Clearing the directory removes the files of all keys.
     clear_prompt_dir(dir.path()).unwrap();
     assert_eq!(count(), 0);
-    // The second page was freed. The first page was written before that, so its bytes count.
+    // The second page was freed, so the write fails. The first page was written before, so its bytes count.
     pages[1] = Weak::new();
     assert!(!own.write(&ids, &whole.state, &pages, &[true, true], &mut bytes).unwrap());
     assert_eq!((count(), bytes), (0, state + 3 * page));

@@ -5,7 +5,7 @@ use std::{collections::HashMap, sync::Arc};
 
 #[derive(Default)]
 pub struct MemoryUse {
-    /// Number of counted snapshots that hold a part (a page or a state), by the part's address.
+    /// For each part (a page or a state), by address: the number of counted snapshots that hold the part.
     references: HashMap<usize, usize>,
     bytes: u64,
 }
@@ -16,7 +16,7 @@ impl MemoryUse {
         self.bytes
     }
 
-    /// Copied bytes of those `pages` that at least one counted snapshot holds.
+    /// Copied bytes of the pages in `pages` that at least one counted snapshot holds.
     pub fn bytes_of(&self, pages: &[Arc<KvPage>]) -> u64 {
         pages.iter().filter(|page| self.references.contains_key(&address(page))).map(|page| copied_bytes(page)).sum()
     }
@@ -42,7 +42,8 @@ impl MemoryUse {
         }
     }
 
-    /// True if only counted snapshots hold some pool page of `snapshot`, so that evicting them frees the page.
+    /// True if `snapshot` holds a pool page that only counted snapshots hold, so that evicting these snapshots frees
+    /// the page.
     pub fn holds_last_reference(&self, snapshot: &Snapshot) -> bool {
         let is_last = |page: &Arc<KvPage>| self.references.get(&address(page)) == Some(&Arc::strong_count(page));
         Self::pool_pages(snapshot).any(is_last)

@@ -10,7 +10,7 @@
 //! a page and no page is free, the cache evicts snapshots. A snapshot's own memory holds the recurrent state and the
 //! positions after its last whole page.
 //!
-//! Snapshots are also written to disk, so that they survive a restart. One server at a time owns the directory.
+//! Snapshots are also written to disk, so that they survive a restart. Only one server at a time owns the directory.
 
 mod cache;
 mod dir_lock;

@@ -17,9 +17,9 @@ pub struct PrefixTree<T> {
 struct TreeNode<T> {
     parent: Option<NodeId>,
     children: Vec<NodeId>,
-    /// Tokens of this sequence that follow those of the parent.
+    /// Tokens of this sequence after the tokens of the parent.
     edge: Vec<u32>,
-    /// Number of tokens of the whole sequence.
+    /// Number of tokens in the whole sequence.
     len: usize,
     value: T,
 }
@@ -74,7 +74,7 @@ impl<T> PrefixTree<T> {
         id
     }
 
-    /// Removes a node. Its children become children of its parent.
+    /// Removes a node. The children of the node become children of its parent.
     pub fn remove(&mut self, id: NodeId) -> Option<T> {
         let TreeNode { parent, children, edge, value, .. } = self.nodes.get_mut(id)?.take()?;
         self.free.push(id);
@@ -88,7 +88,7 @@ impl<T> PrefixTree<T> {
         Some(value)
     }
 
-    /// Number of tokens of a node's sequence.
+    /// Number of tokens in a node's sequence.
     pub fn len(&self, id: NodeId) -> usize {
         self.node(id).len
     }

@@ -52,7 +52,7 @@ pub struct SnapshotFiles {
 /// A snapshot file found by [`SnapshotFiles::open`].
 pub struct StoredSnapshot {
     pub tokens: Vec<u32>,
-    /// Bytes of the `.state` file.
+    /// Size of the `.state` file in bytes.
     pub bytes: u64,
     pub last_used: SystemTime,
 }
@@ -69,7 +69,7 @@ impl SnapshotFiles {
         let key: [u8; 32] = Sha256::digest(key).into();
         let dir = root.join(hex::encode(&key[..16]));
         fs::DirBuilder::new().recursive(true).mode(0o700).create(&dir)?;
-        // Writes a file now, so that an unwritable directory is reported at the start and not at the first snapshot.
+        // Write a file now, so that an unwritable directory is reported at the start and not at the first snapshot.
         let probe = dir.join("probe");
         TempFile::write(&probe, FILE_MODE, &[&[0; 4 * MAX_BLOCK]])?.persist(&probe)?;
         let reader = DirectReader::probe(&probe);
@@ -93,8 +93,9 @@ impl SnapshotFiles {
         Ok((files, found))
     }
 
-    /// Removes directories of other keys, least recently written first, until at most `max_bytes` of them remain. Returns
-    /// the remaining bytes. A directory that cannot be removed stays.
+    /// Removes directories of other keys, least recently written first, until the remaining ones have at most
+    /// `max_bytes` bytes together. Returns the bytes of the remaining directories. A directory that cannot be removed
+    /// stays.
     pub fn evict_other_models(&self, root: &Path, max_bytes: u64) -> io::Result<u64> {
         let others = key_dirs(root)?.into_iter().filter(|path| *path != self.dir);
         let mut others: Vec<_> = others
@@ -138,7 +139,7 @@ impl SnapshotFiles {
         (pages, digest(&hash))
     }
 
-    /// Bytes of the `.state` file of a snapshot of `len` tokens, and bytes of a `.page` file.
+    /// Size of the `.state` file of a snapshot of `len` tokens, and size of a `.page` file, in bytes.
     pub fn bytes(&self, len: usize) -> (u64, u64) {
         let state = HEADER as u64 + 4 * len as u64 + self.size.bytes(len, len);
         (state, HEADER as u64 + PAGE as u64 * self.size.position)
@@ -146,8 +147,8 @@ impl SnapshotFiles {
 
     /// Writes the pages that `missing` marks, then the snapshot of `ids`. Adds the bytes written to `bytes`.
     ///
-    /// Returns false if a page was freed or cannot be read from its device, which is not a disk error. In that case, and
-    /// after an error, removes the pages that it wrote, since no snapshot uses them.
+    /// Returns false if a page was freed or cannot be read from its device, which is not a disk error. In this case,
+    /// and after an error, removes the pages that this call wrote, since no snapshot uses them.
     pub fn write(
         &self,
         ids: &[u32],
@@ -175,7 +176,7 @@ impl SnapshotFiles {
         written: &mut Vec<TokenDigest>,
     ) -> io::Result<bool> {
         let (digests, whole) = self.digests(ids);
-        // Holds a reference to one page at a time, and only while the page is read.
+        // The write holds a reference to one page at a time, and only while the page is read.
         let read = |page: &Weak<KvPage>| page.upgrade().and_then(|page| page.read().map(Cow::into_owned).ok());
         for ((digest, page), _) in digests.iter().zip(pages).zip(missing).filter(|(_, missing)| **missing) {
             let Some(bytes) = read(page) else { return Ok(false) };
@@ -191,7 +192,8 @@ impl SnapshotFiles {
         Ok(true)
     }
 
-    /// Reads the snapshot of `ids`. Its first pages are in memory as `known`. The bytes of the other pages go to `make_page`.
+    /// Reads the snapshot of `ids`. The snapshot's first pages are in memory as `known`. `make_page` creates the other
+    /// pages from their bytes.
     pub fn read(&self, ids: &[u32], known: &[Arc<KvPage>], make_page: &MakePage<'_>) -> io::Result<Snapshot> {
         enum FileJob<'a> {
             Page(&'a TokenDigest, &'a mut Option<Arc<KvPage>>),
@@ -240,7 +242,7 @@ impl SnapshotFiles {
         if tail > 0 {
             pages.push(Arc::new(after_state.split_off(tokens.len()).into()));
         }
-        // The file's modification time stores the time of last use.
+        // The file's modification time stores when the snapshot was last used.
         if let Ok(file) = OpenOptions::new().write(true).open(&path) {
             let _ = file.set_modified(SystemTime::now());
         }
@@ -287,7 +289,7 @@ impl SnapshotFiles {
         for number in [tokens as u64, len as u64, u64::from(checksum.finalize())] {
             header.extend_from_slice(&number.to_le_bytes());
         }
-        // `TempFile` would recreate a missing directory, and with a mode that lets other users read it.
+        // `TempFile` would recreate a missing directory with a mode that lets other users read the directory.
         if !self.dir.try_exists()? {
             return Err(io::ErrorKind::NotFound.into());
         }
@@ -307,7 +309,7 @@ impl SnapshotFiles {
         Ok(())
     }
 
-    /// Reads the tokens of a `.state` file and checks its header. The checksum is verified later, by [`SnapshotFiles::read`].
+    /// Reads the tokens of a `.state` file and checks its header. [`SnapshotFiles::read`] verifies the checksum later.
     fn read_tokens(&self, path: &Path, max_tokens: usize) -> io::Result<StoredSnapshot> {
         let mut file = fs::File::open(path)?;
         let mut header = [0; HEADER];
@@ -352,7 +354,7 @@ pub fn clear_prompt_dir(root: &Path) -> io::Result<()> {
     if !root.try_exists()? {
         return Ok(());
     }
-    // Temporary files may belong to a server that is writing them, unless no server holds the lock.
+    // A server may be writing the temporary files, unless no server holds the lock.
     let lock = DirLock::try_lock(root)?;
     for dir in key_dirs(root)? {
         for path in regular_files(&dir)? {
@@ -365,7 +367,7 @@ pub fn clear_prompt_dir(root: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// The directories of all keys. Skips symbolic links, since they may lead out of the cache.
+/// The directories of all keys. Skips symbolic links, since they may point to directories outside the cache.
 fn key_dirs(root: &Path) -> io::Result<Vec<PathBuf>> {
     let is_key = |name: &str| name.len() == 32 && name.bytes().all(|byte| byte.is_ascii_hexdigit());
     entries(root, |entry| {

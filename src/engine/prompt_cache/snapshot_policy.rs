@@ -1,18 +1,18 @@
-//! Chooses the positions of a prompt at which to take snapshots: those where another prompt is likely to diverge.
+//! Chooses the positions of a prompt at which to take snapshots: positions where another prompt is likely to diverge.
 
 use crate::engine::request::{Boundary, BoundaryKind};
 
-/// Long prompts get additional snapshots at 1, 2, 4, ... times this many tokens before the end. They help if the client
-/// edits an earlier message.
+/// Long prompts get additional snapshots at 1, 2, 4, ... times this number of tokens before the end. Such a snapshot is
+/// used if the client edits an earlier message.
 const STRIDE: usize = 1024;
-/// Minimum number of tokens between two of these additional snapshots.
+/// Minimum number of tokens between two of the additional snapshots.
 const MIN_GAP: usize = 512;
 
 /// The kind of position at which a snapshot was taken, most useful first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum SnapshotKind {
-    /// The end of the last message, before the answer. A retry diverges here. The next turn also diverges here if the
-    /// template or the client formats the answer differently.
+    /// The end of the last message, before the answer. A retry diverges at this position. The next turn also diverges
+    /// here if the template or the client formats the answer differently.
     Message,
     /// The end of the last question. Templates that drop earlier reasoning diverge here at the next question.
     Query,
@@ -42,8 +42,8 @@ pub fn choose(boundaries: &[Boundary], from: usize, len: usize, max: usize) -> V
     let within = |at: usize| from < at && at < len;
     let ends = || boundaries.iter().filter(|boundary| within(boundary.at));
     let mut chosen: Vec<(usize, SnapshotKind)> = Vec::new();
-    // A prompt without boundaries gets a snapshot before its last token, for a repeated request. The last token itself must
-    // be evaluated again for its logits.
+    // A prompt without boundaries gets a snapshot before its last token, for a repetition of the request. The last
+    // token itself must be evaluated again to get its logits.
     let last = boundaries.iter().map(|boundary| boundary.at).filter(|&at| at < len).max().unwrap_or(len - 1);
     let query = ends().rev().find(|boundary| boundary.kind == BoundaryKind::Query);
     let system = ends().find(|boundary| boundary.kind == BoundaryKind::System);

@@ -85,8 +85,8 @@ impl<M: Model> Scheduler<M> {
         Ok(StepOutput { events: vec![Event::Started { cached_tokens, queued }], finish: None })
     }
 
-    /// A sequence with the longest cached prefix of `ids`, and the source if it comes from a snapshot. Drops an idle
-    /// sequence if necessary, so that at most `parallel` states exist.
+    /// A sequence with the longest cached prefix of `ids`, and the source of the snapshot if the prefix comes from a
+    /// snapshot. Drops an idle sequence if necessary, so that at most `parallel` states exist.
     fn resume(
         &mut self,
         request: &Request,
@@ -126,7 +126,8 @@ impl<M: Model> Scheduler<M> {
         let (from, prompt) = (sequence.len(), live.request.request.ids.len());
         let to = match from < prompt {
             true => chunk_end(from, prompt, chunk),
-            // If the model rounds differently in a pass of several rows, the answer's tokens need one pass each, as before.
+            // If the model rounds differently in a pass of several rows, each token of the answer needs a separate
+            // pass, as before.
             false if !self.model.info().exact_chunks => from + 1,
             false => live.dropped_tokens.len().min(from + chunk),
         };
@@ -200,7 +201,8 @@ impl<M: Model> Scheduler<M> {
     /// decodes.
     fn decode(&mut self, step: &mut Step<M::State>) -> Vec<Result<StepOutput, Abort>> {
         let (begun, decoding) = ((self.now)(), step.decoding);
-        // If an earlier pass verified a draft that contains the token, its logits are known and need no new pass.
+        // If an earlier pass verified a draft that contains the last token, the logits after the token are known
+        // without a new pass.
         let has_row: Vec<_> = step.requests.iter_mut().map(|live| catch_panic(|| self.use_draft(live))).collect();
         let without_row = step.requests.iter_mut().zip(&has_row).filter(|(_, has_row)| matches!(has_row, Ok(false)));
         let mut without_row: Vec<_> = without_row.map(|(live, _)| live).collect();
@@ -291,7 +293,8 @@ impl<M: Model> Scheduler<M> {
         catch_panic(|| Ok(self.speculator.settle(sequence, &mut self.model, &answer.rows, &mut answer.timings)?))
     }
 
-    /// Takes a snapshot at the end of the newest answer. Runs after the last event was sent, so that no client waits for it.
+    /// Takes a snapshot at the end of the newest answer. Called after the last event was sent, so that no client waits
+    /// for the snapshot.
     pub(super) fn save_answer_snapshot(&mut self) {
         let (model, cache) = (&self.model, &self.cache);
         let Some(IdleSequence { sequence, clear_count }) = self.idle.newest() else { return };
@@ -316,12 +319,13 @@ impl<M: Model> Scheduler<M> {
 
 /// End of the chunk that starts at `from`, in a prompt of `len` tokens.
 fn chunk_end(from: usize, len: usize, chunk: usize) -> usize {
-    // Avoids a last chunk of one row: kernels for one row may round differently from kernels for several rows.
+    // A last chunk of one row is avoided, since kernels for one row may round differently from kernels for several
+    // rows.
     if len == from + chunk + 1 && chunk > 1 { len - 2 } else { len.min(from + chunk) }
 }
 
-/// Runs `work` and turns a panic into an error. After a panic in a forward pass, only its sequences are invalid: every
-/// pass writes the model's buffers before it reads them.
+/// Runs `work` and turns a panic into an error. After a panic in a forward pass, only the sequences of the pass are
+/// invalid, because every pass writes the model's buffers before it reads them.
 fn catch_panic<T>(work: impl FnOnce() -> Result<T, Abort>) -> Result<T, Abort> {
     let message = |panic: Box<dyn Any + Send>| {
         let text = panic.downcast_ref::<&str>().map(|text| text.to_string());

@@ -13,7 +13,7 @@ thread_local! {
     static CLOCK: Cell<f64> = const { Cell::new(0.0) };
     /// Fixed seconds per pass, and seconds per row.
     static COST: Cell<(f64, f64)> = const { Cell::new((0.0, 0.0)) };
-    /// Seconds of the longest pass.
+    /// Duration of the longest pass in seconds.
     static LONGEST: Cell<f64> = const { Cell::new(0.0) };
 }
 
@@ -65,7 +65,7 @@ impl Engine {
         self.0.queue.push(Request { cache_prompt: false, ..request }).unwrap()
     }
 
-    /// Runs one step. Returns the time at which it began.
+    /// Runs one step. Returns the time at which the step began.
     fn step(&mut self) -> f64 {
         let begun = CLOCK.get();
         assert!(self.0.admit());
@@ -74,7 +74,7 @@ impl Engine {
     }
 }
 
-/// Number of tokens received since the last call, and whether the request has ended.
+/// Number of tokens received since the last call, and true if the request has ended.
 fn received(events: &mut Events) -> (usize, bool) {
     let (mut tokens, mut ended) = (0, false);
     while let Ok(event) = events.try_recv() {
@@ -84,7 +84,7 @@ fn received(events: &mut Events) -> (usize, bool) {
     (tokens, ended)
 }
 
-/// A client that sends requests of one size, each after the previous one has ended.
+/// A client that sends requests of one size. The client sends each request after the previous one has ended.
 struct Client {
     size: (usize, usize),
     events: Events,
@@ -120,7 +120,8 @@ fn short_request_waits_at_most_one_chunk() {
         LONGEST.set(0.0);
         let mut worst = 0.0f64;
         for number in 0..60 {
-            // The request arrives at the beginning of a step, the worst case: it waits for the whole step.
+            // The request arrives at the beginning of a step. This is the worst case, since the request waits for the
+            // whole step.
             let arrived = engine.step();
             let mut short = engine.submit(50, 1);
             while received(&mut short).0 == 0 {

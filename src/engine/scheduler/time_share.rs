@@ -1,9 +1,9 @@
 //! Divides the time between prefill and decode, and chooses the chunk size of a prefill.
 //!
-//! Decoding sequences wait while a chunk of a prompt runs. After a chunk of `t` seconds they decode for `t` seconds before
-//! the next chunk, so they keep at least half of their rate. A short prompt is exempt in two ways: it may start before
-//! these `t` seconds are over, and before an older, longer prompt is complete. The time of such exempt chunks is limited,
-//! so that a stream of short requests cannot starve other requests.
+//! Decoding sequences wait while a chunk of a prompt runs. After a chunk of `t` seconds, sequences decode for `t`
+//! seconds before the next chunk, so they keep at least half of their rate. A short prompt is exempt in two ways: it
+//! may start before these `t` seconds are over, and it may start before an older, longer prompt is complete. The time
+//! of such exempt chunks is limited, so that a stream of short requests cannot starve other requests.
 
 /// Target duration of a chunk while other requests wait, in seconds.
 pub const CHUNK_SECONDS: f64 = 0.5;
@@ -19,20 +19,20 @@ const NEW_WEIGHT: f64 = 0.3;
 
 #[derive(Default)]
 pub struct TimeShare {
-    /// Seconds that decoding sequences must run before the next chunk that is not exempt.
+    /// Number of seconds that decoding sequences must run before the next chunk that is not exempt.
     decode_debt: f64,
-    /// Seconds of chunks that ran although `decode_debt` was positive. Reset when the debt is paid.
+    /// Total seconds of chunks that ran although `decode_debt` was positive. Reset when the debt is paid.
     skipped_wait: f64,
-    /// Seconds of chunks that overtook an older prompt, minus seconds of other chunks. At least 0.
+    /// Total seconds of chunks that overtook an older prompt, minus the seconds of other chunks. At least 0.
     overtaking: f64,
-    /// Seconds of the last chunk that ran with `decode_debt` 0.
+    /// Duration in seconds of the last chunk that ran with `decode_debt` 0.
     last_chunk: f64,
     /// Mean seconds of a chunk by size, largest size first. `None` if the size was never measured.
     seconds: [Option<f64>; SIZES],
 }
 
 impl TimeShare {
-    /// Rows of the next chunk while other requests wait. `most` is the largest chunk size.
+    /// Number of rows in the next chunk while other requests wait. `most` is the largest chunk size.
     pub fn chunk_rows(&self, most: usize) -> usize {
         let sizes = (0..SIZES).filter(|size| *size == 0 || most >> size >= MIN_ROWS);
         let least = most >> sizes.clone().next_back().unwrap_or(0);
@@ -47,11 +47,12 @@ impl TimeShare {
         efficient.find(|size| size.1 <= CHUNK_SECONDS).or(smallest).map_or(least, |size| size.0)
     }
 
-    /// Expected seconds of a chunk, by index of its size. `None` if no size near it was measured.
+    /// Expected seconds of a chunk, by index of its size. `None` if neither this size nor a size near it was measured.
     fn expected(&self, size: usize) -> Option<f64> {
         let known = |size: usize| self.seconds.get(size).copied().flatten();
-        // Smaller than the measured sizes: the same time per row. Larger: extrapolates the line through the two largest
-        // measured sizes. If only one size was measured, assumes that twice the rows take the same time.
+        // A size below the measured sizes is expected to take the same time per row. For a size above them, the line
+        // through the two largest measured sizes is extrapolated. If only one size was measured, twice the rows are
+        // expected to take the same time.
         let from_larger = (0..size).rev().find_map(|larger| Some(known(larger)? / (1 << (size - larger)) as f64));
         let from_smaller = || {
             let largest = (size..SIZES).find(|&size| known(size).is_some())?;
@@ -63,7 +64,7 @@ impl TimeShare {
         known(size).or(from_larger).or_else(from_smaller)
     }
 
-    /// True if a chunk may run while sequences decode. `is_short`: the chunk completes its prompt.
+    /// True if a chunk may run while sequences decode. `is_short` is true if the chunk completes its prompt.
     pub fn may_run_chunk(&self, is_short: bool) -> bool {
         self.decode_debt <= 0.0 || (is_short && self.skipped_wait < self.allowance())
     }
@@ -73,12 +74,14 @@ impl TimeShare {
         self.overtaking < self.allowance()
     }
 
-    /// Maximum seconds of chunks that run early, and of chunks that overtake an older prompt.
+    /// Maximum total seconds of chunks that run early, and maximum total seconds of chunks that overtake an older
+    /// prompt.
     fn allowance(&self) -> f64 {
         self.last_chunk.max(CHUNK_SECONDS)
     }
 
-    /// Records the duration of a chunk. `most` is the largest chunk size. `overtakes`: an older prompt was not complete.
+    /// Records the duration of a chunk. `most` is the largest chunk size. `overtakes` is true if an older prompt was
+    /// not complete.
     pub fn record_chunk(&mut self, rows: usize, most: usize, seconds: f64, overtakes: bool) {
         match self.decode_debt > 0.0 {
             true => self.skipped_wait += seconds,

@@ -5,11 +5,12 @@
 
 /// Number of draft-and-verify cycles in the sample.
 const SAMPLE: u32 = 48;
-/// Minimum number of cycles of the sample in which the first drafted token is accepted. At high temperatures, a suitable
-/// draft may have only 30 % of them accepted. The chance that such a draft fails the sample is 1 in 100,000.
+/// Minimum number of cycles of the sample in which the first drafted token is accepted. At high temperatures, a
+/// suitable draft may have its first token accepted in only 30 % of cycles. The chance that such a draft fails the test
+/// is 1 in 100,000.
 const MIN_ACCEPTED: u32 = 3;
 
-/// Counts in how many cycles of the sample the first drafted token was accepted.
+/// Counts the cycles of the sample, and the cycles in which the first drafted token was accepted.
 #[derive(Debug, Default)]
 pub struct AcceptanceMonitor {
     cycles: u32,
@@ -17,10 +18,11 @@ pub struct AcceptanceMonitor {
 }
 
 impl AcceptanceMonitor {
-    /// Records a cycle in which `accepted` tokens were accepted. Returns true, once, if the draft does not fit.
+    /// Records a cycle in which `accepted` tokens were accepted. Returns true at the end of the sample if the draft
+    /// does not fit the model, and false at all other times.
     ///
-    /// Tests only the first cycles, since the result cannot change later. A repeated test would sooner or later reject a good
-    /// draft by chance.
+    /// Tests only the first cycles, since it cannot change later whether the draft fits. A repeated test would sooner
+    /// or later reject a good draft by chance.
     pub fn record(&mut self, accepted: usize) -> bool {
         if self.cycles == SAMPLE {
             return false;
@@ -35,7 +37,7 @@ impl AcceptanceMonitor {
 mod tests {
     use super::*;
 
-    /// The cycles at which the monitor reports the draft.
+    /// The cycles at which the monitor reports that the draft does not fit.
     fn reports(accepted: impl Fn(u32) -> usize) -> Vec<u32> {
         let mut monitor = AcceptanceMonitor::default();
         (0..200).filter(|cycle| monitor.record(accepted(*cycle))).collect()

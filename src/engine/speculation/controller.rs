@@ -8,11 +8,11 @@
 //!                                +------------------------------+
 //! ```
 //!
-//! A *cycle* drafts `n - 1` tokens and verifies `n` rows, its *width*. Let `a[j]` be the share of drafts whose position `j`
-//! was accepted, given that all earlier positions were accepted. The mean number of tokens of a cycle is
-//! `E(n) = 1 + sum over r < n of (a[1] * .. * a[r])`. A plain step takes `t1`, a cycle `t(n)`, including expert reads. A cycle
-//! saves time if `gain(n) = E(n) * t1 / t(n)` is above 1. For a width that was never tried, `t(n)` is estimated from its
-//! neighbours.
+//! A *cycle* drafts `n - 1` tokens and verifies `n` rows. `n` is the *width* of the cycle. Let `a[j]` be the share of
+//! drafts whose position `j` was accepted, given that all earlier positions were accepted. The mean number of tokens
+//! from a cycle is `E(n) = 1 + sum over r < n of (a[1] * .. * a[r])`. A plain step takes the time `t1` and a cycle
+//! takes the time `t(n)`. Both include expert reads. A cycle saves time if `gain(n) = E(n) * t1 / t(n)` is above 1. For
+//! a width that was never tried, `t(n)` is estimated from its neighbours.
 //!
 //! The balance of seconds saved includes all costs of speculation: cycles, slower steps after them, and copying hidden rows
 //! for a draft. Hidden rows are therefore copied only shortly before a probe. A probe starts only if half of the allowed loss
@@ -30,11 +30,14 @@ const MIN_START_GAIN: f64 = 1.05;
 const CALIBRATION_STEPS: u32 = 8;
 /// Initial counts of accepted and verified drafts per position: optimistic enough to start a probe.
 const PRIOR: [f64; 2] = [1.4, 2.0];
-/// Number of cycles per probe. In the first cycle the draft evaluates the whole sequence, so only the verify is measured.
+/// Number of cycles per probe. In the first cycle the draft evaluates the whole sequence, so only the time of the
+/// verify counts.
 const PROBE_CYCLES: u32 = 3;
-/// A probe ends early if two cycles gain less than this, or if the first cycle would gain less even without the draft's time.
+/// A probe ends early if two cycles have less than this gain, or if the first cycle would have less gain even without
+/// the draft's time.
 const HOPELESS_GAIN: f64 = 0.75;
-/// Number of plain steps after a cycle whose extra time counts as a cost of the cycle, which has evicted cached experts.
+/// Number of plain steps after a cycle whose extra time counts as a cost of the cycle. The cycle may have evicted the
+/// cached experts that these steps need.
 const AFTERMATH_STEPS: u32 = 8;
 /// Copying of hidden rows starts this many tokens before a probe, so that the draft has context.
 const OBSERVE_LEAD: u64 = 64;
@@ -89,7 +92,7 @@ pub struct SpeculationController {
     steps_since_cycle: u32,
     /// Mean seconds of a cycle, by index into [`WIDTHS`].
     cycle_seconds: [Option<f64>; WIDTHS.len()],
-    /// Seconds of the last cycle without its draft.
+    /// Duration of the last cycle in seconds, without drafting.
     verify_seconds: f64,
     /// By position in a draft: weighted counts of accepted and verified drafts. Older cycles have less weight.
     acceptance: [[f64; 2]; 15],
@@ -99,7 +102,7 @@ pub struct SpeculationController {
     total: f64,
     /// `saved` when the last probe started, until the probe's cost is known.
     saved_before_probe: Option<f64>,
-    /// Seconds that the last failed probe cost.
+    /// Number of seconds that the last failed probe cost.
     last_probe_cost: f64,
     /// Number of tokens so far.
     tokens: u64,
@@ -107,7 +110,7 @@ pub struct SpeculationController {
     next_probe: u64,
     /// Number of tokens between the last probe and the next one.
     backoff: u64,
-    /// True if the last neighbouring width that was tried was wider. Alternates.
+    /// True if the last neighbouring width that was tried was the wider one. The direction alternates.
     try_wider: bool,
 }
 
@@ -135,7 +138,7 @@ impl SpeculationController {
         }
     }
 
-    /// Rows of the next step. 1 is a plain step.
+    /// Number of rows in the next step. 1 means a plain step.
     pub fn next_rows(&mut self) -> usize {
         match self.mode {
             DraftPolicy::Off => return 1,
@@ -189,7 +192,7 @@ impl SpeculationController {
         }
     }
 
-    /// True if hidden rows should be copied for the draft, because it may be used soon.
+    /// True if hidden rows should be copied for the draft, because the draft may be used soon.
     pub fn wants_hidden_rows(&self) -> bool {
         match self.mode {
             DraftPolicy::Off => false,
@@ -201,13 +204,13 @@ impl SpeculationController {
         }
     }
 
-    /// Records the seconds of a chunk of a prompt, and the seconds spent on its hidden rows. Only the part of the latter above
-    /// [`MAX_LOSS`] of the former counts as a cost.
+    /// Records the time of a prompt's chunk (`seconds`), and the time spent on its hidden rows (`observing`). Of
+    /// `observing`, only the part above [`MAX_LOSS`] times `seconds` counts as a cost.
     pub fn record_prompt(&mut self, seconds: f64, observing: f64) {
         self.saved -= (observing - MAX_LOSS * seconds).max(0.0);
     }
 
-    /// Records the seconds of a plain step, and the seconds spent on its hidden rows.
+    /// Records the time of a plain step (`seconds`), and the time spent on its hidden rows (`observing`).
     pub fn record_plain(&mut self, seconds: f64, observing: f64) {
         self.total += seconds + observing;
         self.saved -= observing;
@@ -233,8 +236,8 @@ impl SpeculationController {
         }
     }
 
-    /// Records a cycle: numbers of drafted and accepted tokens, its seconds, and the part of the seconds that the draft took.
-    /// Returns the seconds saved, which are negative for a loss.
+    /// Records a cycle: the numbers of drafted and accepted tokens, the `seconds` of the whole cycle, and the seconds
+    /// of `drafting`. Returns the seconds saved, which are negative for a loss.
     pub fn record_cycle(&mut self, drafted: usize, accepted: usize, seconds: f64, drafting: f64) -> f64 {
         let committed = accepted as u64 + 1;
         self.total += seconds;
@@ -298,7 +301,8 @@ impl SpeculationController {
             .max_by(|a, b| a.0.total_cmp(&b.0))
     }
 
-    /// Starts a probe if one is due, its expected gain is at least 1, and the budget covers it.
+    /// Starts a probe if the next probe is due, the probe's expected gain is at least 1, and the budget covers its
+    /// cost.
     fn start_probe(&mut self) -> usize {
         if self.tokens < self.next_probe {
             return 1;
@@ -319,7 +323,7 @@ impl SpeculationController {
                     *seconds = seconds.map(|seconds| 0.75 * seconds + 0.25 * prior);
                 }
             }
-            // Waits until the budget, which grows with every plain step, is large enough.
+            // Wait until the budget, which grows with every plain step, is large enough.
             let tokens = missing.max(0.0) / (MAX_PROBE_LOSS * plain);
             self.next_probe = self.tokens + self.backoff.max(tokens.min(BACKOFF[1] as f64) as u64);
             return 1;
@@ -329,7 +333,8 @@ impl SpeculationController {
         rows
     }
 
-    /// Seconds that may be lost now: the balance plus `share` of the time that plain decoding would have taken so far.
+    /// Number of seconds that may be lost now: the balance plus `share` of the time that plain decoding would have
+    /// taken so far.
     fn budget(&self, share: f64) -> f64 {
         self.saved + share * (self.total + self.saved)
     }
@@ -341,7 +346,7 @@ impl SpeculationController {
                 let gain =
                     self.plain_seconds.map_or(0.0, |plain| self.expected_tokens(rows) * plain / self.verify_seconds);
                 if let Some(index) = WIDTHS.iter().position(|&width| width == rows).filter(|_| gain < HOPELESS_GAIN) {
-                    // Stores a lower bound of the cycle's time: it does not include the draft's time.
+                    // Store a lower bound of the cycle's time: the time without the draft.
                     self.cycle_seconds[index].get_or_insert(self.verify_seconds);
                 }
                 gain < HOPELESS_GAIN

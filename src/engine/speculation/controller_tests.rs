@@ -14,23 +14,23 @@ impl Dice {
     }
 }
 
-/// Expected number of distinct experts of `rows` rows, divided by that of one row, if each row selects 8 of 256 experts
-/// independently.
+/// Expected number of distinct experts that `rows` rows use, divided by the number that one row uses. Each row selects
+/// 8 of 256 experts independently.
 fn union(rows: usize) -> f64 {
     256.0 * (1.0 - (1.0 - 8.0f64 / 256.0).powi(rows as i32)) / 8.0
 }
 
 /// A simulated machine and draft. The unit of time is a plain step.
 struct World<P, R> {
-    /// Time of a pass by its number of rows, including the draft.
+    /// Time of a pass with the given number of rows, without the draft's time to catch up.
     pass: P,
     /// Probability that a drafted token is accepted, by its position in the answer and in the cycle.
     right: R,
     /// Time to copy hidden rows, per step.
     observe: f64,
-    /// Time of the draft for each token that it has not evaluated yet, for at most 512 tokens.
+    /// Time that the draft takes to catch up, for each token it has not evaluated yet. At most 512 tokens count.
     catch_up: f64,
-    /// Total time that each rejected row adds to the next 12 steps, because it has evicted experts.
+    /// Total time that each rejected row adds to the next 12 steps, because the row has evicted experts.
     evicts: f64,
     noisy: bool,
 }
@@ -40,7 +40,7 @@ struct SimulatedRun {
     time: f64,
     /// Time of the same number of tokens with plain steps.
     plain: f64,
-    /// The largest loss of consecutive cycles.
+    /// The largest loss of a run of consecutive cycles.
     worst_probe: f64,
 }
 
@@ -79,7 +79,8 @@ impl<P: Fn(usize) -> f64, R: Fn(usize, usize) -> f64> World<P, R> {
     }
 }
 
-/// Time of 1,500 tokens relative to plain steps. `pass` returns the time of a pass by its number of rows, including the draft.
+/// Time of 1,500 tokens relative to plain steps. `pass` returns the time of a pass with the given number of rows,
+/// including the draft.
 fn run(
     controller: &mut SpeculationController,
     dice: &mut Dice,
@@ -148,7 +149,7 @@ fn adversarial_draft_costs_one_percent_plus_probe() {
     }
 }
 
-/// Copying hidden rows costs time, so they are copied only shortly before a probe.
+/// Copying hidden rows costs time, so the rows are copied only shortly before a probe.
 #[test]
 fn hidden_rows_are_copied_only_near_probes() {
     let mut controller = SpeculationController::new(DraftPolicy::Auto, 7);
@@ -174,7 +175,7 @@ fn changing_draft_quality_is_tracked() {
     assert!(mean < 1.01 && worst < 1.03, "{mean}, at worst {worst}");
 }
 
-/// At first, verifies are expensive because no expert is cached. The controller tries them again later.
+/// At first, verifies are expensive because no expert is cached. The controller probes again later.
 #[test]
 fn speculation_starts_once_the_cache_is_warm() {
     let expensive = |rows: usize| 0.1 + 0.9 * union(rows);
@@ -229,8 +230,8 @@ fn balance_counts_every_second() {
     assert!(near(controller.record_cycle(4, 4, 3.0, 0.0), 5.0 * 1.5 - 3.0));
     assert!(near(controller.cycle_seconds[3].unwrap(), 2.2));
     assert!(controller.acceptance[3][0] == PRIOR[0] * 0.95 + 1.0 && controller.acceptance[4] == PRIOR);
-    // The extra time of eight plain steps after a cycle counts as its cost, each limited to three times the mean. The first
-    // two of these steps do not change the mean.
+    // The extra time of each of the eight plain steps after a cycle counts as a cost of the cycle, limited to three
+    // times the mean. The first two of these steps do not change the mean.
     let before = controller.saved;
     controller.record_plain(2.0, 0.0);
     assert!(near(before - controller.saved, 0.5));

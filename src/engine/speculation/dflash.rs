@@ -10,28 +10,30 @@ use crate::{
     model::{DflashModel, HiddenTaps, MAX_VERIFY_ROWS, Qwen, QwenState},
 };
 
-/// Maximum number of hidden rows that wait to be appended to the draft's context. While the model decodes without drafts,
-/// every token adds a row. Appending all rows of a long answer would take too long, so only the last ones are kept.
+/// Maximum number of hidden rows that wait to be appended to the draft's context. While the model decodes without
+/// drafts, every token adds a row. Appending all rows of a long answer would take too long, so only the last rows are
+/// kept.
 const MAX_WAITING: usize = 64;
 
 pub struct DflashDraft {
     network: DflashModel,
-    /// Hidden rows of the last positions that are not appended to the draft's context yet.
+    /// Hidden rows of the last positions, which are not appended to the draft's context yet.
     waiting: HiddenHistory,
-    /// The tokens of the sequence for which the last draft was made. A new turn of a conversation starts from a snapshot, so
-    /// it begins a new sequence. Context whose tokens are the same in both sequences stays valid.
+    /// The tokens of the sequence for which the last draft was made. A new turn of a conversation starts from a
+    /// snapshot and is therefore a new sequence. The context of positions at which both sequences have the same tokens
+    /// stays valid.
     known: Vec<u32>,
     unverified: Unverified,
-    /// An error of [`Draft::observe`], which cannot return it.
+    /// An error that occurred in [`Draft::observe`], which cannot return errors.
     error: Option<ModelError>,
 }
 
 /// Which part of the draft's context may belong to another sequence, because a sequence has started since the last draft.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Unverified {
-    /// No part: no sequence has started.
+    /// No part, because no sequence has started since the last draft.
     No,
-    /// All of it: a sequence has started, and none of its hidden rows was received yet.
+    /// The whole context: a sequence has started, and no hidden row of that sequence was received yet.
     Started,
     /// The context before this position. Later context comes from rows of the current sequence.
     Before(usize),
@@ -96,7 +98,7 @@ impl Draft<Qwen> for DflashDraft {
             done = self.flush();
         }
         if rows > MAX_VERIFY_ROWS {
-            // A chunk of a prompt has too many rows to keep, so they are appended at once.
+            // A chunk of a prompt has too many rows to keep, so the rows are appended at once.
             done = done.and_then(|()| self.network.append(first, hidden));
         } else {
             self.waiting.append(len, hidden);

@@ -26,7 +26,8 @@ impl DraftKind {
     }
 }
 
-/// The tokens of a sequence: those that the model has evaluated, and the last token, which was sampled but not evaluated.
+/// The tokens of a sequence: the tokens that the model has evaluated, and the last token, which was sampled but not
+/// evaluated.
 #[derive(Debug, Clone, Copy)]
 pub struct TokenHistory<'a> {
     pub evaluated: &'a [u32],
@@ -34,12 +35,12 @@ pub struct TokenHistory<'a> {
 }
 
 impl TokenHistory<'_> {
-    /// Number of tokens, including the last.
+    /// Number of tokens, including the last token.
     pub fn end(&self) -> usize {
         self.evaluated.len() + 1
     }
 
-    /// The token at a position. `None` after the last token.
+    /// The token at a position. `None` for a position after the last token.
     pub fn get(&self, position: usize) -> Option<u32> {
         self.evaluated.get(position).copied().or((position == self.evaluated.len()).then_some(self.last))
     }
@@ -47,12 +48,12 @@ impl TokenHistory<'_> {
 
 /// Proposes the tokens that model `M` may generate next.
 ///
-/// The model verifies every drafted token, so a wrong draft costs time but never changes an answer. After a draft has
-/// returned an error, it is not used again.
+/// The model verifies every drafted token, so a wrong draft costs time but never changes an answer. A draft that
+/// returns an error is not used again.
 pub trait Draft<M: Model>: Send {
     fn kind(&self) -> DraftKind;
 
-    /// Which hidden rows (activations of the residual stream) of the model the draft needs.
+    /// The hidden rows (activations of the residual stream) that the draft needs from the model.
     fn taps(&self) -> HiddenTaps {
         HiddenTaps::default()
     }

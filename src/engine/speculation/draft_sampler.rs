@@ -14,7 +14,7 @@ pub struct DraftSampler<'a> {
     sampler: &'a mut Sampler,
     /// The answer's constraint.
     masks: Option<&'a MaskWorker>,
-    /// A copy of the answer's constraint, created when it is first needed.
+    /// A copy of the answer's constraint. `None` until the copy is first needed.
     constraint: Option<Box<dyn Constraint>>,
 }
 
@@ -24,7 +24,8 @@ impl<'a> DraftSampler<'a> {
         Self { sampler, masks, constraint: None }
     }
 
-    /// Samples a token from a draft's logits and advances to the next position. `None` if no token can be sampled.
+    /// Samples a token from a draft's logits and advances to the next position. Returns `None` if no token can be
+    /// sampled.
     pub fn draw(&mut self, logits: &[f32]) -> Option<u32> {
         let mask = self.mask()?;
         let id = self.sampler.draw(logits, &mask)?;
@@ -37,7 +38,8 @@ impl<'a> DraftSampler<'a> {
         self.mask().is_some_and(|mask| mask.contains(id)) && self.accept(id).is_some()
     }
 
-    /// The mask for the next token. `None` if the constraint fails. The answer's own constraint will report the error.
+    /// The mask for the next token. `None` if the constraint fails. The error is reported when the answer uses its own
+    /// constraint.
     fn mask(&mut self) -> Option<TokenMask> {
         let Some(masks) = self.masks else { return Some(TokenMask::Any) };
         if self.constraint.is_none() {

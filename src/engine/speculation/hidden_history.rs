@@ -3,9 +3,9 @@
 /// Hidden rows of consecutive positions. The last row belongs to the sequence's last token.
 #[derive(Debug, Default)]
 pub struct HiddenHistory {
-    /// Floats per row.
+    /// Number of floats per row.
     width: usize,
-    /// The history keeps at least this many of the latest rows, and at most twice as many.
+    /// Minimum number of latest rows to keep. The history keeps at most twice this number.
     capacity: usize,
     /// Position of the first row.
     first: usize,
@@ -31,8 +31,8 @@ impl HiddenHistory {
         self.first + self.rows.len() / self.width
     }
 
-    /// Appends the rows of the last tokens of a sequence of `len` tokens. If they do not continue the history, drops all
-    /// earlier rows.
+    /// Appends the rows of the last tokens of a sequence that has `len` tokens. If these rows do not continue the
+    /// history, drops all earlier rows.
     pub fn append(&mut self, len: usize, rows: &[f32]) {
         let at = len - rows.len() / self.width;
         if at != self.end() {

@@ -1,7 +1,7 @@
 //! Prompt-lookup drafts: propose the tokens that followed an earlier occurrence of the last few tokens.
 //!
-//! The draft takes almost no time; only verifying it does. It saves time if an answer repeats parts of its prompt, as code
-//! edits and quotations do.
+//! Finding a draft takes almost no time. Only verifying the draft takes time. Prompt-lookup drafts save time if an
+//! answer repeats parts of its prompt, as code edits and quotations do.
 
 use super::{
     draft::{Draft, DraftKind, TokenHistory},
@@ -9,11 +9,12 @@ use super::{
 };
 use crate::{error::ModelError, model::Model};
 
-/// Maximum and minimum number of last tokens to search for.
+/// Maximum number of last tokens to search for.
 const MAX_RUN: usize = 4;
+/// Minimum number of last tokens to search for.
 const MIN_RUN: usize = 2;
 
-/// A prompt-lookup draft. It needs no index, since a backward search of 100,000 tokens takes only 0.1 ms.
+/// A prompt-lookup draft. No index is needed, since a backward search of 100,000 tokens takes only 0.1 ms.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct LookupDraft;
 
@@ -38,13 +39,13 @@ impl<M: Model> Draft<M> for LookupDraft {
     }
 }
 
-/// Searches for the longest run of tokens that ends `history` and also occurs earlier, and appends at most `max` tokens that
-/// followed it there. If the run occurs several times, uses the latest occurrence.
+/// Searches for the longest run of tokens that ends `history` and also occurs earlier. Appends at most `max` of the
+/// tokens that followed the earlier occurrence. If the run occurs several times, uses the latest occurrence.
 fn find_continuation(TokenHistory { evaluated, last }: TokenHistory<'_>, max: usize, out: &mut Vec<u32>) {
     let mut found = None;
     let mut longest = MIN_RUN - 1;
     for (end, _) in evaluated.iter().enumerate().rev().filter(|(_, id)| **id == last) {
-        // Compares the tokens before this occurrence of `last` with the tokens before the end of the history.
+        // Compare the tokens before this occurrence of `last` with the tokens before the end of the history.
         let pairs = evaluated[..end].iter().rev().zip(evaluated.iter().rev());
         let run = 1 + pairs.take(MAX_RUN - 1).take_while(|(a, b)| a == b).count();
         if run > longest {
@@ -55,7 +56,7 @@ fn find_continuation(TokenHistory { evaluated, last }: TokenHistory<'_>, max: us
         }
     }
     let Some(start) = found else { return };
-    // If fewer than `max` tokens followed, repeats them.
+    // If fewer than `max` tokens followed the run, the draft repeats these tokens.
     let period = evaluated.len() + 1 - start;
     let token = |position: usize| evaluated.get(position).copied().unwrap_or(last);
     out.extend((0..max).map(|index| token(start + index % period)));

@@ -1,9 +1,9 @@
 //! Speculative decoding: a draft proposes several tokens, one forward pass verifies them, and the sampler accepts a prefix.
 //!
-//! The sampler treats each verified row exactly like the row of a plain decode step. Its random number depends only on the
-//! seed and the token's position. So the answer has the same bytes with and without drafts, at any temperature. When the
-//! sampled token differs from the drafted token, the sampled token becomes part of the answer, and the cycle of draft and
-//! verify ends.
+//! The sampler treats each verified row exactly like the row of a plain decode step. The sampler's random number
+//! depends only on the seed and the token's position. The answer therefore has the same bytes with and without drafts,
+//! at any temperature. When the sampled token differs from the drafted token, the sampled token becomes part of the
+//! answer, and the cycle of draft and verify ends.
 
 mod acceptance_monitor;
 mod controller;

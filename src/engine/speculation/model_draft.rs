@@ -1,8 +1,8 @@
 //! Drafts by a second, smaller model with the same vocabulary.
 //!
-//! The draft model evaluates the sequence only when tokens must be proposed, and only its last few hundred tokens, since
-//! evaluating a long prompt twice would cost too much. Rejected tokens are removed from its state as from that of the large
-//! model.
+//! The draft model evaluates the sequence only when tokens must be proposed. The draft model evaluates only the last
+//! few hundred tokens, since evaluating a long prompt twice would cost too much. Rejected tokens are removed from the
+//! state of the draft model in the same way as from the state of the large model.
 
 use super::{
     draft::{Draft, DraftKind, TokenHistory},
@@ -15,7 +15,7 @@ use crate::{
 
 /// Maximum number of tokens that the draft model evaluates when it starts with an empty state.
 const START: usize = 512;
-/// Context of the draft model. When it is full, the draft model starts again with the last tokens.
+/// Context of the draft model, in tokens. When the context is full, the draft model starts again with the last tokens.
 pub const CONTEXT: usize = 2048;
 
 /// A small model that drafts for a larger one.
@@ -26,7 +26,8 @@ pub struct ModelDraft {
     base: usize,
     /// The tokens from position `base` on that the draft model has evaluated.
     evaluated: Vec<u32>,
-    /// Number of rows of the last verify of the draft model. All but the first can be removed from its state.
+    /// Number of rows in the last verify of the draft model. All of these rows except the first can be removed from its
+    /// state.
     verified: usize,
 }
 
@@ -35,8 +36,8 @@ impl ModelDraft {
         Self { model, state: None, base: 0, evaluated: Vec::new(), verified: 0 }
     }
 
-    /// Returns the state without tokens that are not in `history`. If they cannot be removed, or if the context has no room
-    /// for `max` more tokens, returns an empty state.
+    /// Returns the state without tokens that are not in `history`. If these tokens cannot be removed, or if the context
+    /// has no room for `max` more tokens, returns an empty state.
     fn rewind(&mut self, history: TokenHistory<'_>, max: usize) -> Result<QwenState, ModelError> {
         let context = self.model.info().context;
         let rejected = count_rejected(&self.evaluated, self.base, self.verified, history);
@@ -55,8 +56,8 @@ impl ModelDraft {
     }
 }
 
-/// Number of tokens at the end of `evaluated` (which starts at position `base`) that differ from `history`. `None` if they
-/// cannot be removed from the state, or if no token of `history` would be left to evaluate.
+/// Number of tokens at the end of `evaluated` (which starts at position `base`) that differ from `history`. `None` if
+/// these tokens cannot be removed from the state, or if no token of `history` would be left to evaluate.
 fn count_rejected(evaluated: &[u32], base: usize, verified: usize, history: TokenHistory<'_>) -> Option<usize> {
     let kept = evaluated.iter().zip(base..).take_while(|(id, at)| history.get(*at) == Some(**id)).count();
     let rejected = evaluated.len() - kept;
@@ -143,7 +144,7 @@ mod tests {
         let mut state = draft.model.start().unwrap();
         draft.model.forward(&mut state, &ids[..20], Rows::None).unwrap();
         (draft.state, draft.evaluated) = (Some(state), ids[..20].to_vec());
-        // 28 tokens and a draft of 4 just fit.
+        // 28 tokens and a draft of 4 tokens just fit into the context.
         draft.state = Some(draft.rewind(history(28), 4).unwrap());
         assert_eq!((draft.base, draft.evaluated.len()), (0, 20));
         draft.state = Some(draft.rewind(history(29), 4).unwrap());

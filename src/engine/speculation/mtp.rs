@@ -21,7 +21,7 @@ pub struct MtpDraft {
     hidden: HiddenHistory,
     /// Position in the sequence of the first token in the head's context.
     base: usize,
-    /// Number of positions from `base` on that the head has evaluated, without those of drafted tokens. The next call
+    /// Number of positions from `base` on that the head has evaluated, not counting drafted tokens. The next call
     /// overwrites the positions of drafted tokens.
     evaluated: usize,
 }
@@ -36,8 +36,8 @@ impl MtpDraft {
 
     /// The first position that the head must evaluate to draft `max` tokens after a sequence of `len` tokens.
     ///
-    /// The head continues after its last position if possible. Otherwise it starts again, as early as the stored hidden rows
-    /// and its context allow.
+    /// The head continues after its last position if possible. Otherwise the head starts again, at the earliest
+    /// position that the stored hidden rows and its context allow.
     fn first_position(&mut self, len: usize, max: usize) -> usize {
         let next = self.base + self.evaluated;
         let is_full = len + max > self.base + self.capacity;
@@ -103,7 +103,7 @@ mod tests {
     #[test]
     fn head_continues_or_restarts_within_its_context() {
         for (capacity, base, evaluated, rows, len, max, expected) in [
-            // The head continues, even if it needs the last free positions of its context.
+            // The head continues, even if the new tokens take the last free positions of its context.
             (20, 4, 6, 4..12, 12, 3, (10, 4, 6)),
             (20, 4, 6, 4..21, 21, 3, (10, 4, 6)),
             (20, 4, 6, 4..22, 22, 3, (5, 5, 0)),
@@ -113,7 +113,7 @@ mod tests {
             (20, 4, 8, 6..12, 12, 3, (6, 6, 0)),
             (20, 4, 1, 5..12, 12, 3, (5, 4, 1)),
             (20, 4, 1, 6..12, 12, 3, (6, 6, 0)),
-            // The head restarts as early as its context and the stored rows allow.
+            // The head restarts at the earliest position that its context and the stored rows allow.
             (8, 0, 0, 0..12, 12, 3, (7, 7, 0)),
             (8, 0, 0, 10..12, 12, 3, (10, 10, 0)),
             (40, 0, 0, 0..12, 12, 3, (0, 0, 0)),

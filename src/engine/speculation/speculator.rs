@@ -46,13 +46,13 @@ pub struct PendingRows {
     logits: Arc<Logits>,
     /// The rows of `logits` that belong to the sequence.
     rows: Range<usize>,
-    /// The row to sample next, counted from the first of `rows`.
+    /// Index of the row to sample next, counted from the start of `rows`.
     current: usize,
-    /// The drafted token after each row but the last.
+    /// The drafted tokens: one after each row except the last.
     drafted: Vec<u32>,
     /// True if the draft contained the token that ended the answer.
     drafted_end: bool,
-    /// Start of the decode step, including the draft. `None` for other passes.
+    /// Start of the decode step, including the draft. `None` if the pass is not a decode step.
     begun: Option<Instant>,
     /// The part of the step's time that the draft took.
     drafting: Duration,
@@ -71,7 +71,7 @@ impl PendingRows {
         Self { logits, rows, current: 0, drafted: Vec::new(), drafted_end: false, begun: None, drafting }
     }
 
-    /// Number of rows of the sequence in the pass.
+    /// Number of rows in the pass that belong to the sequence.
     pub fn len(&self) -> usize {
         self.rows.len()
     }
@@ -106,9 +106,9 @@ pub struct SampledToken<'a> {
     pub id: u32,
     pub sampler: &'a Sampler,
     pub masks: Option<&'a MaskWorker>,
-    /// Maximum number of further tokens of the answer.
+    /// Maximum number of tokens that may follow in the answer.
     pub remaining: usize,
-    /// False while several sequences decode, since drafts would then cost more than they save.
+    /// False while several sequences decode, since drafts would then cost more time than they save.
     pub may_draft: bool,
 }
 
@@ -161,7 +161,7 @@ impl<M: Model> Speculator<M> {
         }
     }
 
-    /// Turns copying of hidden rows on or off: on if the draft uses them and may run soon.
+    /// Turns copying of hidden rows on if the draft uses hidden rows and may run soon, and off otherwise.
     fn update_hidden_rows(&mut self, model: &mut M) {
         let copies = self.uses_hidden_rows && self.controller.wants_hidden_rows();
         if copies != std::mem::replace(&mut self.copies_hidden_rows, copies) {
@@ -176,8 +176,8 @@ impl<M: Model> Speculator<M> {
         self.controller.record_prompt(took.as_secs_f64(), ((self.now)() - begun).as_secs_f64());
     }
 
-    /// Passes the first `rows` hidden rows of the last forward pass to the draft. They belong to the last tokens of
-    /// `sequence`.
+    /// Passes the first `rows` hidden rows of the last forward pass to the draft. These rows belong to the last tokens
+    /// of `sequence`.
     fn observe(&mut self, model: &mut M, sequence: &Sequence<M::State>, rows: usize) {
         let Some(draft) = self.draft.as_mut().filter(|_| self.uses_hidden_rows && self.copies_hidden_rows) else {
             return;
@@ -188,8 +188,8 @@ impl<M: Model> Speculator<M> {
         }
     }
 
-    /// If the draft contained `id`, advances `rows` to the next row of the same pass and returns true. Otherwise settles the
-    /// pass, discards its rows and returns false: the token needs a new pass.
+    /// If the draft contained `id`, advances `rows` to the next row of the same pass and returns true. Otherwise
+    /// settles the pass, discards its rows and returns false, because the token needs a new pass.
     pub fn accept(
         &mut self,
         sequence: &mut Sequence<M::State>,
@@ -208,7 +208,7 @@ impl<M: Model> Speculator<M> {
     }
 
     /// Advances `rows` to the logits after `token`: to the next row of the same pass if the draft contained the token,
-    /// otherwise to the first row of a new pass.
+    /// and otherwise to the first row of a new pass.
     pub fn advance(
         &mut self,
         sequence: &mut Sequence<M::State>,
@@ -231,7 +231,7 @@ impl<M: Model> Speculator<M> {
         let begun = (self.now)();
         let state = self.controller.state_name();
         let info = model.info();
-        // The model accepts at most as many rows as a chunk of a prompt.
+        // The model accepts at most as many rows as a chunk of a prompt has.
         let width = self.controller.next_rows().min(token.remaining).min(info.context - sequence.len()).min(info.chunk);
         if state != self.controller.state_name() {
             self.metrics.draft_states.with_label_values(&[self.controller.state_name()]).inc();
@@ -285,7 +285,7 @@ impl<M: Model> Speculator<M> {
     ) -> Result<(), ModelError> {
         let (drafted, accepted) = (rows.drafted.len(), rows.current);
         sequence.settle()?;
-        // If another sequence had a pass since then, time and hidden rows do not belong to this pass.
+        // If another sequence had a pass after this one, the time and the hidden rows do not belong to this pass.
         let Some(begun) = rows.begun.filter(|_| self.followed == Some(sequence.id())) else { return Ok(()) };
         let seconds = ((self.now)() - begun).as_secs_f64();
         self.observe(model, sequence, accepted + 1);
@@ -310,8 +310,8 @@ impl<M: Model> Speculator<M> {
         Ok(())
     }
 
-    /// Disables a draft whose tokens are almost never accepted. Lookup drafts are exempt, since they cost no time when they
-    /// find no match.
+    /// Disables a draft whose tokens are almost never accepted. Lookup drafts are exempt, since they cost no time when
+    /// they find no earlier occurrence.
     fn check_acceptance(&mut self, kind: DraftKind, accepted: usize) {
         if kind == DraftKind::Lookup || !self.monitor.record(accepted) {
             return;

@@ -70,7 +70,8 @@ fn request(ids: &[u32], max_tokens: usize, sampling: Sampling) -> Request {
 #[test]
 fn drafts_do_not_change_the_answer() {
     let prompt: Vec<u32> = (0..40).map(|n| [5, 6, 7, 8, 9, 5, 6, 11][n % 8] + (n as u32 / 16)).collect();
-    // The prompt contains only parts of the mock's answer, so some drafts are accepted and others are rejected.
+    // The prompt contains only parts of the mock's answer, so the model accepts some drafted tokens and rejects other
+    // drafted tokens.
     let spoken: Vec<u32> = prompt.iter().enumerate().map(|(n, &id)| if n % 7 == 6 { 30 } else { id }).collect();
     let seeded = |temperature| Sampling { temperature, seed: Some(3), ..Sampling::default() };
     let penal = Sampling { frequency_penalty: 9.0, presence_penalty: 1.0, repetition_penalty: 1.3, ..seeded(0.7) };
@@ -101,8 +102,8 @@ thread_local! {
     static CLOCK: std::cell::Cell<Instant> = std::cell::Cell::new(Instant::now());
 }
 
-/// Generates a greedy answer on [`CLOCK`]. Each pass takes a millisecond, regardless of its rows. Returns the answer, its
-/// time and its timings.
+/// Generates a greedy answer on [`CLOCK`]. Each pass takes a millisecond, regardless of its number of rows. Returns the
+/// answer, the elapsed time and the timings.
 fn timed(mut mock: MockModel, mode: DraftPolicy, request: &Request) -> (Vec<u32>, Duration, Timings) {
     let mut speculator = Speculator::new(&mut mock, Box::new(LookupDraft), mode, 7, Metrics::new("test", "cpu"));
     speculator.now = || CLOCK.get();
@@ -148,12 +149,12 @@ fn cheap_verify_rows_enable_speculation() {
     assert!((0.9 * saved..1.1 * saved).contains(&timings.saved_seconds), "{took:?} {timings:?}");
 }
 
-/// A draft that knows the mock's answer and observes its tokens as hidden rows.
+/// A draft that knows the mock's answer and receives its tokens as hidden rows.
 struct Oracle {
     answer: Vec<u32>,
     /// Position and hidden row of each observed token.
     observed: Vec<(usize, f32)>,
-    /// Fails when the sequence has this many tokens.
+    /// The draft fails when the sequence has this number of tokens.
     fails_at: usize,
 }
 
@@ -218,7 +219,8 @@ fn draft_observes_every_accepted_row() {
         assert_eq!(forced.ids, plain.ids);
         let Timings { drafted_tokens: drafted, accepted_tokens: accepted, .. } = forced.timings;
         assert!(drafted > 0 && accepted > 0, "{accepted} of {drafted} at {temperature}");
-        // Drafts use the sampler's random numbers, also at a temperature where every token is likely.
+        // Drafts use the sampler's random numbers. In a greedy answer, the model therefore accepts almost all drafted
+        // tokens.
         assert!(temperature > 0.0 || accepted + 1 >= drafted, "{accepted} of {drafted}");
     }
 }

@@ -8,8 +8,8 @@ use crate::{
 };
 use std::time::Duration;
 
-/// A device that executes work late: when it is waited for or, if `is_eager`, at the second call of `completed` after the
-/// work was encoded. Its work is to compare the bytes of experts in their slots.
+/// A device that executes work late. Work is executed when the store waits for the device or, if `is_eager`, at the
+/// second call of `completed` after the work was encoded. The work compares the bytes of experts in their slots.
 struct LateDevice<'s> {
     store: &'s ExpertStore,
     checkpoint: &'s Checkpoint,
@@ -43,7 +43,8 @@ impl<'s> LateDevice<'s> {
             let base = self.store.layout().start(slot);
             let spans = self.store.spans(layer, expert).unwrap();
             for (piece, span) in self.checkpoint.map.layers[layer][expert as usize].iter().zip(spans) {
-                // SAFETY: the store must not refill the slot before the sync point. If it does, the comparison fails.
+                // SAFETY: the store must not refill the slot before the sync point. If the store does, the comparison
+                // fails.
                 let bytes = unsafe { self.store.slab().bytes(base + span.start..base + span.end) };
                 let mut expected = (piece.offset..).map(|at| byte(piece.file, at));
                 assert!(
@@ -123,7 +124,7 @@ fn late_device_slots_are_reused_within_layer() {
 #[test]
 fn many_rows_read_each_expert_once() {
     let checkpoint = checkpoint();
-    // 16 rows select two experts each. Together they select seven of the eight experts.
+    // Each of 16 rows selects two experts. Together the rows select seven of the eight experts.
     let ids: Vec<u32> = (0..32).map(|place| (place * place / 3 % 7) as u32).collect();
     let choice = ExpertChoice { ids: &ids, k: 2, logits: &[] };
     let mut distinct = ids.clone();
@@ -184,7 +185,7 @@ fn cpu_and_gpu_count_the_same_lookups() {
             checkpoint.open(Options { prefetch, threads: 1, io: ReadMode::Buffered, ..Options::new(16) });
         let (mut cpu, mut gpu) = (CpuTimeline, LateDevice::new(&store, &checkpoint, false));
         for (at, layer) in (0..300).flat_map(|at| (0..LAYERS).map(move |layer| (at, layer))) {
-            // Waits for all reads, so that the order of arrival is the same in both runs.
+            // Wait for all reads, so that the order of arrival is the same in both runs.
             while store.reader.is_busy() {
                 std::thread::yield_now();
             }

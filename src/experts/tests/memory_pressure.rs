@@ -1,4 +1,4 @@
-//! Tests of the store under memory pressure: it releases and restores slots.
+//! Tests of the store under memory pressure: the store releases and restores slots.
 
 use super::{EXPERTS, LAYERS, checkpoint, row, take};
 use crate::{
@@ -16,8 +16,9 @@ fn token(store: &ExpertStore, map: &ExpertMap, n: usize) {
     }
 }
 
-/// Redirects logs of this thread to a file until the guard is dropped. The returned function counts a text in the file.
-/// Every test that logs must call this, because a thread without a subscriber can disable a log line for all threads.
+/// Redirects logs of this thread to a file until the guard is dropped. The returned function counts occurrences of a
+/// text in the file. Every test that logs must call this, because a thread without a subscriber can disable a log line
+/// for all threads.
 fn capture_log() -> (tracing::subscriber::DefaultGuard, impl Fn(&str) -> usize) {
     let log = tempfile::NamedTempFile::new().unwrap();
     let file = log.reopen().unwrap();
@@ -70,7 +71,7 @@ fn slots_shrink_and_grow_with_correct_bytes() {
     }
 }
 
-/// A device that records which segments it released.
+/// A device that records which of its segments were released.
 #[derive(Default)]
 struct SegmentDevice(Vec<usize>);
 
@@ -96,7 +97,7 @@ fn device_releases_whole_segments() {
     (0..20).for_each(|n| token(&store, &checkpoint.map, n));
     let (mut device, now) = (SegmentDevice::default(), Instant::now());
     let mut adapt = |level, seconds| store.adapt_to_level(level, now + Duration::from_secs(seconds), &mut device);
-    // The last segment has two slots, and three slots must be released. So the last two segments are released.
+    // Three slots must be released, but the last segment has only two slots. So the last two segments are released.
     assert!(adapt(MemoryLevel::Short(3 * bytes as u64), 0));
     assert_eq!((store.slots(), metrics.memory_experts.get()), (8, 8 * bytes as i64));
     assert!(adapt(MemoryLevel::Short(1 << 40), 1));
@@ -164,7 +165,8 @@ fn one_shortage_is_logged_once() {
     let (_guard, said) = capture_log();
     let (store, _) = checkpoint().open(Options { min_slots: 4, ..Options::new(8) });
     let (now, bytes) = (Instant::now(), store.slot_bytes() as u64);
-    // The third shortage comes after `RESTORE_DELAY`, so it is logged. In the last one no slot is left to release.
+    // The third shortage comes after `RESTORE_DELAY`, so it is logged. In the last shortage, no slot is left to
+    // release.
     for (seconds, slots, lines) in [(0, 7, 1), (9, 6, 1), (20, 5, 2), (21, 4, 2), (60, 4, 2)] {
         store.adapt_to_level(MemoryLevel::Short(bytes), now + Duration::from_secs(seconds), &mut CpuTimeline);
         assert_eq!((store.slots(), said("releasing expert slots")), (slots, lines), "after {seconds} s");
@@ -187,7 +189,7 @@ fn slots_in_use_stay() {
     }
     drop(fetch);
     assert_eq!((seen, store.slots()), (6, 6), "free slots after them were removed");
-    // The device has not completed the sync point, so it may still read the slots, and they stay.
+    // The device has not completed the sync point and may still read the slots, so the slots stay.
     struct PendingDevice;
     impl Timeline for PendingDevice {
         fn sync_point(&mut self) -> SyncPoint {

@@ -21,7 +21,7 @@ mod warm_start;
 
 pub(super) const LAYERS: usize = 3;
 pub(super) const EXPERTS: usize = 8;
-/// Bytes of codes, scales and biases of gate, up and down. The last projection has no biases.
+/// Size in bytes of codes, scales and biases of gate, up and down. The last projection has no biases.
 const LENS: [usize; PIECES] = [2000, 130, 130, 2000, 130, 130, 1900, 120, 0];
 
 /// The expected byte at offset `at` of file `file`.
@@ -34,7 +34,7 @@ pub(super) struct Checkpoint {
     pub(super) map: ExpertMap,
 }
 
-/// Two shards as MLX writes them: one tensor with all experts per projection and part, at odd offsets.
+/// Two shards as MLX writes them: one tensor per projection and part, with the data of all experts, at odd offsets.
 pub(super) fn checkpoint() -> Checkpoint {
     let dir = tempfile::tempdir().unwrap();
     let mut ends = [77u64, 9731];
@@ -73,7 +73,7 @@ pub(super) fn row(ids: &[u32]) -> ExpertChoice<'_> {
     ExpertChoice { ids, k: ids.len(), logits: &[] }
 }
 
-/// Fetches experts of a layer and compares their bytes with those of the files.
+/// Fetches experts of a layer and compares their bytes with the bytes in the files.
 pub(super) fn take(store: &ExpertStore, map: &ExpertMap, layer: usize, experts: &[u32], phase: PassKind) {
     let mut fetch = store.fetch(layer, &row(experts), phase, &mut CpuTimeline).unwrap();
     let mut seen = vec![0; experts.len()];
@@ -152,7 +152,8 @@ fn metrics_count_exact_reads_and_bytes() {
         take(&store, &checkpoint.map, 1, &[0, 1, 2], PassKind::Decode);
         assert_eq!(metrics.expert_evictions.get(), 3);
         if io == ReadMode::Direct && cfg!(target_os = "linux") {
-            // Direct reads come from the disk. The process-wide count may include reads of other tests.
+            // Direct reads come from the disk. The count covers the whole process, so it may include reads of other
+            // tests.
             let delivered = disk_bytes_read().unwrap_or(0) - before.unwrap_or(0);
             assert!(delivered >= bytes as u64, "{delivered} of {bytes}");
             drop(store);
@@ -233,7 +234,7 @@ fn prefetched_experts_are_used() {
     take(&store, &checkpoint.map, 0, &[0], PassKind::Decode);
     store.prefetch(1, &[5, 6, 7], PassKind::Decode);
     take(&store, &checkpoint.map, 1, &[5, 2], PassKind::Decode);
-    // The budget is an eighth of the slots: experts 5 and 6 were prefetched, 7 was not.
+    // The budget is an eighth of the slots: experts 5 and 6 were prefetched, but expert 7 was not.
     assert_eq!((metrics.lookups_decode_prefetched.get(), metrics.prefetches_used.get()), (1, 1));
     assert_eq!(metrics.lookups_decode_miss.get(), 2);
     for layer in [2, 0, 1, 2] {
@@ -305,7 +306,7 @@ fn direct_reads_bypass_the_page_cache() {
     }
     let cached = |path: &std::path::Path| {
         let file = std::fs::File::open(path).unwrap();
-        // SAFETY: only this test uses the file, and it does not change it.
+        // SAFETY: only this test uses the file, and the test does not change the file.
         let map = unsafe { memmap2::Mmap::map(&file) }.unwrap();
         let mut pages = vec![0u8; map.len().div_ceil(4096)];
         // SAFETY: the vector has one byte per page of the map.

@@ -36,7 +36,7 @@ impl ReadGate {
     }
 }
 
-/// A source in which each byte is its page number. Reads at offset `broken_from` and higher fail.
+/// A source in which each byte is the number of its page. Reads at offset `broken_from` or higher fail.
 pub(super) struct GatedSource {
     pub(super) gate: Arc<ReadGate>,
     pub(super) broken_from: u64,
@@ -213,7 +213,7 @@ fn expedited_expert_moves_its_remaining_reads() {
 fn failure_is_reported_once_and_then_cleared() {
     let pool = pool(2);
     pool.gate.open(100);
-    // The second of two reads fails.
+    // The second of the expert's two reads fails.
     pool.demand(5, expert(98, 2));
     pool.finished(1);
     assert_eq!(pool.states.get(SlotId(5)), SlotState::Failed);
@@ -230,7 +230,7 @@ fn failure_is_reported_once_and_then_cleared() {
     assert!(!pool.reader.is_busy());
 }
 
-/// A source that returns at most a hundred bytes per read. Each byte depends on its offset.
+/// A source that returns at most a hundred bytes per read. The value of each byte depends on its offset.
 struct ShortSource;
 
 impl ExpertSource for ShortSource {
@@ -271,7 +271,8 @@ fn short_reads_continue_at_block_boundaries() {
     // SAFETY: the read has ended.
     let bytes = unsafe { slab.bytes(span) };
     assert!((1000u64..).zip(bytes).all(|(at, byte)| *byte == (at * 7 + at / 256) as u8));
-    // 540 bytes are needed from byte 960 on. Each read of 100 bytes advances by 64, until at most 36 are missing.
+    // 540 bytes are needed from byte 960 on. Each read of 100 bytes advances by 64 bytes, until at most 36 bytes are
+    // missing.
     assert_eq!((metrics.ssd_reads.get(), metrics.ssd_read_bytes.get()), (8, 800));
 }
 
@@ -292,7 +293,7 @@ fn wait_returns_only_after_an_arrival() {
 #[test]
 fn damaged_record_is_counted_once_and_rebuilt() {
     const LEN: usize = 512;
-    // The pack's record has zeros, but the checksum of the checkpoint's bytes.
+    // The bytes of the pack's record are zero, but its checksum is that of the checkpoint's bytes.
     let dir = tempfile::tempdir().unwrap();
     let [pack, checkpoint] = [("pack", 0u8), ("checkpoint", 7)].map(|(name, byte)| {
         let path = dir.path().join(name);

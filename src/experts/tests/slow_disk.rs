@@ -54,7 +54,7 @@ fn drain(mut fetch: ExpertFetch<'_>, layer: u32) -> usize {
     seen
 }
 
-/// Waits until `reads` reads have begun. Returns the page number of each.
+/// Waits until `reads` reads have begun. Returns the page number of each read.
 fn pages(gate: &ReadGate, reads: usize) -> Vec<u64> {
     gate.begun(reads).iter().map(|offset| offset / 4096).collect()
 }

@@ -2,9 +2,10 @@
 
 /// Configures glibc to return freed memory to the operating system.
 ///
-/// Blocks of 1 MiB and more are mapped and unmapped directly. By default, glibc raises this threshold after such a block is
-/// freed; it then keeps the memory, and copies a growing block instead of remapping it. Smaller blocks of all threads share
-/// one heap, because [`trim_memory`] does not completely release per-thread heaps.
+/// Blocks of 1 MiB and more are mapped and unmapped directly. By default, glibc raises this threshold after such a
+/// block is freed. With a higher threshold, glibc keeps freed memory, and copies a growing block instead of remapping
+/// it. Smaller blocks of all threads share one heap, because [`trim_memory`] does not completely release per-thread
+/// heaps.
 pub fn return_freed_memory() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     // SAFETY: `mallopt` sets integers under glibc's own lock.
@@ -14,10 +15,11 @@ pub fn return_freed_memory() {
     }
 }
 
-/// Makes glibc return freed memory that it has kept to the operating system. Takes up to a few milliseconds.
+/// Makes glibc return memory to the operating system that was freed but that glibc has kept. This takes up to a few
+/// milliseconds.
 pub fn trim_memory() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
-    // SAFETY: glibc locks its own state. The call has no preconditions.
+    // SAFETY: glibc locks its own state, and the call has no preconditions.
     unsafe {
         libc::malloc_trim(0);
     }

@@ -1,17 +1,18 @@
 //! Memory limits of Linux control groups.
 //!
-//! `/proc/self/cgroup` names the group of this process, and `/proc/self/mountinfo` lists where hierarchies are mounted. The
-//! limits of all ancestors apply, so the effective limit is the lowest one from the group up to the mount point.
+//! `/proc/self/cgroup` names the group of this process, and `/proc/self/mountinfo` lists where hierarchies are mounted.
+//! The limits of all ancestors apply, so the effective limit is the lowest limit from the group up to the mount point.
 //!
-//! In a container, `/proc/self/cgroup` may contain the group's name on the host. The path below the mount point is then the
-//! name without the mount's root. If the name does not start with that root, the mount point itself is the group.
+//! In a container, `/proc/self/cgroup` may contain the group's name on the host. To get the path below the mount point,
+//! the mount's root is then removed from the start of the name. If the name does not start with the mount's root, the
+//! mount point itself is the group.
 
 use std::{
     fs,
     path::{Path, PathBuf},
 };
 
-/// Limits from this value on mean "unlimited". Version 1 uses the largest multiple of the page size below 2^63.
+/// Lowest value that means "unlimited". Version 1 uses the largest multiple of the page size below 2^63.
 const UNLIMITED: u64 = 1 << 62;
 
 /// The lowest memory limit of this process's groups, in bytes.
@@ -19,7 +20,7 @@ pub fn limit() -> Option<u64> {
     groups().iter().filter_map(MemoryGroup::limit).min()
 }
 
-/// The groups of this process that can limit memory, with their ancestors.
+/// The groups of this process that can limit memory, including the ancestors of each group.
 pub fn groups() -> Vec<MemoryGroup> {
     let read = |file| fs::read_to_string(file).unwrap_or_default();
     all(&read("/proc/self/cgroup"), &read("/proc/self/mountinfo"))
@@ -35,7 +36,7 @@ fn all(groups: &str, mounts: &str) -> Vec<MemoryGroup> {
     found
 }
 
-/// One control group that can limit memory.
+/// A control group that can limit memory.
 pub struct MemoryGroup {
     version: u8,
     dir: PathBuf,
@@ -50,7 +51,8 @@ impl MemoryGroup {
         limits.filter(|&limit| limit < UNLIMITED).min()
     }
 
-    /// Bytes that the group can still allocate, and its limit. Page cache counts as free, since the kernel reclaims it first.
+    /// Number of bytes that the group can still allocate, and the limit of the group. Page cache counts as free, since
+    /// the kernel reclaims it first.
     pub fn left(&self) -> Option<(u64, u64)> {
         let limit = self.limit()?;
         let (usage, names) = match self.version {
@@ -66,12 +68,12 @@ impl MemoryGroup {
     }
 }
 
-/// The number in a limit file. `None` for `max` and for unreadable files.
+/// The number in a limit file. `None` if the file contains `max` or cannot be read.
 fn read(file: &Path) -> Option<u64> {
     fs::read_to_string(file).ok()?.trim().parse().ok()
 }
 
-/// One mounted hierarchy that can limit memory.
+/// A mounted hierarchy that can limit memory.
 struct CgroupMount {
     version: u8,
     /// Name of the group at the mount point, in the namespace of `/proc/self/cgroup`.
@@ -94,7 +96,8 @@ impl CgroupMount {
         Some(Self { version, root, point })
     }
 
-    /// The group in a line of `/proc/self/cgroup` (`id:controllers:path`), if the line belongs to this hierarchy.
+    /// The group in a line of `/proc/self/cgroup` (`id:controllers:path`). `None` if the line belongs to another
+    /// hierarchy.
     fn group<'a>(&self, line: &'a str) -> Option<&'a Path> {
         let mut parts = line.splitn(3, ':');
         let (id, controllers, path) = (parts.next()?, parts.next()?, parts.next()?);

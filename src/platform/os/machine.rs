@@ -1,6 +1,6 @@
 //! Name, memory, processor and cores of the machine.
 
-/// Bytes of physical memory in this machine.
+/// Size of the physical memory of this machine in bytes.
 pub fn total_memory() -> Option<u64> {
     sys::total_memory()
 }
@@ -24,8 +24,8 @@ pub fn processor() -> Option<String> {
     sys::processor()
 }
 
-/// Number of physical cores that this process may use, at least 1. Counts only performance cores if there are several kinds.
-/// Hardware threads of a core count once. A CPU quota limits the number.
+/// Number of physical cores that this process may use, at least 1. If there are several kinds of cores, counts only
+/// performance cores. A core with several hardware threads counts once. A CPU quota limits the number.
 pub fn physical_cores() -> usize {
     let allowed = std::thread::available_parallelism().map_or(1, usize::from);
     sys::physical_cores().unwrap_or(allowed).clamp(1, allowed)

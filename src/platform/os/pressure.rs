@@ -1,8 +1,9 @@
 //! [`MemoryMonitor`] detects memory pressure, on the machine or in this process's control groups.
 //!
-//! On Linux it compares the free memory with the total: `MemAvailable` for the machine, limit minus usage for each control
-//! group. Memory stalls (`/proc/pressure/memory`) are a second signal. They count only if little memory is free, because
-//! they may be caused by processes in another group. macOS reports a pressure level instead of a number of bytes.
+//! On Linux the monitor compares the free memory with the total. For the machine, the free memory is `MemAvailable`.
+//! For each control group, it is the limit minus the usage. Memory stalls (`/proc/pressure/memory`) are a second
+//! signal. Stalls count only if little memory is free, because processes in another group may cause them. macOS reports
+//! a pressure level instead of a number of bytes.
 
 use std::time::Duration;
 
@@ -17,10 +18,11 @@ pub enum MemoryLevel {
     Spare(u64),
 }
 
-/// Memory is short if less than `1 / SHORT` of it is free. Memory can be allocated while more than `1 / SPARE` is free. For
-/// comparison: a memory plan leaves 1/11 of a group's limit or a quarter of the machine's memory free.
+/// Memory is short if less than `1 / SHORT` of the total is free. For comparison, a memory plan leaves 1/11 of a
+/// group's limit or a quarter of the machine's memory free.
 #[cfg(any(target_os = "linux", test))]
 const SHORT: u64 = 32;
+/// Memory can be allocated while more than `1 / SPARE` of the total is free.
 #[cfg(any(target_os = "linux", test))]
 const SPARE: u64 = 16;
 
@@ -35,9 +37,10 @@ pub struct MemoryMonitor {
 
 #[cfg(target_os = "linux")]
 impl MemoryMonitor {
-    /// Memory is short if processes waited for memory for more than this percentage of the last ten seconds.
+    /// Percentage of the last ten seconds. If processes waited for memory for a larger share of this time, memory is
+    /// short.
     const MAX_STALL_PERCENT: f64 = 10.0;
-    /// Stalls are ignored if at least `1 / STALLS_IGNORED_ABOVE` of memory is free.
+    /// Memory stalls are ignored if at least `1 / STALLS_IGNORED_ABOVE` of memory is free.
     const STALLS_IGNORED_ABOVE: u64 = 8;
     /// Interval at which the kernel updates its stall averages.
     const STALL_INTERVAL: Duration = Duration::from_secs(2);
@@ -108,8 +111,8 @@ impl Default for MemoryMonitor {
     }
 }
 
-/// The worst level of several bounds, each the bytes left and the total. If memory is short, freeing the returned number of
-/// bytes leaves 1/16.
+/// The worst level of several bounds. Each bound has the number of bytes left and the total. If memory is short, the
+/// result is the number of bytes to free so that 1/16 of the total is free.
 #[cfg(any(target_os = "linux", test))]
 fn judge(bounds: impl Iterator<Item = (u64, u64)>) -> MemoryLevel {
     let one = |(left, all): (u64, u64)| match left {
@@ -152,7 +155,7 @@ mod tests {
         assert_eq!(judge([(1000, all), (200, all)].into_iter()), MemoryLevel::Enough);
         assert_eq!(judge([(99, all), (1000, all)].into_iter()), MemoryLevel::Short(101));
         assert_eq!(judge([(99, all), (0, 320), (150, all)].into_iter()), MemoryLevel::Short(101));
-        // After that many bytes are freed, memory is neither short nor spare.
+        // After this number of bytes is freed, memory is neither short nor spare.
         assert_eq!(judge([(99 + 101, all)].into_iter()), MemoryLevel::Enough);
     }
 

@@ -1,6 +1,6 @@
 //! Parses the tables of `/proc` (Linux).
 
-/// The number of `key` in a `key: value [kB]` table of `/proc`.
+/// The number after `key` in a table of `/proc` with lines `key: value [kB]`.
 pub fn field(table: &str, key: &str) -> Option<u64> {
     let line = table.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(':'))?;
     let mut words = line.split_whitespace();

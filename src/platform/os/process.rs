@@ -7,8 +7,8 @@ pub fn resident_memory() -> Option<u64> {
     sys::resident_memory()
 }
 
-/// Memory of this process in bytes, by kind: `resident` on all systems, `swapped` and `locked` on Linux, `footprint` and
-/// `wired` on macOS. macOS kills processes by their footprint.
+/// Memory of this process in bytes, by kind: `resident` on all systems, `swapped` and `locked` on Linux, `footprint`
+/// and `wired` on macOS. macOS decides by the footprint which processes to kill.
 pub fn process_memory() -> Vec<(&'static str, u64)> {
     sys::process_memory()
 }
@@ -18,7 +18,7 @@ pub fn peak_resident_memory() -> Option<u64> {
     sys::peak_resident_memory()
 }
 
-/// Bytes that this process has read from disks since it started, without hits in the page cache.
+/// Number of bytes that this process has read from disks since it started, not counting hits in the page cache.
 pub fn disk_bytes_read() -> Option<u64> {
     sys::disk_bytes_read()
 }
@@ -41,7 +41,7 @@ pub fn raise_descriptor_limit() -> Option<usize> {
 
 /// Number of open file descriptors of this process.
 pub fn open_files() -> Option<u64> {
-    // Subtracts the descriptor of the directory itself.
+    // The descriptor of the directory itself does not count.
     Some((fs::read_dir("/dev/fd").ok()?.count() as u64).saturating_sub(1))
 }
 
@@ -53,10 +53,10 @@ pub fn max_files() -> Option<u64> {
     (known && limit.rlim_cur != libc::RLIM_INFINITY).then_some(limit.rlim_cur)
 }
 
-/// CPU seconds of all threads of this process, user and system.
+/// CPU time of all threads of this process in seconds, in user mode and in the kernel.
 pub fn cpu_seconds() -> f64 {
     let mut usage = std::mem::MaybeUninit::<libc::rusage>::zeroed();
-    // SAFETY: the buffer is a `rusage`, and all-zero bytes are a valid value of it.
+    // SAFETY: the buffer is a `rusage`, and all-zero bytes are a valid `rusage`.
     let usage = unsafe {
         libc::getrusage(libc::RUSAGE_SELF, usage.as_mut_ptr());
         usage.assume_init()
@@ -65,7 +65,7 @@ pub fn cpu_seconds() -> f64 {
     seconds(usage.ru_utime) + seconds(usage.ru_stime)
 }
 
-/// Values of this process that only `/proc` has.
+/// Values of this process that are only available in `/proc`.
 #[derive(Debug, PartialEq)]
 pub struct ProcessStat {
     pub threads: u64,
@@ -82,8 +82,8 @@ pub fn process_stat() -> Option<ProcessStat> {
     parse(&read("/proc/self/stat")?, &read("/proc/stat")?, ticks)
 }
 
-/// Parses `/proc/self/stat`, and the boot time in `/proc/stat`. The process name is in brackets and may contain spaces and
-/// brackets.
+/// Parses `/proc/self/stat`, and the boot time in `/proc/stat`. In `/proc/self/stat`, the process name is in brackets
+/// and may itself contain spaces and brackets.
 fn parse(process: &str, system: &str, ticks: u64) -> Option<ProcessStat> {
     let (_, fields) = process.rsplit_once(')')?;
     // In proc(5), the first field after the name has number 3.
@@ -108,7 +108,8 @@ mod sys {
     }
 
     pub fn peak_resident_memory() -> Option<u64> {
-        // `getrusage` is not usable: its maximum survives `exec`, so it can be that of the shell that started this process.
+        // `getrusage` cannot be used: its maximum survives `exec`, so it may belong to the shell that started this
+        // process.
         field(&fs::read_to_string("/proc/self/status").ok()?, "VmHWM")
     }
 
@@ -123,7 +124,7 @@ mod sys {
 
     fn usage() -> Option<libc::rusage_info_v4> {
         let mut info = MaybeUninit::<libc::rusage_info_v4>::zeroed();
-        // SAFETY: the flavour matches the buffer, a `rusage_info_v4`. All-zero bytes are a valid value of it.
+        // SAFETY: the flavour matches the buffer, a `rusage_info_v4`. All-zero bytes are a valid `rusage_info_v4`.
         unsafe {
             let code = libc::proc_pid_rusage(libc::getpid(), libc::RUSAGE_INFO_V4, info.as_mut_ptr().cast());
             (code == 0).then(|| info.assume_init())
@@ -189,7 +190,7 @@ mod tests {
     #[test]
     fn open_file_is_counted() {
         let open = || open_files().unwrap();
-        // Other tests open and close files at the same time, so the test needs many files.
+        // Other tests open and close files at the same time, so this test opens many files.
         let held: Vec<_> = (0..64).map(|_| fs::File::open("/dev/null").unwrap()).collect();
         assert!(open() >= 64 && open() <= max_files().unwrap_or(u64::MAX));
         drop(held);

@@ -5,8 +5,8 @@ pub fn background_thread() {
     sys::background_thread();
 }
 
-/// Marks the calling thread as interactive. macOS then runs it on performance cores, even if a background service started
-/// the process.
+/// Marks the calling thread as interactive. macOS then runs the thread on performance cores, even if the process was
+/// started by a background service.
 pub fn interactive_thread() {
     sys::interactive_thread();
 }
@@ -15,7 +15,7 @@ pub fn interactive_thread() {
 mod sys {
     pub fn background_thread() {
         const WHO_PROCESS: libc::c_int = 1;
-        /// I/O class 3 (idle): disk time only when no other process needs the disk.
+        /// I/O class 3 (idle), which gets disk time only when no other process needs the disk.
         const IDLE: libc::c_int = 3 << 13;
         // SAFETY: system calls without pointers on the calling thread. The results are ignored.
         unsafe {

@@ -5,7 +5,8 @@ use std::{io, net::TcpListener, time::Duration};
 /// Name of the socket in the launchd property list.
 pub const SOCKET: &str = "Listener";
 
-/// The listening sockets that the service manager has opened for this process. Empty if no service manager started it.
+/// The listening sockets that the service manager has opened for this process. Empty if no service manager started the
+/// process.
 ///
 /// # Errors
 /// An inherited descriptor is not a TCP socket.
@@ -20,8 +21,8 @@ pub fn inherited_listeners() -> io::Result<Vec<TcpListener>> {
     Ok(listeners)
 }
 
-/// The sockets that launchd has opened for this process. A host name with several addresses has one socket per address: for
-/// example, `localhost` has `::1` and `127.0.0.1`.
+/// The sockets that launchd has opened for this process. A host name with several addresses has one socket per address.
+/// For example, `localhost` has a socket for `::1` and a socket for `127.0.0.1`.
 #[cfg(target_os = "macos")]
 fn launchd() -> Vec<TcpListener> {
     use std::{ffi::CString, os::fd::FromRawFd, ptr};
@@ -52,7 +53,8 @@ pub fn notify_ready(status: &str) {
     notify(&[sd_notify::NotifyState::Ready, sd_notify::NotifyState::Status(status)]);
 }
 
-/// The interval at which to notify systemd's watchdog: a third of its timeout. `None` if the watchdog is disabled.
+/// The interval at which to notify systemd's watchdog: a third of the watchdog's timeout. `None` if the watchdog is
+/// disabled.
 pub fn watchdog_interval() -> Option<Duration> {
     sd_notify::watchdog_enabled().map(|within| within / 3)
 }

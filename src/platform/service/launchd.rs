@@ -10,7 +10,7 @@ pub fn file(service: &Service) -> PathBuf {
     service.home.join("Library/LaunchAgents").join(format!("{LABEL}.plist"))
 }
 
-/// The log directory. `serve --log-dir` limits the size of the files in it.
+/// The log directory. `serve --log-dir` limits the size of the files in this directory.
 fn logs(service: &Service) -> PathBuf {
     service.home.join("Library/Logs/moestro")
 }
@@ -35,7 +35,7 @@ impl LaunchdDomain {
         }
     }
 
-    /// The domain for a new agent. There is no graphical session if the user is logged in over SSH only.
+    /// The domain for a new agent. There is no graphical session if the user is logged in only over SSH.
     fn for_new_agent(user: u32, succeeds: &dyn Fn(&[OsString]) -> bool) -> Self {
         let has_session = succeeds(&words(["launchctl", "print", &LaunchdDomain::Gui.name(user)]));
         if has_session { LaunchdDomain::Gui } else { LaunchdDomain::User }
@@ -73,17 +73,17 @@ fn plist(service: &Service, domain: LaunchdDomain) -> Dictionary {
         }
         None => {
             list.insert("RunAtLoad".into(), Value::Boolean(true));
-            // Restarts the agent after a crash, but not after a regular exit.
+            // launchd restarts the agent after a crash, but not after a regular exit.
             let keep = Dictionary::from_iter([("SuccessfulExit", Value::Boolean(false))]);
             list.insert("KeepAlive".into(), Value::Dictionary(keep));
         }
     }
-    // Limits the rate of restarts, since a checkpoint that cannot be loaded fails at every start.
+    // This limits the rate of restarts, since a checkpoint that cannot be loaded fails at every start.
     list.insert("ThrottleInterval".into(), Value::Integer(30.into()));
     // Background and Standard processes get less CPU and I/O, which would make every token slower.
     list.insert("ProcessType".into(), text("Interactive"));
     list.insert("LowPriorityIO".into(), Value::Boolean(false));
-    // Seconds; longer than the grace period of running requests.
+    // Time in seconds, which is longer than the grace period of running requests.
     list.insert("ExitTimeOut".into(), Value::Integer(15.into()));
     let variables = GPU_VARIABLES.map(|(name, value)| (name, text(value)));
     list.insert("EnvironmentVariables".into(), Value::Dictionary(Dictionary::from_iter(variables)));
@@ -91,7 +91,7 @@ fn plist(service: &Service, domain: LaunchdDomain) -> Dictionary {
         // By default, agents belong to the graphical session.
         list.insert("LimitLoadToSessionType".into(), text("Background"));
     }
-    // The log has its own files. This file receives panic messages, and output from before the log is open.
+    // The log has its own files. The file set here receives panic messages, and output from before the log is open.
     list.insert("StandardErrorPath".into(), path(logs.join("stderr.log")));
     list.insert("StandardOutPath".into(), text("/dev/null"));
     list
@@ -100,7 +100,7 @@ fn plist(service: &Service, domain: LaunchdDomain) -> Dictionary {
 /// The steps of an action, in order. `succeeds` runs a command and returns true if it succeeds.
 pub fn steps(service: &Service, action: ServiceCommand, succeeds: &dyn Fn(&[OsString]) -> bool) -> Vec<ServiceStep> {
     let (file, user) = (file(service), service.user);
-    // `bootout` returns before the process has ended. The label stays in use until then.
+    // `bootout` returns before the process has ended. The label stays in use until the process has ended.
     let stop =
         [LaunchdDomain::Gui, LaunchdDomain::User].map(|domain| domain.target(user)).into_iter().flat_map(|old| {
             [
@@ -135,7 +135,7 @@ pub fn steps(service: &Service, action: ServiceCommand, succeeds: &dyn Fn(&[OsSt
         ServiceCommand::Status => run(&["print"]),
         ServiceCommand::Logs => {
             let mut follow: Vec<OsString> = words(["/bin/sh", "-c"]);
-            // Follows the newest log file.
+            // This follows the newest log file.
             follow.push(format!("exec tail -n {LOG_LINES} -F \"$(ls -t \"$0\"/moestro.log* | head -n 1)\"").into());
             follow.push(logs(service).into_os_string());
             vec![ServiceStep::Run(follow)]

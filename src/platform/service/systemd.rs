@@ -10,8 +10,8 @@ fn dir(service: &Service) -> PathBuf {
     service.home.join(".config/systemd/user")
 }
 
-/// Quotes a word of `ExecStart`. Escapes specifiers, variables and control characters. A raw newline would start another
-/// directive.
+/// Quotes a word of `ExecStart`. Escapes specifiers, variables and control characters, because a raw newline would
+/// start another directive.
 fn quoted(word: &str) -> String {
     let mut escaped = String::with_capacity(word.len() + 2);
     for c in word.chars() {
@@ -39,7 +39,7 @@ const CONFINED: [&str; 9] = [
     "CapabilityBoundingSet=",
 ];
 
-/// Tests whether the user's systemd can start a program with [`CONFINED`].
+/// True if the user's systemd can start a program with the options in [`CONFINED`]. Tests this by starting a program.
 pub fn can_confine() -> bool {
     let mut attempt = Command::new("systemd-run");
     attempt.args(["--user", "--wait", "--quiet", "--collect"]);
@@ -51,8 +51,9 @@ pub fn can_confine() -> bool {
 
 /// The text of the service unit.
 ///
-/// The unit removes all privileges that the server does not need. The server may read models anywhere. It writes only to its
-/// cache, its log and the Hugging Face cache. [`CONFINED`] has the options that only some systems support.
+/// The unit removes all privileges that the server does not need. The server may read models anywhere. The server
+/// writes only to its cache, its log and the Hugging Face cache. [`CONFINED`] has the options that only some systems
+/// support.
 pub fn unit(service: &Service) -> String {
     let mut command = vec![quoted(&service.program.to_string_lossy()), "serve".into()];
     command.extend(service.args.iter().map(|arg| quoted(arg)));

@@ -78,7 +78,7 @@ fn steps_wait_and_retry() {
         words.push(dir.path().into());
         words
     };
-    // Each command counts its own runs. Its exit code depends on the count.
+    // Each command counts its own runs. The exit code of the command depends on the count.
     let gone = shell("echo >> $0/looks; test $(wc -l < $0/looks) -lt 3");
     perform(&ServiceStep::WaitUntilGone(gone)).unwrap();
     let busy = shell("echo >> $0/tries; test $(wc -l < $0/tries) -ge 2 || exit 5");
@@ -166,7 +166,7 @@ fn uninstall_removes_what_install_wrote() {
         let removed = service.steps(manager, ServiceCommand::Uninstall);
         for step in service.steps(manager, ServiceCommand::Install) {
             let ServiceStep::Write(path, _) = step else { continue };
-            // Log files stay.
+            // Removing a service does not remove its log files.
             assert!(path.ends_with("stderr.log") || removed.contains(&ServiceStep::Remove(path.clone())), "{path:?}");
         }
     }
