@@ -193,7 +193,9 @@ FN void attend_blocks(CONSTANT BlockArgs& a, DEVICE const float* q, DEVICE const
     float score[BATCH];
     UNROLL for (uint n = 0; n < BATCH; n++) {
       const uint nth = min(first + n, count - 1);
-      const uint p = nth < in_blocks ? blocks[nth / a.ratio] * a.ratio + nth % a.ratio : closed * a.ratio + nth - in_blocks;
+      // A wrong selection gives a wrong result, but reads no memory outside of the cache.
+      const uint block = nth < in_blocks ? min(blocks[nth / a.ratio], closed - 1) : closed;
+      const uint p = block * a.ratio + (nth < in_blocks ? nth % a.ratio : nth - in_blocks);
       at[n] = page_row(table, a.kv_heads, kv, p) * pitch;
       float product = 0;
       UNROLL for (uint j = 0; j < 8; j += 4) {

@@ -118,20 +118,20 @@ mod tests {
         assert_eq!(range([2.04, 3.18], 1.0), "2.0-3.2");
     }
 
-    /// The expected sizes follow from the published configurations at 4.5 bits per weight. On a GPU, keys and values
-    /// are f32.
+    /// The expected sizes follow from the published configurations at 4.5 bits per weight. Keys and values have 16 bits,
+    /// and a row of 256 of them has a scale of 4 bytes.
     #[test]
     fn outline_has_sizes_of_the_real_model() {
         let options = model::LoadOptions { gpu: Some(GPU), ..model::LoadOptions::default() };
         let known = [
-            ("35b", 1.39e9, 1_769_472, 40_960),
-            ("122b", 3.48e9, 5_308_416, 49_152),
-            ("397b", 5.57e9, 7_077_888, 61_440),
+            ("35b", 1.39e9, 1_769_472, 20_640),
+            ("122b", 3.48e9, 5_308_416, 24_768),
+            ("397b", 5.57e9, 7_077_888, 30_960),
             // 12 layers, each with keys, values, and 128 floats per 4 positions.
-            ("flash-next", 2.86e9, 2_764_800, 12 * (2 * 2 * 256 * 4 + 128)),
-            ("27b", 15.1e9, 0, 16 * 2 * 4 * 256 * 4),
-            ("9b", 5.04e9, 0, 8 * 2 * 4 * 256 * 4),
-            ("4b", 2.37e9, 0, 8 * 2 * 4 * 256 * 4),
+            ("flash-next", 2.86e9, 2_764_800, 12 * (2 * 2 * 516 + 128)),
+            ("27b", 15.1e9, 0, 16 * 2 * 4 * 516),
+            ("9b", 5.04e9, 0, 8 * 2 * 4 * 516),
+            ("4b", 2.37e9, 0, 8 * 2 * 4 * 516),
         ];
         for (like, trunk, expert, kv) in known {
             let shape = outline(like, &options).unwrap();

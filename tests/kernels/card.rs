@@ -71,7 +71,8 @@ fn gpu_gives_the_cpu_answers() {
             let expected = answer(&mut cpu, &case.prompt_ids, &[], count);
             // First evaluate the prompt token by token, as in decoding. Then evaluate the whole prompt, on matrix
             // units.
-            for (chunks, close) in [(vec![1; case.prompt_ids.len()], 1e-3), (vec![], 2e-2)] {
+            // The CPU's plain f32 has f32 keys and values, and the GPU has 16 bits.
+            for (chunks, close) in [(vec![1; case.prompt_ids.len()], 2e-3), (vec![], 2e-2)] {
                 let found = answer(&mut gpu, &case.prompt_ids, &chunks, count);
                 assert_agrees(&format!("{what}: {}", case.question), &found, &expected, close);
             }

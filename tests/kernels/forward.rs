@@ -91,11 +91,11 @@ fn demo_prompts_match_the_cpu(first: usize) {
         assert_eq!(found, expected, "{}", case.question);
         let mut worst = 0f32;
         for (found, expected) in logits.iter().zip(&rows) {
-            // In this test, the CPU has f32 keys and values.
+            // In this test, the CPU has f32 keys and values, and the kernels have 16 bits.
             worst = worst.max(max_log_prob_difference(found, expected));
         }
         println!("{}: log-probabilities off by {worst:.1e}", case.question);
-        assert!(worst < 1e-3, "{}: log-probabilities off by {worst}", case.question);
+        assert!(worst < 2e-3, "{}: log-probabilities off by {worst}", case.question);
     }
 }
 

@@ -285,7 +285,7 @@ fn norm(allocate: &mut dyn FnMut(usize) -> Region) -> Launch {
 fn norm_of(x: Region, w: Region, y: Region) -> Launch {
     Launch {
         kernel: "rms_norm",
-        args: vec![1, 64, 0, 0, 1e-6f32.to_bits()],
+        args: vec![64, 1, 1e-6f32.to_bits()],
         bindings: vec![Binding::read(x), Binding::read(w), Binding::write(y)],
         grid: [1, 1, 1],
         threads: 256,

@@ -1,8 +1,8 @@
 //! Checks long buffers and recovery from errors on a GPU, and measures the cost of a launch.
 
 use crate::{
-    device::{Binding, DeviceError, Gpu, Launch, Region},
-    ops::check::Finding,
+    device::{DeviceError, Gpu},
+    ops::{check::Finding, norm::rms_norm},
 };
 use serde::Serialize;
 use std::time::Instant;
@@ -25,19 +25,10 @@ pub struct LaunchTimes {
     pub wait: f64,
 }
 
-fn norm([x, w, y]: [Region; 3]) -> Launch {
-    Launch {
-        kernel: "rms_norm",
-        args: vec![1, WIDTH as u32, 0, 0, 1e-6f32.to_bits()],
-        bindings: vec![Binding::read(x), Binding::read(w), Binding::write(y)],
-        grid: [1, 1, 1],
-        threads: 256,
-    }
-}
-
 pub fn times(gpu: &mut dyn Gpu) -> Result<LaunchTimes, DeviceError> {
     let room = gpu.allocate(3 * WIDTH * 4)?;
-    let launch = norm([0, 1, 2].map(|index| room.part(index * WIDTH * 4, WIDTH * 4)));
+    let [x, w, y] = [0, 1, 2].map(|index| room.part(index * WIDTH * 4, WIDTH * 4));
+    let launch = rms_norm(1, WIDTH, 1e-6, x, w, y);
     let mut times = LaunchTimes { launch: f64::INFINITY, commit: f64::INFINITY, wait: f64::INFINITY };
     let micros = |begin: Instant| begin.elapsed().as_secs_f64() * 1e6;
     for _ in 0..100 {
@@ -68,7 +59,7 @@ fn at_the_end(gpu: &mut dyn Gpu, len: usize) -> Result<bool, DeviceError> {
     let ones = [1f32.to_bits(); WIDTH];
     gpu.write_words(x, &ones)?;
     gpu.write_words(w, &ones)?;
-    gpu.launch(&norm([x, w, y]))?;
+    gpu.launch(&rms_norm(1, WIDTH, 1e-6, x, w, y))?;
     gpu.wait()?;
     let normed = gpu.read_floats(y)?.iter().all(|value| (value - 1.0).abs() < 1e-5);
     gpu.release(long.buffer);
