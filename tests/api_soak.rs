@@ -6,25 +6,17 @@
 
 #[path = "api/client.rs"]
 mod client;
+#[path = "support/process_memory.rs"]
+mod process_memory;
 #[path = "api/server.rs"]
 mod server;
 
+use process_memory::{memory, open_files};
 use serde_json::json;
 use server::{Server, Setup};
 use std::{sync::Arc, time::Duration};
 
 const TEXT: &str = "/v1/completions";
-
-/// Number of open file descriptors of this process.
-fn descriptors() -> usize {
-    std::fs::read_dir("/proc/self/fd").unwrap().count()
-}
-
-/// Resident memory of this process in bytes.
-fn memory() -> usize {
-    let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
-    statm.split(' ').nth(1).unwrap().parse::<usize>().unwrap() * 4096
-}
 
 /// Sends a request and checks the answer. For some values of `number`, the client disconnects early.
 async fn request(server: &Server, number: usize) {
@@ -65,7 +57,7 @@ async fn disconnected_clients_leak_nothing() {
         request(&server, number).await;
     }
     server.idle().await;
-    let (files_before, memory_before) = (descriptors(), memory());
+    let (files_before, memory_before) = (open_files("self"), memory("self", "VmRSS"));
     for number in 0..200 {
         request(&server, number).await;
         if number % 20 == 0 {
@@ -86,16 +78,16 @@ async fn disconnected_clients_leak_nothing() {
     }
     server.idle().await;
     // The server closes abandoned connections some time later.
-    let mut files_after = descriptors();
+    let mut files_after = open_files("self");
     for _ in 0..200 {
         if files_after <= files_before + 4 {
             break;
         }
         tokio::time::sleep(Duration::from_millis(50)).await;
-        files_after = descriptors();
+        files_after = open_files("self");
     }
     assert!(files_after <= files_before + 4, "{files_before} descriptors became {files_after}");
-    let grown = memory().saturating_sub(memory_before);
+    let grown = memory("self", "VmRSS").saturating_sub(memory_before);
     assert!(grown < 32 << 20, "memory grew by {} KiB", grown >> 10);
     assert_eq!(server.engine.load(), (0, 0));
 }

@@ -9,11 +9,11 @@ use crate::{
 };
 use moestro::{
     config::Switch,
-    device::{Binding, CommandQueue, CommandStatus, CpuArithmetic, Driver, Gpu, Launch, Region, Timeline},
+    device::{CommandQueue, CommandStatus, CpuArithmetic, Driver, Gpu, Launch, Region, Timeline},
     error::ModelError,
     experts::ReadMode,
     model::{LoadOptions, Model, Qwen, Rows, StoreOptions},
-    ops::check,
+    ops::{check, norm::rms_norm},
     platform::os::MemoryLevel,
     tools::doctor,
 };
@@ -283,13 +283,7 @@ fn norm(allocate: &mut dyn FnMut(usize) -> Region) -> Launch {
 }
 
 fn norm_of(x: Region, w: Region, y: Region) -> Launch {
-    Launch {
-        kernel: "rms_norm",
-        args: vec![64, 1, 1e-6f32.to_bits()],
-        bindings: vec![Binding::read(x), Binding::read(w), Binding::write(y)],
-        grid: [1, 1, 1],
-        threads: 256,
-    }
+    rms_norm(1, 64, 1e-6, x, w, y)
 }
 
 #[test]

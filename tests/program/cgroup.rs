@@ -71,7 +71,7 @@ fn peak_memory_stays_under_the_limit() {
     for limit in [100, 130, 180, 300].map(|mib| mib * MIB) {
         for io in ["direct", "buffered"] {
             if let Some(group) = &group {
-                group.set(limit + limit / 10 + 4096);
+                group.set_margin(limit);
             }
             let output = bench(&dir, group.as_ref(), limit, io);
             let stderr = String::from_utf8_lossy(&output.stderr);
@@ -102,11 +102,8 @@ fn peak_memory_stays_under_the_limit() {
 #[test]
 fn image_memory_stays_under_the_limit() {
     let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/vision");
-    let group = Group::new();
     let limit = 300 * MIB;
-    if let Some(group) = &group {
-        group.set(limit + limit / 10 + 4096);
-    }
+    let group = Group::with_margin(limit);
     let output = crate::group::command(group.as_ref())
         .arg("bench")
         .arg(fixture.join("mlx_4bit"))
@@ -139,11 +136,8 @@ fn png(side: u32, is_noise: bool) -> Vec<u8> {
 #[test]
 fn hostile_images_stay_under_the_limit() {
     let fixture = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/vision/mlx_4bit");
-    let group = Group::new();
     let limit = 300 * MIB;
-    if let Some(group) = &group {
-        group.set(limit + limit / 10 + 4096);
-    }
+    let group = Group::with_margin(limit);
     let limit_text = limit.to_string();
     let server = crate::process::Process::spawn(
         crate::group::command(group.as_ref()),
@@ -182,11 +176,8 @@ fn full_prompt_cache_stays_in_plan() {
     let root = tempfile::tempdir().unwrap();
     let (dir, checkpoints) = (root.path().join("model"), root.path().join("checkpoints"));
     model(&dir);
-    let group = Group::new();
     let limit = 150 * MIB;
-    if let Some(group) = &group {
-        group.set(limit + limit / 10 + 4096);
-    }
+    let group = Group::with_margin(limit);
     let (limit_text, dir_text) = (limit.to_string(), checkpoints.to_str().unwrap());
     let args = [
         "--memory-limit",
@@ -235,11 +226,8 @@ fn full_sequences_stay_in_plan() {
     let root = tempfile::tempdir().unwrap();
     let dir = root.path().join("model");
     model(&dir);
-    let group = Group::new();
     let limit = 150 * MIB;
-    if let Some(group) = &group {
-        group.set(limit + limit / 10 + 4096);
-    }
+    let group = Group::with_margin(limit);
     let limit_text = limit.to_string();
     let server = crate::process::Process::spawn(
         crate::group::command(group.as_ref()),

@@ -1,7 +1,11 @@
 //! Tests many clients of one server: the memory and the files that the process uses must not grow with the number of
 //! requests.
 
-use crate::{process::Process, process_memory::memory};
+use crate::{
+    formats::Source,
+    process::Process,
+    process_memory::{memory, open_files},
+};
 use serde_json::{Value, json};
 use std::{
     sync::atomic::{AtomicUsize, Ordering},
@@ -12,8 +16,7 @@ const CLIENTS: usize = 16;
 
 /// Number of resident bytes and of open files of the server.
 fn held(server: &Process) -> (u64, usize) {
-    let files = std::fs::read_dir(format!("/proc/{}/fd", server.id())).unwrap().count();
-    (memory(server.id(), "VmRSS"), files)
+    (memory(server.id(), "VmRSS"), open_files(server.id()))
 }
 
 /// Sends `count` requests of random size from 16 clients.
@@ -27,12 +30,10 @@ fn send(server: &Process, count: usize, seed: usize) {
                     if number >= count {
                         return;
                     }
-                    let dice = |salt: usize, sides: usize| {
-                        let mixed = (number * 31 + seed * 17 + salt).wrapping_mul(0x9E37_79B9_7F4A_7C15);
-                        (mixed >> 33) % sides
-                    };
-                    let prompt: Vec<usize> = (0..1 + dice(1, 200)).map(|at| 100 + dice(at + 9, 1500)).collect();
-                    let body = json!({"prompt": prompt, "max_tokens": 1 + dice(2, 16), "n": 1 + dice(3, 2)});
+                    let mut random = Source::new(&[], (seed * 1_000_000 + number) as u64);
+                    let (max_tokens, n) = (1 + random.below(16), 1 + random.below(2));
+                    let prompt: Vec<usize> = (0..1 + random.below(200)).map(|_| 100 + random.below(1500)).collect();
+                    let body = json!({"prompt": prompt, "max_tokens": max_tokens, "n": n});
                     let answer = server.ask("POST", "/v1/completions", &body.to_string());
                     let answer: Value = serde_json::from_str(&answer).unwrap();
                     assert!(answer["choices"].is_array(), "{answer}");
@@ -42,8 +43,7 @@ fn send(server: &Process, count: usize, seed: usize) {
     });
 }
 
-/// The environment variable `MOESTRO_REQUESTS` sets the number of requests. The figure in the documentation is for
-/// 10,000 requests.
+/// The environment variable `MOESTRO_REQUESTS` sets the number of requests.
 #[test]
 #[ignore = "long: hundreds of requests"]
 fn many_requests_leak_nothing() {

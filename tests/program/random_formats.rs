@@ -66,10 +66,7 @@ fn chat(more: Value) -> Value {
 
 #[test]
 fn random_formats_are_answered_or_refused() {
-    let group = Group::new();
-    if let Some(group) = &group {
-        group.set(LIMIT + LIMIT / 10 + 4096);
-    }
+    let group = Group::with_margin(LIMIT);
     let args = ["--memory-limit", &LIMIT.to_string(), "--max-prompt-tokens", MAX_PROMPT];
     let server = Process::spawn(crate::group::command(group.as_ref()), &args);
     let port = server.port;

@@ -28,6 +28,22 @@ impl Group {
         })
     }
 
+    /// A group for a process with this memory limit. Without the permission to create a group, prints a note and returns
+    /// `None`.
+    pub fn with_margin(limit: u64) -> Option<Self> {
+        let group = Self::new();
+        match &group {
+            Some(group) => group.set_margin(limit),
+            None => eprintln!("cannot create a memory control group: limits are measured, not enforced"),
+        }
+        group
+    }
+
+    /// Lets the kernel kill a process that exceeds this memory limit by more than 10 %.
+    pub fn set_margin(&self, limit: u64) {
+        self.set(limit + limit / 10 + 4096);
+    }
+
     pub fn set(&self, bytes: u64) {
         self.try_set(bytes).unwrap();
     }
