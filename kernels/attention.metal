@@ -19,7 +19,7 @@ FN uint split_size(CONSTANT AttentionArgs& a, uint position) {
   return size;
 }
 
-// Stores a row of the cache. A lane has the values of columns lane, lane + 32, ..
+// Stores a row of the cache. A lane has the values of columns lane, lane + 32, ...
 FN void store_row(DEVICE float* row, uint dim, THREAD const float* v THREAD_IDS_PARAM) {
   UNROLL for (uint j = 0; j < MAX_DIM / 32; j++)
     if (lane + 32 * j < dim) row[lane + 32 * j] = v[j];
@@ -89,7 +89,8 @@ template <class T> FN void prefetch_kv(DEVICE const T* keys, DEVICE const T* val
   PREFETCH(values + ulong(p) * pitch, bytes);
 }
 
-// The column of a lane's value `j`. The lanes of a simdgroup load adjacent 16 bytes of floats, or 4 of integers.
+// The column of a lane's value `j`. A lane loads 16 bytes of floats or 4 bytes of integers at a time, adjacent to the
+// bytes of the next lane.
 FN uint lane_column(DEVICE const float*, uint j THREAD_IDS_PARAM) { return 4 * lane + j / 4 * 128 + j % 4; }
 FN uint lane_column(DEVICE const short*, uint j THREAD_IDS_PARAM) { return 2 * lane + j / 2 * 64 + j % 2; }
 

@@ -1,6 +1,7 @@
 // Attention to the blocks of positions that an indexer selects for each row: see src/ops/block_attention/mod.rs.
 //
-//   index_rows        norms and rotates the indexer's queries, stores raw keys in the ring, closes blocks
+//   index_rows        norms and rotates the indexer's queries, stores raw keys in the ring, computes the keys of blocks
+//                     that are now complete (closed)
 //   index_scores      the score of each closed block
 //   index_select      the blocks with the highest scores, in ascending order
 //   block_attention   attention to these blocks and to the open one, with the gate
@@ -32,8 +33,8 @@ FN float sum_lanes(THREAD const float* l) {
 
 // Head h of a row is a query. The row after the queries is the raw key, which is stored in the ring. If the raw key is
 // the last of its block, the key of the block is computed as well. `rope` [tokens, rope_dim / 2, 2] holds cosines and
-// sines. A row of the ring has the raw key, then its rotation. The ring's rows of earlier calls are read, and no row of
-// this call overwrites them. Grid (heads + 1, tokens), 32 threads.
+// sines. A row of the ring has the raw key, then the cosines and sines of its position. The ring's rows of earlier
+// calls are read, and no row of this call overwrites them. Grid (heads + 1, tokens), 32 threads.
 KERNEL(index_rows, ARGS(BlockArgs, a), IN(float, index, 1), IN(float, q_norm, 2), IN(float, k_norm, 3), IN(float, rope, 4),
        IN(uint, table, 5), OUT(float, queries, 6), OUT(float, keys, 7), OUT(float, recent, 8)) {
   SHARED(float, x, MAX_DIM);

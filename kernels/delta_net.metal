@@ -73,7 +73,8 @@ KERNEL(causal_conv, ARGS(DeltaArgs, a), IN(float, all_proj, 1), IN(float, replay
     BARRIER();  // before the next token overwrites part
     for (uint i = tid; i < size; i += 128) out[ulong(t) * channels + first + i] *= scale;
   }
-  // Only the first tokens read the state, and a thread reads and writes only its own columns.
+  // Only the threadgroups of the first tokens read the state, and each thread reads and writes only its own columns. So
+  // the state can be overwritten without a barrier.
   if (a.committed == 0 || begin != 0) return;
   for (uint i = tid; i < size; i += 128) {
     const uint c = first + i;

@@ -36,7 +36,8 @@ FN void hadamard(uint dim, uint t, uint threads, THREADGROUP float* x THREAD_IDS
 // Rounds half to even. |x| is at most 2^22.
 FN int nearest(float x) { return int(as_type<uint>(x + 12582912.0f) - 0x4b400000u); }
 
-// Quantises `x`, which is already transformed, to one row. 32 threads: a lane has one value of each group.
+// Quantises `x`, which is already multiplied by the Hadamard matrix, to one row. 32 threads: a lane has one value of
+// each group.
 template <uint BITS>
 FN void quantise_row(uint dim, DEVICE uchar* row, THREADGROUP float* x THREAD_IDS_PARAM) {
   for (uint g = 0; g < dim / GROUP; g++) {

@@ -11,7 +11,7 @@
 // head by the head's factor 1 / rms.
 //
 // Grid (ceil(tokens / TOKENS), sum over matrices of ceil(rows / 16), or of ceil(rows / 4) with split_k), 128 threads. A
-// product without a norm that is not added to y, such as the shared expert's down, is never split, so that its sums
+// product without a norm that is not added to y, such as the shared expert's down, never uses split_k, so that its sums
 // equal those of moe_down.
 
 struct LinearArgs {
@@ -21,7 +21,7 @@ struct LinearArgs {
   Matrix m[4];
 };
 
-struct ConvArgs { LinearArgs product; uint replay; };                      // rows between the state and x
+struct ConvArgs { LinearArgs product; uint replay; };                    // replayed rows, between the state's rows and x
 struct HeadsArgs { LinearArgs product; uint heads, size; float eps; };   // heads of x, columns per head
 
 enum { PLAIN, NORMED, CONV, HEAD_NORM };
@@ -38,7 +38,9 @@ struct Fused {
 };
 
 enum { ROWS = 4, BLOCK = 16 };  // rows of W per simdgroup, and per threadgroup
-enum { SPLIT_K_MAX_ROWS = 4096 };            // Up to this many rows in a launch, the four simdgroups of a threadgroup share ROWS rows: each has every fourth group of 32 chunks.
+// Up to this many rows in a launch, the four simdgroups of a threadgroup share ROWS rows (split_k). Each simdgroup has
+// every fourth group of 32 chunks.
+enum { SPLIT_K_MAX_ROWS = 4096 };
 
 // Loads chunk `c` of x * w (or of x) and returns its sum. Values past the end of the row are 0.
 template <bool NORM> FN float load_any(DEVICE const float* x, DEVICE const float* w, uint c, uint cols, THREAD float* v) {
@@ -54,8 +56,8 @@ FN float squares_any(DEVICE const float* x, uint c, uint cols) {
   return sum;
 }
 
-// Sums the squares of the heads of rows `first`.. of x in quarters, one quarter per simdgroup. Each value of `squares`
-// is a sum over four columns.
+// Sums the squares of each head of rows `first`.. of x in four parts, one per simdgroup. Each value of `squares` is a
+// sum over four columns.
 template <uint TOKENS>
 FN void sum_quarters(CONSTANT LinearArgs& a, uint first, DEVICE const float* squares, THREAD const Fused& at THREAD_IDS_PARAM) {
   const uint count = at.size / 4, quarter = (count + 3) / 4, begin = sg * quarter, end = min(begin + quarter, count);

@@ -14,7 +14,9 @@
 // from the trunk. Sums are added in rank order, so the order of reads does not change the result.
 
 enum : uint { NO_SLOT = 0xffffffffu };
-enum { UP_ROWS = 2, DOWN_ROWS = 4, UP_GROUPS = 4, JOB_TOKENS = 2 };  // rows at a time; simdgroups; assignments at a time
+// UP_ROWS: rows of gate and of up that a simdgroup computes at a time. DOWN_ROWS: the same for down. UP_GROUPS:
+// simdgroups of a threadgroup for gate and up. JOB_TOKENS: assignments of a job that are computed at a time.
+enum { UP_ROWS = 2, DOWN_ROWS = 4, UP_GROUPS = 4, JOB_TOKENS = 2 };
 enum { DOWN_PARTS = 2 };                                             // moe_down computes DOWN_PARTS * DOWN_ROWS rows per threadgroup
 
 struct ExpertsArgs {

@@ -1,8 +1,8 @@
 // Reading quantised weights in the encodings of MLX checkpoints. Part of every kernel file.
 //
 // A lane reads 16 consecutive values of a row at a time, a *chunk*. The n-bit codes of a chunk are n 16-bit words,
-// and a chunk never crosses a group. Codes, scales and biases start at 16-byte boundaries. A row of codes is a
-// multiple of what one load reads.
+// and a chunk never crosses a group. Codes, scales and biases start at 16-byte boundaries. The length of a row of codes
+// is a multiple of the bytes that one load reads.
 
 enum Format { MXFP4 = 20, NVFP4 = 21, MXFP8 = 22, DENSE = 30 };  // the value of an affine format is its number of bits
 enum Float { F32 = 0, F16 = 1, BF16 = 2 };
@@ -282,8 +282,8 @@ FN ulong page_row(DEVICE const uint* table, uint kv_heads, uint head, uint posit
   return (ulong(table[position / PAGE]) * kv_heads + head) * PAGE + position % PAGE;
 }
 
-// A row of the cache: `dim` floats, or `dim` 16-bit integers and one f32 scale for all of them, low half first. The
-// integers have half the bytes, and their error is at most 2e-5 of the row's largest value.
+// A row of the cache: `dim` floats, or `dim` 16-bit integers and one f32 scale for all of them. The low 16 bits of the
+// scale come first. Integers take half the bytes of floats, and their error is at most 2e-5 of the row's largest value.
 FN uint cache_pitch(DEVICE const float*, uint dim) { return dim; }
 FN uint cache_pitch(DEVICE const short*, uint dim) { return dim + 2; }
 FN float cache_scale(DEVICE const float*, uint) { return 1.0f; }

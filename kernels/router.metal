@@ -5,7 +5,7 @@
 // the CPU need not see the ids. weights[k] of a token is the weight of the shared expert: sigmoid of its gate, in
 // column `gate_at` of the scores.
 //
-// At most 1024 experts, of which 31 are selected. Grid (tokens), 32 threads.
+// At most 1024 experts, and at most 31 per token. Grid (tokens), 32 threads.
 
 struct RouteArgs { uint experts, k, width, gate_at, shared, renormalise; };
 

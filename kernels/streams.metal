@@ -1,6 +1,6 @@
 // Several residual streams: the mixture that a part of a layer reads, the result that each stream gets, and the rows of
-// an n-gram table that are added to all streams. `src/ops/streams` and `src/ops/ngram` have the formulas. A row is all
-// streams, one after the other.
+// an n-gram table that are added to all streams. `src/ops/streams` and `src/ops/ngram` have the formulas. C is the
+// number of streams. A row is all streams, one after the other.
 
 struct StreamArgs {
   uint streams, hidden;

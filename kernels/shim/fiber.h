@@ -96,7 +96,7 @@ inline void hand_over(Fiber& f, Fiber& next) {
   go_to(&f.sp, next, false);
   after(true);
 }
-// `entry` must leave or switch at its end.
+// Runs `entry`, which must end with `leave` or `hand_over` and never returns.
 [[noreturn]] inline void fiber_main() {
   after(true);
   running->entry();

@@ -249,7 +249,7 @@ inline void tile_fma(SumTile& sum, const HalfTile& a, const HalfTile& b) {
     for (uint k = 0; k < 16; k++) sum.v[i] += rows[i / 2 % 2][k] * columns[i % 2 + i / 4 * 2][k];
   products += 128;
 }
-// The first eight rows: an even pair of a lane's sums.
+// tile_fma for the first eight rows only. Of each four of a lane's sums, the first two are in these rows.
 inline void tile_fma_top(SumTile& sum, const HalfTile& a, const HalfTile& b) {
   float row[16], columns[4][16];
   half_row(a, tile_row(0), row);

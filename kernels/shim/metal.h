@@ -23,7 +23,7 @@ using namespace metal;
                    uint tid [[thread_index_in_threadgroup]],    \
                    uint lane [[thread_index_in_simdgroup]],     \
                    uint sg [[simdgroup_index_in_threadgroup]])
-// Barriers between launches already provide the order.
+// On CUDA, AWAIT waits for earlier launches. On Metal, barriers between launches already provide the order.
 #define AWAIT() ((void)0)
 #define PREFETCH(p, bytes) ((void)(p), (void)(bytes))
 #define PEEK(p) (*(p))

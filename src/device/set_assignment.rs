@@ -1,7 +1,7 @@
 //! Assigns buffers to Metal's residency sets.
 //!
-//! macOS grants and revokes residency per set. After a revocation, macOS 27 makes a whole set resident again. Buffers
-//! are therefore spread over several sets.
+//! macOS grants and revokes residency per set. If it revokes the residency of a set, all buffers of the set must become
+//! resident again. Buffers are therefore spread over several sets.
 
 /// Maximum number of residency sets of a Metal command queue.
 const MAX_SETS: usize = 32;

@@ -179,7 +179,8 @@ pub trait Model: HiddenStates + Send + 'static {
     /// Appends `ids` to the sequence. The logits do not depend on how `ids` are split into calls, with one exception. A
     /// GPU computes prompts in half precision, so a row's bytes depend on whether its call has one row or several.
     ///
-    /// # Errors After any error, [`ModelError::GivenUp`] included, `state` is unusable.
+    /// # Errors
+    /// After any error, [`ModelError::GivenUp`] included, `state` is unusable.
     fn forward_with(
         &mut self,
         state: &mut Self::State,
@@ -191,7 +192,8 @@ pub trait Model: HiddenStates + Send + 'static {
     /// Appends one token to each of several sequences. Returns the logits after each token. The logits have the same
     /// bytes as if each sequence ran alone.
     ///
-    /// # Errors After any error, all states are unusable.
+    /// # Errors
+    /// After any error, all states are unusable.
     fn forward_each(&mut self, rows: &mut [(&mut Self::State, u32)]) -> Result<Logits, ModelError> {
         let mut all = Logits::default();
         for (state, id) in rows {

@@ -173,7 +173,8 @@ impl Qwen {
     /// Sets the number of bits of keys and values for new sequences. Older sequences can only continue after the old
     /// value is set again. Does not change the memory plan.
     ///
-    /// # Errors The device does not support the format.
+    /// # Errors
+    /// The device does not support the format.
     pub fn set_kv_bits(&mut self, bits: KvBits) -> Result<(), ModelError> {
         let ModelParts { config, plan, .. } = &self.parts;
         let device = self.device.get_mut();

@@ -33,8 +33,8 @@ pub struct DeviceFigures {
     pub gpu: Option<String>,
     /// Rate at which a large 4-bit matrix is multiplied by a vector, in bytes of the matrix per second.
     pub matrix_rate: f64,
-    /// Time that does not depend on the bytes read, computed from two models in memory. `None` if these models do not
-    /// fit.
+    /// Time of a layer and of a token that does not depend on the bytes read, computed from the decoding speeds of two
+    /// models in memory. `None` if these models do not fit in memory.
     pub overhead: Option<Overhead>,
     /// Seconds from a launch to the end of the wait for its result. A streamed layer waits once.
     pub wait: f64,

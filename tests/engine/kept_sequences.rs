@@ -76,8 +76,8 @@ fn requests_with_other_salts_share_no_state() {
 
 #[test]
 fn short_salted_prompts_are_not_confused() {
-    // The keys of fewer than eight tokens contain only a part of the salt's hash, so the cache has no snapshot of such
-    // prompts.
+    // The cache identifies a prompt by one key per token, and the first eight keys together contain the salt's hash.
+    // The cache takes no snapshot of a shorter prompt with a salt, whose keys contain only a part of the hash.
     let (handle, ..) = engine(&MockModel::default(), Options { prompt_cache: 1 << 20, ..options() });
     for salt in [Some("a"), Some("b"), None] {
         assert_eq!(cached(&handle, &[30, 31, 32], salt), 0, "{salt:?}");

@@ -433,7 +433,7 @@ fn attention_matches_reference() {
     attend_case(op(4, 1, 128, 32, 9), 6, 3);
     attend_case(op(3, 3, 20, 10, 7), 2, 1);
     attend_case(op(4, 2, 64, 16, 100), 62, 4);
-    attend_case(op(6, 2, 64, 16, 150), 120, 25); // several threadgroups, across a block of keys
+    attend_case(op(6, 2, 64, 16, 150), 120, 25); // several threadgroups, across the boundary of a block of keys
     attend_case(op(2, 1, 20, 10, 8200), 8190, 4); // the split size doubles
     attend_case(AttentionShape { format: KvFormat::I16, ..op(8, 1, 256, 64, 40) }, 11, 3);
     attend_case(AttentionShape { format: KvFormat::I16, ..op(2, 1, 64, 16, 20) }, 3, 2);
@@ -470,7 +470,8 @@ fn cached_rows_have_the_cpu_bytes() {
         AttentionShape { heads: 2, kv_heads: 2, dim, rope_dim: 64, eps: 1e-6, context: 16, format, recent: None };
     let mut random = Random(77);
     let mut proj = random.normals(tokens * shape.width());
-    // Each entry has a row and the factor of its first values, so that rows are all zero, tiny, large or not finite.
+    // Each entry has a row and the factor for the values of its first KV head, which become zero, tiny, large or not
+    // finite.
     let value = |token: usize| token * shape.width() + (2 * shape.heads + shape.kv_heads) * dim;
     for (token, factor) in [(1, 0.0), (2, 1e-36), (3, 1e30), (4, f32::INFINITY), (5, f32::NAN), (6, 1e-4)] {
         proj[value(token)..][..dim].iter_mut().for_each(|value| *value *= factor);
@@ -481,8 +482,8 @@ fn cached_rows_have_the_cpu_bytes() {
     let expected = stored(&mut cpu, &shape, &proj, &norm);
     let found = stored(&mut gpu, &shape, &proj, &norm);
     assert!(found[1] == expected[1], "values are stored as they are");
-    // Norm and rotation add in another order. A key may therefore round to the next integer, and a scale to the next
-    // float.
+    // The GPU's norm and rotation add in another order than the CPU's. A key may therefore round to the next integer,
+    // and a scale to the next float.
     let words = |bytes: &[u8]| bytes.as_chunks().0.iter().map(|pair| i32::from(i16::from_le_bytes(*pair))).collect();
     let [found, expected]: [Vec<i32>; 2] = [&found[0], &expected[0]].map(|bytes| words(bytes));
     let off = found.iter().zip(&expected).map(|(found, expected)| (found - expected).abs()).max();

@@ -57,7 +57,8 @@ fn forward_pass_matches_reference() {
             println!(
                 "{bits} bits, {math:?}: off by {off:.1e}, mean {mean:.1e}; effect of rounding: {effect:.1e}, mean {all:.1e}"
             );
-            // A value halfway between two integers may round to the other integer, because f32 is not f64.
+            // The reference computes in f64, so a value that is almost halfway between two integers may round to the
+            // other integer.
             assert!(mean < all / 8.0, "{bits} bits, {math:?}: {mean} of {all}");
         }
     }

@@ -249,7 +249,7 @@ fn drafts_and_kv_bits_change_nothing() {
 #[test]
 #[ignore = "long: two answers of 450 tokens"]
 fn preempted_answers_are_as_alone() {
-    // The context has four pages. Both answers can start, but there are not enough pages for three pages each.
+    // The pool has four pages. Both answers can start, but each of them needs three pages at its end.
     let setup = Setup { context: 1024, cached_snapshots: 0, ..Setup::default() };
     let mut dice = Dice(3);
     let mut request =

@@ -388,8 +388,8 @@ fn engine_with_mtp_drafts_keeps_answers() {
     }
 }
 
-/// A synthetic model with the released indexer, below and above its budget of 2,051 positions. Up to this budget, a
-/// query attends to all positions. Chunks start and end before, at and after the budget.
+/// A synthetic model with the released model's indexer, below and above the indexer's budget of 2,051 positions. Up to
+/// this budget, a query attends to all positions. Chunks start and end before, at and after the budget.
 #[test]
 fn synthetic_model_matches_reference_across_budget() {
     let real = Dimensions::of_flash_next();

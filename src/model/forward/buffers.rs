@@ -154,7 +154,7 @@ impl Buffers {
         let (mixer, ffn) = ([proj, mixed, values, of_y], [act, out]);
         let stride = |words: &usize| words.next_multiple_of(ALIGN_WORDS);
         let strides = |all: &[usize]| all.iter().map(stride).sum::<usize>();
-        // A call must not exceed the rings of recent positions.
+        // A ring of recent positions has room for the rows of one call of at most `MAX_RING_BLOCK` rows.
         let has_rings = config.indexer.is_some() || !config.ngrams.is_empty();
         let block = rows.min(limits.max_mixer_rows).min(if has_rings { MAX_RING_BLOCK } else { usize::MAX });
         let both = take(rows * strides(&ffn) + block * strides(&mixer).saturating_sub(strides(&ffn)))?;

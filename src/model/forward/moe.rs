@@ -3,7 +3,7 @@
 //! ```text
 //! h --rms_norm--> x --+-- router --> ids --> fetch --> hits ----------> experts --+
 //!                     |                        |                                  |
-//!                     |                        +-- reads --> as they land --------+--> sum in rank order --> h
+//!                     |                        +-- reads --> as they complete ----+--> sum in rank order --> h
 //!                     +-- shared expert, while the disk reads --------------------+
 //! ```
 //!
@@ -22,8 +22,8 @@ use crate::{
     ops::{CombineExperts, ExpertGroup, ExpertSet, Experts, MoeWeights, NO_SLOT, Norm, Router},
 };
 
-/// Number of prompt rows that predict the next layer's experts. A sample of rows is enough: the experts that the sample
-/// chooses most often are also those that all rows choose most often.
+/// Maximum number of prompt rows that predict the next layer's experts. The limit bounds the time of the prediction. A
+/// wrong prediction costs only a useless read.
 const PREDICTING_ROWS: usize = 64;
 
 /// `h += sum(weight * expert(x)) + sigmoid(w_sg x) * shared(x)`, `x = rms_norm(h)`. Predicts the experts of `next`, the

@@ -1,7 +1,8 @@
 //! Undoing speculative rows of a delta net.
 //!
 //! Attention can forget rejected draft tokens by shortening its KV cache. A delta net cannot: its recurrent state is a
-//! sum over all tokens and has no inverse. Copying the state before each verify would cost 126 MB for the 35B.
+//! sum over all tokens and has no inverse. Copying the state before each verify would read and write 63 MB each for the
+//! 35B.
 //!
 //! Instead, a verify reads the state but does not write it. The verify keeps the projected inputs of its rows in a
 //! *replay buffer*. Rejecting rows shortens the buffer. The next pass first replays the rows that were accepted, in

@@ -160,8 +160,8 @@ pub struct QwenState {
 pub fn kv_shape(config: &Config, limits: &BackendLimits, bits: KvBits, context: usize, rows: usize) -> AttentionShape {
     let shape = AttentionShape { context, ..config.attention };
     let Some(quantised) = bits.format() else { return AttentionShape { format: limits.kv_format, ..shape } };
-    // Large enough that no recent position is overwritten before a snapshot inside a pass needs it, or before rows are
-    // rejected.
+    // The ring of recent positions is so large that a pass overwrites no position that a snapshot inside the pass, or
+    // the rejection of its rows, still needs.
     let capacity = (rows + 2 * RECENT).next_multiple_of(RECENT);
     AttentionShape { format: quantised, recent: Some(RecentRing { capacity, format: limits.recent_format }), ..shape }
 }
@@ -176,7 +176,8 @@ pub fn kv_bytes_per_token(config: &Config, format: KvFormat) -> u64 {
 /// For each ring: its number of rows, floats per row, and the rows that snapshots keep.
 fn ring_sizes(config: &Config, block: usize) -> Vec<(usize, usize, KeptRows)> {
     let mut sizes = Vec::new();
-    // A verify may have several calls, and all of its rows except the first can be rejected.
+    // A verify pass may split its rows into several calls of the mixer, and may reject all of its rows except the
+    // first.
     let block = block.max(MAX_VERIFY_ROWS);
     for (layer, full) in config.full.iter().enumerate() {
         if let Some(ngram) = config.ngrams.iter().find(|ngram| ngram.layer == layer) {

@@ -3,7 +3,7 @@
 //! ```text
 //! x = patches W^T + b + positions                N patches are N rows of `hidden` values, in block order
 //! for each block:
-//!     x = x + proj(attention(norm1(x)))          every patch sees every other one; 2-D RoPE
+//!     x = x + proj(attention(norm1(x)))          every patch attends to every other one; 2-D RoPE
 //!     x = x + fc2(gelu(fc1(norm2(x))))           gelu: the tanh form
 //! y = norm(x), the merge^2 patches of a block side by side
 //! rows = fc2(gelu(fc1(y)))                       gelu: the exact form
@@ -37,8 +37,9 @@ pub struct VisionTower {
 impl VisionTower {
     /// Computes the rows `[tokens, out_hidden]` of an image. Calls `keep_going` before each block.
     ///
-    /// # Errors Fails with [`ModelError::GivenUp`] if `keep_going` returns false. Also fails if weights cannot be read,
-    /// or if the device fails.
+    /// # Errors
+    /// Fails with [`ModelError::GivenUp`] if `keep_going` returns false. Also fails if weights cannot be read, or if
+    /// the device fails.
     pub fn rows(&self, image: &Image, keep_going: Option<&dyn Fn() -> bool>) -> Result<Vec<f32>, ModelError> {
         let Self { config, limits, weights } = self;
         let pixels = &image.pixels;

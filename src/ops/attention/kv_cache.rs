@@ -1,9 +1,9 @@
-//! Rows of the KV cache, one for each position, in pages `[KV, PAGE, row]` or a ring `[KV, N, row]`.
+//! Rows of the KV cache, one for each position, in pages `[kv_heads, PAGE, row]` or a ring `[kv_heads, capacity, row]`.
 //!
-//! An f32 row is its D values. An i16 row is D integers and one f32 scale, stored as two i16, low half first. The scale
-//! is the row's largest magnitude divided by 32639. An i16 row has half the bytes of an f32 row. At long contexts,
-//! decoding spends most of its time reading the cache. The error of a value is at most 2e-5 of the row's largest value,
-//! less than that of bf16.
+//! An f32 row is its `dim` values. An i16 row is `dim` integers and one f32 scale, stored as two i16, low half first.
+//! The scale is the row's largest magnitude divided by 32639. An i16 row has half the bytes of an f32 row. At long
+//! contexts, decoding spends most of its time reading the cache. The error of a value is at most 2e-5 of the row's
+//! largest value, less than that of bf16.
 
 use super::{AttentionShape, KvFormat, KvWrite, MAX_HEAD_DIM, PAGE, RECENT, kv_quant};
 use crate::{

@@ -1,8 +1,9 @@
 //! Attention over quantized rows with AVX-512 VNNI. Gives the same bytes as [`super::kv_quant_cpu`].
 //!
-//! Keys are transposed sixteen at a time: lanes are keys, and the scales of a group are one vector. Queries are
-//! broadcast four bytes at a time, in two digits. Values are interleaved four positions at a time: lanes are
-//! dimensions. The weights of four positions are broadcast, in two digits.
+//! Keys are transposed sixteen at a time: lanes are keys, and the scales of a group are one vector. Values are
+//! interleaved four positions at a time: lanes are dimensions. Queries and weights are 16-bit integers, split into two
+//! *digits* (a high and a low byte) for byte multiply instructions. Four bytes of a query, or the weights of four
+//! positions, are broadcast at a time.
 //!
 //! Prefetches are spread evenly. A core tracks at most sixteen cache misses, and loads from L2 use the same sixteen
 //! entries.

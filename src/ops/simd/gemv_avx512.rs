@@ -175,7 +175,8 @@ unsafe fn partial<const BITS: usize, const GROUP: usize>(
 fn sum_vectors(v: [__m512i; 8]) -> __m512i {
     let halves = |a, b| _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
     let quarters = |a, b| _mm512_add_epi32(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
-    // Quarters: groups 0 to 3 and 4 to 7, each row's sum in two parts.
+    // In each 128-bit lane, `low` has the partial sums of vectors 0 to 3, and `high` those of vectors 4 to 7. Each row
+    // has two lanes of both.
     let low = quarters(halves(v[0], v[1]), halves(v[2], v[3]));
     let high = quarters(halves(v[4], v[5]), halves(v[6], v[7]));
     let first = _mm512_permutex2var_epi64(low, _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13), high);

@@ -182,7 +182,7 @@ unsafe fn load_block(from: *const u8, stride: usize, words: usize) -> [__m512i; 
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn transpose(mut a: [__m512i; ROWS]) -> [__m512i; ROWS] {
-    // Pairs of words, then fours, within quarters of the registers; then the quarters themselves.
+    // The first two steps transpose 4 x 4 words within 128-bit lanes. The last two steps transpose the lanes.
     let mut b = a;
     for i in 0..8 {
         b[2 * i] = _mm512_unpacklo_epi32(a[2 * i], a[2 * i + 1]);

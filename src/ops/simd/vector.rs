@@ -187,8 +187,8 @@ impl Vector for Avx512 {
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn sum_all(all: [Avx512; 16]) -> [f32; 16] {
-    // Reduces each register to one quarter: adds its upper half to its lower half, then adds the two quarters of the
-    // result.
+    // Reduces each vector to one 128-bit lane: adds its upper half to its lower half, then adds the two 128-bit lanes
+    // of the result.
     let halves = |at: usize| {
         let (a, b) = (all[at].0, all[at + 1].0);
         _mm512_add_ps(_mm512_shuffle_f32x4::<0x44>(a, b), _mm512_shuffle_f32x4::<0xee>(a, b))
@@ -197,7 +197,7 @@ fn sum_all(all: [Avx512; 16]) -> [f32; 16] {
         let (a, b) = (halves(at), halves(at + 2));
         _mm512_add_ps(_mm512_shuffle_f32x4::<0x88>(a, b), _mm512_shuffle_f32x4::<0xdd>(a, b))
     };
-    // Each quarter now holds four lanes of one vector. Adds 0 + 2 and 1 + 3, then both sums.
+    // Each 128-bit lane now holds four sums of one vector. Adds sums 0 + 2 and 1 + 3, then both results.
     let pairs = |at: usize| {
         let (a, b) = (quarters(at), quarters(at + 4));
         _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)))

@@ -23,7 +23,7 @@ pub(super) unsafe fn transpose_bytes(at: *const u8, stride: usize) -> [__m512i; 
         let both = _mm512_inserti64x4::<1>(_mm512_castsi256_si512(low), high);
         rows[row] = _mm512_xor_si512(both, _mm512_set1_epi8(-128));
     }
-    // Quarters: values 0..16 and 16..32 of four rows, then of the next four.
+    // The 128-bit lanes of `rows[0]` hold values 0..16 of row 0, values 16..32 of row 0, and the same values of row 4.
     let a = transpose_quarters([rows[0], rows[1], rows[2], rows[3]]);
     let b = transpose_quarters([rows[4], rows[5], rows[6], rows[7]]);
     let mut out = [_mm512_setzero_si512(); 8];
@@ -34,7 +34,7 @@ pub(super) unsafe fn transpose_bytes(at: *const u8, stride: usize) -> [__m512i; 
     out
 }
 
-/// Like [`transpose_bytes`], but for 4-bit codes. The codes are doubled.
+/// Like [`transpose_bytes`], but for 4-bit codes. Returns twice each code, because a code's value is `2 * code - 15`.
 ///
 /// # Safety
 /// 16 bytes are readable at `at` and at the next 15 multiples of `stride`.
@@ -104,7 +104,7 @@ pub(super) unsafe fn scales(at: *const u8, stride: usize, to: &mut [[__m512; 2]]
     }
 }
 
-/// In each quarter, word `w` of vector `v` becomes word `v` of vector `w`.
+/// In each 128-bit lane, the 32-bit word `w` of vector `v` becomes word `v` of vector `w`.
 #[inline]
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
 fn transpose_quarters(v: [__m512i; 4]) -> [__m512i; 4] {
@@ -129,18 +129,18 @@ pub(super) unsafe fn signed_bytes(at: *const u8, bits: usize) -> __m512i {
     let (mask, high) = (_mm256_set1_epi8(15), _mm256_srli_epi16::<4>(both));
     let low = _mm512_castsi256_si512(_mm256_and_si256(both, mask));
     let codes = _mm512_inserti64x4::<1>(low, _mm256_and_si256(high, mask));
-    // Each half holds sixteen values of the first group, then sixteen values of the second group.
+    // The 16-byte parts of `codes` hold values 0..16, 32..48, 16..32 and 48..64. The shuffle puts them in order.
     let codes = _mm512_shuffle_i32x4::<0xd8>(codes, codes);
     _mm512_sub_epi8(_mm512_add_epi8(codes, codes), _mm512_set1_epi8(15))
 }
 
-/// Interleaves four rows of 64 values: each lane gets one value of all four rows. The first and third vectors hold the
-/// first 32 values. The second and fourth vectors hold the last 32 values.
+/// Interleaves four rows of 64 one-byte values: each 32-bit word of the result holds the same value of all four rows.
+/// The first and third vectors hold the first 32 values. The second and fourth vectors hold the last 32 values.
 #[inline]
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
 pub(super) fn interleave(mut rows: [__m512i; 4]) -> [__m512i; 4] {
-    // Each quarter gets four values of the first group, four of the second, and the next four of both. This permutation
-    // comes first, because the following steps combine bytes of two rows.
+    // The 128-bit lane `i` gets four consecutive values of each quarter of the row: the 32-bit words `i`, `8 + i`,
+    // `4 + i` and `12 + i`. The unpack instructions below work within lanes, so each result then has one quarter.
     let order = _mm512_setr_epi32(0, 8, 4, 12, 1, 9, 5, 13, 2, 10, 6, 14, 3, 11, 7, 15);
     for row in 0..4 {
         rows[row] = _mm512_permutexvar_epi32(order, rows[row]);
