@@ -50,7 +50,7 @@ pub enum Command {
     /// Chat on the terminal; with a prompt or a pipe, print one answer
     #[command(alias = "chat")]
     Run(RunArgs),
-    /// Print one answer while it is generated
+    /// Print one answer as it is generated
     Generate(GenerateArgs),
     /// Serve models through OpenAI- and Anthropic-compatible APIs
     Serve(ServeArgs),
@@ -60,7 +60,7 @@ pub enum Command {
     Ps(PsArgs),
     /// Make a running server unload its model
     Stop(StopArgs),
-    /// Install and control a service of launchd or systemd
+    /// Run the server in the background, as a launchd or systemd service
     Service(ServiceArgs),
     /// Download a model from the Hugging Face hub
     Pull(PullArgs),
@@ -69,14 +69,14 @@ pub enum Command {
     List(ListArgs),
     /// Delete a model from this machine
     Rm(RmArgs),
-    /// Write a pack: one page-aligned record per expert, for faster reads
+    /// Copy a model's experts to a pack, which is faster to read: one page-aligned record per expert
     Pack(PackArgs),
     /// Show the memory plan of a model and its estimated speed on this machine
     #[command(alias = "show")]
     Info(InfoArgs),
-    /// Measure prefill, decode, cache hits, stalls and disk reads
+    /// Measure the speed of prefill and decode, expert cache hits, stalls and disk reads
     Bench(BenchArgs),
-    /// Check that this machine computes correctly, for a bug report
+    /// Check that this machine's CPU and GPU compute correctly
     Doctor(DoctorArgs),
     /// Show every setting of `serve` and its source
     Config(ServeArgs),
@@ -102,7 +102,8 @@ pub struct ServeArgs {
     /// Port to listen on; 0 means a free port
     #[arg(long, env = "MOESTRO_PORT", default_value_t = 5413, help_heading = "Server")]
     pub port: u16,
-    /// Serve Ollama's API on this port, too, for tools that support no other API [default: off; Ollama itself uses 11434]
+    /// Serve Ollama's API on this port, too, for tools that support no other API [default: off; Ollama itself uses
+    /// 11434]
     #[arg(long, env = "MOESTRO_OLLAMA_PORT", value_name = "PORT", hide_short_help = true, help_heading = "Server")]
     pub ollama_port: Option<u16>,
     /// API key that clients must send (`Authorization: Bearer KEY`)
@@ -121,29 +122,30 @@ pub struct ServeArgs {
     /// Origin whose web pages may call the API; * means any
     #[arg(long, env = "MOESTRO_CORS", value_name = "ORIGIN", value_parser = values::origin, hide_short_help = true, help_heading = "Server")]
     pub cors: Option<String>,
-    /// Host names of this server in URLs, separated by commas; on a loopback address, all other names but local ones are
-    /// refused
+    /// Host names that clients use for this server, separated by commas; a server on a loopback address refuses all
+    /// other names except local ones
     #[arg(long, env = "MOESTRO_ALLOWED_HOST", value_name = "NAMES", value_parser = values::hosts, hide_short_help = true, help_heading = "Server")]
     pub allowed_host: Option<String>,
     #[command(flatten)]
     pub parallel: ParallelArgs,
-    /// Maximum number of waiting requests; further ones get status 429
+    /// Maximum number of waiting requests; further requests get status 429
     #[arg(long, env = "MOESTRO_MAX_QUEUE", value_name = "N", default_value_t = 16, value_parser = values::from_0_to::<65_536>, hide_short_help = true, help_heading = "Server")]
     pub max_queue: usize,
     /// Time limit of a request in seconds, including its wait [default: no limit]
     #[arg(long, env = "MOESTRO_REQUEST_TIMEOUT", value_name = "SECS", value_parser = values::seconds, hide_short_help = true, help_heading = "Server")]
     pub request_timeout: Option<std::time::Duration>,
-    /// Maximum number of tokens of a prompt; longer ones get status 400 `context_length_exceeded`, so that agents shorten
-    /// them [default: the context]
+    /// Maximum number of tokens of a prompt; longer ones get status 400 `context_length_exceeded`, so that agents
+    /// shorten them [default: the context]
     #[arg(long, env = "MOESTRO_MAX_PROMPT_TOKENS", value_name = "N", value_parser = values::count, hide_short_help = true, help_heading = "Server")]
     pub max_prompt_tokens: Option<usize>,
     #[command(flatten)]
     pub home: ModelsDirArgs,
-    /// Keep Claude Code's `x-anthropic-billing-header:` in the prompt; it changes with every request, so the prompt cache
-    /// misses
+    /// Keep Claude Code's `x-anthropic-billing-header:` in the prompt; it changes with every request, so the prompt
+    /// cache misses
     #[arg(long, env = "MOESTRO_KEEP_BILLING_HEADER", value_parser = BoolishValueParser::new(), hide_short_help = true, help_heading = "Server")]
     pub keep_billing_header: bool,
-    /// Hosts that images may be fetched from, separated by commas, with a port unless it is the default port [default: none]
+    /// Hosts that images may be fetched from, separated by commas, with a port unless it is the default port [default:
+    /// none]
     #[arg(long, env = "MOESTRO_IMAGE_URLS", value_name = "HOSTS", value_parser = values::hosts_with_ports, hide_short_help = true, help_heading = "Server")]
     pub image_urls: Option<String>,
     /// Pack a model that reads its experts from an unpacked checkpoint: once, in the background, if the disk has room
@@ -179,7 +181,7 @@ pub struct ServeArgs {
     pub drafts: DraftArgs,
     #[command(flatten)]
     pub sampling: SamplingArgs,
-    /// Maximum number of tokens of reasoning in an answer, if a request does not say; -1 means no limit
+    /// Maximum number of reasoning tokens in an answer, if a request sets no limit; -1 means no limit
     #[arg(long, alias = "reasoning-budget", env = "MOESTRO_THINKING_BUDGET", value_name = "N", value_parser = values::budget, help_heading = "Sampling")]
     pub thinking_budget: Option<values::TokenBudget>,
 }
@@ -237,7 +239,7 @@ pub struct LaunchArgs {
     /// Print the configuration and the command; write and start nothing
     #[arg(long)]
     pub dry_run: bool,
-    /// Arguments of the agent, after --
+    /// Arguments for the agent, after --
     #[arg(last = true, value_name = "ARGS")]
     pub args: Vec<String>,
 }
@@ -294,25 +296,25 @@ pub struct ServiceArgs {
 
 #[derive(Debug, Subcommand)]
 pub enum ServiceAction {
-    /// Install the service and start it
+    /// Install and start the service
     Install(InstallArgs),
-    /// Stop the service and remove it
+    /// Stop and remove the service
     Uninstall,
     /// Start the service
     Start,
     /// Stop the service
     Stop,
-    /// Reload its configuration file
+    /// Make the service reload its configuration file
     Reload,
-    /// Show its status
+    /// Show the status of the service
     Status,
-    /// Show the end of its log, and follow it until Ctrl-C
+    /// Show the end of the service's log and follow it until Ctrl-C
     Logs,
 }
 
 #[derive(Debug, Default, Args)]
 pub struct InstallArgs {
-    /// Let the system open the port and start the server at the first connection
+    /// Socket activation: the system opens the port and starts the server at the first connection
     #[arg(long, env = "MOESTRO_ON_DEMAND", value_parser = BoolishValueParser::new())]
     pub on_demand: bool,
     /// With --on-demand: address to listen on
@@ -324,7 +326,7 @@ pub struct InstallArgs {
     /// Show what would be written and run, without doing it
     #[arg(long)]
     pub dry_run: bool,
-    /// Arguments of `moestro serve`, after --; under systemd it writes only to the user's cache directory
+    /// Arguments for `moestro serve`, after --; under systemd, the server may write only to the user's cache directory
     #[arg(last = true)]
     pub args: Vec<String>,
 }

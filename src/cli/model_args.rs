@@ -10,7 +10,7 @@ pub struct ModelArgs {
     /// A directory, a hub id (org/name) or a name from `moestro list` [default: the demo model]
     #[arg(env = "MOESTRO_MODEL", value_name = "MODEL")]
     pub model: Option<String>,
-    /// The model, as an option
+    /// The same as MODEL
     #[arg(short = 'm', long = "model", id = values::MODEL_OPTION, value_name = "MODEL")]
     pub option: Option<String>,
 }
@@ -18,7 +18,7 @@ pub struct ModelArgs {
 /// Flags for loading a model.
 #[derive(Debug, Args)]
 pub struct LoadArgs {
-    /// Memory limit: 8GiB, 8G, 500M [default: what the machine can spare]
+    /// Memory limit: 8GiB, 8G, 500M [default: 75 % of RAM, or less on a GPU or in a control group]
     #[arg(long, env = "MOESTRO_MEMORY_LIMIT", value_name = "SIZE", value_parser = values::size, help_heading = "Memory")]
     pub memory_limit: Option<u64>,
     /// Context size in tokens, prompt and answer together [default: as many as fit]
@@ -53,7 +53,7 @@ pub struct LoadArgs {
     /// Prefetch the experts that the next layers will probably need
     #[arg(long, env = "MOESTRO_PREFETCH", value_enum, default_value_t, help_heading = "Speed", hide_short_help = true)]
     pub prefetch: Switch,
-    /// Give an idle GPU small launches while experts are read, so that its clock stays up; auto: on Metal
+    /// Keep the GPU's clock high while experts are read, with small launches on the idle GPU; auto: on Metal
     #[arg(
         long,
         env = "MOESTRO_GPU_AWAKE",
@@ -81,7 +81,8 @@ pub struct LoadArgs {
 /// Requests that run at the same time.
 #[derive(Debug, Args)]
 pub struct ParallelArgs {
-    /// Requests that run at the same time; auto: 4 if all experts fit with room to spare, else 2, or 1 if memory is short
+    /// Requests that run at the same time; auto: 4 if all experts fit with room to spare, else 2, or 1 if memory is
+    /// short
     #[arg(long, env = "MOESTRO_PARALLEL", value_name = "N|auto", default_value = "auto", value_parser = values::parallel, help_heading = "Memory", hide_short_help = true)]
     pub parallel: Parallel,
 }
@@ -89,7 +90,8 @@ pub struct ParallelArgs {
 /// Snapshots of earlier prompts, reused by later ones.
 #[derive(Debug, Args)]
 pub struct PromptCacheArgs {
-    /// Memory of the prompt cache: 1GiB, 500M or off [default: 1/16 of the memory beyond the smallest plan, at most 2GiB]
+    /// Memory of the prompt cache: 1GiB, 500M or off [default: 1/16 of the memory beyond the smallest plan, at most
+    /// 2GiB]
     #[arg(long, env = "MOESTRO_PROMPT_CACHE", value_name = "SIZE|off", value_parser = values::size_or_off, help_heading = "Memory", hide_short_help = true)]
     pub prompt_cache: Option<u64>,
 }
@@ -97,9 +99,9 @@ pub struct PromptCacheArgs {
 /// Flags of speculation: several tokens per pass, where that is faster. It never changes an answer.
 #[derive(Debug, Args)]
 pub struct DraftArgs {
-    /// Source of drafts, which never change an answer: the checkpoint's MTP head, the text so far, or a directory or a hub
-    /// id with an MTP head, a DFlash draft or a small model of the same vocabulary; auto is mtp if there is a head, else
-    /// lookup
+    /// Source of drafts, which never change an answer: the checkpoint's MTP head, the text so far, or a directory or a
+    /// hub id with an MTP head, a DFlash draft or a small model of the same vocabulary; auto is mtp if there is a head,
+    /// else lookup
     #[arg(long, env = "MOESTRO_DRAFT_MODEL", value_name = "auto|mtp|lookup|off|PATH|ID", default_value = "auto", value_parser = values::draft, help_heading = "Speed", hide_short_help = true)]
     pub draft_model: DraftModel,
     /// Maximum number of tokens drafted at a time
@@ -135,7 +137,7 @@ pub struct SamplingArgs {
     /// Penalty for repeated tokens; above 1 makes them less likely [default: the model's]
     #[arg(long, alias = "repetition-penalty", env = "MOESTRO_REPEAT_PENALTY", value_name = "R", value_parser = values::positive, help_heading = "Sampling", hide_short_help = true)]
     pub repeat_penalty: Option<f32>,
-    /// Maximum number of tokens of an answer, if a request does not say [default: to the end of the context]
+    /// Maximum number of tokens of an answer, if a request sets no limit [default: to the end of the context]
     #[arg(short = 'n', long, aliases = ["n-predict", "num-predict"], env = "MOESTRO_MAX_TOKENS", value_name = "N", value_parser = values::count, help_heading = "Sampling")]
     pub max_tokens: Option<usize>,
     /// Let the model reason before it answers [default: as its chat template says]
@@ -146,7 +148,8 @@ pub struct SamplingArgs {
 /// The user's model directory. Models in the Hugging Face cache are found, too.
 #[derive(Debug, Default, Args)]
 pub struct ModelsDirArgs {
-    /// Directory of your models, NAME or ORG/NAME below it [default: moestro/models in ~/.local/share or $XDG_DATA_HOME]
+    /// Directory of your models, NAME or ORG/NAME below it [default: moestro/models in ~/.local/share or
+    /// $XDG_DATA_HOME]
     #[arg(long, env = "MOESTRO_MODELS_DIR", value_name = "DIR", hide_short_help = true)]
     pub models_dir: Option<PathBuf>,
 }

@@ -12,10 +12,11 @@ use std::path::PathBuf;
 pub struct InfoArgs {
     #[command(flatten)]
     pub model: ModelArgs,
-    /// Simulate another machine instead of measuring this one (m1-ultra-64, m4-max-128, ...; all)
+    /// Estimate the speed on another Mac from published figures: its chip and GB of memory (m4-max-128), or all
+    /// [default: measure this machine]
     #[arg(long, env = "MOESTRO_MACHINE", value_name = "NAME")]
     pub machine: Option<String>,
-    /// Without a checkpoint: a 4-bit model with these dimensions (with --machine)
+    /// Estimate a 4-bit model with the dimensions of this Qwen model, without its files; needs --machine
     #[arg(long, env = "MOESTRO_LIKE", value_parser = LIKE)]
     pub like: Option<String>,
     /// Print one JSON object instead of a table
@@ -36,22 +37,22 @@ pub struct InfoArgs {
 pub struct BenchArgs {
     #[command(flatten)]
     pub model: ModelArgs,
-    /// Prompt tokens
+    /// Number of prompt tokens
     #[arg(long, env = "MOESTRO_PROMPT_TOKENS", value_name = "N", default_value_t = 512, value_parser = values::up_to::<16_777_216>)]
     pub prompt_tokens: usize,
-    /// Tokens to generate
+    /// Number of tokens to generate
     #[arg(long, env = "MOESTRO_GEN_TOKENS", value_name = "N", default_value_t = 128, value_parser = values::up_to::<16_777_216>)]
     pub gen_tokens: usize,
     /// Start every run with empty expert slots and, on Linux, without the checkpoint in the page cache
     #[arg(long, env = "MOESTRO_COLD", value_parser = BoolishValueParser::new())]
     pub cold: bool,
-    /// Instead, measure how --kv-bits (default: 8 and 4) changes probabilities and the answer
+    /// Measure quality instead of speed: how --kv-bits (8 and 4 if not set) changes token probabilities and the answer
     #[arg(long, conflicts_with = "cold")]
     pub quality: bool,
-    /// Instead, measure the time from this image to the first token
+    /// Measure the time from an image file to the first token of the answer, instead of prefill and decode speed
     #[arg(long, env = "MOESTRO_IMAGE", value_name = "FILE", conflicts_with_all = ["cold", "quality", "draft_model"])]
     pub image: Option<PathBuf>,
-    /// Instead, measure the same answer with and without this draft
+    /// Compare the speed of the same answer with and without this draft, instead of measuring prefill and decode
     #[arg(long, value_name = "mtp|lookup|PATH|ID", value_parser = values::draft, conflicts_with_all = ["cold", "quality"])]
     pub draft_model: Option<DraftModel>,
     /// Maximum number of tokens drafted at a time
@@ -63,7 +64,7 @@ pub struct BenchArgs {
     /// Text file for the prompt [default: an embedded text]
     #[arg(long, env = "MOESTRO_TEXT", value_name = "FILE")]
     pub text: Option<PathBuf>,
-    /// Runs; the median is reported
+    /// Number of runs; the median is reported
     #[arg(long, env = "MOESTRO_REPEAT", value_name = "N", default_value_t = 3, value_parser = values::up_to::<1_000>)]
     pub repeat: usize,
     /// Print one JSON object instead of a table
@@ -84,22 +85,23 @@ pub struct SynthArgs {
     /// Model whose dimensions to use
     #[arg(long, env = "MOESTRO_LIKE", value_parser = LIKE)]
     pub like: String,
-    /// Number of layers [default: as the original]
+    /// Number of layers [default: as in that model]
     #[arg(long, env = "MOESTRO_LAYERS", value_name = "N", value_parser = values::up_to::<1_024>)]
     pub layers: Option<usize>,
-    /// Number of experts [default: as the original]
+    /// Number of experts [default: as in that model]
     #[arg(long, env = "MOESTRO_EXPERTS", value_name = "N", value_parser = values::up_to::<65_536>)]
     pub experts: Option<usize>,
-    /// Vocabulary size [default: as the original]
+    /// Vocabulary size [default: as in that model]
     #[arg(long, env = "MOESTRO_VOCAB", value_name = "N", value_parser = values::up_to::<16_777_216>)]
     pub vocab: Option<usize>,
     /// Seed; the same seed writes the same bytes
     #[arg(long, env = "MOESTRO_SEED", value_name = "N", default_value_t = 0)]
     pub seed: u64,
-    /// Skew of the routers: 0 is even; with 0.5, a quarter of the experts serves most tokens
+    /// Skew of the router: with 0, all experts are selected equally often; with 0.5, a quarter of the experts gets most
+    /// tokens
     #[arg(long, env = "MOESTRO_ROUTER_SKEW", value_name = "S", default_value_t = 0.5, value_parser = values::not_negative)]
     pub router_skew: f32,
-    /// Rows of the n-gram table, with --like flash-next [default: 8000000; the original has 320 million]
+    /// Rows of the n-gram table, with --like flash-next [default: 8000000; the real model has 320 million]
     #[arg(long, env = "MOESTRO_NGRAM_ROWS", value_name = "N", value_parser = clap::value_parser!(u64).range(1_024..=4_294_967_296))]
     pub ngram_rows: Option<u64>,
 }
@@ -124,12 +126,12 @@ pub struct DoctorArgs {
     #[arg(long)]
     pub json: bool,
 
-    /// Try a GPU that is refused by default: older than M1, or of a virtual machine
+    /// Check even a GPU that is refused by default: older than M1, or in a virtual machine
     #[arg(long, env = "MOESTRO_ANY_GPU", value_parser = BoolishValueParser::new())]
     pub any_gpu: bool,
 
-    /// Also measure this machine, print a block for an issue, and keep the results for `moestro info`. Writes about 5 GB of
-    /// temporary files
+    /// Also measure the speed of this machine, print a report to paste into an issue, and save the figures for `moestro
+    /// info`. Takes some minutes, and about 5 GB of temporary files
     #[arg(long, conflicts_with = "print_kernels")]
     pub report: bool,
 

@@ -103,7 +103,7 @@ pub enum SpeculationMode {
     #[default]
     Auto,
     Off,
-    /// Always at full width, for measurements.
+    /// Always, with the maximum number of tokens, for measurements.
     Force,
 }
 

@@ -52,7 +52,7 @@ pub fn run(args: &cli::tool_args::DoctorArgs, version: &str) -> Result<(), Comma
         Some(Ok(machine)) => {
             let whole = WholeReport { checks: report, machine };
             show(&whole, args.json);
-            eprintln!("kept for `moestro info` in {}", machine_report::save(&whole)?.display());
+            eprintln!("saved for `moestro info` in {}", machine_report::save(&whole)?.display());
         }
     }
     if wrong.is_empty() { Ok(()) } else { Err(CommandError::Unsound(wrong)) }
