@@ -151,7 +151,7 @@ pub struct ServeArgs {
     /// Pack a model that reads its experts from an unpacked checkpoint: once, in the background, if the disk has room
     #[arg(long, env = "MOESTRO_PACK", value_enum, default_value_t, hide_short_help = true, help_heading = "Server")]
     pub pack: PackMode,
-    /// Write the log to files in this directory, at most 128 MiB of them, instead of stderr
+    /// Write the log to files in this directory, at most 128 MiB in total, instead of stderr
     #[arg(long, env = "MOESTRO_LOG_DIR", value_name = "DIR", hide_short_help = true, help_heading = "Server")]
     pub log_dir: Option<PathBuf>,
     /// Format of log lines

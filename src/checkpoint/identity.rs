@@ -27,16 +27,15 @@ pub fn file_identity(files: &[PathBuf]) -> Result<String, StoreError> {
     Ok(hash_stamps(&stamps(files)?))
 }
 
-/// Like [`file_identity`], but returns `None` if a file was changed so recently that another change could have the same time
-/// stamp.
+/// Like [`file_identity`], but returns `None` if a file was changed so recently that another change could have the same
+/// time stamp.
 pub fn settled_identity(files: &[PathBuf]) -> Result<Option<String>, StoreError> {
     let stamps = stamps(files)?;
     Ok(stamps.iter().all(FileStamp::is_settled).then(|| hash_stamps(&stamps)))
 }
 
 /// Returns `before` if it is still the [`settled_identity`] of the files. Otherwise returns `None`. The caller gets
-/// `before` from
-/// [`settled_identity`], then reads the files, then calls this function.
+/// `before` from [`settled_identity`], then reads the files, then calls this function.
 pub fn unchanged_identity(before: Option<String>, files: &[PathBuf]) -> Option<String> {
     before.filter(|before| settled_identity(files).is_ok_and(|now| now.as_ref() == Some(before)))
 }

@@ -25,7 +25,7 @@ pub struct LoadArgs {
     #[arg(short, long, aliases = ["context-length", "context-size", "max-model-len", "num-ctx"], env = "MOESTRO_CTX_SIZE", value_name = "N", value_parser = values::up_to::<16_777_216>, help_heading = "Memory")]
     pub ctx_size: Option<usize>,
     /// Bits per key or value: 8 and 4 need half and a quarter of the memory but change answers a little (see `bench
-    /// --quality`); the newest 64 to 127 positions keep 16
+    /// --quality`); the newest 64 to 127 positions keep 16 bits
     #[arg(long, env = "MOESTRO_KV_BITS", value_name = "16|8|4", default_value = "16", value_parser = values::kv_bits, help_heading = "Memory", hide_short_help = true)]
     pub kv_bits: KvBitsArg,
     /// Read experts from the SSD when they are needed; auto: if they do not all fit in memory
@@ -63,8 +63,8 @@ pub struct LoadArgs {
         hide_short_help = true
     )]
     pub gpu_awake: Switch,
-    /// Use fewer experts per token than the model was trained with: faster, but a worse model. Without this flag,
-    /// SWIFTLM_TOP_K sets it, at most to the model's own number
+    /// Use fewer experts per token than the model was trained with: faster, but a worse model. Without this flag, the
+    /// environment variable SWIFTLM_TOP_K applies; a value above the model's own number has no effect
     #[arg(long, env = "MOESTRO_EXPERTS_PER_TOKEN", value_name = "N", value_parser = values::count, help_heading = "Speed", hide_short_help = true)]
     pub experts_per_token: Option<usize>,
     /// Prompt tokens per forward pass [default: as many as fit]
@@ -99,9 +99,9 @@ pub struct PromptCacheArgs {
 /// Flags of speculation: several tokens per pass, where that is faster. It never changes an answer.
 #[derive(Debug, Args)]
 pub struct DraftArgs {
-    /// Source of drafts, which never change an answer: the checkpoint's MTP head, the text so far, or a directory or a
-    /// hub id with an MTP head, a DFlash draft or a small model of the same vocabulary; auto is mtp if there is a head,
-    /// else lookup
+    /// Source of drafts, which never change an answer: mtp is the checkpoint's MTP head, lookup repeats earlier text;
+    /// or a directory or hub id with an MTP head, a DFlash draft or a small model of the same vocabulary; auto is mtp
+    /// if there is a head, else lookup
     #[arg(long, env = "MOESTRO_DRAFT_MODEL", value_name = "auto|mtp|lookup|off|PATH|ID", default_value = "auto", value_parser = values::draft, help_heading = "Speed", hide_short_help = true)]
     pub draft_model: DraftModel,
     /// Maximum number of tokens drafted at a time

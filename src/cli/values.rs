@@ -77,7 +77,7 @@ pub enum Agent {
     Aider,
 }
 
-/// A limit of tokens that can be lifted.
+/// A maximum number of tokens, or no maximum.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TokenBudget {
     Unlimited,
@@ -142,7 +142,8 @@ pub fn size_or_off(text: &str) -> Result<u64, String> {
     if matches!(text.trim(), "0" | "off") { Ok(0) } else { size(text) }
 }
 
-/// A size in bytes. `8GiB` and `8G` are 8 * 2^30, `8GB` is 8 * 10^9, a plain number is bytes. K, M, G and T in any case.
+/// A size in bytes. `8GiB` and `8G` are 8 * 2^30, `8GB` is 8 * 10^9, a plain number is bytes. K, M, G and T in any
+/// case.
 pub fn size(text: &str) -> Result<u64, String> {
     let wrong = || format!("{text:?} is not a size such as 8GiB, 8G or 500M");
     let text = text.trim();

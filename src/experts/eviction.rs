@@ -4,19 +4,20 @@
 //! tokens. But the router computes a logit for every expert and token, and unselected experts with high logits are
 //! likely to be selected soon. The score therefore combines two estimates:
 //!
-//! * Margin: an expert's logit minus the lowest selected logit of the same token. A normal distribution with the running
-//!   mean and variance of the margin gives the probability that the margin is positive, which is a selection.
+//! * Margin: an expert's logit minus the lowest selected logit of the same token. A normal distribution with the
+//!   running mean and variance of the margin gives the probability that the margin is positive, which is a selection.
 //! * Share: the recent frequency of selection.
 //!
-//! The score is the mean of both estimates. Each estimate is weighted by the number of tokens that it has seen.
+//! The score is a weighted mean of both estimates. The weight of an estimate grows with the number of tokens that it
+//! has seen.
 //!
 //! Each layer counts its own tokens. With a common count, layers that the current token has not reached yet would seem
 //! older than the layers before them. Experts without a slot keep their statistics.
 
 use super::choice::ExpertChoice;
 
-/// Window of the running statistics, in tokens. A longer window is more precise while the distribution is stable, but adapts
-/// more slowly to a change of topic.
+/// Window of the running statistics, in tokens. A longer window is more precise while the distribution is stable, but
+/// adapts more slowly to a change of topic.
 const WINDOW: f32 = 256.0;
 
 /// Maximum weight of the margin estimate. The weight of the share estimate is the number of tokens that it has seen.

@@ -17,8 +17,8 @@ use std::sync::Arc;
 
 /// Waits for the model, queues the request and answers with one body or a stream.
 ///
-/// If the model must be loaded first, a stream begins immediately, so that the client sees a sign of life. Every later
-/// error, such as an expired deadline, is then reported in the stream.
+/// If the model must be loaded first, a stream begins immediately, so that the client knows that the server is working.
+/// Every later error, such as an expired deadline, is then reported in the stream.
 pub async fn generate<R: Renderer>(
     state: &ServerState,
     log: Arc<RequestLog>,

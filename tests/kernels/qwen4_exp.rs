@@ -76,7 +76,7 @@ fn snapshots_and_rejected_drafts_keep_logits() {
     drop(state);
     for (round, (at, snapshot)) in marks.into_iter().zip(snapshots).enumerate() {
         let mut state = model.restore(&snapshot, None).unwrap();
-        // Blocks close and open again.
+        // Blocks become complete (closed) and incomplete (open) again.
         let (kept, draft) = (round % 3 + 1, [7, 14, 21, 28, 35]);
         let logits = model.verify(&mut state, &[&ids[at..at + kept], &draft[..]].concat()).unwrap();
         state.reject(draft.len()).unwrap();

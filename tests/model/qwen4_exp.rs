@@ -168,7 +168,7 @@ fn snapshots_restore_everywhere() {
     }
 }
 
-/// Rejects drafts at every position, so that blocks close and open again.
+/// Rejects drafts at every position, so that blocks become complete (closed) and incomplete (open) again.
 #[test]
 fn rejected_drafts_leave_no_trace() {
     for case in cases() {

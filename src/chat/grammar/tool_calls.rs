@@ -34,7 +34,7 @@ const MAX_PARAMETERS: usize = 2000;
 const MAX_PARAMETER_SETS: usize = 64;
 /// Maximum depth to which `$ref`, `allOf` and `anyOf` are followed to find the parameters of a tool.
 const MAX_DEPTH: usize = 16;
-/// Maximum number of parts of a schema that are collected. References that fan out could give exponentially many.
+/// Maximum number of parts of a schema that are collected. References that branch could give exponentially many parts.
 const MAX_PARTS: usize = 1000;
 
 /// The closing tag of a value, in Lark.

@@ -15,7 +15,8 @@ use std::{
 pub const MANIFEST: &str = "manifest.json";
 pub const FORMAT: &str = "moestro experts";
 pub const VERSION: u32 = 2;
-/// Alignment of records in bytes: the size of the largest page and disk block in use.
+/// Alignment of records in bytes: the page size of Apple silicon and a multiple of the block size of common
+/// disks.
 pub const RECORD_ALIGN: u64 = 16 << 10;
 /// Alignment of pieces within a record, in bytes: the size of a cache line.
 pub const PIECE_ALIGN: u64 = 64;
@@ -75,8 +76,8 @@ impl PackManifest {
         Ok((manifest, Sha256::digest(&text).into()))
     }
 
-    /// Checks that the manifest and the file sizes of the pack in `dir` match a checkpoint with fingerprint `source` and
-    /// experts `map`. Does not read experts.
+    /// Checks that the manifest and the file sizes of the pack in `dir` match a checkpoint with fingerprint `source`
+    /// and experts `map`. Does not read experts.
     pub fn check(&self, dir: &Path, source: &str, map: &ExpertMap) -> Result<(), StoreError> {
         let wrong = |why: String| StoreError::NotAPack { path: dir.to_owned(), why };
         if self.source != source {

@@ -225,11 +225,11 @@ impl PromptCache {
         reserved
     }
 
-    /// Evicts snapshots to make room for a snapshot of `ids`. `needed` returns the bytes that the snapshot will take, given
-    /// the current content of the cache.
+    /// Evicts snapshots to make room for a snapshot of `ids`. `needed` returns the bytes that the snapshot will take,
+    /// given the current content of the cache.
     ///
-    /// Returns false if the snapshot exists already, does not fit, or is less valuable than the snapshots it would
-    /// replace.
+    /// Returns false if the snapshot exists already or does not fit. Also returns false for a snapshot of kind `Answer`
+    /// or `Between` that is less valuable than a snapshot it would replace.
     pub fn make_room(&self, ids: &[u32], kind: SnapshotKind, needed: &dyn Fn() -> u64) -> bool {
         let mut state = self.state.lock();
         if let Some(id) = state.find_exact(ids).filter(|&id| state.tree[id].memory.is_some()) {

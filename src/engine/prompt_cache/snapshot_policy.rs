@@ -8,7 +8,8 @@ const STRIDE: usize = 1024;
 /// Minimum number of tokens between two of the additional snapshots.
 const MIN_GAP: usize = 512;
 
-/// The kind of position at which a snapshot was taken, most useful first.
+/// The kind of position at which a snapshot was taken. If not all snapshots of a prompt fit, they are taken in this
+/// order of kinds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum SnapshotKind {
     /// The end of the last message, before the answer. A retry diverges at this position. The next turn also diverges

@@ -14,9 +14,10 @@
 //! takes the time `t(n)`. Both include expert reads. A cycle saves time if `gain(n) = E(n) * t1 / t(n)` is above 1. For
 //! a width that was never tried, `t(n)` is estimated from its neighbours.
 //!
-//! The balance of seconds saved includes all costs of speculation: cycles, slower steps after them, and copying hidden rows
-//! for a draft. Hidden rows are therefore copied only shortly before a probe. A probe starts only if half of the allowed loss
-//! covers the cost of the previous probe. The other half is for costs that are not measured.
+//! The balance of seconds saved includes all costs of speculation: cycles, slower steps after them, and copying hidden
+//! rows for a draft. Hidden rows are therefore copied only shortly before a probe. A probe starts only if half of the
+//! allowed loss covers its expected cost and the cost of the previous probe. The other half is for costs that are not
+//! measured.
 
 /// Widths to try: number of rows per verify, including the row of the last sampled token.
 const WIDTHS: [usize; 8] = [2, 3, 4, 5, 6, 8, 12, 16];
@@ -78,7 +79,8 @@ enum ControllerState {
     },
 }
 
-/// Decides how many rows each step has. The caller passes measured times, so the controller needs no clock and no model.
+/// Decides how many rows each step has. The caller passes measured times, so the controller needs no clock and no
+/// model.
 #[derive(Debug, Clone)]
 pub struct SpeculationController {
     mode: DraftPolicy,

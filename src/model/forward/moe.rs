@@ -93,8 +93,8 @@ pub fn forward(
         experts.prefetch(index + 1, &scratch.predicted, kind);
     }
 
-    // Compute each expert when its read completes, then sum the results. The slots stay pinned until the device has
-    // passed `end`.
+    // Compute each expert when its read completes, then sum the results. Slots that were not released after their batch
+    // stay pinned until the device has passed `end`.
     let done = run_experts(index, &mut fetch, combine, experts.is_resident(), pass, &mut scratch);
     let end = pass.backend.sync_point();
     if done.is_err() {

@@ -239,7 +239,7 @@ impl QwenState {
         Ok(state)
     }
 
-    /// Allocates a sequence whose delta-net states are undefined. The caller restores a snapshot into it.
+    /// Allocates a sequence whose delta-net states are undefined. The caller clears them or restores a snapshot.
     pub fn uninitialised(
         config: &Config,
         shape: AttentionShape,
