@@ -32,7 +32,7 @@ typedef unsigned long long ulong;
 #endif
 #define PREFETCH(p, bytes) prefetch(p, bytes)
 #define PEEK(p) peek(p)
-// An int-to-float conversion has an eighth of the rate of an addition. Instead, the bits of q become the low bits
+// A GPU converts integers to floats at a lower rate than it adds floats. Instead, the bits of q become the low bits
 // of the float 2^23 + q, and subtracting 2^23 is exact.
 #define MASKED(q, mask) masked(q, mask)
 #define BARRIER() __syncthreads()

@@ -25,8 +25,8 @@ pub const TILES: &str = include_str!("../../kernels/tiles.metal");
 /// The macros of the kernel dialect for Metal.
 pub const METAL_SHIM: &str = include_str!("../../kernels/shim/metal.h");
 
-/// A kernel that writes to the second page of the address space, which no process maps. The argument is always zero.
-/// With the argument, the compiler cannot know the address.
+/// A kernel that writes to the second page of the address space, which no process maps. The argument is always zero. It
+/// is added to the address, so that the compiler cannot know the address.
 pub const METAL_FAULT: &str = "#include <metal_stdlib>
 kernel void fault(constant uint& zero [[buffer(0)]]) {
     *(volatile device uint*)(16384ul + zero) = 1;
@@ -65,8 +65,8 @@ pub fn metal_sources(tiles: bool) -> impl Iterator<Item = (&'static str, String)
 
 /// Compiles all files with `compile_file(name, text, with_tiles)`.
 ///
-/// If a file does not compile, compiles all files again without `tiles.metal`. A GPU whose compiler does not support matrix
-/// units can then run all other kernels.
+/// If a file does not compile, compiles all files again without `tiles.metal`. A GPU whose compiler does not support
+/// matrix units can then run all other kernels.
 pub fn compile<L>(mut compile_file: impl FnMut(&str, &str, bool) -> Result<L, String>) -> CompiledKernels<L> {
     let mut compile_all = |has_tiles| {
         let mut compiled = CompiledKernels { libraries: Vec::new(), refused: Vec::new(), has_tiles };

@@ -71,7 +71,7 @@ fn reference(sampling: &Sampling, prompt: &[u32], answer: &[u32], logits: &[f32]
 }
 
 fn any_logits() -> impl Strategy<Value = Vec<f32>> {
-    // Some logits are equal and some are NaN. In long rows, `keep` has to lower its bar several times.
+    // Some logits are equal and some are NaN. In long rows, `keep` has to lower its `bar` several times.
     let logit = prop_oneof![8 => -6.0..6.0f32, 2 => (-3..3i32).prop_map(|l| l as f32), 1 => Just(f32::NAN)];
     prop::collection::vec(logit, 4..300)
 }

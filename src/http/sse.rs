@@ -196,7 +196,7 @@ mod tests {
         };
         let mut body = SseBody::new(StreamFormat::Events, write, Duration::from_secs(3600));
         assert_eq!(body.next().await.unwrap().unwrap(), "data: 1\n\n");
-        // The timer fires long before an hour of silence.
+        // Makes the timer fire now, long before an hour of silence has passed.
         body.timer.as_mut().reset(Instant::now());
         let more = tokio::time::timeout(Duration::from_millis(50), body.next()).await;
         assert!(more.is_err(), "{more:?}");

@@ -54,7 +54,7 @@ fn reference_matches_transformers_at_every_stage() {
                     let name = format!("layer{layer}.{stage}");
                     let (Some(found), Some(expected)) = (stages.get(&name), case.stored.get(&name)) else { continue };
                     let found = values(found);
-                    // Table rows and blocks are integers, so they must be equal.
+                    // `ple_rows` and `qsa_blocks` are row numbers and block numbers, so they must be equal.
                     check(
                         &what(&name),
                         &found[..expected.len()],
@@ -226,8 +226,8 @@ fn kv_bits_are_refused() {
     assert!(refusal(&dir(), &options).contains("--kv-bits"));
 }
 
-/// Checks that wrong values in the configuration change the logits. The values are the gate, the end-of-text token that
-/// cuts n-grams, and the number of blocks.
+/// Checks that wrong values in the configuration change the logits. The values are the function of the output gate, the
+/// end-of-text token that cuts n-grams, the indexer's budget, and the normalisation of the experts' weights.
 #[test]
 fn configured_mistakes_change_the_logits() {
     let case = &cases()[1];
@@ -245,8 +245,8 @@ fn configured_mistakes_change_the_logits() {
     }
 }
 
-/// Compares the results of the MTP head, token by token and with a whole prompt in one call. Then compares four drafts
-/// from the head's own streams.
+/// Compares the logits of the MTP head, token by token and with a whole prompt in one call. Then compares the logits of
+/// drafts, for which the head's input is its own previous output.
 #[test]
 fn mtp_head_matches_transformers() {
     for case in cases() {

@@ -6,7 +6,8 @@
 //! ```
 //! The size of a block is the smallest multiple of 4 KiB that has room for a row and the CRC. The CRC-32 covers the
 //! block's number (8 bytes, little-endian) and all bytes of the block before the CRC. Like the manifest of experts, the
-//! header contains the checkpoint's fingerprint and identity. The header also contains a SHA-256 of all rows.
+//! header contains the checkpoint's fingerprint and identity. The header also contains a SHA-256 over the hashes of all
+//! rows.
 
 use crate::{error::StoreError, platform::DataFile};
 use serde::{Deserialize, Serialize};

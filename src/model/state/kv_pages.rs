@@ -108,7 +108,7 @@ pub struct PagePool {
     count: usize,
     /// Number of pages of one full context.
     context_pages: usize,
-    /// Number of bytes of the pages in excess of those that the memory plan counts for one context.
+    /// Size of all pages minus the memory plan's size of the KV cache ([`Plan::kv`]), in bytes.
     beyond_context: u64,
 }
 

@@ -2,7 +2,8 @@
 //! `BICUBIC`.
 //!
 //! There are two passes over the channels, first along rows, then along columns. Each pass rounds to 8 bits. The kernel
-//! is Keys' cubic with a = -0.5, stretched when the image shrinks. Weights are fixed-point numbers of 22 bits.
+//! is Keys' cubic with a = -0.5, stretched when the image shrinks. Weights are fixed-point numbers with 22 fractional
+//! bits.
 
 use super::config::{CHANNELS, ImageLimits};
 

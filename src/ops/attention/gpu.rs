@@ -20,7 +20,7 @@ const MAX_RECENT_SPLITS: usize = 2 * RECENT / MIN_SPLIT;
 /// Number of threads in a threadgroup that merges the splits of a quantised cache.
 const MERGE_THREADS: u32 = 512;
 
-/// Number of positions per split: the smallest size for which `positions` contain fewer than `max` whole splits.
+/// Number of positions per split: [`MIN_SPLIT`], doubled until `positions` contain fewer than `max` whole splits.
 fn split_size(positions: usize, max: usize) -> usize {
     let mut size = MIN_SPLIT;
     while positions / size >= max {
@@ -233,8 +233,8 @@ impl AttentionRows<'_> {
 
 /// Number of pairs (row, query head) per threadgroup.
 const QUERIES: usize = 32;
-/// Maximum number of rows times positions in a launch. Such a launch takes about 0.1 s on a small GPU and fills a large
-/// GPU.
+/// Maximum number of rows times positions in a launch. Large enough to fill a large GPU, and small enough that a launch
+/// does not occupy a small GPU for long.
 const WORK: usize = 1 << 24;
 
 impl Attention<'_> {

@@ -23,7 +23,7 @@ pub(in crate::ops) fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> 
     let calls = [11, 36, 1, 1, 1, 210, 1, 1, 1, 1];
     case(b, &shape, KvFormat::F32, &calls, false)?;
     case(b, &shape, KvFormat::I16, &calls[..3], false)?;
-    // There are only three different block keys, so many blocks have the lowest selected score.
+    // There are only three different block keys. Therefore many blocks have the lowest selected score.
     case(b, &shape, KvFormat::F32, &[100, 1], true)?;
     // About half of the scores are 0, and more than half are selected. The last lanes of a product are empty.
     let single = IndexerShape { heads: 1, dim: 20, rope_dim: 4, ratio: 8, blocks: 12, eps: 1e-6 };
