@@ -1,11 +1,10 @@
 //! Sources of expert bytes: the shards of a checkpoint, or a pack with the checkpoint as a fallback.
 //!
-//! A pack has a CRC-32 per record (one record per expert). Verifying a record takes a seventh of the time that a fast
-//! SSD needs to read the record. On a server that has just started, every read must be verified. Waiting for this would
-//! cost more than 1 % of the time per token, so the CPU computes with a record while another thread verifies it. A
-//! layer ends only after all checksums are verified. If a checksum does not match, the record is rebuilt from the
-//! checkpoint, and the layer computes with that expert again ([`ExpertFetch::next`]). A wrong result never leaves the
-//! layer.
+//! A pack has a CRC-32 per record (one record per expert). On a server that has just started, every read must be
+//! verified. This takes up to 7.5 % of the time per token (`benches/results/hardening.csv`), so the CPU computes with a
+//! record while another thread verifies it. A layer ends only after all checksums are verified. If a checksum does not
+//! match, the record is rebuilt from the checkpoint, and the layer computes with that expert again
+//! ([`ExpertFetch::next`]). A wrong result never leaves the layer.
 //!
 //! [`ExpertFetch::next`]: super::ExpertFetch::next
 

@@ -57,7 +57,7 @@ async fn read(body: Body, limit: usize, silence: Duration, permit: &mut MemoryPe
     refused.map_or(Ok(kept), Err)
 }
 
-/// Reserves memory for `len` bytes and half as much again, but not for more than the content length.
+/// Reserves memory for 1.5 times `len` bytes, but not for more than the content length.
 fn grow(kept: &mut Vec<u8>, len: usize, content_length: usize, permit: &mut MemoryPermit) -> Result<(), ApiError> {
     if len > kept.capacity() {
         let capacity = (len + len / 2).min(content_length).max(len);
