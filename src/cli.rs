@@ -69,7 +69,7 @@ pub enum Command {
     List(ListArgs),
     /// Delete a model from this machine
     Rm(RmArgs),
-    /// Copy a model's experts to a pack, which is faster to read: one page-aligned record per expert
+    /// Copy a model's experts to a pack: one page-aligned record per expert, faster to read
     Pack(PackArgs),
     /// Show the memory plan of a model and its estimated speed on this machine
     #[command(alias = "show")]
