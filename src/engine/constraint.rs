@@ -7,7 +7,8 @@ use crate::error::EngineError;
 use std::{
     fmt,
     panic::{AssertUnwindSafe, catch_unwind},
-    sync::mpsc::{Receiver, Sender, channel},
+    sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel},
+    time::Duration,
 };
 
 /// The tokens that may come next.
@@ -55,7 +56,12 @@ impl fmt::Debug for dyn Constraint {
     }
 }
 
-/// A constraint that computes masks on its own thread. The thread ends when this value is dropped.
+/// The engine waits at most this long for a mask, because other answers wait with it. The slowest of 20,000 random
+/// grammars took 11 ms.
+const MAX_WAIT: Duration = Duration::from_secs(10);
+
+/// A constraint that computes masks on its own thread. After this value is dropped, the thread ends as soon as it has
+/// computed the mask that it is working on.
 pub(super) struct MaskWorker {
     commands: Sender<MaskCommand>,
     masks: Receiver<Result<TokenMask, String>>,
@@ -100,7 +106,16 @@ impl MaskWorker {
 
     /// Waits for the mask for the next token. Must be called exactly once per token.
     pub fn next_mask(&self) -> Result<TokenMask, EngineError> {
-        let mask = self.masks.recv().unwrap_or_else(|_| Err("the grammar thread ended".into()));
+        self.next_mask_within(MAX_WAIT)
+    }
+
+    fn next_mask_within(&self, limit: Duration) -> Result<TokenMask, EngineError> {
+        let mask = self.masks.recv_timeout(limit).unwrap_or_else(|error| {
+            Err(match error {
+                RecvTimeoutError::Timeout => format!("the grammar took longer than {limit:?} for one token"),
+                RecvTimeoutError::Disconnected => "the grammar thread ended".into(),
+            })
+        });
         mask.map_err(EngineError::Constraint)
     }
 
@@ -110,11 +125,11 @@ impl MaskWorker {
         let _ = self.commands.send(MaskCommand::Append(id));
     }
 
-    /// A copy of the constraint in its current state. `None` if the thread has ended.
+    /// A copy of the constraint in its current state. `None` if the thread has ended or does not answer.
     pub fn fork(&self) -> Option<Box<dyn Constraint>> {
         let (reply, copy) = channel();
         self.commands.send(MaskCommand::Fork(reply)).ok()?;
-        copy.recv().ok()
+        copy.recv_timeout(MAX_WAIT).ok()
     }
 }
 

@@ -36,3 +36,31 @@ fn fork_advances_independently() {
     worker.append(6);
     assert!(worker.next_mask().unwrap().contains(7));
 }
+
+/// Computes no mask until the other end of the channel is dropped.
+struct Blocked(std::sync::Arc<std::sync::Mutex<Receiver<()>>>);
+
+impl Constraint for Blocked {
+    fn allowed(&mut self) -> Result<TokenMask, String> {
+        let _ = self.0.lock().unwrap().recv();
+        Ok(TokenMask::Any)
+    }
+
+    fn accept(&mut self, _: u32) -> Result<(), String> {
+        Ok(())
+    }
+
+    fn fork(&self) -> Box<dyn Constraint> {
+        Box::new(Self(self.0.clone()))
+    }
+}
+
+#[test]
+fn slow_mask_ends_its_answer_only() {
+    let (release, blocked) = channel();
+    let worker = MaskWorker::start(Box::new(Blocked(std::sync::Arc::new(std::sync::Mutex::new(blocked))))).unwrap();
+    let error = worker.next_mask_within(Duration::from_millis(1)).unwrap_err();
+    assert!(error.to_string().contains("took longer than 1ms for one token"), "{error}");
+    drop(release);
+    assert!(worker.next_mask().unwrap().contains(7), "the thread goes on after a slow mask");
+}
