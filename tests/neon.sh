@@ -22,7 +22,11 @@ if [ ${#missing[@]} -gt 0 ]; then
 fi
 
 export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc CC_aarch64_unknown_linux_gnu=aarch64-linux-gnu-gcc
-tests() { cargo test --locked --quiet --release --no-default-features --target "$target" "$@"; }
+# Emulation takes most of the time, at any level of optimisation, and this level compiles in a third of the time.
+fast_build='profile.release.package.moestro={opt-level=1,codegen-units=16}'
+tests() {
+  cargo test --config "$fast_build" --locked --quiet --release --no-default-features --target "$target" "$@"
+}
 run() {
   printf '\n== %s: %s (%s s)\n' "$1" "${*:2}" "$SECONDS"
   CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER="$qemu -cpu $1 -L $sysroot" tests "${@:2}"

@@ -35,31 +35,43 @@ impl Finding {
     }
 }
 
+type Cases = fn(&mut KernelCheck<'_>) -> Result<(), DeviceError>;
+
+const PARTS: [(&str, Cases); 12] = [
+    ("products", linear::cases),
+    ("norm", norm::cases),
+    ("embedding", embedding::cases),
+    ("delta rule", conv::cases),
+    ("delta net", delta::cases),
+    ("attention", attention::cases),
+    ("attention to blocks", block_attention::cases),
+    ("router", router::cases),
+    ("experts", experts::cases),
+    ("residual streams", streams::cases),
+    ("n-gram rows", ngram::cases),
+    ("order and memory", order::cases),
+];
+
+/// The names of the parts of the check.
+pub fn parts() -> impl Iterator<Item = &'static str> {
+    PARTS.into_iter().map(|(name, _)| name)
+}
+
 /// Runs every operation on `gpu` and on the CPU and compares the results. Half-precision products are checked if the
 /// GPU has matrix units. A kernel that the device refuses does not stop the other checks.
 pub fn kernels(gpu: &mut dyn Gpu) -> Vec<Finding> {
+    kernels_of(gpu, |_| true)
+}
+
+/// Like [`kernels`], but runs only some parts.
+pub fn kernels_of(gpu: &mut dyn Gpu, is_wanted: impl Fn(&str) -> bool) -> Vec<Finding> {
     let mut found: BTreeMap<String, Outcome> = BTreeMap::new();
     for (name, error) in gpu.compile() {
         if let Some(error) = error {
             found.insert(name, Err(error.0));
         }
     }
-    type Cases = fn(&mut KernelCheck<'_>) -> Result<(), DeviceError>;
-    let parts: [(&str, Cases); 12] = [
-        ("products", linear::cases),
-        ("norm", norm::cases),
-        ("embedding", embedding::cases),
-        ("delta rule", conv::cases),
-        ("delta net", delta::cases),
-        ("attention", attention::cases),
-        ("attention to blocks", block_attention::cases),
-        ("router", router::cases),
-        ("experts", experts::cases),
-        ("residual streams", streams::cases),
-        ("n-gram rows", ngram::cases),
-        ("order and memory", order::cases),
-    ];
-    for (what, part) in parts {
+    for (what, part) in PARTS.into_iter().filter(|(name, _)| is_wanted(name)) {
         // Each check frees its memory at the end.
         let cpu = Cpu::new(CpuDevice::new(1, CpuArithmetic::F32));
         let mut bench = KernelCheck {
