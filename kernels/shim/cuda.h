@@ -69,8 +69,8 @@ FN float warp_max(float x) {
   return x;
 }
 
-// Tiles on matrix units (Ampere and later). In a tile of sums, lane l holds rows r and r + 8 with r = l / 4, and
-// columns c, c + 1, c + 8 and c + 9 with c = 2 (l % 4).
+// Tiles on tensor cores (Ampere and later). In a tile of sums (SumTile), lane l holds rows r and r + 8 with r = l / 4,
+// and columns c, c + 1, c + 8 and c + 9 with c = 2 (l % 4).
 struct HalfTile { uint r[4]; };
 struct SumTile { float v[8]; };
 #define HALF_TILE HalfTile

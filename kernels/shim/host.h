@@ -149,7 +149,7 @@ template <class T, class F> uint fold(const Thread* t, F two) {
   return as_type<uint>(v[0]);
 }
 
-// Computes the reduction that the 32 threads from `first` wait for, and releases them. Sums are added as a tree.
+// Computes the reduction that the 32 threads from `first` wait for, and releases them. Sums are added pairwise.
 inline void release_simd(uint first) {
   Thread* t = &group->threads[first];
   const uint found = t->state == Sum   ? fold<float>(t, [](float a, float b) { return a + b; })
@@ -216,7 +216,7 @@ inline float half_value(uint bits) {
   const float v = e == 0 ? float(f) * as_type<float>(0x33800000u) : as_type<float>((e == 31 ? 255u : e + 112u) << 23 | f << 13);
   return bits & 0x8000u ? -v : v;
 }
-// The value of every half, as a table: a forward pass converts many halves.
+// The float value of each of the 65,536 f16 bit patterns. A table, because a forward pass converts many f16 values.
 inline const std::vector<float> halves = [] {
   std::vector<float> all(65536);
   for (uint bits = 0; bits < 65536; bits++) all[bits] = half_value(bits);
@@ -249,7 +249,7 @@ inline void tile_fma(SumTile& sum, const HalfTile& a, const HalfTile& b) {
     for (uint k = 0; k < 16; k++) sum.v[i] += rows[i / 2 % 2][k] * columns[i % 2 + i / 4 * 2][k];
   products += 128;
 }
-// tile_fma for the first eight rows only. Of each four of a lane's sums, the first two are in these rows.
+// tile_fma for the first eight rows only. A lane's sums 0, 1, 4 and 5 are in these rows.
 inline void tile_fma_top(SumTile& sum, const HalfTile& a, const HalfTile& b) {
   float row[16], columns[4][16];
   half_row(a, tile_row(0), row);

@@ -366,7 +366,7 @@ impl Parser {
             TagHeader::Named(name, length) => self.start_call(name, skip + length),
             TagHeader::Unfinished if end == InputEnd::MoreToCome => self.wait(ParserState::Opening),
             TagHeader::Unfinished if end == InputEnd::Truncated => self.drop_rest(),
-            // The text is not a call.
+            // No `<function=NAME>` follows, so the `<tool_call>` is content.
             _ => {
                 self.take_content(tag);
                 self.to(ParserState::Content)

@@ -1,11 +1,11 @@
 //! Infers the quantization of a matrix from its shapes and the type of its scales, and compares the result with
 //! `config.json`.
 //!
-//! The `quantization` table of some checkpoints is wrong: JANG writes the smallest width of all tensors, and some
-//! converters rename tensors without updating the table. Since the architecture defines the number of columns of a
-//! matrix, bits and group size follow from the shapes. If the table has other values, they are ignored. The
-//! quantization mode cannot be inferred from shapes alone. A contradicting mode in the table is therefore an error,
-//! because the weights could be decoded wrongly.
+//! The `quantization` table of some checkpoints is wrong: the converter JANG writes the smallest number of bits
+//! of all tensors, and some converters rename tensors without updating the table. Since the architecture defines the
+//! number of columns of a matrix, bits and group size follow from the shapes. If the table has other values, they are
+//! ignored. The quantization mode cannot be inferred from shapes alone. A contradicting mode in the table is therefore
+//! an error, because the weights could be decoded wrongly.
 
 use super::{
     index::{Dtype, TensorEntry},

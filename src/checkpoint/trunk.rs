@@ -22,8 +22,8 @@ use std::{
     sync::Arc,
 };
 
-/// If the mean weight of the query and key norms exceeds this value, a converter has probably added 1 twice. The value is
-/// halfway between the usual mean, 1.75, and 2.75.
+/// If the mean weight of the query and key norms exceeds this value, a converter has probably added 1 twice. The value
+/// is halfway between the usual mean, 1.75, and 2.75.
 const SHIFTED_TWICE: f32 = 2.25;
 
 /// Alignment of trunk tensors in bytes: the size of a cache line.
@@ -187,7 +187,8 @@ impl Checkpoint {
         Ok(read.map_err(|source| StoreError::Io { path: path.to_path_buf(), source })?)
     }
 
-    /// The layout of the unquantized tensor `name` (without the suffix `.weight`) with the given shape, `[.., rows, cols]`.
+    /// The layout of the unquantized tensor `name` (without the suffix `.weight`) with the given shape,
+    /// `[.., rows, cols]`.
     pub fn dense(&self, name: &str, shape: &[usize]) -> Result<MatrixLayout, ModelError> {
         let entry = self.get(name)?;
         let (Some(float), [.., rows, cols]) = (float(entry.dtype).filter(|_| entry.shape == shape), shape) else {
@@ -301,7 +302,8 @@ pub struct TrunkBuffer {
     pub slab: Arc<Slab>,
 }
 
-/// Loads the trunk's matrices into a slab and its small vectors into another slab.
+/// Loads the trunk (all weights except the routed experts): its matrices into a slab, its small vectors into a
+/// second slab.
 ///
 /// The same sequence of calls must be made twice: first on a loader from [`TrunkLoader::measure`], which computes the
 /// size of the slab, then on a loader from [`TrunkLoader::read`], which reads the matrices.
@@ -379,7 +381,8 @@ impl<'a> TrunkLoader<'a> {
         Ok(Weight { codes, rows, cols, global_scale, parts })
     }
 
-    /// Loads the matrix at `path` with shape `[rows, parts * cols]`, and splits it into `parts` matrices of `cols` columns.
+    /// Loads the matrix at `path` with shape `[rows, parts * cols]`, and splits it into `parts` matrices of `cols`
+    /// columns.
     pub fn columns(&mut self, path: &str, rows: usize, cols: usize, parts: usize) -> Result<Vec<Weight>, ModelError> {
         let MatrixLayout { codes, entries, .. } = self.from.layout(path, &[], rows, parts * cols)?;
         if !cols.is_multiple_of(codes.group().max(32)) || matches!(codes, WeightFormat::Fp8(_)) {

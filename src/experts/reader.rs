@@ -66,7 +66,8 @@ enum ReadOutcome {
     Done,
     /// The bytes are usable, but [`ReaderState::verify`] must check them.
     Unverified,
-    /// The checksum did not match. The next read rebuilds the record from the checkpoint.
+    /// The checksum did not match. The next read takes the expert's bytes from the checkpoint, not from the packed
+    /// file.
     Damaged,
     Failed(ReadFailure),
 }
@@ -74,9 +75,9 @@ enum ReadOutcome {
 #[derive(Default)]
 struct ReadQueue {
     demand: VecDeque<ReadJob>,
-    /// Reads of background experts whose state is Reading.
+    /// Background reads of experts whose state is Reading.
     background: VecDeque<ReadJob>,
-    /// Background experts whose state is Queued. The reads of these experts can be cancelled.
+    /// Experts whose background read has not started and whose state is Queued. These reads can be cancelled.
     unstarted: VecDeque<SlotId>,
     background_running: usize,
     /// The read in progress for each slot.

@@ -69,7 +69,10 @@ impl Config {
         Self::new(&json(dir)?)
     }
 
-    /// Lowers the number of experts per token to `exactly`, which must be valid, or else to at most `at_most`.
+    /// Lowers the number of experts per token to `exactly`, or if that is `None`, to at most `at_most`.
+    ///
+    /// # Errors
+    /// `exactly` is 0 or more than the model's own number, or the model is dense.
     pub fn use_fewer_experts(&mut self, exactly: Option<usize>, at_most: Option<usize>) -> Result<(), ModelError> {
         match (&mut self.ffn, exactly, at_most) {
             (FfnShape::Dense { .. }, Some(wanted), _) => {
@@ -384,7 +387,7 @@ impl JsonTable<'_> {
                 base: self.count_or("ngram_vocab_size_base", 1 << 32, 20_000_000)? as u64,
                 divisor: self.count_or("make_ngram_vocab_size_divisible_by", 1 << 24, 128)? as u64,
                 seed: match self.0.get("seed") {
-                    // The released configuration has no seed.
+                    // The `config.json` of released checkpoints has no seed. 1234 is the default of transformers.
                     None | Some(Value::Null) => 1234,
                     Some(seed) => seed.as_u64().map_or_else(|| refuse(format!("seed is {seed}")), Ok)?,
                 },

@@ -39,7 +39,7 @@ pub fn read_small_file(path: &Path, max: u64) -> io::Result<Vec<u8>> {
     }
 }
 
-/// Checks that a path does not exist or names a regular file of at most `max` bytes.
+/// Checks a path: either it does not exist, or it names a regular file of at most `max` bytes.
 ///
 /// # Errors
 /// The path names another kind of file, or a larger file.

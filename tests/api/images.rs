@@ -159,7 +159,7 @@ async fn picture_is_cached_across_restarts() {
     server.shut_down();
     server.wait_for_end().await;
     let server = vision_with_cache(dir.path().into()).await;
-    // The first server's thread may still hold the directory.
+    // The first server's thread may still hold the lock of the cache directory.
     for _ in 0..600 {
         if !server.engine.prompt_cache().disk_locked {
             break;
@@ -254,14 +254,14 @@ fn image_urls_reach_no_private_address() {
     let private = TcpListener::bind("127.0.0.1:0").unwrap();
     private.set_nonblocking(true).unwrap();
     let port = private.local_addr().unwrap().port();
-    // These names are in the list and resolve to this machine: addresses in other notations, and a name whose owner
-    // changes its address.
+    // These hosts are in the list of allowed hosts, but resolve to this machine: numbers and short forms that mean an
+    // address, and a name that resolves to a loopback address.
     for host in ["2130706433", "0x7f000001", "0177.0.0.1", "127.1", "0", "images.localhost"] {
         let listed = format!("{host}:{port}");
         let found = ImageUrls::new(std::slice::from_ref(&listed)).fetch(&format!("http://{listed}/a.png"));
         assert!(found.is_err(), "{host}");
     }
-    // The hosts in these URLs are not in the list.
+    // The hosts in these URLs are not in the list of allowed hosts.
     let urls = ImageUrls::new(&["images.example.com".into()]);
     for url in [
         format!("http://127.0.0.1:{port}/"),

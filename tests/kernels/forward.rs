@@ -1,5 +1,6 @@
-//! Runs the demo with every operation on the kernels. The greedy tokens must equal the tokens on the CPU, resident or
-//! streaming, for any split of the prompt. Also checks the number of expert reads of a streaming prompt.
+//! Runs the demo checkpoint (`models/demo`) with every operation on the kernels. The greedy tokens must equal the
+//! tokens on the CPU, resident or streaming, for any split of the prompt. Also checks the number of expert reads of a
+//! streaming prompt.
 
 #[path = "../common/mod.rs"]
 pub mod common;
@@ -115,7 +116,7 @@ fn demo_odd_prompts_match_the_cpu() {
 #[ignore = "long: whole answers"]
 fn quantised_cache_equals_the_cpu_bytes() {
     let cases = cases();
-    // The prompt is so long that the last rows read quantised keys and values.
+    // The prompt is so long that the last rows read quantized keys and values.
     let ids: Vec<u32> = cases.iter().flat_map(|case| [&case.prompt_ids[..], &case.greedy_ids].concat()).collect();
     let ids = &ids[..ids.len().min(170)];
     assert!(ids.len() > 128);

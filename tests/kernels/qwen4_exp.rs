@@ -41,7 +41,7 @@ fn answers_match_transformers() {
     }
 }
 
-/// The minimum number of slots is 60: 6 layers with 10 experts per token each.
+/// 60 is the minimum number of slots: 10 experts per token in each of 6 layers.
 #[test]
 fn logits_ignore_chunks_and_slots() {
     for case in cases() {
@@ -76,7 +76,7 @@ fn snapshots_and_rejected_drafts_keep_logits() {
     drop(state);
     for (round, (at, snapshot)) in marks.into_iter().zip(snapshots).enumerate() {
         let mut state = model.restore(&snapshot, None).unwrap();
-        // Blocks become complete (closed) and incomplete (open) again.
+        // The drafts complete (close) blocks of the block attention. Rejecting the drafts opens the blocks again.
         let (kept, draft) = (round % 3 + 1, [7, 14, 21, 28, 35]);
         let logits = model.verify(&mut state, &[&ids[at..at + kept], &draft[..]].concat()).unwrap();
         state.reject(draft.len()).unwrap();

@@ -141,7 +141,8 @@ fn disk_error_fails_without_wrong_tokens() {
         file.set_modified(modified).unwrap();
         let (mut generated, mut done) = ask(&handle, &ids, &sampling);
         if done.is_err() {
-            // A prefetch read the half-restored file, and this answer waited for it.
+            // `fs::write` truncates the file before it writes the bytes. A prefetch may have read the file in between,
+            // so this answer may fail, but it must not have wrong tokens.
             assert!(generated == whole[..generated.len()], "{generated:?}");
             (generated, done) = ask(&handle, &ids, &sampling);
         }
@@ -166,7 +167,7 @@ fn hidden_rows_do_not_depend_on_chunks() {
         one_by_one.extend_from_slice(&found);
     }
     assert_ne!(found[..256], found[256..], "the layers differ");
-    // After a prompt, its last rows are kept. After a verify, the accepted rows are kept.
+    // Hidden rows are available for the last rows of a prompt, and then for the rows of a verify.
     let mut state = model.start().unwrap();
     model.forward(&mut state, &ids[..42], Rows::None).unwrap();
     model.tapped_rows(42, &mut found).unwrap();

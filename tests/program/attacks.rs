@@ -1,8 +1,8 @@
-//! Sends requests designed to exhaust memory, each alone and during a running answer. The server is in a control group
-//! whose limit is the memory limit plus 10 %. No process may be killed, the peak must stay below the limit, the answer
+//! Sends requests designed to exhaust memory, each alone and during a running answer. The server is in a cgroup whose
+//! limit is `--memory-limit` plus 10 %. No process may be killed, the peak must stay below the limit, the answer
 //! must be the expected answer, and the memory must be freed within a second.
 //!
-//! Without permission to create a control group, the test measures memory, but the system enforces no limit.
+//! Without permission to create a cgroup, the test measures memory, but the system enforces no limit.
 
 #![cfg(target_os = "linux")]
 

@@ -1,5 +1,5 @@
 //! [`Process`] runs the server as a separate process. [`agent`] creates the requests of a coding agent.
-#![allow(dead_code)] // Each test binary uses a part of it.
+#![allow(dead_code)] // Each test binary uses only a part of this module.
 
 use serde_json::{Value, json};
 use std::{

@@ -94,7 +94,7 @@ pub fn write(
 struct ToolGrammar {
     name: String,
     index: usize,
-    /// The prepared schema of the parameters.
+    /// The schema of the parameters, as [`json_schema::prepare`] returns it.
     root: Value,
     strict: bool,
     grammar: CallGrammar,

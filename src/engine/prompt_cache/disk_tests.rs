@@ -380,7 +380,8 @@ fn other_models_keep_half_at_most() {
         put(&open(&of(key, 1 << 20)), &tokens(1, 50));
         std::thread::sleep(Duration::from_millis(20));
     }
-    // Half of the limit has room for only one of the two other directories. The older directory is removed.
+    // The directories of other models may take at most half of the limit: 500 bytes, which is enough for one of the two
+    // directories. The older directory is removed.
     let third = open(&of("three", 1000));
     assert!((500..1000).contains(&third.status().disk.unwrap().limit));
     drop(third);

@@ -89,7 +89,7 @@ mod tests {
         ]);
         let all = [(300, SnapshotKind::System), (340, SnapshotKind::Query), (700, SnapshotKind::Message)];
         assert_eq!(choose(&ends, 0, 705, 8), all);
-        // The most useful positions come first.
+        // If not all positions fit, the most useful ones are kept.
         assert_eq!(choose(&ends, 0, 705, 2), all[1..]);
         assert_eq!(choose(&ends, 0, 705, 1), all[2..]);
         // Positions up to `from` already have a snapshot.

@@ -21,9 +21,9 @@
 
 /// Widths to try: number of rows per verify, including the row of the last sampled token.
 const WIDTHS: [usize; 8] = [2, 3, 4, 5, 6, 8, 12, 16];
-/// Share of the time that speculation may lose.
+/// Largest loss from speculation, as a share of the total decoding time.
 const MAX_LOSS: f64 = 0.02;
-/// Share of the time that probes may lose.
+/// Largest loss from probes, as a share of the total decoding time.
 const MAX_PROBE_LOSS: f64 = 0.01;
 /// Minimum gain of a probe to start speculation.
 const MIN_START_GAIN: f64 = 1.05;

@@ -121,8 +121,8 @@ fn useless_drafts_cost_at_most_two_percent() {
     }
 }
 
-/// Drafts that never save time cost 1 % of the time plus the most expensive probe, whether verifies are cheap or expensive.
-/// The bound is higher if steps after a cycle stay slow for more than [`AFTERMATH_STEPS`] steps.
+/// Drafts that never save time cost 1 % of the time plus the most expensive probe, whether verifies are cheap or
+/// expensive. The bound is higher if steps after a cycle stay slow for more than [`AFTERMATH_STEPS`] steps.
 #[test]
 fn adversarial_draft_costs_one_percent_plus_probe() {
     let cheap = |rows: usize| 1.0 + 0.06 * (rows - 1) as f64 + if rows > 1 { 0.08 } else { 0.0 };
@@ -291,8 +291,8 @@ fn width_choice_uses_tokens_and_time() {
     assert_eq!(controller.neighbour_width(2), 2, "there is no narrower width");
 }
 
-/// Expects eight calibration steps, plain steps until token 16, then a probe of three cycles. After that, every 16th cycle
-/// tries a neighbouring width, and eight calibration steps follow the 64th cycle.
+/// Expects eight calibration steps, plain steps until token 16, then a probe of three cycles. After that, every 16th
+/// cycle tries a neighbouring width, and eight calibration steps follow the 64th cycle.
 #[test]
 fn controller_states_have_fixed_lengths() {
     let mut controller = SpeculationController::new(DraftPolicy::Auto, 3);
@@ -330,7 +330,7 @@ fn hopeless_probe_ends_early() {
         controller.cycle_seconds[0] = Some(1.7 / gain);
         assert_eq!(controller.next_rows(), rows, "gain {gain}, {left} cycles left");
     }
-    // One cycle is enough if its verify alone took too long. The time of the verify is stored as an estimate.
+    // The probe ends after one cycle if the verify alone took too long. Its time is stored as an estimate.
     for (verify, rows) in [(1.7 / 0.74, 1), (1.7 / 0.76, 2)] {
         let mut controller = SpeculationController::new(DraftPolicy::Auto, 1);
         (controller.state, controller.plain_seconds) = (ControllerState::Probe { left: 2, rows: 2 }, Some(1.0));
@@ -379,8 +379,8 @@ fn probe_waits_for_its_budget() {
         let mut controller = SpeculationController::new(DraftPolicy::Auto, 1);
         (controller.state, controller.plain_seconds, controller.total) = (ControllerState::Plain, Some(1.0), 100.0);
         (controller.tokens, controller.next_probe, controller.saved) = (500, 500, saved);
-        // A cycle of two rows is estimated at 1.15 s, so two cycles lose 0.3 s. The budget is `0.01 * (100 + saved) + saved`,
-        // and each plain step adds 0.01.
+        // A cycle of two rows is estimated at 1.15 s, so two cycles lose 0.3 s. The budget is
+        // `0.01 * (100 + saved) + saved`, and each plain step adds 0.01.
         match wait {
             Some(wait) => {
                 assert_eq!(

@@ -125,7 +125,8 @@ impl RequestLog {
         self.is_streaming.store(false, Relaxed);
     }
 
-    /// Records a storage error of a generation, or `None` if the generation finished.
+    /// Updates the storage health: an error if reading experts failed during a generation, `None` if the generation
+    /// finished.
     pub fn record_storage(&self, error: Option<&dyn Display>) {
         self.storage_health.record(error);
     }
@@ -195,7 +196,7 @@ impl Drop for RequestLog {
                 )
             };
         }
-        // The level is debug, because an open page and monitoring systems poll every few seconds.
+        // The level is debug, because the chat page in a browser and monitoring systems poll every few seconds.
         if self.method == Method::GET && status < 400 { log!(debug) } else { log!(info) }
     }
 }

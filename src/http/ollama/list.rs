@@ -16,7 +16,7 @@ use std::sync::Arc;
 /// Version of Ollama whose API is implemented here. VS Code refuses versions before 0.6.4.
 const VERSION: &str = "0.12.6";
 
-/// Model family that is reported to clients. Clients read the context length of the key `qwen3_5.context_length`.
+/// Model family that is reported to clients. Clients read the context length from the key `qwen3_5.context_length`.
 const ARCHITECTURE: &str = "qwen3_5";
 
 pub async fn version() -> Json<Value> {

@@ -25,7 +25,8 @@ pub struct ImagePart {
     pub low_detail: bool,
     /// Path of the part in the request, for errors.
     pub at: String,
-    /// True if the image belongs to a new user message.
+    /// True if the image belongs to a user message after the last assistant message. An image that cannot be read is an
+    /// error there. In earlier messages, a sentence replaces the image.
     pub is_new: bool,
     /// Separator between the sentence that replaces the image and the text before or after the image.
     pub separator: &'static str,
@@ -78,8 +79,8 @@ impl PartFormat {
         Ok(())
     }
 
-    /// The text of a content, which is a string or an array of parts. `is_new` is true if the content belongs to a new
-    /// user message.
+    /// The text of a message's content, which is a string or an array of parts. `is_new` is true if the message is a
+    /// user message after the last assistant message.
     pub fn text(&self, content: &Value, at: &str, is_new: bool) -> Result<String, ApiError> {
         match content {
             Value::String(text) => Ok(text.clone()),
@@ -192,7 +193,8 @@ fn from_url(url: &str) -> ImageSource {
     }
 }
 
-/// The sentence that replaces a part of type `kind`, which the model cannot read. An error in a new user message.
+/// Returns the sentence that replaces a part of type `kind`, which the model cannot read. Returns an error if `is_new`
+/// is true or the type is unknown.
 fn omitted(kind: &str, at: &str, is_new: bool) -> Result<String, ApiError> {
     let name = match kind {
         "image" | "image_url" | "input_image" => "image",

@@ -1,4 +1,5 @@
-//! Checks the processor's instruction sets against portable Rust: they must give the same bytes in both arithmetics.
+//! Checks the processor's instruction sets against portable Rust. They must give the same bytes both with f32
+//! activations and with activations that are quantized to integers.
 
 use super::{Finding, RandomInputs, difference};
 use crate::ops::{
@@ -13,8 +14,9 @@ const ROWS: usize = 37;
 /// Number of columns of the weights: an odd number of groups of 128.
 const COLS: usize = 5 * 128;
 const TOKENS: usize = 3;
-/// Allowed relative difference of the integer arithmetic from f32. With 8-bit codes in groups of 128 an activation
-/// has 65,793 levels.
+/// Allowed relative difference of products with integer activations from products with f32 activations. The least
+/// precise format is 8-bit codes in groups of 128: there, activations are integers from -65,793 to 65,793, because a
+/// group's sum must fit an i32 (`(2^31 - 1) / (128 * 255) = 65,793`).
 const LEVELS: f64 = 2e-5;
 
 /// One finding for each instruction set of this processor. The first is portable Rust, whose integer arithmetic is
@@ -70,7 +72,8 @@ fn compare(codes: WeightFormat, found: &mut [Finding]) {
     }
 }
 
-/// `x W^T` with one instruction set: `[rows of x, rows of weight]`, `together` rows of x at a time.
+/// Computes `x W^T` with one instruction set, for `together` rows of x at a time. Returns
+/// `[rows of x, rows of weight]`.
 pub(in crate::ops) fn run(isa: Isa, integer: bool, weight: &WeightView<'_>, x: &[f32], together: usize) -> Vec<f32> {
     run_in(&mut QuantizedRows::default(), isa, integer, weight, x, together)
 }
@@ -95,8 +98,8 @@ pub(in crate::ops) fn run_in(
     let inputs: Vec<Activations<'_>> = x.chunks_exact(weight.cols).enumerate().map(input).collect();
     let outs: Vec<OutPtr> = out.chunks_exact_mut(weight.rows).map(|row| OutPtr(row.as_mut_ptr())).collect();
     for (inputs, outs) in inputs.chunks(together).zip(outs.chunks(together)) {
-        // SAFETY: each input has its row of `out`, which no other code accesses. The processor has the instruction sets
-        // that `Isa::all` lists. The parts have the lengths of the encoding.
+        // SAFETY: each input writes to its own row of `out`, which no other code accesses. The processor has the
+        // instruction sets that `Isa::all` lists. The parts have the lengths that the format requires.
         unsafe { product(isa, integer, weight, 0..weight.rows, inputs, outs) };
     }
     drop(outs);

@@ -1,11 +1,11 @@
 //! The causal depthwise convolution of a delta-net layer with SiLU, and the L2 norms of q and k after it.
 //!
 //! `c[t] = silu(sum over j < K of weight[j] * full[t + j])`, where K is the width of the convolution. `full` is the
-//! state (`[K - 1, channels]`), then the replayed rows, then the new rows, so the last weight multiplies the current row.
+//! state (`[K - 1, channels]`), then the [replayed rows](Replay), then the new rows, so the last weight multiplies the
+//! current row.
 //! Then `q = q / sqrt(sum(q^2) + 1e-6) / sqrt(key_dim)` and `k = k / sqrt(sum(k^2) + 1e-6)`.
 //!
-//! At the end, the state holds the last `K - 1` rows of `full` up to and including the `committed`-th row after the old
-//! state.
+//! Afterwards, the state has advanced by `committed` rows: it holds rows `committed` to `committed + K - 2` of `full`.
 
 mod cases;
 mod cpu;

@@ -57,8 +57,8 @@ fn slots(b: &mut KernelCheck<'_>, codes: [WeightFormat; 3]) -> Result<([ExpertSt
     }
     let (slab, ranges) = (Arc::new(slab), [0..PER_SEGMENT * stride, segment..len]);
     b.cpu.adopt_segments(&slab, &ranges)?;
-    // Both devices number their buffers alike, so the GPU's segments are valid on both. The CPU's table is empty, so
-    // the GPU's table is used.
+    // Both devices assign the same buffer numbers, so the GPU's regions of the segments are also valid on the CPU. The
+    // CPU needs no address table, so the GPU's table is used.
     let (segments, table) = b.gpu.adopt_segments(&slab, &ranges)?;
     segments.iter().try_for_each(|segment| b.gpu.mark_loaded(*segment, 0))?;
     Ok((stacks, ExpertSlots { segments, table, per_segment: PER_SEGMENT, stride }))
@@ -139,7 +139,7 @@ fn case(b: &mut KernelCheck<'_>, codes: [WeightFormat; 3], inner: usize) -> Resu
     b.expect(CLOSE, &ran, act, &acts[SLOTS])
 }
 
-/// Computes `silu(gate) * up` of every row for the expert in every slot, and at the end for the shared expert.
+/// Computes `silu(gate) * up` of every row, first for the expert in each slot, then for the shared expert.
 fn activations(
     b: &mut KernelCheck<'_>,
     layer: &MoeWeights,

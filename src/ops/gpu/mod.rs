@@ -403,7 +403,7 @@ impl<P: DerefMut<Target: Gpu> + Send> Backend for GpuBackend<P> {
     }
 
     fn copy(&mut self, from: Region, to: Region) -> Result<(), DeviceError> {
-        // The CPU reads the bytes and writes them, so it waits for the GPU.
+        // The bytes are copied by the CPU, so this waits until the GPU has written them.
         let mut bytes = vec![0; from.len];
         self.read(from, &mut bytes)?;
         self.write(to, &bytes)

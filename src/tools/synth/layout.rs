@@ -1,5 +1,5 @@
 //! Lists the tensors of a synthetic checkpoint, the encodings of the tensors, and the JSON files, as MLX's converters
-//! write Qwen3.5 and qwen4_exp in 4 bits. An n-gram table is not quantised. Routers and shared-expert gates have 8
+//! write Qwen3.5 and qwen4_exp in 4 bits. An n-gram table is not quantized. Routers and shared-expert gates have 8
 //! bits. The safetensors header is not padded, so tensors start at odd offsets.
 //!
 //! Matrices have a gain of 1 unless stated otherwise. The step between codes is chosen so that the weights of a row
@@ -141,7 +141,7 @@ impl TensorList {
         self.tensors.push(SynthTensor { name, shape: shape.to_vec(), fill, key });
     }
 
-    /// Adds a quantised matrix `[rows, cols]`.
+    /// Adds a quantized matrix `[rows, cols]`.
     fn matrix(&mut self, name: String, rows: usize, cols: usize, gain: f32) {
         self.quantised(&name, &[rows], cols, gain, BITS, 0.0);
     }
@@ -266,7 +266,7 @@ fn ngram_tensors(list: &mut TensorList, path: &str, streams: &StreamDimensions, 
         list.dense(format!("{path}.{norm}.weight"), &[width], Fill::Ones);
     }
     list.dense(format!("{path}.conv1d.weight"), &[width, CONV_WIDTH, 1], Fill::Normal(0.5));
-    // The table is split into shards of at most 4 GB, so that headers stay simple.
+    // The table is split into `NGRAM_SHARDS` tensors of about the same size.
     let rows = model::ngram_rows(ngram_base(streams)) as usize;
     let shard = rows.div_ceil(NGRAM_SHARDS);
     for (index, first) in (0..rows).step_by(shard).enumerate() {
