@@ -46,7 +46,7 @@ pub fn unpack() -> Result<PathBuf, StoreError> {
         }
     }
     for root in [std::env::temp_dir(), "/dev/shm".into()] {
-        let private = atomic_file::private_dir(&root).map_err(|source| StoreError::Io { path: root, source });
+        let private = atomic_file::private_dir(&root).map_err(StoreError::at(&root));
         match private.and_then(|dir| unpack_into(&dir.join("demo"))) {
             Ok(dir) => return Ok(dir),
             Err(error) => refused.push(error.to_string()),
@@ -63,7 +63,7 @@ fn unpack_into(cache: &Path) -> Result<PathBuf, StoreError> {
     for (name, bytes) in FILES {
         let path = dir.join(name);
         if !is_whole(&path, sum(name)) {
-            atomic_file::replace_file(&path, bytes).map_err(|source| StoreError::Io { path, source })?;
+            atomic_file::replace_file(&path, bytes).map_err(StoreError::at(&path))?;
         }
     }
     Ok(dir)

@@ -1,6 +1,9 @@
 //! One error enum per layer. `http/errors.rs` maps them to HTTP statuses.
 
-use std::{io, path::PathBuf};
+use std::{
+    io,
+    path::{Path, PathBuf},
+};
 
 /// What Metal's error says if macOS ended GPU work because it delayed the screen.
 pub const GPU_INTERACTIVITY: &str = "Impacting Interactivity";
@@ -47,6 +50,13 @@ pub enum StoreError {
     Read { layer: usize, expert: usize, file: PathBuf, offset: u64, len: usize, source: io::Error },
     #[error("{0}")]
     Other(String),
+}
+
+impl StoreError {
+    /// Adds the path of the file or directory to an I/O error.
+    pub fn at(path: &Path) -> impl Fn(io::Error) -> Self + Copy {
+        move |source| Self::Io { path: path.to_owned(), source }
+    }
 }
 
 /// Errors of a model's configuration and forward pass.

@@ -21,15 +21,16 @@ pub mod listing;
 mod transfer;
 
 use crate::{
-    checkpoint::index::Index,
+    checkpoint::index::{Index, listed_tensors},
     error::StoreError,
-    platform::{os, read_small_file},
+    platform::os,
 };
 use cache::{BRANCH, HubCache};
 use client::{HubClient, MAX_ATTEMPTS, RequestError};
 use download::ModelDownload;
 use listing::{RepoFile, RepoListing};
 use std::{
+    collections::BTreeSet,
     env, fs, io,
     path::{Path, PathBuf},
     time::Duration,
@@ -135,14 +136,12 @@ impl Hub {
         let missing = sum(&needed).ok_or_else(overflow)?;
         if let Some(free) = os::free_space(&self.cache).filter(|&free| free < missing) {
             let why = format!("the download needs {missing} bytes, but only {free} are free");
-            let source = io::Error::new(io::ErrorKind::StorageFull, why);
-            return Err(StoreError::Io { path: self.cache.clone(), source });
+            return Err(StoreError::at(&self.cache)(io::Error::new(io::ErrorKind::StorageFull, why)));
         }
         progress(total - missing, total);
         download_files(&download, &needed, total - missing, total, progress)?;
         // Record the commit last, so that other programs see the revision only when it is complete.
-        let at = |source| StoreError::Io { path: download.snapshot.clone(), source };
-        cache.set_commit(revision, &listing.sha).map_err(at)?;
+        cache.set_commit(revision, &listing.sha).map_err(StoreError::at(&download.snapshot))?;
         Ok(download.snapshot)
     }
 
@@ -170,13 +169,11 @@ impl Hub {
 
 /// True if a snapshot has every file that its index lists.
 fn is_complete(dir: &Path) -> bool {
-    let path = dir.join(listing::INDEX);
-    if !path.exists() {
-        return Index::open(dir).is_ok();
+    match listed_tensors(dir) {
+        Ok(None) => Index::open(dir).is_ok(),
+        Ok(Some(tensors)) => BTreeSet::from_iter(tensors.values()).iter().all(|name| dir.join(name).exists()),
+        Err(_) => false,
     }
-    let text = read_small_file(&path, listing::MAX_INDEX_BYTES).ok();
-    let names = text.and_then(|index| listing::shard_names(&index).ok());
-    names.is_some_and(|names| names.iter().all(|name| dir.join(name).exists()))
 }
 
 #[cfg(test)]

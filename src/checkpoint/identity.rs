@@ -41,8 +41,7 @@ pub fn unchanged_identity(before: Option<String>, files: &[PathBuf]) -> Option<S
 }
 
 fn stamps(files: &[PathBuf]) -> Result<Vec<FileStamp>, StoreError> {
-    let stamp = |path: &PathBuf| FileStamp::of(path).map_err(|source| StoreError::Io { path: path.clone(), source });
-    files.iter().map(stamp).collect()
+    files.iter().map(|path| FileStamp::of(path).map_err(StoreError::at(path))).collect()
 }
 
 fn hash_stamps(stamps: &[FileStamp]) -> String {
@@ -66,7 +65,7 @@ const MAX_HEADER_BYTES: u64 = 100 << 20;
 pub fn fingerprint(shards: &[PathBuf]) -> Result<String, StoreError> {
     let mut hash = Sha256::new();
     for path in shards {
-        hash_samples(&mut hash, path).map_err(|source| StoreError::Io { path: path.clone(), source })?;
+        hash_samples(&mut hash, path).map_err(StoreError::at(path))?;
     }
     Ok(hex::encode(&hash.finalize()[..16]))
 }

@@ -196,7 +196,7 @@ impl Index {
     }
 
     fn add(&mut self, path: PathBuf) -> Result<(), StoreError> {
-        let io = |source| StoreError::Io { path: path.clone(), source };
+        let io = StoreError::at(&path);
         let bad = |why: String| StoreError::NotACheckpoint { path: path.clone(), why };
         let mut file = open_regular_file(&path).map_err(io)?;
         let size = file.metadata().map_err(io)?.len();
@@ -259,7 +259,7 @@ fn is_plain(name: &str) -> bool {
 }
 
 /// Reads the index file: the shard of each tensor. `None` if the checkpoint has no index file.
-fn listed_tensors(dir: &Path) -> Result<Option<BTreeMap<String, String>>, StoreError> {
+pub fn listed_tensors(dir: &Path) -> Result<Option<BTreeMap<String, String>>, StoreError> {
     #[derive(Deserialize)]
     struct ShardIndex {
         weight_map: UniqueMap<String>,
@@ -268,7 +268,7 @@ fn listed_tensors(dir: &Path) -> Result<Option<BTreeMap<String, String>>, StoreE
     let text = match read_small_file(&path, MAX_HEADER_BYTES) {
         Ok(text) => text,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-        Err(source) => return Err(StoreError::Io { path, source }),
+        Err(error) => return Err(StoreError::at(&path)(error)),
     };
     match serde_json::from_slice::<ShardIndex>(&text) {
         Ok(weights) => Ok(Some(weights.weight_map.0)),
@@ -277,7 +277,7 @@ fn listed_tensors(dir: &Path) -> Result<Option<BTreeMap<String, String>>, StoreE
 }
 
 fn shards(dir: &Path) -> Result<BTreeSet<String>, StoreError> {
-    let io = |source| StoreError::Io { path: dir.to_path_buf(), source };
+    let io = StoreError::at(dir);
     let mut names = BTreeSet::new();
     for entry in std::fs::read_dir(dir).map_err(io)? {
         if let Ok(name) = entry.map_err(io)?.file_name().into_string()

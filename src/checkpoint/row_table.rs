@@ -123,8 +123,7 @@ impl RowFiles {
         for entry in table.shards.iter().flat_map(|shard| shard.entries.iter().flatten()) {
             if let std::collections::hash_map::Entry::Vacant(vacant) = files.entry(entry.file) {
                 let path = &table.files[entry.file];
-                let file = DataFile::open_uncached(path);
-                vacant.insert(file.map_err(|source| StoreError::Io { path: path.clone(), source })?);
+                vacant.insert(DataFile::open_uncached(path).map_err(StoreError::at(path))?);
             }
         }
         Ok(Self { table, files, packed, is_damage_logged: AtomicBool::new(false) })
@@ -143,9 +142,9 @@ impl RowFiles {
         for piece in self.table.pieces(row..row + 1).0 {
             let Some(file) = self.files.get(&(piece.file as usize)).filter(|_| piece.len > 0) else { continue };
             let read = file.read_range(piece.offset, piece.len, space);
-            bytes.extend_from_slice(read.map_err(|source| {
-                let why = format!("row {row} of the n-gram table at offset {}: {source}", piece.offset);
-                StoreError::Io { path: file.path().to_path_buf(), source: io::Error::new(source.kind(), why) }
+            bytes.extend_from_slice(read.map_err(|error| {
+                let why = format!("row {row} of the n-gram table at offset {}: {error}", piece.offset);
+                StoreError::at(file.path())(io::Error::new(error.kind(), why))
             })?);
         }
         Ok(bytes)

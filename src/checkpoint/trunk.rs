@@ -184,7 +184,7 @@ impl Checkpoint {
     fn read_into(&self, entry: &TensorEntry, bytes: &mut [u8]) -> Result<(), ModelError> {
         let path = self.index.path(entry);
         let read = open_regular_file(path).and_then(|file| file.read_exact_at(bytes, entry.offset));
-        Ok(read.map_err(|source| StoreError::Io { path: path.to_path_buf(), source })?)
+        Ok(read.map_err(StoreError::at(path))?)
     }
 
     /// The layout of the unquantized tensor `name` (without the suffix `.weight`) with the given shape,

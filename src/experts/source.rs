@@ -65,7 +65,7 @@ impl ShardFiles {
         let mut files = Vec::with_capacity(paths.len());
         let mut block = 1;
         for path in paths {
-            let file = DataFile::open(path, access).map_err(|source| StoreError::Io { path: path.clone(), source })?;
+            let file = DataFile::open(path, access).map_err(StoreError::at(path))?;
             block = block.max(file.block());
             files.push(file);
         }
@@ -109,11 +109,20 @@ impl ShardFiles {
         self.files.get(file as usize).ok_or_else(|| io::Error::from(io::ErrorKind::NotFound))
     }
 
-    /// See [`DataFile::drop_cached`].
-    pub fn drop_cached(&self, file: u32, offset: u64, len: usize) {
-        if let Ok(file) = self.get(file) {
-            file.drop_cached(offset, len);
+    /// Fills `into` with the bytes of a piece, and then removes them from the page cache. Returns the number of reads.
+    pub fn read_piece(&self, piece: &Piece, into: &mut [u8]) -> io::Result<u64> {
+        let (mut done, mut reads) = (0, 0);
+        while let Some(rest) = into.get_mut(done..).filter(|rest| !rest.is_empty()) {
+            match self.read(piece.file, piece.offset + done as u64, rest) {
+                Ok(0) => return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the file ends inside an expert")),
+                Ok(got) => done += got,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+                Err(error) => return Err(error),
+            }
+            reads += 1;
         }
+        self.get(piece.file)?.drop_cached(piece.offset, piece.len);
+        Ok(reads)
     }
 
     /// Fails if a file ends before one of the pieces in `map`.
@@ -271,9 +280,8 @@ impl PackRecords {
         let (records, record) = self.record(file, offset).ok_or_else(no_such_record)?;
         let (mut reads, mut bytes) = (0, 0);
         for (piece, &(at, len)) in record.source.iter().zip(&records.pieces) {
-            let read = |bytes: &mut [u8]| read_piece(&self.checkpoint, piece, bytes);
             let part = into.get_mut(at as usize..at as usize + len).ok_or_else(no_such_record)?;
-            reads += read(part).map_err(|error| {
+            reads += self.checkpoint.read_piece(piece, part).map_err(|error| {
                 let path = self.checkpoint.path(piece.file);
                 io::Error::new(error.kind(), format!("{}: {error}", path.display()))
             })?;
@@ -306,20 +314,4 @@ impl fmt::Debug for PackRecords {
 
 fn no_such_record() -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, "the pack has no such record")
-}
-
-/// Fills `into` with the bytes of a piece. Returns the number of reads.
-fn read_piece(files: &ShardFiles, piece: &Piece, into: &mut [u8]) -> io::Result<u64> {
-    let (mut done, mut reads) = (0, 0);
-    while let Some(rest) = into.get_mut(done..).filter(|rest| !rest.is_empty()) {
-        match files.read(piece.file, piece.offset + done as u64, rest) {
-            Ok(0) => return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the file ends inside an expert")),
-            Ok(got) => done += got,
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-            Err(error) => return Err(error),
-        }
-        reads += 1;
-    }
-    files.drop_cached(piece.file, piece.offset, piece.len);
-    Ok(reads)
 }

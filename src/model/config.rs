@@ -2,7 +2,7 @@
 
 use super::ngram_hash::NgramShape;
 use crate::{
-    error::ModelError,
+    error::{ModelError, StoreError},
     ops::{AttentionShape, DeltaShape, IndexerShape, KvFormat, OutputGate, StreamShape, attention::PAGE},
     platform::read_small_file,
 };
@@ -205,9 +205,7 @@ impl Config {
 /// Reads and parses the `config.json` of a directory.
 pub fn json(dir: &Path) -> Result<Value, ModelError> {
     let path = dir.join("config.json");
-    let text = read_small_file(&path, MAX_BYTES)
-        .map_err(|source| crate::error::StoreError::Io { path, source })
-        .map_err(ModelError::Store)?;
+    let text = read_small_file(&path, MAX_BYTES).map_err(StoreError::at(&path))?;
     serde_json::from_slice(&text).map_err(|error| ModelError::Config(error.to_string()))
 }
 

@@ -27,7 +27,7 @@ pub fn dequantise(
         bytes.resize(piece.len, 0);
         let path = &from.index.files[piece.file as usize];
         let read = File::open(path).and_then(|file| file.read_exact_at(bytes, piece.offset));
-        read.map_err(|source| StoreError::Io { path: path.clone(), source })?;
+        read.map_err(StoreError::at(path))?;
     }
     let &MatrixLayout { codes, rows, cols, .. } = layout;
     Ok(WeightView { codes, rows, cols, global_scale, skipped: 0, parts: parts.each_ref().map(Vec::as_slice) }.to_f32())

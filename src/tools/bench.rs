@@ -114,8 +114,7 @@ fn prompt(dir: &Path, file: Option<&Path>, count: usize) -> Result<Vec<u32>, Com
 fn drop_cached(dir: &Path) -> Result<(), StoreError> {
     let index = crate::checkpoint::index::Index::open(dir)?;
     for path in &index.files {
-        let failed = |source| StoreError::Io { path: path.clone(), source };
-        let file = DataFile::open(path, Access::Buffered).map_err(failed)?;
+        let file = DataFile::open(path, Access::Buffered).map_err(StoreError::at(path))?;
         file.drop_cached(0, file.len() as usize);
     }
     Ok(())

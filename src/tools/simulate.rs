@@ -59,8 +59,7 @@ pub fn run(args: cli::tool_args::InfoArgs, name: &str) -> Result<(), CommandErro
 /// this checkpoint afterwards.
 fn outline(like: &str, options: &model::LoadOptions) -> Result<ModelFootprint, CommandError> {
     let name = std::env::temp_dir().join(format!("moestro-like-{like}-{}", std::process::id()));
-    let io = |source| StoreError::Io { path: name.clone(), source };
-    let partial = PartialDir::create(&name).map_err(io)?;
+    let partial = PartialDir::create(&name).map_err(StoreError::at(&name))?;
     synth::outline(partial.path(), synth::command::dimensions(like)?)?;
     Ok(CheckpointInfo::unpacked(partial.path(), options)?.shape)
 }

@@ -47,10 +47,7 @@ pub fn size(options: &SynthOptions) -> u64 {
 /// reports its free space.
 pub fn write(out: &Path, options: &SynthOptions, progress: &(dyn Fn(u64) + Sync)) -> Result<SynthSummary, StoreError> {
     options.dimensions.check()?;
-    let at = |path: &Path| {
-        let path = path.to_owned();
-        move |source| StoreError::Io { path, source }
-    };
+    let at = StoreError::at(out);
     if fs::read_dir(out).map_or(out.exists(), |mut entries| entries.next().is_some()) {
         return Err(StoreError::Other(format!("{} already exists; synth overwrites nothing", out.display())));
     }
@@ -58,9 +55,9 @@ pub fn write(out: &Path, options: &SynthOptions, progress: &(dyn Fn(u64) + Sync)
     let bytes: u64 = tensors.iter().map(SynthTensor::bytes).sum();
     if let Some(free) = crate::platform::os::free_space(out).filter(|&free| free < bytes + (64 << 20)) {
         let why = format!("{bytes} bytes are needed and {free} are free");
-        return Err(at(out)(io::Error::new(io::ErrorKind::StorageFull, why)));
+        return Err(at(io::Error::new(io::ErrorKind::StorageFull, why)));
     }
-    let partial = PartialDir::create(out).map_err(at(out))?;
+    let partial = PartialDir::create(out).map_err(at)?;
     let shards = layout::shards(&tensors, options.shard);
     let mut map = serde_json::Map::new();
     for (index, shard) in shards.iter().enumerate() {
@@ -70,7 +67,7 @@ pub fn write(out: &Path, options: &SynthOptions, progress: &(dyn Fn(u64) + Sync)
         };
         map.extend(shard.iter().map(|tensor| (tensor.name.clone(), name.clone().into())));
         let path = partial.path().join(&name);
-        write_shard(&path, shard, options.threads, progress).map_err(at(&path))?;
+        write_shard(&path, shard, options.threads, progress).map_err(StoreError::at(&path))?;
     }
     map.sort_keys();
     let index = serde_json::json!({ "metadata": { "total_size": bytes }, "weight_map": map });
@@ -82,9 +79,10 @@ pub fn write(out: &Path, options: &SynthOptions, progress: &(dyn Fn(u64) + Sync)
     let texts = texts.map(|(name, json)| (name.to_owned(), format!("{json:#}\n").into_bytes()));
     for (name, content) in texts.iter().chain(&options.extras) {
         let path = partial.path().join(name);
-        File::create_new(&path).and_then(|mut file| file.write_all(content)).map_err(at(&path))?;
+        let written = File::create_new(&path).and_then(|mut file| file.write_all(content));
+        written.map_err(StoreError::at(&path))?;
     }
-    partial.finish(out).map_err(at(out))?;
+    partial.finish(out).map_err(at)?;
     Ok(SynthSummary { bytes, tensors: tensors.len(), shards: shards.len() })
 }
 
@@ -106,8 +104,8 @@ pub fn outline(dir: &Path, dimensions: Dimensions) -> Result<(), StoreError> {
         file.write_all(&header)?;
         file.set_len(bytes)
     });
-    made.map_err(|source| StoreError::Io { path: weights, source })?;
-    fs::write(&config, layout::config(&options).to_string()).map_err(|source| StoreError::Io { path: config, source })
+    made.map_err(StoreError::at(&weights))?;
+    fs::write(&config, layout::config(&options).to_string()).map_err(StoreError::at(&config))
 }
 
 fn write_shard(

@@ -75,8 +75,7 @@ impl ModelDownload<'_> {
     }
 
     pub fn create_dirs(&self) -> Result<(), StoreError> {
-        let create =
-            |dir: &PathBuf| fs::create_dir_all(dir).map_err(|source| StoreError::Io { path: dir.clone(), source });
+        let create = |dir: &PathBuf| fs::create_dir_all(dir).map_err(StoreError::at(dir));
         create(&self.blobs).and_then(|()| create(&self.snapshot))
     }
 
@@ -155,7 +154,7 @@ impl ModelDownload<'_> {
     /// snapshot. If the checksum is wrong, removes the part file.
     pub fn finish(&self, file: &RepoFile, part: &File) -> Result<(), StoreError> {
         let (blob, path) = (self.blob(file), self.part(file));
-        let at = |source| StoreError::Io { path: path.clone(), source };
+        let at = StoreError::at(&path);
         part.sync_all().map_err(at)?;
         let is_right = file.sha256().map_or(Ok(true), |expected| Ok(sha256_file(&path)? == expected)).map_err(at)?;
         let _ = fs::remove_file(blob.with_extension("map"));

@@ -1,13 +1,13 @@
 //! [`RepoListing`]: the files of a repository on the hub. Selects the files that a model needs. Listings are untrusted.
 
 use super::cache::is_hash;
-use crate::{error::StoreError, platform::read_small_file};
+use crate::{checkpoint::index::listed_tensors, error::StoreError};
 use serde::Deserialize;
 use std::{collections::BTreeSet, path::Path};
 
 pub const INDEX: &str = "model.safetensors.index.json";
 /// Maximum size of an index in bytes. The index of the largest model has ten million bytes.
-pub const MAX_INDEX_BYTES: u64 = 100 << 20;
+const MAX_INDEX_BYTES: u64 = 100 << 20;
 /// Maximum size of any other small file in bytes. Tokenizers have 10 to 30 MB.
 const MAX_SMALL_BYTES: u64 = 256 << 20;
 /// Maximum number of weight files. The largest models have about a hundred weight files.
@@ -110,12 +110,7 @@ impl RepoListing {
             None => {
                 self.siblings.iter().map(|file| file.name.clone()).filter(|name| name.starts_with("model")).collect()
             }
-            Some(_) => {
-                let path = dir.join(INDEX);
-                let text = read_small_file(&path, MAX_INDEX_BYTES)
-                    .map_err(|source| StoreError::Io { path: path.clone(), source })?;
-                shard_names(&text).map_err(|error| StoreError::NotACheckpoint { path, why: error.to_string() })?
-            }
+            Some(_) => listed_tensors(dir)?.unwrap_or_default().into_values().collect(),
         };
         let is_extra = |name: &String| name.contains("mtp") || name.contains("ngram");
         names.extend(self.siblings.iter().map(|file| file.name.clone()).filter(is_extra));
@@ -147,15 +142,6 @@ impl RepoListing {
 fn is_weights(name: &str) -> bool {
     let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
     name.ends_with(".safetensors") && !name.starts_with('.') && name.bytes().all(is_plain)
-}
-
-/// The files that an index lists.
-pub fn shard_names(index: &[u8]) -> Result<BTreeSet<String>, serde_json::Error> {
-    #[derive(Deserialize)]
-    struct WeightMap {
-        weight_map: std::collections::HashMap<String, String>,
-    }
-    Ok(serde_json::from_slice::<WeightMap>(index)?.weight_map.into_values().collect())
 }
 
 #[cfg(test)]

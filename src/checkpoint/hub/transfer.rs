@@ -219,8 +219,8 @@ impl<'a> Transfer<'a> {
                             file.not_before = Instant::now() + BUSY_DELAY;
                             continue;
                         }
-                        Err(source) => {
-                            state.error = Some(StoreError::Io { path: self.download.blob(file.listed), source });
+                        Err(error) => {
+                            state.error = Some(StoreError::at(&self.download.blob(file.listed))(error));
                             break;
                         }
                     }
@@ -391,7 +391,7 @@ impl<'a> Transfer<'a> {
         let result = match (outcome, part) {
             (Ok(()), Some(part)) => download.finish(listed, &part),
             (Err(PieceError::Request(error)), _) => Err(download.client.describe(download.id, &listed.name, error)),
-            (Err(PieceError::Disk(source)), _) => Err(StoreError::Io { path: download.part(listed), source }),
+            (Err(PieceError::Disk(error)), _) => Err(StoreError::at(&download.part(listed))(error)),
             (Ok(()), None) | (Err(PieceError::Cancelled), _) => return,
         };
         let state = &mut *self.state.lock();

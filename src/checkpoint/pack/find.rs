@@ -91,35 +91,26 @@ pub fn open(dir: &Path, map: &ExpertMap, files: &[PathBuf]) -> Result<Pack, Stor
     // The files are opened before hashing, so that later reads use the same files that were hashed.
     let checkpoint = ShardFiles::open(files, Access::Buffered)?;
     let now = settled_identity(files)?;
-    let is_known = now.is_some_and(|now| now == manifest.identity || is_remembered(&now, &text));
-    if !is_known {
+    if !now.as_ref().is_some_and(|now| *now == manifest.identity || is_remembered(now, &text)) {
         tracing::info!(
             dir = %dir.display(),
             bytes = map.bytes(),
             "hashing the checkpoint's experts once to check that this pack was made from them"
         );
-        compare(dir, &manifest, &text, map, files)?;
+        compare(dir, &manifest, map, &checkpoint)?;
+        remember_comparison(now, files, &text);
     }
     let records = Arc::new(PackRecords::new(manifest.records(map), checkpoint));
     let files = manifest.layers.iter().filter_map(|layer| layer.path(dir)).collect();
     Ok(Pack { dir: dir.to_owned(), map: manifest.map(), files, records })
 }
 
-/// Compares every expert in `files` with its SHA-256 in the manifest. Does not read the records of the pack. Remembers
-/// a successful comparison until the files change.
-fn compare(
-    dir: &Path,
-    manifest: &PackManifest,
-    text: &[u8; 32],
-    map: &ExpertMap,
-    files: &[PathBuf],
-) -> Result<(), StoreError> {
-    let before = settled_identity(files)?;
-    let source = ShardFiles::open(files, Access::Buffered)?;
+/// Compares every expert of the checkpoint with its SHA-256 in the manifest. Does not read the records of the pack.
+fn compare(dir: &Path, manifest: &PackManifest, map: &ExpertMap, checkpoint: &ShardFiles) -> Result<(), StoreError> {
     for (index, (layer, experts)) in manifest.layers.iter().zip(&map.layers).enumerate() {
-        for_each_expert(experts.len(), layer.stride as usize, |expert, [record, _]| {
-            let (Some(pieces), Some(sha256)) = (experts.get(expert), layer.sha256.get(expert)) else { return Ok(()) };
-            gather(&source, pieces, layer, record)?;
+        let experts = experts.iter().zip(&layer.sha256);
+        for_each_expert(experts, layer.stride as usize, |expert, (pieces, sha256), [record, _]| {
+            gather(checkpoint, pieces, layer, record)?;
             if RecordChecksums::of(record, layer).sha256 == *sha256 {
                 return Ok(());
             }
@@ -127,7 +118,6 @@ fn compare(
             Err(StoreError::NotAPack { path: dir.to_owned(), why })
         })?;
     }
-    remember_comparison(before, files, text);
     Ok(())
 }
 
@@ -159,20 +149,17 @@ pub(super) fn remember_comparison(before: Option<String>, files: &[PathBuf], man
 /// pack.
 pub fn link(files: &[PathBuf], dir: &Path) -> Result<(), StoreError> {
     let Some(link) = default_dir(files)? else { return Ok(()) };
-    let at = |path: &Path| {
-        let path = path.to_owned();
-        move |source| StoreError::Io { path, source }
-    };
-    let target = fs::canonicalize(dir).map_err(at(dir))?;
+    let target = fs::canonicalize(dir).map_err(StoreError::at(dir))?;
     if let Some(parent) = link.parent() {
-        fs::create_dir_all(parent).map_err(at(parent))?;
+        fs::create_dir_all(parent).map_err(StoreError::at(parent))?;
     }
+    let at = StoreError::at(&link);
     if link.symlink_metadata().is_ok_and(|meta| meta.is_symlink()) {
-        fs::remove_file(&link).map_err(at(&link))?;
+        fs::remove_file(&link).map_err(at)?;
     }
     match std::os::unix::fs::symlink(target, &link) {
         // The cache directory already has a pack of these files.
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
-        other => other.map_err(at(&link)),
+        other => other.map_err(at),
     }
 }

@@ -63,7 +63,7 @@ impl PackManifest {
     pub fn read(dir: &Path) -> Result<(Self, [u8; 32]), StoreError> {
         let path = dir.join(MANIFEST);
         let wrong = |why: String| StoreError::NotAPack { path: dir.to_owned(), why };
-        let text = read_small_file(&path, MAX_BYTES).map_err(|source| StoreError::Io { path: path.clone(), source })?;
+        let text = read_small_file(&path, MAX_BYTES).map_err(StoreError::at(&path))?;
         let head: ManifestVersion = serde_json::from_slice(&text).map_err(|error| wrong(error.to_string()))?;
         match (head.format.as_str(), head.version) {
             (FORMAT, VERSION) => {}
@@ -97,7 +97,7 @@ impl PackManifest {
                 return Err(wrong(format!("the experts of layer {index} differ from the checkpoint's")));
             }
             let file = layer.path(dir).ok_or_else(|| wrong(format!("{:?} is not a file name", layer.file)))?;
-            let meta = fs::metadata(&file).map_err(|source| StoreError::Io { path: file.clone(), source })?;
+            let meta = fs::metadata(&file).map_err(StoreError::at(&file))?;
             if !meta.is_file() || Some(meta.len()) != layer.stride.checked_mul(experts.len() as u64) {
                 return Err(wrong(format!("{} has {} bytes", layer.file, meta.len())));
             }

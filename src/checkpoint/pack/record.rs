@@ -8,7 +8,7 @@ use crate::{
     platform::{self, DataFile, read_aligned},
 };
 use sha2::{Digest, Sha256};
-use std::{io, path::Path};
+use std::path::Path;
 
 /// Number of experts that are read, hashed and written in parallel.
 const THREADS: usize = 4;
@@ -39,8 +39,7 @@ pub fn gather(
     record.fill(0);
     for (piece, &(at, len)) in pieces.iter().zip(&layer.pieces) {
         if let Some(into) = record.get_mut(at as usize..at as usize + len) {
-            fill_piece(source, piece, into)?;
-            source.drop_cached(piece.file, piece.offset, piece.len);
+            source.read_piece(piece, into).map_err(StoreError::at(&source.path(piece.file)))?;
         }
     }
     Ok(())
@@ -49,7 +48,7 @@ pub fn gather(
 /// Opens a layer's file for reads that come from the disk and not from the page cache, if the file system supports such
 /// reads.
 pub fn open(path: &Path) -> Result<DataFile, StoreError> {
-    let disk = DataFile::open_uncached(path).map_err(|source| StoreError::Io { path: path.to_owned(), source })?;
+    let disk = DataFile::open_uncached(path).map_err(StoreError::at(path))?;
     disk.drop_cached(0, disk.len() as usize);
     Ok(disk)
 }
@@ -58,48 +57,19 @@ pub fn open(path: &Path) -> Result<DataFile, StoreError> {
 pub fn read(disk: &DataFile, expert: usize, layer: &LayerManifest, record: &mut [u8]) -> Result<(), StoreError> {
     let (start, len) = (expert as u64 * layer.stride, record.len());
     let result = read_aligned(record, len, disk.block(), |rest, done| disk.read_at(rest, start + done as u64));
-    result.map_err(|source| StoreError::Io { path: disk.path().to_owned(), source })
+    result.map_err(StoreError::at(disk.path()))
 }
 
-fn end_of_file(path: &Path) -> StoreError {
-    let source = io::Error::new(io::ErrorKind::UnexpectedEof, "the file ends inside an expert or a row");
-    StoreError::Io { path: path.to_owned(), source }
-}
-
-/// Reads a whole piece into `into`.
-pub fn fill_piece(source: &ShardFiles, piece: &Piece, into: &mut [u8]) -> Result<(), StoreError> {
-    let mut done = 0;
-    while let Some(rest) = into.get_mut(done..).filter(|rest| !rest.is_empty()) {
-        let got = source
-            .read(piece.file, piece.offset + done as u64, rest)
-            .map_err(|error| StoreError::Io { path: source.path(piece.file), source: error })?;
-        if got == 0 {
-            return Err(end_of_file(&source.path(piece.file)));
-        }
-        done += got;
-    }
-    Ok(())
-}
-
-/// Runs `work(expert, buffers)` for every expert of a layer on [`THREADS`] threads. Each thread has two page-aligned
-/// buffers of the size of a record. Returns the results in order, or the first error.
-pub fn for_each_expert<T, W>(experts: usize, record: usize, work: W) -> Result<Vec<T>, StoreError>
-where
-    T: Send,
-    W: Fn(usize, [&mut [u8]; 2]) -> Result<T, StoreError> + Sync,
-{
-    let make_buffers = || {
-        let slab = || {
-            Slab::new(record)
-                .map_err(|error| StoreError::Other(format!("cannot allocate buffers for two experts: {error}")))
-        };
-        Ok((slab()?, slab()?))
-    };
-    platform::run_jobs(
-        "pack",
-        THREADS,
-        (0..experts).collect(),
-        make_buffers,
-        |expert, (first, second): &mut (Slab, Slab)| work(expert, [first.as_mut_slice(), second.as_mut_slice()]),
-    )
+/// Runs `work(index, expert, buffers)` for every expert of a layer on [`THREADS`] threads. Each thread has two
+/// page-aligned buffers of `len` bytes, the size of a record. Returns the results in order, or the first error.
+pub fn for_each_expert<E: Send, T: Send>(
+    experts: impl Iterator<Item = E>,
+    len: usize,
+    work: impl Fn(usize, E, [&mut [u8]; 2]) -> Result<T, StoreError> + Sync,
+) -> Result<Vec<T>, StoreError> {
+    let no_memory = |error| StoreError::Other(format!("cannot allocate buffers for two experts: {error}"));
+    let buffers = || Ok([Slab::new(len).map_err(no_memory)?, Slab::new(len).map_err(no_memory)?]);
+    platform::run_jobs("pack", THREADS, experts.enumerate().collect(), buffers, |(index, expert), buffers| {
+        work(index, expert, buffers.each_mut().map(Slab::as_mut_slice))
+    })
 }

@@ -129,7 +129,7 @@ impl PackedRows {
     /// # Errors
     /// A file system error occurs, or the file has another format or size.
     pub fn open(path: &Path, rows: u64, row: usize) -> Result<Self, StoreError> {
-        let io_error = |source| StoreError::Io { path: path.to_owned(), source };
+        let io_error = StoreError::at(path);
         let wrong = |why: String| StoreError::NotAPack { path: path.to_owned(), why };
         let file = DataFile::open_uncached(path).map_err(io_error)?;
         let mut space = Vec::new();

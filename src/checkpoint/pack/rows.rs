@@ -2,7 +2,6 @@
 
 use super::{
     find::{is_remembered, remember_comparison},
-    record::fill_piece,
     row_file::{PackedRows, RowBlocks, RowHeader, file_name},
     write::{PackSummary, write},
 };
@@ -12,7 +11,7 @@ use crate::{
         row_table::RowTable,
     },
     error::StoreError,
-    experts::{ExpertMap, Piece, ShardFiles},
+    experts::{ExpertMap, ExpertSource, ShardFiles},
     platform::{self, Access, os},
 };
 use sha2::{Digest, Sha256};
@@ -69,11 +68,11 @@ pub fn write_rows(
         if let Some(free) = os::free_space(out).filter(|&free| free < bytes + (64 << 20)) {
             let why =
                 format!("the n-gram table needs {bytes} bytes, but only {free} are free; choose another directory");
-            return Err(StoreError::Io { path, source: io::Error::new(io::ErrorKind::StorageFull, why) });
+            return Err(StoreError::at(&path)(io::Error::new(io::ErrorKind::StorageFull, why)));
         }
         let partial = out.join(format!(".{}.partial", file_name(index).display()));
         let result = write_file(table, files, &partial, progress)
-            .and_then(|()| fs::rename(&partial, &path).map_err(|source| StoreError::Io { path: path.clone(), source }));
+            .and_then(|()| fs::rename(&partial, &path).map_err(StoreError::at(&path)));
         if result.is_err() {
             let _ = fs::remove_file(&partial);
         }
@@ -89,7 +88,7 @@ fn write_file(
     path: &Path,
     progress: &(dyn Fn(u64) + Sync),
 ) -> Result<(), StoreError> {
-    let failed = |source| StoreError::Io { path: path.to_owned(), source };
+    let failed = StoreError::at(path);
     let (source, before) = (fingerprint(files)?, settled_identity(files)?);
     let blocks = row_blocks(table);
     let file = File::create(path).map_err(failed)?;
@@ -175,9 +174,7 @@ pub fn verify_rows(dir: &Path, tables: &[RowTable], progress: &(dyn Fn(u64) + Sy
         for_each_chunk(table, |first, ours| {
             let mut space = Vec::new();
             let count = ours.len() / blocks.size;
-            let theirs = packed
-                .read_blocks(first, count, &mut space)
-                .map_err(|source| StoreError::Io { path: path.clone(), source })?;
+            let theirs = packed.read_blocks(first, count, &mut space).map_err(StoreError::at(&path))?;
             if let Some(at) = theirs.iter().zip(ours.iter()).position(|(theirs, ours)| theirs != ours) {
                 let byte = blocks.offset(first) + at as u64;
                 let why = format!("byte {byte} differs from the checkpoint");
@@ -225,11 +222,10 @@ fn gather(
     while row < end {
         let (pieces, count) = table.pieces(row..end);
         let mut before = 0;
-        for (Piece { file, offset, len }, size) in pieces.into_iter().zip(sizes) {
+        for (piece, size) in pieces.iter().zip(sizes) {
             part.clear();
-            part.resize(len, 0);
-            fill_piece(source, &Piece { file, offset, len }, part)?;
-            source.drop_cached(file, offset, len);
+            part.resize(piece.len, 0);
+            source.read_piece(piece, part).map_err(StoreError::at(&source.path(piece.file)))?;
             for (at, bytes) in part.chunks_exact(size.max(1)).enumerate() {
                 let at = row - first + at as u64;
                 let start = (at / per_block) as usize * blocks.size + (at % per_block) as usize * row_bytes + before;

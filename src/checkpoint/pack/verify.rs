@@ -36,12 +36,8 @@ pub fn verify(
         };
         let Some(path) = layer.path(dir) else { return Err(wrong(0, "the manifest has no valid file name".into())) };
         let disk = open(&path)?;
-        for_each_expert(experts.len(), layer.stride as usize, |expert, [packed, ours]| {
-            let (Some(pieces), Some(sha256), Some(&crc32)) =
-                (experts.get(expert), layer.sha256.get(expert), layer.crc32.get(expert))
-            else {
-                return Err(wrong(expert, "the manifest has no checksum for this expert".into()));
-            };
+        let experts = experts.iter().zip(layer.sha256.iter().zip(&layer.crc32));
+        for_each_expert(experts, layer.stride as usize, |expert, (pieces, (sha256, &crc32)), [packed, ours]| {
             read(&disk, expert, layer, packed)?;
             gather(&source, pieces, layer, ours)?;
             if let Some(at) = packed.iter().zip(&*ours).position(|(packed, ours)| packed != ours) {

@@ -52,22 +52,19 @@ pub fn write(
     if out.join(MANIFEST).exists() {
         return find::open(out, map, files).map(|_| PackSummary { bytes, experts, written: false });
     }
-    let failed = |path: &Path| {
-        let path = path.to_owned();
-        move |source| StoreError::Io { path, source }
-    };
+    let failed = StoreError::at(out);
     if fs::read_dir(out).map_or(out.exists(), |mut entries| entries.next().is_some()) {
         return Err(StoreError::Other(format!("{} is neither empty nor a pack", out.display())));
     }
     if let Some(free) = os::free_space(out).filter(|&free| free < bytes + (64 << 20)) {
         let why =
             format!("the pack needs {bytes} bytes, but only {free} are free; choose another directory with --out");
-        return Err(failed(out)(io::Error::new(io::ErrorKind::StorageFull, why)));
+        return Err(failed(io::Error::new(io::ErrorKind::StorageFull, why)));
     }
     let before = settled_identity(files)?;
     // Reads from these open files fail if a file was modified after it was opened.
     let source = ShardFiles::open(files, Access::Buffered)?;
-    let partial = PartialDir::create(out).map_err(failed(out))?;
+    let partial = PartialDir::create(out).map_err(failed)?;
     let mut layers = Vec::with_capacity(plans.len());
     for (mut layer, experts) in plans.into_iter().zip(&map.layers) {
         let path = partial.path().join(&layer.file);
@@ -85,8 +82,8 @@ pub fn write(
         file.write_all(&text)?;
         file.sync_all()
     };
-    write().map_err(failed(&path))?;
-    partial.finish(out).map_err(failed(out))?;
+    write().map_err(StoreError::at(&path))?;
+    partial.finish(out).map_err(failed)?;
     Ok(PackSummary { bytes, experts, written: true })
 }
 
@@ -114,12 +111,10 @@ fn write_layer(
     path: &Path,
     progress: &(dyn Fn(u64) + Sync),
 ) -> Result<Vec<RecordChecksums>, StoreError> {
-    let failed = |error| StoreError::Io { path: path.to_owned(), source: error };
+    let failed = StoreError::at(path);
     let file = File::create_new(path).map_err(failed)?;
-    let sums = for_each_expert(experts.len(), layer.stride as usize, |expert, [record, _]| {
-        if let Some(pieces) = experts.get(expert) {
-            gather(source, pieces, layer, record)?;
-        }
+    let sums = for_each_expert(experts.iter(), layer.stride as usize, |expert, pieces, [record, _]| {
+        gather(source, pieces, layer, record)?;
         file.write_all_at(record, expert as u64 * layer.stride).map_err(failed)?;
         progress(layer.stride);
         Ok(RecordChecksums::of(record, layer))
@@ -135,12 +130,11 @@ fn read_back(
     progress: &(dyn Fn(u64) + Sync),
 ) -> Result<(), StoreError> {
     let disk = open(path)?;
-    for_each_expert(sums.len(), layer.stride as usize, |expert, [record, _]| {
+    for_each_expert(sums.iter(), layer.stride as usize, |expert, sum, [record, _]| {
         read(&disk, expert, layer, record)?;
-        if sums.get(expert) != Some(&RecordChecksums::of(record, layer)) {
+        if RecordChecksums::of(record, layer) != *sum {
             let why = format!("expert {expert} does not read back as written: the disk or the memory is faulty");
-            let source = io::Error::new(io::ErrorKind::InvalidData, why);
-            return Err(StoreError::Io { path: path.to_owned(), source });
+            return Err(StoreError::at(path)(io::Error::new(io::ErrorKind::InvalidData, why)));
         }
         progress(layer.stride);
         Ok(())

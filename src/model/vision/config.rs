@@ -1,7 +1,7 @@
 //! The dimensions of the vision tower, and the limits of image sizes.
 
 use crate::{
-    error::ModelError,
+    error::{ModelError, StoreError},
     model::config::{JsonTable, refuse},
     platform::read_small_file,
 };
@@ -128,7 +128,7 @@ impl ImageLimits {
                     .map(Some)
                     .map_err(|error| ModelError::Config(format!("{}: {error}", path.display()))),
                 Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
-                Err(source) => Err(crate::error::StoreError::Io { path, source }.into()),
+                Err(error) => Err(StoreError::at(&path)(error).into()),
             }
         };
         let nested =

@@ -68,8 +68,7 @@ type OpenGpu<'a> = &'a dyn Fn() -> Option<Box<dyn Gpu>>;
 /// # Errors
 /// The disk is too small or fails, or a model cannot be loaded.
 pub fn measure(open: OpenGpu<'_>, wait: f64, models: &ReportModels, dir: &Path) -> Result<MachineReport, CommandError> {
-    let io = |source| StoreError::Io { path: dir.to_owned(), source };
-    let partial = PartialDir::create(dir).map_err(io)?;
+    let partial = PartialDir::create(dir).map_err(StoreError::at(dir))?;
     let [shallow, deep] = ["shallow", "deep"].map(|name| partial.path().join(name));
     write(&shallow, &models.shallow)?;
     let bench = MachineBench { open, models };
@@ -117,7 +116,8 @@ pub fn measure(open: OpenGpu<'_>, wait: f64, models: &ReportModels, dir: &Path) 
     let packed = disk()?;
     stream("pack")?;
     drop(found);
-    remove(&[&shallow, &shallow.with_extension("pack")]).map_err(io)?;
+    let used = [&shallow, &shallow.with_extension("pack")];
+    used.into_iter().try_for_each(std::fs::remove_dir_all).map_err(StoreError::at(dir))?;
     write(&deep, &models.deep)?;
     let second = bench.run(&deep, "8 layers, in memory", RunOptions::default(), &mut runs)?;
 
@@ -141,10 +141,6 @@ fn write(dir: &Path, dimensions: &Dimensions) -> Result<(), CommandError> {
     };
     synth::write(dir, &options, &|_| ())?;
     Ok(())
-}
-
-fn remove(dirs: &[&Path]) -> std::io::Result<()> {
-    dirs.iter().try_for_each(std::fs::remove_dir_all)
 }
 
 struct MachineBench<'a> {
