@@ -13,7 +13,7 @@ use crate::{
     error::{ModelError, StoreError},
     metrics::Metrics,
 };
-use parking_lot::{Condvar, Mutex};
+use parking_lot::Mutex;
 use serde_json::Value;
 use std::{
     collections::{HashMap, VecDeque},
@@ -99,8 +99,14 @@ impl NgramLayout {
 pub struct RequestedRows {
     /// The rows of each token, head by head.
     wanted: Vec<u64>,
-    batch: Arc<RowBatch>,
+    /// The distinct rows that were in the cache.
+    found: HashMap<u64, Arc<[u8]>>,
+    /// The distinct rows that are read from the disk. The channel closes when all jobs have ended.
+    read: mpsc::Receiver<Result<ReadRows, StoreError>>,
 }
+
+/// The number and the bytes of each row that a job has read.
+type ReadRows = Vec<(u64, Arc<[u8]>)>;
 
 /// The rows of a table for one pass, and the state of its convolution.
 pub struct NgramInput<'a> {
@@ -109,21 +115,6 @@ pub struct NgramInput<'a> {
     pub pending: Option<RequestedRows>,
     /// Inputs of the convolution at the last positions.
     pub history: RowRing,
-}
-
-/// The distinct rows of a request.
-#[derive(Default)]
-struct RowBatch {
-    state: Mutex<BatchState>,
-    rows_read: Condvar,
-}
-
-#[derive(Default)]
-struct BatchState {
-    found: HashMap<u64, Arc<[u8]>>,
-    /// Number of jobs that have not ended.
-    jobs: usize,
-    failure: Option<StoreError>,
 }
 
 /// The most recently read rows, oldest first in `order`.
@@ -135,7 +126,7 @@ struct RowCache {
 
 struct RowJob {
     rows: Vec<u64>,
-    batch: Arc<RowBatch>,
+    reply: mpsc::Sender<Result<ReadRows, StoreError>>,
 }
 
 /// An n-gram table whose rows are read from disk on demand.
@@ -175,51 +166,43 @@ impl NgramTable {
         let mut distinct = wanted.clone();
         distinct.sort_unstable();
         distinct.dedup();
-        let batch = Arc::new(RowBatch::default());
         let cache = self.cache.lock();
-        let mut state = batch.state.lock();
-        let mut missing = Vec::new();
+        let (mut found, mut missing) = (HashMap::new(), Vec::new());
         for row in distinct {
             match cache.rows.get(&row) {
-                Some(bytes) => drop(state.found.insert(row, bytes.clone())),
+                Some(bytes) => drop(found.insert(row, bytes.clone())),
                 None => missing.push(row),
             }
         }
-        self.metrics.ngram_rows_cached.inc_by(state.found.len() as u64);
+        self.metrics.ngram_rows_cached.inc_by(found.len() as u64);
         self.metrics.ngram_rows_read.inc_by(missing.len() as u64);
         // Spread the rows over all threads, in jobs of at most `JOB_ROWS` neighbouring rows.
         let size = missing.len().div_ceil(THREADS).clamp(1, JOB_ROWS);
+        let (reply, read) = mpsc::channel();
         for rows in missing.chunks(size) {
-            state.jobs += 1;
-            if self.jobs.send(RowJob { rows: rows.to_vec(), batch: batch.clone() }).is_err() {
-                state.jobs -= 1;
-            }
+            // This fails only if all threads have panicked. `wait` then reports that the rows were not read.
+            let _ = self.jobs.send(RowJob { rows: rows.to_vec(), reply: reply.clone() });
         }
-        drop(state);
-        RequestedRows { wanted, batch }
+        RequestedRows { wanted, found, read }
     }
 
     /// Waits for the rows of a request and decodes them to f32 `[tokens, width]`.
     pub fn wait(&self, pending: RequestedRows) -> Result<Vec<f32>, ModelError> {
-        let mut state = pending.batch.state.lock();
-        if state.jobs > 0 {
-            let from = Instant::now();
-            while state.jobs > 0 {
-                pending.batch.rows_read.wait(&mut state);
-            }
-            self.metrics.ngram_stall_seconds.inc_by(from.elapsed().as_secs_f64());
+        let RequestedRows { wanted, mut found, read } = pending;
+        let from = Instant::now();
+        let read = Vec::from_iter(read);
+        self.metrics.ngram_stall_seconds.inc_by(from.elapsed().as_secs_f64());
+        for rows in read {
+            found.extend(rows?);
         }
-        if let Some(failure) = state.failure.take() {
-            return Err(failure.into());
-        }
-        let mut out = Vec::with_capacity(pending.wanted.len() * self.layout.table.width);
-        for row in &pending.wanted {
-            let Some(bytes) = state.found.get(row) else {
+        let mut out = Vec::with_capacity(wanted.len() * self.layout.table.width);
+        for row in &wanted {
+            let Some(bytes) = found.get(row) else {
                 return Err(ModelError::Config(format!("row {row} of the n-gram table was not read")));
             };
             self.layout.table.decode(bytes, &mut out);
         }
-        self.cache.lock().keep(&state.found, self.capacity);
+        self.cache.lock().keep(&found, self.capacity);
         Ok(out)
     }
 }
@@ -244,25 +227,13 @@ impl RowCache {
 fn serve(files: &RowFiles, jobs: &Mutex<mpsc::Receiver<RowJob>>, metrics: &Metrics) {
     let mut space = Vec::new();
     loop {
-        let Ok(RowJob { rows, batch }) = jobs.lock().recv() else { return };
-        let mut found = Vec::with_capacity(rows.len());
-        let mut failure = None;
-        for row in rows {
-            match files.read(row, &mut space) {
-                Ok(bytes) => {
-                    metrics.ngram_read_bytes.inc_by(bytes.len() as u64);
-                    found.push((row, Arc::from(bytes)));
-                }
-                Err(error) => {
-                    failure = Some(error);
-                    break;
-                }
-            }
-        }
-        let mut state = batch.state.lock();
-        state.found.extend(found);
-        state.failure = state.failure.take().or(failure);
-        state.jobs -= 1;
-        batch.rows_read.notify_all();
+        let Ok(RowJob { rows, reply }) = jobs.lock().recv() else { return };
+        let read = |row| {
+            let bytes = files.read(row, &mut space)?;
+            metrics.ngram_read_bytes.inc_by(bytes.len() as u64);
+            Ok((row, Arc::from(bytes)))
+        };
+        // This fails if the pass has ended without waiting for its rows.
+        let _ = reply.send(rows.into_iter().map(read).collect());
     }
 }

@@ -1,6 +1,6 @@
 //! Reads snapshot files with direct I/O and computes their checksums while the bytes are in the CPU cache.
 
-use crate::platform::{Access, DataFile, MAX_BLOCK};
+use crate::platform::{Access, DataFile, MAX_BLOCK, read_aligned};
 use std::{io, path::Path};
 
 /// Number of reader threads.
@@ -79,21 +79,8 @@ impl ReadBuffer {
 
     /// The next `len` bytes of the file, at most [`BUFFER`].
     fn fill(&mut self, file: &DataFile, at: u64, len: usize) -> io::Result<&[u8]> {
-        let (mut have, want) = (0, len.next_multiple_of(file.block()));
-        while have < len {
-            let into = self.0.get_mut(have..want).unwrap_or_default();
-            let got = match file.read_at(into, at + have as u64) {
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-                other => other?,
-            };
-            // A short direct read continues at a block boundary. If the read returned less than one block, the file has
-            // ended.
-            let reached = if have + got >= len { len } else { (have + got) / file.block() * file.block() };
-            if reached == have {
-                return Err(io::ErrorKind::UnexpectedEof.into());
-            }
-            have = reached;
-        }
+        let into = self.0.get_mut(..len.next_multiple_of(file.block())).unwrap_or_default();
+        read_aligned(into, len, file.block(), |rest, done| file.read_at(rest, at + done as u64))?;
         self.0.get(..len).ok_or_else(|| io::ErrorKind::InvalidInput.into())
     }
 }
