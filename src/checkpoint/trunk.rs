@@ -340,10 +340,6 @@ impl<'a> TrunkLoader<'a> {
         self.len
     }
 
-    pub fn is_empty(&self) -> bool {
-        self.len == 0
-    }
-
     /// Returns the filled buffers: first the matrices, then the vectors.
     pub fn finish(self) -> Result<[TrunkBuffer; 2], ModelError> {
         let bytes = self.vectors.len() * 4;

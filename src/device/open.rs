@@ -1,8 +1,6 @@
 //! Opens the system's GPU.
 
-#[cfg(any(target_os = "macos", target_os = "linux"))]
-use super::CommandQueue;
-use super::{DeviceError, Gpu};
+use super::{CommandQueue, DeviceError, Gpu};
 
 /// Name of the GPU interface of this build, in `--device` and in metrics.
 pub const GPU_KIND: &str = if cfg!(target_os = "macos") { "metal" } else { "cuda" };
@@ -10,10 +8,8 @@ pub const GPU_KIND: &str = if cfg!(target_os = "macos") { "metal" } else { "cuda
 /// The error message if no GPU was found and no call failed.
 pub const NO_GPU: &str = if cfg!(target_os = "macos") {
     "there is no GPU"
-} else if cfg!(target_os = "linux") {
-    "there is no NVIDIA GPU, or its driver (libcuda.so.1) is not installed"
 } else {
-    "this build supports no GPU"
+    "there is no NVIDIA GPU, or its driver (libcuda.so.1) is not installed"
 };
 
 /// Opens the system's GPU. Returns `None` if the system has no GPU that this build supports.
@@ -52,9 +48,4 @@ fn open(require_features: bool) -> Result<Option<Box<dyn Gpu>>, DeviceError> {
 fn open(require_features: bool) -> Result<Option<Box<dyn Gpu>>, DeviceError> {
     let cuda = super::cuda::Cuda::new(require_features)?;
     Ok(cuda.map(|cuda| Box::new(CommandQueue::new(cuda)) as Box<dyn Gpu>))
-}
-
-#[cfg(not(any(target_os = "macos", target_os = "linux")))]
-fn open(_: bool) -> Result<Option<Box<dyn Gpu>>, DeviceError> {
-    Ok(None)
 }

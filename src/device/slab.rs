@@ -94,10 +94,6 @@ impl Slab {
         self.map.len()
     }
 
-    pub fn is_empty(&self) -> bool {
-        self.map.len() == 0
-    }
-
     /// All bytes of the slab. Needs exclusive access.
     pub fn as_mut_slice(&mut self) -> &mut [u8] {
         let len = self.len();

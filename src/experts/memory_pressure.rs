@@ -54,7 +54,7 @@ pub(super) struct MemoryPressure {
 
 impl MemoryPressure {
     pub fn new(min_slots: usize) -> Self {
-        let monitor = MemoryMonitor::new();
+        let monitor = MemoryMonitor::open();
         Self { monitor, min_slots: min_slots.max(1), next_check: Instant::now(), last_short: None }
     }
 

@@ -41,10 +41,6 @@ impl SlotLayout {
         self.end(self.slots)
     }
 
-    pub fn is_empty(&self) -> bool {
-        self.slots == 0
-    }
-
     /// Offset of the first byte of a slot.
     pub fn start(&self, slot: usize) -> usize {
         slot / self.per_segment * self.segment_bytes + slot % self.per_segment * self.slot_bytes

@@ -107,10 +107,6 @@ impl DataFile {
         self.len
     }
 
-    pub fn is_empty(&self) -> bool {
-        self.len == 0
-    }
-
     /// Required alignment of offset, length and memory address of every read. A power of two, which is 1 if there is no
     /// requirement.
     pub fn block(&self) -> usize {
@@ -273,25 +269,4 @@ mod os {
             }
         }
     }
-}
-
-#[cfg(not(any(target_os = "linux", target_os = "macos")))]
-mod os {
-    use std::{fs, io};
-
-    pub const DIRECT: i32 = 0;
-
-    pub fn direct(_: &fs::File) -> io::Result<usize> {
-        Err(io::ErrorKind::Unsupported.into())
-    }
-
-    pub fn uncached(_: &fs::File) -> io::Result<()> {
-        Err(io::ErrorKind::Unsupported.into())
-    }
-
-    pub fn buffered(_: &fs::File) -> io::Result<usize> {
-        Ok(1)
-    }
-
-    pub fn drop_cached(_: &fs::File, _: u64, _: usize) {}
 }

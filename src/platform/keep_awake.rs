@@ -10,19 +10,13 @@ static HELD: Mutex<(usize, Option<u32>)> = Mutex::new((0, None));
 pub struct KeepAwake(());
 
 impl KeepAwake {
-    pub fn new() -> Self {
+    pub fn begin() -> Self {
         let (count, assertion) = &mut *HELD.lock();
         *count += 1;
         if *count == 1 {
             *assertion = sys::prevent_sleep();
         }
         Self(())
-    }
-}
-
-impl Default for KeepAwake {
-    fn default() -> Self {
-        Self::new()
     }
 }
 
@@ -86,7 +80,7 @@ mod tests {
 
     #[test]
     fn machine_stays_awake_while_a_guard_lives() {
-        let (first, second) = (KeepAwake::new(), KeepAwake::new());
+        let (first, second) = (KeepAwake::begin(), KeepAwake::begin());
         drop(first);
         assert!(HELD.lock().0 > 0);
         drop(second);

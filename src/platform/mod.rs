@@ -1,6 +1,9 @@
 //! Interfaces to the operating system: files, threads, memory limits and services. Only this module and `device` contain
 //! system-specific code.
 
+#[cfg(not(any(target_os = "linux", target_os = "macos")))]
+compile_error!("Moestro runs on Linux and macOS");
+
 pub mod atomic_file;
 mod data_file;
 pub mod gpu_variables;

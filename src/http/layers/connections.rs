@@ -202,7 +202,7 @@ struct BusyGuard {
 impl BusyGuard {
     fn new(slot: Arc<ConnectionSlot>) -> Self {
         *slot.idle_since.lock() = None;
-        Self { slot, _awake: KeepAwake::new() }
+        Self { slot, _awake: KeepAwake::begin() }
     }
 }
 

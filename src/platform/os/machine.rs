@@ -1,9 +1,6 @@
 //! Name, memory, processor and cores of the machine.
 
-/// Size of the physical memory of this machine in bytes.
-pub fn total_memory() -> Option<u64> {
-    sys::total_memory()
-}
+pub use sys::{processor, system, total_memory};
 
 /// The machine's host name.
 pub fn host_name() -> Option<String> {
@@ -12,16 +9,6 @@ pub fn host_name() -> Option<String> {
     let status = unsafe { libc::gethostname(name.as_mut_ptr().cast(), name.len() - 1) };
     let length = name.iter().position(|&byte| byte == 0)?;
     (status == 0).then(|| String::from_utf8_lossy(&name[..length]).into_owned())
-}
-
-/// The operating system's name and version.
-pub fn system() -> Option<String> {
-    sys::system()
-}
-
-/// The processor's name.
-pub fn processor() -> Option<String> {
-    sys::processor()
 }
 
 /// Number of physical cores that this process may use, at least 1. If there are several kinds of cores, counts only
@@ -36,6 +23,7 @@ mod sys {
     use super::super::proc_table::field;
     use std::{collections::BTreeSet, fs};
 
+    /// The operating system's name and version.
     pub fn system() -> Option<String> {
         let release = fs::read_to_string("/etc/os-release").ok()?;
         let name = release.lines().find_map(|line| line.strip_prefix("PRETTY_NAME="))?.trim_matches('"');
@@ -43,12 +31,14 @@ mod sys {
         Some(format!("{name}, Linux {}", kernel.trim()))
     }
 
+    /// The processor's name.
     pub fn processor() -> Option<String> {
         let table = fs::read_to_string("/proc/cpuinfo").ok()?;
         let line = table.lines().find(|line| line.starts_with("model name"))?;
         Some(line.split_once(':')?.1.trim().into())
     }
 
+    /// Size of the physical memory of this machine in bytes.
     pub fn total_memory() -> Option<u64> {
         field(&fs::read_to_string("/proc/meminfo").ok()?, "MemTotal")
     }
@@ -93,25 +83,6 @@ mod sys {
     pub fn physical_cores() -> Option<usize> {
         let cores = sysctl::number(c"hw.perflevel0.physicalcpu").or_else(|| sysctl::number(c"hw.physicalcpu"))?;
         usize::try_from(cores).ok()
-    }
-}
-
-#[cfg(not(any(target_os = "linux", target_os = "macos")))]
-mod sys {
-    pub fn total_memory() -> Option<u64> {
-        None
-    }
-
-    pub fn system() -> Option<String> {
-        None
-    }
-
-    pub fn processor() -> Option<String> {
-        None
-    }
-
-    pub fn physical_cores() -> Option<usize> {
-        None
     }
 }
 

@@ -48,7 +48,7 @@ impl MemoryMonitor {
     /// Time until the kernel counts freed memory as available.
     pub const SETTLE_TIME: Duration = Duration::from_millis(250);
 
-    pub fn new() -> Self {
+    pub fn open() -> Self {
         Self { groups: super::cgroup::groups(), next_stall_check: std::time::Instant::now() }
     }
 
@@ -76,7 +76,7 @@ impl MemoryMonitor {
     /// Time until the pressure level changes after memory was freed.
     pub const SETTLE_TIME: Duration = Duration::from_secs(2);
 
-    pub fn new() -> Self {
+    pub fn open() -> Self {
         Self {}
     }
 
@@ -89,25 +89,6 @@ impl MemoryMonitor {
             Some(_) => MemoryLevel::Spare(all / 64),
             None => MemoryLevel::Enough,
         }
-    }
-}
-
-#[cfg(not(any(target_os = "linux", target_os = "macos")))]
-impl MemoryMonitor {
-    pub const SETTLE_TIME: Duration = Duration::from_secs(2);
-
-    pub fn new() -> Self {
-        Self {}
-    }
-
-    pub fn check(&mut self) -> MemoryLevel {
-        MemoryLevel::Enough
-    }
-}
-
-impl Default for MemoryMonitor {
-    fn default() -> Self {
-        Self::new()
     }
 }
 

@@ -1,27 +1,7 @@
 //! Resource use of this process: memory, disk reads, open files, threads, CPU time and address space.
 
 use std::fs;
-
-/// Resident memory of this process, in bytes.
-pub fn resident_memory() -> Option<u64> {
-    sys::resident_memory()
-}
-
-/// Memory of this process in bytes, by kind: `resident` on all systems, `swapped` and `locked` on Linux, `footprint`
-/// and `wired` on macOS. macOS decides by the footprint which processes to kill.
-pub fn process_memory() -> Vec<(&'static str, u64)> {
-    sys::process_memory()
-}
-
-/// Peak resident memory of this process, in bytes.
-pub fn peak_resident_memory() -> Option<u64> {
-    sys::peak_resident_memory()
-}
-
-/// Number of bytes that this process has read from disks since it started, not counting hits in the page cache.
-pub fn disk_bytes_read() -> Option<u64> {
-    sys::disk_bytes_read()
-}
+pub use sys::{disk_bytes_read, peak_resident_memory, process_memory, resident_memory};
 
 /// Raises the limit of open files to the system's maximum, but at most 10,240. Returns the new limit.
 pub fn raise_descriptor_limit() -> Option<usize> {
@@ -97,22 +77,27 @@ mod sys {
     use super::super::proc_table::field;
     use std::fs;
 
+    /// Resident memory of this process, in bytes.
     pub fn resident_memory() -> Option<u64> {
         field(&fs::read_to_string("/proc/self/status").ok()?, "VmRSS")
     }
 
+    /// Memory of this process in bytes, by kind: `resident` on all systems, `swapped` and `locked` on Linux,
+    /// `footprint` and `wired` on macOS. macOS decides by the footprint which processes to kill.
     pub fn process_memory() -> Vec<(&'static str, u64)> {
         let table = fs::read_to_string("/proc/self/status").unwrap_or_default();
         let kinds = [("resident", "VmRSS"), ("swapped", "VmSwap"), ("locked", "VmLck")];
         kinds.into_iter().filter_map(|(kind, key)| Some((kind, field(&table, key)?))).collect()
     }
 
+    /// Peak resident memory of this process, in bytes.
     pub fn peak_resident_memory() -> Option<u64> {
         // `getrusage` cannot be used: its maximum survives `exec`, so it may belong to the shell that started this
         // process.
         field(&fs::read_to_string("/proc/self/status").ok()?, "VmHWM")
     }
 
+    /// Number of bytes that this process has read from disks since it started, not counting hits in the page cache.
     pub fn disk_bytes_read() -> Option<u64> {
         field(&fs::read_to_string("/proc/self/io").ok()?, "read_bytes")
     }
@@ -152,25 +137,6 @@ mod sys {
 
     pub fn disk_bytes_read() -> Option<u64> {
         Some(usage()?.ri_diskio_bytesread)
-    }
-}
-
-#[cfg(not(any(target_os = "linux", target_os = "macos")))]
-mod sys {
-    pub fn resident_memory() -> Option<u64> {
-        None
-    }
-
-    pub fn process_memory() -> Vec<(&'static str, u64)> {
-        Vec::new()
-    }
-
-    pub fn peak_resident_memory() -> Option<u64> {
-        None
-    }
-
-    pub fn disk_bytes_read() -> Option<u64> {
-        None
     }
 }
 

@@ -109,10 +109,6 @@ impl DflashModel {
         self.len
     }
 
-    pub fn is_empty(&self) -> bool {
-        self.len == 0
-    }
-
     /// Removes positions that belong to another sequence. The context then has a gap at these positions.
     pub fn forget(&mut self, positions: Range<usize>) {
         let width = self.config.kv();
