@@ -14,7 +14,7 @@ use crate::{
     chat::Tokenizer,
     cli,
     config::{self, DraftOptions, LoadSettings, ModelSource},
-    error::{CommandError, ModelError, StoreError},
+    error::{CommandError, StoreError},
     metrics::Metrics,
     model::{self, Model, Qwen},
     platform::{Access, DataFile, os},
@@ -41,24 +41,14 @@ pub fn run(args: cli::tool_args::BenchArgs) -> Result<(), CommandError> {
         let load = LoadSettings { drafts: Some(drafts), ..load };
         return drafts::run(&dir, &load, &prompt, args.gen_tokens, args.repeat, args.json);
     }
-    let mut options = options(&load);
-    // Without this, a run would start with the experts that an earlier run saved, and runs could not be compared.
-    options.store.warm = false;
+    let (options, needed) = (options(&load), args.prompt_tokens + args.gen_tokens);
     let metrics = Metrics::new(env!("CARGO_PKG_VERSION"), "cpu");
     let (sessions, runs_each) = if args.cold { (args.repeat, 1) } else { (1, args.repeat) };
     let (mut runs, mut setup) = (Vec::new(), None);
     for _ in 0..sessions {
-        let chosen = DeviceChoice::new(&load)?;
-        options.gpu = chosen.working_set();
-        let model = chosen.place(load_with_bar(&dir, &options, &metrics)?)?;
-        let needed = args.prompt_tokens + args.gen_tokens;
-        if model.info().context < needed {
-            let why = format!("the context is {} tokens; use --ctx-size {needed}", model.info().context);
-            return Err(CommandError::Usage(why));
-        }
+        let mut model = load_model(&dir, &load, options.clone(), needed, &metrics)?;
         setup = Some(BenchSetup::new(device_choice::name(&model), &model, &load));
         if let Some(file) = &args.image {
-            let mut model = model;
             return image::run(&mut model, file, &prompt, args.repeat, args.json);
         }
         if args.cold {
@@ -80,14 +70,30 @@ pub fn run(args: cli::tool_args::BenchArgs) -> Result<(), CommandError> {
     Ok(())
 }
 
-fn load_with_bar(dir: &Path, options: &model::LoadOptions, metrics: &Arc<Metrics>) -> Result<Qwen, ModelError> {
+/// Loads the model on the device that `load` selects. Fails if the context has fewer than `needed` tokens.
+fn load_model(
+    dir: &Path,
+    load: &LoadSettings,
+    mut options: model::LoadOptions,
+    needed: usize,
+    metrics: &Arc<Metrics>,
+) -> Result<Qwen, CommandError> {
+    // Without this, a run would start with the experts that an earlier run saved, and runs could not be compared.
+    options.store.warm = false;
+    let device = DeviceChoice::new(load)?;
+    options.gpu = device.working_set();
     let bar = progress::bytes(0, "loading");
-    let model = Qwen::load(dir, options, metrics, &mut |done, total| {
+    let model = Qwen::load(dir, &options, metrics, &mut |done, total| {
         bar.set_length(total);
         bar.set_position(done);
     });
     bar.finish_and_clear();
-    model
+    let model = device.place(model?)?;
+    let context = model.info().context;
+    if context < needed {
+        return Err(CommandError::Usage(format!("the context is {context} tokens; use --ctx-size {needed}")));
+    }
+    Ok(model)
 }
 
 /// `count` tokens of the file or of [`TEXT`]. A text that is too short is repeated. Without a tokenizer, the bytes of

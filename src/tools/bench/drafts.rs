@@ -2,14 +2,14 @@
 //! computes both. Answers without and with drafts alternate, so that a machine that slows down affects both equally.
 //! Before each measured answer, the model is loaded with the same plan and generates a short answer.
 
-use super::{load_with_bar, report::median};
+use super::{load_model, report::median};
 use crate::{
-    command::{device_choice::DeviceChoice, draft_source::DraftSource, options, show, speculation},
+    command::{draft_source::DraftSource, options, show, speculation},
     config::LoadSettings,
     engine::{self, LookupDraft, Request, Sampling, Timings},
     error::CommandError,
     metrics::Metrics,
-    model::{self, Model},
+    model,
 };
 use serde::Serialize;
 use std::{fmt, path::Path};
@@ -112,22 +112,9 @@ fn answer(
     drafts: bool,
 ) -> Result<(&'static str, (Vec<u32>, Timings)), CommandError> {
     let found = DraftSource::new(load, dir, None)?;
-    let chosen = DeviceChoice::new(load)?;
-    let mut options = model::LoadOptions {
-        gpu: chosen.working_set(),
-        draft: found.shape(),
-        drafter: found.drafter(),
-        ..options(load)
-    };
-    // Earlier answers must not influence this answer.
-    options.store.warm = false;
+    let options = model::LoadOptions { draft: found.shape(), drafter: found.drafter(), ..options(load) };
     let metrics = Metrics::new(env!("CARGO_PKG_VERSION"), "cpu");
-    let model = chosen.place(load_with_bar(dir, &options, &metrics)?)?;
-    let needed = prompt.len() + tokens;
-    if model.info().context < needed {
-        let why = format!("the context is {} tokens; use --ctx-size {needed}", model.info().context);
-        return Err(CommandError::Usage(why));
-    }
+    let model = load_model(dir, load, options, prompt.len() + tokens, &metrics)?;
     let draft: Box<dyn engine::Draft<_>> = if drafts { found.load(&model)? } else { Box::new(LookupDraft) };
     let kind = draft.kind().name();
     let draft_flags = load.drafts.as_ref().filter(|_| drafts);

@@ -1,9 +1,9 @@
 //! `bench --quality`: measures how keys and values of 8 and 4 bits change the probabilities of a text and the answer
 //! after the text, compared with 16 bits.
 
-use super::load_with_bar;
+use super::load_model;
 use crate::{
-    command::{device_choice::DeviceChoice, kv_bits, options, show},
+    command::{kv_bits, options, show},
     config::{self, LoadSettings},
     engine,
     error::{CommandError, EngineError},
@@ -56,16 +56,8 @@ pub fn run(dir: &Path, load: &LoadSettings, text: &[u32], answer: usize, json: b
     };
     options.kv_bits = KvBits::Sixteen;
     options.plan.sequences = 1 + asked.len();
-    options.store.warm = false;
-    let chosen = DeviceChoice::new(load)?;
-    options.gpu = chosen.working_set();
     let metrics = Metrics::new(env!("CARGO_PKG_VERSION"), "cpu");
-    let mut model = chosen.place(load_with_bar(dir, &options, &metrics)?)?;
-    let needed = text.len() + answer;
-    if model.info().context < needed {
-        let why = format!("the context is {} tokens; use --ctx-size {needed}", model.info().context);
-        return Err(CommandError::Usage(why));
-    }
+    let mut model = load_model(dir, load, options, text.len() + answer, &metrics)?;
     let report = QualityReport { tokens: text.len(), rows: compare(&mut model, &asked, text, answer)? };
     show(&report, json);
     Ok(())
