@@ -44,7 +44,6 @@ pub struct GpuReport {
     pub compile_seconds: f64,
     pub check_seconds: f64,
     pub times: Option<LaunchTimes>,
-    #[serde(serialize_with = "findings")]
     pub kernels: Vec<Finding>,
 }
 
@@ -52,7 +51,6 @@ pub struct GpuReport {
 #[derive(Debug, Serialize)]
 pub struct DoctorReport {
     pub machine: HostInfo,
-    #[serde(serialize_with = "findings")]
     pub processor: Vec<Finding>,
     /// Results for the GPU, or the reason why there is no GPU.
     #[serde(serialize_with = "gpu")]
@@ -61,7 +59,6 @@ pub struct DoctorReport {
     pub question: &'static str,
     pub answers: Vec<DemoAnswer>,
     /// Result of a launch after a provoked GPU error.
-    #[serde(serialize_with = "optional_finding")]
     pub recovery: Option<Finding>,
     /// Names of checks that differ or fail.
     pub wrong: Vec<String>,
@@ -80,23 +77,13 @@ impl fmt::Display for WholeReport {
     }
 }
 
-fn findings<S: Serializer>(findings: &[Finding], to: S) -> Result<S::Ok, S::Error> {
-    to.collect_seq(findings.iter().map(finding_json))
-}
-
-fn optional_finding<S: Serializer>(finding: &Option<Finding>, to: S) -> Result<S::Ok, S::Error> {
-    finding.as_ref().map(finding_json).serialize(to)
-}
-
-fn finding_json(finding: &Finding) -> serde_json::Value {
-    let difference = finding.outcome.as_ref().ok();
-    json!({
-        "name": finding.name,
-        "agrees": finding.agrees(),
-        "difference": difference.map(|(difference, _)| difference),
-        "allowed": difference.map(|(_, allowed)| allowed),
-        "error": finding.outcome.as_ref().err(),
-    })
+impl Serialize for Finding {
+    fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+        let (difference, allowed) = self.outcome.as_ref().ok().copied().unzip();
+        let (name, agrees, error) = (&self.name, self.agrees(), self.outcome.as_ref().err());
+        json!({ "name": name, "agrees": agrees, "difference": difference, "allowed": allowed, "error": error })
+            .serialize(to)
+    }
 }
 
 fn gpu<S: Serializer>(gpu: &Result<GpuReport, String>, to: S) -> Result<S::Ok, S::Error> {
