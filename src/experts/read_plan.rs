@@ -50,7 +50,7 @@ impl ExpertMap {
 }
 
 /// One read: fills a range of a slot from a range of a file. Both ranges are aligned to the block size.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ReadRange {
     pub file: u32,
     /// Offset in bytes from the start of the file.
@@ -66,7 +66,7 @@ pub struct ReadRange {
 /// The reads that fill a slot with one expert. Pieces that are adjacent on disk share a read.
 ///
 /// For each read, the offset in the slot is congruent to the file offset modulo the block size, as direct I/O requires.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Default)]
 pub struct ReadPlan {
     reads: [ReadRange; PIECES],
     count: usize,
@@ -77,17 +77,11 @@ pub struct ReadPlan {
 }
 
 impl ReadPlan {
-    /// A plan without reads.
-    pub fn empty() -> Self {
-        let none = ReadRange { file: 0, offset: 0, len: 0, needed: 0, at: 0 };
-        Self { reads: [none; PIECES], count: 0, spans: std::array::from_fn(|_| 0..0), slot_bytes: 0 }
-    }
-
     /// Plans the reads of `pieces`. `block` is the alignment of offset, length and address of every read, a power of two.
     pub fn new(pieces: &[Piece; PIECES], block: usize) -> Self {
         let mut order: [usize; PIECES] = std::array::from_fn(|i| i);
         order.sort_unstable_by_key(|&i| (pieces[i].file, pieces[i].offset, i));
-        let mut plan = Self::empty();
+        let mut plan = Self::default();
         let mask = block as u64 - 1;
         for i in order {
             let piece = pieces[i];

@@ -45,6 +45,7 @@ pub struct ReadFailure {
 }
 
 /// An expert that is being read into a slot.
+#[derive(Default)]
 struct ExpertRead {
     plan: ReadPlan,
     /// Number of reads that have not ended.
@@ -123,8 +124,8 @@ impl ExpertReader {
         metrics: Arc<Metrics>,
     ) -> io::Result<Self> {
         let threads = threads.max(1);
-        let expert = || ExpertRead { plan: ReadPlan::empty(), reads_left: 0, failure: None };
-        let queue = ReadQueue { experts: (0..layout.slots).map(|_| expert()).collect(), ..ReadQueue::default() };
+        let experts = (0..layout.slots).map(|_| ExpertRead::default()).collect();
+        let queue = ReadQueue { experts, ..ReadQueue::default() };
         let counted = metrics.ssd_disk_bytes.get();
         let state = Arc::new(ReaderState {
             source,
@@ -306,14 +307,10 @@ impl ReaderState {
     }
 
     fn wake(&self, queue: &ReadQueue) {
-        match queue.demand.len() {
-            0 => {}
-            1 => {
-                self.work.notify_one();
-            }
-            _ => {
-                self.work.notify_all();
-            }
+        if queue.demand.len() > 1 {
+            self.work.notify_all();
+        } else if !queue.demand.is_empty() {
+            self.work.notify_one();
         }
     }
 

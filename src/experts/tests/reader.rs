@@ -225,7 +225,7 @@ fn failure_is_reported_once_and_then_cleared() {
     pool.finished(2);
     assert_eq!(pool.states.get(SlotId(5)), SlotState::Ready);
     // An expert without bytes is ready at once.
-    pool.demand(6, ReadPlan::empty());
+    pool.demand(6, ReadPlan::default());
     assert_eq!((pool.reader.finished(), pool.states.get(SlotId(6))), (3, SlotState::Ready));
     assert!(!pool.reader.is_busy());
 }
