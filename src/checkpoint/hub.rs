@@ -25,7 +25,7 @@ use crate::{
     error::StoreError,
     platform::os,
 };
-use cache::{BRANCH, HubCache};
+use cache::HubCache;
 use client::{HubClient, MAX_ATTEMPTS, RequestError};
 use download::ModelDownload;
 use listing::{RepoFile, RepoListing};
@@ -77,14 +77,6 @@ impl Hub {
     /// Deletes all downloaded files of a model, including older revisions.
     pub fn remove(&self, id: &str) -> io::Result<()> {
         fs::remove_dir_all(HubCache::new(&self.cache, id).dir())
-    }
-
-    /// Downloads the missing files of the model `id` at its main branch. Returns the model's directory.
-    ///
-    /// # Errors
-    /// See [`Hub::pull_revision`].
-    pub fn pull(&self, id: &str, progress: DownloadProgress<'_>) -> Result<PathBuf, StoreError> {
-        self.pull_revision(id, BRANCH, progress)
     }
 
     /// Downloads the missing files of the model `id` at a branch, tag or commit. Returns the model's directory.

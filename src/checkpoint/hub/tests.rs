@@ -42,6 +42,12 @@ fn mutated_listings_name_nothing_outside_cache() {
     assert!(parsed > 100 && valid > 50, "{parsed} parsed, {valid} valid");
 }
 
+impl Hub {
+    fn pull(&self, id: &str, progress: DownloadProgress<'_>) -> Result<PathBuf, StoreError> {
+        self.pull_revision(id, cache::BRANCH, progress)
+    }
+}
+
 fn hub_of(hub: &TestHub, home: &Path) -> Hub {
     Hub {
         endpoint: hub.endpoint.clone(),
