@@ -404,7 +404,7 @@ impl JsonTable<'_> {
     }
 
     /// [`JsonTable::count`] of a key that may be absent.
-    fn count_or(self, key: &str, max: usize, default: usize) -> Result<usize, ModelError> {
+    pub fn count_or(self, key: &str, max: usize, default: usize) -> Result<usize, ModelError> {
         if self.0.get(key).is_none_or(Value::is_null) { Ok(default) } else { self.count(key, max) }
     }
 

@@ -72,7 +72,7 @@ impl NgramHash {
             2 * (random.bits() % half) + 1
         };
         let heads = shape.table_heads();
-        let sizes: Vec<u64> = (shape.base..).filter(|n| is_prime(*n)).skip(shape.index * heads).take(heads).collect();
+        let sizes: Vec<u64> = primes(shape.base).skip(shape.index * heads).take(heads).collect();
         let mut rows = 0;
         let mut offsets = Vec::with_capacity(sizes.len());
         for size in &sizes {
@@ -110,25 +110,13 @@ impl NgramHash {
 
 /// Number of rows of the first table in a model like the released one, but whose primes start at `base`.
 pub fn ngram_rows(base: u64) -> u64 {
-    let shape = NgramShape {
-        layer: 0,
-        index: 0,
-        size: 3,
-        heads: 8,
-        width: 16,
-        base,
-        divisor: 128,
-        seed: 1234,
-        eos: 0,
-        vocab: 1,
-        taps: 1,
-        file: String::new(),
-    };
-    NgramHash::new(&shape).rows
+    primes(base).take(16).sum::<u64>().next_multiple_of(128)
 }
 
-fn is_prime(n: u64) -> bool {
-    n >= 2 && (2..).take_while(|d| d * d <= n).all(|d| !n.is_multiple_of(d))
+/// The primes from `base` on.
+fn primes(base: u64) -> impl Iterator<Item = u64> {
+    let is_prime = |n: &u64| *n >= 2 && (2..).take_while(|d| d * d <= *n).all(|d| !n.is_multiple_of(d));
+    (base..).filter(is_prime)
 }
 
 #[cfg(test)]

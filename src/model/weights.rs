@@ -375,58 +375,41 @@ pub fn find_experts(
     hidden: usize,
     intermediate: usize,
 ) -> Result<([ExpertStack; 3], LayerExperts), ModelError> {
-    let lead = [experts];
+    let pieces_of = |layouts: [(&MatrixLayout, usize); 3]| {
+        checkpoint::expert_pieces(layouts.map(|(layout, index)| checkpoint::matrix_pieces(layout, index)))
+    };
     if from.find(&format!("{mlp}experts.gate_up_proj")).is_some() {
         let fused = from.dense(&format!("{mlp}experts.gate_up_proj"), &[experts, 2 * intermediate, hidden])?;
         let down = from.dense(&format!("{mlp}experts.down_proj"), &[experts, hidden, intermediate])?;
         let half = MatrixLayout { rows: intermediate, ..fused.clone() };
-        let pieces = (0..experts).map(|expert| {
-            let projections = [(&half, 2 * expert), (&half, 2 * expert + 1), (&down, expert)];
-            checkpoint::expert_pieces(projections.map(|(layout, index)| checkpoint::matrix_pieces(layout, index)))
-        });
-        let pieces = pieces.collect();
-
-        return Ok((
-            [stack(&half, vec![1.0; experts]), stack(&half, vec![1.0; experts]), stack(&down, vec![1.0; experts])],
-            pieces,
-        ));
+        let pieces = (0..experts).map(|e| pieces_of([(&half, 2 * e), (&half, 2 * e + 1), (&down, e)])).collect();
+        return Ok(([&half, &half, &down].map(|layout| stack(layout, vec![1.0; experts])), pieces));
     }
-    let names =
-        [("gate_proj", intermediate, hidden), ("up_proj", intermediate, hidden), ("down_proj", hidden, intermediate)];
+    let layouts = |prefix: &str, lead: &[usize]| -> Result<[MatrixLayout; 3], ModelError> {
+        let layout = |name: &str, rows, cols| from.layout(&format!("{prefix}{name}_proj"), lead, rows, cols);
+        Ok([
+            layout("gate", intermediate, hidden)?,
+            layout("up", intermediate, hidden)?,
+            layout("down", hidden, intermediate)?,
+        ])
+    };
     if from.find(&format!("{mlp}experts.0.gate_proj.weight")).is_some() {
-        let mut pieces = Vec::with_capacity(experts);
-        let mut first: Option<[ExpertStack; 3]> = None;
-        for expert in 0..experts {
-            let mut layouts = Vec::with_capacity(3);
-            for (name, rows, cols) in names {
-                layouts.push(from.layout(&format!("{mlp}experts.{expert}.{name}"), &[], rows, cols)?);
-            }
-            let Ok(layouts) = <[MatrixLayout; 3]>::try_from(layouts) else { continue };
-            pieces.push(checkpoint::expert_pieces(std::array::from_fn(|index| {
-                checkpoint::matrix_pieces(&layouts[index], 0)
-            })));
-            let stacks =
-                first.get_or_insert_with(|| layouts.each_ref().map(|layout| stack(layout, vec![1.0; experts])));
-            for (stack, layout) in stacks.iter().zip(&layouts) {
-                if stack.codes != layout.codes {
-                    return Err(ModelError::Config(format!("{mlp}experts.{expert} is not stored like expert 0")));
-                }
-            }
+        let all = (0..experts).map(|expert| layouts(&format!("{mlp}experts.{expert}."), &[]));
+        let all = all.collect::<Result<Vec<_>, _>>()?;
+        let Some(first) = all.first() else { return Ok(Default::default()) };
+        let codes = |layouts: &[MatrixLayout; 3]| layouts.each_ref().map(|layout| layout.codes);
+        if let Some(expert) = all.iter().position(|layouts| codes(layouts) != codes(first)) {
+            return Err(ModelError::Config(format!("{mlp}experts.{expert} is not stored like expert 0")));
         }
-        if let Some(stacks) = first {
-            return Ok((stacks, pieces));
-        }
+        let pieces = all.iter().map(|layouts| pieces_of(layouts.each_ref().map(|layout| (layout, 0)))).collect();
+        return Ok((first.each_ref().map(|layout| stack(layout, vec![1.0; experts])), pieces));
     }
-    let mut stacks: [ExpertStack; 3] = Default::default();
-    let mut layouts = Vec::with_capacity(3);
-    for ((name, rows, cols), found) in names.into_iter().zip(&mut stacks) {
-        let path = format!("{mlp}switch_mlp.{name}");
-        let layout = from.layout(&path, &lead, rows, cols)?;
-        *found = stack(&layout, from.global_scales(&path, experts)?);
-        layouts.push(layout);
-    }
-    let piece = |expert: usize| std::array::from_fn(|index| checkpoint::matrix_pieces(&layouts[index], expert));
-    let pieces = (0..experts).map(|expert| checkpoint::expert_pieces(piece(expert))).collect();
+    let prefix = format!("{mlp}switch_mlp.");
+    let layouts = layouts(&prefix, &[experts])?;
+    let scales = |name: &str| from.global_scales(&format!("{prefix}{name}_proj"), experts);
+    let [gate, up, down] = &layouts;
+    let stacks = [stack(gate, scales("gate")?), stack(up, scales("up")?), stack(down, scales("down")?)];
+    let pieces = (0..experts).map(|expert| pieces_of(layouts.each_ref().map(|layout| (layout, expert)))).collect();
     Ok((stacks, pieces))
 }
 

@@ -23,7 +23,7 @@ use crate::{
     metrics::Metrics,
     model::{
         config::{self, Config},
-        drafts::hidden_taps::TapBuffers,
+        drafts::{dflash::norm, hidden_taps::TapBuffers},
         forward::{
             buffers::{Buffers, Scratch},
             forward_layers,
@@ -292,7 +292,7 @@ impl MtpHead {
         }
         let mut rows = hidden.to_vec();
         if !own || self.config.streams.is_some() {
-            rows.chunks_exact_mut(width).for_each(|row| rms_norm(row, &state.hidden_norm, self.config.eps));
+            norm(&mut rows, &state.hidden_norm, self.config.eps);
         }
         let mut buffers = *buffers;
         buffers.slot_tables = state.slot_tables;
@@ -388,11 +388,4 @@ impl MtpHead {
         }
         Ok(())
     }
-}
-
-/// `x / sqrt(mean(x^2) + eps) * weight`.
-fn rms_norm(row: &mut [f32], weight: &[f32], eps: f32) {
-    let mean = row.iter().map(|x| x * x).sum::<f32>() / row.len() as f32;
-    let scale = 1.0 / (mean + eps).sqrt();
-    row.iter_mut().zip(weight).for_each(|(x, w)| *x *= scale * w);
 }

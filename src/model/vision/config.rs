@@ -67,22 +67,18 @@ impl VisionConfig {
                 return refuse(format!("vision hidden_act {other} is not supported, only gelu_pytorch_tanh"));
             }
         }
-        let count = |key: &str, default: usize, max: usize| match vision.get(key) {
-            None | Some(Value::Null) => Ok(default),
-            Some(_) => table.count(key, max),
-        };
         let rope = vision.get("rope_parameters");
         let theta = rope.and_then(|rope| rope.get("rope_theta")).and_then(Value::as_f64).unwrap_or(10_000.0);
-        let entries = count("num_position_embeddings", 2304, 1 << 20)?;
+        let entries = table.count_or("num_position_embeddings", 1 << 20, 2304)?;
         let config = Self {
             depth: table.count("depth", 1024)?,
             hidden: table.count("hidden_size", 1 << 16)?,
             heads: table.count("num_heads", 1 << 10)?,
             intermediate: table.count("intermediate_size", 1 << 20)?,
-            out_hidden: count("out_hidden_size", text_hidden, 1 << 20)?,
-            patch: count("patch_size", 16, 64)?,
-            frames: count("temporal_patch_size", 2, 16)?,
-            merge: count("spatial_merge_size", 2, 16)?,
+            out_hidden: table.count_or("out_hidden_size", 1 << 20, text_hidden)?,
+            patch: table.count_or("patch_size", 64, 16)?,
+            frames: table.count_or("temporal_patch_size", 16, 2)?,
+            merge: table.count_or("spatial_merge_size", 16, 2)?,
             table_side: entries.isqrt(),
             rope_theta: theta as f32,
             image_token: match json.get("image_token_id").and_then(Value::as_u64).map(u32::try_from) {
@@ -100,7 +96,7 @@ impl VisionConfig {
             let found = config.out_hidden;
             return refuse(format!("the vision tower's rows have {found} values, the text model's {text_hidden}"));
         }
-        if count("in_channels", CHANNELS, 1 << 10)? != CHANNELS {
+        if table.count_or("in_channels", 1 << 10, CHANNELS)? != CHANNELS {
             return refuse("in_channels is not 3".into());
         }
         Ok(config)

@@ -94,6 +94,7 @@ impl DflashConfig {
         // A key in `dflash_config` (the newer schema) takes precedence over the same key at the top level.
         let table_of = |key: &str| if own.0.get(key).is_some_and(|value| !value.is_null()) { own } else { top };
         let has = |key: &str| table_of(key).0.get(key).is_some_and(|value| !value.is_null());
+        let count = |key: &str, max: usize| table_of(key).count(key, max);
         for (key, supported) in [("hidden_act", "silu"), ("model_type", "qwen3")] {
             match json.get(key).and_then(Value::as_str) {
                 Some(value) if value != supported => {
@@ -105,10 +106,10 @@ impl DflashConfig {
         let dflash2 = match architectures(json).next() {
             None | Some("DFlashDraftModel") => None,
             Some("DFlash2DraftModel") => Some(Dflash2 {
-                taps: table_of("conv_kernel_size").count("conv_kernel_size", 64)?,
-                group: table_of("conv_group_size").count("conv_group_size", 1 << 20)?,
-                rank: table_of("selector_rank").count("selector_rank", 1 << 16)?,
-                candidates: table_of("selector_top_k").count("selector_top_k", 1 << 10)?,
+                taps: count("conv_kernel_size", 64)?,
+                group: count("conv_group_size", 1 << 20)?,
+                rank: count("selector_rank", 1 << 16)?,
+                candidates: count("selector_top_k", 1 << 10)?,
             }),
             Some(other) => return refuse(format!("a draft of architecture {other} is not supported")),
         };
@@ -116,9 +117,7 @@ impl DflashConfig {
             return refuse("a DFlash draft with attention_bias is not supported".into());
         }
         let layers = top.count("num_hidden_layers", 4096)?;
-        let target_layers =
-            has("num_target_layers").then(|| table_of("num_target_layers").count("num_target_layers", 4096));
-        let target_layers = target_layers.transpose()?;
+        let target_layers = has("num_target_layers").then(|| count("num_target_layers", 4096)).transpose()?;
         let number = |key: &str, default: f64| if has(key) { table_of(key).number(key) } else { Ok(default) };
         let cap = number("final_logit_softcapping", 0.0)? as f32;
         let config = Self {
@@ -131,7 +130,7 @@ impl DflashConfig {
             theta: theta(top)?,
             layers: windows(top, layers)?,
             taps: taps(own, top, layers, target_layers)?,
-            block: if has("block_size") { table_of("block_size").count("block_size", 1 << 10)? } else { BLOCK },
+            block: table_of("block_size").count_or("block_size", 1 << 10, BLOCK)?,
             mask: match table_of("mask_token_id").0.get("mask_token_id").and_then(Value::as_u64) {
                 Some(mask) if mask < 1 << 24 => mask as u32,
                 _ => return refuse("a DFlash draft needs a mask_token_id".into()),

@@ -21,6 +21,7 @@ pub mod config;
 mod dflash2;
 mod weights;
 
+pub use attention::norm;
 pub use config::{DflashConfig, is_dflash};
 
 use crate::{
@@ -31,7 +32,7 @@ use crate::{
     ops::{Backend, Cpu, Embedding, Linear, Weight},
     plan::DraftFootprint,
 };
-use attention::{CONTEXT_CHUNK, ContextCache, attend, norm, norm_and_rope};
+use attention::{CONTEXT_CHUNK, ContextCache, attend, norm_and_rope};
 use std::{ops::Range, path::Path};
 use weights::{Convolution, DflashWeights};
 
