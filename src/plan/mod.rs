@@ -339,20 +339,8 @@ impl Plan {
         let floors = [kv.bytes(kv.floor), rows.bytes(rows.floor), slots.saturating_mul(shape.slot)];
         let min_total = fixed.into_iter().chain(floors).fold(0, u64::saturating_add);
         let Some(spare) = limit.checked_sub(min_total) else {
-            let asked = PlanRefusal {
-                shape,
-                limits,
-                options,
-                limit,
-                limit_from,
-                kv,
-                rows,
-                slots,
-                requests,
-                prompt_cache,
-                state,
-                min_total,
-            };
+            let asked =
+                PlanRefusal { shape, limits, options, limit, limit_from, kv, rows, slots, requests, state, min_total };
             return Err(ModelError::Memory(asked.to_string()));
         };
 
@@ -453,7 +441,6 @@ struct PlanRefusal<'a> {
     rows: CountRange,
     slots: u64,
     requests: u64,
-    prompt_cache: u64,
     state: u64,
     min_total: u64,
 }
@@ -487,17 +474,15 @@ impl fmt::Display for PlanRefusal<'_> {
         write!(f, " + state {}", Size(self.state))?;
         let workspace = shape.workspace_fixed.saturating_add(self.rows.bytes(self.rows.floor));
         write!(f, " + workspace for chunks of {} tokens {}", self.rows.floor, Size(workspace))?;
-        if shape.draft.fixed > 0 {
-            write!(f, " + the draft model {}", Size(shape.draft.fixed))?;
-        }
-        if shape.vision > 0 {
-            write!(f, " + images {}", Size(shape.vision))?;
-        }
-        if self.requests > 0 {
-            write!(f, " + requests {}", Size(self.requests))?;
-        }
-        if self.prompt_cache > 0 {
-            write!(f, " + prompt cache {}", Size(self.prompt_cache))?;
+        let prompt_cache = self.options.prompt_cache.unwrap_or(0);
+        let optional = [
+            ("the draft model", shape.draft.fixed),
+            ("images", shape.vision),
+            ("requests", self.requests),
+            ("prompt cache", prompt_cache),
+        ];
+        for (what, bytes) in optional.into_iter().filter(|(_, bytes)| *bytes > 0) {
+            write!(f, " + {what} {}", Size(bytes))?;
         }
         write!(f, " + {} expert slots ({} layers x ", self.slots, shape.layers)?;
         match self.options.stream {

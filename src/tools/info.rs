@@ -276,19 +276,13 @@ impl InfoReport {
         }
         writeln!(f, "  one expert      {:>6.2} ms  to read one", bandwidth.latency * 1e3)?;
         writeln!(f)?;
-        write!(f, "decode, estimated (short context, no read-ahead across layers)\n  hit rate      ")?;
-        for estimate in &self.decode {
-            write!(f, "{:>8}", format!("{:.0} %", 100.0 * estimate.hit_rate))?;
-        }
-        write!(f, "\n  tokens/s      ")?;
-        for estimate in &self.decode {
-            write!(f, "{:>8.1}", estimate.tokens_per_second)?;
-        }
-        write!(f, "\n  MB read/token ")?;
-        for estimate in &self.decode {
-            write!(f, "{:>8.1}", estimate.disk_bytes_per_token / 1e6)?;
-        }
-        writeln!(f)
+        writeln!(f, "decode, estimated (short context, no read-ahead across layers)")?;
+        let row = |cell: fn(&Estimate) -> String| -> String {
+            self.decode.iter().map(|estimate| format!("{:>8}", cell(estimate))).collect()
+        };
+        writeln!(f, "  hit rate      {}", row(|estimate| format!("{:.0} %", 100.0 * estimate.hit_rate)))?;
+        writeln!(f, "  tokens/s      {}", row(|estimate| format!("{:.1}", estimate.tokens_per_second)))?;
+        writeln!(f, "  MB read/token {}", row(|estimate| format!("{:.1}", estimate.disk_bytes_per_token / 1e6)))
     }
 }
 
