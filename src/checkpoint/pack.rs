@@ -37,7 +37,7 @@ mod write;
 
 pub use super::identity::fingerprint;
 pub use find::{Pack, candidates, default_dir, find, link};
-pub use row_file::{PackedRows, RowRead};
+pub use row_file::PackedRows;
 pub use rows::{find_rows, row_blocks, verify_rows, write_rows, write_with_rows};
 pub use verify::verify;
 pub use write::{PackSummary, write};

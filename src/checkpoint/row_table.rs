@@ -1,12 +1,7 @@
 //! [`RowTable`]: a table, such as an n-gram embedding, that is much larger than memory. The rows of the table are read
 //! from disk one by one.
 
-use super::{
-    Checkpoint, MatrixLayout,
-    index::Dtype,
-    matrix_pieces,
-    pack::{PackedRows, RowRead},
-};
+use super::{Checkpoint, MatrixLayout, index::Dtype, matrix_pieces, pack::PackedRows};
 use crate::{
     error::{ModelError, StoreError},
     experts::Piece,
@@ -133,9 +128,8 @@ impl RowFiles {
     pub fn read(&self, row: u64, space: &mut Vec<u8>) -> Result<Vec<u8>, StoreError> {
         if let Some(packed) = &self.packed {
             match packed.read(row, space) {
-                Ok(RowRead::Intact(bytes)) => return Ok(bytes),
-                Ok(RowRead::Damaged) => self.log_damage(packed.path(), row, "a checksum differs"),
-                Err(error) => self.log_damage(packed.path(), row, &error.to_string()),
+                Ok(bytes) => return Ok(bytes),
+                Err(error) => self.log_damage(packed.path(), row, &error),
             }
         }
         let mut bytes = Vec::with_capacity(self.table.row_len());
@@ -150,12 +144,12 @@ impl RowFiles {
         Ok(bytes)
     }
 
-    fn log_damage(&self, path: &Path, row: u64, why: &str) {
+    fn log_damage(&self, path: &Path, row: u64, why: &io::Error) {
         if !self.is_damage_logged.swap(true, Ordering::Relaxed) {
             tracing::warn!(
                 path = %path.display(),
                 row,
-                why,
+                %why,
                 "the pack is damaged; reading damaged rows of the n-gram table from the checkpoint"
             );
         }

@@ -9,7 +9,7 @@ use super::{
 };
 use crate::{
     checkpoint::index::{Dtype, Index, TensorEntry},
-    device::{Region, Slab, SlabWriter},
+    device::{Region, Slab},
     error::{ModelError, StoreError},
     experts::{PIECES, Piece},
     ops::{FP8_BLOCK, Weight, WeightFormat},
@@ -309,25 +309,28 @@ pub struct TrunkBuffer {
 /// size of the slab, then on a loader from [`TrunkLoader::read`], which reads the matrices.
 pub struct TrunkLoader<'a> {
     pub from: &'a Checkpoint,
-    slab: Option<SlabWriter>,
+    slab: Option<Slab>,
     /// Total bytes of the matrices so far.
     len: usize,
     vectors: Vec<f32>,
     buffers: [u32; 2],
-    progress: &'a mut dyn FnMut(u64, u64),
+    progress: Option<&'a mut dyn FnMut(u64, u64)>,
 }
 
 impl<'a> TrunkLoader<'a> {
     /// A loader that computes sizes. The weights that it returns must not be used.
-    pub fn measure(from: &'a Checkpoint, progress: &'a mut dyn FnMut(u64, u64)) -> Self {
-        Self { from, slab: None, len: 0, vectors: Vec::new(), buffers: BUFFERS, progress }
+    pub fn measure(from: &'a Checkpoint) -> Self {
+        Self { from, slab: None, len: 0, vectors: Vec::new(), buffers: BUFFERS, progress: None }
     }
 
-    /// A loader that reads into a slab of `len` bytes, the measured size. `progress` receives the bytes read and the
-    /// total bytes.
-    pub fn read(from: &'a Checkpoint, len: usize, progress: &'a mut dyn FnMut(u64, u64)) -> Result<Self, ModelError> {
-        let slab = SlabWriter::new(len).map_err(|error| no_memory(len, &error))?;
-        Ok(Self { slab: Some(slab), ..Self::measure(from, progress) })
+    /// A loader that reads into a slab of `len` bytes, the measured size.
+    pub fn read(from: &'a Checkpoint, len: usize) -> Result<Self, ModelError> {
+        Ok(Self { slab: Some(new_slab(len)?), ..Self::measure(from) })
+    }
+
+    /// After each matrix, calls `progress` with the bytes read and the total bytes.
+    pub fn with_progress(self, progress: &'a mut dyn FnMut(u64, u64)) -> Self {
+        Self { progress: Some(progress), ..self }
     }
 
     /// Sets the buffer numbers.
@@ -342,17 +345,14 @@ impl<'a> TrunkLoader<'a> {
 
     /// Returns the filled buffers: first the matrices, then the vectors.
     pub fn finish(self) -> Result<[TrunkBuffer; 2], ModelError> {
-        let bytes = self.vectors.len() * 4;
-        let mut vectors = Slab::new(bytes).map_err(|error| no_memory(bytes, &error))?;
+        let mut vectors = new_slab(self.vectors.len() * 4)?;
         for (into, value) in vectors.as_mut_slice().chunks_exact_mut(4).zip(&self.vectors) {
             into.copy_from_slice(&value.to_le_bytes());
         }
-        let matrices = match self.slab {
-            Some(slab) => slab.finish(),
-            None => Arc::new(Slab::new(0).map_err(|error| no_memory(0, &error))?),
-        };
+        let matrices = self.slab.map_or_else(|| new_slab(0), Ok)?;
         let [first, second] = self.buffers;
-        Ok([TrunkBuffer { number: first, slab: matrices }, TrunkBuffer { number: second, slab: Arc::new(vectors) }])
+        let buffer = |number, slab| TrunkBuffer { number, slab: Arc::new(slab) };
+        Ok([buffer(first, matrices), buffer(second, vectors)])
     }
 
     /// Loads the matrix at `path` with shape `[rows, cols]`.
@@ -371,8 +371,10 @@ impl<'a> TrunkLoader<'a> {
         let &MatrixLayout { codes, rows, cols, ref entries } = layout;
         let global_scale = self.from.global_scales(path, 1)?.first().copied().unwrap_or(1.0);
         let mut parts = [Region::default(); 3];
+        let from = self.from;
         for (part, entry) in parts.iter_mut().zip(entries) {
-            *part = self.part(entry.as_ref())?;
+            let Some(entry) = entry else { continue };
+            *part = self.append(entry.len, |bytes| from.read_into(entry, bytes))?;
         }
         Ok(Weight { codes, rows, cols, global_scale, parts })
     }
@@ -385,22 +387,18 @@ impl<'a> TrunkLoader<'a> {
             return Err(ModelError::Config(format!("cannot split {path} every {cols} columns")));
         }
         let global_scale = self.from.global_scales(path, 1)?.first().copied().unwrap_or(1.0);
-        let widths = codes.row_bytes(cols);
+        let (from, widths) = (self.from, codes.row_bytes(cols));
         let mut found = Vec::with_capacity(parts);
         for part in 0..parts {
             let mut regions = [Region::default(); 3];
             for ((region, entry), width) in regions.iter_mut().zip(&entries).zip(widths) {
                 let Some(entry) = entry else { continue };
-                let (offset, len) = (self.len.next_multiple_of(ALIGN), rows * width);
-                self.len = offset + len;
-                *region = Region { buffer: self.buffers[0], offset, len };
-                let Some(slab) = &mut self.slab else { continue };
-                slab.append(len, ALIGN, |bytes| {
-                    let all = self.from.read(entry)?;
+                *region = self.append(rows * width, |bytes| {
+                    let all = from.read(entry)?;
                     for (row, from) in bytes.chunks_exact_mut(width).zip(all.chunks_exact(parts * width)) {
                         row.copy_from_slice(&from[part * width..(part + 1) * width]);
                     }
-                    Ok::<_, ModelError>(())
+                    Ok(())
                 })?;
             }
             found.push(Weight { codes, rows, cols, global_scale, parts: regions });
@@ -422,19 +420,24 @@ impl<'a> TrunkLoader<'a> {
         Region { buffer: self.buffers[1], offset, len: values.len() * 4 }
     }
 
-    fn part(&mut self, entry: Option<&TensorEntry>) -> Result<Region, ModelError> {
-        let Some(entry) = entry else { return Ok(Region::default()) };
+    /// Appends `len` bytes to the slab, which `fill` writes. A loader that computes sizes does not call `fill`.
+    fn append(
+        &mut self,
+        len: usize,
+        fill: impl FnOnce(&mut [u8]) -> Result<(), ModelError>,
+    ) -> Result<Region, ModelError> {
         let offset = self.len.next_multiple_of(ALIGN);
-        self.len = offset + entry.len;
+        self.len = offset + len;
         if let Some(slab) = &mut self.slab {
-            slab.append(entry.len, ALIGN, |bytes| self.from.read_into(entry, bytes))?;
-            let (done, total) = slab.progress();
-            (self.progress)(done as u64, total as u64);
+            fill(&mut slab.as_mut_slice()[offset..self.len])?;
+            if let Some(progress) = &mut self.progress {
+                progress(self.len as u64, slab.len() as u64);
+            }
         }
-        Ok(Region { buffer: self.buffers[0], offset, len: entry.len })
+        Ok(Region { buffer: self.buffers[0], offset, len })
     }
 }
 
-fn no_memory(bytes: usize, error: &std::io::Error) -> ModelError {
-    ModelError::Memory(format!("cannot allocate {bytes} bytes for the trunk: {error}"))
+fn new_slab(len: usize) -> Result<Slab, ModelError> {
+    Slab::new(len).map_err(|error| ModelError::Memory(format!("cannot allocate {len} bytes for the trunk: {error}")))
 }

@@ -36,5 +36,5 @@ pub use error::DeviceError;
 pub use gpu::Gpu;
 pub use launch::{Binding, BufferAccess, Launch, Region};
 pub use open::{GPU_KIND, NO_GPU, open_any_gpu, open_candle_gpu, open_gpu};
-pub use slab::{Slab, SlabWriter};
+pub use slab::Slab;
 pub use timeline::{CpuTimeline, SyncPoint, Timeline};

@@ -2,7 +2,7 @@
 //!
 //! Expert slots and the trunk (all weights except the experts) are in slabs, so bytes read from disk are used in place.
 
-use std::{ops::Range, sync::Arc};
+use std::ops::Range;
 
 /// Minimum size of a slab that requests huge pages, in bytes.
 #[cfg(target_os = "linux")]
@@ -120,42 +120,6 @@ impl Slab {
         assert!(range.start <= range.end && range.end <= self.len(), "slab range {range:?} of {}", self.len());
         // SAFETY: in bounds (checked above), exclusive (caller).
         unsafe { std::slice::from_raw_parts_mut(self.map.as_mut_ptr().add(range.start), range.len()) }
-    }
-}
-
-/// Fills a slab once, from start to end. Used to load a trunk.
-pub struct SlabWriter {
-    slab: Slab,
-    /// Number of bytes written so far.
-    written: usize,
-}
-
-impl SlabWriter {
-    /// Allocates a slab of `len` bytes.
-    pub fn new(len: usize) -> std::io::Result<Self> {
-        Ok(Self { slab: Slab::new(len)?, written: 0 })
-    }
-
-    /// Calls `fill` to write the next `len` bytes, which start at a multiple of `align`. Panics if the slab is too small.
-    pub fn append<E>(
-        &mut self,
-        len: usize,
-        align: usize,
-        fill: impl FnOnce(&mut [u8]) -> Result<(), E>,
-    ) -> Result<(), E> {
-        let start = self.written.next_multiple_of(align);
-        self.written = start + len;
-        fill(&mut self.slab.as_mut_slice()[start..self.written])
-    }
-
-    /// Returns the slab, which is now read-only.
-    pub fn finish(self) -> Arc<Slab> {
-        Arc::new(self.slab)
-    }
-
-    /// Number of bytes written so far, and the slab's length.
-    pub fn progress(&self) -> (usize, usize) {
-        (self.written, self.slab.len())
     }
 }
 

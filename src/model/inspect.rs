@@ -90,8 +90,7 @@ impl CheckpointInfo {
         }
         let mut checkpoint = Checkpoint::open(Index::open(dir)?, &config.quantization)?;
         decide_norm_encoding(&mut checkpoint, &config)?;
-        let mut ignore = |_, _| ();
-        let mut trunk = TrunkLoader::measure(&checkpoint, &mut ignore);
+        let mut trunk = TrunkLoader::measure(&checkpoint);
         let (net, layers) = Network::load(&mut trunk, &config)?;
         let len = trunk.len() as u64;
         checkpoint.finish()?;

@@ -68,7 +68,7 @@ impl Qwen {
         }
         metrics.pack_damaged_records.set(0);
         metrics.gpu_lost.set(0);
-        let mut trunk = TrunkLoader::read(&checkpoint, shape.trunk as usize, progress)?;
+        let mut trunk = TrunkLoader::read(&checkpoint, shape.trunk as usize)?.with_progress(progress);
         let (mut net, _) = Network::load(&mut trunk, &config)?;
         let weights = trunk.finish()?;
         let mut store = None;

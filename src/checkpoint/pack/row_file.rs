@@ -107,13 +107,6 @@ fn checksum(number: u64, bytes: &[u8]) -> u32 {
     hash.finalize()
 }
 
-/// The result of reading a row.
-pub enum RowRead {
-    Intact(Vec<u8>),
-    /// The checksum of the row's block does not match.
-    Damaged,
-}
-
 /// An open file of rows.
 pub struct PackedRows {
     file: DataFile,
@@ -156,14 +149,17 @@ impl PackedRows {
     }
 
     /// Reads the bytes of a row. `space` is a buffer that the caller reuses.
-    pub fn read(&self, row: u64, space: &mut Vec<u8>) -> io::Result<RowRead> {
+    ///
+    /// # Errors
+    /// A file system error occurs, or the checksum of the row's block does not match.
+    pub fn read(&self, row: u64, space: &mut Vec<u8>) -> io::Result<Vec<u8>> {
         let RowBlocks { row: len, size, per_block, .. } = self.blocks;
         let (number, at) = (row / per_block as u64, (row % per_block as u64) as usize * len);
         let block = self.file.read_range(self.blocks.offset(number), size, space)?;
         if !RowBlocks::is_intact(number, block) {
-            return Ok(RowRead::Damaged);
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "a checksum differs"));
         }
-        Ok(RowRead::Intact(block[at..at + len].to_vec()))
+        Ok(block[at..at + len].to_vec())
     }
 
     /// Reads consecutive blocks.

@@ -168,8 +168,7 @@ pub fn inspect(
 impl MtpInfo {
     fn new(from: Checkpoint, model: &Config) -> Result<Self, ModelError> {
         let config = Config { layers: 1, full: vec![true], ngrams: Vec::new(), ..model.clone() };
-        let mut ignore = |_, _| ();
-        let mut trunk = TrunkLoader::measure(&from, &mut ignore);
+        let mut trunk = TrunkLoader::measure(&from);
         let weights = MtpWeights::load(&mut trunk, &config)?;
         let trunk = trunk.len() as u64;
         from.finish()?;
@@ -205,8 +204,7 @@ impl MtpInfo {
         store: Option<&ExpertStore>,
     ) -> Result<MtpHead, ModelError> {
         let Self { from, config, map, trunk: len, slots } = self;
-        let mut ignore = |_, _| ();
-        let mut trunk = TrunkLoader::read(&from, len as usize, &mut ignore)?.with_buffers(DRAFT_BUFFERS);
+        let mut trunk = TrunkLoader::read(&from, len as usize)?.with_buffers(DRAFT_BUFFERS);
         let MtpWeights { fc, norms, layer, before_head, .. } = MtpWeights::load(&mut trunk, &config)?;
         let weights = trunk.finish()?;
         let mut net = Network { embed: model.embed, layers: vec![layer], before_head, head: Some(*model.head()) };

@@ -89,8 +89,7 @@ impl DflashModel {
     /// Loads the draft. Reserves memory for `context` positions.
     pub fn load(checkpoint_info: &DflashCheckpoint, context: usize, compute: CpuDevice) -> Result<Self, ModelError> {
         let DflashCheckpoint { config, checkpoint, weights } = checkpoint_info;
-        let mut ignore = |_, _| ();
-        let mut trunk = TrunkLoader::read(checkpoint, *weights as usize, &mut ignore)?;
+        let mut trunk = TrunkLoader::read(checkpoint, *weights as usize)?;
         let net = DflashWeights::load(&mut trunk, config)?;
         let [matrices, _] = trunk.finish()?;
         let mut backend = Cpu::new(compute.clone());

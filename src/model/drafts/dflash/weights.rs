@@ -134,8 +134,7 @@ impl Selector {
 
 /// Reads a draft's headers, checks names and shapes, and returns the bytes of its weights.
 pub fn measure(checkpoint: &Checkpoint, config: &DflashConfig) -> Result<u64, ModelError> {
-    let mut ignore = |_, _| ();
-    let mut trunk = TrunkLoader::measure(checkpoint, &mut ignore);
+    let mut trunk = TrunkLoader::measure(checkpoint);
     DflashWeights::load(&mut trunk, config)?;
     checkpoint.finish()?;
     Ok(trunk.len() as u64)
