@@ -54,11 +54,10 @@ pub fn run(args: cli::tool_args::BenchArgs) -> Result<(), CommandError> {
         if args.cold {
             drop_cached(&dir)?;
         }
-        let mut session = BenchSession::new(model, metrics.clone());
+        let mut session = BenchSession { model, metrics: metrics.clone() };
         for _ in 0..runs_each {
-            session.run(&prompt, args.gen_tokens)?;
+            runs.push(session.run(&prompt, args.gen_tokens)?);
         }
-        runs.extend(session.finish());
     }
     let model = match &source {
         ModelSource::Hub(id) => id.clone(),

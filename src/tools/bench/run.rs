@@ -51,20 +51,15 @@ pub struct Run {
     pub resident_tokens_per_second: f64,
 }
 
-/// A loaded model and its runs.
+/// A loaded model whose runs are measured.
 pub struct BenchSession {
-    model: Qwen,
-    metrics: Arc<Metrics>,
-    runs: Vec<Run>,
+    pub model: Qwen,
+    pub metrics: Arc<Metrics>,
 }
 
 impl BenchSession {
-    pub fn new(model: Qwen, metrics: Arc<Metrics>) -> Self {
-        Self { model, metrics, runs: Vec::new() }
-    }
-
     /// Evaluates `prompt`, then generates `count` tokens greedily. End-of-sequence tokens do not stop the generation.
-    pub fn run(&mut self, prompt: &[u32], count: usize) -> Result<(), CommandError> {
+    pub fn run(&mut self, prompt: &[u32], count: usize) -> Result<Run, CommandError> {
         let mut state = self.model.start()?;
         let begin = Counters::now(&self.metrics);
         let mut logits = Logits::default();
@@ -79,16 +74,11 @@ impl BenchSession {
         let end = Counters::now(&self.metrics);
         let decode = middle.until(&end, count, |counts| counts.decode);
         let stall = decode.stall_share * decode.seconds;
-        self.runs.push(Run {
+        Ok(Run {
             prompt: begin.until(&middle, prompt.len(), |counts| counts.prefill),
             decode,
             resident_tokens_per_second: rate(count as f64, decode.seconds - stall),
-        });
-        Ok(())
-    }
-
-    pub fn finish(self) -> Vec<Run> {
-        self.runs
+        })
     }
 }
 

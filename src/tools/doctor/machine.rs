@@ -185,13 +185,12 @@ impl MachineBench<'_> {
         }
         let (shape, is_resident) = (model.shape().clone(), model.plan().strategy == Strategy::Resident);
         let ids: Vec<u32> = (0..prompt).map(|index| (index * 7919 % model.info().vocab) as u32).collect();
-        let mut session = BenchSession::new(model, metrics);
+        let mut session = BenchSession { model, metrics };
         // The first answer fills the slots and warms up pipelines.
         session.run(&ids, decode)?;
         let (begin, cpu) = (Instant::now(), os::cpu_seconds());
-        session.run(&ids, decode)?;
+        let Run { prompt, decode, .. } = session.run(&ids, decode)?;
         let cores = (os::cpu_seconds() - cpu) / begin.elapsed().as_secs_f64();
-        let Some(Run { prompt, decode, .. }) = session.finish().pop() else { return Ok(None) };
         runs.push(RunFigures {
             what: what.into(),
             prompt_tokens_per_second: prompt.tokens_per_second,
