@@ -107,10 +107,8 @@ impl Config {
         let inner = text.0.get("model_type").and_then(Value::as_str).or(outer).unwrap_or("(absent)");
         let Some(family) = ModelFamily::named(inner) else { return unsupported(inner) };
         for (key, supported) in [("hidden_act", "silu"), ("mamba_ssm_dtype", "float32")] {
-            match text.0.get(key).and_then(Value::as_str) {
-                None => {}
-                Some(value) if value == supported => {}
-                Some(value) => return refuse(format!("{key} {value} is not supported, only {supported}")),
+            if let Some(value) = text.0.get(key).and_then(Value::as_str).filter(|value| *value != supported) {
+                return refuse(format!("{key} {value} is not supported, only {supported}"));
             }
         }
         let gate = match text.0.get("output_gate_type").and_then(Value::as_str) {
@@ -140,10 +138,7 @@ impl Config {
             vocab,
             context,
             eps,
-            tied: match text.0.get("tie_word_embeddings").or(json.get("tie_word_embeddings")) {
-                Some(value) => value.as_bool().unwrap_or(false),
-                None => false,
-            },
+            tied: text.0.get("tie_word_embeddings").or(json.get("tie_word_embeddings")) == Some(&Value::Bool(true)),
             full,
             attention,
             rope_theta,
@@ -290,11 +285,7 @@ impl JsonTable<'_> {
     /// layer.
     fn full_layers(self, layers: usize) -> Result<Vec<bool>, ModelError> {
         let Some(types) = self.0.get("layer_types").and_then(Value::as_array) else {
-            let interval = if self.0.get("full_attention_interval").is_some() {
-                self.count("full_attention_interval", 4096)?
-            } else {
-                4
-            };
+            let interval = self.count_or("full_attention_interval", 4096, 4)?;
             return Ok((1..=layers).map(|layer| layer.is_multiple_of(interval)).collect());
         };
         if types.len() != layers {
@@ -312,9 +303,9 @@ impl JsonTable<'_> {
     fn attention(self, eps: f32) -> Result<(AttentionShape, f64), ModelError> {
         let rope = JsonTable(self.0.get("rope_parameters").or(self.0.get("rope_scaling")).unwrap_or(&Value::Null));
         // mlx-lm writes `type` where transformers writes `rope_type`.
-        match rope.0.get("rope_type").or(rope.0.get("type")).and_then(Value::as_str) {
-            None | Some("default") => {}
-            Some(other) => return refuse(format!("rope type {other} is not supported, only default")),
+        let kind = rope.0.get("rope_type").or(rope.0.get("type")).and_then(Value::as_str);
+        if let Some(other) = kind.filter(|kind| *kind != "default") {
+            return refuse(format!("rope type {other} is not supported, only default"));
         }
         let number = |key: &str, default: f64| match rope.0.get(key).or(self.0.get(key)) {
             None | Some(Value::Null) => Ok(default),

@@ -61,11 +61,9 @@ impl VisionConfig {
         if deepstack.is_some_and(|indexes| !indexes.is_empty()) {
             return refuse("deepstack_visual_indexes is not supported".into());
         }
-        match vision.get("hidden_act").and_then(Value::as_str) {
-            None | Some("gelu_pytorch_tanh") => {}
-            Some(other) => {
-                return refuse(format!("vision hidden_act {other} is not supported, only gelu_pytorch_tanh"));
-            }
+        let activation = vision.get("hidden_act").and_then(Value::as_str);
+        if let Some(other) = activation.filter(|name| *name != "gelu_pytorch_tanh") {
+            return refuse(format!("vision hidden_act {other} is not supported, only gelu_pytorch_tanh"));
         }
         let rope = vision.get("rope_parameters");
         let theta = rope.and_then(|rope| rope.get("rope_theta")).and_then(Value::as_f64).unwrap_or(10_000.0);

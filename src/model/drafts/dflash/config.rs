@@ -96,11 +96,8 @@ impl DflashConfig {
         let has = |key: &str| table_of(key).0.get(key).is_some_and(|value| !value.is_null());
         let count = |key: &str, max: usize| table_of(key).count(key, max);
         for (key, supported) in [("hidden_act", "silu"), ("model_type", "qwen3")] {
-            match json.get(key).and_then(Value::as_str) {
-                Some(value) if value != supported => {
-                    return refuse(format!("a DFlash draft with {key} {value} is not supported, only {supported}"));
-                }
-                _ => {}
+            if let Some(value) = json.get(key).and_then(Value::as_str).filter(|value| *value != supported) {
+                return refuse(format!("a DFlash draft with {key} {value} is not supported, only {supported}"));
             }
         }
         let dflash2 = match architectures(json).next() {
@@ -187,11 +184,9 @@ impl DflashConfig {
 fn theta(top: JsonTable<'_>) -> Result<f64, ModelError> {
     let tables = ["rope_parameters", "rope_scaling"].map(|key| top.0.get(key).filter(|table| table.is_object()));
     for table in tables.into_iter().flatten() {
-        match table.get("rope_type").or(table.get("type")).and_then(Value::as_str) {
-            None | Some("default") => {}
-            Some(other) => {
-                return refuse(format!("rope type {other} of a DFlash draft is not supported, only default"));
-            }
+        let kind = table.get("rope_type").or(table.get("type")).and_then(Value::as_str);
+        if let Some(other) = kind.filter(|kind| *kind != "default") {
+            return refuse(format!("rope type {other} of a DFlash draft is not supported, only default"));
         }
     }
     let places = [Some(top.0)].into_iter().chain(tables).flatten();
