@@ -2,7 +2,7 @@
 //!
 //! Converters differ in the head's file, in its tensor names, and in whether the head's norms store `w` or `w - 1`.
 
-use super::{Checkpoint, index::Index, names::TensorName, norm_encoding};
+use super::{Checkpoint, index::Index, norm_encoding};
 use crate::error::{ModelError, StoreError};
 use serde_json::Value;
 use std::path::Path;
@@ -13,19 +13,16 @@ pub const PREFIX: &str = "mtp.";
 const HEAD_FILES: [&str; 4] =
     ["mtp.safetensors", "mtp/weights.safetensors", "model-mtp.safetensors", "optiq/mtp.safetensors"];
 
-/// The canonical name of a tensor of the head, in a file that also has other tensors.
-fn prefixed_name(name: &str) -> TensorName {
+/// The canonical name of a tensor of the head, in a file that also has other tensors. `None` for another tensor.
+fn prefixed_name(name: &str) -> Option<String> {
     let prefixes = ["mtp.", "model.mtp.", "language_model.mtp."];
-    match prefixes.iter().find_map(|prefix| name.strip_prefix(prefix)) {
-        Some(rest) => TensorName::Text(format!("{PREFIX}{rest}")),
-        None => TensorName::Skipped,
-    }
+    prefixes.iter().find_map(|prefix| name.strip_prefix(prefix)).map(|rest| format!("{PREFIX}{rest}"))
 }
 
 /// Finds the head of the checkpoint in `dir`: in the shards of `index`, or in a separate file. `None` if there is no
 /// head.
 pub fn find(dir: &Path, index: &Index, config: &Value) -> Result<Option<Checkpoint>, ModelError> {
-    let has = |index: &Index| index.tensors.keys().any(|name| prefixed_name(name) != TensorName::Skipped);
+    let has = |index: &Index| index.tensors.keys().any(|name| prefixed_name(name).is_some());
     let mut found = has(index).then(|| index.clone());
     let configured = config["mlx_lm_extra_tensors"]["mtp_file"].as_str();
     let plain = configured.filter(|name| !Path::new(name).is_absolute() && !name.split('/').any(|part| part == ".."));
@@ -44,8 +41,8 @@ pub fn open_dir(dir: &Path, config: &Value) -> Result<Checkpoint, ModelError> {
 }
 
 fn open(index: Index, config: &Value) -> Result<Checkpoint, ModelError> {
-    let is_prefixed = index.tensors.keys().any(|name| prefixed_name(name) != TensorName::Skipped);
-    let bare = |name: &str| TensorName::Text(format!("{PREFIX}{name}"));
+    let is_prefixed = index.tensors.keys().any(|name| prefixed_name(name).is_some());
+    let bare = |name: &str| Some(format!("{PREFIX}{name}"));
     // The quantization table describes the trunk. The format of the head may differ, so it is inferred from shapes
     // alone.
     let mut head = if is_prefixed {

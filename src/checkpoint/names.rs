@@ -1,21 +1,12 @@
 //! Canonical tensor names. Converters use several naming schemes. The canonical scheme is MLX's.
 
-/// The result of converting a tensor name to its canonical form.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum TensorName {
-    /// A tensor of the model part that the caller loads (text model, vision tower or MTP head), with its canonical
-    /// name.
-    Text(String),
-    /// A tensor of another part of the model.
-    Skipped,
-}
-
-/// The canonical name of a tensor of the text model. Also used for the keys of a quantization table.
-pub fn canonical_name(name: &str) -> TensorName {
+/// The canonical name of a tensor of the text model. `None` for a tensor of another part of the model. Also used for the
+/// keys of a quantization table.
+pub fn canonical_name(name: &str) -> Option<String> {
     if vision_part(name).is_some() || name.split('.').any(|part| part == "mtp") {
-        return TensorName::Skipped;
+        return None;
     }
-    TensorName::Text(if let Some(rest) = name.strip_prefix("model.language_model.") {
+    Some(if let Some(rest) = name.strip_prefix("model.language_model.") {
         format!("language_model.model.{rest}")
     } else if name.starts_with("language_model.") {
         name.to_string()
@@ -24,9 +15,9 @@ pub fn canonical_name(name: &str) -> TensorName {
     })
 }
 
-/// The canonical name of a tensor of the vision tower.
-pub fn vision_name(name: &str) -> TensorName {
-    vision_part(name).map_or(TensorName::Skipped, |rest| TensorName::Text(format!("{VISION_TOWER}{rest}")))
+/// The canonical name of a tensor of the vision tower. `None` for a tensor of another part of the model.
+pub fn vision_name(name: &str) -> Option<String> {
+    vision_part(name).map(|rest| format!("{VISION_TOWER}{rest}"))
 }
 
 /// The name of a tensor of the vision tower, without the tower's prefix. `None` if the tensor does not belong to the

@@ -9,7 +9,7 @@
 
 use super::{
     index::{Dtype, TensorEntry},
-    names::{TensorName, canonical_name},
+    names::canonical_name,
 };
 use crate::ops::{FP8_BLOCK, Float, WeightFormat};
 use serde_json::{Value, json};
@@ -123,7 +123,7 @@ impl QuantizationTable {
 
 /// The canonical path of a key of the table. `None` if the matrix does not belong to the text model.
 fn canonical_path(key: &str) -> Option<String> {
-    let TensorName::Text(path) = canonical_name(key.strip_suffix(".weight").unwrap_or(key)) else { return None };
+    let path = canonical_name(key.strip_suffix(".weight").unwrap_or(key))?;
     let stacked =
         ["gate_proj", "up_proj", "down_proj"].iter().any(|part| path.ends_with(&format!(".mlp.experts.{part}")));
     Some(if stacked { path.replace(".mlp.experts.", ".mlp.switch_mlp.") } else { path })

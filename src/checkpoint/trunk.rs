@@ -4,7 +4,7 @@
 //! the model does not use is an error. A [`TrunkLoader`] loads the trunk (all weights except the experts) into a slab.
 
 use super::{
-    names::{TensorName, canonical_name},
+    names::canonical_name,
     quantization::{QuantizationTable, float, infer_format},
 };
 use crate::{
@@ -64,11 +64,11 @@ impl Checkpoint {
     pub fn open_as(
         index: Index,
         quantization: &serde_json::Value,
-        name_of: impl Fn(&str) -> TensorName,
+        name_of: impl Fn(&str) -> Option<String>,
     ) -> Result<Self, ModelError> {
         let mut names = BTreeMap::new();
         for found in index.tensors.keys() {
-            let TensorName::Text(name) = name_of(found) else { continue };
+            let Some(name) = name_of(found) else { continue };
             if let Some(part) = ["tq_packed", "tq_norms", "tq_bits"].iter().find(|part| name.ends_with(**part)) {
                 let why = format!("JANGTQ checkpoints are not supported (it has {part} tensors)");
                 return Err(ModelError::Config(why));

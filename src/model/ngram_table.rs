@@ -9,7 +9,7 @@ use super::{
     state::row_ring::RowRing,
 };
 use crate::{
-    checkpoint::{Checkpoint, RowFiles, RowTable, index::Index, names::TensorName, pack::PackedRows},
+    checkpoint::{Checkpoint, RowFiles, RowTable, index::Index, pack::PackedRows},
     error::{ModelError, StoreError},
     metrics::Metrics,
 };
@@ -77,7 +77,7 @@ impl NgramLayout {
             RowTable::new(from, &[listed.into()], &format!("{listed}.weight_scale"), width)?
         } else if !has(&embedding) && own_file.exists() {
             let index = Index::open_file(&from.index.dir, own_file)?;
-            let own = Checkpoint::open_as(index, &Value::Null, |name| TensorName::Text(name.into()))?;
+            let own = Checkpoint::open_as(index, &Value::Null, |name| Some(name.into()))?;
             RowTable::new(&own, &["ngram".into()], "ngram.weight_scale", width)?
         } else {
             RowTable::new(from, &[embedding], &scale, width)?

@@ -9,7 +9,7 @@ use crate::{
     checkpoint::{
         Checkpoint,
         index::Index,
-        names::{TensorName, VISION_TOWER, vision_name},
+        names::{VISION_TOWER, vision_name},
     },
     error::ModelError,
     model::dequantise,
@@ -86,8 +86,7 @@ impl TowerWeights {
 
     /// Number of bytes of the tower in the checkpoint.
     pub fn bytes(&self) -> u64 {
-        let is_part = |name: &String| vision_name(name) != TensorName::Skipped;
-        let parts = self.from.index.tensors.iter().filter(|(name, _)| is_part(name));
+        let parts = self.from.index.tensors.iter().filter(|(name, _)| vision_name(name).is_some());
         parts.map(|(_, entry)| entry.len as u64).sum()
     }
 
