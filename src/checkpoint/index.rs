@@ -4,6 +4,7 @@ use crate::{
     error::StoreError,
     platform::{open_regular_file, read_small_file},
 };
+pub use safetensors::Dtype;
 use serde::{
     Deserialize, Deserializer,
     de::{self, IgnoredAny, MapAccess, SeqAccess, Visitor},
@@ -20,43 +21,6 @@ use std::{
 const MAX_HEADER_BYTES: u64 = 100 << 20;
 /// Maximum number of dimensions of a tensor.
 const MAX_DIMENSIONS: usize = 8;
-
-/// The element type of a tensor, with the names of safetensors.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "UPPERCASE")]
-pub enum Dtype {
-    F64,
-    F32,
-    F16,
-    Bf16,
-    U64,
-    I64,
-    U32,
-    I32,
-    U16,
-    I16,
-    U8,
-    I8,
-    Bool,
-    #[serde(rename = "F8_E4M3")]
-    F8E4m3,
-    #[serde(rename = "F8_E5M2")]
-    F8E5m2,
-    #[serde(rename = "F8_E8M0")]
-    F8E8m0,
-}
-
-impl Dtype {
-    /// Size of one element in bytes.
-    pub fn bytes(self) -> usize {
-        match self {
-            Dtype::F64 | Dtype::U64 | Dtype::I64 => 8,
-            Dtype::F32 | Dtype::U32 | Dtype::I32 => 4,
-            Dtype::F16 | Dtype::Bf16 | Dtype::U16 | Dtype::I16 => 2,
-            Dtype::U8 | Dtype::I8 | Dtype::Bool | Dtype::F8E4m3 | Dtype::F8E5m2 | Dtype::F8E8m0 => 1,
-        }
-    }
-}
 
 /// Location, type and shape of a tensor.
 #[derive(Debug, Clone, PartialEq)]
@@ -217,7 +181,8 @@ impl Index {
         let mut ranges = Vec::with_capacity(header.len());
         for (name, TensorHeader { dtype, shape: TensorShape(shape), data_offsets: [start, end] }) in header {
             let elements = shape.iter().try_fold(1usize, |product, &side| product.checked_mul(side));
-            let bytes = elements.and_then(|elements| elements.checked_mul(dtype.bytes()));
+            let bits = elements.and_then(|elements| elements.checked_mul(dtype.bitsize()));
+            let bytes = bits.filter(|bits| bits.is_multiple_of(8)).map(|bits| bits / 8);
             // `bytes` is `None` if the shape overflows. Without the first check, `None == None` would accept an overflowing
             // shape whose end is before its start.
             if bytes.is_none() || end.checked_sub(start) != bytes.map(|bytes| bytes as u64) {

@@ -179,7 +179,7 @@ pub fn float(dtype: Dtype) -> Option<Float> {
     match dtype {
         Dtype::F32 => Some(Float::F32),
         Dtype::F16 => Some(Float::F16),
-        Dtype::Bf16 => Some(Float::Bf16),
+        Dtype::BF16 => Some(Float::Bf16),
         _ => None,
     }
 }

@@ -45,7 +45,7 @@ impl RowTable {
         for path in paths {
             let entry = from.get(&format!("{path}.weight"))?;
             let count = entry.shape.first().copied().unwrap_or_default();
-            let (layout, factor) = if entry.dtype == Dtype::F8E4m3 && entry.shape == [count, width] {
+            let (layout, factor) = if entry.dtype == Dtype::F8_E4M3 && entry.shape == [count, width] {
                 let entries = [Some(entry.clone()), None, None];
                 let layout = MatrixLayout { codes: WeightFormat::Fp8(None), rows: count, cols: width, entries };
                 (layout, from.vector(scale, 1)?)

@@ -212,7 +212,7 @@ impl Checkpoint {
         let differs = |expected: String| self.mismatch(&name, weight, expected);
         let Some(scales) = self.find(&format!("{path}.scales")) else {
             let expected = [lead, &[rows, cols]].concat();
-            if weight.dtype == Dtype::F8E4m3 && weight.shape == expected {
+            if weight.dtype == Dtype::F8_E4M3 && weight.shape == expected {
                 let name = format!("{path}.weight_scale_inv");
                 let blocks = [lead, &[rows.div_ceil(FP8_BLOCK), cols.div_ceil(FP8_BLOCK)]].concat();
                 let scales = self.get(&name)?;
