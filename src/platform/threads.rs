@@ -50,6 +50,7 @@ pub struct Threads {
     caller: Mutex<()>,
 }
 
+#[derive(Default)]
 struct ThreadPool {
     /// Number of the last published job.
     number: CacheAligned<AtomicU64>,
@@ -101,15 +102,9 @@ impl Threads {
     pub fn new(count: usize) -> Self {
         let count = count.max(1);
         let pool = Arc::new(ThreadPool {
-            number: CacheAligned::default(),
-            job: UnsafeCell::new(None),
             ranges: (0..count).map(|_| CacheAligned::default()).collect(),
             workers: (1..count).map(|_| CacheAligned::default()).collect(),
-            quit: AtomicBool::new(false),
-            panicked: AtomicBool::new(false),
-            panic: Mutex::new(None),
-            parked: CacheAligned::default(),
-            pause_expected_after: AtomicU64::new(0),
+            ..ThreadPool::default()
         });
         let workers = (1..count)
             .map_while(|index| {

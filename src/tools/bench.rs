@@ -19,7 +19,7 @@ use crate::{
     model::{self, Model, Qwen},
     platform::{Access, DataFile, os},
 };
-use report::{BenchReport, BenchSetup};
+use report::{BenchReport, BenchSetup, median_run};
 use run::BenchSession;
 use std::{path::Path, sync::Arc};
 
@@ -64,8 +64,8 @@ pub fn run(args: cli::tool_args::BenchArgs) -> Result<(), CommandError> {
         _ => config::name(&dir),
     };
     let Some(setup) = setup else { return Ok(()) };
-    let report = BenchReport::new(model, setup, args.cold, runs, os::peak_resident_memory());
-    show(&report, args.json);
+    let (median, peak_memory) = (median_run(&runs), os::peak_resident_memory());
+    show(&BenchReport { model, setup, cold: args.cold, runs, median, peak_memory }, args.json);
     Ok(())
 }
 

@@ -19,6 +19,7 @@ use crate::{
 };
 use answer::DemoModel;
 use candle_core::Device;
+pub use gpu::recover;
 use machine::ReportModels;
 pub use report::DoctorReport;
 use report::{GpuReport, WholeReport};
@@ -70,12 +71,6 @@ fn measure_machine(report: &DoctorReport, any_gpu: bool) -> Result<MachineReport
 
 fn open(any_gpu: bool) -> Result<Option<Box<dyn Gpu>>, DeviceError> {
     if any_gpu { device::open_any_gpu() } else { device::open_gpu() }
-}
-
-/// Provokes an error on a GPU and launches a kernel again. `None` if the GPU cannot provoke an error. The result is
-/// only reported, because a GPU that does not recover may still compute correctly.
-pub fn recover(mut gpu: Box<dyn Gpu>) -> Option<Finding> {
-    gpu::recovery(&mut *gpu)
 }
 
 /// Checks this machine with its GPU. `gpu` is the reason if there is no GPU. The reference implementation answers on

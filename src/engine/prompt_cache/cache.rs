@@ -28,6 +28,7 @@ pub struct PromptCache {
     pub(super) dir_lock: Mutex<Option<DirLock>>,
 }
 
+#[derive(Default)]
 pub(super) struct CacheState {
     pub tree: PrefixTree<CacheEntry>,
     pub memory_use: MemoryUse,
@@ -94,19 +95,8 @@ impl PromptCache {
     /// A cache of at most `limit` bytes. `size` gives the bytes of a snapshot by its length.
     pub fn new(limit: u64, size: SnapshotSize, metrics: Arc<Metrics>) -> Self {
         metrics.memory_prompt_cache.set(limit as i64);
-        let state = CacheState {
-            tree: PrefixTree::default(),
-            memory_use: MemoryUse::default(),
-            limit,
-            pool: None,
-            clock: 0.0,
-            clear_count: 0,
-            disk: None,
-            is_disk_locked: false,
-            is_closed: false,
-        };
         Self {
-            state: Mutex::new(state),
+            state: Mutex::new(CacheState { limit, ..CacheState::default() }),
             changed: Condvar::new(),
             size,
             metrics,

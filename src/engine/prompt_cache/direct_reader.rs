@@ -21,14 +21,10 @@ impl DirectReader {
     /// Uses direct I/O if the file system of `path` supports direct I/O. The file must be larger than `2 * MAX_BLOCK`
     /// bytes.
     pub fn probe(path: &Path) -> io::Result<Self> {
-        let file = match DataFile::open(path, Access::Direct) {
-            Err(error) if error.kind() == io::ErrorKind::Unsupported => None,
-            other => Some(other?),
-        };
-        Ok(match file {
-            Some(file) => Self { access: Access::Direct, block: file.block() },
-            None => Self { access: Access::Buffered, block: 1 },
-        })
+        match DataFile::open(path, Access::Direct) {
+            Err(error) if error.kind() == io::ErrorKind::Unsupported => Ok(Self { access: Access::Buffered, block: 1 }),
+            file => Ok(Self { access: Access::Direct, block: file?.block() }),
+        }
     }
 
     /// Reads `head` and then `body` from a regular file. Reading starts at offset `at`, a multiple of [`MAX_BLOCK`].

@@ -39,23 +39,16 @@ impl BenchSetup {
 /// The whole report, with the structure that `--json` prints.
 #[derive(Debug, Serialize)]
 pub struct BenchReport {
-    model: String,
+    pub model: String,
     #[serde(flatten)]
-    setup: BenchSetup,
+    pub setup: BenchSetup,
     /// True if each run started without experts in memory and without the checkpoint in the page cache.
-    cold: bool,
-    runs: Vec<Run>,
+    pub cold: bool,
+    pub runs: Vec<Run>,
     /// Median of each figure over all runs.
-    median: Option<Run>,
+    pub median: Option<Run>,
     /// Peak memory of the process in bytes.
-    peak_memory: Option<u64>,
-}
-
-impl BenchReport {
-    pub fn new(model: String, setup: BenchSetup, cold: bool, runs: Vec<Run>, peak_memory: Option<u64>) -> Self {
-        let median = median_run(&runs);
-        Self { model, setup, cold, runs, median, peak_memory }
-    }
+    pub peak_memory: Option<u64>,
 }
 
 impl fmt::Display for BenchReport {
@@ -135,7 +128,7 @@ fn write_row(f: &mut fmt::Formatter<'_>, cells: [String; 10], streams: bool) -> 
 }
 
 /// Median of each figure. For an even number of runs, the mean of the two middle values.
-fn median_run(runs: &[Run]) -> Option<Run> {
+pub fn median_run(runs: &[Run]) -> Option<Run> {
     let first = runs.first()?;
     let figure = |of: &dyn Fn(&Run) -> f64| median(runs.iter().map(of).collect());
     let phase = |of: fn(&Run) -> &Phase| Phase {

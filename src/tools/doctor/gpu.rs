@@ -66,12 +66,13 @@ fn at_the_end(gpu: &mut dyn Gpu, len: usize) -> Result<bool, DeviceError> {
     Ok(cleared && normed)
 }
 
-/// Provokes an error and launches a kernel again. `None` if the device cannot provoke an error.
-pub fn recovery(gpu: &mut dyn Gpu) -> Option<Finding> {
+/// Provokes an error and launches a kernel again. `None` if the GPU cannot provoke an error. The result is only reported,
+/// because a GPU that does not recover may still compute correctly.
+pub fn recover(mut gpu: Box<dyn Gpu>) -> Option<Finding> {
     let provoked = gpu.inject_fault()?;
     let after = provoked.and_then(|reported| {
         tracing::debug!("the GPU reported the provoked error: {reported}");
-        at_the_end(gpu, 1 << 16)
+        at_the_end(&mut *gpu, 1 << 16)
     });
     Some(finding("(an error, and after it)", after))
 }
