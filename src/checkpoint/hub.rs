@@ -139,20 +139,19 @@ impl Hub {
 
     fn list(&self, client: &HubClient, id: &str, revision: &str) -> Result<RepoListing, StoreError> {
         let path = format!("api/models/{id}/revision/{revision}?blobs=true");
-        let (mut delay, mut attempts) = (self.retry_delay, MAX_ATTEMPTS);
+        let (mut delay, mut attempt) = (self.retry_delay, 1);
         let listing: RepoListing = loop {
-            attempts -= 1;
+            attempt += 1;
             match client.json(&path) {
                 // Retry only after a temporary error response. If the hub is unreachable, the model may be complete on
                 // disk.
-                Err(error @ RequestError::Status { .. }) if error.is_temporary() && attempts > 0 => {
-                    let attempt = MAX_ATTEMPTS - attempts + 1;
+                Err(error @ RequestError::Status { .. }) if error.is_temporary() && attempt <= MAX_ATTEMPTS => {
                     tracing::warn!("the hub returned {error}; trying again ({attempt} of {MAX_ATTEMPTS})");
                     std::thread::sleep(delay);
+                    delay *= 2;
                 }
                 other => break other.map_err(|error| client.describe(id, "", error))?,
             }
-            delay *= 2;
         };
         listing.check().map_err(|why| StoreError::Other(format!("{id}: the hub's listing is invalid: {why}")))?;
         Ok(listing)

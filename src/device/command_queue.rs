@@ -152,47 +152,16 @@ impl<D: Driver> CommandQueue<D> {
         Region { buffer, offset: 0, len: bytes }
     }
 
-    fn encode(&mut self, launch: &Launch) -> Result<(), DeviceError> {
-        launch.bindings.iter().try_for_each(|binding| self.check_bounds(binding.region))?;
-        if launch.args.len() * 4 > MAX_ARGUMENT_BYTES {
-            return fail(format!("{}: {} words of arguments are too many", launch.kernel, launch.args.len()));
-        }
-        let max = self.driver.max_threads(launch.kernel)?;
-        if launch.threads > max {
-            return fail(format!("{}: {} threads per threadgroup exceed {max}", launch.kernel, launch.threads));
-        }
-        let mut open = self.take_open()?;
-        if open.since_barrier.iter().any(|earlier| launch.conflicts_with(earlier)) {
-            self.driver.barrier(&mut open.encoder);
-            open.since_barrier.clear();
-        }
-        let done = self.driver.launch(&mut open.encoder, launch);
-        if done.is_ok() {
-            open.since_barrier.push(launch.clone());
-        }
-        open.threads += launch.grid.iter().map(|n| f64::from(*n)).product::<f64>() * f64::from(launch.threads);
-        let is_full = open.threads * self.seconds_per_thread >= MAX_SECONDS;
-        self.open = Some(open);
-        done?;
-        if is_full {
-            self.submit();
-        }
-        Ok(())
-    }
-
-    fn begin(&mut self) -> Result<D::Encoder, DeviceError> {
-        self.driver.begin(self.fenced).inspect_err(|_| {
-            self.failures += 1;
-            self.is_lost |= self.failures >= MAX_FAILURES;
-        })
-    }
-
     /// Takes the open command buffer, or opens a new one. The caller must put it back into `open`.
     fn take_open(&mut self) -> Result<OpenCommands<D::Encoder>, DeviceError> {
-        match self.open.take() {
-            Some(open) => Ok(open),
-            None => Ok(OpenCommands { encoder: self.begin()?, since_barrier: Vec::new(), threads: 0.0 }),
+        if let Some(open) = self.open.take() {
+            return Ok(open);
         }
+        let encoder = self.driver.begin(self.fenced).inspect_err(|_| {
+            self.failures += 1;
+            self.is_lost |= self.failures >= MAX_FAILURES;
+        })?;
+        Ok(OpenCommands { encoder, since_barrier: Vec::new(), threads: 0.0 })
     }
 
     /// Submits the open command buffer if there is an open command buffer.
@@ -404,7 +373,31 @@ impl<D: Driver> Gpu for CommandQueue<D> {
 
     fn launch(&mut self, launch: &Launch) -> Result<(), DeviceError> {
         self.check_failure()?;
-        self.encode(launch)
+        launch.bindings.iter().try_for_each(|binding| self.check_bounds(binding.region))?;
+        if launch.args.len() * 4 > MAX_ARGUMENT_BYTES {
+            return fail(format!("{}: {} words of arguments are too many", launch.kernel, launch.args.len()));
+        }
+        let max = self.driver.max_threads(launch.kernel)?;
+        if launch.threads > max {
+            return fail(format!("{}: {} threads per threadgroup exceed {max}", launch.kernel, launch.threads));
+        }
+        let mut open = self.take_open()?;
+        if open.since_barrier.iter().any(|earlier| launch.conflicts_with(earlier)) {
+            self.driver.barrier(&mut open.encoder);
+            open.since_barrier.clear();
+        }
+        let done = self.driver.launch(&mut open.encoder, launch);
+        if done.is_ok() {
+            open.since_barrier.push(launch.clone());
+        }
+        open.threads += launch.grid.iter().map(|n| f64::from(*n)).product::<f64>() * f64::from(launch.threads);
+        let is_full = open.threads * self.seconds_per_thread >= MAX_SECONDS;
+        self.open = Some(open);
+        done?;
+        if is_full {
+            self.submit();
+        }
+        Ok(())
     }
 
     fn commit(&mut self) -> Result<(), DeviceError> {
@@ -434,9 +427,9 @@ impl<D: Driver> Gpu for CommandQueue<D> {
             return None;
         }
         let reported = self.wait().and_then(|()| {
-            let mut encoder = self.begin()?;
-            self.driver.encode_fault(&mut encoder)?;
-            self.open = Some(OpenCommands { encoder, since_barrier: Vec::new(), threads: 0.0 });
+            let mut open = self.take_open()?;
+            self.driver.encode_fault(&mut open.encoder)?;
+            self.open = Some(open);
             self.finish_all();
             match self.failure.take() {
                 Some(_) if self.is_lost => fail("the GPU did not recover from an error"),

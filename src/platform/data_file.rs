@@ -35,25 +35,16 @@ impl DataFile {
     /// Opens `path`. With [`Access::Direct`], fails with `ErrorKind::Unsupported` if the file system does not support
     /// direct I/O.
     pub fn open(path: &Path, access: Access) -> io::Result<Self> {
-        Self::open_and(path, access, |file| match access {
-            Access::Direct | Access::Uncached => os::direct(file),
-            Access::Buffered => os::buffered(file),
-        })
+        Self::open_as(path, access, None)
     }
 
     /// Opens `path` with a block size that is known from another file in the same directory. A known block size saves a
     /// test read.
     pub fn open_with_block(path: &Path, access: Access, block: usize) -> io::Result<Self> {
-        Self::open_and(path, access, |file| {
-            match access {
-                Access::Direct | Access::Uncached => os::uncached(file)?,
-                Access::Buffered => drop(os::buffered(file)?),
-            }
-            Ok(block)
-        })
+        Self::open_as(path, access, Some(block))
     }
 
-    fn open_and(path: &Path, access: Access, block: impl Fn(&fs::File) -> io::Result<usize>) -> io::Result<Self> {
+    fn open_as(path: &Path, access: Access, block: Option<usize>) -> io::Result<Self> {
         let mut options = fs::OpenOptions::new();
         // Without `O_NONBLOCK`, opening a FIFO without a writer would block.
         let flags = if access == Access::Buffered { 0 } else { os::DIRECT };
@@ -66,7 +57,11 @@ impl DataFile {
         if !meta.is_file() {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file"));
         }
-        let block = block(&file)?;
+        let block = match block {
+            _ if access == Access::Buffered => os::buffered(&file)?,
+            None => os::direct(&file)?,
+            Some(block) => os::uncached(&file).map(|()| block)?,
+        };
         Ok(Self { file, path: path.to_owned(), len: meta.len(), block, modified: (meta.mtime(), meta.mtime_nsec()) })
     }
 

@@ -24,7 +24,7 @@ const COUNT: usize = 48;
 const CONTEXT: usize = 256;
 
 /// The answer of one device, or its error.
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Clone, Default, Serialize)]
 pub struct DemoAnswer {
     pub device: String,
     pub ids: Vec<u32>,
@@ -145,7 +145,5 @@ impl DemoModel {
 }
 
 fn failed(device: &str, error: String) -> DemoAnswer {
-    let (ids, text) = (Vec::new(), String::new());
-    let device = device.into();
-    DemoAnswer { device, ids, text, prompt_tokens_per_second: 0.0, tokens_per_second: None, error: Some(error) }
+    DemoAnswer { device: device.into(), error: Some(error), ..DemoAnswer::default() }
 }
