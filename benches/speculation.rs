@@ -27,8 +27,8 @@ use moestro::{
     command::device_choice::DeviceChoice,
     device,
     engine::{
-        self, Draft, DraftKind, DraftPolicy, DraftSampler, Event, Finish, Handle, LookupDraft, Request, Sampler,
-        Sampling, Timings, TokenHistory, TokenMask,
+        self, Draft, DraftKind, DraftPolicy, DraftRequest, Event, Finish, Handle, LookupDraft, Request, Sampler,
+        Sampling, Timings, TokenMask,
     },
     error::ModelError,
     experts::ReadMode,
@@ -97,17 +97,15 @@ impl Draft<Qwen> for SettingDraft {
         &mut self,
         model: &mut Qwen,
         state: &mut QwenState,
-        history: TokenHistory<'_>,
-        max: usize,
-        sampler: &mut DraftSampler<'_>,
-        out: &mut Vec<u32>,
+        request: DraftRequest<'_>,
     ) -> Result<(), ModelError> {
         let setting = *self.setting.lock();
-        let max = max.min(setting.rows() - 1);
+        let max = request.max.min(setting.rows() - 1);
         match setting {
             Setting::Plain => Ok(()),
-            Setting::Lookup(_) => LookupDraft.propose(model, state, history, max, sampler, out),
+            Setting::Lookup(_) => LookupDraft.propose(model, state, DraftRequest { max, ..request }),
             Setting::Oracle { .. } | Setting::Every(_) => {
+                let DraftRequest { history, out, .. } = request;
                 for place in history.end()..(history.end() + max).min(self.known.len()) {
                     let right = match setting {
                         Setting::Every(n) => (place - self.prompt).is_multiple_of(n),

@@ -33,6 +33,6 @@ pub use request::{
 };
 pub use sampler::{Sampler, argmax};
 pub use speculation::{
-    DRAFT_CONTEXT, DflashDraft, Draft, DraftKind, DraftPolicy, DraftSampler, LookupDraft, ModelDraft, MtpDraft,
-    TokenHistory,
+    DRAFT_CONTEXT, DflashDraft, Draft, DraftKind, DraftPolicy, DraftRequest, DraftSampler, LookupDraft, ModelDraft,
+    MtpDraft, TokenHistory,
 };

@@ -1,8 +1,7 @@
 //! DFlash drafts: a small network reads the model's hidden rows and proposes a block of tokens in one pass.
 
 use super::{
-    draft::{Draft, DraftKind, TokenHistory},
-    draft_sampler::DraftSampler,
+    draft::{Draft, DraftKind, DraftRequest},
     hidden_history::HiddenHistory,
 };
 use crate::{
@@ -106,15 +105,8 @@ impl Draft<Qwen> for DflashDraft {
         self.error = self.error.take().or(done.err());
     }
 
-    fn propose(
-        &mut self,
-        model: &mut Qwen,
-        _: &mut QwenState,
-        history: TokenHistory<'_>,
-        max: usize,
-        sampler: &mut DraftSampler<'_>,
-        out: &mut Vec<u32>,
-    ) -> Result<(), ModelError> {
+    fn propose(&mut self, model: &mut Qwen, _: &mut QwenState, request: DraftRequest<'_>) -> Result<(), ModelError> {
+        let DraftRequest { history, max, mut sampler, out } = request;
         if let Some(error) = self.error.take() {
             return Err(error);
         }

@@ -46,6 +46,17 @@ impl TokenHistory<'_> {
     }
 }
 
+/// Asks a draft for the tokens after a history.
+pub struct DraftRequest<'a> {
+    pub history: TokenHistory<'a>,
+    /// Maximum number of tokens to propose.
+    pub max: usize,
+    /// Samples from the draft's logits in the same way as the answer's sampler will sample from the model's logits.
+    pub sampler: DraftSampler<'a>,
+    /// The proposed tokens are appended to this list.
+    pub out: &'a mut Vec<u32>,
+}
+
 /// Proposes the tokens that model `M` may generate next.
 ///
 /// The model verifies every drafted token, so a wrong draft costs time but never changes an answer. A draft that
@@ -70,17 +81,8 @@ pub trait Draft<M: Model>: Send {
         let _ = (len, hidden);
     }
 
-    /// Appends at most `max` proposed tokens to `out`. Must not change `state`. `sampler` samples from the draft's logits in
-    /// the same way as the answer's sampler will sample from the model's logits.
-    fn propose(
-        &mut self,
-        model: &mut M,
-        state: &mut M::State,
-        history: TokenHistory<'_>,
-        max: usize,
-        sampler: &mut DraftSampler<'_>,
-        out: &mut Vec<u32>,
-    ) -> Result<(), ModelError>;
+    /// Proposes tokens after a history. Must not change `state`.
+    fn propose(&mut self, model: &mut M, state: &mut M::State, request: DraftRequest<'_>) -> Result<(), ModelError>;
 }
 
 #[cfg(test)]

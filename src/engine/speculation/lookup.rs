@@ -3,10 +3,7 @@
 //! Finding a draft takes almost no time. Only verifying the draft takes time. Prompt-lookup drafts save time if an
 //! answer repeats parts of its prompt, as code edits and quotations do.
 
-use super::{
-    draft::{Draft, DraftKind, TokenHistory},
-    draft_sampler::DraftSampler,
-};
+use super::draft::{Draft, DraftKind, DraftRequest, TokenHistory};
 use crate::{error::ModelError, model::Model};
 
 /// Maximum number of last tokens to search for.
@@ -23,15 +20,8 @@ impl<M: Model> Draft<M> for LookupDraft {
         DraftKind::Lookup
     }
 
-    fn propose(
-        &mut self,
-        _: &mut M,
-        _: &mut M::State,
-        history: TokenHistory<'_>,
-        max: usize,
-        sampler: &mut DraftSampler<'_>,
-        out: &mut Vec<u32>,
-    ) -> Result<(), ModelError> {
+    fn propose(&mut self, _: &mut M, _: &mut M::State, request: DraftRequest<'_>) -> Result<(), ModelError> {
+        let DraftRequest { history, max, mut sampler, out } = request;
         find_continuation(history, max, out);
         let possible = out.iter().take_while(|id| sampler.admits(**id)).count();
         out.truncate(possible);

@@ -18,7 +18,7 @@ mod speculator;
 
 pub use controller::DraftPolicy;
 pub use dflash::DflashDraft;
-pub use draft::{Draft, DraftKind, TokenHistory};
+pub use draft::{Draft, DraftKind, DraftRequest, TokenHistory};
 pub use draft_sampler::DraftSampler;
 pub use lookup::LookupDraft;
 pub use model_draft::{CONTEXT as DRAFT_CONTEXT, ModelDraft};

@@ -4,10 +4,7 @@
 //! few hundred tokens, since evaluating a long prompt twice would cost too much. Rejected tokens are removed from the
 //! state of the draft model in the same way as from the state of the large model.
 
-use super::{
-    draft::{Draft, DraftKind, TokenHistory},
-    draft_sampler::DraftSampler,
-};
+use super::draft::{Draft, DraftKind, DraftRequest, TokenHistory};
 use crate::{
     error::ModelError,
     model::{Model, Qwen, QwenState, Rows, SequenceState},
@@ -75,15 +72,8 @@ impl<M: Model> Draft<M> for ModelDraft {
         DraftKind::Model
     }
 
-    fn propose(
-        &mut self,
-        _: &mut M,
-        _: &mut M::State,
-        history: TokenHistory<'_>,
-        max: usize,
-        sampler: &mut DraftSampler<'_>,
-        out: &mut Vec<u32>,
-    ) -> Result<(), ModelError> {
+    fn propose(&mut self, _: &mut M, _: &mut M::State, request: DraftRequest<'_>) -> Result<(), ModelError> {
+        let DraftRequest { history, max, mut sampler, out } = request;
         let mut state = self.rewind(history, max)?;
         let next = self.base + self.evaluated.len();
         if next < history.evaluated.len() {

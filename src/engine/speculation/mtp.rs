@@ -4,8 +4,7 @@
 //! tokens.
 
 use super::{
-    draft::{Draft, DraftKind, TokenHistory},
-    draft_sampler::DraftSampler,
+    draft::{Draft, DraftKind, DraftRequest},
     hidden_history::HiddenHistory,
 };
 use crate::{
@@ -67,15 +66,8 @@ impl Draft<Qwen> for MtpDraft {
         self.hidden.append(len, hidden);
     }
 
-    fn propose(
-        &mut self,
-        model: &mut Qwen,
-        _: &mut QwenState,
-        history: TokenHistory<'_>,
-        max: usize,
-        sampler: &mut DraftSampler<'_>,
-        out: &mut Vec<u32>,
-    ) -> Result<(), ModelError> {
+    fn propose(&mut self, model: &mut Qwen, _: &mut QwenState, request: DraftRequest<'_>) -> Result<(), ModelError> {
+        let DraftRequest { history, max, mut sampler, out } = request;
         let len = history.evaluated.len();
         if self.hidden.end() != len || self.hidden.first() == len {
             return Ok(());

@@ -3,7 +3,7 @@
 use super::{
     acceptance_monitor::AcceptanceMonitor,
     controller::{DraftPolicy, SpeculationController},
-    draft::{Draft, DraftKind, TokenHistory},
+    draft::{Draft, DraftKind, DraftRequest, TokenHistory},
     draft_sampler::DraftSampler,
 };
 use crate::{
@@ -264,10 +264,10 @@ impl<M: Model> Speculator<M> {
         let Some(draft) = &mut self.draft else { return };
         let sampler = self.sampler.get_or_insert_with(|| token.sampler.clone());
         sampler.catch_up(token.sampler);
-        let mut sampler = DraftSampler::new(sampler, token.masks);
+        let sampler = DraftSampler::new(sampler, token.masks);
         let (evaluated, state) = sequence.parts();
         let history = TokenHistory { evaluated, last: token.id };
-        let done = draft.propose(model, state, history, max, &mut sampler, out);
+        let done = draft.propose(model, state, DraftRequest { history, max, sampler, out: &mut *out });
         out.truncate(max);
         if let Err(error) = done {
             out.clear();

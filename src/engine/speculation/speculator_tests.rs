@@ -1,8 +1,7 @@
 use super::*;
 use crate::{
     engine::{
-        DraftSampler, Event, Finish, LookupDraft, Options, Request, Sampling, TokenMask, collect,
-        mock_model::MockModel, spawn_with,
+        Event, Finish, LookupDraft, Options, Request, Sampling, TokenMask, collect, mock_model::MockModel, spawn_with,
     },
     model::HiddenTaps,
 };
@@ -181,11 +180,9 @@ impl Draft<MockModel> for Oracle {
         &mut self,
         mock: &mut MockModel,
         _: &mut <MockModel as Model>::State,
-        history: TokenHistory<'_>,
-        max: usize,
-        sampler: &mut DraftSampler<'_>,
-        out: &mut Vec<u32>,
+        request: DraftRequest<'_>,
     ) -> Result<(), ModelError> {
+        let DraftRequest { history, max, mut sampler, out } = request;
         if history.end() >= self.fails_at {
             self.fails_at = usize::MAX;
             out.push(7);
@@ -266,12 +263,9 @@ impl Draft<MockModel> for Wrong {
         &mut self,
         _: &mut MockModel,
         _: &mut <MockModel as Model>::State,
-        _: TokenHistory<'_>,
-        max: usize,
-        _: &mut DraftSampler<'_>,
-        out: &mut Vec<u32>,
+        request: DraftRequest<'_>,
     ) -> Result<(), ModelError> {
-        out.resize(max, 1);
+        request.out.resize(request.max, 1);
         Ok(())
     }
 }
@@ -307,10 +301,7 @@ impl Draft<MockModel> for CountStarts {
         &mut self,
         _: &mut MockModel,
         _: &mut <MockModel as Model>::State,
-        _: TokenHistory<'_>,
-        _: usize,
-        _: &mut DraftSampler<'_>,
-        _: &mut Vec<u32>,
+        _: DraftRequest<'_>,
     ) -> Result<(), ModelError> {
         Ok(())
     }
