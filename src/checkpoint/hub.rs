@@ -84,12 +84,7 @@ impl Hub {
     ///
     /// # Errors
     /// The hub reports an error (the message includes a hint), a checksum is wrong, or the disk is full.
-    pub fn pull_revision(
-        &self,
-        id: &str,
-        revision: &str,
-        progress: DownloadProgress<'_>,
-    ) -> Result<PathBuf, StoreError> {
+    pub fn pull(&self, id: &str, revision: &str, progress: DownloadProgress<'_>) -> Result<PathBuf, StoreError> {
         if !cache::is_revision(revision) {
             return Err(StoreError::Other(format!("{id}: {revision:?} is not a branch, tag or commit")));
         }

@@ -61,7 +61,7 @@ fn download(id: &str, revision: &str) -> Result<PathBuf, CommandError> {
     let hub = crate::checkpoint::hub::Hub::from_env()?;
     let bar = super::progress::bytes(0, id);
     bar.enable_steady_tick(std::time::Duration::from_millis(200));
-    let outcome = hub.pull_revision(id, revision, &progress_of(&bar));
+    let outcome = hub.pull(id, revision, &progress_of(&bar));
     bar.finish_and_clear();
     match (outcome, hub.local(id).filter(|_| revision == MAIN)) {
         (Ok(dir), _) => {

@@ -10,7 +10,7 @@ use std::{
 };
 
 /// The branch that is downloaded by default.
-pub const BRANCH: &str = "main";
+const BRANCH: &str = "main";
 
 /// The cache directory: the first of `$HF_HUB_CACHE`, `$HF_HOME/hub` and `~/.cache/huggingface/hub` whose variable is set.
 pub fn root() -> Option<PathBuf> {

@@ -42,12 +42,6 @@ fn mutated_listings_name_nothing_outside_cache() {
     assert!(parsed > 100 && valid > 50, "{parsed} parsed, {valid} valid");
 }
 
-impl Hub {
-    fn pull(&self, id: &str, progress: DownloadProgress<'_>) -> Result<PathBuf, StoreError> {
-        self.pull_revision(id, cache::BRANCH, progress)
-    }
-}
-
 fn hub_of(hub: &TestHub, home: &Path) -> Hub {
     Hub {
         endpoint: hub.endpoint.clone(),
@@ -87,7 +81,7 @@ fn second_pull_requests_only_the_listing() {
     let client = hub_of(&hub, home.path());
     assert!(client.local("org/name").is_none());
     let steps = Mutex::new(Vec::new());
-    let dir = client.pull("org/name", &|here, total| steps.lock().unwrap().push((here, total))).unwrap();
+    let dir = client.pull("org/name", "main", &|here, total| steps.lock().unwrap().push((here, total))).unwrap();
     assert!(is_pulled(&dir));
     assert_eq!(dir, home.path().join("hub/models--org--name/snapshots").join(COMMIT));
     assert!(!dir.join("NOTES.md").exists() && !dir.join("model-unused.safetensors").exists());
@@ -99,7 +93,7 @@ fn second_pull_requests_only_the_listing() {
     assert_eq!(client.local("org/name").as_deref(), Some(&*dir));
     // A second pull requests only the listing.
     let before = hub.state.lock().unwrap().requests;
-    client.pull("org/name", &|_, _| ()).unwrap();
+    client.pull("org/name", "main", &|_, _| ()).unwrap();
     assert_eq!(hub.state.lock().unwrap().requests, before + 1);
 }
 
@@ -110,7 +104,7 @@ fn broken_connection_is_resumed() {
         state.disconnects = vec![("model-1.safetensors".into(), 100_000), ("model-1.safetensors".into(), 50_000)];
         state.statuses = vec![503, 429];
     });
-    let dir = hub_of(&hub, home.path()).pull("org/name", &|_, _| ()).unwrap();
+    let dir = hub_of(&hub, home.path()).pull("org/name", "main", &|_, _| ()).unwrap();
     assert!(is_pulled(&dir));
     assert_eq!(hub.starts("model-1.safetensors"), [0, 100_000, 150_000]);
 }
@@ -123,14 +117,14 @@ fn next_run_resumes_the_download() {
         state.disconnects = vec![("model-2.safetensors".into(), 70_000)];
         state.disconnects.extend(vec![("model-2.safetensors".to_string(), 0); MAX_ATTEMPTS as usize + 1]);
     });
-    let text = client.pull("org/name", &|_, _| ()).unwrap_err().to_string();
+    let text = client.pull("org/name", "main", &|_, _| ()).unwrap_err().to_string();
     assert!(text.contains("model-2.safetensors"), "{text}");
     assert!(client.local("org/name").is_none(), "an incomplete model is not found");
     hub.change(|state| {
         state.disconnects.clear();
         state.requested.clear();
     });
-    assert!(is_pulled(&client.pull("org/name", &|_, _| ()).unwrap()));
+    assert!(is_pulled(&client.pull("org/name", "main", &|_, _| ()).unwrap()));
     assert_eq!(hub.starts("model-2.safetensors"), [70_000]);
     assert_eq!(hub.starts("model-1.safetensors"), [0; 0]);
     assert!(client.local("org/name").is_some());
@@ -140,13 +134,13 @@ fn next_run_resumes_the_download() {
 fn blobs_of_other_revisions_are_reused() {
     let (hub, home) = (TestHub::new(&model()), tempfile::tempdir().unwrap());
     let client = hub_of(&hub, home.path());
-    let dir = client.pull("org/name", &|_, _| ()).unwrap();
+    let dir = client.pull("org/name", "main", &|_, _| ()).unwrap();
     fs::rename(&dir, dir.with_file_name("0ld")).unwrap();
     // This is the state on disk if the process was killed between the last byte and the rename.
     let blob = home.path().join("hub/models--org--name/blobs").join(hash(&noise(1, 300_000)));
     fs::rename(&blob, blob.with_extension("part")).unwrap();
     hub.change(|state| state.requested.clear());
-    assert!(is_pulled(&client.pull("org/name", &|_, _| ()).unwrap()));
+    assert!(is_pulled(&client.pull("org/name", "main", &|_, _| ()).unwrap()));
     assert_eq!(hub.starts("model-1.safetensors"), [0; 0], "its hash shows that it is complete");
     assert_eq!(hub.starts("model-2.safetensors"), [0; 0]);
 }
@@ -156,9 +150,9 @@ fn listing_without_sizes_is_enough() {
     let (hub, home) = (TestHub::new(&model()), tempfile::tempdir().unwrap());
     hub.change(|state| state.hides_sizes = true);
     let client = hub_of(&hub, home.path());
-    assert!(is_pulled(&client.pull("org/name", &|_, _| ()).unwrap()));
+    assert!(is_pulled(&client.pull("org/name", "main", &|_, _| ()).unwrap()));
     let before = hub.state.lock().unwrap().requested.len();
-    assert!(is_pulled(&client.pull("org/name", &|_, _| ()).unwrap()));
+    assert!(is_pulled(&client.pull("org/name", "main", &|_, _| ()).unwrap()));
     assert_eq!(hub.state.lock().unwrap().requested.len(), before, "no file is downloaded twice");
 }
 
@@ -169,7 +163,7 @@ fn wrong_ranges_and_longer_files_fail() {
         let (hub, home) = (TestHub::new(&model()), tempfile::tempdir().unwrap());
         hub.change(change);
         hub.change(|state| state.disconnects = vec![("model-1.safetensors".into(), 100_000)]);
-        let error = hub_of(&hub, home.path()).pull("org/name", &|_, _| ()).unwrap_err().to_string();
+        let error = hub_of(&hub, home.path()).pull("org/name", "main", &|_, _| ()).unwrap_err().to_string();
         assert!(error.contains(&format!("{} sent ", hub.endpoint)), "{error}");
         let blobs = home.path().join("hub/models--org--name/blobs");
         let largest = fs::read_dir(blobs).unwrap().map(|entry| entry.unwrap().metadata().unwrap().len()).max();
@@ -181,35 +175,35 @@ fn wrong_ranges_and_longer_files_fail() {
 fn wrong_checksum_fails_and_removes_file() {
     let (hub, home) = (TestHub::new(&model()), tempfile::tempdir().unwrap());
     let client = hub_of(&hub, home.path());
-    client.pull("org/name", &|_, _| ()).unwrap();
+    client.pull("org/name", "main", &|_, _| ()).unwrap();
     hub.change(|state| state.corrupts = true);
     let dir = client.local("org/name").unwrap();
     fs::remove_file(fs::canonicalize(dir.join("model-2.safetensors")).unwrap()).unwrap();
     fs::remove_file(dir.join("model-2.safetensors")).unwrap();
-    let text = client.pull("org/name", &|_, _| ()).unwrap_err().to_string();
+    let text = client.pull("org/name", "main", &|_, _| ()).unwrap_err().to_string();
     assert!(text.contains("model-2.safetensors") && text.contains("SHA-256"), "{text}");
     assert!(!dir.join("model-2.safetensors").exists());
     hub.change(|state| state.corrupts = false);
-    assert!(is_pulled(&client.pull("org/name", &|_, _| ()).unwrap()));
+    assert!(is_pulled(&client.pull("org/name", "main", &|_, _| ()).unwrap()));
 }
 
 #[test]
 fn denied_requests_give_hints() {
     let (hub, home) = (TestHub::new(&model()), tempfile::tempdir().unwrap());
     let mut client = hub_of(&hub, home.path());
-    let text = client.pull("org/other", &|_, _| ()).unwrap_err().to_string();
+    let text = client.pull("org/other", "main", &|_, _| ()).unwrap_err().to_string();
     assert!(text.contains("org/other: the hub has no such model"), "{text}");
     hub.change(|state| state.token = Some("another".into()));
-    let text = client.pull("org/name", &|_, _| ()).unwrap_err().to_string();
+    let text = client.pull("org/name", "main", &|_, _| ()).unwrap_err().to_string();
     assert!(text.contains("private or gated; HF_TOKEN must grant access"), "{text}");
     client.token = None;
-    let text = client.pull("org/name", &|_, _| ()).unwrap_err().to_string();
+    let text = client.pull("org/name", "main", &|_, _| ()).unwrap_err().to_string();
     assert!(text.contains("set HF_TOKEN or run `hf auth login` to access it"), "{text}");
     client.token = Some("another".into());
-    assert!(is_pulled(&client.pull("org/name", &|_, _| ()).unwrap()));
+    assert!(is_pulled(&client.pull("org/name", "main", &|_, _| ()).unwrap()));
     // If the hub is unreachable, a complete model is found without a request.
     client.endpoint = "http://127.0.0.1:1".into();
-    assert!(client.pull("org/name", &|_, _| ()).is_err());
+    assert!(client.pull("org/name", "main", &|_, _| ()).is_err());
     assert!(client.local("org/name").is_some());
 }
 
@@ -225,7 +219,7 @@ fn pieces_are_transferred_in_parallel() {
     let began = std::time::Instant::now();
     let steps = Mutex::new(Vec::new());
     let dir = hub_with_pieces(&hub, home.path())
-        .pull("org/name", &|here, total| steps.lock().unwrap().push((here, total)))
+        .pull("org/name", "main", &|here, total| steps.lock().unwrap().push((here, total)))
         .unwrap();
     let seconds = began.elapsed().as_secs_f64();
     assert!(is_pulled(&dir));
@@ -253,7 +247,7 @@ fn interrupted_pieces_resume_where_they_stopped() {
         state.disconnects = (0..10).map(|n| (one.clone(), 19_000 - n * 7)).collect();
         state.disconnects.extend((0..400).map(|_| (one.clone(), 0)));
     });
-    let text = client.pull("org/name", &|_, _| ()).unwrap_err().to_string();
+    let text = client.pull("org/name", "main", &|_, _| ()).unwrap_err().to_string();
     assert!(text.contains("model-1.safetensors"), "{text}");
     let blob = home.path().join("hub/models--org--name/blobs").join(hash(&noise(1, 300_000)));
     let map: serde_json::Value = serde_json::from_slice(&fs::read(blob.with_extension("map")).unwrap()).unwrap();
@@ -264,7 +258,7 @@ fn interrupted_pieces_resume_where_they_stopped() {
         state.disconnects.clear();
         state.requested.clear();
     });
-    assert!(is_pulled(&client.pull("org/name", &|_, _| ()).unwrap()));
+    assert!(is_pulled(&client.pull("org/name", "main", &|_, _| ()).unwrap()));
     let ranges = map["missing"].as_array().unwrap();
     let starts = hub.starts(&one);
     let inside = |start: &usize| {
@@ -280,7 +274,7 @@ fn hub_without_ranges_sends_whole_files() {
         state.ignores_ranges = true;
         state.disconnects = vec![("model-2.safetensors".into(), 70_000)];
     });
-    assert!(is_pulled(&hub_with_pieces(&hub, home.path()).pull("org/name", &|_, _| ()).unwrap()));
+    assert!(is_pulled(&hub_with_pieces(&hub, home.path()).pull("org/name", "main", &|_, _| ()).unwrap()));
     let times = |name| hub.state.lock().unwrap().requested.iter().filter(|(file, _)| file == name).count();
     assert_eq!((times("model-1.safetensors"), times("model-2.safetensors")), (1, 2), "an interrupted file restarts");
 }
@@ -296,7 +290,7 @@ fn pieces_of_two_versions_never_mix() {
             state.hides_sizes = hides_sizes;
             state.changes = vec![("model-1.safetensors".into(), 4, later.clone())];
         });
-        let pulled = hub_with_pieces(&hub, home.path()).pull("org/name", &|_, _| ());
+        let pulled = hub_with_pieces(&hub, home.path()).pull("org/name", "main", &|_, _| ());
         match hides_sizes {
             true => assert!(fs::read(pulled.unwrap().join("model-1.safetensors")).unwrap() == later),
             false => {
@@ -312,7 +306,7 @@ fn concurrent_runs_download_each_piece_once() {
     let (hub, home) = (TestHub::new(&model()), tempfile::tempdir().unwrap());
     hub.change(|state| state.bytes_per_second = Some(400_000));
     std::thread::scope(|scope| {
-        let run = || hub_with_pieces(&hub, home.path()).pull("org/name", &|_, _| ()).unwrap();
+        let run = || hub_with_pieces(&hub, home.path()).pull("org/name", "main", &|_, _| ()).unwrap();
         let (one, two) = (scope.spawn(run), scope.spawn(run));
         assert!(is_pulled(&one.join().unwrap()) && is_pulled(&two.join().unwrap()));
     });
@@ -327,7 +321,7 @@ fn oversized_small_file_is_rejected() {
     for (name, size) in [("config.json", 40 << 30), ("model.safetensors.index.json", 200 << 20)] {
         let (hub, home) = (TestHub::new(&model()), tempfile::tempdir().unwrap());
         hub.change(|state| _ = state.listed_sizes.insert(name.into(), size));
-        let text = hub_of(&hub, home.path()).pull("org/name", &|_, _| ()).unwrap_err().to_string();
+        let text = hub_of(&hub, home.path()).pull("org/name", "main", &|_, _| ()).unwrap_err().to_string();
         assert!(text.contains(name) && text.contains("are allowed"), "{text}");
         assert!(hub.state.lock().unwrap().requested.is_empty(), "no file was requested");
     }
@@ -338,7 +332,7 @@ fn too_many_shards_are_rejected() {
     let names: Vec<String> = (0..1001).map(|n| format!("model-{n}.safetensors")).collect();
     let files: Vec<(&str, Vec<u8>)> = names.iter().map(|name| (name.as_str(), vec![0])).collect();
     let (hub, home) = (TestHub::new(&files), tempfile::tempdir().unwrap());
-    let text = hub_of(&hub, home.path()).pull("org/name", &|_, _| ()).unwrap_err().to_string();
+    let text = hub_of(&hub, home.path()).pull("org/name", "main", &|_, _| ()).unwrap_err().to_string();
     assert!(text.contains("1001 weight files"), "{text}");
     assert!(hub.state.lock().unwrap().requested.is_empty(), "no file was requested");
 }
