@@ -2,7 +2,7 @@
 //!
 //! Expert slots and the trunk (all weights except the experts) are in slabs, so bytes read from disk are used in place.
 
-use std::ops::Range;
+use std::{io, ops::Range};
 
 /// Minimum size of a slab that requests huge pages, in bytes.
 #[cfg(target_os = "linux")]
@@ -21,7 +21,7 @@ pub struct Slab {
 
 impl Slab {
     /// Reserves `len` bytes of zeroed memory. The system commits a page when it is first used.
-    pub fn new(len: usize) -> std::io::Result<Self> {
+    pub fn new(len: usize) -> io::Result<Self> {
         let map = memmap2::MmapOptions::new().len(len.max(1)).map_anon()?;
         // Huge pages reduce TLB misses when weights are read. The system may ignore the advice.
         #[cfg(target_os = "linux")]
@@ -57,7 +57,7 @@ impl Slab {
     ///
     /// # Safety
     /// The range must not be read or written before [`Slab::reuse_pages`], and its contents are undefined after that.
-    pub unsafe fn release_pages(&self, range: Range<usize>) -> std::io::Result<()> {
+    pub unsafe fn release_pages(&self, range: Range<usize>) -> io::Result<()> {
         #[cfg(target_os = "macos")]
         const ADVICE: memmap2::UncheckedAdvice = memmap2::UncheckedAdvice::FreeReusable;
         #[cfg(not(target_os = "macos"))]
@@ -68,7 +68,7 @@ impl Slab {
     }
 
     /// Makes released pages usable again. The contents of the pages are undefined.
-    pub fn reuse_pages(&self, range: Range<usize>) -> std::io::Result<()> {
+    pub fn reuse_pages(&self, range: Range<usize>) -> io::Result<()> {
         #[cfg(target_os = "macos")]
         // SAFETY: the advice changes how the system accounts for the pages, but not the contents of the pages.
         return self.on_pages(range, |at, len| unsafe {
@@ -80,11 +80,7 @@ impl Slab {
 
     /// Calls `advise` with start and length of the pages that are completely inside `range`. Does nothing if no page is
     /// completely inside `range`.
-    fn on_pages(
-        &self,
-        range: Range<usize>,
-        advise: impl FnOnce(usize, usize) -> std::io::Result<()>,
-    ) -> std::io::Result<()> {
+    fn on_pages(&self, range: Range<usize>, advise: impl FnOnce(usize, usize) -> io::Result<()>) -> io::Result<()> {
         let start = range.start.next_multiple_of(LARGEST_PAGE);
         let end = if range.end >= self.len() { self.len() } else { range.end / LARGEST_PAGE * LARGEST_PAGE };
         if start < end { advise(start, end - start) } else { Ok(()) }

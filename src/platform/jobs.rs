@@ -3,6 +3,9 @@
 use parking_lot::Mutex;
 use std::thread;
 
+/// Receives the number of bytes done since its last call.
+pub type OnBytes<'a> = &'a (dyn Fn(u64) + Sync);
+
 /// Runs `work(job, buffers)` for all `jobs` on up to `threads` threads named `name`. Returns the results in the order
 /// of the jobs. `make_buffers` allocates one set of buffers per thread. After the first error, skips jobs that have not
 /// started, and returns the first error.

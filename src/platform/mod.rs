@@ -18,7 +18,7 @@ mod threads;
 
 pub use data_file::{Access, DataFile, MAX_BLOCK, read_aligned};
 pub use huge_pages::zeroed_buffer;
-pub use jobs::run_jobs;
+pub use jobs::{OnBytes, run_jobs};
 pub use keep_awake::KeepAwake;
 pub use regular_file::{FileStamp, check_small_file, open_regular_file, read_small_file, sha256_file};
 pub use threads::Threads;

@@ -13,7 +13,7 @@ mod options;
 pub use options::{Dimensions, StreamDimensions, SynthOptions};
 
 use crate::error::StoreError;
-use crate::platform::{self, atomic_file::PartialDir};
+use crate::platform::{self, OnBytes, atomic_file::PartialDir};
 use layout::SynthTensor;
 use std::{
     fs::{self, File},
@@ -45,7 +45,7 @@ pub fn size(options: &SynthOptions) -> u64 {
 /// # Errors
 /// The dimensions are impossible, or the file system fails. A full disk is detected before writing if the file system
 /// reports its free space.
-pub fn write(out: &Path, options: &SynthOptions, progress: &(dyn Fn(u64) + Sync)) -> Result<SynthSummary, StoreError> {
+pub fn write(out: &Path, options: &SynthOptions, progress: OnBytes<'_>) -> Result<SynthSummary, StoreError> {
     options.dimensions.check()?;
     let at = StoreError::at(out);
     if fs::read_dir(out).map_or(out.exists(), |mut entries| entries.next().is_some()) {
@@ -108,12 +108,7 @@ pub fn outline(dir: &Path, dimensions: Dimensions) -> Result<(), StoreError> {
     fs::write(&config, layout::config(&options).to_string()).map_err(StoreError::at(&config))
 }
 
-fn write_shard(
-    path: &Path,
-    tensors: &[SynthTensor],
-    threads: usize,
-    progress: &(dyn Fn(u64) + Sync),
-) -> io::Result<()> {
+fn write_shard(path: &Path, tensors: &[SynthTensor], threads: usize, progress: OnBytes<'_>) -> io::Result<()> {
     let file = File::create_new(path)?;
     let header = layout::header(tensors);
     file.write_all_at(&header, 0)?;

@@ -12,7 +12,7 @@ use crate::{
     },
     error::StoreError,
     experts::{ExpertMap, ExpertSource, ShardFiles},
-    platform::{self, Access, os},
+    platform::{self, Access, OnBytes, os},
 };
 use sha2::{Digest, Sha256};
 use std::{
@@ -39,7 +39,7 @@ pub fn write_with_rows(
     tables: &[RowTable],
     files: &[PathBuf],
     out: &Path,
-    progress: &(dyn Fn(u64) + Sync),
+    progress: OnBytes<'_>,
 ) -> Result<(PackSummary, u64), StoreError> {
     let summary = write(map, files, out, progress)?;
     Ok((summary, write_rows(tables, files, out, progress)?))
@@ -55,7 +55,7 @@ pub fn write_rows(
     tables: &[RowTable],
     files: &[PathBuf],
     out: &Path,
-    progress: &(dyn Fn(u64) + Sync),
+    progress: OnBytes<'_>,
 ) -> Result<u64, StoreError> {
     let mut written = 0;
     for (index, table) in tables.iter().enumerate() {
@@ -82,12 +82,7 @@ pub fn write_rows(
     Ok(written)
 }
 
-fn write_file(
-    table: &RowTable,
-    files: &[PathBuf],
-    path: &Path,
-    progress: &(dyn Fn(u64) + Sync),
-) -> Result<(), StoreError> {
+fn write_file(table: &RowTable, files: &[PathBuf], path: &Path, progress: OnBytes<'_>) -> Result<(), StoreError> {
     let failed = StoreError::at(path);
     let (source, before) = (fingerprint(files)?, settled_identity(files)?);
     let blocks = row_blocks(table);
@@ -163,7 +158,7 @@ fn open(path: &Path, table: &RowTable, files: &[PathBuf]) -> Result<PackedRows, 
 ///
 /// # Errors
 /// A file system error occurs, or a byte differs.
-pub fn verify_rows(dir: &Path, tables: &[RowTable], progress: &(dyn Fn(u64) + Sync)) -> Result<u64, StoreError> {
+pub fn verify_rows(dir: &Path, tables: &[RowTable], progress: OnBytes<'_>) -> Result<u64, StoreError> {
     let mut compared = 0;
     for (index, table) in tables.iter().enumerate() {
         let path = dir.join(file_name(index));

@@ -9,7 +9,7 @@ use crate::{
     checkpoint::identity::{fingerprint, settled_identity},
     error::StoreError,
     experts::{ExpertMap, ShardFiles},
-    platform::Access,
+    platform::{Access, OnBytes},
 };
 use std::path::{Path, PathBuf};
 
@@ -19,12 +19,7 @@ use std::path::{Path, PathBuf};
 ///
 /// # Errors
 /// A file system error occurs, or an expert differs. The error names the layer and the offset.
-pub fn verify(
-    dir: &Path,
-    map: &ExpertMap,
-    files: &[PathBuf],
-    progress: &(dyn Fn(u64) + Sync),
-) -> Result<usize, StoreError> {
+pub fn verify(dir: &Path, map: &ExpertMap, files: &[PathBuf], progress: OnBytes<'_>) -> Result<usize, StoreError> {
     let (manifest, text) = PackManifest::read(dir)?;
     manifest.check(dir, &fingerprint(files)?, map)?;
     let before = settled_identity(files)?;

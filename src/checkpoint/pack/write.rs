@@ -9,7 +9,7 @@ use crate::{
     checkpoint::identity::{fingerprint, settled_identity, unchanged_identity},
     error::StoreError,
     experts::{ExpertMap, PIECES, Piece, ShardFiles},
-    platform::{Access, atomic_file::PartialDir, os},
+    platform::{Access, OnBytes, atomic_file::PartialDir, os},
 };
 use std::{
     fs::{self, File},
@@ -36,12 +36,7 @@ pub struct PackSummary {
 /// # Errors
 /// A file system error occurs (the error names the file), `out` exists and is neither empty nor a pack, a record does
 /// not read back as written, or the checkpoint was modified while it was read.
-pub fn write(
-    map: &ExpertMap,
-    files: &[PathBuf],
-    out: &Path,
-    progress: &(dyn Fn(u64) + Sync),
-) -> Result<PackSummary, StoreError> {
+pub fn write(map: &ExpertMap, files: &[PathBuf], out: &Path, progress: OnBytes<'_>) -> Result<PackSummary, StoreError> {
     let experts = map.experts();
     let plans = map.layers.iter().enumerate().map(|(i, layer)| plan_layer(i, layer)).collect::<Result<Vec<_>, _>>()?;
     let bytes = plans.iter().zip(&map.layers).map(|(plan, layer)| plan.stride * layer.len() as u64).sum();
@@ -109,7 +104,7 @@ fn write_layer(
     experts: &[[Piece; PIECES]],
     layer: &LayerManifest,
     path: &Path,
-    progress: &(dyn Fn(u64) + Sync),
+    progress: OnBytes<'_>,
 ) -> Result<Vec<RecordChecksums>, StoreError> {
     let failed = StoreError::at(path);
     let file = File::create_new(path).map_err(failed)?;
@@ -127,7 +122,7 @@ fn read_back(
     layer: &LayerManifest,
     sums: &[RecordChecksums],
     path: &Path,
-    progress: &(dyn Fn(u64) + Sync),
+    progress: OnBytes<'_>,
 ) -> Result<(), StoreError> {
     let disk = open(path)?;
     for_each_expert(sums.iter(), layer.stride as usize, |expert, sum, [record, _]| {
