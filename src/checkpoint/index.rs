@@ -188,11 +188,9 @@ impl Index {
             if bytes.is_none() || end.checked_sub(start) != bytes.map(|bytes| bytes as u64) {
                 return Err(bad(format!("tensor {name}: {dtype:?} {shape:?} does not match bytes {start} to {end}")));
             }
-            if (8 + len).checked_add(end).is_none_or(|end| end > size) {
-                return Err(bad(format!(
-                    "it is truncated: tensor {name} ends at byte {} of {size}",
-                    (8 + len).saturating_add(end)
-                )));
+            let last = (8 + len).saturating_add(end);
+            if last > size {
+                return Err(bad(format!("it is truncated: tensor {name} ends at byte {last} of {size}")));
             }
             ranges.push((start, end, name.clone()));
             let entry = TensorEntry {

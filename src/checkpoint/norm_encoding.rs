@@ -24,19 +24,15 @@ pub fn is_zero_centred(from: &Checkpoint, names: &[String]) -> Result<bool, Mode
     }
     means.sort_by(f32::total_cmp);
     let low = means.iter().filter(|mean| **mean < BETWEEN).count() as f32 / means.len().max(1) as f32;
-    let range = [means.first(), means.last()].map(|mean| mean.copied().unwrap_or_default());
-    let is_plausible = range[0] > -1.0 && range[1] < 3.0;
+    let [least, largest] = [means.first(), means.last()].map(|mean| mean.copied().unwrap_or_default());
+    let is_plausible = least > -1.0 && largest < 3.0;
     if !is_plausible || (low < AGREEING && low > 1.0 - AGREEING) || means.is_empty() {
-        let why = format!(
-            "cannot detect whether its norms store w or 1 + w: the means of {} residual-stream norms are {} to {}",
-            means.len(),
-            range[0],
-            range[1]
-        );
+        let means = format!("{} residual-stream norms are {least} to {largest}", means.len());
+        let why = format!("cannot detect whether its norms store w or 1 + w: the means of {means}");
         return Err(StoreError::NotACheckpoint { path: from.index.dir.clone(), why }.into());
     }
     let is_zero_centred = low >= AGREEING;
     let encoding = if is_zero_centred { "w" } else { "1 + w" };
-    tracing::info!(encoding, least_mean = range[0], largest_mean = range[1], "detected the encoding of the norms");
+    tracing::info!(encoding, least_mean = least, largest_mean = largest, "detected the encoding of the norms");
     Ok(is_zero_centred)
 }

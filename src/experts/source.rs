@@ -131,15 +131,11 @@ impl ShardFiles {
             for (expert, pieces) in experts.iter().enumerate() {
                 for piece in pieces.iter().filter(|piece| piece.len > 0) {
                     let end = piece.offset.saturating_add(piece.len as u64);
-                    let size = source.size(piece.file);
-                    if size.is_none_or(|size| end > size) {
-                        return Err(StoreError::NotACheckpoint {
-                            path: source.path(piece.file),
-                            why: format!(
-                                "layer {layer}, expert {expert} ends at byte {end}, the file at byte {}: truncated?",
-                                size.unwrap_or(0)
-                            ),
-                        });
+                    let size = source.size(piece.file).unwrap_or(0);
+                    if end > size {
+                        let ends = format!("layer {layer}, expert {expert} ends at byte {end}");
+                        let why = format!("{ends}, the file at byte {size}: truncated?");
+                        return Err(StoreError::NotACheckpoint { path: source.path(piece.file), why });
                     }
                 }
             }

@@ -191,12 +191,8 @@ impl InfoReport {
             LimitSource::Fallback => "assumed",
         };
         let device = self.device;
-        writeln!(
-            f,
-            "plan: {strategy} on the {device}, {} ({from}); the whole model needs {:.0} % of it",
-            Size(plan.limit),
-            100.0 * plan.overcommit
-        )?;
+        let (limit, share) = (Size(plan.limit), 100.0 * plan.overcommit);
+        writeln!(f, "plan: {strategy} on the {device}, {limit} ({from}); the whole model needs {share:.0} % of it")?;
         let mut line = |what: &str, bytes: u64, note: String| {
             writeln!(f, "  {}", format!("{what:<15} {:>10}  {note}", Size(bytes).to_string()).trim_end())
         };

@@ -102,12 +102,8 @@ impl fmt::Display for MachineReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { unpacked, packed, device, runs } = self;
         writeln!(f, "\nmemory")?;
-        writeln!(
-            f,
-            "  {:>7.1} GB/s  read by {} threads of the CPU",
-            unpacked.bandwidth.memory / 1e9,
-            unpacked.threads
-        )?;
+        let (memory, threads) = (unpacked.bandwidth.memory / 1e9, unpacked.threads);
+        writeln!(f, "  {memory:>7.1} GB/s  read by {threads} threads of the CPU")?;
         writeln!(f, "  {:>7.1} GB/s  of a 4-bit matrix, by the {}", device.matrix_rate / 1e9, device.kind)?;
         writeln!(f, "\ndisk, experts of 1.8 MB")?;
         for (name, measured) in [("checkpoint", unpacked), ("pack", packed)] {
@@ -115,11 +111,7 @@ impl fmt::Display for MachineReport {
             let (rate, latency) = (measured.bandwidth.disk / 1e9, measured.bandwidth.latency * 1e3);
             writeln!(f, "  {rate:>7.2} GB/s  {latency:>6.2} ms for one expert  {name}, {how} the page cache")?;
         }
-        writeln!(
-            f,
-            "\n  {:>9} {:>9} {:>6} {:>7} {:>6}  like 35b",
-            "prompt/s", "decode/s", "hit %", "stall %", "cores"
-        )?;
+        writeln!(f, "\n   prompt/s  decode/s  hit % stall %  cores  like 35b")?;
         for run in runs {
             let [hits, stall] = [run.hit_rate, run.stall_share].map(|share| 100.0 * share);
             let (prompt, decode) = (run.prompt_tokens_per_second, run.tokens_per_second);

@@ -83,12 +83,9 @@ impl PackManifest {
         if self.source != source {
             return Err(wrong("the pack was made from another checkpoint".into()));
         }
-        if self.layers.len() != map.layers.len() {
-            return Err(wrong(format!(
-                "the pack has {} layers, the checkpoint {}",
-                self.layers.len(),
-                map.layers.len()
-            )));
+        let (ours, theirs) = (self.layers.len(), map.layers.len());
+        if ours != theirs {
+            return Err(wrong(format!("the pack has {ours} layers, the checkpoint {theirs}")));
         }
         for (index, (layer, experts)) in self.layers.iter().zip(&map.layers).enumerate() {
             let lens = layer.pieces.map(|(_, len)| len);

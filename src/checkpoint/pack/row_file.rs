@@ -133,13 +133,11 @@ impl PackedRows {
             return Err(wrong(format!("unsupported format {:?} version {}", header.format, header.version)));
         }
         let blocks = RowBlocks::new(rows, row);
-        if (header.rows, header.row) != (rows, row) || file.len() != blocks.file_bytes() {
-            return Err(wrong(format!(
-                "it has {} rows of {} bytes in a file of {}, not {rows} rows of {row} bytes",
-                header.rows,
-                header.row,
-                file.len()
-            )));
+        let (count, width, len) = (header.rows, header.row, file.len());
+        if (count, width) != (rows, row) || len != blocks.file_bytes() {
+            let why =
+                format!("it has {count} rows of {width} bytes in a file of {len}, not {rows} rows of {row} bytes");
+            return Err(wrong(why));
         }
         Ok(Self { file, blocks, header, hash })
     }

@@ -105,10 +105,8 @@ impl CudaLibrary {
             Some(Err(error)) => Err(DeviceError(error.clone())),
             None => {
                 let files: Vec<&str> = self.refused.iter().map(|(file, _)| file.as_str()).collect();
-                Err(DeviceError(format!(
-                    "there is no kernel {name}; files that did not compile: [{}]",
-                    files.join(", ")
-                )))
+                let files = files.join(", ");
+                Err(DeviceError(format!("there is no kernel {name}; files that did not compile: [{files}]")))
             }
         }
     }

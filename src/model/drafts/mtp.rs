@@ -283,10 +283,8 @@ impl MtpHead {
     ) -> Result<MtpPrediction, ModelError> {
         let width = self.config.residual_width();
         if ids.is_empty() || hidden.len() != ids.len() * width || at + ids.len() > state.positions {
-            return Err(ModelError::Config(format!(
-                "the MTP head's cache is too small for {} rows at {at}",
-                ids.len()
-            )));
+            let rows = ids.len();
+            return Err(ModelError::Config(format!("the MTP head's cache is too small for {rows} rows at {at}")));
         }
         let mut rows = hidden.to_vec();
         if !own || self.config.streams.is_some() {

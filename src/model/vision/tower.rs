@@ -18,7 +18,7 @@ use super::{
     weights::{Block, TowerWeights},
 };
 use crate::error::ModelError;
-use candle_core::{DType, Device, IndexOp, Tensor};
+use candle_core::{DType, Device, IndexOp, Result as CandleResult, Tensor};
 use candle_nn::{Module, ops::sdpa, rotary_emb::rope};
 
 /// Maximum number of rows that an MLP computes at once.
@@ -151,17 +151,13 @@ struct Grid {
 }
 
 /// `fc2(gelu(fc1(x)))`, with the tanh form of gelu.
-fn mlp(block: &Block, x: &Tensor) -> candle_core::Result<Tensor> {
+fn mlp(block: &Block, x: &Tensor) -> CandleResult<Tensor> {
     by_rows(x, MLP_ROWS, |x| linear(&block.fc2, &gelu(linear(&block.fc1, x)?)?))
 }
 
 /// Applies `compute` to blocks of rows.
-fn by_rows(
-    x: &Tensor,
-    rows: usize,
-    compute: impl Fn(&Tensor) -> candle_core::Result<Tensor>,
-) -> candle_core::Result<Tensor> {
+fn by_rows(x: &Tensor, rows: usize, compute: impl Fn(&Tensor) -> CandleResult<Tensor>) -> CandleResult<Tensor> {
     let count = x.dim(0)?;
     let blocks = (0..count).step_by(rows).map(|first| compute(&x.narrow(0, first, rows.min(count - first))?));
-    Tensor::cat(&blocks.collect::<candle_core::Result<Vec<_>>>()?, 0)
+    Tensor::cat(&blocks.collect::<CandleResult<Vec<_>>>()?, 0)
 }

@@ -156,11 +156,8 @@ fn compare(ratios: &[f64]) -> String {
 
 impl fmt::Display for DraftReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(
-            f,
-            "{} tokens after a prompt of {}, greedy: identical with and without drafts",
-            self.tokens, self.prompt_tokens
-        )?;
+        let Self { tokens, prompt_tokens, .. } = self;
+        writeln!(f, "{tokens} tokens after a prompt of {prompt_tokens}, greedy: identical with and without drafts")?;
         writeln!(f, "  {:<8} {:>8.1} tok/s", "plain", self.plain_tokens_per_second)?;
         let compared = compare(&self.ratios);
         writeln!(f, "  {:<8} {:>8.1} tok/s  {compared}", self.draft, self.tokens_per_second)?;

@@ -166,20 +166,11 @@ impl fmt::Display for QualityReport {
             "bits  B/token    perplexity   with 16   change %   divergence   worst log-prob   same choice %   answer"
         )?;
         for row in &self.rows {
-            writeln!(
-                f,
-                "{:>4} {:>9}   {:>10.4} {:>9.4}   {:>+8.3}   {:>10.6}   {:>14.5}   {:>13.2}   {} of {}",
-                row.bits,
-                Size(row.bytes).to_string(),
-                row.perplexity,
-                row.exact_perplexity,
-                100.0 * (row.perplexity / row.exact_perplexity - 1.0),
-                row.divergence,
-                row.worst,
-                100.0 * row.same,
-                row.answer_same,
-                row.answer,
-            )?;
+            let KvBitsResult { bits, perplexity, exact_perplexity, divergence, worst, answer, answer_same, .. } = row;
+            let (bytes, same) = (Size(row.bytes).to_string(), 100.0 * row.same);
+            let change = 100.0 * (perplexity / exact_perplexity - 1.0);
+            write!(f, "{bits:>4} {bytes:>9}   {perplexity:>10.4} {exact_perplexity:>9.4}   {change:>+8.3}   ")?;
+            writeln!(f, "{divergence:>10.6}   {worst:>14.5}   {same:>13.2}   {answer_same} of {answer}")?;
         }
         writeln!(f, "\nanswer: leading tokens of the greedy answer that are the same")
     }

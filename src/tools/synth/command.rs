@@ -6,7 +6,7 @@ use crate::{
     error::{CommandError, StoreError},
     plan::Size,
     platform::os,
-    tools::synth::{self, Dimensions, StreamDimensions, SynthOptions},
+    tools::synth::{self, Dimensions, StreamDimensions, SynthOptions, SynthSummary},
 };
 use std::time::Instant;
 
@@ -22,18 +22,11 @@ pub fn run(args: &cli::tool_args::SynthArgs) -> Result<(), CommandError> {
     let begin = Instant::now();
     let written = synth::write(&args.out, &options, &|bytes| bar.inc(bytes));
     bar.finish_and_clear();
-    let written = written?;
+    let SynthSummary { bytes, tensors, shards } = written?;
     let seconds = begin.elapsed().as_secs_f64();
-    println!(
-        "{}: {} in {} tensors and {} {}, {:.1} s, {:.0} MB/s",
-        args.out.display(),
-        Size(written.bytes),
-        written.tensors,
-        written.shards,
-        if written.shards == 1 { "shard" } else { "shards" },
-        seconds,
-        written.bytes as f64 / seconds / 1e6
-    );
+    let (out, size, rate) = (args.out.display(), Size(bytes), bytes as f64 / seconds / 1e6);
+    let files = if shards == 1 { "shard" } else { "shards" };
+    println!("{out}: {size} in {tensors} tensors and {shards} {files}, {seconds:.1} s, {rate:.0} MB/s");
     Ok(())
 }
 
