@@ -101,9 +101,12 @@ struct FileDownload<'a> {
 
 /// A piece of a file.
 #[derive(Clone, Copy)]
-struct FilePiece {
+struct FilePiece<'a> {
     file: usize,
     id: u64,
+    listed: &'a RepoFile,
+    /// Size of the whole file.
+    size: u64,
 }
 
 /// The state that all workers share.
@@ -199,7 +202,7 @@ impl<'a> Transfer<'a> {
     }
 
     /// Waits for the next piece. Returns `None` if all files are done or a transfer has failed.
-    fn next(&self) -> Option<FilePiece> {
+    fn next(&self) -> Option<FilePiece<'a>> {
         let mut guard = self.state.lock();
         loop {
             let state = &mut *guard;
@@ -232,7 +235,7 @@ impl<'a> Transfer<'a> {
                 {
                     state.pieces += 1;
                     file.in_flight.push((state.pieces, range));
-                    return Some(FilePiece { file: index, id: state.pieces });
+                    return Some(FilePiece { file: index, id: state.pieces, listed: file.listed, size: file.size });
                 }
             }
             if state.error.is_none() && state.files.iter().any(|file| file.stage != FileStage::Done) {
@@ -249,7 +252,7 @@ impl<'a> Transfer<'a> {
     }
 
     /// The part of a piece's range that has not arrived.
-    fn remaining(&self, piece: FilePiece) -> Result<Range<u64>, PieceError> {
+    fn remaining(&self, piece: FilePiece<'_>) -> Result<Range<u64>, PieceError> {
         let state = self.state.lock();
         let found = state.files[piece.file].in_flight.iter().find(|(id, _)| *id == piece.id);
         found.filter(|_| state.error.is_none()).map(|(_, range)| range.clone()).ok_or(PieceError::Cancelled)
@@ -257,7 +260,7 @@ impl<'a> Transfer<'a> {
 
     /// Transfers a piece. Retries after broken connections, but fails after [`MAX_ATTEMPTS`] attempts in a row without
     /// progress.
-    fn transfer(&self, piece: FilePiece) -> Result<(), PieceError> {
+    fn transfer(&self, piece: FilePiece<'_>) -> Result<(), PieceError> {
         let (mut delay, mut attempts) = (self.download.retry_delay, MAX_ATTEMPTS);
         loop {
             let before = self.remaining(piece)?;
@@ -272,20 +275,15 @@ impl<'a> Transfer<'a> {
             if attempts == 0 || !error.is_temporary() {
                 return Err(error.into());
             }
-            let file = self.state.lock().files[piece.file].listed;
-            tracing::info!(file = file.name, %error, "download interrupted; retrying");
+            tracing::info!(file = piece.listed.name, %error, "download interrupted; retrying");
             std::thread::sleep(delay);
             delay = (delay * 2).min(30 * self.download.retry_delay);
         }
     }
 
     /// Sends one request and writes the received bytes.
-    fn request(&self, piece: FilePiece, range: Range<u64>) -> Result<(), PieceError> {
-        let (listed, size) = {
-            let state = self.state.lock();
-            (state.files[piece.file].listed, state.files[piece.file].size)
-        };
-        let url = self.download.url(listed);
+    fn request(&self, piece: FilePiece<'_>, range: Range<u64>) -> Result<(), PieceError> {
+        let (url, size) = (self.download.url(piece.listed), piece.size);
         let mut response = self.download.client.range(&url, range.start, Some(range.end - 1))?;
         if let Some(found) = response.size.filter(|found| *found != size) {
             return Err(RequestError::Invalid(format!("{found} bytes, but its listing says {size}")).into());
@@ -313,7 +311,7 @@ impl<'a> Transfer<'a> {
 
     /// Checks the headers of a response. Sets the stage to `Pieces` or `WholeFile`, depending on whether the hub
     /// supports ranges. If the file has changed on the hub, restarts the download of the file.
-    fn accept(&self, piece: FilePiece, etag: &Option<String>, is_range: bool) -> Result<(), PieceError> {
+    fn accept(&self, piece: FilePiece<'_>, etag: &Option<String>, is_range: bool) -> Result<(), PieceError> {
         let state = &mut *self.state.lock();
         let file = &mut state.files[piece.file];
         if !file.in_flight.iter().any(|(id, _)| *id == piece.id) {
@@ -353,7 +351,7 @@ impl<'a> Transfer<'a> {
 
     /// Writes received bytes to the part file. Holds the lock, so that no bytes of the old version are written after a
     /// restart.
-    fn write(&self, piece: FilePiece, bytes: &[u8]) -> Result<(), PieceError> {
+    fn write(&self, piece: FilePiece<'_>, bytes: &[u8]) -> Result<(), PieceError> {
         let mut save = None;
         let mut guard = self.state.lock();
         let state = &mut *guard;
@@ -365,19 +363,19 @@ impl<'a> Transfer<'a> {
         state.on_disk += bytes.len() as u64;
         if file.saved.elapsed() > SAVE_INTERVAL {
             file.saved = Instant::now();
-            save = Some((file.listed, part.clone(), file.missing_ranges()));
+            save = Some((part.clone(), file.missing_ranges()));
         }
         self.report(state.on_disk);
         drop(guard);
-        if let Some((listed, part, progress)) = save {
-            self.download.save_progress(listed, Some(&part), &progress);
+        if let Some((part, progress)) = save {
+            self.download.save_progress(piece.listed, Some(&part), &progress);
         }
         Ok(())
     }
 
     /// Removes a finished piece. After the last piece of a file, verifies the file. A failed piece stops the whole download.
-    fn finish(&self, piece: FilePiece, outcome: Result<(), PieceError>) {
-        let (listed, part) = {
+    fn finish(&self, piece: FilePiece<'_>, outcome: Result<(), PieceError>) {
+        let part = {
             let file = &mut self.state.lock().files[piece.file];
             let Some(at) = file.in_flight.iter().position(|(id, _)| *id == piece.id) else { return };
             if outcome.is_ok() && !(file.free.is_empty() && file.in_flight.len() == 1) {
@@ -385,9 +383,9 @@ impl<'a> Transfer<'a> {
                 return;
             }
             // Keep the last piece in `in_flight`, so that no other worker verifies the file at the same time.
-            (file.listed, file.part.as_ref().map(|(part, _)| part.clone()))
+            file.part.as_ref().map(|(part, _)| part.clone())
         };
-        let download = self.download;
+        let (download, listed) = (self.download, piece.listed);
         let result = match (outcome, part) {
             (Ok(()), Some(part)) => download.finish(listed, &part),
             (Err(PieceError::Request(error)), _) => Err(download.client.describe(download.id, &listed.name, error)),

@@ -45,13 +45,8 @@ pub fn find(model: &Path, map: &ExpertMap, files: &[PathBuf]) -> Option<Pack> {
     let dirs = candidates(model, files)
         .inspect_err(|error| tracing::warn!(%error, "cannot search for a pack; reading experts from the checkpoint"))
         .ok()?;
-    dirs.into_iter().find_map(|dir| match open(&dir, map, files) {
-        Ok(pack) => Some(pack),
-        Err(error) => {
-            tracing::warn!(%error, "cannot use this pack; reading experts from the checkpoint");
-            None
-        }
-    })
+    let warn = |error: &StoreError| tracing::warn!(%error, "cannot use this pack; reading experts from the checkpoint");
+    dirs.into_iter().find_map(|dir| open(&dir, map, files).inspect_err(warn).ok())
 }
 
 /// The directories of all packs that may belong to these files. Compares only fingerprints.

@@ -115,15 +115,12 @@ fn write_file(table: &RowTable, files: &[PathBuf], path: &Path, progress: OnByte
 /// For each table, opens the rows of the table in the first directory of `dirs` that has matching rows. Skips files
 /// that do not match the table, with a warning.
 pub fn find_rows(dirs: &[PathBuf], tables: &[RowTable], files: &[PathBuf]) -> Vec<Option<PackedRows>> {
+    let warn = |error: &StoreError| {
+        tracing::warn!(%error, "cannot use these packed rows; reading the n-gram table from the checkpoint");
+    };
     let find = |(index, table): (usize, &RowTable)| {
         let paths = dirs.iter().map(|dir| dir.join(file_name(index))).filter(|path| path.exists());
-        paths.into_iter().find_map(|path| match open(&path, table, files) {
-            Ok(rows) => Some(rows),
-            Err(error) => {
-                tracing::warn!(%error, "cannot use these packed rows; reading the n-gram table from the checkpoint");
-                None
-            }
-        })
+        paths.into_iter().find_map(|path| open(&path, table, files).inspect_err(warn).ok())
     };
     tables.iter().enumerate().map(find).collect()
 }
