@@ -4,8 +4,8 @@
 //! The `quantization` table of some checkpoints is wrong: the converter JANG writes the smallest number of bits
 //! of all tensors, and some converters rename tensors without updating the table. Since the architecture defines the
 //! number of columns of a matrix, bits and group size follow from the shapes. If the table has other values, they are
-//! ignored. The quantization mode cannot be inferred from shapes alone. A contradicting mode in the table is therefore
-//! an error, because the weights could be decoded wrongly.
+//! ignored. The quantization mode cannot be inferred from shapes alone. If a matrix has its own entry with another
+//! mode, that is therefore an error, because the weights could be decoded wrongly.
 
 use super::{
     index::{Dtype, TensorEntry},
