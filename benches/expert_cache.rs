@@ -7,7 +7,8 @@
 //!
 //! * `ours` uses the store's slot table and scores ([`SlotTable`], [`EvictionScores`]).
 //! * `counts` is `ours` without the router's margins.
-//! * `belady` evicts the expert whose next use is last (Belady 1966). No policy that must load every expert does better.
+//! * `belady` evicts the expert whose next use is last (Belady 1966). No policy that must load every expert does
+//!   better.
 //! * `belady_bypass` may read an expert without keeping it. No cache has fewer misses.
 //! * `fixed` keeps the experts that are the most frequent ones in the whole trace and replaces only the others.
 //!   If tokens are independent, for example random, no policy without knowledge of the future is better.

@@ -4,10 +4,10 @@
 //! ```text
 //! cargo bench --bench expert_io -- FILE [SECONDS] [THREADS,THREADS..] [direct|all] [ROUTE]
 //! ```
-//! FILE is any file of at least 1 GB that is not in the page cache, for instance a shard of a checkpoint. It is read with two
-//! hypothetical layouts of the 35B model's dimensions: as in MLX checkpoints (nine ranges per expert) and packed (one range).
-//! Prints one CSV line per configuration: layout, io, threads, MB/s of experts, reads/s, bytes from the block device per byte
-//! of an expert, mean milliseconds per route. `benches/disk.py` compares it with fio.
+//! FILE is any file of at least 1 GB that is not in the page cache, for instance a shard of a checkpoint. It is read
+//! with two hypothetical layouts of the 35B model's dimensions: as in MLX checkpoints (nine ranges per expert) and
+//! packed (one range). Prints one CSV line per configuration: layout, io, threads, MB/s of experts, reads/s, bytes from
+//! the block device per byte of an expert, mean milliseconds per route. `benches/disk.py` compares it with fio.
 
 use moestro::{
     device::CpuTimeline,

@@ -1,7 +1,9 @@
-//! Benchmarks a whole model on random tokens, as llama-bench does: prefill, and decode at several context depths in turn.
+//! Benchmarks a whole model on random tokens, as llama-bench does: prefill, and decode at several context depths in
+//! turn.
 //!
 //! ```text
-//! cargo bench --bench model -- MODEL [--depths 1024,32768] [--kv-bits 16,8] [--tokens 16] [--rounds 5] [--threads N] [--gpu] [--f32] [--wait] [--blank] [--turns] [--checkpoints] [--passes 2,4,8]
+//! cargo bench --bench model -- MODEL [--depths 1024,32768] [--kv-bits 16,8] [--tokens 16] [--rounds 5] [--threads N]
+//!     [--gpu] [--f32] [--wait] [--blank] [--turns] [--checkpoints] [--passes 2,4,8]
 //! ```
 //!
 //! Each depth gets a prompt of that many tokens, then `--tokens` more in every round.
@@ -12,7 +14,7 @@
 //! | `--wait` | start the rounds on a line on standard input: filling a context takes minutes, measuring seconds |
 //! | `--blank` | use contexts of zeros instead of computed ones |
 //! | `--turns` | each round waits for a line on standard input and prints `turn`, so that two builds can alternate |
-//! | `--checkpoints` | take a snapshot after each round's tokens while the previous one still exists, as decoding does |
+//! | `--checkpoints` | take a snapshot after each round's tokens while the previous one exists, as decoding does |
 //! | `--passes` | measure only passes of one row and of these row counts, alternating; one row of each is accepted |
 //!
 //! Prints CSV:
@@ -20,7 +22,7 @@
 //! ```text
 //! weights,<bytes per token>
 //! prefill,<from>,<to>,<tok/s>                 between powers of two and for the whole prompt
-//! decode,<round>,<depth>,<bits>,<tok/s>,<slowdown against the first depth and bits>,<the same in CPU time>,<CPU ms per token>
+//! decode,<round>,<depth>,<bits>,<tok/s>,<slowdown against first depth and bits>,<same in CPU time>,<CPU ms per token>
 //! checkpoint,<round>,<depth>,<bits>,<ms>,<share of a token's time>
 //! pass,<depth>,<bits>,<rows>,<ms>,<ratio to one row>
 //! ```

@@ -6,10 +6,10 @@
 //!     [--temp 1] [--threads N] [--io direct|buffered] [--gpu] [--auto] [--rollback]
 //! ```
 //!
-//! Settings: `oracle:ROWS@P` (each drafted token is right with probability P), `every:N` (only every Nth token of an answer is
-//! right) and `lookup:ROWS`. `plain` always runs first. Each round generates the same answer once per setting, in rotating
-//! order, with one engine. Each answer is compared with the plain one. `--share` streams the experts, with slots for that share
-//! of them.
+//! Settings: `oracle:ROWS@P` (each drafted token is right with probability P), `every:N` (only every Nth token of an
+//! answer is right) and `lookup:ROWS`. `plain` always runs first. Each round generates the same answer once per
+//! setting, in rotating order, with one engine. Each answer is compared with the plain one. `--share` streams the
+//! experts, with slots for that share of them.
 //!
 //! With `--auto` every setting has its own engine, whose controller decides when to draft. Two more engines never
 //! draft, `plain` and `again`: their difference is the noise of the measurement. The first round counts, too, and

@@ -1,8 +1,8 @@
 //! Decoding from a cold start with random tokens, in phases. Shows the cost of a memory limit, a policy or a read mode.
 //!
 //! ```text
-//! cargo bench --bench stream -- MODEL LIMIT [--tokens 64,64] [--threads N] [--io auto|direct|buffered] [--io-threads N]
-//!     [--prefetch auto|on|off] [--trace FILE] [--seed N] [--ids FILE] [--checks beside|before]
+//! cargo bench --bench stream -- MODEL LIMIT [--tokens 64,64] [--threads N] [--io auto|direct|buffered]
+//!     [--io-threads N] [--prefetch auto|on|off] [--trace FILE] [--seed N] [--ids FILE] [--checks beside|before]
 //! ```
 //! LIMIT is the memory limit in bytes (0: none). `--tokens 64,p256,64` decodes 64 tokens one by one, then evaluates a
 //! prompt of 256 tokens, then decodes 64 more. `--chunk` is the prompt chunk (`plan`: from the memory plan),

@@ -97,7 +97,8 @@ def run(command, cap_mb, mark):
         except OSError:
             time.sleep(0.1)
     if child.returncode:
-        # If the system does not allow AMX, a llama-bench built with AMX ends like this, without a message, in repacked prefill.
+        # If the system does not allow AMX, a llama-bench built with AMX ends like this, without a message, in repacked
+        # prefill.
         how = f"signal {-child.returncode}" if child.returncode < 0 else f"status {child.returncode}"
         sys.stderr.write("".join(lines[-20:]) + f"{command[0]} ended with {how}\n")
     return "".join(lines), marks, peak, killed or child.returncode != 0

@@ -1,11 +1,12 @@
-//! Speed of the vision tower on the CPU, beside plain matrix products of the same sizes in Candle and in the same process.
+//! Speed of the vision tower on the CPU, beside plain matrix products of the same sizes in Candle and in the same
+//! process.
 //!
 //! ```text
 //! cargo bench --bench vision [-- HEIGHTxWIDTH...]
 //! ```
-//! Writes a random tower of the real models' dimensions (0.9 GB in bf16) to a temporary directory. Prints for each image
-//! (480x640 and 1024x1024) its tokens, the seconds and CPU seconds of the tower and of the products alone, and the ratios.
-//! On a busy machine only the CPU seconds mean something. `RAYON_NUM_THREADS` sets the threads of both.
+//! Writes a random tower of the real models' dimensions (0.9 GB in bf16) to a temporary directory. Prints for each
+//! image (480x640 and 1024x1024) its tokens, the seconds and CPU seconds of the tower and of the products alone, and
+//! the ratios. On a busy machine only the CPU seconds mean something. `RAYON_NUM_THREADS` sets the threads of both.
 
 use candle_core::{Device, Tensor};
 use moestro::{

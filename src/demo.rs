@@ -1,5 +1,5 @@
-//! The demo model, embedded in the binary so that `moestro serve` answers without a download. `models/demo/` describes its
-//! training.
+//! The demo model, embedded in the binary so that `moestro serve` answers without a download. `models/demo/` describes
+//! its training.
 
 use crate::{
     error::StoreError,
@@ -35,8 +35,8 @@ pub fn file(name: &str) -> Option<&'static [u8]> {
     FILES.iter().find(|(file, _)| *file == name).map(|(_, bytes)| *bytes)
 }
 
-/// Directory of the demo model: in the user's cache, or in a private temporary directory if the cache cannot be written. Checks
-/// every file and writes those that are missing or damaged.
+/// Directory of the demo model: in the user's cache, or in a private temporary directory if the cache cannot be
+/// written. Checks every file and writes those that are missing or damaged.
 pub fn unpack() -> Result<PathBuf, StoreError> {
     let mut refused = Vec::new();
     if let Some(cache) = os::cache_dir() {

@@ -2,25 +2,27 @@
 //!
 //! # Layout
 //!
-//! Imports run one way: `http -> engine -> model -> checkpoint -> {ops, experts} -> device -> platform`. `tests/house.rs`
-//! fails on any other import. `docs/architecture.md` explains each module, the life of a request and the vocabulary.
+//! Imports run one way: `http -> engine -> model -> checkpoint -> {ops, experts} -> device ->
+//! platform`. `tests/house.rs` fails on any other import. `docs/architecture.md` explains each module, the life of a
+//! request and the vocabulary.
 //!
 //! * [`http`]: the OpenAI and Anthropic APIs, server-sent events, limits. Does not use tensors.
 //! * [`chat`]: messages to tokens, tokens to text, schemas to token masks. Pure functions and small state machines.
 //! * [`engine`]: the thread that owns the model. Everything else sends it an [`engine::Request`] and reads
 //!   [`engine::Event`]s. Dropping the receiver cancels the request.
-//! * [`model`]: Qwen3.5. Read [`model::reference`] first: plain tensors, one function per formula. `model::forward` is the
-//!   same architecture as operations on buffers.
+//! * [`model`]: Qwen3.5. Read [`model::reference`] first: plain tensors, one function per formula. `model::forward` is
+//!   the same architecture as operations on buffers.
 //! * [`ops`]: one folder per operation, with its CPU code and its GPU launches.
 //! * [`experts`]: reads experts from disk into slots. Does no arithmetic.
 //! * [`checkpoint`]: a model's files: names, quantization, packs, downloads.
 //! * [`device`]: memory that CPU, SSD and GPU share, and launches on GPUs. Does not depend on operations.
 //! * [`platform`]: the operating system: files, threads, memory and its limits.
 //! * [`config`] holds checked settings, [`plan`] the memory plan. Every module may use [`metrics`] and [`error`].
-//! * [`cli`] declares flags, [`command`] has one file per subcommand, [`tools`] has bench, doctor, info and synth. [`demo`] is
-//!   the model inside the binary.
+//! * [`cli`] declares flags, [`command`] has one file per subcommand, [`tools`] has bench, doctor, info and synth.
+//!   [`demo`] is the model inside the binary.
 //!
-//! A request becomes `ChatRequest -> GenerationRequest -> prompt -> token ids -> engine::Request -> Event -> delta -> SSE frame`.
+//! A request becomes `ChatRequest -> GenerationRequest -> prompt -> token ids -> engine::Request -> Event -> delta ->
+//! SSE frame`.
 
 // Most lengths are those of files, slabs and slots. No code asks whether these are empty.
 #![allow(clippy::len_without_is_empty)]

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Tests and measures a machine's GPU: doctor, the demo's answers compared with the CPU's (resident, with few slots, long prompts,
-# quantised keys and values), and speed. Continues after a failure and prints a summary.
+# Tests and measures a machine's GPU: doctor, the demo's answers compared with the CPU's (resident, with few slots, long
+# prompts, quantised keys and values), and speed. Continues after a failure and prints a summary.
 #
 #   tests/gpu.sh                          builds the programs and runs them
 #   MOESTRO=... KERNELS=... tests/gpu.sh  runs existing programs: moestro, and the test program `kernels`
-#   LIKE=35b LAYERS=8 tests/gpu.sh        also writes a checkpoint of this shape to $TMPDIR and measures GPU and CPU: resident,
-#                                         after DEEP tokens (default: none), and streaming within each of LIMITS
+#   LIKE=35b LAYERS=8 tests/gpu.sh        also writes a checkpoint of this shape to $TMPDIR and measures GPU and CPU:
+#                                         resident, after DEEP tokens (default: none), and streaming within each of
+#                                         LIMITS
 #   SANITIZER=compute-sanitizer tests/gpu.sh  also runs one answer under compute-sanitizer (CUDA)
 set -uo pipefail
 cd "$(dirname "$0")/.."

@@ -6,8 +6,8 @@
 //! download is resumed, in the same run or in the next. If the hub reports the SHA-256 of a file, it is verified.
 //! `HF_HOME`, `HF_HUB_CACHE`, `HF_ENDPOINT` and `HF_TOKEN` have their usual meaning.
 //!
-//! Hubs and mirrors are untrusted. Every text that becomes part of a path is validated. A file never becomes larger than its
-//! listed size. The token is never sent to another host.
+//! Hubs and mirrors are untrusted. Every text that becomes part of a path is validated. A file never becomes larger
+//! than its listed size. The token is never sent to another host.
 //!
 //! The crate `hf-hub` 0.5 uses the same cache layout but does not give these guarantees. The crate uses the ETag and
 //! the commit of a response as parts of paths without validation, and sends the token to the host of a redirect. It

@@ -1,8 +1,8 @@
 //! Detects whether the norms of a checkpoint store `w` or `1 + w`, by examining their values.
 //!
-//! Converters of qwen4_exp use both encodings with the same names and shapes. The means of trained residual-stream norms
-//! differ: about 0.2 for `w`, and 1.2 for `1 + w`. All norms are examined together, because the ranges of single norms
-//! overlap.
+//! Converters of qwen4_exp use both encodings with the same names and shapes. The means of trained residual-stream
+//! norms differ: about 0.2 for `w`, and 1.2 for `1 + w`. All norms are examined together, because the ranges of single
+//! norms overlap.
 
 use super::Checkpoint;
 use crate::error::{ModelError, StoreError};

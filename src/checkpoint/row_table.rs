@@ -37,8 +37,8 @@ pub struct RowTable {
 }
 
 impl RowTable {
-    /// Finds the table whose shards are the matrices at `paths`, in order. For an FP8 table, the tensor `scale` has the scale
-    /// of all values.
+    /// Finds the table whose shards are the matrices at `paths`, in order. For an FP8 table, the tensor `scale` has the
+    /// scale of all values.
     pub fn new(from: &Checkpoint, paths: &[String], scale: &str, width: usize) -> Result<Self, ModelError> {
         let (mut rows, mut starts, mut shards) = (0, Vec::new(), Vec::<MatrixLayout>::new());
         let mut global_scale = None;

@@ -197,7 +197,8 @@ impl<D: Driver> CommandQueue<D> {
         }
     }
 
-    /// Waits until the event's value is at least `value`, a command buffer has failed, or no command buffer is in flight.
+    /// Waits until the event's value is at least `value`, a command buffer has failed, or no command buffer is in
+    /// flight.
     fn wait_value(&mut self, value: u64) {
         let mut last_change = Instant::now();
         let mut pending = self.in_flight.len();

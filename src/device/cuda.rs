@@ -80,8 +80,9 @@ fn driver_version() -> i32 {
 }
 
 impl Cuda {
-    /// Opens the first GPU that NVIDIA's driver lists. `CUDA_VISIBLE_DEVICES` can select another GPU. Returns `None` if there
-    /// is no driver or no GPU. If `require_features` is true, a GPU older than Ampere is an error. Does not compile kernels.
+    /// Opens the first GPU that NVIDIA's driver lists. `CUDA_VISIBLE_DEVICES` can select another GPU. Returns `None` if
+    /// there is no driver or no GPU. If `require_features` is true, a GPU older than Ampere is an error. Does not
+    /// compile kernels.
     ///
     /// # Errors
     /// The driver fails, or the GPU is too old.

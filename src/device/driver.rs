@@ -71,8 +71,8 @@ pub trait Driver: Send + 'static {
         false
     }
 
-    /// Encodes a copy of adopted bytes to the GPU. The copy runs after all earlier launches and before all later launches,
-    /// without a barrier. The caller must not change the bytes until the copy is complete.
+    /// Encodes a copy of adopted bytes to the GPU. The copy runs after all earlier launches and before all later
+    /// launches, without a barrier. The caller must not change the bytes until the copy is complete.
     fn upload(&mut self, encoder: &mut Self::Encoder, region: Region) -> Result<(), DeviceError> {
         let _ = (encoder, region);
         Ok(())
@@ -105,8 +105,8 @@ pub trait Driver: Send + 'static {
     /// Sleeps until the value of the event is at least `value`, at most for `timeout`.
     fn wait_event(&self, value: u64, timeout: Duration);
 
-    /// Recovers from a failure: creates a new queue, fence and event, and sets the event to `value`. Keeps the buffers. No
-    /// command buffer may be pending.
+    /// Recovers from a failure: creates a new queue, fence and event, and sets the event to `value`. Keeps the buffers.
+    /// No command buffer may be pending.
     fn reset(&mut self, value: u64) -> Result<(), DeviceError>;
 
     /// A function that another thread calls to keep all buffers resident in memory. `None` if the buffers are always

@@ -12,8 +12,8 @@ pub trait Gpu: Timeline + Send {
     /// Maximum number of bytes that the driver recommends to allocate. `None` if unknown.
     fn working_set(&self) -> Option<u64>;
 
-    /// Compiles every kernel. Returns the name of each kernel, and of each file that does not compile, with the error if
-    /// there is one.
+    /// Compiles every kernel. Returns the name of each kernel, and of each file that does not compile, with the error
+    /// if there is one.
     fn compile(&mut self) -> Vec<(String, Option<DeviceError>)>;
 
     /// Maximum number of threads in a threadgroup of `kernel`.
@@ -43,8 +43,8 @@ pub trait Gpu: Timeline + Send {
         false
     }
 
-    /// Copies adopted bytes to the device, in order with launches. The bytes must not change until the device has completed
-    /// the next sync point.
+    /// Copies adopted bytes to the device, in order with launches. The bytes must not change until the device has
+    /// completed the next sync point.
     fn upload(&mut self, region: Region) -> Result<(), DeviceError> {
         let _ = region;
         Ok(())

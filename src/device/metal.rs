@@ -115,8 +115,8 @@ impl MetalQueue {
 }
 
 impl Metal {
-    /// Opens the system's GPU. If `require_features` is true, a GPU that lacks a feature of the kernels is an error. Does not
-    /// compile kernels. If a kernel file does not compile, launching one of its kernels fails.
+    /// Opens the system's GPU. If `require_features` is true, a GPU that lacks a feature of the kernels is an error.
+    /// Does not compile kernels. If a kernel file does not compile, launching one of its kernels fails.
     pub fn new(require_features: bool) -> Result<Self, DeviceError> {
         // `candle_core::Device` is not used here, since it would panic without a GPU and before macOS 15.
         let Some(device) = Device::system_default() else {

@@ -4,7 +4,7 @@
 //! a [`Gpu`] executes it.
 //!
 //! ```text
-//! Gpu            the interface that `ops` uses; implemented by CommandQueue, and in tests by kernels compiled for the host
+//! Gpu            the interface that `ops` uses; implemented by CommandQueue, and in tests by kernels on the CPU
 //! CommandQueue   order, barriers, command buffers and failures, for any Driver
 //! Driver         the calls of Metal or CUDA that CommandQueue needs
 //! ```

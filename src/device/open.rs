@@ -22,8 +22,8 @@ pub fn open_gpu() -> Result<Option<Box<dyn Gpu>>, DeviceError> {
     open(true)
 }
 
-/// Opens the system's GPU even if it lacks a feature that the kernels need. `moestro doctor --any-gpu` uses this to test
-/// which kernels work.
+/// Opens the system's GPU even if it lacks a feature that the kernels need. `moestro doctor --any-gpu` uses this to
+/// test which kernels work.
 ///
 /// # Errors
 /// The same as for [`open_gpu`].

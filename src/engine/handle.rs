@@ -110,8 +110,8 @@ impl Handle {
     /// Queues `request`. The events of the request arrive on the receiver. Dropping the receiver cancels the request.
     ///
     /// # Errors
-    /// `QueueFull`, `Draining` or `Stopped`. `TimedOut` if the deadline has passed. `EmptyPrompt`, `PromptTooLong` or the
-    /// model's `TokenOutOfRange` if the prompt is invalid.
+    /// `QueueFull`, `Draining` or `Stopped`. `TimedOut` if the deadline has passed. `EmptyPrompt`, `PromptTooLong` or
+    /// the model's `TokenOutOfRange` if the prompt is invalid.
     pub fn submit(&self, request: Request) -> Result<Events, EngineError> {
         self.queue.0.push(request)
     }
@@ -156,8 +156,8 @@ impl Handle {
         self.cache.clear();
     }
 
-    /// Stops accepting requests. Accepted requests may continue for [`Options::grace`] and then fail with `Draining`. The
-    /// engine stops when no request is left. A second call has no effect.
+    /// Stops accepting requests. Accepted requests may continue for [`Options::grace`] and then fail with `Draining`.
+    /// The engine stops when no request is left. A second call has no effect.
     pub fn drain(&self) {
         self.queue.0.drain();
     }
@@ -182,8 +182,8 @@ impl Worker {
     }
 }
 
-/// Closes the queue when the last [`Handle`] is dropped, since no request can arrive after that. The engine's thread has its
-/// own reference to the queue, without this guard.
+/// Closes the queue when the last [`Handle`] is dropped, since no request can arrive after that. The engine's thread
+/// has its own reference to the queue, without this guard.
 struct CloseOnDrop(Arc<RequestQueue>);
 
 impl Drop for CloseOnDrop {

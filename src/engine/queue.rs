@@ -1,5 +1,5 @@
-//! The bounded request queue between the handles and the engine's thread. Clients take turns. Requests of one client run
-//! in the order of arrival.
+//! The bounded request queue between the handles and the engine's thread. Clients take turns. Requests of one client
+//! run in the order of arrival.
 //!
 //! If the client of a queued request disconnects, or its deadline passes, the request is removed and never runs.
 

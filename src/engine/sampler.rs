@@ -1,17 +1,17 @@
 //! Sampling: from logits to a token. The steps run in the usual order, with min-p last as in Hugging Face's `generate`:
 //!
 //! 1. add `logit_bias`;
-//! 2. apply the repetition penalty to tokens of the prompt and the answer (divide positive logits, multiply negative ones),
-//!    then subtract the frequency and presence penalties for tokens of the answer;
+//! 2. apply the repetition penalty to tokens of the prompt and the answer (divide positive logits, multiply negative
+//!    ones), then subtract the frequency and presence penalties for tokens of the answer;
 //! 3. mask tokens that the request's [`Constraint`](super::Constraint) does not allow;
 //! 4. divide by the temperature; a temperature of 0 returns the largest logit here;
 //! 5. top-k keeps the `k` most likely tokens;
 //! 6. top-p keeps the fewest most likely tokens whose renormalised probabilities sum to at least `p`;
 //! 7. min-p keeps tokens with at least `min_p` times the probability of the most likely one.
 //!
-//! Of equally likely tokens, the one with the lower id counts as more likely. NaN counts as impossible. Each token uses one
-//! random number, which depends only on the seed and the token's position. A result therefore does not depend on earlier
-//! draws or on other requests.
+//! Of equally likely tokens, the one with the lower id counts as more likely. NaN counts as impossible. Each token uses
+//! one random number, which depends only on the seed and the token's position. A result therefore does not depend on
+//! earlier draws or on other requests.
 
 use super::{
     constraint::TokenMask,

@@ -1,7 +1,7 @@
 //! A sequence: tokens that the model has evaluated, and the resulting state.
 //!
-//! The recurrent state of a delta net cannot be rewound. A new prompt therefore extends the previous sequence, restores a
-//! snapshot, or starts an empty sequence.
+//! The recurrent state of a delta net cannot be rewound. A new prompt therefore extends the previous sequence, restores
+//! a snapshot, or starts an empty sequence.
 
 use super::cache_salt::{CacheSalt, CachedPrompt};
 use crate::{
@@ -89,8 +89,8 @@ impl<S: SequenceState> Sequence<S> {
         Ok(logits)
     }
 
-    /// Evaluates and appends one token to each sequence in one pass. Returns one row of logits per sequence, with the same
-    /// bytes as separate passes.
+    /// Evaluates and appends one token to each sequence in one pass. Returns one row of logits per sequence, with the
+    /// same bytes as separate passes.
     ///
     /// After an error the caller must drop all of the sequences.
     pub fn extend_each<M: Model<State = S>>(

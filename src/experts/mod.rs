@@ -4,11 +4,11 @@
 //! once per layer:
 //!
 //! ```text
-//! let mut fetch = store.fetch(layer, &ExpertChoice { ids, k, logits }, phase, device)?;   pins hits, starts reading misses
+//! let mut fetch = store.fetch(layer, &ExpertChoice { ids, k, logits }, phase, device)?;   pins hits, reads misses
 //! store.prefetch(layer + 1, &guess, phase);                                               queued after the misses
 //! while let Some(batch) = fetch.next(device)? {                                           hits first, then arrivals
 //!     for ready in batch.iter() { .. expert, slot, assignments, pieces .. }               compute, or encode GPU work
-//!     batch.release_after(device.sync_point());                                                 after the last use of the slots
+//!     batch.release_after(device.sync_point());                                           after the slots' last use
 //! }
 //! ```
 //! `release_after` takes a [`SyncPoint`](crate::device::SyncPoint): a slot is reused only after the device has
@@ -17,8 +17,8 @@
 //! If a GPU reads all batches together at the end of a layer, `fetch.release_after(device.sync_point())` is called
 //! instead. Then all experts of the layer need slots at the same time.
 //!
-//! An assignment is `row * k + rank`. Results are stored per assignment and summed in rank order, so the sum does not depend
-//! on the order in which experts arrive.
+//! An assignment is `row * k + rank`. Results are stored per assignment and summed in rank order, so the sum does not
+//! depend on the order in which experts arrive.
 //!
 //! * [`slot_table`]: assigns experts to slots and tracks the state of each slot.
 //! * [`eviction`]: eviction scores of experts.

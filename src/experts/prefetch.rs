@@ -151,8 +151,8 @@ impl Prefetcher {
 mod tests {
     use super::*;
 
-    /// Simulates `tokens` tokens of two layers. Each expert stalls for `with` seconds with prefetching and for `without`
-    /// seconds without it. Returns the number of tokens for which prefetching was on.
+    /// Simulates `tokens` tokens of two layers. Each expert stalls for `with` seconds with prefetching and for
+    /// `without` seconds without it. Returns the number of tokens for which prefetching was on.
     fn run(prefetcher: &mut Prefetcher, tokens: usize, with: f64, without: f64) -> usize {
         let mut on = 0;
         for _ in 0..tokens {

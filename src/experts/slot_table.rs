@@ -14,9 +14,9 @@
 //!           Ready -----------------------------------+----> Free, or reused for another expert
 //!                      no pins, and the device no longer reads the slot
 //! ```
-//! If the checksum of a packed expert is verified in the background, the state between Reading and Ready is Checking. If
-//! the checksum does not match, the state becomes Damaged. A damaged expert is read again if a layer needs it, and is
-//! freed otherwise.
+//! If the checksum of a packed expert is verified in the background, the state between Reading and Ready is Checking.
+//! If the checksum does not match, the state becomes Damaged. A damaged expert is read again if a layer needs it, and
+//! is freed otherwise.
 //!
 //! The reader makes the transitions Queued to Reading, Reading to Ready, Failed or Checking, and Checking to Ready or
 //! Damaged. The thread that owns the table makes all other transitions.
@@ -253,8 +253,8 @@ impl SlotTable {
         self.slots.get(slot.index()).is_some_and(|slot| slot.is_prefetched)
     }
 
-    /// Assigns a slot to `key`: a free slot, or the slot of an evicted expert. Returns `None` if `key` has a slot already,
-    /// or if no expert can be evicted.
+    /// Assigns a slot to `key`: a free slot, or the slot of an evicted expert. Returns `None` if `key` has a slot
+    /// already, or if no expert can be evicted.
     pub fn claim(&mut self, key: ExpertKey, reason: ReadReason, scores: &EvictionScores) -> Option<SlotClaim> {
         if self.find(key).is_some() || key as usize >= self.slot_of.len() {
             return None;

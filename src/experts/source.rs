@@ -74,8 +74,8 @@ impl ShardFiles {
 
     /// Opens the files in `mode`. Returns the files and the access mode that they use.
     ///
-    /// For a pack with direct I/O, [`ExpertSource::block`] is at least [`MAX_BLOCK`], so that slots are aligned like the
-    /// records. macOS accepts any alignment, but bypasses the page cache only for aligned reads.
+    /// For a pack with direct I/O, [`ExpertSource::block`] is at least [`MAX_BLOCK`], so that slots are aligned like
+    /// the records. macOS accepts any alignment, but bypasses the page cache only for aligned reads.
     pub fn open_as(paths: &[PathBuf], mode: ReadMode, is_pack: bool) -> Result<(Self, Access), StoreError> {
         if mode == ReadMode::Buffered {
             return Ok((Self::open(paths, Access::Buffered)?, Access::Buffered));
@@ -239,7 +239,8 @@ impl PackRecords {
         self.record(file, offset).is_some_and(|(_, record)| record.is_damaged.load(Ordering::Relaxed))
     }
 
-    /// Counts a read of `len` bytes at `offset` of `file`. Returns true if this read must be [verified](PackRecords::verify).
+    /// Counts a read of `len` bytes at `offset` of `file`. Returns true if this read must be
+    /// [verified](PackRecords::verify).
     ///
     /// # Errors
     /// The range is not a whole record.

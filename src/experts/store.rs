@@ -122,7 +122,8 @@ pub(super) struct StoreState {
 }
 
 impl ExpertStore {
-    /// Opens the shards of a checkpoint, or the files of a pack. Fails if a file ends before one of the pieces in `map`.
+    /// Opens the shards of a checkpoint, or the files of a pack. Fails if a file ends before one of the pieces in
+    /// `map`.
     pub fn open(
         files: Vec<PathBuf>,
         map: ExpertMap,

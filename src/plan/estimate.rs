@@ -55,8 +55,8 @@ impl HitRates {
     /// Hit rates if every expert is in a slot.
     pub const ALL: Self = Self { slots: 1.0, cache: 0.0 };
 
-    /// Hit rates for reads through a page cache of `page_cache` bytes. Assumes that the page cache is full and contains each
-    /// expert without a slot with the same probability.
+    /// Hit rates for reads through a page cache of `page_cache` bytes. Assumes that the page cache is full and contains
+    /// each expert without a slot with the same probability.
     pub fn through(slots: f64, page_cache: u64, shape: &ModelFootprint, plan: &Plan) -> Self {
         let absent = shape.total_experts().saturating_sub(plan.slots as u64).saturating_mul(shape.expert);
         Self { slots, cache: (page_cache as f64 / absent.max(1) as f64).min(1.0) }

@@ -41,8 +41,8 @@ fn shape(trunk: u64, head: u64, expert: u64, layers: u64, state: u64) -> ModelFo
     }
 }
 
-/// Checks the estimate for one device. A row has a model, its hit rate, the fraction of misses found in the page cache, and
-/// the measured tokens per second. The first `fitted` rows were used to fit the constants.
+/// Checks the estimate for one device. A row has a model, its hit rate, the fraction of misses found in the page cache,
+/// and the measured tokens per second. The first `fitted` rows were used to fit the constants.
 fn check(
     what: &str,
     bandwidth: Bandwidth,
@@ -87,8 +87,8 @@ fn estimate_matches_16_cpu_cores() {
 
 #[test]
 fn estimate_matches_h200() {
-    // All weights are read at the rate of the LM head's kernel. The overheads per layer and per token were fitted to the
-    // models with 4 and 8 layers.
+    // All weights are read at the rate of the LM head's kernel. The overheads per layer and per token were fitted to
+    // the models with 4 and 8 layers.
     let bandwidth = Bandwidth { memory: 2.03e12, compute: 2.03e12, disk: 1.69e9, latency: 1.37e-3, cache: 11.1e9 };
     let overhead = Overhead { layer: 28.5e-6, token: 0.182e-3 };
     let resident = [
@@ -100,8 +100,8 @@ fn estimate_matches_h200() {
     ];
     let resident = resident.map(|(shape, measured)| (shape, 1.0, 0.0, measured));
     check("resident", bandwidth, overhead, 2, &resident);
-    // The wait for the router's choice was fitted to runs with direct reads. The rate of the page cache was fitted to the
-    // first row.
+    // The wait for the router's choice was fitted to runs with direct reads. The rate of the page cache was fitted to
+    // the first row.
     let overhead = Overhead { layer: overhead.layer + 0.11e-3, ..overhead };
     let streamed = [
         (like_35b(8), 0.799, 0.881, 186.6),

@@ -7,13 +7,13 @@
 //!   Ultra, which has two dies (SwiftLM #26).
 //! - Speed of direct reads with the size of an expert: measured by other projects that stream experts (ds4, flash-moe,
 //!   streamlx, slotstream). There are no published figures for the M4 Max, so the figures of the M4 Pro are used.
-//! - Time per layer for launches and barriers: a layer has 9 launches of at least 2 us each (qwisp #143). In resident engines
-//!   for this model family, a layer takes 115 to 215 us longer than reading its bytes (35B: M1 Max 85 to 91 tok/s, M3 Ultra
-//!   92, M5 Max 133).
-//! - Time per layer to wait for the router's choice while streaming: from 20 us for the end of a command buffer (mlx #4521) to
-//!   0.3 ms for a copy through a framework (mlx-lm #1438).
-//! - Hit rate by fraction of experts in memory: the range that anemll-mlx, turboquant, colibri and streamlx report for caches
-//!   with the routing of real Qwen3.5 models.
+//! - Time per layer for launches and barriers: a layer has 9 launches of at least 2 us each (qwisp #143). In resident
+//!   engines for this model family, a layer takes 115 to 215 us longer than reading its bytes (35B: M1 Max 85 to 91
+//!   tok/s, M3 Ultra 92, M5 Max 133).
+//! - Time per layer to wait for the router's choice while streaming: from 20 us for the end of a command buffer (mlx
+//!   #4521) to 0.3 ms for a copy through a framework (mlx-lm #1438).
+//! - Hit rate by fraction of experts in memory: the range that anemll-mlx, turboquant, colibri and streamlx report for
+//!   caches with the routing of real Qwen3.5 models.
 //!
 //! For resident models, published figures of other engines are within the range. A test checks two of these figures.
 //! For streamed models, published figures are at the pessimistic end or below: streamlx reports 15.9 tok/s for the 35B

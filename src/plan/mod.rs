@@ -1,10 +1,12 @@
-//! The memory plan: divides the memory limit among the parts of the program, and decides how many experts stay in memory.
+//! The memory plan: divides the memory limit among the parts of the program, and decides how many experts stay in
+//! memory.
 //!
-//! [`Plan::new`] is a pure function of the model's [`ModelFootprint`], the [`MachineLimits`] and the user's [`PlanOptions`].
-//! The parts of a [`Plan`] are:
+//! [`Plan::new`] is a pure function of the model's [`ModelFootprint`], the [`MachineLimits`] and the user's
+//! [`PlanOptions`]. The parts of a [`Plan`] are:
 //!
 //! ```text
-//! limit = process + trunk + vision + state + KV(context) + workspace(chunk) + draft(context, chunk) + requests + prompt cache + slots
+//! limit = process + trunk + vision + state + KV(context) + workspace(chunk) + draft(context, chunk) + requests
+//!         + prompt cache + slots
 //! ```
 //!
 //! The smallest plan has a context of 4096 tokens, a prefill chunk of 256 rows, and slots for the experts of one token
@@ -50,7 +52,8 @@ const FALLBACK_LIMIT: u64 = 4 << 30;
 const PROMPT_CACHE_PAGE_SHARE: u64 = 4;
 /// Divisor: with `--parallel auto`, four requests run at the same time if `1 / FREE_FOR_FOUR` of the limit stays free.
 const FREE_FOR_FOUR: u64 = 8;
-/// Divisor: with `--parallel auto`, the second and further requests may take at most `1 / MAX_PARALLEL_COST` of the limit.
+/// Divisor: with `--parallel auto`, the second and further requests may take at most `1 / MAX_PARALLEL_COST` of the
+/// limit.
 const MAX_PARALLEL_COST: u64 = 32;
 /// Number of bytes of a GPU's recommended working set that stay free.
 const GPU_RESERVE: u64 = 2 << 30;

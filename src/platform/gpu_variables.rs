@@ -5,8 +5,8 @@
 /// variable (pull request 22216).
 pub const GPU_VARIABLES: [(&str, &str); 1] = [("AGX_RELAX_CDM_CTXSTORE_TIMEOUT", "1")];
 
-/// Sets those [`GPU_VARIABLES`] that the user has not set. Does nothing on systems other than macOS. Must be called at the
-/// start of `main`, because other threads must not read the environment while it changes.
+/// Sets those [`GPU_VARIABLES`] that the user has not set. Does nothing on systems other than macOS. Must be called at
+/// the start of `main`, because other threads must not read the environment while it changes.
 pub fn set_gpu_variables() {
     if cfg!(target_os = "macos") {
         for (name, value) in GPU_VARIABLES {

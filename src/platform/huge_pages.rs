@@ -14,7 +14,8 @@ fn advise(bytes: &mut [u8]) {
     let before = bytes.as_ptr().align_offset(HUGE_PAGE);
     let Some(inside) = bytes.get_mut(before..).filter(|inside| inside.len() >= HUGE_PAGE) else { return };
     let len = inside.len() / HUGE_PAGE * HUGE_PAGE;
-    // SAFETY: the range consists of whole pages of an owned buffer. The advice changes no byte, and its result is ignored.
+    // SAFETY: the range consists of whole pages of an owned buffer. The advice changes no byte, and its result is
+    // ignored.
     unsafe { libc::madvise(inside.as_mut_ptr().cast(), len, libc::MADV_HUGEPAGE) };
 }
 

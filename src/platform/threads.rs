@@ -156,8 +156,8 @@ impl Threads {
     /// Splits `0..len` into ranges of at least `min` values (the last range may be shorter) and calls `job(start..end)`
     /// for each range.
     ///
-    /// There are about four ranges per thread, so that all threads finish at about the same time. The ranges depend on the
-    /// number of threads, so the caller's result must not depend on the ranges.
+    /// There are about four ranges per thread, so that all threads finish at about the same time. The ranges depend on
+    /// the number of threads, so the caller's result must not depend on the ranges.
     pub fn run_split(&self, len: usize, min: usize, job: &(dyn Fn(std::ops::Range<usize>) + Sync)) {
         let size = len.div_ceil(4 * self.count()).max(min).max(1);
         let size = if self.count() == 1 { len.max(1) } else { size };
@@ -175,7 +175,8 @@ impl Threads {
         self.run(len.div_ceil(size), &|task| {
             let base = &base;
             let start = task * size;
-            // SAFETY: in bounds of `data`, which is borrowed mutably until `run` returns. Different tasks get disjoint pieces.
+            // SAFETY: in bounds of `data`, which is borrowed mutably until `run` returns. Different tasks get disjoint
+            // pieces.
             let piece = unsafe { std::slice::from_raw_parts_mut(base.0.add(start), size.min(len - start)) };
             job(task, piece);
         });
@@ -207,7 +208,8 @@ impl ThreadPool {
             range.end.store((index + 1) * tasks / count, Ordering::Relaxed);
         }
         let number = self.number.0.load(Ordering::Relaxed) + 1;
-        // Sequentially consistent with `parked`: either a parking worker sees the new number, or `wake` sees the worker.
+        // Sequentially consistent with `parked`: either a parking worker sees the new number, or `wake` sees the
+        // worker.
         self.number.0.store(number, Ordering::SeqCst);
         self.wake(self.workers.iter().step_by(WAKE_GROUP));
         number
@@ -341,7 +343,8 @@ impl ThreadPool {
 
     fn park(&self, own: usize, done: u64) {
         let CacheAligned(WorkerState { is_parked, .. }) = &self.workers[own - 1];
-        // Sequentially consistent with `number`: if the loop below misses a new job, `publish` sees this worker as parked.
+        // Sequentially consistent with `number`: if the loop below misses a new job, `publish` sees this worker as
+        // parked.
         is_parked.store(true, Ordering::SeqCst);
         self.parked.0.fetch_add(1, Ordering::SeqCst);
         while !self.quit.load(Ordering::SeqCst) && self.number.0.load(Ordering::SeqCst) == done {

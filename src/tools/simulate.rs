@@ -117,8 +117,8 @@ mod tests {
         assert_eq!(range([2.04, 3.18], 1.0), "2.0-3.2");
     }
 
-    /// The expected sizes follow from the published configurations at 4.5 bits per weight. Keys and values have 16 bits,
-    /// and a row of 256 of them has a scale of 4 bytes.
+    /// The expected sizes follow from the published configurations at 4.5 bits per weight. Keys and values have 16
+    /// bits, and a row of 256 of them has a scale of 4 bytes.
     #[test]
     fn outline_has_sizes_of_the_real_model() {
         let options = model::LoadOptions { gpu: Some(GPU), ..model::LoadOptions::default() };

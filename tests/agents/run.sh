@@ -2,10 +2,11 @@
 # Runs one turn of real coding agents through `moestro launch`: tests/agents/run.sh [BINARY] [AGENT]...
 # Installs only the agents: tests/agents/run.sh --install
 #
-# Each agent gets a home directory, an empty project, and a checkpoint that follows a script (scripted_model.py). The model
-# calls the agent's shell tool, which must write proof.txt, and then ends with a sentence. aider has no tools: it gets an
-# edit instead. Continue's command line has no launch: it gets a server and the configuration of docs/clients.md. The server's log must have no warning and no status outside 2xx. All agents run at the same time.
-# The packages are in $AGENTS_CACHE (default target/agents) and are used again.
+# Each agent gets a home directory, an empty project, and a checkpoint that follows a script (scripted_model.py). The
+# model calls the agent's shell tool, which must write proof.txt, and then ends with a sentence. aider has no tools: it
+# gets an edit instead. Continue's command line has no launch: it gets a server and the configuration of
+# docs/clients.md. The server's log must have no warning and no status outside 2xx. All agents run at the same time. The
+# packages are in $AGENTS_CACHE (default target/agents) and are used again.
 set -euo pipefail
 
 here=$(cd "$(dirname "$0")" && pwd)

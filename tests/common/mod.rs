@@ -82,7 +82,8 @@ pub fn tensors(path: &Path) -> HashMap<String, Vec<f32>> {
     file.tensors().into_iter().map(|(name, tensor)| (name, values(tensor))).collect()
 }
 
-/// Runs a prompt in chunks of `chunk` tokens. Returns its logits, the state, and each layer's router choices in token order.
+/// Runs a prompt in chunks of `chunk` tokens. Returns its logits, the state, and each layer's router choices in token
+/// order.
 pub fn prefill(model: &Qwen, ids: &[u32], chunk: usize) -> (Logits, QwenState, Vec<RouterChoice>) {
     let mut state = model.start().unwrap();
     let mut logits = Logits { vocab: model.info().vocab, data: Vec::new() };

@@ -2,8 +2,8 @@
 # Checks a moestro binary with client libraries: tests/sdk/run.sh [BINARY]
 # Installs only the libraries: tests/sdk/run.sh --install
 #
-# Creates two virtual environments and one node_modules in $SDK_CACHE (default target/sdk) and reuses them. Serves the demo
-# model on a free port and runs:
+# Creates two virtual environments and one node_modules in $SDK_CACHE (default target/sdk) and reuses them. Serves the
+# demo model on a free port and runs:
 #   check.py               chat completions and completions through OpenAI's SDK
 #   clients.py             Responses, Messages, LiteLLM, LangChain
 #   clients.mjs            OpenAI, Anthropic and Vercel for Node
@@ -11,7 +11,8 @@
 #   schemas.py, agents.py  libraries for structured objects and agents
 #   openai_document.py     bodies and events against OpenAI's OpenAPI document
 #   structured_outputs.py  many answers under many schemas
-# Serves the vision-language checkpoint of the tests and runs pictures.py and pictures.mjs. Then schemathesis tests /openapi.json, and promtool, if installed, checks the metrics.
+# Serves the vision-language checkpoint of the tests and runs pictures.py and pictures.mjs. Then schemathesis tests
+# /openapi.json, and promtool, if installed, checks the metrics.
 set -euo pipefail
 
 here=$(cd "$(dirname "$0")" && pwd)
@@ -93,8 +94,8 @@ for client in "$venv/bin/python $here/ollama_clients.py" "node $cache/node/ollam
   fi
 done
 
-# Sends requests generated from /openapi.json. The server checks more than the document states, so refusing a request that the
-# document allows is no violation. The timeout is long, because a request may wait for a long answer before it.
+# Sends requests generated from /openapi.json. The server checks more than the document states, so refusing a request
+# that the document allows is no violation. The timeout is long, because a request may wait for a long answer before it.
 if ! "$objects/bin/schemathesis" run "http://127.0.0.1:$port/openapi.json" --max-examples 20 --phases examples,coverage,fuzzing \
   --exclude-checks positive_data_acceptance --request-timeout 60 --seed 1 --no-color >"$scratch/schemathesis" 2>&1; then
   cat "$scratch/schemathesis"

@@ -22,7 +22,8 @@ pub fn misses(requests: &[u32], slots: usize) -> Vec<bool> {
         .zip(&next)
         .enumerate()
         .map(|(at, (&key, &next))| {
-            // Entries are ordered by their next use. A cached entry for this key has the current request as its next use.
+            // Entries are ordered by their next use. A cached entry for this key has the current request as its next
+            // use.
             let hit = cached.remove(&(at, key));
             if hit || cached.len() < slots {
                 cached.insert((next, key));

@@ -37,7 +37,8 @@ pub fn format(fields: &Value) -> OutputFormat {
     OutputFormat { content, tools: None }
 }
 
-/// Compiles the format of `fields` and follows a few tokens that `source` chooses. Calls `measured` with the name of each step.
+/// Compiles the format of `fields` and follows a few tokens that `source` chooses. Calls `measured` with the name of
+/// each step.
 pub fn follow(
     compiler: &GrammarCompiler,
     fields: &Value,

@@ -28,8 +28,8 @@ impl Group {
         })
     }
 
-    /// A group for a process with this memory limit. Without the permission to create a group, prints a note and returns
-    /// `None`.
+    /// A group for a process with this memory limit. Without the permission to create a group, prints a note and
+    /// returns `None`.
     pub fn with_margin(limit: u64) -> Option<Self> {
         let group = Self::new();
         match &group {

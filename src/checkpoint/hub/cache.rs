@@ -12,7 +12,8 @@ use std::{
 /// The branch that is downloaded by default.
 const BRANCH: &str = "main";
 
-/// The cache directory: the first of `$HF_HUB_CACHE`, `$HF_HOME/hub` and `~/.cache/huggingface/hub` whose variable is set.
+/// The cache directory: the first of `$HF_HUB_CACHE`, `$HF_HOME/hub` and `~/.cache/huggingface/hub` whose variable is
+/// set.
 pub fn root() -> Option<PathBuf> {
     let set = |name| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
     let home = || Some(set("HF_HOME").or_else(|| Some(env::home_dir()?.join(".cache/huggingface")))?.join("hub"));
@@ -42,7 +43,8 @@ pub struct HubCache {
 }
 
 impl HubCache {
-    /// `id` has the form `org/name`. The caller has checked that both parts contain only letters, digits, `-`, `_` and `.`.
+    /// `id` has the form `org/name`. The caller has checked that both parts contain only letters, digits, `-`, `_` and
+    /// `.`.
     pub fn new(root: &Path, id: &str) -> Self {
         Self { dir: root.join(format!("models--{}", id.replace('/', "--"))) }
     }

@@ -1,4 +1,5 @@
-//! Records of single experts: assembles a record from the checkpoint, reads a record from the pack, and computes checksums.
+//! Records of single experts: assembles a record from the checkpoint, reads a record from the pack, and computes
+//! checksums.
 
 use super::manifest::LayerManifest;
 use crate::{

@@ -150,8 +150,8 @@ fn open(path: &Path, table: &RowTable, files: &[PathBuf]) -> Result<PackedRows, 
     Ok(packed)
 }
 
-/// Compares the packed rows in `dir` with the checkpoint, byte by byte. Skips tables without packed rows. Returns the number
-/// of rows compared.
+/// Compares the packed rows in `dir` with the checkpoint, byte by byte. Skips tables without packed rows. Returns the
+/// number of rows compared.
 ///
 /// # Errors
 /// A file system error occurs, or a byte differs.

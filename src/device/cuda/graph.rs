@@ -144,8 +144,8 @@ impl LaunchGraph {
             type_: CUgraphDependencyType::CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC as u8,
             reserved: [0; 5],
         };
-        // SAFETY: the context is current. `drop` destroys graph and executable once. The driver copies the parameters before
-        // each call returns.
+        // SAFETY: the context is current. `drop` destroys graph and executable once. The driver copies the parameters
+        // before each call returns.
         unsafe {
             sys::cuGraphCreate(&mut self.graph, 0).result()?;
             for launch in &self.launches {

@@ -42,8 +42,8 @@ impl CudaLaunch {
     /// Submits the launch to a stream.
     pub fn run(&self, stream: CUstream) -> Result<(), DriverError> {
         let [width, height, depth] = self.grid;
-        // SAFETY: the driver copies the parameters before the call returns. The queue frees a buffer only after the GPU has
-        // completed all work that uses it.
+        // SAFETY: the driver copies the parameters before the call returns. The queue frees a buffer only after the GPU
+        // has completed all work that uses it.
         self.with_parameters(|parameters| unsafe {
             let (grid, block) = ((width, height, depth), (self.threads, 1, 1));
             result::launch_kernel(self.function, grid, block, 0, stream, parameters)

@@ -1,8 +1,8 @@
 //! Compiles all CUDA kernels when the first kernel is needed, and caches the machine code.
 //!
-//! Compilation takes about ten seconds. Loading cached code takes milliseconds. Cache files are in the user's cache directory
-//! and begin with a hash of the compiler's inputs: source text, compiler options and driver version. A kernel file is
-//! compiled again if the hash differs or the driver refuses the cached code.
+//! Compilation takes about ten seconds. Loading cached code takes milliseconds. Cache files are in the user's cache
+//! directory and begin with a hash of the compiler's inputs: source text, compiler options and driver version. A kernel
+//! file is compiled again if the hash differs or the driver refuses the cached code.
 
 use crate::{
     device::{DeviceError, kernels},
@@ -21,7 +21,8 @@ use std::{
     thread,
 };
 
-/// `--fmad=false`: the compiler must not fuse multiply and add, so that rounding is the same as on the CPU and on Metal.
+/// `--fmad=false`: the compiler must not fuse multiply and add, so that rounding is the same as on the CPU and on
+/// Metal.
 const OPTIONS: [&str; 2] = ["--fmad=false", "--std=c++14"];
 /// Maximum number of registers per thread. With fewer registers, more warps run at the same time, which hides memory
 /// latency.
@@ -337,8 +338,8 @@ mod tests {
             all.extend(names(&code));
             read_stack_sizes(&log, &mut stack);
         }
-        // Registers that do not fit spill to the stack. On an H200, with 400 bytes of spills, a product of two rows took 4.6
-        // times as long as a product of one row.
+        // Registers that do not fit spill to the stack. On an H200, with 400 bytes of spills, a product of two rows
+        // took 4.6 times as long as a product of one row.
         for kernel in DECODE_KERNELS {
             assert!(stack[kernel] <= 32, "{kernel} has {} bytes on its stack", stack[kernel]);
         }

@@ -40,8 +40,8 @@ impl MetalLibrary {
     fn compiled(&self) -> &CompiledFunctions {
         self.compiled.get_or_init(|| {
             let options = MTLCompileOptions::new();
-            // With fast math, a row's result would depend on which kernel computed it, and differ from the CPU's result.
-            // `setFastMathEnabled` is deprecated, but its replacement `mathMode` needs macOS 15.
+            // With fast math, a row's result would depend on which kernel computed it, and differ from the CPU's
+            // result. `setFastMathEnabled` is deprecated, but its replacement `mathMode` needs macOS 15.
             #[allow(deprecated)]
             options.setFastMathEnabled(false);
             let compiled = kernels::compile(|_, text, tiles| {

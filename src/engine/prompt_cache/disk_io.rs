@@ -98,8 +98,8 @@ impl PromptCache {
         Ok(())
     }
 
-    /// Waits until this server holds the lock of the directory. Returns false after a timeout or an error, or if the cache
-    /// closes.
+    /// Waits until this server holds the lock of the directory. Returns false after a timeout or an error, or if the
+    /// cache closes.
     fn wait_for_disk(&self, options: &DiskCacheOptions, max_tokens: usize, timeout: Duration) -> bool {
         let begun = Instant::now();
         let mut state = self.state.lock();

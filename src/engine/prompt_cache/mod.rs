@@ -1,14 +1,14 @@
-//! The prompt cache: snapshots of sequences in a tree of token prefixes. A new prompt restores the snapshot of its longest
-//! cached prefix and computes only the remaining tokens.
+//! The prompt cache: snapshots of sequences in a tree of token prefixes. A new prompt restores the snapshot of its
+//! longest cached prefix and computes only the remaining tokens.
 //!
-//! The state of a delta net cannot be rewound, so a prompt can only resume where a snapshot was taken. [`snapshot_policy`]
-//! chooses these positions. When memory is short, the cache evicts the snapshot with the lowest value, as in
-//! GreedyDual-Size (Cao and Irani 1997): `value = clock + weight * tokens / bytes`. `tokens` is the number of tokens that a
-//! miss would recompute. The clock is the value of the last evicted snapshot, so unused snapshots age.
+//! The state of a delta net cannot be rewound, so a prompt can only resume where a snapshot was taken.
+//! [`snapshot_policy`] chooses these positions. When memory is short, the cache evicts the snapshot with the lowest
+//! value, as in GreedyDual-Size (Cao and Irani 1997): `value = clock + weight * tokens / bytes`. `tokens` is the number
+//! of tokens that a miss would recompute. The clock is the value of the last evicted snapshot, so unused snapshots age.
 //!
-//! Keys and values are stored in pages of the model's pool. Snapshots share whole pages with sequences. If a sequence needs
-//! a page and no page is free, the cache evicts snapshots. A snapshot's own memory holds the recurrent state and the
-//! positions after its last whole page.
+//! Keys and values are stored in pages of the model's pool. Snapshots share whole pages with sequences. If a sequence
+//! needs a page and no page is free, the cache evicts snapshots. A snapshot's own memory holds the recurrent state and
+//! the positions after its last whole page.
 //!
 //! Snapshots are also written to disk, so that they survive a restart. Only one server at a time owns the directory.
 

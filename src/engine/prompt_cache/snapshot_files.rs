@@ -1,16 +1,16 @@
-//! Snapshot files: one file per snapshot, and one file per whole page of keys and values. Snapshots with a common prefix
-//! share page files.
+//! Snapshot files: one file per snapshot, and one file per whole page of keys and values. Snapshots with a common
+//! prefix share page files.
 //!
 //! ```text
 //! DIR/KEY/LEN-DIGEST.state   header, recurrent states, tokens, keys and values after the last whole page
 //! DIR/KEY/DIGEST.page        header, keys and values of 256 positions
-//! header (64 bytes): "MOESTRO2", the key (32 bytes), then as little-endian u64: number of tokens, number of bytes after the
-//!                    header, CRC-32 of these bytes
+//! header (64 bytes): "MOESTRO2", the key (32 bytes), then as little-endian u64: number of tokens, number of bytes after
+//!                    the header, CRC-32 of these bytes
 //! ```
 //!
-//! The key is a hash of all inputs of a state except the tokens (see [`super::DiskCacheOptions::key`]). The digest is a hash
-//! of all tokens from the start of the prompt to the end of the snapshot or page. Files are renamed into place atomically.
-//! Prompts are private, so directories have mode 0700 and files 0600.
+//! The key is a hash of all inputs of a state except the tokens (see [`super::DiskCacheOptions::key`]). The digest is a
+//! hash of all tokens from the start of the prompt to the end of the snapshot or page. Files are renamed into place
+//! atomically. Prompts are private, so directories have mode 0700 and files 0600.
 
 use super::{
     dir_lock::DirLock,
@@ -58,8 +58,8 @@ pub struct StoredSnapshot {
 }
 
 impl SnapshotFiles {
-    /// Opens the files of `key` below `root`. Removes temporary files, and snapshots that are damaged, belong to another
-    /// key, or have more than `max_tokens` tokens. The caller must hold the lock of `root`.
+    /// Opens the files of `key` below `root`. Removes temporary files, and snapshots that are damaged, belong to
+    /// another key, or have more than `max_tokens` tokens. The caller must hold the lock of `root`.
     pub fn open(
         root: &Path,
         key: &str,
@@ -197,8 +197,8 @@ impl SnapshotFiles {
     pub fn read(&self, ids: &[u32], known: &[Arc<KvPage>], make_page: &MakePage<'_>) -> io::Result<Snapshot> {
         enum FileJob<'a> {
             Page(&'a TokenDigest, &'a mut Option<Arc<KvPage>>),
-            /// A part of the `.state` file: its offset, a buffer for the header (empty except at offset 0), a buffer for
-            /// the bytes after the header.
+            /// A part of the `.state` file: its offset, a buffer for the header (empty except at offset 0), a buffer
+            /// for the bytes after the header.
             State(usize, &'a mut [u8], &'a mut [u8]),
         }
         let (digests, whole) = self.digests(ids);
@@ -345,8 +345,8 @@ impl SnapshotFiles {
     }
 }
 
-/// Removes the snapshots of all keys below `root`. A running server that has a removed snapshot in its index recomputes the
-/// prompt.
+/// Removes the snapshots of all keys below `root`. A running server that has a removed snapshot in its index recomputes
+/// the prompt.
 ///
 /// # Errors
 /// A directory cannot be read, or a file cannot be removed.

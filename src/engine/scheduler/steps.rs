@@ -25,7 +25,8 @@ use std::{
 };
 
 /// Maximum number of rows per chunk if the request asks for the prompt's log-probabilities, which need the logits of
-/// every row. With a vocabulary of 248,320, the logits of 32 rows take 32 MB. The chunk size does not change the logits.
+/// every row. With a vocabulary of 248,320, the logits of 32 rows take 32 MB. The chunk size does not change the
+/// logits.
 const PROMPT_LOGIT_ROWS: usize = 32;
 
 impl<M: Model> Scheduler<M> {
@@ -120,7 +121,8 @@ impl<M: Model> Scheduler<M> {
         Ok(StepOutput::default())
     }
 
-    /// Recomputes the next chunk of a dropped sequence. The passes are split so that the state has the same bytes as before.
+    /// Recomputes the next chunk of a dropped sequence. The passes are split so that the state has the same bytes as
+    /// before.
     fn recompute(&mut self, live: &mut LiveRequest<M::State>, chunk: usize) -> Result<StepOutput, Abort> {
         let Some(sequence) = &mut live.sequence else { return Ok(StepOutput::default()) };
         let (from, prompt) = (sequence.len(), live.request.request.ids.len());
@@ -197,8 +199,8 @@ impl<M: Model> Scheduler<M> {
         Ok(StepOutput { events, finish })
     }
 
-    /// Evaluates the last token of each request in one pass and samples the next tokens. Uses drafts if only one sequence
-    /// decodes.
+    /// Evaluates the last token of each request in one pass and samples the next tokens. Uses drafts if only one
+    /// sequence decodes.
     fn decode(&mut self, step: &mut Step<M::State>) -> Vec<Result<StepOutput, Abort>> {
         let (begun, decoding) = ((self.now)(), step.decoding);
         // If an earlier pass verified a draft that contains the last token, the logits after the token are known

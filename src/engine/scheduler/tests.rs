@@ -134,7 +134,8 @@ fn short_request_waits_at_most_one_chunk() {
                 others.iter_mut().for_each(|client| client.poll(&engine));
             }
         }
-        // A streamed model takes seconds even for a short prompt, so the decoding sequence gets its share between chunks.
+        // A streamed model takes seconds even for a short prompt, so the decoding sequence gets its share between
+        // chunks.
         let chunks = if cost.0 > 1.0 { 3.0 } else { 1.0 };
         let bound = 3.0 * idle + chunks * LONGEST.get();
         assert!(worst <= bound, "{cost:?}: first token after {worst} s, bound {bound} s");

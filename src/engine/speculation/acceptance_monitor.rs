@@ -1,5 +1,5 @@
-//! Detects a draft that does not fit the model: one that reads the wrong layers, uses another norm convention, or was trained
-//! for another model.
+//! Detects a draft that does not fit the model: one that reads the wrong layers, uses another norm convention, or was
+//! trained for another model.
 //!
 //! Such a draft never changes an answer, since every token is verified. But it wastes time, and the user should know.
 

@@ -27,7 +27,8 @@ pub struct DflashDraft {
     error: Option<ModelError>,
 }
 
-/// Which part of the draft's context may belong to another sequence, because a sequence has started since the last draft.
+/// Which part of the draft's context may belong to another sequence, because a sequence has started since the last
+/// draft.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Unverified {
     /// No part, because no sequence has started since the last draft.
@@ -44,7 +45,8 @@ impl DflashDraft {
         Self { network, waiting, known: Vec::new(), unverified: Unverified::No, error: None }
     }
 
-    /// Compares the current sequence with the sequence of the last draft, and removes context that belongs to other tokens.
+    /// Compares the current sequence with the sequence of the last draft, and removes context that belongs to other
+    /// tokens.
     fn drop_foreign_context(&mut self, evaluated: &[u32]) {
         let same = self.known.iter().zip(evaluated).take_while(|(a, b)| a == b).count();
         match std::mem::replace(&mut self.unverified, Unverified::No) {

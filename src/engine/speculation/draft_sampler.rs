@@ -1,4 +1,5 @@
-//! [`DraftSampler`] samples from a draft's logits in the same way as the answer's sampler samples from the model's logits.
+//! [`DraftSampler`] samples from a draft's logits in the same way as the answer's sampler samples from the model's
+//! logits.
 
 use crate::engine::{
     constraint::{Constraint, MaskWorker, TokenMask},
@@ -7,9 +8,9 @@ use crate::engine::{
 
 /// Copies of the sampler and the constraint that run ahead of the answer.
 ///
-/// The copies use the same bias, penalties, temperature and random numbers as the answer's sampler. A draft with the model's
-/// logits therefore proposes exactly the tokens that the answer will contain, at any temperature. A draft also proposes only
-/// tokens that the constraint allows.
+/// The copies use the same bias, penalties, temperature and random numbers as the answer's sampler. A draft with the
+/// model's logits therefore proposes exactly the tokens that the answer will contain, at any temperature. A draft also
+/// proposes only tokens that the constraint allows.
 pub struct DraftSampler<'a> {
     sampler: &'a mut Sampler,
     /// The answer's constraint.

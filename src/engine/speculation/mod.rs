@@ -1,4 +1,5 @@
-//! Speculative decoding: a draft proposes several tokens, one forward pass verifies them, and the sampler accepts a prefix.
+//! Speculative decoding: a draft proposes several tokens, one forward pass verifies them, and the sampler accepts a
+//! prefix.
 //!
 //! The sampler treats each verified row exactly like the row of a plain decode step. The sampler's random number
 //! depends only on the seed and the token's position. The answer therefore has the same bytes with and without drafts,

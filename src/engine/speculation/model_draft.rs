@@ -61,8 +61,8 @@ fn count_rejected(evaluated: &[u32], base: usize, verified: usize, history: Toke
     ((rejected == 0 || rejected < verified) && base + kept < history.end()).then_some(rejected)
 }
 
-/// The position at which an empty state starts to evaluate a sequence of `len` tokens, so that `context` has room for `max`
-/// drafted tokens.
+/// The position at which an empty state starts to evaluate a sequence of `len` tokens, so that `context` has room for
+/// `max` drafted tokens.
 fn start_position(len: usize, max: usize, context: usize) -> usize {
     len - len.min(START).min(context.saturating_sub(max).max(1))
 }

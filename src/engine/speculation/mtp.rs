@@ -1,7 +1,7 @@
 //! Drafts by the checkpoint's multi-token-prediction (MTP) head.
 //!
-//! The head runs only when tokens must be proposed. Until then, [`MtpDraft`] stores the hidden rows of the last few hundred
-//! tokens.
+//! The head runs only when tokens must be proposed. Until then, [`MtpDraft`] stores the hidden rows of the last few
+//! hundred tokens.
 
 use super::{
     draft::{Draft, DraftKind, DraftRequest},

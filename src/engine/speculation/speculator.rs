@@ -149,8 +149,8 @@ impl<M: Model> Speculator<M> {
         self.update_hidden_rows(model);
     }
 
-    /// Makes the draft follow `sequence`, or no sequence. Must be called before each pass. If the sequence changes, calls
-    /// [`Draft::start`].
+    /// Makes the draft follow `sequence`, or no sequence. Must be called before each pass. If the sequence changes,
+    /// calls [`Draft::start`].
     pub fn follow(&mut self, sequence: Option<&Sequence<M::State>>) {
         let id = sequence.map(Sequence::id);
         if self.followed != id {

@@ -2,7 +2,7 @@
 //! from the residual stream after the model's last layer.
 //!
 //! ```text
-//! u = fc [ rms_norm(embed(x[p + 1])) ; rms_norm(rms_norm(h[p])) ]    h[p]: after the last layer; inner norm: the model's
+//! u = fc [ rms_norm(embed(x[p + 1])) ; rms_norm(rms_norm(h[p])) ]    h[p]: after the last layer; inner norm: model's
 //! m = rms_norm(layer(u))                                             the layer has its own KV cache
 //! logits of x[p + 2] = W_head m                                      the model's head
 //! ```

@@ -25,8 +25,8 @@ fn quoted(word: &str) -> String {
     format!("\"{escaped}\"")
 }
 
-/// Options that need a user namespace in a user unit. On systems without user namespaces, a unit with these options does not
-/// start.
+/// Options that need a user namespace in a user unit. On systems without user namespaces, a unit with these options
+/// does not start.
 const CONFINED: [&str; 9] = [
     "PrivateUsers=yes",
     "ProtectSystem=strict",

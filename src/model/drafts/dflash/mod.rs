@@ -5,12 +5,12 @@
 //! into logits.
 //!
 //! ```text
-//! context = rms_norm(fc [tapped layers of a position, side by side])   once per position; each layer projects it to k, v
+//! context = rms_norm(fc [tapped layers of a position, side by side])       once per position; layers project to k, v
 //! h = embed[block]
 //! for each layer:  x = rms_norm(h);  q k v = W x
 //!                  h = h + W_o attention(q; k and v of context and block)   the block's rows attend to each other
 //!                  h = h + W_down (silu(W_gate y) * W_up y)                 y = rms_norm(h)
-//! rows 1.. of rms_norm(h)                                              row j proposes the token at position j of the block
+//! rows 1.. of rms_norm(h)                                                  row j proposes token j of the block
 //! ```
 //!
 //! The draft's norms multiply by their weight as stored, unlike the target's norms in Hugging Face's layout. RoPE
