@@ -10,7 +10,7 @@
 //!
 //! | option | effect |
 //! |---|---|
-//! | `--f32` | quantise nothing that the checkpoint has not quantised |
+//! | `--f32` | quantize nothing that the checkpoint has not quantized |
 //! | `--wait` | start the rounds on a line on standard input: filling a context takes minutes, measuring seconds |
 //! | `--blank` | use contexts of zeros instead of computed ones |
 //! | `--turns` | each round waits for a line on standard input and prints `turn`, so that two builds can alternate |

@@ -1,4 +1,4 @@
-// Dequantised weights: rows of the embedding, and a whole matrix as f16 or f32 for a matrix product.
+// Dequantized weights: rows of the embedding, and a whole matrix as f16 or f32 for a matrix product.
 
 struct WeightsArgs { uint cols, float_type; Matrix m; };
 

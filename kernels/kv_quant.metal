@@ -3,7 +3,7 @@
 // The most recent positions are also kept in f32, in rings of `ring_len` positions. Queries, keys and values are
 // multiplied by a Hadamard matrix first. The rest works as in attention.metal.
 
-// RECENT_SPLIT: number of recent positions in a split. MAX_SPLITS: maximum number of splits of the quantised positions.
+// RECENT_SPLIT: number of recent positions in a split. MAX_SPLITS: maximum number of splits of the quantized positions.
 // BATCH: number of positions that are loaded together. PREFETCH_ROWS: number of positions that are prefetched together.
 enum { GROUP = 32, RECENT_POSITIONS = 64, RECENT_SPLIT = 16, MAX_SPLITS = 256, MAX_DIM = 256, BATCH = 4, PREFETCH_ROWS = 16, MERGE_THREADS = 512 };
 
@@ -36,7 +36,7 @@ FN void hadamard(uint dim, uint t, uint threads, THREADGROUP float* x THREAD_IDS
 // Rounds half to even. |x| is at most 2^22.
 FN int nearest(float x) { return int(as_type<uint>(x + 12582912.0f) - 0x4b400000u); }
 
-// Quantises `x`, which is already multiplied by the Hadamard matrix, to one row. 32 threads: a lane has one value of
+// Quantizes `x`, which is already multiplied by the Hadamard matrix, to one row. 32 threads: a lane has one value of
 // each group.
 template <uint BITS>
 FN void quantise_row(uint dim, DEVICE uchar* row, THREADGROUP float* x THREAD_IDS_PARAM) {
@@ -64,7 +64,7 @@ FN ulong ring_start(CONSTANT AttentionArgs& a, DEVICE const SequenceRow* rows, u
   return a.table_pages != 0 ? ulong(rows[row].sequence) * a.kv_heads * a.ring_len * a.dim : 0;
 }
 
-// norm_rope of attention.metal with a Hadamard transform and quantisation. Grid (heads + 2 * kv_heads, tokens), 32
+// norm_rope of attention.metal with a Hadamard transform and quantization. Grid (heads + 2 * kv_heads, tokens), 32
 // threads.
 template <uint BITS>
 FN void norm_rope_quantise(CONSTANT AttentionArgs& a, DEVICE const float* proj, DEVICE const float* q_norm,
@@ -107,7 +107,7 @@ FN void norm_rope_quantise(CONSTANT AttentionArgs& a, DEVICE const float* proj, 
 // Number of splits of the recent positions for a query at `position`. These splits come before the other splits.
 FN uint recent_splits(uint position) { return (position - quantised_until(position)) / RECENT_SPLIT + 1; }
 
-// Number of positions per split, for `until` quantised positions.
+// Number of positions per split, for `until` quantized positions.
 FN uint split_size(CONSTANT AttentionArgs& a, uint until) {
   uint size = a.min_split;
   while (until / size >= MAX_SPLITS) size *= 2;
@@ -158,7 +158,7 @@ FN void unpack_quant_row(QuantRow from, THREAD float* to) {
 }
 
 // Attention over positions `first`..`end` for HEADS queries from head `head`, as in attend_split of attention.metal.
-// With RECENT, the positions are read from the ring of recent positions, otherwise from the quantised pages.
+// With RECENT, the positions are read from the ring of recent positions, otherwise from the quantized pages.
 template <uint BITS, uint COLUMNS, uint HEADS, bool RECENT>
 FN void attend_range(CONSTANT AttentionArgs& a, DEVICE const float* q, DEVICE const uchar* keys, DEVICE const uchar* values,
              DEVICE const uint* table, DEVICE const float* recent_keys, DEVICE const float* recent_values,

@@ -1,4 +1,4 @@
-// Reading quantised weights in the encodings of MLX checkpoints. Part of every kernel file.
+// Reading quantized weights in the encodings of MLX checkpoints. Part of every kernel file.
 //
 // A lane reads 16 consecutive values of a row at a time, a *chunk*. The n-bit codes of a chunk are n 16-bit words,
 // and a chunk never crosses a group. Codes, scales and biases start at 16-byte boundaries. The length of a row of codes

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Tests and measures a machine's GPU: doctor, the demo's answers compared with the CPU's (resident, with few slots, long
-# prompts, quantised keys and values), and speed. Continues after a failure and prints a summary.
+# prompts, quantized keys and values), and speed. Continues after a failure and prints a summary.
 #
 #   tests/gpu.sh                          builds the programs and runs them
 #   MOESTRO=... KERNELS=... tests/gpu.sh  runs existing programs: moestro, and the test program `kernels`

@@ -185,7 +185,7 @@ fn describe_plan(plan: &Value) -> String {
     format!("on {device}, {experts}, context {}", plan["context"])
 }
 
-/// Storage format of the weights of a `config.json`: `4-bit affine, groups of 64`, or the data type of unquantised
+/// Storage format of the weights of a `config.json`: `4-bit affine, groups of 64`, or the data type of unquantized
 /// weights.
 pub fn quantisation(config: &Value) -> Option<String> {
     let table = config.get("quantization").or(config.get("quantization_config"));

@@ -3,10 +3,10 @@
 use crate::platform::Threads;
 use std::{fmt, sync::Arc};
 
-/// The arithmetic with which the CPU multiplies quantised weights and activations.
+/// The arithmetic with which the CPU multiplies quantized weights and activations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum CpuArithmetic {
-    /// The default. Quantises activations to integers with one scale per group. The relative error of a product is
+    /// The default. Quantizes activations to integers with one scale per group. The relative error of a product is
     /// about 2e-7 with 4-bit weights and 4e-6 with 8-bit weights.
     #[default]
     Integer,

@@ -16,7 +16,7 @@ pub const FILES: [(&str, &str); 11] = [
     ("streams", include_str!("../../kernels/streams.metal")),
 ];
 
-/// Code that reads quantised weights. Part of every file.
+/// Code that reads quantized weights. Part of every file.
 pub const QUANT: &str = include_str!("../../kernels/quant.metal");
 
 /// Matrix products on matrix units. Part of every file if the compiler accepts this code.

@@ -75,7 +75,7 @@ impl Reference {
         Ok(Self { config, checkpoint, device, precision, kv_bits: None })
     }
 
-    /// Quantises keys and values to 8 or 4 bits.
+    /// Quantizes keys and values to 8 or 4 bits.
     pub fn with_kv_bits(self, bits: u32) -> Self {
         Self { kv_bits: Some(bits), ..self }
     }
@@ -264,7 +264,7 @@ impl Reference {
         Ok(swiglu(x, &gate, &up, &down)?)
     }
 
-    /// The matrix at `path`, `[rows, cols]`, dequantised.
+    /// The matrix at `path`, `[rows, cols]`, dequantized.
     fn matrix(&self, path: &str, rows: usize, cols: usize) -> Result<Tensor, ModelError> {
         let values = dequantise::matrix(&self.checkpoint, path, rows, cols)?;
         Ok(Tensor::from_vec(values, (rows, cols), &self.device)?.to_dtype(self.precision)?)
@@ -276,7 +276,7 @@ impl Reference {
         Ok(Tensor::from_vec(values, (layout.rows, layout.cols), &self.device)?.to_dtype(self.precision)?)
     }
 
-    /// A small tensor that is never quantised, `[len]`.
+    /// A small tensor that is never quantized, `[len]`.
     fn vector(&self, name: &str, len: usize) -> Result<Tensor, ModelError> {
         Ok(Tensor::from_vec(self.checkpoint.vector(name, len)?, len, &self.device)?.to_dtype(self.precision)?)
     }
@@ -351,7 +351,7 @@ fn attend_masked(q: &Tensor, k: &Tensor, v: &Tensor, mask: &Tensor) -> candle_co
     o.transpose(0, 1)?.contiguous()
 }
 
-/// [`attend`] with quantised keys and values (`--kv-bits`). Keys and values are multiplied by a Hadamard matrix and
+/// [`attend`] with quantized keys and values (`--kv-bits`). Keys and values are multiplied by a Hadamard matrix and
 /// then rounded. A query at `t` reads positions from `recent_start(t)` on without rounding. All tensors are `[T, heads,
 /// dim]`, and `dim` is a power of two.
 fn attend_quantised(q: &Tensor, k: &Tensor, v: &Tensor, bits: u32) -> candle_core::Result<Tensor> {

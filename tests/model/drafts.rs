@@ -245,7 +245,7 @@ fn hugging_face(head: Tensors, numbered: bool) -> Tensors {
     out
 }
 
-/// Quantises the matrices that `is_selected` selects as MLX does: affine, 8 bits, groups of 64.
+/// Quantizes the matrices that `is_selected` selects as MLX does: affine, 8 bits, groups of 64.
 fn quantised(head: Tensors, is_selected: impl Fn(&str) -> bool) -> Tensors {
     let mut out = Tensors::new();
     for (name, (dtype, shape, data)) in head {

@@ -12,12 +12,12 @@ use crate::{
 const MIN_SPLIT: usize = 16;
 /// Maximum number of splits of a row. If a row would have more, the split size doubles.
 const MAX_SPLITS: usize = 512;
-/// Maximum number of splits of a row in a quantised cache, not counting the splits of the recent positions. Less than
+/// Maximum number of splits of a row in a quantized cache, not counting the splits of the recent positions. Less than
 /// [`MAX_SPLITS`], because one threadgroup merges all splits.
 const MAX_QUANT_SPLITS: usize = 256;
 /// Maximum number of splits of the recent positions.
 const MAX_RECENT_SPLITS: usize = 2 * RECENT / MIN_SPLIT;
-/// Number of threads in a threadgroup that merges the splits of a quantised cache.
+/// Number of threads in a threadgroup that merges the splits of a quantized cache.
 const MERGE_THREADS: u32 = 512;
 
 /// Number of positions per split: [`MIN_SPLIT`], doubled until `positions` contain fewer than `max` whole splits.
@@ -35,7 +35,7 @@ fn splits_at(position: usize) -> (usize, usize) {
     (position / size + 1, size)
 }
 
-/// Number of splits of a quantised cache for a query at `position`, and positions per split. Does not count splits of
+/// Number of splits of a quantized cache for a query at `position`, and positions per split. Does not count splits of
 /// the recent positions.
 fn quant_splits_at(position: usize) -> (usize, usize) {
     let until = recent_start(position);
@@ -52,7 +52,7 @@ pub fn max_splits(context: usize) -> usize {
 }
 
 impl AttentionShape {
-    /// Maximum number of splits of any of the rows. In a quantised cache, splits of the recent positions come first.
+    /// Maximum number of splits of any of the rows. In a quantized cache, splits of the recent positions come first.
     fn splits(&self, start: usize, tokens: usize) -> usize {
         let last = (start + tokens).saturating_sub(1);
         match self.recent {
@@ -205,7 +205,7 @@ impl Attention<'_> {
 
     fn merge(&self, rows: Option<SequenceRows>) -> Launch {
         let Self { shape, start, tokens, proj, cache, partials, y, .. } = *self;
-        // The merge of a quantised cache transforms a whole head, so one threadgroup computes all columns of a head.
+        // The merge of a quantized cache transforms a whole head, so one threadgroup computes all columns of a head.
         let columns = if shape.recent.is_some() { 1 } else { shape.dim.div_ceil(32) };
         Launch {
             kernel: if shape.recent.is_some() { "attention_merge_quant" } else { "attention_merge" },

@@ -20,7 +20,7 @@ impl Embedding<'_> {
     }
 }
 
-/// Dequantises a whole matrix to f16 or f32 for a matrix product. Panics for bf16.
+/// Dequantizes a whole matrix to f16 or f32 for a matrix product. Panics for bf16.
 pub fn dequantise(weight: &Weight, float: Float, out: Region) -> Launch {
     assert!(float != Float::Bf16, "weights are expanded to f16 or f32");
     let mut args = vec![weight.cols as u32, if float == Float::F32 { 0 } else { 1 }];
