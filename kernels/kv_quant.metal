@@ -146,7 +146,7 @@ FN QuantRow load_quant_row(DEVICE const uchar* row, uint dim, bool wide THREAD_I
   return to;
 }
 
-// Unpacks a lane's values, before the scale.
+// Unpacks a lane's values without multiplying them by the scale.
 template <uint BITS, uint COLUMNS>
 FN void unpack_quant_row(QuantRow from, THREAD float* to) {
   UNROLL for (uint j = 0; j < COLUMNS; j++) {

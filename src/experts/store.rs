@@ -84,7 +84,7 @@ pub trait SlotDevice: Timeline {
 
 impl SlotDevice for CpuTimeline {}
 
-/// Interval between two updates of the heatmap of experts in memory.
+/// Interval between two updates of the heatmap, which shows on the page at `/` which experts are in memory.
 const HEATMAP_INTERVAL: Duration = Duration::from_millis(500);
 
 /// The experts of one model.

@@ -133,7 +133,7 @@ fn logits_ignore_chunks_threads_and_slots() {
         {
             let store = StoreOptions { slots, ..StoreOptions::default() };
             let model = load_with(&dir(), LoadOptions { threads: Some(threads), store, ..options() });
-            // At least 60 slots are needed: 6 layers with 10 experts per token each.
+            // At least 60 slots are needed: 10 experts per token in each of 6 layers.
             assert_eq!(model.store().unwrap().slots(), slots.unwrap_or(96));
             let (logits, ..) = prefill(&model, &ids, chunk);
             assert!(logits.data == expected.data, "{}: chunks of {chunk}, {slots:?} slots", case.name);
@@ -147,7 +147,8 @@ fn snapshots_restore_everywhere() {
         let ids = case.ids();
         let mut model = load();
         let mut state = model.start().unwrap();
-        // Take snapshots at every position within a block, also at the start, where the history is not full.
+        // Take snapshots at every position within a block, also at the start, where the rings of the last rows are not
+        // full.
         let marks: Vec<usize> = (1..ids.len()).step_by(3).collect();
         let (expected, snapshots) = forward_with_snapshots(&mut model, &mut state, &ids, Rows::All, &marks);
         for (at, snapshot) in marks.into_iter().zip(snapshots) {
@@ -168,7 +169,8 @@ fn snapshots_restore_everywhere() {
     }
 }
 
-/// Rejects drafts at every position, so that blocks become complete (closed) and incomplete (open) again.
+/// Rejects drafts at every position. The drafts complete (close) blocks, and rejecting the drafts opens the blocks
+/// again.
 #[test]
 fn rejected_drafts_leave_no_trace() {
     for case in cases() {
