@@ -238,23 +238,8 @@ impl Driver for Cuda {
         self.make_current()?;
         let len = bytes.len().min(region.len);
         let from = self.region_address(region)?;
-        let bytes = &mut bytes[..len];
-        let staged = self.staging.get(len);
-        // SAFETY: in bounds (checked by the queue). `synchronize` waits for each copy.
-        unsafe {
-            match staged {
-                Some(staged) => {
-                    result::memcpy_dtoh_async(staged, from, self.stream).map_err(cuda_error)?;
-                    result::stream::synchronize(self.stream).map_err(cuda_error)?;
-                    bytes.copy_from_slice(staged);
-                    Ok(())
-                }
-                None => {
-                    result::memcpy_dtoh_async(bytes, from, self.stream).map_err(cuda_error)?;
-                    result::stream::synchronize(self.stream).map_err(cuda_error)
-                }
-            }
-        }
+        // SAFETY: in bounds (checked by the queue). Context and stream belong to this GPU.
+        unsafe { self.staging.read(from, &mut bytes[..len], self.stream) }.map_err(cuda_error)
     }
 
     fn begin(&mut self, _: bool) -> Result<CudaEncoder, DeviceError> {

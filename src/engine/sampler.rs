@@ -247,7 +247,7 @@ fn largest(logits: &[f32], count: usize, pool: &mut Vec<TokenCandidate>) {
 ///
 /// `weights` belongs to the sorted candidates in `pool`, or to every token if `pool` is empty.
 fn keep(pool: &mut Vec<TokenCandidate>, weights: &[f32], bar: f32, share: f32) {
-    let goal = sum_from(weights, 0.0) * f64::from(share.max(0.0));
+    let goal = if share < 1.0 { sum_from(weights, 0.0) * f64::from(share.max(0.0)) } else { 0.0 };
     if pool.is_empty() {
         // For most rows few tokens are kept, so only tokens above a low enough bar are sorted.
         let reaches = |low: &f32| *low == 0.0 || sum_from(weights, *low) >= goal;

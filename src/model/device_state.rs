@@ -32,6 +32,8 @@ pub struct DeviceState {
     pub scratch: Scratch,
     pub taps: TapBuffers,
     pub mtp: Option<MtpDeviceState>,
+    /// Memory for the logits of the next pass, from [`Model::recycle`](super::Model::recycle).
+    pub spare_logits: Vec<f32>,
 }
 
 impl DeviceState {
@@ -94,6 +96,7 @@ impl DeviceState {
             scratch: Scratch::default(),
             taps: TapBuffers::default(),
             mtp,
+            spare_logits: Vec::new(),
         })
     }
 

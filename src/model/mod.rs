@@ -61,7 +61,7 @@ pub use state::{
 };
 pub use vision::{Image, ImageLimits, ImageProcessor, PlacedImage, VisionTower, place_images, prefix_keys};
 
-use crate::{device::DeviceError, error::ModelError};
+use crate::{device::DeviceError, error::ModelError, platform::Threads};
 use std::sync::Arc;
 
 /// The rows of logits that a forward pass returns.
@@ -173,6 +173,11 @@ pub trait Model: HiddenStates + Send + 'static {
 
     fn info(&self) -> ModelInfo;
 
+    /// The model's compute threads, which are idle between passes. `None` if there is only the calling thread.
+    fn threads(&self) -> Option<&Threads> {
+        None
+    }
+
     /// Starts an empty sequence.
     fn start(&self) -> Result<Self::State, ModelError>;
 
@@ -208,6 +213,9 @@ pub trait Model: HiddenStates + Send + 'static {
     /// token at a time. Until the next call with `state`, [`SequenceState::reject`] can undo all tokens except the
     /// first.
     fn verify(&mut self, state: &mut Self::State, ids: &[u32]) -> Result<Logits, ModelError>;
+
+    /// Takes back the logits of an earlier pass, so that a later pass can reuse their memory.
+    fn recycle(&mut self, _logits: Logits) {}
 
     /// Takes a snapshot of the whole sequence.
     fn snapshot(&self, state: &mut Self::State) -> Result<Snapshot, ModelError>;

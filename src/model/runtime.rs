@@ -27,7 +27,7 @@ use crate::{
     experts::{ExpertStore, PassKind},
     ops::{Backend, Embedding, KvBits, Linear, ModelPart},
     plan::{ModelFootprint, Plan},
-    platform::os::MemoryLevel,
+    platform::{Threads, os::MemoryLevel},
 };
 use std::{ops::Range, sync::Arc, time::Instant};
 
@@ -46,6 +46,10 @@ impl Model for Qwen {
             pages: Some(self.device.borrow().pool.clone()),
             images: self.parts.vision.as_ref().map(|vision| vision.processor.clone()),
         }
+    }
+
+    fn threads(&self) -> Option<&Threads> {
+        Some(&self.parts.compute.threads)
     }
 
     fn start(&self) -> Result<QwenState, ModelError> {
@@ -72,6 +76,13 @@ impl Model for Qwen {
 
     fn verify(&mut self, state: &mut QwenState, ids: &[u32]) -> Result<Logits, ModelError> {
         self.verify_after(0, state, ids)
+    }
+
+    fn recycle(&mut self, logits: Logits) {
+        let spare = &mut self.device.get_mut().spare_logits;
+        if logits.rows() <= MAX_VERIFY_ROWS && logits.data.capacity() > spare.capacity() {
+            *spare = logits.data;
+        }
     }
 
     fn snapshot(&self, state: &mut QwenState) -> Result<Snapshot, ModelError> {
@@ -304,8 +315,13 @@ impl Qwen {
         self.check_ids(state.len, ids)?;
         state.verified = 0;
         let device = &mut *self.device.borrow_mut();
-        let mut logits = Logits { vocab: self.parts.config.vocab, data: Vec::new() };
-        let (mut marks, mut rest) = (hooks.snapshot_at, ids.len());
+        let rows_of_logits = match rows {
+            Rows::None => 0,
+            Rows::Last => ids.len().min(1),
+            Rows::All => ids.len(),
+        };
+        let mut logits = self.new_logits(device, rows_of_logits);
+        let (mut marks, mut rest, mut unfilled) = (hooks.snapshot_at, ids.len(), &mut logits.data[..]);
         for ids_here in ids.chunks(device.buffers.rows) {
             let (tokens, start) = (ids_here.len(), state.len);
             rest -= tokens;
@@ -331,9 +347,10 @@ impl Qwen {
                 commit: Commit::Now,
             };
             let observer = hooks.on_route.as_mut().map(|observer| &mut **observer as &mut RouterObserver<'_>);
-            let marks = SnapshotMarks::new(here);
-            let marks =
-                self.run_pass(device, &mut [state], chunk, (hooks.keep_going, observer, marks), &mut logits.data)?;
+            let hooks_here = (hooks.keep_going, observer, SnapshotMarks::new(here));
+            let (logits_here, after) = unfilled.split_at_mut(chunk.logits.len() * self.parts.config.vocab);
+            unfilled = after;
+            let marks = self.run_pass(device, &mut [state], chunk, hooks_here, logits_here)?;
             for ((row, delta), rings) in marks.rows.iter().zip(marks.states).zip(marks.rings) {
                 let (fixed, next) = ([delta, rings].concat(), positions.next_after(*row));
                 hooks.snapshots.push(state.snapshot(start + row, next, fixed, &mut device.backend)?);
@@ -404,7 +421,7 @@ impl Qwen {
             half: false,
             commit: Commit::Now,
         };
-        let mut logits = Logits { vocab: self.parts.config.vocab, data: Vec::new() };
+        let mut logits = self.new_logits(device, count);
         let mut states: Vec<&mut QwenState> = rows.iter_mut().map(|(state, _)| &mut **state).collect();
         self.run_pass(device, &mut states, chunk, (None, None, SnapshotMarks::default()), &mut logits.data)?;
         for state in states {
@@ -446,7 +463,7 @@ impl Qwen {
             half,
             commit,
         };
-        let mut logits = Logits { vocab: config.vocab, data: Vec::new() };
+        let mut logits = self.new_logits(device, rows);
         // If the verify fails, its rows cannot be rejected.
         state.verified = 0;
         self.run_pass(device, &mut [state], chunk, (None, None, SnapshotMarks::default()), &mut logits.data)?;
@@ -456,7 +473,15 @@ impl Qwen {
         Ok(logits)
     }
 
-    /// Runs one pass. Appends the logits that the chunk asks for to `logits`. Returns the snapshot marks with the
+    /// Logits of `rows` rows, for a pass to fill. Reuses the memory of recycled logits.
+    fn new_logits(&self, device: &mut DeviceState, rows: usize) -> Logits {
+        let vocab = self.parts.config.vocab;
+        let mut data = if rows > 0 { std::mem::take(&mut device.spare_logits) } else { Vec::new() };
+        data.resize(rows * vocab, 0.0);
+        Logits { vocab, data }
+    }
+
+    /// Runs one pass. Fills `logits` with the rows that the chunk asks for. Returns the snapshot marks with the
     /// states recorded at these marks.
     fn run_pass<'a>(
         &'a self,
@@ -468,7 +493,7 @@ impl Qwen {
             Option<&'a mut RouterObserver<'a>>,
             SnapshotMarks,
         ),
-        logits: &mut Vec<f32>,
+        logits: &mut [f32],
     ) -> Result<SnapshotMarks, ModelError> {
         let rows_of_each = chunk.ids.len() / states.len().max(1);
         states.iter_mut().try_for_each(|state| state.reserve_pages(rows_of_each, &mut device.backend))?;

@@ -5,6 +5,7 @@ use super::{
     scheduler::{MS, engine, options, request, wait_until_idle},
 };
 use moestro::{
+    device::{CpuArithmetic, CpuDevice},
     engine::{DraftPolicy, Event, Events, Finish, Options, Request, Sampling, collect},
     error::EngineError,
 };
@@ -231,6 +232,20 @@ fn verified_draft_needs_no_row() {
 }
 
 #[test]
+fn logits_are_recycled() {
+    let recycled = |mock: &MockModel| mock.recycled.load(Ordering::Relaxed);
+    for (count, batch) in [(1, 1), (2, 2), (4, 4)] {
+        let mock = MockModel { delay: MS, batch, ..MockModel::default() };
+        let (handle, ..) = engine(&mock, parallel(count));
+        let all: Vec<_> = (0..count as u32).map(|id| handle.submit(request(&[9, 20 + id, 8], 3)).unwrap()).collect();
+        all.into_iter().for_each(|events| assert_eq!(collect(events).0.len(), 3));
+        // An answer drops its last row, which is recycled only if the row's pass had other rows that were not dropped.
+        assert!((2 * count..3 * count).contains(&recycled(&mock)), "{count}: {}", recycled(&mock));
+        assert_eq!(mock.rows.load(Ordering::Relaxed), 3 * count);
+    }
+}
+
+#[test]
 fn shared_new_prefix_is_computed_once() {
     let mock = MockModel { delay: MS, ..MockModel::default() };
     let (handle, ..) = engine(&mock, Options { prompt_cache: 1 << 20, ..parallel(4) });
@@ -277,8 +292,9 @@ fn random_mixes_answer_as_alone() {
         worker.join().unwrap();
         answers
     };
-    for (count, batch, prompt_cache) in [(2, 1, 0), (4, 4, 1 << 20), (8, 3, 200)] {
-        let mock = MockModel { batch, ..mock.clone() };
+    for (count, batch, threads, prompt_cache) in [(2, 1, 2, 0), (4, 4, 3, 1 << 20), (8, 8, 2, 0), (8, 3, 1, 200)] {
+        let compute = Some(CpuDevice::new(threads, CpuArithmetic::Integer));
+        let mock = MockModel { batch, compute, ..mock.clone() };
         let (handle, worker, metrics) = engine(&mock, Options { prompt_cache, ..parallel(count) });
         std::thread::scope(|scope| {
             for client in 0..8 {

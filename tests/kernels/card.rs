@@ -132,3 +132,16 @@ fn gpu_quantised_cache_matches_the_cpu() {
         assert_agrees(&format!("{kv_bits:?}"), &found, &expected, 5e-2);
     }
 }
+
+#[test]
+fn gpu_reads_back_long_buffers() {
+    let Some(mut gpu) = gpu() else { return };
+    let bytes: Vec<u8> = (0..(5 << 20) + 12).map(|at: usize| (at ^ at >> 9) as u8).collect();
+    let region = gpu.allocate(bytes.len()).unwrap();
+    gpu.write(region, &bytes).unwrap();
+    for (from, len) in [(0, 4), (8, 1 << 20), (4, (1 << 20) + 4), (12, 2 << 20), (0, (3 << 20) - 4), (12, 5 << 20)] {
+        let mut read = vec![0; len];
+        gpu.read(region.part(from, len), &mut read).unwrap();
+        assert!(read == bytes[from..from + len], "{len} bytes from {from}");
+    }
+}

@@ -115,8 +115,9 @@ impl Default for Setup {
 impl Setup {
     fn start(&self, parallel: usize) -> (Handle, engine::Worker, Arc<Metrics>) {
         let store = StoreOptions { slots: self.slots, prefetch: Prefetch::On, ..StoreOptions::default() };
-        let mut options =
-            LoadOptions { threads: Some(1), store, kv_bits: self.kv_bits, verify: true, ..LoadOptions::default() };
+        // The rows of a pass are sampled on all threads.
+        let threads = Some(if parallel > 1 { 3 } else { 1 });
+        let mut options = LoadOptions { threads, store, kv_bits: self.kv_bits, verify: true, ..LoadOptions::default() };
         options.plan.context = Some(self.context);
         options.plan.chunk = Some(96);
         // Without snapshots, the pool has only the pages of one context.

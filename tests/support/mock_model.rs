@@ -2,11 +2,13 @@
 #![allow(dead_code)] // Each test binary uses a part of it.
 
 use moestro::{
+    device::CpuDevice,
     error::{ModelError, StoreError},
     model::{
         CopiedPages, HiddenStates, HiddenTaps, Logits, Model, ModelInfo, PassHooks, Rows, SequenceState, Snapshot,
         SnapshotSize,
     },
+    platform::Threads,
 };
 use std::{
     sync::{
@@ -27,6 +29,8 @@ pub struct MockModel {
     pub context: usize,
     pub chunk: usize,
     pub batch: usize,
+    /// The threads of [`Model::threads`].
+    pub compute: Option<CpuDevice>,
     pub eos: u32,
     /// The answer to every prompt. If `None`, the answer repeats the prompt.
     pub answer: Option<Vec<u32>>,
@@ -44,12 +48,14 @@ pub struct MockModel {
     pub answer_snapshots_fail: bool,
     /// If true, the next call of [`Model::recover`] reports that the device was lost.
     pub loses_device: Arc<AtomicBool>,
-    /// Number of calls of [`Model::recover`]. Clones of the mock share this counter and the next two counters.
+    /// Number of calls of [`Model::recover`]. Clones of the mock share this counter and the next three counters.
     pub recovered: Arc<AtomicUsize>,
     /// Number of tokens evaluated.
     pub evaluated: Arc<AtomicUsize>,
     /// Number of rows of logits computed.
     pub rows: Arc<AtomicUsize>,
+    /// Number of rows of logits taken back by [`Model::recycle`].
+    pub recycled: Arc<AtomicUsize>,
     /// The requested hidden rows. A hidden row contains the id of its token, once per layer.
     pub taps: HiddenTaps,
     /// The tokens of the last pass.
@@ -65,6 +71,7 @@ impl Default for MockModel {
             context: 256,
             chunk: 8,
             batch: 1,
+            compute: None,
             eos: 2,
             answer: None,
             margin: 50.0,
@@ -77,6 +84,7 @@ impl Default for MockModel {
             recovered: Arc::default(),
             evaluated: Arc::default(),
             rows: Arc::default(),
+            recycled: Arc::default(),
             taps: HiddenTaps::default(),
             last: Vec::new(),
             states: Arc::default(),
@@ -131,6 +139,10 @@ impl Model for MockModel {
         }
     }
 
+    fn threads(&self) -> Option<&Threads> {
+        self.compute.as_ref().map(|compute| &*compute.threads)
+    }
+
     fn start(&self) -> Result<MockState, ModelError> {
         let (frozen, _alive) = (CopiedPages::default(), self.states.clone());
         Ok(MockState { tokens: Vec::new(), prompt: 0, answered: 0, before: Vec::new(), frozen, _alive })
@@ -176,6 +188,10 @@ impl Model for MockModel {
 
     fn verify(&mut self, state: &mut MockState, ids: &[u32]) -> Result<Logits, ModelError> {
         self.forward_with(state, ids, Rows::All, &mut PassHooks::default())
+    }
+
+    fn recycle(&mut self, logits: Logits) {
+        self.recycled.fetch_add(logits.rows(), Ordering::Relaxed);
     }
 
     /// In a snapshot, the tokens take the place of keys and values (4 bytes per position), and the two counts take the

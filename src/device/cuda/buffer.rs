@@ -1,9 +1,12 @@
 //! GPU buffers, copies from slabs, and a pinned staging buffer.
 
 use super::error::cuda_error;
-use crate::device::{DeviceError, Region, Slab};
+use crate::{
+    device::{DeviceError, Region, Slab},
+    platform::Threads,
+};
 use cudarc::driver::{
-    result,
+    result::{self, DriverError},
     sys::{self, CUdeviceptr, CUresult, CUstream},
 };
 use std::{ffi::c_void, ops::Range, sync::Arc};
@@ -95,39 +98,76 @@ impl Drop for DeviceBuffer {
 }
 
 /// Pinned memory to which the GPU copies results. A copy to pageable memory is slower, since the driver splits it.
-pub struct StagingBuffer(*mut u8);
+pub struct StagingBuffer {
+    memory: *mut u8,
+    len: usize,
+    /// The threads that copy large results to their destination. Started for the first large result.
+    threads: Option<Threads>,
+}
 
 impl StagingBuffer {
-    /// Length in bytes. This is enough for the logits of a large vocabulary.
-    const LEN: usize = 4 << 20;
+    /// Minimum and maximum length in bytes. The maximum is enough for 16 rows of logits of a large vocabulary.
+    const MIN_LEN: usize = 4 << 20;
+    const MAX_LEN: usize = 16 << 20;
+    /// Number of bytes that a thread copies at a time: a row of logits. One thread alone copies more slowly than the GPU.
+    const PART: usize = 1 << 20;
+    const THREADS: usize = 4;
 
-    /// The first `len` bytes. Returns `None` if `len` is too large or allocation fails. The context must be current.
-    pub fn get(&mut self, len: usize) -> Option<&mut [u8]> {
-        if len > Self::LEN {
-            return None;
+    /// Fills `bytes` from the GPU's memory at `from`, after the work submitted to `stream` so far.
+    ///
+    /// # Safety
+    /// The context is current, `stream` belongs to it, and `bytes.len()` bytes of GPU memory start at `from`.
+    pub unsafe fn read(&mut self, from: CUdeviceptr, bytes: &mut [u8], stream: CUstream) -> Result<(), DriverError> {
+        let is_staged = self.reserve(bytes.len());
+        // SAFETY: `reserve` has initialised the memory. No other reference to it exists while `self` is borrowed.
+        let mut staged = is_staged.then(|| unsafe { std::slice::from_raw_parts_mut(self.memory, bytes.len()) });
+        // SAFETY: the caller guarantees the bounds. `synchronize` waits for the copy.
+        unsafe {
+            result::memcpy_dtoh_async(staged.as_deref_mut().unwrap_or(&mut *bytes), from, stream)?;
+            result::stream::synchronize(stream)?;
         }
-        if self.0.is_null() {
+        match staged {
+            Some(staged) if staged.len() > Self::PART => {
+                let threads = self.threads.get_or_insert_with(|| Threads::new(Self::THREADS));
+                threads.run_pieces(bytes, Self::PART, &|index, part| {
+                    part.copy_from_slice(&staged[index * Self::PART..][..part.len()]);
+                });
+            }
+            Some(staged) => bytes.copy_from_slice(staged),
+            None => {}
+        }
+        Ok(())
+    }
+
+    /// Makes the buffer at least `len` bytes long. Returns false if `len` is too large or allocation fails.
+    fn reserve(&mut self, len: usize) -> bool {
+        if len > Self::MAX_LEN {
+            return false;
+        }
+        if self.len < len.max(Self::MIN_LEN) {
+            self.clear();
+            let new = len.next_power_of_two().max(Self::MIN_LEN);
             // SAFETY: `clear` frees the memory once.
-            self.0 = unsafe { result::malloc_host(Self::LEN, 0) }.ok()?.cast();
+            let Ok(memory) = (unsafe { result::malloc_host(new, 0) }) else { return false };
+            (self.memory, self.len) = (memory.cast(), new);
             // SAFETY: the block has this length. The block is initialised here before any read.
-            unsafe { self.0.write_bytes(0, Self::LEN) };
+            unsafe { self.memory.write_bytes(0, new) };
         }
-        // SAFETY: the memory was initialised above, and the result is borrowed for as long as `self`.
-        Some(unsafe { std::slice::from_raw_parts_mut(self.0, len) })
+        true
     }
 
     /// Frees the memory. The context must be current, and no copy to the memory may be pending.
     pub fn clear(&mut self) {
-        if !self.0.is_null() {
+        if !self.memory.is_null() {
             // SAFETY: the current context allocated the memory.
-            let _ = unsafe { result::free_host(self.0.cast()) };
-            self.0 = std::ptr::null_mut();
+            let _ = unsafe { result::free_host(self.memory.cast()) };
+            (self.memory, self.len) = (std::ptr::null_mut(), 0);
         }
     }
 }
 
 impl Default for StagingBuffer {
     fn default() -> Self {
-        Self(std::ptr::null_mut())
+        Self { memory: std::ptr::null_mut(), len: 0, threads: None }
     }
 }

@@ -3,7 +3,7 @@
 use super::{Scheduler, Step};
 use crate::{
     engine::{
-        answer::{PartialAnswer, StepOutput},
+        answer::{PartialAnswer, StepOutput, TokenRules},
         cache_salt::CachedPrompt,
         idle_sequences::IdleSequence,
         live_request::{LiveRequest, Prefill, Stage, Work, may_reuse},
@@ -15,6 +15,7 @@ use crate::{
         speculation::{PendingRows, SampledToken},
     },
     error::{EngineError, ModelError},
+    metrics::Metrics,
     model::{Model, PassHooks, Rows, SequenceState},
 };
 use std::{
@@ -38,7 +39,7 @@ impl<M: Model> Scheduler<M> {
         let outcome = match work {
             Work::Decode => return self.decode(step),
             Work::Begin => catch_panic(|| self.begin(live)),
-            Work::Sample => catch_panic(|| self.sample(live)),
+            Work::Sample => catch_panic(|| sample(live, self.model.info().context, &self.rules, &self.metrics)),
             Work::Prefill(_) if live.sequence.is_none() => catch_panic(|| self.restore(live)),
             Work::Prefill(_) if matches!(live.stage, Stage::Decode(_)) => catch_panic(|| self.recompute(live, chunk)),
             Work::Prefill(_) => catch_panic(|| self.prefill(live, chunk)),
@@ -233,21 +234,34 @@ impl<M: Model> Scheduler<M> {
             self.recover();
         }
         let has_failed = error.is_some();
-        let mut end = |(live, has_row): (&mut LiveRequest<M::State>, Result<bool, Abort>)| {
-            let outcome = match has_row? {
-                has_row if has_row || !has_failed => catch_panic(|| self.sample(live)),
-                _ if sequences == 1 => Err(error.take().unwrap_or(Abort::StepCancelled)),
-                _ => match &error {
+        // The outcome of a request whose token is not sampled yet is `Ok(None)`.
+        let outcome = |(live, has_row): (_, Result<bool, Abort>)| {
+            let outcome = match has_row {
+                Ok(has_row) if has_row || !has_failed => Ok(None),
+                Ok(_) if sequences == 1 => Err(error.take().unwrap_or(Abort::StepCancelled)),
+                Ok(_) => match &error {
                     Some(Abort::Failed(EngineError::Panicked(text))) => Err(EngineError::Panicked(text.clone()).into()),
-                    _ => Ok(StepOutput::default()),
+                    _ => Ok(Some(StepOutput::default())),
                 },
+                Err(abort) => Err(abort),
             };
-            if has_failed {
-                live.drop_sequence();
-            }
-            outcome
+            (live, outcome)
         };
-        let outcomes = step.requests.iter_mut().zip(has_row).map(&mut end).collect();
+        let mut rows: Vec<_> = step.requests.iter_mut().zip(has_row).map(outcome).collect();
+        let (context, rules, metrics) = (self.model.info().context, &self.rules, &*self.metrics);
+        let sample_row = |(live, outcome): &mut (&mut LiveRequest<M::State>, Result<Option<StepOutput>, Abort>)| {
+            if let Ok(None) = outcome {
+                *outcome = catch_panic(|| sample(live, context, rules, metrics)).map(Some);
+            }
+        };
+        match self.model.threads() {
+            Some(threads) => threads.run_pieces(&mut rows, 1, &|_, row| row.iter_mut().for_each(sample_row)),
+            None => rows.iter_mut().for_each(sample_row),
+        }
+        if has_failed {
+            rows.iter_mut().for_each(|(live, _)| live.drop_sequence());
+        }
+        let outcomes = rows.into_iter().map(|(_, outcome)| outcome.map(Option::unwrap_or_default)).collect();
         self.time_share.record_decode(((self.now)() - begun).as_secs_f64());
         outcomes
     }
@@ -282,13 +296,6 @@ impl<M: Model> Scheduler<M> {
         Ok(())
     }
 
-    /// Samples the next token.
-    fn sample(&mut self, live: &mut LiveRequest<M::State>) -> Result<StepOutput, Abort> {
-        let is_full = live.len() == self.model.info().context;
-        let Stage::Decode(answer) = &mut live.stage else { return Ok(StepOutput::default()) };
-        answer.sample(&live.request, is_full, &self.rules, &self.metrics)
-    }
-
     /// Removes rejected draft tokens from the sequence of a request that ends.
     pub(super) fn settle(&mut self, live: &mut LiveRequest<M::State>) -> Result<(), Abort> {
         let Some((sequence, answer)) = live.decoding() else { return Ok(()) };
@@ -317,6 +324,18 @@ impl<M: Model> Scheduler<M> {
             }
         }
     }
+}
+
+/// Samples the next token of a request.
+fn sample<S: SequenceState>(
+    live: &mut LiveRequest<S>,
+    context: usize,
+    rules: &TokenRules,
+    metrics: &Metrics,
+) -> Result<StepOutput, Abort> {
+    let is_full = live.len() == context;
+    let Stage::Decode(answer) = &mut live.stage else { return Ok(StepOutput::default()) };
+    answer.sample(&live.request, is_full, rules, metrics)
 }
 
 /// End of the chunk that starts at `from`, in a prompt of `len` tokens.

@@ -87,10 +87,11 @@ impl PendingRows {
         self.drafted_end = self.drafted.get(self.current) == Some(&id);
     }
 
-    /// Discards the remaining rows.
-    pub fn clear(&mut self) {
+    /// Discards the remaining rows. Returns the logits, unless rows of other sequences still use them.
+    pub fn clear(&mut self) -> Option<Logits> {
         self.drafted.clear();
         (self.current, self.begun) = (self.rows.len(), None);
+        Arc::into_inner(std::mem::take(&mut self.logits))
     }
 
     /// Advances to the next row if the draft has `id`, the token sampled from the current row, at this position.
@@ -203,7 +204,7 @@ impl<M: Model> Speculator<M> {
             return Ok(true);
         }
         self.settle(sequence, model, rows, timings)?;
-        rows.clear();
+        rows.clear().into_iter().for_each(|logits| model.recycle(logits));
         Ok(false)
     }
 

@@ -8,11 +8,11 @@ use crate::{
     ops::Linear,
 };
 
-/// Appends `rms_norm(h) W_head^T` for the rows whose logits the chunk asks for, at most [`LOGIT_ROWS`] at a time. In a
-/// model with several residual streams, the mixture of the streams takes the place of `rms_norm(h)`.
-pub fn append_logits(net: &Network, pass: &mut Pass<'_>, out: &mut Vec<f32>) -> Result<(), ModelError> {
+/// Fills `out` with `rms_norm(h) W_head^T` for the rows whose logits the chunk asks for, at most [`LOGIT_ROWS`] at a time.
+/// In a model with several residual streams, the mixture of the streams takes the place of `rms_norm(h)`.
+pub fn read_logits(net: &Network, pass: &mut Pass<'_>, out: &mut [f32]) -> Result<(), ModelError> {
     let (b, hidden, vocab, wanted) = (pass.buffers, pass.config.hidden, pass.config.vocab, pass.chunk.logits.clone());
-    for first in wanted.clone().step_by(LOGIT_ROWS) {
+    for (first, out) in wanted.clone().step_by(LOGIT_ROWS).zip(out.chunks_mut(LOGIT_ROWS * vocab)) {
         let tokens = LOGIT_ROWS.min(wanted.end - first);
         let (x, norm) = match &net.before_head {
             Residual::Norm(weight) => (b.h.rows(first, tokens, hidden), Some(pass.norm(*weight))),
@@ -24,9 +24,7 @@ pub fn append_logits(net: &Network, pass: &mut Pass<'_>, out: &mut Vec<f32>) -> 
         };
         let matrices = std::slice::from_ref(net.head());
         pass.execute(Linear { x, tokens, norm, matrices, y: b.logits, add: false })?;
-        let at = out.len();
-        out.resize(at + tokens * vocab, 0.0);
-        pass.backend.read_floats(b.logits, &mut out[at..])?;
+        pass.backend.read_floats(b.logits, out)?;
     }
     Ok(())
 }

@@ -33,19 +33,19 @@ use crate::{
 use pass::{LayerHooks, PartInput, Pass};
 use std::ops::Range;
 
-/// Runs a chunk through the whole network. Appends the logits that the chunk asks for to `logits`. `states` has the
+/// Runs a chunk through the whole network. Fills `logits` with the rows that the chunk asks for. `states` has the
 /// layer states of each sequence of the chunk.
 pub fn forward(
     net: &Network,
     states: &mut [&mut [LayerState]],
     pass: &mut Pass<'_>,
     hooks: &mut LayerHooks<'_>,
-    logits: &mut Vec<f32>,
+    logits: &mut [f32],
 ) -> Result<(), ModelError> {
     pass.backend.set_half_buffers(pass.chunk.half.then_some(pass.buffers.half));
     let done = embed(net, pass).and_then(|()| forward_layers(net, states, pass, hooks));
     pass.backend.set_half_buffers(None);
-    let done = done.and_then(|()| head::append_logits(net, pass, logits));
+    let done = done.and_then(|()| head::read_logits(net, pass, logits));
     pass.finish(done)
 }
 
