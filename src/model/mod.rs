@@ -57,7 +57,7 @@ pub use state::{
     kv_pages::{KvPage, PAGE, PagePool},
     rollback::MAX_VERIFY_ROWS,
     sequence::QwenState,
-    snapshot::{CopiedPages, Snapshot, SnapshotSize},
+    snapshot::{Snapshot, SnapshotSize},
 };
 pub use vision::{Image, ImageLimits, ImageProcessor, PlacedImage, VisionTower, place_images, prefix_keys};
 

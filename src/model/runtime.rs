@@ -162,11 +162,6 @@ impl Qwen {
         store.adapt_to_level(level, now, &mut self.device.get_mut().placed_slots())
     }
 
-    /// The name of the model's device.
-    pub fn device(&self) -> String {
-        self.device.borrow().backend.name()
-    }
-
     pub fn is_on_gpu(&self) -> bool {
         self.device.borrow().limits.is_async
     }

@@ -1,12 +1,15 @@
 //! [`MockModel`]: a test double that repeats its prompt. Tests of engine and server use it instead of a checkpoint.
 #![allow(dead_code)] // Each test binary uses a part of it.
 
+#[path = "copied_pages.rs"]
+mod copied_pages;
+
+use copied_pages::CopiedPages;
 use moestro::{
     device::CpuDevice,
     error::{ModelError, StoreError},
     model::{
-        CopiedPages, HiddenStates, HiddenTaps, Logits, Model, ModelInfo, PassHooks, Rows, SequenceState, Snapshot,
-        SnapshotSize,
+        HiddenStates, HiddenTaps, Logits, Model, ModelInfo, PassHooks, Rows, SequenceState, Snapshot, SnapshotSize,
     },
     platform::Threads,
 };

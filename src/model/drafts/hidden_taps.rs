@@ -17,19 +17,10 @@ pub struct HiddenTaps {
     pub rows: usize,
 }
 
-impl HiddenTaps {
-    /// Number of bytes of the buffers on the device. The rows of the last layer need no buffer, because they are still
-    /// in the pass's buffers.
-    pub fn bytes(&self, config: &Config) -> u64 {
-        let copied = self.layers.iter().filter(|layer| **layer + 1 < config.layers).count();
-        (copied * self.rows * config.residual_width() * 4) as u64
-    }
-}
-
 /// The buffers that passes copy hidden rows into.
 #[derive(Debug, Default)]
 pub struct TapBuffers {
-    /// Layers and their buffers. `None` for the last layer.
+    /// Layers and their buffers. `None` for the last layer, because its rows are still in the pass's buffers.
     layers: Vec<(usize, Option<Region>)>,
     /// Maximum number of rows in each buffer.
     capacity: usize,

@@ -41,10 +41,6 @@ impl KvPage {
         }
     }
 
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
-
     /// Reads the bytes of the page.
     ///
     /// # Errors
