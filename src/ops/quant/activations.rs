@@ -43,15 +43,6 @@ impl ValueOrder {
     pub fn unit(group: usize) -> usize {
         group.min(64)
     }
-
-    /// The stored position of value `index` of a row.
-    pub fn place(self, index: usize, group: usize) -> usize {
-        let unit = Self::unit(group);
-        match self {
-            ValueOrder::Natural => index,
-            ValueOrder::Nibbles => index / unit * unit + index % 2 * (unit / 2) + index % unit / 2,
-        }
-    }
 }
 
 /// The format of activations for one weight format.
