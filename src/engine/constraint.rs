@@ -1,7 +1,7 @@
 //! Constrained decoding. A [`Constraint`] decides which tokens may come next. The engine itself knows no grammars.
 //!
-//! [`MaskWorker`] runs a constraint on its own thread. The thread computes the mask for the next token during the forward
-//! pass, so the engine rarely waits for a mask.
+//! [`MaskWorker`] runs a constraint on its own thread. The thread computes the mask for the next token during the
+//! forward pass, so the engine rarely waits for a mask.
 
 use crate::error::EngineError;
 use std::{
@@ -15,7 +15,8 @@ use std::{
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum TokenMask {
     Any,
-    /// A bitmask: token `id` is allowed if bit `id % 32` of word `id / 32` is set. Ids beyond the last word are not allowed.
+    /// A bitmask: token `id` is allowed if bit `id % 32` of word `id / 32` is set. Ids beyond the last word are not
+    /// allowed.
     Only(Vec<u32>),
 }
 
@@ -30,8 +31,8 @@ impl TokenMask {
 
 /// Restricts the tokens of one answer, from the first token after the prompt.
 ///
-/// The answer can end only where [`Constraint::allowed`] includes an end-of-sequence token. If a method returns `Err`, the
-/// request fails with that message.
+/// The answer can end only where [`Constraint::allowed`] includes an end-of-sequence token. If a method returns `Err`,
+/// the request fails with that message.
 pub trait Constraint: Send {
     /// The tokens that may come next.
     fn allowed(&mut self) -> Result<TokenMask, String>;

@@ -4,8 +4,8 @@
 //! ```text
 //! DIR/KEY/LEN-DIGEST.state   header, recurrent states, tokens, keys and values after the last whole page
 //! DIR/KEY/DIGEST.page        header, keys and values of 256 positions
-//! header (64 bytes): "MOESTRO2", the key (32 bytes), then as little-endian u64: number of tokens, number of bytes after
-//!                    the header, CRC-32 of these bytes
+//! header (64 bytes): "MOESTRO2", the key (32 bytes), then as little-endian u64: number of tokens, number of bytes
+//!                    after the header, CRC-32 of these bytes
 //! ```
 //!
 //! The key is a hash of all inputs of a state except the tokens (see [`super::DiskCacheOptions::key`]). The digest is a
