@@ -13,13 +13,13 @@
 // gate and up projections, so moe_gate_up only applies SwiGLU to them. moe_down reads the shared expert's down matrix
 // from the trunk. Sums are added in rank order, so the order of reads does not change the result.
 
-enum : uint { NO_SLOT = 0xffffffffu };
 // UP_ROWS: rows of gate and of up that a simdgroup computes at a time. DOWN_ROWS: the same for down. UP_GROUPS:
 // simdgroups of a threadgroup for gate and up. JOB_TOKENS: assignments of a job that are computed at a time.
 enum { UP_ROWS = 2, DOWN_ROWS = 4, UP_GROUPS = 4, JOB_TOKENS = 2 };
 enum { DOWN_PARTS = 2 };                                             // moe_down computes DOWN_PARTS * DOWN_ROWS rows per threadgroup
 
 struct ExpertsArgs {
+  uint gated;
   uint hidden, inner, k, tokens;
   uint shared_inner, row;         // the shared expert's width (0 if there is none); length of a row of act
   uint scores, shared_at;         // length of a row of `scores`; column where the shared expert's gate (then up) starts
@@ -173,7 +173,8 @@ FN void gate_up_assignments(CONSTANT ExpertsArgs& a, DEVICE const float* x, DEVI
 // Computes DOWN_PARTS * DOWN_ROWS rows of the sum over ranks of weight * down act. Each simdgroup computes one rank.
 template <bool ANY>
 FN void down(CONSTANT ExpertsArgs& a, DEVICE const float* act, DEVICE const float* weights, DEVICE const uint* slots,
-             DEVICE float* h, WeightPtrs shared, DEVICE const Segment* table, THREADGROUP float* part THREAD_IDS_PARAM) {
+             DEVICE float* h, WeightPtrs shared, DEVICE const Segment* table, DEVICE const uint* gate,
+             THREADGROUP float* part THREAD_IDS_PARAM) {
   const uint count = DOWN_PARTS * DOWN_ROWS, row = tgid.x * count, token = tgid.y, ranks = a.shared_inner != 0 ? a.k + 1 : a.k;
   if (!ANY && sg < ranks) {
     // Prefetching starts before AWAIT, so it needs the slots before AWAIT. Reading them is safe: the launch that writes
@@ -186,6 +187,7 @@ FN void down(CONSTANT ExpertsArgs& a, DEVICE const float* act, DEVICE const floa
     }
   }
   AWAIT();
+  if (is_closed(a.gated, gate)) return;
   float acc[DOWN_PARTS * DOWN_ROWS], weight = 0;
   UNROLL for (uint r = 0; r < count; r++) acc[r] = 0;
   if (sg < ranks) {
@@ -300,17 +302,19 @@ FN void down_gemm(CONSTANT ExpertsArgs& a, DEVICE const uint* act, DEVICE const 
 
 #define EXPERTS(suffix, ANY)                                                                                             \
   KERNEL(moe_gate_up##suffix, ARGS(ExpertsArgs, a), IN(float, x, 1), IN(float, scores, 2), IN(uint, slots, 3),           \
-         OUT(float, act, 4), IN(Segment, table, 5)) {                                                                    \
+         OUT(float, act, 4), IN(Segment, table, 5), IN(uint, gate, 6)) {                                                 \
     SHARED(float4, scratch, ANY ? 1 : STAGED_CHUNKS * 4);                                                                \
     SHARED(float, sums, ANY ? 1 : STAGED_CHUNKS);                                                                        \
     AWAIT();                                                                                                             \
+    if (is_closed(a.gated, gate)) return;                                                                                \
     gate_up_assignments<ANY>(a, x, scores, slots, act, table, scratch, sums THREAD_IDS);                                 \
   }                                                                                                                      \
   KERNEL(moe_down##suffix, ARGS(ExpertsArgs, a), IN(float, act, 1), IN(float, weights, 2), IN(uint, slots, 3),           \
-         OUT(float, h, 4), IN(uchar, c, 5), IN(uchar, s, 6), IN(uchar, b, 7), IN(Segment, table, 8)) {                   \
+         OUT(float, h, 4), IN(uchar, c, 5), IN(uchar, s, 6), IN(uchar, b, 7), IN(Segment, table, 8),                     \
+         IN(uint, gate, 9)) {                                                                                            \
     SHARED(float, part, 32 * DOWN_PARTS * DOWN_ROWS);                                                                    \
     const WeightPtrs shared = {c, s, b};                                                                                 \
-    down<ANY>(a, act, weights, slots, h, shared, table, part THREAD_IDS);                                                \
+    down<ANY>(a, act, weights, slots, h, shared, table, gate, part THREAD_IDS);                                          \
   }                                                                                                                      \
   KERNEL(moe_gate_up_grouped##suffix, ARGS(ExpertsArgs, a), IN(float, x, 1), IN(uint, jobs, 2), IN(uint, order, 3),      \
          OUT(float, act, 4), IN(Segment, table, 5)) {                                                                    \

@@ -1,19 +1,19 @@
 // The router: softmax over all experts and the k largest. With `renormalise`, the weights of the k experts sum to 1,
 // which equals the softmax of the k selected scores.
 //
-// Equal scores select the lower id. `table` maps ids to slots when every expert of the layer is resident, so that
-// the CPU need not see the ids. weights[k] of a token is the weight of the shared expert: sigmoid of its gate, in
-// column `gate_at` of the scores.
+// Equal scores select the lower id. `table` maps ids to slots, so that the CPU need not see the ids before the experts
+// run. If a selected expert has no slot, the router closes the launch's gate (quant.metal). weights[k] of a token is the
+// weight of the shared expert: sigmoid of its gate, in column `gate_at` of the scores.
 //
 // At most 1024 experts, and at most 31 per token. Grid (tokens), 32 threads.
 
-struct RouteArgs { uint experts, k, width, gate_at, shared, renormalise; };
+struct RouteArgs { uint gated, experts, k, width, gate_at, shared, renormalise; };
 
 // Lane l holds the scores of experts l, l + 32, ...: COLUMNS scores.
 template <uint COLUMNS>
 FN void select_top_k(CONSTANT RouteArgs& a, DEVICE const float* row, DEVICE const uint* table, DEVICE uint* ids, DEVICE uint* slots,
-               DEVICE float* weights THREAD_IDS_PARAM) {
-  const float none = -as_type<float>(0x7f800000u), gate = a.shared != 0 ? row[a.gate_at] : 0.0f;
+               DEVICE float* weights, DEVICE uint* gate THREAD_IDS_PARAM) {
+  const float none = -as_type<float>(0x7f800000u), shared_gate = a.shared != 0 ? row[a.gate_at] : 0.0f;
   float score[COLUMNS];
   UNROLL for (uint j = 0; j < COLUMNS; j++) score[j] = lane + 32 * j < a.experts ? row[lane + 32 * j] : none;
   float first = 0, sum = 0, mine = 0;
@@ -38,18 +38,20 @@ FN void select_top_k(CONSTANT RouteArgs& a, DEVICE const float* row, DEVICE cons
     for (uint e = lane; e < a.experts; e += 32) sum += exp(row[e] - first);
     sum = SIMD_SUM(sum);
   }
-  if (lane < a.k) ids[lane] = selected, slots[lane] = table[selected], weights[lane] = mine / sum;
-  if (lane == 0) weights[a.k] = a.shared != 0 ? 1.0f / (1.0f + exp(-gate)) : 0.0f;
+  const uint slot = lane < a.k ? table[selected] : 0;
+  if (lane < a.k) ids[lane] = selected, slots[lane] = slot, weights[lane] = mine / sum;
+  if (a.gated != 0 && slot == NO_SLOT) *gate = 1;
+  if (lane == 0) weights[a.k] = a.shared != 0 ? 1.0f / (1.0f + exp(-shared_gate)) : 0.0f;
 }
 
 KERNEL(router, ARGS(RouteArgs, a), IN(float, scores, 1), IN(uint, table, 2), OUT(uint, ids, 3), OUT(uint, slots, 4),
-       OUT(float, weights, 5)) {
+       OUT(float, weights, 5), OUT(uint, gate, 6)) {
   PREFETCH(table, a.experts * 4);
   AWAIT();
   DEVICE const float* row = scores + ulong(tgid.x) * a.width;
   DEVICE uint* to = ids + tgid.x * a.k;
   DEVICE float* weight = weights + tgid.x * (a.k + 1);
-  if (a.experts <= 256) select_top_k<8>(a, row, table, to, slots + tgid.x * a.k, weight THREAD_IDS);
-  else if (a.experts <= 512) select_top_k<16>(a, row, table, to, slots + tgid.x * a.k, weight THREAD_IDS);
-  else select_top_k<32>(a, row, table, to, slots + tgid.x * a.k, weight THREAD_IDS);
+  if (a.experts <= 256) select_top_k<8>(a, row, table, to, slots + tgid.x * a.k, weight, gate THREAD_IDS);
+  else if (a.experts <= 512) select_top_k<16>(a, row, table, to, slots + tgid.x * a.k, weight, gate THREAD_IDS);
+  else select_top_k<32>(a, row, table, to, slots + tgid.x * a.k, weight, gate THREAD_IDS);
 }

@@ -68,7 +68,7 @@ class Bench:
         each = sum(c + 2 * s for c, s in sizes) + 4 * (cols + total)
         matrix = lambda r: words(r, bits, 64, 2, 1.0)
         padded = list(rows) + [rows[-1]] * (4 - len(rows))
-        args = words(1, cols, total, len(rows), 0, 0, 1e-6) + sum(map(matrix, padded), [])
+        args = words(0, 1, cols, total, len(rows), 0, 0, 1e-6) + sum(map(matrix, padded), [])
         grid = (1, sum((r + 15) // 16 for r in rows), 1)
         launches = []
         for _ in range(max(8, min(256, POOL // each))):
@@ -77,7 +77,7 @@ class Bench:
             for c, s in sizes:
                 parts += [self.keep(random.bytes(c)), self.keep(bf16(s // 2)), self.keep(bf16(s // 2))]
             parts += parts[-3:] * (4 - len(rows))
-            bound = [x, w, y, x] + parts
+            bound = [x, w, y, x] + parts + [x]
             kernel = "gemv_norm_1" if norm else "gemv_1"
             launches.append(lambda stream, b=bound: self.gpu.launch(kernel, args, b, grid, 128, stream))
         shape = "+".join(map(str, rows)) + f"x{cols}"
@@ -96,7 +96,7 @@ class Bench:
             self.gpu.write(slab + slot * stride, one)
         table = self.keep(int(slab).to_bytes(8, "little"))  # one segment
         matrix = lambda r: words(r, 4, 64, 2, 1.0)
-        args = [hidden, inner, k, 1, 0, inner, 256, 0, stride // 16, 31, 1] + at
+        args = [0, hidden, inner, k, 1, 0, inner, 256, 0, stride // 16, 31, 1] + at
         args += matrix(inner) + matrix(inner) + matrix(hidden) + matrix(hidden)
         shared = [self.keep(data) for data in (floats(hidden), floats(256), floats(k * inner), floats(k + 1), floats(hidden))]
         x, scores, act, weights, h = shared
@@ -106,8 +106,8 @@ class Bench:
             chosen = self.keep(order[first:first + k].astype(np.uint32).tobytes())
             out = self.keep(4 * k * inner)
             result = self.keep(floats(hidden))
-            bound_up = [x, scores, chosen, out] + [table]
-            bound_down = [act, weights, chosen, result, x, x, x] + [table]
+            bound_up = [x, scores, chosen, out] + [table, x]
+            bound_down = [act, weights, chosen, result, x, x, x] + [table, x]
             grid_up, grid_down = (inner // 8, k, 1), (hidden // 16, 1, 1)
             up.append(lambda s, b=bound_up: self.gpu.launch("moe_gate_up", args, b, grid_up, 128, s))
             down.append(lambda s, b=bound_down: self.gpu.launch("moe_down", args, b, grid_down, 32 * (k + 1), s))

@@ -79,6 +79,12 @@ impl Binding {
         Self { region, access: BufferAccess::ReadWrite, is_table: false }
     }
 
+    /// The last binding of a gated kernel if the launch has no gate: an empty region of a buffer that the launch reads
+    /// anyway.
+    pub fn no_gate(region: Region) -> Self {
+        Self::read(region.first(0))
+    }
+
     /// A table of [addresses](super::Gpu::address) of adopted buffers. No launch writes to these buffers.
     pub fn table(region: Region) -> Self {
         Self { is_table: true, ..Self::read(region) }

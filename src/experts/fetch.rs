@@ -85,6 +85,28 @@ impl ExpertStore {
         Ok(fetch)
     }
 
+    /// Number of layers from `layer` on that a GPU can compute before the CPU reads the routers' choices.
+    pub fn look_ahead(&self, layer: usize, phase: PassKind) -> usize {
+        self.state.borrow().look_ahead.layers(layer, self.wants_prefetch(phase))
+    }
+
+    /// The slots of the experts of `layer` for the device's table, if they have changed since the last call for this
+    /// layer. The slots stay valid until the next fetch or prefetch.
+    pub fn take_device_slots(&self, layer: usize) -> Option<Vec<u32>> {
+        let (first, count) = (self.key(layer, 0)? as usize, self.map.layers.get(layer)?.len());
+        self.state.borrow_mut().slots.take_device_slots(first..first + count)
+    }
+
+    /// Records that launches can read the expert in `slot`, until the slot is reused.
+    pub fn mark_on_device(&self, slot: SlotId) {
+        self.state.borrow_mut().slots.mark_on_device(slot);
+    }
+
+    /// Records that launches can read no expert, because the device is new or has failed.
+    pub fn clear_device(&self) {
+        self.state.borrow_mut().slots.clear_device();
+    }
+
     /// The slot of `key`. If the read into that slot has failed, frees the slot and returns `None`.
     fn find_slot(&self, state: &mut StoreState, key: ExpertKey) -> Option<SlotId> {
         let slot = state.slots.find(key)?;
@@ -285,6 +307,7 @@ impl ExpertFetch<'_> {
         prefetched.inc_by(from_prefetch);
         metrics.prefetches_used.inc_by(from_prefetch);
         if self.phase == PassKind::Decode {
+            state.look_ahead.record(self.layer, misses + from_prefetch == 0);
             state.prefetcher.count_reads(misses, from_prefetch);
         }
         store.release_unused_prefetches(state, self.layer);

@@ -27,9 +27,12 @@
 
 use super::eviction::{EvictionScores, ExpertKey};
 use crate::device::SyncPoint;
-use std::sync::{
-    Arc,
-    atomic::{AtomicU8, Ordering},
+use std::{
+    ops::Range,
+    sync::{
+        Arc,
+        atomic::{AtomicU8, Ordering},
+    },
 };
 
 /// Index of a slot in the slab.
@@ -113,6 +116,8 @@ struct Slot {
     in_use_until: SyncPoint,
     /// True if the expert was prefetched and no layer has used it yet.
     is_prefetched: bool,
+    /// True if launches can read the expert's bytes.
+    is_on_device: bool,
 }
 
 /// The result of [`SlotTable::claim`].
@@ -145,6 +150,8 @@ pub struct SlotTable {
     states: SlotStates,
     /// The slot of each expert, indexed by expert key.
     slot_of: Vec<u32>,
+    /// Experts whose entry in the device's table of slots may be out of date.
+    is_stale: Vec<bool>,
     free: Vec<u32>,
     /// Eviction candidates, sorted by descending score. The score is the one at the time when the slot was added.
     victims: Vec<(f32, u32)>,
@@ -155,12 +162,13 @@ pub struct SlotTable {
 impl SlotTable {
     /// A table of free slots. `keys` is the number of layers times the number of experts per layer.
     pub fn new(slots: usize, keys: usize) -> Self {
-        let empty = Slot { key: 0, pins: 0, in_use_until: SyncPoint::START, is_prefetched: false };
+        let empty = Slot { key: 0, pins: 0, in_use_until: SyncPoint::START, is_prefetched: false, is_on_device: false };
         Self {
             slots: vec![empty; slots],
             present: slots,
             states: SlotStates::new(slots),
             slot_of: vec![NO_SLOT; keys],
+            is_stale: vec![true; keys],
             free: (0..slots as u32).rev().collect(),
             victims: Vec::with_capacity(MAX_VICTIMS),
             completed: SyncPoint::START,
@@ -265,16 +273,52 @@ impl SlotTable {
                 let index = self.take_victim(scores)?;
                 let old = *self.slots.get(index as usize)?;
                 *self.slot_of.get_mut(old.key as usize)? = NO_SLOT;
+                self.set_stale(old.key);
                 (index, Some(old.key), old.is_prefetched)
             }
         };
         let (pins, is_prefetched) = (u32::from(reason != ReadReason::WarmStart), reason == ReadReason::Prefetch);
-        *self.slots.get_mut(index as usize)? = Slot { key, pins, in_use_until: SyncPoint::START, is_prefetched };
+        *self.slots.get_mut(index as usize)? =
+            Slot { key, pins, in_use_until: SyncPoint::START, is_prefetched, is_on_device: false };
         *self.slot_of.get_mut(key as usize)? = index;
         let slot = SlotId(index);
         let state = if reason == ReadReason::Demand { SlotState::Reading } else { SlotState::Queued };
         self.states.set(slot, state);
         Some(SlotClaim { slot, evicted, was_wasted })
+    }
+
+    /// Records that launches can read the expert in this slot.
+    pub fn mark_on_device(&mut self, slot: SlotId) {
+        let Some(slot) = self.slots.get_mut(slot.index()) else { return };
+        if !std::mem::replace(&mut slot.is_on_device, true) {
+            let key = slot.key;
+            self.set_stale(key);
+        }
+    }
+
+    fn set_stale(&mut self, key: ExpertKey) {
+        if let Some(stale) = self.is_stale.get_mut(key as usize) {
+            *stale = true;
+        }
+    }
+
+    /// Records that launches can read no expert any more.
+    pub fn clear_device(&mut self) {
+        self.slots.iter_mut().for_each(|slot| slot.is_on_device = false);
+        self.is_stale.fill(true);
+    }
+
+    /// The slots of these experts for the device's table, or `None` if the last call for them has returned the same
+    /// slots. Experts that are not on the device have the slot [`NO_SLOT`].
+    pub fn take_device_slots(&mut self, keys: Range<usize>) -> Option<Vec<u32>> {
+        let stale = self.is_stale.get_mut(keys.clone())?;
+        if !stale.contains(&true) {
+            return None;
+        }
+        stale.fill(false);
+        let is_on_device = |&slot: &u32| self.slots.get(slot as usize).is_some_and(|slot| slot.is_on_device);
+        let slots = self.slot_of.get(keys)?.iter();
+        Some(slots.map(|slot| if is_on_device(slot) { *slot } else { NO_SLOT }).collect())
     }
 
     /// Frees a slot and removes its pins. No reader thread may be filling the slot.
@@ -283,6 +327,7 @@ impl SlotTable {
         if let (Some(at), Some(freed)) = (self.slot_of.get_mut(key as usize), self.slots.get_mut(slot.index())) {
             (*at, freed.pins, freed.in_use_until) = (NO_SLOT, 0, SyncPoint::START);
         }
+        self.set_stale(key);
         self.states.set(slot, SlotState::Free);
         self.free.push(slot.0);
     }
@@ -318,8 +363,9 @@ impl SlotTable {
             let (Some(into), Some(held)) = (self.free.pop(), self.slots.get(from.index()).copied()) else { continue };
             let into = SlotId(into);
             if let (Some(slot), Some(at)) = (self.slots.get_mut(into.index()), self.slot_of.get_mut(key as usize)) {
-                (*slot, *at) = (held, into.0);
+                (*slot, *at) = (Slot { is_on_device: false, ..held }, into.0);
             }
+            self.set_stale(key);
             self.states.set(into, self.state(from));
             self.states.set(from, SlotState::Free);
             shrunk.moved.push((from, into));

@@ -3,6 +3,7 @@
 use super::{
     choice::{ExpertChoice, PassKind},
     eviction::{EvictionScores, ExpertKey},
+    look_ahead::LookAhead,
     memory_pressure::{MemoryPressure, SlotChange, SlotCounts},
     pending::PendingExperts,
     prefetch::{Prefetch, Prefetcher},
@@ -99,7 +100,7 @@ pub struct ExpertStore {
     whole_segments: Cell<bool>,
     pub(super) slab: Arc<Slab>,
     pub(super) reader: ExpertReader,
-    pub(super) metrics: Arc<Metrics>,
+    pub metrics: Arc<Metrics>,
     pub(super) heatmap: Arc<ExpertHeatmap>,
     warm_start: Option<WarmStart>,
     pub(super) state: RefCell<StoreState>,
@@ -110,6 +111,7 @@ pub(super) struct StoreState {
     pub slots: SlotTable,
     pub scores: EvictionScores,
     pub prefetcher: Prefetcher,
+    pub look_ahead: LookAhead,
     /// Range of each piece of each slot's expert, in bytes from the start of the slot.
     pub spans: Vec<[Range<usize>; PIECES]>,
     pub observer: Option<FetchObserver>,
@@ -169,6 +171,7 @@ impl ExpertStore {
             slots: table,
             scores: EvictionScores::new(map.layers.len(), experts),
             prefetcher: Prefetcher::new(options.prefetch, slots, slot_bytes),
+            look_ahead: LookAhead::new(map.layers.len()),
             spans: vec![std::array::from_fn(|_| 0..0); slots],
             saved: Instant::now(),
             heatmap_updated: None,

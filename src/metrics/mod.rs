@@ -165,6 +165,11 @@ metrics! {
         images_tower ["tower"], images_cache ["cache"];
     seconds "moestro_vision_tower_seconds_total" [] "Time in which the vision tower computed" =>
         vision_tower_seconds [];
+    counter "moestro_gpu_router_waits_total" []
+        "Times that a streamed model waited for the GPU to read which experts its routers selected" => gpu_router_waits [];
+    counter "moestro_gpu_skipped_launches_total" []
+        "GPU launches that did nothing useful, because an earlier layer selected an expert that was not in memory" =>
+        gpu_skipped_launches [];
     counter "moestro_gpu_interactivity_errors_total" []
         "Requests that failed because macOS ended GPU work that delayed the screen" => gpu_interactivity_errors [];
     gauge "moestro_gpu_lost" [] "1 if the GPU failed and the CPU computes instead" => gpu_lost [];

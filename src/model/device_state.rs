@@ -71,6 +71,7 @@ impl DeviceState {
         }
         let buffers = Buffers::new(&parts.config, &limits, rows, context, |bytes| backend.allocate(bytes))?;
         if let Some(store) = &parts.store {
+            store.clear_device();
             backend.write_words(buffers.slot_tables, &slot_tables(&parts.net, store))?;
         }
         if let Some((_, lost)) = kv {

@@ -516,6 +516,7 @@ impl Qwen {
             experts: store.as_ref(),
             slots,
             ngrams,
+            is_ahead: false,
             scratch,
         };
         let mut hooks = LayerHooks { keep_going, on_route, marks, taps };

@@ -77,6 +77,17 @@ pub trait Backend: Timeline + Send {
         Ok(())
     }
 
+    /// With `Some`, later launches have a gate: a word that a router sets if it selects an expert without a slot in its
+    /// table. The launches after the router then change nothing that a later pass or another layer needs.
+    fn set_gate(&mut self, gate: Option<Region>) {
+        let _ = gate;
+    }
+
+    /// Number of launches so far.
+    fn launches(&mut self) -> u64 {
+        0
+    }
+
     /// Waits for pending writes to `from`, then copies the bytes of `from` to `into`. Both must have the same length.
     fn read(&mut self, from: Region, into: &mut [u8]) -> Result<(), DeviceError>;
 

@@ -1,7 +1,10 @@
 //! Compares the demo on this machine's GPU with the CPU: resident and streaming, with prompts cut in different ways.
 //! `tests/gpu.sh` runs these tests. On a machine without a GPU, the tests print a message and pass.
 
-use crate::forward::{DEMO, answer, cases, common, options};
+use crate::{
+    forward::{DEMO, answer, cases, common, options},
+    look_ahead,
+};
 use common::{load_with, margin};
 use moestro::{
     device::{self, Gpu},
@@ -58,6 +61,13 @@ pub fn assert_agrees(
     let worst = rows.map(|(found, expected)| max_log_prob_difference(found, expected)).fold(0.0, f32::max);
     println!("{what}: {same} of {} tokens the same ({sure} sure), log-probabilities off by {worst:.1e}", found.0.len());
     assert!(worst <= tolerance, "{what}: off by {worst}");
+}
+
+#[test]
+fn layers_ahead_match_a_resident_model() {
+    if gpu().is_some() {
+        look_ahead::compare(|| gpu().unwrap());
+    }
 }
 
 #[test]

@@ -296,7 +296,7 @@ fn long_recurrence_is_cut() {
     };
     let cut = |rule: DeltaRule<'_>| {
         let launches = rule.launches().filter(|launch| launch.kernel.starts_with("gated_delta"));
-        launches.map(|launch| launch.args[0]).collect::<Vec<u32>>()
+        launches.map(|launch| launch.args[1]).collect::<Vec<u32>>()
     };
     assert_eq!(cut(rule), [256, 256, 8]);
     assert_eq!(cut(DeltaRule { committed: 0, ..rule }), [520], "rows that may be rejected store no state");

@@ -17,6 +17,7 @@ mod host;
 mod layers;
 mod linear;
 mod lint;
+mod look_ahead;
 mod lost;
 mod mtp;
 #[path = "../support/mutate.rs"]

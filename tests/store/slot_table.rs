@@ -25,6 +25,8 @@ enum Step {
     Pin(usize),
     Unpin(usize, bool),
     Ask(usize),
+    Upload(usize),
+    LoseDevice,
     Pass,
     Select(u32),
     Shrink(usize),
@@ -43,6 +45,8 @@ fn step() -> impl Strategy<Value = Step> {
         2 => (0..64usize).prop_map(Step::Pin),
         3 => (0..64usize, any::<bool>()).prop_map(|(n, late)| Step::Unpin(n, late)),
         1 => (0..64usize).prop_map(Step::Ask),
+        3 => (0..64usize).prop_map(Step::Upload),
+        1 => Just(Step::LoseDevice),
         1 => Just(Step::Pass),
         3 => (0..KEYS as u32).prop_map(Step::Select),
         1 => (0..10usize).prop_map(Step::Shrink),
@@ -57,6 +61,7 @@ struct Held {
     pins: u32,
     until: u64,
     is_prefetched: bool,
+    is_on_device: bool,
 }
 
 impl Held {
@@ -71,7 +76,7 @@ proptest! {
         let mut slots = SlotTable::new(size, KEYS);
         let mut scores = EvictionScores::new(1, KEYS);
         let mut model: HashMap<ExpertKey, Held> = HashMap::new();
-        let (mut passed, mut present) = (0, size);
+        let (mut passed, mut present, mut table) = (0, size, Vec::new());
         let pick = |model: &HashMap<ExpertKey, Held>, n: usize| {
             let mut keys: Vec<_> = model.keys().copied().collect();
             keys.sort_unstable();
@@ -102,7 +107,7 @@ proptest! {
                     prop_assert!(model.values().all(|h| h.slot != claim.slot), "one slot assigned twice");
                     let state = if reason == ReadReason::Demand { SlotState::Reading } else { SlotState::Queued };
                     let (pins, is_prefetched) = (u32::from(reason != ReadReason::WarmStart), reason == ReadReason::Prefetch);
-                    model.insert(key, Held { slot: claim.slot, state, pins, until: 0, is_prefetched });
+                    model.insert(key, Held { slot: claim.slot, state, pins, until: 0, is_prefetched, is_on_device: false });
                 }
                 Step::Grow(to) => {
                     slots.grow(to);
@@ -119,7 +124,7 @@ proptest! {
                         match moved.map(|(_, into)| *into).or(slots.find(key)) {
                             Some(slot) => {
                                 prop_assert!(slot.index() < to && (slot == held.slot) == moved.is_none());
-                                model.insert(key, Held { slot, ..held });
+                                model.insert(key, Held { slot, is_on_device: held.is_on_device && moved.is_none(), ..held });
                             }
                             None => prop_assert!(held.is_evictable(passed), "{key} was in use"),
                         }
@@ -149,11 +154,28 @@ proptest! {
                     held.pins = held.pins.saturating_sub(1);
                     held.until = held.until.max(until);
                 },
+                Step::Upload(n) => if let Some(key) = pick(&model, n) {
+                    let held = model.get_mut(&key).expect("picked");
+                    slots.mark_on_device(held.slot);
+                    held.is_on_device = true;
+                },
+                Step::LoseDevice => {
+                    slots.clear_device();
+                    model.values_mut().for_each(|held| held.is_on_device = false);
+                }
                 Step::Ask(n) => if let Some(key) = pick(&model, n) {
                     let held = model.get_mut(&key).expect("picked");
                     prop_assert_eq!(slots.take_prefetched(held.slot), held.is_prefetched);
                     held.is_prefetched = false;
                 },
+            }
+            if let Some(changed) = slots.take_device_slots(0..KEYS) {
+                prop_assert!(slots.take_device_slots(0..KEYS).is_none());
+                table = changed;
+            }
+            for (key, slot) in table.iter().enumerate() {
+                let held = model.get(&(key as ExpertKey)).filter(|held| held.is_on_device);
+                prop_assert_eq!(*slot, held.map_or(u32::MAX, |held| held.slot.0));
             }
             prop_assert_eq!((slots.used(), slots.len()), (model.len(), present));
             let waiting = model.values().filter(|h| h.pins == 0 && h.until > passed).map(|h| SyncPoint(h.until)).min();

@@ -315,6 +315,7 @@ impl MtpHead {
                 experts: self.store.as_ref(),
                 slots: &state.slots,
                 ngrams: Vec::new(),
+                is_ahead: false,
                 scratch: &mut *scratch,
             };
             let mut hooks = LayerHooks::taps_only(&mut state.taps);

@@ -7,8 +7,9 @@ use crate::{
         config::{Config, FfnShape},
         state::{rollback::MAX_VERIFY_ROWS, sequence::MAX_RING_BLOCK},
     },
-    ops::{BackendLimits, ExpertGroup, HalfBuffers, MoeBuffers, StreamBuffers, StreamShape},
+    ops::{BackendLimits, ExpertGroup, HalfBuffers, MoeBuffers, MoeWeights, StreamBuffers, StreamShape},
 };
+use std::ops::Range;
 
 /// Maximum number of rows of logits that are computed at once.
 pub const LOGIT_ROWS: usize = 16;
@@ -70,12 +71,46 @@ pub struct Buffers {
     /// For passes that compute experts one assignment at a time: a list of slots for each call, and one list with the
     /// slots of all calls. `[k + 2, k]` u32 for each row.
     pub per_assignment: Region,
-    /// `[layers, experts]` u32: the slot of each expert. Only valid if all experts are resident.
+    /// `[layers, experts]` u32: the slot of each expert. While experts are streamed, a layer's row is only valid after
+    /// [`ExpertStore::take_device_slots`](crate::experts::ExpertStore::take_device_slots).
     pub slot_tables: Region,
+    /// The routers' outputs of all layers, for layers that are computed before the CPU reads their choices.
+    routes: Region,
+    /// One word: the gate of these layers, see `kernels/quant.metal`.
+    pub gate: Region,
     /// Half-precision rows.
     pub half: HalfBuffers,
     /// `[LOGIT_ROWS, vocab]`.
     pub logits: Region,
+}
+
+/// The router's output for one layer.
+#[derive(Debug, Clone, Copy)]
+pub struct RouteBuffers {
+    /// `[rows, k]` u32: the chosen experts.
+    pub ids: Region,
+    /// `[rows, k]` u32: their slots, from the table.
+    pub slots: Region,
+    /// See [`MoeBuffers::weights`].
+    pub weights: Region,
+    /// See [`MoeBuffers::scores`].
+    pub scores: Region,
+}
+
+/// Number of words of each buffer of [`RouteBuffers`] in `Buffers::routes`.
+fn route_words(rows: usize, k: usize, width: usize) -> [usize; 4] {
+    [k, k, k + 1, width].map(|words| (rows * words).next_multiple_of(ALIGN_WORDS))
+}
+
+/// The buffers of [`RouteBuffers`] in a copy of `Buffers::routes` that starts `index` layers before.
+pub fn split_route<'r>(routes: &'r [u32], index: usize, rows: usize, weights: &MoeWeights) -> [&'r [u32]; 4] {
+    let (k, width) = (weights.k, weights.width());
+    let words = route_words(rows, k, width);
+    let first = index * words.iter().sum::<usize>();
+    [0, 1, 2, 3].map(|part| {
+        let start = first + words[..part].iter().sum::<usize>();
+        &routes[start..][..rows * [k, k, k + 1, width][part]]
+    })
 }
 
 /// [`StreamBuffers`] for up to a block of rows.
@@ -148,6 +183,7 @@ impl Buffers {
             }
         }
         let few = rows.min(limits.max_per_assignment_rows.max(1));
+        let routes = if k > 0 { rows.min(limits.max_slot_table_rows) } else { 0 };
         let mut take = |words: usize| take(words * 4);
         // Attention does not use `mixed`.
         let [mixed, of_y] = if limits.delta_in_place { [mixed.max(values), 0] } else { [mixed, values] };
@@ -202,6 +238,8 @@ impl Buffers {
             expert_slots: take(rows * k)?,
             per_assignment: take(few * k * (k + 2))?,
             slot_tables: take(config.layers * experts)?,
+            routes: take(config.layers * route_words(routes, k, scores).iter().sum::<usize>())?,
+            gate: take(1)?,
             half: HalfBuffers { x: take(rows * half.0)?, act: take(rows * half.1)? },
             logits: take(rows.min(LOGIT_ROWS) * config.vocab)?,
         })
@@ -210,6 +248,20 @@ impl Buffers {
     /// The residual between layers: `h`, or all streams.
     pub fn residual(&self) -> Region {
         if self.streams.len > 0 { self.streams } else { self.h }
+    }
+
+    /// The output of the router of `layer` for this many rows.
+    pub fn route(&self, layer: usize, rows: usize, weights: &MoeWeights) -> RouteBuffers {
+        let words = route_words(rows, weights.k, weights.width());
+        let all = self.routes(layer..layer + 1, rows, weights);
+        let part = |index: usize| all.part(words[..index].iter().sum::<usize>() * 4, words[index] * 4);
+        RouteBuffers { ids: part(0), slots: part(1), weights: part(2), scores: part(3) }
+    }
+
+    /// The outputs of the routers of `layers`, one after the other.
+    pub fn routes(&self, layers: Range<usize>, rows: usize, weights: &MoeWeights) -> Region {
+        let words = route_words(rows, weights.k, weights.width()).iter().sum();
+        self.routes.rows(layers.start, layers.len(), words)
     }
 
     /// The mixer's output for this many rows.
@@ -245,6 +297,21 @@ impl Buffers {
 pub struct Scratch {
     pub rope: Vec<f32>,
     pub moe: MoeScratch,
+    pub ahead: AheadScratch,
+}
+
+/// The state of [`look_ahead`](super::look_ahead).
+#[derive(Default)]
+pub struct AheadScratch {
+    /// The outputs of the routers from layer `first` on.
+    pub routes: Vec<u32>,
+    pub first: usize,
+    /// The layers in `routes` that the expert store has not counted yet.
+    pub layers: Range<usize>,
+    /// Number of launches before the experts of each layer since the last wait.
+    pub launches: Vec<u64>,
+    /// True if the gate may be closed.
+    pub is_gate_closed: bool,
 }
 
 /// Lists of the mixture of experts, reused by all layers.

@@ -18,6 +18,7 @@ mod attention;
 pub mod buffers;
 mod delta_net;
 pub mod head;
+mod look_ahead;
 mod moe;
 mod ngram;
 pub mod pass;
@@ -26,7 +27,7 @@ use crate::{
     error::ModelError,
     model::{
         state::sequence::LayerState,
-        weights::{DenseWeights, Ffn, Mixer, Network},
+        weights::{DenseWeights, Ffn, LayerWeights, Mixer, Network},
     },
     ops::{Embedding, Linear, Mlp, SequenceRows},
 };
@@ -67,26 +68,53 @@ pub fn forward_layers(
 ) -> Result<(), ModelError> {
     let streams = pass.experts.is_some_and(|experts| !experts.is_resident());
     pass.backend.begin_layers(streams);
-    for (index, layer) in net.layers.iter().enumerate() {
+    look_ahead::begin(pass);
+    let mut index = 0;
+    while let Some(layer) = net.layers.get(index) {
+        let ahead = look_ahead::layers(index, pass, hooks);
+        index = if ahead > 1 {
+            look_ahead::run(net, index..index + ahead, states, pass, hooks)?
+        } else {
+            look_ahead::count(net, pass, hooks)?;
+            layer.forward(index, net, states, pass, hooks)?;
+            index + 1
+        };
+    }
+    look_ahead::count(net, pass, hooks)
+}
+
+impl LayerWeights {
+    fn forward(
+        &self,
+        index: usize,
+        net: &Network,
+        states: &mut [&mut [LayerState]],
+        pass: &mut Pass<'_>,
+        hooks: &mut LayerHooks<'_>,
+    ) -> Result<(), ModelError> {
         hooks.before_layer()?;
-        if let Some(ngram) = &layer.ngram {
+        if let Some(ngram) = &self.ngram {
             ngram.forward(pass, &mut hooks.marks)?;
         }
-        let x = pass.read(&layer.before_mixer)?;
+        let x = pass.read(&self.before_mixer)?;
         match &mut *states {
-            [state] => layer.mixer.forward(x, state.get_mut(index), pass, hooks)?,
-            several => layer.mixer.forward_each(x, several.iter_mut().map(|state| state.get_mut(index)), pass)?,
+            [state] => self.mixer.forward(x, state.get_mut(index), pass, hooks)?,
+            several => self.mixer.forward_each(x, several.iter_mut().map(|state| state.get_mut(index)), pass)?,
         }
-        pass.write(&layer.before_mixer)?;
+        pass.write(&self.before_mixer)?;
 
         let next = net.layers.get(index + 1).map(|next| &next.ffn);
-        let x = pass.read(&layer.before_ffn)?;
-        layer.ffn.forward(index, x, next, pass, hooks)?;
-        pass.write(&layer.before_ffn)?;
-        hooks.after_layer(index, pass)?;
-        pass.backend.end_layer()?;
+        let x = pass.read(&self.before_ffn)?;
+        self.ffn.forward(index, x, next, pass, hooks)?;
+        self.end(index, pass, hooks)
     }
-    Ok(())
+
+    /// The end of [`Layer::forward`], after the feed-forward.
+    fn end(&self, index: usize, pass: &mut Pass<'_>, hooks: &mut LayerHooks<'_>) -> Result<(), ModelError> {
+        pass.write(&self.before_ffn)?;
+        hooks.after_layer(index, pass)?;
+        Ok(pass.backend.end_layer()?)
+    }
 }
 
 impl Mixer {

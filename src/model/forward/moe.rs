@@ -12,14 +12,16 @@
 //! which experts are read.
 
 use super::{
-    buffers::MoeScratch,
+    buffers::{Buffers, MoeScratch, RouteBuffers},
     pass::{LayerHooks, PartInput, Pass},
 };
 use crate::{
     device::Region,
     error::ModelError,
-    experts::{ExpertChoice, ExpertFetch},
-    ops::{CombineExperts, ExpertGroup, ExpertSet, Experts, MoeWeights, NO_SLOT, Norm, Router},
+    experts::{ExpertChoice, ExpertFetch, ExpertStore},
+    ops::{
+        CombineExperts, ExpertGroup, ExpertSet, ExpertSlots, Experts, MoeBuffers, MoeWeights, NO_SLOT, Norm, Router,
+    },
 };
 
 /// Maximum number of prompt rows that predict the next layer's experts. The limit bounds the time of the prediction. A
@@ -40,12 +42,18 @@ pub fn forward(
         return Err(ModelError::Config("the experts are not loaded".into()));
     };
     let (b, tokens, slots, limits) = (pass.buffers, pass.rows(), pass.slots, pass.limits);
-    let (x, moe) = (b.normed, b.moe);
+    let x = b.normed;
 
     // scores = W_router x; ids, weights = top_k(softmax(scores)); the GPU also looks up the slots in a table
     let (from, norm) = (input.rows(&(0..tokens)), input.norm.map(|norm| Norm { keep: Some(x), ..norm }));
     let table = b.slot_tables.rows(index, 1, layer.router.rows);
-    let (ids, id_slots, scores, weights) = (b.expert_ids, b.expert_slots, moe.scores, moe.weights);
+    let route = match pass.is_ahead {
+        true => b.route(index, tokens, layer),
+        false => {
+            RouteBuffers { ids: b.expert_ids, slots: b.expert_slots, weights: b.moe.weights, scores: b.moe.scores }
+        }
+    };
+    let RouteBuffers { ids, slots: id_slots, weights, scores } = route;
     pass.execute(Router {
         layer,
         tokens,
@@ -58,12 +66,17 @@ pub fn forward(
         slots: id_slots,
         weights,
     })?;
-    let combine = CombineExperts { layer, slots, tokens, buffers: moe, per_assignment: None, h: b.h };
+    let combine = combine(layer, route, slots, tokens, b);
 
-    // With few rows and all experts resident, the router's choice stays on the device.
-    if experts.is_resident() && tokens <= limits.max_slot_table_rows && !pass.chunk.half {
+    // With few rows and all experts resident, the router's choice stays on the device. The same holds for layers that
+    // are computed before the CPU knows whether their experts are in memory.
+    if pass.is_ahead {
+        let launches = pass.backend.launches();
+        pass.scratch.ahead.launches.push(launches);
+    }
+    if pass.is_ahead || experts.is_resident() && tokens <= limits.max_slot_table_rows && !pass.chunk.half {
         let set = ExpertSet::Table { ids, slots: id_slots };
-        pass.execute(Experts { layer, slots, tokens, x, buffers: moe, experts: set })?;
+        pass.execute(Experts { layer, slots, tokens, x, buffers: combine.buffers, experts: set })?;
         return pass.execute(CombineExperts { per_assignment: Some(id_slots), ..combine });
     }
 
@@ -77,7 +90,20 @@ pub fn forward(
     }
 
     // Wait for the router's choice: the only wait of a layer.
+    experts.metrics.gpu_router_waits.inc_by(u64::from(limits.is_async && !experts.is_resident()));
     read_choice(layer, !experts.is_resident(), hooks.on_route.is_some(), pass, &mut scratch)?;
+    fetch_and_run(index, next, combine, experts, (pass, hooks, scratch))
+}
+
+/// Fetches the experts in `scratch` and adds their results to the residual. Starts to prefetch the experts of `next`.
+pub fn fetch_and_run(
+    index: usize,
+    next: Option<&MoeWeights>,
+    combine: CombineExperts<'_>,
+    experts: &ExpertStore,
+    (pass, hooks, mut scratch): (&mut Pass<'_>, &mut LayerHooks<'_>, MoeScratch),
+) -> Result<(), ModelError> {
+    let (layer, kind, limits) = (combine.layer, pass.chunk.kind, pass.limits);
     if let Some(on_route) = &mut hooks.on_route {
         on_route(index, &scratch.router_choice(layer.k));
     }
@@ -95,7 +121,7 @@ pub fn forward(
 
     // Compute each expert when its read completes, then sum the results. Slots that were not released after their batch
     // stay pinned until the device has passed `end`.
-    let done = run_experts(index, &mut fetch, combine, experts.is_resident(), pass, &mut scratch);
+    let done = run_experts(index, &mut fetch, combine, experts, pass, &mut scratch);
     let end = pass.backend.sync_point();
     if done.is_err() {
         // Wait until the device has finished, because the slots that it reads are released below.
@@ -106,16 +132,28 @@ pub fn forward(
     done
 }
 
+/// The sum of the experts' results, with the router's output in `route`.
+pub fn combine<'a>(
+    layer: &'a MoeWeights,
+    route: RouteBuffers,
+    slots: &'a ExpertSlots,
+    tokens: usize,
+    b: &Buffers,
+) -> CombineExperts<'a> {
+    let buffers = MoeBuffers { scores: route.scores, weights: route.weights, ..b.moe };
+    CombineExperts { layer, slots, tokens, buffers, per_assignment: None, h: b.h }
+}
+
 /// Computes each batch of experts whose reads have completed, then adds the results of all experts.
 fn run_experts(
     index: usize,
     fetch: &mut ExpertFetch<'_>,
     combine: CombineExperts<'_>,
-    resident: bool,
+    experts: &ExpertStore,
     pass: &mut Pass<'_>,
     scratch: &mut MoeScratch,
 ) -> Result<(), ModelError> {
-    let (b, limits) = (pass.buffers, pass.limits);
+    let (b, limits, resident) = (pass.buffers, pass.limits, experts.is_resident());
     let CombineExperts { layer, slots, tokens, mut buffers, .. } = combine;
     let MoeScratch { groups, assignments, slots: known, .. } = scratch;
     let (x, row) = (b.normed, tokens * layer.k);
@@ -143,6 +181,7 @@ fn run_experts(
                 // Identifies the bytes: the same expert has the same bytes whenever it is read.
                 let content = (index as u64) << 32 | u64::from(loaded.expert);
                 pass.backend.mark_loaded(slots.of(loaded.slot.0), content)?;
+                experts.mark_on_device(loaded.slot);
             }
             groups.push(ExpertGroup { expert: loaded.expert, slot: loaded.slot.0, first, count });
             assignments.extend(loaded.assignments);

@@ -80,6 +80,8 @@ pub struct Pass<'a> {
     pub slots: &'a ExpertSlots,
     /// The n-gram tables, in order of layers.
     pub ngrams: Vec<NgramInput<'a>>,
+    /// True while layers are submitted before the CPU reads the routers' choices.
+    pub is_ahead: bool,
     pub scratch: &'a mut Scratch,
 }
 
@@ -241,8 +243,12 @@ impl Pass<'_> {
     pub fn finish(&mut self, done: Result<(), ModelError>) -> Result<(), ModelError> {
         let end = self.backend.sync_point();
         let waited = self.backend.wait_for(end);
-        done?;
-        Ok(waited?)
+        let done = done.and(waited.map_err(ModelError::from));
+        if let Some(experts) = self.experts.filter(|_| !matches!(done, Ok(()) | Err(ModelError::GivenUp))) {
+            // Copies of experts to the device may have failed.
+            experts.clear_device();
+        }
+        done
     }
 }
 

@@ -29,7 +29,8 @@ impl DeltaShape {
             b_at,
             b_at + self.value_heads,
         ];
-        let mut args = words.map(|w| w as u32).to_vec();
+        let mut args = vec![0];
+        args.extend(words.map(|w| w as u32));
         args.extend([
             super::EPS.to_bits(),
             replay as u32,
@@ -111,6 +112,7 @@ impl DeltaRule<'_> {
                 Binding::read(norm.floats(shape.value_dim)),
                 squares.map_or(Binding::read(norm.first(0)), Binding::write),
                 Binding::read(rows.map_or(proj, |rows| rows.table)),
+                Binding::no_gate(proj),
             ],
             grid: [shape.value_dim.div_ceil(16) as u32, shape.value_heads as u32, sequences as u32],
             threads: 128,

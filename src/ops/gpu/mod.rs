@@ -4,7 +4,7 @@ use super::{
     Backend, BackendLimits, ExpertSet, Experts, HalfBuffers, KvFormat, ModelPart, MoeWeights, NO_SLOT, Op,
     WeightFormat, experts::Jobs, norm::rms_norm,
 };
-use crate::device::{BufferAccess, DeviceError, Gpu, Launch, Region, Slab, SyncPoint, Timeline};
+use crate::device::{Binding, BufferAccess, DeviceError, Gpu, Launch, Region, Slab, SyncPoint, Timeline};
 use std::{
     collections::HashMap,
     ops::{DerefMut, Range},
@@ -61,6 +61,10 @@ pub struct GpuBackend<P: DerefMut<Target: Gpu> + Send> {
     next_submit: usize,
     /// Number of layers in the next submission: first [`FIRST_SUBMIT`], then twice as many each time.
     submit_step: usize,
+    /// The word of the gate that later launches get.
+    gate: Option<Region>,
+    /// Number of launches so far.
+    launches: u64,
     slots: Vec<u32>,
     /// The content that was last uploaded to each region, for a device with its own memory.
     uploaded: HashMap<Region, u64>,
@@ -96,6 +100,8 @@ impl<P: DerefMut<Target: Gpu> + Send> GpuBackend<P> {
             layers: 0,
             next_submit: 0,
             submit_step: 0,
+            gate: None,
+            launches: 0,
             slots,
             uploaded,
             owned,
@@ -159,6 +165,10 @@ impl<P: DerefMut<Target: Gpu> + Send> GpuBackend<P> {
     /// Encodes a launch over this backend's buffers.
     pub fn launch(&mut self, mut launch: Launch) -> Result<(), DeviceError> {
         self.check_failed()?;
+        self.launches += 1;
+        if let Some(gate) = self.gate {
+            add_gate(&mut launch, gate);
+        }
         let first = self.in_flight.len();
         for binding in &mut launch.bindings {
             self.in_flight.push((binding.region, binding.access, SyncPoint::START));
@@ -236,6 +246,24 @@ impl<P: DerefMut<Target: Gpu> + Send> GpuBackend<P> {
 
 fn refuse<T>(why: String) -> Result<T, DeviceError> {
     Err(DeviceError(why))
+}
+
+/// Gives a launch a gate, if its kernel can have one; see `is_closed` in `kernels/quant.metal`. These kernels change what
+/// outlives a layer, or take most of the time.
+fn add_gate(launch: &mut Launch, gate: Region) {
+    let access = match launch.kernel.trim_end_matches("_any") {
+        "router" => BufferAccess::ReadWrite,
+        "moe_gate_up" | "moe_down" | "causal_conv" | "gated_delta_128" | "gated_delta_256" => BufferAccess::Read,
+        name if name.starts_with("gemv") => BufferAccess::Read,
+        _ => return,
+    };
+    // If the gate is closed, the outputs keep their bytes.
+    for output in launch.bindings.iter_mut().filter(|binding| binding.access == BufferAccess::Write) {
+        output.access = BufferAccess::ReadWrite;
+    }
+    if let (Some(is_gated), Some(binding)) = (launch.args.first_mut(), launch.bindings.last_mut()) {
+        (*is_gated, *binding) = (1, Binding { region: gate, access, is_table: false });
+    }
 }
 
 fn accept_format(codes: WeightFormat) -> Result<(), DeviceError> {
@@ -384,6 +412,14 @@ impl<P: DerefMut<Target: Gpu> + Send> Backend for GpuBackend<P> {
             self.next_submit += self.submit_step;
         }
         Ok(())
+    }
+
+    fn set_gate(&mut self, gate: Option<Region>) {
+        self.gate = gate;
+    }
+
+    fn launches(&mut self) -> u64 {
+        self.launches
     }
 
     fn read(&mut self, from: Region, into: &mut [u8]) -> Result<(), DeviceError> {

@@ -14,10 +14,11 @@ const NAMES: [[[&str; 2]; 2]; 2] = [
 /// Number of rows of x per threadgroup if x has several rows. With more rows, a thread would need too many registers.
 const BATCH_ROWS: usize = 2;
 
-/// The words of the kernels' `LinearArgs`.
+/// The words of the kernels' `LinearArgs`, without a gate.
 pub(super) fn args(sizes: [usize; 3], matrices: &[Weight], add: bool, keep: bool, eps: f32) -> Vec<u32> {
     assert!((1..=4).contains(&matrices.len()), "{} matrices in one launch", matrices.len());
-    let mut args = sizes.map(|size| size as u32).to_vec();
+    let mut args = vec![0];
+    args.extend(sizes.map(|size| size as u32));
     args.extend([matrices.len() as u32, add.into(), keep.into(), eps.to_bits()]);
     args.extend(pad_to_four(matrices).flat_map(Weight::words));
     args
@@ -53,6 +54,7 @@ impl Linear<'_> {
             keep.map_or(Binding::read(x.first(0)), |kept| Binding::write(kept.floats(tokens * cols))),
         ];
         bindings.extend(pad_to_four(matrices).flat_map(Weight::bindings));
+        bindings.push(Binding::no_gate(x));
         let batch = tokens > 1;
         // The four simdgroups of a threadgroup have four rows each, or share four rows if the matrices are small. The
         // shared expert's down is not split, since its sums must equal those of `moe_down`.

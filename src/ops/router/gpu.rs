@@ -50,7 +50,7 @@ impl Router<'_> {
         assert!(experts <= 1024 && k <= experts, "{k} of {experts} experts");
         let shared = self.shared().is_some();
         let gate = [if shared { width - 1 } else { 0 }, shared.into(), layer.renormalise.into()];
-        let words = [experts, k, width, gate[0], gate[1], gate[2]];
+        let words = [0, experts, k, width, gate[0], gate[1], gate[2]];
         Launch {
             kernel: "router",
             args: words.map(|w| w as u32).to_vec(),
@@ -60,6 +60,7 @@ impl Router<'_> {
                 Binding::write(ids.floats(tokens * k)),
                 Binding::write(slots.floats(tokens * k)),
                 Binding::write(weights.floats(tokens * (k + 1))),
+                Binding::no_gate(scores),
             ],
             grid: [tokens as u32, 1, 1],
             threads: 32,

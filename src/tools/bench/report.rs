@@ -93,6 +93,10 @@ impl fmt::Display for BenchReport {
                 "{rows} rows of the n-gram table read; waited for them {before:.2} % of the prompt, {while_decoding:.2} % of decoding"
             )?;
         }
+        if decode.gpu_waits_per_token > 0.0 {
+            let (waits, skipped) = (decode.gpu_waits_per_token, decode.gpu_skipped_launches_per_token);
+            writeln!(f, "decode: {waits:.1} waits for routers and {skipped:.0} launches in vain per token")?;
+        }
         writeln!(f, "decode without stalls: {:.2} tok/s", median.resident_tokens_per_second)
     }
 }
@@ -148,6 +152,8 @@ pub fn median_run(runs: &[Run]) -> Option<Run> {
         stall_share: figure(&|run| of(run).stall_share),
         ngram_rows: figure(&|run| of(run).ngram_rows as f64) as u64,
         ngram_stall_share: figure(&|run| of(run).ngram_stall_share),
+        gpu_waits_per_token: figure(&|run| of(run).gpu_waits_per_token),
+        gpu_skipped_launches_per_token: figure(&|run| of(run).gpu_skipped_launches_per_token),
         read_bytes_per_second: figure(&|run| of(run).read_bytes_per_second),
     };
     let resident_tokens_per_second = figure(&|run| run.resident_tokens_per_second);

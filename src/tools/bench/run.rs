@@ -38,6 +38,10 @@ pub struct Phase {
     pub ngram_rows: u64,
     /// Fraction of the time in which computation waited for a row of an n-gram table.
     pub ngram_stall_share: f64,
+    /// Number of waits per token for the GPU to read the routers' choices, while experts are streamed.
+    pub gpu_waits_per_token: f64,
+    /// Number of launches per token that were in vain, because an earlier layer missed an expert.
+    pub gpu_skipped_launches_per_token: f64,
     /// Number of bytes that expert reads requested, per second of the phase.
     pub read_bytes_per_second: f64,
 }
@@ -104,6 +108,7 @@ struct Counters {
     stall: f64,
     ngram_rows: u64,
     ngram_stall: f64,
+    gpu: [u64; 2],
 }
 
 impl Counters {
@@ -118,6 +123,7 @@ impl Counters {
             stall: m.ssd_stall_seconds.get(),
             ngram_rows: m.ngram_rows_read.get(),
             ngram_stall: m.ngram_stall_seconds.get(),
+            gpu: [m.gpu_router_waits.get(), m.gpu_skipped_launches.get()],
         }
     }
 
@@ -142,6 +148,8 @@ impl Counters {
             stall_share: rate(end.stall - self.stall, seconds),
             ngram_rows: end.ngram_rows - self.ngram_rows,
             ngram_stall_share: rate(end.ngram_stall - self.ngram_stall, seconds),
+            gpu_waits_per_token: per_token((end.gpu[0] - self.gpu[0]) as f64),
+            gpu_skipped_launches_per_token: per_token((end.gpu[1] - self.gpu[1]) as f64),
             read_bytes_per_second: rate(asked, seconds),
         }
     }
@@ -172,11 +180,14 @@ mod tests {
         metrics.ssd_reads.inc_by(9);
         metrics.ngram_rows_read.inc_by(7);
         metrics.ngram_stall_seconds.inc_by(0.5);
+        metrics.gpu_router_waits.inc_by(8);
+        metrics.gpu_skipped_launches.inc_by(20);
         let end = Counters { at: begin.at + std::time::Duration::from_secs(2), ..Counters::now(&metrics) };
         let phase = begin.until(&end, 4, |counts| counts.decode);
         assert_eq!((phase.hits, phase.misses, phase.prefetched, phase.reads), (6, 3, 1, 9));
         assert_eq!((phase.tokens_per_second, phase.hit_rate, phase.prefetch_rate), (2.0, 0.6, 0.1));
         assert_eq!((phase.ngram_rows, phase.ngram_stall_share), (7, 0.25));
+        assert_eq!((phase.gpu_waits_per_token, phase.gpu_skipped_launches_per_token), (2.0, 5.0));
         assert_eq!((phase.bytes_asked_per_token, phase.read_bytes_per_second), (1000.0, 2000.0));
     }
 }
