@@ -6,7 +6,7 @@
 
 use moestro::chat::{
     Tokenizer,
-    grammar::{ContentFormat, GrammarCompiler, NextTokens, OutputFormat},
+    grammar::{CancelFlag, ContentFormat, GrammarCompiler, NextTokens, OutputFormat},
 };
 use serde_json::Value;
 use std::{path::PathBuf, sync::Arc, time::Instant};
@@ -19,7 +19,7 @@ fn main() {
     let start = Instant::now();
     let grammars = GrammarCompiler::new(tokenizer.clone(), &[eos]);
     let text = OutputFormat { content: ContentFormat::Text, tools: None };
-    grammars.compile(&text, false, None).expect("any text");
+    grammars.compile(&CancelFlag::default(), &text, false, None).expect("any text");
     println!("{} tokens, sorted in {:.0} ms", tokenizer.vocab_size(), start.elapsed().as_secs_f64() * 1e3);
     let cases: Vec<Value> =
         serde_json::from_str(include_str!("../tests/fixtures/schemas.json")).expect("the schemas of the tests");
@@ -30,7 +30,7 @@ fn main() {
             tools: None,
         };
         let start = Instant::now();
-        let guide = grammars.compile(&form, false, None).expect("a schema that compiles");
+        let guide = grammars.compile(&CancelFlag::default(), &form, false, None).expect("a schema that compiles");
         let compile = start.elapsed().as_secs_f64() * 1e6;
         let mut times = Vec::new();
         for seed in 0..8u64 {

@@ -37,22 +37,17 @@ impl Decoder {
     pub(super) fn append(text: &mut String, pending: &mut Vec<u8>, bytes: &[u8]) {
         pending.extend_from_slice(bytes);
         let mut done = 0;
-        while let Some(rest) = pending.get(done..).filter(|rest| !rest.is_empty()) {
-            match std::str::from_utf8(rest) {
-                Ok(valid) => {
-                    text.push_str(valid);
-                    done = pending.len();
-                }
-                Err(error) => {
-                    let (valid, _) = rest.split_at(error.valid_up_to());
-                    text.push_str(&String::from_utf8_lossy(valid));
-                    done += valid.len();
-                    // `error_len` is `None` if the input ends inside a character.
-                    let Some(invalid) = error.error_len() else { break };
-                    text.push(char::REPLACEMENT_CHARACTER);
-                    done += invalid;
-                }
+        for chunk in pending.utf8_chunks() {
+            text.push_str(chunk.valid());
+            done += chunk.valid().len();
+            let invalid = chunk.invalid();
+            // `error_len` is `None` if the input ends inside a character.
+            let is_incomplete = std::str::from_utf8(invalid).is_err_and(|error| error.error_len().is_none());
+            if is_incomplete && done + invalid.len() == pending.len() {
+                break;
             }
+            text.extend((!invalid.is_empty()).then_some(char::REPLACEMENT_CHARACTER));
+            done += invalid.len();
         }
         pending.drain(..done);
     }

@@ -91,18 +91,8 @@ impl GrammarCompiler {
     }
 
     /// Compiles the format of an answer. Blocks for milliseconds, for up to a second if the schema is large, and on the
-    /// first call also for the time of [`GrammarCompiler::warm_up`].
+    /// first call also for the time of [`GrammarCompiler::warm_up`]. Fails early if `cancel` is set.
     pub fn compile(
-        &self,
-        format: &OutputFormat,
-        in_reasoning: bool,
-        budget: Option<usize>,
-    ) -> Result<TokenConstraint, FormatError> {
-        self.compile_until(&CancelFlag::default(), format, in_reasoning, budget)
-    }
-
-    /// Like [`GrammarCompiler::compile`], but fails early if the flag is set.
-    pub fn compile_until(
         &self,
         cancel: &CancelFlag,
         format: &OutputFormat,

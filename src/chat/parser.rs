@@ -39,7 +39,7 @@ mod json_types;
 mod tags;
 
 use argument::{PendingArgument, PendingCall, call_id};
-pub(super) use json_types::JsonTypes;
+pub(super) use json_types::{JsonTypes, target};
 use serde_json::Value;
 use std::ops::Range;
 use tags::*;
@@ -61,6 +61,22 @@ pub enum Delta {
         index: usize,
         json: String,
     },
+}
+
+impl Delta {
+    /// Appends the delta to `deltas`. If the last delta is of the same kind, the text is appended to that delta.
+    pub fn push_to(self, deltas: &mut Vec<Self>) {
+        match (deltas.last_mut(), &self) {
+            (_, Self::Reasoning(text) | Self::Content(text) | Self::Arguments { json: text, .. })
+                if text.is_empty() => {}
+            (Some(Self::Reasoning(before)), Self::Reasoning(text))
+            | (Some(Self::Content(before)), Self::Content(text)) => before.push_str(text),
+            (Some(Self::Arguments { index, json }), Self::Arguments { index: same, json: more }) if index == same => {
+                json.push_str(more);
+            }
+            _ => deltas.push(self),
+        }
+    }
 }
 
 /// Splits streamed text into deltas.
@@ -230,18 +246,8 @@ impl Parser {
         self.emit(Delta::Arguments { index: self.calls.saturating_sub(1), json });
     }
 
-    /// Queues a delta. If the previous delta is of the same kind, the text is appended to that delta.
     fn emit(&mut self, delta: Delta) {
-        match (self.out.last_mut(), &delta) {
-            (_, Delta::Reasoning(text) | Delta::Content(text) | Delta::Arguments { json: text, .. })
-                if text.is_empty() => {}
-            (Some(Delta::Reasoning(before)), Delta::Reasoning(text))
-            | (Some(Delta::Content(before)), Delta::Content(text)) => before.push_str(text),
-            (Some(Delta::Arguments { index, json }), Delta::Arguments { index: same, json: more }) if index == same => {
-                json.push_str(more);
-            }
-            _ => self.out.push(delta),
-        }
+        delta.push_to(&mut self.out);
     }
 }
 

@@ -3,7 +3,7 @@
 use crate::formats::Source;
 use moestro::chat::{
     Tokenizer,
-    grammar::{AllowedTools, ContentFormat, FormatError, GrammarCompiler, NextTokens, OutputFormat},
+    grammar::{AllowedTools, CancelFlag, ContentFormat, FormatError, GrammarCompiler, NextTokens, OutputFormat},
 };
 use serde_json::Value;
 use std::{path::Path, sync::Arc};
@@ -45,7 +45,7 @@ pub fn follow(
     source: &mut Source,
     mut measured: impl FnMut(&'static str),
 ) -> Result<(), FormatError> {
-    let compiled = compiler.compile(&format(fields), false, None);
+    let compiled = compiler.compile(&CancelFlag::default(), &format(fields), false, None);
     measured("compile");
     let mut constraint = compiled?;
     for _ in 0..STEPS {

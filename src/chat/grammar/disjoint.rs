@@ -1,6 +1,7 @@
 //! Finds out whether the alternatives of a `oneOf` exclude each other. llguidance supports only `anyOf`, which means
 //! the same as `oneOf` for such alternatives.
 
+use crate::chat::parser::target;
 use serde_json::Value;
 
 /// Maximum number of alternatives that are compared pairwise.
@@ -9,15 +10,10 @@ const MAX_ALTERNATIVES: usize = 256;
 /// True if the types and tags of the alternatives show that a value can match only one alternative. A tag is a required
 /// property with one allowed value. References are followed in `root`.
 pub fn are_disjoint(alternatives: &[Value], root: &Value) -> bool {
-    let resolved: Vec<&Value> = alternatives.iter().map(|alternative| resolve(alternative, root)).collect();
+    let resolve = |alternative| target(alternative, root).unwrap_or(alternative);
+    let resolved: Vec<&Value> = alternatives.iter().map(resolve).collect();
     alternatives.len() <= MAX_ALTERNATIVES
         && resolved.iter().enumerate().all(|(at, one)| resolved[..at].iter().all(|other| differ(one, other)))
-}
-
-/// The target of the schema's reference into `root`, or the schema itself if it has no such reference.
-fn resolve<'a>(schema: &'a Value, root: &'a Value) -> &'a Value {
-    let target = schema.get("$ref").and_then(Value::as_str).and_then(|reference| reference.strip_prefix('#'));
-    target.and_then(|pointer| root.pointer(pointer)).unwrap_or(schema)
 }
 
 fn differ(one: &Value, other: &Value) -> bool {

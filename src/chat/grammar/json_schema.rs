@@ -4,7 +4,7 @@
 use super::{
     disjoint,
     format::{FormatError, plain_reason},
-    schema_references,
+    schema_references::{self, WITH_ARRAY, WITH_OBJECT, WITH_SCHEMA, subschemas},
 };
 use llguidance::{
     derivre::{RegexAst, RegexBuilder},
@@ -52,13 +52,6 @@ const COPIED: [&str; 20] = [
     "exclusiveMaximum",
     "multipleOf",
 ];
-
-/// Keywords whose value is a schema.
-const WITH_SCHEMA: [&str; 3] = ["items", "additionalItems", "additionalProperties"];
-/// Keywords whose value is an array of schemas.
-const WITH_ARRAY: [&str; 4] = ["anyOf", "oneOf", "allOf", "prefixItems"];
-/// Keywords whose value is an object of schemas.
-const WITH_OBJECT: [&str; 4] = ["properties", "patternProperties", "$defs", "definitions"];
 
 /// Keywords that restrict the valid values in a way that a token mask cannot enforce.
 const UNSUPPORTED: [&str; 15] = [
@@ -206,18 +199,9 @@ impl Preparation<'_> {
         Ok(Value::Object(prepared))
     }
 
-    /// Returns true if a pattern compiles. If it does not, returns an error for a strict schema. Otherwise returns
-    /// false, and the caller leaves the pattern out.
     fn can_enforce_pattern(&self, pattern: &Value, path: &str) -> Result<bool, FormatError> {
         let Some(pattern) = pattern.as_str() else { return Err(FormatError::new(path, "a pattern must be a string")) };
-        let compiled = RegexBuilder::new().mk(&RegexAst::SearchRegex(regex_to_lark(pattern, "dw")));
-        match compiled {
-            Err(error) if self.strict => {
-                let reason = plain_reason(&error.to_string());
-                Err(FormatError::new(path, format!("the pattern cannot be enforced in a strict schema: {reason}")))
-            }
-            compiled => Ok(compiled.is_ok()),
-        }
+        can_enforce(&RegexAst::SearchRegex(regex_to_lark(pattern, "dw")), self.strict.then_some("schema"), path)
     }
 
     /// Handles bounds that cannot be compiled because they are beyond the limit (too far from zero). A large maximum or
@@ -239,6 +223,18 @@ impl Preparation<'_> {
             }
         }
         Ok(())
+    }
+}
+
+/// Returns true if a pattern compiles. If it does not, returns an error if `strict` names what is strict. Otherwise
+/// returns false, and the caller leaves the pattern out.
+pub fn can_enforce(pattern: &RegexAst, strict: Option<&str>, path: &str) -> Result<bool, FormatError> {
+    match (RegexBuilder::new().mk(pattern), strict) {
+        (Err(error), Some(what)) => {
+            let reason = plain_reason(&error.to_string());
+            Err(FormatError::new(path, format!("the pattern cannot be enforced in a strict {what}: {reason}")))
+        }
+        (compiled, _) => Ok(compiled.is_ok()),
     }
 }
 
@@ -312,24 +308,6 @@ pub fn locate(schema: &Value, reason: String, compile_error: impl Fn(&Value) -> 
         break;
     }
     (path, reason)
-}
-
-/// The direct subschemas of a prepared schema, with their paths.
-fn subschemas(schema: &Value) -> Vec<(String, &Value)> {
-    let mut parts = Vec::new();
-    for (key, value) in schema.as_object().into_iter().flatten() {
-        match value {
-            Value::Object(named) if WITH_OBJECT.contains(&key.as_str()) => {
-                parts.extend(named.iter().map(|(name, part)| (format!(".{key}.{name}"), part)));
-            }
-            Value::Array(many) if WITH_ARRAY.contains(&key.as_str()) => {
-                parts.extend(many.iter().enumerate().map(|(index, part)| (format!(".{key}[{index}]"), part)));
-            }
-            Value::Object(_) if WITH_SCHEMA.contains(&key.as_str()) => parts.push((format!(".{key}"), value)),
-            _ => {}
-        }
-    }
-    parts
 }
 
 /// Turns `schema`, a part of `root`, into a schema that can be compiled alone. If the part has references, adds `root`

@@ -22,12 +22,11 @@ const MAX_INTERSECTIONS: usize = 8;
 /// # Errors
 /// The expression is too long.
 pub fn check_regex(text: &str) -> Result<(), FormatError> {
-    match text.len() {
-        bytes if bytes > MAX_BYTES => {
-            Err(FormatError::new("", format!("it has {bytes} bytes; the limit is {MAX_BYTES}")))
-        }
-        _ => Ok(()),
+    let bytes = text.len();
+    if bytes > MAX_BYTES {
+        return Err(FormatError::new("", format!("it has {bytes} bytes; the limit is {MAX_BYTES}")));
     }
+    Ok(())
 }
 
 /// Checks a Lark grammar and its embedded JSON schemas against the limits.

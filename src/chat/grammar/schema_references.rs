@@ -19,6 +19,13 @@ const MAX_SCALE: f64 = 1e8;
 /// Maximum number of parts of a schema that are visited to count patterns.
 const MAX_VISITS: usize = 1_000_000;
 
+/// Keywords whose value is a schema.
+pub const WITH_SCHEMA: [&str; 3] = ["items", "additionalItems", "additionalProperties"];
+/// Keywords whose value is an array of schemas.
+pub const WITH_ARRAY: [&str; 4] = ["anyOf", "oneOf", "allOf", "prefixItems"];
+/// Keywords whose value is an object of schemas.
+pub const WITH_OBJECT: [&str; 4] = ["properties", "patternProperties", "$defs", "definitions"];
+
 /// Checks the references, intersections and multiples of a prepared schema.
 ///
 /// # Errors
@@ -30,6 +37,24 @@ pub fn check(root: &Value) -> Result<(), FormatError> {
     schema.check_references(root, "", 0, &mut HashSet::new())?;
     let mut visits = MAX_VISITS;
     schema.check_intersections(root, "", &mut visits)
+}
+
+/// The direct subschemas of a prepared schema, with their paths.
+pub fn subschemas(schema: &Value) -> Vec<(String, &Value)> {
+    let mut parts = Vec::new();
+    for (key, value) in schema.as_object().into_iter().flatten() {
+        match value {
+            Value::Object(named) if WITH_OBJECT.contains(&key.as_str()) => {
+                parts.extend(named.iter().map(|(name, part)| (format!(".{key}.{name}"), part)));
+            }
+            Value::Array(many) if WITH_ARRAY.contains(&key.as_str()) || key == "items" => {
+                parts.extend(many.iter().enumerate().map(|(index, part)| (format!(".{key}[{index}]"), part)));
+            }
+            Value::Object(_) if WITH_SCHEMA.contains(&key.as_str()) => parts.push((format!(".{key}"), value)),
+            _ => {}
+        }
+    }
+    parts
 }
 
 /// A schema, and the parts of it that references can name.
@@ -86,24 +111,9 @@ impl<'a> Schema<'a> {
             }
             self.check_references(target, path, length + 1, visited)?;
         }
-        for (key, value) in schema.as_object().into_iter().flatten() {
-            match (key.as_str(), value) {
-                ("$defs" | "definitions" | "enum" | "const" | "x-guidance", _) => {}
-                ("properties" | "patternProperties", Value::Object(parts)) => {
-                    for (name, part) in parts {
-                        self.check_references(part, &format!("{path}.{key}.{name}"), length, visited)?;
-                    }
-                }
-                (_, Value::Array(parts)) => {
-                    for (index, part) in parts.iter().enumerate() {
-                        self.check_references(part, &format!("{path}.{key}[{index}]"), length, visited)?;
-                    }
-                }
-                (_, Value::Object(_)) => {
-                    self.check_references(value, &format!("{path}.{key}"), length, visited)?;
-                }
-                _ => {}
-            }
+        let is_definition = |path: &str| [".$defs.", ".definitions."].iter().any(|start| path.starts_with(start));
+        for (inner, part) in subschemas(schema).into_iter().filter(|(inner, _)| !is_definition(inner)) {
+            self.check_references(part, &format!("{path}{inner}"), length, visited)?;
         }
         Ok(())
     }
@@ -143,25 +153,8 @@ impl<'a> Schema<'a> {
                 return Err(FormatError::new(path, reason));
             }
         }
-        for (key, value) in fields {
-            match value {
-                Value::Object(parts)
-                    if ["properties", "patternProperties", "$defs", "definitions"].contains(&&**key) =>
-                {
-                    for (name, part) in parts {
-                        self.check_intersections(part, &format!("{path}.{key}.{name}"), visits)?;
-                    }
-                }
-                Value::Array(parts) if key != "enum" => {
-                    for (index, part) in parts.iter().enumerate() {
-                        self.check_intersections(part, &format!("{path}.{key}[{index}]"), visits)?;
-                    }
-                }
-                Value::Object(_) if key != "const" && key != "x-guidance" => {
-                    self.check_intersections(value, &format!("{path}.{key}"), visits)?;
-                }
-                _ => {}
-            }
+        for (inner, part) in subschemas(schema) {
+            self.check_intersections(part, &format!("{path}{inner}"), visits)?;
         }
         Ok(())
     }

@@ -13,6 +13,10 @@ static GRAMMARS: LazyLock<GrammarCompiler> = LazyLock::new(|| {
 static SCHEMAS: LazyLock<Vec<Value>> =
     LazyLock::new(|| serde_json::from_str(include_str!("../../../tests/fixtures/schemas.json")).unwrap());
 
+fn compile(format: &OutputFormat) -> Result<TokenConstraint, FormatError> {
+    GRAMMARS.compile(&CancelFlag::default(), format, false, None)
+}
+
 fn text(ids: &[u32]) -> String {
     let bytes: Vec<u8> = ids.iter().flat_map(|&id| GRAMMARS.tokenizer.token_bytes(id)).collect();
     String::from_utf8(bytes).unwrap()
@@ -77,7 +81,7 @@ fn random_answers_match_their_schema() {
     let mut answers = 0;
     for case in SCHEMAS.iter() {
         let (schema, name) = (&case["schema"], &case["name"]);
-        let constraint = GRAMMARS.compile(&json_format(schema, case["strict"] == true), false, None);
+        let constraint = compile(&json_format(schema, case["strict"] == true));
         let constraint = constraint.unwrap_or_else(|error| panic!("{name}: {error:?}"));
         for seed in 0..17 {
             let answer = text(&random_answer(constraint.clone(), seed));
@@ -101,7 +105,7 @@ fn integers_have_bounded_length() {
         json!({"$ref": "#/$defs/n", "$defs": {"n": {"type": "integer"}}}),
     ] {
         for sign in ["", "-"] {
-            let mut constraint = GRAMMARS.compile(&json_format(&schema, true), false, None).unwrap();
+            let mut constraint = compile(&json_format(&schema, true)).unwrap();
             let mut sampled = Vec::new();
             loop {
                 let allowed = allowed(&constraint.allowed().unwrap());
@@ -121,7 +125,7 @@ fn integers_have_bounded_length() {
         }
     }
     let far = json!({"type": "integer", "minimum": 2e18, "maximum": 3e18});
-    let answer = text(&random_answer(GRAMMARS.compile(&json_format(&far, true), false, None).unwrap(), 1));
+    let answer = text(&random_answer(compile(&json_format(&far, true)).unwrap(), 1));
     assert!((2_000_000_000_000_000_000..=3_000_000_000_000_000_000i64).contains(&answer.parse().unwrap()), "{answer}");
 }
 
@@ -141,7 +145,7 @@ fn random_calls_have_valid_arguments() {
             content: ContentFormat::Nothing,
             tools: Some(AllowedTools { tools: choice, parallel: at.is_multiple_of(2) }),
         };
-        let constraint = GRAMMARS.compile(&format, false, None).unwrap_or_else(|error| panic!("{name}: {error:?}"));
+        let constraint = compile(&format).unwrap_or_else(|error| panic!("{name}: {error:?}"));
         for seed in 0..10 {
             let answer = text(&random_answer(constraint.clone(), seed));
             let mut parser = Parser::new(false, &tools);
@@ -170,11 +174,11 @@ fn random_calls_have_valid_arguments() {
 
 fn lark_error(text: String) -> FormatError {
     let format = OutputFormat { content: ContentFormat::Lark(text), tools: None };
-    GRAMMARS.compile(&format, false, None).err().unwrap()
+    compile(&format).err().unwrap()
 }
 
 fn schema_error(schema: Value) -> FormatError {
-    GRAMMARS.compile(&json_format(&schema, false), false, None).err().unwrap()
+    compile(&json_format(&schema, false)).err().unwrap()
 }
 
 /// A schema whose `$defs` refer to each other in a chain, by pointer or by `$id`.
@@ -200,7 +204,7 @@ fn deep_grammars_do_not_overflow_the_stack() {
     // llguidance resolves these names against a base URL, which the check of chains does not do. The stack is large
     // enough for this chain.
     let by_id = reference_chain(1000, |i| format!("http://localhost/d{i}"));
-    let _ = GRAMMARS.compile(&json_format(&by_id, false), false, None);
+    let _ = compile(&json_format(&by_id, false));
 }
 
 #[test]
@@ -215,7 +219,7 @@ fn intersected_patterns_do_not_exhaust_memory() {
 fn format_without_any_text_is_refused() {
     let regex = |regex: &str| {
         let format = OutputFormat { content: ContentFormat::Regex(regex.into()), tools: None };
-        GRAMMARS.compile(&format, false, None).err()
+        compile(&format).err()
     };
     assert!(regex("[^\\s\\S]").is_some());
     assert_eq!(regex("a*"), None);
@@ -240,7 +244,7 @@ fn long_string_parameter_has_bounded_length() {
         )];
         let allowed = AllowedTools { tools: tools.iter().cloned().enumerate().collect(), parallel: false };
         let format = OutputFormat { content: ContentFormat::Nothing, tools: Some(allowed) };
-        let constraint = GRAMMARS.compile(&format, false, None).unwrap();
+        let constraint = compile(&format).unwrap();
         for seed in 0..20 {
             let answer = text(&random_answer(constraint.clone(), seed));
             let mut parser = Parser::new(false, &tools);
@@ -260,7 +264,7 @@ fn random_arguments(schema: Value, strict: bool) -> Vec<Value> {
     tools[0]["function"]["strict"] = strict.into();
     let allowed = AllowedTools { tools: tools.iter().cloned().enumerate().collect(), parallel: false };
     let format = OutputFormat { content: ContentFormat::Nothing, tools: Some(allowed) };
-    let constraint = GRAMMARS.compile(&format, false, None).unwrap();
+    let constraint = compile(&format).unwrap();
     let arguments = |seed| {
         let answer = text(&random_answer(constraint.clone(), seed));
         let mut parser = Parser::new(false, &tools);
@@ -292,9 +296,9 @@ fn unsupported_pattern_is_left_out() {
     // Patterns that pydantic and zod write for decimals and host names, and two other patterns.
     for pattern in ["^(?!^[-+.]*$)[+-]?0*\\d*\\.?\\d*$", "^(?=.{1,253}\\.?$)[a-z.]+$", "(^a|b$)c", "\\bx"] {
         let schema = json!({"type": "object", "properties": {"a": {"type": "string", "pattern": pattern}}});
-        GRAMMARS.compile(&json_format(&schema, false), false, None).unwrap();
+        compile(&json_format(&schema, false)).unwrap();
         random_arguments(schema["properties"]["a"].clone(), false);
-        let error = GRAMMARS.compile(&json_format(&schema, true), false, None).err().unwrap();
+        let error = compile(&json_format(&schema, true)).err().unwrap();
         assert_eq!(error.path, ".properties.a.pattern", "{error:?}");
         assert!(error.reason.contains("strict") && !error.reason.ends_with(':'), "{}", error.reason);
     }
@@ -311,15 +315,15 @@ fn huge_number_bounds_are_reduced() {
         json!({"type": "integer", "minimum": 0, "maximum": 18_446_744_073_709_551_615u64}),
         json!({"type": "number", "exclusiveMaximum": 1e300}),
     ] {
-        let constraint = GRAMMARS.compile(&json_format(&schema, true), false, None).unwrap();
+        let constraint = compile(&json_format(&schema, true)).unwrap();
         for seed in 0..10 {
             let value: Value = serde_json::from_str(&text(&random_answer(constraint.clone(), seed))).unwrap();
             assert!(test_validator::errors(&schema, &value, &schema).is_empty(), "{schema}: {value}");
         }
     }
     let far = json!({"type": "number", "minimum": 1e18});
-    assert!(GRAMMARS.compile(&json_format(&far, false), false, None).is_ok());
-    let error = GRAMMARS.compile(&json_format(&far, true), false, None).err().unwrap();
+    assert!(compile(&json_format(&far, false)).is_ok());
+    let error = compile(&json_format(&far, true)).err().unwrap();
     assert_eq!(error.path, ".minimum");
 }
 
@@ -328,15 +332,15 @@ fn multiples_are_exact_or_refused() {
     for divisor in [json!(1e-9), json!(4001), json!(40_000_000), json!(1e300)] {
         let schema = json!({"type": "number", "minimum": 1e-9, "multipleOf": divisor});
         for strict in [false, true] {
-            let error = GRAMMARS.compile(&json_format(&schema, strict), false, None).err().unwrap();
+            let error = compile(&json_format(&schema, strict)).err().unwrap();
             assert_eq!(error.path, ".multipleOf", "{schema}");
         }
         let lark = OutputFormat { content: ContentFormat::Lark(format!("start: %json {schema}")), tools: None };
-        assert!(GRAMMARS.compile(&lark, false, None).is_err(), "{schema}");
+        assert!(compile(&lark).is_err(), "{schema}");
     }
     for divisor in [0.01, 0.125, 7.0, 4000.0] {
         let schema = json!({"type": "number", "minimum": -4e9, "maximum": 4e9, "multipleOf": divisor});
-        let constraint = GRAMMARS.compile(&json_format(&schema, true), false, None).unwrap();
+        let constraint = compile(&json_format(&schema, true)).unwrap();
         for seed in 0..5 {
             let value: f64 = text(&random_answer(constraint.clone(), seed)).parse().unwrap();
             let count = value / divisor;
@@ -354,23 +358,23 @@ fn libraries_schemas_are_accepted_if_strict() {
     let record =
         json!({"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "integer"}});
     for schema in [tagged, record] {
-        let constraint = GRAMMARS.compile(&json_format(&schema, true), false, None).unwrap();
+        let constraint = compile(&json_format(&schema, true)).unwrap();
         for seed in 0..10 {
             let value: Value = serde_json::from_str(&text(&random_answer(constraint.clone(), seed))).unwrap();
             assert!(test_validator::errors(&schema, &value, &schema).is_empty(), "{schema}: {value}");
         }
     }
     let overlapping = json!({"oneOf": [{"type": "integer"}, {"type": "number"}]});
-    let error = GRAMMARS.compile(&json_format(&overlapping, true), false, None).err().unwrap();
+    let error = compile(&json_format(&overlapping, true)).err().unwrap();
     assert!(error.reason.contains("anyOf") && !error.reason.contains("coerce"), "{error:?}");
-    assert!(GRAMMARS.compile(&json_format(&overlapping, false), false, None).is_ok());
+    assert!(compile(&json_format(&overlapping, false)).is_ok());
 }
 
 #[test]
 fn cancelled_compilation_ends_early() {
     let cancel = CancelFlag::default();
     cancel.set();
-    let error = GRAMMARS.compile_until(&cancel, &json_format(&any_object(), true), false, None).err().unwrap();
+    let error = GRAMMARS.compile(&cancel, &json_format(&any_object(), true), false, None).err().unwrap();
     assert!(error.reason.contains("cancelled"), "{error:?}");
 }
 
@@ -384,7 +388,7 @@ fn properties_and_tools_are_bounded() {
     let calls = |tools: usize, parameters: usize| {
         let tools = (0..tools).map(|i| (i, tool(&format!("f{i}"), &properties(parameters)))).collect();
         let tools = Some(AllowedTools { tools, parallel: true });
-        GRAMMARS.compile(&OutputFormat { content: ContentFormat::Nothing, tools }, false, None).err()
+        compile(&OutputFormat { content: ContentFormat::Nothing, tools }).err()
     };
     assert_eq!(calls(20, 10), None);
     assert!(calls(129, 1).unwrap().reason.contains("128"));

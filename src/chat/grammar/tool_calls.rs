@@ -14,15 +14,11 @@
 //! is raw text up to the closing tag. Every other value is JSON.
 
 use super::{
-    format::{AllowedTools, FormatError, plain_reason},
+    format::{AllowedTools, FormatError},
     json_schema, string_formats,
 };
-use crate::chat::parser::JsonTypes;
-use llguidance::{
-    api::GrammarWithLexer,
-    derivre::{RegexAst, RegexBuilder},
-    regex_to_lark,
-};
+use crate::chat::parser::{JsonTypes, target};
+use llguidance::{api::GrammarWithLexer, derivre::RegexAst, regex_to_lark};
 use serde_json::{Map, Value};
 use std::fmt::Write;
 
@@ -194,13 +190,11 @@ impl ToolGrammar {
         parts.push(schema);
         if depth < MAX_DEPTH && parts.len() < MAX_PARTS {
             let all = schema.get("allOf").and_then(Value::as_array).into_iter().flatten();
-            self.target(schema).into_iter().chain(all).for_each(|part| self.collect_parts(part, parts, depth + 1));
+            target(schema, &self.root)
+                .into_iter()
+                .chain(all)
+                .for_each(|part| self.collect_parts(part, parts, depth + 1));
         }
-    }
-
-    /// The part of the root that `schema` refers to.
-    fn target(&self, schema: &Value) -> Option<&Value> {
-        self.root.pointer(schema.get("$ref")?.as_str()?.strip_prefix('#')?)
     }
 
     /// Lark alternatives for a value and its closing tag.
@@ -217,7 +211,7 @@ impl ToolGrammar {
     fn collect_branches(&self, schema: &Value, branches: &mut Vec<Value>, depth: usize) {
         let is_only_keyword = schema.as_object().map_or(0, Map::len) == 1;
         if is_only_keyword && depth < MAX_DEPTH && branches.len() < MAX_PARTS {
-            if let Some(target) = self.target(schema) {
+            if let Some(target) = target(schema, &self.root) {
                 return self.collect_branches(target, branches, depth + 1);
             }
             if let Some(choices) = alternatives(schema) {
@@ -260,9 +254,13 @@ impl ToolGrammar {
         let text = |key: &str| schema.get(key).and_then(Value::as_str);
         let (min, max) = (number("minLength").unwrap_or(0), number("maxLength"));
         let at = self.grammar.lark.len();
-        let pattern = text("pattern").map(match_whole).map(|pattern| self.enforceable(pattern)).transpose()?.flatten();
-        let format = text("format").and_then(string_formats::expression);
-        let expressions: Vec<String> = pattern.into_iter().chain(format).collect();
+        let mut expressions = Vec::new();
+        if let Some(pattern) = text("pattern").map(match_whole) {
+            let regex = RegexAst::Regex(regex_to_lark(&pattern, "dw"));
+            let can_enforce = json_schema::can_enforce(&regex, self.strict.then_some("tool"), ".pattern")?;
+            expressions.extend(can_enforce.then_some(pattern));
+        }
+        expressions.extend(text("format").and_then(string_formats::expression));
         match (max, expressions.is_empty() && min == 0) {
             (None, true) => Ok(TEXT.into()),
             // As in `TEXT`, the first closing tag ends the text. The line feed before the tag may count as one of the
@@ -286,18 +284,6 @@ impl ToolGrammar {
                 self.grammar.lark += &rule;
                 Ok(name)
             }
-        }
-    }
-
-    /// Returns the expression if it compiles. If it does not, returns an error for a strict tool. Otherwise returns
-    /// `None`, and the caller leaves the expression out.
-    fn enforceable(&self, expression: String) -> Result<Option<String>, FormatError> {
-        match RegexBuilder::new().mk(&RegexAst::Regex(regex_to_lark(&expression, "dw"))) {
-            Err(error) if self.strict => {
-                let reason = plain_reason(&error.to_string());
-                Err(FormatError::new(".pattern", format!("the pattern cannot be enforced in a strict tool: {reason}")))
-            }
-            compiled => Ok(compiled.is_ok().then_some(expression)),
         }
     }
 }

@@ -27,11 +27,9 @@ pub(super) struct PendingArgument {
 impl PendingArgument {
     /// Returns the argument and the start of its JSON.
     pub fn new(types: JsonTypes) -> (Self, &'static str) {
-        if types.only_string() {
-            (Self { types, held: None, started: false }, "\"")
-        } else {
-            (Self { types, held: Some(String::new()), started: false }, "")
-        }
+        let is_string = types.only_string();
+        let held = (!is_string).then(String::new);
+        (Self { types, held, started: false }, if is_string { "\"" } else { "" })
     }
 
     /// Takes the next piece of the value and returns the JSON that can be written.

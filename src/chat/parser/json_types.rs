@@ -18,6 +18,11 @@ pub struct JsonTypes {
 const STRING: JsonTypes =
     JsonTypes { string: true, null: false, boolean: false, integer: false, number: false, object: false, array: false };
 
+/// The part of `root` that the `$ref` of `schema` points to.
+pub fn target<'a>(schema: &Value, root: &'a Value) -> Option<&'a Value> {
+    root.pointer(schema.get("$ref")?.as_str()?.strip_prefix('#')?)
+}
+
 /// Maximum number of subschemas that are visited for one parameter. The maximum is needed because a schema may refer to
 /// itself.
 const MAX_SUBSCHEMAS: usize = 256;
@@ -47,8 +52,7 @@ impl JsonTypes {
         if let Some(property) = schema.get("properties").and_then(|properties| properties.get(name)) {
             self.collect(property, root, left);
         }
-        let reference = schema.get("$ref").and_then(Value::as_str).and_then(|r| r.strip_prefix('#'));
-        if let Some(target) = reference.and_then(|path| root.pointer(path)) {
+        if let Some(target) = target(schema, root) {
             self.collect_parameter(target, root, name, left);
         }
         for part in ["anyOf", "oneOf", "allOf"].iter().filter_map(|key| schema.get(key)?.as_array()).flatten() {
@@ -80,8 +84,7 @@ impl JsonTypes {
             _ => {}
         }
         let before = *self;
-        let reference = schema.get("$ref").and_then(Value::as_str).and_then(|r| r.strip_prefix('#'));
-        if let Some(target) = reference.and_then(|path| root.pointer(path)) {
+        if let Some(target) = target(schema, root) {
             self.collect(target, root, left);
         }
         for key in ["anyOf", "oneOf", "allOf"] {

@@ -200,7 +200,7 @@ async fn compiled(
     let flag = cancel.0.clone();
     let compile = move || {
         let _ = sender.send(());
-        let compile = || grammars.compile_until(&flag, &format, in_reasoning, budget);
+        let compile = || grammars.compile(&flag, &format, in_reasoning, budget);
         catch_unwind(AssertUnwindSafe(compile))
             .unwrap_or_else(|_| Err(FormatError::new("", "the compiler failed on it")))
     };
