@@ -2,7 +2,7 @@
 
 use crate::{
     error::GPU_INTERACTIVITY_REMEDY,
-    http::{ServerState, errors::ApiError, layers::auth, request::body},
+    http::{ApiError, ServerState, layers::auth, request::body},
     metrics,
     platform::os,
 };

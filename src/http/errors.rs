@@ -26,23 +26,8 @@ use axum::{
     http::{HeaderValue, StatusCode, header},
     response::{IntoResponse, Response},
 };
-use serde::Serialize;
+use serde_json::{Value, json};
 use std::fmt::Display;
-
-/// JSON of an error.
-#[derive(Debug, Serialize)]
-pub struct ErrorBody<'a> {
-    pub error: ErrorObject<'a>,
-}
-
-#[derive(Debug, Serialize)]
-pub struct ErrorObject<'a> {
-    pub message: &'a str,
-    #[serde(rename = "type")]
-    pub kind: &'a str,
-    pub param: Option<&'a str>,
-    pub code: Option<&'a str>,
-}
 
 #[derive(Debug, Clone, PartialEq)]
 pub struct ApiError {
@@ -96,6 +81,11 @@ impl ApiError {
         Self::invalid(param, message)
     }
 
+    /// A word that is not allowed. `allowed` lists the words that are, such as "`a`, `b` or `c`".
+    pub fn not_allowed(param: impl Into<String>, word: &str, allowed: &str) -> Self {
+        Self::wrong_value(param, format!("is `{word}`; it must be {allowed}."))
+    }
+
     /// A value of the wrong type. The message is `param` followed by `problem`, such as "must be a string."
     pub fn wrong_type(param: impl Into<String>, problem: impl Display) -> Self {
         let param = param.into();
@@ -144,15 +134,6 @@ impl ApiError {
         self
     }
 
-    pub fn context(prompt: usize, context: usize, param: &str) -> Self {
-        Self::over_context(&prompt.to_string(), context, param)
-    }
-
-    /// A prompt that is longer than the context. The tokenization of the prompt stopped early, after `at_least` tokens.
-    pub fn over_context_by(at_least: usize, context: usize, param: &str) -> Self {
-        Self::over_context(&format!("at least {at_least}"), context, param)
-    }
-
     /// A prompt above `--max-prompt-tokens`. The error code is `context_length_exceeded`, so that agents shorten the
     /// prompt.
     pub fn prompt_limit(prompt: usize, limit: usize, param: &str) -> Self {
@@ -163,7 +144,9 @@ impl ApiError {
         Self::bad_request("context_length_exceeded", message).at(param)
     }
 
-    fn over_context(prompt: &str, context: usize, param: &str) -> Self {
+    /// A prompt that is longer than the context. `prompt` is its number of tokens, or a lower bound such as "at least
+    /// 9".
+    pub fn over_context(prompt: impl Display, context: usize, param: &str) -> Self {
         let message = format!(
             "This model's context length is {context} tokens, and the prompt has {prompt} of them, which leaves no room \
              for an answer. Shorten the prompt, or start the server with a larger --ctx-size."
@@ -295,9 +278,9 @@ impl ApiError {
     }
 
     /// The error as JSON, for a body or for an event of a stream.
-    pub fn body(&self) -> ErrorBody<'_> {
+    pub fn body(&self) -> Value {
         let Self { kind, code, param, message, .. } = self;
-        ErrorBody { error: ErrorObject { message, kind, param: param.as_deref(), code: *code } }
+        json!({"error": {"message": message, "type": kind, "param": param, "code": code}})
     }
 }
 
@@ -369,7 +352,7 @@ fn without_directories(message: &str) -> String {
 }
 
 /// Replaces the body of an error response, for an API whose errors have another shape.
-pub fn reshape<T: Serialize>(mut response: Response, shape: impl FnOnce(&ApiError) -> T) -> Response {
+pub fn reshape(mut response: Response, shape: impl FnOnce(&ApiError) -> Value) -> Response {
     let Some(error) = response.extensions_mut().remove::<ApiError>() else { return response };
     let mut reshaped = (error.status, Json(shape(&error))).into_response();
     for (name, value) in response.headers() {
@@ -427,7 +410,7 @@ mod tests {
             source: io::ErrorKind::UnexpectedEof.into(),
         };
         let error = ApiError::from(EngineError::Model(ModelError::Store(read)));
-        let body = serde_json::to_value(error.body()).unwrap();
+        let body = error.body();
         let message = body["error"]["message"].as_str().unwrap();
         for part in ["layer 3", "expert 17", "model-00002.safetensors", "offset 4096"] {
             assert!(message.contains(part), "{message}");

@@ -6,46 +6,65 @@
 //! A handler parses its API's body into a [`GenerationRequest`] and passes the [`Renderer`] that writes the answer.
 
 use crate::http::{
-    ServerState,
-    errors::ApiError,
-    layers::{memory::MemoryPermit, request_log::RequestLog, timeouts::with_deadline},
-    output::renderer::{self, Renderer},
+    ApiError, ServerState,
+    layers::{MemoryPermit, RequestLog, with_deadline},
+    output::{Renderer, renderer},
     request::GenerationRequest,
 };
-use axum::response::Response;
+use axum::{extract::FromRequestParts, http::request::Parts, response::Response};
 use std::sync::Arc;
 
-/// Waits for the model, queues the request and answers with one body or a stream.
-///
-/// If the model must be loaded first, a stream begins immediately, so that the client knows that the server is working.
-/// Every later error, such as an expired deadline, is then reported in the stream.
-pub async fn generate<R: Renderer>(
-    state: &ServerState,
+/// The server and the log of a generation request. Until a model has been loaded or set as the default, the request
+/// gets 503.
+pub struct Generator {
+    pub state: Arc<ServerState>,
     log: Arc<RequestLog>,
-    request: GenerationRequest,
-    permit: MemoryPermit,
-    mut renderer: R,
-) -> Result<Response, ApiError> {
-    let lease = state.models.lease(request.model()).await?;
-    let (streams, must_wait) = (request.streams(), lease.must_wait());
-    let (request_log, urls) = (log.clone(), state.image_urls.clone());
-    let ready = async move {
-        let model = lease.wait().await?;
-        let mut choices = request.prepare(&model, &urls, &request_log, permit).await?;
-        let first = choices.submit(0)?;
-        request_log.mark_generation();
-        Ok((model, choices, first))
-    };
-    if streams && must_wait {
-        let deadline = log.deadline;
-        let ready = async move { with_deadline(deadline, ready).await? };
-        return Ok(renderer::stream_later(log, ready, renderer));
+}
+
+impl FromRequestParts<Arc<ServerState>> for Generator {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut Parts, state: &Arc<ServerState>) -> Result<Self, ApiError> {
+        state.ensure_ready()?;
+        let log = parts.extensions.get::<Arc<RequestLog>>().cloned();
+        let log = log.ok_or_else(|| ApiError::failed("The request has no log."))?;
+        Ok(Self { state: state.clone(), log })
     }
-    let (model, choices, first) = ready.await?;
-    renderer.prepare(&model, &choices);
-    drop(model);
-    match streams {
-        true => Ok(renderer::stream(choices, first, renderer)),
-        false => renderer::body(choices, first, renderer).await,
+}
+
+impl Generator {
+    /// Waits for the model, queues the request and answers with one body or a stream.
+    ///
+    /// If the model must be loaded first, a stream begins immediately, so that the client knows that the server is
+    /// working. Every later error, such as an expired deadline, is then reported in the stream.
+    pub async fn generate<R: Renderer>(
+        self,
+        request: GenerationRequest,
+        permit: MemoryPermit,
+        mut renderer: R,
+    ) -> Result<Response, ApiError> {
+        let Self { state, log } = self;
+        let lease = state.models.lease(request.model()).await?;
+        let (streams, must_wait) = (request.streams(), lease.must_wait());
+        let (request_log, urls) = (log.clone(), state.image_urls.clone());
+        let ready = async move {
+            let model = lease.wait().await?;
+            let mut choices = request.prepare(&model, &urls, &request_log, permit).await?;
+            let first = choices.submit(0)?;
+            request_log.mark_generation();
+            Ok((model, choices, first))
+        };
+        if streams && must_wait {
+            let deadline = log.deadline;
+            let ready = async move { with_deadline(deadline, ready).await? };
+            return Ok(renderer::stream_later(log, ready, renderer));
+        }
+        let (model, choices, first) = ready.await?;
+        renderer.prepare(&model, &choices);
+        drop(model);
+        match streams {
+            true => Ok(renderer::stream(choices, first, renderer)),
+            false => renderer::body(choices, first, renderer).await,
+        }
     }
 }

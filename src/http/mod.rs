@@ -28,10 +28,11 @@ mod sse;
 mod state;
 mod tokenize;
 
-pub use layers::{memory::RequestMemory, origin::OriginPolicy, request_log::TARGET as REQUEST_LOG, timeouts::Timeouts};
+use errors::ApiError;
+pub use layers::{OriginPolicy, REQUEST_LOG, RequestMemory, Timeouts};
 pub use models::{
     HostTimeouts, HostedModel, LoadedModel, ModelCard, ModelEntry, ModelHost, ModelLoader, RequestLimits,
 };
-pub use request::image_urls::ImageUrls;
+pub use request::{ImageUrls, boundaries};
 pub use server::{ApiSet, router, serve};
 pub use state::{BODY_LIMIT, ServerState};

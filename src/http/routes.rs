@@ -3,7 +3,7 @@
 //! This table defines the labels of `moestro_requests_total`, the paths whose content type is checked, and
 //! `/openapi.json`.
 
-use crate::http::request::fields::{self, FieldTable};
+use crate::http::request::{FieldTable, fields};
 
 pub struct Route {
     /// Lower-case method, as in OpenAPI.

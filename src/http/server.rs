@@ -1,9 +1,8 @@
 //! The server: router, layers, start and graceful shutdown.
 
 use crate::http::{
-    ServerState, admin,
+    ApiError, ServerState, admin,
     anthropic::messages,
-    errors::ApiError,
     layers::{auth, connections, gzip, origin, request_log},
     ollama,
     openai::{chat, completions, models, responses},
@@ -14,12 +13,14 @@ use axum::{
     extract::Request,
     http::{Method, header},
     middleware::{from_fn, from_fn_with_state},
-    response::{IntoResponse, Response},
     routing::{delete, get, post},
 };
 use std::{future::Future, io, sync::Arc, time::Duration};
 use tokio::{net::TcpListener, sync::watch};
-use tower_http::cors::{AllowHeaders, AllowOrigin, CorsLayer};
+use tower_http::{
+    cors::{AllowHeaders, AllowOrigin, CorsLayer},
+    decompression::RequestDecompressionLayer,
+};
 
 /// The APIs that a port serves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -77,7 +78,7 @@ fn router_for(api: ApiSet, state: Arc<ServerState>) -> Router {
         .fallback(no_such_path)
         .method_not_allowed_fallback(wrong_method)
         .layer(from_fn(request_log::enforce_deadline))
-        .layer(gzip::decompress())
+        .layer(RequestDecompressionLayer::new())
         .layer(from_fn(gzip::check_encoding))
         .layer(from_fn_with_state(state.clone(), auth::require_key))
         .layer(from_fn_with_state(state.origins.clone(), origin::check_origin));
@@ -124,14 +125,12 @@ pub async fn serve(
 }
 
 fn cors(state: &ServerState) -> CorsLayer {
-    let policy = state.origins.clone();
-    let origins = match &state.cors {
-        Some(origin) if origin == "*" => AllowOrigin::any(),
-        Some(configured) => {
-            let configured = configured.clone();
-            AllowOrigin::predicate(move |origin, _| *origin == configured || policy.allows_reading(origin))
-        }
-        None => AllowOrigin::predicate(move |origin, _| policy.allows_reading(origin)),
+    let (policy, configured) = (state.origins.clone(), state.cors.clone());
+    let origins = match configured.as_ref().is_some_and(|origin| origin == "*") {
+        true => AllowOrigin::any(),
+        false => AllowOrigin::predicate(move |origin, _| {
+            configured.as_ref() == Some(origin) || policy.allows_reading(origin)
+        }),
     };
     CorsLayer::new()
         .allow_origin(origins)
@@ -141,10 +140,10 @@ fn cors(state: &ServerState) -> CorsLayer {
         .max_age(Duration::from_secs(3600))
 }
 
-async fn no_such_path(request: Request) -> Response {
-    ApiError::no_such_path(request.method().as_str(), request.uri().path()).into_response()
+async fn no_such_path(request: Request) -> ApiError {
+    ApiError::no_such_path(request.method().as_str(), request.uri().path())
 }
 
-async fn wrong_method(request: Request) -> Response {
-    ApiError::wrong_method(request.method().as_str(), request.uri().path()).into_response()
+async fn wrong_method(request: Request) -> ApiError {
+    ApiError::wrong_method(request.method().as_str(), request.uri().path())
 }

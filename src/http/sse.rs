@@ -5,7 +5,6 @@
 //! with the connection, so a client that disconnects cancels its generation. Text that is generated while the
 //! connection is busy is sent in one piece. Otherwise each token is sent as soon as it is generated.
 
-use crate::http::errors::ApiError;
 use axum::{
     body::{Body, Bytes},
     http::{HeaderValue, header},
@@ -49,21 +48,17 @@ pub struct Frames {
 impl Frames {
     /// Writes `data: {...}`, or a line of JSON.
     pub fn data(&self, value: &impl Serialize) {
-        self.frame("", value);
+        self.event("", value);
     }
 
-    /// Writes `event: name`, then `data: {...}`.
+    /// Writes `event: name`, then `data: {...}`. Lines of JSON have no names.
     pub fn event(&self, name: &str, value: &impl Serialize) {
-        self.frame(name, value);
-    }
-
-    fn frame(&self, event: &str, value: &impl Serialize) {
         let mut buffer = self.buffer.lock();
         let start = buffer.len();
         let is_event = self.format == StreamFormat::Events;
-        if is_event && !event.is_empty() {
+        if is_event && !name.is_empty() {
             buffer.extend_from_slice(b"event: ");
-            buffer.extend_from_slice(event.as_bytes());
+            buffer.extend_from_slice(name.as_bytes());
             buffer.push(b'\n');
         }
         buffer.extend_from_slice(if is_event { b"data: " } else { b"" });
@@ -80,11 +75,6 @@ impl Frames {
     /// Ends a complete answer with `data: [DONE]`.
     pub fn done(&self) {
         self.buffer.lock().extend_from_slice(b"data: [DONE]\n\n");
-    }
-
-    /// Ends an incomplete answer with OpenAI's error object.
-    pub fn error(&self, error: &ApiError) {
-        self.data(&error.body());
     }
 }
 

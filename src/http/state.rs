@@ -2,12 +2,12 @@
 
 use crate::{
     http::{
-        errors::ApiError,
+        ApiError,
         health::StorageHealth,
-        layers::{memory::RequestMemory, origin::OriginPolicy, timeouts::Timeouts},
+        layers::{OriginPolicy, RequestMemory, Timeouts},
         models::{HostedModel, LoadedModel, ModelHost},
         openai::responses::ResponseStore,
-        request::image_urls::ImageUrls,
+        request::ImageUrls,
     },
     metrics::Metrics,
 };

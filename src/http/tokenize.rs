@@ -2,11 +2,10 @@
 //! engine's queue.
 
 use crate::http::{
-    ServerState,
-    errors::ApiError,
+    ApiError, ServerState,
     layers::memory,
     output::completion_logprobs,
-    request::{ChatPrompt, body, continue_final::EndMarker, messages, sampling_params as params, tools},
+    request::{ChatPrompt, EndMarker, body, messages, sampling_params as params, tools},
 };
 use axum::{Json, body::Body, extract::State};
 use serde::{Deserialize, Serialize};
@@ -42,14 +41,6 @@ pub struct Tokenized {
     pub max_model_len: usize,
     pub tokens: Vec<u32>,
     pub token_strs: Option<Vec<String>>,
-}
-
-#[derive(Debug, Serialize)]
-pub struct Detokenized {
-    /// The text, under vLLM's name.
-    pub prompt: String,
-    /// The text, under llama-server's name.
-    pub content: String,
 }
 
 /// Returns the tokens of a `prompt`, or of `messages` and `tools` as the chat endpoint renders them.
@@ -99,7 +90,7 @@ pub async fn info(State(state): State<Arc<ServerState>>) -> Result<Json<Value>, 
 }
 
 /// Returns the text of `tokens`, including special tokens.
-pub async fn detokenize(State(state): State<Arc<ServerState>>, body: Body) -> Result<Json<Detokenized>, ApiError> {
+pub async fn detokenize(State(state): State<Arc<ServerState>>, body: Body) -> Result<Json<Value>, ApiError> {
     state.ensure_ready()?;
     let (request, mut permit) = body::json::<DetokenizeRequest>(&state, body).await?;
     let model = state.model(request.model.as_deref()).await?;
@@ -107,5 +98,6 @@ pub async fn detokenize(State(state): State<Arc<ServerState>>, body: Body) -> Re
     let ids = params::token_ids("tokens", &request.tokens, model.engine.vocab())?;
     permit.grow(memory::decoded_bytes(ids.iter().map(|&id| model.tokenizer.token_bytes(id).len()).sum()))?;
     let text = completion_logprobs::text(&model.tokenizer, &ids);
-    Ok(Json(Detokenized { content: text.clone(), prompt: text }))
+    // vLLM's name and llama-server's name of the text.
+    Ok(Json(json!({"prompt": text, "content": text})))
 }

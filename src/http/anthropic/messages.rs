@@ -1,21 +1,18 @@
 //! `POST /v1/messages` and `/v1/messages/count_tokens`.
 
 use crate::http::{
-    ServerState,
+    ApiError, ServerState,
     anthropic::{
         renderer::{MessagesRenderer, error_object},
         request::MessagesRequest,
     },
-    errors::{self, ApiError},
-    generate::generate,
-    layers::{
-        memory::MemoryPermit,
-        request_log::{REQUEST_ID, RequestLog},
-    },
+    errors,
+    generate::Generator,
+    layers::{MemoryPermit, REQUEST_ID},
     request::{body, fields, sampling_params},
 };
 use axum::{
-    Extension, Json,
+    Json,
     body::Body,
     extract::{Request, State},
     http::HeaderName,
@@ -28,26 +25,21 @@ use std::sync::Arc;
 /// Anthropic's name of the request id header.
 static ANTHROPIC_ID: HeaderName = HeaderName::from_static("request-id");
 
-pub async fn messages(
-    State(state): State<Arc<ServerState>>,
-    Extension(log): Extension<Arc<RequestLog>>,
-    body: Body,
-) -> Result<Response, ApiError> {
-    state.ensure_ready()?;
-    let (request, permit) = read(&state, body).await?;
-    if request.max_tokens.is_none() {
+pub async fn messages(server: Generator, body: Body) -> Result<Response, ApiError> {
+    let (request, permit) = read(&server.state, body).await?;
+    if request.common.max_tokens.is_none() {
         return Err(ApiError::invalid("max_tokens", "max_tokens: Field required"));
     }
-    let renderer = MessagesRenderer::new(request.model.clone().unwrap_or_default(), request.thinks());
-    let request = request.into_generation(state.keep_billing_header)?;
-    generate(&state, log, request, permit, renderer).await
+    let renderer = MessagesRenderer::new(request.common.model.clone().unwrap_or_default(), request.thinks());
+    let request = request.into_generation(server.state.keep_billing_header)?;
+    server.generate(request, permit, renderer).await
 }
 
 /// Counts the tokens of a request's prompt without generating anything.
 pub async fn count_tokens(State(state): State<Arc<ServerState>>, body: Body) -> Result<Json<Value>, ApiError> {
     state.ensure_ready()?;
     let (request, mut permit) = read(&state, body).await?;
-    let name = request.model.clone();
+    let name = request.common.model.clone();
     let mut chat = request.into_prompt(state.keep_billing_header)?;
     let model = state.model(name.as_deref()).await?;
     sampling_params::check_model(name.as_deref(), &model.card)?;
@@ -60,7 +52,8 @@ pub async fn count_tokens(State(state): State<Arc<ServerState>>, body: Body) -> 
 
 /// Reads a request. The permit also covers the memory for translating the request.
 async fn read(state: &ServerState, body: Body) -> Result<(MessagesRequest, MemoryPermit), ApiError> {
-    let (request, mut permit) = body::known(state, body, fields::MESSAGES).await?;
+    let (common, mut request, mut permit) = body::request::<MessagesRequest>(state, body, fields::MESSAGES).await?;
+    request.common = common;
     permit.grow(permit.bytes())?;
     Ok((request, permit))
 }

@@ -3,22 +3,14 @@
 use crate::{
     chat::{json_numbers, parser::Delta},
     http::{
-        errors::ApiError,
-        layers::request_log::unique_id,
+        ApiError,
+        layers::unique_id,
         models::LoadedModel,
-        output::{
-            choices::Choices,
-            generation::{Finished, Output},
-            renderer::Renderer,
-            usage::{FinishReason, PromptProgress, Usage},
-        },
+        output::{self, Choices, FinishReason, Finished, Output, PromptProgress, Renderer, Usage},
         sse::Frames,
     },
 };
-use axum::{
-    Json,
-    response::{IntoResponse, Response},
-};
+use axum::response::Response;
 use serde_json::{Value, json};
 use std::mem;
 
@@ -170,7 +162,7 @@ impl Renderer for MessagesRenderer {
         let (deltas, finished): (Vec<_>, Vec<_>) =
             answers.into_iter().map(|(output, finished)| (output.deltas, finished)).unzip();
         let content = blocks(deltas.into_iter().flatten());
-        Json(self.message(&content, finished.first(), &usage)).into_response()
+        output::json(&self.message(&content, finished.first(), &usage))
     }
 }
 

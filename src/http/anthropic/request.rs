@@ -1,12 +1,10 @@
 //! Anthropic's request, translated into a chat request.
 
 use crate::http::{
-    errors::ApiError,
-    openai::types::{ChatRequest, CommonFields, JsonSchema, OneOrMany, ResponseFormat},
+    ApiError,
+    openai::{ChatRequest, CommonFields, JsonSchema, OneOrMany, ResponseFormat},
     request::{
-        ChatPrompt, GenerationRequest, PromptInput,
-        content_parts::{self, ContentBuilder, ImagePart, PartFormat},
-        messages,
+        ChatPrompt, ContentBuilder, FieldNames, GenerationRequest, ImagePart, PartFormat, content_parts, messages,
     },
 };
 use serde::Deserialize;
@@ -16,8 +14,8 @@ use serde_json::{Map, Value, json};
 /// prompt cache useless. The block means nothing to a model.
 const BILLING_HEADER: &str = "x-anthropic-billing-header:";
 
-/// Pairs of a field name in chat completions and the field's name in Anthropic's API. Errors use the second name.
-const NAMES: &[(&str, &str)] = &[
+/// Names of fields in Anthropic's API.
+const NAMES: FieldNames = &[
     ("response_format.json_schema", "output_config.format"),
     ("response_format", "output_config.format"),
     ("reasoning_effort", "output_config.effort"),
@@ -31,9 +29,10 @@ const BLOCKS: PartFormat = PartFormat { types: &["text"], separator: "\n\n" };
 
 #[derive(Debug, Deserialize)]
 pub struct MessagesRequest {
-    pub model: Option<String>,
+    /// The fields that have the same name in chat completions.
+    #[serde(skip)]
+    pub common: CommonFields,
     messages: Vec<Value>,
-    pub max_tokens: Option<i64>,
     system: Option<Value>,
     tools: Option<Vec<Value>>,
     tool_choice: Option<AnthropicToolChoice>,
@@ -41,15 +40,7 @@ pub struct MessagesRequest {
     output_config: Option<OutputConfigFields>,
     /// Older name of `output_config.format`.
     output_format: Option<OutputFormatFields>,
-    temperature: Option<f64>,
-    top_p: Option<f64>,
-    top_k: Option<i64>,
     stop_sequences: Option<Vec<String>>,
-    stream: Option<bool>,
-    /// True if a stream reports prompt progress. This field is an extension of this server.
-    return_progress: Option<bool>,
-    /// From vLLM.
-    cache_salt: Option<String>,
     metadata: Option<Value>,
 }
 
@@ -88,34 +79,22 @@ impl MessagesRequest {
     }
 
     pub fn into_generation(self, keep_billing_header: bool) -> Result<GenerationRequest, ApiError> {
-        let has_thinking = self.thinking.is_some();
         let (common, chat) = self.into_chat(keep_billing_header)?;
-        let mut request = GenerationRequest::from_chat(common, chat).map_err(|error| error.renamed(NAMES))?;
-        if let PromptInput::Chat(chat) = &mut request.prompt
-            && !has_thinking
-        {
-            disable_thinking_by_default(chat);
-        }
-        Ok(GenerationRequest { names: NAMES, ..request })
+        GenerationRequest::from_chat(common, chat, NAMES)
     }
 
     /// Returns only the conversation, so that its tokens can be counted.
     pub fn into_prompt(self, keep_billing_header: bool) -> Result<ChatPrompt, ApiError> {
-        let has_thinking = self.thinking.is_some();
         let (_, chat) = self.into_chat(keep_billing_header)?;
-        let mut chat = ChatPrompt::from_chat(chat).map_err(|error| error.renamed(NAMES))?;
-        if !has_thinking {
-            disable_thinking_by_default(&mut chat);
-        }
-        Ok(chat)
+        ChatPrompt::from_chat(chat).map_err(|error| error.renamed(NAMES))
     }
 
     fn into_chat(self, keep_billing_header: bool) -> Result<(CommonFields, ChatRequest), ApiError> {
-        let (mut messages, mut images) = (Vec::with_capacity(self.messages.len() + 1), Vec::new());
+        let mut chat = ChatMessages::default();
         if let Some(system) = self.system.filter(|system| !system.is_null()) {
             let text = system_text(&system, keep_billing_header)?;
             if !text.is_empty() {
-                messages.push(json!({"role": "system", "content": text}));
+                chat.messages.push(json!({"role": "system", "content": text}));
             }
         }
         if self.messages.is_empty() {
@@ -123,7 +102,7 @@ impl MessagesRequest {
         }
         let answered = content_parts::answered(&self.messages, |message| message["role"] == "assistant");
         for (index, message) in self.messages.iter().enumerate() {
-            translate(message, &format!("messages[{index}]"), index >= answered, &mut messages, &mut images)?;
+            chat.push(message, &format!("messages[{index}]"), index >= answered)?;
         }
         let continues = self.messages.last().is_some_and(|message| message["role"] == "assistant");
         if continues && self.thinking.as_ref().is_some_and(|thinking| thinking.kind == "enabled") {
@@ -139,34 +118,24 @@ impl MessagesRequest {
             Some("enabled" | "adaptive") => true,
             None | Some("disabled") => false,
             Some(other) => {
-                return Err(ApiError::wrong_value(
-                    "thinking.type",
-                    format!("is `{other}`; it must be `enabled`, `adaptive` or `disabled`."),
-                ));
+                return Err(ApiError::not_allowed("thinking.type", other, "`enabled`, `adaptive` or `disabled`"));
             }
         };
         let OutputConfigFields { effort, format } = self.output_config.unwrap_or_default();
         let common = CommonFields {
-            model: self.model,
-            stream: self.stream,
-            max_tokens: self.max_tokens,
             stop: self.stop_sequences.map(OneOrMany::Many),
-            temperature: self.temperature,
-            top_p: self.top_p,
-            top_k: self.top_k,
-            return_progress: self.return_progress,
-            cache_salt: self.cache_salt,
             user: self.metadata.and_then(|mut metadata| metadata.get_mut("user_id").map(Value::take)),
-            ..CommonFields::default()
+            ..self.common
         };
         let chat = ChatRequest {
-            messages,
-            images: Some(images),
+            messages: chat.messages,
+            images: Some(chat.images),
             tools: (!tools.is_empty()).then_some(tools),
             tool_choice: self.tool_choice.map(AnthropicToolChoice::translate).transpose()?,
             parallel_tool_calls: disables_parallel.map(|disables| !disables),
             continue_final_message: Some(continues),
             enable_thinking: Some(thinks),
+            thinking_is_default: self.thinking.is_none(),
             reasoning_effort: effort,
             response_format: format.or(self.output_format).map(OutputFormatFields::translate).transpose()?,
             thinking_budget: self.thinking.and_then(|thinking| thinking.budget_tokens),
@@ -176,19 +145,10 @@ impl MessagesRequest {
     }
 }
 
-/// Lets the server's `--thinking` option decide whether the model thinks. Without the option, the model does not think.
-fn disable_thinking_by_default(chat: &mut ChatPrompt) {
-    chat.kwargs.shift_remove("enable_thinking");
-    chat.default_thinking = Some(false);
-}
-
 impl OutputFormatFields {
     fn translate(self) -> Result<ResponseFormat, ApiError> {
         if self.kind != "json_schema" {
-            return Err(ApiError::wrong_value(
-                "output_config.format.type",
-                format!("is `{}`; it must be `json_schema`.", self.kind),
-            ));
+            return Err(ApiError::not_allowed("output_config.format.type", &self.kind, "`json_schema`"));
         }
         let inner = JsonSchema { schema: self.schema, strict: Some(true) };
         Ok(ResponseFormat { kind: self.kind, json_schema: Some(inner), schema: None, regex: None, lark: None })
@@ -205,10 +165,7 @@ impl AnthropicToolChoice {
             ("tool", None) => {
                 Err(ApiError::wrong_value("tool_choice.name", "is missing; the type `tool` requires it."))
             }
-            (other, _) => Err(ApiError::wrong_value(
-                "tool_choice.type",
-                format!("is `{other}`; it must be `auto`, `any`, `tool` or `none`."),
-            )),
+            (other, _) => Err(ApiError::not_allowed("tool_choice.type", other, "`auto`, `any`, `tool` or `none`")),
         }
     }
 }
@@ -224,95 +181,92 @@ fn system_text(system: &Value, keep_billing_header: bool) -> Result<String, ApiE
     }
 }
 
-/// Translates one message into chat messages. A tool result becomes a separate chat message.
-fn translate(
-    message: &Value,
-    at: &str,
-    is_new: bool,
-    out: &mut Vec<Value>,
-    images: &mut Vec<ImagePart>,
-) -> Result<(), ApiError> {
-    let role = match &message["role"] {
-        Value::String(role) => role.as_str(),
-        Value::Null => return Err(ApiError::invalid(format!("{at}.role"), format!("{at} has no role."))),
-        _ => return Err(ApiError::wrong_type(format!("{at}.role"), "must be a string.")),
-    };
-    let content = &message["content"];
-    let at_content = format!("{at}.content");
-    match (role, content) {
-        ("user" | "system", Value::String(_)) | ("system", Value::Array(_)) => {
-            out.push(json!({"role": role, "content": BLOCKS.text(content, &at_content, is_new)?}));
-            Ok(())
-        }
-        ("assistant", Value::String(_)) => {
-            out.push(json!({"role": role, "content": content}));
-            Ok(())
-        }
-        ("user", Value::Array(blocks)) => user(blocks, &at_content, is_new, out, images),
-        ("assistant", Value::Array(blocks)) => assistant(blocks, &at_content, out),
-        ("user" | "assistant" | "system", _) => {
-            Err(ApiError::wrong_type(at_content, "must be a string or an array of blocks."))
-        }
-        (other, _) => {
-            Err(ApiError::wrong_value(format!("{at}.role"), format!("is `{other}`; the roles are user and assistant.")))
-        }
-    }
+/// The chat messages of a request, and the images in them.
+#[derive(Default)]
+struct ChatMessages {
+    messages: Vec<Value>,
+    images: Vec<ImagePart>,
 }
 
-fn user(
-    blocks: &[Value],
-    at: &str,
-    is_new: bool,
-    out: &mut Vec<Value>,
-    images: &mut Vec<ImagePart>,
-) -> Result<(), ApiError> {
-    let mut content = ContentBuilder::new(BLOCKS.separator);
-    let flush = |content: &mut ContentBuilder, out: &mut Vec<Value>| {
+impl ChatMessages {
+    /// Translates one message into chat messages. A tool result becomes a separate chat message.
+    fn push(&mut self, message: &Value, at: &str, is_new: bool) -> Result<(), ApiError> {
+        let role = match &message["role"] {
+            Value::String(role) => role.as_str(),
+            Value::Null => return Err(ApiError::invalid(format!("{at}.role"), format!("{at} has no role."))),
+            _ => return Err(ApiError::wrong_type(format!("{at}.role"), "must be a string.")),
+        };
+        let (content, at_content) = (&message["content"], format!("{at}.content"));
+        let content = match (role, content) {
+            ("user" | "system", Value::String(_)) | ("system", Value::Array(_)) => {
+                BLOCKS.text(content, &at_content, is_new)?.into()
+            }
+            ("assistant", Value::String(_)) => content.clone(),
+            ("user", Value::Array(blocks)) => return self.push_user(blocks, &at_content, is_new),
+            ("assistant", Value::Array(blocks)) => return self.push_assistant(blocks, &at_content),
+            ("user" | "assistant" | "system", _) => {
+                return Err(ApiError::wrong_type(at_content, "must be a string or an array of blocks."));
+            }
+            (other, _) => {
+                let problem = format!("is `{other}`; the roles are user and assistant.");
+                return Err(ApiError::wrong_value(format!("{at}.role"), problem));
+            }
+        };
+        self.messages.push(json!({"role": role, "content": content}));
+        Ok(())
+    }
+
+    fn push_user(&mut self, blocks: &[Value], at: &str, is_new: bool) -> Result<(), ApiError> {
+        let mut content = ContentBuilder::new(BLOCKS.separator);
+        for (index, block) in blocks.iter().enumerate() {
+            let at = format!("{at}[{index}]");
+            if block["type"] != "tool_result" {
+                BLOCKS.push(block, &at, is_new, &mut content, &mut self.images)?;
+                continue;
+            }
+            self.flush(&mut content);
+            let Some(id) = block["tool_use_id"].as_str() else {
+                return Err(ApiError::wrong_type(format!("{at}.tool_use_id"), "must be a string."));
+            };
+            let result = match &block["content"] {
+                Value::Null => "".into(),
+                content => BLOCKS.content(content, &format!("{at}.content"), false, &mut self.images)?,
+            };
+            self.messages.push(json!({"role": "tool", "tool_call_id": id, "content": result}));
+        }
+        self.flush(&mut content);
+        Ok(())
+    }
+
+    /// Appends `content` as a user message, unless it is empty.
+    fn flush(&mut self, content: &mut ContentBuilder) {
         if !content.is_empty() {
             let content = std::mem::replace(content, ContentBuilder::new(BLOCKS.separator)).finish();
-            out.push(json!({"role": "user", "content": content}));
+            self.messages.push(json!({"role": "user", "content": content}));
         }
-    };
-    for (index, block) in blocks.iter().enumerate() {
-        let at = format!("{at}[{index}]");
-        if block["type"] != "tool_result" {
-            BLOCKS.push(block, &at, is_new, &mut content, images)?;
-            continue;
-        }
-        flush(&mut content, out);
-        let Some(id) = block["tool_use_id"].as_str() else {
-            return Err(ApiError::wrong_type(format!("{at}.tool_use_id"), "must be a string."));
-        };
-        let result = match &block["content"] {
-            Value::Null => "".into(),
-            content => BLOCKS.content(content, &format!("{at}.content"), false, images)?,
-        };
-        out.push(json!({"role": "tool", "tool_call_id": id, "content": result}));
     }
-    flush(&mut content, out);
-    Ok(())
-}
 
-fn assistant(blocks: &[Value], at: &str, out: &mut Vec<Value>) -> Result<(), ApiError> {
-    let (mut content, mut reasoning, mut calls) = (String::new(), String::new(), Vec::new());
-    for (index, block) in blocks.iter().enumerate() {
-        let at = format!("{at}[{index}]");
-        match block["type"].as_str() {
-            Some("thinking") => reasoning += block["thinking"].as_str().unwrap_or_default(),
-            // The block is encrypted. Only Anthropic can read the text.
-            Some("redacted_thinking") => {}
-            Some("tool_use") => {
-                let (Some(name), Value::Object(input)) = (block["name"].as_str(), &block["input"]) else {
-                    return Err(ApiError::wrong_type(at, "must have a name and an input, which is an object."));
-                };
-                let function = json!({"name": name, "arguments": input});
-                calls.push(json!({"id": block["id"], "type": "function", "function": function}));
+    fn push_assistant(&mut self, blocks: &[Value], at: &str) -> Result<(), ApiError> {
+        let (mut content, mut reasoning, mut calls) = (String::new(), String::new(), Vec::new());
+        for (index, block) in blocks.iter().enumerate() {
+            let at = format!("{at}[{index}]");
+            match block["type"].as_str() {
+                Some("thinking") => reasoning += block["thinking"].as_str().unwrap_or_default(),
+                // The block is encrypted. Only Anthropic can read the text.
+                Some("redacted_thinking") => {}
+                Some("tool_use") => {
+                    let (Some(name), Value::Object(input)) = (block["name"].as_str(), &block["input"]) else {
+                        return Err(ApiError::wrong_type(at, "must have a name and an input, which is an object."));
+                    };
+                    let function = json!({"name": name, "arguments": input});
+                    calls.push(json!({"id": block["id"], "type": "function", "function": function}));
+                }
+                _ => content += &BLOCKS.part_text(block, &at, false)?,
             }
-            _ => content += &BLOCKS.part_text(block, &at, false)?,
         }
+        self.messages.push(messages::assistant(content, reasoning, calls));
+        Ok(())
     }
-    out.push(messages::assistant(content, reasoning, calls));
-    Ok(())
 }
 
 /// Translates a tool that the client runs. Tools that Anthropic's servers run have other types and are refused.
@@ -336,7 +290,8 @@ mod tests {
     use super::*;
 
     fn request(body: Value) -> MessagesRequest {
-        serde_json::from_value(body).unwrap()
+        let common = serde_json::from_value(body.clone()).unwrap();
+        MessagesRequest { common, ..serde_json::from_value(body).unwrap() }
     }
 
     /// The chat request that a body is translated into.
@@ -477,7 +432,7 @@ mod tests {
             (json!({"messages": messages, "output_format": {"type": "xml"}}), "output_config.format.type"),
         ] {
             let error = request(body.clone()).into_generation(false).err().unwrap_or_else(|| panic!("{body}"));
-            assert_eq!(serde_json::to_value(error.body()).unwrap()["error"]["param"], param, "{body}");
+            assert_eq!(error.body()["error"]["param"], param, "{body}");
         }
     }
 
@@ -499,7 +454,7 @@ mod tests {
         {
             let body = json!({"max_tokens": 5, "messages": [{"role": "user", "content": "Hi"}, message]});
             let error = request(body).into_generation(false).unwrap_err();
-            let body = serde_json::to_value(error.body()).unwrap();
+            let body = error.body();
             assert_eq!(body["error"]["param"], "messages[1].role");
             assert!(body["error"]["message"].as_str().unwrap().contains(reason), "{body}");
         }

@@ -1,6 +1,6 @@
 //! API key check: a request without the right key gets 401.
 
-use crate::http::{errors::ApiError, routes, state::ServerState};
+use crate::http::{ApiError, ServerState, routes};
 use axum::{
     extract::{Query, Request, State},
     http::{HeaderMap, HeaderValue, header},

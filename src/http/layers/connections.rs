@@ -7,7 +7,7 @@
 
 use super::{body_guard, timeouts::Timeouts};
 use crate::{
-    http::{errors::ApiError, routes, state::ServerState},
+    http::{ApiError, ServerState, routes},
     platform::{KeepAwake, os},
 };
 use axum::{

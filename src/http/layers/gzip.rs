@@ -2,21 +2,16 @@
 //!
 //! Limits on size and memory apply to the decompressed bytes, so a small body that expands to a large body is refused.
 
-use crate::http::errors::ApiError;
+use crate::http::ApiError;
 use axum::{
     extract::Request,
     http::{HeaderValue, header},
     middleware::Next,
     response::{IntoResponse, Response},
 };
-use tower_http::decompression::RequestDecompressionLayer;
 
-/// Decompresses the bodies that [`check_encoding`] accepts.
-pub fn decompress() -> RequestDecompressionLayer {
-    RequestDecompressionLayer::new()
-}
-
-/// Refuses every encoding except gzip, and normalises the name of the encoding in the header.
+/// Refuses every encoding except gzip, and normalises the name of the encoding in the header. The next layer
+/// decompresses the body.
 pub async fn check_encoding(mut request: Request, next: Next) -> Response {
     let mut given = request.headers().get_all(header::CONTENT_ENCODING).iter();
     let encoding = match (given.next(), given.next()) {

@@ -8,12 +8,12 @@
 //! arrival. A step cannot be cancelled, so steps are short: a disconnected client is noticed after the current step.
 //! Output formats are compiled outside these steps, one at a time, because a compilation may take seconds.
 
-use crate::{http::errors::ApiError, metrics::Metrics, platform::os};
+use crate::{http::ApiError, metrics::Metrics, platform::os};
 use prometheus::IntGauge;
 use serde_json::Value;
 use std::{
     sync::{
-        Arc, OnceLock, Weak,
+        Arc, OnceLock,
         atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed},
     },
     time::Duration,
@@ -64,16 +64,13 @@ const TRIM_BYTES: usize = 1 << 20;
 /// permit.
 const TRIM_DELAYS: [Duration; 2] = [Duration::from_millis(50), Duration::from_millis(400)];
 
-/// A cache that uses the memory of requests, and frees entries when a request needs memory.
-pub trait Reclaim: Send + Sync {
-    /// Evicts the oldest entry. Returns false if the cache is empty.
-    fn evict_oldest(&self) -> bool;
-}
+/// Evicts the oldest entry of a cache that uses the memory of requests. Returns false if the cache is empty.
+type EvictOldest = Box<dyn Fn() -> bool + Send + Sync>;
 
 /// The memory of all requests.
 pub struct RequestMemory {
-    /// Cache that evicts an entry when a request finds no free memory.
-    cache: OnceLock<Weak<dyn Reclaim>>,
+    /// Called when a request finds no free memory.
+    evict_oldest: OnceLock<EvictOldest>,
     total: AtomicUsize,
     used: AtomicUsize,
     gauge: IntGauge,
@@ -89,7 +86,7 @@ pub struct RequestMemory {
 impl RequestMemory {
     pub fn new(metrics: &Metrics) -> Arc<Self> {
         Arc::new(Self {
-            cache: OnceLock::new(),
+            evict_oldest: OnceLock::new(),
             total: AtomicUsize::new(UNPLANNED_BYTES),
             used: AtomicUsize::new(0),
             gauge: metrics.request_memory.clone(),
@@ -116,12 +113,9 @@ impl RequestMemory {
         self.total.load(Relaxed)
     }
 
-    pub fn set_cache(&self, cache: Weak<dyn Reclaim>) {
-        let _ = self.cache.set(cache);
-    }
-
-    fn evict_oldest(&self) -> bool {
-        self.cache.get().and_then(Weak::upgrade).is_some_and(|cache| cache.evict_oldest())
+    /// Sets the function that evicts the oldest entry of the cache.
+    pub fn set_evict_oldest(&self, evict_oldest: EvictOldest) {
+        let _ = self.evict_oldest.set(evict_oldest);
     }
 
     pub fn permit(self: &Arc<Self>) -> MemoryPermit {
@@ -182,7 +176,7 @@ impl MemoryPermit {
             }
             let fits = |used: usize| used.checked_add(more).filter(|&used| used <= limit);
             while memory.used.fetch_update(Relaxed, Relaxed, fits).is_err() {
-                if !memory.evict_oldest() {
+                if !memory.evict_oldest.get().is_some_and(|evict| evict()) {
                     return Err(ApiError::memory_in_use());
                 }
             }
@@ -290,18 +284,18 @@ pub fn parsed_bytes(json: &[u8]) -> usize {
 /// Memory of rendering `values` with a chat template: a copy, the template's values, the output of the template's
 /// filters for each text, and the prompt, whose capacity may be twice its length.
 pub fn rendering_bytes<'a>(values: impl IntoIterator<Item = &'a Value>) -> usize {
-    values.into_iter().map(rendering_value_bytes).sum()
+    values.into_iter().map(|value| tree_bytes(value, JSON_VALUE_BYTES, 5)).sum()
 }
 
-fn rendering_value_bytes(value: &Value) -> usize {
-    let field = |(name, value): (&String, &Value)| 5 * name.len() + JSON_VALUE_BYTES + rendering_value_bytes(value);
-    JSON_VALUE_BYTES
-        + match value {
-            Value::String(text) => 5 * text.len(),
-            Value::Array(items) => items.iter().map(rendering_value_bytes).sum(),
-            Value::Object(fields) => fields.iter().map(field).sum(),
-            Value::Null | Value::Bool(_) | Value::Number(_) => 0,
-        }
+/// Memory of a JSON value with `node` bytes for each value and each name, and `factor` bytes for each byte of text.
+fn tree_bytes(value: &Value, node: usize, factor: usize) -> usize {
+    let field = |(name, value): (&String, &Value)| node + factor * name.len() + tree_bytes(value, node, factor);
+    node + match value {
+        Value::String(text) => factor * text.len(),
+        Value::Array(items) => items.iter().map(|item| tree_bytes(item, node, factor)).sum(),
+        Value::Object(fields) => fields.iter().map(field).sum(),
+        Value::Null | Value::Bool(_) | Value::Number(_) => 0,
+    }
 }
 
 /// Memory of tokenizing one piece of text, beyond the memory that is set aside for every step.
@@ -326,14 +320,7 @@ pub fn decoded_bytes(text_len: usize) -> usize {
 
 /// Memory of a stored JSON value: its texts and names, and an estimate for each node.
 pub fn value_bytes(value: &Value) -> usize {
-    let field = |(name, value): (&String, &Value)| STORED_NODE_BYTES + name.len() + value_bytes(value);
-    STORED_NODE_BYTES
-        + match value {
-            Value::String(text) => text.len(),
-            Value::Array(values) => values.iter().map(value_bytes).sum(),
-            Value::Object(fields) => fields.iter().map(field).sum(),
-            _ => 0,
-        }
+    tree_bytes(value, STORED_NODE_BYTES, 1)
 }
 
 #[cfg(test)]

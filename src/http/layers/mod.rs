@@ -8,3 +8,8 @@ pub mod memory;
 pub mod origin;
 pub mod request_log;
 pub mod timeouts;
+
+pub use memory::{MemoryPermit, RequestMemory, value_bytes};
+pub use origin::OriginPolicy;
+pub use request_log::{REQUEST_ID, RequestLog, TARGET as REQUEST_LOG, unique_id};
+pub use timeouts::{Timeouts, with_deadline};

@@ -9,7 +9,7 @@
 //! names and the names of `--allowed-host`.
 
 use crate::{
-    http::{errors::ApiError, routes},
+    http::{ApiError, routes},
     platform::os,
 };
 use axum::{

@@ -6,7 +6,7 @@
 
 use super::{auth, timeouts::with_deadline};
 use crate::{
-    http::{health::StorageHealth, routes, state::ServerState},
+    http::{ServerState, health::StorageHealth, routes},
     metrics::Metrics,
 };
 use axum::{
@@ -42,8 +42,8 @@ const MAX_LOGGED_PATH: usize = 200;
 pub const TARGET: &str = "moestro::request";
 
 pub struct RequestLog {
-    metrics: Arc<Metrics>,
-    storage_health: Arc<StorageHealth>,
+    pub metrics: Arc<Metrics>,
+    pub storage_health: Arc<StorageHealth>,
     method: Method,
     path: String,
     /// Label of the route in the metrics.
@@ -111,11 +111,6 @@ impl RequestLog {
         self.images_not_shown.fetch_add(1, Relaxed);
     }
 
-    /// Counts a finished or cancelled answer. `reason` is one of the labels of `moestro_answers_total`.
-    pub fn record_answer(&self, reason: &'static str, prompt_tokens: usize, generated_tokens: usize) {
-        self.metrics.record_answer(reason, prompt_tokens, generated_tokens);
-    }
-
     /// Marks the response as a stream. The log line says "cut short" unless [`RequestLog::end_stream`] follows.
     pub fn begin_stream(&self) {
         self.is_streaming.store(true, Relaxed);
@@ -123,12 +118,6 @@ impl RequestLog {
 
     pub fn end_stream(&self) {
         self.is_streaming.store(false, Relaxed);
-    }
-
-    /// Updates the storage health: an error if reading experts failed during a generation, `None` if the generation
-    /// finished.
-    pub fn record_storage(&self, error: Option<&dyn Display>) {
-        self.storage_health.record(error);
     }
 
     /// Logs an error that ended a stream early.

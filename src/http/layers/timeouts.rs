@@ -1,6 +1,6 @@
 //! Timeouts of connections, and the deadline of a request.
 
-use crate::{error::EngineError, http::errors::ApiError};
+use crate::{error::EngineError, http::ApiError};
 use std::{
     future::Future,
     time::{Duration, Instant},

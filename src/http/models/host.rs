@@ -6,14 +6,12 @@
 
 use super::{
     host_state::{HostState, HostTimeouts, NextStep, POLL_WITH_WAITERS, ResidentModel, Waiter},
-    lease::ModelLease,
-    loaded::LoadedModel,
-    loader::{HostedModel, ModelLoader},
+    loaded::{HostedModel, LoadedModel, ModelLoader},
     names::{ModelEntry, find, matches},
 };
 use crate::{
     error::EngineError,
-    http::{errors::ApiError, health::FAILURE_MAX_AGE},
+    http::{ApiError, health::FAILURE_MAX_AGE},
 };
 use parking_lot::Mutex;
 use std::{
@@ -255,6 +253,26 @@ impl ModelHost {
                 tracing::error!(model = id, why, "cannot load model");
                 state.fail_waiters(&id, &why);
             }
+        }
+    }
+}
+
+/// A request's model, which is in memory or has yet to be loaded.
+pub enum ModelLease {
+    Ready(Arc<LoadedModel>),
+    Waiting(oneshot::Receiver<Result<Arc<LoadedModel>, ApiError>>),
+}
+
+impl ModelLease {
+    /// True if the model has yet to be loaded.
+    pub fn must_wait(&self) -> bool {
+        matches!(self, Self::Waiting(_))
+    }
+
+    pub async fn wait(self) -> Result<Arc<LoadedModel>, ApiError> {
+        match self {
+            ModelLease::Ready(model) => Ok(model),
+            ModelLease::Waiting(reply) => reply.await.unwrap_or_else(|_| Err(ApiError::loading())),
         }
     }
 }

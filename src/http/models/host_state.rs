@@ -2,8 +2,8 @@
 //!
 //! At most one model is in memory. [`HostState::next_step`] depends only on this state and the clock.
 
-use super::{loaded::LoadedModel, loader::HostedModel};
-use crate::http::errors::ApiError;
+use super::loaded::{HostedModel, LoadedModel};
+use crate::http::ApiError;
 use std::{
     collections::VecDeque,
     mem,

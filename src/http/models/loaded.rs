@@ -1,5 +1,7 @@
-//! A loaded model: its engine, tokenizer, chat template and defaults.
+//! A loaded model: its engine, tokenizer, chat template and defaults. The host lists and loads models through
+//! [`ModelLoader`].
 
+use super::names::ModelEntry;
 use crate::{
     chat::{Template, Tokenizer, grammar::GrammarCompiler},
     engine::{Handle, Sampling},
@@ -45,4 +47,30 @@ pub struct LoadedModel {
     pub limits: RequestLimits,
     /// Memory plan, shown by `/health`.
     pub plan: serde_json::Value,
+}
+
+/// A loaded model together with the function that unloads it.
+pub struct HostedModel {
+    /// Id in the list of models.
+    pub id: String,
+    pub model: LoadedModel,
+    /// Blocks until the memory is free. The host calls this function after the last request has dropped the model.
+    pub unload: Box<dyn FnOnce() + Send>,
+}
+
+/// Lists and loads models. All methods block.
+pub trait ModelLoader: Send + Sync + 'static {
+    fn list(&self) -> Vec<ModelEntry>;
+
+    /// # Errors
+    /// A sentence for the client.
+    fn load(&self, id: &str) -> Result<HostedModel, String>;
+
+    /// Deletes the prompt caches that all models, loaded or not, have on disk.
+    ///
+    /// # Errors
+    /// A sentence for the client.
+    fn clear_prompt_caches(&self) -> Result<(), String> {
+        Ok(())
+    }
 }

@@ -1,8 +1,7 @@
 //! `GET /api/version`, `/api/tags` and `/api/ps`, `POST /api/show`: models as Ollama's clients list them.
 
 use crate::http::{
-    ServerState,
-    errors::ApiError,
+    ApiError, ServerState,
     models::plain_name,
     openai::models::{self, ModelObject},
     request::body,

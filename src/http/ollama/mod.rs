@@ -11,16 +11,14 @@ mod request;
 pub use list::{ps, show, tags, version};
 
 use crate::http::{
-    ServerState,
-    errors::{self, ApiError},
-    generate,
-    layers::{body_guard, memory::MemoryPermit, request_log::RequestLog},
+    ApiError, ServerState, errors,
+    generate::Generator,
+    layers::{MemoryPermit, body_guard},
     request::{GenerationRequest, body, fields},
 };
 use axum::{
-    Extension,
     body::Body,
-    extract::{Request, State},
+    extract::Request,
     middleware::Next,
     response::{IntoResponse, Response},
 };
@@ -33,45 +31,34 @@ pub async fn running() -> &'static str {
     "Ollama is running"
 }
 
-pub async fn chat(
-    State(state): State<Arc<ServerState>>,
-    Extension(log): Extension<Arc<RequestLog>>,
-    body: Body,
-) -> Result<Response, ApiError> {
-    state.ensure_ready()?;
-    let (request, permit) = body::known::<OllamaChat>(&state, body, fields::OLLAMA_CHAT).await?;
+pub async fn chat(server: Generator, body: Body) -> Result<Response, ApiError> {
+    let (request, permit) = body::known::<OllamaChat>(&server.state, body, fields::OLLAMA_CHAT).await?;
     let renderer = OllamaRenderer::chat(request.common.model.clone());
-    answer(state, log, permit, renderer, request.common.clone(), request.into_chat()?).await
+    answer(server, permit, renderer, request.common.clone(), request.into_chat()?).await
 }
 
-pub async fn generate(
-    State(state): State<Arc<ServerState>>,
-    Extension(log): Extension<Arc<RequestLog>>,
-    body: Body,
-) -> Result<Response, ApiError> {
-    state.ensure_ready()?;
-    let (request, permit) = body::known::<OllamaGenerate>(&state, body, fields::OLLAMA_GENERATE).await?;
+pub async fn generate(server: Generator, body: Body) -> Result<Response, ApiError> {
+    let (request, permit) = body::known::<OllamaGenerate>(&server.state, body, fields::OLLAMA_GENERATE).await?;
     let renderer = OllamaRenderer::generate(request.common.model.clone());
-    answer(state, log, permit, renderer, request.common.clone(), request.into_generation()?).await
+    answer(server, permit, renderer, request.common.clone(), request.into_generation()?).await
 }
 
 /// Answers a request. A request without a prompt only loads the model, or unloads it if `keep_alive` is 0.
 async fn answer(
-    state: Arc<ServerState>,
-    log: Arc<RequestLog>,
+    server: Generator,
     permit: MemoryPermit,
     renderer: OllamaRenderer,
     common: OllamaCommon,
     request: Option<GenerationRequest>,
 ) -> Result<Response, ApiError> {
-    let unload = common.unloads().then(|| UnloadOnDrop { state: state.clone(), model: common.model.clone() });
+    let unload = common.unloads().then(|| UnloadOnDrop { state: server.state.clone(), model: common.model.clone() });
     let Some(request) = request else {
         if unload.is_none() {
-            state.model(Some(&common.model)).await?;
+            server.state.model(Some(&common.model)).await?;
         }
         return Ok(loaded(renderer, unload.is_some()));
     };
-    let response = generate::generate(&state, log, request, permit, renderer).await?;
+    let response = server.generate(request, permit, renderer).await?;
     Ok(body_guard::hold(response, unload))
 }
 

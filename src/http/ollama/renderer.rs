@@ -3,22 +3,14 @@
 use crate::{
     chat::{json_numbers, parser::Delta},
     http::{
-        errors::ApiError,
+        ApiError,
         models::LoadedModel,
-        output::{
-            choices::Choices,
-            generation::{Finished, Output},
-            renderer::Renderer,
-            usage::{FinishReason, PromptProgress, Usage},
-        },
+        output::{self, AnswerCall, AnswerText, Choices, FinishReason, Finished, Output, Renderer, Usage},
         request::messages::invalid_arguments,
         sse::{Frames, StreamFormat},
     },
 };
-use axum::{
-    Json,
-    response::{IntoResponse, Response},
-};
+use axum::response::Response;
 use serde_json::{Map, Value, json};
 use std::time::Instant;
 
@@ -30,8 +22,8 @@ pub struct OllamaRenderer {
     arrived: Instant,
     /// Time at which the model was ready.
     loaded: Option<Instant>,
-    /// Name and arguments of the call that is being received. Ollama sends whole calls.
-    call: Option<(String, String)>,
+    /// The call that is being received. Ollama sends whole calls.
+    call: Option<AnswerCall>,
 }
 
 impl OllamaRenderer {
@@ -69,12 +61,11 @@ impl OllamaRenderer {
         frames.data(&self.object(content, thinking, calls, false));
     }
 
-    /// Takes the received call as one object. Called after the last argument of the call.
-    fn take_call(&mut self) -> Option<Value> {
-        let (name, arguments) = self.call.take()?;
-        let parsed = serde_json::from_str::<Map<String, Value>>(&json_numbers::quote_huge(&arguments));
-        let arguments = parsed.map_or_else(|_| invalid_arguments(&arguments), Value::Object);
-        Some(json!({"function": {"name": name, "arguments": arguments}}))
+    /// Writes the received call. Called after the last argument of the call.
+    fn write_call(&mut self, frames: &Frames) {
+        if let Some(call) = self.call.take() {
+            self.write(frames, "", "", vec![call_object(call)]);
+        }
     }
 
     /// Adds the finish reason, counts, and times in nanoseconds.
@@ -113,64 +104,50 @@ impl Renderer for OllamaRenderer {
         self.write(frames, "", "", Vec::new());
     }
 
-    fn progress(&mut self, _: &Frames, _: PromptProgress) {}
-
     fn output(&mut self, frames: &Frames, _choice: usize, output: &Output) {
         for delta in &output.deltas {
-            if let Delta::Arguments { json, .. } = delta {
-                if let Some((_, arguments)) = &mut self.call {
-                    arguments.push_str(json);
-                }
+            if let (Delta::Arguments { json, .. }, Some(call)) = (delta, &mut self.call) {
+                call.arguments += json;
                 continue;
             }
-            if let Some(call) = self.take_call() {
-                self.write(frames, "", "", vec![call]);
-            }
+            self.write_call(frames);
             match delta {
                 Delta::Reasoning(text) => self.write(frames, "", text, Vec::new()),
                 Delta::Content(text) => self.write(frames, text, "", Vec::new()),
-                Delta::ToolCall { name, .. } => self.call = Some((name.clone(), String::new())),
+                Delta::ToolCall { id, name, .. } => {
+                    self.call = Some(AnswerCall { id: id.clone(), name: name.clone(), arguments: String::new() });
+                }
                 Delta::Arguments { .. } => {}
             }
         }
     }
 
     fn finish(&mut self, frames: &Frames, _choice: usize, finished: &Finished) {
-        if let Some(call) = self.take_call() {
-            self.write(frames, "", "", vec![call]);
-        }
+        self.write_call(frames);
         frames.data(&self.finished(self.object("", "", Vec::new(), true), finished));
     }
 
-    fn body(mut self, answers: Vec<(Output, Finished)>, _: Usage) -> Response {
-        let (mut content, mut thinking, mut calls) = (String::new(), String::new(), Vec::new());
-        let mut body = Value::Null;
-        for (output, finished) in answers {
-            for delta in output.deltas {
-                match delta {
-                    Delta::Reasoning(text) => thinking += &text,
-                    Delta::Content(text) => content += &text,
-                    Delta::ToolCall { name, .. } => {
-                        calls.extend(self.take_call());
-                        self.call = Some((name, String::new()));
-                    }
-                    Delta::Arguments { json, .. } => {
-                        if let Some((_, arguments)) = &mut self.call {
-                            arguments.push_str(&json);
-                        }
-                    }
-                }
-            }
-            calls.extend(self.take_call());
-            body = self.finished(self.object(&content, &thinking, std::mem::take(&mut calls), true), &finished);
-        }
-        Json(body).into_response()
+    fn body(self, answers: Vec<(Output, Finished)>, _: Usage) -> Response {
+        // A request has one answer.
+        let body = answers.into_iter().next().map(|(output, finished)| {
+            let AnswerText { reasoning, content, calls } = AnswerText::new(output.deltas);
+            let calls = calls.into_iter().map(call_object).collect();
+            self.finished(self.object(&content, &reasoning, calls, true), &finished)
+        });
+        output::json(&body)
     }
+}
+
+/// A whole call as Ollama writes it.
+fn call_object(AnswerCall { name, arguments, .. }: AnswerCall) -> Value {
+    let parsed = serde_json::from_str::<Map<String, Value>>(&json_numbers::quote_huge(&arguments));
+    let arguments = parsed.map_or_else(|_| invalid_arguments(&arguments), Value::Object);
+    json!({"function": {"name": name, "arguments": arguments}})
 }
 
 /// The answer to a request without a prompt, which only loads or unloads the model.
 pub fn loaded(renderer: OllamaRenderer, unloads: bool) -> Response {
     let mut body = renderer.object("", "", Vec::new(), true);
     body["done_reason"] = if unloads { "unload" } else { "load" }.into();
-    Json(body).into_response()
+    output::json(&body)
 }

@@ -1,18 +1,15 @@
 //! Ollama's requests, translated into chat and completion requests.
 
 use crate::http::{
-    errors::ApiError,
-    openai::types::{
-        ChatRequest, CommonFields, CompletionPrompt, CompletionRequest, JsonSchema, OneOrMany, ResponseFormat,
-        TextOrIds,
-    },
-    request::{GenerationRequest, fields, messages},
+    ApiError,
+    openai::{ChatRequest, CommonFields, CompletionPrompt, CompletionRequest, JsonSchema, ResponseFormat, TextOrIds},
+    request::{FieldNames, GenerationRequest, fields, messages},
 };
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
-/// Pairs of a field name in chat completions and the field's name in Ollama's API. Errors use the second name.
-const NAMES: &[(&str, &str)] = &[
+/// Names of fields in Ollama's API.
+const NAMES: FieldNames = &[
     ("response_format.json_schema.schema", "format"),
     ("response_format", "format"),
     ("max_tokens", "options.num_predict"),
@@ -57,22 +54,6 @@ pub struct OllamaGenerate {
     raw: Option<bool>,
 }
 
-/// Those of Ollama's `options` that have a counterpart in OpenAI's API or its extensions.
-#[derive(Debug, Default, Deserialize)]
-struct OllamaOptions {
-    temperature: Option<f64>,
-    top_p: Option<f64>,
-    top_k: Option<i64>,
-    min_p: Option<f64>,
-    repeat_penalty: Option<f64>,
-    presence_penalty: Option<f64>,
-    frequency_penalty: Option<f64>,
-    seed: Option<i64>,
-    /// Maximum number of tokens of the answer. A negative number means no limit.
-    num_predict: Option<i64>,
-    stop: Option<OneOrMany>,
-}
-
 impl OllamaCommon {
     /// True if the model is unloaded after the answer: `keep_alive` is 0, as a number or as a duration.
     pub fn unloads(&self) -> bool {
@@ -84,25 +65,21 @@ impl OllamaCommon {
     }
 
     fn common_fields(&self) -> Result<CommonFields, ApiError> {
-        let options = self.options.clone().unwrap_or_default();
+        let mut options = self.options.clone().unwrap_or_default();
         fields::check(&options, fields::OLLAMA_OPTIONS).map_err(|error| error.within("options"))?;
-        let options: OllamaOptions = serde_json::from_value(options.into())
-            .map_err(|error| ApiError::wrong_value("options", format!("has a wrong value: {error}.")))?;
+        let wrong = |error| ApiError::wrong_value("options", format!("has a wrong value: {error}."));
+        let limit: Option<i64> =
+            serde_json::from_value(options.remove("num_predict").unwrap_or_default()).map_err(wrong)?;
+        // The other options have the same names in chat completions.
+        options.retain(|name, _| fields::find(name, fields::OLLAMA_OPTIONS).is_some());
+        let options: CommonFields = serde_json::from_value(options.into()).map_err(wrong)?;
         Ok(CommonFields {
             model: Some(self.model.clone()),
             // Ollama streams by default.
             stream: Some(self.stream.unwrap_or(true)),
-            max_tokens: options.num_predict.filter(|&limit| limit >= 0),
-            stop: options.stop,
-            temperature: options.temperature,
-            top_p: options.top_p,
-            top_k: options.top_k,
-            min_p: options.min_p,
-            repeat_penalty: options.repeat_penalty,
-            presence_penalty: options.presence_penalty,
-            frequency_penalty: options.frequency_penalty,
-            seed: options.seed,
-            ..CommonFields::default()
+            // A negative number means no limit.
+            max_tokens: limit.filter(|&limit| limit >= 0),
+            ..options
         })
     }
 
@@ -123,8 +100,7 @@ impl OllamaCommon {
             reasoning_effort,
             ..ChatRequest::default()
         };
-        let request = GenerationRequest::from_chat(common, request).map_err(|error| error.renamed(NAMES))?;
-        Ok(GenerationRequest { names: NAMES, ..request })
+        GenerationRequest::from_chat(common, request, NAMES)
     }
 }
 
@@ -225,7 +201,7 @@ mod tests {
         assert_eq!((request.common.temperature, request.common.repeat_penalty), (Some(0.5), Some(1.1)));
         assert!(request.streams(), "Ollama streams by default");
         let error = chat(json!({"model": "m", "messages": messages, "options": {"mirostat": 2}})).unwrap_err();
-        assert_eq!(serde_json::to_value(error.body()).unwrap()["error"]["param"], "options.mirostat");
+        assert_eq!(error.body()["error"]["param"], "options.mirostat");
     }
 
     #[test]

@@ -7,47 +7,30 @@ use crate::{
     chat::{Tokenizer, parser::Delta},
     engine::Logprobs,
     http::{
-        ServerState,
-        errors::ApiError,
-        generate::generate,
-        layers::request_log::RequestLog,
+        ApiError,
+        generate::Generator,
         models::LoadedModel,
         openai::{
-            chunks::{
-                ChatChoice, ChatChunkChoice, ChatDelta, ChatLogprobs, ChatMessage, ContentToken, FunctionCall,
-                FunctionDelta, ResponseMeta, TokenLogprob, ToolCall, ToolCallDelta,
-            },
-            types::ChatRequest,
+            ChatChoice, ChatChunkChoice, ChatDelta, ChatLogprobs, ChatRequest, ContentToken, FunctionDelta,
+            ResponseMeta, TokenLogprob, ToolCallDelta,
         },
         output::{
-            choices::Choices,
-            completion_logprobs::token_text,
-            generation::{Finished, Output},
-            renderer::Renderer,
-            usage::{FinishReason, PromptProgress, Usage},
+            self, AnswerCall, AnswerText, Choices, FinishReason, Finished, Output, PromptProgress, Renderer, Usage,
+            token_text,
         },
         request::{GenerationRequest, body, fields},
         sse::Frames,
     },
 };
-use axum::{
-    Extension, Json,
-    body::Body,
-    extract::State,
-    response::{IntoResponse, Response},
-};
+use axum::{body::Body, response::Response};
+use serde_json::json;
 use std::{mem, sync::Arc};
 
-pub async fn chat(
-    State(state): State<Arc<ServerState>>,
-    Extension(log): Extension<Arc<RequestLog>>,
-    body: Body,
-) -> Result<Response, ApiError> {
-    state.ensure_ready()?;
-    let (common, request, permit) = body::request::<ChatRequest>(&state, body, fields::CHAT).await?;
+pub async fn chat(server: Generator, body: Body) -> Result<Response, ApiError> {
+    let (common, request, permit) = body::request::<ChatRequest>(&server.state, body, fields::CHAT).await?;
     let (streams, includes_usage) = (common.streams(), common.includes_usage());
     let uses_functions = request.functions.is_some();
-    let request = GenerationRequest::from_chat(common, request)?;
+    let request = GenerationRequest::from_chat(common, request, &[])?;
     let object = if streams { "chat.completion.chunk" } else { "chat.completion" };
     let renderer = ChatRenderer {
         meta: ResponseMeta::new("chatcmpl", object, includes_usage),
@@ -56,7 +39,7 @@ pub async fn chat(
         logprobs: Vec::new(),
         uses_functions,
     };
-    generate(&state, log, request, permit, renderer).await
+    server.generate(request, permit, renderer).await
 }
 
 /// Writes one chunk per delta, one chunk with the `finish_reason` per choice, and one chunk with the usage if
@@ -75,10 +58,6 @@ struct ChatRenderer {
 }
 
 impl Renderer for ChatRenderer {
-    fn refuse(frames: &Frames, error: &ApiError) {
-        frames.error(error);
-    }
-
     fn prepare(&mut self, model: &LoadedModel, _: &Choices) {
         self.meta.model.clone_from(&model.card.id);
         self.tokenizer = Some(model.tokenizer.clone());
@@ -111,7 +90,7 @@ impl Renderer for ChatRenderer {
         let choices = answers.into_iter().enumerate();
         let choices: Vec<_> =
             choices.map(|(index, (output, finished))| self.choice(index, output, &finished)).collect();
-        Json(self.meta.body(&choices, usage)).into_response()
+        output::json(&self.meta.body(&choices, usage))
     }
 }
 
@@ -119,31 +98,19 @@ impl ChatRenderer {
     /// Creates one choice of a body.
     fn choice(&mut self, index: usize, output: Output, finished: &Finished) -> ChatChoice {
         self.push_logprobs(&output);
-        let (mut content, mut reasoning, mut tool_calls) = (String::new(), String::new(), Vec::<ToolCall>::new());
-        for delta in output.deltas {
-            match delta {
-                Delta::Reasoning(text) => reasoning += &text,
-                Delta::Content(text) => content += &text,
-                Delta::ToolCall { id, name, .. } => {
-                    let function = FunctionCall { name, arguments: String::new() };
-                    tool_calls.push(ToolCall { id, kind: "function", function });
-                }
-                Delta::Arguments { json, .. } => {
-                    if let Some(call) = tool_calls.last_mut() {
-                        call.function.arguments += &json;
-                    }
-                }
-            }
+        let AnswerText { reasoning, content, calls } = AnswerText::new(output.deltas);
+        let content = (calls.is_empty() || !content.is_empty()).then_some(content);
+        let mut message = json!({"role": "assistant", "content": content, "refusal": null});
+        if !reasoning.is_empty() {
+            message["reasoning_content"] = reasoning.into();
         }
-        let has_call = !tool_calls.is_empty();
-        let message = ChatMessage {
-            role: "assistant",
-            content: (!has_call || !content.is_empty()).then_some(content),
-            refusal: None,
-            reasoning_content: (!reasoning.is_empty()).then_some(reasoning),
-            function_call: tool_calls.pop_if(|_| self.uses_functions).map(|call| call.function),
-            tool_calls,
-        };
+        let function = |call: &AnswerCall| json!({"name": call.name, "arguments": call.arguments});
+        let tool_call = |call: &AnswerCall| json!({"id": call.id, "type": "function", "function": function(call)});
+        match calls.last() {
+            Some(call) if self.uses_functions => message["function_call"] = function(call),
+            Some(_) => message["tool_calls"] = calls.iter().map(tool_call).collect(),
+            None => {}
+        }
         ChatChoice { index, message, logprobs: self.take_logprobs(), finish_reason: self.reason(finished.reason) }
     }
 

@@ -2,11 +2,12 @@
 //! are written once per token borrow their contents.
 
 use crate::http::{
-    layers::request_log::unique_id,
-    output::usage::{AnswerTimings, FinishReason, PromptProgress, Usage},
+    layers::unique_id,
+    output::{AnswerTimings, FinishReason, PromptProgress, Usage},
     sse::Frames,
 };
 use serde::{Serialize, Serializer};
+use serde_json::Value;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 /// Fields that all chunks of one response share.
@@ -97,39 +98,11 @@ pub struct Envelope<'a, C> {
 #[derive(Debug, Serialize)]
 pub struct ChatChoice {
     pub index: usize,
-    pub message: ChatMessage,
+    /// `content` is null if the message has only tool calls. `function_call` replaces `tool_calls` if the request used
+    /// the deprecated `functions`.
+    pub message: Value,
     pub logprobs: Option<ChatLogprobs>,
     pub finish_reason: FinishReason,
-}
-
-#[derive(Debug, Default, Serialize)]
-pub struct ChatMessage {
-    pub role: &'static str,
-    /// Null if the message has only tool calls.
-    pub content: Option<String>,
-    pub refusal: Option<String>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub reasoning_content: Option<String>,
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub tool_calls: Vec<ToolCall>,
-    /// Replaces `tool_calls` if the request used the deprecated `functions`.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub function_call: Option<FunctionCall>,
-}
-
-#[derive(Debug, Serialize)]
-pub struct ToolCall {
-    pub id: String,
-    #[serde(rename = "type")]
-    pub kind: &'static str,
-    pub function: FunctionCall,
-}
-
-#[derive(Debug, Serialize)]
-pub struct FunctionCall {
-    pub name: String,
-    /// Arguments as JSON text.
-    pub arguments: String,
 }
 
 #[derive(Debug, Serialize)]
@@ -196,9 +169,9 @@ pub struct TokenLogprob {
 }
 
 #[derive(Debug, Serialize)]
-pub struct CompletionChoice<'a> {
+pub struct CompletionChoice {
     pub index: usize,
-    pub text: &'a str,
+    pub text: String,
     pub logprobs: Option<CompletionLogprobs>,
     pub finish_reason: Option<FinishReason>,
 }

@@ -8,41 +8,24 @@
 use crate::{
     chat::{Tokenizer, parser::Delta},
     http::{
-        ServerState,
-        errors::ApiError,
-        generate::generate,
-        layers::request_log::RequestLog,
+        ApiError,
+        generate::Generator,
         models::LoadedModel,
-        openai::{
-            chunks::{CompletionChoice, CompletionLogprobs, ResponseMeta},
-            types::CompletionRequest,
-        },
+        openai::{CompletionChoice, CompletionRequest, ResponseMeta},
         output::{
-            choices::Choices,
-            completion_logprobs::{self, LogprobsBuilder},
-            generation::{Finished, Output},
-            renderer::Renderer,
-            usage::{FinishReason, PromptProgress, Usage},
+            self, Choices, FinishReason, Finished, LogprobsBuilder, Output, PromptProgress, Renderer, Usage,
+            completion_logprobs,
         },
         request::{GenerationRequest, body, fields},
         sse::Frames,
     },
 };
-use axum::{
-    Extension, Json,
-    body::Body,
-    extract::State,
-    response::{IntoResponse, Response},
-};
+use axum::{body::Body, response::Response};
 use std::sync::Arc;
 
-pub async fn completions(
-    State(state): State<Arc<ServerState>>,
-    Extension(log): Extension<Arc<RequestLog>>,
-    body: Body,
-) -> Result<Response, ApiError> {
-    state.ensure_ready()?;
-    let (common, request, permit) = body::request::<CompletionRequest>(&state, body, fields::COMPLETIONS).await?;
+pub async fn completions(server: Generator, body: Body) -> Result<Response, ApiError> {
+    let (common, request, permit) =
+        body::request::<CompletionRequest>(&server.state, body, fields::COMPLETIONS).await?;
     let (includes_usage, echoes) = (common.includes_usage(), request.echo.unwrap_or(false));
     let request = GenerationRequest::from_completion(common, request)?;
     let renderer = CompletionRenderer {
@@ -54,7 +37,7 @@ pub async fn completions(
         current: None,
         logprobs: None,
     };
-    generate(&state, log, request, permit, renderer).await
+    server.generate(request, permit, renderer).await
 }
 
 /// Writes one chunk per output that has text.
@@ -75,10 +58,6 @@ struct CompletionRenderer {
 }
 
 impl Renderer for CompletionRenderer {
-    fn refuse(frames: &Frames, error: &ApiError) {
-        frames.error(error);
-    }
-
     fn prepare(&mut self, model: &LoadedModel, choices: &Choices) {
         self.meta.model.clone_from(&model.card.id);
         self.tokenizer = Some(model.tokenizer.clone());
@@ -91,10 +70,9 @@ impl Renderer for CompletionRenderer {
     }
 
     fn output(&mut self, frames: &Frames, choice: usize, output: &Output) {
-        let (text, finish_reason) = (self.push(choice, output), output.finish);
-        if !text.is_empty() || finish_reason.is_some() {
-            let logprobs = self.take_logprobs(finish_reason);
-            let choice = CompletionChoice { index: choice, text: &text, logprobs, finish_reason };
+        let text = self.push(choice, output);
+        if !text.is_empty() || output.finish.is_some() {
+            let choice = self.choice(choice, text, output.finish);
             frames.data(&self.meta.chunk(&[choice]));
         }
     }
@@ -104,18 +82,12 @@ impl Renderer for CompletionRenderer {
     }
 
     fn body(mut self, answers: Vec<(Output, Finished)>, usage: Usage) -> Response {
-        let answers = answers.iter().enumerate();
-        let mut written: Vec<_> = answers
-            .map(|(index, (output, _))| (self.push(index, output), self.take_logprobs(output.finish), output.finish))
-            .collect();
-        let choices = written.iter_mut().enumerate().map(|(index, (text, logprobs, finish_reason))| CompletionChoice {
-            index,
-            text,
-            logprobs: logprobs.take(),
-            finish_reason: *finish_reason,
-        });
-        let choices: Vec<_> = choices.collect();
-        Json(self.meta.body(&choices, usage)).into_response()
+        let mut choices = Vec::with_capacity(answers.len());
+        for (index, (output, _)) in answers.iter().enumerate() {
+            let text = self.push(index, output);
+            choices.push(self.choice(index, text, output.finish));
+        }
+        output::json(&self.meta.body(&choices, usage))
     }
 }
 
@@ -153,7 +125,8 @@ impl CompletionRenderer {
         text
     }
 
-    fn take_logprobs(&mut self, finish: Option<FinishReason>) -> Option<CompletionLogprobs> {
-        self.logprobs.as_mut().map(|builder| builder.take(finish))
+    fn choice(&mut self, index: usize, text: String, finish_reason: Option<FinishReason>) -> CompletionChoice {
+        let logprobs = self.logprobs.as_mut().map(|builder| builder.take(finish_reason));
+        CompletionChoice { index, text, logprobs, finish_reason }
     }
 }

@@ -6,3 +6,12 @@ pub mod completions;
 pub mod models;
 pub mod responses;
 pub mod types;
+
+use chunks::{
+    ChatChoice, ChatChunkChoice, ChatDelta, ChatLogprobs, CompletionChoice, ContentToken, FunctionDelta, ResponseMeta,
+    TokenLogprob, ToolCallDelta, unix_seconds,
+};
+pub use chunks::{CompletionLogprobs, TopLogprobs};
+pub use types::{
+    ChatRequest, CommonFields, CompletionPrompt, CompletionRequest, JsonSchema, OneOrMany, ResponseFormat, TextOrIds,
+};

@@ -1,8 +1,7 @@
 //! `GET /v1/models`, `/v1/models/{id}` and `/api/v0/models`: models on this machine.
 
 use crate::http::{
-    ServerState,
-    errors::ApiError,
+    ApiError, ServerState,
     models::{CLAUDE_PREFIX, plain_name},
 };
 use axum::{

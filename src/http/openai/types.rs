@@ -3,7 +3,7 @@
 //! A field that is `null` counts as absent. Unknown fields are ignored here, and handled in
 //! [`crate::http::request::fields`].
 
-use crate::http::request::content_parts::ImagePart;
+use crate::http::request::ImagePart;
 use serde::Deserialize;
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
@@ -63,6 +63,9 @@ pub struct ChatRequest {
     pub add_generation_prompt: Option<bool>,
     /// Short form of `chat_template_kwargs: {"enable_thinking": ...}`. If both are set, `chat_template_kwargs` wins.
     pub enable_thinking: Option<bool>,
+    /// True if the server's `--thinking` overrides `enable_thinking`, because the client did not choose.
+    #[serde(skip)]
+    pub thinking_is_default: bool,
     /// Deprecated name of `tools`.
     pub functions: Option<Vec<Value>>,
     /// Deprecated name of `tool_choice`.

@@ -2,7 +2,7 @@
 
 use crate::{
     error::EngineError,
-    http::output::generation::{Finished, Generation, IDLE_INTERVAL, Update},
+    http::output::{Finished, Generation, IDLE_INTERVAL, Update},
 };
 use tokio::{
     sync::mpsc::{UnboundedReceiver, unbounded_channel},

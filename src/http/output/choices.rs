@@ -10,16 +10,18 @@ use crate::{
     engine::Request,
     error::EngineError,
     http::{
-        layers::{memory::MemoryPermit, request_log::RequestLog},
-        models::{LoadedModel, WeakModel},
-        output::{
-            choice_task::ChoiceTask,
-            generation::{Generation, TextReader},
-        },
+        layers::{MemoryPermit, RequestLog},
+        models::LoadedModel,
+        output::{ChoiceTask, Generation, TextReader},
+        request::boundaries,
     },
 };
 use serde_json::Value;
-use std::{collections::VecDeque, sync::Arc, time::Duration};
+use std::{
+    collections::VecDeque,
+    sync::{Arc, Weak},
+    time::Duration,
+};
 
 /// Delay before a later choice tries a full queue again.
 const QUEUE_RETRY: Duration = Duration::from_millis(50);
@@ -34,7 +36,9 @@ pub struct ChatParams {
 
 /// A checked request for one or more answers.
 pub struct Choices {
-    pub model: WeakModel,
+    /// A weak reference does not keep the model in memory. If the client reads too slowly, the host may unload the
+    /// model between two generations. Empty after the last generation was queued.
+    pub model: Weak<LoadedModel>,
     pub log: Arc<RequestLog>,
     /// Token ids of the prompts. Shared with the renderer, which may echo the prompts.
     pub prompts: Arc<Vec<Vec<u32>>>,
@@ -63,12 +67,16 @@ impl Choices {
         !index.is_multiple_of(self.n)
     }
 
+    fn model(&self) -> Result<Arc<LoadedModel>, EngineError> {
+        self.model.upgrade().ok_or(EngineError::Unloaded)
+    }
+
     /// Queues choice `index`. The last choice releases the model.
     pub fn submit(&mut self, index: usize) -> Result<Generation, EngineError> {
-        let model = self.model.model()?;
+        let model = self.model()?;
         let generation = self.submit_to(&model, index)?;
         if index + 1 == self.len() {
-            self.model.release();
+            self.model = Weak::new();
             self.request.constraint = None;
         }
         Ok(generation)
@@ -78,7 +86,7 @@ impl Choices {
     pub fn submit_ahead(&mut self, current: usize) -> Result<(), EngineError> {
         loop {
             let next = current + 1 + self.ahead.len();
-            if next >= self.len() || self.ahead.len() + 1 >= self.model.model()?.engine.parallel() {
+            if next >= self.len() || self.ahead.len() + 1 >= self.model()?.engine.parallel() {
                 return Ok(());
             }
             match self.submit(next) {
@@ -106,7 +114,7 @@ impl Choices {
     fn submit_to(&self, model: &LoadedModel, index: usize) -> Result<Generation, EngineError> {
         let ids = self.prompts.get(index / self.n).cloned().unwrap_or_default();
         let mut request = Request {
-            boundaries: model.boundaries(&ids),
+            boundaries: boundaries(&model.tokenizer, &ids),
             max_tokens: self.request.max_tokens.min(model.engine.context().saturating_sub(ids.len())),
             ids,
             ..self.request.clone()

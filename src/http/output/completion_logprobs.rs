@@ -4,8 +4,8 @@ use crate::{
     chat::Tokenizer,
     engine::Logprobs,
     http::{
-        openai::chunks::{CompletionLogprobs, TopLogprobs},
-        output::usage::FinishReason,
+        openai::{CompletionLogprobs, TopLogprobs},
+        output::FinishReason,
     },
 };
 use std::{mem, sync::Arc};

@@ -12,12 +12,9 @@ use crate::{
     engine::{Event, Events, Finish, Logprobs, Request},
     error::{EngineError, ModelError},
     http::{
-        layers::request_log::RequestLog,
+        layers::RequestLog,
         models::LoadedModel,
-        output::{
-            chat_logprobs::ContentLogprobs,
-            usage::{AnswerTimings, FinishReason, PromptProgress, PromptTokensDetails, Usage},
-        },
+        output::{AnswerTimings, ContentLogprobs, FinishReason, PromptProgress, PromptTokensDetails, Usage},
     },
 };
 use std::{
@@ -54,19 +51,46 @@ pub struct Output {
 impl Output {
     /// Appends a later output of the same answer. Joins adjacent text of the same kind.
     pub fn append(&mut self, later: Self) {
-        for delta in later.deltas {
-            match (self.deltas.last_mut(), delta) {
-                (Some(Delta::Reasoning(text)), Delta::Reasoning(more))
-                | (Some(Delta::Content(text)), Delta::Content(more))
-                | (Some(Delta::Arguments { json: text, .. }), Delta::Arguments { json: more, .. }) => {
-                    text.push_str(&more)
-                }
-                (_, delta) => self.deltas.push(delta),
-            }
-        }
+        later.deltas.into_iter().for_each(|delta| delta.push_to(&mut self.deltas));
         self.logprobs.extend(later.logprobs);
         self.prompt_logprobs = self.prompt_logprobs.take().or(later.prompt_logprobs);
         self.finish = later.finish;
+    }
+}
+
+/// The deltas of a whole answer, joined.
+#[derive(Default)]
+pub struct AnswerText {
+    pub reasoning: String,
+    pub content: String,
+    pub calls: Vec<AnswerCall>,
+}
+
+/// A call of an answer. The arguments are JSON text, which is invalid if the token limit cut the call.
+pub struct AnswerCall {
+    pub id: String,
+    pub name: String,
+    pub arguments: String,
+}
+
+impl AnswerText {
+    pub fn new(deltas: Vec<Delta>) -> Self {
+        let mut answer = Self::default();
+        for delta in deltas {
+            match delta {
+                Delta::Reasoning(text) => answer.reasoning += &text,
+                Delta::Content(text) => answer.content += &text,
+                Delta::ToolCall { id, name, .. } => {
+                    answer.calls.push(AnswerCall { id, name, arguments: String::new() });
+                }
+                Delta::Arguments { json, .. } => {
+                    if let Some(call) = answer.calls.last_mut() {
+                        call.arguments += &json;
+                    }
+                }
+            }
+        }
+        answer
     }
 }
 
@@ -210,7 +234,7 @@ impl Generation {
                     decoding_sequences: timings.decoding_sequences,
                     ..self.usage.timings
                 };
-                self.log.record_storage(None);
+                self.log.storage_health.record(None);
                 let rest = self.decoder.finish();
                 let cut = finish == Finish::Length;
                 let hit = self.read(&rest, &mut output.deltas) || self.finish(cut, &mut output.deltas);
@@ -218,7 +242,7 @@ impl Generation {
             }
             Event::Failed(error) => {
                 if let EngineError::Model(ModelError::Store(error)) = &error {
-                    self.log.record_storage(Some(error));
+                    self.log.storage_health.record(Some(error));
                 }
                 return Err(error);
             }
@@ -321,7 +345,7 @@ impl Drop for Generation {
         // A request that runs out of time is dropped before the engine reports its timeout.
         let outcome = if self.outcome == "cancelled" && self.log.is_late() { "error" } else { self.outcome };
         self.log.add_tokens(0, self.usage.completion_tokens);
-        self.log.record_answer(outcome, self.usage.prompt_tokens, self.usage.completion_tokens);
+        self.log.metrics.record_answer(outcome, self.usage.prompt_tokens, self.usage.completion_tokens);
     }
 }
 

@@ -1,10 +1,19 @@
 //! From engine events to answers: [`generation`] turns events into deltas, [`choices`] queues one generation per
 //! choice, and [`renderer`] passes the output to the API's answer format.
 
-pub mod chat_logprobs;
-pub mod choice_task;
-pub mod choices;
+mod chat_logprobs;
+mod choice_task;
+mod choices;
 pub mod completion_logprobs;
-pub mod generation;
+mod generation;
 pub mod renderer;
-pub mod usage;
+mod usage;
+
+use chat_logprobs::ContentLogprobs;
+use choice_task::ChoiceTask;
+pub use choices::{ChatParams, Choices};
+pub use completion_logprobs::{LogprobsBuilder, token_text};
+pub use generation::{AnswerCall, AnswerText, Finished, Generation, Output};
+use generation::{IDLE_INTERVAL, TextReader, Update};
+pub use renderer::{Renderer, json};
+pub use usage::{AnswerTimings, FinishReason, PromptProgress, PromptTokensDetails, Usage};

@@ -3,18 +3,18 @@
 use crate::{
     error::EngineError,
     http::{
-        errors::ApiError,
-        layers::request_log::RequestLog,
+        ApiError,
+        layers::RequestLog,
         models::LoadedModel,
-        output::{
-            choices::Choices,
-            generation::{Finished, Generation, IDLE_INTERVAL, Output, Update},
-            usage::{PromptProgress, Usage},
-        },
+        output::{Choices, Finished, Generation, IDLE_INTERVAL, Output, PromptProgress, Update, Usage},
         sse::{self, Frames, StreamFormat},
     },
 };
-use axum::response::Response;
+use axum::{
+    Json,
+    response::{IntoResponse, Response},
+};
+use serde::Serialize;
 use std::{future::Future, mem, pin::pin, sync::Arc, time::Duration};
 use tokio::time::timeout;
 
@@ -23,12 +23,14 @@ pub trait Renderer: Send + 'static {
     const STREAM: StreamFormat = StreamFormat::Events;
 
     /// Ends a stream with an error that came before its first event: the model could not be loaded, or the request was
-    /// refused.
-    fn refuse(frames: &Frames, error: &ApiError);
+    /// refused. Writes OpenAI's error object by default.
+    fn refuse(frames: &Frames, error: &ApiError) {
+        frames.data(&error.body());
+    }
 
     /// Sets the fields that depend on the model. Called before all other methods, with two exceptions: `refuse`, and
     /// `start` and `idle` while the model is being loaded.
-    fn prepare(&mut self, model: &LoadedModel, choices: &Choices);
+    fn prepare(&mut self, _model: &LoadedModel, _choices: &Choices) {}
 
     /// Begins a stream. `usage` counts only the prompt of the first choice, or nothing while the model is being loaded.
     fn start(&mut self, _frames: &Frames, _usage: Usage) {}
@@ -38,9 +40,9 @@ pub trait Renderer: Send + 'static {
     fn idle(&mut self, _frames: &Frames) {}
 
     /// Reports that more of the prompt has been evaluated. Called only if the request asks for progress.
-    fn progress(&mut self, frames: &Frames, progress: PromptProgress);
+    fn progress(&mut self, _frames: &Frames, _progress: PromptProgress) {}
 
-    fn output(&mut self, frames: &Frames, choice: usize, output: &Output);
+    fn output(&mut self, _frames: &Frames, _choice: usize, _output: &Output) {}
 
     /// Ends the current choice, which is complete.
     fn finish(&mut self, _frames: &Frames, _choice: usize, _finished: &Finished) {}
@@ -55,6 +57,11 @@ pub trait Renderer: Send + 'static {
 
     /// The response to a request that does not stream.
     fn body(self, answers: Vec<(Output, Finished)>, usage: Usage) -> Response;
+}
+
+/// A response with this JSON body.
+pub fn json(body: &impl Serialize) -> Response {
+    Json(body).into_response()
 }
 
 /// Generates all choices and answers with one body.
@@ -189,7 +196,7 @@ async fn run(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use axum::{body::Body, response::IntoResponse};
+    use axum::body::Body;
     use tokio_stream::StreamExt;
 
     /// A renderer that writes the names of the methods that are called.
@@ -200,8 +207,6 @@ mod tests {
             frames.data(&"refuse");
         }
 
-        fn prepare(&mut self, _: &LoadedModel, _: &Choices) {}
-
         fn start(&mut self, frames: &Frames, _: Usage) {
             frames.data(&"start");
         }
@@ -209,10 +214,6 @@ mod tests {
         fn idle(&mut self, frames: &Frames) {
             frames.data(&"idle");
         }
-
-        fn progress(&mut self, _: &Frames, _: PromptProgress) {}
-
-        fn output(&mut self, _: &Frames, _: usize, _: &Output) {}
 
         fn body(self, _: Vec<(Output, Finished)>, _: Usage) -> Response {
             Body::empty().into_response()

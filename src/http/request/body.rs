@@ -1,11 +1,10 @@
 //! Reads a request body with limits on size, memory and time, and parses it as JSON. Errors name the field.
 
 use crate::http::{
-    ServerState,
-    errors::ApiError,
-    layers::memory::{self, MemoryPermit},
-    openai::types::CommonFields,
-    request::fields::{self, FieldTable},
+    ApiError, ServerState,
+    layers::{MemoryPermit, memory},
+    openai::CommonFields,
+    request::{FieldTable, fields},
 };
 use axum::body::{Body, HttpBody};
 use serde::de::{DeserializeOwned, Deserializer};
@@ -83,7 +82,7 @@ where
     parsed(state, body, |bytes| typed(checked(bytes, known)?)).await
 }
 
-/// Reads a chat or completion request: the shared fields, and the fields of `T`. `known` lists the fields of both.
+/// Reads a generation request: the fields that APIs share, and the fields of `T`. `known` lists the fields of both.
 pub async fn request<T>(
     state: &ServerState,
     body: Body,
@@ -114,11 +113,12 @@ where
     Ok((read, permit))
 }
 
-/// Parses an object and checks its field names.
+/// Parses an object, checks its field names, and drops the fields that are not in `known`.
 fn checked(bytes: &[u8], known: FieldTable) -> Result<Value, ApiError> {
-    let object = object(bytes)?;
-    if let Value::Object(fields) = &object {
+    let mut object = object(bytes)?;
+    if let Value::Object(fields) = &mut object {
         fields::check(fields, known)?;
+        fields.retain(|name, _| fields::find(name, known).is_some());
     }
     Ok(object)
 }
@@ -177,7 +177,7 @@ mod tests {
 
     fn error<T: DeserializeOwned>(text: &str) -> Value {
         let error = parse::<T>(text.as_bytes()).err().expect("an error");
-        serde_json::to_value(error.body()).unwrap()["error"].clone()
+        error.body()["error"].clone()
     }
 
     #[test]

@@ -5,7 +5,7 @@
 //! conversation for good. Images are collected here and decoded later, when the model is known: see
 //! [`images`](super::images).
 
-use crate::http::errors::ApiError;
+use crate::http::ApiError;
 use serde_json::{Value, json};
 
 /// Format of text parts in one API.

@@ -3,7 +3,7 @@
 //! Templates trim messages and write an end tag after them, so the rendered text alone does not show where the message
 //! ends. The message is therefore rendered with a marker at its end, and the prompt is cut at the marker.
 
-use crate::http::{errors::ApiError, layers::request_log::unique_id, openai::types::ChatRequest};
+use crate::http::{ApiError, layers::unique_id, openai::ChatRequest};
 use serde_json::Value;
 
 /// Names of the field in which clients send reasoning back, in the order in which templates read them.

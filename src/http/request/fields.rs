@@ -4,7 +4,7 @@
 //! exceptions. It is an error if its name is close to the name of a field that changes the answer, or if another server
 //! has a field of this name that changes the answer.
 
-use crate::http::errors::ApiError;
+use crate::http::ApiError;
 use Handling::{Ignored, Metadata, Rejected, Supported};
 use serde_json::{Map, Value};
 use strsim::osa_distance;
@@ -358,11 +358,16 @@ const FOREIGN_NAMES: &[(&str, &[&str])] = &[
     ("options", &[]),
 ];
 
+/// The field with this name.
+pub fn find(name: &str, known: FieldTable) -> Option<&'static Field> {
+    known.iter().copied().flatten().find(|field| field.name == name)
+}
+
 /// Checks the names of a request's fields. A field that is `null` counts as absent.
 pub fn check(fields: &Map<String, Value>, known: FieldTable) -> Result<(), ApiError> {
     let mut unknown = Vec::new();
     for (name, value) in fields.iter().filter(|(_, value)| !value.is_null()) {
-        match known.iter().copied().flatten().find(|field| field.name == name) {
+        match find(name, known) {
             Some(Field { handling: Rejected(accepted, why), .. }) => {
                 if !accepted.iter().any(|json| equals(value, json)) {
                     return Err(ApiError::unsupported(name, format!("{name} is not supported: {why}")));
@@ -372,7 +377,7 @@ pub fn check(fields: &Map<String, Value>, known: FieldTable) -> Result<(), ApiEr
             Some(_) => {}
             None => {
                 let foreign = FOREIGN_NAMES.iter().find(|(foreign, _)| foreign == name).map(|(_, names)| *names);
-                let is_known = |meant: &&&str| known.iter().copied().flatten().any(|field| field.name == **meant);
+                let is_known = |meant: &&&str| find(meant, known).is_some();
                 let meant = foreign.and_then(|names| names.iter().find(is_known).copied());
                 let hint = match (meant.or_else(|| nearest(name, known)), foreign) {
                     (Some(meant), _) => format!("did you mean `{meant}`?"),
@@ -458,7 +463,7 @@ of these tables is ignored and logged, unless its name is one or two letters awa
 
     fn refusal(fields: Value, known: FieldTable) -> Option<Value> {
         let error = check(fields.as_object().unwrap(), known).err()?;
-        Some(serde_json::to_value(error.body()).unwrap()["error"].clone())
+        Some(error.body()["error"].clone())
     }
 
     #[test]

@@ -1,22 +1,21 @@
 //! [`GenerationRequest`]: the request of a client, in the same type for every API.
 
 use crate::http::{
-    errors::ApiError,
-    openai::types::{ChatRequest, CommonFields, CompletionPrompt, CompletionRequest},
+    ApiError,
+    openai::{ChatRequest, CommonFields, CompletionPrompt, CompletionRequest},
     request::{
-        content_parts::ImagePart,
-        continue_final::{self, EndMarker},
-        messages,
-        response_format::{self, RequestedFormat},
-        sampling_params as params,
-        thinking::Thinking,
-        tools,
+        EndMarker, ImagePart, RequestedFormat, Thinking, continue_final, messages, response_format,
+        sampling_params as params, tools,
     },
 };
 use serde_json::{Map, Value};
 
 /// Default of `max_tokens` in `/v1/completions`, as in OpenAI's API.
 const DEFAULT_COMPLETION_TOKENS: usize = 16;
+
+/// Pairs of a field name in chat completions and the field's name in the client's API. Errors use the second name, see
+/// [`ApiError::renamed`].
+pub type FieldNames = &'static [(&'static str, &'static str)];
 
 /// A checked request. The sampling parameters, the context length and the grammar depend on the model, so they are
 /// checked in [`GenerationRequest::prepare`].
@@ -37,9 +36,7 @@ pub struct GenerationRequest {
     /// Maximum number of tokens of reasoning.
     pub thinking_budget: Option<usize>,
     pub parallel_tool_calls: bool,
-    /// Pairs of a field name in chat completions and the field's name in the client's API. Errors use the second name,
-    /// see [`ApiError::renamed`].
-    pub names: &'static [(&'static str, &'static str)],
+    pub names: FieldNames,
 }
 
 #[derive(Debug)]
@@ -69,7 +66,12 @@ pub struct ChatPrompt {
 }
 
 impl GenerationRequest {
-    pub fn from_chat(common: CommonFields, mut request: ChatRequest) -> Result<Self, ApiError> {
+    /// Checks a chat request. `names` are the names of fields in the client's API.
+    pub fn from_chat(common: CommonFields, request: ChatRequest, names: FieldNames) -> Result<Self, ApiError> {
+        Self::checked_chat(common, request, names).map_err(|error| error.renamed(names))
+    }
+
+    fn checked_chat(common: CommonFields, mut request: ChatRequest, names: FieldNames) -> Result<Self, ApiError> {
         common.check()?;
         let (param, limit) = match request.max_completion_tokens {
             None => ("max_tokens", common.max_tokens),
@@ -98,7 +100,7 @@ impl GenerationRequest {
             format,
             thinking_budget: budget,
             parallel_tool_calls,
-            names: &[],
+            names,
             prompt: PromptInput::Chat(ChatPrompt::from_chat(request)?),
         })
     }
@@ -146,7 +148,7 @@ impl ChatPrompt {
     pub fn from_chat(request: ChatRequest) -> Result<Self, ApiError> {
         let continues = continue_final::is_requested(&request)?;
         let mut kwargs = request.chat_template_kwargs.unwrap_or_default();
-        if let Some(thinking) = request.enable_thinking {
+        if let Some(thinking) = request.enable_thinking.filter(|_| !request.thinking_is_default) {
             kwargs.entry("enable_thinking").or_insert(thinking.into());
         }
         let (mut messages, images) = messages::checked(request.messages, request.images)?;
@@ -157,7 +159,7 @@ impl ChatPrompt {
             tools: tools::checked(request.tools)?,
             forbids_calls: request.tool_choice.is_some_and(|choice| choice == "none"),
             kwargs,
-            default_thinking: None,
+            default_thinking: request.enable_thinking.filter(|_| request.thinking_is_default),
             add_generation_prompt: !continues,
         })
     }

@@ -7,14 +7,10 @@ use crate::{
     engine::{Image, ImageProcessor, PlacedImage, place_images},
     error::ImageError,
     http::{
-        errors::ApiError,
-        layers::{memory::MemoryPermit, request_log::RequestLog},
+        ApiError,
+        layers::{MemoryPermit, RequestLog},
         models::LoadedModel,
-        request::{
-            content_parts::{ContentBuilder, ImagePart, ImageSource},
-            generation_request::ChatPrompt,
-            image_urls::ImageUrls,
-        },
+        request::{ChatPrompt, ContentBuilder, ImagePart, ImageSource, ImageUrls},
     },
 };
 use base64::{Engine, engine::general_purpose};

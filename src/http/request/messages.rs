@@ -9,8 +9,8 @@
 use crate::{
     chat::json_numbers,
     http::{
-        errors::ApiError,
-        request::content_parts::{self, ImagePart, PartFormat},
+        ApiError,
+        request::{ImagePart, PartFormat, content_parts},
     },
 };
 use serde_json::{Map, Value, json};
@@ -174,7 +174,7 @@ mod tests {
 
     /// The field that an error names.
     fn param(result: Result<(Vec<Value>, Vec<ImagePart>), ApiError>) -> String {
-        let body = serde_json::to_value(result.unwrap_err().body()).unwrap();
+        let body = result.unwrap_err().body();
         body["error"]["param"].as_str().unwrap().to_owned()
     }
 

@@ -18,4 +18,11 @@ pub mod sampling_params;
 pub mod thinking;
 pub mod tools;
 
-pub use generation_request::{ChatPrompt, GenerationRequest, PromptInput};
+pub use content_parts::{ContentBuilder, ImagePart, ImageSource, PartFormat};
+pub use continue_final::EndMarker;
+pub use fields::FieldTable;
+pub use generation_request::{ChatPrompt, FieldNames, GenerationRequest, PromptInput};
+pub use image_urls::ImageUrls;
+pub use prompt::boundaries;
+use response_format::RequestedFormat;
+use thinking::Thinking;

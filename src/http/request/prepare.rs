@@ -4,18 +4,11 @@ use crate::{
     chat::Template,
     engine::{CacheSalt, Request},
     http::{
-        errors::ApiError,
-        layers::{
-            memory::{self, MemoryPermit},
-            request_log::RequestLog,
-        },
-        models::{LoadedModel, WeakModel},
-        output::choices::{ChatParams, Choices},
-        request::{
-            generation_request::{ChatPrompt, GenerationRequest, PromptInput},
-            image_urls::ImageUrls,
-            response_format, sampling_params as params,
-        },
+        ApiError,
+        layers::{MemoryPermit, RequestLog, memory},
+        models::LoadedModel,
+        output::{ChatParams, Choices},
+        request::{ChatPrompt, GenerationRequest, ImageUrls, PromptInput, response_format, sampling_params as params},
     },
 };
 use std::{collections::VecDeque, sync::Arc};
@@ -96,7 +89,7 @@ impl GenerationRequest {
             ..Request::new(Vec::new(), max_tokens, sampling)
         };
         Ok(Choices {
-            model: WeakModel::new(model),
+            model: Arc::downgrade(model),
             log: log.clone(),
             prompts: Arc::new(prompts),
             n: self.n,

@@ -1,14 +1,14 @@
 //! Prompts: renders conversations to text, tokenizes text, and accounts for the memory of both.
 
 use crate::{
-    chat::{Conversation, Speaker, message_ends},
+    chat::{Conversation, Speaker, Tokenizer, message_ends},
     engine::{Boundary, BoundaryKind},
     http::{
-        errors::ApiError,
-        layers::memory::{self, MemoryPermit},
+        ApiError,
+        layers::{MemoryPermit, memory},
         models::LoadedModel,
-        openai::types::{CompletionPrompt, TextOrIds},
-        request::{generation_request::ChatPrompt, sampling_params as params},
+        openai::{CompletionPrompt, TextOrIds},
+        request::{ChatPrompt, sampling_params as params},
     },
 };
 use std::sync::Arc;
@@ -55,12 +55,12 @@ impl LoadedModel {
         let context = self.engine.context();
         let fewest = self.tokenizer.min_tokens(&text);
         if fewest > context {
-            return Err(ApiError::over_context_by(fewest, context, param));
+            return Err(ApiError::over_context(format_args!("at least {fewest}"), context, param));
         }
         let (ids, is_whole) = self.tokenize(permit, text, context).await?;
         match is_whole {
             true => Ok(ids),
-            false => Err(ApiError::over_context_by(ids.len(), context, param)),
+            false => Err(ApiError::over_context(format_args!("at least {}", ids.len()), context, param)),
         }
     }
 
@@ -112,15 +112,15 @@ impl LoadedModel {
         }
         Ok((ids, start == text.len()))
     }
+}
 
-    /// Positions where other prompts are likely to branch off from this prompt.
-    pub fn boundaries(&self, ids: &[u32]) -> Vec<Boundary> {
-        let ends = message_ends(&self.tokenizer, ids).into_iter();
-        let kind = |speaker| match speaker {
-            Speaker::System => BoundaryKind::System,
-            Speaker::User => BoundaryKind::Query,
-            Speaker::Other => BoundaryKind::Message,
-        };
-        ends.map(|(at, speaker)| Boundary { at, kind: kind(speaker) }).collect()
-    }
+/// Positions where other prompts are likely to branch off from this prompt.
+pub fn boundaries(tokenizer: &Tokenizer, ids: &[u32]) -> Vec<Boundary> {
+    let kind = |speaker| match speaker {
+        Speaker::System => BoundaryKind::System,
+        Speaker::User => BoundaryKind::Query,
+        Speaker::Other => BoundaryKind::Message,
+    };
+    let ends = message_ends(tokenizer, ids).into_iter();
+    ends.map(|(at, speaker)| Boundary { at, kind: kind(speaker) }).collect()
 }

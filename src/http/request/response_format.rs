@@ -9,9 +9,9 @@ use crate::{
     },
     engine::{Constraint, TokenMask},
     http::{
-        errors::ApiError,
-        layers::memory::MemoryPermit,
-        openai::types::{ChatRequest, ResponseFormat},
+        ApiError,
+        layers::MemoryPermit,
+        openai::{ChatRequest, ResponseFormat},
         request::tools::ToolChoice,
     },
 };
@@ -281,7 +281,7 @@ mod tests {
     fn error_param(fields: Value) -> Value {
         let error = requested(&request(fields)).unwrap_err();
         assert_eq!(error.status, 400);
-        serde_json::to_value(error.body()).unwrap()["error"]["param"].clone()
+        error.body()["error"]["param"].clone()
     }
 
     fn tool(name: &str) -> Value {

@@ -3,10 +3,9 @@
 
 use crate::engine::Sampling;
 use crate::http::{
-    ModelCard,
-    errors::ApiError,
+    ApiError, ModelCard,
     models::plain_name,
-    openai::types::{CommonFields, OneOrMany},
+    openai::{CommonFields, OneOrMany},
 };
 use serde_json::Value;
 use std::{
@@ -182,7 +181,7 @@ pub fn token_ids(param: &str, ids: &[i64], vocab: usize) -> Result<Vec<u32>, Api
 /// Refuses a prompt that leaves no room for an answer. `param` names the prompt in errors. Lengths are in tokens.
 pub fn check_context(param: &str, prompt: usize, max_tokens: Option<usize>, context: usize) -> Result<(), ApiError> {
     if prompt > context || (prompt == context && max_tokens != Some(0)) {
-        return Err(ApiError::context(prompt, context, param));
+        return Err(ApiError::over_context(prompt, context, param));
     }
     Ok(())
 }
@@ -245,7 +244,7 @@ mod tests {
         ] {
             let error = common(body).sampling(&Sampling::default(), 8).unwrap_err();
             assert_eq!(error.status, 400);
-            assert_eq!(serde_json::to_value(error.body()).unwrap()["error"]["param"], param);
+            assert_eq!(error.body()["error"]["param"], param);
         }
     }
 

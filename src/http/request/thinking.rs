@@ -12,7 +12,7 @@
 //!
 //! A budget in tokens overrides an effort.
 
-use crate::http::{errors::ApiError, openai::types::ChatRequest, request::sampling_params as params};
+use crate::http::{ApiError, openai::ChatRequest, request::sampling_params as params};
 
 /// The reasoning settings of a request.
 #[derive(Debug, Default, PartialEq)]
@@ -36,10 +36,7 @@ impl Thinking {
         if let Some(thinking) = &request.thinking {
             let kind = thinking.kind.as_deref().unwrap_or("enabled");
             if !["enabled", "adaptive", "disabled"].contains(&kind) {
-                return Err(ApiError::wrong_value(
-                    "thinking.type",
-                    format!("is `{kind}`; it must be `enabled`, `adaptive` or `disabled`."),
-                ));
+                return Err(ApiError::not_allowed("thinking.type", kind, "`enabled`, `adaptive` or `disabled`"));
             }
             enabled = enabled.or(Some(kind != "disabled"));
             budget = budget.or(params::token_count("thinking.budget_tokens", thinking.budget_tokens, 0)?);
@@ -70,7 +67,7 @@ fn effort(param: &str, word: &str) -> Result<Thinking, ApiError> {
         "high" | "xhigh" | "max" => (true, None),
         other => {
             let words = "`none`, `minimal`, `low`, `medium`, `high`, `xhigh` or `max`";
-            return Err(ApiError::wrong_value(param, format!("is `{other}`; it must be {words}.")));
+            return Err(ApiError::not_allowed(param, other, words));
         }
     };
     Ok(Thinking { enabled: Some(enabled), budget })
@@ -84,7 +81,7 @@ mod tests {
     fn thinking(mut fields: Value) -> Result<Thinking, Value> {
         fields["messages"] = json!([]);
         let request: ChatRequest = serde_json::from_value(fields).unwrap();
-        Thinking::of(&request).map_err(|error| serde_json::to_value(error.body()).unwrap())
+        Thinking::of(&request).map_err(|error| error.body())
     }
 
     #[test]

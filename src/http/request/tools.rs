@@ -1,6 +1,6 @@
 //! Tools: the functions that are offered to the model, and the functions that `tool_choice` allows or requires.
 
-use crate::http::{errors::ApiError, openai::types::ChatRequest};
+use crate::http::{ApiError, openai::ChatRequest};
 use serde_json::{Value, json};
 
 /// Maximum length of a function's name. OpenAI allows 64 characters, and Anthropic allows 128. Neither allows dots, but
@@ -133,7 +133,7 @@ mod tests {
 
     /// The field that an error names.
     fn param(result: Result<Vec<Value>, ApiError>) -> String {
-        let body = serde_json::to_value(result.unwrap_err().body()).unwrap();
+        let body = result.unwrap_err().body();
         body["error"]["param"].as_str().unwrap().to_owned()
     }
 

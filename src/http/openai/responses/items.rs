@@ -2,9 +2,9 @@
 //! message, calls) become one message.
 
 use crate::http::{
-    errors::ApiError,
+    ApiError,
     request::{
-        content_parts::{self, ImagePart, PartFormat},
+        ImagePart, PartFormat, content_parts,
         messages::{assistant, invalid_arguments},
     },
 };
@@ -276,7 +276,7 @@ mod tests {
             (json!({"type": "compaction", "encrypted_content": "gAAA"}), "input[0]"),
         ] {
             let error = to_messages(&[assistant_text("before"), item.clone()], 1).unwrap_err();
-            assert_eq!(serde_json::to_value(error.body()).unwrap()["error"]["param"], param, "{item}");
+            assert_eq!(error.body()["error"]["param"], param, "{item}");
         }
     }
 
@@ -300,7 +300,7 @@ mod tests {
         let invalid = json!({"role": "wizard", "content": "x"});
         let param = |items: &[Value], input| {
             let error = to_messages(items, input).unwrap_err();
-            serde_json::to_value(error.body()).unwrap()["error"]["param"].as_str().unwrap().to_owned()
+            error.body()["error"]["param"].as_str().unwrap().to_owned()
         };
         assert_eq!(param(&[assistant_text("a"), assistant_text("b"), invalid.clone()], 2), "input[1].role");
         assert_eq!(param(&[assistant_text("a"), invalid, assistant_text("b")], 1), "previous_response_id: item 1.role");

@@ -14,14 +14,9 @@ mod store;
 pub use compact::compact;
 pub use store::ResponseStore;
 
-use crate::http::{
-    ServerState,
-    errors::ApiError,
-    generate::generate,
-    layers::{body_guard, request_log::RequestLog},
-};
+use crate::http::{ApiError, ServerState, generate::Generator, layers::body_guard};
 use axum::{
-    Extension, Json,
+    Json,
     body::Body,
     extract::{Path, State},
     http::header,
@@ -31,17 +26,13 @@ use renderer::ResponsesRenderer;
 use serde_json::{Value, json};
 use std::sync::Arc;
 
-pub async fn responses(
-    State(state): State<Arc<ServerState>>,
-    Extension(log): Extension<Arc<RequestLog>>,
-    body: Body,
-) -> Result<Response, ApiError> {
-    let (request, history, input, permit) = request::read(&state, body).await?;
-    let renderer = ResponsesRenderer::new(&request, state.clone(), input.clone());
-    let mut renderer_permit = state.memory.permit();
+pub async fn responses(server: Generator, body: Body) -> Result<Response, ApiError> {
+    let (request, history, input, permit) = request::read(&server.state, body).await?;
+    let renderer = ResponsesRenderer::new(&request, server.state.clone(), input.clone());
+    let mut renderer_permit = server.state.memory.permit();
     renderer_permit.resize(renderer.bytes())?;
     let request = request.into_generation(history, input)?;
-    let response = generate(&state, log, request, permit, renderer).await?;
+    let response = server.generate(request, permit, renderer).await?;
     Ok(body_guard::hold(response, renderer_permit))
 }
 

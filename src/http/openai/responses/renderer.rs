@@ -4,27 +4,18 @@
 use crate::{
     chat::parser::Delta,
     http::{
-        ServerState,
-        errors::ApiError,
-        layers::{memory::value_bytes, request_log::unique_id},
+        ApiError, ServerState,
+        layers::{unique_id, value_bytes},
         models::LoadedModel,
         openai::{
-            chunks::unix_seconds,
             responses::{items::ENCRYPTED_PREFIX, request::ResponsesRequest},
+            unix_seconds,
         },
-        output::{
-            choices::Choices,
-            generation::{Finished, Output},
-            renderer::Renderer,
-            usage::{FinishReason, PromptProgress, Usage},
-        },
+        output::{self, Choices, FinishReason, Finished, Output, PromptProgress, Renderer, Usage},
         sse::Frames,
     },
 };
-use axum::{
-    Json,
-    response::{IntoResponse, Response},
-};
+use axum::response::Response;
 use serde_json::{Value, json};
 use std::{collections::BTreeMap, mem, sync::Arc};
 
@@ -86,19 +77,19 @@ impl ResponsesRenderer {
             "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens,
             "max_tool_calls": null,
-            "model": request.model,
+            "model": request.common.model,
             "output": [],
             "parallel_tool_calls": request.parallel_tool_calls.unwrap_or(true),
             "previous_response_id": request.previous_response_id,
             "reasoning": {"effort": reasoning.and_then(|reasoning| reasoning.effort.as_deref()), "summary": summary},
             "service_tier": "default",
             "store": is_stored,
-            "temperature": request.temperature,
+            "temperature": request.common.temperature,
             "text": {"format": format.unwrap_or_else(|| json!({"type": "text"})), "verbosity": verbosity},
             "tool_choice": request.tool_choice.clone().unwrap_or_else(|| "auto".into()),
             "tools": request.tools.clone().unwrap_or_default(),
             "top_logprobs": 0,
-            "top_p": request.top_p,
+            "top_p": request.common.top_p,
             "truncation": "disabled",
             "usage": null,
             "user": request.user,
@@ -272,27 +263,22 @@ impl ResponsesRenderer {
         self.emit(frames, &event, all);
     }
 
-    fn emit(&mut self, frames: Option<&Frames>, event: &str, mut fields: Value) {
+    /// Writes an event and returns its fields.
+    fn emit(&mut self, frames: Option<&Frames>, event: &str, mut fields: Value) -> Value {
         if let Some(frames) = frames {
-            self.write(frames, event, &mut fields);
+            fields["type"] = event.into();
+            fields["sequence_number"] = self.sequence.into();
+            self.sequence += 1;
+            frames.event(event, &fields);
         }
-    }
-
-    fn write(&mut self, frames: &Frames, event: &str, fields: &mut Value) {
-        fields["type"] = event.into();
-        fields["sequence_number"] = self.sequence.into();
-        self.sequence += 1;
-        frames.event(event, fields);
+        fields
     }
 
     /// Writes an event with the response object. The object may be large, so it is moved into the event and back, not
     /// copied.
     fn emit_response(&mut self, frames: Option<&Frames>, event: &str) {
-        if let Some(frames) = frames {
-            let mut fields = json!({"response": mem::take(&mut self.response)});
-            self.write(frames, event, &mut fields);
-            self.response = fields["response"].take();
-        }
+        let fields = json!({"response": mem::take(&mut self.response)});
+        self.response = self.emit(frames, event, fields)["response"].take();
     }
 
     fn close(&mut self, frames: Option<&Frames>, finished: &Finished) {
@@ -368,7 +354,7 @@ impl Renderer for ResponsesRenderer {
             self.push(None, output);
             self.close(None, finished);
         }
-        Json(self.response).into_response()
+        output::json(&self.response)
     }
 }
 

@@ -1,22 +1,21 @@
 //! The request of the Responses API, checked and translated into a chat request.
 
 use crate::http::{
-    ServerState,
-    errors::ApiError,
-    layers::memory::{MemoryPermit, value_bytes},
+    ApiError, ServerState,
+    layers::{MemoryPermit, value_bytes},
     openai::{
+        ChatRequest, CommonFields, ResponseFormat,
         responses::{items, store::ResponseStore},
-        types::{ChatRequest, CommonFields, ResponseFormat},
     },
-    request::{GenerationRequest, body, fields},
+    request::{FieldNames, GenerationRequest, body, fields},
 };
 use axum::body::Body;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 
-/// Pairs of a field name in chat completions and the field's name in Responses. Errors use the second name.
-const NAMES: &[(&str, &str)] = &[
+/// Names of fields in Responses.
+const NAMES: FieldNames = &[
     ("response_format.json_schema", "text.format"),
     ("response_format", "text.format"),
     ("reasoning_effort", "reasoning.effort"),
@@ -26,22 +25,21 @@ const NAMES: &[(&str, &str)] = &[
 ];
 
 /// The same pairs for the fields within `text.format`.
-const FORMAT_NAMES: &[(&str, &str)] = &[("json_schema", "text.format"), ("", "text.format.")];
+const FORMAT_NAMES: FieldNames = &[("json_schema", "text.format"), ("", "text.format.")];
 
 /// Maximum number of characters of an unknown tool's type in the log.
 const LOGGED_CHARS: usize = 40;
 
 #[derive(Debug, Default, Deserialize)]
 pub struct ResponsesRequest {
-    pub model: Option<String>,
+    /// The fields that have the same name in chat completions.
+    #[serde(skip)]
+    pub common: CommonFields,
     input: Option<Value>,
     pub instructions: Option<String>,
     pub previous_response_id: Option<String>,
     pub store: Option<bool>,
-    pub stream: Option<bool>,
     pub max_output_tokens: Option<i64>,
-    pub temperature: Option<f64>,
-    pub top_p: Option<f64>,
     pub tools: Option<Vec<Value>>,
     pub tool_choice: Option<Value>,
     pub parallel_tool_calls: Option<bool>,
@@ -50,10 +48,6 @@ pub struct ResponsesRequest {
     pub include: Option<Vec<String>>,
     pub metadata: Option<Map<String, Value>>,
     pub user: Option<String>,
-    /// True if a stream reports prompt progress. This field is an extension of this server.
-    pub return_progress: Option<bool>,
-    /// Field of vLLM: requests with different salts share no cached state.
-    pub cache_salt: Option<String>,
 }
 
 #[derive(Debug, Default, Deserialize)]
@@ -74,8 +68,9 @@ pub async fn read(
     state: &ServerState,
     body: Body,
 ) -> Result<(ResponsesRequest, Vec<Value>, Vec<Value>, MemoryPermit), ApiError> {
-    state.ensure_ready()?;
-    let (mut request, mut permit) = body::known::<ResponsesRequest>(state, body, fields::RESPONSES).await?;
+    let (common, request, mut permit) = body::request::<ResponsesRequest>(state, body, fields::RESPONSES).await?;
+    // Streams are never obfuscated, which is what `stream_options` selects here.
+    let mut request = ResponsesRequest { common: CommonFields { stream_options: None, ..common }, ..request };
     // Memory for translating the request, and for copying and translating the items of earlier responses.
     let mut reserve = |bytes: usize| permit.grow(permit.bytes() + 2 * bytes);
     let history = match &request.previous_response_id {
@@ -124,7 +119,7 @@ impl ResponsesRequest {
     pub fn answer_as_text(&mut self) {
         self.tool_choice = Some("none".into());
         self.reasoning = Some(ResponsesReasoning { effort: Some("none".into()), summary: None });
-        (self.text, self.stream) = (None, None);
+        (self.text, self.common.stream) = (None, None);
     }
 
     /// True if reasoning items must have `encrypted_content`.
@@ -167,8 +162,7 @@ impl ResponsesRequest {
     /// Translates the request. `history` has the items of earlier responses, and `input` has the items of this request.
     pub fn into_generation(self, history: Vec<Value>, input: Vec<Value>) -> Result<GenerationRequest, ApiError> {
         let (common, chat) = self.into_chat(history, input)?;
-        let request = GenerationRequest::from_chat(common, chat).map_err(|error| error.renamed(NAMES))?;
-        Ok(GenerationRequest { names: NAMES, ..request })
+        GenerationRequest::from_chat(common, chat, NAMES)
     }
 
     fn into_chat(self, mut items: Vec<Value>, input: Vec<Value>) -> Result<(CommonFields, ChatRequest), ApiError> {
@@ -183,16 +177,6 @@ impl ResponsesRequest {
         messages.extend(translated);
         let format = self.text.and_then(|text| text.format).filter(|format| !format.is_null());
         let effort = self.reasoning.and_then(|reasoning| reasoning.effort);
-        let common = CommonFields {
-            model: self.model,
-            stream: self.stream,
-            temperature: self.temperature,
-            top_p: self.top_p,
-            return_progress: self.return_progress,
-            cache_salt: self.cache_salt,
-            user: self.user.map(Value::String),
-            ..CommonFields::default()
-        };
         let chat = ChatRequest {
             messages,
             images: Some(images),
@@ -204,7 +188,7 @@ impl ResponsesRequest {
             reasoning_effort: effort,
             ..ChatRequest::default()
         };
-        Ok((common, chat))
+        Ok((self.common, chat))
     }
 }
 
@@ -271,7 +255,8 @@ mod tests {
     fn request(more: Value) -> ResponsesRequest {
         let mut body = json!({"input": "Hi"});
         body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
-        serde_json::from_value(body).unwrap()
+        let common = serde_json::from_value(body.clone()).unwrap();
+        ResponsesRequest { common, ..serde_json::from_value(body).unwrap() }
     }
 
     fn permit() -> MemoryPermit {

@@ -2,16 +2,13 @@
 //! and evicts the least recently used responses first.
 
 use crate::http::{
-    errors::ApiError,
-    layers::memory::{self, MemoryPermit, Reclaim, RequestMemory},
+    ApiError,
+    layers::{MemoryPermit, RequestMemory, memory},
 };
 use axum::body::Bytes;
 use parking_lot::Mutex;
 use serde_json::Value;
-use std::{
-    collections::VecDeque,
-    sync::{Arc, Weak},
-};
+use std::{collections::VecDeque, sync::Arc};
 
 /// Maximum number of responses in the store.
 const MAX_RESPONSES: usize = 1000;
@@ -64,23 +61,22 @@ impl Default for ResponseStore {
     }
 }
 
-impl Reclaim for ResponseStore {
-    fn evict_oldest(&self) -> bool {
-        // If the store itself asks for memory, it already holds the lock.
-        let Some(mut entries) = self.entries.try_lock() else { return false };
-        let Some(oldest) = entries.responses.pop_front() else { return false };
-        entries.bytes -= oldest.bytes;
-        true
-    }
-}
-
 impl ResponseStore {
     /// A store that takes its memory from `memory`.
     pub fn within(memory: Arc<RequestMemory>) -> Arc<Self> {
         let store = Arc::new(Self { memory: Some(memory.clone()), ..Self::default() });
-        let cache: Weak<Self> = Arc::downgrade(&store);
-        memory.set_cache(cache);
+        let weak = Arc::downgrade(&store);
+        memory.set_evict_oldest(Box::new(move || weak.upgrade().is_some_and(|store| store.evict_oldest())));
         store
+    }
+
+    /// Evicts the least recently used response. Returns false if there is none, or if the store itself asks for memory
+    /// and therefore holds the lock.
+    fn evict_oldest(&self) -> bool {
+        let Some(mut entries) = self.entries.try_lock() else { return false };
+        let Some(oldest) = entries.responses.pop_front() else { return false };
+        entries.bytes -= oldest.bytes;
+        true
     }
 
     /// Stores a response that continues `previous` with `input`. Does nothing if the response does not fit.
