@@ -162,5 +162,5 @@ fn is_complete(dir: &Path) -> bool {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, feature = "hub"))]
 mod tests;

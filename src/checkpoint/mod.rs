@@ -10,7 +10,6 @@
 //! * [`identity`]: identifies the checkpoint files from which a cache was made.
 //! * `hub`: downloads from the Hugging Face hub.
 
-#[cfg(feature = "hub")]
 pub mod hub;
 pub mod identity;
 pub mod index;

@@ -2,6 +2,7 @@
 //! the user's model directory, and in the Hugging Face cache.
 
 use crate::{
+    checkpoint::hub::Hub,
     cli::Command,
     config::{self, ModelSource, config_file::Settings},
     demo,
@@ -67,7 +68,7 @@ pub fn all(settings: &Settings, own: Option<&Path>) -> Vec<CatalogEntry> {
         let source = ModelSource::new(Some(place));
         let dir = match &source {
             ModelSource::Directory(dir) => dir.clone(),
-            ModelSource::Hub(id) => hub::find(id)?,
+            ModelSource::Hub(id) => Hub::from_env().ok()?.local(id)?,
             ModelSource::Demo => return None,
         };
         Some(CatalogEntry { id: name.clone(), source, origin: Origin::Configuration, dir: Some(dir) })
@@ -76,7 +77,7 @@ pub fn all(settings: &Settings, own: Option<&Path>) -> Vec<CatalogEntry> {
         let source = ModelSource::Directory(dir.clone());
         CatalogEntry { id, source, origin: Origin::Own, dir: Some(dir) }
     });
-    let hub = hub::all().into_iter().map(|(id, dir)| {
+    let hub = Hub::from_env().map(|hub| hub.all()).unwrap_or_default().into_iter().map(|(id, dir)| {
         let source = ModelSource::Hub(id.clone());
         CatalogEntry { id, source, origin: Origin::Hub, dir: Some(dir) }
     });
@@ -160,43 +161,6 @@ fn find_models(home: &Path) -> Vec<(String, PathBuf)> {
     }
     found.sort();
     found
-}
-
-/// The Hugging Face cache.
-#[cfg(feature = "hub")]
-pub mod hub {
-    use crate::checkpoint::hub::Hub;
-    use std::{io, path::PathBuf};
-
-    pub fn all() -> Vec<(String, PathBuf)> {
-        Hub::from_env().map(|hub| hub.all()).unwrap_or_default()
-    }
-
-    pub fn find(id: &str) -> Option<PathBuf> {
-        Hub::from_env().ok()?.local(id)
-    }
-
-    pub fn remove(id: &str) -> io::Result<()> {
-        Hub::from_env().map_err(io::Error::other)?.remove(id)
-    }
-}
-
-/// Without the feature `hub`, there are no models from the hub.
-#[cfg(not(feature = "hub"))]
-pub mod hub {
-    use std::{io, path::PathBuf};
-
-    pub fn all() -> Vec<(String, PathBuf)> {
-        Vec::new()
-    }
-
-    pub fn find(_id: &str) -> Option<PathBuf> {
-        None
-    }
-
-    pub fn remove(_id: &str) -> io::Result<()> {
-        Err(io::ErrorKind::Unsupported.into())
-    }
 }
 
 #[cfg(test)]

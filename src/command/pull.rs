@@ -1,7 +1,12 @@
 //! `moestro pull org/name`: downloads a model. `serve org/name` does the same for a model that is not on this machine.
 
 use super::printable;
-use crate::{cli, config::hub_id, error::CommandError};
+use crate::{
+    checkpoint::{hub::Hub, licence::licence},
+    cli,
+    config::{hub_id, is_hub_id},
+    error::CommandError,
+};
 use std::{
     io::{self, IsTerminal},
     path::PathBuf,
@@ -41,31 +46,29 @@ fn interruptible<T>(work: impl FnOnce() -> Result<T, CommandError>) -> Result<T,
 
 /// Returns the directory of a model, after downloading it if needed.
 pub fn find_or_download(id: &str) -> Result<PathBuf, CommandError> {
-    match find(id)? {
+    match Hub::from_env()?.local(id) {
         Some(dir) => Ok(dir),
         None => download(id, MAIN),
     }
 }
 
-#[cfg(feature = "hub")]
-fn find(id: &str) -> Result<Option<PathBuf>, CommandError> {
-    Ok(crate::checkpoint::hub::Hub::from_env()?.local(id))
-}
-
-#[cfg(feature = "hub")]
 fn download(id: &str, revision: &str) -> Result<PathBuf, CommandError> {
-    if !crate::config::is_hub_id(id) {
+    if !cfg!(feature = "hub") {
+        let why = "cannot download: this program was built without the feature `hub`; use a directory instead";
+        return Err(CommandError::Usage(format!("{id}: {why}")));
+    }
+    if !is_hub_id(id) {
         let why = "not a hub id; a hub id has the form org/name, such as mlx-community/Qwen3.5-35B-A3B-4bit";
         return Err(CommandError::Usage(format!("{id}: {why}")));
     }
-    let hub = crate::checkpoint::hub::Hub::from_env()?;
+    let hub = Hub::from_env()?;
     let bar = super::progress::bytes(0, id);
     bar.enable_steady_tick(std::time::Duration::from_millis(200));
     let outcome = hub.pull(id, revision, &progress_of(&bar));
     bar.finish_and_clear();
     match (outcome, hub.local(id).filter(|_| revision == MAIN)) {
         (Ok(dir), _) => {
-            if let Some(licence) = crate::checkpoint::licence::licence(&dir) {
+            if let Some(licence) = licence(&dir) {
                 eprintln!("licence of {id}: {licence}");
             }
             Ok(dir)
@@ -80,7 +83,6 @@ fn download(id: &str, revision: &str) -> Result<PathBuf, CommandError> {
 
 /// Returns a callback that updates `bar`. Bytes that are on disk at the start of a resumed download do not count toward
 /// the speed.
-#[cfg(feature = "hub")]
 fn progress_of(bar: &indicatif::ProgressBar) -> impl Fn(u64, u64) + Sync {
     let is_started = std::sync::Once::new();
     move |on_disk, total| {
@@ -90,18 +92,7 @@ fn progress_of(bar: &indicatif::ProgressBar) -> impl Fn(u64, u64) + Sync {
     }
 }
 
-#[cfg(not(feature = "hub"))]
-fn find(_id: &str) -> Result<Option<PathBuf>, CommandError> {
-    Ok(None)
-}
-
-#[cfg(not(feature = "hub"))]
-fn download(id: &str, _revision: &str) -> Result<PathBuf, CommandError> {
-    let reason = "cannot download: this program was built without the feature `hub`; use a directory instead";
-    Err(CommandError::Usage(format!("{id}: {reason}")))
-}
-
-#[cfg(all(test, feature = "hub"))]
+#[cfg(test)]
 mod tests {
     use super::*;
     use std::{thread, time::Duration};

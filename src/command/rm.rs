@@ -6,13 +6,14 @@ use super::{
     printable,
 };
 use crate::{
+    checkpoint::hub::Hub,
     cli,
     config::{self, config_file::Settings},
     error::CommandError,
     plan::Size,
 };
 use std::{
-    fs,
+    fs, io,
     path::{Path, PathBuf},
 };
 
@@ -42,8 +43,10 @@ pub fn remove(args: &cli::RmArgs, settings: &Settings) -> Result<(), CommandErro
     if !args.yes && !confirmed(&printable(&format!("Delete {} ({})?", dir.display(), Size(entry.bytes()))))? {
         return Ok(());
     }
-    let removed =
-        if entry.origin == Origin::Hub { local_models::hub::remove(&entry.id) } else { fs::remove_dir_all(dir) };
+    let removed = match entry.origin {
+        Origin::Hub => Hub::from_env().map_err(io::Error::other).and_then(|hub| hub.remove(&entry.id)),
+        _ => fs::remove_dir_all(dir),
+    };
     removed.map_err(|source| CommandError::Io { what: dir.display().to_string(), source })
 }
 

@@ -5,7 +5,6 @@ use std::{io::Read, time::Duration};
 use ureq::{
     Agent, Body,
     http::{HeaderMap, Response},
-    tls::{RootCerts, TlsConfig},
 };
 
 /// Maximum number of consecutive attempts in which no byte arrives.
@@ -67,7 +66,6 @@ impl HubClient {
     /// `endpoint` is `https://host[:port]`, optionally with a path. Trusts the system's certificate authorities.
     pub fn new(endpoint: &str, token: Option<String>) -> Self {
         let config = Agent::config_builder()
-            .tls_config(TlsConfig::builder().root_certs(RootCerts::PlatformVerifier).build())
             // `get` itself follows redirects, so that it can withhold the token from other hosts.
             .max_redirects(0)
             .http_status_as_error(false)
@@ -75,6 +73,11 @@ impl HubClient {
             .timeout_connect(Some(Duration::from_secs(30)))
             .timeout_per_read(Some(IDLE_TIMEOUT))
             .timeout_per_write(Some(IDLE_TIMEOUT));
+        #[cfg(feature = "hub")]
+        let config = {
+            use ureq::tls::{RootCerts, TlsConfig};
+            config.tls_config(TlsConfig::builder().root_certs(RootCerts::PlatformVerifier).build())
+        };
         Self { agent: config.build().new_agent(), endpoint: endpoint.trim_end_matches('/').into(), token }
     }
 
