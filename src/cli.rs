@@ -110,14 +110,8 @@ pub struct ServeArgs {
     #[arg(long, env = "MOESTRO_API_KEY", value_name = "KEY", hide_env_values = true, value_parser = values::key, help_heading = "Server")]
     pub api_key: Option<String>,
     /// File with the API key; other users can see keys on the command line
-    #[arg(
-        long,
-        env = "MOESTRO_API_KEY_FILE",
-        value_name = "FILE",
-        conflicts_with = "api_key",
-        hide_short_help = true,
-        help_heading = "Server"
-    )]
+    #[arg(long, env = "MOESTRO_API_KEY_FILE", value_name = "FILE", conflicts_with = "api_key")]
+    #[arg(hide_short_help = true, help_heading = "Server")]
     pub api_key_file: Option<PathBuf>,
     /// Origin whose web pages may call the API; * means any
     #[arg(long, env = "MOESTRO_CORS", value_name = "ORIGIN", value_parser = values::origin, hide_short_help = true, help_heading = "Server")]
@@ -129,7 +123,7 @@ pub struct ServeArgs {
     #[command(flatten)]
     pub parallel: ParallelArgs,
     /// Maximum number of waiting requests; further requests get status 429
-    #[arg(long, env = "MOESTRO_MAX_QUEUE", value_name = "N", default_value_t = 16, value_parser = values::from_0_to::<65_536>, hide_short_help = true, help_heading = "Server")]
+    #[arg(long, env = "MOESTRO_MAX_QUEUE", value_name = "N", default_value_t = 16, value_parser = values::range::<0, 65_536>, hide_short_help = true, help_heading = "Server")]
     pub max_queue: usize,
     /// Time limit of a request in seconds, including its wait [default: no limit]
     #[arg(long, env = "MOESTRO_REQUEST_TIMEOUT", value_name = "SECS", value_parser = values::seconds, hide_short_help = true, help_heading = "Server")]
@@ -155,14 +149,8 @@ pub struct ServeArgs {
     #[arg(long, env = "MOESTRO_LOG_DIR", value_name = "DIR", hide_short_help = true, help_heading = "Server")]
     pub log_dir: Option<PathBuf>,
     /// Format of log lines
-    #[arg(
-        long,
-        env = "MOESTRO_LOG_FORMAT",
-        value_enum,
-        default_value_t,
-        hide_short_help = true,
-        help_heading = "Server"
-    )]
+    #[arg(long, env = "MOESTRO_LOG_FORMAT", value_enum, default_value_t)]
+    #[arg(hide_short_help = true, help_heading = "Server")]
     pub log_format: LogFormat,
     #[command(flatten)]
     pub load: LoadArgs,

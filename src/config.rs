@@ -9,7 +9,11 @@ pub use crate::cli::values::{
 };
 pub use generation_config::GenerationDefaults;
 
-use crate::cli::{self, values};
+use crate::cli::{
+    self,
+    model_args::{DraftArgs, LoadArgs, SamplingArgs},
+    values,
+};
 use std::{
     env,
     io::{self, IsTerminal},
@@ -69,68 +73,35 @@ pub fn is_hub_id(text: &str) -> bool {
     text.split_once('/').is_some_and(|(org, name)| word(org) && word(name))
 }
 
-/// Settings for loading a model. `None`: the memory plan chooses.
+/// Settings for loading a model. `None`: the memory plan chooses. The parsers of `cli` have checked the flags.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LoadSettings {
-    pub device: Device,
-    pub threads: Option<usize>,
-    /// Bytes.
-    pub memory_limit: Option<u64>,
-    pub stream_experts: Switch,
-    pub expert_io: ExpertIo,
-    pub io_threads: usize,
-    pub prefetch: Switch,
-    pub gpu_awake: Switch,
-    pub experts_per_token: Option<usize>,
+    pub flags: LoadArgs,
     /// `SWIFTLM_TOP_K`. As in SwiftLM, a value above the model's k means k.
     pub max_experts_per_token: Option<usize>,
-    pub context: Option<usize>,
-    pub chunk: Option<usize>,
     /// Requests that run at the same time.
     pub parallel: Parallel,
-    pub kv_bits: KvBitsArg,
-    /// Load no vision tower.
-    pub no_vision: bool,
-    /// Maximum number of tokens of an image.
-    pub image_max_tokens: Option<usize>,
     /// True if the model is served. The memory plan then reserves memory for requests.
     pub serving: bool,
     /// Bytes of memory for the prompt cache. 0 for a command without one.
     pub prompt_cache: Option<u64>,
     /// Settings of speculation, which needs memory to undo rejected rows. `None` for a command without speculation.
-    pub drafts: Option<DraftOptions>,
+    pub drafts: Option<DraftArgs>,
 }
 
 impl LoadSettings {
     /// # Errors
     /// `SWIFTLM_TOP_K` is not a number.
-    pub fn new(args: cli::model_args::LoadArgs) -> Result<Self, String> {
+    pub fn new(flags: LoadArgs) -> Result<Self, String> {
         let swiftlm = env::var("SWIFTLM_TOP_K").ok();
         Ok(Self {
-            device: args.device,
-            threads: args.threads,
-            memory_limit: args.memory_limit,
-            stream_experts: args.stream_experts,
-            expert_io: args.expert_io,
-            io_threads: args.io_threads,
-            prefetch: args.prefetch,
-            gpu_awake: args.gpu_awake,
-            experts_per_token: args.experts_per_token,
+            flags,
             max_experts_per_token: max_experts_per_token(swiftlm.as_deref())?,
-            context: args.ctx_size,
-            chunk: args.prefill_chunk,
             parallel: Parallel::Count(1),
-            kv_bits: args.kv_bits,
-            no_vision: args.no_vision,
-            image_max_tokens: args.image_max_tokens,
             serving: false,
             prompt_cache: Some(0),
             drafts: None,
         })
-    }
-
-    pub fn serving(self) -> Self {
-        Self { serving: true, ..self }
     }
 }
 
@@ -214,15 +185,13 @@ impl ServeConfig {
             load: LoadSettings {
                 parallel: args.parallel.parallel,
                 prompt_cache: args.cache.prompt_cache,
-                drafts: Some(DraftOptions::new(args.drafts)),
-                ..LoadSettings::new(args.load)?.serving()
+                drafts: Some(args.drafts),
+                serving: true,
+                ..LoadSettings::new(args.load)?
             },
             thinking: thinking(&args.sampling),
             max_tokens: args.sampling.max_tokens,
-            thinking_budget: match args.thinking_budget {
-                Some(values::TokenBudget::Tokens(tokens)) => Some(tokens),
-                Some(values::TokenBudget::Unlimited) | None => None,
-            },
+            thinking_budget: args.thinking_budget.and_then(|budget| budget.0),
             generation: GenerationDefaults::from_flags(&args.sampling),
         })
     }
@@ -239,22 +208,9 @@ fn read_key(path: &Path) -> Result<String, String> {
     values::key(key).map_err(failed)
 }
 
-/// Settings of speculation.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct DraftOptions {
-    pub draft: DraftModel,
-    /// Maximum number of tokens drafted at a time.
-    pub tokens: usize,
-    pub speculation: SpeculationMode,
-}
-
-impl DraftOptions {
-    pub fn new(args: cli::model_args::DraftArgs) -> Self {
-        Self { draft: args.draft_model, tokens: args.num_draft_tokens, speculation: args.speculation }
-    }
-
+impl DraftArgs {
     pub fn are_used(&self) -> bool {
-        self.draft != DraftModel::Off && self.speculation != SpeculationMode::Off
+        self.draft_model != DraftModel::Off && self.speculation != SpeculationMode::Off
     }
 }
 
@@ -299,7 +255,7 @@ impl GenerateConfig {
             system: None,
             max_tokens: args.sampling.max_tokens,
             seed: args.seed,
-            load: LoadSettings { drafts: Some(DraftOptions::new(args.drafts)), ..LoadSettings::new(args.load)? },
+            load: LoadSettings { drafts: Some(args.drafts), ..LoadSettings::new(args.load)? },
             thinking: thinking(&args.sampling),
             generation: GenerationDefaults::from_flags(&args.sampling),
         })
@@ -320,7 +276,7 @@ fn read_prompt(flag: Option<String>) -> Result<Option<String>, String> {
     if text.is_empty() { Err("the prompt on stdin is empty".into()) } else { Ok(Some(text.to_owned())) }
 }
 
-fn thinking(args: &cli::model_args::SamplingArgs) -> Option<bool> {
+fn thinking(args: &SamplingArgs) -> Option<bool> {
     args.thinking.map(|thinking| thinking == OnOff::On)
 }
 

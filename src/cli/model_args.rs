@@ -16,7 +16,7 @@ pub struct ModelArgs {
 }
 
 /// Flags for loading a model.
-#[derive(Debug, Args)]
+#[derive(Debug, Clone, PartialEq, Args)]
 pub struct LoadArgs {
     /// Memory limit: 8GiB, 8G, 500M [default: 75 % of RAM, or less on a GPU or in a control group]
     #[arg(long, env = "MOESTRO_MEMORY_LIMIT", value_name = "SIZE", value_parser = values::size, help_heading = "Memory")]
@@ -38,14 +38,8 @@ pub struct LoadArgs {
     #[arg(short, long, alias = "num-threads", env = "MOESTRO_THREADS", value_name = "N", value_parser = values::up_to::<1_024>, help_heading = "Speed")]
     pub threads: Option<usize>,
     /// Read experts directly or through the page cache
-    #[arg(
-        long,
-        env = "MOESTRO_EXPERT_IO",
-        value_enum,
-        default_value_t,
-        help_heading = "Speed",
-        hide_short_help = true
-    )]
+    #[arg(long, env = "MOESTRO_EXPERT_IO", value_enum, default_value_t)]
+    #[arg(help_heading = "Speed", hide_short_help = true)]
     pub expert_io: ExpertIo,
     /// Maximum number of expert reads in flight
     #[arg(long, env = "MOESTRO_IO_THREADS", value_name = "N", default_value_t = 16, value_parser = values::up_to::<1_024>, help_heading = "Speed", hide_short_help = true)]
@@ -54,14 +48,8 @@ pub struct LoadArgs {
     #[arg(long, env = "MOESTRO_PREFETCH", value_enum, default_value_t, help_heading = "Speed", hide_short_help = true)]
     pub prefetch: Switch,
     /// Keep the GPU's clock high while experts are read, with small launches on the idle GPU; auto: on Metal
-    #[arg(
-        long,
-        env = "MOESTRO_GPU_AWAKE",
-        value_enum,
-        default_value_t,
-        help_heading = "Speed",
-        hide_short_help = true
-    )]
+    #[arg(long, env = "MOESTRO_GPU_AWAKE", value_enum, default_value_t)]
+    #[arg(help_heading = "Speed", hide_short_help = true)]
     pub gpu_awake: Switch,
     /// Use fewer experts per token than the model was trained with: faster, but a worse model. Without this flag, the
     /// environment variable SWIFTLM_TOP_K applies; a value above the model's own number has no effect
@@ -97,7 +85,7 @@ pub struct PromptCacheArgs {
 }
 
 /// Flags of speculation: several tokens per pass, where that is faster. It never changes an answer.
-#[derive(Debug, Args)]
+#[derive(Debug, Clone, PartialEq, Args)]
 pub struct DraftArgs {
     /// Source of drafts, which never change an answer: mtp is the checkpoint's MTP head, lookup repeats earlier text;
     /// or a directory or hub id with an MTP head, a DFlash draft or a small model of the same vocabulary; auto is mtp
@@ -108,14 +96,8 @@ pub struct DraftArgs {
     #[arg(long, aliases = ["num-mtp-tokens", "draft-max", "num-speculative-tokens"], env = "MOESTRO_NUM_DRAFT_TOKENS", value_name = "N", default_value_t = 7, value_parser = values::drafts, help_heading = "Speed", hide_short_help = true)]
     pub num_draft_tokens: usize,
     /// When to use drafts; auto: while they save time
-    #[arg(
-        long,
-        env = "MOESTRO_SPECULATION",
-        value_enum,
-        default_value_t,
-        help_heading = "Speed",
-        hide_short_help = true
-    )]
+    #[arg(long, env = "MOESTRO_SPECULATION", value_enum, default_value_t)]
+    #[arg(help_heading = "Speed", hide_short_help = true)]
     pub speculation: SpeculationMode,
 }
 

@@ -77,12 +77,9 @@ pub enum Agent {
     Aider,
 }
 
-/// A maximum number of tokens, or no maximum.
+/// A maximum number of tokens; `None` means no maximum.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum TokenBudget {
-    Unlimited,
-    Tokens(usize),
-}
+pub struct TokenBudget(pub Option<usize>);
 
 /// The source of drafts.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -220,14 +217,13 @@ pub fn count(text: &str) -> Result<usize, String> {
 
 /// An integer from 1 to `MAX`.
 pub fn up_to<const MAX: usize>(text: &str) -> Result<usize, String> {
-    let fits = text.parse().ok().filter(|count| (1..=MAX).contains(count));
-    fits.ok_or_else(|| format!("it must be a whole number from 1 to {MAX}"))
+    range::<1, MAX>(text)
 }
 
-/// An integer from 0 to `MAX`.
-pub fn from_0_to<const MAX: usize>(text: &str) -> Result<usize, String> {
-    let fits = text.parse().ok().filter(|count| (0..=MAX).contains(count));
-    fits.ok_or_else(|| format!("it must be a whole number from 0 to {MAX}"))
+/// An integer from `MIN` to `MAX`.
+pub fn range<const MIN: usize, const MAX: usize>(text: &str) -> Result<usize, String> {
+    let fits = text.parse().ok().filter(|count| (MIN..=MAX).contains(count));
+    fits.ok_or_else(|| format!("it must be a whole number from {MIN} to {MAX}"))
 }
 
 /// A temperature. Above 2 no model writes text.
@@ -238,8 +234,8 @@ pub fn temperature(text: &str) -> Result<f32, String> {
 /// A number of tokens, or -1 for no limit.
 pub fn budget(text: &str) -> Result<TokenBudget, String> {
     match text.parse::<i64>() {
-        Ok(-1) => Ok(TokenBudget::Unlimited),
-        Ok(tokens @ 0..) => Ok(TokenBudget::Tokens(tokens as usize)),
+        Ok(-1) => Ok(TokenBudget(None)),
+        Ok(tokens @ 0..) => Ok(TokenBudget(Some(tokens as usize))),
         _ => Err("it must be a whole number from 0 up, or -1 for no limit".into()),
     }
 }

@@ -11,7 +11,7 @@ const ANY_KEY: &str = "local";
 const CLAUDE_IDLE_MS: &str = "1800000";
 
 /// The server and the model that an agent uses.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Default)]
 pub struct AgentTarget {
     /// Address of the server, without `/v1`.
     pub base_url: String,

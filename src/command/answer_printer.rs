@@ -1,9 +1,9 @@
 //! Prints an answer on the terminal while it streams, and its figures at the end.
 
 use super::printable;
-use crate::error::CommandError;
+use crate::{engine::Timings, error::CommandError};
 use std::{
-    env, fmt,
+    env,
     io::{self, IsTerminal, Write},
     mem,
 };
@@ -21,42 +21,31 @@ pub struct TerminalAnswer {
 }
 
 /// The end of an answer.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy)]
 pub struct AnswerEnd {
     /// True if the token limit ended the answer.
     pub is_cut: bool,
-    pub stats: AnswerStats,
+    pub timings: Timings,
 }
 
-/// Token counts and times of an answer.
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub struct AnswerStats {
-    pub prompt_tokens: usize,
-    pub cached_tokens: usize,
-    pub generated_tokens: usize,
-    pub prompt_seconds: f64,
-    pub decode_seconds: f64,
-    pub drafted_tokens: usize,
-    pub accepted_tokens: usize,
-}
-
-/// Displays, for example, `prompt 76 tokens (44 cached), 5861 tok/s; answer 30 tokens, 16.2 tok/s`.
-impl fmt::Display for AnswerStats {
-    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let speed = |tokens: usize, seconds: f64| match tokens as f64 / seconds {
-            speed if seconds <= 0.0 || tokens == 0 || !speed.is_finite() => String::new(),
-            speed if speed < 100.0 => format!(", {speed:.1} tok/s"),
-            speed => format!(", {speed:.0} tok/s"),
-        };
-        let cached = if self.cached_tokens == 0 { String::new() } else { format!(" ({} cached)", self.cached_tokens) };
-        let computed = self.prompt_tokens.saturating_sub(self.cached_tokens);
-        write!(out, "prompt {} tokens{cached}{}", self.prompt_tokens, speed(computed, self.prompt_seconds))?;
-        write!(out, "; answer {} tokens{}", self.generated_tokens, speed(self.generated_tokens, self.decode_seconds))?;
-        match self.drafted_tokens {
-            0 => Ok(()),
-            drafted => write!(out, "; {} of {drafted} drafted tokens accepted", self.accepted_tokens),
-        }
-    }
+/// Describes an answer in one line: `prompt 76 tokens (44 cached), 5861 tok/s; answer 30 tokens, 16.2 tok/s`.
+pub fn figures(timings: &Timings) -> String {
+    let speed = |tokens: usize, seconds: f64| match tokens as f64 / seconds {
+        speed if seconds <= 0.0 || tokens == 0 || !speed.is_finite() => String::new(),
+        speed if speed < 100.0 => format!(", {speed:.1} tok/s"),
+        speed => format!(", {speed:.0} tok/s"),
+    };
+    let Timings { prompt_tokens, cached_tokens, generated_tokens, drafted_tokens, accepted_tokens, .. } = *timings;
+    let cached = if cached_tokens == 0 { String::new() } else { format!(" ({cached_tokens} cached)") };
+    let prompt_speed = speed(prompt_tokens.saturating_sub(cached_tokens), timings.prompt_seconds);
+    let answer_speed = speed(generated_tokens, timings.decode_seconds);
+    let drafts = match drafted_tokens {
+        0 => String::new(),
+        drafted => format!("; {accepted_tokens} of {drafted} drafted tokens accepted"),
+    };
+    format!(
+        "prompt {prompt_tokens} tokens{cached}{prompt_speed}; answer {generated_tokens} tokens{answer_speed}{drafts}"
+    )
 }
 
 /// True if stderr is a terminal that shows colours: `NO_COLOR` is not set, and `TERM` is not dumb.
@@ -155,16 +144,16 @@ mod tests {
 
     #[test]
     fn stats_are_one_short_line() {
-        let stats = AnswerStats {
+        let stats = Timings {
             prompt_tokens: 76,
             cached_tokens: 44,
             generated_tokens: 30,
             prompt_seconds: 0.01,
             decode_seconds: 2.0,
-            ..AnswerStats::default()
+            ..Timings::default()
         };
-        assert_eq!(stats.to_string(), "prompt 76 tokens (44 cached), 3200 tok/s; answer 30 tokens, 15.0 tok/s");
-        let drafted = AnswerStats { drafted_tokens: 9, accepted_tokens: 3, ..AnswerStats::default() };
-        assert!(drafted.to_string().ends_with("; 3 of 9 drafted tokens accepted"), "{drafted}");
+        assert_eq!(figures(&stats), "prompt 76 tokens (44 cached), 3200 tok/s; answer 30 tokens, 15.0 tok/s");
+        let drafted = Timings { drafted_tokens: 9, accepted_tokens: 3, ..Timings::default() };
+        assert!(figures(&drafted).ends_with("; 3 of 9 drafted tokens accepted"), "{}", figures(&drafted));
     }
 }

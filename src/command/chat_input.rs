@@ -47,7 +47,7 @@ impl LineEditor {
     ///
     /// # Errors
     /// The terminal cannot be opened.
-    pub fn new(words: &'static [&'static str]) -> Result<Self, CommandError> {
+    pub fn new(words: Vec<String>) -> Result<Self, CommandError> {
         // stdout may be a file while the user types on the terminal.
         let behavior = if io::stdout().is_terminal() { Behavior::Stdio } else { Behavior::PreferTerm };
         let config = Config::builder().behavior(behavior).history_ignore_space(true).max_history_size(MAX_ENTRIES);
@@ -122,7 +122,7 @@ fn failed(error: ReadlineError) -> CommandError {
 
 /// Decides whether a text is complete, and completes commands.
 struct LineHelper {
-    words: &'static [&'static str],
+    words: Vec<String>,
     /// True if the line is not empty. Needed because the editor reports Ctrl-C without the text.
     has_text: Cell<bool>,
 }
@@ -139,8 +139,8 @@ impl Completer for LineHelper {
 
     fn complete(&self, line: &str, at: usize, _: &Context<'_>) -> rustyline::Result<(usize, Vec<String>)> {
         let prefix = line.get(..at).unwrap_or_default();
-        let fits = |word: &&&str| prefix.starts_with('/') && word.starts_with(prefix);
-        Ok((0, self.words.iter().filter(fits).map(|word| (*word).to_owned()).collect()))
+        let fits = |word: &&String| prefix.starts_with('/') && word.starts_with(prefix);
+        Ok((0, self.words.iter().filter(fits).cloned().collect()))
     }
 }
 

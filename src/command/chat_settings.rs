@@ -1,6 +1,6 @@
 //! The settings of a chat, which `/set` changes.
 
-use crate::config::{self, GenerateConfig};
+use crate::config::{self, GenerateConfig, GenerationDefaults};
 use std::{
     fmt::{self, Display},
     str::FromStr,
@@ -13,11 +13,7 @@ pub const NAMES: [&str; 9] =
 /// Options of answers. `None` means the model's default.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct AnswerOptions {
-    pub temperature: Option<f32>,
-    pub top_p: Option<f32>,
-    pub top_k: Option<usize>,
-    pub min_p: Option<f32>,
-    pub repeat_penalty: Option<f32>,
+    pub sampling: GenerationDefaults,
     pub seed: Option<u64>,
     pub max_tokens: Option<usize>,
     pub thinking: Option<bool>,
@@ -26,17 +22,8 @@ pub struct AnswerOptions {
 impl AnswerOptions {
     /// Takes the values of the command-line flags.
     pub fn new(config: &GenerateConfig) -> Self {
-        let defaults = &config.generation;
-        Self {
-            temperature: defaults.temperature,
-            top_p: defaults.top_p,
-            top_k: defaults.top_k,
-            min_p: defaults.min_p,
-            repeat_penalty: defaults.repetition_penalty,
-            seed: config.seed,
-            max_tokens: config.max_tokens,
-            thinking: config.thinking,
-        }
+        let GenerateConfig { generation, seed, max_tokens, thinking, .. } = config;
+        Self { sampling: generation.clone(), seed: *seed, max_tokens: *max_tokens, thinking: *thinking }
     }
 }
 
@@ -58,18 +45,17 @@ impl ChatSettings {
         let (value, options) = (value.trim(), &mut self.answer_options);
         match name {
             "" => {}
-            "temp" => options.temperature = number(name, value, 0.0, 2.0)?,
-            "top-p" => options.top_p = number(name, value, 0.0, 1.0)?,
-            "min-p" => options.min_p = number(name, value, 0.0, 1.0)?,
-            "repeat-penalty" => options.repeat_penalty = number(name, value, 0.01, 100.0)?,
-            "top-k" => options.top_k = integer(name, value)?,
+            "temp" => options.sampling.temperature = number(name, value, 0.0, 2.0)?,
+            "top-p" => options.sampling.top_p = number(name, value, 0.0, 1.0)?,
+            "min-p" => options.sampling.min_p = number(name, value, 0.0, 1.0)?,
+            "repeat-penalty" => options.sampling.repetition_penalty = number(name, value, 0.01, 100.0)?,
+            "top-k" => options.sampling.top_k = integer(name, value)?,
             "seed" => options.seed = integer(name, value)?,
             "max-tokens" => options.max_tokens = integer(name, value)?,
             "thinking" => {
                 options.thinking = match value {
-                    "on" => Some(true),
-                    "off" => Some(false),
                     "" => None,
+                    "on" | "off" => Some(value == "on"),
                     _ => return Err("thinking must be on or off".into()),
                 }
             }
@@ -91,11 +77,11 @@ impl Display for ChatSettings {
         const MODEL: &str = "the model's default";
         let options = &self.answer_options;
         let values = [
-            text(options.temperature, MODEL),
-            text(options.top_p, MODEL),
-            text(options.top_k, MODEL),
-            text(options.min_p, MODEL),
-            text(options.repeat_penalty, MODEL),
+            text(options.sampling.temperature, MODEL),
+            text(options.sampling.top_p, MODEL),
+            text(options.sampling.top_k, MODEL),
+            text(options.sampling.min_p, MODEL),
+            text(options.sampling.repetition_penalty, MODEL),
             text(options.seed, "random"),
             text(options.max_tokens, "to the end of the context"),
             text(options.thinking.map(|on| if on { "on" } else { "off" }), MODEL),
@@ -142,6 +128,6 @@ mod tests {
         for wrong in ["temp hot", "top-p 2", "thinking maybe", "max-tokens -1", "frobnicate 1"] {
             assert!(settings.set(wrong).is_err(), "{wrong}");
         }
-        assert_eq!(settings.answer_options.temperature, Some(0.5), "refused values change nothing");
+        assert_eq!(settings.answer_options.sampling.temperature, Some(0.5), "refused values change nothing");
     }
 }

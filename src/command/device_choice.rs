@@ -30,7 +30,7 @@ impl DeviceChoice {
     pub fn new(load: &LoadSettings) -> Result<Self, CommandError> {
         let elsewhere =
             |device, system| CommandError::Usage(format!("--device {device}: only builds for {system} support it"));
-        match load.device {
+        match load.flags.device {
             Device::Cpu => Self::of(Ok(None), false),
             Device::Auto => Self::of(device::open_gpu(), false),
             Device::Metal if GPU_KIND != "metal" => Err(elsewhere("metal", "macOS")),

@@ -35,7 +35,7 @@ impl DraftSource {
     /// # Errors
     /// The directory has no draft, an incomplete draft, or a draft for another model.
     pub fn new(load: &LoadSettings, dir: &Path, tokenizer: Option<&Tokenizer>) -> Result<Self, CommandError> {
-        let named = match load.drafts.as_ref().filter(|drafts| drafts.are_used()).map(|drafts| &drafts.draft) {
+        let named = match load.drafts.as_ref().filter(|drafts| drafts.are_used()).map(|drafts| &drafts.draft_model) {
             None | Some(DraftModel::Off | DraftModel::Lookup) => return Ok(Self::Lookup),
             Some(DraftModel::Auto) => return Ok(Self::Mtp { is_required: false, directory: None }),
             Some(DraftModel::Mtp) => return Ok(Self::Mtp { is_required: true, directory: None }),
@@ -114,7 +114,7 @@ fn draft_model_options(load: &LoadSettings) -> model::LoadOptions {
     };
     // A draft reads text only.
     let vision = model::VisionOptions { disabled: true, max_tokens: None };
-    model::LoadOptions { threads: load.threads, plan, vision, verify: true, ..model::LoadOptions::default() }
+    model::LoadOptions { threads: load.flags.threads, plan, vision, verify: true, ..model::LoadOptions::default() }
 }
 
 /// Checks that a draft model has the same tokens as the model.

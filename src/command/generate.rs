@@ -1,6 +1,7 @@
 //! `moestro generate`: prints one answer to stdout, and a line of figures to stderr.
 
 use super::{
+    answer_printer::figures,
     chat_model::ChatModel,
     chat_settings::AnswerOptions,
     local_model::{LocalModel, message},
@@ -22,7 +23,7 @@ pub fn answer_once(model: &ChatModel, config: &GenerateConfig) -> Result<(), Com
     let runtime = runtime()?;
     let answer = runtime.block_on(model.answer(&messages, &[], &AnswerOptions::new(config), pending()))?;
     if let Some(end) = answer.end {
-        eprintln!("{}", end.stats);
+        eprintln!("{}", figures(&end.timings));
         if end.is_cut && answer.content.is_empty() {
             eprintln!(
                 "the answer reached its token limit while the model reasoned; raise --max-tokens or --ctx-size, or use \

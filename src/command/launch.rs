@@ -63,7 +63,7 @@ pub fn run(args: &cli::LaunchArgs, settings: &Settings) -> Result<(), CommandErr
         }
         write(&setup)?;
     }
-    let code = run_agent(&setup, args, server.as_ref().map(OwnServer::id))?;
+    let code = run_agent(&setup, args, server.as_ref().map(|server| server.0.id()))?;
     drop(server);
     if code == 0 { Ok(()) } else { exit(code) }
 }
@@ -73,15 +73,7 @@ pub fn run(args: &cli::LaunchArgs, settings: &Settings) -> Result<(), CommandErr
 /// # Errors
 /// The agent is not installed.
 fn find_program(args: &cli::LaunchArgs) -> Result<(), CommandError> {
-    let nowhere = AgentTarget {
-        base_url: String::new(),
-        key: None,
-        model: String::new(),
-        context: 0,
-        has_vision: false,
-        reasons: false,
-    };
-    let AgentSetup { program, install, .. } = nowhere.setup(args.agent, Path::new(""));
+    let AgentSetup { program, install, .. } = AgentTarget::default().setup(args.agent, Path::new(""));
     let dirs = env::var_os("PATH").unwrap_or_default();
     match env::split_paths(&dirs).any(|dir| dir.join(program).is_file()) {
         true => Ok(()),
@@ -227,10 +219,6 @@ impl OwnServer {
         let log = fs::read_to_string(&log).unwrap_or_default();
         let last = log.lines().next_back().unwrap_or("no message").trim_start_matches("moestro: ");
         Err(usage(&format!("the server did not start: {last}")))
-    }
-
-    fn id(&self) -> u32 {
-        self.0.id()
     }
 }
 

@@ -2,22 +2,20 @@
 
 use super::{
     CheckpointMeta,
-    answer_printer::{AnswerEnd, AnswerPrinter, AnswerStats, TerminalAnswer},
+    answer_printer::{AnswerEnd, AnswerPrinter, TerminalAnswer},
     chat_settings::AnswerOptions,
     device_choice::DeviceChoice,
     load_model,
 };
 use crate::{
     chat::{
-        Conversation, Decoder, Speaker, Template, message_ends,
+        Conversation, Decoder, Template,
         parser::{Delta, Parser},
     },
     config::GenerateConfig,
-    engine::{
-        self, Boundary, BoundaryKind, Event, Finish, Handle, Image, ImageProcessor, Options, Request, Sampling,
-        Timings, Worker,
-    },
+    engine::{self, Event, Finish, Handle, Image, ImageProcessor, Options, Request, Sampling, Worker},
     error::{CommandError, EngineError},
+    http::boundaries,
     metrics::Metrics,
     model::Model,
     platform::read_small_file,
@@ -59,16 +57,8 @@ impl LocalModel {
 
     /// The sampling parameters of an answer: the user's settings, or else the checkpoint's defaults.
     fn sampling(&self, options: &AnswerOptions) -> Sampling {
-        let defaults = self.checkpoint.sampling();
-        Sampling {
-            temperature: options.temperature.unwrap_or(defaults.temperature),
-            top_p: options.top_p.unwrap_or(defaults.top_p),
-            top_k: options.top_k.unwrap_or(defaults.top_k),
-            min_p: options.min_p.unwrap_or(defaults.min_p),
-            repetition_penalty: options.repeat_penalty.unwrap_or(defaults.repetition_penalty),
-            seed: options.seed,
-            ..defaults
-        }
+        let chosen = options.sampling.clone().or(self.checkpoint.generation.clone());
+        Sampling { seed: options.seed, ..chosen.sampling() }
     }
 
     /// Reads an image for a later message.
@@ -115,17 +105,8 @@ impl LocalModel {
             None => (ids, Vec::new()),
         };
         let total = ids.len();
-        let ends = message_ends(&self.checkpoint.tokenizer, &ids).into_iter();
-        let boundary = |(at, speaker)| {
-            let kind = match speaker {
-                Speaker::System => BoundaryKind::System,
-                Speaker::User => BoundaryKind::Query,
-                Speaker::Other => BoundaryKind::Message,
-            };
-            Boundary { at, kind }
-        };
         let mut events = self.engine.submit(Request {
-            boundaries: ends.map(boundary).collect(),
+            boundaries: boundaries(&self.checkpoint.tokenizer, &ids),
             images,
             ..Request::new(ids, options.max_tokens.unwrap_or(usize::MAX), self.sampling(options))
         })?;
@@ -141,7 +122,7 @@ impl LocalModel {
             match event {
                 Some(Event::Token { id, .. }) => print(&mut printer, parser.push(&decoder.push(id)))?,
                 Some(Event::Done { finish, timings }) => {
-                    break Some(AnswerEnd { is_cut: finish == Finish::Length, stats: stats(&timings) });
+                    break Some(AnswerEnd { is_cut: finish == Finish::Length, timings });
                 }
                 Some(Event::Failed(error)) => return Err(error.into()),
                 Some(Event::Started { cached_tokens: tokens, .. } | Event::Prefilled { tokens, .. }) => {
@@ -173,18 +154,6 @@ fn print(printer: &mut AnswerPrinter, deltas: Vec<Delta>) -> Result<(), CommandE
         }
     }
     Ok(())
-}
-
-fn stats(timings: &Timings) -> AnswerStats {
-    AnswerStats {
-        prompt_tokens: timings.prompt_tokens,
-        cached_tokens: timings.cached_tokens,
-        generated_tokens: timings.generated_tokens,
-        prompt_seconds: timings.prompt_seconds,
-        decode_seconds: timings.decode_seconds,
-        drafted_tokens: timings.drafted_tokens,
-        accepted_tokens: timings.accepted_tokens,
-    }
 }
 
 /// A message in OpenAI's format.

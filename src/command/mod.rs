@@ -35,7 +35,8 @@ pub mod show_config;
 
 use crate::{
     chat::{Template, Tokenizer},
-    config::{self, DraftOptions, ExpertIo, GenerationDefaults, LoadSettings, ModelSource, Switch},
+    cli::model_args::DraftArgs,
+    config::{self, ExpertIo, GenerationDefaults, LoadSettings, ModelSource, Switch},
     demo,
     engine::{self, Sampling},
     error::{CommandError, StoreError},
@@ -159,17 +160,19 @@ impl CheckpointMeta {
     pub fn quantisation(&self) -> Option<String> {
         quantisation(&config::generation_config::json(&self.dir.join("config.json")).ok()??)
     }
+}
 
-    /// Sampling parameters for requests that do not set them. If the checkpoint has no defaults, tokens are drawn from
-    /// the model's unchanged distribution.
+impl GenerationDefaults {
+    /// Sampling parameters for requests that do not set them. If a default is not set, tokens are drawn from the
+    /// model's unchanged distribution.
     pub fn sampling(&self) -> Sampling {
-        let (defaults, neutral) = (&self.generation, Sampling::default());
+        let neutral = Sampling::default();
         Sampling {
-            temperature: defaults.temperature.unwrap_or(neutral.temperature),
-            top_p: defaults.top_p.unwrap_or(neutral.top_p),
-            top_k: defaults.top_k.unwrap_or(neutral.top_k),
-            min_p: defaults.min_p.unwrap_or(neutral.min_p),
-            repetition_penalty: defaults.repetition_penalty.unwrap_or(neutral.repetition_penalty),
+            temperature: self.temperature.unwrap_or(neutral.temperature),
+            top_p: self.top_p.unwrap_or(neutral.top_p),
+            top_k: self.top_k.unwrap_or(neutral.top_k),
+            min_p: self.min_p.unwrap_or(neutral.min_p),
+            repetition_penalty: self.repetition_penalty.unwrap_or(neutral.repetition_penalty),
             ..neutral
         }
     }
@@ -178,11 +181,15 @@ impl CheckpointMeta {
 /// Describes a memory plan: `on cpu, all experts in memory, context 32768`.
 fn describe_plan(plan: &Value) -> String {
     let device = plan["device"].as_str().unwrap_or("?");
-    let experts = match plan["residency"].as_f64() {
-        Some(share) if share < 1.0 => format!("{:.0} % of the experts in memory", share * 100.0),
-        _ => "all experts in memory".into(),
-    };
+    let experts = describe_residency(plan["residency"].as_f64().unwrap_or(1.0));
     format!("on {device}, {experts}, context {}", plan["context"])
+}
+
+fn describe_residency(share: f64) -> String {
+    match share < 1.0 {
+        true => format!("{:.0} % of the experts in memory", share * 100.0),
+        false => "all experts in memory".into(),
+    }
 }
 
 /// Storage format of the weights of a `config.json`: `4-bit affine, groups of 64`, or the data type of unquantized
@@ -230,7 +237,7 @@ pub fn short_path(path: &Path) -> String {
 }
 
 /// Adds the speculation flags to the engine's options.
-pub fn speculation(drafts: Option<&DraftOptions>, options: engine::Options) -> engine::Options {
+pub fn speculation(drafts: Option<&DraftArgs>, options: engine::Options) -> engine::Options {
     let Some(drafts) = drafts.filter(|drafts| drafts.are_used()) else { return options };
     engine::Options {
         speculate: match drafts.speculation {
@@ -238,7 +245,7 @@ pub fn speculation(drafts: Option<&DraftOptions>, options: engine::Options) -> e
             config::SpeculationMode::Auto => engine::DraftPolicy::Auto,
             config::SpeculationMode::Force => engine::DraftPolicy::Force,
         },
-        draft_tokens: drafts.tokens,
+        draft_tokens: drafts.num_draft_tokens,
         ..options
     }
 }
@@ -270,38 +277,39 @@ pub fn kv_bits(bits: config::KvBitsArg) -> KvBits {
 /// Converts the loading flags to the model's options.
 pub fn options(load: &LoadSettings) -> model::LoadOptions {
     let cores = thread::available_parallelism().map_or(usize::MAX, usize::from);
-    if let Some(threads) = load.threads.filter(|&threads| threads > cores) {
+    let flags = &load.flags;
+    if let Some(threads) = flags.threads.filter(|&threads| threads > cores) {
         tracing::warn!(
             "--threads {threads}: this machine has {cores} cores; more threads than cores slow decoding down"
         );
     }
     model::LoadOptions {
-        threads: load.threads,
+        threads: flags.threads,
         plan: PlanOptions {
             prompt_cache: load.prompt_cache,
-            limit: load.memory_limit,
-            stream: load.stream_experts,
-            context: load.context,
-            chunk: load.chunk,
+            limit: flags.memory_limit,
+            stream: flags.stream_experts,
+            context: flags.ctx_size,
+            chunk: flags.prefill_chunk,
             parallel: load.parallel,
             sequences: 1,
             serving: load.serving,
-            buffered: load.expert_io == ExpertIo::Buffered,
+            buffered: flags.expert_io == ExpertIo::Buffered,
         },
-        experts_per_token: load.experts_per_token,
+        experts_per_token: flags.experts_per_token,
         max_experts_per_token: load.max_experts_per_token,
-        verify: load.drafts.as_ref().is_some_and(DraftOptions::are_used),
-        kv_bits: kv_bits(load.kv_bits),
-        vision: VisionOptions { disabled: load.no_vision, max_tokens: load.image_max_tokens },
+        verify: load.drafts.as_ref().is_some_and(DraftArgs::are_used),
+        kv_bits: kv_bits(flags.kv_bits),
+        vision: VisionOptions { disabled: flags.no_vision, max_tokens: flags.image_max_tokens },
         store: StoreOptions {
             slots: None,
-            io: match load.expert_io {
+            io: match flags.expert_io {
                 ExpertIo::Auto => experts::ReadMode::Auto,
                 ExpertIo::Direct => experts::ReadMode::Direct,
                 ExpertIo::Buffered => experts::ReadMode::Buffered,
             },
-            threads: load.io_threads,
-            prefetch: match load.prefetch {
+            threads: flags.io_threads,
+            prefetch: match flags.prefetch {
                 Switch::Auto => experts::Prefetch::Auto,
                 Switch::On => experts::Prefetch::On,
                 Switch::Off => experts::Prefetch::Off,
@@ -309,7 +317,7 @@ pub fn options(load: &LoadSettings) -> model::LoadOptions {
             warm: true,
             ..StoreOptions::default()
         },
-        gpu_awake: match load.gpu_awake {
+        gpu_awake: match flags.gpu_awake {
             Switch::Auto => None,
             Switch::On => Some(true),
             Switch::Off => Some(false),
@@ -370,10 +378,7 @@ fn plan_line(plan: &Plan) -> String {
     ];
     let parts = parts.iter().filter(|(_, bytes)| *bytes > 0).map(|(name, bytes)| format!("{name} {}", Size(*bytes)));
     let parts: Vec<String> = parts.collect();
-    let residency = match plan.residency {
-        share if share < 1.0 => format!("{:.0} % of the experts in memory", share * 100.0),
-        _ => "all experts in memory".into(),
-    };
+    let residency = describe_residency(plan.residency);
     let (total, limit) = (Size(plan.total()), Size(plan.limit));
     format!("{total} of {limit}: {}; {residency}, context {} tokens", parts.join(", "), plan.context)
 }

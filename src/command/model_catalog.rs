@@ -11,9 +11,9 @@ use super::{
 use crate::{
     chat::grammar::GrammarCompiler,
     checkpoint::{identity::file_identity, index::Index},
-    cli::Command,
+    cli::{Command, model_args::DraftArgs},
     config::{
-        DraftModel, DraftOptions, LoadSettings, ModelSource, PromptCacheDir, ServeConfig,
+        DraftModel, LoadSettings, ModelSource, PromptCacheDir, ServeConfig,
         config_file::{self, Settings},
     },
     engine::{self, DiskCacheOptions, Options},
@@ -143,7 +143,7 @@ impl ModelCatalog {
     /// True if the draft model on the command line was chosen for another model.
     fn has_draft_of_another_model(&self, id: &str, config: &ServeConfig) -> bool {
         let named = |load: &LoadSettings| {
-            load.drafts.as_ref().is_some_and(|drafts| matches!(drafts.draft, DraftModel::Model(_)))
+            load.drafts.as_ref().is_some_and(|drafts| matches!(drafts.draft_model, DraftModel::Model(_)))
         };
         id != local_models::id(&self.config().model, &self.settings) && named(&config.load)
     }
@@ -157,8 +157,8 @@ impl ModelCatalog {
             // The draft that was chosen for the first model may not fit this model.
             Err(error) if self.has_draft_of_another_model(id, config) => {
                 tracing::warn!(%error, "cannot load {id} with the draft of another model; loading it without");
-                let drafts =
-                    config.load.drafts.clone().map(|drafts| DraftOptions { draft: DraftModel::Auto, ..drafts });
+                let drafts = config.load.drafts.clone();
+                let drafts = drafts.map(|drafts| DraftArgs { draft_model: DraftModel::Auto, ..drafts });
                 let load = LoadSettings { drafts, ..config.load.clone() };
                 load_model(&checkpoint, &load, DeviceChoice::new(&load)?, metrics)?
             }
@@ -188,7 +188,7 @@ impl ModelCatalog {
         metrics.set_model(id);
         let app = LoadedModel {
             engine,
-            defaults: checkpoint.sampling(),
+            defaults: checkpoint.generation.sampling(),
             card: ModelCard {
                 id: id.into(),
                 created,
@@ -243,7 +243,7 @@ fn storage(config: &ServeConfig, checkpoint: &CheckpointMeta, loaded: &super::Re
         return None;
     };
     let (version, device, model) = (env!("CARGO_PKG_VERSION"), loaded.device, loaded.model.config());
-    let key = format!("{version} {program:?} {device} {model:?} {:?} {identity}", config.load.kv_bits);
+    let key = format!("{version} {program:?} {device} {model:?} {:?} {identity}", config.load.flags.kv_bits);
     Some(DiskCacheOptions { dir, limit: config.prompt_cache_disk, key })
 }
 

@@ -1,11 +1,11 @@
 //! A model of a running server whose answers are printed on the terminal, so that the model is not loaded twice.
 
 use super::{
-    answer_printer::{AnswerEnd, AnswerPrinter, AnswerStats, TerminalAnswer},
+    answer_printer::{AnswerEnd, AnswerPrinter, TerminalAnswer},
     chat_settings::AnswerOptions,
     remote_server::RemoteServer,
 };
-use crate::error::CommandError;
+use crate::{engine::Timings, error::CommandError};
 use serde_json::{Value, json};
 use std::{future::Future, thread, time::Instant};
 use tokio::sync::mpsc;
@@ -18,10 +18,6 @@ pub struct RemoteModel {
 impl RemoteModel {
     pub fn new(server: RemoteServer, id: String) -> Self {
         Self { server, id }
-    }
-
-    pub fn server(&self) -> &RemoteServer {
-        &self.server
     }
 
     /// Describes the model: `coder at http://127.0.0.1:5413 on metal, 37 % of the experts in memory, context 32768`.
@@ -50,7 +46,7 @@ impl RemoteModel {
         });
         reader.map_err(|source| CommandError::Io { what: "starting a thread".into(), source })?;
         let (mut printer, begin) = (AnswerPrinter::new(), Instant::now());
-        let (mut stats, mut is_cut, mut first) = (AnswerStats::default(), false, None);
+        let (mut timings, mut is_cut, mut first) = (Timings::default(), false, None);
         let mut stop = std::pin::pin!(stop);
         loop {
             let event = tokio::select! {
@@ -73,50 +69,44 @@ impl RemoteModel {
                 printer.content(text)?;
             }
             is_cut |= choice["finish_reason"] == "length";
-            add_usage(&mut stats, &event);
+            add_usage(&mut timings, &event);
         }
         let first = first.unwrap_or_else(Instant::now);
-        stats.prompt_seconds = (first - begin).as_secs_f64();
-        stats.decode_seconds = first.elapsed().as_secs_f64();
-        printer.finish(Some(AnswerEnd { is_cut, stats }))
+        timings.prompt_seconds = (first - begin).as_secs_f64();
+        timings.decode_seconds = first.elapsed().as_secs_f64();
+        printer.finish(Some(AnswerEnd { is_cut, timings }))
     }
 
     fn body(&self, messages: &[Value], options: &AnswerOptions) -> Value {
-        let mut body = json!({
+        let AnswerOptions { sampling, seed, max_tokens, thinking } = options;
+        // The server ignores a field that is null.
+        json!({
             "model": self.id,
             "messages": messages,
             "stream": true,
             "stream_options": {"include_usage": true},
             "return_progress": true,
-        });
-        let fields: [(&str, Option<Value>); 8] = [
-            ("temperature", options.temperature.map(Value::from)),
-            ("top_p", options.top_p.map(Value::from)),
-            ("top_k", options.top_k.map(Value::from)),
-            ("min_p", options.min_p.map(Value::from)),
-            ("repetition_penalty", options.repeat_penalty.map(Value::from)),
-            ("seed", options.seed.map(Value::from)),
-            ("max_tokens", options.max_tokens.map(Value::from)),
-            ("enable_thinking", options.thinking.map(Value::from)),
-        ];
-        for (name, value) in fields {
-            if let Some(value) = value {
-                body[name] = value;
-            }
-        }
-        body
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "repetition_penalty": sampling.repetition_penalty,
+            "seed": seed,
+            "max_tokens": max_tokens,
+            "enable_thinking": thinking,
+        })
     }
 }
 
 /// Adds the token counts of an event that has them, which is the last event.
-fn add_usage(stats: &mut AnswerStats, event: &Value) {
+fn add_usage(timings: &mut Timings, event: &Value) {
     let usage = &event["usage"];
     let count = |value: &Value| value.as_u64().unwrap_or(0) as usize;
     if usage.is_object() {
-        stats.prompt_tokens = count(&usage["prompt_tokens"]);
-        stats.cached_tokens = count(&usage["prompt_tokens_details"]["cached_tokens"]);
-        stats.generated_tokens = count(&usage["completion_tokens"]);
-        stats.drafted_tokens = count(&event["timings"]["drafted_tokens"]);
-        stats.accepted_tokens = count(&event["timings"]["accepted_tokens"]);
+        timings.prompt_tokens = count(&usage["prompt_tokens"]);
+        timings.cached_tokens = count(&usage["prompt_tokens_details"]["cached_tokens"]);
+        timings.generated_tokens = count(&usage["completion_tokens"]);
+        timings.drafted_tokens = count(&event["timings"]["drafted_tokens"]);
+        timings.accepted_tokens = count(&event["timings"]["accepted_tokens"]);
     }
 }

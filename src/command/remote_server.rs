@@ -7,6 +7,7 @@ use std::{
     io::{self, BufRead, BufReader},
     time::Duration,
 };
+use ureq::http::Response;
 
 /// Time limit of a request that the server answers immediately.
 const TIMEOUT: Duration = Duration::from_secs(5);
@@ -46,20 +47,20 @@ impl RemoteServer {
         format!("Bearer {}", self.api_key().unwrap_or_default())
     }
 
+    fn post(&self, agent: &ureq::Agent, url: &str, body: &Value) -> Result<Response<ureq::Body>, ureq::Error> {
+        let request = agent.post(url).header("authorization", self.authorization());
+        request.header("content-type", "application/json").send(body.to_string())
+    }
+
     /// Sends a request and returns the JSON of the response.
     ///
     /// # Errors
     /// The server cannot be reached, or the response is an error.
     pub fn ask(&self, path: &str, body: Option<&Value>) -> Result<Value, CommandError> {
-        let (url, key) = (format!("{}{path}", self.base_url()), self.authorization());
+        let url = format!("{}{path}", self.base_url());
         let sent = match body {
-            None => self.agent.get(&url).header("authorization", &key).call(),
-            Some(body) => self
-                .agent
-                .post(&url)
-                .header("authorization", &key)
-                .header("content-type", "application/json")
-                .send(body.to_string()),
+            None => self.agent.get(&url).header("authorization", self.authorization()).call(),
+            Some(body) => self.post(&self.agent, &url, body),
         };
         let failed = |source| CommandError::Io { what: format!("asking {url}"), source };
         let mut answer = sent.map_err(|error| match error {
@@ -94,17 +95,8 @@ impl RemoteServer {
         if health["model"].as_str().is_some_and(|loaded| loaded != id) {
             return Ok(false);
         }
-        Ok(self.models()?.iter().any(|known| known == id))
-    }
-
-    /// The ids of the models that the server can load.
-    ///
-    /// # Errors
-    /// The server cannot be reached, or the API key is wrong.
-    pub fn models(&self) -> Result<Vec<String>, CommandError> {
         let list = self.ask("/v1/models", None)?;
-        let ids = list["data"].as_array().into_iter().flatten().filter_map(|model| model["id"].as_str());
-        Ok(ids.map(str::to_owned).collect())
+        Ok(list["data"].as_array().into_iter().flatten().any(|model| model["id"] == id))
     }
 
     /// Sends a chat request and calls `each` with every event, until the stream ends or `each` returns false. Blocks.
@@ -116,9 +108,7 @@ impl RemoteServer {
         let failed = |source| CommandError::Io { what: format!("asking {url}"), source };
         let config = ureq::Agent::config_builder().timeout_connect(Some(TIMEOUT)).timeout_per_read(Some(SILENCE));
         let agent: ureq::Agent = config.http_status_as_error(false).build().into();
-        let request = agent.post(&url).header("authorization", self.authorization());
-        let sent = request.header("content-type", "application/json").send(body.to_string());
-        let answer = sent.map_err(|error| failed(io::Error::other(error)))?;
+        let answer = self.post(&agent, &url, body).map_err(|error| failed(io::Error::other(error)))?;
         let refused = |event: &Value| {
             let reason = event["error"]["message"].as_str()?;
             Some(CommandError::Service(printable(reason).into_owned()))

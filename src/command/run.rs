@@ -1,10 +1,10 @@
 //! `moestro run`: a chat on the terminal. Ctrl-C interrupts an answer, Ctrl-D ends the chat.
 
 use super::{
-    answer_printer::{TerminalAnswer, print_dimmed},
+    answer_printer::{TerminalAnswer, figures, print_dimmed},
     chat_input::{LineEditor, LineEvent},
     chat_model::ChatModel,
-    chat_settings::{AnswerOptions, ChatSettings},
+    chat_settings::{self, AnswerOptions, ChatSettings},
     conversation_file, generate,
     local_model::message,
     local_models, printable,
@@ -38,32 +38,15 @@ Up, Down, Ctrl-R  earlier texts, also of earlier chats; a line that
 Ctrl-C            interrupts an answer, or clears the line
 Ctrl-D            ends the chat; so does Ctrl-C twice on an empty line";
 
-/// Commands of the chat.
+/// Commands of the chat. A command that may have an argument ends with a space.
 const COMMANDS: [&str; 12] =
-    ["set", "image", "retry", "clear", "save", "load", "model", "show", "help", "bye", "exit", "quit"];
+    ["set ", "image ", "retry", "clear", "save ", "load ", "model ", "show", "help", "bye", "exit", "quit"];
 
-/// Completions of the Tab key.
-const WORDS: [&str; 19] = [
-    "/set ",
-    "/set temp ",
-    "/set top-p ",
-    "/set top-k ",
-    "/set min-p ",
-    "/set repeat-penalty ",
-    "/set seed ",
-    "/set max-tokens ",
-    "/set thinking ",
-    "/set system ",
-    "/image ",
-    "/retry",
-    "/clear",
-    "/save ",
-    "/load ",
-    "/model ",
-    "/show",
-    "/help",
-    "/bye",
-];
+/// Completions of the Tab key: the commands, and the settings of `/set`. Only `/bye` is completed to end the chat.
+fn completions() -> Vec<String> {
+    let commands = COMMANDS.iter().filter(|name| !["exit", "quit"].contains(name)).map(|name| format!("/{name}"));
+    commands.chain(chat_settings::NAMES.iter().map(|name| format!("/set {name} "))).collect()
+}
 
 /// Answers the prompt once if there is a prompt. Otherwise starts a chat.
 pub fn run(config: GenerateConfig, remote: &RemoteArgs, settings: &Settings) -> Result<(), CommandError> {
@@ -112,7 +95,7 @@ impl ChatSession {
             println!("{}", printable(&model.describe()));
         }
         println!("/help shows the commands");
-        let (mut input, mut twice) = (LineEditor::new(&WORDS)?, false);
+        let (mut input, mut twice) = (LineEditor::new(completions())?, false);
         loop {
             let text = match input.read()? {
                 LineEvent::Text(text) => text,
@@ -264,7 +247,7 @@ impl ChatSession {
             other => other?,
         };
         match end {
-            Some(end) => print_dimmed(&end.stats.to_string()),
+            Some(end) => print_dimmed(&figures(&end.timings)),
             None => print_dimmed("interrupted"),
         }
         let mut reply = message("assistant", &content);
@@ -278,7 +261,7 @@ impl ChatSession {
 fn command(text: &str) -> Option<(&str, &str)> {
     let line = text.trim().strip_prefix('/')?;
     let (name, rest) = line.split_once(char::is_whitespace).unwrap_or((line, ""));
-    let is_known = COMMANDS.contains(&name) || name == "?";
+    let is_known = COMMANDS.iter().any(|known| known.trim_end() == name) || name == "?";
     (is_known || !name.is_empty() && name.chars().all(char::is_alphabetic) && rest.is_empty())
         .then_some((name, rest.trim()))
 }
@@ -293,7 +276,6 @@ async fn interrupted() {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::command::chat_settings;
 
     #[test]
     fn path_is_not_a_command() {
@@ -309,11 +291,12 @@ mod tests {
 
     #[test]
     fn every_setting_and_command_is_completed() {
+        let words = completions();
         for name in chat_settings::NAMES {
-            assert!(WORDS.contains(&&*format!("/set {name} ")), "{name}");
+            assert!(words.contains(&format!("/set {name} ")), "{name}");
         }
-        for name in COMMANDS.iter().filter(|name| !["exit", "quit"].contains(name)) {
-            assert!(WORDS.iter().any(|word| word.trim() == format!("/{name}")) && HELP.contains(&format!("/{name}")));
+        for name in COMMANDS.map(str::trim_end).iter().filter(|name| !["exit", "quit"].contains(name)) {
+            assert!(words.iter().any(|word| word.trim() == format!("/{name}")) && HELP.contains(&format!("/{name}")));
         }
         assert!(HELP.lines().all(|line| line.chars().count() <= 80));
     }

@@ -59,7 +59,8 @@ async fn serve(config: ServeConfig, settings: Settings, is_ready: &mut bool) -> 
     let watch = |kind| signal(kind).map_err(|source| failed("watching for signals", source));
     let hangup = watch(SignalKind::hangup())?;
     // On SIGHUP, a server on a terminal ends, because the terminal was closed. A service reloads its configuration.
-    let (hangup_stops, hangup_reloads) = if has_terminal() { (Some(hangup), None) } else { (None, Some(hangup)) };
+    let has_terminal = io::stdout().is_terminal() || io::stderr().is_terminal();
+    let (hangup_stops, hangup_reloads) = if has_terminal { (Some(hangup), None) } else { (None, Some(hangup)) };
     let mut stop = StopSignals {
         interrupt: watch(SignalKind::interrupt())?,
         terminate: watch(SignalKind::terminate())?,
@@ -153,11 +154,6 @@ async fn serve(config: ServeConfig, settings: Settings, is_ready: &mut bool) -> 
         () = server.models.unload_now() => Ok(signal),
         _ = stop.recv() => Err(CommandError::Interrupted),
     }
-}
-
-/// True if the server writes to a terminal. A terminal that closes sends SIGHUP.
-fn has_terminal() -> bool {
-    io::stdout().is_terminal() || io::stderr().is_terminal()
 }
 
 /// The line that announces the open port. The line is JSON for programs, and a sentence on a terminal.

@@ -13,7 +13,7 @@ use crate::command::{
 use crate::{
     chat::Tokenizer,
     cli,
-    config::{self, DraftOptions, LoadSettings, ModelSource},
+    config::{self, LoadSettings, ModelSource},
     error::{CommandError, StoreError},
     metrics::Metrics,
     model::{self, Model, Qwen},
@@ -37,7 +37,7 @@ pub fn run(args: cli::tool_args::BenchArgs) -> Result<(), CommandError> {
     }
     if let Some(draft_model) = args.draft_model {
         let (num_draft_tokens, speculation) = (args.num_draft_tokens, args.speculation);
-        let drafts = DraftOptions::new(cli::model_args::DraftArgs { draft_model, num_draft_tokens, speculation });
+        let drafts = cli::model_args::DraftArgs { draft_model, num_draft_tokens, speculation };
         let load = LoadSettings { drafts: Some(drafts), ..load };
         return drafts::run(&dir, &load, &prompt, args.gen_tokens, args.repeat, args.json);
     }

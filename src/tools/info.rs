@@ -5,7 +5,7 @@ use crate::command::{device_choice::DeviceChoice, draft_source, options, resolve
 use crate::{
     chat::Tokenizer,
     checkpoint, cli,
-    config::{self, DraftOptions, LoadSettings, ModelSource},
+    config::{self, LoadSettings, ModelSource},
     error::CommandError,
     model::{self, CheckpointInfo, Config, config::FfnShape},
     plan::{
@@ -54,11 +54,12 @@ pub fn run(args: cli::tool_args::InfoArgs) -> Result<(), CommandError> {
         ));
     }
     let source = ModelSource::new(args.model.model.as_deref());
-    let load = LoadSettings::new(args.load).map_err(CommandError::Usage)?.serving();
+    let load = LoadSettings::new(args.load).map_err(CommandError::Usage)?;
     let load = LoadSettings {
         parallel: args.parallel.parallel,
         prompt_cache: args.cache.prompt_cache,
-        drafts: Some(DraftOptions::new(args.drafts)),
+        drafts: Some(args.drafts),
+        serving: true,
         ..load
     };
     let dir = resolve(&source)?;
@@ -73,7 +74,7 @@ pub fn run(args: cli::tool_args::InfoArgs) -> Result<(), CommandError> {
     drop(tokenizer);
     let mut found = CheckpointInfo::new(&dir, &options)?;
     let plan = found.plan(&limits, &options.plan);
-    let threads = load.threads.unwrap_or_else(os::physical_cores);
+    let threads = load.flags.threads.unwrap_or_else(os::physical_cores);
     let room = plan.as_ref().map_or(u64::MAX, |plan| plan.limit / 4);
     let measured = measure::measure(&found, &options.store, threads, options.gpu.is_some(), room)?;
     let reported = chosen.gpu_name().and_then(|gpu| DeviceFigures::of_last_report(chosen.name(), Some(&gpu)));

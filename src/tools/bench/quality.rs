@@ -50,7 +50,7 @@ struct KvBitsResult {
 
 pub fn run(dir: &Path, load: &LoadSettings, text: &[u32], answer: usize, json: bool) -> Result<(), CommandError> {
     let mut options = options(load);
-    let asked = match load.kv_bits {
+    let asked = match load.flags.kv_bits {
         config::KvBitsArg::Sixteen => vec![KvBits::Eight, KvBits::Four],
         one => vec![kv_bits(one)],
     };

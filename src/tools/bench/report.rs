@@ -27,8 +27,8 @@ impl BenchSetup {
     pub fn new(device: &'static str, model: &Qwen, load: &LoadSettings) -> Self {
         Self {
             device,
-            threads: load.threads.unwrap_or_else(os::physical_cores),
-            io_threads: load.io_threads,
+            threads: load.flags.threads.unwrap_or_else(os::physical_cores),
+            io_threads: load.flags.io_threads,
             direct: model.store().map(|store| store.access() == Access::Direct),
             shape: model.shape().clone(),
             plan: model.plan().clone(),
