@@ -114,7 +114,7 @@ pub struct PassHooks<'a> {
 }
 
 /// Properties of a model that do not depend on a sequence.
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub struct ModelInfo {
     pub vocab: usize,
     /// Maximum number of tokens in a sequence.
@@ -131,6 +131,8 @@ pub struct ModelInfo {
     pub pages: Option<Arc<PagePool>>,
     /// Prepares images. `None` if the model reads text only.
     pub images: Option<Arc<ImageProcessor>>,
+    /// The compute threads, which are idle between passes. `None` if there is only the calling thread.
+    pub threads: Option<Arc<Threads>>,
 }
 
 /// State of one sequence, as the engine sees it.
@@ -172,11 +174,6 @@ pub trait Model: HiddenStates + Send + 'static {
     type State: SequenceState;
 
     fn info(&self) -> ModelInfo;
-
-    /// The model's compute threads, which are idle between passes. `None` if there is only the calling thread.
-    fn threads(&self) -> Option<&Threads> {
-        None
-    }
 
     /// Starts an empty sequence.
     fn start(&self) -> Result<Self::State, ModelError>;

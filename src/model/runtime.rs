@@ -27,7 +27,7 @@ use crate::{
     experts::{ExpertStore, PassKind},
     ops::{Backend, Embedding, KvBits, Linear, ModelPart},
     plan::{ModelFootprint, Plan},
-    platform::{Threads, os::MemoryLevel},
+    platform::os::MemoryLevel,
 };
 use std::{ops::Range, sync::Arc, time::Instant};
 
@@ -45,11 +45,8 @@ impl Model for Qwen {
             snapshot_size: SnapshotSize { state: shape.state, position: shape.kv_per_token },
             pages: Some(self.device.borrow().pool.clone()),
             images: self.parts.vision.as_ref().map(|vision| vision.processor.clone()),
+            threads: Some(self.parts.compute.threads.clone()),
         }
-    }
-
-    fn threads(&self) -> Option<&Threads> {
-        Some(&self.parts.compute.threads)
     }
 
     fn start(&self) -> Result<QwenState, ModelError> {

@@ -11,7 +11,6 @@ use moestro::{
     model::{
         HiddenStates, HiddenTaps, Logits, Model, ModelInfo, PassHooks, Rows, SequenceState, Snapshot, SnapshotSize,
     },
-    platform::Threads,
 };
 use std::{
     sync::{
@@ -139,11 +138,8 @@ impl Model for MockModel {
             snapshot_size: SnapshotSize { state: 8, position: 4 },
             pages: None,
             images: None,
+            threads: self.compute.as_ref().map(|compute| compute.threads.clone()),
         }
-    }
-
-    fn threads(&self) -> Option<&Threads> {
-        self.compute.as_ref().map(|compute| &*compute.threads)
     }
 
     fn start(&self) -> Result<MockState, ModelError> {

@@ -16,7 +16,7 @@ use crate::{
     },
     error::{EngineError, ModelError},
     metrics::Metrics,
-    model::{Model, PassHooks, Rows, SequenceState},
+    model::{Model, ModelInfo, PassHooks, Rows, SequenceState},
 };
 use std::{
     any::Any,
@@ -248,13 +248,13 @@ impl<M: Model> Scheduler<M> {
             (live, outcome)
         };
         let mut rows: Vec<_> = step.requests.iter_mut().zip(has_row).map(outcome).collect();
-        let (context, rules, metrics) = (self.model.info().context, &self.rules, &*self.metrics);
+        let (ModelInfo { context, threads, .. }, rules, metrics) = (self.model.info(), &self.rules, &*self.metrics);
         let sample_row = |(live, outcome): &mut (&mut LiveRequest<M::State>, Result<Option<StepOutput>, Abort>)| {
             if let Ok(None) = outcome {
                 *outcome = catch_panic(|| sample(live, context, rules, metrics)).map(Some);
             }
         };
-        match self.model.threads() {
+        match threads {
             Some(threads) => threads.run_pieces(&mut rows, 1, &|_, row| row.iter_mut().for_each(sample_row)),
             None => rows.iter_mut().for_each(sample_row),
         }
