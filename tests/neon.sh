@@ -23,9 +23,9 @@ fi
 
 export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc CC_aarch64_unknown_linux_gnu=aarch64-linux-gnu-gcc
 # Emulation takes most of the time, at any level of optimisation, and this level compiles in a third of the time.
-fast_build='profile.release.package.moestro={opt-level=1,codegen-units=16}'
+fast_build=(--config profile.release.package.moestro.opt-level=1 --config profile.release.package.moestro.codegen-units=16)
 tests() {
-  cargo test --config "$fast_build" --locked --quiet --release --no-default-features --target "$target" "$@"
+  cargo test "${fast_build[@]}" --locked --quiet --release --no-default-features --target "$target" "$@"
 }
 run() {
   printf '\n== %s: %s (%s s)\n' "$1" "${*:2}" "$SECONDS"
