@@ -9,7 +9,7 @@ use super::{
 use crate::{
     device::{CpuTimeline, Slab, SyncPoint},
     metrics::Metrics,
-    platform::{Access, DataFile, os::disk_bytes_read},
+    platform::{Access, os::disk_bytes_read},
 };
 use std::{io::Write, path::PathBuf, sync::Arc, time::Duration};
 
@@ -304,7 +304,7 @@ fn direct_reads_bypass_the_page_cache() {
         return;
     }
     for path in checkpoint.files() {
-        DataFile::open(&path, Access::Buffered).unwrap().drop_cached(0, 0);
+        crate::platform::DataFile::open(&path, Access::Buffered).unwrap().drop_cached(0, 0);
     }
     let cached = |path: &std::path::Path| {
         let file = std::fs::File::open(path).unwrap();

@@ -109,7 +109,7 @@ impl LayerWeights {
         self.end(index, pass, hooks)
     }
 
-    /// The end of [`Layer::forward`], after the feed-forward.
+    /// The end of [`LayerWeights::forward`], after the feed-forward.
     fn end(&self, index: usize, pass: &mut Pass<'_>, hooks: &mut LayerHooks<'_>) -> Result<(), ModelError> {
         pass.write(&self.before_ffn)?;
         hooks.after_layer(index, pass)?;
