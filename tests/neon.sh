@@ -22,8 +22,8 @@ if [ ${#missing[@]} -gt 0 ]; then
 fi
 
 export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc CC_aarch64_unknown_linux_gnu=aarch64-linux-gnu-gcc
-# Emulation takes most of the time, at any level of optimisation, and this level compiles in a third of the time.
-fast_build=(--config profile.release.package.moestro.opt-level=1 --config profile.release.package.moestro.codegen-units=16)
+# Compiles in half of the time, and the code is nearly as fast.
+fast_build=(--config profile.release.package.moestro.opt-level=2 --config profile.release.package.moestro.codegen-units=16)
 tests() {
   cargo test "${fast_build[@]}" --locked --quiet --release --no-default-features --target "$target" "$@"
 }
