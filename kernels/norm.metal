@@ -23,9 +23,9 @@ KERNEL(rms_norm, ARGS(NormArgs, a), IN(float, x, 1), IN(float, w, 2), OUT(float,
 // at column `gate_at` of rows of `width`. A head has at most 256 columns. Grid (ceil(heads / 4), tokens), 128 threads:
 // one simdgroup per head.
 //
-// The squares are added in an order that also suits the path without this kernel, in which the delta rule and the
-// product after it share the work: first the squares of each four adjacent columns, then each quarter of these sums in
-// order, then the sums of the four quarters.
+// The squares are added in this order: the squares of each four adjacent columns, then each quarter of these sums, then
+// the four quarters. The fused path gives the same bits, because it uses the same order: there, the delta rule adds up
+// four columns, and the product after it adds up the rest (sum_quarters in linear.metal).
 struct GatedNormArgs { uint heads, cols, width, gate_at, sigmoid_gate; float eps; };
 
 KERNEL(gated_rms_norm, ARGS(GatedNormArgs, a), IN(float, x, 1), IN(float, z, 2), IN(float, w, 3), OUT(float, y, 4)) {
@@ -76,7 +76,7 @@ KERNEL(rows_to_half, ARGS(HalfArgs, a), IN(float, x, 1), IN(float, w, 2), IN(uin
   squares = part[0] + part[1] + part[2] + part[3];
   const float by = a.normed != 0 ? 1.0f / sqrt(squares / float(a.cols) + a.eps) : 1.0f;
   max_abs = max(max(part[4], part[5]), max(part[6], part[7])) * by;
-  // The scale is 1 if all values are 0 or a value is not finite.
+  // The scale is 1 if the largest magnitude is subnormal, 2^127 or more, or not finite.
   const uint bits = as_type<uint>(max_abs) >> 23, power = bits == 0 || bits >= 254 ? 127 : bits;
   const float inverse = as_type<float>((254 - power) << 23);
   if (tid == 0) scale[row] = as_type<float>(power << 23);

@@ -8,8 +8,8 @@ struct StreamArgs {
   uint flag;                        // stream_mix: set `zeroed` to 0; stream_write: add to the streams instead of setting them
 };
 
-// act = silu(low / C) and inject = 2 sigmoid(low / C), from rows `low | inject`. Grid (ceil(low_width / 128), tokens),
-// 128 threads.
+// In each row of `low`, the first `rank` columns become act = silu(low / C), and the remaining C columns become
+// inject = 2 sigmoid(low / C). Grid (ceil(low_width / 128), tokens), 128 threads.
 KERNEL(stream_gates, ARGS(StreamArgs, a), IN(float, low, 1), OUT(float, act, 2), OUT(float, inject, 3)) {
   AWAIT();
   const uint i = tgid.x * 128 + tid;

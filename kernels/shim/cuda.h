@@ -82,7 +82,7 @@ struct SumTile { float v[8]; };
 #define TILE_LOAD_RIGHT(tile, p, pitch) tile_load_right(tile, p, pitch)
 #define TILE_SCALE(sum, by) tile_scale(sum, by)
 #define TILE_FMA(sum, a, b) tile_fma(sum, a, b)
-// On CUDA, a product always has 16 rows.
+// Only rows 0 to 7 are needed, but mma.sync always computes 16 rows.
 #define TILE_FMA_TOP(sum, a, b) tile_fma(sum, a, b)
 #define TILE_STORE(sum, p, pitch) tile_store(sum, p, pitch)
 

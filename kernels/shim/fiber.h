@@ -20,7 +20,8 @@
 #define FIBER_SYMBOL "fiber_switch"
 #endif
 
-// Saves the callee-saved registers and the stack pointer in *save, and continues where `load` was saved.
+// Saves the callee-saved registers on the stack and the stack pointer in *save. Then resumes the fiber whose saved
+// stack pointer is `load`.
 extern "C" void fiber_switch(void** save, void* load);
 #if defined(__x86_64__)
 asm(".text\n.globl " FIBER_SYMBOL "\n" FIBER_SYMBOL ":\n"

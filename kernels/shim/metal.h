@@ -1,5 +1,5 @@
-// The kernel dialect for Metal. In kernels/, an UPPER-CASE word is a macro of the shim. Everything else is C++14
-// that Metal also has.
+// The kernel dialect for Metal. Macros of the shim are UPPER-CASE words, as are constants and template parameters. All
+// other code in kernels/ is C++14 that Metal also has.
 #include <metal_stdlib>
 using namespace metal;
 #pragma METAL fp contract(off)
@@ -34,7 +34,8 @@ using namespace metal;
 #define SIMD_MIN(x) simd_min(x)
 
 #ifndef NO_TILES
-// Tiles of four 8x8 matrices. The right factor of a product is stored transposed.
+// Tiles of four 8x8 matrices. TILE_LOAD_T loads a right factor that threadgroup memory holds transposed, and
+// TILE_LOAD_RIGHT loads a right factor that is not transposed.
 struct HalfTile { simdgroup_half8x8 m[4]; };
 struct SumTile { simdgroup_float8x8 m[4]; };
 #define HALF_TILE HalfTile

@@ -97,7 +97,7 @@ impl Tokenizer {
         self.cuts.map_or(text.len(), |cuts| cuts.first(text, MIN_PIECE))
     }
 
-    /// Lower bound of the number of tokens of `text`, from its length alone.
+    /// Lower bound of the number of tokens of `text`, computed without encoding it.
     pub fn min_tokens(&self, text: &str) -> usize {
         // NFC shortens text by a factor of at most 3.5 (U+1FBE U+0308 U+0301 to U+0390), and does not change ASCII.
         let ascii = text.bytes().filter(u8::is_ascii).count();

@@ -132,9 +132,10 @@ fn parts_match_hand_computed_plan() {
     let limits = MachineLimits { ram: Some(GIB), gpu: None, cgroup: None, process: 10 * MIB };
     let options = PlanOptions { limit: Some(320 * MIB), serving: true, ..PlanOptions::default() };
     let plan = Plan::new(&small(), &limits, &options).unwrap();
-    // The smallest plan has 171 MiB: 10 + 100 + 3 + 5 + 7, 20 for requests, 8 slots of 2 MiB, 4096 tokens of 2 KiB, and
-    // 256 rows of 8 KiB. Of the other 149 MiB, context and prompt cache get 1/16 each, and the chunk gets its maximum
-    // of 14 MiB. The slots get the remaining 116.4 MiB, which is enough for 58 more slots.
+    // The smallest plan has 171 MiB: process 10, trunk 100, state 3, workspace 5, draft 7, requests 20, 8 slots of 2
+    // MiB, 4096 tokens of 2 KiB (keys, values and draft), and 256 rows of 8 KiB (workspace and draft). Of the other 149
+    // MiB, context and prompt cache get 1/16 each, and the chunk gets its maximum of 14 MiB. The slots get the
+    // remaining 116.4 MiB, which is enough for 58 more slots.
     let (context, chunk) = (4096 + 4608, 256 + 1792);
     let expected = Plan {
         strategy: Strategy::Streaming,

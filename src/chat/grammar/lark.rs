@@ -207,7 +207,7 @@ mod tests {
         assert_eq!(reason(&intersected(3)), None);
         assert!(reason(&intersected(30)).unwrap().contains("intersections"));
         assert!(reason(&format!("start: T\nT: {}/a/", "~".repeat(30))).unwrap().contains("intersections"));
-        // In strings, expressions and comments these characters are plain text.
+        // In strings, regular expressions and comments, these characters are plain text.
         let text = format!("start: \"{0}\" /{0}/ # {0}\n// {0}", "&~([".repeat(30));
         assert_eq!(reason(&text), None);
     }

@@ -29,7 +29,8 @@ pub const WITH_OBJECT: [&str; 4] = ["properties", "patternProperties", "$defs", 
 /// Checks the references, intersections and multiples of a prepared schema.
 ///
 /// # Errors
-/// A reference leads only to itself, a chain of references is too long, or too many patterns apply to one value.
+/// A reference leads only to itself, a chain of references is too long, a `multipleOf` has too many digits, or too many
+/// patterns or multiples apply to one value.
 pub fn check(root: &Value) -> Result<(), FormatError> {
     let mut named = HashMap::new();
     index_names(root, &mut named);

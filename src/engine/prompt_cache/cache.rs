@@ -63,8 +63,8 @@ pub(super) struct CacheEntry {
 pub struct PromptCacheStatus {
     /// Maximum memory in bytes.
     pub limit: u64,
-    /// Size of the snapshots in memory, in bytes. Pages of the pool count only beyond the number that one sequence of
-    /// maximum length needs.
+    /// Size of the snapshots in memory, in bytes. The memory plan already counts as many KV pages as one sequence of
+    /// maximum length needs. Used KV pages count here only beyond that number.
     pub bytes: u64,
     /// Number of snapshots in memory.
     #[serde(rename = "checkpoints")]

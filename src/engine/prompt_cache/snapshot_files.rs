@@ -354,7 +354,7 @@ pub fn clear_prompt_dir(root: &Path) -> io::Result<()> {
     if !root.try_exists()? {
         return Ok(());
     }
-    // A server may be writing the temporary files, unless no server holds the lock.
+    // If another process holds the lock, it may be writing temporary files. These files are then kept.
     let lock = DirLock::try_lock(root)?;
     for dir in key_dirs(root)? {
         for path in regular_files(&dir)? {

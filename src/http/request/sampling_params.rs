@@ -1,4 +1,4 @@
-//! Sampling parameters, stop strings and other numbers of a request: checks them and converts them for the engine. An
+//! Checks the sampling parameters, stop strings and token counts of a request, and converts them for the engine. An
 //! error names the first field with a wrong value.
 
 use crate::engine::Sampling;
@@ -39,8 +39,8 @@ impl CommonFields {
         hasher.finish()
     }
 
-    /// Memory in bytes that is in use until the answer ends: the stop strings, with a number for each byte, and the
-    /// token biases.
+    /// Memory in bytes that is in use until the answer ends: copies of the stop strings, the tables that search for
+    /// them (one `usize` per byte of a stop string), and the token biases.
     pub fn bytes(&self) -> usize {
         const BIAS: usize = 160;
         let stops = match &self.stop {

@@ -332,8 +332,9 @@ struct SliceTarget {
     whole: Range<usize>,
 }
 
-/// Computes `silu(gate) * up` at columns `rows` of a slice for some inputs. If two tasks share the slice, the task for
-/// which `last` returns true quantizes the whole slice.
+/// Computes `silu(gate) * up` for some inputs. A row of the weights gives a column of the result, so `rows` is the
+/// range of columns that this call writes. If two tasks share a slice, the task for which `last` returns true quantizes
+/// the whole slice.
 ///
 /// # Safety
 /// As for [`simd::product`]. The caller has exclusive access to these columns and rows. The last task of a slice has

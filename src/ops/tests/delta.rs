@@ -158,8 +158,8 @@ fn delta_bytes_ignore_chunks_and_threads() {
     }
 }
 
-/// Computes nine rows at once, and in two verifies. The first verify stores no row, the second stores two of four rows,
-/// then all.
+/// Computes nine rows at once, and in three passes of 4, 2 and 4 rows. The first two passes store none of their own
+/// rows. Each later pass first stores the accepted rows of the pass before it: three of four, then two of two.
 #[test]
 fn rejected_rows_leave_state_bytes_unchanged() {
     let (mut random, mut lab) = (Random(35), TestCpu::new());
@@ -198,7 +198,7 @@ fn rejected_rows_leave_state_bytes_unchanged() {
             assert!(lab.bits(layer.state) == lab.bits(whole.state));
             assert!(lab.bits(layer.samples) == lab.bits(whole.samples));
 
-            // Accepted rows are stored without new rows.
+            // A pass without new rows stores only the accepted rows.
             for rows in 1..=3 {
                 let [at_once, later] = [(); 2].map(|()| another(lab));
                 at_once.run(lab, proj, rows);

@@ -39,7 +39,7 @@ pub struct ReportModels {
 }
 
 impl ReportModels {
-    /// Models like the 35B model, with 4 and with 8 layers.
+    /// Models with the dimensions of Qwen3.5-35B-A3B, but with 4 and with 8 layers.
     pub fn like_35b() -> Self {
         Self {
             shallow: Dimensions { layers: 4, ..Dimensions::of_35b() },

@@ -323,7 +323,8 @@ impl Renderer for ResponsesRenderer {
         self.emit_response(Some(frames), "response.in_progress");
     }
 
-    /// Repeats `response.in_progress` until the first item starts. Codex does not count comments as events.
+    /// Repeats `response.in_progress` until the first item starts. SSE comments would not keep Codex
+    /// waiting, since it does not count them as events.
     fn idle(&mut self, frames: &Frames) {
         if self.open.is_none() && self.output.is_empty() {
             self.emit_response(Some(frames), "response.in_progress");

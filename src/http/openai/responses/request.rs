@@ -14,7 +14,7 @@ use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 
-/// Names of fields in Responses.
+/// Pairs of a field name in chat completions and the field's name in the Responses API, for error messages.
 const NAMES: FieldNames = &[
     ("response_format.json_schema", "text.format"),
     ("response_format", "text.format"),
@@ -69,7 +69,7 @@ pub async fn read(
     body: Body,
 ) -> Result<(ResponsesRequest, Vec<Value>, Vec<Value>, MemoryPermit), ApiError> {
     let (common, request, mut permit) = body::request::<ResponsesRequest>(state, body, fields::RESPONSES).await?;
-    // Streams are never obfuscated, which is what `stream_options` selects here.
+    // In the Responses API, `stream_options` only controls obfuscation, which this server does not have.
     let mut request = ResponsesRequest { common: CommonFields { stream_options: None, ..common }, ..request };
     // Memory for translating the request, and for copying and translating the items of earlier responses.
     let mut reserve = |bytes: usize| permit.grow(permit.bytes() + 2 * bytes);
