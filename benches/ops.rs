@@ -169,8 +169,8 @@ impl Bench {
         Lab { cpu: Cpu::new(self.compute.clone()), word: 1 }
     }
 
-    /// Times the operations that `op` makes from a counter. Each reads and writes `bytes`. Before each one, the cached
-    /// quantization of `x` is discarded.
+    /// Times the operations that `op` makes from a counter. `bytes` is the number of bytes that one operation reads and
+    /// writes in total. Before each operation, the cached quantization of `x` is discarded.
     fn time<'o>(&mut self, name: &str, bytes: usize, cpu: &mut Cpu, x: Region, op: impl Fn(usize) -> Op<'o>) {
         let (mut number, mut best, keep) = (0, f64::INFINITY, [0; 4]);
         let mut group = self.criterion.benchmark_group("ops");
@@ -340,7 +340,8 @@ impl Bench {
             let (shape, replay, committed) = (&shape, none, tokens);
             DeltaRule { shape, tokens, proj, mixed, decay, replay, committed, state, norm, out, y }.into()
         });
-        // The cost of replay: the same number of replayed rows, whose output is not computed.
+        // The cost of a replay: adds `tokens` accepted rows to the state without computing their outputs, then computes
+        // one new row.
         let replay = Replay { rows: tokens, proj, mixed };
         self.time(
             &format!("delta rule, one token after {tokens} accepted ones"),
@@ -357,7 +358,7 @@ impl Bench {
         Ok(())
     }
 
-    /// The small operations.
+    /// Operations that take little time: norm and router, sum of the experts' results, embedding.
     fn rest(&mut self, tokens: usize) -> Result<()> {
         let mut lab = self.lab();
         let layer = lab.mixture(8, 256, Default::default())?;

@@ -56,8 +56,7 @@ static ALLOCATOR: Counting = Counting;
 
 const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro-demo");
 
-/// Maximum number of allocations per layer. Nearly all allocations are Candle's: for each of some twenty tensors there
-/// are five (values, storage, handle, shape, strides).
+/// Maximum number of allocations per token and layer.
 const A_LAYER: u64 = 120;
 
 /// Number of allocations, and number of allocated bytes, per token over the next `tokens` tokens.

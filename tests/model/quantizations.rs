@@ -164,7 +164,7 @@ fn non_mlx_formats_are_refused_by_name() {
     assert!(error.contains("two names of the same tensor"), "{error}");
 }
 
-/// The demo model with a constant added to the norms of queries and keys.
+/// Adds a constant to the norms of queries and keys of the demo model, and returns the output of `moestro generate`.
 fn shifted(by: f32) -> Output {
     let dir = tempfile::tempdir().unwrap();
     let file = |name: &str| moestro::demo::file(name).unwrap();

@@ -14,7 +14,7 @@ use serde_json::{Map, Value, json};
 /// prompt cache useless. The block means nothing to a model.
 const BILLING_HEADER: &str = "x-anthropic-billing-header:";
 
-/// Names of fields in Anthropic's API.
+/// Pairs of a field name in chat completions and the field's name in Anthropic's API, for error messages.
 const NAMES: FieldNames = &[
     ("response_format.json_schema", "output_config.format"),
     ("response_format", "output_config.format"),

@@ -8,7 +8,7 @@ use crate::http::{
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
-/// Names of fields in Ollama's API.
+/// Pairs of a field name in chat completions and the field's name in Ollama's API, for error messages.
 const NAMES: FieldNames = &[
     ("response_format.json_schema.schema", "format"),
     ("response_format", "format"),

@@ -185,7 +185,8 @@ impl Buffers {
         let few = rows.min(limits.max_per_assignment_rows.max(1));
         let routes = if k > 0 { rows.min(limits.max_slot_table_rows) } else { 0 };
         let mut take = |words: usize| take(words * 4);
-        // Attention does not use `mixed`.
+        // `y` can use the memory of `mixed` if the delta net can write its output over its input. Attention does not use
+        // `mixed`.
         let [mixed, of_y] = if limits.delta_in_place { [mixed.max(values), 0] } else { [mixed, values] };
         let (mixer, ffn) = ([proj, mixed, values, of_y], [act, out]);
         let stride = |words: &usize| words.next_multiple_of(ALIGN_WORDS);
@@ -308,7 +309,7 @@ pub struct AheadScratch {
     pub first: usize,
     /// The layers in `routes` that the expert store has not counted yet.
     pub layers: Range<usize>,
-    /// Number of launches before the experts of each layer since the last wait.
+    /// For each layer since the last wait: the backend's launch count just before the layer's experts.
     pub launches: Vec<u64>,
     /// True if the gate may be closed.
     pub is_gate_closed: bool,

@@ -150,7 +150,7 @@ pub struct QwenState {
     /// Pages in order of positions. Only pages that are full at `len` may be shared with snapshots and other sequences.
     pages: Vec<Arc<KvPage>>,
     pool: Arc<PagePool>,
-    /// The format of keys and values.
+    /// Sizes of the attention layers and the format of their keys and values.
     shape: AttentionShape,
     free_arenas: FreeArenas,
 }
