@@ -1,8 +1,8 @@
 //! Sets `MOESTRO_FEATURES`, and `MOESTRO_HISTORY`: the path of a file whose last line names the commit.
 //!
 //! The commit comes from the variable `MOESTRO_COMMIT` (for container builds without git history), from the file that
-//! `cargo package` writes, or from git's reflog of HEAD. `main.rs` includes the file, so a new commit rebuilds only that small
-//! crate. A value set by this script would rebuild the library as well.
+//! `cargo package` writes, or from git's reflog of HEAD. `main.rs` includes the file, so a new commit rebuilds only
+//! that small crate. A value set by this script would rebuild the library as well.
 
 use std::{
     env, fs,
@@ -42,8 +42,8 @@ fn packaged() -> Option<String> {
     Some(rest.split('"').nth(1)?.to_owned())
 }
 
-/// Git's reflog of HEAD, if this directory is the root of a working tree. A crate that was unpacked inside another repository
-/// must not report that repository's commit.
+/// Git's reflog of HEAD, if this directory is the root of a working tree. A crate that was unpacked inside another
+/// repository must not report that repository's commit.
 fn log_of_head() -> Option<PathBuf> {
     let here = env::current_dir().ok()?.canonicalize().ok()?;
     let root = Path::new(&git(&["rev-parse", "--show-toplevel"])?).canonicalize().ok()?;

@@ -16,7 +16,8 @@ struct PrefillArgs {
   float scale;
 };
 
-enum { QUERIES = 32, KEYS = 64, VALUES = 16 };   // pairs of a threadgroup; keys per step; values in threadgroup memory at a time
+// Pairs of a threadgroup; keys per step; values in threadgroup memory at a time.
+enum { QUERIES = 32, KEYS = 64, VALUES = 16 };
 enum { COLUMNS = 256, ROW_PITCH = COLUMNS / 2 + 4 };  // most columns of a head; 32-bit words per row of halves
 
 // Loads eight columns of a row of the cache, or of a query. Columns past the end are 0.

@@ -8,7 +8,8 @@ struct DeltaArgs {
   uint b_at, a_at;                  // columns of b and a in a row
   float eps;                        // epsilon of the l2 norms
   uint replay, committed;                // replayed rows before the tokens; rows after which the states are stored
-  uint needs_l2_norm, defers_norm;                  // whether the tokens' q and k still need their l2 norms; whether the reader of the result applies the final norm
+  // Not 0 if the tokens' q and k still need their l2 norms; not 0 if the reader of the result applies the final norm.
+  uint needs_l2_norm, defers_norm;
   uint per_sequence;                // whether each of the grid's z is a row of its own sequence
   uint sigmoid_gate;                // whether the gate of the result is a sigmoid instead of SiLU
 };

@@ -22,8 +22,8 @@ struct LinearArgs {
   Matrix m[4];
 };
 
-struct ConvArgs { LinearArgs product; uint replay; };                    // replayed rows, between the state's rows and x
-struct HeadsArgs { LinearArgs product; uint heads, size; float eps; };   // heads of x, columns per head
+struct ConvArgs { LinearArgs product; uint replay; };                   // replayed rows, between the state's rows and x
+struct HeadsArgs { LinearArgs product; uint heads, size; float eps; };  // heads of x, columns per head
 
 enum { PLAIN, NORMED, CONV, HEAD_NORM };
 enum { MAX_HEADS = 64 };

@@ -16,7 +16,7 @@
 // UP_ROWS: rows of gate and of up that a simdgroup computes at a time. DOWN_ROWS: the same for down. UP_GROUPS:
 // simdgroups of a threadgroup for gate and up. JOB_TOKENS: assignments of a job that are computed at a time.
 enum { UP_ROWS = 2, DOWN_ROWS = 4, UP_GROUPS = 4, JOB_TOKENS = 2 };
-enum { DOWN_PARTS = 2 };                                             // moe_down computes DOWN_PARTS * DOWN_ROWS rows per threadgroup
+enum { DOWN_PARTS = 2 };  // moe_down computes DOWN_PARTS * DOWN_ROWS rows per threadgroup
 
 struct ExpertsArgs {
   uint gated;
@@ -25,7 +25,8 @@ struct ExpertsArgs {
   uint scores, shared_at;         // length of a row of `scores`; column where the shared expert's gate (then up) starts
   uint stride;                    // size of a slot in units of 16 bytes
   uint shift, segments;           // a segment has 1 << shift slots; number of segments
-  uint piece_offset[9];                     // offsets of a slot's pieces in units of 16 bytes: codes, scales and biases of gate, up and down
+  // Offsets of a slot's pieces in units of 16 bytes: codes, scales and biases of gate, up and down.
+  uint piece_offset[9];
   Matrix gate, up, down, shared;  // `shared`: the shared expert's down
 };
 

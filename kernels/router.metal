@@ -2,8 +2,8 @@
 // which equals the softmax of the k selected scores.
 //
 // Equal scores select the lower id. `table` maps ids to slots, so that the CPU need not see the ids before the experts
-// run. If a selected expert has no slot, the router closes the launch's gate (quant.metal). weights[k] of a token is the
-// weight of the shared expert: sigmoid of its gate, in column `gate_at` of the scores.
+// run. If a selected expert has no slot, the router closes the launch's gate (quant.metal). weights[k] of a token is
+// the weight of the shared expert: sigmoid of its gate, in column `gate_at` of the scores.
 //
 // At most 1024 experts, and at most 31 per token. Grid (tokens), 32 threads.
 

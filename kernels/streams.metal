@@ -5,7 +5,8 @@
 struct StreamArgs {
   uint streams, hidden;
   uint rank, low_width;             // stream_gates: columns of act, and of a row of low
-  uint flag;                        // stream_mix: set `zeroed` to 0; stream_write: add to the streams instead of setting them
+  // stream_mix: set `zeroed` to 0. stream_write: add to the streams instead of setting them.
+  uint flag;
 };
 
 // In each row of `low`, the first `rank` columns become act = silu(low / C), and the remaining C columns become

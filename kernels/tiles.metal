@@ -5,7 +5,8 @@
 // Rows are padded with 0 to a multiple of DEPTH columns. Weights are unpacked to halves in threadgroup memory.
 // Each sum adds the columns in order, DEPTH at a time, so it depends only on its row of x and its row of W.
 
-enum { DEPTH = 64, TILE_WIDTH = 64, PITCH = 36, SUM_PITCH = 68 };  // columns per step; rows of W; words per row of half tiles; words per row of sums
+// Columns per step; rows of W; words per row of half tiles; words per row of sums.
+enum { DEPTH = 64, TILE_WIDTH = 64, PITCH = 36, SUM_PITCH = 68 };
 
 // Size of the threadgroup memory, in uint4, for TILES * 16 rows of x.
 template <uint TILES> struct TileScratch { enum : uint { SIZE = (TILES * 16 + TILE_WIDTH) * PITCH / 4 }; };

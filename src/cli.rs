@@ -116,8 +116,8 @@ pub struct ServeArgs {
     /// Origin whose web pages may call the API; * means any
     #[arg(long, env = "MOESTRO_CORS", value_name = "ORIGIN", value_parser = values::origin, hide_short_help = true, help_heading = "Server")]
     pub cors: Option<String>,
-    /// Host names that clients use for this server, separated by commas; a server on a loopback address refuses all
-    /// other names except local ones
+    /// Host names that clients use for this server besides local names, separated by commas; other names are refused if
+    /// the address is loopback, if there is no API key, or if this flag is set
     #[arg(long, env = "MOESTRO_ALLOWED_HOST", value_name = "NAMES", value_parser = values::hosts, hide_short_help = true, help_heading = "Server")]
     pub allowed_host: Option<String>,
     #[command(flatten)]

@@ -1,5 +1,5 @@
-//! Fuzzes output formats: the bytes choose a schema, a regular expression, a Lark grammar or tools, whose tokens are followed
-//! for a few steps. Run it with `-timeout=10 -rss_limit_mb=1024`.
+//! Fuzzes output formats: the bytes choose a schema, a regular expression, a Lark grammar or tools, whose tokens are
+//! followed for a few steps. Run it with `-timeout=10 -rss_limit_mb=1024`.
 #![no_main]
 
 #[path = "../../tests/support/format_check.rs"]

@@ -1,5 +1,5 @@
-//! Fuzzes the manifest of a pack, for a checkpoint of one layer with two experts. `@` stands for the checkpoint's fingerprint,
-//! which random bytes cannot match.
+//! Fuzzes the manifest of a pack, for a checkpoint of one layer with two experts. `@` stands for the checkpoint's
+//! fingerprint, which random bytes cannot match.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

@@ -112,11 +112,12 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for UniqueMap<T> {
 }
 
 impl Index {
-    /// Reads the headers of the shards listed in `model.safetensors.index.json`. Without that file, reads the headers of all
-    /// `model*.safetensors`.
+    /// Reads the headers of the shards listed in `model.safetensors.index.json`. Without that file, reads the headers
+    /// of all `model*.safetensors`.
     ///
     /// # Errors
-    /// The directory has no shards. A shard is missing, invalid or truncated. No shard has a tensor that the index file lists.
+    /// The directory has no shards. A shard is missing, invalid or truncated. No shard has a tensor that the index file
+    /// lists.
     pub fn open(dir: &Path) -> Result<Self, StoreError> {
         let listed = listed_tensors(dir)?;
         let names = match &listed {
@@ -183,8 +184,8 @@ impl Index {
             let elements = shape.iter().try_fold(1usize, |product, &side| product.checked_mul(side));
             let bits = elements.and_then(|elements| elements.checked_mul(dtype.bitsize()));
             let bytes = bits.filter(|bits| bits.is_multiple_of(8)).map(|bits| bits / 8);
-            // `bytes` is `None` if the shape overflows. Without the first check, `None == None` would accept an overflowing
-            // shape whose end is before its start.
+            // `bytes` is `None` if the shape overflows. Without the first check, `None == None` would accept an
+            // overflowing shape whose end is before its start.
             if bytes.is_none() || end.checked_sub(start) != bytes.map(|bytes| bytes as u64) {
                 return Err(bad(format!("tensor {name}: {dtype:?} {shape:?} does not match bytes {start} to {end}")));
             }

@@ -1,7 +1,7 @@
 //! Canonical tensor names. Converters use several naming schemes. The canonical scheme is MLX's.
 
-/// The canonical name of a tensor of the text model. `None` for a tensor of another part of the model. Also used for the
-/// keys of a quantization table.
+/// The canonical name of a tensor of the text model. `None` for a tensor of another part of the model. Also used for
+/// the keys of a quantization table.
 pub fn canonical_name(name: &str) -> Option<String> {
     if vision_part(name).is_some() || name.split('.').any(|part| part == "mtp") {
         return None;

@@ -13,8 +13,8 @@ const LARGEST_PAGE: usize = 64 << 10;
 
 /// Page-aligned, zeroed memory of fixed size. Several threads may write different ranges through a shared reference.
 ///
-/// [`Slab::bytes_mut`] is `unsafe` because the slab does not check which thread writes which range. The slot table ensures
-/// that one reader thread fills a slot at a time, and the loader fills a trunk before it is shared.
+/// [`Slab::bytes_mut`] is `unsafe` because the slab does not check which thread writes which range. The slot table
+/// ensures that one reader thread fills a slot at a time, and the loader fills a trunk before it is shared.
 pub struct Slab {
     map: memmap2::MmapRaw,
 }
@@ -49,8 +49,8 @@ impl Slab {
 
     /// Releases the pages that are completely inside `range` to the system. The contents of these pages are lost.
     ///
-    /// A device that has adopted the range must [release](super::Gpu::release) its buffer first. Otherwise the buffer keeps
-    /// the pages in use.
+    /// A device that has adopted the range must [release](super::Gpu::release) its buffer first. Otherwise the buffer
+    /// keeps the pages in use.
     ///
     /// # Errors
     /// The system refuses to release the pages.

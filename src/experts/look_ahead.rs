@@ -1,13 +1,14 @@
 //! [`LookAhead`] decides how many layers a pass submits before the CPU reads the routers' choices.
 //!
 //! Every further layer saves a wait for the device, if no layer before it needs an expert that is not in memory.
-//! Otherwise its launches are in vain.
+//! Otherwise its launches do nothing, and the layer is submitted again.
 
 /// Weight of the last pass in the share of a layer.
 const STEP: f32 = 1.0 / 8.0;
 
-/// The chance that all earlier layers hit, from which on a further layer saves time: without and with prefetching, which
-/// layers that run ahead do without. Measured on an H100 (`benches/results/look_ahead.csv`).
+/// Minimum probability that all earlier layers hit, so that submitting a further layer saves time: without and with
+/// prefetching. The minimum is higher with prefetching, because layers that run ahead do not prefetch. Measured on an
+/// H100 (`benches/results/look_ahead.csv`).
 const MIN_CHANCE: [f32; 2] = [0.5, 0.7];
 
 /// The share of recent passes in which all experts of a layer were in memory, for each layer.

@@ -25,7 +25,8 @@ pub struct Piece {
 /// The pieces of one layer's experts on disk.
 pub type LayerExperts = Vec<[Piece; PIECES]>;
 
-/// The pieces of every expert on disk. `layers[layer][expert]` lists codes, scales and biases of gate, then up, then down.
+/// The pieces of every expert on disk. `layers[layer][expert]` lists codes, scales and biases of gate, then up, then
+/// down.
 #[derive(Debug, Clone, Default)]
 pub struct ExpertMap {
     pub layers: Vec<LayerExperts>,
@@ -77,7 +78,8 @@ pub struct ReadPlan {
 }
 
 impl ReadPlan {
-    /// Plans the reads of `pieces`. `block` is the alignment of offset, length and address of every read, a power of two.
+    /// Plans the reads of `pieces`. `block` is the alignment of offset, length and address of every read, a power of
+    /// two.
     pub fn new(pieces: &[Piece; PIECES], block: usize) -> Self {
         let mut order: [usize; PIECES] = std::array::from_fn(|i| i);
         order.sort_unstable_by_key(|&i| (pieces[i].file, pieces[i].offset, i));

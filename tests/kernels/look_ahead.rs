@@ -1,5 +1,5 @@
-//! Compares a streamed model whose layers run ahead of the CPU with a resident model: all logits and states must have the
-//! same bytes, whichever layer misses an expert.
+//! Compares a streamed model whose layers run ahead of the CPU with a resident model: all logits and states must have
+//! the same bytes, whichever layer misses an expert.
 
 use crate::{
     forward::{DEMO, common::Dice, options},

@@ -98,8 +98,8 @@ impl HubClient {
         })
     }
 
-    /// The bytes of the file at `path` from `start` to `end` (inclusive), or to the end of the file if `end` is `None`. A
-    /// hub without range support returns the whole file.
+    /// The bytes of the file at `path` from `start` to `end` (inclusive), or to the end of the file if `end` is `None`.
+    /// A hub without range support returns the whole file.
     pub fn range(&self, path: &str, start: u64, end: Option<u64>) -> Result<FileResponse, RequestError> {
         let end = end.map(|end| end.to_string()).unwrap_or_default();
         let response = self.get(path, Some(&format!("bytes={start}-{end}")))?;

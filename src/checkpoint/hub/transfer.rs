@@ -373,7 +373,8 @@ impl<'a> Transfer<'a> {
         Ok(())
     }
 
-    /// Removes a finished piece. After the last piece of a file, verifies the file. A failed piece stops the whole download.
+    /// Removes a finished piece. After the last piece of a file, verifies the file. A failed piece stops the whole
+    /// download.
     fn finish(&self, piece: FilePiece<'_>, outcome: Result<(), PieceError>) {
         let part = {
             let file = &mut self.state.lock().files[piece.file];

@@ -109,7 +109,8 @@ impl StagingBuffer {
     /// Minimum and maximum length in bytes. The maximum is enough for 16 rows of logits of a large vocabulary.
     const MIN_LEN: usize = 4 << 20;
     const MAX_LEN: usize = 16 << 20;
-    /// Number of bytes that a thread copies at a time: a row of logits. One thread alone copies more slowly than the GPU.
+    /// Number of bytes that a thread copies at a time: a row of logits. One thread alone copies more slowly than the
+    /// GPU.
     const PART: usize = 1 << 20;
     const THREADS: usize = 4;
 

@@ -74,9 +74,9 @@ pub trait Draft<M: Model>: Send {
 
     /// Receives hidden rows of the model, `[rows, layers, hidden]`, as requested by [`Draft::taps`].
     ///
-    /// The rows belong to the last tokens of the sequence, which now has `len` tokens. Rows of rejected tokens are left out.
-    /// Tokens that were restored from the prompt cache have no hidden rows, so positions may be missing between two calls.
-    /// This method runs after every forward pass, so it must be fast.
+    /// The rows belong to the last tokens of the sequence, which now has `len` tokens. Rows of rejected tokens are left
+    /// out. Tokens that were restored from the prompt cache have no hidden rows, so positions may be missing between
+    /// two calls. This method runs after every forward pass, so it must be fast.
     fn observe(&mut self, len: usize, hidden: &[f32]) {
         let _ = (len, hidden);
     }

@@ -185,8 +185,8 @@ impl Buffers {
         let few = rows.min(limits.max_per_assignment_rows.max(1));
         let routes = if k > 0 { rows.min(limits.max_slot_table_rows) } else { 0 };
         let mut take = |words: usize| take(words * 4);
-        // `y` can use the memory of `mixed` if the delta net can write its output over its input. Attention does not use
-        // `mixed`.
+        // `y` can use the memory of `mixed` if the delta net can write its output over its input. Attention does not
+        // use `mixed`.
         let [mixed, of_y] = if limits.delta_in_place { [mixed.max(values), 0] } else { [mixed, values] };
         let (mixer, ffn) = ([proj, mixed, values, of_y], [act, out]);
         let stride = |words: &usize| words.next_multiple_of(ALIGN_WORDS);

@@ -8,8 +8,8 @@ use crate::{
     ops::Linear,
 };
 
-/// Fills `out` with `rms_norm(h) W_head^T` for the rows whose logits the chunk asks for, at most [`LOGIT_ROWS`] at a time.
-/// In a model with several residual streams, the mixture of the streams takes the place of `rms_norm(h)`.
+/// Fills `out` with `rms_norm(h) W_head^T` for the rows whose logits the chunk asks for, at most [`LOGIT_ROWS`] at a
+/// time. In a model with several residual streams, the mixture of the streams takes the place of `rms_norm(h)`.
 pub fn read_logits(net: &Network, pass: &mut Pass<'_>, out: &mut [f32]) -> Result<(), ModelError> {
     let (b, hidden, vocab, wanted) = (pass.buffers, pass.config.hidden, pass.config.vocab, pass.chunk.logits.clone());
     for (first, out) in wanted.clone().step_by(LOGIT_ROWS).zip(out.chunks_mut(LOGIT_ROWS * vocab)) {

@@ -2,8 +2,8 @@
 //!
 //! ```text
 //! submitted at once:  layer 3 | layer 4 | layer 5 | layer 6     kernels find experts in the table of slots
-//!                                    ^ router 5 selects an expert without a slot and closes the gate: the rest of layer 5
-//!                                      and layer 6 change nothing
+//!                                    ^ router 5 selects an expert without a slot and closes the gate:
+//!                                      the rest of layer 5 and layer 6 change nothing
 //! one wait:           the choices of layers 3, 4 and 5
 //! then:               layer 5 waits for its experts as usual, and the pass continues with layer 6
 //! ```

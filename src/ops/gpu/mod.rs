@@ -248,8 +248,8 @@ fn refuse<T>(why: String) -> Result<T, DeviceError> {
     Err(DeviceError(why))
 }
 
-/// Gives a launch a gate, if its kernel can have one; see `is_closed` in `kernels/quant.metal`. These kernels change what
-/// outlives a layer, or take most of the time.
+/// Gives a launch a gate, if its kernel can have one; see `is_closed` in `kernels/quant.metal`. These kernels change
+/// what outlives a layer, or take most of the time.
 fn add_gate(launch: &mut Launch, gate: Region) {
     let access = match launch.kernel.trim_end_matches("_any") {
         "router" => BufferAccess::ReadWrite,

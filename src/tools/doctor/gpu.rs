@@ -66,8 +66,8 @@ fn at_the_end(gpu: &mut dyn Gpu, len: usize) -> Result<bool, DeviceError> {
     Ok(cleared && normed)
 }
 
-/// Provokes an error and launches a kernel again. `None` if the GPU cannot provoke an error. The result is only reported,
-/// because a GPU that does not recover may still compute correctly.
+/// Provokes an error and launches a kernel again. `None` if the GPU cannot provoke an error. The result is only
+/// reported, because a GPU that does not recover may still compute correctly.
 pub fn recover(mut gpu: Box<dyn Gpu>) -> Option<Finding> {
     let provoked = gpu.inject_fault()?;
     let after = provoked.and_then(|reported| {
