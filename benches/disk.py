@@ -3,10 +3,11 @@
 
   disk.py --file FILE --expert-io BIN [--rounds 5] [--seconds 2] [--small-pages] > out.csv
 
-FILE is a large file (a shard), BIN the binary of `cargo bench --bench expert_io --no-run`. `packed` reads routes of eight
-experts with one read each: at most eight reads are in flight, and fewer at the end of a route. `mlx` uses nine reads per
-expert with sixteen in flight. fio keeps its queue depth constant: psync uses one thread per read in flight, libaio and
-io_uring use one thread for all. Prints CSV: megabytes per second, and bytes read by the block device per byte needed.
+FILE is a large file (a shard), BIN the binary of `cargo bench --bench expert_io --no-run`. `packed` reads routes of
+eight experts with one read each: at most eight reads are in flight, and fewer at the end of a route. `mlx` uses nine
+reads per expert with sixteen in flight. fio keeps its queue depth constant: psync uses one thread per read in flight,
+libaio and io_uring use one thread for all. Prints CSV: megabytes per second, and bytes read by the block device per
+byte needed.
 """
 import argparse
 import json

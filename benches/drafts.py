@@ -2,15 +2,16 @@
 """Compares decoding with a draft and without: drafts.py MOESTRO MODEL DRAFT [--rounds 6] [--threads 2] [--tokens 110]
 [--serve "--more flags of all servers"] [--widths 3,5,7] [--starts 1]
 
-Starts one server per setting and keeps all of them loaded: off, again (a second server with off), auto, and force with each number of drafted
-tokens in --widths. Each round asks every server the same greedy questions, in an order that rotates with the round.
+Starts one server per setting and keeps all of them loaded: off, again (a second server with off), auto, and force with
+each number of drafted tokens in --widths. Each round asks every server the same greedy questions, in an order that
+rotates with the round.
 
-Two identical servers differ by 1 or 2 % as long as they run, because of the placement of their memory. `again` shows this
-difference. --starts is the number of times that all servers are restarted, with --rounds rounds each.
+Two identical servers differ by 1 or 2 % as long as they run, because of the placement of their memory. `again` shows
+this difference. --starts is the number of times that all servers are restarted, with --rounds rounds each.
 
-Prints one row per round and setting: answered tokens, the seconds from the first to the last token of each answer, and the CPU
-seconds of the whole request (Linux), summed. The comments at the end give the median over the rounds of the seconds divided by those of
-`off`, the CPU seconds of all rounds together, and the accepted tokens per cycle."""
+Prints one row per round and setting: answered tokens, the seconds from the first to the last token of each answer, and
+the CPU seconds of the whole request (Linux), summed. The comments at the end give the median over the rounds of the
+seconds divided by those of `off`, the CPU seconds of all rounds together, and the accepted tokens per cycle."""
 import argparse, glob, json, re, statistics, subprocess, time, urllib.request
 
 p = argparse.ArgumentParser()

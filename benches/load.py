@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Effect of slow clients on others: python3 benches/load.py target/release/moestro [ROUNDS]
 
-Ten clients send short requests to the demo model: first alone, then next to 500 idle connections, 50 incomplete bodies and
-50 clients that read one byte per second, then alone again. Prints the time to the first token of each round, and the median
-of the ratios over all rounds. Other load on the machine affects both parts of a round alike.
+Ten clients send short requests to the demo model: first alone, then next to 500 idle connections, 50 incomplete bodies
+and 50 clients that read one byte per second, then alone again. Prints the time to the first token of each round, and
+the median of the ratios over all rounds. Other load on the machine affects both parts of a round alike.
 """
 import asyncio, json, resource, statistics, subprocess, sys, time, urllib.request
 

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Cost of structured output per decode step: mask.py BINARY MODEL [--tokens 192] [--rounds 9] [--threads 2] [--cores 0,1]
-[--form records]...
+"""Cost of structured output per decode step: mask.py BINARY MODEL [--tokens 192] [--rounds 9] [--threads 2]
+[--cores 0,1] [--form records]...
 
-Serves MODEL and requests answers of equal length without a schema and with one (a round is plain, schema, schema, plain), for each
-of several schemas. It measures decode seconds (moestro_decode_seconds, from the first token to the last) and CPU seconds
-(user and system time of the server, including the prompt), per token. Answers are drawn at temperature 1 from random weights, so
-nearly every token reaches a new grammar state. A trained model reaches fewer."""
+Serves MODEL and requests answers of equal length without a schema and with one (a round is plain, schema, schema,
+plain), for each of several schemas. It measures decode seconds (moestro_decode_seconds, from the first token to the
+last) and CPU seconds (user and system time of the server, including the prompt), per token. Answers are drawn at
+temperature 1 from random weights, so nearly every token reaches a new grammar state. A trained model reaches fewer."""
 import argparse, csv, json, os, re, statistics, subprocess, sys, urllib.request
 
 p = argparse.ArgumentParser()

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Several clients at the same time: python3 benches/parallel.py BINARY MODEL [--clients 4] [--logprobs 0] [--short 50] [--port 7500] [-- SERVE ARGS]
+"""Several clients at the same time: python3 benches/parallel.py BINARY MODEL [--clients 4] [--logprobs 0] [--short 50]
+[--port 7500] [-- SERVE ARGS]
 
-Prints the tokens per second of one client and of several that decode at the same time, and the time to the first token of short
-requests: on an idle server, and while a long prompt is evaluated and a long answer is generated. MODEL may be synthetic: prompts
-are token ids.
+Prints the tokens per second of one client and of several that decode at the same time, and the time to the first token
+of short requests: on an idle server, and while a long prompt is evaluated and a long answer is generated. MODEL may be
+synthetic: prompts are token ids.
 """
 import argparse, json, random, statistics, subprocess, sys, threading, time, urllib.request
 

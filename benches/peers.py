@@ -5,16 +5,16 @@
            [--prompts 512,4096] [--tokens 64] [--rounds 3] [--threads 2] [--before 'CMD'] > out.csv
 
 DIR is an MLX 4-bit checkpoint, FILE a GGUF file with the same codes (Q4_0), --bench the binary of
-`cargo bench --bench model --no-run`, PYTHON a Python that has mlx-lm. --llama-bench is llama.cpp's program, with optional
-arguments. --llama-decode is another build of it (for example with AMX), of which only decode is measured. --membw names a
-program that prints "GB/s=<number>" for the rate at which all threads together read plain memory. The engines alternate in
-each round, so that a slow phase of the machine affects all of them. --before is a prefix of each command (`nice -n -19`, or
-a lock on a shared machine). All engines use random tokens. llama-bench decodes from an empty context, Moestro after the
-prompt. mlx-lm's CPU backend is slow, so it gets a sixteenth of the tokens.
+`cargo bench --bench model --no-run`, PYTHON a Python that has mlx-lm. --llama-bench is llama.cpp's program, with
+optional arguments. --llama-decode is another build of it (for example with AMX), of which only decode is measured.
+--membw names a program that prints "GB/s=<number>" for the rate at which all threads together read plain memory. The
+engines alternate in each round, so that a slow phase of the machine affects all of them. --before is a prefix of each
+command (`nice -n -19`, or a lock on a shared machine). All engines use random tokens. llama-bench decodes from an empty
+context, Moestro after the prompt. mlx-lm's CPU backend is slow, so it gets a sixteenth of the tokens.
 
-Prints one CSV line for each figure of each run. Then prints the ratios: Moestro's figure divided by the other engine's of the
-same round, as median, minimum and maximum. `share` is the bytes of weights that a token reads, times tokens per second,
-divided by the memory bandwidth measured in the same round.
+Prints one CSV line for each figure of each run. Then prints the ratios: Moestro's figure divided by the other engine's
+of the same round, as median, minimum and maximum. `share` is the bytes of weights that a token reads, times tokens per
+second, divided by the memory bandwidth measured in the same round.
 """
 import argparse
 import json

@@ -2,14 +2,14 @@
 """Measures how much of an agent's conversation a server computes twice: prompt_cache.py URL CONVERSATION.json
 [--answers recorded|own|own-without-reasoning] [--max-tokens 8] [--no-cache | --beside] [--llama URL]
 
-CONVERSATION is {"tools": [...], "turns": [[message, ...], ...]}. Turn k has the messages that the client sends in its k-th request. With
---answers own, the server's own answers replace the recorded ones.
+CONVERSATION is {"tools": [...], "turns": [[message, ...], ...]}. Turn k has the messages that the client sends in its
+k-th request. With --answers own, the server's own answers replace the recorded ones.
 
-Prints for each turn: the prompt's tokens; those that are new compared with all earlier prompts (by /tokenize); those that the
-server computed (moestro_prompt_tokens_total{source="computed"}, counted at the forward pass); the time to the first token; and
-the bytes written to disk so far. --beside repeats each turn without the cache and prints its time, too. --llama sends the
-tokens of each turn to a llama-server with the same vocabulary, generates one token, and prints the number of tokens
-that it computed."""
+Prints for each turn: the prompt's tokens; those that are new compared with all earlier prompts (by /tokenize); those
+that the server computed (moestro_prompt_tokens_total{source="computed"}, counted at the forward pass); the time to the
+first token; and the bytes written to disk so far. --beside repeats each turn without the cache and prints its time,
+too. --llama sends the tokens of each turn to a llama-server with the same vocabulary, generates one token, and prints
+the number of tokens that it computed."""
 import argparse, csv, json, re, sys, time, urllib.request
 
 p = argparse.ArgumentParser()

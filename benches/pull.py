@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Speedup of parallel connections in `pull`: python3 benches/pull.py BINARY [ANOTHER BINARY ...]
 
-Pulls a shard of 256 MiB from a local hub that sends 5 MB per second over each connection, alternately with each binary, three
-times. Checksums and resuming work as with the real hub.
+Pulls a shard of 256 MiB from a local hub that sends 5 MB per second over each connection, alternately with each binary,
+three times. Checksums and resuming work as with the real hub.
 """
 import hashlib, http.server, json, os, subprocess, sys, tempfile, threading, time
 

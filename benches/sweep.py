@@ -3,10 +3,10 @@
 
   sweep.py --model DIR --moestro BIN --stream BIN [--percent 0,15,25,35,50,75,100] [--rounds 1] [--threads 2] > out.csv
 
-BIN are the release binary and the binary of `cargo bench --bench stream --no-run`. The limit is the memory that DIR needs
-with PERCENT of its experts in memory (0: the lowest accepted limit). It is passed to the bench, which runs in a memory
-cgroup (v1) of 10 % more. Decodes 64 random tokens, then 64 more. Prints one CSV line per run: peak_mb is the peak resident
-memory, cached_mb the size of the shards in the page cache afterwards. Needs root and fincore.
+BIN are the release binary and the binary of `cargo bench --bench stream --no-run`. The limit is the memory that DIR
+needs with PERCENT of its experts in memory (0: the lowest accepted limit). It is passed to the bench, which runs in a
+memory cgroup (v1) of 10 % more. Decodes 64 random tokens, then 64 more. Prints one CSV line per run: peak_mb is the
+peak resident memory, cached_mb the size of the shards in the page cache afterwards. Needs root and fincore.
 """
 import argparse
 import json

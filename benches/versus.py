@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
 """Decode speed of several engines under a memory limit, from a cold start, alternating.
 
-  versus.py --model DIR --gguf FILE --llama-bench BIN --stream BIN [--caps 2668,4480] [--rounds 3] [--threads 2] > out.csv
+  versus.py --model DIR --gguf FILE --llama-bench BIN --stream BIN [--caps 2668,4480] [--rounds 3] [--threads 2]
+            > out.csv
 
 DIR is an MLX 4-bit checkpoint, FILE a GGUF file with the same codes (Q4_0), --stream the binary of
-`cargo bench --bench stream --no-run`. Each run gets a fresh memory cgroup (v1) of CAP megabytes and a page cache without
-the file's pages. The disk's read-ahead is set to 128 KB meanwhile: llama.cpp is fastest with it, and Moestro bypasses the
-page cache. Every engine decodes 64 random tokens, then 64 more. Needs root. Prints one CSV line for each phase of each run:
-megabytes read are those that the disk delivered to the process, peak megabytes those charged to the cgroup.
+`cargo bench --bench stream --no-run`. Each run gets a fresh memory cgroup (v1) of CAP megabytes and a page cache
+without the file's pages. The disk's read-ahead is set to 128 KB meanwhile: llama.cpp is fastest with it, and Moestro
+bypasses the page cache. Every engine decodes 64 random tokens, then 64 more. Needs root. Prints one CSV line for each
+phase of each run: megabytes read are those that the disk delivered to the process, peak megabytes those charged to the
+cgroup.
 """
 import argparse
 import json

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Seconds of transformers' vision tower on the CPU, with random weights of the same dimensions and for the same images as
-`cargo bench --bench vision`: vision_transformers.py [--threads N] [HEIGHTxWIDTH]...
+"""Seconds of transformers' vision tower on the CPU, with random weights of the same dimensions and for the same images
+as `cargo bench --bench vision`: vision_transformers.py [--threads N] [HEIGHTxWIDTH]...
 
 The sides of an image must be multiples of 32. Prints the median of three runs after a first one."""
 import argparse, statistics, time

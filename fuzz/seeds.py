@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Writes the initial corpus of the fuzz targets, from the test fixtures and the demo model: python3 fuzz/seeds.py fuzz/corpus"""
+"""Writes the initial corpus of the fuzz targets, from the test fixtures and the demo model:
+python3 fuzz/seeds.py fuzz/corpus"""
 import hashlib, json, pathlib, struct, sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Soak test of a server: python3 tests/soak.py BINARY [SECONDS, default 300]
 
-Eight clients send chats, responses, messages, tools, schemas and invalid requests, disconnect, alternate between two models and
-send SIGHUP. Greedy answers must not change. Memory, file descriptors and threads must not grow. At the end SIGTERM under load must
-stop the server in time with exit code 0.
+Eight clients send chats, responses, messages, tools, schemas and invalid requests, disconnect, alternate between two
+models and send SIGHUP. Greedy answers must not change. Memory, file descriptors and threads must not grow. At the end
+SIGTERM under load must stop the server in time with exit code 0.
 """
 import http.client, json, os, pathlib, random, shutil, signal, subprocess, sys, tempfile, threading, time
 

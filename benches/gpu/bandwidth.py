@@ -2,9 +2,9 @@
 
     python benches/gpu/cuda.py CUBINS && python benches/gpu/bandwidth.py CUBINS > benches/results/CARD.csv
 
-Every launch has its own weights, and all weights together are many times the L2 cache. A CUDA graph holds all launches. In one
-branch each launch waits for the previous one, as layers do. In several branches launches overlap. The bytes are those of codes,
-scales, biases, activations and results, counted once each.
+Every launch has its own weights, and all weights together are many times the L2 cache. A CUDA graph holds all launches.
+In one branch each launch waits for the previous one, as layers do. In several branches launches overlap. The bytes are
+those of codes, scales, biases, activations and results, counted once each.
 """
 import ctypes
 import struct

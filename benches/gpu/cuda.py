@@ -1,4 +1,4 @@
-"""A minimal interface to NVIDIA's driver and to NVRTC, to compile, replay and time kernels. It needs no CUDA toolkit."""
+"""A minimal interface to NVIDIA's driver and to NVRTC, to compile, replay and time kernels. Needs no CUDA toolkit."""
 import ctypes
 import glob
 import os

@@ -4,8 +4,8 @@
     python benches/gpu/cuda.py CUBINS && python benches/gpu/replay.py CUBINS REC
     compute-sanitizer --tool memcheck python benches/gpu/replay.py CUBINS REC    (and --tool racecheck)
 
-Each binding is an allocation of exactly its bytes, so that memcheck finds an overrun. The tolerance of f32 results is 1e-5 of
-the largest value, that of 16-bit keys and values one unit. Integers and f16 results must be equal.
+Each binding is an allocation of exactly its bytes, so that memcheck finds an overrun. The tolerance of f32 results is
+1e-5 of the largest value, that of 16-bit keys and values one unit. Integers and f16 results must be equal.
 """
 import glob
 import json

@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
 """Writes a checkpoint that follows a script: scripted_model.py DIR TOOL ARGUMENT [WORD]...
 
-The first answer of a conversation that has a tool TOOL calls it with the command "echo ran > proof.txt" as the parameter
-ARGUMENT. Each WORD is a further parameter, NAME=VALUE. An answer after the result of a tool, or without the tool, is text.
-TOOL "-" writes a block of aider's edit format "whole" instead of a call.
+The first answer of a conversation that has a tool TOOL calls it with the command "echo ran > proof.txt" as the
+parameter ARGUMENT. Each WORD is a further parameter, NAME=VALUE. An answer after the result of a tool, or without the
+tool, is text. TOOL "-" writes a block of aider's edit format "whole" instead of a call.
 
-The script is in the weights. The only layer adds zero to the residual, so the logits depend on the last token alone. It is a
-delta net, because the cost of attention would grow with the square of an agent's long prompt.
-Each token of the script has its own direction in the embeddings, and the row of the next token in the head has the same.
-The chat template ends the prompt with a token that starts the call or the text. The tokenizer is that of the demo model,
-so long prompts have a realistic number of tokens. Uses the standard library only.
+The script is in the weights. The only layer adds zero to the residual, so the logits depend on the last token alone. It
+is a delta net, because the cost of attention would grow with the square of an agent's long prompt. Each token of the
+script has its own direction in the embeddings, and the row of the next token in the head has the same. The chat
+template ends the prompt with a token that starts the call or the text. The tokenizer is that of the demo model, so long
+prompts have a realistic number of tokens. Uses the standard library only.
 """
 import json, pathlib, struct, sys
 

@@ -1,7 +1,7 @@
 """Checks a running server with the demo model through pydantic-ai and instructor.
 
-Covers text, streaming, errors, a client that disconnects, and a tool loop of thirty turns that sends the history back with and
-without its reasoning. Structured objects are in schemas.py, so only the errors of instructor are checked here.
+Covers text, streaming, errors, a client that disconnects, and a tool loop of thirty turns that sends the history back
+with and without its reasoning. Structured objects are in schemas.py, so only the errors of instructor are checked here.
 
     python agents.py http://127.0.0.1:5413/v1
 """

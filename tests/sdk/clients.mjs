@@ -40,7 +40,7 @@ const WORD = {
 const question = (turn) => `What is the weather in ${CITIES[turn % CITIES.length]}?`;
 const user = (content) => ({ role: 'user', content });
 
-/** Requires the tool in every other turn, because after thousands of tokens the demo model no longer calls it by itself. */
+/** Requires the tool in every other turn, because the demo model no longer calls it after thousands of tokens. */
 const toolChoice = (turn, step, word = 'required') => (turn % 2 && step === 0 ? word : 'auto');
 
 let calls = 0;

@@ -62,7 +62,7 @@ def question(turn):
 
 
 def tool_choice(turn, step, word="required"):
-    """Requires the tool in every other turn, because after thousands of tokens the demo model no longer calls it by itself."""
+    """Requires the tool in every other turn, because the demo model no longer calls it after thousands of tokens."""
     return word if turn % 2 and step == 0 else "auto"
 
 
@@ -124,7 +124,7 @@ def responses_progress():
 
 
 def responses_loop(history_kind):
-    """`history_kind`: stored on the `server`, or sent back with `all` items or with the `text` but not the reasoning."""
+    """`history_kind`: stored on the `server`, or sent back with `all` items or with the `text` only."""
     history, previous = [], None
     for turn in range(TURNS):
         step = [{"role": "user", "content": question(turn)}]

@@ -1,11 +1,11 @@
-"""Validates the answers of a running server against OpenAI's OpenAPI document: bodies and stream events of chat completions,
-completions and responses, models, and errors.
+"""Validates the answers of a running server against OpenAI's OpenAPI document: bodies and stream events of chat
+completions, completions and responses, models, and errors.
 
     python openai_document.py http://127.0.0.1:5413/v1
 
-`openai.json` restates the document as JSON schemas: required fields, types and allowed strings. It differs in one point: only the
-last chunk of a streamed completion needs a `finish_reason`, as in OpenAI's real streams. To prove that the schemas check anything,
-each body is also changed in every place, and some of the changed bodies must be refused.
+`openai.json` restates the document as JSON schemas: required fields, types and allowed strings. It differs in one
+point: only the last chunk of a streamed completion needs a `finish_reason`, as in OpenAI's real streams. To prove that
+the schemas check anything, each body is also changed in every place, and some of the changed bodies must be refused.
 """
 
 import copy

@@ -1,5 +1,6 @@
-// Checks a running server with the vision-language checkpoint of the tests through the Node libraries of OpenAI, Anthropic and
-// Vercel: each sends a red and a blue picture and gets answers that depend on them. The server runs with `--thinking off`.
+// Checks a running server with the vision-language checkpoint of the tests through the Node libraries of OpenAI,
+// Anthropic and Vercel: each sends a red and a blue picture and gets answers that depend on them. The server runs with
+// `--thinking off`.
 //
 //     node pictures.mjs http://127.0.0.1:5413/v1
 

@@ -1,6 +1,6 @@
-"""Checks a running server with the vision-language checkpoint of the tests through OpenAI's chat completions and Responses,
-Anthropic's Messages, LiteLLM and LangChain: each sends a red and a blue picture and gets answers that depend on them. The
-server runs with `--thinking off`.
+"""Checks a running server with the vision-language checkpoint of the tests through OpenAI's chat completions and
+Responses, Anthropic's Messages, LiteLLM and LangChain: each sends a red and a blue picture and gets answers that depend
+on them. The server runs with `--thinking off`.
 
     python pictures.py http://127.0.0.1:5413/v1
 """

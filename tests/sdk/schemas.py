@@ -1,5 +1,5 @@
-"""Checks structured objects on a running server with the demo model: instructor, pydantic-ai and LangChain, each in every mode
-that it has for OpenAI's API.
+"""Checks structured objects on a running server with the demo model: instructor, pydantic-ai and LangChain, each in
+every mode that it has for OpenAI's API.
 
     python schemas.py http://127.0.0.1:5413/v1
 

@@ -1,11 +1,11 @@
-"""Generates answers at temperature 1 under the schemas of tests/fixtures/schemas.json, as content and as arguments of a required
-tool call.
+"""Generates answers at temperature 1 under the schemas of tests/fixtures/schemas.json, as content and as arguments of a
+required tool call.
 
     python structured_outputs.py http://127.0.0.1:5413/v1 [ANSWERS [FIRST]]
 
-Every answer that is not truncated must be valid JSON. If the schema is strict, the answer must also validate with `jsonschema`;
-without strict, unsupported keywords are dropped. Every required tool must be called. Truncated answers are counted separately:
-the demo model was not trained on schemas and may never end an unbounded string or array.
+Every answer that is not truncated must be valid JSON. If the schema is strict, the answer must also validate with
+`jsonschema`; without strict, unsupported keywords are dropped. Every required tool must be called. Truncated answers
+are counted separately: the demo model was not trained on schemas and may never end an unbounded string or array.
 """
 
 import json
