@@ -31,7 +31,8 @@ pub fn open_any_gpu() -> Result<Option<Box<dyn Gpu>>, DeviceError> {
     open(false)
 }
 
-/// Candle's device for the system's GPU, for the reference implementation. `None` if Candle does not support the GPU.
+/// Candle's device for the system's GPU, for the vision tower and the reference implementation. `None` if Candle does
+/// not support the GPU.
 pub fn open_candle_gpu() -> Option<candle_core::Device> {
     #[cfg(target_os = "macos")]
     return super::metal::candle();
