@@ -1,5 +1,5 @@
-//! Speed of the vision tower on the CPU, beside plain matrix products of the same sizes in Candle and in the same
-//! process.
+//! Speed of the vision tower on the CPU, compared with plain matrix products of the same sizes in Candle and in the
+//! same process.
 //!
 //! ```text
 //! cargo bench --bench vision [-- HEIGHTxWIDTH...]

@@ -1,4 +1,4 @@
-//! Devices: memory shared by CPU, SSD and GPU, and kernel launches on Metal and CUDA.
+//! Devices: buffers that the CPU, the GPU and reads from the SSD use, and kernel launches on Metal and CUDA.
 //!
 //! This module does not depend on the operations of a model. A [`Launch`] is a plain value: `ops` builds a launch, and
 //! a [`Gpu`] executes it.

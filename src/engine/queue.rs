@@ -156,8 +156,8 @@ impl RequestQueue {
         Ok(events)
     }
 
-    /// Takes the next request from the queue if `fits` accepts it beside the running requests. If no request runs,
-    /// `fits` is not called. If no request runs and the queue is empty, blocks and calls `idle` once per
+    /// Takes the next request from the queue if `fits` accepts it in addition to the running requests. If no request
+    /// runs, `fits` is not called. If no request runs and the queue is empty, blocks and calls `idle` once per
     /// [`IDLE_INTERVAL`].
     ///
     /// Returns `None` if the next request does not fit, if the queue is empty while requests run, or if it is empty and

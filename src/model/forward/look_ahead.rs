@@ -31,7 +31,7 @@ pub fn begin(pass: &mut Pass<'_>) {
     pass.scratch.ahead.layers = 0..0;
 }
 
-/// Number of layers from `index` on that can be computed with one wait. With 1, the layer waits by itself.
+/// Number of layers from `index` on that can be computed with one wait. 1 means that layer `index` runs alone.
 pub fn layers(index: usize, pass: &Pass<'_>, hooks: &LayerHooks<'_>) -> usize {
     let (chunk, config) = (&pass.chunk, pass.config);
     let Some(experts) = pass.experts.filter(|experts| !experts.is_resident()) else { return 1 };

@@ -40,7 +40,7 @@ pub struct Phase {
     pub ngram_stall_share: f64,
     /// Number of waits per token for the GPU to read the routers' choices, while experts are streamed.
     pub gpu_waits_per_token: f64,
-    /// Number of launches per token that were in vain, because an earlier layer missed an expert.
+    /// Number of launches per token that did nothing, because an earlier layer missed an expert.
     pub gpu_skipped_launches_per_token: f64,
     /// Number of bytes that expert reads requested, per second of the phase.
     pub read_bytes_per_second: f64,
