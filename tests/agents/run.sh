@@ -19,11 +19,7 @@ if ! cmp -s "$here/package.json" "$cache/package.json" || [ ! -e "$cache/install
   (cd "$cache" && npm install --no-audit --no-fund --loglevel=error >/dev/null)
   touch "$cache/installed"
 fi
-if ! cmp -s "$here/requirements.txt" "$cache/aider/requirements.txt"; then
-  python3 -m venv "$cache/aider"
-  "$cache/aider/bin/pip" install --quiet --disable-pip-version-check -r "$here/requirements.txt"
-  cp "$here/requirements.txt" "$cache/aider/"
-fi
+bash "$here/../venv.sh" "$cache/aider" "$here/requirements.txt"
 [ "${1:-}" != --install ] || exit 0
 
 binary=$(realpath "${1:-target/release/moestro}")

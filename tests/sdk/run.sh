@@ -32,18 +32,8 @@ cache=${SDK_CACHE:-$here/../../target/sdk}
 venv=${SDK_VENV:-$cache/venv}
 objects=${SDK_OBJECTS_VENV:-$cache/objects}
 mkdir -p "$cache/node"
-# Installs the requirements if they changed.
-environment() {
-  if [ ! -x "$1/bin/python" ]; then
-    python3 -m venv "$1"
-  fi
-  if ! cmp -s "$here/$2" "$1/$2"; then
-    "$1/bin/pip" install --quiet -r "$here/$2"
-    cp "$here/$2" "$1/$2"
-  fi
-}
-environment "$venv" requirements.txt
-environment "$objects" objects.txt
+bash "$here/../venv.sh" "$venv" "$here/requirements.txt"
+bash "$here/../venv.sh" "$objects" "$here/objects.txt"
 if ! cmp -s "$here/package.json" "$cache/node/package.json" || [ ! -d "$cache/node/node_modules" ]; then
   cp "$here/package.json" "$cache/node/package.json"
   (cd "$cache/node" && npm install --no-audit --no-fund --loglevel=error)
