@@ -197,17 +197,18 @@ impl<D: Driver> CommandQueue<D> {
         }
     }
 
-    /// Waits until the event's value is at least `value`, a command buffer has failed, or no command buffer is in
-    /// flight.
+    /// Waits until all command buffers up to `value` have ended, or one has failed. The event's value alone does not
+    /// prove that they succeeded, because a command buffer after a failed one may still signal its value.
     fn wait_value(&mut self, value: u64) {
         let mut last_change = Instant::now();
         let mut pending = self.in_flight.len();
-        while self.driver.signalled_value() < value && self.failure.is_none() {
-            self.remove_ended();
-            if self.in_flight.is_empty() || self.is_stalled(&mut pending, &mut last_change) {
+        self.remove_ended();
+        while self.failure.is_none() && self.in_flight.front().is_some_and(|oldest| oldest.value <= value) {
+            if self.is_stalled(&mut pending, &mut last_change) {
                 return;
             }
             self.pause(value, last_change);
+            self.remove_ended();
         }
     }
 

@@ -273,10 +273,10 @@ impl Driver for Cuda {
     fn commit(&mut self, encoder: CudaEncoder, value: u64) -> u64 {
         // If this call fails, the calls below fail too and report the error.
         let _ = self.make_current();
-        if let Err(error) = self.graphs.submit(encoder.0, self.stream) {
-            self.events.set_failure(error);
+        match self.graphs.submit(encoder.0, self.stream) {
+            Ok(()) => self.events.signal(value, self.stream),
+            Err(error) => self.events.set_failure(error),
         }
-        self.events.signal(value, self.stream);
         value
     }
 

@@ -277,7 +277,7 @@ impl ExpertFetch<'_> {
             }
         };
         store.release_failed_prefetches(state);
-        let (mut hits, mut misses, mut from_prefetch) = (0, 0, 0);
+        let (mut hits, mut misses, mut from_prefetch, mut are_on_device) = (0, 0, 0, true);
         let PendingExperts { waiting, in_slots, .. } = &mut self.pending;
         waiting.retain_mut(|wanted| {
             let key = store.key(self.layer, wanted.expert);
@@ -291,6 +291,7 @@ impl ExpertFetch<'_> {
             };
             state.slots.pin(slot);
             let is_readable = state.slots.state(slot).is_readable();
+            are_on_device &= state.slots.is_on_device(slot);
             match (state.slots.take_prefetched(slot), is_readable) {
                 (true, _) => from_prefetch += 1,
                 (false, true) => hits += 1,
@@ -307,7 +308,7 @@ impl ExpertFetch<'_> {
         prefetched.inc_by(from_prefetch);
         metrics.prefetches_used.inc_by(from_prefetch);
         if self.phase == PassKind::Decode {
-            state.look_ahead.record(self.layer, misses + from_prefetch == 0);
+            state.look_ahead.record(self.layer, misses + from_prefetch == 0 && are_on_device);
             state.prefetcher.count_reads(misses, from_prefetch);
         }
         store.release_unused_prefetches(state, self.layer);

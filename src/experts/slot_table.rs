@@ -302,6 +302,11 @@ impl SlotTable {
         }
     }
 
+    /// True if launches can read the expert in this slot.
+    pub fn is_on_device(&self, slot: SlotId) -> bool {
+        self.slots.get(slot.index()).is_some_and(|slot| slot.is_on_device)
+    }
+
     /// Records that launches can read no expert any more.
     pub fn clear_device(&mut self) {
         self.slots.iter_mut().for_each(|slot| slot.is_on_device = false);
@@ -316,7 +321,7 @@ impl SlotTable {
             return None;
         }
         stale.fill(false);
-        let is_on_device = |&slot: &u32| self.slots.get(slot as usize).is_some_and(|slot| slot.is_on_device);
+        let is_on_device = |&slot: &u32| self.is_on_device(SlotId(slot));
         let slots = self.slot_of.get(keys)?.iter();
         Some(slots.map(|slot| if is_on_device(slot) { *slot } else { NO_SLOT }).collect())
     }

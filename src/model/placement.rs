@@ -59,8 +59,10 @@ pub fn check_supported(net: &Network, kv_shape: &AttentionShape, backend: &dyn B
 /// Checks that the device's compiler gives the kernels of each part as many threads as they need.
 pub fn check_threads(net: &Network, kv_shape: &AttentionShape, backend: &mut dyn Backend) -> Result<(), ModelError> {
     for layer in &net.layers {
-        if let Mixer::Attention(_) = &layer.mixer {
+        if let Mixer::Attention(attention) = &layer.mixer {
             backend.check_threads(ModelPart::Attention(kv_shape))?;
+            let mut indexers = attention.indexer.iter();
+            indexers.try_for_each(|indexer| backend.check_threads(ModelPart::Indexer(&indexer.shape)))?;
         }
         if let Ffn::Moe(moe) = &layer.ffn {
             backend.check_threads(ModelPart::Moe(moe))?;

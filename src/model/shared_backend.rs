@@ -62,10 +62,6 @@ impl Timeline for SharedBackend {
 }
 
 impl Backend for SharedBackend {
-    fn name(&self) -> String {
-        self.0.lock().borrow().name()
-    }
-
     fn limits(&self) -> BackendLimits {
         self.0.lock().borrow().limits()
     }

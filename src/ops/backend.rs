@@ -39,8 +39,6 @@ pub struct BackendLimits {
 
 /// Executes operations in order. After an error every call fails until a wait has returned the error.
 pub trait Backend: Timeline + Send {
-    fn name(&self) -> String;
-
     fn limits(&self) -> BackendLimits;
 
     /// Returns an error if the device cannot compute this part of a model. The error says why.

@@ -21,6 +21,8 @@ pub enum Fault {
     Refused,
     /// The command buffer fails halfway and signals no value.
     Fails,
+    /// The same, but only while the queue sleeps in [`Driver::wait_event`]. Later command buffers run.
+    FailsAsleep,
     /// The command buffer executes no launch, never ends, and signals no value.
     Hangs,
     /// The command buffer completes, but its signal is lost.
@@ -72,6 +74,8 @@ struct Inner {
     buffers: Vec<Commands>,
     event: u64,
     banned: bool,
+    /// True inside [`Driver::wait_event`].
+    is_asleep: bool,
     control: Shared,
 }
 
@@ -104,6 +108,7 @@ impl Double {
             buffers: Vec::new(),
             event: 0,
             banned: false,
+            is_asleep: false,
             control: Shared::default(),
         }))
     }
@@ -146,14 +151,19 @@ impl Inner {
 
     /// Executes one launch of a random ready command buffer. Returns false if no command buffer is ready.
     fn step(&mut self) -> bool {
-        let ready: Vec<usize> =
-            self.ready().into_iter().filter(|index| self.buffers[*index].fault != Some(Fault::Hangs)).collect();
+        let may_run = |index: &usize| match self.buffers[*index].fault {
+            Some(Fault::Hangs) => false,
+            Some(Fault::FailsAsleep) => self.is_asleep,
+            _ => true,
+        };
+        let ready: Vec<usize> = self.ready().into_iter().filter(may_run).collect();
         if ready.is_empty() {
             return false;
         }
         let index = ready[self.random.below(ready.len())];
         let left: usize = self.buffers[index].segments.iter().map(Vec::len).sum();
-        let fails = matches!(self.buffers[index].fault, Some(Fault::Fails | Fault::Banned)) || self.banned;
+        let fault = self.buffers[index].fault;
+        let fails = matches!(fault, Some(Fault::Fails | Fault::FailsAsleep | Fault::Banned)) || self.banned;
         if fails && (left < 2 || self.random.below(3) == 0) {
             self.banned |= self.buffers[index].fault == Some(Fault::Banned);
             let message = self.control.lock().unwrap().message.unwrap_or("an address fault");
@@ -385,7 +395,9 @@ impl Driver for Double {
 
     fn wait_event(&self, value: u64, _: Duration) {
         let mut inner = self.0.borrow_mut();
+        inner.is_asleep = true;
         while inner.event < value && inner.step() {}
+        inner.is_asleep = false;
     }
 
     fn reset(&mut self, value: u64) -> Result<(), DeviceError> {

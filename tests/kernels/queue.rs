@@ -13,7 +13,7 @@ use moestro::{
     error::ModelError,
     experts::ReadMode,
     model::{LoadOptions, Model, Qwen, Rows, StoreOptions},
-    ops::{check, norm::rms_norm},
+    ops::{KvBits, check, norm::rms_norm},
     platform::os::MemoryLevel,
     tools::doctor,
 };
@@ -69,12 +69,12 @@ fn double(streaming: bool) -> (Qwen, Shared) {
 /// Runs a request: the prompt in two chunks, and two generated tokens. Returns all rows of logits.
 pub fn answer(model: &mut Qwen) -> Result<Vec<f32>, ModelError> {
     let mut state = model.start()?;
-    let mut rows = model.forward(&mut state, &PROMPT[..4], Rows::All)?.data;
-    let mut last = model.forward(&mut state, &PROMPT[4..], Rows::Last)?.data;
+    let mut rows = model.forward(&mut state, &PROMPT[..4], Rows::All)?.data.to_vec();
+    let mut last = model.forward(&mut state, &PROMPT[4..], Rows::Last)?.data.to_vec();
     for _ in 0..2 {
         let id = argmax(&last);
         rows.append(&mut last);
-        last = model.forward(&mut state, &[id], Rows::Last)?.data;
+        last = model.forward(&mut state, &[id], Rows::Last)?.data.to_vec();
     }
     rows.append(&mut last);
     Ok(rows)
@@ -180,6 +180,23 @@ fn kernel_with_too_few_threads_is_refused() {
     let Err(refused) = load(false).move_to(Box::new(CommandQueue::new(double))) else { panic!("it was accepted") };
     let error = refused.error.to_string();
     assert!(error.contains("needs threadgroups of") && error.contains("at most 64"), "{error}");
+}
+
+#[test]
+fn every_wide_kernel_is_checked() {
+    for (kv_bits, halves, kernel) in
+        [(KvBits::Eight, false, "attention_merge_quant"), (KvBits::Sixteen, true, "attention_prefill_i16")]
+    {
+        let double = Double::new(Host::fast());
+        {
+            let control = double.control();
+            let mut control = control.lock().unwrap();
+            (control.max_threads, control.halves) = (Some(255), halves);
+        }
+        let model = load_changed(false, |options| options.kv_bits = kv_bits);
+        let Err(refused) = model.move_to(Box::new(CommandQueue::new(double))) else { panic!("it was accepted") };
+        assert!(refused.error.to_string().contains(kernel), "{}", refused.error);
+    }
 }
 
 #[test]
@@ -297,6 +314,20 @@ fn stalled_device_is_lost() {
     assert!(begin.elapsed() < Duration::from_secs(10));
     drop(queue);
     assert_eq!(control.lock().unwrap().calls["leak_buffers"], 1, "the device may still write");
+}
+
+#[test]
+fn failure_before_a_successful_command_buffer_is_reported() {
+    let QueueFixture { mut queue, launch, .. } = QueueFixture::new("commit", Fault::FailsAsleep);
+    queue.set_spin(Duration::ZERO);
+    queue.launch(&launch).unwrap();
+    queue.commit().unwrap();
+    queue.launch(&launch).unwrap();
+    let last = queue.sync_point();
+    let error = queue.wait_for(last).unwrap_err().to_string();
+    assert!(error.contains("address fault") && !queue.is_lost(), "{error}");
+    queue.launch(&launch).unwrap();
+    queue.wait().unwrap();
 }
 
 #[test]

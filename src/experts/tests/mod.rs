@@ -106,6 +106,23 @@ fn read_modes() -> Vec<ReadMode> {
     }
 }
 
+/// A hit whose slot launches cannot read yet closes the gate of layers that run ahead.
+#[test]
+fn layers_run_ahead_when_launches_can_read_their_experts() {
+    let checkpoint = checkpoint();
+    let (store, _) = checkpoint.open(Options::new(LAYERS * EXPERTS));
+    let run = |mark: bool| {
+        for layer in (0..LAYERS).cycle().take(16 * LAYERS) {
+            let mut fetch = store.fetch(layer, &row(&[1, 2]), PassKind::Decode, &mut CpuTimeline).unwrap();
+            while let Some(batch) = fetch.next(&mut CpuTimeline).unwrap() {
+                batch.iter().filter(|_| mark).for_each(|ready| store.mark_on_device(ready.slot));
+            }
+        }
+        store.look_ahead(0, PassKind::Decode)
+    };
+    assert_eq!([run(false), run(true)], [1, LAYERS]);
+}
+
 #[test]
 fn every_read_mode_returns_the_files_bytes() {
     let checkpoint = checkpoint();

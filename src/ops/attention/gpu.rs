@@ -96,7 +96,7 @@ impl AttentionShape {
     }
 
     /// The kernel that computes the splits, and its number of threads per threadgroup.
-    pub fn threads(&self) -> (&'static str, u32) {
+    fn threads(&self) -> (&'static str, u32) {
         // A simdgroup computes two query heads, or one if the number of query heads per key head is odd.
         let groups = self.heads / self.kv_heads;
         let simdgroups = if groups.is_multiple_of(2) { groups / 2 } else { groups };
@@ -106,6 +106,17 @@ impl AttentionShape {
             ["attention_decode_256", "attention_decode_256_i16", "attention_decode_256_q8", "attention_decode_256_q4"]
         });
         (kernel, 32 * simdgroups as u32)
+    }
+
+    /// The kernels with the largest threadgroups, and their numbers of threads.
+    pub fn wide_kernels(&self, has_matrix_units: bool) -> Vec<(&'static str, u32)> {
+        let merge = self.recent.map(|_| ("attention_merge_quant", MERGE_THREADS));
+        let prefill = (has_matrix_units && self.recent.is_none()).then(|| (self.prefill_kernel(), PREFILL_THREADS));
+        [Some(self.threads()), merge, prefill].into_iter().flatten().collect()
+    }
+
+    fn prefill_kernel(&self) -> &'static str {
+        if self.format == KvFormat::I16 { "attention_prefill_i16" } else { "attention_prefill" }
     }
 
     /// The rings of recent positions to bind: those of one sequence or, if `rows` is set, those of all sequences.
@@ -233,6 +244,8 @@ impl AttentionRows<'_> {
 
 /// Number of pairs (row, query head) per threadgroup.
 const QUERIES: usize = 32;
+/// Number of threads in a threadgroup that computes attention on matrix units.
+const PREFILL_THREADS: u32 = 256;
 /// Maximum number of rows times positions in a launch. Large enough to fill a large GPU, and small enough that a launch
 /// does not occupy a small GPU for long.
 const WORK: usize = 1 << 24;
@@ -255,7 +268,7 @@ impl Attention<'_> {
         args.push((1.0 / (shape.dim as f32).sqrt()).to_bits());
         let pairs = tokens * (shape.heads / shape.kv_heads);
         Launch {
-            kernel: if shape.format == KvFormat::I16 { "attention_prefill_i16" } else { "attention_prefill" },
+            kernel: shape.prefill_kernel(),
             args,
             bindings: vec![
                 Binding::read(q.floats(queries)),
@@ -266,7 +279,7 @@ impl Attention<'_> {
                 Binding::write(y.floats(queries)),
             ],
             grid: [pairs.div_ceil(QUERIES) as u32, shape.kv_heads as u32, 1],
-            threads: 256,
+            threads: PREFILL_THREADS,
         }
     }
 }

@@ -9,6 +9,11 @@ use crate::{
 };
 
 impl IndexerShape {
+    /// The kernels with the largest threadgroups.
+    pub const WIDE_KERNELS: [&'static str; 3] = ["index_select", "block_attention", "block_attention_i16"];
+    /// Number of threads of these threadgroups.
+    pub const THREADS: u32 = 256;
+
     /// Number of floats of the queries, selection and scores of a row with `closed` closed blocks.
     fn row_scratch(&self, closed: usize) -> usize {
         self.heads * self.dim + self.blocks + closed.max(1)
@@ -105,8 +110,13 @@ impl BlockAttention<'_> {
         [
             launch("index_rows", keys, [indexer.heads as u32 + 1, rows], 32),
             launch("index_scores", score, [self.stride().div_ceil(128) as u32, rows], 128),
-            launch("index_select", vec![Binding::read(scores), Binding::write(selected)], [rows, 1], 256),
-            launch(kernel, attend, [shape.heads as u32, rows], 256),
+            launch(
+                "index_select",
+                vec![Binding::read(scores), Binding::write(selected)],
+                [rows, 1],
+                IndexerShape::THREADS,
+            ),
+            launch(kernel, attend, [shape.heads as u32, rows], IndexerShape::THREADS),
         ]
     }
 }

@@ -116,10 +116,6 @@ impl Cpu {
 }
 
 impl Backend for Cpu {
-    fn name(&self) -> String {
-        "the CPU".into()
-    }
-
     fn limits(&self) -> BackendLimits {
         Self::limits(self.compute.arithmetic)
     }

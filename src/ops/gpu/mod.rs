@@ -1,8 +1,8 @@
 //! The GPU backend: turns operations into launches, in order.
 
 use super::{
-    Backend, BackendLimits, ExpertSet, Experts, HalfBuffers, KvFormat, ModelPart, MoeWeights, NO_SLOT, Op,
-    WeightFormat, experts::Jobs, norm::rms_norm,
+    Backend, BackendLimits, ExpertSet, Experts, HalfBuffers, IndexerShape, KvFormat, ModelPart, MoeWeights, NO_SLOT,
+    Op, WeightFormat, experts::Jobs, norm::rms_norm,
 };
 use crate::device::{Binding, BufferAccess, DeviceError, Gpu, Launch, Region, Slab, SyncPoint, Timeline};
 use std::{
@@ -300,10 +300,6 @@ fn accept_moe(layer: &MoeWeights) -> Result<(), DeviceError> {
 }
 
 impl<P: DerefMut<Target: Gpu> + Send> Backend for GpuBackend<P> {
-    fn name(&self) -> String {
-        self.gpu.name()
-    }
-
     fn limits(&self) -> BackendLimits {
         BackendLimits { uses_half_precision: self.gpu.has_matrix_units(), ..limits(self.gpu.working_set()) }
     }
@@ -338,14 +334,17 @@ impl<P: DerefMut<Target: Gpu> + Send> Backend for GpuBackend<P> {
     }
 
     fn check_threads(&mut self, part: ModelPart<'_>) -> Result<(), DeviceError> {
-        let (kernel, threads) = match part {
-            ModelPart::Attention(shape) => shape.threads(),
-            ModelPart::Moe(layer) => layer.threads(),
-            _ => return Ok(()),
+        let kernels = match part {
+            ModelPart::Attention(shape) => shape.wide_kernels(self.gpu.has_matrix_units()),
+            ModelPart::Indexer(_) => IndexerShape::WIDE_KERNELS.map(|kernel| (kernel, IndexerShape::THREADS)).to_vec(),
+            ModelPart::Moe(layer) => vec![layer.threads()],
+            ModelPart::Weight(_) | ModelPart::Delta(_) => Vec::new(),
         };
-        let max = self.gpu.max_threads(kernel)?;
-        if threads > max {
-            return refuse(format!("{kernel} needs threadgroups of {threads}, but this GPU runs at most {max}"));
+        for (kernel, threads) in kernels {
+            let max = self.gpu.max_threads(kernel)?;
+            if threads > max {
+                return refuse(format!("{kernel} needs threadgroups of {threads}, but this GPU runs at most {max}"));
+            }
         }
         Ok(())
     }
