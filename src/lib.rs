@@ -2,9 +2,14 @@
 //!
 //! # Layout
 //!
-//! Imports run one way: `http -> engine -> model -> checkpoint -> {ops, experts} -> device ->
-//! platform`. `tests/house.rs` fails on any other import. `docs/architecture.md` explains each module, the life of a
-//! request and the vocabulary.
+//! Imports run one way:
+//!
+//! ```text
+//! http -> engine -> model -> checkpoint -> {ops, experts} -> device -> platform
+//! ```
+//!
+//! `tests/house.rs` fails on any other import. `docs/architecture.md` explains each module, the life of a request and
+//! the vocabulary.
 //!
 //! * [`http`]: the OpenAI and Anthropic APIs, server-sent events, limits. Does not use tensors.
 //! * [`chat`]: messages to tokens, tokens to text, schemas to token masks. Pure functions and small state machines.
@@ -21,11 +26,11 @@
 //! * [`cli`] declares flags, [`command`] has one file per subcommand, [`tools`] has bench, doctor, info and synth.
 //!   [`demo`] is the model inside the binary.
 //!
-//! A request becomes `ChatRequest -> GenerationRequest -> prompt -> token ids -> engine::Request -> Event -> delta ->
-//! SSE frame`.
-
-// Most lengths are those of files, slabs and slots. No code asks whether these are empty.
-#![allow(clippy::len_without_is_empty)]
+//! A request becomes:
+//!
+//! ```text
+//! ChatRequest -> GenerationRequest -> prompt -> token ids -> engine::Request -> Event -> delta -> SSE frame
+//! ```
 
 pub mod chat;
 pub mod checkpoint;

@@ -6,12 +6,14 @@
 /// Weight of the last pass in the share of a layer.
 const STEP: f32 = 1.0 / 8.0;
 
-/// Minimum probability that all earlier layers hit, so that submitting a further layer saves time: without and with
-/// prefetching. The minimum is higher with prefetching, because layers that run ahead do not prefetch. Measured on an
-/// H100 (`benches/results/look_ahead.csv`).
-const MIN_CHANCE: [f32; 2] = [0.5, 0.7];
+/// Minimum probability that all earlier layers hit, so that submitting a further layer saves time. Measured on an H100
+/// (`benches/results/look_ahead.csv`).
+const MIN_CHANCE: f32 = 0.5;
 
-/// The share of recent passes in which all experts of a layer were in memory, for each layer.
+/// The same with prefetching. Higher, because layers that run ahead do not prefetch. Not measured.
+const MIN_CHANCE_PREFETCHING: f32 = 0.7;
+
+/// The share of recent passes in which launches could read all experts of a layer at once, for each layer.
 pub struct LookAhead {
     shares: Vec<f32>,
 }
@@ -21,7 +23,7 @@ impl LookAhead {
         Self { shares: vec![0.0; layers] }
     }
 
-    /// Records whether all experts that a pass selected in `layer` were in memory.
+    /// Records whether launches could read all experts that a pass selected in `layer`.
     pub fn record(&mut self, layer: usize, all_hit: bool) {
         if let Some(share) = self.shares.get_mut(layer) {
             *share += STEP * (f32::from(u8::from(all_hit)) - *share);
@@ -31,10 +33,11 @@ impl LookAhead {
     /// Number of layers to submit from layer `first` on: at least one, and at most the layers that are left.
     pub fn layers(&self, first: usize, prefetches: bool) -> usize {
         let earlier = self.shares.get(first..self.shares.len().saturating_sub(1)).unwrap_or_default();
+        let min_chance = if prefetches { MIN_CHANCE_PREFETCHING } else { MIN_CHANCE };
         let mut chance = 1.0;
         let is_likely = |share: &&f32| {
             chance *= **share;
-            chance >= MIN_CHANCE[usize::from(prefetches)]
+            chance >= min_chance
         };
         1 + earlier.iter().take_while(is_likely).count()
     }

@@ -83,17 +83,18 @@ fn with_fingerprint(cache: &Path, fingerprint: &str) -> Vec<PathBuf> {
 pub fn open(dir: &Path, map: &ExpertMap, files: &[PathBuf]) -> Result<Pack, StoreError> {
     let (manifest, text) = PackManifest::read(dir)?;
     manifest.check(dir, &fingerprint(files)?, map)?;
-    // The files are opened before hashing, so that later reads use the same files that were hashed.
+    // Later reads use the files that are opened here. The identity is theirs only if it did not change meanwhile.
+    let before = settled_identity(files)?;
     let checkpoint = ShardFiles::open(files, Access::Buffered)?;
-    let now = settled_identity(files)?;
-    if !now.as_ref().is_some_and(|now| *now == manifest.identity || is_remembered(now, &text)) {
+    let identity = unchanged_identity(before, files);
+    if !identity.as_ref().is_some_and(|found| *found == manifest.identity || is_remembered(found, &text)) {
         tracing::info!(
             dir = %dir.display(),
             bytes = map.bytes(),
             "hashing the checkpoint's experts once to check that this pack was made from them"
         );
         compare(dir, &manifest, map, &checkpoint)?;
-        remember_comparison(now, files, &text);
+        remember_comparison(identity, files, &text);
     }
     let records = Arc::new(PackRecords::new(manifest.records(map), checkpoint));
     let files = manifest.layers.iter().filter_map(|layer| layer.path(dir)).collect();

@@ -66,12 +66,11 @@ impl OllamaCommon {
 
     fn common_fields(&self) -> Result<CommonFields, ApiError> {
         let mut options = self.options.clone().unwrap_or_default();
-        fields::check(&options, fields::OLLAMA_OPTIONS).map_err(|error| error.within("options"))?;
+        fields::keep_known(&mut options, fields::OLLAMA_OPTIONS).map_err(|error| error.within("options"))?;
         let wrong = |error| ApiError::wrong_value("options", format!("has a wrong value: {error}."));
         let limit: Option<i64> =
             serde_json::from_value(options.remove("num_predict").unwrap_or_default()).map_err(wrong)?;
         // The other options have the same names in chat completions.
-        options.retain(|name, _| fields::find(name, fields::OLLAMA_OPTIONS).is_some());
         let options: CommonFields = serde_json::from_value(options.into()).map_err(wrong)?;
         Ok(CommonFields {
             model: Some(self.model.clone()),

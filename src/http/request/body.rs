@@ -74,7 +74,7 @@ where
     parsed(state, body, parse).await
 }
 
-/// Like [`json`]. Also checks the field names with [`fields::check`].
+/// Like [`json`]. Also checks the field names with [`fields::keep_known`].
 pub async fn known<T>(state: &ServerState, body: Body, known: FieldTable) -> Result<(T, MemoryPermit), ApiError>
 where
     T: DeserializeOwned + Send + 'static,
@@ -117,8 +117,7 @@ where
 fn checked(bytes: &[u8], known: FieldTable) -> Result<Value, ApiError> {
     let mut object = object(bytes)?;
     if let Value::Object(fields) = &mut object {
-        fields::check(fields, known)?;
-        fields.retain(|name, _| fields::find(name, known).is_some());
+        fields::keep_known(fields, known)?;
     }
     Ok(object)
 }

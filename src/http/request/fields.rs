@@ -359,12 +359,12 @@ const FOREIGN_NAMES: &[(&str, &[&str])] = &[
 ];
 
 /// The field with this name.
-pub fn find(name: &str, known: FieldTable) -> Option<&'static Field> {
+fn find(name: &str, known: FieldTable) -> Option<&'static Field> {
     known.iter().copied().flatten().find(|field| field.name == name)
 }
 
-/// Checks the names of a request's fields. A field that is `null` counts as absent.
-pub fn check(fields: &Map<String, Value>, known: FieldTable) -> Result<(), ApiError> {
+/// Checks the names of a request's fields and drops unknown fields. A field that is `null` counts as absent.
+pub fn keep_known(fields: &mut Map<String, Value>, known: FieldTable) -> Result<(), ApiError> {
     let mut unknown = Vec::new();
     for (name, value) in fields.iter().filter(|(_, value)| !value.is_null()) {
         match find(name, known) {
@@ -395,6 +395,7 @@ pub fn check(fields: &Map<String, Value>, known: FieldTable) -> Result<(), ApiEr
         let names = unknown.iter().take(LOGGED_NAMES).map(|name| name.chars().take(LOGGED_CHARS).collect::<String>());
         tracing::info!(count = unknown.len(), fields = ?names.collect::<Vec<_>>(), "ignoring unknown fields");
     }
+    fields.retain(|name, _| find(name, known).is_some());
     Ok(())
 }
 
@@ -462,7 +463,7 @@ of these tables is ignored and logged, unless its name is one or two letters awa
 ";
 
     fn refusal(fields: Value, known: FieldTable) -> Option<Value> {
-        let error = check(fields.as_object().unwrap(), known).err()?;
+        let error = keep_known(&mut fields.as_object().unwrap().clone(), known).err()?;
         Some(error.body()["error"].clone())
     }
 

@@ -23,7 +23,7 @@ use crate::{
     metrics::Metrics,
     model::{
         config::{self, Config},
-        drafts::{dflash::norm, hidden_taps::TapBuffers},
+        drafts::{hidden_taps::TapBuffers, norm},
         forward::{
             buffers::{Buffers, Scratch},
             forward_layers,

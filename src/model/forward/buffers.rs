@@ -97,20 +97,21 @@ pub struct RouteBuffers {
     pub scores: Region,
 }
 
-/// Number of words of each buffer of [`RouteBuffers`] in `Buffers::routes`.
-fn route_words(rows: usize, k: usize, width: usize) -> [usize; 4] {
-    [k, k, k + 1, width].map(|words| (rows * words).next_multiple_of(ALIGN_WORDS))
+/// The words of each buffer of [`RouteBuffers`] in one layer's part of `Buffers::routes`, and the length of that part.
+fn route_layout(rows: usize, k: usize, width: usize) -> ([Range<usize>; 4], usize) {
+    let mut end = 0;
+    let ranges = [k, k, k + 1, width].map(|words| {
+        let start = end;
+        end = (start + rows * words).next_multiple_of(ALIGN_WORDS);
+        start..start + rows * words
+    });
+    (ranges, end)
 }
 
 /// The buffers of [`RouteBuffers`] in a copy of `Buffers::routes` that starts `index` layers before.
 pub fn split_route<'r>(routes: &'r [u32], index: usize, rows: usize, weights: &MoeWeights) -> [&'r [u32]; 4] {
-    let (k, width) = (weights.k, weights.width());
-    let words = route_words(rows, k, width);
-    let first = index * words.iter().sum::<usize>();
-    [0, 1, 2, 3].map(|part| {
-        let start = first + words[..part].iter().sum::<usize>();
-        &routes[start..][..rows * [k, k, k + 1, width][part]]
-    })
+    let (ranges, length) = route_layout(rows, weights.k, weights.width());
+    ranges.map(|words| &routes[index * length..][words])
 }
 
 /// [`StreamBuffers`] for up to a block of rows.
@@ -239,7 +240,7 @@ impl Buffers {
             expert_slots: take(rows * k)?,
             per_assignment: take(few * k * (k + 2))?,
             slot_tables: take(config.layers * experts)?,
-            routes: take(config.layers * route_words(routes, k, scores).iter().sum::<usize>())?,
+            routes: take(config.layers * route_layout(routes, k, scores).1)?,
             gate: take(1)?,
             half: HalfBuffers { x: take(rows * half.0)?, act: take(rows * half.1)? },
             logits: take(rows.min(LOGIT_ROWS) * config.vocab)?,
@@ -253,16 +254,16 @@ impl Buffers {
 
     /// The output of the router of `layer` for this many rows.
     pub fn route(&self, layer: usize, rows: usize, weights: &MoeWeights) -> RouteBuffers {
-        let words = route_words(rows, weights.k, weights.width());
+        let (ranges, _) = route_layout(rows, weights.k, weights.width());
         let all = self.routes(layer..layer + 1, rows, weights);
-        let part = |index: usize| all.part(words[..index].iter().sum::<usize>() * 4, words[index] * 4);
-        RouteBuffers { ids: part(0), slots: part(1), weights: part(2), scores: part(3) }
+        let [ids, slots, weights, scores] = ranges.map(|words| all.part(words.start * 4, words.len() * 4));
+        RouteBuffers { ids, slots, weights, scores }
     }
 
     /// The outputs of the routers of `layers`, one after the other.
     pub fn routes(&self, layers: Range<usize>, rows: usize, weights: &MoeWeights) -> Region {
-        let words = route_words(rows, weights.k, weights.width()).iter().sum();
-        self.routes.rows(layers.start, layers.len(), words)
+        let (_, length) = route_layout(rows, weights.k, weights.width());
+        self.routes.rows(layers.start, layers.len(), length)
     }
 
     /// The mixer's output for this many rows.

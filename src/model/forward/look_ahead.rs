@@ -29,6 +29,8 @@ use std::ops::Range;
 /// Forgets the layers of an earlier pass that failed.
 pub fn begin(pass: &mut Pass<'_>) {
     pass.scratch.ahead.layers = 0..0;
+    // A panic may have left it.
+    pass.backend.set_gate(None);
 }
 
 /// Number of layers from `index` on that can be computed with one wait. 1 means that layer `index` runs alone.
@@ -63,7 +65,7 @@ pub fn run(
     if std::mem::replace(&mut pass.scratch.ahead.is_gate_closed, true) {
         pass.backend.write_words(b.gate, &[0])?;
     }
-    let before: Vec<Vec<LayerState>> = states.iter().map(|state| state.to_vec()).collect();
+    let before: Vec<Vec<LayerState>> = states.iter().map(|state| state[layers.clone()].to_vec()).collect();
     pass.scratch.ahead.launches.clear();
     pass.is_ahead = true;
     pass.backend.set_gate(Some(b.gate));
@@ -97,7 +99,7 @@ pub fn run(
     ahead.layers.end = missed;
     count(net, pass, hooks)?;
     for (state, before) in states.iter_mut().zip(&before) {
-        state[missed + 1..layers.end].copy_from_slice(&before[missed + 1..layers.end]);
+        state[missed + 1..layers.end].copy_from_slice(&before[missed + 1 - layers.start..]);
     }
     let weights = moe_weights(net, missed)?;
     let combine = moe::combine(weights, b.route(missed, rows, weights), pass.slots, rows, b);

@@ -3,7 +3,7 @@
 //! Only accepted tokens are added to the context. The keys and values of a block are dropped after the block.
 
 use super::config::{AttentionWindow, DflashConfig};
-use crate::{ops::wide, platform::Threads};
+use crate::{model::drafts::norm, ops::wide, platform::Threads};
 use std::ops::Range;
 
 /// Number of prompt positions that are added to the context at a time.
@@ -165,14 +165,6 @@ fn softmax(scores: &mut [f32], group: usize) {
             sum += *score;
         }
         scores.iter_mut().skip(query).step_by(group).for_each(|score| *score /= sum);
-    }
-}
-
-/// `x / sqrt(mean(x^2) + eps) * weight`, row by row. The weight is used as stored.
-pub fn norm(x: &mut [f32], weight: &[f32], eps: f32) {
-    for row in x.chunks_exact_mut(weight.len()) {
-        let scale = (row.iter().map(|x| x * x).sum::<f32>() / row.len() as f32 + eps).sqrt().recip();
-        row.iter_mut().zip(weight).for_each(|(x, weight)| *x *= scale * weight);
     }
 }
 

@@ -21,14 +21,13 @@ pub mod config;
 mod dflash2;
 mod weights;
 
-pub use attention::norm;
 pub use config::{DflashConfig, is_dflash};
 
 use crate::{
     checkpoint::{Checkpoint, TrunkLoader, index::Index},
     device::{CpuDevice, Region},
     error::ModelError,
-    model::{config::json, placement::adopt_weights},
+    model::{config::json, drafts::norm, placement::adopt_weights},
     ops::{Backend, Cpu, Embedding, Linear, Weight},
     plan::DraftFootprint,
 };
@@ -105,6 +104,7 @@ impl DflashModel {
     }
 
     /// The position after the context, at which the next block starts.
+    #[allow(clippy::len_without_is_empty)] // No code asks whether the context is empty.
     pub fn len(&self) -> usize {
         self.len
     }
