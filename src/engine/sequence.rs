@@ -115,7 +115,7 @@ impl<S: SequenceState> Sequence<S> {
         drafted: &[u32],
     ) -> Result<Logits, ModelError> {
         let rows: Vec<u32> = [&[id], drafted].concat();
-        let logits = model.verify(&mut self.state, &rows)?;
+        let logits = model.forward_with(&mut self.state, &rows, Rows::Verify, &mut PassHooks::default())?;
         self.tokens.push(id);
         self.unconfirmed = drafted.len();
         Ok(logits)
@@ -193,7 +193,7 @@ mod tests {
     }
 
     fn append(sequence: &mut Sequence<<MockModel as Model>::State>, mock: &mut MockModel, ids: &[u32]) -> Vec<f32> {
-        sequence.extend(mock, ids, Rows::Last, &mut PassHooks::default()).unwrap().data
+        sequence.extend(mock, ids, Rows::Last, &mut PassHooks::default()).unwrap().data.to_vec()
     }
 
     #[test]

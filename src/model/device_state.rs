@@ -32,8 +32,8 @@ pub struct DeviceState {
     pub scratch: Scratch,
     pub taps: TapBuffers,
     pub mtp: Option<MtpDeviceState>,
-    /// Memory for the logits of the next pass, from [`Model::recycle`](super::Model::recycle).
-    pub spare_logits: Vec<f32>,
+    /// The logits of the last pass. The next pass reuses their memory if nothing else uses it.
+    pub last_logits: Arc<Vec<f32>>,
 }
 
 impl DeviceState {
@@ -97,7 +97,7 @@ impl DeviceState {
             scratch: Scratch::default(),
             taps: TapBuffers::default(),
             mtp,
-            spare_logits: Vec::new(),
+            last_logits: Arc::default(),
         })
     }
 

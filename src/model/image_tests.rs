@@ -60,7 +60,7 @@ fn images_match_transformers_in_any_chunks() {
             let (mut state, mut logits) = (model.start().unwrap(), Vec::new());
             for ids in ids.chunks(chunk) {
                 let mut hooks = PassHooks { images: &images, ..PassHooks::default() };
-                logits = model.forward_with(&mut state, ids, Rows::Last, &mut hooks).unwrap().data;
+                logits = model.forward_with(&mut state, ids, Rows::Last, &mut hooks).unwrap().data.to_vec();
             }
             assert_eq!((state.len, state.next), (74, 66));
             let prompt = &expected[&format!("{tag}.prompt_logits")];

@@ -2,11 +2,13 @@
 
 pub use crate::ops::logits::{exp_sum, finite, sum_from, to_weights};
 
-/// Logits, row after row: `[rows, vocab]`.
+use std::sync::Arc;
+
+/// Logits, row after row: `[rows, vocab]`. A model may reuse the memory after the last clone was dropped.
 #[derive(Debug, Clone, Default)]
 pub struct Logits {
     pub vocab: usize,
-    pub data: Vec<f32>,
+    pub data: Arc<Vec<f32>>,
 }
 
 impl Logits {

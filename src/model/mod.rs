@@ -70,6 +70,10 @@ pub enum Rows {
     None,
     Last,
     All,
+    /// The logits after each token, with the same bytes as those of one token at a time. Until the next call with the
+    /// same state, [`SequenceState::reject`] can undo all tokens except the first. Only for a few tokens, without
+    /// images and callbacks.
+    Verify,
 }
 
 /// The experts that the router of a layer chose for each token, most likely first, and their weights.
@@ -196,23 +200,7 @@ pub trait Model: HiddenStates + Send + 'static {
     ///
     /// # Errors
     /// After any error, all states are unusable.
-    fn forward_each(&mut self, rows: &mut [(&mut Self::State, u32)]) -> Result<Logits, ModelError> {
-        let mut all = Logits::default();
-        for (state, id) in rows {
-            let logits = self.forward_with(state, &[*id], Rows::Last, &mut PassHooks::default())?;
-            all.vocab = logits.vocab;
-            all.data.extend(logits.data);
-        }
-        Ok(all)
-    }
-
-    /// Appends a few tokens and returns the logits after each token. The logits have the same bytes as those of one
-    /// token at a time. Until the next call with `state`, [`SequenceState::reject`] can undo all tokens except the
-    /// first.
-    fn verify(&mut self, state: &mut Self::State, ids: &[u32]) -> Result<Logits, ModelError>;
-
-    /// Takes back the logits of an earlier pass, so that a later pass can reuse their memory.
-    fn recycle(&mut self, _logits: Logits) {}
+    fn forward_each(&mut self, rows: &mut [(&mut Self::State, u32)]) -> Result<Logits, ModelError>;
 
     /// Takes a snapshot of the whole sequence.
     fn snapshot(&self, state: &mut Self::State) -> Result<Snapshot, ModelError>;

@@ -7,12 +7,14 @@ use super::{
     drafts::{hidden_taps::TapBuffers, mtp::MtpPrediction},
     forward::{
         self,
+        buffers::Buffers,
         pass::{Chunk, ImageRows, LayerHooks, Pass, SequenceRow, SnapshotMarks},
     },
     load::Qwen,
     model_parts::ModelParts,
     ngram_table::NgramInput,
     positions::RowPositions,
+    shared_backend::SharedBackend,
     state::{
         kv_pages::PagePool,
         rollback::{Commit, MAX_VERIFY_ROWS},
@@ -22,7 +24,7 @@ use super::{
     weights::Mixer,
 };
 use crate::{
-    device::CpuDevice,
+    device::{CpuDevice, DeviceError, Timeline},
     error::ModelError,
     experts::{ExpertStore, PassKind},
     ops::{Backend, Embedding, KvBits, Linear, ModelPart},
@@ -61,24 +63,16 @@ impl Model for Qwen {
         rows: Rows,
         hooks: &mut PassHooks<'_>,
     ) -> Result<Logits, ModelError> {
-        self.forward_chunks(state, ids, rows, hooks)
+        match rows {
+            Rows::Verify => self.verify_after(0, state, ids),
+            _ => self.forward_chunks(state, ids, rows, hooks),
+        }
     }
 
     fn forward_each(&mut self, rows: &mut [(&mut QwenState, u32)]) -> Result<Logits, ModelError> {
         match rows {
             [(state, id)] => self.forward(state, &[*id], Rows::Last),
             several => self.forward_sequences(several),
-        }
-    }
-
-    fn verify(&mut self, state: &mut QwenState, ids: &[u32]) -> Result<Logits, ModelError> {
-        self.verify_after(0, state, ids)
-    }
-
-    fn recycle(&mut self, logits: Logits) {
-        let spare = &mut self.device.get_mut().spare_logits;
-        if logits.rows() <= MAX_VERIFY_ROWS && logits.data.capacity() > spare.capacity() {
-            *spare = logits.data;
         }
     }
 
@@ -213,6 +207,11 @@ impl Qwen {
         self.forward_chunks(state, ids, rows, &mut hooks)
     }
 
+    /// [`Model::forward_with`] with [`Rows::Verify`].
+    pub fn verify(&mut self, state: &mut QwenState, ids: &[u32]) -> Result<Logits, ModelError> {
+        self.verify_after(0, state, ids)
+    }
+
     /// Adds more rows to the verify of the last call. [`SequenceState::reject`](super::SequenceState::reject) then
     /// applies to the rows of both calls.
     pub fn verify_on(&self, state: &mut QwenState, ids: &[u32]) -> Result<Logits, ModelError> {
@@ -243,30 +242,46 @@ impl Qwen {
     /// last pass.
     pub fn embedding(&self, ids: &[u32]) -> Result<Vec<f32>, ModelError> {
         self.check_ids(0, ids)?;
-        let hidden = self.parts.config.hidden;
-        let DeviceState { backend, buffers: b, .. } = &mut *self.device.borrow_mut();
-        check_draft_rows(ids.len(), b.rows)?;
-        backend.write_words(b.ids, ids)?;
-        let table = &self.parts.net.embed;
-        backend.execute(&Embedding { table, tokens: ids.len(), ids: b.ids, into: b.h }.into())?;
-        let mut rows = vec![0.0; ids.len() * hidden];
-        backend.read_floats(b.h, &mut rows)?;
+        let mut rows = vec![0.0; ids.len() * self.parts.config.hidden];
+        self.compute_for_draft(ids.len(), |backend, b| {
+            backend.write_words(b.ids, ids)?;
+            let table = &self.parts.net.embed;
+            backend.execute(&Embedding { table, tokens: ids.len(), ids: b.ids, into: b.h }.into())?;
+            backend.read_floats(b.h, &mut rows)
+        })?;
         Ok(rows)
     }
 
-    /// Returns the output head's logits of a few normalised rows `[rows, hidden]`, for a draft model. Overwrites the
-    /// hidden rows of the last pass.
-    pub fn head_logits(&self, rows: &[f32]) -> Result<Logits, ModelError> {
+    /// Returns the output head's logits `[rows, vocab]` of a few normalised rows `[rows, hidden]`, for a draft model.
+    /// Overwrites the hidden rows of the last pass.
+    pub fn head_logits(&self, rows: &[f32]) -> Result<Vec<f32>, ModelError> {
         let (hidden, vocab) = (self.parts.config.hidden, self.parts.config.vocab);
         let tokens = rows.len() / hidden;
-        let DeviceState { backend, buffers: b, .. } = &mut *self.device.borrow_mut();
-        check_draft_rows(tokens, b.rows)?;
-        backend.write(b.normed.floats(rows.len()), bytemuck::cast_slice(rows))?;
-        let matrices = std::slice::from_ref(self.parts.net.head());
-        backend.execute(&Linear { x: b.normed, tokens, norm: None, matrices, y: b.logits, add: false }.into())?;
-        let mut data = vec![0.0; tokens * vocab];
-        backend.read_floats(b.logits, &mut data)?;
-        Ok(Logits { vocab, data })
+        let mut logits = vec![0.0; tokens * vocab];
+        self.compute_for_draft(tokens, |backend, b| {
+            backend.write(b.normed.floats(rows.len()), bytemuck::cast_slice(rows))?;
+            let matrices = std::slice::from_ref(self.parts.net.head());
+            backend.execute(&Linear { x: b.normed, tokens, norm: None, matrices, y: b.logits, add: false }.into())?;
+            backend.read_floats(b.logits, &mut logits)
+        })?;
+        Ok(logits)
+    }
+
+    /// Computes `rows` rows for a draft model. A failure of the device ends here, so that the next pass can succeed.
+    fn compute_for_draft(
+        &self,
+        rows: usize,
+        run: impl FnOnce(&mut SharedBackend, &Buffers) -> Result<(), DeviceError>,
+    ) -> Result<(), ModelError> {
+        let DeviceState { backend, buffers, .. } = &mut *self.device.borrow_mut();
+        check_draft_rows(rows, buffers.rows)?;
+        let done = run(backend, buffers);
+        if done.is_err() {
+            let all = backend.sync_point();
+            // Reports the same failure.
+            let _ = backend.wait_for(all);
+        }
+        Ok(done?)
     }
 
     /// Capacity of the MTP head's cache in positions. `None` without an MTP head.
@@ -307,21 +322,17 @@ impl Qwen {
         self.check_ids(state.len, ids)?;
         state.verified = 0;
         let device = &mut *self.device.borrow_mut();
-        let rows_of_logits = match rows {
+        let wanted = match rows {
             Rows::None => 0,
             Rows::Last => ids.len().min(1),
-            Rows::All => ids.len(),
+            Rows::All | Rows::Verify => ids.len(),
         };
-        let mut logits = self.new_logits(device, rows_of_logits);
-        let (mut marks, mut rest, mut unfilled) = (hooks.snapshot_at, ids.len(), &mut logits.data[..]);
+        let mut logits = self.new_logits(device, wanted);
+        let (mut marks, mut rest, mut unfilled) = (hooks.snapshot_at, ids.len(), &mut logits[..]);
         for ids_here in ids.chunks(device.buffers.rows) {
             let (tokens, start) = (ids_here.len(), state.len);
             rest -= tokens;
-            let wanted = match rows {
-                Rows::All => 0..tokens,
-                Rows::Last if rest == 0 => tokens - 1..tokens,
-                _ => 0..0,
-            };
+            let wanted_here = wanted.saturating_sub(rest).min(tokens);
             let here: Vec<usize> = marks.iter().map(|mark| mark - start).take_while(|mark| *mark <= tokens).collect();
             marks = &marks[here.len()..];
             let positions = RowPositions::new(state.next, start, hooks.images);
@@ -333,7 +344,7 @@ impl Qwen {
                 start,
                 positions,
                 image_rows: &image_rows,
-                logits: wanted,
+                logits: tokens - wanted_here..tokens,
                 kind: if tokens == 1 { PassKind::Decode } else { PassKind::Prefill },
                 half: ids.len() > 1 && device.limits.uses_half_precision,
                 commit: Commit::Now,
@@ -350,7 +361,7 @@ impl Qwen {
             state.len += tokens;
             state.next = positions.next_after(tokens);
         }
-        Ok(logits)
+        Ok(self.keep_logits(device, logits))
     }
 
     /// The rows of `images` for these tokens of a sequence.
@@ -415,12 +426,12 @@ impl Qwen {
         };
         let mut logits = self.new_logits(device, count);
         let mut states: Vec<&mut QwenState> = rows.iter_mut().map(|(state, _)| &mut **state).collect();
-        self.run_pass(device, &mut states, chunk, (None, None, SnapshotMarks::default()), &mut logits.data)?;
+        self.run_pass(device, &mut states, chunk, (None, None, SnapshotMarks::default()), &mut logits)?;
         for state in states {
             state.len += 1;
             state.next += 1;
         }
-        Ok(logits)
+        Ok(self.keep_logits(device, logits))
     }
 
     /// The kind of a pass that decodes a few rows. If there are enough slots for the experts of all rows, each expert
@@ -458,19 +469,28 @@ impl Qwen {
         let mut logits = self.new_logits(device, rows);
         // If the verify fails, its rows cannot be rejected.
         state.verified = 0;
-        self.run_pass(device, &mut [state], chunk, (None, None, SnapshotMarks::default()), &mut logits.data)?;
+        self.run_pass(device, &mut [state], chunk, (None, None, SnapshotMarks::default()), &mut logits)?;
         state.verified = before + rows;
         state.len += rows;
         state.next += rows;
-        Ok(logits)
+        Ok(self.keep_logits(device, logits))
     }
 
-    /// Logits of `rows` rows, for a pass to fill. Reuses the memory of recycled logits.
-    fn new_logits(&self, device: &mut DeviceState, rows: usize) -> Logits {
-        let vocab = self.parts.config.vocab;
-        let mut data = if rows > 0 { std::mem::take(&mut device.spare_logits) } else { Vec::new() };
-        data.resize(rows * vocab, 0.0);
-        Logits { vocab, data }
+    /// Memory for the logits of `rows` rows, for a pass to fill.
+    fn new_logits(&self, device: &mut DeviceState, rows: usize) -> Vec<f32> {
+        let last = if rows > 0 { std::mem::take(&mut device.last_logits) } else { Arc::default() };
+        let mut data = Arc::into_inner(last).unwrap_or_default();
+        data.resize(rows * self.parts.config.vocab, 0.0);
+        data
+    }
+
+    /// The logits that a pass has filled. Keeps the memory of a few rows for the next pass.
+    fn keep_logits(&self, device: &mut DeviceState, data: Vec<f32>) -> Logits {
+        let logits = Logits { vocab: self.parts.config.vocab, data: data.into() };
+        if (1..=MAX_VERIFY_ROWS).contains(&logits.rows()) {
+            device.last_logits = logits.data.clone();
+        }
+        logits
     }
 
     /// Runs one pass. Fills `logits` with the rows that the chunk asks for. Returns the snapshot marks with the

@@ -86,7 +86,7 @@ pub fn tensors(path: &Path) -> HashMap<String, Vec<f32>> {
 /// order.
 pub fn prefill(model: &Qwen, ids: &[u32], chunk: usize) -> (Logits, QwenState, Vec<RouterChoice>) {
     let mut state = model.start().unwrap();
-    let mut logits = Logits { vocab: model.info().vocab, data: Vec::new() };
+    let mut logits = Vec::new();
     let mut routes: Vec<RouterChoice> = vec![RouterChoice::default(); model.config().layers];
     for ids in ids.chunks(chunk) {
         let part = model
@@ -96,9 +96,9 @@ pub fn prefill(model: &Qwen, ids: &[u32], chunk: usize) -> (Logits, QwenState, V
                 routes[layer].weights.extend(&part.weights);
             })
             .unwrap();
-        logits.data.extend(part.data);
+        logits.extend_from_slice(&part.data);
     }
-    (logits, state, routes)
+    (Logits { vocab: model.info().vocab, data: logits.into() }, state, routes)
 }
 
 /// Runs one pass that takes a snapshot at each of the positions `at`.
@@ -120,7 +120,7 @@ pub fn decode(model: &mut Qwen, state: &mut QwenState, last: &[f32], count: usiz
     for _ in 0..count {
         ids.push(argmax(&row));
         let next = model.forward(state, &[ids[ids.len() - 1]], Rows::Last).unwrap();
-        rows.extend(std::mem::replace(&mut row, next.data));
+        rows.extend(std::mem::replace(&mut row, next.data.to_vec()));
     }
     (ids, rows)
 }

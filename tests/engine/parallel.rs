@@ -232,15 +232,13 @@ fn verified_draft_needs_no_row() {
 }
 
 #[test]
-fn logits_are_recycled() {
-    let recycled = |mock: &MockModel| mock.recycled.load(Ordering::Relaxed);
+fn logits_are_dropped_before_the_next_pass() {
     for (count, batch) in [(1, 1), (2, 2), (4, 4)] {
         let mock = MockModel { delay: MS, batch, ..MockModel::default() };
         let (handle, ..) = engine(&mock, parallel(count));
         let all: Vec<_> = (0..count as u32).map(|id| handle.submit(request(&[9, 20 + id, 8], 3)).unwrap()).collect();
         all.into_iter().for_each(|events| assert_eq!(collect(events).0.len(), 3));
-        // An answer drops its last row, which is recycled only if the row's pass had other rows that were not dropped.
-        assert!((2 * count..3 * count).contains(&recycled(&mock)), "{count}: {}", recycled(&mock));
+        assert_eq!(mock.used_logits.load(Ordering::Relaxed), 0, "{count}");
         assert_eq!(mock.rows.load(Ordering::Relaxed), 3 * count);
     }
 }

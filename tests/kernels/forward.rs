@@ -67,7 +67,7 @@ pub fn answer(model: &mut Qwen, prompt: &[u32], chunks: &[usize], count: usize) 
     for chunk in chunks.iter().copied().chain(std::iter::once(usize::MAX)) {
         let (now, later) = rest.split_at(chunk.min(rest.len()));
         if !now.is_empty() {
-            row = model.forward(&mut state, now, Rows::Last).unwrap().data;
+            row = model.forward(&mut state, now, Rows::Last).unwrap().data.to_vec();
         }
         rest = later;
     }
@@ -76,7 +76,7 @@ pub fn answer(model: &mut Qwen, prompt: &[u32], chunks: &[usize], count: usize) 
         let id = argmax(&row);
         ids.push(id);
         rows.push(row);
-        row = model.forward(&mut state, &[id], Rows::Last).unwrap().data;
+        row = model.forward(&mut state, &[id], Rows::Last).unwrap().data.to_vec();
     }
     (ids, rows)
 }
@@ -142,12 +142,12 @@ fn sequence_continues_from_snapshot() {
     let mut state = gpu.start().unwrap();
     let marks = [5, case.prompt_ids.len() - 3];
     let (row, taken) = common::forward_with_snapshots(&mut gpu, &mut state, &case.prompt_ids, Rows::Last, &marks);
-    assert_eq!(row.data, rows[0]);
+    assert_eq!(*row.data, rows[0]);
     let mut into = Some(state);
     for snapshot in taken {
         let mut state = gpu.restore(&snapshot, into.take()).unwrap();
         let row = gpu.forward(&mut state, &case.prompt_ids[snapshot.len..], Rows::Last).unwrap();
-        assert_eq!((argmax(&row.data), row.data), (expected[0], rows[0].clone()), "from {}", snapshot.len);
+        assert_eq!((argmax(&row.data), &*row.data), (expected[0], &rows[0]), "from {}", snapshot.len);
     }
 }
 

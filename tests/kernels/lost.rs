@@ -65,6 +65,18 @@ fn cpu_takes_over_from_lost_device() {
     }
 }
 
+#[test]
+fn failed_draft_does_not_fail_the_next_pass() {
+    let expected = answer(&mut on_double(on_cpu(false)).0).unwrap();
+    let (mut model, _) = model_with_fault(false, 0, Fault::Fails);
+    let hidden = model.config().hidden;
+    assert!(model.head_logits(&vec![0.0; hidden]).is_err());
+    assert!(answer(&mut model).unwrap() == expected);
+    let (mut model, _) = model_with_fault(false, 0, Fault::Fails);
+    assert!(model.embedding(&[3]).is_err());
+    assert!(answer(&mut model).unwrap() == expected);
+}
+
 /// Checks that a sequence continues from a snapshot after the model was moved, because the pages keep their KV format.
 fn check_continues_from_snapshot(model: &mut Qwen) {
     let (mut state, pool) = (model.start().unwrap(), model.info().pages.unwrap());

@@ -67,7 +67,7 @@ fn mix(model: &mut Qwen, seed: u64) {
         let chosen = alone.iter_mut().zip(&ids).filter_map(|(state, id)| Some((state, (*id)?)));
         for (row, (state, id)) in chosen.enumerate() {
             let expected = model.forward(state, &[id], Rows::Last).unwrap();
-            assert!(found.row(row) == expected.data, "mix {seed}, step {step}: row {row} of {ids:?}");
+            assert!(found.row(row) == *expected.data, "mix {seed}, step {step}: row {row} of {ids:?}");
         }
     }
     for (mut together, mut alone) in together.into_iter().zip(alone) {

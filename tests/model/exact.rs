@@ -5,7 +5,7 @@ use crate::common::{decode, load_with, narrow, prefill};
 use moestro::{
     error::ModelError,
     experts::{Prefetch, ReadMode, ShardFiles},
-    model::{LoadOptions, Logits, Model, PassHooks, Qwen, Rows, StoreOptions},
+    model::{LoadOptions, Model, PassHooks, Qwen, Rows, StoreOptions},
     platform::Access,
     tools::synth,
 };
@@ -131,25 +131,31 @@ fn aborted_pass_leaves_no_trace() {
 }
 
 #[test]
-fn recycled_logits_are_overwritten() {
+fn memory_of_dropped_logits_is_overwritten() {
     let mut model = load_with(Path::new(DEMO), LoadOptions { threads: Some(1), ..LoadOptions::default() });
     let prompt: Vec<u32> = (1..40).collect();
     let logits = |model: &mut Qwen, rows| {
         let mut state = model.start().unwrap();
         model.forward_with(&mut state, &prompt, rows, &mut PassHooks::default()).unwrap()
     };
-    let expected = logits(&mut model, Rows::Last);
-    for rows in [1, 7] {
-        let used = Logits { vocab: expected.vocab, data: vec![f32::NAN; rows * expected.vocab] };
+    let logits_of_one = |model: &mut Qwen, token| {
+        let mut state = model.start().unwrap();
+        model.forward(&mut state, &[token], Rows::Last).unwrap()
+    };
+    let expected = logits(&mut model, Rows::Last).data.to_vec();
+    for token in [7, 8] {
+        let used = logits_of_one(&mut model, token);
         let memory = used.data.as_ptr();
-        model.recycle(used);
+        assert_ne!(logits(&mut model, Rows::Last).data.as_ptr(), memory, "logits in use are not overwritten");
+        let used = logits_of_one(&mut model, token);
+        let memory = used.data.as_ptr();
+        drop(used);
         assert_eq!(logits(&mut model, Rows::None).rows(), 0);
         let found = logits(&mut model, Rows::Last);
-        assert_eq!(found.data, expected.data);
+        assert_eq!(*found.data, expected);
         assert_eq!(found.data.as_ptr(), memory, "the memory is reused");
-        model.recycle(found);
     }
-    assert_eq!(logits(&mut model, Rows::All).row(38), expected.data);
+    assert_eq!(logits(&mut model, Rows::All).row(38), expected);
 }
 
 #[test]

@@ -105,7 +105,7 @@ fn interleaved_sequences_stay_independent() {
             one(&model, &mut states[1], *id);
         }
     }
-    assert!(rows == alone.data);
+    assert!(rows == *alone.data);
 }
 
 fn model_start(model: &Qwen) -> moestro::model::QwenState {
@@ -113,7 +113,7 @@ fn model_start(model: &Qwen) -> moestro::model::QwenState {
 }
 
 fn one(model: &Qwen, state: &mut moestro::model::QwenState, id: u32) -> Vec<f32> {
-    model.forward_observed(state, &[id], moestro::model::Rows::Last, &mut |_, _| ()).unwrap().data
+    model.forward_observed(state, &[id], moestro::model::Rows::Last, &mut |_, _| ()).unwrap().data.to_vec()
 }
 
 /// Loads the same weights from Hugging Face's layouts: zero-centred norms, `[C, 1, K]` convolutions, other names, and

@@ -58,8 +58,9 @@ impl Model for CountingModel {
         self.qwen.forward_with(state, ids, rows, hooks)
     }
 
-    fn verify(&mut self, state: &mut Self::State, ids: &[u32]) -> Result<Logits, ModelError> {
-        self.qwen.verify(state, ids)
+    fn forward_each(&mut self, rows: &mut [(&mut Self::State, u32)]) -> Result<Logits, ModelError> {
+        self.tokens.fetch_add(rows.len(), Ordering::Relaxed);
+        self.qwen.forward_each(rows)
     }
 
     fn snapshot(&self, state: &mut Self::State) -> Result<Snapshot, ModelError> {

@@ -6,7 +6,7 @@ use moestro::{
     engine::{self, Draft, DraftPolicy, Finish, Handle, LookupDraft, Request, Sampling, Timings, Worker},
     experts::ReadMode,
     metrics::Metrics,
-    model::{HiddenStates, HiddenTaps, LoadOptions, Model, Qwen, Rows, SequenceState},
+    model::{HiddenStates, HiddenTaps, LoadOptions, Model, Qwen, QwenState, Rows, SequenceState},
 };
 use std::path::Path;
 
@@ -21,6 +21,11 @@ fn prompt(length: u32) -> Vec<u32> {
     (0..length).map(|n| 20 + (n * n * 7 + n * 3) % 1500).collect()
 }
 
+/// Appends one token and returns the logits after it.
+fn one(model: &mut Qwen, state: &mut QwenState, id: u32) -> Vec<f32> {
+    model.forward(state, &[id], Rows::Last).unwrap().data.to_vec()
+}
+
 #[test]
 fn verify_equals_single_steps_and_rewinds() {
     for slots in [None, Some(64)] {
@@ -32,12 +37,12 @@ fn verify_equals_single_steps_and_rewinds() {
             state
         };
         let mut state = start(&mut model);
-        let plain: Vec<_> = rows.iter().map(|&id| model.forward(&mut state, &[id], Rows::Last).unwrap().data).collect();
+        let plain: Vec<_> = rows.iter().map(|&id| one(&mut model, &mut state, id)).collect();
         drop(state);
         for kept in 1..=rows.len() {
             let mut state = start(&mut model);
             let all = model.verify(&mut state, &rows).unwrap();
-            assert_eq!(all.data, plain.concat(), "{slots:?}");
+            assert_eq!(*all.data, plain.concat(), "{slots:?}");
             if kept < rows.len() {
                 state.reject(rows.len() - kept).unwrap();
             }
@@ -45,13 +50,12 @@ fn verify_equals_single_steps_and_rewinds() {
             let next: Vec<u32> = (0..40).map(|n| 30 + (n * 13) % 900).collect();
             let mut other = start(&mut model);
             model.forward(&mut other, &rows[..kept], Rows::None).unwrap();
-            let expected: Vec<_> =
-                next.iter().map(|&id| model.forward(&mut other, &[id], Rows::Last).unwrap().data).collect();
-            let mut found = model.verify(&mut state, &next[..5]).unwrap().data;
+            let expected: Vec<_> = next.iter().map(|&id| one(&mut model, &mut other, id)).collect();
+            let mut found = model.verify(&mut state, &next[..5]).unwrap().data.to_vec();
             state.reject(2).unwrap();
             found.truncate(3 * all.vocab);
             for &id in &next[3..] {
-                found.extend(model.forward(&mut state, &[id], Rows::Last).unwrap().data);
+                found.extend(one(&mut model, &mut state, id));
             }
             assert!(found == expected.concat(), "{slots:?}: kept {kept} rows");
         }
@@ -187,17 +191,18 @@ fn extended_verify_is_rewound_as_one() {
     model.forward(&mut state, &prompt, Rows::None).unwrap();
     let mut plain = model.start().unwrap();
     model.forward(&mut plain, &prompt, Rows::None).unwrap();
-    let expected: Vec<_> = rows.map(|id| model.forward(&mut plain, &[id], Rows::Last).unwrap().data).into();
+    let expected: Vec<_> = rows.map(|id| one(&mut model, &mut plain, id)).into();
     for kept in 1..rows.len() {
         let mut state = model.start().unwrap();
         model.forward(&mut state, &prompt, Rows::None).unwrap();
-        let mut found = vec![model.verify(&mut state, &rows[..1]).unwrap().data];
-        found.push(model.verify_on(&mut state, &rows[1..3]).unwrap().data);
-        found.extend(rows[3..].iter().map(|id| model.verify_on(&mut state, &[*id]).unwrap().data));
-        assert!(found.concat() == expected.concat());
+        let mut found = model.verify(&mut state, &rows[..1]).unwrap().data.to_vec();
+        found.extend_from_slice(&model.verify_on(&mut state, &rows[1..3]).unwrap().data);
+        for id in &rows[3..] {
+            found.extend_from_slice(&model.verify_on(&mut state, &[*id]).unwrap().data);
+        }
+        assert!(found == expected.concat());
         state.reject(rows.len() - kept).unwrap();
-        let on: Vec<_> =
-            rows[kept..].iter().map(|id| model.forward(&mut state, &[*id], Rows::Last).unwrap().data).collect();
+        let on: Vec<_> = rows[kept..].iter().map(|id| one(&mut model, &mut state, *id)).collect();
         assert!(on.concat() == expected[kept..].concat(), "kept {kept} rows");
     }
 }

@@ -14,7 +14,7 @@ use moestro::{
 };
 use std::{
     sync::{
-        Arc,
+        Arc, Weak,
         atomic::{AtomicBool, AtomicUsize, Ordering},
     },
     time::Duration,
@@ -56,8 +56,10 @@ pub struct MockModel {
     pub evaluated: Arc<AtomicUsize>,
     /// Number of rows of logits computed.
     pub rows: Arc<AtomicUsize>,
-    /// Number of rows of logits taken back by [`Model::recycle`].
-    pub recycled: Arc<AtomicUsize>,
+    /// Number of logits of earlier passes that were still in use at the start of passes that decode.
+    pub used_logits: Arc<AtomicUsize>,
+    /// The logits that passes have returned.
+    pub returned: Vec<Weak<Vec<f32>>>,
     /// The requested hidden rows. A hidden row contains the id of its token, once per layer.
     pub taps: HiddenTaps,
     /// The tokens of the last pass.
@@ -86,7 +88,8 @@ impl Default for MockModel {
             recovered: Arc::default(),
             evaluated: Arc::default(),
             rows: Arc::default(),
-            recycled: Arc::default(),
+            used_logits: Arc::default(),
+            returned: Vec::new(),
             taps: HiddenTaps::default(),
             last: Vec::new(),
             states: Arc::default(),
@@ -123,6 +126,56 @@ impl MockModel {
             state.answered = 0;
         }
     }
+
+    fn count_used_logits(&self) {
+        let used = self.returned.iter().filter(|logits| logits.strong_count() > 0).count();
+        self.used_logits.fetch_add(used, Ordering::Relaxed);
+    }
+
+    fn logits(&mut self, data: Vec<f32>) -> Logits {
+        let logits = Logits { vocab: self.vocab, data: data.into() };
+        self.returned.push(Arc::downgrade(&logits.data));
+        logits
+    }
+
+    /// Appends `ids` and returns the data of their logits.
+    fn evaluate(
+        &mut self,
+        state: &mut MockState,
+        ids: &[u32],
+        rows: Rows,
+        hooks: &mut PassHooks<'_>,
+    ) -> Result<Vec<f32>, ModelError> {
+        let mut logits = Vec::new();
+        self.last = ids.to_vec();
+        (self.on_pass)(ids.len());
+        for (index, &id) in ids.iter().enumerate() {
+            if hooks.keep_going.is_some_and(|keep_going| !keep_going()) {
+                return Err(ModelError::GivenUp);
+            }
+            std::thread::sleep(self.delay);
+            self.evaluated.fetch_add(1, Ordering::Relaxed);
+            assert!(Some(id) != self.panics_on, "test panic on token {id}");
+            if Some(id) == self.fails_on {
+                return Err(StoreError::Other(format!("test error on token {id}")).into());
+            }
+            if state.tokens.len() == self.context {
+                return Err(ModelError::ContextFull { context: self.context });
+            }
+            self.append(state, id);
+            if hooks.snapshot_at.contains(&state.tokens.len()) {
+                hooks.snapshots.push(self.snapshot(state)?);
+            }
+            if matches!(rows, Rows::All | Rows::Verify) || (rows == Rows::Last && index + 1 == ids.len()) {
+                self.rows.fetch_add(1, Ordering::Relaxed);
+                let (next, length) = (self.next(state) as usize, state.tokens.len() as u32);
+                logits.extend((0..self.vocab as u32).map(|token| noise(token, length)));
+                let row = logits.len() - self.vocab;
+                logits[row + next] = self.margin;
+            }
+        }
+        Ok(logits)
+    }
 }
 
 impl Model for MockModel {
@@ -154,43 +207,20 @@ impl Model for MockModel {
         rows: Rows,
         hooks: &mut PassHooks<'_>,
     ) -> Result<Logits, ModelError> {
-        let mut logits = Logits { vocab: self.vocab, data: Vec::new() };
-        self.last = ids.to_vec();
-        (self.on_pass)(ids.len());
-        for (index, &id) in ids.iter().enumerate() {
-            if hooks.keep_going.is_some_and(|keep_going| !keep_going()) {
-                return Err(ModelError::GivenUp);
-            }
-            std::thread::sleep(self.delay);
-            self.evaluated.fetch_add(1, Ordering::Relaxed);
-            assert!(Some(id) != self.panics_on, "test panic on token {id}");
-            if Some(id) == self.fails_on {
-                return Err(StoreError::Other(format!("test error on token {id}")).into());
-            }
-            if state.tokens.len() == self.context {
-                return Err(ModelError::ContextFull { context: self.context });
-            }
-            self.append(state, id);
-            if hooks.snapshot_at.contains(&state.tokens.len()) {
-                hooks.snapshots.push(self.snapshot(state)?);
-            }
-            if rows == Rows::All || (rows == Rows::Last && index + 1 == ids.len()) {
-                self.rows.fetch_add(1, Ordering::Relaxed);
-                let (next, length) = (self.next(state) as usize, state.tokens.len() as u32);
-                logits.data.extend((0..self.vocab as u32).map(|token| noise(token, length)));
-                let row = logits.data.len() - self.vocab;
-                logits.data[row + next] = self.margin;
-            }
+        if ids.len() == 1 {
+            self.count_used_logits();
         }
-        Ok(logits)
+        let logits = self.evaluate(state, ids, rows, hooks)?;
+        Ok(self.logits(logits))
     }
 
-    fn verify(&mut self, state: &mut MockState, ids: &[u32]) -> Result<Logits, ModelError> {
-        self.forward_with(state, ids, Rows::All, &mut PassHooks::default())
-    }
-
-    fn recycle(&mut self, logits: Logits) {
-        self.recycled.fetch_add(logits.rows(), Ordering::Relaxed);
+    fn forward_each(&mut self, rows: &mut [(&mut MockState, u32)]) -> Result<Logits, ModelError> {
+        self.count_used_logits();
+        let mut logits = Vec::new();
+        for (state, id) in rows {
+            logits.extend(self.evaluate(state, &[*id], Rows::Last, &mut PassHooks::default())?);
+        }
+        Ok(self.logits(logits))
     }
 
     /// In a snapshot, the tokens take the place of keys and values (4 bytes per position), and the two counts take the

@@ -21,7 +21,6 @@ use crate::{
 use std::{
     any::Any,
     panic::{AssertUnwindSafe, catch_unwind},
-    sync::Arc,
     time::Instant,
 };
 
@@ -289,7 +288,7 @@ impl<M: Model> Scheduler<M> {
         let decoding = decoding.filter_map(|(sequence, answer)| Some(((sequence, answer.last?), &mut answer.rows)));
         let (mut tokens, pending): (Vec<_>, Vec<_>) = decoding.unzip();
         self.speculator.follow(None);
-        let logits = Arc::new(Sequence::extend_each(&mut self.model, &mut tokens)?);
+        let logits = Sequence::extend_each(&mut self.model, &mut tokens)?;
         for (row, pending) in pending.into_iter().enumerate() {
             *pending = PendingRows::row_of(logits.clone(), row);
         }

@@ -114,7 +114,7 @@ impl Draft<Qwen> for DflashDraft {
         }
         self.flush()?;
         self.drop_foreign_context(history.evaluated);
-        let (hidden, config) = (model.config().hidden, self.network.config());
+        let (hidden, vocab, config) = (model.config().hidden, model.config().vocab, self.network.config());
         let rows = (max + 1).min(config.block).min(MAX_VERIFY_ROWS);
         if self.network.len() != history.evaluated.len() || rows < 2 {
             return Ok(());
@@ -124,7 +124,7 @@ impl Draft<Qwen> for DflashDraft {
         let block = self.network.block(&model.embedding(&block)?)?;
         let mut logits = model.head_logits(&block[hidden..])?;
         let mut before = history.last;
-        for (row, logits) in block[hidden..].chunks_exact(hidden).zip(logits.data.chunks_exact_mut(logits.vocab)) {
+        for (row, logits) in block[hidden..].chunks_exact(hidden).zip(logits.chunks_exact_mut(vocab)) {
             self.network.score(before, row, logits)?;
             let Some(id) = sampler.draw(logits) else { break };
             out.push(id);

@@ -43,7 +43,7 @@ pub struct Speculator<M> {
 
 /// The rows of logits of one forward pass, from which tokens are sampled one after another.
 pub struct PendingRows {
-    logits: Arc<Logits>,
+    logits: Logits,
     /// The rows of `logits` that belong to the sequence.
     rows: Range<usize>,
     /// Index of the row to sample next, counted from the start of `rows`.
@@ -62,11 +62,11 @@ impl PendingRows {
     /// The last row of `logits`, from a pass without drafts.
     pub fn last_of(logits: Logits) -> Self {
         let last = logits.rows().saturating_sub(1);
-        Self::row_of(Arc::new(logits), last)
+        Self::row_of(logits, last)
     }
 
     /// Row `row` of `logits`, which a pass of several sequences has computed.
-    pub fn row_of(logits: Arc<Logits>, row: usize) -> Self {
+    pub fn row_of(logits: Logits, row: usize) -> Self {
         let (rows, drafting) = (row..logits.rows().min(row + 1), Duration::ZERO);
         Self { logits, rows, current: 0, drafted: Vec::new(), drafted_end: false, begun: None, drafting }
     }
@@ -87,11 +87,10 @@ impl PendingRows {
         self.drafted_end = self.drafted.get(self.current) == Some(&id);
     }
 
-    /// Discards the remaining rows. Returns the logits, unless rows of other sequences still use them.
-    pub fn clear(&mut self) -> Option<Logits> {
+    /// Discards the remaining rows.
+    pub fn clear(&mut self) {
         self.drafted.clear();
-        (self.current, self.begun) = (self.rows.len(), None);
-        Arc::into_inner(std::mem::take(&mut self.logits))
+        (self.logits, self.current, self.begun) = (Logits::default(), self.rows.len(), None);
     }
 
     /// Advances to the next row if the draft has `id`, the token sampled from the current row, at this position.
@@ -204,7 +203,7 @@ impl<M: Model> Speculator<M> {
             return Ok(true);
         }
         self.settle(sequence, model, rows, timings)?;
-        rows.clear().into_iter().for_each(|logits| model.recycle(logits));
+        rows.clear();
         Ok(false)
     }
 
@@ -249,7 +248,7 @@ impl<M: Model> Speculator<M> {
             true => sequence.extend(model, &[id], Rows::Last, &mut PassHooks::default())?,
             false => sequence.verify(model, id, &drafted)?,
         };
-        let (logits, own, begun) = (Arc::new(logits), 0..drafted.len() + 1, Some(begun));
+        let (own, begun) = (0..drafted.len() + 1, Some(begun));
         *rows = PendingRows { logits, rows: own, current: 0, drafted, drafted_end: false, begun, drafting };
         Ok(())
     }

@@ -161,7 +161,7 @@ mod tests {
 
     #[test]
     fn argmax_takes_last_row_and_lowest_id() {
-        let of = |data: &[f32]| argmax(&Logits { vocab: 3, data: data.to_vec() });
+        let of = |data: &[f32]| argmax(&Logits { vocab: 3, data: data.to_vec().into() });
         assert_eq!(of(&[9.0, 9.0, 9.0, 1.0, 5.0, 5.0]).unwrap(), 1, "last row, lowest id of equal logits");
         assert_eq!(of(&[f32::NAN, 1.0, 0.0]).unwrap(), 1);
         assert!(of(&[]).is_err());
