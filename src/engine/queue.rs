@@ -16,6 +16,10 @@ use std::{
 };
 use tokio::sync::mpsc;
 
+/// Maximum number of clients whose last turn is remembered. The least recently served client is forgotten first and
+/// then counts as new. This limits how many requests of new clients can run before a waiting request.
+const MAX_CLIENTS: usize = 64;
+
 /// Interval at which an idle engine checks for memory pressure.
 const IDLE_INTERVAL: Duration = Duration::from_secs(1);
 
@@ -110,8 +114,9 @@ struct QueueState {
     running: usize,
     /// Number of requests taken from the queue so far.
     taken: u64,
-    /// For each client: the value of `taken` after the client's last request was taken. Contains only clients with a
-    /// waiting request, and the client that was served last.
+    /// For each client: the value of `taken` after the client's last request was taken. Contains at most
+    /// [`MAX_CLIENTS`] clients: the client that was served last, and those that must not run before a waiting client
+    /// if they ask again.
     last_taken: HashMap<u64, u64>,
     phase: QueuePhase,
 }
@@ -278,8 +283,15 @@ impl QueueState {
         let next = self.waiting.remove(index)?;
         self.running += 1;
         self.taken += 1;
-        self.last_taken.retain(|client, _| self.waiting.iter().any(|waiting| waiting.request.client == *client));
+        let turn = |client: u64| self.last_taken.get(&client).copied().unwrap_or(0);
+        let oldest = self.waiting.iter().map(|waiting| turn(waiting.request.client)).min().unwrap_or(u64::MAX);
+        self.last_taken.retain(|_, turn| *turn >= oldest);
         self.last_taken.insert(next.request.client, self.taken);
+        if self.last_taken.len() > MAX_CLIENTS
+            && let Some((&client, _)) = self.last_taken.iter().min_by_key(|(_, turn)| **turn)
+        {
+            self.last_taken.remove(&client);
+        }
         Some(next)
     }
 
