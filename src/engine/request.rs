@@ -5,7 +5,10 @@ use super::{
     constraint::Constraint,
 };
 use crate::{error::EngineError, model::PlacedImage};
-use std::time::{Duration, Instant};
+use std::{
+    sync::{Arc, atomic::AtomicBool},
+    time::{Duration, Instant},
+};
 
 /// Sampling parameters.
 #[derive(Debug, Clone, PartialEq)]
@@ -77,6 +80,9 @@ pub struct Request {
     pub client: u64,
     /// The request fails with `TimedOut` at this time, whether it is queued or running.
     pub deadline: Option<Instant>,
+    /// Set to true to end the answer after the current step with [`Finish::Stop`], for example at a stop string. Clones
+    /// of a request share this flag.
+    pub is_complete: Arc<AtomicBool>,
 }
 
 impl Request {
@@ -96,6 +102,7 @@ impl Request {
             cache_salt: None,
             client: 0,
             deadline: None,
+            is_complete: Arc::default(),
         }
     }
 
@@ -135,7 +142,8 @@ pub struct Logprobs {
 /// The reason why an answer is complete.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Finish {
-    /// An end-of-sequence token was sampled. This token is not sent as an [`Event::Token`].
+    /// An end-of-sequence token was sampled, or [`Request::is_complete`] was set. An end-of-sequence token is not sent
+    /// as an [`Event::Token`].
     Stop,
     /// `max_tokens` or the end of the context was reached.
     Length,

@@ -8,9 +8,10 @@
 //! drops the request's sequence, and recomputes the sequence when pages are free. Preemption changes no byte of an
 //! answer.
 //!
-//! Before each step, the scheduler ends a request if its client has disconnected, its deadline has passed, or the grace
-//! period of a draining engine is over. A model error or panic ends one request and drops its sequence. If a pass of
-//! several sequences fails, each sequence is recomputed and continues alone, so that only the faulty request ends.
+//! Before each step, the scheduler ends a request if its client has disconnected or needs no more tokens, its deadline
+//! has passed, or the grace period of a draining engine is over. A model error or panic ends one request and drops its
+//! sequence. If a pass of several sequences fails, each sequence is recomputed and continues alone, so that only the
+//! faulty request ends.
 
 mod steps;
 mod time_share;
@@ -29,7 +30,10 @@ use crate::{
     metrics::Metrics,
     model::Model,
 };
-use std::{sync::Arc, time::Instant};
+use std::{
+    sync::{Arc, atomic::Ordering::Relaxed},
+    time::Instant,
+};
 use time_share::TimeShare;
 
 /// Options of the scheduler. See [`super::Options`].
@@ -113,11 +117,12 @@ impl<M: Model> Scheduler<M> {
         }
     }
 
-    /// Ends aborted requests and admits new requests from the queue. Blocks while no request is live or waiting.
-    /// Returns false when no request is left and the queue is closed.
+    /// Ends aborted and completed requests and admits new requests from the queue. Blocks while no request is live or
+    /// waiting. Returns false when no request is left and the queue is closed.
     fn admit(&mut self) -> bool {
         for live in std::mem::take(&mut self.live) {
             match self.queue.check(&live.request) {
+                Ok(()) if live.request.request.is_complete.load(Relaxed) => self.end(live, Ok(Finish::Stop)),
                 Ok(()) => self.live.push(live),
                 Err(abort) => self.end(live, Err(abort)),
             }

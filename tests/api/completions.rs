@@ -139,6 +139,13 @@ async fn timings_accompany_the_usage() {
     let (last, chunks) = chunks.split_last().unwrap();
     assert_eq!(counts(last).map(|count| 2 * count), [drafted, accepted]);
     assert!(chunks.iter().all(|chunk| chunk.get("timings").is_none()));
+    // An answer that a stop string ends has the same timings.
+    let observed = server.metrics.decode_seconds.get_sample_count();
+    let stopped = server.ask(PATH, &json!({"prompt": text, "max_tokens": 50, "stop": "Paris"})).await;
+    assert_eq!(stopped["choices"][0]["text"], "The capital of France is ");
+    assert_eq!(stopped["choices"][0]["finish_reason"], "stop");
+    assert!(counts(&stopped)[1] > 0 && stopped["timings"]["decode_passes"].as_u64() > Some(0), "{stopped}");
+    assert_eq!(server.metrics.decode_seconds.get_sample_count(), observed + 1);
     let timings = &server.ask(PATH, &json!({"prompt": "A fox.", "max_tokens": 1})).await["timings"];
     assert_eq!((&timings["predicted_n"], &timings["drafted_tokens"]), (&json!(1), &json!(0)));
     assert!(timings["prompt_n"].as_u64() > Some(1) && timings["prompt_ms"].as_f64() > Some(0.0), "{timings}");

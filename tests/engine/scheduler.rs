@@ -134,6 +134,42 @@ fn full_queue_refuses_until_client_disconnects() {
 }
 
 #[test]
+fn complete_answer_gets_its_timings() {
+    let prompt: Vec<u32> = (3..43).collect();
+    let mock = MockModel { delay: MS, ..MockModel::default() };
+    let (handle, _, metrics) = engine(&mock, Options { prompt_cache: 1 << 20, ..options() });
+    let request = request(&prompt, 100);
+    let is_complete = request.is_complete.clone();
+    let mut events = handle.submit(request).unwrap();
+    (0..3).for_each(|_| wait_for_token(&mut events));
+    is_complete.store(true, Ordering::Relaxed);
+    let (rest, end) = collect(events);
+    let (finish, timings) = end.unwrap();
+    assert_eq!(finish, Finish::Stop);
+    assert!(timings.decode_passes >= 2 && timings.generated_tokens == 3 + rest.len(), "{timings:?}");
+    assert_eq!(metrics.decode_seconds.get_sample_count(), 1);
+    // Another prompt takes the answer's sequence, so the next prompt starts from the snapshot at the answer's end.
+    answer(&handle, &[50, 51]);
+    let evaluated = prompt.len() + 2 + rest.len();
+    let next = [&prompt[..], &prompt[..evaluated - prompt.len()], &[60]].concat();
+    let (_, end) = collect(handle.submit(super::scheduler::request(&next, 1)).unwrap());
+    assert_eq!(end.unwrap().1.cached_tokens, evaluated);
+}
+
+#[test]
+fn closed_cache_has_no_snapshots_in_metrics() {
+    let (handle, worker, metrics) = engine(&MockModel::default(), Options { prompt_cache: 1 << 20, ..options() });
+    answer(&handle, &[9, 5, 6]);
+    // The second request starts after the first answer's snapshot was taken.
+    answer(&handle, &[20, 21]);
+    let gauges = [&metrics.prompt_cache_bytes_memory, &metrics.prompt_cache_checkpoints_memory];
+    assert!(gauges.iter().all(|gauge| gauge.get() > 0));
+    handle.drain();
+    worker.join().unwrap();
+    assert_eq!(gauges.map(|gauge| gauge.get()), [0, 0]);
+}
+
+#[test]
 fn disconnect_ends_decode_within_a_token() {
     let mock = slow_model();
     let (handle, _, metrics) = engine(&mock, options());

@@ -127,7 +127,8 @@ impl PromptCache {
         }
     }
 
-    /// Writes the remaining snapshots, for at most [`CLOSE_TIMEOUT`]. Then unlocks the directory.
+    /// Writes the remaining snapshots, for at most [`CLOSE_TIMEOUT`]. Then unlocks the directory and sets the cache's
+    /// gauges to 0.
     ///
     /// The writer's thread ends after its current snapshot. The caller's thread writes the rest, because the writer's
     /// thread has a low priority and the server waits for the writes.
@@ -142,6 +143,10 @@ impl PromptCache {
         let mut state = self.state.lock();
         while begun.elapsed() <= CLOSE_TIMEOUT && self.write_next(&mut state) {}
         *self.dir_lock.lock() = None;
+        self.metrics.prompt_cache_bytes_memory.set(0);
+        self.metrics.prompt_cache_checkpoints_memory.set(0);
+        self.metrics.prompt_cache_bytes_disk.set(0);
+        self.metrics.prompt_cache_checkpoints_disk.set(0);
     }
 
     /// Reads the snapshot of `ids` from disk. The snapshot's first pages are in memory as `known` and are not read.

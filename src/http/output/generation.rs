@@ -18,7 +18,10 @@ use crate::{
     },
 };
 use std::{
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    },
     time::{Duration, Instant},
 };
 use tokio::time::timeout;
@@ -114,6 +117,9 @@ pub enum TextReader {
 /// A generation in progress. Dropping a `Generation` cancels its request: the engine stops within one token.
 pub struct Generation {
     events: Events,
+    /// [`Request::is_complete`] of the request: true if the answer has ended at a stop string or after a single call.
+    /// Only the engine's last event is then awaited, for its timings.
+    is_complete: Arc<AtomicBool>,
     decoder: Decoder,
     reader: TextReader,
     stop: StopStrings,
@@ -143,10 +149,13 @@ impl Generation {
         stops: Vec<String>,
     ) -> Result<Self, EngineError> {
         let prompt_tokens = request.ids.len();
-        let events = model.engine.submit(Request { deadline: log.deadline, ..request })?;
+        let is_complete = Arc::default();
+        let request = Request { deadline: log.deadline, is_complete: Arc::clone(&is_complete), ..request };
+        let events = model.engine.submit(request)?;
         log.add_tokens(prompt_tokens, 0);
         Ok(Self {
             events,
+            is_complete,
             decoder: Decoder::new(model.tokenizer.clone()),
             stop: StopStrings::new(stops),
             think: ["<think>", "</think>"].map(|token| model.tokenizer.id(token)),
@@ -198,6 +207,7 @@ impl Generation {
     async fn next(&mut self) -> Result<Update, EngineError> {
         let mut output = Output::default();
         let Ok(event) = timeout(IDLE_INTERVAL, self.events.recv()).await else { return Ok(Update::Idle) };
+        let is_complete = self.is_complete.load(Relaxed);
         match event.ok_or(EngineError::Stopped)? {
             Event::Started { cached_tokens, .. } => {
                 self.usage.prompt_tokens_details = PromptTokensDetails { cached_tokens };
@@ -211,6 +221,8 @@ impl Generation {
                 return Ok(self.progress(tokens, seconds));
             }
             Event::Prompt(logprobs) => output.prompt_logprobs = Some(logprobs),
+            // The engine generated this token before it noticed that the answer is complete.
+            Event::Token { .. } if is_complete => {}
             Event::Token { id, logprobs } => {
                 self.count(id);
                 let text = self.decoder.push(id);
@@ -220,9 +232,7 @@ impl Generation {
                     None => {}
                 }
                 if !text.is_empty() && self.read(&text, &mut output.deltas) {
-                    // The client gets nothing after a stop string, so the engine can stop here.
-                    self.events.close();
-                    output.finish = Some(self.reason(Finish::Stop));
+                    self.is_complete.store(true, Relaxed);
                 }
             }
             Event::Done { finish, timings } => {
@@ -237,9 +247,10 @@ impl Generation {
                 self.log.storage_health.record(None);
                 let rest = self.decoder.finish();
                 let cut = finish == Finish::Length;
-                let hit = self.read(&rest, &mut output.deltas) || self.finish(cut, &mut output.deltas);
+                let hit = is_complete || self.read(&rest, &mut output.deltas) || self.finish(cut, &mut output.deltas);
                 output.finish = Some(self.reason(if hit { Finish::Stop } else { finish }));
             }
+            Event::Failed(_) if is_complete => output.finish = Some(self.reason(Finish::Stop)),
             Event::Failed(error) => {
                 if let EngineError::Model(ModelError::Store(error)) = &error {
                     self.log.storage_health.record(Some(error));
