@@ -14,7 +14,7 @@ use crate::{
     cli::{Command, model_args::DraftArgs},
     config::{
         DraftModel, LoadSettings, ModelSource, PromptCacheDir, ServeConfig,
-        config_file::{self, Settings},
+        config_file::{self, ConfigFile, Settings},
     },
     engine::{self, DiskCacheOptions, Options},
     error::CommandError,
@@ -40,6 +40,8 @@ use std::{
 /// machine.
 pub struct ModelCatalog {
     config: RwLock<ServeConfig>,
+    /// The configuration file that the last successful reload has read.
+    file: RwLock<Arc<ConfigFile>>,
     settings: Settings,
     metrics: Arc<Metrics>,
     memory: Arc<RequestMemory>,
@@ -49,6 +51,10 @@ impl ModelLoader for ModelCatalog {
     fn list(&self) -> Vec<ModelEntry> {
         let listed = |entry: &CatalogEntry| ModelEntry { id: entry.id.clone(), created: entry.created() };
         self.entries().iter().map(listed).collect()
+    }
+
+    fn check(&self, id: &str) -> Result<(), String> {
+        self.config_of(id).map(drop)
     }
 
     fn load(&self, id: &str) -> Result<HostedModel, String> {
@@ -75,7 +81,8 @@ impl ModelLoader for ModelCatalog {
 
 impl ModelCatalog {
     pub fn new(config: ServeConfig, settings: Settings, metrics: Arc<Metrics>, memory: Arc<RequestMemory>) -> Self {
-        Self { config: RwLock::new(config), settings, metrics, memory }
+        let file = RwLock::new(settings.content.clone());
+        Self { config: RwLock::new(config), file, settings, metrics, memory }
     }
 
     fn config(&self) -> ServeConfig {
@@ -86,8 +93,9 @@ impl ModelCatalog {
         timeouts(&self.config())
     }
 
-    /// Reloads the configuration. The API key, the allowed hosts and the timeouts change immediately. The settings of a
-    /// model change when the model is loaded the next time. A new address, queue length or log needs a restart.
+    /// Reloads the configuration. The API key, the allowed hosts and origin, and the timeouts change immediately. The
+    /// settings of a model change when the model is loaded the next time. A new address, queue length or log needs a
+    /// restart.
     ///
     /// # Errors
     /// The configuration is invalid, its file is missing, or it no longer has an API key. A half-written file must not
@@ -107,6 +115,7 @@ impl ModelCatalog {
         server.set_api_key(config.api_key.clone());
         server.origins.replace(&OriginPolicy::new(address, &config.allowed_host, cors, config.api_key.is_some()));
         server.models.set_timeouts(timeouts(&config));
+        *self.file.write() = settings.content;
         *self.config.write() = config;
         Ok(())
     }
@@ -134,8 +143,9 @@ impl ModelCatalog {
         }
         let entry = self.entries().into_iter().find(|entry| entry.id == id);
         let entry = entry.ok_or_else(|| "it is no longer on this machine".to_owned())?;
-        let (args, _) =
-            config_file::parse_for(self.settings.args.clone(), Some(id)).map_err(|error| error.to_string())?;
+        let file = self.file.read().clone();
+        let parsed = config_file::parse_for(self.settings.args.clone(), file, id);
+        let (args, _) = parsed.map_err(|error| error.to_string())?;
         let Command::Serve(args) = args.command else { return Err("this is not `moestro serve`".into()) };
         Ok(ServeConfig { model: entry.source, ..ServeConfig::new(args)? })
     }

@@ -22,6 +22,7 @@ use std::{
     ffi::OsString,
     fs, io,
     path::{Path, PathBuf},
+    sync::Arc,
 };
 
 /// Name of the positional argument in the file.
@@ -47,6 +48,8 @@ pub struct ConfigFile {
 pub struct Settings {
     /// The configuration file, if there is one.
     pub file: Option<PathBuf>,
+    /// The content of the file when it was read.
+    pub content: Arc<ConfigFile>,
     /// Name of the command's model in the file. `None` if the file does not list the model.
     pub model: Option<String>,
     /// Name of each model in the file, and its directory or hub id.
@@ -71,21 +74,27 @@ pub struct SettingRow {
 /// Returns clap's errors, which include requests for help and version. Also fails if the configuration file cannot be
 /// read or has a setting with an unknown name.
 pub fn parse(args: impl IntoIterator<Item = OsString>) -> Result<(Cli, Settings), clap::Error> {
-    parse_for(args, None)
+    parse_with(args.into_iter().collect(), None, None)
 }
 
-/// Like [`parse`], but uses the model `other` and its settings in the file instead of the model on the command line.
-pub fn parse_for(
-    args: impl IntoIterator<Item = OsString>,
+/// Like [`parse`], but uses a file that was read before, and the model `other` and its settings instead of the model on
+/// the command line.
+pub fn parse_for(args: Vec<OsString>, file: Arc<ConfigFile>, other: &str) -> Result<(Cli, Settings), clap::Error> {
+    parse_with(args, Some(file), Some(other))
+}
+
+fn parse_with(
+    args: Vec<OsString>,
+    file: Option<Arc<ConfigFile>>,
     other: Option<&str>,
 ) -> Result<(Cli, Settings), clap::Error> {
-    let args: Vec<OsString> = args.into_iter().collect();
     let given = help::command().ignore_errors(true).try_get_matches_from(&args)?;
     let wrong = |sentence: String| help::command().error(clap::error::ErrorKind::ValueValidation, sentence);
     let parsed =
         |whole: &[OsString]| help::command().try_get_matches_from(whole).map_err(|error| explain(error, &args));
     let named = given.try_get_one::<PathBuf>("config").ok().flatten();
-    let file = ConfigFile::find(named.map(PathBuf::as_path)).map_err(wrong)?;
+    let read = || ConfigFile::find(named.map(PathBuf::as_path)).map(Arc::new);
+    let file = file.map_or_else(read, Ok).map_err(wrong)?;
     let Some((name, sub)) = given.subcommand() else {
         // Without a subcommand, clap prints help or an error.
         return Ok((Cli::from_arg_matches(&parsed(&args)?)?, Settings::default()));
@@ -106,8 +115,9 @@ pub fn parse_for(
     }
     let rows = matches.subcommand_matches(name).map(|matches| file.rows(name, sub, matches, model.as_deref()));
     let places = file.models.keys().filter_map(|name| Some((name.clone(), file.place_of(name)?))).collect();
-    let path = Some(file.path).filter(|path| !path.as_os_str().is_empty());
-    Ok((cli, Settings { file: path, model, models: places, args, rows: rows.unwrap_or_default() }))
+    let path = Some(file.path.clone()).filter(|path| !path.as_os_str().is_empty());
+    let rows = rows.unwrap_or_default();
+    Ok((cli, Settings { file: path, content: file, model, models: places, args, rows }))
 }
 
 impl ConfigFile {

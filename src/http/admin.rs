@@ -109,7 +109,8 @@ pub async fn metrics(State(state): State<Arc<ServerState>>, headers: HeaderMap) 
 /// progress. The next request loads the model again.
 pub async fn unload(State(state): State<Arc<ServerState>>, body: Body) -> Result<Json<Value>, ApiError> {
     let (request, _permit) = body::json::<UnloadRequest>(&state, body).await?;
-    match state.models.unload(&request.model) {
+    let id = state.models.find(&request.model).await;
+    match id.is_some_and(|id| state.models.unload(&id)) {
         true => Ok(Json(json!({"success": true}))),
         false => Err(ApiError::not_in_memory(&request.model, state.models.loaded_id().as_deref())),
     }

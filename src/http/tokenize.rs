@@ -5,7 +5,7 @@ use crate::http::{
     ApiError, ServerState,
     layers::memory,
     output::completion_logprobs,
-    request::{ChatPrompt, EndMarker, body, messages, sampling_params as params, tools},
+    request::{ChatPrompt, EndMarker, body, messages, sampling_params, tools},
 };
 use axum::{Json, body::Body, extract::State};
 use serde::{Deserialize, Serialize};
@@ -48,7 +48,6 @@ pub async fn tokenize(State(state): State<Arc<ServerState>>, body: Body) -> Resu
     state.ensure_ready()?;
     let (request, mut permit) = body::json::<TokenizeRequest>(&state, body).await?;
     let model = state.model(request.model.as_deref()).await?;
-    params::check_model(request.model.as_deref(), &model.card)?;
     let (text, images) = match (request.prompt.or(request.content), request.messages) {
         (Some(prompt), None) => (prompt, Vec::new()),
         (None, Some(messages)) => {
@@ -94,8 +93,7 @@ pub async fn detokenize(State(state): State<Arc<ServerState>>, body: Body) -> Re
     state.ensure_ready()?;
     let (request, mut permit) = body::json::<DetokenizeRequest>(&state, body).await?;
     let model = state.model(request.model.as_deref()).await?;
-    params::check_model(request.model.as_deref(), &model.card)?;
-    let ids = params::token_ids("tokens", &request.tokens, model.engine.vocab())?;
+    let ids = sampling_params::token_ids("tokens", &request.tokens, model.engine.vocab())?;
     permit.grow(memory::decoded_bytes(ids.iter().map(|&id| model.tokenizer.token_bytes(id).len()).sum()))?;
     let text = completion_logprobs::text(&model.tokenizer, &ids);
     // vLLM's name and llama-server's name of the text.

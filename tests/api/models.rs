@@ -39,6 +39,12 @@ struct MockModels {
     unload_time: Duration,
     /// If true, `first` cannot be loaded a second time.
     breaks: bool,
+    /// If true, the settings of `broken` are invalid.
+    has_invalid_settings: bool,
+    /// A further model in the list.
+    also: Option<&'static str>,
+    /// Maximum number of requests that a model runs at the same time. 0 means 1.
+    parallel: usize,
 }
 
 impl MockModels {
@@ -57,7 +63,12 @@ struct MockLoader(Arc<MockModels>);
 impl ModelLoader for MockLoader {
     fn list(&self) -> Vec<ModelEntry> {
         let listed = |id: &str| ModelEntry { id: id.into(), created: SystemTime::UNIX_EPOCH };
-        ["first", "org/second", "broken"].map(listed).into()
+        ["first", "org/second", "broken"].into_iter().chain(self.0.also).map(listed).collect()
+    }
+
+    fn check(&self, id: &str) -> Result<(), String> {
+        let is_invalid = self.0.has_invalid_settings && id == "broken";
+        if is_invalid { Err("its settings are invalid".into()) } else { Ok(()) }
     }
 
     fn load(&self, id: &str) -> Result<HostedModel, String> {
@@ -70,7 +81,7 @@ impl ModelLoader for MockLoader {
         let answer = Some(tokenizer.encode(&format!("</think>\n\nI am {id}.")).unwrap());
         let delay = milliseconds(2);
         let mock = MockModel { vocab: VOCAB, context: 512, chunk: 32, eos: EOS, answer, delay, ..MockModel::default() };
-        let options = Options { eos: vec![EOS], ..Options::default() };
+        let options = Options { eos: vec![EOS], parallel: self.0.parallel, ..Options::default() };
         let (engine, worker) = engine::spawn(mock, options, Metrics::new("0", "cpu")).unwrap();
         let model = LoadedModel {
             engine,
@@ -383,6 +394,64 @@ async fn unload_request_unloads_model() {
     assert_eq!(server.ask("/models/unload", &json!({"model": "first"})).await["success"], true);
     assert_eq!(answer_of(&server, "first").await, "I am first.");
     assert_eq!(mocks.log(), ["load first", "unload first", "load first"]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn busy_model_accepts_requests_before_its_unload() {
+    let (mocks, server) = server(MockModels { parallel: 2, ..MockModels::default() }, timeouts()).await;
+    // Without an end-of-text token, the answer has its maximum length.
+    let mut long = ask("first");
+    long["stream"] = true.into();
+    long["max_tokens"] = 400.into();
+    long["logit_bias"] = json!({EOS.to_string(): -100});
+    let stream = server.post(CHAT, &long).await;
+    assert_eq!(server.ask("/models/unload", &json!({"model": "first"})).await["success"], true);
+    assert_eq!(answer_of(&server, "first").await, "I am first.");
+    assert_eq!((mocks.log(), server.state.models.model().unwrap().engine.load().0), (vec!["load first".into()], 1));
+    assert!(stream.text().await.ends_with("data: [DONE]\n\n"));
+    assert_eq!(answer_of(&server, "first").await, "I am first.");
+    assert_eq!(mocks.log(), ["load first", "unload first", "load first"]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn exact_name_wins_over_loaded_model() {
+    let (mocks, server) = server(MockModels { also: Some("org/first"), ..MockModels::default() }, timeouts()).await;
+    assert_eq!(server.post("/models/unload", &json!({"model": "org/first"})).await.status, 404);
+    assert_eq!(answer_of(&server, "other/first").await, "I am first.", "an unlisted name means the loaded model");
+    assert_eq!(answer_of(&server, "org/first").await, "I am org/first.");
+    assert_eq!(answer_of(&server, "FIRST").await, "I am first.");
+    let expected = ["load first", "unload first", "load org/first", "unload org/first", "load first"];
+    assert_eq!(mocks.log(), expected);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn unknown_hub_id_loads_nothing() {
+    let (mocks, server) = server(MockModels::default(), timeouts()).await;
+    server.ask("/models/unload", &json!({"model": "first"})).await;
+    while mocks.log().len() < 2 {
+        tokio::time::sleep(milliseconds(5)).await;
+    }
+    let mut body = ask("openai/gpt-4");
+    for stream in [false, true] {
+        body["stream"] = stream.into();
+        let answer = server.post(CHAT, &body).await;
+        assert_eq!((answer.status, answer.json().await["error"]["code"].clone()), (404, json!("model_not_found")));
+    }
+    assert_eq!(mocks.log(), ["load first", "unload first"]);
+    assert_eq!(answer_of(&server, "openai/first").await, "I am first.");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn invalid_settings_unload_nothing() {
+    let mocks = MockModels { has_invalid_settings: true, ..MockModels::default() };
+    let (mocks, server) = server(mocks, timeouts()).await;
+    let (broken, first) = (ask("broken"), ask("first"));
+    let (refused, answered) = tokio::join!(server.post(CHAT, &broken), server.post(CHAT, &first));
+    assert_eq!((refused.status, answered.status), (500, 200));
+    let message = refused.json().await["error"]["message"].as_str().unwrap().to_owned();
+    assert!(message.contains("settings are invalid"), "{message}");
+    assert_eq!(answer_of(&server, "first").await, "I am first.");
+    assert_eq!(mocks.log(), ["load first"]);
 }
 
 /// A model writes its prompt cache while it is unloaded. Clearing the cache must wait for this write.

@@ -63,6 +63,30 @@ fn model_directory_is_found_after_another_model() {
 }
 
 #[test]
+fn refused_reload_keeps_settings_of_other_models() {
+    let dir = tempfile::tempdir().unwrap();
+    let [file, models, prompts] = ["moestro.toml", "models", "prompts"].map(|name| dir.path().join(name));
+    let demo = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("models/demo/moestro-demo");
+    fs::create_dir_all(models.join("mine")).unwrap();
+    for entry in fs::read_dir(demo).unwrap() {
+        let entry = entry.unwrap();
+        fs::copy(entry.path(), models.join("mine").join(entry.file_name())).unwrap();
+    }
+    let settings = "memory-limit = \"512M\"\nmax-tokens = 2\n";
+    fs::write(&file, settings).unwrap();
+    let [file, models, prompts] = [&file, &models, &prompts].map(|path| path.to_str().unwrap());
+    let server = Process::start(&["--config", file, "--models-dir", models, "--prompt-cache-dir", prompts]);
+    fs::write(file, format!("{settings}port = \n")).unwrap();
+    assert!(Command::new("kill").args(["-HUP", &server.id().to_string()]).status().unwrap().success());
+    for model in ["mine", "moestro-demo"] {
+        let body = format!(r#"{{"model": "{model}", "messages": [{{"role": "user", "content": "One, two,"}}]}}"#);
+        let answer: serde_json::Value =
+            serde_json::from_str(&server.ask("POST", "/v1/chat/completions", &body)).unwrap();
+        assert_eq!((&answer["model"], &answer["usage"]["completion_tokens"]), (&model.into(), &2.into()), "{answer}");
+    }
+}
+
+#[test]
 fn draft_is_used_with_its_model_only() {
     let dir = tempfile::tempdir().unwrap();
     let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));

@@ -9,7 +9,7 @@ use crate::http::{
     errors,
     generate::Generator,
     layers::{MemoryPermit, REQUEST_ID},
-    request::{body, fields, sampling_params},
+    request::{body, fields},
 };
 use axum::{
     Json,
@@ -42,7 +42,6 @@ pub async fn count_tokens(State(state): State<Arc<ServerState>>, body: Body) -> 
     let name = request.common.model.clone();
     let mut chat = request.into_prompt(state.keep_billing_header)?;
     let model = state.model(name.as_deref()).await?;
-    sampling_params::check_model(name.as_deref(), &model.card)?;
     let images = model.decode_images(&mut permit, &mut chat, &state.image_urls, None).await?;
     let (prompt, _) = model.render(&mut permit, chat).await?;
     let (ids, _) = model.tokenize(&mut permit, prompt, usize::MAX).await?;

@@ -7,7 +7,7 @@
 use super::{
     host_state::{HostState, HostTimeouts, NextStep, POLL_WITH_WAITERS, ResidentModel, Waiter},
     loaded::{HostedModel, LoadedModel, ModelLoader},
-    names::{ModelEntry, find, matches},
+    names::{self, ModelEntry},
 };
 use crate::{
     error::EngineError,
@@ -135,22 +135,39 @@ impl ModelHost {
         cleared.map_err(|error| ApiError::failed(&error))
     }
 
+    /// Id of the model that the requested name stands for. The name of the last loaded model wins over an equally good
+    /// match. `None` if the name is unknown.
+    pub async fn find(&self, requested: &str) -> Option<String> {
+        let last = self.state.lock().last_loaded.clone();
+        if let Some(last) = last.as_ref().filter(|last| names::is_exact(requested, last)) {
+            return Some(last.clone());
+        }
+        let list = self.list().await;
+        let ids = last.iter().chain(list.iter().map(|entry| &entry.id)).map(String::as_str);
+        names::find(requested, ids).map(str::to_owned)
+    }
+
     /// A lease of the requested model. An unknown name means the current model.
+    ///
+    /// # Errors
+    /// The name is the id of another model on the hub, too many requests wait, or the server stops or has no model yet.
     pub async fn lease(&self, requested: Option<&str>) -> Result<ModelLease, ApiError> {
-        let last_loaded = self.state.lock().last_loaded.clone();
-        let known = match (requested, last_loaded) {
-            (Some(requested), Some(last)) if matches(requested, &last) => Some(last),
-            (Some(requested), _) => find(requested, &self.list().await),
-            (None, _) => None,
+        let known = match requested {
+            Some(requested) => self.find(requested).await,
+            None => None,
         };
         let mut state = self.state.lock();
         if state.is_shutting_down {
             return Err(ApiError::from(EngineError::Draining));
         }
-        let current = state.loading.as_ref().or(state.last_loaded.as_ref());
-        let Some(model_id) = known.as_ref().or(current).filter(|_| current.is_some()).cloned() else {
+        let Some(current) = state.loading.as_ref().or(state.last_loaded.as_ref()) else {
             return Err(ApiError::loading());
         };
+        let other = requested.filter(|requested| known.is_none() && names::is_other_model(requested, current));
+        if let Some(other) = other {
+            return Err(ApiError::no_such_model(names::plain(other), current));
+        }
+        let model_id = known.as_ref().unwrap_or(current).clone();
         if let Some(model) = state.admit(&model_id, self.timeouts().max_wait) {
             return Ok(ModelLease::Ready(model));
         }
@@ -164,10 +181,10 @@ impl ModelHost {
         Ok(ModelLease::Waiting(receiver))
     }
 
-    /// Unloads the resident model as soon as it is idle. Does nothing if `name` means another model.
-    pub fn unload(&self, name: &str) -> bool {
+    /// Unloads the model as soon as it is idle. Returns false if the model is not in memory.
+    pub fn unload(&self, id: &str) -> bool {
         let mut state = self.state.lock();
-        let Some(resident) = state.resident.as_mut().filter(|resident| matches(name, &resident.id)) else {
+        let Some(resident) = state.resident.as_mut().filter(|resident| resident.id == id) else {
             return false;
         };
         resident.unload_when_idle = true;
@@ -234,18 +251,30 @@ impl ModelHost {
         }
     }
 
+    /// Unloads the replaced model and loads another model. If the other model's settings are invalid, the replaced
+    /// model stays in memory.
     async fn load(&self, replaced: Option<(ResidentModel, OwnedMutexGuard<()>)>, id: String) {
         let (requested, loader) = (id.clone(), self.loader.clone());
         let loaded = spawn_blocking(move || {
+            let Some(loader) = loader else { return (Err("this server cannot load models".into()), replaced) };
+            if let Err(why) = loader.check(&requested) {
+                return (Err(why), replaced);
+            }
             if let Some((resident, guard)) = replaced {
                 resident.unload();
                 drop(guard);
             }
-            loader.map_or_else(|| Err("this server cannot load models".into()), |loader| loader.load(&requested))
+            (loader.load(&requested), None)
         });
-        let loaded = loaded.await.unwrap_or_else(|panic| Err(panic.to_string()));
+        let (loaded, kept) = loaded.await.unwrap_or_else(|panic| (Err(panic.to_string()), None));
         let mut state = self.state.lock();
         state.loading = None;
+        if let Some((resident, _guard)) = kept {
+            if state.is_shutting_down {
+                resident.model.engine.drain();
+            }
+            state.set_resident(resident);
+        }
         match loaded {
             Ok(hosted) if state.is_shutting_down => hosted.model.engine.drain(),
             Ok(hosted) => state.install(hosted),

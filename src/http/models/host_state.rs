@@ -121,14 +121,18 @@ impl ResidentModel {
 }
 
 impl HostState {
-    /// Makes a model resident and sends it to the requests that wait for it.
+    /// Makes a newly loaded model resident.
     pub fn install(&mut self, hosted: HostedModel) {
-        let resident = ResidentModel::new(hosted);
+        self.last_loaded = Some(hosted.id.clone());
+        self.load_failure = None;
+        self.set_resident(ResidentModel::new(hosted));
+    }
+
+    /// Makes a model resident and sends it to the requests that wait for it.
+    pub fn set_resident(&mut self, resident: ResidentModel) {
         for waiter in self.take_waiters(&resident.id) {
             let _ = waiter.reply.send(Ok(resident.model.clone()));
         }
-        self.last_loaded = Some(resident.id.clone());
-        self.load_failure = None;
         self.resident = Some(resident);
     }
 
@@ -146,12 +150,13 @@ impl HostState {
         taken.into()
     }
 
-    /// The resident model, if it has this id and no request has waited too long for another model.
+    /// The resident model, if it has this id, is not about to be unloaded, and no request has waited too long for
+    /// another model.
     pub fn admit(&mut self, id: &str, max_wait: Duration) -> Option<Arc<LoadedModel>> {
         self.drop_disconnected();
         let is_overdue = self.waiters.front().is_some_and(|waiter| waiter.since.elapsed() >= max_wait);
         let resident = self.resident.as_mut()?;
-        if resident.id != id || resident.unload_when_idle || is_overdue {
+        if resident.id != id || is_overdue || resident.unload_when_idle && !resident.is_busy(max_wait) {
             return None;
         }
         resident.last_used = Instant::now();

@@ -62,6 +62,15 @@ pub struct HostedModel {
 pub trait ModelLoader: Send + Sync + 'static {
     fn list(&self) -> Vec<ModelEntry>;
 
+    /// Checks the settings of a model. Called before the loaded model is unloaded to make room for this model.
+    ///
+    /// # Errors
+    /// A sentence for the client.
+    fn check(&self, id: &str) -> Result<(), String> {
+        let _ = id;
+        Ok(())
+    }
+
     /// # Errors
     /// A sentence for the client.
     fn load(&self, id: &str) -> Result<HostedModel, String>;

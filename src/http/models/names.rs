@@ -24,15 +24,28 @@ pub fn plain(requested: &str) -> &str {
 /// and the last parts of both names are equal. Case is ignored.
 pub fn matches(requested: &str, id: &str) -> bool {
     let requested = plain(requested);
-    requested.eq_ignore_ascii_case(id)
+    is_exact(requested, id)
         || base_name(requested).eq_ignore_ascii_case(base_name(id)) && requested.contains('/') != id.contains('/')
 }
 
-/// Id of the model that the requested name stands for. An exact match wins over a match without organisation.
-pub fn find(requested: &str, entries: &[ModelEntry]) -> Option<String> {
+/// True if the requested name is exactly the id. Case is ignored.
+pub fn is_exact(requested: &str, id: &str) -> bool {
+    plain(requested).eq_ignore_ascii_case(id)
+}
+
+/// The id that the requested name stands for. An exact match wins over a match without organisation, and then the first
+/// id wins.
+pub fn find<'a>(requested: &str, ids: impl Iterator<Item = &'a str> + Clone) -> Option<&'a str> {
+    let exact = ids.clone().find(|id| is_exact(requested, id));
+    exact.or_else(|| ids.clone().find(|id| matches(requested, id)))
+}
+
+/// True if an unlisted name cannot mean the model `id`. A name without a slash may be any word, as in llama-server,
+/// because clients are often configured with a name such as `default`. A name with a slash is a hub id, whose last part
+/// must be that of `id`.
+pub fn is_other_model(requested: &str, id: &str) -> bool {
     let requested = plain(requested);
-    let exact = entries.iter().find(|entry| entry.id.eq_ignore_ascii_case(requested));
-    exact.or_else(|| entries.iter().find(|entry| matches(requested, &entry.id))).map(|entry| entry.id.clone())
+    requested.contains('/') && !base_name(requested).eq_ignore_ascii_case(base_name(id))
 }
 
 fn base_name(id: &str) -> &str {
@@ -56,10 +69,19 @@ mod tests {
 
     #[test]
     fn exact_name_wins_over_base_name() {
-        let entries = ["a/x", "x", "b/y"].map(|id| ModelEntry { id: id.into(), created: SystemTime::UNIX_EPOCH });
-        assert_eq!(find("X", &entries).as_deref(), Some("x"));
-        assert_eq!(find("y", &entries).as_deref(), Some("b/y"));
-        assert_eq!(find("claude-local/a/x", &entries).as_deref(), Some("a/x"));
-        assert_eq!(find("c/y", &entries), None);
+        let find = |requested| find(requested, ["a/x", "x", "b/y"].into_iter());
+        assert_eq!(find("X"), Some("x"));
+        assert_eq!(find("y"), Some("b/y"));
+        assert_eq!(find("claude-local/a/x"), Some("a/x"));
+        assert_eq!(find("c/y"), None);
+    }
+
+    #[test]
+    fn unlisted_hub_id_ends_like_the_model() {
+        for (requested, id) in [("gpt-4o", "org/name"), ("other/NAME", "org/name"), ("claude-local/a/name", "name")] {
+            assert!(!is_other_model(requested, id), "{requested}");
+        }
+        assert!(is_other_model("org/name-2", "org/name"));
+        assert!(is_other_model("openai/gpt-4", "name"));
     }
 }

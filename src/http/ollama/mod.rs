@@ -51,12 +51,14 @@ async fn answer(
     common: OllamaCommon,
     request: Option<GenerationRequest>,
 ) -> Result<Response, ApiError> {
-    let unload = common.unloads().then(|| UnloadOnDrop { state: server.state.clone(), model: common.model.clone() });
+    let unloads = common.unloads();
+    let id = if unloads { server.state.models.find(&common.model).await } else { None };
+    let unload = id.map(|id| UnloadOnDrop { state: server.state.clone(), id });
     let Some(request) = request else {
-        if unload.is_none() {
+        if !unloads {
             server.state.model(Some(&common.model)).await?;
         }
-        return Ok(loaded(renderer, unload.is_some()));
+        return Ok(loaded(renderer, unloads));
     };
     let response = server.generate(request, permit, renderer).await?;
     Ok(body_guard::hold(response, unload))
@@ -65,12 +67,12 @@ async fn answer(
 /// Unloads a model after its answer.
 struct UnloadOnDrop {
     state: Arc<ServerState>,
-    model: String,
+    id: String,
 }
 
 impl Drop for UnloadOnDrop {
     fn drop(&mut self) {
-        self.state.models.unload(&self.model);
+        self.state.models.unload(&self.id);
     }
 }
 

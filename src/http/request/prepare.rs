@@ -37,7 +37,6 @@ impl GenerationRequest {
         mut permit: MemoryPermit,
     ) -> Result<Choices, ApiError> {
         let Self { common, max_tokens, parallel_tool_calls, .. } = self;
-        params::check_model(common.model.as_deref(), &model.card)?;
         let mut sampling = common.sampling(&model.defaults, model.engine.vocab())?;
         let mut images = Vec::new();
         let (param, prompts, chat) = match self.prompt {

@@ -3,8 +3,7 @@
 
 use crate::engine::Sampling;
 use crate::http::{
-    ApiError, ModelCard,
-    models::plain_name,
+    ApiError,
     openai::{CommonFields, OneOrMany},
 };
 use serde_json::Value;
@@ -120,19 +119,6 @@ impl CommonFields {
     }
 }
 
-/// Checks that a request's `model` can mean this model. `model` may be absent or any name without a slash, as in
-/// llama-server, because clients are often configured with a name such as `default`. A name with a slash is a hub id,
-/// which must end with the name of this model.
-pub fn check_model(name: Option<&str>, card: &ModelCard) -> Result<(), ApiError> {
-    let last = |id: &str| id.rsplit('/').next().unwrap_or(id).to_lowercase();
-    match name.map(plain_name) {
-        Some(name) if name.contains('/') && last(name) != last(&card.id) => {
-            Err(ApiError::no_such_model(name, &card.id))
-        }
-        _ => Ok(()),
-    }
-}
-
 /// The number of choices per prompt, checked.
 pub fn choice_count(n: Option<i64>) -> Result<usize, ApiError> {
     let n = n.unwrap_or(1);
@@ -206,10 +192,6 @@ mod tests {
         serde_json::from_value(value).unwrap()
     }
 
-    fn card(id: &str) -> ModelCard {
-        ModelCard { id: id.into(), created: 0, experts_per_token: None, quantisation: None }
-    }
-
     #[test]
     fn missing_values_come_from_the_defaults() {
         let defaults = Sampling { temperature: 0.6, top_k: 20, top_p: 0.95, ..Sampling::default() };
@@ -253,22 +235,6 @@ mod tests {
         assert_eq!(token_limit("max_tokens", Some(-1), 1), Ok(Some(usize::MAX)));
         assert_eq!(token_limit("max_tokens", Some(5), 1), Ok(Some(5)));
         assert!(token_limit("max_tokens", Some(-2), 1).is_err());
-    }
-
-    #[test]
-    fn hub_id_must_name_this_model() {
-        let card = card("Qwen3.5-35B-A3B-4bit");
-        for name in [
-            None,
-            Some(""),
-            Some("default"),
-            Some("claude-local/Qwen3.5-35B-A3B-4bit"),
-            Some("gpt-4o"),
-            Some("mlx-community/qwen3.5-35B-A3B-4bit"),
-        ] {
-            assert!(check_model(name, &card).is_ok(), "{name:?}");
-        }
-        assert_eq!(check_model(Some("mlx-community/Qwen3.5-122B-A10B-4bit"), &card).unwrap_err().status, 404);
     }
 
     #[test]
