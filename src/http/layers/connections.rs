@@ -20,6 +20,7 @@ use hyper_util::{
     service::TowerToHyperService,
 };
 use parking_lot::Mutex;
+use socket2::{SockRef, TcpKeepalive};
 use std::{
     convert::Infallible,
     future::poll_fn,
@@ -47,6 +48,12 @@ const OTHER_FILES: usize = 256;
 const BUFFER_BYTES: usize = 16 << 10;
 /// Maximum number of bytes of a response that the operating system buffers for a client that does not read.
 const SEND_BUFFER_BYTES: usize = 64 << 10;
+
+/// Time without a packet after which the operating system probes whether the client still exists. A client that loses
+/// power or its network never closes the connection, and its request would otherwise run to its end.
+const KEEPALIVE_TIME: Duration = Duration::from_secs(30);
+/// Interval of further probes. The connection fails after several probes without an answer.
+const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Accepts connections until `stop` is true. Then closes each connection after the request in progress. Every
 /// connection holds a clone of `stop`, so the sender of `stop` knows when all connections are closed.
@@ -100,9 +107,7 @@ async fn serve(
     timeouts: Timeouts,
     mut stop: watch::Receiver<bool>,
 ) -> hyper::Result<()> {
-    // A token is a small packet, and Nagle's algorithm would delay each packet by up to 40 ms.
-    let socket = socket2::SockRef::from(&stream);
-    if let Err(error) = socket.set_tcp_nodelay(true).and_then(|()| socket.set_send_buffer_size(SEND_BUFFER_BYTES)) {
+    if let Err(error) = set_options(&stream) {
         tracing::debug!(%error, "cannot set socket options");
     }
     let router = TowerToHyperService::new(router);
@@ -136,6 +141,14 @@ async fn serve(
         ended = connection => ended,
         () = slot.evicted.notified() => Ok(()),
     }
+}
+
+fn set_options(stream: &TcpStream) -> io::Result<()> {
+    let socket = SockRef::from(stream);
+    // A token is a small packet, and Nagle's algorithm would delay each packet by up to 40 ms.
+    socket.set_tcp_nodelay(true)?;
+    socket.set_send_buffer_size(SEND_BUFFER_BYTES)?;
+    socket.set_tcp_keepalive(&TcpKeepalive::new().with_time(KEEPALIVE_TIME).with_interval(KEEPALIVE_INTERVAL))
 }
 
 struct ConnectionSlots {
@@ -251,6 +264,18 @@ impl AsyncWrite for WriteTimeoutStream {
 mod tests {
     use super::*;
     use std::{env, process::Command};
+
+    #[tokio::test]
+    async fn accepted_socket_probes_its_client() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let connect = TcpStream::connect(listener.local_addr().unwrap());
+        let (client, accepted) = tokio::join!(connect, listener.accept());
+        let (_client, (stream, _)) = (client.unwrap(), accepted.unwrap());
+        assert!(!SockRef::from(&stream).keepalive().unwrap());
+        set_options(&stream).unwrap();
+        assert!(SockRef::from(&stream).keepalive().unwrap());
+        assert!(stream.nodelay().unwrap());
+    }
 
     /// Each limit needs a separate process, because a process cannot raise a limit that it has lowered.
     #[test]

@@ -101,10 +101,18 @@ impl RequestMemory {
     /// Sets the total memory of requests, which the plan of the loaded model has reserved.
     pub fn set_plan(&self, bytes: u64) {
         let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
-        if bytes >= TWO_STEPS_BYTES && !self.allows_two_steps.swap(true, Relaxed) {
-            self.steps.add_permits(1);
-        }
-        let steps = 1 + usize::from(self.allows_two_steps.load(Relaxed));
+        let had_two = self.allows_two_steps.load(Relaxed);
+        let has_two = match bytes >= TWO_STEPS_BYTES {
+            true if !had_two => {
+                self.steps.add_permits(1);
+                true
+            }
+            true => true,
+            // If two steps run now, the second step stays allowed until the next plan.
+            false => had_two && self.steps.forget_permits(1) == 0,
+        };
+        self.allows_two_steps.store(has_two, Relaxed);
+        let steps = 1 + usize::from(has_two);
         self.total.store(bytes.saturating_sub(steps * STEP_BYTES), Relaxed);
     }
 
@@ -351,14 +359,17 @@ mod tests {
     }
 
     #[test]
-    fn large_plan_adds_second_step_once() {
+    fn large_plan_allows_two_steps() {
         let memory = RequestMemory::new(&Metrics::new("0", "cpu"));
         let enough = TWO_STEPS_BYTES;
-        for (bytes, steps) in [(enough - 1, 1), (enough, 2), (2 * enough, 2), (enough / 2, 2), (enough, 2)] {
+        for (bytes, steps) in [(enough - 1, 1), (enough, 2), (2 * enough, 2), (enough / 2, 1), (enough, 2)] {
             memory.set_plan(bytes as u64);
             assert_eq!(memory.steps.available_permits(), steps, "{bytes} bytes");
             assert_eq!(memory.total(), bytes - steps * STEP_BYTES, "{bytes} bytes");
         }
+        let _running = [1, 2].map(|_| memory.steps.try_acquire().unwrap());
+        memory.set_plan(enough as u64 / 2);
+        assert_eq!(memory.total(), enough / 2 - 2 * STEP_BYTES, "two steps still run");
     }
 
     #[test]
