@@ -121,7 +121,9 @@ impl ChatSession {
                     Err(CommandError::Usage(why)) => println!("{}", printable(&why)),
                     Err(error) => return Err(error),
                 },
-                None => self.send(&text)?,
+                None => {
+                    self.send(&text)?;
+                }
             }
         }
     }
@@ -143,10 +145,14 @@ impl ChatSession {
             "save" | "load" | "model" if !rest.is_empty() && !self.images.is_empty() => {
                 usage("the conversation has images; /clear deletes it")
             }
-            "retry" => match self.last_question() {
-                Some(text) => self.send(&text).map(|()| String::new()),
-                None => usage("there is no message to answer again"),
-            },
+            "retry" => {
+                let before = self.messages.clone();
+                let Some(text) = self.last_question() else { return usage("there is no message to answer again") };
+                if !self.send(&text)? {
+                    self.messages = before;
+                }
+                Ok(String::new())
+            }
             "save" if rest.is_empty() && self.file.is_none() => usage("name a file: /save FILE"),
             "save" => {
                 let path = if rest.is_empty() { self.file.clone().unwrap_or_default() } else { rest.into() };
@@ -221,9 +227,10 @@ impl ChatSession {
         Err(CommandError::Usage(refused.to_string()))
     }
 
-    /// Sends a message to the model. A failed answer does not end the chat.
-    fn send(&mut self, text: &str) -> Result<(), CommandError> {
-        let Some(model) = &self.model else { return Ok(()) };
+    /// Sends a message to the model. A failed answer does not end the chat. Returns false if the answer has failed, and
+    /// the message is then not part of the conversation.
+    fn send(&mut self, text: &str) -> Result<bool, CommandError> {
+        let Some(model) = &self.model else { return Ok(false) };
         let before = self.images.len();
         let mut question = message("user", text);
         if !self.next_images.is_empty() {
@@ -242,7 +249,7 @@ impl ChatSession {
                 self.messages.pop();
                 self.images.truncate(before);
                 eprintln!("moestro: {error}");
-                return Ok(());
+                return Ok(false);
             }
             other => other?,
         };
@@ -253,7 +260,7 @@ impl ChatSession {
         let mut reply = message("assistant", &content);
         reply["reasoning_content"] = reasoning.into();
         self.messages.push(reply);
-        Ok(())
+        Ok(true)
     }
 }
 

@@ -292,6 +292,18 @@ fn chat_commands_work() {
     assert_eq!(saved["messages"][0]["content"], "What is 12+7?");
 }
 
+#[test]
+fn failed_retry_keeps_the_old_answer() {
+    let home = tempfile::tempdir().unwrap();
+    let mut chat = Terminal::begin(home.path(), &format!("{CHAT} --ctx-size 128"));
+    chat.wait(">>> ");
+    chat.say("What is 12+7?", "12 + 7 = 19.");
+    chat.say(&format!("/set system {}", "zebra ".repeat(60)), "zebra");
+    chat.say("/retry", "the context 128");
+    chat.say("/show", "2 messages");
+    chat.end("/bye\r");
+}
+
 /// Scripts, and terminals without bracketed paste, send several lines at once.
 #[test]
 fn text_typed_ahead_is_kept() {
