@@ -1,7 +1,7 @@
 //! Tests of the fast pass with images, against transformers' logits. The rows of the images come from the fixture.
 
 use super::*;
-use crate::{device::CpuArithmetic, metrics::Metrics};
+use crate::{device::CpuArithmetic, metrics::Metrics, platform::os::MemoryLevel};
 use std::path::Path;
 
 const FIXTURE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/vision");
@@ -27,11 +27,14 @@ fn chat() -> (Vec<u32>, Vec<PlacedImage>) {
     (ids, vec![image(16, 1, 3), image(55, 2, 5)])
 }
 
-fn model(dir: &str) -> Qwen {
+fn load(dir: &Path) -> Qwen {
     let mut options = LoadOptions { math: CpuArithmetic::F32, threads: Some(2), ..LoadOptions::default() };
     options.plan.context = Some(128);
-    let dir = format!("{FIXTURE}/{dir}");
-    let model = Qwen::load(Path::new(&dir), &options, &Metrics::new("test", "cpu"), &mut |_, _| ()).unwrap();
+    Qwen::load(dir, &options, &Metrics::new("test", "cpu"), &mut |_, _| ()).unwrap()
+}
+
+fn model(dir: &str) -> Qwen {
+    let model = load(&Path::new(FIXTURE).join(dir));
     let stages = tensors("images");
     for (hash, image) in [(1, "gradient"), (2, "noise")] {
         let rows = Arc::new(stages[&format!("{image}.merged")].clone());
@@ -110,5 +113,44 @@ fn tower_matches_transformers_on_its_pixels() {
             let found = distance(&model.encode_image(&image).unwrap(), &stages[&format!("{name}.merged")]);
             assert!(found < 2e-5, "{dir}, {name}: {found}");
         }
+    }
+}
+
+/// Writes the fixture's model without its routed experts: the shared expert of a layer becomes its dense feed-forward.
+fn write_dense_checkpoint(dir: &Path) {
+    let fixture = Path::new(FIXTURE).join("hf_bf16");
+    for name in ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"] {
+        std::fs::copy(fixture.join(name), dir.join(name)).unwrap();
+    }
+    let config = std::fs::read_to_string(fixture.join("config.json")).unwrap();
+    let mut config: serde_json::Value = serde_json::from_str(&config.replace("qwen3_5_moe", "qwen3_5")).unwrap();
+    config["text_config"]["intermediate_size"] = 128.into();
+    for key in ["num_experts", "num_experts_per_tok"] {
+        config["text_config"].as_object_mut().unwrap().remove(key);
+    }
+    std::fs::write(dir.join("config.json"), config.to_string()).unwrap();
+    for shard in 1..=2 {
+        let bytes = std::fs::read(fixture.join(format!("model.safetensors-0000{shard}-of-00002.safetensors"))).unwrap();
+        let tensors = safetensors::SafeTensors::deserialize(&bytes).unwrap().tensors();
+        let is_routed =
+            |name: &str| [".experts.", ".mlp.gate.", "_expert_gate."].iter().any(|part| name.contains(part));
+        let dense = tensors.into_iter().filter(|(name, _)| !is_routed(name));
+        let dense = dense.map(|(name, tensor)| (name.replace("shared_expert.", ""), tensor));
+        safetensors::serialize_to_file(dense, None, &dir.join(format!("model-{shard}.safetensors"))).unwrap();
+    }
+}
+
+#[test]
+fn dense_model_frees_images_under_pressure() {
+    let dir = tempfile::tempdir().unwrap();
+    write_dense_checkpoint(dir.path());
+    let mut model = load(dir.path());
+    assert!(model.store().is_none());
+    let rows = Arc::new(vec![0.0; 128]);
+    model.parts.vision.as_ref().unwrap().cache_rows([1; 32], rows.clone());
+    for (level, holders) in [(MemoryLevel::Enough, 2), (MemoryLevel::Short(1), 1)] {
+        model.parts.vision.as_ref().unwrap().set_memory_check(move || level);
+        model.fit_memory();
+        assert_eq!(Arc::strong_count(&rows), holders, "{level:?}");
     }
 }

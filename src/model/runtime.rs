@@ -99,11 +99,13 @@ impl Model for Qwen {
     }
 
     fn fit_memory(&mut self) {
-        if let Some(store) = &self.parts.store {
-            let is_short = store.adapt_to_memory(&mut self.device.get_mut().placed_slots());
-            if let Some(vision) = self.parts.vision.as_ref().filter(|_| is_short) {
-                vision.release();
-            }
+        let is_short = match (&self.parts.store, &self.parts.vision) {
+            (Some(store), _) => store.adapt_to_memory(&mut self.device.get_mut().placed_slots()),
+            (None, Some(vision)) => vision.memory_is_short(),
+            (None, None) => false,
+        };
+        if is_short {
+            self.release_images();
         }
     }
 
@@ -229,7 +231,7 @@ impl Qwen {
         self.vision()?.rows(image, None)
     }
 
-    /// Drops the cached rows of images.
+    /// Frees the cached rows of images, and weights of the vision tower on a GPU.
     pub fn release_images(&self) {
         self.parts.vision.iter().for_each(Vision::release);
     }

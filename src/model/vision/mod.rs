@@ -27,13 +27,30 @@ pub use processor::ImageProcessor;
 pub use resize::RgbImage;
 pub use tower::VisionTower;
 
-use crate::{checkpoint::index::Index, device, error::ModelError, metrics::Metrics, model::config as model_config};
+use crate::{
+    checkpoint::index::Index,
+    device,
+    error::ModelError,
+    metrics::Metrics,
+    model::config as model_config,
+    platform::os::{MemoryLevel, MemoryMonitor},
+};
 use row_cache::ImageRowCache;
-use std::{cell::RefCell, path::Path, sync::Arc, time::Instant};
+use std::{
+    cell::RefCell,
+    path::Path,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 use weights::TowerWeights;
 
 /// Maximum size of the rows of recent images in bytes.
 const ROW_CACHE_BYTES: usize = 32 << 20;
+/// Interval between two checks of the system's memory.
+const CHECK_INTERVAL: Duration = Duration::from_millis(250);
+
+/// Returns the system's memory level.
+type MemoryCheck = Box<dyn FnMut() -> MemoryLevel + Send>;
 
 /// The vision tower of a loaded model, with the rows of recent images.
 pub struct Vision {
@@ -41,6 +58,8 @@ pub struct Vision {
     cache: RefCell<ImageRowCache>,
     pub processor: Arc<ImageProcessor>,
     metrics: Arc<Metrics>,
+    /// The memory check of a model without an expert store, and the time of the next check.
+    memory: RefCell<(MemoryCheck, Instant)>,
 }
 
 /// Opens the vision tower of the checkpoint in `dir`. Returns `None` if the checkpoint has no vision tower. If the
@@ -88,7 +107,20 @@ impl VisionTower {
 impl Vision {
     pub fn new(tower: VisionTower, metrics: Arc<Metrics>) -> Self {
         let processor = Arc::new(ImageProcessor::new(tower.limits, tower.config.image_token));
-        Self { tower, cache: RefCell::new(ImageRowCache::new(ROW_CACHE_BYTES)), processor, metrics }
+        let mut monitor = MemoryMonitor::open();
+        let memory = RefCell::new((Box::new(move || monitor.check()) as MemoryCheck, Instant::now()));
+        Self { tower, cache: RefCell::new(ImageRowCache::new(ROW_CACHE_BYTES)), processor, metrics, memory }
+    }
+
+    /// Checks the system's memory at most once per 250 ms. Returns true if memory is short.
+    pub fn memory_is_short(&self) -> bool {
+        let (check, next) = &mut *self.memory.borrow_mut();
+        let now = Instant::now();
+        if now < *next {
+            return false;
+        }
+        *next = now + CHECK_INTERVAL;
+        matches!(check(), MemoryLevel::Short(_))
     }
 
     /// Returns the rows `[tokens, hidden]` of an image, from the cache if possible.
@@ -105,6 +137,12 @@ impl Vision {
         tracing::debug!(tokens = image.tokens(), seconds, "computed an image's rows");
         self.cache_rows(image.hash, rows.clone());
         Ok(rows)
+    }
+
+    /// Replaces the check of the system's memory.
+    #[cfg(test)]
+    pub fn set_memory_check(&self, check: impl FnMut() -> MemoryLevel + Send + 'static) {
+        *self.memory.borrow_mut() = (Box::new(check), Instant::now());
     }
 
     pub(super) fn cache_rows(&self, hash: [u8; 32], rows: Arc<Vec<f32>>) {
