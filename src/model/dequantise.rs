@@ -5,30 +5,59 @@ use crate::{
     error::{ModelError, StoreError},
     experts::Piece,
     ops::WeightView,
+    platform::Threads,
 };
-use std::{fs::File, os::unix::fs::FileExt};
+use std::{fs::File, io, os::unix::fs::FileExt, path::Path, sync::OnceLock};
 
-/// Reads the matrix with the name `path`, `[rows, cols]`.
-pub fn matrix(from: &Checkpoint, path: &str, rows: usize, cols: usize) -> Result<Vec<f32>, ModelError> {
+/// Number of bytes that a thread reads at once.
+const READ_BYTES: usize = 1 << 20;
+
+/// Reads the matrix with the name `path`, `[rows, cols]`, on all `threads`.
+pub fn matrix(
+    from: &Checkpoint,
+    path: &str,
+    rows: usize,
+    cols: usize,
+    threads: &Threads,
+) -> Result<Vec<f32>, ModelError> {
     let layout = from.layout(path, &[], rows, cols)?;
     let global_scale = from.global_scales(path, 1)?.first().copied().unwrap_or(1.0);
-    dequantise(from, &layout, &checkpoint::matrix_pieces(&layout, 0), global_scale)
+    dequantise(from, &layout, &checkpoint::matrix_pieces(&layout, 0), global_scale, threads)
 }
 
-/// Dequantizes a matrix from its codes, scales and biases.
+/// Dequantizes a matrix from its codes, scales and biases, on all `threads`.
 pub fn dequantise(
     from: &Checkpoint,
     layout: &MatrixLayout,
     pieces: &[Piece],
     global_scale: f32,
+    threads: &Threads,
 ) -> Result<Vec<f32>, ModelError> {
     let mut parts: [Vec<u8>; 3] = Default::default();
     for (bytes, piece) in parts.iter_mut().zip(pieces) {
-        bytes.resize(piece.len, 0);
+        // Unlike `resize`, this does not write the pages. The threads that read do.
+        *bytes = vec![0; piece.len];
         let path = &from.index.files[piece.file as usize];
-        let read = File::open(path).and_then(|file| file.read_exact_at(bytes, piece.offset));
-        read.map_err(StoreError::at(path))?;
+        read(path, piece.offset, bytes, threads).map_err(StoreError::at(path))?;
     }
     let &MatrixLayout { codes, rows, cols, .. } = layout;
-    Ok(WeightView { codes, rows, cols, global_scale, skipped: 0, parts: parts.each_ref().map(Vec::as_slice) }.to_f32())
+    let parts = parts.each_ref().map(Vec::as_slice);
+    let view = WeightView { codes, rows, cols, global_scale, skipped: 0, parts };
+    let mut values = vec![0.0; rows * cols];
+    let rows_at_once = rows.div_ceil(4 * threads.count()).max(1);
+    threads.run_pieces(&mut values, rows_at_once * cols, &|piece, out| {
+        let first = piece * rows_at_once;
+        view.of_rows(first..first + out.len() / cols).write_f32(out);
+    });
+    Ok(values)
+}
+
+fn read(path: &Path, offset: u64, bytes: &mut [u8], threads: &Threads) -> io::Result<()> {
+    let (file, failed) = (File::open(path)?, OnceLock::new());
+    threads.run_pieces(bytes, READ_BYTES, &|piece, bytes| {
+        if let Err(error) = file.read_exact_at(bytes, offset + (piece * READ_BYTES) as u64) {
+            let _ = failed.set(error);
+        }
+    });
+    failed.into_inner().map_or(Ok(()), Err)
 }

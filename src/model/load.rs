@@ -90,7 +90,10 @@ impl Qwen {
         let compute = options.compute.clone().unwrap_or_else(|| CpuDevice::new(threads, options.math));
         let cpu = Cpu::new(compute.clone());
         let (kv_bits, gpu_awake) = (options.kv_bits, options.gpu_awake.unwrap_or(GPU_KIND == "metal"));
-        let vision = vision.map(|tower| Vision::new(tower.on_gpu(options.vision_on_gpu()), metrics.clone()));
+        let vision = vision.map(|tower| {
+            let tower = tower.on_gpu(options.vision_on_gpu()).on_threads(compute.threads.clone());
+            Vision::new(tower, metrics.clone())
+        });
         let parts =
             ModelParts { config, net, weights, store, tables, plan, shape, mtp, compute, kv_bits, gpu_awake, vision };
         Self::on(parts, Box::new(cpu)).map_err(|rejected| rejected.1)

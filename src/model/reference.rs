@@ -36,6 +36,7 @@ use crate::{
         AttentionShape, DeltaShape, OutputGate,
         attention::{GROUP, recent_start},
     },
+    platform::Threads,
 };
 use candle_core::{D, DType, Device, Shape, Tensor};
 use candle_nn::ops::{sigmoid, silu, softmax_last_dim};
@@ -266,13 +267,13 @@ impl Reference {
 
     /// The matrix at `path`, `[rows, cols]`, dequantized.
     fn matrix(&self, path: &str, rows: usize, cols: usize) -> Result<Tensor, ModelError> {
-        let values = dequantise::matrix(&self.checkpoint, path, rows, cols)?;
+        let values = dequantise::matrix(&self.checkpoint, path, rows, cols, &Threads::new(1))?;
         Ok(Tensor::from_vec(values, (rows, cols), &self.device)?.to_dtype(self.precision)?)
     }
 
     /// Dequantizes a matrix from its codes, scales and biases.
     fn dequantise(&self, layout: &MatrixLayout, pieces: &[Piece], global_scale: f32) -> Result<Tensor, ModelError> {
-        let values = dequantise::dequantise(&self.checkpoint, layout, pieces, global_scale)?;
+        let values = dequantise::dequantise(&self.checkpoint, layout, pieces, global_scale, &Threads::new(1))?;
         Ok(Tensor::from_vec(values, (layout.rows, layout.cols), &self.device)?.to_dtype(self.precision)?)
     }
 

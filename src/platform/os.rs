@@ -15,7 +15,7 @@ mod sysctl;
 mod thread_priority;
 mod user_dirs;
 
-pub use allocator::{return_freed_memory, trim_memory};
+pub use allocator::{KeepFreedMemory, return_freed_memory, trim_memory};
 pub use machine::{host_name, physical_cores, processor, system, total_memory};
 pub use pressure::{MemoryLevel, MemoryMonitor};
 pub use process::{

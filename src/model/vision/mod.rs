@@ -33,7 +33,10 @@ use crate::{
     error::ModelError,
     metrics::Metrics,
     model::config as model_config,
-    platform::os::{MemoryLevel, MemoryMonitor},
+    platform::{
+        Threads,
+        os::{MemoryLevel, MemoryMonitor},
+    },
 };
 use row_cache::ImageRowCache;
 use std::{
@@ -91,6 +94,11 @@ impl VisionTower {
             Some(device) => Self { weights: self.weights.on_gpu(device), ..self },
             None => self,
         }
+    }
+
+    /// Reads and converts weights on these threads.
+    pub fn on_threads(self, threads: Arc<Threads>) -> Self {
+        Self { weights: self.weights.on_threads(threads), ..self }
     }
 
     /// Number of bytes for the memory plan: the buffers for one image, the caches, and the weights if they stay on a

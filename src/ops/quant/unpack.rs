@@ -160,12 +160,18 @@ pub fn expand(view: &WeightView<'_>, row: usize, bytes: &mut Vec<u8>, out: &mut 
 impl WeightView<'_> {
     /// All values in row order.
     pub fn to_f32(&self) -> Vec<f32> {
-        let (mut bytes, mut row, mut all) = (Vec::new(), Vec::new(), Vec::with_capacity(self.rows * self.cols));
-        for index in 0..self.rows {
-            expand(self, index, &mut bytes, &mut row);
-            all.extend(row.iter().map(|value| value * self.global_scale));
-        }
+        let mut all = vec![0.0; self.rows * self.cols];
+        self.write_f32(&mut all);
         all
+    }
+
+    /// Writes all values in row order to `out`.
+    pub fn write_f32(&self, out: &mut [f32]) {
+        let (mut bytes, mut row) = (Vec::new(), Vec::new());
+        for (index, out) in out.chunks_exact_mut(self.cols.max(1)).enumerate() {
+            expand(self, index, &mut bytes, &mut row);
+            out.iter_mut().zip(&row).for_each(|(out, value)| *out = value * self.global_scale);
+        }
     }
 }
 
