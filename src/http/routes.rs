@@ -111,7 +111,8 @@ pub fn is_public(path: &str) -> bool {
     is_status(path) || path == "/"
 }
 
-/// True for paths whose `POST` takes JSON.
+/// True for paths whose `POST` needs a JSON content type. Ollama's paths do not need one, because Ollama's documentation
+/// shows requests of curl without a content type.
 pub fn takes_json(path: &str) -> bool {
     find(path).is_some_and(|route| route.method == "post")
 }

@@ -72,6 +72,7 @@ fn router_for(api: ApiSet, state: Arc<ServerState>) -> Router {
             .route("/api/generate", post(ollama::generate)),
     };
     let router = router
+        .route("/api/v0/models/", get(models::lm_studio))
         .route("/v1/models/{*id}", get(models::model))
         .route("/models/{*id}", get(models::model))
         .route("/api/v0/models", get(models::lm_studio))
@@ -82,6 +83,16 @@ fn router_for(api: ApiSet, state: Arc<ServerState>) -> Router {
         .layer(from_fn(gzip::check_encoding))
         .layer(from_fn_with_state(state.clone(), auth::require_key))
         .layer(from_fn_with_state(state.origins.clone(), origin::check_origin));
+    with_outer_layers(router, state)
+}
+
+/// Answers requests that find no connection slot.
+fn refusals(state: Arc<ServerState>) -> Router {
+    with_outer_layers(Router::new().fallback(async || ApiError::no_connection_slot()), state)
+}
+
+/// Adds the layers that every response passes: log, request id, CORS and the shape of errors.
+fn with_outer_layers(router: Router<Arc<ServerState>>, state: Arc<ServerState>) -> Router {
     // The layer added last runs first.
     router
         .layer(cors(&state))
@@ -104,7 +115,8 @@ pub async fn serve(
     let (stop, stopped) = watch::channel(false);
     let with_router = |(listener, api)| (listener, router_for(api, state.clone()));
     let listeners = listeners.into_iter().map(with_router).collect();
-    let mut accepting = tokio::spawn(connections::accept(listeners, state.clone(), stopped));
+    let refusals = refusals(state.clone());
+    let mut accepting = tokio::spawn(connections::accept(listeners, refusals, state.clone(), stopped));
     let drain = async {
         shutdown.await;
         state.shut_down();

@@ -273,7 +273,17 @@ async fn path_spellings_are_equivalent() {
         let answer = server.ask(path, &question()).await;
         assert_eq!(answer["choices"][0]["message"]["content"], "Hello.", "{path}");
     }
-    for path in ["/models", "/models/", "/v1/models/", "/models/mock", "/v1/health", "/v1/health/", "/v1/metrics"] {
+    for path in [
+        "/models",
+        "/models/",
+        "/v1/models/",
+        "/models/mock",
+        "/v1/models/mock/",
+        "/api/v0/models/",
+        "/v1/health",
+        "/v1/health/",
+        "/v1/metrics",
+    ] {
         assert_eq!(server.get(path).await.status, 200, "{path}");
     }
     tokio::time::sleep(Duration::from_millis(50)).await;

@@ -85,9 +85,16 @@ async fn health_answers_when_all_slots_are_busy() {
     for path in ["/health", "/metrics"] {
         assert_eq!(server.get(path).await.status, 200);
     }
-    let refused = server.post(CHAT, &question(false)).await;
-    assert_eq!((refused.status, refused.header("retry-after")), (503, Some("2")));
-    assert_eq!(refused.json().await["error"]["code"], "connections_busy");
+    for (path, kind, code) in
+        [(CHAT, Value::Null, json!("connections_busy")), ("/v1/messages", json!("error"), Value::Null)]
+    {
+        let refused = server.post(path, &question(false)).await;
+        assert_eq!((refused.status, refused.header("retry-after")), (503, Some("2")));
+        assert!(refused.header("x-request-id").is_some());
+        let body = refused.json().await;
+        assert_eq!((&body["type"], &body["error"]["code"]), (&kind, &code), "{body}");
+    }
+    assert!(server.post("/api/chat", &question(false)).await.json().await["error"].is_string());
     drop(two);
     while one.chunk().await.is_some() {}
     server.idle().await;

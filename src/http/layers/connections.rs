@@ -7,13 +7,10 @@
 
 use super::{body_guard, timeouts::Timeouts};
 use crate::{
-    http::{ApiError, ServerState, routes},
+    http::{ServerState, routes},
     platform::{KeepAwake, os},
 };
-use axum::{
-    Router,
-    response::{IntoResponse, Response},
-};
+use axum::{Router, response::Response};
 use hyper::{Request, body::Incoming, server::conn::http1, service::Service};
 use hyper_util::{
     rt::{TokioIo, TokioTimer},
@@ -56,8 +53,14 @@ const KEEPALIVE_TIME: Duration = Duration::from_secs(30);
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Accepts connections until `stop` is true. Then closes each connection after the request in progress. Every
-/// connection holds a clone of `stop`, so the sender of `stop` knows when all connections are closed.
-pub async fn accept(listeners: Vec<(TcpListener, Router)>, state: Arc<ServerState>, mut stop: watch::Receiver<bool>) {
+/// connection holds a clone of `stop`, so the sender of `stop` knows when all connections are closed. The router
+/// `refusals` answers the requests that a reserved slot does not allow.
+pub async fn accept(
+    listeners: Vec<(TcpListener, Router)>,
+    refusals: Router,
+    state: Arc<ServerState>,
+    mut stop: watch::Receiver<bool>,
+) {
     let slots = ConnectionSlots::new(state.max_connections.unwrap_or_else(max_slots));
     loop {
         let (stream, router) = tokio::select! {
@@ -74,9 +77,9 @@ pub async fn accept(listeners: Vec<(TcpListener, Router)>, state: Arc<ServerStat
             _ = stop.changed() => return,
         };
         let Some(slot) = slots.take().await else { continue };
-        let (timeouts, stop) = (state.timeouts, stop.clone());
+        let (refusals, timeouts, stop) = (refusals.clone(), state.timeouts, stop.clone());
         tokio::spawn(async move {
-            if let Err(error) = serve(stream, router, slot, timeouts, stop).await {
+            if let Err(error) = serve(stream, [router, refusals], slot, timeouts, stop).await {
                 tracing::debug!(%error, "connection failed");
             }
         });
@@ -102,7 +105,7 @@ fn max_slots() -> usize {
 
 async fn serve(
     stream: TcpStream,
-    router: Router,
+    [router, refusals]: [Router; 2],
     slot: Arc<ConnectionSlot>,
     timeouts: Timeouts,
     mut stop: watch::Receiver<bool>,
@@ -110,18 +113,12 @@ async fn serve(
     if let Err(error) = set_options(&stream) {
         tracing::debug!(%error, "cannot set socket options");
     }
-    let router = TowerToHyperService::new(router);
+    let [router, refusals] = [router, refusals].map(TowerToHyperService::new);
     let answer = |request: Request<Incoming>| {
         let busy = BusyGuard::new(slot.clone());
         let is_refused = slot.is_reserved && !routes::is_status(request.uri().path());
-        let answer = (!is_refused).then(|| router.call(request));
-        async move {
-            let response = match answer {
-                Some(answer) => answer.await?,
-                None => ApiError::no_connection_slot().into_response(),
-            };
-            Ok::<Response, Infallible>(body_guard::hold(response, busy))
-        }
+        let answer = if is_refused { refusals.call(request) } else { router.call(request) };
+        async move { Ok::<Response, Infallible>(body_guard::hold(answer.await?, busy)) }
     };
     let stream = TokioIo::new(WriteTimeoutStream { stream, limit: timeouts.write, timer: None });
     let mut connection = std::pin::pin!(

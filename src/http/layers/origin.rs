@@ -1,8 +1,8 @@
 //! Protection from web pages: checks `Host`, `Origin` and `Content-Type`.
 //!
 //! Any web page can send requests to a server on the same machine. Without permission (CORS), a page cannot send JSON,
-//! so bodies must have a JSON content type. The `Origin` header of a request names the page. If the page's own host
-//! name resolves to this machine (DNS rebinding), the `Host` header has that name.
+//! so bodies must have a JSON content type, except on Ollama's paths. The `Origin` header of a request names the page.
+//! If the page's own host name resolves to this machine (DNS rebinding), the `Host` header has that name.
 //!
 //! A server that has a key and listens on another address than loopback checks `Host` and `Origin` only if
 //! `--allowed-host` is set, because a foreign page does not know the key. A server without a key accepts only local

@@ -99,11 +99,10 @@ pub async fn model(
     State(state): State<Arc<ServerState>>,
     Path(id): Path<String>,
 ) -> Result<Json<ModelObject>, ApiError> {
-    let served = state.models.current_id().unwrap_or_default();
+    let (served, id) = (state.models.current_id().unwrap_or_default(), id.trim_end_matches('/'));
     let mut models = list(&state).await?.into_iter();
-    let known =
-        models.find(|model| model.id == plain_name(&id)).ok_or_else(|| ApiError::no_such_model(&id, &served))?;
-    Ok(Json(ModelObject { id, ..known }))
+    let known = models.find(|model| model.id == plain_name(id)).ok_or_else(|| ApiError::no_such_model(id, &served))?;
+    Ok(Json(ModelObject { id: id.to_owned(), ..known }))
 }
 
 /// `GET /api/v0/models`: LM Studio's list, with context and capabilities.
