@@ -154,6 +154,15 @@ impl ApiError {
         Self::bad_request("context_length_exceeded", message).at(param)
     }
 
+    /// A summary of a conversation that was cut off after `tokens` tokens.
+    pub fn summary_cut(tokens: usize) -> Self {
+        let message = format!(
+            "The summary is incomplete: the limit of the answer or of the context ended it after {tokens} tokens. \
+             Raise max_output_tokens, or compact a shorter conversation."
+        );
+        Self::bad_request("context_length_exceeded", message).at("input")
+    }
+
     pub fn unauthorized() -> Self {
         let message = "The API key is missing or wrong. Send it as `Authorization: Bearer KEY` or `x-api-key: KEY`.";
         Self::client(StatusCode::UNAUTHORIZED, "invalid_api_key", message)

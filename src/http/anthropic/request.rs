@@ -5,6 +5,7 @@ use crate::http::{
     openai::{ChatRequest, CommonFields, JsonSchema, OneOrMany, ResponseFormat},
     request::{
         ChatPrompt, ContentBuilder, FieldNames, GenerationRequest, ImagePart, PartFormat, content_parts, messages,
+        tools,
     },
 };
 use serde::Deserialize;
@@ -282,6 +283,7 @@ fn tool(tool: &Value, index: usize) -> Result<Value, ApiError> {
             function.insert(ours.into(), value.clone());
         }
     }
+    tools::copy_strict(tool, &mut function);
     Ok(json!({"type": "function", "function": function}))
 }
 
@@ -379,13 +381,14 @@ mod tests {
     #[test]
     fn tools_and_tool_choice_are_translated() {
         let schema = json!({"type": "object"});
-        let tool =
-            json!({"name": "f", "description": "d", "input_schema": schema, "cache_control": {"type": "ephemeral"}});
+        let cache = json!({"type": "ephemeral"});
+        let tool = json!({"name": "f", "description": "d", "input_schema": schema, "strict": true,
+                          "cache_control": cache});
         let ask = |choice: Value| {
             let messages = json!([{"role": "user", "content": "Hi"}]);
             chat(json!({"messages": messages, "tools": [tool], "tool_choice": choice}))
         };
-        let function = json!({"name": "f", "description": "d", "parameters": schema});
+        let function = json!({"name": "f", "description": "d", "parameters": schema, "strict": true});
         assert_eq!(ask(json!({"type": "auto"})).tools.unwrap(), [json!({"type": "function", "function": function})]);
         assert_eq!(ask(json!({"type": "any"})).tool_choice.unwrap(), "required");
         assert_eq!(ask(json!({"type": "none"})).tool_choice.unwrap(), "none");

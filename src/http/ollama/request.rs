@@ -76,8 +76,8 @@ impl OllamaCommon {
             model: Some(self.model.clone()),
             // Ollama streams by default.
             stream: Some(self.stream.unwrap_or(true)),
-            // A negative number means no limit.
-            max_tokens: limit.filter(|&limit| limit >= 0),
+            // A negative number means no limit. The server's `--max-tokens` is only a default.
+            max_tokens: limit.map(|limit| limit.max(-1)),
             ..options
         })
     }
@@ -118,13 +118,13 @@ impl OllamaGenerate {
         let Some(prompt) = self.prompt.filter(|prompt| !prompt.is_empty()) else { return Ok(None) };
         if self.raw == Some(true) {
             let common = self.common.common_fields()?;
-            // Without a limit, the answer may fill the context, unlike in OpenAI's completions.
-            let max_tokens = common.max_tokens.or(Some(-1));
+            let has_limit = common.max_tokens.is_some();
             let prompt = CompletionPrompt::One(TextOrIds::Text(prompt));
             let request = CompletionRequest { prompt, echo: None, logprobs: None, suffix: None, best_of: None };
-            return GenerationRequest::from_completion(CommonFields { max_tokens, ..common }, request)
-                .map(|request| Some(GenerationRequest { names: NAMES, ..request }))
-                .map_err(|error| error.renamed(NAMES));
+            let request = GenerationRequest::from_completion(common, request).map_err(|error| error.renamed(NAMES))?;
+            // Without a limit, `--max-tokens` or the context limits the answer, unlike in OpenAI's completions.
+            let max_tokens = request.max_tokens.filter(|_| has_limit);
+            return Ok(Some(GenerationRequest { names: NAMES, max_tokens, ..request }));
         }
         let system = self.system.filter(|system| !system.is_empty());
         let system = system.map(|system| json!({"role": "system", "content": system}));
@@ -204,6 +204,22 @@ mod tests {
     }
 
     #[test]
+    fn negative_num_predict_is_no_limit() {
+        let messages = json!([{"role": "user", "content": "Hi"}]);
+        for (options, limit) in [
+            (json!({}), None),
+            (json!({"num_predict": 3}), Some(3)),
+            (json!({"num_predict": -1}), Some(usize::MAX)),
+            (json!({"num_predict": -2}), Some(usize::MAX)),
+        ] {
+            let body = json!({"model": "m", "messages": messages, "options": options});
+            assert_eq!(chat(body).unwrap().unwrap().max_tokens, limit, "{options}");
+            let raw = json!({"model": "m", "prompt": "x", "raw": true, "options": options});
+            assert_eq!(generate(raw).unwrap().max_tokens, limit, "{options}");
+        }
+    }
+
+    #[test]
     fn messages_are_translated() {
         let call = json!({"function": {"name": "f", "arguments": {"a": 1}}});
         let request = chat(json!({"model": "m", "think": true, "messages": [
@@ -222,7 +238,7 @@ mod tests {
     #[test]
     fn raw_prompt_uses_no_template() {
         let raw = generate(json!({"model": "m", "prompt": "x", "raw": true})).unwrap();
-        assert!(matches!(raw.prompt, PromptInput::Text(_)) && raw.max_tokens == Some(usize::MAX));
+        assert!(matches!(raw.prompt, PromptInput::Text(_)) && raw.max_tokens.is_none());
         let PromptInput::Chat(chat) = generate(json!({"model": "m", "prompt": "x", "system": "s"})).unwrap().prompt
         else {
             panic!("a chat")

@@ -233,7 +233,7 @@ const RESPONSE_FIELDS: &[Field] = &[
     boolean("parallel_tool_calls", ""),
     object("text", "`format`; `verbosity` is a hint and has no effect"),
     object("reasoning", "`effort`; with `summary` the reasoning is sent as its own summary"),
-    array("include", "`reasoning.encrypted_content`, which is the reasoning as plain text"),
+    array("include", "`reasoning.encrypted_content` as plain text; `message.output_text.logprobs` is a 400"),
     boolean("return_progress", "a stream reports the progress of the prompt in `response.prompt_progress` events"),
     string("cache_salt", CACHE_SALT),
     field("metadata", None, Metadata("supported: sent back")),

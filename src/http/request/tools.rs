@@ -1,7 +1,7 @@
 //! Tools: the functions that are offered to the model, and the functions that `tool_choice` allows or requires.
 
 use crate::http::{ApiError, openai::ChatRequest};
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 /// Maximum length of a function's name. OpenAI allows 64 characters, and Anthropic allows 128. Neither allows dots, but
 /// some clients send names with dots.
@@ -23,6 +23,14 @@ pub fn replace_functions(request: &mut ChatRequest) -> Result<(), ApiError> {
         });
     }
     Ok(())
+}
+
+/// Copies `strict` from a tool of another API. Only true is copied: the function is a part of the prompt, and false is
+/// the default.
+pub fn copy_strict(tool: &Value, function: &mut Map<String, Value>) {
+    if tool["strict"] == true {
+        function.insert("strict".into(), true.into());
+    }
 }
 
 /// Checks the tools. `tool_choice` does not change the tools, so that the prompt stays the same and its cache stays

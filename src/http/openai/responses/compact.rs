@@ -10,9 +10,12 @@ use crate::http::{
         responses::{items::ENCRYPTED_PREFIX, renderer::usage_object, request},
         unix_seconds,
     },
-    output::{self, AnswerText, Finished, Output, Renderer, Usage},
+    output::{self, AnswerText, FinishReason, Finished, Output, Renderer, Usage},
 };
-use axum::{body::Body, response::Response};
+use axum::{
+    body::Body,
+    response::{IntoResponse, Response},
+};
 use serde_json::{Value, json};
 
 /// Request for the summary, sent as the last message of the conversation.
@@ -40,7 +43,11 @@ struct CompactionRenderer {
 }
 
 impl Renderer for CompactionRenderer {
+    /// A summary that is cut off would lose the rest of the conversation, so it is an error.
     fn body(self, answers: Vec<(Output, Finished)>, usage: Usage) -> Response {
+        if answers.iter().any(|(_, finished)| finished.reason == FinishReason::Length) {
+            return ApiError::summary_cut(usage.completion_tokens).into_response();
+        }
         let deltas = answers.into_iter().flat_map(|(output, _)| output.deltas).collect();
         let text = AnswerText::new(deltas).content;
         let summary = json!({"id": format!("cmp_{}", unique_id()), "type": "compaction",

@@ -7,7 +7,7 @@ use crate::http::{
         ChatRequest, CommonFields, ResponseFormat,
         responses::{items, store::ResponseStore},
     },
-    request::{FieldNames, GenerationRequest, body, fields},
+    request::{FieldNames, GenerationRequest, body, fields, tools},
 };
 use axum::body::Body;
 use serde::Deserialize;
@@ -122,6 +122,20 @@ impl ResponsesRequest {
         (self.text, self.common.stream) = (None, None);
     }
 
+    /// Refuses `include` values that would change the answer and are not supported. The other values concern tools
+    /// that OpenAI's servers run.
+    fn check_include(&self) -> Result<(), ApiError> {
+        let mut included = self.include.iter().flatten();
+        match included.any(|name| name == "message.output_text.logprobs") {
+            true => {
+                let text = "include: `message.output_text.logprobs` is not supported; use /v1/chat/completions with \
+                            logprobs.";
+                Err(ApiError::unsupported("include", text))
+            }
+            false => Ok(()),
+        }
+    }
+
     /// True if reasoning items must have `encrypted_content`.
     pub fn includes_encrypted_reasoning(&self) -> bool {
         self.include.iter().flatten().any(|name| name == "reasoning.encrypted_content")
@@ -166,6 +180,7 @@ impl ResponsesRequest {
     }
 
     fn into_chat(self, mut items: Vec<Value>, input: Vec<Value>) -> Result<(CommonFields, ChatRequest), ApiError> {
+        self.check_include()?;
         let tools = self.functions()?;
         let mut messages = Vec::new();
         if let Some(instructions) = self.instructions.filter(|text| !text.is_empty()) {
@@ -198,9 +213,10 @@ fn tool(tool: &Value, at: &str) -> Result<Option<Value>, ApiError> {
     match tool["type"].as_str() {
         Some("function") => {
             let fields = ["name", "description", "parameters"].into_iter();
-            let function: Map<_, _> = fields
+            let mut function: Map<_, _> = fields
                 .filter_map(|name| Some((name.to_owned(), tool.get(name).filter(|value| !value.is_null())?.clone())))
                 .collect();
+            tools::copy_strict(tool, &mut function);
             Ok(Some(json!({"type": "function", "function": function})))
         }
         Some(kind) => {
@@ -291,7 +307,7 @@ mod tests {
         let f = json!({"type": "function", "name": "f", "description": "d", "parameters": schema, "strict": true});
         let tools = json!({"tools": [f, {"type": "web_search"}], "tool_choice": {"type": "function", "name": "f"}});
         let (_, chat) = chat(tools);
-        let function = json!({"name": "f", "description": "d", "parameters": schema});
+        let function = json!({"name": "f", "description": "d", "parameters": schema, "strict": true});
         assert_eq!(chat.tools.unwrap(), [json!({"type": "function", "function": function})]);
         assert_eq!(chat.tool_choice.unwrap(), json!({"type": "function", "function": {"name": "f"}}));
         let allowed = json!({"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]});
