@@ -37,15 +37,26 @@ pub enum StreamFormat {
     Lines,
 }
 
-/// Bytes that have been written but not sent. The lock is never contended, because one task both writes and reads the
+/// Bytes that have been written but not sent. The locks are never contended, because one task both writes and reads the
 /// bytes.
-#[derive(Clone, Default)]
+#[derive(Clone)]
 pub struct Frames {
     buffer: Arc<Mutex<Vec<u8>>>,
+    /// Time of the last frame, or of the start of the stream.
+    written: Arc<Mutex<Instant>>,
     format: StreamFormat,
 }
 
 impl Frames {
+    fn new(format: StreamFormat) -> Self {
+        Self { buffer: Arc::default(), written: Arc::new(Mutex::new(Instant::now())), format }
+    }
+
+    /// Time since the last frame was written.
+    pub fn silence(&self) -> Duration {
+        self.written.lock().elapsed()
+    }
+
     /// Writes `data: {...}`, or a line of JSON.
     pub fn data(&self, value: &impl Serialize) {
         self.event("", value);
@@ -53,6 +64,7 @@ impl Frames {
 
     /// Writes `event: name`, then `data: {...}`. Lines of JSON have no names.
     pub fn event(&self, name: &str, value: &impl Serialize) {
+        *self.written.lock() = Instant::now();
         let mut buffer = self.buffer.lock();
         let start = buffer.len();
         let is_event = self.format == StreamFormat::Events;
@@ -108,7 +120,7 @@ struct SseBody<F> {
 
 impl<F: Future<Output = ()>> SseBody<F> {
     fn new(format: StreamFormat, write: impl FnOnce(Frames) -> F, keep_alive: Duration) -> Self {
-        let frames = Frames { format, ..Frames::default() };
+        let frames = Frames::new(format);
         let writer = Some(Box::pin(write(frames.clone())));
         Self { writer, frames, keep_alive, sent: Instant::now(), timer: Box::pin(tokio::time::sleep(keep_alive)) }
     }

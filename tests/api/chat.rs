@@ -304,3 +304,14 @@ async fn model_failure_is_reported_and_degrades_health() {
     assert_eq!(server.post("/v1/completions", &prompt).await.status, 200);
     assert_eq!(server.get("/health").await.json().await["status"], "ok");
 }
+
+#[tokio::test]
+async fn call_that_ends_reasoning_is_no_reasoning() {
+    const CALL: &str = "I look it up.\n<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n\
+                        </function>\n</tool_call>";
+    let server = Server::saying(CALL).await;
+    let answer = server.ask(PATH, &with(question(), tools())).await;
+    assert_eq!(answer["choices"][0]["finish_reason"], "tool_calls");
+    let reasoning = server.tokenizer.encode("I look it up.").unwrap().len();
+    assert_eq!(answer["usage"]["completion_tokens_details"]["reasoning_tokens"], reasoning, "{answer}");
+}

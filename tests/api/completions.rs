@@ -4,7 +4,7 @@ use super::{
     client::stable,
     server::{Server, Setup, VOCAB},
 };
-use moestro::engine::DraftPolicy;
+use moestro::{engine::DraftPolicy, http::ServerState};
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
@@ -171,6 +171,24 @@ async fn logprobs_have_one_entry_per_token() {
     let server = mock().await;
     let answer = server.ask(PATH, &json!({"prompt": "A fox.", "max_tokens": 50, "logprobs": 2})).await;
     insta::assert_json_snapshot!(rounded(answer["choices"][0]["logprobs"].clone()));
+}
+
+/// A body contains the log-probabilities of all prompts. A stream sends the log-probabilities of each prompt when it is
+/// complete.
+#[tokio::test]
+async fn logprobs_of_a_body_count_as_memory() {
+    let configure = |state: &mut ServerState| state.memory.set_plan(12 << 20);
+    let server = Setup { configure, ..Setup::default() }.start().await;
+    let body = |prompts: usize, stream: bool| {
+        let prompts = vec!["word ".repeat(300); prompts];
+        json!({"prompt": prompts, "max_tokens": 1, "echo": true, "logprobs": 20, "stream": stream})
+    };
+    let refused = server.post(PATH, &body(200, false)).await;
+    assert_eq!((refused.status, &refused.json().await["error"]["code"]), (413, &json!("request_too_large")));
+    assert_eq!(server.ask(PATH, &body(1, false)).await["choices"].as_array().unwrap().len(), 1);
+    assert!(server.stream(PATH, &body(4, true)).await.len() >= 4);
+    server.idle().await;
+    assert_eq!(server.metrics.request_memory.get(), 0);
 }
 
 /// Rounds numbers, because math libraries differ in the last digit.

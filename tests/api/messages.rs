@@ -1,6 +1,6 @@
 //! Tests of `/v1/messages` and `/v1/messages/count_tokens`.
 
-use super::server::{Server, Setup};
+use super::server::{Server, Setup, frequent_events};
 use serde_json::{Value, json};
 use std::time::Duration;
 
@@ -284,11 +284,52 @@ async fn stream_reports_progress_only_if_requested() {
 /// Claude Code closes a stream after 300 s without an event. Claude Code does not count comments and pings as events.
 #[tokio::test]
 async fn slow_prompt_sends_empty_deltas() {
-    let server = Setup { says: Some(THINKS), delay: Duration::from_millis(400), ..Setup::default() }.start().await;
-    let events = stream(&server, &with(question(), json!({"max_tokens": 1}))).await;
-    let is_empty = |event: &Value| event["delta"]["type"] == "thinking_delta" && event["delta"]["thinking"] == "";
-    assert!(events.iter().any(is_empty), "{events:?}");
-    assert_eq!(accumulate(&events)["content"][0]["type"], "thinking");
+    // One chunk takes longer than the interval of events, or several chunks together do.
+    for (delay, words) in [(20, 1), (2, 160)] {
+        let delay = Duration::from_millis(delay);
+        let server = Setup { says: Some(THINKS), delay, configure: frequent_events, ..Setup::default() }.start().await;
+        let messages = json!([{"role": "user", "content": "word ".repeat(words)}]);
+        let events = stream(&server, &with(question(), json!({"max_tokens": 1, "messages": messages}))).await;
+        let is_empty = |event: &Value| event["delta"]["type"] == "thinking_delta" && event["delta"]["thinking"] == "";
+        assert!(events.iter().any(is_empty), "{delay:?}: {events:?}");
+        assert_eq!(accumulate(&events)["content"][0]["type"], "thinking");
+    }
+}
+
+#[tokio::test]
+async fn long_argument_sends_empty_deltas() {
+    let list: Vec<usize> = (0..40).collect();
+    let says = format!(
+        "</think>\n\n<tool_call>\n<function=f>\n<parameter=list>\n{}\n</parameter>\n</function>\n</tool_call>",
+        json!(list)
+    );
+    let delay = Duration::from_millis(5);
+    let setup = Setup { says: Some(says.leak()), delay, configure: frequent_events, ..Setup::default() };
+    let server = setup.start().await;
+    let schema = json!({"type": "object", "properties": {"list": {"type": "array"}}});
+    let tools = json!({"tools": [{"name": "f", "input_schema": schema}]});
+    let events = stream(&server, &with(question(), tools)).await;
+    let is_empty =
+        |event: &&Value| event["delta"]["type"] == "input_json_delta" && event["delta"]["partial_json"] == "";
+    assert!(events.iter().filter(is_empty).count() > 1, "{events:?}");
+    let message = accumulate(&events);
+    let call = message["content"].as_array().unwrap().iter().find(|block| block["type"] == "tool_use").unwrap();
+    assert_eq!(call["input"], json!({"list": list}));
+}
+
+#[tokio::test]
+async fn strict_tool_constrains_the_call() {
+    const SOON: &str = "</think>\n\n<tool_call>\n<function=f>\n<parameter=days>\nsoon\n</parameter>\n</function>\n\
+                        </tool_call>";
+    let server = Server::saying(SOON).await;
+    let schema = json!({"type": "object", "properties": {"days": {"enum": [7]}}, "required": ["days"],
+                        "additionalProperties": false});
+    for (strict, days) in [(false, json!("soon")), (true, json!(7))] {
+        let tools = json!({"tools": [{"name": "f", "input_schema": schema, "strict": strict}]});
+        let answer = server.ask(PATH, &with(question(), tools)).await;
+        let call = answer["content"].as_array().unwrap().iter().find(|block| block["type"] == "tool_use").unwrap();
+        assert_eq!(call["input"], json!({"days": days}), "strict: {strict}");
+    }
 }
 
 #[tokio::test]

@@ -1,8 +1,9 @@
 //! Tests of Ollama's API, on its own port.
 
-use super::server::{Server, Setup};
+use super::server::{Server, Setup, frequent_events};
 use moestro::http::ApiSet;
 use serde_json::{Value, json};
+use std::time::Duration;
 
 const ANSWER: &str = "I add.\n</think>\n\n12 + 7 = 19.";
 const CALL: &str = "</think>\n\n<tool_call>\n<function=f>\n<parameter=city>\nOslo\n</parameter>\n</function>\n</tool_call>\n\
@@ -72,6 +73,30 @@ async fn tool_calls_are_whole_objects() {
     messages.push(answer["message"].clone());
     messages.push(json!({"role": "tool", "tool_name": "f", "content": "Rain"}));
     server.ask("/api/chat", &next).await;
+}
+
+/// The prompt, and a call that is held back until it is whole, both take longer than the interval of events.
+#[tokio::test]
+async fn silent_stream_sends_empty_lines() {
+    let (delay, api) = (Duration::from_millis(5), ApiSet::WithOllama);
+    let setup = Setup { says: Some(CALL), delay, api, configure: frequent_events, ..Setup::default() };
+    let server = setup.start().await;
+    let tools = json!([{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]);
+    let lines = lines(&server, "/api/chat", &question(json!({"tools": tools}))).await;
+    let is_call = |line: &Value| line["message"].get("tool_calls").is_some();
+    let is_empty = |line: &Value| line["message"]["content"] == "" && !is_call(line) && line["done"] == false;
+    let first_call = lines.iter().position(is_call).unwrap();
+    assert!(lines[..first_call].iter().filter(|line| is_empty(line)).count() > 1, "{lines:?}");
+}
+
+/// Ollama's documentation shows requests of curl without a content type. The check of `Origin` keeps web pages out.
+#[tokio::test]
+async fn body_needs_no_content_type() {
+    let server = server(ANSWER).await;
+    let body = json!({"model": "mock"}).to_string();
+    let length = body.len().to_string();
+    let answer = server.bare("POST", "/api/show", &[("content-length", &length)], body.as_bytes()).await;
+    assert_eq!(answer.status, 200);
 }
 
 #[tokio::test]

@@ -1,6 +1,6 @@
 //! Tests of `/v1/responses`.
 
-use super::server::{Server, Setup};
+use super::server::{Server, Setup, frequent_events};
 use moestro::http::ServerState;
 use serde_json::{Value, json};
 use std::time::Duration;
@@ -246,6 +246,7 @@ async fn invalid_request_error_names_the_field() {
         (json!({"input": "Hi", "max_output_tokens": 0}), "max_output_tokens"),
         (json!({"input": "Hi", "max_tokens": 5}), "max_tokens"),
         (json!({"input": "Hi", "background": true}), "background"),
+        (json!({"input": "Hi", "include": ["message.output_text.logprobs"]}), "include"),
         (json!({"input": "Hi", "metadata": {"a": "x".repeat(513)}}), "metadata.a"),
     ] {
         let answer = server.post(PATH, &body).await;
@@ -303,11 +304,53 @@ async fn stream_reports_progress_only_if_requested() {
 /// Codex closes a stream after 300 s without an event. Codex does not count comments as events.
 #[tokio::test]
 async fn slow_prompt_repeats_in_progress() {
-    let server = Setup { says: Some(THINKS), delay: Duration::from_millis(400), ..Setup::default() }.start().await;
-    let events = stream(&server, &with(question(), json!({"max_output_tokens": 1}))).await;
-    let repeated = events.iter().filter(|event| event["type"] == "response.in_progress").count();
-    assert!(repeated > 1, "{:?}", kinds(&events));
-    assert_eq!(events.last().unwrap()["type"], "response.incomplete");
+    // One chunk takes longer than the interval of events, or several chunks together do.
+    for (delay, words) in [(20, 1), (2, 160)] {
+        let delay = Duration::from_millis(delay);
+        let server = Setup { says: Some(THINKS), delay, configure: frequent_events, ..Setup::default() }.start().await;
+        let events = stream(&server, &json!({"input": "word ".repeat(words), "max_output_tokens": 1})).await;
+        let repeated = events.iter().filter(|event| event["type"] == "response.in_progress").count();
+        assert!(repeated > 1, "{delay:?}: {:?}", kinds(&events));
+        assert_eq!(events.last().unwrap()["type"], "response.incomplete");
+    }
+}
+
+#[tokio::test]
+async fn long_argument_sends_empty_deltas() {
+    let list: Vec<usize> = (0..40).collect();
+    let says = format!(
+        "</think>\n\n<tool_call>\n<function=f>\n<parameter=list>\n{}\n</parameter>\n</function>\n</tool_call>",
+        json!(list)
+    );
+    let delay = Duration::from_millis(5);
+    let setup = Setup { says: Some(says.leak()), delay, configure: frequent_events, ..Setup::default() };
+    let server = setup.start().await;
+    let parameters = json!({"type": "object", "properties": {"list": {"type": "array"}}});
+    let tools = json!({"tools": [{"type": "function", "name": "f", "parameters": parameters}]});
+    let events = stream(&server, &with(question(), tools)).await;
+    let is_empty = |event: &&Value| event["type"] == "response.function_call_arguments.delta" && event["delta"] == "";
+    assert!(events.iter().filter(is_empty).count() > 1, "{events:?}");
+    let output = events.last().unwrap()["response"]["output"].as_array().unwrap().clone();
+    let call = output.iter().find(|item| item["type"] == "function_call").unwrap();
+    let arguments: Value = serde_json::from_str(call["arguments"].as_str().unwrap()).unwrap();
+    assert_eq!(arguments, json!({"list": list}));
+}
+
+#[tokio::test]
+async fn strict_tool_constrains_the_call() {
+    const SOON: &str = "</think>\n\n<tool_call>\n<function=f>\n<parameter=days>\nsoon\n</parameter>\n</function>\n\
+                        </tool_call>";
+    let server = Server::saying(SOON).await;
+    let parameters = json!({"type": "object", "properties": {"days": {"enum": [7]}}, "required": ["days"],
+                            "additionalProperties": false});
+    for (strict, days) in [(false, json!("soon")), (true, json!(7))] {
+        let tool = json!({"type": "function", "name": "f", "parameters": parameters, "strict": strict});
+        let body = with(question(), json!({"tools": [tool], "max_output_tokens": 200}));
+        let answer = server.ask(PATH, &body).await;
+        let call = answer["output"].as_array().unwrap().iter().find(|item| item["type"] == "function_call").unwrap();
+        let arguments: Value = serde_json::from_str(call["arguments"].as_str().unwrap()).unwrap();
+        assert_eq!(arguments, json!({"days": days}), "strict: {strict}");
+    }
 }
 
 #[tokio::test]
@@ -344,6 +387,9 @@ async fn compaction_keeps_user_messages_and_summary() {
         {"role": "assistant", "content": "19"},
         {"role": "user", "content": "And 19+1?"},
     ]);
+    let cut = json!({"model": "mock", "input": input, "max_output_tokens": 2});
+    let cut = server.post("/v1/responses/compact", &cut).await;
+    assert_eq!((cut.status, &cut.json().await["error"]["code"]), (400, &json!("context_length_exceeded")));
     let compacted = server.ask("/v1/responses/compact", &json!({"model": "mock", "input": input})).await;
     assert_eq!(compacted["object"], "response.compaction");
     let output = compacted["output"].as_array().unwrap();

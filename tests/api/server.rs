@@ -87,6 +87,11 @@ pub struct Server {
     serving: JoinHandle<std::io::Result<()>>,
 }
 
+/// Makes a stream send an event after 100 ms without one, instead of 5 s.
+pub fn frequent_events(state: &mut ServerState) {
+    state.timeouts.event = Duration::from_millis(100);
+}
+
 pub fn demo() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("models/demo/moestro-demo")
 }

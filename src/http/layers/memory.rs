@@ -54,6 +54,10 @@ const TOKEN_ID_BYTES: usize = 24;
 /// Bytes of memory per token in a JSON list that has each token's text. The text is both in memory and in the JSON.
 const TOKEN_TEXT_BYTES: usize = 160;
 
+/// Bytes of memory per token in the log-probabilities of a body: the id, the text, and the JSON. The highest measured
+/// value is 341, in a chat, whose tokens have `bytes`.
+const LOGPROB_BYTES: usize = 352;
+
 /// Bytes of memory per byte of decoded text: the byte, the text, and up to six characters in JSON.
 const DECODED_FACTOR: usize = 16;
 
@@ -172,6 +176,11 @@ struct HeldBytes {
 }
 
 impl MemoryPermit {
+    /// A new permit of the same memory, without bytes.
+    pub fn empty(&self) -> Self {
+        self.held.memory.permit()
+    }
+
     /// Changes the size of the permit to `bytes`.
     pub fn resize(&mut self, bytes: usize) -> Result<(), ApiError> {
         let (memory, before) = (&self.held.memory, self.bytes());
@@ -319,6 +328,11 @@ pub fn token_bytes(tokens: usize) -> usize {
 /// Memory of a response that lists tokens.
 pub fn token_list_bytes(tokens: usize, has_text: bool) -> usize {
     tokens * if has_text { TOKEN_TEXT_BYTES } else { TOKEN_ID_BYTES }
+}
+
+/// Memory of the log-probabilities of a response that does not stream. `tokens` counts the alternatives, too.
+pub fn logprob_bytes(tokens: usize) -> usize {
+    tokens * LOGPROB_BYTES
 }
 
 /// Memory of a response with decoded text.

@@ -4,7 +4,10 @@
 //! A [`RequestLog`] lives as long as the response body and writes its line when it is dropped, so requests of
 //! disconnected clients are logged, too. The log never contains text of a message.
 
-use super::{auth, timeouts::with_deadline};
+use super::{
+    auth,
+    timeouts::{Timeouts, with_deadline},
+};
 use crate::{
     http::{ServerState, health::StorageHealth, routes},
     metrics::Metrics,
@@ -23,7 +26,7 @@ use std::{
         Arc, OnceLock,
         atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed},
     },
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 pub static REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
@@ -53,6 +56,8 @@ pub struct RequestLog {
     pub client: u64,
     start: Instant,
     pub deadline: Option<Instant>,
+    /// Longest time of a stream without an event, see [`Timeouts::event`].
+    pub event_interval: Duration,
     status: OnceLock<StatusCode>,
     /// True if a stream began and has not finished.
     is_streaming: AtomicBool,
@@ -77,6 +82,7 @@ impl RequestLog {
             client: auth::client_hash(request),
             start: Instant::now(),
             deadline: None,
+            event_interval: Timeouts::default().event,
             status: OnceLock::new(),
             is_streaming: AtomicBool::new(false),
             is_generation: AtomicBool::new(false),
@@ -193,6 +199,7 @@ impl Drop for RequestLog {
 /// Outermost layer: gives the request an id and a [`RequestLog`].
 pub async fn log_request(State(state): State<Arc<ServerState>>, mut request: Request, next: Next) -> Response {
     let mut log = RequestLog::new(state.metrics.clone(), state.storage_health.clone(), &request);
+    log.event_interval = state.timeouts.event;
     log.deadline = state.models.timeouts().request.and_then(|limit| log.start.checked_add(limit));
     let log = Arc::new(log);
     request.extensions_mut().insert(log.clone());

@@ -7,7 +7,7 @@ use std::{
 };
 use tokio::time::timeout_at;
 
-/// Time that a client may be silent.
+/// Time that a client may be silent, and time that the server may be silent.
 #[derive(Debug, Clone, Copy)]
 pub struct Timeouts {
     /// Limit for the whole head of a request, and for the pause between two requests.
@@ -18,12 +18,14 @@ pub struct Timeouts {
     pub body: Duration,
     /// Time after which a client that reads nothing of its response is disconnected.
     pub write: Duration,
+    /// Time without an event after which a stream gets an event that only shows that the server is working.
+    pub event: Duration,
 }
 
 impl Default for Timeouts {
     fn default() -> Self {
         let seconds = Duration::from_secs;
-        Self { head: seconds(30), reserved: seconds(2), body: seconds(10), write: seconds(30) }
+        Self { head: seconds(30), reserved: seconds(2), body: seconds(10), write: seconds(30), event: seconds(5) }
     }
 }
 

@@ -54,7 +54,7 @@ pub struct Choices {
     /// Tasks of later choices that have already been queued, in order.
     pub ahead: VecDeque<ChoiceTask>,
     /// Memory of the request, held until the last answer is complete.
-    pub _permit: MemoryPermit,
+    pub permit: MemoryPermit,
 }
 
 impl Choices {

@@ -18,6 +18,7 @@ use crate::{
     },
 };
 use std::{
+    mem,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering::Relaxed},
@@ -26,12 +27,9 @@ use std::{
 };
 use tokio::time::timeout;
 
-/// Interval of [`Update::Idle`] while the request waits in the queue or its prompt is evaluated.
-pub const IDLE_INTERVAL: Duration = Duration::from_secs(5);
-
 /// The effect of one engine event, or of silence, on the answer.
 pub enum Update {
-    /// The engine has been silent for [`IDLE_INTERVAL`].
+    /// The engine has been silent for [`Generation::idle_interval`].
     Idle,
     /// More of the prompt has been evaluated.
     Progress(PromptProgress),
@@ -52,6 +50,13 @@ pub struct Output {
 }
 
 impl Output {
+    /// Number of tokens that the log-probabilities list: each token and its alternatives.
+    pub fn listed_tokens(&self) -> usize {
+        let generated = self.logprobs.iter().map(|(_, logprobs)| logprobs);
+        let prompt = self.prompt_logprobs.iter().flatten().flatten();
+        generated.chain(prompt).map(|logprobs| 1 + logprobs.top.len()).sum()
+    }
+
     /// Appends a later output of the same answer. Joins adjacent text of the same kind.
     pub fn append(&mut self, later: Self) {
         later.deltas.into_iter().for_each(|delta| delta.push_to(&mut self.deltas));
@@ -126,6 +131,9 @@ pub struct Generation {
     /// Token ids of `<think>` and `</think>`, used to count reasoning tokens.
     think: [Option<u32>; 2],
     in_reasoning: bool,
+    /// Number of reasoning tokens after the last token whose text is known to be reasoning. If these tokens turn out to
+    /// start a tool call, they are not reasoning tokens.
+    unread_reasoning: usize,
     has_call: bool,
     content_logprobs: ContentLogprobs,
     /// Number of bytes of content sent so far.
@@ -161,6 +169,7 @@ impl Generation {
             think: ["<think>", "</think>"].map(|token| model.tokenizer.id(token)),
             in_reasoning: matches!(reader, TextReader::Chat { in_reasoning: true, .. }),
             reader,
+            unread_reasoning: 0,
             has_call: false,
             content_logprobs: ContentLogprobs::default(),
             sent: 0,
@@ -171,12 +180,21 @@ impl Generation {
         })
     }
 
-    /// Passes every update to `sink` as it arrives, until the answer ends. This is the only loop over engine events.
-    pub async fn run(&mut self, mut sink: impl FnMut(Update)) -> Result<Finished, EngineError> {
+    /// Interval of [`Update::Idle`] while the request waits in the queue or its prompt is evaluated.
+    pub fn idle_interval(&self) -> Duration {
+        self.log.event_interval
+    }
+
+    /// Passes every update to `sink` as it arrives, until the answer ends or `sink` fails. This is the only loop over
+    /// engine events.
+    pub async fn run<E: From<EngineError>>(
+        &mut self,
+        mut sink: impl FnMut(Update) -> Result<(), E>,
+    ) -> Result<Finished, E> {
         loop {
             let update = self.next().await.inspect_err(|_| self.outcome = "error")?;
             let finish = if let Update::Output(output) = &update { output.finish } else { None };
-            sink(update);
+            sink(update).inspect_err(|_| self.outcome = "error")?;
             if let Some(reason) = finish {
                 self.outcome = reason.as_str();
                 return Ok(Finished { reason, stop: self.stop.found().map(str::to_owned), usage: self.usage() });
@@ -206,7 +224,7 @@ impl Generation {
 
     async fn next(&mut self) -> Result<Update, EngineError> {
         let mut output = Output::default();
-        let Ok(event) = timeout(IDLE_INTERVAL, self.events.recv()).await else { return Ok(Update::Idle) };
+        let Ok(event) = timeout(self.idle_interval(), self.events.recv()).await else { return Ok(Update::Idle) };
         let is_complete = self.is_complete.load(Relaxed);
         match event.ok_or(EngineError::Stopped)? {
             Event::Started { cached_tokens, .. } => {
@@ -272,6 +290,7 @@ impl Generation {
         let [open, close] = self.think;
         self.in_reasoning |= Some(id) == open;
         self.usage.completion_tokens_details.reasoning_tokens += usize::from(self.in_reasoning);
+        self.unread_reasoning += usize::from(self.in_reasoning);
         self.in_reasoning &= Some(id) != close;
     }
 
@@ -315,7 +334,18 @@ impl Generation {
                 }
                 Delta::ToolCall { index, .. } if index > 0 && self.is_single_call() => return true,
                 delta => {
-                    self.has_call |= matches!(delta, Delta::ToolCall { .. });
+                    match &delta {
+                        Delta::Reasoning(_) => self.unread_reasoning = 0,
+                        Delta::ToolCall { .. } => {
+                            self.has_call = true;
+                            if mem::take(&mut self.in_reasoning) {
+                                // The call ends the reasoning without a `</think>`.
+                                let reasoning = &mut self.usage.completion_tokens_details.reasoning_tokens;
+                                *reasoning = reasoning.saturating_sub(self.unread_reasoning);
+                            }
+                        }
+                        Delta::Content(_) | Delta::Arguments { .. } => {}
+                    }
                     // The content ends here, so the start of a stop string at its end cannot become a whole stop
                     // string.
                     self.release(deltas);

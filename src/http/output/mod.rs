@@ -14,6 +14,6 @@ use choice_task::ChoiceTask;
 pub use choices::{ChatParams, Choices};
 pub use completion_logprobs::{LogprobsBuilder, token_text};
 pub use generation::{AnswerCall, AnswerText, Finished, Generation, Output};
-use generation::{IDLE_INTERVAL, TextReader, Update};
+use generation::{TextReader, Update};
 pub use renderer::{Renderer, json};
 pub use usage::{AnswerTimings, FinishReason, PromptProgress, PromptTokensDetails, Usage};

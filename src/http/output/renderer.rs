@@ -4,9 +4,9 @@ use crate::{
     error::EngineError,
     http::{
         ApiError,
-        layers::RequestLog,
+        layers::{RequestLog, body_guard, memory},
         models::LoadedModel,
-        output::{Choices, Finished, Generation, IDLE_INTERVAL, Output, PromptProgress, Update, Usage},
+        output::{Choices, Finished, Generation, Output, PromptProgress, Update, Usage},
         sse::{self, Frames, StreamFormat},
     },
 };
@@ -67,18 +67,24 @@ pub fn json(body: &impl Serialize) -> Response {
 /// Generates all choices and answers with one body.
 pub async fn body(mut choices: Choices, first: Generation, renderer: impl Renderer) -> Result<Response, ApiError> {
     let (mut first, mut usage, mut answers) = (Some(first), Usage::default(), Vec::new());
+    let no_bytes = choices.permit.empty();
+    let mut permit = mem::replace(&mut choices.permit, no_bytes);
+    let request_bytes = permit.bytes();
     for index in 0..choices.len() {
         let mut output = Output::default();
         let append = |update| {
             if let Update::Output(more) = update {
+                permit.grow(memory::logprob_bytes(more.listed_tokens()))?;
                 output.append(more);
             }
+            Ok::<_, ApiError>(())
         };
         let finished = run(&mut choices, index, first.take(), append).await?;
         usage.add(finished.usage, choices.has_previous_prompt(index));
         answers.push((output, finished));
     }
-    Ok(renderer.body(answers, usage))
+    permit.resize(permit.bytes() - request_bytes)?;
+    Ok(body_guard::hold(renderer.body(answers, usage), permit))
 }
 
 /// Streams all choices, one after another.
@@ -98,7 +104,7 @@ pub fn stream_later<R: Renderer>(
 ) -> Response {
     sse::respond(R::STREAM, move |frames| async move {
         log.begin_stream();
-        let (ready, has_started) = wait(ready, &mut renderer, &frames, IDLE_INTERVAL).await;
+        let (ready, has_started) = wait(ready, &mut renderer, &frames, log.event_interval).await;
         match ready {
             Ok((model, choices, first)) => {
                 renderer.prepare(&model, &choices);
@@ -157,14 +163,21 @@ async fn write(
     renderer: &mut impl Renderer,
     frames: &Frames,
 ) -> Result<Usage, EngineError> {
-    let reports_progress = choices.reports_progress;
+    let (reports_progress, interval) = (choices.reports_progress, choices.log.event_interval);
     let (mut first, mut usage) = (Some(first), Usage::default());
     for index in 0..choices.len() {
-        let sink = |update| match update {
-            Update::Idle => renderer.idle(frames),
-            Update::Progress(progress) if reports_progress => renderer.progress(frames, progress),
-            Update::Progress(_) => {}
-            Update::Output(output) => renderer.output(frames, index, &output),
+        let sink = |update| {
+            match update {
+                Update::Progress(progress) if reports_progress => renderer.progress(frames, progress),
+                Update::Idle | Update::Progress(_) => {}
+                Update::Output(output) => renderer.output(frames, index, &output),
+            }
+            // Many updates write nothing: progress that was not requested, and text that the parser holds back, such as
+            // a long array in a tool call.
+            if frames.silence() >= interval {
+                renderer.idle(frames);
+            }
+            Ok::<_, EngineError>(())
         };
         let finished = run(choices, index, first.take(), sink).await?;
         renderer.finish(frames, index, &finished);
@@ -174,12 +187,12 @@ async fn write(
 }
 
 /// Passes the updates of choice `index` to `sink`. `first` is the first choice, which is queued already.
-async fn run(
+async fn run<E: From<EngineError>>(
     choices: &mut Choices,
     index: usize,
     first: Option<Generation>,
-    sink: impl FnMut(Update),
-) -> Result<Finished, EngineError> {
+    sink: impl FnMut(Update) -> Result<(), E>,
+) -> Result<Finished, E> {
     match first {
         Some(mut first) => {
             choices.submit_ahead(index)?;

@@ -97,7 +97,7 @@ impl GenerationRequest {
             stops: self.stops,
             reports_progress: common.return_progress.unwrap_or(false),
             ahead: VecDeque::new(),
-            _permit: permit,
+            permit,
         })
     }
 }

@@ -323,11 +323,12 @@ impl Renderer for ResponsesRenderer {
         self.emit_response(Some(frames), "response.in_progress");
     }
 
-    /// Repeats `response.in_progress` until the first item starts. SSE comments would not keep Codex
-    /// waiting, since it does not count them as events.
+    /// Sends an empty delta of the open item, or repeats `response.in_progress` if no item is open. SSE comments would
+    /// not keep Codex waiting, since it does not count them as events.
     fn idle(&mut self, frames: &Frames) {
-        if self.open.is_none() && self.output.is_empty() {
-            self.emit_response(Some(frames), "response.in_progress");
+        match self.open {
+            Some(_) => self.push_text(Some(frames), ""),
+            None => self.emit_response(Some(frames), "response.in_progress"),
         }
     }
 
