@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
-# Tests the NEON kernels on a machine without Arm, built for aarch64 Linux and run by qemu: the tests of `ops` on a
-# processor with `sdot`, the products on a processor without, then whole models against mlx-lm. Emulation checks bytes,
-# not speed.
+# Tests the NEON kernels on a machine without Arm, built for aarch64 Linux and run by qemu: the tests of `ops` and whole
+# models on a processor with `sdot`, and the products on a processor without. Emulation checks bytes, not speed.
 #
 # `tests/neon.sh build` only builds the tests.
 #
@@ -33,14 +32,14 @@ run() {
   CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER="$qemu -cpu $1 -L $sysroot" tests "${@:2}"
 }
 if [ "${1:-}" = build ]; then
-  tests --no-run --lib --test model
+  tests --no-run --lib
   exit
 fi
 
 # `max` has sdot, `cortex-a53` does not. A test prints the kernels it found, so that neither is skipped silently. On
-# `max`, the tests of `ops` compare all kernels, also those without sdot. Only products use sdot.
-run max --lib ops:: -- --nocapture | tee >(cat >&2) | grep 'kernels: .*Dotprod' >/dev/null
+# `max`, the tests of `ops` compare all kernels, also those without sdot. Only products use sdot. `image_tests` runs whole
+# models and compares their logits with those of transformers.
+run max --lib -- ops:: model::image_tests:: --nocapture | tee >(cat >&2) | grep 'kernels: .*Dotprod' >/dev/null
 run cortex-a53 --lib -- ops::simd:: ops::check:: --nocapture | tee >(cat >&2) |
   grep 'kernels: \[Scalar, Neon\]' >/dev/null
-run max --test model -- golden::demo_answers golden::every_encoding
 printf '\n%s s\n' "$SECONDS"

@@ -23,10 +23,13 @@ impl Process {
     }
 
     /// Runs `command` with the arguments of `moestro serve` on the CPU and with `args`. `command` is `moestro`, or a
-    /// program that executes `moestro` with the arguments it gets.
+    /// program that executes `moestro` with the arguments it gets. Prompts are cached on disk only if `args` name the
+    /// directory, because the default directory belongs to the user.
     pub fn spawn(mut command: Command, args: &[&str]) -> Self {
+        let names_dir = args.contains(&"--prompt-cache-dir");
         let mut child = command
             .args(["serve", "--port", "0", "--device", "cpu"])
+            .args(if names_dir { &[][..] } else { &["--prompt-cache-dir", "off"] })
             .args(args)
             .stdout(Stdio::piped())
             .stderr(Stdio::null())
