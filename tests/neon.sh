@@ -2,8 +2,6 @@
 # Tests the NEON kernels on a machine without Arm, built for aarch64 Linux and run by qemu: the tests of `ops` and whole
 # models on a processor with `sdot`, and the products on a processor without. Emulation checks bytes, not speed.
 #
-# `tests/neon.sh build` only builds the tests.
-#
 # Needs, but does not install, `rustup target add aarch64-unknown-linux-gnu`, aarch64-linux-gnu-gcc with its C library
 # (Debian: gcc-aarch64-linux-gnu libc6-dev-arm64-cross) and qemu-aarch64-static or qemu-aarch64 (qemu-user-static).
 set -euo pipefail
@@ -24,17 +22,11 @@ fi
 export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc CC_aarch64_unknown_linux_gnu=aarch64-linux-gnu-gcc
 # Compiles in half of the time, and the code is nearly as fast.
 fast_build=(--config profile.release.package.moestro.opt-level=2 --config profile.release.package.moestro.codegen-units=16)
-tests() {
-  cargo test "${fast_build[@]}" --locked --quiet --release --no-default-features --target "$target" "$@"
-}
 run() {
   printf '\n== %s: %s (%s s)\n' "$1" "${*:2}" "$SECONDS"
-  CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER="$qemu -cpu $1 -L $sysroot" tests "${@:2}"
+  CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER="$qemu -cpu $1 -L $sysroot" \
+    cargo test "${fast_build[@]}" --locked --quiet --release --no-default-features --target "$target" "${@:2}"
 }
-if [ "${1:-}" = build ]; then
-  tests --no-run --lib
-  exit
-fi
 
 # `max` has sdot, `cortex-a53` does not. A test prints the kernels it found, so that neither is skipped silently. On
 # `max`, the tests of `ops` compare all kernels, also those without sdot. Only products use sdot. `image_tests` runs whole

@@ -124,11 +124,12 @@ def load(router, turns, event):
     threads = [threading.Thread(target=client, args=(n,)) for n in range(8)]
     for thread in threads:
         thread.start()
-    while right[0] + lost.total() < 8 * turns / 3:
+    while right[0] + lost.total() < 8 * turns / 3 and any(thread.is_alive() for thread in threads):
         time.sleep(0.02)
     event()
     for thread in threads:
         thread.join()
+    assert right[0] + lost.total() == 8 * turns, f"a client has failed: {lost}, {right[0]} right"
     return lost, right[0]
 
 
