@@ -1,6 +1,6 @@
 //! Tests of `/v1/messages` and `/v1/messages/count_tokens`.
 
-use super::server::{Server, Setup, frequent_events};
+use super::server::{CALLS_WITH_WORD, Server, Setup, frequent_events};
 use serde_json::{Value, json};
 use std::time::Duration;
 
@@ -298,14 +298,7 @@ async fn slow_prompt_sends_empty_deltas() {
 
 #[tokio::test]
 async fn long_argument_sends_empty_deltas() {
-    let list: Vec<usize> = (0..40).collect();
-    let says = format!(
-        "</think>\n\n<tool_call>\n<function=f>\n<parameter=list>\n{}\n</parameter>\n</function>\n</tool_call>",
-        json!(list)
-    );
-    let delay = Duration::from_millis(5);
-    let setup = Setup { says: Some(says.leak()), delay, configure: frequent_events, ..Setup::default() };
-    let server = setup.start().await;
+    let (server, list) = Server::calling_with_long_list().await;
     let schema = json!({"type": "object", "properties": {"list": {"type": "array"}}});
     let tools = json!({"tools": [{"name": "f", "input_schema": schema}]});
     let events = stream(&server, &with(question(), tools)).await;
@@ -319,9 +312,7 @@ async fn long_argument_sends_empty_deltas() {
 
 #[tokio::test]
 async fn strict_tool_constrains_the_call() {
-    const SOON: &str = "</think>\n\n<tool_call>\n<function=f>\n<parameter=days>\nsoon\n</parameter>\n</function>\n\
-                        </tool_call>";
-    let server = Server::saying(SOON).await;
+    let server = Server::saying(CALLS_WITH_WORD).await;
     let schema = json!({"type": "object", "properties": {"days": {"enum": [7]}}, "required": ["days"],
                         "additionalProperties": false});
     for (strict, days) in [(false, json!("soon")), (true, json!(7))] {

@@ -87,6 +87,10 @@ pub struct Server {
     serving: JoinHandle<std::io::Result<()>>,
 }
 
+/// A call of the function `f` whose parameter `days` is a word.
+pub const CALLS_WITH_WORD: &str = "</think>\n\n<tool_call>\n<function=f>\n<parameter=days>\nsoon\n</parameter>\n\
+                                   </function>\n</tool_call>";
+
 /// Makes a stream send an event after 100 ms without one, instead of 5 s.
 pub fn frequent_events(state: &mut ServerState) {
     state.timeouts.event = Duration::from_millis(100);
@@ -100,6 +104,19 @@ impl Server {
     /// A server whose model answers every prompt with `says`.
     pub async fn saying(says: &'static str) -> Self {
         Setup { says: Some(says), ..Setup::default() }.start().await
+    }
+
+    /// A slow server that sends frequent events. Its model calls the function `f` with a long list in the parameter
+    /// `list`. Also returns the list.
+    pub async fn calling_with_long_list() -> (Self, Vec<usize>) {
+        let list: Vec<usize> = (0..40).collect();
+        let says = format!(
+            "</think>\n\n<tool_call>\n<function=f>\n<parameter=list>\n{}\n</parameter>\n</function>\n</tool_call>",
+            json!(list)
+        );
+        let delay = Duration::from_millis(5);
+        let setup = Setup { says: Some(says.leak()), delay, configure: frequent_events, ..Setup::default() };
+        (setup.start().await, list)
     }
 
     /// Number of tokens that the model has evaluated so far.
