@@ -8,9 +8,6 @@
 use crate::platform::os::{MemoryLevel, MemoryMonitor};
 use std::time::{Duration, Instant};
 
-/// Interval between two checks of the system's memory.
-const CHECK_INTERVAL: Duration = Duration::from_millis(250);
-
 /// Minimum time between the last shortage and restoring slots.
 const RESTORE_DELAY: Duration = Duration::from_secs(10);
 
@@ -65,7 +62,7 @@ impl MemoryPressure {
 
     /// Sets the time of the next check. After slots were released, waits until the system counts their memory as free.
     pub fn schedule(&mut self, now: Instant, has_released: bool) {
-        self.next_check = now + if has_released { MemoryMonitor::SETTLE_TIME } else { CHECK_INTERVAL };
+        self.next_check = now + if has_released { MemoryMonitor::SETTLE_TIME } else { MemoryMonitor::CHECK_INTERVAL };
     }
 
     pub fn decide(&mut self, level: MemoryLevel, now: Instant, counts: SlotCounts, slot_bytes: usize) -> SlotChange {

@@ -63,10 +63,7 @@ impl Model for Qwen {
         rows: Rows,
         hooks: &mut PassHooks<'_>,
     ) -> Result<Logits, ModelError> {
-        match rows {
-            Rows::Verify => self.verify_after(0, state, ids),
-            _ => self.forward_chunks(state, ids, rows, hooks),
-        }
+        self.forward_chunks(state, ids, rows, hooks)
     }
 
     fn forward_each(&mut self, rows: &mut [(&mut QwenState, u32)]) -> Result<Logits, ModelError> {
@@ -313,7 +310,7 @@ impl Qwen {
         }
     }
 
-    /// Runs one pass for each chunk of `ids`.
+    /// Runs one pass for each chunk of `ids`, or a verify.
     fn forward_chunks(
         &self,
         state: &mut QwenState,
@@ -321,14 +318,15 @@ impl Qwen {
         rows: Rows,
         hooks: &mut PassHooks<'_>,
     ) -> Result<Logits, ModelError> {
-        self.check_ids(state.len, ids)?;
-        state.verified = 0;
-        let device = &mut *self.device.borrow_mut();
         let wanted = match rows {
             Rows::None => 0,
             Rows::Last => ids.len().min(1),
-            Rows::All | Rows::Verify => ids.len(),
+            Rows::All => ids.len(),
+            Rows::Verify => return self.verify_after(0, state, ids),
         };
+        self.check_ids(state.len, ids)?;
+        state.verified = 0;
+        let device = &mut *self.device.borrow_mut();
         let mut logits = self.new_logits(device, wanted);
         let (mut marks, mut rest, mut unfilled) = (hooks.snapshot_at, ids.len(), &mut logits[..]);
         for ids_here in ids.chunks(device.buffers.rows) {

@@ -39,18 +39,11 @@ use crate::{
     },
 };
 use row_cache::ImageRowCache;
-use std::{
-    cell::RefCell,
-    path::Path,
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::{cell::RefCell, path::Path, sync::Arc, time::Instant};
 use weights::TowerWeights;
 
 /// Maximum size of the rows of recent images in bytes.
 const ROW_CACHE_BYTES: usize = 32 << 20;
-/// Interval between two checks of the system's memory.
-const CHECK_INTERVAL: Duration = Duration::from_millis(250);
 
 /// Returns the system's memory level.
 type MemoryCheck = Box<dyn FnMut() -> MemoryLevel + Send>;
@@ -127,7 +120,7 @@ impl Vision {
         if now < *next {
             return false;
         }
-        *next = now + CHECK_INTERVAL;
+        *next = now + MemoryMonitor::CHECK_INTERVAL;
         matches!(check(), MemoryLevel::Short(_))
     }
 

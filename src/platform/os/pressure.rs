@@ -35,6 +35,11 @@ pub struct MemoryMonitor {
     next_stall_check: std::time::Instant,
 }
 
+impl MemoryMonitor {
+    /// Interval between two calls of `check`.
+    pub const CHECK_INTERVAL: Duration = Duration::from_millis(250);
+}
+
 #[cfg(target_os = "linux")]
 impl MemoryMonitor {
     /// Percentage of the last ten seconds. If processes waited for memory for a larger share of this time, memory is
