@@ -1,4 +1,4 @@
-//! Moestro serves Qwen3.5/3.6 mixture-of-experts models that are larger than memory.
+//! Moestro serves Qwen3.5, 3.6 and 3.8 mixture-of-experts models that are larger than memory.
 //!
 //! # Layout
 //!
@@ -11,14 +11,14 @@
 //! `tests/house.rs` fails on any other import. `docs/architecture.md` explains each module, the life of a request and
 //! the vocabulary.
 //!
-//! * [`http`]: the OpenAI and Anthropic APIs, server-sent events, limits. Does not use tensors.
+//! * [`http`]: OpenAI's, Anthropic's and Ollama's APIs, server-sent events, limits. Does not use tensors.
 //! * [`chat`]: messages to tokens, tokens to text, schemas to token masks. Pure functions and small state machines.
 //! * [`engine`]: the thread that owns the model. Everything else sends it an [`engine::Request`] and reads
 //!   [`engine::Event`]s. Dropping the receiver cancels the request.
-//! * [`model`]: Qwen3.5. Read [`model::reference`] first: plain tensors, one function per formula. `model::forward` is
-//!   the same architecture as operations on buffers.
+//! * [`model`]: the architecture. Read [`model::reference`] first: plain tensors, one function per formula.
+//!   `model::forward` is the same architecture as operations on buffers.
 //! * [`ops`]: one folder per operation, with its CPU code and its GPU launches.
-//! * [`experts`]: reads experts from disk into slots. Does no arithmetic.
+//! * [`experts`]: reads experts from disk into slots, and decides which experts stay. Computes no part of the model.
 //! * [`checkpoint`]: a model's files: names, quantization, packs, downloads.
 //! * [`device`]: memory that CPU, SSD and GPU share, and launches on GPUs. Does not depend on operations.
 //! * [`platform`]: the operating system: files, threads, memory and its limits.

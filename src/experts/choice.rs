@@ -3,10 +3,10 @@
 /// The kind of forward pass that needs experts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PassKind {
-    /// A chunk of a prompt. A chunk needs nearly every expert of a layer, so the number of reads in progress is
-    /// limited.
+    /// A chunk of a prompt with several rows. It needs nearly every expert of a layer, so the number of reads in
+    /// progress is limited. Also a pass that decodes more rows than the slots have room for.
     Prefill,
-    /// One token, or the few tokens of a draft. All missing experts are read at once.
+    /// One row, or a few rows whose experts all fit in the slots. All missing experts are read at once.
     Decode,
 }
 

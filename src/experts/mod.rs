@@ -1,4 +1,5 @@
-//! Streams experts from disk into a fixed number of memory slots. This module does no arithmetic and uses no tensors.
+//! Streams experts from disk into a fixed number of memory slots. This module computes no part of the model and uses no
+//! tensors.
 //!
 //! [`ExpertStore::fetch`] is the only way to access an expert's weights, on every device. The forward pass calls it
 //! once per layer:

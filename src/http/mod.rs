@@ -1,4 +1,4 @@
-//! The HTTP server: the OpenAI and Anthropic APIs over HTTP/1.1. This module does not use tensors.
+//! The HTTP server: OpenAI's, Anthropic's and Ollama's APIs over HTTP/1.1. This module does not use tensors.
 //!
 //! * [`server`] has the router, the layers, start and shutdown; [`state`] is shared by all handlers.
 //! * `layers` wraps every request: log, key, origin, connections, timeouts, gzip, memory.
@@ -7,7 +7,8 @@
 //! * `openai`, `anthropic` and `ollama` are the wire formats; [`sse`] writes their streams.
 //! * `models` loads one model at a time and queues requests for other models.
 //!
-//! The server answers before a model is loaded: `/health` and `/metrics` work, and every other path gets 503.
+//! The server answers before a model is loaded: `/metrics` and the page work, and `/health` and all requests that need
+//! a model get 503.
 
 mod admin;
 mod anthropic;

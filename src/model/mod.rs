@@ -1,4 +1,5 @@
-//! Qwen3.5 and 3.6 models, dense and mixture of experts, and the [`Model`] trait through which the engine uses them.
+//! Qwen3.5, 3.6 and 3.8 models, dense and mixture of experts, and the [`Model`] trait through which the engine uses
+//! them.
 //!
 //! Read [`mod@reference`] first. That module is the architecture in plain tensors, one function per formula.
 //! [`forward`] computes the same on the buffers of any device.
@@ -7,10 +8,11 @@
 //! |---|---|
 //! | `config`, `weights`, `dequantise` | `config.json` as shapes; the trunk's tensors by name |
 //! | `options`, `inspect`, `load` | how to load a checkpoint, what it needs, and loading it |
-//! | `runtime` | a loaded model: forward, verify, snapshots |
-//! | `logits` | a pass's logits, and sums over a row of them |
+//! | `runtime` | the methods of a loaded model, [`Qwen`]: forward, verify, snapshots |
+//! | `logits`, `speed` | a pass's logits, and sums over a row of them; measured speed of the feed-forward |
 //! | `ngram_hash`, `ngram_table` | which rows of an n-gram table a token has; reading them from the disk |
 //! | `positions` | positions of rows for RoPE, with images |
+//! | `model_parts` | what a model keeps on every device |
 //! | `device_state`, `placement`, `shared_backend` | what a model keeps on one device |
 //! | `forward/` | one pass: attention, delta net, experts, head, activation buffers |
 //! | `state/` | one sequence: KV pages, delta-net state, snapshots, rollback |
