@@ -78,9 +78,23 @@ pub fn decode(encoded: &[u8]) -> Result<RgbImage, ImageError> {
     decoder.set_limits(limits).map_err(damaged)?;
     let mut image = DynamicImage::from_decoder(decoder).map_err(damaged)?;
     image.apply_orientation(orientation);
+    keep_high_bytes(&mut image);
     let (width, height) = (image.width() as usize, image.height() as usize);
     let data = if image.color().has_alpha() { on_white(&image.into_rgba8()) } else { image.into_rgb8().into_raw() };
     Ok(RgbImage { width, height, data })
+}
+
+/// Clears the low byte of 16-bit colours, so that the conversion to 8 bits takes the high byte, as Pillow does. Grey
+/// without alpha is rounded instead, because Pillow clips it.
+fn keep_high_bytes(image: &mut DynamicImage) {
+    let channels: &mut [u16] = match image {
+        DynamicImage::ImageLumaA16(image) => image,
+        DynamicImage::ImageRgb16(image) => image,
+        DynamicImage::ImageRgba16(image) => image,
+        _ => return,
+    };
+    // The conversion divides by 257 and rounds.
+    channels.iter_mut().for_each(|channel| *channel = (*channel >> 8) * 257);
 }
 
 /// A decoder for the file's format, before any large allocation.
@@ -210,6 +224,16 @@ mod tests {
         assert_eq!(image.data, [255, 255, 255, 255, 0, 0, 127, 127, 127]);
         assert_eq!(decode(&png(1, 1, ColorType::La8, &[7, 255])).unwrap().data, [7, 7, 7]);
         assert_eq!(decode(&png(1, 1, ColorType::L16, &0x80_80u16.to_be_bytes())).unwrap().data, [128; 3]);
+    }
+
+    #[test]
+    fn sixteen_bit_colours_keep_their_high_byte() {
+        // PNG encoders take 16-bit values in the byte order of the machine.
+        let values = |values: &[u16]| values.iter().flat_map(|value| value.to_ne_bytes()).collect::<Vec<u8>>();
+        let decoded = |color, data: &[u16]| decode(&png(1, 1, color, &values(data))).unwrap().data;
+        assert_eq!(decoded(ColorType::Rgb16, &[0x01ff, 0x80ff, 0xffff]), [0x01, 0x80, 0xff]);
+        assert_eq!(decoded(ColorType::Rgba16, &[0x01ff, 0x80ff, 0xff00, 0xffff]), [0x01, 0x80, 0xff]);
+        assert_eq!(decoded(ColorType::La16, &[0x01ff, 0xff00]), [0x01; 3]);
     }
 
     #[test]
