@@ -24,6 +24,12 @@ struct BlockArgs {
   float attention_scale;
 };
 
+// The row of a block's key. The key is in the page of the block's last position.
+FN ulong key_row(DEVICE const uint* table, uint ratio, uint block) {
+  const uint last = (block + 1) * ratio - 1;
+  return ulong(table[last / PAGE]) * ((PAGE + ratio - 1) / ratio) + last % PAGE / ratio;
+}
+
 // The sum of sixteen lanes, in the CPU's order.
 FN float sum_lanes(THREAD const float* l) {
   float s[8];
@@ -63,7 +69,7 @@ KERNEL(index_rows, ARGS(BlockArgs, a), IN(float, index, 1), IN(float, q_norm, 2)
     // The key of a block gets the rotation of the block's first position.
     if (first < a.start) turn = recent + ulong(first % a.ring_len) * ring_width + a.dim;
     else turn = rope + ulong(first - a.start) * a.rope_dim;
-    to = keys + page_row(table, 1, 0, first) / a.ratio * a.dim;
+    to = keys + key_row(table, a.ratio, position / a.ratio) * a.dim;
   }
   BARRIER();
   if (lane < 16) {
@@ -95,7 +101,7 @@ KERNEL(index_scores, ARGS(BlockArgs, a), IN(float, queries, 1), IN(float, keys, 
   if (block >= a.stride) return;
   float sum = 0;
   if (block < closed && closed > a.blocks) {
-    DEVICE const float* key = keys + page_row(table, 1, 0, block * a.ratio) / a.ratio * a.dim;
+    DEVICE const float* key = keys + key_row(table, a.ratio, block) * a.dim;
     for (uint head = 0; head < a.heads; head++) {
       DEVICE const float* q = queries + (ulong(token) * a.heads + head) * a.dim;
       float lanes[16] = {};

@@ -13,6 +13,10 @@ use std::path::Path;
 /// one million.
 const MAX_BYTES: u64 = 32 << 20;
 
+/// Default of `max_position_embeddings`.
+const DEFAULT_CONTEXT: usize = 32_768;
+/// Default of `rms_norm_eps`.
+const DEFAULT_EPS: f64 = 1e-6;
 /// Default of `mrope_section`.
 const DEFAULT_ROPE_SECTIONS: [usize; 3] = [11, 11, 10];
 
@@ -128,8 +132,8 @@ impl Config {
         let layers = text.count("num_hidden_layers", 4096)?;
         let hidden = text.count("hidden_size", 1 << 20)?;
         let vocab = text.count("vocab_size", 1 << 24)?;
-        let context = text.count("max_position_embeddings", 1 << 30)?;
-        let eps = text.number("rms_norm_eps")? as f32;
+        let context = text.count_or("max_position_embeddings", 1 << 30, DEFAULT_CONTEXT)?;
+        let eps = text.number_or("rms_norm_eps", DEFAULT_EPS)? as f32;
         let full = text.full_layers(layers)?;
         let (attention, rope_theta) = text.attention(eps)?;
         let mut config = Self {
@@ -173,7 +177,7 @@ impl Config {
                 eps,
             });
             config.indexer = Some(text.indexer(&config.attention)?);
-            config.ngrams = text.ngrams(layers, vocab, ngram_file(json)?)?;
+            config.ngrams = text.ngrams(&config, ngram_file(json)?)?;
         }
         Ok(config)
     }
@@ -273,6 +277,11 @@ impl JsonTable<'_> {
         }
     }
 
+    /// [`JsonTable::number`] of a key that may be absent.
+    fn number_or(self, key: &str, default: f64) -> Result<f64, ModelError> {
+        if self.0.get(key).is_none_or(Value::is_null) { Ok(default) } else { self.number(key) }
+    }
+
     pub fn flag(self, key: &str, default: bool) -> Result<bool, ModelError> {
         match self.0.get(key) {
             None | Some(Value::Null) => Ok(default),
@@ -337,18 +346,16 @@ impl JsonTable<'_> {
         if rope_dim > dim {
             return refuse(format!("RoPE rotates {rope_dim} dimensions, but the indexer's heads have {dim}"));
         }
-        if !PAGE.is_multiple_of(ratio) || !(4 * dim).is_multiple_of(ratio) || !budget.is_multiple_of(ratio) {
-            return refuse(format!(
-                "indexer_compress_ratio {ratio} does not divide {PAGE}, the indexer's head of {dim} floats, and its \
-                 budget of {budget}"
-            ));
+        if !budget.is_multiple_of(ratio) {
+            return refuse(format!("indexer_compress_ratio {ratio} does not divide the indexer's budget of {budget}"));
         }
         let heads = self.count("indexer_n_heads", 1 << 12)?;
         Ok(IndexerShape { heads, dim, rope_dim, ratio, blocks: budget / ratio, eps: attention.eps })
     }
 
     /// Sizes of the n-gram tables. `ple_layer_ids` counts layers from 1.
-    fn ngrams(self, layers: usize, vocab: usize, file: &str) -> Result<Vec<NgramShape>, ModelError> {
+    fn ngrams(self, config: &Config, file: &str) -> Result<Vec<NgramShape>, ModelError> {
+        let Config { layers, vocab, hidden, .. } = *config;
         if !self.0.get("ple_storage").is_none_or(Value::is_null) {
             return refuse("ple_storage is not supported: the n-gram table must be in safetensors files".into());
         }
@@ -372,7 +379,7 @@ impl JsonTable<'_> {
                 index,
                 size: self.count_or("ngram_size", 16, 3)?,
                 heads: self.count_or("heads_per_ngram", 256, 8)?,
-                width: self.count("ple_embed_dim", 1 << 20)?,
+                width: self.count_or("ple_embed_dim", 1 << 20, hidden)?,
                 base: self.count_or("ngram_vocab_size_base", 1 << 32, 20_000_000)? as u64,
                 divisor: self.count_or("make_ngram_vocab_size_divisible_by", 1 << 24, 128)? as u64,
                 seed: match self.0.get("seed") {
@@ -490,7 +497,6 @@ mod tests {
         for (pointer, value, word) in [
             ("/text_config/indexer_kv_heads", Value::from(2), "one key head"),
             ("/text_config/indexer_head_dim", 4.into(), "rotates 8"),
-            ("/text_config/indexer_compress_ratio", 3.into(), "does not divide"),
             ("/text_config/indexer_budget", 18.into(), "does not divide"),
             ("/text_config/ple_layer_ids", serde_json::json!([0]), "ple_layer_ids"),
             ("/text_config/ple_layer_ids", serde_json::json!([7]), "ple_layer_ids"),
@@ -517,6 +523,18 @@ mod tests {
         json["text_config"]["model_type"] = "qwen3_8_flash_next_text".into();
         json["text_config"]["eos_token_id"] = serde_json::json!([300, 302]);
         assert_eq!(Config::new(&json).unwrap(), config);
+    }
+
+    #[test]
+    fn absent_keys_have_defaults() {
+        let mut json = qwen4();
+        let text = json["text_config"].as_object_mut().unwrap();
+        let absent = ["rms_norm_eps", "max_position_embeddings", "ple_embed_dim", "full_attention_interval"];
+        absent.iter().for_each(|key| drop(text.remove(*key).unwrap()));
+        let config = Config::new(&json).unwrap();
+        assert_eq!((config.eps, config.context), (1e-6, 32_768));
+        // The n-gram table is as wide as the hidden state.
+        assert_eq!((config.ngrams[0].width, config.hidden), (64, 64));
     }
 
     fn qwen4() -> Value {

@@ -265,9 +265,10 @@ impl NgramWeights {
     }
 }
 
-/// Decides whether the norm tensors store `w` or `w - 1`, if the layout of the files does not show it.
+/// Decides whether the norm tensors store `w` or `w - 1`, if the layout of the files does not show it. In Hugging
+/// Face's layout they always store `w - 1`. MLX's converters of models with several residual streams write both.
 pub fn decide_norm_encoding(from: &mut Checkpoint, config: &Config) -> Result<(), ModelError> {
-    if config.streams.is_some() {
+    if config.streams.is_some() && from.hugging_face != Some(true) {
         let names = |layer: usize| {
             ["attn", "mlp"].map(|part| format!("{}{part}_hyper_connection.hc_norm.weight", names::layer_prefix(layer)))
         };

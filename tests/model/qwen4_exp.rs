@@ -316,9 +316,9 @@ fn plus_one(data: &[u8]) -> Vec<u8> {
 
 /// The same weights as MLX's converters write them: with other names, `1 + w` in norms, `[C, K, 1]` convolutions, and
 /// experts in three stacks.
-fn mlx() -> Tensors {
+fn mlx(tensors: Tensors) -> Tensors {
     let mut all = Tensors::new();
-    for (name, (mut dtype, mut shape, mut data)) in tensors() {
+    for (name, (mut dtype, mut shape, mut data)) in tensors {
         if is_norm(&name) {
             (dtype, data) = (Dtype::F32, plus_one(&data));
         }
@@ -349,21 +349,68 @@ fn mlx() -> Tensors {
 fn mlx_layout_gives_same_logits() {
     let case = &cases()[1];
     let (expected, ..) = prefill(&load(), &case.prompt, 1024);
-    let copy = written(&mlx());
+    let copy = written(&mlx(tensors()));
     let (found, ..) = prefill(&load_with(copy.path(), options()), &case.prompt, 1024);
     assert!(found.data == expected.data);
 }
 
 #[test]
 fn mixed_norm_encodings_are_refused() {
-    let mut mixed = tensors();
-    for (name, (dtype, _, data)) in &mut mixed {
-        if is_norm(name) && name.contains("mlp_hyper_connection") {
-            (*dtype, *data) = (Dtype::F32, plus_one(data));
+    let mut mixed = mlx(tensors());
+    for (name, (dtype, shape, data)) in tensors() {
+        if is_norm(&name) && name.contains("mlp_hyper_connection") {
+            mixed.insert(name.replace("model.language_model.", "language_model.model."), (dtype, shape, data));
         }
     }
     let error = refusal(written(&mixed).path(), &options());
     assert!(error.contains("w or 1 + w"), "{error}");
+}
+
+/// The norms of a model in Hugging Face's layout store `w`, also if their mean is 1.2, as if they stored `1 + w`.
+#[test]
+fn large_hugging_face_norms_are_zero_centred() {
+    let mut large = tensors();
+    for (name, (_, _, data)) in &mut large {
+        if is_norm(name) && name.contains("hyper_connection") {
+            let values = plus_one(data);
+            let values = values.as_chunks::<4>().0.iter().map(|word| half::bf16::from_f32(f32::from_le_bytes(*word)));
+            *data = values.flat_map(half::bf16::to_le_bytes).collect();
+        }
+    }
+    let logits = |tensors: &Tensors| {
+        let copy = written(tensors);
+        prefill(&load_with(copy.path(), options()), &cases()[1].prompt, 1024).0.data
+    };
+    assert!(logits(&large) == logits(&mlx(large)));
+}
+
+/// Blocks of 3 positions cross the boundary of a page, at position 256. A block that starts in a full page closes in the
+/// next page, and may close again after drafts were rejected.
+#[test]
+fn blocks_cross_pages() {
+    let copy = edited(|json| {
+        json["text_config"]["indexer_compress_ratio"] = 3.into();
+        json["text_config"]["indexer_budget"] = 12.into();
+    });
+    let ids: Vec<u32> = (0..300u32).map(|n| (n * n * 37 + n * 11 + 5) % 300).collect();
+    let reference = Reference::open(copy.path(), Device::Cpu, DType::F64).unwrap().forward(&ids).unwrap();
+    let mut model = load_with(copy.path(), options());
+    let (mut state, marks) = (model.start().unwrap(), [254, 255, 256, 257, 258]);
+    let (expected, snapshots) = forward_with_snapshots(&mut model, &mut state, &ids, Rows::All, &marks);
+    check("blocks of 3", &expected.data, &values(&reference.logits), LOGIT);
+    for chunk in [1, 100] {
+        assert!(prefill(&model, &ids, chunk).0.data == expected.data, "chunks of {chunk}");
+    }
+    let copied = |page: &Arc<KvPage>| Arc::new(KvPage::from(page.read().unwrap().into_owned()));
+    for (at, snapshot) in marks.into_iter().zip(snapshots) {
+        let pages = snapshot.pages.iter().map(copied).collect();
+        let mut state = model.restore(&Snapshot { pages, ..snapshot }, None).unwrap();
+        let draft = [&ids[at..at + 1], &[7, 8, 9, 10][..]].concat();
+        model.verify(&mut state, &draft).unwrap();
+        state.reject(4).unwrap();
+        let rest = model.forward(&mut state, &ids[at + 1..], Rows::All).unwrap();
+        assert!(rest.data[..] == expected.data[(at + 1) * expected.vocab..], "restored at {at}");
+    }
 }
 
 /// With forced drafts of the MTP head, the engine gives the same answers as plain decoding.

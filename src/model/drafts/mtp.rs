@@ -189,7 +189,7 @@ impl MtpInfo {
         let kv = CACHE_POSITIONS * 2 * a.kv_heads * format.row_bytes(a.dim);
         let rows = (5 * MTP_ROWS + 8) * width * 4;
         let index = self.config.indexer.map_or(0, |indexer| {
-            CACHE_POSITIONS / PAGE * indexer.page_bytes()
+            CACHE_POSITIONS / PAGE * indexer.key_bytes(PAGE)
                 + (MAX_RING_BLOCK + indexer.ratio) * indexer.recent_width() * 4
         });
         let slots = self.slots as u64 * self.map.slot_bytes(MAX_BLOCK) as u64;
@@ -252,7 +252,7 @@ impl MtpDeviceState {
         let mut index = IndexCache::default();
         if let Some(indexer) = &head.config.indexer {
             let capacity = backend.limits().max_mixer_rows.min(MAX_RING_BLOCK) + indexer.ratio;
-            index.keys = backend.allocate(pages.len() * indexer.page_bytes())?;
+            index.keys = backend.allocate(pages.len() * indexer.key_bytes(PAGE))?;
             index.recent = backend.allocate(capacity * indexer.recent_width() * 4)?;
         }
         let slot_tables = backend.allocate(tables.len() * 4)?;

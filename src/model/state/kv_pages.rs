@@ -12,7 +12,7 @@ use crate::{
         config::Config,
         shared_backend::{SharedBackend, WeakBackend},
     },
-    ops::{AttentionShape, Backend},
+    ops::{AttentionShape, Backend, IndexerShape},
     plan::Plan,
 };
 use parking_lot::{Condvar, Mutex};
@@ -91,12 +91,11 @@ pub struct PagePool {
     backend: WeakBackend,
     /// Keys and values of each attention layer, `[pages, page_part]` bytes each.
     pub layers: Vec<[Region; 2]>,
-    /// Block keys of the indexer of each attention layer, `[pages, index_part]` bytes. Empty if there are no indexers.
+    /// Block keys of the indexer of each attention layer, page by page. Empty if there are no indexers.
     pub index: Vec<Region>,
     /// Number of bytes of one page in one region of `layers`.
     page_part: usize,
-    /// Number of bytes of one page in one region of `index`.
-    index_part: usize,
+    indexer: Option<IndexerShape>,
     /// Number of key and value heads. A page has [`PAGE`] rows of each head.
     kv_heads: usize,
     /// Numbers of the free pages.
@@ -125,7 +124,7 @@ impl PagePool {
         backend: &SharedBackend,
     ) -> Result<Arc<Self>, DeviceError> {
         let (page_part, layers, context_pages) = (shape.page_bytes(), config.full_layers(), shape.pages());
-        let index_part = config.indexer.map_or(0, |indexer| indexer.page_bytes());
+        let index_part = config.indexer.map_or(0, |indexer| indexer.key_bytes(PAGE));
         let page_bytes = layers * (2 * page_part + index_part);
         let count = plan.pages(page_bytes as u64).max(context_pages);
         let count = if layers == 0 { context_pages } else { count };
@@ -142,7 +141,7 @@ impl PagePool {
             layers,
             index,
             page_part,
-            index_part,
+            indexer: config.indexer,
             kv_heads: shape.kv_heads,
             free: Mutex::new((0..count as u32).rev().collect()),
             page_freed: Condvar::new(),
@@ -164,7 +163,13 @@ impl PagePool {
 
     /// Number of bytes of a page.
     pub fn page_bytes(&self) -> u64 {
-        (2 * self.layers.len() * self.page_part + self.index.len() * self.index_part) as u64
+        self.bytes_of(PAGE) as u64
+    }
+
+    /// Number of bytes of the first `rows` positions of a page.
+    fn bytes_of(&self, rows: usize) -> usize {
+        let index = self.indexer.map_or(0, |indexer| indexer.key_bytes(rows));
+        2 * self.layers.len() * self.page_part / PAGE * rows + self.index.len() * index
     }
 
     /// Number of bytes of the pages that exist for snapshots, beyond those of one context.
@@ -202,7 +207,7 @@ impl PagePool {
         let lock = backend.clone();
         // Locked, so that the engine's thread cannot start a pass between two reads.
         let _guard = lock.lock();
-        let mut out = vec![0; self.page_bytes() as usize / PAGE * rows];
+        let mut out = vec![0; self.bytes_of(rows)];
         let mut rest = &mut out[..];
         for region in self.regions(index, rows) {
             let (part, after) = std::mem::take(&mut rest).split_at_mut(region.len);
@@ -214,7 +219,7 @@ impl PagePool {
 
     /// Writes bytes that [`PagePool::read`] returned to the first `rows` positions of a page.
     pub fn write(&self, index: u32, rows: usize, bytes: &[u8]) -> Result<(), ModelError> {
-        if bytes.len() != self.page_bytes() as usize / PAGE * rows {
+        if bytes.len() != self.bytes_of(rows) {
             return Err(ModelError::Config("the snapshot belongs to another model".into()));
         }
         let (mut backend, mut rest) = (self.backend()?, bytes);
@@ -231,12 +236,13 @@ impl PagePool {
     }
 
     /// The regions of the first `rows` positions of a page: one region for each layer if the page is full, otherwise
-    /// one for each head. Includes the same share of the block keys, which covers all closed blocks.
+    /// one for each head. Includes the keys of the blocks that are closed there.
     fn regions(&self, index: u32, rows: usize) -> impl Iterator<Item = Region> {
         let (page_part, kv_heads) = (self.page_part, self.kv_heads);
         let head_row = page_part / PAGE / kv_heads;
-        let index_part = self.index_part;
-        let index_page = move |region: &Region| region.part(index as usize * index_part, index_part / PAGE * rows);
+        let keys = |rows: usize| self.indexer.map_or(0, |indexer| indexer.key_bytes(rows));
+        let (index_part, index_rows) = (keys(PAGE), keys(rows));
+        let index_page = move |region: &Region| region.part(index as usize * index_part, index_rows);
         let keys_values = self.layers.iter().flatten().flat_map(move |region| {
             let page = region.part(index as usize * page_part, page_part);
             let parts = if rows == PAGE { 1 } else { kv_heads };

@@ -169,7 +169,7 @@ pub fn kv_shape(config: &Config, limits: &BackendLimits, bits: KvBits, context: 
 /// Number of bytes of the keys and values of one token in all layers.
 pub fn kv_bytes_per_token(config: &Config, format: KvFormat) -> u64 {
     let a = &config.attention;
-    let index = config.indexer.map_or(0, |indexer| indexer.page_bytes() / PAGE);
+    let index = config.indexer.map_or(0, |indexer| indexer.key_bytes(PAGE).div_ceil(PAGE));
     (config.full_layers() * (2 * a.kv_heads * format.row_bytes(a.dim) + index)) as u64
 }
 

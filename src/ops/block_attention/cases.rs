@@ -5,6 +5,7 @@ use crate::{
     device::{DeviceError, Region},
     ops::{
         Attention, AttentionShape, Backend, KvCache, KvFormat, KvWrite, QkNormRope,
+        attention::PAGE,
         check::{CLOSE, KernelCheck, difference},
     },
 };
@@ -27,7 +28,10 @@ pub(in crate::ops) fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> 
     case(b, &shape, KvFormat::F32, &[100, 1], true)?;
     // About half of the scores are 0, and more than half are selected. The last lanes of a product are empty.
     let single = IndexerShape { heads: 1, dim: 20, rope_dim: 4, ratio: 8, blocks: 12, eps: 1e-6 };
-    case(b, &single, KvFormat::F32, &[170, 1], false)
+    case(b, &single, KvFormat::F32, &[170, 1], false)?;
+    // The length of a block does not divide a page, so a block crosses pages. It closes in a later call.
+    let odd = IndexerShape { ratio: 3, ..shape };
+    case(b, &odd, KvFormat::F32, &[100, 156, 1, 1, 40], false)
 }
 
 /// Checks consecutive calls with these numbers of rows. If `alike` is true, three blocks repeat and RoPE rotates
@@ -45,7 +49,7 @@ fn case(
     let mut cache = || b.bytes(&vec![0; shape.cache_bytes()]);
     let cache = KvCache { keys: cache()?, values: cache()?, table, recent: Default::default() };
     let index_cache = IndexCache {
-        keys: b.bytes(&vec![0; shape.pages() * indexer.page_bytes()])?,
+        keys: b.bytes(&vec![0; shape.pages() * indexer.key_bytes(PAGE)])?,
         recent: b.bytes(&vec![0; (MAX_CALL + indexer.ratio) * indexer.recent_width() * 4])?,
     };
     let mut norms = [Region::default(); 4];

@@ -25,7 +25,7 @@ impl BlockAttention<'_> {
             return refuse(format!("cannot attend with {tokens} tokens: {shape:?}"));
         }
         let pages = cpu.memory.words(self.attention.cache.table).len();
-        if pages * PAGE < self.attention.start + tokens || !PAGE.is_multiple_of(self.indexer.ratio) {
+        if pages * PAGE < self.attention.start + tokens {
             return refuse(format!("{pages} pages are too few for position {}", self.attention.start + tokens));
         }
         self.close_blocks(&cpu.memory)?;

@@ -34,7 +34,7 @@ pub struct IndexerShape {
     pub dim: usize,
     /// Number of leading dimensions of a head that RoPE rotates.
     pub rope_dim: usize,
-    /// Number of positions in a block. Divides [`PAGE`].
+    /// Number of positions in a block.
     pub ratio: usize,
     /// Maximum number of closed blocks that a query attends to.
     pub blocks: usize,
@@ -53,17 +53,26 @@ impl IndexerShape {
         self.dim + self.rope_dim
     }
 
-    /// Number of bytes of the block keys of one page of positions.
-    pub fn page_bytes(&self) -> usize {
-        PAGE / self.ratio * self.dim * 4
+    /// Number of bytes of the block keys in the first `rows` positions of a page.
+    pub fn key_bytes(&self, rows: usize) -> usize {
+        rows.div_ceil(self.ratio) * self.dim * 4
+    }
+
+    /// The row of [`IndexCache::keys`] that has the key of `block`. The key is in the page of the block's last
+    /// position, because the block may start in an earlier page, which other sequences may share. `None` if `table`
+    /// does not have that page.
+    fn key_row(&self, table: &[u32], block: usize) -> Option<usize> {
+        let last = (block + 1) * self.ratio - 1;
+        let page = *table.get(last / PAGE)? as usize;
+        Some(page * PAGE.div_ceil(self.ratio) + last % PAGE / self.ratio)
     }
 }
 
 /// The indexer's state for one sequence.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct IndexCache {
-    /// Keys of closed blocks in pages, f32 `[pages, PAGE / ratio, dim]`. The page table of the KV cache also lists
-    /// these pages.
+    /// Keys of closed blocks in pages, f32 `[pages, ceil(PAGE / ratio), dim]`. The page table of the KV cache also
+    /// lists these pages.
     pub keys: Region,
     /// A ring of the last positions, f32 `[capacity, recent_width]`: the raw key and the RoPE rotation of position `p`
     /// are in row `p % capacity`. The ring has room for the positions of one call and for one block before them.

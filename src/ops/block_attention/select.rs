@@ -4,7 +4,6 @@ use super::{BlockAttention, SelectionScratch};
 use crate::{
     device::DeviceError,
     ops::{
-        attention::PAGE,
         cpu::{Cpu, CpuMemory, refuse},
         norm::normalise,
         simd::{float, wide},
@@ -61,9 +60,8 @@ impl BlockAttention<'_> {
                 mean.iter_mut().zip(raw).for_each(|(mean, raw)| *mean += raw);
             }
             mean.iter_mut().for_each(|mean| *mean /= shape.ratio as f32);
-            let Some(page) = table.get(first / PAGE) else { return refuse(format!("no page for position {first}")) };
-            let at = (*page as usize * PAGE + first % PAGE) / shape.ratio * dim;
-            let key = &mut keys[at..at + dim];
+            let Some(row) = shape.key_row(table, block) else { return refuse(format!("no page for block {block}")) };
+            let key = &mut keys[row * dim..][..dim];
             normalise(&mean, norm, shape.eps, key);
             rotate(key, &recent[first % capacity * wide + dim..][..shape.rope_dim]);
         }
@@ -102,10 +100,9 @@ impl BlockAttention<'_> {
                 let (closed, chosen) = self.closed(start + first + token);
                 // A query that attends to all closed blocks needs no scores.
                 let end = if closed == chosen { block } else { closed.clamp(block, block + scores.len()) };
-                let per_page = PAGE / shape.ratio;
                 for (score, block) in scores.iter_mut().zip(block..end) {
-                    let page = table[block / per_page] as usize;
-                    let key = &keys[(page * per_page + block % per_page) * shape.dim..][..shape.dim];
+                    let row = shape.key_row(table, block).unwrap_or_default();
+                    let key = &keys[row * shape.dim..][..shape.dim];
                     *score = block_score(&queries[token * heads..][..heads], key) * scale;
                 }
             });
