@@ -42,9 +42,9 @@ use crate::{
     error::{CommandError, StoreError},
     experts,
     metrics::Metrics,
-    model::{self, Model, Qwen, StoreOptions, VisionOptions, config::FfnShape},
+    model::{self, CheckpointInfo, Model, Qwen, StoreOptions, VisionOptions, config::FfnShape},
     ops::KvBits,
-    plan::{Plan, PlanOptions, Size},
+    plan::{MachineLimits, Plan, PlanOptions, Size},
     platform::check_small_file,
 };
 use device_choice::DeviceChoice;
@@ -326,6 +326,26 @@ pub fn options(load: &LoadSettings) -> model::LoadOptions {
     }
 }
 
+/// Inspects the draft, and returns it with the options of the model.
+fn inspect_draft(
+    checkpoint: &CheckpointMeta,
+    load: &LoadSettings,
+    gpu: Option<u64>,
+) -> Result<(draft_source::DraftSource, model::LoadOptions), CommandError> {
+    let found = draft_source::DraftSource::new(load, &checkpoint.dir, Some(&checkpoint.tokenizer))?;
+    let options = model::LoadOptions { gpu, draft: found.shape(), drafter: found.drafter(), ..options(load) };
+    Ok((found, options))
+}
+
+/// Checks a model's tensors and memory plan as [`load_model`] does, without loading the weights. `gpu` is the GPU's
+/// working set. The plan counts no memory for the process itself, whose memory includes another model now.
+pub fn check_model(checkpoint: &CheckpointMeta, load: &LoadSettings, gpu: Option<u64>) -> Result<(), CommandError> {
+    let (_, options) = inspect_draft(checkpoint, load, gpu)?;
+    let limits = MachineLimits { process: 0, ..MachineLimits::here(gpu) };
+    CheckpointInfo::new(&checkpoint.dir, &options)?.plan(&limits, &options.plan)?;
+    Ok(())
+}
+
 /// Loads the weights and shows a progress bar.
 pub fn load_model(
     checkpoint: &CheckpointMeta,
@@ -333,14 +353,8 @@ pub fn load_model(
     chosen: DeviceChoice,
     metrics: &Arc<Metrics>,
 ) -> Result<ReadyModel, CommandError> {
-    let found = draft_source::DraftSource::new(load, &checkpoint.dir, Some(&checkpoint.tokenizer))?;
+    let (found, options) = inspect_draft(checkpoint, load, chosen.working_set())?;
     let bar = progress::bytes(0, format!("Loading {}", checkpoint.name));
-    let options = model::LoadOptions {
-        gpu: chosen.working_set(),
-        draft: found.shape(),
-        drafter: found.drafter(),
-        ..options(load)
-    };
     let model = Qwen::load(&checkpoint.dir, &options, metrics, &mut |done, total| {
         bar.set_length(total);
         bar.set_position(done);

@@ -4,6 +4,7 @@
 use super::{
     CheckpointMeta,
     auto_pack::pack_or_suggest,
+    check_model,
     device_choice::DeviceChoice,
     load_model,
     local_models::{self, CatalogEntry, Origin},
@@ -13,7 +14,7 @@ use crate::{
     checkpoint::{identity::file_identity, index::Index},
     cli::{Command, model_args::DraftArgs},
     config::{
-        DraftModel, LoadSettings, ModelSource, PromptCacheDir, ServeConfig,
+        Device, DraftModel, LoadSettings, ModelSource, PromptCacheDir, ServeConfig,
         config_file::{self, ConfigFile, Settings},
     },
     engine::{self, DiskCacheOptions, Options},
@@ -26,7 +27,7 @@ use crate::{
     model::Model,
     platform::os,
 };
-use parking_lot::RwLock;
+use parking_lot::{Mutex, RwLock};
 use std::{
     collections::BTreeSet,
     io,
@@ -45,6 +46,8 @@ pub struct ModelCatalog {
     settings: Settings,
     metrics: Arc<Metrics>,
     memory: Arc<RequestMemory>,
+    /// The GPU's working set when it was last measured. `None` on the CPU.
+    working_set: Mutex<Option<u64>>,
 }
 
 impl ModelLoader for ModelCatalog {
@@ -54,7 +57,10 @@ impl ModelLoader for ModelCatalog {
     }
 
     fn check(&self, id: &str) -> Result<(), String> {
-        self.config_of(id).map(drop)
+        let config = self.config_of(id)?;
+        let checked = self.check_checkpoint(id, &config).map_err(|error| error.to_string());
+        os::trim_memory();
+        checked
     }
 
     fn load(&self, id: &str) -> Result<HostedModel, String> {
@@ -82,7 +88,7 @@ impl ModelLoader for ModelCatalog {
 impl ModelCatalog {
     pub fn new(config: ServeConfig, settings: Settings, metrics: Arc<Metrics>, memory: Arc<RequestMemory>) -> Self {
         let file = RwLock::new(settings.content.clone());
-        Self { config: RwLock::new(config), file, settings, metrics, memory }
+        Self { config: RwLock::new(config), file, settings, metrics, memory, working_set: Mutex::default() }
     }
 
     fn config(&self) -> ServeConfig {
@@ -158,18 +164,30 @@ impl ModelCatalog {
         id != local_models::id(&self.config().model, &self.settings) && named(&config.load)
     }
 
+    /// Opens a model's files, and checks its tensors and its memory plan. Another model is loaded, so the plan is
+    /// checked with the GPU's working set from before that load.
+    fn check_checkpoint(&self, id: &str, config: &ServeConfig) -> Result<(), CommandError> {
+        let checkpoint = CheckpointMeta::open(&config.model, config.generation.clone())?;
+        let gpu = if config.load.flags.device == Device::Cpu { None } else { *self.working_set.lock() };
+        match check_model(&checkpoint, &config.load, gpu) {
+            Err(_) if self.has_draft_of_another_model(id, config) => {
+                check_model(&checkpoint, &without_named_draft(&config.load), gpu)
+            }
+            checked => checked,
+        }
+    }
+
     /// Loads a model and starts its engine. Blocks until the model is loaded.
     pub fn open(&self, id: &str, config: &ServeConfig) -> Result<HostedModel, CommandError> {
         let metrics = &self.metrics;
         let chosen = DeviceChoice::new(&config.load)?;
+        *self.working_set.lock() = chosen.working_set();
         let checkpoint = CheckpointMeta::open(&config.model, config.generation.clone())?;
         let model = match load_model(&checkpoint, &config.load, chosen, metrics) {
             // The draft that was chosen for the first model may not fit this model.
             Err(error) if self.has_draft_of_another_model(id, config) => {
                 tracing::warn!(%error, "cannot load {id} with the draft of another model; loading it without");
-                let drafts = config.load.drafts.clone();
-                let drafts = drafts.map(|drafts| DraftArgs { draft_model: DraftModel::Auto, ..drafts });
-                let load = LoadSettings { drafts, ..config.load.clone() };
+                let load = without_named_draft(&config.load);
                 load_model(&checkpoint, &load, DeviceChoice::new(&load)?, metrics)?
             }
             loaded => loaded?,
@@ -227,6 +245,12 @@ impl ModelCatalog {
         };
         Ok(HostedModel { id: id.into(), model: app, unload: Box::new(unload) })
     }
+}
+
+/// The same settings with the draft of the model itself, if it has one.
+fn without_named_draft(load: &LoadSettings) -> LoadSettings {
+    let drafts = load.drafts.clone().map(|drafts| DraftArgs { draft_model: DraftModel::Auto, ..drafts });
+    LoadSettings { drafts, ..load.clone() }
 }
 
 fn timeouts(config: &ServeConfig) -> HostTimeouts {

@@ -296,7 +296,7 @@ async fn slow_client_loses_model_between_choices() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn failed_load_is_reported() {
-    let (_, server) = server(MockModels::default(), timeouts()).await;
+    let (mocks, server) = server(MockModels::default(), timeouts()).await;
     let answer = server.post(CHAT, &ask("broken")).await;
     assert_eq!(answer.status, 500);
     let error = answer.json().await["error"].clone();
@@ -309,6 +309,11 @@ async fn failed_load_is_reported() {
     let health = server.get("/health").await;
     assert_eq!((health.status, health.json().await["model"].clone()), (200, Value::Null));
     assert_eq!(answer_of(&server, "anything").await, "I am first.", "an unknown name gets the last loaded model");
+    let (broken, first) = (ask("broken"), ask("first"));
+    let (refused, answered) = tokio::join!(server.post(CHAT, &broken), server.post(CHAT, &first));
+    assert_eq!((refused.status, answered.status), (500, 200), "a request that waited during the failed load");
+    let loads: Vec<String> = mocks.log().into_iter().filter(|event| event.starts_with("load")).collect();
+    assert!((2..=3).contains(&loads.len()) && loads.iter().all(|load| load == "load first"), "{loads:?}");
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -3,7 +3,17 @@
 #![cfg(unix)]
 
 use crate::process::Process;
-use std::{fs, process::Command, thread, time::Duration};
+use serde_json::Value;
+use std::{fs, path::Path, process::Command, thread, time::Duration};
+
+/// Copies the demo model to a new directory.
+fn copy_demo(to: &Path) {
+    fs::create_dir_all(to).unwrap();
+    for file in fs::read_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("models/demo/moestro-demo")).unwrap() {
+        let file = file.unwrap();
+        fs::copy(file.path(), to.join(file.file_name())).unwrap();
+    }
+}
 
 #[test]
 fn hangup_reloads_the_configuration() {
@@ -46,17 +56,12 @@ fn hangup_reloads_the_configuration() {
 fn model_directory_is_found_after_another_model() {
     let dir = tempfile::tempdir().unwrap();
     let mine = dir.path().join("mine");
-    fs::create_dir(&mine).unwrap();
-    let demo = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("models/demo/moestro-demo");
-    for file in fs::read_dir(demo).unwrap() {
-        let file = file.unwrap();
-        fs::copy(file.path(), mine.join(file.file_name())).unwrap();
-    }
+    copy_demo(&mine);
     let prompts = dir.path().to_str().unwrap();
     let server = Process::start(&[mine.to_str().unwrap(), "--memory-limit", "512M", "--prompt-cache-dir", prompts]);
     for model in ["mine", "moestro-demo", "mine"] {
         let body = format!(r#"{{"model": "{model}", "prompt": "One, two,", "max_tokens": 4, "temperature": 0}}"#);
-        let answer: serde_json::Value = serde_json::from_str(&server.ask("POST", "/v1/completions", &body)).unwrap();
+        let answer: Value = serde_json::from_str(&server.ask("POST", "/v1/completions", &body)).unwrap();
         assert_eq!(answer["model"], model, "{answer}");
         assert!(answer["choices"][0]["text"].is_string(), "{answer}");
     }
@@ -66,12 +71,7 @@ fn model_directory_is_found_after_another_model() {
 fn refused_reload_keeps_settings_of_other_models() {
     let dir = tempfile::tempdir().unwrap();
     let [file, models, prompts] = ["moestro.toml", "models", "prompts"].map(|name| dir.path().join(name));
-    let demo = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("models/demo/moestro-demo");
-    fs::create_dir_all(models.join("mine")).unwrap();
-    for entry in fs::read_dir(demo).unwrap() {
-        let entry = entry.unwrap();
-        fs::copy(entry.path(), models.join("mine").join(entry.file_name())).unwrap();
-    }
+    copy_demo(&models.join("mine"));
     let settings = "memory-limit = \"512M\"\nmax-tokens = 2\n";
     fs::write(&file, settings).unwrap();
     let [file, models, prompts] = [&file, &models, &prompts].map(|path| path.to_str().unwrap());
@@ -80,32 +80,62 @@ fn refused_reload_keeps_settings_of_other_models() {
     assert!(Command::new("kill").args(["-HUP", &server.id().to_string()]).status().unwrap().success());
     for model in ["mine", "moestro-demo"] {
         let body = format!(r#"{{"model": "{model}", "messages": [{{"role": "user", "content": "One, two,"}}]}}"#);
-        let answer: serde_json::Value =
-            serde_json::from_str(&server.ask("POST", "/v1/chat/completions", &body)).unwrap();
+        let answer: Value = serde_json::from_str(&server.ask("POST", "/v1/chat/completions", &body)).unwrap();
         assert_eq!((&answer["model"], &answer["usage"]["completion_tokens"]), (&model.into(), &2.into()), "{answer}");
     }
 }
 
 #[test]
+fn unusable_checkpoint_keeps_the_loaded_model() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = |name: &str| dir.path().join(name);
+    for name in ["tensors", "shard", "tokens", "memory"] {
+        copy_demo(&path("models").join(name));
+    }
+    let edit = |file: &str, edit: &dyn Fn(&mut Vec<u8>)| {
+        let file = path("models").join(file);
+        let mut content = fs::read(&file).unwrap();
+        edit(&mut content);
+        fs::write(&file, content).unwrap();
+    };
+    let edit_config = |content: &mut Vec<u8>| {
+        let mut config: Value = serde_json::from_slice(content).unwrap();
+        let text = if config["text_config"].is_object() { &mut config["text_config"] } else { &mut config };
+        text["hidden_size"] = 96.into();
+        *content = serde_json::to_vec(&config).unwrap();
+    };
+    edit("tensors/config.json", &edit_config);
+    edit("shard/model.safetensors", &|content| content.truncate(content.len() / 2));
+    edit("tokens/tokenizer.json", &|content| content.truncate(content.len() / 2));
+    fs::write(path("moestro.toml"), "memory-limit = \"512M\"\n[models.memory]\nmemory-limit = \"1M\"\n").unwrap();
+    let [file, models] = [path("moestro.toml"), path("models")].map(|path| path.display().to_string());
+    let server = Process::start(&["--config", &file, "--models-dir", &models]);
+    let ask = |model: &str| -> Value {
+        let body = format!(r#"{{"model": "{model}", "prompt": "One, two,", "max_tokens": 4}}"#);
+        serde_json::from_str(&server.ask("POST", "/v1/completions", &body)).unwrap()
+    };
+    for model in ["tensors", "shard", "tokens", "memory"] {
+        let refused = ask(model);
+        assert_eq!(refused["error"]["code"], "model_not_loaded", "{model}: {refused}");
+        let health: Value = serde_json::from_str(&server.ask("GET", "/health", "")).unwrap();
+        assert_eq!(health["model"], "moestro-demo", "{model}: {refused}");
+    }
+    assert!(ask("moestro-demo")["choices"][0]["text"].is_string());
+}
+
+#[test]
 fn draft_is_used_with_its_model_only() {
     let dir = tempfile::tempdir().unwrap();
-    let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
-    let demo = root.join("models/demo/moestro-demo");
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let (mine, other) = (dir.path().join("mine"), dir.path().join("other"));
-    for place in [&mine, &other] {
-        fs::create_dir(place).unwrap();
-        for file in fs::read_dir(&demo).unwrap() {
-            let file = file.unwrap();
-            fs::copy(file.path(), place.join(file.file_name())).unwrap();
-        }
-    }
+    copy_demo(&mine);
+    copy_demo(&other);
     // Copy a model with another architecture and the same tokenizer.
     for name in ["config.json", "model.safetensors"] {
         fs::copy(root.join("tests/fixtures/drafts/model").join(name), other.join(name)).unwrap();
     }
     let _ = fs::remove_file(other.join("model.safetensors.index.json"));
-    let (draft, path) =
-        (root.join("models/demo/moestro-demo-dflash"), |path: &std::path::Path| path.display().to_string());
+    let (draft, path) = (root.join("models/demo/moestro-demo-dflash"), |path: &Path| path.display().to_string());
     let server = Process::start(&[
         &path(&mine),
         "--models-dir",
@@ -124,7 +154,7 @@ fn draft_is_used_with_its_model_only() {
         };
         let before = drafted();
         let body = format!(r#"{{"model": "{model}", "prompt": "One, two,", "max_tokens": 9, "temperature": 0}}"#);
-        let answer: serde_json::Value = serde_json::from_str(&server.ask("POST", "/v1/completions", &body)).unwrap();
+        let answer: Value = serde_json::from_str(&server.ask("POST", "/v1/completions", &body)).unwrap();
         assert_eq!(answer["model"], model, "{answer}");
         assert!(answer["choices"][0]["text"].is_string(), "{answer}");
         assert_eq!(drafted() > before, drafts, "{model}");

@@ -223,11 +223,17 @@ impl ModelHost {
 
     /// Loads requested models and unloads idle models. Never returns.
     pub async fn run(&self) {
+        // The model that was checked last. The resident model answers requests during the check.
+        let mut checked: Option<String> = None;
         loop {
             let (step, replaced) = {
                 let mut state = self.state.lock();
+                checked = checked.filter(|_| !state.waiters.is_empty());
                 match (state.next_step(&self.timeouts()), self.unloading.clone().try_lock_owned()) {
                     (NextStep::Wait(limit), _) => (NextStep::Wait(limit), None),
+                    (NextStep::Load(id), _) if state.resident.is_some() && checked.as_ref() != Some(&id) => {
+                        (NextStep::Check(id), None)
+                    }
                     (_, Err(_)) => (NextStep::Wait(Some(POLL_WITH_WAITERS)), None),
                     (step, Ok(guard)) => {
                         if let NextStep::Load(id) = &step {
@@ -246,44 +252,62 @@ impl ModelHost {
                     tracing::info!("unloading the idle model");
                     let _ = spawn_blocking(move || replaced.map(|(resident, _guard)| resident.unload())).await;
                 }
-                NextStep::Load(id) => self.load(replaced, id).await,
+                NextStep::Check(id) => match self.check(&id).await {
+                    Ok(()) => checked = Some(id),
+                    Err(why) => self.fail_load(&id, &why),
+                },
+                NextStep::Load(id) => {
+                    checked = None;
+                    self.load(replaced, id).await;
+                }
             }
         }
     }
 
-    /// Unloads the replaced model and loads another model. If the other model's settings are invalid, the replaced
-    /// model stays in memory.
+    /// Checks a model that will replace the resident model.
+    async fn check(&self, id: &str) -> Result<(), String> {
+        let (loader, id) = (self.loader()?, id.to_owned());
+        run_blocking(move || loader.check(&id)).await
+    }
+
+    /// Unloads the replaced model and loads another model.
     async fn load(&self, replaced: Option<(ResidentModel, OwnedMutexGuard<()>)>, id: String) {
-        let (requested, loader) = (id.clone(), self.loader.clone());
-        let loaded = spawn_blocking(move || {
-            let Some(loader) = loader else { return (Err("this server cannot load models".into()), replaced) };
-            if let Err(why) = loader.check(&requested) {
-                return (Err(why), replaced);
-            }
+        let (loader, requested) = (self.loader(), id.clone());
+        let load = move || {
             if let Some((resident, guard)) = replaced {
                 resident.unload();
                 drop(guard);
             }
-            (loader.load(&requested), None)
-        });
-        let (loaded, kept) = loaded.await.unwrap_or_else(|panic| (Err(panic.to_string()), None));
+            loader?.load(&requested)
+        };
+        let loaded = run_blocking(load).await;
         let mut state = self.state.lock();
         state.loading = None;
-        if let Some((resident, _guard)) = kept {
-            if state.is_shutting_down {
-                resident.model.engine.drain();
-            }
-            state.set_resident(resident);
-        }
         match loaded {
             Ok(hosted) if state.is_shutting_down => hosted.model.engine.drain(),
             Ok(hosted) => state.install(hosted),
             Err(why) => {
-                tracing::error!(model = id, why, "cannot load model");
-                state.fail_waiters(&id, &why);
+                drop(state);
+                self.fail_load(&id, &why);
             }
         }
     }
+
+    fn loader(&self) -> Result<Arc<dyn ModelLoader>, String> {
+        self.loader.clone().ok_or_else(|| "this server cannot load models".into())
+    }
+
+    fn fail_load(&self, id: &str, why: &str) {
+        tracing::error!(model = id, why, "cannot load model");
+        self.state.lock().fail_waiters(id, why);
+    }
+}
+
+/// Runs `step` on a blocking thread. A panic is an error.
+async fn run_blocking<T: Send + 'static>(
+    step: impl FnOnce() -> Result<T, String> + Send + 'static,
+) -> Result<T, String> {
+    spawn_blocking(step).await.unwrap_or_else(|panic| Err(panic.to_string()))
 }
 
 /// A request's model, which is in memory or has yet to be loaded.

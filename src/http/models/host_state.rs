@@ -76,6 +76,8 @@ pub struct Waiter {
 /// The next action of the host.
 #[derive(Debug, PartialEq)]
 pub enum NextStep {
+    /// Check the model with this id, before the resident model is unloaded for it.
+    Check(String),
     /// Unload the resident model if there is one. Then load the model with this id.
     Load(String),
     Unload,
@@ -121,15 +123,11 @@ impl ResidentModel {
 }
 
 impl HostState {
-    /// Makes a newly loaded model resident.
+    /// Makes a newly loaded model resident and sends it to the requests that wait for it.
     pub fn install(&mut self, hosted: HostedModel) {
         self.last_loaded = Some(hosted.id.clone());
         self.load_failure = None;
-        self.set_resident(ResidentModel::new(hosted));
-    }
-
-    /// Makes a model resident and sends it to the requests that wait for it.
-    pub fn set_resident(&mut self, resident: ResidentModel) {
+        let resident = ResidentModel::new(hosted);
         for waiter in self.take_waiters(&resident.id) {
             let _ = waiter.reply.send(Ok(resident.model.clone()));
         }

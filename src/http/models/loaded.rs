@@ -62,7 +62,8 @@ pub struct HostedModel {
 pub trait ModelLoader: Send + Sync + 'static {
     fn list(&self) -> Vec<ModelEntry>;
 
-    /// Checks the settings of a model. Called before the loaded model is unloaded to make room for this model.
+    /// Checks a model without loading its weights. Called while another model is loaded and answers requests, before
+    /// that model is unloaded to make room for this model.
     ///
     /// # Errors
     /// A sentence for the client.
