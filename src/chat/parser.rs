@@ -64,6 +64,14 @@ pub enum Delta {
 }
 
 impl Delta {
+    /// The delta's text: reasoning, content, a fragment of arguments, or the name of a function.
+    pub fn text(&self) -> &str {
+        match self {
+            Self::Reasoning(text) | Self::Content(text) | Self::Arguments { json: text, .. } => text,
+            Self::ToolCall { name, .. } => name,
+        }
+    }
+
     /// Appends the delta to `deltas`. If the last delta is of the same kind, the text is appended to that delta.
     pub fn push_to(self, deltas: &mut Vec<Self>) {
         match (deltas.last_mut(), &self) {

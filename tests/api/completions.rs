@@ -2,7 +2,7 @@
 
 use super::{
     client::stable,
-    server::{Server, Setup, VOCAB},
+    server::{EOS, Server, Setup, VOCAB},
 };
 use moestro::{engine::DraftPolicy, http::ServerState};
 use serde_json::{Value, json};
@@ -174,21 +174,42 @@ async fn logprobs_have_one_entry_per_token() {
 }
 
 /// A body contains the log-probabilities of all prompts. A stream sends the log-probabilities of each prompt when it is
-/// complete.
+/// complete, so only the longest prompt counts.
 #[tokio::test]
-async fn logprobs_of_a_body_count_as_memory() {
+async fn logprobs_of_prompts_count_as_memory() {
     let configure = |state: &mut ServerState| state.memory.set_plan(12 << 20);
     let server = Setup { configure, ..Setup::default() }.start().await;
-    let body = |prompts: usize, stream: bool| {
-        let prompts = vec!["word ".repeat(300); prompts];
+    let body = |words: usize, prompts: usize, stream: bool| {
+        let prompts = vec!["word ".repeat(words); prompts];
         json!({"prompt": prompts, "max_tokens": 1, "echo": true, "logprobs": 20, "stream": stream})
     };
-    let refused = server.post(PATH, &body(200, false)).await;
-    assert_eq!((refused.status, &refused.json().await["error"]["code"]), (413, &json!("request_too_large")));
-    assert_eq!(server.ask(PATH, &body(1, false)).await["choices"].as_array().unwrap().len(), 1);
-    assert!(server.stream(PATH, &body(4, true)).await.len() >= 4);
+    for body in [body(300, 200, false), body(460, 1, true)] {
+        let refused = server.post(PATH, &body).await;
+        assert_eq!((refused.status, &refused.json().await["error"]["code"]), (413, &json!("request_too_large")));
+    }
+    assert_eq!(server.ask(PATH, &body(300, 1, false)).await["choices"].as_array().unwrap().len(), 1);
+    assert!(server.stream(PATH, &body(300, 4, true)).await.len() >= 4);
     server.idle().await;
     assert_eq!(server.metrics.request_memory.get(), 0);
+}
+
+/// The second choice waits until the first one is written, with its log-probabilities.
+#[tokio::test(flavor = "multi_thread")]
+async fn waiting_choice_counts_as_memory() {
+    let configure = |state: &mut ServerState| state.memory.set_plan(12 << 20);
+    let server = Setup { parallel: 2, context: 8192, configure, ..Setup::default() }.start().await;
+    let body = |n: usize, tokens: usize| {
+        json!({"prompt": "One", "max_tokens": tokens, "logprobs": 20, "n": n, "stream": true,
+               "logit_bias": {EOS.to_string(): -100}})
+    };
+    for (n, tokens, is_refused) in [(1, 4000, false), (2, 100, false), (2, 4000, true)] {
+        let text = server.post(PATH, &body(n, tokens)).await.text().await;
+        assert_eq!(text.ends_with("data: [DONE]\n\n"), !is_refused, "{n} x {tokens}");
+        let has_error = text.contains("memory_in_use") || text.contains("request_too_large");
+        assert_eq!(has_error, is_refused, "{n} x {tokens}");
+        server.idle().await;
+        assert_eq!(server.metrics.request_memory.get(), 0);
+    }
 }
 
 /// Rounds numbers, because math libraries differ in the last digit.

@@ -56,7 +56,17 @@ const TOKEN_TEXT_BYTES: usize = 160;
 
 /// Bytes of memory per token in the log-probabilities of a body: the id, the text, and the JSON. The highest measured
 /// value is 341, in a chat, whose tokens have `bytes`.
-const LOGPROB_BYTES: usize = 352;
+pub const LOGPROB_BYTES: usize = 352;
+
+/// Bytes of memory per token in the log-probabilities of the Responses API: JSON values, and the text of four events. The
+/// highest measured value is 1935, without alternatives.
+pub const RESPONSES_LOGPROB_BYTES: usize = 2048;
+
+/// Bytes of memory per update of a choice that waits for an earlier choice: the update and the allocations of its lists.
+const WAITING_UPDATE_BYTES: usize = 512;
+
+/// Bytes of memory per token in the log-probabilities of an update.
+const WAITING_LOGPROB_BYTES: usize = 32;
 
 /// Bytes of memory per byte of decoded text: the byte, the text, and up to six characters in JSON.
 const DECODED_FACTOR: usize = 16;
@@ -330,9 +340,9 @@ pub fn token_list_bytes(tokens: usize, has_text: bool) -> usize {
     tokens * if has_text { TOKEN_TEXT_BYTES } else { TOKEN_ID_BYTES }
 }
 
-/// Memory of the log-probabilities of a response that does not stream. `tokens` counts the alternatives, too.
-pub fn logprob_bytes(tokens: usize) -> usize {
-    tokens * LOGPROB_BYTES
+/// Memory of an update of a choice that waits for an earlier choice. `logprobs` counts the alternatives, too.
+pub fn waiting_bytes(text_len: usize, logprobs: usize) -> usize {
+    WAITING_UPDATE_BYTES + text_len + logprobs * WAITING_LOGPROB_BYTES
 }
 
 /// Memory of a response with decoded text.

@@ -127,8 +127,8 @@ impl RequestLog {
     }
 
     /// Logs an error that ended a stream early.
-    pub fn log_stream_error(&self, error: &dyn Display) {
-        tracing::error!(id = self.id, endpoint = self.endpoint, %error, "request failed after its stream began");
+    pub fn log_stream_error(&self, error: &str) {
+        tracing::error!(id = self.id, endpoint = self.endpoint, error, "request failed after its stream began");
     }
 }
 

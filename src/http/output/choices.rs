@@ -19,6 +19,7 @@ use crate::{
 use serde_json::Value;
 use std::{
     collections::VecDeque,
+    mem,
     sync::{Arc, Weak},
     time::Duration,
 };
@@ -58,6 +59,12 @@ pub struct Choices {
 }
 
 impl Choices {
+    /// Takes the memory of the request, which must be held until the last answer is complete.
+    pub fn take_permit(&mut self) -> MemoryPermit {
+        let no_bytes = self.permit.empty();
+        mem::replace(&mut self.permit, no_bytes)
+    }
+
     pub fn len(&self) -> usize {
         self.prompts.len() * self.n
     }
@@ -90,7 +97,7 @@ impl Choices {
                 return Ok(());
             }
             match self.submit(next) {
-                Ok(generation) => self.ahead.push_back(ChoiceTask::spawn(generation)),
+                Ok(generation) => self.ahead.push_back(ChoiceTask::spawn(generation, self.permit.empty())),
                 Err(EngineError::QueueFull) => return Ok(()),
                 Err(error) => return Err(error),
             }
@@ -106,7 +113,7 @@ impl Choices {
         loop {
             match self.submit(index) {
                 Err(EngineError::QueueFull) => tokio::time::sleep(QUEUE_RETRY).await,
-                submitted => return submitted.map(ChoiceTask::spawn),
+                submitted => return Ok(ChoiceTask::spawn(submitted?, self.permit.empty())),
             }
         }
     }

@@ -12,7 +12,8 @@ use crate::{
     engine::{Event, Events, Finish, Logprobs, Request},
     error::{EngineError, ModelError},
     http::{
-        layers::RequestLog,
+        ApiError,
+        layers::{RequestLog, memory},
         models::LoadedModel,
         output::{AnswerTimings, ContentLogprobs, FinishReason, PromptProgress, PromptTokensDetails, Usage},
     },
@@ -34,6 +35,19 @@ pub enum Update {
     /// More of the prompt has been evaluated.
     Progress(PromptProgress),
     Output(Output),
+}
+
+impl Update {
+    /// Memory of the update while it waits for an earlier choice.
+    pub fn waiting_bytes(&self) -> usize {
+        match self {
+            Self::Output(output) => memory::waiting_bytes(
+                output.deltas.iter().map(|delta| delta.text().len()).sum(),
+                output.listed_tokens(),
+            ),
+            Self::Idle | Self::Progress(_) => memory::waiting_bytes(0, 0),
+        }
+    }
 }
 
 /// Generated output of one token, or of a whole answer that was collected with [`Output::append`].
@@ -187,10 +201,7 @@ impl Generation {
 
     /// Passes every update to `sink` as it arrives, until the answer ends or `sink` fails. This is the only loop over
     /// engine events.
-    pub async fn run<E: From<EngineError>>(
-        &mut self,
-        mut sink: impl FnMut(Update) -> Result<(), E>,
-    ) -> Result<Finished, E> {
+    pub async fn run(&mut self, mut sink: impl FnMut(Update) -> Result<(), ApiError>) -> Result<Finished, ApiError> {
         loop {
             let update = self.next().await.inspect_err(|_| self.outcome = "error")?;
             let finish = if let Update::Output(output) = &update { output.finish } else { None };

@@ -1,14 +1,11 @@
 //! The interface of an API's answer format, and the two ways to write an answer with it: as one body, or as a stream.
 
-use crate::{
-    error::EngineError,
-    http::{
-        ApiError,
-        layers::{RequestLog, body_guard, memory},
-        models::LoadedModel,
-        output::{Choices, Finished, Generation, Output, PromptProgress, Update, Usage},
-        sse::{self, Frames, StreamFormat},
-    },
+use crate::http::{
+    ApiError,
+    layers::{MemoryPermit, RequestLog, body_guard, memory},
+    models::LoadedModel,
+    output::{Choices, Finished, Generation, Output, PromptProgress, Update, Usage},
+    sse::{self, Frames, StreamFormat},
 };
 use axum::{
     Json,
@@ -21,6 +18,12 @@ use tokio::time::timeout;
 /// Writes answers in the format of one API.
 pub trait Renderer: Send + 'static {
     const STREAM: StreamFormat = StreamFormat::Events;
+
+    /// Bytes of memory per token in the log-probabilities of an answer, as a body or until the end of a stream.
+    const LOGPROB_BYTES: usize = memory::LOGPROB_BYTES;
+
+    /// True if a stream keeps its log-probabilities until its end.
+    const KEEPS_LOGPROBS: bool = false;
 
     /// Ends a stream with an error that came before its first event: the model could not be loaded, or the request was
     /// refused. Writes OpenAI's error object by default.
@@ -64,20 +67,24 @@ pub fn json(body: &impl Serialize) -> Response {
     Json(body).into_response()
 }
 
+/// Adds the memory of the output's log-probabilities to the permit.
+fn grow<R: Renderer>(permit: &mut MemoryPermit, output: &Output) -> Result<(), ApiError> {
+    permit.grow(R::LOGPROB_BYTES * output.listed_tokens())
+}
+
 /// Generates all choices and answers with one body.
-pub async fn body(mut choices: Choices, first: Generation, renderer: impl Renderer) -> Result<Response, ApiError> {
+pub async fn body<R: Renderer>(mut choices: Choices, first: Generation, renderer: R) -> Result<Response, ApiError> {
     let (mut first, mut usage, mut answers) = (Some(first), Usage::default(), Vec::new());
-    let no_bytes = choices.permit.empty();
-    let mut permit = mem::replace(&mut choices.permit, no_bytes);
+    let mut permit = choices.take_permit();
     let request_bytes = permit.bytes();
     for index in 0..choices.len() {
         let mut output = Output::default();
         let append = |update| {
             if let Update::Output(more) = update {
-                permit.grow(memory::logprob_bytes(more.listed_tokens()))?;
+                grow::<R>(&mut permit, &more)?;
                 output.append(more);
             }
-            Ok::<_, ApiError>(())
+            Ok(())
         };
         let finished = run(&mut choices, index, first.take(), append).await?;
         usage.add(finished.usage, choices.has_previous_prompt(index));
@@ -151,33 +158,39 @@ async fn write_all(mut choices: Choices, first: Generation, mut renderer: impl R
             log.end_stream();
         }
         Err(error) => {
-            log.log_stream_error(&error);
-            renderer.error(frames, &error.into());
+            log.log_stream_error(error.message());
+            renderer.error(frames, &error);
         }
     }
 }
 
-async fn write(
+async fn write<R: Renderer>(
     choices: &mut Choices,
     first: Generation,
-    renderer: &mut impl Renderer,
+    renderer: &mut R,
     frames: &Frames,
-) -> Result<Usage, EngineError> {
+) -> Result<Usage, ApiError> {
     let (reports_progress, interval) = (choices.reports_progress, choices.log.event_interval);
     let (mut first, mut usage) = (Some(first), Usage::default());
+    let mut permit = choices.take_permit();
     for index in 0..choices.len() {
         let sink = |update| {
             match update {
                 Update::Progress(progress) if reports_progress => renderer.progress(frames, progress),
                 Update::Idle | Update::Progress(_) => {}
-                Update::Output(output) => renderer.output(frames, index, &output),
+                Update::Output(output) => {
+                    if R::KEEPS_LOGPROBS {
+                        grow::<R>(&mut permit, &output)?;
+                    }
+                    renderer.output(frames, index, &output);
+                }
             }
             // Many updates write nothing: progress that was not requested, and text that the parser holds back, such as
             // a long array in a tool call.
             if frames.silence() >= interval {
                 renderer.idle(frames);
             }
-            Ok::<_, EngineError>(())
+            Ok(())
         };
         let finished = run(choices, index, first.take(), sink).await?;
         renderer.finish(frames, index, &finished);
@@ -187,12 +200,12 @@ async fn write(
 }
 
 /// Passes the updates of choice `index` to `sink`. `first` is the first choice, which is queued already.
-async fn run<E: From<EngineError>>(
+async fn run(
     choices: &mut Choices,
     index: usize,
     first: Option<Generation>,
-    sink: impl FnMut(Update) -> Result<(), E>,
-) -> Result<Finished, E> {
+    sink: impl FnMut(Update) -> Result<(), ApiError>,
+) -> Result<Finished, ApiError> {
     match first {
         Some(mut first) => {
             choices.submit_ahead(index)?;

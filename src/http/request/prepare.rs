@@ -60,8 +60,13 @@ impl GenerationRequest {
         };
         let (tools, in_reasoning) = chat.as_ref().map_or((&[][..], false), |chat| (&*chat.tools, chat.in_reasoning));
         let tokens = prompts.iter().map(|ids| size_of_val(ids) + memory::token_bytes(ids.len())).sum::<usize>();
+        // A stream sends the log-probabilities of one prompt at a time. A body counts its log-probabilities later.
+        let echoed = self
+            .logprobs
+            .filter(|_| self.echo && common.streams())
+            .map_or(0, |top| prompts.iter().map(Vec::len).max().unwrap_or(0) * (1 + top) * memory::LOGPROB_BYTES);
         let pixels: usize = images.iter().map(|placed| placed.image.pixels.data.len()).sum();
-        permit.resize(tokens + pixels + memory::rendering_bytes(tools) + common.bytes())?;
+        permit.resize(tokens + echoed + pixels + memory::rendering_bytes(tools) + common.bytes())?;
         let limits = &model.limits;
         let max_tokens = max_tokens.or(limits.max_tokens);
         for ids in &prompts {
