@@ -87,6 +87,59 @@ async fn body_has_output_items() {
     assert!(usage["output_tokens_details"]["reasoning_tokens"].as_u64() > Some(0));
 }
 
+/// The log-probabilities are those of a chat.
+#[tokio::test]
+async fn logprobs_are_those_of_a_chat() {
+    let server = Server::saying(THINKS).await;
+    let chat = json!({"messages": [{"role": "user", "content": "What is 12+7?"}], "logprobs": true, "top_logprobs": 2});
+    let chat = server.ask("/v1/chat/completions", &chat).await;
+    let listed = |entries: &Value| -> Vec<(Value, f32)> {
+        let entries = entries.as_array().unwrap();
+        entries.iter().map(|entry| (entry["token"].clone(), entry["logprob"].as_f64().unwrap() as f32)).collect()
+    };
+    let expected = listed(&chat["choices"][0]["logprobs"]["content"]);
+    let body = with(question(), json!({"include": ["message.output_text.logprobs"], "top_logprobs": 2}));
+    let answer = server.ask(PATH, &body).await;
+    let message = |response: &Value| {
+        let output = response["output"].as_array().unwrap();
+        output.iter().find(|item| item["type"] == "message").unwrap()["content"][0].clone()
+    };
+    let part = message(&answer);
+    assert_eq!((&answer["top_logprobs"], listed(&part["logprobs"])), (&json!(2), expected.clone()));
+    assert!(expected.len() > 1);
+    for entry in part["logprobs"].as_array().unwrap() {
+        assert_eq!(entry["top_logprobs"].as_array().unwrap().len(), 2);
+        assert!(entry["bytes"].is_array() && entry["top_logprobs"][1]["logprob"].is_f64(), "{entry}");
+    }
+    let events = stream(&server, &body).await;
+    let of = |kind: &str| -> Vec<Value> { events.iter().filter(|event| event["type"] == kind).cloned().collect() };
+    let deltas: Vec<_> = of("response.output_text.delta").iter().flat_map(|event| listed(&event["logprobs"])).collect();
+    assert_eq!(deltas, expected);
+    assert_eq!(of("response.output_text.done")[0]["logprobs"], part["logprobs"]);
+    assert_eq!(message(&events.last().unwrap()["response"]), part);
+    let parts: Vec<_> = of("response.content_part.done").iter().map(|event| event["part"].clone()).collect();
+    assert!(parts.contains(&part), "{parts:?}");
+}
+
+/// A stream keeps its log-probabilities for its last event.
+#[tokio::test]
+async fn logprobs_count_as_memory() {
+    let configure = |state: &mut ServerState| state.memory.set_plan(12 << 20);
+    let says = format!("</think>\n\n{}", "word ".repeat(300)).leak();
+    let server = Setup { says: Some(says), configure, ..Setup::default() }.start().await;
+    let body = |tokens: usize| {
+        let include = json!(["message.output_text.logprobs"]);
+        with(question(), json!({"include": include, "top_logprobs": 20, "max_output_tokens": tokens}))
+    };
+    // The response object holds the rest of the memory, so this is not a 413.
+    let refused = server.post(PATH, &body(400)).await;
+    assert_eq!((refused.status, &refused.json().await["error"]["code"]), (503, &json!("memory_in_use")));
+    for (tokens, last) in [(400, "response.failed"), (8, "response.incomplete")] {
+        assert_eq!(stream(&server, &body(tokens)).await.last().unwrap()["type"], last);
+    }
+    server.idle().await;
+}
+
 #[tokio::test]
 async fn events_have_the_documented_order() {
     let server = Server::saying(CALLS).await;
@@ -246,7 +299,8 @@ async fn invalid_request_error_names_the_field() {
         (json!({"input": "Hi", "max_output_tokens": 0}), "max_output_tokens"),
         (json!({"input": "Hi", "max_tokens": 5}), "max_tokens"),
         (json!({"input": "Hi", "background": true}), "background"),
-        (json!({"input": "Hi", "include": ["message.output_text.logprobs"]}), "include"),
+        (json!({"input": "Hi", "top_logprobs": 1}), "top_logprobs"),
+        (json!({"input": "Hi", "top_logprobs": 21, "include": ["message.output_text.logprobs"]}), "top_logprobs"),
         (json!({"input": "Hi", "metadata": {"a": "x".repeat(513)}}), "metadata.a"),
     ] {
         let answer = server.post(PATH, &body).await;

@@ -93,6 +93,19 @@ def responses_stream():
     equal(events[-1].response.output_text, ANSWER)
 
 
+def responses_logprobs():
+    include = {"include": ["message.output_text.logprobs"], "top_logprobs": 3}
+    part = respond(SUM, **include).output[-1].content[0]
+    equal("".join(entry.token for entry in part.logprobs), ANSWER)
+    for entry in part.logprobs:
+        equal((entry.token.encode(), len(entry.top_logprobs)), (bytes(entry.bytes), 3))
+        equal(entry.top_logprobs[0].logprob, entry.logprob)
+    with OPENAI.responses.stream(model=MODEL, input=SUM, temperature=0, **include) as stream:
+        deltas = [event for event in stream if event.type == "response.output_text.delta"]
+        equal(stream.get_final_response().output[-1].content[0].logprobs, part.logprobs)
+    equal([entry.token for event in deltas for entry in event.logprobs], [entry.token for entry in part.logprobs])
+
+
 def responses_tool():
     answer = respond(question(0), tools=[TOOL])
     call = answer.output[-1]
@@ -366,7 +379,7 @@ def raises(kind, call):
 
 def main():
     checks = [
-        responses_text, responses_stream, responses_tool, responses_errors,
+        responses_text, responses_stream, responses_logprobs, responses_tool, responses_errors,
         responses_progress, messages_text, messages_stream, messages_tool, messages_errors, messages_schema,
         messages_prefill, litellm_text, litellm_more, langchain_text, langchain_more,
     ]

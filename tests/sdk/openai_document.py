@@ -50,6 +50,7 @@ ITEMS = [
     {"tools": [FLAT], "tool_choice": "required"},
     {"reasoning": {"summary": "auto", "effort": "low"}, "include": ["reasoning.encrypted_content"]},
     {"max_output_tokens": 3},
+    {"include": ["message.output_text.logprobs"], "top_logprobs": 3},
     {"text": {"format": JSON}, "instructions": "Be brief.", "metadata": {"a": "b"}, "store": False},
     {"reasoning": {"effort": "none"}, "temperature": 1},
 ]

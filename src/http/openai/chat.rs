@@ -160,7 +160,8 @@ impl ChatRenderer {
     }
 }
 
-fn content_token(tokenizer: &Tokenizer, id: u32, logprobs: &Logprobs) -> ContentToken {
+/// A token of the content with its alternatives. The Responses API writes the same objects.
+pub fn content_token(tokenizer: &Tokenizer, id: u32, logprobs: &Logprobs) -> ContentToken {
     let entry = |id, logprob| {
         let (token, bytes) = token_text(tokenizer, id);
         TokenLogprob { token, logprob, bytes }

@@ -226,6 +226,7 @@ const RESPONSE_FIELDS: &[Field] = &[
     boolean("store", "in memory only"),
     boolean("stream", ""),
     integer("max_output_tokens", REMAINING_CONTEXT),
+    integer("top_logprobs", "up to 20, with `include`"),
     number("temperature", ""),
     number("top_p", ""),
     array("tools", "functions, also in namespaces and `additional_tools` items; other types of tools are ignored"),
@@ -233,7 +234,7 @@ const RESPONSE_FIELDS: &[Field] = &[
     boolean("parallel_tool_calls", ""),
     object("text", "`format`; `verbosity` is a hint and has no effect"),
     object("reasoning", "`effort`; with `summary` the reasoning is sent as its own summary"),
-    array("include", "`reasoning.encrypted_content` as plain text; `message.output_text.logprobs` is a 400"),
+    array("include", "`message.output_text.logprobs`; `reasoning.encrypted_content` as plain text"),
     boolean("return_progress", "a stream reports the progress of the prompt in `response.prompt_progress` events"),
     string("cache_salt", CACHE_SALT),
     field("metadata", None, Metadata("supported: sent back")),
@@ -250,7 +251,6 @@ const RESPONSE_FIELDS: &[Field] = &[
     rejected("conversation", &[], "use `previous_response_id`."),
     rejected("prompt", &[], "this server has no prompt templates."),
     rejected("truncation", &["\"disabled\""], "a part of the conversation would be lost."),
-    rejected("top_logprobs", &["0"], "use /v1/chat/completions for log-probabilities."),
 ];
 
 const MESSAGE_FIELDS: &[Field] = &[

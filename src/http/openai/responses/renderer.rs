@@ -2,13 +2,17 @@
 //! the body.
 
 use crate::{
-    chat::parser::Delta,
+    chat::{Tokenizer, parser::Delta},
     http::{
         ApiError, ServerState,
-        layers::{unique_id, value_bytes},
+        layers::{memory, unique_id, value_bytes},
         models::LoadedModel,
         openai::{
-            responses::{items::ENCRYPTED_PREFIX, request::ResponsesRequest},
+            chat::content_token,
+            responses::{
+                items::ENCRYPTED_PREFIX,
+                request::{ENCRYPTED_REASONING, ResponsesRequest},
+            },
             unix_seconds,
         },
         output::{self, Choices, FinishReason, Finished, Output, PromptProgress, Renderer, Usage},
@@ -23,6 +27,8 @@ use std::{collections::BTreeMap, mem, sync::Arc};
 /// build the body.
 pub struct ResponsesRenderer {
     state: Arc<ServerState>,
+    /// Set when the model is known.
+    tokenizer: Option<Arc<Tokenizer>>,
     /// The response object without its output.
     response: Value,
     /// Completed items.
@@ -31,6 +37,8 @@ pub struct ResponsesRenderer {
     open: Option<OpenItem>,
     /// Text that came while a call's item was open. The text gets an item after the call's item.
     pending: String,
+    /// Log-probabilities of tokens whose text has not been written yet.
+    logprobs: Vec<Value>,
     /// Number of the next event.
     sequence: u64,
     /// True if reasoning is sent as the summary.
@@ -48,6 +56,8 @@ struct OpenItem {
     kind: ItemKind,
     /// Reasoning, text or arguments, depending on `kind`.
     text: String,
+    /// Log-probabilities of the text's tokens, as an array.
+    logprobs: Value,
 }
 
 #[derive(Clone, PartialEq, Eq)]
@@ -88,7 +98,7 @@ impl ResponsesRenderer {
             "text": {"format": format.unwrap_or_else(|| json!({"type": "text"})), "verbosity": verbosity},
             "tool_choice": request.tool_choice.clone().unwrap_or_else(|| "auto".into()),
             "tools": request.tools.clone().unwrap_or_default(),
-            "top_logprobs": 0,
+            "top_logprobs": request.top_logprobs.unwrap_or(0),
             "top_p": request.common.top_p,
             "truncation": "disabled",
             "usage": null,
@@ -97,13 +107,15 @@ impl ResponsesRenderer {
         });
         Self {
             state,
+            tokenizer: None,
             response,
             output: Vec::new(),
             open: None,
             pending: String::new(),
+            logprobs: Vec::new(),
             sequence: 0,
             has_summary: summary.is_some(),
-            has_encrypted: request.includes_encrypted_reasoning(),
+            has_encrypted: request.includes(ENCRYPTED_REASONING),
             namespaces: request.namespaces(),
             stored_input: is_stored.then_some(input),
         }
@@ -116,6 +128,10 @@ impl ResponsesRenderer {
     }
 
     fn push(&mut self, frames: Option<&Frames>, output: &Output) {
+        if let Some(tokenizer) = &self.tokenizer {
+            let tokens = output.logprobs.iter().map(|(id, logprobs)| json!(content_token(tokenizer, *id, logprobs)));
+            self.logprobs.extend(tokens);
+        }
         for delta in &output.deltas {
             match delta {
                 Delta::Reasoning(text) => {
@@ -154,10 +170,11 @@ impl ResponsesRenderer {
             ItemKind::Message => "msg",
             ItemKind::Call { .. } => "fc",
         };
-        let item = OpenItem { id: format!("{prefix}_{}", unique_id()), kind, text: String::new() };
-        let added = self.item_object(&item, "in_progress");
+        let mut item =
+            OpenItem { id: format!("{prefix}_{}", unique_id()), kind, text: String::new(), logprobs: json!([]) };
+        let added = self.item_object(&item, json!([]), "in_progress");
         self.emit(frames, "response.output_item.added", json!({"output_index": self.output.len(), "item": added}));
-        self.emit_part(frames, &item, "added");
+        self.emit_part(frames, &mut item, "added");
         self.open = Some(item);
     }
 
@@ -165,27 +182,33 @@ impl ResponsesRenderer {
     fn push_text(&mut self, frames: Option<&Frames>, text: &str) {
         let Some(mut item) = self.open.take() else { return };
         item.text += text;
+        let is_message = item.kind == ItemKind::Message;
+        let logprobs = if is_message { mem::take(&mut self.logprobs) } else { Vec::new() };
         if frames.is_some() {
             let mut fields = json!({"delta": text});
-            if item.kind == ItemKind::Message {
-                fields["logprobs"] = json!([]);
+            if is_message {
+                fields["logprobs"] = logprobs.as_slice().into();
             }
             self.emit_in(frames, &item, self.text_event(&item.kind, "delta"), fields);
+        }
+        if let Value::Array(all) = &mut item.logprobs {
+            all.extend(logprobs);
         }
         self.open = Some(item);
     }
 
     fn close_item(&mut self, frames: Option<&Frames>, status: &str) {
-        let Some(item) = self.open.take() else { return };
-        let text = &item.text;
+        let Some(mut item) = self.open.take() else { return };
+        let (text, logprobs) = (&item.text, item.logprobs.take());
         let fields = match &item.kind {
             ItemKind::Reasoning => json!({"text": text}),
-            ItemKind::Message => json!({"text": text, "logprobs": []}),
+            ItemKind::Message => json!({"text": text, "logprobs": logprobs}),
             ItemKind::Call { name, .. } => json!({"name": name, "arguments": text}),
         };
-        self.emit_in(frames, &item, self.text_event(&item.kind, "done"), fields);
-        self.emit_part(frames, &item, "done");
-        let done = self.item_object(&item, status);
+        item.logprobs = self.emit_in(frames, &item, self.text_event(&item.kind, "done"), fields)["logprobs"].take();
+        self.emit_part(frames, &mut item, "done");
+        let logprobs = item.logprobs.take();
+        let done = self.item_object(&item, logprobs, status);
         self.emit(frames, "response.output_item.done", json!({"output_index": self.output.len(), "item": done}));
         self.output.push(done);
         if !self.pending.is_empty() {
@@ -206,22 +229,24 @@ impl ResponsesRenderer {
         format!("response.{text}.{stage}")
     }
 
-    /// The event that starts or ends the only part of an item. `stage` is `added` or `done`. Calls have no parts.
-    fn emit_part(&mut self, frames: Option<&Frames>, item: &OpenItem, stage: &str) {
+    /// The event that starts or ends the only part of an item. `stage` is `added` or `done`. Calls have no parts. The
+    /// log-probabilities may be large, so they are moved into the event and back, not copied.
+    fn emit_part(&mut self, frames: Option<&Frames>, item: &mut OpenItem, stage: &str) {
         let (event, part) = match &item.kind {
             ItemKind::Call { .. } => return,
             ItemKind::Reasoning if self.has_summary => {
                 ("reasoning_summary_part", text_part("summary_text", &item.text))
             }
             ItemKind::Reasoning => ("content_part", text_part("reasoning_text", &item.text)),
-            ItemKind::Message => ("content_part", output_text(&item.text)),
+            ItemKind::Message => ("content_part", output_text(&item.text, item.logprobs.take())),
         };
-        self.emit_in(frames, item, format!("response.{event}.{stage}"), json!({"part": part}));
+        let mut fields = self.emit_in(frames, item, format!("response.{event}.{stage}"), json!({"part": part}));
+        item.logprobs = fields["part"]["logprobs"].take();
     }
 
     /// The item as it appears in `output`.
-    fn item_object(&self, item: &OpenItem, status: &str) -> Value {
-        let OpenItem { id, kind, text } = item;
+    fn item_object(&self, item: &OpenItem, logprobs: Value, status: &str) -> Value {
+        let OpenItem { id, kind, text, .. } = item;
         let parts = |part: Value| if status == "in_progress" { json!([]) } else { json!([part]) };
         match kind {
             ItemKind::Reasoning => {
@@ -235,7 +260,7 @@ impl ResponsesRenderer {
                        "encrypted_content": encrypted, "status": status})
             }
             ItemKind::Message => {
-                let content = parts(output_text(text));
+                let content = parts(output_text(text, logprobs));
                 json!({"id": id, "type": "message", "status": status, "role": "assistant", "content": content})
             }
             ItemKind::Call { call_id, name, namespace } => {
@@ -249,8 +274,8 @@ impl ResponsesRenderer {
         }
     }
 
-    /// Writes an event about the text or a part of an item.
-    fn emit_in(&mut self, frames: Option<&Frames>, item: &OpenItem, event: String, fields: Value) {
+    /// Writes an event about the text or a part of an item, and returns its fields.
+    fn emit_in(&mut self, frames: Option<&Frames>, item: &OpenItem, event: String, fields: Value) -> Value {
         let mut all = json!({"item_id": item.id, "output_index": self.output.len()});
         match &item.kind {
             ItemKind::Reasoning if self.has_summary => all["summary_index"] = 0.into(),
@@ -260,7 +285,7 @@ impl ResponsesRenderer {
         if let (Value::Object(all), Value::Object(fields)) = (&mut all, fields) {
             all.extend(fields);
         }
-        self.emit(frames, &event, all);
+        self.emit(frames, &event, all)
     }
 
     /// Writes an event and returns its fields.
@@ -301,6 +326,10 @@ impl ResponsesRenderer {
 }
 
 impl Renderer for ResponsesRenderer {
+    const LOGPROB_BYTES: usize = memory::RESPONSES_LOGPROB_BYTES;
+
+    const KEEPS_LOGPROBS: bool = true;
+
     fn refuse(frames: &Frames, error: &ApiError) {
         let event = json!({
             "type": "error", "sequence_number": 0, "code": "server_error", "message": error.message(), "param": null,
@@ -311,6 +340,7 @@ impl Renderer for ResponsesRenderer {
     /// Sets the model's id, and the model's sampling defaults for parameters that the request does not set.
     fn prepare(&mut self, model: &LoadedModel, _: &Choices) {
         self.response["model"] = model.card.id.as_str().into();
+        self.tokenizer = Some(model.tokenizer.clone());
         for (name, default) in [("temperature", model.defaults.temperature), ("top_p", model.defaults.top_p)] {
             if self.response[name].is_null() {
                 self.response[name] = f64::from(default).into();
@@ -364,8 +394,8 @@ fn text_part(kind: &str, text: &str) -> Value {
     json!({"type": kind, "text": text})
 }
 
-fn output_text(text: &str) -> Value {
-    json!({"type": "output_text", "text": text, "annotations": [], "logprobs": []})
+fn output_text(text: &str, logprobs: Value) -> Value {
+    json!({"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs})
 }
 
 pub fn usage_object(usage: &Usage) -> Value {

@@ -27,6 +27,12 @@ const NAMES: FieldNames = &[
 /// The same pairs for the fields within `text.format`.
 const FORMAT_NAMES: FieldNames = &[("json_schema", "text.format"), ("", "text.format.")];
 
+/// Value of `include` for the log-probabilities of the text.
+const LOGPROBS: &str = "message.output_text.logprobs";
+
+/// Value of `include` for the `encrypted_content` of reasoning items.
+pub const ENCRYPTED_REASONING: &str = "reasoning.encrypted_content";
+
 /// Maximum number of characters of an unknown tool's type in the log.
 const LOGGED_CHARS: usize = 40;
 
@@ -40,6 +46,7 @@ pub struct ResponsesRequest {
     pub previous_response_id: Option<String>,
     pub store: Option<bool>,
     pub max_output_tokens: Option<i64>,
+    pub top_logprobs: Option<i64>,
     pub tools: Option<Vec<Value>>,
     pub tool_choice: Option<Value>,
     pub parallel_tool_calls: Option<bool>,
@@ -115,30 +122,19 @@ impl ResponsesRequest {
         pairs.collect()
     }
 
-    /// Changes the request so that the answer is a single text, without calls, reasoning, text format or stream.
+    /// Changes the request so that the answer is a single text, without calls, reasoning, text format,
+    /// log-probabilities or stream.
     pub fn answer_as_text(&mut self) {
         self.tool_choice = Some("none".into());
         self.reasoning = Some(ResponsesReasoning { effort: Some("none".into()), summary: None });
         (self.text, self.common.stream) = (None, None);
+        (self.include, self.top_logprobs) = (None, None);
     }
 
-    /// Refuses `include` values that would change the answer and are not supported. The other values concern tools
-    /// that OpenAI's servers run.
-    fn check_include(&self) -> Result<(), ApiError> {
-        let mut included = self.include.iter().flatten();
-        match included.any(|name| name == "message.output_text.logprobs") {
-            true => {
-                let text = "include: `message.output_text.logprobs` is not supported; use /v1/chat/completions with \
-                            logprobs.";
-                Err(ApiError::unsupported("include", text))
-            }
-            false => Ok(()),
-        }
-    }
-
-    /// True if reasoning items must have `encrypted_content`.
-    pub fn includes_encrypted_reasoning(&self) -> bool {
-        self.include.iter().flatten().any(|name| name == "reasoning.encrypted_content")
+    /// True if `include` names this part of the answer. Names other than [`LOGPROBS`] and [`ENCRYPTED_REASONING`]
+    /// concern tools that OpenAI's servers run.
+    pub fn includes(&self, part: &str) -> bool {
+        self.include.iter().flatten().any(|name| name == part)
     }
 
     /// Takes the items of `input`. The tools of `additional_tools` items, which Codex sends, move to `tools`.
@@ -180,7 +176,11 @@ impl ResponsesRequest {
     }
 
     fn into_chat(self, mut items: Vec<Value>, input: Vec<Value>) -> Result<(CommonFields, ChatRequest), ApiError> {
-        self.check_include()?;
+        let has_logprobs = self.includes(LOGPROBS);
+        let top_logprobs = self.top_logprobs.filter(|&top| has_logprobs || top != 0);
+        if top_logprobs.is_some() && !has_logprobs {
+            return Err(ApiError::wrong_value("top_logprobs", format!("is only allowed if include has `{LOGPROBS}`.")));
+        }
         let tools = self.functions()?;
         let mut messages = Vec::new();
         if let Some(instructions) = self.instructions.filter(|text| !text.is_empty()) {
@@ -196,6 +196,8 @@ impl ResponsesRequest {
             messages,
             images: Some(images),
             max_completion_tokens: self.max_output_tokens,
+            logprobs: Some(has_logprobs),
+            top_logprobs,
             tools: (!tools.is_empty()).then_some(tools),
             tool_choice: self.tool_choice.filter(|choice| !choice.is_null()).map(tool_choice).transpose()?,
             parallel_tool_calls: self.parallel_tool_calls,
