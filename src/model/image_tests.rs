@@ -116,6 +116,36 @@ fn tower_matches_transformers_on_its_pixels() {
     }
 }
 
+/// The fixture's rows differ from those that the tower computes for an empty image, so wrong rows would be noticed.
+#[test]
+fn rows_of_an_unfinished_image_are_kept() {
+    let (ids, mut images) = chat();
+    images.truncate(1);
+    let mut model = model("mlx_4bit");
+    let rows = model.encode_image(&images[0].image).unwrap();
+    let forward = |model: &mut Qwen, images: &[PlacedImage], state: &mut QwenState, ids: &[u32]| {
+        let mut hooks = PassHooks { images, ..PassHooks::default() };
+        model.forward_with(state, ids, Rows::Last, &mut hooks).unwrap().data.to_vec()
+    };
+    let mut state = model.start().unwrap();
+    let whole = forward(&mut model, &images, &mut state, &ids[..40]);
+    let mut state = model.start().unwrap();
+    forward(&mut model, &images, &mut state, &ids[..20]);
+    model.release_images();
+    assert_eq!(Arc::strong_count(&rows), 2, "the prompt has begun the image");
+    assert_eq!(forward(&mut model, &images, &mut state, &ids[20..40]), whole);
+    model.release_images();
+    assert_eq!(Arc::strong_count(&rows), 1, "the prompt has passed the image");
+
+    let vision = model.parts.vision.as_ref().unwrap();
+    vision.cache_rows(images[0].image.hash, rows.clone());
+    let mut state = model.start().unwrap();
+    forward(&mut model, &images, &mut state, &ids[..20]);
+    drop(images);
+    model.release_images();
+    assert_eq!(Arc::strong_count(&rows), 1, "the request has ended");
+}
+
 /// Writes the fixture's model without its routed experts: the shared expert of a layer becomes its dense feed-forward.
 fn write_dense_checkpoint(dir: &Path) {
     let fixture = Path::new(FIXTURE).join("hf_bf16");

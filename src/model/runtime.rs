@@ -228,7 +228,7 @@ impl Qwen {
         self.vision()?.rows(image, None)
     }
 
-    /// Frees the cached rows of images, and weights of the vision tower on a GPU.
+    /// Frees the cached rows of images that no prompt has begun, and weights of the vision tower on a GPU.
     pub fn release_images(&self) {
         self.parts.vision.iter().for_each(Vision::release);
     }
@@ -374,10 +374,13 @@ impl Qwen {
         let here = images.iter().filter_map(|placed| {
             let image = placed.tokens();
             let (from, to) = (image.start.max(tokens.start), image.end.min(tokens.end));
-            (from < to).then_some((&placed.image, from - tokens.start, from - image.start..to - image.start))
+            let (row, part) = (from - tokens.start, from - image.start..to - image.start);
+            (from < to).then_some((&placed.image, row, part, to == image.end))
         });
-        here.map(|(image, row, tokens)| {
-            let values = self.vision()?.rows(image, keep_going)?;
+        here.map(|(image, row, tokens, is_finished)| {
+            let vision = self.vision()?;
+            let values = vision.rows(image, keep_going)?;
+            vision.set_finished(image, is_finished);
             Ok(ImageRows { row, values, tokens })
         })
         .collect()

@@ -39,7 +39,12 @@ use crate::{
     },
 };
 use row_cache::ImageRowCache;
-use std::{cell::RefCell, path::Path, sync::Arc, time::Instant};
+use std::{
+    cell::RefCell,
+    path::Path,
+    sync::{Arc, Weak},
+    time::Instant,
+};
 use weights::TowerWeights;
 
 /// Maximum size of the rows of recent images in bytes.
@@ -52,6 +57,9 @@ type MemoryCheck = Box<dyn FnMut() -> MemoryLevel + Send>;
 pub struct Vision {
     tower: VisionTower,
     cache: RefCell<ImageRowCache>,
+    /// The image in which the last chunk with images ended. The next chunk of that prompt needs its rows again. The
+    /// request owns the image, so the reference is dead after the request has ended.
+    unfinished: RefCell<Weak<Image>>,
     pub processor: Arc<ImageProcessor>,
     metrics: Arc<Metrics>,
     /// The memory check of a model without an expert store, and the time of the next check.
@@ -110,7 +118,8 @@ impl Vision {
         let processor = Arc::new(ImageProcessor::new(tower.limits, tower.config.image_token));
         let mut monitor = MemoryMonitor::open();
         let memory = RefCell::new((Box::new(move || monitor.check()) as MemoryCheck, Instant::now()));
-        Self { tower, cache: RefCell::new(ImageRowCache::new(ROW_CACHE_BYTES)), processor, metrics, memory }
+        let cache = RefCell::new(ImageRowCache::new(ROW_CACHE_BYTES));
+        Self { tower, cache, unfinished: RefCell::default(), processor, metrics, memory }
     }
 
     /// Checks the system's memory at most once per 250 ms. Returns true if memory is short.
@@ -150,10 +159,22 @@ impl Vision {
         self.cache.borrow_mut().insert(hash, rows);
     }
 
-    /// Frees the memory of cached rows and weights, which can be computed or read again.
+    /// Notes whether the current chunk ends inside `image`, or at the end of `image` or later.
+    pub fn set_finished(&self, image: &Arc<Image>, is_finished: bool) {
+        let mut unfinished = self.unfinished.borrow_mut();
+        match is_finished {
+            false => *unfinished = Arc::downgrade(image),
+            true if unfinished.as_ptr() == Arc::as_ptr(image) => *unfinished = Weak::new(),
+            true => {}
+        }
+    }
+
+    /// Frees the memory of cached rows and weights, which can be computed or read again. Keeps the rows of an image that
+    /// a running prompt has begun, because the tower would have to compute them again for the next chunk.
     pub fn release(&self) {
         self.tower.weights.release();
-        self.cache.borrow_mut().clear();
         self.processor.forget();
+        let unfinished = self.unfinished.borrow().upgrade();
+        self.cache.borrow_mut().retain_only(unfinished.map(|image| image.hash));
     }
 }

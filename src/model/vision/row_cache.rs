@@ -36,8 +36,9 @@ impl ImageRowCache {
         self.entries.iter().map(|(_, rows)| size_of_val(&rows[..])).sum()
     }
 
-    pub fn clear(&mut self) {
-        self.entries.clear();
+    /// Removes all entries except the rows of this image.
+    pub fn retain_only(&mut self, hash: Option<[u8; 32]>) {
+        self.entries.retain(|(of, _)| Some(*of) == hash);
     }
 }
 
@@ -57,7 +58,9 @@ mod tests {
         assert_eq!([0, 1, 2, 3].map(|hash| cache.get(&[hash; 32]).is_some()), [true, false, true, true]);
         cache.insert([4; 32], rows(100));
         assert_eq!(cache.bytes(), 400, "the newest entry stays alone");
-        cache.clear();
+        cache.retain_only(Some([4; 32]));
+        assert_eq!(cache.bytes(), 400);
+        cache.retain_only(None);
         assert_eq!(cache.bytes(), 0);
     }
 }
