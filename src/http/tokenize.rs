@@ -3,11 +3,16 @@
 
 use crate::http::{
     ApiError, ServerState,
-    layers::memory,
+    layers::{body_guard, memory},
     output::completion_logprobs,
     request::{ChatPrompt, EndMarker, body, messages, sampling_params, tools},
 };
-use axum::{Json, body::Body, extract::State};
+use axum::{
+    Json,
+    body::Body,
+    extract::State,
+    response::{IntoResponse, Response},
+};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use std::sync::Arc;
@@ -44,7 +49,7 @@ pub struct Tokenized {
 }
 
 /// Returns the tokens of a `prompt`, or of `messages` and `tools` as the chat endpoint renders them.
-pub async fn tokenize(State(state): State<Arc<ServerState>>, body: Body) -> Result<Json<Tokenized>, ApiError> {
+pub async fn tokenize(State(state): State<Arc<ServerState>>, body: Body) -> Result<Response, ApiError> {
     state.ensure_ready()?;
     let (request, mut permit) = body::json::<TokenizeRequest>(&state, body).await?;
     let model = state.model(request.model.as_deref()).await?;
@@ -75,7 +80,8 @@ pub async fn tokenize(State(state): State<Arc<ServerState>>, body: Body) -> Resu
     permit.grow(memory::token_list_bytes(tokens.len(), has_strings))?;
     let texts = || tokens.iter().map(|&id| model.tokenizer.token(id).unwrap_or_default()).collect();
     let token_strs = has_strings.then(texts);
-    Ok(Json(Tokenized { count: tokens.len(), max_model_len: model.engine.context(), tokens, token_strs }))
+    let tokenized = Tokenized { count: tokens.len(), max_model_len: model.engine.context(), tokens, token_strs };
+    Ok(body_guard::hold(Json(tokenized).into_response(), permit))
 }
 
 /// Returns the chat template and the context length in vLLM's format. lm-evaluation-harness uses both to render prompts
@@ -89,7 +95,7 @@ pub async fn info(State(state): State<Arc<ServerState>>) -> Result<Json<Value>, 
 }
 
 /// Returns the text of `tokens`, including special tokens.
-pub async fn detokenize(State(state): State<Arc<ServerState>>, body: Body) -> Result<Json<Value>, ApiError> {
+pub async fn detokenize(State(state): State<Arc<ServerState>>, body: Body) -> Result<Response, ApiError> {
     state.ensure_ready()?;
     let (request, mut permit) = body::json::<DetokenizeRequest>(&state, body).await?;
     let model = state.model(request.model.as_deref()).await?;
@@ -97,5 +103,6 @@ pub async fn detokenize(State(state): State<Arc<ServerState>>, body: Body) -> Re
     permit.grow(memory::decoded_bytes(ids.iter().map(|&id| model.tokenizer.token_bytes(id).len()).sum()))?;
     let text = completion_logprobs::text(&model.tokenizer, &ids);
     // vLLM's name and llama-server's name of the text.
-    Ok(Json(json!({"prompt": text, "content": text})))
+    let body = Json(json!({"prompt": text, "content": text})).into_response();
+    Ok(body_guard::hold(body, permit))
 }

@@ -154,24 +154,30 @@ async fn client_that_does_not_read_is_disconnected() {
 #[tokio::test]
 async fn unread_response_counts_as_request_memory() {
     let server = Server::saying(LONG).await;
-    let body = json!({"input": "Hi", "user": "x".repeat(1 << 20), "store": false}).to_string();
-    let socket = TcpSocket::new_v4().unwrap();
-    socket.set_recv_buffer_size(8192).unwrap();
-    let slow = socket.connect(server.address).await.unwrap();
-    write(&slow, head("/v1/responses", body.len()).as_bytes()).await;
-    write(&slow, body.as_bytes()).await;
-    slow.readable().await.unwrap();
-    server.idle().await;
-    sleep(Duration::from_millis(50)).await;
     let held = || server.metrics.request_memory.get();
-    assert!(held() > 1 << 20, "{} bytes", held());
-    drop(slow);
-    let freed = async {
-        while held() > 0 {
-            sleep(Duration::from_millis(5)).await;
-        }
-    };
-    timeout(Duration::from_secs(5), freed).await.expect("the memory is free again");
+    for (path, body) in [
+        ("/v1/responses", json!({"input": "Hi", "user": "x".repeat(1 << 20), "store": false})),
+        ("/tokenize", json!({"prompt": "word ".repeat(100_000)})),
+        ("/detokenize", json!({"tokens": vec![1000; 100_000]})),
+    ] {
+        let body = body.to_string();
+        let socket = TcpSocket::new_v4().unwrap();
+        socket.set_recv_buffer_size(8192).unwrap();
+        let slow = socket.connect(server.address).await.unwrap();
+        write(&slow, head(path, body.len()).as_bytes()).await;
+        write(&slow, body.as_bytes()).await;
+        slow.readable().await.unwrap();
+        server.idle().await;
+        sleep(Duration::from_millis(50)).await;
+        assert!(held() > 1 << 20, "{path}: {} bytes", held());
+        drop(slow);
+        let freed = async {
+            while held() > 0 {
+                sleep(Duration::from_millis(5)).await;
+            }
+        };
+        timeout(Duration::from_secs(5), freed).await.expect("the memory is free again");
+    }
 }
 
 /// Tests that 200 idle connections, 20 incomplete bodies and 20 clients that hardly read do not delay the first token
