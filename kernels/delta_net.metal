@@ -2,7 +2,7 @@
 // q, k and v (the channels of the convolution), then z, b and a.
 
 struct DeltaArgs {
-  uint gated;
+  uint can_skip;
   uint tokens, width;               // rows of proj and their length
   uint key_heads, value_heads, dk, dv;
   uint b_at, a_at;                  // columns of b and a in a row
@@ -43,7 +43,7 @@ FN float conv_input(CONSTANT DeltaArgs& a, DEVICE const float* proj, DEVICE cons
 enum { CONV_TOKENS = 16 };
 
 KERNEL(causal_conv, ARGS(DeltaArgs, a), IN(float, all_proj, 1), IN(float, replay, 2), IN(float, conv_weight, 3), OUT(float, states, 4),
-       OUT(float, all_out, 5), IN(SequenceRow, rows, 6), IN(uint, gate, 7)) {
+       OUT(float, all_out, 5), IN(SequenceRow, rows, 6), IN(uint, skip, 7)) {
   SHARED(float, part, 4);
   const uint keys = 2 * a.key_heads, head = tgid.x, begin = tgid.y * CONV_TOKENS, end = min(begin + CONV_TOKENS, a.tokens);
   const uint channels = keys * a.dk + a.value_heads * a.dv;
@@ -55,7 +55,7 @@ KERNEL(causal_conv, ARGS(DeltaArgs, a), IN(float, all_proj, 1), IN(float, replay
   PREFETCH(conv_weight + sg * channels + first, size * 4);
   if (sg < 3) PREFETCH(state + sg * channels + first, size * 4);
   AWAIT();
-  if (is_closed(a.gated, gate)) return;
+  if (is_skipped(a.can_skip, skip)) return;
   for (uint t = begin; t < end; t++) {
     float squares = 0;
     for (uint i = tid; i < size; i += 128) {
@@ -231,7 +231,7 @@ FN void recurrence(CONSTANT DeltaArgs& a, DEVICE const float* proj, DEVICE const
 #define DELTA(name, COLUMNS)                                                                                                 \
   KERNEL(name, ARGS(DeltaArgs, a), IN(float, proj, 1), IN(float, mixed, 2), IN(float, replay_proj, 3), IN(float, replay_mixed, 4), \
          IN(float, decay, 5), IN(float, dt_bias, 6), OUT(float, states, 7), OUT(float, out, 8), IN(float, norm, 9),           \
-         OUT(float, squares, 10), IN(SequenceRow, rows, 11), IN(uint, gate, 12)) {                                            \
+         OUT(float, squares, 10), IN(SequenceRow, rows, 11), IN(uint, skip, 12)) {                                            \
     SHARED(float, queries, BATCH * 32 * COLUMNS);                                                                         \
     SHARED(float, keys, BATCH * 32 * COLUMNS);                                                                            \
     SHARED(float, values, BATCH * GROUP_ROWS);                                                                                  \
@@ -241,7 +241,7 @@ FN void recurrence(CONSTANT DeltaArgs& a, DEVICE const float* proj, DEVICE const
     DEVICE float* state = state_of(a, rows, states, tgid.z, ulong(all_values) * a.dk);                                       \
     if (row < a.dv) PREFETCH(state + (ulong(tgid.y) * a.dv + row) * a.dk, min(uint(STATE_ROWS), a.dv - row) * a.dk * 4);         \
     AWAIT();                                                                                                                 \
-    if (is_closed(a.gated, gate)) return;                                                                                    \
+    if (is_skipped(a.can_skip, skip)) return;                                                                                \
     recurrence<COLUMNS>(a, proj + at * a.width, mixed + at * (2 * a.key_heads * a.dk + all_values), replay_proj, replay_mixed, \
                         decay, dt_bias, state, out + at * all_values, norm, squares + at * (all_values / STATE_ROWS), queries, \
                         keys, values, gates THREAD_IDS);                                                                     \

@@ -15,7 +15,7 @@
 // equal those of moe_down.
 
 struct LinearArgs {
-  uint gated;
+  uint can_skip;
   uint tokens, cols, width;   // rows of x, their length, length of a row of y
   uint matrices, add, keep;   // number of matrices; y += instead of y =; store the normed x
   float eps;
@@ -251,7 +251,7 @@ FN bool uses_split_k(CONSTANT LinearArgs& a) {
   IN(uchar, b1, n + 5), IN(uchar, c2, n + 6), IN(uchar, s2, n + 7), IN(uchar, b2, n + 8), IN(uchar, c3, n + 9),         \
   IN(uchar, s3, n + 10), IN(uchar, b3, n + 11)
 
-// The body of a kernel with arguments `a`, `fused`, x, w, y, kept and gate.
+// The body of a kernel with arguments `a`, `fused`, x, w, y, kept and skip.
 #define PRODUCT(TOKENS, KIND, ANY)                                                                                     \
   uint block = tgid.y, start = 0;                                                                                      \
   SHARED(float4, scratch, ANY ? 1 : STAGED_CHUNKS * 4);                                                                          \
@@ -264,12 +264,12 @@ FN bool uses_split_k(CONSTANT LinearArgs& a) {
   if (split_k) prefetch_rows<1>(bytes, a.m[i].format, a.m[i].rows, a.cols, row + sg);                                      \
   else if (!ANY) prefetch_rows<ROWS>(bytes, a.m[i].format, a.m[i].rows, a.cols, row);                                  \
   AWAIT();                                                                                                             \
-  if (is_closed(a.gated, gate)) return;                                                                                \
+  if (is_skipped(a.can_skip, skip)) return;                                                                            \
   linear<TOKENS, KIND, ANY>(a, a.m[i], start, row, x, w, y, kept, bytes, split_k, fused, scratch, sums, part THREAD_IDS);
 
 #define LINEAR(name, TOKENS, KIND, ANY)                                                                                \
   KERNEL(name, ARGS(LinearArgs, a), IN(float, x, 1), IN(float, w, 2), OUT(float, y, 3), OUT(float, kept, 4), MATRICES(5), \
-         IN(uint, gate, 17)) {                                                                                         \
+         IN(uint, skip, 17)) {                                                                                         \
     const Fused fused = {};                                                                                          \
     PRODUCT(TOKENS, KIND, ANY)                                                                                         \
   }
@@ -285,7 +285,7 @@ LINEAR(gemv_any_norm_2, 2, NORMED, true)
 
 #define LINEAR_CONV(name, ANY)                                                                                         \
   KERNEL(name, ARGS(ConvArgs, b), IN(float, x, 1), IN(float, w, 2), OUT(float, y, 3), IN(float, conv_weight, 4), IN(float, replay, 5), \
-         OUT(float, state, 6), OUT(float, mixed, 7), MATRICES(8), IN(uint, gate, 20)) {                                \
+         OUT(float, state, 6), OUT(float, mixed, 7), MATRICES(8), IN(uint, skip, 20)) {                                \
     CONSTANT LinearArgs& a = b.product;                                                                                \
     const Fused fused = {conv_weight, replay, state, mixed, b.replay, 0, 0, 0, 0};                                              \
     DEVICE float* kept = y;                                                                                            \
@@ -296,7 +296,7 @@ LINEAR_CONV(gemv_conv, false)
 LINEAR_CONV(gemv_any_conv, true)
 
 #define LINEAR_HEADS(name, TOKENS, ANY)                                                                                \
-  KERNEL(name, ARGS(HeadsArgs, b), IN(float, x, 1), IN(float, w, 2), OUT(float, y, 3), MATRICES(4), IN(uint, gate, 16)) { \
+  KERNEL(name, ARGS(HeadsArgs, b), IN(float, x, 1), IN(float, w, 2), OUT(float, y, 3), MATRICES(4), IN(uint, skip, 16)) { \
     SHARED(float, quarters, TOKENS * 4 * MAX_HEADS);                                                                  \
     CONSTANT LinearArgs& a = b.product;                                                                                \
     const Fused fused = {0, 0, 0, 0, 0, b.heads, b.size, b.eps, quarters};                                           \

@@ -19,7 +19,7 @@ enum { UP_ROWS = 2, DOWN_ROWS = 4, UP_GROUPS = 4, JOB_TOKENS = 2 };
 enum { DOWN_PARTS = 2 };  // moe_down computes DOWN_PARTS * DOWN_ROWS rows per threadgroup
 
 struct ExpertsArgs {
-  uint gated;
+  uint can_skip;
   uint hidden, inner, k, tokens;
   uint shared_inner, row;         // the shared expert's width (0 if there is none); length of a row of act
   uint scores, shared_at;         // length of a row of `scores`; column where the shared expert's gate (then up) starts
@@ -174,7 +174,7 @@ FN void gate_up_assignments(CONSTANT ExpertsArgs& a, DEVICE const float* x, DEVI
 // Computes DOWN_PARTS * DOWN_ROWS rows of the sum over ranks of weight * down act. Each simdgroup computes one rank.
 template <bool ANY>
 FN void down(CONSTANT ExpertsArgs& a, DEVICE const float* act, DEVICE const float* weights, DEVICE const uint* slots,
-             DEVICE float* h, WeightPtrs shared, DEVICE const Segment* table, DEVICE const uint* gate,
+             DEVICE float* h, WeightPtrs shared, DEVICE const Segment* table, DEVICE const uint* skip,
              THREADGROUP float* part THREAD_IDS_PARAM) {
   const uint count = DOWN_PARTS * DOWN_ROWS, row = tgid.x * count, token = tgid.y, ranks = a.shared_inner != 0 ? a.k + 1 : a.k;
   if (!ANY && sg < ranks) {
@@ -188,7 +188,7 @@ FN void down(CONSTANT ExpertsArgs& a, DEVICE const float* act, DEVICE const floa
     }
   }
   AWAIT();
-  if (is_closed(a.gated, gate)) return;
+  if (is_skipped(a.can_skip, skip)) return;
   float acc[DOWN_PARTS * DOWN_ROWS], weight = 0;
   UNROLL for (uint r = 0; r < count; r++) acc[r] = 0;
   if (sg < ranks) {
@@ -303,19 +303,19 @@ FN void down_gemm(CONSTANT ExpertsArgs& a, DEVICE const uint* act, DEVICE const 
 
 #define EXPERTS(suffix, ANY)                                                                                             \
   KERNEL(moe_gate_up##suffix, ARGS(ExpertsArgs, a), IN(float, x, 1), IN(float, scores, 2), IN(uint, slots, 3),           \
-         OUT(float, act, 4), IN(Segment, table, 5), IN(uint, gate, 6)) {                                                 \
+         OUT(float, act, 4), IN(Segment, table, 5), IN(uint, skip, 6)) {                                                 \
     SHARED(float4, scratch, ANY ? 1 : STAGED_CHUNKS * 4);                                                                \
     SHARED(float, sums, ANY ? 1 : STAGED_CHUNKS);                                                                        \
     AWAIT();                                                                                                             \
-    if (is_closed(a.gated, gate)) return;                                                                                \
+    if (is_skipped(a.can_skip, skip)) return;                                                                            \
     gate_up_assignments<ANY>(a, x, scores, slots, act, table, scratch, sums THREAD_IDS);                                 \
   }                                                                                                                      \
   KERNEL(moe_down##suffix, ARGS(ExpertsArgs, a), IN(float, act, 1), IN(float, weights, 2), IN(uint, slots, 3),           \
          OUT(float, h, 4), IN(uchar, c, 5), IN(uchar, s, 6), IN(uchar, b, 7), IN(Segment, table, 8),                     \
-         IN(uint, gate, 9)) {                                                                                            \
+         IN(uint, skip, 9)) {                                                                                            \
     SHARED(float, part, 32 * DOWN_PARTS * DOWN_ROWS);                                                                    \
     const WeightPtrs shared = {c, s, b};                                                                                 \
-    down<ANY>(a, act, weights, slots, h, shared, table, gate, part THREAD_IDS);                                          \
+    down<ANY>(a, act, weights, slots, h, shared, table, skip, part THREAD_IDS);                                          \
   }                                                                                                                      \
   KERNEL(moe_gate_up_grouped##suffix, ARGS(ExpertsArgs, a), IN(float, x, 1), IN(uint, jobs, 2), IN(uint, order, 3),      \
          OUT(float, act, 4), IN(Segment, table, 5)) {                                                                    \

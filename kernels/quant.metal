@@ -131,11 +131,11 @@ FN float dot_q8(THREAD const uint* q, THREAD const float* x) {
   return sum;
 }
 
-// A *gated* kernel does nothing while its gate is closed. The CPU submits several layers ahead and lets the kernels
-// find the slots of experts in a table. If an expert of a layer has no slot, the router closes the gate. Later launches
-// must then leave everything as it is, until the CPU has read the expert. The first argument word of a gated kernel
-// says whether the launch has a gate, and the last buffer is the gate: one word, not zero while the gate is closed.
-FN bool is_closed(uint gated, DEVICE const uint* gate) { return gated != 0 && PEEK(gate) != 0; }
+// A kernel with a skip flag does nothing while the flag is set. The CPU submits several layers ahead and lets the
+// kernels find the slots of experts in a table. If an expert of a layer has no slot, the router sets the flag. Later
+// launches must then leave everything as it is, until the CPU has read the expert. The first argument word of such a
+// kernel says whether the launch has a flag, and the last buffer is the flag: one word, not zero while the flag is set.
+FN bool is_skipped(uint can_skip, DEVICE const uint* skip) { return can_skip != 0 && PEEK(skip) != 0; }
 
 // Slot number of an expert that is not loaded, or that is not part of a launch.
 enum : uint { NO_SLOT = 0xffffffffu };

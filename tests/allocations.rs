@@ -57,7 +57,7 @@ static ALLOCATOR: Counting = Counting;
 const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro-demo");
 
 /// Maximum number of allocations per token and layer.
-const A_LAYER: u64 = 120;
+const MAX_PER_LAYER: u64 = 120;
 
 /// Number of allocations, and number of allocated bytes, per token over the next `tokens` tokens.
 fn measure(model: &mut Qwen, state: &mut QwenState, tokens: u32) -> (u64, u64) {
@@ -112,7 +112,7 @@ fn check_decode_allocations() {
         at.push(measure(&mut model, &mut state, 32));
     }
     println!("allocations and bytes a token, {layers} layers, logits of {logits} bytes: {at:?}");
-    assert!(at[0].0 <= A_LAYER * layers, "{at:?}");
+    assert!(at[0].0 <= MAX_PER_LAYER * layers, "{at:?}");
     for later in &at[1..] {
         // The numbers may differ slightly, because tokens use different experts.
         assert!(later.0 <= at[0].0 + layers && later.1 <= at[0].1 + at[0].1 / 50, "{at:?}");

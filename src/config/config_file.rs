@@ -108,16 +108,16 @@ fn parse_with(
     let mut cli = Cli::from_arg_matches(&matches)?;
     let is_argument = sub.try_contains_id(MODEL).is_ok() && sub.value_source(MODEL) == Some(ValueSource::CommandLine);
     cli.command.merge_model_option(is_argument).map_err(wrong)?;
-    if let Some(place) = cli.command.model() {
+    if let Some(argument) = cli.command.model() {
         let fallback = || file.settings.get(MODEL).cloned();
-        let given = other.map(str::to_owned).or(place.take());
-        *place = given.or_else(fallback).map(|model| file.place_of(&model).unwrap_or(model));
+        let given = other.map(str::to_owned).or(argument.take());
+        *argument = given.or_else(fallback).map(|model| file.path_of(&model).unwrap_or(model));
     }
     let rows = matches.subcommand_matches(name).map(|matches| file.rows(name, sub, matches, model.as_deref()));
-    let places = file.models.keys().filter_map(|name| Some((name.clone(), file.place_of(name)?))).collect();
+    let paths = file.models.keys().filter_map(|name| Some((name.clone(), file.path_of(name)?))).collect();
     let path = Some(file.path.clone()).filter(|path| !path.as_os_str().is_empty());
     let rows = rows.unwrap_or_default();
-    Ok((cli, Settings { file: path, content: file, model, models: places, args, rows }))
+    Ok((cli, Settings { file: path, content: file, model, models: paths, args, rows }))
 }
 
 impl ConfigFile {
@@ -201,7 +201,7 @@ impl ConfigFile {
     }
 
     /// Directory or hub id of a model that the file lists.
-    fn place_of(&self, model: &str) -> Option<String> {
+    fn path_of(&self, model: &str) -> Option<String> {
         self.models.get(model)?.get(PATH).cloned()
     }
 }

@@ -79,9 +79,9 @@ impl Binding {
         Self { region, access: BufferAccess::ReadWrite, is_table: false }
     }
 
-    /// The last binding of a gated kernel if the launch has no gate: an empty region of a buffer that the launch reads
-    /// anyway.
-    pub fn no_gate(region: Region) -> Self {
+    /// The last binding of a kernel with a skip flag if the launch has no flag: an empty region of a buffer that the
+    /// launch reads anyway.
+    pub fn no_skip_flag(region: Region) -> Self {
         Self::read(region.first(0))
     }
 

@@ -27,7 +27,7 @@ const PREFILL_WINDOW: usize = 64;
 pub struct ExpertFetch<'s> {
     store: &'s ExpertStore,
     layer: usize,
-    phase: PassKind,
+    kind: PassKind,
     pending: PendingExperts,
 }
 
@@ -58,7 +58,7 @@ impl ExpertStore {
         &self,
         layer: usize,
         choice: &ExpertChoice<'_>,
-        phase: PassKind,
+        kind: PassKind,
         device: &mut dyn Timeline,
     ) -> Result<ExpertFetch<'_>, StoreError> {
         if let Some(expert) = choice.ids.iter().find(|&&expert| self.key(layer, expert).is_none()) {
@@ -66,28 +66,28 @@ impl ExpertStore {
         }
         let state = &mut *self.state.borrow_mut();
         if let Some(observer) = &mut state.observer {
-            observer(layer, choice, phase);
+            observer(layer, choice, kind);
         }
         let mut pending = state.spare_pending.pop().unwrap_or_default();
         pending.group(choice.ids);
         if !self.is_resident() {
             state.scores.update(layer, *choice);
         }
-        if phase == PassKind::Decode {
+        if kind == PassKind::Decode {
             state.prefetcher.start_layer(layer);
         }
         self.save_hot_experts_if_due(state);
         self.update_heatmap(state);
         state.slots.advance(device.completed());
-        let mut fetch = ExpertFetch { store: self, layer, phase, pending };
+        let mut fetch = ExpertFetch { store: self, layer, kind, pending };
         fetch.pin_hits(state);
         fetch.claim_slots(state);
         Ok(fetch)
     }
 
     /// Number of layers from `layer` on that a GPU can compute before the CPU reads the routers' choices.
-    pub fn look_ahead(&self, layer: usize, phase: PassKind) -> usize {
-        self.state.borrow().look_ahead.layers(layer, self.wants_prefetch(phase))
+    pub fn look_ahead(&self, layer: usize, kind: PassKind) -> usize {
+        self.state.borrow().look_ahead.layers(layer, self.wants_prefetch(kind))
     }
 
     /// The slots of the experts of `layer` for the device's table, if they have changed since the last call for this
@@ -251,7 +251,7 @@ impl ExpertFetch<'_> {
                 continue;
             }
             store.metrics.ssd_stall_seconds.inc_by(stalled);
-            if self.phase == PassKind::Decode {
+            if self.kind == PassKind::Decode {
                 state.prefetcher.count_stall(stalled);
             }
         }
@@ -268,7 +268,7 @@ impl ExpertFetch<'_> {
     fn pin_hits(&mut self, state: &mut StoreState) {
         let store = self.store;
         let metrics = &store.metrics;
-        let (hit, miss, prefetched) = match self.phase {
+        let (hit, miss, prefetched) = match self.kind {
             PassKind::Prefill => {
                 (&metrics.lookups_prefill_hit, &metrics.lookups_prefill_miss, &metrics.lookups_prefill_prefetched)
             }
@@ -307,7 +307,7 @@ impl ExpertFetch<'_> {
         miss.inc_by(misses);
         prefetched.inc_by(from_prefetch);
         metrics.prefetches_used.inc_by(from_prefetch);
-        if self.phase == PassKind::Decode {
+        if self.kind == PassKind::Decode {
             state.look_ahead.record(self.layer, misses + from_prefetch == 0 && are_on_device);
             state.prefetcher.count_reads(misses, from_prefetch);
         }
@@ -318,7 +318,7 @@ impl ExpertFetch<'_> {
     fn claim_slots(&mut self, state: &mut StoreState) {
         let PendingExperts { waiting, in_slots, .. } = &mut self.pending;
         let mut limit = usize::MAX;
-        if self.phase == PassKind::Prefill {
+        if self.kind == PassKind::Prefill {
             let reading = in_slots.iter().filter(|expert| state.slots.state(expert.slot) == SlotState::Reading).count();
             limit = PREFILL_WINDOW.saturating_sub(reading);
         }

@@ -80,8 +80,8 @@ impl Prefetcher {
 
     /// True if experts should be prefetched for this kind of pass. A prefill needs nearly all experts, so predictions
     /// for a prefill are almost always right. Trials apply to decoding only.
-    pub fn is_on(&self, phase: PassKind) -> bool {
-        let is_on = match phase {
+    pub fn is_on(&self, kind: PassKind) -> bool {
+        let is_on = match kind {
             PassKind::Prefill => self.setting != Prefetch::Off,
             PassKind::Decode => self.is_on,
         };

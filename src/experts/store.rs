@@ -305,15 +305,15 @@ impl ExpertStore {
     }
 
     /// True if [`ExpertStore::prefetch`] has an effect. If false, the caller can skip the prediction.
-    pub fn wants_prefetch(&self, phase: PassKind) -> bool {
-        !self.is_resident() && self.state.borrow().prefetcher.is_on(phase)
+    pub fn wants_prefetch(&self, kind: PassKind) -> bool {
+        !self.is_resident() && self.state.borrow().prefetcher.is_on(kind)
     }
 
     /// Prefetches experts that `layer` will probably need next. `guess` lists the predicted experts of all rows.
     /// Experts that are predicted for more rows come first. Among experts predicted for equally many rows, the order of
     /// `guess` is kept. Stops when the byte budget is used up.
-    pub fn prefetch(&self, layer: usize, guess: &[u32], phase: PassKind) {
-        if !self.wants_prefetch(phase) {
+    pub fn prefetch(&self, layer: usize, guess: &[u32], kind: PassKind) {
+        if !self.wants_prefetch(kind) {
             return;
         }
         let state = &mut *self.state.borrow_mut();

@@ -84,7 +84,7 @@ impl Backend for SharedBackend {
         set_half_buffers(buffers: Option<HalfBuffers>);
         begin_layers(streams: bool);
         end_layer() -> Result<(), DeviceError>;
-        set_gate(gate: Option<Region>);
+        set_skip_flag(flag: Option<Region>);
         launches() -> u64;
         read(from: Region, into: &mut [u8]) -> Result<(), DeviceError>;
         write(to: Region, bytes: &[u8]) -> Result<(), DeviceError>;

@@ -75,10 +75,10 @@ pub trait Backend: Timeline + Send {
         Ok(())
     }
 
-    /// With `Some`, later launches have a gate: a word that a router sets if it selects an expert without a slot in its
-    /// table. The launches after the router then change nothing that a later pass or another layer needs.
-    fn set_gate(&mut self, gate: Option<Region>) {
-        let _ = gate;
+    /// With `Some`, later launches have a skip flag: a word that a router sets if it selects an expert without a slot in
+    /// its table. The launches after the router then change nothing that a later pass or another layer needs.
+    fn set_skip_flag(&mut self, flag: Option<Region>) {
+        let _ = flag;
     }
 
     /// Number of launches so far.

@@ -53,10 +53,10 @@ fn bytes() -> Vec<u8> {
 }
 
 /// Fetches experts and compares every byte with the file.
-fn fetch_and_compare(store: &ExpertStore, layer: usize, experts: &[u32], phase: PassKind) -> Result<(), StoreError> {
+fn fetch_and_compare(store: &ExpertStore, layer: usize, experts: &[u32], kind: PassKind) -> Result<(), StoreError> {
     let map = map();
     let choice = ExpertChoice { ids: experts, k: experts.len(), logits: &[] };
-    let mut asked = store.fetch(layer, &choice, phase, &mut CpuTimeline)?;
+    let mut asked = store.fetch(layer, &choice, kind, &mut CpuTimeline)?;
     let mut seen = 0;
     while let Some(batch) = asked.next(&mut CpuTimeline)? {
         for ready in batch.iter() {
@@ -141,13 +141,13 @@ fn faulty_store(slots: usize) -> (ExpertStore, Arc<DiskFaults>, Arc<Metrics>) {
 #[test]
 fn unreadable_range_fails_only_its_request() {
     for slots in [3, 4, LAYERS * EXPERTS] {
-        for phase in [PassKind::Decode, PassKind::Prefill] {
+        for kind in [PassKind::Decode, PassKind::Prefill] {
             let (store, faults, metrics) = faulty_store(slots);
             let bad = map().layers[1][4][6];
             *faults.unreadable.lock().unwrap() = std::iter::once(bad.offset + 9..bad.offset + 10).collect();
             for _ in 0..10 {
-                fetch_and_compare(&store, 0, &[4, 1], phase).unwrap();
-                let error = fetch_and_compare(&store, 1, &[0, 4, 2], phase).unwrap_err();
+                fetch_and_compare(&store, 0, &[4, 1], kind).unwrap();
+                let error = fetch_and_compare(&store, 1, &[0, 4, 2], kind).unwrap_err();
                 let text = error.to_string();
                 let StoreError::Read { layer: 1, expert: 4, offset, len: LEN, source, .. } = error else {
                     panic!("{text}")
@@ -156,7 +156,7 @@ fn unreadable_range_fails_only_its_request() {
                 for part in ["layer 1", "expert 4", "model-00001-of-00001.safetensors", "offset"] {
                     assert!(text.contains(part), "{text}");
                 }
-                fetch_and_compare(&store, 1, &[5, 2], phase).unwrap();
+                fetch_and_compare(&store, 1, &[5, 2], kind).unwrap();
             }
             assert_eq!(metrics.ssd_errors.get(), 10);
             faults.unreadable.lock().unwrap().clear();

@@ -152,18 +152,18 @@ fn damaged_record_is_rebuilt_from_checkpoint() {
         let metrics = Metrics::new("0", "cpu");
         (ExpertStore::open(pack.files, pack.map, options, metrics.clone()).unwrap(), metrics)
     };
-    for (io, phase) in [
+    for (io, kind) in [
         (ReadMode::Buffered, PassKind::Decode),
         (ReadMode::Auto, PassKind::Decode),
         (ReadMode::Auto, PassKind::Prefill),
     ] {
         let (store, metrics) = open(io);
         let damaged = || (metrics.pack_damaged_records.get(), metrics.ssd_errors.get());
-        assert_eq!(shard.take(&store, 0, &[0, 1, 2, 3], phase).unwrap(), 4);
+        assert_eq!(shard.take(&store, 0, &[0, 1, 2, 3], kind).unwrap(), 4);
         assert_eq!(damaged(), (0, 0));
         for round in 0..3 {
             for expert in 0..6 {
-                assert_eq!(shard.take(&store, 1, &[expert, (expert + 2) % 6], phase).unwrap(), 2);
+                assert_eq!(shard.take(&store, 1, &[expert, (expert + 2) % 6], kind).unwrap(), 2);
                 assert!(round == 0 || damaged() == (6, 6), "a damaged record was read again: {:?}", damaged());
             }
         }
@@ -191,10 +191,10 @@ fn fetch_counting_wrong(
     store: &ExpertStore,
     layer: usize,
     ids: &[u32],
-    phase: PassKind,
+    kind: PassKind,
 ) -> (usize, usize) {
     let choice = ExpertChoice { ids, k: ids.len(), logits: &[] };
-    let mut asked = store.fetch(layer, &choice, phase, &mut CpuTimeline).unwrap();
+    let mut asked = store.fetch(layer, &choice, kind, &mut CpuTimeline).unwrap();
     let (mut right, mut wrong) = (std::collections::HashMap::new(), 0);
     while let Some(batch) = asked.next(&mut CpuTimeline).unwrap() {
         for landed in batch.iter() {
@@ -218,7 +218,7 @@ fn layer_ends_after_all_checksums_match() {
     pack::write(&shard.map, &shard.files, &out, &|_| ()).unwrap();
     damage(&out, 0, 1);
     let mut early = 0;
-    for (slots, phase) in [(2, PassKind::Decode), (4, PassKind::Decode), (11, PassKind::Prefill)] {
+    for (slots, kind) in [(2, PassKind::Decode), (4, PassKind::Decode), (11, PassKind::Prefill)] {
         let pack = pack::find(shard.dir(), &shard.map, &shard.files).unwrap();
         let options = Options { pack_records: Some(pack.records), prefetch: Prefetch::On, ..Options::new(slots) };
         let metrics = Metrics::new("0", "cpu");
@@ -227,12 +227,12 @@ fn layer_ends_after_all_checksums_match() {
         for round in 0..3 {
             for expert in 0..6u32 {
                 let ids = [expert, (expert + 1) % 6];
-                store.prefetch(0, &[ids[1], (expert + 3) % 6], phase);
-                let (right, wrong) = fetch_counting_wrong(&shard, &store, 0, &ids, phase);
+                store.prefetch(0, &[ids[1], (expert + 3) % 6], kind);
+                let (right, wrong) = fetch_counting_wrong(&shard, &store, 0, &ids, kind);
                 assert_eq!(right, 2, "{slots} slots, round {round}: {ids:?}");
                 assert!(round == 0 || wrong == 0, "damaged records are known");
                 early += wrong;
-                let other = fetch_counting_wrong(&shard, &store, 1, &ids, phase);
+                let other = fetch_counting_wrong(&shard, &store, 1, &ids, kind);
                 assert_eq!(other, (2, 0), "{slots} slots, round {round}: layer 1, {ids:?}");
             }
         }

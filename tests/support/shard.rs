@@ -50,10 +50,10 @@ impl Shard {
         store: &ExpertStore,
         layer: usize,
         experts: &[u32],
-        phase: PassKind,
+        kind: PassKind,
     ) -> Result<usize, StoreError> {
         let choice = ExpertChoice { ids: experts, k: experts.len(), logits: &[] };
-        let mut asked = store.fetch(layer, &choice, phase, &mut CpuTimeline)?;
+        let mut asked = store.fetch(layer, &choice, kind, &mut CpuTimeline)?;
         let mut seen = 0;
         while let Some(batch) = asked.next(&mut CpuTimeline)? {
             for landed in batch.iter() {

@@ -86,9 +86,9 @@ impl Timeline for LateDevice<'_> {
 }
 
 /// Fetches all experts of a choice and takes a sync point after every batch. Returns the expert of each assignment.
-fn take(device: &mut LateDevice, layer: usize, choice: &ExpertChoice, phase: PassKind) -> Vec<Option<u32>> {
+fn take(device: &mut LateDevice, layer: usize, choice: &ExpertChoice, kind: PassKind) -> Vec<Option<u32>> {
     let mut experts = vec![None; choice.ids.len()];
-    let mut fetch = device.store.fetch(layer, choice, phase, device).unwrap();
+    let mut fetch = device.store.fetch(layer, choice, kind, device).unwrap();
     while let Some(batch) = fetch.next(device).unwrap() {
         for ready in batch.iter() {
             device.work.push((layer, ready.expert, ready.slot.index()));

@@ -74,8 +74,8 @@ pub(super) fn row(ids: &[u32]) -> ExpertChoice<'_> {
 }
 
 /// Fetches experts of a layer and compares their bytes with the bytes in the files.
-pub(super) fn take(store: &ExpertStore, map: &ExpertMap, layer: usize, experts: &[u32], phase: PassKind) {
-    let mut fetch = store.fetch(layer, &row(experts), phase, &mut CpuTimeline).unwrap();
+pub(super) fn take(store: &ExpertStore, map: &ExpertMap, layer: usize, experts: &[u32], kind: PassKind) {
+    let mut fetch = store.fetch(layer, &row(experts), kind, &mut CpuTimeline).unwrap();
     let mut seen = vec![0; experts.len()];
     while let Some(batch) = fetch.next(&mut CpuTimeline).unwrap() {
         assert!(!batch.is_empty());
@@ -106,7 +106,7 @@ fn read_modes() -> Vec<ReadMode> {
     }
 }
 
-/// A hit whose slot launches cannot read yet closes the gate of layers that run ahead.
+/// A hit whose slot launches cannot read yet sets the skip flag of layers that run ahead.
 #[test]
 fn layers_run_ahead_when_launches_can_read_their_experts() {
     let checkpoint = checkpoint();
@@ -354,10 +354,10 @@ fn prefill_window_limits_concurrent_reads() {
     let expert = |n: u64| std::array::from_fn(|i| Piece { file: 0, offset: n * 64, len: if i == 0 { 64 } else { 0 } });
     let map = ExpertMap { layers: vec![(0..200).map(expert).collect()] };
     let all: Vec<u32> = (0..200).collect();
-    for (phase, most) in [(PassKind::Prefill, 64), (PassKind::Decode, 150)] {
+    for (kind, most) in [(PassKind::Prefill, 64), (PassKind::Decode, 150)] {
         let metrics = Metrics::new("0", "cpu");
         let store = ExpertStore::open(vec![file.clone()], map.clone(), Options::new(150), metrics.clone()).unwrap();
-        let fetch = store.fetch(0, &row(&all), phase, &mut CpuTimeline).unwrap();
-        assert_eq!((metrics.expert_slots_used.get(), fetch.len()), (most, 200), "{phase:?}");
+        let fetch = store.fetch(0, &row(&all), kind, &mut CpuTimeline).unwrap();
+        assert_eq!((metrics.expert_slots_used.get(), fetch.len()), (most, 200), "{kind:?}");
     }
 }

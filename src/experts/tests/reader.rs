@@ -13,14 +13,14 @@ fn layout(slots: usize) -> SlotLayout {
 
 /// Blocks reads until the test allows them to end.
 #[derive(Default)]
-pub(super) struct ReadGate {
+pub(super) struct ReadPermits {
     /// Offsets of the reads that have begun, and the number of reads that may end.
     state: Mutex<(Vec<u64>, usize)>,
     changed: Condvar,
 }
 
-impl ReadGate {
-    pub(super) fn open(&self, reads: usize) {
+impl ReadPermits {
+    pub(super) fn allow(&self, reads: usize) {
         self.state.lock().1 += reads;
         self.changed.notify_all();
     }
@@ -37,18 +37,18 @@ impl ReadGate {
 }
 
 /// A source in which each byte is the number of its page. Reads at offset `broken_from` or higher fail.
-pub(super) struct GatedSource {
-    pub(super) gate: Arc<ReadGate>,
+pub(super) struct BlockingSource {
+    pub(super) permits: Arc<ReadPermits>,
     pub(super) broken_from: u64,
 }
 
-impl ExpertSource for GatedSource {
+impl ExpertSource for BlockingSource {
     fn read(&self, _: u32, offset: u64, into: &mut [u8]) -> io::Result<usize> {
-        let mut state = self.gate.state.lock();
+        let mut state = self.permits.state.lock();
         state.0.push(offset);
-        self.gate.changed.notify_all();
+        self.permits.changed.notify_all();
         while state.1 == 0 {
-            self.gate.changed.wait(&mut state);
+            self.permits.changed.wait(&mut state);
         }
         state.1 -= 1;
         if offset >= self.broken_from {
@@ -63,7 +63,7 @@ impl ExpertSource for GatedSource {
     }
 
     fn path(&self, _: u32) -> PathBuf {
-        "gated".into()
+        "blocking".into()
     }
 
     fn block(&self) -> usize {
@@ -74,19 +74,19 @@ impl ExpertSource for GatedSource {
 struct TestPool {
     reader: ExpertReader,
     states: SlotStates,
-    gate: Arc<ReadGate>,
+    permits: Arc<ReadPermits>,
     slab: Arc<Slab>,
     metrics: Arc<Metrics>,
 }
 
 fn pool(threads: usize) -> TestPool {
-    let gate = Arc::<ReadGate>::default();
+    let permits = Arc::<ReadPermits>::default();
     let slab = Arc::new(Slab::new(8 * SLOT).unwrap());
     let states = SlotTable::new(8, 8).states().clone();
-    let source = Box::new(GatedSource { gate: gate.clone(), broken_from: 100 * 4096 });
+    let source = Box::new(BlockingSource { permits: permits.clone(), broken_from: 100 * 4096 });
     let metrics = Metrics::new("0", "cpu");
     let reader = ExpertReader::new(source, slab.clone(), states.clone(), layout(8), threads, metrics.clone()).unwrap();
-    TestPool { reader, states, gate, slab, metrics }
+    TestPool { reader, states, permits, slab, metrics }
 }
 
 /// A plan of `reads` reads of 512 bytes each, at the start of pages `first`, `first + 2`, `first + 4`, ...
@@ -110,7 +110,7 @@ impl TestPool {
     }
 
     fn pages(&self, reads: usize) -> Vec<u64> {
-        self.gate.begun(reads).iter().map(|offset| offset / 4096).collect()
+        self.permits.begun(reads).iter().map(|offset| offset / 4096).collect()
     }
 
     fn finished(&self, experts: u64) {
@@ -145,7 +145,7 @@ fn demand_runs_first_and_is_not_cancelled() {
     assert!(pool.reader.cancel(SlotId(1)) && !pool.reader.cancel(SlotId(1)), "cancelled once");
     assert!(![0, 3, 4].iter().any(|slot| pool.reader.cancel(SlotId(*slot))), "started reads are not cancelled");
     assert!(pool.reader.is_busy());
-    pool.gate.open(4);
+    pool.permits.allow(4);
     pool.finished(4);
     assert_eq!(pool.pages(4), [0, 40, 30, 20]);
     let states = [0, 1, 2, 3, 4].map(|slot| pool.states.get(SlotId(slot)));
@@ -164,7 +164,7 @@ fn pool_with_one_running_read_is_busy() {
     pool.demand(0, expert(0, 1));
     assert_eq!(pool.pages(1), [0]);
     let busy = pool.reader.is_busy();
-    pool.gate.open(1);
+    pool.permits.allow(1);
     pool.finished(1);
     assert_eq!((busy, pool.reader.is_busy()), (true, false));
 }
@@ -176,14 +176,14 @@ fn background_reads_use_half_the_threads() {
         for slot in 0..4 {
             pool.later(slot, expert(10 * u64::from(slot), 1));
         }
-        pool.gate.begun(share);
+        pool.permits.begun(share);
         std::thread::sleep(Duration::from_millis(30));
         assert_eq!(pool.pages(share).len(), share, "{threads} threads");
         if threads > share {
             pool.demand(4, expert(40, 1));
             assert_eq!(pool.pages(share + 1)[share], 40);
         }
-        pool.gate.open(5);
+        pool.permits.allow(5);
         pool.finished(4 + u64::from(threads > share));
         assert!((0..4).all(|slot| pool.states.get(SlotId(slot)) == SlotState::Ready));
     }
@@ -197,14 +197,14 @@ fn expedited_expert_moves_its_remaining_reads() {
     pool.later(1, expert(10, 2));
     pool.reader.expedite(SlotId(0));
     pool.demand(2, expert(20, 1));
-    pool.gate.open(2);
+    pool.permits.allow(2);
     assert_eq!(pool.pages(3), [0, 2, 4]);
     assert_eq!(
         (pool.reader.finished(), pool.states.get(SlotId(0))),
         (0, SlotState::Reading),
         "one of its reads is running"
     );
-    pool.gate.open(4);
+    pool.permits.allow(4);
     pool.finished(3);
     assert_eq!(pool.pages(6), [0, 2, 4, 20, 10, 12]);
 }
@@ -212,7 +212,7 @@ fn expedited_expert_moves_its_remaining_reads() {
 #[test]
 fn failure_is_reported_once_and_then_cleared() {
     let pool = pool(2);
-    pool.gate.open(100);
+    pool.permits.allow(100);
     // The second of the expert's two reads fails.
     pool.demand(5, expert(98, 2));
     pool.finished(1);
@@ -284,7 +284,7 @@ fn wait_returns_only_after_an_arrival() {
         let waits = scope.spawn(|| pool.reader.wait(0));
         std::thread::sleep(Duration::from_millis(30));
         assert!(!waits.is_finished(), "nothing has arrived");
-        pool.gate.open(1);
+        pool.permits.allow(1);
         waits.join().unwrap();
     });
     assert_eq!(pool.reader.finished(), 1);

@@ -76,8 +76,8 @@ pub struct Buffers {
     pub slot_tables: Region,
     /// The routers' outputs of all layers, for layers that are computed before the CPU reads their choices.
     routes: Region,
-    /// One word: the gate of these layers, see `kernels/quant.metal`.
-    pub gate: Region,
+    /// One word: the skip flag of these layers, see `kernels/quant.metal`.
+    pub skip_flag: Region,
     /// Half-precision rows.
     pub half: HalfBuffers,
     /// `[LOGIT_ROWS, vocab]`.
@@ -241,7 +241,7 @@ impl Buffers {
             per_assignment: take(few * k * (k + 2))?,
             slot_tables: take(config.layers * experts)?,
             routes: take(config.layers * route_layout(routes, k, scores).1)?,
-            gate: take(1)?,
+            skip_flag: take(1)?,
             half: HalfBuffers { x: take(rows * half.0)?, act: take(rows * half.1)? },
             logits: take(rows.min(LOGIT_ROWS) * config.vocab)?,
         })
@@ -312,8 +312,8 @@ pub struct AheadScratch {
     pub layers: Range<usize>,
     /// For each layer since the last wait: the backend's launch count just before the layer's experts.
     pub launches: Vec<u64>,
-    /// True if the gate may be closed.
-    pub is_gate_closed: bool,
+    /// True if the skip flag may be set.
+    pub may_skip: bool,
 }
 
 /// Lists of the mixture of experts, reused by all layers.

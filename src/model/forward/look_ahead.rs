@@ -2,13 +2,13 @@
 //!
 //! ```text
 //! submitted at once:  layer 3 | layer 4 | layer 5 | layer 6     kernels find experts in the table of slots
-//!                                    ^ router 5 selects an expert without a slot and closes the gate:
+//!                                    ^ router 5 selects an expert without a slot and sets the skip flag:
 //!                                      the rest of layer 5 and layer 6 change nothing
 //! one wait:           the choices of layers 3, 4 and 5
 //! then:               layer 5 waits for its experts as usual, and the pass continues with layer 6
 //! ```
-//! Launches after a closed gate may still write keys and values, but a later layer writes the same positions again. The
-//! residual and the states of the delta nets stay as they are.
+//! Skipped attention may still write keys and values, but a later layer writes the same positions again. The residual and
+//! the states of the delta nets stay as they are.
 //!
 //! Experts need no pins while layers run ahead: only this thread assigns slots, in a fetch or a prefetch, and it does
 //! neither before it has counted these layers. The count releases their slots after a sync point.
@@ -30,14 +30,14 @@ use std::ops::Range;
 pub fn begin(pass: &mut Pass<'_>) {
     pass.scratch.ahead.layers = 0..0;
     // A panic may have left it.
-    pass.backend.set_gate(None);
+    pass.backend.set_skip_flag(None);
 }
 
 /// Number of layers from `index` on that can be computed with one wait. 1 means that layer `index` runs alone.
 pub fn layers(index: usize, pass: &Pass<'_>, hooks: &LayerHooks<'_>) -> usize {
     let (chunk, config) = (&pass.chunk, pass.config);
     let Some(experts) = pass.experts.filter(|experts| !experts.is_resident()) else { return 1 };
-    // Other residual streams, tables and caches would need kernels with gates.
+    // Other residual streams, tables and caches would need kernels with a skip flag.
     let is_simple = config.streams.is_none() && config.ngrams.is_empty() && config.indexer.is_none();
     let is_short = pass.rows() <= pass.limits.max_slot_table_rows && !chunk.half && hooks.marks.rows.is_empty();
     match chunk.kind {
@@ -62,18 +62,18 @@ pub fn run(
             pass.backend.write_words(b.slot_tables.rows(layer, 1, slots.len()), &slots)?;
         }
     }
-    if std::mem::replace(&mut pass.scratch.ahead.is_gate_closed, true) {
-        pass.backend.write_words(b.gate, &[0])?;
+    if std::mem::replace(&mut pass.scratch.ahead.may_skip, true) {
+        pass.backend.write_words(b.skip_flag, &[0])?;
     }
     let before: Vec<Vec<LayerState>> = states.iter().map(|state| state[layers.clone()].to_vec()).collect();
     pass.scratch.ahead.launches.clear();
     pass.is_ahead = true;
-    pass.backend.set_gate(Some(b.gate));
+    pass.backend.set_skip_flag(Some(b.skip_flag));
     let submitted: Result<(), ModelError> = layers.clone().try_for_each(|index| {
         net.layers[index].forward(index, net, states, pass, hooks)?;
         Ok(pass.backend.flush()?)
     });
-    pass.backend.set_gate(None);
+    pass.backend.set_skip_flag(None);
     pass.is_ahead = false;
     submitted?;
     // The GPU works on these layers while the CPU counts the previous ones.
@@ -91,7 +91,7 @@ pub fn run(
         slots.is_some_and(|slots| slots.contains(&NO_SLOT))
     });
     let Some(missed) = missed else {
-        ahead.is_gate_closed = false;
+        ahead.may_skip = false;
         return Ok(layers.end);
     };
     let in_vain = pass.backend.launches() - ahead.launches.get(missed - layers.start).copied().unwrap_or(0);

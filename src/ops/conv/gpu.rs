@@ -33,7 +33,7 @@ impl Conv<'_> {
                 Binding::read_write(state),
                 Binding::write(out.floats(tokens.max(1) * channels)),
                 Binding::read(rows.map_or(proj, |rows| rows.table)),
-                Binding::no_gate(proj),
+                Binding::no_skip_flag(proj),
             ],
             grid: [
                 (2 * shape.key_heads + shape.value_heads) as u32,

@@ -92,7 +92,7 @@ impl Experts<'_> {
             Binding::read(slots.floats(tokens * layer.k)),
             Binding::read_write(layer.act(&self.buffers, tokens)),
         ];
-        bindings.extend([Binding::table(self.slots.table), Binding::no_gate(self.x)]);
+        bindings.extend([Binding::table(self.slots.table), Binding::no_skip_flag(self.x)]);
         let kernel = if layer.fast_up() { "moe_gate_up" } else { "moe_gate_up_any" };
         let grid = [layer.inner().div_ceil(8), layer.k + extra, tokens];
         layer.launch(tokens, self.slots, kernel, bindings, grid, 128)
@@ -162,7 +162,7 @@ impl CombineExperts<'_> {
         ];
         let none = [Binding::read(buffers.scores.first(0)); 3];
         bindings.extend(layer.shared.map_or(none, |shared| shared.down.bindings()));
-        bindings.extend([Binding::table(self.slots.table), Binding::no_gate(buffers.scores)]);
+        bindings.extend([Binding::table(self.slots.table), Binding::no_skip_flag(buffers.scores)]);
         let (kernel, threads) = layer.threads();
         let grid = [layer.hidden().div_ceil(8), tokens, 1];
         layer.launch(tokens, self.slots, kernel, bindings, grid, threads as usize)

@@ -61,8 +61,8 @@ pub struct GpuBackend<P: DerefMut<Target: Gpu> + Send> {
     next_submit: usize,
     /// Number of layers in the next submission: first [`FIRST_SUBMIT`], then twice as many each time.
     submit_step: usize,
-    /// The word of the gate that later launches get.
-    gate: Option<Region>,
+    /// The skip flag of later launches.
+    skip_flag: Option<Region>,
     /// Number of launches so far.
     launches: u64,
     slots: Vec<u32>,
@@ -100,7 +100,7 @@ impl<P: DerefMut<Target: Gpu> + Send> GpuBackend<P> {
             layers: 0,
             next_submit: 0,
             submit_step: 0,
-            gate: None,
+            skip_flag: None,
             launches: 0,
             slots,
             uploaded,
@@ -166,8 +166,8 @@ impl<P: DerefMut<Target: Gpu> + Send> GpuBackend<P> {
     pub fn launch(&mut self, mut launch: Launch) -> Result<(), DeviceError> {
         self.check_failed()?;
         self.launches += 1;
-        if let Some(gate) = self.gate {
-            add_gate(&mut launch, gate);
+        if let Some(flag) = self.skip_flag {
+            add_skip_flag(&mut launch, flag);
         }
         let first = self.in_flight.len();
         for binding in &mut launch.bindings {
@@ -248,21 +248,21 @@ fn refuse<T>(why: String) -> Result<T, DeviceError> {
     Err(DeviceError(why))
 }
 
-/// Gives a launch a gate, if its kernel can have one; see `is_closed` in `kernels/quant.metal`. These kernels change
+/// Gives a launch a skip flag, if its kernel can have one; see `is_skipped` in `kernels/quant.metal`. These kernels change
 /// what outlives a layer, or take most of the time.
-fn add_gate(launch: &mut Launch, gate: Region) {
+fn add_skip_flag(launch: &mut Launch, flag: Region) {
     let access = match launch.kernel.trim_end_matches("_any") {
         "router" => BufferAccess::ReadWrite,
         "moe_gate_up" | "moe_down" | "causal_conv" | "gated_delta_128" | "gated_delta_256" => BufferAccess::Read,
         name if name.starts_with("gemv") => BufferAccess::Read,
         _ => return,
     };
-    // If the gate is closed, the outputs keep their bytes.
+    // The outputs of a skipped launch keep their bytes.
     for output in launch.bindings.iter_mut().filter(|binding| binding.access == BufferAccess::Write) {
         output.access = BufferAccess::ReadWrite;
     }
-    if let (Some(is_gated), Some(binding)) = (launch.args.first_mut(), launch.bindings.last_mut()) {
-        (*is_gated, *binding) = (1, Binding { region: gate, access, is_table: false });
+    if let (Some(can_skip), Some(binding)) = (launch.args.first_mut(), launch.bindings.last_mut()) {
+        (*can_skip, *binding) = (1, Binding { region: flag, access, is_table: false });
     }
 }
 
@@ -413,8 +413,8 @@ impl<P: DerefMut<Target: Gpu> + Send> Backend for GpuBackend<P> {
         Ok(())
     }
 
-    fn set_gate(&mut self, gate: Option<Region>) {
-        self.gate = gate;
+    fn set_skip_flag(&mut self, flag: Option<Region>) {
+        self.skip_flag = flag;
     }
 
     fn launches(&mut self) -> u64 {

@@ -54,7 +54,7 @@ impl Linear<'_> {
             keep.map_or(Binding::read(x.first(0)), |kept| Binding::write(kept.floats(tokens * cols))),
         ];
         bindings.extend(pad_to_four(matrices).flat_map(Weight::bindings));
-        bindings.push(Binding::no_gate(x));
+        bindings.push(Binding::no_skip_flag(x));
         let batch = tokens > 1;
         // The four simdgroups of a threadgroup have four rows each, or share four rows if the matrices are small. The
         // shared expert's down is not split, since its sums must equal those of `moe_down`.

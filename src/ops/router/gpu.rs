@@ -60,7 +60,7 @@ impl Router<'_> {
                 Binding::write(ids.floats(tokens * k)),
                 Binding::write(slots.floats(tokens * k)),
                 Binding::write(weights.floats(tokens * (k + 1))),
-                Binding::no_gate(scores),
+                Binding::no_skip_flag(scores),
             ],
             grid: [tokens as u32, 1, 1],
             threads: 32,
