@@ -17,7 +17,8 @@ static NEXT_ID: AtomicU64 = AtomicU64::new(1);
 pub struct Sequence<S> {
     id: u64,
     tokens: Vec<u32>,
-    /// Images that begin within the tokens. The last image may end after the last token.
+    /// Images that begin within the tokens, without their pixels: a kept sequence outlives the request, whose permit
+    /// counts the pixels. The last image may end after the last token.
     images: Vec<PlacedImage>,
     /// The salt of the prompts that may extend the sequence.
     salt: Option<CacheSalt>,
@@ -34,7 +35,7 @@ impl<S: SequenceState> Sequence<S> {
 
     fn new(prompt: CachedPrompt<'_>, state: S) -> Self {
         let CachedPrompt { ids, images, salt } = prompt;
-        let images = within(images, ids.len()).to_vec();
+        let images = within(images, ids.len()).iter().map(PlacedImage::without_pixels).collect();
         Self { id: NEXT_ID.fetch_add(1, Ordering::Relaxed), tokens: ids.to_vec(), images, salt, state, unconfirmed: 0 }
     }
 
@@ -85,7 +86,7 @@ impl<S: SequenceState> Sequence<S> {
         let start = self.tokens.len();
         self.tokens.extend_from_slice(ids);
         let new = hooks.images.iter().filter(|image| (start..self.tokens.len()).contains(&image.at));
-        self.images.extend(new.cloned());
+        self.images.extend(new.map(PlacedImage::without_pixels));
         Ok(logits)
     }
 

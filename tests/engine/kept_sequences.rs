@@ -4,7 +4,7 @@ use super::{
     mock_model::MockModel,
     scheduler::{MS, answer, engine, options, request},
 };
-use moestro::engine::{CacheSalt, DiskCacheOptions, Handle, Options, Request, collect};
+use moestro::engine::{CacheSalt, DiskCacheOptions, Handle, Image, Options, PlacedImage, Request, collect};
 use std::{
     sync::{Arc, atomic::Ordering},
     time::{Duration, Instant},
@@ -48,6 +48,24 @@ fn failed_snapshot_drops_its_sequence() {
     // The device may be in an undefined state, so the sequence is dropped. The two references belong to the two mocks.
     assert_eq!(Arc::strong_count(&mock.states), 2);
     assert_eq!(answer(&handle, &[7]), [7]);
+}
+
+#[test]
+fn kept_sequence_holds_no_pixels() {
+    let (handle, ..) = engine(&MockModel::default(), options());
+    let image = Arc::new(Image { hash: [1; 32], height: 1, width: 2, ..Image::default() });
+    let evaluate = |ids: &[u32]| {
+        let images = vec![PlacedImage { at: 1, image: image.clone() }];
+        collect(handle.submit(Request { images, ..request(ids, 100) }).unwrap()).1.unwrap().1
+    };
+    assert_eq!(evaluate(&[9, 5, 5, 6]).cached_tokens, 0);
+    // The engine drops the request after it has sent the answer.
+    let deadline = Instant::now() + Duration::from_secs(10);
+    while Arc::strong_count(&image) > 1 {
+        assert!(Instant::now() < deadline, "the sequence holds the image");
+        std::thread::sleep(MS);
+    }
+    assert!(evaluate(&[9, 5, 5, 6, 9, 5, 5, 6, 2, 30]).cached_tokens >= 4, "the sequence is kept");
 }
 
 /// Evaluates a prompt. Returns the number of prompt tokens that were cached.

@@ -49,6 +49,11 @@ impl PlacedImage {
     pub fn tokens(&self) -> Range<usize> {
         self.at..self.at + self.image.tokens()
     }
+
+    /// The image without the memory of its pixels, for comparisons and cache keys.
+    pub fn without_pixels(&self) -> Self {
+        Self { at: self.at, image: Arc::new(Image { pixels: RgbImage::default(), ..*self.image }) }
+    }
 }
 
 /// Repeats each `placeholder` in `ids` once for each token of its image. `None` if there are more or fewer placeholders
