@@ -22,6 +22,10 @@ fi
 export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc CC_aarch64_unknown_linux_gnu=aarch64-linux-gnu-gcc
 # Compiles in half of the time, and the code is nearly as fast.
 fast_build=(--config profile.release.package.moestro.opt-level=2 --config profile.release.package.moestro.codegen-units=16)
+# These are not hot in the tests below.
+for crate in derivre fancy-regex image-webp llguidance minijinja regex-automata serde_json tokenizers toktrie zune-jpeg; do
+  fast_build+=(--config "profile.release.package.$crate.opt-level=0")
+done
 run() {
   printf '\n== %s: %s (%s s)\n' "$1" "${*:2}" "$SECONDS"
   CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER="$qemu -cpu $1 -L $sysroot" \
