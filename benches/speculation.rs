@@ -31,7 +31,7 @@ use moestro::{
         Sampling, Timings, TokenMask,
     },
     error::ModelError,
-    experts::ReadMode,
+    experts::{ExpertChoice, PassKind, ReadMode},
     metrics::Metrics,
     model::{LoadOptions, Model, Qwen, QwenState, Rows, SequenceState},
     plan::PlanOptions,
@@ -171,13 +171,21 @@ fn answer(model: &mut Qwen, ids: &[u32], tokens: usize, sampling: &Sampling) -> 
     let (mut state, mut sampler) = (model.start().expect("a state"), Sampler::new(sampling.clone(), ids, usize::MAX));
     let mut logits = model.forward(&mut state, ids, Rows::Last).expect("a prompt").data;
     let (mut generated, mut routes) = (Vec::new(), Vec::<Vec<Vec<u32>>>::new());
+    let row = Arc::new(Mutex::new(Vec::new()));
+    if let Some(store) = model.store() {
+        let log = row.clone();
+        store.observe(Box::new(move |_: usize, choice: &ExpertChoice<'_>, _: PassKind| {
+            log.lock().push(choice.ids.to_vec());
+        }));
+    }
     while generated.len() < tokens {
         let id = sampler.draw(&logits, &TokenMask::Any).expect("a token");
         generated.push(id);
-        let mut row = Vec::new();
-        let observe = &mut |_: usize, routes: &moestro::model::RouterChoice| row.push(routes.ids.clone());
-        logits = model.forward_observed(&mut state, &[id], Rows::Last, observe).expect("a token").data;
-        routes.push(row);
+        logits = model.forward(&mut state, &[id], Rows::Last).expect("a token").data;
+        routes.push(std::mem::take(&mut *row.lock()));
+    }
+    if let Some(store) = model.store() {
+        store.observe(Box::new(|_: usize, _: &ExpertChoice<'_>, _: PassKind| ()));
     }
     let union = |rows: usize| {
         let layers = routes.first().map_or(0, Vec::len);

@@ -74,35 +74,11 @@ pub enum Rows {
     All,
     /// The logits after each token, with the same bytes as those of one token at a time. Until the next call with the
     /// same state, [`SequenceState::reject`] can undo all tokens except the first. Only for a few tokens, without
-    /// images and callbacks.
+    /// images and snapshots.
     Verify,
 }
 
-/// The experts that the router of a layer chose for each token, most likely first, and their weights.
-#[derive(Debug, Clone, Default, PartialEq)]
-pub struct RouterChoice {
-    /// Number of experts per token.
-    pub k: usize,
-    /// Experts, `[tokens, k]`.
-    pub ids: Vec<u32>,
-    /// Weights, `[tokens, k]`.
-    pub weights: Vec<f32>,
-}
-
-impl RouterChoice {
-    /// The chosen experts without duplicates, in ascending order.
-    pub fn distinct(&self) -> Vec<u32> {
-        let mut ids = self.ids.clone();
-        ids.sort_unstable();
-        ids.dedup();
-        ids
-    }
-}
-
-/// A callback that receives a layer's number and its router's choice.
-pub type RouterObserver<'a> = dyn FnMut(usize, &RouterChoice) + 'a;
-
-/// Images, callbacks and snapshots of a forward pass. The default has none.
+/// Images, snapshots and the cancellation of a forward pass. The default has none.
 #[derive(Default)]
 pub struct PassHooks<'a> {
     /// The images of the sequence, in order. Images outside the tokens of the pass have no effect.
@@ -115,8 +91,6 @@ pub struct PassHooks<'a> {
     /// Called before each layer. If it returns `false`, the pass fails with [`ModelError::GivenUp`], and the sequence
     /// is unusable.
     pub keep_going: Option<&'a dyn Fn() -> bool>,
-    /// Called with each layer's router choice. Not called on a GPU with all experts resident.
-    pub on_route: Option<&'a mut RouterObserver<'a>>,
 }
 
 /// Properties of a model that do not depend on a sequence.

@@ -1,7 +1,7 @@
 //! The methods of a loaded model: forward passes, verifies, snapshots, and the methods that draft models use.
 
 use super::{
-    HiddenStates, HiddenTaps, Logits, Model, ModelInfo, PassHooks, RouterObserver, Rows, Snapshot, SnapshotSize,
+    HiddenStates, HiddenTaps, Logits, Model, ModelInfo, PassHooks, Rows, Snapshot, SnapshotSize,
     config::Config,
     device_state::DeviceState,
     drafts::{hidden_taps::TapBuffers, mtp::MtpPrediction},
@@ -194,18 +194,6 @@ impl Qwen {
         self.forward_chunks(state, ids, rows, &mut PassHooks::default())
     }
 
-    /// [`Qwen::forward`], with a call of `observe` for each layer's router choice.
-    pub fn forward_observed(
-        &self,
-        state: &mut QwenState,
-        ids: &[u32],
-        rows: Rows,
-        observe: &mut RouterObserver<'_>,
-    ) -> Result<Logits, ModelError> {
-        let mut hooks = PassHooks { on_route: Some(observe), ..PassHooks::default() };
-        self.forward_chunks(state, ids, rows, &mut hooks)
-    }
-
     /// [`Model::forward_with`] with [`Rows::Verify`].
     pub fn verify(&mut self, state: &mut QwenState, ids: &[u32]) -> Result<Logits, ModelError> {
         self.verify_after(0, state, ids)
@@ -349,8 +337,7 @@ impl Qwen {
                 half: ids.len() > 1 && device.limits.uses_half_precision,
                 commit: Commit::Now,
             };
-            let observer = hooks.on_route.as_mut().map(|observer| &mut **observer as &mut RouterObserver<'_>);
-            let hooks_here = (hooks.keep_going, observer, SnapshotMarks::new(here));
+            let hooks_here = (hooks.keep_going, SnapshotMarks::new(here));
             let (logits_here, after) = unfilled.split_at_mut(chunk.logits.len() * self.parts.config.vocab);
             unfilled = after;
             let marks = self.run_pass(device, &mut [state], chunk, hooks_here, logits_here)?;
@@ -429,7 +416,7 @@ impl Qwen {
         };
         let mut logits = self.new_logits(device, count);
         let mut states: Vec<&mut QwenState> = rows.iter_mut().map(|(state, _)| &mut **state).collect();
-        self.run_pass(device, &mut states, chunk, (None, None, SnapshotMarks::default()), &mut logits)?;
+        self.run_pass(device, &mut states, chunk, (None, SnapshotMarks::default()), &mut logits)?;
         for state in states {
             state.len += 1;
             state.next += 1;
@@ -472,7 +459,7 @@ impl Qwen {
         let mut logits = self.new_logits(device, rows);
         // If the verify fails, its rows cannot be rejected.
         state.verified = 0;
-        self.run_pass(device, &mut [state], chunk, (None, None, SnapshotMarks::default()), &mut logits)?;
+        self.run_pass(device, &mut [state], chunk, (None, SnapshotMarks::default()), &mut logits)?;
         state.verified = before + rows;
         state.len += rows;
         state.next += rows;
@@ -503,11 +490,7 @@ impl Qwen {
         device: &'a mut DeviceState,
         states: &mut [&mut QwenState],
         chunk: Chunk<'a>,
-        (keep_going, on_route, marks): (
-            Option<&'a dyn Fn() -> bool>,
-            Option<&'a mut RouterObserver<'a>>,
-            SnapshotMarks,
-        ),
+        (keep_going, marks): (Option<&'a dyn Fn() -> bool>, SnapshotMarks),
         logits: &mut [f32],
     ) -> Result<SnapshotMarks, ModelError> {
         let rows_of_each = chunk.ids.len() / states.len().max(1);
@@ -539,7 +522,7 @@ impl Qwen {
             is_ahead: false,
             scratch,
         };
-        let mut hooks = LayerHooks { keep_going, on_route, marks, taps };
+        let mut hooks = LayerHooks { keep_going, marks, taps };
         let mut layers: Vec<&mut [LayerState]> = states.iter_mut().map(|state| &mut state.layers[..]).collect();
         forward::forward(net, &mut layers, &mut pass, &mut hooks, logits)?;
         Ok(hooks.marks)

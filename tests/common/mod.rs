@@ -7,11 +7,16 @@ pub mod qwen4_exp;
 use moestro::{
     device::CpuArithmetic,
     engine::{Finish, Handle, Request, Timings, collect},
+    experts::{ExpertChoice, PassKind},
     metrics::Metrics,
-    model::{LoadOptions, Logits, Model, PassHooks, Qwen, QwenState, RouterChoice, Rows, Snapshot},
+    model::{LoadOptions, Logits, Model, PassHooks, Qwen, QwenState, Rows, Snapshot},
     tools::synth::Dimensions,
 };
-use std::{collections::HashMap, path::Path};
+use std::{
+    collections::HashMap,
+    path::Path,
+    sync::{Arc, Mutex},
+};
 
 /// Deterministic pseudo-random numbers.
 pub struct Dice(pub u64);
@@ -82,22 +87,38 @@ pub fn tensors(path: &Path) -> HashMap<String, Vec<f32>> {
     file.tensors().into_iter().map(|(name, tensor)| (name, values(tensor))).collect()
 }
 
-/// Runs a prompt in chunks of `chunk` tokens. Returns its logits, the state, and each layer's router choices in token
-/// order.
-pub fn prefill(model: &Qwen, ids: &[u32], chunk: usize) -> (Logits, QwenState, Vec<RouterChoice>) {
+/// The experts that a layer's router chose: `k` for each token, in token order.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Routes {
+    pub k: usize,
+    pub ids: Vec<u32>,
+}
+
+/// Records each layer's router choices until the list is emptied. Passes of a dense model, and those of a few rows on a
+/// GPU with all experts in memory, record nothing.
+pub fn record_routes(model: &Qwen) -> Arc<Mutex<Vec<Routes>>> {
+    let routes = Arc::new(Mutex::new(vec![Routes::default(); model.config().layers]));
+    let log = routes.clone();
+    if let Some(store) = model.store() {
+        store.observe(Box::new(move |layer: usize, choice: &ExpertChoice<'_>, _: PassKind| {
+            if let Some(routes) = log.lock().unwrap().get_mut(layer) {
+                routes.k = choice.k;
+                routes.ids.extend_from_slice(choice.ids);
+            }
+        }));
+    }
+    routes
+}
+
+/// Runs a prompt in chunks of `chunk` tokens. Returns its logits, the state, and each layer's router choices.
+pub fn prefill(model: &mut Qwen, ids: &[u32], chunk: usize) -> (Logits, QwenState, Vec<Routes>) {
+    let routes = record_routes(model);
     let mut state = model.start().unwrap();
     let mut logits = Vec::new();
-    let mut routes: Vec<RouterChoice> = vec![RouterChoice::default(); model.config().layers];
     for ids in ids.chunks(chunk) {
-        let part = model
-            .forward_observed(&mut state, ids, Rows::All, &mut |layer, part| {
-                routes[layer].k = part.k;
-                routes[layer].ids.extend(&part.ids);
-                routes[layer].weights.extend(&part.weights);
-            })
-            .unwrap();
-        logits.extend_from_slice(&part.data);
+        logits.extend_from_slice(&model.forward(&mut state, ids, Rows::All).unwrap().data);
     }
+    let routes = std::mem::take(&mut *routes.lock().unwrap());
     (Logits { vocab: model.info().vocab, data: logits.into() }, state, routes)
 }
 

@@ -10,14 +10,15 @@ use common::{argmax, load_with};
 use moestro::{
     config::Switch,
     device::CpuArithmetic,
-    experts::{Prefetch, ReadMode},
+    experts::{ExpertChoice, PassKind, Prefetch, ReadMode},
     metrics::Metrics,
-    model::{KvPage, LoadOptions, Model, PAGE, Qwen, RouterChoice, Rows, Snapshot, StoreOptions},
+    model::{KvPage, LoadOptions, Model, PAGE, Qwen, Rows, Snapshot, StoreOptions},
     ops::{KvBits, KvFormat},
 };
 use std::{
+    collections::BTreeSet,
     path::Path,
-    sync::{Arc, atomic::Ordering},
+    sync::{Arc, Mutex, atomic::Ordering},
 };
 
 pub const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro-demo");
@@ -232,16 +233,18 @@ fn read(chunk: usize) -> u64 {
     (options.store.slots, options.store.prefetch) = (Some(8), Prefetch::Off);
     let metrics = Metrics::new("test", "gpu");
     let qwen = Qwen::load(Path::new(DEMO), &options, &metrics, &mut |_, _| ()).unwrap();
-    let model = qwen.move_to(Box::new(fast())).unwrap_or_else(|refused| panic!("{}", refused.error));
+    let mut model = qwen.move_to(Box::new(fast())).unwrap_or_else(|refused| panic!("{}", refused.error));
     let prompt: Vec<u32> = cases().iter().flat_map(|case| case.prompt_ids.clone()).take(64).collect();
-    let (mut state, mut layers, mut asked) = (model.start().unwrap(), Vec::new(), 0);
-    let observe = &mut |layer, routes: &RouterChoice| {
-        let experts = routes.distinct();
-        assert!(experts.is_sorted_by(|a, b| a < b), "layer {layer} asks twice for one of {experts:?}");
+    let fetches = Arc::new(Mutex::new((Vec::new(), 0)));
+    let log = fetches.clone();
+    model.store().unwrap().observe(Box::new(move |layer: usize, choice: &ExpertChoice<'_>, _: PassKind| {
+        let (layers, asked) = &mut *log.lock().unwrap();
         layers.push(layer);
-        asked += experts.len() as u64;
-    };
-    model.forward_observed(&mut state, &prompt, Rows::None, observe).unwrap();
+        *asked += choice.ids.iter().collect::<BTreeSet<_>>().len() as u64;
+    }));
+    let mut state = model.start().unwrap();
+    model.forward(&mut state, &prompt, Rows::None).unwrap();
+    let (layers, asked) = fetches.lock().unwrap().clone();
     let chunks = prompt.len().div_ceil(chunk);
     assert_eq!(layers, (0..chunks).flat_map(|_| 0..LAYERS).collect::<Vec<_>>(), "once a layer and chunk");
     let (hits, misses) = (metrics.lookups_prefill_hit.get(), metrics.lookups_prefill_miss.get());

@@ -33,7 +33,7 @@ fn plain(slots: Option<usize>) -> Qwen {
 fn answers_match_transformers() {
     for case in cases() {
         let mut model = plain(None);
-        let (logits, mut state, _) = prefill(&model, &case.prompt, 1024);
+        let (logits, mut state, _) = prefill(&mut model, &case.prompt, 1024);
         check(case.name, &logits.data, &case.stored["prompt_logits"], LOGIT);
         let (ids, rows) = decode(&mut model, &mut state, logits.row(logits.rows() - 1), case.greedy.len());
         assert_eq!(ids, case.greedy, "{}", case.name);
@@ -46,10 +46,10 @@ fn answers_match_transformers() {
 fn logits_ignore_chunks_and_slots() {
     for case in cases() {
         let ids = case.ids();
-        let (expected, ..) = prefill(&plain(None), &ids, ids.len());
+        let (expected, ..) = prefill(&mut plain(None), &ids, ids.len());
         check(case.name, &expected.data, &case.logits(), LOGIT);
         for (chunk, slots) in [(1, None), (7, Some(60)), (20, None), (1, Some(60))] {
-            let (found, ..) = prefill(&plain(slots), &ids, chunk);
+            let (found, ..) = prefill(&mut plain(slots), &ids, chunk);
             assert!(found.data == expected.data, "{}: chunks of {chunk}, {slots:?} slots", case.name);
         }
     }
@@ -60,7 +60,7 @@ fn half_precision_prompts_match_transformers() {
     for case in cases() {
         let ids = case.ids();
         for chunk in [ids.len(), 33] {
-            let (found, ..) = prefill(&on_kernels(None, true, MtpSource::None), &ids, chunk);
+            let (found, ..) = prefill(&mut on_kernels(None, true, MtpSource::None), &ids, chunk);
             check(case.name, &found.data, &case.logits(), HALF);
         }
     }

@@ -34,7 +34,7 @@ fn run(dir: &Path, prompt: &[u32], tokens: usize, way: Settings) -> (Vec<u32>, V
     let options = LoadOptions { threads: Some(threads), store, ..LoadOptions::default() };
     let mut model = load_with(dir, options);
     assert_eq!(model.store().map(|store| store.slots()), Some(slots), "{way:?}");
-    let (logits, mut state, _) = prefill(&model, prompt, chunk);
+    let (logits, mut state, _) = prefill(&mut model, prompt, chunk);
     let (ids, rows) = decode(&mut model, &mut state, logits.row(logits.rows() - 1), tokens);
     let bits = logits.data.iter().chain(&rows).map(|logit| logit.to_bits()).collect();
     (ids, bits)
@@ -116,7 +116,7 @@ fn aborted_pass_leaves_no_trace() {
     let (dir, prompt) = (Path::new(DEMO), (1..40).collect::<Vec<u32>>());
     let store = StoreOptions { slots: Some(24), prefetch: Prefetch::On, ..StoreOptions::default() };
     let mut model = load_with(dir, LoadOptions { threads: Some(2), store, ..LoadOptions::default() });
-    let (expected, ..) = prefill(&model, &prompt, prompt.len());
+    let (expected, ..) = prefill(&mut model, &prompt, prompt.len());
     let layers = model.config().layers;
     for heard in 0..=layers {
         let (mut state, asked) = (model.start().unwrap(), Cell::new(0));
@@ -126,7 +126,7 @@ fn aborted_pass_leaves_no_trace() {
         assert_eq!(matches!(ended, Err(ModelError::GivenUp)), heard < layers, "{heard}");
         assert_eq!(asked.get(), layers.min(heard + 1));
         drop(state);
-        assert_eq!(prefill(&model, &prompt, prompt.len()).0.data, expected.data);
+        assert_eq!(prefill(&mut model, &prompt, prompt.len()).0.data, expected.data);
     }
 }
 

@@ -22,7 +22,7 @@ fn demo_answers_match_mlx_lm() {
         let mut model = load(Path::new(DEMO), math);
         let mut compared = 0;
         for (index, case) in cases.iter().enumerate() {
-            let (prompt, mut state, _) = prefill(&model, &case.prompt_ids, 64);
+            let (prompt, mut state, _) = prefill(&mut model, &case.prompt_ids, 64);
             if let Some(expected) = logits.get(&format!("{index}.prompt_logits")) {
                 let off = distance(&prompt.data, expected);
                 assert!(off <= bound(math), "{math:?} {}: prompt off by {off}", case.question);
@@ -54,7 +54,7 @@ fn every_encoding_matches_mlx_lm() {
         let prompt: Vec<u32> = expected["prompt"].iter().map(|id| *id as u32).collect();
         for math in MATHS {
             let mut model = load(dir.path(), math);
-            let (logits, mut state, _) = prefill(&model, &prompt, 100);
+            let (logits, mut state, _) = prefill(&mut model, &prompt, 100);
             let off = distance(&logits.data, &expected["prompt_logits"]);
             assert!(off <= bound(math), "{name} {math:?}: prompt off by {off}");
             let last = logits.row(logits.rows() - 1);
@@ -77,14 +77,13 @@ fn every_encoding_matches_mlx_lm() {
 fn logits_ignore_chunks_and_threads() {
     let ids: Vec<u32> = (0..150).map(|n| n * 37 % 2000 + 5).collect();
     for math in MATHS {
-        let one = load(Path::new(DEMO), math);
-        let (expected, mut state, routes) = prefill(&one, &ids, ids.len());
-        let mut one = one;
+        let mut one = load(Path::new(DEMO), math);
+        let (expected, mut state, routes) = prefill(&mut one, &ids, ids.len());
         let after = decode(&mut one, &mut state, expected.row(ids.len() - 1), 5);
         for (chunk, threads) in [(1, 2), (7, 1), (64, 3), (149, 2), (150, 5)] {
             let options = LoadOptions { math, threads: Some(threads), ..LoadOptions::default() };
             let mut model = load_with(Path::new(DEMO), options);
-            let (logits, mut state, same) = prefill(&model, &ids, chunk);
+            let (logits, mut state, same) = prefill(&mut model, &ids, chunk);
             assert!(logits.data == expected.data, "{math:?}: chunks of {chunk} on {threads} threads");
             assert!(same == routes);
             assert!(decode(&mut model, &mut state, logits.row(ids.len() - 1), 5) == after);
@@ -94,15 +93,15 @@ fn logits_ignore_chunks_and_threads() {
 
 #[test]
 fn interleaved_sequences_stay_independent() {
-    let model = load(Path::new(DEMO), CpuArithmetic::Integer);
+    let mut model = load(Path::new(DEMO), CpuArithmetic::Integer);
     let (a, b): (Vec<u32>, Vec<u32>) = ((10..40).collect(), (300..320).collect());
-    let (alone, ..) = prefill(&model, &a, 64);
+    let (alone, ..) = prefill(&mut model, &a, 64);
     let mut states = [model_start(&model), model_start(&model)];
     let mut rows = Vec::new();
     for (step, id) in a.iter().enumerate() {
-        rows.extend(one(&model, &mut states[0], *id));
+        rows.extend(one(&mut model, &mut states[0], *id));
         if let Some(id) = b.get(step) {
-            one(&model, &mut states[1], *id);
+            one(&mut model, &mut states[1], *id);
         }
     }
     assert!(rows == *alone.data);
@@ -112,8 +111,8 @@ fn model_start(model: &Qwen) -> moestro::model::QwenState {
     moestro::model::Model::start(model).unwrap()
 }
 
-fn one(model: &Qwen, state: &mut moestro::model::QwenState, id: u32) -> Vec<f32> {
-    model.forward_observed(state, &[id], moestro::model::Rows::Last, &mut |_, _| ()).unwrap().data.to_vec()
+fn one(model: &mut Qwen, state: &mut moestro::model::QwenState, id: u32) -> Vec<f32> {
+    model.forward(state, &[id], moestro::model::Rows::Last).unwrap().data.to_vec()
 }
 
 /// Loads the same weights from Hugging Face's layouts: zero-centred norms, `[C, 1, K]` convolutions, other names, and
@@ -123,10 +122,10 @@ fn hugging_face_layouts_give_same_logits() {
     let mlx = Folded::read("bf16");
     let ids: Vec<u32> = (0..40).map(|n| n * 7 % 96).collect();
     let dir = mlx.unfold();
-    let (expected, ..) = prefill(&load(dir.path(), CpuArithmetic::Integer), &ids, 100);
+    let (expected, ..) = prefill(&mut load(dir.path(), CpuArithmetic::Integer), &ids, 100);
     for fused in [true, false] {
         let dir = mlx.unfold_as_hugging_face(fused);
-        let (logits, ..) = prefill(&load(dir.path(), CpuArithmetic::Integer), &ids, 100);
+        let (logits, ..) = prefill(&mut load(dir.path(), CpuArithmetic::Integer), &ids, 100);
         assert!(logits.data == expected.data, "fused: {fused}");
         assert_ne!(argmax(logits.row(0)), argmax(logits.row(39)));
     }
@@ -149,7 +148,7 @@ fn layout_without_wide_convolution_is_recognised() {
         },
     );
     let ids: Vec<u32> = (0..20).map(|n| n * 7 % 96).collect();
-    let logits = |dir: &Path| prefill(&load(dir, CpuArithmetic::Integer), &ids, 100).0.data;
+    let logits = |dir: &Path| prefill(&mut load(dir, CpuArithmetic::Integer), &ids, 100).0.data;
     let expected = logits(narrow.unfold().path());
     assert!(logits(narrow.unfold_as_hugging_face(true).path()) == expected);
 }
@@ -163,6 +162,6 @@ fn tied_head_ignores_copy_in_file() {
     };
     let with_copy = Folded::read("bf16").edit(tie, |_, _| true);
     let without = Folded::read("bf16").edit(tie, |name, _| !name.contains("lm_head"));
-    let logits = |dir: &Path| prefill(&load(dir, CpuArithmetic::Integer), &[5, 7, 9], 100).0.data;
+    let logits = |dir: &Path| prefill(&mut load(dir, CpuArithmetic::Integer), &[5, 7, 9], 100).0.data;
     assert!(logits(with_copy.unfold().path()) == logits(without.unfold().path()));
 }

@@ -47,7 +47,7 @@ fn forward_pass_matches_reference() {
         let expected = compute(Some(bits));
         let effect = distance(&expected, &exact);
         for math in [CpuArithmetic::F32, CpuArithmetic::Integer] {
-            let (found, ..) = prefill(&demo(kv_bits, math), &ids, 96);
+            let (found, ..) = prefill(&mut demo(kv_bits, math), &ids, 96);
             let rms = |a: &[f32], b: &[f32]| {
                 let sum: f64 = a.iter().zip(b).map(|(a, b)| f64::from(a - b).powi(2)).sum();
                 (sum / a.len() as f64).sqrt()
@@ -108,8 +108,8 @@ fn four_bit_perplexity_rises_under_one_percent() {
     let mut options = LoadOptions { threads: Some(2), ..LoadOptions::default() };
     options.plan.context = Some(4096);
     let nats = [KvBits::Sixteen, KvBits::Four].map(|kv_bits| {
-        let model = load_with(Path::new(DEMO), LoadOptions { kv_bits, ..options.clone() });
-        let (logits, ..) = prefill(&model, &ids, 512);
+        let mut model = load_with(Path::new(DEMO), LoadOptions { kv_bits, ..options.clone() });
+        let (logits, ..) = prefill(&mut model, &ids, 512);
         let each = ids[1..].iter().enumerate().map(|(at, next)| -log_probability(logits.row(at), *next));
         each.sum::<f64>() / (ids.len() - 1) as f64
     });
@@ -122,11 +122,11 @@ fn four_bit_perplexity_rises_under_one_percent() {
 fn logits_ignore_chunks_threads_and_verifies() {
     let ids: Vec<u32> = (0..PAGE as u32 + 150).map(|n| n * 37 % 2000 + 5).collect();
     for (kv_bits, _) in FEW {
-        let (expected, ..) = prefill(&demo(kv_bits, CpuArithmetic::Integer), &ids, 400);
+        let (expected, ..) = prefill(&mut demo(kv_bits, CpuArithmetic::Integer), &ids, 400);
         for (chunk, threads) in [(1, 2), (63, 1), (130, 3)] {
-            let model =
+            let mut model =
                 load_with(Path::new(DEMO), LoadOptions { threads: Some(threads), kv_bits, ..LoadOptions::default() });
-            let (logits, ..) = prefill(&model, &ids, chunk);
+            let (logits, ..) = prefill(&mut model, &ids, chunk);
             assert!(logits.data == expected.data, "{kv_bits:?}: chunks of {chunk} on {threads} threads");
         }
         // Verify and reject rows at every boundary of the ring.

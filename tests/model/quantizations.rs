@@ -46,7 +46,7 @@ fn logits(checkpoint: &(Tensors, Value)) -> Vec<f32> {
     let dir = tempfile::tempdir().unwrap();
     write(dir.path(), checkpoint);
     let ids: Vec<u32> = (5..25).collect();
-    prefill(&load(dir.path(), CpuArithmetic::Integer), &ids, 100).0.data.to_vec()
+    prefill(&mut load(dir.path(), CpuArithmetic::Integer), &ids, 100).0.data.to_vec()
 }
 
 fn refusal(name: &str, damage: impl FnOnce(&mut Tensors, &mut Value)) -> String {

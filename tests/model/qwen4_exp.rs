@@ -107,7 +107,7 @@ fn fast_pass_matches_transformers_in_every_layer() {
 fn greedy_answer_matches_transformers() {
     for case in cases() {
         let mut model = load();
-        let (logits, mut state, routes) = prefill(&model, &case.prompt, 1024);
+        let (logits, mut state, routes) = prefill(&mut model, &case.prompt, 1024);
         check(case.name, &logits.data, &case.stored["prompt_logits"], LOGIT);
         for (layer, routes) in routes.iter().enumerate() {
             let expected = &case.stored[&format!("layer{layer}.router_idx")];
@@ -127,15 +127,15 @@ fn greedy_answer_matches_transformers() {
 fn logits_ignore_chunks_threads_and_slots() {
     for case in cases() {
         let ids = case.ids();
-        let (expected, ..) = prefill(&load(), &ids, ids.len());
+        let (expected, ..) = prefill(&mut load(), &ids, ids.len());
         for (chunk, threads, slots) in
             [(1, 2, None), (3, 1, None), (7, 3, Some(60)), (20, 2, Some(60)), (1, 1, Some(60))]
         {
             let store = StoreOptions { slots, ..StoreOptions::default() };
-            let model = load_with(&dir(), LoadOptions { threads: Some(threads), store, ..options() });
+            let mut model = load_with(&dir(), LoadOptions { threads: Some(threads), store, ..options() });
             // At least 60 slots are needed: 10 experts per token in each of 6 layers.
             assert_eq!(model.store().unwrap().slots(), slots.unwrap_or(96));
-            let (logits, ..) = prefill(&model, &ids, chunk);
+            let (logits, ..) = prefill(&mut model, &ids, chunk);
             assert!(logits.data == expected.data, "{}: chunks of {chunk}, {slots:?} slots", case.name);
         }
     }
@@ -176,7 +176,7 @@ fn rejected_drafts_leave_no_trace() {
     for case in cases() {
         let ids = case.ids();
         let mut model = load();
-        let (expected, ..) = prefill(&model, &ids, ids.len());
+        let (expected, ..) = prefill(&mut model, &ids, ids.len());
         let mut state = model.start().unwrap();
         let (mut at, mut round) = (0, 0);
         while at < ids.len() {
@@ -241,7 +241,7 @@ fn configured_mistakes_change_the_logits() {
     ];
     for (key, value) in edits {
         let copy = edited(|json| json["text_config"][key] = value.clone());
-        let (logits, ..) = prefill(&load_with(copy.path(), options()), &case.prompt, 1024);
+        let (logits, ..) = prefill(&mut load_with(copy.path(), options()), &case.prompt, 1024);
         let off = distance(&logits.data, &case.stored["prompt_logits"]);
         assert!(off > 0.1, "{key}: off by {off}");
     }
@@ -348,9 +348,9 @@ fn mlx(tensors: Tensors) -> Tensors {
 #[test]
 fn mlx_layout_gives_same_logits() {
     let case = &cases()[1];
-    let (expected, ..) = prefill(&load(), &case.prompt, 1024);
+    let (expected, ..) = prefill(&mut load(), &case.prompt, 1024);
     let copy = written(&mlx(tensors()));
-    let (found, ..) = prefill(&load_with(copy.path(), options()), &case.prompt, 1024);
+    let (found, ..) = prefill(&mut load_with(copy.path(), options()), &case.prompt, 1024);
     assert!(found.data == expected.data);
 }
 
@@ -379,7 +379,7 @@ fn large_hugging_face_norms_are_zero_centred() {
     }
     let logits = |tensors: &Tensors| {
         let copy = written(tensors);
-        prefill(&load_with(copy.path(), options()), &cases()[1].prompt, 1024).0.data
+        prefill(&mut load_with(copy.path(), options()), &cases()[1].prompt, 1024).0.data
     };
     assert!(logits(&large) == logits(&mlx(large)));
 }
@@ -399,7 +399,7 @@ fn blocks_cross_pages() {
     let (expected, snapshots) = forward_with_snapshots(&mut model, &mut state, &ids, Rows::All, &marks);
     check("blocks of 3", &expected.data, &values(&reference.logits), LOGIT);
     for chunk in [1, 100] {
-        assert!(prefill(&model, &ids, chunk).0.data == expected.data, "chunks of {chunk}");
+        assert!(prefill(&mut model, &ids, chunk).0.data == expected.data, "chunks of {chunk}");
     }
     let copied = |page: &Arc<KvPage>| Arc::new(KvPage::from(page.read().unwrap().into_owned()));
     for (at, snapshot) in marks.into_iter().zip(snapshots) {
@@ -430,7 +430,7 @@ fn engine_with_mtp_drafts_keeps_answers() {
             let (found, end) = common::ask(&handle, Request::new(prompt.clone(), 40, Sampling::greedy()));
             assert!(end.unwrap().1.drafted_tokens > 0);
             let mut plain = load();
-            let (logits, mut state, _) = prefill(&plain, &prompt, 1024);
+            let (logits, mut state, _) = prefill(&mut plain, &prompt, 1024);
             let (expected, _) = decode(&mut plain, &mut state, logits.row(logits.rows() - 1), 40);
             assert_eq!(found, expected, "{} tokens, {slots:?} slots", prompt.len());
         }
@@ -459,7 +459,7 @@ fn synthetic_model_matches_reference_across_budget() {
         options.plan.context = Some(plan_context);
         load_with(&out, options)
     };
-    let (found, ..) = prefill(&load(2304), &ids, ids.len());
+    let (found, ..) = prefill(&mut load(2304), &ids, ids.len());
     check("2100 tokens", &found.data, &expected, LOGIT);
     // Take a snapshot after eight pages. The snapshot's pages are copies, like the pages of snapshots from disk.
     let (mut model, at) = (load(2304), 2053);
@@ -472,6 +472,6 @@ fn synthetic_model_matches_reference_across_budget() {
     let rest = model.forward(&mut restored, &ids[at..], Rows::All).unwrap();
     assert!(rest.data[..] == found.data[at * found.vocab..]);
     for chunk in [2048, 700] {
-        assert!(prefill(&load(2304), &ids, chunk).0.data == found.data, "chunks of {chunk}");
+        assert!(prefill(&mut load(2304), &ids, chunk).0.data == found.data, "chunks of {chunk}");
     }
 }

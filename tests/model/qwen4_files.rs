@@ -41,16 +41,16 @@ fn other_dimensions_match_independent_implementation() {
         check(&name, &values(&reference.stages[&name]), &stored[&name], 0.0);
     }
     check("reference", &values(&reference.logits), &stored["logits"], LOGIT);
-    let (expected, ..) = prefill(&load_with(&other(), options()), &all, all.len());
+    let (expected, ..) = prefill(&mut load_with(&other(), options()), &all, all.len());
     check("fast pass", &expected.data, &stored["logits"], LOGIT);
     // At least 15 slots are needed: 5 layers with 3 experts per token each.
     for (chunk, slots) in [(1, None), (7, Some(15)), (30, None)] {
         let store = StoreOptions { slots, ..StoreOptions::default() };
-        let (found, ..) = prefill(&load_with(&other(), LoadOptions { store, ..options() }), &all, chunk);
+        let (found, ..) = prefill(&mut load_with(&other(), LoadOptions { store, ..options() }), &all, chunk);
         assert!(found.data == expected.data, "chunks of {chunk}, {slots:?} slots");
     }
     let mut model = load_with(&other(), options());
-    let (logits, mut state, _) = prefill(&model, &prompt, 1024);
+    let (logits, mut state, _) = prefill(&mut model, &prompt, 1024);
     assert_eq!(decode(&mut model, &mut state, logits.row(logits.rows() - 1), greedy.len()).0, greedy);
 }
 
@@ -168,13 +168,13 @@ fn fp8_checkpoint_equals_its_values_in_f32() {
     json["quantization_config"] = serde_json::json!({ "quant_method": "fp8", "weight_block_size": block });
     std::fs::write(path, json.to_string()).unwrap();
     for case in cases() {
-        let (expected, ..) = prefill(&load_with(plain.path(), options()), &case.prompt, 1024);
+        let (expected, ..) = prefill(&mut load_with(plain.path(), options()), &case.prompt, 1024);
         let off = distance(&expected.data, &case.stored["prompt_logits"]);
         assert!(off > 0.01, "FP8 changes nothing, so this test is void: {off}");
         for (slots, chunk) in [(None, 1024), (Some(60), 7)] {
             let store = StoreOptions { slots, ..StoreOptions::default() };
-            let model = load_with(fp8.path(), LoadOptions { store, ..options() });
-            let (found, ..) = prefill(&model, &case.prompt, chunk);
+            let mut model = load_with(fp8.path(), LoadOptions { store, ..options() });
+            let (found, ..) = prefill(&mut model, &case.prompt, chunk);
             assert!(found.data == expected.data, "{}, {slots:?} slots", case.name);
         }
         let reference = Reference::open(fp8.path(), Device::Cpu, DType::F32).unwrap().forward(&case.prompt).unwrap();
@@ -186,7 +186,7 @@ fn fp8_checkpoint_equals_its_values_in_f32() {
 #[test]
 fn table_in_own_file_gives_same_logits() {
     let case = &cases()[1];
-    let (expected, ..) = prefill(&load(), &case.prompt, 1024);
+    let (expected, ..) = prefill(&mut load(), &case.prompt, 1024);
     let (mut all, mut table) = (tensors(), Vec::new());
     let (prefix, dtype, mut rows) =
         ("model.language_model.layers.1.ple.ple_embedding.ngram_embedding.shard_", Dtype::BF16, 0);
@@ -198,7 +198,7 @@ fn table_in_own_file_gives_same_logits() {
     let own = Tensors::from([("ngram.weight".to_string(), (dtype, vec![rows, 32], table))]);
     let copy = written(&all);
     std::fs::copy(written(&own).path().join("model.safetensors"), copy.path().join("ngram-table.safetensors")).unwrap();
-    let (found, ..) = prefill(&load_with(copy.path(), options()), &case.prompt, 1024);
+    let (found, ..) = prefill(&mut load_with(copy.path(), options()), &case.prompt, 1024);
     assert!(found.data == expected.data);
 }
 
@@ -252,7 +252,7 @@ fn packed_rows_are_the_tables_rows() {
     let (dir, out) = (root.path().join("model"), root.path().join("model.pack"));
     synthetic(&dir);
     let ids: Vec<u32> = (0..60u32).map(|n| (n * n * 37 + n * 11 + 5) % 300).collect();
-    let logits = || prefill(&load_with(&dir, options()), &ids, 20).0.data;
+    let logits = || prefill(&mut load_with(&dir, options()), &ids, 20).0.data;
     let expected = logits();
 
     let found = CheckpointInfo::unpacked(&dir, &options()).unwrap();

@@ -80,7 +80,7 @@ fn check_fast_pass(name: &str, dir: &Path, ids: &[u32], chunk: usize, bound: imp
     let Computed { logits, routes, residuals, .. } = compute(dir, DType::F64, ids);
     assert_eq!(residuals.last().unwrap().dim(0).unwrap(), ids.len());
     for math in [CpuArithmetic::F32, CpuArithmetic::Integer] {
-        let (found, _, found_routes) = prefill(&load(dir, math), ids, chunk);
+        let (found, _, found_routes) = prefill(&mut load(dir, math), ids, chunk);
         let (off, length) = (distance(&found.data, &values(&logits)), ids.len());
         println!("{name}, {length} tokens in chunks of {chunk}, {math:?}: off by {off:.1e}");
         assert!(off <= bound(math), "{name}, {length} tokens, {math:?}: off by {off}");

@@ -3,7 +3,6 @@
 use crate::{
     device::Region,
     model::{
-        RouterChoice,
         config::{Config, FfnShape},
         state::{rollback::MAX_VERIFY_ROWS, sequence::MAX_RING_BLOCK},
     },
@@ -323,8 +322,6 @@ pub struct MoeScratch {
     pub ids: Vec<u32>,
     /// The router's logits, `[tokens, experts]`, if some experts are not resident.
     pub logits: Vec<f32>,
-    /// Weights of the chosen experts, `[tokens, k + 1]`. The last weight of a row is the shared expert's.
-    pub weights: Vec<f32>,
     /// Experts that are predicted for the next layer.
     pub predicted: Vec<u32>,
     /// Experts whose reads completed together.
@@ -333,13 +330,6 @@ pub struct MoeScratch {
     pub assignments: Vec<u32>,
     /// The slot of each assignment whose expert is loaded.
     pub slots: Vec<u32>,
-}
-
-impl MoeScratch {
-    pub fn router_choice(&self, k: usize) -> RouterChoice {
-        let weights = self.weights.chunks_exact(k + 1).flat_map(|row| row[..k].iter().copied()).collect();
-        RouterChoice { k, ids: self.ids.clone(), weights }
-    }
 }
 
 #[cfg(test)]

@@ -77,7 +77,7 @@ pub fn run(
     pass.is_ahead = false;
     submitted?;
     // The GPU works on these layers while the CPU counts the previous ones.
-    count(net, pass, hooks)?;
+    count(net, pass)?;
 
     let (rows, ahead) = (pass.rows(), &mut pass.scratch.ahead);
     let routes = b.routes(layers.clone(), rows, moe_weights(net, layers.start)?);
@@ -97,27 +97,24 @@ pub fn run(
     let in_vain = pass.backend.launches() - ahead.launches.get(missed - layers.start).copied().unwrap_or(0);
     experts.metrics.gpu_skipped_launches.inc_by(in_vain);
     ahead.layers.end = missed;
-    count(net, pass, hooks)?;
+    count(net, pass)?;
     for (state, before) in states.iter_mut().zip(&before) {
         state[missed + 1..layers.end].copy_from_slice(&before[missed + 1 - layers.start..]);
     }
     let weights = moe_weights(net, missed)?;
     let combine = moe::combine(weights, b.route(missed, rows, weights), pass.slots, rows, b);
     let scratch = read_route(missed, weights, pass);
-    moe::fetch_and_run(missed, None, combine, experts, (pass, hooks, scratch))?;
+    moe::fetch_and_run(missed, None, combine, experts, pass, scratch)?;
     net.layers[missed].end(missed, pass, hooks)?;
     Ok(missed + 1)
 }
 
-/// Reports the choices of the layers that ran ahead to the expert store and to the observer, in the order of layers.
-pub fn count(net: &Network, pass: &mut Pass<'_>, hooks: &mut LayerHooks<'_>) -> Result<(), ModelError> {
+/// Reports the choices of the layers that ran ahead to the expert store, in the order of layers.
+pub fn count(net: &Network, pass: &mut Pass<'_>) -> Result<(), ModelError> {
     let Some(experts) = pass.experts else { return Ok(()) };
     for index in std::mem::take(&mut pass.scratch.ahead.layers) {
         let weights = moe_weights(net, index)?;
         let scratch = read_route(index, weights, pass);
-        if let Some(on_route) = &mut hooks.on_route {
-            on_route(index, &scratch.router_choice(weights.k));
-        }
         let choice = ExpertChoice { ids: &scratch.ids, k: weights.k, logits: &scratch.logits };
         let mut fetch = experts.fetch(index, &choice, pass.chunk.kind, &mut *pass.backend)?;
         while fetch.next(&mut *pass.backend)?.is_some() {}
@@ -130,11 +127,9 @@ pub fn count(net: &Network, pass: &mut Pass<'_>, hooks: &mut LayerHooks<'_>) -> 
 /// The choice of a layer that ran ahead, in the lists of the mixture of experts.
 fn read_route(index: usize, weights: &MoeWeights, pass: &mut Pass<'_>) -> MoeScratch {
     let (rows, ahead, mut scratch) = (pass.rows(), &pass.scratch.ahead, std::mem::take(&mut pass.scratch.moe));
-    let [ids, _, chosen, scores] = split_route(&ahead.routes, index - ahead.first, rows, weights);
+    let [ids, _, _, scores] = split_route(&ahead.routes, index - ahead.first, rows, weights);
     scratch.ids.clear();
     scratch.ids.extend(ids);
-    scratch.weights.clear();
-    scratch.weights.extend_from_slice(bytemuck::cast_slice(chosen));
     scratch.logits.clear();
     for row in scores.chunks_exact(weights.width()).take(rows) {
         scratch.logits.extend_from_slice(bytemuck::cast_slice(&row[..weights.router.rows]));

@@ -75,12 +75,12 @@ pub fn forward_layers(
         index = if ahead > 1 {
             look_ahead::run(net, index..index + ahead, states, pass, hooks)?
         } else {
-            look_ahead::count(net, pass, hooks)?;
+            look_ahead::count(net, pass)?;
             layer.forward(index, net, states, pass, hooks)?;
             index + 1
         };
     }
-    look_ahead::count(net, pass, hooks)
+    look_ahead::count(net, pass)
 }
 
 impl LayerWeights {
@@ -105,7 +105,7 @@ impl LayerWeights {
 
         let next = net.layers.get(index + 1).map(|next| &next.ffn);
         let x = pass.read(&self.before_ffn)?;
-        self.ffn.forward(index, x, next, pass, hooks)?;
+        self.ffn.forward(index, x, next, pass)?;
         self.end(index, pass, hooks)
     }
 
@@ -212,17 +212,10 @@ fn foreign_state() -> ModelError {
 }
 
 impl Ffn {
-    fn forward(
-        &self,
-        index: usize,
-        x: PartInput,
-        next: Option<&Ffn>,
-        pass: &mut Pass<'_>,
-        hooks: &mut LayerHooks<'_>,
-    ) -> Result<(), ModelError> {
+    fn forward(&self, index: usize, x: PartInput, next: Option<&Ffn>, pass: &mut Pass<'_>) -> Result<(), ModelError> {
         match self {
             Ffn::Dense(dense) => dense.forward(x, pass),
-            Ffn::Moe(weights) => moe::forward(index, x, weights, next.and_then(Ffn::moe), pass, hooks),
+            Ffn::Moe(weights) => moe::forward(index, x, weights, next.and_then(Ffn::moe), pass),
         }
     }
 }

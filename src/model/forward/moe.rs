@@ -13,7 +13,7 @@
 
 use super::{
     buffers::{Buffers, MoeScratch, RouteBuffers},
-    pass::{LayerHooks, PartInput, Pass},
+    pass::{PartInput, Pass},
 };
 use crate::{
     device::Region,
@@ -36,7 +36,6 @@ pub fn forward(
     layer: &MoeWeights,
     next: Option<&MoeWeights>,
     pass: &mut Pass<'_>,
-    hooks: &mut LayerHooks<'_>,
 ) -> Result<(), ModelError> {
     let Some(experts) = pass.experts else {
         return Err(ModelError::Config("the experts are not loaded".into()));
@@ -91,8 +90,8 @@ pub fn forward(
 
     // Wait for the router's choice: the only wait of a layer.
     experts.metrics.gpu_router_waits.inc_by(u64::from(limits.is_async && !experts.is_resident()));
-    read_choice(layer, !experts.is_resident(), hooks.on_route.is_some(), pass, &mut scratch)?;
-    fetch_and_run(index, next, combine, experts, (pass, hooks, scratch))
+    read_choice(layer, !experts.is_resident(), pass, &mut scratch)?;
+    fetch_and_run(index, next, combine, experts, pass, scratch)
 }
 
 /// Fetches the experts in `scratch` and adds their results to the residual. Starts to prefetch the experts of `next`.
@@ -101,12 +100,10 @@ pub fn fetch_and_run(
     next: Option<&MoeWeights>,
     combine: CombineExperts<'_>,
     experts: &ExpertStore,
-    (pass, hooks, mut scratch): (&mut Pass<'_>, &mut LayerHooks<'_>, MoeScratch),
+    pass: &mut Pass<'_>,
+    mut scratch: MoeScratch,
 ) -> Result<(), ModelError> {
     let (layer, kind, limits) = (combine.layer, pass.chunk.kind, pass.limits);
-    if let Some(on_route) = &mut hooks.on_route {
-        on_route(index, &scratch.router_choice(layer.k));
-    }
     let choice = ExpertChoice { ids: &scratch.ids, k: layer.k, logits: &scratch.logits };
     let mut fetch = experts.fetch(index, &choice, kind, &mut *pass.backend)?;
 
@@ -236,11 +233,10 @@ fn predict(index: usize, layer: &MoeWeights, pass: &mut Pass<'_>, out: &mut Vec<
     Ok(pass.backend.read_words(ids, out)?)
 }
 
-/// Reads the router's choice from the device: always the ids; the logits and the weights only on request.
+/// Reads the router's choice from the device: the ids, and the logits on request.
 fn read_choice(
     layer: &MoeWeights,
     logits: bool,
-    weights: bool,
     pass: &mut Pass<'_>,
     scratch: &mut MoeScratch,
 ) -> Result<(), ModelError> {
@@ -251,10 +247,6 @@ fn read_choice(
     scratch.logits.resize(if logits { tokens * experts } else { 0 }, 0.0);
     for (token, row) in scratch.logits.chunks_exact_mut(experts).enumerate() {
         pass.backend.read_floats(b.moe.scores.rows(token, 1, width), row)?;
-    }
-    if weights {
-        scratch.weights.resize(tokens * (k + 1), 0.0);
-        pass.backend.read_floats(b.moe.weights, &mut scratch.weights)?;
     }
     Ok(())
 }

@@ -6,7 +6,6 @@ use crate::{
     error::ModelError,
     experts::{ExpertStore, PassKind},
     model::{
-        RouterObserver,
         config::Config,
         drafts::hidden_taps::TapBuffers,
         ngram_table::NgramInput,
@@ -103,7 +102,6 @@ impl PartInput {
 /// Callbacks between layers.
 pub struct LayerHooks<'a> {
     pub keep_going: Option<&'a dyn Fn() -> bool>,
-    pub on_route: Option<&'a mut RouterObserver<'a>>,
     pub marks: SnapshotMarks,
     pub taps: &'a mut TapBuffers,
 }
@@ -255,7 +253,7 @@ impl Pass<'_> {
 impl<'a> LayerHooks<'a> {
     /// Hooks that only record hidden rows.
     pub fn taps_only(taps: &'a mut TapBuffers) -> Self {
-        Self { keep_going: None, on_route: None, marks: SnapshotMarks::default(), taps }
+        Self { keep_going: None, marks: SnapshotMarks::default(), taps }
     }
 
     pub fn before_layer(&self) -> Result<(), ModelError> {
