@@ -307,7 +307,7 @@ pub struct AheadScratch {
     /// The outputs of the routers from layer `first` on.
     pub routes: Vec<u32>,
     pub first: usize,
-    /// The layers in `routes` that the expert store has not counted yet.
+    /// The layers in `routes` whose choices were not reported to the expert store yet.
     pub layers: Range<usize>,
     /// For each layer since the last wait: the backend's launch count just before the layer's experts.
     pub launches: Vec<u64>,

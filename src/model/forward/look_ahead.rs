@@ -7,11 +7,12 @@
 //! one wait:           the choices of layers 3, 4 and 5
 //! then:               layer 5 waits for its experts as usual, and the pass continues with layer 6
 //! ```
-//! Skipped attention may still write keys and values, but a later layer writes the same positions again. The residual and
-//! the states of the delta nets stay as they are.
+//! Skipped attention may still write keys and values. Its layers are submitted again and then write the same positions.
+//! The residual and the states of the delta nets stay as they are.
 //!
 //! Experts need no pins while layers run ahead: only this thread assigns slots, in a fetch or a prefetch, and it does
-//! neither before it has counted these layers. The count releases their slots after a sync point.
+//! neither before it has reported the choices of these layers to the store. The report releases their slots after a
+//! sync point.
 
 use super::{
     buffers::{MoeScratch, split_route},
@@ -27,14 +28,14 @@ use crate::{
 use std::ops::Range;
 
 /// Forgets the layers of an earlier pass that failed.
-pub fn begin(pass: &mut Pass<'_>) {
+pub fn reset(pass: &mut Pass<'_>) {
     pass.scratch.ahead.layers = 0..0;
     // A panic may have left it.
     pass.backend.set_skip_flag(None);
 }
 
 /// Number of layers from `index` on that can be computed with one wait. 1 means that layer `index` runs alone.
-pub fn layers(index: usize, pass: &Pass<'_>, hooks: &LayerHooks<'_>) -> usize {
+pub fn layer_count(index: usize, pass: &Pass<'_>, hooks: &LayerHooks<'_>) -> usize {
     let (chunk, config) = (&pass.chunk, pass.config);
     let Some(experts) = pass.experts.filter(|experts| !experts.is_resident()) else { return 1 };
     // Other residual streams, tables and caches would need kernels with a skip flag.
@@ -76,8 +77,8 @@ pub fn run(
     pass.backend.set_skip_flag(None);
     pass.is_ahead = false;
     submitted?;
-    // The GPU works on these layers while the CPU counts the previous ones.
-    count(net, pass)?;
+    // The GPU works on these layers while the CPU reports the choices of the previous ones.
+    report_choices(net, pass)?;
 
     let (rows, ahead) = (pass.rows(), &mut pass.scratch.ahead);
     let routes = b.routes(layers.clone(), rows, moe_weights(net, layers.start)?);
@@ -94,10 +95,10 @@ pub fn run(
         ahead.may_skip = false;
         return Ok(layers.end);
     };
-    let in_vain = pass.backend.launches() - ahead.launches.get(missed - layers.start).copied().unwrap_or(0);
-    experts.metrics.gpu_skipped_launches.inc_by(in_vain);
+    let skipped = pass.backend.launches() - ahead.launches.get(missed - layers.start).copied().unwrap_or(0);
+    experts.metrics.gpu_skipped_launches.inc_by(skipped);
     ahead.layers.end = missed;
-    count(net, pass)?;
+    report_choices(net, pass)?;
     for (state, before) in states.iter_mut().zip(&before) {
         state[missed + 1..layers.end].copy_from_slice(&before[missed + 1 - layers.start..]);
     }
@@ -110,7 +111,7 @@ pub fn run(
 }
 
 /// Reports the choices of the layers that ran ahead to the expert store, in the order of layers.
-pub fn count(net: &Network, pass: &mut Pass<'_>) -> Result<(), ModelError> {
+pub fn report_choices(net: &Network, pass: &mut Pass<'_>) -> Result<(), ModelError> {
     let Some(experts) = pass.experts else { return Ok(()) };
     for index in std::mem::take(&mut pass.scratch.ahead.layers) {
         let weights = moe_weights(net, index)?;

@@ -68,19 +68,19 @@ pub fn forward_layers(
 ) -> Result<(), ModelError> {
     let streams = pass.experts.is_some_and(|experts| !experts.is_resident());
     pass.backend.begin_layers(streams);
-    look_ahead::begin(pass);
+    look_ahead::reset(pass);
     let mut index = 0;
     while let Some(layer) = net.layers.get(index) {
-        let ahead = look_ahead::layers(index, pass, hooks);
-        index = if ahead > 1 {
-            look_ahead::run(net, index..index + ahead, states, pass, hooks)?
+        let count = look_ahead::layer_count(index, pass, hooks);
+        index = if count > 1 {
+            look_ahead::run(net, index..index + count, states, pass, hooks)?
         } else {
-            look_ahead::count(net, pass)?;
+            look_ahead::report_choices(net, pass)?;
             layer.forward(index, net, states, pass, hooks)?;
             index + 1
         };
     }
-    look_ahead::count(net, pass)
+    look_ahead::report_choices(net, pass)
 }
 
 impl LayerWeights {
