@@ -130,16 +130,24 @@ impl MixBuffers {
     }
 }
 
-impl Buffers {
-    /// Allocates each buffer by a call of `take` with its size in bytes. `context` is the length of the longest
-    /// sequence.
-    pub fn new<E>(
-        config: &Config,
-        limits: &BackendLimits,
-        rows: usize,
-        context: usize,
-        mut take: impl FnMut(usize) -> Result<Region, E>,
-    ) -> Result<Self, E> {
+/// Number of words for each row, of the buffers whose size depends on the kinds of layers.
+struct RowWords {
+    proj: usize,
+    mixed: usize,
+    /// A mixer's output: `head_out` and `y`.
+    values: usize,
+    scores: usize,
+    act: usize,
+    out: usize,
+    ngram: usize,
+    /// Half-precision inputs of matrix products.
+    half_x: usize,
+    /// Half-precision activations of the experts.
+    half_act: usize,
+}
+
+impl RowWords {
+    fn new(config: &Config, limits: &BackendLimits) -> Self {
         let (hidden, heads, delta) = (config.hidden, config.attention, config.delta);
         let full = config.full_layers();
         let (mut proj, mut values, mut mixed) = (0, 0, 0);
@@ -153,35 +161,59 @@ impl Buffers {
             // An n-gram table's projections: the keys of all streams, and the value.
             proj = proj.max(config.residual_width() + hidden);
         }
-        let (k, experts, scores, mut act, out) = match config.ffn {
-            FfnShape::Dense { intermediate } => (0, 0, 2 * intermediate, intermediate, 0),
+        let (k, scores, mut act, out) = match config.ffn {
+            FfnShape::Dense { intermediate } => (0, 2 * intermediate, intermediate, 0),
             FfnShape::Moe { experts, k, intermediate, shared, .. } => {
-                (k, experts, experts + 2 * shared + 1, (k + 1) * intermediate.max(shared), (k + 1) * hidden)
+                (k, experts + 2 * shared + 1, (k + 1) * intermediate.max(shared), (k + 1) * hidden)
             }
         };
         if k > 0 && !limits.needs_expert_buffers {
             // Space for the prediction of the next layer's experts.
             act = 4 * k;
         }
-        let partials = limits.partials.map_or(0, |(together, max)| {
-            let row = heads.heads * crate::ops::attention::max_splits(context) * (heads.dim + 2);
-            let row = row.max(config.indexer.map_or(0, |indexer| indexer.gpu_scratch(context))) * 4;
-            (together * row).min(max.max(row)) / 4
-        });
         let ngram = config.ngrams.iter().map(|ngram| ngram.width).max().unwrap_or(0);
-        // Half-precision inputs of matrix products, and half-precision activations of the experts.
-        let widest = match config.ffn {
-            FfnShape::Dense { intermediate } => intermediate,
-            FfnShape::Moe { shared, .. } => shared,
-        };
-        let mut half = (0, 0);
+        let (mut half_x, mut half_act) = (0, 0);
         if limits.uses_half_precision {
+            let widest = match config.ffn {
+                FfnShape::Dense { intermediate } => intermediate,
+                FfnShape::Moe { shared, .. } => shared,
+            };
             let inputs = [hidden, values, widest, config.residual_width(), ngram];
-            half.0 = inputs.into_iter().map(HalfBuffers::words).max().unwrap_or(0);
+            half_x = inputs.into_iter().map(HalfBuffers::words).max().unwrap_or(0);
             if let FfnShape::Moe { k, intermediate, .. } = config.ffn {
-                half.1 = k * HalfBuffers::words(intermediate);
+                half_act = k * HalfBuffers::words(intermediate);
             }
         }
+        Self { proj, mixed, values, scores, act, out, ngram, half_x, half_act }
+    }
+}
+
+/// Number of words of [`Buffers::partials`]. `context` is the length of the longest sequence.
+fn partial_words(config: &Config, limits: &BackendLimits, context: usize) -> usize {
+    let heads = config.attention;
+    limits.partials.map_or(0, |(together, max)| {
+        let row = heads.heads * crate::ops::attention::max_splits(context) * (heads.dim + 2);
+        let row = row.max(config.indexer.map_or(0, |indexer| indexer.gpu_scratch(context))) * 4;
+        (together * row).min(max.max(row)) / 4
+    })
+}
+
+impl Buffers {
+    /// Allocates each buffer by a call of `take` with its size in bytes. `context` is the length of the longest
+    /// sequence.
+    pub fn new<E>(
+        config: &Config,
+        limits: &BackendLimits,
+        rows: usize,
+        context: usize,
+        mut take: impl FnMut(usize) -> Result<Region, E>,
+    ) -> Result<Self, E> {
+        let RowWords { proj, mixed, values, scores, act, out, ngram, half_x, half_act } = RowWords::new(config, limits);
+        let hidden = config.hidden;
+        let (k, experts) = match config.ffn {
+            FfnShape::Dense { .. } => (0, 0),
+            FfnShape::Moe { experts, k, .. } => (k, experts),
+        };
         let few = rows.min(limits.max_per_assignment_rows.max(1));
         let routes = if k > 0 { rows.min(limits.max_slot_table_rows) } else { 0 };
         let mut take = |words: usize| take(words * 4);
@@ -226,7 +258,7 @@ impl Buffers {
             head_out: heads,
             y,
             single_y: take(if limits.delta_in_place { values } else { 0 })?,
-            partials: take(partials)?,
+            partials: take(partial_words(config, limits, context))?,
             moe: MoeBuffers {
                 scores: take(rows * scores)?,
                 weights: take(rows * (k + 1))?,
@@ -241,7 +273,7 @@ impl Buffers {
             slot_tables: take(config.layers * experts)?,
             routes: take(config.layers * route_layout(routes, k, scores).1)?,
             skip_flag: take(1)?,
-            half: HalfBuffers { x: take(rows * half.0)?, act: take(rows * half.1)? },
+            half: HalfBuffers { x: take(rows * half_x)?, act: take(rows * half_act)? },
             logits: take(rows.min(LOGIT_ROWS) * config.vocab)?,
         })
     }
