@@ -247,30 +247,34 @@ FN bool uses_split_k(CONSTANT LinearArgs& a) {
 }
 
 #define MATRICES(n)                                                                                                    \
-  IN(uchar, c0, n), IN(uchar, s0, n + 1), IN(uchar, b0, n + 2), IN(uchar, c1, n + 3), IN(uchar, s1, n + 4),             \
-  IN(uchar, b1, n + 5), IN(uchar, c2, n + 6), IN(uchar, s2, n + 7), IN(uchar, b2, n + 8), IN(uchar, c3, n + 9),         \
+  IN(uchar, c0, n), IN(uchar, s0, n + 1), IN(uchar, b0, n + 2), IN(uchar, c1, n + 3), IN(uchar, s1, n + 4),            \
+  IN(uchar, b1, n + 5), IN(uchar, c2, n + 6), IN(uchar, s2, n + 7), IN(uchar, b2, n + 8), IN(uchar, c3, n + 9),        \
   IN(uchar, s3, n + 10), IN(uchar, b3, n + 11)
+
+// The weights of matrix `i` of MATRICES.
+#define PICK(i, p) (i == 0 ? p##0 : i == 1 ? p##1 : i == 2 ? p##2 : p##3)
+#define WEIGHT_PTRS(i) {PICK(i, c), PICK(i, s), PICK(i, b)}
 
 // The body of a kernel with arguments `a`, `fused`, x, w, y, kept and skip.
 #define PRODUCT(TOKENS, KIND, ANY)                                                                                     \
   uint block = tgid.y, start = 0;                                                                                      \
-  SHARED(float4, scratch, ANY ? 1 : STAGED_CHUNKS * 4);                                                                          \
-  SHARED(float, sums, ANY ? 1 : STAGED_CHUNKS);                                                                               \
+  SHARED(float4, scratch, ANY ? 1 : STAGED_CHUNKS * 4);                                                                \
+  SHARED(float, sums, ANY ? 1 : STAGED_CHUNKS);                                                                        \
   SHARED(float, part, TOKENS * 4);                                                                                     \
-  const bool split_k = !ANY && (KIND == NORMED || KIND == CONV || a.add != 0) && uses_split_k(a);                           \
-  const uint size = split_k ? ROWS : BLOCK, i = find_matrix(a, size, &block, &start), row = block * size + (split_k ? 0 : sg * ROWS); \
-  const WeightPtrs bytes = {i == 0 ? c0 : i == 1 ? c1 : i == 2 ? c2 : c3, i == 0 ? s0 : i == 1 ? s1 : i == 2 ? s2 : s3,     \
-                       i == 0 ? b0 : i == 1 ? b1 : i == 2 ? b2 : b3};                                                  \
-  if (split_k) prefetch_rows<1>(bytes, a.m[i].format, a.m[i].rows, a.cols, row + sg);                                      \
+  const bool split_k = !ANY && (KIND == NORMED || KIND == CONV || a.add != 0) && uses_split_k(a);                      \
+  const uint size = split_k ? ROWS : BLOCK, i = find_matrix(a, size, &block, &start);                                  \
+  const uint row = block * size + (split_k ? 0 : sg * ROWS);                                                           \
+  const WeightPtrs bytes = WEIGHT_PTRS(i);                                                                             \
+  if (split_k) prefetch_rows<1>(bytes, a.m[i].format, a.m[i].rows, a.cols, row + sg);                                  \
   else if (!ANY) prefetch_rows<ROWS>(bytes, a.m[i].format, a.m[i].rows, a.cols, row);                                  \
   AWAIT();                                                                                                             \
   if (is_skipped(a.can_skip, skip)) return;                                                                            \
   linear<TOKENS, KIND, ANY>(a, a.m[i], start, row, x, w, y, kept, bytes, split_k, fused, scratch, sums, part THREAD_IDS);
 
 #define LINEAR(name, TOKENS, KIND, ANY)                                                                                \
-  KERNEL(name, ARGS(LinearArgs, a), IN(float, x, 1), IN(float, w, 2), OUT(float, y, 3), OUT(float, kept, 4), MATRICES(5), \
-         IN(uint, skip, 17)) {                                                                                         \
-    const Fused fused = {};                                                                                          \
+  KERNEL(name, ARGS(LinearArgs, a), IN(float, x, 1), IN(float, w, 2), OUT(float, y, 3), OUT(float, kept, 4),           \
+         MATRICES(5), IN(uint, skip, 17)) {                                                                            \
+    const Fused fused = {};                                                                                            \
     PRODUCT(TOKENS, KIND, ANY)                                                                                         \
   }
 
@@ -284,24 +288,25 @@ LINEAR(gemv_any_norm_1, 1, NORMED, true)
 LINEAR(gemv_any_norm_2, 2, NORMED, true)
 
 #define LINEAR_CONV(name, ANY)                                                                                         \
-  KERNEL(name, ARGS(ConvArgs, b), IN(float, x, 1), IN(float, w, 2), OUT(float, y, 3), IN(float, conv_weight, 4), IN(float, replay, 5), \
-         OUT(float, state, 6), OUT(float, mixed, 7), MATRICES(8), IN(uint, skip, 20)) {                                \
+  KERNEL(name, ARGS(ConvArgs, b), IN(float, x, 1), IN(float, w, 2), OUT(float, y, 3), IN(float, conv_weight, 4),       \
+         IN(float, replay, 5), OUT(float, state, 6), OUT(float, mixed, 7), MATRICES(8), IN(uint, skip, 20)) {          \
     CONSTANT LinearArgs& a = b.product;                                                                                \
-    const Fused fused = {conv_weight, replay, state, mixed, b.replay, 0, 0, 0, 0};                                              \
+    const Fused fused = {conv_weight, replay, state, mixed, b.replay, 0, 0, 0, 0};                                     \
     DEVICE float* kept = y;                                                                                            \
-    PRODUCT(1, CONV, ANY)                                                                                         \
+    PRODUCT(1, CONV, ANY)                                                                                              \
   }
 
 LINEAR_CONV(gemv_conv, false)
 LINEAR_CONV(gemv_any_conv, true)
 
 #define LINEAR_HEADS(name, TOKENS, ANY)                                                                                \
-  KERNEL(name, ARGS(HeadsArgs, b), IN(float, x, 1), IN(float, w, 2), OUT(float, y, 3), MATRICES(4), IN(uint, skip, 16)) { \
-    SHARED(float, quarters, TOKENS * 4 * MAX_HEADS);                                                                  \
+  KERNEL(name, ARGS(HeadsArgs, b), IN(float, x, 1), IN(float, w, 2), OUT(float, y, 3), MATRICES(4),                    \
+         IN(uint, skip, 16)) {                                                                                         \
+    SHARED(float, quarters, TOKENS * 4 * MAX_HEADS);                                                                   \
     CONSTANT LinearArgs& a = b.product;                                                                                \
-    const Fused fused = {0, 0, 0, 0, 0, b.heads, b.size, b.eps, quarters};                                           \
+    const Fused fused = {0, 0, 0, 0, 0, b.heads, b.size, b.eps, quarters};                                             \
     DEVICE float* kept = y;                                                                                            \
-    PRODUCT(TOKENS, HEAD_NORM, ANY)                                                                                        \
+    PRODUCT(TOKENS, HEAD_NORM, ANY)                                                                                    \
   }
 
 LINEAR_HEADS(gemv_head_norm_1, 1, false)
@@ -333,17 +338,14 @@ FN void gemm_block(CONSTANT LinearArgs& a, CONSTANT Matrix& m, uint start, uint 
   }
 }
 
-#define GEMM(name, ANY)                                                                                               \
-  KERNEL(name, ARGS(LinearArgs, a), IN(uint, x, 1), IN(float, scale, 2), OUT(float, y, 3), IN(uchar, c0, 4),          \
-         IN(uchar, s0, 5), IN(uchar, b0, 6), IN(uchar, c1, 7), IN(uchar, s1, 8), IN(uchar, b1, 9), IN(uchar, c2, 10), \
-         IN(uchar, s2, 11), IN(uchar, b2, 12), IN(uchar, c3, 13), IN(uchar, s3, 14), IN(uchar, b3, 15)) {             \
-    SHARED(uint4, scratch, TileScratch<GEMM_TILES>::SIZE);                                                                      \
-    AWAIT();                                                                                                          \
-    uint block = tgid.y, start = 0;                                                                                   \
-    const uint i = find_matrix(a, TILE_WIDTH, &block, &start);                                                                     \
-    const WeightPtrs bytes = {i == 0 ? c0 : i == 1 ? c1 : i == 2 ? c2 : c3, i == 0 ? s0 : i == 1 ? s1 : i == 2 ? s2 : s3,  \
-                         i == 0 ? b0 : i == 1 ? b1 : i == 2 ? b2 : b3};                                               \
-    gemm_block<ANY>(a, a.m[i], start, block, x, scale, y, bytes, scratch THREAD_IDS);                                                \
+#define GEMM(name, ANY)                                                                                                \
+  KERNEL(name, ARGS(LinearArgs, a), IN(uint, x, 1), IN(float, scale, 2), OUT(float, y, 3), MATRICES(4)) {              \
+    SHARED(uint4, scratch, TileScratch<GEMM_TILES>::SIZE);                                                             \
+    AWAIT();                                                                                                           \
+    uint block = tgid.y, start = 0;                                                                                    \
+    const uint i = find_matrix(a, TILE_WIDTH, &block, &start);                                                         \
+    const WeightPtrs bytes = WEIGHT_PTRS(i);                                                                           \
+    gemm_block<ANY>(a, a.m[i], start, block, x, scale, y, bytes, scratch THREAD_IDS);                                  \
   }
 
 GEMM(gemm, false)
