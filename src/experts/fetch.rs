@@ -218,10 +218,10 @@ impl ExpertFetch<'_> {
             }
             if self.pending.in_slots.is_empty()
                 && !only_verifying
-                && let Some(mark) = state.slots.next_sync_point()
+                && let Some(point) = state.slots.next_sync_point()
             {
                 // No slot is free, and the device still reads slots of earlier layers or batches. Wait for the device.
-                device.wait_for(mark).map_err(|error| StoreError::Other(format!("GPU: {error}")))?;
+                device.wait_for(point).map_err(|error| StoreError::Other(format!("GPU: {error}")))?;
                 continue;
             }
             if self.pending.in_slots.is_empty() && !store.reader.is_busy() {
@@ -258,9 +258,9 @@ impl ExpertFetch<'_> {
     }
 
     /// Releases the slots of all batches that were not released yet. The device may read these slots until it has
-    /// completed `mark`.
-    pub fn release_after(mut self, mark: SyncPoint) {
-        self.release(mark);
+    /// completed `point`.
+    pub fn release_after(mut self, point: SyncPoint) {
+        self.release(point);
     }
 
     /// Pins the experts that have a slot, so that claiming slots for other experts does not evict them. Counts hits and
@@ -384,11 +384,11 @@ impl ExpertFetch<'_> {
     }
 
     /// Unpins all slots.
-    fn release(&mut self, mark: SyncPoint) {
+    fn release(&mut self, point: SyncPoint) {
         let state = &mut *self.store.state.borrow_mut();
         let PendingExperts { in_slots, batch, used, unverified, .. } = &mut self.pending;
         for slot in used.drain(..).chain(batch.drain(..).map(|expert| expert.slot)) {
-            state.slots.unpin(slot, mark, &state.scores);
+            state.slots.unpin(slot, point, &state.scores);
         }
         for expert in in_slots.drain(..).chain(unverified.drain(..)) {
             state.slots.unpin(expert.slot, SyncPoint::START, &state.scores);
@@ -424,12 +424,12 @@ impl ReadyBatch<'_> {
         })
     }
 
-    /// Releases the slots of this batch. The slots can be reused after the device has completed `mark`, even before the
-    /// layer ends.
-    pub fn release_after(self, mark: SyncPoint) {
+    /// Releases the slots of this batch. The slots can be reused after the device has completed `point`, even before
+    /// the layer ends.
+    pub fn release_after(self, point: SyncPoint) {
         let state = &mut *self.store.state.borrow_mut();
         for expert in self.pending.batch.drain(..) {
-            state.slots.unpin(expert.slot, mark, &state.scores);
+            state.slots.unpin(expert.slot, point, &state.scores);
         }
     }
 }

@@ -5,7 +5,7 @@
 //! once per layer:
 //!
 //! ```text
-//! let mut fetch = store.fetch(layer, &ExpertChoice { ids, k, logits }, kind, device)?;   pins hits, reads misses
+//! let mut fetch = store.fetch(layer, &ExpertChoice { ids, k, logits }, kind, device)?;    pins hits, reads misses
 //! store.prefetch(layer + 1, &guess, kind);                                               queued after the misses
 //! while let Some(batch) = fetch.next(device)? {                                           hits first, then arrivals
 //!     for ready in batch.iter() { .. expert, slot, assignments, pieces .. }               compute, or encode GPU work

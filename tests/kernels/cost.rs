@@ -110,8 +110,8 @@ impl Gpu for Counting {
     }
 
     fn wait(&mut self) -> Result<(), DeviceError> {
-        let mark = self.sync_point();
-        self.wait_for(mark)
+        let point = self.sync_point();
+        self.wait_for(point)
     }
 }
 
@@ -124,13 +124,13 @@ impl Timeline for Counting {
         self.0.completed()
     }
 
-    fn wait_for(&mut self, mark: SyncPoint) -> Result<(), DeviceError> {
+    fn wait_for(&mut self, point: SyncPoint) -> Result<(), DeviceError> {
         let count = &mut *self.1.lock().unwrap();
         // A wait for a point that is already completed costs no time.
-        count.waits += usize::from(mark > count.passed);
-        count.passed = count.passed.max(mark);
+        count.waits += usize::from(point > count.passed);
+        count.passed = count.passed.max(point);
         count.hand_over();
-        self.0.wait_for(mark)
+        self.0.wait_for(point)
     }
 }
 

@@ -73,8 +73,8 @@ macro_rules! timeline_of {
                 self.$below.completed()
             }
 
-            fn wait_for(&mut self, mark: SyncPoint) -> Result<(), DeviceError> {
-                self.$below.wait_for(mark)
+            fn wait_for(&mut self, point: SyncPoint) -> Result<(), DeviceError> {
+                self.$below.wait_for(point)
             }
         }
     };

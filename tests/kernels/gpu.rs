@@ -149,8 +149,8 @@ impl Timeline for HostGpu {
         SyncPoint(self.encoded - self.pending.len() as u64)
     }
 
-    fn wait_for(&mut self, mark: SyncPoint) -> Result<(), DeviceError> {
-        while self.encoded - (self.pending.len() as u64) < mark.0
+    fn wait_for(&mut self, point: SyncPoint) -> Result<(), DeviceError> {
+        while self.encoded - (self.pending.len() as u64) < point.0
             && let Some(work) = self.pending.front().cloned()
         {
             match work {

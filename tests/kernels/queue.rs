@@ -352,12 +352,12 @@ fn repeatedly_failing_device_is_lost() {
 fn unreachable_sync_point_is_an_error() {
     let QueueFixture { mut queue, launch, .. } = QueueFixture::new("commit", Fault::Fails);
     queue.launch(&launch).unwrap();
-    let mark = queue.sync_point();
-    assert!(queue.completed() < mark);
-    assert!(queue.wait_for(mark).unwrap_err().to_string().contains("address fault"));
+    let point = queue.sync_point();
+    assert!(queue.completed() < point);
+    assert!(queue.wait_for(point).unwrap_err().to_string().contains("address fault"));
     queue.launch(&launch).unwrap();
     let next = queue.sync_point();
-    assert!(next > mark && queue.wait_for(next).is_ok() && queue.completed() == next);
+    assert!(next > point && queue.wait_for(next).is_ok() && queue.completed() == next);
 }
 
 #[test]

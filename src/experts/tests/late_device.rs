@@ -38,8 +38,8 @@ impl<'s> LateDevice<'s> {
         }
     }
 
-    fn work_until(&mut self, mark: usize) {
-        for &(layer, expert, slot) in &self.work[self.done.min(mark)..mark] {
+    fn work_until(&mut self, point: usize) {
+        for &(layer, expert, slot) in &self.work[self.done.min(point)..point] {
             let base = self.store.layout().start(slot);
             let spans = self.store.spans(layer, expert).unwrap();
             for (piece, span) in self.checkpoint.map.layers[layer][expert as usize].iter().zip(spans) {
@@ -53,7 +53,7 @@ impl<'s> LateDevice<'s> {
                 );
             }
         }
-        self.done = self.done.max(mark);
+        self.done = self.done.max(point);
     }
 }
 
@@ -70,12 +70,12 @@ impl Timeline for LateDevice<'_> {
         SyncPoint(self.done as u64)
     }
 
-    fn wait_for(&mut self, mark: SyncPoint) -> Result<(), DeviceError> {
+    fn wait_for(&mut self, point: SyncPoint) -> Result<(), DeviceError> {
         if self.is_broken {
             return Err(DeviceError("lost".into()));
         }
         self.waits += 1;
-        self.work_until(mark.0 as usize);
+        self.work_until(point.0 as usize);
         Ok(())
     }
 

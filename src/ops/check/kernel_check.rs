@@ -111,12 +111,12 @@ impl KernelCheck<'_> {
 
     fn ran(&mut self, done: Result<(), DeviceError>) -> Vec<&'static str> {
         let mut ran = self.gpu.take_launched();
-        let mark = self.gpu.sync_point();
-        if let Err(error) = done.and(self.gpu.wait_for(mark))
+        let point = self.gpu.sync_point();
+        if let Err(error) = done.and(self.gpu.wait_for(point))
             && let Some(refused) = ran.pop()
         {
             self.found.insert(refused.into(), Err(error.0));
-            let _ = self.gpu.wait_for(mark);
+            let _ = self.gpu.wait_for(point);
             ran.clear();
         }
         ran

@@ -46,8 +46,8 @@ fn order(b: &mut KernelCheck<'_>, weight: &Weight) -> Result<(), DeviceError> {
             }
         }
         b.gpu.set_waits_each(true);
-        let mark = b.gpu.sync_point();
-        b.gpu.wait_for(mark)?;
+        let point = b.gpu.sync_point();
+        b.gpu.wait_for(point)?;
         let mut last: Vec<f32> = Vec::new();
         for region in chains.into_iter().flatten() {
             last.extend(b.on_gpu(region)?);
