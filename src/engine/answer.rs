@@ -2,7 +2,7 @@
 
 use super::{
     constraint::{MaskWorker, TokenMask},
-    queue::{Abort, QueuedRequest},
+    queue::{Abort, SubmittedRequest},
     request::{Event, Finish, Request, Timings},
     sampler::{Sampler, logprobs},
     speculation::PendingRows,
@@ -56,7 +56,7 @@ impl PartialAnswer {
     /// After the last call, the sequence contains every sent token except the last one.
     pub fn sample(
         &mut self,
-        QueuedRequest { request, arrived, .. }: &QueuedRequest,
+        SubmittedRequest { request, arrived, .. }: &SubmittedRequest,
         is_full: bool,
         rules: &TokenRules,
         metrics: &Metrics,

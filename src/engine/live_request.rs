@@ -3,7 +3,7 @@
 use super::{
     answer::PartialAnswer,
     prompt_cache::SnapshotKind,
-    queue::QueuedRequest,
+    queue::SubmittedRequest,
     request::{Logprobs, Request},
     sequence::Sequence,
 };
@@ -17,7 +17,7 @@ pub const DRAFT_ROWS: usize = 4 * MAX_VERIFY_ROWS;
 const RESERVED_ANSWER: usize = 256;
 
 pub struct LiveRequest<S> {
-    pub request: QueuedRequest,
+    pub submitted: SubmittedRequest,
     /// `None` before the first step, and after the sequence was dropped (preempted, or its pass failed).
     pub sequence: Option<Sequence<S>>,
     pub stage: Stage,
@@ -64,9 +64,9 @@ pub enum Work {
 }
 
 impl<S: SequenceState> LiveRequest<S> {
-    pub fn new(request: QueuedRequest) -> Self {
+    pub fn new(submitted: SubmittedRequest) -> Self {
         Self {
-            request,
+            submitted,
             sequence: None,
             stage: Stage::New,
             dropped_tokens: Vec::new(),
@@ -85,7 +85,7 @@ impl<S: SequenceState> LiveRequest<S> {
         let len = self.len();
         match &self.stage {
             Stage::New => Work::Begin,
-            Stage::Prefill(_) => Work::Prefill(self.request.request.ids.len() - len),
+            Stage::Prefill(_) => Work::Prefill(self.submitted.request.ids.len() - len),
             Stage::Decode(_) if len < self.dropped_tokens.len() => Work::Prefill(self.dropped_tokens.len() - len),
             Stage::Decode(answer) if answer.last.is_none() => Work::Sample,
             Stage::Decode(_) => Work::Decode,
@@ -132,7 +132,7 @@ impl<S: SequenceState> LiveRequest<S> {
 
     /// Number of pages that the request holds or is expected to need.
     pub fn reserved_pages(&self) -> usize {
-        reserved_pages(&self.request.request)
+        reserved_pages(&self.submitted.request)
             .max((self.len().max(self.dropped_tokens.len()) + DRAFT_ROWS).div_ceil(PAGE))
     }
 }

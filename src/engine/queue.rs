@@ -23,14 +23,14 @@ const MAX_CLIENTS: usize = 64;
 /// Interval at which an idle engine checks for memory pressure.
 const IDLE_INTERVAL: Duration = Duration::from_secs(1);
 
-/// A queued or running request.
-pub(super) struct QueuedRequest {
+/// A request that waits in the queue or runs, and the channel for its events.
+pub(super) struct SubmittedRequest {
     pub request: Request,
     pub events: mpsc::UnboundedSender<Event>,
     pub arrived: Instant,
 }
 
-impl QueuedRequest {
+impl SubmittedRequest {
     /// The reason to end the request now. `None` if the request may continue. `drain_deadline` is the end of a draining
     /// engine's grace period.
     fn abort_reason(&self, drain_deadline: Option<Instant>) -> Option<Abort> {
@@ -110,7 +110,7 @@ pub(super) struct RequestQueue {
 #[derive(Default)]
 struct QueueState {
     /// In order of arrival.
-    waiting: VecDeque<QueuedRequest>,
+    waiting: VecDeque<SubmittedRequest>,
     running: usize,
     /// Number of requests taken from the queue so far.
     taken: u64,
@@ -155,7 +155,7 @@ impl RequestQueue {
         if queue.waiting.len() + queue.running >= self.limits.max_queue + self.limits.parallel {
             return Err(EngineError::QueueFull);
         }
-        queue.waiting.push_back(QueuedRequest { request, events: sender, arrived });
+        queue.waiting.push_back(SubmittedRequest { request, events: sender, arrived });
         self.update_metrics(&queue);
         self.changed.notify_one();
         Ok(events)
@@ -167,7 +167,7 @@ impl RequestQueue {
     ///
     /// Returns `None` if the next request does not fit, if the queue is empty while requests run, or if it is empty and
     /// closed.
-    pub fn next(&self, fits: &dyn Fn(&Request) -> bool, idle: &mut dyn FnMut()) -> Option<QueuedRequest> {
+    pub fn next(&self, fits: &dyn Fn(&Request) -> bool, idle: &mut dyn FnMut()) -> Option<SubmittedRequest> {
         let mut queue = self.queue.lock();
         loop {
             self.remove_aborted(&mut queue);
@@ -190,7 +190,7 @@ impl RequestQueue {
     }
 
     /// Removes aborted requests from the queue. Then returns an error if `running` must end. Called between steps.
-    pub fn check(&self, running: &QueuedRequest) -> Result<(), Abort> {
+    pub fn check(&self, running: &SubmittedRequest) -> Result<(), Abort> {
         let mut queue = self.queue.lock();
         self.remove_aborted(&mut queue);
         self.update_metrics(&queue);
@@ -201,7 +201,7 @@ impl RequestQueue {
     /// waits.
     ///
     /// Without other requests the step is completed, since the client may repeat the request and reuse the state.
-    pub fn should_cancel_step(&self, running: &QueuedRequest) -> bool {
+    pub fn should_cancel_step(&self, running: &SubmittedRequest) -> bool {
         running.events.is_closed() && {
             let queue = self.queue.lock();
             queue.running > 1 || queue.waiting.iter().any(|other| !other.events.is_closed())
@@ -274,8 +274,8 @@ impl RequestQueue {
 
 impl QueueState {
     /// Takes the oldest request of the client that was served least recently, if it fits.
-    fn take_next(&mut self, fits: &dyn Fn(&Request) -> bool) -> Option<QueuedRequest> {
-        let last_turn = |waiting: &QueuedRequest| self.last_taken.get(&waiting.request.client).copied().unwrap_or(0);
+    fn take_next(&mut self, fits: &dyn Fn(&Request) -> bool) -> Option<SubmittedRequest> {
+        let last_turn = |waiting: &SubmittedRequest| self.last_taken.get(&waiting.request.client).copied().unwrap_or(0);
         let (index, next) = self.waiting.iter().enumerate().min_by_key(|(_, waiting)| last_turn(waiting))?;
         if self.running > 0 && !fits(&next.request) {
             return None;

@@ -121,8 +121,8 @@ impl<M: Model> Scheduler<M> {
     /// waiting. Returns false when no request is left and the queue is closed.
     fn admit(&mut self) -> bool {
         for live in std::mem::take(&mut self.live) {
-            match self.queue.check(&live.request) {
-                Ok(()) if live.request.request.is_complete.load(Relaxed) => self.end(live, Ok(Finish::Stop)),
+            match self.queue.check(&live.submitted) {
+                Ok(()) if live.submitted.request.is_complete.load(Relaxed) => self.end(live, Ok(Finish::Stop)),
                 Ok(()) => self.live.push(live),
                 Err(abort) => self.end(live, Err(abort)),
             }
@@ -132,9 +132,9 @@ impl<M: Model> Scheduler<M> {
             let pages = self.model.info().pages.map_or(usize::MAX, |pool| pool.count());
             let fits = |request: &Request| reserved_pages(request) <= pages.saturating_sub(taken);
             let model = &mut self.model;
-            let Some(request) = self.queue.next(&fits, &mut || model.fit_memory()) else { break };
-            self.metrics.admitted_tokens.inc_by(request.request.ids.len() as u64);
-            self.live.push(LiveRequest::new(request));
+            let Some(submitted) = self.queue.next(&fits, &mut || model.fit_memory()) else { break };
+            self.metrics.admitted_tokens.inc_by(submitted.request.ids.len() as u64);
+            self.live.push(LiveRequest::new(submitted));
         }
         !self.live.is_empty()
     }
@@ -205,14 +205,14 @@ impl<M: Model> Scheduler<M> {
     /// True if another live request will soon take a snapshot of a prefix of this prompt, and that prefix is longer
     /// than any cached prefix. Waiting for the snapshot and restoring it is faster than computing the prefix twice.
     fn waits_for_prefix(&self, new: &LiveRequest<M::State>) -> bool {
-        if !may_reuse(&new.request.request) {
+        if !may_reuse(&new.submitted.request) {
             return false;
         }
-        let prompt = new.request.request.cached_prompt();
+        let prompt = new.submitted.request.cached_prompt();
         let keys = prompt.keys();
         let shared = |other: &LiveRequest<M::State>| {
             let (Stage::Prefill(prefill), Some(sequence)) = (&other.stage, &other.sequence) else { return None };
-            let others = other.request.request.cached_prompt().keys();
+            let others = other.submitted.request.cached_prompt().keys();
             let is_shared = |at: usize| at < keys.len() && others[..at] == keys[..at];
             let coming = prefill.snapshots.iter().map(|snapshot| snapshot.0).filter(|&at| sequence.len() < at);
             coming.rev().find(|&at| is_shared(at))
@@ -246,12 +246,12 @@ impl<M: Model> Scheduler<M> {
     /// Sends the events of a step to the client. Then ends the request or returns it to `live`.
     fn publish(&mut self, live: LiveRequest<M::State>, outcome: Result<StepOutput, Abort>) {
         let outcome = outcome.and_then(|StepOutput { events, finish }| {
-            let is_received = events.into_iter().all(|event| live.request.events.send(event).is_ok());
+            let is_received = events.into_iter().all(|event| live.submitted.events.send(event).is_ok());
             if is_received { Ok(finish) } else { Err(Abort::Disconnected) }
         });
         match outcome {
             Ok(None) => {
-                let at = self.live.partition_point(|other| other.request.arrived <= live.request.arrived);
+                let at = self.live.partition_point(|other| other.submitted.arrived <= live.submitted.arrived);
                 self.live.insert(at, live);
             }
             Ok(Some(finish)) => self.end(live, Ok(finish)),
@@ -262,8 +262,8 @@ impl<M: Model> Scheduler<M> {
     /// Ends a request: keeps its sequence for later requests if the sequence is intact, and sends the last event.
     fn end(&mut self, mut live: LiveRequest<M::State>, outcome: Result<Finish, Abort>) {
         let outcome = self.settle(&mut live).and(outcome);
-        let LiveRequest { request, sequence, stage, dropped_tokens, clear_count, .. } = live;
-        let cache_prompt = request.request.cache_prompt;
+        let LiveRequest { submitted, sequence, stage, dropped_tokens, clear_count, .. } = live;
+        let cache_prompt = submitted.request.cache_prompt;
         // A request that ends between two steps has a state that matches its tokens.
         let is_intact = matches!(
             &outcome,
@@ -293,11 +293,11 @@ impl<M: Model> Scheduler<M> {
                 if error.to_string().contains(GPU_INTERACTIVITY) {
                     self.metrics.gpu_interactivity_errors.inc();
                 }
-                let _ = request.events.send(Event::Failed(error));
+                let _ = submitted.events.send(Event::Failed(error));
                 return;
             }
         };
-        let _ = request.events.send(last);
+        let _ = submitted.events.send(last);
         if is_kept {
             self.save_answer_snapshot();
         }

@@ -54,12 +54,12 @@ impl<M: Model> Scheduler<M> {
     /// First step of a request: resumes from the longest cached prefix of its prompt.
     fn begin(&mut self, live: &mut LiveRequest<M::State>) -> Result<StepOutput, Abort> {
         let started = Instant::now();
-        let queued = started - live.request.arrived;
+        let queued = started - live.submitted.arrived;
         self.metrics.queue_seconds.observe(queued.as_secs_f64());
-        let Request { ids, prompt_logprobs, boundaries, cache_prompt, .. } = &live.request.request;
+        let Request { ids, prompt_logprobs, boundaries, cache_prompt, .. } = &live.submitted.request;
 
         live.clear_count = self.cache.clear_count();
-        let (sequence, source) = self.resume(&live.request.request, ids, live.clear_count)?;
+        let (sequence, source) = self.resume(&live.submitted.request, ids, live.clear_count)?;
         let hits = match source {
             _ if sequence.is_empty() => &self.metrics.prompt_cache_misses,
             None => &self.metrics.prompt_cache_hits_session,
@@ -76,7 +76,7 @@ impl<M: Model> Scheduler<M> {
 
         let max_snapshots = if *cache_prompt { self.cache.max_snapshots_per_prompt() } else { 0 };
         let mut snapshots = snapshot_policy::choose(boundaries, cached_tokens, ids.len(), max_snapshots);
-        let prompt = live.request.request.cached_prompt();
+        let prompt = live.submitted.request.cached_prompt();
         snapshots.retain(|(at, _)| prompt.has_whole_keys(*at));
         // The first token has no log-probability, since no token precedes it.
         let logprobs = prompt_logprobs.map(|_| vec![None]);
@@ -115,7 +115,7 @@ impl<M: Model> Scheduler<M> {
 
     /// Resumes a preempted request from the longest cached prefix of its tokens.
     fn restore(&mut self, live: &mut LiveRequest<M::State>) -> Result<StepOutput, Abort> {
-        let request = &live.request.request;
+        let request = &live.submitted.request;
         let ids = if live.dropped_tokens.is_empty() { &request.ids } else { &live.dropped_tokens };
         live.sequence = Some(self.resume(request, ids, live.clear_count)?.0);
         Ok(StepOutput::default())
@@ -125,7 +125,7 @@ impl<M: Model> Scheduler<M> {
     /// before.
     fn recompute(&mut self, live: &mut LiveRequest<M::State>, chunk: usize) -> Result<StepOutput, Abort> {
         let Some(sequence) = &mut live.sequence else { return Ok(StepOutput::default()) };
-        let (from, prompt) = (sequence.len(), live.request.request.ids.len());
+        let (from, prompt) = (sequence.len(), live.submitted.request.ids.len());
         let to = match from < prompt {
             true => chunk_end(from, prompt, chunk),
             // If the model rounds differently in a pass of several rows, each token of the answer needs a separate
@@ -134,10 +134,10 @@ impl<M: Model> Scheduler<M> {
             false => live.dropped_tokens.len().min(from + chunk),
         };
         self.speculator.follow(None);
-        let request = &live.request;
-        let keep_going = || !self.queue.should_cancel_step(request);
+        let submitted = &live.submitted;
+        let keep_going = || !self.queue.should_cancel_step(submitted);
         let keep_going: Option<&dyn Fn() -> bool> = Some(&keep_going);
-        let mut hooks = PassHooks { images: &request.request.images, keep_going, ..PassHooks::default() };
+        let mut hooks = PassHooks { images: &submitted.request.images, keep_going, ..PassHooks::default() };
         sequence.extend(&mut self.model, &live.dropped_tokens[from..to], Rows::None, &mut hooks)?;
         Ok(StepOutput::default())
     }
@@ -147,7 +147,7 @@ impl<M: Model> Scheduler<M> {
         let (Stage::Prefill(prefill), Some(sequence)) = (&mut live.stage, &mut live.sequence) else {
             return Ok(StepOutput::default());
         };
-        let Request { ids, images, prompt_logprobs, max_tokens, .. } = &live.request.request;
+        let Request { ids, images, prompt_logprobs, max_tokens, .. } = &live.submitted.request;
         let chunk = if prompt_logprobs.is_some() { chunk.min(PROMPT_LOGIT_ROWS) } else { chunk };
         let from = sequence.len();
         let to = chunk_end(from, ids.len(), chunk);
@@ -158,12 +158,12 @@ impl<M: Model> Scheduler<M> {
             None => Rows::None,
         };
 
-        let keys = live.request.request.cached_prompt().keys();
+        let keys = live.submitted.request.cached_prompt().keys();
         let marks = prefill.snapshots.iter().copied().filter(|&(at, _)| from < at && at <= to);
         let snapshots = self.cache.reserve(&keys, marks.collect(), sequence.state().shared_positions());
         let marks: Vec<usize> = snapshots.iter().map(|snapshot| snapshot.0).collect();
-        let (begin, request) = (Instant::now(), &live.request);
-        let keep_going = || !self.queue.should_cancel_step(request);
+        let (begin, submitted) = (Instant::now(), &live.submitted);
+        let keep_going = || !self.queue.should_cancel_step(submitted);
         let keep_going: Option<&dyn Fn() -> bool> = Some(&keep_going);
         let mut hooks = PassHooks { images, snapshot_at: &marks, keep_going, ..PassHooks::default() };
         self.speculator.follow(Some(sequence));
@@ -193,7 +193,7 @@ impl<M: Model> Scheduler<M> {
         self.metrics.prefill_seconds.observe(prompt_seconds);
         let (prompt_tokens, cached_tokens) = (ids.len(), prefill.cached_tokens);
         let timings = Timings { prompt_tokens, cached_tokens, prompt_seconds, ..Timings::default() };
-        let answer = PartialAnswer::new(&live.request.request, logits, timings, &self.rules)?;
+        let answer = PartialAnswer::new(&live.submitted.request, logits, timings, &self.rules)?;
         live.stage = Stage::Decode(Box::new(answer));
         let finish = (*max_tokens == 0).then_some(Finish::Length);
         Ok(StepOutput { events, finish })
@@ -274,7 +274,7 @@ impl<M: Model> Scheduler<M> {
 
     /// Evaluates the last token of one request, together with a draft if no other sequence decodes.
     fn advance(&mut self, live: &mut LiveRequest<M::State>, decoding: usize) -> Result<(), Abort> {
-        let max_tokens = live.request.request.max_tokens;
+        let max_tokens = live.submitted.request.max_tokens;
         let Some((sequence, answer)) = live.decoding() else { return Ok(()) };
         let PartialAnswer { rows, sampler, masks, last: Some(id), timings, .. } = answer else { return Ok(()) };
         let remaining = max_tokens - timings.generated_tokens;
@@ -334,7 +334,7 @@ fn sample<S: SequenceState>(
 ) -> Result<StepOutput, Abort> {
     let is_full = live.len() == context;
     let Stage::Decode(answer) = &mut live.stage else { return Ok(StepOutput::default()) };
-    answer.sample(&live.request, is_full, rules, metrics)
+    answer.sample(&live.submitted, is_full, rules, metrics)
 }
 
 /// End of the chunk that starts at `from`, in a prompt of `len` tokens.
