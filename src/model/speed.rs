@@ -87,13 +87,13 @@ pub fn decode_rate(
     cpu.write(x, bytemuck::cast_slice(&values))?;
     let (act, scores) = (cpu.allocate((at_once + 1) * layer.row() * 4)?, Region::default());
     let buffers = MoeBuffers { act, out, scores, ..MoeBuffers::default() };
-    let places: Vec<u32> = (0..at_once as u32).collect();
+    let assignments: Vec<u32> = (0..at_once as u32).collect();
     let (mut done, begin) = (0, Instant::now());
     while done < 2 || begin.elapsed() < budget {
         let first = (done % calls * at_once) as u32;
         let group = |index: u32| ExpertGroup { expert: 0, slot: first + index, first: index, count: 1 };
-        let groups: Vec<_> = places.iter().map(|index| group(*index)).collect();
-        let set = ExpertSet::Loaded { groups: &groups, assignments: &places, shared: false, per_assignment: None };
+        let groups: Vec<_> = assignments.iter().map(|index| group(*index)).collect();
+        let set = ExpertSet::Loaded { groups: &groups, assignments: &assignments, shared: false, per_assignment: None };
         cpu.execute(&Experts { layer: &layer, slots: &slots, tokens: 1, x, buffers, experts: set }.into())?;
         done += 1;
     }

@@ -177,7 +177,7 @@ fn run_experts(
             if !resident {
                 // Identifies the bytes: the same expert has the same bytes whenever it is read.
                 let content = (index as u64) << 32 | u64::from(loaded.expert);
-                pass.backend.mark_loaded(slots.of(loaded.slot.0), content)?;
+                pass.backend.mark_loaded(slots.region(loaded.slot.0), content)?;
                 experts.mark_on_device(loaded.slot);
             }
             groups.push(ExpertGroup { expert: loaded.expert, slot: loaded.slot.0, first, count });

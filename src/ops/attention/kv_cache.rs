@@ -101,8 +101,8 @@ impl<'a, T: KvElement> KvView<'a, T> {
     #[inline(always)]
     pub fn prefetch_address(&self, head: usize, position: usize, bytes: usize) -> *const u8 {
         let of = |data: &[T], row: usize| data.as_ptr().cast::<u8>().wrapping_add(row * self.width * size_of::<T>());
-        let (place, beyond) = (self.row_index(position), self.capacity * self.width * size_of::<T>());
-        let at = place * self.width * size_of::<T>() + bytes;
+        let (row, beyond) = (self.row_index(position), self.capacity * self.width * size_of::<T>());
+        let at = row * self.width * size_of::<T>() + bytes;
         if at < beyond {
             of(self.data, head * self.capacity).wrapping_add(at)
         } else {
@@ -234,17 +234,17 @@ impl AttentionShape {
         (page, position): (usize, usize),
         scratch: &mut [i32; MAX_HEAD_DIM],
     ) -> Result<(), DeviceError> {
-        let place =
+        let from =
             |first: usize, capacity: usize, bytes: usize| ((first + head) * capacity + position % capacity) * bytes..;
         let bytes = self.format.row_bytes(self.dim);
-        let to = &mut cache[place(page * self.kv_heads, PAGE, bytes)][..bytes];
+        let to = &mut cache[from(page * self.kv_heads, PAGE, bytes)][..bytes];
         let Some((bits, ring)) = kv_quant::bits(self.format).zip(self.recent) else {
             return store_row(self.format, row, to, scratch);
         };
         kv_quant::hadamard(row);
         kv_quant::quantize_row(bits, row, to);
         let bytes = ring.format.row_bytes(self.dim);
-        store_row(ring.format, row, &mut recent[place(0, ring.capacity, bytes)][..bytes], scratch)
+        store_row(ring.format, row, &mut recent[from(0, ring.capacity, bytes)][..bytes], scratch)
     }
 }
 

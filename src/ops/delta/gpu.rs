@@ -158,28 +158,28 @@ impl DeltaNet<'_> {
             && rows.is_none()
             && rule.committed > rule.replay.rows
             && in_proj.norm.is_some_and(|norm| norm.keep.is_none());
-        let front = if at_once { vec![self.convolved()] } else { vec![in_proj.launch(), conv.launch_rows(rows)] };
-        let behind = if shape.value_heads <= MAX_NORMED_HEADS && shape.value_dim.is_multiple_of(16) {
+        let projection = if at_once { vec![self.convolved()] } else { vec![in_proj.launch(), conv.launch_rows(rows)] };
+        let rest = if shape.value_heads <= MAX_NORMED_HEADS && shape.value_dim.is_multiple_of(16) {
             let squares = rule.out.floats(rule.tokens * shape.values() / 4);
             vec![rule.recurrence(at_once, Some(squares), rows), self.normed(squares)]
         } else {
             vec![rule.recurrence(at_once, None, rows), rule.gated_norm(), out_proj.launch()]
         };
-        [front, behind].concat()
+        [projection, rest].concat()
     }
 
     /// [`DeltaNet::launches`] with one launch per step.
     pub fn apart(&self) -> Vec<Launch> {
         let Self { in_proj, conv, rule, out_proj } = self;
-        let front = [in_proj.launch(), conv.launch()];
-        front.into_iter().chain(rule.launches()).chain([out_proj.launch()]).collect()
+        let projection = [in_proj.launch(), conv.launch()];
+        projection.into_iter().chain(rule.launches()).chain([out_proj.launch()]).collect()
     }
 
     /// All steps, with the projections in half precision on matrix units.
     pub(in crate::ops) fn half_launches(&self, half: HalfBuffers) -> Vec<Launch> {
         let Self { in_proj, conv, rule, out_proj } = self;
-        let front = in_proj.half_launches(half.x).into_iter().chain([conv.launch()]);
-        front.chain(rule.launches()).chain(out_proj.half_launches(half.x)).collect()
+        let projection = in_proj.half_launches(half.x).into_iter().chain([conv.launch()]);
+        projection.chain(rule.launches()).chain(out_proj.half_launches(half.x)).collect()
     }
 
     /// Projects one row and applies the convolution in one launch.

@@ -20,22 +20,23 @@ impl Experts<'_> {
         let Cpu { compute: with, memory, quantized, scratch } = cpu;
         let scratch = &mut scratch.experts;
         let mut jobs: Vec<ExpertJob<'_>> = reuse_empty(std::mem::take(&mut scratch.jobs));
-        let (mut groups, mut assignments) = (std::mem::take(&mut scratch.groups), std::mem::take(&mut scratch.order));
-        let (groups_of, places_of, shared) = match self.experts {
+        let (mut table_groups, mut table_order) =
+            (std::mem::take(&mut scratch.groups), std::mem::take(&mut scratch.order));
+        let (groups, assignments, shared) = match self.experts {
             ExpertSet::Loaded { groups, assignments, shared, .. } => (groups, assignments, shared),
             ExpertSet::Table { ids, slots } => {
                 let count = tokens * layer.k;
                 let entries = memory.words(ids.floats(count)).iter().zip(memory.words(slots.floats(count)));
-                groups.clear();
-                assignments.clear();
-                assignments.extend(0..count as u32);
-                groups.extend((0..).zip(entries).map(|(first, (&expert, &slot))| ExpertGroup {
+                table_groups.clear();
+                table_order.clear();
+                table_order.extend(0..count as u32);
+                table_groups.extend((0..).zip(entries).map(|(first, (&expert, &slot))| ExpertGroup {
                     expert,
                     slot,
                     first,
                     count: 1,
                 }));
-                (&groups[..], &assignments[..], true)
+                (&table_groups[..], &table_order[..], true)
             }
         };
         if let Some(expert) = layer.shared.as_ref().filter(|_| shared) {
@@ -43,17 +44,16 @@ impl Experts<'_> {
             let rows = JobRows::Each { first: tokens * layer.k, count: tokens };
             jobs.push(ExpertJob { expert: ExpertView { gate, up, down: memory.view(&expert.down) }, rows });
         }
-        for group in groups_of {
+        for group in groups {
             let (first, count) = (group.first as usize, group.count as usize);
-            let (Some(assignments), Some(expert)) = (places_of.get(first..first + count), self.expert(memory, *group))
-            else {
+            let (Some(own), Some(expert)) = (assignments.get(first..first + count), self.expert(memory, *group)) else {
                 return refuse(format!(
                     "{group:?} is out of range: {} assignments, {} segments",
-                    places_of.len(),
+                    assignments.len(),
                     self.slots.segments.len()
                 ));
             };
-            jobs.push(ExpertJob { expert, rows: JobRows::Assignments(assignments, layer.k) });
+            jobs.push(ExpertJob { expert, rows: JobRows::Assignments(own, layer.k) });
         }
         let at = self.x.floats(tokens * hidden);
         let out = memory.floats_mut(self.buffers.out.floats(layer.assignments(tokens) * hidden));
@@ -64,12 +64,12 @@ impl Experts<'_> {
                 rows += job.rows.len();
                 rows <= tokens + MAX_ASSIGNMENTS
             };
-            let (some, behind) = rest.split_at(rest.iter().take_while(fits).count().max(1));
+            let (some, later) = rest.split_at(rest.iter().take_while(fits).count().max(1));
             done = compute(with, quantized, Some(at), x, hidden, some, out, scratch);
-            rest = behind;
+            rest = later;
         }
         scratch.jobs = reuse_empty(jobs);
-        (scratch.groups, scratch.order) = (groups, assignments);
+        (scratch.groups, scratch.order) = (table_groups, table_order);
         done
     }
 

@@ -292,10 +292,10 @@ fn arrange(
     assignments.clear();
     for job in jobs {
         let (cols, codes) = (job.expert.gate.rows, job.expert.down.codes);
-        let alike = |entry: &Intermediate| {
+        let fits = |entry: &Intermediate| {
             entry.cols == cols && entry.codes.is_some_and(|other| format(math, other) == format(math, codes))
         };
-        let entry = intermediate.iter().position(alike).unwrap_or_else(|| {
+        let entry = intermediate.iter().position(fits).unwrap_or_else(|| {
             intermediate.push(Intermediate { cols, codes: Some(codes), ..Intermediate::default() });
             intermediate.len() - 1
         });

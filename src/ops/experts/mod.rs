@@ -82,9 +82,16 @@ pub struct ExpertSlots {
 
 impl ExpertSlots {
     /// The region of a slot.
-    pub fn of(&self, slot: u32) -> Region {
+    pub fn region(&self, slot: u32) -> Region {
         let (segment, index) = (slot as usize / self.per_segment, slot as usize % self.per_segment);
         self.segments[segment].part(index * self.stride, self.stride)
+    }
+
+    /// `len` bytes at offset `at` of a slot. `None` if the slot does not contain these bytes.
+    pub fn part(&self, slot: u32, at: usize, len: usize) -> Option<Region> {
+        let (segment, index) = (slot as usize / self.per_segment.max(1), slot as usize % self.per_segment.max(1));
+        let (segment, start) = (self.segments.get(segment)?, index * self.stride + at);
+        (start + len <= segment.len).then(|| segment.part(start, len))
     }
 }
 
@@ -184,15 +191,6 @@ impl MoeWeights {
     /// Number of assignments, including the shared expert's.
     fn assignments(&self, tokens: usize) -> usize {
         tokens * (self.k + 1)
-    }
-}
-
-impl ExpertSlots {
-    /// `len` bytes at offset `at` of a slot. `None` if the slot does not contain these bytes.
-    pub fn part(&self, slot: u32, at: usize, len: usize) -> Option<Region> {
-        let (segment, index) = (slot as usize / self.per_segment.max(1), slot as usize % self.per_segment.max(1));
-        let (segment, start) = (self.segments.get(segment)?, index * self.stride + at);
-        (start + len <= segment.len).then(|| segment.part(start, len))
     }
 }
 

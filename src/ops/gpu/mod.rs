@@ -282,8 +282,8 @@ fn accept_moe(layer: &MoeWeights) -> Result<(), DeviceError> {
     }
     for stack in &layer.stacks {
         accept_format(stack.codes)?;
-        let alike = stack.at.windows(2).all(|pair| pair[0] == pair[1]);
-        if !alike || stack.at.iter().flatten().any(|at| at % ALIGN != 0) {
+        let is_uniform = stack.at.windows(2).all(|pair| pair[0] == pair[1]);
+        if !is_uniform || stack.at.iter().flatten().any(|at| at % ALIGN != 0) {
             let how = "run `moestro pack`, or on Linux use --expert-io buffered";
             return refuse(format!(
                 "GPU kernels need the same layout in every slot, which this checkpoint does not give: {how}"

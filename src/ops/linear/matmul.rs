@@ -126,7 +126,7 @@ pub(in crate::ops) fn product(
         digits: rows_of[weight].map_or_else(QuantizedRow::default, |rows| rows.row(token)),
     };
     // SAFETY: the address is inside `out`, which has `width` columns.
-    let place = |weight: usize, token: usize| unsafe { base.add(token * width + weights[weight].at) };
+    let output = |weight: usize, token: usize| unsafe { base.add(token * width + weights[weight].at) };
     let height = height(&compute.threads, weights, if tokens > 1 { ROW_UNIT } else { ROW_UNIT / 2 });
     let isa = Isa::best();
     let block = tokens.clamp(1, BLOCK);
@@ -134,13 +134,13 @@ pub(in crate::ops) fn product(
     compute.threads.run(count * tokens.div_ceil(block), &|task| {
         let (at, task) = (task / count * block, task % count);
         let (index, rows) = locate(weights, height, task);
-        let all = at..(at + block).min(tokens);
-        let meet = |inputs: &[Activations<'_>], outs: &[OutPtr]| {
+        let batch = at..(at + block).min(tokens);
+        let multiply = |inputs: &[Activations<'_>], outs: &[OutPtr]| {
             let integer = compute.arithmetic == CpuArithmetic::Integer;
             // SAFETY: sizes were checked. Each task writes its own columns of the outputs.
             unsafe { simd::product(isa, integer, &weights[index].weight, rows.clone(), inputs, outs) };
             let Some(sums) = sums else { return };
-            for (out, token) in outs.iter().zip(all.clone()) {
+            for (out, token) in outs.iter().zip(batch.clone()) {
                 // SAFETY: no other task reads or writes these results and these sums.
                 unsafe {
                     let sums = sums.add(token * width + weights[index].at + rows.start).0;
@@ -152,14 +152,14 @@ pub(in crate::ops) fn product(
             }
         };
         if tokens == 1 {
-            return meet(&[input(index, 0)], &[place(index, 0)]);
+            return multiply(&[input(index, 0)], &[output(index, 0)]);
         }
         TASK_BUFFERS.with_borrow_mut(|(own, outs)| {
             let mut inputs: Vec<Activations<'_>> = reuse_empty(std::mem::take(own));
-            inputs.extend(all.clone().map(|token| input(index, token)));
+            inputs.extend(batch.clone().map(|token| input(index, token)));
             outs.clear();
-            outs.extend(all.clone().map(|token| place(index, token)));
-            meet(&inputs, outs);
+            outs.extend(batch.clone().map(|token| output(index, token)));
+            multiply(&inputs, outs);
             *own = reuse_empty(inputs);
         });
     });

@@ -189,8 +189,8 @@ fn theta(top: JsonTable<'_>) -> Result<f64, ModelError> {
             return refuse(format!("rope type {other} of a DFlash draft is not supported, only default"));
         }
     }
-    let places = [Some(top.0)].into_iter().chain(tables).flatten();
-    let found = places.filter_map(|table| table.get("rope_theta")).find(|theta| !theta.is_null());
+    let tables = [Some(top.0)].into_iter().chain(tables).flatten();
+    let found = tables.filter_map(|table| table.get("rope_theta")).find(|theta| !theta.is_null());
     match found.map(|theta| (theta, theta.as_f64())) {
         Some((_, Some(theta))) if theta > 0.0 => Ok(theta),
         Some((theta, _)) => refuse(format!("rope_theta of a DFlash draft is {theta}")),
