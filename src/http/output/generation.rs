@@ -260,7 +260,7 @@ impl Generation {
                     Some(logprobs) => self.content_logprobs.push_token(id, logprobs),
                     None => {}
                 }
-                if !text.is_empty() && self.read(&text, &mut output.deltas) {
+                if !text.is_empty() && self.parse(&text, &mut output.deltas) {
                     self.is_complete.store(true, Relaxed);
                 }
             }
@@ -275,9 +275,11 @@ impl Generation {
                 };
                 self.log.storage_health.record(None);
                 let rest = self.decoder.finish();
-                let cut = finish == Finish::Length;
-                let hit = is_complete || self.read(&rest, &mut output.deltas) || self.finish(cut, &mut output.deltas);
-                output.finish = Some(self.reason(if hit { Finish::Stop } else { finish }));
+                let is_truncated = finish == Finish::Length;
+                let is_stopped = is_complete
+                    || self.parse(&rest, &mut output.deltas)
+                    || self.finish(is_truncated, &mut output.deltas);
+                output.finish = Some(self.reason(if is_stopped { Finish::Stop } else { finish }));
             }
             Event::Failed(_) if is_complete => output.finish = Some(self.reason(Finish::Stop)),
             Event::Failed(error) => {
@@ -306,35 +308,36 @@ impl Generation {
     }
 
     /// Parses more generated text and appends the result to `deltas`. Returns true if the answer ends here.
-    fn read(&mut self, text: &str, deltas: &mut Vec<Delta>) -> bool {
-        let read = match &mut self.reader {
+    fn parse(&mut self, text: &str, deltas: &mut Vec<Delta>) -> bool {
+        let parsed = match &mut self.reader {
             TextReader::Plain => vec![Delta::Content(text.to_owned())],
             TextReader::Chat { parser, .. } => parser.push(text),
         };
         self.content_logprobs.push_text(text.len());
-        self.cut(read, deltas)
+        self.push_until_stop(parsed, deltas)
     }
 
-    /// Releases all text that is held back. Returns true if the text contains a stop string.
-    fn finish(&mut self, cut: bool, deltas: &mut Vec<Delta>) -> bool {
-        let read = match &mut self.reader {
+    /// Releases all text that is held back. `is_truncated` is true if the token limit ended the answer. Returns true if
+    /// the text contains a stop string.
+    fn finish(&mut self, is_truncated: bool, deltas: &mut Vec<Delta>) -> bool {
+        let parsed = match &mut self.reader {
             TextReader::Plain => Vec::new(),
-            TextReader::Chat { parser, .. } => parser.finish(cut),
+            TextReader::Chat { parser, .. } => parser.finish(is_truncated),
         };
-        if self.cut(read, deltas) {
+        if self.push_until_stop(parsed, deltas) {
             return true;
         }
         self.release(deltas);
         false
     }
 
-    /// Copies deltas up to the first stop string, or up to the second call if only one call is allowed. Returns true if
-    /// the answer ends there.
-    fn cut(&mut self, read: Vec<Delta>, deltas: &mut Vec<Delta>) -> bool {
+    /// Appends deltas up to the first stop string, or up to the second call if only one call is allowed. Returns true
+    /// if the answer ends there.
+    fn push_until_stop(&mut self, parsed: Vec<Delta>, deltas: &mut Vec<Delta>) -> bool {
         if let TextReader::Chat { parser, .. } = &mut self.reader {
             parser.spans().into_iter().for_each(|span| self.content_logprobs.push_content(span));
         }
-        for delta in read {
+        for delta in parsed {
             match delta {
                 Delta::Content(text) => {
                     let checked = self.stop.push(&text);
