@@ -209,25 +209,7 @@ impl<M: Model> Scheduler<M> {
         let without_row = step.requests.iter_mut().zip(&has_row).filter(|(_, has_row)| matches!(has_row, Ok(false)));
         let mut without_row: Vec<_> = without_row.map(|(live, _)| live).collect();
         let sequences = without_row.len();
-        let passed = catch_panic(|| match &mut without_row[..] {
-            [] => Ok(()),
-            [live] => self.advance(live, decoding),
-            several => self.advance_together(several),
-        });
-        let mut rows = 0;
-        for live in without_row {
-            live.last_step = self.steps;
-            live.must_run_alone = sequences > 1 && passed.is_err();
-            if let Some((_, answer)) = live.decoding() {
-                answer.timings.record_pass(decoding);
-                rows += answer.rows.len();
-            }
-        }
-        if sequences > 0 && passed.is_ok() {
-            self.metrics.step_sequences.observe(sequences as f64);
-            self.metrics.step_rows.observe(rows as f64);
-        }
-        let mut error = passed.err();
+        let mut error = self.evaluate_last_tokens(&mut without_row, decoding).err();
         if let Some(Abort::Failed(error)) = error.as_ref().filter(|_| step.requests.len() > 1) {
             tracing::warn!(%error, sequences, "a pass of several sequences failed; recomputing each sequence");
             self.recover();
@@ -263,6 +245,34 @@ impl<M: Model> Scheduler<M> {
         let outcomes = rows.into_iter().map(|(_, outcome)| outcome.map(Option::unwrap_or_default)).collect();
         self.time_share.record_decode(((self.now)() - begun).as_secs_f64());
         outcomes
+    }
+
+    /// Evaluates the last token of each of `requests` in one pass. Records the pass in the requests and the metrics.
+    fn evaluate_last_tokens(
+        &mut self,
+        requests: &mut [&mut LiveRequest<M::State>],
+        decoding: usize,
+    ) -> Result<(), Abort> {
+        let sequences = requests.len();
+        let passed = catch_panic(|| match &mut *requests {
+            [] => Ok(()),
+            [live] => self.advance(live, decoding),
+            several => self.advance_together(several),
+        });
+        let mut rows = 0;
+        for live in requests {
+            live.last_step = self.steps;
+            live.must_run_alone = sequences > 1 && passed.is_err();
+            if let Some((_, answer)) = live.decoding() {
+                answer.timings.record_pass(decoding);
+                rows += answer.rows.len();
+            }
+        }
+        if sequences > 0 && passed.is_ok() {
+            self.metrics.step_sequences.observe(sequences as f64);
+            self.metrics.step_rows.observe(rows as f64);
+        }
+        passed
     }
 
     /// True if a verified draft contains the last token, so that the logits after it are known.
