@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use std::{
     future::pending,
     io::{self, IsTerminal, Write},
-    net::SocketAddr,
+    net::{IpAddr, SocketAddr},
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -21,7 +21,7 @@ use tokio::{
     net::TcpListener,
     signal::unix::{Signal, SignalKind, signal},
     sync::oneshot,
-    task::spawn_blocking,
+    task::{JoinHandle, spawn_blocking},
 };
 
 /// Serves until Ctrl-C or SIGTERM, then waits for running answers. A second signal ends the server immediately.
@@ -54,8 +54,6 @@ async fn serve(config: ServeConfig, settings: Settings, is_ready: &mut bool) -> 
     // The device is `cpu` until the model is loaded. The GPU is opened after the port, because its kernels may have to
     // be compiled.
     let metrics = Metrics::new(env!("CARGO_PKG_VERSION"), CPU);
-    // `cli::values::origin` has checked that the origin is a valid header value.
-    let cors = config.cors.as_deref().and_then(|origin| origin.parse().ok());
     let watch = |kind| signal(kind).map_err(|source| failed("watching for signals", source));
     let hangup = watch(SignalKind::hangup())?;
     // On SIGHUP, a server on a terminal ends, because the terminal was closed. A service reloads its configuration.
@@ -73,15 +71,7 @@ async fn serve(config: ServeConfig, settings: Settings, is_ready: &mut bool) -> 
         listeners.push(bind(&config.host, config.port).await?);
     }
     let address = listeners[0].local_addr().map_err(|source| failed(&config.host, source))?;
-    let mut server = ServerState::new(metrics.clone(), config.api_key.clone(), cors.clone());
-    server.keep_billing_header = config.keep_billing_header;
-    server.image_urls = Arc::new(ImageUrls::new(&config.image_urls));
-    server.origins = OriginPolicy::new(address.ip(), &config.allowed_host, cors, config.api_key.is_some());
-    if !address.ip().is_loopback() && config.api_key.is_none() && config.allowed_host.is_empty() {
-        tracing::warn!(
-            "other machines can use this server without a key; set --api-key-file, or name the server with --allowed-host"
-        );
-    }
+    let mut server = new_server(&config, metrics.clone(), address.ip());
     let first = local_models::id(&config.model, &settings);
     let catalog = Arc::new(ModelCatalog::new(config.clone(), settings, metrics.clone(), server.memory.clone()));
     server.models = ModelHost::new(catalog.clone(), catalog.timeouts(), config.max_queue);
@@ -90,18 +80,8 @@ async fn serve(config: ServeConfig, settings: Settings, is_ready: &mut bool) -> 
         server.models.set_default(&first);
     }
     let server = Arc::new(server);
-    if let Some(mut hangup) = hangup_reloads {
-        let (server, catalog) = (server.clone(), catalog.clone());
-        tokio::spawn(async move {
-            while hangup.recv().await.is_some() {
-                match catalog.reload(&server, address.ip()) {
-                    Ok(()) => tracing::info!("reloaded the configuration"),
-                    Err(error) => {
-                        tracing::error!(error, "cannot reload the configuration; keeping the running settings");
-                    }
-                }
-            }
-        });
+    if let Some(hangup) = hangup_reloads {
+        tokio::spawn(reload_at_hangup(hangup, server.clone(), catalog.clone(), address.ip()));
     }
     let (closing, closed) = oneshot::channel::<()>();
     let shutdown = async { drop(closed.await) };
@@ -146,12 +126,47 @@ async fn serve(config: ServeConfig, settings: Settings, is_ready: &mut bool) -> 
     };
     tracing::info!("{signal}: draining; a second signal stops at once");
     let _ = closing.send(());
+    drain(running, &server, &mut stop).await.map(|()| signal)
+}
+
+/// The server without a model. Logs a warning if other machines can use the server.
+fn new_server(config: &ServeConfig, metrics: Arc<Metrics>, address: IpAddr) -> ServerState {
+    // `cli::values::origin` has checked that the origin is a valid header value.
+    let cors = config.cors.as_deref().and_then(|origin| origin.parse().ok());
+    let mut server = ServerState::new(metrics, config.api_key.clone(), cors.clone());
+    server.keep_billing_header = config.keep_billing_header;
+    server.image_urls = Arc::new(ImageUrls::new(&config.image_urls));
+    server.origins = OriginPolicy::new(address, &config.allowed_host, cors, config.api_key.is_some());
+    if !address.is_loopback() && config.api_key.is_none() && config.allowed_host.is_empty() {
+        tracing::warn!(
+            "other machines can use this server without a key; set --api-key-file, or name the server with --allowed-host"
+        );
+    }
+    server
+}
+
+/// Reloads the configuration at every SIGHUP.
+async fn reload_at_hangup(mut hangup: Signal, server: Arc<ServerState>, catalog: Arc<ModelCatalog>, address: IpAddr) {
+    while hangup.recv().await.is_some() {
+        match catalog.reload(&server, address) {
+            Ok(()) => tracing::info!("reloaded the configuration"),
+            Err(error) => tracing::error!(error, "cannot reload the configuration; keeping the running settings"),
+        }
+    }
+}
+
+/// Waits for running answers, then unloads the model. A second signal ends the wait.
+async fn drain(
+    running: JoinHandle<io::Result<()>>,
+    server: &ServerState,
+    stop: &mut StopSignals,
+) -> Result<(), CommandError> {
     tokio::select! {
         ended = running => result_of(ended)?,
         _ = stop.recv() => return Err(CommandError::Interrupted),
     }
     tokio::select! {
-        () = server.models.unload_now() => Ok(signal),
+        () = server.models.unload_now() => Ok(()),
         _ = stop.recv() => Err(CommandError::Interrupted),
     }
 }
