@@ -142,6 +142,27 @@ fn paths_in_documents_exist() {
     assert!(missing.is_empty(), "{missing:#?}");
 }
 
+/// The section "Call by call" names functions, each with its file in the next column.
+#[test]
+fn calls_in_architecture_exist() {
+    let text = fs::read_to_string(Path::new(ROOT).join("docs/architecture.md")).unwrap();
+    let section = text.split("### Call by call").nth(1).unwrap();
+    let (mut count, mut missing) = (0, Vec::new());
+    for line in section.lines() {
+        let cells: Vec<&str> = line.split('|').map(str::trim).collect();
+        let [_, calls, file, ..] = cells[..] else { continue };
+        let Some(file) = file.strip_prefix('`').and_then(|file| file.strip_suffix(".rs`")) else { continue };
+        let source = fs::read_to_string(Path::new(ROOT).join(format!("src/{file}.rs"))).unwrap();
+        for call in calls.split('`').skip(1).step_by(2) {
+            count += 1;
+            if !source.contains(&format!("fn {}", call.rsplit("::").next().unwrap())) {
+                missing.push(format!("{file}.rs: {call}"));
+            }
+        }
+    }
+    assert!(count > 20 && missing.is_empty(), "{count} calls, {missing:#?} do not exist");
+}
+
 #[test]
 fn links_in_documents_exist() {
     let mut missing = Vec::new();
