@@ -1,7 +1,7 @@
 //! Loading a model: from a directory to weights, experts, a memory plan, and a device.
 
 use super::{
-    HiddenStates,
+    HiddenStates, Qwen,
     device_state::DeviceState,
     inspect::CheckpointInfo,
     model_parts::ModelParts,
@@ -25,13 +25,6 @@ use std::{
     path::{Path, PathBuf},
     sync::Arc,
 };
-
-/// A loaded model.
-pub struct Qwen {
-    pub(super) parts: ModelParts,
-    /// A `RefCell`, because sequences start through a shared reference.
-    pub(super) device: RefCell<DeviceState>,
-}
 
 /// A model that the GPU cannot compute, and the reason.
 pub struct Rejected {

@@ -8,7 +8,7 @@
 //! |---|---|
 //! | `config`, `weights`, `dequantise` | `config.json` as shapes; the trunk's tensors by name |
 //! | `options`, `inspect`, `load` | how to load a checkpoint, what it needs, and loading it |
-//! | `runtime` | the methods of a loaded model, [`Qwen`]: forward, verify, snapshots |
+//! | `qwen` | a loaded model, [`Qwen`]: forward, verify, snapshots |
 //! | `logits`, `speed` | a pass's logits, and sums over a row of them; measured speed of the feed-forward |
 //! | `ngram_hash`, `ngram_table` | which rows of an n-gram table a token has; reading them from the disk |
 //! | `positions` | positions of rows for RoPE, with images |
@@ -35,8 +35,8 @@ mod ngram_table;
 mod options;
 mod placement;
 mod positions;
+mod qwen;
 pub mod reference;
-mod runtime;
 mod shared_backend;
 pub mod speed;
 mod state;
@@ -50,10 +50,10 @@ pub use drafts::{
     mtp::{MTP_ROWS, MtpPrediction},
 };
 pub use inspect::{CheckpointInfo, cpu_scratch};
-pub use load::Qwen;
 pub use logits::Logits;
 pub use ngram_hash::ngram_rows;
 pub use options::{LoadOptions, MtpSource, StoreOptions, VisionOptions};
+pub use qwen::Qwen;
 pub use reference::Reference;
 pub use state::{
     kv_pages::{KvPage, PAGE, PagePool},

@@ -1,4 +1,4 @@
-//! The methods of a loaded model: forward passes, verifies, snapshots, and the methods that draft models use.
+//! A loaded model: forward passes, verifies, snapshots, and the methods that draft models use.
 
 use super::{
     HiddenStates, HiddenTaps, Logits, Model, ModelInfo, PassHooks, Rows, Snapshot, SnapshotSize,
@@ -10,7 +10,6 @@ use super::{
         buffers::Buffers,
         pass::{Chunk, ImageRows, LayerHooks, Pass, SequenceRow, SnapshotMarks},
     },
-    load::Qwen,
     model_parts::ModelParts,
     ngram_table::NgramInput,
     positions::RowPositions,
@@ -31,7 +30,14 @@ use crate::{
     plan::{ModelFootprint, Plan},
     platform::os::MemoryLevel,
 };
-use std::{ops::Range, sync::Arc, time::Instant};
+use std::{cell::RefCell, ops::Range, sync::Arc, time::Instant};
+
+/// A loaded model.
+pub struct Qwen {
+    pub(super) parts: ModelParts,
+    /// A `RefCell`, because sequences start through a shared reference.
+    pub(super) device: RefCell<DeviceState>,
+}
 
 impl Model for Qwen {
     type State = QwenState;
