@@ -182,7 +182,7 @@ struct IntermediateOut {
 }
 
 fn forward(
-    compute: &CpuDevice,
+    device: &CpuDevice,
     formats: &ActivationCache,
     x: &[f32],
     hidden: usize,
@@ -190,28 +190,38 @@ fn forward(
     out: &mut [f32],
     scratch: &mut ExpertScratch,
 ) {
-    let (math, isa) = (compute.arithmetic, Isa::best());
-    let ExpertScratch { intermediate, assignments, first, first_done, .. } = scratch;
-    arrange(math, jobs, intermediate, assignments);
+    arrange(device.arithmetic, jobs, &mut scratch.intermediate, &mut scratch.assignments);
+    gate_and_up(device, formats, x, hidden, jobs, scratch);
+    down(device, hidden, jobs, out, scratch);
+}
 
-    // Phase 1: gate and up, quantized for the down projection.
-    let enough = if compute.threads.count() > 1 { 8 * compute.threads.count() } else { 0 };
+/// The first phase: gate and up, quantized for the down projection.
+fn gate_and_up(
+    device: &CpuDevice,
+    formats: &ActivationCache,
+    x: &[f32],
+    hidden: usize,
+    jobs: &[ExpertJob<'_>],
+    scratch: &mut ExpertScratch,
+) {
+    let (math, isa) = (device.arithmetic, Isa::best());
+    let ExpertScratch { intermediate, assignments, first, first_done, .. } = scratch;
     let slice = |job: &ExpertJob<'_>| job.expert.down.codes.group().clamp(64, SLICE);
     number(jobs, first, |job| job.rows.len().div_ceil(BLOCK) * job.expert.gate.rows.div_ceil(slice(job)));
     // With few slices for many threads, two tasks share a slice. The task that finishes later quantizes the slice.
-    let parts = if total(first) < enough { 2 } else { 1 };
+    let parts = if total(first) < min_tasks(device) { 2 } else { 1 };
     let targets: Vec<IntermediateOut> =
         intermediate.iter_mut().map(|intermediate| intermediate.writer(math, parts > 1)).collect();
     first_done.clear();
     first_done.resize_with(total(first), AtomicBool::default);
-    compute.threads.run(parts * total(first), &|task| {
+    device.threads.run(parts * total(first), &|task| {
         let (slice_of_all, part) = (task / parts, task % parts);
         let (index, task) = locate(first, slice_of_all);
         let job = &jobs[index];
         let slices = job.expert.gate.rows.div_ceil(slice(job));
         let (block, at) = (task / slices, task % slices * slice(job));
         let whole = at..(at + slice(job)).min(job.expert.gate.rows);
-        let cut = |part: usize| whole.start + whole.len() * part / parts;
+        let border = |part: usize| whole.start + whole.len() * part / parts;
         let block = block * BLOCK..((block + 1) * BLOCK).min(job.rows.len());
         let (entry, start) = assignments[index];
         let to = SliceTarget { to: targets[entry], first: start + block.start, whole: whole.clone() };
@@ -235,28 +245,32 @@ fn forward(
             let last = || parts == 1 || first_done[slice_of_all].swap(true, Ordering::AcqRel);
             // SAFETY: sizes were checked. Each task writes its own rows and columns of the intermediate values. The
             // last task of a slice writes all quantized values of the slice.
-            unsafe { swiglu(isa, math, [gate, up], cut(part)..cut(part + 1), inputs, &to, products, last) };
+            unsafe { swiglu(isa, math, [gate, up], border(part)..border(part + 1), inputs, &to, products, last) };
             (*own, *others) = (reuse_empty(gates), reuse_empty(ups));
         });
     });
+}
 
-    // Phase 2: the down projection.
+/// The second phase: the down projection.
+fn down(device: &CpuDevice, hidden: usize, jobs: &[ExpertJob<'_>], out: &mut [f32], scratch: &mut ExpertScratch) {
+    let (math, isa) = (device.arithmetic, Isa::best());
+    let ExpertScratch { intermediate, assignments, first, .. } = scratch;
     let base = OutPtr(out.as_mut_ptr());
     let intermediate = &*intermediate;
     let height = |job: &ExpertJob<'_>, bytes: usize| {
         let row: usize = job.expert.down.codes.row_bytes(job.expert.down.cols).iter().sum();
         (bytes / row.max(1)).next_multiple_of(32).max(32)
     };
-    let mut cut = |bytes: usize| {
+    let mut number_tasks = |bytes: usize| {
         number(jobs, first, |job| job.rows.len().div_ceil(BLOCK) * hidden.div_ceil(height(job, bytes)));
         total(first)
     };
     let mut bytes = TASK;
-    if cut(bytes) < enough {
+    if number_tasks(bytes) < min_tasks(device) {
         bytes /= 2;
-        cut(bytes);
+        number_tasks(bytes);
     }
-    compute.threads.run(total(first), &|task| {
+    device.threads.run(total(first), &|task| {
         let (index, task) = locate(first, task);
         let job = &jobs[index];
         let slices = hidden.div_ceil(height(job, bytes));
@@ -277,6 +291,11 @@ fn forward(
             *own = reuse_empty(inputs);
         });
     });
+}
+
+/// Smallest number of tasks of a phase that keeps all threads busy to its end.
+fn min_tasks(device: &CpuDevice) -> usize {
+    if device.threads.count() > 1 { 8 * device.threads.count() } else { 0 }
 }
 
 /// Assigns a range of rows of the intermediate values to each job.
