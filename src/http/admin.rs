@@ -3,7 +3,7 @@
 use crate::{
     error::GPU_INTERACTIVITY_REMEDY,
     http::{ApiError, ServerState, layers::auth, request::body},
-    metrics,
+    metrics::{self, Metrics},
     platform::os,
 };
 use axum::{
@@ -68,24 +68,28 @@ pub async fn health(State(state): State<Arc<ServerState>>, request: Request) -> 
     if let Some(reason) = degraded {
         body["reason"] = if is_authorized { reason } else { "the model's files cannot be read".into() }.into();
     }
-    // The following faults do not change what the model answers, so the status stays 200.
-    let damaged = state.metrics.pack_damaged_records.get();
+    add_faults(&mut body, &state.metrics);
+    (status, Json(body)).into_response()
+}
+
+/// Adds the faults that do not change what the model answers. The status stays 200.
+fn add_faults(body: &mut Value, metrics: &Metrics) {
+    let damaged = metrics.pack_damaged_records.get();
     if damaged > 0 {
         let note = "damaged records are read from the checkpoint instead; run `moestro pack` to write a new pack";
         body["pack"] = json!({"damaged_records": damaged, "note": note});
     }
-    let interrupted = state.metrics.gpu_interactivity_errors.get();
+    let interrupted = metrics.gpu_interactivity_errors.get();
     if interrupted > 0 {
         let note = format!("macOS ended GPU work that delayed the screen; {GPU_INTERACTIVITY_REMEDY}");
         body["gpu"]["interactivity_errors"] = interrupted.into();
         body["gpu"]["remedy"] = note.into();
     }
-    if state.metrics.gpu_lost.get() > 0 {
+    if metrics.gpu_lost.get() > 0 {
         let note = "the GPU failed and the CPU computes instead; restart the server to try the GPU again";
         body["gpu"]["lost"] = true.into();
         body["gpu"]["note"] = note.into();
     }
-    (status, Json(body)).into_response()
 }
 
 /// Clears the prompt cache of the loaded model, and deletes the prompt caches that other models have on disk.
