@@ -97,35 +97,17 @@ from!(
     CombineExperts
 );
 
-impl<'a> From<&'a BlockAttention<'a>> for Op<'a> {
-    fn from(op: &'a BlockAttention<'a>) -> Self {
-        Op::BlockAttention(op)
-    }
+/// Like `from`, for operations that [`Op`] holds by reference.
+macro_rules! from_reference {
+    ($($name:ident),*) => {
+        $(impl<'a> From<&'a $name<'a>> for Op<'a> {
+            fn from(op: &'a $name<'a>) -> Self {
+                Op::$name(op)
+            }
+        })*
+    };
 }
-
-impl<'a> From<&'a ReadStreams<'a>> for Op<'a> {
-    fn from(op: &'a ReadStreams<'a>) -> Self {
-        Op::ReadStreams(op)
-    }
-}
-
-impl<'a> From<&'a AttentionRows<'a>> for Op<'a> {
-    fn from(op: &'a AttentionRows<'a>) -> Self {
-        Op::AttentionRows(op)
-    }
-}
-
-impl<'a> From<&'a DeltaNetRows<'a>> for Op<'a> {
-    fn from(op: &'a DeltaNetRows<'a>) -> Self {
-        Op::DeltaNetRows(op)
-    }
-}
-
-impl<'a> From<&'a DeltaNet<'a>> for Op<'a> {
-    fn from(op: &'a DeltaNet<'a>) -> Self {
-        Op::DeltaNet(op)
-    }
-}
+from_reference!(AttentionRows, BlockAttention, DeltaNet, DeltaNetRows, ReadStreams);
 
 /// A part of a model that a backend may not support.
 #[derive(Clone, Copy)]
