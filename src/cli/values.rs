@@ -178,11 +178,6 @@ pub fn draft(text: &str) -> Result<DraftModel, String> {
         "off" => Ok(DraftModel::Off),
         "auto" => Ok(DraftModel::Auto),
         "mtp" => Ok(DraftModel::Mtp),
-        "self" => Err(
-            "self was removed because it was slower than plain decoding; use auto, mtp, lookup, off, a directory or \
-                       a hub id (a directory named self is written ./self)"
-                .into(),
-        ),
         "" => Err("it is empty".into()),
         _ => Ok(DraftModel::Model(text.into())),
     }

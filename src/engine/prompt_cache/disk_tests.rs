@@ -308,7 +308,7 @@ fn unneeded_files_are_removed_at_start() {
     drop(first);
     let page = files(dir.path(), "page").remove(0);
     let stray =
-        ["a.page", "b.page.12-3.partial", "c.state.7-1.unfinished", "d.text"].map(|name| page.with_file_name(name));
+        ["a.page", "b.page.12-3.partial", "c.state.7-1.partial", "d.text"].map(|name| page.with_file_name(name));
     stray.iter().for_each(|path| fs::write(path, b"").unwrap());
     let second = open(&options);
     assert_eq!(found(&second, &ids), Some((ids.len(), SnapshotSource::Disk)));

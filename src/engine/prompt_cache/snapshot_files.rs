@@ -388,9 +388,9 @@ fn entries(dir: &Path, select: impl Fn(&fs::DirEntry) -> bool) -> io::Result<Vec
     Ok(entries.into_iter().filter(select).map(|entry| entry.path()).collect())
 }
 
-/// True for a temporary file, which a killed server may leave. Earlier versions used the extension `unfinished`.
+/// True for a temporary file, which a killed server may leave.
 fn is_temporary(path: &Path) -> bool {
-    has_extension(path, "partial") || has_extension(path, "unfinished")
+    has_extension(path, "partial")
 }
 
 fn has_extension(path: &Path, extension: &str) -> bool {
