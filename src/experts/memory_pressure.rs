@@ -45,7 +45,7 @@ pub(super) struct MemoryPressure {
     monitor: MemoryMonitor,
     min_slots: usize,
     pub next_check: Instant,
-    /// Time of the last shortage.
+    /// Time of the last shortage, or of the last attempt to restore slots that failed.
     last_short: Option<Instant>,
 }
 
@@ -63,6 +63,11 @@ impl MemoryPressure {
     /// Sets the time of the next check. After slots were released, waits until the system counts their memory as free.
     pub fn schedule(&mut self, now: Instant, has_released: bool) {
         self.next_check = now + if has_released { MemoryMonitor::SETTLE_TIME } else { MemoryMonitor::CHECK_INTERVAL };
+    }
+
+    /// Waits for [`RESTORE_DELAY`] before slots are restored.
+    pub fn delay_restore(&mut self, now: Instant) {
+        self.last_short = Some(now);
     }
 
     pub fn decide(&mut self, level: MemoryLevel, now: Instant, counts: SlotCounts, slot_bytes: usize) -> SlotChange {

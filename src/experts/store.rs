@@ -81,6 +81,16 @@ pub trait SlotDevice: Timeline {
         let _ = segment;
         Ok(())
     }
+
+    /// Called before experts are read into the slots of a segment that was released. A device with its own memory
+    /// allocates the segment's buffer.
+    ///
+    /// # Errors
+    /// The device has too little memory.
+    fn restore_segment(&mut self, segment: usize) -> Result<(), DeviceError> {
+        let _ = segment;
+        Ok(())
+    }
 }
 
 impl SlotDevice for CpuTimeline {}
@@ -470,7 +480,10 @@ impl ExpertStore {
                 has_released
             }
             SlotChange::Grow { to } => {
-                if self.restore_slots(state, to) && to == all {
+                if let Err(error) = self.restore_slots(state, to, device) {
+                    tracing::warn!(%error, "cannot allocate the memory of expert slots again; trying later");
+                    state.pressure.delay_restore(now);
+                } else if to == all {
                     tracing::info!(slots = all, "memory is no longer short: all expert slots are restored");
                 }
                 false
@@ -525,14 +538,23 @@ impl ExpertStore {
         unsafe { self.slab.release_pages(bytes) }
     }
 
-    fn restore_slots(&self, state: &mut StoreState, to: usize) -> bool {
-        if let Err(error) = self.slab.reuse_pages(self.layout.range(state.slots.len()..to)) {
-            tracing::warn!(%error, "cannot allocate the memory of expert slots again");
-            return false;
+    /// Restores slots until there are `to` slots. After an error, the slots of earlier segments are restored.
+    fn restore_slots(&self, state: &mut StoreState, to: usize, device: &mut dyn SlotDevice) -> io::Result<()> {
+        let slots = state.slots.len()..to;
+        self.slab.reuse_pages(self.layout.range(slots.clone()))?;
+        let (mut until, mut done) = (to, Ok(()));
+        if self.whole_segments.get() {
+            for segment in self.layout.segments_of(slots) {
+                done = device.restore_segment(segment).map_err(io::Error::other);
+                if done.is_err() {
+                    until = segment * self.layout.per_segment;
+                    break;
+                }
+            }
         }
-        state.slots.grow(to);
+        state.slots.grow(until);
         self.update_slot_metrics(state);
-        true
+        done
     }
 
     fn update_slot_metrics(&self, state: &StoreState) {

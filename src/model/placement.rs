@@ -109,6 +109,10 @@ impl SlotDevice for PlacedSlots<'_> {
     fn release_segment(&mut self, segment: usize) -> Result<(), DeviceError> {
         self.backend.release_segment(self.slots.segments[segment])
     }
+
+    fn restore_segment(&mut self, segment: usize) -> Result<(), DeviceError> {
+        self.backend.restore_segment(self.slots.segments[segment])
+    }
 }
 
 /// The slot of each expert, `[layers, experts]`.

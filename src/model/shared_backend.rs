@@ -94,6 +94,7 @@ impl Backend for SharedBackend {
         adopt(slab: &Arc<Slab>, range: Range<usize>) -> Result<Region, DeviceError>;
         adopt_segments(slab: &Arc<Slab>, segments: &[Range<usize>]) -> Result<(Vec<Region>, Region), DeviceError>;
         release_segment(segment: Region) -> Result<(), DeviceError>;
+        restore_segment(segment: Region) -> Result<(), DeviceError>;
         mark_loaded(region: Region, content: u64) -> Result<(), DeviceError>;
         keep_gpu_awake() -> Result<(), DeviceError>;
     }

@@ -120,6 +120,12 @@ pub trait Backend: Timeline + Send {
         Ok(())
     }
 
+    /// Allocates the device's memory for a released segment, if the device has its own memory.
+    fn restore_segment(&mut self, segment: Region) -> Result<(), DeviceError> {
+        let _ = segment;
+        Ok(())
+    }
+
     /// From now on, an idle GPU executes small launches while the caller waits for a disk, so that the GPU's clock
     /// stays high.
     fn keep_gpu_awake(&mut self) -> Result<(), DeviceError> {

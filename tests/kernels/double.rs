@@ -2,10 +2,10 @@
 //!
 //! The command buffers of the double run some time after they are committed, on the kernels compiled for the host, in
 //! any order that barriers and fences allow. A call that Metal forbids or leaves undefined fails the test. A test can
-//! make any call fail.
+//! make any call fail, and can give the double its own memory, like an NVIDIA GPU that recovers from failures.
 
 use crate::{host::Host, mutate::Dice};
-use moestro::device::{BufferAccess, CommandStatus, DeviceError, Driver, Launch, Region, Slab};
+use moestro::device::{Binding, BufferAccess, CommandStatus, DeviceError, Driver, Launch, Region, Slab};
 use std::{
     cell::RefCell,
     collections::{BTreeMap, BTreeSet},
@@ -52,6 +52,8 @@ pub struct Control {
     pub seed: Option<u64>,
     /// True if the double reports matrix units.
     pub halves: bool,
+    /// True if kernels see only those adopted bytes that were uploaded. Set before the first buffer is adopted.
+    pub own_memory: bool,
     /// The message of a command buffer that fails.
     pub message: Option<&'static str>,
     /// Maximum number of threads in a threadgroup, for every kernel. The default is 1024.
@@ -59,6 +61,9 @@ pub struct Control {
 }
 
 pub type Shared = Arc<Mutex<Control>>;
+
+/// The name of a launch that uploads the bytes of its only binding.
+const UPLOAD: &str = "upload";
 
 struct Inner {
     host: Host,
@@ -190,13 +195,19 @@ impl Inner {
         if std::thread::panicking() {
             return; // The program may have exited.
         }
+        if launch.kernel == UPLOAD {
+            return self.refresh(launch.bindings[0].region);
+        }
+        let own_memory = self.control.lock().unwrap().own_memory;
         for binding in &launch.bindings {
             let access = binding.access;
             let is_adopted = self.slabs.contains_key(&binding.region.buffer);
             assert!(!is_adopted || access == BufferAccess::Read, "{} writes to weights", launch.kernel);
-            self.refresh(binding.region);
+            if !own_memory {
+                self.refresh(binding.region);
+            }
         }
-        if launch.bindings.iter().any(|binding| binding.is_table) {
+        if !own_memory && launch.bindings.iter().any(|binding| binding.is_table) {
             for buffer in self.addressed.clone() {
                 self.refresh(Region { buffer, offset: 0, len: self.lengths[&buffer] });
             }
@@ -287,7 +298,11 @@ impl Driver for Double {
         let inner = self.0.get_mut();
         inner.refused("adopt")?;
         assert!(range.start.is_multiple_of(16384), "no-copy buffers start at a page");
-        assert_eq!(inner.host.empty(range.len()).buffer, buffer, "buffers are counted");
+        let region = inner.host.empty(range.len());
+        assert_eq!(region.buffer, buffer, "buffers are counted");
+        if inner.control.lock().unwrap().own_memory {
+            inner.host.write(region, &vec![0xff; range.len()]);
+        }
         inner.lengths.insert(buffer, range.len());
         inner.slabs.insert(buffer, (slab.clone(), range.start));
         Ok(())
@@ -361,6 +376,25 @@ impl Driver for Double {
 
     fn has_matrix_units(&self) -> bool {
         self.0.borrow().control.lock().unwrap().halves
+    }
+
+    fn has_own_memory(&self) -> bool {
+        self.0.borrow().control.lock().unwrap().own_memory
+    }
+
+    fn upload(&mut self, open: &mut Commands, region: Region) -> Result<(), DeviceError> {
+        let inner = self.0.get_mut();
+        inner.refused("upload")?;
+        inner.inside(region);
+        let upload = Launch {
+            kernel: UPLOAD,
+            args: Vec::new(),
+            bindings: vec![Binding::write(region)],
+            grid: [1; 3],
+            threads: 32,
+        };
+        open.segments.extend([vec![upload], Vec::new()]);
+        Ok(())
     }
 
     fn encode_fault(&mut self, open: &mut Commands) -> Result<(), DeviceError> {

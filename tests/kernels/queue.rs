@@ -106,9 +106,10 @@ fn streaming_model_ignores_launch_order() {
 }
 
 /// A model on a double, with one slot per segment.
-fn segmented(streaming: bool) -> (Qwen, impl Fn(&str) -> usize, Shared) {
+fn segmented(streaming: bool, own_memory: bool) -> (Qwen, impl Fn(&str) -> usize, Shared) {
     let double = Double::new(Host::fast());
     let control = double.control();
+    control.lock().unwrap().own_memory = own_memory;
     let model = move_to(load_segments(streaming, 1), CommandQueue::new(double));
     let calls = control.clone();
     let count = move |method: &str| calls.lock().unwrap().calls.get(method).copied().unwrap_or(0);
@@ -118,20 +119,20 @@ fn segmented(streaming: bool) -> (Qwen, impl Fn(&str) -> usize, Shared) {
 #[test]
 fn segments_are_adopted_as_they_fill() {
     let weights = {
-        let (_, count, _) = segmented(true);
+        let (_, count, _) = segmented(true, false);
         count("adopt")
     };
-    let (mut model, count, _) = segmented(true);
+    let (mut model, count, _) = segmented(true, false);
     assert_eq!(count("adopt"), weights, "no segment before an expert is loaded");
     assert!(answer(&mut model).unwrap() == expected(true));
     assert_eq!(count("adopt"), weights + 4);
-    let (_, count, _) = segmented(false);
+    let (_, count, _) = segmented(false, false);
     assert_eq!(count("adopt"), weights + 6, "all experts are in memory");
 }
 
 /// Releases the segments of a resident model and restores them, with another order of launches in each round.
 fn release_and_restore(rounds: u64) {
-    let (expected, (mut model, count, control)) = (expected(false), segmented(false));
+    let (expected, (mut model, count, control)) = (expected(false), segmented(false, false));
     let (now, all) = (Instant::now(), model.store().unwrap().slots());
     let adopted = |count: &dyn Fn(&str) -> usize| count("adopt") - count("free");
     let weights = adopted(&count) - all;
@@ -153,6 +154,23 @@ fn release_and_restore(rounds: u64) {
 #[test]
 fn released_segments_keep_answers() {
     release_and_restore(12);
+}
+
+#[test]
+fn slots_return_only_with_device_memory() {
+    let (expected, (mut model, count, control)) = (expected(false), segmented(false, true));
+    let (now, all, adopted) = (Instant::now(), model.store().unwrap().slots(), count("adopt"));
+    assert!(model.adapt_to_level(MemoryLevel::Short(1 << 40), now));
+    for (round, method) in (1..).zip(["adopt", "address", "none", "none"]) {
+        assert!(answer(&mut model).unwrap() == expected, "round {round}");
+        control.lock().unwrap().fault = Some(Plan { method, nth: count(method), fault: Fault::Refused });
+        model.adapt_to_level(MemoryLevel::Spare(1 << 40), now + Duration::from_secs(20 * round));
+        let slots = [4, 4, 5, all][round as usize - 1];
+        assert_eq!(model.store().unwrap().slots(), slots, "{method}");
+    }
+    assert!(answer(&mut model).unwrap() == expected);
+    // The refused call counts, and the buffer without an address is freed.
+    assert_eq!(count("adopt") - count("free"), adopted + 1);
 }
 
 #[test]

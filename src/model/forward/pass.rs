@@ -241,12 +241,12 @@ impl Pass<'_> {
     pub fn finish(&mut self, done: Result<(), ModelError>) -> Result<(), ModelError> {
         let end = self.backend.sync_point();
         let waited = self.backend.wait_for(end);
-        let done = done.and(waited.map_err(ModelError::from));
-        if let Some(experts) = self.experts.filter(|_| !matches!(done, Ok(()) | Err(ModelError::GivenUp))) {
-            // Copies of experts to the device may have failed.
+        let has_failed = waited.is_err() || !matches!(done, Ok(()) | Err(ModelError::GivenUp));
+        if let Some(experts) = self.experts.filter(|_| has_failed) {
+            // Copies of experts to the device may have failed, also in a pass that was cancelled.
             experts.clear_device();
         }
-        done
+        done.and(waited.map_err(ModelError::from))
     }
 }
 

@@ -132,9 +132,14 @@ impl<P: DerefMut<Target: Gpu> + Send> GpuBackend<P> {
             return Ok(());
         };
         let (entry, region) = (segment.entry, self.gpu.adopt(&segment.slab, segment.range.clone())?);
+        let address = self.gpu.address(region.buffer);
+        let entered = address.and_then(|address| self.write(entry, &address.to_le_bytes()));
+        if entered.is_err() {
+            // Otherwise the buffer would keep the segment's memory in use.
+            self.gpu.release(region.buffer);
+            return entered;
+        }
         self.owned.push(region.buffer);
-        let address = self.gpu.address(region.buffer)?;
-        self.write(entry, &address.to_le_bytes())?;
         self.buffers[number as usize] = region;
         if let Some(segment) = self.segments.get_mut(&number) {
             segment.device = Some(region.buffer);
@@ -500,6 +505,10 @@ impl<P: DerefMut<Target: Gpu> + Send> Backend for GpuBackend<P> {
             segment.device = None;
         }
         Ok(())
+    }
+
+    fn restore_segment(&mut self, segment: Region) -> Result<(), DeviceError> {
+        if self.gpu.has_own_memory() { self.adopt_segment(segment.buffer) } else { Ok(()) }
     }
 
     fn mark_loaded(&mut self, region: Region, content: u64) -> Result<(), DeviceError> {
