@@ -10,11 +10,11 @@ use moestro::{
     experts::{ExpertChoice, PassKind},
     metrics::Metrics,
     model::{LoadOptions, Logits, Model, PassHooks, Qwen, QwenState, Rows, Snapshot},
-    tools::synth::Dimensions,
+    tools::synth::{self, Dimensions, SynthOptions},
 };
 use std::{
     collections::HashMap,
-    path::Path,
+    path::{Path, PathBuf},
     sync::{Arc, Mutex},
 };
 
@@ -50,6 +50,16 @@ pub fn narrow(real: Dimensions) -> Dimensions {
         vocab: 300,
         ..real
     }
+}
+
+/// Writes a model with these dimensions and random weights to `root`. Returns its directory.
+pub fn write_model(root: &Path, dimensions: Dimensions, seed: u64) -> PathBuf {
+    let out = root.join("model");
+    let (eos_token_ids, extras) = (Vec::new(), Vec::new());
+    let options =
+        SynthOptions { dimensions, seed, router_skew: 0.5, eos_token_ids, shard: 1 << 20, threads: 2, extras };
+    synth::write(&out, &options, &|_| ()).unwrap();
+    out
 }
 
 /// The model in `dir` with the given arithmetic, on two threads.

@@ -3,15 +3,20 @@
 
 use crate::{
     forward::{DEMO, answer, cases, common, options},
-    look_ahead,
+    look_ahead, process_memory,
 };
-use common::{load_with, margin};
+use common::{load_with, margin, narrow, write_model};
 use moestro::{
     device::{self, Gpu},
     model::{LoadOptions, Qwen},
     ops::KvBits,
+    platform::os::MemoryLevel,
+    tools::synth::Dimensions,
 };
-use std::path::Path;
+use std::{
+    path::Path,
+    time::{Duration, Instant},
+};
 
 /// If the lead of the most likely token is smaller than this, the two devices may choose different tokens.
 const MIN_LEAD: f32 = 0.05;
@@ -68,6 +73,51 @@ fn layers_ahead_match_a_resident_model() {
     if gpu().is_some() {
         look_ahead::compare(|| gpu().unwrap());
     }
+}
+
+/// Releases the segments of a model with 256 experts of 440 KB, and restores them.
+#[test]
+fn released_segments_free_memory_and_keep_answers() {
+    let Some(first) = gpu() else { return };
+    let dimensions = Dimensions {
+        layers: 4,
+        experts: 64,
+        experts_per_token: 4,
+        hidden: 512,
+        expert_hidden: 512,
+        ..narrow(Dimensions::of_35b())
+    };
+    let root = tempfile::tempdir().unwrap();
+    let dir = write_model(root.path(), dimensions, 5);
+    let mut options = LoadOptions { gpu: Some(u64::MAX), ..options(false) };
+    options.store.segment_bytes = 8 << 20;
+    let mut model = load_with(&dir, options).move_to(first).unwrap_or_else(|refused| panic!("{}", refused.error));
+    let prompt: Vec<u32> = (0..40).map(|i| i * 37 % 300).collect();
+    let expected = answer(&mut model, &prompt, &[], 6);
+    // Free memory of a GPU that has its own, and this process's RAM.
+    let memory = || {
+        let free = gpu().filter(|gpu| gpu.has_own_memory()).and_then(|gpu| gpu.working_set());
+        [free, cfg!(target_os = "linux").then(|| process_memory::memory("self", "VmRSS"))]
+    };
+    let (now, slot_bytes) = (Instant::now(), model.store().unwrap().slot_bytes());
+    // At first, segments are uploaded as a whole. Later, experts are uploaded one by one, which may pin their segment.
+    for round in 0..2 {
+        let (before, slots) = (memory(), model.store().unwrap().slots());
+        let short = MemoryLevel::Short((slots / 2 * slot_bytes) as u64);
+        assert!(model.adapt_to_level(short, now + Duration::from_secs(20 * round)));
+        let (after, released) = (memory(), ((slots - model.store().unwrap().slots()) * slot_bytes) as u64);
+        println!("released {released} bytes: free on the GPU and resident in RAM {before:?}, then {after:?}");
+        let [[free, resident], [free_after, resident_after]] = [before, after];
+        assert!(free.zip(free_after).is_none_or(|(before, after)| after >= before + released / 2));
+        assert!(resident.zip(resident_after).is_none_or(|(before, after)| before >= after + released / 2));
+        assert!(answer(&mut model, &prompt, &[], 6) == expected, "round {round}");
+    }
+    let fewest = model.store().unwrap().slots();
+    for round in 2..8 {
+        model.adapt_to_level(MemoryLevel::Spare(1 << 40), now + Duration::from_secs(20 * round));
+        assert!(answer(&mut model, &prompt, &[], 6) == expected, "round {round}");
+    }
+    assert!(model.store().unwrap().slots() > fewest);
 }
 
 #[test]

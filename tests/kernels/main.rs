@@ -22,6 +22,8 @@ mod lost;
 mod mtp;
 #[path = "../support/mutate.rs"]
 mod mutate;
+#[path = "../support/process_memory.rs"]
+mod process_memory;
 mod queue;
 mod qwen4_exp;
 mod record;

@@ -1,7 +1,7 @@
 //! Tests of exactness: greedy output and logits must not depend on slots, read mode, I/O threads and their order,
 //! prefetching, or chunk size.
 
-use crate::common::{decode, load_with, narrow, prefill};
+use crate::common::{decode, load_with, narrow, prefill, write_model};
 use moestro::{
     error::ModelError,
     experts::{Prefetch, ReadMode, ShardFiles},
@@ -95,18 +95,8 @@ fn demo_is_exact_under_all_settings() {
 fn synthetic_model_is_exact() {
     let real = synth::Dimensions::of_35b();
     let dimensions = synth::Dimensions { layers: 5, experts_per_token: 4, ..narrow(real) };
-    let dir = tempfile::tempdir().unwrap();
-    let out = dir.path().join("model");
-    let options = synth::SynthOptions {
-        dimensions,
-        seed: 3,
-        router_skew: 0.5,
-        eos_token_ids: vec![],
-        shard: 1 << 20,
-        threads: 2,
-        extras: vec![],
-    };
-    synth::write(&out, &options, &|_| ()).unwrap();
+    let root = tempfile::tempdir().unwrap();
+    let out = write_model(root.path(), dimensions, 3);
     let prompt: Vec<u32> = (0..33).map(|i| i * 71 % 300).collect();
     check(&out, &prompt, 24, 5, 16, 4);
 }
