@@ -50,10 +50,13 @@ fn open(index: Index, config: &Value) -> Result<Checkpoint, ModelError> {
     } else {
         Checkpoint::open_as(index, &Value::Null, bare)?
     };
-    head.hugging_face = Some(match stream_norms(&head) {
-        Some(names) => norm_encoding::is_zero_centred(&head, &names)?,
-        None => are_zero_centred(&head, config)?,
-    });
+    // A head in the shards of a model in Hugging Face's layout stores `w - 1`, as all norms of the model do.
+    if head.hugging_face != Some(true) {
+        head.hugging_face = Some(match stream_norms(&head) {
+            Some(names) => norm_encoding::is_zero_centred(&head, &names)?,
+            None => are_zero_centred(&head, config)?,
+        });
+    }
     Ok(head)
 }
 
@@ -121,4 +124,33 @@ pub fn declared_layers(config: &Value) -> u64 {
 /// True if a checkpoint consists only of an MTP head.
 pub fn is_head_only(config: &Value) -> bool {
     config["model_type"].as_str() == Some("qwen3_5_mtp")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use safetensors::{Dtype, tensor::TensorView};
+
+    /// The encoding of a head whose norms are all 1.2. The head is in the shards of a model whose convolution has the
+    /// shape `conv`.
+    fn zero_centred(conv: [usize; 3]) -> Option<bool> {
+        let dir = tempfile::tempdir().unwrap();
+        let (zeros, norm) = ([0; 64], 1.2f32.to_le_bytes().repeat(4));
+        let norms =
+            ["attn_hyper_connection.hc_norm", "mlp_hyper_connection.hc_norm"].map(|name| format!("layers.0.{name}"));
+        let others =
+            ["hyper_connection_mixer.hc_norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"].map(String::from);
+        let norm = |name: String| (format!("mtp.{name}.weight"), TensorView::new(Dtype::F32, vec![4], &norm).unwrap());
+        let conv = TensorView::new(Dtype::F32, conv.to_vec(), &zeros).unwrap();
+        let tensors = norms.into_iter().chain(others).map(norm).chain([("conv1d.weight".into(), conv)]);
+        safetensors::serialize_to_file(tensors, None, &dir.path().join("model.safetensors")).unwrap();
+        find(dir.path(), &Index::open(dir.path()).unwrap(), &Value::Null).unwrap().unwrap().hugging_face
+    }
+
+    #[test]
+    fn head_in_hugging_face_shards_is_zero_centred() {
+        assert_eq!(zero_centred([4, 1, 4]), Some(true));
+        // MLX's converters write both encodings, so the values decide.
+        assert_eq!(zero_centred([4, 4, 1]), Some(false));
+    }
 }
