@@ -183,10 +183,10 @@ impl ApiError {
         Self::client(StatusCode::NOT_FOUND, "item_not_found", message).at(param)
     }
 
-    pub fn no_such_path(method: &str, path: &str) -> Self {
-        let hint =
-            if path.starts_with("/api/") { ". Ollama's API is served on the port of --ollama-port only." } else { "" };
-        Self::client(StatusCode::NOT_FOUND, "not_found", format!("Unknown path: {method} {path}{hint}"))
+    /// `hint` is a sentence about the path, or an empty string.
+    pub fn no_such_path(method: &str, path: &str, hint: &str) -> Self {
+        let separator = if hint.is_empty() { "" } else { ". " };
+        Self::client(StatusCode::NOT_FOUND, "not_found", format!("Unknown path: {method} {path}{separator}{hint}"))
     }
 
     pub fn wrong_method(method: &str, path: &str) -> Self {

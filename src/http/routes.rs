@@ -79,6 +79,23 @@ fn bare(path: &str) -> &str {
 /// Paths of Ollama's API, which are served only on the port of `--ollama-port`.
 const OLLAMA_PATHS: [&str; 6] = ["/api/version", "/api/tags", "/api/ps", "/api/show", "/api/chat", "/api/generate"];
 
+/// A sentence about a path that other servers have or that clients often get wrong. Empty for all other paths.
+pub fn hint(path: &str) -> &'static str {
+    if path.starts_with("/v1/v1/") {
+        return "The client adds /v1 to its base URL: remove /v1 there.";
+    }
+    match path.strip_prefix("/v1").unwrap_or(path) {
+        "/embeddings" | "/embedding" | "/rerank" | "/api/embed" | "/api/embeddings" => "This server has no embeddings.",
+        "/api/pull" | "/api/push" | "/api/create" | "/api/copy" | "/api/delete" => {
+            "Models are changed on the command line, with `moestro pull` and `moestro rm`."
+        }
+        "/completion" => "Use /v1/completions.",
+        "/props" | "/slots" => "Use /health.",
+        path if OLLAMA_PATHS.contains(&path) => "Ollama's API is served on the port of --ollama-port only.",
+        _ => "",
+    }
+}
+
 /// Label of a path in the metrics. Clients can invent paths, so the label of every unknown path is `other`.
 pub fn endpoint(path: &str) -> &'static str {
     let ollama = || OLLAMA_PATHS.into_iter().find(|known| *known == path);

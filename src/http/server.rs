@@ -153,7 +153,8 @@ fn cors(state: &ServerState) -> CorsLayer {
 }
 
 async fn no_such_path(request: Request) -> ApiError {
-    ApiError::no_such_path(request.method().as_str(), request.uri().path())
+    let path = request.uri().path();
+    ApiError::no_such_path(request.method().as_str(), path, routes::hint(path))
 }
 
 async fn wrong_method(request: Request) -> ApiError {

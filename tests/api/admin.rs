@@ -261,8 +261,17 @@ async fn unknown_paths_and_methods_are_refused() {
         assert!(answer.header("allow").is_some());
         assert_eq!(answer.json().await["error"]["code"], "method_not_allowed");
     }
-    for path in ["/v1", "/v1/chat", "/v1/embeddings", "/v1/v1/models"] {
-        assert_eq!(server.get(path).await.status, 404, "{path}");
+    for (path, hint) in [
+        ("/v1", "GET /v1\""),
+        ("/v1/chat", "GET /v1/chat\""),
+        ("/v1/embeddings", "no embeddings"),
+        ("/v1/v1/models", "remove /v1"),
+        ("/completion", "Use /v1/completions"),
+    ] {
+        let answer = server.get(path).await;
+        assert_eq!(answer.status, 404, "{path}");
+        let text = answer.text().await;
+        assert!(text.contains(hint), "{path}: {text}");
     }
 }
 

@@ -166,6 +166,17 @@ async fn errors_have_ollamas_shape() {
 }
 
 #[tokio::test]
+async fn missing_endpoints_are_explained() {
+    let server = server(ANSWER).await;
+    for (path, hint) in [("/api/embed", "no embeddings"), ("/api/pull", "moestro pull"), ("/api/me", "POST /api/me")] {
+        let answer = server.post(path, &json!({"model": "mock"})).await;
+        assert_eq!(answer.status, 404, "{path}");
+        let error = answer.json().await["error"].as_str().unwrap().to_owned();
+        assert!(error.contains(hint) && !error.contains("--ollama-port"), "{path}: {error}");
+    }
+}
+
+#[tokio::test]
 async fn request_without_prompt_loads_the_model() {
     let server = server(ANSWER).await;
     let loaded = server.ask("/api/generate", &json!({"model": "mock"})).await;
