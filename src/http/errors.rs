@@ -125,11 +125,12 @@ impl ApiError {
         self
     }
 
-    /// Prefixes the path of the field that the error names with `parent`.
+    /// Prefixes the path of the field that the error names with `parent`. The message must have that path.
     pub fn within(mut self, parent: &str) -> Self {
         if let Some(param) = &mut self.param {
-            *param = format!("{parent}.{param}");
-            self.message = format!("{parent}.{}", self.message);
+            let path = format!("{parent}.{param}");
+            self.message = self.message.replacen(&*param, &path, 1);
+            *param = path;
         }
         self
     }

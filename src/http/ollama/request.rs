@@ -3,7 +3,7 @@
 use crate::http::{
     ApiError,
     openai::{ChatRequest, CommonFields, CompletionPrompt, CompletionRequest, JsonSchema, ResponseFormat, TextOrIds},
-    request::{FieldNames, GenerationRequest, fields, messages},
+    request::{FieldNames, GenerationRequest, body, fields, messages},
 };
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
@@ -67,11 +67,12 @@ impl OllamaCommon {
     fn common_fields(&self) -> Result<CommonFields, ApiError> {
         let mut options = self.options.clone().unwrap_or_default();
         fields::keep_known(&mut options, fields::OLLAMA_OPTIONS).map_err(|error| error.within("options"))?;
+        body::make_integers(&mut options);
         let wrong = |error| ApiError::wrong_value("options", format!("has a wrong value: {error}."));
         let limit: Option<i64> =
             serde_json::from_value(options.remove("num_predict").unwrap_or_default()).map_err(wrong)?;
         // The other options have the same names in chat completions.
-        let options: CommonFields = serde_json::from_value(options.into()).map_err(wrong)?;
+        let options: CommonFields = body::typed(Value::from(options)).map_err(|error| error.within("options"))?;
         Ok(CommonFields {
             model: Some(self.model.clone()),
             // Ollama streams by default.
@@ -199,8 +200,16 @@ mod tests {
         assert_eq!((request.max_tokens, request.stops.clone()), (Some(7), vec!["x".to_owned()]));
         assert_eq!((request.common.temperature, request.common.repeat_penalty), (Some(0.5), Some(1.1)));
         assert!(request.streams(), "Ollama streams by default");
-        let error = chat(json!({"model": "m", "messages": messages, "options": {"mirostat": 2}})).unwrap_err();
-        assert_eq!(error.body()["error"]["param"], "options.mirostat");
+        for (options, message) in [
+            (json!({"mirostat": 2}), "options.mirostat is not supported"),
+            (json!({"top_p": "x"}), "options.top_p: invalid type: string \"x\", expected a number"),
+            (json!({"temprature": 0}), "There is no field `options.temprature`; did you mean `temperature`?"),
+        ] {
+            let error = chat(json!({"model": "m", "messages": messages, "options": options})).unwrap_err();
+            assert!(error.message().starts_with(message), "{}", error.message());
+        }
+        let whole = chat(json!({"model": "m", "messages": messages, "options": {"num_predict": 7.0, "top_k": 20.0}}));
+        assert_eq!(whole.unwrap().unwrap().max_tokens, Some(7));
     }
 
     #[test]

@@ -8,7 +8,7 @@ use crate::http::{
 };
 use axum::body::{Body, HttpBody};
 use serde::de::{DeserializeOwned, Deserializer};
-use serde_json::Value;
+use serde_json::{Map, Value};
 use std::time::Duration;
 use tokio::time::{Instant, timeout_at};
 use tokio_stream::StreamExt;
@@ -23,6 +23,9 @@ const MIN_RATE: usize = 32 << 10;
 /// Size in bytes below which a body is parsed on the async thread, because parsing takes less time than a thread
 /// switch.
 const SMALL_BODY: usize = 16 << 10;
+
+/// Largest magnitude below which every integer is a float of 64 bits: 2^53.
+const MAX_WHOLE: f64 = 9_007_199_254_740_992.0;
 
 /// Reads a body of at most `limit` bytes and reserves its memory. Fails if no chunk arrives for `silence`.
 async fn read(body: Body, limit: usize, silence: Duration, permit: &mut MemoryPermit) -> Result<Vec<u8>, ApiError> {
@@ -118,6 +121,7 @@ fn checked(bytes: &[u8], known: FieldTable) -> Result<Value, ApiError> {
     let mut object = object(bytes)?;
     if let Value::Object(fields) = &mut object {
         fields::keep_known(fields, known)?;
+        make_integers(fields);
     }
     Ok(object)
 }
@@ -149,9 +153,35 @@ pub fn typed<'de, T: DeserializeOwned>(json: impl Deserializer<'de, Error = serd
         let wrong = error.inner();
         match path == "." {
             true => ApiError::json(missing_field(wrong), wrong.to_string()),
-            false => ApiError::json(Some(path.clone()), format!("{path}: {wrong}")),
+            false => ApiError::json(Some(path.clone()), format!("{path}: {}", in_json_words(&wrong.to_string()))),
         }
     })
+}
+
+/// serde's message about a wrong type, with JSON's names of types instead of Rust's.
+fn in_json_words(message: &str) -> String {
+    let Some((found, expected)) = message.rsplit_once(", expected ") else { return message.to_owned() };
+    let found = found.replace("invalid type: map", "invalid type: object");
+    let found = found.replace("invalid type: sequence", "invalid type: array");
+    let expected = match expected {
+        "i64" => "an integer",
+        "f64" => "a number",
+        "a sequence" => "an array",
+        other if other == "a map" || other.starts_with("struct ") => "an object",
+        other => other,
+    };
+    format!("{found}, expected {expected}")
+}
+
+/// Replaces whole numbers such as `100.0` by integers. Clients in Python send them for fields that are integers, and
+/// the fields that are not integers accept both.
+pub fn make_integers(fields: &mut Map<String, Value>) {
+    for value in fields.values_mut() {
+        let float = value.as_f64().filter(|_| value.is_f64());
+        if let Some(whole) = float.filter(|number| number.fract() == 0.0 && number.abs() <= MAX_WHOLE) {
+            *value = (whole as i64).into();
+        }
+    }
 }
 
 /// The name of a missing field. serde reports the name only in the message, not in the path.
@@ -188,6 +218,37 @@ mod tests {
         );
         assert_eq!(error::<ChatRequest>("{}")["param"], "messages");
         assert_eq!(error::<CompletionRequest>(r#"{"prompt": [1, "a"]}"#)["param"], "prompt");
+    }
+
+    #[test]
+    fn type_error_has_the_words_of_json() {
+        for (body, words) in [
+            (r#"{"max_tokens": "5"}"#, r#"max_tokens: invalid type: string "5", expected an integer"#),
+            (r#"{"temperature": []}"#, "temperature: invalid type: array, expected a number"),
+            (
+                r#"{"logit_bias": "x, expected i64"}"#,
+                r#"logit_bias: invalid type: string "x, expected i64", expected an object"#,
+            ),
+            (r#"{"stream_options": true}"#, "stream_options: invalid type: boolean `true`, expected an object"),
+        ] {
+            assert_eq!(error::<CommonFields>(body)["message"], words);
+        }
+        assert_eq!(
+            error::<ChatRequest>(r#"{"messages": {"role": "user"}}"#)["message"],
+            "messages: invalid type: object, expected an array"
+        );
+    }
+
+    #[test]
+    fn whole_numbers_are_integers() {
+        let body = br#"{"max_tokens": 5.0, "seed": -2.0, "n": 1.5, "temperature": 1.0, "top_p": 0.5, "top_k": 1e300}"#;
+        let fields = checked(body, fields::CHAT).unwrap();
+        let expected = serde_json::json!(
+            {"max_tokens": 5, "seed": -2, "n": 1.5, "temperature": 1, "top_p": 0.5, "top_k": 1e300}
+        );
+        assert_eq!(fields, expected);
+        let (common, huge) = (r#"{"seed": 9007199254740993}"#, 9_007_199_254_740_993_i64);
+        assert_eq!(typed::<CommonFields>(checked(common.as_bytes(), fields::CHAT).unwrap()).unwrap().seed, Some(huge));
     }
 
     #[test]
