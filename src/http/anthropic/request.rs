@@ -262,6 +262,9 @@ impl ChatMessages {
                     let function = json!({"name": name, "arguments": input});
                     calls.push(json!({"id": block["id"], "type": "function", "function": function}));
                 }
+                // Calls and results of tools that Anthropic's servers ran. The text after them says what was found.
+                Some(kind) if kind == "server_tool_use" || kind == "mcp_tool_use" || kind.ends_with("_tool_result") => {
+                }
                 _ => content += &BLOCKS.part_text(block, &at, false)?,
             }
         }
@@ -324,6 +327,22 @@ mod tests {
             json!({"role": "user", "content": "Go on\n\nplease"}),
         ];
         assert_eq!(chat.messages, expected);
+    }
+
+    #[test]
+    fn calls_of_server_tools_are_left_out() {
+        let chat = chat(json!({"messages": [
+            {"role": "user", "content": "Hi"},
+            {"role": "assistant", "content": [
+                {"type": "text", "text": "I search."},
+                {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "x"}},
+                {"type": "web_search_tool_result", "tool_use_id": "s", "content": []},
+                {"type": "mcp_tool_use", "id": "m", "name": "f", "server_name": "x", "input": {}},
+                {"type": "mcp_tool_result", "tool_use_id": "m", "content": []},
+                {"type": "text", "text": " Found."}]},
+            {"role": "user", "content": "And?"},
+        ]}));
+        assert_eq!(chat.messages[1], json!({"role": "assistant", "content": "I search. Found."}));
     }
 
     #[test]

@@ -16,6 +16,16 @@ pub const ENCRYPTED_PREFIX: &str = "moestro:";
 /// Introduces the summary that replaces a compacted conversation.
 const SUMMARY_INTRODUCTION: &str = "Summary of the conversation so far:\n\n";
 
+/// Items of tools that OpenAI's servers ran. They are left out, because the message after them says what was found.
+const SERVER_CALLS: [&str; 6] = [
+    "web_search_call",
+    "file_search_call",
+    "code_interpreter_call",
+    "image_generation_call",
+    "mcp_call",
+    "mcp_list_tools",
+];
+
 const PARTS: PartFormat = PartFormat { types: &["input_text", "output_text", "text", "refusal"], separator: "" };
 
 /// Translates `items` into chat messages, and collects the images of these messages. The last `input` of the items come
@@ -108,6 +118,7 @@ impl MessageBuilder {
                 let output = PARTS.content(&item["output"], &format!("{at}.output"), false, &mut self.images)?;
                 self.messages.push(json!({"role": "tool", "tool_call_id": id, "content": output}));
             }
+            (Some(kind), _) if SERVER_CALLS.contains(&kind) => {}
             (Some(other), _) => {
                 let text = format!("{at} has type `{other}`, which this server does not support.");
                 return Err(ApiError::unsupported(at, text));
@@ -206,6 +217,15 @@ mod tests {
     }
 
     #[test]
+    fn calls_of_server_tools_are_left_out() {
+        let search = json!({"type": "web_search_call", "id": "ws", "status": "completed"});
+        let list = json!({"type": "mcp_list_tools", "id": "l", "server_label": "x", "tools": []});
+        let items = [json!({"role": "user", "content": "Hi"}), list, thought("hm"), search, assistant_text("Found")];
+        let (messages, _) = to_messages(&items, items.len()).unwrap();
+        assert_eq!(messages[1], json!({"role": "assistant", "content": "Found", "reasoning_content": "hm"}));
+    }
+
+    #[test]
     fn images_are_collected_from_messages_and_outputs() {
         let image = json!([{"type": "input_image", "image_url": "data:;base64,AA"}]);
         let result = json!({"type": "function_call_output", "call_id": "1", "output": image});
@@ -272,7 +292,7 @@ mod tests {
             (json!({"role": "user", "content": ["x"]}), "input[0].content[0]"),
             (json!({"type": "function_call", "name": "f"}), "input[0]"),
             (json!({"type": "function_call_output", "output": "x"}), "input[0].call_id"),
-            (json!({"type": "web_search_call"}), "input[0]"),
+            (json!({"type": "shell_call"}), "input[0]"),
             (json!({"type": "compaction", "encrypted_content": "gAAA"}), "input[0]"),
         ] {
             let error = to_messages(&[assistant_text("before"), item.clone()], 1).unwrap_err();
