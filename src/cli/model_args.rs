@@ -93,7 +93,7 @@ pub struct DraftArgs {
     #[arg(long, env = "MOESTRO_DRAFT_MODEL", value_name = "auto|mtp|lookup|off|PATH|ID", default_value = "auto", value_parser = values::draft, help_heading = "Speed", hide_short_help = true)]
     pub draft_model: DraftModel,
     /// Maximum number of tokens drafted at a time
-    #[arg(long, aliases = ["num-mtp-tokens", "draft-max", "num-speculative-tokens"], env = "MOESTRO_NUM_DRAFT_TOKENS", value_name = "N", default_value_t = 7, value_parser = values::drafts, help_heading = "Speed", hide_short_help = true)]
+    #[arg(long, aliases = ["num-mtp-tokens", "draft-max", "draft", "num-speculative-tokens"], env = "MOESTRO_NUM_DRAFT_TOKENS", value_name = "N", default_value_t = 7, value_parser = values::drafts, help_heading = "Speed", hide_short_help = true)]
     pub num_draft_tokens: usize,
     /// When to use drafts; auto: while they save time
     #[arg(long, env = "MOESTRO_SPECULATION", value_enum, default_value_t)]

@@ -46,6 +46,7 @@ const TEMPLATE: &str = "put the template into the model's directory as chat_temp
 const NAME: &str = "name the model in moestro.toml: [models.NAME] with path = \"...\"";
 const PER_REQUEST: &str = "requests set it; no flag sets a default";
 const NO_ADAPTERS: &str = "adapters are not supported; merge them into the model first";
+const NO_TLS: &str = "put a reverse proxy with TLS in front of the server";
 const NOT_LLAMA: &str =
     "Moestro reads MLX and Hugging Face safetensors, not GGUF; --model takes a directory or a hub id";
 
@@ -75,7 +76,19 @@ const FLAGS: &[(&[&str], Treatment)] = &[
     (&["--mmproj", "-mm"], Ignored(Values::One, "the vision tower is part of the checkpoint")),
     (&["--rope-scaling", "--rope-scale", "--rope-freq-base"], Refused("config.json sets the scaling of positions")),
     (&["--split-mode", "-sm", "--main-gpu", "-mg"], Ignored(Values::One, ONE_MACHINE)),
-    (&["--presence-penalty", "--frequency-penalty", "--stop"], Refused(PER_REQUEST)),
+    (&["--presence-penalty", "--frequency-penalty", "--stop", "--seed", "-s"], Refused(PER_REQUEST)),
+    (&["-tb", "--threads-batch", "--threads-http"], Ignored(Values::One, "--threads sets the compute threads")),
+    (&["--reasoning-format"], Ignored(Values::One, TOOLS)),
+    (&["--metrics", "--props", "--slots", "--no-slots"], Ignored(Values::None, "/metrics and /health always answer")),
+    (&["--context-shift", "--no-context-shift"], Ignored(Values::None, "a prompt is never truncated")),
+    (&["--swa-full", "--no-repack"], Ignored(Values::None, "it is not needed")),
+    (&["--cache-reuse", "--ctx-checkpoints"], Ignored(Values::One, "snapshots of prompts are kept unasked")),
+    (&["-cram", "--cache-ram"], Refused("use --prompt-cache SIZE")),
+    (&["-dio", "--direct-io"], Refused("use --expert-io direct")),
+    (&["--embedding", "--embeddings", "--rerank", "--reranking", "--pooling"], Refused("there are no embeddings")),
+    (&["--ssl-key-file", "--ssl-cert-file", "--ssl-keyfile", "--ssl-certfile"], Refused(NO_TLS)),
+    (&["--log-file"], Refused("use --log-dir DIR")),
+    (&["-to", "--timeout"], Refused("use --request-timeout SECS")),
     // SwiftLM.
     (&["--vision"], Ignored(Values::None, "a model with a vision tower needs no switch")),
     (&["--audio"], Refused("audio is not supported")),
@@ -95,6 +108,12 @@ const FLAGS: &[(&[&str], Treatment)] = &[
     (&["--tool-call-parser", "--reasoning-parser"], Ignored(Values::One, TOOLS)),
     (&["--enable-prefix-caching"], Ignored(Values::None, "the prompt cache is on unless --prompt-cache off")),
     (&["--enable-chunked-prefill", "--enforce-eager"], Ignored(Values::None, "it is not needed")),
+    (
+        &["--disable-log-requests", "--no-enable-log-requests", "--disable-log-stats"],
+        Ignored(Values::None, "-q logs errors only"),
+    ),
+    (&["--allowed-origins"], Refused("use --cors ORIGIN")),
+    (&["--hf-token", "-hft"], Refused("set HF_TOKEN")),
     (&["--trust-remote-code"], Ignored(Values::None, "Moestro never runs code of a checkpoint")),
     (&["--speculative-config"], Refused("use --draft-model and --num-draft-tokens")),
     (&["--swap-space", "--cpu-offload-gb"], Ignored(Values::One, PLACED)),
@@ -115,6 +134,7 @@ const COMMANDS: &[(&str, &str)] = &[
     ("cp", "a second name for a model is a table [models.NAME] in moestro.toml, with path = \"...\""),
     ("create", "a model with its own settings is a table [models.NAME] in moestro.toml, with path = \"...\""),
     ("push", "Moestro uploads nothing; `hf upload` does"),
+    ("login", "set HF_TOKEN, or run `hf auth login`, to access gated models"),
     ("signin", "set HF_TOKEN, or run `hf auth login`, to access gated models"),
     ("load", "`moestro run` and `moestro serve` load a model"),
     ("unload", "`moestro stop` unloads the model of a server"),
@@ -286,6 +306,7 @@ mod tests {
             ("moestro serve x --gpu-layers=20", "moestro serve x"),
             ("moestro serve x --vision --mtp", "moestro serve x --draft-model mtp"),
             ("moestro serve x -md=y", "moestro serve x --draft-model y"),
+            ("moestro serve x -tb 8 --metrics --port 1", "moestro serve x --port 1"),
             ("moestro launch codex -- --jinja", "moestro launch codex -- --jinja"),
             ("moestro --version", "moestro --version"),
             ("moestro", "moestro"),
@@ -296,6 +317,7 @@ mod tests {
         for (typed, sentence) in [
             ("moestro serve x --gpu-memory-utilization 0.9", "--memory-limit SIZE"),
             ("moestro serve x -ctk q8_0", "--kv-bits"),
+            ("moestro serve x --embeddings", "there are no embeddings"),
             ("moestro version", "--version"),
         ] {
             assert!(translated(typed).unwrap_err().contains(sentence), "{typed}");
