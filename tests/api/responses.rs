@@ -267,6 +267,8 @@ async fn response_continues_a_stored_response() {
 
     let path = format!("{PATH}/{}", first["id"].as_str().unwrap());
     assert_eq!(server.get(&path).await.json().await, first);
+    let streamed = server.get(&format!("{path}?stream=true&starting_after=1")).await;
+    assert_eq!((streamed.status, streamed.json().await["error"]["param"].clone()), (400, json!("stream")));
     assert_eq!(server.send("DELETE", &path, &[], None).await.json().await["deleted"], true);
     assert_eq!(server.get(&path).await.status, 404);
     assert_eq!(server.send("DELETE", &path, &[], None).await.status, 404);
@@ -408,8 +410,10 @@ async fn codex_catalogue_fields_are_accepted() {
         {"type": "custom_tool_call", "call_id": "1", "name": "apply_patch", "input": "x"},
         {"type": "custom_tool_call_output", "call_id": "1", "output": "ok"},
     ]);
-    let answer = server.ask(PATH, &json!({"input": input, "tools": tools, "text": {"verbosity": "low"}})).await;
+    let body = json!({"input": input, "tools": tools, "text": {"verbosity": "low"}, "truncation": "auto"});
+    let answer = server.ask(PATH, &body).await;
     assert_eq!((&answer["status"], &answer["text"]["verbosity"]), (&json!("completed"), &json!("low")));
+    assert_eq!(answer["truncation"], "disabled");
 }
 
 #[tokio::test]

@@ -250,7 +250,7 @@ const RESPONSE_FIELDS: &[Field] = &[
     rejected("background", &["false"], "use `stream` and keep the connection open."),
     rejected("conversation", &[], "use `previous_response_id`."),
     rejected("prompt", &[], "this server has no prompt templates."),
-    rejected("truncation", &["\"disabled\""], "a part of the conversation would be lost."),
+    ignored("truncation", "a prompt that is too long is refused, never truncated"),
 ];
 
 const MESSAGE_FIELDS: &[Field] = &[

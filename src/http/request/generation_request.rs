@@ -113,7 +113,7 @@ impl GenerationRequest {
             return Err(ApiError::unsupported("best_of", text));
         }
         if request.suffix.is_some_and(|suffix| !suffix.is_empty()) {
-            return Err(ApiError::unsupported("suffix", "suffix is not supported."));
+            return Err(ApiError::unsupported("suffix", "suffix is not supported: the model does not fill gaps."));
         }
         let max_tokens = match common.max_tokens {
             None => Some(DEFAULT_COMPLETION_TOKENS),

@@ -102,7 +102,7 @@ impl ToolChoice {
             _ => return Err(ApiError::wrong_type("tool_choice", "must be a string or an object.")),
         };
         if tools.is_empty() && matches!(parsed, Self::Required(_)) {
-            return Err(ApiError::wrong_value("tool_choice", "requires a call, but the request has no tools."));
+            return Err(ApiError::wrong_value("tool_choice", "requires a call, but the request has no functions."));
         }
         Ok(parsed)
     }

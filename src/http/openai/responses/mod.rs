@@ -18,7 +18,7 @@ use crate::http::{ApiError, ServerState, generate::Generator, layers::body_guard
 use axum::{
     Json,
     body::Body,
-    extract::{Path, State},
+    extract::{Path, RawQuery, State},
     http::header,
     response::{IntoResponse, Response},
 };
@@ -36,7 +36,15 @@ pub async fn responses(server: Generator, body: Body) -> Result<Response, ApiErr
     Ok(body_guard::hold(response, renderer_permit))
 }
 
-pub async fn get(State(state): State<Arc<ServerState>>, Path(id): Path<String>) -> Result<Response, ApiError> {
+pub async fn get(
+    State(state): State<Arc<ServerState>>,
+    Path(id): Path<String>,
+    RawQuery(query): RawQuery,
+) -> Result<Response, ApiError> {
+    if query.is_some_and(|query| query.split('&').any(|pair| pair == "stream=true")) {
+        let text = "stream is not supported: a stored response is sent as one JSON object.";
+        return Err(ApiError::unsupported("stream", text));
+    }
     let text = state.responses.get(&id).ok_or_else(|| ApiError::no_such_response(&id, "response_id"))?;
     Ok(([(header::CONTENT_TYPE, "application/json")], text).into_response())
 }

@@ -343,7 +343,7 @@ impl Renderer for ResponsesRenderer {
         self.tokenizer = Some(model.tokenizer.clone());
         for (name, default) in [("temperature", model.defaults.temperature), ("top_p", model.defaults.top_p)] {
             if self.response[name].is_null() {
-                self.response[name] = f64::from(default).into();
+                self.response[name] = decimal(default).into();
             }
         }
     }
@@ -390,6 +390,11 @@ impl Renderer for ResponsesRenderer {
     }
 }
 
+/// The shortest decimal number that means `value`: 0.6, not 0.6000000238418579.
+fn decimal(value: f32) -> f64 {
+    value.to_string().parse().unwrap_or_else(|_| value.into())
+}
+
 fn text_part(kind: &str, text: &str) -> Value {
     json!({"type": kind, "text": text})
 }
@@ -406,4 +411,14 @@ pub fn usage_object(usage: &Usage) -> Value {
         "output_tokens_details": {"reasoning_tokens": usage.completion_tokens_details.reasoning_tokens},
         "total_tokens": usage.total_tokens,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sampling_defaults_are_short_numbers() {
+        assert_eq!(json!([decimal(0.6), decimal(0.95), decimal(1.0)]).to_string(), "[0.6,0.95,1.0]");
+    }
 }
