@@ -23,8 +23,8 @@ use std::{
 };
 use tokio::signal::unix::{SignalKind, signal};
 
-/// Number of tokens of context below which a warning is printed. Agents send long system prompts and whole files, so
-/// they often fail with a smaller context.
+/// Number of tokens of context up to which a warning is printed. Agents send long system prompts and whole files: the
+/// first prompt of Claude Code 2.1.197 has 36,609 tokens of the demo's vocabulary.
 const SMALL_CONTEXT: usize = 32_768;
 
 /// Starts an agent. Exits with the agent's exit code.
@@ -51,10 +51,10 @@ pub fn run(args: &cli::LaunchArgs, settings: &Settings) -> Result<(), CommandErr
         return Ok(());
     }
     eprint!("{shown}");
-    if target.context < SMALL_CONTEXT {
+    if target.context <= SMALL_CONTEXT {
         let context = target.context;
         eprintln!(
-            "moestro: the context has {context} tokens; agents need {SMALL_CONTEXT} or more (--ctx-size of serve)"
+            "moestro: the context has {context} tokens; agents need more than {SMALL_CONTEXT} (--ctx-size of serve)"
         );
     }
     if !setup.files.is_empty() {

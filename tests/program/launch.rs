@@ -44,6 +44,7 @@ fn agent_runs_with_own_server_and_settings() {
     assert!(text.contains(&format!("base http://127.0.0.1:{port} model moestro-demo window 32768")), "{text}{log}");
     assert!(text.contains("key local removed .\n") && text.contains("arguments -p hello there\n"), "{text}");
     assert!(log.contains("starting a server") && log.contains("claude -p 'hello there'"), "{log}");
+    assert!(log.contains("the context has 32768 tokens; agents need more than 32768"), "{log}");
     let address = format!("127.0.0.1:{port}");
     assert!(TcpStream::connect(address).is_err(), "the server ends with the agent");
 }
