@@ -17,8 +17,8 @@ first_tokens = []
 
 
 def ask(prompt):
-    body = {"prompt": prompt, "stream": True, "temperature": 0, "cache_prompt": True, "ignore_eos": True}
-    body["n_predict" if args.llama else "max_tokens"] = args.tokens
+    body = {"prompt": prompt, "stream": True, "temperature": 0, "cache_prompt": True}
+    body |= {"n_predict": args.tokens, "ignore_eos": True} if args.llama else {"max_tokens": args.tokens}
     request = urllib.request.Request(args.url + ("/completion" if args.llama else "/v1/completions"),
                                      json.dumps(body).encode(), {"content-type": "application/json"})
     begun, first = time.perf_counter(), None
