@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn head_in_hugging_face_shards_is_zero_centred() {
+    fn hugging_face_head_is_zero_centred() {
         assert_eq!(zero_centred([4, 1, 4]), Some(true));
         // MLX's converters write both encodings, so the values decide.
         assert_eq!(zero_centred([4, 4, 1]), Some(false));
