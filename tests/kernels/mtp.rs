@@ -12,10 +12,14 @@ use crate::{
 };
 use moestro::{
     engine::{self, DflashDraft, Draft, DraftPolicy, LookupDraft, ModelDraft, MtpDraft, Request, Sampling, Timings},
+    experts::{ExpertChoice, PassKind},
     metrics::Metrics,
     model::{DflashModel, HiddenStates, HiddenTaps, LoadOptions, Model, MtpSource, Qwen, Rows, dflash},
 };
-use std::{collections::BTreeSet, path::Path};
+use std::{
+    path::Path,
+    sync::{Arc, Mutex},
+};
 
 const HEAD: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/drafts/mtp.safetensors");
 /// A dense model with the demo's tokenizer.
@@ -41,10 +45,31 @@ fn on_kernels(dir: &Path, streaming: bool) -> Qwen {
     moved.unwrap_or_else(|refused| panic!("{}", refused.error))
 }
 
-/// True if the experts of a row are the same in both choices, in any order.
-fn has_same_experts(a: &Routes, b: &Routes, row: usize) -> bool {
-    let [a, b] = [a, b].map(|routes| routes.ids[row * routes.k..][..routes.k].iter().collect::<BTreeSet<_>>());
-    a == b
+/// The likeliest expert of a row that only `a` has, and the likeliest that only `b` has. `None` if both have the same
+/// experts, in any order.
+fn swapped_experts(a: &Routes, b: &Routes, row: usize) -> Option<[u32; 2]> {
+    let [a, b] = [a, b].map(|routes| &routes.ids[row * routes.k..][..routes.k]);
+    let only = |ids: &[u32], others: &[u32]| ids.iter().copied().find(|id| !others.contains(id));
+    Some([only(a, b)?, only(b, a)?])
+}
+
+/// The logits of each layer's router for a prompt, `[rows, experts]`, on the CPU. A resident model does not read them.
+fn router_logits(dir: &Path, ids: &[u32]) -> Vec<Vec<f32>> {
+    let mut model = common::load_with(dir, options(true));
+    let logits = Arc::new(Mutex::new(vec![Vec::new(); model.config().layers]));
+    let log = logits.clone();
+    model.store().unwrap().observe(Box::new(move |layer: usize, choice: &ExpertChoice<'_>, _: PassKind| {
+        log.lock().unwrap()[layer].extend_from_slice(choice.logits);
+    }));
+    let mut state = model.start().unwrap();
+    model.forward(&mut state, ids, Rows::None).unwrap();
+    std::mem::take(&mut *logits.lock().unwrap())
+}
+
+/// The weights of `experts` in a row of which `chosen` are the selected experts.
+fn weights<const N: usize>(logits: &[f32], chosen: &[u32], experts: [u32; N]) -> [f32; N] {
+    let sum: f32 = chosen.iter().map(|&id| logits[id as usize].exp()).sum();
+    experts.map(|id| logits[id as usize].exp() / sum)
 }
 
 #[test]
@@ -64,17 +89,23 @@ fn mtp_head_matches_the_cpu() {
         (hidden, std::mem::take(&mut *routes.lock().unwrap()))
     };
     let ((expected, cpu_routes), (found, gpu_routes)) = (followed(&mut cpu), followed(&mut gpu));
+    let logits = router_logits(dir.path(), &ids[..39]);
     // In this test, the CPU has f32 keys and values. The kernels round keys and values by up to 1.5e-5 of a row's
     // largest value. The rounding can swap two experts of almost equal weight, and the row then differs by a whole
     // expert.
     let mut swapped = 0;
     for (row, (found, expected)) in found.chunks_exact(width).zip(expected.chunks_exact(width)).enumerate() {
         let off = common::distance(found, expected);
-        if cpu_routes.iter().zip(&gpu_routes).all(|(cpu, gpu)| has_same_experts(cpu, gpu, row)) {
-            assert!(off < 2e-3, "row {row}: off by {off}");
-        } else {
-            println!("row {row}: off by {off:.1e}, other experts");
-            swapped += 1;
+        let mut layers = cpu_routes.iter().zip(&gpu_routes).zip(&logits);
+        match layers.find_map(|((cpu, gpu), logits)| Some((swapped_experts(cpu, gpu, row)?, cpu, logits))) {
+            Some((experts, cpu, logits)) => {
+                let logits = &logits[row * logits.len() / 39..(row + 1) * logits.len() / 39];
+                let [lost, gained] = weights(logits, &cpu.ids[row * cpu.k..][..cpu.k], experts);
+                println!("row {row}: off by {off:.1e}, an expert of weight {lost} instead of {gained}");
+                swapped += 1;
+                assert!((lost - gained).abs() < 1e-4, "row {row}: {lost} instead of {gained}");
+            }
+            None => assert!(off < 2e-3, "row {row}: off by {off}"),
         }
     }
     assert!(swapped <= 1, "{swapped} rows have other experts");
