@@ -5,7 +5,9 @@ TURNS.json is [[[token, ...], ...], ...]: for each agent the tokens of each of i
 when it has the whole answer, which has --tokens tokens. Prints the total time, and the median and longest time to the
 first token. --llama sends to llama-server's own endpoint.
 """
-import argparse, json, statistics, threading, time, urllib.request
+import argparse, json, statistics, threading, time
+
+import timed_stream
 
 parser = argparse.ArgumentParser()
 parser.add_argument("url")
@@ -17,16 +19,9 @@ first_tokens = []
 
 
 def ask(prompt):
-    body = {"prompt": prompt, "stream": True, "temperature": 0, "cache_prompt": True}
-    body |= {"n_predict": args.tokens, "ignore_eos": True} if args.llama else {"max_tokens": args.tokens}
-    request = urllib.request.Request(args.url + ("/completion" if args.llama else "/v1/completions"),
-                                     json.dumps(body).encode(), {"content-type": "application/json"})
-    begun, first = time.perf_counter(), None
-    with urllib.request.urlopen(request) as answer:
-        for line in answer:
-            if line.startswith(b"data: {"):
-                first = first or time.perf_counter() - begun
-    first_tokens.append(first)
+    path = "/completion" if args.llama else "/v1/completions"
+    length = {"n_predict": args.tokens, "ignore_eos": True} if args.llama else {"max_tokens": args.tokens}
+    first_tokens.append(timed_stream.ask(args.url + path, {"prompt": prompt, "cache_prompt": True} | length)[0])
 
 
 begun = time.perf_counter()

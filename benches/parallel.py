@@ -6,7 +6,9 @@ Prints the tokens per second of one client and of several that decode at the sam
 of short requests: on an idle server, and while a long prompt is evaluated and a long answer is generated. MODEL may be
 synthetic: prompts are token ids.
 """
-import argparse, json, random, statistics, subprocess, sys, threading, time, urllib.request
+import argparse, random, statistics, subprocess, sys, threading, time
+
+import timed_stream
 
 own, serve = sys.argv[1:], []
 if "--" in own:
@@ -30,21 +32,11 @@ def ids(count):
 
 def ask(prompt, tokens, stop=None):
     """Seconds to the first token, total seconds, and the number of tokens."""
-    body = {"prompt": prompt, "max_tokens": tokens, "stream": True, "stream_options": {"include_usage": True},
-            "temperature": 0, "cache_prompt": False}
+    body = {"prompt": prompt, "max_tokens": tokens, "stream_options": {"include_usage": True}, "cache_prompt": False}
     if args.logprobs is not None:
         body["logprobs"] = args.logprobs
-    request = urllib.request.Request(f"http://127.0.0.1:{args.port}/v1/completions", json.dumps(body).encode(),
-                                     {"content-type": "application/json"})
-    begun, first, usage = time.perf_counter(), None, None
-    with urllib.request.urlopen(request) as answer:
-        for line in answer:
-            if line.startswith(b"data: {"):
-                first = first or time.perf_counter() - begun
-                usage = json.loads(line[6:]).get("usage")
-            if stop is not None and stop.is_set():
-                break
-    return first, time.perf_counter() - begun, usage["completion_tokens"] if usage else 0
+    first, seconds, usage = timed_stream.ask(f"http://127.0.0.1:{args.port}/v1/completions", body, stop)
+    return first, seconds, usage["completion_tokens"] if usage else 0
 
 
 def together(clients):

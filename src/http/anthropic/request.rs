@@ -262,9 +262,7 @@ impl ChatMessages {
                     let function = json!({"name": name, "arguments": input});
                     calls.push(json!({"id": block["id"], "type": "function", "function": function}));
                 }
-                // Calls and results of tools that Anthropic's servers ran. The text after them says what was found.
-                Some(kind) if kind == "server_tool_use" || kind == "mcp_tool_use" || kind.ends_with("_tool_result") => {
-                }
+                Some(kind) if is_server_call(kind) => {}
                 _ => content += &BLOCKS.part_text(block, &at, false)?,
             }
         }
@@ -274,6 +272,12 @@ impl ChatMessages {
 }
 
 /// Translates a tool that the client runs. Tools that Anthropic's servers run have other types and are refused.
+/// True for calls and results of tools that Anthropic's servers ran. They are left out, because the text after them says
+/// what was found.
+fn is_server_call(kind: &str) -> bool {
+    kind == "server_tool_use" || kind == "mcp_tool_use" || kind.ends_with("_tool_result")
+}
+
 fn tool(tool: &Value, index: usize) -> Result<Value, ApiError> {
     if let Some(kind) = tool["type"].as_str().filter(|&kind| kind != "custom") {
         let text =

@@ -168,8 +168,12 @@ impl PagePool {
 
     /// Number of bytes of the first `rows` positions of a page.
     fn bytes_of(&self, rows: usize) -> usize {
-        let index = self.indexer.map_or(0, |indexer| indexer.key_bytes(rows));
-        2 * self.layers.len() * self.page_part / PAGE * rows + self.index.len() * index
+        2 * self.layers.len() * self.page_part / PAGE * rows + self.index.len() * self.key_bytes(rows)
+    }
+
+    /// Number of bytes of a layer's block keys in the first `rows` positions of a page.
+    fn key_bytes(&self, rows: usize) -> usize {
+        self.indexer.map_or(0, |indexer| indexer.key_bytes(rows))
     }
 
     /// Number of bytes of the pages that exist for snapshots, beyond those of one context.
@@ -240,8 +244,7 @@ impl PagePool {
     fn regions(&self, index: u32, rows: usize) -> impl Iterator<Item = Region> {
         let (page_part, kv_heads) = (self.page_part, self.kv_heads);
         let head_row = page_part / PAGE / kv_heads;
-        let keys = |rows: usize| self.indexer.map_or(0, |indexer| indexer.key_bytes(rows));
-        let (index_part, index_rows) = (keys(PAGE), keys(rows));
+        let (index_part, index_rows) = (self.key_bytes(PAGE), self.key_bytes(rows));
         let index_page = move |region: &Region| region.part(index as usize * index_part, index_rows);
         let keys_values = self.layers.iter().flatten().flat_map(move |region| {
             let page = region.part(index as usize * page_part, page_part);
