@@ -142,8 +142,8 @@ impl<M: Model> Scheduler<M> {
     /// Takes the requests of the next step out of `live`, and frees pages for the step.
     fn next_step(&mut self) -> Step<M::State> {
         let info = self.model.info();
-        let is_contested = self.live.len() > 1;
-        let chunk = if is_contested { self.time_share.chunk_rows(info.chunk.max(1)) } else { info.chunk.max(1) };
+        let is_shared = self.time_share.is_shared(self.live.len(), (self.now)());
+        let chunk = if is_shared { self.time_share.chunk_rows(info.chunk.max(1)) } else { info.chunk.max(1) };
         let decoding = self.live.iter().filter(|live| live.work() == Work::Decode).count();
         if decoding == 0 {
             self.time_share.clear_decode_debt();

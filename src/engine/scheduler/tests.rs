@@ -143,6 +143,31 @@ fn short_request_waits_at_most_one_chunk() {
 }
 
 #[test]
+fn chunks_stay_small_between_two_answers() {
+    let mut engine = Engine::new(COSTS[0]);
+    let mut long = Client::new(&engine, 4096, 1);
+    let longest_of = |engine: &mut Engine, long: &mut Client, seconds: f64| {
+        LONGEST.set(0.0);
+        let end = CLOCK.get() + seconds;
+        while CLOCK.get() < end {
+            engine.step();
+            long.poll(engine);
+        }
+        LONGEST.get()
+    };
+    // A client alone gets chunks of the largest size.
+    assert!(longest_of(&mut engine, &mut long, 10.0) > 2.0);
+    let mut answer = engine.submit(16, 800);
+    while !received(&mut answer).1 {
+        engine.step();
+        long.poll(&engine);
+    }
+    assert!(longest_of(&mut engine, &mut long, 4.0) < 0.6);
+    // The other client does not return.
+    assert!(longest_of(&mut engine, &mut long, 10.0) > 2.0);
+}
+
+#[test]
 fn decoding_keeps_half_its_rate() {
     for cost in COSTS {
         let mut engine = Engine::new(cost);

@@ -5,7 +5,13 @@
 //! may start before these `t` seconds are over, and it may start before an older, longer prompt is complete. The time
 //! of such exempt chunks is limited, so that a stream of short requests cannot starve other requests.
 
-/// Target duration of a chunk while other requests wait, in seconds.
+use std::time::{Duration, Instant};
+
+/// Time for which chunks stay small after the last moment when several requests were live. A client that sends one
+/// request after another is absent for some milliseconds between two of them, and for seconds if it runs a tool. Its
+/// next request must not wait for a chunk of the largest size.
+const ABSENCE: Duration = Duration::from_secs(5);
+/// Target duration of a chunk while several requests share the time, in seconds.
 pub const CHUNK_SECONDS: f64 = 0.5;
 /// Number of chunk sizes: the largest size, a half of it, a quarter, and so on.
 const SIZES: usize = 6;
@@ -29,10 +35,21 @@ pub struct TimeShare {
     last_chunk: f64,
     /// Mean seconds of a chunk by size, largest size first. `None` if the size was never measured.
     seconds: [Option<f64>; SIZES],
+    /// The last moment when several requests were live.
+    last_shared: Option<Instant>,
 }
 
 impl TimeShare {
-    /// Number of rows in the next chunk while other requests wait. `most` is the largest chunk size.
+    /// True if the time is divided among several requests, or was until [`ABSENCE`] ago. `live` is the number of live
+    /// requests.
+    pub fn is_shared(&mut self, live: usize, now: Instant) -> bool {
+        if live > 1 {
+            self.last_shared = Some(now);
+        }
+        self.last_shared.is_some_and(|last| now.duration_since(last) < ABSENCE)
+    }
+
+    /// Number of rows in the next chunk while requests share the time. `most` is the largest chunk size.
     pub fn chunk_rows(&self, most: usize) -> usize {
         let sizes = (0..SIZES).filter(|size| *size == 0 || most >> size >= MIN_ROWS);
         let least = most >> sizes.clone().next_back().unwrap_or(0);
