@@ -29,32 +29,36 @@ FN void store_row(DEVICE float* row, uint dim, THREAD const float* v THREAD_IDS_
 FN void store_row(DEVICE short* row, uint dim, THREAD const float* v THREAD_IDS_PARAM) {
   const float levels = 32639.0f, rounding = 12582912.0f;
   // Bit patterns of magnitudes have the same order as the magnitudes, and NaN is the largest.
-  uint bits = 0;
+  uint max_bits = 0;
   UNROLL for (uint j = 0; j < MAX_DIM / 32; j++)
-    if (lane + 32 * j < dim) bits = max(bits, as_type<uint>(v[j]) & 0x7fffffffu);
-  bits = ~SIMD_MIN(~bits);
-  const float most = as_type<float>(bits);
-  const bool finite = bits < 0x7f800000u, none = !finite || most < 1e-30f;
-  const float inverse = none ? 0.0f : levels / most;
+    if (lane + 32 * j < dim) max_bits = max(max_bits, as_type<uint>(v[j]) & 0x7fffffffu);
+  max_bits = ~SIMD_MIN(~max_bits);
+  const float max_abs = as_type<float>(max_bits);
+  const bool is_finite = max_bits < 0x7f800000u, is_zero = !is_finite || max_abs < 1e-30f;
+  const float inverse = is_zero ? 0.0f : levels / max_abs;
   UNROLL for (uint j = 0; j < MAX_DIM / 32; j++)
-    if (lane + 32 * j < dim) row[lane + 32 * j] = short(none ? 0 : as_type<uint>(v[j] * inverse + rounding) - as_type<uint>(rounding));
-  if (lane == 0) *(DEVICE uint*)(row + dim) = finite ? as_type<uint>(none ? 0.0f : most / levels) : 0x7fc00000u;
+    if (lane + 32 * j < dim)
+      row[lane + 32 * j] = short(is_zero ? 0 : as_type<uint>(v[j] * inverse + rounding) - as_type<uint>(rounding));
+  const uint scale = is_finite ? as_type<uint>(is_zero ? 0.0f : max_abs / levels) : 0x7fc00000u;
+  if (lane == 0) *(DEVICE uint*)(row + dim) = scale;
 }
 
 // Norms and rotates query and key heads. Writes keys and values to the cache at the rows' positions, and queries to
 // `q`. `rope` [tokens, rope_dim / 2, 2] holds cosines and sines. Grid (heads + 2 * kv_heads, tokens), 32 threads.
 template <class T>
-FN void norm_rope(CONSTANT AttentionArgs& a, DEVICE const float* proj, DEVICE const float* q_norm, DEVICE const float* k_norm,
-              DEVICE const float* rope, DEVICE float* q, DEVICE T* keys, DEVICE T* values, DEVICE const uint* table,
-              DEVICE const SequenceRow* rows, THREADGROUP float* x THREAD_IDS_PARAM) {
+FN void norm_rope(CONSTANT AttentionArgs& a, DEVICE const float* proj, DEVICE const float* q_norm,
+                  DEVICE const float* k_norm, DEVICE const float* rope, DEVICE float* q, DEVICE T* keys,
+                  DEVICE T* values, DEVICE const uint* table, DEVICE const SequenceRow* rows,
+                  THREADGROUP float* x THREAD_IDS_PARAM) {
   const uint head = tgid.x, token = tgid.y, half_dim = a.rope_dim / 2;
   const bool query = head < a.heads, value = head >= a.heads + a.kv_heads;
   const uint kv = query ? 0 : (head - a.heads) % a.kv_heads;
   const uint from = query ? head * 2 * a.dim : (a.heads + head) * a.dim;
   DEVICE const float* row = proj + ulong(token) * a.width + from;
   const uint position = row_position(a, rows, token);
-  const ulong to = query ? (ulong(token) * a.heads + head) * a.dim
-                         : page_row(row_table(a, rows, table, token), a.kv_heads, kv, position) * cache_pitch(keys, a.dim);
+  const ulong to =
+      query ? (ulong(token) * a.heads + head) * a.dim
+            : page_row(row_table(a, rows, table, token), a.kv_heads, kv, position) * cache_pitch(keys, a.dim);
   float v[MAX_DIM / 32] = {};
   if (value) {
     UNROLL for (uint j = 0; j < MAX_DIM / 32; j++)
@@ -113,7 +117,8 @@ template <uint COLUMNS> FN void load_columns(DEVICE const short* row, uint dim, 
 // number of query heads.
 template <class T, uint COLUMNS, uint HEADS>
 FN void attend_split(CONSTANT AttentionArgs& a, DEVICE const float* q, DEVICE const T* keys, DEVICE const T* values,
-             DEVICE const uint* tables, DEVICE const SequenceRow* rows, DEVICE float* partials THREAD_IDS_PARAM) {
+                     DEVICE const uint* tables, DEVICE const SequenceRow* rows,
+                     DEVICE float* partials THREAD_IDS_PARAM) {
   const uint groups = a.heads / a.kv_heads, simds = groups / HEADS, token = tgid.z, head = tgid.y * groups + sg * HEADS;
   const uint position = row_position(a, rows, token), visible = position + 1, size = split_size(a, position);
   const uint first = tgid.x * size, end = min(first + size, visible);
@@ -134,25 +139,26 @@ FN void attend_split(CONSTANT AttentionArgs& a, DEVICE const float* q, DEVICE co
   }
   for (uint block = first; block < end; block += BATCH) {
     if (block % PAGE == 0 && block != first) page = page_row(table, a.kv_heads, tgid.y, block) * pitch;
-    DEVICE const T* from = keys + page;
-    DEVICE const T* back = values + page;
+    DEVICE const T* key_rows = keys + page;
+    DEVICE const T* value_rows = values + page;
     const uint ahead = block % PAGE + PREFETCH_ROWS;
     if ((block - first) / BATCH % simds == sg && block + PREFETCH_ROWS < end && ahead < PAGE)
-      prefetch_kv(from, back, ahead, end - block - PREFETCH_ROWS, pitch);
+      prefetch_kv(key_rows, value_rows, ahead, end - block - PREFETCH_ROWS, pitch);
     // Values are loaded before the keys are used, so the thread waits once for both.
     float value[BATCH * COLUMNS] = {}, key_scale[BATCH], value_scale[BATCH];
     UNROLL for (uint n = 0; n < BATCH; n++) {
       const uint at = min(block + n, end - 1) % PAGE * pitch;
-      key_scale[n] = cache_scale(from + at, a.dim), value_scale[n] = cache_scale(back + at, a.dim);
-      load_columns<COLUMNS>(back + at, a.dim, value + n * COLUMNS THREAD_IDS);
+      key_scale[n] = cache_scale(key_rows + at, a.dim), value_scale[n] = cache_scale(value_rows + at, a.dim);
+      load_columns<COLUMNS>(value_rows + at, a.dim, value + n * COLUMNS THREAD_IDS);
     }
     float score[HEADS * BATCH] = {};
     UNROLL for (uint n = 0; n < BATCH; n++) {
       const uint at = min(block + n, end - 1) % PAGE * pitch;
       float key[COLUMNS] = {};
-      load_columns<COLUMNS>(from + at, a.dim, key THREAD_IDS);
+      load_columns<COLUMNS>(key_rows + at, a.dim, key THREAD_IDS);
       UNROLL for (uint j = 0; j < COLUMNS; j++)
-        UNROLL for (uint h = 0; h < HEADS; h++) score[h * BATCH + n] = fma(query[h * COLUMNS + j], key[j], score[h * BATCH + n]);
+        UNROLL for (uint h = 0; h < HEADS; h++)
+          score[h * BATCH + n] = fma(query[h * COLUMNS + j], key[j], score[h * BATCH + n]);
     }
     UNROLL for (uint h = 0; h < HEADS; h++) {
       float new_max = max_score[h];
@@ -171,8 +177,10 @@ FN void attend_split(CONSTANT AttentionArgs& a, DEVICE const float* q, DEVICE co
     }
     UNROLL for (uint n = 0; n < BATCH; n++)
       UNROLL for (uint h = 0; h < HEADS; h++)
-        UNROLL for (uint j = 0; j < COLUMNS; j++)
-          sum[h * COLUMNS + j] = fma(score[h * BATCH + n] * value_scale[n], value[n * COLUMNS + j], sum[h * COLUMNS + j]);
+        UNROLL for (uint j = 0; j < COLUMNS; j++) {
+          const float weight = score[h * BATCH + n] * value_scale[n];
+          sum[h * COLUMNS + j] = fma(weight, value[n * COLUMNS + j], sum[h * COLUMNS + j]);
+        }
   }
   UNROLL for (uint h = 0; h < HEADS; h++) {
     DEVICE float* out = partials + ((ulong(token) * a.heads + head + h) * a.splits + tgid.x) * (a.dim + 2);
@@ -186,13 +194,14 @@ FN void attend_split(CONSTANT AttentionArgs& a, DEVICE const float* q, DEVICE co
 
 // Merges the splits: out = sum of exp(max_s - max) * partial_s / denominator, then applies the gate. Grid (heads,
 // tokens, ceil(dim / 32)), 128 threads. A lane computes one column. A simdgroup merges every fourth split.
-KERNEL(attention_merge, ARGS(AttentionArgs, a), IN(float, proj, 1), IN(float, partials, 2), IN(SequenceRow, rows, 3), OUT(float, y, 4)) {
+KERNEL(attention_merge, ARGS(AttentionArgs, a), IN(float, proj, 1), IN(float, partials, 2), IN(SequenceRow, rows, 3),
+       OUT(float, y, 4)) {
   SHARED(float, split_weight, MAX_SPLITS);
   SHARED(float, column_sums, 128);
   SHARED(float, simd_values, 8);
   AWAIT();
-  const uint head = tgid.x, token = tgid.y, position = row_position(a, rows, token), splits = position / split_size(a, position) + 1;
-  const uint row = a.dim + 2, i = tgid.z * 32 + lane;
+  const uint head = tgid.x, token = tgid.y, position = row_position(a, rows, token);
+  const uint splits = position / split_size(a, position) + 1, row = a.dim + 2, i = tgid.z * 32 + lane;
   DEVICE const float* from = partials + (ulong(token) * a.heads + head) * a.splits * row;
   float max_score = -as_type<float>(0x7f7fffffu), denominator = 0;
   for (uint s = tid; s < splits; s += 128) max_score = max(max_score, from[s * row + a.dim]);
@@ -222,26 +231,27 @@ KERNEL(attention_merge, ARGS(AttentionArgs, a), IN(float, proj, 1), IN(float, pa
   if (sg != 0 || i >= a.dim) return;
   sum = column_sums[lane] + column_sums[32 + lane] + column_sums[64 + lane] + column_sums[96 + lane];
   const float gate = proj[ulong(token) * a.width + head * 2 * a.dim + a.dim + i];
-  y[(ulong(token) * a.heads + head) * a.dim + i] = sum / (simd_values[4] + simd_values[5] + simd_values[6] + simd_values[7]) * sigmoid(gate);
+  denominator = simd_values[4] + simd_values[5] + simd_values[6] + simd_values[7];
+  y[(ulong(token) * a.heads + head) * a.dim + i] = sum / denominator * sigmoid(gate);
 }
 
 #define ATTEND(suffix, T)                                                                                              \
-  KERNEL(qk_norm_rope##suffix, ARGS(AttentionArgs, a), IN(float, proj, 1), IN(float, q_norm, 2), IN(float, k_norm, 3),    \
+  KERNEL(qk_norm_rope##suffix, ARGS(AttentionArgs, a), IN(float, proj, 1), IN(float, q_norm, 2), IN(float, k_norm, 3), \
          IN(float, rope, 4), OUT(float, q, 5), OUT(T, keys, 6), OUT(T, values, 7), IN(uint, table, 8),                 \
          IN(SequenceRow, rows, 9)) {                                                                                   \
-    SHARED(float, x, MAX_DIM);                                                                                        \
+    SHARED(float, x, MAX_DIM);                                                                                         \
     AWAIT();                                                                                                           \
     norm_rope<T>(a, proj, q_norm, k_norm, rope, q, keys, values, table, rows, x THREAD_IDS);                           \
   }                                                                                                                    \
-  KERNEL(attention_decode_128##suffix, ARGS(AttentionArgs, a), IN(float, q, 1), IN(T, keys, 2), IN(T, values, 3),                   \
+  KERNEL(attention_decode_128##suffix, ARGS(AttentionArgs, a), IN(float, q, 1), IN(T, keys, 2), IN(T, values, 3),      \
          IN(uint, table, 4), IN(SequenceRow, rows, 5), OUT(float, partials, 6)) {                                      \
-    if (a.heads / a.kv_heads % 2 == 0) attend_split<T, 4, 2>(a, q, keys, values, table, rows, partials THREAD_IDS);                           \
-    else attend_split<T, 4, 1>(a, q, keys, values, table, rows, partials THREAD_IDS);                                                         \
+    if (a.heads / a.kv_heads % 2 == 0) attend_split<T, 4, 2>(a, q, keys, values, table, rows, partials THREAD_IDS);    \
+    else attend_split<T, 4, 1>(a, q, keys, values, table, rows, partials THREAD_IDS);                                  \
   }                                                                                                                    \
-  KERNEL(attention_decode_256##suffix, ARGS(AttentionArgs, a), IN(float, q, 1), IN(T, keys, 2), IN(T, values, 3),                   \
+  KERNEL(attention_decode_256##suffix, ARGS(AttentionArgs, a), IN(float, q, 1), IN(T, keys, 2), IN(T, values, 3),      \
          IN(uint, table, 4), IN(SequenceRow, rows, 5), OUT(float, partials, 6)) {                                      \
-    if (a.heads / a.kv_heads % 2 == 0) attend_split<T, 8, 2>(a, q, keys, values, table, rows, partials THREAD_IDS);                           \
-    else attend_split<T, 8, 1>(a, q, keys, values, table, rows, partials THREAD_IDS);                                                         \
+    if (a.heads / a.kv_heads % 2 == 0) attend_split<T, 8, 2>(a, q, keys, values, table, rows, partials THREAD_IDS);    \
+    else attend_split<T, 8, 1>(a, q, keys, values, table, rows, partials THREAD_IDS);                                  \
   }
 
 ATTEND(, float)

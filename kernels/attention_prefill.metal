@@ -28,6 +28,7 @@ template <class T> FN void load8(DEVICE const T* row, uint column, uint dim, THR
     if (column + n < dim) load_cached4(row + column + n, v + n);
   UNROLL for (uint n = 0; n < 8; n++) v[n] *= scale;
 }
+// Stores eight columns as halves.
 FN void store8(THREADGROUP uint* to, THREAD const float* v) {
   uint words[4];
   UNROLL for (uint n = 0; n < 4; n++) words[n] = HALF2(v[2 * n], v[2 * n + 1]);
@@ -37,28 +38,42 @@ FN void store8(THREADGROUP uint* to, THREAD const float* v) {
 // Loads this thread's share, two times eight columns, of DEPTH columns of KEYS keys from position `block`. `keys` is
 // the start of the page that contains `block`. Positions after `last` may not exist, so `last` is loaded instead.
 template <class T>
-FN void load_keys(DEVICE const T* keys, uint block, uint last, uint column, uint dim, THREAD float* v THREAD_IDS_PARAM) {
-  UNROLL for (uint n = 0; n < 2; n++)
-    load8(keys + min(block + tid / 8 + n * 32, last) % PAGE * cache_pitch(keys, dim), column + tid % 8 * 8, dim, v + n * 8);
+FN void load_keys(DEVICE const T* keys, uint block, uint last, uint column, uint dim,
+                  THREAD float* v THREAD_IDS_PARAM) {
+  UNROLL for (uint n = 0; n < 2; n++) {
+    const uint row = min(block + tid / 8 + n * 32, last) % PAGE;
+    load8(keys + row * cache_pitch(keys, dim), column + tid % 8 * 8, dim, v + n * 8);
+  }
 }
+// Stores what load_keys has loaded.
 FN void store_keys(THREADGROUP uint* to, THREAD const float* v THREAD_IDS_PARAM) {
   UNROLL for (uint n = 0; n < 2; n++) store8(to + (tid / 8 + n * 32) * PITCH + tid % 8 * 4, v + n * 8);
 }
 // Loads this thread's share of all columns of VALUES values, as load_keys does for keys.
-template <class T> FN void load_values(DEVICE const T* values, uint block, uint last, uint dim, THREAD float* v THREAD_IDS_PARAM) {
-  UNROLL for (uint n = 0; n < 2; n++)
-    load8(values + min(block + tid / 32 + n * 8, last) % PAGE * cache_pitch(values, dim), tid % 32 * 8, dim, v + n * 8);
+template <class T>
+FN void load_values(DEVICE const T* values, uint block, uint last, uint dim, THREAD float* v THREAD_IDS_PARAM) {
+  UNROLL for (uint n = 0; n < 2; n++) {
+    const uint row = min(block + tid / 32 + n * 8, last) % PAGE;
+    load8(values + row * cache_pitch(values, dim), tid % 32 * 8, dim, v + n * 8);
+  }
 }
+// Stores what load_values has loaded.
 FN void store_values(THREADGROUP uint* to, THREAD float* v THREAD_IDS_PARAM) {
   UNROLL for (uint n = 0; n < 16; n++) v[n] = max(-65504.0f, min(65504.0f, v[n]));
   UNROLL for (uint n = 0; n < 2; n++) store8(to + (tid / 32 + n * 8) * ROW_PITCH + tid % 32 * 4, v + n * 8);
 }
 
-// `row_factor` holds a diagonal 8x8 matrix per eight rows: one factor for each row.
+// The body of the kernels. A threadgroup of 256 threads computes the outputs of QUERIES pairs: its eight simdgroups
+// share the score tiles (two by four), the softmax (four rows each) and the columns of the values (32 each).
+//
+// `queries`, `scratch` and `probs` are threadgroup memory: the queries as halves; a piece of keys or values as halves,
+// or the scores of a step; the probabilities of a step as halves. `row_factor` holds a diagonal 8x8 matrix per eight
+// rows: one factor for each row.
 template <class T>
 FN void attend_rows(CONSTANT PrefillArgs& a, DEVICE const float* q, DEVICE const T* keys, DEVICE const T* values,
-             DEVICE const uint* table, DEVICE const float* proj, DEVICE float* y, THREADGROUP uint* queries, THREADGROUP uint* scratch,
-             THREADGROUP uint* probs, THREADGROUP float* row_factor THREAD_IDS_PARAM) {
+                    DEVICE const uint* table, DEVICE const float* proj, DEVICE float* y, THREADGROUP uint* queries,
+                    THREADGROUP uint* scratch, THREADGROUP uint* probs,
+                    THREADGROUP float* row_factor THREAD_IDS_PARAM) {
   const uint groups = a.heads / a.kv_heads, pairs = a.tokens * groups, head = tgid.y * groups;
   // Threadgroups with the longest context start first.
   const uint first = ((pairs + QUERIES - 1) / QUERIES - 1 - tgid.x) * QUERIES;
@@ -115,8 +130,9 @@ FN void attend_rows(CONSTANT PrefillArgs& a, DEVICE const float* q, DEVICE const
       BARRIER();
       store_values(scratch, next THREAD_IDS);
       BARRIER();
-      if (piece + 1 < KEYS / VALUES) load_values(values + page, block + (piece + 1) * VALUES, last, a.dim, next THREAD_IDS);
-      else {
+      if (piece + 1 < KEYS / VALUES) {
+        load_values(values + page, block + (piece + 1) * VALUES, last, a.dim, next THREAD_IDS);
+      } else {
         const uint following = min(block + KEYS, last);
         if (following % PAGE == 0) page = page_row(table, a.kv_heads, tgid.y, following) * cache_pitch(keys, a.dim);
         load_keys(keys + page, following, last, 0, a.dim, next THREAD_IDS);
@@ -152,16 +168,16 @@ FN void attend_rows(CONSTANT PrefillArgs& a, DEVICE const float* q, DEVICE const
 }
 
 // Grid (ceil(tokens * query heads per kv head / QUERIES), kv_heads), 256 threads.
-#define ATTENTION_PREFILL(suffix, T)                                                                                              \
-  KERNEL(attention_prefill##suffix, ARGS(PrefillArgs, a), IN(float, q, 1), IN(T, keys, 2), IN(T, values, 3), IN(uint, table, 4),   \
-         IN(float, proj, 5), OUT(float, y, 6)) {                                                                       \
-    SHARED(uint4, queries, QUERIES * ROW_PITCH / 4);                                                                        \
-    SHARED(uint4, scratch, KEYS * PITCH / 4);                                                                             \
-    SHARED(uint4, probs, QUERIES * PITCH / 4);                                                                       \
-    SHARED(float, row_factor, QUERIES * 8);                                                                                    \
+#define ATTENTION_PREFILL(suffix, T)                                                                                   \
+  KERNEL(attention_prefill##suffix, ARGS(PrefillArgs, a), IN(float, q, 1), IN(T, keys, 2), IN(T, values, 3),           \
+         IN(uint, table, 4), IN(float, proj, 5), OUT(float, y, 6)) {                                                   \
+    SHARED(uint4, queries, QUERIES * ROW_PITCH / 4);                                                                   \
+    SHARED(uint4, scratch, KEYS * PITCH / 4);                                                                          \
+    SHARED(uint4, probs, QUERIES * PITCH / 4);                                                                         \
+    SHARED(float, row_factor, QUERIES * 8);                                                                            \
     AWAIT();                                                                                                           \
-    attend_rows<T>(a, q, keys, values, table, proj, y, (THREADGROUP uint*)queries, (THREADGROUP uint*)scratch,                   \
-            (THREADGROUP uint*)probs, row_factor THREAD_IDS);                                                                      \
+    attend_rows<T>(a, q, keys, values, table, proj, y, (THREADGROUP uint*)queries, (THREADGROUP uint*)scratch,         \
+            (THREADGROUP uint*)probs, row_factor THREAD_IDS);                                                          \
   }
 
 ATTENTION_PREFILL(, float)

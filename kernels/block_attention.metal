@@ -41,34 +41,35 @@ FN float sum_lanes(THREAD const float* l) {
 // the last of its block, the key of the block is computed as well. `rope` [tokens, rope_dim / 2, 2] holds cosines and
 // sines. A row of the ring has the raw key, then the cosines and sines of its position. The ring's rows of earlier
 // calls are read, and no row of this call overwrites them. Grid (heads + 1, tokens), 32 threads.
-KERNEL(index_rows, ARGS(BlockArgs, a), IN(float, index, 1), IN(float, q_norm, 2), IN(float, k_norm, 3), IN(float, rope, 4),
-       IN(uint, table, 5), OUT(float, queries, 6), OUT(float, keys, 7), OUT(float, recent, 8)) {
+KERNEL(index_rows, ARGS(BlockArgs, a), IN(float, index, 1), IN(float, q_norm, 2), IN(float, k_norm, 3),
+       IN(float, rope, 4), IN(uint, table, 5), OUT(float, queries, 6), OUT(float, keys, 7), OUT(float, recent, 8)) {
   SHARED(float, x, MAX_DIM);
   SHARED(float, part, 16);
   AWAIT();
   const uint head = tgid.x, token = tgid.y, position = a.start + token, half_dim = a.rope_dim / 2;
   const uint width = (a.heads + 1) * a.dim, ring_width = a.dim + a.rope_dim;
-  const bool query = head < a.heads;
+  const bool is_query = head < a.heads;
   DEVICE const float* row = index + ulong(token) * width + head * a.dim;
-  DEVICE const float* turn = rope + ulong(token) * a.rope_dim;
+  DEVICE const float* rotation = rope + ulong(token) * a.rope_dim;
   DEVICE float* to = queries + (ulong(token) * a.heads + head) * a.dim;
-  if (query) {
+  if (is_query) {
     for (uint i = lane; i < a.dim; i += 32) x[i] = row[i];
   } else {
     DEVICE float* slot = recent + ulong(position % a.ring_len) * ring_width;
     for (uint i = lane; i < a.dim; i += 32) slot[i] = row[i];
-    for (uint i = lane; i < a.rope_dim; i += 32) slot[a.dim + i] = turn[i];
+    for (uint i = lane; i < a.rope_dim; i += 32) slot[a.dim + i] = rotation[i];
     if ((position + 1) % a.ratio != 0) return;
     const uint first = position + 1 - a.ratio;
     for (uint i = lane; i < a.dim; i += 32) {
       float sum = 0;
       for (uint p = first; p <= position; p++)
-        sum += p < a.start ? recent[ulong(p % a.ring_len) * ring_width + i] : index[ulong(p - a.start) * width + a.heads * a.dim + i];
+        sum += p < a.start ? recent[ulong(p % a.ring_len) * ring_width + i]
+                           : index[ulong(p - a.start) * width + a.heads * a.dim + i];
       x[i] = sum / float(a.ratio);
     }
     // The key of a block gets the rotation of the block's first position.
-    if (first < a.start) turn = recent + ulong(first % a.ring_len) * ring_width + a.dim;
-    else turn = rope + ulong(first - a.start) * a.rope_dim;
+    if (first < a.start) rotation = recent + ulong(first % a.ring_len) * ring_width + a.dim;
+    else rotation = rope + ulong(first - a.start) * a.rope_dim;
     to = keys + key_row(table, a.ratio, position / a.ratio) * a.dim;
   }
   BARRIER();
@@ -80,13 +81,13 @@ KERNEL(index_rows, ARGS(BlockArgs, a), IN(float, index, 1), IN(float, q_norm, 2)
   BARRIER();
   float lanes[16];
   UNROLL for (uint i = 0; i < 16; i++) lanes[i] = part[i];
-  const float by = 1.0f / sqrt(sum_lanes(lanes) / float(a.dim) + a.eps);
-  for (uint i = lane; i < a.dim; i += 32) x[i] = x[i] * by * (query ? q_norm[i] : k_norm[i]);
+  const float inverse_rms = 1.0f / sqrt(sum_lanes(lanes) / float(a.dim) + a.eps);
+  for (uint i = lane; i < a.dim; i += 32) x[i] = x[i] * inverse_rms * (is_query ? q_norm[i] : k_norm[i]);
   BARRIER();
   for (uint i = lane; i < a.dim; i += 32) {
     float v = x[i];
     if (i < a.rope_dim) {
-      const float c = turn[i % half_dim * 2], s = turn[i % half_dim * 2 + 1];
+      const float c = rotation[i % half_dim * 2], s = rotation[i % half_dim * 2 + 1];
       v = i < half_dim ? x[i] * c - x[i + half_dim] * s : x[i] * c + x[i - half_dim] * s;
     }
     to[i] = v;
@@ -95,7 +96,8 @@ KERNEL(index_rows, ARGS(BlockArgs, a), IN(float, index, 1), IN(float, q_norm, 2)
 
 // scores [tokens, stride]: the sum over heads of relu(q . key) * scale. Rows that attend to all closed blocks need no
 // scores and get zeros. Grid (ceil(stride / 128), tokens), 128 threads, one for each block.
-KERNEL(index_scores, ARGS(BlockArgs, a), IN(float, queries, 1), IN(float, keys, 2), IN(uint, table, 3), OUT(float, scores, 4)) {
+KERNEL(index_scores, ARGS(BlockArgs, a), IN(float, queries, 1), IN(float, keys, 2), IN(uint, table, 3),
+       OUT(float, scores, 4)) {
   AWAIT();
   const uint block = tgid.x * 128 + tid, token = tgid.y, closed = (a.start + token + 1) / a.ratio;
   if (block >= a.stride) return;
@@ -251,8 +253,8 @@ FN void attend_blocks(CONSTANT BlockArgs& a, DEVICE const float* q, DEVICE const
 }
 
 #define ATTEND_BLOCKS(suffix, T)                                                                                       \
-  KERNEL(block_attention##suffix, ARGS(BlockArgs, a), IN(float, q, 1), IN(T, keys, 2), IN(T, values, 3), IN(uint, table, 4), \
-         IN(uint, selected, 5), IN(float, proj, 6), OUT(float, y, 7)) {                                                 \
+  KERNEL(block_attention##suffix, ARGS(BlockArgs, a), IN(float, q, 1), IN(T, keys, 2), IN(T, values, 3),               \
+         IN(uint, table, 4), IN(uint, selected, 5), IN(float, proj, 6), OUT(float, y, 7)) {                            \
     SHARED(float, sums, SIMDS * MAX_DIM);                                                                              \
     SHARED(float, shares, 2 * SIMDS);                                                                                  \
     AWAIT();                                                                                                           \

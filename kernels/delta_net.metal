@@ -7,7 +7,7 @@ struct DeltaArgs {
   uint key_heads, value_heads, dk, dv;
   uint b_at, a_at;                  // columns of b and a in a row
   float eps;                        // epsilon of the l2 norms
-  uint replay, committed;                // replayed rows before the tokens; rows after which the states are stored
+  uint replay, committed;           // replayed rows before the tokens; rows after which the states are stored
   // Not 0 if the tokens' q and k still need their l2 norms; not 0 if the reader of the result applies the final norm.
   uint needs_l2_norm, defers_norm;
   uint per_sequence;                // whether each of the grid's z is a row of its own sequence
@@ -15,7 +15,8 @@ struct DeltaArgs {
 };
 
 // The address of the state of a row's sequence. A state has `size` floats.
-FN DEVICE float* state_of(CONSTANT DeltaArgs& a, DEVICE const SequenceRow* rows, DEVICE float* states, uint row, ulong size) {
+FN DEVICE float* state_of(CONSTANT DeltaArgs& a, DEVICE const SequenceRow* rows, DEVICE float* states, uint row,
+                          ulong size) {
   return a.per_sequence != 0 ? states + rows[row].sequence * size : states;
 }
 
@@ -27,8 +28,8 @@ FN float softplus(float x) {
 }
 
 // An input row of the convolution: first three rows of the state, then the replayed rows, then the tokens' rows.
-FN float conv_input(CONSTANT DeltaArgs& a, DEVICE const float* proj, DEVICE const float* replay, DEVICE const float* state,
-                uint channels, uint row, uint c) {
+FN float conv_input(CONSTANT DeltaArgs& a, DEVICE const float* proj, DEVICE const float* replay,
+                    DEVICE const float* state, uint channels, uint row, uint c) {
   if (row < 3) return state[row * channels + c];
   row -= 3;
   return row < a.replay ? replay[ulong(row) * a.width + c] : proj[ulong(row - a.replay) * a.width + c];
@@ -42,10 +43,11 @@ FN float conv_input(CONSTANT DeltaArgs& a, DEVICE const float* proj, DEVICE cons
 // threads. A threadgroup computes one head for CONV_TOKENS tokens.
 enum { CONV_TOKENS = 16 };
 
-KERNEL(causal_conv, ARGS(DeltaArgs, a), IN(float, all_proj, 1), IN(float, replay, 2), IN(float, conv_weight, 3), OUT(float, states, 4),
-       OUT(float, all_out, 5), IN(SequenceRow, rows, 6), IN(uint, skip, 7)) {
+KERNEL(causal_conv, ARGS(DeltaArgs, a), IN(float, all_proj, 1), IN(float, replay, 2), IN(float, conv_weight, 3),
+       OUT(float, states, 4), OUT(float, all_out, 5), IN(SequenceRow, rows, 6), IN(uint, skip, 7)) {
   SHARED(float, part, 4);
-  const uint keys = 2 * a.key_heads, head = tgid.x, begin = tgid.y * CONV_TOKENS, end = min(begin + CONV_TOKENS, a.tokens);
+  const uint keys = 2 * a.key_heads, head = tgid.x;
+  const uint begin = tgid.y * CONV_TOKENS, end = min(begin + CONV_TOKENS, a.tokens);
   const uint channels = keys * a.dk + a.value_heads * a.dv;
   const uint first = head < keys ? head * a.dk : keys * a.dk + (head - keys) * a.dv;
   const uint size = head < keys ? a.dk : a.dv;
@@ -60,9 +62,11 @@ KERNEL(causal_conv, ARGS(DeltaArgs, a), IN(float, all_proj, 1), IN(float, replay
     float squares = 0;
     for (uint i = tid; i < size; i += 128) {
       const uint c = first + i, row = a.replay + t;
-      const float s0 = conv_input(a, proj, replay, state, channels, row, c), s1 = conv_input(a, proj, replay, state, channels, row + 1, c);
+      const float s0 = conv_input(a, proj, replay, state, channels, row, c);
+      const float s1 = conv_input(a, proj, replay, state, channels, row + 1, c);
       const float s2 = conv_input(a, proj, replay, state, channels, row + 2, c), x = proj[ulong(t) * a.width + c];
-      const float w0 = conv_weight[c], w1 = conv_weight[channels + c], w2 = conv_weight[2 * channels + c], w3 = conv_weight[3 * channels + c];
+      const float w0 = conv_weight[c], w1 = conv_weight[channels + c];
+      const float w2 = conv_weight[2 * channels + c], w3 = conv_weight[3 * channels + c];
       const float y = silu(fma(w3, x, fma(w2, s2, fma(w1, s1, w0 * s0))));
       out[ulong(t) * channels + c] = y;
       squares = fma(y, y, squares);
@@ -81,7 +85,8 @@ KERNEL(causal_conv, ARGS(DeltaArgs, a), IN(float, all_proj, 1), IN(float, replay
   if (a.committed == 0 || begin != 0) return;
   for (uint i = tid; i < size; i += 128) {
     const uint c = first + i;
-    const float s0 = conv_input(a, proj, replay, state, channels, a.committed, c), s1 = conv_input(a, proj, replay, state, channels, a.committed + 1, c);
+    const float s0 = conv_input(a, proj, replay, state, channels, a.committed, c);
+    const float s1 = conv_input(a, proj, replay, state, channels, a.committed + 1, c);
     const float s2 = conv_input(a, proj, replay, state, channels, a.committed + 2, c);
     state[c] = s0, state[channels + c] = s1, state[2 * channels + c] = s2;
   }
@@ -104,7 +109,8 @@ enum { STATE_ROWS = 4, GROUP_ROWS = 4 * STATE_ROWS, BATCH = 8 };
 
 // Stores a simdgroup's rows of the state.
 template <uint COLUMNS>
-FN void store_state(CONSTANT DeltaArgs& a, THREAD const float* s, DEVICE float* state, uint head, uint row THREAD_IDS_PARAM) {
+FN void store_state(CONSTANT DeltaArgs& a, THREAD const float* s, DEVICE float* state, uint head,
+                    uint row THREAD_IDS_PARAM) {
   UNROLL for (uint r = 0; r < STATE_ROWS; r++)
     UNROLL for (uint j = 0; j < COLUMNS; j++) {
       const uint c = lane + 32 * j;
@@ -115,33 +121,38 @@ FN void store_state(CONSTANT DeltaArgs& a, THREAD const float* s, DEVICE float* 
 // Loads this thread's share of BATCH tokens from `first`: queries, keys, one value, and the inputs of a token's
 // gates.
 template <uint COLUMNS>
-FN void load_tokens(CONSTANT DeltaArgs& a, DEVICE const float* proj, DEVICE const float* mixed, DEVICE const float* replay_proj,
-              DEVICE const float* replay_mixed, uint first, THREAD float* loaded THREAD_IDS_PARAM) {
+FN void load_tokens(CONSTANT DeltaArgs& a, DEVICE const float* proj, DEVICE const float* mixed,
+                    DEVICE const float* replay_proj, DEVICE const float* replay_mixed, uint first,
+                    THREAD float* loaded THREAD_IDS_PARAM) {
   const uint head = tgid.y, key = head / (a.value_heads / a.key_heads) * a.dk, keys = a.key_heads * a.dk;
-  const uint channels = 2 * keys + a.value_heads * a.dv, all = a.replay + a.tokens;
+  const uint channels = 2 * keys + a.value_heads * a.dv, rows = a.replay + a.tokens;
   UNROLL for (uint n = 0; n < BATCH; n++) {
     const uint at = first + n;
-    DEVICE const float* from = at < a.replay ? replay_mixed + ulong(at) * channels : mixed + ulong(at - a.replay) * channels;
+    DEVICE const float* from =
+        at < a.replay ? replay_mixed + ulong(at) * channels : mixed + ulong(at - a.replay) * channels;
     UNROLL for (uint j = 0; j < COLUMNS / 4; j++) {
       const uint i = tid + 128 * j;
-      const bool there = at < all && i < a.dk;
-      loaded[(n * COLUMNS / 4 + j) * 2] = there ? from[key + i] : 0.0f;
-      loaded[(n * COLUMNS / 4 + j) * 2 + 1] = there ? from[keys + key + i] : 0.0f;
+      const bool exists = at < rows && i < a.dk;
+      loaded[(n * COLUMNS / 4 + j) * 2] = exists ? from[key + i] : 0.0f;
+      loaded[(n * COLUMNS / 4 + j) * 2 + 1] = exists ? from[keys + key + i] : 0.0f;
     }
   }
   THREAD float* loaded_rest = loaded + BATCH * COLUMNS / 2;
   const uint at = first + tid / GROUP_ROWS, i = tgid.x * GROUP_ROWS + tid % GROUP_ROWS, mine = first + tid;
   const ulong value = 2 * keys + head * a.dv + i;
-  loaded_rest[0] = at >= all || i >= a.dv ? 0.0f
-            : at < a.replay ? replay_mixed[ulong(at) * channels + value] : mixed[ulong(at - a.replay) * channels + value];
-  if (tid >= BATCH || mine >= all) return;
-  DEVICE const float* gates = mine < a.replay ? replay_proj + ulong(mine) * a.width : proj + ulong(mine - a.replay) * a.width;
+  if (at >= rows || i >= a.dv) loaded_rest[0] = 0.0f;
+  else if (at < a.replay) loaded_rest[0] = replay_mixed[ulong(at) * channels + value];
+  else loaded_rest[0] = mixed[ulong(at - a.replay) * channels + value];
+  if (tid >= BATCH || mine >= rows) return;
+  DEVICE const float* gates =
+      mine < a.replay ? replay_proj + ulong(mine) * a.width : proj + ulong(mine - a.replay) * a.width;
   loaded_rest[1] = gates[a.b_at + head], loaded_rest[2] = gates[a.a_at + head];
 }
 
 // The l2 norms of q and k, with the same order of sums as causal_conv. A simdgroup norms one q or k at a time.
 template <uint COLUMNS>
-FN void l2_norms(CONSTANT DeltaArgs& a, uint first, THREADGROUP float* queries, THREADGROUP float* keys THREAD_IDS_PARAM) {
+FN void l2_norms(CONSTANT DeltaArgs& a, uint first, THREADGROUP float* queries,
+                 THREADGROUP float* keys THREAD_IDS_PARAM) {
   for (uint i = sg; i < 2 * BATCH; i += 4) {
     const uint n = i / 2, dim = 32 * COLUMNS;
     if (first + n < a.replay || first + n >= a.replay + a.tokens) continue;
@@ -161,11 +172,14 @@ FN void l2_norms(CONSTANT DeltaArgs& a, uint first, THREADGROUP float* queries, 
   }
 }
 
+// The body of the kernels. A threadgroup computes GROUP_ROWS rows of one head's state, for all replayed rows and
+// tokens.
 template <uint COLUMNS>
-FN void recurrence(CONSTANT DeltaArgs& a, DEVICE const float* proj, DEVICE const float* mixed, DEVICE const float* replay_proj,
-             DEVICE const float* replay_mixed, DEVICE const float* decay, DEVICE const float* dt_bias, DEVICE float* state,
-             DEVICE float* out, DEVICE const float* norm, DEVICE float* squares, THREADGROUP float* queries, THREADGROUP float* keys, THREADGROUP float* values,
-             THREADGROUP float* gates THREAD_IDS_PARAM) {
+FN void recurrence(CONSTANT DeltaArgs& a, DEVICE const float* proj, DEVICE const float* mixed,
+                   DEVICE const float* replay_proj, DEVICE const float* replay_mixed, DEVICE const float* decay,
+                   DEVICE const float* dt_bias, DEVICE float* state, DEVICE float* out, DEVICE const float* norm,
+                   DEVICE float* squares, THREADGROUP float* queries, THREADGROUP float* keys,
+                   THREADGROUP float* values, THREADGROUP float* gates THREAD_IDS_PARAM) {
   const uint head = tgid.y, row = tgid.x * GROUP_ROWS + sg * STATE_ROWS, dim = 32 * COLUMNS, all = a.replay + a.tokens;
   const float rate = decay[head], bias = dt_bias[head];
   float s[STATE_ROWS * COLUMNS], loaded[BATCH * COLUMNS / 2 + 3] = {};
@@ -181,7 +195,10 @@ FN void recurrence(CONSTANT DeltaArgs& a, DEVICE const float* proj, DEVICE const
       queries[n * 128 + tid] = loaded[2 * n], keys[n * 128 + tid] = loaded[2 * n + 1];
     THREAD const float* loaded_rest = loaded + BATCH * COLUMNS / 2;
     values[tid] = loaded_rest[0];
-    if (tid < BATCH) gates[2 * tid] = sigmoid(loaded_rest[1]), gates[2 * tid + 1] = exp(rate * softplus(loaded_rest[2] + bias));
+    if (tid < BATCH) {
+      gates[2 * tid] = sigmoid(loaded_rest[1]);
+      gates[2 * tid + 1] = exp(rate * softplus(loaded_rest[2] + bias));
+    }
     BARRIER();
     if (a.needs_l2_norm != 0) {
       l2_norms<COLUMNS>(a, first, queries, keys THREAD_IDS);
@@ -192,7 +209,10 @@ FN void recurrence(CONSTANT DeltaArgs& a, DEVICE const float* proj, DEVICE const
       if (first + n == a.committed) store_state<COLUMNS>(a, s, state, head, row THREAD_IDS);
       const float beta = gates[2 * n], g = gates[2 * n + 1];
       float q[COLUMNS], k[COLUMNS], d[STATE_ROWS], read[STATE_ROWS];
-      UNROLL for (uint j = 0; j < COLUMNS; j++) q[j] = queries[n * dim + lane + 32 * j], k[j] = keys[n * dim + lane + 32 * j];
+      UNROLL for (uint j = 0; j < COLUMNS; j++) {
+        q[j] = queries[n * dim + lane + 32 * j];
+        k[j] = keys[n * dim + lane + 32 * j];
+      }
       UNROLL for (uint r = 0; r < STATE_ROWS; r++) {
         float seen = 0;
         UNROLL for (uint j = 0; j < COLUMNS; j++) {
@@ -228,23 +248,25 @@ FN void recurrence(CONSTANT DeltaArgs& a, DEVICE const float* proj, DEVICE const
   if (a.committed == all) store_state<COLUMNS>(a, s, state, head, row THREAD_IDS);
 }
 
-#define DELTA(name, COLUMNS)                                                                                                 \
-  KERNEL(name, ARGS(DeltaArgs, a), IN(float, proj, 1), IN(float, mixed, 2), IN(float, replay_proj, 3), IN(float, replay_mixed, 4), \
-         IN(float, decay, 5), IN(float, dt_bias, 6), OUT(float, states, 7), OUT(float, out, 8), IN(float, norm, 9),           \
-         OUT(float, squares, 10), IN(SequenceRow, rows, 11), IN(uint, skip, 12)) {                                            \
-    SHARED(float, queries, BATCH * 32 * COLUMNS);                                                                         \
-    SHARED(float, keys, BATCH * 32 * COLUMNS);                                                                            \
-    SHARED(float, values, BATCH * GROUP_ROWS);                                                                                  \
-    SHARED(float, gates, 2 * BATCH);                                                                                      \
-    const uint row = tgid.x * GROUP_ROWS + sg * STATE_ROWS, all_values = a.value_heads * a.dv;                                \
-    const ulong at = tgid.z;                                                                                                 \
-    DEVICE float* state = state_of(a, rows, states, tgid.z, ulong(all_values) * a.dk);                                       \
-    if (row < a.dv) PREFETCH(state + (ulong(tgid.y) * a.dv + row) * a.dk, min(uint(STATE_ROWS), a.dv - row) * a.dk * 4);         \
-    AWAIT();                                                                                                                 \
-    if (is_skipped(a.can_skip, skip)) return;                                                                                \
-    recurrence<COLUMNS>(a, proj + at * a.width, mixed + at * (2 * a.key_heads * a.dk + all_values), replay_proj, replay_mixed, \
-                        decay, dt_bias, state, out + at * all_values, norm, squares + at * (all_values / STATE_ROWS), queries, \
-                        keys, values, gates THREAD_IDS);                                                                     \
+#define DELTA(name, COLUMNS)                                                                                           \
+  KERNEL(name, ARGS(DeltaArgs, a), IN(float, proj, 1), IN(float, mixed, 2), IN(float, replay_proj, 3),                 \
+         IN(float, replay_mixed, 4), IN(float, decay, 5), IN(float, dt_bias, 6), OUT(float, states, 7),                \
+         OUT(float, out, 8), IN(float, norm, 9), OUT(float, squares, 10), IN(SequenceRow, rows, 11),                   \
+         IN(uint, skip, 12)) {                                                                                         \
+    SHARED(float, queries, BATCH * 32 * COLUMNS);                                                                      \
+    SHARED(float, keys, BATCH * 32 * COLUMNS);                                                                         \
+    SHARED(float, values, BATCH * GROUP_ROWS);                                                                         \
+    SHARED(float, gates, 2 * BATCH);                                                                                   \
+    const uint row = tgid.x * GROUP_ROWS + sg * STATE_ROWS, all_values = a.value_heads * a.dv;                         \
+    const ulong at = tgid.z;                                                                                           \
+    DEVICE float* state = state_of(a, rows, states, tgid.z, ulong(all_values) * a.dk);                                 \
+    const uint left = min(uint(STATE_ROWS), a.dv - row);                                                               \
+    if (row < a.dv) PREFETCH(state + (ulong(tgid.y) * a.dv + row) * a.dk, left * a.dk * 4);                            \
+    AWAIT();                                                                                                           \
+    if (is_skipped(a.can_skip, skip)) return;                                                                          \
+    recurrence<COLUMNS>(a, proj + at * a.width, mixed + at * (2 * a.key_heads * a.dk + all_values), replay_proj,       \
+                        replay_mixed, decay, dt_bias, state, out + at * all_values, norm,                              \
+                        squares + at * (all_values / STATE_ROWS), queries, keys, values, gates THREAD_IDS);            \
   }
 
 DELTA(gated_delta_128, 4)  // for dk up to 128

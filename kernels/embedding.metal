@@ -2,8 +2,9 @@
 
 struct WeightsArgs { uint cols, float_type; Matrix m; };
 
-FN void dequantise_chunk(CONSTANT Matrix& m, uint cols, uint row, uint c, DEVICE const uchar* codes, DEVICE const uchar* scales,
-                   DEVICE const uchar* biases, THREAD float* v) {
+// The 16 values of chunk `c` of a row.
+FN void dequantize_chunk(CONSTANT Matrix& m, uint cols, uint row, uint c, DEVICE const uchar* codes,
+                         DEVICE const uchar* scales, DEVICE const uchar* biases, THREAD float* v) {
   const ulong code_bytes = row_code_bytes(m, cols), scale_bytes = row_scale_bytes(m, cols);
   unpack_chunk(m, codes + row * code_bytes, c, cols, v);
   const float s = chunk_scale(m, scales + row * scale_bytes, c), b = chunk_bias(m, biases + row * scale_bytes, c);
@@ -17,18 +18,19 @@ KERNEL(embed, ARGS(WeightsArgs, a), IN(uint, ids, 1), IN(uchar, codes, 2), IN(uc
   const uint c = tgid.x * 32 + lane;
   if (c * 16 >= a.cols) return;
   float v[16];
-  dequantise_chunk(a.m, a.cols, min(ids[tgid.y], a.m.rows - 1), c, codes, scales, biases, v);
+  dequantize_chunk(a.m, a.cols, min(ids[tgid.y], a.m.rows - 1), c, codes, scales, biases, v);
   for (uint i = 0; i < 16; i++)
     if (c * 16 + i < a.cols) h[ulong(tgid.y) * a.cols + c * 16 + i] = v[i];
 }
 
 // Writes all rows as `float_type` (f16 or f32). Grid (ceil(cols / 512), rows), 32 threads.
-KERNEL(dequantise, ARGS(WeightsArgs, a), IN(uchar, codes, 1), IN(uchar, scales, 2), IN(uchar, biases, 3), OUT(uchar, out, 4)) {
+KERNEL(dequantize, ARGS(WeightsArgs, a), IN(uchar, codes, 1), IN(uchar, scales, 2), IN(uchar, biases, 3),
+       OUT(uchar, out, 4)) {
   AWAIT();
   const uint c = tgid.x * 32 + lane;
   if (c * 16 >= a.cols) return;
   float v[16];
-  dequantise_chunk(a.m, a.cols, tgid.y, c, codes, scales, biases, v);
+  dequantize_chunk(a.m, a.cols, tgid.y, c, codes, scales, biases, v);
   const ulong at = ulong(tgid.y) * a.cols + c * 16;
   for (uint i = 0; i < 16 && c * 16 + i < a.cols; i++) {
     if (a.float_type == F32) ((DEVICE float*)out)[at + i] = v[i];

@@ -3,12 +3,14 @@
 // The most recent positions are also kept in f32, in rings of `ring_len` positions. Queries, keys and values are
 // multiplied by a Hadamard matrix first. The rest works as in attention.metal.
 
+// GROUP: values that share a scale. RECENT_POSITIONS: a query reads at least this many positions from the ring.
+enum { GROUP = 32, RECENT_POSITIONS = 64, MAX_DIM = 256 };
 // RECENT_SPLIT: number of recent positions in a split. MAX_SPLITS: maximum number of splits of the quantized positions.
 // BATCH: number of positions that are loaded together. PREFETCH_ROWS: number of positions that are prefetched together.
-enum { GROUP = 32, RECENT_POSITIONS = 64, RECENT_SPLIT = 16, MAX_SPLITS = 256, MAX_DIM = 256, BATCH = 4, PREFETCH_ROWS = 16, MERGE_THREADS = 512 };
+enum { RECENT_SPLIT = 16, MAX_SPLITS = 256, BATCH = 4, PREFETCH_ROWS = 16, MERGE_THREADS = 512 };
 
 // The first position that a query at `position` reads from the ring of recent positions.
-FN uint quantised_until(uint position) {
+FN uint recent_start(uint position) {
   const uint block = position / RECENT_POSITIONS * RECENT_POSITIONS;
   return block < RECENT_POSITIONS ? 0 : block - RECENT_POSITIONS;
 }
@@ -39,12 +41,12 @@ FN int nearest(float x) { return int(as_type<uint>(x + 12582912.0f) - 0x4b400000
 // Quantizes `x`, which is already multiplied by the Hadamard matrix, to one row. 32 threads: a lane has one value of
 // each group.
 template <uint BITS>
-FN void quantise_row(uint dim, DEVICE uchar* row, THREADGROUP float* x THREAD_IDS_PARAM) {
+FN void quantize_row(uint dim, DEVICE uchar* row, THREADGROUP float* x THREAD_IDS_PARAM) {
   for (uint g = 0; g < dim / GROUP; g++) {
-    const float v = x[g * GROUP + lane], simd_values = SIMD_MAX(v < 0 ? -v : v);
-    const uint up = (as_type<uint>(simd_values / (BITS == 8 ? 127.0f : 15.0f)) + 0xffffu) >> 16;
-    const bool none = simd_values < 1e-30f;
-    const float inverse = none ? 0.0f : 1.0f / bf16(up);
+    const float v = x[g * GROUP + lane], max_abs = SIMD_MAX(v < 0 ? -v : v);
+    const uint scale_bits = (as_type<uint>(max_abs / (BITS == 8 ? 127.0f : 15.0f)) + 0xffffu) >> 16;
+    const bool is_zero = max_abs < 1e-30f;
+    const float inverse = is_zero ? 0.0f : 1.0f / bf16(scale_bits);
     if (BITS == 8) row[g * GROUP + lane] = uchar(nearest(v * inverse));
     else {
       x[g * GROUP + lane] = max(0.0f, min(15.0f, float(nearest(v * inverse * 0.5f + 7.5f))));
@@ -53,13 +55,13 @@ FN void quantise_row(uint dim, DEVICE uchar* row, THREADGROUP float* x THREAD_ID
     }
     if (lane == 0) {
       DEVICE uchar* scale = row + dim * BITS / 8 + 2 * g;
-      scale[0] = uchar(none ? 0 : up & 255u);
-      scale[1] = uchar(none ? 0 : up >> 8);
+      scale[0] = uchar(is_zero ? 0 : scale_bits & 255u);
+      scale[1] = uchar(is_zero ? 0 : scale_bits >> 8);
     }
   }
 }
 
-// The byte offset of the ring of a row's sequence.
+// The offset, in floats, of the ring of a row's sequence.
 FN ulong ring_start(CONSTANT AttentionArgs& a, DEVICE const SequenceRow* rows, uint row) {
   return a.table_pages != 0 ? ulong(rows[row].sequence) * a.kv_heads * a.ring_len * a.dim : 0;
 }
@@ -67,10 +69,11 @@ FN ulong ring_start(CONSTANT AttentionArgs& a, DEVICE const SequenceRow* rows, u
 // norm_rope of attention.metal with a Hadamard transform and quantization. Grid (heads + 2 * kv_heads, tokens), 32
 // threads.
 template <uint BITS>
-FN void norm_rope_quantise(CONSTANT AttentionArgs& a, DEVICE const float* proj, DEVICE const float* q_norm,
-                  DEVICE const float* k_norm, DEVICE const float* rope, DEVICE float* q, DEVICE uchar* keys,
-                  DEVICE uchar* values, DEVICE const uint* table, DEVICE const SequenceRow* rows, DEVICE float* recent_keys,
-                  DEVICE float* recent_values, THREADGROUP float* x THREAD_IDS_PARAM) {
+FN void norm_rope_quantize(CONSTANT AttentionArgs& a, DEVICE const float* proj, DEVICE const float* q_norm,
+                           DEVICE const float* k_norm, DEVICE const float* rope, DEVICE float* q, DEVICE uchar* keys,
+                           DEVICE uchar* values, DEVICE const uint* table, DEVICE const SequenceRow* rows,
+                           DEVICE float* recent_keys, DEVICE float* recent_values,
+                           THREADGROUP float* x THREAD_IDS_PARAM) {
   const uint head = tgid.x, token = tgid.y, half_dim = a.rope_dim / 2, position = row_position(a, rows, token);
   const bool query = head < a.heads, value = head >= a.heads + a.kv_heads;
   const uint kv = query ? 0 : (head - a.heads) % a.kv_heads;
@@ -98,14 +101,16 @@ FN void norm_rope_quantise(CONSTANT AttentionArgs& a, DEVICE const float* proj, 
     for (uint i = lane; i < a.dim; i += 32) q[(ulong(token) * a.heads + head) * a.dim + i] = x[i];
     return;
   }
-  DEVICE float* recent = (value ? recent_values : recent_keys) + ring_start(a, rows, token) + (ulong(kv) * a.ring_len + position % a.ring_len) * a.dim;
+  DEVICE float* recent = (value ? recent_values : recent_keys) + ring_start(a, rows, token) +
+                         (ulong(kv) * a.ring_len + position % a.ring_len) * a.dim;
   for (uint i = lane; i < a.dim; i += 32) recent[i] = x[i];
   const uint bytes = a.dim * BITS / 8 + a.dim / GROUP * 2;
-  quantise_row<BITS>(a.dim, (value ? values : keys) + page_row(row_table(a, rows, table, token), a.kv_heads, kv, position) * bytes, x THREAD_IDS);
+  const ulong to = page_row(row_table(a, rows, table, token), a.kv_heads, kv, position) * bytes;
+  quantize_row<BITS>(a.dim, (value ? values : keys) + to, x THREAD_IDS);
 }
 
 // Number of splits of the recent positions for a query at `position`. These splits come before the other splits.
-FN uint recent_splits(uint position) { return (position - quantised_until(position)) / RECENT_SPLIT + 1; }
+FN uint recent_splits(uint position) { return (position - recent_start(position)) / RECENT_SPLIT + 1; }
 
 // Number of positions per split, for `until` quantized positions.
 FN uint split_size(CONSTANT AttentionArgs& a, uint until) {
@@ -150,19 +155,22 @@ FN QuantRow load_quant_row(DEVICE const uchar* row, uint dim, bool wide THREAD_I
 template <uint BITS, uint COLUMNS>
 FN void unpack_quant_row(QuantRow from, THREAD float* to) {
   UNROLL for (uint j = 0; j < COLUMNS; j++) {
-    const uint h = (BITS == 8 ? from.w[j / 4] ^ 0x80808080u : from.w[0]) >> 16 * (j * BITS / 16 % 2), shift = j * BITS % 16;
+    const uint shift = j * BITS % 16;
+    const uint h = (BITS == 8 ? from.w[j / 4] ^ 0x80808080u : from.w[0]) >> 16 * (j * BITS / 16 % 2);
     // A code is masked in place within its 16-bit word. The factor undoes the shift.
     const float factor = as_type<float>((127u - shift) << 23);
-    to[j] = BITS == 8 ? fma(MASKED(h, 255u << shift), factor, -128.0f) : fma(MASKED(h, 15u << shift), 2.0f * factor, -15.0f);
+    to[j] = BITS == 8 ? fma(MASKED(h, 255u << shift), factor, -128.0f)
+                      : fma(MASKED(h, 15u << shift), 2.0f * factor, -15.0f);
   }
 }
 
 // Attention over positions `first`..`end` for HEADS queries from head `head`, as in attend_split of attention.metal.
 // With RECENT, the positions are read from the ring of recent positions, otherwise from the quantized pages.
 template <uint BITS, uint COLUMNS, uint HEADS, bool RECENT>
-FN void attend_range(CONSTANT AttentionArgs& a, DEVICE const float* q, DEVICE const uchar* keys, DEVICE const uchar* values,
-             DEVICE const uint* table, DEVICE const float* recent_keys, DEVICE const float* recent_values,
-             DEVICE float* partials, uint first, uint end, uint head, uint simds THREAD_IDS_PARAM) {
+FN void attend_range(CONSTANT AttentionArgs& a, DEVICE const float* q, DEVICE const uchar* keys,
+                     DEVICE const uchar* values, DEVICE const uint* table, DEVICE const float* recent_keys,
+                     DEVICE const float* recent_values, DEVICE float* partials, uint first, uint end, uint head,
+                     uint simds THREAD_IDS_PARAM) {
   const uint token = tgid.z, bytes = a.dim * BITS / 8 + a.dim / GROUP * 2;
   const bool wide = bytes % 8 == 0;
   ulong page = RECENT ? 0 : page_row(table, a.kv_heads, tgid.y, first / PAGE * PAGE);
@@ -178,7 +186,8 @@ FN void attend_range(CONSTANT AttentionArgs& a, DEVICE const float* q, DEVICE co
     if (!RECENT && block % PAGE == 0) page = page_row(table, a.kv_heads, tgid.y, block);
     if (!RECENT && (block - first) % PREFETCH_ROWS == 0 && (block - first) / PREFETCH_ROWS % simds == sg) {
       // Prefetches this and the next group of positions within one page.
-      const uint to = min(min(block + 2 * PREFETCH_ROWS, end), block / PAGE * PAGE + PAGE), from = block == first ? block : block + PREFETCH_ROWS;
+      const uint from = block == first ? block : block + PREFETCH_ROWS;
+      const uint to = min(min(block + 2 * PREFETCH_ROWS, end), block / PAGE * PAGE + PAGE);
       if (from < to) {
         PREFETCH(keys + (page + from % PAGE) * bytes, (to - from) * bytes);
         PREFETCH(values + (page + from % PAGE) * bytes, (to - from) * bytes);
@@ -253,35 +262,43 @@ FN void attend_range(CONSTANT AttentionArgs& a, DEVICE const float* q, DEVICE co
   }
 }
 
+// Attention over one split, recent or quantized, for HEADS queries per simdgroup. The grid and `partials` are those of
+// attend_split in attention.metal.
 template <uint BITS, uint COLUMNS, uint HEADS>
-FN void attend_split(CONSTANT AttentionArgs& a, DEVICE const float* q, DEVICE const uchar* keys, DEVICE const uchar* values,
-             DEVICE const uint* tables, DEVICE const SequenceRow* rows, DEVICE const float* rings_of_keys,
-             DEVICE const float* rings_of_values, DEVICE float* partials THREAD_IDS_PARAM) {
+FN void attend_split(CONSTANT AttentionArgs& a, DEVICE const float* q, DEVICE const uchar* keys,
+                     DEVICE const uchar* values, DEVICE const uint* tables, DEVICE const SequenceRow* rows,
+                     DEVICE const float* rings_of_keys, DEVICE const float* rings_of_values,
+                     DEVICE float* partials THREAD_IDS_PARAM) {
   const uint groups = a.heads / a.kv_heads, simds = groups / HEADS, head = tgid.y * groups + sg * HEADS;
   DEVICE const uint* table = row_table(a, rows, tables, tgid.z);
   DEVICE const float* recent_keys = rings_of_keys + ring_start(a, rows, tgid.z);
   DEVICE const float* recent_values = rings_of_values + ring_start(a, rows, tgid.z);
-  const uint position = row_position(a, rows, tgid.z), until = quantised_until(position), recent_count = recent_splits(position);
+  const uint position = row_position(a, rows, tgid.z);
+  const uint until = recent_start(position), recent_count = recent_splits(position);
   if (tgid.x < recent_count) {
     const uint first = until + tgid.x * RECENT_SPLIT, end = min(first + RECENT_SPLIT, position + 1);
-    attend_range<BITS, COLUMNS, HEADS, true>(a, q, keys, values, table, recent_keys, recent_values, partials, first, end, head, simds THREAD_IDS);
+    attend_range<BITS, COLUMNS, HEADS, true>(a, q, keys, values, table, recent_keys, recent_values, partials, first,
+                                             end, head, simds THREAD_IDS);
     return;
   }
   const uint size = split_size(a, until), first = (tgid.x - recent_count) * size, end = min(first + size, until);
   // This row has fewer splits than the grid, whose size fits the row with the largest position.
   if (first >= end) return;
-  attend_range<BITS, COLUMNS, HEADS, false>(a, q, keys, values, table, recent_keys, recent_values, partials, first, end, head, simds THREAD_IDS);
+  attend_range<BITS, COLUMNS, HEADS, false>(a, q, keys, values, table, recent_keys, recent_values, partials, first, end,
+                                            head, simds THREAD_IDS);
 }
 
 // Like attention_merge. The result is transformed back before the gate. Grid (heads, tokens), MERGE_THREADS threads. A
 // thread computes one column of every column_groups-th split.
-KERNEL(attention_merge_quant, ARGS(AttentionArgs, a), IN(float, proj, 1), IN(float, partials, 2), IN(SequenceRow, rows, 3), OUT(float, y, 4)) {
+KERNEL(attention_merge_quant, ARGS(AttentionArgs, a), IN(float, proj, 1), IN(float, partials, 2),
+       IN(SequenceRow, rows, 3), OUT(float, y, 4)) {
   SHARED(float, factor, MAX_SPLITS + 2 * RECENT_POSITIONS / RECENT_SPLIT);
   SHARED(float, column_sums, MERGE_THREADS);
   SHARED(float, simd_values, 2 * MERGE_THREADS / 32);
   SHARED(float, x, MAX_DIM);
   AWAIT();
-  const uint head = tgid.x, token = tgid.y, row = a.dim + 2, position = row_position(a, rows, token), until = quantised_until(position);
+  const uint head = tgid.x, token = tgid.y, row = a.dim + 2;
+  const uint position = row_position(a, rows, token), until = recent_start(position);
   const uint size = split_size(a, until), splits = recent_splits(position) + (until + size - 1) / size;
   DEVICE const float* from = partials + (ulong(token) * a.heads + head) * a.splits * row;
   DEVICE const float* gate = proj + ulong(token) * a.width + head * 2 * a.dim + a.dim;
@@ -322,24 +339,27 @@ KERNEL(attention_merge_quant, ARGS(AttentionArgs, a), IN(float, proj, 1), IN(flo
 }
 
 #define ATTEND_PART(name, BITS, COLUMNS)                                                                               \
-  KERNEL(name, ARGS(AttentionArgs, a), IN(float, q, 1), IN(uchar, keys, 2), IN(uchar, values, 3), IN(uint, table, 4),     \
-         IN(SequenceRow, rows, 5), IN(float, recent_keys, 6), IN(float, recent_values, 7), OUT(float, partials, 8)) {   \
+  KERNEL(name, ARGS(AttentionArgs, a), IN(float, q, 1), IN(uchar, keys, 2), IN(uchar, values, 3), IN(uint, table, 4),  \
+         IN(SequenceRow, rows, 5), IN(float, recent_keys, 6), IN(float, recent_values, 7), OUT(float, partials, 8)) {  \
     AWAIT();                                                                                                           \
     if (a.heads / a.kv_heads % 2 == 0)                                                                                 \
-      attend_split<BITS, COLUMNS, 2>(a, q, keys, values, table, rows, recent_keys, recent_values, partials THREAD_IDS); \
+      attend_split<BITS, COLUMNS, 2>(a, q, keys, values, table, rows, recent_keys, recent_values,                      \
+                                     partials THREAD_IDS);                                                             \
     else                                                                                                               \
-      attend_split<BITS, COLUMNS, 1>(a, q, keys, values, table, rows, recent_keys, recent_values, partials THREAD_IDS); \
+      attend_split<BITS, COLUMNS, 1>(a, q, keys, values, table, rows, recent_keys, recent_values,                      \
+                                     partials THREAD_IDS);                                                             \
   }
 
-#define ATTENTION_QUANT(BITS)                                                                                               \
-  KERNEL(qk_norm_rope_q##BITS, ARGS(AttentionArgs, a), IN(float, proj, 1), IN(float, q_norm, 2), IN(float, k_norm, 3),    \
+#define ATTENTION_QUANT(BITS)                                                                                          \
+  KERNEL(qk_norm_rope_q##BITS, ARGS(AttentionArgs, a), IN(float, proj, 1), IN(float, q_norm, 2), IN(float, k_norm, 3), \
          IN(float, rope, 4), OUT(float, q, 5), OUT(uchar, keys, 6), OUT(uchar, values, 7), IN(uint, table, 8),         \
-         IN(SequenceRow, rows, 9), OUT(float, recent_keys, 10), OUT(float, recent_values, 11)) {                        \
-    SHARED(float, x, MAX_DIM);                                                                                        \
+         IN(SequenceRow, rows, 9), OUT(float, recent_keys, 10), OUT(float, recent_values, 11)) {                       \
+    SHARED(float, x, MAX_DIM);                                                                                         \
     AWAIT();                                                                                                           \
-    norm_rope_quantise<BITS>(a, proj, q_norm, k_norm, rope, q, keys, values, table, rows, recent_keys, recent_values, x THREAD_IDS); \
+    norm_rope_quantize<BITS>(a, proj, q_norm, k_norm, rope, q, keys, values, table, rows, recent_keys,                 \
+                             recent_values, x THREAD_IDS);                                                             \
   }                                                                                                                    \
-  ATTEND_PART(attention_decode_128_q##BITS, BITS, 4)                                                                             \
+  ATTEND_PART(attention_decode_128_q##BITS, BITS, 4)                                                                   \
   ATTEND_PART(attention_decode_256_q##BITS, BITS, 8)
 
 ATTENTION_QUANT(8)

@@ -44,13 +44,15 @@ enum { ROWS = 4, BLOCK = 16 };  // rows of W per simdgroup, and per threadgroup
 enum { SPLIT_K_MAX_ROWS = 4096 };
 
 // Loads chunk `c` of x * w (or of x) and returns its sum. Values past the end of the row are 0.
-template <bool NORM> FN float load_any(DEVICE const float* x, DEVICE const float* w, uint c, uint cols, THREAD float* v) {
+template <bool NORM>
+FN float load_any(DEVICE const float* x, DEVICE const float* w, uint c, uint cols, THREAD float* v) {
   UNROLL for (uint i = 0; i < 16; i++) {
     const uint at = c * 16 + i;
     v[i] = at < cols ? (NORM ? x[at] * w[at] : x[at]) : 0.0f;
   }
   return sum16(v);
 }
+// The sum of the squares of chunk `c` of x.
 FN float squares_any(DEVICE const float* x, uint c, uint cols) {
   float sum = 0;
   for (uint at = c * 16; at < min(c * 16 + 16, cols); at++) sum = fma(x[at], x[at], sum);
@@ -60,7 +62,8 @@ FN float squares_any(DEVICE const float* x, uint c, uint cols) {
 // Sums the squares of each head of rows `first`.. of x in four parts, one per simdgroup. Each value of `squares` is a
 // sum over four columns.
 template <uint TOKENS>
-FN void sum_quarters(CONSTANT LinearArgs& a, uint first, DEVICE const float* squares, THREAD const Fused& at THREAD_IDS_PARAM) {
+FN void sum_quarters(CONSTANT LinearArgs& a, uint first, DEVICE const float* squares,
+                     THREAD const Fused& at THREAD_IDS_PARAM) {
   const uint count = at.size / 4, quarter = (count + 3) / 4, begin = sg * quarter, end = min(begin + quarter, count);
   UNROLL for (uint t = 0; t < TOKENS; t++) {
     DEVICE const float* from = squares + ulong(min(first + t, a.tokens - 1)) * count * at.heads;
@@ -83,7 +86,8 @@ FN float head_scale(THREAD const Fused& at, uint t, uint column) {
 }
 
 // Applies head_scale to the staged chunks that this thread sums next.
-FN void scale_staged(THREAD const Fused& at, uint t, uint begin, uint count, THREADGROUP float4* scratch THREAD_IDS_PARAM) {
+FN void scale_staged(THREAD const Fused& at, uint t, uint begin, uint count,
+                     THREADGROUP float4* scratch THREAD_IDS_PARAM) {
   for (uint c = tid; c < count; c += 128) {
     const float scale = head_scale(at, t, (begin + c) * 16);
     UNROLL for (uint i = 0; i < 4; i++) {
@@ -98,31 +102,33 @@ FN void scale_staged(THREAD const Fused& at, uint t, uint begin, uint count, THR
 // replaces rows past the end. The sums go to acc[t * ROWS..]. Also sums this thread's share of the squares of x.
 template <uint TOKENS, uint KIND, uint BITS>
 FN void partial_fast(CONSTANT Matrix& m, CONSTANT LinearArgs& a, uint row, uint first, DEVICE const float* x,
-                     DEVICE const float* w, WeightPtrs bytes, bool split_k, THREAD const Fused& fused, THREAD float* acc,
-                     THREAD float* squares, THREADGROUP float4* scratch, THREADGROUP float* sums THREAD_IDS_PARAM) {
+                     DEVICE const float* w, WeightPtrs bytes, bool split_k, THREAD const Fused& fused,
+                     THREAD float* acc, THREAD float* squares, THREADGROUP float4* scratch,
+                     THREADGROUP float* sums THREAD_IDS_PARAM) {
   const uint chunks = a.cols / 16, step = split_k ? 128 : 32;
   uint c = split_k ? tid : lane;
   PackedRows<BITS, ROWS> next;
   if (TOKENS == 1 && c < chunks) load_rows(bytes, m.rows, a.cols, row, c, next);
-  const uint most = STAGED_CHUNKS / TOKENS;
-  for (uint begin = 0; begin < chunks; begin += most) {
-    const uint count = min(most, chunks - begin);
+  const uint max_chunks = STAGED_CHUNKS / TOKENS;
+  for (uint begin = 0; begin < chunks; begin += max_chunks) {
+    const uint count = min(max_chunks, chunks - begin);
     if (begin > 0) BARRIER();  // before the previous chunks are overwritten
     UNROLL for (uint t = 0; t < TOKENS; t++) {
       const ulong from = ulong(min(first + t, a.tokens - 1)) * a.cols + begin * 16;
-      stage_rows<KIND == NORMED || KIND == CONV>(x + from, w + begin * 16, count, scratch + t * most * 4, squares + t THREAD_IDS);
+      THREADGROUP float4* to = scratch + t * max_chunks * 4;
+      stage_rows<KIND == NORMED || KIND == CONV>(x + from, w + begin * 16, count, to, squares + t THREAD_IDS);
     }
     BARRIER();
     UNROLL for (uint t = 0; t < TOKENS; t++) {
-      if (KIND == HEAD_NORM) scale_staged(fused, t, begin, count, scratch + t * most * 4 THREAD_IDS);
-      sum_staged<BITS>(count, scratch + t * most * 4, sums + t * most THREAD_IDS);
+      if (KIND == HEAD_NORM) scale_staged(fused, t, begin, count, scratch + t * max_chunks * 4 THREAD_IDS);
+      sum_staged<BITS>(count, scratch + t * max_chunks * 4, sums + t * max_chunks THREAD_IDS);
     }
     BARRIER();
     for (; c < begin + count; c += step) {
       if (TOKENS > 1) {
         // Loading one step ahead would need too many registers. With several rows, arithmetic hides the latency.
         load_rows(bytes, m.rows, a.cols, row, c, next);
-        dot_staged<BITS, ROWS, TOKENS>(next, scratch, most, c - begin, sums, acc);
+        dot_staged<BITS, ROWS, TOKENS>(next, scratch, max_chunks, c - begin, sums, acc);
         continue;
       }
       const PackedRows<BITS, ROWS> now = next;
@@ -148,7 +154,8 @@ FN void partial_any(CONSTANT Matrix& m, CONSTANT LinearArgs& a, uint row, uint f
       const uint at = min(row + r, m.rows - 1);
       float u[16], v[16];
       unpack_chunk(m, bytes.codes + at * code_bytes, c, a.cols, u);
-      const float s = chunk_scale(m, bytes.scales + at * scale_bytes, c), b = chunk_bias(m, bytes.biases + at * scale_bytes, c);
+      const float s = chunk_scale(m, bytes.scales + at * scale_bytes, c);
+      const float b = chunk_bias(m, bytes.biases + at * scale_bytes, c);
       UNROLL for (uint t = 0; t < TOKENS; t++) {
         float sum = load_any<NORM>(x + ulong(min(first + t, a.tokens - 1)) * a.cols, w, c, a.cols, v);
         if (KIND == HEAD_NORM) {
@@ -165,10 +172,13 @@ FN void partial_any(CONSTANT Matrix& m, CONSTANT LinearArgs& a, uint row, uint f
   }
 }
 
+// The body of the kernels: TOKENS rows of x times ROWS rows of matrix `m`, from `row`, per simdgroup (per threadgroup
+// with split_k). The results go to column `start` + `row` of y. With ANY, the weights have any encoding.
 template <uint TOKENS, uint KIND, bool ANY>
-FN void linear(CONSTANT LinearArgs& a, CONSTANT Matrix& m, uint start, uint row, DEVICE const float* x, DEVICE const float* w,
-               DEVICE float* y, DEVICE float* kept, WeightPtrs bytes, bool split_k, THREAD const Fused& fused, THREADGROUP float4* scratch,
-               THREADGROUP float* sums, THREADGROUP float* part THREAD_IDS_PARAM) {
+FN void linear(CONSTANT LinearArgs& a, CONSTANT Matrix& m, uint start, uint row, DEVICE const float* x,
+               DEVICE const float* w, DEVICE float* y, DEVICE float* kept, WeightPtrs bytes, bool split_k,
+               THREAD const Fused& fused, THREADGROUP float4* scratch, THREADGROUP float* sums,
+               THREADGROUP float* part THREAD_IDS_PARAM) {
   const bool NORM = KIND == NORMED || KIND == CONV;
   const uint first = tgid.x * TOKENS;
   float squares[TOKENS], acc[TOKENS * ROWS], conv_weight[4] = {}, samples[4] = {};
@@ -178,7 +188,8 @@ FN void linear(CONSTANT LinearArgs& a, CONSTANT Matrix& m, uint start, uint row,
     if (!mine) continue;
     const uint at = fused.rows + i;
     conv_weight[i] = fused.conv_weight[i * m.rows + row + lane];
-    if (i < 3) samples[i] = at < 3 ? fused.state[at * m.rows + row + lane] : fused.replay[(at - 3) * a.width + row + lane];
+    if (i == 3) continue;
+    samples[i] = at < 3 ? fused.state[at * m.rows + row + lane] : fused.replay[(at - 3) * a.width + row + lane];
   }
   if (KIND == HEAD_NORM) {
     sum_quarters<TOKENS>(a, first, w, fused THREAD_IDS);
@@ -186,9 +197,15 @@ FN void linear(CONSTANT LinearArgs& a, CONSTANT Matrix& m, uint start, uint row,
   }
   UNROLL for (uint i = 0; i < TOKENS; i++) squares[i] = 0;
   UNROLL for (uint i = 0; i < TOKENS * ROWS; i++) acc[i] = 0;
-  if (ANY) partial_any<TOKENS, KIND>(m, a, row, first, x, w, bytes, fused, acc, squares THREAD_IDS);
-  else if (m.format == 4) partial_fast<TOKENS, KIND, 4>(m, a, row, first, x, w, bytes, split_k, fused, acc, squares, scratch, sums THREAD_IDS);
-  else partial_fast<TOKENS, KIND, 8>(m, a, row, first, x, w, bytes, split_k, fused, acc, squares, scratch, sums THREAD_IDS);
+  if (ANY) {
+    partial_any<TOKENS, KIND>(m, a, row, first, x, w, bytes, fused, acc, squares THREAD_IDS);
+  } else if (m.format == 4) {
+    partial_fast<TOKENS, KIND, 4>(m, a, row, first, x, w, bytes, split_k, fused, acc, squares, scratch,
+                                  sums THREAD_IDS);
+  } else {
+    partial_fast<TOKENS, KIND, 8>(m, a, row, first, x, w, bytes, split_k, fused, acc, squares, scratch,
+                                  sums THREAD_IDS);
+  }
   if (NORM) {
     UNROLL for (uint t = 0; t < TOKENS; t++) {
       squares[t] = SIMD_SUM(squares[t]);
@@ -205,7 +222,8 @@ FN void linear(CONSTANT LinearArgs& a, CONSTANT Matrix& m, uint start, uint row,
     UNROLL for (uint i = 0; i < TOKENS * ROWS; i++)
       if (lane == 0) sums[i * 4 + sg] = acc[i];
     BARRIER();
-    UNROLL for (uint i = 0; i < TOKENS * ROWS; i++) acc[i] = sums[i * 4] + sums[i * 4 + 1] + sums[i * 4 + 2] + sums[i * 4 + 3];
+    UNROLL for (uint i = 0; i < TOKENS * ROWS; i++)
+      acc[i] = sums[i * 4] + sums[i * 4 + 1] + sums[i * 4 + 2] + sums[i * 4 + 3];
   }
   UNROLL for (uint t = 0; t < TOKENS; t++) {
     const float scale = NORM ? 1.0f / sqrt(squares[t] / float(a.cols) + a.eps) : 1.0f;
@@ -223,7 +241,9 @@ FN void linear(CONSTANT LinearArgs& a, CONSTANT Matrix& m, uint start, uint row,
   }
   if (!mine) return;
   const uint c = row + lane;
-  fused.mixed[c] = silu(fma(conv_weight[3], samples[3], fma(conv_weight[2], samples[2], fma(conv_weight[1], samples[1], conv_weight[0] * samples[0]))));
+  float mixed = conv_weight[0] * samples[0];
+  UNROLL for (uint i = 1; i < 4; i++) mixed = fma(conv_weight[i], samples[i], mixed);
+  fused.mixed[c] = silu(mixed);
   UNROLL for (uint i = 0; i < 3; i++) fused.state[i * m.rows + c] = samples[i + 1];
 }
 
@@ -240,6 +260,7 @@ FN uint find_matrix(CONSTANT LinearArgs& a, uint size, THREAD uint* block, THREA
   return i;
 }
 
+// Whether the matrices have few enough rows for split_k.
 FN bool uses_split_k(CONSTANT LinearArgs& a) {
   uint rows = 0;
   for (uint i = 0; i < a.matrices; i++) rows += a.m[i].rows;
@@ -269,7 +290,8 @@ FN bool uses_split_k(CONSTANT LinearArgs& a) {
   else if (!ANY) prefetch_rows<ROWS>(bytes, a.m[i].format, a.m[i].rows, a.cols, row);                                  \
   AWAIT();                                                                                                             \
   if (is_skipped(a.can_skip, skip)) return;                                                                            \
-  linear<TOKENS, KIND, ANY>(a, a.m[i], start, row, x, w, y, kept, bytes, split_k, fused, scratch, sums, part THREAD_IDS);
+  linear<TOKENS, KIND, ANY>(a, a.m[i], start, row, x, w, y, kept, bytes, split_k, fused, scratch, sums,                \
+                            part THREAD_IDS);
 
 #define LINEAR(name, TOKENS, KIND, ANY)                                                                                \
   KERNEL(name, ARGS(LinearArgs, a), IN(float, x, 1), IN(float, w, 2), OUT(float, y, 3), OUT(float, kept, 4),           \
@@ -319,17 +341,20 @@ LINEAR_HEADS(gemv_any_head_norm_2, 2, true)
 // 64), sum over matrices of ceil(rows / 64)), 128 threads.
 enum { GEMM_TILES = 4 };
 
+// A threadgroup computes GEMM_TILES * 16 rows of y by TILE_WIDTH columns. A thread loads half of row `mine` of W.
 template <bool ANY>
-FN void gemm_block(CONSTANT LinearArgs& a, CONSTANT Matrix& m, uint start, uint block, DEVICE const uint* x, DEVICE const float* scale,
-             DEVICE float* y, WeightPtrs bytes, THREADGROUP uint4* scratch THREAD_IDS_PARAM) {
+FN void gemm_block(CONSTANT LinearArgs& a, CONSTANT Matrix& m, uint start, uint block, DEVICE const uint* x,
+                   DEVICE const float* scale, DEVICE float* y, WeightPtrs bytes,
+                   THREADGROUP uint4* scratch THREAD_IDS_PARAM) {
   const uint first = tgid.x * GEMM_TILES * 16, row = block * TILE_WIDTH, mine = min(row + tid / 2, m.rows - 1);
   uint from[GEMM_TILES];
   UNROLL for (uint i = 0; i < GEMM_TILES; i++) from[i] = min(first + i * 16 + tid / 8, a.tokens - 1);
-  if (ANY) tile_matmul<GEMM_TILES, 0>(m, bytes, mine, a.cols, x, from, GEMM_TILES * 16, scratch THREAD_IDS);
-  else if (m.format == 4) tile_matmul<GEMM_TILES, 4>(m, bytes, mine, a.cols, x, from, GEMM_TILES * 16, scratch THREAD_IDS);
-  else tile_matmul<GEMM_TILES, 8>(m, bytes, mine, a.cols, x, from, GEMM_TILES * 16, scratch THREAD_IDS);
+  const uint count = GEMM_TILES * 16;
+  if (ANY) tile_matmul<GEMM_TILES, 0>(m, bytes, mine, a.cols, x, from, count, scratch THREAD_IDS);
+  else if (m.format == 4) tile_matmul<GEMM_TILES, 4>(m, bytes, mine, a.cols, x, from, count, scratch THREAD_IDS);
+  else tile_matmul<GEMM_TILES, 8>(m, bytes, mine, a.cols, x, from, count, scratch THREAD_IDS);
   THREADGROUP const float* sums = (THREADGROUP const float*)scratch;
-  for (uint n = tid; n < GEMM_TILES * 16 * TILE_WIDTH; n += 128) {
+  for (uint n = tid; n < count * TILE_WIDTH; n += 128) {
     const uint token = first + n / TILE_WIDTH, column = row + n % TILE_WIDTH;
     if (token >= a.tokens || column >= m.rows) continue;
     const float sum = sums[n / TILE_WIDTH * SUM_PITCH + n % TILE_WIDTH] * scale[token];

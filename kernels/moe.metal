@@ -33,6 +33,7 @@ struct ExpertsArgs {
 // The address of a segment of slots on the device. Zero while the segment is not mapped there.
 struct Segment { DEVICE const uchar* bytes; };
 
+// The first byte of a slot.
 FN DEVICE const uchar* slot_at(CONSTANT ExpertsArgs& a, uint slot, DEVICE const Segment* table) {
   return table[slot >> a.shift].bytes + ulong(slot & ((1u << a.shift) - 1)) * a.stride * 16;
 }
@@ -48,8 +49,8 @@ FN WeightPtrs piece(CONSTANT ExpertsArgs& a, DEVICE const uchar* expert, uint i)
 // acc[(j * TOKENS + t) * COUNT..]. Part j has COUNT rows of w[j], starting at row + j * step. The last row of w[j]
 // replaces rows past the end. Row t of x starts at from[t].
 template <uint PARTS, uint COUNT, uint TOKENS>
-FN void rows_fast(THREAD const WeightPtrs* w, uint rows, uint cols, uint row, uint step, DEVICE const float* x, THREAD const ulong* from,
-                  THREAD float* acc THREAD_IDS_PARAM) {
+FN void rows_fast(THREAD const WeightPtrs* w, uint rows, uint cols, uint row, uint step, DEVICE const float* x,
+                  THREAD const ulong* from, THREAD float* acc THREAD_IDS_PARAM) {
   const uint chunks = cols / 16;
   PackedRows<4, COUNT> next;
   if (lane < chunks) load_rows(w[0], rows, cols, row, lane, next);
@@ -73,8 +74,8 @@ FN void rows_fast(THREAD const WeightPtrs* w, uint rows, uint cols, uint row, ui
 // Multiplies COUNT rows of w[0] and of w[1], starting at `row`, by one row of x. The 128 threads stage x in threadgroup
 // memory.
 template <uint COUNT>
-FN void rows_staged(THREAD const WeightPtrs* w, uint rows, uint cols, uint row, DEVICE const float* x, THREAD float* acc,
-                    THREADGROUP float4* scratch, THREADGROUP float* sums THREAD_IDS_PARAM) {
+FN void rows_staged(THREAD const WeightPtrs* w, uint rows, uint cols, uint row, DEVICE const float* x,
+                    THREAD float* acc, THREADGROUP float4* scratch, THREADGROUP float* sums THREAD_IDS_PARAM) {
   const uint chunks = cols / 16;
   PackedRows<4, COUNT> next;
   if (lane < chunks) load_rows(w[0], rows, cols, row, lane, next);
@@ -123,8 +124,9 @@ FN void rows_any(CONSTANT Matrix& m, WeightPtrs w, uint cols, uint row, DEVICE c
 // Computes UP_ROWS rows of gate and up, starting at `row`, and applies SwiGLU, for TOKENS assignments of one expert.
 // Only results of the first `count` assignments are stored. With ALONE, TOKENS is 1 and x is staged in `scratch`.
 template <uint TOKENS, bool ANY, bool ALONE>
-FN void gate_up(CONSTANT ExpertsArgs& a, DEVICE const uchar* expert, uint row, THREAD const uint* assignment, THREAD const uint* token,
-           uint count, DEVICE const float* x, DEVICE float* act, THREADGROUP float4* scratch, THREADGROUP float* sums THREAD_IDS_PARAM) {
+FN void gate_up(CONSTANT ExpertsArgs& a, DEVICE const uchar* expert, uint row, THREAD const uint* assignment,
+                THREAD const uint* token, uint count, DEVICE const float* x, DEVICE float* act,
+                THREADGROUP float4* scratch, THREADGROUP float* sums THREAD_IDS_PARAM) {
   const WeightPtrs w[2] = {piece(a, expert, 0), piece(a, expert, 1)};
   float acc[2 * TOKENS * UP_ROWS];  // gate sums, then up sums
   ulong from[TOKENS];
@@ -147,21 +149,25 @@ FN void gate_up(CONSTANT ExpertsArgs& a, DEVICE const uchar* expert, uint row, T
 
 // Applies SwiGLU to the shared expert's projections. The shared expert has one assignment per token, and its rows of
 // act come after those of all selected experts.
-FN void gate_up_shared(CONSTANT ExpertsArgs& a, uint token, DEVICE const float* scores, DEVICE float* act THREAD_IDS_PARAM) {
+FN void gate_up_shared(CONSTANT ExpertsArgs& a, uint token, DEVICE const float* scores,
+                       DEVICE float* act THREAD_IDS_PARAM) {
   DEVICE const float* from = scores + ulong(token) * a.scores + a.shared_at;
   DEVICE float* to = act + ulong(a.tokens * a.k + token) * a.row;
   for (uint i = tid; i < a.shared_inner; i += 32 * UP_GROUPS) to[i] = silu(from[i]) * from[a.shared_inner + i];
 }
 
+// act of one assignment per threadgroup, for UP_GROUPS * UP_ROWS rows. The rank after the last routed expert is the
+// shared expert's.
 template <bool ANY>
-FN void gate_up_assignments(CONSTANT ExpertsArgs& a, DEVICE const float* x, DEVICE const float* scores, DEVICE const uint* slots,
-                  DEVICE float* act,
-                  DEVICE const Segment* table, THREADGROUP float4* scratch, THREADGROUP float* sums THREAD_IDS_PARAM) {
+FN void gate_up_assignments(CONSTANT ExpertsArgs& a, DEVICE const float* x, DEVICE const float* scores,
+                            DEVICE const uint* slots, DEVICE float* act, DEVICE const Segment* table,
+                            THREADGROUP float4* scratch, THREADGROUP float* sums THREAD_IDS_PARAM) {
   if (tgid.y == a.k) {
     if (tgid.x == 0) gate_up_shared(a, tgid.z, scores, act THREAD_IDS);
     return;
   }
-  const uint token = tgid.z, assignment = token * a.k + tgid.y, slot = slots[assignment], row = (tgid.x * UP_GROUPS + sg) * UP_ROWS;
+  const uint token = tgid.z, assignment = token * a.k + tgid.y, slot = slots[assignment];
+  const uint row = (tgid.x * UP_GROUPS + sg) * UP_ROWS;
   if (slot == NO_SLOT) return;
   DEVICE const uchar* expert = slot_at(a, slot, table);
   if (!ANY) {
@@ -176,7 +182,8 @@ template <bool ANY>
 FN void down(CONSTANT ExpertsArgs& a, DEVICE const float* act, DEVICE const float* weights, DEVICE const uint* slots,
              DEVICE float* h, WeightPtrs shared, DEVICE const Segment* table, DEVICE const uint* skip,
              THREADGROUP float* part THREAD_IDS_PARAM) {
-  const uint count = DOWN_PARTS * DOWN_ROWS, row = tgid.x * count, token = tgid.y, ranks = a.shared_inner != 0 ? a.k + 1 : a.k;
+  const uint count = DOWN_PARTS * DOWN_ROWS, row = tgid.x * count, token = tgid.y;
+  const uint ranks = a.shared_inner != 0 ? a.k + 1 : a.k;
   if (!ANY && sg < ranks) {
     // Prefetching starts before AWAIT, so it needs the slots before AWAIT. Reading them is safe: the launch that writes
     // the slots comes before the previous launch, so it has ended.
@@ -193,13 +200,15 @@ FN void down(CONSTANT ExpertsArgs& a, DEVICE const float* act, DEVICE const floa
   UNROLL for (uint r = 0; r < count; r++) acc[r] = 0;
   if (sg < ranks) {
     weight = weights[token * (a.k + 1) + sg];
-    const uint assignment = sg < a.k ? token * a.k + sg : a.tokens * a.k + token, cols = sg < a.k ? a.inner : a.shared_inner;
+    const uint assignment = sg < a.k ? token * a.k + sg : a.tokens * a.k + token;
+    const uint cols = sg < a.k ? a.inner : a.shared_inner;
     WeightPtrs w = shared;
     if (sg < a.k) w = piece(a, slot_at(a, slots[assignment], table), 2);
     const ulong from = ulong(assignment) * a.row;
     if (ANY) {
       UNROLL for (uint j = 0; j < DOWN_PARTS; j++)
-        rows_any<DOWN_ROWS, 1>(sg < a.k ? a.down : a.shared, w, cols, row + j * DOWN_ROWS, act, &from, acc + j * DOWN_ROWS THREAD_IDS);
+        rows_any<DOWN_ROWS, 1>(sg < a.k ? a.down : a.shared, w, cols, row + j * DOWN_ROWS, act, &from,
+                               acc + j * DOWN_ROWS THREAD_IDS);
     } else {
       const WeightPtrs same[DOWN_PARTS] = {w, w};
       rows_fast<DOWN_PARTS, DOWN_ROWS, 1>(same, a.hidden, cols, row, DOWN_ROWS, act, &from, acc THREAD_IDS);
@@ -221,22 +230,24 @@ FN void job_assignments(DEVICE const uint* job, DEVICE const uint* order, uint d
   for (uint t = 0; t < JOB_TOKENS; t++) assignment[t] = order[job[1] + min(done + t, job[2] - 1)];
 }
 
+// act of all assignments of a job. Grid (ceil(inner / 8), jobs), 128 threads.
 template <bool ANY>
-FN void gate_up_grouped(CONSTANT ExpertsArgs& a, DEVICE const float* x, DEVICE const uint* job, DEVICE const uint* order,
-                DEVICE float* act, DEVICE const Segment* table THREAD_IDS_PARAM) {
+FN void gate_up_grouped(CONSTANT ExpertsArgs& a, DEVICE const float* x, DEVICE const uint* job,
+                        DEVICE const uint* order, DEVICE float* act, DEVICE const Segment* table THREAD_IDS_PARAM) {
   DEVICE const uchar* expert = slot_at(a, job[0], table);
+  const uint row = (tgid.x * UP_GROUPS + sg) * UP_ROWS;
   for (uint done = 0; done < job[2]; done += JOB_TOKENS) {
     uint assignment[JOB_TOKENS], token[JOB_TOKENS];
     job_assignments(job, order, done, assignment);
     UNROLL for (uint t = 0; t < JOB_TOKENS; t++) token[t] = assignment[t] / a.k;
-    gate_up<JOB_TOKENS, ANY, false>(a, expert, (tgid.x * UP_GROUPS + sg) * UP_ROWS, assignment, token, job[2] - done, x, act, 0, 0 THREAD_IDS);
+    gate_up<JOB_TOKENS, ANY, false>(a, expert, row, assignment, token, job[2] - done, x, act, 0, 0 THREAD_IDS);
   }
 }
 
 // out[assignment] = down act, without the weight. Grid (ceil(hidden / 16), jobs), 128 threads.
 template <bool ANY>
 FN void down_grouped(CONSTANT ExpertsArgs& a, DEVICE const float* act, DEVICE const uint* job, DEVICE const uint* order,
-                  DEVICE float* out, DEVICE const Segment* table THREAD_IDS_PARAM) {
+                     DEVICE float* out, DEVICE const Segment* table THREAD_IDS_PARAM) {
   const WeightPtrs w = piece(a, slot_at(a, job[0], table), 2);
   const uint row = (tgid.x * UP_GROUPS + sg) * DOWN_ROWS;
   for (uint done = 0; done < job[2]; done += JOB_TOKENS) {
@@ -263,10 +274,11 @@ FN void down_grouped(CONSTANT ExpertsArgs& a, DEVICE const float* act, DEVICE co
 // each at a time, grid (ceil(inner / 32), jobs). Down: grid (ceil(hidden / 64), jobs). 128 threads.
 enum { JOB_TILES = 2 };
 
+// act of a job's assignments, for 32 columns. The first 64 threads load rows of gate, the others rows of up.
 template <bool ANY>
 FN void gate_up_gemm(CONSTANT ExpertsArgs& a, DEVICE const uint* x, DEVICE const float* scale, DEVICE const uint* job,
-                DEVICE const uint* order, DEVICE float* act, DEVICE const Segment* table,
-                THREADGROUP uint4* scratch THREAD_IDS_PARAM) {
+                     DEVICE const uint* order, DEVICE float* act, DEVICE const Segment* table,
+                     THREADGROUP uint4* scratch THREAD_IDS_PARAM) {
   const uint row = tgid.x * 32, side = tid / 64, mine = min(row + tid / 2 % 32, a.inner - 1), count = job[2];
   const WeightPtrs w = piece(a, slot_at(a, job[0], table), side);
   uint from[JOB_TILES];
@@ -283,6 +295,7 @@ FN void gate_up_gemm(CONSTANT ExpertsArgs& a, DEVICE const uint* x, DEVICE const
   }
 }
 
+// out of a job's assignments, without the weight, for TILE_WIDTH columns.
 template <bool ANY>
 FN void down_gemm(CONSTANT ExpertsArgs& a, DEVICE const uint* act, DEVICE const float* scale, DEVICE const uint* job,
                   DEVICE const uint* order, DEVICE float* out, DEVICE const Segment* table,
@@ -295,63 +308,66 @@ FN void down_gemm(CONSTANT ExpertsArgs& a, DEVICE const uint* act, DEVICE const 
   THREADGROUP const float* sums = (THREADGROUP const float*)scratch;
   for (uint n = tid; n < count * TILE_WIDTH; n += 128) {
     const uint assignment = order[job[1] + n / TILE_WIDTH], column = row + n % TILE_WIDTH;
-    if (column < a.hidden) out[ulong(assignment) * a.hidden + column] = sums[n / TILE_WIDTH * SUM_PITCH + n % TILE_WIDTH] * scale[assignment];
+    const float sum = sums[n / TILE_WIDTH * SUM_PITCH + n % TILE_WIDTH];
+    if (column < a.hidden) out[ulong(assignment) * a.hidden + column] = sum * scale[assignment];
   }
 }
 
 #endif
 
-#define EXPERTS(suffix, ANY)                                                                                             \
-  KERNEL(moe_gate_up##suffix, ARGS(ExpertsArgs, a), IN(float, x, 1), IN(float, scores, 2), IN(uint, slots, 3),           \
-         OUT(float, act, 4), IN(Segment, table, 5), IN(uint, skip, 6)) {                                                 \
-    SHARED(float4, scratch, ANY ? 1 : STAGED_CHUNKS * 4);                                                                \
-    SHARED(float, sums, ANY ? 1 : STAGED_CHUNKS);                                                                        \
-    AWAIT();                                                                                                             \
-    if (is_skipped(a.can_skip, skip)) return;                                                                            \
-    gate_up_assignments<ANY>(a, x, scores, slots, act, table, scratch, sums THREAD_IDS);                                 \
-  }                                                                                                                      \
-  KERNEL(moe_down##suffix, ARGS(ExpertsArgs, a), IN(float, act, 1), IN(float, weights, 2), IN(uint, slots, 3),           \
-         OUT(float, h, 4), IN(uchar, c, 5), IN(uchar, s, 6), IN(uchar, b, 7), IN(Segment, table, 8),                     \
-         IN(uint, skip, 9)) {                                                                                            \
-    SHARED(float, part, 32 * DOWN_PARTS * DOWN_ROWS);                                                                    \
-    const WeightPtrs shared = {c, s, b};                                                                                 \
-    down<ANY>(a, act, weights, slots, h, shared, table, skip, part THREAD_IDS);                                          \
-  }                                                                                                                      \
-  KERNEL(moe_gate_up_grouped##suffix, ARGS(ExpertsArgs, a), IN(float, x, 1), IN(uint, jobs, 2), IN(uint, order, 3),      \
-         OUT(float, act, 4), IN(Segment, table, 5)) {                                                                    \
-    AWAIT();                                                                                                             \
-    gate_up_grouped<ANY>(a, x, jobs + tgid.y * 3, order, act, table THREAD_IDS);                                         \
-  }                                                                                                                      \
-  KERNEL(moe_down_grouped##suffix, ARGS(ExpertsArgs, a), IN(float, act, 1), IN(uint, jobs, 2), IN(uint, order, 3),       \
-         OUT(float, out, 4), IN(Segment, table, 5)) {                                                                    \
-    AWAIT();                                                                                                             \
-    down_grouped<ANY>(a, act, jobs + tgid.y * 3, order, out, table THREAD_IDS);                                          \
+#define EXPERTS(suffix, ANY)                                                                                           \
+  KERNEL(moe_gate_up##suffix, ARGS(ExpertsArgs, a), IN(float, x, 1), IN(float, scores, 2), IN(uint, slots, 3),         \
+         OUT(float, act, 4), IN(Segment, table, 5), IN(uint, skip, 6)) {                                               \
+    SHARED(float4, scratch, ANY ? 1 : STAGED_CHUNKS * 4);                                                              \
+    SHARED(float, sums, ANY ? 1 : STAGED_CHUNKS);                                                                      \
+    AWAIT();                                                                                                           \
+    if (is_skipped(a.can_skip, skip)) return;                                                                          \
+    gate_up_assignments<ANY>(a, x, scores, slots, act, table, scratch, sums THREAD_IDS);                               \
+  }                                                                                                                    \
+  KERNEL(moe_down##suffix, ARGS(ExpertsArgs, a), IN(float, act, 1), IN(float, weights, 2), IN(uint, slots, 3),         \
+         OUT(float, h, 4), IN(uchar, c, 5), IN(uchar, s, 6), IN(uchar, b, 7), IN(Segment, table, 8),                   \
+         IN(uint, skip, 9)) {                                                                                          \
+    SHARED(float, part, 32 * DOWN_PARTS * DOWN_ROWS);                                                                  \
+    const WeightPtrs shared = {c, s, b};                                                                               \
+    down<ANY>(a, act, weights, slots, h, shared, table, skip, part THREAD_IDS);                                        \
+  }                                                                                                                    \
+  KERNEL(moe_gate_up_grouped##suffix, ARGS(ExpertsArgs, a), IN(float, x, 1), IN(uint, jobs, 2), IN(uint, order, 3),    \
+         OUT(float, act, 4), IN(Segment, table, 5)) {                                                                  \
+    AWAIT();                                                                                                           \
+    gate_up_grouped<ANY>(a, x, jobs + tgid.y * 3, order, act, table THREAD_IDS);                                       \
+  }                                                                                                                    \
+  KERNEL(moe_down_grouped##suffix, ARGS(ExpertsArgs, a), IN(float, act, 1), IN(uint, jobs, 2), IN(uint, order, 3),     \
+         OUT(float, out, 4), IN(Segment, table, 5)) {                                                                  \
+    AWAIT();                                                                                                           \
+    down_grouped<ANY>(a, act, jobs + tgid.y * 3, order, out, table THREAD_IDS);                                        \
   }
 
 EXPERTS(, false)
 EXPERTS(_any, true)
 
 #ifndef NO_TILES
-#define EXPERTS_HALF(suffix, ANY)                                                                                        \
-  KERNEL(moe_gate_up_gemm##suffix, ARGS(ExpertsArgs, a), IN(uint, x, 1), IN(float, scale, 2), IN(uint, jobs, 3),         \
-         IN(uint, order, 4), OUT(float, act, 5), IN(Segment, table, 6)) {                                                \
-    SHARED(uint4, scratch, TileScratch<JOB_TILES>::SIZE);                                                                \
-    AWAIT();                                                                                                             \
-    gate_up_gemm<ANY>(a, x, scale, jobs + tgid.y * 3, order, act, table, scratch THREAD_IDS);                            \
-  }                                                                                                                      \
-  KERNEL(moe_down_gemm##suffix, ARGS(ExpertsArgs, a), IN(uint, act, 1), IN(float, scale, 2), IN(uint, jobs, 3),          \
-         IN(uint, order, 4), OUT(float, out, 5), IN(Segment, table, 6)) {                                                \
-    SHARED(uint4, scratch, TileScratch<JOB_TILES>::SIZE);                                                                \
-    AWAIT();                                                                                                             \
-    down_gemm<ANY>(a, act, scale, jobs + tgid.y * 3, order, out, table, scratch THREAD_IDS);                             \
+#define EXPERTS_HALF(suffix, ANY)                                                                                      \
+  KERNEL(moe_gate_up_gemm##suffix, ARGS(ExpertsArgs, a), IN(uint, x, 1), IN(float, scale, 2), IN(uint, jobs, 3),       \
+         IN(uint, order, 4), OUT(float, act, 5), IN(Segment, table, 6)) {                                              \
+    SHARED(uint4, scratch, TileScratch<JOB_TILES>::SIZE);                                                              \
+    AWAIT();                                                                                                           \
+    gate_up_gemm<ANY>(a, x, scale, jobs + tgid.y * 3, order, act, table, scratch THREAD_IDS);                          \
+  }                                                                                                                    \
+  KERNEL(moe_down_gemm##suffix, ARGS(ExpertsArgs, a), IN(uint, act, 1), IN(float, scale, 2), IN(uint, jobs, 3),        \
+         IN(uint, order, 4), OUT(float, out, 5), IN(Segment, table, 6)) {                                              \
+    SHARED(uint4, scratch, TileScratch<JOB_TILES>::SIZE);                                                              \
+    AWAIT();                                                                                                           \
+    down_gemm<ANY>(a, act, scale, jobs + tgid.y * 3, order, out, table, scratch THREAD_IDS);                           \
   }
 
 EXPERTS_HALF(, false)
 EXPERTS_HALF(_any, true)
 #endif
 
-// Grid (ceil(hidden / 128), tokens), 128 threads. `shared` has the shared expert's output, one row per token.
-KERNEL(moe_combine, ARGS(ExpertsArgs, a), IN(float, out, 1), IN(float, shared, 2), IN(float, weights, 3), OUT(float, h, 4)) {
+// h[token] += sum over ranks of weight * out, one column per thread. `shared` has the shared expert's output, one row
+// per token. Grid (ceil(hidden / 128), tokens), 128 threads.
+KERNEL(moe_combine, ARGS(ExpertsArgs, a), IN(float, out, 1), IN(float, shared, 2), IN(float, weights, 3),
+       OUT(float, h, 4)) {
   AWAIT();
   const uint i = tgid.x * 128 + tid, token = tgid.y;
   if (i >= a.hidden) return;

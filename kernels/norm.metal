@@ -48,7 +48,8 @@ KERNEL(gated_rms_norm, ARGS(GatedNormArgs, a), IN(float, x, 1), IN(float, z, 2),
   }
   const float scale = 1.0f / sqrt(squares / float(a.cols) + a.eps);
   DEVICE const float* gate = z + ulong(tgid.y) * a.width + a.gate_at + head * a.cols;
-  for (uint i = lane; i < a.cols; i += 32) y[from + i] = x[from + i] * w[i] * output_gate(a.sigmoid_gate, gate[i]) * scale;
+  for (uint i = lane; i < a.cols; i += 32)
+    y[from + i] = x[from + i] * w[i] * output_gate(a.sigmoid_gate, gate[i]) * scale;
 }
 
 #ifndef NO_TILES
@@ -58,8 +59,8 @@ KERNEL(gated_rms_norm, ARGS(GatedNormArgs, a), IN(float, x, 1), IN(float, z, 2),
 // floats. Grid (rows), 128 threads.
 struct HalfArgs { uint cols, stride, pitch, normed, keep, listed; float eps; };
 
-KERNEL(rows_to_half, ARGS(HalfArgs, a), IN(float, x, 1), IN(float, w, 2), IN(uint, list, 3), OUT(uint, y, 4), OUT(float, scale, 5),
-       OUT(float, kept, 6)) {
+KERNEL(rows_to_half, ARGS(HalfArgs, a), IN(float, x, 1), IN(float, w, 2), IN(uint, list, 3), OUT(uint, y, 4),
+       OUT(float, scale, 5), OUT(float, kept, 6)) {
   SHARED(float, part, 8);
   AWAIT();
   const uint row = a.listed != 0 ? list[tgid.x] : tgid.x;

@@ -11,6 +11,7 @@ enum Float { F32 = 0, F16 = 1, BF16 = 2 };
 // W is dense.
 struct Matrix { uint rows, format, group, float_type; float global_scale; };
 
+// Conversions from and to the float formats of weights and scales, bit pattern by bit pattern.
 FN float bf16(uint h) { return as_type<float>(h << 16); }
 
 FN float f16(uint h) {
@@ -27,8 +28,8 @@ FN uint to_f16(float x) {  // rounds to nearest, ties to even
   if (a >= 0x38800000u) return sign | ((a - 0x38000000u + 0xfffu + ((a >> 13) & 1u)) >> 13);
   if (a < 0x33000000u) return sign;
   const uint shift = 126u - (a >> 23), m = (a & 0x7fffffu) | 0x800000u;  // subnormal result: shift is 14 to 24
-  const uint whole = m >> shift, rest = m & ((1u << shift) - 1u), half_ = 1u << (shift - 1);
-  return sign | (whole + (rest > half_ || (rest == half_ && (whole & 1u)) ? 1u : 0u));
+  const uint whole = m >> shift, rest = m & ((1u << shift) - 1u), half_unit = 1u << (shift - 1);
+  return sign | (whole + (rest > half_unit || (rest == half_unit && (whole & 1u)) ? 1u : 0u));
 }
 
 FN float e4m3(uint q) {
@@ -48,6 +49,7 @@ FN float e8m0(uint s) { return as_type<float>(s == 255 ? 0x7fc00000u : s == 0 ? 
 
 FN float silu(float x) { return x / (1.0f + exp(-x)); }
 
+// Value `i` of an array of floats of type `float_type`.
 FN float load_float(DEVICE const uchar* p, uint float_type, uint i) {
   if (float_type == BF16) return bf16(((DEVICE const ushort*)p)[i]);
   if (float_type == F16) return f16(((DEVICE const ushort*)p)[i]);
@@ -66,6 +68,7 @@ FN uint row_scale_bytes(CONSTANT Matrix& m, uint cols) {
   return cols / m.group * (m.float_type == F32 ? 4 : 2);
 }
 
+// Unpacks 16 codes of BITS bits.
 template <uint BITS> FN void unpack(DEVICE const uchar* p, THREAD float* v) {
   DEVICE const ushort* w = (DEVICE const ushort*)p;
   uint words[BITS + 1];
@@ -117,6 +120,7 @@ FN float chunk_bias(CONSTANT Matrix& m, DEVICE const uchar* biases, uint c) {
 FN void scale_x4(THREAD float* x) {
   UNROLL for (uint i = 0; i < 16; i++) x[i] *= as_type<float>((127u - 4 * (i % 4)) << 23);
 }
+// The dot product of 16 packed codes with 16 activations, which scale_x4 has scaled for 4-bit codes.
 FN float dot_q4(THREAD const uint* q, THREAD const float* x) {
   float sum = 0;
   UNROLL for (uint h = 0; h < 4; h++) {
@@ -152,7 +156,8 @@ template <uint BITS, uint COUNT> struct PackedRows { uint q[COUNT * BITS / 2], s
 template <uint BITS, uint COUNT>
 FN void load_rows(WeightPtrs w, uint rows, uint cols, uint row, uint c, THREAD PackedRows<BITS, COUNT>& to) {
   UNROLL for (uint r = 0; r < COUNT; r++) {
-    const uint at = min(row + r, rows - 1), code = at * (cols / 8 * BITS) + c * (2 * BITS), scale = (at * (cols / 64) + c / 4) * 2;
+    const uint at = min(row + r, rows - 1);
+    const uint code = at * (cols / 8 * BITS) + c * (2 * BITS), scale = (at * (cols / 64) + c / 4) * 2;
     if (BITS == 4) {
       const uint2 q = *(DEVICE const uint2*)(w.codes + code);
       to.q[2 * r] = q.x, to.q[2 * r + 1] = q.y;
@@ -184,6 +189,7 @@ FN void dot_rows(THREAD const PackedRows<BITS, COUNT>& w, THREAD const float* v,
   }
 }
 
+// The sum of 16 values, in a fixed order.
 FN float sum16(THREAD const float* v) {
   float a = 0, b = 0;
   UNROLL for (uint i = 0; i < 16; i += 2) a += v[i], b += v[i + 1];
@@ -208,11 +214,13 @@ FN float load16(DEVICE const float* x, THREAD float* v) {
 // in which the lanes read them.
 enum { STAGED_CHUNKS = 256 };
 
+// The place of quarter `i` of staged chunk `c`.
 FN uint quarter_at(uint c, uint i) { return c / 32 * 128 + i * 32 + c % 32; }
 
 // Stages `count` chunks of x. If NORM, multiplies the chunks by w, and adds the squares of x to *squares.
 template <bool NORM>
-FN void stage_rows(DEVICE const float* x, DEVICE const float* w, uint count, THREADGROUP float4* scratch, THREAD float* squares THREAD_IDS_PARAM) {
+FN void stage_rows(DEVICE const float* x, DEVICE const float* w, uint count, THREADGROUP float4* scratch,
+                   THREAD float* squares THREAD_IDS_PARAM) {
   for (uint i = tid; i < count * 4; i += 128) {
     float4 v = ((DEVICE const float4*)x)[i];
     if (NORM) {
@@ -224,6 +232,7 @@ FN void stage_rows(DEVICE const float* x, DEVICE const float* w, uint count, THR
   }
 }
 
+// Loads staged chunk `c`.
 FN void load_staged(THREADGROUP const float4* scratch, uint c, THREAD float* v) {
   UNROLL for (uint i = 0; i < 4; i++) {
     const float4 q = scratch[quarter_at(c, i)];
@@ -235,8 +244,8 @@ FN void load_staged(THREADGROUP const float4* scratch, uint c, THREAD float* v) 
 // once for all rows of x. Only a quarter of the chunk is in registers at a time. Each sum is added in the order of
 // dot_rows.
 template <uint BITS, uint COUNT, uint TOKENS>
-FN void dot_staged(THREAD const PackedRows<BITS, COUNT>& w, THREADGROUP const float4* scratch, uint pitch, uint c, THREADGROUP const float* sums,
-                   THREAD float* acc) {
+FN void dot_staged(THREAD const PackedRows<BITS, COUNT>& w, THREADGROUP const float4* scratch, uint pitch, uint c,
+                   THREADGROUP const float* sums, THREAD float* acc) {
   float dot[TOKENS * COUNT];
   UNROLL for (uint i = 0; i < TOKENS * COUNT; i++) dot[i] = 0;
   UNROLL for (uint i = 0; i < 4; i++) {
@@ -253,12 +262,15 @@ FN void dot_staged(THREAD const PackedRows<BITS, COUNT>& w, THREADGROUP const fl
       }
   }
   UNROLL for (uint t = 0; t < TOKENS; t++)
-    UNROLL for (uint r = 0; r < COUNT; r++)
-      acc[t * COUNT + r] = fma(bf16(w.b[r]), sums[t * pitch + c], fma(bf16(w.s[r]), dot[t * COUNT + r], acc[t * COUNT + r]));
+    UNROLL for (uint r = 0; r < COUNT; r++) {
+      const float scaled = fma(bf16(w.s[r]), dot[t * COUNT + r], acc[t * COUNT + r]);
+      acc[t * COUNT + r] = fma(bf16(w.b[r]), sums[t * pitch + c], scaled);
+    }
 }
 
 // Computes the sum of each staged chunk, and applies scale_x4 for 4-bit codes.
-template <uint BITS> FN void sum_staged(uint count, THREADGROUP float4* scratch, THREADGROUP float* sums THREAD_IDS_PARAM) {
+template <uint BITS>
+FN void sum_staged(uint count, THREADGROUP float4* scratch, THREADGROUP float* sums THREAD_IDS_PARAM) {
   for (uint c = tid; c < count; c += 128) {
     float v[16];
     load_staged(scratch, c, v);
@@ -325,9 +337,11 @@ struct AttentionArgs {
   uint table_pages;           // if each row has a sequence of its own: pages in the table of each; else 0
 };
 
+// The position of a row, and the page table of its sequence.
 FN uint row_position(CONSTANT AttentionArgs& a, DEVICE const SequenceRow* rows, uint row) {
   return a.table_pages != 0 ? rows[row].position : a.start + row;
 }
-FN DEVICE const uint* row_table(CONSTANT AttentionArgs& a, DEVICE const SequenceRow* rows, DEVICE const uint* table, uint row) {
+FN DEVICE const uint* row_table(CONSTANT AttentionArgs& a, DEVICE const SequenceRow* rows, DEVICE const uint* table,
+                                uint row) {
   return a.table_pages != 0 ? table + ulong(rows[row].sequence) * a.table_pages : table;
 }

@@ -9,10 +9,10 @@
 
 struct RouteArgs { uint can_skip, experts, k, width, gate_at, shared, renormalise; };
 
-// Lane l holds the scores of experts l, l + 32, ...: COLUMNS scores.
+// The choice of one token. Lane l holds the scores of experts l, l + 32, ...: COLUMNS scores.
 template <uint COLUMNS>
-FN void select_top_k(CONSTANT RouteArgs& a, DEVICE const float* row, DEVICE const uint* table, DEVICE uint* ids, DEVICE uint* slots,
-               DEVICE float* weights, DEVICE uint* skip THREAD_IDS_PARAM) {
+FN void select_top_k(CONSTANT RouteArgs& a, DEVICE const float* row, DEVICE const uint* table, DEVICE uint* ids,
+                     DEVICE uint* slots, DEVICE float* weights, DEVICE uint* skip THREAD_IDS_PARAM) {
   const float none = -as_type<float>(0x7f800000u), shared_gate = a.shared != 0 ? row[a.gate_at] : 0.0f;
   float score[COLUMNS];
   UNROLL for (uint j = 0; j < COLUMNS; j++) score[j] = lane + 32 * j < a.experts ? row[lane + 32 * j] : none;

@@ -21,7 +21,8 @@ KERNEL(stream_gates, ARGS(StreamArgs, a), IN(float, low, 1), OUT(float, act, 2),
 }
 
 // out = sum over streams of sigmoid(gate) * normed, divided by C. Grid (ceil(hidden / 128), tokens), 128 threads.
-KERNEL(stream_mix, ARGS(StreamArgs, a), IN(float, normed, 1), IN(float, gates, 2), OUT(float, out, 3), OUT(float, zeroed, 4)) {
+KERNEL(stream_mix, ARGS(StreamArgs, a), IN(float, normed, 1), IN(float, gates, 2), OUT(float, out, 3),
+       OUT(float, zeroed, 4)) {
   AWAIT();
   const uint i = tgid.x * 128 + tid;
   if (i >= a.hidden) return;
@@ -49,7 +50,7 @@ KERNEL(stream_write, ARGS(StreamArgs, a), IN(float, y, 1), IN(float, inject, 2),
 struct NgramArgs {
   uint start;                       // position of the first row
   uint streams, hidden;
-  uint taps, step;                  // of the convolution, and tokens between two taps
+  uint conv_width, dilation;        // weights of the convolution per channel, and tokens between two of them
   uint ring_len;
   float eps;
 };
@@ -66,8 +67,8 @@ FN float sum_of_group(float x, THREADGROUP float* part THREAD_IDS_PARAM) {
 
 // gate = sigmoid(signed root of rms(key) . rms(stream) / sqrt(hidden)), and the row of the history, rms(gate * value) *
 // norm. Grid (streams, tokens), 128 threads.
-KERNEL(ngram_gate, ARGS(NgramArgs, a), IN(float, proj, 1), IN(float, streams, 2), IN(float, key_norm, 3), IN(float, query_norm, 4),
-       IN(float, conv_norm, 5), OUT(float, gates, 6), OUT(float, history, 7)) {
+KERNEL(ngram_gate, ARGS(NgramArgs, a), IN(float, proj, 1), IN(float, streams, 2), IN(float, key_norm, 3),
+       IN(float, query_norm, 4), IN(float, conv_norm, 5), OUT(float, gates, 6), OUT(float, history, 7)) {
   SHARED(float, part, 4);
   AWAIT();
   const uint width = a.streams * a.hidden, first = tgid.x * a.hidden, position = a.start + tgid.y;
@@ -95,16 +96,17 @@ KERNEL(ngram_gate, ARGS(NgramArgs, a), IN(float, proj, 1), IN(float, streams, 2)
 
 // stream += gate * value + silu(convolution of the history). Positions before the start count as 0. Grid (ceil(hidden /
 // 128), streams, tokens), 128 threads.
-KERNEL(ngram_add, ARGS(NgramArgs, a), IN(float, proj, 1), IN(float, gates, 2), IN(float, conv, 3), IN(float, history, 4),
-       OUT(float, streams, 5)) {
+KERNEL(ngram_add, ARGS(NgramArgs, a), IN(float, proj, 1), IN(float, gates, 2), IN(float, conv, 3),
+       IN(float, history, 4), OUT(float, streams, 5)) {
   AWAIT();
   const uint i = tgid.x * 128 + tid;
   if (i >= a.hidden) return;
   const uint width = a.streams * a.hidden, c = tgid.y * a.hidden + i, position = a.start + tgid.z;
   float sum = 0;
-  for (uint tap = 0; tap < a.taps; tap++) {
-    const uint back = (a.taps - 1 - tap) * a.step;
-    if (back <= position) sum = fma(conv[tap * width + c], history[ulong((position - back) % a.ring_len) * width + c], sum);
+  for (uint tap = 0; tap < a.conv_width; tap++) {
+    const uint back = (a.conv_width - 1 - tap) * a.dilation;
+    if (back > position) continue;
+    sum = fma(conv[tap * width + c], history[ulong((position - back) % a.ring_len) * width + c], sum);
   }
   const float value = proj[ulong(tgid.z) * (width + a.hidden) + width + i];
   streams[ulong(tgid.z) * width + c] += fma(gates[tgid.z * a.streams + tgid.y], value, silu(sum));

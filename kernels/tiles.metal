@@ -14,6 +14,7 @@ template <uint TILES> struct TileScratch { enum : uint { SIZE = (TILES * 16 + TI
 // Packed values of half of DEPTH columns of one row of W.
 template <uint BITS> struct Packed { uint q[BITS == 0 ? 1 : BITS], s, b; };
 
+// Loads half `side` of DEPTH columns, from column `k`, of row `row` of W.
 template <uint BITS>
 FN void load_packed(WeightPtrs w, uint cols, uint row, uint k, uint side, THREAD Packed<BITS>& to) {
   DEVICE const uint4* q = (DEVICE const uint4*)(w.codes + row * (cols / 8 * BITS) + (k + side * 32) / 8 * BITS);
@@ -26,12 +27,14 @@ FN void load_packed(WeightPtrs w, uint cols, uint row, uint k, uint side, THREAD
   to.b = *(DEVICE const ushort*)(w.biases + scale);
 }
 
+// Stores four words at once.
 FN void put_words(THREADGROUP uint* to, THREAD const uint* words) {
   uint4 four;
   four.x = words[0], four.y = words[1], four.z = words[2], four.w = words[3];
   *(THREADGROUP uint4*)to = four;
 }
 
+// Unpacks what load_packed has loaded to halves.
 template <uint BITS> FN void unpack_half(THREAD const Packed<BITS>& from, THREADGROUP uint* to) {
   const float s = bf16(from.s), b = bf16(from.b);
   UNROLL for (uint j = 0; j < 4; j++) {
@@ -65,8 +68,8 @@ FN void unpack_any(CONSTANT Matrix& m, WeightPtrs w, uint cols, uint row, uint k
 // SUM_PITCH per row. Rows after `count` are skipped in groups of eight. This thread loads rows from[i] of x (for tile
 // i) and half of row `row` of W. BITS is 4 or 8, or 0 for any encoding.
 template <uint TILES, uint BITS>
-FN void tile_matmul(CONSTANT Matrix& m, WeightPtrs w, uint row, uint cols, DEVICE const uint* x, THREAD const uint* from,
-                 uint count, THREADGROUP uint4* scratch THREAD_IDS_PARAM) {
+FN void tile_matmul(CONSTANT Matrix& m, WeightPtrs w, uint row, uint cols, DEVICE const uint* x,
+                    THREAD const uint* from, uint count, THREADGROUP uint4* scratch THREAD_IDS_PARAM) {
   const uint depth = (cols + DEPTH - 1) / DEPTH * DEPTH, side = tid % 2;
   THREADGROUP uint* xs = (THREADGROUP uint*)scratch;
   THREADGROUP uint* ws = xs + TILES * 16 * PITCH;
@@ -81,7 +84,8 @@ FN void tile_matmul(CONSTANT Matrix& m, WeightPtrs w, uint row, uint cols, DEVIC
   if (BITS != 0) load_packed<BITS>(w, cols, row, 0, side, packed);
   for (uint k = 0; k < depth; k += DEPTH) {
     BARRIER();
-    UNROLL for (uint i = 0; i < TILES; i++) *(THREADGROUP uint4*)(xs + (i * 16 + tid / 8) * PITCH + tid % 8 * 4) = next[i];
+    UNROLL for (uint i = 0; i < TILES; i++)
+      *(THREADGROUP uint4*)(xs + (i * 16 + tid / 8) * PITCH + tid % 8 * 4) = next[i];
     if (BITS != 0) unpack_half<BITS>(packed, mine);
     else unpack_any(m, w, cols, row, k, side, mine);
     BARRIER();

@@ -21,7 +21,7 @@ def compare(kernel, index, args, found, expected):
     """The largest difference divided by the largest value; infinity if results that must be equal differ."""
     if found == expected:
         return 0.0
-    if kernel == "index_select" or kernel == "router" and index < 4 or kernel == "dequantise" and args[1] != 0:
+    if kernel == "index_select" or kernel == "router" and index < 4 or kernel == "dequantize" and args[1] != 0:
         return float("inf")
     if kernel == "qk_norm_rope_i16" and index > 4:
         # The words of a scale differ by at most one, too.

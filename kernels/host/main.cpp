@@ -71,16 +71,20 @@ struct Block {
   Block(const Block&) = delete;
 };
 
-std::string run(const std::string& name, std::vector<uint>& args, const std::vector<Binding>& bindings, uint3 grid, uint threads,
-                bool twice) {
+std::string run(const std::string& name, std::vector<uint>& args, const std::vector<Binding>& bindings, uint3 grid,
+                uint threads, bool twice) {
   auto found = host::kernels().find(name);
   if (found == host::kernels().end()) return "there is no kernel " + name;
   const host::Kernel& kernel = found->second;
-  if (kernel.args != args.size() * 4) return name + " takes " + std::to_string(kernel.args) + " bytes of arguments, not " + std::to_string(args.size() * 4);
-  if (kernel.buffers != bindings.size()) return name + " takes " + std::to_string(kernel.buffers) + " buffers, not " + std::to_string(bindings.size());
+  const auto takes = [&](size_t right, const char* what, size_t wrong) {
+    return name + " takes " + std::to_string(right) + what + std::to_string(wrong);
+  };
+  if (kernel.args != args.size() * 4) return takes(kernel.args, " bytes of arguments, not ", args.size() * 4);
+  if (kernel.buffers != bindings.size()) return takes(kernel.buffers, " buffers, not ", bindings.size());
   if (threads == 0 || threads % 32 || threads > 1024) return name + ": a threadgroup of " + std::to_string(threads);
   for (const Binding& b : bindings)
-    if (!buffers.count(b.id) || size_t(b.offset) + b.bytes > buffers[b.id].size()) return name + ": a binding outside its buffer";
+    if (!buffers.count(b.id) || size_t(b.offset) + b.bytes > buffers[b.id].size())
+      return name + ": a binding outside its buffer";
 #ifdef FIBER_ASAN
   const bool copy = true;
 #else
@@ -104,7 +108,8 @@ std::string run(const std::string& name, std::vector<uint>& args, const std::vec
       if (b.access == In) continue;
       const uchar* out = blocks[i]->start;
       if (!pass) first[i].assign(out, out + b.bytes);
-      else if (memcmp(first[i].data(), out, b.bytes)) return name + ": a race: the result depends on the order of threads";
+      else if (memcmp(first[i].data(), out, b.bytes))
+        return name + ": a race: the result depends on the order of threads";
       if (pass == int(twice)) memcpy(buffers[b.id].data() + b.offset, out, b.bytes);
     }
   }

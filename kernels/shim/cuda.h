@@ -108,7 +108,8 @@ FN void tile_load_right(HalfTile& tile, const uint* p, uint pitch) {
 }
 FN void tile_fma(SumTile& sum, const HalfTile& a, const HalfTile& b) {
   for (int i = 0; i < 2; i++)
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, "
+                 "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
                  : "+f"(sum.v[4 * i]), "+f"(sum.v[4 * i + 1]), "+f"(sum.v[4 * i + 2]), "+f"(sum.v[4 * i + 3])
                  : "r"(a.r[0]), "r"(a.r[1]), "r"(a.r[2]), "r"(a.r[3]), "r"(b.r[i]), "r"(b.r[i + 2]));
 }
@@ -120,5 +121,8 @@ FN void tile_scale(SumTile& sum, const float* by) {
   }
 }
 FN void tile_store(const SumTile& sum, float* p, uint pitch) {
-  for (uint i = 0; i < 8; i++) p[(lane / 4u + i / 2u % 2u * 8u) * pitch + lane % 4u * 2u + i % 2u + i / 4u * 8u] = sum.v[i];
+  for (uint i = 0; i < 8; i++) {
+    const uint row = lane / 4u + i / 2u % 2u * 8u, column = lane % 4u * 2u + i % 2u + i / 4u * 8u;
+    p[row * pitch + column] = sum.v[i];
+  }
 }

@@ -108,8 +108,9 @@ inline void touch(const void* p, uint bytes) {
 
 [[noreturn]] inline void die(const char* what, uint a, uint b) {
   const Thread &x = group->threads[a], &y = group->threads[b];
-  fprintf(stderr, "%s in threadgroup (%u, %u, %u): thread %u is at line %d, thread %u %s %d\n", what, group->id.x, group->id.y,
-          group->id.z, a, x.site, b, y.state == Done ? "returned; it was last at line" : "is at line", y.site);
+  fprintf(stderr, "%s in threadgroup (%u, %u, %u): thread %u is at line %d, thread %u %s %d\n", what, group->id.x,
+          group->id.y, group->id.z, a, x.site, b, y.state == Done ? "returned; it was last at line" : "is at line",
+          y.site);
   fflush(stderr);
   _exit(3);
 }
@@ -213,7 +214,8 @@ struct HalfTile { const uint* p; uint pitch; bool turned; };
 struct SumTile { float v[8]; };
 inline float half_value(uint bits) {
   const uint e = bits >> 10 & 31u, f = bits & 1023u;
-  const float v = e == 0 ? float(f) * as_type<float>(0x33800000u) : as_type<float>((e == 31 ? 255u : e + 112u) << 23 | f << 13);
+  const float v = e == 0 ? float(f) * as_type<float>(0x33800000u)
+                         : as_type<float>((e == 31 ? 255u : e + 112u) << 23 | f << 13);
   return bits & 0x8000u ? -v : v;
 }
 // The float value of each of the 65,536 f16 bit patterns. A table, because a forward pass converts many f16 values.
@@ -278,6 +280,8 @@ inline bool add(const char* name, Kernel kernel) { return kernels().emplace(name
 template <class A, class... P, size_t... I> Kernel callable(void (*f)(const A&, P...), std::index_sequence<I...>) {
   return {sizeof(A), sizeof...(P), [f](void** b) { f(*(const A*)b[0], (P)b[I + 1]...); }};
 }
-template <class A, class... P> Kernel callable(void (*f)(const A&, P...)) { return callable(f, std::index_sequence_for<P...>{}); }
+template <class A, class... P> Kernel callable(void (*f)(const A&, P...)) {
+  return callable(f, std::index_sequence_for<P...>{});
+}
 
 }  // namespace host

@@ -2,7 +2,7 @@
 
 use super::{
     local_models::{self, CatalogEntry, Origin},
-    quantisation, short_path, show, table,
+    quantization, short_path, show, table,
 };
 use crate::{
     cli,
@@ -42,7 +42,7 @@ impl ModelRow {
             (_, Some(dir)) => short_path(dir),
             (_, None) => "in the program".into(),
         };
-        let quantization = config.as_ref().and_then(quantisation);
+        let quantization = config.as_ref().and_then(quantization);
         Self { bytes: entry.bytes(), id: entry.id, quantization, dir: entry.dir, place }
     }
 }

@@ -156,9 +156,9 @@ impl CheckpointMeta {
         Ok(Self { dir, name, tokenizer: Arc::new(tokenizer), template, generation })
     }
 
-    /// Storage format of the weights, see [`quantisation`].
-    pub fn quantisation(&self) -> Option<String> {
-        quantisation(&config::generation_config::json(&self.dir.join("config.json")).ok()??)
+    /// Storage format of the weights, see [`quantization`].
+    pub fn quantization(&self) -> Option<String> {
+        quantization(&config::generation_config::json(&self.dir.join("config.json")).ok()??)
     }
 }
 
@@ -194,7 +194,7 @@ fn describe_residency(share: f64) -> String {
 
 /// Storage format of the weights of a `config.json`: `4-bit affine, groups of 64`, or the data type of unquantized
 /// weights.
-pub fn quantisation(config: &Value) -> Option<String> {
+pub fn quantization(config: &Value) -> Option<String> {
     let table = config.get("quantization").or(config.get("quantization_config"));
     let bits = table.and_then(|table| table["bits"].as_u64());
     match (table, bits) {

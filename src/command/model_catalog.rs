@@ -221,7 +221,7 @@ impl ModelCatalog {
                 id: id.into(),
                 created,
                 experts_per_token: model.experts_per_token,
-                quantisation: checkpoint.quantisation(),
+                quantisation: checkpoint.quantization(),
             },
             grammars,
             tokenizer: checkpoint.tokenizer,

@@ -6,7 +6,7 @@
 //!
 //! | file | what it holds |
 //! |---|---|
-//! | `config`, `weights`, `dequantise` | `config.json` as shapes; the trunk's tensors by name |
+//! | `config`, `weights`, `dequantize` | `config.json` as shapes; the trunk's tensors by name |
 //! | `options`, `inspect`, `load` | how to load a checkpoint, what it needs, and loading it |
 //! | `qwen` | a loaded model, [`Qwen`]: forward, verify, snapshots |
 //! | `logits`, `speed` | a pass's logits, and sums over a row of them; measured speed of the feed-forward |
@@ -20,7 +20,7 @@
 //! | `drafts/` | drafts that read hidden rows: MTP and DFlash |
 
 pub mod config;
-mod dequantise;
+mod dequantize;
 mod device_state;
 mod drafts;
 mod forward;

@@ -23,7 +23,7 @@ mod streams;
 
 use crate::model::{
     config::{Config, FfnShape},
-    dequantise,
+    dequantize,
     positions::{Position, RowPositions, axis},
     vision::PlacedImage,
     weights::{decide_norm_encoding, find_experts},
@@ -164,7 +164,7 @@ impl Reference {
         let o = match (mask, self.kv_bits) {
             (Some(mask), _) => attend_masked(&q, &k, &v, mask)?,
             (None, None) => attend(&q, &k, &v)?,
-            (None, Some(bits)) => attend_quantised(&q, &k, &v, bits)?,
+            (None, Some(bits)) => attend_quantized(&q, &k, &v, bits)?,
         };
         let gated = (o * sigmoid(&q_gate.narrow(2, dim, dim)?.contiguous()?)?)?;
         let out = self.matrix(&format!("{path}o_proj"), hidden, heads * dim)?;
@@ -243,7 +243,7 @@ impl Reference {
                 let stack = &stacks[index];
                 let (codes, rows, cols) = (stack.codes, stack.rows, stack.cols);
                 let layout = MatrixLayout { codes, rows, cols, entries: [None, None, None] };
-                self.dequantise(&layout, &pieces[3 * index..3 * index + 3], stack.global_scales[expert])
+                self.dequantize(&layout, &pieces[3 * index..3 * index + 3], stack.global_scales[expert])
             };
             let weights = constant(weights, (rows.len(), 1), x)?;
             let rows = Tensor::new(rows, &self.device)?;
@@ -267,13 +267,13 @@ impl Reference {
 
     /// The matrix at `path`, `[rows, cols]`, dequantized.
     fn matrix(&self, path: &str, rows: usize, cols: usize) -> Result<Tensor, ModelError> {
-        let values = dequantise::matrix(&self.checkpoint, path, rows, cols, &Threads::new(1))?;
+        let values = dequantize::matrix(&self.checkpoint, path, rows, cols, &Threads::new(1))?;
         Ok(Tensor::from_vec(values, (rows, cols), &self.device)?.to_dtype(self.precision)?)
     }
 
     /// Dequantizes a matrix from its codes, scales and biases.
-    fn dequantise(&self, layout: &MatrixLayout, pieces: &[Piece], global_scale: f32) -> Result<Tensor, ModelError> {
-        let values = dequantise::dequantise(&self.checkpoint, layout, pieces, global_scale, &Threads::new(1))?;
+    fn dequantize(&self, layout: &MatrixLayout, pieces: &[Piece], global_scale: f32) -> Result<Tensor, ModelError> {
+        let values = dequantize::dequantize(&self.checkpoint, layout, pieces, global_scale, &Threads::new(1))?;
         Ok(Tensor::from_vec(values, (layout.rows, layout.cols), &self.device)?.to_dtype(self.precision)?)
     }
 
@@ -355,7 +355,7 @@ fn attend_masked(q: &Tensor, k: &Tensor, v: &Tensor, mask: &Tensor) -> candle_co
 /// [`attend`] with quantized keys and values (`--kv-bits`). Keys and values are multiplied by a Hadamard matrix and
 /// then rounded. A query at `t` reads positions from `recent_start(t)` on without rounding. All tensors are `[T, heads,
 /// dim]`, and `dim` is a power of two.
-fn attend_quantised(q: &Tensor, k: &Tensor, v: &Tensor, bits: u32) -> candle_core::Result<Tensor> {
+fn attend_quantized(q: &Tensor, k: &Tensor, v: &Tensor, bits: u32) -> candle_core::Result<Tensor> {
     let (tokens, _, dim) = q.dims3()?;
     let sign = |i: usize, j: usize| if (i & j).count_ones().is_multiple_of(2) { 1.0 } else { -1.0 };
     let entries = (0..dim * dim).map(|at| sign(at / dim, at % dim) / (dim as f64).sqrt()).collect();

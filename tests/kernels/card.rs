@@ -180,7 +180,7 @@ fn gpu_long_prompts_match_the_cpu() {
 }
 
 #[test]
-fn gpu_quantised_cache_matches_the_cpu() {
+fn gpu_quantized_cache_matches_the_cpu() {
     let text: Vec<u32> = cases().iter().flat_map(|case| [&case.prompt_ids[..], &case.greedy_ids].concat()).collect();
     let ids = &text[..text.len().min(170)];
     for kv_bits in [KvBits::Eight, KvBits::Four] {

@@ -115,7 +115,7 @@ fn demo_odd_prompts_match_the_cpu() {
 
 #[test]
 #[ignore = "long: whole answers"]
-fn quantised_cache_equals_the_cpu_bytes() {
+fn quantized_cache_equals_the_cpu_bytes() {
     let cases = cases();
     // The prompt is so long that the last rows read quantized keys and values.
     let ids: Vec<u32> = cases.iter().flat_map(|case| [&case.prompt_ids[..], &case.greedy_ids].concat()).collect();

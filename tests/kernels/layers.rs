@@ -5,7 +5,7 @@ use moestro::device::{CpuArithmetic, CpuDevice, Region};
 use moestro::ops::{
     Attention, AttentionShape, Backend, Conv, Cpu, Decay, DeltaNet, DeltaRule, DeltaShape, Embedding, Float,
     GpuBackend, KvCache, KvFormat, KvWrite, Linear, Norm, OutputGate, QkNormRope, Replay, Weight, WeightFormat,
-    attention::PAGE, embedding::dequantise, norm::rms_norm,
+    attention::PAGE, embedding::dequantize, norm::rms_norm,
 };
 
 #[test]
@@ -22,7 +22,7 @@ fn rms_norm_matches_reference() {
 }
 
 #[test]
-fn embedding_and_dequantise_match_reference() {
+fn embedding_and_dequantize_match_reference() {
     let mut host = Host::start();
     let mut random = Random(2);
     let (rows, cols) = (50, 576);
@@ -41,10 +41,10 @@ fn embedding_and_dequantise_match_reference() {
         close("embedding", &host.read_floats(h), &expected);
 
         let (full, half) = (host.empty(rows * cols * 4), host.empty(rows * cols * 2));
-        host.run(&dequantise(&sample.matrix, Float::F32, full));
-        host.run(&dequantise(&sample.matrix, Float::F16, half));
+        host.run(&dequantize(&sample.matrix, Float::F32, full));
+        host.run(&dequantize(&sample.matrix, Float::F16, half));
         let full = host.read_floats(full);
-        close("dequantise", &full, &sample.values);
+        close("dequantize", &full, &sample.values);
         let half = host.read(half);
         for (i, v) in full.iter().enumerate() {
             let found = u16::from_le_bytes([half[2 * i], half[2 * i + 1]]);
@@ -65,7 +65,7 @@ fn f16_rounding_matches_ieee() {
     let parts = [host.bytes(&bytes), host.bytes(&[]), host.bytes(&[])];
     let weight = Weight { codes: WeightFormat::Dense(Float::F32), rows: 8, cols: 1024, global_scale: 1.0, parts };
     let out = host.empty(8192 * 2);
-    host.run(&dequantise(&weight, Float::F16, out));
+    host.run(&dequantize(&weight, Float::F16, out));
     for (found, v) in host.read(out).chunks_exact(2).zip(&values) {
         assert_eq!(u16::from_le_bytes([found[0], found[1]]), half::f16::from_f32(*v).to_bits(), "{v:e}");
     }

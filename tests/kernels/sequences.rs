@@ -87,7 +87,7 @@ fn sequences_together_match_each_alone() {
 }
 
 #[test]
-fn quantised_sequences_together_match_alone() {
+fn quantized_sequences_together_match_alone() {
     mix(&mut place(false, 8, KvBits::Eight), 4);
     mix(&mut place(true, 8, KvBits::Four), 5);
 }

@@ -246,7 +246,7 @@ fn hugging_face(head: Tensors, numbered: bool) -> Tensors {
 }
 
 /// Quantizes the matrices that `is_selected` selects as MLX does: affine, 8 bits, groups of 64.
-fn quantised(head: Tensors, is_selected: impl Fn(&str) -> bool) -> Tensors {
+fn quantized(head: Tensors, is_selected: impl Fn(&str) -> bool) -> Tensors {
     let mut out = Tensors::new();
     for (name, (dtype, shape, data)) in head {
         let Some(path) = name.strip_suffix(".weight").filter(|path| !path.contains("norm") && is_selected(path)) else {
@@ -304,7 +304,7 @@ fn every_layout_loads_the_same_head() {
         ("prefixed", "mtp.safetensors", renamed(head(), |name| format!("language_model.{name}")), 0.0),
         ("fused", "model-mtp.safetensors", hugging_face(head(), false), 1e-4),
         ("numbered", "mtp.safetensors", hugging_face(head(), true), 1e-4),
-        ("quantised", "mtp.safetensors", quantised(head(), |path| !path.ends_with(".fc")), 0.6),
+        ("quantized", "mtp.safetensors", quantized(head(), |path| !path.ends_with(".fc")), 0.6),
     ];
     for (what, file, tensors, max) in &variants {
         let dir = fresh(what);
@@ -324,8 +324,8 @@ fn every_layout_loads_the_same_head() {
     let bare = renamed(head(), |name| name.trim_start_matches("mtp.").into());
     write(&bare, &alone.join("model.safetensors"));
     compare("alone", &dir, MtpSource::Directory(alone.clone()), 0.0);
-    write(&quantised(bare, |_| true), &alone.join("model.safetensors"));
-    compare("alone and quantised", &dir, MtpSource::Directory(alone), 0.6);
+    write(&quantized(bare, |_| true), &alone.join("model.safetensors"));
+    compare("alone and quantized", &dir, MtpSource::Directory(alone), 0.6);
 }
 
 #[test]

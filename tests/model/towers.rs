@@ -116,7 +116,7 @@ fn other_towers_match_reference() {
 }
 
 /// Quantizes a matrix to affine codes as MLX stores them, in groups of 32. Also returns the dequantized values.
-fn quantise(matrix: &Stored, bits: usize) -> ([Stored; 3], Stored) {
+fn quantize(matrix: &Stored, bits: usize) -> ([Stored; 3], Stored) {
     let values: Vec<f32> =
         matrix.bytes.as_chunks::<2>().0.iter().map(|bytes| bf16::from_le_bytes(*bytes).to_f32()).collect();
     let (mut codes, mut scales, mut biases, mut plain) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
@@ -142,16 +142,16 @@ fn quantise(matrix: &Stored, bits: usize) -> ([Stored; 3], Stored) {
         shape: vec![rows, cols],
         bytes,
     };
-    let quantised = [
+    let quantized = [
         tensor("weight", Dtype::U32, cols * bits / 32, codes),
         tensor("scales", Dtype::BF16, cols / 32, scales),
         tensor("biases", Dtype::BF16, cols / 32, biases),
     ];
-    (quantised, tensor("weight", Dtype::F32, cols, plain))
+    (quantized, tensor("weight", Dtype::F32, cols, plain))
 }
 
 #[test]
-fn quantised_tower_matches_its_dequantised_weights() {
+fn quantized_tower_matches_its_dequantized_weights() {
     let bytes = read("mlx_4bit/model.safetensors");
     let file = SafeTensors::deserialize(&bytes).unwrap();
     let tower: Vec<(String, TensorView<'_>)> =
@@ -165,9 +165,9 @@ fn quantised_tower_matches_its_dequantised_weights() {
             let stored = Stored::of(name, tensor);
             let is_matrix = matches!(stored.shape[..], [_, cols] if cols.is_multiple_of(32));
             if is_matrix && name.ends_with(".weight") {
-                let (quantised, dequantised) = quantise(&stored, bits);
-                packed.extend(quantised);
-                plain.push(dequantised);
+                let (quantized, dequantized) = quantize(&stored, bits);
+                packed.extend(quantized);
+                plain.push(dequantized);
                 count += 1;
             } else {
                 packed.push(Stored::of(name, tensor));

@@ -159,11 +159,11 @@ pub struct QwenState {
 /// format with fewer `bits`. The cache holds `context` positions, of which one pass writes at most `rows`.
 pub fn kv_shape(config: &Config, limits: &BackendLimits, bits: KvBits, context: usize, rows: usize) -> AttentionShape {
     let shape = AttentionShape { context, ..config.attention };
-    let Some(quantised) = bits.format() else { return AttentionShape { format: limits.kv_format, ..shape } };
+    let Some(quantized) = bits.format() else { return AttentionShape { format: limits.kv_format, ..shape } };
     // The ring of recent positions is so large that a pass overwrites no position that a snapshot inside the pass, or
     // the rejection of its rows, still needs.
     let capacity = (rows + 2 * RECENT).next_multiple_of(RECENT);
-    AttentionShape { format: quantised, recent: Some(RecentRing { capacity, format: limits.recent_format }), ..shape }
+    AttentionShape { format: quantized, recent: Some(RecentRing { capacity, format: limits.recent_format }), ..shape }
 }
 
 /// Number of bytes of the keys and values of one token in all layers.

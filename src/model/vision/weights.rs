@@ -12,7 +12,7 @@ use crate::{
         names::{VISION_TOWER, vision_name},
     },
     error::ModelError,
-    model::dequantise,
+    model::dequantize,
     platform::Threads,
 };
 use candle_core::{DType, Device, Tensor};
@@ -132,7 +132,7 @@ impl TowerWeights {
     }
 
     pub fn linear(&self, path: &str, rows: usize, cols: usize) -> Result<Linear, ModelError> {
-        let weight = dequantise::matrix(&self.from, &name(path), rows, cols, &self.threads)?;
+        let weight = dequantize::matrix(&self.from, &name(path), rows, cols, &self.threads)?;
         let bias = self.vector(&format!("{path}.bias"), rows)?;
         Ok(Linear::new(self.tensor(weight, &[rows, cols])?, Some(self.tensor(bias, &[rows])?)))
     }
@@ -179,7 +179,7 @@ impl TowerWeights {
 
     /// The position table `[table_side^2, hidden]`.
     pub fn position_table(&self, config: &VisionConfig) -> Result<Vec<f32>, ModelError> {
-        dequantise::matrix(&self.from, &name("pos_embed"), config.table_side.pow(2), config.hidden, &self.threads)
+        dequantize::matrix(&self.from, &name("pos_embed"), config.table_side.pow(2), config.hidden, &self.threads)
     }
 
     fn vector(&self, path: &str, len: usize) -> Result<Vec<f32>, ModelError> {

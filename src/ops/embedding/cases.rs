@@ -1,6 +1,6 @@
 //! Checks of this operation: GPU against CPU.
 
-use super::{Embedding, dequantise};
+use super::{Embedding, dequantize};
 use crate::{
     device::DeviceError,
     ops::{
@@ -20,9 +20,9 @@ pub(in crate::ops) fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> 
         let (ids, into, half) = (b.words(&ids)?, b.buffer(count)?, b.buffer(count.div_ceil(2))?);
         b.check(Embedding { table, tokens: table.rows, ids, into }, &[into], &[])?;
         let (expected, full) = (b.on_cpu(into)?, b.buffer(count)?);
-        let ran = b.launch(dequantise(table, Float::F32, full));
+        let ran = b.launch(dequantize(table, Float::F32, full));
         b.expect(CLOSE, &ran, full, &expected)?;
-        let ran = b.launch(dequantise(table, Float::F16, half.first(count * 2)));
+        let ran = b.launch(dequantize(table, Float::F16, half.first(count * 2)));
         let words = b.on_gpu(half)?;
         let halves = bytemuck::cast_slice::<f32, u16>(&words);
         let found: Vec<f32> = halves[..count].iter().map(|bits| half::f16::from_bits(*bits).to_f32()).collect();

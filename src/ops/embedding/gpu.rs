@@ -21,12 +21,12 @@ impl Embedding<'_> {
 }
 
 /// Dequantizes a whole matrix to f16 or f32 for a matrix product. Panics for bf16.
-pub fn dequantise(weight: &Weight, float: Float, out: Region) -> Launch {
+pub fn dequantize(weight: &Weight, float: Float, out: Region) -> Launch {
     assert!(float != Float::Bf16, "weights are expanded to f16 or f32");
     let mut args = vec![weight.cols as u32, if float == Float::F32 { 0 } else { 1 }];
     args.extend(weight.words());
     let mut bindings = weight.bindings().to_vec();
     bindings.push(Binding::write(out.first(weight.rows * weight.cols * float.bytes())));
     let grid = [weight.cols.div_ceil(512) as u32, weight.rows as u32, 1];
-    Launch { kernel: "dequantise", args, bindings, grid, threads: 32 }
+    Launch { kernel: "dequantize", args, bindings, grid, threads: 32 }
 }

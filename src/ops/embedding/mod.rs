@@ -5,7 +5,7 @@ mod cpu;
 mod gpu;
 
 pub(super) use cases::cases;
-pub use gpu::dequantise;
+pub use gpu::dequantize;
 
 use super::Weight;
 use crate::device::{BufferAccess, Region};

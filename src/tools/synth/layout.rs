@@ -143,10 +143,10 @@ impl TensorList {
 
     /// Adds a quantized matrix `[rows, cols]`.
     fn matrix(&mut self, name: String, rows: usize, cols: usize, gain: f32) {
-        self.quantised(&name, &[rows], cols, gain, BITS, 0.0);
+        self.quantized(&name, &[rows], cols, gain, BITS, 0.0);
     }
 
-    fn quantised(&mut self, name: &str, rows: &[usize], cols: usize, gain: f32, bits: u32, skew: f32) {
+    fn quantized(&mut self, name: &str, rows: &[usize], cols: usize, gain: f32, bits: u32, skew: f32) {
         let levels = (1u32 << bits) as f32;
         // Codes are uniform over `levels` values, whose variance is (levels^2 - 1) / 12.
         let size = gain / (cols as f32).sqrt() / ((levels * levels - 1.0) / 12.0).sqrt();
@@ -225,15 +225,15 @@ pub fn tensors(options: &SynthOptions) -> Vec<SynthTensor> {
             list.matrix(name("down_proj"), h, dense, 0.35);
             continue;
         }
-        list.quantised(&name("gate"), &[d.experts], h, 2.0, GATE_BITS, options.router_skew);
-        list.quantised(&name("shared_expert_gate"), &[1], h, 1.0, GATE_BITS, 0.0);
+        list.quantized(&name("gate"), &[d.experts], h, 2.0, GATE_BITS, options.router_skew);
+        list.quantized(&name("shared_expert_gate"), &[1], h, 1.0, GATE_BITS, 0.0);
         for part in ["gate_proj", "up_proj"] {
             list.matrix(name(&format!("shared_expert.{part}")), d.shared_hidden, h, 1.4);
             let rows = [d.experts, d.expert_hidden];
-            list.quantised(&name(&format!("switch_mlp.{part}")), &rows, h, 1.4, BITS, 0.0);
+            list.quantized(&name(&format!("switch_mlp.{part}")), &rows, h, 1.4, BITS, 0.0);
         }
         list.matrix(name("shared_expert.down_proj"), h, d.shared_hidden, 0.35);
-        list.quantised(&name("switch_mlp.down_proj"), &[d.experts, h], d.expert_hidden, 0.35, BITS, 0.0);
+        list.quantized(&name("switch_mlp.down_proj"), &[d.experts, h], d.expert_hidden, 0.35, BITS, 0.0);
     }
     match &d.streams {
         None => list.dense(format!("{PREFIX}.norm.weight"), &[h], Fill::Ones),

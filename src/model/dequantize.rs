@@ -22,11 +22,11 @@ pub fn matrix(
 ) -> Result<Vec<f32>, ModelError> {
     let layout = from.layout(path, &[], rows, cols)?;
     let global_scale = from.global_scales(path, 1)?.first().copied().unwrap_or(1.0);
-    dequantise(from, &layout, &checkpoint::matrix_pieces(&layout, 0), global_scale, threads)
+    dequantize(from, &layout, &checkpoint::matrix_pieces(&layout, 0), global_scale, threads)
 }
 
 /// Dequantizes a matrix from its codes, scales and biases, on all `threads`.
-pub fn dequantise(
+pub fn dequantize(
     from: &Checkpoint,
     layout: &MatrixLayout,
     pieces: &[Piece],
