@@ -260,7 +260,7 @@ FN uint find_matrix(CONSTANT LinearArgs& a, uint size, THREAD uint* block, THREA
   return i;
 }
 
-// Whether the matrices have few enough rows for split_k.
+// True if the matrices have few enough rows for split_k.
 FN bool uses_split_k(CONSTANT LinearArgs& a) {
   uint rows = 0;
   for (uint i = 0; i < a.matrices; i++) rows += a.m[i].rows;

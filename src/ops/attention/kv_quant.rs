@@ -12,14 +12,15 @@
 //! the ring. This start depends on `p` alone, so a row's result does not depend on when the row is computed.
 
 use super::{GROUP, KvFormat, PAGE, kv_format::row_bytes};
-use crate::ops::simd::wide;
+use crate::ops::simd::{
+    math::{ROUND, rounded},
+    wide,
+};
 
 /// A query reads at least this many recent positions from the ring, and fewer than twice as many.
 pub const RECENT: usize = 64;
 /// A group whose largest magnitude is below this counts as zero, because its inverse scale would overflow.
 const TINY: f32 = 1e-30;
-/// 1.5 * 2^23. Adding and then subtracting this constant rounds an f32 below 2^22 to an integer, half to even.
-const ROUND: f32 = 12_582_912.0;
 
 /// The first position that a query at `position` reads from the ring. A multiple of [`RECENT`].
 pub fn recent_start(position: usize) -> usize {
@@ -77,7 +78,7 @@ wide! {
                 (up, 1.0 / f32::from_bits(up << 16))
             };
             scale.copy_from_slice(&(half as u16).to_le_bytes());
-            let round = |x: f32| (x + ROUND).to_bits().wrapping_sub(ROUND.to_bits()) as i32;
+            let round = |x: f32| rounded(x + ROUND);
             if bits == 8 {
                 for (code, value) in codes.iter_mut().zip(group) {
                     *code = round(value * inverse) as u8;

@@ -1,9 +1,31 @@
 //! Attention over quantized rows with AVX-512 VNNI. Gives the same bytes as [`super::kv_quant_cpu`].
 //!
-//! Keys are transposed sixteen at a time: lanes are keys, and the scales of a group are one vector. Values are
-//! interleaved four positions at a time: lanes are dimensions. Queries and weights are 16-bit integers, split into two
-//! *digits* (a high and a low byte) for byte multiply instructions. Four bytes of a query, or the weights of four
-//! positions, are broadcast at a time.
+//! The instruction `dpbusd` adds four byte products to each of sixteen 32-bit lanes. One factor is unsigned, the other
+//! signed. One operand is a vector of the cache, whose layout gives every lane different values. The other operand is
+//! four bytes of a query, or of weights, that are broadcast to all lanes.
+//!
+//! Scores ([`qk`]), for one group of 32 values of sixteen keys. A lane is a key:
+//!
+//! ```text
+//! tile[w]   lane i: codes 4w..4w+4 of key i                  unsigned; w is 0 to 7
+//! query     all lanes: values 4w..4w+4 of the query          signed
+//! dot       lane i += tile[w] . query                        after all w: the product of the groups
+//! sum       lane i += dot * scale of key i's group           after all groups: the score of key i
+//! ```
+//!
+//! Weighted sums ([`pv`]), for 64 values of four positions, a *quad*. A lane is a value:
+//!
+//! ```text
+//! values    lane d: code d of the four positions             signed; four vectors hold d = 0 to 63
+//! weight    all lanes: weights of the four positions         unsigned; times the scales of the group
+//! total     lane d += weight . values                        after all quads: the sum of value d
+//! ```
+//!
+//! A query or weight has 16 bits, two *digits* of one byte: `256 * high + low`. Each digit is multiplied on its own.
+//!
+//! Codes of keys are made unsigned by a bias, which makes a dot product too large by the bias times the sum of the
+//! query's digits. So the sum starts at minus this number. It also starts at the bits of [`ROUND`]: the bits of the
+//! sum are then the float `ROUND + dot`, which needs no conversion.
 //!
 //! Prefetches are spread evenly. A core tracks at most sixteen cache misses, and loads from L2 use the same sixteen
 //! entries.
@@ -23,6 +45,7 @@ use super::{
     kv_quant::QuantizedKv,
     kv_quant_operands::{QuantizedQueries, ValueScales},
 };
+use crate::ops::simd::math::ROUND;
 use std::{arch::x86_64::*, cell::RefCell};
 
 /// Number of sets of sixteen keys that share the broadcasts of queries.
@@ -33,20 +56,20 @@ const WORDS: usize = GROUP / 4;
 const QUAD: usize = 4;
 /// Number of quads in a strip. The values of a strip stay in L1 until all queries have used them.
 const STRIP: usize = 16;
-/// 1.5 * 2^23. Adding a small integer to the bit pattern of this constant adds the integer to its value.
-const ROUND: f32 = 12_582_912.0;
 
-/// Weights of a strip for two groups. For each quad: the low digits of both groups, then the high digits.
+/// Weights of one query for a strip and two groups: `[quad][digit][group]`, the low digits first. Each entry is the
+/// digits of the quad's four positions. They differ from group to group, because they include the scales.
 #[derive(Clone, Copy)]
 #[repr(align(64))]
 struct StripWeights([[[i32; 2]; 2]; STRIP]);
 
-/// Two groups of a strip, in the order in which values and weights are multiplied.
+/// 64 values (two groups) of a strip's positions, with their weights.
 struct ValueTile {
+    /// For each quad, four vectors from [`interleave`].
     values: [[__m512i; 4]; STRIP],
     /// Weights of each query.
     weights: Vec<StripWeights>,
-    /// For each pair of groups and each query, the sums with low and high digits over all strips so far.
+    /// For each pair of groups and each query: `[vector][digit]`, the sums over all strips so far, low digits first.
     totals: Vec<[[__m512i; 2]; 4]>,
 }
 
@@ -71,14 +94,14 @@ pub(super) unsafe fn qk<const N: usize>(
     let [high, low] =
         [&queries.high, &queries.low].map(|digits| digits[first * dim..][..N * dim].as_chunks::<GROUP>().0);
     let query_scales = &queries.scales[first..first + N];
-    // Codes are integers plus 128 (8 bits) or plus 15 (4 bits).
     let bias = if bits == 8 { 128 } else { 15 };
     let mut starts = [[[0; 2]; N]; MAX_HEAD_DIM / GROUP];
     for (n, sums) in queries.sums[first * groups..].chunks_exact(groups).enumerate().take(N) {
         for (starts, sums) in starts.iter_mut().zip(sums) {
-            starts[n] = [ROUND.to_bits() as i32 - bias * sums[0], ROUND.to_bits() as i32 - bias * sums[1]];
+            starts[n] = sums.map(|sum| ROUND.to_bits() as i32 - bias * sum);
         }
     }
+    // Each call of `dots` prefetches `lines` lines.
     let steps = rows.len() / (SETS * 16 * keys.row) * groups * N.div_ceil(4);
     let lines = next.len().div_ceil(64 * steps.max(1));
     let mut prefetch = RowPrefetch::new(next, steps * lines);
@@ -136,8 +159,8 @@ pub(super) unsafe fn qk<const N: usize>(
     }
 }
 
-/// Multiplies queries `n..n + M` with one group of the keys. Groups of the same number in consecutive queries are
-/// `groups` apart.
+/// Multiplies queries `n..n + M` with one group of the keys, and adds the products to `sums`. `high` and `low` start at
+/// this group of the first query. The same group of the next query is `groups` further. Returns `M`.
 #[inline]
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
 fn dots<const M: usize>(

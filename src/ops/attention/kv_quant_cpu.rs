@@ -7,10 +7,12 @@ use super::{
     kv_quant::{QuantizedKv, unpack_row},
     kv_quant_operands::{MAX_WEIGHT, QuantizedQueries, ValueScales},
 };
-use crate::ops::simd::{Isa, wide};
+use crate::ops::simd::{
+    Isa,
+    math::{ROUND, rounded},
+    wide,
+};
 use std::ops::Range;
-
-const ROUND: f32 = 12_582_912.0;
 
 /// Scores of a block: `scores[n][i] = q[first + n] . key[seen.start + i]`. Both ends of `seen` are multiples of 32.
 /// Also prefetches the block's values.
@@ -123,8 +125,8 @@ wide! {
                     continue;
                 }
                 for group in 0..dim / GROUP {
-                    let round = weight.mul_add(value_scales.each[group][index], ROUND).to_bits();
-                    let weight = (round.wrapping_sub(ROUND.to_bits()) as i32).clamp(0, MAX_WEIGHT as i32);
+                    let weight = rounded(weight.mul_add(value_scales.each[group][index], ROUND));
+                    let weight = weight.clamp(0, MAX_WEIGHT as i32);
                     let range = group * GROUP..(group + 1) * GROUP;
                     for (total, value) in total[range.clone()].iter_mut().zip(&integers[range]) {
                         *total = total.wrapping_add(weight * i32::from(*value));

@@ -2,10 +2,11 @@
 //! activations and with activations that are quantized to integers.
 
 use super::{Finding, RandomInputs, difference};
+use crate::device::CpuArithmetic;
 use crate::ops::{
     Float, WeightFormat, WeightView,
     quant::{ActivationFormat, QuantizedRows},
-    simd::{Activations, Isa, OutPtr, product},
+    simd::{Activations, Isa, OutPtr, Product, multiply},
 };
 use crate::platform::split_mix64::SplitMix64;
 
@@ -50,14 +51,14 @@ fn compare(codes: WeightFormat, found: &mut [Finding]) {
     let x = random.floats(TOKENS * COLS);
     let parts = [&parts[0][..], &parts[1][..], &parts[2][..]];
     let weight = WeightView { codes, rows: ROWS, cols: COLS, global_scale: 1.0, skipped: 0, parts };
-    for integer in [false, true] {
-        let plain = run(Isa::Scalar, integer, &weight, &x, TOKENS);
+    for arithmetic in [CpuArithmetic::F32, CpuArithmetic::Integer] {
+        let plain = run(Isa::Scalar, arithmetic, &weight, &x, TOKENS);
         for (isa, finding) in Isa::all().into_iter().zip(&mut *found) {
             let (off, allowed) = match isa {
-                Isa::Scalar => (difference(&plain, &run(Isa::Scalar, false, &weight, &x, TOKENS)), LEVELS),
+                Isa::Scalar => (difference(&plain, &run(Isa::Scalar, CpuArithmetic::F32, &weight, &x, TOKENS)), LEVELS),
                 #[allow(unreachable_patterns)] // Scalar may be the only instruction set.
                 _ => {
-                    let same = run(isa, integer, &weight, &x, TOKENS)
+                    let same = run(isa, arithmetic, &weight, &x, TOKENS)
                         .iter()
                         .zip(&plain)
                         .all(|(a, b)| a.to_bits() == b.to_bits());
@@ -74,22 +75,28 @@ fn compare(codes: WeightFormat, found: &mut [Finding]) {
 
 /// Computes `x W^T` with one instruction set, for `together` rows of x at a time. Returns
 /// `[rows of x, rows of weight]`.
-pub(in crate::ops) fn run(isa: Isa, integer: bool, weight: &WeightView<'_>, x: &[f32], together: usize) -> Vec<f32> {
-    run_in(&mut QuantizedRows::default(), isa, integer, weight, x, together)
+pub(in crate::ops) fn run(
+    isa: Isa,
+    arithmetic: CpuArithmetic,
+    weight: &WeightView<'_>,
+    x: &[f32],
+    together: usize,
+) -> Vec<f32> {
+    run_in(&mut QuantizedRows::default(), isa, arithmetic, weight, x, together)
 }
 
 /// [`run`] with a given buffer for the quantized rows.
 pub(in crate::ops) fn run_in(
     quantized: &mut QuantizedRows,
     isa: Isa,
-    integer: bool,
+    arithmetic: CpuArithmetic,
     weight: &WeightView<'_>,
     x: &[f32],
     together: usize,
 ) -> Vec<f32> {
     let tokens = x.len() / weight.cols;
     let mut out = vec![f32::NAN; tokens * weight.rows];
-    if let (true, WeightFormat::Affine { bits, group, .. }) = (integer, weight.codes) {
+    if let (CpuArithmetic::Integer, WeightFormat::Affine { bits, group, .. }) = (arithmetic, weight.codes) {
         let writer = quantized.resize(tokens, weight.cols, ActivationFormat::new(bits, group));
         // SAFETY: one thread, all rows.
         unsafe { writer.rows(x, 0..tokens) };
@@ -100,7 +107,7 @@ pub(in crate::ops) fn run_in(
     for (inputs, outs) in inputs.chunks(together).zip(outs.chunks(together)) {
         // SAFETY: each input writes to its own row of `out`, which no other code accesses. The processor has the
         // instruction sets that `Isa::all` lists. The parts have the lengths that the format requires.
-        unsafe { product(isa, integer, weight, 0..weight.rows, inputs, outs) };
+        unsafe { multiply(isa, arithmetic, Product { weight, rows: 0..weight.rows, inputs, outs }) };
     }
     drop(outs);
     out

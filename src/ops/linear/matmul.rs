@@ -1,16 +1,16 @@
 //! Products with several matrices as one parallel job. A row of the result has the same bytes for any number of
-//! tokens and threads. With [`CpuArithmetic::Integer`], affine weights are multiplied with quantized activations
+//! tokens and threads. With [`CpuArithmetic::Integer`](crate::device::CpuArithmetic), affine weights are multiplied with quantized activations
 //! (see [`quant`](crate::ops::quant)). All other products are f32.
 
 use super::Norm;
 use crate::{
-    device::{CpuArithmetic, CpuDevice, DeviceError, Region},
+    device::{CpuDevice, DeviceError, Region},
     ops::{
         WeightFormat, WeightView,
         cpu::{CpuMemory, refuse},
         norm::normalise,
         quant::{ActivationCache, QuantizedRow},
-        simd::{self, Activations, Isa, OutPtr, wide},
+        simd::{self, Activations, Isa, OutPtr, Product, wide},
     },
     platform::Threads,
 };
@@ -136,9 +136,9 @@ pub(in crate::ops) fn product(
         let (index, rows) = locate(weights, height, task);
         let batch = at..(at + block).min(tokens);
         let multiply = |inputs: &[Activations<'_>], outs: &[OutPtr]| {
-            let integer = compute.arithmetic == CpuArithmetic::Integer;
+            let product = Product { weight: &weights[index].weight, rows: rows.clone(), inputs, outs };
             // SAFETY: sizes were checked. Each task writes its own columns of the outputs.
-            unsafe { simd::product(isa, integer, &weights[index].weight, rows.clone(), inputs, outs) };
+            unsafe { simd::multiply(isa, compute.arithmetic, product) };
             let Some(sums) = sums else { return };
             for (out, token) in outs.iter().zip(batch.clone()) {
                 // SAFETY: no other task reads or writes these results and these sums.

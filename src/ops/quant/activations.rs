@@ -16,15 +16,17 @@ use std::ops::Range;
 use super::weight::WeightFormat;
 use crate::{
     device::{CpuArithmetic, CpuDevice, Region},
-    ops::simd::{CacheLine, wide},
+    ops::simd::{
+        CacheLine,
+        math::{ROUND, rounded},
+        wide,
+    },
 };
 
 /// Maximum number of levels. A product with the inverse scale then stays below `levels + 1/2`, however it is rounded.
 const MAX_LEVELS: u32 = 1 << 21;
 /// A group whose largest magnitude is below this counts as zero, because its inverse scale would overflow.
 const TINY: f32 = 1e-30;
-/// 1.5 * 2^23. Adding and then subtracting this constant rounds an f32 below 2^22 to an integer, half to even.
-const ROUND: f32 = 12_582_912.0;
 /// Maximum number of values in a group.
 const MAX_GROUP: usize = 128;
 
@@ -259,7 +261,7 @@ wide! {
         }
         let levels = format.levels as f32;
         let (inverse, scale) = (levels / max, max / levels);
-        let round = |value: f32| (value * inverse + ROUND).to_bits().wrapping_sub(ROUND.to_bits()) as i32;
+        let round = |value: f32| rounded(value * inverse + ROUND);
         let mut sum = 0i32;
         match format.order {
             ValueOrder::Natural => {

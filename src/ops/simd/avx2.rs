@@ -1,30 +1,24 @@
 //! AVX2 kernels. Byte products use `maddubs`, whose 16-bit sums cannot overflow for codes of up to six bits.
 
-use std::{arch::x86_64::*, ops::Range};
+use std::arch::x86_64::*;
 
 use super::{
     float,
-    operands::{Activations, AffineWeight, OutPtr},
+    operands::AffineProduct,
     scratch::SimdScratch,
     x86::{self, load},
 };
 
 struct Maddubs;
 
-/// See [`super::product`].
+/// See [`super::multiply`].
 ///
 /// # Safety
-/// As for [`super::product`].
+/// As for [`super::multiply`].
 #[target_feature(enable = "avx2,fma,bmi2")]
-pub unsafe fn rows(
-    weight: &AffineWeight<'_>,
-    rows: Range<usize>,
-    inputs: &[Activations<'_>],
-    outs: &[OutPtr],
-    scratch: &mut SimdScratch,
-) {
+pub unsafe fn rows(product: &AffineProduct<'_>, scratch: &mut SimdScratch) {
     // SAFETY: guaranteed by the caller.
-    unsafe { x86::rows::<Maddubs>(weight, rows, inputs, outs, scratch) }
+    unsafe { x86::rows::<Maddubs>(product, scratch) }
 }
 
 float::compiled_for!("avx2,fma,bmi2", super::vector::Avx2);

@@ -1,37 +1,30 @@
 //! AVX-512 kernels with VNNI: four byte products for each lane and instruction, exact in 32 bits.
 
-use std::{arch::x86_64::*, ops::Range};
+use std::arch::x86_64::*;
 
 use super::{
     float, gemm_avx512, gemv_avx512,
-    operands::{Activations, AffineWeight, OutPtr},
+    operands::AffineProduct,
     scratch::SimdScratch,
     x86::{self, load},
 };
 
 struct Vnni;
 
-/// See [`super::product`].
+/// See [`super::multiply`].
 ///
 /// # Safety
-/// As for [`super::product`].
+/// As for [`super::multiply`].
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
-pub unsafe fn rows(
-    weight: &AffineWeight<'_>,
-    rows: Range<usize>,
-    inputs: &[Activations<'_>],
-    outs: &[OutPtr],
-    scratch: &mut SimdScratch,
-) {
-    let mut rows = rows;
+pub unsafe fn rows(product: &AffineProduct<'_>, scratch: &mut SimdScratch) {
+    let mut rest = product.clone();
     // SAFETY: guaranteed by the caller.
     unsafe {
-        rows.start += match inputs.len() {
-            2.. => gemm_avx512::rows(weight, rows.clone(), inputs, outs, scratch),
-            _ => 0,
-        };
-        rows.start += gemv_avx512::rows(weight, rows.clone(), inputs, outs, scratch);
-        x86::rows::<Vnni>(weight, rows, inputs, outs, scratch);
+        if rest.inputs.len() > 1 {
+            rest.rows.start += gemm_avx512::rows(&rest, scratch);
+        }
+        rest.rows.start += gemv_avx512::rows(&rest, scratch);
+        x86::rows::<Vnni>(&rest, scratch);
     }
 }
 

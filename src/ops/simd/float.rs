@@ -2,29 +2,18 @@
 //!
 //! Value `k` is added to lane `k % 16` by fma, in order of `k`. [`Vector::sum`] then adds the lanes.
 
-use std::ops::Range;
-
-use super::{
-    operands::{Activations, OutPtr},
-    scratch::SimdScratch,
-    vector::Vector,
-};
+use super::{Product, scratch::SimdScratch, vector::Vector};
 use crate::ops::WeightView;
 use crate::ops::quant::unpack;
 
-/// See [`super::product`].
+/// See [`super::multiply`].
 ///
 /// # Safety
-/// As for [`super::product`].
+/// As for [`super::multiply`].
 #[inline(always)]
-pub unsafe fn rows<V: Vector>(
-    weight: &WeightView<'_>,
-    rows: Range<usize>,
-    inputs: &[Activations<'_>],
-    outs: &[OutPtr],
-    scratch: &mut SimdScratch,
-) {
-    for row in rows {
+pub unsafe fn rows<V: Vector>(product: &Product<'_, WeightView<'_>>, scratch: &mut SimdScratch) {
+    let Product { weight, rows, inputs, outs } = product;
+    for row in rows.clone() {
         unpack::expand(weight, row, &mut scratch.bytes, &mut scratch.values);
         let (fours, rest) = inputs.as_chunks::<4>();
         for (four, outs) in fours.iter().zip(outs.chunks_exact(4)) {
@@ -46,20 +35,14 @@ pub unsafe fn rows<V: Vector>(
 #[cfg(target_arch = "x86_64")]
 macro_rules! compiled_for {
     ($features:literal, $vector:ty) => {
-        /// See [`super::product`].
+        /// See [`super::multiply`].
         ///
         /// # Safety
-        /// As for [`super::product`].
+        /// As for [`super::multiply`].
         #[target_feature(enable = $features)]
-        pub unsafe fn float_rows(
-            weight: &$crate::ops::WeightView<'_>,
-            rows: Range<usize>,
-            inputs: &[Activations<'_>],
-            outs: &[OutPtr],
-            scratch: &mut SimdScratch,
-        ) {
+        pub unsafe fn float_rows(product: &super::Product<'_, $crate::ops::WeightView<'_>>, scratch: &mut SimdScratch) {
             // SAFETY: guaranteed by the caller.
-            unsafe { float::rows::<$vector>(weight, rows, inputs, outs, scratch) }
+            unsafe { float::rows::<$vector>(product, scratch) }
         }
     };
 }

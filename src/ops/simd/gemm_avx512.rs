@@ -12,7 +12,7 @@ use std::{arch::x86_64::*, ops::Range};
 
 use super::{
     cache_line::CacheLine,
-    operands::{Activations, AffineWeight, OutPtr},
+    operands::{Activations, AffineProduct, AffineWeight, Product},
     scratch::SimdScratch,
     tile_avx512::{ROWS, WeightTiles, ensure_len, fill_codes, fill_constants},
 };
@@ -24,43 +24,33 @@ const LANES: usize = 8;
 /// With more inputs, all groups of a row are unpacked at once, because the inputs' digits come from L2, in order.
 const FEW_INPUTS: usize = 16;
 
-/// [`super::product`] for the whole tiles in `rows`. Returns the number of rows that were computed.
+/// [`super::multiply`] for the whole tiles in `rows`. Returns the number of rows that were computed.
 ///
 /// # Safety
-/// As for [`super::product`].
+/// As for [`super::multiply`].
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
-pub unsafe fn rows(
-    weight: &AffineWeight<'_>,
-    rows: Range<usize>,
-    inputs: &[Activations<'_>],
-    outs: &[OutPtr],
-    scratch: &mut SimdScratch,
-) -> usize {
+pub unsafe fn rows(product: &AffineProduct<'_>, scratch: &mut SimdScratch) -> usize {
+    let rows = &product.rows;
     let mut row = rows.start;
     // SAFETY: the rows exist. The caller guarantees the rest.
     unsafe {
         while rows.end - row >= 2 * ROWS {
-            block::<2>(weight, row, inputs, outs, &mut scratch.tiles);
+            block::<2>(product, row, &mut scratch.tiles);
             row += 2 * ROWS;
         }
         if rows.end - row >= ROWS {
-            block::<1>(weight, row, inputs, outs, &mut scratch.tiles);
+            block::<1>(product, row, &mut scratch.tiles);
             row += ROWS;
         }
     }
     row - rows.start
 }
 
-/// Multiplies `M` tiles of weights with all inputs.
+/// Multiplies `M` tiles of weights, from `row` on, with all inputs.
 #[inline]
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
-unsafe fn block<const M: usize>(
-    weight: &AffineWeight<'_>,
-    row: usize,
-    inputs: &[Activations<'_>],
-    outs: &[OutPtr],
-    tiles: &mut WeightTiles,
-) {
+unsafe fn block<const M: usize>(product: &AffineProduct<'_>, row: usize, tiles: &mut WeightTiles) {
+    let Product { weight, inputs, .. } = product;
     let groups = weight.groups();
     let few = inputs.len() <= FEW_INPUTS;
     let step = if few { LANES / 2 } else { groups };
@@ -75,7 +65,7 @@ unsafe fn block<const M: usize>(
             for tile in 0..M {
                 fill_codes::<M>(weight, row + tile * ROWS, some.clone(), tiles, tile);
             }
-            all_inputs::<M>(weight, row, some, inputs, outs, tiles);
+            all_inputs::<M>(product, row, some, tiles);
         }
     }
 }
@@ -99,13 +89,12 @@ fn prefetch_rows(weight: &AffineWeight<'_>, row: usize, rows: usize, group: usiz
 #[inline]
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
 unsafe fn all_inputs<const M: usize>(
-    weight: &AffineWeight<'_>,
+    product: &AffineProduct<'_>,
     row: usize,
     groups: Range<usize>,
-    inputs: &[Activations<'_>],
-    outs: &[OutPtr],
     tiles: &mut WeightTiles,
 ) {
+    let Product { weight, inputs, outs, .. } = product;
     // Prefetch the next rows shortly before they are needed.
     let prefetch_at = (inputs.len() / 4).saturating_sub(1);
     let (whole, last) = (groups == (0..weight.groups()), groups.end == weight.groups());

@@ -1,40 +1,34 @@
 //! Matrix-vector products (gemv) with AVX-512: two rows of weights at a time, one in each half of a register.
 
-use std::{arch::x86_64::*, ops::Range};
+use std::arch::x86_64::*;
 
 use super::vector::sum8_avx;
 use super::{
-    operands::{Activations, AffineWeight, OutPtr},
+    operands::{AffineProduct, Product},
     scratch::SimdScratch,
     x86,
 };
 use crate::ops::quant::QuantizedRow;
 
-/// [`super::product`] for the whole pairs in `rows`. Returns the number of rows that were computed.
+/// [`super::multiply`] for the whole pairs in `rows`. Returns the number of rows that were computed.
 ///
 /// # Safety
-/// As for [`super::product`].
+/// As for [`super::multiply`].
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
-pub unsafe fn rows(
-    weight: &AffineWeight<'_>,
-    rows: Range<usize>,
-    inputs: &[Activations<'_>],
-    outs: &[OutPtr],
-    scratch: &mut SimdScratch,
-) -> usize {
+pub unsafe fn rows(product: &AffineProduct<'_>, scratch: &mut SimdScratch) -> usize {
     // SAFETY: guaranteed by the caller.
     unsafe {
-        match (weight.bits, weight.group) {
+        match (product.weight.bits, product.weight.group) {
             // A group of 32 4-bit codes does not fill half a register.
             (4, 32) => 0,
-            (4, 64) => pairs::<4, 64>(weight, rows, inputs, outs, scratch),
-            (4, _) => pairs::<4, 128>(weight, rows, inputs, outs, scratch),
-            (8, 32) => pairs::<8, 32>(weight, rows, inputs, outs, scratch),
-            (8, 64) => pairs::<8, 64>(weight, rows, inputs, outs, scratch),
-            (8, _) => pairs::<8, 128>(weight, rows, inputs, outs, scratch),
-            (_, 32) => pairs::<0, 32>(weight, rows, inputs, outs, scratch),
-            (_, 64) => pairs::<0, 64>(weight, rows, inputs, outs, scratch),
-            (_, _) => pairs::<0, 128>(weight, rows, inputs, outs, scratch),
+            (4, 64) => pairs::<4, 64>(product, scratch),
+            (4, _) => pairs::<4, 128>(product, scratch),
+            (8, 32) => pairs::<8, 32>(product, scratch),
+            (8, 64) => pairs::<8, 64>(product, scratch),
+            (8, _) => pairs::<8, 128>(product, scratch),
+            (_, 32) => pairs::<0, 32>(product, scratch),
+            (_, 64) => pairs::<0, 64>(product, scratch),
+            (_, _) => pairs::<0, 128>(product, scratch),
         }
     }
 }
@@ -43,12 +37,10 @@ pub unsafe fn rows(
 #[inline]
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
 unsafe fn pairs<const BITS: usize, const GROUP: usize>(
-    weight: &AffineWeight<'_>,
-    rows: Range<usize>,
-    inputs: &[Activations<'_>],
-    outs: &[OutPtr],
+    product: &AffineProduct<'_>,
     scratch: &mut SimdScratch,
 ) -> usize {
+    let Product { weight, rows, inputs, outs } = product;
     let count = rows.len() / 2 * 2;
     for row in (rows.start..rows.start + count).step_by(2) {
         let mut codes = [weight.codes(row), weight.codes(row + 1)];
@@ -60,7 +52,7 @@ unsafe fn pairs<const BITS: usize, const GROUP: usize>(
             codes = [&scratch.rows[0].bytes, &scratch.rows[1].bytes];
         }
         let constants = [scratch.rows[0].constants.as_slice(), &scratch.rows[1].constants];
-        for (input, out) in inputs.iter().zip(outs) {
+        for (input, out) in inputs.iter().zip(*outs) {
             // SAFETY: codes, constants and digits have a row's length. The caller allows writes to these outputs.
             unsafe {
                 let lanes = dot::<BITS, GROUP>(codes, constants, &input.digits);

@@ -1,5 +1,15 @@
 //! Elementary functions in f32 that compilers vectorise. All processors give the same bytes.
 
+/// 1.5 * 2^23. Adding this constant to an f32 below 2^22 rounds it to an integer, half to even. The integer is then in
+/// the low bits of the sum; see [`rounded`].
+pub const ROUND: f32 = 12_582_912.0;
+
+/// The integer in a sum of [`ROUND`] and a number.
+#[inline(always)]
+pub fn rounded(sum: f32) -> i32 {
+    sum.to_bits().wrapping_sub(ROUND.to_bits()) as i32
+}
+
 /// `e^x` with an error of about one unit in the last place; 0 below -104, infinity above 89.
 #[inline(always)]
 pub fn exp(x: f32) -> f32 {
@@ -22,10 +32,8 @@ pub fn exp_normal(x: f32) -> f32 {
 /// `p` and `n` such that `e^x = p * 2^n`.
 #[inline(always)]
 fn parts(x: f32) -> (f32, i32) {
-    /// 1.5 * 2^23. Adding and then subtracting this constant rounds to an integer.
-    const ROUND: f32 = 12_582_912.0;
-    let rounded = x.mul_add(std::f32::consts::LOG2_E, ROUND);
-    let n = rounded - ROUND;
+    let sum = x.mul_add(std::f32::consts::LOG2_E, ROUND);
+    let n = sum - ROUND;
     // ln 2 in two parts. Products of n with the first part are exact.
     let r = n.mul_add(-0.693_359_4, x);
     let r = n.mul_add(2.121_944_4e-4, r);
@@ -34,7 +42,7 @@ fn parts(x: f32) -> (f32, i32) {
     for c in [1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0] {
         p = r.mul_add(p, c);
     }
-    (p, rounded.to_bits().wrapping_sub(ROUND.to_bits()) as i32)
+    (p, rounded(sum))
 }
 
 /// `2^n`, if this is a normal number.

@@ -32,58 +32,55 @@ mod x86;
 
 pub(crate) use cache_line::CacheLine;
 pub use isa::Isa;
-pub use operands::{Activations, OutPtr};
+pub use operands::{Activations, OutPtr, Product};
 pub(crate) use vector::Vector;
 pub(crate) use wide::wide;
 
 use super::WeightView;
+use crate::device::CpuArithmetic;
 use operands::AffineWeight;
 use scratch::SimdScratch;
-use std::{cell::RefCell, ops::Range};
+use std::cell::RefCell;
 
 thread_local! {
     static SCRATCH: RefCell<SimdScratch> = RefCell::default();
 }
 
-/// `outs[i][row] = weight[row] . inputs[i].x` for every row in `rows` and every input. If `integer` is true, affine
-/// weights are multiplied with the quantized input instead of the f32 input.
+/// Computes a product. With [`CpuArithmetic::Integer`], affine weights are multiplied with the quantized inputs instead
+/// of the f32 inputs.
 ///
 /// # Safety
 /// There are as many `outs` as inputs, each valid for writes at `rows`, and no other thread accesses them. The
 /// processor has `isa`. The view's parts have the lengths of their encoding, and the inputs have `cols` values, with
 /// padded groups if quantized.
-pub unsafe fn product(
-    isa: Isa,
-    integer: bool,
-    weight: &WeightView<'_>,
-    rows: Range<usize>,
-    inputs: &[Activations<'_>],
-    outs: &[OutPtr],
-) {
-    SCRATCH.with_borrow_mut(|scratch| match AffineWeight::new(weight).filter(|_| integer) {
+pub unsafe fn multiply(isa: Isa, arithmetic: CpuArithmetic, product: Product<'_, WeightView<'_>>) {
+    let affine = AffineWeight::new(product.weight).filter(|_| arithmetic == CpuArithmetic::Integer);
+    SCRATCH.with_borrow_mut(|scratch| match &affine {
         // SAFETY: guaranteed by the caller.
-        Some(affine) => unsafe {
+        Some(weight) => unsafe {
+            let Product { rows, inputs, outs, .. } = product;
+            let product = &Product { weight, rows, inputs, outs };
             match isa {
-                Isa::Scalar => scalar::rows(&affine, rows, inputs, outs, scratch),
+                Isa::Scalar => scalar::rows(product, scratch),
                 #[cfg(target_arch = "x86_64")]
-                Isa::Avx2 => avx2::rows(&affine, rows, inputs, outs, scratch),
+                Isa::Avx2 => avx2::rows(product, scratch),
                 #[cfg(target_arch = "x86_64")]
-                Isa::Avx512 => avx512::rows(&affine, rows, inputs, outs, scratch),
+                Isa::Avx512 => avx512::rows(product, scratch),
                 #[cfg(target_arch = "aarch64")]
-                Isa::Neon => neon::rows(&affine, rows, inputs, outs, scratch),
+                Isa::Neon => neon::rows(product, scratch),
                 #[cfg(target_arch = "aarch64")]
-                Isa::Dotprod => neon::rows_dotprod(&affine, rows, inputs, outs, scratch),
+                Isa::Dotprod => neon::rows_dotprod(product, scratch),
             }
         },
         // SAFETY: guaranteed by the caller.
         None => unsafe {
             match isa {
                 #[cfg(target_arch = "x86_64")]
-                Isa::Avx2 => avx2::float_rows(weight, rows, inputs, outs, scratch),
+                Isa::Avx2 => avx2::float_rows(&product, scratch),
                 #[cfg(target_arch = "x86_64")]
-                Isa::Avx512 => avx512::float_rows(weight, rows, inputs, outs, scratch),
+                Isa::Avx512 => avx512::float_rows(&product, scratch),
                 // AArch64 always has NEON and fma, so the compiler uses them here.
-                _ => float::rows::<[f32; 16]>(weight, rows, inputs, outs, scratch),
+                _ => float::rows::<[f32; 16]>(&product, scratch),
             }
         },
     })

@@ -4,47 +4,32 @@
 //! These kernels have never run on real hardware. Both versions pass the tests of `ops` and the golden tests under
 //! emulation (`tests/neon.sh`). Their speed has not been measured.
 
-use std::{
-    arch::{aarch64::*, asm},
-    ops::Range,
-};
+use std::arch::{aarch64::*, asm};
 
 use super::{
-    operands::{Activations, AffineWeight, OutPtr},
+    operands::{AffineProduct, Product},
     scratch::SimdScratch,
     vector::sum8,
 };
 use crate::ops::quant::{QuantizedRow, ValueOrder};
 
-/// See [`super::product`].
+/// See [`super::multiply`].
 ///
 /// # Safety
-/// As for [`super::product`].
-pub unsafe fn rows(
-    weight: &AffineWeight<'_>,
-    rows: Range<usize>,
-    inputs: &[Activations<'_>],
-    outs: &[OutPtr],
-    scratch: &mut SimdScratch,
-) {
+/// As for [`super::multiply`].
+pub unsafe fn rows(product: &AffineProduct<'_>, scratch: &mut SimdScratch) {
     // SAFETY: guaranteed by the caller. Every AArch64 processor has NEON.
-    unsafe { all_rows::<Smull>(weight, rows, inputs, outs, scratch) }
+    unsafe { all_rows::<Smull>(product, scratch) }
 }
 
-/// See [`super::product`].
+/// See [`super::multiply`].
 ///
 /// # Safety
-/// As for [`super::product`].
+/// As for [`super::multiply`].
 #[target_feature(enable = "dotprod")]
-pub unsafe fn rows_dotprod(
-    weight: &AffineWeight<'_>,
-    rows: Range<usize>,
-    inputs: &[Activations<'_>],
-    outs: &[OutPtr],
-    scratch: &mut SimdScratch,
-) {
+pub unsafe fn rows_dotprod(product: &AffineProduct<'_>, scratch: &mut SimdScratch) {
     // SAFETY: guaranteed by the caller.
-    unsafe { all_rows::<Sdot>(weight, rows, inputs, outs, scratch) }
+    unsafe { all_rows::<Sdot>(product, scratch) }
 }
 
 /// Sixteen byte products.
@@ -90,22 +75,17 @@ impl ByteProducts for Sdot {
 }
 
 #[inline(always)]
-unsafe fn all_rows<D: ByteProducts>(
-    weight: &AffineWeight<'_>,
-    rows: Range<usize>,
-    inputs: &[Activations<'_>],
-    outs: &[OutPtr],
-    scratch: &mut SimdScratch,
-) {
+unsafe fn all_rows<D: ByteProducts>(product: &AffineProduct<'_>, scratch: &mut SimdScratch) {
+    let Product { weight, rows, inputs, outs } = product;
     let loaded = &mut scratch.rows[0];
-    for row in rows {
+    for row in rows.clone() {
         loaded.load(weight, row);
         // A single input uses packed 4-bit codes. For several inputs, the codes are unpacked once.
         let packed = weight.bits == 4 && inputs.len() == 1;
         if weight.bits != 8 && !packed {
             loaded.unpack(weight, row);
         }
-        for (input, out) in inputs.iter().zip(outs) {
+        for (input, out) in inputs.iter().zip(*outs) {
             let (constants, x) = (&loaded.constants, &input.digits);
             // SAFETY: codes, constants and digits have a row's length. The caller allows writes to this output.
             unsafe {

@@ -4,6 +4,7 @@ use crate::ops::{
     Float, WeightFormat, WeightView,
     quant::{QuantizedRow, unpack},
 };
+use std::ops::Range;
 
 /// One row of activations.
 #[derive(Clone, Copy)]
@@ -29,12 +30,23 @@ impl OutPtr {
     }
 }
 
-// SAFETY: only `product` writes through the pointer, and callers of `product` guarantee that no two threads share an
+// SAFETY: only `multiply` writes through the pointer, and callers of `multiply` guarantee that no two threads share an
 // output.
 unsafe impl Send for OutPtr {}
 
 // SAFETY: as above.
 unsafe impl Sync for OutPtr {}
+
+/// Rows `rows` of a weight times every input: `outs[i][row] = weight[row] . inputs[i]`.
+#[derive(Clone)]
+pub struct Product<'a, W> {
+    pub weight: &'a W,
+    pub rows: Range<usize>,
+    pub inputs: &'a [Activations<'a>],
+    pub outs: &'a [OutPtr],
+}
+
+pub(super) type AffineProduct<'a> = Product<'a, AffineWeight<'a>>;
 
 /// An affine weight as the integer kernels use it.
 #[derive(Clone, Copy)]

@@ -1,31 +1,24 @@
 //! The integer product in portable Rust.
 
-use std::ops::Range;
-
 use super::{
-    operands::{Activations, AffineWeight, OutPtr},
+    operands::{AffineProduct, Product},
     scratch::SimdScratch,
     vector::sum8,
 };
 use crate::ops::quant::QuantizedRow;
 
-/// See [`super::product`].
+/// See [`super::multiply`].
 ///
 /// # Safety
-/// As for [`super::product`].
+/// As for [`super::multiply`].
 #[inline(always)]
-pub unsafe fn rows(
-    weight: &AffineWeight<'_>,
-    rows: Range<usize>,
-    inputs: &[Activations<'_>],
-    outs: &[OutPtr],
-    scratch: &mut SimdScratch,
-) {
-    for row in rows {
+pub unsafe fn rows(product: &AffineProduct<'_>, scratch: &mut SimdScratch) {
+    let Product { weight, rows, inputs, outs } = product;
+    for row in rows.clone() {
         let loaded = &mut scratch.rows[0];
         loaded.load(weight, row);
         loaded.unpack(weight, row);
-        for (input, out) in inputs.iter().zip(outs) {
+        for (input, out) in inputs.iter().zip(*outs) {
             let sum = dot(&loaded.bytes, weight.group, &loaded.constants, &input.digits);
             // SAFETY: the caller allows writes to this output.
             unsafe { out.0.add(row).write(sum * weight.global_scale) };

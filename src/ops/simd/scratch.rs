@@ -4,7 +4,7 @@ use super::operands::WeightRow;
 #[cfg(target_arch = "x86_64")]
 use super::tile_avx512::WeightTiles;
 
-/// Buffers of one thread for [`super::product`], reused by all calls.
+/// Buffers of one thread for [`super::multiply`], reused by all calls.
 #[derive(Default)]
 pub(crate) struct SimdScratch {
     /// Two rows of weights for the integer kernels.

@@ -1,10 +1,13 @@
 //! Compares every instruction set with a naive product. All instruction sets must give the same bytes.
 
 use super::{vector::sum8, *};
-use crate::ops::{
-    Float, WeightFormat,
-    check::processor,
-    quant::{ActivationFormat, QuantizedRows, unpack},
+use crate::{
+    device::CpuArithmetic::{F32, Integer},
+    ops::{
+        Float, WeightFormat,
+        check::processor,
+        quant::{ActivationFormat, QuantizedRows, unpack},
+    },
 };
 
 thread_local! {
@@ -95,8 +98,8 @@ impl OwnedWeight {
     }
 }
 
-fn run(isa: Isa, integer: bool, weight: &OwnedWeight, x: &[f32], together: usize) -> Vec<f32> {
-    processor::run(isa, integer, &weight.view(), x, together)
+fn run(isa: Isa, arithmetic: CpuArithmetic, weight: &OwnedWeight, x: &[f32], together: usize) -> Vec<f32> {
+    processor::run(isa, arithmetic, &weight.view(), x, together)
 }
 
 /// Bits `[index * bits, (index + 1) * bits)` of a little-endian stream.
@@ -170,7 +173,11 @@ fn largest_dot_product_fits_i32() {
             let expected = reference(&weight, &x);
             for isa in Isa::all() {
                 for together in [1, 2] {
-                    assert_same_bytes(&run(isa, true, &weight, &x, together), &expected, &format!("{isa:?} {codes:?}"));
+                    assert_same_bytes(
+                        &run(isa, Integer, &weight, &x, together),
+                        &expected,
+                        &format!("{isa:?} {codes:?}"),
+                    );
                 }
             }
         }
@@ -203,7 +210,7 @@ fn every_isa_gives_the_reference_bytes() {
                 for isa in Isa::all() {
                     for together in [1, 2, tokens] {
                         let what = format!("{isa:?} {codes:?} [{rows}, {cols}] {together} of {tokens} rows");
-                        assert_same_bytes(&run(isa, true, &weight, &x, together), &expected, &what);
+                        assert_same_bytes(&run(isa, Integer, &weight, &x, together), &expected, &what);
                     }
                 }
             }
@@ -220,7 +227,7 @@ fn requantized_rows_replace_old_results() {
         let x = activations(&mut random, 4, 512);
         let expected = reference(&weight, &x);
         for isa in Isa::all() {
-            let found = processor::run_in(&mut quantized, isa, true, &weight.view(), &x, 4);
+            let found = processor::run_in(&mut quantized, isa, Integer, &weight.view(), &x, 4);
             assert_same_bytes(&found, &expected, &format!("{isa:?}"));
         }
     }
@@ -233,7 +240,7 @@ fn integer_products_are_close_to_float() {
         let codes = WeightFormat::Affine { bits, group: 64, scale: Float::Bf16 };
         let weight = OwnedWeight::random(&mut random, codes, 40, 1024);
         let x: Vec<f32> = (0..1024).map(|_| random.unit()).collect();
-        let (exact, fast) = (run(Isa::best(), false, &weight, &x, 1), run(Isa::best(), true, &weight, &x, 1));
+        let (exact, fast) = (run(Isa::best(), F32, &weight, &x, 1), run(Isa::best(), Integer, &weight, &x, 1));
         let norm = exact.iter().map(|y| y * y).sum::<f32>().sqrt();
         let error = exact.iter().zip(&fast).map(|(a, b)| (a - b).powi(2)).sum::<f32>().sqrt();
         // The error of one value is at most half a level. The rest is f32 rounding on both sides.
@@ -255,14 +262,10 @@ fn float_products_agree_on_all_isas() {
             let mut weight = OwnedWeight::random(&mut random, codes, rows, cols);
             weight.global_scale = 0.5;
             let x: Vec<f32> = (0..tokens * cols).map(|_| random.unit()).collect();
-            let expected = run(Isa::Scalar, false, &weight, &x, 1);
+            let expected = run(Isa::Scalar, F32, &weight, &x, 1);
             for isa in Isa::all() {
                 for together in [1, 2, tokens] {
-                    assert_same_bytes(
-                        &run(isa, false, &weight, &x, together),
-                        &expected,
-                        &format!("{isa:?} {codes:?}"),
-                    );
+                    assert_same_bytes(&run(isa, F32, &weight, &x, together), &expected, &format!("{isa:?} {codes:?}"));
                 }
             }
             let mut values = Vec::new();
@@ -289,7 +292,7 @@ fn nonfinite_input_makes_outputs_nonfinite() {
         let mut x = vec![1.0; 128];
         x[77] = bad;
         for isa in Isa::all() {
-            assert!(run(isa, true, &weight, &x, 1).iter().all(|y| !y.is_finite()));
+            assert!(run(isa, Integer, &weight, &x, 1).iter().all(|y| !y.is_finite()));
         }
     }
 }

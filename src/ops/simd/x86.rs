@@ -1,10 +1,10 @@
 //! Code that AVX2 and AVX-512 share: one row of weights, read once in order, times one row of activations.
 
-use std::{arch::x86_64::*, ops::Range};
+use std::arch::x86_64::*;
 
 use super::vector::sum8_avx;
 use super::{
-    operands::{Activations, AffineWeight, OutPtr, WeightRow, pdep_mask},
+    operands::{AffineProduct, AffineWeight, Product, WeightRow, pdep_mask},
     scratch::SimdScratch,
 };
 use crate::ops::quant::QuantizedRow;
@@ -29,27 +29,21 @@ pub(super) trait GroupDot {
     unsafe fn bytes<const GROUP: usize, const WIDE: bool>(codes: *const u8, x: [*const i8; 3]) -> __m256i;
 }
 
-/// See [`super::product`]. Must be inlined into a function that has the instructions of `D`, FMA and BMI2.
+/// See [`super::multiply`]. Must be inlined into a function that has the instructions of `D`, FMA and BMI2.
 #[inline(always)]
-pub(super) unsafe fn rows<D: GroupDot>(
-    weight: &AffineWeight<'_>,
-    rows: Range<usize>,
-    inputs: &[Activations<'_>],
-    outs: &[OutPtr],
-    scratch: &mut SimdScratch,
-) {
+pub(super) unsafe fn rows<D: GroupDot>(product: &AffineProduct<'_>, scratch: &mut SimdScratch) {
     // SAFETY: guaranteed by the caller.
     unsafe {
-        match (weight.bits, weight.group) {
-            (4, 32) => rows_of::<D, 4, 32>(weight, rows, inputs, outs, scratch),
-            (4, 64) => rows_of::<D, 4, 64>(weight, rows, inputs, outs, scratch),
-            (4, _) => rows_of::<D, 4, 128>(weight, rows, inputs, outs, scratch),
-            (8, 32) => rows_of::<D, 8, 32>(weight, rows, inputs, outs, scratch),
-            (8, 64) => rows_of::<D, 8, 64>(weight, rows, inputs, outs, scratch),
-            (8, _) => rows_of::<D, 8, 128>(weight, rows, inputs, outs, scratch),
-            (_, 32) => rows_of::<D, 0, 32>(weight, rows, inputs, outs, scratch),
-            (_, 64) => rows_of::<D, 0, 64>(weight, rows, inputs, outs, scratch),
-            (_, _) => rows_of::<D, 0, 128>(weight, rows, inputs, outs, scratch),
+        match (product.weight.bits, product.weight.group) {
+            (4, 32) => rows_of::<D, 4, 32>(product, scratch),
+            (4, 64) => rows_of::<D, 4, 64>(product, scratch),
+            (4, _) => rows_of::<D, 4, 128>(product, scratch),
+            (8, 32) => rows_of::<D, 8, 32>(product, scratch),
+            (8, 64) => rows_of::<D, 8, 64>(product, scratch),
+            (8, _) => rows_of::<D, 8, 128>(product, scratch),
+            (_, 32) => rows_of::<D, 0, 32>(product, scratch),
+            (_, 64) => rows_of::<D, 0, 64>(product, scratch),
+            (_, _) => rows_of::<D, 0, 128>(product, scratch),
         }
     }
 }
@@ -57,18 +51,16 @@ pub(super) unsafe fn rows<D: GroupDot>(
 /// `BITS` is 4 or 8, or 0 for the widths that are unpacked to bytes first.
 #[inline(always)]
 unsafe fn rows_of<D: GroupDot, const BITS: usize, const GROUP: usize>(
-    weight: &AffineWeight<'_>,
-    rows: Range<usize>,
-    inputs: &[Activations<'_>],
-    outs: &[OutPtr],
+    product: &AffineProduct<'_>,
     scratch: &mut SimdScratch,
 ) {
-    for row in rows {
+    let Product { weight, rows, inputs, outs } = product;
+    for row in rows.clone() {
         let loaded = &mut scratch.rows[0];
         // SAFETY: the processor has BMI2.
         unsafe { load_row::<BITS>(weight, row, loaded) };
         let codes = if BITS == 0 { &loaded.bytes } else { weight.codes(row) };
-        for (input, out) in inputs.iter().zip(outs) {
+        for (input, out) in inputs.iter().zip(*outs) {
             // SAFETY: codes, constants and digits have a row's length. The caller allows writes to this output.
             unsafe {
                 let sum = dot::<D, BITS, GROUP>(codes, &loaded.constants, &input.digits);
