@@ -156,6 +156,12 @@ pub enum CommandError {
 }
 
 impl CommandError {
+    /// Adds to an I/O error what the program was doing.
+    pub fn io(what: impl Into<String>) -> impl Fn(io::Error) -> Self {
+        let what = what.into();
+        move |source| Self::Io { what: what.clone(), source }
+    }
+
     /// Exit code: 2 for usage errors, 130 for an interruption, 1 otherwise.
     pub fn exit_code(&self) -> u8 {
         match self {

@@ -135,7 +135,7 @@ fn write_content(text: &str) -> Result<(), CommandError> {
     let mut out = io::stdout().lock();
     let text = if out.is_terminal() { printable(text) } else { text.into() };
     let written = out.write_all(text.as_bytes()).and_then(|()| out.flush());
-    written.map_err(|source| CommandError::Io { what: "writing the answer".into(), source })
+    written.map_err(CommandError::io("writing the answer"))
 }
 
 #[cfg(test)]

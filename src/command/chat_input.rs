@@ -117,7 +117,7 @@ fn create_private_dir(file: &Path) -> io::Result<()> {
 }
 
 fn failed(error: ReadlineError) -> CommandError {
-    CommandError::Io { what: "reading from the terminal".into(), source: io::Error::other(error) }
+    CommandError::io("reading from the terminal")(io::Error::other(error))
 }
 
 /// Decides whether a text is complete, and completes commands.

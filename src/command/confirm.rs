@@ -15,6 +15,6 @@ pub fn confirmed(question: &str) -> Result<bool, CommandError> {
     let _ = io::stderr().flush();
     let mut answer = String::new();
     let read = io::stdin().lock().read_line(&mut answer);
-    read.map_err(|source| CommandError::Io { what: "reading the answer".into(), source })?;
+    read.map_err(CommandError::io("reading the answer"))?;
     Ok(matches!(answer.trim(), "y" | "Y" | "yes"))
 }

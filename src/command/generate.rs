@@ -37,5 +37,5 @@ pub fn answer_once(model: &ChatModel, config: &GenerateConfig) -> Result<(), Com
 /// A single-threaded runtime that waits for events and signals.
 pub fn runtime() -> Result<tokio::runtime::Runtime, CommandError> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    runtime.map_err(|source| CommandError::Io { what: "starting the runtime".into(), source })
+    runtime.map_err(CommandError::io("starting the runtime"))
 }

@@ -152,8 +152,7 @@ fn quoted(word: &str) -> String {
 fn write(setup: &AgentSetup) -> Result<(), CommandError> {
     for (path, text) in &setup.files {
         let made = path.parent().map_or(Ok(()), fs::create_dir_all);
-        let failed = |source| CommandError::Io { what: path.display().to_string(), source };
-        made.and_then(|()| fs::write(path, text)).map_err(failed)?;
+        made.and_then(|()| fs::write(path, text)).map_err(CommandError::io(path.display().to_string()))?;
     }
     Ok(())
 }
@@ -161,7 +160,7 @@ fn write(setup: &AgentSetup) -> Result<(), CommandError> {
 /// Runs the agent until it ends, and returns the agent's exit code. Ctrl-C goes to the agent only. SIGTERM and SIGHUP
 /// end this process and the server.
 fn run_agent(setup: &AgentSetup, args: &cli::LaunchArgs, server: Option<u32>) -> Result<i32, CommandError> {
-    let failed = |source| CommandError::Io { what: setup.program.into(), source };
+    let failed = &CommandError::io(setup.program);
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().map_err(failed)?;
     let _guard = runtime.enter();
     let mut interrupt = signal(SignalKind::interrupt()).map_err(failed)?;
@@ -195,7 +194,7 @@ struct OwnServer(Child);
 impl OwnServer {
     /// Starts `moestro serve` and waits until it is ready. The log of the server goes to a file.
     fn start(args: &cli::LaunchArgs) -> Result<Self, CommandError> {
-        let failed = |source| CommandError::Io { what: "starting a server".into(), source };
+        let failed = &CommandError::io("starting a server");
         let log = os::state_dir().map_or_else(|| PathBuf::from("/dev/null"), |dir| dir.join("launch.log"));
         log.parent().map_or(Ok(()), fs::create_dir_all).map_err(failed)?;
         let mut command = Command::new(env::current_exe().map_err(failed)?);

@@ -45,8 +45,7 @@ impl LocalModel {
             ..Options::default()
         };
         let options = super::speculation(config.load.drafts.as_ref(), options);
-        let (engine, worker) = engine::spawn_with(loaded.model, loaded.draft, options, metrics)
-            .map_err(|source| CommandError::Io { what: "starting the engine thread".into(), source })?;
+        let (engine, worker) = super::start_engine(loaded.model, loaded.draft, options, metrics)?;
         Ok(Self { checkpoint, plan: loaded.plan, engine, worker })
     }
 

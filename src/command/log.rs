@@ -57,7 +57,6 @@ pub fn init(cli: &Cli) -> Result<LogGuard, CommandError> {
     let filter = EnvFilter::try_from_env("MOESTRO_LOG").unwrap_or_else(|_| EnvFilter::new(level));
     let on_terminal = dir.is_none() && io::stderr().is_terminal();
     let colours = on_terminal && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
-    let failed = |source| CommandError::Io { what: "the log".into(), source };
     let (lines, guard) = match dir {
         None => write_in_thread(LogStderr),
         Some(dir) => {
@@ -65,7 +64,7 @@ pub fn init(cli: &Cli) -> Result<LogGuard, CommandError> {
             write_in_thread(files)
         }
     }
-    .map_err(failed)?;
+    .map_err(CommandError::io("the log"))?;
     // tracing-subscriber reports its own errors to stderr, and panics if stderr is closed.
     let layer = tracing_subscriber::fmt().with_env_filter(filter).with_ansi(colours).log_internal_errors(false);
     let layer = layer.with_writer(move || lines.clone());

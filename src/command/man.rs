@@ -46,7 +46,7 @@ const CONFIG_PAGE: [&str; 6] = [
 /// # Errors
 /// The directory cannot be written.
 pub fn man(dir: &Path) -> Result<(), CommandError> {
-    write_pages(dir).map_err(|source| CommandError::Io { what: dir.display().to_string(), source })
+    write_pages(dir).map_err(CommandError::io(dir.display().to_string()))
 }
 
 fn write_pages(dir: &Path) -> io::Result<()> {

@@ -250,6 +250,16 @@ pub fn speculation(drafts: Option<&DraftArgs>, options: engine::Options) -> engi
     }
 }
 
+/// Starts the engine's thread.
+pub fn start_engine(
+    model: Qwen,
+    draft: Box<dyn engine::Draft<Qwen>>,
+    options: engine::Options,
+    metrics: Arc<Metrics>,
+) -> Result<(engine::Handle, engine::Worker), CommandError> {
+    engine::spawn_with(model, draft, options, metrics).map_err(CommandError::io("starting the engine thread"))
+}
+
 /// A loaded model with its draft.
 pub struct ReadyModel {
     pub model: Qwen,
@@ -346,7 +356,23 @@ pub fn check_model(checkpoint: &CheckpointMeta, load: &LoadSettings, gpu: Option
     Ok(())
 }
 
-/// Loads the weights and shows a progress bar.
+/// Loads a model on the CPU and shows a progress bar.
+pub fn load_weights(
+    dir: &Path,
+    name: &str,
+    options: &model::LoadOptions,
+    metrics: &Arc<Metrics>,
+) -> Result<Qwen, CommandError> {
+    let bar = progress::bytes(0, format!("Loading {name}"));
+    let model = Qwen::load(dir, options, metrics, &mut |done, total| {
+        bar.set_length(total);
+        bar.set_position(done);
+    });
+    bar.finish_and_clear();
+    Ok(model?)
+}
+
+/// Loads a model with its draft, and moves it to the chosen device.
 pub fn load_model(
     checkpoint: &CheckpointMeta,
     load: &LoadSettings,
@@ -354,13 +380,8 @@ pub fn load_model(
     metrics: &Arc<Metrics>,
 ) -> Result<ReadyModel, CommandError> {
     let (found, options) = inspect_draft(checkpoint, load, chosen.working_set())?;
-    let bar = progress::bytes(0, format!("Loading {}", checkpoint.name));
-    let model = Qwen::load(&checkpoint.dir, &options, metrics, &mut |done, total| {
-        bar.set_length(total);
-        bar.set_position(done);
-    });
-    bar.finish_and_clear();
-    let model = chosen.place(model?)?;
+    let model = load_weights(&checkpoint.dir, &checkpoint.name, &options, metrics)?;
+    let model = chosen.place(model)?;
     let draft = found.load(&model)?;
     if let Some(images) = model.info().images {
         tracing::info!(most_tokens = images.max_tokens(), "the model reads images");

@@ -30,7 +30,6 @@ use crate::{
 use parking_lot::{Mutex, RwLock};
 use std::{
     collections::BTreeSet,
-    io,
     net::IpAddr,
     path::PathBuf,
     sync::Arc,
@@ -203,14 +202,13 @@ impl ModelCatalog {
             ..Options::default()
         };
         let options = super::speculation(config.load.drafts.as_ref(), options);
-        let (engine, worker) = engine::spawn_with(model.model, model.draft, options, metrics.clone())
-            .map_err(|source| failed("starting the engine thread", source))?;
+        let (engine, worker) = super::start_engine(model.model, model.draft, options, metrics.clone())?;
         let grammars = Arc::new(GrammarCompiler::new(checkpoint.tokenizer.clone(), &checkpoint.generation.eos));
         let warm = grammars.clone();
         let sorting = std::thread::Builder::new()
             .name("grammars".into())
             .spawn(move || warm.warm_up())
-            .map_err(|source| failed("starting a thread", source))?;
+            .map_err(CommandError::io("starting a thread"))?;
         let created = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
         self.memory.set_plan(model.requests);
         metrics.set_model(id);
@@ -279,8 +277,4 @@ fn storage(config: &ServeConfig, checkpoint: &CheckpointMeta, loaded: &super::Re
     let (version, device, model) = (env!("CARGO_PKG_VERSION"), loaded.device, loaded.model.config());
     let key = format!("{version} {program:?} {device} {model:?} {:?} {identity}", config.load.flags.kv_bits);
     Some(DiskCacheOptions { dir, limit: config.prompt_cache_disk, key })
-}
-
-fn failed(what: &str, source: io::Error) -> CommandError {
-    CommandError::Io { what: what.into(), source }
 }

@@ -30,7 +30,7 @@ pub fn run(args: &cli::PullArgs) -> Result<(), CommandError> {
 /// Runs a download. On a terminal, Ctrl-C ends the program and prints how to resume the download.
 fn interruptible<T>(work: impl FnOnce() -> Result<T, CommandError>) -> Result<T, CommandError> {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().worker_threads(1).build();
-    let runtime = runtime.map_err(|source| CommandError::Io { what: "starting a thread".into(), source })?;
+    let runtime = runtime.map_err(CommandError::io("starting a thread"))?;
     if io::stderr().is_terminal() {
         runtime.spawn(async {
             if tokio::signal::ctrl_c().await.is_ok() {

@@ -44,7 +44,7 @@ impl RemoteModel {
                 let _ = sender.send(Err(error));
             }
         });
-        reader.map_err(|source| CommandError::Io { what: "starting a thread".into(), source })?;
+        reader.map_err(CommandError::io("starting a thread"))?;
         let (mut printer, begin) = (AnswerPrinter::new(), Instant::now());
         let (mut timings, mut is_cut, mut first) = (Timings::default(), false, None);
         let mut stop = std::pin::pin!(stop);

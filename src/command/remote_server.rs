@@ -62,7 +62,7 @@ impl RemoteServer {
             None => self.agent.get(&url).header("authorization", self.authorization()).call(),
             Some(body) => self.post(&self.agent, &url, body),
         };
-        let failed = |source| CommandError::Io { what: format!("asking {url}"), source };
+        let failed = &CommandError::io(format!("asking {url}"));
         let mut answer = sent.map_err(|error| match error {
             ureq::Error::Io(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
                 let at = format!("{}:{}", self.args.host, self.args.port);
@@ -105,7 +105,7 @@ impl RemoteServer {
     /// The connection fails, or the server sends an error.
     pub fn stream_chat(&self, body: &Value, mut each: impl FnMut(&Value) -> bool) -> Result<(), CommandError> {
         let url = format!("{}/v1/chat/completions", self.base_url());
-        let failed = |source| CommandError::Io { what: format!("asking {url}"), source };
+        let failed = &CommandError::io(format!("asking {url}"));
         let config = ureq::Agent::config_builder().timeout_connect(Some(TIMEOUT)).timeout_per_read(Some(SILENCE));
         let agent: ureq::Agent = config.http_status_as_error(false).build().into();
         let answer = self.post(&agent, &url, body).map_err(|error| failed(io::Error::other(error)))?;

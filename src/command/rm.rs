@@ -47,7 +47,7 @@ pub fn remove(args: &cli::RmArgs, settings: &Settings) -> Result<(), CommandErro
         Origin::Hub => Hub::from_env().map_err(io::Error::other).and_then(|hub| hub.remove(&entry.id)),
         _ => fs::remove_dir_all(dir),
     };
-    removed.map_err(|source| CommandError::Io { what: dir.display().to_string(), source })
+    removed.map_err(CommandError::io(dir.display().to_string()))
 }
 
 /// True if `dir` is in `home` after the links in the parent directories of `dir` are resolved.

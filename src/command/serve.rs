@@ -29,7 +29,7 @@ pub fn run(config: ServeConfig, settings: &Settings) -> Result<(), CommandError>
     // Returns freed memory to the system after a large request, so that other programs can use the memory.
     os::return_freed_memory();
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().worker_threads(2).build();
-    let runtime = runtime.map_err(|source| failed("starting threads", source))?;
+    let runtime = runtime.map_err(CommandError::io("starting threads"))?;
     let mut is_ready = false;
     let outcome = runtime.block_on(serve(config, settings.clone(), &mut is_ready));
     // Does not wait for a model that is being loaded, or for a forward pass that the second signal interrupted.
@@ -54,7 +54,7 @@ async fn serve(config: ServeConfig, settings: Settings, is_ready: &mut bool) -> 
     // The device is `cpu` until the model is loaded. The GPU is opened after the port, because its kernels may have to
     // be compiled.
     let metrics = Metrics::new(env!("CARGO_PKG_VERSION"), CPU);
-    let watch = |kind| signal(kind).map_err(|source| failed("watching for signals", source));
+    let watch = |kind| signal(kind).map_err(CommandError::io("watching for signals"));
     let hangup = watch(SignalKind::hangup())?;
     // On SIGHUP, a server on a terminal ends, because the terminal was closed. A service reloads its configuration.
     let has_terminal = io::stdout().is_terminal() || io::stderr().is_terminal();
@@ -70,7 +70,7 @@ async fn serve(config: ServeConfig, settings: Settings, is_ready: &mut bool) -> 
     if !on_demand {
         listeners.push(bind(&config.host, config.port).await?);
     }
-    let address = listeners[0].local_addr().map_err(|source| failed(&config.host, source))?;
+    let address = listeners[0].local_addr().map_err(CommandError::io(&config.host))?;
     let mut server = new_server(&config, metrics.clone(), address.ip());
     let first = local_models::id(&config.model, &settings);
     let catalog = Arc::new(ModelCatalog::new(config.clone(), settings, metrics.clone(), server.memory.clone()));
@@ -103,7 +103,7 @@ async fn serve(config: ServeConfig, settings: Settings, is_ready: &mut bool) -> 
         let id = first.clone();
         let loading = spawn_blocking(move || catalog.open(&id, &config));
         let loaded = tokio::select! {
-            loaded = loading => loaded.map_err(|panic| failed("loading the model", io::Error::other(panic)))??,
+            loaded = loading => loaded.map_err(|panic| CommandError::io("loading the model")(io::Error::other(panic)))??,
             // No request is running yet, so there is nothing to drain.
             signal = stop.recv() => return Ok(signal),
         };
@@ -120,7 +120,7 @@ async fn serve(config: ServeConfig, settings: Settings, is_ready: &mut bool) -> 
     let signal = tokio::select! {
         ended = &mut running => {
             result_of(ended)?;
-            return Err(failed("serving", io::Error::other("the port was closed")));
+            return Err(CommandError::io("serving")(io::Error::other("the port was closed")));
         }
         signal = stop.recv() => signal,
     };
@@ -191,7 +191,7 @@ fn inherited_listeners() -> Result<Vec<TcpListener>, CommandError> {
         };
         listeners.into_iter().map(listen).collect()
     });
-    inherited.map_err(|source| failed("the service manager's sockets", source))
+    inherited.map_err(CommandError::io("the service manager's sockets"))
 }
 
 /// Notifies systemd's watchdog as long as the runtime makes progress.
@@ -207,16 +207,12 @@ async fn bind(host: &str, port: u16) -> Result<TcpListener, CommandError> {
     let bare = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
     TcpListener::bind((bare, port)).await.map_err(|source| match source.kind() {
         io::ErrorKind::AddrInUse => CommandError::PortInUse { host: host.into(), port },
-        _ => failed(&format!("listening on port {port} of {host}"), source),
+        _ => CommandError::io(format!("listening on port {port} of {host}"))(source),
     })
 }
 
-fn failed(what: &str, source: io::Error) -> CommandError {
-    CommandError::Io { what: what.into(), source }
-}
-
 fn result_of(ended: Result<io::Result<()>, tokio::task::JoinError>) -> Result<(), CommandError> {
-    ended.unwrap_or_else(|panic| Err(io::Error::other(panic))).map_err(|source| failed("serving", source))
+    ended.unwrap_or_else(|panic| Err(io::Error::other(panic))).map_err(CommandError::io("serving"))
 }
 
 /// The signals that stop the server: Ctrl-C, SIGTERM, and the hangup of the server's terminal.

@@ -5,12 +5,12 @@ use crate::{
     error::CommandError,
     platform::{
         os,
-        service::{Service, ServiceCommand, ServiceManager, ServiceStep},
+        service::{Service, ServiceCommand, ServiceManager, ServiceStep, command_line},
     },
 };
 use std::{
     env,
-    ffi::{OsStr, OsString},
+    ffi::OsStr,
     path::{self, Path, PathBuf},
 };
 
@@ -40,9 +40,9 @@ pub fn run(args: cli::ServiceArgs) -> Result<(), CommandError> {
                 ServiceStep::Write(path, text) => println!("write {}:\n{text}", path.display()),
                 ServiceStep::Remove(path) => println!("remove {}", path.display()),
                 ServiceStep::Run(words) | ServiceStep::Try(words) | ServiceStep::Retry(words, _) => {
-                    println!("run {}", line(&words));
+                    println!("run {}", command_line(&words));
                 }
-                ServiceStep::WaitUntilGone(words) => println!("repeat until it fails: {}", line(&words)),
+                ServiceStep::WaitUntilGone(words) => println!("repeat until it fails: {}", command_line(&words)),
             }
         }
         return Ok(());
@@ -66,10 +66,6 @@ fn called_path(called: &OsStr, search: Option<&OsStr>, resolved: &Path) -> Optio
         return path::absolute(called).ok().filter(is_same);
     }
     env::split_paths(search?).map(|dir| dir.join(called)).find(|path| path.is_file()).filter(is_same)
-}
-
-fn line(words: &[OsString]) -> String {
-    words.iter().map(|word| word.to_string_lossy()).collect::<Vec<_>>().join(" ")
 }
 
 /// Makes an argument absolute if it is an existing path, because the service runs in another directory.

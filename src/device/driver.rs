@@ -73,8 +73,7 @@ pub trait Driver: Send + 'static {
 
     /// Encodes a copy of adopted bytes to the GPU. The copy runs after all earlier launches and before all later
     /// launches, without a barrier. The caller must not change the bytes until the copy is complete.
-    fn upload(&mut self, encoder: &mut Self::Encoder, region: Region) -> Result<(), DeviceError> {
-        let _ = (encoder, region);
+    fn upload(&mut self, _encoder: &mut Self::Encoder, _region: Region) -> Result<(), DeviceError> {
         Ok(())
     }
 

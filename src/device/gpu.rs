@@ -45,8 +45,7 @@ pub trait Gpu: Timeline + Send {
 
     /// Copies adopted bytes to the device, in order with launches. The bytes must not change until the device has
     /// completed the next sync point.
-    fn upload(&mut self, region: Region) -> Result<(), DeviceError> {
-        let _ = region;
+    fn upload(&mut self, _region: Region) -> Result<(), DeviceError> {
         Ok(())
     }
 
@@ -72,9 +71,7 @@ pub trait Gpu: Timeline + Send {
     }
 
     /// Sets the time for which a wait spins before it sleeps. The default is 2 ms.
-    fn set_spin(&mut self, time: Duration) {
-        let _ = time;
-    }
+    fn set_spin(&mut self, _time: Duration) {}
 
     /// Makes the device fail on purpose, for `moestro doctor`. Returns the reported error message. `None` if the device
     /// cannot recover from a failure.

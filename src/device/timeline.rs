@@ -31,8 +31,7 @@ pub trait Timeline {
     ///
     /// # Errors
     /// The work failed, so the device will never complete `point`.
-    fn wait_for(&mut self, point: SyncPoint) -> Result<(), DeviceError> {
-        let _ = point;
+    fn wait_for(&mut self, _point: SyncPoint) -> Result<(), DeviceError> {
         Ok(())
     }
 

@@ -86,8 +86,8 @@ impl ExpertStore {
     }
 
     /// Number of layers from `layer` on that a GPU can compute before the CPU reads the routers' choices.
-    pub fn look_ahead(&self, layer: usize, kind: PassKind) -> usize {
-        self.state.borrow().look_ahead.layers(layer, self.wants_prefetch(kind))
+    pub fn layers_to_submit(&self, layer: usize, kind: PassKind) -> usize {
+        self.state.borrow().layer_hits.layers_to_submit(layer, self.wants_prefetch(kind))
     }
 
     /// The slots of the experts of `layer` for the device's table, if they have changed since the last call for this
@@ -308,7 +308,7 @@ impl ExpertFetch<'_> {
         prefetched.inc_by(from_prefetch);
         metrics.prefetches_used.inc_by(from_prefetch);
         if self.kind == PassKind::Decode {
-            state.look_ahead.record(self.layer, misses + from_prefetch == 0 && are_on_device);
+            state.layer_hits.record(self.layer, misses + from_prefetch == 0 && are_on_device);
             state.prefetcher.count_reads(misses, from_prefetch);
         }
         store.release_unused_prefetches(state, self.layer);

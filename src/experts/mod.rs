@@ -26,7 +26,7 @@
 //! * [`read_plan`]: the position of an expert's bytes on disk and in a slot.
 //! * [`reader`]: threads that read from a [`source`] directly into slots.
 //! * [`prefetch`]: measures whether prefetching saves time, and turns it on or off.
-//! * `look_ahead`: decides how many layers a GPU computes before the CPU reads the routers' choices.
+//! * `layer_hits`: decides how many layers a GPU computes before the CPU reads the routers' choices.
 //! * `warm_start`: saves and loads the list of hot experts.
 //! * [`slot_layout`]: positions of slots and segments in the slab.
 //! * `memory_pressure`: decides how many slots to keep while the system is short of memory.
@@ -38,7 +38,7 @@
 mod choice;
 pub mod eviction;
 mod fetch;
-mod look_ahead;
+mod layer_hits;
 mod memory_pressure;
 mod pending;
 pub mod prefetch;

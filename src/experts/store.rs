@@ -3,7 +3,7 @@
 use super::{
     choice::{ExpertChoice, PassKind},
     eviction::{EvictionScores, ExpertKey},
-    look_ahead::LookAhead,
+    layer_hits::LayerHits,
     memory_pressure::{MemoryPressure, SlotChange, SlotCounts},
     pending::PendingExperts,
     prefetch::{Prefetch, Prefetcher},
@@ -77,8 +77,7 @@ pub trait SlotDevice: Timeline {
     ///
     /// # Errors
     /// The device failed and may still use the segment's memory.
-    fn release_segment(&mut self, segment: usize) -> Result<(), DeviceError> {
-        let _ = segment;
+    fn release_segment(&mut self, _segment: usize) -> Result<(), DeviceError> {
         Ok(())
     }
 
@@ -87,8 +86,7 @@ pub trait SlotDevice: Timeline {
     ///
     /// # Errors
     /// The device has too little memory.
-    fn restore_segment(&mut self, segment: usize) -> Result<(), DeviceError> {
-        let _ = segment;
+    fn restore_segment(&mut self, _segment: usize) -> Result<(), DeviceError> {
         Ok(())
     }
 }
@@ -121,7 +119,7 @@ pub(super) struct StoreState {
     pub slots: SlotTable,
     pub scores: EvictionScores,
     pub prefetcher: Prefetcher,
-    pub look_ahead: LookAhead,
+    pub layer_hits: LayerHits,
     /// Range of each piece of each slot's expert, in bytes from the start of the slot.
     pub spans: Vec<[Range<usize>; PIECES]>,
     pub observer: Option<FetchObserver>,
@@ -181,7 +179,7 @@ impl ExpertStore {
             slots: table,
             scores: EvictionScores::new(map.layers.len(), experts),
             prefetcher: Prefetcher::new(options.prefetch, slots, slot_bytes),
-            look_ahead: LookAhead::new(map.layers.len()),
+            layer_hits: LayerHits::new(map.layers.len()),
             spans: vec![std::array::from_fn(|_| 0..0); slots],
             saved: Instant::now(),
             heatmap_updated: None,

@@ -389,7 +389,7 @@ impl JsonTable<'_> {
                 },
                 eos: eos as u32,
                 vocab: vocab as u64,
-                taps: self.count_or("ple_conv_kernel_size", 64, 4)?,
+                conv_width: self.count_or("ple_conv_kernel_size", 64, 4)?,
                 file: file.into(),
             };
             if shape.size < 2 || !shape.width.is_multiple_of(shape.table_heads()) {

@@ -32,7 +32,7 @@ pub struct NgramShape {
     pub eos: u32,
     pub vocab: u64,
     /// Number of weights of the convolution, which are `size` tokens apart.
-    pub taps: usize,
+    pub conv_width: usize,
     /// The file of the table, if it is not in the shards.
     pub file: String,
 }
@@ -45,7 +45,7 @@ impl NgramShape {
 
     /// Number of earlier rows that one output of the convolution depends on.
     pub fn history(&self) -> usize {
-        (self.taps - 1) * self.size
+        (self.conv_width - 1) * self.size
     }
 }
 
@@ -145,7 +145,7 @@ mod tests {
             seed: case["config"].get("seed").and_then(Value::as_u64).unwrap_or(1234),
             eos: eos.get(0).unwrap_or(eos).as_u64().unwrap() as u32,
             vocab: number("vocab_size"),
-            taps: 4,
+            conv_width: 4,
             file: String::new(),
         }
     }

@@ -1,6 +1,7 @@
 //! Places the weights and expert slots of a model on a backend.
 
 use super::{
+    config::refuse,
     shared_backend::SharedBackend,
     weights::{Ffn, Mixer, Network},
 };
@@ -12,10 +13,6 @@ use crate::{
     ops::{AttentionShape, Backend, ExpertSlots, ModelPart, NO_SLOT},
 };
 use std::ops::Range;
-
-fn refuse<T>(why: String) -> Result<T, ModelError> {
-    Err(ModelError::Config(why))
-}
 
 /// Lets the backend adopt the buffer of the weights. The buffer gets the number that the regions of the weights already
 /// have.

@@ -332,16 +332,10 @@ impl Qwen {
             let positions = RowPositions::new(state.next, start, hooks.images);
             let image_rows = self.image_rows(hooks.images, start..start + tokens, hooks.keep_going)?;
             let chunk = Chunk {
-                ids: ids_here,
-                sequences: &[],
-                share_buffers: false,
-                start,
-                positions,
                 image_rows: &image_rows,
                 logits: tokens - wanted_here..tokens,
-                kind: if tokens == 1 { PassKind::Decode } else { PassKind::Prefill },
                 half: ids.len() > 1 && device.limits.uses_half_precision,
-                commit: Commit::Now,
+                ..Chunk::new(ids_here, start, positions)
             };
             let hooks_here = (hooks.keep_going, SnapshotMarks::new(here));
             let (logits_here, after) = unfilled.split_at_mut(chunk.logits.len() * self.parts.config.vocab);
@@ -409,16 +403,11 @@ impl Qwen {
         };
         let sequences: Vec<SequenceRow> = rows.iter().map(sequence).collect();
         let chunk = Chunk {
-            ids: &ids,
             sequences: &sequences,
             share_buffers,
-            start: 0,
-            positions: RowPositions::new(0, 0, &[]),
-            image_rows: &[],
             logits: 0..count,
             kind: self.pass_kind(count),
-            half: false,
-            commit: Commit::Now,
+            ..Chunk::new(&ids, 0, RowPositions::new(0, 0, &[]))
         };
         let mut logits = self.new_logits(device, count);
         let mut states: Vec<&mut QwenState> = rows.iter_mut().map(|(state, _)| &mut **state).collect();
@@ -448,19 +437,11 @@ impl Qwen {
         for delta in state.delta_states() {
             delta.ensure_replay_buffer(&config.delta, &mut device.backend)?;
         }
-        let (kind, start, commit) = (self.pass_kind(rows), state.len, Commit::verify_after(before));
-        let (positions, logits, half) = (RowPositions::new(state.next, start, &[]), 0..rows, false);
         let chunk = Chunk {
-            ids,
-            sequences: &[],
-            share_buffers: false,
-            start,
-            positions,
-            image_rows: &[],
-            logits,
-            kind,
-            half,
-            commit,
+            logits: 0..rows,
+            kind: self.pass_kind(rows),
+            commit: Commit::verify_after(before),
+            ..Chunk::new(ids, state.len, RowPositions::new(state.next, state.len, &[]))
         };
         let mut logits = self.new_logits(device, rows);
         // If the verify fails, its rows cannot be rejected.

@@ -246,9 +246,10 @@ impl NgramWeights {
     fn load(trunk: &mut TrunkLoader<'_>, shape: &NgramShape, config: &Config) -> Result<Self, ModelError> {
         let (prefix, width) = (format!("{}ple.", names::layer_prefix(shape.layer)), config.residual_width());
         let path = |name: &str| format!("{prefix}{name}");
-        // [C, 1, taps] or [C, taps, 1]: the same order of values. The operation reads [taps, C].
-        let raw = trunk.from.vector(&path("conv1d.weight"), width * shape.taps)?;
-        let conv: Vec<f32> = (0..shape.taps).flat_map(|at| raw.iter().skip(at).step_by(shape.taps).copied()).collect();
+        // [C, 1, K] or [C, K, 1]: the same order of values. The operation reads [K, C].
+        let raw = trunk.from.vector(&path("conv1d.weight"), width * shape.conv_width)?;
+        let conv: Vec<f32> =
+            (0..shape.conv_width).flat_map(|at| raw.iter().skip(at).step_by(shape.conv_width).copied()).collect();
         Ok(Self {
             layout: NgramLayout::new(trunk.from, &path("ple_embedding."), shape)?,
             proj: [

@@ -46,8 +46,7 @@ pub trait Backend: Timeline + Send {
 
     /// Returns an error if the device's compiler gives a kernel of this part fewer threads than its launches need. The
     /// check of all kernels at startup covers only launches whose number of threads is fixed.
-    fn check_threads(&mut self, part: ModelPart<'_>) -> Result<(), DeviceError> {
-        let _ = part;
+    fn check_threads(&mut self, _part: ModelPart<'_>) -> Result<(), DeviceError> {
         Ok(())
     }
 
@@ -60,15 +59,11 @@ pub trait Backend: Timeline + Send {
 
     /// With `Some`, later products use half precision, for the rows of a prompt. With `None`, they use full precision
     /// again. Only called if [`BackendLimits::uses_half_precision`] is set. A row's result never depends on other rows.
-    fn set_half_buffers(&mut self, buffers: Option<HalfBuffers>) {
-        let _ = buffers;
-    }
+    fn set_half_buffers(&mut self, _buffers: Option<HalfBuffers>) {}
 
     /// Called before the layers of a pass. If `streams` is true, layers wait for experts that are being read. Each wait
     /// submits the queued work, so the backend need not decide when to submit.
-    fn begin_layers(&mut self, streams: bool) {
-        let _ = streams;
-    }
+    fn begin_layers(&mut self, _streams: bool) {}
 
     /// Called after each layer. A backend that queues work may submit it here.
     fn end_layer(&mut self) -> Result<(), DeviceError> {
@@ -77,9 +72,7 @@ pub trait Backend: Timeline + Send {
 
     /// With `Some`, later launches have a skip flag: a word that a router sets if it selects an expert without a slot in
     /// its table. The launches after the router then change nothing that a later pass or another layer needs.
-    fn set_skip_flag(&mut self, flag: Option<Region>) {
-        let _ = flag;
-    }
+    fn set_skip_flag(&mut self, _flag: Option<Region>) {}
 
     /// Number of launches so far.
     fn launches(&mut self) -> u64 {
@@ -115,14 +108,12 @@ pub trait Backend: Timeline + Send {
     ) -> Result<(Vec<Region>, Region), DeviceError>;
 
     /// Waits until the device has finished with the segment, then unmaps it. [`Backend::mark_loaded`] maps it again.
-    fn release_segment(&mut self, segment: Region) -> Result<(), DeviceError> {
-        let _ = segment;
+    fn release_segment(&mut self, _segment: Region) -> Result<(), DeviceError> {
         Ok(())
     }
 
     /// Allocates the device's memory for a released segment, if the device has its own memory.
-    fn restore_segment(&mut self, segment: Region) -> Result<(), DeviceError> {
-        let _ = segment;
+    fn restore_segment(&mut self, _segment: Region) -> Result<(), DeviceError> {
         Ok(())
     }
 
@@ -135,8 +126,7 @@ pub trait Backend: Timeline + Send {
     /// Marks adopted bytes as complete. The bytes must not change until the device has passed a later sync point.
     /// `content` identifies the bytes: a device with its own memory skips the copy if it already holds the same
     /// content.
-    fn mark_loaded(&mut self, region: Region, content: u64) -> Result<(), DeviceError> {
-        let _ = (region, content);
+    fn mark_loaded(&mut self, _region: Region, _content: u64) -> Result<(), DeviceError> {
         Ok(())
     }
 

@@ -25,7 +25,7 @@ pub use process::{
 pub use thread_priority::{background_thread, interactive_thread};
 pub use user_dirs::{cache_dir, data_dir, state_dir};
 
-use std::path::Path;
+use std::{io, path::Path};
 
 /// The lowest memory limit of this process's control groups (v1 or v2) and their ancestors. `None` if no group has a
 /// limit, and on systems without control groups.
@@ -47,6 +47,14 @@ pub fn free_space(path: &Path) -> Option<u64> {
     let stat = unsafe { (libc::statvfs(path.as_ptr(), stat.as_mut_ptr()) == 0).then(|| stat.assume_init()) }?;
     #[allow(clippy::unnecessary_cast)] // The integer types of the fields differ between systems.
     (stat.f_bavail as u64).checked_mul(stat.f_frsize as u64)
+}
+
+/// Returns an error if the file system of `path` has fewer free bytes than `bytes` and a spare 64 MiB. `what` needs the
+/// space. `hint` ends the message.
+pub fn check_free_space(path: &Path, what: &str, bytes: u64, hint: &str) -> io::Result<()> {
+    let Some(free) = free_space(path).filter(|&free| free < bytes + (64 << 20)) else { return Ok(()) };
+    let why = format!("{what} needs {bytes} bytes, but only {free} are free{hint}");
+    Err(io::Error::new(io::ErrorKind::StorageFull, why))
 }
 
 /// Sends SIGTERM to a child process. Does nothing if the process has ended.

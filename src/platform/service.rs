@@ -138,7 +138,10 @@ fn perform(step: &ServiceStep) -> Result<(), String> {
             while succeeds(words) {
                 if begin.elapsed() > EXIT_TIMEOUT {
                     let seconds = EXIT_TIMEOUT.as_secs();
-                    return Err(format!("the old service still exists after {seconds} s: `{}` finds it", line(words)));
+                    return Err(format!(
+                        "the old service still exists after {seconds} s: `{}` finds it",
+                        command_line(words)
+                    ));
                 }
                 thread::sleep(POLL_INTERVAL);
             }
@@ -161,15 +164,15 @@ fn run(words: &[OsString], retry_on: Option<i32>) -> Result<(), String> {
         match Command::new(program).args(args).status() {
             Ok(status) if status.success() => return Ok(()),
             Ok(status) if retries > 0 && status.code() == retry_on => thread::sleep(RETRY_INTERVAL),
-            Ok(status) => return Err(format!("`{}` failed: {status}", line(words))),
-            Err(error) => return Err(format!("`{}`: {error}", line(words))),
+            Ok(status) => return Err(format!("`{}` failed: {status}", command_line(words))),
+            Err(error) => return Err(format!("`{}`: {error}", command_line(words))),
         }
         retries -= 1;
     }
 }
 
 /// Formats a command line for messages.
-fn line(words: &[OsString]) -> String {
+pub fn command_line(words: &[OsString]) -> String {
     words.iter().map(|word| word.to_string_lossy()).collect::<Vec<_>>().join(" ")
 }
 

@@ -8,7 +8,7 @@ pub(super) mod run;
 
 use crate::command::{
     device_choice::{self, DeviceChoice},
-    options, progress, resolve, show,
+    load_weights, options, resolve, show,
 };
 use crate::{
     chat::Tokenizer,
@@ -81,13 +81,7 @@ fn load_model(
     options.store.warm = false;
     let device = DeviceChoice::new(load)?;
     options.gpu = device.working_set();
-    let bar = progress::bytes(0, "loading");
-    let model = Qwen::load(dir, &options, metrics, &mut |done, total| {
-        bar.set_length(total);
-        bar.set_position(done);
-    });
-    bar.finish_and_clear();
-    let model = device.place(model?)?;
+    let model = device.place(load_weights(dir, &config::name(dir), &options, metrics)?)?;
     let context = model.info().context;
     if context < needed {
         return Err(CommandError::Usage(format!("the context is {context} tokens; use --ctx-size {needed}")));
@@ -98,10 +92,8 @@ fn load_model(
 /// `count` tokens of the file or of [`TEXT`]. A text that is too short is repeated. Without a tokenizer, the bytes of
 /// the text are mapped to ids over the whole vocabulary.
 fn prompt(dir: &Path, file: Option<&Path>, count: usize) -> Result<Vec<u32>, CommandError> {
-    let read = |path: &Path| {
-        let failed = |source| CommandError::Io { what: format!("--text {}", path.display()), source };
-        std::fs::read_to_string(path).map_err(failed)
-    };
+    let read =
+        |path: &Path| std::fs::read_to_string(path).map_err(CommandError::io(format!("--text {}", path.display())));
     let text = file.map_or_else(|| Ok(TEXT.into()), read)?;
     if text.is_empty() {
         return Err(CommandError::Usage("the text is empty".into()));

@@ -70,7 +70,7 @@ fn report_file() -> Option<PathBuf> {
 pub fn save(report: &impl Serialize) -> Result<PathBuf, CommandError> {
     let file = report_file().ok_or_else(|| CommandError::Usage("cannot keep the report: HOME is not set".into()))?;
     let text = serde_json::to_vec_pretty(report).unwrap_or_default();
-    let failed = |source| CommandError::Io { what: format!("writing {}", file.display()), source };
+    let failed = &CommandError::io(format!("writing {}", file.display()));
     file.parent().map_or(Ok(()), std::fs::create_dir_all).map_err(failed)?;
     replace_file(&file, &text).map_err(failed)?;
     Ok(file)

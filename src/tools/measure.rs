@@ -49,9 +49,9 @@ pub fn measure(
     gpu: bool,
     max_bytes: u64,
 ) -> Result<Measurements, CommandError> {
-    let io = |source| CommandError::Io { what: "cannot measure memory bandwidth".into(), source };
     let block = BLOCK.min(max_bytes) as usize;
-    let memory = memory_bandwidth(threads, block, Duration::from_millis(200)).map_err(io)?;
+    let memory = memory_bandwidth(threads, block, Duration::from_millis(200));
+    let memory = memory.map_err(CommandError::io("cannot measure memory bandwidth"))?;
     let experts = found.shape.experts_per_token.max(1);
     let (compute, kernels) = match found.feed_forward.filter(|_| !gpu) {
         Some(kinds) => {

@@ -13,7 +13,7 @@ mod options;
 pub use options::{Dimensions, StreamDimensions, SynthOptions};
 
 use crate::error::StoreError;
-use crate::platform::{self, OnBytes, atomic_file::PartialDir};
+use crate::platform::{self, OnBytes, atomic_file::PartialDir, os};
 use layout::SynthTensor;
 use std::{
     fs::{self, File},
@@ -53,10 +53,7 @@ pub fn write(out: &Path, options: &SynthOptions, progress: OnBytes<'_>) -> Resul
     }
     let tensors = layout::tensors(options);
     let bytes: u64 = tensors.iter().map(SynthTensor::bytes).sum();
-    if let Some(free) = crate::platform::os::free_space(out).filter(|&free| free < bytes + (64 << 20)) {
-        let why = format!("{bytes} bytes are needed and {free} are free");
-        return Err(at(io::Error::new(io::ErrorKind::StorageFull, why)));
-    }
+    os::check_free_space(out, "the checkpoint", bytes, "").map_err(at)?;
     let partial = PartialDir::create(out).map_err(at)?;
     let shards = layout::shards(&tensors, options.shard);
     let mut map = serde_json::Map::new();

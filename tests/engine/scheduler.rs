@@ -162,7 +162,7 @@ fn closed_cache_has_no_snapshots_in_metrics() {
     answer(&handle, &[9, 5, 6]);
     // The second request starts after the first answer's snapshot was taken.
     answer(&handle, &[20, 21]);
-    let gauges = [&metrics.prompt_cache_bytes_memory, &metrics.prompt_cache_checkpoints_memory];
+    let gauges = [&metrics.prompt_cache_bytes_memory, &metrics.prompt_cache_snapshots_memory];
     assert!(gauges.iter().all(|gauge| gauge.get() > 0));
     handle.drain();
     worker.join().unwrap();

@@ -309,9 +309,9 @@ fn killed_server_keeps_its_snapshots() {
         first.chat(messages);
     }
     // Snapshots are written shortly after the answer.
-    let checkpoints = |place: &str| first.metric(&format!("moestro_prompt_cache_checkpoints{{place=\"{place}\"}}"));
+    let snapshots = |place: &str| first.metric(&format!("moestro_prompt_cache_snapshots{{place=\"{place}\"}}"));
     let deadline = std::time::Instant::now() + std::time::Duration::from_secs(30);
-    while checkpoints("disk") < checkpoints("memory") {
+    while snapshots("disk") < snapshots("memory") {
         assert!(std::time::Instant::now() < deadline, "{}", first.ask("GET", "/metrics", ""));
         std::thread::sleep(std::time::Duration::from_millis(20));
     }

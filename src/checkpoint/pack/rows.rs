@@ -65,11 +65,8 @@ pub fn write_rows(
             continue;
         }
         let bytes = row_blocks(table).file_bytes();
-        if let Some(free) = os::free_space(out).filter(|&free| free < bytes + (64 << 20)) {
-            let why =
-                format!("the n-gram table needs {bytes} bytes, but only {free} are free; choose another directory");
-            return Err(StoreError::at(&path)(io::Error::new(io::ErrorKind::StorageFull, why)));
-        }
+        let checked = os::check_free_space(out, "the n-gram table", bytes, "; choose another directory");
+        checked.map_err(StoreError::at(&path))?;
         let partial = out.join(format!(".{}.partial", file_name(index).display()));
         let result = write_file(table, files, &partial, progress)
             .and_then(|()| fs::rename(&partial, &path).map_err(StoreError::at(&path)));

@@ -51,11 +51,7 @@ pub fn write(map: &ExpertMap, files: &[PathBuf], out: &Path, progress: OnBytes<'
     if fs::read_dir(out).map_or(out.exists(), |mut entries| entries.next().is_some()) {
         return Err(StoreError::Other(format!("{} is neither empty nor a pack", out.display())));
     }
-    if let Some(free) = os::free_space(out).filter(|&free| free < bytes + (64 << 20)) {
-        let why =
-            format!("the pack needs {bytes} bytes, but only {free} are free; choose another directory with --out");
-        return Err(failed(io::Error::new(io::ErrorKind::StorageFull, why)));
-    }
+    os::check_free_space(out, "the pack", bytes, "; choose another directory with --out").map_err(failed)?;
     let before = settled_identity(files)?;
     // Reads from these open files fail if a file was modified after it was opened.
     let source = ShardFiles::open(files, Access::Buffered)?;

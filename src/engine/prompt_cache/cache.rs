@@ -335,9 +335,9 @@ impl PromptCache {
     pub(super) fn update_metrics(&self, state: &CacheState) {
         let (in_memory, on_disk) = state.count_snapshots();
         self.metrics.prompt_cache_bytes_memory.set(state.bytes() as i64);
-        self.metrics.prompt_cache_checkpoints_memory.set(in_memory as i64);
+        self.metrics.prompt_cache_snapshots_memory.set(in_memory as i64);
         self.metrics.prompt_cache_bytes_disk.set(state.disk.as_ref().map_or(0, |disk| disk.bytes) as i64);
-        self.metrics.prompt_cache_checkpoints_disk.set(on_disk as i64);
+        self.metrics.prompt_cache_snapshots_disk.set(on_disk as i64);
     }
 }
 

@@ -144,9 +144,9 @@ impl PromptCache {
         while begun.elapsed() <= CLOSE_TIMEOUT && self.write_next(&mut state) {}
         *self.dir_lock.lock() = None;
         self.metrics.prompt_cache_bytes_memory.set(0);
-        self.metrics.prompt_cache_checkpoints_memory.set(0);
+        self.metrics.prompt_cache_snapshots_memory.set(0);
         self.metrics.prompt_cache_bytes_disk.set(0);
-        self.metrics.prompt_cache_checkpoints_disk.set(0);
+        self.metrics.prompt_cache_snapshots_disk.set(0);
     }
 
     /// Reads the snapshot of `ids` from disk. The snapshot's first pages are in memory as `known` and are not read.

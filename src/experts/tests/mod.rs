@@ -118,7 +118,7 @@ fn layers_run_ahead_when_launches_can_read_their_experts() {
                 batch.iter().filter(|_| mark).for_each(|ready| store.mark_on_device(ready.slot));
             }
         }
-        store.look_ahead(0, PassKind::Decode)
+        store.layers_to_submit(0, PassKind::Decode)
     };
     assert_eq!([run(false), run(true)], [1, LAYERS]);
 }

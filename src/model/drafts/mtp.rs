@@ -19,7 +19,7 @@ use crate::{
     checkpoint::{Checkpoint, DRAFT_BUFFERS, TrunkBuffer, TrunkLoader, index::Index, mtp as files},
     device::Region,
     error::ModelError,
-    experts::{self, ExpertMap, ExpertStore, LayerExperts, PassKind},
+    experts::{self, ExpertMap, ExpertStore, LayerExperts},
     metrics::Metrics,
     model::{
         config::{self, Config},
@@ -35,7 +35,6 @@ use crate::{
         shared_backend::SharedBackend,
         state::{
             kv_pages::PAGE,
-            rollback::Commit,
             sequence::{LayerState, MAX_RING_BLOCK, kv_shape},
         },
         weights::{LayerWeights, Network, Residual},
@@ -295,15 +294,9 @@ impl MtpHead {
         let mut layers = [LayerState::Attention(state.cache, state.index)];
         let (mut start, end, mut out) = (at, at + ids.len(), MtpPrediction::default());
         for (ids, rows) in ids.chunks(buffers.rows).zip(rows.chunks(buffers.rows * width)) {
-            let kind = if ids.len() == 1 { PassKind::Decode } else { PassKind::Prefill };
             // Only distances within the head's own context matter. So a row's position is its index in that context,
             // even after images.
-            let positions = RowPositions::new(start, start, &[]);
-            let commit = Commit::Now;
-            let (sequences, image_rows) = (&[], &[]);
-            let (share_buffers, half) = (false, false);
-            let chunk =
-                Chunk { ids, sequences, share_buffers, start, positions, image_rows, logits: 0..0, kind, half, commit };
+            let chunk = Chunk::new(ids, start, RowPositions::new(start, start, &[]));
             start += ids.len();
             let mut pass = Pass {
                 chunk,

@@ -42,7 +42,7 @@ pub fn layer_count(index: usize, pass: &Pass<'_>, hooks: &LayerHooks<'_>) -> usi
     let is_simple = config.streams.is_none() && config.ngrams.is_empty() && config.indexer.is_none();
     let is_short = pass.rows() <= pass.limits.max_slot_table_rows && !chunk.half && hooks.marks.rows.is_empty();
     match chunk.kind {
-        PassKind::Decode if is_simple && is_short => experts.look_ahead(index, chunk.kind),
+        PassKind::Decode if is_simple && is_short => experts.layers_to_submit(index, chunk.kind),
         _ => 1,
     }
 }

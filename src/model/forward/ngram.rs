@@ -23,7 +23,7 @@ impl NgramWeights {
         let inject = InjectShape {
             streams: width / hidden,
             hidden,
-            conv_width: shape.taps,
+            conv_width: shape.conv_width,
             dilation: shape.size,
             capacity: history.rows.len / (4 * width),
             eps: pass.config.eps,

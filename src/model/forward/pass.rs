@@ -46,6 +46,24 @@ pub struct Chunk<'a> {
     pub commit: Commit,
 }
 
+impl<'a> Chunk<'a> {
+    /// Rows of one sequence without images, of which no logits are wanted.
+    pub fn new(ids: &'a [u32], start: usize, positions: RowPositions<'a>) -> Self {
+        Self {
+            ids,
+            sequences: &[],
+            share_buffers: false,
+            start,
+            positions,
+            image_rows: &[],
+            logits: 0..0,
+            kind: if ids.len() == 1 { PassKind::Decode } else { PassKind::Prefill },
+            half: false,
+            commit: Commit::Now,
+        }
+    }
+}
+
 /// A row of one of several sequences.
 pub struct SequenceRow {
     /// Number of the sequence's arena among the arenas that share buffers.

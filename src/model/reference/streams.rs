@@ -168,7 +168,9 @@ impl Reference {
         let gated = sigmoid(&s)?.broadcast_mul(&value.unsqueeze(1)?)?.reshape((tokens, width))?;
 
         let m = self.stream_norm(&gated, &format!("{path}norm_conv.weight"))?;
-        let kernel = self.vector(&format!("{path}conv1d.weight"), width * shape.taps)?.reshape((width, shape.taps))?;
+        let kernel = self
+            .vector(&format!("{path}conv1d.weight"), width * shape.conv_width)?
+            .reshape((width, shape.conv_width))?;
         let y = (&gated + convolve_every(shape.size, &m, &kernel)?)?;
         let rows = rows.into_iter().map(|row| row as i64).collect::<Vec<_>>();
         Ok((y, Tensor::from_vec(rows, (tokens, shape.table_heads()), &self.device)?))

@@ -6,7 +6,6 @@ pub(super) use memory::{CpuMemory, refuse};
 
 use super::{
     Backend, BackendLimits, KvFormat, ModelPart, Op, block_attention, experts,
-    op::each,
     quant::{ActivationCache, QuantizedRows},
     simd::Activations,
 };
@@ -135,7 +134,25 @@ impl Backend for Cpu {
                 quantized.forget(region);
             }
         });
-        each!(op, op => op.on_cpu(self))
+        match op {
+            Op::Embedding(op) => op.on_cpu(self),
+            Op::Linear(op) => op.on_cpu(self),
+            Op::Conv(op) => op.on_cpu(self),
+            Op::DeltaRule(op) => op.on_cpu(self),
+            Op::DeltaNet(op) => op.on_cpu(self),
+            Op::DeltaNetRows(op) => op.on_cpu(self),
+            Op::KvWrite(op) => op.on_cpu(self),
+            Op::Attention(op) => op.on_cpu(self),
+            Op::AttentionRows(op) => op.on_cpu(self),
+            Op::BlockAttention(op) => op.on_cpu(self),
+            Op::ReadStreams(op) => op.on_cpu(self),
+            Op::WriteStreams(op) => op.on_cpu(self),
+            Op::NgramInject(op) => op.on_cpu(self),
+            Op::Mlp(op) => op.on_cpu(self),
+            Op::Router(op) => op.on_cpu(self),
+            Op::Experts(op) => op.on_cpu(self),
+            Op::CombineExperts(op) => op.on_cpu(self),
+        }
     }
 
     fn read(&mut self, from: Region, into: &mut [u8]) -> Result<(), DeviceError> {

@@ -45,7 +45,7 @@ pub struct SharedExpert {
 }
 
 /// One projection of all experts of a layer.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Default)]
 pub struct ExpertStack {
     pub codes: WeightFormat,
     pub rows: usize,
@@ -54,18 +54,6 @@ pub struct ExpertStack {
     pub global_scales: Vec<f32>,
     /// For each expert, byte offsets of codes, scales and biases in its slot.
     pub at: Vec<[usize; 3]>,
-}
-
-impl Default for ExpertStack {
-    fn default() -> Self {
-        Self {
-            codes: WeightFormat::Dense(super::Float::F32),
-            rows: 0,
-            cols: 0,
-            global_scales: Vec::new(),
-            at: Vec::new(),
-        }
-    }
 }
 
 /// The memory of the experts: segments of `per_segment` slots of `stride` bytes.

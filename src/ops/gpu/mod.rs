@@ -2,7 +2,7 @@
 
 use super::{
     Backend, BackendLimits, ExpertSet, Experts, HalfBuffers, IndexerShape, KvFormat, ModelPart, MoeWeights, NO_SLOT,
-    Op, WeightFormat, experts::Jobs, norm::rms_norm,
+    Op, WeightFormat, cpu::refuse, experts::Jobs, norm::rms_norm,
 };
 use crate::device::{Binding, BufferAccess, DeviceError, Gpu, Launch, Region, Slab, SyncPoint, Timeline};
 use std::{
@@ -247,10 +247,6 @@ impl<P: DerefMut<Target: Gpu> + Send> GpuBackend<P> {
         }
         self.check_failed()
     }
-}
-
-fn refuse<T>(why: String) -> Result<T, DeviceError> {
-    Err(DeviceError(why))
 }
 
 /// Gives a launch a skip flag, if its kernel can have one; see `is_skipped` in `kernels/quant.metal`. These kernels change

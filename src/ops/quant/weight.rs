@@ -49,6 +49,12 @@ pub enum WeightFormat {
     Fp8(Option<Float>),
 }
 
+impl Default for WeightFormat {
+    fn default() -> Self {
+        WeightFormat::Dense(Float::F32)
+    }
+}
+
 /// Number of rows, and of columns, in a block that shares a scale in [`WeightFormat::Fp8`].
 pub const FP8_BLOCK: usize = 128;
 
@@ -138,7 +144,6 @@ impl WeightView<'_> {
 impl Default for WeightView<'_> {
     /// A matrix without rows.
     fn default() -> Self {
-        let codes = WeightFormat::Dense(Float::F32);
-        Self { codes, rows: 0, cols: 0, global_scale: 1.0, skipped: 0, parts: [&[]; 3] }
+        Self { codes: WeightFormat::default(), rows: 0, cols: 0, global_scale: 1.0, skipped: 0, parts: [&[]; 3] }
     }
 }

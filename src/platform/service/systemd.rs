@@ -1,7 +1,7 @@
 //! systemd: creates a user unit and a socket unit for start on demand, and runs `systemctl --user` commands.
 
 use super::{LOG_LINES, Service, ServiceCommand, ServiceStep, words};
-use std::{path::PathBuf, process::Command};
+use std::{ffi::OsString, path::PathBuf, process::Command};
 
 const UNIT: &str = "moestro.service";
 const SOCKET: &str = "moestro.socket";
@@ -108,6 +108,11 @@ pub fn socket(host: &str, port: u16) -> String {
     )
 }
 
+/// The words of a `systemctl` command for user units.
+fn systemctl(args: &[&str]) -> Vec<OsString> {
+    ["systemctl", "--user"].iter().chain(args).map(OsString::from).collect()
+}
+
 pub fn steps(service: &Service, action: ServiceCommand) -> Vec<ServiceStep> {
     let dir = dir(service);
     let main = if service.on_demand.is_some() { SOCKET } else { UNIT };
@@ -117,25 +122,25 @@ pub fn steps(service: &Service, action: ServiceCommand) -> Vec<ServiceStep> {
             match &service.on_demand {
                 Some((host, port)) => steps.push(ServiceStep::Write(dir.join(SOCKET), socket(host, *port))),
                 None => {
-                    steps.push(ServiceStep::Try(words(["systemctl", "--user", "disable", "--now", SOCKET])));
+                    steps.push(ServiceStep::Try(systemctl(&["disable", "--now", SOCKET])));
                     steps.push(ServiceStep::Remove(dir.join(SOCKET)));
                 }
             }
-            steps.push(ServiceStep::Run(words(["systemctl", "--user", "daemon-reload"])));
-            steps.push(ServiceStep::Run(words(["systemctl", "--user", "enable", "--now", main])));
+            steps.push(ServiceStep::Run(systemctl(&["daemon-reload"])));
+            steps.push(ServiceStep::Run(systemctl(&["enable", "--now", main])));
             steps
         }
         ServiceCommand::Uninstall => vec![
-            ServiceStep::Try(words(["systemctl", "--user", "disable", "--now", SOCKET])),
-            ServiceStep::Try(words(["systemctl", "--user", "disable", "--now", UNIT])),
+            ServiceStep::Try(systemctl(&["disable", "--now", SOCKET])),
+            ServiceStep::Try(systemctl(&["disable", "--now", UNIT])),
             ServiceStep::Remove(dir.join(SOCKET)),
             ServiceStep::Remove(dir.join(UNIT)),
-            ServiceStep::Run(words(["systemctl", "--user", "daemon-reload"])),
+            ServiceStep::Run(systemctl(&["daemon-reload"])),
         ],
-        ServiceCommand::Start => vec![ServiceStep::Run(words(["systemctl", "--user", "start", UNIT]))],
-        ServiceCommand::Stop => vec![ServiceStep::Run(words(["systemctl", "--user", "stop", UNIT]))],
-        ServiceCommand::Reload => vec![ServiceStep::Run(words(["systemctl", "--user", "reload", UNIT]))],
-        ServiceCommand::Status => vec![ServiceStep::Run(words(["systemctl", "--user", "--no-pager", "status", UNIT]))],
+        ServiceCommand::Start => vec![ServiceStep::Run(systemctl(&["start", UNIT]))],
+        ServiceCommand::Stop => vec![ServiceStep::Run(systemctl(&["stop", UNIT]))],
+        ServiceCommand::Reload => vec![ServiceStep::Run(systemctl(&["reload", UNIT]))],
+        ServiceCommand::Status => vec![ServiceStep::Run(systemctl(&["--no-pager", "status", UNIT]))],
         ServiceCommand::Logs => {
             vec![ServiceStep::Run(words(["journalctl", "--user-unit", UNIT, "-n", LOG_LINES, "-f"]))]
         }

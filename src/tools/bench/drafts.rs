@@ -4,7 +4,7 @@
 
 use super::{load_model, report::median};
 use crate::{
-    command::{draft_source::DraftSource, options, show, speculation},
+    command::{draft_source::DraftSource, options, show, speculation, start_engine},
     config::LoadSettings,
     engine::{self, LookupDraft, Request, Sampling, Timings},
     error::CommandError,
@@ -119,8 +119,7 @@ fn answer(
     let kind = draft.kind().name();
     let draft_flags = load.drafts.as_ref().filter(|_| drafts);
     let options = speculation(draft_flags, engine::Options::default());
-    let (handle, worker) = engine::spawn_with(model, draft, options, metrics)
-        .map_err(|source| CommandError::Io { what: "cannot start the engine thread".into(), source })?;
+    let (handle, worker) = start_engine(model, draft, options, metrics)?;
     let request =
         Request { ignore_eos: true, cache_prompt: false, ..Request::new(prompt.to_vec(), tokens, Sampling::greedy()) };
     let warm_up = Request { max_tokens: tokens.min(WARM_UP), ..request.clone() };

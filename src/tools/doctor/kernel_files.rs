@@ -9,14 +9,14 @@ use std::{fs, path::Path};
 /// # Errors
 /// A file cannot be written.
 pub fn write(dir: &Path) -> Result<(), CommandError> {
-    let failed = |path: &Path, source| CommandError::Io { what: format!("writing {}", path.display()), source };
-    fs::create_dir_all(dir).map_err(|error| failed(dir, error))?;
+    let failed = |path: &Path| CommandError::io(format!("writing {}", path.display()));
+    fs::create_dir_all(dir).map_err(failed(dir))?;
     let with_tiles = kernels::metal_sources(true).map(|(name, text)| (name.to_string(), text));
     let without = kernels::metal_sources(false).map(|(name, text)| (format!("{name}.no-tiles"), text));
     let fault = ("fault".to_string(), kernels::METAL_FAULT.to_string());
     for (name, text) in with_tiles.chain(without).chain([fault]) {
         let path = dir.join(format!("{name}.metal"));
-        fs::write(&path, text).map_err(|error| failed(&path, error))?;
+        fs::write(&path, text).map_err(failed(&path))?;
     }
     Ok(())
 }

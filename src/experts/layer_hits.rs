@@ -1,4 +1,5 @@
-//! [`LookAhead`] decides how many layers a pass submits before the CPU reads the routers' choices.
+//! [`LayerHits`]: how often each layer hit, which decides how many layers a pass submits before the CPU reads the
+//! routers' choices.
 //!
 //! Every further layer saves a wait for the device, if no layer before it needs an expert that is not in memory.
 //! Otherwise its launches do nothing, and the layer is submitted again.
@@ -14,11 +15,11 @@ const MIN_CHANCE: f32 = 0.5;
 const MIN_CHANCE_PREFETCHING: f32 = 0.7;
 
 /// The share of recent passes in which launches could read all experts of a layer at once, for each layer.
-pub struct LookAhead {
+pub struct LayerHits {
     shares: Vec<f32>,
 }
 
-impl LookAhead {
+impl LayerHits {
     pub fn new(layers: usize) -> Self {
         Self { shares: vec![0.0; layers] }
     }
@@ -31,7 +32,7 @@ impl LookAhead {
     }
 
     /// Number of layers to submit from layer `first` on: at least one, and at most the layers that are left.
-    pub fn layers(&self, first: usize, prefetches: bool) -> usize {
+    pub fn layers_to_submit(&self, first: usize, prefetches: bool) -> usize {
         let earlier = self.shares.get(first..self.shares.len().saturating_sub(1)).unwrap_or_default();
         let min_chance = if prefetches { MIN_CHANCE_PREFETCHING } else { MIN_CHANCE };
         let mut chance = 1.0;
@@ -48,40 +49,40 @@ mod tests {
     use super::*;
 
     /// A model of 40 layers whose layers all hit in this share of the passes.
-    fn with_share(share: f32) -> LookAhead {
-        LookAhead { shares: vec![share; 40] }
+    fn with_share(share: f32) -> LayerHits {
+        LayerHits { shares: vec![share; 40] }
     }
 
     #[test]
     fn more_hits_allow_more_layers() {
-        let layers = [0.0, 0.49, 0.51, 0.85, 0.98, 1.0].map(|share| with_share(share).layers(0, false));
+        let layers = [0.0, 0.49, 0.51, 0.85, 0.98, 1.0].map(|share| with_share(share).layers_to_submit(0, false));
         assert_eq!(layers, [1, 1, 2, 5, 35, 40]);
-        let layers = [0.51, 0.69, 0.85, 1.0].map(|share| with_share(share).layers(0, true));
+        let layers = [0.51, 0.69, 0.85, 1.0].map(|share| with_share(share).layers_to_submit(0, true));
         assert_eq!(layers, [1, 1, 3, 40]);
-        assert_eq!([38, 39, 40, 99].map(|first| with_share(1.0).layers(first, false)), [2, 1, 1, 1]);
+        assert_eq!([38, 39, 40, 99].map(|first| with_share(1.0).layers_to_submit(first, false)), [2, 1, 1, 1]);
     }
 
     #[test]
-    fn layer_that_misses_ends_the_look_ahead() {
-        let mut look_ahead = with_share(1.0);
+    fn layer_that_misses_is_submitted_last() {
+        let mut hits = with_share(1.0);
         for _ in 0..6 {
-            look_ahead.record(7, false);
+            hits.record(7, false);
         }
-        assert_eq!([0, 7, 8].map(|first| look_ahead.layers(first, false)), [8, 1, 32]);
+        assert_eq!([0, 7, 8].map(|first| hits.layers_to_submit(first, false)), [8, 1, 32]);
         for _ in 0..6 {
-            look_ahead.record(7, true);
+            hits.record(7, true);
         }
-        assert_eq!(look_ahead.layers(0, false), 40);
+        assert_eq!(hits.layers_to_submit(0, false), 40);
     }
 
     #[test]
     fn new_model_waits_in_each_layer() {
-        let mut look_ahead = LookAhead::new(3);
-        assert_eq!(look_ahead.layers(0, false), 1);
+        let mut hits = LayerHits::new(3);
+        assert_eq!(hits.layers_to_submit(0, false), 1);
         for _ in 0..16 {
-            (0..3).for_each(|layer| look_ahead.record(layer, true));
+            (0..3).for_each(|layer| hits.record(layer, true));
         }
-        assert_eq!(look_ahead.layers(0, false), 3);
-        assert_eq!(LookAhead::new(0).layers(0, false), 1);
+        assert_eq!(hits.layers_to_submit(0, false), 3);
+        assert_eq!(LayerHits::new(0).layers_to_submit(0, false), 1);
     }
 }
