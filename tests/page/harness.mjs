@@ -30,7 +30,7 @@ export async function startProxy(upstream) {
   proxy.url = `http://127.0.0.1:${server.address().port}/`;
   proxy.lastChat = () => proxy.requests.findLast(request => request.route.endsWith("/chat/completions")).body;
   /** Answers the next chat requests with these deltas. A delta may also be a function that gets the open response. */
-  proxy.script = (deltas, { finish = "stop", usage = {}, pause = 0 } = {}) => {
+  proxy.script = (deltas, { finish = "stop", usage = {}, timings, pause = 0 } = {}) => {
     proxy.routes["POST /v1/chat/completions"] = async outgoing => {
       outgoing.writeHead(200, { "content-type": "text/event-stream" });
       const send = chunk => outgoing.write(`data: ${JSON.stringify(chunk)}\n\n`);
@@ -42,7 +42,7 @@ export async function startProxy(upstream) {
       }
       if (outgoing.destroyed || outgoing.writableEnded) return;
       send({ choices: [{ index: 0, delta: {}, finish_reason: finish }] });
-      send({ choices: [], usage: { prompt_tokens: 20, completion_tokens: deltas.length, total_tokens: 20 + deltas.length, ...usage } });
+      send({ choices: [], usage: { prompt_tokens: 20, completion_tokens: deltas.length, total_tokens: 20 + deltas.length, ...usage }, timings });
       outgoing.end("data: [DONE]\n\n");
     };
   };
