@@ -166,6 +166,24 @@ async fn errors_have_ollamas_shape() {
 }
 
 #[tokio::test]
+async fn type_errors_name_the_field() {
+    let server = server(ANSWER).await;
+    for (path, body, message) in [
+        ("/api/chat", question(json!({"model": 5})), "model: invalid type: integer `5`, expected a string"),
+        ("/api/chat", question(json!({"options": 5})), "options: invalid type: integer `5`, expected an object"),
+        ("/api/chat", question(json!({"messages": "Hi"})), "messages: invalid type: string \"Hi\", expected an array"),
+        (
+            "/api/generate",
+            json!({"model": "mock", "prompt": "x", "stream": "no"}),
+            "stream: invalid type: string \"no\", expected a boolean",
+        ),
+    ] {
+        let answer = server.post(path, &body).await;
+        assert_eq!((answer.status, answer.json().await), (400, json!({"error": message})), "{path}");
+    }
+}
+
+#[tokio::test]
 async fn missing_endpoints_are_explained() {
     let server = server(ANSWER).await;
     for (path, hint) in [("/api/embed", "no embeddings"), ("/api/pull", "moestro pull"), ("/api/me", "POST /api/me")] {

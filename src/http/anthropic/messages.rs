@@ -51,7 +51,7 @@ pub async fn count_tokens(State(state): State<Arc<ServerState>>, body: Body) -> 
 
 /// Reads a request. The permit also covers the memory for translating the request.
 async fn read(state: &ServerState, body: Body) -> Result<(MessagesRequest, MemoryPermit), ApiError> {
-    let (common, mut request, mut permit) = body::request::<MessagesRequest>(state, body, fields::MESSAGES).await?;
+    let (common, mut request, mut permit) = body::request::<_, MessagesRequest>(state, body, fields::MESSAGES).await?;
     request.common = common;
     permit.grow(permit.bytes())?;
     Ok((request, permit))

@@ -32,15 +32,17 @@ pub async fn running() -> &'static str {
 }
 
 pub async fn chat(server: Generator, body: Body) -> Result<Response, ApiError> {
-    let (request, permit) = body::known::<OllamaChat>(&server.state, body, fields::OLLAMA_CHAT).await?;
-    let renderer = OllamaRenderer::chat(request.common.model.clone());
-    answer(server, permit, renderer, request.common.clone(), request.into_chat()?).await
+    let (common, request, permit) =
+        body::request::<OllamaCommon, OllamaChat>(&server.state, body, fields::OLLAMA_CHAT).await?;
+    let renderer = OllamaRenderer::chat(common.model.clone());
+    answer(server, permit, renderer, common.clone(), request.into_chat(common)?).await
 }
 
 pub async fn generate(server: Generator, body: Body) -> Result<Response, ApiError> {
-    let (request, permit) = body::known::<OllamaGenerate>(&server.state, body, fields::OLLAMA_GENERATE).await?;
-    let renderer = OllamaRenderer::generate(request.common.model.clone());
-    answer(server, permit, renderer, request.common.clone(), request.into_generation()?).await
+    let (common, request, permit) =
+        body::request::<OllamaCommon, OllamaGenerate>(&server.state, body, fields::OLLAMA_GENERATE).await?;
+    let renderer = OllamaRenderer::generate(common.model.clone());
+    answer(server, permit, renderer, common.clone(), request.into_generation(common)?).await
 }
 
 /// Answers a request. A request without a prompt only loads the model, or unloads it if `keep_alive` is 0.

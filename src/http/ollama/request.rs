@@ -37,21 +37,23 @@ pub struct OllamaCommon {
 
 #[derive(Debug, Deserialize)]
 pub struct OllamaChat {
-    #[serde(flatten)]
-    pub common: OllamaCommon,
     messages: Option<Vec<Value>>,
     tools: Option<Vec<Value>>,
 }
 
 #[derive(Debug, Deserialize)]
 pub struct OllamaGenerate {
-    #[serde(flatten)]
-    pub common: OllamaCommon,
     prompt: Option<String>,
     system: Option<String>,
     images: Option<Vec<String>>,
     /// True if the chat template is not used.
     raw: Option<bool>,
+}
+
+/// The option that has another name in chat completions.
+#[derive(Debug, Deserialize)]
+struct OllamaLimit {
+    num_predict: Option<i64>,
 }
 
 impl OllamaCommon {
@@ -68,17 +70,16 @@ impl OllamaCommon {
         let mut options = self.options.clone().unwrap_or_default();
         fields::keep_known(&mut options, fields::OLLAMA_OPTIONS).map_err(|error| error.within("options"))?;
         body::make_integers(&mut options);
-        let wrong = |error| ApiError::wrong_value("options", format!("has a wrong value: {error}."));
-        let limit: Option<i64> =
-            serde_json::from_value(options.remove("num_predict").unwrap_or_default()).map_err(wrong)?;
+        let options = Value::from(options);
+        let OllamaLimit { num_predict } = body::typed(&options).map_err(|error| error.within("options"))?;
         // The other options have the same names in chat completions.
-        let options: CommonFields = body::typed(Value::from(options)).map_err(|error| error.within("options"))?;
+        let options: CommonFields = body::typed(options).map_err(|error| error.within("options"))?;
         Ok(CommonFields {
             model: Some(self.model.clone()),
             // Ollama streams by default.
             stream: Some(self.stream.unwrap_or(true)),
             // A negative number means no limit. The server's `--max-tokens` is only a default.
-            max_tokens: limit.map(|limit| limit.max(-1)),
+            max_tokens: num_predict.map(|limit| limit.max(-1)),
             ..options
         })
     }
@@ -106,19 +107,19 @@ impl OllamaCommon {
 
 impl OllamaChat {
     /// Translates the request. Returns `None` for a request without messages, which only loads or unloads the model.
-    pub fn into_chat(self) -> Result<Option<GenerationRequest>, ApiError> {
+    pub fn into_chat(self, common: OllamaCommon) -> Result<Option<GenerationRequest>, ApiError> {
         let Some(messages) = self.messages.filter(|messages| !messages.is_empty()) else { return Ok(None) };
         let messages = messages.into_iter().enumerate().map(|(index, message)| translate(message, index));
-        self.common.chat(messages.collect::<Result<_, _>>()?, self.tools).map(Some)
+        common.chat(messages.collect::<Result<_, _>>()?, self.tools).map(Some)
     }
 }
 
 impl OllamaGenerate {
     /// Translates the request. Returns `None` for a request without a prompt, which only loads or unloads the model.
-    pub fn into_generation(self) -> Result<Option<GenerationRequest>, ApiError> {
+    pub fn into_generation(self, common: OllamaCommon) -> Result<Option<GenerationRequest>, ApiError> {
         let Some(prompt) = self.prompt.filter(|prompt| !prompt.is_empty()) else { return Ok(None) };
         if self.raw == Some(true) {
-            let common = self.common.common_fields()?;
+            let common = common.common_fields()?;
             let has_limit = common.max_tokens.is_some();
             let prompt = CompletionPrompt::One(TextOrIds::Text(prompt));
             let request = CompletionRequest { prompt, echo: None, logprobs: None, suffix: None, best_of: None };
@@ -130,7 +131,7 @@ impl OllamaGenerate {
         let system = self.system.filter(|system| !system.is_empty());
         let system = system.map(|system| json!({"role": "system", "content": system}));
         let user = json!({"role": "user", "content": with_images(prompt, self.images.unwrap_or_default())});
-        self.common.chat(system.into_iter().chain([user]).collect(), None).map(Some)
+        common.chat(system.into_iter().chain([user]).collect(), None).map(Some)
     }
 }
 
@@ -184,11 +185,13 @@ mod tests {
     use crate::http::request::PromptInput;
 
     fn chat(body: Value) -> Result<Option<GenerationRequest>, ApiError> {
-        serde_json::from_value::<OllamaChat>(body).unwrap().into_chat()
+        let common = serde_json::from_value(body.clone()).unwrap();
+        serde_json::from_value::<OllamaChat>(body).unwrap().into_chat(common)
     }
 
     fn generate(body: Value) -> Option<GenerationRequest> {
-        serde_json::from_value::<OllamaGenerate>(body).unwrap().into_generation().unwrap()
+        let common = serde_json::from_value(body.clone()).unwrap();
+        serde_json::from_value::<OllamaGenerate>(body).unwrap().into_generation(common).unwrap()
     }
 
     #[test]
@@ -203,6 +206,7 @@ mod tests {
         for (options, message) in [
             (json!({"mirostat": 2}), "options.mirostat is not supported"),
             (json!({"top_p": "x"}), "options.top_p: invalid type: string \"x\", expected a number"),
+            (json!({"num_predict": "x"}), "options.num_predict: invalid type: string \"x\", expected an integer"),
             (json!({"temprature": 0}), "There is no field `options.temprature`; did you mean `temperature`?"),
         ] {
             let error = chat(json!({"model": "m", "messages": messages, "options": options})).unwrap_err();

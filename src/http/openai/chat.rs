@@ -11,8 +11,8 @@ use crate::{
         generate::Generator,
         models::LoadedModel,
         openai::{
-            ChatChoice, ChatChunkChoice, ChatDelta, ChatLogprobs, ChatRequest, ContentToken, FunctionDelta,
-            ResponseMeta, TokenLogprob, ToolCallDelta,
+            ChatChoice, ChatChunkChoice, ChatDelta, ChatLogprobs, ChatRequest, CommonFields, ContentToken,
+            FunctionDelta, ResponseMeta, TokenLogprob, ToolCallDelta,
         },
         output::{
             self, AnswerCall, AnswerText, Choices, FinishReason, Finished, Output, PromptProgress, Renderer, Usage,
@@ -27,7 +27,8 @@ use serde_json::json;
 use std::{mem, sync::Arc};
 
 pub async fn chat(server: Generator, body: Body) -> Result<Response, ApiError> {
-    let (common, request, permit) = body::request::<ChatRequest>(&server.state, body, fields::CHAT).await?;
+    let (common, request, permit) =
+        body::request::<CommonFields, ChatRequest>(&server.state, body, fields::CHAT).await?;
     let (streams, includes_usage) = (common.streams(), common.includes_usage());
     let uses_functions = request.functions.is_some();
     let request = GenerationRequest::from_chat(common, request, &[])?;

@@ -11,7 +11,7 @@ use crate::{
         ApiError,
         generate::Generator,
         models::LoadedModel,
-        openai::{CompletionChoice, CompletionRequest, ResponseMeta},
+        openai::{CommonFields, CompletionChoice, CompletionRequest, ResponseMeta},
         output::{
             self, Choices, FinishReason, Finished, LogprobsBuilder, Output, PromptProgress, Renderer, Usage,
             completion_logprobs,
@@ -25,7 +25,7 @@ use std::sync::Arc;
 
 pub async fn completions(server: Generator, body: Body) -> Result<Response, ApiError> {
     let (common, request, permit) =
-        body::request::<CompletionRequest>(&server.state, body, fields::COMPLETIONS).await?;
+        body::request::<CommonFields, CompletionRequest>(&server.state, body, fields::COMPLETIONS).await?;
     let (includes_usage, echoes) = (common.includes_usage(), request.echo.unwrap_or(false));
     let request = GenerationRequest::from_completion(common, request)?;
     let renderer = CompletionRenderer {

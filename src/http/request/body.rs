@@ -3,7 +3,6 @@
 use crate::http::{
     ApiError, ServerState,
     layers::{MemoryPermit, memory},
-    openai::CommonFields,
     request::{FieldTable, fields},
 };
 use axum::body::{Body, HttpBody};
@@ -77,21 +76,11 @@ where
     parsed(state, body, parse).await
 }
 
-/// Like [`json`]. Also checks the field names with [`fields::keep_known`].
-pub async fn known<T>(state: &ServerState, body: Body, known: FieldTable) -> Result<(T, MemoryPermit), ApiError>
+/// Reads a generation request in two parts: the fields `C` that several requests share, and the fields of `T`. `known`
+/// lists the fields of both. (An error within serde's `flatten` would not name its field.)
+pub async fn request<C, T>(state: &ServerState, body: Body, known: FieldTable) -> Result<(C, T, MemoryPermit), ApiError>
 where
-    T: DeserializeOwned + Send + 'static,
-{
-    parsed(state, body, |bytes| typed(checked(bytes, known)?)).await
-}
-
-/// Reads a generation request: the fields that APIs share, and the fields of `T`. `known` lists the fields of both.
-pub async fn request<T>(
-    state: &ServerState,
-    body: Body,
-    known: FieldTable,
-) -> Result<(CommonFields, T, MemoryPermit), ApiError>
-where
+    C: DeserializeOwned + Send + 'static,
     T: DeserializeOwned + Send + 'static,
 {
     let both = |bytes: &[u8]| {
@@ -152,7 +141,7 @@ pub fn typed<'de, T: DeserializeOwned>(json: impl Deserializer<'de, Error = serd
         let path = error.path().to_string();
         let wrong = error.inner();
         match path == "." {
-            true => ApiError::json(missing_field(wrong), wrong.to_string()),
+            true => ApiError::json(missing_field(wrong), in_json_words(&wrong.to_string())),
             false => ApiError::json(Some(path.clone()), format!("{path}: {}", in_json_words(&wrong.to_string()))),
         }
     })
