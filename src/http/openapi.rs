@@ -121,7 +121,7 @@ mod tests {
     fn every_operation_has_summary_and_error() {
         let document = document();
         let paths = document["paths"].as_object().unwrap();
-        assert_eq!(paths.len(), 20);
+        assert_eq!(paths.len(), 22);
         for (path, operations) in paths {
             for (method, operation) in operations.as_object().unwrap() {
                 assert!(operation["summary"].is_string(), "{method} {path}");

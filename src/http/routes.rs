@@ -48,6 +48,11 @@ pub static ROUTES: &[Route] = &[
         "Replace a conversation by its user messages and a summary",
         RouteBody::Generation(fields::RESPONSES, &["input"], false),
     ),
+    post(
+        "/v1/responses/input_tokens",
+        "Number of tokens in a prompt",
+        RouteBody::Generation(fields::RESPONSES, &["input"], false),
+    ),
     generation("/v1/messages", "Next message of a conversation", fields::MESSAGES, &["messages", "max_tokens"]),
     post(
         "/v1/messages/count_tokens",
@@ -56,6 +61,7 @@ pub static ROUTES: &[Route] = &[
     ),
     route("get", "/v1/responses/{id}", "Stored response"),
     route("delete", "/v1/responses/{id}", "Delete a stored response"),
+    route("get", "/v1/responses/{id}/input_items", "Items that a stored response answers"),
     route("get", "/", "Chat and gauges in a browser"),
     route("get", "/v1/models", "Models on this machine, the loaded one first"),
     route("get", "/v1/models/{id}", "One model"),

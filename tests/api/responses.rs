@@ -279,6 +279,57 @@ async fn response_continues_a_stored_response() {
 }
 
 #[tokio::test]
+async fn input_tokens_are_those_of_the_response() {
+    let server = Server::saying(THINKS).await;
+    let first = server.ask(PATH, &question()).await;
+    let next = json!({"previous_response_id": first["id"], "input": "And 3+4?", "instructions": "Be brief."});
+    for body in [
+        question(),
+        with(question(), tools()),
+        with(question(), json!({"reasoning": {"effort": "none"}})),
+        next.clone(),
+    ] {
+        let counted = server.ask("/v1/responses/input_tokens", &body).await;
+        let used = &server.ask(PATH, &body).await["usage"]["input_tokens"];
+        assert_eq!(counted, json!({"object": "response.input_tokens", "input_tokens": used}), "{body}");
+    }
+    let refused = server.post("/v1/responses/input_tokens", &json!({"input": 5})).await;
+    assert_eq!((refused.status, refused.json().await["error"]["param"].clone()), (400, json!("input")));
+}
+
+#[tokio::test]
+async fn input_items_are_listed_by_page() {
+    let server = Server::saying(THINKS).await;
+    let first = server.ask(PATH, &question()).await;
+    let second = server.ask(PATH, &json!({"previous_response_id": first["id"], "input": "And 3+4?"})).await;
+    let path = format!("{PATH}/{}/input_items", second["id"].as_str().unwrap());
+    let list = async |query: &str| server.get(&format!("{path}?{query}")).await.json().await;
+    let all = list("order=asc").await;
+    let items = all["data"].as_array().unwrap();
+    let output = first["output"].as_array().unwrap();
+    assert_eq!(
+        (items.len(), &items[1..=output.len()], &all["has_more"]),
+        (output.len() + 2, &output[..], &json!(false))
+    );
+    let content = json!([{"type": "input_text", "text": "And 3+4?"}]);
+    let last = items.last().unwrap();
+    assert_eq!((&last["type"], &last["role"], &last["content"]), (&json!("message"), &json!("user"), &content));
+    // The newest item is first by default. `after` gives the rest.
+    let page = list("limit=1").await;
+    assert_eq!((&page["data"], &page["has_more"]), (&json!([last]), &json!(true)));
+    let rest = list(&format!("after={}", page["last_id"].as_str().unwrap())).await;
+    assert_eq!((&rest["data"][0], &rest["last_id"]), (&items[items.len() - 2], &items[0]["id"]));
+    for (path, status) in [
+        (format!("{path}?limit=0"), 400),
+        (format!("{path}?order=up"), 400),
+        (format!("{path}?after=none"), 400),
+        (format!("{PATH}/none/input_items"), 404),
+    ] {
+        assert_eq!(server.get(&path).await.status, status, "{path}");
+    }
+}
+
+#[tokio::test]
 async fn response_continues_without_new_input() {
     let server = Server::saying(THINKS).await;
     let first = server.ask(PATH, &question()).await;

@@ -42,11 +42,8 @@ pub async fn count_tokens(State(state): State<Arc<ServerState>>, body: Body) -> 
     let name = request.common.model.clone();
     let mut chat = request.into_prompt(state.keep_billing_header)?;
     let model = state.model(name.as_deref()).await?;
-    let images = model.decode_images(&mut permit, &mut chat, &state.image_urls, None).await?;
-    let (prompt, _) = model.render(&mut permit, chat).await?;
-    let (ids, _) = model.tokenize(&mut permit, prompt, usize::MAX).await?;
-    let (ids, _) = model.place_images(ids, images)?;
-    Ok(Json(json!({"input_tokens": ids.len()})))
+    let tokens = model.count_tokens(&mut permit, chat, &state.image_urls).await?;
+    Ok(Json(json!({"input_tokens": tokens})))
 }
 
 /// Reads a request. The permit also covers the memory for translating the request.

@@ -25,4 +25,4 @@ pub use generation_request::{ChatPrompt, FieldNames, GenerationRequest, PromptIn
 pub use image_urls::ImageUrls;
 pub use prompt::boundaries;
 use response_format::RequestedFormat;
-use thinking::Thinking;
+pub use thinking::Thinking;

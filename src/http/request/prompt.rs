@@ -8,7 +8,7 @@ use crate::{
         layers::{MemoryPermit, memory},
         models::LoadedModel,
         openai::{CompletionPrompt, TextOrIds},
-        request::{ChatPrompt, sampling_params as params},
+        request::{ChatPrompt, ImageUrls, sampling_params as params},
     },
 };
 use std::sync::Arc;
@@ -28,6 +28,20 @@ impl LoadedModel {
         let prompt_bytes =
             |rendered: &Result<(String, _), _>| rendered.as_ref().map_or(0, |(prompt, _)| prompt.capacity());
         permit.run_with(working, move || model.render_now(chat), prompt_bytes).await?
+    }
+
+    /// Number of tokens of a conversation's prompt.
+    pub async fn count_tokens(
+        self: &Arc<Self>,
+        permit: &mut MemoryPermit,
+        mut chat: ChatPrompt,
+        urls: &Arc<ImageUrls>,
+    ) -> Result<usize, ApiError> {
+        let images = self.decode_images(permit, &mut chat, urls, None).await?;
+        let (prompt, _) = self.render(permit, chat).await?;
+        let (ids, _) = self.tokenize(permit, prompt, usize::MAX).await?;
+        let (ids, _) = self.place_images(ids, images)?;
+        Ok(ids.len())
     }
 
     fn render_now(&self, mut chat: ChatPrompt) -> Result<(String, ChatPrompt), ApiError> {

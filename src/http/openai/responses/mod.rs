@@ -1,17 +1,19 @@
-//! `POST /v1/responses` and `/v1/responses/compact`, and `GET` and `DELETE` of stored responses: OpenAI's newer API,
-//! translated to and from a generation request.
+//! `POST /v1/responses`, `/v1/responses/compact` and `/v1/responses/input_tokens`, and `GET` and `DELETE` of stored
+//! responses: OpenAI's newer API, translated to and from a generation request.
 //!
 //! Decisions of this server: reasoning is sent as plain `reasoning_text`, or as the summary if the request asks for a
 //! summary. The `encrypted_content` that a client may ask for is the reasoning as plain text. Tools that OpenAI's
 //! servers run are never called.
 
 mod compact;
+mod input_items;
 mod items;
 mod renderer;
 mod request;
 mod store;
 
 pub use compact::compact;
+pub use input_items::input_items;
 pub use store::ResponseStore;
 
 use crate::http::{ApiError, ServerState, generate::Generator, layers::body_guard};
@@ -34,6 +36,17 @@ pub async fn responses(server: Generator, body: Body) -> Result<Response, ApiErr
     let request = request.into_generation(history, input)?;
     let response = server.generate(request, permit, renderer).await?;
     Ok(body_guard::hold(response, renderer_permit))
+}
+
+/// Counts the tokens of a request's prompt without generating anything.
+pub async fn input_tokens(State(state): State<Arc<ServerState>>, body: Body) -> Result<Json<Value>, ApiError> {
+    state.ensure_ready()?;
+    let (request, history, input, mut permit) = request::read(&state, body).await?;
+    let name = request.common.model.clone();
+    let chat = request.into_prompt(history, input)?;
+    let model = state.model(name.as_deref()).await?;
+    let tokens = model.count_tokens(&mut permit, chat, &state.image_urls).await?;
+    Ok(Json(json!({"object": "response.input_tokens", "input_tokens": tokens})))
 }
 
 pub async fn get(

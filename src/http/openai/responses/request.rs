@@ -7,7 +7,7 @@ use crate::http::{
         ChatRequest, CommonFields, ResponseFormat,
         responses::{items, store::ResponseStore},
     },
-    request::{FieldNames, GenerationRequest, body, fields, tools},
+    request::{ChatPrompt, FieldNames, GenerationRequest, Thinking, body, fields, tools},
 };
 use axum::body::Body;
 use serde::Deserialize;
@@ -173,6 +173,16 @@ impl ResponsesRequest {
     pub fn into_generation(self, history: Vec<Value>, input: Vec<Value>) -> Result<GenerationRequest, ApiError> {
         let (common, chat) = self.into_chat(history, input)?;
         GenerationRequest::from_chat(common, chat, NAMES)
+    }
+
+    /// Returns only the conversation, so that its tokens can be counted.
+    pub fn into_prompt(self, history: Vec<Value>, input: Vec<Value>) -> Result<ChatPrompt, ApiError> {
+        let (_, mut chat) = self.into_chat(history, input)?;
+        let prompt = Thinking::of(&chat).and_then(|thinking| {
+            chat.enable_thinking = thinking.enabled;
+            ChatPrompt::from_chat(chat)
+        });
+        prompt.map_err(|error| error.renamed(NAMES))
     }
 
     fn into_chat(self, mut items: Vec<Value>, input: Vec<Value>) -> Result<(CommonFields, ChatRequest), ApiError> {

@@ -139,6 +139,28 @@ impl ResponseStore {
         Ok(Some(items().cloned().collect()))
     }
 
+    /// The items that response `id` answers, oldest first: its input, and all items of the stored responses that it
+    /// continues. Each item has a name, for items without an id. `None` if the response is not stored.
+    ///
+    /// # Errors
+    /// The error of `reserve`, as in [`ResponseStore::history`].
+    pub fn input_items(
+        &self,
+        id: &str,
+        reserve: impl FnOnce(usize) -> Result<(), ApiError>,
+    ) -> Result<Option<Vec<(String, Value)>>, ApiError> {
+        let (chain, _) = self.chain(id);
+        let items = || {
+            chain.iter().enumerate().flat_map(|(at, response)| {
+                let output = if at + 1 < chain.len() { &response.output[..] } else { &[] };
+                let name = move |index| format!("item_{index}_{}", response.id);
+                response.input.iter().chain(output).enumerate().map(move |(index, item)| (name(index), item))
+            })
+        };
+        reserve(memory::rendering_bytes(items().map(|(_, item)| item)))?;
+        Ok((!chain.is_empty()).then(|| items().map(|(name, item)| (name, item.clone())).collect()))
+    }
+
     /// The responses up to `id`, oldest first, and whether all of these responses are stored. Marks them as most
     /// recently used.
     fn chain(&self, id: &str) -> (Vec<Arc<StoredResponse>>, bool) {
