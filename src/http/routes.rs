@@ -85,13 +85,32 @@ fn bare(path: &str) -> &str {
 /// Paths of Ollama's API, which are served only on the port of `--ollama-port`.
 const OLLAMA_PATHS: [&str; 6] = ["/api/version", "/api/tags", "/api/ps", "/api/show", "/api/chat", "/api/generate"];
 
+/// Paths, and all paths below them, that other servers have, with a sentence for each.
+const MISSING_APIS: [(&str, &str); 8] = [
+    ("/files", "This server stores no files: send text and images inside the request."),
+    ("/uploads", "This server stores no files: send text and images inside the request."),
+    ("/batches", "This server has no batches: send each request by itself, several at a time."),
+    ("/messages/batches", "This server has no batches: send each request by itself, several at a time."),
+    ("/conversations", "Conversations are not stored here: use previous_response_id, or send all items."),
+    ("/images", "This server writes text only."),
+    ("/audio", "This server reads text and images, and writes text."),
+    ("/moderations", "This server has no moderation."),
+];
+
 /// A sentence about a path that other servers have or that clients often get wrong. Empty for all other paths.
 pub fn hint(path: &str) -> &'static str {
     if path.starts_with("/v1/v1/") {
         return "The client adds /v1 to its base URL: remove /v1 there.";
     }
-    match path.strip_prefix("/v1").unwrap_or(path) {
+    let path = path.strip_prefix("/v1").unwrap_or(path);
+    let is_below =
+        |parent: &str| path.strip_prefix(parent).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'));
+    if let Some((_, sentence)) = MISSING_APIS.iter().find(|(parent, _)| is_below(parent)) {
+        return sentence;
+    }
+    match path {
         "/embeddings" | "/embedding" | "/rerank" | "/api/embed" | "/api/embeddings" => "This server has no embeddings.",
+        "/complete" => "Use /v1/messages.",
         "/api/pull" | "/api/push" | "/api/create" | "/api/copy" | "/api/delete" => {
             "Models are changed on the command line, with `moestro pull` and `moestro rm`."
         }

@@ -267,6 +267,8 @@ async fn unknown_paths_and_methods_are_refused() {
         ("/v1/embeddings", "no embeddings"),
         ("/v1/v1/models", "remove /v1"),
         ("/completion", "Use /v1/completions"),
+        ("/v1/files/file-1", "stores no files"),
+        ("/v1/filesystem", "GET /v1/filesystem\""),
     ] {
         let answer = server.get(path).await;
         assert_eq!(answer.status, 404, "{path}");

@@ -234,7 +234,11 @@ async fn errors_have_anthropic_format() {
     assert_eq!(refused("POST", PATH, &[key], with(question(), json!({"temperature": "hot"}))).await, invalid);
     assert_eq!(refused("POST", PATH, &[], question()).await, (401, "authentication_error".into()));
     assert_eq!(refused("GET", PATH, &[key], question()).await.0, 405);
-    assert_eq!(refused("POST", "/v1/messages/batches", &[key], question()).await, (404, "not_found_error".into()));
+    let missing = (404, "not_found_error".to_owned());
+    assert_eq!(refused("POST", "/v1/messages/batches", &[key], question()).await, missing);
+    let client = [key, ("anthropic-version", "2023-06-01")];
+    assert_eq!(refused("GET", "/v1/files", &client, json!({})).await, missing);
+    assert_eq!(refused("GET", "/v1/models/other/model", &client, json!({})).await, missing);
     assert_eq!(refused("POST", PATH, &[key], question()).await, (500, "api_error".into()));
 
     let body = with(question(), json!({"stream": true})).to_string();

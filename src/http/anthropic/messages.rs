@@ -40,7 +40,7 @@ pub async fn count_tokens(State(state): State<Arc<ServerState>>, body: Body) -> 
     state.ensure_ready()?;
     let (request, mut permit) = read(&state, body).await?;
     let name = request.common.model.clone();
-    let mut chat = request.into_prompt(state.keep_billing_header)?;
+    let chat = request.into_prompt(state.keep_billing_header)?;
     let model = state.model(name.as_deref()).await?;
     let tokens = model.count_tokens(&mut permit, chat, &state.image_urls).await?;
     Ok(Json(json!({"input_tokens": tokens})))
@@ -54,9 +54,12 @@ async fn read(state: &ServerState, body: Body) -> Result<(MessagesRequest, Memor
     Ok((request, permit))
 }
 
-/// Layer that converts every error of these paths to Anthropic's format, including a missing key and a wrong method.
+/// Layer that converts errors to Anthropic's format: every error of these paths, including a missing key and a wrong
+/// method, and on other paths the errors of clients that send `anthropic-version`.
 pub async fn convert_errors(request: Request, next: Next) -> Response {
-    let is_anthropic = request.uri().path().trim_start_matches("/v1").starts_with("/messages");
+    let path = request.uri().path();
+    let is_client = request.headers().contains_key("anthropic-version") && !path.starts_with("/api/");
+    let is_anthropic = is_client || path.trim_start_matches("/v1").starts_with("/messages");
     let response = next.run(request).await;
     if !is_anthropic {
         return response;
