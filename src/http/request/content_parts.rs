@@ -103,6 +103,14 @@ impl PartFormat {
         let text = part["text"].as_str().or(part["refusal"].as_str());
         match (part["type"].as_str(), text) {
             (Some(kind), Some(text)) if self.types.contains(&kind) => Ok(text.to_owned()),
+            (Some("document"), _) if source["type"] == "content" => {
+                self.text(&source["content"], &format!("{at}.source.content"), is_new)
+            }
+            (Some("search_result"), _) => {
+                let content = self.text(&part["content"], &format!("{at}.content"), is_new)?;
+                let lines = [part["title"].as_str(), source.as_str(), Some(&content)];
+                Ok(lines.into_iter().flatten().collect::<Vec<_>>().join("\n"))
+            }
             (Some("document"), text) if document.or(text).is_some() => Ok(document.or(text).unwrap_or_default().into()),
             (Some(kind), _) if !self.types.contains(&kind) => omitted(kind, at, is_new),
             _ => {
@@ -270,6 +278,21 @@ mod tests {
         assert_eq!(images.iter().map(|image| &*image.at).collect::<Vec<_>>(), ["m[2]", "m[4]"]);
         assert_eq!(format.content(&json!([text("a"), text("b")]), "m", true, &mut images).unwrap(), "a+b");
         assert_eq!(format.content(&json!([]), "m", true, &mut images).unwrap(), "");
+    }
+
+    #[test]
+    fn search_results_and_documents_are_text() {
+        let format = PartFormat { types: &["text"], separator: "\n\n" };
+        let blocks = json!([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]);
+        let found = json!({"type": "search_result", "source": "https://x", "title": "T", "content": blocks,
+                           "citations": {"enabled": true}});
+        let document = |source: Value| json!({"type": "document", "source": source, "title": "T"});
+        let plain = document(json!({"type": "text", "media_type": "text/plain", "data": "d"}));
+        let parts = document(json!({"type": "content", "content": blocks}));
+        let text = format.text(&json!([found, plain, parts]), "m", true).unwrap();
+        assert_eq!(text, "T\nhttps://x\na\n\nb\n\nd\n\na\n\nb");
+        let error = format.text(&json!([{"type": "search_result", "content": 5}]), "m", true).unwrap_err();
+        assert_eq!(error.body()["error"]["param"], "m[0].content");
     }
 
     #[test]
