@@ -106,7 +106,8 @@ async fn body_has_content_blocks() {
     assert!(answer["id"].as_str().unwrap().starts_with("msg_"));
     let answer = without_ids(answer);
     let (input, output) = (&answer["usage"]["input_tokens"], &answer["usage"]["output_tokens"]);
-    assert!(input.as_u64() > Some(0) && output.as_u64() > Some(0));
+    let thinking = &answer["usage"]["output_tokens_details"]["thinking_tokens"];
+    assert!(input.as_u64() > Some(0) && thinking.as_u64() > Some(0) && output.as_u64() > thinking.as_u64());
     let expected = json!({
         "id": "ID", "type": "message", "role": "assistant", "model": "mock",
         "content": [
@@ -115,7 +116,8 @@ async fn body_has_content_blocks() {
         ],
         "stop_reason": "end_turn", "stop_sequence": null,
         "usage": {"input_tokens": input, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0,
-                  "output_tokens": output, "service_tier": "standard"},
+                  "output_tokens": output, "output_tokens_details": {"thinking_tokens": thinking},
+                  "service_tier": "standard"},
     });
     assert_eq!(answer, expected);
 }

@@ -215,6 +215,7 @@ fn usage_object(usage: &Usage) -> Value {
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": cached,
         "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"thinking_tokens": usage.completion_tokens_details.reasoning_tokens},
         "service_tier": "standard",
     })
 }

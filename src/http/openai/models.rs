@@ -29,6 +29,9 @@ pub struct ModelObject {
     /// Context length in tokens, under OpenRouter's name.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub context_length: Option<usize>,
+    /// Context length in tokens, under Anthropic's name.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub max_input_tokens: Option<usize>,
     /// Number of experts per token. Absent for a dense model.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub experts_per_token: Option<usize>,
@@ -133,6 +136,7 @@ pub async fn list(state: &ServerState) -> Result<Vec<ModelObject>, ApiError> {
     let loaded = model.zip(loaded_id.clone()).map(|(model, id)| ModelObject {
         max_model_len: Some(model.engine.context()),
         context_length: Some(model.engine.context()),
+        max_input_tokens: Some(model.engine.context()),
         experts_per_token: model.card.experts_per_token,
         quantization: model.card.quantisation.clone(),
         capabilities: Some(Capabilities {
