@@ -38,6 +38,7 @@ enum Values {
 }
 
 const PLACED: &str = "the memory plan decides what is in memory; --memory-limit sets its size";
+const DRAFT: &str = "a draft has the device and the context that the model leaves it";
 const CACHE_BITS: &str = "use --kv-bits 16, 8 or 4 for keys and values together";
 const BATCH: &str = "use --prefill-chunk N; the default is as many tokens as fit";
 const ONE_MACHINE: &str = "Moestro computes on one device; remove the flag";
@@ -55,19 +56,29 @@ const FLAGS: &[(&[&str], Treatment)] = &[
     // llama-server and llama-cli.
     (&["-hf", "-hfr", "--hf-repo"], Becomes(&["--model"])),
     (&["-md", "--model-draft", "--spec-draft-model"], Becomes(&["--draft-model"])),
-    (&["-hff", "--hf-file", "-mu", "--model-url"], Refused(NOT_LLAMA)),
+    (&["-hfd", "-hfrd", "--hf-repo-draft", "--spec-draft-hf"], Becomes(&["--draft-model"])),
+    (&["-hff", "--hf-file", "-mu", "--model-url", "-dr", "--docker-repo"], Refused(NOT_LLAMA)),
     (&["-ngl", "--gpu-layers", "--n-gpu-layers"], Ignored(Values::One, PLACED)),
     (&["-ncmoe", "--n-cpu-moe", "-ot", "--override-tensor", "-ts", "--tensor-split"], Ignored(Values::One, PLACED)),
+    (&["-ncffn", "--n-cpu-ffn", "-fitt", "--fit-target", "-fitc", "--fit-ctx"], Ignored(Values::One, PLACED)),
+    (&["-fit", "--fit"], Ignored(Values::Switch, PLACED)),
     (
-        &["-cmoe", "--cpu-moe", "--mlock", "--no-mmap", "--mmap", "--no-kv-offload", "-nkvo"],
+        &["-cmoe", "--cpu-moe", "--mlock", "--no-mmap", "--mmap", "--no-kv-offload", "-nkvo", "-kvo", "--kv-offload"],
         Ignored(Values::None, PLACED),
     ),
+    (&["-lm", "--load-mode", "-lzm", "--lazy-mode"], Ignored(Values::One, PLACED)),
+    (&["-ngld", "--gpu-layers-draft", "--n-gpu-layers-draft", "--spec-draft-ngl"], Ignored(Values::One, PLACED)),
+    (&["-cd", "--ctx-size-draft", "--spec-draft-ctx-size"], Ignored(Values::One, DRAFT)),
+    (&["-devd", "--device-draft", "--spec-draft-device"], Ignored(Values::One, DRAFT)),
+    (&["-dev"], Refused("use --device auto, cpu, metal or cuda")),
+    (&["-kvu", "--kv-unified", "-no-kvu", "--no-kv-unified"], Ignored(Values::None, "requests share one KV cache")),
     (&["-fa", "--flash-attn"], Ignored(Values::Switch, "attention is always computed in one pass")),
     (&["--jinja", "--no-jinja"], Ignored(Values::None, "the model's chat template is always used")),
-    (&["-cb", "--cont-batching", "--no-warmup"], Ignored(Values::None, "it is not needed")),
+    (&["-cb", "--cont-batching", "--no-warmup", "-nr", "-sp", "--special"], Ignored(Values::None, "it is not needed")),
     (&["--no-webui"], Ignored(Values::None, "the page at / stays; it loads nothing from elsewhere")),
     (&["-np"], Becomes(&["--parallel"])),
     (&["-ctk", "-ctv", "--cache-type-k", "--cache-type-v", "--kv-cache-dtype"], Refused(CACHE_BITS)),
+    (&["-ctkd", "-ctvd", "--cache-type-k-draft", "--cache-type-v-draft"], Ignored(Values::One, DRAFT)),
     (&["-b", "-ub", "--batch-size", "--ubatch-size", "--max-num-batched-tokens"], Refused(BATCH)),
     (&["-a", "--alias", "--served-model-name"], Refused(NAME)),
     (&["--chat-template", "--chat-template-file"], Refused(TEMPLATE)),
@@ -77,17 +88,26 @@ const FLAGS: &[(&[&str], Treatment)] = &[
     (&["--rope-scaling", "--rope-scale", "--rope-freq-base"], Refused("config.json sets the scaling of positions")),
     (&["--split-mode", "-sm", "--main-gpu", "-mg"], Ignored(Values::One, ONE_MACHINE)),
     (&["--presence-penalty", "--frequency-penalty", "--stop", "--seed", "-s"], Refused(PER_REQUEST)),
-    (&["-tb", "--threads-batch", "--threads-http"], Ignored(Values::One, "--threads sets the compute threads")),
+    (
+        &["-tb", "--threads-batch", "--threads-http", "-td", "--threads-draft", "-tbd", "--threads-batch-draft"],
+        Ignored(Values::One, "--threads sets the compute threads"),
+    ),
     (&["--reasoning-format"], Ignored(Values::One, TOOLS)),
     (&["--metrics", "--props", "--slots", "--no-slots"], Ignored(Values::None, "/metrics and /health always answer")),
     (&["--context-shift", "--no-context-shift"], Ignored(Values::None, "a prompt is never truncated")),
     (&["--swa-full", "--no-repack"], Ignored(Values::None, "it is not needed")),
-    (&["--cache-reuse", "--ctx-checkpoints"], Ignored(Values::One, "snapshots of prompts are kept unasked")),
+    (
+        &["--cache-reuse", "-ctxcp", "--ctx-checkpoints", "-cms", "--checkpoint-min-step"],
+        Ignored(Values::One, "snapshots of prompts are kept unasked"),
+    ),
     (&["-cram", "--cache-ram"], Refused("use --prompt-cache SIZE")),
     (&["-dio", "--direct-io"], Refused("use --expert-io direct")),
     (&["--embedding", "--embeddings", "--rerank", "--reranking", "--pooling"], Refused("there are no embeddings")),
     (&["--ssl-key-file", "--ssl-cert-file", "--ssl-keyfile", "--ssl-certfile"], Refused(NO_TLS)),
     (&["--log-file"], Refused("use --log-dir DIR")),
+    (&["-lv", "--verbosity", "--log-verbosity"], Refused("use --log-level LEVEL")),
+    (&["-rea", "--reasoning"], Refused("use --thinking on or off")),
+    (&["-cl", "--cache-list"], Refused("`moestro list` lists the models")),
     (&["-to", "--timeout"], Refused("use --request-timeout SECS")),
     // SwiftLM.
     (&["--vision"], Ignored(Values::None, "a model with a vision tower needs no switch")),
@@ -307,6 +327,7 @@ mod tests {
             ("moestro serve x --vision --mtp", "moestro serve x --draft-model mtp"),
             ("moestro serve x -md=y", "moestro serve x --draft-model y"),
             ("moestro serve x -tb 8 --metrics --port 1", "moestro serve x --port 1"),
+            ("moestro serve x -cd 512 -ngld 99 -td 4 -devd none -fit off -c 4096", "moestro serve x -c 4096"),
             ("moestro launch codex -- --jinja", "moestro launch codex -- --jinja"),
             ("moestro --version", "moestro --version"),
             ("moestro", "moestro"),
@@ -317,6 +338,8 @@ mod tests {
         for (typed, sentence) in [
             ("moestro serve x --gpu-memory-utilization 0.9", "--memory-limit SIZE"),
             ("moestro serve x -ctk q8_0", "--kv-bits"),
+            ("moestro serve x -dev CUDA0", "--device auto, cpu, metal or cuda"),
+            ("moestro serve x -lv 4", "--log-level"),
             ("moestro serve x --embeddings", "there are no embeddings"),
             ("moestro version", "--version"),
         ] {

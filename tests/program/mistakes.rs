@@ -127,6 +127,8 @@ fn flags_of_other_programs_get_a_sentence() {
             ("serve nope -ngl 99", "-ngl has no effect: the memory plan"),
             ("serve nope -ngl 99", "no such directory: nope"),
             ("serve nope --jinja -fa on --no-mmap --mlock", "no such directory: nope"),
+            ("serve nope -cd 512 -ngld 99", "-cd has no effect: a draft has"),
+            ("serve nope -dev CUDA0", "use --device auto, cpu, metal or cuda"),
             ("serve nope --trust-remote-code", "Moestro never runs code of a checkpoint"),
             ("-m nope -c 4096 --port 0", "no such directory: nope"),
             ("serve nope -np 2", "no such directory: nope"),
