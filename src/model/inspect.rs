@@ -21,6 +21,7 @@ use crate::{
     checkpoint::{
         Checkpoint, RowTable, TrunkLoader,
         index::Index,
+        names::vision_name,
         pack::{self, PackedRows},
     },
     error::ModelError,
@@ -56,6 +57,8 @@ pub struct CheckpointInfo {
     pub feed_forward: Option<[ProjectionShape; 3]>,
     /// The vision tower, if the checkpoint has one and the options enable images.
     pub vision: Option<VisionTower>,
+    /// True if the checkpoint has a vision tower that is not used, because images are untested for its architecture.
+    pub ignores_vision: bool,
     /// The MTP head, if the options ask for one.
     pub head: Option<MtpInfo>,
     kv_format: KvFormat,
@@ -104,7 +107,13 @@ impl CheckpointInfo {
         let shape = shape(&config, options, trunk, &experts);
         let head = mtp::inspect(dir, &config, &checkpoint.index, options)?;
         // Images are untested for models with an indexer or several streams.
-        let reads_text_only = options.vision.disabled || config.streams.is_some() || config.indexer.is_some();
+        let is_untested = config.streams.is_some() || config.indexer.is_some();
+        let has_tower = || checkpoint.index.tensors.keys().any(|name| vision_name(name).is_some());
+        let ignores_vision = is_untested && !options.vision.disabled && has_tower();
+        if ignores_vision {
+            tracing::info!("the vision tower is not used: images are untested for this architecture");
+        }
+        let reads_text_only = options.vision.disabled || is_untested;
         let vision = if reads_text_only { None } else { vision::open(dir, &checkpoint.index, config.hidden) };
         let vision = vision.map(|tower| tower.with_max_tokens(options.image_tokens()));
         let shape =
@@ -126,6 +135,7 @@ impl CheckpointInfo {
             shape,
             feed_forward,
             vision,
+            ignores_vision,
             head,
             kv_format,
         })

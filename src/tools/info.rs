@@ -34,6 +34,8 @@ struct InfoReport {
     /// Number of experts per token in training. `shape.experts_per_token` is the number in use.
     trained_experts_per_token: usize,
     shape: ModelFootprint,
+    /// True if the checkpoint has a vision tower that is not used.
+    ignores_vision: bool,
     /// Device that `--device` selects: `cpu`, `metal` or `cuda`.
     device: &'static str,
     limits: MachineLimits,
@@ -122,6 +124,7 @@ pub fn run(args: cli::tool_args::InfoArgs) -> Result<(), CommandError> {
         refused: refused.as_ref().map(ToString::to_string),
         measured,
         decode,
+        ignores_vision: found.ignores_vision,
         shape: found.shape,
     };
     show(&report, args.json);
@@ -165,6 +168,9 @@ impl fmt::Display for InfoReport {
         }
         writeln!(f, "  KV cache        {:>10}  per token", Size(shape.kv_per_token).to_string())?;
         writeln!(f, "  state           {:>10}  per sequence", Size(shape.state).to_string())?;
+        if self.ignores_vision {
+            writeln!(f, "  images          not read: the vision tower is untested for this architecture")?;
+        }
         if let Some(pack) = &self.pack {
             writeln!(f, "  packed experts  in {}", pack.display())?;
         }
