@@ -75,7 +75,7 @@ impl AgentTarget {
                 model("ANTHROPIC_DEFAULT_SONNET_MODEL"),
                 model("ANTHROPIC_DEFAULT_HAIKU_MODEL"),
                 model("CLAUDE_CODE_SUBAGENT_MODEL"),
-                ("CLAUDE_CODE_AUTO_COMPACT_WINDOW", self.context.to_string()),
+                ("CLAUDE_CODE_MAX_CONTEXT_TOKENS", self.context.to_string()),
                 ("CLAUDE_CODE_MAX_OUTPUT_TOKENS", self.output().to_string()),
                 ("CLAUDE_STREAM_IDLE_TIMEOUT_MS", CLAUDE_IDLE_MS.into()),
                 ("CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC", "1".into()),

@@ -13,7 +13,7 @@ fn install(home: &Path, agent: &str) {
     let bin = home.join("bin");
     fs::create_dir_all(&bin).unwrap();
     let script = "#!/bin/sh\n\
-        echo \"base $ANTHROPIC_BASE_URL$OPENAI_BASE_URL model $ANTHROPIC_MODEL$OPENAI_MODEL window $CLAUDE_CODE_AUTO_COMPACT_WINDOW\"\n\
+        echo \"base $ANTHROPIC_BASE_URL$OPENAI_BASE_URL model $ANTHROPIC_MODEL$OPENAI_MODEL window $CLAUDE_CODE_MAX_CONTEXT_TOKENS\"\n\
         echo \"key $ANTHROPIC_AUTH_TOKEN$OPENAI_API_KEY$MOESTRO_API_KEY removed $ANTHROPIC_API_KEY.\"\n\
         echo \"arguments $*\"\n\
         test -n \"$OPENCODE_CONFIG\" && cat \"$OPENCODE_CONFIG\"\n\
