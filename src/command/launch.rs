@@ -24,7 +24,7 @@ use std::{
 use tokio::signal::unix::{SignalKind, signal};
 
 /// Number of tokens of context up to which a warning is printed. Agents send long system prompts and whole files: the
-/// first prompt of Claude Code 2.1.197 has 36,609 tokens of the demo's vocabulary.
+/// first prompt of Claude Code 2.1.331 has 36,198 tokens of the demo's vocabulary.
 const SMALL_CONTEXT: usize = 32_768;
 
 /// Starts an agent. Exits with the agent's exit code.
@@ -51,6 +51,11 @@ pub fn run(args: &cli::LaunchArgs, settings: &Settings) -> Result<(), CommandErr
         return Ok(());
     }
     eprint!("{shown}");
+    if target.model == crate::demo::NAME {
+        eprintln!(
+            "moestro: the demo model only tests the connection; agents need a model such as those of `moestro list`"
+        );
+    }
     if target.context <= SMALL_CONTEXT {
         let context = target.context;
         eprintln!(

@@ -220,7 +220,7 @@ fn server_prints_a_sentence() {
     let mut server = Terminal::begin(home.path(), "serve --port 0");
     let text = server.wait("(Ctrl-C ends it)");
     assert!(
-        text.contains("moestro-demo answers on cpu, all experts in memory, context 32768: http://127.0.0.1:"),
+        text.contains("moestro-demo answers on cpu, all experts in memory, context 65536: http://127.0.0.1:"),
         "{text}"
     );
     assert!(!text.contains("\"event\""), "{text}");
