@@ -1,8 +1,9 @@
 //! An answer during its generation: the sampler, the constraint, and the last token.
 
 use super::{
+    abort::Abort,
     constraint::{MaskWorker, TokenMask},
-    queue::{Abort, SubmittedRequest},
+    queue::SubmittedRequest,
     request::{Event, Finish, Request, Timings},
     sampler::{Sampler, logprobs},
     speculation::PendingRows,
@@ -18,7 +19,7 @@ pub struct PartialAnswer {
     pub last: Option<u32>,
     last_sent: Option<Instant>,
     pub timings: Timings,
-    pub started: Instant,
+    started: Instant,
 }
 
 /// Which tokens may be sampled, and which tokens end an answer.
@@ -83,5 +84,12 @@ impl PartialAnswer {
         let is_complete = is_full || self.timings.generated_tokens == request.max_tokens;
         let finish = is_complete.then_some(Finish::Length);
         Ok(StepOutput { events: vec![Event::Token { id, logprobs }], finish })
+    }
+
+    /// Ends the answer. Returns its final timings.
+    pub fn finish(&self, metrics: &Metrics) -> Timings {
+        let decode_seconds = self.started.elapsed().as_secs_f64();
+        metrics.decode_seconds.observe(decode_seconds);
+        Timings { decode_seconds, ..self.timings }
     }
 }

@@ -93,7 +93,9 @@ pub fn spawn_with<M: Model>(
     };
     let thread = std::thread::Builder::new().name("engine".into()).spawn(move || {
         interactive_thread();
-        Scheduler::new(model, draft, options, queue, cache, metrics).run();
+        let mut scheduler = Scheduler::new(model, draft, options, queue.clone(), cache.clone(), metrics);
+        let _stop = StopOnDrop { queue, cache };
+        scheduler.run();
     })?;
     Ok((handle, Worker { thread }))
 }
@@ -189,5 +191,18 @@ struct CloseOnDrop(Arc<RequestQueue>);
 impl Drop for CloseOnDrop {
     fn drop(&mut self) {
         self.0.close();
+    }
+}
+
+/// Fails the waiting requests and closes the prompt cache when the engine's thread ends, even by a panic.
+struct StopOnDrop {
+    queue: Arc<RequestQueue>,
+    cache: Arc<PromptCache>,
+}
+
+impl Drop for StopOnDrop {
+    fn drop(&mut self) {
+        self.queue.stop();
+        self.cache.close();
     }
 }

@@ -1,20 +1,29 @@
 //! An admitted request: its sequence, and the progress of its prompt or answer.
 
 use super::{
-    answer::PartialAnswer,
+    abort::Abort,
+    answer::{PartialAnswer, StepOutput, TokenRules},
+    cache_salt::CachedPrompt,
     prompt_cache::SnapshotKind,
     queue::SubmittedRequest,
     request::{Logprobs, Request},
     sequence::Sequence,
 };
-use crate::model::{MAX_VERIFY_ROWS, PAGE, SequenceState};
-use std::time::Instant;
+use crate::{
+    metrics::Metrics,
+    model::{MAX_VERIFY_ROWS, PAGE, SequenceState},
+};
+use std::{ops::Range, time::Instant};
 
 /// Maximum number of positions that a decode step with drafts may write.
 pub const DRAFT_ROWS: usize = 4 * MAX_VERIFY_ROWS;
 /// Maximum number of answer tokens for which pages must be free when a request is admitted while other requests run.
 /// Most answers are shorter than `max_tokens`, so reserving pages for `max_tokens` would admit too few requests.
 const RESERVED_ANSWER: usize = 256;
+/// Maximum number of rows per chunk if the request asks for the prompt's log-probabilities, which need the logits of
+/// every row. With a vocabulary of 248,320, the logits of 32 rows take 32 MB. The chunk size does not change the
+/// logits.
+const PROMPT_LOGIT_ROWS: usize = 32;
 
 pub struct LiveRequest<S> {
     pub submitted: SubmittedRequest,
@@ -98,6 +107,63 @@ impl<S: SequenceState> LiveRequest<S> {
             (Some(sequence), Stage::Decode(answer)) => Some((sequence, answer)),
             _ => None,
         }
+    }
+
+    /// The tokens to evaluate before the answer can continue: the prompt, or the tokens of a dropped sequence.
+    pub fn tokens_to_evaluate(&self) -> CachedPrompt<'_> {
+        let prompt = self.submitted.request.cached_prompt();
+        let ids = if self.dropped_tokens.is_empty() { prompt.ids } else { &self.dropped_tokens };
+        CachedPrompt { ids, ..prompt }
+    }
+
+    /// Positions of the tokens that the next chunk evaluates. `max` is the maximum number of rows. A dropped sequence
+    /// is split into chunks such that its state gets the same bytes as before. `exact_chunks` is
+    /// [`ModelInfo::exact_chunks`](crate::model::ModelInfo::exact_chunks).
+    pub fn next_chunk(&self, max: usize, exact_chunks: bool) -> Range<usize> {
+        let (from, prompt) = (self.len(), self.submitted.request.ids.len());
+        let max = match &self.stage {
+            Stage::Prefill(prefill) if prefill.logprobs.is_some() => max.min(PROMPT_LOGIT_ROWS),
+            _ => max,
+        };
+        let to = match from < prompt {
+            // A last chunk of one row is avoided, since kernels for one row may round differently from kernels for
+            // several rows.
+            true if prompt == from + max + 1 && max > 1 => prompt - 2,
+            true => prompt.min(from + max),
+            // If the model rounds differently in a pass of several rows, each token of the answer needs a separate
+            // pass, as before.
+            false if !exact_chunks => from + 1,
+            false => self.dropped_tokens.len().min(from + max),
+        };
+        from..to
+    }
+
+    /// The longest prefix of `keys` of which this request will take a snapshot while it evaluates its prompt. Returns
+    /// the length of the prefix.
+    pub fn coming_snapshot(&self, keys: &[u32]) -> Option<usize> {
+        let (Stage::Prefill(prefill), Some(sequence)) = (&self.stage, &self.sequence) else { return None };
+        let own = self.submitted.request.cached_prompt().keys();
+        let is_shared = |at: usize| at < keys.len() && own[..at] == keys[..at];
+        let coming = prefill.snapshots.iter().map(|&(at, _)| at).filter(|&at| sequence.len() < at);
+        coming.rev().find(|&at| is_shared(at))
+    }
+
+    /// True if the logits from which to sample the next token are known.
+    pub fn has_logits(&self) -> bool {
+        matches!(&self.stage, Stage::Decode(answer) if answer.rows.current().is_some())
+    }
+
+    /// Samples the next token. `context` is the maximum number of tokens in a sequence.
+    pub fn sample(&mut self, context: usize, rules: &TokenRules, metrics: &Metrics) -> Result<StepOutput, Abort> {
+        let is_full = self.len() == context;
+        let Stage::Decode(answer) = &mut self.stage else { return Ok(StepOutput::default()) };
+        answer.sample(&self.submitted, is_full, rules, metrics)
+    }
+
+    /// Takes the sequence out of a request that has ended, if later requests may reuse the sequence.
+    pub fn take_reusable_sequence(&mut self) -> Option<Sequence<S>> {
+        let is_whole = |sequence: &Sequence<S>| sequence.len() >= self.dropped_tokens.len();
+        self.sequence.take().filter(is_whole).filter(|_| self.submitted.request.cache_prompt)
     }
 
     /// Drops the sequence. The sequence's tokens are recomputed when the request continues.

@@ -4,18 +4,20 @@
 //! cancels the request within one token. The module `scheduler` has the engine's loop: admit requests, run one step,
 //! send its events.
 
+mod abort;
 mod answer;
 mod cache_salt;
 mod constraint;
 mod handle;
-mod idle_sequences;
 mod live_request;
+mod preemption;
 pub mod prompt_cache;
 mod queue;
 mod request;
 mod sampler;
 mod scheduler;
 mod sequence;
+mod sequence_cache;
 mod speculation;
 
 #[cfg(test)]

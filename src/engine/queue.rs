@@ -3,7 +3,10 @@
 //!
 //! If the client of a queued request disconnects, or its deadline passes, the request is removed and never runs.
 
-use super::request::{Event, Events, Request};
+use super::{
+    abort::Abort,
+    request::{Event, Events, Request},
+};
 use crate::{
     error::{EngineError, ModelError},
     metrics::Metrics,
@@ -43,31 +46,6 @@ impl SubmittedRequest {
             return Some(Abort::Failed(EngineError::Draining));
         }
         passed(self.request.deadline).then_some(Abort::Failed(EngineError::TimedOut))
-    }
-}
-
-/// The reason why a request ends before its answer is complete.
-#[derive(Debug)]
-pub(super) enum Abort {
-    /// The client disconnected between two steps. The sequence can be reused.
-    Disconnected,
-    /// The client disconnected during a step while other requests waited. The sequence is incomplete.
-    StepCancelled,
-    Failed(EngineError),
-}
-
-impl From<EngineError> for Abort {
-    fn from(error: EngineError) -> Self {
-        Abort::Failed(error)
-    }
-}
-
-impl From<ModelError> for Abort {
-    fn from(error: ModelError) -> Self {
-        match error {
-            ModelError::GivenUp => Abort::StepCancelled,
-            error => Abort::Failed(error.into()),
-        }
     }
 }
 

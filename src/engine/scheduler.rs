@@ -17,19 +17,17 @@ mod steps;
 mod time_share;
 
 use super::{
+    abort::Abort,
     answer::{StepOutput, TokenRules},
-    idle_sequences::IdleSequences,
     live_request::{DRAFT_ROWS, LiveRequest, Stage, Work, may_reuse, reserved_pages},
+    preemption,
     prompt_cache::PromptCache,
-    queue::{Abort, RequestQueue},
+    queue::RequestQueue,
     request::{Event, Finish, Request, Timings},
+    sequence_cache::SequenceCache,
     speculation::{Draft, DraftPolicy, Speculator},
 };
-use crate::{
-    error::{EngineError, GPU_INTERACTIVITY},
-    metrics::Metrics,
-    model::Model,
-};
+use crate::{error::GPU_INTERACTIVITY, metrics::Metrics, model::Model};
 use std::{
     sync::{Arc, atomic::Ordering::Relaxed},
     time::Instant,
@@ -50,12 +48,11 @@ pub(super) struct Scheduler<M: Model> {
     parallel: usize,
     rules: TokenRules,
     queue: Arc<RequestQueue>,
-    cache: Arc<PromptCache>,
+    sequences: SequenceCache<M::State>,
     metrics: Arc<Metrics>,
     speculator: Speculator<M>,
     /// Admitted requests, in order of arrival.
     live: Vec<LiveRequest<M::State>>,
-    idle: IdleSequences<M::State>,
     time_share: TimeShare,
     /// Number of steps so far.
     steps: u64,
@@ -63,7 +60,28 @@ pub(super) struct Scheduler<M: Model> {
     now: fn() -> Instant,
 }
 
-/// The requests that take part in one step, and the step's parameters.
+/// The requests that take part in the next step.
+struct Choice {
+    /// Indices into [`Scheduler::live`].
+    indices: Vec<usize>,
+    overtakes: bool,
+}
+
+impl Choice {
+    fn one(index: usize) -> Self {
+        Self { indices: vec![index], overtakes: false }
+    }
+}
+
+/// A live request whose prompt, or dropped sequence, can be evaluated now.
+#[derive(Clone, Copy)]
+struct Prompt {
+    index: usize,
+    /// Number of tokens that are left to evaluate.
+    rows: usize,
+}
+
+/// The requests of a step, and the step's parameters.
 struct Step<S> {
     requests: Vec<LiveRequest<S>>,
     /// Maximum number of prompt rows to evaluate.
@@ -90,11 +108,10 @@ impl<M: Model> Scheduler<M> {
             parallel,
             rules,
             queue,
-            cache,
+            sequences: SequenceCache::new(cache),
             metrics,
             speculator,
             live: Vec::new(),
-            idle: IdleSequences::default(),
             time_share: TimeShare::default(),
             steps: 0,
             now: Instant::now,
@@ -102,8 +119,7 @@ impl<M: Model> Scheduler<M> {
     }
 
     /// Runs until the queue is closed and empty.
-    pub fn run(mut self) {
-        let _stop = StopOnDrop { queue: self.queue.clone(), cache: self.cache.clone() };
+    pub fn run(&mut self) {
         while self.admit() {
             self.run_step();
         }
@@ -128,7 +144,7 @@ impl<M: Model> Scheduler<M> {
             }
         }
         while self.live.len() < self.parallel {
-            let taken: usize = self.live.iter().map(LiveRequest::reserved_pages).sum();
+            let taken = preemption::reserved_pages(&self.live);
             let pages = self.model.info().pages.map_or(usize::MAX, |pool| pool.count());
             let fits = |request: &Request| reserved_pages(request) <= pages.saturating_sub(taken);
             let model = &mut self.model;
@@ -148,98 +164,75 @@ impl<M: Model> Scheduler<M> {
         if decoding == 0 {
             self.time_share.clear_decode_debt();
         }
-        let (mut chosen, overtakes) = self.choose(chunk, info.batch.max(1));
+        let Choice { mut indices, overtakes } = self.choose(chunk, info.batch.max(1));
         // Drafts need pages, but are disabled while several sequences decode.
         let decode_rows = if decoding > 1 { 1 } else { DRAFT_ROWS };
-        self.free_pages(&mut chosen, chunk, decode_rows);
-        chosen.sort_unstable_by(|a, b| b.cmp(a));
-        let mut requests: Vec<_> = chosen.into_iter().map(|index| self.live.remove(index)).collect();
+        self.free_pages(&mut indices, chunk, decode_rows);
+        indices.sort_unstable_by(|a, b| b.cmp(a));
+        let mut requests: Vec<_> = indices.into_iter().map(|index| self.live.remove(index)).collect();
         requests.reverse();
         self.steps += 1;
         Step { requests, chunk, decoding, overtakes }
     }
 
-    /// Indices of the live requests that take part in the next step, and whether that step overtakes an older prompt.
-    fn choose(&self, chunk: usize, batch: usize) -> (Vec<usize>, bool) {
+    /// Chooses the requests of the next step. `chunk` is the number of rows in the next chunk of a prompt, and `batch`
+    /// the maximum number of sequences that decode in one pass.
+    fn choose(&self, chunk: usize, batch: usize) -> Choice {
         let needs_no_pass = |live: &LiveRequest<_>| match live.work() {
             Work::Begin => !self.waits_for_prefix(live),
             Work::Sample => true,
             Work::Prefill(_) | Work::Decode => false,
         };
         if let Some(index) = self.live.iter().position(needs_no_pass) {
-            return (vec![index], false);
+            return Choice::one(index);
         }
-        let rows_left = |index: usize| match self.live[index].work() {
-            Work::Prefill(rows) if self.may_evaluate(index) => Some((rows, index)),
-            _ => None,
-        };
         let mut decoding: Vec<_> =
             (0..self.live.len()).filter(|&index| self.live[index].work() == Work::Decode).collect();
-        let oldest = (0..self.live.len()).find_map(rows_left);
-        let shortest = (0..self.live.len()).filter_map(rows_left).min();
-        let is_shorter = |short: &(usize, usize)| oldest.is_some_and(|oldest| 2 * short.0 <= oldest.0);
+        let pool = self.model.info().pages;
+        let prompt = |(index, live): (usize, &LiveRequest<_>)| match live.work() {
+            Work::Prefill(rows) => {
+                preemption::may_resume(live, &self.live, pool.as_deref()).then_some(Prompt { index, rows })
+            }
+            _ => None,
+        };
+        let prompts = || self.live.iter().enumerate().filter_map(prompt);
+        let (oldest, shortest) = (prompts().next(), prompts().min_by_key(|prompt| prompt.rows));
+        let is_shorter = |short: &Prompt| oldest.is_some_and(|oldest| 2 * short.rows <= oldest.rows);
         let overtaking = shortest.filter(|short| is_shorter(short) && self.time_share.may_overtake());
-        let next = overtaking.or(oldest);
-        if let Some((_, index)) =
-            next.filter(|next| decoding.is_empty() || self.time_share.may_run_chunk(next.0 <= chunk))
-        {
-            return (vec![index], overtaking.is_some());
+        let may_run = |next: &Prompt| decoding.is_empty() || self.time_share.may_run_chunk(next.rows <= chunk);
+        if let Some(next) = overtaking.or(oldest).filter(may_run) {
+            return Choice { indices: vec![next.index], overtakes: overtaking.is_some() };
         }
         if let Some(&index) = decoding.iter().find(|&&index| self.live[index].must_run_alone) {
-            return (vec![index], false);
+            return Choice::one(index);
         }
         decoding.sort_by_key(|&index| self.live[index].last_step);
         decoding.truncate(batch);
-        (decoding, false)
-    }
-
-    /// False for a preempted request while the other requests need the pages that the preempted request would use.
-    fn may_evaluate(&self, index: usize) -> bool {
-        let live = &self.live[index];
-        let Some(pool) = self.model.info().pages.filter(|_| live.sequence.is_none()) else { return true };
-        let others = self.live.iter().filter(|other| other.sequence.is_some());
-        let taken: usize = others.map(LiveRequest::reserved_pages).sum();
-        taken == 0 || live.reserved_pages() + taken <= pool.count()
+        Choice { indices: decoding, overtakes: false }
     }
 
     /// True if another live request will soon take a snapshot of a prefix of this prompt, and that prefix is longer
     /// than any cached prefix. Waiting for the snapshot and restoring it is faster than computing the prefix twice.
     fn waits_for_prefix(&self, new: &LiveRequest<M::State>) -> bool {
-        if !may_reuse(&new.submitted.request) {
-            return false;
-        }
         let prompt = new.submitted.request.cached_prompt();
         let keys = prompt.keys();
-        let shared = |other: &LiveRequest<M::State>| {
-            let (Stage::Prefill(prefill), Some(sequence)) = (&other.stage, &other.sequence) else { return None };
-            let others = other.submitted.request.cached_prompt().keys();
-            let is_shared = |at: usize| at < keys.len() && others[..at] == keys[..at];
-            let coming = prefill.snapshots.iter().map(|snapshot| snapshot.0).filter(|&at| sequence.len() < at);
-            coming.rev().find(|&at| is_shared(at))
-        };
-        let Some(coming) = self.live.iter().filter_map(shared).max() else { return false };
-        coming > self.idle.prefix_len(prompt).max(self.cache.prefix_len(&keys))
+        let coming = self.live.iter().filter_map(|other| other.coming_snapshot(&keys)).max();
+        may_reuse(&new.submitted.request) && coming.is_some_and(|coming| coming > self.sequences.prefix_len(prompt))
     }
 
     /// Frees pages for the rows of a step: first pages of snapshots, then pages of idle sequences, then pages of the
-    /// youngest requests. A preempted request is removed from `chosen`.
-    fn free_pages(&mut self, chosen: &mut Vec<usize>, chunk: usize, decode_rows: usize) {
+    /// youngest requests. A preempted request is removed from `indices`.
+    fn free_pages(&mut self, indices: &mut Vec<usize>, chunk: usize, decode_rows: usize) {
         self.model.fit_memory();
+        let pool = self.model.info().pages;
         loop {
-            let missing = chosen.iter().map(|&index| self.live[index].missing_pages(chunk, decode_rows)).sum();
-            self.cache.evict_for_pages(missing);
-            let pool = self.model.info().pages;
-            if pool.is_none_or(|pool| pool.free() >= missing) {
+            let missing = || indices.iter().map(|&index| self.live[index].missing_pages(chunk, decode_rows)).sum();
+            if self.sequences.free_pages(pool.as_deref(), &missing) {
                 return;
             }
-            if self.idle.drop_oldest() {
-                continue;
-            }
-            let mut holders = (0..self.live.len()).rev().filter(|&index| self.live[index].sequence.is_some());
-            let (Some(youngest), Some(_)) = (holders.next(), holders.next()) else { return };
+            let Some(preempted) = preemption::preempt_youngest(&mut self.live) else { return };
             self.metrics.preemptions.inc();
-            self.live[youngest].drop_sequence();
-            chosen.retain(|&index| index != youngest);
+            indices.retain(|&index| index != preempted);
         }
     }
 
@@ -262,44 +255,39 @@ impl<M: Model> Scheduler<M> {
     /// Ends a request: keeps its sequence for later requests if the sequence is intact, and sends the last event.
     fn end(&mut self, mut live: LiveRequest<M::State>, outcome: Result<Finish, Abort>) {
         let outcome = self.settle(&mut live).and(outcome);
-        let LiveRequest { submitted, sequence, stage, dropped_tokens, clear_count, .. } = live;
-        let cache_prompt = submitted.request.cache_prompt;
-        // A request that ends between two steps has a state that matches its tokens.
-        let is_intact = matches!(
-            &outcome,
-            Ok(_) | Err(Abort::Disconnected | Abort::Failed(EngineError::TimedOut | EngineError::Draining))
-        );
-        let kept = sequence.filter(|sequence| is_intact && cache_prompt && sequence.len() >= dropped_tokens.len());
+        let is_intact = outcome.as_ref().err().is_none_or(Abort::is_between_steps);
+        let kept = live.take_reusable_sequence().filter(|_| is_intact);
         let is_kept = kept.is_some();
-        kept.into_iter().for_each(|sequence| self.idle.push(sequence, clear_count));
-        let timings = match stage {
-            Stage::Decode(answer) if outcome.is_ok() => {
-                let decode_seconds = answer.started.elapsed().as_secs_f64();
-                self.metrics.decode_seconds.observe(decode_seconds);
-                Timings { decode_seconds, ..answer.timings }
-            }
-            _ => Timings::default(),
-        };
+        if let Some(sequence) = kept {
+            self.sequences.keep(sequence, live.clear_count);
+        }
         if outcome.is_err() {
             self.recover();
         }
         // This call precedes the last event, because a client that receives the event may expect the engine to be free.
         self.queue.finish_running();
-        let last = match outcome {
-            Ok(finish) => Event::Done { finish, timings },
-            Err(Abort::Disconnected | Abort::StepCancelled) => return,
+        let events = &live.submitted.events;
+        match outcome {
+            Ok(finish) => {
+                let timings = match &live.stage {
+                    Stage::Decode(answer) => answer.finish(&self.metrics),
+                    Stage::New | Stage::Prefill(_) => Timings::default(),
+                };
+                let _ = events.send(Event::Done { finish, timings });
+                // No client waits for the snapshot.
+                if is_kept && let Err(error) = self.sequences.save_newest(&self.model) {
+                    tracing::warn!(%error, "cannot take a snapshot at the end of the answer; dropping its sequence");
+                    self.recover();
+                }
+            }
+            Err(Abort::Disconnected | Abort::StepCancelled) => {}
             Err(Abort::Failed(error)) => {
                 tracing::warn!(%error, "request failed");
                 if error.to_string().contains(GPU_INTERACTIVITY) {
                     self.metrics.gpu_interactivity_errors.inc();
                 }
-                let _ = submitted.events.send(Event::Failed(error));
-                return;
+                let _ = events.send(Event::Failed(error));
             }
-        };
-        let _ = submitted.events.send(last);
-        if is_kept {
-            self.save_answer_snapshot();
         }
     }
 
@@ -311,25 +299,11 @@ impl<M: Model> Scheduler<M> {
                 tracing::warn!("the GPU is lost after an error; computing on the CPU from now on");
                 self.metrics.set_device("cpu");
                 self.metrics.gpu_lost.set(1);
-                self.idle.clear();
                 self.live.iter_mut().for_each(LiveRequest::drop_sequence);
-                self.cache.set_page_pool(self.model.info().pages);
+                self.sequences.clear(self.model.info().pages);
             }
             Err(error) => tracing::error!(%error, "the GPU is lost after an error; cannot continue on the CPU"),
         }
-    }
-}
-
-/// Fails the waiting requests and closes the prompt cache when the engine's thread ends, even by a panic.
-struct StopOnDrop {
-    queue: Arc<RequestQueue>,
-    cache: Arc<PromptCache>,
-}
-
-impl Drop for StopOnDrop {
-    fn drop(&mut self) {
-        self.queue.stop();
-        self.cache.close();
     }
 }
 

@@ -158,10 +158,6 @@ impl<S: SequenceState> Sequence<S> {
         self.tokens.len()
     }
 
-    pub fn is_empty(&self) -> bool {
-        self.tokens.is_empty()
-    }
-
     pub fn tokens(&self) -> &[u32] {
         &self.tokens
     }
@@ -214,7 +210,7 @@ mod tests {
             let mut mock = MockModel::default();
             let previous = evaluated(&mut mock, &[5, 6, 7]);
             let sequence = Sequence::sync(Some(previous), &mock, prompt(ids), |_| None).unwrap();
-            assert!(sequence.is_empty(), "{ids:?}");
+            assert_eq!(sequence.len(), 0, "{ids:?}");
         }
     }
 

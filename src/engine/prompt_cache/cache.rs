@@ -169,6 +169,21 @@ impl PromptCache {
         }
     }
 
+    /// Counts a prompt of which `cached` tokens need no computation. `source` is `None` if the tokens are from the
+    /// sequence of an earlier request.
+    pub fn count_lookup(&self, cached: usize, source: Option<SnapshotSource>) {
+        self.metrics.prompt_tokens_cached.inc_by(cached as u64);
+        if cached == 0 {
+            return self.metrics.prompt_cache_misses.inc();
+        }
+        self.metrics.prompt_cache_hit_tokens.observe(cached as f64);
+        match source {
+            None => self.metrics.prompt_cache_hits_session.inc(),
+            Some(SnapshotSource::Memory) => self.metrics.prompt_cache_hits_memory.inc(),
+            Some(SnapshotSource::Disk) => self.metrics.prompt_cache_hits_disk.inc(),
+        }
+    }
+
     /// Length of the longest snapshot, in memory or on disk, of a proper prefix of `ids`.
     pub fn prefix_len(&self, ids: &[u32]) -> usize {
         let tree = &self.state.lock().tree;
