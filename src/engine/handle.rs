@@ -2,11 +2,12 @@
 
 use super::{
     answer::TokenRules,
+    model_runner::ModelRunner,
     prompt_cache::{DiskCacheOptions, PromptCache, PromptCacheStatus},
     queue::{AdmissionLimits, RequestQueue},
     request::{Events, Request},
-    scheduler::{Scheduler, SchedulerOptions},
-    speculation::{Draft, DraftPolicy, LookupDraft},
+    scheduler::Scheduler,
+    speculation::{Draft, DraftPolicy, LookupDraft, Speculator},
 };
 use crate::{
     error::EngineError,
@@ -64,7 +65,7 @@ pub fn spawn<M: Model>(model: M, options: Options, metrics: Arc<Metrics>) -> io:
 /// Starts an engine: a thread that owns `model` and `draft`. The thread ends after [`Handle::drain`], or when the last
 /// handle is dropped. [`Worker::join`] waits until the thread has ended.
 pub fn spawn_with<M: Model>(
-    model: M,
+    mut model: M,
     draft: Box<dyn Draft<M>>,
     options: Options,
     metrics: Arc<Metrics>,
@@ -85,15 +86,13 @@ pub fn spawn_with<M: Model>(
     let queue = Arc::new(RequestQueue::new(limits, metrics.clone()));
     let (queue_guard, images) = (Arc::new(CloseOnDrop(queue.clone())), info.images);
     let handle = Handle { queue: queue_guard, cache: cache.clone(), images };
-    let options = SchedulerOptions {
-        parallel: options.parallel.max(1),
-        rules: TokenRules { eos: options.eos, usable_vocab: options.usable_vocab },
-        speculate: options.speculate,
-        draft_tokens: options.draft_tokens,
-    };
+    let rules = TokenRules { eos: options.eos, usable_vocab: options.usable_vocab };
+    let (policy, draft_tokens) = (options.speculate, options.draft_tokens);
     let thread = std::thread::Builder::new().name("engine".into()).spawn(move || {
         interactive_thread();
-        let mut scheduler = Scheduler::new(model, draft, options, queue.clone(), cache.clone(), metrics);
+        let speculator = Speculator::new(&mut model, draft, policy, draft_tokens, metrics.clone());
+        let runner = ModelRunner::new(model, speculator, rules, queue.clone(), cache.clone(), metrics.clone());
+        let mut scheduler = Scheduler::new(runner, queue.clone(), metrics);
         let _stop = StopOnDrop { queue, cache };
         scheduler.run();
     })?;

@@ -10,6 +10,7 @@ mod cache_salt;
 mod constraint;
 mod handle;
 mod live_request;
+mod model_runner;
 mod preemption;
 pub mod prompt_cache;
 mod queue;

@@ -1,8 +1,8 @@
 //! The engine's thread: `loop { admit; step; publish }`.
 //!
 //! Up to `parallel` requests are live, each with its own sequence. A step evaluates either one chunk of one prompt, or
-//! one token of each decoding sequence. [`TimeShare`] divides the time between these two kinds of step. The module
-//! `steps` implements both kinds.
+//! one token of each decoding sequence. [`TimeShare`] divides the time between these two kinds of step. [`ModelRunner`]
+//! runs them.
 //!
 //! Live sequences share the page pool. If no page is free, the scheduler preempts the youngest request: the scheduler
 //! drops the request's sequence, and recomputes the sequence when pages are free. Preemption changes no byte of an
@@ -13,19 +13,16 @@
 //! sequence. If a pass of several sequences fails, each sequence is recomputed and continues alone, so that only the
 //! faulty request ends.
 
-mod steps;
 mod time_share;
 
 use super::{
     abort::Abort,
-    answer::{StepOutput, TokenRules},
+    answer::StepOutput,
     live_request::{DRAFT_ROWS, LiveRequest, Stage, Work, may_reuse, reserved_pages},
+    model_runner::{ModelRunner, Step},
     preemption,
-    prompt_cache::PromptCache,
     queue::RequestQueue,
     request::{Event, Finish, Request, Timings},
-    sequence_cache::SequenceCache,
-    speculation::{Draft, DraftPolicy, Speculator},
 };
 use crate::{error::GPU_INTERACTIVITY, metrics::Metrics, model::Model};
 use std::{
@@ -34,23 +31,11 @@ use std::{
 };
 use time_share::TimeShare;
 
-/// Options of the scheduler. See [`super::Options`].
-pub(super) struct SchedulerOptions {
-    pub parallel: usize,
-    pub rules: TokenRules,
-    pub speculate: DraftPolicy,
-    pub draft_tokens: usize,
-}
-
-/// Owns the model and everything that only the engine's thread uses.
+/// Decides which requests run next, and sends their events.
 pub(super) struct Scheduler<M: Model> {
-    model: M,
-    parallel: usize,
-    rules: TokenRules,
+    runner: ModelRunner<M>,
     queue: Arc<RequestQueue>,
-    sequences: SequenceCache<M::State>,
     metrics: Arc<Metrics>,
-    speculator: Speculator<M>,
     /// Admitted requests, in order of arrival.
     live: Vec<LiveRequest<M::State>>,
     time_share: TimeShare,
@@ -64,6 +49,7 @@ pub(super) struct Scheduler<M: Model> {
 struct Choice {
     /// Indices into [`Scheduler::live`].
     indices: Vec<usize>,
+    /// True if the step evaluates a prompt before an older prompt is complete.
     overtakes: bool,
 }
 
@@ -81,41 +67,10 @@ struct Prompt {
     rows: usize,
 }
 
-/// The requests of a step, and the step's parameters.
-struct Step<S> {
-    requests: Vec<LiveRequest<S>>,
-    /// Maximum number of prompt rows to evaluate.
-    chunk: usize,
-    /// Number of live requests in the decode stage, including requests that are not part of this step.
-    decoding: usize,
-    /// True if the step evaluates a prompt before an older prompt is complete.
-    overtakes: bool,
-}
-
 impl<M: Model> Scheduler<M> {
-    pub fn new(
-        mut model: M,
-        draft: Box<dyn Draft<M>>,
-        options: SchedulerOptions,
-        queue: Arc<RequestQueue>,
-        cache: Arc<PromptCache>,
-        metrics: Arc<Metrics>,
-    ) -> Self {
-        let SchedulerOptions { parallel, rules, speculate, draft_tokens } = options;
-        let speculator = Speculator::new(&mut model, draft, speculate, draft_tokens, metrics.clone());
-        Self {
-            model,
-            parallel,
-            rules,
-            queue,
-            sequences: SequenceCache::new(cache),
-            metrics,
-            speculator,
-            live: Vec::new(),
-            time_share: TimeShare::default(),
-            steps: 0,
-            now: Instant::now,
-        }
+    pub fn new(runner: ModelRunner<M>, queue: Arc<RequestQueue>, metrics: Arc<Metrics>) -> Self {
+        let (live, time_share) = (Vec::new(), TimeShare::default());
+        Self { runner, queue, metrics, live, time_share, steps: 0, now: Instant::now }
     }
 
     /// Runs until the queue is closed and empty.
@@ -126,8 +81,8 @@ impl<M: Model> Scheduler<M> {
     }
 
     fn run_step(&mut self) {
-        let mut step = self.next_step();
-        let outcomes = self.step(&mut step);
+        let (mut step, overtakes) = self.next_step();
+        let outcomes = self.step(&mut step, overtakes);
         for (request, outcome) in step.requests.into_iter().zip(outcomes) {
             self.publish(request, outcome);
         }
@@ -143,11 +98,11 @@ impl<M: Model> Scheduler<M> {
                 Err(abort) => self.end(live, Err(abort)),
             }
         }
-        while self.live.len() < self.parallel {
+        while self.live.len() < self.queue.limits.parallel {
             let taken = preemption::reserved_pages(&self.live);
-            let pages = self.model.info().pages.map_or(usize::MAX, |pool| pool.count());
+            let pages = self.runner.model.info().pages.map_or(usize::MAX, |pool| pool.count());
             let fits = |request: &Request| reserved_pages(request) <= pages.saturating_sub(taken);
-            let model = &mut self.model;
+            let model = &mut self.runner.model;
             let Some(submitted) = self.queue.next(&fits, &mut || model.fit_memory()) else { break };
             self.metrics.admitted_tokens.inc_by(submitted.request.ids.len() as u64);
             self.live.push(LiveRequest::new(submitted));
@@ -155,9 +110,10 @@ impl<M: Model> Scheduler<M> {
         !self.live.is_empty()
     }
 
-    /// Takes the requests of the next step out of `live`, and frees pages for the step.
-    fn next_step(&mut self) -> Step<M::State> {
-        let info = self.model.info();
+    /// Takes the requests of the next step out of `live`, and frees pages for the step. Returns the step, and whether
+    /// it overtakes an older prompt.
+    fn next_step(&mut self) -> (Step<M::State>, bool) {
+        let info = self.runner.model.info();
         let is_shared = self.time_share.is_shared(self.live.len(), (self.now)());
         let chunk = if is_shared { self.time_share.chunk_rows(info.chunk.max(1)) } else { info.chunk.max(1) };
         let decoding = self.live.iter().filter(|live| live.work() == Work::Decode).count();
@@ -172,7 +128,35 @@ impl<M: Model> Scheduler<M> {
         let mut requests: Vec<_> = indices.into_iter().map(|index| self.live.remove(index)).collect();
         requests.reverse();
         self.steps += 1;
-        Step { requests, chunk, decoding, overtakes }
+        // At most `parallel` states exist after the step.
+        let states = self.live.iter().filter(|live| live.sequence.is_some()).count();
+        let max_idle = self.queue.limits.parallel.saturating_sub(states + 1);
+        (Step { requests, chunk, decoding, max_idle }, overtakes)
+    }
+
+    /// Runs a step and records its duration. Returns one outcome per request of the step, in order.
+    fn step(&mut self, step: &mut Step<M::State>, overtakes: bool) -> Vec<Result<StepOutput, Abort>> {
+        let work = step.requests.first().map(LiveRequest::work);
+        let rows = |step: &Step<M::State>| step.requests.iter().map(LiveRequest::len).sum::<usize>();
+        let (begun, had) = ((self.now)(), rows(step));
+        let outcomes = self.runner.run(step);
+        let seconds = ((self.now)() - begun).as_secs_f64();
+        match work {
+            Some(Work::Prefill(_)) => {
+                let most = self.runner.model.info().chunk;
+                self.time_share.record_chunk(rows(step).saturating_sub(had), most, seconds, overtakes);
+            }
+            Some(Work::Decode) => {
+                self.time_share.record_decode(seconds);
+                step.requests.iter_mut().for_each(|live| live.last_step = self.steps);
+                // Requests that continue after a failed pass do not reach `end`, which checks the device otherwise.
+                if step.requests.iter().any(|live| live.must_run_alone) {
+                    self.recover();
+                }
+            }
+            Some(Work::Begin | Work::Sample) | None => {}
+        }
+        outcomes
     }
 
     /// Chooses the requests of the next step. `chunk` is the number of rows in the next chunk of a prompt, and `batch`
@@ -188,7 +172,7 @@ impl<M: Model> Scheduler<M> {
         }
         let mut decoding: Vec<_> =
             (0..self.live.len()).filter(|&index| self.live[index].work() == Work::Decode).collect();
-        let pool = self.model.info().pages;
+        let pool = self.runner.model.info().pages;
         let prompt = |(index, live): (usize, &LiveRequest<_>)| match live.work() {
             Work::Prefill(rows) => {
                 preemption::may_resume(live, &self.live, pool.as_deref()).then_some(Prompt { index, rows })
@@ -214,20 +198,23 @@ impl<M: Model> Scheduler<M> {
     /// True if another live request will soon take a snapshot of a prefix of this prompt, and that prefix is longer
     /// than any cached prefix. Waiting for the snapshot and restoring it is faster than computing the prefix twice.
     fn waits_for_prefix(&self, new: &LiveRequest<M::State>) -> bool {
+        if !may_reuse(&new.submitted.request) {
+            return false;
+        }
         let prompt = new.submitted.request.cached_prompt();
         let keys = prompt.keys();
         let coming = self.live.iter().filter_map(|other| other.coming_snapshot(&keys)).max();
-        may_reuse(&new.submitted.request) && coming.is_some_and(|coming| coming > self.sequences.prefix_len(prompt))
+        coming.is_some_and(|coming| coming > self.runner.sequences.prefix_len(prompt))
     }
 
     /// Frees pages for the rows of a step: first pages of snapshots, then pages of idle sequences, then pages of the
     /// youngest requests. A preempted request is removed from `indices`.
     fn free_pages(&mut self, indices: &mut Vec<usize>, chunk: usize, decode_rows: usize) {
-        self.model.fit_memory();
-        let pool = self.model.info().pages;
+        self.runner.model.fit_memory();
+        let pool = self.runner.model.info().pages;
         loop {
             let missing = || indices.iter().map(|&index| self.live[index].missing_pages(chunk, decode_rows)).sum();
-            if self.sequences.free_pages(pool.as_deref(), &missing) {
+            if self.runner.sequences.free_pages(pool.as_deref(), &missing) {
                 return;
             }
             let Some(preempted) = preemption::preempt_youngest(&mut self.live) else { return };
@@ -254,12 +241,12 @@ impl<M: Model> Scheduler<M> {
 
     /// Ends a request: keeps its sequence for later requests if the sequence is intact, and sends the last event.
     fn end(&mut self, mut live: LiveRequest<M::State>, outcome: Result<Finish, Abort>) {
-        let outcome = self.settle(&mut live).and(outcome);
+        let outcome = self.runner.settle(&mut live).and(outcome);
         let is_intact = outcome.as_ref().err().is_none_or(Abort::is_between_steps);
         let kept = live.take_reusable_sequence().filter(|_| is_intact);
         let is_kept = kept.is_some();
         if let Some(sequence) = kept {
-            self.sequences.keep(sequence, live.clear_count);
+            self.runner.sequences.keep(sequence, live.clear_count);
         }
         if outcome.is_err() {
             self.recover();
@@ -275,7 +262,7 @@ impl<M: Model> Scheduler<M> {
                 };
                 let _ = events.send(Event::Done { finish, timings });
                 // No client waits for the snapshot.
-                if is_kept && let Err(error) = self.sequences.save_newest(&self.model) {
+                if is_kept && let Err(error) = self.runner.sequences.save_newest(&self.runner.model) {
                     tracing::warn!(%error, "cannot take a snapshot at the end of the answer; dropping its sequence");
                     self.recover();
                 }
@@ -291,18 +278,10 @@ impl<M: Model> Scheduler<M> {
         }
     }
 
-    /// Switches to the CPU if an error has made the GPU unusable. Live sequences are recomputed on the CPU.
+    /// Switches to the CPU if an error has made the GPU unusable. The sequences of live requests are then recomputed.
     fn recover(&mut self) {
-        match self.model.recover() {
-            Ok(false) => {}
-            Ok(true) => {
-                tracing::warn!("the GPU is lost after an error; computing on the CPU from now on");
-                self.metrics.set_device("cpu");
-                self.metrics.gpu_lost.set(1);
-                self.live.iter_mut().for_each(LiveRequest::drop_sequence);
-                self.sequences.clear(self.model.info().pages);
-            }
-            Err(error) => tracing::error!(%error, "the GPU is lost after an error; cannot continue on the CPU"),
+        if self.runner.recover() {
+            self.live.iter_mut().for_each(LiveRequest::drop_sequence);
         }
     }
 }

@@ -2,7 +2,10 @@
 
 use super::*;
 use crate::{
-    engine::{Events, LookupDraft, Sampling, mock_model::MockModel, queue::AdmissionLimits},
+    engine::{
+        DraftPolicy, Events, LookupDraft, Sampling, answer::TokenRules, mock_model::MockModel,
+        prompt_cache::PromptCache, queue::AdmissionLimits, speculation::Speculator,
+    },
     model::Model,
 };
 use std::{cell::Cell, time::Duration};
@@ -32,7 +35,7 @@ struct Engine(Scheduler<MockModel>);
 impl Engine {
     fn new(cost: (f64, f64)) -> Self {
         COST.set(cost);
-        let mock = MockModel {
+        let mut mock = MockModel {
             chunk: 2048,
             context: 100_000,
             answer: Some(vec![5; 90_000]),
@@ -47,15 +50,12 @@ impl Engine {
             parallel: 4,
             grace: Duration::ZERO,
         };
-        let options = SchedulerOptions {
-            parallel: 4,
-            rules: TokenRules { eos: Vec::new(), usable_vocab: usize::MAX },
-            speculate: DraftPolicy::Off,
-            draft_tokens: 1,
-        };
         let queue = Arc::new(RequestQueue::new(limits, metrics.clone()));
         let cache = Arc::new(PromptCache::new(0, info.snapshot_size, metrics.clone()));
-        let mut scheduler = Scheduler::new(mock, Box::new(LookupDraft), options, queue, cache, metrics);
+        let rules = TokenRules { eos: Vec::new(), usable_vocab: usize::MAX };
+        let speculator = Speculator::new(&mut mock, Box::new(LookupDraft), DraftPolicy::Off, 1, metrics.clone());
+        let runner = ModelRunner::new(mock, speculator, rules, queue.clone(), cache, metrics.clone());
+        let mut scheduler = Scheduler::new(runner, queue, metrics);
         scheduler.now = || START.with(|start| *start + Duration::from_secs_f64(CLOCK.get()));
         Self(scheduler)
     }

@@ -1,21 +1,46 @@
-//! The steps of a request: begin, prefill a chunk of the prompt, sample the first token, decode.
+//! [`ModelRunner`]: runs the steps of requests on the model: begin, prefill a chunk of the prompt, sample the first
+//! token, decode. The scheduler decides which requests take part in a step.
 
-use super::{Scheduler, Step};
+use super::{
+    abort::{Abort, catch_panic},
+    answer::{PartialAnswer, StepOutput, TokenRules},
+    live_request::{LiveRequest, Prefill, Stage, Work},
+    prompt_cache::{PromptCache, SnapshotSource},
+    queue::RequestQueue,
+    request::{Event, Finish, Request, Timings},
+    sampler::logprobs,
+    sequence::Sequence,
+    sequence_cache::SequenceCache,
+    speculation::{PendingRows, SampledToken, Speculator},
+};
 use crate::{
-    engine::{
-        abort::{Abort, catch_panic},
-        answer::{PartialAnswer, StepOutput},
-        live_request::{LiveRequest, Prefill, Stage, Work},
-        prompt_cache::SnapshotSource,
-        request::{Event, Finish, Request, Timings},
-        sampler::logprobs,
-        sequence::Sequence,
-        speculation::{PendingRows, SampledToken},
-    },
     error::{EngineError, ModelError},
+    metrics::Metrics,
     model::{Logits, Model, ModelInfo, PassHooks, Rows, SequenceState},
 };
-use std::time::Instant;
+use std::{sync::Arc, time::Instant};
+
+/// The model, and what its passes read and write besides the requests.
+pub(super) struct ModelRunner<M: Model> {
+    pub model: M,
+    pub sequences: SequenceCache<M::State>,
+    speculator: Speculator<M>,
+    rules: TokenRules,
+    queue: Arc<RequestQueue>,
+    metrics: Arc<Metrics>,
+}
+
+/// The requests of a step, and the step's parameters. A step is one of four kinds of [`Work`]. Only a decode step may
+/// have several requests.
+pub(super) struct Step<S> {
+    pub requests: Vec<LiveRequest<S>>,
+    /// Maximum number of prompt rows to evaluate.
+    pub chunk: usize,
+    /// Number of live requests in the decode stage, including requests that are not part of this step.
+    pub decoding: usize,
+    /// Maximum number of idle sequences to keep if the step allocates a state.
+    pub max_idle: usize,
+}
 
 /// A request in a decode step. The outcome is empty until the next token is sampled.
 struct DecodeRow<'a, S> {
@@ -23,36 +48,41 @@ struct DecodeRow<'a, S> {
     outcome: Result<StepOutput, Abort>,
 }
 
-impl<M: Model> Scheduler<M> {
+impl<M: Model> ModelRunner<M> {
+    pub fn new(
+        model: M,
+        speculator: Speculator<M>,
+        rules: TokenRules,
+        queue: Arc<RequestQueue>,
+        cache: Arc<PromptCache>,
+        metrics: Arc<Metrics>,
+    ) -> Self {
+        Self { model, sequences: SequenceCache::new(cache), speculator, rules, queue, metrics }
+    }
+
     /// Runs a step. Returns one outcome per request of the step, in order.
-    pub(super) fn step(&mut self, step: &mut Step<M::State>) -> Vec<Result<StepOutput, Abort>> {
-        let (begun, chunk) = ((self.now)(), step.chunk);
-        let [live] = &mut step.requests[..] else { return self.decode(step) };
-        let (work, had) = (live.work(), live.len());
-        let outcome = match work {
-            Work::Decode => return self.decode(step),
-            Work::Begin => catch_panic(|| self.begin(live)),
+    pub fn run(&mut self, step: &mut Step<M::State>) -> Vec<Result<StepOutput, Abort>> {
+        let Step { requests, chunk, decoding, max_idle } = step;
+        let [live] = &mut requests[..] else { return self.decode(requests, *decoding) };
+        let outcome = match live.work() {
+            Work::Decode => return self.decode(requests, *decoding),
+            Work::Begin => catch_panic(|| self.begin(live, *max_idle)),
             Work::Sample => catch_panic(|| live.sample(self.model.info().context, &self.rules, &self.metrics)),
-            Work::Prefill(_) if live.sequence.is_none() => catch_panic(|| self.restore(live)),
-            Work::Prefill(_) if matches!(live.stage, Stage::Decode(_)) => catch_panic(|| self.recompute(live, chunk)),
-            Work::Prefill(_) => catch_panic(|| self.prefill(live, chunk)),
+            Work::Prefill(_) if live.sequence.is_none() => catch_panic(|| self.restore(live, *max_idle)),
+            Work::Prefill(_) if matches!(live.stage, Stage::Decode(_)) => catch_panic(|| self.recompute(live, *chunk)),
+            Work::Prefill(_) => catch_panic(|| self.prefill(live, *chunk)),
         };
-        if matches!(work, Work::Prefill(_)) {
-            let rows = live.len().saturating_sub(had);
-            let seconds = ((self.now)() - begun).as_secs_f64();
-            self.time_share.record_chunk(rows, self.model.info().chunk, seconds, step.overtakes);
-        }
         vec![outcome]
     }
 
     /// First step of a request: resumes from the longest cached prefix of its prompt.
-    fn begin(&mut self, live: &mut LiveRequest<M::State>) -> Result<StepOutput, Abort> {
+    fn begin(&mut self, live: &mut LiveRequest<M::State>, max_idle: usize) -> Result<StepOutput, Abort> {
         let started = Instant::now();
         let queued = started - live.submitted.arrived;
         self.metrics.queue_seconds.observe(queued.as_secs_f64());
 
         live.clear_count = self.sequences.snapshots.clear_count();
-        let (sequence, source) = self.resume(live)?;
+        let (sequence, source) = self.resume(live, max_idle)?;
         let cached_tokens = sequence.len();
         self.sequences.snapshots.count_lookup(cached_tokens, source);
         self.speculator.start(&mut self.model);
@@ -67,20 +97,19 @@ impl<M: Model> Scheduler<M> {
     }
 
     /// A sequence with the longest cached prefix of the tokens that `live` must evaluate, and the source of the
-    /// snapshot if the prefix comes from a snapshot. At most `parallel` states exist afterwards.
+    /// snapshot if the prefix comes from a snapshot.
     fn resume(
         &mut self,
         live: &LiveRequest<M::State>,
+        max_idle: usize,
     ) -> Result<(Sequence<M::State>, Option<SnapshotSource>), ModelError> {
-        let states = 1 + self.live.iter().filter(|live| live.sequence.is_some()).count();
         let (request, prompt) = (&live.submitted.request, live.tokens_to_evaluate());
-        let max_idle = self.parallel.saturating_sub(states);
         self.sequences.resume(&self.model, request, prompt, live.clear_count, max_idle)
     }
 
     /// Resumes a preempted request from the longest cached prefix of its tokens.
-    fn restore(&mut self, live: &mut LiveRequest<M::State>) -> Result<StepOutput, Abort> {
-        live.sequence = Some(self.resume(live)?.0);
+    fn restore(&mut self, live: &mut LiveRequest<M::State>, max_idle: usize) -> Result<StepOutput, Abort> {
+        live.sequence = Some(self.resume(live, max_idle)?.0);
         Ok(StepOutput::default())
     }
 
@@ -151,10 +180,10 @@ impl<M: Model> Scheduler<M> {
         prefilled: Event,
         logits: Logits,
     ) -> Result<StepOutput, Abort> {
-        let (Stage::Prefill(prefill), request) = (&mut live.stage, &live.submitted.request) else {
-            return Ok(StepOutput::default());
-        };
-        let events = [prefilled].into_iter().chain(prefill.logprobs.take().map(Event::Prompt)).collect();
+        let Stage::Prefill(prefill) = &mut live.stage else { return Ok(StepOutput::default()) };
+        let request = &live.submitted.request;
+        let mut events = vec![prefilled];
+        events.extend(prefill.logprobs.take().map(Event::Prompt));
         let prompt_seconds = prefill.started.elapsed().as_secs_f64();
         self.metrics.prefill_seconds.observe(prompt_seconds);
         let (prompt_tokens, cached_tokens) = (request.ids.len(), prefill.cached_tokens);
@@ -165,26 +194,23 @@ impl<M: Model> Scheduler<M> {
     }
 
     /// Evaluates the last token of each request in one pass and samples the next tokens. Uses drafts if only one
-    /// sequence decodes.
-    fn decode(&mut self, step: &mut Step<M::State>) -> Vec<Result<StepOutput, Abort>> {
-        let begun = (self.now)();
+    /// sequence decodes. If the pass fails, the sequences of all requests are dropped.
+    fn decode(&mut self, requests: &mut [LiveRequest<M::State>], decoding: usize) -> Vec<Result<StepOutput, Abort>> {
         let new = |live| DecodeRow { live, outcome: Ok(StepOutput::default()) };
-        let mut rows: Vec<DecodeRow<M::State>> = step.requests.iter_mut().map(new).collect();
+        let mut rows: Vec<DecodeRow<M::State>> = requests.iter_mut().map(new).collect();
         for DecodeRow { live, outcome } in &mut rows {
             *outcome = catch_panic(|| self.use_draft(live));
         }
         let needs_pass = |row: &&mut DecodeRow<M::State>| row.outcome.is_ok() && !row.live.has_logits();
         let mut evaluated: Vec<_> = rows.iter_mut().filter(needs_pass).collect();
-        let failure = self.evaluate_last_tokens(&mut evaluated, step.decoding).err();
+        let failure = self.evaluate_last_tokens(&mut evaluated, decoding).err();
         let has_failed = failure.is_some();
         if let Some(abort) = failure {
             end_or_retry(&mut evaluated, abort);
         }
-        if has_failed && rows.len() > 1 {
-            self.recover();
-        }
         let (ModelInfo { context, threads, .. }, rules, metrics) = (self.model.info(), &self.rules, &*self.metrics);
         let sample_row = |DecodeRow { live, outcome }: &mut DecodeRow<M::State>| {
+            // A request without a sequence continues alone in a later step.
             if outcome.is_ok() && live.sequence.is_some() {
                 *outcome = catch_panic(|| live.sample(context, rules, metrics));
             }
@@ -196,9 +222,7 @@ impl<M: Model> Scheduler<M> {
         if has_failed {
             rows.iter_mut().for_each(|row| row.live.drop_sequence());
         }
-        let outcomes = rows.into_iter().map(|row| row.outcome).collect();
-        self.time_share.record_decode(((self.now)() - begun).as_secs_f64());
-        outcomes
+        rows.into_iter().map(|row| row.outcome).collect()
     }
 
     /// Evaluates the last token of each request in one pass. Records the pass in the requests and the metrics.
@@ -210,7 +234,7 @@ impl<M: Model> Scheduler<M> {
         });
         let mut evaluated = 0;
         for DecodeRow { live, .. } in &mut *rows {
-            (live.last_step, live.must_run_alone) = (self.steps, false);
+            live.must_run_alone = false;
             if let Some((_, answer)) = live.decoding() {
                 answer.timings.record_pass(decoding);
                 evaluated += answer.rows.len();
@@ -255,9 +279,28 @@ impl<M: Model> Scheduler<M> {
     }
 
     /// Removes rejected draft tokens from the sequence of a request that ends.
-    pub(super) fn settle(&mut self, live: &mut LiveRequest<M::State>) -> Result<(), Abort> {
+    pub fn settle(&mut self, live: &mut LiveRequest<M::State>) -> Result<(), Abort> {
         let Some((sequence, answer)) = live.decoding() else { return Ok(()) };
         catch_panic(|| Ok(self.speculator.settle(sequence, &mut self.model, &answer.rows, &mut answer.timings)?))
+    }
+
+    /// Switches to the CPU if an error has made the GPU unusable. Returns true if the sequences of all live requests
+    /// are lost and must be recomputed.
+    pub fn recover(&mut self) -> bool {
+        match self.model.recover() {
+            Ok(false) => false,
+            Ok(true) => {
+                tracing::warn!("the GPU is lost after an error; computing on the CPU from now on");
+                self.metrics.set_device("cpu");
+                self.metrics.gpu_lost.set(1);
+                self.sequences.clear(self.model.info().pages);
+                true
+            }
+            Err(error) => {
+                tracing::error!(%error, "the GPU is lost after an error; cannot continue on the CPU");
+                false
+            }
+        }
     }
 }
 
