@@ -112,6 +112,22 @@ export const tests = {
     assert.ok(kept);
   },
 
+  async long_code_grows_in_parts(page) {
+    const { parts, isSame, heights } = await page.evaluate(() => {
+      const lines = Array.from({ length: 400 }, (_, index) => "\n".repeat(index % 4) + "    line " + index);
+      const text = ["x".repeat(CODE_PART), "", "", ...lines].join("\n"), boxes = [make("div", "text"), make("div", "text")];
+      const [grown, whole] = boxes.map(box => { $("turns").append(box); return new MarkdownView(box); });
+      for (let end = 1; end <= text.length; end += 1) grown.show("```\n" + text.slice(0, end), false);
+      for (const view of [grown, whole]) view.show("```\n" + text + "\n```", true);
+      const codes = boxes.map(box => box.querySelector("code"));
+      const selected = codes.map(code => { getSelection().selectAllChildren(code); return getSelection().toString(); });
+      return { parts: codes.map(code => code.children.length), isSame: codes.every((code, index) => code.textContent === text && selected[index] === text), heights: codes.map(code => code.offsetHeight) };
+    });
+    assert.ok(parts[0] > 2 && parts[1] === 1, parts.join());
+    assert.ok(isSame, "the text and the selected text are those of the code");
+    assert.equal(heights[0], heights[1]);
+  },
+
   async task_lists_and_lenient_nesting_work(page) {
     assert.match(await show(page, "- [ ] open\n- [x] done"), /☐ open.*☑ done/s);
     assert.match(await show(page, "1. one\n  - nested by two\n2. two"), /<ol start="1"><li><p>one<\/p><ul><li>.*<\/ul><\/li><li><p>two/);
