@@ -249,7 +249,7 @@ FN void recurrence(CONSTANT DeltaArgs& a, DEVICE const float* proj, DEVICE const
 }
 
 #define DELTA(name, COLUMNS)                                                                                           \
-  KERNEL(name, ARGS(DeltaArgs, a), IN(float, proj, 1), IN(float, mixed, 2), IN(float, replay_proj, 3),                 \
+  KERNEL(name, ARGS_IN_PLACE(DeltaArgs, a), IN(float, proj, 1), IN(float, mixed, 2), IN(float, replay_proj, 3),        \
          IN(float, replay_mixed, 4), IN(float, decay, 5), IN(float, dt_bias, 6), OUT(float, states, 7),                \
          OUT(float, out, 8), IN(float, norm, 9), OUT(float, squares, 10), IN(SequenceRow, rows, 11),                   \
          IN(uint, skip, 12)) {                                                                                         \

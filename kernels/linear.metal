@@ -10,14 +10,14 @@
 // state of that channel is needed. gemv_head_norm reads x from the delta rule with a deferred norm and multiplies each
 // head by the head's factor 1 / rms.
 //
-// Grid (ceil(tokens / TOKENS), sum over matrices of ceil(rows / 16), or of ceil(rows / 4) with split_k), 128 threads. A
-// product without a norm that is not added to y, such as the shared expert's down, never uses split_k, so that its sums
-// equal those of moe_down.
+// With split_k, the four simdgroups of a threadgroup share four rows: each has every fourth group of 32 chunks. Grid
+// (ceil(tokens / TOKENS), sum over matrices of ceil(rows / 16), or of ceil(rows / 4) with split_k), 128 threads.
 
 struct LinearArgs {
   uint can_skip;
   uint tokens, cols, width;   // rows of x, their length, length of a row of y
   uint matrices, add, keep;   // number of matrices; y += instead of y =; store the normed x
+  uint split_k;
   float eps;
   Matrix m[4];
 };
@@ -39,9 +39,6 @@ struct Fused {
 };
 
 enum { ROWS = 4, BLOCK = 16 };  // rows of W per simdgroup, and per threadgroup
-// Up to this many rows in a launch, the four simdgroups of a threadgroup share ROWS rows (split_k). Each simdgroup has
-// every fourth group of 32 chunks.
-enum { SPLIT_K_MAX_ROWS = 4096 };
 
 // Loads chunk `c` of x * w (or of x) and returns its sum. Values past the end of the row are 0.
 template <bool NORM>
@@ -143,11 +140,12 @@ FN void partial_fast(CONSTANT Matrix& m, CONSTANT LinearArgs& a, uint row, uint 
 // Like partial_fast, for weights of any encoding.
 template <uint TOKENS, uint KIND>
 FN void partial_any(CONSTANT Matrix& m, CONSTANT LinearArgs& a, uint row, uint first, DEVICE const float* x,
-                    DEVICE const float* w, WeightPtrs bytes, THREAD const Fused& fused, THREAD float* acc,
+                    DEVICE const float* w, WeightPtrs bytes, bool split_k, THREAD const Fused& fused, THREAD float* acc,
                     THREAD float* squares THREAD_IDS_PARAM) {
   const bool NORM = KIND == NORMED || KIND == CONV;
   const uint code_bytes = row_code_bytes(m, a.cols), scale_bytes = row_scale_bytes(m, a.cols);
   for (uint c = lane; c < (a.cols + 15) / 16; c += 32) {
+    if (split_k && c / 32 % 4 != sg) continue;  // this loop needs fewer registers than one with a variable step
     UNROLL for (uint t = 0; t < TOKENS; t++)
       if (NORM) squares[t] += squares_any(x + ulong(min(first + t, a.tokens - 1)) * a.cols, c, a.cols);
     UNROLL for (uint r = 0; r < ROWS; r++) {
@@ -198,7 +196,7 @@ FN void linear(CONSTANT LinearArgs& a, CONSTANT Matrix& m, uint start, uint row,
   UNROLL for (uint i = 0; i < TOKENS; i++) squares[i] = 0;
   UNROLL for (uint i = 0; i < TOKENS * ROWS; i++) acc[i] = 0;
   if (ANY) {
-    partial_any<TOKENS, KIND>(m, a, row, first, x, w, bytes, fused, acc, squares THREAD_IDS);
+    partial_any<TOKENS, KIND>(m, a, row, first, x, w, bytes, split_k, fused, acc, squares THREAD_IDS);
   } else if (m.format == 4) {
     partial_fast<TOKENS, KIND, 4>(m, a, row, first, x, w, bytes, split_k, fused, acc, squares, scratch,
                                   sums THREAD_IDS);
@@ -209,12 +207,12 @@ FN void linear(CONSTANT LinearArgs& a, CONSTANT Matrix& m, uint start, uint row,
   if (NORM) {
     UNROLL for (uint t = 0; t < TOKENS; t++) {
       squares[t] = SIMD_SUM(squares[t]);
-      if (ANY) continue;  // each simdgroup has summed the whole row
+      if (ANY && !split_k) continue;  // each simdgroup has summed the whole row
       if (lane == 0) part[t * 4 + sg] = squares[t];
     }
     BARRIER();
     UNROLL for (uint t = 0; t < TOKENS; t++)
-      if (!ANY) squares[t] = part[t * 4] + part[t * 4 + 1] + part[t * 4 + 2] + part[t * 4 + 3];
+      if (!ANY || split_k) squares[t] = part[t * 4] + part[t * 4 + 1] + part[t * 4 + 2] + part[t * 4 + 3];
   }
   UNROLL for (uint i = 0; i < TOKENS * ROWS; i++) acc[i] = SIMD_SUM(acc[i]);
   if (split_k) {
@@ -260,13 +258,6 @@ FN uint find_matrix(CONSTANT LinearArgs& a, uint size, THREAD uint* block, THREA
   return i;
 }
 
-// True if the matrices have few enough rows for split_k.
-FN bool uses_split_k(CONSTANT LinearArgs& a) {
-  uint rows = 0;
-  for (uint i = 0; i < a.matrices; i++) rows += a.m[i].rows;
-  return rows <= SPLIT_K_MAX_ROWS;
-}
-
 #define MATRICES(n)                                                                                                    \
   IN(uchar, c0, n), IN(uchar, s0, n + 1), IN(uchar, b0, n + 2), IN(uchar, c1, n + 3), IN(uchar, s1, n + 4),            \
   IN(uchar, b1, n + 5), IN(uchar, c2, n + 6), IN(uchar, s2, n + 7), IN(uchar, b2, n + 8), IN(uchar, c3, n + 9),        \
@@ -276,26 +267,28 @@ FN bool uses_split_k(CONSTANT LinearArgs& a) {
 #define PICK(i, p) (i == 0 ? p##0 : i == 1 ? p##1 : i == 2 ? p##2 : p##3)
 #define WEIGHT_PTRS(i) {PICK(i, c), PICK(i, s), PICK(i, b)}
 
-// The body of a kernel with arguments `a`, `fused`, x, w, y, kept and skip.
+// The body of a kernel with arguments `args`, `fused`, x, w, y, kept and skip.
 #define PRODUCT(TOKENS, KIND, ANY)                                                                                     \
+  COPY(LinearArgs, a, args);                                                                                           \
   uint block = tgid.y, start = 0;                                                                                      \
   SHARED(float4, scratch, ANY ? 1 : STAGED_CHUNKS * 4);                                                                \
-  SHARED(float, sums, ANY ? 1 : STAGED_CHUNKS);                                                                        \
+  SHARED(float, sums, ANY ? TOKENS * ROWS * 4 : STAGED_CHUNKS);                                                        \
   SHARED(float, part, TOKENS * 4);                                                                                     \
-  const bool split_k = !ANY && (KIND == NORMED || KIND == CONV || a.add != 0) && uses_split_k(a);                      \
-  const uint size = split_k ? ROWS : BLOCK, i = find_matrix(a, size, &block, &start);                                  \
+  const bool split_k = a.split_k != 0;                                                                                 \
+  const uint size = split_k ? ROWS : BLOCK, i = find_matrix(args, size, &block, &start);                               \
+  COPY(Matrix, m, args.m[i]);                                                                                          \
   const uint row = block * size + (split_k ? 0 : sg * ROWS);                                                           \
   const WeightPtrs bytes = WEIGHT_PTRS(i);                                                                             \
-  if (split_k) prefetch_rows<1>(bytes, a.m[i].format, a.m[i].rows, a.cols, row + sg);                                  \
-  else if (!ANY) prefetch_rows<ROWS>(bytes, a.m[i].format, a.m[i].rows, a.cols, row);                                  \
+  if (!ANY && split_k) prefetch_rows<1>(bytes, m.format, m.rows, a.cols, row + sg);                                    \
+  else if (!ANY) prefetch_rows<ROWS>(bytes, m.format, m.rows, a.cols, row);                                            \
   AWAIT();                                                                                                             \
   if (is_skipped(a.can_skip, skip)) return;                                                                            \
-  linear<TOKENS, KIND, ANY>(a, a.m[i], start, row, x, w, y, kept, bytes, split_k, fused, scratch, sums,                \
+  linear<TOKENS, KIND, ANY>(a, m, start, row, x, w, y, kept, bytes, split_k, fused, scratch, sums,                     \
                             part THREAD_IDS);
 
 #define LINEAR(name, TOKENS, KIND, ANY)                                                                                \
-  KERNEL(name, ARGS(LinearArgs, a), IN(float, x, 1), IN(float, w, 2), OUT(float, y, 3), OUT(float, kept, 4),           \
-         MATRICES(5), IN(uint, skip, 17)) {                                                                            \
+  KERNEL(name, ARGS_IN_PLACE(LinearArgs, args), IN(float, x, 1), IN(float, w, 2), OUT(float, y, 3),                    \
+         OUT(float, kept, 4), MATRICES(5), IN(uint, skip, 17)) {                                                       \
     const Fused fused = {};                                                                                            \
     PRODUCT(TOKENS, KIND, ANY)                                                                                         \
   }
@@ -310,9 +303,10 @@ LINEAR(gemv_any_norm_1, 1, NORMED, true)
 LINEAR(gemv_any_norm_2, 2, NORMED, true)
 
 #define LINEAR_CONV(name, ANY)                                                                                         \
-  KERNEL(name, ARGS(ConvArgs, b), IN(float, x, 1), IN(float, w, 2), OUT(float, y, 3), IN(float, conv_weight, 4),       \
-         IN(float, replay, 5), OUT(float, state, 6), OUT(float, mixed, 7), MATRICES(8), IN(uint, skip, 20)) {          \
-    CONSTANT LinearArgs& a = b.product;                                                                                \
+  KERNEL(name, ARGS_IN_PLACE(ConvArgs, b), IN(float, x, 1), IN(float, w, 2), OUT(float, y, 3),                         \
+         IN(float, conv_weight, 4), IN(float, replay, 5), OUT(float, state, 6), OUT(float, mixed, 7), MATRICES(8),     \
+         IN(uint, skip, 20)) {                                                                                         \
+    CONSTANT LinearArgs& args = b.product;                                                                             \
     const Fused fused = {conv_weight, replay, state, mixed, b.replay, 0, 0, 0, 0};                                     \
     DEVICE float* kept = y;                                                                                            \
     PRODUCT(1, CONV, ANY)                                                                                              \
@@ -322,10 +316,10 @@ LINEAR_CONV(gemv_conv, false)
 LINEAR_CONV(gemv_any_conv, true)
 
 #define LINEAR_HEADS(name, TOKENS, ANY)                                                                                \
-  KERNEL(name, ARGS(HeadsArgs, b), IN(float, x, 1), IN(float, w, 2), OUT(float, y, 3), MATRICES(4),                    \
+  KERNEL(name, ARGS_IN_PLACE(HeadsArgs, b), IN(float, x, 1), IN(float, w, 2), OUT(float, y, 3), MATRICES(4),           \
          IN(uint, skip, 16)) {                                                                                         \
     SHARED(float, quarters, TOKENS * 4 * MAX_HEADS);                                                                   \
-    CONSTANT LinearArgs& a = b.product;                                                                                \
+    CONSTANT LinearArgs& args = b.product;                                                                             \
     const Fused fused = {0, 0, 0, 0, 0, b.heads, b.size, b.eps, quarters};                                             \
     DEVICE float* kept = y;                                                                                            \
     PRODUCT(TOKENS, HEAD_NORM, ANY)                                                                                    \
@@ -364,13 +358,15 @@ FN void gemm_block(CONSTANT LinearArgs& a, CONSTANT Matrix& m, uint start, uint 
 }
 
 #define GEMM(name, ANY)                                                                                                \
-  KERNEL(name, ARGS(LinearArgs, a), IN(uint, x, 1), IN(float, scale, 2), OUT(float, y, 3), MATRICES(4)) {              \
+  KERNEL(name, ARGS_IN_PLACE(LinearArgs, args), IN(uint, x, 1), IN(float, scale, 2), OUT(float, y, 3), MATRICES(4)) {  \
+    COPY(LinearArgs, a, args);                                                                                         \
     SHARED(uint4, scratch, TileScratch<GEMM_TILES>::SIZE);                                                             \
     AWAIT();                                                                                                           \
     uint block = tgid.y, start = 0;                                                                                    \
-    const uint i = find_matrix(a, TILE_WIDTH, &block, &start);                                                         \
+    const uint i = find_matrix(args, TILE_WIDTH, &block, &start);                                                      \
+    COPY(Matrix, m, args.m[i]);                                                                                        \
     const WeightPtrs bytes = WEIGHT_PTRS(i);                                                                           \
-    gemm_block<ANY>(a, a.m[i], start, block, x, scale, y, bytes, scratch THREAD_IDS);                                  \
+    gemm_block<ANY>(a, m, start, block, x, scale, y, bytes, scratch THREAD_IDS);                                       \
   }
 
 GEMM(gemm, false)

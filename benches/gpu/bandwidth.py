@@ -68,8 +68,10 @@ class Bench:
         each = sum(c + 2 * s for c, s in sizes) + 4 * (cols + total)
         matrix = lambda r: words(r, bits, 64, 2, 1.0)
         padded = list(rows) + [rows[-1]] * (4 - len(rows))
-        args = words(0, 1, cols, total, len(rows), 0, 0, 1e-6) + sum(map(matrix, padded), [])
-        grid = (1, sum((r + 15) // 16 for r in rows), 1)
+        split = total <= 4096
+        args = words(0, 1, cols, total, len(rows), 0, 0, int(split), 1e-6) + sum(map(matrix, padded), [])
+        block = 4 if split else 16
+        grid = (1, sum((r + block - 1) // block for r in rows), 1)
         launches = []
         for _ in range(max(8, min(256, POOL // each))):
             x, w, y = self.keep(floats(cols)), self.keep(floats(cols)), self.keep(4 * total)

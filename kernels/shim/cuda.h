@@ -11,7 +11,12 @@ typedef unsigned long long ulong;
 #define THREAD
 #define THREADGROUP
 #define UNROLL _Pragma("unroll")
+// The compiler copies ARGS to registers. It reads ARGS_IN_PLACE from constant memory whenever they are used, which is
+// faster if an array among them has a variable index: registers have no index, so the compiler would compare it with
+// every possible one. It also leaves more registers. COPY copies a part of such arguments to registers.
 #define ARGS(T, name) const T name
+#define ARGS_IN_PLACE(T, name) const __grid_constant__ T name
+#define COPY(T, name, value) const T name = value
 #define IN(T, name, slot) const T* __restrict__ name
 #define OUT(T, name, slot) T* __restrict__ name
 #define THREAD_IDS_PARAM

@@ -44,6 +44,8 @@ template <class To, class From> To as_type(From from) {
 #define THREADGROUP
 #define UNROLL
 #define ARGS(T, name) const T& name
+#define ARGS_IN_PLACE(T, name) ARGS(T, name)
+#define COPY(T, name, value) const T& name = value
 #define IN(T, name, slot) const T* name
 #define OUT(T, name, slot) T* name
 #define THREAD_IDS_PARAM

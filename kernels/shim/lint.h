@@ -17,6 +17,8 @@ typedef __attribute__((ext_vector_type(4))) float float4;
 #define THREADGROUP __attribute__((address_space(3)))
 #define UNROLL
 #define ARGS(T, name) CONSTANT T& name
+#define ARGS_IN_PLACE(T, name) ARGS(T, name)
+#define COPY(T, name, value) CONSTANT T& name = value
 #define IN(T, name, slot) DEVICE const T* name
 #define OUT(T, name, slot) DEVICE T* name
 // Parameters that give a function the kernel's thread ids: f(int a THREAD_IDS_PARAM), called f(a THREAD_IDS).

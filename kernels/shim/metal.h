@@ -11,6 +11,8 @@ using namespace metal;
 #define THREADGROUP threadgroup
 #define UNROLL _Pragma("clang loop unroll(full)")
 #define ARGS(T, name) constant T& name [[buffer(0)]]
+#define ARGS_IN_PLACE(T, name) ARGS(T, name)
+#define COPY(T, name, value) constant T& name = value
 #define IN(T, name, slot) device const T* name [[buffer(slot)]]
 #define OUT(T, name, slot) device T* name [[buffer(slot)]]
 // Parameters that give a function the kernel's thread ids: f(int a THREAD_IDS_PARAM), called f(a THREAD_IDS).

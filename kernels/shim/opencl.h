@@ -8,6 +8,8 @@
 #define THREADGROUP __local
 #define UNROLL _Pragma("unroll")
 #define ARGS(T, name) __constant const T& name
+#define ARGS_IN_PLACE(T, name) ARGS(T, name)
+#define COPY(T, name, value) __constant const T& name = value
 #define IN(T, name, slot) __global const T* name
 #define OUT(T, name, slot) __global T* name
 #define THREAD_IDS_PARAM

@@ -185,7 +185,8 @@ impl CombineExperts<'_> {
             let down = Linear { x: act, tokens, norm: None, matrices, y, add: false };
             match half {
                 Some(half) => launches.extend(down.half_launches(half.x)),
-                None => launches.push(down.launch()),
+                // Not split, since its sums must equal those of `moe_down`.
+                None => launches.push(down.launch_into(hidden)),
             }
             shared = Binding::read(y);
         }

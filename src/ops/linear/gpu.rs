@@ -14,12 +14,14 @@ const NAMES: [[[&str; 2]; 2]; 2] = [
 /// Number of rows of x per threadgroup if x has several rows. With more rows, a thread would need too many registers.
 const BATCH_ROWS: usize = 2;
 
-/// The words of the kernels' `LinearArgs`, without a gate.
-pub(super) fn args(sizes: [usize; 3], matrices: &[Weight], add: bool, keep: bool, eps: f32) -> Vec<u32> {
+/// The words of the kernels' `LinearArgs`, without a skip flag. The flags are `add`, `keep` and `split_k`.
+fn args(sizes: [usize; 3], matrices: &[Weight], flags: [bool; 3], eps: f32) -> Vec<u32> {
     assert!((1..=4).contains(&matrices.len()), "{} matrices in one launch", matrices.len());
     let mut args = vec![0];
     args.extend(sizes.map(|size| size as u32));
-    args.extend([matrices.len() as u32, add.into(), keep.into(), eps.to_bits()]);
+    args.push(matrices.len() as u32);
+    args.extend(flags.map(u32::from));
+    args.push(eps.to_bits());
     args.extend(pad_to_four(matrices).flat_map(Weight::words));
     args
 }
@@ -30,17 +32,21 @@ pub(super) fn pad_to_four(matrices: &[Weight]) -> impl Iterator<Item = &Weight> 
 }
 
 /// Maximum number of rows of W for which the simdgroups of a threadgroup split the columns. Without the split, such a
-/// launch would not fill a large GPU.
+/// launch would not fill a large GPU, and each simdgroup would wait for many loads in turn.
 const SPLIT_K_MAX_ROWS: usize = 4096;
 
 impl Linear<'_> {
     /// Panics if there is no matrix, or more than four.
     pub fn launch(&self) -> Launch {
-        self.launch_into(self.width())
+        self.launch_with(self.width(), self.width() <= SPLIT_K_MAX_ROWS)
     }
 
-    /// [`Linear::launch`], with the output in the first columns of rows of `width` floats.
+    /// A launch that never splits the columns, with the output in the first columns of rows of `width` floats.
     pub(in crate::ops) fn launch_into(&self, width: usize) -> Launch {
+        self.launch_with(width, false)
+    }
+
+    fn launch_with(&self, width: usize, split_k: bool) -> Launch {
         let Self { x, tokens, norm, matrices, y, add } = *self;
         let cols = self.cols();
         let any = !matrices.iter().all(|m| fast(m.codes, m.global_scale, m.cols, &[4, 8]));
@@ -56,14 +62,11 @@ impl Linear<'_> {
         bindings.extend(pad_to_four(matrices).flat_map(Weight::bindings));
         bindings.push(Binding::no_skip_flag(x));
         let batch = tokens > 1;
-        // The four simdgroups of a threadgroup have four rows each, or share four rows if the matrices are small. The
-        // shared expert's down is not split, since its sums must equal those of `moe_down`.
-        let split_k =
-            !any && (add || norm.is_some()) && matrices.iter().map(|m| m.rows).sum::<usize>() <= SPLIT_K_MAX_ROWS;
+        // The four simdgroups of a threadgroup have four rows each, or share four rows.
         let blocks: usize = matrices.iter().map(|m| m.rows.div_ceil(if split_k { 4 } else { 16 })).sum();
         Launch {
             kernel: NAMES[usize::from(any)][usize::from(norm.is_some())][usize::from(batch)],
-            args: args([tokens, cols, width], matrices, add, keep.is_some(), norm.map_or(0.0, |n| n.eps)),
+            args: args([tokens, cols, width], matrices, [add, keep.is_some(), split_k], norm.map_or(0.0, |n| n.eps)),
             bindings,
             grid: [tokens.div_ceil(if batch { BATCH_ROWS } else { 1 }) as u32, blocks as u32, 1],
             threads: 128,
@@ -158,7 +161,7 @@ impl HalfRows {
         let blocks: usize = matrices.iter().map(|m| m.rows.div_ceil(TILE[1])).sum();
         Launch {
             kernel: if any { "gemm_any" } else { "gemm" },
-            args: args([tokens, cols, width], matrices, add, false, 0.0),
+            args: args([tokens, cols, width], matrices, [add, false, false], 0.0),
             bindings,
             grid: [tokens.div_ceil(TILE[0]) as u32, blocks as u32, 1],
             threads: 128,
