@@ -14,17 +14,13 @@ use crate::{
     checkpoint::{TrunkLoader, identity::file_identity, index::Index},
     device::{CpuDevice, GPU_KIND, Gpu, Timeline},
     error::ModelError,
-    experts::{self, ExpertMap, ExpertStore, PackRecords},
+    experts::{self, ExpertStore, PackRecords},
     metrics::Metrics,
     ops::{Backend, Cpu, GpuBackend},
     plan::{MachineLimits, ModelFootprint, Plan},
     platform::os,
 };
-use std::{
-    cell::RefCell,
-    path::{Path, PathBuf},
-    sync::Arc,
-};
+use std::{cell::RefCell, path::Path, sync::Arc};
 
 /// A model that the GPU cannot compute, and the reason.
 pub struct Rejected {
@@ -66,9 +62,8 @@ impl Qwen {
         let weights = trunk.finish()?;
         let mut store = None;
         if !experts.layers.is_empty() {
-            let cached = plan.page_cache_holds_experts(&shape, &machine);
-            let opened =
-                open_store(options, &plan, &shape, &checkpoint.index, (experts, files, packed, cached), metrics)?;
+            let expert_options = expert_options(options, &plan, &shape, &machine, &checkpoint.index, packed);
+            let opened = ExpertStore::open(files, experts, expert_options, metrics.clone())?;
             opened.fill(progress)?;
             net.set_expert_layout(&opened);
             store = Some(opened);
@@ -137,25 +132,25 @@ impl Qwen {
     }
 }
 
-fn open_store(
+/// The options of the expert store. The plan limits the number of slots.
+fn expert_options(
     options: &LoadOptions,
     plan: &Plan,
     shape: &ModelFootprint,
+    machine: &MachineLimits,
     index: &Index,
-    (experts, files, packed, cached): (ExpertMap, Vec<PathBuf>, Option<Arc<PackRecords>>, bool),
-    metrics: &Arc<Metrics>,
-) -> Result<ExpertStore, ModelError> {
+    pack_records: Option<Arc<PackRecords>>,
+) -> experts::Options {
     let StoreOptions { slots, io, threads, prefetch, warm, segment_bytes } = options.store.clone();
     let slots = slots.unwrap_or(plan.slots).min(plan.slots);
     // Direct reads on Linux shift experts within their slots unless they come from a pack, but CUDA kernels need
     // aligned experts.
-    let shifts = options.gpu.is_some() && GPU_KIND == "cuda" && packed.is_none();
-    let io = if io == experts::ReadMode::Auto && (shifts || cached) { experts::ReadMode::Buffered } else { io };
+    let shifts = options.gpu.is_some() && GPU_KIND == "cuda" && pack_records.is_none();
+    let prefers_buffered = shifts || plan.page_cache_holds_experts(shape, machine);
+    let io = if io == experts::ReadMode::Auto && prefers_buffered { experts::ReadMode::Buffered } else { io };
     let min_slots = usize::try_from(shape.working_set()).unwrap_or(usize::MAX);
     let warm_start = if warm { hot_list(index) } else { None };
-    let pack_records = packed;
-    let options = experts::Options { slots, min_slots, io, threads, prefetch, warm_start, pack_records, segment_bytes };
-    Ok(ExpertStore::open(files, experts, options, metrics.clone())?)
+    experts::Options { slots, min_slots, io, threads, prefetch, warm_start, pack_records, segment_bytes }
 }
 
 /// The file that keeps a checkpoint's list of hot experts between runs.

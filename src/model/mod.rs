@@ -47,7 +47,7 @@ pub use config::Config;
 pub use drafts::{
     dflash::{self, DflashModel},
     hidden_taps::HiddenTaps,
-    mtp::{MTP_ROWS, MtpPrediction},
+    mtp::{HiddenRows, MTP_ROWS, MtpPrediction},
 };
 pub use inspect::{CheckpointInfo, cpu_scratch};
 pub use logits::Logits;

@@ -4,7 +4,10 @@ use super::{
     HiddenStates, HiddenTaps, Logits, Model, ModelInfo, PassHooks, Rows, Snapshot, SnapshotSize,
     config::Config,
     device_state::DeviceState,
-    drafts::{hidden_taps::TapBuffers, mtp::MtpPrediction},
+    drafts::{
+        hidden_taps::TapBuffers,
+        mtp::{HiddenRows, MtpPrediction, PassDevice},
+    },
     forward::{
         self,
         buffers::Buffers,
@@ -283,13 +286,12 @@ impl Qwen {
     }
 
     /// Runs the MTP head on `ids` and predicts the token after the last of `ids`. The head's cache keeps the positions
-    /// before `at`. Later positions are replaced. `hidden` has the hidden row before each of `ids`, `[rows, hidden]`:
-    /// the head's own output if `own` is true, otherwise the model's output.
-    pub fn mtp(&self, at: usize, ids: &[u32], hidden: &[f32], own: bool) -> Result<MtpPrediction, ModelError> {
+    /// before `at`. Later positions are replaced. `hidden` has the hidden row before each of `ids`.
+    pub fn mtp(&self, at: usize, ids: &[u32], hidden: HiddenRows<'_>) -> Result<MtpPrediction, ModelError> {
         let Some(head) = &self.parts.mtp else { return Err(ModelError::Config("the model has no MTP head".into())) };
         let DeviceState { backend, limits, buffers, scratch, mtp, .. } = &mut *self.device.borrow_mut();
         let Some(state) = mtp else { return Err(ModelError::Config("the MTP head is not on the device".into())) };
-        head.predict(at, ids, (hidden, own), state, (backend, *limits, buffers, scratch))
+        head.predict(at, ids, hidden, state, PassDevice { backend, limits: *limits, buffers, scratch })
     }
 
     /// Fails if one of `ids` is not a token, or if the context has no room for `ids` after `len` other tokens.
@@ -337,11 +339,11 @@ impl Qwen {
                 half: ids.len() > 1 && device.limits.uses_half_precision,
                 ..Chunk::new(ids_here, start, positions)
             };
-            let hooks_here = (hooks.keep_going, SnapshotMarks::new(here));
+            let marks_here = SnapshotMarks::new(here);
             let (logits_here, after) = unfilled.split_at_mut(chunk.logits.len() * self.parts.config.vocab);
             unfilled = after;
-            let marks = self.run_pass(device, &mut [state], chunk, hooks_here, logits_here)?;
-            for ((row, delta), rings) in marks.rows.iter().zip(marks.states).zip(marks.rings) {
+            let reached = self.run_pass(device, &mut [state], chunk, hooks.keep_going, marks_here, logits_here)?;
+            for ((row, delta), rings) in reached.rows.iter().zip(reached.states).zip(reached.rings) {
                 let (fixed, next) = ([delta, rings].concat(), positions.next_after(*row));
                 hooks.snapshots.push(state.snapshot(start + row, next, fixed, &mut device.backend)?);
             }
@@ -411,7 +413,7 @@ impl Qwen {
         };
         let mut logits = self.new_logits(device, count);
         let mut states: Vec<&mut QwenState> = rows.iter_mut().map(|(state, _)| &mut **state).collect();
-        self.run_pass(device, &mut states, chunk, (None, SnapshotMarks::default()), &mut logits)?;
+        self.run_pass(device, &mut states, chunk, None, SnapshotMarks::default(), &mut logits)?;
         for state in states {
             state.len += 1;
             state.next += 1;
@@ -446,7 +448,7 @@ impl Qwen {
         let mut logits = self.new_logits(device, rows);
         // If the verify fails, its rows cannot be rejected.
         state.verified = 0;
-        self.run_pass(device, &mut [state], chunk, (None, SnapshotMarks::default()), &mut logits)?;
+        self.run_pass(device, &mut [state], chunk, None, SnapshotMarks::default(), &mut logits)?;
         state.verified = before + rows;
         state.len += rows;
         state.next += rows;
@@ -477,7 +479,8 @@ impl Qwen {
         device: &'a mut DeviceState,
         states: &mut [&mut QwenState],
         chunk: Chunk<'a>,
-        (keep_going, marks): (Option<&'a dyn Fn() -> bool>, SnapshotMarks),
+        keep_going: Option<&'a dyn Fn() -> bool>,
+        marks: SnapshotMarks,
         logits: &mut [f32],
     ) -> Result<SnapshotMarks, ModelError> {
         let rows_of_each = chunk.ids.len() / states.len().max(1);

@@ -14,7 +14,7 @@ use moestro::{
     engine::{self, DflashDraft, Draft, DraftPolicy, LookupDraft, ModelDraft, MtpDraft, Request, Sampling, Timings},
     experts::{ExpertChoice, PassKind},
     metrics::Metrics,
-    model::{DflashModel, HiddenStates, HiddenTaps, LoadOptions, Model, MtpSource, Qwen, Rows, dflash},
+    model::{DflashModel, HiddenRows, HiddenStates, HiddenTaps, LoadOptions, Model, MtpSource, Qwen, Rows, dflash},
 };
 use std::{
     path::Path,
@@ -112,8 +112,8 @@ fn mtp_head_matches_the_cpu() {
     // Test one row, a few rows, and more rows than the slot table is used for.
     for rows in [1, 2, 16, 39] {
         let [expected, found] = [&cpu, &gpu].map(|model| {
-            let first = model.mtp(0, &ids[1..=rows], &expected[..rows * width], false).unwrap();
-            let next = model.mtp(rows, &[ids[3]], &first.hidden, true).unwrap();
+            let first = model.mtp(0, &ids[1..=rows], HiddenRows::OfModel(&expected[..rows * width])).unwrap();
+            let next = model.mtp(rows, &[ids[3]], HiddenRows::OfHead(&first.hidden)).unwrap();
             [first.logits, first.hidden, next.logits]
         });
         for (found, expected) in found.iter().zip(&expected) {

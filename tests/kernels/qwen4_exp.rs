@@ -10,7 +10,7 @@ use crate::{
     gpu::HostGpu,
     host::Host,
 };
-use moestro::model::{HiddenStates, HiddenTaps, LoadOptions, Model, MtpSource, Qwen, Rows, SequenceState};
+use moestro::model::{HiddenRows, HiddenStates, HiddenTaps, LoadOptions, Model, MtpSource, Qwen, Rows, SequenceState};
 
 /// Largest difference of a logit, since keys and values have 16 bits.
 const LOGIT: f32 = 2e-4;
@@ -96,11 +96,11 @@ fn mtp_head_matches_transformers() {
         model.tapped_rows(tokens, &mut rows).unwrap();
         let next = [&case.prompt[1..], &case.greedy[..1]].concat();
         let vocab = case.stored["decode_logits"].len() / case.greedy.len();
-        let mut predicted = model.mtp(0, &next, &rows, false).unwrap();
+        let mut predicted = model.mtp(0, &next, HiddenRows::OfModel(&rows)).unwrap();
         for (step, expected) in case.stored["mtp.draft_logits"].chunks(vocab).enumerate() {
             check(&format!("{} draft {step}", case.name), &predicted.logits, expected, LOGIT);
             let id = argmax(&predicted.logits);
-            predicted = model.mtp(tokens + step, &[id], &predicted.hidden, true).unwrap();
+            predicted = model.mtp(tokens + step, &[id], HiddenRows::OfHead(&predicted.hidden)).unwrap();
         }
     }
 }

@@ -9,7 +9,7 @@ use moestro::{
     config::Switch,
     engine::{self, Draft, DraftPolicy, Finish, ModelDraft, MtpDraft, Request, Sampling, Timings},
     metrics::Metrics,
-    model::{HiddenStates, LoadOptions, Model, MtpSource, Qwen, Rows},
+    model::{HiddenRows, HiddenStates, LoadOptions, Model, MtpSource, Qwen, Rows},
 };
 use safetensors::{Dtype, tensor::TensorView};
 use std::{
@@ -281,7 +281,7 @@ fn predicted(model: &mut Qwen) -> Vec<f32> {
     let mut state = model.start().unwrap();
     model.forward(&mut state, &ids[..39], Rows::None).unwrap();
     model.tapped_rows(39, &mut hidden).unwrap();
-    model.mtp(0, &ids[1..], &hidden, false).unwrap().logits
+    model.mtp(0, &ids[1..], HiddenRows::OfModel(&hidden)).unwrap().logits
 }
 
 #[test]

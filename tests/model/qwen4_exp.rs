@@ -11,8 +11,8 @@ use moestro::{
     error::ModelError,
     metrics::Metrics,
     model::{
-        HiddenStates, HiddenTaps, KvPage, LoadOptions, Model, MtpSource, Qwen, Reference, Rows, SequenceState,
-        Snapshot, StoreOptions, reference::Computed,
+        HiddenRows, HiddenStates, HiddenTaps, KvPage, LoadOptions, Model, MtpSource, Qwen, Reference, Rows,
+        SequenceState, Snapshot, StoreOptions, reference::Computed,
     },
     tools::synth::{self, Dimensions, StreamDimensions, SynthOptions},
 };
@@ -262,17 +262,17 @@ fn mtp_head_matches_transformers() {
         let vocab = case.stored["decode_logits"].len() / case.greedy.len();
         let first = tokens - stored.len() / vocab;
         for (token, id) in next.iter().enumerate() {
-            let predicted = model.mtp(token, &[*id], &rows[token * width..][..width], false).unwrap();
+            let predicted = model.mtp(token, &[*id], HiddenRows::OfModel(&rows[token * width..][..width])).unwrap();
             if token >= first {
                 let what = format!("{} MTP after token {token}", case.name);
                 check(&what, &predicted.logits, &stored[(token - first) * vocab..][..vocab], LOGIT);
             }
         }
-        let mut predicted = model.mtp(0, &next, &rows, false).unwrap();
+        let mut predicted = model.mtp(0, &next, HiddenRows::OfModel(&rows)).unwrap();
         for (step, expected) in case.stored["mtp.draft_logits"].chunks(vocab).enumerate() {
             check(&format!("{} draft {step}", case.name), &predicted.logits, expected, LOGIT);
             let id = common::argmax(&predicted.logits);
-            predicted = model.mtp(tokens + step, &[id], &predicted.hidden, true).unwrap();
+            predicted = model.mtp(tokens + step, &[id], HiddenRows::OfHead(&predicted.hidden)).unwrap();
         }
     }
 }

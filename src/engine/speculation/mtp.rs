@@ -9,7 +9,7 @@ use super::{
 };
 use crate::{
     error::ModelError,
-    model::{HiddenTaps, MTP_ROWS, Qwen, QwenState},
+    model::{HiddenRows, HiddenTaps, MTP_ROWS, Qwen, QwenState},
 };
 
 pub struct MtpDraft {
@@ -75,14 +75,14 @@ impl Draft<Qwen> for MtpDraft {
         let from = self.first_position(len, max);
         // The head predicts token `n + 2` from the hidden row of token `n` and the id of token `n + 1`.
         let ids: Vec<u32> = (from + 1..=len).filter_map(|position| history.get(position)).collect();
-        let mut predicted = model.mtp(from - self.base, &ids, self.hidden.since(from), false)?;
+        let mut predicted = model.mtp(from - self.base, &ids, HiddenRows::OfModel(self.hidden.since(from)))?;
         self.evaluated = len - self.base;
         while let Some(id) = sampler.draw(&predicted.logits) {
             out.push(id);
             if out.len() == max {
                 break;
             }
-            predicted = model.mtp(len - self.base + out.len() - 1, &[id], &predicted.hidden, true)?;
+            predicted = model.mtp(len - self.base + out.len() - 1, &[id], HiddenRows::OfHead(&predicted.hidden))?;
         }
         Ok(())
     }

@@ -90,6 +90,23 @@ pub struct MtpDeviceState {
     hidden_norm: Vec<f32>,
 }
 
+/// The hidden rows before the tokens that the head runs on, `[tokens, width]`.
+#[derive(Debug, Clone, Copy)]
+pub enum HiddenRows<'a> {
+    /// The model's output.
+    OfModel(&'a [f32]),
+    /// The head's own output, [`MtpPrediction::hidden`].
+    OfHead(&'a [f32]),
+}
+
+/// The parts of the model's device state that the head shares.
+pub struct PassDevice<'a> {
+    pub backend: &'a mut SharedBackend,
+    pub limits: BackendLimits,
+    pub buffers: &'a Buffers,
+    pub scratch: &'a mut Scratch,
+}
+
 /// The head's prediction after its last row.
 #[derive(Debug, Clone, Default)]
 pub struct MtpPrediction {
@@ -271,28 +288,29 @@ impl MtpDeviceState {
 
 impl MtpHead {
     /// Runs the head on `ids` at positions from `at` on, and predicts the token after the last of `ids`. `hidden` has
-    /// the hidden row before each of `ids`: the head's own rows if `own` is true, otherwise the model's rows.
+    /// the hidden row before each of `ids`.
     pub fn predict(
         &self,
         at: usize,
         ids: &[u32],
-        (hidden, own): (&[f32], bool),
+        hidden: HiddenRows<'_>,
         state: &mut MtpDeviceState,
-        (backend, limits, buffers, scratch): (&mut SharedBackend, BackendLimits, &Buffers, &mut Scratch),
+        device: PassDevice<'_>,
     ) -> Result<MtpPrediction, ModelError> {
-        let width = self.config.residual_width();
-        if ids.is_empty() || hidden.len() != ids.len() * width || at + ids.len() > state.positions {
-            let rows = ids.len();
-            return Err(ModelError::Config(format!("the MTP head's cache is too small for {rows} rows at {at}")));
+        let (width, count) = (self.config.residual_width(), ids.len());
+        let (HiddenRows::OfModel(rows) | HiddenRows::OfHead(rows)) = hidden;
+        if ids.is_empty() || rows.len() != count * width || at + count > state.positions {
+            return Err(ModelError::Config(format!("the MTP head's cache is too small for {count} rows at {at}")));
         }
-        let mut rows = hidden.to_vec();
-        if !own || self.config.streams.is_some() {
+        let mut rows = rows.to_vec();
+        if matches!(hidden, HiddenRows::OfModel(_)) || self.config.streams.is_some() {
             norm(&mut rows, &state.hidden_norm, self.config.eps);
         }
+        let PassDevice { backend, limits, buffers, scratch } = device;
         let mut buffers = *buffers;
         buffers.slot_tables = state.slot_tables;
         let mut layers = [LayerState::Attention(state.cache, state.index)];
-        let (mut start, end, mut out) = (at, at + ids.len(), MtpPrediction::default());
+        let (mut start, end, mut out) = (at, at + count, MtpPrediction::default());
         for (ids, rows) in ids.chunks(buffers.rows).zip(rows.chunks(buffers.rows * width)) {
             // Only distances within the head's own context matter. So a row's position is its index in that context,
             // even after images.

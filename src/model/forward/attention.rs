@@ -18,7 +18,8 @@ impl AttentionWeights {
         &self,
         input: PartInput,
         rows: Range<usize>,
-        (cache, index_cache): (KvCache, IndexCache),
+        cache: KvCache,
+        index_cache: IndexCache,
         pass: &mut Pass<'_>,
         marks: &mut SnapshotMarks,
     ) -> Result<(), ModelError> {

@@ -21,7 +21,7 @@ use super::{
 };
 use crate::{
     error::ModelError,
-    experts::{ExpertChoice, PassKind},
+    experts::{ExpertChoice, ExpertStore, PassKind},
     model::{state::sequence::LayerState, weights::Network},
     ops::{MoeWeights, NO_SLOT},
 };
@@ -56,6 +56,34 @@ pub fn run(
     hooks: &mut LayerHooks<'_>,
 ) -> Result<usize, ModelError> {
     let (b, Some(experts)) = (pass.buffers, pass.experts) else { return Ok(layers.start) };
+    let before: Vec<Vec<LayerState>> = states.iter().map(|state| state[layers.clone()].to_vec()).collect();
+    submit(net, layers.clone(), states, experts, pass, hooks)?;
+    // The GPU works on these layers while the CPU reports the choices of the previous ones.
+    report_choices(net, pass)?;
+
+    let Some(missed) = wait_for_choices(net, layers.clone(), experts, pass)? else { return Ok(layers.end) };
+    report_choices(net, pass)?;
+    for (state, before) in states.iter_mut().zip(&before) {
+        state[missed + 1..layers.end].copy_from_slice(&before[missed + 1 - layers.start..]);
+    }
+    let (rows, weights) = (pass.rows(), moe_weights(net, missed)?);
+    let combine = moe::combine(weights, b.route(missed, rows, weights), pass.slots, rows, b);
+    let scratch = read_route(missed, weights, pass);
+    moe::fetch_and_run(missed, None, combine, experts, pass, scratch)?;
+    net.layers[missed].end(missed, pass, hooks)?;
+    Ok(missed + 1)
+}
+
+/// Submits the kernels of `layers`, which find experts in the table of slots, with the skip flag.
+fn submit(
+    net: &Network,
+    layers: Range<usize>,
+    states: &mut [&mut [LayerState]],
+    experts: &ExpertStore,
+    pass: &mut Pass<'_>,
+    hooks: &mut LayerHooks<'_>,
+) -> Result<(), ModelError> {
+    let b = pass.buffers;
     // A command buffer has one layer, so that CUDA recognises it.
     pass.backend.flush()?;
     for layer in layers.clone() {
@@ -66,22 +94,28 @@ pub fn run(
     if std::mem::replace(&mut pass.scratch.ahead.may_skip, true) {
         pass.backend.write_words(b.skip_flag, &[0])?;
     }
-    let before: Vec<Vec<LayerState>> = states.iter().map(|state| state[layers.clone()].to_vec()).collect();
     pass.scratch.ahead.launches.clear();
     pass.is_ahead = true;
     pass.backend.set_skip_flag(Some(b.skip_flag));
-    let submitted: Result<(), ModelError> = layers.clone().try_for_each(|index| {
+    let submitted = layers.into_iter().try_for_each(|index| {
         net.layers[index].forward(index, net, states, pass, hooks)?;
         Ok(pass.backend.flush()?)
     });
     pass.backend.set_skip_flag(None);
     pass.is_ahead = false;
-    submitted?;
-    // The GPU works on these layers while the CPU reports the choices of the previous ones.
-    report_choices(net, pass)?;
+    submitted
+}
 
+/// Waits for the choices of `layers`. Returns the first layer with an expert without a slot. The layers before it are
+/// ready for [`report_choices`].
+fn wait_for_choices(
+    net: &Network,
+    layers: Range<usize>,
+    experts: &ExpertStore,
+    pass: &mut Pass<'_>,
+) -> Result<Option<usize>, ModelError> {
     let (rows, ahead) = (pass.rows(), &mut pass.scratch.ahead);
-    let routes = b.routes(layers.clone(), rows, moe_weights(net, layers.start)?);
+    let routes = pass.buffers.routes(layers.clone(), rows, moe_weights(net, layers.start)?);
     ahead.routes.resize(routes.len / 4, 0);
     (ahead.first, ahead.layers) = (layers.start, layers.clone());
     experts.metrics.gpu_router_waits.inc();
@@ -91,23 +125,15 @@ pub fn run(
         let slots = weights.map(|weights| split_route(&ahead.routes, index - ahead.first, rows, weights)[1]);
         slots.is_some_and(|slots| slots.contains(&NO_SLOT))
     });
-    let Some(missed) = missed else {
-        ahead.may_skip = false;
-        return Ok(layers.end);
-    };
-    let skipped = pass.backend.launches() - ahead.launches.get(missed - layers.start).copied().unwrap_or(0);
-    experts.metrics.gpu_skipped_launches.inc_by(skipped);
-    ahead.layers.end = missed;
-    report_choices(net, pass)?;
-    for (state, before) in states.iter_mut().zip(&before) {
-        state[missed + 1..layers.end].copy_from_slice(&before[missed + 1 - layers.start..]);
+    match missed {
+        None => ahead.may_skip = false,
+        Some(missed) => {
+            let submitted = ahead.launches.get(missed - layers.start).copied().unwrap_or(0);
+            experts.metrics.gpu_skipped_launches.inc_by(pass.backend.launches() - submitted);
+            ahead.layers.end = missed;
+        }
     }
-    let weights = moe_weights(net, missed)?;
-    let combine = moe::combine(weights, b.route(missed, rows, weights), pass.slots, rows, b);
-    let scratch = read_route(missed, weights, pass);
-    moe::fetch_and_run(missed, None, combine, experts, pass, scratch)?;
-    net.layers[missed].end(missed, pass, hooks)?;
-    Ok(missed + 1)
+    Ok(missed)
 }
 
 /// Reports the choices of the layers that ran ahead to the expert store, in the order of layers.

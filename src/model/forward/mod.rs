@@ -128,7 +128,7 @@ impl Mixer {
         for rows in pass.mixer_blocks() {
             match (self, state.as_deref_mut()) {
                 (Mixer::Attention(attention), Some(LayerState::Attention(cache, index))) => {
-                    attention.forward(x, rows, (*cache, *index), pass, &mut hooks.marks)?;
+                    attention.forward(x, rows, *cache, *index, pass, &mut hooks.marks)?;
                 }
                 (Mixer::DeltaNet(delta_net), Some(LayerState::DeltaNet(state))) => {
                     delta_net.forward(x, rows, state, pass, &mut hooks.marks)?;

@@ -192,11 +192,11 @@ impl KvWrite<'_> {
             for head in 0..shape.kv_heads {
                 let at = self.start + token;
                 let Some(page) = table.get(at / PAGE) else { return refuse(format!("no page for position {at}")) };
-                let at = (*page as usize, at);
+                let page = *page as usize;
                 norm_rope(token, &from[head * dim..][..dim], k_norm, row);
-                shape.write_row(row, [&mut *keys.0, &mut *keys.1], head, at, scratch)?;
+                shape.write_row(row, [&mut *keys.0, &mut *keys.1], head, page, at, scratch)?;
                 row.copy_from_slice(&from[(shape.kv_heads + head) * dim..][..dim]);
-                shape.write_row(row, [&mut *values.0, &mut *values.1], head, at, scratch)?;
+                shape.write_row(row, [&mut *values.0, &mut *values.1], head, page, at, scratch)?;
             }
         }
         Ok(())
@@ -231,7 +231,8 @@ impl AttentionShape {
         row: &mut [f32],
         [cache, recent]: [&mut [u8]; 2],
         head: usize,
-        (page, position): (usize, usize),
+        page: usize,
+        position: usize,
         scratch: &mut [i32; MAX_HEAD_DIM],
     ) -> Result<(), DeviceError> {
         let from =

@@ -102,20 +102,20 @@ pub(super) unsafe fn qk<const N: usize>(
         }
     }
     // Each call of `dots` prefetches `lines` lines.
-    let steps = rows.len() / (SETS * 16 * keys.row) * groups * N.div_ceil(4);
-    let lines = next.len().div_ceil(64 * steps.max(1));
-    let mut prefetch = RowPrefetch::new(next, steps * lines);
+    let set_bytes = 16 * keys.row;
+    let calls = rows.len() / (SETS * set_bytes) * groups * N.div_ceil(4);
+    let lines = next.len().div_ceil(64 * calls.max(1));
+    let mut prefetch = RowPrefetch::new(next, calls * lines);
     // `black_box` hides the constant from the compiler. Otherwise the compiler unrolls this loop and computes one query
     // after the other, in one dependency chain.
     let words = std::hint::black_box(WORDS);
     let mut scales = [[[_mm512_setzero_ps(); 2]; MAX_HEAD_DIM / 64]; SETS];
-    for (number, rows) in rows.chunks_exact(SETS * 16 * keys.row).enumerate() {
-        let set = rows.len() / SETS;
+    for (number, rows) in rows.chunks_exact(SETS * set_bytes).enumerate() {
         let mut sums = [[_mm512_setzero_ps(); SETS]; N];
         for k in 0..SETS {
             // SAFETY: sixteen rows with two bytes of scales for each group after the codes.
             unsafe {
-                let at = rows.as_ptr().add(k * set + dim * bits / 8);
+                let at = rows.as_ptr().add(k * set_bytes + dim * bits / 8);
                 codes::scales(at, keys.row, &mut scales[k][..groups / 2]);
             }
         }
@@ -126,7 +126,7 @@ pub(super) unsafe fn qk<const N: usize>(
                 for k in 0..SETS {
                     // SAFETY: reads this group's codes of sixteen rows.
                     let codes = unsafe {
-                        let at = rows.as_ptr().add(k * set + group * GROUP * bits / 8);
+                        let at = rows.as_ptr().add(k * set_bytes + group * GROUP * bits / 8);
                         if bits == 8 { transpose_bytes(at, keys.row) } else { transpose_nibbles(at, keys.row) }
                     };
                     for word in 0..WORDS {
@@ -256,16 +256,16 @@ pub(super) unsafe fn pv<const N: usize>(
         tile.weights.resize(N.max(tile.weights.len()), StripWeights([[[0; 2]; 2]; STRIP]));
         tile.totals.clear();
         tile.totals.resize(dim / 64 * N, [[zero; 2]; 4]);
-        // Each pair of queries and the quantization of weights prefetch one line for each quad. The loop that
-        // interleaves values prefetches the rest.
+        // Lines to prefetch for each quad of 64 values: one while its weights are quantized, one for each pair of
+        // queries, and the remaining lines, at least one, while its values are interleaved.
         let quads = dim / 64 * (rows.len() / stride / QUAD);
-        let others = quads * (N.div_ceil(2) + 1);
-        let early = next.len().div_ceil(64).saturating_sub(others).div_ceil(quads.max(1)).max(1);
-        let mut prefetch = RowPrefetch::new(next, quads * early + others);
+        let with_weights = quads * (1 + N.div_ceil(2));
+        let with_values = next.len().div_ceil(64).saturating_sub(with_weights).div_ceil(quads.max(1)).max(1);
+        let mut prefetch = RowPrefetch::new(next, quads * with_values + with_weights);
         for (strip, rows) in rows.chunks_exact(STRIP * QUAD * stride).enumerate() {
             for pair in 0..dim / 64 {
                 for (rows, values) in rows.chunks_exact(QUAD * stride).zip(&mut tile.values) {
-                    for _ in 0..early {
+                    for _ in 0..with_values {
                         prefetch.next_line();
                     }
                     let mut four = [_mm512_setzero_si512(); QUAD];

@@ -46,7 +46,8 @@ impl DeltaRule<'_> {
         let out = memory.floats_mut(self.out.floats(tokens * values));
 
         let all = replay.rows + tokens;
-        let alone = all == 1 && tokens == 1;
+        // One new token and nothing to replay.
+        let is_single = all == 1 && tokens == 1;
         // The gates of a token and head: `[beta, g]`.
         let gate = |at: usize, head: usize| {
             let (rows, at) = if at < replay.rows { (old_proj, at) } else { (proj, at - replay.rows) };
@@ -60,7 +61,7 @@ impl DeltaRule<'_> {
         let (qk, gates) = (&mut scratch.qk, &mut scratch.gates);
         qk.resize(key_heads * tokens, 0.0);
         gates.resize(value_heads * all, [0.0; 2]);
-        if !alone {
+        if !is_single {
             // Computed here because several tasks of a head use the same values. With one token, each task computes its
             // own values.
             compute.threads.run_pieces(gates, all, &|head, gates| {
@@ -75,7 +76,7 @@ impl DeltaRule<'_> {
         let y = memory.floats_mut(self.y.floats(tokens * values));
         let base_y = OutPtr(y.as_mut_ptr());
         // If `y` overlaps the input of other heads, it is written after all heads are done.
-        let at_once = alone && !self.y.overlaps(self.mixed);
+        let norm_in_task = is_single && !self.y.overlaps(self.mixed);
         // The gated norm of a head's output.
         let gated_norm = |token: usize, head: usize, o: &[f32], y: &mut [f32]| {
             normalise(o, norm, shape.eps, y);
@@ -94,12 +95,12 @@ impl DeltaRule<'_> {
             let (head, first) = (task / tasks, task % tasks * rows);
             let rows = rows.min(value_dim - first);
             // SAFETY: these rows of this head belong to this task. The state has `value_heads * value_dim` rows.
-            let mut state = unsafe {
+            let state = unsafe {
                 std::slice::from_raw_parts_mut(state.add((head * value_dim + first) * key_dim), rows * key_dim)
             };
             let key_head = head / (value_heads / key_heads);
             let (own_qk, own_gates);
-            let (qk, gates) = if alone {
+            let (qk, gates) = if is_single {
                 (own_qk, own_gates) = ([query_key(0, key_head)], [gate(0, head)]);
                 (&own_qk[..], &own_gates[..])
             } else {
@@ -110,40 +111,14 @@ impl DeltaRule<'_> {
             // The output of these rows for a token.
             // SAFETY: these outputs belong to this task.
             let out = |token: usize| unsafe { std::slice::from_raw_parts_mut(out.add(token * values + at), rows) };
-            // Rows that may be rejected are not split into blocks.
-            let block = if committed < all { all } else { all.min(TOKENS) };
-            let mut buffers = [0.0; ROWS * TOKENS];
-            let buffers = buffers.get_mut(..rows * block).unwrap_or_default();
-            let held = !buffers.is_empty()
-                && (0..all).step_by(block).all(|from| {
-                    let tokens = from..all.min(from + block);
-                    let held = step_in_registers(state, &inputs, tokens.clone(), committed, buffers);
-                    for (at, buffers) in tokens.zip(buffers.chunks(rows)).filter(|(at, _)| held && *at >= replay.rows) {
-                        out(at - replay.rows).copy_from_slice(buffers);
-                    }
-                    held
-                });
-            let mut ahead;
-            for index in if held { 0..0 } else { 0..all } {
-                if index == committed {
-                    // The following rows may be rejected, so they update a copy.
-                    ahead = state.to_vec();
-                    state = &mut ahead;
-                }
-                let token = inputs.token(index);
-                let Some(key) = token.read else {
-                    replay_step(state, token.k, &token.v[..rows], token.gates);
-                    continue;
-                };
-                step(state, key, token.k, &token.v[..rows], token.gates, out(index - replay.rows));
-            }
-            if at_once {
+            update_rows(state, &inputs, all, committed, out);
+            if norm_in_task {
                 // SAFETY: this head of the only token belongs to this task.
                 let y = unsafe { std::slice::from_raw_parts_mut(base_y.add(at).0, value_dim) };
                 gated_norm(0, head, out(0), y);
             }
         });
-        if !at_once {
+        if !norm_in_task {
             let out = &*out;
             compute.threads.run_pieces(y, values, &|token, y| {
                 let heads = out[token * values..].chunks_exact(value_dim).zip(y.chunks_exact_mut(value_dim));
@@ -151,6 +126,47 @@ impl DeltaRule<'_> {
             });
         }
         Ok(())
+    }
+}
+
+/// Updates rows of S with all tokens, the replayed ones first. `out` gives the memory for the output of a new token.
+/// If `committed` is less than `tokens`, the later tokens may be rejected, so they do not change S.
+fn update_rows<'a>(
+    state: &mut [f32],
+    inputs: &HeadInputs<'_>,
+    tokens: usize,
+    committed: usize,
+    out: impl Fn(usize) -> &'a mut [f32],
+) {
+    let (rows, replay) = (state.len() / inputs.shape.key_dim, inputs.replay);
+    // Tokens that may be rejected are not split into blocks.
+    let block = if committed < tokens { tokens } else { tokens.min(TOKENS) };
+    let mut results = [0.0; ROWS * TOKENS];
+    let results = results.get_mut(..rows * block).unwrap_or_default();
+    let in_registers = !results.is_empty()
+        && (0..tokens).step_by(block).all(|from| {
+            let some = from..tokens.min(from + block);
+            let is_done = step_in_registers(state, inputs, some.clone(), committed, results);
+            for (at, result) in some.zip(results.chunks(rows)).filter(|(at, _)| is_done && *at >= replay) {
+                out(at - replay).copy_from_slice(result);
+            }
+            is_done
+        });
+    if in_registers {
+        return;
+    }
+    let mut copy;
+    let mut state = state;
+    for index in 0..tokens {
+        if index == committed {
+            copy = state.to_vec();
+            state = &mut copy;
+        }
+        let token = inputs.token(index);
+        match token.read {
+            Some(query) => step(state, query, token.k, &token.v[..rows], token.gates, out(index - replay)),
+            None => replay_step(state, token.k, &token.v[..rows], token.gates),
+        }
     }
 }
 

@@ -150,7 +150,7 @@ impl HalfRows {
 
     /// `y = x W^T` for one to four matrices, or `y += x W^T` if `add` is true. The results of the matrices are adjacent
     /// and start at column `at` of rows of `width` floats.
-    pub fn product(&self, matrices: &[Weight], y: Region, (at, width): (usize, usize), add: bool) -> Launch {
+    pub fn product(&self, matrices: &[Weight], y: Region, at: usize, width: usize, add: bool) -> Launch {
         let (tokens, cols) = (self.scales.len / 4, self.cols);
         let any = !matrices.iter().all(|m| fast(m.codes, m.global_scale, m.cols, &[4, 8]));
         let rows: usize = matrices.iter().map(|m| m.rows).sum();
@@ -175,6 +175,6 @@ impl Linear<'_> {
         let Self { x, tokens, norm, matrices, y, add } = *self;
         let (cols, width) = (self.cols(), self.width());
         let rows = HalfRows::new(buffers, tokens, cols);
-        [rows.fill(x, cols, norm), rows.product(matrices, y, (0, width), add)]
+        [rows.fill(x, cols, norm), rows.product(matrices, y, 0, width, add)]
     }
 }

@@ -95,8 +95,9 @@ unsafe fn all_inputs<const M: usize>(
     tiles: &mut WeightTiles,
 ) {
     let Product { weight, inputs, outs, .. } = product;
-    // Prefetch the next rows shortly before they are needed.
-    let prefetch_at = (inputs.len() / 4).saturating_sub(1);
+    // The next rows are prefetched shortly before they are needed: by the last four inputs, and by a rest of one to
+    // three inputs.
+    let last_four = (inputs.len() / 4).saturating_sub(1);
     let (whole, last) = (groups == (0..weight.groups()), groups.end == weight.groups());
     for (index, (inputs, outs)) in inputs.chunks(4).zip(outs.chunks(4)).enumerate() {
         // If all groups are computed at once, every four inputs reuse the same accumulators.
@@ -105,15 +106,15 @@ unsafe fn all_inputs<const M: usize>(
         unsafe {
             let lanes = tiles.lanes.as_mut_ptr().add(at);
             let groups = groups.clone();
-            match (inputs, index == prefetch_at) {
-                ([a], _) => some_inputs::<M, 1, true>(weight, row, groups, &[*a], lanes, tiles),
-                ([a, b], _) => some_inputs::<M, 2, true>(weight, row, groups, &[*a, *b], lanes, tiles),
-                ([a, b, c], _) => some_inputs::<M, 3, true>(weight, row, groups, &[*a, *b, *c], lanes, tiles),
-                (inputs, prefetch_at) => match (inputs.as_chunks::<4>().0, prefetch_at) {
-                    ([four, ..], true) => some_inputs::<M, 4, true>(weight, row, groups, four, lanes, tiles),
-                    ([four, ..], false) => some_inputs::<M, 4, false>(weight, row, groups, four, lanes, tiles),
-                    _ => {}
-                },
+            match *inputs {
+                [a] => some_inputs::<M, 1, true>(weight, row, groups, &[a], lanes, tiles),
+                [a, b] => some_inputs::<M, 2, true>(weight, row, groups, &[a, b], lanes, tiles),
+                [a, b, c] => some_inputs::<M, 3, true>(weight, row, groups, &[a, b, c], lanes, tiles),
+                [a, b, c, d] if index == last_four => {
+                    some_inputs::<M, 4, true>(weight, row, groups, &[a, b, c, d], lanes, tiles);
+                }
+                [a, b, c, d] => some_inputs::<M, 4, false>(weight, row, groups, &[a, b, c, d], lanes, tiles),
+                _ => {}
             }
             for (index, out) in outs.iter().enumerate().filter(|_| last) {
                 for m in 0..M {

@@ -83,7 +83,8 @@ pub fn attend(
     threads: &Threads,
     config: &DflashConfig,
     window: AttentionWindow,
-    (q, start): (&[f32], usize),
+    q: &[f32],
+    start: usize,
     caches: [&ContextCache; 2],
 ) -> Vec<f32> {
     let (dim, width) = (config.dim, config.kv());

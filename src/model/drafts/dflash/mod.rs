@@ -161,7 +161,7 @@ impl DflashModel {
                 norm_and_rope(&mut keys, width, start, &layer.k_norm, config);
                 let positions = (start..start + embedded.len() / config.hidden).collect();
                 let own = ContextCache { keys, values, positions };
-                let y = attend(&products.compute.threads, config, *window, (&q, start), [cache, &own]);
+                let y = attend(&products.compute.threads, config, *window, &q, start, [cache, &own]);
                 products.multiply(&y, std::slice::from_ref(&layer.out))
             })?;
             products.add_residual(config, mlp_conv, &mut h, &layer.post_norm, |products, x| {
