@@ -119,7 +119,7 @@ metrics! {
         prompt_cache_hit_tokens [];
     gauge "moestro_prompt_cache_bytes" ["place"] "Bytes of snapshots" =>
         prompt_cache_bytes_memory ["memory"], prompt_cache_bytes_disk ["disk"];
-    gauge "moestro_prompt_cache_snapshots" ["place"] "Snapshots" =>
+    gauge "moestro_prompt_cache_checkpoints" ["place"] "Snapshots" =>
         prompt_cache_snapshots_memory ["memory"], prompt_cache_snapshots_disk ["disk"];
     counter "moestro_prompt_cache_evictions_total" ["place"] "Evicted snapshots" =>
         prompt_cache_evictions_memory ["memory"], prompt_cache_evictions_disk ["disk"];

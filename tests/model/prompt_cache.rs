@@ -309,7 +309,7 @@ fn killed_server_keeps_its_snapshots() {
         first.chat(messages);
     }
     // Snapshots are written shortly after the answer.
-    let snapshots = |place: &str| first.metric(&format!("moestro_prompt_cache_snapshots{{place=\"{place}\"}}"));
+    let snapshots = |place: &str| first.metric(&format!("moestro_prompt_cache_checkpoints{{place=\"{place}\"}}"));
     let deadline = std::time::Instant::now() + std::time::Duration::from_secs(30);
     while snapshots("disk") < snapshots("memory") {
         assert!(std::time::Instant::now() < deadline, "{}", first.ask("GET", "/metrics", ""));

@@ -126,7 +126,7 @@ fn damaged_file_is_logged_once() {
     let first = Server::start(Command::new(BINARY), kept.path());
     let answer = first.process.chat(messages);
     let (expected, prompt) = (&answer["choices"], answer["usage"]["prompt_tokens"].as_u64().unwrap());
-    let held = first.process.metric("moestro_prompt_cache_snapshots{place=\"memory\"}");
+    let held = first.process.metric("moestro_prompt_cache_checkpoints{place=\"memory\"}");
     assert!(held > 1);
     first.wait_for_disk(|disk| disk["checkpoints"].as_u64() >= Some(held));
     assert_eq!(first.warnings(), [""; 0]);
