@@ -62,7 +62,7 @@ fn operation(route: &Route) -> Value {
     if !schema.is_null() {
         operation["requestBody"] = json!({"required": true, "content": {"application/json": {"schema": schema}}});
     }
-    if route.path.ends_with("{id}") {
+    if route.path.contains("{id}") {
         operation["parameters"] = json!([{"name": "id", "in": "path", "required": true, "schema": {"type": "string"}}]);
     }
     operation["responses"] = json!({success.0: success.1, "default": error(route.path)});
@@ -125,6 +125,7 @@ mod tests {
         for (path, operations) in paths {
             for (method, operation) in operations.as_object().unwrap() {
                 assert!(operation["summary"].is_string(), "{method} {path}");
+                assert_eq!(operation["parameters"].is_array(), path.contains('{'), "{method} {path}");
                 let error = &operation["responses"]["default"]["content"]["application/json"]["schema"]["$ref"];
                 let pointer = error.as_str().unwrap().strip_prefix('#').unwrap();
                 assert!(document.pointer(pointer).is_some(), "{method} {path}");
