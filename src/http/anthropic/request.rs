@@ -271,13 +271,13 @@ impl ChatMessages {
     }
 }
 
-/// Translates a tool that the client runs. Tools that Anthropic's servers run have other types and are refused.
 /// True for calls and results of tools that Anthropic's servers ran. They are left out, because the text after them says
 /// what was found.
 fn is_server_call(kind: &str) -> bool {
     kind == "server_tool_use" || kind == "mcp_tool_use" || kind.ends_with("_tool_result")
 }
 
+/// Translates a tool that the client runs. Tools that Anthropic's servers run have other types and are refused.
 fn tool(tool: &Value, index: usize) -> Result<Value, ApiError> {
     if let Some(kind) = tool["type"].as_str().filter(|&kind| kind != "custom") {
         let text =
