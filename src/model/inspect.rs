@@ -110,9 +110,6 @@ impl CheckpointInfo {
         let is_untested = config.streams.is_some() || config.indexer.is_some();
         let has_tower = || checkpoint.index.tensors.keys().any(|name| vision_name(name).is_some());
         let ignores_vision = is_untested && !options.vision.disabled && has_tower();
-        if ignores_vision {
-            tracing::info!("the vision tower is not used: images are untested for this architecture");
-        }
         let reads_text_only = options.vision.disabled || is_untested;
         let vision = if reads_text_only { None } else { vision::open(dir, &checkpoint.index, config.hidden) };
         let vision = vision.map(|tower| tower.with_max_tokens(options.image_tokens()));
