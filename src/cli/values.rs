@@ -125,7 +125,7 @@ pub enum Parallel {
 /// How experts are read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
 pub enum ExpertIo {
-    /// Direct if the file system supports it, else buffered.
+    /// Through the page cache if the memory outside the limit holds every expert, else direct if possible.
     #[default]
     Auto,
     /// Bypasses the page cache.

@@ -1,8 +1,8 @@
 //! The engine: one thread owns the model and answers requests. Other threads send messages to the engine's thread.
 //!
 //! [`Handle::submit`] queues a [`Request`] and returns a receiver of [`Event`]s. If the receiver is dropped, the engine
-//! cancels the request within one token. The module `scheduler` has the engine's loop: admit requests, run one step,
-//! send its events.
+//! cancels the request within one token or one chunk of a prompt. The module `scheduler` has the engine's loop: admit
+//! requests, run one step, send its events.
 
 mod abort;
 mod answer;

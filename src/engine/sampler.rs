@@ -4,7 +4,7 @@
 //! 2. apply the repetition penalty to tokens of the prompt and the answer (divide positive logits, multiply negative
 //!    ones), then subtract the frequency and presence penalties for tokens of the answer;
 //! 3. mask tokens that the request's [`Constraint`](super::Constraint) does not allow;
-//! 4. divide by the temperature; a temperature of 0 returns the largest logit here;
+//! 4. divide by the temperature; a temperature of 0 selects the token with the largest logit here;
 //! 5. top-k keeps the `k` most likely tokens;
 //! 6. top-p keeps the fewest most likely tokens whose renormalised probabilities sum to at least `p`;
 //! 7. min-p keeps tokens with at least `min_p` times the probability of the most likely one.

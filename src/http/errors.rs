@@ -6,14 +6,15 @@
 //! | 400 | a prompt longer than the context |
 //! | 401 | no API key, or a wrong one |
 //! | 403 | `Host` or `Origin` is not allowed |
-//! | 404, 405 | no such path or model; a path that does not have this method |
+//! | 404, 405 | no such path, model or stored response; a path that does not have this method |
 //! | 408 | the body did not arrive in time |
 //! | 413 | the body is over the limit, or the request needs more memory than the plan has for requests |
-//! | 415 | the body is not declared as JSON |
+//! | 415 | the body is not declared as JSON, or has another encoding than gzip |
 //! | 422 | the model's chat template refuses the conversation |
 //! | 429 | the queue is full; `Retry-After` says when to try again |
 //! | 500 | the model failed; the message says where |
-//! | 503 | no model is loaded yet, the server is shutting down, or other requests hold the memory |
+//! | 503 | no model is loaded yet, or the server is shutting down |
+//! | 503 | other requests hold the memory, the connections or the compiler of output formats |
 //! | 504 | the request took longer than `--request-timeout` |
 //!
 //! The status of a stream, 200, is sent before the model can fail. If the model then fails, the stream ends with one

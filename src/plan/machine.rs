@@ -17,7 +17,7 @@
 //!
 //! For resident models, published figures of other engines are within the range. A test checks two of these figures.
 //! For streamed models, published figures are at the pessimistic end or below: streamlx reports 15.9 tok/s for the 35B
-//! in 16 GiB of an M4 Air, and this estimate is 18 to 33.
+//! in 16 GiB of an M4 Air, and this estimate is 18 to 34 (`--machine m4-air-32 --memory-limit 16GiB`).
 //!
 //! On an H200 and on 16 CPU cores, the same formula was fitted to two resident models and a streamed model. For other
 //! models the error of the formula was up to 10 % (`estimate_tests.rs`). For Macs there are no measurements to fit, so

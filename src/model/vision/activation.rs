@@ -1,6 +1,6 @@
 //! Bias, softmax and GELU for the tower's tensors. On a GPU, Candle computes these functions. On the CPU, this module's
 //! own code is vectorised, works in place and uses all threads. Candle's scalar GELU and softmax took 6.1 CPU seconds
-//! for an image of 300 tokens, for which the whole tower now takes 15.6 (`benches/results/vision.csv`).
+//! for an image of 300 tokens. With this code, the whole tower took 15.6 (`benches/results/vision.csv`).
 
 use crate::ops::activation;
 use candle_core::{CpuStorage, InplaceOp1, Layout, Result, Tensor, bail, utils::get_num_threads};

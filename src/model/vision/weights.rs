@@ -1,8 +1,7 @@
 //! The weights of the vision tower, which are read from the checkpoint's files when they are needed.
 //!
 //! On the CPU, each block is read again for every image, so the weights take no memory between images. All threads read
-//! and convert them: 0.9 GB in bf16 from the page cache take a few percent of the computation. A GPU keeps the weights
-//! until [`TowerWeights::release`].
+//! and convert them: 0.9 GB in bf16 for the real models. A GPU keeps the weights until [`TowerWeights::release`].
 
 use super::config::{CHANNELS, VisionConfig};
 use crate::{
