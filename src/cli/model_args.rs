@@ -130,8 +130,8 @@ pub struct SamplingArgs {
 /// The user's model directory. Models in the Hugging Face cache are found, too.
 #[derive(Debug, Default, Args)]
 pub struct ModelsDirArgs {
-    /// Directory of your models, NAME or ORG/NAME below it [default: moestro/models in ~/.local/share or
-    /// $XDG_DATA_HOME]
+    /// Directory of your models, NAME or ORG/NAME below it [default: moestro/models in ~/.local/share, on macOS in
+    /// ~/Library/Application Support, or in $XDG_DATA_HOME]
     #[arg(long, env = "MOESTRO_MODELS_DIR", value_name = "DIR", hide_short_help = true)]
     pub models_dir: Option<PathBuf>,
 }

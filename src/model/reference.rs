@@ -10,7 +10,7 @@
 //! h = embed[ids]                        T tokens are T rows of `hidden` values
 //! for each layer:
 //!     h = h + mixer(rms_norm(h))        every fourth layer attention, the others a gated delta net
-//!     h = h + feed_forward(rms_norm(h)) a mixture of experts; a dense MLP in the small models
+//!     h = h + feed_forward(rms_norm(h)) a mixture of experts, or a dense MLP
 //! logits = rms_norm(h) head^T
 //! ```
 //!

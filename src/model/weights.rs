@@ -104,7 +104,7 @@ pub enum Ffn {
     Moe(MoeWeights),
 }
 
-/// The dense feed-forward of the small models.
+/// The feed-forward of a layer of a dense model.
 pub struct DenseWeights {
     pub gate_up: [Weight; 2],
     pub down: Weight,

@@ -3,7 +3,7 @@
 //! ```text
 //! h = embed[ids]                                 an image's tokens have the vision tower's rows instead
 //! for each layer:  h = h + mixer(rms_norm(h))    mixer: gated attention in every fourth layer, else a gated delta net
-//!                  h = h + ffn(rms_norm(h))      ffn: mixture of experts, dense in small models
+//!                  h = h + ffn(rms_norm(h))      ffn: a mixture of experts, or a dense MLP
 //! logits = rms_norm(h) W_head^T
 //! ```
 //! Loading chooses the parts of each layer: how the layer reads and writes the residual, which mixer and feed-forward
