@@ -77,7 +77,6 @@ impl ExpertStore {
             state.prefetcher.start_layer(layer);
         }
         self.save_hot_experts_if_due(state);
-        self.update_heatmap(state);
         state.slots.advance(device.completed());
         let mut fetch = ExpertFetch { store: self, layer, kind, pending };
         fetch.pin_hits(state);

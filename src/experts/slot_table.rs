@@ -31,7 +31,7 @@ use std::{
     ops::Range,
     sync::{
         Arc,
-        atomic::{AtomicU8, Ordering},
+        atomic::{AtomicU64, Ordering},
     },
 };
 
@@ -61,39 +61,59 @@ pub enum SlotState {
 }
 
 impl SlotState {
+    /// The state in the lowest byte of `slot`.
+    fn of(slot: u64) -> Self {
+        match slot & 0xff {
+            1 => SlotState::Queued,
+            2 => SlotState::Reading,
+            3 => SlotState::Ready,
+            4 => SlotState::Failed,
+            5 => SlotState::Checking,
+            6 => SlotState::Damaged,
+            _ => SlotState::Free,
+        }
+    }
+
     /// True if the expert's bytes have arrived.
     pub fn is_readable(self) -> bool {
         matches!(self, SlotState::Ready | SlotState::Checking)
     }
 }
 
-/// The state of every slot, shared by the table and the reader. Loads acquire and stores release: a thread that loads
-/// [`SlotState::Ready`] also sees the expert's bytes.
+/// The state of every slot, shared by the table and the reader, and the last expert of every slot. Loads acquire and
+/// stores release: a thread that loads [`SlotState::Ready`] also sees the expert's bytes.
+///
+/// A value has the state in its lowest byte, and the expert's key above. Only one thread at a time changes a slot.
 #[derive(Clone)]
-pub struct SlotStates(Arc<[AtomicU8]>);
+pub struct SlotStates(Arc<[AtomicU64]>);
 
 impl SlotStates {
     fn new(slots: usize) -> Self {
-        Self((0..slots).map(|_| AtomicU8::new(SlotState::Free as u8)).collect())
+        Self((0..slots).map(|_| AtomicU64::new(SlotState::Free as u64)).collect())
     }
 
     /// The state of a slot. Returns [`SlotState::Free`] if the slot does not exist.
     pub fn get(&self, slot: SlotId) -> SlotState {
-        match self.0.get(slot.index()).map(|state| state.load(Ordering::Acquire)) {
-            Some(1) => SlotState::Queued,
-            Some(2) => SlotState::Reading,
-            Some(3) => SlotState::Ready,
-            Some(4) => SlotState::Failed,
-            Some(5) => SlotState::Checking,
-            Some(6) => SlotState::Damaged,
-            _ => SlotState::Free,
-        }
+        self.0.get(slot.index()).map_or(SlotState::Free, |slot| SlotState::of(slot.load(Ordering::Acquire)))
     }
 
     pub fn set(&self, slot: SlotId, state: SlotState) {
         if let Some(slot) = self.0.get(slot.index()) {
-            slot.store(state as u8, Ordering::Release);
+            slot.store(slot.load(Ordering::Relaxed) & !0xff | state as u64, Ordering::Release);
         }
+    }
+
+    /// Sets the expert and the state of a slot.
+    fn assign(&self, slot: SlotId, key: ExpertKey, state: SlotState) {
+        if let Some(slot) = self.0.get(slot.index()) {
+            slot.store(u64::from(key) << 8 | state as u64, Ordering::Release);
+        }
+    }
+
+    /// The experts whose bytes have arrived. Any thread may call this while slots change.
+    pub fn readable_experts(&self) -> impl Iterator<Item = ExpertKey> {
+        let slots = self.0.iter().map(|slot| slot.load(Ordering::Acquire));
+        slots.filter(|&slot| SlotState::of(slot).is_readable()).map(|slot| (slot >> 8) as ExpertKey)
     }
 }
 
@@ -283,7 +303,7 @@ impl SlotTable {
         *self.slot_of.get_mut(key as usize)? = index;
         let slot = SlotId(index);
         let state = if reason == ReadReason::Demand { SlotState::Reading } else { SlotState::Queued };
-        self.states.set(slot, state);
+        self.states.assign(slot, key, state);
         Some(SlotClaim { slot, evicted, was_wasted })
     }
 
@@ -371,7 +391,7 @@ impl SlotTable {
                 (*slot, *at) = (Slot { is_on_device: false, ..held }, into.0);
             }
             self.set_stale(key);
-            self.states.set(into, self.state(from));
+            self.states.assign(into, key, self.state(from));
             self.states.set(from, SlotState::Free);
             shrunk.moved.push((from, into));
         }

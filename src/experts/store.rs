@@ -29,7 +29,7 @@ use std::{
     ops::Range,
     path::PathBuf,
     sync::Arc,
-    time::{Duration, Instant},
+    time::Instant,
 };
 
 /// Options of the expert store.
@@ -93,9 +93,6 @@ pub trait SlotDevice: Timeline {
 
 impl SlotDevice for CpuTimeline {}
 
-/// Interval between two updates of the heatmap, which shows on the page at `/` which experts are in memory.
-const HEATMAP_INTERVAL: Duration = Duration::from_millis(500);
-
 /// The experts of one model.
 pub struct ExpertStore {
     pub(super) map: ExpertMap,
@@ -126,8 +123,6 @@ pub(super) struct StoreState {
     pub spare_pending: Vec<PendingExperts>,
     /// Time at which the list of hot experts was last written.
     pub saved: Instant,
-    /// Time of the last update of the heatmap.
-    heatmap_updated: Option<Instant>,
     pub pressure: MemoryPressure,
 }
 
@@ -174,7 +169,9 @@ impl ExpertStore {
             ExpertReader::new(source, slab.clone(), table.states().clone(), layout, options.threads, metrics.clone());
         let reader = reader.map_err(|error| other("cannot start the expert reader threads", error))?;
         metrics.expert_slots.set(slots as i64);
-        let heatmap = metrics.new_heatmap(map.layers.len(), experts);
+        let states = table.states().clone();
+        let in_memory = move || states.readable_experts().map(|key| key as usize).collect();
+        let heatmap = metrics.new_heatmap(map.layers.len(), experts, in_memory);
         let state = StoreState {
             slots: table,
             scores: EvictionScores::new(map.layers.len(), experts),
@@ -182,7 +179,6 @@ impl ExpertStore {
             layer_hits: LayerHits::new(map.layers.len()),
             spans: vec![std::array::from_fn(|_| 0..0); slots],
             saved: Instant::now(),
-            heatmap_updated: None,
             pressure: MemoryPressure::new(options.min_slots),
             observer: None,
             spare_pending: Vec::new(),
@@ -371,14 +367,6 @@ impl ExpertStore {
             ReadReason::Prefetch | ReadReason::WarmStart => self.reader.read_later(slot, plan),
         }
         self.metrics.expert_slots_used.set(state.slots.used() as i64);
-    }
-
-    /// Updates the heatmap of experts in memory, at most once per [`HEATMAP_INTERVAL`].
-    pub(super) fn update_heatmap(&self, state: &mut StoreState) {
-        if state.heatmap_updated.is_none_or(|updated| updated.elapsed() > HEATMAP_INTERVAL) {
-            state.heatmap_updated = Some(Instant::now());
-            self.heatmap.set_resident(state.slots.in_state(SlotState::Ready).map(|(key, _)| key as usize));
-        }
     }
 
     pub(super) fn count_eviction(&self, claim: &SlotClaim) {

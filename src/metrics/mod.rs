@@ -69,7 +69,8 @@ macro_rules! metrics {
                     let family = families::$kind(&registry, $name, $help, &$labels, &buckets.concat());
                     $(let $field = field_value!(family $values);)+
                 )+
-                Self { registry, heatmap: Mutex::default(), build: Mutex::default(), $($($field,)+)+ }
+                let heatmap = Mutex::new(Arc::new(ExpertHeatmap::new(0, 0, Vec::new)));
+                Self { registry, heatmap, build: Mutex::default(), $($($field,)+)+ }
             }
         }
 
@@ -259,9 +260,14 @@ impl Metrics {
         }
     }
 
-    /// Creates the heatmap of a model that is being loaded.
-    pub fn new_heatmap(&self, layers: usize, experts_per_layer: usize) -> Arc<ExpertHeatmap> {
-        let heatmap = Arc::new(ExpertHeatmap::new(layers, experts_per_layer));
+    /// Creates the heatmap of a model that is being loaded. See [`ExpertHeatmap::new`].
+    pub fn new_heatmap(
+        &self,
+        layers: usize,
+        experts_per_layer: usize,
+        in_memory: impl Fn() -> Vec<usize> + Send + Sync + 'static,
+    ) -> Arc<ExpertHeatmap> {
+        let heatmap = Arc::new(ExpertHeatmap::new(layers, experts_per_layer, in_memory));
         *self.heatmap.lock() = heatmap.clone();
         heatmap
     }
@@ -273,7 +279,7 @@ impl Metrics {
 
     /// Resets the metrics that describe a loaded model, after the model was unloaded.
     pub fn clear_model(&self) {
-        self.new_heatmap(0, 0);
+        self.new_heatmap(0, 0, Vec::new);
         let reserved = [
             &self.memory_process,
             &self.memory_trunk,

@@ -9,9 +9,17 @@ use super::{
 use crate::{
     device::{CpuTimeline, Slab, SyncPoint},
     metrics::Metrics,
-    platform::{Access, os::disk_bytes_read},
+    platform::{
+        Access,
+        os::{MemoryLevel, disk_bytes_read},
+    },
 };
-use std::{io::Write, path::PathBuf, sync::Arc, time::Duration};
+use std::{
+    io::Write,
+    path::PathBuf,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 mod late_device;
 mod memory_pressure;
@@ -199,6 +207,41 @@ fn resident_store_reads_each_expert_once() {
     }
     assert_eq!(metrics.ssd_read_bytes.get(), read);
     assert_eq!(metrics.lookups_decode_miss.get(), 0);
+}
+
+/// Number of experts that the heatmap shows in each layer.
+fn shown(metrics: &Metrics) -> Vec<usize> {
+    metrics.heatmap().layers().iter().map(|layer| layer.bytes().filter(|&expert| expert != b'.').count()).collect()
+}
+
+#[test]
+fn heatmap_shows_experts_without_a_request() {
+    let checkpoint = checkpoint();
+    let (store, metrics) = checkpoint.open(Options { min_slots: EXPERTS, ..Options::new(LAYERS * EXPERTS) });
+    assert_eq!(shown(&metrics), [0; LAYERS]);
+    store.fill(&mut |_, _| {}).unwrap();
+    assert_eq!(metrics.heatmap().layers(), ["00000000"; LAYERS]);
+    assert!(store.adapt_to_level(MemoryLevel::Short(5 * store.slot_bytes() as u64), Instant::now(), &mut CpuTimeline));
+    assert_eq!(shown(&metrics).iter().sum::<usize>(), LAYERS * EXPERTS - 5, "five slots were released");
+    take(&store, &checkpoint.map, 0, &(0..EXPERTS as u32).collect::<Vec<_>>(), PassKind::Decode);
+    assert_eq!(shown(&metrics)[0], EXPERTS);
+    assert_eq!(shown(&metrics).iter().sum::<usize>(), LAYERS * EXPERTS - 5, "other experts were evicted");
+}
+
+#[test]
+fn heatmap_shows_experts_of_warm_start() {
+    let checkpoint = checkpoint();
+    let warm_start = Some(WarmStart { file: checkpoint.dir.path().join("hot.json"), identity: "a".into() });
+    let options = Options { warm_start, ..Options::new(6) };
+    let (store, _) = checkpoint.open(options.clone());
+    take(&store, &checkpoint.map, 1, &[2, 5], PassKind::Decode);
+    drop(store);
+    let (store, metrics) = checkpoint.open(options);
+    store.fill(&mut |_, _| {}).unwrap();
+    while store.reader.is_busy() {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    assert_eq!(metrics.heatmap().layers(), ["........", "..0..0..", "........"]);
 }
 
 #[test]
