@@ -101,6 +101,7 @@ async fn wrong_value_error_names_the_field() {
         ),
         (json!({"functions": [], "tools": []}), "functions"),
         (json!({"grammar": "root ::= \"x\""}), "grammar"),
+        (json!({"guided_grammar": "root ::= \"x\""}), "guided_grammar"),
         (json!({"reasoning_effort": "zzz"}), "reasoning_effort"),
         (json!({"max_tokes": 5}), "max_tokes"),
         (json!({"modalities": ["text", "audio"]}), "modalities"),

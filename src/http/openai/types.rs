@@ -87,12 +87,8 @@ pub struct ChatRequest {
     pub guided_regex: Option<Value>,
     /// vLLM's older field for a list of possible answers.
     pub guided_choice: Option<Value>,
-    /// vLLM's older field for a grammar of the answer, which is refused.
-    pub guided_grammar: Option<Value>,
     /// llama-server's field for a JSON schema of the answer.
     pub json_schema: Option<Value>,
-    /// llama-server's field for a grammar of the answer, which is refused.
-    pub grammar: Option<Value>,
 }
 
 /// `reasoning` in the APIs of OpenRouter and in OpenAI's Responses.

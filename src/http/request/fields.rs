@@ -99,6 +99,7 @@ const SAME_BUDGET: &str = "the same as `thinking_budget`";
 const TEXT_ONLY: &str = "the model writes text only.";
 const LENGTH: &str = "the model has no such setting; say in the prompt how long the answer should be.";
 const SAMPLING: &str = "use temperature, top_p, top_k, min_p and the penalties.";
+pub const LARK_ONLY: &str = "send the grammar in Lark, as `response_format` with {\"type\": \"lark\", \"lark\": TEXT}.";
 const CHAT_ONLY: &str = "use /v1/chat/completions.";
 const CHOICES: &str = "every choice is sampled once; none is selected from several.";
 
@@ -157,9 +158,9 @@ const CHAT_FIELDS: &[Field] = &[
     any("guided_json", GUIDED),
     any("guided_regex", GUIDED),
     any("guided_choice", GUIDED),
-    any("guided_grammar", GUIDED),
+    rejected("guided_grammar", &[], LARK_ONLY),
     any("json_schema", "llama-server's name"),
-    any("grammar", "llama-server's name"),
+    rejected("grammar", &[], LARK_ONLY),
     string("reasoning_effort", "`none` turns reasoning off, other values set a budget"),
     object("reasoning", "`effort`, `max_tokens`, `enabled`"),
     object("thinking", "`type`, `budget_tokens`"),

@@ -12,7 +12,7 @@ use crate::{
         ApiError,
         layers::MemoryPermit,
         openai::{ChatRequest, ResponseFormat},
-        request::tools::ToolChoice,
+        request::{fields::LARK_ONLY, tools::ToolChoice},
     },
 };
 use serde_json::Value;
@@ -66,30 +66,27 @@ fn requested_content(request: &ChatRequest) -> Result<(String, ContentFormat), A
     if let Some(format) = &request.response_format {
         found.extend(from_response_format(format)?);
     }
-    let ChatRequest { guided_json, guided_regex, guided_choice, guided_grammar, .. } = request;
-    let guided = [guided_json.as_ref(), guided_regex.as_ref(), guided_choice.as_ref(), guided_grammar.as_ref()];
+    let ChatRequest { guided_json, guided_regex, guided_choice, .. } = request;
+    let guided = [guided_json.as_ref(), guided_regex.as_ref(), guided_choice.as_ref()];
     add_guided(&mut found, "guided_", guided)?;
     if let Some(outputs) = request.structured_outputs.as_ref().filter(|outputs| !outputs.is_null()) {
         for (key, value) in outputs.as_object().into_iter().flatten().filter(|(_, value)| !value.is_null()) {
             match key.as_str() {
-                "json" | "regex" | "choice" | "grammar" => {}
+                "json" | "regex" | "choice" => {}
                 "json_object" if *value == false => {}
                 "json_object" => found.push(("structured_outputs.json_object".into(), strict_json(&any_object()))),
                 other => {
                     let at = format!("structured_outputs.{other}");
-                    return Err(ApiError::unsupported(&at, format!("{at} is not supported.")));
+                    let hint = if other == "grammar" { format!(": {LARK_ONLY}") } else { ".".into() };
+                    return Err(ApiError::unsupported(&at, format!("{at} is not supported{hint}")));
                 }
             }
         }
-        let guided = ["json", "regex", "choice", "grammar"].map(|key| outputs.get(key));
+        let guided = ["json", "regex", "choice"].map(|key| outputs.get(key));
         add_guided(&mut found, "structured_outputs.", guided)?;
     }
     if let Some(schema) = request.json_schema.as_ref().filter(|schema| !schema.is_null()) {
         found.push(("json_schema".into(), strict_json(schema)));
-    }
-    if request.grammar.as_ref().is_some_and(|grammar| !grammar.is_null()) {
-        let message = "grammar (GBNF) is not supported; send response_format {\"type\": \"lark\", \"lark\": ...}.";
-        return Err(ApiError::unsupported("grammar", message));
     }
     if let [(first, _), (second, _), ..] = &*found {
         let message = format!("{first} and {second} both set the format of the answer; send only one of them.");
@@ -102,13 +99,13 @@ fn strict_json(schema: &Value) -> ContentFormat {
     ContentFormat::Json { schema: schema.clone(), strict: true }
 }
 
-/// Adds the formats of vLLM's fields for a JSON schema, a regular expression, a choice of strings, and a grammar.
+/// Adds the formats of vLLM's fields for a JSON schema, a regular expression and a choice of strings.
 fn add_guided(
     found: &mut Vec<(String, ContentFormat)>,
     prefix: &str,
-    fields: [Option<&Value>; 4],
+    fields: [Option<&Value>; 3],
 ) -> Result<(), ApiError> {
-    let [schema, regex, choice, grammar] = fields.map(|value| value.filter(|value| !value.is_null()));
+    let [schema, regex, choice] = fields.map(|value| value.filter(|value| !value.is_null()));
     if let Some(schema) = schema {
         let at = format!("{prefix}json");
         let parsed = schema.as_str().map(serde_json::from_str).transpose();
@@ -130,11 +127,6 @@ fn add_guided(
         };
         let words: Vec<String> = words.iter().filter(|word| **word != "").map(Value::to_string).collect();
         found.push((at, ContentFormat::Lark(format!("start: {}", words.join(" | ")))));
-    }
-    if grammar.is_some() {
-        let at = format!("{prefix}grammar");
-        let message = format!("{at} is not supported; send response_format {{\"type\": \"lark\", \"lark\": ...}}.");
-        return Err(ApiError::unsupported(&at, message));
     }
     Ok(())
 }
@@ -318,7 +310,7 @@ mod tests {
             (json!({"guided_json": schema}), true),
             (json!({"guided_json": schema.to_string()}), true),
             (json!({"structured_outputs": {"json": schema, "regex": null}}), true),
-            (json!({"json_schema": schema, "guided_regex": null, "grammar": null}), true),
+            (json!({"json_schema": schema, "guided_regex": null}), true),
         ] {
             let content = ContentFormat::Json { schema: schema.clone(), strict };
             assert_eq!(format(fields.clone()), Some(OutputFormat { content, tools: None }), "{fields}");
@@ -387,11 +379,10 @@ mod tests {
                 "response_format.json_schema.schema",
             ),
             (json!({"response_format": {"type": "regex"}}), "response_format.regex"),
-            (json!({"grammar": "root ::= \"a\""}), "grammar"),
-            (json!({"guided_grammar": "root ::= \"a\""}), "guided_grammar"),
             (json!({"guided_json": "{"}), "guided_json"),
             (json!({"guided_choice": []}), "guided_choice"),
             (json!({"structured_outputs": {"structural_tag": {}}}), "structured_outputs.structural_tag"),
+            (json!({"structured_outputs": {"grammar": "root ::= \"a\""}}), "structured_outputs.grammar"),
             (json!({"guided_regex": "a", "response_format": {"type": "json_object"}}), "guided_regex"),
         ] {
             assert_eq!(error_param(fields.clone()), param, "{fields}");
