@@ -5,33 +5,22 @@ use super::{
     remote_model::RemoteModel, remote_server::RemoteServer,
 };
 use crate::{
-    cli::model_args::RemoteArgs,
+    cli::model_args::{DraftArgs, LoadArgs, PromptCacheArgs, RemoteArgs},
     config::{GenerateConfig, config_file::Settings},
     engine::Image,
     error::CommandError,
 };
+use clap::{Arg, Args};
 use serde_json::Value;
 use std::{future::Future, path::Path, sync::Arc};
 
 /// Flags for loading a model. If one of these flags is on the command line, the chat loads a model in this process and
 /// does not ask a running server.
-const LOADING: [&str; 15] = [
-    "memory-limit",
-    "ctx-size",
-    "kv-bits",
-    "stream-experts",
-    "device",
-    "threads",
-    "expert-io",
-    "io-threads",
-    "prefetch",
-    "experts-per-token",
-    "prefill-chunk",
-    "prompt-cache",
-    "draft-model",
-    "num-draft-tokens",
-    "speculation",
-];
+fn loading_flags() -> Vec<String> {
+    let flags = LoadArgs::augment_args(clap::Command::new("run"));
+    let flags = DraftArgs::augment_args(PromptCacheArgs::augment_args(flags));
+    flags.get_arguments().filter_map(Arg::get_long).map(str::to_owned).collect()
+}
 
 pub enum ChatModel {
     Local(Box<LocalModel>),
@@ -42,10 +31,8 @@ impl ChatModel {
     /// Uses the server at `remote` if that server has the model, so that the model is not loaded twice. Otherwise loads
     /// the model in this process.
     pub fn open(config: &GenerateConfig, remote: &RemoteArgs, settings: &Settings) -> Result<Self, CommandError> {
-        let is_tuned = |row: &crate::config::config_file::SettingRow| {
-            row.from == "command line" && LOADING.contains(&row.flag.as_str())
-        };
-        if !settings.rows.iter().any(is_tuned) {
+        let loading = loading_flags();
+        if !settings.rows.iter().any(|row| row.from == "command line" && loading.contains(&row.flag)) {
             let (server, id) = (RemoteServer::new(remote), local_models::id(&config.model, settings));
             match server.has_model(&id) {
                 Ok(true) => return Ok(Self::Remote(RemoteModel::new(server, id))),
@@ -109,5 +96,39 @@ impl ChatModel {
             Self::Local(local) => local.unload(),
             Self::Remote(_) => Ok(()),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cli::help;
+
+    /// Flags of `moestro run` for the answer and the server. All other settings are for loading the model.
+    const OTHER: [&str; 12] = [
+        "temp",
+        "top-p",
+        "top-k",
+        "min-p",
+        "repeat-penalty",
+        "max-tokens",
+        "thinking",
+        "seed",
+        "system",
+        "host",
+        "port",
+        "api-key",
+    ];
+
+    #[test]
+    fn every_flag_of_run_is_classified() {
+        let command = help::command();
+        let run = command.find_subcommand("run").unwrap();
+        let settings = run.get_arguments().filter(|arg| arg.get_env().is_some()).filter_map(Arg::get_long);
+        let (mut loading, mut expected) = (loading_flags(), settings.collect::<Vec<_>>());
+        expected.retain(|flag| !OTHER.contains(flag));
+        loading.sort_unstable();
+        expected.sort_unstable();
+        assert_eq!(loading, expected);
     }
 }
