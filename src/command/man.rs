@@ -16,17 +16,30 @@ const VARIABLES: [(&str, &str); 8] = [
     ("HF_HOME, HF_HUB_CACHE", "where downloaded models are"),
     ("HF_ENDPOINT", "address of a mirror of the Hugging Face hub"),
     ("HTTPS_PROXY", "proxy for downloads"),
-    ("XDG_CONFIG_HOME, XDG_DATA_HOME, XDG_CACHE_HOME, XDG_STATE_HOME", "replace ~/.config and the other directories"),
+    (
+        "XDG_CONFIG_HOME, XDG_DATA_HOME, XDG_CACHE_HOME, XDG_STATE_HOME",
+        "used instead of ~/.config and the other directories, also on macOS",
+    ),
     ("NO_COLOR", "no colours"),
 ];
 
-const FILES: [(&str, &str); 6] = [
+/// Files and directories. [`MACOS_DIRS`] has other names of their parents.
+const FILES: [(&str, &str); 8] = [
     ("~/.config/moestro/moestro.toml", "settings; see moestro.toml(5)"),
     ("~/.cache/huggingface/hub", "downloaded models"),
     ("~/.local/share/moestro/models", "your models, NAME or ORG/NAME"),
     ("~/.cache/moestro/packs", "packs"),
     ("~/.cache/moestro/prompts", "the prompt cache on disk"),
     ("~/.local/state/moestro/history", "what was typed in chats"),
+    ("~/.local/state/moestro/launch.log", "log of the server that moestro-launch(1) started last"),
+    ("~/.local/state/moestro/doctor.json", "figures of the last `moestro doctor --report`"),
+];
+
+/// Directories of Linux, and their names on macOS.
+const MACOS_DIRS: [(&str, &str); 3] = [
+    ("~/.cache/moestro/", "~/Library/Caches/moestro/"),
+    ("~/.local/share/moestro/", "~/Library/Application Support/moestro/"),
+    ("~/.local/state/moestro/", "~/Library/Application Support/moestro/"),
 ];
 
 const CONFIG_PAGE: [&str; 6] = [
@@ -71,7 +84,13 @@ fn write_pages(dir: &Path) -> io::Result<()> {
     };
     let mut page = Roff::new();
     add_list(&mut page, "ENVIRONMENT", &own(&VARIABLES));
-    add_list(&mut page, "FILES", &own(&FILES));
+    let mut files = own(&FILES);
+    for (linux, macos) in MACOS_DIRS {
+        for (path, _) in files.iter_mut().filter(|(path, _)| path.starts_with(linux)) {
+            *path = format!("{path}, on macOS {}", path.replace(linux, macos));
+        }
+    }
+    add_list(&mut page, "FILES", &files);
     page.control("SH", ["SEE ALSO"]).text([roman("moestro-serve(1), moestro-run(1), moestro.toml(5)")]);
     append(&dir.join("moestro.1"), &page)?;
 
@@ -127,5 +146,9 @@ mod tests {
             }
         }
         assert!(page("moestro-serve.1").contains("MOESTRO_CTX_SIZE"));
+        let files = page("moestro.1").replace("\\-", "-");
+        for path in ["~/.cache/moestro/packs, on macOS ~/Library/Caches/moestro/packs", "Support/moestro/doctor.json"] {
+            assert!(files.contains(path), "{path} in {files}");
+        }
     }
 }
