@@ -64,7 +64,7 @@ pub const COMMAND_EXAMPLES: [(&str, &str); 10] = [
 ];
 
 const VARIABLES: &str = "\
-Each setting is also an environment variable, MOESTRO_ and its name in capitals (MOESTRO_CTX_SIZE), and a key of
+Each setting is also an environment variable, MOESTRO_ and its name in capitals (MOESTRO_CTX_SIZE), and a key of \
 moestro.toml (ctx-size).";
 
 /// The command line with its help texts.
@@ -141,6 +141,7 @@ mod tests {
         assert!(short.contains("--memory-limit") && !short.contains("--io-threads"), "{short}");
         assert!(short.contains("Examples:\n  moestro serve "), "{short}");
         assert!(long.contains("--io-threads") && !long.contains("[env:"), "{long}");
+        assert!(long.trim_end().ends_with(" moestro.toml (ctx-size)."), "a line break of the source: {long}");
         for heading in ["Server:", "Memory:", "Speed:", "Sampling:"] {
             assert!(short.contains(heading), "{heading} in {short}");
         }
