@@ -59,9 +59,18 @@ pub fn expand(text: &str) -> PathBuf {
     env::home_dir().map_or_else(|| text.into(), |home| home.join(rest))
 }
 
-/// The known name that is most similar to `name`, with the similarity, at most 1.
-pub fn nearest<'a>(name: &str, known: impl Iterator<Item = &'a str>) -> Option<(f64, &'a str)> {
-    known.map(|known| (strsim::jaro_winkler(known, name), known)).max_by(|a, b| a.0.total_cmp(&b.0))
+/// Minimum similarity of a name that is suggested for an unknown name: `foo` is no mistake for `log-format` (0.66).
+const MIN_SIMILARITY: f64 = 0.85;
+
+/// The known name that `name` probably means: the most similar name, if it is similar enough.
+pub fn nearest<'a>(name: &str, known: impl Iterator<Item = &'a str>) -> Option<&'a str> {
+    let similar = known.map(|known| (strsim::jaro_winkler(known, name), known));
+    similar.filter(|(near, _)| *near > MIN_SIMILARITY).max_by(|a, b| a.0.total_cmp(&b.0)).map(|(_, known)| known)
+}
+
+/// A suggestion to append to an error about an unknown name, or else the text `otherwise`.
+pub fn suggestion(near: Option<&str>, otherwise: &str) -> String {
+    near.map_or_else(|| otherwise.to_owned(), |near| format!(" (did you mean {near}?)"))
 }
 
 /// True if `text` has the form `org/name`.

@@ -61,8 +61,8 @@ impl ChatSettings {
             }
             "system" => self.system = (!value.is_empty()).then(|| value.to_owned()),
             _ => {
-                let near = config::nearest(name, NAMES.into_iter()).map_or("", |(_, near)| near);
-                return Err(format!("unknown setting {name} (did you mean {near}?); /help lists the settings"));
+                let hint = config::suggestion(config::nearest(name, NAMES.into_iter()), "");
+                return Err(format!("unknown setting {name}{hint}; /help lists the settings"));
             }
         }
         Ok(self.to_string())
@@ -123,6 +123,7 @@ mod tests {
             assert!(shown.contains(&format!("{name:<15} {value}")), "{shown}");
         }
         assert!(settings.set("tepm 1").unwrap_err().contains("did you mean temp?"));
+        assert_eq!(settings.set("foo 1").unwrap_err(), "unknown setting foo; /help lists the settings");
         assert!(settings.set("seed").unwrap().contains("random"));
         assert!(settings.set("system").unwrap().contains("none"));
         for wrong in ["temp hot", "top-p 2", "thinking maybe", "max-tokens -1", "frobnicate 1"] {

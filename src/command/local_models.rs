@@ -132,10 +132,9 @@ pub fn hint(error: &CommandError, settings: &Settings) -> String {
     if let Some(entry) = all.iter().find(|entry| entry.id.rsplit('/').next() == Some(&*name)) {
         return format!(" (did you mean {}?)", entry.id);
     }
-    match config::nearest(&name, all.iter().map(|entry| entry.id.as_str())) {
-        Some((near, id)) if near > 0.8 => format!(" (did you mean {id}?)"),
-        _ => "; `moestro list` shows the models on this machine; org/name is a model of the Hugging Face hub".into(),
-    }
+    let near = config::nearest(&name, all.iter().map(|entry| entry.id.as_str()));
+    let otherwise = "; `moestro list` shows the models on this machine; org/name is a model of the Hugging Face hub";
+    config::suggestion(near, otherwise)
 }
 
 fn can_be_served(dir: &Path) -> bool {

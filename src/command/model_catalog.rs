@@ -106,7 +106,7 @@ impl ModelCatalog {
     /// The configuration is invalid, its file is missing, or it no longer has an API key. A half-written file must not
     /// remove the protection of the server.
     pub fn reload(&self, server: &ServerState, address: IpAddr) -> Result<(), String> {
-        let (args, settings) = config_file::parse(self.settings.args.clone()).map_err(|error| error.to_string())?;
+        let (args, settings) = config_file::parse(self.settings.args.clone()).map_err(|e| config_file::sentence(&e))?;
         let Command::Serve(args) = args.command else { return Err("this is not `moestro serve`".into()) };
         let model = self.config().model;
         let config = ServeConfig { model, ..ServeConfig::new(args)? };
@@ -150,7 +150,7 @@ impl ModelCatalog {
         let entry = entry.ok_or_else(|| "it is no longer on this machine".to_owned())?;
         let file = self.file.read().clone();
         let parsed = config_file::parse_for(self.settings.args.clone(), file, id);
-        let (args, _) = parsed.map_err(|error| error.to_string())?;
+        let (args, _) = parsed.map_err(|error| config_file::sentence(&error))?;
         let Command::Serve(args) = args.command else { return Err("this is not `moestro serve`".into()) };
         Ok(ServeConfig { model: entry.source, ..ServeConfig::new(args)? })
     }

@@ -23,7 +23,7 @@ pub fn remove(args: &cli::RmArgs, settings: &Settings) -> Result<(), CommandErro
     let all = local_models::all(settings, args.home.models_dir.as_deref());
     let Some(entry) = all.iter().find(|entry| entry.id == args.name) else {
         let near = config::nearest(&args.name, all.iter().map(|entry| entry.id.as_str()));
-        let hint = near.map_or(String::new(), |(_, near)| format!(" (did you mean {near}?)"));
+        let hint = config::suggestion(near, "; `moestro list` shows the models");
         return usage(format!("this machine has no model {}{hint}", args.name));
     };
     let dir = match (entry.origin, &entry.dir) {

@@ -83,6 +83,14 @@ pub fn parse_for(args: Vec<OsString>, file: Arc<ConfigFile>, other: &str) -> Res
     parse_with(args, Some(file), Some(other))
 }
 
+/// The sentence of a parser's error, in one line and without the usage that follows it.
+pub fn sentence(error: &clap::Error) -> String {
+    let text = error.to_string();
+    let first = text.split("\n\n").next().unwrap_or_default();
+    let words = first.trim_start_matches("error: ").split_whitespace();
+    words.collect::<Vec<_>>().join(" ")
+}
+
 fn parse_with(
     args: Vec<OsString>,
     file: Option<Arc<ConfigFile>>,
@@ -273,7 +281,7 @@ fn setting(name: String, value: toml::Value, of_model: bool) -> Result<(String, 
     let known = names();
     if !(known.contains(&name) || of_model && name == PATH) {
         let near = super::nearest(&name, known.iter().map(AsRef::as_ref));
-        let hint = near.map_or(String::new(), |(_, near)| format!(" (did you mean {near}?)"));
+        let hint = super::suggestion(near, "; `moestro config` prints all settings");
         return Err(format!("{name:?} is not a setting{hint}"));
     }
     let value = match value {
@@ -370,12 +378,29 @@ mod tests {
         let wrong = |text| parsed(text, "serve").err().unwrap();
         assert!(wrong("memory-limt = \"2G\"").contains("did you mean memory-limit?"));
         assert!(wrong("[models.a]\nprt = 1").contains("did you mean port?"));
+        let unlike = wrong("foo = 1");
+        assert!(unlike.contains("prints all settings") && !unlike.contains("did you mean"), "{unlike}");
         assert!(wrong("port = [1]").contains("port must be"));
         assert!(wrong("memory-limit = \"8Q\"").contains("8GiB"), "clap checks the values of the file");
         let error = wrong("port = 1\napi-key = \"secret");
         assert!(error.contains("line 2, column") && !error.contains("secret"), "{error}");
         let missing = parse(["moestro", "--config", "/no/where.toml", "serve"].map(OsString::from));
         assert!(missing.err().unwrap().to_string().contains("/no/where.toml"));
+    }
+
+    #[test]
+    fn sentence_has_no_usage() {
+        let file = tempfile::Builder::new().suffix(".toml").tempfile().unwrap();
+        for (text, reason) in [
+            ("foo = 1", "\"foo\" is not a setting; `moestro config` prints all settings"),
+            ("device = \"tpu\"", "[possible values: auto, cpu, metal, cuda]"),
+            ("port = \"x\"", "invalid value 'x' for '--port <PORT>': invalid digit found in string"),
+        ] {
+            fs::write(file.path(), text).unwrap();
+            let args = ["moestro".into(), "--config".into(), file.path().into(), "serve".into()];
+            let said = sentence(&parse(args).unwrap_err());
+            assert!(said.ends_with(reason) && !said.starts_with("error") && !said.contains('\n'), "{said}");
+        }
     }
 
     #[test]

@@ -283,9 +283,7 @@ pub fn explain(mut error: clap::Error, args: &[OsString]) -> clap::Error {
             let whole = help::command();
             let sub = args.iter().filter_map(|arg| whole.find_subcommand(arg)).next();
             let flags = sub.into_iter().flat_map(Command::get_arguments).filter_map(Arg::get_long);
-            if let Some((near, flag)) = super::nearest(&name, flags)
-                && near > 0.85
-            {
+            if let Some(flag) = super::nearest(&name, flags) {
                 error.insert(ContextKind::SuggestedArg, ContextValue::String(format!("--{flag}")));
             }
         }
@@ -296,7 +294,7 @@ pub fn explain(mut error: clap::Error, args: &[OsString]) -> clap::Error {
             let typed = text(&error, ContextKind::InvalidSubcommand);
             let whole = help::command();
             let near = super::nearest(&typed, whole.get_subcommands().map(Command::get_name));
-            if near.is_none_or(|(near, _)| near < 0.8 || typed.len() < 3) {
+            if near.is_none() || typed.len() < 3 {
                 error.remove(ContextKind::SuggestedSubcommand);
                 error.remove(ContextKind::Suggested);
             }

@@ -88,6 +88,7 @@ fn wrong_names_and_values_get_a_sentence() {
             ("stop --port 1", "`moestro serve` starts one"),
             ("rm moestro-demo", "part of the program"),
             ("rm moestro-dmeo", "did you mean moestro-demo?"),
+            ("rm nope", "this machine has no model nope; `moestro list` shows the models"),
             ("serve --config /no/moestro.toml", "/no/moestro.toml: No such file"),
             ("serve --api-key=", "an empty key protects nothing"),
             ("serve --api-key-file /no/key", "/no/key: No such file"),
