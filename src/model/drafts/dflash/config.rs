@@ -160,6 +160,10 @@ impl DflashConfig {
                 return refuse(format!("this DFlash draft is for another model: its {what} is {ours}, not {theirs}"));
             }
         }
+        if target.residual_width() != target.hidden {
+            let other = "use --draft-model mtp, lookup or a small model";
+            return refuse(format!("a DFlash draft reads one residual stream, but this model has several; {other}"));
+        }
         if let Some(tap) = self.taps.iter().find(|tap| **tap >= target.layers) {
             return refuse(format!("this DFlash draft taps layer {tap}; the model has {} layers", target.layers));
         }
@@ -344,5 +348,15 @@ mod tests {
         ] {
             assert!(change.check(&target).unwrap_err().to_string().contains(word));
         }
+    }
+
+    #[test]
+    fn model_with_several_streams_is_refused() {
+        let json = include_str!("../../../../tests/fixtures/qwen4_exp/config.json");
+        let target = config::Config::new(&serde_json::from_str(json).unwrap()).unwrap();
+        let (hidden, vocab) = (target.hidden, target.vocab);
+        let draft = DflashConfig { hidden, vocab, target_layers: None, ..DflashConfig::new(&nested()).unwrap() };
+        let error = draft.check(&target).unwrap_err().to_string();
+        assert!(error.contains("one residual stream") && error.contains("--draft-model mtp"), "{error}");
     }
 }
