@@ -81,7 +81,7 @@ macro_rules! metrics {
 }
 
 metrics! {
-    counter "moestro_requests_total" ["endpoint", "status"] "Finished HTTP requests by endpoint and status" =>
+    counter "moestro_requests_total" ["endpoint", "status"] "Finished HTTP requests by path (`other`: unknown) and status (499: the client disconnected)" =>
         requests family;
     gauge "moestro_requests_running" [] "Requests that the model is working on" => requests_running [];
     gauge "moestro_requests_queued" [] "Requests that wait for the model" => requests_queued [];
@@ -191,7 +191,7 @@ metrics! {
         memory_prompt_cache ["prompt_cache"];
     gauge "moestro_request_memory_bytes" [] "Memory in use by requests and stored responses" => request_memory [];
     gauge "moestro_memory_limit_bytes" [] "Limit of the memory plan" => memory_limit_bytes [];
-    gauge "moestro_process_memory_bytes" ["kind"] "Memory that the process uses, measured for each scrape" =>
+    gauge "moestro_process_memory_bytes" ["kind"] "Memory that the process uses, measured for each scrape; some kinds exist only on Linux or on macOS" =>
         process_memory family;
     seconds "process_cpu_seconds_total" [] "CPU seconds of the process, user and system" => process_cpu_seconds [];
     gauge "process_resident_memory_bytes" [] "Resident memory of the process" => process_resident_memory family;

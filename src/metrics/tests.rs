@@ -1,4 +1,5 @@
 use super::*;
+use crate::engine::DraftKind;
 use prometheus::proto::{Metric, MetricFamily, MetricType};
 use std::fmt::Write;
 
@@ -17,7 +18,33 @@ fn families() -> Vec<MetricFamily> {
     Metrics::new("1.2.3", "cpu").registry.gather()
 }
 
-/// Text of the label column: each label with the values that exist at the start.
+/// Kinds of `moestro_process_memory_bytes` on Linux and on macOS.
+const PROCESS_MEMORY: [&str; 5] = ["resident", "swapped", "locked", "footprint", "wired"];
+
+/// The families with all children that are known before requests arrive, also those that are created later.
+fn documented_families() -> Vec<MetricFamily> {
+    let metrics = Metrics::new("1.2.3", "cpu");
+    for device in ["cuda", "metal"] {
+        metrics.build_info.with_label_values(&["1.2.3", device, ""]);
+    }
+    for kind in [DraftKind::Lookup, DraftKind::Mtp, DraftKind::Model, DraftKind::Dflash] {
+        metrics.record_draft(kind.name(), 1, 1, 0.0);
+    }
+    for state in ["calibrate", "plain", "probe", "speculate"] {
+        metrics.draft_states.with_label_values(&[state]);
+    }
+    for kind in PROCESS_MEMORY {
+        metrics.process_memory.with_label_values(&[kind]);
+    }
+    metrics.registry.gather()
+}
+
+#[test]
+fn documented_kinds_include_the_measured_ones() {
+    assert!(os::process_memory().iter().all(|(kind, _)| PROCESS_MEMORY.contains(kind)));
+}
+
+/// Text of the label column: each label with its values.
 fn label_column(labels: &[&str], children: &[Metric]) -> String {
     let mut column = Vec::new();
     for label in labels {
@@ -36,7 +63,7 @@ fn label_column(labels: &[&str], children: &[Metric]) -> String {
 /// `MOESTRO_WRITE_DOCS=1 cargo test` writes `docs/metrics.md`.
 #[test]
 fn docs_page_matches_table() {
-    let (mut page, families) = (HEAD.to_owned(), families());
+    let (mut page, families) = (HEAD.to_owned(), documented_families());
     for (kind, name, labels, help) in FAMILIES {
         let family = families.iter().find(|family| family.name() == *name);
         let labels = label_column(labels, family.map_or(&[], MetricFamily::get_metric));

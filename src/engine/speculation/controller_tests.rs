@@ -319,6 +319,9 @@ fn controller_states_have_fixed_lengths() {
     assert_eq!([cycle(16).0, cycle(32).0], [4, 3], "four rows are the most, so the next is narrower");
     assert!((64..72).all(|nth| cycle(nth) == (1, "calibrate")), "{steps:?}");
     assert_eq!(cycle(72), (4, "speculate"));
+    let page = include_str!("../../../docs/metrics.md");
+    let row = page.lines().find(|line| line.contains("moestro_draft_states_total")).unwrap();
+    assert!(steps.iter().all(|(_, state)| row.contains(&format!("`{state}`"))), "{row}");
 }
 
 #[test]
