@@ -113,7 +113,7 @@ pub enum EngineError {
     #[error("the model's logits are not numbers")]
     NoLogits,
     /// A constrained answer has no valid next token.
-    #[error("the answer could not be held to its form: {0}")]
+    #[error("cannot continue the answer in the requested format ({0}); try again with a simpler format")]
     Constraint(String),
     /// A bug. The sequence is discarded and the engine continues.
     #[error("the model panicked: {0}")]
@@ -135,8 +135,8 @@ pub enum CommandError {
     /// The service manager failed, or one of the service's files could not be written.
     #[error("{0}")]
     Service(String),
-    /// `doctor` found wrong results, listed by name.
-    #[error("this machine does not compute what it should: {0}")]
+    /// This machine computes wrong results. Names them, and says what to do.
+    #[error("wrong results on this machine: {0}")]
     Unsound(String),
     #[error("port {port} of {host} is in use; --port takes another one, --port 0 any that is free")]
     PortInUse { host: String, port: u16 },

@@ -56,7 +56,11 @@ pub fn run(args: &cli::tool_args::DoctorArgs, version: &str) -> Result<(), Comma
             eprintln!("saved for `moestro info` in {}", machine_report::save(&whole)?.display());
         }
     }
-    if wrong.is_empty() { Ok(()) } else { Err(CommandError::Unsound(wrong)) }
+    if wrong.is_empty() {
+        return Ok(());
+    }
+    let remedy = "report this output as a bug; if only GPU results are wrong, serve with --device cpu";
+    Err(CommandError::Unsound(format!("{wrong}; {remedy}")))
 }
 
 /// Measures this machine. The GPU is measured only if its checks have run.

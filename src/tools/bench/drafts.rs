@@ -74,7 +74,8 @@ pub fn run(
         }
     }
     if let Some(run) = plain.all.iter().zip(&drafted.all).position(|(a, b)| a.0 != b.0) {
-        return Err(CommandError::Unsound(format!("answer {} differs with drafts", run + 1)));
+        let remedy = "serve with --draft-model off, and report this and the output of `moestro doctor` as a bug";
+        return Err(CommandError::Unsound(format!("answer {} differs with drafts; {remedy}", run + 1)));
     }
     let sum = |count: fn(&Timings) -> usize| drafted.all.iter().map(|run| count(&run.1)).sum();
     let mut places = [[0; 2]; engine::MAX_DRAFT_POSITIONS];
