@@ -55,7 +55,8 @@ pub fn source() -> String {
     program(&all(), true)
 }
 
-/// Compiles `files` to a program. A program that was already compiled from the same sources is reused.
+/// Compiles `files` to a program. A program that was already compiled from the same sources is reused. Test processes
+/// that need the same program at the same time wait until one of them has compiled it.
 fn build(files: &[PathBuf], name: &str, sanitise: bool) -> PathBuf {
     let source = program(files, name != "plain");
     let options: &[&str] = match sanitise {
@@ -76,6 +77,8 @@ fn build(files: &[PathBuf], name: &str, sanitise: bool) -> PathBuf {
     let key: String = hash.finalize()[..8].iter().map(|b| format!("{b:02x}")).collect();
     let dir = Path::new(env!("CARGO_TARGET_TMPDIR"));
     let program = dir.join(format!("{name}-{key}"));
+    let lock = fs::File::create(dir.join(format!("{name}.lock"))).unwrap();
+    lock.lock().unwrap();
     if program.exists() {
         return program;
     }

@@ -87,7 +87,7 @@ fn demo_answers_without_tiles() {
     };
     let (mut without, mut with) = (on(Host::plain()), on(Host::fast()));
     let case = cases().swap_remove(0);
-    let expected = answer(&mut with, &case.prompt_ids, &[], case.greedy_ids.len());
-    assert_eq!(expected.0, case.greedy_ids);
-    assert!(answer(&mut without, &case.prompt_ids, &[], case.greedy_ids.len()) == expected);
+    let expected = answer(&mut with, &case.prompt_ids, &[], 8);
+    assert_eq!(expected.0, case.greedy_ids[..8]);
+    assert!(answer(&mut without, &case.prompt_ids, &[], 8) == expected);
 }
