@@ -6,9 +6,9 @@
 //! The GPU has its own memory. Adopting a range of a slab allocates GPU memory of the same size. [`Driver::upload`]
 //! copies bytes of the range to the GPU memory, so the bytes cross the bus once and not at every launch.
 //!
-//! All launches and copies go to one stream, which executes them in order. Barriers and fences therefore do nothing.
-//! The launches of a command buffer are submitted together. A repeated sequence of launches is submitted as a CUDA
-//! graph.
+//! All launches and all copies to the GPU go to one stream, which executes them in order. Barriers and fences therefore
+//! do nothing. Results are copied to the CPU in another stream, while later launches run. The launches of a command
+//! buffer are submitted together. A repeated sequence of launches is submitted as a CUDA graph.
 //!
 //! CUDA cannot recover from a failed launch: every later call fails until the process ends.
 
@@ -23,7 +23,7 @@ use super::{CommandStatus, DeviceError, Driver, Launch, Region, Slab, error::fai
 use buffer::{DeviceBuffer, StagingBuffer};
 use cudarc::driver::{
     result::{self, DriverError},
-    sys::{self, CUdevice_attribute, CUdeviceptr, CUresult, CUstream},
+    sys::{self, CUdevice_attribute, CUdeviceptr, CUevent, CUevent_flags, CUevent_wait_flags, CUresult, CUstream},
 };
 use error::cuda_error;
 use events::EventTimeline;
@@ -51,6 +51,11 @@ pub struct Cuda {
     device: sys::CUdevice,
     context: sys::CUcontext,
     stream: CUstream,
+    /// Copies results to the CPU while later launches run on `stream`. Copies from this stream begin later than those from
+    /// `stream`.
+    read_stream: CUstream,
+    /// Recorded on `stream` after each write of the CPU.
+    last_write: CUevent,
     library: CudaLibrary,
     /// Free GPU memory in bytes when the GPU was opened.
     free_bytes: usize,
@@ -121,6 +126,8 @@ impl Cuda {
             device,
             context,
             stream: ptr::null_mut(),
+            read_stream: ptr::null_mut(),
+            last_write: ptr::null_mut(),
             library,
             free_bytes: 0,
             buffers: BTreeMap::new(),
@@ -130,6 +137,8 @@ impl Cuda {
         };
         new.make_current()?;
         new.stream = result::stream::create(result::stream::StreamKind::NonBlocking).map_err(cuda_error)?;
+        new.read_stream = result::stream::create(result::stream::StreamKind::NonBlocking).map_err(cuda_error)?;
+        new.last_write = result::event::create(CUevent_flags::CU_EVENT_DISABLE_TIMING).map_err(cuda_error)?;
         new.free_bytes = result::mem_get_info().map_err(cuda_error)?.0;
         Ok(new)
     }
@@ -138,6 +147,12 @@ impl Cuda {
     fn make_current(&self) -> Result<(), DeviceError> {
         // SAFETY: `new` retained the context.
         unsafe { result::ctx::set_current(self.context) }.map_err(cuda_error)
+    }
+
+    /// Records that the CPU has written to the GPU's memory, so that a read waits for this write.
+    fn record_write(&self) -> Result<(), DeviceError> {
+        // SAFETY: event and stream belong to this context.
+        unsafe { result::event::record(self.last_write, self.stream) }.map_err(cuda_error)
     }
 
     /// The GPU address of a region.
@@ -192,7 +207,7 @@ impl Driver for Cuda {
         // SAFETY: in bounds, and the memory is not used yet.
         unsafe { result::memset_d8_async(memory.pointer, 0, bytes, self.stream) }.map_err(cuda_error)?;
         self.buffers.insert(buffer, memory);
-        Ok(())
+        self.record_write()
     }
 
     fn adopt(&mut self, buffer: u32, slab: &Arc<Slab>, range: Range<usize>) -> Result<(), DeviceError> {
@@ -231,15 +246,22 @@ impl Driver for Cuda {
         self.make_current()?;
         let bytes = bytes.get(..region.len).unwrap_or(bytes);
         // SAFETY: in bounds (checked by the queue). For pageable memory, CUDA copies the bytes before the call returns.
-        unsafe { result::memcpy_htod_async(self.region_address(region)?, bytes, self.stream) }.map_err(cuda_error)
+        unsafe { result::memcpy_htod_async(self.region_address(region)?, bytes, self.stream) }.map_err(cuda_error)?;
+        self.record_write()
     }
 
     fn read(&mut self, region: Region, bytes: &mut [u8]) -> Result<(), DeviceError> {
         self.make_current()?;
         let len = bytes.len().min(region.len);
         let from = self.region_address(region)?;
-        // SAFETY: in bounds (checked by the queue). Context and stream belong to this GPU.
-        unsafe { self.staging.read(from, &mut bytes[..len], self.stream) }.map_err(cuda_error)
+        let stream = if self.events.is_idle() { self.stream } else { self.read_stream };
+        // SAFETY: in bounds (checked by the queue). Context, streams and event belong to this GPU. Launches that write the
+        // region have ended: the caller has waited for them.
+        unsafe {
+            let written =
+                result::stream::wait_event(stream, self.last_write, CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT);
+            written.and_then(|()| self.staging.read(from, &mut bytes[..len], stream)).map_err(cuda_error)
+        }
     }
 
     fn begin(&mut self, _: bool) -> Result<CudaEncoder, DeviceError> {
@@ -326,8 +348,11 @@ impl Drop for Cuda {
         self.events.clear();
         // SAFETY: `new` created stream and context, and both are released once. Errors are ignored at this point.
         unsafe {
-            if !self.stream.is_null() {
-                let _ = result::stream::destroy(self.stream);
+            for stream in [self.stream, self.read_stream].into_iter().filter(|stream| !stream.is_null()) {
+                let _ = result::stream::destroy(stream);
+            }
+            if !self.last_write.is_null() {
+                let _ = result::event::destroy(self.last_write);
             }
             let _ = result::primary_ctx::release(self.device);
         }

@@ -57,6 +57,12 @@ impl EventTimeline {
         self.value.get()
     }
 
+    /// True if every value was signalled. The context must be current.
+    pub fn is_idle(&self) -> bool {
+        self.reached();
+        self.pending.borrow().is_empty()
+    }
+
     /// Records the first failure and ignores later failures. Values after a failure are never signalled.
     pub fn set_failure(&self, error: DriverError) {
         self.failure.borrow_mut().get_or_insert_with(|| cuda_error(error).0);
