@@ -5,7 +5,7 @@ import os
 import sys
 
 KERNELS = os.environ.get("KERNELS") or os.path.join(os.path.dirname(__file__), "../../kernels")
-FILES = ["attention", "attention_prefill", "block_attention", "delta_net", "embedding", "kv_quant", "linear", "moe", "norm", "router", "streams"]
+FILES = ["attention", "attention_prefill", "block_attention", "delta_net", "embedding", "kv_quant", "linear", "moe", "norm", "router", "sample", "streams"]
 
 
 def compile(name, out):

@@ -4,7 +4,7 @@
 use crate::error::{GPU_INTERACTIVITY, GPU_INTERACTIVITY_REMEDY};
 
 /// An error of a device call. Contains the driver's message if the driver gave a message.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, Clone, thiserror::Error)]
 #[error("{0}")]
 pub struct DeviceError(pub String);
 

@@ -2,7 +2,7 @@
 
 /// Name and text of each kernel file. Before compilation, the shim, `quant.metal` and usually `tiles.metal` (see
 /// [`compile`]) are inserted at the start of the text.
-pub const FILES: [(&str, &str); 11] = [
+pub const FILES: [(&str, &str); 12] = [
     ("attention", include_str!("../../kernels/attention.metal")),
     ("attention_prefill", include_str!("../../kernels/attention_prefill.metal")),
     ("block_attention", include_str!("../../kernels/block_attention.metal")),
@@ -13,6 +13,7 @@ pub const FILES: [(&str, &str); 11] = [
     ("moe", include_str!("../../kernels/moe.metal")),
     ("norm", include_str!("../../kernels/norm.metal")),
     ("router", include_str!("../../kernels/router.metal")),
+    ("sample", include_str!("../../kernels/sample.metal")),
     ("streams", include_str!("../../kernels/streams.metal")),
 ];
 

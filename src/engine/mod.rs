@@ -34,7 +34,7 @@ pub use prompt_cache::{DiskCacheOptions, PromptCacheStatus, clear_prompt_dir};
 pub use request::{
     Boundary, BoundaryKind, Event, Events, Finish, Logprobs, MAX_DRAFT_POSITIONS, Request, Sampling, Timings, collect,
 };
-pub use sampler::{Sampler, argmax};
+pub use sampler::Sampler;
 pub use speculation::{
     DRAFT_CONTEXT, DflashDraft, Draft, DraftKind, DraftPolicy, DraftRequest, DraftSampler, LookupDraft, ModelDraft,
     MtpDraft, TokenHistory,

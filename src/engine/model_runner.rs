@@ -48,6 +48,23 @@ struct DecodeRow<'a, S> {
     outcome: Result<StepOutput, Abort>,
 }
 
+impl<S: SequenceState> DecodeRow<'_, S> {
+    fn is_ahead(&self) -> bool {
+        self.live.sequence.as_ref().is_some_and(|sequence| sequence.ahead().is_some())
+    }
+
+    /// Drops a sequence of which another token was evaluated ahead than the sampler has drawn.
+    fn drop_wrong_sequence(&mut self) {
+        let Some((sequence, answer)) = self.live.decoding() else { return };
+        if let (Some(ahead), Some(last)) = (sequence.ahead(), answer.last)
+            && ahead != last
+        {
+            tracing::debug!(ahead, last, "recomputing a sequence: another token was evaluated ahead");
+            self.live.drop_sequence();
+        }
+    }
+}
+
 impl<M: Model> ModelRunner<M> {
     pub fn new(
         model: M,
@@ -198,8 +215,9 @@ impl<M: Model> ModelRunner<M> {
     fn decode(&mut self, requests: &mut [LiveRequest<M::State>], decoding: usize) -> Vec<Result<StepOutput, Abort>> {
         let new = |live| DecodeRow { live, outcome: Ok(StepOutput::default()) };
         let mut rows: Vec<DecodeRow<M::State>> = requests.iter_mut().map(new).collect();
-        for DecodeRow { live, outcome } in &mut rows {
-            *outcome = catch_panic(|| self.use_draft(live));
+        for row in &mut rows {
+            row.drop_wrong_sequence();
+            row.outcome = catch_panic(|| self.use_draft(row.live));
         }
         let needs_pass = |row: &&mut DecodeRow<M::State>| row.outcome.is_ok() && !row.live.has_logits();
         let mut evaluated: Vec<_> = rows.iter_mut().filter(needs_pass).collect();
@@ -230,7 +248,16 @@ impl<M: Model> ModelRunner<M> {
         let passed = catch_panic(|| match &mut *rows {
             [] => Ok(()),
             [row] => self.advance(row.live, decoding),
-            several => self.advance_together(several),
+            several => {
+                // The logits of a sequence that is ahead are computed already.
+                several.sort_by_key(|row| !row.is_ahead());
+                let (ahead, others) = several.split_at_mut(several.partition_point(|row| row.is_ahead()));
+                ahead.iter_mut().try_for_each(|row| self.advance(row.live, decoding))?;
+                match others {
+                    [] => Ok(()),
+                    others => self.advance_together(others),
+                }
+            }
         });
         let mut evaluated = 0;
         for DecodeRow { live, .. } in &mut *rows {
@@ -261,7 +288,7 @@ impl<M: Model> ModelRunner<M> {
         let Some((sequence, answer)) = live.decoding() else { return Ok(()) };
         let PartialAnswer { rows, sampler, masks, last: Some(id), timings, .. } = answer else { return Ok(()) };
         let remaining = max_tokens - timings.generated_tokens;
-        let token = SampledToken { id: *id, sampler, masks: masks.as_ref(), remaining, may_draft: decoding <= 1 };
+        let token = SampledToken { id: *id, sampler, masks: masks.as_ref(), remaining, is_alone: decoding <= 1 };
         Ok(self.speculator.advance(sequence, &mut self.model, rows, &token, timings)?)
     }
 
@@ -278,10 +305,15 @@ impl<M: Model> ModelRunner<M> {
         Ok(())
     }
 
-    /// Removes rejected draft tokens from the sequence of a request that ends.
+    /// Removes rejected draft tokens from the sequence of a request that ends, and appends a token that was evaluated
+    /// ahead.
     pub fn settle(&mut self, live: &mut LiveRequest<M::State>) -> Result<(), Abort> {
         let Some((sequence, answer)) = live.decoding() else { return Ok(()) };
-        catch_panic(|| Ok(self.speculator.settle(sequence, &mut self.model, &answer.rows, &mut answer.timings)?))
+        catch_panic(|| {
+            self.speculator.settle(sequence, &mut self.model, &answer.rows, &mut answer.timings)?;
+            sequence.append_ahead();
+            Ok(())
+        })
     }
 
     /// Switches to the CPU if an error has made the GPU unusable. Returns true if the sequences of all live requests

@@ -18,7 +18,10 @@ use super::{
     request::{Logprobs, Sampling},
 };
 use crate::{
-    model::logits::{exp_sum, finite, sum_from, to_weights},
+    model::{
+        NextToken, TokenChoice,
+        logits::{argmax, exp_sum, finite, peak, sum_from, to_weights},
+    },
     platform::split_mix64::{INCREMENT, mix},
 };
 use std::{
@@ -26,6 +29,9 @@ use std::{
     collections::HashMap,
     hash::{BuildHasher, RandomState},
 };
+
+/// A GPU does not choose tokens below this temperature, because quotients may overflow.
+const MIN_GPU_TEMPERATURE: f32 = 0.01;
 
 /// Samples the tokens of one answer.
 #[derive(Clone)]
@@ -78,7 +84,7 @@ impl Sampler {
     pub fn draw(&mut self, logits: &[f32], mask: &TokenMask) -> Option<u32> {
         let logits = &logits[..logits.len().min(self.usable)];
         let mut row = std::mem::take(&mut self.row);
-        let adjusts = self.has_penalties() || !self.sampling.logit_bias.is_empty();
+        let adjusts = self.adjusts();
         let logits = if adjusts || *mask != TokenMask::Any {
             row.clear();
             row.extend_from_slice(logits);
@@ -103,6 +109,21 @@ impl Sampler {
         drawn
     }
 
+    /// How the next call of [`Sampler::draw`] without a mask chooses a token, if a GPU can choose in this way.
+    pub fn next_token(&self) -> Option<NextToken> {
+        let Sampling { temperature, top_k, top_p, min_p, .. } = self.sampling;
+        let choice = match temperature {
+            _ if self.adjusts() => return None,
+            ..=0.0 => TokenChoice::LIKELIEST,
+            MIN_GPU_TEMPERATURE.. if (1..=TokenChoice::MAX_TOP_K).contains(&top_k) => {
+                let share = uniform(self.seed, self.position) as f32;
+                TokenChoice { top_k, temperature, top_p, min_p: min_p.min(1.0), share }
+            }
+            _ => return None,
+        };
+        Some(NextToken { usable: self.usable, choice })
+    }
+
     /// Copies the progress of `other`, a sampler of the same answer.
     pub fn catch_up(&mut self, other: &Self) {
         self.position = other.position;
@@ -114,6 +135,11 @@ impl Sampler {
     fn has_penalties(&self) -> bool {
         let Sampling { repetition_penalty, presence_penalty, frequency_penalty, .. } = self.sampling;
         (repetition_penalty, presence_penalty, frequency_penalty) != (1.0, 0.0, 0.0)
+    }
+
+    /// True if steps 1 and 2 may change a logit.
+    fn adjusts(&self) -> bool {
+        self.has_penalties() || !self.sampling.logit_bias.is_empty()
     }
 
     /// Steps 1 and 2.
@@ -187,29 +213,6 @@ pub(super) fn logprobs(logits: &[f32], id: u32, top: usize, usable: usize) -> Lo
         logprob: logits.get(id as usize).map_or(f32::NEG_INFINITY, |&logit| logprob(logit)),
         top: likely.into_iter().map(|candidate| (candidate.id, logprob(candidate.value))).collect(),
     }
-}
-
-/// The largest logit. Negative infinity if no token is possible.
-fn peak(logits: &[f32]) -> f32 {
-    // Sixteen lanes stay in registers. A comparison with NaN is false.
-    let mut lanes = [f32::NEG_INFINITY; 16];
-    let (blocks, rest) = logits.as_chunks::<16>();
-    for block in blocks {
-        for (lane, &logit) in lanes.iter_mut().zip(block) {
-            *lane = if logit > *lane { logit } else { *lane };
-        }
-    }
-    lanes.iter().chain(rest).fold(f32::NEG_INFINITY, |peak, &logit| if logit > peak { logit } else { peak })
-}
-
-/// The id of the largest logit. If several are equal, the lowest of their ids. `None` if no token is possible.
-pub fn argmax(logits: &[f32]) -> Option<u32> {
-    let peak = peak(logits);
-    // First find the block with a loop in registers, then the position within the block.
-    let has = |block: &[f32]| block.iter().fold(false, |any, &logit| any | (logit == peak));
-    let block = logits.chunks(64).position(has)? * 64;
-    let id = block + logits[block..].iter().position(|&logit| logit == peak)?;
-    (peak > f32::NEG_INFINITY).then_some(id as u32)
 }
 
 /// Fills `pool` with the `count` largest logits, sorted.

@@ -128,6 +128,16 @@ impl<S: SequenceState> Sequence<S> {
         self.unconfirmed -= 1;
     }
 
+    /// The token that the model has evaluated ahead. It is in the state but not in the tokens.
+    pub fn ahead(&self) -> Option<u32> {
+        self.state.ahead()
+    }
+
+    /// Appends the token that the model has evaluated ahead.
+    pub fn append_ahead(&mut self) {
+        self.tokens.extend(self.state.take_ahead());
+    }
+
     /// Removes the drafted tokens that were not accepted from the state.
     pub fn settle(&mut self) -> Result<(), ModelError> {
         match std::mem::take(&mut self.unconfirmed) {

@@ -72,6 +72,9 @@ pub type FetchObserver = Box<dyn FnMut(usize, &ExpertChoice<'_>, PassKind) + Sen
 
 /// A device that may use segments of the slab as buffers.
 pub trait SlotDevice: Timeline {
+    /// Waits until no pass reads a slot. A pass may be submitted ahead while all experts are resident.
+    fn finish_passes(&mut self) {}
+
     /// Releases the device's buffer for a segment whose slots are all empty. When an expert is read into the segment,
     /// the device creates the buffer again.
     ///
@@ -439,7 +442,7 @@ impl ExpertStore {
     /// Checks the system's memory at most once per 250 ms, and releases or restores slots. Returns true if memory is
     /// short.
     ///
-    /// Called between two forward passes, when `device` has completed all its work.
+    /// Called between two forward passes. `device` may still compute a pass ahead if all experts are resident.
     pub fn adapt_to_memory(&self, device: &mut dyn SlotDevice) -> bool {
         let now = Instant::now();
         let level = self.state.borrow_mut().pressure.check(now);
@@ -480,6 +483,7 @@ impl ExpertStore {
     fn release_slots(&self, state: &mut StoreState, to: usize, step: usize, device: &mut dyn SlotDevice) -> bool {
         let before = state.slots.len();
         if self.is_resident.replace(false) {
+            device.finish_passes();
             // Remove the permanent pins of a resident model.
             let ready: Vec<SlotId> = state.slots.in_state(SlotState::Ready).map(|(_, slot)| slot).collect();
             ready.into_iter().for_each(|slot| state.slots.unpin(slot, SyncPoint::START, &state.scores));

@@ -8,6 +8,7 @@ use super::{
     shared_backend::SharedBackend,
     state::{
         kv_pages::PagePool,
+        pass_ahead::PassAhead,
         sequence::{ArenaList, FreeArenas, kv_shape},
     },
 };
@@ -32,6 +33,8 @@ pub struct DeviceState {
     pub scratch: Scratch,
     pub taps: TapBuffers,
     pub mtp: Option<MtpDeviceState>,
+    /// The pass that was submitted last, if its logits were not read yet.
+    pub ahead: Option<Arc<PassAhead>>,
     /// The logits of the last pass. The next pass reuses their memory if nothing else uses it.
     pub last_logits: Arc<Vec<f32>>,
 }
@@ -97,12 +100,13 @@ impl DeviceState {
             scratch: Scratch::default(),
             taps: TapBuffers::default(),
             mtp,
+            ahead: None,
             last_logits: Arc::default(),
         })
     }
 
     /// The expert slots on the device, through which the store releases and restores segments.
     pub fn placed_slots(&mut self) -> PlacedSlots<'_> {
-        PlacedSlots { backend: &mut self.backend, slots: &self.slots }
+        PlacedSlots { backend: &mut self.backend, slots: &self.slots, ahead: &mut self.ahead }
     }
 }

@@ -1,6 +1,6 @@
 //! Logits, and the sums over a row of logits that sampling needs.
 
-pub use crate::ops::logits::{exp_sum, finite, sum_from, to_weights};
+pub use crate::ops::logits::{argmax, exp_sum, finite, peak, sum_from, to_weights};
 
 use std::sync::Arc;
 

@@ -9,6 +9,8 @@
 //! | `config`, `weights`, `dequantize` | `config.json` as shapes; the trunk's tensors by name |
 //! | `options`, `inspect`, `load` | how to load a checkpoint, what it needs, and loading it |
 //! | `qwen` | a loaded model, [`Qwen`]: forward, verify, snapshots |
+//! | `run_pass` | one pass of a model on a device |
+//! | `decode_ahead` | submitting the next token's pass before this token's logits are read |
 //! | `logits`, `speed` | a pass's logits, and sums over a row of them; measured speed of the feed-forward |
 //! | `ngram_hash`, `ngram_table` | which rows of an n-gram table a token has; reading them from the disk |
 //! | `positions` | positions of rows for RoPE, with images |
@@ -20,6 +22,7 @@
 //! | `drafts/` | drafts that read hidden rows: MTP and DFlash |
 
 pub mod config;
+mod decode_ahead;
 mod dequantize;
 mod device_state;
 mod drafts;
@@ -37,6 +40,7 @@ mod placement;
 mod positions;
 mod qwen;
 pub mod reference;
+mod run_pass;
 mod shared_backend;
 pub mod speed;
 mod state;
@@ -62,6 +66,8 @@ pub use state::{
     snapshot::{Snapshot, SnapshotSize},
 };
 pub use vision::{Image, ImageLimits, ImageProcessor, PlacedImage, VisionTower, place_images, prefix_keys};
+
+pub use crate::ops::TokenChoice;
 
 use crate::{device::DeviceError, error::ModelError, platform::Threads};
 use std::sync::Arc;
@@ -91,6 +97,17 @@ pub struct PassHooks<'a> {
     /// Called before each layer. If it returns `false`, the pass fails with [`ModelError::GivenUp`], and the sequence
     /// is unusable.
     pub keep_going: Option<&'a dyn Fn() -> bool>,
+    /// Set if the caller will probably extend the sequence by a token that is chosen in this way. A GPU may then choose
+    /// and evaluate this token already: see [`SequenceState::ahead`].
+    pub next: Option<NextToken>,
+}
+
+/// How the next token of a sequence will be chosen.
+#[derive(Debug, Clone, Copy)]
+pub struct NextToken {
+    /// Ids from this number on are never chosen.
+    pub usable: usize,
+    pub choice: TokenChoice,
 }
 
 /// Properties of a model that do not depend on a sequence.
@@ -120,6 +137,17 @@ pub trait SequenceState: Send {
     /// Undoes the last `rows` rows of the last verify: the draft tokens that the sampler rejected. The first row of the
     /// verify cannot be undone.
     fn reject(&mut self, rows: usize) -> Result<(), ModelError>;
+
+    /// The token that the model has evaluated ahead, because of [`PassHooks::next`]. The next call for this sequence
+    /// must be a forward pass of this token alone, or [`SequenceState::take_ahead`].
+    fn ahead(&self) -> Option<u32> {
+        None
+    }
+
+    /// Returns the token that the model has evaluated ahead, which is now a part of the sequence.
+    fn take_ahead(&mut self) -> Option<u32> {
+        None
+    }
 
     /// Number of KV pages that `tokens` more tokens need, in addition to the pages that the sequence holds.
     fn missing_pages(&self, _tokens: usize) -> usize {

@@ -3,6 +3,7 @@
 use super::{
     config::refuse,
     shared_backend::SharedBackend,
+    state::pass_ahead::{PassAhead, collect},
     weights::{Ffn, Mixer, Network},
 };
 use crate::{
@@ -12,7 +13,7 @@ use crate::{
     experts::{ExpertStore, SlotDevice},
     ops::{AttentionShape, Backend, ExpertSlots, ModelPart, NO_SLOT},
 };
-use std::ops::Range;
+use std::{ops::Range, sync::Arc};
 
 /// Lets the backend adopt the buffer of the weights. The buffer gets the number that the regions of the weights already
 /// have.
@@ -86,6 +87,7 @@ pub fn adopt_slots(store: &ExpertStore, backend: &mut dyn Backend) -> Result<Exp
 pub struct PlacedSlots<'a> {
     pub backend: &'a mut SharedBackend,
     pub slots: &'a ExpertSlots,
+    pub ahead: &'a mut Option<Arc<PassAhead>>,
 }
 
 impl Timeline for PlacedSlots<'_> {
@@ -103,6 +105,10 @@ impl Timeline for PlacedSlots<'_> {
 }
 
 impl SlotDevice for PlacedSlots<'_> {
+    fn finish_passes(&mut self) {
+        collect(self.ahead, self.backend);
+    }
+
     fn release_segment(&mut self, segment: usize) -> Result<(), DeviceError> {
         self.backend.release_segment(self.slots.segments[segment])
     }

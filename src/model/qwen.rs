@@ -3,22 +3,22 @@
 use super::{
     HiddenStates, HiddenTaps, Logits, Model, ModelInfo, PassHooks, Rows, Snapshot, SnapshotSize,
     config::Config,
+    decode_ahead,
     device_state::DeviceState,
     drafts::{
         hidden_taps::TapBuffers,
         mtp::{HiddenRows, MtpPrediction, PassDevice},
     },
     forward::{
-        self,
         buffers::Buffers,
-        pass::{Chunk, ImageRows, LayerHooks, Pass, SequenceRow, SnapshotMarks},
+        pass::{Chunk, ImageRows, SequenceRow, SnapshotMarks},
     },
     model_parts::ModelParts,
-    ngram_table::NgramInput,
     positions::RowPositions,
     shared_backend::SharedBackend,
     state::{
         kv_pages::PagePool,
+        pass_ahead::collect,
         rollback::{Commit, MAX_VERIFY_ROWS},
         sequence::{ArenaList, LayerState, QwenState, kv_bytes_per_token, kv_shape},
     },
@@ -237,7 +237,7 @@ impl Qwen {
     /// Returns the embedding rows `[ids, hidden]` of a few tokens, for a draft model. Overwrites the hidden rows of the
     /// last pass.
     pub fn embedding(&self, ids: &[u32]) -> Result<Vec<f32>, ModelError> {
-        self.check_ids(0, ids)?;
+        self.parts.check_ids(0, ids)?;
         let mut rows = vec![0.0; ids.len() * self.parts.config.hidden];
         self.compute_for_draft(ids.len(), |backend, b| {
             backend.write_words(b.ids, ids)?;
@@ -269,8 +269,9 @@ impl Qwen {
         rows: usize,
         run: impl FnOnce(&mut SharedBackend, &Buffers) -> Result<(), DeviceError>,
     ) -> Result<(), ModelError> {
-        let DeviceState { backend, buffers, .. } = &mut *self.device.borrow_mut();
+        let DeviceState { backend, buffers, ahead, .. } = &mut *self.device.borrow_mut();
         check_draft_rows(rows, buffers.rows)?;
+        collect(ahead, backend);
         let done = run(backend, buffers);
         if done.is_err() {
             let all = backend.sync_point();
@@ -289,21 +290,10 @@ impl Qwen {
     /// before `at`. Later positions are replaced. `hidden` has the hidden row before each of `ids`.
     pub fn mtp(&self, at: usize, ids: &[u32], hidden: HiddenRows<'_>) -> Result<MtpPrediction, ModelError> {
         let Some(head) = &self.parts.mtp else { return Err(ModelError::Config("the model has no MTP head".into())) };
-        let DeviceState { backend, limits, buffers, scratch, mtp, .. } = &mut *self.device.borrow_mut();
+        let DeviceState { backend, limits, buffers, scratch, mtp, ahead, .. } = &mut *self.device.borrow_mut();
         let Some(state) = mtp else { return Err(ModelError::Config("the MTP head is not on the device".into())) };
+        collect(ahead, backend);
         head.predict(at, ids, hidden, state, PassDevice { backend, limits: *limits, buffers, scratch })
-    }
-
-    /// Fails if one of `ids` is not a token, or if the context has no room for `ids` after `len` other tokens.
-    fn check_ids(&self, len: usize, ids: &[u32]) -> Result<(), ModelError> {
-        let (vocab, context) = (self.parts.config.vocab, self.parts.plan.context);
-        if len + ids.len() > context {
-            return Err(ModelError::ContextFull { context });
-        }
-        match ids.iter().find(|id| **id as usize >= vocab) {
-            Some(&id) => Err(ModelError::TokenOutOfRange { id, vocab }),
-            None => Ok(()),
-        }
     }
 
     /// Runs one pass for each chunk of `ids`, or a verify.
@@ -320,10 +310,18 @@ impl Qwen {
             Rows::All => ids.len(),
             Rows::Verify => return self.verify_after(0, state, ids),
         };
-        self.check_ids(state.len, ids)?;
+        if let [id] = *ids
+            && (state.ahead.is_some() || rows == Rows::Last && hooks.next.is_some())
+        {
+            let device = &mut *self.device.borrow_mut();
+            if state.ahead.is_some() || decode_ahead::is_possible(&self.parts, device) {
+                return decode_ahead::forward(&self.parts, device, state, id, hooks.next);
+            }
+        }
+        self.parts.check_ids(state.len, ids)?;
         state.verified = 0;
         let device = &mut *self.device.borrow_mut();
-        let mut logits = self.new_logits(device, wanted);
+        let mut logits = self.parts.new_logits(device, wanted);
         let (mut marks, mut rest, mut unfilled) = (hooks.snapshot_at, ids.len(), &mut logits[..]);
         for ids_here in ids.chunks(device.buffers.rows) {
             let (tokens, start) = (ids_here.len(), state.len);
@@ -342,7 +340,8 @@ impl Qwen {
             let marks_here = SnapshotMarks::new(here);
             let (logits_here, after) = unfilled.split_at_mut(chunk.logits.len() * self.parts.config.vocab);
             unfilled = after;
-            let reached = self.run_pass(device, &mut [state], chunk, hooks.keep_going, marks_here, logits_here)?;
+            let reached =
+                self.parts.run_pass(device, &mut [state], chunk, hooks.keep_going, marks_here, Some(logits_here))?;
             for ((row, delta), rings) in reached.rows.iter().zip(reached.states).zip(reached.rings) {
                 let (fixed, next) = ([delta, rings].concat(), positions.next_after(*row));
                 hooks.snapshots.push(state.snapshot(start + row, next, fixed, &mut device.backend)?);
@@ -350,7 +349,7 @@ impl Qwen {
             state.len += tokens;
             state.next = positions.next_after(tokens);
         }
-        Ok(self.keep_logits(device, logits))
+        Ok(self.parts.keep_logits(device, logits))
     }
 
     /// The rows of `images` for these tokens of a sequence.
@@ -391,7 +390,7 @@ impl Qwen {
         let device = &mut *self.device.borrow_mut();
         let share_buffers = device.limits.is_async && rows.windows(2).all(|pair| pair[0].0.shares_buffers(pair[1].0));
         for (state, id) in &mut *rows {
-            self.check_ids(state.len, &[*id])?;
+            self.parts.check_ids(state.len, &[*id])?;
             state.verified = 0;
             if share_buffers {
                 self.replay(device, state)?;
@@ -411,14 +410,14 @@ impl Qwen {
             kind: self.pass_kind(count),
             ..Chunk::new(&ids, 0, RowPositions::new(0, 0, &[]))
         };
-        let mut logits = self.new_logits(device, count);
+        let mut logits = self.parts.new_logits(device, count);
         let mut states: Vec<&mut QwenState> = rows.iter_mut().map(|(state, _)| &mut **state).collect();
-        self.run_pass(device, &mut states, chunk, None, SnapshotMarks::default(), &mut logits)?;
+        self.parts.run_pass(device, &mut states, chunk, None, SnapshotMarks::default(), Some(&mut logits))?;
         for state in states {
             state.len += 1;
             state.next += 1;
         }
-        Ok(self.keep_logits(device, logits))
+        Ok(self.parts.keep_logits(device, logits))
     }
 
     /// The kind of a pass that decodes a few rows. If there are enough slots for the experts of all rows, each expert
@@ -429,7 +428,7 @@ impl Qwen {
     }
 
     fn verify_after(&self, before: usize, state: &mut QwenState, ids: &[u32]) -> Result<Logits, ModelError> {
-        self.check_ids(state.len, ids)?;
+        self.parts.check_ids(state.len, ids)?;
         let config = &self.parts.config;
         let device = &mut *self.device.borrow_mut();
         let rows = ids.len();
@@ -445,77 +444,14 @@ impl Qwen {
             commit: Commit::verify_after(before),
             ..Chunk::new(ids, state.len, RowPositions::new(state.next, state.len, &[]))
         };
-        let mut logits = self.new_logits(device, rows);
+        let mut logits = self.parts.new_logits(device, rows);
         // If the verify fails, its rows cannot be rejected.
         state.verified = 0;
-        self.run_pass(device, &mut [state], chunk, None, SnapshotMarks::default(), &mut logits)?;
+        self.parts.run_pass(device, &mut [state], chunk, None, SnapshotMarks::default(), Some(&mut logits))?;
         state.verified = before + rows;
         state.len += rows;
         state.next += rows;
-        Ok(self.keep_logits(device, logits))
-    }
-
-    /// Memory for the logits of `rows` rows, for a pass to fill.
-    fn new_logits(&self, device: &mut DeviceState, rows: usize) -> Vec<f32> {
-        let last = if rows > 0 { std::mem::take(&mut device.last_logits) } else { Arc::default() };
-        let mut data = Arc::into_inner(last).unwrap_or_default();
-        data.resize(rows * self.parts.config.vocab, 0.0);
-        data
-    }
-
-    /// The logits that a pass has filled. Keeps the memory of a few rows for the next pass.
-    fn keep_logits(&self, device: &mut DeviceState, data: Vec<f32>) -> Logits {
-        let logits = Logits { vocab: self.parts.config.vocab, data: data.into() };
-        if (1..=MAX_VERIFY_ROWS).contains(&logits.rows()) {
-            device.last_logits = logits.data.clone();
-        }
-        logits
-    }
-
-    /// Runs one pass. Fills `logits` with the rows that the chunk asks for. Returns the snapshot marks with the
-    /// states recorded at these marks.
-    fn run_pass<'a>(
-        &'a self,
-        device: &'a mut DeviceState,
-        states: &mut [&mut QwenState],
-        chunk: Chunk<'a>,
-        keep_going: Option<&'a dyn Fn() -> bool>,
-        marks: SnapshotMarks,
-        logits: &mut [f32],
-    ) -> Result<SnapshotMarks, ModelError> {
-        let rows_of_each = chunk.ids.len() / states.len().max(1);
-        states.iter_mut().try_for_each(|state| state.reserve_pages(rows_of_each, &mut device.backend))?;
-        // The lock makes threads that read KV pages wait until the pass has ended and its errors were reported.
-        let lock = device.backend.clone();
-        let _guard = lock.lock();
-        let DeviceState { backend, limits, slots, buffers, kv_shape, scratch, taps, .. } = device;
-        let ModelParts { config, net, store, tables, .. } = &self.parts;
-        // The rows of n-gram tables depend on tokens only, so they are read while the first layers compute.
-        let mut ngrams = Vec::new();
-        if let ([state], false) = (&mut *states, tables.is_empty()) {
-            ngrams.extend(tables.iter().zip(&state.rings.ngrams).map(|(table, history)| {
-                let before = state.tokens.before(chunk.start, table.layout().shape.size - 1);
-                NgramInput { table, pending: Some(table.request(before, chunk.ids)), history: *history }
-            }));
-            state.tokens.write(chunk.start, chunk.ids);
-        }
-        let mut pass = Pass {
-            chunk,
-            config,
-            backend,
-            limits: *limits,
-            buffers,
-            attention: kv_shape,
-            experts: store.as_ref(),
-            slots,
-            ngrams,
-            is_ahead: false,
-            scratch,
-        };
-        let mut hooks = LayerHooks { keep_going, marks, taps };
-        let mut layers: Vec<&mut [LayerState]> = states.iter_mut().map(|state| &mut state.layers[..]).collect();
-        forward::forward(net, &mut layers, &mut pass, &mut hooks, logits)?;
-        Ok(hooks.marks)
+        Ok(self.parts.keep_logits(device, logits))
     }
 
     /// Adds the rows in the replay buffers, from an earlier verify, to the states of the delta nets.

@@ -1,4 +1,5 @@
-//! Exponentials over a row of logits, with one entry per token of the vocabulary. NaN counts as negative infinity.
+//! The largest of a row of logits, and exponentials over the row. A row has one logit per token of the vocabulary. NaN
+//! counts as negative infinity.
 
 use super::simd::{math::exp, wide};
 
@@ -46,6 +47,30 @@ wide! {
         }
         lanes.iter().sum::<f64>() + rest.iter().map(|&weight| kept(weight)).sum::<f64>()
     }
+}
+
+/// The largest logit. Negative infinity if every logit is NaN or negative infinity.
+pub fn peak(logits: &[f32]) -> f32 {
+    // Sixteen lanes stay in registers. A comparison with NaN is false.
+    let mut lanes = [f32::NEG_INFINITY; 16];
+    let (blocks, rest) = logits.as_chunks::<16>();
+    for block in blocks {
+        for (lane, &logit) in lanes.iter_mut().zip(block) {
+            *lane = if logit > *lane { logit } else { *lane };
+        }
+    }
+    lanes.iter().chain(rest).fold(f32::NEG_INFINITY, |peak, &logit| if logit > peak { logit } else { peak })
+}
+
+/// The id of the largest logit. If several are equal, the lowest of their ids. `None` if every logit is NaN or
+/// negative infinity.
+pub fn argmax(logits: &[f32]) -> Option<u32> {
+    let peak = peak(logits);
+    // First find the block with a loop in registers, then the position within the block.
+    let has = |block: &[f32]| block.iter().fold(false, |any, &logit| any | (logit == peak));
+    let block = logits.chunks(64).position(has)? * 64;
+    let id = block + logits[block..].iter().position(|&logit| logit == peak)?;
+    (peak > f32::NEG_INFINITY).then_some(id as u32)
 }
 
 #[cfg(test)]

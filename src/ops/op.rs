@@ -12,6 +12,7 @@ use super::{
     mlp::Mlp,
     ngram::NgramInject,
     router::Router,
+    sample::Sample,
     streams::{ReadStreams, WriteStreams},
 };
 use crate::device::{BufferAccess, Region};
@@ -63,6 +64,7 @@ operations! {
     Router(Router<'a>),
     Experts(Experts<'a>),
     CombineExperts(CombineExperts<'a>),
+    Sample(Sample),
 }
 
 /// A part of a model that a backend may not support.

@@ -68,6 +68,20 @@ fn kept_sequence_holds_no_pixels() {
     assert!(evaluate(&[9, 5, 5, 6, 9, 5, 5, 6, 2, 30]).cached_tokens >= 4, "the sequence is kept");
 }
 
+#[test]
+fn token_evaluated_ahead_stays_in_the_sequence() {
+    for (decodes_ahead, whole, cut) in [(false, 6, 4), (true, 7, 4)] {
+        let (handle, ..) = engine(&MockModel { decodes_ahead, ..MockModel::default() }, options());
+        assert_eq!(answer(&handle, &[9, 5, 6]), [9, 5, 6]);
+        // The end-of-sequence token, 2, was evaluated ahead.
+        assert_eq!(cached(&handle, &[9, 5, 6, 9, 5, 6, 2, 30], None), whole, "ahead: {decodes_ahead}");
+        // No token is evaluated after the last one that the client wants.
+        let (tokens, _) = collect(handle.submit(request(&[20, 21, 22], 2)).unwrap());
+        assert_eq!(tokens, [20, 21]);
+        assert_eq!(cached(&handle, &[20, 21, 22, 20, 21, 30], None), cut, "ahead: {decodes_ahead}");
+    }
+}
+
 /// Evaluates a prompt. Returns the number of prompt tokens that were cached.
 fn cached(handle: &Handle, ids: &[u32], salt: Option<&str>) -> usize {
     let request = Request { cache_salt: salt.map(CacheSalt::new), ..request(ids, 100) };

@@ -305,9 +305,12 @@ fn random_mixes_answer_as_alone() {
         worker.join().unwrap();
         answers
     };
-    for (count, batch, threads, prompt_cache) in [(2, 1, 1, 0), (4, 4, 2, 1 << 20), (8, 3, 1, 200)] {
+    let settings = [(2, 1, 1, 0), (4, 4, 2, 1 << 20), (8, 3, 1, 200)];
+    for ((count, batch, threads, prompt_cache), decodes_ahead) in
+        settings.into_iter().flat_map(|of| [(of, false), (of, true)])
+    {
         let compute = Some(CpuDevice::new(threads, CpuArithmetic::Integer));
-        let mock = MockModel { batch, compute, ..mock.clone() };
+        let mock = MockModel { batch, compute, decodes_ahead, ..mock.clone() };
         let (handle, worker, metrics) = engine(&mock, Options { prompt_cache, ..parallel(count) });
         std::thread::scope(|scope| {
             for client in 0..8 {

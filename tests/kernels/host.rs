@@ -13,7 +13,7 @@ use std::{
     sync::OnceLock,
 };
 
-pub const FILES: [&str; 11] = [
+pub const FILES: [&str; 12] = [
     "linear",
     "moe",
     "router",
@@ -25,6 +25,7 @@ pub const FILES: [&str; 11] = [
     "block_attention",
     "embedding",
     "streams",
+    "sample",
 ];
 
 fn kernels() -> PathBuf {
@@ -36,7 +37,7 @@ fn compiler() -> String {
 }
 
 /// The paths of the kernel files.
-fn all() -> [PathBuf; 11] {
+fn all() -> [PathBuf; 12] {
     FILES.map(|file| kernels().join(file).with_extension("metal"))
 }
 

@@ -5,6 +5,7 @@ mod awake;
 mod card;
 mod check;
 mod cost;
+mod decode_ahead;
 mod dense;
 mod doctor;
 mod double;

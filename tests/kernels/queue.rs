@@ -27,7 +27,7 @@ pub fn load(streaming: bool) -> Qwen {
 }
 
 /// A model like [`load`], but with segments of `segment_bytes` bytes.
-fn load_segments(streaming: bool, segment_bytes: usize) -> Qwen {
+pub fn load_segments(streaming: bool, segment_bytes: usize) -> Qwen {
     load_changed(streaming, |options| options.store.segment_bytes = segment_bytes)
 }
 

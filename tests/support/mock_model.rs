@@ -9,7 +9,8 @@ use moestro::{
     device::CpuDevice,
     error::{ModelError, StoreError},
     model::{
-        HiddenStates, HiddenTaps, Logits, Model, ModelInfo, PassHooks, Rows, SequenceState, Snapshot, SnapshotSize,
+        HiddenStates, HiddenTaps, Logits, Model, ModelInfo, NextToken, PassHooks, Rows, SequenceState, Snapshot,
+        SnapshotSize, logits::argmax,
     },
 };
 use std::{
@@ -48,6 +49,9 @@ pub struct MockModel {
     pub panics_on: Option<u32>,
     /// If true, taking a snapshot during or after an answer fails.
     pub answer_snapshots_fail: bool,
+    /// If true, evaluates tokens ahead: the most likely tokens, except that every seventh is wrong. Panics if the
+    /// engine then continues with another token.
+    pub decodes_ahead: bool,
     /// If true, the next call of [`Model::recover`] reports that the device was lost.
     pub loses_device: Arc<AtomicBool>,
     /// Number of calls of [`Model::recover`]. Clones of the mock share this counter and the next three counters.
@@ -84,6 +88,7 @@ impl Default for MockModel {
             fails_on: None,
             panics_on: None,
             answer_snapshots_fail: false,
+            decodes_ahead: false,
             loses_device: Arc::default(),
             recovered: Arc::default(),
             evaluated: Arc::default(),
@@ -104,6 +109,8 @@ pub struct MockState {
     answered: usize,
     /// The pair `(prompt, answered)` before each token, for [`SequenceState::reject`].
     before: Vec<(usize, usize)>,
+    /// The token that was evaluated ahead, and the logits after it.
+    ahead: Option<(u32, Result<Vec<f32>, ModelError>)>,
     frozen: CopiedPages,
     _alive: Arc<()>,
 }
@@ -146,6 +153,7 @@ impl MockModel {
         rows: Rows,
         hooks: &mut PassHooks<'_>,
     ) -> Result<Vec<f32>, ModelError> {
+        assert!(state.ahead.is_none(), "the sequence contains another token");
         let mut logits = Vec::new();
         self.last = ids.to_vec();
         (self.on_pass)(ids.len());
@@ -197,7 +205,7 @@ impl Model for MockModel {
 
     fn start(&self) -> Result<MockState, ModelError> {
         let (frozen, _alive) = (CopiedPages::default(), self.states.clone());
-        Ok(MockState { tokens: Vec::new(), prompt: 0, answered: 0, before: Vec::new(), frozen, _alive })
+        Ok(MockState { tokens: Vec::new(), prompt: 0, answered: 0, before: Vec::new(), ahead: None, frozen, _alive })
     }
 
     fn forward_with(
@@ -210,7 +218,21 @@ impl Model for MockModel {
         if ids.len() == 1 {
             self.count_used_logits();
         }
-        let logits = self.evaluate(state, ids, rows, hooks)?;
+        let logits = match state.ahead.take() {
+            Some((id, logits)) => {
+                assert_eq!((ids, rows), (&[id][..], Rows::Last), "the sequence contains another token");
+                logits?
+            }
+            None => self.evaluate(state, ids, rows, hooks)?,
+        };
+        if let Some(NextToken { usable, .. }) =
+            hooks.next.filter(|_| self.decodes_ahead && state.tokens.len() < self.context)
+        {
+            let is_wrong = state.tokens.len().is_multiple_of(7);
+            let next = if is_wrong { 63 } else { argmax(&logits[..usable.min(self.vocab)]).unwrap_or(0) };
+            let after = self.evaluate(state, &[next], Rows::Last, &mut PassHooks::default());
+            state.ahead = Some((next, after));
+        }
         Ok(self.logits(logits))
     }
 
@@ -269,6 +291,14 @@ impl SequenceState for MockState {
         }
         self.before.truncate(len);
         Ok(())
+    }
+
+    fn ahead(&self) -> Option<u32> {
+        self.ahead.as_ref().map(|(id, _)| *id)
+    }
+
+    fn take_ahead(&mut self) -> Option<u32> {
+        self.ahead.take().map(|(id, _)| id)
     }
 
     fn shared_positions(&self) -> usize {

@@ -184,6 +184,19 @@ impl SpeculationController {
         }
     }
 
+    /// True if the step after the current plain step is certainly plain, and, if drafts use hidden rows, needs none.
+    pub fn next_is_plain(&self, uses_hidden_rows: bool) -> bool {
+        let lead = if uses_hidden_rows { OBSERVE_LEAD } else { 0 };
+        match (self.mode, self.state) {
+            (DraftPolicy::Off, _) => true,
+            (DraftPolicy::Force, _) => false,
+            (DraftPolicy::Auto, _) if self.max_rows < 2 => true,
+            (DraftPolicy::Auto, ControllerState::Calibrate { left, .. }) => left > 1 && !uses_hidden_rows,
+            (DraftPolicy::Auto, ControllerState::Plain) => self.tokens + 1 + lead < self.next_probe,
+            (DraftPolicy::Auto, _) => false,
+        }
+    }
+
     /// Name of the state in metrics.
     pub fn state_name(&self) -> &'static str {
         match self.state {

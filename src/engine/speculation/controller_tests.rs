@@ -60,8 +60,12 @@ impl<P: Fn(usize) -> f64, R: Fn(usize, usize) -> f64> World<P, R> {
             owed.rotate_left(1);
             owed[11] = 0.0;
             if rows == 1 {
+                let [is_plain, is_bare] =
+                    [false, true].map(|uses_hidden_rows| controller.next_is_plain(uses_hidden_rows));
                 controller.record_plain(seconds, observe);
                 (missed, lost) = (missed + 1, 0.0);
+                assert!(!is_plain || controller.clone().next_rows() == 1);
+                assert!(!is_bare || controller.clone().next_rows() == 1 && !controller.wants_hidden_rows());
             } else {
                 let drafting = self.catch_up * f64::from(missed.min(512));
                 seconds += drafting;

@@ -10,7 +10,7 @@ use crate::{
     engine::{constraint::MaskWorker, request::Timings, sampler::Sampler, sequence::Sequence},
     error::ModelError,
     metrics::Metrics,
-    model::{Logits, Model, PassHooks, Rows},
+    model::{Logits, Model, NextToken, PassHooks, Rows},
 };
 use std::{
     ops::Range,
@@ -108,8 +108,9 @@ pub struct SampledToken<'a> {
     pub masks: Option<&'a MaskWorker>,
     /// Maximum number of tokens that may follow in the answer.
     pub remaining: usize,
-    /// False while several sequences decode, since drafts would then cost more time than they save.
-    pub may_draft: bool,
+    /// False while several sequences decode. Drafts would then cost more time than they save, and the next pass will
+    /// have rows of the others.
+    pub is_alone: bool,
 }
 
 impl<M: Model> Speculator<M> {
@@ -221,7 +222,7 @@ impl<M: Model> Speculator<M> {
         if self.accept(sequence, model, rows, id, timings)? {
             return Ok(());
         }
-        if !token.may_draft {
+        if !token.is_alone {
             self.follow(None);
             let logits = sequence.extend(model, &[id], Rows::Last, &mut PassHooks::default())?;
             *rows = PendingRows::last_of(logits);
@@ -232,7 +233,8 @@ impl<M: Model> Speculator<M> {
         let state = self.controller.state_name();
         let info = model.info();
         // The model accepts at most as many rows as a chunk of a prompt has.
-        let width = self.controller.next_rows().min(token.remaining).min(info.context - sequence.len()).min(info.chunk);
+        let room = token.remaining.min(info.context - sequence.len()).min(info.chunk);
+        let width = if sequence.ahead().is_some() { 1 } else { self.controller.next_rows().min(room) };
         if state != self.controller.state_name() {
             self.metrics.draft_states.with_label_values(&[self.controller.state_name()]).inc();
         }
@@ -245,12 +247,23 @@ impl<M: Model> Speculator<M> {
         }
         self.metrics.draft_width.set(drafted.len() as i64 + 1);
         let logits = match drafted.is_empty() {
-            true => sequence.extend(model, &[id], Rows::Last, &mut PassHooks::default())?,
+            true => {
+                let mut hooks = PassHooks { next: self.next_token(token), ..PassHooks::default() };
+                sequence.extend(model, &[id], Rows::Last, &mut hooks)?
+            }
             false => sequence.verify(model, id, &drafted)?,
         };
         let (own, begun) = (0..drafted.len() + 1, Some(begun));
         *rows = PendingRows { logits, rows: own, current: 0, drafted, drafted_end: false, begun, drafting };
         Ok(())
+    }
+
+    /// How the token after a plain step will be chosen. `None` if it is unknown, or if the step of that token may need a
+    /// draft.
+    fn next_token(&self, token: &SampledToken<'_>) -> Option<NextToken> {
+        let continues = token.remaining > 1 && token.masks.is_none();
+        let is_plain = self.draft.is_none() || self.controller.next_is_plain(self.uses_hidden_rows);
+        token.sampler.next_token().filter(|_| continues && is_plain && !self.copies_hidden_rows)
     }
 
     fn propose(

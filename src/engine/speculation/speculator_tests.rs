@@ -124,7 +124,7 @@ fn timed(mut mock: MockModel, mode: DraftPolicy, request: &Request) -> (Vec<u32>
             sampler: &sampler,
             masks: None,
             remaining: request.max_tokens - ids.len(),
-            may_draft: true,
+            is_alone: true,
         };
         speculator.advance(&mut sequence, &mut mock, &mut rows, &token, &mut timings).unwrap();
         // Later rows belong to the same pass, so they take no additional time.

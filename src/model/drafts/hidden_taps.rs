@@ -51,6 +51,11 @@ impl TapBuffers {
         HiddenTaps { layers: self.layers.iter().map(|(layer, _)| *layer).collect(), rows: self.capacity }
     }
 
+    /// True if passes copy hidden rows.
+    pub fn is_recording(&self) -> bool {
+        !self.disabled && !self.layers.is_empty()
+    }
+
     /// Called after `layer` of a pass of `rows` rows. `h` is the residual stream.
     pub fn copy_rows(
         &mut self,

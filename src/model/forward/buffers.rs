@@ -278,6 +278,13 @@ impl Buffers {
         })
     }
 
+    /// The same buffers for a pass of one row, but row `row` of the tables that the CPU writes before a pass or reads
+    /// after it, except `ids`. So the CPU can prepare a pass while the GPU computes another one.
+    pub fn at_row(&self, row: usize, config: &Config) -> Self {
+        let rope = self.rope.rows(row, 1, config.attention.rope_dim);
+        Self { rope, logits: self.logits.rows(row, 1, config.vocab), ..*self }
+    }
+
     /// The residual between layers: `h`, or all streams.
     pub fn residual(&self) -> Region {
         if self.streams.len > 0 { self.streams } else { self.h }

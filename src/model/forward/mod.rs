@@ -34,20 +34,29 @@ use crate::{
 use pass::{LayerHooks, PartInput, Pass};
 use std::ops::Range;
 
-/// Runs a chunk through the whole network. Fills `logits` with the rows that the chunk asks for. `states` has the
-/// layer states of each sequence of the chunk.
+/// Runs a chunk through the whole network and fills `logits` with the rows that the chunk asks for. If `logits` is
+/// `None`, submits the work without waiting, and the logits stay in [`Buffers::logits`](buffers::Buffers::logits).
+/// `states` has the layer states of each sequence of the chunk.
 pub fn forward(
     net: &Network,
     states: &mut [&mut [LayerState]],
     pass: &mut Pass<'_>,
     hooks: &mut LayerHooks<'_>,
-    logits: &mut [f32],
+    logits: Option<&mut [f32]>,
 ) -> Result<(), ModelError> {
     pass.backend.set_half_buffers(pass.chunk.half.then_some(pass.buffers.half));
     let done = embed(net, pass).and_then(|()| forward_layers(net, states, pass, hooks));
     pass.backend.set_half_buffers(None);
-    let done = done.and_then(|()| head::read_logits(net, pass, logits));
-    pass.finish(done)
+    match (done, logits) {
+        (Ok(()), None) => {
+            let done = head::write_logits(net, pass, pass.chunk.logits.clone());
+            if done.is_ok() { Ok(pass.backend.flush()?) } else { pass.finish(done) }
+        }
+        (done, logits) => {
+            let done = done.and_then(|()| head::read_logits(net, pass, logits.unwrap_or_default()));
+            pass.finish(done)
+        }
+    }
 }
 
 /// `h = embed[ids]`. Tokens of images get the rows of the images instead.

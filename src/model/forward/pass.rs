@@ -36,6 +36,10 @@ pub struct Chunk<'a> {
     pub positions: RowPositions<'a>,
     /// Rows of images, which replace embeddings.
     pub image_rows: &'a [ImageRows],
+    /// Set for a pass of one row that is submitted without a wait: see [`Buffers::at_row`].
+    pub table_row: Option<usize>,
+    /// True if the GPU has chosen the token, so that its id is already in the device's memory.
+    pub id_on_device: bool,
     /// The rows whose logits the caller wants.
     pub logits: Range<usize>,
     /// The expert cache treats passes differently: a prompt uses nearly every expert once, and decoding uses the
@@ -56,6 +60,8 @@ impl<'a> Chunk<'a> {
             start,
             positions,
             image_rows: &[],
+            table_row: None,
+            id_on_device: false,
             logits: 0..0,
             kind: if ids.len() == 1 { PassKind::Decode } else { PassKind::Prefill },
             half: false,
@@ -224,7 +230,9 @@ impl Pass<'_> {
     /// Writes the token ids, the table of sequences, and the table of rotations: `(cos, sin)` of `position * theta^(-2j
     /// / rope_dim)`. The three axes of a position alternate over the frequencies `j`.
     pub fn write_inputs(&mut self) -> Result<(), ModelError> {
-        self.backend.write_words(self.buffers.ids, self.chunk.ids)?;
+        if !self.chunk.id_on_device {
+            self.backend.write_words(self.buffers.ids, self.chunk.ids)?;
+        }
         if self.chunk.share_buffers {
             let words = self.chunk.sequences.iter().flat_map(|row| [row.number as u32, row.start as u32]);
             self.backend.write_words(self.buffers.sequences, &words.collect::<Vec<_>>())?;

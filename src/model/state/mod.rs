@@ -2,6 +2,7 @@
 
 pub mod kv_pages;
 pub mod last_tokens;
+pub mod pass_ahead;
 pub mod rollback;
 pub mod row_ring;
 pub mod sequence;

@@ -7,6 +7,7 @@
 use super::{
     kv_pages::{KvPage, PAGE, PagePool},
     last_tokens::LastTokens,
+    pass_ahead::PassAhead,
     rollback::{DeltaState, MAX_VERIFY_ROWS, append_region},
     row_ring::{KeptRows, RowRing},
     snapshot::Snapshot,
@@ -138,6 +139,8 @@ pub struct QwenState {
     pub next: usize,
     /// Number of rows in the last pass if it was a verify pass, otherwise 0.
     pub verified: usize,
+    /// The last token's pass, if the token was evaluated ahead. `len` and `next` include this token.
+    pub ahead: Option<Arc<PassAhead>>,
     pub layers: Vec<LayerState>,
     pub rings: Rings,
     /// The last tokens, for the n-gram tables.
@@ -259,11 +262,12 @@ impl QwenState {
         };
         let (pages, pool, free_arenas) = (Vec::new(), pool.clone(), free_arenas.clone());
         let (tokens, kept_tokens) = (LastTokens::default(), kept_tokens(config));
-        let (len, next, verified) = (0, 0, 0);
+        let (len, next, verified, ahead) = (0, 0, 0, None);
         Ok(Self {
             len,
             next,
             verified,
+            ahead,
             layers,
             rings,
             tokens,
@@ -409,6 +413,14 @@ impl SequenceState for QwenState {
         self.len -= rows;
         self.next -= rows;
         Ok(())
+    }
+
+    fn ahead(&self) -> Option<u32> {
+        self.ahead.as_ref().map(|pass| pass.id)
+    }
+
+    fn take_ahead(&mut self) -> Option<u32> {
+        self.ahead.take().map(|pass| pass.id)
     }
 
     fn missing_pages(&self, tokens: usize) -> usize {

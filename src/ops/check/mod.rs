@@ -13,7 +13,8 @@ pub(in crate::ops) use random_inputs::RandomInputs;
 
 use self::kernel_check::Outcome;
 use super::{
-    Cpu, GpuBackend, attention, block_attention, conv, delta, embedding, experts, linear, ngram, norm, router, streams,
+    Cpu, GpuBackend, attention, block_attention, conv, delta, embedding, experts, linear, ngram, norm, router, sample,
+    streams,
 };
 use crate::{
     device::{CpuArithmetic, CpuDevice, DeviceError, Gpu, Region},
@@ -37,7 +38,7 @@ impl Finding {
 
 type Cases = fn(&mut KernelCheck<'_>) -> Result<(), DeviceError>;
 
-const PARTS: [(&str, Cases); 12] = [
+const PARTS: [(&str, Cases); 13] = [
     ("products", linear::cases),
     ("norm", norm::cases),
     ("embedding", embedding::cases),
@@ -49,6 +50,7 @@ const PARTS: [(&str, Cases); 12] = [
     ("experts", experts::cases),
     ("residual streams", streams::cases),
     ("n-gram rows", ngram::cases),
+    ("choice of a token", sample::cases),
     ("order and memory", order::cases),
 ];
 

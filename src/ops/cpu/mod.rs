@@ -152,6 +152,7 @@ impl Backend for Cpu {
             Op::Router(op) => op.on_cpu(self),
             Op::Experts(op) => op.on_cpu(self),
             Op::CombineExperts(op) => op.on_cpu(self),
+            Op::Sample(op) => op.on_cpu(self),
         }
     }
 

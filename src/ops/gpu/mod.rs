@@ -385,6 +385,7 @@ impl<P: DerefMut<Target: Gpu> + Send> Backend for GpuBackend<P> {
                 Some(slots) => self.launch(op.down(slots)),
                 None => self.all(op.sum(self.half)),
             },
+            Op::Sample(op) => self.all(op.launches()),
         }
     }
 

@@ -5,10 +5,9 @@ use super::load_model;
 use crate::{
     command::{kv_bits, options, show},
     config::{self, LoadSettings},
-    engine,
     error::{CommandError, EngineError},
     metrics::Metrics,
-    model::{Logits, Model, Qwen, QwenState, Rows},
+    model::{Logits, Model, Qwen, QwenState, Rows, logits::argmax},
     ops::KvBits,
     plan::Size,
 };
@@ -88,7 +87,7 @@ impl EvalSequence {
     fn answer(&mut self, model: &mut Qwen, count: usize, expected: Option<&[u32]>) -> Result<Vec<u32>, CommandError> {
         let mut answer = Vec::new();
         while answer.len() < count {
-            let next = engine::argmax(&self.last).ok_or(EngineError::NoLogits)?;
+            let next = argmax(&self.last).ok_or(EngineError::NoLogits)?;
             answer.push(next);
             if expected.is_some_and(|expected| expected[answer.len() - 1] != next) {
                 break;
@@ -138,7 +137,7 @@ impl KvBitsResult {
             self.perplexity -= quantized[next];
             self.divergence += exact.iter().zip(&quantized).map(|(p, q)| p.exp() * (p - q)).sum::<f64>();
             self.worst = self.worst.max((exact[next] - quantized[next]).abs());
-            let [a, b] = logits.map(|logits| engine::argmax(logits.row(row)));
+            let [a, b] = logits.map(|logits| argmax(logits.row(row)));
             self.same += f64::from(u8::from(a == b));
         }
     }

@@ -1,10 +1,9 @@
 //! Runs a prompt and its answer, and counts tokens, expert lookups, reads and stalls in each phase.
 
 use crate::{
-    engine,
     error::{CommandError, EngineError},
     metrics::Metrics,
-    model::{Logits, Model, Qwen, Rows},
+    model::{Logits, Model, NextToken, PassHooks, Qwen, Rows, TokenChoice, logits},
     platform::os,
 };
 use serde::Serialize;
@@ -71,9 +70,11 @@ impl BenchSession {
             logits = self.model.forward(&mut state, chunk, Rows::Last)?;
         }
         let middle = Counters::now(&self.metrics);
+        let likeliest = NextToken { usable: self.model.info().vocab, choice: TokenChoice::LIKELIEST };
         for _ in 0..count {
             let next = argmax(&logits)?;
-            logits = self.model.forward(&mut state, &[next], Rows::Last)?;
+            let mut hooks = PassHooks { next: Some(likeliest), ..PassHooks::default() };
+            logits = self.model.forward_with(&mut state, &[next], Rows::Last, &mut hooks)?;
         }
         let end = Counters::now(&self.metrics);
         let decode = middle.until(&end, count, |counts| counts.decode);
@@ -89,7 +90,7 @@ impl BenchSession {
 /// Most likely token of the last row. If several tokens are equally likely, the lowest id.
 fn argmax(logits: &Logits) -> Result<u32, EngineError> {
     let last = logits.rows().checked_sub(1).map_or(&[][..], |row| logits.row(row));
-    engine::argmax(last).ok_or(EngineError::NoLogits)
+    logits::argmax(last).ok_or(EngineError::NoLogits)
 }
 
 /// `count / over`, or 0 if `over` is 0.

@@ -5,11 +5,10 @@ use crate::{
     command::{CheckpointMeta, device_choice::working_set},
     config::{GenerationDefaults, ModelSource, Switch},
     device::{CpuArithmetic, GPU_KIND, Gpu},
-    engine::argmax,
     error::CommandError,
     experts::ReadMode,
     metrics::Metrics,
-    model::{LoadOptions, Model, PassHooks, Qwen, Reference, Rows, StoreOptions},
+    model::{LoadOptions, Model, PassHooks, Qwen, Reference, Rows, StoreOptions, logits::argmax},
     plan::PlanOptions,
 };
 use candle_core::{DType, Device};

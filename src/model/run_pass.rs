@@ -1,0 +1,103 @@
+//! Runs one pass of a model on a device.
+
+use super::{
+    Logits,
+    device_state::DeviceState,
+    forward::{
+        self,
+        pass::{Chunk, LayerHooks, Pass, SnapshotMarks},
+    },
+    model_parts::ModelParts,
+    ngram_table::NgramInput,
+    state::{
+        pass_ahead::collect,
+        rollback::MAX_VERIFY_ROWS,
+        sequence::{LayerState, QwenState},
+    },
+};
+use crate::error::ModelError;
+use std::sync::Arc;
+
+impl ModelParts {
+    /// Fails if one of `ids` is not a token, or if the context has no room for `ids` after `len` other tokens.
+    pub fn check_ids(&self, len: usize, ids: &[u32]) -> Result<(), ModelError> {
+        let (vocab, context) = (self.config.vocab, self.plan.context);
+        if len + ids.len() > context {
+            return Err(ModelError::ContextFull { context });
+        }
+        match ids.iter().find(|id| **id as usize >= vocab) {
+            Some(&id) => Err(ModelError::TokenOutOfRange { id, vocab }),
+            None => Ok(()),
+        }
+    }
+
+    /// Memory for the logits of `rows` rows, for a pass to fill.
+    pub fn new_logits(&self, device: &mut DeviceState, rows: usize) -> Vec<f32> {
+        let last = if rows > 0 { std::mem::take(&mut device.last_logits) } else { Arc::default() };
+        let mut data = Arc::into_inner(last).unwrap_or_default();
+        data.resize(rows * self.config.vocab, 0.0);
+        data
+    }
+
+    /// The logits that a pass has filled. Keeps the memory of a few rows for the next pass.
+    pub fn keep_logits(&self, device: &mut DeviceState, data: Vec<f32>) -> Logits {
+        let logits = Logits { vocab: self.config.vocab, data: data.into() };
+        if (1..=MAX_VERIFY_ROWS).contains(&logits.rows()) {
+            device.last_logits = logits.data.clone();
+        }
+        logits
+    }
+
+    /// Runs one pass. Fills `logits` with the rows that the chunk asks for. If `logits` is `None`, only submits the
+    /// pass. Returns the snapshot marks with the states recorded at these marks.
+    pub fn run_pass<'a>(
+        &'a self,
+        device: &'a mut DeviceState,
+        states: &mut [&mut QwenState],
+        chunk: Chunk<'a>,
+        keep_going: Option<&'a dyn Fn() -> bool>,
+        marks: SnapshotMarks,
+        logits: Option<&mut [f32]>,
+    ) -> Result<SnapshotMarks, ModelError> {
+        if states.iter().any(|state| state.ahead.is_some()) {
+            return Err(ModelError::Config("the next token of this sequence was promised and is evaluated".into()));
+        }
+        if chunk.table_row.is_none() {
+            collect(&mut device.ahead, &mut device.backend);
+        }
+        let rows_of_each = chunk.ids.len() / states.len().max(1);
+        states.iter_mut().try_for_each(|state| state.reserve_pages(rows_of_each, &mut device.backend))?;
+        // The lock makes threads that read KV pages wait until the pass has ended and its errors were reported.
+        let lock = device.backend.clone();
+        let _guard = lock.lock();
+        let DeviceState { backend, limits, slots, buffers, kv_shape, scratch, taps, .. } = device;
+        let ModelParts { config, net, store, tables, .. } = self;
+        let buffers = &chunk.table_row.map_or(*buffers, |row| buffers.at_row(row, config));
+        // The rows of n-gram tables depend on tokens only, so they are read while the first layers compute.
+        let mut ngrams = Vec::new();
+        if let ([state], false) = (&mut *states, tables.is_empty()) {
+            ngrams.extend(tables.iter().zip(&state.rings.ngrams).map(|(table, history)| {
+                let before = state.tokens.before(chunk.start, table.layout().shape.size - 1);
+                NgramInput { table, pending: Some(table.request(before, chunk.ids)), history: *history }
+            }));
+            state.tokens.write(chunk.start, chunk.ids);
+        }
+        let mut pass = Pass {
+            chunk,
+            config,
+            backend,
+            limits: *limits,
+            buffers,
+            attention: kv_shape,
+            experts: store.as_ref(),
+            slots,
+            ngrams,
+            is_ahead: false,
+            scratch,
+        };
+        let mut hooks = LayerHooks { keep_going, marks, taps };
+        let mut layers: Vec<&mut [LayerState]> = states.iter_mut().map(|state| &mut state.layers[..]).collect();
+        forward::forward(net, &mut layers, &mut pass, &mut hooks, logits)?;
+        Ok(hooks.marks)
+    }
+}

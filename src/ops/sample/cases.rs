@@ -1,0 +1,36 @@
+//! Checks of this operation: GPU against CPU.
+
+use super::{BLOCK, Sample, TokenChoice};
+use crate::{device::DeviceError, ops::check::KernelCheck};
+
+/// Checks random logits, equal largest logits in one block and in several, and logits that are never chosen. Each with
+/// several choices.
+pub(in crate::ops) fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> {
+    let sampled = |top_k, top_p, min_p, share| TokenChoice { top_k, temperature: 0.7, top_p, min_p, share };
+    let choices = [
+        TokenChoice::LIKELIEST,
+        sampled(20, 0.95, 0.0, 0.3),
+        sampled(20, 0.95, 0.0, 0.999),
+        sampled(64, 1.0, 0.2, 0.8),
+        sampled(5, 0.0, 0.0, 0.5),
+        sampled(40, 1.0, 0.0, 0.61),
+    ];
+    for count in [1, 40, BLOCK, 2 * BLOCK + 300] {
+        let random = b.random.floats(count);
+        let largest = |ids: &[usize]| {
+            let mut logits = random.clone();
+            ids.iter().for_each(|id| logits[id % count] = 1e30);
+            logits
+        };
+        let mut rare = vec![f32::NEG_INFINITY; count];
+        rare[count / 2] = f32::MIN;
+        rare[count - 1] = f32::NAN;
+        let rows = [random.clone(), largest(&[BLOCK + 7, BLOCK + 8, 39]), largest(&[300, 301, 33]), rare];
+        for (logits, choice) in rows.iter().flat_map(|row| choices.map(|choice| (row, choice))) {
+            let Some(words) = Sample::scratch_words(&choice, count) else { continue };
+            let (logits, scratch, id) = (b.floats(logits)?, b.buffer(words)?, b.buffer(1)?);
+            b.check(Sample { choice, count, logits, scratch, id }, &[], &[id])?;
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,41 @@
+//! The choice of a token on the CPU, for comparison with a GPU. The engine's sampler is another implementation, which
+//! adds in f64.
+
+use super::{Sample, TokenChoice};
+use crate::{
+    device::DeviceError,
+    ops::{
+        cpu::Cpu,
+        logits::{finite, to_weights},
+    },
+};
+
+impl Sample {
+    pub(in crate::ops) fn on_cpu(&self, cpu: &mut Cpu) -> Result<(), DeviceError> {
+        let TokenChoice { top_k, temperature, top_p, min_p, share } = self.choice;
+        let logits = cpu.memory.floats(self.logits.floats(self.count));
+        let mut top: Vec<(f32, u32)> = logits.iter().map(|logit| finite(*logit)).zip(0..).collect();
+        top.retain(|(logit, _)| *logit > f32::NEG_INFINITY);
+        top.sort_by(|(a, low), (b, high)| b.total_cmp(a).then(low.cmp(high)));
+        top.truncate(top_k);
+        let mut weights: Vec<f32> = top.iter().map(|(logit, _)| *logit).collect();
+        if let Some(&(max, _)) = top.first() {
+            to_weights(&mut weights, max, temperature);
+        }
+        let all: f32 = weights.iter().sum();
+        let (mut kept, mut count) = (0.0, 0);
+        while weights.get(count).is_some_and(|weight| *weight >= min_p)
+            && (count == 0 || top_p >= 1.0 || kept < all * top_p)
+        {
+            kept += weights[count];
+            count += 1;
+        }
+        let (mut left, mut chosen) = (kept * share, 0);
+        while chosen + 1 < count && left >= weights[chosen] {
+            left -= weights[chosen];
+            chosen += 1;
+        }
+        cpu.memory.words_mut(self.id.floats(1))[0] = top.get(chosen).map_or(u32::MAX, |(_, id)| *id);
+        Ok(())
+    }
+}
