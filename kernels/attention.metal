@@ -98,15 +98,22 @@ template <class T> FN void prefetch_kv(DEVICE const T* keys, DEVICE const T* val
 FN uint lane_column(DEVICE const float*, uint j THREAD_IDS_PARAM) { return 4 * lane + j / 4 * 128 + j % 4; }
 FN uint lane_column(DEVICE const short*, uint j THREAD_IDS_PARAM) { return 2 * lane + j / 2 * 64 + j % 2; }
 
-// Loads a lane's columns of a row, without its scale.
-template <uint COLUMNS> FN void load_columns(DEVICE const float* row, uint dim, THREAD float* v THREAD_IDS_PARAM) {
+// Loads a lane's columns of a row, without its scale. A row has 32 * COLUMNS columns, or fewer without FULL.
+template <uint COLUMNS, bool FULL>
+FN void load_columns(DEVICE const float* row, uint dim, THREAD float* v THREAD_IDS_PARAM) {
   UNROLL for (uint j = 0; j < COLUMNS; j += 4)
-    if (4 * lane + j * 32 < dim) load_cached4(row + 4 * lane + j * 32, v + j);
+    if (FULL || 4 * lane + j * 32 < dim) load_cached4(row + 4 * lane + j * 32, v + j);
 }
-template <uint COLUMNS> FN void load_columns(DEVICE const short* row, uint dim, THREAD float* v THREAD_IDS_PARAM) {
+template <uint COLUMNS, bool FULL>
+FN void load_columns(DEVICE const short* row, uint dim, THREAD float* v THREAD_IDS_PARAM) {
   UNROLL for (uint j = 0; j < COLUMNS; j += 2)
-    if (2 * lane + j * 32 < dim) unpack_cached2(*(DEVICE const uint*)(row + 2 * lane + j * 32), v + j);
+    if (FULL || 2 * lane + j * 32 < dim) unpack_cached2(*(DEVICE const uint*)(row + 2 * lane + j * 32), v + j);
 }
+
+// The row to load for position `n` of a batch of which positions 0 to `last` exist. Later positions have no weight, but
+// their floats may be NaN. Their integers are finite, and constant row numbers need fewer instructions.
+FN uint row_of_batch(DEVICE const float*, uint n, uint last) { return min(n, last); }
+FN uint row_of_batch(DEVICE const short*, uint n, uint) { return n; }
 
 // Attention over one split of the positions, for all query heads of one kv head: a softmax without normalisation.
 //
@@ -114,8 +121,8 @@ template <uint COLUMNS> FN void load_columns(DEVICE const short* row, uint dim, 
 // [tokens, heads, splits, dim + 2] receives the weighted sum of values, the largest score and the denominator. The
 // start of a split depends only on the query's position, so a row's result does not depend on the other rows. Grid
 // (splits, kv_heads, tokens), 32 threads per two query heads of a kv head, or per query head if a kv head has an odd
-// number of query heads.
-template <class T, uint COLUMNS, uint HEADS>
+// number of query heads. With FULL, a head has 32 * COLUMNS dimensions, which the compiler then knows.
+template <class T, uint COLUMNS, uint HEADS, bool FULL>
 FN void attend_split(CONSTANT AttentionArgs& a, DEVICE const float* q, DEVICE const T* keys, DEVICE const T* values,
                      DEVICE const uint* tables, DEVICE const SequenceRow* rows,
                      DEVICE float* partials THREAD_IDS_PARAM) {
@@ -124,7 +131,7 @@ FN void attend_split(CONSTANT AttentionArgs& a, DEVICE const float* q, DEVICE co
   const uint first = tgid.x * size, end = min(first + size, visible);
   DEVICE const uint* table = row_table(a, rows, tables, token);
   // The current page. A split of up to PAGE positions is inside one page.
-  const uint pitch = cache_pitch(keys, a.dim);
+  const uint dim = FULL ? 32 * COLUMNS : a.dim, pitch = cache_pitch(keys, dim);
   ulong page = page_row(table, a.kv_heads, tgid.y, min(first, visible - 1) / PAGE * PAGE) * pitch;
   for (uint p = first + sg * BATCH; p < min(first + PREFETCH_ROWS, end); p += simds * BATCH)
     prefetch_kv(keys + page, values + page, p % PAGE, end - p, pitch);
@@ -134,28 +141,30 @@ FN void attend_split(CONSTANT AttentionArgs& a, DEVICE const float* q, DEVICE co
     max_score[h] = -as_type<float>(0x7f7fffffu);
     UNROLL for (uint j = 0; j < COLUMNS; j++) {
       const uint i = lane_column(keys, j THREAD_IDS);
-      query[h * COLUMNS + j] = i < a.dim ? q[(ulong(token) * a.heads + head + h) * a.dim + i] * a.scale : 0.0f;
+      query[h * COLUMNS + j] = i < dim ? q[(ulong(token) * a.heads + head + h) * dim + i] * a.scale : 0.0f;
     }
   }
-  for (uint block = first; block < end; block += BATCH) {
+  uint turn = sg;  // this simdgroup prefetches at turn 0
+  for (uint block = first; block < end; block += BATCH, turn = (turn == 0 ? simds : turn) - 1) {
     if (block % PAGE == 0 && block != first) page = page_row(table, a.kv_heads, tgid.y, block) * pitch;
-    DEVICE const T* key_rows = keys + page;
-    DEVICE const T* value_rows = values + page;
     const uint ahead = block % PAGE + PREFETCH_ROWS;
-    if ((block - first) / BATCH % simds == sg && block + PREFETCH_ROWS < end && ahead < PAGE)
-      prefetch_kv(key_rows, value_rows, ahead, end - block - PREFETCH_ROWS, pitch);
+    if (turn == 0 && block + PREFETCH_ROWS < end && ahead < PAGE)
+      prefetch_kv(keys + page, values + page, ahead, end - block - PREFETCH_ROWS, pitch);
+    DEVICE const T* key_rows = keys + page + block % PAGE * pitch;
+    DEVICE const T* value_rows = values + page + block % PAGE * pitch;
     // Values are loaded before the keys are used, so the thread waits once for both.
     float value[BATCH * COLUMNS] = {}, key_scale[BATCH], value_scale[BATCH];
     UNROLL for (uint n = 0; n < BATCH; n++) {
-      const uint at = min(block + n, end - 1) % PAGE * pitch;
-      key_scale[n] = cache_scale(key_rows + at, a.dim), value_scale[n] = cache_scale(value_rows + at, a.dim);
-      load_columns<COLUMNS>(value_rows + at, a.dim, value + n * COLUMNS THREAD_IDS);
+      const uint at = row_of_batch(keys, n, end - 1 - block) * pitch;
+      key_scale[n] = cache_scale(key_rows + at, dim), value_scale[n] = cache_scale(value_rows + at, dim);
+      if (block + n >= end) value_scale[n] = 0;
+      load_columns<COLUMNS, FULL>(value_rows + at, dim, value + n * COLUMNS THREAD_IDS);
     }
     float score[HEADS * BATCH] = {};
     UNROLL for (uint n = 0; n < BATCH; n++) {
-      const uint at = min(block + n, end - 1) % PAGE * pitch;
+      const uint at = row_of_batch(keys, n, end - 1 - block) * pitch;
       float key[COLUMNS] = {};
-      load_columns<COLUMNS>(key_rows + at, a.dim, key THREAD_IDS);
+      load_columns<COLUMNS, FULL>(key_rows + at, dim, key THREAD_IDS);
       UNROLL for (uint j = 0; j < COLUMNS; j++)
         UNROLL for (uint h = 0; h < HEADS; h++)
           score[h * BATCH + n] = fma(query[h * COLUMNS + j], key[j], score[h * BATCH + n]);
@@ -183,12 +192,12 @@ FN void attend_split(CONSTANT AttentionArgs& a, DEVICE const float* q, DEVICE co
         }
   }
   UNROLL for (uint h = 0; h < HEADS; h++) {
-    DEVICE float* out = partials + ((ulong(token) * a.heads + head + h) * a.splits + tgid.x) * (a.dim + 2);
+    DEVICE float* out = partials + ((ulong(token) * a.heads + head + h) * a.splits + tgid.x) * (dim + 2);
     UNROLL for (uint j = 0; j < COLUMNS; j++) {
       const uint i = lane_column(keys, j THREAD_IDS);
-      if (i < a.dim) out[i] = sum[h * COLUMNS + j];
+      if (i < dim) out[i] = sum[h * COLUMNS + j];
     }
-    if (lane == 0) out[a.dim] = max_score[h], out[a.dim + 1] = denominator[h];
+    if (lane == 0) out[dim] = max_score[h], out[dim + 1] = denominator[h];
   }
 }
 
@@ -235,6 +244,15 @@ KERNEL(attention_merge, ARGS(AttentionArgs, a), IN(float, proj, 1), IN(float, pa
   y[(ulong(token) * a.heads + head) * a.dim + i] = sum / denominator * sigmoid(gate);
 }
 
+// Heads of 128 and 256 dimensions, with two query heads per simdgroup, have the most specialised code.
+#define DECODE(T, COLUMNS)                                                                                             \
+  if (a.heads / a.kv_heads % 2 != 0)                                                                                   \
+    attend_split<T, COLUMNS, 1, false>(a, q, keys, values, table, rows, partials THREAD_IDS);                          \
+  else if (a.dim == 32 * COLUMNS)                                                                                      \
+    attend_split<T, COLUMNS, 2, true>(a, q, keys, values, table, rows, partials THREAD_IDS);                           \
+  else                                                                                                                 \
+    attend_split<T, COLUMNS, 2, false>(a, q, keys, values, table, rows, partials THREAD_IDS);
+
 #define ATTEND(suffix, T)                                                                                              \
   KERNEL(qk_norm_rope##suffix, ARGS(AttentionArgs, a), IN(float, proj, 1), IN(float, q_norm, 2), IN(float, k_norm, 3), \
          IN(float, rope, 4), OUT(float, q, 5), OUT(T, keys, 6), OUT(T, values, 7), IN(uint, table, 8),                 \
@@ -245,13 +263,11 @@ KERNEL(attention_merge, ARGS(AttentionArgs, a), IN(float, proj, 1), IN(float, pa
   }                                                                                                                    \
   KERNEL(attention_decode_128##suffix, ARGS(AttentionArgs, a), IN(float, q, 1), IN(T, keys, 2), IN(T, values, 3),      \
          IN(uint, table, 4), IN(SequenceRow, rows, 5), OUT(float, partials, 6)) {                                      \
-    if (a.heads / a.kv_heads % 2 == 0) attend_split<T, 4, 2>(a, q, keys, values, table, rows, partials THREAD_IDS);    \
-    else attend_split<T, 4, 1>(a, q, keys, values, table, rows, partials THREAD_IDS);                                  \
+    DECODE(T, 4)                                                                                                       \
   }                                                                                                                    \
   KERNEL(attention_decode_256##suffix, ARGS(AttentionArgs, a), IN(float, q, 1), IN(T, keys, 2), IN(T, values, 3),      \
          IN(uint, table, 4), IN(SequenceRow, rows, 5), OUT(float, partials, 6)) {                                      \
-    if (a.heads / a.kv_heads % 2 == 0) attend_split<T, 8, 2>(a, q, keys, values, table, rows, partials THREAD_IDS);    \
-    else attend_split<T, 8, 1>(a, q, keys, values, table, rows, partials THREAD_IDS);                                  \
+    DECODE(T, 8)                                                                                                       \
   }
 
 ATTEND(, float)
