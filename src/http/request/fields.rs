@@ -514,7 +514,7 @@ of these tables is ignored and logged, unless its name is one or two letters awa
             (json!({"modalities": ["text"]}), true),
             (json!({"modalities": ["text", "audio"]}), false),
             (json!({"verbosity": "low"}), true),
-            (json!({"typical_p": null}), true),
+            (json!({"typical_p": null, "grammar": null}), true),
             (json!({"min_tokens": 0}), true),
             (json!({"min_tokens": 5}), false),
             (json!({"bad_words": []}), true),
