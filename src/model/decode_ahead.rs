@@ -28,7 +28,6 @@ use super::{
     },
 };
 use crate::{
-    device::Timeline,
     error::ModelError,
     experts::ExpertStore,
     ops::{Backend, Sample},
@@ -64,9 +63,7 @@ pub fn forward(
     };
     let done = read_and_continue(parts, device, state, row, next);
     if done.is_err() {
-        let submitted = device.backend.sync_point();
-        // Reports the same failure.
-        let _ = device.backend.wait_for(submitted);
+        device.backend.drop_failure();
         parts.store.iter().for_each(ExpertStore::clear_device);
     }
     done

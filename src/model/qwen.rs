@@ -26,7 +26,7 @@ use super::{
     weights::Mixer,
 };
 use crate::{
-    device::{CpuDevice, DeviceError, Timeline},
+    device::{CpuDevice, DeviceError},
     error::ModelError,
     experts::{ExpertStore, PassKind},
     ops::{Backend, Embedding, KvBits, Linear, ModelPart},
@@ -274,9 +274,7 @@ impl Qwen {
         collect(ahead, backend);
         let done = run(backend, buffers);
         if done.is_err() {
-            let all = backend.sync_point();
-            // Reports the same failure.
-            let _ = backend.wait_for(all);
+            backend.drop_failure();
         }
         Ok(done?)
     }
@@ -310,11 +308,10 @@ impl Qwen {
             Rows::All => ids.len(),
             Rows::Verify => return self.verify_after(0, state, ids),
         };
-        if let [id] = *ids
-            && (state.ahead.is_some() || rows == Rows::Last && hooks.next.is_some())
-        {
+        if let [id] = *ids {
             let device = &mut *self.device.borrow_mut();
-            if state.ahead.is_some() || decode_ahead::is_possible(&self.parts, device) {
+            let has_next = rows == Rows::Last && hooks.next.is_some();
+            if state.ahead.is_some() || has_next && decode_ahead::is_possible(&self.parts, device) {
                 return decode_ahead::forward(&self.parts, device, state, id, hooks.next);
             }
         }

@@ -60,7 +60,7 @@ impl ModelParts {
         logits: Option<&mut [f32]>,
     ) -> Result<SnapshotMarks, ModelError> {
         if states.iter().any(|state| state.ahead.is_some()) {
-            return Err(ModelError::Config("the next token of this sequence was promised and is evaluated".into()));
+            return Err(ModelError::Config("the sequence already contains the token that follows".into()));
         }
         if chunk.table_row.is_none() {
             collect(&mut device.ahead, &mut device.backend);

@@ -32,6 +32,12 @@ impl SharedBackend {
         self.0.lock()
     }
 
+    /// Waits for all submitted work, and drops its failure, which was reported already. So the next pass can succeed.
+    pub fn drop_failure(&mut self) {
+        let submitted = self.sync_point();
+        let _ = self.wait_for(submitted);
+    }
+
     pub fn downgrade(&self) -> WeakBackend {
         WeakBackend(Arc::downgrade(&self.0))
     }

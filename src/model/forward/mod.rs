@@ -47,16 +47,13 @@ pub fn forward(
     pass.backend.set_half_buffers(pass.chunk.half.then_some(pass.buffers.half));
     let done = embed(net, pass).and_then(|()| forward_layers(net, states, pass, hooks));
     pass.backend.set_half_buffers(None);
-    match (done, logits) {
-        (Ok(()), None) => {
-            let done = head::write_logits(net, pass, pass.chunk.logits.clone());
-            if done.is_ok() { Ok(pass.backend.flush()?) } else { pass.finish(done) }
-        }
-        (done, logits) => {
-            let done = done.and_then(|()| head::read_logits(net, pass, logits.unwrap_or_default()));
-            pass.finish(done)
-        }
-    }
+    let Some(logits) = logits else {
+        let written = done.and_then(|()| head::write_logits(net, pass, pass.chunk.logits.clone()));
+        let submitted = written.and_then(|()| Ok(pass.backend.flush()?));
+        return if submitted.is_ok() { submitted } else { pass.finish(submitted) };
+    };
+    let done = done.and_then(|()| head::read_logits(net, pass, logits));
+    pass.finish(done)
 }
 
 /// `h = embed[ids]`. Tokens of images get the rows of the images instead.

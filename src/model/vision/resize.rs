@@ -1,9 +1,8 @@
 //! Computes the target size of an image and scales it. The result is bit for bit that of Pillow with 8 bits and
 //! `BICUBIC`.
 //!
-//! There are two passes, first along rows, then along columns. Each pass rounds to 8 bits. The kernel
-//! is Keys' cubic with a = -0.5, stretched when the image shrinks. Weights are fixed-point numbers with 22 fractional
-//! bits.
+//! There are two passes, first along rows, then along columns. Each pass rounds to 8 bits. The kernel is Keys' cubic
+//! with a = -0.5, stretched when the image shrinks. Weights are fixed-point numbers with 22 fractional bits.
 
 use super::config::{CHANNELS, ImageLimits};
 
