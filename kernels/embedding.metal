@@ -7,7 +7,8 @@ FN void dequantize_chunk(CONSTANT Matrix& m, uint cols, uint row, uint c, DEVICE
                          DEVICE const uchar* scales, DEVICE const uchar* biases, THREAD float* v) {
   const ulong code_bytes = row_code_bytes(m, cols), scale_bytes = row_scale_bytes(m, cols);
   unpack_chunk(m, codes + row * code_bytes, c, cols, v);
-  const float s = chunk_scale(m, scales + row * scale_bytes, c), b = chunk_bias(m, biases + row * scale_bytes, c);
+  const ulong at = scale_row(m, row) * scale_bytes;
+  const float s = chunk_scale(m, scales + at, c), b = chunk_bias(m, biases + at, c);
   UNROLL for (uint i = 0; i < 16; i++) v[i] = fma(s, v[i], b);
 }
 

@@ -152,8 +152,8 @@ FN void partial_any(CONSTANT Matrix& m, CONSTANT LinearArgs& a, uint row, uint f
       const uint at = min(row + r, m.rows - 1);
       float u[16], v[16];
       unpack_chunk(m, bytes.codes + at * code_bytes, c, a.cols, u);
-      const float s = chunk_scale(m, bytes.scales + at * scale_bytes, c);
-      const float b = chunk_bias(m, bytes.biases + at * scale_bytes, c);
+      const uint scales = scale_row(m, at) * scale_bytes;
+      const float s = chunk_scale(m, bytes.scales + scales, c), b = chunk_bias(m, bytes.biases + scales, c);
       UNROLL for (uint t = 0; t < TOKENS; t++) {
         float sum = load_any<NORM>(x + ulong(min(first + t, a.tokens - 1)) * a.cols, w, c, a.cols, v);
         if (KIND == HEAD_NORM) {

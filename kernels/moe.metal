@@ -110,7 +110,8 @@ FN void rows_any(CONSTANT Matrix& m, WeightPtrs w, uint cols, uint row, DEVICE c
       const uint at = min(row + r, m.rows - 1);
       float u[16], v[16];
       unpack_chunk(m, w.codes + at * code_bytes, c, cols, u);
-      const float s = chunk_scale(m, w.scales + at * scale_bytes, c), b = chunk_bias(m, w.biases + at * scale_bytes, c);
+      const uint scales = scale_row(m, at) * scale_bytes;
+      const float s = chunk_scale(m, w.scales + scales, c), b = chunk_bias(m, w.biases + scales, c);
       UNROLL for (uint t = 0; t < TOKENS; t++) {
         const float sum = load16(x + from[t] + c * 16, v);
         float dot = 0;

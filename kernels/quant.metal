@@ -4,7 +4,7 @@
 // and a chunk never crosses a group. Codes, scales and biases start at 16-byte boundaries. The length of a row of codes
 // is a multiple of the bytes that one load reads.
 
-enum Format { MXFP4 = 20, NVFP4 = 21, MXFP8 = 22, DENSE = 30 };  // the value of an affine format is its number of bits
+enum Format { MXFP4 = 20, NVFP4 = 21, MXFP8 = 22, FP8 = 23, DENSE = 30 };  // the value of an affine format is its number of bits
 enum Float { F32 = 0, F16 = 1, BF16 = 2 };
 
 // A weight matrix W [rows, cols] of y = x W^T. `float_type` is the type of scales and biases, or of the values if
@@ -59,14 +59,17 @@ FN float load_float(DEVICE const uchar* p, uint float_type, uint i) {
 // Bytes of one row of codes, and of one row of scales. Biases have the size of scales.
 FN uint row_code_bytes(CONSTANT Matrix& m, uint cols) {
   if (m.format == DENSE) return cols * (m.float_type == F32 ? 4 : 2);
-  if (m.format == MXFP8) return cols;
+  if (m.format == MXFP8 || m.format == FP8) return cols;
   return cols / 8 * (m.format >= MXFP4 ? 4 : m.format);
 }
 FN uint row_scale_bytes(CONSTANT Matrix& m, uint cols) {
   if (m.format == DENSE) return 0;
+  if (m.format == FP8) return (cols + 127) / 128 * (m.float_type == F32 ? 4 : 2);
   if (m.format >= MXFP4) return cols / (m.format == NVFP4 ? 16 : 32);
   return cols / m.group * (m.float_type == F32 ? 4 : 2);
 }
+// The row of scales that row `row` of a matrix uses: its own, or in FP8 that of its 128 rows.
+FN uint scale_row(CONSTANT Matrix& m, uint row) { return m.format == FP8 ? row / 128 : row; }
 
 // Unpacks 16 codes of BITS bits.
 template <uint BITS> FN void unpack(DEVICE const uchar* p, THREAD float* v) {
@@ -95,6 +98,7 @@ FN void unpack_chunk(CONSTANT Matrix& m, DEVICE const uchar* row, uint c, uint c
       UNROLL for (uint i = 0; i < 16; i++) v[i] = e2m1(uint(v[i]));
       return;
     case MXFP8:
+    case FP8:
       unpack<8>(row + c * 16, v);
       UNROLL for (uint i = 0; i < 16; i++) v[i] = e4m3(uint(v[i]));
       return;
@@ -107,6 +111,7 @@ FN void unpack_chunk(CONSTANT Matrix& m, DEVICE const uchar* row, uint c, uint c
 FN float chunk_scale(CONSTANT Matrix& m, DEVICE const uchar* scales, uint c) {
   if (m.format == DENSE) return m.global_scale;
   if (m.format == NVFP4) return e4m3(scales[c]) * m.global_scale;
+  if (m.format == FP8) return load_float(scales, m.float_type, c / 8) * m.global_scale;
   if (m.format >= MXFP4) return e8m0(scales[c / 2]) * m.global_scale;
   return load_float(scales, m.float_type, c * 16 / m.group) * m.global_scale;
 }

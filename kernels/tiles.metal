@@ -49,13 +49,13 @@ template <uint BITS> FN void unpack_half(THREAD const Packed<BITS>& from, THREAD
 
 // Unpacks half of DEPTH columns of one row of W in any encoding, directly from device memory.
 FN void unpack_any(CONSTANT Matrix& m, WeightPtrs w, uint cols, uint row, uint k, uint side, THREADGROUP uint* to) {
-  const uint code_bytes = row_code_bytes(m, cols), scale_bytes = row_scale_bytes(m, cols);
+  const uint code_bytes = row_code_bytes(m, cols), scales = scale_row(m, row) * row_scale_bytes(m, cols);
   for (uint c = k / 16 + side * 2, j = 0; j < 2; c++, j++) {
     float v[16], s = 0, b = 0;
     UNROLL for (uint i = 0; i < 16; i++) v[i] = 0;
     if (c * 16 < cols) {
       unpack_chunk(m, w.codes + row * code_bytes, c, cols, v);
-      s = chunk_scale(m, w.scales + row * scale_bytes, c), b = chunk_bias(m, w.biases + row * scale_bytes, c);
+      s = chunk_scale(m, w.scales + scales, c), b = chunk_bias(m, w.biases + scales, c);
     }
     uint words[8];
     UNROLL for (uint i = 0; i < 8; i++) words[i] = HALF2(fma(s, v[2 * i], b), fma(s, v[2 * i + 1], b));

@@ -2,6 +2,7 @@
 #![allow(dead_code)] // Each test binary uses a part of it.
 
 pub mod fixtures;
+pub mod fp8_checkpoint;
 pub mod qwen4_exp;
 
 use moestro::{

@@ -1,8 +1,9 @@
 //! The tiny qwen4_exp checkpoint, and the results of transformers for two prompts.
 
-use super::{distance, fixtures::FIXTURES, tensors};
+use super::{distance, fixtures::FIXTURES};
+use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 use std::{
-    collections::HashMap,
+    collections::{BTreeMap, HashMap},
     path::{Path, PathBuf},
 };
 
@@ -29,7 +30,7 @@ pub fn cases() -> Vec<Case> {
     let ids = |value: &serde_json::Value| serde_json::from_value::<Vec<u32>>(value.clone()).unwrap();
     let case = |name: &'static str| {
         let prompt = &json["prompts"][name];
-        let stored = tensors(&dir().join(format!("ref_{name}.safetensors")));
+        let stored = super::tensors(&dir().join(format!("ref_{name}.safetensors")));
         Case { name, prompt: ids(&prompt["tokens"]), greedy: ids(&prompt["greedy"]), stored }
     };
     vec![case("short"), case("long")]
@@ -52,4 +53,31 @@ pub fn check(what: &str, found: &[f32], expected: &[f32], bound: f32) {
     let off = distance(found, expected);
     println!("{what}: off by {off:.1e}");
     assert!(off <= bound, "{what}: off by {off}");
+}
+
+pub type Tensors = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
+
+/// The tensors of the checkpoint without the tensors of the MTP head.
+pub fn tensors() -> Tensors {
+    let mut all = Tensors::new();
+    for file in ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"] {
+        let bytes = std::fs::read(dir().join(file)).unwrap();
+        for (name, tensor) in SafeTensors::deserialize(&bytes).unwrap().tensors() {
+            if !name.starts_with("mtp.") {
+                all.insert(name, (tensor.dtype(), tensor.shape().to_vec(), tensor.data().to_vec()));
+            }
+        }
+    }
+    all
+}
+
+/// A checkpoint of these tensors.
+pub fn written(tensors: &Tensors) -> tempfile::TempDir {
+    let copy = tempfile::tempdir().unwrap();
+    let views = tensors
+        .iter()
+        .map(|(name, (dtype, shape, data))| (name.clone(), TensorView::new(*dtype, shape.clone(), data).unwrap()));
+    std::fs::write(copy.path().join("model.safetensors"), safetensors::serialize(views, None).unwrap()).unwrap();
+    std::fs::copy(dir().join("config.json"), copy.path().join("config.json")).unwrap();
+    copy
 }

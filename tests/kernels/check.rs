@@ -1,7 +1,7 @@
 //! Random weights, and expected results from plain f64 loops that share no code with the kernels.
 
 use crate::{host::Host, mutate::split_mix64};
-use moestro::ops::{Float, Weight, WeightFormat};
+use moestro::ops::{FP8_BLOCK, Float, Weight, WeightFormat};
 
 /// A generator of random inputs. The field is the seed.
 pub struct Random(pub u64);
@@ -38,6 +38,8 @@ impl Random {
     pub fn parts(&mut self, codes: WeightFormat, rows: usize, cols: usize) -> [Vec<u8>; 3] {
         let size = 1.0 / (cols as f32).sqrt();
         let [code_bytes, scale_bytes, _] = codes.row_bytes(cols);
+        // 0x7f and 0xff are NaN in E4M3.
+        let e4m3 = |code: u8| if code & 127 == 127 { 0 } else { code };
         let random: Vec<u8> = (0..rows * code_bytes).map(|_| self.bits() as u8).collect();
         match codes {
             WeightFormat::Dense(float) => {
@@ -50,12 +52,16 @@ impl Random {
                 [random, scales, (0..groups).flat_map(|_| self.float(scale, size)).collect()]
             }
             WeightFormat::Mxfp4 | WeightFormat::Mxfp8 => {
-                let codes = random
-                    .into_iter()
-                    .map(|b| if matches!(codes, WeightFormat::Mxfp8) && b & 127 == 127 { 0 } else { b });
+                let is_e4m3 = codes == WeightFormat::Mxfp8;
+                let codes = random.into_iter().map(|code| if is_e4m3 { e4m3(code) } else { code });
                 [codes.collect(), (0..rows * scale_bytes).map(|_| 115 + self.below(6) as u8).collect(), vec![]]
             }
-            WeightFormat::Fp8(_) => unreachable!("no kernel reads it"),
+            WeightFormat::Fp8(scale) => {
+                let scale = scale.expect("no kernel reads FP8 without scales");
+                let blocks = codes.part_bytes(rows, cols)[1] / scale.bytes();
+                let scales = (0..blocks).flat_map(|_| self.float(scale, size / 100.0));
+                [random.into_iter().map(e4m3).collect(), scales.collect(), vec![]]
+            }
             WeightFormat::Nvfp4 => [random, (0..rows * scale_bytes).map(|_| self.below(127) as u8).collect(), vec![]],
         }
     }
@@ -99,7 +105,10 @@ pub fn values(codes: WeightFormat, rows: usize, cols: usize, global_scale: f32, 
                 }
                 WeightFormat::Mxfp4 => e2m1(code(4, row, col)) * 2f64.powi(i32::from(parts[1][group]) - 127),
                 WeightFormat::Nvfp4 => e2m1(code(4, row, col)) * e4m3(parts[1][group].into()),
-                WeightFormat::Fp8(_) => unreachable!("no kernel reads it"),
+                WeightFormat::Fp8(scale) => {
+                    let block = row / FP8_BLOCK * cols.div_ceil(FP8_BLOCK) + col / FP8_BLOCK;
+                    e4m3(code(8, row, col)) * scale.map_or(1.0, |scale| f64::from(scale.get(&parts[1], block)))
+                }
                 WeightFormat::Mxfp8 => e4m3(code(8, row, col)) * 2f64.powi(i32::from(parts[1][group]) - 127),
             };
             out.push(value * f64::from(global_scale));

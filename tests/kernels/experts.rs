@@ -31,7 +31,7 @@ pub fn layer(
     };
     let stacks = [0, 1, 2].map(|i| {
         let (rows, cols) = if i < 2 { (inner, hidden) } else { (hidden, inner) };
-        let at = codes[i].row_bytes(cols).map(|bytes| place(bytes * rows));
+        let at = codes[i].part_bytes(rows, cols).map(&mut place);
         ExpertStack { codes: codes[i], rows, cols, global_scales: vec![1.0], at: vec![at] }
     });
     let (stride, per_segment) = (at, 1 << slots.div_ceil(2).ilog2());
@@ -174,6 +174,7 @@ fn experts_of_other_formats_match_reference() {
     case([affine(8, 64), affine(2, 64), affine(8, 128)], 128, 128, 128, 1, 1);
     case([WeightFormat::Mxfp4; 3], 160, 96, 64, 5, 5);
     case([WeightFormat::Dense(Float::Bf16); 3], 64, 48, 64, 2, 2);
+    case([WeightFormat::Fp8(Some(Float::Bf16)); 3], 272, 144, 128, 2, 5);
 }
 
 #[test]

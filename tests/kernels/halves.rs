@@ -15,7 +15,7 @@ use moestro::{
     device::{CommandQueue, Region},
     model::{LoadOptions, Qwen},
     ops::{
-        ExpertSet, Experts, Float, HalfBuffers, Linear, MoeBuffers, MoeWeights, Norm, Weight, WeightFormat,
+        ExpertSet, Experts, FP8_BLOCK, Float, HalfBuffers, Linear, MoeBuffers, MoeWeights, Norm, Weight, WeightFormat,
         experts::Jobs,
     },
 };
@@ -53,8 +53,10 @@ fn half_products_of_every_format_are_close() {
         (WeightFormat::Affine { bits: 3, group: 32, scale: Float::F16 }, 96),
         (WeightFormat::Mxfp4, 160),
         (WeightFormat::Dense(Float::Bf16), 77),
+        (WeightFormat::Fp8(Some(Float::Bf16)), 272),
     ] {
-        let sample = matrix(&mut host, &mut random, codes, 70, cols);
+        let rows = if matches!(codes, WeightFormat::Fp8(_)) { FP8_BLOCK + 6 } else { 70 };
+        let sample = matrix(&mut host, &mut random, codes, rows, cols);
         let (x, weight) = (random.normals(66 * cols), random.normals(cols));
         for norm in [None, Some(&weight[..])] {
             let found = products(&mut host, &x, &sample, cols, norm);

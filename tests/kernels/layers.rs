@@ -25,15 +25,16 @@ fn rms_norm_matches_reference() {
 fn embedding_and_dequantize_match_reference() {
     let mut host = Host::start();
     let mut random = Random(2);
-    let (rows, cols) = (50, 576);
+    let (rows, cols) = (150, 576);
     for codes in [
         AFFINE4,
         AFFINE8,
         WeightFormat::Affine { bits: 3, group: 32, scale: Float::F16 },
         WeightFormat::Dense(Float::Bf16),
+        WeightFormat::Fp8(Some(Float::Bf16)),
     ] {
         let sample = matrix(&mut host, &mut random, codes, rows, cols);
-        let ids = [3u32, 49, 0];
+        let ids = [3u32, 149, 0];
         let (ids_at, h) = (host.words(&ids), host.empty(3 * cols * 4));
         host.run(&Embedding { table: &sample.matrix, tokens: 3, ids: ids_at, into: h }.launch());
         let expected: Vec<f64> =

@@ -64,6 +64,9 @@ fn gemv_of_other_formats_matches_reference() {
     }
     for float in [Float::F32, Float::F16, Float::Bf16] {
         case(&[(WeightFormat::Dense(float), 7)], 77, 2, true, false);
+        // Blocks of 128 rows and columns: the last ones are incomplete.
+        case(&[(WeightFormat::Fp8(Some(float)), 269)], 352, 1, false, false);
+        case(&[(WeightFormat::Fp8(Some(float)), 131), (AFFINE4, 5)], 128, 3, true, true);
     }
 }
 

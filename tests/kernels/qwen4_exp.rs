@@ -3,14 +3,20 @@
 
 use crate::{
     forward::common::{
-        argmax, decode, forward_with_snapshots, load_with, prefill,
+        argmax, decode, forward_with_snapshots, fp8_checkpoint, load_with, prefill,
         qwen4_exp::{cases, check, dir},
     },
     forward::options,
     gpu::HostGpu,
     host::Host,
 };
-use moestro::model::{HiddenRows, HiddenStates, HiddenTaps, LoadOptions, Model, MtpSource, Qwen, Rows, SequenceState};
+use moestro::{
+    checkpoint::pack,
+    model::{
+        CheckpointInfo, HiddenRows, HiddenStates, HiddenTaps, LoadOptions, Model, MtpSource, Qwen, Rows, SequenceState,
+    },
+};
+use std::path::Path;
 
 /// Largest difference of a logit, since keys and values have 16 bits.
 const LOGIT: f32 = 2e-4;
@@ -22,7 +28,11 @@ fn on_kernels(slots: Option<usize>, half: bool, drafter: MtpSource) -> Qwen {
     options.store.slots = slots;
     let mut gpu = HostGpu::new(Host::fast());
     gpu.halves = half;
-    load_with(&dir(), options).move_to(Box::new(gpu)).unwrap_or_else(|refused| panic!("{}", refused.error))
+    placed(&dir(), options, gpu)
+}
+
+fn placed(dir: &Path, options: LoadOptions, gpu: HostGpu) -> Qwen {
+    load_with(dir, options).move_to(Box::new(gpu)).unwrap_or_else(|refused| panic!("{}", refused.error))
 }
 
 fn plain(slots: Option<usize>) -> Qwen {
@@ -52,6 +62,26 @@ fn logits_ignore_chunks_and_slots() {
             let (found, ..) = prefill(&mut plain(slots), &ids, chunk);
             assert!(found.data == expected.data, "{}: chunks of {chunk}, {slots:?} slots", case.name);
         }
+    }
+}
+
+/// Matrices of the trunk and packed experts in FP8.
+#[test]
+fn fp8_checkpoint_matches_its_values_in_f32() {
+    let ([fp8, plain], root) = (fp8_checkpoint::written(), tempfile::tempdir().unwrap());
+    let dir = root.path().join("model");
+    std::fs::rename(fp8.keep(), &dir).unwrap();
+    let found = CheckpointInfo::unpacked(&dir, &options(false)).unwrap();
+    pack::write(&found.experts, &found.files, &dir.with_extension("pack"), &|_| ()).unwrap();
+    let case = &cases()[0];
+    let (expected, ..) = prefill(&mut load_with(plain.path(), options(false)), &case.prompt, 1024);
+    for (slots, half, bound) in [(None, false, LOGIT), (Some(60), false, LOGIT), (None, true, HALF)] {
+        let mut options = LoadOptions { gpu: Some(u64::MAX), ..options(false) };
+        options.store.slots = slots;
+        let mut gpu = HostGpu::new(Host::fast());
+        gpu.halves = half;
+        let (found, ..) = prefill(&mut placed(&dir, options, gpu), &case.prompt, 7);
+        check(case.name, &found.data, &expected.data, bound);
     }
 }
 

@@ -1,7 +1,7 @@
 //! Compares qwen4_exp with transformers on a tiny checkpoint. Tests the reference and the fast pass, for every split of
 //! the prompt, with and without streaming, with snapshots and rejected drafts.
 
-pub use crate::common::qwen4_exp::{LOGIT, STAGE, cases, check, dir};
+pub use crate::common::qwen4_exp::{LOGIT, STAGE, Tensors, cases, check, dir, tensors, written};
 
 use crate::common::{self, decode, distance, forward_with_snapshots, load_with, narrow, prefill};
 use candle_core::{DType, Device, Tensor};
@@ -16,8 +16,8 @@ use moestro::{
     },
     tools::synth::{self, Dimensions, StreamDimensions, SynthOptions},
 };
-use safetensors::{Dtype, SafeTensors, tensor::TensorView};
-use std::{collections::BTreeMap, path::Path, sync::Arc};
+use safetensors::Dtype;
+use std::{path::Path, sync::Arc};
 
 const LAYERS: usize = 6;
 
@@ -275,33 +275,6 @@ fn mtp_head_matches_transformers() {
             predicted = model.mtp(tokens + step, &[id], HiddenRows::OfHead(&predicted.hidden)).unwrap();
         }
     }
-}
-
-pub type Tensors = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
-
-/// The tensors of the checkpoint without the tensors of the MTP head.
-pub fn tensors() -> Tensors {
-    let mut all = Tensors::new();
-    for file in ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"] {
-        let bytes = std::fs::read(dir().join(file)).unwrap();
-        for (name, tensor) in SafeTensors::deserialize(&bytes).unwrap().tensors() {
-            if !name.starts_with("mtp.") {
-                all.insert(name, (tensor.dtype(), tensor.shape().to_vec(), tensor.data().to_vec()));
-            }
-        }
-    }
-    all
-}
-
-/// A checkpoint of these tensors.
-pub fn written(tensors: &Tensors) -> tempfile::TempDir {
-    let copy = tempfile::tempdir().unwrap();
-    let views = tensors
-        .iter()
-        .map(|(name, (dtype, shape, data))| (name.clone(), TensorView::new(*dtype, shape.clone(), data).unwrap()));
-    std::fs::write(copy.path().join("model.safetensors"), safetensors::serialize(views, None).unwrap()).unwrap();
-    std::fs::copy(dir().join("config.json"), copy.path().join("config.json")).unwrap();
-    copy
 }
 
 fn is_norm(name: &str) -> bool {

@@ -27,7 +27,8 @@ pub(in crate::ops) fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> 
     let affine = |bits, group| WeightFormat::Affine { bits, group, scale: Float::Bf16 };
     case(b, [affine(4, 64); 3], 64)?;
     case(b, [affine(3, 32), affine(6, 64), affine(8, 128)], 128)?;
-    case(b, [WeightFormat::Mxfp4; 3], 64)
+    case(b, [WeightFormat::Mxfp4; 3], 64)?;
+    case(b, [WeightFormat::Fp8(Some(Float::Bf16)); 3], 64)
 }
 
 /// Slots with random experts. The parts of an expert start at multiples of 16 bytes.
@@ -36,9 +37,9 @@ fn slots(b: &mut KernelCheck<'_>, codes: [WeightFormat; 3]) -> Result<([ExpertSt
     let mut stride = 0;
     let stacks = [0, 1, 2].map(|i| {
         let (rows, cols) = shapes[i];
-        let at = codes[i].row_bytes(cols).map(|bytes| {
+        let at = codes[i].part_bytes(rows, cols).map(|bytes| {
             let start = stride;
-            stride = (start + bytes * rows).next_multiple_of(16);
+            stride = (start + bytes).next_multiple_of(16);
             start
         });
         ExpertStack { codes: codes[i], rows, cols, global_scales: vec![1.0; SLOTS], at: vec![at; SLOTS] }
@@ -153,8 +154,8 @@ fn activations(
     for slot in 0..SLOTS as u32 {
         let matrices = [0, 1].map(|index| {
             let ExpertStack { codes, rows, cols, .. } = layer.stacks[index];
-            let lens = codes.row_bytes(cols);
-            let part = |part: usize| slots.part(slot, layer.stacks[index].at[0][part], lens[part] * rows);
+            let lens = codes.part_bytes(rows, cols);
+            let part = |part: usize| slots.part(slot, layer.stacks[index].at[0][part], lens[part]);
             Weight {
                 codes,
                 rows,

@@ -267,9 +267,12 @@ fn add_skip_flag(launch: &mut Launch, flag: Region) {
     }
 }
 
-fn accept_format(codes: WeightFormat) -> Result<(), DeviceError> {
+fn accept_format(codes: WeightFormat, cols: usize) -> Result<(), DeviceError> {
     match codes {
-        WeightFormat::Fp8(_) => refuse("GPU kernels do not support FP8 weights yet".into()),
+        WeightFormat::Fp8(None) => refuse("GPU kernels need FP8 weights with scales".into()),
+        WeightFormat::Fp8(_) if !cols.is_multiple_of(16) => {
+            refuse(format!("GPU kernels need FP8 rows that are multiples of 16, not {cols}"))
+        }
         _ => Ok(()),
     }
 }
@@ -282,7 +285,7 @@ fn accept_moe(layer: &MoeWeights) -> Result<(), DeviceError> {
         ));
     }
     for stack in &layer.stacks {
-        accept_format(stack.codes)?;
+        accept_format(stack.codes, stack.cols)?;
         let is_uniform = stack.at.windows(2).all(|pair| pair[0] == pair[1]);
         if !is_uniform || stack.at.iter().flatten().any(|at| at % ALIGN != 0) {
             let how = "run `moestro pack`, or on Linux use --expert-io buffered";
@@ -312,7 +315,7 @@ impl<P: DerefMut<Target: Gpu> + Send> Backend for GpuBackend<P> {
                     "GPU kernels need matrices at multiples of 16 bytes, but one is at byte {} of the trunk",
                     part.offset
                 )),
-                None => accept_format(weight.codes),
+                None => accept_format(weight.codes, weight.cols),
             },
             ModelPart::Attention(shape)
                 if shape.dim > 256 || shape.dim % 4 != 0 || shape.heads > 32 * shape.kv_heads =>

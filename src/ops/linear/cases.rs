@@ -13,18 +13,19 @@ const fn affine(bits: u8, group: u16, scale: Float) -> WeightFormat {
 }
 
 /// Affine formats with 4 or 8 bits and groups of 64 have their own kernels. All other formats share one kernel.
-pub(in crate::ops) const FORMATS: [[WeightFormat; 2]; 6] = [
+pub(in crate::ops) const FORMATS: [[WeightFormat; 2]; 7] = [
     [affine(4, 64, Float::Bf16), affine(8, 64, Float::Bf16)],
     [affine(2, 32, Float::F16), affine(3, 64, Float::Bf16)],
     [affine(5, 128, Float::F32), affine(6, 32, Float::Bf16)],
     [WeightFormat::Mxfp4, WeightFormat::Nvfp4],
     [WeightFormat::Mxfp8, WeightFormat::Dense(Float::Bf16)],
     [WeightFormat::Dense(Float::F16), WeightFormat::Dense(Float::F32)],
+    [WeightFormat::Fp8(Some(Float::Bf16)), WeightFormat::Fp8(Some(Float::F32))],
 ];
 
 pub(in crate::ops) fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> {
     for codes in FORMATS {
-        let matrices = [b.weight(codes[0], 37, 256)?, b.weight(codes[1], 18, 256)?];
+        let matrices = [b.weight(codes[0], 137, 256)?, b.weight(codes[1], 18, 256)?];
         for tokens in [1, 6] {
             for norm in [false, true] {
                 product(b, &matrices, tokens, norm, CLOSE)?;

@@ -26,8 +26,7 @@ pub(in crate::ops) fn matrix_words(codes: WeightFormat, rows: usize, global_scal
         WeightFormat::Mxfp4 => (20, 0),
         WeightFormat::Nvfp4 => (21, 0),
         WeightFormat::Mxfp8 => (22, 0),
-        // No kernel has this code, so a GPU refuses the model.
-        WeightFormat::Fp8(_) => (23, 0),
+        WeightFormat::Fp8(scale) => (23, scale.map_or(0, real)),
         WeightFormat::Dense(float) => (30, real(float)),
     };
     [rows as u32, format, codes.group() as u32, scale, global_scale.to_bits()]
