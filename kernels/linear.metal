@@ -137,6 +137,30 @@ FN void partial_fast(CONSTANT Matrix& m, CONSTANT LinearArgs& a, uint row, uint 
   }
 }
 
+// Like partial_fast, for FP8 and bf16.
+template <uint TOKENS, uint KIND, uint FORMAT>
+FN void partial_floats(CONSTANT Matrix& m, CONSTANT LinearArgs& a, uint row, uint first, DEVICE const float* x,
+                       DEVICE const float* w, WeightPtrs bytes, bool split_k, THREAD const Fused& fused,
+                       THREAD float* acc, THREAD float* squares THREAD_IDS_PARAM) {
+  const bool NORM = KIND == NORMED || KIND == CONV;
+  for (uint c = split_k ? tid : lane; c < a.cols / 16; c += split_k ? 128 : 32) {
+    float v[TOKENS * 16];
+    UNROLL for (uint t = 0; t < TOKENS; t++) {
+      THREAD float* to = v + t * 16;
+      load16(x + ulong(min(first + t, a.tokens - 1)) * a.cols + c * 16, to);
+      float u[16], sum = 0;
+      if (NORM) load16(w + c * 16, u);
+      const float scale = KIND == HEAD_NORM ? head_scale(fused, t, c * 16) : 1.0f;
+      UNROLL for (uint i = 0; i < 16; i++) {
+        if (NORM) sum = fma(to[i], to[i], sum), to[i] *= u[i];
+        if (KIND == HEAD_NORM) to[i] *= scale;
+      }
+      if (NORM) squares[t] += sum;
+    }
+    dot_floats<FORMAT, ROWS, TOKENS>(m, bytes, a.cols, row, c, v, acc);
+  }
+}
+
 // Like partial_fast, for weights of any encoding.
 template <uint TOKENS, uint KIND>
 FN void partial_any(CONSTANT Matrix& m, CONSTANT LinearArgs& a, uint row, uint first, DEVICE const float* x,
@@ -195,7 +219,11 @@ FN void linear(CONSTANT LinearArgs& a, CONSTANT Matrix& m, uint start, uint row,
   }
   UNROLL for (uint i = 0; i < TOKENS; i++) squares[i] = 0;
   UNROLL for (uint i = 0; i < TOKENS * ROWS; i++) acc[i] = 0;
-  if (ANY) {
+  if (ANY && stores_floats(m, a.cols, FP8)) {
+    partial_floats<TOKENS, KIND, FP8>(m, a, row, first, x, w, bytes, split_k, fused, acc, squares THREAD_IDS);
+  } else if (ANY && stores_floats(m, a.cols, DENSE)) {
+    partial_floats<TOKENS, KIND, DENSE>(m, a, row, first, x, w, bytes, split_k, fused, acc, squares THREAD_IDS);
+  } else if (ANY) {
     partial_any<TOKENS, KIND>(m, a, row, first, x, w, bytes, split_k, fused, acc, squares THREAD_IDS);
   } else if (m.format == 4) {
     partial_fast<TOKENS, KIND, 4>(m, a, row, first, x, w, bytes, split_k, fused, acc, squares, scratch,

@@ -100,10 +100,23 @@ FN void rows_staged(THREAD const WeightPtrs* w, uint rows, uint cols, uint row, 
   }
 }
 
+// rows_fast with one part, for FP8 and bf16.
+template <uint FORMAT, uint COUNT, uint TOKENS>
+FN void rows_floats(CONSTANT Matrix& m, WeightPtrs w, uint cols, uint row, DEVICE const float* x,
+                       THREAD const ulong* from, THREAD float* acc THREAD_IDS_PARAM) {
+  for (uint c = lane; c < cols / 16; c += 32) {
+    float v[TOKENS * 16];
+    UNROLL for (uint t = 0; t < TOKENS; t++) load16(x + from[t] + c * 16, v + t * 16);
+    dot_floats<FORMAT, COUNT, TOKENS>(m, w, cols, row, c, v, acc);
+  }
+}
+
 // rows_fast with one part, for any encoding.
 template <uint COUNT, uint TOKENS>
 FN void rows_any(CONSTANT Matrix& m, WeightPtrs w, uint cols, uint row, DEVICE const float* x, THREAD const ulong* from,
                  THREAD float* acc THREAD_IDS_PARAM) {
+  if (stores_floats(m, cols, FP8)) return rows_floats<FP8, COUNT, TOKENS>(m, w, cols, row, x, from, acc THREAD_IDS);
+  if (stores_floats(m, cols, DENSE)) return rows_floats<DENSE, COUNT, TOKENS>(m, w, cols, row, x, from, acc THREAD_IDS);
   const uint code_bytes = row_code_bytes(m, cols), scale_bytes = row_scale_bytes(m, cols);
   for (uint c = lane; c < cols / 16; c += 32) {
     UNROLL for (uint r = 0; r < COUNT; r++) {

@@ -4,7 +4,8 @@
 // and a chunk never crosses a group. Codes, scales and biases start at 16-byte boundaries. The length of a row of codes
 // is a multiple of the bytes that one load reads.
 
-enum Format { MXFP4 = 20, NVFP4 = 21, MXFP8 = 22, FP8 = 23, DENSE = 30 };  // the value of an affine format is its number of bits
+// The value of an affine format is its number of bits.
+enum Format { MXFP4 = 20, NVFP4 = 21, MXFP8 = 22, FP8 = 23, DENSE = 30 };
 enum Float { F32 = 0, F16 = 1, BF16 = 2 };
 
 // A weight matrix W [rows, cols] of y = x W^T. `float_type` is the type of scales and biases, or of the values if
@@ -33,10 +34,10 @@ FN uint to_f16(float x) {  // rounds to nearest, ties to even
 }
 
 FN float e4m3(uint q) {
-  const uint e = (q >> 3) & 15u, m = q & 7u;
-  float v = e == 0 ? float(m) * as_type<float>(0x3b000000u)                 // 2^-9
-                   : as_type<float>((q & 127u) == 127u ? 0x7fc00000u : ((e + 120u) << 23) | (m << 20));
-  return q & 128u ? -v : v;
+  const uint size = q & 127u;
+  const float subnormal = float(size) * as_type<float>(0x3b000000u);  // 2^-9
+  const uint normal = size == 127u ? 0x7fc00000u : 0x3c000000u + (size << 20);
+  return as_type<float>((size < 8u ? as_type<uint>(subnormal) : normal) | (q & 128u) << 24);
 }
 
 FN float e2m1(uint q) {
@@ -48,6 +49,9 @@ FN float e2m1(uint q) {
 FN float e8m0(uint s) { return as_type<float>(s == 255 ? 0x7fc00000u : s == 0 ? 0x00400000u : s << 23); }
 
 FN float silu(float x) { return x / (1.0f + exp(-x)); }
+
+// Addresses of a matrix's codes, scales and biases.
+struct WeightPtrs { DEVICE const uchar *codes, *scales, *biases; };
 
 // Value `i` of an array of floats of type `float_type`.
 FN float load_float(DEVICE const uchar* p, uint float_type, uint i) {
@@ -119,6 +123,44 @@ FN float chunk_bias(CONSTANT Matrix& m, DEVICE const uchar* biases, uint c) {
   return m.format < MXFP4 ? load_float(biases, m.float_type, c * 16 / m.group) * m.global_scale : 0.0f;
 }
 
+// The encodings of Hugging Face's checkpoints store floats: E4M3 (FP8) with bf16 scales, or bf16. A lane loads the
+// floats of all rows before it uses them, so that it waits for memory once.
+FN bool stores_floats(CONSTANT Matrix& m, uint cols, uint format) {
+  return m.format == format && m.float_type == BF16 && cols % 16 == 0;
+}
+
+// acc[t * COUNT + r] += row `row` + r of W times v[t * 16..] at chunk `c`, in the order of any other encoding. FORMAT is
+// FP8 or DENSE. The last row replaces rows past the end.
+template <uint FORMAT, uint COUNT, uint TOKENS>
+FN void dot_floats(CONSTANT Matrix& m, WeightPtrs w, uint cols, uint row, uint c, THREAD const float* v,
+                   THREAD float* acc) {
+  enum { WORDS = FORMAT == FP8 ? 4 : 8 };
+  uint q[COUNT * WORDS];
+  float s[COUNT];
+  UNROLL for (uint r = 0; r < COUNT; r++) {
+    const uint at = min(row + r, m.rows - 1);
+    DEVICE const uint4* from = (DEVICE const uint4*)(w.codes + (at * cols + c * 16) * (WORDS / 4));
+    UNROLL for (uint i = 0; i < WORDS / 4; i++) {
+      const uint4 p = from[i];
+      q[r * WORDS + 4 * i] = p.x, q[r * WORDS + 4 * i + 1] = p.y;
+      q[r * WORDS + 4 * i + 2] = p.z, q[r * WORDS + 4 * i + 3] = p.w;
+    }
+    s[r] = FORMAT == FP8 ? bf16(((DEVICE const ushort*)w.scales)[at / 128 * ((cols + 127) / 128) + c / 8]) : 1.0f;
+  }
+  UNROLL for (uint r = 0; r < COUNT; r++) {
+    float dot[TOKENS];
+    UNROLL for (uint t = 0; t < TOKENS; t++) dot[t] = 0;
+    UNROLL for (uint i = 0; i < 16; i++) {
+      const uint bits = FORMAT == FP8 ? q[r * WORDS + i / 4] >> 8 * (i % 4) & 255u
+                                      : q[r * WORDS + i / 2 % WORDS] >> 16 * (i % 2) & 0xffffu;
+      const float u = FORMAT == FP8 ? e4m3(bits) : bf16(bits);
+      UNROLL for (uint t = 0; t < TOKENS; t++) dot[t] = fma(u, v[t * 16 + i], dot[t]);
+    }
+    UNROLL for (uint t = 0; t < TOKENS; t++)
+      acc[t * COUNT + r] = fma(s[r] * m.global_scale, dot[t], acc[t * COUNT + r]);
+  }
+}
+
 // Fast path for the two common formats: 4 and 8 bits, group 64, bf16 scales. A 4-bit code is masked in place within its
 // 16-bit word, so it is multiplied by a power of two. The activations are divided by the same power of two, which is
 // exact and saves the shifts.
@@ -148,9 +190,6 @@ FN bool is_skipped(uint can_skip, DEVICE const uint* skip) { return can_skip != 
 
 // Slot number of an expert that is not loaded, or that is not part of a launch.
 enum : uint { NO_SLOT = 0xffffffffu };
-
-// Addresses of a matrix's codes, scales and biases.
-struct WeightPtrs { DEVICE const uchar *codes, *scales, *biases; };
 
 // Packed values of COUNT rows at one chunk. The values are loaded one step before they are used, so that loads overlap
 // with arithmetic.
