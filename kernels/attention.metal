@@ -3,13 +3,14 @@
 // A row of `proj` holds the query and the gate of each query head, then the keys, then the values of the kv heads. The
 // cache consists of pages [kv_heads, PAGE, dim]. Keys in the cache are normed and rotated.
 //
-//   qk_norm_rope         norms and rotates queries and keys, and writes keys and values to the cache
-//   attention_decode_*   flash-decoding: attention over one split of the positions
-//   attention_merge      merges the splits and applies the gate
+//   qk_norm_rope              norms and rotates queries and keys, and writes keys and values to the cache
+//   attention_decode_*        flash-decoding: attention over one split of the positions
+//   attention_decode_tiles    the same on matrix units
+//   attention_merge           merges the splits and applies the gate
 
 // BATCH: number of positions that are loaded together. PREFETCH_ROWS: number of positions that are prefetched ahead.
-// More prefetched positions would evict cache lines that other threads need.
-enum { MAX_SPLITS = 512, MAX_DIM = 256, BATCH = 4, PREFETCH_ROWS = 8 };
+// More prefetched positions would evict cache lines that other threads need. MERGE_SIMDS: simdgroups that merge a head.
+enum { MAX_SPLITS = 512, MAX_DIM = 256, BATCH = 4, PREFETCH_ROWS = 8, MERGE_SIMDS = 16 };
 
 // Positions per split for a query at `position`. Small splits fill the device. The size doubles until there are at most
 // MAX_SPLITS splits.
@@ -202,45 +203,47 @@ FN void attend_split(CONSTANT AttentionArgs& a, DEVICE const float* q, DEVICE co
 }
 
 // Merges the splits: out = sum of exp(max_s - max) * partial_s / denominator, then applies the gate. Grid (heads,
-// tokens, ceil(dim / 32)), 128 threads. A lane computes one column. A simdgroup merges every fourth split.
+// tokens, ceil(dim / 32)), 512 threads. A lane computes one column. A simdgroup merges every sixteenth split.
 KERNEL(attention_merge, ARGS(AttentionArgs, a), IN(float, proj, 1), IN(float, partials, 2), IN(SequenceRow, rows, 3),
        OUT(float, y, 4)) {
   SHARED(float, split_weight, MAX_SPLITS);
-  SHARED(float, column_sums, 128);
-  SHARED(float, simd_values, 8);
+  SHARED(float, column_sums, MERGE_SIMDS * 32);
+  SHARED(float, simd_values, MERGE_SIMDS * 2);
   AWAIT();
   const uint head = tgid.x, token = tgid.y, position = row_position(a, rows, token);
   const uint splits = position / split_size(a, position) + 1, row = a.dim + 2, i = tgid.z * 32 + lane;
   DEVICE const float* from = partials + (ulong(token) * a.heads + head) * a.splits * row;
   float max_score = -as_type<float>(0x7f7fffffu), denominator = 0;
-  for (uint s = tid; s < splits; s += 128) max_score = max(max_score, from[s * row + a.dim]);
+  for (uint s = tid; s < splits; s += MERGE_SIMDS * 32) max_score = max(max_score, from[s * row + a.dim]);
   max_score = SIMD_MAX(max_score);
   if (lane == 0) simd_values[sg] = max_score;
   BARRIER();
-  max_score = max(max(simd_values[0], simd_values[1]), max(simd_values[2], simd_values[3]));
-  for (uint s = tid; s < splits; s += 128) {
+  max_score = SIMD_MAX(simd_values[lane % MERGE_SIMDS]);
+  for (uint s = tid; s < splits; s += MERGE_SIMDS * 32) {
     split_weight[s] = exp(from[s * row + a.dim] - max_score);
     denominator = fma(from[s * row + a.dim + 1], split_weight[s], denominator);
   }
   denominator = SIMD_SUM(denominator);
-  if (lane == 0) simd_values[4 + sg] = denominator;
+  if (lane == 0) simd_values[MERGE_SIMDS + sg] = denominator;
   BARRIER();
   float sum = 0;
   if (i < a.dim) {
     uint s = sg;
-    for (; s + 28 < splits; s += 32) {
-      float v[8];
-      UNROLL for (uint n = 0; n < 8; n++) v[n] = from[(s + 4 * n) * row + i];
-      UNROLL for (uint n = 0; n < 8; n++) sum = fma(v[n], split_weight[s + 4 * n], sum);
+    for (; s + MERGE_SIMDS * 3 < splits; s += MERGE_SIMDS * 4) {
+      float v[4];
+      UNROLL for (uint n = 0; n < 4; n++) v[n] = from[(s + MERGE_SIMDS * n) * row + i];
+      UNROLL for (uint n = 0; n < 4; n++) sum = fma(v[n], split_weight[s + MERGE_SIMDS * n], sum);
     }
-    for (; s < splits; s += 4) sum = fma(from[s * row + i], split_weight[s], sum);
+    for (; s < splits; s += MERGE_SIMDS) sum = fma(from[s * row + i], split_weight[s], sum);
   }
   column_sums[tid] = sum;
   BARRIER();
-  if (sg != 0 || i >= a.dim) return;
-  sum = column_sums[lane] + column_sums[32 + lane] + column_sums[64 + lane] + column_sums[96 + lane];
+  if (sg != 0) return;
+  sum = 0;
+  UNROLL for (uint n = 0; n < MERGE_SIMDS; n++) sum += column_sums[n * 32 + lane];
+  denominator = SIMD_SUM(lane < MERGE_SIMDS ? simd_values[MERGE_SIMDS + lane] : 0.0f);
+  if (i >= a.dim) return;
   const float gate = proj[ulong(token) * a.width + head * 2 * a.dim + a.dim + i];
-  denominator = simd_values[4] + simd_values[5] + simd_values[6] + simd_values[7];
   y[(ulong(token) * a.heads + head) * a.dim + i] = sum / denominator * sigmoid(gate);
 }
 
@@ -272,3 +275,151 @@ KERNEL(attention_merge, ARGS(AttentionArgs, a), IN(float, proj, 1), IN(float, pa
 
 ATTEND(, float)
 ATTEND(_i16, short)
+
+#ifndef NO_TILES
+
+// attention_decode on matrix units, for heads of 256 dimensions with 16-bit keys and values. Eight query heads of a kv
+// head read each key and value once.
+//
+// Products are nearly as exact as in f32, because each factor is a sum of two halves. An integer divided by 256 is the
+// sum of its high byte and its low byte / 256, which are exact. A query or a probability is cut to a half, and the rest
+// rounded to another half: rows 0 to 7 of a tile hold the first halves of eight heads, rows 8 to 15 the second ones.
+
+// Positions per step; dimensions; words per row of halves; floats per row of scores; words per row of probabilities.
+enum { STEP = 16, WIDE = 256, WIDE_PITCH = WIDE / 2 + 4, SCORE_PITCH = 20, PROB_PITCH = 12 };
+
+// Loads word `tid` of STEP rows of keys or values. Rows after the last position have no weight, and integers are finite.
+FN void load_step(DEVICE const short* rows, THREAD uint* words THREAD_IDS_PARAM) {
+  UNROLL for (uint n = 0; n < STEP; n++) words[n] = *(DEVICE const uint*)(rows + n * (WIDE + 2) + 2 * tid);
+}
+// Stores what load_step has loaded: STEP rows of high bytes, then STEP rows of low bytes / 256. The bits of a byte become
+// the leading bits of the mantissa of 256 + byte, or of 1 + byte / 256.
+FN void store_step(THREADGROUP uint* to, THREAD const uint* words THREAD_IDS_PARAM) {
+  UNROLL for (uint n = 0; n < STEP; n++) {
+    const uint high = (words[n] >> 6 & 0x03fc03fcu) ^ 0x5e005e00u, low = (words[n] << 2 & 0x03fc03fcu) | 0x3c003c00u;
+    to[n * WIDE_PITCH + tid] = HALF2_SUB(high, 0x5e005e00u);                // 384: the high byte has a sign
+    to[(STEP + n) * WIDE_PITCH + tid] = HALF2_SUB(low, 0x3c003c00u);        // 1
+  }
+}
+// Stores two values as the halves of row `row`, and what is left of them as those of row `row` + 8.
+FN void store_exact(THREADGROUP uint* to, uint row, uint pitch, float x, float y) {
+  const float cut_x = as_type<float>(as_type<uint>(x) & 0xffffe000u);
+  const float cut_y = as_type<float>(as_type<uint>(y) & 0xffffe000u);
+  to[row * pitch] = HALF2(cut_x, cut_y);
+  to[(row + 8) * pitch] = HALF2(x - cut_x, y - cut_y);
+}
+
+// Grid (splits, kv_heads * ceil(query heads per kv head / 8), tokens), 128 threads. A simdgroup computes the scores of
+// a quarter of the dimensions, the softmax of two heads, and a quarter of the columns of the result.
+KERNEL(attention_decode_tiles, ARGS(AttentionArgs, a), IN(float, q, 1), IN(short, keys, 2), IN(short, values, 3),
+       IN(uint, tables, 4), IN(SequenceRow, rows, 5), OUT(float, partials, 6)) {
+  SHARED(uint4, staged, 2 * STEP * WIDE_PITCH / 4);
+  SHARED(float, scores, 4 * 16 * SCORE_PITCH);
+  SHARED(uint4, probs, 16 * PROB_PITCH / 4);
+  SHARED(float, row_factor, 16 * 8);
+  THREADGROUP uint* bytes = (THREADGROUP uint*)staged;
+  const uint groups = a.heads / a.kv_heads, parts = (groups + 7) / 8, kv = tgid.y / parts, token = tgid.z;
+  const uint head = kv * groups + tgid.y % parts * 8, heads = min(8u, groups - tgid.y % parts * 8);
+  AWAIT();
+  const uint position = row_position(a, rows, token), visible = position + 1, size = split_size(a, position);
+  const uint first = tgid.x * size, end = min(first + size, visible);
+  if (first >= end) return;  // the merge does not read this split
+  DEVICE const uint* table = row_table(a, rows, tables, token);
+  ulong page = page_row(table, a.kv_heads, kv, first / PAGE * PAGE) * (WIDE + 2);
+  uint key[STEP], value[STEP];
+  load_step(keys + page + first % PAGE * (WIDE + 2), key THREAD_IDS);
+  load_step(values + page + first % PAGE * (WIDE + 2), value THREAD_IDS);
+  UNROLL for (uint n = 0; n < 8; n++) {
+    DEVICE const float* from = q + (ulong(token) * a.heads + head + min(n, heads - 1)) * WIDE + 2 * tid;
+    store_exact(bytes + tid, n, WIDE_PITCH, from[0], from[1]);
+  }
+  row_factor[tid] = 0;
+  BARRIER();
+  HALF_TILE query[4], some, factor;
+  UNROLL for (uint i = 0; i < 4; i++) TILE_LOAD(query[i], bytes + sg * 32 + i * 8, WIDE_PITCH);
+  SUM_TILE sums[4];
+  UNROLL for (uint i = 0; i < 4; i++) TILE_ZERO(sums[i]);
+  // The sums are in units of `unit`, the largest scale of a row of values until now, so that probabilities times scales
+  // are at most 1.
+  float max_score[2], denominator[2] = {}, unit = 1e-30f;
+  UNROLL for (uint n = 0; n < 2; n++) max_score[n] = -as_type<float>(0x7f7fffffu);
+  for (uint block = first; block < end; block += STEP) {
+    float key_scale[2], value_scale[2], largest = 0;  // lanes 0 to 7 have two positions each
+    UNROLL for (uint m = 0; m < 2; m++) {
+      const ulong at = page + (block % PAGE + lane % 8 * 2 + m) * (WIDE + 2);
+      key_scale[m] = cache_scale(keys + at, WIDE) * (256.0f * a.scale), value_scale[m] = cache_scale(values + at, WIDE);
+      if (block + lane % 8 * 2 + m >= end) value_scale[m] = 0;
+      largest = max(largest, value_scale[m]);
+    }
+    BARRIER();
+    store_step(bytes, key THREAD_IDS);
+    BARRIER();
+    const uint next = block + STEP;
+    if (next < end && next % PAGE == 0) page = page_row(table, a.kv_heads, kv, next) * (WIDE + 2);
+    if (next < end) load_step(keys + page + next % PAGE * (WIDE + 2), key THREAD_IDS);
+    SUM_TILE score;
+    TILE_ZERO(score);
+    UNROLL for (uint i = 0; i < 4; i++)
+      UNROLL for (uint n = 0; n < 2; n++) {
+        TILE_LOAD_T(some, bytes + n * STEP * WIDE_PITCH + sg * 32 + i * 8, WIDE_PITCH);
+        TILE_FMA(score, query[i], some);
+      }
+    TILE_STORE(score, scores + sg * 16 * SCORE_PITCH, SCORE_PITCH);
+    BARRIER();
+    store_step(bytes, value THREAD_IDS);
+    if (next < end) load_step(values + page + next % PAGE * (WIDE + 2), value THREAD_IDS);
+    const float new_unit = max(unit, SIMD_MAX(largest));
+    UNROLL for (uint n = 0; n < 2; n++) {
+      const uint row = 2 * sg + n;
+      float s[2], new_max = max_score[n];
+      UNROLL for (uint m = 0; m < 2; m++) {
+        s[m] = 0;
+        UNROLL for (uint i = 0; i < 8; i++)
+          s[m] += scores[(i % 4 * 16 + row + i / 4 * 8) * SCORE_PITCH + lane % 8 * 2 + m];
+        s[m] = block + lane % 8 * 2 + m < end ? s[m] * key_scale[m] : -as_type<float>(0x7f7fffffu);
+        new_max = max(new_max, s[m]);
+      }
+      new_max = SIMD_MAX(new_max);
+      const float rescale = exp(max_score[n] - new_max);
+      UNROLL for (uint m = 0; m < 2; m++) s[m] = block + lane % 8 * 2 + m < end ? exp(s[m] - new_max) : 0.0f;
+      denominator[n] = fma(denominator[n], rescale, SIMD_SUM(lane < 8 ? s[0] + s[1] : 0.0f));
+      max_score[n] = new_max;
+      // Times 2^10, so that small probabilities are not subnormal.
+      const float times = 1024.0f / new_unit;
+      if (lane < 8)
+        store_exact((THREADGROUP uint*)probs + lane, row, PROB_PITCH, s[0] * (value_scale[0] * times),
+                    s[1] * (value_scale[1] * times));
+      if (lane < 2) row_factor[(row + lane * 8) * 8 + row] = rescale * (unit / new_unit);
+    }
+    unit = new_unit;
+    BARRIER();
+    TILE_LOAD(factor, (THREADGROUP const uint*)probs, PROB_PITCH);
+    UNROLL for (uint i = 0; i < 4; i++) {
+      TILE_SCALE(sums[i], row_factor);
+      UNROLL for (uint n = 0; n < 2; n++) {
+        TILE_LOAD_RIGHT(some, bytes + n * STEP * WIDE_PITCH + sg * 32 + i * 8, WIDE_PITCH);
+        TILE_FMA(sums[i], factor, some);
+      }
+    }
+  }
+  DEVICE float* out = partials + ((ulong(token) * a.heads + head) * a.splits + tgid.x) * (WIDE + 2);
+  const ulong pitch = ulong(a.splits) * (WIDE + 2);
+  UNROLL for (uint n = 0; n < 2; n++)
+    if (lane == 0 && 2 * sg + n < heads) {
+      out[(2 * sg + n) * pitch + WIDE] = max_score[n];
+      out[(2 * sg + n) * pitch + WIDE + 1] = denominator[n];
+    }
+  THREADGROUP float* mine = scores + sg * 16 * SCORE_PITCH;
+  UNROLL for (uint i = 0; i < 4; i++) {
+    BARRIER();
+    TILE_STORE(sums[i], mine, SCORE_PITCH);
+    BARRIER();
+    UNROLL for (uint n = 0; n < 4; n++) {
+      const uint row = 2 * n + lane / 16, column = lane % 16;
+      const float sum = mine[row * SCORE_PITCH + column] + mine[(row + 8) * SCORE_PITCH + column];
+      if (row < heads) out[row * pitch + sg * 64 + i * 16 + column] = sum * (unit / 4.0f);
+    }
+  }
+}
+
+#endif

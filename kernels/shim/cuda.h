@@ -81,6 +81,7 @@ struct SumTile { float v[8]; };
 #define HALF_TILE HalfTile
 #define SUM_TILE SumTile
 #define HALF2(x, y) half2_bits(x, y)
+#define HALF2_SUB(x, y) half2_sub(x, y)
 #define TILE_ZERO(sum) tile_zero(sum)
 #define TILE_LOAD(tile, p, pitch) tile_load(tile, p, pitch)
 #define TILE_LOAD_T(tile, p, pitch) tile_load(tile, p, pitch)
@@ -94,6 +95,11 @@ struct SumTile { float v[8]; };
 FN uint half2_bits(float x, float y) {
   uint bits;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(y), "f"(x));
+  return bits;
+}
+FN uint half2_sub(uint x, uint y) {
+  uint bits;
+  asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(bits) : "r"(x), "r"(y));
   return bits;
 }
 FN void tile_zero(SumTile& sum) {

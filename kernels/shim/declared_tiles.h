@@ -5,6 +5,7 @@ struct SumTile { float v; };
 #define HALF_TILE HalfTile
 #define SUM_TILE SumTile
 #define HALF2(x, y) (to_f16(x) | to_f16(y) << 16)
+#define HALF2_SUB(x, y) HALF2(f16((x) & 0xffffu) - f16((y) & 0xffffu), f16((x) >> 16) - f16((y) >> 16))
 #define TILE_ZERO(sum) tile_zero(sum)
 #define TILE_LOAD(tile, p, pitch) tile_load(tile, p, pitch)
 #define TILE_LOAD_T(tile, p, pitch) tile_load(tile, p, pitch)

@@ -70,6 +70,7 @@ template <class To, class From> To as_type(From from) {
 #define HALF_TILE host::HalfTile
 #define SUM_TILE host::SumTile
 #define HALF2(x, y) (uint(to_f16(x)) | uint(to_f16(y)) << 16)
+#define HALF2_SUB(x, y) HALF2(f16((x) & 0xffffu) - f16((y) & 0xffffu), f16((x) >> 16) - f16((y) >> 16))
 #define TILE_ZERO(sum) host::tile_zero(sum)
 #define TILE_LOAD(tile, p, pitch) host::tile_load(tile, p, pitch)
 #define TILE_LOAD_T(tile, p, pitch) host::tile_load(tile, p, pitch)
@@ -210,9 +211,8 @@ inline void dispatch(uint3 grid, uint count, bool backwards, const std::function
   }
 }
 
-// Tiles. A lane holds eight of the 256 sums, as on NVIDIA GPUs. A half tile stays in threadgroup memory, so a
-// barrier must precede the next write to that memory.
-struct HalfTile { const uint* p; uint pitch; bool turned; };
+// Tiles. A lane holds eight of the 256 sums, as on NVIDIA GPUs, and a copy of a whole half tile.
+struct HalfTile { uint rows[16][8]; bool turned; };
 struct SumTile { float v[8]; };
 inline float half_value(uint bits) {
   const uint e = bits >> 10 & 31u, f = bits & 1023u;
@@ -229,11 +229,11 @@ inline const std::vector<float> halves = [] {
 inline void half_row(const HalfTile& tile, uint row, float* to) {
   const float* values = halves.data();
   if (tile.turned) {
-    for (uint k = 0; k < 16; k++) to[k] = values[tile.p[k * tile.pitch + row / 2] >> row % 2 * 16 & 0xffffu];
+    for (uint k = 0; k < 16; k++) to[k] = values[tile.rows[k][row / 2] >> row % 2 * 16 & 0xffffu];
     return;
   }
   for (uint j = 0; j < 8; j++) {
-    const uint two = tile.p[row * tile.pitch + j];
+    const uint two = tile.rows[row][j];
     to[2 * j] = values[two & 0xffffu], to[2 * j + 1] = values[two >> 16];
   }
 }
@@ -242,7 +242,10 @@ inline uint tile_column(uint i) { return lane % 4 * 2 + i % 2 + i / 4 * 8; }
 inline void tile_zero(SumTile& sum) {
   for (float& v : sum.v) v = 0;
 }
-inline void tile_load(HalfTile& tile, const uint* p, uint pitch, bool turned = false) { tile = {p, pitch, turned}; }
+inline void tile_load(HalfTile& tile, const uint* p, uint pitch, bool turned = false) {
+  for (uint row = 0; row < 16; row++) std::copy_n(p + row * pitch, 8, tile.rows[row]);
+  tile.turned = turned;
+}
 // Multiplications on matrix units since the last launch began.
 inline ulong products = 0;
 inline void tile_fma(SumTile& sum, const HalfTile& a, const HalfTile& b) {

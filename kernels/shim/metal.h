@@ -43,6 +43,7 @@ struct SumTile { simdgroup_float8x8 m[4]; };
 #define HALF_TILE HalfTile
 #define SUM_TILE SumTile
 #define HALF2(x, y) as_type<uint>(half2(half(x), half(y)))
+#define HALF2_SUB(x, y) as_type<uint>(as_type<half2>(x) - as_type<half2>(y))
 #define TILE_ZERO(sum) tile_zero(sum)
 #define TILE_LOAD(tile, p, pitch) tile_load(tile, p, pitch)
 #define TILE_LOAD_T(tile, p, pitch) tile_load_transposed(tile, p, pitch)

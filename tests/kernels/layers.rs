@@ -347,30 +347,33 @@ fn attend_case(op: AttentionShape, start: usize, tokens: usize) {
         };
         host.bytes(&paged.chunks(dim).flat_map(encode).collect::<Vec<_>>())
     };
-    let (mut results, mut halves) = (Vec::new(), Vec::new());
+    let (mut results, mut tiles, mut halves) = (Vec::new(), Vec::new(), Vec::new());
     for chunk in [tokens, 1] {
         let table = host.words(&(0..pages as u32).rev().collect::<Vec<_>>());
         let [keys, values] = [&old[0], &old[1]].map(|old| store(&mut host, old));
         let cache = KvCache { keys, values, table, recent: Default::default() };
         let norms = (host.floats(&q_norm), host.floats(&k_norm));
         let (proj, rope_table) = (host.floats(&proj), host.floats(&rope_table));
-        let [y, by_half] = [(); 2].map(|()| host.empty(tokens * op.heads * dim * 4));
+        let [y, by_tiles, by_half] = [(); 3].map(|()| host.empty(tokens * op.heads * dim * 4));
         for t in (0..tokens).step_by(chunk) {
             let rows = |region: moestro::device::Region, width: usize| region.part(t * width * 4, chunk * width * 4);
             let (proj, at) = (rows(proj, width), start + t);
             let norm_rope = QkNormRope { q_norm: norms.0, k_norm: norms.1, rope_table: rows(rope_table, op.rope_dim) };
             let (q, partials) = (host.empty(chunk * op.heads * dim * 4), host.empty(op.partials(at, chunk) * 4));
-            let [y, by_half] = [y, by_half].map(|y| rows(y, op.heads * dim));
+            let [y, by_tiles, by_half] = [y, by_tiles, by_half].map(|y| rows(y, op.heads * dim));
             let (shape, start, tokens) = (&op, at, chunk);
             host.run(&KvWrite { shape, start, tokens, proj, norm_rope, q, cache }.launch());
             let attend = Attention { shape, start, tokens, q, cache, proj, partials, y };
-            attend.launches(16).flatten().for_each(|launch| host.run(&launch));
+            attend.launches(16, false).flatten().for_each(|launch| host.run(&launch));
+            Attention { y: by_tiles, ..attend }.launches(16, true).flatten().for_each(|launch| host.run(&launch));
             Attention { y: by_half, ..attend }.half_launches().for_each(|launch| host.run(&launch));
         }
         results.push(host.read_floats(y));
+        tiles.push(host.read_floats(by_tiles));
         halves.push(host.read_floats(by_half));
     }
-    assert!(results[0] == results[1] && halves[0] == halves[1], "a row depends on other rows");
+    let all = [&results, &tiles, &halves];
+    assert!(all.iter().all(|found| found[0] == found[1]), "a row depends on other rows");
 
     let (mut keys, mut values) = (wide(&old[0]), wide(&old[1]));
     let mut expected = Vec::new();
@@ -408,10 +411,12 @@ fn attend_case(op: AttentionShape, start: usize, tokens: usize) {
             }
         }
     }
-    let off = difference(&results[0], &expected);
     // A key or value halfway between two integers may round to either integer.
     let allowed = if op.format == KvFormat::I16 { 5e-5 } else { 1e-5 };
-    assert!(off < allowed, "{op:?} from {start}: relative error {off:.1e}");
+    for found in [&results[0], &tiles[0]] {
+        let off = difference(found, &expected);
+        assert!(off < allowed, "{op:?} from {start}: relative error {off:.1e}");
+    }
     let off = difference(&halves[0], &expected);
     assert!(off < 2e-3, "in half precision {op:?} from {start}: relative error {off:.1e}");
 }
@@ -437,6 +442,7 @@ fn attention_matches_reference() {
     attend_case(op(6, 2, 64, 16, 150), 120, 25); // several threadgroups, across the boundary of a block of keys
     attend_case(op(2, 1, 20, 10, 8200), 8190, 4); // the split size doubles
     attend_case(AttentionShape { format: KvFormat::I16, ..op(8, 1, 256, 64, 40) }, 11, 3);
+    attend_case(AttentionShape { format: KvFormat::I16, ..op(12, 1, 256, 64, 300) }, 250, 9); // two groups of heads
     attend_case(AttentionShape { format: KvFormat::I16, ..op(2, 1, 64, 16, 20) }, 3, 2);
     attend_case(AttentionShape { format: KvFormat::I16, ..op(3, 3, 20, 10, 7) }, 2, 1);
 }

@@ -60,8 +60,8 @@ fn rows_of_sequences(b: &mut KernelCheck<'_>, shape: &AttentionShape) -> Result<
     let rows = SequenceRows { starts: [40, 261], table: b.words(&[1, 261, 0, 40])? };
     let write = KvWrite { shape, start: 0, tokens: 2, proj, norm_rope, q, cache };
     let attention = Attention { shape, start: 0, tokens: 2, q, cache, proj, partials, y: together };
-    let mut ran = Vec::new();
-    for launch in (AttentionRows { write, attention, rows }).launches(2) {
+    let (mut ran, on_tiles) = (Vec::new(), b.gpu.limits().uses_half_precision);
+    for launch in (AttentionRows { write, attention, rows }).launches(2, on_tiles) {
         ran.extend(b.launch(launch));
     }
     for (row, start) in starts.into_iter().enumerate() {
@@ -73,7 +73,8 @@ fn rows_of_sequences(b: &mut KernelCheck<'_>, shape: &AttentionShape) -> Result<
         let (proj, q, y) = (of(proj, shape.width()), of(q, values), of(alone, values));
         let norm_rope = QkNormRope { rope_table: of(norm_rope.rope_table, shape.rope_dim), ..norm_rope };
         b.launch(KvWrite { shape, start, tokens: 1, proj, norm_rope, q, cache }.launch());
-        for launch in (Attention { shape, start, tokens: 1, q, cache, proj, partials, y }).launches(1).flatten() {
+        let attention = Attention { shape, start, tokens: 1, q, cache, proj, partials, y };
+        for launch in attention.launches(1, on_tiles).flatten() {
             b.launch(launch);
         }
     }
@@ -132,7 +133,7 @@ fn quantized_kv(b: &mut KernelCheck<'_>, dim: usize, format: KvFormat) -> Result
     b.cpu.execute(&op.into())?;
     let expected = b.on_cpu(y)?;
     let mut ran = Vec::new();
-    for launch in op.launches(2).flatten() {
+    for launch in op.launches(2, false).flatten() {
         ran.extend(b.launch(launch));
     }
     // The CPU rounds queries and softmax weights to 16 bits, the GPU does not.
@@ -179,15 +180,21 @@ fn case(b: &mut KernelCheck<'_>, shape: &AttentionShape, start: usize, tokens: u
     let op = Attention { shape, start, tokens, q, cache, proj, partials, y };
     b.cpu.execute(&op.into())?;
     let expected = b.on_cpu(y)?;
-    let mut ran = Vec::new();
-    for launch in op.launches(tokens).flatten() {
-        ran.extend(b.launch(launch));
+    let has_tiles = b.gpu.limits().uses_half_precision;
+    for on_tiles in [false, true] {
+        if on_tiles && !has_tiles {
+            continue;
+        }
+        let mut ran = Vec::new();
+        for launch in op.launches(tokens, on_tiles).flatten() {
+            ran.extend(b.launch(launch));
+        }
+        // The merged result depends on every partial result, so this checks both kernels. The CPU rounds the queries to
+        // 16 bits if the cache has integers.
+        let allowed = if shape.format == KvFormat::I16 { 1e-3 } else { CLOSE };
+        b.expect(allowed, &ran, y, &expected)?;
     }
-    // The merged result depends on every partial result, so this checks both kernels. The CPU rounds the queries to 16
-    // bits if the cache has integers.
-    let allowed = if shape.format == KvFormat::I16 { 1e-3 } else { CLOSE };
-    b.expect(allowed, &ran, y, &expected)?;
-    if b.gpu.limits().uses_half_precision {
+    if has_tiles {
         for launch in op.half_launches() {
             let ran = b.launch(launch);
             b.expect(HALF, &ran, y, &expected)?;

@@ -17,7 +17,7 @@ const MAX_SPLITS: usize = 512;
 const MAX_QUANT_SPLITS: usize = 256;
 /// Maximum number of splits of the recent positions.
 const MAX_RECENT_SPLITS: usize = 2 * RECENT / MIN_SPLIT;
-/// Number of threads in a threadgroup that merges the splits of a quantized cache.
+/// Number of threads in a threadgroup that merges the splits.
 const MERGE_THREADS: u32 = 512;
 
 /// Number of positions per split: [`MIN_SPLIT`], doubled until `positions` contain fewer than `max` whole splits.
@@ -95,24 +95,32 @@ impl AttentionShape {
         args
     }
 
-    /// The kernel that computes the splits, and its number of threads per threadgroup.
-    fn threads(&self) -> (&'static str, u32) {
-        // A simdgroup computes two query heads, or one if the number of query heads per key head is odd.
+    /// The kernel that computes the splits, its number of threads per threadgroup, and its number of threadgroups per
+    /// split. `on_tiles` allows the kernel on matrix units.
+    fn decode_kernel(&self, on_tiles: bool) -> (&'static str, u32, usize) {
         let groups = self.heads / self.kv_heads;
+        if on_tiles && self.dim == 256 && self.format == KvFormat::I16 {
+            return ("attention_decode_tiles", 128, self.kv_heads * groups.div_ceil(8));
+        }
+        // A simdgroup computes two query heads, or one if the number of query heads per key head is odd.
         let simdgroups = if groups.is_multiple_of(2) { groups / 2 } else { groups };
         let kernel = self.kernel(if self.dim <= 128 {
             ["attention_decode_128", "attention_decode_128_i16", "attention_decode_128_q8", "attention_decode_128_q4"]
         } else {
             ["attention_decode_256", "attention_decode_256_i16", "attention_decode_256_q8", "attention_decode_256_q4"]
         });
-        (kernel, 32 * simdgroups as u32)
+        (kernel, 32 * simdgroups as u32, self.kv_heads)
     }
 
     /// The kernels with the largest threadgroups, and their numbers of threads.
     pub fn wide_kernels(&self, has_matrix_units: bool) -> Vec<(&'static str, u32)> {
-        let merge = self.recent.map(|_| ("attention_merge_quant", MERGE_THREADS));
+        let (decode, threads, _) = self.decode_kernel(has_matrix_units);
         let prefill = (has_matrix_units && self.recent.is_none()).then(|| (self.prefill_kernel(), PREFILL_THREADS));
-        [Some(self.threads()), merge, prefill].into_iter().flatten().collect()
+        [Some((decode, threads)), Some((self.merge_kernel(), MERGE_THREADS)), prefill].into_iter().flatten().collect()
+    }
+
+    fn merge_kernel(&self) -> &'static str {
+        if self.recent.is_some() { "attention_merge_quant" } else { "attention_merge" }
     }
 
     fn prefill_kernel(&self) -> &'static str {
@@ -167,20 +175,21 @@ impl KvWrite<'_> {
 }
 
 impl Attention<'_> {
-    /// Pairs of launches. The first of a pair computes attention in splits. The second merges the splits and applies
-    /// the gate. Each pair computes as many rows as fit in `partials`, at most `max`.
-    pub fn launches(&self, max: usize) -> impl Iterator<Item = [Launch; 2]> {
-        self.launches_of(max, None)
+    /// Pairs of launches. The first of a pair computes attention in splits, on matrix units if `on_tiles` is true and
+    /// the shape allows it. The second merges the splits and applies the gate. Each pair computes as many rows as fit
+    /// in `partials`, at most `max`.
+    pub fn launches(&self, max: usize, on_tiles: bool) -> impl Iterator<Item = [Launch; 2]> {
+        self.launches_of(max, on_tiles, None)
     }
 
-    fn launches_of(&self, max: usize, rows: Option<SequenceRows>) -> impl Iterator<Item = [Launch; 2]> {
+    fn launches_of(&self, max: usize, on_tiles: bool, rows: Option<SequenceRows>) -> impl Iterator<Item = [Launch; 2]> {
         let Self { shape, start, tokens, .. } = *self;
         let row = shape.partials_of(start, tokens, rows) / tokens.max(1) * 4;
         let at_once = (self.partials.len / row.max(1)).clamp(1, max);
         (0..tokens).step_by(at_once).map(move |first| {
             let count = at_once.min(tokens - first);
             let (part, rows) = (self.part(first, count), rows.map(|rows| rows.part(first, count)));
-            [part.splits(rows), part.merge(rows)]
+            [part.splits(on_tiles, rows), part.merge(rows)]
         })
     }
 
@@ -191,9 +200,9 @@ impl Attention<'_> {
         Self { start: self.start + first, tokens: count, q, proj: self.proj.rows(first, count, width), y, ..*self }
     }
 
-    fn splits(&self, rows: Option<SequenceRows>) -> Launch {
+    fn splits(&self, on_tiles: bool, rows: Option<SequenceRows>) -> Launch {
         let Self { shape, start, tokens, q, cache, partials, .. } = *self;
-        let (kernel, threads) = shape.threads();
+        let (kernel, threads, groups) = shape.decode_kernel(on_tiles);
         let mut bindings = vec![
             Binding::read(q.floats(tokens * shape.heads * shape.dim)),
             Binding::read(cache.keys),
@@ -209,7 +218,7 @@ impl Attention<'_> {
             kernel,
             args: shape.args(start, tokens, rows),
             bindings,
-            grid: [shape.splits_of(start, tokens, rows) as u32, shape.kv_heads as u32, tokens as u32],
+            grid: [shape.splits_of(start, tokens, rows) as u32, groups as u32, tokens as u32],
             threads,
         }
     }
@@ -219,7 +228,7 @@ impl Attention<'_> {
         // The merge of a quantized cache transforms a whole head, so one threadgroup computes all columns of a head.
         let columns = if shape.recent.is_some() { 1 } else { shape.dim.div_ceil(32) };
         Launch {
-            kernel: if shape.recent.is_some() { "attention_merge_quant" } else { "attention_merge" },
+            kernel: shape.merge_kernel(),
             args: shape.args(start, tokens, rows),
             bindings: vec![
                 Binding::read(proj.floats(tokens * shape.width())),
@@ -228,7 +237,7 @@ impl Attention<'_> {
                 Binding::write(y.floats(tokens * shape.heads * shape.dim)),
             ],
             grid: [shape.heads as u32, tokens as u32, columns as u32],
-            threads: if shape.recent.is_some() { MERGE_THREADS } else { 128 },
+            threads: MERGE_THREADS,
         }
     }
 }
@@ -236,9 +245,9 @@ impl Attention<'_> {
 impl AttentionRows<'_> {
     /// First the write of keys and values, then the splits and merges of all rows. The number of launches is the same
     /// as for rows of one sequence.
-    pub fn launches(&self, max: usize) -> impl Iterator<Item = Launch> {
+    pub fn launches(&self, max: usize, on_tiles: bool) -> impl Iterator<Item = Launch> {
         let rows = Some(self.rows);
-        std::iter::once(self.write.launch_rows(rows)).chain(self.attention.launches_of(max, rows).flatten())
+        std::iter::once(self.write.launch_rows(rows)).chain(self.attention.launches_of(max, on_tiles, rows).flatten())
     }
 }
 

@@ -373,8 +373,8 @@ impl<P: DerefMut<Target: Gpu> + Send> Backend for GpuBackend<P> {
             Op::DeltaNetRows(op) => self.all(op.launches()),
             Op::KvWrite(op) => self.launch(op.launch()),
             Op::Attention(op) if self.half.is_some() && op.shape.recent.is_none() => self.all(op.half_launches()),
-            Op::Attention(op) => self.all(op.launches(ATTENTION_ROWS).flatten()),
-            Op::AttentionRows(op) => self.all(op.launches(ATTENTION_ROWS)),
+            Op::Attention(op) => self.all(op.launches(ATTENTION_ROWS, self.gpu.has_matrix_units()).flatten()),
+            Op::AttentionRows(op) => self.all(op.launches(ATTENTION_ROWS, self.gpu.has_matrix_units())),
             Op::Mlp(op) => match self.half {
                 Some(half) => self.all(op.half_launches(half.x)),
                 None => self.all(op.launches()),
