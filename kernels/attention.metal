@@ -288,17 +288,18 @@ ATTEND(_i16, short)
 // Positions per step; dimensions; words per row of halves; floats per row of scores; words per row of probabilities.
 enum { STEP = 16, WIDE = 256, WIDE_PITCH = WIDE / 2 + 4, SCORE_PITCH = 20, PROB_PITCH = 12 };
 
-// Loads word `tid` of STEP rows of keys or values. Rows after the last position have no weight, and integers are finite.
+// Loads word `tid` of STEP rows of keys or values. They are in one page, because splits start at multiples of STEP.
+// Rows after the last position have no weight, and their integers are finite.
 FN void load_step(DEVICE const short* rows, THREAD uint* words THREAD_IDS_PARAM) {
   UNROLL for (uint n = 0; n < STEP; n++) words[n] = *(DEVICE const uint*)(rows + n * (WIDE + 2) + 2 * tid);
 }
-// Stores what load_step has loaded: STEP rows of high bytes, then STEP rows of low bytes / 256. The bits of a byte become
-// the leading bits of the mantissa of 256 + byte, or of 1 + byte / 256.
+// Stores what load_step has loaded: STEP rows of high bytes, then STEP rows of low bytes / 256. The bits of a byte
+// become the leading bits of the mantissa of 256 + byte, or of 1 + byte / 256.
 FN void store_step(THREADGROUP uint* to, THREAD const uint* words THREAD_IDS_PARAM) {
   UNROLL for (uint n = 0; n < STEP; n++) {
     const uint high = (words[n] >> 6 & 0x03fc03fcu) ^ 0x5e005e00u, low = (words[n] << 2 & 0x03fc03fcu) | 0x3c003c00u;
-    to[n * WIDE_PITCH + tid] = HALF2_SUB(high, 0x5e005e00u);                // 384: the high byte has a sign
-    to[(STEP + n) * WIDE_PITCH + tid] = HALF2_SUB(low, 0x3c003c00u);        // 1
+    to[n * WIDE_PITCH + tid] = HALF2_SUB(high, 0x5e005e00u);          // 256 + 128, because the high byte has a sign
+    to[(STEP + n) * WIDE_PITCH + tid] = HALF2_SUB(low, 0x3c003c00u);  // 1
   }
 }
 // Stores two values as the halves of row `row`, and what is left of them as those of row `row` + 8.
@@ -417,7 +418,7 @@ KERNEL(attention_decode_tiles, ARGS(AttentionArgs, a), IN(float, q, 1), IN(short
     UNROLL for (uint n = 0; n < 4; n++) {
       const uint row = 2 * n + lane / 16, column = lane % 16;
       const float sum = mine[row * SCORE_PITCH + column] + mine[(row + 8) * SCORE_PITCH + column];
-      if (row < heads) out[row * pitch + sg * 64 + i * 16 + column] = sum * (unit / 4.0f);
+      if (row < heads) out[row * pitch + sg * 64 + i * 16 + column] = sum * (unit * 256.0f / 1024.0f);
     }
   }
 }

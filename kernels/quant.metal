@@ -129,8 +129,8 @@ FN bool stores_floats(CONSTANT Matrix& m, uint cols, uint format) {
   return m.format == format && m.float_type == BF16 && cols % 16 == 0;
 }
 
-// acc[t * COUNT + r] += row `row` + r of W times v[t * 16..] at chunk `c`, in the order of any other encoding. FORMAT is
-// FP8 or DENSE. The last row replaces rows past the end.
+// acc[t * COUNT + r] += row `row` + r of W times v[t * 16..] at chunk `c`, in the order of any other encoding. FORMAT
+// is FP8 or DENSE. The last row replaces rows past the end.
 template <uint FORMAT, uint COUNT, uint TOKENS>
 FN void dot_floats(CONSTANT Matrix& m, WeightPtrs w, uint cols, uint row, uint c, THREAD const float* v,
                    THREAD float* acc) {
