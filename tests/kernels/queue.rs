@@ -207,9 +207,11 @@ fn kernel_with_too_few_threads_is_refused() {
 
 #[test]
 fn every_wide_kernel_is_checked() {
-    for (kv_bits, halves, kernel) in
-        [(KvBits::Eight, false, "attention_merge_quant"), (KvBits::Sixteen, true, "attention_prefill_i16")]
-    {
+    for (kv_bits, halves, kernel) in [
+        (KvBits::Eight, false, "attention_merge_quant"),
+        (KvBits::Sixteen, false, "attention_merge"),
+        (KvBits::Sixteen, true, "attention_prefill_i16"),
+    ] {
         let double = Double::new(Host::fast());
         {
             let control = double.control();

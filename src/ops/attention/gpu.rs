@@ -113,10 +113,10 @@ impl AttentionShape {
     }
 
     /// The kernels with the largest threadgroups, and their numbers of threads.
-    pub fn wide_kernels(&self, has_matrix_units: bool) -> Vec<(&'static str, u32)> {
-        let (decode, threads, _) = self.decode_kernel(has_matrix_units);
+    pub fn wide_kernels(&self, has_matrix_units: bool, on_tiles: bool) -> Vec<(&'static str, u32)> {
+        let (decode, threads, _) = self.decode_kernel(on_tiles);
         let prefill = (has_matrix_units && self.recent.is_none()).then(|| (self.prefill_kernel(), PREFILL_THREADS));
-        [Some((decode, threads)), Some((self.merge_kernel(), MERGE_THREADS)), prefill].into_iter().flatten().collect()
+        [Some((decode, threads)), prefill, Some((self.merge_kernel(), MERGE_THREADS))].into_iter().flatten().collect()
     }
 
     fn merge_kernel(&self) -> &'static str {

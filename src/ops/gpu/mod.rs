@@ -236,6 +236,13 @@ impl<P: DerefMut<Target: Gpu> + Send> GpuBackend<P> {
         }
     }
 
+    /// True if decoding attends on matrix units, which takes four products for each integer in the cache. By reasoning,
+    /// not measurement, that costs more than it saves on Apple's GPUs up to the M4, which multiply tiles as fast as they
+    /// compute anything else. GPUs with their own memory have faster units.
+    fn attends_on_tiles(&self) -> bool {
+        self.gpu.has_matrix_units() && self.gpu.has_own_memory()
+    }
+
     /// Waits for the unfinished launches that conflict with accessing `region`, and for no others.
     fn wait_for_conflicts(&mut self, region: Region, access: BufferAccess) -> Result<(), DeviceError> {
         let conflicts = |other: BufferAccess| access != BufferAccess::Read || other != BufferAccess::Read;
@@ -339,7 +346,7 @@ impl<P: DerefMut<Target: Gpu> + Send> Backend for GpuBackend<P> {
 
     fn check_threads(&mut self, part: ModelPart<'_>) -> Result<(), DeviceError> {
         let kernels = match part {
-            ModelPart::Attention(shape) => shape.wide_kernels(self.gpu.has_matrix_units()),
+            ModelPart::Attention(shape) => shape.wide_kernels(self.gpu.has_matrix_units(), self.attends_on_tiles()),
             ModelPart::Indexer(_) => IndexerShape::WIDE_KERNELS.map(|kernel| (kernel, IndexerShape::THREADS)).to_vec(),
             ModelPart::Moe(layer) => vec![layer.threads()],
             ModelPart::Weight(_) | ModelPart::Delta(_) => Vec::new(),
@@ -373,8 +380,8 @@ impl<P: DerefMut<Target: Gpu> + Send> Backend for GpuBackend<P> {
             Op::DeltaNetRows(op) => self.all(op.launches()),
             Op::KvWrite(op) => self.launch(op.launch()),
             Op::Attention(op) if self.half.is_some() && op.shape.recent.is_none() => self.all(op.half_launches()),
-            Op::Attention(op) => self.all(op.launches(ATTENTION_ROWS, self.gpu.has_matrix_units()).flatten()),
-            Op::AttentionRows(op) => self.all(op.launches(ATTENTION_ROWS, self.gpu.has_matrix_units())),
+            Op::Attention(op) => self.all(op.launches(ATTENTION_ROWS, self.attends_on_tiles()).flatten()),
+            Op::AttentionRows(op) => self.all(op.launches(ATTENTION_ROWS, self.attends_on_tiles())),
             Op::Mlp(op) => match self.half {
                 Some(half) => self.all(op.half_launches(half.x)),
                 None => self.all(op.launches()),
