@@ -95,11 +95,16 @@ impl AttentionShape {
         args
     }
 
+    /// True if the kernel on matrix units can compute the splits.
+    pub(super) fn fits_tiles(&self) -> bool {
+        self.dim == 256 && self.format == KvFormat::I16
+    }
+
     /// The kernel that computes the splits, its number of threads per threadgroup, and its number of threadgroups per
     /// split. `on_tiles` allows the kernel on matrix units.
     fn decode_kernel(&self, on_tiles: bool) -> (&'static str, u32, usize) {
         let groups = self.heads / self.kv_heads;
-        if on_tiles && self.dim == 256 && self.format == KvFormat::I16 {
+        if on_tiles && self.fits_tiles() {
             return ("attention_decode_tiles", 128, self.kv_heads * groups.div_ceil(8));
         }
         // A simdgroup computes two query heads, or one if the number of query heads per key head is odd.

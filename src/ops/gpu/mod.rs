@@ -239,7 +239,7 @@ impl<P: DerefMut<Target: Gpu> + Send> GpuBackend<P> {
     /// True if decoding attends on matrix units, which takes four products for each integer in the cache. By reasoning,
     /// not measurement, that costs more than it saves on Apple's GPUs up to the M4, which multiply tiles as fast as they
     /// compute anything else. GPUs with their own memory have faster units.
-    fn attends_on_tiles(&self) -> bool {
+    pub(in crate::ops) fn attends_on_tiles(&self) -> bool {
         self.gpu.has_matrix_units() && self.gpu.has_own_memory()
     }
 
