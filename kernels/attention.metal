@@ -344,12 +344,15 @@ KERNEL(attention_decode_tiles, ARGS(AttentionArgs, a), IN(float, q, 1), IN(short
   // are at most 1.
   float max_score[2], denominator[2] = {}, unit = 1e-30f;
   UNROLL for (uint n = 0; n < 2; n++) max_score[n] = -as_type<float>(0x7f7fffffu);
+  const uint mine = lane % 8 * 2;  // lanes 0 to 7 have two positions of a step each
   for (uint block = first; block < end; block += STEP) {
-    float key_scale[2], value_scale[2], largest = 0;  // lanes 0 to 7 have two positions each
+    float key_scale[2], value_scale[2], largest = 0;
+    bool exists[2];
     UNROLL for (uint m = 0; m < 2; m++) {
-      const ulong at = page + (block % PAGE + lane % 8 * 2 + m) * (WIDE + 2);
-      key_scale[m] = cache_scale(keys + at, WIDE) * (256.0f * a.scale), value_scale[m] = cache_scale(values + at, WIDE);
-      if (block + lane % 8 * 2 + m >= end) value_scale[m] = 0;
+      const ulong at = page + (block % PAGE + mine + m) * (WIDE + 2);
+      exists[m] = block + mine + m < end;
+      key_scale[m] = cache_scale(keys + at, WIDE) * (256.0f * a.scale);
+      value_scale[m] = exists[m] ? cache_scale(values + at, WIDE) : 0.0f;
       largest = max(largest, value_scale[m]);
     }
     BARRIER();
@@ -369,24 +372,23 @@ KERNEL(attention_decode_tiles, ARGS(AttentionArgs, a), IN(float, q, 1), IN(short
     BARRIER();
     store_step(bytes, value THREAD_IDS);
     if (next < end) load_step(values + page + next % PAGE * (WIDE + 2), value THREAD_IDS);
-    const float new_unit = max(unit, SIMD_MAX(largest));
+    // Times 2^10, so that small probabilities are not subnormal.
+    const float new_unit = max(unit, SIMD_MAX(largest)), times = 1024.0f / new_unit;
     UNROLL for (uint n = 0; n < 2; n++) {
       const uint row = 2 * sg + n;
       float s[2], new_max = max_score[n];
       UNROLL for (uint m = 0; m < 2; m++) {
         s[m] = 0;
         UNROLL for (uint i = 0; i < 8; i++)
-          s[m] += scores[(i % 4 * 16 + row + i / 4 * 8) * SCORE_PITCH + lane % 8 * 2 + m];
-        s[m] = block + lane % 8 * 2 + m < end ? s[m] * key_scale[m] : -as_type<float>(0x7f7fffffu);
+          s[m] += scores[(i % 4 * 16 + row + i / 4 * 8) * SCORE_PITCH + mine + m];
+        s[m] = exists[m] ? s[m] * key_scale[m] : -as_type<float>(0x7f7fffffu);
         new_max = max(new_max, s[m]);
       }
       new_max = SIMD_MAX(new_max);
       const float rescale = exp(max_score[n] - new_max);
-      UNROLL for (uint m = 0; m < 2; m++) s[m] = block + lane % 8 * 2 + m < end ? exp(s[m] - new_max) : 0.0f;
+      UNROLL for (uint m = 0; m < 2; m++) s[m] = exists[m] ? exp(s[m] - new_max) : 0.0f;
       denominator[n] = fma(denominator[n], rescale, SIMD_SUM(lane < 8 ? s[0] + s[1] : 0.0f));
       max_score[n] = new_max;
-      // Times 2^10, so that small probabilities are not subnormal.
-      const float times = 1024.0f / new_unit;
       if (lane < 8)
         store_exact((THREADGROUP uint*)probs + lane, row, PROB_PITCH, s[0] * (value_scale[0] * times),
                     s[1] * (value_scale[1] * times));
@@ -410,14 +412,14 @@ KERNEL(attention_decode_tiles, ARGS(AttentionArgs, a), IN(float, q, 1), IN(short
       out[(2 * sg + n) * pitch + WIDE] = max_score[n];
       out[(2 * sg + n) * pitch + WIDE + 1] = denominator[n];
     }
-  THREADGROUP float* mine = scores + sg * 16 * SCORE_PITCH;
+  THREADGROUP float* tile = scores + sg * 16 * SCORE_PITCH;
   UNROLL for (uint i = 0; i < 4; i++) {
     BARRIER();
-    TILE_STORE(sums[i], mine, SCORE_PITCH);
+    TILE_STORE(sums[i], tile, SCORE_PITCH);
     BARRIER();
     UNROLL for (uint n = 0; n < 4; n++) {
       const uint row = 2 * n + lane / 16, column = lane % 16;
-      const float sum = mine[row * SCORE_PITCH + column] + mine[(row + 8) * SCORE_PITCH + column];
+      const float sum = tile[row * SCORE_PITCH + column] + tile[(row + 8) * SCORE_PITCH + column];
       if (row < heads) out[row * pitch + sg * 64 + i * 16 + column] = sum * (unit * 256.0f / 1024.0f);
     }
   }

@@ -7,6 +7,7 @@
 // The value of an affine format is its number of bits.
 enum Format { MXFP4 = 20, NVFP4 = 21, MXFP8 = 22, FP8 = 23, DENSE = 30 };
 enum Float { F32 = 0, F16 = 1, BF16 = 2 };
+enum { FP8_BLOCK = 128 };  // rows, and columns, that share a scale of FP8
 
 // A weight matrix W [rows, cols] of y = x W^T. `float_type` is the type of scales and biases, or of the values if
 // W is dense.
@@ -68,12 +69,12 @@ FN uint row_code_bytes(CONSTANT Matrix& m, uint cols) {
 }
 FN uint row_scale_bytes(CONSTANT Matrix& m, uint cols) {
   if (m.format == DENSE) return 0;
-  if (m.format == FP8) return (cols + 127) / 128 * (m.float_type == F32 ? 4 : 2);
+  if (m.format == FP8) return (cols + FP8_BLOCK - 1) / FP8_BLOCK * (m.float_type == F32 ? 4 : 2);
   if (m.format >= MXFP4) return cols / (m.format == NVFP4 ? 16 : 32);
   return cols / m.group * (m.float_type == F32 ? 4 : 2);
 }
-// The row of scales that row `row` of a matrix uses: its own, or in FP8 that of its 128 rows.
-FN uint scale_row(CONSTANT Matrix& m, uint row) { return m.format == FP8 ? row / 128 : row; }
+// The row of scales that row `row` of a matrix uses: its own, or in FP8 that of its block.
+FN uint scale_row(CONSTANT Matrix& m, uint row) { return m.format == FP8 ? row / FP8_BLOCK : row; }
 
 // Unpacks 16 codes of BITS bits.
 template <uint BITS> FN void unpack(DEVICE const uchar* p, THREAD float* v) {
@@ -115,7 +116,7 @@ FN void unpack_chunk(CONSTANT Matrix& m, DEVICE const uchar* row, uint c, uint c
 FN float chunk_scale(CONSTANT Matrix& m, DEVICE const uchar* scales, uint c) {
   if (m.format == DENSE) return m.global_scale;
   if (m.format == NVFP4) return e4m3(scales[c]) * m.global_scale;
-  if (m.format == FP8) return load_float(scales, m.float_type, c / 8) * m.global_scale;
+  if (m.format == FP8) return load_float(scales, m.float_type, c * 16 / FP8_BLOCK) * m.global_scale;
   if (m.format >= MXFP4) return e8m0(scales[c / 2]) * m.global_scale;
   return load_float(scales, m.float_type, c * 16 / m.group) * m.global_scale;
 }
@@ -145,7 +146,8 @@ FN void dot_floats(CONSTANT Matrix& m, WeightPtrs w, uint cols, uint row, uint c
       q[r * WORDS + 4 * i] = p.x, q[r * WORDS + 4 * i + 1] = p.y;
       q[r * WORDS + 4 * i + 2] = p.z, q[r * WORDS + 4 * i + 3] = p.w;
     }
-    s[r] = FORMAT == FP8 ? bf16(((DEVICE const ushort*)w.scales)[at / 128 * ((cols + 127) / 128) + c / 8]) : 1.0f;
+    const uint scale = at / FP8_BLOCK * ((cols + FP8_BLOCK - 1) / FP8_BLOCK) + c * 16 / FP8_BLOCK;
+    s[r] = FORMAT == FP8 ? bf16(((DEVICE const ushort*)w.scales)[scale]) : 1.0f;
   }
   UNROLL for (uint r = 0; r < COUNT; r++) {
     float dot[TOKENS];
