@@ -253,6 +253,7 @@ impl Streamed {
 }
 
 #[test]
+#[ignore = "exhaustive: every failure in every layer"]
 fn trouble_ahead_leaves_no_trace() {
     let root = checkpoint();
     let mut gpu = HostGpu::new(Host::fast());

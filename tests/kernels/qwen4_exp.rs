@@ -53,6 +53,7 @@ fn answers_match_transformers() {
 
 /// 60 is the minimum number of slots: 10 experts per token in each of 6 layers.
 #[test]
+#[ignore = "exhaustive: many cuts"]
 fn logits_ignore_chunks_and_slots() {
     for case in cases() {
         let ids = case.ids();
@@ -67,6 +68,7 @@ fn logits_ignore_chunks_and_slots() {
 
 /// Matrices of the trunk and packed experts in FP8.
 #[test]
+#[ignore = "long: three models"]
 fn fp8_checkpoint_matches_its_values_in_f32() {
     let ([fp8, plain], root) = (fp8_checkpoint::written(), tempfile::tempdir().unwrap());
     let dir = root.path().join("model");
@@ -86,6 +88,7 @@ fn fp8_checkpoint_matches_its_values_in_f32() {
 }
 
 #[test]
+#[ignore = "long: whole prompts, twice"]
 fn half_precision_prompts_match_transformers() {
     for case in cases() {
         let ids = case.ids();
@@ -97,6 +100,7 @@ fn half_precision_prompts_match_transformers() {
 }
 
 #[test]
+#[ignore = "exhaustive: many cuts"]
 fn snapshots_and_rejected_drafts_keep_logits() {
     let case = cases().swap_remove(1);
     let (ids, mut model) = (case.ids(), plain(None));
@@ -117,6 +121,7 @@ fn snapshots_and_rejected_drafts_keep_logits() {
 }
 
 #[test]
+#[ignore = "long: whole answers"]
 fn mtp_head_matches_transformers() {
     for case in cases() {
         let mut model = on_kernels(None, false, MtpSource::Checkpoint);

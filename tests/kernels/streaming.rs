@@ -14,7 +14,7 @@ use std::{path::Path, sync::Arc};
 const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro-demo");
 /// Number of slots: enough for a quarter of the demo's experts.
 const SLOTS: usize = 64;
-const TOKENS: usize = 100;
+const TOKENS: usize = 40;
 
 fn load(prefetch: Prefetch, trace_file: &Path, gpu: bool) -> (Qwen, Arc<Metrics>) {
     let store =

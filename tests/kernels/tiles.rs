@@ -32,6 +32,7 @@ fn joined(text: &str, tiles: Option<&str>) -> String {
 }
 
 #[test]
+#[ignore = "exhaustive: compiles every kernel twice"]
 fn other_kernels_compile_without_tiles() {
     let sound = kernels::compile(|_, text, tiles| compiles(&joined(text, tiles.then_some(kernels::TILES))));
     assert!(sound.has_tiles && sound.refused.is_empty(), "{:?}", sound.refused);

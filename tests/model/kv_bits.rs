@@ -65,6 +65,7 @@ fn forward_pass_matches_reference() {
 }
 
 #[test]
+#[ignore = "exhaustive: every question, alone and after 500 tokens"]
 fn eight_bit_answers_equal_sixteen_bit() {
     let (cases, _) = fixtures::demo();
     let mut models = [KvBits::Sixteen, KvBits::Eight].map(|bits| demo(bits, CpuArithmetic::Integer));
@@ -103,6 +104,7 @@ fn eight_bit_answers_equal_sixteen_bit() {
 const BOUND: f64 = 2e-3;
 
 #[test]
+#[ignore = "long: every question"]
 fn four_bit_perplexity_rises_under_one_percent() {
     let ids = text(4000);
     let mut options = LoadOptions { threads: Some(2), ..LoadOptions::default() };

@@ -215,7 +215,7 @@ fn walk(seed: u64, mut cached: Server, fresh: &Server, restart: &dyn Fn(Server) 
 /// The environment variable `MOESTRO_WALKS` sets the number of walks.
 #[test]
 fn cache_does_not_change_answers() {
-    let walks: u64 = std::env::var("MOESTRO_WALKS").map_or(9, |walks| walks.parse().unwrap());
+    let walks: u64 = std::env::var("MOESTRO_WALKS").map_or(3, |walks| walks.parse().unwrap());
     let (mut known, mut evicted, mut from_disk) = (0, 0, 0);
     // The caches have room for one snapshot, for three, and for all. The last two servers restart from time to time.
     for (part, states, bits) in [(0, 1, KvBits::Sixteen), (1, 3, KvBits::Eight), (2, 40, KvBits::Sixteen)] {

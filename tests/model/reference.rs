@@ -108,6 +108,7 @@ fn fast_pass_matches_at_boundaries() {
 }
 
 #[test]
+#[ignore = "long: a prompt of 2,048 tokens"]
 fn fast_pass_matches_on_long_prompt() {
     // This is text that the demo was trained on. On random tokens its routers have near ties, which rounding decides.
     let (cases, _) = fixtures::demo();

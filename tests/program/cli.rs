@@ -220,7 +220,14 @@ fn doctor_finds_no_fault() {
     let report: Value = serde_json::from_slice(&run(&["doctor", "--json"]).stdout).unwrap();
     assert_eq!(report["wrong"], json!([]));
     // The report has either the comparison of the kernels or the reason why there is no comparison.
-    assert!(report["gpu"]["kernels"].is_array() != report["gpu"]["absent"].is_string(), "{report}");
+    let is_absent = report["gpu"]["absent"].is_string();
+    assert!(report["gpu"]["kernels"].is_array() != is_absent, "{report}");
+    assert_eq!(text.ends_with("everything agrees; there was no GPU to compare\n"), is_absent, "{text}");
+    assert!(report["processor"].as_array().is_some_and(|all| all.iter().all(|one| one["agrees"] == true)));
+    let answers = report["answers"].as_array().unwrap();
+    let devices: Vec<_> = answers.iter().map(|answer| answer["device"].as_str().unwrap()).collect();
+    assert!(devices.starts_with(&["cpu, plain f32"]) && devices.contains(&"reference, Candle's cpu"), "{devices:?}");
+    assert!(answers.iter().all(|answer| answer["ids"] == answers[0]["ids"]), "{report}");
 }
 
 #[test]

@@ -168,6 +168,7 @@ fn quantized_attention_error_is_small() {
 }
 
 #[test]
+#[ignore = "exhaustive: every shape and instruction set"]
 fn quantized_attention_bytes_ignore_batch_and_isa() {
     let (mut random, mut lab) = (Random(53), TestCpu::new());
     for format in [KvFormat::Eight, KvFormat::Four] {

@@ -186,7 +186,7 @@ mod tests {
         let mut options = LoadOptions { threads: Some(2), ..LoadOptions::default() };
         options.plan.context = Some(1024);
         let mut model = Qwen::load(&dir, &options, &Metrics::new("test", "cpu"), &mut |_, _| ()).unwrap();
-        let text = super::super::prompt(&dir, None, 300).unwrap();
+        let text = super::super::prompt(&dir, None, 200).unwrap();
         let all = compare(&mut model, &[KvBits::Sixteen, KvBits::Eight, KvBits::Four], &text, 5).unwrap();
         let [none, eight, four] = &all[..] else { panic!("{all:?}") };
         assert_eq!((none.divergence, none.worst, none.same, none.answer_same), (0.0, 0.0, 1.0, 5));

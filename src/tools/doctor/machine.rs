@@ -218,6 +218,7 @@ mod tests {
     use super::*;
 
     #[test]
+    #[ignore = "long: measures four models"]
     fn report_measures_disk_memory_and_runs() {
         let root = tempfile::tempdir().unwrap();
         let dir = root.path().join("report");
