@@ -1,9 +1,13 @@
 //! Tests the comparisons of `moestro doctor` and the choice of `--device`, with kernels compiled for the host.
 
-use crate::{gpu::HostGpu, host::Host};
+use crate::{
+    double::{Double, Fault, Plan},
+    gpu::HostGpu,
+    host::Host,
+};
 use moestro::{
     command::device_choice::DeviceChoice,
-    device::{BufferAccess, DeviceError, GPU_KIND, Gpu, Launch, Region, Slab, SyncPoint, Timeline},
+    device::{BufferAccess, CommandQueue, DeviceError, GPU_KIND, Gpu, Launch, Region, Slab, SyncPoint, Timeline},
     ops::check,
     tools::doctor,
 };
@@ -234,16 +238,29 @@ fn doctor_reports_refused_kernel_and_continues() {
 #[test]
 #[ignore = "long: a whole report"]
 fn doctor_report_of_a_working_gpu() {
-    let report = doctor::examine(Ok(Box::new(HostGpu::new(Host::plain()))), &[]).unwrap();
+    let double = Double::new(Host::plain());
+    let control = double.control();
+    let mut report = doctor::examine(Ok(Box::new(CommandQueue::new(double))), &[]).unwrap();
     assert!(report.wrong.is_empty(), "{report}");
     let text = report.to_string();
     println!("{text}");
     assert!(text.contains("us to submit") && report.gpu.as_ref().unwrap().times.is_some(), "{text}");
-    assert!(text.contains("the host: working set unknown") && text.ends_with("everything agrees\n"), "{text}");
+    assert!(text.contains("the double: working set unknown") && text.ends_with("everything agrees\n"), "{text}");
     let json = serde_json::json!(report);
     assert_eq!(json["answers"][2]["device"], GPU_KIND);
     assert_eq!(json["answers"][2]["ids"], json["answers"][0]["ids"]);
     assert_eq!(json["gpu"]["kernels"].as_array().unwrap().len(), Host::plain().names().len() + 2);
+    // No error was provoked on the examined device, because macOS would refuse further work of the device.
+    assert_eq!(control.lock().unwrap().calls.get("encode_fault"), None);
+    let recover = |double| doctor::recover(Box::new(CommandQueue::new(double)));
+    report.recovery = recover(Double::new(Host::fast()));
+    assert!(report.to_string().contains("(an error, and after it) same bytes"), "{report}");
+    // A device that does not recover is reported, but does not count as wrong.
+    let banned = Double::new(Host::fast());
+    banned.control().lock().unwrap().fault = Some(Plan { method: "commit", nth: 0, fault: Fault::Banned });
+    report.recovery = recover(banned);
+    assert!(report.to_string().contains("(an error, and after it) FAILED") && report.wrong.is_empty(), "{report}");
+    assert_eq!(serde_json::json!(report)["recovery"]["agrees"], false);
 }
 
 #[test]

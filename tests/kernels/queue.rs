@@ -15,7 +15,6 @@ use moestro::{
     model::{LoadOptions, Model, Qwen, Rows, StoreOptions},
     ops::{KvBits, check, norm::rms_norm},
     platform::os::MemoryLevel,
-    tools::doctor,
 };
 use std::time::{Duration, Instant};
 
@@ -501,24 +500,4 @@ fn double_finds_missing_wait() {
         double.read(launch.bindings[2].region, &mut [0; 256]).unwrap();
         while double.status(&committed) == CommandStatus::Pending {}
     }
-}
-
-#[test]
-#[ignore = "long: a whole report"]
-fn doctor_injects_fault_and_recovers() {
-    let double = Double::new(Host::fast());
-    let control = double.control();
-    let mut report = doctor::examine(Ok(Box::new(CommandQueue::new(double))), &[]).unwrap();
-    assert!(report.wrong.is_empty(), "{report}");
-    // No error was provoked on the examined device, because macOS would refuse further work of the device.
-    assert_eq!(control.lock().unwrap().calls.get("encode_fault"), None);
-    let recover = |double| doctor::recover(Box::new(CommandQueue::new(double)));
-    report.recovery = recover(Double::new(Host::fast()));
-    assert!(report.to_string().contains("(an error, and after it) same bytes"), "{report}");
-    // A device that does not recover is reported, but does not count as wrong.
-    let banned = Double::new(Host::fast());
-    banned.control().lock().unwrap().fault = Some(Plan { method: "commit", nth: 0, fault: Fault::Banned });
-    report.recovery = recover(banned);
-    assert!(report.to_string().contains("(an error, and after it) FAILED") && report.wrong.is_empty(), "{report}");
-    assert_eq!(serde_json::json!(report)["recovery"]["agrees"], false);
 }
