@@ -165,8 +165,8 @@ fn answers_ignore_every_draft_kind() {
     let asked = [(twice, Sampling::greedy()), (story.clone(), penal)];
     let plain = answers(on_kernels(dir.path(), false), Box::new(LookupDraft), DraftPolicy::Off, &asked);
     // The CPU tests run every kind of draft resident and streaming. On the kernels each run takes seconds, so each kind
-    // runs only once.
-    let kinds = [("mtp", true), ("model", false), ("dflash", false), ("lookup", true)];
+    // runs only once or twice.
+    let kinds = [("mtp", false), ("mtp", true), ("model", false), ("dflash", false), ("lookup", true)];
     for (kind, streaming) in kinds {
         let model = on_kernels(dir.path(), streaming);
         let draft: Box<dyn Draft<Qwen>> = match kind {

@@ -59,7 +59,7 @@ fn logits_ignore_chunks_and_slots() {
         let ids = case.ids();
         let (expected, ..) = prefill(&mut plain(None), &ids, ids.len());
         check(case.name, &expected.data, &case.logits(), LOGIT);
-        for (chunk, slots) in [(7, Some(60)), (20, None), (1, Some(60))] {
+        for (chunk, slots) in [(1, None), (7, Some(60)), (20, None), (1, Some(60))] {
             let (found, ..) = prefill(&mut plain(slots), &ids, chunk);
             assert!(found.data == expected.data, "{}: chunks of {chunk}, {slots:?} slots", case.name);
         }

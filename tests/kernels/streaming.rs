@@ -14,7 +14,6 @@ use std::{path::Path, sync::Arc};
 const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro-demo");
 /// Number of slots: enough for a quarter of the demo's experts.
 const SLOTS: usize = 64;
-const TOKENS: usize = 40;
 
 fn load(prefetch: Prefetch, trace_file: &Path, gpu: bool) -> (Qwen, Arc<Metrics>) {
     let store =
@@ -34,10 +33,10 @@ fn load(prefetch: Prefetch, trace_file: &Path, gpu: bool) -> (Qwen, Arc<Metrics>
     (qwen, metrics)
 }
 
-/// Decodes a fixed sequence of tokens.
-fn decode(model: &mut Qwen) {
+/// Decodes the first `tokens` of a fixed sequence.
+fn decode(model: &mut Qwen, tokens: u32) {
     let mut state = model.start().unwrap();
-    for token in 0..TOKENS as u32 {
+    for token in 0..tokens {
         model.forward(&mut state, &[100 + token * 37 % 1500], Rows::None).unwrap();
     }
 }
@@ -52,15 +51,15 @@ struct Counts {
     asked: Vec<String>,
 }
 
-fn run(prefetch: Prefetch, gpu: bool) -> Counts {
+fn run(prefetch: Prefetch, gpu: bool, tokens: u32) -> Counts {
     let dir = tempfile::tempdir().unwrap();
     let trace = dir.path().join("trace");
     let (mut qwen, metrics) = load(prefetch, &trace, gpu);
     if gpu {
         let host = Box::new(HostGpu::new(Host::fast()));
-        decode(&mut qwen.move_to(host).unwrap_or_else(|refused| panic!("{}", refused.error)));
+        decode(&mut qwen.move_to(host).unwrap_or_else(|refused| panic!("{}", refused.error)), tokens);
     } else {
-        decode(&mut qwen);
+        decode(&mut qwen, tokens);
         drop(qwen);
     }
     let text = std::fs::read_to_string(trace).unwrap();
@@ -80,21 +79,21 @@ fn run(prefetch: Prefetch, gpu: bool) -> Counts {
 #[test]
 #[ignore = "long: whole answers"]
 fn gpu_cache_counts_match_the_cpu() {
-    let (cpu, gpu) = (run(Prefetch::Off, false), run(Prefetch::Off, true));
+    let (cpu, gpu) = (run(Prefetch::Off, false, 100), run(Prefetch::Off, true, 100));
     assert!(cpu.asked == gpu.asked, "the routers chose differently");
     let counts = |counts: &Counts| [counts.hits, counts.misses, counts.foreseen, counts.used, counts.evictions];
     println!("{:?}", counts(&cpu));
     assert_eq!(counts(&cpu), counts(&gpu));
     assert!(cpu.hits > 0 && cpu.evictions > 0 && cpu.foreseen == 0);
-    assert_eq!(cpu.hits + cpu.misses, (TOKENS * 8 * 4) as u64);
+    assert_eq!(cpu.hits + cpu.misses, 100 * 8 * 4);
 }
 
 #[test]
 fn prefetches_are_used_and_counted() {
     for gpu in [false, true] {
-        let counts = run(Prefetch::On, gpu);
+        let counts = run(Prefetch::On, gpu, 40);
         println!("{} of {} read ahead", counts.used, counts.misses + counts.foreseen);
-        assert_eq!(counts.hits + counts.misses + counts.foreseen, (TOKENS * 8 * 4) as u64);
+        assert_eq!(counts.hits + counts.misses + counts.foreseen, 40 * 8 * 4);
         assert_eq!(counts.foreseen, counts.used);
         // Most experts that had to be read were predicted, even if some of them were not read in time.
         assert!(counts.foreseen > counts.misses, "{} foreseen, {} not", counts.foreseen, counts.misses);
