@@ -49,11 +49,12 @@ pub fn free_space(path: &Path) -> Option<u64> {
     (stat.f_bavail as u64).checked_mul(stat.f_frsize as u64)
 }
 
-/// Returns an error if the file system of `path` has fewer free bytes than `bytes` and a spare 64 MiB. `what` needs the
-/// space. `hint` ends the message.
+/// Returns an error if the file system of `path` has no room for `bytes` and for a spare of as many bytes, at most
+/// 64 MiB. `what` needs the space. `hint` ends the message.
 pub fn check_free_space(path: &Path, what: &str, bytes: u64, hint: &str) -> io::Result<()> {
-    let Some(free) = free_space(path).filter(|&free| free < bytes + (64 << 20)) else { return Ok(()) };
-    let why = format!("{what} needs {bytes} bytes, but only {free} are free{hint}");
+    let spare = bytes.min(64 << 20);
+    let Some(free) = free_space(path).filter(|&free| free < bytes + spare) else { return Ok(()) };
+    let why = format!("{what} needs {bytes} bytes and {spare} bytes to spare, but only {free} are free{hint}");
     Err(io::Error::new(io::ErrorKind::StorageFull, why))
 }
 
@@ -81,5 +82,14 @@ mod tests {
     fn free_space_uses_the_nearest_ancestor() {
         assert!(free_space(Path::new("/no/such/place/yet")).unwrap() > 0);
         assert!(free_space(Path::new("relative")).unwrap() > 0);
+    }
+
+    #[test]
+    fn small_file_needs_little_spare_space() {
+        let dir = tempfile::tempdir().unwrap();
+        check_free_space(dir.path(), "a file", 1, "").unwrap();
+        let error = check_free_space(dir.path(), "a file", 1 << 60, "; end").unwrap_err().to_string();
+        assert!(error.starts_with("a file needs 1152921504606846976 bytes and 67108864 bytes to spare, but only "));
+        assert!(error.ends_with(" are free; end"), "{error}");
     }
 }
