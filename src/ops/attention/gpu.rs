@@ -96,7 +96,7 @@ impl AttentionShape {
     }
 
     /// True if the kernel on matrix units can compute the splits.
-    pub(super) fn fits_tiles(&self) -> bool {
+    pub(in crate::ops) fn fits_tiles(&self) -> bool {
         self.dim == 256 && self.format == KvFormat::I16
     }
 

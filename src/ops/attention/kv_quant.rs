@@ -28,7 +28,7 @@ pub fn recent_start(position: usize) -> usize {
 }
 
 /// Number of bits of a quantized format. `None` for [`KvFormat::F32`] and [`KvFormat::I16`].
-pub(super) fn bits(format: KvFormat) -> Option<usize> {
+pub(in crate::ops) fn bits(format: KvFormat) -> Option<usize> {
     match format {
         KvFormat::Eight => Some(8),
         KvFormat::Four => Some(4),
@@ -117,7 +117,7 @@ pub(super) fn unpack_row(bits: usize, row: &[u8], integers: &mut [i16], scales: 
 }
 
 /// Dequantizes rows of `dim` values. The Hadamard transform is not undone.
-pub(super) fn dequantize_rows(bits: usize, rows: &[u8], dim: usize) -> Vec<f32> {
+pub(in crate::ops) fn dequantize_rows(bits: usize, rows: &[u8], dim: usize) -> Vec<f32> {
     let mut values = Vec::new();
     let (mut integers, mut scales) = (vec![0; dim], vec![0.0; dim / GROUP]);
     for row in rows.chunks_exact(row_bytes(bits, dim)) {

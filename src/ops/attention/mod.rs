@@ -1,19 +1,17 @@
 //! Gated full attention without its projections. [`KvWrite`] normalises and rotates queries and keys and stores keys
 //! and values in the cache. [`Attention`] reads the cache and applies the output gate.
 
-mod cases;
 mod cpu;
 mod float_kernels;
 mod gpu;
 mod kv_cache;
 mod kv_format;
-mod kv_quant;
+pub(super) mod kv_quant;
 #[cfg(target_arch = "x86_64")]
 mod kv_quant_avx512;
 mod kv_quant_cpu;
 mod kv_quant_operands;
 
-pub(super) use cases::cases;
 pub use gpu::max_splits;
 pub(super) use kv_cache::{KvElement, KvView};
 pub use kv_format::{GROUP, KvBits, KvFormat};

@@ -27,7 +27,7 @@ impl IndexerShape {
 
 impl BlockAttention<'_> {
     /// Splits the operation into parts: each has as many rows as fit into the buffer of partial results, at most `max`.
-    pub(super) fn parts(&self, max: usize) -> impl Iterator<Item = Self> {
+    pub(in crate::ops) fn parts(&self, max: usize) -> impl Iterator<Item = Self> {
         let (start, tokens) = (self.attention.start, self.attention.tokens);
         let row = self.indexer.row_scratch(self.closed((start + tokens).saturating_sub(1)).0) * 4;
         let at_once = (self.attention.partials.len / row).clamp(1, max);
@@ -53,7 +53,7 @@ impl BlockAttention<'_> {
     }
 
     /// Queries `[tokens, heads * dim]`, selections `[tokens, blocks]` and scores `[tokens, stride]`.
-    pub(super) fn scratch(&self) -> [Region; 3] {
+    pub(in crate::ops) fn scratch(&self) -> [Region; 3] {
         let (shape, tokens) = (self.indexer, self.attention.tokens);
         let [queries, selected, scores] =
             [shape.heads * shape.dim, shape.blocks, self.stride()].map(|row| tokens * row);
@@ -76,7 +76,7 @@ impl BlockAttention<'_> {
     }
 
     /// The launches of a part: queries and keys, scores, selection, attention.
-    pub(super) fn part_launches(&self) -> [Launch; 4] {
+    pub(in crate::ops) fn part_launches(&self) -> [Launch; 4] {
         let (indexer, attention, args) = (self.indexer, &self.attention, self.args());
         let (shape, tokens) = (attention.shape, attention.tokens);
         let [queries, selected, scores] = self.scratch();

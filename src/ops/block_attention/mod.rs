@@ -13,12 +13,9 @@
 //! lower block is selected. If there are at most `blocks` closed blocks, the query attends to all of them. All heads of
 //! a query use the same selection.
 
-mod cases;
 mod cpu;
 mod gpu;
 mod select;
-
-pub(super) use cases::cases;
 
 use super::{Attention, QkNormRope, attention::PAGE};
 use crate::device::{BufferAccess, DeviceError, Region};
@@ -94,8 +91,8 @@ pub struct BlockAttention<'a> {
 /// Buffers of the selection, reused by all calls.
 #[derive(Default)]
 pub(in crate::ops) struct SelectionScratch {
-    queries: Vec<f32>,
-    scores: Vec<f32>,
+    pub queries: Vec<f32>,
+    pub scores: Vec<f32>,
     /// `[tokens, blocks]`: the closed blocks that each query attends to, in ascending order.
     pub selected: Vec<u32>,
 }
@@ -103,7 +100,7 @@ pub(in crate::ops) struct SelectionScratch {
 impl BlockAttention<'_> {
     /// Number of blocks that are closed for a query at `position`, and number of closed blocks that the query attends
     /// to.
-    fn closed(&self, position: usize) -> (usize, usize) {
+    pub(in crate::ops) fn closed(&self, position: usize) -> (usize, usize) {
         let closed = (position + 1) / self.indexer.ratio;
         (closed, closed.min(self.indexer.blocks))
     }

@@ -1,9 +1,10 @@
 //! Checks this machine's arithmetic: each operation on the GPU against the CPU, and each instruction set of the
 //! processor against portable Rust. `moestro doctor` prints the findings, and `--device auto` uses the GPU only if
-//! all checks pass. The inputs are in each operation's `cases.rs`.
+//! all checks pass. The inputs are in `cases/`, a file for each
+//! operation.
 
+mod cases;
 mod kernel_check;
-mod order;
 pub(super) mod processor;
 mod random_inputs;
 
@@ -11,13 +12,10 @@ pub(super) use kernel_check::{CLOSE, HALF, KernelCheck, difference};
 pub use processor::processor;
 pub(in crate::ops) use random_inputs::RandomInputs;
 
-use self::kernel_check::Outcome;
-use super::{
-    Cpu, GpuBackend, attention, block_attention, conv, delta, embedding, experts, linear, ngram, norm, router, sample,
-    streams,
-};
+use self::{cases::PARTS, kernel_check::Outcome};
+use super::{Cpu, GpuBackend};
 use crate::{
-    device::{CpuArithmetic, CpuDevice, DeviceError, Gpu, Region},
+    device::{CpuArithmetic, CpuDevice, Gpu, Region},
     platform::split_mix64::SplitMix64,
 };
 use std::collections::BTreeMap;
@@ -35,24 +33,6 @@ impl Finding {
         self.outcome.as_ref().is_ok_and(|(difference, allowed)| difference <= allowed)
     }
 }
-
-type Cases = fn(&mut KernelCheck<'_>) -> Result<(), DeviceError>;
-
-const PARTS: [(&str, Cases); 13] = [
-    ("products", linear::cases),
-    ("norm", norm::cases),
-    ("embedding", embedding::cases),
-    ("delta rule", conv::cases),
-    ("delta net", delta::cases),
-    ("attention", attention::cases),
-    ("attention to blocks", block_attention::cases),
-    ("router", router::cases),
-    ("experts", experts::cases),
-    ("residual streams", streams::cases),
-    ("n-gram rows", ngram::cases),
-    ("choice of a token", sample::cases),
-    ("order and memory", order::cases),
-];
 
 /// The names of the parts of the check.
 pub fn parts() -> impl Iterator<Item = &'static str> {

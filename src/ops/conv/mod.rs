@@ -7,11 +7,8 @@
 //!
 //! Afterwards, the state has advanced by `committed` rows: it holds rows `committed` to `committed + K - 2` of `full`.
 
-mod cases;
 mod cpu;
 mod gpu;
-
-pub(super) use cases::cases;
 
 use super::delta::{DeltaShape, Replay};
 use crate::device::{BufferAccess, Region};

@@ -7,14 +7,12 @@
 //! y = rms(o) * norm * gate(z)                 gate: SiLU or sigmoid
 //! ```
 
-mod cases;
 mod cpu;
 mod gpu;
 mod shape;
 
 use super::{Conv, Linear, SequenceRows};
 use crate::device::{BufferAccess, Region};
-pub(super) use cases::cases;
 pub use shape::{DeltaShape, OutputGate, Replay};
 
 /// Added to the sum of squares of q or k before the square root.

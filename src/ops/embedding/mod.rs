@@ -1,10 +1,8 @@
 //! Embedding lookup: rows of the table, dequantized.
 
-mod cases;
 mod cpu;
 mod gpu;
 
-pub(super) use cases::cases;
 pub use gpu::dequantize;
 
 use super::Weight;

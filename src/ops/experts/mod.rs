@@ -6,12 +6,10 @@
 //! keeps intermediate values in [`MoeBuffers`]. The CPU stores one result for each assignment. A GPU that computes few
 //! rows stores only `silu(gate) * up`, because it then computes `down` and the sum in one launch.
 
-mod cases;
 mod cpu;
 mod feed_forward;
 mod gpu;
 
-pub(super) use cases::cases;
 pub(in crate::ops) use feed_forward::{ExpertJob, ExpertScratch, ExpertView, JobRows, MAX_ASSIGNMENTS, compute};
 pub use gpu::{Jobs, swiglu};
 

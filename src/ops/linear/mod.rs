@@ -1,12 +1,10 @@
 //! Linear layers: `y = x W^T` for matrices that share `x`, with an optional norm before and an optional residual sum
 //! after.
 
-mod cases;
 mod cpu;
 mod gpu;
 mod matmul;
 
-pub(in crate::ops) use cases::{FORMATS, cases};
 pub use gpu::HalfBuffers;
 pub(in crate::ops) use gpu::HalfRows;
 pub(in crate::ops) use matmul::{OutputColumns, check, normed, product, reuse_empty};

@@ -8,11 +8,8 @@
 //! ```
 //! A ring buffer holds M of earlier tokens. M is zero before the first token.
 
-mod cases;
 mod cpu;
 mod gpu;
-
-pub(super) use cases::cases;
 
 use crate::device::{BufferAccess, DeviceError, Region};
 

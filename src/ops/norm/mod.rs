@@ -1,10 +1,8 @@
 //! RMS norm, and the gate of a delta-net layer.
 
-mod cases;
 mod cpu;
 mod gpu;
 
-pub(super) use cases::cases;
 pub(super) use cpu::{multiply_sigmoid, multiply_silu, normalise};
 pub use gpu::rms_norm;
 pub(super) use gpu::rms_norms;

@@ -1,11 +1,8 @@
 //! The router: scores of all experts, softmax, top-k. Ties go to the lower expert number. The same operation
 //! computes the weight of the shared expert, and on a GPU also its gate and up projections.
 
-mod cases;
 mod cpu;
 mod gpu;
-
-pub(super) use cases::cases;
 
 use super::{
     Norm,

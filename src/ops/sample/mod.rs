@@ -1,15 +1,12 @@
 //! The next token, chosen on the device.
 
-mod cases;
 mod cpu;
 mod gpu;
-
-pub(super) use cases::cases;
 
 use crate::device::{BufferAccess, Region};
 
 /// Number of values that one threadgroup of a GPU compares.
-const BLOCK: usize = 4096;
+pub(super) const BLOCK: usize = 4096;
 
 /// How to choose a token. The steps are those of [`Sampler`](crate::engine::Sampler).
 #[derive(Debug, Clone, Copy, PartialEq)]

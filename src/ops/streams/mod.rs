@@ -9,11 +9,8 @@
 //! stream += inject * y                      y: the part's result
 //! ```
 
-mod cases;
 mod cpu;
 mod gpu;
-
-pub(super) use cases::cases;
 
 use super::Weight;
 use crate::device::{BufferAccess, Region};

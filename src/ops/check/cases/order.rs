@@ -1,10 +1,13 @@
 //! Checks of launch order and shared memory: dependent launches run in order within and across command buffers,
 //! independent launches may overlap, and the device sees adopted memory.
 
-use super::{CLOSE, KernelCheck, difference};
 use crate::{
     device::{DeviceError, Region, Slab, Timeline},
-    ops::{Backend, Float, Linear, Op, Weight, WeightFormat, norm::rms_norm},
+    ops::{
+        Backend, Float, Linear, Op, Weight, WeightFormat,
+        check::{CLOSE, KernelCheck, difference},
+        norm::rms_norm,
+    },
 };
 use std::sync::Arc;
 

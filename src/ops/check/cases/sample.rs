@@ -1,11 +1,16 @@
-//! Checks of this operation: GPU against CPU.
+//! Checks of `sample`: GPU against CPU.
 
-use super::{BLOCK, Sample, TokenChoice};
-use crate::{device::DeviceError, ops::check::KernelCheck};
+use crate::{
+    device::DeviceError,
+    ops::{
+        check::KernelCheck,
+        sample::{BLOCK, Sample, TokenChoice},
+    },
+};
 
 /// Checks random logits, equal largest logits in one block and in several, and logits that are never chosen. Each with
 /// several choices.
-pub(in crate::ops) fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> {
+pub fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> {
     let sampled = |top_k, top_p, min_p, share| TokenChoice { top_k, temperature: 0.7, top_p, min_p, share };
     let choices = [
         TokenChoice::LIKELIEST,

@@ -1,13 +1,12 @@
-//! Checks of this operation: GPU against CPU.
+//! Checks of `conv`: GPU against CPU.
 
-use super::Conv;
 use crate::{
     device::DeviceError,
-    ops::{Decay, DeltaRule, DeltaShape, OutputGate, Replay, check::KernelCheck},
+    ops::{Decay, DeltaRule, DeltaShape, OutputGate, Replay, check::KernelCheck, conv::Conv},
 };
 
 /// Checks the convolution, and the delta rule after it.
-pub(in crate::ops) fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> {
+pub fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> {
     case(
         b,
         &DeltaShape {

@@ -1,19 +1,19 @@
-//! Checks of this operation: GPU against CPU.
+//! Checks of `attention`: GPU against CPU.
 
-use super::{
-    Attention, AttentionRows, AttentionShape, KvCache, KvFormat, KvWrite, PAGE, QkNormRope, RecentRing,
-    kv_quant::{bits, dequantize_rows},
-    max_splits,
-};
 use crate::{
     device::{DeviceError, Region},
     ops::{
         Backend, SequenceRows,
+        attention::{
+            Attention, AttentionRows, AttentionShape, KvCache, KvFormat, KvWrite, PAGE, QkNormRope, RecentRing,
+            kv_quant::{bits, dequantize_rows},
+            max_splits,
+        },
         check::{CLOSE, HALF, KernelCheck, difference},
     },
 };
 
-pub(in crate::ops) fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> {
+pub fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> {
     for dim in [128, 256] {
         for format in [KvFormat::F32, KvFormat::I16] {
             let shape = AttentionShape {

@@ -1,15 +1,15 @@
-//! Checks of these operations: GPU against CPU.
+//! Checks of `streams`: GPU against CPU.
 
-use super::{ReadStreams, StreamBuffers, StreamMix, StreamShape, WriteStreams};
 use crate::{
     device::{DeviceError, Region},
     ops::{
         Backend, Float, WeightFormat,
         check::{CLOSE, HALF, KernelCheck},
+        streams::{ReadStreams, StreamBuffers, StreamMix, StreamShape, WriteStreams},
     },
 };
 
-pub(in crate::ops) fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> {
+pub fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> {
     let shape = &StreamShape { count: 3, rank: 64, hidden: 192, eps: 1e-6 };
     let affine = WeightFormat::Affine { bits: 4, group: 64, scale: Float::Bf16 };
     for (codes, tokens, layer) in [(affine, 1, true), (WeightFormat::Dense(Float::Bf16), 3, false)] {

@@ -1,11 +1,11 @@
-//! Checks of this operation: GPU against CPU.
+//! Checks of `block_attention`: GPU against CPU.
 
-use super::{BlockAttention, IndexCache, IndexerShape};
 use crate::{
     device::{DeviceError, Region},
     ops::{
         Attention, AttentionShape, Backend, KvCache, KvFormat, KvWrite, QkNormRope,
         attention::PAGE,
+        block_attention::{BlockAttention, IndexCache, IndexerShape},
         check::{CLOSE, KernelCheck, difference},
     },
 };
@@ -17,7 +17,7 @@ const MAX_CALL: usize = 210;
 /// Maximum number of rows in one part of a call. The rows of a part are launched together.
 const MAX_PART: usize = 60;
 
-pub(in crate::ops) fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> {
+pub fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> {
     let shape = IndexerShape { heads: 4, dim: 16, rope_dim: 8, ratio: 4, blocks: 6, eps: 1e-6 };
     // In order: rows that attend to all blocks, a prompt whose later rows attend to selected blocks, a block that
     // closes token by token, a prompt that is launched in parts and crosses a page, and decoding.

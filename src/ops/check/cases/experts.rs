@@ -1,14 +1,14 @@
-//! Checks of this operation: GPU against CPU.
+//! Checks of `experts`: GPU against CPU.
 
-use super::{
-    CombineExperts, ExpertGroup, ExpertSet, ExpertSlots, ExpertStack, Experts, MoeBuffers, MoeWeights, SharedExpert,
-    swiglu,
-};
 use crate::{
     device::{DeviceError, Region, Slab},
     ops::{
         Backend, Float, Linear, Weight, WeightFormat,
         check::{CLOSE, HALF, KernelCheck},
+        experts::{
+            CombineExperts, ExpertGroup, ExpertSet, ExpertSlots, ExpertStack, Experts, MoeBuffers, MoeWeights,
+            SharedExpert, swiglu,
+        },
         simd::math::silu,
     },
 };
@@ -23,7 +23,7 @@ const PAGE: usize = 64 << 10;
 const TOKENS: usize = 3;
 const K: usize = 2;
 
-pub(in crate::ops) fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> {
+pub fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> {
     let affine = |bits, group| WeightFormat::Affine { bits, group, scale: Float::Bf16 };
     case(b, [affine(4, 64); 3], 64)?;
     case(b, [affine(3, 32), affine(6, 64), affine(8, 128)], 128)?;

@@ -1,18 +1,17 @@
-//! Checks of this operation: GPU against CPU.
+//! Checks of `embedding`: GPU against CPU.
 
-use super::{Embedding, dequantize};
+use super::linear::FORMATS;
 use crate::{
     device::DeviceError,
     ops::{
         Float,
-        check::difference,
-        check::{CLOSE, KernelCheck},
-        linear::FORMATS,
+        check::{CLOSE, KernelCheck, difference},
+        embedding::{Embedding, dequantize},
     },
 };
 
 /// Checks the lookup of all rows of a table, and its dequantization to f32 and f16.
-pub(in crate::ops) fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> {
+pub fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> {
     for codes in FORMATS.into_iter().flatten() {
         let table = &b.weight(codes, 37, 256)?;
         let count = table.rows * table.cols;

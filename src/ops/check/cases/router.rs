@@ -1,12 +1,11 @@
-//! Checks of this operation: GPU against CPU.
+//! Checks of `router`: GPU against CPU.
 
-use super::Router;
 use crate::{
     device::DeviceError,
-    ops::{ExpertStack, Float, MoeWeights, Norm, SharedExpert, WeightFormat, check::KernelCheck},
+    ops::{ExpertStack, Float, MoeWeights, Norm, SharedExpert, WeightFormat, check::KernelCheck, router::Router},
 };
 
-pub(in crate::ops) fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> {
+pub fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> {
     let (tokens, experts, k, hidden, inner) = (3, 256, 8, 192, 21);
     let affine = |bits| WeightFormat::Affine { bits, group: 64, scale: Float::Bf16 };
     let shared = SharedExpert {

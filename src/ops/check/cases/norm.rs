@@ -1,12 +1,14 @@
-//! Checks of this operation: GPU against CPU.
+//! Checks of `norm`: GPU against CPU.
 
-use super::{normalise, rms_norm};
 use crate::{
     device::DeviceError,
-    ops::check::{CLOSE, KernelCheck},
+    ops::{
+        check::{CLOSE, KernelCheck},
+        norm::{normalise, rms_norm},
+    },
 };
 
-pub(in crate::ops) fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> {
+pub fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> {
     let (rows, cols, eps) = (3, 200, 1e-6);
     let (x, w) = (b.random.floats(rows * cols), b.random.floats(cols));
     let mut expected = vec![0.0; x.len()];

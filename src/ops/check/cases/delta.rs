@@ -1,16 +1,16 @@
-//! Checks of this operation: GPU against CPU.
+//! Checks of `delta`: GPU against CPU.
 
-use super::{Decay, DeltaNet, DeltaNetRows, DeltaRule, DeltaShape, OutputGate, Replay};
 use crate::{
     device::DeviceError,
     ops::{
         Conv, Float, Linear, Norm, SequenceRows, WeightFormat,
         check::{CLOSE, KernelCheck},
+        delta::{Decay, DeltaNet, DeltaNetRows, DeltaRule, DeltaShape, OutputGate, Replay},
     },
 };
 
 /// Checks whole layers. The checks of the convolution include the delta rule alone.
-pub(in crate::ops) fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> {
+pub fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> {
     let affine = |bits, group| WeightFormat::Affine { bits, group, scale: Float::Bf16 };
     let shape = &DeltaShape {
         key_heads: 2,

@@ -1,10 +1,15 @@
-//! Checks of this operation: GPU against CPU.
+//! Checks of `ngram`: GPU against CPU.
 
-use super::{InjectShape, InjectWeights, NgramInject};
-use crate::{device::DeviceError, ops::check::KernelCheck};
+use crate::{
+    device::DeviceError,
+    ops::{
+        check::KernelCheck,
+        ngram::{InjectShape, InjectWeights, NgramInject},
+    },
+};
 
 /// Checks consecutive calls over the same history, from the start of a sequence until the ring has wrapped around.
-pub(in crate::ops) fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> {
+pub fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> {
     let shape = &InjectShape { streams: 3, hidden: 160, conv_width: 4, dilation: 3, capacity: 16, eps: 1e-6 };
     let width = shape.width();
     let weights = &InjectWeights {

@@ -1,4 +1,4 @@
-//! Checks of this operation: GPU against CPU.
+//! Checks of `linear`: GPU against CPU.
 
 use crate::{
     device::DeviceError,
@@ -13,7 +13,7 @@ const fn affine(bits: u8, group: u16, scale: Float) -> WeightFormat {
 }
 
 /// Affine formats with 4 or 8 bits and groups of 64 have their own kernels. All other formats share one kernel.
-pub(in crate::ops) const FORMATS: [[WeightFormat; 2]; 7] = [
+pub const FORMATS: [[WeightFormat; 2]; 7] = [
     [affine(4, 64, Float::Bf16), affine(8, 64, Float::Bf16)],
     [affine(2, 32, Float::F16), affine(3, 64, Float::Bf16)],
     [affine(5, 128, Float::F32), affine(6, 32, Float::Bf16)],
@@ -23,7 +23,7 @@ pub(in crate::ops) const FORMATS: [[WeightFormat; 2]; 7] = [
     [WeightFormat::Fp8(Some(Float::Bf16)), WeightFormat::Fp8(Some(Float::F32))],
 ];
 
-pub(in crate::ops) fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> {
+pub fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> {
     for codes in FORMATS {
         let matrices = [b.weight(codes[0], 137, 256)?, b.weight(codes[1], 18, 256)?];
         for tokens in [1, 6] {
