@@ -44,6 +44,6 @@ run() {
 # `max`, the tests of `ops` compare all kernels, also those without sdot. Only products use sdot. `image_tests` runs whole
 # models and compares their logits with those of transformers.
 run max --lib -- ops:: model::image_tests:: --nocapture | tee >(cat >&2) | grep 'kernels: .*Dotprod' >/dev/null
-run cortex-a53 --lib -- ops::simd:: ops::check:: --nocapture | tee >(cat >&2) |
+run cortex-a53 --lib -- ops::simd:: ops::linear:: ops::check:: --nocapture | tee >(cat >&2) |
   grep 'kernels: \[Scalar, Neon\]' >/dev/null
 printf '\n%s s\n' "$SECONDS"

@@ -5,8 +5,9 @@ use super::{Finding, RandomInputs, difference};
 use crate::device::CpuArithmetic;
 use crate::ops::{
     Float, WeightFormat, WeightView,
+    linear::products::{Activations, Product, multiply},
     quant::{ActivationFormat, QuantizedRows},
-    simd::{Activations, Isa, OutPtr, Product, multiply},
+    simd::{Isa, OutPtr},
 };
 use crate::platform::split_mix64::SplitMix64;
 

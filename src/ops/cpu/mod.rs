@@ -6,8 +6,8 @@ pub(super) use memory::{CpuMemory, refuse};
 
 use super::{
     Backend, BackendLimits, KvFormat, ModelPart, Op, block_attention, experts,
+    linear::products::Activations,
     quant::{ActivationCache, QuantizedRows},
-    simd::Activations,
 };
 use crate::device::{BufferAccess, CpuArithmetic, CpuDevice, DeviceError, Region, Slab, Timeline};
 use std::{ops::Range, sync::Arc, time::Duration};

@@ -11,9 +11,13 @@ use crate::{
     ops::{
         WeightFormat, WeightView,
         cpu::refuse,
-        linear::{check, reuse_empty},
+        linear::{
+            check,
+            products::{self, Activations, Product},
+            reuse_empty,
+        },
         quant::{ActivationCache, QuantizedRow, QuantizedRows, RowWriter, format},
-        simd::{self, Activations, Isa, OutPtr, Product, math::silu, wide},
+        simd::{Isa, OutPtr, math::silu, wide},
     },
 };
 use std::{
@@ -287,7 +291,7 @@ fn down(device: &CpuDevice, hidden: usize, jobs: &[ExpertJob<'_>], out: &mut [f3
             outs.extend(job.rows.some(block).map(|(_, assignment)| unsafe { base.add(assignment * hidden) }));
             // SAFETY: sizes were checked. Each task writes its own rows of `out`, and each input has its own row of
             // `out`.
-            unsafe { simd::multiply(isa, math, Product { weight: &job.expert.down, rows, inputs: &inputs, outs }) };
+            unsafe { products::multiply(isa, math, Product { weight: &job.expert.down, rows, inputs: &inputs, outs }) };
             *own = reuse_empty(inputs);
         });
     });
@@ -356,7 +360,7 @@ struct SliceTarget {
 /// the whole slice.
 ///
 /// # Safety
-/// As for [`simd::multiply`]. The caller has exclusive access to these columns and rows. The last task of a slice has
+/// As for [`products::multiply`]. The caller has exclusive access to these columns and rows. The last task of a slice has
 /// exclusive access to the whole slice, because the other task has finished writing.
 #[allow(clippy::too_many_arguments)]
 unsafe fn swiglu(
@@ -383,7 +387,9 @@ unsafe fn swiglu(
             *out = OutPtr(products.as_mut_ptr());
         }
         // SAFETY: `outs` are rows of a local buffer that is as wide as the view has rows.
-        unsafe { simd::multiply(isa, math, Product { weight: &view, rows: 0..width, inputs, outs: &outs[..count] }) };
+        unsafe {
+            products::multiply(isa, math, Product { weight: &view, rows: 0..width, inputs, outs: &outs[..count] })
+        };
     }
     let (gates, ups) = products.split_at_mut(count * width);
     activate(gates, ups);

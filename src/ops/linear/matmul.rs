@@ -2,7 +2,10 @@
 //! tokens and threads. With [`CpuArithmetic::Integer`](crate::device::CpuArithmetic), affine weights are multiplied with quantized activations
 //! (see [`quant`](crate::ops::quant)). All other products are f32.
 
-use super::Norm;
+use super::{
+    Norm,
+    products::{Activations, Product, multiply},
+};
 use crate::{
     device::{CpuDevice, DeviceError, Region},
     ops::{
@@ -10,7 +13,7 @@ use crate::{
         cpu::{CpuMemory, refuse},
         norm::normalise,
         quant::{ActivationCache, QuantizedRow},
-        simd::{self, Activations, Isa, OutPtr, Product, wide},
+        simd::{Isa, OutPtr, wide},
     },
     platform::Threads,
 };
@@ -135,10 +138,10 @@ pub(in crate::ops) fn product(
         let (at, task) = (task / count * block, task % count);
         let (index, rows) = locate(weights, height, task);
         let batch = at..(at + block).min(tokens);
-        let multiply = |inputs: &[Activations<'_>], outs: &[OutPtr]| {
+        let compute_batch = |inputs: &[Activations<'_>], outs: &[OutPtr]| {
             let product = Product { weight: &weights[index].weight, rows: rows.clone(), inputs, outs };
             // SAFETY: sizes were checked. Each task writes its own columns of the outputs.
-            unsafe { simd::multiply(isa, compute.arithmetic, product) };
+            unsafe { multiply(isa, compute.arithmetic, product) };
             let Some(sums) = sums else { return };
             for (out, token) in outs.iter().zip(batch.clone()) {
                 // SAFETY: no other task reads or writes these results and these sums.
@@ -152,14 +155,14 @@ pub(in crate::ops) fn product(
             }
         };
         if tokens == 1 {
-            return multiply(&[input(index, 0)], &[output(index, 0)]);
+            return compute_batch(&[input(index, 0)], &[output(index, 0)]);
         }
         TASK_BUFFERS.with_borrow_mut(|(own, outs)| {
             let mut inputs: Vec<Activations<'_>> = reuse_empty(std::mem::take(own));
             inputs.extend(batch.clone().map(|token| input(index, token)));
             outs.clear();
             outs.extend(batch.clone().map(|token| output(index, token)));
-            multiply(&inputs, outs);
+            compute_batch(&inputs, outs);
             *own = reuse_empty(inputs);
         });
     });

@@ -4,6 +4,7 @@
 mod cpu;
 mod gpu;
 mod matmul;
+pub(super) mod products;
 
 pub use gpu::HalfBuffers;
 pub(in crate::ops) use gpu::HalfRows;

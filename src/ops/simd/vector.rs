@@ -221,7 +221,7 @@ pub(crate) fn sum8(l: [f32; 8]) -> f32 {
 /// [`sum8`] in registers.
 #[cfg(target_arch = "x86_64")]
 #[inline(always)]
-pub(super) unsafe fn sum8_avx(lanes: __m256) -> f32 {
+pub(in crate::ops) unsafe fn sum8_avx(lanes: __m256) -> f32 {
     // SAFETY: the processor has AVX (caller).
     unsafe {
         let four = _mm_add_ps(_mm256_castps256_ps128(lanes), _mm256_extractf128_ps::<1>(lanes));

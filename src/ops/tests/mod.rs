@@ -3,10 +3,11 @@
 use super::{
     Backend, CombineExperts, Cpu, ExpertGroup, ExpertSet, ExpertSlots, ExpertStack, Experts, Float, Linear, MoeBuffers,
     MoeWeights, Op, SharedExpert, Weight, WeightFormat,
+    linear::products::tests::OwnedWeight,
     quant::ActivationFormat,
     simd::{
         Isa,
-        tests::{OwnedWeight, Random, with},
+        tests::{Random, with},
     },
 };
 use crate::device::{CpuArithmetic, CpuDevice, DeviceError, Region};

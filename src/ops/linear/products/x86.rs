@@ -2,13 +2,14 @@
 
 use std::arch::x86_64::*;
 
-use super::vector::sum8_avx;
 use super::{
     operands::{AffineProduct, AffineWeight, Product, WeightRow, pdep_mask},
     scratch::SimdScratch,
 };
-use crate::ops::quant::QuantizedRow;
-use crate::ops::quant::unpack;
+use crate::ops::{
+    quant::{QuantizedRow, unpack},
+    simd::vector::sum8_avx,
+};
 
 /// Prefetch distance ahead of the codes that are read, in bytes.
 pub(super) const PREFETCH_BYTES: usize = 4096;

@@ -2,13 +2,12 @@
 
 use std::arch::x86_64::*;
 
-use super::vector::sum8_avx;
 use super::{
     operands::{AffineProduct, Product},
     scratch::SimdScratch,
     x86,
 };
-use crate::ops::quant::QuantizedRow;
+use crate::ops::{quant::QuantizedRow, simd::vector::sum8_avx};
 
 /// [`super::multiply`] for the whole pairs in `rows`. Returns the number of rows that were computed.
 ///

@@ -21,7 +21,7 @@ pub unsafe fn rows(product: &AffineProduct<'_>, scratch: &mut SimdScratch) {
     unsafe { x86::rows::<Maddubs>(product, scratch) }
 }
 
-float::compiled_for!("avx2,fma,bmi2", super::vector::Avx2);
+float::compiled_for!("avx2,fma,bmi2", crate::ops::simd::vector::Avx2);
 
 /// Multiplies two vectors of codes, each at most 63, with their digits at `x` and `x + 32`. Returns eight partial sums.
 #[inline(always)]

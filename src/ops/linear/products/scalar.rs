@@ -3,9 +3,8 @@
 use super::{
     operands::{AffineProduct, Product},
     scratch::SimdScratch,
-    vector::sum8,
 };
-use crate::ops::quant::QuantizedRow;
+use crate::ops::{quant::QuantizedRow, simd::vector::sum8};
 
 /// See [`super::multiply`].
 ///

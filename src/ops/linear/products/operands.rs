@@ -1,8 +1,9 @@
-//! Operands of the products: activations, outputs, weights.
+//! Operands of the products: activations and weights.
 
 use crate::ops::{
     Float, WeightFormat, WeightView,
     quant::{QuantizedRow, unpack},
+    simd::OutPtr,
 };
 use std::ops::Range;
 
@@ -14,28 +15,6 @@ pub struct Activations<'a> {
     /// The row quantized for the weight, for the integer kernels.
     pub digits: QuantizedRow<'a>,
 }
-
-/// Output of one input row: the address of its product with the weight's first row.
-#[derive(Clone, Copy)]
-pub struct OutPtr(pub *mut f32);
-
-impl OutPtr {
-    /// The address of the value `count` places after this one.
-    ///
-    /// # Safety
-    /// As for `add` of the pointer.
-    pub unsafe fn add(self, count: usize) -> Self {
-        // SAFETY: guaranteed by the caller.
-        Self(unsafe { self.0.add(count) })
-    }
-}
-
-// SAFETY: only `multiply` writes through the pointer, and callers of `multiply` guarantee that no two threads share an
-// output.
-unsafe impl Send for OutPtr {}
-
-// SAFETY: as above.
-unsafe impl Sync for OutPtr {}
 
 /// Rows `rows` of a weight times every input: `outs[i][row] = weight[row] . inputs[i]`.
 #[derive(Clone)]

@@ -28,7 +28,7 @@ pub unsafe fn rows(product: &AffineProduct<'_>, scratch: &mut SimdScratch) {
     }
 }
 
-float::compiled_for!("avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq", super::vector::Avx512);
+float::compiled_for!("avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq", crate::ops::simd::vector::Avx512);
 
 impl x86::GroupDot for Vnni {
     #[inline(always)]

@@ -9,9 +9,11 @@ use std::arch::{aarch64::*, asm};
 use super::{
     operands::{AffineProduct, Product},
     scratch::SimdScratch,
-    vector::sum8,
 };
-use crate::ops::quant::{QuantizedRow, ValueOrder};
+use crate::ops::{
+    quant::{QuantizedRow, ValueOrder},
+    simd::vector::sum8,
+};
 
 /// See [`super::multiply`].
 ///

@@ -11,12 +11,11 @@
 use std::{arch::x86_64::*, ops::Range};
 
 use super::{
-    cache_line::CacheLine,
     operands::{Activations, AffineProduct, AffineWeight, Product},
     scratch::SimdScratch,
     tile_avx512::{ROWS, WeightTiles, ensure_len, fill_codes, fill_constants},
 };
-use crate::ops::quant::QuantizedRow;
+use crate::ops::{quant::QuantizedRow, simd::CacheLine};
 
 /// Number of accumulators of a row.
 const LANES: usize = 8;

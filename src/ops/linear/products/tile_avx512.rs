@@ -2,12 +2,12 @@
 
 use std::{arch::x86_64::*, ops::Range};
 
-use super::{
-    cache_line::CacheLine,
-    operands::{AffineWeight, pdep_mask},
+use super::operands::{AffineWeight, pdep_mask};
+use crate::ops::{
+    Float,
+    quant::{ValueOrder, unpack},
+    simd::CacheLine,
 };
-use crate::ops::quant::unpack;
-use crate::ops::{Float, quant::ValueOrder};
 
 /// Number of rows of a tile: one for each 32-bit lane of a register.
 pub const ROWS: usize = 16;
