@@ -1,8 +1,9 @@
 //! A model's state on one device: the backend, which has adopted the weights, the activation buffers, and the KV pages.
 
 use super::{
-    drafts::{hidden_taps::TapBuffers, mtp::MtpDeviceState},
+    drafts::mtp::MtpDeviceState,
     forward::buffers::{Buffers, Scratch},
+    hidden_taps::TapBuffers,
     model_parts::ModelParts,
     placement::{PlacedSlots, adopt_slots, adopt_weights, check_supported, check_threads, slot_tables},
     shared_backend::SharedBackend,

@@ -14,6 +14,7 @@
 //! | `logits`, `speed` | a pass's logits, and sums over a row of them; measured speed of the feed-forward |
 //! | `ngram_hash`, `ngram_table` | which rows of an n-gram table a token has; reading them from the disk |
 //! | `positions` | positions of rows for RoPE, with images |
+//! | `hidden_taps` | the hidden rows that a pass records for drafts |
 //! | `model_parts` | what a model keeps on every device |
 //! | `device_state`, `placement`, `shared_backend` | what a model keeps on one device |
 //! | `forward/` | one pass: attention, delta net, experts, head, activation buffers |
@@ -27,6 +28,7 @@ mod dequantize;
 mod device_state;
 mod drafts;
 mod forward;
+mod hidden_taps;
 #[cfg(test)]
 mod image_tests;
 mod inspect;
@@ -50,9 +52,9 @@ mod weights;
 pub use config::Config;
 pub use drafts::{
     dflash::{self, DflashModel},
-    hidden_taps::HiddenTaps,
     mtp::{HiddenRows, MTP_ROWS, MtpPrediction},
 };
+pub use hidden_taps::HiddenTaps;
 pub use inspect::{CheckpointInfo, cpu_scratch};
 pub use logits::Logits;
 pub use ngram_hash::ngram_rows;

@@ -5,14 +5,12 @@ use super::{
     config::Config,
     decode_ahead,
     device_state::DeviceState,
-    drafts::{
-        hidden_taps::TapBuffers,
-        mtp::{HiddenRows, MtpPrediction, PassDevice},
-    },
+    drafts::mtp::{HiddenRows, MtpPrediction, PassDevice},
     forward::{
         buffers::Buffers,
         pass::{Chunk, ImageRows, SequenceRow, SnapshotMarks},
     },
+    hidden_taps::TapBuffers,
     model_parts::ModelParts,
     positions::RowPositions,
     shared_backend::SharedBackend,

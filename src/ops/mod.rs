@@ -9,6 +9,7 @@ pub mod check;
 pub mod conv;
 mod cpu;
 pub mod delta;
+mod delta_shape;
 pub mod embedding;
 pub mod experts;
 mod gpu;
@@ -32,7 +33,8 @@ pub use backend::{Backend, BackendLimits};
 pub use block_attention::{BlockAttention, IndexCache, IndexerShape};
 pub use conv::Conv;
 pub use cpu::Cpu;
-pub use delta::{Decay, DeltaNet, DeltaNetRows, DeltaRule, DeltaShape, OutputGate, Replay};
+pub use delta::{Decay, DeltaNet, DeltaNetRows, DeltaRule};
+pub use delta_shape::{DeltaShape, OutputGate, Replay};
 pub use embedding::Embedding;
 pub use experts::{
     CombineExperts, ExpertGroup, ExpertSet, ExpertSlots, ExpertStack, Experts, MoeBuffers, MoeWeights, NO_SLOT,

@@ -1,11 +1,11 @@
 //! The operations of a forward pass as values.
 
 use super::{
-    Weight,
+    DeltaShape, Weight,
     attention::{Attention, AttentionRows, AttentionShape, KvWrite},
     block_attention::{BlockAttention, IndexerShape},
     conv::Conv,
-    delta::{DeltaNet, DeltaNetRows, DeltaRule, DeltaShape},
+    delta::{DeltaNet, DeltaNetRows, DeltaRule},
     embedding::Embedding,
     experts::{CombineExperts, Experts, MoeWeights},
     linear::Linear,

@@ -200,6 +200,26 @@ pub fn file_imports(files: &[SourceFile]) -> BTreeMap<String, BTreeSet<String>> 
     edges
 }
 
+/// For each folder, the folders beside it (with the same parent) from whose files its files import.
+pub fn folder_imports(imports: &BTreeMap<String, BTreeSet<String>>) -> BTreeMap<String, BTreeSet<String>> {
+    let mut edges: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
+    for (from, targets) in imports {
+        for to in targets {
+            // The length of the common parent's path.
+            let same = from.split('/').zip(to.split('/')).take_while(|(a, b)| a == b).count();
+            let folder = |path: &str| {
+                let parts: Vec<&str> = path.split('/').collect();
+                (parts.len() > same + 1).then(|| parts[..=same].join("/"))
+            };
+            if let (Some(from), Some(to)) = (folder(from), folder(to)) {
+                edges.entry(to.clone()).or_default();
+                edges.entry(from).or_default().insert(to);
+            }
+        }
+    }
+    edges
+}
+
 /// For each file, the rooms that its imports and paths name, such as `error` in `crate::error::ChatError`. A name that
 /// a room re-exports counts as a name of that room.
 pub fn room_imports(files: &[SourceFile]) -> BTreeMap<String, BTreeSet<String>> {

@@ -1,7 +1,6 @@
 //! Drafts that compute from the model's hidden rows: the checkpoint's MTP head and DFlash.
 
 pub mod dflash;
-pub mod hidden_taps;
 pub mod mtp;
 
 /// `x / sqrt(mean(x^2) + eps) * weight`, row by row. The weight is used as stored.

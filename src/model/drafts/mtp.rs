@@ -23,12 +23,13 @@ use crate::{
     metrics::Metrics,
     model::{
         config::{self, Config},
-        drafts::{hidden_taps::TapBuffers, norm},
+        drafts::norm,
         forward::{
             buffers::{Buffers, Scratch},
             forward_layers,
             pass::{Chunk, LayerHooks, Pass},
         },
+        hidden_taps::TapBuffers,
         options::{LoadOptions, MtpSource},
         placement::{adopt_slots, check_supported, slot_tables},
         positions::RowPositions,

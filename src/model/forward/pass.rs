@@ -7,7 +7,7 @@ use crate::{
     experts::{ExpertStore, PassKind},
     model::{
         config::Config,
-        drafts::hidden_taps::TapBuffers,
+        hidden_taps::TapBuffers,
         ngram_table::NgramInput,
         positions::{RowPositions, axis},
         state::{

@@ -5,7 +5,7 @@ use crate::{
     device::DeviceError,
     ops::{
         cpu::{Cpu, refuse},
-        delta::EPS,
+        delta_shape::QK_EPS,
         simd::{OutPtr, float, math::silu, wide},
     },
 };
@@ -117,10 +117,10 @@ wide! {
 }
 
 wide! {
-    /// `x * scale / sqrt(sum(x^2) + EPS)`.
+    /// `x * scale / sqrt(sum(x^2) + QK_EPS)`.
     fn unit(x: &mut [f32], scale: f32) {
         let [square] = float::dot::<V, 1>(x, [x]);
-        let scale = scale / (square + EPS).sqrt();
+        let scale = scale / (square + QK_EPS).sqrt();
         for x in x {
             *x *= scale;
         }

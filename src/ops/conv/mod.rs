@@ -10,7 +10,7 @@
 mod cpu;
 mod gpu;
 
-use super::delta::{DeltaShape, Replay};
+use super::{DeltaShape, Replay};
 use crate::device::{BufferAccess, Region};
 
 #[derive(Debug, Clone, Copy)]

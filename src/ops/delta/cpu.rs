@@ -1,10 +1,10 @@
 //! The delta rule on the CPU.
 
-use super::{DeltaNet, DeltaNetRows, DeltaRule, DeltaShape, OutputGate};
+use super::{DeltaNet, DeltaNetRows, DeltaRule};
 use crate::{
     device::DeviceError,
     ops::{
-        Backend,
+        Backend, DeltaShape, OutputGate,
         cpu::{Cpu, refuse},
         norm::{multiply_sigmoid, multiply_silu, normalise},
         simd::{

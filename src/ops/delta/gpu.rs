@@ -1,9 +1,9 @@
 //! The delta net on a GPU (`kernels/delta_net.metal`, `gated_rms_norm` of `kernels/norm.metal`).
 
-use super::{DeltaNet, DeltaNetRows, DeltaRule, DeltaShape, OutputGate, Replay};
+use super::{DeltaNet, DeltaNetRows, DeltaRule};
 use crate::{
     device::{Binding, Launch, Region},
-    ops::{Conv, SequenceRows, linear::HalfBuffers},
+    ops::{Conv, DeltaShape, OutputGate, Replay, SequenceRows, delta_shape::QK_EPS, linear::HalfBuffers},
 };
 
 /// Maximum number of rows in a launch of the recurrence. A threadgroup computes the rows one after the other, and macOS
@@ -31,15 +31,7 @@ impl DeltaShape {
         ];
         let mut args = vec![0];
         args.extend(words.map(|w| w as u32));
-        args.extend([
-            super::EPS.to_bits(),
-            replay as u32,
-            committed as u32,
-            0,
-            0,
-            rows.is_some().into(),
-            self.gate_word(),
-        ]);
+        args.extend([QK_EPS.to_bits(), replay as u32, committed as u32, 0, 0, rows.is_some().into(), self.gate_word()]);
         args
     }
 

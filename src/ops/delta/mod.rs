@@ -9,14 +9,9 @@
 
 mod cpu;
 mod gpu;
-mod shape;
 
-use super::{Conv, Linear, SequenceRows};
+use super::{Conv, DeltaShape, Linear, Replay, SequenceRows};
 use crate::device::{BufferAccess, Region};
-pub use shape::{DeltaShape, OutputGate, Replay};
-
-/// Added to the sum of squares of q or k before the square root.
-pub(super) const EPS: f32 = 1e-6;
 
 /// Parameters of the decay, `[value_heads]` each. `rate` is `-exp(A_log)`.
 #[derive(Debug, Clone, Copy, Default)]

@@ -3,9 +3,9 @@
 use crate::{
     device::DeviceError,
     ops::{
-        Conv, Float, Linear, Norm, SequenceRows, WeightFormat,
+        Conv, DeltaShape, Float, Linear, Norm, OutputGate, Replay, SequenceRows, WeightFormat,
         check::{CLOSE, KernelCheck},
-        delta::{Decay, DeltaNet, DeltaNetRows, DeltaRule, DeltaShape, OutputGate, Replay},
+        delta::{Decay, DeltaNet, DeltaNetRows, DeltaRule},
     },
 };
 

@@ -2,6 +2,9 @@
 
 use crate::device::{BufferAccess, Region};
 
+/// Added to the sum of squares of q or k before the square root.
+pub(super) const QK_EPS: f32 = 1e-6;
+
 /// Sizes of a delta-net layer. A projected row is `q k v | z | b | a`, `width` floats.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DeltaShape {
