@@ -277,7 +277,7 @@ impl Driver for Cuda {
 
     fn launch(&mut self, encoder: &mut CudaEncoder, launch: &Launch) -> Result<(), DeviceError> {
         self.make_current()?;
-        let Launch { kernel, args, bindings, grid, threads } = launch;
+        let Launch { kernel, args, bindings, grid, threads, .. } = launch;
         if args.len() > MAX_ARGUMENTS || bindings.len() > MAX_BUFFERS {
             let (words, buffers) = (args.len(), bindings.len());
             return fail(format!("{kernel}: {words} words of arguments or {buffers} buffers are too many"));

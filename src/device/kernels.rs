@@ -1,20 +1,44 @@
 //! Source text of the kernels, embedded in the binary. Metal or NVRTC compiles this text at run time.
 
-/// Name and text of each kernel file. Before compilation, the shim, `quant.metal` and usually `tiles.metal` (see
-/// [`compile`]) are inserted at the start of the text.
-pub const FILES: [(&str, &str); 12] = [
-    ("attention", include_str!("../../kernels/attention.metal")),
-    ("attention_prefill", include_str!("../../kernels/attention_prefill.metal")),
-    ("block_attention", include_str!("../../kernels/block_attention.metal")),
-    ("delta_net", include_str!("../../kernels/delta_net.metal")),
-    ("embedding", include_str!("../../kernels/embedding.metal")),
-    ("kv_quant", include_str!("../../kernels/kv_quant.metal")),
-    ("linear", include_str!("../../kernels/linear.metal")),
-    ("moe", include_str!("../../kernels/moe.metal")),
-    ("norm", include_str!("../../kernels/norm.metal")),
-    ("router", include_str!("../../kernels/router.metal")),
-    ("sample", include_str!("../../kernels/sample.metal")),
-    ("streams", include_str!("../../kernels/streams.metal")),
+/// A kernel file. Before compilation, the shim, `quant.metal` and usually `tiles.metal` (see [`compile`]) are inserted at
+/// the start of the text.
+#[derive(Clone, Copy)]
+pub struct KernelFile {
+    pub name: &'static str,
+    pub text: &'static str,
+    /// Maximum number of registers per thread on CUDA, which limits them per file. With fewer registers, more warps run
+    /// at the same time, which hides memory latency.
+    pub registers: u32,
+}
+
+macro_rules! kernel_file {
+    ($name:literal, $registers:expr) => {
+        KernelFile {
+            name: $name,
+            text: include_str!(concat!("../../kernels/", $name, ".metal")),
+            registers: $registers,
+        }
+    };
+}
+
+/// The register limit of most files.
+const REGISTERS: u32 = 80;
+/// The register limit of files whose threads have more loads in flight.
+const MANY_REGISTERS: u32 = 112;
+
+pub const FILES: [KernelFile; 12] = [
+    kernel_file!("attention", MANY_REGISTERS),
+    kernel_file!("attention_prefill", REGISTERS),
+    kernel_file!("block_attention", REGISTERS),
+    kernel_file!("delta_net", REGISTERS),
+    kernel_file!("embedding", REGISTERS),
+    kernel_file!("kv_quant", MANY_REGISTERS),
+    kernel_file!("linear", REGISTERS),
+    kernel_file!("moe", REGISTERS),
+    kernel_file!("norm", REGISTERS),
+    kernel_file!("router", REGISTERS),
+    kernel_file!("sample", REGISTERS),
+    kernel_file!("streams", REGISTERS),
 ];
 
 /// Code that reads quantized weights. Part of every file.
@@ -61,7 +85,7 @@ pub struct CompiledKernels<L> {
 
 /// Name and complete source of every file for Metal, for `moestro doctor --print-kernels`.
 pub fn metal_sources(tiles: bool) -> impl Iterator<Item = (&'static str, String)> {
-    FILES.into_iter().map(move |(name, text)| (name, metal_source(text, tiles)))
+    FILES.into_iter().map(move |file| (file.name, metal_source(file.text, tiles)))
 }
 
 /// Compiles all files with `compile_file(name, text, with_tiles)`.
@@ -71,7 +95,7 @@ pub fn metal_sources(tiles: bool) -> impl Iterator<Item = (&'static str, String)
 pub fn compile<L>(mut compile_file: impl FnMut(&str, &str, bool) -> Result<L, String>) -> CompiledKernels<L> {
     let mut compile_all = |has_tiles| {
         let mut compiled = CompiledKernels { libraries: Vec::new(), refused: Vec::new(), has_tiles };
-        for (name, text) in FILES {
+        for KernelFile { name, text, .. } in FILES {
             match compile_file(name, text, has_tiles) {
                 Ok(library) => compiled.libraries.push(library),
                 Err(log) => compiled.refused.push((format!("kernels/{name}.metal"), log)),

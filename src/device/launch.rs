@@ -79,8 +79,8 @@ impl Binding {
         Self { region, access: BufferAccess::ReadWrite, is_table: false }
     }
 
-    /// The last binding of a kernel with a skip flag if the launch has no flag: an empty region of a buffer that the
-    /// launch reads anyway.
+    /// The last binding of a kernel with a skip flag until the launch [gets one](Launch::set_skip_flag): an empty region
+    /// of a buffer that the launch reads anyway.
     pub fn no_skip_flag(region: Region) -> Self {
         Self::read(region.first(0))
     }
@@ -89,6 +89,19 @@ impl Binding {
     pub fn table(region: Region) -> Self {
         Self { is_table: true, ..Self::read(region) }
     }
+}
+
+/// The use of the skip flag by a launch, for layers that are submitted ahead; see `is_skipped` in `kernels/quant.metal`.
+/// Kernels that change data which outlives a layer have a flag, and so have slow kernels. The first argument word of such
+/// a kernel says whether the launch has a flag, and the last binding is the flag.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SkipUse {
+    /// The kernel has no flag and always runs.
+    None,
+    /// Does nothing while the flag is set.
+    Reads,
+    /// Sets the flag.
+    Sets,
 }
 
 /// A single launch of a kernel.
@@ -104,9 +117,26 @@ pub struct Launch {
     pub grid: [u32; 3],
     /// Number of threads in a threadgroup: a multiple of 32, at most 1024.
     pub threads: u32,
+    pub skip: SkipUse,
 }
 
 impl Launch {
+    /// Gives the launch this skip flag, if its kernel has one.
+    pub fn set_skip_flag(&mut self, flag: Region) {
+        let access = match self.skip {
+            SkipUse::None => return,
+            SkipUse::Reads => BufferAccess::Read,
+            SkipUse::Sets => BufferAccess::ReadWrite,
+        };
+        // The outputs of a skipped launch keep their bytes.
+        for output in self.bindings.iter_mut().filter(|binding| binding.access == BufferAccess::Write) {
+            output.access = BufferAccess::ReadWrite;
+        }
+        if let (Some(can_skip), Some(binding)) = (self.args.first_mut(), self.bindings.last_mut()) {
+            (*can_skip, *binding) = (1, Binding { region: flag, access, is_table: false });
+        }
+    }
+
     /// True if this launch must wait for `earlier`: one of the two writes bytes that the other accesses.
     pub fn conflicts_with(&self, earlier: &Launch) -> bool {
         self.bindings.iter().any(|mine| {
@@ -125,10 +155,31 @@ mod tests {
     #[test]
     fn launches_conflict_where_one_writes() {
         let region = |offset| Region { buffer: 1, offset, len: 8 };
-        let launch = |binding| Launch { kernel: "k", args: vec![], bindings: vec![binding], grid: [1; 3], threads: 32 };
+        let launch = |binding| {
+            let bindings = vec![binding];
+            Launch { kernel: "k", args: vec![], bindings, grid: [1; 3], threads: 32, skip: SkipUse::None }
+        };
         let (read, write) = (launch(Binding::read(region(0))), launch(Binding::write(region(4))));
         assert!(write.conflicts_with(&read) && read.conflicts_with(&write));
         assert!(!read.conflicts_with(&read));
         assert!(!launch(Binding::read_write(region(8))).conflicts_with(&read));
+    }
+
+    #[test]
+    fn skip_flag_depends_on_launch_alone() {
+        let (own, flag) = (Region { buffer: 1, offset: 0, len: 8 }, Region { buffer: 2, offset: 0, len: 4 });
+        // The name is one that never decides.
+        let with_flag = |skip| {
+            let bindings = vec![Binding::write(own), Binding::no_skip_flag(own)];
+            let mut launch = Launch { kernel: "new", args: vec![0, 7], bindings, grid: [1; 3], threads: 32, skip };
+            launch.set_skip_flag(flag);
+            (launch.args, launch.bindings)
+        };
+        let unchanged = (vec![0, 7], vec![Binding::write(own), Binding::no_skip_flag(own)]);
+        assert_eq!(with_flag(SkipUse::None), unchanged);
+        // A skipped launch keeps its output, so the output is read, too.
+        let changed = |access| (vec![1, 7], vec![Binding::read_write(own), access]);
+        assert_eq!(with_flag(SkipUse::Reads), changed(Binding::read(flag)));
+        assert_eq!(with_flag(SkipUse::Sets), changed(Binding::read_write(flag)));
     }
 }

@@ -34,7 +34,7 @@ pub use cpu::{CpuArithmetic, CpuDevice};
 pub use driver::{CommandStatus, Driver};
 pub use error::DeviceError;
 pub use gpu::Gpu;
-pub use launch::{Binding, BufferAccess, Launch, Region};
+pub use launch::{Binding, BufferAccess, Launch, Region, SkipUse};
 pub use open::{GPU_KIND, NO_GPU, open_any_gpu, open_candle_gpu, open_gpu};
 pub use slab::Slab;
 pub use timeline::{CpuTimeline, SyncPoint, Timeline};

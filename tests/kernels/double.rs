@@ -5,7 +5,7 @@
 //! make any call fail, and can give the double its own memory, like an NVIDIA GPU that recovers from failures.
 
 use crate::{host::Host, mutate::Dice};
-use moestro::device::{Binding, BufferAccess, CommandStatus, DeviceError, Driver, Launch, Region, Slab};
+use moestro::device::{Binding, BufferAccess, CommandStatus, DeviceError, Driver, Launch, Region, SkipUse, Slab};
 use std::{
     cell::RefCell,
     collections::{BTreeMap, BTreeSet},
@@ -364,7 +364,7 @@ impl Driver for Double {
         let inner = self.0.get_mut();
         inner.refused("launch")?;
         assert_eq!(inner.open, Some(open.number));
-        let Launch { kernel, args, bindings, threads, grid } = launch;
+        let Launch { kernel, args, bindings, threads, grid, .. } = launch;
         assert!(args.len() * 4 <= 4096 && bindings.len() <= 30, "{kernel}: more than an encoder takes");
         assert!(*threads > 0 && threads.is_multiple_of(32) && *threads <= 1024, "{kernel}: {threads} threads");
         assert!(grid.iter().all(|n| *n > 0), "{kernel}: an empty grid");
@@ -392,6 +392,7 @@ impl Driver for Double {
             bindings: vec![Binding::write(region)],
             grid: [1; 3],
             threads: 32,
+            skip: SkipUse::None,
         };
         open.segments.extend([vec![upload], Vec::new()]);
         Ok(())

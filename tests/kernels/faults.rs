@@ -1,11 +1,11 @@
 //! Tests that the test harness detects planted faults.
 
 use crate::{check::*, host::Host};
-use moestro::device::{Binding, Launch, Region};
+use moestro::device::{Binding, Launch, Region, SkipUse};
 
 fn dispatch(kernel: &'static str, x: Region, y: Region) -> Launch {
     let bindings = vec![Binding::read(x), Binding::write(y)];
-    Launch { kernel, args: vec![0], bindings, grid: [2, 1, 1], threads: 64 }
+    Launch { kernel, args: vec![0], bindings, grid: [2, 1, 1], threads: 64, skip: SkipUse::None }
 }
 
 fn outcome(kernel: &'static str) -> (Result<(), String>, Vec<f32>, Vec<f32>) {

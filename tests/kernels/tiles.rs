@@ -44,7 +44,7 @@ fn other_kernels_compile_without_tiles() {
 
 #[test]
 fn metal_source_omits_tiles() {
-    for (name, text) in kernels::FILES {
+    for kernels::KernelFile { name, text, .. } in kernels::FILES {
         let (with, without) = (kernels::metal_source(text, true), kernels::metal_source(text, false));
         assert!(with.contains(kernels::TILES) && !with.contains("#define NO_TILES"), "{name}");
         assert!(!without.contains(kernels::TILES) && without.starts_with("#define NO_TILES\n"), "{name}");

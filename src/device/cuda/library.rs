@@ -24,12 +24,6 @@ use std::{
 /// `--fmad=false`: the compiler must not fuse multiply and add, so that rounding is the same as on the CPU and on
 /// Metal.
 const OPTIONS: [&str; 2] = ["--fmad=false", "--std=c++14"];
-/// Maximum number of registers per thread. With fewer registers, more warps run at the same time, which hides memory
-/// latency.
-const REGISTERS: u32 = 80;
-/// Maximum number of registers per thread for attention kernels. These kernels need more registers, since each thread
-/// has more loads in flight.
-const ATTENTION_REGISTERS: u32 = 112;
 const HASH: usize = 32;
 
 /// A loaded kernel.
@@ -65,9 +59,9 @@ impl CudaLibrary {
             let _ = unsafe { sys::cuDriverGetVersion(&mut driver) };
             // Compile the files in parallel, since the compiler is slow.
             let images: Vec<_> = thread::scope(|scope| {
-                let compile = |(name, text)| {
-                    let source = KernelSource::new(name, text, architecture, driver, folder.as_deref());
-                    (name, scope.spawn(move || ModuleImage::new(source)))
+                let compile = |file: kernels::KernelFile| {
+                    let source = KernelSource::new(file, architecture, driver, folder.as_deref());
+                    (file.name, scope.spawn(move || ModuleImage::new(source)))
                 };
                 let threads: Vec<_> = kernels::FILES.into_iter().map(compile).collect();
                 threads.into_iter().map(|(name, thread)| (name, thread.join())).collect()
@@ -153,9 +147,9 @@ struct KernelSource {
 }
 
 impl KernelSource {
-    fn new(name: &str, text: &str, architecture: &str, driver: i32, folder: Option<&Path>) -> Self {
+    fn new(file: kernels::KernelFile, architecture: &str, driver: i32, folder: Option<&Path>) -> Self {
+        let kernels::KernelFile { name, text, registers } = file;
         let text = kernels::cuda_source(text);
-        let registers = if matches!(name, "attention" | "kv_quant") { ATTENTION_REGISTERS } else { REGISTERS };
         let variable = [format!("--maxrregcount={registers}"), format!("--gpu-architecture={architecture}")];
         let options: Vec<String> = OPTIONS.iter().map(ToString::to_string).chain(variable).collect();
         let inputs = format!("{driver}\n{}\n{text}", options.join(" "));
@@ -280,7 +274,8 @@ mod tests {
     fn cache_is_valid_for_same_inputs_only() {
         let dir = tempfile::tempdir().unwrap();
         let folder = dir.path().join("cuda");
-        let source = |text, architecture| KernelSource::new("norm", text, architecture, 13000, Some(&folder));
+        let file = |text| kernels::KernelFile { name: "norm", text, registers: 80 };
+        let source = |text, architecture| KernelSource::new(file(text), architecture, 13000, Some(&folder));
         let first = source("a", "sm_90");
         assert_eq!(first.read_cache(), None);
         first.write_cache(b"code");
@@ -290,7 +285,7 @@ mod tests {
         source("b", "sm_90").write_cache(b"more");
         assert_eq!((source("a", "sm_90").read_cache(), fs::read_dir(&folder).unwrap().count()), (None, 1));
         // Without a cache directory, no file is cached and no call fails.
-        let uncached = KernelSource::new("norm", "a", "sm_90", 13000, None);
+        let uncached = KernelSource::new(file("a"), "sm_90", 13000, None);
         uncached.write_cache(b"code");
         assert_eq!(uncached.read_cache(), None);
     }
@@ -331,10 +326,10 @@ mod tests {
             return println!("skipped: libnvrtc is not installed");
         }
         let (mut all, mut stack) = (Vec::new(), BTreeMap::new());
-        for (name, text) in kernels::FILES {
-            let mut source = KernelSource::new(name, text, "sm_90", 0, None);
+        for file in kernels::FILES {
+            let mut source = KernelSource::new(file, "sm_90", 0, None);
             source.options.push("--ptxas-options=-v".into());
-            let (code, log) = source.build().unwrap_or_else(|log| panic!("{name}: {log}"));
+            let (code, log) = source.build().unwrap_or_else(|log| panic!("{}: {log}", file.name));
             all.extend(names(&code));
             read_stack_sizes(&log, &mut stack);
         }
@@ -348,7 +343,8 @@ mod tests {
         {
             assert!(all.iter().any(|name| name == kernel), "{kernel} is not among {all:?}");
         }
-        let wrong = KernelSource::new("norm", "KERNEL(broken", "sm_90", 0, None);
+        let wrong = kernels::KernelFile { name: "norm", text: "KERNEL(broken", registers: 80 };
+        let wrong = KernelSource::new(wrong, "sm_90", 0, None);
         assert!(wrong.compile().unwrap_err().contains("error"));
     }
 }

@@ -4,7 +4,7 @@
 
 use super::{Attention, AttentionRows, AttentionShape, KvFormat, KvWrite, RECENT, recent_start};
 use crate::{
-    device::{Binding, Launch, Region},
+    device::{Binding, Launch, Region, SkipUse},
     ops::SequenceRows,
 };
 
@@ -171,6 +171,7 @@ impl KvWrite<'_> {
             ],
             grid: [(shape.heads + 2 * shape.kv_heads) as u32, tokens as u32, 1],
             threads: 32,
+            skip: SkipUse::None,
         };
         if shape.recent.is_some() {
             launch.bindings.extend(shape.rings(cache.recent, rows).map(Binding::read_write));
@@ -225,6 +226,7 @@ impl Attention<'_> {
             bindings,
             grid: [shape.splits_of(start, tokens, rows) as u32, groups as u32, tokens as u32],
             threads,
+            skip: SkipUse::None,
         }
     }
 
@@ -243,6 +245,7 @@ impl Attention<'_> {
             ],
             grid: [shape.heads as u32, tokens as u32, columns as u32],
             threads: MERGE_THREADS,
+            skip: SkipUse::None,
         }
     }
 }
@@ -294,6 +297,7 @@ impl Attention<'_> {
             ],
             grid: [pairs.div_ceil(QUERIES) as u32, shape.kv_heads as u32, 1],
             threads: PREFILL_THREADS,
+            skip: SkipUse::None,
         }
     }
 }

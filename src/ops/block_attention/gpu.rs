@@ -4,7 +4,7 @@
 
 use super::{BlockAttention, IndexerShape};
 use crate::{
-    device::{Binding, DeviceError, Launch, Region},
+    device::{Binding, DeviceError, Launch, Region, SkipUse},
     ops::{QkNormRope, attention::KvFormat},
 };
 
@@ -83,7 +83,7 @@ impl BlockAttention<'_> {
         let (table, rows, values) = (attention.cache.table, tokens as u32, tokens * shape.heads * shape.dim);
         let launch = |kernel, bindings, grid: [u32; 2], threads| {
             let grid = [grid[0], grid[1], 1];
-            Launch { kernel, args: args.clone(), bindings, grid, threads }
+            Launch { kernel, args: args.clone(), bindings, grid, threads, skip: SkipUse::None }
         };
         let keys = vec![
             Binding::read(self.index.floats(tokens * indexer.width())),

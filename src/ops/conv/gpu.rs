@@ -2,7 +2,7 @@
 
 use super::Conv;
 use crate::{
-    device::{Binding, Launch},
+    device::{Binding, Launch, SkipUse},
     ops::SequenceRows,
 };
 
@@ -41,6 +41,7 @@ impl Conv<'_> {
                 sequences as u32,
             ],
             threads: 128,
+            skip: SkipUse::Reads,
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use super::{DeltaNet, DeltaNetRows, DeltaRule};
 use crate::{
-    device::{Binding, Launch, Region},
+    device::{Binding, Launch, Region, SkipUse},
     ops::{Conv, DeltaShape, OutputGate, Replay, SequenceRows, delta_shape::QK_EPS, linear::HalfBuffers},
 };
 
@@ -108,6 +108,7 @@ impl DeltaRule<'_> {
             ],
             grid: [shape.value_dim.div_ceil(16) as u32, shape.value_heads as u32, sequences as u32],
             threads: 128,
+            skip: SkipUse::Reads,
         }
     }
 
@@ -127,6 +128,7 @@ impl DeltaRule<'_> {
             ],
             grid: [shape.value_heads.div_ceil(4) as u32, tokens as u32, 1],
             threads: 128,
+            skip: SkipUse::None,
         }
     }
 }

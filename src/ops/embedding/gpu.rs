@@ -2,7 +2,7 @@
 
 use super::Embedding;
 use crate::{
-    device::{Binding, Launch, Region},
+    device::{Binding, Launch, Region, SkipUse},
     ops::{Float, Weight},
 };
 
@@ -16,7 +16,7 @@ impl Embedding<'_> {
         bindings.extend(table.bindings());
         bindings.push(Binding::write(into.floats(tokens * table.cols)));
         let grid = [table.cols.div_ceil(512) as u32, tokens as u32, 1];
-        Launch { kernel: "embed", args, bindings, grid, threads: 32 }
+        Launch { kernel: "embed", args, bindings, grid, threads: 32, skip: SkipUse::None }
     }
 }
 
@@ -28,5 +28,5 @@ pub fn dequantize(weight: &Weight, float: Float, out: Region) -> Launch {
     let mut bindings = weight.bindings().to_vec();
     bindings.push(Binding::write(out.first(weight.rows * weight.cols * float.bytes())));
     let grid = [weight.cols.div_ceil(512) as u32, weight.rows as u32, 1];
-    Launch { kernel: "dequantize", args, bindings, grid, threads: 32 }
+    Launch { kernel: "dequantize", args, bindings, grid, threads: 32, skip: SkipUse::None }
 }

@@ -3,7 +3,7 @@
 
 use super::{CombineExperts, ExpertSlots, ExpertStack, Experts, MoeBuffers, MoeWeights};
 use crate::{
-    device::{Binding, Launch, Region},
+    device::{Binding, Launch, Region, SkipUse},
     ops::{
         Linear,
         linear::{HalfBuffers, HalfRows},
@@ -75,7 +75,7 @@ impl MoeWeights {
         threads: usize,
     ) -> Launch {
         let args = self.args(tokens, slots);
-        Launch { kernel, args, bindings, grid: grid.map(|n| n as u32), threads: threads as u32 }
+        Launch { kernel, args, bindings, grid: grid.map(|n| n as u32), threads: threads as u32, skip: SkipUse::None }
     }
 }
 
@@ -95,7 +95,7 @@ impl Experts<'_> {
         bindings.extend([Binding::table(self.slots.table), Binding::no_skip_flag(self.x)]);
         let kernel = if layer.fast_up() { "moe_gate_up" } else { "moe_gate_up_any" };
         let grid = [layer.inner().div_ceil(8), layer.k + extra, tokens];
-        layer.launch(tokens, self.slots, kernel, bindings, grid, 128)
+        Launch { skip: SkipUse::Reads, ..layer.launch(tokens, self.slots, kernel, bindings, grid, 128) }
     }
 
     /// Computes assignments grouped by expert: first `act` as in [`Experts::up`], then `out[assignment] = down act`.
@@ -165,7 +165,7 @@ impl CombineExperts<'_> {
         bindings.extend([Binding::table(self.slots.table), Binding::no_skip_flag(buffers.scores)]);
         let (kernel, threads) = layer.threads();
         let grid = [layer.hidden().div_ceil(8), tokens, 1];
-        layer.launch(tokens, self.slots, kernel, bindings, grid, threads as usize)
+        Launch { skip: SkipUse::Reads, ..layer.launch(tokens, self.slots, kernel, bindings, grid, threads as usize) }
     }
 
     /// For assignments grouped by expert: computes the shared expert (on matrix units if `half` is given), then adds up
@@ -211,5 +211,6 @@ pub fn swiglu(tokens: usize, inner: usize, scores: Region, width: usize, at: usi
         bindings: vec![Binding::read(scores.floats(tokens * width)), Binding::write(act.floats(tokens * inner))],
         grid: [inner.div_ceil(128) as u32, tokens as u32, 1],
         threads: 128,
+        skip: SkipUse::None,
     }
 }

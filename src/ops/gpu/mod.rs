@@ -4,7 +4,7 @@ use super::{
     Backend, BackendLimits, ExpertSet, Experts, HalfBuffers, IndexerShape, KvFormat, ModelPart, MoeWeights, NO_SLOT,
     Op, WeightFormat, cpu::refuse, experts::Jobs, norm::rms_norm,
 };
-use crate::device::{Binding, BufferAccess, DeviceError, Gpu, Launch, Region, Slab, SyncPoint, Timeline};
+use crate::device::{BufferAccess, DeviceError, Gpu, Launch, Region, Slab, SyncPoint, Timeline};
 use std::{
     collections::HashMap,
     ops::{DerefMut, Range},
@@ -172,7 +172,7 @@ impl<P: DerefMut<Target: Gpu> + Send> GpuBackend<P> {
         self.check_failed()?;
         self.launches += 1;
         if let Some(flag) = self.skip_flag {
-            add_skip_flag(&mut launch, flag);
+            launch.set_skip_flag(flag);
         }
         let first = self.in_flight.len();
         for binding in &mut launch.bindings {
@@ -253,24 +253,6 @@ impl<P: DerefMut<Target: Gpu> + Send> GpuBackend<P> {
             self.record(done)?;
         }
         self.check_failed()
-    }
-}
-
-/// Gives a launch a skip flag, if its kernel can have one; see `is_skipped` in `kernels/quant.metal`. These kernels change
-/// what outlives a layer, or take most of the time.
-fn add_skip_flag(launch: &mut Launch, flag: Region) {
-    let access = match launch.kernel.trim_end_matches("_any") {
-        "router" => BufferAccess::ReadWrite,
-        "moe_gate_up" | "moe_down" | "causal_conv" | "gated_delta_128" | "gated_delta_256" => BufferAccess::Read,
-        name if name.starts_with("gemv") => BufferAccess::Read,
-        _ => return,
-    };
-    // The outputs of a skipped launch keep their bytes.
-    for output in launch.bindings.iter_mut().filter(|binding| binding.access == BufferAccess::Write) {
-        output.access = BufferAccess::ReadWrite;
-    }
-    if let (Some(can_skip), Some(binding)) = (launch.args.first_mut(), launch.bindings.last_mut()) {
-        (*can_skip, *binding) = (1, Binding { region: flag, access, is_table: false });
     }
 }
 

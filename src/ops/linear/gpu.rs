@@ -2,7 +2,7 @@
 
 use super::{Linear, Norm};
 use crate::{
-    device::{Binding, Launch, Region},
+    device::{Binding, Launch, Region, SkipUse},
     ops::{Weight, quant::fast},
 };
 
@@ -70,6 +70,7 @@ impl Linear<'_> {
             bindings,
             grid: [tokens.div_ceil(if batch { BATCH_ROWS } else { 1 }) as u32, blocks as u32, 1],
             threads: 128,
+            skip: SkipUse::Reads,
         }
     }
 }
@@ -145,6 +146,7 @@ impl HalfRows {
             ],
             grid: [count as u32, 1, 1],
             threads: 128,
+            skip: SkipUse::None,
         }
     }
 
@@ -165,6 +167,7 @@ impl HalfRows {
             bindings,
             grid: [tokens.div_ceil(TILE[0]) as u32, blocks as u32, 1],
             threads: 128,
+            skip: SkipUse::None,
         }
     }
 }

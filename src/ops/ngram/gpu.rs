@@ -1,7 +1,7 @@
 //! The injection of n-gram rows on a GPU (`kernels/streams.metal`).
 
 use super::NgramInject;
-use crate::device::{Binding, DeviceError, Launch};
+use crate::device::{Binding, DeviceError, Launch, SkipUse};
 
 impl NgramInject<'_> {
     /// Computes the gates and the new rows of the history, then adds the result to the streams.
@@ -18,7 +18,14 @@ impl NgramInject<'_> {
         let proj = Binding::read(self.proj.floats(tokens * (width + hidden)));
         let (streams, gates) = (self.streams.floats(tokens * width), self.gates.floats(tokens * count));
         let history = self.history.floats(shape.capacity * width);
-        let launch = |kernel, bindings, grid| Launch { kernel, args: args.clone(), bindings, grid, threads: 128 };
+        let launch = |kernel, bindings, grid| Launch {
+            kernel,
+            args: args.clone(),
+            bindings,
+            grid,
+            threads: 128,
+            skip: SkipUse::None,
+        };
         let gate = vec![
             proj,
             Binding::read(streams),

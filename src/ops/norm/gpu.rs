@@ -1,6 +1,6 @@
 //! RMS norm on a GPU.
 
-use crate::device::{Binding, Launch, Region};
+use crate::device::{Binding, Launch, Region, SkipUse};
 
 /// `y = x / rms(x) * w` for `rows` rows, as a separate launch.
 pub fn rms_norm(rows: usize, cols: usize, eps: f32, x: Region, w: Region, y: Region) -> Launch {
@@ -26,5 +26,6 @@ pub(in crate::ops) fn rms_norms(
         ],
         grid: [rows as u32, 1, 1],
         threads: 256,
+        skip: SkipUse::None,
     }
 }

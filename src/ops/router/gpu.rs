@@ -2,7 +2,7 @@
 
 use super::Router;
 use crate::{
-    device::{Binding, Launch, Region},
+    device::{Binding, Launch, Region, SkipUse},
     ops::{
         experts::SharedExpert,
         linear::{HalfRows, Linear},
@@ -64,6 +64,7 @@ impl Router<'_> {
             ],
             grid: [tokens as u32, 1, 1],
             threads: 32,
+            skip: SkipUse::Sets,
         }
     }
 }

@@ -1,7 +1,7 @@
 //! The choice of a token on a GPU: the likeliest tokens of each block of logits, those of all blocks, and one of them.
 
 use super::{BLOCK, Sample, TokenChoice};
-use crate::device::{Binding, Launch, Region};
+use crate::device::{Binding, Launch, Region, SkipUse};
 
 /// The `k` largest of each block of `values`, with their ids. `ids` are the ids of `values`, if these are not indices.
 fn top_k(values: Region, ids: Option<Region>, k: usize, [top, top_ids]: [Region; 2]) -> Launch {
@@ -17,6 +17,7 @@ fn top_k(values: Region, ids: Option<Region>, k: usize, [top, top_ids]: [Region;
         ],
         grid: [count.div_ceil(BLOCK) as u32, 1, 1],
         threads: 256,
+        skip: SkipUse::None,
     }
 }
 
@@ -36,6 +37,7 @@ impl Sample {
             bindings: vec![Binding::read(top), Binding::read(top_ids), Binding::write(self.id.floats(1))],
             grid: [1, 1, 1],
             threads: 32,
+            skip: SkipUse::None,
         };
         let logits = self.logits.floats(self.count);
         let first = [top_k(logits, None, k, of_blocks), top_k(of_blocks[0], Some(of_blocks[1]), k, [top, top_ids])];

@@ -2,7 +2,7 @@
 
 use super::{ReadStreams, StreamShape, WriteStreams};
 use crate::{
-    device::{Binding, Launch, Region},
+    device::{Binding, Launch, Region, SkipUse},
     ops::{Linear, Weight, linear::HalfBuffers, norm::rms_norms},
 };
 
@@ -11,7 +11,7 @@ impl StreamShape {
         let words = [self.count, self.hidden, self.rank, low, flag.into()];
         let [args, grid] =
             [words.to_vec(), grid.to_vec()].map(|all| all.into_iter().map(|word| word as u32).collect::<Vec<_>>());
-        Launch { kernel, args, bindings, grid: [grid[0], grid[1], grid[2]], threads: 128 }
+        Launch { kernel, args, bindings, grid: [grid[0], grid[1], grid[2]], threads: 128, skip: SkipUse::None }
     }
 }
 
