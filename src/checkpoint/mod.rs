@@ -23,4 +23,4 @@ mod row_table;
 mod trunk;
 
 pub use row_table::{RowFiles, RowTable};
-pub use trunk::{Checkpoint, DRAFT_BUFFERS, MatrixLayout, TrunkBuffer, TrunkLoader, expert_pieces, matrix_pieces};
+pub use trunk::{Checkpoint, MatrixLayout, TrunkBuffer, TrunkLoader, expert_pieces, matrix_pieces};

@@ -12,7 +12,7 @@ use crate::{
     device::{Region, Slab},
     error::{ModelError, StoreError},
     experts::{PIECES, Piece},
-    ops::{FP8_BLOCK, Weight, WeightFormat},
+    ops::{FP8_BLOCK, ReservedBuffer, Weight, WeightFormat},
     platform::open_regular_file,
 };
 use std::{
@@ -291,14 +291,9 @@ pub fn expert_pieces(projections: [[Piece; 3]; 3]) -> [Piece; PIECES] {
     std::array::from_fn(|index| projections[index / 3][index % 3])
 }
 
-/// Numbers of the two buffers of weights on a device: first matrices, then small vectors.
-const BUFFERS: [u32; 2] = [0, 1];
-/// Numbers of the two buffers of a draft model on the same device.
-pub const DRAFT_BUFFERS: [u32; 2] = [2, 3];
-
-/// A filled buffer of weights. The [`Region`]s of the weights refer to the buffer by `number`.
+/// A filled buffer of weights. The [`Region`]s of the weights refer to the buffer by its reserved number.
 pub struct TrunkBuffer {
-    pub number: u32,
+    pub buffer: ReservedBuffer,
     pub slab: Arc<Slab>,
 }
 
@@ -313,14 +308,22 @@ pub struct TrunkLoader<'a> {
     /// Total bytes of the matrices so far.
     len: usize,
     vectors: Vec<f32>,
-    buffers: [u32; 2],
+    /// The buffers of matrices and of small vectors.
+    buffers: [ReservedBuffer; 2],
     progress: Option<&'a mut dyn FnMut(u64, u64)>,
 }
 
 impl<'a> TrunkLoader<'a> {
     /// A loader that computes sizes. The weights that it returns must not be used.
     pub fn measure(from: &'a Checkpoint) -> Self {
-        Self { from, slab: None, len: 0, vectors: Vec::new(), buffers: BUFFERS, progress: None }
+        Self {
+            from,
+            slab: None,
+            len: 0,
+            vectors: Vec::new(),
+            buffers: [ReservedBuffer::Matrices, ReservedBuffer::Vectors],
+            progress: None,
+        }
     }
 
     /// A loader that reads into a slab of `len` bytes, the measured size.
@@ -333,8 +336,8 @@ impl<'a> TrunkLoader<'a> {
         Self { progress: Some(progress), ..self }
     }
 
-    /// Sets the buffer numbers.
-    pub fn with_buffers(self, buffers: [u32; 2]) -> Self {
+    /// Sets the buffers of matrices and of small vectors.
+    pub fn with_buffers(self, buffers: [ReservedBuffer; 2]) -> Self {
         Self { buffers, ..self }
     }
 
@@ -352,8 +355,8 @@ impl<'a> TrunkLoader<'a> {
         }
         let matrices = self.slab.map_or_else(|| new_slab(0), Ok)?;
         let [first, second] = self.buffers;
-        let buffer = |number, slab| TrunkBuffer { number, slab: Arc::new(slab) };
-        Ok([buffer(first, matrices), buffer(second, vectors)])
+        let filled = |buffer, slab| TrunkBuffer { buffer, slab: Arc::new(slab) };
+        Ok([filled(first, matrices), filled(second, vectors)])
     }
 
     /// Loads the matrix at `path` with shape `[rows, cols]`.
@@ -418,7 +421,7 @@ impl<'a> TrunkLoader<'a> {
         let offset = self.vectors.len() * 4;
         self.vectors.extend(values);
         self.vectors.resize(self.vectors.len().next_multiple_of(ALIGN / 4), 0.0);
-        Region { buffer: self.buffers[1], offset, len: values.len() * 4 }
+        Region { buffer: self.buffers[1].number(), offset, len: values.len() * 4 }
     }
 
     /// Appends `len` bytes to the slab, which `fill` writes. A loader that computes sizes does not call `fill`.
@@ -435,7 +438,7 @@ impl<'a> TrunkLoader<'a> {
                 progress(self.len as u64, slab.len() as u64);
             }
         }
-        Ok(Region { buffer: self.buffers[0], offset, len })
+        Ok(Region { buffer: self.buffers[0].number(), offset, len })
     }
 }
 

@@ -16,7 +16,7 @@ use super::{
 use crate::{
     device::Timeline,
     error::ModelError,
-    ops::{AttentionShape, Backend, BackendLimits, ExpertSlots},
+    ops::{AttentionShape, Backend, BackendLimits, ExpertSlots, ReservedBuffer},
 };
 use std::sync::Arc;
 
@@ -66,7 +66,7 @@ impl DeviceState {
             Some(store) => {
                 // A GPU maps whole segments of slots. The CPU does not map segments.
                 store.release_whole_segments(limits.is_async);
-                adopt_slots(store, &mut backend)?
+                adopt_slots(store, ReservedBuffer::ExpertTable, &mut backend)?
             }
             None => ExpertSlots::default(),
         };

@@ -11,21 +11,17 @@ use crate::{
     device::{DeviceError, SyncPoint, Timeline},
     error::ModelError,
     experts::{ExpertStore, SlotDevice},
-    ops::{AttentionShape, Backend, ExpertSlots, ModelPart, NO_SLOT},
+    ops::{AttentionShape, Backend, ExpertSlots, ModelPart, NO_SLOT, ReservedBuffer},
 };
 use std::{ops::Range, sync::Arc};
 
-/// Lets the backend adopt the buffer of the weights. The buffer gets the number that the regions of the weights already
-/// have.
+/// Lets the backend adopt the buffer of the weights under its reserved number, which the regions of the weights have.
 pub fn adopt_weights(buffer: &TrunkBuffer, backend: &mut dyn Backend) -> Result<(), ModelError> {
-    let TrunkBuffer { number, slab } = buffer;
+    let TrunkBuffer { buffer, slab } = buffer;
     if slab.len() > backend.max_buffer_len() {
         return refuse(format!("the trunk's {} bytes do not fit in one buffer of this GPU", slab.len()));
     }
-    let adopted = backend.adopt(slab, 0..slab.len())?;
-    if adopted.buffer != *number {
-        return refuse(format!("the weights' buffer has number {} on the device, not {number}", adopted.buffer));
-    }
+    let adopted = backend.adopt_as(*buffer, slab)?;
     Ok(backend.mark_loaded(adopted, 0)?)
 }
 
@@ -70,13 +66,17 @@ pub fn check_threads(net: &Network, kv_shape: &AttentionShape, backend: &mut dyn
 }
 
 /// Lets the backend adopt the segments of the expert slots.
-pub fn adopt_slots(store: &ExpertStore, backend: &mut dyn Backend) -> Result<ExpertSlots, ModelError> {
+pub fn adopt_slots(
+    store: &ExpertStore,
+    table: ReservedBuffer,
+    backend: &mut dyn Backend,
+) -> Result<ExpertSlots, ModelError> {
     let layout = store.layout();
     let ranges: Vec<_> = layout.segments().collect();
     if let Some(long) = ranges.iter().map(Range::len).find(|len| *len > backend.max_buffer_len()) {
         return refuse(format!("a segment of {long} bytes of expert slots does not fit in one buffer of this GPU"));
     }
-    let (segments, table) = backend.adopt_segments(store.slab(), &ranges)?;
+    let (segments, table) = backend.adopt_segments(table, store.slab(), &ranges)?;
     if store.is_resident() {
         segments.iter().try_for_each(|segment| backend.mark_loaded(*segment, 0))?;
     }

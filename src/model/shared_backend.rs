@@ -3,7 +3,7 @@
 
 use crate::{
     device::{DeviceError, Region, Slab, SyncPoint, Timeline},
-    ops::{Backend, BackendLimits, HalfBuffers, ModelPart, Op},
+    ops::{Backend, BackendLimits, HalfBuffers, ModelPart, Op, ReservedBuffer},
 };
 use parking_lot::{ReentrantMutex, ReentrantMutexGuard};
 use std::{
@@ -98,7 +98,8 @@ impl Backend for SharedBackend {
         flush() -> Result<(), DeviceError>;
         allocate(bytes: usize) -> Result<Region, DeviceError>;
         adopt(slab: &Arc<Slab>, range: Range<usize>) -> Result<Region, DeviceError>;
-        adopt_segments(slab: &Arc<Slab>, segments: &[Range<usize>]) -> Result<(Vec<Region>, Region), DeviceError>;
+        adopt_as(buffer: ReservedBuffer, slab: &Arc<Slab>) -> Result<Region, DeviceError>;
+        adopt_segments(table: ReservedBuffer, slab: &Arc<Slab>, segments: &[Range<usize>]) -> Result<(Vec<Region>, Region), DeviceError>;
         release_segment(segment: Region) -> Result<(), DeviceError>;
         restore_segment(segment: Region) -> Result<(), DeviceError>;
         mark_loaded(region: Region, content: u64) -> Result<(), DeviceError>;

@@ -6,7 +6,7 @@ use crate::{
     error::{ModelError, StoreError},
     ops::{
         Backend, Cpu, ExpertGroup, ExpertSet, ExpertSlots, ExpertStack, Experts, Float, Linear, MoeBuffers, MoeWeights,
-        Weight, WeightFormat,
+        ReservedBuffer, Weight, WeightFormat,
     },
 };
 use std::{
@@ -80,7 +80,7 @@ pub fn decode_rate(
     };
     let layer = MoeWeights { k: at_once, renormalise: true, router, shared: None, stacks };
     let mut cpu = Cpu::new(compute.clone());
-    let (segments, table) = cpu.adopt_segments(&slab, std::slice::from_ref(&(0..len)))?;
+    let (segments, table) = cpu.adopt_segments(ReservedBuffer::ExpertTable, &slab, std::slice::from_ref(&(0..len)))?;
     let slots = ExpertSlots { segments, table, per_segment: usize::MAX, stride: size };
     let (x, out) = (cpu.allocate(hidden * 4)?, cpu.allocate((at_once + 1) * hidden * 4)?);
     let values: Vec<f32> = (0..hidden).map(|index| index as f32 / hidden as f32 - 0.5).collect();

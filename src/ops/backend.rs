@@ -8,6 +8,31 @@ use super::{
 use crate::device::{DeviceError, Region, Slab, Timeline};
 use std::{ops::Range, sync::Arc};
 
+/// Buffers with numbers that are the same on every backend. The regions of weights have these numbers before there is a
+/// device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u32)]
+pub enum ReservedBuffer {
+    /// The trunk's matrices.
+    Matrices,
+    /// The trunk's small vectors.
+    Vectors,
+    /// The addresses of the segments of experts.
+    ExpertTable,
+    MtpMatrices,
+    MtpVectors,
+    MtpExpertTable,
+}
+
+impl ReservedBuffer {
+    /// Number of reserved buffers.
+    pub const COUNT: usize = Self::MtpExpertTable as usize + 1;
+
+    pub const fn number(self) -> u32 {
+        self as u32
+    }
+}
+
 /// Limits and preferences of a device. The forward pass follows them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BackendLimits {
@@ -91,18 +116,23 @@ pub trait Backend: Timeline + Send {
     /// Submits all encoded work without waiting.
     fn flush(&mut self) -> Result<(), DeviceError>;
 
-    /// Allocates zeroed memory. Buffers are numbered from 0 in the order in which they are allocated and adopted.
+    /// Allocates zeroed memory. Buffers are numbered after the [reserved numbers](ReservedBuffer), in the order in which
+    /// they are allocated and adopted.
     fn allocate(&mut self, bytes: usize) -> Result<Region, DeviceError>;
 
     /// Gives operations access to a page-aligned range of a slab. Operations may use the bytes after
     /// [`Backend::mark_loaded`] was called for them.
     fn adopt(&mut self, slab: &Arc<Slab>, range: Range<usize>) -> Result<Region, DeviceError>;
 
+    /// [Adopts](Backend::adopt) a whole slab under a reserved number. Refuses a number that has a buffer.
+    fn adopt_as(&mut self, buffer: ReservedBuffer, slab: &Arc<Slab>) -> Result<Region, DeviceError>;
+
     /// Makes segments of a slab available to kernels. Returns a region for each segment, and the table of addresses
-    /// through which kernels find the segments. A device that shares the CPU's memory adopts a segment when the first
+    /// through which kernels find the segments. The table gets a reserved number, because the CPU has none. A device that shares the CPU's memory adopts a segment when the first
     /// expert in it is [marked as loaded](Backend::mark_loaded). So loading does not wait until all segments are wired.
     fn adopt_segments(
         &mut self,
+        table: ReservedBuffer,
         slab: &Arc<Slab>,
         segments: &[Range<usize>],
     ) -> Result<(Vec<Region>, Region), DeviceError>;

@@ -29,7 +29,7 @@ pub mod streams;
 pub use attention::{
     Attention, AttentionRows, AttentionShape, KvBits, KvCache, KvFormat, KvWrite, QkNormRope, RecentRing,
 };
-pub use backend::{Backend, BackendLimits};
+pub use backend::{Backend, BackendLimits, ReservedBuffer};
 pub use block_attention::{BlockAttention, IndexCache, IndexerShape};
 pub use conv::Conv;
 pub use cpu::Cpu;

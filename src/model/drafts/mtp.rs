@@ -16,7 +16,7 @@
 //! The head's experts have their own slots, because their encoding and size often differ from the model's.
 
 use crate::{
-    checkpoint::{Checkpoint, DRAFT_BUFFERS, TrunkBuffer, TrunkLoader, index::Index, mtp as files},
+    checkpoint::{Checkpoint, TrunkBuffer, TrunkLoader, index::Index, mtp as files},
     device::Region,
     error::ModelError,
     experts::{self, ExpertMap, ExpertStore, LayerExperts},
@@ -42,7 +42,7 @@ use crate::{
     },
     ops::{
         AttentionShape, Backend, BackendLimits, Embedding, ExpertSlots, IndexCache, KvBits, KvCache, KvFormat, Linear,
-        ModelPart, Norm, Weight,
+        ModelPart, Norm, ReservedBuffer, Weight,
     },
     platform::MAX_BLOCK,
 };
@@ -221,7 +221,8 @@ impl MtpInfo {
         store: Option<&ExpertStore>,
     ) -> Result<MtpHead, ModelError> {
         let Self { from, config, map, trunk: len, slots } = self;
-        let mut trunk = TrunkLoader::read(&from, len as usize)?.with_buffers(DRAFT_BUFFERS);
+        let mut trunk = TrunkLoader::read(&from, len as usize)?
+            .with_buffers([ReservedBuffer::MtpMatrices, ReservedBuffer::MtpVectors]);
         let MtpWeights { fc, norms, layer, before_head, .. } = MtpWeights::load(&mut trunk, &config)?;
         let weights = trunk.finish()?;
         let mut net = Network { embed: model.embed, layers: vec![layer], before_head, head: Some(*model.head()) };
@@ -253,7 +254,7 @@ impl MtpDeviceState {
     ) -> Result<Self, ModelError> {
         let (mut slots, mut tables) = (ExpertSlots::default(), Vec::new());
         if let Some(store) = &head.store {
-            slots = adopt_slots(store, backend)?;
+            slots = adopt_slots(store, ReservedBuffer::MtpExpertTable, backend)?;
             tables = slot_tables(&head.net, store);
         }
         let positions = CACHE_POSITIONS.min(context);

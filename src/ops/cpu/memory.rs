@@ -2,14 +2,20 @@
 
 use crate::{
     device::{DeviceError, Region, Slab},
-    ops::{Weight, WeightView},
+    ops::{ReservedBuffer, Weight, WeightView},
 };
 use std::{ops::Range, sync::Arc};
 
 /// All buffers, indexed by number.
-#[derive(Default)]
 pub(in crate::ops) struct CpuMemory {
-    pub(super) buffers: Vec<(Arc<Slab>, Range<usize>)>,
+    /// `None` for a reserved number without a buffer.
+    pub(super) buffers: Vec<Option<(Arc<Slab>, Range<usize>)>>,
+}
+
+impl Default for CpuMemory {
+    fn default() -> Self {
+        Self { buffers: vec![None; ReservedBuffer::COUNT] }
+    }
 }
 
 pub(in crate::ops) fn refuse<T>(why: String) -> Result<T, DeviceError> {
@@ -17,8 +23,12 @@ pub(in crate::ops) fn refuse<T>(why: String) -> Result<T, DeviceError> {
 }
 
 impl CpuMemory {
+    pub(super) fn buffer(&self, number: u32) -> Option<&(Arc<Slab>, Range<usize>)> {
+        self.buffers.get(number as usize)?.as_ref()
+    }
+
     pub fn bytes(&self, region: Region) -> &[u8] {
-        let Some((slab, range)) = self.buffers.get(region.buffer as usize).filter(|_| region.len > 0) else {
+        let Some((slab, range)) = self.buffer(region.buffer).filter(|_| region.len > 0) else {
             return &[];
         };
         let at = range.start + region.offset;
@@ -30,7 +40,7 @@ impl CpuMemory {
 
     #[allow(clippy::mut_from_ref)] // Regions that an operation writes are disjoint from its others.
     pub fn bytes_mut(&self, region: Region) -> &mut [u8] {
-        let Some((slab, range)) = self.buffers.get(region.buffer as usize).filter(|_| region.len > 0) else {
+        let Some((slab, range)) = self.buffer(region.buffer).filter(|_| region.len > 0) else {
             return &mut [];
         };
         let at = range.start + region.offset;

@@ -5,7 +5,7 @@ mod memory;
 pub(super) use memory::{CpuMemory, refuse};
 
 use super::{
-    Backend, BackendLimits, KvFormat, ModelPart, Op, block_attention, experts,
+    Backend, BackendLimits, KvFormat, ModelPart, Op, ReservedBuffer, block_attention, experts,
     linear::products::Activations,
     quant::{ActivationCache, QuantizedRows},
 };
@@ -85,7 +85,7 @@ impl Cpu {
     }
 
     fn check_region(&self, region: Region) -> Result<(), DeviceError> {
-        match self.memory.buffers.get(region.buffer as usize) {
+        match self.memory.buffer(region.buffer) {
             Some((_, range)) if region.offset + region.len <= range.len() => Ok(()),
             _ => refuse(format!("region {region:?} is outside the allocated buffers")),
         }
@@ -195,17 +195,27 @@ impl Backend for Cpu {
             return refuse(format!("cannot adopt bytes {range:?} of a slab of {} bytes", slab.len()));
         }
         let (buffer, len) = (self.memory.buffers.len() as u32, range.len());
-        self.memory.buffers.push((slab.clone(), range));
+        self.memory.buffers.push(Some((slab.clone(), range)));
         Ok(Region { buffer, offset: 0, len })
+    }
+
+    fn adopt_as(&mut self, buffer: ReservedBuffer, slab: &Arc<Slab>) -> Result<Region, DeviceError> {
+        let place = &mut self.memory.buffers[buffer.number() as usize];
+        if place.is_some() {
+            return refuse(format!("{buffer:?} is already adopted"));
+        }
+        *place = Some((slab.clone(), 0..slab.len()));
+        Ok(Region { buffer: buffer.number(), offset: 0, len: slab.len() })
     }
 
     fn adopt_segments(
         &mut self,
+        table: ReservedBuffer,
         slab: &Arc<Slab>,
         segments: &[Range<usize>],
     ) -> Result<(Vec<Region>, Region), DeviceError> {
-        // The CPU needs no table, but buffers have the same numbers on every device.
-        let table = self.allocate(0)?;
+        // The CPU needs no table.
+        let table = Region { buffer: table.number(), offset: 0, len: 0 };
         let regions = segments.iter().map(|range| self.adopt(slab, range.clone())).collect::<Result<_, _>>()?;
         Ok((regions, table))
     }

@@ -2,7 +2,7 @@
 
 use super::{
     Backend, BackendLimits, ExpertSet, Experts, HalfBuffers, IndexerShape, KvFormat, ModelPart, MoeWeights, NO_SLOT,
-    Op, WeightFormat, cpu::refuse, experts::Jobs, norm::rms_norm,
+    Op, ReservedBuffer, WeightFormat, cpu::refuse, experts::Jobs, norm::rms_norm,
 };
 use crate::device::{BufferAccess, DeviceError, Gpu, Launch, Region, Slab, SyncPoint, Timeline};
 use std::{
@@ -47,8 +47,8 @@ pub const fn limits(working_set: Option<u64>) -> BackendLimits {
 /// Executes operations as launches.
 pub struct GpuBackend<P: DerefMut<Target: Gpu> + Send> {
     gpu: P,
-    /// Device regions by buffer number.
-    buffers: Vec<Region>,
+    /// Device regions by buffer number. `None` for a reserved number without a buffer.
+    buffers: Vec<Option<Region>>,
     segments: HashMap<u32, Segment>,
     /// Regions that unfinished launches access, each with the sync point at which the launch is done.
     in_flight: Vec<(Region, BufferAccess, SyncPoint)>,
@@ -89,10 +89,10 @@ struct Segment {
 
 impl<P: DerefMut<Target: Gpu> + Send> GpuBackend<P> {
     pub fn new(gpu: P) -> Self {
-        let (buffers, segments, in_flight, slots, uploaded, owned, launched) = Default::default();
+        let (segments, in_flight, slots, uploaded, owned, launched) = Default::default();
         Self {
             gpu,
-            buffers,
+            buffers: vec![None; ReservedBuffer::COUNT],
             segments,
             in_flight,
             failed: None,
@@ -140,17 +140,34 @@ impl<P: DerefMut<Target: Gpu> + Send> GpuBackend<P> {
             return entered;
         }
         self.owned.push(region.buffer);
-        self.buffers[number as usize] = region;
+        self.buffers[number as usize] = Some(region);
         if let Some(segment) = self.segments.get_mut(&number) {
             segment.device = Some(region.buffer);
         }
         Ok(())
     }
 
+    /// Gives a device's buffer the next number. Returns its region on this backend.
+    fn add(&mut self, region: Region) -> Region {
+        self.buffers.push(None);
+        self.place(self.buffers.len() as u32 - 1, region)
+    }
+
+    fn place(&mut self, number: u32, region: Region) -> Region {
+        self.owned.push(region.buffer);
+        self.buffers[number as usize] = Some(region);
+        Region { buffer: number, ..region }
+    }
+
     /// The device region of a region of this backend.
     fn resolve(&self, region: Region) -> Region {
-        let Some(buffer) = self.buffers.get(region.buffer as usize) else { return region };
-        buffer.part(region.offset, region.len)
+        match self.buffers.get(region.buffer as usize) {
+            Some(Some(buffer)) => buffer.part(region.offset, region.len),
+            // An unused binding may be an empty part of a buffer that does not exist.
+            Some(None) if region.len == 0 => region,
+            // The queue refuses buffers that it does not know.
+            _ => Region { buffer: u32::MAX, ..region },
+        }
     }
 
     /// Returns the error of an earlier launch, if no wait has reported it yet.
@@ -446,30 +463,35 @@ impl<P: DerefMut<Target: Gpu> + Send> Backend for GpuBackend<P> {
 
     fn allocate(&mut self, bytes: usize) -> Result<Region, DeviceError> {
         let region = self.gpu.allocate(bytes)?;
-        self.owned.push(region.buffer);
-        self.buffers.push(region);
-        Ok(Region { buffer: self.buffers.len() as u32 - 1, offset: 0, len: bytes })
+        Ok(self.add(region))
     }
 
     fn adopt(&mut self, slab: &Arc<Slab>, range: Range<usize>) -> Result<Region, DeviceError> {
-        let len = range.len();
         let region = self.gpu.adopt(slab, range)?;
-        self.owned.push(region.buffer);
-        self.buffers.push(region);
-        Ok(Region { buffer: self.buffers.len() as u32 - 1, offset: 0, len })
+        Ok(self.add(region))
+    }
+
+    fn adopt_as(&mut self, buffer: ReservedBuffer, slab: &Arc<Slab>) -> Result<Region, DeviceError> {
+        if self.buffers[buffer.number() as usize].is_some() {
+            return refuse(format!("{buffer:?} is already adopted"));
+        }
+        let region = self.gpu.adopt(slab, 0..slab.len())?;
+        Ok(self.place(buffer.number(), region))
     }
 
     fn adopt_segments(
         &mut self,
+        table: ReservedBuffer,
         slab: &Arc<Slab>,
         segments: &[Range<usize>],
     ) -> Result<(Vec<Region>, Region), DeviceError> {
-        let table = self.allocate(segments.len().max(1) * 8)?;
+        let addresses = self.gpu.allocate(segments.len().max(1) * 8)?;
+        let table = self.place(table.number(), addresses);
         let mut regions = Vec::with_capacity(segments.len());
         for (index, range) in segments.iter().enumerate() {
             let region = Region { buffer: self.buffers.len() as u32, offset: 0, len: range.len() };
             let (slab, range, entry) = (slab.clone(), range.clone(), table.part(index * 8, 8));
-            self.buffers.push(region);
+            self.buffers.push(Some(region));
             self.segments.insert(region.buffer, Segment { slab, range, entry, device: None });
             if self.gpu.has_own_memory() {
                 // The segment is adopted now, so that loading fails if the device has too little memory.

@@ -2,7 +2,7 @@
 
 use super::{
     Backend, CombineExperts, Cpu, ExpertGroup, ExpertSet, ExpertSlots, ExpertStack, Experts, Float, Linear, MoeBuffers,
-    MoeWeights, Op, SharedExpert, Weight, WeightFormat,
+    MoeWeights, Op, ReservedBuffer, SharedExpert, Weight, WeightFormat,
     linear::products::tests::OwnedWeight,
     quant::ActivationFormat,
     simd::{
@@ -10,13 +10,36 @@ use super::{
         tests::{Random, with},
     },
 };
-use crate::device::{CpuArithmetic, CpuDevice, DeviceError, Region};
+use crate::device::{CpuArithmetic, CpuDevice, DeviceError, Region, Slab};
+use std::sync::Arc;
 
 mod attention;
 mod delta;
 mod kv_bits;
 
 const AFFINE: WeightFormat = WeightFormat::Affine { bits: 4, group: 64, scale: Float::Bf16 };
+
+#[test]
+fn reserved_buffers_keep_numbers_in_any_order() {
+    let slab = || Arc::new(Slab::new(64).unwrap());
+    let mut cpu = Cpu::new(CpuDevice::new(1, CpuArithmetic::F32));
+    let first = cpu.allocate(4).unwrap();
+    assert_eq!(first.buffer as usize, ReservedBuffer::COUNT);
+    let segments = |cpu: &mut Cpu| cpu.adopt_segments(ReservedBuffer::ExpertTable, &slab(), &[0..32, 32..64]).unwrap();
+    let (one, table) = segments(&mut cpu);
+    assert_eq!(table.buffer, ReservedBuffer::ExpertTable.number());
+    // The table takes no other number.
+    assert_eq!([one[0].buffer, one[1].buffer], [first.buffer + 1, first.buffer + 2]);
+    for buffer in [ReservedBuffer::MtpVectors, ReservedBuffer::Matrices] {
+        let region = cpu.adopt_as(buffer, &slab()).unwrap();
+        assert_eq!(region, Region { buffer: buffer.number(), offset: 0, len: 64 });
+        cpu.write(region, &[7; 64]).unwrap();
+        assert!(cpu.adopt_as(buffer, &slab()).is_err(), "adopted twice");
+    }
+    // A reserved number without a buffer has no bytes.
+    let missing = Region { buffer: ReservedBuffer::Vectors.number(), offset: 0, len: 4 };
+    assert!(cpu.read(missing, &mut [0; 4]).is_err());
+}
 
 /// A CPU backend whose buffers the tests fill.
 struct TestCpu {

@@ -3,7 +3,7 @@
 use crate::{
     device::{DeviceError, Region, Slab},
     ops::{
-        Backend, Float, Linear, Weight, WeightFormat,
+        Backend, Float, Linear, ReservedBuffer, Weight, WeightFormat,
         check::{CLOSE, HALF, KernelCheck},
         experts::{
             CombineExperts, ExpertGroup, ExpertSet, ExpertSlots, ExpertStack, Experts, MoeBuffers, MoeWeights,
@@ -57,10 +57,11 @@ fn slots(b: &mut KernelCheck<'_>, codes: [WeightFormat; 3]) -> Result<([ExpertSt
         }
     }
     let (slab, ranges) = (Arc::new(slab), [0..PER_SEGMENT * stride, segment..len]);
-    b.cpu.adopt_segments(&slab, &ranges)?;
+    let table = ReservedBuffer::ExpertTable;
+    b.cpu.adopt_segments(table, &slab, &ranges)?;
     // Both devices assign the same buffer numbers, so the GPU's regions of the segments are also valid on the CPU. The
     // CPU needs no address table, so the GPU's table is used.
-    let (segments, table) = b.gpu.adopt_segments(&slab, &ranges)?;
+    let (segments, table) = b.gpu.adopt_segments(table, &slab, &ranges)?;
     segments.iter().try_for_each(|segment| b.gpu.mark_loaded(*segment, 0))?;
     Ok((stacks, ExpertSlots { segments, table, per_segment: PER_SEGMENT, stride }))
 }
