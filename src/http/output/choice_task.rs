@@ -5,7 +5,7 @@ use crate::{
     http::{
         ApiError,
         layers::MemoryPermit,
-        output::{Finished, Generation, Update},
+        output::generation::{Finished, Generation, Update},
     },
 };
 use parking_lot::Mutex;

@@ -12,7 +12,10 @@ use crate::{
     http::{
         layers::{MemoryPermit, RequestLog},
         models::LoadedModel,
-        output::{ChoiceTask, Generation, TextReader},
+        output::{
+            choice_task::ChoiceTask,
+            generation::{Generation, TextReader},
+        },
         request::boundaries,
     },
 };

@@ -15,7 +15,9 @@ use crate::{
         ApiError,
         layers::{RequestLog, memory},
         models::LoadedModel,
-        output::{AnswerTimings, ContentLogprobs, FinishReason, PromptProgress, PromptTokensDetails, Usage},
+        output::{
+            AnswerTimings, FinishReason, PromptProgress, PromptTokensDetails, Usage, chat_logprobs::ContentLogprobs,
+        },
     },
 };
 use std::{

@@ -9,11 +9,8 @@ mod generation;
 pub mod renderer;
 mod usage;
 
-use chat_logprobs::ContentLogprobs;
-use choice_task::ChoiceTask;
 pub use choices::{ChatParams, Choices};
 pub use completion_logprobs::{LogprobsBuilder, token_text};
 pub use generation::{AnswerCall, AnswerText, Finished, Generation, Output};
-use generation::{TextReader, Update};
 pub use renderer::{Renderer, json};
 pub use usage::{AnswerTimings, FinishReason, PromptProgress, PromptTokensDetails, Usage};

@@ -4,7 +4,7 @@ use crate::http::{
     ApiError,
     layers::{MemoryPermit, RequestLog, body_guard, memory},
     models::LoadedModel,
-    output::{Choices, Finished, Generation, Output, PromptProgress, Update, Usage},
+    output::{Choices, Finished, Generation, Output, PromptProgress, Usage, generation::Update},
     sse::{self, Frames, StreamFormat},
 };
 use axum::{
