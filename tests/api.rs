@@ -49,3 +49,5 @@ mod responses;
 mod server;
 #[path = "api/turns.rs"]
 mod turns;
+#[path = "api/unknown_blocks.rs"]
+mod unknown_blocks;

@@ -130,7 +130,7 @@ impl OllamaGenerate {
         }
         let system = self.system.filter(|system| !system.is_empty());
         let system = system.map(|system| json!({"role": "system", "content": system}));
-        let user = json!({"role": "user", "content": with_images(prompt, self.images.unwrap_or_default())});
+        let user = json!({"role": "user", "content": with_images(prompt.into(), self.images.unwrap_or_default())});
         common.chat(system.into_iter().chain([user]).collect(), None).map(Some)
     }
 }
@@ -150,7 +150,8 @@ fn response_format(format: Value) -> Result<Option<ResponseFormat>, ApiError> {
 fn translate(message: Value, index: usize) -> Result<Value, ApiError> {
     let at = format!("messages[{index}]");
     let Value::Object(mut message) = message else { return Err(ApiError::wrong_type(at, "must be an object.")) };
-    let content = message.get("content").and_then(Value::as_str).unwrap_or_default().to_owned();
+    // Ollama's clients send strings. Parts, as in chat completions, are read later.
+    let content = message.remove("content").filter(|content| !content.is_null()).unwrap_or_else(|| "".into());
     if message.get("role").is_some_and(|role| role == "assistant") {
         let thinking = message.get("thinking").and_then(Value::as_str).unwrap_or_default().to_owned();
         let calls = message.remove("tool_calls").filter(|calls| !calls.is_null()).unwrap_or_else(|| json!([]));
@@ -158,7 +159,9 @@ fn translate(message: Value, index: usize) -> Result<Value, ApiError> {
             return Err(ApiError::wrong_type(format!("{at}.tool_calls"), "must be an array."));
         };
         let call = |call: Value| json!({"type": "function", "function": call["function"]});
-        return Ok(messages::assistant(content, thinking, calls.into_iter().map(call).collect()));
+        let mut translated = messages::assistant(String::new(), thinking, calls.into_iter().map(call).collect());
+        translated["content"] = content;
+        return Ok(translated);
     }
     let images = match message.remove("images") {
         None | Some(Value::Null) => Vec::new(),
@@ -169,14 +172,18 @@ fn translate(message: Value, index: usize) -> Result<Value, ApiError> {
     Ok(message.into())
 }
 
-/// A text, with images in base64 as content parts.
-fn with_images(text: String, images: Vec<String>) -> Value {
+/// A text or content parts, after images in base64 as content parts.
+fn with_images(content: Value, images: Vec<String>) -> Value {
     if images.is_empty() {
-        return text.into();
+        return content;
     }
+    let content = match content {
+        Value::Array(parts) => parts,
+        text => vec![json!({"type": "text", "text": text})],
+    };
     // The type in the URL does not matter, because the decoder recognizes the type by the content.
     let image = |data| json!({"type": "image_url", "image_url": {"url": format!("data:image/png;base64,{data}")}});
-    images.into_iter().map(image).chain([json!({"type": "text", "text": text})]).collect()
+    images.into_iter().map(image).chain(content).collect()
 }
 
 #[cfg(test)]

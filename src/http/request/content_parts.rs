@@ -1,12 +1,15 @@
 //! Content parts of messages: text, images, and the sentences that replace audio, video and files.
 //!
 //! In a new user message, a part that the model cannot read is refused, because the user expects the model to see the
-//! part. In tool results and earlier messages, such a part is replaced by a sentence, because a refusal would end the
-//! conversation for good. Images are collected here and decoded later, when the model is known: see
+//! part. In tool results and earlier messages, a sentence replaces such a part, also if its type is unknown or its
+//! fields are malformed, because a refusal would end the conversation for good. Images are collected here and decoded later, when the model is known: see
 //! [`images`](super::images).
 
 use crate::http::ApiError;
 use serde_json::{Value, json};
+
+/// Maximum number of characters of a type or a tool's name in the sentence that replaces a part.
+const SHOWN_CHARS: usize = 128;
 
 /// Format of text parts in one API.
 pub struct PartFormat {
@@ -96,8 +99,18 @@ impl PartFormat {
         }
     }
 
-    /// The text of one part.
+    /// The text of one part. Unless `is_new` is true, a sentence replaces a part that cannot be read.
     pub fn part_text(&self, part: &Value, at: &str, is_new: bool) -> Result<String, ApiError> {
+        match self.readable_text(part, at, is_new) {
+            Err(error) if !is_new => {
+                tracing::info!(at, reason = error.message(), "part replaced by a sentence");
+                Ok(replacement(part))
+            }
+            read => read,
+        }
+    }
+
+    fn readable_text(&self, part: &Value, at: &str, is_new: bool) -> Result<String, ApiError> {
         let source = &part["source"];
         let document = source["data"].as_str().filter(|_| source["type"] == "text");
         let text = part["text"].as_str().or(part["refusal"].as_str());
@@ -112,7 +125,7 @@ impl PartFormat {
                 Ok(lines.into_iter().flatten().collect::<Vec<_>>().join("\n"))
             }
             (Some("document"), text) if document.or(text).is_some() => Ok(document.or(text).unwrap_or_default().into()),
-            (Some(kind), _) if !self.types.contains(&kind) => omitted(kind, at, is_new),
+            (Some(kind), _) if !self.types.contains(&kind) => Err(unreadable(kind, at)),
             _ => {
                 let kind = self.types.first().unwrap_or(&"text");
                 Err(ApiError::wrong_type(at, format!("must be {{\"type\": \"{kind}\", \"text\": ...}}.")))
@@ -201,25 +214,41 @@ fn from_url(url: &str) -> ImageSource {
     }
 }
 
-/// Returns the sentence that replaces a part of type `kind`, which the model cannot read. Returns an error if `is_new`
-/// is true or the type is unknown.
-fn omitted(kind: &str, at: &str, is_new: bool) -> Result<String, ApiError> {
-    let name = match kind {
-        "image" | "image_url" | "input_image" => "image",
-        "audio" | "audio_url" | "input_audio" => "audio",
-        "video" | "video_url" | "input_video" => "video",
-        "file" | "input_file" | "document" => "file",
-        _ => "",
-    };
-    if is_new || name.is_empty() {
-        let text = match name {
-            "image" => format!("{at} has type `{kind}`; only user messages and tool results can have images."),
-            _ => format!("{at} has type `{kind}`; this server reads text and images only."),
-        };
-        return Err(ApiError::unsupported(at, text));
+/// What a part of type `kind` holds. `None` for an unknown type.
+fn media(kind: &str) -> Option<&'static str> {
+    match kind {
+        "image" | "image_url" | "input_image" => Some("image"),
+        "audio" | "audio_url" | "input_audio" => Some("audio"),
+        "video" | "video_url" | "input_video" => Some("video"),
+        "file" | "input_file" | "document" => Some("file"),
+        _ => None,
     }
-    tracing::info!(at, kind, "part replaced by a sentence: the server reads text and images only");
-    Ok(format!("[{name} not shown: this model cannot read it]"))
+}
+
+/// The error for a part of type `kind`, which the server cannot read.
+fn unreadable(kind: &str, at: &str) -> ApiError {
+    let text = match media(kind) {
+        Some("image") => format!("{at} has type `{kind}`; only user messages and tool results can have images."),
+        _ => format!("{at} has type `{kind}`; this server reads text and images only."),
+    };
+    ApiError::unsupported(at, text)
+}
+
+/// The sentence that replaces a part or an item that the server cannot read.
+pub fn replacement(part: &Value) -> String {
+    let short = |text: &str| text.chars().take(SHOWN_CHARS).collect::<String>();
+    match (part["type"].as_str(), part["tool_name"].as_str()) {
+        (None, _) => "[A block without a type is not shown: this server cannot read it]".into(),
+        (Some("tool_reference"), Some(tool)) => format!(
+            "[A block of type `tool_reference` is not shown: the tool `{}` was found. Call it if it is in the list of \
+             tools]",
+            short(tool)
+        ),
+        (Some(kind), _) => match media(kind) {
+            Some(name) => format!("[{name} not shown: this model cannot read it]"),
+            None => format!("[A block of type `{}` is not shown: this server cannot read it]", short(kind)),
+        },
+    }
 }
 
 /// The number of messages up to the last message for which `is_assistant` is true. The messages after that message are
@@ -301,6 +330,31 @@ mod tests {
         let audio = json!([{"type": "input_audio", "input_audio": {}}]);
         assert_eq!(format.text(&audio, "m", false).unwrap(), "[audio not shown: this model cannot read it]");
         assert_eq!(format.text(&audio, "m", true).unwrap_err().status, 400);
-        assert_eq!(format.text(&json!([{"type": "weird"}]), "m", false).unwrap_err().status, 400);
+    }
+
+    #[test]
+    fn unknown_parts_become_sentences_in_history() {
+        let format = PartFormat { types: &["text"], separator: "" };
+        for (part, sentence) in [
+            (json!({"type": "weird"}), "[A block of type `weird` is not shown: this server cannot read it]"),
+            (json!({"type": "text"}), "[A block of type `text` is not shown: this server cannot read it]"),
+            (json!({"type": 5}), "[A block without a type is not shown: this server cannot read it]"),
+            (json!("x"), "[A block without a type is not shown: this server cannot read it]"),
+            (json!({"type": "search_result", "content": 5}), "[A block of type `search_result` is not shown: this"),
+            (json!({"type": "document", "source": {"type": "url"}}), "[file not shown: this model cannot read it]"),
+            (json!({"type": "tool_reference"}), "[A block of type `tool_reference` is not shown: this server"),
+            (
+                json!({"type": "tool_reference", "tool_name": "WebFetch"}),
+                "[A block of type `tool_reference` is not shown: the tool `WebFetch` was found. Call it if it is in the",
+            ),
+        ] {
+            let text = format.part_text(&part, "m", false).unwrap();
+            assert!(text.starts_with(sentence) && text.ends_with(']'), "{part}: {text}");
+            assert_eq!(format.part_text(&part, "m", true).unwrap_err().status, 400, "{part}");
+        }
+        let inner = json!({"type": "search_result", "content": [{"type": "weird"}, {"type": "text", "text": "found"}]});
+        assert!(format.part_text(&inner, "m", false).unwrap().ends_with("cannot read it]found"));
+        let long = format.part_text(&json!({"type": "x".repeat(9_999)}), "m", false).unwrap();
+        assert!(long.len() < 300, "{}", long.len());
     }
 }

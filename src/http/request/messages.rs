@@ -15,7 +15,7 @@ use crate::{
 };
 use serde_json::{Map, Value, json};
 
-const PARTS: PartFormat = PartFormat { types: &["text"], separator: "" };
+const PARTS: PartFormat = PartFormat { types: &["text", "refusal"], separator: "" };
 
 /// Checks and normalizes all messages, and collects the images of the messages. `translated` has the images of messages
 /// that were translated from another API. The contents of translated messages are normalized already.

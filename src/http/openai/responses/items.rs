@@ -32,8 +32,10 @@ const PARTS: PartFormat = PartFormat { types: &["input_text", "output_text", "te
 /// from the request, and the items before them from earlier responses. An error names the position of its item.
 pub fn to_messages(items: &[Value], input: usize) -> Result<(Vec<Value>, Vec<ImagePart>), ApiError> {
     let earlier = items.len().saturating_sub(input);
+    // A tool's output also ends what the assistant has answered, because its call may have an unknown type.
     let is_assistant = |item: &Value| {
-        item["role"] == "assistant" || ["reasoning", "function_call"].iter().any(|kind| item["type"] == *kind)
+        let kind = item["type"].as_str().unwrap_or_default();
+        item["role"] == "assistant" || ["reasoning", "function_call"].contains(&kind) || kind.ends_with("_output")
     };
     let answered = content_parts::answered(items, is_assistant);
     let mut builder = MessageBuilder::default();
@@ -105,10 +107,14 @@ impl MessageBuilder {
             (Some("compaction" | "compaction_summary"), _) => {
                 self.close();
                 let text = item["encrypted_content"].as_str().and_then(|text| text.strip_prefix(ENCRYPTED_PREFIX));
-                let Some(text) = text else {
-                    return Err(ApiError::invalid(at, format!("{at} was not written by this server.")));
+                let content = match text {
+                    Some(text) => format!("{SUMMARY_INTRODUCTION}{text}"),
+                    None if is_new => {
+                        return Err(ApiError::invalid(at, format!("{at} was not written by this server.")));
+                    }
+                    None => content_parts::replacement(item),
                 };
-                self.messages.push(json!({"role": "user", "content": format!("{SUMMARY_INTRODUCTION}{text}")}));
+                self.messages.push(json!({"role": "user", "content": content}));
             }
             (Some("function_call_output" | "custom_tool_call_output"), _) => {
                 let Some(id) = item["call_id"].as_str() else {
@@ -119,6 +125,12 @@ impl MessageBuilder {
                 self.messages.push(json!({"role": "tool", "tool_call_id": id, "content": output}));
             }
             (Some(kind), _) if SERVER_CALLS.contains(&kind) => {}
+            (Some(kind), _) if kind.ends_with("_output") => {
+                self.close();
+                let content = content_parts::replacement(item);
+                self.messages.push(json!({"role": "tool", "tool_call_id": item["call_id"], "content": content}));
+            }
+            (Some(_), _) if !is_new => self.turn(|_| true).content += &content_parts::replacement(item),
             (Some(other), _) => {
                 let text = format!("{at} has type `{other}`, which this server does not support.");
                 return Err(ApiError::unsupported(at, text));
