@@ -17,6 +17,8 @@ mod client;
 mod completions;
 #[path = "api/connections.rs"]
 mod connections;
+#[path = "api/context_full.rs"]
+mod context_full;
 #[path = "api/continue_final.rs"]
 mod continue_final;
 #[path = "api/deadline.rs"]

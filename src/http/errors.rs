@@ -30,6 +30,9 @@ use axum::{
 use serde_json::{Value, json};
 use std::fmt::Display;
 
+/// Code of errors about a full context.
+const CONTEXT_EXCEEDED: &str = "context_length_exceeded";
+
 #[derive(Debug, Clone, PartialEq)]
 pub struct ApiError {
     pub status: StatusCode,
@@ -39,11 +42,13 @@ pub struct ApiError {
     message: String,
     /// Value of the `Retry-After` header in seconds.
     retry_after: Option<u32>,
+    /// Tokens of a prompt that is too long, and the limit that it exceeds.
+    lengths: Option<[usize; 2]>,
 }
 
 impl ApiError {
     fn new(status: StatusCode, kind: &'static str, code: Option<&'static str>, message: impl Into<String>) -> Self {
-        Self { status, kind, code, param: None, message: message.into(), retry_after: None }
+        Self { status, kind, code, param: None, message: message.into(), retry_after: None, lengths: None }
     }
 
     fn client(status: StatusCode, code: &'static str, message: impl Into<String>) -> Self {
@@ -120,7 +125,10 @@ impl ApiError {
             Some([&param[..at], theirs, &param[at + ours.len()..]].concat())
         };
         if let Some(theirs) = names.iter().find_map(rename) {
-            self.message = self.message.replace(param, &theirs);
+            // Clients search for the exact words about a full context. These words contain no path.
+            if self.code != Some(CONTEXT_EXCEEDED) {
+                self.message = self.message.replace(param, &theirs);
+            }
             self.param = Some(theirs);
         }
         self
@@ -136,33 +144,49 @@ impl ApiError {
         self
     }
 
-    /// A prompt above `--max-prompt-tokens`. The error code is `context_length_exceeded`, so that agents shorten the
-    /// prompt.
+    /// A prompt above `--max-prompt-tokens`.
     pub fn prompt_limit(prompt: usize, limit: usize, param: &str) -> Self {
-        let message = format!(
-            "This server accepts prompts of at most {limit} tokens, and this one has {prompt}. Shorten the prompt, or start \
-             the server with a larger --max-prompt-tokens."
-        );
-        Self::bad_request("context_length_exceeded", message).at(param)
+        let scope = format!("{limit} tokens for prompts, as --max-prompt-tokens says");
+        Self::prompt_too_long([prompt, limit], &scope, "--max-prompt-tokens.").at(param)
     }
 
-    /// A prompt that is longer than the context. `prompt` is its number of tokens, or a lower bound such as "at least
-    /// 9".
-    pub fn over_context(prompt: impl Display, context: usize, param: &str) -> Self {
+    /// A prompt that leaves no room for an answer in the context.
+    pub fn over_context(prompt: usize, context: usize, param: &str) -> Self {
+        Self::prompt_over_context(prompt, context).at(param)
+    }
+
+    /// A prompt whose first `counted` tokens are more than the context. The rest was not counted.
+    pub fn over_context_early(counted: usize, context: usize, param: &str) -> Self {
+        let advice = format!("--ctx-size. The prompt has at least {counted} tokens; the rest was not counted.");
+        Self::prompt_too_long([counted, context], &format!("{context} tokens"), &advice).at(param)
+    }
+
+    fn prompt_over_context(prompt: usize, context: usize) -> Self {
+        let (limit, scope) = match prompt == context {
+            true => (context.saturating_sub(1), ", and an answer needs at least one of them"),
+            false => (context, ""),
+        };
+        Self::prompt_too_long([prompt, limit], &format!("{context} tokens{scope}"), "--ctx-size.")
+    }
+
+    /// `lengths` has the tokens of the prompt and their limit. Clients search for most of these words, to shorten a
+    /// conversation instead of ending it. `tests/api/context_full.rs` has their patterns.
+    fn prompt_too_long(lengths: [usize; 2], context: &str, advice: &str) -> Self {
+        let [prompt, limit] = lengths;
         let message = format!(
-            "This model's context length is {context} tokens, and the prompt has {prompt} of them, which leaves no room \
-             for an answer. Shorten the prompt, or start the server with a larger --ctx-size."
+            "prompt is too long: {prompt} tokens > {limit} maximum. This model's maximum context length is {context}. \
+             Please reduce the length of the messages, or start the server with a larger {advice}"
         );
-        Self::bad_request("context_length_exceeded", message).at(param)
+        Self { lengths: Some(lengths), ..Self::bad_request(CONTEXT_EXCEEDED, message) }
     }
 
     /// A summary of a conversation that was cut off after `tokens` tokens.
     pub fn summary_cut(tokens: usize) -> Self {
         let message = format!(
             "The summary is incomplete: the limit of the answer or of the context ended it after {tokens} tokens. \
-             Raise max_output_tokens, or compact a shorter conversation."
+             Please reduce the length of the messages, or raise max_output_tokens."
         );
-        Self::bad_request("context_length_exceeded", message).at("input")
+        Self::bad_request(CONTEXT_EXCEEDED, message).at("input")
     }
 
     pub fn unauthorized() -> Self {
@@ -290,8 +314,14 @@ impl ApiError {
 
     /// The error as JSON, for a body or for an event of a stream.
     pub fn body(&self) -> Value {
-        let Self { kind, code, param, message, .. } = self;
-        json!({"error": {"message": message, "type": kind, "param": param, "code": code}})
+        let Self { kind, code, param, message, lengths, .. } = self;
+        let mut error = json!({"message": message, "type": kind, "param": param, "code": code});
+        if let Some([prompt, limit]) = lengths {
+            // Clients of llama-server read these fields.
+            error["n_prompt_tokens"] = (*prompt).into();
+            error["n_ctx"] = (*limit).into();
+        }
+        json!({"error": error})
     }
 }
 
@@ -308,8 +338,13 @@ impl From<EngineError> for ApiError {
             EngineError::Draining => Self::unavailable("shutting_down", "The server is shutting down."),
             EngineError::Unloaded => Self::unavailable("model_unloaded", message),
             EngineError::TimedOut => Self::new(StatusCode::GATEWAY_TIMEOUT, "server_error", Some("timeout"), message),
-            EngineError::Model(ModelError::ContextFull { .. }) | EngineError::PromptTooLong { .. } => {
-                Self::bad_request("context_length_exceeded", message)
+            EngineError::PromptTooLong { prompt, context } => Self::prompt_over_context(prompt, context),
+            EngineError::Model(ModelError::ContextFull { context }) => {
+                let message = format!(
+                    "This model's maximum context length is {context} tokens, and it is full. Please reduce the length \
+                     of the messages, or start the server with a larger --ctx-size."
+                );
+                Self::bad_request(CONTEXT_EXCEEDED, message)
             }
             EngineError::Model(ModelError::TokenOutOfRange { .. }) | EngineError::EmptyPrompt => {
                 Self::bad_request("invalid_value", message)

@@ -230,7 +230,7 @@ async fn server_limits_apply_unless_requested() {
     assert_eq!(refused.status, 400);
     let error = refused.json().await["error"].clone();
     assert_eq!(error["code"], "context_length_exceeded");
-    assert!(error["message"].as_str().unwrap().contains("at most 60 tokens"), "{error}");
+    assert!(error["message"].as_str().unwrap().contains("is 60 tokens for prompts"), "{error}");
 }
 
 #[tokio::test]

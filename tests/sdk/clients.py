@@ -16,6 +16,8 @@ os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # Otherwise it downloads a 
 import anthropic
 import litellm
 import openai
+from langchain_anthropic import ChatAnthropic
+from langchain_core.exceptions import ContextOverflowError
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
@@ -335,6 +337,20 @@ def langchain_more():
     assert any(block["type"] == "reasoning" for block in thought.content), thought.content
 
 
+def full_context():
+    """A prompt that is too long has the libraries' own error type, with which programs shorten their prompt."""
+    long = "x " * 400_000
+    for provider, base in [("openai", BASE), ("hosted_vllm", BASE), ("lm_studio", BASE), ("anthropic", ROOT)]:
+        for stream in [False, True]:
+            name = f"{provider}/{MODEL}"
+            raises(litellm.ContextWindowExceededError, lambda: litellm.completion(
+                model=name, api_base=base, api_key="unused", num_retries=0, messages=[user(long)], stream=stream))
+    claude = ChatAnthropic(model=MODEL, base_url=ROOT, api_key="unused", max_tokens=5, max_retries=0)
+    for model in [langchain(), langchain(use_responses_api=True), claude]:
+        raises(ContextOverflowError, lambda: model.invoke(long))
+        raises(ContextOverflowError, lambda: next(iter(model.stream(long))))
+
+
 def langchain_loop(responses, keeps=True):
     bare = langchain(use_responses_api=responses)
     history = []
@@ -382,6 +398,7 @@ def main():
         responses_text, responses_stream, responses_logprobs, responses_tool, responses_errors,
         responses_progress, messages_text, messages_stream, messages_tool, messages_errors, messages_schema,
         messages_prefill, litellm_text, litellm_more, langchain_text, langchain_more,
+        full_context,
     ]
     loops = [
         ("responses, history on the server", lambda: responses_loop("server")),

@@ -69,12 +69,12 @@ impl LoadedModel {
         let context = self.engine.context();
         let fewest = self.tokenizer.min_tokens(&text);
         if fewest > context {
-            return Err(ApiError::over_context(format_args!("at least {fewest}"), context, param));
+            return Err(ApiError::over_context_early(fewest, context, param));
         }
         let (ids, is_whole) = self.tokenize(permit, text, context).await?;
         match is_whole {
             true => Ok(ids),
-            false => Err(ApiError::over_context(format_args!("at least {}", ids.len()), context, param)),
+            false => Err(ApiError::over_context_early(ids.len(), context, param)),
         }
     }
 
