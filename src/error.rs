@@ -48,6 +48,9 @@ pub enum StoreError {
     /// A read of one expert failed. The request fails; the server continues.
     #[error("layer {layer}, expert {expert}: reading {len} bytes at offset {offset} of {}: {source}", file.display())]
     Read { layer: usize, expert: usize, file: PathBuf, offset: u64, len: usize, source: io::Error },
+    /// The slots of the experts could not be allocated.
+    #[error("{0}")]
+    Memory(String),
     #[error("{0}")]
     Other(String),
 }
@@ -74,6 +77,9 @@ pub enum ModelError {
     TokenOutOfRange { id: u32, vocab: usize },
     #[error("{0}")]
     Memory(String),
+    /// A GPU or its driver failed.
+    #[error("{0}")]
+    Device(String),
     /// The caller cancelled the pass.
     #[error("the pass was cancelled")]
     GivenUp,

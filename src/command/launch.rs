@@ -220,9 +220,11 @@ impl OwnServer {
         if matches!(read, Some(Ok(_))) && ready["event"] == "ready" {
             return Ok(server);
         }
+        // The server prints why it ends, except after a usage error.
         let log = fs::read_to_string(&log).unwrap_or_default();
         let last = log.lines().next_back().unwrap_or("no message").trim_start_matches("moestro: ");
-        Err(usage(&format!("the server did not start: {last}")))
+        let why = ready["detail"].as_str().unwrap_or(last);
+        Err(usage(&format!("the server did not start: {why}")))
     }
 }
 

@@ -1,10 +1,10 @@
-//! `moestro serve`: opens the port, loads the model, prints the ready line, serves until a signal, and prints the
-//! reason for the end.
+//! `moestro serve`: opens the port, loads the model, prints the ready line, serves until a signal. Prints the reason for
+//! the end, also if it ends earlier.
 
 use super::{device_choice::CPU, local_models, model_catalog::ModelCatalog};
 use crate::{
     config::{ServeConfig, config_file::Settings},
-    error::CommandError,
+    error::{CommandError, ModelError, StoreError},
     http::{self, ApiSet, ImageUrls, ModelHost, OriginPolicy, ServerState},
     metrics::Metrics,
     platform::{os, service},
@@ -29,28 +29,47 @@ pub fn run(config: ServeConfig, settings: &Settings) -> Result<(), CommandError>
     // Returns freed memory to the system after a large request, so that other programs can use the memory.
     os::return_freed_memory();
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().worker_threads(2).build();
-    let runtime = runtime.map_err(CommandError::io("starting threads"))?;
-    let mut is_ready = false;
-    let outcome = runtime.block_on(serve(config, settings.clone(), &mut is_ready));
-    // Does not wait for a model that is being loaded, or for a forward pass that the second signal interrupted.
-    runtime.shutdown_background();
-    if is_ready && !io::stdout().is_terminal() {
-        let _ = writeln!(io::stdout(), "{}", exiting_line(&outcome)).and_then(|()| io::stdout().flush());
+    let outcome = runtime.map_err(CommandError::io("starting threads")).and_then(|runtime| {
+        let outcome = runtime.block_on(serve(config, settings.clone()));
+        // Does not wait for a model that is being loaded, or for a forward pass that the second signal interrupted.
+        runtime.shutdown_background();
+        outcome
+    });
+    if !io::stdout().is_terminal() {
+        // A closed stdout is not an error.
+        let line = exiting_line(&outcome, settings);
+        let _ = writeln!(io::stdout(), "{line}").and_then(|()| io::stdout().flush());
     }
     outcome.map(drop)
 }
 
-/// The line with the reason why the server ended. Only printed after the ready line.
-fn exiting_line(outcome: &Result<&'static str, CommandError>) -> Value {
-    match outcome {
-        Ok(signal) => json!({"event": "exiting", "reason": signal}),
-        Err(CommandError::Interrupted) => json!({"event": "exiting", "reason": "second signal"}),
-        Err(error) => json!({"event": "exiting", "reason": "error", "error": error.to_string()}),
+/// The line with the reason why the server ended, before or after the ready line. The reasons of errors and `detail`
+/// are those that SwiftLM prints.
+fn exiting_line(outcome: &Result<&'static str, CommandError>, settings: &Settings) -> Value {
+    let error = match outcome {
+        Ok(signal) => return json!({"event": "exiting", "reason": signal}),
+        Err(CommandError::Interrupted) => return json!({"event": "exiting", "reason": "second signal"}),
+        Err(error) => error,
+    };
+    let detail = format!("{error}{}", local_models::hint(error, settings));
+    json!({"event": "exiting", "reason": failure_reason(error), "detail": detail, "error": error.to_string()})
+}
+
+/// The name of an error for programs that start the server.
+fn failure_reason(error: &CommandError) -> &'static str {
+    match error {
+        CommandError::PortInUse { .. } => "port_conflict",
+        CommandError::Store(StoreError::Memory(_))
+        | CommandError::Model(ModelError::Memory(_) | ModelError::Store(StoreError::Memory(_))) => "out_of_memory",
+        CommandError::NoSuchDirectory(_) | CommandError::Chat(_) | CommandError::Store(_) | CommandError::Model(_) => {
+            "model_load_failed"
+        }
+        _ => "error",
     }
 }
 
-/// Serves until a signal and returns the name of the signal. Sets `is_ready` when the ready line is printed.
-async fn serve(config: ServeConfig, settings: Settings, is_ready: &mut bool) -> Result<&'static str, CommandError> {
+/// Serves until a signal and returns the name of the signal.
+async fn serve(config: ServeConfig, settings: Settings) -> Result<&'static str, CommandError> {
     // The device is `cpu` until the model is loaded. The GPU is opened after the port, because its kernels may have to
     // be compiled.
     let metrics = Metrics::new(env!("CARGO_PKG_VERSION"), CPU);
@@ -113,7 +132,6 @@ async fn serve(config: ServeConfig, settings: Settings, is_ready: &mut bool) -> 
     };
     // A closed stdout is not an error.
     let _ = writeln!(io::stdout(), "{}", ready_line(&first, address, &plan)).and_then(|()| io::stdout().flush());
-    *is_ready = true;
     service::notify_ready(&format!("serving {first}"));
     tracing::info!("serving {first} at http://{address}/v1 after {:.1?}", start.elapsed());
 

@@ -157,20 +157,20 @@ impl ExpertStore {
         let total = map.experts();
         let slots = options.slots.min(total);
         if slots == 0 && total > 0 {
-            return Err(StoreError::Other("no memory for even one expert".into()));
+            return Err(StoreError::Memory("no memory for even one expert".into()));
         }
         let slot_bytes = map.slot_bytes(source.block());
-        let other = |what: &str, error: io::Error| StoreError::Other(format!("{what}: {error}"));
         let layout = SlotLayout::new(slots, slot_bytes, options.segment_bytes);
         let slab = layout.ok_or_else(|| io::ErrorKind::OutOfMemory.into());
         let slab = slab.and_then(|layout| Ok((Slab::new(layout.len())?, layout)));
         let what = format!("cannot allocate {slots} expert slots of {slot_bytes} bytes");
-        let (slab, layout) = slab.map_err(|error| other(&what, error))?;
+        let (slab, layout) = slab.map_err(|error: io::Error| StoreError::Memory(format!("{what}: {error}")))?;
         let slab = Arc::new(slab);
         let table = SlotTable::new(slots, map.layers.len() * experts);
         let reader =
             ExpertReader::new(source, slab.clone(), table.states().clone(), layout, options.threads, metrics.clone());
-        let reader = reader.map_err(|error| other("cannot start the expert reader threads", error))?;
+        let reader =
+            reader.map_err(|error| StoreError::Other(format!("cannot start the expert reader threads: {error}")))?;
         metrics.expert_slots.set(slots as i64);
         let states = table.states().clone();
         let in_memory = move || states.readable_experts().map(|key| key as usize).collect();

@@ -231,6 +231,6 @@ pub trait Model: HiddenStates + Send + 'static {
 
 impl From<DeviceError> for ModelError {
     fn from(error: DeviceError) -> Self {
-        ModelError::Memory(error.to_string())
+        ModelError::Device(error.to_string())
     }
 }

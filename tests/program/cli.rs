@@ -45,7 +45,7 @@ fn errors_are_one_line() {
         let text = stderr(&output);
         assert!(text.starts_with("moestro: ") && text.contains(words), "{args:?}: {text}");
         assert_eq!(text.lines().count(), 1, "{args:?}: {text}");
-        assert!(output.stdout.is_empty());
+        assert!(output.stdout.is_empty() || args[0] == "serve", "{args:?}");
     }
 }
 

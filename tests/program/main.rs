@@ -6,6 +6,7 @@ mod cli;
 #[cfg(target_os = "linux")]
 mod clients;
 mod documents;
+mod exiting;
 #[cfg(target_os = "linux")]
 #[path = "../support/formats.rs"]
 mod formats;

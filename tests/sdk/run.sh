@@ -48,8 +48,8 @@ ollama=$("$venv/bin/python" -c 'import socket; s = socket.socket(); s.bind(("127
 serve() {
   "$binary" serve "$@" --port 0 >"$scratch/ready" 2>"$scratch/log" &
   server=$!
-  # The first line on stdout has the port. It is missing if the server exits early.
-  if ! read -r -t 60 ready <"$scratch/ready"; then
+  # The first line on stdout has the port, unless the server exits early.
+  if ! read -r -t 60 ready <"$scratch/ready" || [[ $ready != *'"event":"ready"'* ]]; then
     cat "$scratch/log" >&2
     echo "the server did not start" >&2
     exit 1
