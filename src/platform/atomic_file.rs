@@ -1,5 +1,6 @@
 //! Writes files and directories atomically: writes under a temporary name, and then renames.
 
+use super::FileLock;
 use std::{
     fs::{self, File, OpenOptions, TryLockError},
     io::{self, Write},
@@ -14,9 +15,8 @@ use std::{
 pub struct PartialDir {
     path: PathBuf,
     is_finished: bool,
-    /// The open directory, which is locked so that no two processes write to it. The system unlocks it when the process
-    /// ends.
-    _lock: File,
+    /// The lock of the directory, so that no two processes write to it.
+    _lock: FileLock,
 }
 
 impl PartialDir {
@@ -121,10 +121,9 @@ pub fn private_dir(root: &Path) -> io::Result<PathBuf> {
     Err(io::Error::new(io::ErrorKind::PermissionDenied, why))
 }
 
-fn lock(dir: &Path) -> io::Result<File> {
-    let file = File::open(dir)?;
-    match file.try_lock() {
-        Ok(()) => Ok(file),
+fn lock(dir: &Path) -> io::Result<FileLock> {
+    match FileLock::try_lock(File::open(dir)?) {
+        Ok(lock) => Ok(lock),
         Err(TryLockError::Error(error)) => Err(error),
         Err(TryLockError::WouldBlock) => {
             Err(io::Error::new(io::ErrorKind::ResourceBusy, format!("another run is writing {}", dir.display())))

@@ -6,6 +6,7 @@ compile_error!("Moestro runs on Linux and macOS");
 
 pub mod atomic_file;
 mod data_file;
+mod file_lock;
 pub mod gpu_variables;
 mod huge_pages;
 mod jobs;
@@ -17,6 +18,7 @@ pub mod split_mix64;
 mod threads;
 
 pub use data_file::{Access, DataFile, MAX_BLOCK, read_aligned};
+pub use file_lock::FileLock;
 pub use huge_pages::zeroed_buffer;
 pub use jobs::{OnBytes, run_jobs};
 pub use keep_awake::KeepAwake;

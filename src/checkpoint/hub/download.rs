@@ -10,7 +10,7 @@ use super::{
 };
 use crate::{
     error::StoreError,
-    platform::{atomic_file::replace_file, read_small_file, sha256_file},
+    platform::{FileLock, atomic_file::replace_file, read_small_file, sha256_file},
 };
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
@@ -54,8 +54,8 @@ pub enum BlobState {
     Complete,
     /// Another process is downloading the file.
     Busy,
-    /// The file is partial. Other processes wait while this process has `lock` open.
-    Partial { part: File, lock: File, progress: MissingRanges },
+    /// The file is partial. Other processes wait while this process has `lock`.
+    Partial { part: File, lock: FileLock, progress: MissingRanges },
 }
 
 impl ModelDownload<'_> {
@@ -102,12 +102,11 @@ impl ModelDownload<'_> {
         if is_complete() {
             return self.link(file, &blob).map(|()| BlobState::Complete);
         }
-        let lock = File::create(blob.with_extension("lock"))?;
-        match lock.try_lock() {
-            Ok(()) => {}
+        let lock = match FileLock::try_lock(File::create(blob.with_extension("lock"))?) {
+            Ok(lock) => lock,
             Err(TryLockError::WouldBlock) => return Ok(BlobState::Busy),
             Err(TryLockError::Error(error)) => return Err(error),
-        }
+        };
         // Another process may have completed the file before this process got the lock.
         if is_complete() {
             return self.link(file, &blob).map(|()| BlobState::Complete);

@@ -19,7 +19,7 @@ use super::{
     download::{BlobState, MissingRanges, ModelDownload},
     listing::RepoFile,
 };
-use crate::error::StoreError;
+use crate::{error::StoreError, platform::FileLock};
 use parking_lot::{Condvar, Mutex};
 use std::{
     fs::File,
@@ -91,8 +91,8 @@ struct FileDownload<'a> {
     free: Vec<Range<u64>>,
     /// Id of each piece in transfer, and the part of its range that has not arrived.
     in_flight: Vec<(u64, Range<u64>)>,
-    /// The open part file, and the open lock file that excludes other processes.
-    part: Option<(Arc<File>, File)>,
+    /// The open part file, and the lock that excludes other processes.
+    part: Option<(Arc<File>, FileLock)>,
     not_before: Instant,
     saved: Instant,
     /// Number of times that the download restarted because the file had changed on the hub.
@@ -147,7 +147,7 @@ impl<'a> FileDownload<'a> {
         Self { listed, size, stage, etag: None, free, in_flight, part: None, not_before: now, saved: now, restarts: 0 }
     }
 
-    fn start(&mut self, part: File, lock: File, progress: MissingRanges) {
+    fn start(&mut self, part: File, lock: FileLock, progress: MissingRanges) {
         self.free = progress.missing.iter().map(|&(from, to)| from..to).filter(|range| !range.is_empty()).collect();
         self.etag = progress.etag;
         self.part = Some((Arc::new(part), lock));

@@ -1,5 +1,6 @@
 //! The lock of a cache directory. Only one server at a time holds the lock.
 
+use crate::platform::FileLock;
 use std::{
     fs::{self, File, TryLockError},
     io,
@@ -8,7 +9,7 @@ use std::{
 };
 
 /// Exclusive ownership of a directory. The operating system releases the lock when the process ends, also by `kill -9`.
-pub struct DirLock(#[allow(dead_code, reason = "holds the lock until it is dropped")] File);
+pub struct DirLock(#[allow(dead_code, reason = "holds the lock until it is dropped")] Option<FileLock>);
 
 impl DirLock {
     /// Creates the directory if necessary and locks it. Returns `None` if another server holds the lock.
@@ -19,15 +20,14 @@ impl DirLock {
 
     /// Locks a directory. Returns `None` if another server holds the lock.
     pub fn try_lock(dir: &Path) -> io::Result<Option<Self>> {
-        let handle = File::open(dir)?;
-        match handle.try_lock() {
-            Ok(()) => Ok(Some(Self(handle))),
+        match FileLock::try_lock(File::open(dir)?) {
+            Ok(lock) => Ok(Some(Self(Some(lock)))),
             Err(TryLockError::WouldBlock) => Ok(None),
             Err(TryLockError::Error(error)) => {
                 // Some network file systems do not support locks. Without a lock, two servers in one directory are
                 // harmless: files have checksums and are replaced atomically, so the worst result is a cache miss.
                 tracing::debug!(dir = %dir.display(), %error, "cannot lock the directory; using it without a lock");
-                Ok(Some(Self(handle)))
+                Ok(Some(Self(None)))
             }
         }
     }
