@@ -314,6 +314,7 @@ fn names() -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::platform::{fifo::make_fifo, own_process::ran_without_settings};
 
     fn parsed(text: &str, given: &str) -> Result<(Cli, Settings), String> {
         let file = tempfile::Builder::new().suffix(".toml").tempfile().unwrap();
@@ -331,6 +332,9 @@ mod tests {
 
     #[test]
     fn command_line_overrides_file() {
+        if ran_without_settings(command_line_overrides_file) {
+            return;
+        }
         let text = "port = 6000\nmax-queue = 3\nmemory-limit = \"2GiB\"\ntemp = 0.5";
         let serve = serve(text, "serve --port 7000");
         assert_eq!((serve.port, serve.max_queue, serve.load.memory_limit), (7000, 3, Some(2 << 30)));
@@ -339,6 +343,9 @@ mod tests {
 
     #[test]
     fn model_table_overrides_settings() {
+        if ran_without_settings(model_table_overrides_settings) {
+            return;
+        }
         let text = "model = \"small\"\nctx-size = 100\n[models.small]\npath = \"/models/s\"\n[models.large]\npath = \"org/l\"\nctx-size = 7";
         let small = serve(text, "serve");
         assert_eq!((small.model.model.as_deref(), small.load.ctx_size), (Some("/models/s"), Some(100)));
@@ -350,6 +357,9 @@ mod tests {
 
     #[test]
     fn settings_of_other_commands_are_ignored() {
+        if ran_without_settings(settings_of_other_commands_are_ignored) {
+            return;
+        }
         let (cli, _) = parsed("port = 6000\nio-threads = 4", "info --json").unwrap();
         assert!(matches!(cli.command, Command::Info(info) if info.json && info.load.io_threads == 4));
         assert!(parsed("json = true", "info").err().unwrap().contains("is not a setting"));
@@ -359,6 +369,9 @@ mod tests {
 
     #[test]
     fn model_is_an_argument_or_an_option() {
+        if ran_without_settings(model_is_an_argument_or_an_option) {
+            return;
+        }
         let text = "[models.large]\npath = \"org/l\"\nctx-size = 7";
         for given in ["serve large", "serve -m large", "serve --model large", "serve --model=large"] {
             let large = serve(text, given);
@@ -375,6 +388,9 @@ mod tests {
 
     #[test]
     fn mistakes_are_reported() {
+        if ran_without_settings(mistakes_are_reported) {
+            return;
+        }
         let wrong = |text| parsed(text, "serve").err().unwrap();
         assert!(wrong("memory-limt = \"2G\"").contains("did you mean memory-limit?"));
         assert!(wrong("[models.a]\nprt = 1").contains("did you mean port?"));
@@ -390,6 +406,9 @@ mod tests {
 
     #[test]
     fn sentence_has_no_usage() {
+        if ran_without_settings(sentence_has_no_usage) {
+            return;
+        }
         let file = tempfile::Builder::new().suffix(".toml").tempfile().unwrap();
         for (text, reason) in [
             ("foo = 1", "\"foo\" is not a setting; `moestro config` prints all settings"),
@@ -405,15 +424,21 @@ mod tests {
 
     #[test]
     fn pipe_as_file_is_refused() {
+        if ran_without_settings(pipe_as_file_is_refused) {
+            return;
+        }
         let dir = tempfile::tempdir().unwrap();
         let pipe = dir.path().join("pipe");
-        assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+        make_fifo(&pipe);
         let args = ["moestro".into(), "--config".into(), pipe.into(), "serve".into()];
         assert!(parse(args).err().unwrap().to_string().contains("not a regular file"));
     }
 
     #[test]
     fn rows_name_their_source() {
+        if ran_without_settings(rows_name_their_source) {
+            return;
+        }
         let (_, settings) = parsed("port = 6000\napi-key = \"secret\"", "config --temp 0.1").unwrap();
         let row = |name: &str| settings.rows.iter().find(|row| row.flag == name).unwrap();
         assert_eq!((row("temp").value.as_deref(), row("temp").from.as_str()), (Some("0.1"), "command line"));

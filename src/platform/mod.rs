@@ -6,12 +6,18 @@ compile_error!("Moestro runs on Linux and macOS");
 
 pub mod atomic_file;
 mod data_file;
+#[cfg(test)]
+#[path = "../../tests/support/fifo.rs"]
+pub mod fifo;
 mod file_lock;
 pub mod gpu_variables;
 mod huge_pages;
 mod jobs;
 mod keep_awake;
 pub mod os;
+#[cfg(test)]
+#[path = "../../tests/support/own_process.rs"]
+pub mod own_process;
 mod regular_file;
 pub mod service;
 pub mod split_mix64;

@@ -3,6 +3,7 @@ use crate::{
     engine::prompt_cache::{SnapshotSource, cache::tests::paged, clear_prompt_dir, disk::Throughput},
     metrics::Metrics,
     model::Model,
+    platform::fifo::make_fifo,
 };
 use std::{
     fs,
@@ -313,11 +314,6 @@ fn unneeded_files_are_removed_at_start() {
     let second = open(&options);
     assert_eq!(found(&second, &ids), Some((ids.len(), SnapshotSource::Disk)));
     assert_eq!(stray.each_ref().map(|path| path.exists()), [false, false, false, true]);
-}
-
-/// Runs `mkfifo`. Opening a FIFO without a writer blocks.
-fn make_fifo(path: &Path) {
-    assert!(std::process::Command::new("mkfifo").arg(path).status().unwrap().success());
 }
 
 #[test]

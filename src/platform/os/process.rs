@@ -143,6 +143,7 @@ mod sys {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::platform::own_process::{ran_in_own_process, ran_in_own_process_with};
 
     #[test]
     fn stat_parses_with_brackets_in_name() {
@@ -155,15 +156,22 @@ mod tests {
 
     #[test]
     fn open_file_is_counted() {
-        let open = || open_files().unwrap();
-        // Other tests open and close files at the same time, so this test opens many files.
+        if ran_in_own_process(open_file_is_counted) {
+            return;
+        }
+        let before = open_files().unwrap();
         let held: Vec<_> = (0..64).map(|_| fs::File::open("/dev/null").unwrap()).collect();
-        assert!(open() >= 64 && open() <= max_files().unwrap_or(u64::MAX));
+        assert_eq!(open_files().unwrap(), before + 64);
+        assert!(before + 64 <= max_files().unwrap_or(u64::MAX));
         drop(held);
+        assert_eq!(open_files().unwrap(), before);
     }
 
     #[test]
     fn cpu_time_grows_with_work() {
+        if ran_in_own_process(cpu_time_grows_with_work) {
+            return;
+        }
         let before = cpu_seconds();
         while cpu_seconds() < before + 0.005 {
             std::hint::spin_loop();
@@ -173,11 +181,30 @@ mod tests {
     #[cfg(target_os = "linux")]
     #[test]
     fn written_memory_becomes_resident() {
+        if ran_in_own_process(written_memory_becomes_resident) {
+            return;
+        }
         let before = resident_memory().unwrap();
         let block = std::hint::black_box(vec![1u8; 64 << 20]);
         let after = resident_memory().unwrap();
         assert!(after >= before + (48 << 20), "{before} -> {after}");
         drop(block);
         assert!(peak_resident_memory().unwrap() >= after / 2);
+    }
+
+    #[test]
+    fn own_process_runs_one_test() {
+        const PARENT: &str = "MOESTRO_TEST_PARENT";
+        let id = std::process::id().to_string();
+        if ran_in_own_process_with(own_process_runs_one_test, |child| _ = child.env(PARENT, &id)) {
+            return;
+        }
+        assert!(std::env::var(PARENT).is_ok_and(|parent| parent != id));
+    }
+
+    #[test]
+    #[should_panic(expected = "own_process_reports_failure failed in its own process")]
+    fn own_process_reports_failure() {
+        assert!(ran_in_own_process(own_process_reports_failure), "in the child process");
     }
 }
