@@ -164,18 +164,26 @@ mod tests {
 
     #[tokio::test]
     async fn silence_is_filled_with_comments() {
-        let beat = Duration::from_millis(400);
+        const COMMENT: &str = ": keep-alive\n\n";
+        let (release, wait) = tokio::sync::oneshot::channel();
         let write = |frames: Frames| async move {
-            tokio::time::sleep(beat / 2).await;
             frames.data(&1);
-            tokio::time::sleep(beat * 5 / 2).await;
+            wait.await.unwrap();
             frames.data(&2);
             frames.done();
         };
-        let chunks: Vec<_> =
-            SseBody::new(StreamFormat::Events, write, beat).map(|chunk| chunk.unwrap()).collect().await;
-        let text = String::from_utf8(chunks.concat()).unwrap();
-        assert_eq!(text, "data: 1\n\n: keep-alive\n\n: keep-alive\n\ndata: 2\n\ndata: [DONE]\n\n");
+        let mut body = SseBody::new(StreamFormat::Events, write, Duration::from_millis(20));
+        let (mut text, mut release) = (String::new(), Some(release));
+        while let Some(chunk) = body.next().await {
+            text += std::str::from_utf8(&chunk.unwrap()).unwrap();
+            if text.matches(COMMENT).count() == 2
+                && let Some(release) = release.take()
+            {
+                release.send(()).unwrap();
+            }
+        }
+        assert!(text.starts_with(&format!("data: 1\n\n{COMMENT}{COMMENT}")), "{text}");
+        assert_eq!(text.replace(COMMENT, ""), "data: 1\n\ndata: 2\n\ndata: [DONE]\n\n");
     }
 
     #[tokio::test]

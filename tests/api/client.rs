@@ -9,7 +9,7 @@ use std::{io, time::Duration};
 use tokio::net::TcpStream;
 
 /// Time limit of each response and of each chunk.
-const TIMEOUT: Duration = Duration::from_secs(20);
+const TIMEOUT: Duration = Duration::from_secs(120);
 
 /// A response whose body may not have arrived yet.
 pub struct Answer {

@@ -199,7 +199,7 @@ async fn every_api_waits_for_its_model() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn waiting_stream_is_kept_alive() {
-    let load_time = Duration::from_millis(5500);
+    let load_time = Duration::from_secs(7);
     let (mocks, server) = server(MockModels { load_time, ..MockModels::default() }, timeouts()).await;
     let mut body = ask("second");
     body["stream"] = true.into();
@@ -211,7 +211,7 @@ async fn waiting_stream_is_kept_alive() {
     let responses = server.post("/v1/responses", &json!({"model": "second", "input": "Who?", "stream": true})).await;
     let answer = server.post(CHAT, &body).await;
     assert_eq!(answer.status, 200);
-    assert!(start.elapsed() < Duration::from_secs(2), "the head arrives before the model is loaded");
+    assert!(start.elapsed() < load_time, "the head arrives before the model is loaded");
     // `first` was unloaded. A client that requests `first` and disconnects must not cause a load.
     tokio::time::sleep(milliseconds(500)).await;
     let disconnected = tokio::time::timeout(milliseconds(100), server.post(CHAT, &ask("first"))).await;
@@ -265,7 +265,7 @@ async fn read_slowly(n: usize, max_wait: Duration, end: &str) -> String {
     while server.state.models.model().unwrap().engine.load() == (0, 0) {
         tokio::time::sleep(milliseconds(5)).await;
     }
-    let answer = tokio::time::timeout(Duration::from_secs(5), answer_of(&server, "second"));
+    let answer = tokio::time::timeout(Duration::from_secs(20), answer_of(&server, "second"));
     assert_eq!(answer.await.expect("it does not wait for the slow client"), "I am org/second.");
     assert_eq!(mocks.log(), ["load first", "unload first", "load org/second"]);
     let (mut text, mut buffer) = (String::new(), vec![0; 1 << 16]);
@@ -278,7 +278,7 @@ async fn read_slowly(n: usize, max_wait: Duration, end: &str) -> String {
             }
         }
     };
-    tokio::time::timeout(Duration::from_secs(5), rest).await.expect("the rest");
+    tokio::time::timeout(Duration::from_secs(60), rest).await.expect("the rest");
     assert!(text.len() > 140_000, "{}", text.len());
     text
 }
@@ -369,7 +369,7 @@ async fn request_is_served_after_patience() {
     tokio::time::sleep(milliseconds(100)).await;
     let start = Instant::now();
     assert_eq!(answer_of(&server, "second").await, "I am org/second.");
-    assert!(start.elapsed() > milliseconds(250) && start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
+    assert!(start.elapsed() > milliseconds(250) && start.elapsed() < Duration::from_secs(60), "{:?}", start.elapsed());
     busy.abort();
 }
 
@@ -378,9 +378,8 @@ async fn idle_model_is_unloaded() {
     let keep_alive = Some(milliseconds(300));
     let (mocks, server) = server(MockModels::default(), HostTimeouts { keep_alive, ..timeouts() }).await;
     assert_eq!(answer_of(&server, "first").await, "I am first.");
-    tokio::time::sleep(milliseconds(100)).await;
     assert_eq!(mocks.log(), ["load first"]);
-    for _ in 0..100 {
+    for _ in 0..2000 {
         if mocks.log().len() > 1 {
             break;
         }
@@ -475,7 +474,7 @@ async fn cache_is_cleared_after_unload() {
 #[tokio::test(flavor = "multi_thread")]
 async fn shutdown_refuses_waiting_request() {
     let (_, mut server) =
-        server(MockModels { load_time: milliseconds(500), ..MockModels::default() }, timeouts()).await;
+        server(MockModels { load_time: milliseconds(2000), ..MockModels::default() }, timeouts()).await;
     let body = ask("second");
     let waiting = server.post(CHAT, &body);
     let stop = async {

@@ -126,7 +126,7 @@ impl Server {
 
     /// Waits until no request is running or waiting.
     pub async fn idle(&self) {
-        for _ in 0..500 {
+        for _ in 0..6000 {
             if self.engine.load() == (0, 0) {
                 return;
             }
@@ -137,13 +137,24 @@ impl Server {
 
     /// Waits until exactly `running` requests are running and `queued` requests are waiting.
     pub async fn load(&self, running: usize, queued: usize) {
-        for _ in 0..500 {
+        for _ in 0..6000 {
             if self.engine.load() == (running, queued) {
                 return;
             }
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
         panic!("{:?} is not ({running}, {queued})", self.engine.load());
+    }
+
+    /// Waits until the metrics have the line `line`.
+    pub async fn metric(&self, line: &str) {
+        for _ in 0..6000 {
+            if self.metrics.render().lines().any(|found| found == line) {
+                return;
+            }
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+        panic!("no {line} in {}", self.metrics.render());
     }
 
     pub fn shut_down(&mut self) {

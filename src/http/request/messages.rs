@@ -193,7 +193,7 @@ mod tests {
         let start = std::time::Instant::now();
         let kept = checked(given, None).unwrap().0;
         assert_eq!((kept.len(), kept[0]["content"].as_str().unwrap().len()), (1, 30_000 * 102 - 2));
-        assert!(start.elapsed().as_millis() < 1000, "{:?}", start.elapsed());
+        assert!(start.elapsed().as_secs() < 5, "{:?}", start.elapsed());
     }
 
     #[test]
