@@ -19,7 +19,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-const TOO_LONG: Duration = Duration::from_secs(10);
+const TOO_LONG: Duration = Duration::from_secs(60);
+/// Minimum number of cases, for a machine that is too busy to run as many in the given time.
+const MIN_COUNT: usize = 100;
 
 fn setting(name: &str) -> Option<u64> {
     env::var(name).ok()?.parse().ok()
@@ -171,7 +173,7 @@ async fn mutated_requests_get_a_valid_status() {
     let (mut seed, end) = seeds();
     let requests = requests();
     let mut count = 0;
-    while Instant::now() < end {
+    while count < MIN_COUNT || Instant::now() < end {
         let mut dice = Dice(seed);
         let (path, mut body) = dice.pick(&requests).clone();
         (0..=dice.below(3)).for_each(|_| mutate_value(&mut body, &mut dice));
@@ -189,7 +191,6 @@ async fn mutated_requests_get_a_valid_status() {
     }
     server.idle().await;
     eprintln!("{count} requests");
-    assert!(count > 20);
 }
 
 #[test]
@@ -207,7 +208,7 @@ fn mutated_templates_never_panic() {
     let tools = [json!({"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}})];
     let (mut seed, end) = seeds();
     let (mut count, mut rendered) = (0, 0);
-    while Instant::now() < end {
+    while count < MIN_COUNT || Instant::now() < end {
         let mut dice = Dice(seed);
         let mut mutated = source.clone();
         (0..=dice.below(6)).for_each(|_| mutate_bytes(&mut mutated, &mut dice, &PIECES));
@@ -278,7 +279,7 @@ fn mutated_answers_parse_independently_of_splits() {
     let tools = [json!({"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}})];
     let (mut seed, end) = seeds();
     let (mut count, mut calls) = (0, 0);
-    while Instant::now() < end {
+    while count < MIN_COUNT || Instant::now() < end {
         let mut dice = Dice(seed);
         let mut bytes = ANSWER.as_bytes().to_vec();
         (0..=dice.below(8)).for_each(|_| mutate_bytes(&mut bytes, &mut dice, &TAGS));
