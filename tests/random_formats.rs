@@ -11,10 +11,13 @@
 mod format_check;
 #[path = "support/formats.rs"]
 mod formats;
+#[path = "support/own_process.rs"]
+mod own_process;
 #[path = "support/process_memory.rs"]
 mod process_memory;
 
 use formats::Source;
+use own_process::ran_in_own_process;
 use process_memory::memory;
 use std::{
     env, fs,
@@ -42,12 +45,18 @@ fn cpu_time() -> Duration {
 
 #[test]
 fn formats_stay_within_time_and_memory() {
+    if ran_in_own_process(formats_stay_within_time_and_memory) {
+        return;
+    }
     run(from_env("MOESTRO_FORMATS", 60));
 }
 
 #[test]
 #[ignore = "takes a minute"]
 fn many_formats_stay_within_time_and_memory() {
+    if ran_in_own_process(many_formats_stay_within_time_and_memory) {
+        return;
+    }
     run(from_env("MOESTRO_FORMATS", 20_000));
 }
 

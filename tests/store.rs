@@ -7,6 +7,8 @@ mod belady;
 mod eviction;
 #[path = "store/faults.rs"]
 mod faults;
+#[path = "support/fifo.rs"]
+mod fifo;
 #[path = "store/files.rs"]
 mod files;
 #[path = "store/identity.rs"]
@@ -15,12 +17,16 @@ mod identity;
 mod index;
 #[path = "store/jobs.rs"]
 mod jobs;
+#[path = "support/own_process.rs"]
+mod own_process;
 #[path = "store/pack.rs"]
 mod pack;
 #[path = "store/pack_records.rs"]
 mod pack_records;
 #[path = "support/process.rs"]
 mod process;
+#[path = "support/program.rs"]
+mod program;
 #[path = "store/read_plan.rs"]
 mod read_plan;
 #[path = "support/shard.rs"]

@@ -3,7 +3,9 @@
 
 use crate::{
     forward::{DEMO, answer, cases, common, options},
-    look_ahead, process_memory,
+    look_ahead,
+    own_process::ran_in_own_process,
+    process_memory,
 };
 use common::{load_with, margin, narrow, write_model};
 use moestro::{
@@ -78,6 +80,9 @@ fn layers_ahead_match_a_resident_model() {
 /// Releases the segments of a model with 256 experts of 440 KB, and restores them.
 #[test]
 fn released_segments_free_memory_and_keep_answers() {
+    if ran_in_own_process(released_segments_free_memory_and_keep_answers) {
+        return;
+    }
     let Some(first) = gpu() else { return };
     let dimensions = Dimensions {
         layers: 4,

@@ -23,6 +23,8 @@ mod lost;
 mod mtp;
 #[path = "../support/mutate.rs"]
 mod mutate;
+#[path = "../support/own_process.rs"]
+mod own_process;
 #[path = "../support/process_memory.rs"]
 mod process_memory;
 mod queue;

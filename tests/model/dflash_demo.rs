@@ -6,6 +6,7 @@ use crate::{
         load_with,
     },
     process::Process,
+    program::moestro,
 };
 use moestro::{
     engine::{self, DflashDraft, Draft, DraftPolicy, Finish, Request, Sampling, Timings},
@@ -287,10 +288,8 @@ fn answered(server: &Process, prompt: &str, more: &Value) -> (Value, Value) {
 fn directory_without_draft_is_rejected() {
     let tests = concat!(env!("CARGO_MANIFEST_DIR"), "/tests");
     for (dir, word) in [(tests, "no config.json"), ("/no/such/draft", "no such directory")] {
-        let run = std::process::Command::new(env!("CARGO_BIN_EXE_moestro"))
-            .args(["generate", "-p", "x", "--draft-model", dir])
-            .output()
-            .unwrap();
+        let home = tempfile::tempdir().unwrap();
+        let run = moestro(home.path()).args(["generate", "-p", "x", "--draft-model", dir]).output().unwrap();
         let text = String::from_utf8_lossy(&run.stderr);
         assert!(!run.status.success() && text.contains(word), "{text}");
     }

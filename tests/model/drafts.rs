@@ -167,9 +167,9 @@ fn draft_model_with_other_tokens_is_refused() {
     }
     let ask = |vocabulary: &str| {
         std::fs::write(dir.path().join("tokenizer.json"), vocabulary).unwrap();
-        let mut moestro = std::process::Command::new(env!("CARGO_BIN_EXE_moestro"));
-        moestro.args(["generate", "-p", "What is 12+7?", "--speculation", "force", "--draft-model"]).arg(dir.path());
-        let output = moestro.output().unwrap();
+        let mut generate = crate::program::moestro(dir.path());
+        generate.args(["generate", "-p", "What is 12+7?", "--speculation", "force", "--draft-model"]).arg(dir.path());
+        let output = generate.output().unwrap();
         let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
         (output.status.code(), text(&output.stdout), text(&output.stderr))
     };

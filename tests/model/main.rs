@@ -13,9 +13,13 @@ mod kv_bits;
 #[path = "../support/mutate.rs"]
 mod mutate;
 mod mutations;
+#[path = "../support/own_process.rs"]
+mod own_process;
 mod parallel;
 #[path = "../support/process.rs"]
 mod process;
+#[path = "../support/program.rs"]
+mod program;
 mod prompt_cache;
 mod quantizations;
 mod qwen4_exp;

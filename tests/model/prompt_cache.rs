@@ -303,7 +303,13 @@ fn agent_computes_only_new_tokens() {
 fn killed_server_keeps_its_snapshots() {
     let dir = tempfile::tempdir().unwrap();
     let turns = agent(4, true);
-    let serve = |dir: &Path| Process::start(&["--memory-limit", "300M", "--prompt-cache-dir", dir.to_str().unwrap()]);
+    // The servers share a home directory, in which the program writes the demo's files. They identify the model.
+    let home = tempfile::tempdir().unwrap();
+    let serve = |dir: &Path| {
+        let mut command = std::process::Command::new(crate::program::MOESTRO);
+        command.env("HOME", home.path());
+        Process::spawn(command, &["--memory-limit", "300M", "--prompt-cache-dir", dir.to_str().unwrap()])
+    };
     let first = serve(dir.path());
     for messages in &turns[..3] {
         first.chat(messages);

@@ -1,7 +1,10 @@
 //! Converters write the `quantization` table in many ways, and some of these tables are wrong. The tests check that
 //! matrices are read correctly or refused.
 
-use crate::common::{load, prefill};
+use crate::{
+    common::{load, prefill},
+    program::moestro,
+};
 use moestro::{
     device::CpuArithmetic,
     metrics::Metrics,
@@ -9,11 +12,7 @@ use moestro::{
 };
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 use serde_json::{Value, json};
-use std::{
-    collections::BTreeMap,
-    path::Path,
-    process::{Command, Output},
-};
+use std::{collections::BTreeMap, path::Path, process::Output};
 
 /// A change to a config.
 type Change<'a> = dyn Fn(&mut Value) + 'a;
@@ -181,10 +180,8 @@ fn shifted(by: f32) -> Output {
         }
     }
     write(dir.path(), &(tensors, serde_json::from_slice(file("config.json")).unwrap()));
-    let mut command = Command::new(env!("CARGO_BIN_EXE_moestro"));
-    let cache = tempfile::tempdir().unwrap();
-    command.env("XDG_CACHE_HOME", cache.path()).args(["generate", "-p", "Hi", "--temp", "0"]).arg(dir.path());
-    command.output().unwrap()
+    let home = tempfile::tempdir().unwrap();
+    moestro(home.path()).args(["generate", "-p", "Hi", "--temp", "0"]).arg(dir.path()).output().unwrap()
 }
 
 #[test]

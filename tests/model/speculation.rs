@@ -226,7 +226,8 @@ fn small_chunks_shorten_drafts() {
 
 #[test]
 fn bench_compares_drafts_with_plain_decoding() {
-    let mut bench = std::process::Command::new(env!("CARGO_BIN_EXE_moestro"));
+    let home = tempfile::tempdir().unwrap();
+    let mut bench = crate::program::moestro(home.path());
     bench.args(["bench", "--prompt-tokens", "40", "--gen-tokens", "30", "--repeat", "2", "--json", "--threads", "2"]);
     let output = bench
         .args([

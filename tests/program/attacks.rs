@@ -197,7 +197,7 @@ fn requests_stay_within_the_memory_limit() {
 #[test]
 fn idle_sockets_leave_descriptors_for_requests() {
     let mut command = Command::new("sh");
-    command.args(["-c", "ulimit -n 64; exec \"$@\"", "sh", env!("CARGO_BIN_EXE_moestro")]);
+    command.args(["-c", "ulimit -n 64; exec \"$@\"", "sh", crate::program::MOESTRO]);
     let server = Server(Process::spawn(command, &[]));
     let idle: Vec<TcpStream> = (0..100).map(|_| server.connect()).collect();
     for path in ["/health", "/metrics"] {

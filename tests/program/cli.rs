@@ -1,5 +1,6 @@
 //! Tests of the binary from the outside: error messages, the ready line, signals, and the commands on local models.
 
+use crate::{fifo::make_fifo, program};
 use serde_json::{Value, json};
 use std::{
     io::{BufRead, BufReader, Read, Write},
@@ -9,13 +10,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// A command that runs `moestro` with a separate cache and without settings from the environment.
+/// A command that runs `moestro` on the CPU with a separate cache and without settings from the environment.
 fn moestro(cache: &Path) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_moestro"));
-    for (name, _) in std::env::vars_os().filter(|(name, _)| name.to_string_lossy().starts_with("MOESTRO_")) {
-        command.env_remove(name);
-    }
-    command.env_remove("SWIFTLM_TOP_K").env("XDG_CACHE_HOME", cache);
+    let mut command = program::moestro(cache);
+    command.env("XDG_CACHE_HOME", cache);
     command
 }
 
@@ -36,7 +34,7 @@ fn errors_are_one_line() {
         (&["serve", "--port", &port], "is in use"),
         (&["serve", "--port", "0", "/no/such/directory"], "no such directory: /no/such/directory"),
         (&["generate", "/no/such/directory", "-p", "Hi"], "no such directory: /no/such/directory"),
-        (&["serve", "--port", "0", env!("CARGO_BIN_EXE_moestro")], "not a checkpoint: it is a file"),
+        (&["serve", "--port", "0", program::MOESTRO], "not a checkpoint: it is a file"),
         (&["serve", "--port", "0", empty.path().to_str().unwrap()], "not a checkpoint: it has no config.json"),
     ];
     for (args, words) in cases {
@@ -181,6 +179,7 @@ fn demo_needs_no_cache() {
     for cache in [Some("/dev/null/cache"), None] {
         let temporary = tempfile::tempdir().unwrap();
         let mut command = moestro(Path::new(cache.unwrap_or("/")));
+        command.env("HOME", temporary.path());
         if cache.is_none() {
             command.env_remove("XDG_CACHE_HOME").env_remove("HOME");
         }
@@ -197,7 +196,7 @@ fn pipe_as_checkpoint_file_is_refused() {
         std::fs::write(dir.path().join("config.json"), "{}").unwrap();
         let path = dir.path().join(name);
         let _ = std::fs::remove_file(&path);
-        assert!(Command::new("mkfifo").arg(&path).status().unwrap().success());
+        make_fifo(&path);
         let output = run(&["generate", dir.path().to_str().unwrap(), "-p", "Hi"]);
         let text = stderr(&output);
         assert!(text.contains(name) && text.contains("not a regular file"), "{text}");
@@ -356,8 +355,10 @@ fn full_disk_leaves_no_partial_file() {
     let limit = format!("{}M", rest.split_once('M').unwrap().0.parse::<u32>().unwrap() + 1);
     // Limit the size of files to one block, to simulate a full disk. The list of hot experts is larger than one block.
     let shell = "trap '' XFSZ; ulimit -f 1; exec \"$0\" \"$@\"";
-    let args = ["-c", shell, env!("CARGO_BIN_EXE_moestro"), "generate", "-p", "Hi", "--memory-limit", &limit];
-    let output = Command::new("bash").args(args).env("XDG_CACHE_HOME", cache.path()).output().unwrap();
+    let mut limited = Command::new("bash");
+    limited.args(["-c", shell, program::MOESTRO, "generate", "-p", "Hi", "--memory-limit", &limit]);
+    program::isolate(limited.env("XDG_CACHE_HOME", cache.path()), cache.path());
+    let output = limited.output().unwrap();
     assert!(output.status.success(), "{}", stderr(&output));
     assert!(stderr(&output).contains("cannot save the list of hot experts"), "{}", stderr(&output));
     let hot = std::fs::read_dir(cache.path().join("moestro/hot")).unwrap();

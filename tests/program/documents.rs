@@ -243,13 +243,10 @@ impl Drop for Server {
     }
 }
 
-/// A command that runs `moestro` with its own home directory and without settings from the environment.
+/// A command that runs `moestro` on the CPU with its own home directory and without settings from the environment.
 fn moestro(home: &Path) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_moestro"));
-    for (name, _) in std::env::vars_os().filter(|(name, _)| name.to_string_lossy().starts_with("MOESTRO_")) {
-        command.env_remove(name);
-    }
-    command.env("HOME", home).env("XDG_CACHE_HOME", home.join("cache")).env("XDG_CONFIG_HOME", home.join("config"));
+    let mut command = crate::program::moestro(home);
+    command.env("XDG_CACHE_HOME", home.join("cache")).env("XDG_CONFIG_HOME", home.join("config"));
     command.current_dir(home).stdin(Stdio::null()).stderr(Stdio::null());
     command
 }

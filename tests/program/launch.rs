@@ -1,11 +1,12 @@
 //! Tests of `moestro launch` with scripts in place of the agents.
 
+use crate::program::moestro;
 use std::{
     fs,
     net::{TcpListener, TcpStream},
     os::unix::fs::PermissionsExt,
     path::Path,
-    process::{Command, Output, Stdio},
+    process::{Output, Stdio},
 };
 
 /// Installs a script under the agent's name. The script prints its settings and exits with code 7.
@@ -28,9 +29,9 @@ fn launch(home: &Path, args: &[&str]) -> Output {
 }
 
 fn launch_with(home: &Path, variables: &[(&str, &str)], args: &[&str]) -> Output {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_moestro"));
+    let mut command = moestro(home);
     let path = format!("{}:/usr/bin:/bin", home.join("bin").display());
-    command.env_clear().env("HOME", home).env("PATH", path).env("ANTHROPIC_API_KEY", "mine");
+    command.env("PATH", path).env("ANTHROPIC_API_KEY", "mine");
     command.envs(variables.iter().copied());
     command.arg("launch").args(args).stdin(Stdio::null()).output().unwrap()
 }

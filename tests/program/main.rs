@@ -7,6 +7,8 @@ mod cli;
 mod clients;
 mod documents;
 mod exiting;
+#[path = "../support/fifo.rs"]
+mod fifo;
 #[cfg(target_os = "linux")]
 #[path = "../support/formats.rs"]
 mod formats;
@@ -24,6 +26,8 @@ mod process;
 #[cfg(target_os = "linux")]
 #[path = "../support/process_memory.rs"]
 mod process_memory;
+#[path = "../support/program.rs"]
+mod program;
 mod prompt_cache_disk;
 mod pull;
 mod random_formats;

@@ -1,19 +1,19 @@
 //! Tests of mistakes that people make on the command line. Each mistake must get a certain sentence as its error
 //! message.
 
+use crate::program::moestro;
 use std::{
     fs,
     io::{BufRead, BufReader, Write},
     net::TcpListener,
     path::{Path, PathBuf},
-    process::{Command, Stdio},
+    process::Stdio,
     thread,
 };
 
 /// Runs a command with its own home directory. Returns the output on stdout and stderr.
 fn output_of(home: &Path, endpoint: &str, args: &[&str]) -> String {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_moestro"));
-    command.env_clear().env("HOME", home).env("PATH", std::env::var_os("PATH").unwrap_or_default());
+    let mut command = moestro(home);
     command.env("HF_ENDPOINT", endpoint).args(args).stdin(Stdio::null());
     let output = command.output().unwrap();
     let text = [output.stdout, output.stderr].concat();

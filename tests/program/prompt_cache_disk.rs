@@ -1,7 +1,10 @@
 //! Tests failures of the prompt cache's directory: a full disk, a directory that is not writable, damaged files, and a
 //! second server. Answers must not change, and the log must have one warning.
 
-use crate::process::{Process, agent};
+use crate::{
+    process::{Process, agent},
+    program::MOESTRO,
+};
 use serde_json::Value;
 use std::{
     fs,
@@ -12,7 +15,6 @@ use std::{
     time::{Duration, Instant},
 };
 
-const BINARY: &str = env!("CARGO_BIN_EXE_moestro");
 const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro-demo");
 
 /// A server and its log directory.
@@ -68,7 +70,7 @@ fn full_disk_is_not_used_again() {
     let (dir, turns) = (tempfile::tempdir().unwrap(), agent(3, true));
     // No file may exceed 64 blocks. This is enough for the log, but not for a snapshot.
     let mut limited = Command::new("sh");
-    limited.args(["-c", r#"trap "" XFSZ; ulimit -f 64; exec "$0" "$@""#, BINARY]);
+    limited.args(["-c", r#"trap "" XFSZ; ulimit -f 64; exec "$0" "$@""#, MOESTRO]);
     let server = Server::start(limited, dir.path());
     assert!(server.disk().is_object(), "{:?}", server.warnings());
     let expected = answers(&turns);
@@ -96,7 +98,7 @@ fn unwritable_directory_is_not_used() {
         // Root ignores permissions, but /proc is never writable.
         Ok(()) => Path::new("/proc/self"),
     };
-    let server = Server::start(Command::new(BINARY), forbidden);
+    let server = Server::start(Command::new(MOESTRO), forbidden);
     assert!(server.disk().is_null());
     for (messages, expected) in turns.iter().zip(answers(&turns)) {
         assert_eq!(server.ask(messages).0, expected);
@@ -123,7 +125,7 @@ fn damaged_file_is_logged_once() {
     let turns = agent(3, true);
     let messages = &turns[2];
     let kept = tempfile::tempdir().unwrap();
-    let first = Server::start(Command::new(BINARY), kept.path());
+    let first = Server::start(Command::new(MOESTRO), kept.path());
     let answer = first.process.chat(messages);
     let (expected, prompt) = (&answer["choices"], answer["usage"]["prompt_tokens"].as_u64().unwrap());
     let held = first.process.metric("moestro_prompt_cache_checkpoints{place=\"memory\"}");
@@ -158,7 +160,7 @@ fn damaged_file_is_logged_once() {
         let mut bytes = fs::read(wanted).unwrap();
         damage(&mut bytes, &fs::read(other).unwrap());
         fs::write(wanted, bytes).unwrap();
-        let second = Server::start(Command::new(BINARY), dir.path());
+        let second = Server::start(Command::new(MOESTRO), dir.path());
         let (answer, cached) = second.ask(messages);
         assert_eq!(answer, *expected, "{what}");
         // The prompt must use a snapshot with fewer tokens instead.
@@ -176,10 +178,10 @@ fn damaged_file_is_logged_once() {
 #[test]
 fn second_server_takes_over_after_kill() {
     let (dir, turns) = (tempfile::tempdir().unwrap(), agent(2, true));
-    let first = Server::start(Command::new(BINARY), dir.path());
+    let first = Server::start(Command::new(MOESTRO), dir.path());
     let (expected, _) = first.ask(&turns[0]);
     first.wait_for_disk(|disk| disk["checkpoints"].as_u64() > Some(0));
-    let second = Server::start(Command::new(BINARY), dir.path());
+    let second = Server::start(Command::new(MOESTRO), dir.path());
     let health =
         |server: &Server| -> Value { serde_json::from_str(&server.process.ask("GET", "/health", "")).unwrap() };
     assert_eq!(health(&second)["prompt_cache"]["disk_locked"], true);

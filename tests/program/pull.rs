@@ -2,7 +2,10 @@
 
 #![cfg(feature = "hub")]
 
-use crate::hub::{COMMIT, TestHub};
+use crate::{
+    hub::{COMMIT, TestHub},
+    program,
+};
 use moestro::demo;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject};
 use std::{
@@ -18,8 +21,8 @@ fn moestro(args: &[&str], endpoint: &str, home: &Path) -> Output {
 }
 
 fn command(args: &[&str], endpoint: &str, home: &Path) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_moestro"));
-    command.args(args).env_clear().env("HOME", home).env("HF_HOME", home.join("hf"));
+    let mut command = program::moestro(home);
+    command.args(args).env("HF_HOME", home.join("hf"));
     command.env("HF_ENDPOINT", endpoint).env("HF_TOKEN", "key");
     command
 }

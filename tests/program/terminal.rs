@@ -1,6 +1,7 @@
 //! Tests of the binary on a terminal, which `script` of util-linux provides. Also tests the version and model names.
 #![cfg(target_os = "linux")]
 
+use crate::program::{MOESTRO, isolate};
 use std::{
     io::{BufRead, BufReader, Read, Write},
     net::{TcpListener, TcpStream},
@@ -12,7 +13,6 @@ use std::{
     time::{Duration, Instant},
 };
 
-const MOESTRO: &str = env!("CARGO_BIN_EXE_moestro");
 const LEFT: &str = "\x1b[D";
 const UP: &str = "\x1b[A";
 const BACKSPACE: &str = "\x7f";
@@ -23,12 +23,10 @@ const CTRL_E: &str = "\x05";
 
 const CHAT: &str = "run --temp 0 --thinking off --max-tokens 24";
 
-/// A command that runs `program` without settings from the environment. The program's files are in `home`.
+/// A command that runs `program` on the CPU without settings from the environment. The program's files are in `home`.
 fn isolated(program: &str, home: &Path) -> Command {
     let mut command = Command::new(program);
-    for (name, _) in std::env::vars_os().filter(|(name, _)| name.to_string_lossy().starts_with("MOESTRO_")) {
-        command.env_remove(name);
-    }
+    isolate(&mut command, home);
     for (name, dir) in [("STATE", "state"), ("CACHE", "cache"), ("CONFIG", "config"), ("DATA", "data")] {
         command.env(format!("XDG_{name}_HOME"), home.join(dir));
     }

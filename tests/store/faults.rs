@@ -1,6 +1,7 @@
 //! Tests of disk faults. The request that needs the unreadable expert gets an error that names file, expert and offset.
 //! The next request must work, and no slot may be lost.
 
+use crate::own_process::ran_in_own_process;
 use moestro::{
     device::{CpuTimeline, SyncPoint},
     error::StoreError,
@@ -310,21 +311,12 @@ fn replaced_shard_is_served_from_open_file() {
     }
 }
 
-/// Runs the test in a child process, because the limit of open files applies to the whole process.
+/// Runs in a process of its own, because the limit of open files applies to the whole process.
 #[test]
 fn descriptor_limit_error_names_the_file() {
-    const CHILD: &str = "MOESTRO_TEST_FEW_FILES";
-    if std::env::var_os(CHILD).is_some() {
-        return out_of_files();
+    if ran_in_own_process(descriptor_limit_error_names_the_file) {
+        return;
     }
-    let mut me = std::process::Command::new(std::env::current_exe().unwrap());
-    let test = ["--exact", "faults::descriptor_limit_error_names_the_file"];
-    let child = me.args(test).env(CHILD, "1").output().unwrap();
-    let text = String::from_utf8_lossy(&child.stdout);
-    assert!(child.status.success() && text.contains("1 passed"), "{text}");
-}
-
-fn out_of_files() {
     let dir = tempfile::tempdir().unwrap();
     let path = shard(dir.path());
     let mut limit = libc::rlimit { rlim_cur: 64, rlim_max: 64 };

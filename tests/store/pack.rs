@@ -1,7 +1,7 @@
 //! Tests of packs through the command line. A pack of another checkpoint must never be used, and damaged records must
 //! be rebuilt.
 
-use crate::{process::Process, shard::Shard};
+use crate::{process::Process, program, shard::Shard};
 use moestro::{
     checkpoint::pack,
     demo,
@@ -34,8 +34,8 @@ fn checkpoint(root: &Path, name: &str) -> PathBuf {
 }
 
 fn moestro(root: &Path, args: &[&str]) -> Output {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_moestro"));
-    command.current_dir(root).env_clear().env("XDG_CACHE_HOME", root.join("cache")).env("MOESTRO_LOG", "info");
+    let mut command = program::moestro(root);
+    command.current_dir(root).env("XDG_CACHE_HOME", root.join("cache")).env("MOESTRO_LOG", "info");
     command.args(args).output().unwrap()
 }
 
@@ -301,8 +301,8 @@ fn damaged_pack_answers_correctly_and_is_reported() {
     assert!(stderr.contains("experts are read from their pack"), "{stderr}");
     assert_eq!(stderr.matches("the pack is damaged").count(), 1, "{stderr}");
 
-    let mut command = Command::new(env!("CARGO_BIN_EXE_moestro"));
-    command.current_dir(root.path()).env_clear().env("XDG_CACHE_HOME", root.path().join("cache"));
+    let mut command = Command::new(program::MOESTRO);
+    command.current_dir(root.path()).env("XDG_CACHE_HOME", root.path().join("cache"));
     let server = Process::spawn(command, &["model", "--thinking", "off"]);
     let answer = server.chat(&[json!({"role": "user", "content": "What is 12+7?"})]);
     assert_eq!(answer["choices"][0]["message"]["content"], "12 + 7 = 19.", "{answer}");

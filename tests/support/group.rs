@@ -78,6 +78,6 @@ pub fn command(group: Option<&Group>) -> Command {
     let enter =
         group.map_or(String::new(), |group| format!("echo $$ > {}/cgroup.procs || exit 9; ", group.dir.display()));
     let mut command = Command::new("sh");
-    command.args(["-c", &format!("{enter}exec \"$@\""), "sh", env!("CARGO_BIN_EXE_moestro")]);
+    command.args(["-c", &format!("{enter}exec \"$@\""), "sh", crate::program::MOESTRO]);
     command
 }

@@ -1,6 +1,7 @@
 //! [`Process`] runs the server as a separate process. [`agent`] creates the requests of a coding agent.
 #![allow(dead_code)] // Each test binary uses only a part of this module.
 
+use crate::program;
 use serde_json::{Value, json};
 use std::{
     io::{BufRead, BufReader, Read, Write},
@@ -11,24 +12,29 @@ use std::{
 /// A server process. Dropping this value kills the server.
 pub struct Process {
     child: Child,
+    /// The server's home directory.
+    _home: tempfile::TempDir,
     pub port: u16,
     /// The server's JSON line that reports readiness.
     pub ready: Value,
 }
 
 impl Process {
-    /// Starts `moestro serve` on the CPU with the arguments `args`.
+    /// Starts `moestro serve` with the arguments `args`, on two threads of the CPU.
     pub fn start(args: &[&str]) -> Self {
-        Self::spawn(Command::new(env!("CARGO_BIN_EXE_moestro")), args)
+        Self::spawn(Command::new(program::MOESTRO), args)
     }
 
-    /// Runs `command` with the arguments of `moestro serve` on the CPU and with `args`. `command` is `moestro`, or a
-    /// program that executes `moestro` with the arguments it gets. Prompts are cached on disk only if `args` name the
-    /// directory, because the default directory belongs to the user.
+    /// Runs `command` with the arguments of `moestro serve` on two threads of the CPU and with `args`. `command` is
+    /// `moestro`, or a program that executes `moestro` with the arguments it gets. Memory limits in `args` thus suffice
+    /// on machines with many cores, too. [`program::isolate`] is applied to `command`. Prompts are cached on disk only if
+    /// `args` name the directory.
     pub fn spawn(mut command: Command, args: &[&str]) -> Self {
+        let home = tempfile::tempdir().unwrap();
+        program::isolate(&mut command, home.path());
         let names_dir = args.contains(&"--prompt-cache-dir");
         let mut child = command
-            .args(["serve", "--port", "0", "--device", "cpu"])
+            .args(["serve", "--port", "0", "--device", "cpu", "--threads", "2"])
             .args(if names_dir { &[][..] } else { &["--prompt-cache-dir", "off"] })
             .args(args)
             .stdout(Stdio::piped())
@@ -38,7 +44,7 @@ impl Process {
         let mut line = String::new();
         BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
         let ready: Value = serde_json::from_str(&line).expect("the ready line");
-        Self { child, port: ready["port"].as_u64().unwrap() as u16, ready }
+        Self { child, _home: home, port: ready["port"].as_u64().unwrap() as u16, ready }
     }
 
     pub fn id(&self) -> u32 {
