@@ -13,7 +13,7 @@ use moestro::{
         prompt_cache::{PromptCache, SnapshotKind},
     },
     metrics::Metrics,
-    model::{PAGE, Snapshot, SnapshotSize},
+    model::{PAGE, PageSize, Snapshot, SnapshotSize},
 };
 use std::{
     fs::{self, File},
@@ -26,8 +26,10 @@ use std::{
 
 /// 30 delta-net layers with 32 heads of 128 by 128 and the last 3 inputs of a convolution over 8,192 channels. 10
 /// attention layers with 2 key heads.
-const SIZE: SnapshotSize =
-    SnapshotSize { state: 30 * 4 * (32 * 128 * 128 + 3 * 8192), position: 10 * 2 * 2 * (256 * 2 + 4) };
+const SIZE: SnapshotSize = SnapshotSize {
+    state: 30 * 4 * (32 * 128 * 128 + 3 * 8192),
+    page: PageSize::without_indexer(10 * 2 * 2 * (256 * 2 + 4)),
+};
 
 /// Incompressible bytes.
 fn noise(bytes: usize, word: &mut u64) -> Vec<u8> {
@@ -102,7 +104,7 @@ fn main() {
     };
     let ids: Vec<u32> = (0..tokens as u32).collect();
     let mut word = 1;
-    let mut page = |ids: &[u32]| Arc::new(noise(ids.len() * SIZE.position as usize, &mut word).into());
+    let mut page = |ids: &[u32]| Arc::new(noise(SIZE.page.bytes(ids.len()) as usize, &mut word).into());
     let pages = ids.chunks(PAGE).map(&mut page).collect();
     let snapshot = Snapshot { len: tokens, pages, state: Arc::new(noise(SIZE.state as usize, &mut 2)) };
     let bytes = SIZE.bytes(tokens, 0);

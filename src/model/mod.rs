@@ -62,7 +62,7 @@ pub use options::{LoadOptions, MtpSource, StoreOptions, VisionOptions};
 pub use qwen::Qwen;
 pub use reference::Reference;
 pub use state::{
-    kv_pages::{KvPage, PAGE, PagePool},
+    kv_pages::{KvPage, PAGE, PagePool, PageSize},
     rollback::MAX_VERIFY_ROWS,
     sequence::QwenState,
     snapshot::{Snapshot, SnapshotSize},

@@ -51,7 +51,7 @@ impl Model for Qwen {
             chunk: plan.chunk,
             batch: self.batch(),
             exact_chunks: !self.device.borrow().limits.uses_half_precision,
-            snapshot_size: SnapshotSize { state: shape.state, position: shape.kv_per_token },
+            snapshot_size: SnapshotSize { state: shape.state, page: self.device.borrow().pool.page_size() },
             pages: Some(self.device.borrow().pool.clone()),
             images: self.parts.vision.as_ref().map(|vision| vision.processor.clone()),
             threads: Some(self.parts.compute.threads.clone()),

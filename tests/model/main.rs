@@ -29,6 +29,7 @@ mod refusals;
 #[path = "../support/shard.rs"]
 mod shard;
 mod snapshots;
+mod snapshots_on_disk;
 mod speculation;
 mod towers;
 mod vision;

@@ -193,7 +193,7 @@ fn rejected_drafts_leave_no_trace() {
 }
 
 /// A copy of the checkpoint with another configuration.
-fn edited(edit: impl Fn(&mut serde_json::Value)) -> tempfile::TempDir {
+pub fn edited(edit: impl Fn(&mut serde_json::Value)) -> tempfile::TempDir {
     let copy = tempfile::tempdir().unwrap();
     for name in ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]
     {

@@ -9,8 +9,8 @@ use moestro::{
     device::CpuDevice,
     error::{ModelError, StoreError},
     model::{
-        HiddenStates, HiddenTaps, Logits, Model, ModelInfo, NextToken, PassHooks, Rows, SequenceState, Snapshot,
-        SnapshotSize, logits::argmax,
+        HiddenStates, HiddenTaps, Logits, Model, ModelInfo, NextToken, PageSize, PassHooks, Rows, SequenceState,
+        Snapshot, SnapshotSize, logits::argmax,
     },
 };
 use std::{
@@ -196,7 +196,7 @@ impl Model for MockModel {
             chunk: self.chunk,
             batch: self.batch,
             exact_chunks: true,
-            snapshot_size: SnapshotSize { state: 8, position: 4 },
+            snapshot_size: SnapshotSize { state: 8, page: PageSize::without_indexer(4) },
             pages: None,
             images: None,
             threads: self.compute.as_ref().map(|compute| compute.threads.clone()),

@@ -412,7 +412,7 @@ impl CacheState {
 
 /// Value of a snapshot without the clock: the weighted number of tokens that the snapshot saves, per byte.
 fn value_of(kind: SnapshotKind, tokens: usize, size: &SnapshotSize) -> f64 {
-    kind.weight() * tokens as f64 / (size.state + tokens as u64 * size.position).max(1) as f64
+    kind.weight() * tokens as f64 / size.bytes(tokens, 0).max(1) as f64
 }
 
 #[cfg(test)]

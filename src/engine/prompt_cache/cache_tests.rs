@@ -1,9 +1,9 @@
 use super::*;
-use crate::model::{LoadOptions, Model, PAGE, Qwen, Rows};
+use crate::model::{LoadOptions, Model, PAGE, PageSize, Qwen, Rows};
 use std::path::Path;
 
 /// A recurrent state of 100 bytes, and 1 byte of keys and values per position.
-const SIZE: SnapshotSize = SnapshotSize { state: 100, position: 1 };
+const SIZE: SnapshotSize = SnapshotSize { state: 100, page: PageSize::without_indexer(1) };
 
 fn cache(limit: u64) -> PromptCache {
     PromptCache::new(limit, SIZE, Metrics::new("test", "cpu"))

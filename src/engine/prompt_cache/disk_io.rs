@@ -158,7 +158,7 @@ impl PromptCache {
         // If the cache is cleared during the read, `insert` ignores the snapshot.
         let clear_count = state.clear_count;
         let known = &known[..known.len().min(ids.len() / PAGE)];
-        let is_whole = |page: &&Arc<KvPage>| page.len() as u64 == PAGE as u64 * self.size.position;
+        let is_whole = |page: &&Arc<KvPage>| page.len() as u64 == self.size.page.bytes(PAGE);
         let known: Vec<Arc<KvPage>> = known.iter().filter(is_whole).cloned().collect();
         let pool = state.pool.clone();
         let copied = self.size.bytes(ids.len(), if pool.is_some() { ids.len() } else { 0 });

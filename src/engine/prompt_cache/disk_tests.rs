@@ -2,7 +2,7 @@ use super::*;
 use crate::{
     engine::prompt_cache::{SnapshotSource, cache::tests::paged, clear_prompt_dir, disk::Throughput},
     metrics::Metrics,
-    model::Model,
+    model::{Model, PageSize},
     platform::fifo::make_fifo,
 };
 use std::{
@@ -13,7 +13,7 @@ use std::{
 };
 
 /// A recurrent state of 100 bytes, and 2 bytes of keys and values per position.
-const SIZE: SnapshotSize = SnapshotSize { state: 100, position: 2 };
+const SIZE: SnapshotSize = SnapshotSize { state: 100, page: PageSize::without_indexer(2) };
 const MAX_TOKENS: usize = 10_000;
 
 fn options(dir: &Path) -> DiskCacheOptions {

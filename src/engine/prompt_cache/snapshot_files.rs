@@ -142,7 +142,7 @@ impl SnapshotFiles {
     /// Size of the `.state` file of a snapshot of `len` tokens, and size of a `.page` file, in bytes.
     pub fn bytes(&self, len: usize) -> (u64, u64) {
         let state = HEADER as u64 + 4 * len as u64 + self.size.bytes(len, len);
-        (state, HEADER as u64 + PAGE as u64 * self.size.position)
+        (state, HEADER as u64 + self.size.page.bytes(PAGE))
     }
 
     /// Writes the pages that `missing` marks, then the snapshot of `ids`. Adds the bytes written to `bytes`.
@@ -203,7 +203,7 @@ impl SnapshotFiles {
         }
         let (digests, whole) = self.digests(ids);
         let tokens = token_bytes(ids);
-        let tail = ids.len() % PAGE * self.size.position as usize;
+        let tail = self.size.page.bytes(ids.len() % PAGE) as usize;
         let path = self.dir.join(snapshot_name(ids.len(), &whole));
         let mut body = zeroed_buffer(self.size.state as usize + tokens.len() + tail);
         let missing = &digests[known.len().min(digests.len())..];
@@ -251,7 +251,7 @@ impl SnapshotFiles {
 
     fn read_page(&self, digest: &TokenDigest, buffer: &mut ReadBuffer) -> io::Result<Vec<u8>> {
         let mut header = [0; HEADER];
-        let mut page = zeroed_buffer(PAGE * self.size.position as usize);
+        let mut page = zeroed_buffer(self.size.page.bytes(PAGE) as usize);
         let (path, len) = (self.dir.join(page_name(digest)), (HEADER + page.len()) as u64);
         let checksum = self.reader.read(&path, len, 0, &mut header, &mut page, buffer)?;
         self.check(&header, PAGE, page.len(), checksum)?;

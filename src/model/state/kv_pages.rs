@@ -23,6 +23,36 @@ pub use crate::ops::attention::PAGE;
 /// Maximum time to wait for a free page. Another thread may still be reading the page that is released next.
 const FREE_PAGE_TIMEOUT: Duration = Duration::from_secs(1);
 
+/// Sizes of a page's content in bytes, all layers together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PageSize {
+    /// Number of bytes of the keys and values of one position.
+    pub position: u64,
+    /// Number of positions of a block of the indexers. 1 if there are no indexers.
+    pub block: usize,
+    /// Number of bytes of the indexers' keys of one block. 0 if there are no indexers.
+    pub block_key: u64,
+}
+
+impl PageSize {
+    /// Sizes without indexers.
+    pub const fn without_indexer(position: u64) -> Self {
+        Self { position, block: 1, block_key: 0 }
+    }
+
+    /// Number of bytes of the first `rows` positions of a page. A started block has a whole key, so the number is not
+    /// linear in `rows`.
+    pub fn bytes(&self, rows: usize) -> u64 {
+        rows as u64 * self.position + rows.div_ceil(self.block) as u64 * self.block_key
+    }
+}
+
+impl Default for PageSize {
+    fn default() -> Self {
+        Self::without_indexer(0)
+    }
+}
+
 /// Keys and values of up to [`PAGE`] positions. The layout of the bytes is private to the model.
 #[derive(Debug)]
 pub enum KvPage {
@@ -96,6 +126,7 @@ pub struct PagePool {
     /// Number of bytes of one page in one region of `layers`.
     page_part: usize,
     indexer: Option<IndexerShape>,
+    size: PageSize,
     /// Number of key and value heads. A page has [`PAGE`] rows of each head.
     kv_heads: usize,
     /// Numbers of the free pages.
@@ -135,13 +166,19 @@ impl PagePool {
         let with_index = if index_part > 0 { layers.len() } else { 0 };
         let index = (0..with_index)
             .map(|_| backend.clone().allocate(count * index_part))
-            .collect::<Result<_, DeviceError>>()?;
+            .collect::<Result<Vec<_>, DeviceError>>()?;
+        let size = PageSize {
+            position: (2 * layers.len() * page_part / PAGE) as u64,
+            block: config.indexer.map_or(1, |indexer| indexer.ratio),
+            block_key: (index.len() * config.indexer.map_or(0, |indexer| indexer.key_bytes(1))) as u64,
+        };
         Ok(Arc::new(Self {
             backend: backend.downgrade(),
             layers,
             index,
             page_part,
             indexer: config.indexer,
+            size,
             kv_heads: shape.kv_heads,
             free: Mutex::new((0..count as u32).rev().collect()),
             page_freed: Condvar::new(),
@@ -163,12 +200,12 @@ impl PagePool {
 
     /// Number of bytes of a page.
     pub fn page_bytes(&self) -> u64 {
-        self.bytes_of(PAGE) as u64
+        self.size.bytes(PAGE)
     }
 
-    /// Number of bytes of the first `rows` positions of a page.
-    fn bytes_of(&self, rows: usize) -> usize {
-        2 * self.layers.len() * self.page_part / PAGE * rows + self.index.len() * self.key_bytes(rows)
+    /// Sizes of the bytes that [`PagePool::read`] returns.
+    pub fn page_size(&self) -> PageSize {
+        self.size
     }
 
     /// Number of bytes of a layer's block keys in the first `rows` positions of a page.
@@ -211,7 +248,7 @@ impl PagePool {
         let lock = backend.clone();
         // Locked, so that the engine's thread cannot start a pass between two reads.
         let _guard = lock.lock();
-        let mut out = vec![0; self.bytes_of(rows)];
+        let mut out = vec![0; self.size.bytes(rows) as usize];
         let mut rest = &mut out[..];
         for region in self.regions(index, rows) {
             let (part, after) = std::mem::take(&mut rest).split_at_mut(region.len);
@@ -223,7 +260,7 @@ impl PagePool {
 
     /// Writes bytes that [`PagePool::read`] returned to the first `rows` positions of a page.
     pub fn write(&self, index: u32, rows: usize, bytes: &[u8]) -> Result<(), ModelError> {
-        if bytes.len() != self.bytes_of(rows) {
+        if bytes.len() as u64 != self.size.bytes(rows) {
             return Err(ModelError::Config("the snapshot belongs to another model".into()));
         }
         let (mut backend, mut rest) = (self.backend()?, bytes);

@@ -1,0 +1,119 @@
+//! Snapshots of any length survive the disk: after eviction from memory, and after a restart with another model.
+
+use crate::{
+    common::{Dice, fixtures::Folded, forward_with_snapshots, load_with, qwen4_exp},
+    qwen4_exp::edited,
+};
+use moestro::{
+    engine::{
+        DiskCacheOptions,
+        prompt_cache::{PromptCache, SnapshotKind, SnapshotSource},
+    },
+    metrics::Metrics,
+    model::{LoadOptions, Model, PAGE, Qwen, Rows, Snapshot},
+    ops::KvBits,
+};
+use std::{
+    path::Path,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro-demo");
+
+/// Every remainder of a block, the boundaries of pages, and generated lengths.
+fn lengths(seed: u64) -> Vec<usize> {
+    let mut dice = Dice(seed);
+    let mut all: Vec<usize> = (1..=16).chain([PAGE - 1, PAGE, PAGE + 1]).collect();
+    all.extend((0..8).map(|_| 1 + dice.roll(PAGE + 60)));
+    all.sort_unstable();
+    all.dedup();
+    all
+}
+
+fn bytes(snapshot: &Snapshot) -> (Vec<Vec<u8>>, &[u8]) {
+    (snapshot.pages.iter().map(|page| page.read().unwrap().into_owned()).collect(), &snapshot.state)
+}
+
+/// A cache in `dir` that shares pages with `model`.
+fn open(dir: &Path, model: &Qwen) -> Arc<PromptCache> {
+    let info = model.info();
+    let cache = Arc::new(PromptCache::new(1 << 30, info.snapshot_size, Metrics::new("test", "cpu")));
+    cache.set_page_pool(info.pages);
+    let options = DiskCacheOptions { dir: dir.to_owned(), limit: 1 << 30, key: "a model".into() };
+    cache.open_disk(options, info.context);
+    cache
+}
+
+fn wait_until_written(cache: &PromptCache, count: usize) {
+    let deadline = Instant::now() + Duration::from_secs(300);
+    while cache.status().disk.unwrap().snapshots < count {
+        assert!(Instant::now() < deadline, "{:?}", cache.status());
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+fn check_family(name: &str, dir: &Path, kv_bits: KvBits, lengths: &[usize]) {
+    let load = || {
+        let mut options = LoadOptions { threads: Some(2), kv_bits, ..LoadOptions::default() };
+        options.plan.prompt_cache = Some(64 << 20);
+        load_with(dir, options)
+    };
+    let (mut first, cache_dir) = (load(), tempfile::tempdir().unwrap());
+    let vocab = first.info().vocab;
+    let ids: Vec<u32> = {
+        let mut dice = Dice(7);
+        (0..=lengths[lengths.len() - 1]).map(|_| dice.roll(vocab.min(1500)) as u32).collect()
+    };
+    let mut state = first.start().unwrap();
+    let (computed, taken) = forward_with_snapshots(&mut first, &mut state, &ids, Rows::All, lengths);
+    let taken_bytes: Vec<_> = taken.iter().map(bytes).collect();
+
+    let check = |cache: &PromptCache, model: &mut Qwen| {
+        for (&len, expected) in lengths.iter().zip(&taken_bytes) {
+            let (found, source) = cache.longest_prefix(&ids[..=len], 0).unwrap_or_else(|| panic!("{name}: lost {len}"));
+            assert_eq!((found.len, source), (len, SnapshotSource::Disk), "{name}");
+            assert!(bytes(&found) == *expected, "{name}: other bytes at {len}");
+            let mut state = model.restore(&found, None).unwrap();
+            let next = model.forward(&mut state, &ids[len..=len], Rows::Last).unwrap();
+            assert!(next.data[..] == computed.data[len * vocab..(len + 1) * vocab], "{name}: other logits at {len}");
+        }
+    };
+    let cache = open(cache_dir.path(), &first);
+    for (&len, snapshot) in lengths.iter().zip(&taken) {
+        cache.insert(&ids[..len], SnapshotKind::Message, snapshot.clone(), cache.clear_count());
+    }
+    wait_until_written(&cache, lengths.len());
+    // This evicts all snapshots from memory.
+    cache.set_page_pool(first.info().pages);
+    check(&cache, &mut first);
+    cache.close();
+
+    let mut second = load();
+    let cache = open(cache_dir.path(), &second);
+    assert_eq!(cache.status().disk.unwrap().snapshots, lengths.len(), "{name}: snapshots removed at the start");
+    check(&cache, &mut second);
+    cache.close();
+}
+
+#[test]
+fn snapshots_survive_at_any_length() {
+    let dense = Folded::read("dense4").unfold();
+    let blocks_of_3 = edited(|json| {
+        json["text_config"]["indexer_compress_ratio"] = 3.into();
+        json["text_config"]["indexer_budget"] = 12.into();
+    });
+    let other = Path::new(crate::common::fixtures::FIXTURES).join("qwen4_exp_other");
+    check_family("dense", dense.path(), KvBits::Sixteen, &lengths(1));
+    for bits in [KvBits::Sixteen, KvBits::Eight, KvBits::Four] {
+        check_family(&format!("demo, {bits:?}"), Path::new(DEMO), bits, &lengths(2));
+    }
+    check_family("qwen4_exp", &qwen4_exp::dir(), KvBits::Sixteen, &lengths(3));
+    check_family("qwen4_exp, blocks of 8", &other, KvBits::Sixteen, &lengths(4));
+    check_family("qwen4_exp, blocks of 3", blocks_of_3.path(), KvBits::Sixteen, &lengths(5));
+}
+
+#[test]
+fn snapshots_survive_at_every_page_remainder() {
+    check_family("qwen4_exp", &qwen4_exp::dir(), KvBits::Sixteen, &(1..=PAGE).collect::<Vec<_>>());
+}
