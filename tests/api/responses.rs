@@ -131,9 +131,8 @@ async fn logprobs_count_as_memory() {
         let include = json!(["message.output_text.logprobs"]);
         with(question(), json!({"include": include, "top_logprobs": 20, "max_output_tokens": tokens}))
     };
-    // The response object holds the rest of the memory, so this is not a 413.
     let refused = server.post(PATH, &body(400)).await;
-    assert_eq!((refused.status, &refused.json().await["error"]["code"]), (503, &json!("memory_in_use")));
+    assert_eq!((refused.status, &refused.json().await["error"]["code"]), (413, &json!("request_too_large")));
     for (tokens, last) in [(400, "response.failed"), (8, "response.incomplete")] {
         assert_eq!(stream(&server, &body(tokens)).await.last().unwrap()["type"], last);
     }

@@ -1,8 +1,7 @@
 //! Memory of requests: bodies, parsed JSON, prompts and tokens, charged to the memory plan.
 //!
-//! A request gets memory from its [`MemoryPermit`] before it allocates. A request is refused with 503 if other requests
-//! hold the memory, and with 413 if it needs more than the memory of all requests. All estimates of memory are in this
-//! file.
+//! A request gets memory from its [`MemoryPermit`]s before it allocates. A request is refused with 503 if other requests
+//! hold the memory, and with 413 if it would not fit even alone. All estimates of memory are in this file.
 //!
 //! Expensive work (parsing, rendering, tokenizing) runs on blocking threads, one or two steps at a time, in order of
 //! arrival. A step cannot be cancelled, so steps are short: a disconnected client is noticed after the current step.
@@ -38,7 +37,7 @@ const STEP_BYTES: usize = TOKENIZE_FACTOR * TOKENIZE_PIECE;
 /// Bytes of memory for requests from which a plan allows two steps at a time instead of one step.
 const TWO_STEPS_BYTES: usize = 64 << 20;
 
-/// Size in bytes above which a permit is large. A large permit must leave a quarter of the memory to small permits.
+/// Size in bytes above which a request is large. A large request must leave a quarter of the memory to small requests.
 const LARGE_BYTES: usize = 256 << 10;
 
 /// Bytes of memory per opening bracket, comma and colon of a JSON text that is parsed. The highest measured value is
@@ -67,6 +66,16 @@ const WAITING_UPDATE_BYTES: usize = 512;
 
 /// Bytes of memory per token in the log-probabilities of an update.
 const WAITING_LOGPROB_BYTES: usize = 32;
+
+/// Bytes of memory of a choice that waits until all choices of a body are complete, without its text.
+pub const CHOICE_BYTES: usize = 1024;
+
+/// Bytes of memory per byte of an answer's text: the text with its spare capacity, a copy, and up to six characters in
+/// JSON.
+const ANSWER_TEXT_FACTOR: usize = 9;
+
+/// Bytes of memory per piece of an answer, such as a tool call: its id, and its object in JSON.
+const ANSWER_DELTA_BYTES: usize = 1024;
 
 /// Bytes of memory per byte of decoded text: the byte, the text, and up to six characters in JSON.
 const DECODED_FACTOR: usize = 16;
@@ -140,8 +149,9 @@ impl RequestMemory {
         let _ = self.evict_oldest.set(evict_oldest);
     }
 
+    /// The first permit of a request, without bytes. [`MemoryPermit::empty`] makes its other permits.
     pub fn permit(self: &Arc<Self>) -> MemoryPermit {
-        MemoryPermit { held: Arc::new(HeldBytes { memory: self.clone(), bytes: AtomicUsize::new(0) }) }
+        MemoryPermit::new(self.clone(), Arc::default())
     }
 
     fn release(self: &Arc<Self>, bytes: usize) {
@@ -174,32 +184,39 @@ impl RequestMemory {
     }
 }
 
-/// Memory that one request may use. The memory is free again when the permit is dropped and its last step has ended.
+/// A part of the memory that one request may use. The memory is free again when the permit is dropped and its last step has ended.
 pub struct MemoryPermit {
     held: Arc<HeldBytes>,
 }
 
 struct HeldBytes {
     memory: Arc<RequestMemory>,
+    /// Size of all permits of the request.
+    request_bytes: Arc<AtomicUsize>,
     /// Size of the permit. Only [`MemoryPermit`] changes the size. Steps only hold the memory.
     bytes: AtomicUsize,
 }
 
 impl MemoryPermit {
-    /// A new permit of the same memory, without bytes.
+    fn new(memory: Arc<RequestMemory>, request_bytes: Arc<AtomicUsize>) -> Self {
+        Self { held: Arc::new(HeldBytes { memory, request_bytes, bytes: AtomicUsize::new(0) }) }
+    }
+
+    /// Another permit of the same request, without bytes.
     pub fn empty(&self) -> Self {
-        self.held.memory.permit()
+        Self::new(self.held.memory.clone(), self.held.request_bytes.clone())
     }
 
     /// Changes the size of the permit to `bytes`.
     pub fn resize(&mut self, bytes: usize) -> Result<(), ApiError> {
-        let (memory, before) = (&self.held.memory, self.bytes());
+        let HeldBytes { memory, request_bytes, .. } = &*self.held;
+        let before = self.bytes();
         let more = bytes.saturating_sub(before);
         if more > 0 {
-            let total = memory.total.load(Relaxed);
-            let limit = if bytes > LARGE_BYTES { total / 4 * 3 } else { total };
-            if bytes > limit {
-                return Err(ApiError::too_much_memory(bytes, limit));
+            let (total, needed) = (memory.total.load(Relaxed), request_bytes.load(Relaxed).saturating_add(more));
+            let limit = if needed > LARGE_BYTES { total / 4 * 3 } else { total };
+            if needed > limit {
+                return Err(ApiError::too_much_memory(needed, limit));
             }
             let fits = |used: usize| used.checked_add(more).filter(|&used| used <= limit);
             while memory.used.fetch_update(Relaxed, Relaxed, fits).is_err() {
@@ -207,9 +224,10 @@ impl MemoryPermit {
                     return Err(ApiError::memory_in_use());
                 }
             }
+            request_bytes.fetch_add(more, Relaxed);
             memory.gauge.add(signed(more));
         } else {
-            memory.release(before - bytes);
+            self.held.release(before - bytes);
         }
         self.held.bytes.store(bytes, Relaxed);
         Ok(())
@@ -283,9 +301,16 @@ async fn turn(turns: &Arc<Semaphore>) -> Result<OwnedSemaphorePermit, ApiError> 
     turns.clone().acquire_owned().await.map_err(|_| ApiError::failed("The server stops."))
 }
 
+impl HeldBytes {
+    fn release(&self, bytes: usize) {
+        self.request_bytes.fetch_sub(bytes, Relaxed);
+        self.memory.release(bytes);
+    }
+}
+
 impl Drop for HeldBytes {
     fn drop(&mut self) {
-        self.memory.release(self.bytes.load(Relaxed));
+        self.release(self.bytes.load(Relaxed));
     }
 }
 
@@ -345,6 +370,12 @@ pub fn waiting_bytes(text_len: usize, logprobs: usize) -> usize {
     WAITING_UPDATE_BYTES + text_len + logprobs * WAITING_LOGPROB_BYTES
 }
 
+/// Memory of an answer's text until the whole answer is sent. An answer has `deltas` pieces of different kinds, such as
+/// tool calls.
+pub fn answer_bytes(text_len: usize, deltas: usize) -> usize {
+    text_len * ANSWER_TEXT_FACTOR + deltas * ANSWER_DELTA_BYTES
+}
+
 /// Memory of a response with decoded text.
 pub fn decoded_bytes(text_len: usize) -> usize {
     text_len * DECODED_FACTOR
@@ -380,6 +411,29 @@ mod tests {
         other.resize(700 << 10).unwrap();
         drop((one, other));
         assert_eq!((memory.used.load(Relaxed), memory.gauge.get()), (0, 0));
+    }
+
+    #[test]
+    fn lone_request_never_gets_503() {
+        let memory = memory(1 << 20);
+        // The request fills 700 KiB, in any number of permits. It may have 768 KiB.
+        for permits in [1, 2, 7, 70] {
+            let first = memory.permit();
+            let mut all: Vec<_> = (0..permits).map(|_| first.empty()).collect();
+            all.iter_mut().for_each(|permit| permit.resize((700 << 10) / permits).unwrap());
+            let (mut more, mut small) = (first.empty(), memory.permit());
+            assert_eq!(more.resize(69 << 10).unwrap_err().status, 413, "{permits} permits");
+            more.resize(60 << 10).unwrap();
+            // Another request waits for this one only if it would fit alone.
+            let other = memory.permit().resize(500 << 10).unwrap_err();
+            assert_eq!(other.status, 503, "{permits} permits");
+            assert_eq!(memory.permit().resize(800 << 10).unwrap_err().status, 413, "{permits} permits");
+            small.resize(200 << 10).unwrap();
+            // Freed permits no longer count as the request's own.
+            all.clear();
+            more.resize(500 << 10).unwrap();
+        }
+        assert_eq!(memory.used.load(Relaxed), 0);
     }
 
     #[test]

@@ -81,6 +81,12 @@ impl Renderer for CompletionRenderer {
         self.meta.write_end(frames, usage);
     }
 
+    fn echoed_bytes(&self, choice: usize) -> usize {
+        let (Some(tokenizer), true) = (&self.tokenizer, self.echoes) else { return 0 };
+        let ids = self.prompts.get(choice / self.n).map_or(&[][..], Vec::as_slice);
+        ids.iter().map(|&id| tokenizer.token_bytes(id).len()).sum()
+    }
+
     fn body(mut self, answers: Vec<(Output, Finished)>, usage: Usage) -> Response {
         let mut choices = Vec::with_capacity(answers.len());
         for (index, (output, _)) in answers.iter().enumerate() {

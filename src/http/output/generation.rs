@@ -73,6 +73,13 @@ impl Output {
         generated.chain(prompt).map(|logprobs| 1 + logprobs.top.len()).sum()
     }
 
+    /// Memory of the text until the whole answer is sent.
+    pub fn text_bytes(&self) -> usize {
+        let joins = |delta: &Delta| matches!(delta, Delta::Reasoning(_) | Delta::Content(_) | Delta::Arguments { .. });
+        let text = self.deltas.iter().map(|delta| delta.text().len()).sum();
+        memory::answer_bytes(text, self.deltas.iter().filter(|delta| !joins(delta)).count())
+    }
+
     /// Appends a later output of the same answer. Joins adjacent text of the same kind.
     pub fn append(&mut self, later: Self) {
         later.deltas.into_iter().for_each(|delta| delta.push_to(&mut self.deltas));

@@ -22,8 +22,8 @@ pub trait Renderer: Send + 'static {
     /// Bytes of memory per token in the log-probabilities of an answer, as a body or until the end of a stream.
     const LOGPROB_BYTES: usize = memory::LOGPROB_BYTES;
 
-    /// True if a stream keeps its log-probabilities until its end.
-    const KEEPS_LOGPROBS: bool = false;
+    /// True if a stream keeps its text and log-probabilities until its end.
+    const KEEPS_OUTPUT: bool = false;
 
     /// Ends a stream with an error that came before its first event: the model could not be loaded, or the request was
     /// refused. Writes OpenAI's error object by default.
@@ -58,6 +58,11 @@ pub trait Renderer: Send + 'static {
         Self::refuse(frames, error);
     }
 
+    /// Number of bytes of the text that the body adds to this choice's output.
+    fn echoed_bytes(&self, _choice: usize) -> usize {
+        0
+    }
+
     /// The response to a request that does not stream.
     fn body(self, answers: Vec<(Output, Finished)>, usage: Usage) -> Response;
 }
@@ -67,9 +72,9 @@ pub fn json(body: &impl Serialize) -> Response {
     Json(body).into_response()
 }
 
-/// Adds the memory of the output's log-probabilities to the permit.
+/// Adds the memory of the output's text and log-probabilities to the permit.
 fn grow<R: Renderer>(permit: &mut MemoryPermit, output: &Output) -> Result<(), ApiError> {
-    permit.grow(R::LOGPROB_BYTES * output.listed_tokens())
+    permit.grow(output.text_bytes() + R::LOGPROB_BYTES * output.listed_tokens())
 }
 
 /// Generates all choices and answers with one body.
@@ -78,6 +83,7 @@ pub async fn body<R: Renderer>(mut choices: Choices, first: Generation, renderer
     let mut permit = choices.take_permit();
     let request_bytes = permit.bytes();
     for index in 0..choices.len() {
+        permit.grow(memory::CHOICE_BYTES + memory::answer_bytes(renderer.echoed_bytes(index), 0))?;
         let mut output = Output::default();
         let append = |update| {
             if let Update::Output(more) = update {
@@ -179,7 +185,7 @@ async fn write<R: Renderer>(
                 Update::Progress(progress) if reports_progress => renderer.progress(frames, progress),
                 Update::Idle | Update::Progress(_) => {}
                 Update::Output(output) => {
-                    if R::KEEPS_LOGPROBS {
+                    if R::KEEPS_OUTPUT {
                         grow::<R>(&mut permit, &output)?;
                     }
                     renderer.output(frames, index, &output);

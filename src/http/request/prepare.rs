@@ -40,7 +40,7 @@ impl GenerationRequest {
         let mut sampling = common.sampling(&model.defaults, model.engine.vocab())?;
         let mut images = Vec::new();
         let (param, prompts, chat) = match self.prompt {
-            PromptInput::Text(prompt) => ("prompt", model.encode_all(&mut permit, prompt).await?, None),
+            PromptInput::Text(prompt) => ("prompt", model.encode_all(&mut permit, prompt, self.n).await?, None),
             PromptInput::Chat(mut chat) => {
                 let decoded = model.decode_images(&mut permit, &mut chat, urls, Some(log)).await?;
                 let (prompt, ChatPrompt { mut tools, forbids_calls, end_marker, .. }) =

@@ -13,8 +13,8 @@ use crate::{
 };
 use std::sync::Arc;
 
-/// Maximum number of prompts in one completion request, as in OpenAI's API.
-const MAX_PROMPTS: usize = 2048;
+/// Maximum number of choices of one completion request, and of its prompts, as in OpenAI's API.
+const MAX_CHOICES: usize = 2048;
 
 impl LoadedModel {
     /// Renders a conversation. Returns the prompt and the conversation. `permit` grows by the prompt.
@@ -78,19 +78,28 @@ impl LoadedModel {
         }
     }
 
-    /// The token ids of all prompts of a completion request.
+    /// The token ids of all prompts of a completion request, which asks for `n` choices for each prompt.
     pub async fn encode_all(
         &self,
         permit: &mut MemoryPermit,
         prompt: CompletionPrompt,
+        n: usize,
     ) -> Result<Vec<Vec<u32>>, ApiError> {
         let given = match prompt {
             CompletionPrompt::One(prompt) => vec![prompt],
             CompletionPrompt::Many(prompts) => prompts,
         };
-        if given.len() > MAX_PROMPTS {
-            let text = format!("The request has {} prompts; at most {MAX_PROMPTS} are allowed.", given.len());
+        if given.len() > MAX_CHOICES {
+            let text = format!("The request has {} prompts; at most {MAX_CHOICES} are allowed.", given.len());
             return Err(ApiError::invalid("prompt", text));
+        }
+        if given.len() * n > MAX_CHOICES {
+            let problem = format!(
+                "is {n}, and prompt has {} prompts: {} choices together; at most {MAX_CHOICES} are allowed.",
+                given.len(),
+                given.len() * n
+            );
+            return Err(ApiError::wrong_value("n", problem));
         }
         let mut prompts = Vec::with_capacity(given.len());
         for prompt in given {

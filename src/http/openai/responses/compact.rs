@@ -26,7 +26,7 @@ const REQUEST: &str = "Summarize this conversation for the assistant that will c
 pub async fn compact(server: Generator, body: Body) -> Result<Response, ApiError> {
     let (mut request, history, mut input, permit) = request::read(&server.state, body).await?;
     let kept: Vec<Value> = history.iter().chain(&input).filter(|item| item["role"] == "user").cloned().collect();
-    let mut kept_permit = server.state.memory.permit();
+    let mut kept_permit = permit.empty();
     kept_permit.resize(3 * kept.iter().map(value_bytes).sum::<usize>())?;
     input.push(json!({"role": "user", "content": REQUEST}));
     // The prompt keeps the tools, so that the cached beginning of the prompt is used, but the answer must be text.

@@ -31,7 +31,7 @@ use std::sync::Arc;
 pub async fn responses(server: Generator, body: Body) -> Result<Response, ApiError> {
     let (request, history, input, permit) = request::read(&server.state, body).await?;
     let renderer = ResponsesRenderer::new(&request, server.state.clone(), input.clone());
-    let mut renderer_permit = server.state.memory.permit();
+    let mut renderer_permit = permit.empty();
     renderer_permit.resize(renderer.bytes())?;
     let request = request.into_generation(history, input)?;
     let response = server.generate(request, permit, renderer).await?;

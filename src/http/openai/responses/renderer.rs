@@ -328,7 +328,7 @@ impl ResponsesRenderer {
 impl Renderer for ResponsesRenderer {
     const LOGPROB_BYTES: usize = memory::RESPONSES_LOGPROB_BYTES;
 
-    const KEEPS_LOGPROBS: bool = true;
+    const KEEPS_OUTPUT: bool = true;
 
     fn refuse(frames: &Frames, error: &ApiError) {
         let event = json!({
