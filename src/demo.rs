@@ -42,17 +42,17 @@ pub fn unpack() -> Result<PathBuf, StoreError> {
     if let Some(cache) = os::cache_dir() {
         match unpack_into(&cache.join("demo")) {
             Ok(dir) => return Ok(dir),
-            Err(error) => refused.push(error.to_string()),
+            Err(error) => refused.push(error),
         }
     }
     for root in [std::env::temp_dir(), "/dev/shm".into()] {
         let private = atomic_file::private_dir(&root).map_err(StoreError::at(&root));
         match private.and_then(|dir| unpack_into(&dir.join("demo"))) {
             Ok(dir) => return Ok(dir),
-            Err(error) => refused.push(error.to_string()),
+            Err(error) => refused.push(error),
         }
     }
-    Err(StoreError::Other(format!("cannot write the demo model anywhere: {}", refused.join("; "))))
+    Err(StoreError::DemoUnwritable(refused))
 }
 
 /// Unpacks into a directory named after the contents, so that two versions of the program use different directories.

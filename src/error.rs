@@ -1,7 +1,12 @@
 //! One error enum per layer. `http/errors.rs` maps them to HTTP statuses.
+//!
+//! `Display` writes whole paths, for the log and the terminal. `client_message` is the same text with the names of files
+//! only, because directories may contain user names. Errors keep paths in fields of type [`PathBuf`], never in text.
 
 use std::{
-    io,
+    borrow::Cow,
+    error::Error,
+    fmt, io,
     path::{Path, PathBuf},
 };
 
@@ -27,39 +32,118 @@ pub enum ChatError {
     Reserved(String),
     #[error("tokenizer: {0}")]
     Tokenizer(String),
+    /// A file of the template or the tokenizer is missing or damaged.
+    #[error("{}: {why}", path.display())]
+    File { path: PathBuf, why: String },
+}
+
+impl ChatError {
+    pub fn client_message(&self) -> String {
+        match self {
+            Self::File { path, why } => format!("{}: {why}", name_only(path)),
+            other => other.to_string(),
+        }
+    }
 }
 
 /// Errors of files and checkpoints.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug)]
 pub enum StoreError {
-    #[error("{}: {source}", path.display())]
-    Io { path: PathBuf, source: io::Error },
-    #[error("{}: not a checkpoint: {why}", path.display())]
-    NotACheckpoint { path: PathBuf, why: String },
+    Io {
+        path: PathBuf,
+        source: io::Error,
+    },
+    NotACheckpoint {
+        path: PathBuf,
+        why: String,
+    },
     /// Packed experts are incomplete or belong to another checkpoint.
-    #[error("{}: not this checkpoint's pack: {why}", path.display())]
-    NotAPack { path: PathBuf, why: String },
-    #[error("tensor {name} is missing (looked for it in {})", dir.display())]
-    Missing { name: String, dir: PathBuf },
-    #[error("tensor {name} in {}: expected {expected}, found {found}", file.display())]
-    Mismatch { name: String, file: PathBuf, expected: String, found: String },
-    #[error("tensor {name} in {}: not part of this architecture", file.display())]
-    Unknown { name: String, file: PathBuf },
+    NotAPack {
+        path: PathBuf,
+        why: String,
+    },
+    Missing {
+        name: String,
+        dir: PathBuf,
+    },
+    Mismatch {
+        name: String,
+        file: PathBuf,
+        expected: String,
+        found: String,
+    },
+    Unknown {
+        name: String,
+        file: PathBuf,
+    },
     /// A read of one expert failed. The request fails; the server continues.
-    #[error("layer {layer}, expert {expert}: reading {len} bytes at offset {offset} of {}: {source}", file.display())]
-    Read { layer: usize, expert: usize, file: PathBuf, offset: u64, len: usize, source: io::Error },
+    Read {
+        layer: usize,
+        expert: usize,
+        file: PathBuf,
+        offset: u64,
+        len: usize,
+        source: io::Error,
+    },
     /// The slots of the experts could not be allocated.
-    #[error("{0}")]
     Memory(String),
-    #[error("{0}")]
+    /// The demo model cannot be written to any of its directories.
+    DemoUnwritable(Vec<StoreError>),
     Other(String),
 }
 
 impl StoreError {
+    /// The error in words. `show` writes paths.
+    fn text(&self, show: fn(&Path) -> Cow<'_, str>) -> String {
+        match self {
+            Self::Io { path, source } => format!("{}: {source}", show(path)),
+            Self::NotACheckpoint { path, why } => format!("{}: not a checkpoint: {why}", show(path)),
+            Self::NotAPack { path, why } => format!("{}: not this checkpoint's pack: {why}", show(path)),
+            Self::Missing { name, dir } => format!("tensor {name} is missing (looked for it in {})", show(dir)),
+            Self::Mismatch { name, file, expected, found } => {
+                format!("tensor {name} in {}: expected {expected}, found {found}", show(file))
+            }
+            Self::Unknown { name, file } => format!("tensor {name} in {}: not part of this architecture", show(file)),
+            Self::Read { layer, expert, file, offset, len, source } => format!(
+                "layer {layer}, expert {expert}: reading {len} bytes at offset {offset} of {}: {source}",
+                show(file)
+            ),
+            Self::DemoUnwritable(refused) => {
+                let refused: Vec<String> = refused.iter().map(|error| error.text(show)).collect();
+                format!("cannot write the demo model anywhere: {}", refused.join("; "))
+            }
+            Self::Memory(why) | Self::Other(why) => why.clone(),
+        }
+    }
+
+    pub fn client_message(&self) -> String {
+        self.text(name_only)
+    }
+
     /// Adds the path of the file or directory to an I/O error.
     pub fn at(path: &Path) -> impl Fn(io::Error) -> Self + Copy {
         move |source| Self::Io { path: path.to_owned(), source }
     }
+}
+
+impl fmt::Display for StoreError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.text(Path::to_string_lossy))
+    }
+}
+
+impl Error for StoreError {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        match self {
+            Self::Io { source, .. } | Self::Read { source, .. } => Some(source),
+            _ => None,
+        }
+    }
+}
+
+/// The last part of a path.
+fn name_only(path: &Path) -> Cow<'_, str> {
+    path.file_name().map_or("a directory".into(), |name| name.to_string_lossy())
 }
 
 /// Errors of a model's configuration and forward pass.
@@ -83,6 +167,15 @@ pub enum ModelError {
     /// The caller cancelled the pass.
     #[error("the pass was cancelled")]
     GivenUp,
+}
+
+impl ModelError {
+    pub fn client_message(&self) -> String {
+        match self {
+            Self::Store(error) => error.client_message(),
+            other => other.to_string(),
+        }
+    }
 }
 
 /// Reasons why an image is not shown to the model. Each completes the sentence "the image ...".
@@ -130,6 +223,15 @@ pub enum EngineError {
     Stopped,
 }
 
+impl EngineError {
+    pub fn client_message(&self) -> String {
+        match self {
+            Self::Model(error) => error.client_message(),
+            other => other.to_string(),
+        }
+    }
+}
+
 /// The error that ended a command. Printed in one line.
 #[derive(Debug, thiserror::Error)]
 pub enum CommandError {
@@ -166,6 +268,17 @@ impl CommandError {
     pub fn io(what: impl Into<String>) -> impl Fn(io::Error) -> Self {
         let what = what.into();
         move |source| Self::Io { what: what.clone(), source }
+    }
+
+    pub fn client_message(&self) -> String {
+        match self {
+            Self::NoSuchDirectory(path) => format!("no such directory: {}", name_only(path)),
+            Self::Chat(error) => error.client_message(),
+            Self::Store(error) => error.client_message(),
+            Self::Model(error) => error.client_message(),
+            Self::Engine(error) => error.client_message(),
+            other => other.to_string(),
+        }
     }
 
     /// Exit code: 2 for usage errors, 130 for an interruption, 1 otherwise.

@@ -63,9 +63,9 @@ const PARSE_STACK: usize = 64 << 20;
 impl Template {
     /// Reads `chat_template.jinja`, else `chat_template` of `tokenizer_config.json`, in a model's directory.
     pub fn load(dir: &Path) -> Result<Self, ChatError> {
-        let config: Json = match read_if_exists(&dir.join("tokenizer_config.json"))? {
-            Some(text) => serde_json::from_str(&text)
-                .map_err(|e| ChatError::Template(format!("{}: {e}", dir.join("tokenizer_config.json").display())))?,
+        let path = dir.join("tokenizer_config.json");
+        let config: Json = match read_if_exists(&path)? {
+            Some(text) => serde_json::from_str(&text).map_err(|e| ChatError::File { path, why: e.to_string() })?,
             None => Json::Null,
         };
         let sources = match read_if_exists(&dir.join("chat_template.jinja"))? {
@@ -73,10 +73,8 @@ impl Template {
             None => named_sources(config.get("chat_template")),
         };
         if sources.is_empty() {
-            let dir = dir.display();
-            return Err(ChatError::Template(format!(
-                "{dir} has neither chat_template.jinja nor a chat_template in tokenizer_config.json"
-            )));
+            let why = "it has neither chat_template.jinja nor a chat_template in tokenizer_config.json".into();
+            return Err(ChatError::File { path: dir.to_owned(), why });
         }
         Self::new(sources, &config)
     }
@@ -194,7 +192,7 @@ fn read_if_exists(path: &Path) -> Result<Option<String>, ChatError> {
     match std::fs::read_to_string(path) {
         Ok(text) => Ok(Some(text)),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-        Err(error) => Err(ChatError::Template(format!("{}: {error}", path.display()))),
+        Err(error) => Err(ChatError::File { path: path.to_owned(), why: error.to_string() }),
     }
 }
 

@@ -35,7 +35,7 @@ impl Tokenizer {
     /// Reads `tokenizer.json` in a model's directory.
     pub fn load(dir: &Path) -> Result<Self, ChatError> {
         let path = dir.join("tokenizer.json");
-        let failed = |why: String| ChatError::Tokenizer(format!("{}: {why}", path.display()));
+        let failed = |why: String| ChatError::File { path: path.clone(), why };
         let file = std::fs::read(&path).map_err(|e| failed(e.to_string()))?;
         let mut encoder = tokenizers::Tokenizer::from_bytes(&file).map_err(|e| failed(e.to_string()))?;
         if !matches!(encoder.get_decoder(), Some(tokenizers::DecoderWrapper::ByteLevel(_))) {

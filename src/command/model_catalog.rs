@@ -20,8 +20,8 @@ use crate::{
     engine::{self, DiskCacheOptions, Options},
     error::CommandError,
     http::{
-        HostTimeouts, HostedModel, LoadedModel, ModelCard, ModelEntry, ModelLoader, OriginPolicy, RequestLimits,
-        RequestMemory, ServerState,
+        HostTimeouts, HostedModel, LoadFailure, LoadedModel, ModelCard, ModelEntry, ModelLoader, OriginPolicy,
+        RequestLimits, RequestMemory, ServerState,
     },
     metrics::Metrics,
     model::Model,
@@ -55,17 +55,17 @@ impl ModelLoader for ModelCatalog {
         self.entries().iter().map(listed).collect()
     }
 
-    fn check(&self, id: &str) -> Result<(), String> {
+    fn check(&self, id: &str) -> Result<(), LoadFailure> {
         let config = self.config_of(id)?;
-        let checked = self.check_checkpoint(id, &config).map_err(|error| error.to_string());
+        let checked = self.check_checkpoint(id, &config).map_err(LoadFailure::from);
         os::trim_memory();
         checked
     }
 
-    fn load(&self, id: &str) -> Result<HostedModel, String> {
+    fn load(&self, id: &str) -> Result<HostedModel, LoadFailure> {
         let start = Instant::now();
         let config = self.config_of(id)?;
-        let loaded = self.open(id, &config).map_err(|error| error.to_string())?;
+        let loaded = self.open(id, &config)?;
         tracing::info!("loaded {id} in {:.1?}", start.elapsed());
         Ok(loaded)
     }
@@ -141,18 +141,18 @@ impl ModelCatalog {
     }
 
     /// The configuration for one model, with the settings of the model's table in the configuration file.
-    fn config_of(&self, id: &str) -> Result<ServeConfig, String> {
+    fn config_of(&self, id: &str) -> Result<ServeConfig, LoadFailure> {
         let first = self.config();
         if id == local_models::id(&first.model, &self.settings) {
             return Ok(first);
         }
         let entry = self.entries().into_iter().find(|entry| entry.id == id);
-        let entry = entry.ok_or_else(|| "it is no longer on this machine".to_owned())?;
+        let entry = entry.ok_or("it is no longer on this machine")?;
         let file = self.file.read().clone();
         let parsed = config_file::parse_for(self.settings.args.clone(), file, id);
-        let (args, _) = parsed.map_err(|error| config_file::sentence(&error))?;
+        let (args, _) = parsed.map_err(|error| wrong_settings(config_file::sentence(&error)))?;
         let Command::Serve(args) = args.command else { return Err("this is not `moestro serve`".into()) };
-        Ok(ServeConfig { model: entry.source, ..ServeConfig::new(args)? })
+        Ok(ServeConfig { model: entry.source, ..ServeConfig::new(args).map_err(wrong_settings)? })
     }
 
     /// True if the draft model on the command line was chosen for another model.
@@ -277,4 +277,9 @@ fn storage(config: &ServeConfig, checkpoint: &CheckpointMeta, loaded: &super::Re
     let (version, device, model) = (env!("CARGO_PKG_VERSION"), loaded.device, loaded.model.config());
     let key = format!("{version} {program:?} {device} {model:?} {:?} {identity}", config.load.flags.kv_bits);
     Some(DiskCacheOptions { dir, limit: config.prompt_cache_disk, key })
+}
+
+/// A failure because of the settings, which clients do not see.
+fn wrong_settings(detail: String) -> LoadFailure {
+    LoadFailure { detail, message: "its settings are invalid; the server's log says why".into() }
 }

@@ -280,7 +280,8 @@ impl PackRecords {
             let part = into.get_mut(at as usize..at as usize + len).ok_or_else(no_such_record)?;
             reads += self.checkpoint.read_piece(piece, part).map_err(|error| {
                 let path = self.checkpoint.path(piece.file);
-                io::Error::new(error.kind(), format!("{}: {error}", path.display()))
+                let name = path.file_name().unwrap_or_default().to_string_lossy();
+                io::Error::new(error.kind(), format!("{name}: {error}"))
             })?;
             bytes += len as u64;
         }

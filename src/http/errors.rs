@@ -32,6 +32,8 @@ use std::fmt::Display;
 
 /// Code of errors about a full context.
 const CONTEXT_EXCEEDED: &str = "context_length_exceeded";
+/// Maximum number of bytes of an error's message, and of the path of its field.
+const MAX_BYTES: usize = 4096;
 
 #[derive(Debug, Clone, PartialEq)]
 pub struct ApiError {
@@ -48,7 +50,8 @@ pub struct ApiError {
 
 impl ApiError {
     fn new(status: StatusCode, kind: &'static str, code: Option<&'static str>, message: impl Into<String>) -> Self {
-        Self { status, kind, code, param: None, message: message.into(), retry_after: None, lengths: None }
+        let message = bounded(message.into());
+        Self { status, kind, code, param: None, message, retry_after: None, lengths: None }
     }
 
     fn client(status: StatusCode, code: &'static str, message: impl Into<String>) -> Self {
@@ -68,7 +71,7 @@ impl ApiError {
     }
 
     fn at(self, param: impl Into<String>) -> Self {
-        Self { param: Some(param.into()), ..self }
+        Self { param: Some(bounded(param.into())), ..self }
     }
 
     fn retry_after(self, seconds: u32) -> Self {
@@ -286,9 +289,9 @@ impl ApiError {
         Self::client(StatusCode::REQUEST_TIMEOUT, "body_timeout", message)
     }
 
-    /// An internal error.
+    /// An internal error. `message` has no directories.
     pub fn failed(message: &str) -> Self {
-        Self::server(None, without_directories(message))
+        Self::server(None, message)
     }
 
     pub fn loading() -> Self {
@@ -302,10 +305,9 @@ impl ApiError {
         Self::client(StatusCode::NOT_FOUND, "model_not_loaded", message).at("model")
     }
 
-    /// A model that is on this machine and cannot be loaded. Directories are removed from `why`.
+    /// A model that is on this machine and cannot be loaded. `why` has no directories.
     pub fn not_loaded(id: &str, why: &str) -> Self {
-        let message = format!("The model `{id}` could not be loaded: {}", without_directories(why));
-        Self::server(Some("model_not_loaded"), message)
+        Self::server(Some("model_not_loaded"), format!("The model `{id}` could not be loaded: {why}"))
     }
 
     pub fn message(&self) -> &str {
@@ -327,7 +329,7 @@ impl ApiError {
 
 impl From<EngineError> for ApiError {
     fn from(error: EngineError) -> Self {
-        let message = error.to_string();
+        let message = error.client_message();
         match error {
             EngineError::QueueFull => {
                 let message =
@@ -349,9 +351,7 @@ impl From<EngineError> for ApiError {
             EngineError::Model(ModelError::TokenOutOfRange { .. }) | EngineError::EmptyPrompt => {
                 Self::bad_request("invalid_value", message)
             }
-            EngineError::Model(ModelError::Store(_)) => {
-                Self::server(Some("storage_error"), without_directories(&message))
-            }
+            EngineError::Model(ModelError::Store(_)) => Self::server(Some("storage_error"), message),
             // The client sent the grammar. A step fails only if the grammar is too large or too ambiguous.
             EngineError::Constraint(_) => Self::bad_request("invalid_value", message),
             EngineError::Model(_) | EngineError::Stopped | EngineError::NoLogits | EngineError::Panicked(_) => {
@@ -363,38 +363,26 @@ impl From<EngineError> for ApiError {
 
 impl From<ChatError> for ApiError {
     fn from(error: ChatError) -> Self {
-        let message = error.to_string();
+        let message = error.client_message();
         match error {
             ChatError::Refused(_) => {
                 Self::client(StatusCode::UNPROCESSABLE_ENTITY, "conversation_refused", message).at("messages")
             }
             ChatError::Conversation(_) => Self::invalid("messages", message),
             ChatError::Reserved(name) => Self::invalid(format!("chat_template_kwargs.{name}"), message),
-            ChatError::Template(_) | ChatError::Tokenizer(_) => Self::failed(&message),
+            ChatError::Template(_) | ChatError::Tokenizer(_) | ChatError::File { .. } => Self::failed(&message),
         }
     }
 }
 
-/// A message without the directories of absolute paths: `/home/me/a.json: not found` becomes `a.json: not found`.
-/// Clients do not need directories, which may contain user names. The log has the whole message.
-fn without_directories(message: &str) -> String {
-    let (mut short, mut rest) = (String::with_capacity(message.len()), message);
-    while let Some(slash) = rest.find('/') {
-        let (before, path) = rest.split_at(slash);
-        short += before;
-        let starts_here = short.is_empty() || short.ends_with(|c: char| c.is_whitespace() || "\"'`(".contains(c));
-        if !starts_here {
-            short.push('/');
-            rest = &path[1..];
-            continue;
-        }
-        // A path may contain spaces. The path ends before the first of these strings.
-        let end = [": ", ", ", ")", "`", "'", "\"", "\n"].iter().filter_map(|mark| path.find(mark)).min();
-        let (path, after) = path.split_at(end.unwrap_or(path.len()));
-        short += path.trim_end_matches('/').rsplit('/').next().unwrap_or_default();
-        rest = after;
+/// A text without its middle if it is longer than [`MAX_BYTES`]. The client's text in it may have megabytes.
+fn bounded(text: String) -> String {
+    if text.len() <= MAX_BYTES {
+        return text;
     }
-    short + rest
+    let boundary = |from: usize| (from..).find(|&at| text.is_char_boundary(at)).unwrap_or(text.len());
+    let (start, end) = (boundary(MAX_BYTES / 2), boundary(text.len() - MAX_BYTES / 4));
+    [&text[..start], " ... ", &text[end..]].concat()
 }
 
 /// Replaces the body of an error response, for an API whose errors have another shape.
@@ -427,7 +415,14 @@ impl IntoResponse for ApiError {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::{io, path::PathBuf};
+    use crate::{
+        error::{CommandError, StoreError},
+        http::models::LoadFailure,
+    };
+    use std::{
+        io,
+        path::{Path, PathBuf},
+    };
 
     #[test]
     fn engine_errors_have_their_status() {
@@ -447,7 +442,7 @@ mod tests {
 
     #[test]
     fn read_error_names_expert_and_offset() {
-        let read = crate::error::StoreError::Read {
+        let read = StoreError::Read {
             layer: 3,
             expert: 17,
             file: PathBuf::from("model-00002.safetensors"),
@@ -465,24 +460,79 @@ mod tests {
     }
 
     #[test]
-    fn messages_lose_their_directories() {
-        for (message, short) in [
-            ("/home/me/org/m/config.json: no such file", "config.json: no such file"),
-            ("tensor x is missing (looked for it in /srv/My Models/m/)", "tensor x is missing (looked for it in m)"),
-            ("cannot read `/a/b`, nor '/c/d'", "cannot read `b`, nor 'd'"),
-            ("org/name and 3/4 of https://host/path", "org/name and 3/4 of https://host/path"),
-            ("reading 5 bytes of /a/é/ü.bin", "reading 5 bytes of ü.bin"),
-            ("/", ""),
+    fn client_messages_have_no_directories() {
+        for dir in [
+            "/home/me/org/m",
+            "./org/m",
+            "../m",
+            "org",
+            "",
+            "/home/Bob, O'Neil/m",
+            "/srv/My (old) models: best/m",
+            "/home/J\u{fc}rgen \"J\" M\u{fc}ller/`m`",
+            "/tmp/two\nlines/m\n",
         ] {
-            assert_eq!(without_directories(message), short);
+            for name in ["model.safetensors", "O'Neil, 1): \u{fc}.bin"] {
+                let (path, why) = (Path::new(dir).join(name), || "why".to_owned());
+                let unreadable = || io::Error::from(io::ErrorKind::UnexpectedEof);
+                let file = |path: &Path| path.to_owned();
+                let store = [
+                    StoreError::Io { path: file(&path), source: unreadable() },
+                    StoreError::NotACheckpoint { path: file(&path), why: why() },
+                    StoreError::NotAPack { path: file(&path), why: why() },
+                    StoreError::Missing { name: "t".into(), dir: file(&path) },
+                    StoreError::Mismatch { name: "t".into(), file: file(&path), expected: why(), found: why() },
+                    StoreError::Unknown { name: "t".into(), file: file(&path) },
+                    StoreError::Read {
+                        layer: 1,
+                        expert: 2,
+                        file: file(&path),
+                        offset: 3,
+                        len: 4,
+                        source: unreadable(),
+                    },
+                    StoreError::DemoUnwritable(vec![StoreError::Io { path: file(&path), source: unreadable() }]),
+                ];
+                let mut told: Vec<(String, String)> = Vec::new();
+                for error in store {
+                    let error = EngineError::Model(ModelError::Store(error));
+                    told.push((error.to_string(), ApiError::from(error).message));
+                }
+                let chat = || ChatError::File { path: file(&path), why: why() };
+                told.push((chat().to_string(), ApiError::from(chat()).message));
+                for load in [CommandError::NoSuchDirectory(file(&path)), chat().into()] {
+                    let failure = LoadFailure::from(load);
+                    told.push((failure.detail, ApiError::not_loaded("m", &failure.message).message));
+                }
+                for (logged, message) in told {
+                    assert!(logged.contains(&*path.to_string_lossy()), "{logged}");
+                    assert!(message.contains(name) && !message.contains(&format!("/{name}")), "{message}");
+                    for part in ["home", "org/", "..", "Bob", "srv", "J\u{fc}rgen", "two"] {
+                        assert!(!message.contains(part), "{message}");
+                    }
+                }
+            }
         }
-        let read = crate::error::StoreError::Io {
-            path: PathBuf::from("/home/me/model.safetensors"),
-            source: io::ErrorKind::UnexpectedEof.into(),
-        };
-        let answer = ApiError::from(EngineError::Model(ModelError::Store(read)));
-        assert!(answer.message.starts_with("model.safetensors: "), "{}", answer.message);
-        assert!(!ApiError::not_loaded("m", "/home/me/m: not a checkpoint").message.contains("home"));
+        let of_root = ApiError::from(EngineError::Model(ModelError::Store(StoreError::at(Path::new("/"))(
+            io::ErrorKind::NotFound.into(),
+        ))));
+        assert_eq!(of_root.message, "a directory: entity not found");
+    }
+
+    #[test]
+    fn long_texts_are_not_repeated() {
+        for text in ["x".repeat(5 << 20), "\u{fc}".repeat(5000), "\u{1f600}x".repeat(5000)] {
+            for error in [
+                ApiError::no_such_model(&text, "m"),
+                ApiError::not_allowed("role", &text, "`user`"),
+                ApiError::wrong_value(&text, "must be positive."),
+            ] {
+                assert!(error.body().to_string().len() < 3 * MAX_BYTES, "{}", error.message.len());
+                assert!(error.message.ends_with('.') && error.message.contains(" ... "), "{}", error.message);
+            }
+        }
+        let short = "x".repeat(4000);
+        assert!(ApiError::no_such_model(&short, "m").message.contains(&short));
     }
 
     #[test]

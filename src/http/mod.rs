@@ -32,7 +32,7 @@ mod tokenize;
 use errors::ApiError;
 pub use layers::{OriginPolicy, REQUEST_LOG, RequestMemory, Timeouts};
 pub use models::{
-    HostTimeouts, HostedModel, LoadedModel, ModelCard, ModelEntry, ModelHost, ModelLoader, RequestLimits,
+    HostTimeouts, HostedModel, LoadFailure, LoadedModel, ModelCard, ModelEntry, ModelHost, ModelLoader, RequestLimits,
 };
 pub use request::{ImageUrls, boundaries};
 pub use server::{ApiSet, router, serve};

@@ -9,8 +9,8 @@ use moestro::{
     chat::{Template, Tokenizer, grammar::GrammarCompiler},
     engine::{self, Options, Sampling},
     http::{
-        HostTimeouts, HostedModel, LoadedModel, ModelCard, ModelEntry, ModelHost, ModelLoader, RequestLimits,
-        ServerState,
+        HostTimeouts, HostedModel, LoadFailure, LoadedModel, ModelCard, ModelEntry, ModelHost, ModelLoader,
+        RequestLimits, ServerState,
     },
     metrics::Metrics,
 };
@@ -66,12 +66,12 @@ impl ModelLoader for MockLoader {
         ["first", "org/second", "broken"].into_iter().chain(self.0.also).map(listed).collect()
     }
 
-    fn check(&self, id: &str) -> Result<(), String> {
+    fn check(&self, id: &str) -> Result<(), LoadFailure> {
         let is_invalid = self.0.has_invalid_settings && id == "broken";
         if is_invalid { Err("its settings are invalid".into()) } else { Ok(()) }
     }
 
-    fn load(&self, id: &str) -> Result<HostedModel, String> {
+    fn load(&self, id: &str) -> Result<HostedModel, LoadFailure> {
         thread::sleep(if id == "first" { Duration::ZERO } else { self.0.load_time });
         if id == "broken" || self.0.breaks && id == "first" && !self.0.log().is_empty() {
             return Err("its shards do not fit together".into());
@@ -153,6 +153,11 @@ async fn request_gets_the_model_it_names() {
     let expected = ["load first", "unload first", "load org/second", "unload org/second", "load first"];
     assert_eq!(mocks.log(), expected);
     assert_eq!(server.post(CHAT, &ask("org/third")).await.status, 404);
+    // A long name is not repeated.
+    for (name, status) in [("x".repeat(256), 200), ("x".repeat(257), 404), ("x".repeat(5 << 20), 404)] {
+        let answer = server.post(CHAT, &ask(&name)).await;
+        assert_eq!((answer.status, answer.text().await.len() < 10_000), (status, true));
+    }
     let list = server.get("/v1/models").await.json().await;
     assert_eq!(states(list), ["first true", "org/second false", "broken false"]);
 }

@@ -6,7 +6,7 @@
 
 use super::{
     host_state::{HostState, HostTimeouts, NextStep, POLL_WITH_WAITERS, ResidentModel, Waiter},
-    loaded::{HostedModel, LoadedModel, ModelLoader},
+    loaded::{HostedModel, LoadFailure, LoadedModel, ModelLoader},
     names::{self, ModelEntry},
 };
 use crate::{
@@ -163,7 +163,8 @@ impl ModelHost {
         let Some(current) = state.loading.as_ref().or(state.last_loaded.as_ref()) else {
             return Err(ApiError::loading());
         };
-        let other = requested.filter(|requested| known.is_none() && names::is_other_model(requested, current));
+        let is_refused = |name: &&str| names::is_too_long(name) || names::is_other_model(name, current);
+        let other = requested.filter(|requested| known.is_none() && is_refused(requested));
         if let Some(other) = other {
             return Err(ApiError::no_such_model(names::plain(other), current));
         }
@@ -254,7 +255,7 @@ impl ModelHost {
                 }
                 NextStep::Check(id) => match self.check(&id).await {
                     Ok(()) => checked = Some(id),
-                    Err(why) => self.fail_load(&id, &why),
+                    Err(failure) => self.fail_load(&id, failure),
                 },
                 NextStep::Load(id) => {
                     checked = None;
@@ -265,7 +266,7 @@ impl ModelHost {
     }
 
     /// Checks a model that will replace the resident model.
-    async fn check(&self, id: &str) -> Result<(), String> {
+    async fn check(&self, id: &str) -> Result<(), LoadFailure> {
         let (loader, id) = (self.loader()?, id.to_owned());
         run_blocking(move || loader.check(&id)).await
     }
@@ -286,28 +287,28 @@ impl ModelHost {
         match loaded {
             Ok(hosted) if state.is_shutting_down => hosted.model.engine.drain(),
             Ok(hosted) => state.install(hosted),
-            Err(why) => {
+            Err(failure) => {
                 drop(state);
-                self.fail_load(&id, &why);
+                self.fail_load(&id, failure);
             }
         }
     }
 
-    fn loader(&self) -> Result<Arc<dyn ModelLoader>, String> {
+    fn loader(&self) -> Result<Arc<dyn ModelLoader>, LoadFailure> {
         self.loader.clone().ok_or_else(|| "this server cannot load models".into())
     }
 
-    fn fail_load(&self, id: &str, why: &str) {
-        tracing::error!(model = id, why, "cannot load model");
-        self.state.lock().fail_waiters(id, why);
+    fn fail_load(&self, id: &str, failure: LoadFailure) {
+        tracing::error!(model = id, why = failure.detail, "cannot load model");
+        self.state.lock().fail_waiters(id, failure);
     }
 }
 
 /// Runs `step` on a blocking thread. A panic is an error.
 async fn run_blocking<T: Send + 'static>(
-    step: impl FnOnce() -> Result<T, String> + Send + 'static,
-) -> Result<T, String> {
-    spawn_blocking(step).await.unwrap_or_else(|panic| Err(panic.to_string()))
+    step: impl FnOnce() -> Result<T, LoadFailure> + Send + 'static,
+) -> Result<T, LoadFailure> {
+    spawn_blocking(step).await.unwrap_or_else(|panic| Err(panic.to_string().as_str().into()))
 }
 
 /// A request's model, which is in memory or has yet to be loaded.
@@ -351,7 +352,7 @@ mod tests {
             Vec::new()
         }
 
-        fn load(&self, _: &str) -> Result<HostedModel, String> {
+        fn load(&self, _: &str) -> Result<HostedModel, LoadFailure> {
             Err("there is none".into())
         }
     }

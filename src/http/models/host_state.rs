@@ -2,7 +2,7 @@
 //!
 //! At most one model is in memory. [`HostState::next_step`] depends only on this state and the clock.
 
-use super::loaded::{HostedModel, LoadedModel};
+use super::loaded::{HostedModel, LoadFailure, LoadedModel};
 use crate::http::ApiError;
 use std::{
     collections::VecDeque,
@@ -135,10 +135,10 @@ impl HostState {
     }
 
     /// Fails the requests that wait for a model that cannot be loaded.
-    pub fn fail_waiters(&mut self, id: &str, why: &str) {
-        self.load_failure = Some((Instant::now(), id.to_owned(), why.to_owned()));
+    pub fn fail_waiters(&mut self, id: &str, failure: LoadFailure) {
+        self.load_failure = Some((Instant::now(), id.to_owned(), failure.detail));
         for waiter in self.take_waiters(id) {
-            let _ = waiter.reply.send(Err(ApiError::not_loaded(id, why)));
+            let _ = waiter.reply.send(Err(ApiError::not_loaded(id, &failure.message)));
         }
     }
 

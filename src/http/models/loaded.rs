@@ -2,6 +2,7 @@
 //! [`ModelLoader`].
 
 use super::names::ModelEntry;
+use crate::error::CommandError;
 use crate::{
     chat::{Template, Tokenizer, grammar::GrammarCompiler},
     engine::{Handle, Sampling},
@@ -58,23 +59,39 @@ pub struct HostedModel {
     pub unload: Box<dyn FnOnce() + Send>,
 }
 
+/// Why a model cannot be loaded.
+#[derive(Debug, Clone)]
+pub struct LoadFailure {
+    /// For the log, with the paths of files.
+    pub detail: String,
+    /// For clients, without directories.
+    pub message: String,
+}
+
+impl From<CommandError> for LoadFailure {
+    fn from(error: CommandError) -> Self {
+        Self { detail: error.to_string(), message: error.client_message() }
+    }
+}
+
+impl From<&str> for LoadFailure {
+    fn from(sentence: &str) -> Self {
+        Self { detail: sentence.to_owned(), message: sentence.to_owned() }
+    }
+}
+
 /// Lists and loads models. All methods block.
 pub trait ModelLoader: Send + Sync + 'static {
     fn list(&self) -> Vec<ModelEntry>;
 
     /// Checks a model without loading its weights. Called while another model is loaded and answers requests, before
     /// that model is unloaded to make room for this model.
-    ///
-    /// # Errors
-    /// A sentence for the client.
-    fn check(&self, id: &str) -> Result<(), String> {
+    fn check(&self, id: &str) -> Result<(), LoadFailure> {
         let _ = id;
         Ok(())
     }
 
-    /// # Errors
-    /// A sentence for the client.
-    fn load(&self, id: &str) -> Result<HostedModel, String>;
+    fn load(&self, id: &str) -> Result<HostedModel, LoadFailure>;
 
     /// Deletes the prompt caches that all models, loaded or not, have on disk.
     ///

@@ -11,5 +11,5 @@ mod names;
 
 pub use host::ModelHost;
 pub use host_state::HostTimeouts;
-pub use loaded::{HostedModel, LoadedModel, ModelCard, ModelLoader, RequestLimits};
+pub use loaded::{HostedModel, LoadFailure, LoadedModel, ModelCard, ModelLoader, RequestLimits};
 pub use names::{CLAUDE_PREFIX, ModelEntry, plain as plain_name};

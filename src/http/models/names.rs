@@ -14,6 +14,14 @@ pub struct ModelEntry {
 /// with `claude`.
 pub const CLAUDE_PREFIX: &str = "claude-local/";
 
+/// Maximum number of characters of a requested name. A longer name stands for no model, because answers repeat it.
+const MAX_CHARS: usize = 256;
+
+/// True if no model can have this name.
+pub fn is_too_long(requested: &str) -> bool {
+    requested.chars().nth(MAX_CHARS).is_some()
+}
+
 /// A requested name without the prefix for Anthropic's clients and without the tag that Ollama's clients add.
 pub fn plain(requested: &str) -> &str {
     let requested = requested.strip_prefix(CLAUDE_PREFIX).unwrap_or(requested);

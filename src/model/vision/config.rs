@@ -120,7 +120,7 @@ impl ImageLimits {
             match read_small_file(&path, MAX_BYTES) {
                 Ok(text) => serde_json::from_slice(&text)
                     .map(Some)
-                    .map_err(|error| ModelError::Config(format!("{}: {error}", path.display()))),
+                    .map_err(|error| StoreError::NotACheckpoint { path, why: error.to_string() }.into()),
                 Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
                 Err(error) => Err(StoreError::at(&path)(error).into()),
             }
