@@ -276,9 +276,18 @@ pub fn duration(text: &str) -> Result<Duration, String> {
         .ok_or_else(|| "it is not a duration such as 90s, 30m or 2h".into())
 }
 
-/// An API key. An empty key is an error: it would protect nothing, and an unset variable in a script gives one.
+/// An API key. An empty key is an error: it would protect nothing, and an unset variable in a script gives one. So is a
+/// key that no header can carry.
 pub fn key(text: &str) -> Result<String, String> {
-    if text.is_empty() { Err("an empty key protects nothing".into()) } else { Ok(text.into()) }
+    if text.is_empty() {
+        return Err("an empty key protects nothing".into());
+    }
+    if text.trim() != text || text.contains(char::is_control) {
+        return Err(
+            "no client can send a key with a line break, another control character, or a space at an end".into()
+        );
+    }
+    Ok(text.into())
 }
 
 /// A browser's `Origin`, or `*`.

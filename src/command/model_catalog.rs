@@ -103,8 +103,8 @@ impl ModelCatalog {
     /// restart.
     ///
     /// # Errors
-    /// The configuration is invalid, its file is missing, or it no longer has an API key. A half-written file must not
-    /// remove the protection of the server.
+    /// The configuration is invalid, its file is missing or empty, or it no longer has a setting that protects the server
+    /// or names its models. A half-written file must not remove these.
     pub fn reload(&self, server: &ServerState, address: IpAddr) -> Result<(), String> {
         let (args, settings) = config_file::parse(self.settings.args.clone()).map_err(|e| config_file::sentence(&e))?;
         let Command::Serve(args) = args.command else { return Err("this is not `moestro serve`".into()) };
@@ -113,8 +113,19 @@ impl ModelCatalog {
         if let (Some(file), None) = (&self.settings.file, &settings.file) {
             return Err(format!("{}: the file is missing", file.display()));
         }
-        if self.config().api_key.is_some() && config.api_key.is_none() {
-            return Err("it has no API key; restart the server to serve without one".into());
+        if let (Some(file), true, false) =
+            (&self.settings.file, settings.content.is_empty(), self.file.read().is_empty())
+        {
+            return Err(format!("{}: the file is empty; write it again, then reload", file.display()));
+        }
+        let running = self.config();
+        let lost = [
+            ("api-key", running.api_key.is_some() && config.api_key.is_none()),
+            ("models-dir", running.models_dir.is_some() && config.models_dir.is_none()),
+            ("allowed-host", !running.allowed_host.is_empty() && config.allowed_host.is_empty()),
+        ];
+        if let Some((name, _)) = lost.into_iter().find(|(_, is_lost)| *is_lost) {
+            return Err(format!("it no longer has {name}; add {name}, or restart the server to serve without"));
         }
         let cors = config.cors.as_deref().and_then(|origin| origin.parse().ok());
         server.set_api_key(config.api_key.clone());

@@ -140,6 +140,11 @@ impl ConfigFile {
         }
     }
 
+    /// True if the file has no setting, or if there is no file.
+    pub fn is_empty(&self) -> bool {
+        self.settings.is_empty() && self.models.is_empty()
+    }
+
     fn parse(path: &Path, text: &str) -> Result<Self, String> {
         let table: toml::Table = text.parse().map_err(|error| toml_error(text, &error))?;
         let mut file = Self { path: path.to_path_buf(), ..Self::default() };

@@ -91,6 +91,7 @@ fn wrong_names_and_values_get_a_sentence() {
             ("rm nope", "this machine has no model nope; `moestro list` shows the models"),
             ("serve --config /no/moestro.toml", "/no/moestro.toml: No such file"),
             ("serve --api-key=", "an empty key protects nothing"),
+            ("serve --api-key=a\u{7f}b", "no client can send a key with a line break"),
             ("serve --api-key-file /no/key", "/no/key: No such file"),
             ("serve --cors foo", "not an origin such as https://example.com"),
             ("synth / --like 35b", "synth overwrites nothing"),

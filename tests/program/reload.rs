@@ -85,9 +85,65 @@ fn refused_reload_keeps_settings_of_other_models() {
     }
 }
 
+/// An editor may have written only a part of the file when the server reads it.
+#[test]
+fn half_written_file_is_not_loaded() {
+    let dir = tempfile::tempdir().unwrap();
+    let [file, models, prompts, logs] = ["moestro.toml", "models", "prompts", "logs"].map(|name| dir.path().join(name));
+    copy_demo(&models.join("mine"));
+    let lines = [
+        "# settings",
+        "memory-limit = \"512M\"",
+        "api-key = \"old\"",
+        "allowed-host = \"host.example\"",
+        &format!("models-dir = {:?}", models.to_str().unwrap()),
+        "keep-alive = \"600\"",
+    ];
+    fs::write(&file, lines.join("\n")).unwrap();
+    let [config, prompts, log_dir] = [&file, &prompts, &logs].map(|path| path.to_str().unwrap());
+    let server = Process::start(&["--config", config, "--prompt-cache-dir", prompts, "--log-dir", log_dir]);
+    let log = || -> String {
+        let files = fs::read_dir(&logs).unwrap().map(|entry| entry.unwrap().path());
+        files.map(|path| fs::read_to_string(path).unwrap()).collect()
+    };
+    let reloads = || log().matches(" the configuration").count();
+    let reload = |text: &str| {
+        fs::write(&file, text).unwrap();
+        let before = reloads();
+        assert!(Command::new("kill").args(["-HUP", &server.id().to_string()]).status().unwrap().success());
+        assert!((0..600).any(|_| {
+            thread::sleep(Duration::from_millis(20));
+            reloads() > before
+        }));
+    };
+    // Each text is the beginning of the file, or lacks a line.
+    let without = |name: &str| lines.into_iter().filter(|line| !line.starts_with(name)).collect::<Vec<_>>().join("\n");
+    let refused = [
+        (String::new(), "the file is empty"),
+        (lines[0].to_owned(), "the file is empty"),
+        (lines[..2].join("\n"), "no longer has api-key"),
+        (lines[..3].join("\n"), "no longer has models-dir"),
+        (lines[..4].join("\n"), "no longer has models-dir"),
+        (lines.join("\n")[..lines[..4].join("\n").len() + 20].to_owned(), "TOML"),
+        (without("api-key"), "no longer has api-key"),
+        (without("models-dir"), "no longer has models-dir"),
+        (without("allowed-host"), "no longer has allowed-host"),
+    ];
+    for (text, why) in refused {
+        reload(&text);
+        let last = log().lines().rfind(|line| line.contains(" the configuration")).unwrap().to_owned();
+        assert!(last.contains("cannot reload the configuration") && (why == "TOML" || last.contains(why)), "{last}");
+        let list = server.ask("GET", "/v1/models?key=old", "");
+        assert!(list.contains("mine") && list.contains("moestro-demo"), "{text}: {list}");
+        assert!(!server.ask("GET", "/v1/models", "").contains("moestro-demo"), "{text}");
+    }
+    reload(&lines.join("\n").replace("old", "new"));
+    assert!(server.ask("GET", "/v1/models?key=new", "").contains("mine"));
+}
+
 #[test]
 fn unusable_checkpoint_keeps_the_loaded_model() {
-    let dir = tempfile::tempdir().unwrap();
+    let dir = tempfile::Builder::new().prefix("Bob, O'Neil (\u{fc}): ").tempdir().unwrap();
     let path = |name: &str| dir.path().join(name);
     for name in ["tensors", "shard", "tokens", "memory"] {
         copy_demo(&path("models").join(name));
@@ -117,6 +173,7 @@ fn unusable_checkpoint_keeps_the_loaded_model() {
     for model in ["tensors", "shard", "tokens", "memory"] {
         let refused = ask(model);
         assert_eq!(refused["error"]["code"], "model_not_loaded", "{model}: {refused}");
+        assert!(!refused.to_string().contains("Neil"), "{model}: {refused}");
         let health: Value = serde_json::from_str(&server.ask("GET", "/health", "")).unwrap();
         assert_eq!(health["model"], "moestro-demo", "{model}: {refused}");
     }
