@@ -177,9 +177,9 @@ impl ImageLimits {
         Self { max_pixels, min_pixels: self.min_pixels.min(max_pixels), ..self }
     }
 
-    /// Maximum number of tokens of an image.
+    /// Maximum number of tokens of an image. An image has at least one token, even if `max_pixels` is less.
     pub fn max_tokens(&self) -> usize {
-        (self.max_pixels / self.factor.pow(2) as u64) as usize
+        (self.max_pixels / self.factor.pow(2) as u64).max(1) as usize
     }
 }
 
