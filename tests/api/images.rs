@@ -214,6 +214,40 @@ async fn broken_pictures_are_refused_only_when_new() {
 }
 
 #[tokio::test]
+async fn broken_pictures_after_tools_become_sentences() {
+    let server = vision().await;
+    let (broken, say) = (image_url("bm90IGFuIGltYWdl"), json!("go on"));
+    let function = json!({"name": "read", "arguments": "{}"});
+    let call = json!({"role": "assistant", "content": null, "tool_calls": [{"id": "c", "type": "function", "function": function}]});
+    let result = json!({"role": "tool", "tool_call_id": "c", "content": "ok"});
+    let picture = user(json!([text("Attached image(s) from tool result:"), broken]));
+    for messages in [
+        json!([user(json!("read it")), call, result, picture]),
+        json!([user(json!("read it")), call, result, picture, user(say.clone())]),
+        json!([user(json!("read it")), call, result, picture, picture]),
+        json!([picture, user(say.clone())]),
+    ] {
+        let answer = server.post("/v1/chat/completions", &chat(messages.clone())).await;
+        assert_eq!(answer.status, 200, "{messages}");
+        assert!(answer.header(NOT_SHOWN).is_some(), "{messages}");
+    }
+    let source = json!({"type": "base64", "media_type": "image/png", "data": "bm90IGFuIGltYWdl"});
+    let blocks =
+        json!([{"type": "tool_result", "tool_use_id": "t", "content": "ok"}, {"type": "image", "source": source}]);
+    let call = json!({"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "Read", "input": {}}]});
+    let body = json!({"messages": [user(json!("Look")), call, user(blocks)], "max_tokens": 6});
+    assert_eq!(server.post("/v1/messages", &body).await.header(NOT_SHOWN), Some("1"));
+    let parts = json!([{"type": "input_image", "image_url": url("bm90IGFuIGltYWdl")}]);
+    let call = json!({"type": "function_call", "call_id": "c", "name": "read", "arguments": "{}"});
+    let output = json!({"type": "function_call_output", "call_id": "c", "output": "ok"});
+    let body = json!({"input": [user(json!("Look")), call, output, user(parts)], "max_output_tokens": 6});
+    assert_eq!(server.post("/v1/responses", &body).await.header(NOT_SHOWN), Some("1"));
+    // A later turn of the user is new again.
+    let later = json!([user(json!("x")), {"role": "assistant", "content": "ok"}, picture]);
+    assert_eq!(server.post("/v1/chat/completions", &chat(later)).await.status, 400);
+}
+
+#[tokio::test]
 async fn placeholder_in_text_is_no_image() {
     let server = vision().await;
     let (placeholder, image) = (text("a <|image_pad|> b"), image_url(&picture([1, 2, 3])));

@@ -4,8 +4,9 @@ use crate::http::{
     ApiError,
     openai::{ChatRequest, CommonFields, JsonSchema, OneOrMany, ResponseFormat},
     request::{
-        ChatPrompt, ContentBuilder, FieldNames, GenerationRequest, ImagePart, PartFormat, content_parts, messages,
-        tools,
+        ChatPrompt, ContentBuilder, FieldNames, GenerationRequest, ImagePart, PartFormat,
+        content_parts::{MessageOrigin, new_messages},
+        messages, tools,
     },
 };
 use serde::Deserialize;
@@ -101,9 +102,16 @@ impl MessagesRequest {
         if self.messages.is_empty() {
             return Err(ApiError::wrong_value("messages", "is empty; it must have at least one message."));
         }
-        let answered = content_parts::answered(&self.messages, |message| message["role"] == "assistant");
-        for (index, message) in self.messages.iter().enumerate() {
-            chat.push(message, &format!("messages[{index}]"), index >= answered)?;
+        let are_new = new_messages(&self.messages, |message| match (message["role"].as_str(), &message["content"]) {
+            (Some("assistant"), _) => MessageOrigin::Assistant,
+            (Some("user"), Value::Array(blocks)) if blocks.iter().any(|block| block["type"] == "tool_result") => {
+                MessageOrigin::Tool
+            }
+            (Some("user"), _) => MessageOrigin::User,
+            _ => MessageOrigin::Other,
+        });
+        for (index, (message, is_new)) in self.messages.iter().zip(are_new).enumerate() {
+            chat.push(message, &format!("messages[{index}]"), is_new)?;
         }
         let continues = self.messages.last().is_some_and(|message| message["role"] == "assistant");
         if continues && self.thinking.as_ref().is_some_and(|thinking| thinking.kind == "enabled") {
@@ -368,7 +376,7 @@ mod tests {
         let expected = [
             ("messages[0].content[1]", false),
             ("messages[2].content[0].content[0]", false),
-            ("messages[2].content[2]", true),
+            ("messages[2].content[2]", false),
         ];
         assert_eq!(found, expected);
     }

@@ -28,8 +28,8 @@ pub struct ImagePart {
     pub low_detail: bool,
     /// Path of the part in the request, for errors.
     pub at: String,
-    /// True if the image belongs to a user message after the last assistant message. An image that cannot be read is an
-    /// error there. In earlier messages, a sentence replaces the image.
+    /// True if the image belongs to a new message (see [`new_messages`]). An image that cannot be read is an error there.
+    /// In other messages, a sentence replaces the image.
     pub is_new: bool,
     /// Separator between the sentence that replaces the image and the text before or after the image.
     pub separator: &'static str,
@@ -82,8 +82,8 @@ impl PartFormat {
         Ok(())
     }
 
-    /// The text of a message's content, which is a string or an array of parts. `is_new` is true if the message is a
-    /// user message after the last assistant message.
+    /// The text of a message's content, which is a string or an array of parts. `is_new` is the message's value in
+    /// [`new_messages`].
     pub fn text(&self, content: &Value, at: &str, is_new: bool) -> Result<String, ApiError> {
         match content {
             Value::String(text) => Ok(text.clone()),
@@ -251,15 +251,70 @@ pub fn replacement(part: &Value) -> String {
     }
 }
 
-/// The number of messages up to the last message for which `is_assistant` is true. The messages after that message are
-/// new.
-pub fn answered(messages: &[Value], is_assistant: impl Fn(&Value) -> bool) -> usize {
-    messages.iter().rposition(is_assistant).map_or(0, |last| last + 1)
+/// The origin of a message or an item of a conversation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum MessageOrigin {
+    Assistant,
+    User,
+    /// The result of a tool. In Anthropic's API, a user message with results.
+    Tool,
+    Other,
+}
+
+/// For each message, true if the message is new: a part that the model cannot read is an error there.
+///
+/// Messages after the last message of the assistant or of a tool are new, with two exceptions, because an agent or a page
+/// sends them again, and an error would repeat for ever. Only the last user message is new. After a tool's result, no user
+/// message is new, because agents send the images of a result in a user message.
+pub fn new_messages(messages: &[Value], origin: impl Fn(&Value) -> MessageOrigin) -> Vec<bool> {
+    let origins: Vec<MessageOrigin> = messages.iter().map(origin).collect();
+    let last = |kind: MessageOrigin| origins.iter().rposition(|origin| *origin == kind);
+    let answered = last(MessageOrigin::Assistant).map_or(0, |last| last + 1);
+    let last_user = last(MessageOrigin::User);
+    let after_tool = origins[answered..].contains(&MessageOrigin::Tool);
+    let after_results = last(MessageOrigin::Tool).map_or(0, |last| last + 1);
+    let is_new = |(index, origin): (usize, &MessageOrigin)| match origin {
+        _ if index < answered.max(after_results) => false,
+        MessageOrigin::User => !after_tool && last_user == Some(index),
+        _ => true,
+    };
+    origins.iter().enumerate().map(is_new).collect()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn only_last_user_message_is_new() {
+        let new = |origins: &str| {
+            let messages: Vec<Value> = origins.chars().map(|origin| origin.to_string().into()).collect();
+            let found = new_messages(&messages, |message| match message.as_str().unwrap() {
+                "a" => MessageOrigin::Assistant,
+                "u" => MessageOrigin::User,
+                "t" => MessageOrigin::Tool,
+                _ => MessageOrigin::Other,
+            });
+            found.iter().map(|is_new| if *is_new { '1' } else { '0' }).collect::<String>()
+        };
+        for (origins, expected) in [
+            ("", ""),
+            ("u", "1"),
+            ("su", "11"),
+            ("uu", "01"),
+            ("us", "11"),
+            ("uau", "001"),
+            ("uauu", "0001"),
+            ("ua", "00"),
+            ("uat", "000"),
+            ("uatu", "0000"),
+            ("uattuu", "000000"),
+            ("uatau", "00001"),
+            ("uasts", "00001"),
+        ] {
+            assert_eq!(new(origins), expected, "{origins}");
+        }
+    }
 
     #[test]
     fn image_parts_of_all_apis_are_read() {

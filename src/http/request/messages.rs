@@ -10,7 +10,10 @@ use crate::{
     chat::json_numbers,
     http::{
         ApiError,
-        request::{ImagePart, PartFormat, content_parts},
+        request::{
+            ImagePart, PartFormat,
+            content_parts::{MessageOrigin, new_messages},
+        },
     },
 };
 use serde_json::{Map, Value, json};
@@ -26,16 +29,21 @@ pub fn checked(
     if messages.is_empty() {
         return Err(ApiError::wrong_value("messages", "is empty; it must have at least one message."));
     }
-    let answered = content_parts::answered(&messages, |message| message["role"] == "assistant");
+    let are_new = new_messages(&messages, |message| match message["role"].as_str() {
+        Some("assistant") => MessageOrigin::Assistant,
+        Some("user") => MessageOrigin::User,
+        Some("tool" | "function") => MessageOrigin::Tool,
+        _ => MessageOrigin::Other,
+    });
     let is_translated = translated.is_some();
     let mut images = translated.unwrap_or_default();
-    for (index, message) in messages.iter_mut().enumerate() {
+    for (index, (message, is_new)) in messages.iter_mut().zip(are_new).enumerate() {
         let at = format!("messages[{index}]");
         let Value::Object(message) = message else {
             return Err(ApiError::wrong_type(at, "must be an object."));
         };
         let images = (!is_translated).then_some(&mut images);
-        normalize(message, &at, index >= answered, images)?;
+        normalize(message, &at, is_new, images)?;
     }
     Ok((join_system_messages(messages), images))
 }
@@ -116,7 +124,7 @@ fn normalize(
         Some(Value::String(_)) => {}
         Some(Value::Array(_)) if images.is_none() => {}
         Some(content @ Value::Array(_)) => {
-            let (at, is_new) = (format!("{at}.content"), is_new && !matches!(role.as_str(), "tool" | "function"));
+            let at = format!("{at}.content");
             let content = match images {
                 Some(images) if !matches!(role.as_str(), "system" | "developer") => {
                     PARTS.content(content, &at, is_new, images)?
@@ -251,16 +259,17 @@ mod tests {
             user.clone(),
             json!({"role": "assistant", "content": "ok"}),
             json!({"role": "tool", "content": content}),
+            json!({"role": "assistant", "content": "ok"}),
             user,
         ];
         let (kept, images) = checked(given, None).unwrap();
-        for (message, image) in [(0, 0), (2, 1), (3, 2)] {
+        for (message, image) in [(0, 0), (2, 1), (4, 2)] {
             let expected = json!([{"type": "text", "text": "see "}, {"type": "image", "image": image}]);
             assert_eq!(kept[message]["content"], expected);
         }
         let found: Vec<_> = images.iter().map(|image| (&*image.at, image.is_new)).collect();
         let expected =
-            [("messages[0].content[1]", false), ("messages[2].content[1]", false), ("messages[3].content[1]", true)];
+            [("messages[0].content[1]", false), ("messages[2].content[1]", false), ("messages[4].content[1]", true)];
         assert_eq!(found, expected);
     }
 

@@ -4,7 +4,8 @@
 use crate::http::{
     ApiError,
     request::{
-        ImagePart, PartFormat, content_parts,
+        ImagePart, PartFormat,
+        content_parts::{MessageOrigin, new_messages, replacement},
         messages::{assistant, invalid_arguments},
     },
 };
@@ -32,19 +33,22 @@ const PARTS: PartFormat = PartFormat { types: &["input_text", "output_text", "te
 /// from the request, and the items before them from earlier responses. An error names the position of its item.
 pub fn to_messages(items: &[Value], input: usize) -> Result<(Vec<Value>, Vec<ImagePart>), ApiError> {
     let earlier = items.len().saturating_sub(input);
-    // A tool's output also ends what the assistant has answered, because its call may have an unknown type.
-    let is_assistant = |item: &Value| {
-        let kind = item["type"].as_str().unwrap_or_default();
-        item["role"] == "assistant" || ["reasoning", "function_call"].contains(&kind) || kind.ends_with("_output")
-    };
-    let answered = content_parts::answered(items, is_assistant);
+    let are_new =
+        new_messages(items, |item| match (item["type"].as_str().unwrap_or_default(), item["role"].as_str()) {
+            (_, Some("assistant")) => MessageOrigin::Assistant,
+            (_, Some("user")) => MessageOrigin::User,
+            ("reasoning" | "function_call" | "custom_tool_call", _) => MessageOrigin::Assistant,
+            // Also outputs of calls of unknown types.
+            (kind, _) if kind.ends_with("_output") => MessageOrigin::Tool,
+            _ => MessageOrigin::Other,
+        });
     let mut builder = MessageBuilder::default();
-    for (index, item) in items.iter().enumerate() {
+    for (index, (item, is_new)) in items.iter().zip(are_new).enumerate() {
         let at = match index.checked_sub(earlier) {
             Some(index) => format!("input[{index}]"),
             None => format!("previous_response_id: item {index}"),
         };
-        builder.push(item, &at, index >= answered)?;
+        builder.push(item, &at, is_new)?;
     }
     builder.close();
     Ok((builder.messages, builder.images))
@@ -112,7 +116,7 @@ impl MessageBuilder {
                     None if is_new => {
                         return Err(ApiError::invalid(at, format!("{at} was not written by this server.")));
                     }
-                    None => content_parts::replacement(item),
+                    None => replacement(item),
                 };
                 self.messages.push(json!({"role": "user", "content": content}));
             }
@@ -127,10 +131,10 @@ impl MessageBuilder {
             (Some(kind), _) if SERVER_CALLS.contains(&kind) => {}
             (Some(kind), _) if kind.ends_with("_output") => {
                 self.close();
-                let content = content_parts::replacement(item);
+                let content = replacement(item);
                 self.messages.push(json!({"role": "tool", "tool_call_id": item["call_id"], "content": content}));
             }
-            (Some(_), _) if !is_new => self.turn(|_| true).content += &content_parts::replacement(item),
+            (Some(_), _) if !is_new => self.turn(|_| true).content += &replacement(item),
             (Some(other), _) => {
                 let text = format!("{at} has type `{other}`, which this server does not support.");
                 return Err(ApiError::unsupported(at, text));
