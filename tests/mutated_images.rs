@@ -143,16 +143,150 @@ fn large_claims_take_no_memory() {
     prepare(&processor, &bomb, "bomb");
 }
 
+#[test]
+fn hostile_metadata_takes_no_uncounted_memory() {
+    let _alone = ALONE.lock();
+    let processor = processor();
+    let check = |file: &[u8], is_shown: bool, what: &str| {
+        let before = IN_USE.load(Relaxed);
+        PEAK.store(before, Relaxed);
+        let header = processor.working_bytes(file);
+        let used = PEAK.load(Relaxed).saturating_sub(before);
+        let most = ImageProcessor::header_bytes(file);
+        assert!(used <= most, "{what}: {used} bytes used for the header, {most} announced");
+        assert_eq!(header.is_ok(), is_shown, "{what}: {header:?}");
+        assert_eq!(prepare(&processor, file, what), is_shown, "{what}");
+    };
+    let plain = compressed_png(64);
+    let with_chunks = |chunk: Vec<u8>, count: usize| {
+        let mut png = plain[..33].to_vec();
+        (0..count).for_each(|_| png.extend(&chunk));
+        [&png, &plain[33..]].concat()
+    };
+    for (kind, data, count) in [
+        ("iTXt", &b"a\0\0\0\0\0"[..], 200_000),
+        ("tEXt", b"a\0", 200_000),
+        ("zTXt", b"a\0\0x\x9c\x03\0\0\0\0\x01", 100_000),
+        ("eXIf", &[0; 3 << 20], 1),
+        ("eXIf", &[0; 500 << 10], 3),
+        ("iCCP", b"a\0\0", 100_000),
+        ("acTL", &[0; 8], 100_000),
+        ("fcTL", &[0; 26], 100_000),
+        ("IDAT", b"", 200_000),
+        ("prVt", b"", 200_000),
+    ] {
+        check(&with_chunks(png_chunk(kind, data), count), true, kind);
+    }
+    let jpeg = std::fs::read(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/vision/images/noise.jpg")).unwrap();
+    let with_segments = |marker: u8, head: &[u8], len: usize, count: usize| {
+        let data = [head, &vec![0; len]].concat();
+        let segment = [&[0xff, marker][..], &((data.len() + 2) as u16).to_be_bytes(), &data].concat();
+        [&jpeg[..2], &segment.repeat(count), &jpeg[2..]].concat()
+    };
+    let (icc, gain) = (b"ICC_PROFILE\0\x01\x01", b"urn:iso:std:iso:ts:21496:-1\0");
+    // The total length and the offset follow an identifier of 32 bytes.
+    let extended =
+        [&b"http://ns.adobe.com/xmp/extension/\0"[..], &[b'0'; 32], &[0, 0x0e, 0xa6, 0, 0, 0, 0, 0]].concat();
+    for (marker, head, len, count, is_shown, what) in [
+        (0xe2, &icc[..], 1, 4000, true, "colour profiles"),
+        (0xe2, &icc[..], 1, 200_000, false, "many colour profiles"),
+        (0xe2, &icc[..], 65_000, 200, true, "large colour profiles"),
+        (0xe2, &gain[..], 5, 4000, true, "gain maps"),
+        (0xe2, &gain[..], 4, 200_000, false, "many gain maps"),
+        (0xe1, &extended, 1, 4000, true, "metadata in parts"),
+        (0xe1, &extended, 60_000, 16, true, "large metadata in parts"),
+        (0xe1, b"Exif\0\0", 65_000, 100, true, "EXIF"),
+        (0xfe, b"", 1, 200_000, true, "comments"),
+    ] {
+        check(&with_segments(marker, head, len, count), is_shown, what);
+    }
+    let gif = std::fs::read(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/pictures/animated.gif")).unwrap();
+    let extension = |name: &[u8], sub_block: &[u8]| {
+        let blocks = [&[sub_block.len() as u8], sub_block].concat().repeat((10 << 20) / (1 + sub_block.len()));
+        // The extensions follow the header, the screen and the palette.
+        let (head, rest) = gif.split_at(13 + (3 << ((gif[10] & 7) + 1)));
+        [head, &[0x21, 0xff, 11], name, &blocks, &[0], rest].concat()
+    };
+    for name in [b"XMP DataXMP", b"ICCRGBG1012", b"NETSCAPE2.0"] {
+        check(&extension(name, &[1; 255]), true, "GIF");
+        check(&extension(name, &[1]), true, "GIF in small blocks");
+    }
+}
+
+#[test]
+fn huffman_tables_of_webp_are_announced() {
+    let _alone = ALONE.lock();
+    let processor = processor();
+    for groups in [1, 4096] {
+        let stream = vp8l_with_tables(groups);
+        let chunk = |kind: &[u8], content: &[u8]| {
+            let padding = &[0][..content.len() % 2];
+            [kind, &(content.len() as u32).to_le_bytes(), content, padding].concat()
+        };
+        let riff = |chunks: &[u8]| [b"RIFF", &(chunks.len() as u32 + 4).to_le_bytes()[..], b"WEBP", chunks].concat();
+        let (vp8l, header) = (chunk(b"VP8L", &stream), chunk(b"VP8X", &[2, 0, 0, 0, 3, 0, 0, 3, 0, 0]));
+        assert!(prepare(&processor, &riff(&vp8l), "VP8L"));
+        let frame = [&[0, 0, 0, 0, 0, 0, 3, 0, 0, 3, 0, 0, 0, 0, 0, 0][..], &vp8l].concat();
+        let animation = [header, chunk(b"ANIM", &[0; 6]), chunk(b"ANMF", &frame)].concat();
+        assert!(prepare(&processor, &riff(&animation), "animation"));
+        // The transparency of a lossy file, without the header of 40 bits.
+        let lossy = std::fs::read(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/pictures/lossy.webp")).unwrap();
+        let at = lossy.windows(4).position(|bytes| bytes == b"VP8 ").unwrap();
+        let sides = [lossy[at + 14] - 1, 0, 0, lossy[at + 16] - 1, 0, 0];
+        let header = chunk(b"VP8X", &[&[0x10, 0, 0, 0][..], &sides].concat());
+        let alpha = chunk(b"ALPH", &[&[1], &stream[5..]].concat());
+        assert!(prepare(&processor, &riff(&[&header, &alpha, &lossy[at..]].concat()), "ALPH"));
+    }
+}
+
+/// A lossless WebP stream of 4 x 4 pixels with this number of groups of five Huffman tables, which have codes of 10 bits.
+fn vp8l_with_tables(groups: usize) -> Vec<u8> {
+    let mut bits: Vec<bool> = Vec::new();
+    let put =
+        |bits: &mut Vec<bool>, value: usize, count: usize| bits.extend((0..count).map(|bit| value >> bit & 1 == 1));
+    // Signature, width, height, no transparency, version, no transform, no colour cache, groups, in blocks of 4 pixels.
+    let head = [(0x2f, 8), (3, 14), (3, 14), (0, 1), (0, 3), (0, 1), (0, 1), (1, 1), (0, 3)];
+    head.iter().for_each(|(value, count)| put(&mut bits, *value, *count));
+    // An image of one pixel, whose green and red are the number of the last group. Each code has a single symbol.
+    put(&mut bits, 0, 1);
+    for symbol in [(groups - 1) & 255, (groups - 1) >> 8, 0, 0, 0] {
+        [(1, 1), (0, 1), (1, 1), (symbol, 8)].iter().for_each(|(value, count)| put(&mut bits, *value, *count));
+    }
+    // Lengths 1 to 6 have codes of 3 bits, lengths 7 to 10 have codes of 4 bits.
+    let code = |length: usize| if length < 7 { (length - 1, 3) } else { (12 + length - 7, 4) };
+    for _ in 0..groups * 5 {
+        put(&mut bits, 0, 1);
+        put(&mut bits, 10, 4);
+        for length in [0, 0, 0, 1, 2, 3, 4, 5, 0, 6, 7, 8, 9, 10] {
+            put(&mut bits, if length == 0 { 0 } else { code(length).1 }, 3);
+        }
+        // 11 lengths follow.
+        [(1, 1), (1, 3), (9, 4)].iter().for_each(|(value, count)| put(&mut bits, *value, *count));
+        for length in [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 10] {
+            let (code, count) = code(length);
+            (0..count).rev().for_each(|bit| put(&mut bits, code >> bit & 1, 1));
+        }
+    }
+    // The code 0 for all pixels.
+    bits.extend([false; 8192]);
+    bits.chunks(8).map(|byte| byte.iter().rev().fold(0, |value, bit| value << 1 | u8::from(*bit))).collect()
+}
+
+/// A chunk of a PNG file.
+fn png_chunk(kind: &str, data: &[u8]) -> Vec<u8> {
+    let chunk = [kind.as_bytes(), data].concat();
+    let (length, checksum) = ((data.len() as u32).to_be_bytes(), crc32fast::hash(&chunk).to_be_bytes());
+    [&length[..], &chunk, &checksum].concat()
+}
+
 /// A small PNG with a compressed colour profile of `len` bytes.
 fn with_profile(len: usize) -> Vec<u8> {
     let mut profile = flate2::write::ZlibEncoder::new(b"zeros\0\0".to_vec(), flate2::Compression::best());
     let zeros = vec![0; 1 << 20];
     (0..len >> 20).for_each(|_| profile.write_all(&zeros).unwrap());
-    let chunk = [&b"iCCP"[..], &profile.finish().unwrap()].concat();
-    let (length, checksum) = ((chunk.len() - 4) as u32, crc32fast::hash(&chunk));
     let mut png = compressed_png(64);
     // The chunk is inserted after the header: signature, length, type, 13 bytes, checksum.
-    png.splice(33..33, [&length.to_be_bytes()[..], &chunk, &checksum.to_be_bytes()].concat());
+    png.splice(33..33, png_chunk("iCCP", &profile.finish().unwrap()));
     png
 }
 

@@ -3,10 +3,16 @@
 
 use super::{
     config::CHANNELS,
+    pixel_blocks::PixelBlocks,
     resize::{MAX_RATIO, RgbImage},
+    webp_tables,
 };
 use crate::error::ImageError;
-use image::{DynamicImage, ImageDecoder, ImageFormat, ImageReader, Limits, metadata::Orientation};
+use image::{
+    DynamicImage, ImageDecoder, ImageFormat, Limits,
+    codecs::{gif::GifDecoder, jpeg::JpegDecoder, png::PngDecoder, webp::WebPDecoder},
+    metadata::Orientation,
+};
 use std::io::Cursor;
 
 /// Maximum size of an encoded image in bytes.
@@ -18,6 +24,12 @@ const DECODER_BYTES: u64 = 4 << 20;
 /// Maximum size of a partition of a lossy WebP file in bytes. The decoder allocates this size before it reads the
 /// partition.
 const WEBP_PARTITION_BYTES: u64 = 1 << 24;
+
+/// Maximum number of segments with metadata in a JPEG file. A colour profile has up to 255 segments, and a camera's
+/// metadata up to a few hundred. The decoder stores up to 256 bytes for a segment besides its content.
+const MAX_JPEG_SEGMENTS: usize = 4096;
+/// Maximum size of a segment of a JPEG file in bytes.
+const JPEG_SEGMENT_BYTES: usize = 1 << 16;
 
 /// The header of an encoded image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -34,10 +46,22 @@ impl ImageHeader {
     /// Reads the header of a file. The format is detected from the content. A declared type is ignored.
     pub fn read(encoded: &[u8]) -> Result<Self, ImageError> {
         let (mut decoder, format) = open(encoded)?;
-        Self::of(&mut decoder, format, encoded.len())
+        Self::of(&mut decoder, format, encoded)
     }
 
-    fn of(decoder: &mut impl ImageDecoder, format: ImageFormat, encoded_len: usize) -> Result<Self, ImageError> {
+    /// Maximum number of bytes of memory that [`ImageHeader::read`] needs.
+    pub fn reading_bytes(encoded: &[u8]) -> usize {
+        let copies = match image::guess_format(encoded) {
+            // The file, its metadata, and parts of the metadata joined.
+            Ok(ImageFormat::Jpeg) => 3 * encoded.len(),
+            // The metadata.
+            Ok(ImageFormat::WebP) => encoded.len(),
+            _ => 0,
+        };
+        copies + DECODER_BYTES as usize
+    }
+
+    fn of(decoder: &mut impl ImageDecoder, format: ImageFormat, encoded: &[u8]) -> Result<Self, ImageError> {
         let (width, height) = decoder.dimensions();
         let pixels = u64::from(width) * u64::from(height);
         if pixels == 0 || pixels > MAX_PIXELS {
@@ -53,10 +77,15 @@ impl ImageHeader {
             ImageFormat::Jpeg => 6,
             _ => 4,
         };
-        // These decoders copy the whole file. After that, they also copy its metadata or its partitions.
+        // These decoders copy the whole file. After that, they also copy its metadata or its partitions. The decoder of
+        // JPEG joins parts of the metadata in a further copy.
+        let len = encoded.len() as u64;
         let copies = match format {
-            ImageFormat::Jpeg => 2 * encoded_len as u64,
-            ImageFormat::WebP => 2 * encoded_len as u64 + WEBP_PARTITION_BYTES,
+            ImageFormat::Jpeg => len + 2 * len.min((jpeg_segments(encoded) * JPEG_SEGMENT_BYTES) as u64),
+            ImageFormat::WebP => {
+                let tables = webp_tables::table_bytes(encoded, [width as usize, height as usize]);
+                2 * len + WEBP_PARTITION_BYTES + tables as u64
+            }
             _ => 0,
         };
         // Includes the image in RGB and a rotated copy.
@@ -70,7 +99,7 @@ impl ImageHeader {
 /// Decodes the first frame, applies its orientation, and blends it with a white background.
 pub fn decode(encoded: &[u8]) -> Result<RgbImage, ImageError> {
     let (mut decoder, format) = open(encoded)?;
-    let header = ImageHeader::of(&mut decoder, format, encoded.len())?;
+    let header = ImageHeader::of(&mut decoder, format, encoded)?;
     // Some cameras write damaged metadata around valid pixels.
     let orientation = decoder.orientation().unwrap_or(Orientation::NoTransforms);
     let mut limits = Limits::no_limits();
@@ -98,23 +127,32 @@ fn keep_high_bytes(image: &mut DynamicImage) {
 }
 
 /// A decoder for the file's format, before any large allocation.
-fn open(encoded: &[u8]) -> Result<(impl ImageDecoder, ImageFormat), ImageError> {
+fn open(encoded: &[u8]) -> Result<(Box<dyn ImageDecoder + '_>, ImageFormat), ImageError> {
     if encoded.len() > MAX_ENCODED_BYTES {
         return Err(ImageError::Bytes { bytes: encoded.len(), max: MAX_ENCODED_BYTES });
     }
-    let mut reader = ImageReader::new(Cursor::new(encoded)).with_guessed_format().map_err(|_| ImageError::Format)?;
-    let format = match reader.format() {
-        Some(format @ (ImageFormat::Png | ImageFormat::Jpeg | ImageFormat::WebP | ImageFormat::Gif)) => format,
+    let refuse = |why: &str| Err(ImageError::Damaged(why.into()));
+    let format = image::guess_format(encoded).map_err(|_| ImageError::Format)?;
+    let decoder: Box<dyn ImageDecoder> = match format {
+        ImageFormat::Png => {
+            let mut limits = Limits::no_limits();
+            limits.max_alloc = Some(DECODER_BYTES);
+            Box::new(PngDecoder::with_limits(PixelBlocks::of_png(encoded), limits).map_err(damaged)?)
+        }
+        ImageFormat::Gif => Box::new(GifDecoder::new(PixelBlocks::of_gif(encoded)).map_err(damaged)?),
+        ImageFormat::Jpeg if jpeg_segments(encoded) > MAX_JPEG_SEGMENTS => return refuse("it has too much metadata"),
+        ImageFormat::Jpeg => Box::new(JpegDecoder::new(Cursor::new(encoded)).map_err(damaged)?),
+        ImageFormat::WebP if !has_whole_chunks(encoded) => return refuse("a chunk ends after the file"),
+        ImageFormat::WebP => Box::new(WebPDecoder::new(Cursor::new(encoded)).map_err(damaged)?),
         _ => return Err(ImageError::Format),
     };
-    if format == ImageFormat::WebP && !has_whole_chunks(encoded) {
-        return Err(ImageError::Damaged("a chunk ends after the file".into()));
-    }
-    // This limit also applies to the colour profile of a PNG, which is compressed.
-    let mut limits = Limits::no_limits();
-    limits.max_alloc = Some(DECODER_BYTES);
-    reader.limits(limits);
-    Ok((reader.into_decoder().map_err(damaged)?, format))
+    Ok((decoder, format))
+}
+
+/// Upper bound for the number of segments with metadata that the decoder of JPEG keeps, wherever it finds them. Other data
+/// has these two bytes by chance, about 700 times in a file of the maximum size.
+fn jpeg_segments(encoded: &[u8]) -> usize {
+    encoded.windows(2).filter(|pair| pair[0] == 0xff && matches!(pair[1], 0xe1 | 0xe2)).count()
 }
 
 /// True if every chunk of a WebP file ends within the file. The decoder allocates the size that a metadata chunk

@@ -3,7 +3,8 @@
 //! | file | what it holds |
 //! |---|---|
 //! | `config` | dimensions of the tower, limits of image sizes |
-//! | `decode`, `resize`, `patches` | bytes to pixels, to the tower's size, to its input rows |
+//! | `decode`, `pixel_blocks`, `resize`, `patches` | bytes to pixels, without metadata, to the tower's size, to its input rows |
+//! | `webp_tables` | memory of a WebP file's Huffman tables |
 //! | `processor` | all of these for one image |
 //! | `image` | an image and its place in a prompt; cache keys of its tokens |
 //! | `tower`, `weights`, `activation` | patches to rows, in Candle tensors |
@@ -14,10 +15,12 @@ mod config;
 mod decode;
 mod image;
 mod patches;
+mod pixel_blocks;
 mod processor;
 mod resize;
 mod row_cache;
 mod tower;
+mod webp_tables;
 mod weights;
 
 pub use config::{ImageLimits, VisionConfig};

@@ -37,7 +37,12 @@ impl ImageProcessor {
         self.limits.max_tokens()
     }
 
-    /// Maximum number of bytes that [`ImageProcessor::prepare`] needs for this image.
+    /// Maximum number of bytes that [`ImageProcessor::working_bytes`] itself needs for this image. Returns at once.
+    pub fn header_bytes(encoded: &[u8]) -> usize {
+        ImageHeader::reading_bytes(encoded)
+    }
+
+    /// Maximum number of bytes that [`ImageProcessor::prepare`] needs for this image. Reads the header and the metadata.
     pub fn working_bytes(&self, encoded: &[u8]) -> Result<usize, ImageError> {
         ImageHeader::read(encoded).map(|header| header.decoding_bytes)
     }
