@@ -244,6 +244,12 @@ impl ApiError {
         Self::unavailable("memory_in_use", message).retry_after(1)
     }
 
+    /// An image whose download waited too long for the downloads of other requests.
+    pub fn downloads_busy() -> Self {
+        let message = "Images of other requests are being downloaded. Try again.";
+        Self::unavailable("downloads_busy", message).retry_after(2)
+    }
+
     /// An output format whose compilation waited too long, because other formats were compiled first.
     pub fn compiler_busy() -> Self {
         let message = "Other output formats are being compiled. Try again.";

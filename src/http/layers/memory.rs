@@ -144,6 +144,12 @@ impl RequestMemory {
         self.total.load(Relaxed)
     }
 
+    /// Size of all permits together in bytes.
+    #[cfg(test)]
+    pub fn used(&self) -> usize {
+        self.used.load(Relaxed)
+    }
+
     /// Sets the function that evicts the oldest entry of the cache.
     pub fn set_evict_oldest(&self, evict_oldest: EvictOldest) {
         let _ = self.evict_oldest.set(evict_oldest);
@@ -268,15 +274,23 @@ impl MemoryPermit {
         turn: OwnedSemaphorePermit,
         step: impl FnOnce() -> T + Send + 'static,
     ) -> Result<T, ApiError> {
-        // The step holds the memory until it ends, even if the client disconnects.
-        let held = self.held.clone();
         let step = move || {
             let output = step();
             drop(turn);
-            (output, held)
+            output
         };
-        let (output, _) =
-            spawn_blocking(step).await.map_err(|_| ApiError::failed("The request could not be processed."))?;
+        self.run_beside_steps(step).await
+    }
+
+    /// Runs `work` on a blocking thread at once, beside the steps. The thread holds the memory of the permit until `work`
+    /// ends, even if the client disconnects.
+    pub async fn run_beside_steps<T: Send + 'static>(
+        &self,
+        work: impl FnOnce() -> T + Send + 'static,
+    ) -> Result<T, ApiError> {
+        let held = self.held.clone();
+        let work = spawn_blocking(move || (work(), held)).await;
+        let (output, _) = work.map_err(|_| ApiError::failed("The request could not be processed."))?;
         Ok(output)
     }
 

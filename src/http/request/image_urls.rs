@@ -1,10 +1,20 @@
 //! Downloads images from `http` and `https` URLs. Only hosts that the operator lists are allowed, so that a request
 //! cannot make the server read from its own network.
 
-use crate::engine::ImageProcessor;
+use crate::{
+    engine::ImageProcessor,
+    error::ImageError,
+    http::{ApiError, layers::MemoryPermit},
+};
 use std::{
+    io::Read,
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
+    sync::Arc,
     time::Duration,
+};
+use tokio::{
+    sync::Semaphore,
+    time::{Instant, timeout_at},
 };
 use ureq::{
     Agent,
@@ -12,55 +22,152 @@ use ureq::{
     http::Uri,
     unversioned::{
         resolver::{DefaultResolver, ResolvedSocketAddrs, Resolver},
-        transport::{DefaultConnector, NextTimeout},
+        transport::{DefaultConnector, NextTimeout, time},
     },
 };
 
-/// Maximum time to fetch an image.
+/// Maximum time for all downloads of one request. Includes waiting for a place.
 const TIMEOUT: Duration = Duration::from_secs(20);
+/// Maximum time to connect. Connecting cannot be cancelled, so it may keep its place for this time after its client has
+/// left.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+/// Maximum number of downloads that run at the same time, for all requests together.
+const PLACES: usize = 4;
 
 /// The hosts that images may be fetched from. By default, no host is allowed.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct ImageUrls {
     /// Each entry is `host` for the scheme's default port, or `host:port`, in lower case.
     hosts: Vec<String>,
+    places: Arc<Semaphore>,
+}
+
+/// Downloads the images of one request.
+pub struct ImageDownloads {
+    urls: Arc<ImageUrls>,
+    /// The end of the time for all images. `None` before the first download.
+    deadline: Option<Instant>,
+}
+
+/// One download, from a host that is allowed.
+#[derive(Clone)]
+struct Download {
+    agent: Agent,
+    uri: Uri,
+    host: String,
+}
+
+/// Interrupts a download when dropped.
+struct InterruptOnDrop(Agent);
+
+impl ImageDownloads {
+    pub fn new(urls: Arc<ImageUrls>) -> Self {
+        Self { urls, deadline: None }
+    }
+
+    /// Downloads an image, and adds its bytes to `permit`. If the caller is dropped, the download ends. The thread of the
+    /// download holds the permit's memory and its place until it has ended.
+    ///
+    /// # Errors
+    /// The inner error is the reason why the image is not shown. The text completes "the image ...". The outer error ends
+    /// the request.
+    pub async fn fetch(&mut self, url: String, permit: &mut MemoryPermit) -> Result<Result<Vec<u8>, String>, ApiError> {
+        let download = match self.urls.download(&url) {
+            Ok(download) => download,
+            Err(why) => return Ok(Err(why)),
+        };
+        let deadline = *self.deadline.get_or_insert_with(|| Instant::now() + TIMEOUT);
+        let too_slow = || format!("cannot be fetched: the images of a request took more than {} s", TIMEOUT.as_secs());
+        if Instant::now() >= deadline {
+            return Ok(Err(too_slow()));
+        }
+        // The wait for a place takes no thread and no memory.
+        let Ok(place) = timeout_at(deadline, self.urls.places.clone().acquire_owned()).await else {
+            return Err(ApiError::downloads_busy());
+        };
+        let before = permit.bytes();
+        permit.grow(ImageProcessor::MAX_ENCODED_BYTES)?;
+        let _interrupt = InterruptOnDrop(download.agent.clone());
+        let work = move || {
+            let fetched = download.run(deadline.saturating_duration_since(Instant::now()));
+            drop(place);
+            fetched
+        };
+        // The download is not a step of the permit, because a slow host would delay the steps of other requests.
+        let fetched = match timeout_at(deadline, permit.run_beside_steps(work)).await {
+            Ok(fetched) => fetched?,
+            Err(_) => Err(too_slow()),
+        };
+        permit.resize(before + fetched.as_ref().map_or(0, Vec::capacity))?;
+        Ok(fetched)
+    }
+}
+
+impl Drop for InterruptOnDrop {
+    fn drop(&mut self) {
+        self.0.clone().shutdown();
+    }
+}
+
+impl Download {
+    /// Downloads the image. Blocks. Follows no redirects. Reads at most one byte more than the limit, also of a body that
+    /// is compressed although the request forbids it.
+    fn run(&self, timeout: Duration) -> Result<Vec<u8>, String> {
+        let failed = |error: &dyn std::fmt::Display| {
+            tracing::info!(host = self.host, %error, "cannot fetch an image");
+            "cannot be fetched from its URL".to_owned()
+        };
+        let request = self.agent.get(self.uri.clone()).header("accept-encoding", "identity");
+        let request = request.config().timeout_global(Some(timeout)).build();
+        let response = request.call().map_err(|error| failed(&error))?;
+        if !response.status().is_success() {
+            return Err(format!("cannot be fetched from its URL: status {}", response.status().as_u16()));
+        }
+        let (max, body) = (ImageProcessor::MAX_ENCODED_BYTES, response.into_body());
+        let declared = body.content_length().map_or(max, |bytes| usize::try_from(bytes).unwrap_or(usize::MAX));
+        let mut image = Vec::with_capacity(declared.min(max) + 1);
+        body.into_reader().take(max as u64 + 1).read_to_end(&mut image).map_err(|error| failed(&error))?;
+        if image.len() > max {
+            return Err(ImageError::Bytes { bytes: declared.max(image.len()), max }.to_string());
+        }
+        image.shrink_to_fit();
+        Ok(image)
+    }
+}
+
+impl Default for ImageUrls {
+    fn default() -> Self {
+        Self::new(&[])
+    }
 }
 
 impl ImageUrls {
     pub fn new(hosts: &[String]) -> Self {
-        Self { hosts: hosts.iter().map(|host| host.trim().to_ascii_lowercase()).collect() }
+        let hosts = hosts.iter().map(|host| host.trim().to_ascii_lowercase()).collect();
+        Self { hosts, places: Arc::new(Semaphore::new(PLACES)) }
     }
 
-    /// Maximum number of bytes that [`ImageUrls::fetch`] returns.
-    pub fn max_bytes(&self) -> usize {
-        if self.hosts.is_empty() { 0 } else { ImageProcessor::MAX_ENCODED_BYTES }
-    }
-
-    /// Downloads an image. Blocks. Follows no redirects.
+    /// Downloads an image. Blocks, and counts no memory.
     ///
     /// # Errors
     /// Returns the reason why the image is not shown. The text completes "the image ...".
     pub fn fetch(&self, url: &str) -> Result<Vec<u8>, String> {
+        self.download(url)?.run(TIMEOUT)
+    }
+
+    /// Prepares a download, without any input or output.
+    fn download(&self, url: &str) -> Result<Download, String> {
         let uri: Uri = url.parse().map_err(|_| "has an invalid URL".to_owned())?;
         let host = self.allowed_host(&uri)?;
         let config = Agent::config_builder()
             .max_redirects(0)
             .max_redirects_will_error(false)
-            .timeout_global(Some(TIMEOUT))
+            .timeout_connect(Some(CONNECT_TIMEOUT))
             .proxy(None)
             .user_agent("moestro")
             .build();
         let resolver = PublicResolver { allows_private: is_address_or_local(&host) };
-        let agent = Agent::with_parts(config, DefaultConnector::default(), resolver);
-        let failed = |error: ureq::Error| {
-            tracing::info!(host, %error, "cannot fetch an image");
-            "cannot be fetched from its URL".to_owned()
-        };
-        let mut response = agent.get(uri).call().map_err(failed)?;
-        if !response.status().is_success() {
-            return Err(format!("cannot be fetched from its URL: status {}", response.status().as_u16()));
-        }
-        response.body_mut().with_config().limit(ImageProcessor::MAX_ENCODED_BYTES as u64).read_to_vec().map_err(failed)
+        Ok(Download { agent: Agent::with_parts(config, DefaultConnector::default(), resolver), uri, host })
     }
 
     /// The host of the URL, if the operator lists it.
@@ -94,7 +201,10 @@ struct PublicResolver {
 }
 
 impl Resolver for PublicResolver {
+    /// Resolves on the thread of the download. With a timeout, `DefaultResolver` would start a thread and leave it behind.
+    /// A lookup cannot be interrupted, so it keeps its place until the system's resolver gives up.
     fn resolve(&self, uri: &Uri, config: &Config, timeout: NextTimeout) -> Result<ResolvedSocketAddrs, ureq::Error> {
+        let timeout = NextTimeout { after: time::Duration::NotHappening, ..timeout };
         let found = DefaultResolver::default().resolve(uri, config, timeout)?;
         let mut public = self.empty();
         for address in found.iter().filter(|address| self.allows_private || is_public(address)).take(16) {
@@ -132,10 +242,9 @@ fn is_public_v6(ip: Ipv6Addr) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::{
-        io::{Read, Write},
-        net::TcpListener,
-    };
+    use crate::{http::layers::RequestMemory, metrics::Metrics};
+    use std::{io::Write, net::TcpListener};
+    use tokio::task::JoinHandle;
 
     #[test]
     fn only_listed_hosts_are_allowed() {
@@ -190,6 +299,122 @@ mod tests {
         assert!(fetch(redirect.into_bytes()).unwrap_err().contains("302"));
         let length = ImageProcessor::MAX_ENCODED_BYTES + 1;
         assert!(fetch([ok(length), vec![0; length]].concat()).is_err(), "too long");
+    }
+
+    #[test]
+    fn compressed_body_is_read_up_to_the_limit() {
+        let zeros = vec![0; ImageProcessor::MAX_ENCODED_BYTES + (1 << 20)];
+        let mut bomb = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::best());
+        bomb.write_all(&zeros).unwrap();
+        let bomb = bomb.finish().unwrap();
+        let head = format!("HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: {}\r\n\r\n", bomb.len());
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let host = listener.local_addr().unwrap().to_string();
+        let server = std::thread::spawn(move || {
+            let mut request = vec![0; 4096];
+            let (mut stream, _) = listener.accept().unwrap();
+            let len = stream.read(&mut request).unwrap();
+            let _ = stream.write_all(&[head.as_bytes(), &bomb].concat());
+            String::from_utf8_lossy(&request[..len]).to_ascii_lowercase()
+        });
+        let found = ImageUrls::new(std::slice::from_ref(&host)).fetch(&format!("http://{host}/"));
+        assert!(found.unwrap_err().contains(&format!("{} bytes", ImageProcessor::MAX_ENCODED_BYTES + 1)));
+        assert!(server.join().unwrap().contains("accept-encoding: identity"));
+    }
+
+    /// A host that sends the start of an image and then waits. Sends `true` for each request and `false` for each
+    /// connection that the client closes.
+    fn slow_host() -> (String, tokio::sync::mpsc::UnboundedReceiver<bool>) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let host = listener.local_addr().unwrap().to_string();
+        let (events, received) = tokio::sync::mpsc::unbounded_channel();
+        std::thread::spawn(move || {
+            for stream in listener.incoming() {
+                let (mut stream, events) = (stream.unwrap(), events.clone());
+                std::thread::spawn(move || {
+                    let _ = stream.read(&mut [0; 4096]);
+                    let head = b"HTTP/1.1 200 OK\r\nContent-Length: 20000000\r\n\r\n";
+                    let _ = stream.write_all(&[&head[..], &vec![0; 1 << 20]].concat());
+                    let _ = events.send(true);
+                    while stream.read(&mut [0; 4096]).is_ok_and(|len| len > 0) {}
+                    let _ = events.send(false);
+                });
+            }
+        });
+        (host, received)
+    }
+
+    fn request_memory() -> Arc<RequestMemory> {
+        let memory = RequestMemory::new(&Metrics::new("0", "cpu"));
+        memory.set_plan(1 << 30);
+        memory
+    }
+
+    /// A download by its own request.
+    fn spawn_download(urls: &Arc<ImageUrls>, url: &str, memory: &Arc<RequestMemory>) -> JoinHandle<()> {
+        let (mut downloads, url, mut permit) = (ImageDownloads::new(urls.clone()), url.to_owned(), memory.permit());
+        tokio::spawn(async move {
+            let _ = downloads.fetch(url, &mut permit).await;
+        })
+    }
+
+    #[tokio::test]
+    async fn dropped_download_ends_and_frees_its_memory() {
+        let (host, mut events) = slow_host();
+        let (urls, memory) = (Arc::new(ImageUrls::new(std::slice::from_ref(&host))), request_memory());
+        let started = Instant::now();
+        for _ in 0..3 {
+            let client = spawn_download(&urls, &format!("http://{host}/"), &memory);
+            assert_eq!(events.recv().await, Some(true), "the download has begun");
+            assert_eq!(memory.used(), ImageProcessor::MAX_ENCODED_BYTES);
+            client.abort();
+            assert_eq!(events.recv().await, Some(false), "the connection is closed");
+        }
+        while memory.used() > 0 || urls.places.available_permits() < PLACES {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        assert!(started.elapsed() < TIMEOUT, "the downloads ended by themselves");
+    }
+
+    #[tokio::test]
+    async fn four_downloads_run_at_the_same_time() {
+        let (host, mut events) = slow_host();
+        let (urls, memory) = (Arc::new(ImageUrls::new(std::slice::from_ref(&host))), request_memory());
+        let url = format!("http://{host}/");
+        let mut clients: Vec<_> = (0..30).map(|_| spawn_download(&urls, &url, &memory)).collect();
+        for _ in 0..PLACES {
+            assert_eq!(events.recv().await, Some(true));
+        }
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        assert!(events.try_recv().is_err(), "a fifth download");
+        assert_eq!(memory.used(), PLACES * ImageProcessor::MAX_ENCODED_BYTES, "waiting downloads need no memory");
+        // Clients that leave while they wait take no place.
+        let last = clients.pop().unwrap();
+        clients.iter().for_each(JoinHandle::abort);
+        let mut began = 0;
+        for _ in 0..=PLACES {
+            began += usize::from(events.recv().await == Some(true));
+        }
+        assert_eq!(began, 1, "the last client's download");
+        last.abort();
+    }
+
+    #[tokio::test]
+    async fn images_of_a_request_share_one_deadline() {
+        let (host, _events) = slow_host();
+        let (urls, memory) = (Arc::new(ImageUrls::new(std::slice::from_ref(&host))), request_memory());
+        let (mut permit, url) = (memory.permit(), format!("http://{host}/"));
+        let mut downloads = ImageDownloads::new(urls.clone());
+        downloads.deadline = Some(Instant::now() + Duration::from_millis(300));
+        for _ in 0..3 {
+            assert!(downloads.fetch(url.clone(), &mut permit).await.unwrap().is_err());
+        }
+        assert_eq!(permit.bytes(), 0);
+        // A request that finds no place until its deadline may try again.
+        let _places = urls.places.clone().acquire_many_owned(PLACES as u32).await.unwrap();
+        let mut downloads = ImageDownloads::new(urls.clone());
+        downloads.deadline = Some(Instant::now() + Duration::from_millis(50));
+        assert_eq!(downloads.fetch(url, &mut permit).await.unwrap_err().status, 503);
     }
 
     #[test]

@@ -10,7 +10,7 @@ use crate::{
         ApiError,
         layers::{MemoryPermit, RequestLog},
         models::LoadedModel,
-        request::{ChatPrompt, ContentBuilder, ImagePart, ImageSource, ImageUrls},
+        request::{ChatPrompt, ContentBuilder, ImagePart, ImageSource, ImageUrls, image_urls::ImageDownloads},
     },
 };
 use base64::{Engine, engine::general_purpose};
@@ -37,8 +37,11 @@ type ImageOutcome = Option<Result<Arc<Image>, (&'static str, String)>>;
 const BLIND: &str =
     "cannot be shown, because this model cannot see images; send text, or use a model with a vision tower";
 
+/// Reason why an image is not shown that needs more memory than all requests have. Completes "the image ...".
+const TOO_MUCH_MEMORY: &str = "needs more memory than the server has for requests; send a smaller one";
+
 /// Reason why an image is not shown. Completes "the image ...".
-type NotShown = String;
+pub type NotShown = String;
 
 impl LoadedModel {
     /// Decodes the images of a conversation, in the order of the messages. Images that are not shown are replaced by
@@ -58,13 +61,14 @@ impl LoadedModel {
         let too_many = order.len().saturating_sub(MAX_IMAGES);
         let mut sources: Vec<Option<ImagePart>> = parts.into_iter().map(Some).collect();
         let mut outcomes: Vec<ImageOutcome> = vec![None; sources.len()];
+        let mut downloads = ImageDownloads::new(urls.clone());
         for (position, index) in order.iter().enumerate() {
             let Some(part) = sources.get_mut(*index).and_then(Option::take) else { continue };
             let (at, is_new, separator) = (part.at.clone(), part.is_new, part.separator);
             let shown = match self.engine.images() {
                 None => Err(BLIND.to_owned()),
                 Some(_) if position < too_many => Err(format!("is one of more than {MAX_IMAGES}")),
-                Some(processor) => decode(processor.clone(), permit, part, urls.clone()).await?,
+                Some(processor) => decode(processor.clone(), permit, part, &mut downloads).await?,
             };
             outcomes[*index] = Some(match shown {
                 Ok(image) => Ok(image),
@@ -115,7 +119,7 @@ async fn decode(
     processor: Arc<ImageProcessor>,
     permit: &mut MemoryPermit,
     part: ImagePart,
-    urls: Arc<ImageUrls>,
+    downloads: &mut ImageDownloads,
 ) -> Result<Result<Arc<Image>, NotShown>, ApiError> {
     let encoded = match part.source {
         ImageSource::Invalid(why) => return Ok(Err(why.to_owned())),
@@ -123,24 +127,21 @@ async fn decode(
             let working = text.len();
             permit.run_with(working, move || decode_base64(&text), kept_bytes).await?
         }
-        ImageSource::Url(url) => {
-            // The download is not a step of the permit, because a slow host would delay the steps of other requests.
-            let before = permit.bytes();
-            permit.grow(urls.max_bytes())?;
-            let fetched = tokio::task::spawn_blocking(move || urls.fetch(&url)).await;
-            let fetched = fetched.map_err(|_| ApiError::failed("An image could not be fetched."))?;
-            permit.resize(before + kept_bytes(&fetched))?;
-            fetched
-        }
+        ImageSource::Url(url) => downloads.fetch(url, permit).await?,
     };
     let encoded = match encoded {
         Ok(encoded) => encoded,
         Err(why) => return Ok(Err(why)),
     };
     let encoded_bytes = encoded.capacity();
-    let working = match processor.working_bytes(&encoded) {
-        Ok(working) => working,
-        Err(error) => return Ok(Err(error.to_string())),
+    // The header is read in a step, because the metadata of a large file takes long.
+    let (header_bytes, reader) = (ImageProcessor::header_bytes(&encoded), processor.clone());
+    let header = move || (reader.working_bytes(&encoded), encoded);
+    let (working, encoded) = match permit.run_with(header_bytes, header, |_| 0).await {
+        Err(error) if error.status != 413 => return Err(error),
+        Err(_) => return Ok(Err(TOO_MUCH_MEMORY.into())),
+        Ok((Ok(working), encoded)) => (working, encoded),
+        Ok((Err(error), _)) => return Ok(Err(error.to_string())),
     };
     let max_tokens = part.low_detail.then_some(LOW_DETAIL_TOKENS);
     let step = move || processor.prepare(&encoded, max_tokens);
@@ -148,7 +149,7 @@ async fn decode(
     let image = match permit.run_with(working, step, kept).await {
         // Other requests hold the memory, so the answer is 503. The client may retry.
         Err(error) if error.status != 413 => return Err(error),
-        Err(_) => Err("needs more memory than the server has for requests; send a smaller one".to_owned()),
+        Err(_) => Err(TOO_MUCH_MEMORY.to_owned()),
         Ok(image) => image.map_err(|error| error.to_string()),
     };
     permit.resize(permit.bytes().saturating_sub(encoded_bytes))?;
