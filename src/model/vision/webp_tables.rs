@@ -194,9 +194,9 @@ fn add_tables(stream: &[u8], size: Option<[usize; 2]>, bytes: &mut usize) -> Opt
                 let colours = bits.read(8)? + 1;
                 skip_image(bits, colours)?;
                 let packed = match colours {
-                    ..=2 => 3,
-                    ..=4 => 2,
-                    ..=16 => 1,
+                    1..=2 => 3,
+                    3..=4 => 2,
+                    5..=16 => 1,
                     _ => 0,
                 };
                 width = width.div_ceil(1 << packed);
