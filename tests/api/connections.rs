@@ -4,8 +4,12 @@ use super::server::{Server, Setup};
 use moestro::http::{ServerState, Timeouts};
 use serde_json::{Value, json};
 use std::{
-    io::ErrorKind,
-    sync::Arc,
+    collections::VecDeque,
+    io::{self, ErrorKind},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    },
     time::{Duration, Instant},
 };
 use tokio::{
@@ -99,6 +103,86 @@ async fn health_answers_when_all_slots_are_busy() {
     while one.chunk().await.is_some() {}
     server.idle().await;
     server.ask(CHAT, &question(false)).await;
+}
+
+/// Opens five times 120 connections, more than there are reserved slots. The connections of a round all arrive before
+/// the server runs: the first and the last are health checks.
+#[tokio::test]
+async fn health_answers_in_a_burst_of_connections() {
+    let configure = |state: &mut ServerState| state.max_connections = Some(1);
+    let server = Setup { says: Some(LONG), configure, ..Setup::default() }.start().await;
+    let _busy = half_body(&server).await;
+    let mut silent = Vec::new();
+    for round in 0..5 {
+        let mut checks = Vec::new();
+        for number in 0..120 {
+            let mut stream = std::net::TcpStream::connect(server.address).unwrap();
+            match number {
+                0 | 119 => {
+                    io::Write::write_all(&mut stream, b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n").unwrap();
+                    stream.set_nonblocking(true).unwrap();
+                    checks.push(TcpStream::from_std(stream).unwrap());
+                }
+                1 => {
+                    io::Write::write_all(&mut stream, b"GET /health HTTP/1.1\r\nhost: x\r\nx-slow: ").unwrap();
+                    silent.push(stream);
+                }
+                2 => {
+                    io::Write::write_all(&mut stream, head(CHAT, 100).as_bytes()).unwrap();
+                    silent.push(stream);
+                }
+                _ => silent.push(stream),
+            }
+        }
+        for check in &checks {
+            let answer = wait_for_close(check).await;
+            assert!(answer.starts_with(b"HTTP/1.1 200 "), "{round}: {}", String::from_utf8_lossy(&answer));
+        }
+    }
+}
+
+/// Clients open silent connections, half heads and refused requests as fast as they can, from threads.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn health_answers_beside_a_flood_of_connections() {
+    let configure = |state: &mut ServerState| state.max_connections = Some(1);
+    let server = Setup { says: Some(LONG), configure, ..Setup::default() }.start().await;
+    let _busy = half_body(&server).await;
+    let (address, stop) = (server.address, Arc::new(AtomicBool::new(false)));
+    let flood = |sent: String, opened: usize| {
+        let stop = stop.clone();
+        std::thread::spawn(move || {
+            let mut open = VecDeque::new();
+            while !stop.load(Relaxed) {
+                if let Ok(mut stream) = std::net::TcpStream::connect(address) {
+                    let _ = io::Write::write_all(&mut stream, sent.as_bytes());
+                    open.push_back(stream);
+                }
+                if open.len() > opened {
+                    open.pop_front();
+                }
+            }
+        })
+    };
+    let half = "GET /health HTTP/1.1\r\nhost: x\r\nx-slow: ".to_owned();
+    let floods = [flood(String::new(), 300), flood(half, 300), flood(head(CHAT, 100), 30)];
+    sleep(Duration::from_millis(200)).await;
+    for number in 0..100 {
+        let path = if number % 2 == 0 { "/health" } else { "/metrics" };
+        assert_eq!(server.get(path).await.status, 200, "{number}");
+    }
+    stop.store(true, Relaxed);
+    floods.into_iter().for_each(|flood| flood.join().unwrap());
+}
+
+/// A connection whose body never ends.
+async fn half_body(server: &Server) -> TcpStream {
+    let stream = TcpStream::connect(server.address).await.unwrap();
+    write(&stream, head(CHAT, 1 << 20).as_bytes()).await;
+    write(&stream, b"{").await;
+    while server.metrics.request_memory.get() == 0 {
+        sleep(Duration::from_millis(5)).await;
+    }
+    stream
 }
 
 #[tokio::test]
