@@ -122,8 +122,9 @@ pub struct ServeArgs {
     pub allowed_host: Option<String>,
     #[command(flatten)]
     pub parallel: ParallelArgs,
-    /// Maximum number of waiting requests; further requests get status 429
-    #[arg(long, env = "MOESTRO_MAX_QUEUE", value_name = "N", default_value_t = 16, value_parser = values::range::<0, 65_536>, hide_short_help = true, help_heading = "Server")]
+    /// Maximum number of waiting requests. If more wait, or if they take more than half of the memory for requests, the
+    /// client that has most of them gets status 429
+    #[arg(long, env = "MOESTRO_MAX_QUEUE", value_name = "N", default_value_t = 512, value_parser = values::range::<0, 65_536>, hide_short_help = true, help_heading = "Server")]
     pub max_queue: usize,
     /// Time limit of a request in seconds, including its wait [default: no limit]
     #[arg(long, env = "MOESTRO_REQUEST_TIMEOUT", value_name = "SECS", value_parser = values::seconds, hide_short_help = true, help_heading = "Server")]

@@ -196,8 +196,9 @@ pub enum ImageError {
 /// Reasons why a request is not queued or ends early.
 #[derive(Debug, thiserror::Error)]
 pub enum EngineError {
+    /// The queue refused the request, or gave it up for a request of another client.
     #[error("the queue is full")]
-    QueueFull,
+    QueueFull { retry_seconds: u32 },
     #[error("the server is shutting down")]
     Draining,
     #[error("the model was unloaded for another request because earlier answers were not read in time")]

@@ -43,6 +43,8 @@ mod mutated_requests;
 mod ollama;
 #[path = "api/pages.rs"]
 mod pages;
+#[path = "api/queue.rs"]
+mod queue;
 #[path = "api/request_memory.rs"]
 mod request_memory;
 #[path = "api/response_format.rs"]

@@ -203,9 +203,11 @@ impl ModelCatalog {
             loaded => loaded?,
         };
         pack_or_suggest(config.pack, &model.model, &checkpoint.dir);
+        self.memory.set_plan(model.requests);
         let options = Options {
             parallel: model.model.plan().parallel,
             max_queue: config.max_queue,
+            max_queue_bytes: self.memory.waiting_limit(),
             eos: checkpoint.generation.eos.clone(),
             usable_vocab: checkpoint.tokenizer.vocab_size().min(model.model.info().vocab),
             prompt_cache: model.model.plan().prompt_cache,
@@ -221,7 +223,6 @@ impl ModelCatalog {
             .spawn(move || warm.warm_up())
             .map_err(CommandError::io("starting a thread"))?;
         let created = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
-        self.memory.set_plan(model.requests);
         metrics.set_model(id);
         let app = LoadedModel {
             engine,

@@ -448,7 +448,7 @@ mod tests {
         let row = |name: &str| settings.rows.iter().find(|row| row.flag == name).unwrap();
         assert_eq!((row("temp").value.as_deref(), row("temp").from.as_str()), (Some("0.1"), "command line"));
         assert!(row("port").value.as_deref() == Some("6000") && row("port").from.ends_with(".toml"));
-        assert_eq!(row("max-queue").from, "default");
+        assert_eq!((row("max-queue").value.as_deref(), row("max-queue").from.as_str()), (Some("512"), "default"));
         assert_eq!(row("api-key").value.as_deref(), Some("(hidden)"));
     }
 }

@@ -17,6 +17,9 @@ use crate::{
 };
 use std::{io, sync::Arc, thread::JoinHandle, time::Duration};
 
+/// Default of [`Options::max_queue`]: as many as Ollama's default, so that the requests of many clients all wait.
+pub const DEFAULT_MAX_QUEUE: usize = 512;
+
 /// Options of the engine.
 #[derive(Debug, Clone)]
 pub struct Options {
@@ -24,6 +27,8 @@ pub struct Options {
     pub parallel: usize,
     /// Maximum number of requests that wait while `parallel` requests run.
     pub max_queue: usize,
+    /// Maximum of the memory that all waiting requests hold together, in bytes.
+    pub max_queue_bytes: usize,
     /// Tokens that end an answer.
     pub eos: Vec<u32>,
     /// Number of ids that are tokens. Ids from this number on only pad the vocabulary and are never sampled.
@@ -44,7 +49,8 @@ impl Default for Options {
     fn default() -> Self {
         Self {
             parallel: 1,
-            max_queue: 16,
+            max_queue: DEFAULT_MAX_QUEUE,
+            max_queue_bytes: usize::MAX,
             eos: Vec::new(),
             usable_vocab: usize::MAX,
             // The server enables drafts. Tests that count forward passes need a policy without drafts.
@@ -80,6 +86,7 @@ pub fn spawn_with<M: Model>(
         vocab: info.vocab,
         context: info.context,
         max_queue: options.max_queue,
+        max_queue_bytes: options.max_queue_bytes,
         parallel: options.parallel.max(1),
         grace: options.grace,
     };

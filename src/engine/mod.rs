@@ -8,6 +8,7 @@ mod abort;
 mod answer;
 mod cache_salt;
 mod constraint;
+mod fair_share;
 mod handle;
 mod live_request;
 mod model_runner;
@@ -29,7 +30,8 @@ mod mock_model;
 pub use crate::model::{Image, ImageProcessor, PlacedImage, place_images};
 pub use cache_salt::CacheSalt;
 pub use constraint::{Constraint, TokenMask};
-pub use handle::{Handle, Options, Worker, spawn, spawn_with};
+pub use fair_share::{ClientId, QueueLimits, QueueShare, retry_seconds};
+pub use handle::{DEFAULT_MAX_QUEUE, Handle, Options, Worker, spawn, spawn_with};
 pub use prompt_cache::{DiskCacheOptions, PromptCacheStatus, clear_prompt_dir};
 pub use request::{
     Boundary, BoundaryKind, Event, Events, Finish, Logprobs, MAX_DRAFT_POSITIONS, Request, Sampling, Timings, collect,

@@ -1,10 +1,12 @@
 //! The bounded request queue between the handles and the engine's thread. Clients take turns. Requests of one client
-//! run in the order of arrival.
+//! run in the order of arrival. If the queue is full, it gives up requests of the client that has most for those of
+//! others, see [`fair_share`](super::fair_share).
 //!
 //! If the client of a queued request disconnects, or its deadline passes, the request is removed and never runs.
 
 use super::{
     abort::Abort,
+    fair_share::{GROUPS, QueueLimits, QueueShare, retry_seconds},
     request::{Event, Events, Request},
 };
 use crate::{
@@ -19,9 +21,9 @@ use std::{
 };
 use tokio::sync::mpsc;
 
-/// Maximum number of clients whose last turn is remembered. The least recently served client is forgotten first and
-/// then counts as new. This limits how many requests of new clients can run before a waiting request.
-const MAX_CLIENTS: usize = 64;
+/// Maximum number of groups of clients whose last turn is remembered. The least recently served group is forgotten first
+/// and then counts as new. This limits how many requests of new clients can run before a waiting request.
+const MAX_GROUPS: usize = 128;
 
 /// Interval at which an idle engine checks for memory pressure.
 const IDLE_INTERVAL: Duration = Duration::from_secs(1);
@@ -34,18 +36,21 @@ pub(super) struct SubmittedRequest {
 }
 
 impl SubmittedRequest {
-    /// The reason to end the request now. `None` if the request may continue. `drain_deadline` is the end of a draining
-    /// engine's grace period.
-    fn abort_reason(&self, drain_deadline: Option<Instant>) -> Option<Abort> {
+    /// The reason to end the request at the time `now`. `None` if the request may continue. `drain_deadline` is the end of
+    /// a draining engine's grace period.
+    fn abort_reason(&self, now: Instant, drain_deadline: Option<Instant>) -> Option<Abort> {
         if self.events.is_closed() {
             return Some(Abort::Disconnected);
         }
-        let now = Instant::now();
         let passed = |deadline: Option<Instant>| deadline.is_some_and(|deadline| now >= deadline);
         if passed(drain_deadline) {
             return Some(Abort::Failed(EngineError::Draining));
         }
         passed(self.request.deadline).then_some(Abort::Failed(EngineError::TimedOut))
+    }
+
+    fn share(&self) -> QueueShare {
+        QueueShare { client: self.request.client, bytes: self.request.waiting_bytes }
     }
 }
 
@@ -55,6 +60,8 @@ pub(super) struct AdmissionLimits {
     pub context: usize,
     /// Maximum number of requests that wait while `parallel` requests run.
     pub max_queue: usize,
+    /// Maximum of the memory that all waiting requests hold together, in bytes.
+    pub max_queue_bytes: usize,
     /// Maximum number of requests that run at the same time.
     pub parallel: usize,
     /// Time for which accepted requests may continue after [`RequestQueue::drain`].
@@ -92,9 +99,9 @@ struct QueueState {
     running: usize,
     /// Number of requests taken from the queue so far.
     taken: u64,
-    /// For each client: the value of `taken` after the client's last request was taken. Contains at most
-    /// [`MAX_CLIENTS`] clients: the client that was served last, and those that must not run before a waiting client
-    /// if they ask again.
+    /// For each group of clients: the value of `taken` after the group's last request was taken. Contains at most
+    /// [`MAX_GROUPS`] groups: those of the client that was served last, and those that must not run before a waiting
+    /// group if they ask again.
     last_taken: HashMap<u64, u64>,
     phase: QueuePhase,
 }
@@ -115,7 +122,8 @@ impl RequestQueue {
         Self { queue: Mutex::default(), changed: Condvar::new(), limits, metrics }
     }
 
-    /// Appends a request. The events of the request arrive on the returned receiver.
+    /// Appends a request. The events of the request arrive on the returned receiver. If the queue is full, the request
+    /// or waiting requests of another client fail with `QueueFull`.
     pub fn push(&self, request: Request) -> Result<Events, EngineError> {
         self.limits.check(&request)?;
         let arrived = Instant::now();
@@ -130,10 +138,9 @@ impl RequestQueue {
             QueuePhase::Stopped => return Err(EngineError::Stopped),
         }
         self.remove_aborted(&mut queue);
-        if queue.waiting.len() + queue.running >= self.limits.max_queue + self.limits.parallel {
-            return Err(EngineError::QueueFull);
-        }
-        queue.waiting.push_back(SubmittedRequest { request, events: sender, arrived });
+        let submitted = SubmittedRequest { request, events: sender, arrived };
+        self.make_room(&mut queue, submitted.share())?;
+        queue.waiting.push_back(submitted);
         self.update_metrics(&queue);
         self.changed.notify_one();
         Ok(events)
@@ -172,7 +179,7 @@ impl RequestQueue {
         let mut queue = self.queue.lock();
         self.remove_aborted(&mut queue);
         self.update_metrics(&queue);
-        running.abort_reason(queue.deadline()).map_or(Ok(()), Err)
+        running.abort_reason(Instant::now(), queue.deadline()).map_or(Ok(()), Err)
     }
 
     /// True if the running step should be cancelled: the step's client has disconnected, and another request runs or
@@ -232,9 +239,25 @@ impl RequestQueue {
         self.update_metrics(&queue);
     }
 
+    /// Gives up waiting requests for a new request with this share if the queue is full, or refuses the new request.
+    fn make_room(&self, queue: &mut QueueState, new: QueueShare) -> Result<(), EngineError> {
+        let AdmissionLimits { max_queue, max_queue_bytes, parallel, .. } = self.limits;
+        let requests = (max_queue + parallel).saturating_sub(queue.running);
+        let waiting: Vec<_> = queue.waiting.iter().map(SubmittedRequest::share).collect();
+        let room = QueueLimits { requests, bytes: max_queue_bytes }.make_room(&waiting, new);
+        let longest = queue.waiting.front().map(|oldest| oldest.arrived.elapsed()).unwrap_or_default();
+        let full = || EngineError::QueueFull { retry_seconds: retry_seconds(longest) };
+        let mut given_up = room.ok_or_else(full)?;
+        given_up.sort_unstable();
+        for given_up in given_up.into_iter().rev().filter_map(|index| queue.waiting.remove(index)) {
+            let _ = given_up.events.send(Event::Failed(full()));
+        }
+        Ok(())
+    }
+
     fn remove_aborted(&self, queue: &mut QueueState) {
-        let deadline = queue.deadline();
-        queue.waiting.retain(|waiting| match waiting.abort_reason(deadline) {
+        let (now, deadline) = (Instant::now(), queue.deadline());
+        queue.waiting.retain(|waiting| match waiting.abort_reason(now, deadline) {
             None => true,
             Some(Abort::Disconnected | Abort::StepCancelled) => false,
             Some(Abort::Failed(error)) => {
@@ -251,24 +274,28 @@ impl RequestQueue {
 }
 
 impl QueueState {
-    /// Takes the oldest request of the client that was served least recently, if it fits.
+    /// The values of [`QueueState::last_taken`] for the groups of a request's client.
+    fn last_turns(&self, waiting: &SubmittedRequest) -> [u64; GROUPS] {
+        waiting.request.client.groups.map(|group| self.last_taken.get(&group).copied().unwrap_or(0))
+    }
+
+    /// Takes the oldest request of the client that was served least recently, if it fits. Addresses take turns, then the
+    /// keys of an address, then the users of a key.
     fn take_next(&mut self, fits: &dyn Fn(&Request) -> bool) -> Option<SubmittedRequest> {
-        let last_turn = |waiting: &SubmittedRequest| self.last_taken.get(&waiting.request.client).copied().unwrap_or(0);
-        let (index, next) = self.waiting.iter().enumerate().min_by_key(|(_, waiting)| last_turn(waiting))?;
+        let (index, next) = self.waiting.iter().enumerate().min_by_key(|(_, waiting)| self.last_turns(waiting))?;
         if self.running > 0 && !fits(&next.request) {
             return None;
         }
         let next = self.waiting.remove(index)?;
         self.running += 1;
         self.taken += 1;
-        let turn = |client: u64| self.last_taken.get(&client).copied().unwrap_or(0);
-        let oldest = self.waiting.iter().map(|waiting| turn(waiting.request.client)).min().unwrap_or(u64::MAX);
+        let oldest = self.waiting.iter().flat_map(|waiting| self.last_turns(waiting)).min().unwrap_or(u64::MAX);
         self.last_taken.retain(|_, turn| *turn >= oldest);
-        self.last_taken.insert(next.request.client, self.taken);
-        if self.last_taken.len() > MAX_CLIENTS
-            && let Some((&client, _)) = self.last_taken.iter().min_by_key(|(_, turn)| **turn)
+        self.last_taken.extend(next.request.client.groups.map(|group| (group, self.taken)));
+        while self.last_taken.len() > MAX_GROUPS
+            && let Some((&group, _)) = self.last_taken.iter().min_by_key(|(_, turn)| **turn)
         {
-            self.last_taken.remove(&client);
+            self.last_taken.remove(&group);
         }
         Some(next)
     }

@@ -3,6 +3,7 @@
 use super::{
     cache_salt::{CacheSalt, CachedPrompt},
     constraint::Constraint,
+    fair_share::ClientId,
 };
 use crate::{error::EngineError, model::PlacedImage};
 use std::{
@@ -76,8 +77,10 @@ pub struct Request {
     pub cache_prompt: bool,
     /// Requests with different salts share no cached state.
     pub cache_salt: Option<CacheSalt>,
-    /// Identifies the client. Waiting requests of several clients take turns.
-    pub client: u64,
+    /// Waiting requests of several clients take turns.
+    pub client: ClientId,
+    /// Memory that the request holds while it waits, see [`Options::max_queue_bytes`](super::Options::max_queue_bytes).
+    pub waiting_bytes: usize,
     /// The request fails with `TimedOut` at this time, whether it is queued or running.
     pub deadline: Option<Instant>,
     /// Set to true to end the answer after the current step with [`Finish::Stop`], for example at a stop string. Clones
@@ -100,7 +103,8 @@ impl Request {
             boundaries: Vec::new(),
             cache_prompt: true,
             cache_salt: None,
-            client: 0,
+            client: ClientId::default(),
+            waiting_bytes: 0,
             deadline: None,
             is_complete: Arc::default(),
         }

@@ -11,7 +11,7 @@
 //! | 413 | the body is over the limit, or the request needs more memory than the plan has for requests |
 //! | 415 | the body is not declared as JSON, or has another encoding than gzip |
 //! | 422 | the model's chat template refuses the conversation |
-//! | 429 | the queue is full; `Retry-After` says when to try again |
+//! | 429 | the queue is full, or gave up the request for another client; `Retry-After` says when to try again |
 //! | 500 | the model failed; the message says where |
 //! | 503 | no model is loaded yet, or the server is shutting down |
 //! | 503 | other requests hold the memory, the connections or the compiler of output formats |
@@ -34,6 +34,8 @@ use std::fmt::Display;
 const CONTEXT_EXCEEDED: &str = "context_length_exceeded";
 /// Maximum number of bytes of an error's message, and of the path of its field.
 const MAX_BYTES: usize = 4096;
+/// Error code of a full queue.
+const QUEUE_FULL: &str = "queue_full";
 
 #[derive(Debug, Clone, PartialEq)]
 pub struct ApiError {
@@ -320,6 +322,11 @@ impl ApiError {
         &self.message
     }
 
+    /// True if a queue refused the request or gave it up.
+    pub fn is_queue_full(&self) -> bool {
+        self.code == Some(QUEUE_FULL)
+    }
+
     /// The error as JSON, for a body or for an event of a stream.
     pub fn body(&self) -> Value {
         let Self { kind, code, param, message, lengths, .. } = self;
@@ -337,11 +344,11 @@ impl From<EngineError> for ApiError {
     fn from(error: EngineError) -> Self {
         let message = error.client_message();
         match error {
-            EngineError::QueueFull => {
-                let message =
-                    "Too many requests are waiting. Try again, or start the server with a larger --max-queue.";
+            EngineError::QueueFull { retry_seconds } => {
+                let message = "Too many requests are waiting. Try again, or start the server with a larger --max-queue \
+                               or --memory-limit.";
                 let (status, kind) = (StatusCode::TOO_MANY_REQUESTS, "rate_limit_error");
-                Self::new(status, kind, Some("queue_full"), message).retry_after(2)
+                Self::new(status, kind, Some(QUEUE_FULL), message).retry_after(retry_seconds)
             }
             EngineError::Draining => Self::unavailable("shutting_down", "The server is shutting down."),
             EngineError::Unloaded => Self::unavailable("model_unloaded", message),
@@ -433,7 +440,7 @@ mod tests {
     #[test]
     fn engine_errors_have_their_status() {
         let status = |error: EngineError| ApiError::from(error).status.as_u16();
-        assert_eq!(status(EngineError::QueueFull), 429);
+        assert_eq!(status(EngineError::QueueFull { retry_seconds: 2 }), 429);
         assert_eq!(status(EngineError::Draining), 503);
         assert_eq!(status(EngineError::TimedOut), 504);
         assert_eq!(status(EngineError::Stopped), 500);
@@ -549,7 +556,7 @@ mod tests {
 
     #[test]
     fn full_queue_sets_retry_after() {
-        let response = ApiError::from(EngineError::QueueFull).into_response();
-        assert_eq!(response.headers()[header::RETRY_AFTER], "2");
+        let response = ApiError::from(EngineError::QueueFull { retry_seconds: 7 }).into_response();
+        assert_eq!(response.headers()[header::RETRY_AFTER], "7");
     }
 }

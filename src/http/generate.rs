@@ -5,17 +5,21 @@
 //!
 //! A handler parses its API's body into a [`GenerationRequest`] and passes the [`Renderer`] that writes the answer.
 
-use crate::http::{
-    ApiError, ServerState,
-    layers::{MemoryPermit, RequestLog, with_deadline},
-    output::{Renderer, renderer},
-    request::GenerationRequest,
+use crate::{
+    engine::QueueShare,
+    http::{
+        ApiError, ServerState,
+        layers::{MemoryPermit, RequestLog, with_deadline},
+        models::LoadedModel,
+        output::{Renderer, renderer},
+        request::GenerationRequest,
+    },
 };
 use axum::{extract::FromRequestParts, http::request::Parts, response::Response};
 use std::sync::Arc;
 
-/// The server and the log of a generation request. Until a model has been loaded or set as the default, the request
-/// gets 503.
+/// The server and the log of a request that needs a model. Until a model has been loaded or set as the default, the
+/// request gets 503.
 pub struct Generator {
     pub state: Arc<ServerState>,
     log: Arc<RequestLog>,
@@ -33,6 +37,12 @@ impl FromRequestParts<Arc<ServerState>> for Generator {
 }
 
 impl Generator {
+    /// Waits until the requested model is loaded, and returns it.
+    pub async fn model(&self, requested: Option<&str>, permit: &MemoryPermit) -> Result<Arc<LoadedModel>, ApiError> {
+        let share = QueueShare { client: self.log.client(()), bytes: permit.bytes() };
+        self.state.lease(requested, share).await?.wait().await
+    }
+
     /// Waits for the model, queues the request and answers with one body or a stream.
     ///
     /// If the model must be loaded first, a stream begins immediately, so that the client knows that the server is
@@ -44,13 +54,18 @@ impl Generator {
         mut renderer: R,
     ) -> Result<Response, ApiError> {
         let Self { state, log } = self;
-        let lease = state.models.lease(request.model()).await?;
+        let client = request.common.client(&log);
+        let bytes = permit.bytes() + renderer.held_bytes();
+        let lease = state.lease(request.model(), QueueShare { client, bytes }).await?;
         let (streams, must_wait) = (request.streams(), lease.must_wait());
-        let (request_log, urls) = (log.clone(), state.image_urls.clone());
+        let (request_log, urls, held_bytes) = (log.clone(), state.image_urls.clone(), renderer.held_bytes());
         let ready = async move {
             let model = lease.wait().await?;
             let mut choices = request.prepare(&model, &urls, &request_log, permit).await?;
+            choices.request.waiting_bytes = choices.permit.bytes() + held_bytes;
             let first = choices.submit(0)?;
+            // Later choices use the same memory.
+            choices.request.waiting_bytes = 0;
             request_log.mark_generation();
             Ok((model, choices, first))
         };

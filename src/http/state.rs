@@ -1,11 +1,12 @@
 //! Server state shared by all handlers.
 
 use crate::{
+    engine::QueueShare,
     http::{
         ApiError,
         health::StorageHealth,
         layers::{OriginPolicy, RequestMemory, Timeouts},
-        models::{HostedModel, LoadedModel, ModelHost},
+        models::{HostedModel, LoadedModel, ModelHost, ModelLease},
         openai::responses::ResponseStore,
         request::ImageUrls,
     },
@@ -98,8 +99,8 @@ impl ServerState {
         self.models.is_open().then_some(()).ok_or_else(ApiError::loading)
     }
 
-    /// Waits until the requested model is loaded, and returns it.
-    pub async fn model(&self, requested: Option<&str>) -> Result<Arc<LoadedModel>, ApiError> {
-        self.models.lease(requested).await?.wait().await
+    /// A lease of the requested model. `share` is the request's share of the queue if the model has yet to be loaded.
+    pub async fn lease(&self, requested: Option<&str>, share: QueueShare) -> Result<ModelLease, ApiError> {
+        self.models.lease(requested, share, self.memory.waiting_limit()).await
     }
 }

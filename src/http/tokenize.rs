@@ -2,7 +2,8 @@
 //! engine's queue.
 
 use crate::http::{
-    ApiError, ServerState,
+    ApiError,
+    generate::Generator,
     layers::{body_guard, memory},
     output::completion_logprobs,
     request::{ChatPrompt, EndMarker, body, messages, sampling_params, tools},
@@ -10,12 +11,10 @@ use crate::http::{
 use axum::{
     Json,
     body::Body,
-    extract::State,
     response::{IntoResponse, Response},
 };
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
-use std::sync::Arc;
 
 /// `POST /tokenize`: a `prompt`, or `messages` for the model's chat template.
 #[derive(Debug, Deserialize)]
@@ -49,10 +48,9 @@ pub struct Tokenized {
 }
 
 /// Returns the tokens of a `prompt`, or of `messages` and `tools` as the chat endpoint renders them.
-pub async fn tokenize(State(state): State<Arc<ServerState>>, body: Body) -> Result<Response, ApiError> {
-    state.ensure_ready()?;
-    let (request, mut permit) = body::json::<TokenizeRequest>(&state, body).await?;
-    let model = state.model(request.model.as_deref()).await?;
+pub async fn tokenize(server: Generator, body: Body) -> Result<Response, ApiError> {
+    let (request, mut permit) = body::json::<TokenizeRequest>(&server.state, body).await?;
+    let model = server.model(request.model.as_deref(), &permit).await?;
     let (text, images) = match (request.prompt.or(request.content), request.messages) {
         (Some(prompt), None) => (prompt, Vec::new()),
         (None, Some(messages)) => {
@@ -68,7 +66,7 @@ pub async fn tokenize(State(state): State<Arc<ServerState>>, body: Body) -> Resu
                 default_thinking: None,
                 forbids_calls: false,
             };
-            let images = model.decode_images(&mut permit, &mut chat, &state.image_urls, None).await?;
+            let images = model.decode_images(&mut permit, &mut chat, &server.state.image_urls, None).await?;
             (model.render(&mut permit, chat).await?.0, images)
         }
         _ => return Err(ApiError::invalid("prompt", "Send either prompt or messages.")),
@@ -86,8 +84,8 @@ pub async fn tokenize(State(state): State<Arc<ServerState>>, body: Body) -> Resu
 
 /// Returns the chat template and the context length in vLLM's format. lm-evaluation-harness uses both to render prompts
 /// and to count tokens.
-pub async fn info(State(state): State<Arc<ServerState>>) -> Result<Json<Value>, ApiError> {
-    let model = state.model(None).await?;
+pub async fn info(server: Generator) -> Result<Json<Value>, ApiError> {
+    let model = server.model(None, &server.state.memory.permit()).await?;
     let mut info = model.template.as_ref().map_or_else(|| json!({}), |template| template.info().clone());
     info["tokenizer_class"] = "PreTrainedTokenizerFast".into();
     info["model_max_length"] = model.engine.context().into();
@@ -95,10 +93,9 @@ pub async fn info(State(state): State<Arc<ServerState>>) -> Result<Json<Value>, 
 }
 
 /// Returns the text of `tokens`, including special tokens.
-pub async fn detokenize(State(state): State<Arc<ServerState>>, body: Body) -> Result<Response, ApiError> {
-    state.ensure_ready()?;
-    let (request, mut permit) = body::json::<DetokenizeRequest>(&state, body).await?;
-    let model = state.model(request.model.as_deref()).await?;
+pub async fn detokenize(server: Generator, body: Body) -> Result<Response, ApiError> {
+    let (request, mut permit) = body::json::<DetokenizeRequest>(&server.state, body).await?;
+    let model = server.model(request.model.as_deref(), &permit).await?;
     let ids = sampling_params::token_ids("tokens", &request.tokens, model.engine.vocab())?;
     permit.grow(memory::decoded_bytes(ids.iter().map(|&id| model.tokenizer.token_bytes(id).len()).sum()))?;
     let text = completion_logprobs::text(&model.tokenizer, &ids);

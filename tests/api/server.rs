@@ -35,6 +35,7 @@ pub struct Setup {
     pub speculate: DraftPolicy,
     pub context: usize,
     pub max_queue: usize,
+    pub max_queue_bytes: usize,
     pub parallel: usize,
     pub api_key: Option<&'static str>,
     pub cors: Option<&'static str>,
@@ -61,6 +62,7 @@ impl Default for Setup {
             speculate: DraftPolicy::Off,
             context: 512,
             max_queue: 16,
+            max_queue_bytes: usize::MAX,
             parallel: 1,
             api_key: None,
             cors: None,
@@ -188,6 +190,7 @@ impl Setup {
         let metrics = Metrics::new("0.0.0", "cpu");
         let options = Options {
             max_queue: self.max_queue,
+            max_queue_bytes: self.max_queue_bytes,
             parallel: self.parallel,
             eos: vec![EOS],
             grace: self.grace,

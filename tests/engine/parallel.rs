@@ -6,7 +6,7 @@ use super::{
 };
 use moestro::{
     device::{CpuArithmetic, CpuDevice},
-    engine::{DraftPolicy, Event, Events, Finish, Options, Request, Sampling, collect},
+    engine::{ClientId, DraftPolicy, Event, Events, Finish, Options, Request, Sampling, collect},
     error::EngineError,
 };
 use std::{
@@ -168,7 +168,10 @@ fn failed_prompt_ends_one_request() {
 #[test]
 fn clients_take_turns() {
     let (handle, ..) = engine(&slow_model(1), parallel(1));
-    let ask = |client, max_tokens| handle.submit(Request { client, ..request(&[9], max_tokens) }).unwrap();
+    let ask = |key, max_tokens| {
+        let client = ClientId::new(0, key, 0);
+        handle.submit(Request { client, ..request(&[9], max_tokens) }).unwrap()
+    };
     let mut first = ask(1, 90_000);
     wait_for_token(&mut first);
     let mut waiting: Vec<_> = (0..3).map(|_| ask(1, 1)).collect();
@@ -182,11 +185,40 @@ fn clients_take_turns() {
     }
 }
 
+/// A key with many users has as many turns as a key with one user.
+#[test]
+fn keys_take_turns_before_users() {
+    let (handle, ..) = engine(&slow_model(1), parallel(1));
+    let ask = |address, key, user, max_tokens| {
+        let client = ClientId::new(address, key, user);
+        handle.submit(Request { client, ..request(&[9], max_tokens) }).unwrap()
+    };
+    let mut first = ask(1, 1, 1, 90_000);
+    wait_for_token(&mut first);
+    let mut users = [ask(1, 1, 2, 1), ask(1, 1, 3, 1), ask(1, 3, 1, 1)];
+    let (mut key, mut address) = (ask(1, 2, 1, 90_000), ask(2, 1, 1, 90_000));
+    drop(first);
+    wait_for_token(&mut address);
+    assert!(key.try_recv().is_err(), "an address that has had no turn is first");
+    let mut again = ask(2, 1, 1, 1);
+    drop(address);
+    wait_for_token(&mut key);
+    assert_eq!([count_tokens(&mut users[2]), count_tokens(&mut again)], [1, 1], "both addresses have had a turn");
+    assert!(users[..2].iter_mut().all(|events| events.try_recv().is_err()), "their key has had its turn");
+    drop(key);
+    for events in users.into_iter().take(2) {
+        assert_eq!(collect(events).0, [5]);
+    }
+}
+
 /// Clients that send one request after another do not delay the second request of a client without limit.
 #[test]
 fn queued_request_is_not_starved() {
     let (handle, ..) = engine(&slow_model(1), parallel(1));
-    let ask = |client, max_tokens| handle.submit(Request { client, ..request(&[9], max_tokens) }).unwrap();
+    let ask = |key, max_tokens| {
+        let client = ClientId::new(0, key, 0);
+        handle.submit(Request { client, ..request(&[9], max_tokens) }).unwrap()
+    };
     let mut first = ask(1, 90_000);
     wait_for_token(&mut first);
     let (mut second, mut b, mut c) = (ask(1, 1), ask(2, 90_000), ask(3, 90_000));
@@ -275,7 +307,7 @@ fn shared_new_prefix_is_computed_once() {
 fn queue_is_full_beyond_running_and_waiting() {
     let (handle, ..) = engine(&slow_model(1), Options { max_queue: 2, ..parallel(3) });
     let _all: Vec<_> = (0..5).map(|_| handle.submit(request(&[9], 90_000)).unwrap()).collect();
-    assert!(matches!(handle.submit(request(&[9], 1)), Err(EngineError::QueueFull)));
+    assert!(matches!(handle.submit(request(&[9], 1)), Err(EngineError::QueueFull { .. })));
     let deadline = Instant::now() + Duration::from_secs(60);
     while handle.load() != (3, 2) {
         assert!(Instant::now() < deadline, "{:?}", handle.load());

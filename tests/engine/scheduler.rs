@@ -126,7 +126,7 @@ fn full_queue_refuses_until_client_disconnects() {
     let mut running = handle.submit(request(&[9], 90_000)).unwrap();
     wait_for_token(&mut running);
     let mut waiting: Vec<_> = (0..2).map(|_| handle.submit(request(&[9], 90_000)).unwrap()).collect();
-    assert!(matches!(handle.submit(request(&[9], 1)), Err(EngineError::QueueFull)));
+    assert!(matches!(handle.submit(request(&[9], 1)), Err(EngineError::QueueFull { .. })));
     assert_eq!(handle.load(), (1, 2));
     // A queued request whose client disconnects frees its place in the queue at once, although the engine is busy.
     waiting.pop();

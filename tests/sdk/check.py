@@ -5,6 +5,7 @@
 Sampling is greedy and the demo model was trained on these answers, so every answer has one correct text.
 """
 
+import asyncio
 import json
 import sys
 import time
@@ -258,10 +259,20 @@ def cancellation():
     raise AssertionError(health)
 
 
+def many_at_once():
+    """200 requests at the same time are all answered with the library's own number of retries."""
+    many = openai.AsyncOpenAI(base_url=BASE, api_key="unused", timeout=300)
+
+    async def answers():
+        return await asyncio.gather(*(many.completions.create(model=MODEL, prompt="What is", max_tokens=2) for _ in range(200)))
+
+    equal([answer.usage.completion_tokens for answer in asyncio.run(answers())], [2] * 200)
+
+
 def main():
     checks = [
         models, chat, without_thinking, conversation, stream, streams_as_it_generates, continue_final_message, tool_call, tool_call_streamed,
-        logprobs, stop_and_limits, seeded, completions, harness, errors, cancellation,
+        logprobs, stop_and_limits, seeded, completions, harness, errors, cancellation, many_at_once,
     ]
     failed = 0
     for check in checks:

@@ -47,6 +47,7 @@ impl Engine {
             vocab: info.vocab,
             context: info.context,
             max_queue: 100,
+            max_queue_bytes: usize::MAX,
             parallel: 4,
             grace: Duration::ZERO,
         };

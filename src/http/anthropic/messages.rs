@@ -11,16 +11,8 @@ use crate::http::{
     layers::{MemoryPermit, REQUEST_ID},
     request::{body, fields},
 };
-use axum::{
-    Json,
-    body::Body,
-    extract::{Request, State},
-    http::HeaderName,
-    middleware::Next,
-    response::Response,
-};
+use axum::{Json, body::Body, extract::Request, http::HeaderName, middleware::Next, response::Response};
 use serde_json::{Value, json};
-use std::sync::Arc;
 
 /// Anthropic's name of the request id header.
 static ANTHROPIC_ID: HeaderName = HeaderName::from_static("request-id");
@@ -36,13 +28,12 @@ pub async fn messages(server: Generator, body: Body) -> Result<Response, ApiErro
 }
 
 /// Counts the tokens of a request's prompt without generating anything.
-pub async fn count_tokens(State(state): State<Arc<ServerState>>, body: Body) -> Result<Json<Value>, ApiError> {
-    state.ensure_ready()?;
-    let (request, mut permit) = read(&state, body).await?;
+pub async fn count_tokens(server: Generator, body: Body) -> Result<Json<Value>, ApiError> {
+    let (request, mut permit) = read(&server.state, body).await?;
     let name = request.common.model.clone();
-    let chat = request.into_prompt(state.keep_billing_header)?;
-    let model = state.model(name.as_deref()).await?;
-    let tokens = model.count_tokens(&mut permit, chat, &state.image_urls).await?;
+    let chat = request.into_prompt(server.state.keep_billing_header)?;
+    let model = server.model(name.as_deref(), &permit).await?;
+    let tokens = model.count_tokens(&mut permit, chat, &server.state.image_urls).await?;
     Ok(Json(json!({"input_tokens": tokens})))
 }
 

@@ -2,7 +2,7 @@
 
 use crate::http::{ApiError, ServerState, routes};
 use axum::{
-    extract::{Query, Request, State},
+    extract::{ConnectInfo, Query, Request, State},
     http::{HeaderMap, HeaderValue, header},
     middleware::Next,
     response::{IntoResponse, Response},
@@ -10,6 +10,7 @@ use axum::{
 use std::{
     hash::{DefaultHasher, Hash, Hasher},
     hint::black_box,
+    net::IpAddr,
     sync::Arc,
 };
 
@@ -24,6 +25,16 @@ pub async fn require_key(State(state): State<Arc<ServerState>>, request: Request
 /// True if the request has the key, or no key is set.
 pub fn is_authorized(state: &ServerState, request: &Request) -> bool {
     state.api_key().is_none_or(|key| keys(request).iter().any(|given| equals(given, key.as_bytes())))
+}
+
+/// Number that identifies the client's address. `None` if the address is unknown. Only the first 64 bits of an IPv6
+/// address count, because a machine may choose the others.
+pub fn client_address(request: &Request) -> Option<u64> {
+    let ConnectInfo(address) = request.extensions().get::<ConnectInfo<IpAddr>>()?;
+    Some(match address.to_canonical() {
+        IpAddr::V4(address) => address.to_bits().into(),
+        IpAddr::V6(address) => (address.to_bits() >> 64) as u64,
+    })
 }
 
 /// Hash that identifies the client by the keys in its request, whether or not the server requires a key.
@@ -63,6 +74,20 @@ mod tests {
         for wrong in [&b"secre"[..], b"secrets", b"Secret", b"", b"\0\0\0\0\0\0"] {
             assert!(!equals(wrong, b"secret"));
         }
+    }
+
+    #[test]
+    fn address_is_that_of_a_machine() {
+        let address = |text: &str| {
+            let mut request = Request::default();
+            request.extensions_mut().insert(ConnectInfo(text.parse::<IpAddr>().unwrap()));
+            client_address(&request)
+        };
+        assert_eq!(address("2001:db8::1"), address("2001:db8::ffff:ffff:ffff:ffff"));
+        assert_ne!(address("2001:db8::1"), address("2001:db8:0:1::1"));
+        assert_eq!(address("10.0.0.1"), address("::ffff:10.0.0.1"));
+        assert_ne!(address("10.0.0.1"), address("10.0.0.2"));
+        assert_eq!(client_address(&Request::default()), None);
     }
 
     #[test]

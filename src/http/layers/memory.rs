@@ -150,6 +150,11 @@ impl RequestMemory {
         self.used.load(Relaxed)
     }
 
+    /// Maximum memory of the requests that wait in a queue: half, so that running and new requests have the other half.
+    pub fn waiting_limit(&self) -> usize {
+        self.total() / 2
+    }
+
     /// Sets the function that evicts the oldest entry of the cache.
     pub fn set_evict_oldest(&self, evict_oldest: EvictOldest) {
         let _ = self.evict_oldest.set(evict_oldest);

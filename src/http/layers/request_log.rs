@@ -9,6 +9,7 @@ use super::{
     timeouts::{Timeouts, with_deadline},
 };
 use crate::{
+    engine::ClientId,
     http::{ServerState, health::StorageHealth, routes},
     metrics::Metrics,
 };
@@ -21,7 +22,7 @@ use axum::{
 };
 use std::{
     fmt::{self, Display, Formatter},
-    hash::{BuildHasher, RandomState},
+    hash::{BuildHasher, Hash, RandomState},
     sync::{
         Arc, OnceLock,
         atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed},
@@ -52,8 +53,9 @@ pub struct RequestLog {
     /// Label of the route in the metrics.
     endpoint: &'static str,
     id: String,
-    /// Hash that identifies the client by its API key.
-    pub client: u64,
+    /// Numbers that identify the client by its address and its API key.
+    address: Option<u64>,
+    key: u64,
     start: Instant,
     pub deadline: Option<Instant>,
     /// Longest time of a stream without an event, see [`Timeouts::event`].
@@ -79,7 +81,8 @@ impl RequestLog {
             path: path.chars().take(MAX_LOGGED_PATH).collect(),
             endpoint: routes::endpoint(path),
             id: client_id(request.headers()).unwrap_or_else(|| format!("req_{}", unique_id())),
-            client: auth::client_hash(request),
+            address: auth::client_address(request),
+            key: auth::client_hash(request),
             start: Instant::now(),
             deadline: None,
             event_interval: Timeouts::default().event,
@@ -91,6 +94,11 @@ impl RequestLog {
             first_token: OnceLock::new(),
             images_not_shown: AtomicUsize::new(0),
         }
+    }
+
+    /// Identifies the client of the request. `user` is the user that the client names.
+    pub fn client(&self, user: impl Hash) -> ClientId {
+        ClientId::new(self.address, self.key, user)
     }
 
     pub fn is_late(&self) -> bool {

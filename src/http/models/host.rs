@@ -10,6 +10,7 @@ use super::{
     names::{self, ModelEntry},
 };
 use crate::{
+    engine::{QueueLimits, QueueShare},
     error::EngineError,
     http::{ApiError, health::FAILURE_MAX_AGE},
 };
@@ -147,11 +148,17 @@ impl ModelHost {
         names::find(requested, ids).map(str::to_owned)
     }
 
-    /// A lease of the requested model. An unknown name means the current model.
+    /// A lease of the requested model. An unknown name means the current model. If the model has yet to be loaded, the
+    /// request waits with `share` of at most `max_bytes` of memory.
     ///
     /// # Errors
     /// The name is the id of another model on the hub, too many requests wait, or the server stops or has no model yet.
-    pub async fn lease(&self, requested: Option<&str>) -> Result<ModelLease, ApiError> {
+    pub async fn lease(
+        &self,
+        requested: Option<&str>,
+        share: QueueShare,
+        max_bytes: usize,
+    ) -> Result<ModelLease, ApiError> {
         let known = match requested {
             Some(requested) => self.find(requested).await,
             None => None,
@@ -172,11 +179,10 @@ impl ModelHost {
         if let Some(model) = state.admit(&model_id, self.timeouts().max_wait) {
             return Ok(ModelLease::Ready(model));
         }
-        if state.waiters.len() > self.max_waiters {
-            return Err(ApiError::from(EngineError::QueueFull));
-        }
         let (reply, receiver) = oneshot::channel();
-        state.waiters.push_back(Waiter { model_id, since: Instant::now(), reply });
+        // The first request is the one that the model is loaded for.
+        let limits = QueueLimits { requests: self.max_waiters + 1, bytes: max_bytes };
+        state.add_waiter(Waiter { model_id, since: Instant::now(), share, reply }, limits)?;
         drop(state);
         self.changed.notify_one();
         Ok(ModelLease::Waiting(receiver))

@@ -3,7 +3,11 @@
 //! At most one model is in memory. [`HostState::next_step`] depends only on this state and the clock.
 
 use super::loaded::{HostedModel, LoadFailure, LoadedModel};
-use crate::http::ApiError;
+use crate::{
+    engine::{QueueLimits, QueueShare, retry_seconds},
+    error::EngineError,
+    http::ApiError,
+};
 use std::{
     collections::VecDeque,
     mem,
@@ -70,6 +74,7 @@ pub struct ResidentModel {
 pub struct Waiter {
     pub model_id: String,
     pub since: Instant,
+    pub share: QueueShare,
     pub reply: oneshot::Sender<Result<Arc<LoadedModel>, ApiError>>,
 }
 
@@ -140,6 +145,22 @@ impl HostState {
         for waiter in self.take_waiters(id) {
             let _ = waiter.reply.send(Err(ApiError::not_loaded(id, &failure.message)));
         }
+    }
+
+    /// Adds a request that waits for a model. If too many wait, gives up waiting requests of another client, or refuses
+    /// the new one.
+    pub fn add_waiter(&mut self, new: Waiter, limits: QueueLimits) -> Result<(), ApiError> {
+        let waiting: Vec<_> = self.waiters.iter().map(|waiter| waiter.share).collect();
+        let room = limits.make_room(&waiting, new.share);
+        let longest = self.waiters.front().map(|oldest| oldest.since.elapsed()).unwrap_or_default();
+        let full = || ApiError::from(EngineError::QueueFull { retry_seconds: retry_seconds(longest) });
+        let mut given_up = room.ok_or_else(full)?;
+        given_up.sort_unstable();
+        for given_up in given_up.into_iter().rev().filter_map(|index| self.waiters.remove(index)) {
+            let _ = given_up.reply.send(Err(full()));
+        }
+        self.waiters.push_back(new);
+        Ok(())
     }
 
     fn take_waiters(&mut self, id: &str) -> Vec<Waiter> {

@@ -9,7 +9,7 @@ mod host_state;
 mod loaded;
 mod names;
 
-pub use host::ModelHost;
+pub use host::{ModelHost, ModelLease};
 pub use host_state::HostTimeouts;
 pub use loaded::{HostedModel, LoadFailure, LoadedModel, ModelCard, ModelLoader, RequestLimits};
 pub use names::{CLAUDE_PREFIX, ModelEntry, plain as plain_name};

@@ -58,7 +58,7 @@ async fn answer(
     let unload = id.map(|id| UnloadOnDrop { state: server.state.clone(), id });
     let Some(request) = request else {
         if !unloads {
-            server.state.model(Some(&common.model)).await?;
+            server.model(Some(&common.model), &permit).await?;
         }
         return Ok(loaded(renderer, unloads));
     };

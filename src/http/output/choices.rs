@@ -3,7 +3,7 @@
 //!
 //! A chat has one prompt, and a completion request may have several prompts. Each prompt gets `n` choices, and choice
 //! `i` of a prompt is drawn with seed + `i`. If the queue is full, the first choice fails. Later choices wait, because
-//! the request has already waited in the queue.
+//! the request has already waited in the queue, and are queued again if the queue gives them up.
 
 use crate::{
     chat::parser::Parser,
@@ -41,7 +41,7 @@ pub struct ChatParams {
 /// A checked request for one or more answers.
 pub struct Choices {
     /// A weak reference does not keep the model in memory. If the client reads too slowly, the host may unload the
-    /// model between two generations. Empty after the last generation was queued.
+    /// model between two generations. Empty after the last generation has started.
     pub model: Weak<LoadedModel>,
     pub log: Arc<RequestLog>,
     /// Token ids of the prompts. Shared with the renderer, which may echo the prompts.
@@ -81,15 +81,20 @@ impl Choices {
         self.model.upgrade().ok_or(EngineError::Unloaded)
     }
 
-    /// Queues choice `index`. The last choice releases the model.
+    /// Queues choice `index`. A single choice releases the model.
     pub fn submit(&mut self, index: usize) -> Result<Generation, EngineError> {
         let model = self.model()?;
         let generation = self.submit_to(&model, index)?;
-        if index + 1 == self.len() {
-            self.model = Weak::new();
-            self.request.constraint = None;
+        if self.len() == 1 {
+            self.release_model();
         }
         Ok(generation)
+    }
+
+    /// Called when no choice has to be queued any more.
+    pub fn release_model(&mut self) {
+        self.model = Weak::new();
+        self.request.constraint = None;
     }
 
     /// Queues the choices after `current` that the engine can run at the same time, until the queue is full.
@@ -101,7 +106,7 @@ impl Choices {
             }
             match self.submit(next) {
                 Ok(generation) => self.ahead.push_back(ChoiceTask::spawn(generation, self.permit.empty())),
-                Err(EngineError::QueueFull) => return Ok(()),
+                Err(EngineError::QueueFull { .. }) => return Ok(()),
                 Err(error) => return Err(error),
             }
         }
@@ -115,7 +120,7 @@ impl Choices {
         }
         loop {
             match self.submit(index) {
-                Err(EngineError::QueueFull) => tokio::time::sleep(QUEUE_RETRY).await,
+                Err(EngineError::QueueFull { .. }) => tokio::time::sleep(QUEUE_RETRY).await,
                 submitted => return Ok(ChoiceTask::spawn(submitted?, self.permit.empty())),
             }
         }

@@ -25,6 +25,11 @@ pub trait Renderer: Send + 'static {
     /// True if a stream keeps its text and log-probabilities until its end.
     const KEEPS_OUTPUT: bool = false;
 
+    /// Memory of the request that the renderer holds, in addition to the request's permit.
+    fn held_bytes(&self) -> usize {
+        0
+    }
+
     /// Ends a stream with an error that came before its first event: the model could not be loaded, or the request was
     /// refused. Writes OpenAI's error object by default.
     fn refuse(frames: &Frames, error: &ApiError) {
@@ -210,17 +215,26 @@ async fn run(
     choices: &mut Choices,
     index: usize,
     first: Option<Generation>,
-    sink: impl FnMut(Update) -> Result<(), ApiError>,
+    mut sink: impl FnMut(Update) -> Result<(), ApiError>,
 ) -> Result<Finished, ApiError> {
-    match first {
-        Some(mut first) => {
-            choices.submit_ahead(index)?;
-            first.run(sink).await
-        }
-        None => {
-            let mut task = choices.next(index).await?;
-            choices.submit_ahead(index)?;
-            task.run(sink).await
+    if let Some(mut first) = first {
+        choices.submit_ahead(index)?;
+        return first.run(sink).await;
+    }
+    loop {
+        let mut task = choices.next(index).await?;
+        choices.submit_ahead(index)?;
+        let write = |update| {
+            if index + 1 == choices.len() && !matches!(update, Update::Idle) {
+                choices.release_model();
+            }
+            sink(update)
+        };
+        match task.run(write).await {
+            // The queue gave up this choice before it started. The choices after it are queued again, too, so that they
+            // stay in order.
+            Err(error) if error.is_queue_full() => choices.ahead.clear(),
+            finished => return finished,
         }
     }
 }

@@ -89,7 +89,7 @@ impl GenerationRequest {
             ignore_eos: self.echo && self.logprobs.is_some() && max_tokens == 1,
             constraint,
             images,
-            client: common.client(log.client),
+            client: common.client(log),
             ..Request::new(Vec::new(), max_tokens, sampling)
         };
         Ok(Choices {

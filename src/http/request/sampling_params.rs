@@ -1,16 +1,14 @@
 //! Checks the sampling parameters, stop strings and token counts of a request, and converts them for the engine. An
 //! error names the first field with a wrong value.
 
-use crate::engine::Sampling;
+use crate::engine::{ClientId, Sampling};
 use crate::http::{
     ApiError,
+    layers::RequestLog,
     openai::{CommonFields, OneOrMany},
 };
 use serde_json::Value;
-use std::{
-    hash::{DefaultHasher, Hash, Hasher},
-    ops::RangeInclusive,
-};
+use std::ops::RangeInclusive;
 
 /// Maximum number of stop strings. OpenAI allows 4, but clients of llama-server send more.
 const MAX_STOPS: usize = 16;
@@ -31,11 +29,9 @@ impl CommonFields {
         Ok(())
     }
 
-    /// Hash that identifies a user among the users of one client. `client` is the hash of the client's API key.
-    pub fn client(&self, client: u64) -> u64 {
-        let mut hasher = DefaultHasher::new();
-        (client, self.user.as_ref().map(Value::to_string)).hash(&mut hasher);
-        hasher.finish()
+    /// Identifies the client of the request with this log, and its user.
+    pub fn client(&self, log: &RequestLog) -> ClientId {
+        log.client(self.user.as_ref().map(Value::to_string))
     }
 
     /// Memory in bytes that is in use until the answer ends: copies of the stop strings, the tables that search for

@@ -27,12 +27,13 @@ pub async fn compact(server: Generator, body: Body) -> Result<Response, ApiError
     let (mut request, history, mut input, permit) = request::read(&server.state, body).await?;
     let kept: Vec<Value> = history.iter().chain(&input).filter(|item| item["role"] == "user").cloned().collect();
     let mut kept_permit = permit.empty();
-    kept_permit.resize(3 * kept.iter().map(value_bytes).sum::<usize>())?;
+    let renderer = CompactionRenderer { kept };
+    kept_permit.resize(renderer.held_bytes())?;
     input.push(json!({"role": "user", "content": REQUEST}));
     // The prompt keeps the tools, so that the cached beginning of the prompt is used, but the answer must be text.
     request.answer_as_text();
     let request = request.into_generation(history, input)?;
-    let response = server.generate(request, permit, CompactionRenderer { kept }).await?;
+    let response = server.generate(request, permit, renderer).await?;
     Ok(body_guard::hold(response, kept_permit))
 }
 
@@ -43,6 +44,10 @@ struct CompactionRenderer {
 }
 
 impl Renderer for CompactionRenderer {
+    fn held_bytes(&self) -> usize {
+        3 * self.kept.iter().map(value_bytes).sum::<usize>()
+    }
+
     /// A summary that is cut off would lose the rest of the conversation, so it is an error.
     fn body(self, answers: Vec<(Output, Finished)>, usage: Usage) -> Response {
         if answers.iter().any(|(_, finished)| finished.reason == FinishReason::Length) {

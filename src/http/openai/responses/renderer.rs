@@ -330,6 +330,10 @@ impl Renderer for ResponsesRenderer {
 
     const KEEPS_OUTPUT: bool = true;
 
+    fn held_bytes(&self) -> usize {
+        self.bytes()
+    }
+
     fn refuse(frames: &Frames, error: &ApiError) {
         let event = json!({
             "type": "error", "sequence_number": 0, "code": "server_error", "message": error.message(), "param": null,

@@ -1,0 +1,233 @@
+//! Tests of the full queue: which client gets a place, how a request learns that it lost its place, and many requests
+//! at once.
+
+use super::{
+    client::Answer,
+    connections::{head, write},
+    server::{Server, Setup},
+};
+use moestro::engine::DEFAULT_MAX_QUEUE;
+use serde_json::{Value, json};
+use std::{sync::Arc, time::Duration};
+use tokio::{net::TcpSocket, time::timeout};
+
+const CHAT: &str = "/v1/chat/completions";
+const TEXT: &str = "/v1/completions";
+const FULL: &str = "Too many requests are waiting";
+
+fn question(stream: bool) -> Value {
+    let messages = json!([{"role": "user", "content": "Count."}]);
+    json!({"messages": messages, "input": "Count.", "prompt": "Count.", "model": "mock", "max_tokens": 400, "stream": stream})
+}
+
+/// The fields of [`question`] that an API has.
+fn question_for(path: &str, stream: bool) -> Value {
+    let fields: &[&str] = match path {
+        "/v1/responses" => &["input", "stream"],
+        TEXT => &["prompt", "max_tokens", "stream"],
+        "/api/generate" => &["model", "prompt", "stream"],
+        "/api/chat" => &["model", "messages", "stream"],
+        _ => &["messages", "max_tokens", "stream"],
+    };
+    fields
+        .iter()
+        .map(|field| ((*field).to_owned(), question(stream)[field].clone()))
+        .collect::<serde_json::Map<_, _>>()
+        .into()
+}
+
+async fn ask(server: &Server, key: &str, path: &str, body: &Value) -> Answer {
+    let key = format!("Bearer {key}");
+    let headers = [("authorization", key.as_str()), ("content-type", "application/json")];
+    server.send("POST", path, &headers, Some(body.to_string().as_bytes())).await
+}
+
+/// A server that repeats its prompt and computes one request at a time, slowly.
+fn slow(max_queue: usize) -> Setup {
+    Setup { max_queue, context: 2048, delay: Duration::from_millis(5), ..Setup::default() }
+}
+
+/// Begins a request that takes ten seconds.
+async fn begin_long(server: &Server, key: &str) -> Answer {
+    let long = json!({"prompt": vec![7; 1000], "max_tokens": 1000, "stream": true});
+    ask(server, key, TEXT, &long).await
+}
+
+#[tokio::test]
+async fn two_hundred_requests_are_all_answered() {
+    let says = Some("</think>\n\nHello.");
+    let delay = Duration::from_micros(300);
+    let setup = Setup { max_queue: DEFAULT_MAX_QUEUE, parallel: 4, says, delay, ..Setup::default() };
+    let server = Arc::new(setup.start().await);
+    let asked: Vec<_> = (0..200)
+        .map(|number| {
+            let server = server.clone();
+            tokio::spawn(async move {
+                let answer = server.post(CHAT, &question_for(CHAT, number % 2 == 0)).await;
+                (answer.status, answer.text().await)
+            })
+        })
+        .collect();
+    for (number, answer) in asked.into_iter().enumerate() {
+        let (status, text) = answer.await.unwrap();
+        assert_eq!(status, 200, "{number}: {text}");
+        assert!(text.contains("Hello") && text.ends_with("[DONE]\n\n") == (number % 2 == 0), "{number}: {text}");
+    }
+}
+
+#[tokio::test]
+async fn key_with_most_requests_gives_up_its_newest() {
+    for (path, end) in [
+        (CHAT, r#""code":"queue_full""#),
+        (TEXT, r#""code":"queue_full""#),
+        ("/v1/messages", "event: error\ndata: "),
+        ("/v1/responses", "response.failed"),
+        ("/api/chat", "{\"error\":"),
+    ] {
+        let server = Setup { api: moestro::http::ApiSet::WithOllama, ..slow(2) }.start().await;
+        let server = Arc::new(server);
+        let _running = begin_long(&server, "a").await;
+        server.load(1, 0).await;
+        let _older = ask(&server, "a", CHAT, &question_for(CHAT, true)).await;
+        server.load(1, 1).await;
+        // A stream that has begun ends with an error in the format of its API.
+        let newest = ask(&server, "a", path, &question_for(path, true)).await;
+        assert_eq!(newest.status, 200);
+        server.load(1, 2).await;
+        let other = ask(&server, "b", CHAT, &question_for(CHAT, true)).await;
+        assert_eq!(other.status, 200, "{path}");
+        let text = timeout(Duration::from_secs(5), newest.text()).await.expect("the stream ends");
+        assert!(text.contains(FULL) && text.contains(end) && !text.contains("[DONE]"), "{path}: {text}");
+        // Both keys have one waiting request now.
+        for key in ["a", "b", "c"] {
+            let refused = ask(&server, key, CHAT, &question_for(CHAT, false)).await;
+            assert_eq!((refused.status, refused.header("retry-after")), (429, Some("2")), "{key}");
+        }
+        drop(other);
+        server.load(1, 1).await;
+        // An answer that has not begun gets the status.
+        let body = tokio::spawn({
+            let server = server.clone();
+            async move { ask(&server, "a", path, &question_for(path, false)).await }
+        });
+        server.load(1, 2).await;
+        let _other = ask(&server, "b", CHAT, &question_for(CHAT, true)).await;
+        let refused = timeout(Duration::from_secs(5), body).await.expect("the request ends").unwrap();
+        assert_eq!((refused.status, refused.header("retry-after")), (429, Some("2")), "{path}");
+        assert!(refused.text().await.contains(FULL));
+    }
+}
+
+#[tokio::test]
+async fn new_user_each_time_gains_nothing() {
+    let server = slow(4).start().await;
+    let with_user = |user: usize| {
+        let mut body = question_for(CHAT, true);
+        body["user"] = user.to_string().into();
+        body
+    };
+    let _running = begin_long(&server, "a").await;
+    server.load(1, 0).await;
+    let mut waiting = Vec::new();
+    for user in 0..4 {
+        waiting.push(ask(&server, "a", CHAT, &with_user(user)).await);
+        server.load(1, user + 1).await;
+    }
+    let statuses = [("b", 10), ("b", 11), ("b", 12), ("a", 13)];
+    for ((key, user), status) in statuses.into_iter().zip([200, 200, 429, 429]) {
+        let answer = ask(&server, key, CHAT, &with_user(user)).await;
+        assert_eq!(answer.status, status, "{key} {user}");
+        waiting.push(answer);
+    }
+}
+
+/// Clients of one address cannot keep out another address with invented keys.
+#[tokio::test]
+async fn new_key_each_time_gains_nothing() {
+    let server = slow(4).start().await;
+    let socket = TcpSocket::new_v4().unwrap();
+    if socket.bind("127.0.0.2:0".parse().unwrap()).is_err() {
+        println!("skipped: this machine has no second loopback address");
+        return;
+    }
+    let _running = begin_long(&server, "a").await;
+    server.load(1, 0).await;
+    let mut waiting = Vec::new();
+    for key in 0..4 {
+        waiting.push(ask(&server, &key.to_string(), CHAT, &question_for(CHAT, true)).await);
+        server.load(1, key + 1).await;
+    }
+    let other = socket.connect(server.address).await.unwrap();
+    let body = question_for(CHAT, true).to_string();
+    write(&other, head(CHAT, body.len()).as_bytes()).await;
+    write(&other, body.as_bytes()).await;
+    let text = timeout(Duration::from_secs(5), waiting.pop().unwrap().text()).await.expect("the stream ends");
+    assert!(text.contains(FULL), "{text}");
+}
+
+#[tokio::test]
+async fn given_up_choice_is_queued_again() {
+    let setup = |delay| Setup { parallel: 2, max_queue: 2, context: 2048, delay, ..Setup::default() };
+    let body = json!({"prompt": "A fox and a dog.", "n": 4, "max_tokens": 20, "seed": 3, "temperature": 1});
+    let alone = setup(Duration::ZERO).start().await.ask(TEXT, &body).await;
+    for stream in [false, true] {
+        let server = Arc::new(setup(Duration::from_millis(2)).start().await);
+        let running = [begin_long(&server, "c").await, begin_long(&server, "c").await];
+        server.load(2, 0).await;
+        let asking = tokio::spawn({
+            let (server, mut body) = (server.clone(), body.clone());
+            body["stream"] = stream.into();
+            async move { ask(&server, "a", TEXT, &body).await.text().await }
+        });
+        // The first choice and the second choice wait.
+        server.load(2, 2).await;
+        let other = ask(&server, "b", TEXT, &question_for(TEXT, true)).await;
+        assert_eq!(other.status, 200);
+        drop(running);
+        let text = timeout(Duration::from_secs(60), asking).await.expect("the answer ends").unwrap();
+        let texts: Vec<String> = match stream {
+            false => {
+                let answer: Value = serde_json::from_str(&text).unwrap();
+                assert_eq!(answer["choices"], alone["choices"]);
+                continue;
+            }
+            true => (0..4).map(|index| text_of_choice(&text, index)).collect(),
+        };
+        for (text, choice) in texts.iter().zip(alone["choices"].as_array().unwrap()) {
+            assert_eq!(*text, choice["text"]);
+        }
+    }
+}
+
+/// The text of one choice of a stream.
+fn text_of_choice(stream: &str, index: usize) -> String {
+    let chunks = super::client::events(stream.strip_suffix("data: [DONE]\n\n").expect("a complete stream"));
+    let choices = chunks.iter().filter_map(|chunk| chunk["choices"].get(0)).filter(|choice| choice["index"] == index);
+    choices.filter_map(|choice| choice["text"].as_str()).collect()
+}
+
+#[tokio::test]
+async fn memory_of_waiting_requests_is_limited() {
+    // A token takes 8 bytes of memory.
+    let setup = Setup { context: 8192, max_queue_bytes: 70_000, ..slow(16) };
+    let server = setup.start().await;
+    let _running = begin_long(&server, "a").await;
+    server.load(1, 0).await;
+    let large = |tokens: usize| json!({"prompt": vec![7; tokens], "max_tokens": 1, "stream": true});
+    let waiting = ask(&server, "a", TEXT, &large(5000)).await;
+    assert_eq!(waiting.status, 200);
+    for key in ["a", "b"] {
+        let refused = ask(&server, key, TEXT, &large(5000)).await;
+        assert_eq!((refused.status, refused.header("retry-after")), (429, Some("2")), "{key}");
+    }
+    let _small = ask(&server, "a", TEXT, &large(1000)).await;
+    server.load(1, 2).await;
+    let newest = ask(&server, "a", TEXT, &large(2000)).await;
+    server.load(1, 3).await;
+    // The newest request of the key that holds most memory makes room.
+    let other = ask(&server, "b", TEXT, &large(2000)).await;
+    assert_eq!(other.status, 200);
+    let text = timeout(Duration::from_secs(5), newest.text()).await.expect("the stream ends");
+    assert!(text.contains(FULL), "{text}");
+    assert_eq!(server.engine.load(), (1, 3));
+}
