@@ -1,6 +1,7 @@
 //! Tests of the line `{"event":"exiting",...}` of a server that fails before it is ready. Programs that start a server
 //! read the reason there.
 
+use crate::program::moestro;
 use serde_json::{Value, json};
 use std::{
     fs,
@@ -11,9 +12,8 @@ use std::{
 
 /// `moestro serve` on the CPU with its own home directory.
 fn serve(home: &Path, args: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_moestro"));
-    command.env_clear().env("HOME", home).env("PATH", std::env::var_os("PATH").unwrap_or_default());
-    command.args(["serve", "--device", "cpu", "--prompt-cache-dir", "off"]).args(args).stdin(Stdio::null());
+    let mut command = moestro(home);
+    command.args(["serve", "--prompt-cache-dir", "off"]).args(args).stdin(Stdio::null());
     command
 }
 

@@ -369,9 +369,9 @@ mod tests {
             assert_eq!(memory.used(), ImageProcessor::MAX_ENCODED_BYTES);
             client.abort();
             assert_eq!(events.recv().await, Some(false), "the connection is closed");
-        }
-        while memory.used() > 0 || urls.places.available_permits() < PLACES {
-            tokio::time::sleep(Duration::from_millis(1)).await;
+            while memory.used() > 0 || urls.places.available_permits() < PLACES {
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
         }
         assert!(started.elapsed() < TIMEOUT, "the downloads ended by themselves");
     }
