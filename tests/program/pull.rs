@@ -101,7 +101,8 @@ fn killed_pull_is_resumed() {
     ];
     let hub = TestHub::new(&files);
     hub.change(|state| state.bytes_per_second = Some(1 << 20));
-    let home = tempfile::tempdir().unwrap();
+    // In the build directory, because the directory for temporary files may be small.
+    let home = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let mut killed = command(&["pull", "org/name"], &hub.endpoint, home.path()).spawn().unwrap();
     // Wait until the progress was saved once.
     let blob = home.path().join("hf/hub/models--org--name/blobs").join(crate::hub::hash(&shard)).with_extension("map");

@@ -260,7 +260,8 @@ fn logits(dir: &Path, slots: usize) -> (Vec<u32>, i64, bool) {
 
 #[test]
 fn damaged_records_do_not_change_logits() {
-    let root = tempfile::tempdir().unwrap();
+    // In the build directory, because the directory for temporary files may be small.
+    let root = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let dir = root.path().join("model");
     // Experts have 1.7 MB, so they are used before their checksums are verified.
     let dimensions = synth::Dimensions { layers: 4, experts: 12, vocab: 512, ..synth::Dimensions::of_35b() };

@@ -70,5 +70,6 @@ fn damaged_record_is_rebuilt_and_marked_once() {
     assert!(pack.rebuild(0, 256, &mut buffer[..199]).is_err(), "the buffer is too small");
     file.as_file().set_len(100).unwrap();
     let why = pack.rebuild(0, 256, &mut buffer).unwrap_err().to_string();
-    assert!(why.contains(&file.path().display().to_string()), "{why}");
+    let name = file.path().file_name().unwrap().to_str().unwrap();
+    assert!(why.starts_with(name), "{why}");
 }
