@@ -1,5 +1,7 @@
 use super::*;
-use crate::{engine::DraftKind, platform::own_process::ran_in_own_process};
+use crate::engine::DraftKind;
+#[cfg(target_os = "linux")]
+use crate::platform::own_process::ran_in_own_process;
 use prometheus::proto::{Metric, MetricFamily, MetricType};
 use std::fmt::Write;
 
