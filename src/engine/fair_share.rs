@@ -1,6 +1,6 @@
 //! Fair use of a queue: who a client is, and which waiting requests a full queue gives up.
 //!
-//! A client is told from others by its address, then by its key, then by its user. Keys and users are what a client
+//! A client is identified by its address, then by its key, then by its user. Keys and users are what a client
 //! says, so a client could invent many. It then competes only with clients of the same address, or of the same address
 //! and key.
 
