@@ -277,7 +277,7 @@ fn trouble_ahead_leaves_no_trace() {
             let error = streamed.meet(*trouble, round as u64);
             let is_expected = match trouble {
                 Trouble::Cancelled(_) => matches!(error, ModelError::GivenUp),
-                Trouble::Faulty(..) => matches!(&error, ModelError::Memory(why) if why.contains("address fault")),
+                Trouble::Faulty(..) => matches!(&error, ModelError::Device(why) if why.contains("address fault")),
                 Trouble::Unreadable => matches!(&error, ModelError::Store(why) if why.to_string().contains("changed")),
             };
             assert!(is_expected && !streamed.model.recover().unwrap(), "{what}: {error}");
