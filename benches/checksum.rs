@@ -10,11 +10,13 @@
 //! each round: experts, microseconds of CPU time and of wall-clock time for each expert without and with the check, and
 //! the ratios. The last line is the additional CPU time for each expert. Linux only.
 
-use moestro::{
-    checkpoint::pack,
+use moestro_base::metrics::Metrics;
+use moestro_compute::{
     device::CpuTimeline,
     experts::{ExpertChoice, ExpertStore, Options, PassKind, Prefetch, ReadMode},
-    metrics::Metrics,
+};
+use moestro_model::{
+    checkpoint::pack,
     model::{self, CheckpointInfo},
 };
 use std::{path::Path, time::Instant};

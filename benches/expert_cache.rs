@@ -13,10 +13,7 @@
 //! * `fixed` keeps the experts that are the most frequent ones in the whole trace and replaces only the others.
 //!   If tokens are independent, for example random, no policy without knowledge of the future is better.
 
-#[path = "../tests/support/belady.rs"]
-mod belady;
-
-use moestro::{
+use moestro_compute::{
     device::SyncPoint,
     experts::{
         ExpertChoice,
@@ -147,7 +144,7 @@ fn offline(trace: &Trace, slots: usize, rank: impl Fn(ExpertKey, u64) -> u64) ->
 /// is read but not cached.
 fn belady_bypass(trace: &Trace, slots: usize) -> Score {
     let keys: Vec<ExpertKey> = trace.routes.iter().flat_map(|route| route.keys.iter().copied()).collect();
-    let mut misses = belady::misses(&keys, slots).into_iter();
+    let mut misses = test_support::belady::misses(&keys, slots).into_iter();
     let mut score = Score::default();
     for (half, route) in halves(trace) {
         misses.by_ref().take(route.keys.len()).for_each(|miss| score.add(half, !miss));

@@ -9,10 +9,10 @@
 //! packed (one range). Prints one CSV line per configuration: layout, io, threads, MB/s of experts, reads/s, bytes from
 //! the block device per byte of an expert, mean milliseconds per route. `benches/disk.py` compares it with fio.
 
-use moestro::{
+use moestro_base::metrics::Metrics;
+use moestro_compute::{
     device::CpuTimeline,
     experts::{ExpertChoice, ExpertMap, ExpertStore, Options, PIECES, PassKind, Piece, Prefetch, ReadMode},
-    metrics::Metrics,
 };
 use std::{path::PathBuf, time::Instant};
 

@@ -4,7 +4,7 @@
 //!
 //! The demo's vocabulary is small. `MOESTRO_TOKENIZER=DIR cargo bench --bench grammar` uses another one.
 
-use moestro::chat::{
+use moestro_chat::{
     Tokenizer,
     grammar::{CancelFlag, ContentFormat, GrammarCompiler, NextTokens, OutputFormat},
 };

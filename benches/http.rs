@@ -3,13 +3,11 @@
 //! Prints both times and their ratio. The client runs on the same machine, so its cost is included. Both measurements
 //! alternate, so that other load affects both. criterion cannot alternate.
 
-use moestro::{
-    chat::{Conversation, Template, Tokenizer, grammar::GrammarCompiler},
-    engine::{self, Event, Handle, Options, Request, Sampling},
-    http::{self, LoadedModel, ModelCard, RequestLimits, ServerState},
-    metrics::Metrics,
-    model::{self, Qwen},
-};
+use moestro::http::{self, LoadedModel, ModelCard, RequestLimits, ServerState};
+use moestro_base::metrics::Metrics;
+use moestro_chat::{Conversation, Template, Tokenizer, grammar::GrammarCompiler};
+use moestro_engine::{self as engine, Event, Handle, Options, Request, Sampling};
+use moestro_model::model::{self, Qwen};
 use serde_json::{Map, Value, json};
 use std::{
     io::{BufRead, BufReader, Write},

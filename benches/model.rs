@@ -28,12 +28,14 @@
 //! ```
 //! and the medians over all rounds.
 
-use moestro::{
-    command::device_choice::DeviceChoice,
+use moestro::command::device_choice::DeviceChoice;
+use moestro_base::metrics::Metrics;
+use moestro_compute::{
     device::{self, CpuArithmetic},
-    metrics::Metrics,
-    model::{LoadOptions, Model, PAGE, Qwen, QwenState, Rows, SequenceState, Snapshot},
     ops::KvBits,
+};
+use moestro_model::{
+    model::{LoadOptions, Model, PAGE, Qwen, QwenState, Rows, SequenceState, Snapshot},
     plan::PlanOptions,
 };
 use std::{io::BufRead, path::Path, sync::Arc, time::Instant};

@@ -12,7 +12,7 @@
 //! mostly show the number of rows per second.
 
 use criterion::{Criterion, Throughput};
-use moestro::{
+use moestro_compute::{
     device::{CpuArithmetic, CpuDevice, DeviceError, Region, memory_bandwidth},
     ops::{
         Attention, AttentionShape, Backend, CombineExperts, Conv, Cpu, Decay, DeltaRule, DeltaShape, Embedding,
@@ -386,7 +386,8 @@ impl Bench {
 
 fn main() -> Result<()> {
     let mut args = std::env::args().skip(1).filter(|arg| arg != "--bench");
-    let (mut threads, mut filter, mut math) = (moestro::platform::os::physical_cores(), None, CpuArithmetic::Integer);
+    let (mut threads, mut filter, mut math) =
+        (moestro_base::platform::os::physical_cores(), None, CpuArithmetic::Integer);
     while let Some(arg) = args.next() {
         match arg.as_str() {
             "--threads" => threads = args.next().and_then(|text| text.parse().ok()).expect("--threads needs a number"),

@@ -11,10 +11,10 @@
 //! the number of experts. For each prompt, prints its seconds, the seconds of the disk alone and of the CPU alone, and
 //! the larger of these two divided by the prompt's seconds. The first prompt starts with empty slots.
 
-use moestro::{
+use moestro_base::metrics::Metrics;
+use moestro_compute::{
     device::{CpuTimeline, SyncPoint},
     experts::{ExpertChoice, ExpertMap, ExpertSource, ExpertStore, Options, PIECES, PassKind, Piece, Prefetch},
-    metrics::Metrics,
 };
 use std::{
     collections::HashSet,

@@ -2,7 +2,7 @@
 //! forward passes, so it should take a small fraction of a pass.
 
 use criterion::{Criterion, criterion_group, criterion_main};
-use moestro::engine::{Sampler, Sampling, TokenMask};
+use moestro_engine::{Sampler, Sampling, TokenMask};
 use std::hint::black_box;
 
 const VOCAB: usize = 248_320;

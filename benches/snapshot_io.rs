@@ -7,14 +7,12 @@
 //! installed, reads a file of the same size with direct I/O: 1 MiB per read, 16 reads in flight. Neither file is in the
 //! page cache. Prints CSV: the round, MB/s of both, their ratio.
 
-use moestro::{
-    engine::{
-        DiskCacheOptions,
-        prompt_cache::{PromptCache, SnapshotKind},
-    },
-    metrics::Metrics,
-    model::{PAGE, PageSize, Snapshot, SnapshotSize},
+use moestro_base::metrics::Metrics;
+use moestro_engine::{
+    DiskCacheOptions,
+    prompt_cache::{PromptCache, SnapshotKind},
 };
+use moestro_model::model::{PAGE, PageSize, Snapshot, SnapshotSize};
 use std::{
     fs::{self, File},
     os::fd::AsRawFd,

@@ -23,16 +23,18 @@
 //! `--rollback` measures the cost of a verify that can be rolled back. It compares a verify of four rows, some of which
 //! are kept, with a pass of four rows that cannot be rolled back. The cost is given as a fraction of a decode step.
 
-use moestro::{
-    command::device_choice::DeviceChoice,
+use moestro::command::device_choice::DeviceChoice;
+use moestro_base::metrics::Metrics;
+use moestro_compute::{
     device,
-    engine::{
-        self, Draft, DraftKind, DraftPolicy, DraftRequest, Event, Finish, Handle, LookupDraft, Request, Sampler,
-        Sampling, Timings, TokenMask,
-    },
-    error::ModelError,
     experts::{ExpertChoice, PassKind, ReadMode},
-    metrics::Metrics,
+};
+use moestro_engine::{
+    self as engine, Draft, DraftKind, DraftPolicy, DraftRequest, Event, Finish, Handle, LookupDraft, Request, Sampler,
+    Sampling, Timings, TokenMask,
+};
+use moestro_model::{
+    error::ModelError,
     model::{LoadOptions, Model, Qwen, QwenState, Rows, SequenceState},
     plan::PlanOptions,
 };
@@ -160,7 +162,7 @@ fn load(dir: &Path, args: &Args, metrics: &Arc<Metrics>) -> Qwen {
         _ => ReadMode::Direct,
     };
     if let Some(share) = args.flag("--share").and_then(|text| text.parse::<f64>().ok()) {
-        let shape = moestro::model::CheckpointInfo::new(dir, &options).expect("a checkpoint").shape;
+        let shape = moestro_model::model::CheckpointInfo::new(dir, &options).expect("a checkpoint").shape;
         options.store.slots = Some((share * (shape.layers * shape.experts) as f64) as usize);
     }
     chosen.place(Qwen::load(dir, &options, metrics, &mut |_, _| ()).expect("a model")).expect("a model for this device")

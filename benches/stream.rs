@@ -15,13 +15,11 @@
 #[path = "../tests/support/trace.rs"]
 mod trace;
 
-use moestro::{
-    config::Switch,
-    experts::{Prefetch, ReadMode},
-    metrics::Metrics,
+use moestro_base::{metrics::Metrics, platform::os::peak_resident_memory};
+use moestro_compute::experts::{Prefetch, ReadMode};
+use moestro_model::{
     model::{LoadOptions, Model, Qwen, Rows, StoreOptions},
     plan::PlanOptions,
-    platform::os::peak_resident_memory,
 };
 use std::{path::Path, time::Instant};
 
@@ -41,7 +39,7 @@ fn main() {
             context: Some(number("--context", 512)),
             chunk: (flag("--chunk") != Some("plan")).then(|| number("--chunk", 16)),
             prompt_cache: Some(0),
-            stream: if flag("--stream") == Some("on") { Switch::On } else { Switch::Auto },
+            stream: if flag("--stream") == Some("on") { Some(true) } else { None },
             buffered: flag("--io") == Some("buffered"),
             ..PlanOptions::default()
         },

@@ -9,11 +9,8 @@
 //! the ratios. On a busy machine only the CPU seconds mean something. `RAYON_NUM_THREADS` sets the threads of both.
 
 use candle_core::{Device, Tensor};
-use moestro::{
-    metrics::Metrics,
-    model::{LoadOptions, Model, Qwen},
-    platform::os::cpu_seconds,
-};
+use moestro_base::{metrics::Metrics, platform::os::cpu_seconds};
+use moestro_model::model::{LoadOptions, Model, Qwen};
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 use std::{hint::black_box, path::Path, time::Instant};
 

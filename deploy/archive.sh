@@ -10,6 +10,10 @@ trap 'rm -rf "$work"' EXIT
 dir=$work/$name
 mkdir -p "$dir/completions"
 cp "$binary" "$dir/moestro"
+# A profile's entry for the root package would switch `strip` off.
+case $target in
+*-linux-*) ! file "$binary" | grep -q 'not stripped' || { echo "archive.sh: $binary is not stripped" >&2; exit 1; } ;;
+esac
 cp "$root"/LICENSE* "$root/README.md" "$dir"
 "$dir/moestro" man "$dir/man"
 for shell in bash zsh fish; do "$dir/moestro" completions $shell > "$dir/completions/moestro.$shell"; done

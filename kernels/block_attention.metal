@@ -1,4 +1,4 @@
-// Attention to the blocks of positions that an indexer selects for each row: see src/ops/block_attention/mod.rs.
+// Attention to the blocks of positions that an indexer selects for each row: see crates/compute/src/ops/block_attention/mod.rs.
 //
 //   index_rows        norms and rotates the indexer's queries, stores raw keys in the ring, computes the keys of blocks
 //                     that are now complete (closed)

@@ -1,4 +1,4 @@
-// Attention over 8-bit or 4-bit keys and values, in the format of src/ops/attention/kv_quant.rs.
+// Attention over 8-bit or 4-bit keys and values, in the format of crates/compute/src/ops/attention/kv_quant.rs.
 //
 // The most recent positions are also kept in f32, in rings of `ring_len` positions. Queries, keys and values are
 // multiplied by a Hadamard matrix first. The rest works as in attention.metal.

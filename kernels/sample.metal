@@ -1,5 +1,5 @@
 // The next token, chosen on the GPU: the k largest logits, then one of them. The CPU's sampler has the same order of
-// steps (src/engine/sampler.rs).
+// steps (crates/engine/src/sampler.rs).
 
 #define NO_ID 0xffffffffu
 

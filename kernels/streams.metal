@@ -1,5 +1,5 @@
 // Several residual streams: the mixture that a part of a layer reads, the result that each stream gets, and the rows of
-// an n-gram table that are added to all streams. `src/ops/streams` and `src/ops/ngram` have the formulas. C is the
+// an n-gram table that are added to all streams. `crates/compute/src/ops/streams` and `crates/compute/src/ops/ngram` have the formulas. C is the
 // number of streams. A row is all streams, one after the other.
 
 struct StreamArgs {

@@ -4,9 +4,7 @@ pub mod config_file;
 pub mod foreign_flags;
 pub mod generation_config;
 
-pub use crate::cli::values::{
-    Device, DraftModel, ExpertIo, KvBitsArg, OnOff, PackMode, Parallel, SpeculationMode, Switch,
-};
+pub use crate::cli::values::{Device, DraftModel, ExpertIo, KvBitsArg, OnOff, PackMode, SpeculationMode, Switch};
 pub use generation_config::GenerationDefaults;
 
 use crate::cli::{
@@ -14,6 +12,7 @@ use crate::cli::{
     model_args::{DraftArgs, LoadArgs, SamplingArgs},
     values,
 };
+use moestro_model::plan::Parallel;
 use std::{
     env,
     io::{self, IsTerminal},
@@ -314,7 +313,7 @@ mod tests {
             assert_eq!(ModelSource::new(Some(url)), ModelSource::Hub("org/name".into()), "{url}");
         }
         // An existing directory takes precedence. A text that cannot be a hub id is a path.
-        assert_eq!(ModelSource::new(Some("src/engine")), ModelSource::Directory("src/engine".into()));
+        assert_eq!(ModelSource::new(Some("crates/engine/src")), ModelSource::Directory("crates/engine/src".into()));
         for path in ["./no/where", "/no/where", "nowhere", "a/b/c", "../models/x", "a/", "org/na me"] {
             assert_eq!(ModelSource::new(Some(path)), ModelSource::Directory(path.into()));
         }

@@ -1,7 +1,7 @@
 //! The demo model, embedded in the binary so that `moestro serve` answers without a download. `models/demo/` describes
 //! its training.
 
-use crate::{
+use moestro_base::{
     error::StoreError,
     platform::{atomic_file, os, sha256_file},
 };

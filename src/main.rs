@@ -15,9 +15,9 @@ use moestro::{
         foreign_flags,
     },
     error::CommandError,
-    platform::gpu_variables::set_gpu_variables,
     tools::{bench, doctor, info, synth},
 };
+use moestro_base::platform::gpu_variables::set_gpu_variables;
 use std::{
     io::{self, Write},
     process::{ExitCode, exit},

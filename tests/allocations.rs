@@ -4,7 +4,7 @@
 mod common;
 
 use common::load_with;
-use moestro::model::{LoadOptions, Model, Qwen, QwenState, Rows, cpu_scratch};
+use moestro_model::model::{LoadOptions, Model, Qwen, QwenState, Rows, cpu_scratch};
 use std::{
     alloc::{GlobalAlloc, Layout, System},
     path::Path,

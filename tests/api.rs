@@ -35,8 +35,6 @@ mod malformed;
 mod messages;
 #[path = "api/models.rs"]
 mod models;
-#[path = "support/mutate.rs"]
-mod mutate;
 #[path = "api/mutated_requests.rs"]
 mod mutated_requests;
 #[path = "api/ollama.rs"]

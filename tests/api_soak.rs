@@ -6,15 +6,13 @@
 
 #[path = "api/client.rs"]
 mod client;
-#[path = "support/process_memory.rs"]
-mod process_memory;
 #[path = "api/server.rs"]
 mod server;
 
-use process_memory::{memory, open_files};
 use serde_json::json;
 use server::{Server, Setup};
 use std::{sync::Arc, time::Duration};
+use test_support::process_memory::{memory, open_files};
 
 const TEXT: &str = "/v1/completions";
 

@@ -1,38 +1,38 @@
-//! Tests the design's rules about the source tree on the text of `src`.
+//! Tests the design's rules about the source tree on the text of all crates.
 //!
-//! Imports between rooms (top-level modules) must run one way, files and folders must not import each other in a cycle,
-//! and a type name must be declared only once. Files must stay short, and `unsafe` and `target_os` may appear only in certain
-//! rooms. `docs/architecture.md` explains the rooms.
+//! The compiler holds the walls between crates. Inside a crate, imports between rooms (top-level modules) must run one way,
+//! and files and folders must not import each other in a cycle. A type name must be declared only once, files must stay
+//! short, and `unsafe` and `target_os` may appear only in certain rooms. `docs/architecture.md` explains the rooms.
 
 #[path = "house/source.rs"]
 mod source;
 
 use source::{
-    SourceFile, cycles, file_imports, files, folder_imports, production_files, room_imports, without_test_modules,
+    SourceFile, crates, cycles, file_imports, files, folder_imports, production_files, room_imports, without_comments,
+    without_re_exports, without_test_modules,
 };
 use std::collections::{BTreeMap, BTreeSet};
 
 const MAX_LINES: usize = 600;
 
-/// For each room, the rooms that it may import from. Imports from `error`, `metrics` and the room itself are always
-/// allowed.
-const ALLOWED_IMPORTS: &[(&str, &[&str])] = &[
-    ("platform", &[]),
-    ("device", &["platform"]),
-    ("ops", &["device", "platform"]),
-    ("experts", &["device", "platform"]),
-    ("checkpoint", &["ops", "experts", "device", "platform"]),
-    ("plan", &["platform", "config"]),
-    ("model", &["checkpoint", "ops", "experts", "device", "platform", "plan"]),
-    ("engine", &["model", "platform"]),
-    ("chat", &[]),
-    ("config", &["cli"]),
-    ("cli", &[]),
-    ("demo", &["platform"]),
-    ("http", &["engine", "chat", "platform"]),
-    ("metrics", &["platform"]),
-    ("error", &[]),
-    ("version", &[]),
+/// For each room of a crate with several rooms, the rooms that it may import from: of its own crate, and for the program
+/// also of others. A crate's name means all its rooms. Every room may import `error`.
+const ALLOWED_IMPORTS: &[(&str, &[(&str, &[&str])])] = &[
+    ("crates/base/src", &[("platform", &[]), ("metrics", &["platform"]), ("error", &[])]),
+    ("crates/compute/src", &[("device", &[]), ("ops", &["device"]), ("experts", &["device"])]),
+    ("crates/model/src", &[("checkpoint", &[]), ("plan", &[]), ("model", &["checkpoint", "plan"]), ("error", &[])]),
+    (
+        "src",
+        &[
+            ("config", &["cli", "moestro_base", "moestro_model::plan"]),
+            ("cli", &["moestro_model::plan"]),
+            ("demo", &["moestro_base"]),
+            ("http", &["moestro_base", "moestro_chat", "moestro_engine"]),
+            ("service", &["moestro_base"]),
+            ("error", &["moestro_base", "moestro_chat::error", "moestro_engine::error", "moestro_model::error"]),
+            ("version", &[]),
+        ],
+    ),
 ];
 
 /// Imports between folders that are ignored when looking for cycles, each with its reason.
@@ -59,17 +59,22 @@ fn room_of(path: &str) -> &str {
 #[test]
 fn imports_between_rooms_run_one_way() {
     let mut wrong = Vec::new();
-    for (from, targets) in room_imports(&production_files()) {
-        let room = room_of(&from);
-        if TOP.contains(&room) {
-            continue;
-        }
-        let Some((_, allowed)) = ALLOWED_IMPORTS.iter().find(|(name, _)| *name == room) else {
-            panic!("{from}: room {room} has no rule in ALLOWED_IMPORTS");
-        };
-        for to in targets {
-            if to != room && !["error", "metrics"].contains(&to.as_str()) && !allowed.contains(&to.as_str()) {
-                wrong.push(format!("{from} imports {to}"));
+    for (dir, rules) in ALLOWED_IMPORTS {
+        for (from, targets) in room_imports(&production_files(dir)) {
+            let room = room_of(&from);
+            if TOP.contains(&room) {
+                continue;
+            }
+            let Some((_, allowed)) = rules.iter().find(|(name, _)| *name == room) else {
+                panic!("{dir}/{from}: room {room} has no rule in ALLOWED_IMPORTS");
+            };
+            for to in targets {
+                let (krate, in_other_crate) =
+                    to.split_once("::").map_or((to.as_str(), false), |(krate, _)| (krate, true));
+                let is_free = room == to || to.ends_with("error") || in_other_crate && *dir != "src";
+                if !is_free && !allowed.contains(&to.as_str()) && !allowed.contains(&krate) {
+                    wrong.push(format!("{dir}/{from} imports {to}"));
+                }
             }
         }
     }
@@ -78,41 +83,43 @@ fn imports_between_rooms_run_one_way() {
 
 #[test]
 fn rooms_are_read_from_groups_and_paths() {
-    let text = "use crate::{\n    chat::{Stop, parse},\n    engine,\n};\nlet x = crate::experts::open();";
+    let text = "use crate::{\n    chat::{Stop, parse},\n    engine,\n};\nlet x = crate::experts::open();\n\
+                use moestro_model::plan::{Plan, Size};\nlet y = moestro_base::platform::os::cores();";
     let rooms = room_imports(&[SourceFile::new("http/chat.rs", text.to_owned())]);
-    assert_eq!(Vec::from_iter(&rooms["http/chat.rs"]), ["chat", "engine", "experts"]);
+    let expected = ["chat", "engine", "experts", "moestro_base::platform", "moestro_model::plan"];
+    assert_eq!(Vec::from_iter(&rooms["http/chat.rs"]), expected);
 }
 
 #[test]
 fn files_import_each_other_in_no_cycle() {
-    let edges = file_imports(&production_files());
-    assert!(edges.values().map(BTreeSet::len).sum::<usize>() > 500, "the imports were not read");
-    let found = cycles(&edges);
-    let explained: Vec<String> = found
-        .iter()
-        .flat_map(|cycle| {
-            cycle.iter().map(|from| {
+    let (mut found, mut imports) = (Vec::new(), 0);
+    for dir in crates() {
+        let edges = file_imports(&production_files(&dir));
+        imports += edges.values().map(BTreeSet::len).sum::<usize>();
+        for cycle in cycles(&edges) {
+            for from in &cycle {
                 let to: Vec<_> = edges[from].iter().filter(|to| cycle.contains(to)).collect();
-                format!("{from} -> {to:?}")
-            })
-        })
-        .collect();
-    assert!(found.is_empty(), "{} cycles: {explained:#?}", found.len());
+                found.push(format!("{dir}/{from} -> {to:?}"));
+            }
+        }
+    }
+    assert!(imports > 500, "the imports were not read");
+    assert!(found.is_empty(), "{found:#?}");
 }
 
 #[test]
 fn folders_import_each_other_in_no_cycle() {
-    let mut edges = folder_imports(&file_imports(&production_files()));
-    assert!(edges.values().map(BTreeSet::len).sum::<usize>() > 100, "the imports were not read");
-    let mut unused = Vec::new();
-    for (from, to, _) in IGNORED_FOLDER_IMPORTS {
-        if !edges.get_mut(*from).is_some_and(|targets| targets.remove(*to)) {
-            unused.push(format!("{from} does not import {to}"));
-        }
+    let mut ignored = IGNORED_FOLDER_IMPORTS.to_vec();
+    let (mut found, mut imports) = (Vec::new(), 0);
+    for dir in crates() {
+        let mut edges = folder_imports(&file_imports(&production_files(&dir)));
+        imports += edges.values().map(BTreeSet::len).sum::<usize>();
+        ignored.retain(|(from, to, _)| !edges.get_mut(*from).is_some_and(|targets| targets.remove(*to)));
+        found.extend(cycles(&edges));
     }
-    let found = cycles(&edges);
+    assert!(imports > 100, "the imports were not read");
     assert!(found.is_empty(), "{found:#?}");
-    assert!(unused.is_empty(), "{unused:#?}");
+    assert!(ignored.is_empty(), "these imports do not exist: {ignored:#?}");
 }
 
 #[test]
@@ -173,7 +180,7 @@ fn test_modules_are_no_production_files() {
 #[test]
 fn type_names_are_declared_once() {
     let mut declared: BTreeMap<String, Vec<String>> = BTreeMap::new();
-    for file in production_files() {
+    for file in crates().iter().flat_map(|dir| production_files(dir)) {
         for name in file.declared_types() {
             declared.entry(name).or_default().push(file.path.clone());
         }
@@ -184,10 +191,32 @@ fn type_names_are_declared_once() {
     assert!(SHARED_TYPE_NAMES.len() <= 20);
 }
 
+/// The compiler does not warn about a `pub` function of a crate that no other crate calls.
+#[test]
+fn public_functions_of_crates_are_used() {
+    let words = |text: &str| -> BTreeSet<String> {
+        text.split(|c: char| !c.is_alphanumeric() && c != '_').map(str::to_owned).collect()
+    };
+    let dirs = ["src", "crates", "tests", "benches"].map(|dir| files(dir, &["rs"]));
+    let named: Vec<BTreeSet<String>> =
+        dirs.concat().iter().map(|(_, text)| words(&without_re_exports(&without_comments(text)))).collect();
+    let mut unused = Vec::new();
+    for dir in crates().iter().skip(1) {
+        for file in production_files(dir) {
+            for name in file.public_functions() {
+                if named.iter().filter(|words| words.contains(&name)).count() < 2 {
+                    unused.push(format!("{dir}/{}: {name}", file.path));
+                }
+            }
+        }
+    }
+    assert!(unused.is_empty(), "only their own file names {unused:#?}");
+}
+
 #[test]
 fn impl_blocks_are_in_at_most_two_files() {
     let mut implemented: BTreeMap<(String, String), BTreeSet<String>> = BTreeMap::new();
-    for file in production_files() {
+    for file in crates().iter().flat_map(|dir| production_files(dir)) {
         // An operation is one type with three files: `mod.rs` has its meaning, `cpu.rs` its CPU code, and `gpu.rs` its
         // GPU launches.
         let is_device_half = file.room() == "ops" && ["cpu", "gpu"].contains(&file.module.last().unwrap().as_str());
@@ -204,16 +233,23 @@ fn impl_blocks_are_in_at_most_two_files() {
 
 #[test]
 fn unsafe_and_target_os_stay_in_rooms() {
+    // `metrics` may use `target_os`, because the prometheus crate has its process collector only on Linux.
+    let may_have = [
+        ("target_os", ["base/src/platform", "base/src/metrics", "compute/src/device"].as_slice()),
+        ("unsafe", ["base/src/platform", "compute/src"].as_slice()),
+    ];
     let mut wrong = Vec::new();
-    for file in production_files() {
-        for line in file.code.lines() {
-            let words: Vec<&str> = line.split(|c: char| !c.is_alphanumeric() && c != '_').collect();
-            // `metrics` may use `target_os`, because the prometheus crate has its process collector only on Linux.
-            if words.contains(&"target_os") && !["platform", "device", "metrics"].contains(&file.room()) {
-                wrong.push(format!("{}: {line}", file.path));
-            }
-            if words.contains(&"unsafe") && !["platform", "device", "experts", "ops"].contains(&file.room()) {
-                wrong.push(format!("{}: {line}", file.path));
+    for dir in crates() {
+        for file in production_files(&dir) {
+            let path = format!("{dir}/{}", file.path);
+            for line in file.code.lines() {
+                let words: Vec<&str> = line.split(|c: char| !c.is_alphanumeric() && c != '_').collect();
+                for (word, rooms) in may_have {
+                    let is_allowed = rooms.iter().any(|room| path.starts_with(&format!("crates/{room}/")));
+                    if words.contains(&word) && !is_allowed {
+                        wrong.push(format!("{path}: {line}"));
+                    }
+                }
             }
         }
     }
@@ -222,7 +258,9 @@ fn unsafe_and_target_os_stay_in_rooms() {
 
 #[test]
 fn files_have_at_most_600_lines() {
-    let all = [files("src", &["rs"]), files("kernels", &["metal", "h"]), files("tests", &["rs"])].concat();
+    let all =
+        [files("src", &["rs"]), files("crates", &["rs"]), files("kernels", &["metal", "h"]), files("tests", &["rs"])]
+            .concat();
     let long: Vec<String> = all
         .iter()
         .map(|(path, text)| (path, text.lines().count()))

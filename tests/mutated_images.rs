@@ -3,14 +3,7 @@
 //!
 //! A run takes a few seconds. An ignored test tries 5,000 pictures. `fuzz/fuzz_targets/image.rs` runs without end.
 
-#[path = "support/mutate.rs"]
-mod mutate;
-#[path = "support/own_process.rs"]
-mod own_process;
-
-use moestro::model::{ImageLimits, ImageProcessor};
-use mutate::Dice;
-use own_process::ran_in_own_process;
+use moestro_model::model::{ImageLimits, ImageProcessor};
 use std::{
     alloc::{GlobalAlloc, Layout, System},
     collections::HashSet,
@@ -19,6 +12,8 @@ use std::{
     sync::atomic::{AtomicUsize, Ordering::Relaxed},
     time::{Duration, Instant},
 };
+use test_support::mutate::Dice;
+use test_support::own_process::ran_in_own_process;
 
 /// The system's allocator with counters: the number of bytes in use, and their maximum since the last reset.
 struct Measuring;
@@ -107,7 +102,7 @@ fn mutate(seeds: Range<u64>) {
         let mut dice = Dice(seed);
         let mut picture = dice.pick(&pictures).clone();
         formats.insert(image::guess_format(&picture).unwrap());
-        mutate::bytes(&mut dice, &mut picture);
+        test_support::mutate::bytes(&mut dice, &mut picture);
         decoded += u64::from(prepare(&processor, &picture, &format!("seed {seed}")));
     }
     // After most changes to pixels, the file is still a picture. After most changes to headers, it is not.

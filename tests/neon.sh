@@ -20,18 +20,18 @@ if [ ${#missing[@]} -gt 0 ]; then
 fi
 
 export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc CC_aarch64_unknown_linux_gnu=aarch64-linux-gnu-gcc
-# Only this crate is hot in the tests below. At level 1 the emulated tests take several times as long, and at level 0 the
-# assembly of gemm-f16 does not compile.
+# Only moestro-compute is hot in the tests below. At level 1 the emulated tests take several times as long, and at level 0
+# the assembly of gemm-f16 does not compile.
 fast_build=(--config profile.release.opt-level=0)
-for crate in $(sed -n 's/^\([a-z0-9_-]*\) = { opt-level = 3 }$/\1/p' Cargo.toml); do
+for crate in $(sed -n 's/^\([a-z0-9_-]*\) = { opt-level = 3.*}$/\1/p' Cargo.toml); do
   case $crate in
-  moestro) level=2 ;;
+  moestro-compute) level=2 ;;
   gemm-f16) level=1 ;;
   *) level=0 ;;
   esac
   fast_build+=(--config "profile.release.package.$crate.opt-level=$level")
 done
-fast_build+=(--config profile.release.package.moestro.codegen-units=16)
+fast_build+=(--config profile.release.package.moestro-compute.codegen-units=16)
 # Without `.cargo/rustc-for-tests`, which would compile the tests at level 1.
 export RUSTC_WORKSPACE_WRAPPER=
 run() {
@@ -43,7 +43,8 @@ run() {
 # `max` has sdot, `cortex-a53` does not. A test prints the kernels it found, so that neither is skipped silently. On
 # `max`, the tests of `ops` compare all kernels, also those without sdot. Only products use sdot. `image_tests` runs whole
 # models and compares their logits with those of transformers.
-run max --lib -- ops:: model::image_tests:: --nocapture | tee >(cat >&2) | grep 'kernels: .*Dotprod' >/dev/null
-run cortex-a53 --lib -- ops::simd:: ops::linear:: ops::check:: --nocapture | tee >(cat >&2) |
+run max -p moestro-compute --lib -- ops:: --nocapture | tee >(cat >&2) | grep 'kernels: .*Dotprod' >/dev/null
+run cortex-a53 -p moestro-compute --lib -- ops::simd:: ops::linear:: ops::check:: --nocapture | tee >(cat >&2) |
   grep 'kernels: \[Scalar, Neon\]' >/dev/null
+run max -p moestro-model --lib -- model::image_tests::
 printf '\n%s s\n' "$SECONDS"

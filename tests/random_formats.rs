@@ -9,20 +9,14 @@
 
 #[path = "support/format_check.rs"]
 mod format_check;
-#[path = "support/formats.rs"]
-mod formats;
-#[path = "support/own_process.rs"]
-mod own_process;
-#[path = "support/process_memory.rs"]
-mod process_memory;
 
-use formats::Source;
-use own_process::ran_in_own_process;
-use process_memory::memory;
 use std::{
     env, fs,
     time::{Duration, Instant},
 };
+use test_support::formats::Source;
+use test_support::own_process::ran_in_own_process;
+use test_support::process_memory::memory;
 
 /// Maximum CPU time to compile a format. The server answers with status 400 after 5 s of wall time.
 const COMPILE_TIME: Duration = Duration::from_secs(4);
@@ -70,7 +64,7 @@ fn run(count: u64) {
     let mut slowest = [("compile", Duration::ZERO, 0), ("mask", Duration::ZERO, 0), ("token", Duration::ZERO, 0)];
     for seed in (first..first + count).take_while(|_| Instant::now() < end) {
         let mut source = Source::new(&[], seed);
-        let fields = formats::fields(&mut source);
+        let fields = test_support::formats::fields(&mut source);
         // Writing 5 resets the peak of resident memory. Without permission, the peak covers all formats so far.
         let _ = fs::write("/proc/self/clear_refs", "5");
         let (before, mut since) = (memory("self", "VmRSS"), cpu_time());

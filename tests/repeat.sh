@@ -4,8 +4,9 @@
 #   tests/repeat.sh N THREADS [PROGRAM...]
 #
 # Each program runs N times on an idle machine and N times beside one busy process per core. Each run is one process with
-# THREADS test threads, as with `cargo test`. A PROGRAM is `lib` (the unit tests), the name of a program in tests/, or the
-# path of a compiled test program. Without PROGRAM, all run. Prints which tests failed and how often.
+# THREADS test threads, as with `cargo test`. A PROGRAM is `lib` (the unit tests of the program), the name of a crate (its
+# unit tests), the name of a program in tests/, or the path of a compiled test program. Without PROGRAM, all run. Prints
+# which tests failed and how often.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 if [ $# -lt 2 ]; then
@@ -22,10 +23,11 @@ stop_load() {
 }
 trap 'stop_load; rm -rf "$out"' EXIT
 
-# Lines of the form "NAME PATH", from "Executable unittests src/lib.rs (target/release/deps/moestro-0123)".
+# Lines of the form "NAME PATH", from "Executable unittests src/lib.rs (target/release/deps/moestro_chat-0123)".
 programs() {
   cargo test --release --no-run 2>&1 | tee "$out/build" | sed -nE \
-    -e 's|^ *Executable unittests src/lib.rs \((.*)\)$|lib \1|p' \
+    -e 's|^ *Executable unittests src/lib.rs \((.*/moestro-[^/]*)\)$|lib \1|p' \
+    -e 's|^ *Executable unittests src/lib.rs \((.*/moestro_([^/-]*)-[^/]*)\)$|\2 \1|p' \
     -e 's|^ *Executable tests/([^/]*)(/main)?\.rs \((.*)\)$|\1 \3|p'
 }
 names=() paths=()

@@ -7,8 +7,6 @@ mod belady;
 mod eviction;
 #[path = "store/faults.rs"]
 mod faults;
-#[path = "support/fifo.rs"]
-mod fifo;
 #[path = "store/files.rs"]
 mod files;
 #[path = "store/identity.rs"]
@@ -17,8 +15,6 @@ mod identity;
 mod index;
 #[path = "store/jobs.rs"]
 mod jobs;
-#[path = "support/own_process.rs"]
-mod own_process;
 #[path = "store/pack.rs"]
 mod pack;
 #[path = "store/pack_records.rs"]
@@ -33,5 +29,3 @@ mod read_plan;
 mod shard;
 #[path = "store/slot_table.rs"]
 mod slot_table;
-#[path = "support/belady.rs"]
-mod support_belady;

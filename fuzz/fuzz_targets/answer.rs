@@ -2,10 +2,7 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use moestro::chat::{
-    json_numbers,
-    parser::{Delta, Parser},
-};
+use moestro_chat::{json_numbers, parser::{Delta, Parser}};
 use serde_json::{Map, Value, json};
 
 fuzz_target!(|input: (Vec<u8>, &str)| {

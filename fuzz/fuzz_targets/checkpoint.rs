@@ -2,7 +2,7 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use moestro::model::{LoadOptions, CheckpointInfo};
+use moestro_model::model::{LoadOptions, CheckpointInfo};
 
 fuzz_target!(|data: &[u8]| {
     let Some((len, rest)) = data.split_first_chunk::<2>() else { return };

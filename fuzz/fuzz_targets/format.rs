@@ -4,19 +4,17 @@
 
 #[path = "../../tests/support/format_check.rs"]
 mod format_check;
-#[path = "../../tests/support/formats.rs"]
-mod formats;
 
-use formats::Source;
+use test_support::formats::Source;
 use libfuzzer_sys::fuzz_target;
-use moestro::chat::grammar::GrammarCompiler;
+use moestro_chat::grammar::GrammarCompiler;
 use std::sync::OnceLock;
 
 fuzz_target!(|data: &[u8]| {
     static COMPILER: OnceLock<GrammarCompiler> = OnceLock::new();
     let compiler = COMPILER.get_or_init(|| format_check::compiler(concat!(env!("CARGO_MANIFEST_DIR"), "/..")));
     let mut source = Source::new(data, 0);
-    let fields = formats::fields(&mut source);
+    let fields = test_support::formats::fields(&mut source);
     // A refused format is as good as one that compiles.
     let _ = format_check::follow(compiler, &fields, &mut source, |_| ());
 });

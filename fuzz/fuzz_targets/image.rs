@@ -2,7 +2,7 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use moestro::model::{ImageLimits, ImageProcessor};
+use moestro_model::model::{ImageLimits, ImageProcessor};
 
 fuzz_target!(|data: &[u8]| {
     let limits = ImageLimits { min_pixels: 4096, max_pixels: 65_536, factor: 32, mean: [0.5; 3], std: [0.5; 3] };

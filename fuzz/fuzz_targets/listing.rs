@@ -2,7 +2,7 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use moestro::checkpoint::hub::listing::RepoListing;
+use moestro_model::checkpoint::hub::listing::RepoListing;
 
 fuzz_target!(|data: &[u8]| {
     let Ok(listing) = serde_json::from_slice::<RepoListing>(data) else { return };

@@ -3,10 +3,8 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use moestro::{
-    checkpoint::pack,
-    experts::{ExpertMap, PIECES, Piece},
-};
+use moestro_model::checkpoint::pack;
+use moestro_compute::experts::{ExpertMap, PIECES, Piece};
 use std::{fs, path::PathBuf, sync::OnceLock};
 
 struct Place {

@@ -1,17 +1,12 @@
 //! Fuzzes HTTP requests: the first byte chooses the path, the rest is the body. The model repeats its prompt.
 #![no_main]
 
-#[path = "../../tests/support/mock_model.rs"]
-mod mock_model;
-
 use libfuzzer_sys::fuzz_target;
 use mock_model::MockModel;
-use moestro::{
-    chat::{Template, Tokenizer, grammar::GrammarCompiler},
-    engine::{self, Options, Sampling},
-    http::{self, LoadedModel, ModelCard, RequestLimits, ServerState},
-    metrics::Metrics,
-};
+use moestro_chat::{Template, Tokenizer, grammar::GrammarCompiler};
+use moestro_engine::{self as engine, Options, Sampling};
+use moestro::http::{self, LoadedModel, ModelCard, RequestLimits, ServerState};
+use moestro_base::metrics::Metrics;
 use std::{
     path::Path,
     sync::{Arc, OnceLock},

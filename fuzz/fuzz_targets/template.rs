@@ -2,7 +2,7 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use moestro::chat::{Conversation, Template};
+use moestro_chat::{Conversation, Template};
 use serde_json::{Map, json};
 use std::{fs, sync::OnceLock};
 

@@ -2,10 +2,8 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use moestro::{
-    experts::{ExpertMap, ExpertStore, Options, PIECES, Piece, ReadMode, WarmStart},
-    metrics::Metrics,
-};
+use moestro_compute::experts::{ExpertMap, ExpertStore, Options, PIECES, Piece, ReadMode, WarmStart};
+use moestro_base::metrics::Metrics;
 
 fuzz_target!(|data: &[u8]| {
     let dir = tempfile::tempdir_in("/dev/shm").unwrap();

@@ -1,7 +1,8 @@
 //! Flags that several commands share: the model, how it is loaded, drafts, sampling, and the address of a server.
 
-use super::values::{self, Device, DraftModel, ExpertIo, KvBitsArg, OnOff, Parallel, SpeculationMode, Switch};
+use super::values::{self, Device, DraftModel, ExpertIo, KvBitsArg, OnOff, SpeculationMode, Switch};
 use clap::{Args, builder::BoolishValueParser};
+use moestro_model::plan::Parallel;
 use std::path::PathBuf;
 
 /// The model of a command.

@@ -1,6 +1,7 @@
 //! Values of flags: enumerations, and parsers of numbers, sizes, durations and origins. clap prints the flag and the
 //! value before each error.
 
+use moestro_model::plan::Parallel;
 use std::time::Duration;
 
 /// Id of the option `--model`. The option and the argument MODEL set the same setting.
@@ -26,6 +27,17 @@ pub enum Switch {
     Auto,
     On,
     Off,
+}
+
+impl Switch {
+    /// What the user decided. `None` for `Auto`.
+    pub fn decided(self) -> Option<bool> {
+        match self {
+            Self::Auto => None,
+            Self::On => Some(true),
+            Self::Off => Some(false),
+        }
+    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -111,15 +123,6 @@ pub enum KvBitsArg {
     Sixteen,
     Eight,
     Four,
-}
-
-/// How many requests run at the same time.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Parallel {
-    /// As many as the memory plan finds room for: 4, 2 or 1.
-    #[default]
-    Auto,
-    Count(usize),
 }
 
 /// How experts are read.

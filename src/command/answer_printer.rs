@@ -1,7 +1,8 @@
 //! Prints an answer on the terminal while it streams, and its figures at the end.
 
 use super::printable;
-use crate::{engine::Timings, error::CommandError};
+use crate::error::CommandError;
+use moestro_engine::Timings;
 use std::{
     env,
     io::{self, IsTerminal, Write},

@@ -3,13 +3,15 @@
 //! Each expert of an unpacked checkpoint takes nine reads. On macOS, these reads also go through the page cache,
 //! because they are not aligned to pages.
 
-use crate::{
-    checkpoint::pack,
-    config::PackMode,
+use crate::config::PackMode;
+use moestro_base::{
     error::StoreError,
+    platform::{Access, os},
+};
+use moestro_model::{
+    checkpoint::pack,
     model::{CheckpointInfo, LoadOptions, Qwen},
     plan::Size,
-    platform::{Access, os},
 };
 use parking_lot::Mutex;
 use std::path::{Path, PathBuf};

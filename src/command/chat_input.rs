@@ -1,6 +1,7 @@
 //! Line editor of a terminal chat. The history is kept between chats.
 
-use crate::{error::CommandError, platform::os};
+use crate::error::CommandError;
+use moestro_base::platform::os;
 use rustyline::{
     Behavior, Config, Context, Editor, Helper,
     completion::Completer,

@@ -7,10 +7,10 @@ use super::{
 use crate::{
     cli::model_args::{DraftArgs, LoadArgs, PromptCacheArgs, RemoteArgs},
     config::{GenerateConfig, config_file::Settings},
-    engine::Image,
     error::CommandError,
 };
 use clap::{Arg, Args};
+use moestro_engine::Image;
 use serde_json::Value;
 use std::{future::Future, path::Path, sync::Arc};
 

@@ -1,6 +1,7 @@
 //! Conversations in files: `{"system": ..., "messages": [...]}`, with messages in OpenAI's format.
 
-use crate::{error::CommandError, platform::read_small_file};
+use crate::error::CommandError;
+use moestro_base::platform::read_small_file;
 use serde_json::{Value, json};
 use std::{
     fs::OpenOptions,

@@ -3,11 +3,13 @@
 
 use crate::{
     config::{Device, LoadSettings},
+    error::CommandError,
+};
+use moestro_compute::{
     device::{self, DeviceError, GPU_KIND, Gpu, NO_GPU},
-    error::{CommandError, ModelError},
-    model::Qwen,
     ops::check::{self, Finding},
 };
+use moestro_model::{error::ModelError, model::Qwen};
 use std::time::Instant;
 
 /// The chosen device.

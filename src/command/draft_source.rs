@@ -3,12 +3,14 @@
 
 use super::resolve;
 use crate::{
-    chat::Tokenizer,
-    checkpoint::mtp,
-    config::{DraftModel, LoadSettings, ModelSource, Switch},
-    engine::{self, DRAFT_CONTEXT, DflashDraft, LookupDraft, ModelDraft, MtpDraft},
+    config::{DraftModel, LoadSettings, ModelSource},
     error::CommandError,
-    metrics::Metrics,
+};
+use moestro_base::metrics::Metrics;
+use moestro_chat::Tokenizer;
+use moestro_engine::{self as engine, DRAFT_CONTEXT, DflashDraft, LookupDraft, ModelDraft, MtpDraft};
+use moestro_model::{
+    checkpoint::mtp,
     model::{self, CheckpointInfo, DflashModel, MtpSource, Qwen, config::json, dflash},
     plan::{DraftFootprint, MachineLimits, Plan, PlanOptions},
 };
@@ -106,7 +108,7 @@ impl DraftSource {
 fn draft_model_options(load: &LoadSettings) -> model::LoadOptions {
     let plan = PlanOptions {
         limit: Some(u64::MAX / 2),
-        stream: Switch::Off,
+        stream: Some(false),
         context: Some(DRAFT_CONTEXT),
         chunk: Some(256),
         prompt_cache: Some(0),

@@ -10,8 +10,8 @@ use crate::{
     cli,
     config::{ModelSource, config_file::Settings},
     error::CommandError,
-    platform::os,
 };
+use moestro_base::platform::os;
 use serde_json::{Value, json};
 use std::{
     env,

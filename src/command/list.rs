@@ -9,8 +9,8 @@ use crate::{
     config::{config_file::Settings, generation_config},
     demo,
     error::CommandError,
-    plan::Size,
 };
+use moestro_model::plan::Size;
 use serde::Serialize;
 use serde_json::Value;
 use std::{fmt, path::PathBuf};

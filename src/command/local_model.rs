@@ -7,19 +7,17 @@ use super::{
     device_choice::DeviceChoice,
     load_model,
 };
-use crate::{
-    chat::{
-        Conversation, Decoder, Template,
-        parser::{Delta, Parser},
-    },
-    config::GenerateConfig,
-    engine::{self, Event, Finish, Handle, Image, ImageProcessor, Options, Request, Sampling, Worker},
-    error::{CommandError, EngineError},
-    http::boundaries,
-    metrics::Metrics,
-    model::Model,
-    platform::read_small_file,
+use crate::{config::GenerateConfig, error::CommandError, http::boundaries};
+use moestro_base::{metrics::Metrics, platform::read_small_file};
+use moestro_chat::{
+    Conversation, Decoder, Template,
+    parser::{Delta, Parser},
 };
+use moestro_engine::{
+    self as engine, Event, Finish, Handle, Image, ImageProcessor, Options, Request, Sampling, Worker,
+    error::EngineError,
+};
+use moestro_model::model::Model;
 use serde_json::{Map, Value, json};
 use std::{future::Future, path::Path, sync::Arc};
 

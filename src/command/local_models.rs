@@ -2,14 +2,13 @@
 //! the user's model directory, and in the Hugging Face cache.
 
 use crate::{
-    checkpoint::hub::Hub,
     cli::Command,
     config::{self, ModelSource, config_file::Settings},
     demo,
     error::CommandError,
-    model::config::Config,
-    platform::os,
 };
+use moestro_base::platform::os;
+use moestro_model::{checkpoint::hub::Hub, model::config::Config};
 use std::{
     env, fs,
     path::{Path, PathBuf},

@@ -34,20 +34,20 @@ pub mod service;
 pub mod show_config;
 
 use crate::{
-    chat::{Template, Tokenizer},
     cli::model_args::DraftArgs,
     config::{self, ExpertIo, GenerationDefaults, LoadSettings, ModelSource, Switch},
     demo,
-    engine::{self, Sampling},
-    error::{CommandError, StoreError},
-    experts,
-    metrics::Metrics,
-    model::{self, CheckpointInfo, Model, Qwen, StoreOptions, VisionOptions, config::FfnShape},
-    ops::KvBits,
-    plan::{MachineLimits, Plan, PlanOptions, Size},
-    platform::check_small_file,
+    error::CommandError,
 };
 use device_choice::DeviceChoice;
+use moestro_base::{error::StoreError, metrics::Metrics, platform::check_small_file};
+use moestro_chat::{Template, Tokenizer};
+use moestro_compute::{experts, ops::KvBits};
+use moestro_engine::{self as engine, Sampling};
+use moestro_model::{
+    model::{self, CheckpointInfo, Model, Qwen, StoreOptions, VisionOptions, config::FfnShape},
+    plan::{MachineLimits, Plan, PlanOptions, Size},
+};
 use serde::Serialize;
 use serde_json::Value;
 use std::{
@@ -298,7 +298,7 @@ pub fn options(load: &LoadSettings) -> model::LoadOptions {
         plan: PlanOptions {
             prompt_cache: load.prompt_cache,
             limit: flags.memory_limit,
-            stream: flags.stream_experts,
+            stream: flags.stream_experts.decided(),
             context: flags.ctx_size,
             chunk: flags.prefill_chunk,
             parallel: load.parallel,
@@ -327,11 +327,7 @@ pub fn options(load: &LoadSettings) -> model::LoadOptions {
             warm: true,
             ..StoreOptions::default()
         },
-        gpu_awake: match flags.gpu_awake {
-            Switch::Auto => None,
-            Switch::On => Some(true),
-            Switch::Off => Some(false),
-        },
+        gpu_awake: flags.gpu_awake.decided(),
         ..model::LoadOptions::default()
     }
 }

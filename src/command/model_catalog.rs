@@ -10,22 +10,23 @@ use super::{
     local_models::{self, CatalogEntry, Origin},
 };
 use crate::{
-    chat::grammar::GrammarCompiler,
-    checkpoint::{identity::file_identity, index::Index},
     cli::{Command, model_args::DraftArgs},
     config::{
         Device, DraftModel, LoadSettings, ModelSource, PromptCacheDir, ServeConfig,
         config_file::{self, ConfigFile, Settings},
     },
-    engine::{self, DiskCacheOptions, Options},
     error::CommandError,
     http::{
         HostTimeouts, HostedModel, LoadFailure, LoadedModel, ModelCard, ModelEntry, ModelLoader, OriginPolicy,
         RequestLimits, RequestMemory, ServerState,
     },
-    metrics::Metrics,
+};
+use moestro_base::{metrics::Metrics, platform::os};
+use moestro_chat::grammar::GrammarCompiler;
+use moestro_engine::{self as engine, DiskCacheOptions, Options};
+use moestro_model::{
+    checkpoint::{identity::file_identity, index::Index},
     model::Model,
-    platform::os,
 };
 use parking_lot::{Mutex, RwLock};
 use std::{

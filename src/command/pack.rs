@@ -1,11 +1,10 @@
 //! `moestro pack`: writes or verifies a pack. A pack has one page-aligned record per expert.
 
 use super::{progress, resolve};
-use crate::{
+use crate::{cli, config::ModelSource, error::CommandError};
+use moestro_base::error::StoreError;
+use moestro_model::{
     checkpoint::pack,
-    cli,
-    config::ModelSource,
-    error::{CommandError, StoreError},
     model::{CheckpointInfo, LoadOptions},
     plan::Size,
 };

@@ -1,7 +1,8 @@
 //! `moestro ps` and `stop`: show or unload the model of a running server.
 
 use super::{remote_server::RemoteServer, table};
-use crate::{cli, error::CommandError, plan::Size};
+use crate::{cli, error::CommandError};
+use moestro_model::plan::Size;
 use serde_json::Value;
 
 /// Prints the loaded model and the load of the server, or that no model is loaded.

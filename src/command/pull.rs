@@ -2,11 +2,11 @@
 
 use super::printable;
 use crate::{
-    checkpoint::{hub::Hub, licence::licence},
     cli,
     config::{hub_id, is_hub_id},
     error::CommandError,
 };
+use moestro_model::checkpoint::{hub::Hub, licence::licence};
 use std::{
     io::{self, IsTerminal},
     path::PathBuf,

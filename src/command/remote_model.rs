@@ -5,7 +5,8 @@ use super::{
     chat_settings::AnswerOptions,
     remote_server::RemoteServer,
 };
-use crate::{engine::Timings, error::CommandError};
+use crate::error::CommandError;
+use moestro_engine::Timings;
 use serde_json::{Value, json};
 use std::{future::Future, thread, time::Instant};
 use tokio::sync::mpsc;

@@ -6,12 +6,11 @@ use super::{
     printable,
 };
 use crate::{
-    checkpoint::hub::Hub,
     cli,
     config::{self, config_file::Settings},
     error::CommandError,
-    plan::Size,
 };
+use moestro_model::{checkpoint::hub::Hub, plan::Size};
 use std::{
     fs, io,
     path::{Path, PathBuf},

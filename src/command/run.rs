@@ -12,9 +12,9 @@ use super::{
 use crate::{
     cli::model_args::RemoteArgs,
     config::{self, GenerateConfig, ModelSource, config_file::Settings},
-    engine::Image,
     error::CommandError,
 };
+use moestro_engine::Image;
 use serde_json::{Value, json};
 use std::{path::PathBuf, sync::Arc};
 

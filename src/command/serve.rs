@@ -4,11 +4,15 @@
 use super::{device_choice::CPU, local_models, model_catalog::ModelCatalog};
 use crate::{
     config::{ServeConfig, config_file::Settings},
-    error::{CommandError, ModelError, StoreError},
+    error::CommandError,
     http::{self, ApiSet, ImageUrls, ModelHost, OriginPolicy, ServerState},
-    metrics::Metrics,
-    platform::{os, service},
 };
+use moestro_base::{
+    error::StoreError,
+    metrics::Metrics,
+    platform::{activation, os},
+};
+use moestro_model::error::ModelError;
 use serde_json::{Value, json};
 use std::{
     future::pending,
@@ -110,8 +114,8 @@ async fn serve(config: ServeConfig, settings: Settings) -> Result<&'static str, 
         tracing::info!("Ollama's API is at http://{}", SocketAddr::new(address.ip(), port));
     }
     let mut running = tokio::spawn(http::serve(listeners, server.clone(), shutdown));
-    service::notify_ready("loading the model");
-    if let Some(interval) = service::watchdog_interval() {
+    activation::notify_ready("loading the model");
+    if let Some(interval) = activation::watchdog_interval() {
         tokio::spawn(feed_watchdog(interval));
     }
 
@@ -132,7 +136,7 @@ async fn serve(config: ServeConfig, settings: Settings) -> Result<&'static str, 
     };
     // A closed stdout is not an error.
     let _ = writeln!(io::stdout(), "{}", ready_line(&first, address, &plan)).and_then(|()| io::stdout().flush());
-    service::notify_ready(&format!("serving {first}"));
+    activation::notify_ready(&format!("serving {first}"));
     tracing::info!("serving {first} at http://{address}/v1 after {:.1?}", start.elapsed());
 
     let signal = tokio::select! {
@@ -202,7 +206,7 @@ fn ready_line(model: &str, address: SocketAddr, plan: &Value) -> String {
 /// The listening sockets that the service manager passed on. There can be several sockets, because a host name can have
 /// several addresses.
 fn inherited_listeners() -> Result<Vec<TcpListener>, CommandError> {
-    let inherited = service::inherited_listeners().and_then(|listeners| {
+    let inherited = activation::inherited_listeners().and_then(|listeners| {
         let listen = |listener: std::net::TcpListener| {
             listener.set_nonblocking(true)?;
             TcpListener::from_std(listener)
@@ -215,7 +219,7 @@ fn inherited_listeners() -> Result<Vec<TcpListener>, CommandError> {
 /// Notifies systemd's watchdog as long as the runtime makes progress.
 async fn feed_watchdog(interval: Duration) {
     loop {
-        service::notify_watchdog();
+        activation::notify_watchdog();
         tokio::time::sleep(interval).await;
     }
 }

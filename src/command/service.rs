@@ -1,13 +1,8 @@
 //! `moestro service`: installs and controls a service that runs `moestro serve` from login or from the first request.
 
-use crate::{
-    cli,
-    error::CommandError,
-    platform::{
-        os,
-        service::{Service, ServiceCommand, ServiceManager, ServiceStep, command_line},
-    },
-};
+use crate::service::{Service, ServiceCommand, ServiceManager, ServiceStep, command_line};
+use crate::{cli, error::CommandError};
+use moestro_base::platform::os;
 use std::{
     env,
     ffi::OsStr,

@@ -27,7 +27,8 @@ fn line(flag: &str, value: Option<&str>) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{config::config_file, platform::own_process::ran_without_settings};
+    use crate::config::config_file;
+    use test_support::own_process::ran_without_settings;
 
     #[test]
     fn report_is_valid_toml() {

@@ -319,7 +319,7 @@ fn names() -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::platform::{fifo::make_fifo, own_process::ran_without_settings};
+    use test_support::{fifo::make_fifo, own_process::ran_without_settings};
 
     fn parsed(text: &str, given: &str) -> Result<(Cli, Settings), String> {
         let file = tempfile::Builder::new().suffix(".toml").tempfile().unwrap();

@@ -1,7 +1,8 @@
 //! A checkpoint's sampling defaults and end-of-sequence tokens, from `generation_config.json` and `config.json`. Flags
 //! override these values, and a request overrides both.
 
-use crate::{cli, error::StoreError};
+use crate::cli;
+use moestro_base::error::StoreError;
 use serde_json::Value;
 use std::{fs, io, path::Path};
 

@@ -1,11 +1,6 @@
 //! Administration: `GET /health`, `/metrics` and `/experts`, `DELETE /prompt_cache`, `POST /models/unload`.
 
-use crate::{
-    error::GPU_INTERACTIVITY_REMEDY,
-    http::{ApiError, ServerState, layers::auth, request::body},
-    metrics::{self, Metrics},
-    platform::os,
-};
+use crate::http::{ApiError, ServerState, layers::auth, request::body};
 use axum::{
     Json,
     body::Body,
@@ -13,6 +8,11 @@ use axum::{
     http::{HeaderMap, StatusCode, header},
     response::{IntoResponse, Response},
 };
+use moestro_base::{
+    metrics::{self, Metrics},
+    platform::os,
+};
+use moestro_compute::device::GPU_INTERACTIVITY_REMEDY;
 use serde::Deserialize;
 use serde_json::{Value, json};
 use std::sync::Arc;
@@ -125,7 +125,7 @@ pub struct UnloadRequest {
     model: String,
 }
 
-/// Lists the experts in memory and how often each expert was selected, see [`crate::metrics::ExpertHeatmap::layers`].
+/// Lists the experts in memory and how often each expert was selected, see [`moestro_base::metrics::ExpertHeatmap::layers`].
 pub async fn experts(State(state): State<Arc<ServerState>>) -> Json<Value> {
     Json(json!({"layers": state.metrics.heatmap().layers()}))
 }

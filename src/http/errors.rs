@@ -21,12 +21,14 @@
 //! `data: {"error": ...}` event, which the OpenAI SDKs raise as an `APIError`. `finish_reason` and `[DONE]` are not
 //! sent.
 
-use crate::error::{ChatError, EngineError, ModelError};
 use axum::{
     Json,
     http::{HeaderValue, StatusCode, header},
     response::{IntoResponse, Response},
 };
+use moestro_chat::error::ChatError;
+use moestro_engine::error::EngineError;
+use moestro_model::error::ModelError;
 use serde_json::{Value, json};
 use std::fmt::Display;
 
@@ -428,10 +430,8 @@ impl IntoResponse for ApiError {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{
-        error::{CommandError, StoreError},
-        http::models::LoadFailure,
-    };
+    use crate::{error::CommandError, http::models::LoadFailure};
+    use moestro_base::error::StoreError;
     use std::{
         io,
         path::{Path, PathBuf},

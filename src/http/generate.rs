@@ -5,17 +5,15 @@
 //!
 //! A handler parses its API's body into a [`GenerationRequest`] and passes the [`Renderer`] that writes the answer.
 
-use crate::{
-    engine::QueueShare,
-    http::{
-        ApiError, ServerState,
-        layers::{MemoryPermit, RequestLog, with_deadline},
-        models::LoadedModel,
-        output::{Renderer, renderer},
-        request::GenerationRequest,
-    },
+use crate::http::{
+    ApiError, ServerState,
+    layers::{MemoryPermit, RequestLog, with_deadline},
+    models::LoadedModel,
+    output::{Renderer, renderer},
+    request::GenerationRequest,
 };
 use axum::{extract::FromRequestParts, http::request::Parts, response::Response};
+use moestro_engine::QueueShare;
 use std::sync::Arc;
 
 /// The server and the log of a request that needs a model. Until a model has been loaded or set as the default, the

@@ -1,18 +1,16 @@
 //! Server state shared by all handlers.
 
-use crate::{
-    engine::QueueShare,
-    http::{
-        ApiError,
-        health::StorageHealth,
-        layers::{OriginPolicy, RequestMemory, Timeouts},
-        models::{HostedModel, LoadedModel, ModelHost, ModelLease},
-        openai::responses::ResponseStore,
-        request::ImageUrls,
-    },
-    metrics::Metrics,
+use crate::http::{
+    ApiError,
+    health::StorageHealth,
+    layers::{OriginPolicy, RequestMemory, Timeouts},
+    models::{HostedModel, LoadedModel, ModelHost, ModelLease},
+    openai::responses::ResponseStore,
+    request::ImageUrls,
 };
 use axum::http::HeaderValue;
+use moestro_base::metrics::Metrics;
+use moestro_engine::QueueShare;
 use parking_lot::RwLock;
 use std::sync::{
     Arc,

@@ -11,14 +11,17 @@ use crate::command::{
     load_weights, options, resolve, show,
 };
 use crate::{
-    chat::Tokenizer,
     cli,
     config::{self, LoadSettings, ModelSource},
-    error::{CommandError, StoreError},
+    error::CommandError,
+};
+use moestro_base::{
+    error::StoreError,
     metrics::Metrics,
-    model::{self, Model, Qwen},
     platform::{Access, DataFile, os},
 };
+use moestro_chat::Tokenizer;
+use moestro_model::model::{self, Model, Qwen};
 use report::{BenchReport, BenchSetup, median_run};
 use run::BenchSession;
 use std::{path::Path, sync::Arc};
@@ -109,7 +112,7 @@ fn prompt(dir: &Path, file: Option<&Path>, count: usize) -> Result<Vec<u32>, Com
 
 /// Removes the checkpoint's files from the page cache.
 fn drop_cached(dir: &Path) -> Result<(), StoreError> {
-    let index = crate::checkpoint::index::Index::open(dir)?;
+    let index = moestro_model::checkpoint::index::Index::open(dir)?;
     for path in &index.files {
         let file = DataFile::open(path, Access::Buffered).map_err(StoreError::at(path))?;
         file.drop_cached(0, file.len() as usize);

@@ -11,16 +11,19 @@ mod report;
 use crate::{
     cli,
     command::show,
-    device::{self, CpuArithmetic, DeviceError, Gpu, NO_GPU},
     error::CommandError,
-    ops::check::{self, Finding},
-    platform::os,
     tools::machine_report::{self, MachineReport},
 };
 use answer::DemoModel;
 use candle_core::Device;
 pub use gpu::recover;
 use machine::ReportModels;
+use moestro_base::platform::os;
+use moestro_compute::{
+    device::{self, CpuArithmetic, DeviceError, Gpu, NO_GPU},
+    ops::check::{self, Finding},
+};
+use moestro_model::model::open_candle_gpu;
 pub use report::DoctorReport;
 use report::{GpuReport, WholeReport};
 use std::time::Instant;
@@ -34,7 +37,7 @@ pub fn run(args: &cli::tool_args::DoctorArgs, version: &str) -> Result<(), Comma
         return kernel_files::write(dir);
     }
     let gpu = open(args.any_gpu).map_err(|error| error.0).and_then(|gpu| gpu.ok_or_else(|| NO_GPU.into()));
-    let candles = device::open_candle_gpu().filter(|_| gpu.is_ok());
+    let candles = open_candle_gpu().filter(|_| gpu.is_ok());
     let mut report = examine(gpu, &[Some(Device::Cpu), candles].into_iter().flatten().collect::<Vec<_>>())?;
     report.machine.version = version.into();
     let machine = args.report.then(|| measure_machine(&report, args.any_gpu));

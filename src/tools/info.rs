@@ -3,18 +3,21 @@
 use super::{machine_report::DeviceFigures, measure, simulate};
 use crate::command::{device_choice::DeviceChoice, draft_source, options, resolve, show};
 use crate::{
-    chat::Tokenizer,
-    checkpoint, cli,
+    cli,
     config::{self, LoadSettings, ModelSource},
     error::CommandError,
+};
+use measure::{KernelRate, Measurements};
+use moestro_base::platform::os;
+use moestro_chat::Tokenizer;
+use moestro_model::{
+    checkpoint,
     model::{self, CheckpointInfo, Config, config::FfnShape},
     plan::{
         Estimate, HIT_RATES, HitRates, LimitSource, MachineLimits, ModelFootprint, Overhead, Plan, Size, Strategy,
         estimate, hit_rates,
     },
-    platform::os,
 };
-use measure::{KernelRate, Measurements};
 use serde::Serialize;
 use std::{fmt, path::PathBuf};
 
@@ -309,6 +312,6 @@ mod tests {
         let dir = crate::demo::unpack().unwrap();
         let mut found = CheckpointInfo::new(&dir, &model::LoadOptions::default()).unwrap();
         let limits = MachineLimits { ram: Some(8 << 30), ..MachineLimits::default() };
-        found.plan(&limits, &crate::plan::PlanOptions::default()).unwrap()
+        found.plan(&limits, &moestro_model::plan::PlanOptions::default()).unwrap()
     }
 }

@@ -1,13 +1,14 @@
 //! Measures the inputs of estimates: memory bandwidth, the speed of the expert kernels, and the speed of expert reads.
 
-use crate::{
+use crate::error::CommandError;
+use moestro_base::{error::StoreError, metrics::Metrics, platform::Access};
+use moestro_compute::{
     device::{CpuDevice, CpuTimeline, memory_bandwidth},
-    error::{CommandError, StoreError},
     experts::{ExpertChoice, ExpertStore, Options, PassKind, Prefetch},
-    metrics::Metrics,
+};
+use moestro_model::{
     model::{CheckpointInfo, StoreOptions, speed},
     plan::Bandwidth,
-    platform::Access,
 };
 use serde::Serialize;
 use std::time::{Duration, Instant};

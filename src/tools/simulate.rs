@@ -4,11 +4,13 @@ use crate::{
     cli,
     command::{options, resolve, show},
     config::{self, LoadSettings, ModelSource},
-    error::{CommandError, StoreError},
+    error::CommandError,
+    tools::synth,
+};
+use moestro_base::{error::StoreError, platform::atomic_file::PartialDir};
+use moestro_model::{
     model::{self, CheckpointInfo},
     plan::{MACHINES, ModelFootprint, Simulation, Size, Strategy, simulate},
-    platform::atomic_file::PartialDir,
-    tools::synth,
 };
 use serde::Serialize;
 use std::fmt;

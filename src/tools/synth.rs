@@ -12,9 +12,9 @@ mod options;
 
 pub use options::{Dimensions, StreamDimensions, SynthOptions};
 
-use crate::error::StoreError;
-use crate::platform::{self, OnBytes, atomic_file::PartialDir, os};
 use layout::SynthTensor;
+use moestro_base::error::StoreError;
+use moestro_base::platform::{self, OnBytes, atomic_file::PartialDir, os};
 use std::{
     fs::{self, File},
     io::{self, Write},

@@ -4,7 +4,8 @@ use super::{
     client::stable,
     server::{EOS, Server, Setup, VOCAB},
 };
-use moestro::{engine::DraftPolicy, http::ServerState};
+use moestro::http::ServerState;
+use moestro_engine::DraftPolicy;
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 

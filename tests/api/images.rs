@@ -2,11 +2,9 @@
 
 use super::server::{Server, Setup, serve_checkpoint};
 use base64::{Engine, engine::general_purpose::STANDARD};
-use moestro::{
-    engine::{DiskCacheOptions, Options},
-    http::ImageUrls,
-    model::LoadOptions,
-};
+use moestro::http::ImageUrls;
+use moestro_engine::{DiskCacheOptions, Options};
+use moestro_model::model::LoadOptions;
 use serde_json::{Value, json};
 use std::{
     io,

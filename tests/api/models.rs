@@ -3,17 +3,16 @@
 
 use super::{
     connections::{head, write},
-    server::{EOS, Server, Setup, VOCAB, demo, mock_model::MockModel},
+    server::{EOS, Server, Setup, VOCAB, demo},
 };
-use moestro::{
-    chat::{Template, Tokenizer, grammar::GrammarCompiler},
-    engine::{self, Options, Sampling},
-    http::{
-        HostTimeouts, HostedModel, LoadFailure, LoadedModel, ModelCard, ModelEntry, ModelHost, ModelLoader,
-        RequestLimits, ServerState,
-    },
-    metrics::Metrics,
+use mock_model::MockModel;
+use moestro::http::{
+    HostTimeouts, HostedModel, LoadFailure, LoadedModel, ModelCard, ModelEntry, ModelHost, ModelLoader, RequestLimits,
+    ServerState,
 };
+use moestro_base::metrics::Metrics;
+use moestro_chat::{Template, Tokenizer, grammar::GrammarCompiler};
+use moestro_engine::{self as engine, Options, Sampling};
 use serde_json::{Value, json};
 use std::{
     sync::{Arc, Mutex},

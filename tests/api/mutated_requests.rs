@@ -5,11 +5,8 @@
 //! A run takes a few seconds. `MOESTRO_MUTATE_SECONDS=60` runs each loop for a minute. `MOESTRO_MUTATE_SEED=N` repeats
 //! the seed that a failure printed.
 
-use crate::{
-    mutate::Dice,
-    server::{Setup, demo},
-};
-use moestro::chat::{
+use crate::server::{Setup, demo};
+use moestro_chat::{
     Conversation, Template, json_numbers,
     parser::{Delta, Parser},
 };
@@ -18,6 +15,7 @@ use std::{
     env,
     time::{Duration, Instant},
 };
+use test_support::mutate::Dice;
 
 const TOO_LONG: Duration = Duration::from_secs(60);
 /// Minimum number of cases, for a machine that is too busy to run as many in the given time.

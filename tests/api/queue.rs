@@ -6,7 +6,7 @@ use super::{
     connections::{head, write},
     server::{Server, Setup},
 };
-use moestro::engine::DEFAULT_MAX_QUEUE;
+use moestro_engine::DEFAULT_MAX_QUEUE;
 use serde_json::{Value, json};
 use std::{sync::Arc, time::Duration};
 use tokio::{net::TcpSocket, time::timeout};

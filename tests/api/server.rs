@@ -3,17 +3,12 @@
 // Two test binaries share this file, and each uses only a part of it.
 #![allow(dead_code)]
 
-#[path = "../support/mock_model.rs"]
-pub mod mock_model;
-
 use mock_model::MockModel;
-use moestro::{
-    chat::{Template, Tokenizer, grammar::GrammarCompiler},
-    engine::{self, DiskCacheOptions, DraftPolicy, Handle, Options, Sampling},
-    http::{self, ApiSet, LoadedModel, ModelCard, RequestLimits, ServerState},
-    metrics::Metrics,
-    model::{LoadOptions, Qwen},
-};
+use moestro::http::{self, ApiSet, LoadedModel, ModelCard, RequestLimits, ServerState};
+use moestro_base::metrics::Metrics;
+use moestro_chat::{Template, Tokenizer, grammar::GrammarCompiler};
+use moestro_engine::{self as engine, DiskCacheOptions, DraftPolicy, Handle, Options, Sampling};
+use moestro_model::model::{LoadOptions, Qwen};
 use serde_json::json;
 use std::{
     net::SocketAddr,

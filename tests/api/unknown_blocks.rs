@@ -1,12 +1,10 @@
 //! Tests with content blocks that the server does not know, or whose fields are malformed. In a tool result or an
 //! answered message, a sentence replaces them in every API. In a new user message, they are a 400.
 
-use super::{
-    mutate::Dice,
-    server::{Server, Setup},
-};
+use super::server::{Server, Setup};
 use moestro::http::ApiSet;
 use serde_json::{Value, json};
+use test_support::mutate::Dice;
 
 const CHAT: &str = "/v1/chat/completions";
 const RESPONSES: &str = "/v1/responses";

@@ -5,14 +5,14 @@ pub mod fixtures;
 pub mod fp8_checkpoint;
 pub mod qwen4_exp;
 
-use moestro::{
+use moestro::tools::synth::{self, Dimensions, SynthOptions};
+use moestro_base::metrics::Metrics;
+use moestro_compute::{
     device::CpuArithmetic,
-    engine::{Finish, Handle, Request, Timings, collect},
     experts::{ExpertChoice, PassKind},
-    metrics::Metrics,
-    model::{LoadOptions, Logits, Model, PassHooks, Qwen, QwenState, Rows, Snapshot},
-    tools::synth::{self, Dimensions, SynthOptions},
 };
+use moestro_engine::{Finish, Handle, Request, Timings, collect};
+use moestro_model::model::{LoadOptions, Logits, Model, PassHooks, Qwen, QwenState, Rows, Snapshot};
 use std::{
     collections::HashMap,
     path::{Path, PathBuf},

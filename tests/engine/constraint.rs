@@ -1,10 +1,9 @@
 //! Tests of constrained answers, and of constraints that fail.
 
-use super::mock_model::MockModel;
-use moestro::{
-    engine::{Constraint, Finish, Handle, Options, Request, Sampling, TokenMask, collect, spawn},
-    error::EngineError,
-    metrics::Metrics,
+use mock_model::MockModel;
+use moestro_base::metrics::Metrics;
+use moestro_engine::{
+    Constraint, Finish, Handle, Options, Request, Sampling, TokenMask, collect, error::EngineError, spawn,
 };
 use std::{
     sync::{Arc, Mutex},

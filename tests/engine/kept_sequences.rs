@@ -1,10 +1,8 @@
 //! Tests which sequences and snapshots the engine keeps after an answer.
 
-use super::{
-    mock_model::MockModel,
-    scheduler::{MS, answer, engine, options, request},
-};
-use moestro::engine::{CacheSalt, DiskCacheOptions, Handle, Image, Options, PlacedImage, Request, collect};
+use super::scheduler::{MS, answer, engine, options, request};
+use mock_model::MockModel;
+use moestro_engine::{CacheSalt, DiskCacheOptions, Handle, Image, Options, PlacedImage, Request, collect};
 use std::{
     sync::{Arc, atomic::Ordering},
     time::{Duration, Instant},

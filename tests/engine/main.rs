@@ -2,7 +2,5 @@
 
 mod constraint;
 mod kept_sequences;
-#[path = "../support/mock_model.rs"]
-mod mock_model;
 mod parallel;
 mod scheduler;

@@ -1,13 +1,10 @@
 //! Tests of several requests at the same time: their order, and failures that end only one of the requests.
 
-use super::{
-    mock_model::MockModel,
-    scheduler::{MS, engine, options, request, wait_until_idle},
-};
-use moestro::{
-    device::{CpuArithmetic, CpuDevice},
-    engine::{ClientId, DraftPolicy, Event, Events, Finish, Options, Request, Sampling, collect},
-    error::EngineError,
+use super::scheduler::{MS, engine, options, request, wait_until_idle};
+use mock_model::MockModel;
+use moestro_compute::device::{CpuArithmetic, CpuDevice};
+use moestro_engine::{
+    ClientId, DraftPolicy, Event, Events, Finish, Options, Request, Sampling, collect, error::EngineError,
 };
 use std::{
     sync::{Arc, atomic::Ordering},

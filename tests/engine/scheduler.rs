@@ -1,10 +1,9 @@
 //! Tests of the queue and the scheduler: order, ends of answers, cancellation, deadlines, draining and errors.
 
-use super::mock_model::MockModel;
-use moestro::{
-    engine::{Event, Events, Finish, Handle, Options, Request, Sampling, Worker, collect, spawn},
-    error::EngineError,
-    metrics::Metrics,
+use mock_model::MockModel;
+use moestro_base::metrics::Metrics;
+use moestro_engine::{
+    Event, Events, Finish, Handle, Options, Request, Sampling, Worker, collect, error::EngineError, spawn,
 };
 use std::{
     sync::{Arc, atomic::Ordering},

@@ -1,4 +1,4 @@
-//! Reads `src` as text: module paths, imports, type declarations, and code without comments, strings and test items.
+//! Reads the source of every crate as text: module paths, imports, type declarations, and code without comments, strings and test items.
 //!
 //! The reader understands the output of rustfmt, but not every form that Rust allows. If the reader misreads a file, it
 //! finds imports that do not exist. The tests then fail, so that no real import is missed.
@@ -9,7 +9,10 @@ use std::{
     path::Path,
 };
 
-/// A file below `src`.
+/// Crates that only tests use.
+const TEST_CRATES: [&str; 2] = ["mock-model", "test-support"];
+
+/// A file below a crate's `src`.
 pub struct SourceFile {
     /// Path below `src`, for example `ops/attention/cpu.rs`.
     pub path: String,
@@ -49,10 +52,24 @@ pub fn files(dir: &str, endings: &[&str]) -> Vec<(String, String)> {
     found
 }
 
-/// All files of `src`, except files that only `#[cfg(test)]` modules declare.
-pub fn production_files() -> Vec<SourceFile> {
-    let prefix = Path::new(env!("CARGO_MANIFEST_DIR")).join("src").to_str().unwrap().replace('\\', "/") + "/";
-    let all = files("src", &["rs"]).into_iter().map(|(path, text)| SourceFile::new(&path[prefix.len()..], text));
+/// The directories with the source of each crate. The program is the first.
+pub fn crates() -> Vec<String> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let mut found: Vec<String> = fs::read_dir(root.join("crates"))
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .filter(|name| !TEST_CRATES.contains(&name.as_str()))
+        .map(|name| format!("crates/{name}/src"))
+        .collect();
+    found.sort();
+    found.insert(0, "src".into());
+    found
+}
+
+/// All files of the crate whose source is in `dir`, except files that only `#[cfg(test)]` modules declare.
+pub fn production_files(dir: &str) -> Vec<SourceFile> {
+    let prefix = Path::new(env!("CARGO_MANIFEST_DIR")).join(dir).to_str().unwrap().replace('\\', "/") + "/";
+    let all = files(dir, &["rs"]).into_iter().map(|(path, text)| SourceFile::new(&path[prefix.len()..], text));
     without_test_modules(all.collect())
 }
 
@@ -110,6 +127,18 @@ impl SourceFile {
         found
     }
 
+    /// Names of functions that other crates may call.
+    pub fn public_functions(&self) -> Vec<String> {
+        let name = |line: &str| {
+            let rest = line.trim_start().strip_prefix("pub ")?;
+            let (keywords, rest) = rest.split_at(rest.find("fn ")?);
+            let only_keywords = keywords.split_whitespace().all(|word| ["const", "unsafe", "async"].contains(&word));
+            let name = rest["fn ".len()..].split(|c: char| !c.is_alphanumeric() && c != '_').next()?;
+            only_keywords.then(|| name.to_owned())
+        };
+        self.code.lines().filter_map(name).collect()
+    }
+
     /// Types of inherent `impl` blocks, for example `Chunk` for `impl<'a> Chunk<'a> {`.
     pub fn implemented_types(&self) -> Vec<String> {
         let mut found = Vec::new();
@@ -145,7 +174,7 @@ impl SourceFile {
             code = &code[end..];
         }
         rest.push_str(code);
-        for start in ["crate::", "self::", "super::"] {
+        for start in ["crate::", "self::", "super::", "moestro_"] {
             for (at, _) in rest.match_indices(start) {
                 let before = rest[..at].chars().next_back();
                 if before.is_some_and(|c| c.is_alphanumeric() || c == '_' || c == ':') {
@@ -162,13 +191,15 @@ impl SourceFile {
         imports
     }
 
-    /// Resolves `crate`, `self`, `super` and child modules in a path. `None` for a path into another crate.
+    /// Resolves `crate`, `self`, `super` and child modules in a path. A path into another crate of the workspace stays as
+    /// it is. `None` for a path into any other crate.
     fn absolute(&self, path: &[String], modules: &BTreeSet<Vec<String>>) -> Option<Vec<String>> {
         let supers = path.iter().take_while(|part| *part == "super").count();
         match path.first()?.as_str() {
             "crate" => Some(path[1..].to_vec()),
             "self" => Some([&self.module, &path[1..]].concat()),
             "super" => Some([&self.module[..self.module.len().checked_sub(supers)?], &path[supers..]].concat()),
+            other if other.starts_with("moestro_") => Some(path.to_vec()),
             child => {
                 let module = [self.module.as_slice(), &[child.to_owned()]].concat();
                 modules.contains(&module).then(|| [&self.module, path].concat())
@@ -220,13 +251,17 @@ pub fn folder_imports(imports: &BTreeMap<String, BTreeSet<String>>) -> BTreeMap<
     edges
 }
 
-/// For each file, the rooms that its imports and paths name, such as `error` in `crate::error::ChatError`. A name that
-/// a room re-exports counts as a name of that room.
+/// For each file, the rooms that its imports and paths name, such as `error` in `crate::error::ChatError`. A room of
+/// another crate has that crate's name before it: `moestro_model::error`. A name that a room re-exports counts as a name
+/// of that room.
 pub fn room_imports(files: &[SourceFile]) -> BTreeMap<String, BTreeSet<String>> {
     let modules: BTreeSet<Vec<String>> = files.iter().map(|file| file.module.clone()).collect();
-    let rooms = |file: &SourceFile| {
-        file.imports(&modules).into_iter().filter_map(|import| import.target.first().cloned()).collect()
+    let room = |import: Import| match import.target.as_slice() {
+        [name, room, ..] if name.starts_with("moestro_") => Some(format!("{name}::{room}")),
+        [room, ..] => Some(room.clone()),
+        [] => None,
     };
+    let rooms = |file: &SourceFile| file.imports(&modules).into_iter().filter_map(room).collect();
     files.iter().map(|file| (file.path.clone(), rooms(file))).collect()
 }
 
@@ -271,6 +306,19 @@ fn declares(code: &str, name: &str) -> bool {
             && KEYWORDS.contains(&keyword)
             && !after.is_some_and(|c| c.is_alphanumeric() || c == '_')
     })
+}
+
+/// `code` without its declarations `pub use`.
+pub fn without_re_exports(code: &str) -> String {
+    let mut left = String::new();
+    let mut rest = code;
+    while let Some(at) = find_use(rest) {
+        let end = rest[at..].find(';').map_or(rest.len(), |end| at + end);
+        let is_public = rest[..at].rsplit('\n').next().unwrap().trim_start().starts_with("pub");
+        left.push_str(&rest[..if is_public { at } else { end }]);
+        rest = &rest[end..];
+    }
+    left + rest
 }
 
 /// Groups of files that import each other in a cycle, sorted.

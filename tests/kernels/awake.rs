@@ -1,10 +1,10 @@
 //! Tests that an idle GPU executes small launches while experts are read, so that its clock stays high.
 
 use crate::{double::Double, host::Host};
-use moestro::{
+use moestro_base::metrics::Metrics;
+use moestro_compute::{
     device::{CommandQueue, Gpu},
     experts::{ExpertChoice, ExpertMap, ExpertSource, ExpertStore, Options, PIECES, PassKind, Piece},
-    metrics::Metrics,
     ops::{Backend, GpuBackend},
 };
 use std::{io, path::PathBuf, thread::sleep, time::Duration};

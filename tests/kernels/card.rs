@@ -4,21 +4,20 @@
 use crate::{
     forward::{DEMO, answer, cases, common, options},
     look_ahead,
-    own_process::ran_in_own_process,
-    process_memory,
 };
 use common::{load_with, margin, narrow, write_model};
-use moestro::{
+use moestro::tools::synth::Dimensions;
+use moestro_base::platform::os::MemoryLevel;
+use moestro_compute::{
     device::{self, Gpu},
-    model::{LoadOptions, Qwen},
     ops::KvBits,
-    platform::os::MemoryLevel,
-    tools::synth::Dimensions,
 };
+use moestro_model::model::{LoadOptions, Qwen};
 use std::{
     path::Path,
     time::{Duration, Instant},
 };
+use test_support::{own_process::ran_in_own_process, process_memory};
 
 /// If the lead of the most likely token is smaller than this, the two devices may choose different tokens.
 const MIN_LEAD: f32 = 0.05;

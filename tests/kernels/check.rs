@@ -1,7 +1,8 @@
 //! Random weights, and expected results from plain f64 loops that share no code with the kernels.
 
-use crate::{host::Host, mutate::split_mix64};
-use moestro::ops::{FP8_BLOCK, Float, Weight, WeightFormat};
+use crate::host::Host;
+use moestro_compute::ops::{FP8_BLOCK, Float, Weight, WeightFormat};
+use test_support::split_mix64;
 
 /// A generator of random inputs. The field is the seed.
 pub struct Random(pub u64);

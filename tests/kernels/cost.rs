@@ -6,11 +6,9 @@ use crate::{
     host::Host,
     queue,
 };
-use moestro::{
-    config::Parallel,
-    device::{DeviceError, Gpu, Launch, Region, Slab, SyncPoint, Timeline},
-    model::{Model, Rows},
-};
+use moestro_compute::device::{DeviceError, Gpu, Launch, Region, Slab, SyncPoint, Timeline};
+use moestro_model::model::{Model, Rows};
+use moestro_model::plan::Parallel;
 use std::{
     ops::Range,
     path::Path,
@@ -159,8 +157,8 @@ fn decode_launches_and_waits_are_bounded() {
     for streaming in [false, true] {
         let counted = Arc::new(Mutex::new(Count::default()));
         let gpu = Box::new(Counting(HostGpu::new(Host::fast()), counted.clone()));
-        let mut options = moestro::model::LoadOptions { gpu: Some(u64::MAX), ..options(streaming) };
-        options.store.prefetch = moestro::experts::Prefetch::Off;
+        let mut options = moestro_model::model::LoadOptions { gpu: Some(u64::MAX), ..options(streaming) };
+        options.store.prefetch = moestro_compute::experts::Prefetch::Off;
         let model = crate::forward::common::load_with(Path::new(DEMO), options).move_to(gpu);
         let mut model = model.unwrap_or_else(|refused| panic!("{}", refused.error));
         let layers = model.config().layers;

@@ -6,13 +6,10 @@ use crate::{
     host::Host,
     queue::{PROMPT, load_changed, load_segments, move_to},
 };
-use moestro::{
-    device::CommandQueue,
-    engine::{Sampler, Sampling, TokenMask},
-    model::{Model, NextToken, PassHooks, Qwen, QwenState, Rows, SequenceState, TokenChoice},
-    ops::KvBits,
-    platform::os::MemoryLevel,
-};
+use moestro_base::platform::os::MemoryLevel;
+use moestro_compute::{device::CommandQueue, ops::KvBits};
+use moestro_engine::{Sampler, Sampling, TokenMask};
+use moestro_model::model::{Model, NextToken, PassHooks, Qwen, QwenState, Rows, SequenceState, TokenChoice};
 use std::time::Instant;
 
 const VOCAB: usize = 96;

@@ -6,10 +6,8 @@ use crate::{
     host::Host,
     mtp::{SMALL, answers},
 };
-use moestro::{
-    engine::{Draft, DraftPolicy, LookupDraft, ModelDraft, Sampling},
-    model::{LoadOptions, Qwen},
-};
+use moestro_engine::{Draft, DraftPolicy, LookupDraft, ModelDraft, Sampling};
+use moestro_model::model::{LoadOptions, Qwen};
 use std::path::Path;
 
 fn on_kernels() -> Qwen {

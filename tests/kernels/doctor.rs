@@ -5,11 +5,10 @@ use crate::{
     gpu::HostGpu,
     host::Host,
 };
-use moestro::{
-    command::device_choice::DeviceChoice,
+use moestro::{command::device_choice::DeviceChoice, tools::doctor};
+use moestro_compute::{
     device::{BufferAccess, CommandQueue, DeviceError, GPU_KIND, Gpu, Launch, Region, Slab, SyncPoint, Timeline},
     ops::check,
-    tools::doctor,
 };
 use std::{collections::BTreeSet, ops::Range, sync::Arc};
 

@@ -4,8 +4,10 @@
 //! any order that barriers and fences allow. A call that Metal forbids or leaves undefined fails the test. A test can
 //! make any call fail, and can give the double its own memory, like an NVIDIA GPU that recovers from failures.
 
-use crate::{host::Host, mutate::Dice};
-use moestro::device::{Binding, BufferAccess, CommandStatus, DeviceError, Driver, Launch, Region, SkipUse, Slab};
+use crate::host::Host;
+use moestro_compute::device::{
+    Binding, BufferAccess, CommandStatus, DeviceError, Driver, Launch, Region, SkipUse, Slab,
+};
 use std::{
     cell::RefCell,
     collections::{BTreeMap, BTreeSet},
@@ -13,6 +15,7 @@ use std::{
     sync::{Arc, Mutex},
     time::Duration,
 };
+use test_support::mutate::Dice;
 
 /// An injected failure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,5 +1,5 @@
 use crate::{check::*, host::Host};
-use moestro::{
+use moestro_compute::{
     device::Region,
     ops::{
         CombineExperts, ExpertSet, ExpertSlots, ExpertStack, Experts, Float, MoeBuffers, MoeWeights, NO_SLOT, Router,

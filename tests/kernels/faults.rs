@@ -1,7 +1,7 @@
 //! Tests that the test harness detects planted faults.
 
 use crate::{check::*, host::Host};
-use moestro::device::{Binding, Launch, Region, SkipUse};
+use moestro_compute::device::{Binding, Launch, Region, SkipUse};
 
 fn dispatch(kernel: &'static str, x: Region, y: Region) -> Launch {
     let bindings = vec![Binding::read(x), Binding::write(y)];

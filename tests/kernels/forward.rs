@@ -7,14 +7,13 @@ pub mod common;
 
 use crate::{card::max_log_prob_difference, gpu::HostGpu, host::Host, queue::place};
 use common::{argmax, load_with};
-use moestro::{
-    config::Switch,
+use moestro_base::metrics::Metrics;
+use moestro_compute::{
     device::CpuArithmetic,
     experts::{ExpertChoice, PassKind, Prefetch, ReadMode},
-    metrics::Metrics,
-    model::{KvPage, LoadOptions, Model, PAGE, Qwen, Rows, Snapshot, StoreOptions},
     ops::{KvBits, KvFormat},
 };
+use moestro_model::model::{KvPage, LoadOptions, Model, PAGE, Qwen, Rows, Snapshot, StoreOptions};
 use std::{
     collections::BTreeSet,
     path::Path,
@@ -28,7 +27,7 @@ pub fn options(streaming: bool) -> LoadOptions {
     let mut options = LoadOptions { math: CpuArithmetic::F32, threads: Some(1), store, ..LoadOptions::default() };
     if streaming {
         // If expert reads go through the page cache, the plan has slots for the working sets of two tokens.
-        options.plan.stream = Switch::On;
+        options.plan.stream = Some(true);
         options.plan.buffered = true;
     }
     options
@@ -267,7 +266,7 @@ fn allocated_memory_matches_the_plan() {
     let allocated = gpu.allocated.clone();
     let mut options = options(true);
     // The plan reserves memory for partial results of attention at the longest context.
-    options.plan.context = Some(moestro::model::Config::read(Path::new(DEMO)).unwrap().context);
+    options.plan.context = Some(moestro_model::model::Config::read(Path::new(DEMO)).unwrap().context);
     let model = planned(options, gpu);
     let _state = model.start().unwrap();
     let (plan, taken) = (model.plan(), allocated.load(Ordering::Relaxed) as u64);

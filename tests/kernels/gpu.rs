@@ -5,7 +5,7 @@
 //! has its own memory: adopted bytes are NaN until they are uploaded.
 
 use crate::host::Host;
-use moestro::device::{BufferAccess, DeviceError, Gpu, Launch, Region, Slab, SyncPoint, Timeline};
+use moestro_compute::device::{BufferAccess, DeviceError, Gpu, Launch, Region, Slab, SyncPoint, Timeline};
 use std::{
     collections::{HashMap, VecDeque},
     ops::Range,

@@ -11,14 +11,14 @@ use crate::{
     host::Host,
     queue,
 };
-use moestro::{
+use moestro_compute::{
     device::{CommandQueue, Region},
-    model::{LoadOptions, Qwen},
     ops::{
         ExpertSet, Experts, FP8_BLOCK, Float, HalfBuffers, Linear, MoeBuffers, MoeWeights, Norm, Weight, WeightFormat,
         experts::Jobs,
     },
 };
+use moestro_model::model::{LoadOptions, Qwen};
 use std::path::Path;
 
 /// Largest allowed difference, relative to the largest value.

@@ -3,7 +3,7 @@
 //! with AddressSanitizer and UndefinedBehaviorSanitizer. The sanitizers quadruple the time of compiling and of running.
 
 use crate::record;
-use moestro::device::{BufferAccess, Launch, Region};
+use moestro_compute::device::{BufferAccess, Launch, Region};
 use sha2::Digest;
 use std::{
     fs,

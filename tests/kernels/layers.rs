@@ -1,8 +1,8 @@
 //! Tests the operations between the projections: norms, convolution, delta rule, attention, and embedding.
 
 use crate::{check::*, gpu::HostGpu, host::Host};
-use moestro::device::{CpuArithmetic, CpuDevice, Region};
-use moestro::ops::{
+use moestro_compute::device::{CpuArithmetic, CpuDevice, Region};
+use moestro_compute::ops::{
     Attention, AttentionShape, Backend, Conv, Cpu, Decay, DeltaNet, DeltaRule, DeltaShape, Embedding, Float,
     GpuBackend, KvCache, KvFormat, KvWrite, Linear, Norm, OutputGate, QkNormRope, Replay, Weight, WeightFormat,
     attention::PAGE, embedding::dequantize, norm::rms_norm,
@@ -99,7 +99,8 @@ fn delta_case(op: DeltaShape, chunks: &[&[usize]]) {
         let [mixed, out, y] = [channels, values, values].map(|n| host.empty(tokens * n * 4));
         let (mut at, mut replay) = (0, Replay::default());
         for &n in *chunks {
-            let rows = |region: moestro::device::Region, width: usize| region.part(at * width * 4, n * width * 4);
+            let rows =
+                |region: moestro_compute::device::Region, width: usize| region.part(at * width * 4, n * width * 4);
             let (proj, mixed, out) = (rows(all, width), rows(mixed, channels), rows(out, values));
             let (shape, tokens, y) = (&op, n, rows(y, values));
             let keep = late && at + n < chunks.iter().sum();
@@ -204,7 +205,7 @@ fn fused_delta_layer_equals_separate_launches() {
                 [shape.width(), channels, values, values].map(|width| host.empty(9 * width * 4));
             let (mut replay, mut at) = (Replay::default(), 0);
             for (index, &tokens) in cuts.iter().enumerate() {
-                let rows = |region: moestro::device::Region, width: usize| region.rows(at, tokens, width);
+                let rows = |region: moestro_compute::device::Region, width: usize| region.rows(at, tokens, width);
                 let (h, proj, mixed) = (rows(all, hidden), rows(proj, shape.width()), rows(mixed, channels));
                 let (out, y) = (rows(out, values), rows(y, values));
                 // The rows at index 0 are speculative.
@@ -356,7 +357,8 @@ fn attend_case(op: AttentionShape, start: usize, tokens: usize) {
         let (proj, rope_table) = (host.floats(&proj), host.floats(&rope_table));
         let [y, by_tiles, by_half] = [(); 3].map(|()| host.empty(tokens * op.heads * dim * 4));
         for t in (0..tokens).step_by(chunk) {
-            let rows = |region: moestro::device::Region, width: usize| region.part(t * width * 4, chunk * width * 4);
+            let rows =
+                |region: moestro_compute::device::Region, width: usize| region.part(t * width * 4, chunk * width * 4);
             let (proj, at) = (rows(proj, width), start + t);
             let norm_rope = QkNormRope { q_norm: norms.0, k_norm: norms.1, rope_table: rows(rope_table, op.rope_dim) };
             let (q, partials) = (host.empty(chunk * op.heads * dim * 4), host.empty(op.partials(at, chunk) * 4));

@@ -1,5 +1,5 @@
 use crate::{check::*, host::Host};
-use moestro::{
+use moestro_compute::{
     device::Launch,
     ops::{Float, Linear, Norm, WeightFormat},
 };

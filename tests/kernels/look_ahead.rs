@@ -10,16 +10,17 @@ use crate::{
     gpu::HostGpu,
     host::Host,
 };
-use moestro::{
-    config::Parallel,
+use moestro::tools::synth::Dimensions;
+use moestro_base::{metrics::Metrics, platform::os::MemoryLevel};
+use moestro_compute::{
     device::{CommandQueue, CpuArithmetic, Gpu},
-    error::ModelError,
     experts::Prefetch,
-    metrics::Metrics,
-    model::{Logits, Model, PassHooks, Qwen, QwenState, Rows, SequenceState},
     ops::KvBits,
-    platform::os::MemoryLevel,
-    tools::synth::Dimensions,
+};
+use moestro_model::plan::Parallel;
+use moestro_model::{
+    error::ModelError,
+    model::{Logits, Model, PassHooks, Qwen, QwenState, Rows, SequenceState},
 };
 use std::{
     cell::Cell,

@@ -6,13 +6,13 @@ use crate::{
     host::Host,
     queue::{PROMPT, answer, load_changed, move_to},
 };
-use moestro::{
+use moestro_base::metrics::Metrics;
+use moestro_compute::{
     device::{CommandQueue, CpuArithmetic},
-    engine::{self, Options, Request, Sampling},
-    metrics::Metrics,
-    model::{Model, PAGE, Qwen, Rows},
     ops::KvFormat,
 };
+use moestro_engine::{self as engine, Options, Request, Sampling};
+use moestro_model::model::{Model, PAGE, Qwen, Rows};
 use std::time::Duration;
 
 /// A model on the CPU with its default arithmetic, whose keys and values have the same format as on the GPU.

@@ -21,12 +21,6 @@ mod lint;
 mod look_ahead;
 mod lost;
 mod mtp;
-#[path = "../support/mutate.rs"]
-mod mutate;
-#[path = "../support/own_process.rs"]
-mod own_process;
-#[path = "../support/process_memory.rs"]
-mod process_memory;
 mod queue;
 mod qwen4_exp;
 mod record;

@@ -10,11 +10,13 @@ use crate::{
     gpu::HostGpu,
     host::Host,
 };
-use moestro::{
-    engine::{self, DflashDraft, Draft, DraftPolicy, LookupDraft, ModelDraft, MtpDraft, Request, Sampling, Timings},
-    experts::{ExpertChoice, PassKind},
-    metrics::Metrics,
-    model::{DflashModel, HiddenRows, HiddenStates, HiddenTaps, LoadOptions, Model, MtpSource, Qwen, Rows, dflash},
+use moestro_base::metrics::Metrics;
+use moestro_compute::experts::{ExpertChoice, PassKind};
+use moestro_engine::{
+    self as engine, DflashDraft, Draft, DraftPolicy, LookupDraft, ModelDraft, MtpDraft, Request, Sampling, Timings,
+};
+use moestro_model::model::{
+    DflashModel, HiddenRows, HiddenStates, HiddenTaps, LoadOptions, Model, MtpSource, Qwen, Rows, dflash,
 };
 use std::{
     path::Path,

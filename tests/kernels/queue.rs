@@ -7,14 +7,15 @@ use crate::{
     gpu::HostGpu,
     host::Host,
 };
-use moestro::{
-    config::Switch,
+use moestro_base::platform::os::MemoryLevel;
+use moestro_compute::{
     device::{CommandQueue, CommandStatus, CpuArithmetic, Driver, Gpu, Launch, Region, Timeline},
-    error::ModelError,
     experts::ReadMode,
-    model::{LoadOptions, Model, Qwen, Rows, StoreOptions},
     ops::{KvBits, check, norm::rms_norm},
-    platform::os::MemoryLevel,
+};
+use moestro_model::{
+    error::ModelError,
+    model::{LoadOptions, Model, Qwen, Rows, StoreOptions},
 };
 use std::time::{Duration, Instant};
 
@@ -43,7 +44,7 @@ pub fn load_changed(streaming: bool, change: impl FnOnce(&mut LoadOptions)) -> Q
         ..LoadOptions::default()
     };
     if streaming {
-        options.plan.stream = Switch::On;
+        options.plan.stream = Some(true);
         options.plan.buffered = true;
     }
     options.plan.context = Some(512);

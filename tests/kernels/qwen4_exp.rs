@@ -10,7 +10,7 @@ use crate::{
     gpu::HostGpu,
     host::Host,
 };
-use moestro::{
+use moestro_model::{
     checkpoint::pack,
     model::{
         CheckpointInfo, HiddenRows, HiddenStates, HiddenTaps, LoadOptions, Model, MtpSource, Qwen, Rows, SequenceState,

@@ -1,7 +1,7 @@
 //! With `MOESTRO_RECORD=DIR`, records every launch of a test with the bytes that the launch read and wrote.
 //! `benches/gpu/replay.py` compares another device with these records.
 
-use moestro::device::{BufferAccess, Launch};
+use moestro_compute::device::{BufferAccess, Launch};
 use sha2::Digest;
 use std::{
     fs,

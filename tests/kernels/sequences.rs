@@ -6,11 +6,9 @@ use crate::{
     host::Host,
     queue::{load_changed, move_to},
 };
-use moestro::{
-    config::Parallel,
-    model::{Model, Qwen, QwenState, Rows, SequenceState},
-    ops::KvBits,
-};
+use moestro_compute::ops::KvBits;
+use moestro_model::model::{Model, Qwen, QwenState, Rows, SequenceState};
+use moestro_model::plan::Parallel;
 
 /// A small model. The states of the first `sharing` sequences share buffers.
 fn place(streaming: bool, sharing: usize, kv_bits: KvBits) -> Qwen {

@@ -2,13 +2,12 @@
 //! be equal.
 
 use crate::{gpu::HostGpu, host::Host, trace};
-use moestro::{
-    config::Switch,
+use moestro_base::metrics::Metrics;
+use moestro_compute::{
     device::CpuArithmetic,
     experts::{Prefetch, ReadMode},
-    metrics::Metrics,
-    model::{LoadOptions, Model, Qwen, Rows, StoreOptions},
 };
+use moestro_model::model::{LoadOptions, Model, Qwen, Rows, StoreOptions};
 use std::{path::Path, sync::Arc};
 
 const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro-demo");
@@ -25,7 +24,7 @@ fn load(prefetch: Prefetch, trace_file: &Path, gpu: bool) -> (Qwen, Arc<Metrics>
         gpu: gpu.then_some(u64::MAX),
         ..LoadOptions::default()
     };
-    options.plan.stream = Switch::On;
+    options.plan.stream = Some(true);
     options.plan.context = Some(1024);
     let metrics = Metrics::new("test", "cpu");
     let qwen = Qwen::load(Path::new(DEMO), &options, &metrics, &mut |_, _| ()).unwrap();

@@ -6,7 +6,8 @@ use crate::{
     gpu::HostGpu,
     host::Host,
 };
-use moestro::{device::kernels, model::LoadOptions, ops::check};
+use moestro_compute::{device::kernels, ops::check};
+use moestro_model::model::LoadOptions;
 use std::{
     collections::BTreeSet,
     io::Write,

@@ -2,10 +2,7 @@
 //! checks the vectors of a real model. DIR contains `tokenizer.json`, `templates/NAME.jinja` and `chat_vectors.json`
 //! (`{NAME: {case: {..}}}`).
 
-use moestro::{
-    chat::{Conversation, Decoder, Template, Tokenizer},
-    error::ChatError,
-};
+use moestro_chat::{Conversation, Decoder, Template, Tokenizer, error::ChatError};
 use proptest::prelude::*;
 use serde_json::{Map, Value, json};
 use std::{

@@ -2,10 +2,8 @@
 //! target of eight layers, with drafts in both config schemas.
 
 use crate::common::{distance, fixtures::FIXTURES, load, load_with};
-use moestro::{
-    device::{CpuArithmetic, CpuDevice},
-    model::{HiddenStates, HiddenTaps, LoadOptions, Model, Rows, SequenceState, dflash},
-};
+use moestro_compute::device::{CpuArithmetic, CpuDevice};
+use moestro_model::model::{HiddenStates, HiddenTaps, LoadOptions, Model, Rows, SequenceState, dflash};
 use std::{
     collections::HashMap,
     path::{Path, PathBuf},
@@ -16,7 +14,7 @@ fn path(name: &str) -> PathBuf {
 }
 
 fn draft(name: &str) -> dflash::DflashModel {
-    let target = moestro::model::Config::read(&path("target")).unwrap();
+    let target = moestro_model::model::Config::read(&path("target")).unwrap();
     let surveyed = dflash::DflashCheckpoint::new(&path(name), &target).unwrap();
     dflash::DflashModel::load(&surveyed, 64, CpuDevice::new(2, CpuArithmetic::Integer)).unwrap()
 }
@@ -87,7 +85,7 @@ fn context_ignores_chunking_and_can_shrink() {
 
 #[test]
 fn incomplete_or_foreign_draft_is_rejected() {
-    let target = moestro::model::Config::read(&path("target")).unwrap();
+    let target = moestro_model::model::Config::read(&path("target")).unwrap();
     let refused = |change: &dyn Fn(&Path)| {
         let dir = tempfile::tempdir().unwrap();
         for file in ["config.json", "model.safetensors"] {

@@ -8,11 +8,9 @@ use crate::{
     process::Process,
     program::moestro,
 };
-use moestro::{
-    engine::{self, DflashDraft, Draft, DraftPolicy, Finish, Request, Sampling, Timings},
-    metrics::Metrics,
-    model::{Config, DflashModel, LoadOptions, Qwen, dflash},
-};
+use moestro_base::metrics::Metrics;
+use moestro_engine::{self as engine, DflashDraft, Draft, DraftPolicy, Finish, Request, Sampling, Timings};
+use moestro_model::model::{Config, DflashModel, LoadOptions, Qwen, dflash};
 use serde_json::{Value, json};
 use std::{
     path::{Path, PathBuf},

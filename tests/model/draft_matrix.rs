@@ -5,13 +5,12 @@ use crate::common::{
     fixtures::{self, DEMO},
     load_with,
 };
-use moestro::{
-    engine::{
-        self, DflashDraft, Draft, DraftPolicy, Finish, LookupDraft, ModelDraft, MtpDraft, Request, Sampling, Timings,
-    },
-    metrics::Metrics,
-    model::{Config, DflashModel, LoadOptions, MtpSource, Qwen, dflash},
+use moestro_base::metrics::Metrics;
+use moestro_engine::{
+    self as engine, DflashDraft, Draft, DraftPolicy, Finish, LookupDraft, ModelDraft, MtpDraft, Request, Sampling,
+    Timings,
 };
+use moestro_model::model::{Config, DflashModel, LoadOptions, MtpSource, Qwen, dflash};
 use std::path::Path;
 
 const DFLASH: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro-demo-dflash");

@@ -5,12 +5,9 @@ use crate::common::{
     fixtures::{self, DEMO},
     load_with,
 };
-use moestro::{
-    config::Switch,
-    engine::{self, Draft, DraftPolicy, Finish, ModelDraft, MtpDraft, Request, Sampling, Timings},
-    metrics::Metrics,
-    model::{HiddenRows, HiddenStates, LoadOptions, Model, MtpSource, Qwen, Rows},
-};
+use moestro_base::metrics::Metrics;
+use moestro_engine::{self as engine, Draft, DraftPolicy, Finish, ModelDraft, MtpDraft, Request, Sampling, Timings};
+use moestro_model::model::{HiddenRows, HiddenStates, LoadOptions, Model, MtpSource, Qwen, Rows};
 use safetensors::{Dtype, tensor::TensorView};
 use std::{
     collections::BTreeMap,
@@ -141,7 +138,7 @@ fn answers_equal_with_and_without_drafts() {
         for (head, streams) in [(true, false), (true, true), (false, false), (false, true)] {
             let mut options = options(if head { MtpSource::Checkpoint } else { MtpSource::None });
             if streams {
-                options.plan.stream = Switch::On;
+                options.plan.stream = Some(true);
                 options.store.slots = Some(80);
             }
             let model = load_with(&dir, options);
@@ -278,7 +275,7 @@ fn renamed(head: Tensors, name: impl Fn(&str) -> String) -> Tensors {
 fn predicted(model: &mut Qwen) -> Vec<f32> {
     let ids: Vec<u32> = (0..40).map(|n| 20 + n * 31).collect();
     let mut hidden = Vec::new();
-    model.set_taps(&moestro::model::HiddenTaps { layers: vec![7], rows: 64 }).unwrap();
+    model.set_taps(&moestro_model::model::HiddenTaps { layers: vec![7], rows: 64 }).unwrap();
     let mut state = model.start().unwrap();
     model.forward(&mut state, &ids[..39], Rows::None).unwrap();
     model.tapped_rows(39, &mut hidden).unwrap();

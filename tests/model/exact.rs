@@ -2,12 +2,12 @@
 //! prefetching, or chunk size.
 
 use crate::common::{decode, load_with, narrow, prefill, write_model};
-use moestro::{
+use moestro::tools::synth;
+use moestro_base::platform::Access;
+use moestro_compute::experts::{Prefetch, ReadMode, ShardFiles};
+use moestro_model::{
     error::ModelError,
-    experts::{Prefetch, ReadMode, ShardFiles},
     model::{LoadOptions, Model, PassHooks, Qwen, Rows, StoreOptions},
-    platform::Access,
-    tools::synth,
 };
 use std::{
     cell::Cell,

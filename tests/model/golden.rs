@@ -6,10 +6,8 @@ use crate::common::{
     fixtures::{self, DEMO, Folded},
     load, load_with, margin, prefill,
 };
-use moestro::{
-    device::CpuArithmetic,
-    model::{LoadOptions, Qwen},
-};
+use moestro_compute::device::CpuArithmetic;
+use moestro_model::model::{LoadOptions, Qwen};
 use std::path::Path;
 
 const MATHS: [CpuArithmetic; 2] = [CpuArithmetic::F32, CpuArithmetic::Integer];
@@ -107,12 +105,12 @@ fn interleaved_sequences_stay_independent() {
     assert!(rows == *alone.data);
 }
 
-fn model_start(model: &Qwen) -> moestro::model::QwenState {
-    moestro::model::Model::start(model).unwrap()
+fn model_start(model: &Qwen) -> moestro_model::model::QwenState {
+    moestro_model::model::Model::start(model).unwrap()
 }
 
-fn one(model: &mut Qwen, state: &mut moestro::model::QwenState, id: u32) -> Vec<f32> {
-    model.forward(state, &[id], moestro::model::Rows::Last).unwrap().data.to_vec()
+fn one(model: &mut Qwen, state: &mut moestro_model::model::QwenState, id: u32) -> Vec<f32> {
+    model.forward(state, &[id], moestro_model::model::Rows::Last).unwrap().data.to_vec()
 }
 
 /// Loads the same weights from Hugging Face's layouts: zero-centred norms, `[C, 1, K]` convolutions, other names, and

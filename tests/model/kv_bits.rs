@@ -7,11 +7,8 @@ use crate::common::{
     load_with, prefill,
 };
 use candle_core::{DType, Device};
-use moestro::{
-    device::CpuArithmetic,
-    model::{LoadOptions, Model, PAGE, Qwen, Reference, Rows, SequenceState},
-    ops::KvBits,
-};
+use moestro_compute::{device::CpuArithmetic, ops::KvBits};
+use moestro_model::model::{LoadOptions, Model, PAGE, Qwen, Reference, Rows, SequenceState};
 use std::path::Path;
 
 const FEW: [(KvBits, u32); 2] = [(KvBits::Eight, 8), (KvBits::Four, 4)];
@@ -151,8 +148,8 @@ fn logits_ignore_chunks_threads_and_verifies() {
 #[test]
 fn cached_token_takes_half_and_quarter() {
     // Heads have 256 values, as in all supported models.
-    use moestro::ops::KvFormat::{Eight, Four, I16};
-    let of = |format: moestro::ops::KvFormat| format.row_bytes(256) as f64 / I16.row_bytes(256) as f64;
+    use moestro_compute::ops::KvFormat::{Eight, Four, I16};
+    let of = |format: moestro_compute::ops::KvFormat| format.row_bytes(256) as f64 / I16.row_bytes(256) as f64;
     assert!(of(Eight) <= 0.53 && of(Four) <= 0.28, "{} {}", of(Eight), of(Four));
     let [sixteen, eight, four] = [KvBits::Sixteen, KvBits::Eight, KvBits::Four]
         .map(|bits| demo(bits, CpuArithmetic::Integer).shape().kv_per_token);

@@ -10,11 +10,7 @@ mod drafts;
 mod exact;
 mod golden;
 mod kv_bits;
-#[path = "../support/mutate.rs"]
-mod mutate;
 mod mutations;
-#[path = "../support/own_process.rs"]
-mod own_process;
 mod parallel;
 #[path = "../support/process.rs"]
 mod process;

@@ -1,23 +1,22 @@
 //! Damaged and hostile files must be used correctly or rejected with an error. No file may cause a panic, a hang, or
 //! the use of more memory than the limit. `fuzz/` has the same targets for `cargo fuzz`.
 
-use crate::{
-    mutate::{self, Dice},
-    own_process::ran_in_own_process,
-    shard::{self, Shard},
-};
-use moestro::{
+use crate::shard::{self, Shard};
+use moestro_base::{metrics::Metrics, platform::os};
+use moestro_compute::experts::{ExpertStore, Options as StoreOptions, PassKind, ReadMode, WarmStart};
+use moestro_model::{
     checkpoint::pack,
-    experts::{ExpertStore, Options as StoreOptions, PassKind, ReadMode, WarmStart},
-    metrics::Metrics,
     model::{CheckpointInfo, LoadOptions, Model, Qwen, Rows},
-    platform::os,
 };
 use std::{
     fs,
     panic::{AssertUnwindSafe, catch_unwind},
     path::Path,
     time::{Duration, Instant},
+};
+use test_support::{
+    mutate::{self, Dice},
+    own_process::ran_in_own_process,
 };
 
 /// A temporary directory in memory if possible, because these tests are not about the disk.

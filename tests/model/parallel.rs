@@ -4,13 +4,10 @@
 //! choices, and disconnects. Each answer is compared with the answer of an engine that runs one request at a time.
 
 use super::common::{Dice, load_with};
-use moestro::{
-    engine::{self, Constraint, DraftPolicy, Event, Finish, Handle, Request, Sampling, TokenMask},
-    experts::Prefetch,
-    metrics::Metrics,
-    model::{LoadOptions, Model, Qwen, QwenState, Rows, SequenceState, StoreOptions},
-    ops::KvBits,
-};
+use moestro_base::metrics::Metrics;
+use moestro_compute::{experts::Prefetch, ops::KvBits};
+use moestro_engine::{self as engine, Constraint, DraftPolicy, Event, Finish, Handle, Request, Sampling, TokenMask};
+use moestro_model::model::{LoadOptions, Model, Qwen, QwenState, Rows, SequenceState, StoreOptions};
 use std::{
     path::Path,
     sync::{Arc, Barrier},

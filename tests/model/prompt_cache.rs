@@ -8,13 +8,15 @@ use crate::{
     common::{Dice, load_with},
     process::{Process, agent},
 };
-use moestro::{
-    chat::{Conversation, Speaker, Template, Tokenizer, message_ends},
-    engine::{self, Boundary, BoundaryKind, DiskCacheOptions, Event, Handle, Request, Sampling, Worker},
+use moestro_base::metrics::Metrics;
+use moestro_chat::{Conversation, Speaker, Template, Tokenizer, message_ends};
+use moestro_compute::ops::KvBits;
+use moestro_engine::{
+    self as engine, Boundary, BoundaryKind, DiskCacheOptions, Event, Handle, Request, Sampling, Worker,
+};
+use moestro_model::{
     error::ModelError,
-    metrics::Metrics,
     model::{HiddenStates, LoadOptions, Logits, Model, ModelInfo, PassHooks, Qwen, Rows, Snapshot},
-    ops::KvBits,
 };
 use serde_json::{Value, json};
 use std::{

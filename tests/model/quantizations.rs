@@ -5,11 +5,9 @@ use crate::{
     common::{load, prefill},
     program::moestro,
 };
-use moestro::{
-    device::CpuArithmetic,
-    metrics::Metrics,
-    model::{LoadOptions, Qwen},
-};
+use moestro_base::metrics::Metrics;
+use moestro_compute::device::CpuArithmetic;
+use moestro_model::model::{LoadOptions, Qwen};
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 use serde_json::{Value, json};
 use std::{collections::BTreeMap, path::Path, process::Output};

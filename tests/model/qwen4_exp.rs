@@ -5,16 +5,16 @@ pub use crate::common::qwen4_exp::{LOGIT, STAGE, Tensors, cases, check, dir, ten
 
 use crate::common::{self, decode, distance, forward_with_snapshots, load_with, narrow, prefill};
 use candle_core::{DType, Device, Tensor};
-use moestro::{
-    device::CpuArithmetic,
-    engine::{self, DraftPolicy, MtpDraft, Request, Sampling},
+use moestro::tools::synth::{self, Dimensions, StreamDimensions, SynthOptions};
+use moestro_base::metrics::Metrics;
+use moestro_compute::device::CpuArithmetic;
+use moestro_engine::{self as engine, DraftPolicy, MtpDraft, Request, Sampling};
+use moestro_model::{
     error::ModelError,
-    metrics::Metrics,
     model::{
         HiddenRows, HiddenStates, HiddenTaps, KvPage, LoadOptions, Model, MtpSource, Qwen, Reference, Rows,
         SequenceState, Snapshot, StoreOptions, reference::Computed,
     },
-    tools::synth::{self, Dimensions, StreamDimensions, SynthOptions},
 };
 use safetensors::Dtype;
 use std::{path::Path, sync::Arc};
@@ -206,7 +206,7 @@ pub fn edited(edit: impl Fn(&mut serde_json::Value)) -> tempfile::TempDir {
 }
 
 fn refusal(dir: &Path, options: &LoadOptions) -> String {
-    let metrics = moestro::metrics::Metrics::new("test", "cpu");
+    let metrics = moestro_base::metrics::Metrics::new("test", "cpu");
     let loaded: Result<Qwen, ModelError> = Qwen::load(dir, options, &metrics, &mut |_, _| ());
     loaded.err().unwrap().to_string()
 }
@@ -224,7 +224,7 @@ fn wrong_hash_constants_are_refused() {
 
 #[test]
 fn kv_bits_are_refused() {
-    let options = LoadOptions { kv_bits: moestro::ops::KvBits::Eight, ..options() };
+    let options = LoadOptions { kv_bits: moestro_compute::ops::KvBits::Eight, ..options() };
     assert!(refusal(&dir(), &options).contains("--kv-bits"));
 }
 

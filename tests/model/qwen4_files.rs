@@ -5,11 +5,11 @@ use crate::{
     qwen4_exp::{LOGIT, STAGE, Tensors, cases, check, dir, load, options, tensors, values, written},
 };
 use candle_core::{DType, Device};
-use moestro::{
+use moestro::tools::synth::{self, Dimensions, StreamDimensions, SynthOptions};
+use moestro_base::metrics::Metrics;
+use moestro_model::{
     checkpoint::{RowFiles, pack},
-    metrics::Metrics,
     model::{CheckpointInfo, LoadOptions, Model, Qwen, Reference, Rows, StoreOptions},
-    tools::synth::{self, Dimensions, StreamDimensions, SynthOptions},
 };
 use safetensors::Dtype;
 use std::{
@@ -169,7 +169,7 @@ fn table_outside_safetensors_is_refused() {
     let path = dir().join("config.json");
     let mut json: serde_json::Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
     json["text_config"]["ple_storage"] = serde_json::json!({ "layout": "affine" });
-    let error = moestro::model::Config::new(&json).unwrap_err().to_string();
+    let error = moestro_model::model::Config::new(&json).unwrap_err().to_string();
     assert!(error.contains("ple_storage"), "{error}");
 }
 

@@ -8,11 +8,9 @@ use crate::common::{
     load, margin, prefill,
 };
 use candle_core::{DType, Device, Tensor};
-use moestro::{
-    device::CpuArithmetic,
-    model::{Reference, reference::Computed},
-    tools::synth::{self, Dimensions, SynthOptions},
-};
+use moestro::tools::synth::{self, Dimensions, SynthOptions};
+use moestro_compute::device::CpuArithmetic;
+use moestro_model::model::{Reference, reference::Computed};
 use std::path::Path;
 
 /// Largest difference allowed between the reference and mlx-lm.

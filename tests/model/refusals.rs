@@ -1,9 +1,7 @@
 //! Damaged checkpoints: every error message says in one sentence what failed, in which file or tensor, and why.
 
-use moestro::{
-    metrics::Metrics,
-    model::{LoadOptions, Qwen},
-};
+use moestro_base::metrics::Metrics;
+use moestro_model::model::{LoadOptions, Qwen};
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 use std::{collections::BTreeMap, path::Path};
 

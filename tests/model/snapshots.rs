@@ -2,12 +2,10 @@
 //! be taken at any position of a pass and restored into any state.
 
 use crate::common::{forward_with_snapshots, load_with};
-use moestro::{
-    engine::{self, Boundary, BoundaryKind, Request, Sampling},
-    metrics::Metrics,
-    model::{LoadOptions, Model, PAGE, Qwen, Rows, Snapshot},
-    ops::KvBits,
-};
+use moestro_base::metrics::Metrics;
+use moestro_compute::ops::KvBits;
+use moestro_engine::{self as engine, Boundary, BoundaryKind, Request, Sampling};
+use moestro_model::model::{LoadOptions, Model, PAGE, Qwen, Rows, Snapshot};
 use std::path::Path;
 
 const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro-demo");

@@ -4,15 +4,13 @@ use crate::{
     common::{Dice, fixtures::Folded, forward_with_snapshots, load_with, qwen4_exp},
     qwen4_exp::edited,
 };
-use moestro::{
-    engine::{
-        DiskCacheOptions,
-        prompt_cache::{PromptCache, SnapshotKind, SnapshotSource},
-    },
-    metrics::Metrics,
-    model::{LoadOptions, Model, PAGE, Qwen, Rows, Snapshot},
-    ops::KvBits,
+use moestro_base::metrics::Metrics;
+use moestro_compute::ops::KvBits;
+use moestro_engine::{
+    DiskCacheOptions,
+    prompt_cache::{PromptCache, SnapshotKind, SnapshotSource},
 };
+use moestro_model::model::{LoadOptions, Model, PAGE, Qwen, Rows, Snapshot};
 use std::{
     path::Path,
     sync::Arc,

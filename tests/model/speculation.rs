@@ -2,12 +2,12 @@
 //! no effect, and drafts do not change an answer.
 
 use crate::common::{fixtures::DEMO, load_with};
-use moestro::{
-    engine::{self, Draft, DraftPolicy, Finish, Handle, LookupDraft, Request, Sampling, Timings, Worker},
-    experts::ReadMode,
-    metrics::Metrics,
-    model::{HiddenStates, HiddenTaps, LoadOptions, Model, Qwen, QwenState, Rows, SequenceState},
+use moestro_base::metrics::Metrics;
+use moestro_compute::experts::ReadMode;
+use moestro_engine::{
+    self as engine, Draft, DraftPolicy, Finish, Handle, LookupDraft, Request, Sampling, Timings, Worker,
 };
+use moestro_model::model::{HiddenStates, HiddenTaps, LoadOptions, Model, Qwen, QwenState, Rows, SequenceState};
 use std::path::Path;
 
 fn demo(slots: Option<usize>) -> Qwen {

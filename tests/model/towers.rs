@@ -3,10 +3,8 @@
 
 use crate::common::{distance, tensors};
 use half::bf16;
-use moestro::{
-    metrics::Metrics,
-    model::{LoadOptions, Model, Qwen},
-};
+use moestro_base::metrics::Metrics;
+use moestro_model::model::{LoadOptions, Model, Qwen};
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 use serde_json::Value;
 use std::{ops::Deref, path::Path, sync::Arc};

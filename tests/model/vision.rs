@@ -3,12 +3,10 @@
 
 use crate::common::{argmax, ask, distance, tensors};
 use candle_core::{DType, Device};
-use moestro::{
-    device::CpuArithmetic,
-    engine::{self, DraftPolicy, LookupDraft, Options, Request, Sampling},
-    metrics::Metrics,
-    model::{Image, LoadOptions, Model, PassHooks, PlacedImage, Qwen, Reference, Rows, place_images},
-};
+use moestro_base::metrics::Metrics;
+use moestro_compute::device::CpuArithmetic;
+use moestro_engine::{self as engine, DraftPolicy, LookupDraft, Options, Request, Sampling};
+use moestro_model::model::{Image, LoadOptions, Model, PassHooks, PlacedImage, Qwen, Reference, Rows, place_images};
 use std::{path::Path, sync::Arc};
 
 const FIXTURE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/vision");

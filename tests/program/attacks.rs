@@ -6,7 +6,7 @@
 
 #![cfg(target_os = "linux")]
 
-use crate::{group::Group, process::Process, process_memory::memory};
+use crate::{group::Group, process::Process};
 use std::{
     fmt::Write as _,
     io::{Read, Write},
@@ -15,6 +15,7 @@ use std::{
     thread,
     time::{Duration, Instant},
 };
+use test_support::process_memory::memory;
 
 const MIB: u64 = 1 << 20;
 const LIMIT: u64 = 512 * MIB;

@@ -6,7 +6,7 @@
 
 #![cfg(target_os = "linux")]
 
-use crate::{group::Group, process_memory::memory, program::isolate};
+use crate::{group::Group, program::isolate};
 use base64::{Engine, engine::general_purpose::STANDARD};
 use moestro::{
     demo,
@@ -18,6 +18,7 @@ use std::{
     thread,
     time::{Duration, Instant},
 };
+use test_support::process_memory::memory;
 
 const MIB: u64 = 1 << 20;
 

@@ -1,6 +1,6 @@
 //! Tests of the binary from the outside: error messages, the ready line, signals, and the commands on local models.
 
-use crate::{fifo::make_fifo, program};
+use crate::program;
 use serde_json::{Value, json};
 use std::{
     io::{BufRead, BufReader, Read, Write},
@@ -9,6 +9,7 @@ use std::{
     process::{Child, ChildStdout, Command, Output, Stdio},
     time::{Duration, Instant},
 };
+use test_support::fifo::make_fifo;
 
 /// A command that runs `moestro` on the CPU with a separate cache and without settings from the environment.
 fn moestro(cache: &Path) -> Command {

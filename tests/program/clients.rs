@@ -1,15 +1,15 @@
 //! Tests many clients of one server: the memory and the files that the process uses must not grow with the number of
 //! requests.
 
-use crate::{
-    formats::Source,
-    process::Process,
-    process_memory::{memory, open_files},
-};
+use crate::process::Process;
 use serde_json::{Value, json};
 use std::{
     sync::atomic::{AtomicUsize, Ordering},
     thread,
+};
+use test_support::{
+    formats::Source,
+    process_memory::{memory, open_files},
 };
 
 const CLIENTS: usize = 16;

@@ -2,10 +2,7 @@
 
 #![cfg(feature = "hub")]
 
-use crate::{
-    hub::{COMMIT, TestHub},
-    program,
-};
+use crate::program;
 use moestro::demo;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject};
 use std::{
@@ -15,6 +12,7 @@ use std::{
     process::{Command, Output},
     sync::Arc,
 };
+use test_support::hub::{COMMIT, TestHub};
 
 fn moestro(args: &[&str], endpoint: &str, home: &Path) -> Output {
     command(args, endpoint, home).output().unwrap()
@@ -105,7 +103,8 @@ fn killed_pull_is_resumed() {
     let home = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let mut killed = command(&["pull", "org/name"], &hub.endpoint, home.path()).spawn().unwrap();
     // Wait until the progress was saved once.
-    let blob = home.path().join("hf/hub/models--org--name/blobs").join(crate::hub::hash(&shard)).with_extension("map");
+    let blob =
+        home.path().join("hf/hub/models--org--name/blobs").join(test_support::hub::hash(&shard)).with_extension("map");
     let saved_missing = || {
         let map: serde_json::Value = serde_json::from_slice(&std::fs::read(&blob).ok()?).ok()?;
         let ranges = map["missing"].as_array()?.iter();

@@ -6,12 +6,7 @@
 
 #![cfg(target_os = "linux")]
 
-use crate::{
-    formats::{self, Source},
-    group::Group,
-    process::Process,
-    process_memory::memory,
-};
+use crate::{group::Group, process::Process};
 use serde_json::{Value, json};
 use std::{
     env,
@@ -20,6 +15,10 @@ use std::{
     sync::atomic::{AtomicBool, Ordering::Relaxed},
     thread,
     time::{Duration, Instant},
+};
+use test_support::{
+    formats::{self, Source},
+    process_memory::memory,
 };
 
 const LIMIT: u64 = 512 << 20;

@@ -1,7 +1,7 @@
 //! Compares Belady's algorithm with exhaustive search.
 
-use crate::support_belady::misses;
 use proptest::prelude::*;
+use test_support::belady::misses;
 
 fn count(requests: &[u32], slots: usize) -> usize {
     misses(requests, slots).iter().filter(|&&miss| miss).count()

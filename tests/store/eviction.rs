@@ -1,6 +1,6 @@
 //! Compares eviction scores with their definition.
 
-use moestro::experts::{
+use moestro_compute::experts::{
     ExpertChoice,
     eviction::{EvictionScores, ExpertKey},
 };

@@ -1,15 +1,13 @@
 //! Tests of disk faults. The request that needs the unreadable expert gets an error that names file, expert and offset.
 //! The next request must work, and no slot may be lost.
 
-use crate::own_process::ran_in_own_process;
-use moestro::{
+use moestro_base::{error::StoreError, metrics::Metrics};
+use moestro_compute::{
     device::{CpuTimeline, SyncPoint},
-    error::StoreError,
     experts::{
         ExpertChoice, ExpertMap, ExpertSource, ExpertStore, Options, PIECES, PassKind, Piece, Prefetch, ReadMode,
         ShardFiles, WarmStart,
     },
-    metrics::Metrics,
 };
 use std::{
     io::{self, Write},
@@ -19,6 +17,7 @@ use std::{
         atomic::{AtomicBool, AtomicUsize, Ordering},
     },
 };
+use test_support::own_process::ran_in_own_process;
 
 const EXPERTS: usize = 6;
 const LAYERS: usize = 2;
@@ -211,7 +210,7 @@ fn shard(dir: &Path) -> PathBuf {
 
 /// The read modes that this file system supports.
 fn read_modes(path: &Path) -> Vec<ReadMode> {
-    let direct = ShardFiles::open(&[path.to_owned()], moestro::platform::Access::Direct).is_ok();
+    let direct = ShardFiles::open(&[path.to_owned()], moestro_base::platform::Access::Direct).is_ok();
     if direct { vec![ReadMode::Buffered, ReadMode::Direct] } else { vec![ReadMode::Buffered] }
 }
 

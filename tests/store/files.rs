@@ -1,7 +1,6 @@
 //! Tests of functions that read, replace and reject files.
 
-use crate::fifo::make_fifo;
-use moestro::platform::{
+use moestro_base::platform::{
     Access, DataFile, MAX_BLOCK,
     atomic_file::{PartialDir, TempFile, private_dir, replace_file},
     check_small_file, read_aligned, read_small_file, sha256_file, zeroed_buffer,
@@ -13,6 +12,7 @@ use std::{
     path::Path,
     time::{Duration, Instant},
 };
+use test_support::fifo::make_fifo;
 
 fn file_of(len: usize) -> (tempfile::NamedTempFile, Vec<u8>) {
     let bytes: Vec<u8> = (0..len).map(|i| (i * 31 + i / 251) as u8).collect();

@@ -1,6 +1,6 @@
 //! Tests of the identity of checkpoint files.
 
-use moestro::checkpoint::identity::{file_identity, settled_identity};
+use moestro_model::checkpoint::identity::{file_identity, settled_identity};
 use std::{
     fs,
     path::PathBuf,

@@ -1,6 +1,6 @@
 //! Tests of valid, damaged and hostile safetensors headers.
 
-use moestro::checkpoint::{
+use moestro_model::checkpoint::{
     index::Index,
     names::{FINAL_NORM, canonical_name},
 };
@@ -77,7 +77,7 @@ fn ambiguous_headers_are_rejected() {
 fn fifo_as_shard_does_not_block() {
     let dir = tempfile::tempdir().unwrap();
     for name in ["model.safetensors", "model.safetensors.index.json"] {
-        crate::fifo::make_fifo(&dir.path().join(name));
+        test_support::fifo::make_fifo(&dir.path().join(name));
         assert!(Index::open(dir.path()).unwrap_err().to_string().contains("not a regular file"), "{name}");
     }
     std::fs::remove_file(dir.path().join("model.safetensors.index.json")).unwrap();

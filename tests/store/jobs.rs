@@ -1,6 +1,6 @@
 //! Tests of `run_jobs`: order, buffers and errors.
 
-use moestro::platform::run_jobs;
+use moestro_base::platform::run_jobs;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 #[test]

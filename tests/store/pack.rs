@@ -2,15 +2,15 @@
 //! be rebuilt.
 
 use crate::{process::Process, program, shard::Shard};
-use moestro::{
-    checkpoint::pack,
-    demo,
+use moestro::{demo, tools::synth};
+use moestro_base::{error::StoreError, metrics::Metrics};
+use moestro_compute::{
     device::{CpuTimeline, SyncPoint},
-    error::StoreError,
     experts::{ExpertChoice, ExpertStore, Options, PassKind, Prefetch, ReadMode},
-    metrics::Metrics,
+};
+use moestro_model::{
+    checkpoint::pack,
     model::{self, Model, Qwen, Rows, StoreOptions},
-    tools::synth,
 };
 use serde_json::{Value, json};
 use std::{

@@ -1,9 +1,7 @@
 //! Tests of the checksums of packed records: damage is detected, reported once, and repaired from the checkpoint.
 
-use moestro::{
-    experts::{LayerRecords, PIECES, PackRecords, Piece, ShardFiles},
-    platform::Access,
-};
+use moestro_base::platform::Access;
+use moestro_compute::experts::{LayerRecords, PIECES, PackRecords, Piece, ShardFiles};
 use std::io::Write;
 
 /// A pack of two records with two pieces each. In the checkpoint, the second record starts at byte 50, and its pieces

@@ -1,6 +1,6 @@
 //! Tests of read plans, which combine the pieces of an expert into aligned reads.
 
-use moestro::experts::{
+use moestro_compute::experts::{
     PIECES, Piece,
     read_plan::{ReadPlan, ReadRange},
 };

@@ -1,6 +1,6 @@
 //! Compares the slot table with a simple reference model.
 
-use moestro::{
+use moestro_compute::{
     device::SyncPoint,
     experts::{
         ExpertChoice,

@@ -1,12 +1,12 @@
 //! Compiles a random output format and follows it for a few tokens, as an answer would.
 
-use crate::formats::Source;
-use moestro::chat::{
+use moestro_chat::{
     Tokenizer,
     grammar::{AllowedTools, CancelFlag, ContentFormat, FormatError, GrammarCompiler, NextTokens, OutputFormat},
 };
 use serde_json::Value;
 use std::{path::Path, sync::Arc};
+use test_support::formats::Source;
 
 /// `<|im_end|>` of the demo model.
 const EOS: u32 = 2040;

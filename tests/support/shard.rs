@@ -1,9 +1,9 @@
 //! [`Shard`]: a checkpoint with only experts. The position of a byte determines its value.
 #![allow(dead_code)] // Each test binary uses a part of this file.
 
-use moestro::{
+use moestro_base::error::StoreError;
+use moestro_compute::{
     device::{CpuTimeline, SyncPoint},
-    error::StoreError,
     experts::{ExpertChoice, ExpertMap, ExpertStore, PIECES, PassKind, Piece},
 };
 use std::{

@@ -3,7 +3,7 @@
 //! The trace has one line per fetch: `d` (decode) or `p` (prefill), the layer, and the distinct experts. If the logits
 //! are known, one line per row precedes this line: `n`, the layer, k, and the logit of every expert.
 
-use moestro::experts::{ExpertChoice, FetchObserver, PassKind};
+use moestro_compute::experts::{ExpertChoice, FetchObserver, PassKind};
 use std::{
     fs::File,
     io::{BufWriter, Write},

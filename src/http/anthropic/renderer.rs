@@ -1,16 +1,14 @@
 //! Answers in Anthropic's format: content blocks, as one body or as a stream of events.
 
-use crate::{
-    chat::{json_numbers, parser::Delta},
-    http::{
-        ApiError,
-        layers::unique_id,
-        models::LoadedModel,
-        output::{self, Choices, FinishReason, Finished, Output, PromptProgress, Renderer, Usage},
-        sse::Frames,
-    },
+use crate::http::{
+    ApiError,
+    layers::unique_id,
+    models::LoadedModel,
+    output::{self, Choices, FinishReason, Finished, Output, PromptProgress, Renderer, Usage},
+    sse::Frames,
 };
 use axum::response::Response;
+use moestro_chat::{json_numbers, parser::Delta};
 use serde_json::{Value, json};
 use std::mem;
 
@@ -239,7 +237,7 @@ pub fn error_object(error: &ApiError) -> Value {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::error::EngineError;
+    use moestro_engine::error::EngineError;
 
     #[test]
     fn each_status_has_its_error_type() {

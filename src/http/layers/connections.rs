@@ -7,16 +7,14 @@
 //! other clients open silent connections all the time.
 
 use super::{body_guard, timeouts::Timeouts};
-use crate::{
-    http::{ServerState, routes},
-    platform::{KeepAwake, os},
-};
+use crate::http::{ServerState, routes};
 use axum::{Router, extract::ConnectInfo, response::Response};
 use hyper::{Request, body::Incoming, server::conn::http1, service::Service};
 use hyper_util::{
     rt::{TokioIo, TokioTimer},
     service::TowerToHyperService,
 };
+use moestro_base::platform::{KeepAwake, os};
 use parking_lot::Mutex;
 use socket2::{SockRef, TcpKeepalive};
 use std::{

@@ -7,7 +7,8 @@
 //! arrival. A step cannot be cancelled, so steps are short: a disconnected client is noticed after the current step.
 //! Output formats are compiled outside these steps, one at a time, because a compilation may take seconds.
 
-use crate::{http::ApiError, metrics::Metrics, platform::os};
+use crate::http::ApiError;
+use moestro_base::{metrics::Metrics, platform::os};
 use prometheus::IntGauge;
 use serde_json::Value;
 use std::{

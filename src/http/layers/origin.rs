@@ -8,16 +8,14 @@
 //! `--allowed-host` is set, because a foreign page does not know the key. A server without a key accepts only local
 //! names and the names of `--allowed-host`.
 
-use crate::{
-    http::{ApiError, routes},
-    platform::os,
-};
+use crate::http::{ApiError, routes};
 use axum::{
     extract::{Request, State},
     http::{HeaderMap, HeaderValue, Method, header},
     middleware::Next,
     response::{IntoResponse, Response},
 };
+use moestro_base::platform::os;
 use parking_lot::{Mutex, RwLock};
 use std::{
     collections::HashSet,

@@ -8,11 +8,7 @@ use super::{
     auth,
     timeouts::{Timeouts, with_deadline},
 };
-use crate::{
-    engine::ClientId,
-    http::{ServerState, health::StorageHealth, routes},
-    metrics::Metrics,
-};
+use crate::http::{ServerState, health::StorageHealth, routes};
 use axum::{
     Extension,
     extract::{Request, State},
@@ -20,6 +16,8 @@ use axum::{
     middleware::Next,
     response::{IntoResponse, Response},
 };
+use moestro_base::metrics::Metrics;
+use moestro_engine::ClientId;
 use std::{
     fmt::{self, Display, Formatter},
     hash::{BuildHasher, Hash, RandomState},

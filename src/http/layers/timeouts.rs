@@ -1,6 +1,7 @@
 //! Timeouts of connections, and the deadline of a request.
 
-use crate::{error::EngineError, http::ApiError};
+use crate::http::ApiError;
+use moestro_engine::error::EngineError;
 use std::{
     future::Future,
     time::{Duration, Instant},

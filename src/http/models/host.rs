@@ -9,11 +9,8 @@ use super::{
     loaded::{HostedModel, LoadFailure, LoadedModel, ModelLoader},
     names::{self, ModelEntry},
 };
-use crate::{
-    engine::{QueueLimits, QueueShare},
-    error::EngineError,
-    http::{ApiError, health::FAILURE_MAX_AGE},
-};
+use crate::http::{ApiError, health::FAILURE_MAX_AGE};
+use moestro_engine::{QueueLimits, QueueShare, error::EngineError};
 use parking_lot::Mutex;
 use std::{
     future::Future,

@@ -3,11 +3,8 @@
 //! At most one model is in memory. [`HostState::next_step`] depends only on this state and the clock.
 
 use super::loaded::{HostedModel, LoadFailure, LoadedModel};
-use crate::{
-    engine::{QueueLimits, QueueShare, retry_seconds},
-    error::EngineError,
-    http::ApiError,
-};
+use crate::http::ApiError;
+use moestro_engine::{QueueLimits, QueueShare, error::EngineError, retry_seconds};
 use std::{
     collections::VecDeque,
     mem,

@@ -3,10 +3,8 @@
 
 use super::names::ModelEntry;
 use crate::error::CommandError;
-use crate::{
-    chat::{Template, Tokenizer, grammar::GrammarCompiler},
-    engine::{Handle, Sampling},
-};
+use moestro_chat::{Template, Tokenizer, grammar::GrammarCompiler};
+use moestro_engine::{Handle, Sampling};
 use std::sync::Arc;
 
 /// A model's metadata for clients.

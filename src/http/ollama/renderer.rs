@@ -1,16 +1,14 @@
 //! Answers in Ollama's format: one JSON object, or one line per piece of text and a last line with counts and times.
 
-use crate::{
-    chat::{json_numbers, parser::Delta},
-    http::{
-        ApiError,
-        models::LoadedModel,
-        output::{self, AnswerCall, AnswerText, Choices, FinishReason, Finished, Output, Renderer, Usage},
-        request::messages::invalid_arguments,
-        sse::{Frames, StreamFormat},
-    },
+use crate::http::{
+    ApiError,
+    models::LoadedModel,
+    output::{self, AnswerCall, AnswerText, Choices, FinishReason, Finished, Output, Renderer, Usage},
+    request::messages::invalid_arguments,
+    sse::{Frames, StreamFormat},
 };
 use axum::response::Response;
+use moestro_chat::{json_numbers, parser::Delta};
 use serde_json::{Map, Value, json};
 use std::time::Instant;
 

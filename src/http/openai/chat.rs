@@ -3,26 +3,24 @@
 //! Decisions where servers differ: `max_tokens` defaults to the rest of the context and is limited to it. Stop strings
 //! end the content but not the reasoning. `logprobs` lists the tokens of the content but not of the reasoning.
 
-use crate::{
-    chat::{Tokenizer, parser::Delta},
-    engine::Logprobs,
-    http::{
-        ApiError,
-        generate::Generator,
-        models::LoadedModel,
-        openai::{
-            ChatChoice, ChatChunkChoice, ChatDelta, ChatLogprobs, ChatRequest, CommonFields, ContentToken,
-            FunctionDelta, ResponseMeta, TokenLogprob, ToolCallDelta,
-        },
-        output::{
-            self, AnswerCall, AnswerText, Choices, FinishReason, Finished, Output, PromptProgress, Renderer, Usage,
-            token_text,
-        },
-        request::{GenerationRequest, body, fields},
-        sse::Frames,
+use crate::http::{
+    ApiError,
+    generate::Generator,
+    models::LoadedModel,
+    openai::{
+        ChatChoice, ChatChunkChoice, ChatDelta, ChatLogprobs, ChatRequest, CommonFields, ContentToken, FunctionDelta,
+        ResponseMeta, TokenLogprob, ToolCallDelta,
     },
+    output::{
+        self, AnswerCall, AnswerText, Choices, FinishReason, Finished, Output, PromptProgress, Renderer, Usage,
+        token_text,
+    },
+    request::{GenerationRequest, body, fields},
+    sse::Frames,
 };
 use axum::{body::Body, response::Response};
+use moestro_chat::{Tokenizer, parser::Delta};
+use moestro_engine::Logprobs;
 use serde_json::json;
 use std::{mem, sync::Arc};
 

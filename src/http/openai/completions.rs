@@ -5,22 +5,20 @@
 //! harnesses use. A harness requests one token more than it needs and drops the entry of that token, so the token is
 //! generated even if it would end the text.
 
-use crate::{
-    chat::{Tokenizer, parser::Delta},
-    http::{
-        ApiError,
-        generate::Generator,
-        models::LoadedModel,
-        openai::{CommonFields, CompletionChoice, CompletionRequest, ResponseMeta},
-        output::{
-            self, Choices, FinishReason, Finished, LogprobsBuilder, Output, PromptProgress, Renderer, Usage,
-            completion_logprobs,
-        },
-        request::{GenerationRequest, body, fields},
-        sse::Frames,
+use crate::http::{
+    ApiError,
+    generate::Generator,
+    models::LoadedModel,
+    openai::{CommonFields, CompletionChoice, CompletionRequest, ResponseMeta},
+    output::{
+        self, Choices, FinishReason, Finished, LogprobsBuilder, Output, PromptProgress, Renderer, Usage,
+        completion_logprobs,
     },
+    request::{GenerationRequest, body, fields},
+    sse::Frames,
 };
 use axum::{body::Body, response::Response};
+use moestro_chat::{Tokenizer, parser::Delta};
 use std::sync::Arc;
 
 pub async fn completions(server: Generator, body: Body) -> Result<Response, ApiError> {

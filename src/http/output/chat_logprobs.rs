@@ -3,7 +3,7 @@
 //! A token belongs to the content if at least one byte of its text belongs to the content. A token is listed with the
 //! output that contains its first content byte, so in a stream the listed tokens never run ahead of the text.
 
-use crate::engine::Logprobs;
+use moestro_engine::Logprobs;
 use std::{collections::VecDeque, ops::Range};
 
 /// Matches generated tokens with the content that is sent to the client.

@@ -1,13 +1,11 @@
 //! A choice that a background task generates while an earlier choice is written.
 
-use crate::{
-    error::EngineError,
-    http::{
-        ApiError,
-        layers::MemoryPermit,
-        output::generation::{Finished, Generation, Update},
-    },
+use crate::http::{
+    ApiError,
+    layers::MemoryPermit,
+    output::generation::{Finished, Generation, Update},
 };
+use moestro_engine::error::EngineError;
 use parking_lot::Mutex;
 use std::{sync::Arc, time::Duration};
 use tokio::{

@@ -5,20 +5,17 @@
 //! `i` of a prompt is drawn with seed + `i`. If the queue is full, the first choice fails. Later choices wait, because
 //! the request has already waited in the queue, and are queued again if the queue gives them up.
 
-use crate::{
-    chat::parser::Parser,
-    engine::Request,
-    error::EngineError,
-    http::{
-        layers::{MemoryPermit, RequestLog},
-        models::LoadedModel,
-        output::{
-            choice_task::ChoiceTask,
-            generation::{Generation, TextReader},
-        },
-        request::boundaries,
+use crate::http::{
+    layers::{MemoryPermit, RequestLog},
+    models::LoadedModel,
+    output::{
+        choice_task::ChoiceTask,
+        generation::{Generation, TextReader},
     },
+    request::boundaries,
 };
+use moestro_chat::parser::Parser;
+use moestro_engine::{Request, error::EngineError};
 use serde_json::Value;
 use std::{
     collections::VecDeque,

@@ -1,13 +1,11 @@
 //! Log-probabilities of `/v1/completions`: four arrays with one entry per token and offsets in characters.
 
-use crate::{
-    chat::Tokenizer,
-    engine::Logprobs,
-    http::{
-        openai::{CompletionLogprobs, TopLogprobs},
-        output::FinishReason,
-    },
+use crate::http::{
+    openai::{CompletionLogprobs, TopLogprobs},
+    output::FinishReason,
 };
+use moestro_chat::Tokenizer;
+use moestro_engine::Logprobs;
 use std::{mem, sync::Arc};
 
 /// Builds the arrays of one choice.

@@ -4,22 +4,18 @@
 //! the first stop string. Stop strings apply to the content only, because reasoning often contains blank lines and
 //! similar strings that clients use as `stop`.
 
-use crate::{
-    chat::{
-        Decoder, StopStrings,
-        parser::{Delta, Parser},
-    },
-    engine::{Event, Events, Finish, Logprobs, Request},
-    error::{EngineError, ModelError},
-    http::{
-        ApiError,
-        layers::{RequestLog, memory},
-        models::LoadedModel,
-        output::{
-            AnswerTimings, FinishReason, PromptProgress, PromptTokensDetails, Usage, chat_logprobs::ContentLogprobs,
-        },
-    },
+use crate::http::{
+    ApiError,
+    layers::{RequestLog, memory},
+    models::LoadedModel,
+    output::{AnswerTimings, FinishReason, PromptProgress, PromptTokensDetails, Usage, chat_logprobs::ContentLogprobs},
 };
+use moestro_chat::{
+    Decoder, StopStrings,
+    parser::{Delta, Parser},
+};
+use moestro_engine::{Event, Events, Finish, Logprobs, Request, error::EngineError};
+use moestro_model::error::ModelError;
 use std::{
     mem,
     sync::{

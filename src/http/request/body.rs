@@ -187,7 +187,7 @@ mod tests {
         layers::memory::RequestMemory,
         openai::types::{ChatRequest, CommonFields, CompletionRequest},
     };
-    use crate::metrics::Metrics;
+    use moestro_base::metrics::Metrics;
     use std::sync::{
         Arc,
         atomic::{AtomicUsize, Ordering::Relaxed},

@@ -1,11 +1,9 @@
 //! Downloads images from `http` and `https` URLs. Only hosts that the operator lists are allowed, so that a request
 //! cannot make the server read from its own network.
 
-use crate::{
-    engine::ImageProcessor,
-    error::ImageError,
-    http::{ApiError, layers::MemoryPermit},
-};
+use crate::http::{ApiError, layers::MemoryPermit};
+use moestro_engine::ImageProcessor;
+use moestro_model::error::ImageError;
 use std::{
     io::Read,
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
@@ -242,7 +240,8 @@ fn is_public_v6(ip: Ipv6Addr) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{http::layers::RequestMemory, metrics::Metrics};
+    use crate::http::layers::RequestMemory;
+    use moestro_base::metrics::Metrics;
     use std::{io::Write, net::TcpListener};
     use tokio::task::JoinHandle;
 

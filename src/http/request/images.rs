@@ -3,17 +3,15 @@
 //! An image that the model cannot see is an error in a new user message. In tool results and earlier messages, such an
 //! image is replaced by a sentence, because an error would repeat with every later turn.
 
-use crate::{
-    engine::{Image, ImageProcessor, PlacedImage, place_images},
-    error::ImageError,
-    http::{
-        ApiError,
-        layers::{MemoryPermit, RequestLog},
-        models::LoadedModel,
-        request::{ChatPrompt, ContentBuilder, ImagePart, ImageSource, ImageUrls, image_urls::ImageDownloads},
-    },
+use crate::http::{
+    ApiError,
+    layers::{MemoryPermit, RequestLog},
+    models::LoadedModel,
+    request::{ChatPrompt, ContentBuilder, ImagePart, ImageSource, ImageUrls, image_urls::ImageDownloads},
 };
 use base64::{Engine, engine::general_purpose};
+use moestro_engine::{Image, ImageProcessor, PlacedImage, place_images};
+use moestro_model::error::ImageError;
 use serde_json::Value;
 use std::sync::Arc;
 

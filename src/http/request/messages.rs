@@ -6,16 +6,14 @@
 //! Templates accept one system message, at the start. System messages that directly follow the first system message are
 //! joined to it. A later system message becomes a user message.
 
-use crate::{
-    chat::json_numbers,
-    http::{
-        ApiError,
-        request::{
-            ImagePart, PartFormat,
-            content_parts::{MessageOrigin, new_messages},
-        },
+use crate::http::{
+    ApiError,
+    request::{
+        ImagePart, PartFormat,
+        content_parts::{MessageOrigin, new_messages},
     },
 };
+use moestro_chat::json_numbers;
 use serde_json::{Map, Value, json};
 
 const PARTS: PartFormat = PartFormat { types: &["text", "refusal"], separator: "" };

@@ -1,16 +1,14 @@
 //! Prepares a request for a model: prompt, sampling, token limit and grammar.
 
-use crate::{
-    chat::Template,
-    engine::{CacheSalt, Request},
-    http::{
-        ApiError,
-        layers::{MemoryPermit, RequestLog, memory},
-        models::LoadedModel,
-        output::{ChatParams, Choices},
-        request::{ChatPrompt, GenerationRequest, ImageUrls, PromptInput, response_format, sampling_params as params},
-    },
+use crate::http::{
+    ApiError,
+    layers::{MemoryPermit, RequestLog, memory},
+    models::LoadedModel,
+    output::{ChatParams, Choices},
+    request::{ChatPrompt, GenerationRequest, ImageUrls, PromptInput, response_format, sampling_params as params},
 };
+use moestro_chat::Template;
+use moestro_engine::{CacheSalt, Request};
 use std::{collections::VecDeque, sync::Arc};
 
 /// Logit bias of a token that must not be sampled.

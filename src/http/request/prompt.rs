@@ -1,16 +1,14 @@
 //! Prompts: renders conversations to text, tokenizes text, and accounts for the memory of both.
 
-use crate::{
-    chat::{Conversation, Speaker, Tokenizer, message_ends},
-    engine::{Boundary, BoundaryKind},
-    http::{
-        ApiError,
-        layers::{MemoryPermit, memory},
-        models::LoadedModel,
-        openai::{CompletionPrompt, TextOrIds},
-        request::{ChatPrompt, ImageUrls, sampling_params as params},
-    },
+use crate::http::{
+    ApiError,
+    layers::{MemoryPermit, memory},
+    models::LoadedModel,
+    openai::{CompletionPrompt, TextOrIds},
+    request::{ChatPrompt, ImageUrls, sampling_params as params},
 };
+use moestro_chat::{Conversation, Speaker, Tokenizer, message_ends};
+use moestro_engine::{Boundary, BoundaryKind};
 use std::sync::Arc;
 
 /// Maximum number of choices of one completion request, and of its prompts, as in OpenAI's API.

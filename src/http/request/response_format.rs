@@ -2,19 +2,17 @@
 //! purpose, and from `tool_choice`. All of these fields become one [`OutputFormat`], which is compiled outside the
 //! async threads.
 
-use crate::{
-    chat::grammar::{
-        AllowedTools, CancelFlag, ContentFormat, FormatError, GrammarCompiler, NextTokens, OutputFormat,
-        TokenConstraint, any_object,
-    },
-    engine::{Constraint, TokenMask},
-    http::{
-        ApiError,
-        layers::MemoryPermit,
-        openai::{ChatRequest, ResponseFormat},
-        request::{fields::LARK_ONLY, tools::ToolChoice},
-    },
+use crate::http::{
+    ApiError,
+    layers::MemoryPermit,
+    openai::{ChatRequest, ResponseFormat},
+    request::{fields::LARK_ONLY, tools::ToolChoice},
 };
+use moestro_chat::grammar::{
+    AllowedTools, CancelFlag, ContentFormat, FormatError, GrammarCompiler, NextTokens, OutputFormat, TokenConstraint,
+    any_object,
+};
+use moestro_engine::{Constraint, TokenMask};
 use serde_json::Value;
 use std::{
     panic::{AssertUnwindSafe, catch_unwind},

@@ -1,12 +1,12 @@
 //! Checks the sampling parameters, stop strings and token counts of a request, and converts them for the engine. An
 //! error names the first field with a wrong value.
 
-use crate::engine::{ClientId, Sampling};
 use crate::http::{
     ApiError,
     layers::RequestLog,
     openai::{CommonFields, OneOrMany},
 };
+use moestro_engine::{ClientId, Sampling};
 use serde_json::Value;
 use std::ops::RangeInclusive;
 

@@ -6,11 +6,11 @@ use super::{load_model, report::median};
 use crate::{
     command::{draft_source::DraftSource, options, show, speculation, start_engine},
     config::LoadSettings,
-    engine::{self, LookupDraft, Request, Sampling, Timings},
     error::CommandError,
-    metrics::Metrics,
-    model,
 };
+use moestro_base::metrics::Metrics;
+use moestro_engine::{self as engine, LookupDraft, Request, Sampling, Timings};
+use moestro_model::model;
 use serde::Serialize;
 use std::{fmt, path::Path};
 

@@ -1,12 +1,12 @@
 //! `moestro bench --image`: the time from an image to the first token, step by step.
 
 use super::report::median;
-use crate::{
-    command::show,
-    error::{CommandError, ModelError},
+use crate::{command::show, error::CommandError};
+use moestro_base::platform::{os, read_small_file};
+use moestro_model::{
+    error::ModelError,
     model::{Image, ImageProcessor, Model, PassHooks, PlacedImage, Qwen, Rows},
     plan::Size,
-    platform::{os, read_small_file},
 };
 use serde::Serialize;
 use std::{fmt, path::Path, sync::Arc, time::Instant};

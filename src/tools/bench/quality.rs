@@ -5,10 +5,13 @@ use super::load_model;
 use crate::{
     command::{kv_bits, options, show},
     config::{self, LoadSettings},
-    error::{CommandError, EngineError},
-    metrics::Metrics,
+    error::CommandError,
+};
+use moestro_base::metrics::Metrics;
+use moestro_compute::ops::KvBits;
+use moestro_engine::error::EngineError;
+use moestro_model::{
     model::{Logits, Model, Qwen, QwenState, Rows, logits::argmax},
-    ops::KvBits,
     plan::Size,
 };
 use serde::Serialize;
@@ -178,7 +181,7 @@ impl fmt::Display for QualityReport {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::LoadOptions;
+    use moestro_model::model::LoadOptions;
 
     #[test]
     fn sixteen_bits_match_and_four_differ() {

@@ -1,11 +1,11 @@
 //! Prints the results of `moestro bench`: the figures of each run, and the median of each figure.
 
 use super::run::{Phase, Run};
-use crate::{
-    config::LoadSettings,
+use crate::config::LoadSettings;
+use moestro_base::platform::{Access, os};
+use moestro_model::{
     model::Qwen,
     plan::{ModelFootprint, Plan, Size, Strategy},
-    platform::{Access, os},
 };
 use serde::Serialize;
 use std::fmt;

@@ -1,11 +1,9 @@
 //! Runs a prompt and its answer, and counts tokens, expert lookups, reads and stalls in each phase.
 
-use crate::{
-    error::{CommandError, EngineError},
-    metrics::Metrics,
-    model::{Logits, Model, NextToken, PassHooks, Qwen, Rows, TokenChoice, logits},
-    platform::os,
-};
+use crate::error::CommandError;
+use moestro_base::{metrics::Metrics, platform::os};
+use moestro_engine::error::EngineError;
+use moestro_model::model::{Logits, Model, NextToken, PassHooks, Qwen, Rows, TokenChoice, logits};
 use serde::Serialize;
 use std::{sync::Arc, time::Instant};
 

@@ -1,17 +1,21 @@
 //! Asks the demo model one question on each device and measures the answer.
 
 use crate::{
-    chat::Conversation,
     command::{CheckpointMeta, device_choice::working_set},
-    config::{GenerationDefaults, ModelSource, Switch},
-    device::{CpuArithmetic, GPU_KIND, Gpu},
+    config::{GenerationDefaults, ModelSource},
     error::CommandError,
+};
+use candle_core::{DType, Device};
+use moestro_base::metrics::Metrics;
+use moestro_chat::Conversation;
+use moestro_compute::{
+    device::{CpuArithmetic, GPU_KIND, Gpu},
     experts::ReadMode,
-    metrics::Metrics,
+};
+use moestro_model::{
     model::{LoadOptions, Model, PassHooks, Qwen, Reference, Rows, StoreOptions, logits::argmax},
     plan::PlanOptions,
 };
-use candle_core::{DType, Device};
 use serde::Serialize;
 use serde_json::{Map, json};
 use std::time::Instant;
@@ -57,12 +61,8 @@ impl DemoModel {
     }
 
     fn load(&self, math: CpuArithmetic, gpu: Option<u64>) -> Result<Qwen, CommandError> {
-        let plan = PlanOptions {
-            context: Some(CONTEXT),
-            prompt_cache: Some(0),
-            stream: Switch::Auto,
-            ..PlanOptions::default()
-        };
+        let plan =
+            PlanOptions { context: Some(CONTEXT), prompt_cache: Some(0), stream: None, ..PlanOptions::default() };
         // Direct reads may shift experts within their slots to align them with disk blocks. A GPU does not accept
         // shifted experts.
         let store = StoreOptions { io: ReadMode::Buffered, ..StoreOptions::default() };
@@ -130,7 +130,7 @@ impl DemoModel {
         // The first pass warms up pipelines, threads and pages. The second pass is measured.
         match generate().and_then(|_| generate()) {
             Ok((ids, prompt, decode)) => self.answer(device, ids, prompt, Some(decode)),
-            Err::<_, crate::error::ModelError>(error) => failed(device, error.to_string()),
+            Err::<_, moestro_model::error::ModelError>(error) => failed(device, error.to_string()),
         }
     }
 

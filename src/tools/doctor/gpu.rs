@@ -1,6 +1,6 @@
 //! Checks long buffers and recovery from errors on a GPU, and measures the cost of a launch.
 
-use crate::{
+use moestro_compute::{
     device::{DeviceError, Gpu},
     ops::{check::Finding, norm::rms_norm},
 };

@@ -1,6 +1,7 @@
 //! `moestro doctor --print-kernels DIR`: writes the Metal kernels to files, so that CI compiles the same text as a Mac.
 
-use crate::{device::kernels, error::CommandError};
+use crate::error::CommandError;
+use moestro_compute::device::kernels;
 use std::{fs, path::Path};
 
 /// Writes `NAME.metal` for every kernel file, and `NAME.no-tiles.metal` for the variant without matrix units. Also

@@ -1,22 +1,28 @@
 //! `moestro doctor --report`: measures this machine with synthetic models of real dimensions.
 
 use crate::{
-    checkpoint::pack,
     command::device_choice::{CPU, working_set},
-    config::Switch,
-    device::{CpuDevice, GPU_KIND, Gpu},
-    error::{CommandError, StoreError},
-    metrics::Metrics,
-    model::{CheckpointInfo, LoadOptions, Model, Qwen, StoreOptions, speed},
-    ops::{Cpu, GpuBackend},
-    plan::{Bandwidth, HitRates, ModelFootprint, Overhead, PlanOptions, Strategy, estimate},
-    platform::{atomic_file::PartialDir, os},
+    error::CommandError,
     tools::{
         bench::run::{BenchSession, Run},
         machine_report::{DeviceFigures, MachineReport, RunFigures},
         measure,
         synth::{self, Dimensions, SynthOptions},
     },
+};
+use moestro_base::{
+    error::StoreError,
+    metrics::Metrics,
+    platform::{atomic_file::PartialDir, os},
+};
+use moestro_compute::{
+    device::{CpuDevice, GPU_KIND, Gpu},
+    ops::{Cpu, GpuBackend},
+};
+use moestro_model::{
+    checkpoint::pack,
+    model::{CheckpointInfo, LoadOptions, Model, Qwen, StoreOptions, speed},
+    plan::{Bandwidth, HitRates, ModelFootprint, Overhead, PlanOptions, Strategy, estimate},
 };
 use std::{
     path::Path,
@@ -168,7 +174,7 @@ impl MachineBench<'_> {
             plan: PlanOptions {
                 context: Some(prompt + decode),
                 prompt_cache: Some(0),
-                stream: if run.slots.is_some() { Switch::On } else { Switch::Auto },
+                stream: run.slots.is_some().then_some(true),
                 ..PlanOptions::default()
             },
             store: StoreOptions { slots: run.slots, ..StoreOptions::default() },

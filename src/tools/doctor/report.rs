@@ -4,7 +4,10 @@ use super::{
     answer::{DemoAnswer, QUESTION},
     gpu::LaunchTimes,
 };
-use crate::{ops::check::Finding, plan::Size, platform::os, tools::machine_report::MachineReport};
+use crate::tools::machine_report::MachineReport;
+use moestro_base::platform::os;
+use moestro_compute::ops::check::Finding;
+use moestro_model::plan::Size;
 use serde::{Serialize, Serializer};
 use serde_json::json;
 use std::fmt;
@@ -74,15 +77,6 @@ pub struct WholeReport {
 impl fmt::Display for WholeReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "```text\n{}{}```\n", self.checks, self.machine)
-    }
-}
-
-impl Serialize for Finding {
-    fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
-        let (difference, allowed) = self.outcome.as_ref().ok().copied().unzip();
-        let (name, agrees, error) = (&self.name, self.agrees(), self.outcome.as_ref().err());
-        json!({ "name": name, "agrees": agrees, "difference": difference, "allowed": allowed, "error": error })
-            .serialize(to)
     }
 }
 

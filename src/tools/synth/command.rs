@@ -3,11 +3,11 @@
 use crate::command::progress;
 use crate::{
     cli, demo,
-    error::{CommandError, StoreError},
-    plan::Size,
-    platform::os,
+    error::CommandError,
     tools::synth::{self, Dimensions, StreamDimensions, SynthOptions, SynthSummary},
 };
+use moestro_base::{error::StoreError, platform::os};
+use moestro_model::plan::Size;
 use std::time::Instant;
 
 /// Files of the demo model that are copied, so that `serve` and `bench` accept the checkpoint.

@@ -9,8 +9,8 @@ use super::{
     noise,
     options::{Dimensions, GROUP, NGRAM_HEADS, StreamDimensions, SynthOptions},
 };
-use crate::model;
 use half::bf16;
+use moestro_model::model;
 use serde_json::{Value, json};
 
 /// Number of bits per weight, except in routers and shared-expert gates.

@@ -1,6 +1,6 @@
 //! Random numbers by index. The i-th number of a sequence is computed directly.
 
-use crate::platform::split_mix64::{INCREMENT, mix};
+use moestro_base::platform::split_mix64::{INCREMENT, mix};
 
 /// The i-th 64 random bits of the SplitMix64 sequence with the key `key`.
 pub fn bits(key: u64, i: u64) -> u64 {

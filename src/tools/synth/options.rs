@@ -1,6 +1,6 @@
 //! Dimensions and options of a synthetic checkpoint.
 
-use crate::error::StoreError;
+use moestro_base::error::StoreError;
 
 /// Number of weights that share a scale and a bias.
 pub const GROUP: usize = 64;

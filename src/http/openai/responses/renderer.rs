@@ -1,25 +1,23 @@
 //! Answers of the Responses API: output items, as one body or as a stream of events. The stream's last event contains
 //! the body.
 
-use crate::{
-    chat::{Tokenizer, parser::Delta},
-    http::{
-        ApiError, ServerState,
-        layers::{memory, unique_id, value_bytes},
-        models::LoadedModel,
-        openai::{
-            chat::content_token,
-            responses::{
-                items::ENCRYPTED_PREFIX,
-                request::{ENCRYPTED_REASONING, ResponsesRequest},
-            },
-            unix_seconds,
+use crate::http::{
+    ApiError, ServerState,
+    layers::{memory, unique_id, value_bytes},
+    models::LoadedModel,
+    openai::{
+        chat::content_token,
+        responses::{
+            items::ENCRYPTED_PREFIX,
+            request::{ENCRYPTED_REASONING, ResponsesRequest},
         },
-        output::{self, Choices, FinishReason, Finished, Output, PromptProgress, Renderer, Usage},
-        sse::Frames,
+        unix_seconds,
     },
+    output::{self, Choices, FinishReason, Finished, Output, PromptProgress, Renderer, Usage},
+    sse::Frames,
 };
 use axum::response::Response;
+use moestro_chat::{Tokenizer, parser::Delta};
 use serde_json::{Value, json};
 use std::{collections::BTreeMap, mem, sync::Arc};
 

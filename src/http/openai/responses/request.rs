@@ -278,7 +278,8 @@ fn nested_schema(mut format: Value) -> Value {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{http::layers::memory::RequestMemory, metrics::Metrics};
+    use crate::http::layers::memory::RequestMemory;
+    use moestro_base::metrics::Metrics;
 
     fn request(more: Value) -> ResponsesRequest {
         let mut body = json!({"input": "Hi"});

@@ -192,7 +192,7 @@ impl ResponseStore {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::metrics::Metrics;
+    use moestro_base::metrics::Metrics;
     use serde_json::json;
 
     fn store(max_responses: usize, max_bytes: usize) -> ResponseStore {

@@ -1,0 +1,396 @@
+use super::{test_validator, *};
+use crate::parser::{Delta, Parser};
+use serde_json::json;
+use std::{path::Path, sync::LazyLock};
+
+const EOS: u32 = 2040;
+
+static GRAMMARS: LazyLock<GrammarCompiler> = LazyLock::new(|| {
+    let dir = Path::new(test_support::ROOT).join("models/demo/moestro-demo");
+    GrammarCompiler::new(Arc::new(Tokenizer::load(&dir).unwrap()), &[EOS, 2038])
+});
+
+static SCHEMAS: LazyLock<Vec<Value>> =
+    LazyLock::new(|| serde_json::from_str(include_str!("../../../../tests/fixtures/schemas.json")).unwrap());
+
+fn compile(format: &OutputFormat) -> Result<TokenConstraint, FormatError> {
+    GRAMMARS.compile(&CancelFlag::default(), format, false, None)
+}
+
+fn text(ids: &[u32]) -> String {
+    let bytes: Vec<u8> = ids.iter().flat_map(|&id| GRAMMARS.tokenizer.token_bytes(id)).collect();
+    String::from_utf8(bytes).unwrap()
+}
+
+fn allowed(next: &NextTokens) -> Vec<u32> {
+    let NextTokens::Only(words) = next else { return (0..2038).collect() };
+    (0..words.len() as u32 * 32).filter(|id| words[*id as usize / 32] >> (id % 32) & 1 == 1).collect()
+}
+
+/// An answer whose tokens are drawn uniformly from the allowed tokens. After 60 tokens, tokens that close a string,
+/// list or object are preferred, so that the answer ends.
+fn random_answer(mut constraint: TokenConstraint, seed: u64) -> Vec<u32> {
+    let mut bits = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+    let mut ids = Vec::new();
+    loop {
+        let mut allowed = allowed(&constraint.allowed().unwrap());
+        // Exponents are never drawn, because JSON allows 1e1000, which an f64 cannot hold.
+        let digit =
+            ids.last().is_some_and(|&id| GRAMMARS.tokenizer.token_bytes(id).last().is_some_and(u8::is_ascii_digit));
+        allowed.retain(|&id| !(digit && matches!(GRAMMARS.tokenizer.token_bytes(id).first(), Some(b'e' | b'E'))));
+        assert!(!allowed.is_empty(), "no token is allowed after {:?}", text(&ids));
+        let closes = |id: &&u32| {
+            let bytes = GRAMMARS.tokenizer.token_bytes(**id);
+            **id == EOS || bytes.first().is_some_and(|byte| b"\"]}<n0/".contains(byte))
+        };
+        bits = bits.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        let draw = (bits >> 33) as usize;
+        let closing: Vec<u32> = allowed.iter().filter(closes).copied().collect();
+        let tag = closing_tag(&ids, &allowed).filter(|_| ids.len() > 60 && !draw.is_multiple_of(4));
+        let from = if ids.len() > 60 && !draw.is_multiple_of(8) && !closing.is_empty() { &closing } else { &allowed };
+        let drawn = tag.unwrap_or(from[draw / 8 % from.len()]);
+        let id = if ids.len() > 90 && allowed.contains(&EOS) { EOS } else { drawn };
+        if id == EOS || id == 2038 {
+            return ids;
+        }
+        constraint.accept(id).unwrap();
+        ids.push(id);
+        assert!(ids.len() < 20_000, "does not end: {:?}", &text(&ids)[..400]);
+    }
+}
+
+/// The longest allowed token that starts or continues the closing tag of a string.
+fn closing_tag(ids: &[u32], allowed: &[u32]) -> Option<u32> {
+    const TAG: &[u8] = b"</parameter>";
+    let sampled: Vec<u8> = ids.iter().rev().take(12).rev().flat_map(|&id| GRAMMARS.tokenizer.token_bytes(id)).collect();
+    let matched = (0..TAG.len()).rev().find(|&length| sampled.ends_with(&TAG[..length]))?;
+    let continues = |id: &&u32| {
+        let bytes = GRAMMARS.tokenizer.token_bytes(**id);
+        !bytes.is_empty() && TAG[matched..].starts_with(&bytes)
+    };
+    allowed.iter().filter(continues).max_by_key(|id| GRAMMARS.tokenizer.token_bytes(**id).len()).copied()
+}
+
+fn json_format(schema: &Value, strict: bool) -> OutputFormat {
+    OutputFormat { content: ContentFormat::Json { schema: schema.clone(), strict }, tools: None }
+}
+
+#[test]
+fn random_answers_match_their_schema() {
+    assert!(SCHEMAS.len() >= 60);
+    let mut answers = 0;
+    for case in SCHEMAS.iter() {
+        let (schema, name) = (&case["schema"], &case["name"]);
+        let constraint = compile(&json_format(schema, case["strict"] == true));
+        let constraint = constraint.unwrap_or_else(|error| panic!("{name}: {error:?}"));
+        for seed in 0..17 {
+            let answer = text(&random_answer(constraint.clone(), seed));
+            let value: Value = serde_json::from_str(&answer).unwrap_or_else(|e| panic!("{name}: {e}: {answer}"));
+            let wrong = test_validator::errors(schema, &value, schema);
+            assert!(wrong.is_empty() || case["strict"] == false, "{name}: {wrong:?}: {answer}");
+            answers += 1;
+        }
+    }
+    assert!(answers >= 1000);
+}
+
+#[test]
+fn integers_have_bounded_length() {
+    for schema in [
+        json!({"type": "integer"}),
+        json!({"type": ["integer", "null"]}),
+        json!({"type": "integer", "minimum": 18}),
+        json!({"type": "integer", "exclusiveMaximum": -3}),
+        json!({"type": "integer", "multipleOf": 7}),
+        json!({"$ref": "#/$defs/n", "$defs": {"n": {"type": "integer"}}}),
+    ] {
+        for sign in ["", "-"] {
+            let mut constraint = compile(&json_format(&schema, true)).unwrap();
+            let mut sampled = Vec::new();
+            loop {
+                let allowed = allowed(&constraint.allowed().unwrap());
+                // Prefers the sign, then nines, so that the number becomes as long and as large as possible.
+                let bytes = |id: u32| GRAMMARS.tokenizer.token_bytes(id);
+                let continues = |id: &u32| {
+                    let (begins, bytes) = (sampled.is_empty() && bytes(*id) == sign.as_bytes(), bytes(*id));
+                    begins || !bytes.is_empty() && bytes.iter().all(u8::is_ascii_digit)
+                };
+                let next = allowed.into_iter().filter(continues).max_by_key(|&id| (bytes(id) == b"-", bytes(id)));
+                let Some(id) = next else { break };
+                constraint.accept(id).unwrap();
+                sampled.push(id);
+                assert!(sampled.len() <= 20, "{schema}: {}", text(&sampled));
+            }
+            assert!(text(&sampled).is_empty() || text(&sampled).parse::<i64>().is_ok(), "{schema}: {}", text(&sampled));
+        }
+    }
+    let far = json!({"type": "integer", "minimum": 2e18, "maximum": 3e18});
+    let answer = text(&random_answer(compile(&json_format(&far, true)).unwrap(), 1));
+    assert!((2_000_000_000_000_000_000..=3_000_000_000_000_000_000i64).contains(&answer.parse().unwrap()), "{answer}");
+}
+
+fn tool(name: &str, parameters: &Value) -> Value {
+    json!({"type": "function", "function": {"name": name, "parameters": parameters}})
+}
+
+#[test]
+fn random_calls_have_valid_arguments() {
+    let objects: Vec<_> = SCHEMAS.iter().filter(|case| case["schema"]["type"] == "object").collect();
+    let mut calls = 0;
+    for (at, case) in objects.iter().enumerate() {
+        let (schema, name) = (&case["schema"], &case["name"]);
+        let tools = [tool("f", schema), tool("other", &json!({"type": "object", "properties": {}}))];
+        let choice = tools.iter().cloned().enumerate().collect();
+        let format = OutputFormat {
+            content: ContentFormat::Nothing,
+            tools: Some(AllowedTools { tools: choice, parallel: at.is_multiple_of(2) }),
+        };
+        let constraint = compile(&format).unwrap_or_else(|error| panic!("{name}: {error:?}"));
+        for seed in 0..10 {
+            let answer = text(&random_answer(constraint.clone(), seed));
+            let mut parser = Parser::new(false, &tools);
+            let mut answered = Vec::<(String, String)>::new();
+            for delta in parser.push(&answer).into_iter().chain(parser.finish(false)) {
+                match delta {
+                    Delta::ToolCall { name, .. } => answered.push((name, String::new())),
+                    Delta::Arguments { json, .. } => answered.last_mut().unwrap().1 += &json,
+                    other => panic!("{name}: {other:?} in {answer}"),
+                }
+            }
+            assert!(!answered.is_empty() && (at.is_multiple_of(2) || answered.len() == 1), "{name}: {answer}");
+            for (function, arguments) in answered {
+                let value: Value = serde_json::from_str(&arguments).unwrap();
+                let wrong = test_validator::errors(schema, &value, schema);
+                assert!(
+                    function == "other" || wrong.is_empty() || case["strict"] == false,
+                    "{name}: {wrong:?}: {answer}"
+                );
+                calls += 1;
+            }
+        }
+    }
+    assert!(calls > 400, "{calls}");
+}
+
+fn lark_error(text: String) -> FormatError {
+    let format = OutputFormat { content: ContentFormat::Lark(text), tools: None };
+    compile(&format).err().unwrap()
+}
+
+fn schema_error(schema: Value) -> FormatError {
+    compile(&json_format(&schema, false)).err().unwrap()
+}
+
+/// A schema whose `$defs` refer to each other in a chain, by pointer or by `$id`.
+fn reference_chain(length: usize, reference: impl Fn(usize) -> String) -> Value {
+    let definition = |i: usize| {
+        let next = json!({"type": "object", "properties": {"a": {"$ref": reference(i + 1)}}});
+        let mut next = if i == length { json!({"type": "string"}) } else { next };
+        if !reference(i).starts_with('#') {
+            next["$id"] = reference(i).into();
+        }
+        (format!("d{i}"), next)
+    };
+    let defs: serde_json::Map<String, Value> = (0..=length).rev().map(definition).collect();
+    json!({"$ref": reference(0), "$defs": defs})
+}
+
+#[test]
+fn deep_grammars_do_not_overflow_the_stack() {
+    let rules: String = (0..700).map(|i| format!("r{i}: \"a\" r{}\n", i + 1)).collect();
+    assert!(lark_error(format!("start: r0\n{rules}r700: \"b\"\n")).reason.contains("chain"));
+    assert!(lark_error(format!("start: {}\"a\"{}", "(".repeat(30_000), ")".repeat(30_000))).reason.contains("nest"));
+    assert!(schema_error(reference_chain(1000, |i| format!("#/$defs/d{i}"))).reason.contains("chain"));
+    // llguidance resolves these names against a base URL, which the check of chains does not do. The stack is large
+    // enough for this chain.
+    let by_id = reference_chain(1000, |i| format!("http://localhost/d{i}"));
+    let _ = compile(&json_format(&by_id, false));
+}
+
+#[test]
+fn intersected_patterns_do_not_exhaust_memory() {
+    let terminals: Vec<String> = (0..30).map(|i| format!("/(?s:.*)a(?s:.{{{i}}})/")).collect();
+    assert!(lark_error(format!("start: T\nT: {}", terminals.join(" & "))).reason.contains("intersections"));
+    let patterns: Vec<Value> = (0..30).map(|i| json!({"pattern": format!("a.{{{i}}}$")})).collect();
+    assert!(schema_error(json!({"type": "string", "allOf": patterns})).reason.contains("patterns"));
+}
+
+#[test]
+fn format_without_any_text_is_refused() {
+    let regex = |regex: &str| {
+        let format = OutputFormat { content: ContentFormat::Regex(regex.into()), tools: None };
+        compile(&format).err()
+    };
+    assert!(regex("[^\\s\\S]").is_some());
+    assert_eq!(regex("a*"), None);
+    assert!(lark_error("start: a\na: b\nb: a".into()).reason.contains("no text"));
+    assert!(lark_error("start: T\nT: /a/ & /b/".into()).reason.contains("no text"));
+    assert!(
+        schema_error(json!({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}})).reason.contains("itself")
+    );
+    let many: Vec<Value> = (0..6000).map(|i| json!({"type": "object", "properties": {format!("p{i}"): {}}})).collect();
+    let error = schema_error(json!({"anyOf": many}));
+    assert!(error.reason.contains("properties"), "{error:?}");
+}
+
+#[test]
+fn long_string_parameter_has_bounded_length() {
+    // Regression test: with a `max` of 100 or more, the grammar was too complex for the demo's vocabulary.
+    for max in [1, 100, 4000] {
+        let tools = [tool(
+            "f",
+            &json!({"type": "object", "required": ["s"],
+            "properties": {"s": {"type": "string", "maxLength": max}}}),
+        )];
+        let allowed = AllowedTools { tools: tools.iter().cloned().enumerate().collect(), parallel: false };
+        let format = OutputFormat { content: ContentFormat::Nothing, tools: Some(allowed) };
+        let constraint = compile(&format).unwrap();
+        for seed in 0..20 {
+            let answer = text(&random_answer(constraint.clone(), seed));
+            let mut parser = Parser::new(false, &tools);
+            let deltas = parser.push(&answer).into_iter().chain(parser.finish(false));
+            let json: String = deltas
+                .filter_map(|delta| if let Delta::Arguments { json, .. } = delta { Some(json) } else { None })
+                .collect();
+            let value: Value = serde_json::from_str(&json).unwrap();
+            assert!(value["s"].as_str().unwrap().chars().count() <= max, "{max}: {answer}");
+        }
+    }
+}
+
+/// The arguments of random calls of a function with one parameter `s`.
+fn random_arguments(schema: Value, strict: bool) -> Vec<Value> {
+    let mut tools = [tool("f", &json!({"type": "object", "required": ["s"], "properties": {"s": schema}}))];
+    tools[0]["function"]["strict"] = strict.into();
+    let allowed = AllowedTools { tools: tools.iter().cloned().enumerate().collect(), parallel: false };
+    let format = OutputFormat { content: ContentFormat::Nothing, tools: Some(allowed) };
+    let constraint = compile(&format).unwrap();
+    let arguments = |seed| {
+        let answer = text(&random_answer(constraint.clone(), seed));
+        let mut parser = Parser::new(false, &tools);
+        let deltas = parser.push(&answer).into_iter().chain(parser.finish(false));
+        let json: String = deltas
+            .filter_map(|delta| if let Delta::Arguments { json, .. } = delta { Some(json) } else { None })
+            .collect();
+        serde_json::from_str::<Value>(&json).unwrap()["s"].clone()
+    };
+    (0..4).map(arguments).collect()
+}
+
+#[test]
+fn strict_tool_string_keeps_its_format() {
+    for format in ["date", "time", "date-time", "uuid", "email", "ipv4", "ipv6", "hostname", "duration", "uri"] {
+        let regex = fancy_regex::Regex::new(&format!("^({})$", string_formats::expression(format).unwrap())).unwrap();
+        for value in random_arguments(json!({"type": "string", "format": format}), true) {
+            assert!(regex.is_match(value.as_str().unwrap()).unwrap(), "{format}: {value}");
+        }
+    }
+    let both = json!({"type": "string", "format": "date", "pattern": "^2026-|^2027-"});
+    for value in random_arguments(both, true) {
+        assert!(value.as_str().unwrap().starts_with("202"), "{value}");
+    }
+}
+
+#[test]
+fn unsupported_pattern_is_left_out() {
+    // Patterns that pydantic and zod write for decimals and host names, and two other patterns.
+    for pattern in ["^(?!^[-+.]*$)[+-]?0*\\d*\\.?\\d*$", "^(?=.{1,253}\\.?$)[a-z.]+$", "(^a|b$)c", "\\bx"] {
+        let schema = json!({"type": "object", "properties": {"a": {"type": "string", "pattern": pattern}}});
+        compile(&json_format(&schema, false)).unwrap();
+        random_arguments(schema["properties"]["a"].clone(), false);
+        let error = compile(&json_format(&schema, true)).err().unwrap();
+        assert_eq!(error.path, ".properties.a.pattern", "{error:?}");
+        assert!(error.reason.contains("strict") && !error.reason.ends_with(':'), "{}", error.reason);
+    }
+    for value in random_arguments(json!({"type": "string", "pattern": "^$|^[0-9]{2}$"}), true) {
+        let text = value.as_str().unwrap();
+        assert!(text.is_empty() || text.len() == 2 && text.parse::<u8>().is_ok(), "{text}");
+    }
+}
+
+#[test]
+fn huge_number_bounds_are_reduced() {
+    for schema in [
+        json!({"type": "number", "minimum": -3.4e38, "maximum": 3.4e38}),
+        json!({"type": "integer", "minimum": 0, "maximum": 18_446_744_073_709_551_615u64}),
+        json!({"type": "number", "exclusiveMaximum": 1e300}),
+    ] {
+        let constraint = compile(&json_format(&schema, true)).unwrap();
+        for seed in 0..10 {
+            let value: Value = serde_json::from_str(&text(&random_answer(constraint.clone(), seed))).unwrap();
+            assert!(test_validator::errors(&schema, &value, &schema).is_empty(), "{schema}: {value}");
+        }
+    }
+    let far = json!({"type": "number", "minimum": 1e18});
+    assert!(compile(&json_format(&far, false)).is_ok());
+    let error = compile(&json_format(&far, true)).err().unwrap();
+    assert_eq!(error.path, ".minimum");
+}
+
+#[test]
+fn multiples_are_exact_or_refused() {
+    for divisor in [json!(1e-9), json!(4001), json!(40_000_000), json!(1e300)] {
+        let schema = json!({"type": "number", "minimum": 1e-9, "multipleOf": divisor});
+        for strict in [false, true] {
+            let error = compile(&json_format(&schema, strict)).err().unwrap();
+            assert_eq!(error.path, ".multipleOf", "{schema}");
+        }
+        let lark = OutputFormat { content: ContentFormat::Lark(format!("start: %json {schema}")), tools: None };
+        assert!(compile(&lark).is_err(), "{schema}");
+    }
+    for divisor in [0.01, 0.125, 7.0, 4000.0] {
+        let schema = json!({"type": "number", "minimum": -4e9, "maximum": 4e9, "multipleOf": divisor});
+        let constraint = compile(&json_format(&schema, true)).unwrap();
+        for seed in 0..5 {
+            let value: f64 = text(&random_answer(constraint.clone(), seed)).parse().unwrap();
+            let count = value / divisor;
+            assert!((count - count.round()).abs() < 1e-3, "{value} is no multiple of {divisor}");
+        }
+    }
+}
+
+#[test]
+fn libraries_schemas_are_accepted_if_strict() {
+    let cat = json!({"type": "object", "required": ["kind"], "properties": {"kind": {"const": "cat"}}});
+    let dog = json!({"type": "object", "required": ["kind"], "properties": {"kind": {"const": "dog"}}});
+    let tagged = json!({"oneOf": [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}], "$defs": {"Cat": cat, "Dog": dog},
+        "discriminator": {"propertyName": "kind", "mapping": {"cat": "#/$defs/Cat", "dog": "#/$defs/Dog"}}});
+    let record =
+        json!({"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "integer"}});
+    for schema in [tagged, record] {
+        let constraint = compile(&json_format(&schema, true)).unwrap();
+        for seed in 0..10 {
+            let value: Value = serde_json::from_str(&text(&random_answer(constraint.clone(), seed))).unwrap();
+            assert!(test_validator::errors(&schema, &value, &schema).is_empty(), "{schema}: {value}");
+        }
+    }
+    let overlapping = json!({"oneOf": [{"type": "integer"}, {"type": "number"}]});
+    let error = compile(&json_format(&overlapping, true)).err().unwrap();
+    assert!(error.reason.contains("anyOf") && !error.reason.contains("coerce"), "{error:?}");
+    assert!(compile(&json_format(&overlapping, false)).is_ok());
+}
+
+#[test]
+fn cancelled_compilation_ends_early() {
+    let cancel = CancelFlag::default();
+    cancel.set();
+    let error = GRAMMARS.compile(&cancel, &json_format(&any_object(), true), false, None).err().unwrap();
+    assert!(error.reason.contains("cancelled"), "{error:?}");
+}
+
+#[test]
+fn properties_and_tools_are_bounded() {
+    let properties = |count: usize| {
+        let named: serde_json::Map<String, Value> = (0..count).map(|i| (format!("p{i}"), json!({}))).collect();
+        json!({"type": "object", "properties": named})
+    };
+    assert!(schema_error(properties(1001)).reason.contains("1000 properties"));
+    let calls = |tools: usize, parameters: usize| {
+        let tools = (0..tools).map(|i| (i, tool(&format!("f{i}"), &properties(parameters)))).collect();
+        let tools = Some(AllowedTools { tools, parallel: true });
+        compile(&OutputFormat { content: ContentFormat::Nothing, tools }).err()
+    };
+    assert_eq!(calls(20, 10), None);
+    assert!(calls(129, 1).unwrap().reason.contains("128"));
+    assert_eq!(calls(3, 800).unwrap().tool, Some(2));
+}

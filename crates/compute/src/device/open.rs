@@ -1,0 +1,51 @@
+//! Opens the system's GPU.
+
+use super::{CommandQueue, DeviceError, Gpu};
+
+/// Name of the GPU interface of this build, in `--device` and in metrics.
+pub const GPU_KIND: &str = if cfg!(target_os = "macos") { "metal" } else { "cuda" };
+
+/// The error message if no GPU was found and no call failed.
+pub const NO_GPU: &str = if cfg!(target_os = "macos") {
+    "there is no GPU"
+} else {
+    "there is no NVIDIA GPU, or its driver (libcuda.so.1) is not installed"
+};
+
+/// Opens the system's GPU. Returns `None` if the system has no GPU that this build supports.
+///
+/// Does not compile the kernels. [`Gpu::compile`] compiles them and reports errors.
+///
+/// # Errors
+/// The system has a GPU that cannot be used.
+pub fn open_gpu() -> Result<Option<Box<dyn Gpu>>, DeviceError> {
+    open(true)
+}
+
+/// Opens the system's GPU even if it lacks a feature that the kernels need. `moestro doctor --any-gpu` uses this to
+/// test which kernels work.
+///
+/// # Errors
+/// The same as for [`open_gpu`].
+pub fn open_any_gpu() -> Result<Option<Box<dyn Gpu>>, DeviceError> {
+    open(false)
+}
+
+/// True if Candle can open the system's GPU. On a Mac without a GPU, and before macOS 15, Candle would panic.
+pub fn candle_can_open_gpu() -> bool {
+    #[cfg(target_os = "macos")]
+    return super::metal::has_residency_sets();
+    #[cfg(not(target_os = "macos"))]
+    false
+}
+
+#[cfg(target_os = "macos")]
+fn open(require_features: bool) -> Result<Option<Box<dyn Gpu>>, DeviceError> {
+    Ok(Some(Box::new(CommandQueue::new(super::metal::Metal::new(require_features)?))))
+}
+
+#[cfg(target_os = "linux")]
+fn open(require_features: bool) -> Result<Option<Box<dyn Gpu>>, DeviceError> {
+    let cuda = super::cuda::Cuda::new(require_features)?;
+    Ok(cuda.map(|cuda| Box::new(CommandQueue::new(cuda)) as Box<dyn Gpu>))
+}

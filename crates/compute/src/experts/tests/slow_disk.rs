@@ -1,0 +1,99 @@
+//! Tests which prefetches are cancelled or kept, with a source whose reads block until the test allows them.
+
+use super::{
+    reader::{BlockingSource, ReadPermits},
+    row,
+};
+use crate::{
+    device::CpuTimeline,
+    experts::{ExpertFetch, ExpertMap, ExpertStore, Options, PIECES, PassKind, Piece, Prefetch},
+};
+use moestro_base::metrics::Metrics;
+use std::{ops::Deref, sync::Arc};
+
+const EXPERTS: u32 = 20;
+
+/// Unblocks all reads at the end of a test. Otherwise dropping the store would block forever.
+struct AllowOnDrop(Arc<ReadPermits>);
+
+impl Deref for AllowOnDrop {
+    type Target = ReadPermits;
+
+    fn deref(&self) -> &ReadPermits {
+        &self.0
+    }
+}
+
+impl Drop for AllowOnDrop {
+    fn drop(&mut self) {
+        self.0.allow(1 << 20);
+    }
+}
+
+/// A store with two layers of 20 experts, 16 slots and one reader thread. Expert `n` of layer `l` is page `20 * l + n`.
+fn store() -> (ExpertStore, AllowOnDrop, Arc<Metrics>) {
+    let (permits, metrics) = (Arc::<ReadPermits>::default(), Metrics::new("0", "cpu"));
+    let piece = |page: u32, len| Piece { file: 0, offset: u64::from(page) * 4096, len };
+    let expert = |page| std::array::from_fn::<_, PIECES, _>(|part| piece(page, if part == 0 { 64 } else { 0 }));
+    let map = ExpertMap { layers: [0, EXPERTS].map(|first| (first..first + EXPERTS).map(expert).collect()).into() };
+    let options = Options { prefetch: Prefetch::On, threads: 1, ..Options::new(16) };
+    let source = Box::new(BlockingSource { permits: permits.clone(), broken_from: u64::MAX });
+    (ExpertStore::with_source(source, map, options, metrics.clone()).unwrap(), AllowOnDrop(permits), metrics)
+}
+
+/// Receives all experts of a fetch and checks their bytes. Returns the number of experts.
+fn drain(mut fetch: ExpertFetch<'_>, layer: u32) -> usize {
+    let mut seen = 0;
+    while let Some(batch) = fetch.next(&mut CpuTimeline).unwrap() {
+        for ready in batch.iter() {
+            let page = (layer * EXPERTS + ready.expert) as u8;
+            assert!(ready.pieces[0].iter().all(|&byte| byte == page), "layer {layer}, expert {}", ready.expert);
+        }
+        seen += batch.len();
+    }
+    seen
+}
+
+/// Waits until `reads` reads have begun. Returns the page number of each read.
+fn pages(permits: &ReadPermits, reads: usize) -> Vec<u64> {
+    permits.begun(reads).iter().map(|offset| offset / 4096).collect()
+}
+
+#[test]
+fn running_prefetch_keeps_its_slot() {
+    let (store, permits, metrics) = store();
+    store.prefetch(1, &[0, 1], PassKind::Decode);
+    assert_eq!(pages(&permits, 1), [20], "one expert is being read, the other is queued");
+    let most: Vec<u32> = (0..14).collect();
+    let first = store.fetch(0, &row(&most), PassKind::Decode, &mut CpuTimeline).unwrap();
+    assert_eq!(metrics.expert_slots_used.get(), 16);
+    let second = store.fetch(0, &row(&[14]), PassKind::Decode, &mut CpuTimeline).unwrap();
+    let has = |layer, expert| store.slot_of(layer, expert).is_some();
+    assert_eq!((has(1, 0), has(1, 1), has(0, 14)), (true, false, true));
+    permits.allow(100);
+    assert_eq!((drain(first, 0), drain(second, 0)), (14, 1));
+    assert_eq!(drain(store.fetch(1, &row(&[0]), PassKind::Decode, &mut CpuTimeline).unwrap(), 1), 1);
+    assert_eq!(
+        (metrics.lookups_decode_prefetched.get(), pages(&permits, 16).len()),
+        (1, 16),
+        "no expert is read twice"
+    );
+}
+
+#[test]
+fn unused_running_prefetch_stays_in_memory() {
+    let (store, permits, metrics) = store();
+    store.prefetch(1, &[0, 1], PassKind::Decode);
+    assert_eq!(pages(&permits, 1), [20]);
+    let fetch = store.fetch(1, &row(&[2]), PassKind::Decode, &mut CpuTimeline).unwrap();
+    assert!(store.slot_of(1, 0).is_some() && store.slot_of(1, 1).is_none(), "the queued prefetch is cancelled");
+    permits.allow(100);
+    assert_eq!(drain(fetch, 1), 1);
+    while store.reader.is_busy() {
+        std::thread::yield_now();
+    }
+    assert!(store.slot_of(1, 0).is_some());
+    let reads = drain(store.fetch(1, &row(&[0, 2]), PassKind::Decode, &mut CpuTimeline).unwrap(), 1);
+    assert_eq!((reads, pages(&permits, 2)), (2, vec![20, 22]));
+    assert_eq!((metrics.lookups_decode_hit.get(), metrics.prefetches_used.get()), (1, 1));
+}

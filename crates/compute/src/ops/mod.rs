@@ -1,0 +1,56 @@
+//! The operations of a forward pass. Each folder holds one operation: its arguments as a value ([`Op`]), its CPU
+//! code and its GPU launches. A [`Backend`] executes operations: [`Cpu`] immediately, [`GpuBackend`] as launches.
+
+pub mod activation;
+pub mod attention;
+mod backend;
+pub mod block_attention;
+pub mod check;
+pub mod conv;
+mod cpu;
+pub mod delta;
+mod delta_shape;
+pub mod draft_attention;
+pub mod embedding;
+pub mod experts;
+mod gpu;
+pub mod linear;
+pub mod logits;
+pub mod mlp;
+pub mod ngram;
+pub mod norm;
+mod op;
+pub mod quant;
+pub mod router;
+mod sample;
+mod sequence_rows;
+pub mod simd;
+pub mod streams;
+
+pub use attention::{
+    Attention, AttentionRows, AttentionShape, KvBits, KvCache, KvFormat, KvWrite, QkNormRope, RecentRing,
+};
+pub use backend::{Backend, BackendLimits, ReservedBuffer};
+pub use block_attention::{BlockAttention, IndexCache, IndexerShape};
+pub use conv::Conv;
+pub use cpu::Cpu;
+pub use delta::{Decay, DeltaNet, DeltaNetRows, DeltaRule};
+pub use delta_shape::{DeltaShape, OutputGate, Replay};
+pub use embedding::Embedding;
+pub use experts::{
+    CombineExperts, ExpertGroup, ExpertSet, ExpertSlots, ExpertStack, Experts, MoeBuffers, MoeWeights, NO_SLOT,
+    SharedExpert,
+};
+pub use gpu::{GpuBackend, limits as gpu_limits};
+pub use linear::{HalfBuffers, Linear, Norm};
+pub use mlp::Mlp;
+pub use ngram::{InjectShape, InjectWeights, NgramInject};
+pub use op::{ModelPart, Op};
+pub use quant::{FP8_BLOCK, Float, Weight, WeightFormat, WeightView};
+pub use router::Router;
+pub use sample::{Sample, TokenChoice};
+pub use sequence_rows::SequenceRows;
+pub use streams::{ReadStreams, StreamBuffers, StreamMix, StreamShape, WriteStreams};
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,40 @@
+//! The engine: one thread owns the model and answers requests. Other threads send messages to the engine's thread.
+//!
+//! [`Handle::submit`] queues a [`Request`] and returns a receiver of [`Event`]s. If the receiver is dropped, the engine
+//! cancels the request within one token or one chunk of a prompt. The module `scheduler` has the engine's loop: admit
+//! requests, run one step, send its events.
+
+mod abort;
+mod answer;
+mod cache_salt;
+mod constraint;
+pub mod error;
+mod fair_share;
+mod handle;
+mod live_request;
+mod model_runner;
+mod preemption;
+pub mod prompt_cache;
+mod queue;
+mod request;
+mod sampler;
+mod scheduler;
+mod sequence;
+mod sequence_cache;
+mod speculation;
+
+pub use cache_salt::CacheSalt;
+pub use constraint::{Constraint, TokenMask};
+pub use fair_share::{ClientId, QueueLimits, QueueShare, retry_seconds};
+pub use handle::{DEFAULT_MAX_QUEUE, Handle, Options, Worker, spawn, spawn_with};
+/// Types for [`Request::images`].
+pub use moestro_model::model::{Image, ImageProcessor, PlacedImage, place_images};
+pub use prompt_cache::{DiskCacheOptions, PromptCacheStatus, clear_prompt_dir};
+pub use request::{
+    Boundary, BoundaryKind, Event, Events, Finish, Logprobs, MAX_DRAFT_POSITIONS, Request, Sampling, Timings, collect,
+};
+pub use sampler::Sampler;
+pub use speculation::{
+    DRAFT_CONTEXT, DflashDraft, Draft, DraftKind, DraftPolicy, DraftRequest, DraftSampler, LookupDraft, ModelDraft,
+    MtpDraft, TokenHistory,
+};

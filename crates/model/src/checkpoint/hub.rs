@@ -1,0 +1,163 @@
+//! [`Hub`] downloads checkpoints from the Hugging Face hub into the Hugging Face cache, which other programs share.
+//!
+//! A download contains only the files that a model needs: the safetensors files listed in the index (or
+//! `model*.safetensors` if there is no index) and a few small files. All files come from one commit. The size of every
+//! file is known before the download starts. Several files are transferred in parallel ([`transfer`]). An interrupted
+//! download is resumed, in the same run or in the next. If the hub reports the SHA-256 of a file, it is verified.
+//! `HF_HOME`, `HF_HUB_CACHE`, `HF_ENDPOINT` and `HF_TOKEN` have their usual meaning.
+//!
+//! Hubs and mirrors are untrusted. Every text that becomes part of a path is validated. A file never becomes larger
+//! than its listed size. The token is never sent to another host.
+//!
+//! The crate `hf-hub` 0.5 uses the same cache layout but does not give these guarantees. The crate uses the ETag and
+//! the commit of a response as parts of paths without validation, and sends the token to the host of a redirect. It
+//! does not verify checksums, limit the size of responses, transfer pieces of a file in parallel, or use the system's
+//! certificate authorities. A listing of the crate has neither sizes nor hashes.
+
+mod cache;
+mod client;
+mod download;
+pub mod listing;
+mod transfer;
+
+use crate::checkpoint::index::{Index, listed_tensors};
+use cache::HubCache;
+use client::{HubClient, MAX_ATTEMPTS, RequestError};
+use download::ModelDownload;
+use listing::{RepoFile, RepoListing};
+use moestro_base::{error::StoreError, platform::os};
+use std::{
+    collections::BTreeSet,
+    env, fs, io,
+    path::{Path, PathBuf},
+    time::Duration,
+};
+use transfer::{DownloadProgress, download_files};
+
+/// Maximum number of bytes per request.
+const PIECE_BYTES: u64 = 32 << 20;
+const ENDPOINT: &str = "https://huggingface.co";
+
+/// A hub, and the cache of its files on this machine.
+pub struct Hub {
+    endpoint: String,
+    token: Option<String>,
+    cache: PathBuf,
+    /// Delay before the second attempt of a request. The delay doubles with each further attempt.
+    retry_delay: Duration,
+    piece_bytes: u64,
+}
+
+impl Hub {
+    /// The hub and the cache that the environment variables select.
+    pub fn from_env() -> Result<Self, StoreError> {
+        let no_home = || StoreError::Other("no directory for downloads: neither HF_HOME nor HOME is set".into());
+        let cache = cache::root().ok_or_else(no_home)?;
+        let set = |name| env::var(name).ok().filter(|value: &String| !value.is_empty());
+        let token = set("HF_TOKEN").or_else(|| cache::token(&cache));
+        let endpoint = set("HF_ENDPOINT").unwrap_or_else(|| ENDPOINT.into());
+        Ok(Self { endpoint, token, cache, retry_delay: Duration::from_secs(1), piece_bytes: PIECE_BYTES })
+    }
+
+    /// The directory of the model `id` (`org/name`). `None` if the model is not complete on disk. Sends no request.
+    pub fn local(&self, id: &str) -> Option<PathBuf> {
+        let cache = HubCache::new(&self.cache, id);
+        let dir = cache.snapshot(&cache.commit()?);
+        (dir.join("config.json").exists() && is_complete(&dir)).then_some(dir)
+    }
+
+    /// The ids and directories of all complete models.
+    pub fn all(&self) -> Vec<(String, PathBuf)> {
+        cache::ids(&self.cache).into_iter().filter_map(|id| Some((id.clone(), self.local(&id)?))).collect()
+    }
+
+    /// Deletes all downloaded files of a model, including older revisions.
+    pub fn remove(&self, id: &str) -> io::Result<()> {
+        fs::remove_dir_all(HubCache::new(&self.cache, id).dir())
+    }
+
+    /// Downloads the missing files of the model `id` at a branch, tag or commit. Returns the model's directory.
+    /// `progress` receives the bytes on disk and the total bytes.
+    ///
+    /// # Errors
+    /// The hub reports an error (the message includes a hint), a checksum is wrong, or the disk is full.
+    pub fn pull(&self, id: &str, revision: &str, progress: DownloadProgress<'_>) -> Result<PathBuf, StoreError> {
+        if !cache::is_revision(revision) {
+            return Err(StoreError::Other(format!("{id}: {revision:?} is not a branch, tag or commit")));
+        }
+        let client = HubClient::new(&self.endpoint, self.token.clone());
+        let listing = self.list(&client, id, revision)?;
+        tracing::info!(model = id, licence = listing.licence().unwrap_or("not named"), "downloading a model");
+        let cache = HubCache::new(&self.cache, id);
+        let download = ModelDownload {
+            client,
+            id,
+            commit: listing.sha.clone(),
+            snapshot: cache.snapshot(&listing.sha),
+            blobs: cache.blobs(),
+            retry_delay: self.retry_delay,
+            piece_bytes: self.piece_bytes,
+        };
+        let with_size = |file| {
+            let size = download.size(file)?;
+            file.check_size(size).map_err(|why| StoreError::Other(format!("{id}: {why}")))?;
+            Ok((file, size))
+        };
+        let small: Vec<(&RepoFile, u64)> =
+            listing.small_files().into_iter().map(with_size).collect::<Result<_, StoreError>>()?;
+        // Download the index first, because it lists the shards.
+        if let Some(&(index, size)) = small.iter().find(|(file, _)| file.name == listing::INDEX)
+            && !download.has(index, size)
+        {
+            download_files(&download, &[(index, size)], 0, 0, progress)?;
+        }
+        let shards = listing.shards(&download.snapshot)?.into_iter().map(with_size);
+        let files = small.into_iter().map(Ok).chain(shards).collect::<Result<Vec<_>, StoreError>>()?;
+        let sum = |files: &[(&RepoFile, u64)]| files.iter().try_fold(0u64, |sum, (_, size)| sum.checked_add(*size));
+        let overflow = || StoreError::Other(format!("{id}: the sizes in the hub's listing overflow"));
+        let total = sum(&files).ok_or_else(overflow)?;
+        let needed: Vec<_> = files.into_iter().filter(|(file, size)| !download.has(file, *size)).collect();
+        let missing = sum(&needed).ok_or_else(overflow)?;
+        if let Some(free) = os::free_space(&self.cache).filter(|&free| free < missing) {
+            let why = format!("the download needs {missing} bytes, but only {free} are free");
+            return Err(StoreError::at(&self.cache)(io::Error::new(io::ErrorKind::StorageFull, why)));
+        }
+        progress(total - missing, total);
+        download_files(&download, &needed, total - missing, total, progress)?;
+        // Record the commit last, so that other programs see the revision only when it is complete.
+        cache.set_commit(revision, &listing.sha).map_err(StoreError::at(&download.snapshot))?;
+        Ok(download.snapshot)
+    }
+
+    fn list(&self, client: &HubClient, id: &str, revision: &str) -> Result<RepoListing, StoreError> {
+        let path = format!("api/models/{id}/revision/{revision}?blobs=true");
+        let (mut delay, mut attempt) = (self.retry_delay, 1);
+        let listing: RepoListing = loop {
+            attempt += 1;
+            match client.json(&path) {
+                // Retry only after a temporary error response. If the hub is unreachable, the model may be complete on
+                // disk.
+                Err(error @ RequestError::Status { .. }) if error.is_temporary() && attempt <= MAX_ATTEMPTS => {
+                    tracing::warn!("the hub returned {error}; trying again ({attempt} of {MAX_ATTEMPTS})");
+                    std::thread::sleep(delay);
+                    delay *= 2;
+                }
+                other => break other.map_err(|error| client.describe(id, "", error))?,
+            }
+        };
+        listing.check().map_err(|why| StoreError::Other(format!("{id}: the hub's listing is invalid: {why}")))?;
+        Ok(listing)
+    }
+}
+
+/// True if a snapshot has every file that its index lists.
+fn is_complete(dir: &Path) -> bool {
+    match listed_tensors(dir) {
+        Ok(None) => Index::open(dir).is_ok(),
+        Ok(Some(tensors)) => BTreeSet::from_iter(tensors.values()).iter().all(|name| dir.join(name).exists()),
+        Err(_) => false,
+    }
+}
+
+#[cfg(all(test, feature = "hub"))]
+mod tests;

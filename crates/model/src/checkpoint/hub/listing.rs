@@ -1,0 +1,240 @@
+//! [`RepoListing`]: the files of a repository on the hub. Selects the files that a model needs. Listings are untrusted.
+
+use super::cache::is_hash;
+use crate::checkpoint::index::listed_tensors;
+use moestro_base::error::StoreError;
+use serde::Deserialize;
+use std::{collections::BTreeSet, path::Path};
+
+pub const INDEX: &str = "model.safetensors.index.json";
+/// Maximum size of an index in bytes. The index of the largest model has ten million bytes.
+const MAX_INDEX_BYTES: u64 = 100 << 20;
+/// Maximum size of any other small file in bytes. Tokenizers have 10 to 30 MB.
+const MAX_SMALL_BYTES: u64 = 256 << 20;
+/// Maximum number of weight files. The largest models have about a hundred weight files.
+const MAX_SHARDS: usize = 1000;
+
+/// The files that a model needs besides its weights.
+const SMALL_FILES: [&str; 8] = [
+    INDEX,
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    // The model card, which contains the licence.
+    "README.md",
+];
+
+/// The files of one commit.
+#[derive(Debug, Deserialize)]
+pub struct RepoListing {
+    pub sha: String,
+    siblings: Vec<RepoFile>,
+    /// Tags of the repository, such as `license:apache-2.0`.
+    #[serde(default)]
+    tags: Vec<String>,
+}
+
+/// A file of a commit.
+#[derive(Debug, Deserialize)]
+pub struct RepoFile {
+    #[serde(rename = "rfilename")]
+    pub name: String,
+    pub size: Option<u64>,
+    #[serde(rename = "blobId")]
+    blob: Option<String>,
+    lfs: Option<LfsInfo>,
+}
+
+#[derive(Debug, Deserialize)]
+struct LfsInfo {
+    sha256: Option<String>,
+}
+
+impl RepoFile {
+    /// The SHA-256 of the file. `None` for a small file, since the hub reports the SHA-256 only for large files.
+    pub fn sha256(&self) -> Option<String> {
+        self.lfs.as_ref()?.sha256.as_ref().map(|hash| hash.to_lowercase())
+    }
+
+    /// The hash of the file, which is the name of its blob. `None` if the hub reports no hash.
+    pub fn hash(&self) -> Option<&str> {
+        let large = self.lfs.as_ref().and_then(|lfs| lfs.sha256.as_deref());
+        large.or(self.blob.as_deref())
+    }
+
+    /// Fails if one of [`SMALL_FILES`] is unreasonably large. A malicious mirror could use such a file to fill the
+    /// disk.
+    pub fn check_size(&self, size: u64) -> Result<(), String> {
+        let max = if self.name == INDEX { MAX_INDEX_BYTES } else { MAX_SMALL_BYTES };
+        if SMALL_FILES.contains(&self.name.as_str()) && size > max {
+            return Err(format!("{} has {size} bytes; at most {max} are allowed", self.name));
+        }
+        Ok(())
+    }
+}
+
+impl RepoListing {
+    /// Validates every text of the listing that becomes a part of a path.
+    pub fn check(&self) -> Result<(), String> {
+        if !is_hash(&self.sha) {
+            return Err(format!("{:?} is not a commit", self.sha));
+        }
+        for file in &self.siblings {
+            let sha256 = file.lfs.as_ref().and_then(|lfs| lfs.sha256.as_deref());
+            if let Some(hash) = sha256.iter().chain(&file.blob.as_deref()).find(|hash| !is_hash(hash)) {
+                return Err(format!("{hash:?} is not a file hash"));
+            }
+            if sha256.is_some_and(|hash| hash.len() != 64) {
+                return Err(format!("{} has a SHA-256 of the wrong length", file.name));
+            }
+        }
+        Ok(())
+    }
+
+    /// The licence in the tags of the repository.
+    pub fn licence(&self) -> Option<&str> {
+        self.tags.iter().find_map(|tag| tag.strip_prefix("license:"))
+    }
+
+    /// The files of [`SMALL_FILES`] that the repository has.
+    pub fn small_files(&self) -> Vec<&RepoFile> {
+        SMALL_FILES.iter().filter_map(|name| self.find(name)).collect()
+    }
+
+    /// The weight files: the files that the index in `dir` lists, or `model*.safetensors` if there is no index. Also
+    /// includes the files of an MTP head and of an n-gram table.
+    pub fn shards(&self, dir: &Path) -> Result<Vec<&RepoFile>, StoreError> {
+        let mut names: BTreeSet<String> = match self.find(INDEX) {
+            None => {
+                self.siblings.iter().map(|file| file.name.clone()).filter(|name| name.starts_with("model")).collect()
+            }
+            Some(_) => listed_tensors(dir)?.unwrap_or_default().into_values().collect(),
+        };
+        let is_extra = |name: &String| name.contains("mtp") || name.contains("ngram");
+        names.extend(self.siblings.iter().map(|file| file.name.clone()).filter(is_extra));
+        names.retain(|name| is_weights(name));
+        if names.is_empty() {
+            let why = match self.siblings.iter().any(|file| file.name.ends_with(".gguf")) {
+                true => {
+                    "the repository has GGUF files, which Moestro does not read; pull an MLX version of the model, such \
+                         as one of mlx-community"
+                }
+                false => "the repository has no model.safetensors, so it is not a model in a supported format",
+            };
+            return Err(StoreError::Other(why.into()));
+        }
+        if names.len() > MAX_SHARDS {
+            let why = format!("the repository has {} weight files; at most {MAX_SHARDS} are allowed", names.len());
+            return Err(StoreError::Other(why));
+        }
+        let missing = |name: &str| StoreError::Other(format!("the index names {name}, which the hub does not have"));
+        names.iter().map(|name| self.find(name).ok_or_else(|| missing(name))).collect()
+    }
+
+    fn find(&self, name: &str) -> Option<&RepoFile> {
+        self.siblings.iter().find(|file| file.name == name)
+    }
+}
+
+/// True for a safetensors file in the root of the repository whose name needs no escaping in URLs and paths.
+fn is_weights(name: &str) -> bool {
+    let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
+    name.ends_with(".safetensors") && !name.starts_with('.') && name.bytes().all(is_plain)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs;
+
+    fn listing(names: &[&str]) -> RepoListing {
+        let file = |name: &&str| RepoFile { name: name.to_string(), size: Some(1), blob: None, lfs: None };
+        RepoListing { sha: "c".into(), siblings: names.iter().map(file).collect(), tags: Vec::new() }
+    }
+
+    fn names(files: Vec<&RepoFile>) -> Vec<&str> {
+        files.into_iter().map(|file| file.name.as_str()).collect()
+    }
+
+    #[test]
+    fn names_leading_outside_the_cache_are_rejected() {
+        let commit = "0123456789abcdef0123456789abcdef01234567";
+        let check = |text: &str| {
+            let listing: RepoListing = serde_json::from_str(text).unwrap();
+            listing.check()
+        };
+        let file =
+            |more: &str| format!(r#"{{"sha": "{commit}", "siblings": [{{"rfilename": "a", "size": 1{more}}}]}}"#);
+        check(&file("")).unwrap();
+        check(&file(&format!(r#", "blobId": "{commit}""#))).unwrap();
+        for bad in [
+            file(r#", "blobId": "../../../.bashrc""#),
+            file(r#", "lfs": {"sha256": "/etc/passwd"}"#),
+            file(&format!(r#", "lfs": {{"sha256": "{commit}"}}"#)),
+            file("").replace(commit, "../../x"),
+            file("").replace(commit, ""),
+            file("").replace(commit, "main"),
+        ] {
+            assert!(check(&bad).is_err(), "{bad}");
+        }
+        for name in
+            ["a/b.safetensors", "..safetensors", "a?b.safetensors", "a#.safetensors", "%2e.safetensors", "a.bin"]
+        {
+            assert!(!is_weights(name), "{name}");
+        }
+    }
+
+    #[test]
+    fn licence_is_read_from_tags() {
+        let hash = "c".repeat(40);
+        let text = format!(r#"{{"sha":"{hash}","siblings":[],"tags":["mlx","license:other"]}}"#);
+        let listing: RepoListing = serde_json::from_str(&text).unwrap();
+        assert_eq!(listing.licence(), Some("other"));
+        let without: RepoListing = serde_json::from_str(&format!(r#"{{"sha":"{hash}","siblings":[]}}"#)).unwrap();
+        assert_eq!(without.licence(), None);
+    }
+
+    #[test]
+    fn only_needed_files_are_selected() {
+        let dir = tempfile::tempdir().unwrap();
+        let all = [
+            "README.md",
+            "config.json",
+            "tokenizer.json",
+            "vocab.json",
+            "model.gguf",
+            "pytorch_model.bin",
+            "original/consolidated.safetensors",
+            "consolidated.safetensors",
+            "model-00001-of-00002.safetensors",
+            "model-00002-of-00002.safetensors",
+            "model-mtp.safetensors",
+            "ngram-table.safetensors",
+            "../evil.safetensors",
+        ];
+        let hub = listing(&all);
+        assert_eq!(names(hub.small_files()), ["config.json", "tokenizer.json", "README.md"]);
+        let shards = [
+            "model-00001-of-00002.safetensors",
+            "model-00002-of-00002.safetensors",
+            "model-mtp.safetensors",
+            "ngram-table.safetensors",
+        ];
+        assert_eq!(names(hub.shards(dir.path()).unwrap()), shards);
+
+        let hub = listing(&[&all[..], &[INDEX]].concat());
+        let index =
+            r#"{"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00001-of-00002.safetensors"}}"#;
+        fs::write(dir.path().join(INDEX), index).unwrap();
+        assert_eq!(names(hub.shards(dir.path()).unwrap()), [shards[0], shards[2], shards[3]]);
+
+        fs::write(dir.path().join(INDEX), r#"{"weight_map": {"a": "lost.safetensors"}}"#).unwrap();
+        assert!(hub.shards(dir.path()).unwrap_err().to_string().contains("lost.safetensors"));
+        fs::write(dir.path().join(INDEX), "{").unwrap();
+        assert!(hub.shards(dir.path()).is_err());
+        assert!(listing(&["config.json"]).shards(dir.path()).is_err());
+    }
+}

@@ -1,0 +1,328 @@
+//! Tests of downloads from a test hub that injects faults.
+
+use super::*;
+use std::sync::Mutex;
+use test_support::hub::{COMMIT, HubState, TestHub, hash};
+
+#[test]
+fn mutated_listings_name_nothing_outside_cache() {
+    let known = serde_json::json!({ "sha": COMMIT, "siblings": model().iter().filter(|(name, _)| *name != listing::INDEX).map(|(name, bytes)| {
+        serde_json::json!({ "rfilename": name, "size": bytes.len(), "blobId": COMMIT, "lfs": { "sha256": hash(bytes) } })
+    }).collect::<Vec<_>>() });
+    let dir = tempfile::tempdir().unwrap();
+    let (mut parsed, mut valid) = (0, 0);
+    for seed in 0..2000 {
+        let dice = &mut test_support::mutate::Dice(seed);
+        let mut text = known.to_string().into_bytes();
+        if dice.below(2) == 0 {
+            test_support::mutate::bytes(dice, &mut text);
+        } else {
+            let mut changed = known.clone();
+            test_support::mutate::json(dice, &mut changed);
+            text = changed.to_string().into_bytes();
+        }
+        let Ok(listing) = serde_json::from_slice::<RepoListing>(&text) else { continue };
+        parsed += 1;
+        if listing.check().is_err() {
+            continue;
+        }
+        valid += 1;
+        assert!(cache::is_hash(&listing.sha));
+        for file in listing.small_files().into_iter().chain(listing.shards(dir.path()).unwrap_or_default()) {
+            assert!(!file.name.contains('/') && !file.name.starts_with('.'), "{}", file.name);
+            assert!(file.hash().is_none_or(cache::is_hash));
+        }
+    }
+    assert!(parsed > 100 && valid > 50, "{parsed} parsed, {valid} valid");
+}
+
+fn hub_of(hub: &TestHub, home: &Path) -> Hub {
+    Hub {
+        endpoint: hub.endpoint.clone(),
+        token: Some("key".into()),
+        cache: home.join("hub"),
+        retry_delay: Duration::from_millis(5),
+        piece_bytes: PIECE_BYTES,
+    }
+}
+
+fn noise(seed: u8, len: usize) -> Vec<u8> {
+    (0..len).map(|i| (i as u8).wrapping_mul(31).wrapping_add((i >> 8) as u8).wrapping_add(seed)).collect()
+}
+
+/// A model with two shards, and files that a model does not need.
+fn model() -> Vec<(&'static str, Vec<u8>)> {
+    let index = r#"{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}"#;
+    vec![
+        ("config.json", b"{}".to_vec()),
+        ("tokenizer.json", noise(3, 5000)),
+        ("model.safetensors.index.json", index.into()),
+        ("model-1.safetensors", noise(1, 300_000)),
+        ("model-2.safetensors", noise(2, 200_000)),
+        ("model-unused.safetensors", noise(9, 1000)),
+        ("pytorch_model.bin", noise(4, 1000)),
+        ("NOTES.md", b"# hello".to_vec()),
+    ]
+}
+
+fn is_pulled(dir: &Path) -> bool {
+    model()[..5].iter().all(|(name, bytes)| fs::read(dir.join(name)).is_ok_and(|found| found == *bytes))
+}
+
+#[test]
+fn second_pull_requests_only_the_listing() {
+    let (hub, home) = (TestHub::new(&model()), tempfile::tempdir().unwrap());
+    let client = hub_of(&hub, home.path());
+    assert!(client.local("org/name").is_none());
+    let steps = Mutex::new(Vec::new());
+    let dir = client.pull("org/name", "main", &|here, total| steps.lock().unwrap().push((here, total))).unwrap();
+    assert!(is_pulled(&dir));
+    assert_eq!(dir, home.path().join("hub/models--org--name/snapshots").join(COMMIT));
+    assert!(!dir.join("NOTES.md").exists() && !dir.join("model-unused.safetensors").exists());
+    let steps = steps.into_inner().unwrap();
+    let total: usize = model()[..5].iter().map(|(_, bytes)| bytes.len()).sum();
+    assert!(steps.iter().all(|step| step.1 == total as u64), "the total is right from the first step");
+    assert!(steps.windows(2).all(|pair| pair[0].0 <= pair[1].0));
+    assert_eq!(steps.last().unwrap().0, total as u64);
+    assert_eq!(client.local("org/name").as_deref(), Some(&*dir));
+    // A second pull requests only the listing.
+    let before = hub.state.lock().unwrap().requests;
+    client.pull("org/name", "main", &|_, _| ()).unwrap();
+    assert_eq!(hub.state.lock().unwrap().requests, before + 1);
+}
+
+#[test]
+fn broken_connection_is_resumed() {
+    let (hub, home) = (TestHub::new(&model()), tempfile::tempdir().unwrap());
+    hub.change(|state| {
+        state.disconnects = vec![("model-1.safetensors".into(), 100_000), ("model-1.safetensors".into(), 50_000)];
+        state.statuses = vec![503, 429];
+    });
+    let dir = hub_of(&hub, home.path()).pull("org/name", "main", &|_, _| ()).unwrap();
+    assert!(is_pulled(&dir));
+    assert_eq!(hub.starts("model-1.safetensors"), [0, 100_000, 150_000]);
+}
+
+#[test]
+fn next_run_resumes_the_download() {
+    let (hub, home) = (TestHub::new(&model()), tempfile::tempdir().unwrap());
+    let client = hub_of(&hub, home.path());
+    hub.change(|state| {
+        state.disconnects = vec![("model-2.safetensors".into(), 70_000)];
+        state.disconnects.extend(vec![("model-2.safetensors".to_string(), 0); MAX_ATTEMPTS as usize + 1]);
+    });
+    let text = client.pull("org/name", "main", &|_, _| ()).unwrap_err().to_string();
+    assert!(text.contains("model-2.safetensors"), "{text}");
+    assert!(client.local("org/name").is_none(), "an incomplete model is not found");
+    hub.change(|state| {
+        state.disconnects.clear();
+        state.requested.clear();
+    });
+    assert!(is_pulled(&client.pull("org/name", "main", &|_, _| ()).unwrap()));
+    assert_eq!(hub.starts("model-2.safetensors"), [70_000]);
+    assert_eq!(hub.starts("model-1.safetensors"), [0; 0]);
+    assert!(client.local("org/name").is_some());
+}
+
+#[test]
+fn blobs_of_other_revisions_are_reused() {
+    let (hub, home) = (TestHub::new(&model()), tempfile::tempdir().unwrap());
+    let client = hub_of(&hub, home.path());
+    let dir = client.pull("org/name", "main", &|_, _| ()).unwrap();
+    fs::rename(&dir, dir.with_file_name("0ld")).unwrap();
+    // This is the state on disk if the process was killed between the last byte and the rename.
+    let blob = home.path().join("hub/models--org--name/blobs").join(hash(&noise(1, 300_000)));
+    fs::rename(&blob, blob.with_extension("part")).unwrap();
+    hub.change(|state| state.requested.clear());
+    assert!(is_pulled(&client.pull("org/name", "main", &|_, _| ()).unwrap()));
+    assert_eq!(hub.starts("model-1.safetensors"), [0; 0], "its hash shows that it is complete");
+    assert_eq!(hub.starts("model-2.safetensors"), [0; 0]);
+}
+
+#[test]
+fn listing_without_sizes_is_enough() {
+    let (hub, home) = (TestHub::new(&model()), tempfile::tempdir().unwrap());
+    hub.change(|state| state.hides_sizes = true);
+    let client = hub_of(&hub, home.path());
+    assert!(is_pulled(&client.pull("org/name", "main", &|_, _| ()).unwrap()));
+    let before = hub.state.lock().unwrap().requested.len();
+    assert!(is_pulled(&client.pull("org/name", "main", &|_, _| ()).unwrap()));
+    assert_eq!(hub.state.lock().unwrap().requested.len(), before, "no file is downloaded twice");
+}
+
+#[test]
+fn wrong_ranges_and_longer_files_fail() {
+    // The hub sends a range from another offset, or a file that is longer than the listing says.
+    for change in [|state: &mut HubState| state.shifts_ranges = true, |state: &mut HubState| state.grows_files = true] {
+        let (hub, home) = (TestHub::new(&model()), tempfile::tempdir().unwrap());
+        hub.change(change);
+        hub.change(|state| state.disconnects = vec![("model-1.safetensors".into(), 100_000)]);
+        let error = hub_of(&hub, home.path()).pull("org/name", "main", &|_, _| ()).unwrap_err().to_string();
+        assert!(error.contains(&format!("{} sent ", hub.endpoint)), "{error}");
+        let blobs = home.path().join("hub/models--org--name/blobs");
+        let largest = fs::read_dir(blobs).unwrap().map(|entry| entry.unwrap().metadata().unwrap().len()).max();
+        assert!(largest.unwrap() <= 300_000);
+    }
+}
+
+#[test]
+fn wrong_checksum_fails_and_removes_file() {
+    let (hub, home) = (TestHub::new(&model()), tempfile::tempdir().unwrap());
+    let client = hub_of(&hub, home.path());
+    client.pull("org/name", "main", &|_, _| ()).unwrap();
+    hub.change(|state| state.corrupts = true);
+    let dir = client.local("org/name").unwrap();
+    fs::remove_file(fs::canonicalize(dir.join("model-2.safetensors")).unwrap()).unwrap();
+    fs::remove_file(dir.join("model-2.safetensors")).unwrap();
+    let text = client.pull("org/name", "main", &|_, _| ()).unwrap_err().to_string();
+    assert!(text.contains("model-2.safetensors") && text.contains("SHA-256"), "{text}");
+    assert!(!dir.join("model-2.safetensors").exists());
+    hub.change(|state| state.corrupts = false);
+    assert!(is_pulled(&client.pull("org/name", "main", &|_, _| ()).unwrap()));
+}
+
+#[test]
+fn denied_requests_give_hints() {
+    let (hub, home) = (TestHub::new(&model()), tempfile::tempdir().unwrap());
+    let mut client = hub_of(&hub, home.path());
+    let text = client.pull("org/other", "main", &|_, _| ()).unwrap_err().to_string();
+    assert!(text.contains("org/other: the hub has no such model"), "{text}");
+    hub.change(|state| state.token = Some("another".into()));
+    let text = client.pull("org/name", "main", &|_, _| ()).unwrap_err().to_string();
+    assert!(text.contains("private or gated; HF_TOKEN must grant access"), "{text}");
+    client.token = None;
+    let text = client.pull("org/name", "main", &|_, _| ()).unwrap_err().to_string();
+    assert!(text.contains("set HF_TOKEN or run `hf auth login` to access it"), "{text}");
+    client.token = Some("another".into());
+    assert!(is_pulled(&client.pull("org/name", "main", &|_, _| ()).unwrap()));
+    // If the hub is unreachable, a complete model is found without a request.
+    client.endpoint = "http://127.0.0.1:1".into();
+    assert!(client.pull("org/name", "main", &|_, _| ()).is_err());
+    assert!(client.local("org/name").is_some());
+}
+
+/// A hub with pieces of 20,000 bytes. The first shard has fifteen pieces.
+fn hub_with_pieces(hub: &TestHub, home: &Path) -> Hub {
+    Hub { piece_bytes: 20_000, ..hub_of(hub, home) }
+}
+
+#[test]
+fn pieces_are_transferred_in_parallel() {
+    let (hub, home) = (TestHub::new(&model()), tempfile::tempdir().unwrap());
+    hub.change(|state| state.bytes_per_second = Some(100_000));
+    let steps = Mutex::new(Vec::new());
+    let dir = hub_with_pieces(&hub, home.path())
+        .pull("org/name", "main", &|here, total| steps.lock().unwrap().push((here, total)))
+        .unwrap();
+    assert!(is_pulled(&dir));
+    let mut starts = hub.starts("model-1.safetensors");
+    starts.sort_unstable();
+    assert_eq!(starts, (0..15).map(|n| n * 20_000).collect::<Vec<_>>(), "each piece once");
+    let max = hub.state.lock().unwrap().max_sending;
+    assert!(max >= 6, "{max} at a time");
+    let steps = steps.into_inner().unwrap();
+    assert!(steps.windows(2).all(|pair| pair[0].0 <= pair[1].0 && pair[0].1 == pair[1].1));
+    assert_eq!(steps.last().unwrap().0, steps.last().unwrap().1);
+    let blobs = fs::read_dir(home.path().join("hub/models--org--name/blobs")).unwrap();
+    let left = blobs.map(|entry| entry.unwrap().path()).filter(|path| path.extension().is_some_and(|e| e != "lock"));
+    assert_eq!(left.count(), 0, "parts and maps are removed");
+}
+
+#[test]
+fn interrupted_pieces_resume_where_they_stopped() {
+    let (hub, home) = (TestHub::new(&model()), tempfile::tempdir().unwrap());
+    let client = hub_with_pieces(&hub, home.path());
+    let one = "model-1.safetensors".to_string();
+    hub.change(|state| {
+        state.disconnects = (0..10).map(|n| (one.clone(), 19_000 - n * 7)).collect();
+        state.disconnects.extend((0..400).map(|_| (one.clone(), 0)));
+    });
+    let text = client.pull("org/name", "main", &|_, _| ()).unwrap_err().to_string();
+    assert!(text.contains("model-1.safetensors"), "{text}");
+    let blob = home.path().join("hub/models--org--name/blobs").join(hash(&noise(1, 300_000)));
+    let map: serde_json::Value = serde_json::from_slice(&fs::read(blob.with_extension("map")).unwrap()).unwrap();
+    let missing: u64 =
+        map["missing"].as_array().unwrap().iter().map(|r| r[1].as_u64().unwrap() - r[0].as_u64().unwrap()).sum();
+    assert!((1..300_000).contains(&missing), "{map}");
+    hub.change(|state| {
+        state.disconnects.clear();
+        state.requested.clear();
+    });
+    assert!(is_pulled(&client.pull("org/name", "main", &|_, _| ()).unwrap()));
+    let ranges = map["missing"].as_array().unwrap();
+    let starts = hub.starts(&one);
+    let inside = |start: &usize| {
+        ranges.iter().any(|r| (r[0].as_u64().unwrap()..r[1].as_u64().unwrap()).contains(&(*start as u64)))
+    };
+    assert!(!starts.is_empty() && starts.iter().all(inside), "{starts:?} of {map}: only missing ranges");
+}
+
+#[test]
+fn hub_without_ranges_sends_whole_files() {
+    let (hub, home) = (TestHub::new(&model()), tempfile::tempdir().unwrap());
+    hub.change(|state| {
+        state.ignores_ranges = true;
+        state.disconnects = vec![("model-2.safetensors".into(), 70_000)];
+    });
+    assert!(is_pulled(&hub_with_pieces(&hub, home.path()).pull("org/name", "main", &|_, _| ()).unwrap()));
+    let times = |name| hub.state.lock().unwrap().requested.iter().filter(|(file, _)| file == name).count();
+    assert_eq!((times("model-1.safetensors"), times("model-2.safetensors")), (1, 2), "an interrupted file restarts");
+}
+
+#[test]
+fn pieces_of_two_versions_never_mix() {
+    // If a file changes during its download, the part file mixes two versions. With a checksum, the final verification
+    // fails. Without a checksum, the ETag shows the change, and the download of the file restarts.
+    for hides_sizes in [false, true] {
+        let (hub, home) = (TestHub::new(&model()), tempfile::tempdir().unwrap());
+        let later = noise(77, 300_000);
+        hub.change(|state| {
+            state.hides_sizes = hides_sizes;
+            state.changes = vec![("model-1.safetensors".into(), 4, later.clone())];
+        });
+        let pulled = hub_with_pieces(&hub, home.path()).pull("org/name", "main", &|_, _| ());
+        match hides_sizes {
+            true => assert!(fs::read(pulled.unwrap().join("model-1.safetensors")).unwrap() == later),
+            false => {
+                let text = pulled.unwrap_err().to_string();
+                assert!(text.contains("model-1.safetensors") && text.contains("SHA-256"), "{text}");
+            }
+        }
+    }
+}
+
+#[test]
+fn concurrent_runs_download_each_piece_once() {
+    let (hub, home) = (TestHub::new(&model()), tempfile::tempdir().unwrap());
+    hub.change(|state| state.bytes_per_second = Some(400_000));
+    std::thread::scope(|scope| {
+        let run = || hub_with_pieces(&hub, home.path()).pull("org/name", "main", &|_, _| ()).unwrap();
+        let (one, two) = (scope.spawn(run), scope.spawn(run));
+        assert!(is_pulled(&one.join().unwrap()) && is_pulled(&two.join().unwrap()));
+    });
+    let mut starts = hub.starts("model-1.safetensors");
+    starts.sort_unstable();
+    starts.dedup();
+    assert_eq!(starts.len(), hub.starts("model-1.safetensors").len(), "no piece is requested twice");
+}
+
+#[test]
+fn oversized_small_file_is_rejected() {
+    for (name, size) in [("config.json", 40 << 30), ("model.safetensors.index.json", 200 << 20)] {
+        let (hub, home) = (TestHub::new(&model()), tempfile::tempdir().unwrap());
+        hub.change(|state| _ = state.listed_sizes.insert(name.into(), size));
+        let text = hub_of(&hub, home.path()).pull("org/name", "main", &|_, _| ()).unwrap_err().to_string();
+        assert!(text.contains(name) && text.contains("are allowed"), "{text}");
+        assert!(hub.state.lock().unwrap().requested.is_empty(), "no file was requested");
+    }
+}
+
+#[test]
+fn too_many_shards_are_rejected() {
+    let names: Vec<String> = (0..1001).map(|n| format!("model-{n}.safetensors")).collect();
+    let files: Vec<(&str, Vec<u8>)> = names.iter().map(|name| (name.as_str(), vec![0])).collect();
+    let (hub, home) = (TestHub::new(&files), tempfile::tempdir().unwrap());
+    let text = hub_of(&hub, home.path()).pull("org/name", "main", &|_, _| ()).unwrap_err().to_string();
+    assert!(text.contains("1001 weight files"), "{text}");
+    assert!(hub.state.lock().unwrap().requested.is_empty(), "no file was requested");
+}

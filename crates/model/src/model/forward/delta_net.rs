@@ -1,0 +1,167 @@
+//! The gated delta net: linear attention whose state is one matrix for each head, of the same size at any length.
+
+use super::{
+    buffers::Buffers,
+    pass::{PartInput, Pass, SnapshotMarks},
+};
+use crate::{
+    error::ModelError,
+    model::{
+        state::rollback::{Commit, DeltaState},
+        weights::DeltaNetWeights,
+    },
+};
+use moestro_compute::{
+    device::Region,
+    ops::{Backend, Conv, DeltaNet, DeltaNetRows, DeltaRule, DeltaShape, Linear, SequenceRows},
+};
+use std::ops::Range;
+
+/// The buffers of a delta net for some rows.
+#[derive(Clone, Copy)]
+struct RowBuffers {
+    /// `[rows, width]`: q, k, v, z, b, a.
+    proj: Region,
+    /// `[rows, channels]`: q, k, v after the convolution.
+    mixed: Region,
+    /// `[rows, values]`: the output of the delta rule.
+    out: Region,
+    /// `[rows, values]`: the output of the delta rule after norm and gate.
+    y: Region,
+}
+
+impl RowBuffers {
+    /// The buffers of rows `rows`.
+    fn part(self, rows: &Range<usize>, shape: &DeltaShape) -> Self {
+        let part = |region: Region, width: usize| region.rows(rows.start, rows.len(), width);
+        Self {
+            proj: part(self.proj, shape.width()),
+            mixed: part(self.mixed, shape.channels()),
+            out: part(self.out, shape.values()),
+            y: part(self.y, shape.values()),
+        }
+    }
+}
+
+impl DeltaNetWeights {
+    /// `h += W_out (rms_norm(delta_rule(conv(q, k, v))) * gate(z))` for a block of rows; the gate is SiLU or sigmoid.
+    pub fn forward(
+        &self,
+        input: PartInput,
+        rows: Range<usize>,
+        state: &mut DeltaState,
+        pass: &mut Pass<'_>,
+        marks: &mut SnapshotMarks,
+    ) -> Result<(), ModelError> {
+        let (b, shape, tokens, commit) = (pass.buffers, &self.shape, rows.len(), pass.chunk.commit);
+        // A verify projects into the replay buffer, where its rows stay until they are accepted or rejected.
+        let [proj, mixed] = state.replay_rows(shape, commit, tokens).unwrap_or([b.proj, b.mixed]);
+        let buffers = RowBuffers { proj, mixed, out: b.head_out, y: b.y(tokens) };
+
+        // q k v, z, b, a = W_in rms_norm(h)
+        let (x, norm) = (input.rows(&rows), input.norm);
+        let in_proj = Linear { x, tokens, norm, matrices: &self.in_proj, y: proj, add: false };
+        // h += W_out y
+        let out_proj = pass.out_proj(&self.out, &rows);
+
+        let here = marks.within(&rows);
+        if here.is_empty() {
+            let (conv, rule) = self.recurrence(state, commit, tokens, buffers.part(&(0..tokens), shape));
+            pass.execute(&DeltaNet { in_proj, conv, rule, out_proj })?;
+            state.advance(commit, tokens);
+            return Ok(());
+        }
+        // Snapshots are needed inside these rows, so the recurrence stops after each marked row.
+        pass.execute(in_proj)?;
+        let mut from = 0;
+        for index in here {
+            let to = marks.rows[index] - rows.start;
+            self.advance_rows(from..to, state, buffers, pass)?;
+            marks.record(index, state, &mut *pass.backend)?;
+            from = to;
+        }
+        self.advance_rows(from..tokens, state, buffers, pass)?;
+        pass.execute(out_proj)
+    }
+
+    /// [`DeltaNetWeights::forward`] for rows of different sequences in one operation. `state` has the states of all
+    /// sequences. No sequence may have rows to replay.
+    pub fn forward_together(
+        &self,
+        input: PartInput,
+        state: &DeltaState,
+        rows: SequenceRows,
+        pass: &mut Pass<'_>,
+    ) -> Result<(), ModelError> {
+        let (b, tokens, all) = (pass.buffers, pass.rows(), 0..pass.rows());
+        let buffers = RowBuffers { proj: b.proj, mixed: b.mixed, out: b.head_out, y: b.y(tokens) };
+        let (x, norm) = (input.rows(&all), input.norm);
+        let in_proj = Linear { x, tokens, norm, matrices: &self.in_proj, y: b.proj, add: false };
+        let out_proj = pass.out_proj(&self.out, &all);
+        let (conv, rule) = self.recurrence(state, Commit::Now, tokens, buffers.part(&all, &self.shape));
+        // Each row is added to the state of its sequence.
+        let (conv, rule) = (Conv { committed: 1, ..conv }, DeltaRule { committed: 1, ..rule });
+        pass.execute(&DeltaNetRows { net: DeltaNet { in_proj, conv, rule, out_proj }, rows })
+    }
+
+    /// Computes the convolution and the delta rule for row `row` of a pass whose rows belong to different sequences. If
+    /// `y` shares memory with `mixed`, a row of `y` does not overlap later rows of `mixed`.
+    pub fn advance_row(&self, row: usize, state: &mut DeltaState, pass: &mut Pass<'_>) -> Result<(), ModelError> {
+        let b = pass.buffers;
+        let all = RowBuffers { proj: b.proj, mixed: b.mixed, out: b.head_out, y: b.y(pass.rows()) };
+        self.advance_rows(row..row + 1, state, all, pass)
+    }
+
+    /// Adds the rows of the replay buffer to the state.
+    pub fn replay(&self, state: &mut DeltaState, b: &Buffers, backend: &mut dyn Backend) -> Result<(), ModelError> {
+        if state.pending(&self.shape).rows > 0 {
+            let buffers = RowBuffers { proj: b.proj, mixed: b.mixed, out: b.head_out, y: b.y(0) };
+            let (conv, rule) = self.recurrence(state, Commit::Now, 0, buffers);
+            backend.execute(&conv.into())?;
+            backend.execute(&rule.into())?;
+            state.advance(Commit::Now, 0);
+        }
+        Ok(())
+    }
+
+    /// Computes the convolution and the delta rule for some of the projected rows.
+    fn advance_rows(
+        &self,
+        rows: Range<usize>,
+        state: &mut DeltaState,
+        all: RowBuffers,
+        pass: &mut Pass<'_>,
+    ) -> Result<(), ModelError> {
+        if rows.is_empty() {
+            return Ok(());
+        }
+        let commit = pass.chunk.commit;
+        let (conv, rule) = self.recurrence(state, commit, rows.len(), all.part(&rows, &self.shape));
+        pass.execute(conv)?;
+        pass.execute(rule)?;
+        state.advance(commit, rows.len());
+        Ok(())
+    }
+
+    /// The convolution and the delta rule as operations, over the rows to replay and then `tokens` new rows:
+    ///
+    /// ```text
+    /// q, k, v = silu(causal_conv(q k v));  q, k to unit length per head
+    /// g = exp(-exp(A_log) softplus(a + dt_bias));  beta = sigmoid(b)
+    /// S = g S + beta (v - g S k) k^T;  o = S q                           per head, row by row
+    /// y = rms_norm(o) * gate(z)
+    /// ```
+    fn recurrence(
+        &self,
+        state: &DeltaState,
+        commit: Commit,
+        tokens: usize,
+        RowBuffers { proj, mixed, out, y }: RowBuffers,
+    ) -> (Conv<'_>, DeltaRule<'_>) {
+        let shape = &self.shape;
+        let (replay, committed) = (state.pending(shape), state.rows_to_commit(commit, tokens));
+        let conv = Conv { shape, tokens, proj, weight: self.conv, replay, committed, state: state.conv, out: mixed };
+        let (decay, norm, state) = (self.decay, self.norm, state.recurrent);
+        (conv, DeltaRule { shape, tokens, proj, mixed, decay, replay, committed, state, norm, out, y })
+    }
+}

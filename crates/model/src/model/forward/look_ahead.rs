@@ -1,0 +1,172 @@
+//! Computes several layers before the CPU reads the routers' choices, while experts are streamed to a GPU.
+//!
+//! ```text
+//! submitted at once:  layer 3 | layer 4 | layer 5 | layer 6     kernels find experts in the table of slots
+//!                                    ^ router 5 selects an expert without a slot and sets the skip flag:
+//!                                      the rest of layer 5 and layer 6 change nothing
+//! one wait:           the choices of layers 3, 4 and 5
+//! then:               layer 5 waits for its experts as usual, and the pass continues with layer 6
+//! ```
+//! Skipped attention may still write keys and values. Its layers are submitted again and then write the same positions.
+//! The residual and the states of the delta nets stay as they are.
+//!
+//! Experts need no pins while layers run ahead: only this thread assigns slots, in a fetch or a prefetch, and it does
+//! neither before it has reported the choices of these layers to the store. The report releases their slots after a
+//! sync point.
+
+use super::{
+    buffers::{MoeScratch, split_route},
+    moe,
+    pass::{LayerHooks, Pass},
+};
+use crate::{
+    error::ModelError,
+    model::{state::sequence::LayerState, weights::Network},
+};
+use moestro_compute::{
+    experts::{ExpertChoice, ExpertStore, PassKind},
+    ops::{MoeWeights, NO_SLOT},
+};
+use std::ops::Range;
+
+/// Forgets the layers of an earlier pass that failed.
+pub fn reset(pass: &mut Pass<'_>) {
+    pass.scratch.ahead.layers = 0..0;
+    // A panic may have left it.
+    pass.backend.set_skip_flag(None);
+}
+
+/// Number of layers from `index` on that can be computed with one wait. 1 means that layer `index` runs alone.
+pub fn layer_count(index: usize, pass: &Pass<'_>, hooks: &LayerHooks<'_>) -> usize {
+    let (chunk, config) = (&pass.chunk, pass.config);
+    let Some(experts) = pass.experts.filter(|experts| !experts.is_resident()) else { return 1 };
+    // Other residual streams, tables and caches would need kernels with a skip flag.
+    let is_simple = config.streams.is_none() && config.ngrams.is_empty() && config.indexer.is_none();
+    let is_short = pass.rows() <= pass.limits.max_slot_table_rows && !chunk.half && hooks.marks.rows.is_empty();
+    match chunk.kind {
+        PassKind::Decode if is_simple && is_short => experts.layers_to_submit(index, chunk.kind),
+        _ => 1,
+    }
+}
+
+/// Computes `layers` with one wait. Returns the first layer that is not computed yet.
+pub fn run(
+    net: &Network,
+    layers: Range<usize>,
+    states: &mut [&mut [LayerState]],
+    pass: &mut Pass<'_>,
+    hooks: &mut LayerHooks<'_>,
+) -> Result<usize, ModelError> {
+    let (b, Some(experts)) = (pass.buffers, pass.experts) else { return Ok(layers.start) };
+    let before: Vec<Vec<LayerState>> = states.iter().map(|state| state[layers.clone()].to_vec()).collect();
+    submit(net, layers.clone(), states, experts, pass, hooks)?;
+    // The GPU works on these layers while the CPU reports the choices of the previous ones.
+    report_choices(net, pass)?;
+
+    let Some(missed) = wait_for_choices(net, layers.clone(), experts, pass)? else { return Ok(layers.end) };
+    report_choices(net, pass)?;
+    for (state, before) in states.iter_mut().zip(&before) {
+        state[missed + 1..layers.end].copy_from_slice(&before[missed + 1 - layers.start..]);
+    }
+    let (rows, weights) = (pass.rows(), moe_weights(net, missed)?);
+    let combine = moe::combine(weights, b.route(missed, rows, weights), pass.slots, rows, b);
+    let scratch = read_route(missed, weights, pass);
+    moe::fetch_and_run(missed, None, combine, experts, pass, scratch)?;
+    net.layers[missed].end(missed, pass, hooks)?;
+    Ok(missed + 1)
+}
+
+/// Submits the kernels of `layers`, which find experts in the table of slots, with the skip flag.
+fn submit(
+    net: &Network,
+    layers: Range<usize>,
+    states: &mut [&mut [LayerState]],
+    experts: &ExpertStore,
+    pass: &mut Pass<'_>,
+    hooks: &mut LayerHooks<'_>,
+) -> Result<(), ModelError> {
+    let b = pass.buffers;
+    // A command buffer has one layer, so that CUDA recognises it.
+    pass.backend.flush()?;
+    for layer in layers.clone() {
+        if let Some(slots) = experts.take_device_slots(layer) {
+            pass.backend.write_words(b.slot_tables.rows(layer, 1, slots.len()), &slots)?;
+        }
+    }
+    if std::mem::replace(&mut pass.scratch.ahead.may_skip, true) {
+        pass.backend.write_words(b.skip_flag, &[0])?;
+    }
+    pass.scratch.ahead.launches.clear();
+    pass.is_ahead = true;
+    pass.backend.set_skip_flag(Some(b.skip_flag));
+    let submitted = layers.into_iter().try_for_each(|index| {
+        net.layers[index].forward(index, net, states, pass, hooks)?;
+        Ok(pass.backend.flush()?)
+    });
+    pass.backend.set_skip_flag(None);
+    pass.is_ahead = false;
+    submitted
+}
+
+/// Waits for the choices of `layers`. Returns the first layer with an expert without a slot. The layers before it are
+/// ready for [`report_choices`].
+fn wait_for_choices(
+    net: &Network,
+    layers: Range<usize>,
+    experts: &ExpertStore,
+    pass: &mut Pass<'_>,
+) -> Result<Option<usize>, ModelError> {
+    let (rows, ahead) = (pass.rows(), &mut pass.scratch.ahead);
+    let routes = pass.buffers.routes(layers.clone(), rows, moe_weights(net, layers.start)?);
+    ahead.routes.resize(routes.len / 4, 0);
+    (ahead.first, ahead.layers) = (layers.start, layers.clone());
+    experts.metrics.gpu_router_waits.inc();
+    pass.backend.read_words(routes, &mut ahead.routes)?;
+    let missed = layers.clone().find(|index| {
+        let weights = net.layers[*index].ffn.moe();
+        let slots = weights.map(|weights| split_route(&ahead.routes, index - ahead.first, rows, weights)[1]);
+        slots.is_some_and(|slots| slots.contains(&NO_SLOT))
+    });
+    match missed {
+        None => ahead.may_skip = false,
+        Some(missed) => {
+            let submitted = ahead.launches.get(missed - layers.start).copied().unwrap_or(0);
+            experts.metrics.gpu_skipped_launches.inc_by(pass.backend.launches() - submitted);
+            ahead.layers.end = missed;
+        }
+    }
+    Ok(missed)
+}
+
+/// Reports the choices of the layers that ran ahead to the expert store, in the order of layers.
+pub fn report_choices(net: &Network, pass: &mut Pass<'_>) -> Result<(), ModelError> {
+    let Some(experts) = pass.experts else { return Ok(()) };
+    for index in std::mem::take(&mut pass.scratch.ahead.layers) {
+        let weights = moe_weights(net, index)?;
+        let scratch = read_route(index, weights, pass);
+        let choice = ExpertChoice { ids: &scratch.ids, k: weights.k, logits: &scratch.logits };
+        let mut fetch = experts.fetch(index, &choice, pass.chunk.kind, &mut *pass.backend)?;
+        while fetch.next(&mut *pass.backend)?.is_some() {}
+        fetch.release_after(pass.backend.sync_point());
+        pass.scratch.moe = scratch;
+    }
+    Ok(())
+}
+
+/// The choice of a layer that ran ahead, in the lists of the mixture of experts.
+fn read_route(index: usize, weights: &MoeWeights, pass: &mut Pass<'_>) -> MoeScratch {
+    let (rows, ahead, mut scratch) = (pass.rows(), &pass.scratch.ahead, std::mem::take(&mut pass.scratch.moe));
+    let [ids, _, _, scores] = split_route(&ahead.routes, index - ahead.first, rows, weights);
+    scratch.ids.clear();
+    scratch.ids.extend(ids);
+    scratch.logits.clear();
+    for row in scores.chunks_exact(weights.width()).take(rows) {
+        scratch.logits.extend_from_slice(bytemuck::cast_slice(&row[..weights.router.rows]));
+    }
+    scratch
+}
+
+fn moe_weights(net: &Network, index: usize) -> Result<&MoeWeights, ModelError> {
+    let weights = net.layers.get(index).and_then(|layer| layer.ffn.moe());
+    weights.ok_or_else(|| ModelError::Config(format!("layer {index} has no experts")))
+}

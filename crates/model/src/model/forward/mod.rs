@@ -1,0 +1,239 @@
+//! The forward pass: the same order of operations on every device.
+//!
+//! ```text
+//! h = embed[ids]                                 an image's tokens have the vision tower's rows instead
+//! for each layer:  h = h + mixer(rms_norm(h))    mixer: gated attention in every fourth layer, else a gated delta net
+//!                  h = h + ffn(rms_norm(h))      ffn: a mixture of experts, or a dense MLP
+//! logits = rms_norm(h) W_head^T
+//! ```
+//! Loading chooses the parts of each layer: how the layer reads and writes the residual, which mixer and feed-forward
+//! the layer has, and whether rows of an n-gram table are added before the layer. With several residual streams, a
+//! mixture of the streams takes the place of `rms_norm(h)`, and h holds a part's result until the result is added to
+//! each stream.
+//!
+//! Each step is an operation on buffers, which a CPU executes immediately and a GPU encodes into a command buffer. The
+//! mixers and feed-forwards read like their counterparts in [`reference`](mod@crate::model::reference).
+
+mod attention;
+pub mod buffers;
+mod delta_net;
+pub mod head;
+mod look_ahead;
+mod moe;
+mod ngram;
+pub mod pass;
+
+use crate::{
+    error::ModelError,
+    model::{
+        state::sequence::LayerState,
+        weights::{DenseWeights, Ffn, LayerWeights, Mixer, Network},
+    },
+};
+use moestro_compute::ops::{Embedding, Linear, Mlp, SequenceRows};
+use pass::{LayerHooks, PartInput, Pass};
+use std::ops::Range;
+
+/// Runs a chunk through the whole network and fills `logits` with the rows that the chunk asks for. If `logits` is
+/// `None`, submits the work without waiting, and the logits stay in [`Buffers::logits`](buffers::Buffers::logits).
+/// `states` has the layer states of each sequence of the chunk.
+pub fn forward(
+    net: &Network,
+    states: &mut [&mut [LayerState]],
+    pass: &mut Pass<'_>,
+    hooks: &mut LayerHooks<'_>,
+    logits: Option<&mut [f32]>,
+) -> Result<(), ModelError> {
+    pass.backend.set_half_buffers(pass.chunk.half.then_some(pass.buffers.half));
+    let done = embed(net, pass).and_then(|()| forward_layers(net, states, pass, hooks));
+    pass.backend.set_half_buffers(None);
+    let Some(logits) = logits else {
+        let written = done.and_then(|()| head::write_logits(net, pass, pass.chunk.logits.clone()));
+        let submitted = written.and_then(|()| Ok(pass.backend.flush()?));
+        return if submitted.is_ok() { submitted } else { pass.finish(submitted) };
+    };
+    let done = done.and_then(|()| head::read_logits(net, pass, logits));
+    pass.finish(done)
+}
+
+/// `h = embed[ids]`. Tokens of images get the rows of the images instead.
+fn embed(net: &Network, pass: &mut Pass<'_>) -> Result<(), ModelError> {
+    pass.write_inputs()?;
+    let (tokens, ids, into) = (pass.rows(), pass.buffers.ids, pass.buffers.h);
+    pass.execute(Embedding { table: &net.embed, tokens, ids, into })?;
+    pass.write_image_rows()?;
+    pass.write_streams(None)
+}
+
+/// Runs all layers. Reads and updates the residual.
+pub fn forward_layers(
+    net: &Network,
+    states: &mut [&mut [LayerState]],
+    pass: &mut Pass<'_>,
+    hooks: &mut LayerHooks<'_>,
+) -> Result<(), ModelError> {
+    let streams = pass.experts.is_some_and(|experts| !experts.is_resident());
+    pass.backend.begin_layers(streams);
+    look_ahead::reset(pass);
+    let mut index = 0;
+    while let Some(layer) = net.layers.get(index) {
+        let count = look_ahead::layer_count(index, pass, hooks);
+        index = if count > 1 {
+            look_ahead::run(net, index..index + count, states, pass, hooks)?
+        } else {
+            look_ahead::report_choices(net, pass)?;
+            layer.forward(index, net, states, pass, hooks)?;
+            index + 1
+        };
+    }
+    look_ahead::report_choices(net, pass)
+}
+
+impl LayerWeights {
+    fn forward(
+        &self,
+        index: usize,
+        net: &Network,
+        states: &mut [&mut [LayerState]],
+        pass: &mut Pass<'_>,
+        hooks: &mut LayerHooks<'_>,
+    ) -> Result<(), ModelError> {
+        hooks.before_layer()?;
+        if let Some(ngram) = &self.ngram {
+            ngram.forward(pass, &mut hooks.marks)?;
+        }
+        let x = pass.read(&self.before_mixer)?;
+        match &mut *states {
+            [state] => self.mixer.forward(x, state.get_mut(index), pass, hooks)?,
+            several => self.mixer.forward_each(x, several.iter_mut().map(|state| state.get_mut(index)), pass)?,
+        }
+        pass.write(&self.before_mixer)?;
+
+        let next = net.layers.get(index + 1).map(|next| &next.ffn);
+        let x = pass.read(&self.before_ffn)?;
+        self.ffn.forward(index, x, next, pass)?;
+        self.end(index, pass, hooks)
+    }
+
+    /// The end of [`LayerWeights::forward`], after the feed-forward.
+    fn end(&self, index: usize, pass: &mut Pass<'_>, hooks: &mut LayerHooks<'_>) -> Result<(), ModelError> {
+        pass.write(&self.before_ffn)?;
+        hooks.after_layer(index, pass)?;
+        Ok(pass.backend.end_layer()?)
+    }
+}
+
+impl Mixer {
+    fn forward(
+        &self,
+        x: PartInput,
+        mut state: Option<&mut LayerState>,
+        pass: &mut Pass<'_>,
+        hooks: &mut LayerHooks<'_>,
+    ) -> Result<(), ModelError> {
+        for rows in pass.mixer_blocks() {
+            match (self, state.as_deref_mut()) {
+                (Mixer::Attention(attention), Some(LayerState::Attention(cache, index))) => {
+                    attention.forward(x, rows, *cache, *index, pass, &mut hooks.marks)?;
+                }
+                (Mixer::DeltaNet(delta_net), Some(LayerState::DeltaNet(state))) => {
+                    delta_net.forward(x, rows, state, pass, &mut hooks.marks)?;
+                }
+                _ => return Err(foreign_state()),
+            }
+        }
+        Ok(())
+    }
+
+    /// [`Mixer::forward`] for one row of each of several sequences. The matrix products compute all rows at once, which
+    /// reads each weight once. Attention, convolution and delta rule run row by row on the state of the row's sequence.
+    fn forward_each<'s>(
+        &self,
+        x: PartInput,
+        states: impl Iterator<Item = Option<&'s mut LayerState>>,
+        pass: &mut Pass<'_>,
+    ) -> Result<(), ModelError> {
+        let rows = 0..pass.rows();
+        if let Some(together) = pass.sequence_rows() {
+            return self.forward_together(x, states, together, pass);
+        }
+        self.project(x, &rows, pass)?;
+        for (row, state) in states.enumerate() {
+            match (self, state) {
+                (Mixer::Attention(attention), Some(LayerState::Attention(cache, _))) => {
+                    attention.attend_row(row, *cache, pass)?;
+                }
+                (Mixer::DeltaNet(delta_net), Some(LayerState::DeltaNet(state))) => {
+                    delta_net.advance_row(row, state, pass)?;
+                }
+                _ => return Err(foreign_state()),
+            }
+        }
+        let out_proj = match self {
+            Mixer::Attention(attention) => pass.out_proj(&attention.out, &rows),
+            Mixer::DeltaNet(delta_net) => pass.out_proj(&delta_net.out, &rows),
+        };
+        pass.execute(out_proj)
+    }
+
+    /// [`Mixer::forward_each`] with one operation for all sequences. The states of all sequences must be in the same
+    /// buffers.
+    fn forward_together<'s>(
+        &self,
+        x: PartInput,
+        states: impl Iterator<Item = Option<&'s mut LayerState>>,
+        together: SequenceRows,
+        pass: &mut Pass<'_>,
+    ) -> Result<(), ModelError> {
+        let last = states.zip(pass.chunk.sequences).max_by_key(|(_, row)| row.number);
+        let all = last.and_then(|(state, row)| Some(state?.up_to(row.number)));
+        match (self, all) {
+            (Mixer::Attention(attention), Some(LayerState::Attention(cache, _))) => {
+                let rows = 0..pass.rows();
+                self.project(x, &rows, pass)?;
+                attention.attend_together(cache, together, pass)?;
+                let out_proj = pass.out_proj(&attention.out, &rows);
+                pass.execute(out_proj)
+            }
+            (Mixer::DeltaNet(delta_net), Some(LayerState::DeltaNet(state))) => {
+                delta_net.forward_together(x, &state, together, pass)
+            }
+            _ => Err(foreign_state()),
+        }
+    }
+
+    /// Computes the input projections of some rows.
+    fn project(&self, input: PartInput, rows: &Range<usize>, pass: &mut Pass<'_>) -> Result<(), ModelError> {
+        let (x, norm, y) = (input.rows(rows), input.norm, pass.buffers.proj);
+        let matrices = match self {
+            Mixer::Attention(attention) => &attention.qkv[..],
+            Mixer::DeltaNet(delta_net) => &delta_net.in_proj[..],
+        };
+        pass.execute(Linear { x, tokens: rows.len(), norm, matrices, y, add: false })
+    }
+}
+
+fn foreign_state() -> ModelError {
+    ModelError::Config("the sequence's state belongs to another model".into())
+}
+
+impl Ffn {
+    fn forward(&self, index: usize, x: PartInput, next: Option<&Ffn>, pass: &mut Pass<'_>) -> Result<(), ModelError> {
+        match self {
+            Ffn::Dense(dense) => dense.forward(x, pass),
+            Ffn::Moe(weights) => moe::forward(index, x, weights, next.and_then(Ffn::moe), pass),
+        }
+    }
+}
+
+impl DenseWeights {
+    /// `h += W_down (silu(W_gate x) * W_up x)`, `x = rms_norm(h)`.
+    fn forward(&self, x: PartInput, pass: &mut Pass<'_>) -> Result<(), ModelError> {
+        let Some(norm) = x.norm else {
+            return Err(ModelError::Config("a dense feed-forward needs a model with one residual stream".into()));
+        };
+        let (tokens, h) = (pass.rows(), pass.buffers.h);
+        let (scores, act) = (pass.buffers.moe.scores, pass.buffers.moe.act);
+        pass.execute(Mlp { tokens, norm, gate_up: &self.gate_up, down: &self.down, scores, act, h })
+    }
+}

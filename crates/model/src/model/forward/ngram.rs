@@ -1,0 +1,47 @@
+//! Adds the rows of an n-gram table to the residual streams before a layer.
+
+use super::pass::{Pass, SnapshotMarks};
+use crate::{error::ModelError, model::weights::NgramWeights};
+use moestro_compute::ops::{InjectShape, Linear, NgramInject};
+
+impl NgramWeights {
+    /// `R += G + silu(conv(rms_norm(G)))`, `G = gate(rms_norm(W_key e), rms_norm(R)) * W_value e`.
+    pub fn forward(&self, pass: &mut Pass<'_>, marks: &mut SnapshotMarks) -> Result<(), ModelError> {
+        let shape = &self.layout.shape;
+        let input = pass.ngrams.iter_mut().find(|input| input.table.layout().shape.layer == shape.layer);
+        let Some((table, pending, history)) =
+            input.and_then(|input| Some((input.table, input.pending.take()?, input.history)))
+        else {
+            return Err(ModelError::Config(format!("the n-gram table of layer {} is not loaded", shape.layer)));
+        };
+        // e = rows of the table
+        let e = table.wait(pending)?;
+        let (b, hidden, width) = (pass.buffers, pass.config.hidden, pass.config.residual_width());
+        let inject = InjectShape {
+            streams: width / hidden,
+            hidden,
+            conv_width: shape.conv_width,
+            dilation: shape.size,
+            capacity: history.rows.len / (4 * width),
+            eps: pass.config.eps,
+        };
+        for rows in pass.mixer_blocks() {
+            let (start, tokens) = (pass.chunk.start + rows.start, rows.len());
+            let values = &e[rows.start * shape.width..rows.end * shape.width];
+            pass.backend.write(b.ngram.floats(values.len()), bytemuck::cast_slice(values))?;
+            // keys of all streams, v = W e
+            let proj = Linear { x: b.ngram, tokens, norm: None, matrices: &self.proj, y: b.proj, add: false };
+            pass.execute(proj)?;
+            // R += G + silu(conv(rms_norm(G)))
+            let streams = pass.residual(&rows);
+            let (weights, gates) = (&self.inject, b.inject);
+            let (shape, proj, history_rows) = (&inject, b.proj, history.rows);
+            pass.execute(NgramInject { shape, weights, start, tokens, proj, gates, history: history_rows, streams })?;
+            for index in marks.within(&rows) {
+                let len = pass.chunk.start + marks.rows[index];
+                marks.record_rows(index, &history, len, &mut *pass.backend)?;
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,180 @@
+//! Images in prompts: turns encoded bytes into rows that replace the embeddings of the image's tokens.
+//!
+//! | file | what it holds |
+//! |---|---|
+//! | `config` | dimensions of the tower, limits of image sizes |
+//! | `decode`, `pixel_blocks`, `resize`, `patches` | bytes to pixels, without metadata, to the tower's size, to its input rows |
+//! | `webp_tables` | memory of a WebP file's Huffman tables |
+//! | `processor` | all of these for one image |
+//! | `image` | an image and its place in a prompt; cache keys of its tokens |
+//! | `tower`, `weights`, `activation` | patches to rows, in Candle tensors |
+//! | `row_cache` | rows of recent images |
+
+mod activation;
+mod config;
+mod decode;
+mod image;
+mod patches;
+mod pixel_blocks;
+mod processor;
+mod resize;
+mod row_cache;
+mod tower;
+mod webp_tables;
+mod weights;
+
+pub use config::{ImageLimits, VisionConfig};
+pub use image::{Image, PlacedImage, place_images, prefix_keys};
+pub use processor::ImageProcessor;
+#[cfg(test)]
+pub use resize::RgbImage;
+pub use tower::VisionTower;
+
+use crate::{checkpoint::index::Index, error::ModelError, model::config as model_config};
+use moestro_base::{
+    metrics::Metrics,
+    platform::{
+        Threads,
+        os::{MemoryLevel, MemoryMonitor},
+    },
+};
+use row_cache::ImageRowCache;
+use std::{
+    cell::RefCell,
+    path::Path,
+    sync::{Arc, Weak},
+    time::Instant,
+};
+use weights::TowerWeights;
+
+/// Maximum size of the rows of recent images in bytes.
+const ROW_CACHE_BYTES: usize = 32 << 20;
+
+/// Returns the system's memory level.
+type MemoryCheck = Box<dyn FnMut() -> MemoryLevel + Send>;
+
+/// The vision tower of a loaded model, with the rows of recent images.
+pub struct Vision {
+    tower: VisionTower,
+    cache: RefCell<ImageRowCache>,
+    /// The image in which the last chunk with images ended. The next chunk of that prompt needs its rows again. The
+    /// request owns the image, so the reference is dead after the request has ended.
+    unfinished: RefCell<Weak<Image>>,
+    pub processor: Arc<ImageProcessor>,
+    metrics: Arc<Metrics>,
+    /// The memory check of a model without an expert store, and the time of the next check.
+    memory: RefCell<(MemoryCheck, Instant)>,
+}
+
+/// Opens the vision tower of the checkpoint in `dir`. Returns `None` if the checkpoint has no vision tower. If the
+/// tower cannot be used, logs a warning and returns `None`; the model then reads text only.
+pub fn open(dir: &Path, index: &Index, text_hidden: usize) -> Option<VisionTower> {
+    let open = || -> Result<Option<VisionTower>, ModelError> {
+        let Some(weights) = TowerWeights::open(index.clone())? else { return Ok(None) };
+        let config = VisionConfig::new(&model_config::json(dir)?, text_hidden)?;
+        weights.check(&config)?;
+        let limits = ImageLimits::read(dir, &config)?;
+        Ok(Some(VisionTower { config, limits, weights }))
+    };
+    open().unwrap_or_else(|error| {
+        tracing::warn!(%error, "cannot use the vision tower; the model reads text only");
+        None
+    })
+}
+
+impl VisionTower {
+    /// Limits images to at most this many tokens.
+    pub fn with_max_tokens(self, tokens: usize) -> Self {
+        Self { limits: self.limits.with_max_tokens(tokens), ..self }
+    }
+
+    /// If `on_gpu` is true and Candle can open a Metal device, the tower computes on that device in bf16.
+    pub fn on_gpu(self, on_gpu: bool) -> Self {
+        let device = if on_gpu { crate::model::open_candle_gpu() } else { None };
+        match device {
+            Some(device) => Self { weights: self.weights.on_gpu(device), ..self },
+            None => self,
+        }
+    }
+
+    /// Reads and converts weights on these threads.
+    pub fn on_threads(self, threads: Arc<Threads>) -> Self {
+        Self { weights: self.weights.on_threads(threads), ..self }
+    }
+
+    /// Number of bytes for the memory plan: the buffers for one image, the caches, and the weights if they stay on a
+    /// GPU.
+    pub fn bytes(&self, on_gpu: bool) -> u64 {
+        // The cache always keeps the rows of the newest image, even if they exceed its limit.
+        let rows = (4 * self.limits.max_tokens() * self.config.out_hidden).max(ROW_CACHE_BYTES);
+        let caches = rows + processor::RECENT_BYTES;
+        let weights = if on_gpu { self.weights.bytes() } else { 0 };
+        Self::workspace(&self.config, self.limits.max_tokens()) + weights + caches as u64
+    }
+}
+
+impl Vision {
+    pub fn new(tower: VisionTower, metrics: Arc<Metrics>) -> Self {
+        let processor = Arc::new(ImageProcessor::new(tower.limits, tower.config.image_token));
+        let mut monitor = MemoryMonitor::open();
+        let memory = RefCell::new((Box::new(move || monitor.check()) as MemoryCheck, Instant::now()));
+        let cache = RefCell::new(ImageRowCache::new(ROW_CACHE_BYTES));
+        Self { tower, cache, unfinished: RefCell::default(), processor, metrics, memory }
+    }
+
+    /// Checks the system's memory at most once per 250 ms. Returns true if memory is short.
+    pub fn memory_is_short(&self) -> bool {
+        let (check, next) = &mut *self.memory.borrow_mut();
+        let now = Instant::now();
+        if now < *next {
+            return false;
+        }
+        *next = now + MemoryMonitor::CHECK_INTERVAL;
+        matches!(check(), MemoryLevel::Short(_))
+    }
+
+    /// Returns the rows `[tokens, hidden]` of an image, from the cache if possible.
+    pub fn rows(&self, image: &Image, keep_going: Option<&dyn Fn() -> bool>) -> Result<Arc<Vec<f32>>, ModelError> {
+        if let Some(rows) = self.cache.borrow_mut().get(&image.hash) {
+            self.metrics.images_cache.inc();
+            return Ok(rows);
+        }
+        let begun = Instant::now();
+        let rows = Arc::new(self.tower.rows(image, keep_going)?);
+        let seconds = begun.elapsed().as_secs_f64();
+        self.metrics.images_tower.inc();
+        self.metrics.vision_tower_seconds.inc_by(seconds);
+        tracing::debug!(tokens = image.tokens(), seconds, "computed an image's rows");
+        self.cache_rows(image.hash, rows.clone());
+        Ok(rows)
+    }
+
+    /// Replaces the check of the system's memory.
+    #[cfg(test)]
+    pub fn set_memory_check(&self, check: impl FnMut() -> MemoryLevel + Send + 'static) {
+        *self.memory.borrow_mut() = (Box::new(check), Instant::now());
+    }
+
+    pub(super) fn cache_rows(&self, hash: [u8; 32], rows: Arc<Vec<f32>>) {
+        self.cache.borrow_mut().insert(hash, rows);
+    }
+
+    /// Notes whether the current chunk ends inside `image`, or at the end of `image` or later.
+    pub fn set_finished(&self, image: &Arc<Image>, is_finished: bool) {
+        let mut unfinished = self.unfinished.borrow_mut();
+        match is_finished {
+            false => *unfinished = Arc::downgrade(image),
+            true if unfinished.as_ptr() == Arc::as_ptr(image) => *unfinished = Weak::new(),
+            true => {}
+        }
+    }
+
+    /// Frees the memory of cached rows and weights, which can be computed or read again. Keeps the rows of an image that
+    /// a running prompt has begun, because the tower would have to compute them again for the next chunk.
+    pub fn release(&self) {
+        self.tower.weights.release();
+        self.processor.forget();
+        let unfinished = self.unfinished.borrow().upgrade();
+        self.cache.borrow_mut().retain_only(unfinished.map(|image| image.hash));
+    }
+}

@@ -1,0 +1,166 @@
+//! The vision tower: from an image's patches to one row per token, in Candle tensors.
+//!
+//! ```text
+//! x = patches W^T + b + positions                N patches are N rows of `hidden` values, in block order
+//! for each block:
+//!     x = x + proj(attention(norm1(x)))          every patch attends to every other one; 2-D RoPE
+//!     x = x + fc2(gelu(fc1(norm2(x))))           gelu: the tanh form
+//! y = norm(x), the merge^2 patches of a block side by side
+//! rows = fc2(gelu(fc1(y)))                       gelu: the exact form
+//! ```
+//! Source: `qwen3_5_moe` in transformers.
+
+use super::{
+    activation::{gelu, linear, softmax},
+    config::{ImageLimits, VisionConfig},
+    image::Image,
+    patches::{block_order, patches},
+    weights::{Block, TowerWeights},
+};
+use crate::error::ModelError;
+use candle_core::{DType, Device, IndexOp, Result as CandleResult, Tensor};
+use candle_nn::{Module, ops::sdpa, rotary_emb::rope};
+use moestro_base::platform::os::KeepFreedMemory;
+
+/// Maximum number of rows that an MLP computes at once.
+const MLP_ROWS: usize = 1024;
+/// Maximum number of attention scores of one head that are computed at once.
+const SCORES: usize = 4 << 20;
+/// Head dimensions for which Candle's Metal backend has fused attention.
+const FUSED_HEADS: [usize; 7] = [32, 64, 72, 80, 96, 128, 256];
+
+pub struct VisionTower {
+    pub config: VisionConfig,
+    pub limits: ImageLimits,
+    pub weights: TowerWeights,
+}
+
+impl VisionTower {
+    /// Computes the rows `[tokens, out_hidden]` of an image. Calls `keep_going` before each block.
+    ///
+    /// # Errors
+    /// Fails with [`ModelError::GivenUp`] if `keep_going` returns false. Also fails if weights cannot be read, or if
+    /// the device fails.
+    pub fn rows(&self, image: &Image, keep_going: Option<&dyn Fn() -> bool>) -> Result<Vec<f32>, ModelError> {
+        let Self { config, limits, weights } = self;
+        // Candle allocates the result of each operation. Page faults of new memory took a fifth of the CPU time.
+        let _kept = weights.device.is_cpu().then(KeepFreedMemory::begin);
+        let pixels = &image.pixels;
+        let grid = Grid { rows: pixels.height / config.patch, columns: pixels.width / config.patch };
+        let order = block_order(grid.rows, grid.columns, config.merge);
+        let (count, hidden) = (order.len(), config.hidden);
+
+        let x = weights.tensor(patches(pixels, config, limits), &[count, config.patch_values()])?;
+        let x = weights.patch_embed(config)?.forward(&x)?;
+        let mut x = (x + weights.tensor(self.positions(grid, &order)?, &[count, hidden])?)?;
+        let (cos, sin) = self.rotations(&order)?;
+        for index in 0..config.depth {
+            if keep_going.is_some_and(|keep_going| !keep_going()) {
+                return Err(ModelError::GivenUp);
+            }
+            let block = weights.block(index, config)?;
+            x = (&x + self.attention(&block, &block.norm1.forward(&x)?, (&cos, &sin))?)?;
+            x = (&x + mlp(&block, &block.norm2.forward(&x)?)?)?;
+        }
+
+        let wide = hidden * config.merge.pow(2);
+        let y = weights.norm("merger.norm", hidden)?.forward(&x)?.reshape((count / config.merge.pow(2), wide))?;
+        let y = weights.linear("merger.linear_fc1", wide, wide)?.forward(&y)?.gelu_erf()?;
+        let y = weights.linear("merger.linear_fc2", config.out_hidden, wide)?.forward(&y)?;
+        Ok(y.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?)
+    }
+
+    /// Number of bytes of memory that the computation of an image of this many tokens needs.
+    pub fn workspace(config: &VisionConfig, tokens: usize) -> u64 {
+        let (patches, hidden) = (tokens * config.merge.pow(2), config.hidden);
+        let wide = hidden * config.merge.pow(2);
+        let block = 4 * hidden * hidden + 2 * hidden * config.intermediate;
+        let weights = block.max(wide * (wide + config.out_hidden)) + config.intermediate * hidden;
+        let rows = patches * (9 * hidden + config.patch_values()).max(2 * wide / config.merge.pow(2));
+        let tiles = 2 * SCORES + 2 * MLP_ROWS.min(patches) * config.intermediate;
+        4 * (weights + rows + tiles) as u64
+    }
+
+    /// The position embedding of each patch, `[patches, hidden]`: bilinear interpolation of the table. The corners of
+    /// the image map to the corners of the table.
+    fn positions(&self, grid: Grid, order: &[(usize, usize)]) -> Result<Vec<f32>, ModelError> {
+        let (table, side, hidden) =
+            (self.weights.position_table(&self.config)?, self.config.table_side, self.config.hidden);
+        let taps = |index: usize, count: usize| {
+            let source = index as f32 * (side - 1) as f32 / (count - 1).max(1) as f32;
+            let (low, fraction) = (source as usize, source - source.floor());
+            [(low, 1.0 - fraction), ((low + 1).min(side - 1), fraction)]
+        };
+        let mut out = vec![0.0; order.len() * hidden];
+        for (out, (row, column)) in out.chunks_exact_mut(hidden).zip(order) {
+            for (y, of_row) in taps(*row, grid.rows) {
+                for (x, of_column) in taps(*column, grid.columns) {
+                    let (weight, entry) = (of_row * of_column, &table[(y * side + x) * hidden..]);
+                    out.iter_mut().zip(entry).for_each(|(sum, value)| *sum += value * weight);
+                }
+            }
+        }
+        Ok(out)
+    }
+
+    /// RoPE cosines and sines, `[patches, head_dim / 2]`. The first half of the angles depends on the patch's row, the
+    /// second half on its column.
+    fn rotations(&self, order: &[(usize, usize)]) -> Result<(Tensor, Tensor), ModelError> {
+        let half = self.config.head_dim() / 2;
+        let frequency = |j: usize| 1.0 / self.config.rope_theta.powf(2.0 * j as f32 / half as f32);
+        let frequencies: Vec<f32> = (0..half / 2).map(frequency).collect();
+        let angles = order.iter().flat_map(|(row, column)| [*row, *column]);
+        let angles = angles.flat_map(|at| frequencies.iter().map(move |frequency| at as f32 * frequency));
+        let (cos, sin) = angles.map(|angle| (angle.cos(), angle.sin())).unzip();
+        let tensor = |values: Vec<f32>| {
+            Tensor::from_vec(values, (order.len(), half), &Device::Cpu)?.to_device(&self.weights.device)
+        };
+        Ok((tensor(cos)?, tensor(sin)?))
+    }
+
+    /// `proj(softmax(q k^T / sqrt(head_dim)) v)` over all patches.
+    fn attention(&self, block: &Block, x: &Tensor, (cos, sin): (&Tensor, &Tensor)) -> Result<Tensor, ModelError> {
+        let (heads, dim) = (self.config.heads, self.config.head_dim());
+        let (count, hidden) = x.dims2()?;
+        let scale = (dim as f64).powf(-0.5);
+        // `[3 heads, patches, dim]`: all q, all k, all v.
+        let qkv = linear(&block.qkv, x)?.reshape((count, 3 * heads, dim))?.transpose(0, 1)?;
+        let qk = rope(&qkv.narrow(0, 0, 2 * heads)?.contiguous()?.unsqueeze(0)?.to_dtype(DType::F32)?, cos, sin)?;
+        let qk = qk.to_dtype(x.dtype())?;
+        let y = if self.weights.device.is_metal() && FUSED_HEADS.contains(&dim) {
+            let (q, k) = (qk.narrow(1, 0, heads)?.contiguous()?, qk.narrow(1, heads, heads)?.contiguous()?);
+            let v = qkv.narrow(0, 2 * heads, heads)?.contiguous()?.unsqueeze(0)?;
+            let y = sdpa(&q, &k, &v, None, false, scale as f32, 1.0)?;
+            y.squeeze(0)?.transpose(0, 1)?.reshape((count, hidden))?
+        } else {
+            let mut outputs = Vec::with_capacity(heads);
+            for head in 0..heads {
+                let (q, k) = (qk.i((0, head))?, qk.i((0, heads + head))?.t()?);
+                let v = qkv.i(2 * heads + head)?;
+                let rows = (SCORES / count).max(16);
+                outputs.push(by_rows(&q, rows, |q| softmax(q.matmul(&k)?, scale)?.matmul(&v))?);
+            }
+            Tensor::cat(&outputs, 1)?
+        };
+        Ok(linear(&block.proj, &y)?)
+    }
+}
+
+/// Number of rows and columns of patches in an image.
+#[derive(Clone, Copy)]
+struct Grid {
+    rows: usize,
+    columns: usize,
+}
+
+/// `fc2(gelu(fc1(x)))`, with the tanh form of gelu.
+fn mlp(block: &Block, x: &Tensor) -> CandleResult<Tensor> {
+    by_rows(x, MLP_ROWS, |x| linear(&block.fc2, &gelu(linear(&block.fc1, x)?)?))
+}
+
+/// Applies `compute` to blocks of rows.
+fn by_rows(x: &Tensor, rows: usize, compute: impl Fn(&Tensor) -> CandleResult<Tensor>) -> CandleResult<Tensor> {
+    let count = x.dim(0)?;
+    let blocks = (0..count).step_by(rows).map(|first| compute(&x.narrow(0, first, rows.min(count - first))?));
+    Tensor::cat(&blocks.collect::<CandleResult<Vec<_>>>()?, 0)
+}
