@@ -1,7 +1,7 @@
-//! `GET /`: the page, a chat and gauges in one HTML file.
+//! `GET /`: the page, a chat and gauges in one HTML document. The compiler joins it from the files in `page/`.
 //!
 //! The page's content security policy allows requests to this server only. The policy names the hashes of the script
-//! and the style in the file, so that no other script or style is used.
+//! and the style in the document, so that no other script or style is used.
 
 use axum::{
     http::{HeaderValue, header},
@@ -11,7 +11,35 @@ use base64::{Engine, prelude::BASE64_STANDARD};
 use sha2::{Digest, Sha256};
 use std::sync::LazyLock;
 
-const PAGE: &str = include_str!("page.html");
+/// The scripts share one scope. Each uses only names that it or a script before it declares.
+const PAGE: &str = concat!(
+    include_str!("page/head.html"),
+    "<style>\n",
+    include_str!("page/style.css"),
+    "</style>\n</head>\n<body>\n",
+    include_str!("page/body.html"),
+    "<script>\n\"use strict\";\n",
+    include_str!("page/elements.js"),
+    include_str!("page/feedback.js"),
+    include_str!("page/panels.js"),
+    include_str!("page/settings.js"),
+    include_str!("page/requests.js"),
+    include_str!("page/gauges.js"),
+    include_str!("page/messages.js"),
+    include_str!("page/conversations.js"),
+    include_str!("page/models.js"),
+    include_str!("page/answers.js"),
+    include_str!("page/tex_symbols.js"),
+    include_str!("page/tex.js"),
+    include_str!("page/markdown_blocks.js"),
+    include_str!("page/markdown_inline.js"),
+    include_str!("page/markdown_view.js"),
+    include_str!("page/turns.js"),
+    include_str!("page/attachments.js"),
+    include_str!("page/composer.js"),
+    include_str!("page/start.js"),
+    "</script>\n</body>\n</html>\n",
+);
 
 static POLICY: LazyLock<String> = LazyLock::new(|| {
     format!(

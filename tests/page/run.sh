@@ -12,6 +12,8 @@ if ! cmp -s "$here/package.json" "$node/package.json" || [ ! -d "$node/node_modu
   cp "$here/package.json" "$node/package.json"
   (cd "$node" && npm install --no-audit --no-fund --loglevel=error)
 fi
+# Each script by itself, so that a syntax error has a file and a line.
+for script in "$here"/../../src/http/page/*.js; do node --use-strict --check "$script"; done
 # Node searches for packages next to the file that imports them.
 cp "$here"/*.mjs "$node/"
 
