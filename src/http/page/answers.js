@@ -3,7 +3,9 @@
 function chatRequest(messages) {
   const body = {stream: true, stream_options: {include_usage: true}, return_progress: true};
   if (chosenModel()) body.model = chosenModel();
-  for (const name of ["temperature", "top_p", "top_k", "seed", "max_tokens", "thinking_budget"]) if (settings[name] !== undefined) body[name] = Number(settings[name]);
+  for (const name of ["temperature", "top_p", "top_k", "seed", "max_tokens", "thinking_budget"]) {
+    if (settings[name] !== undefined) body[name] = Number(settings[name]);
+  }
   const tools = parseTools(settings.tools);
   if (tools?.length) body.tools = tools;
   if (settings.reasoning) body.chat_template_kwargs = {enable_thinking: settings.reasoning === "on"};
@@ -63,7 +65,9 @@ class Generation {
     const choice = chunk.choices?.[0], delta = choice?.delta || {};
     if (delta.content || delta.reasoning_content || delta.tool_calls) this.firstToken ||= performance.now();
     if (delta.reasoning_content) message.reasoning_content = (message.reasoning_content || "") + delta.reasoning_content;
-    if ((delta.content || delta.tool_calls) && message.reasoning_content) message.reasoning_seconds ??= Math.round((performance.now() - this.firstToken) / 1000);
+    if ((delta.content || delta.tool_calls) && message.reasoning_content) {
+      message.reasoning_seconds ??= Math.round((performance.now() - this.firstToken) / 1000);
+    }
     if (delta.content) message.content += delta.content;
     for (const piece of delta.tool_calls || []) {
       const calls = message.tool_calls ||= [];
@@ -136,7 +140,8 @@ function followEnd() {
 function ask(userMessage) {
   const {messages} = conversation, answer = {role: "assistant", content: ""};
   if (userMessage) messages.push(userMessage);
-  conversation.title ||= (userMessage?.content || userMessage?.files?.[0]?.name || userMessage?.images?.[0]?.name || "Conversation").split("\n")[0].slice(0, 60);
+  conversation.title ||= (userMessage?.content || userMessage?.files?.[0]?.name || userMessage?.images?.[0]?.name || "Conversation")
+    .split("\n")[0].slice(0, 60);
   messages.push(answer);
   rememberCurrent();
   const generation = new Generation(conversation, answer);

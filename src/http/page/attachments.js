@@ -67,7 +67,9 @@ function drawWaitingFiles() {
 const hasFiles = event => event.dataTransfer?.types.includes("Files");
 $("attach").onclick = () => $("files").click();
 $("files").onchange = () => { addFiles([...$("files").files]); $("files").value = ""; };
-$("say").onpaste = event => { if (event.clipboardData.files.length) { event.preventDefault(); addFiles([...event.clipboardData.files]); } };
+$("say").onpaste = event => {
+  if (event.clipboardData.files.length) { event.preventDefault(); addFiles([...event.clipboardData.files]); }
+};
 document.ondragover = event => { if (hasFiles(event)) { event.preventDefault(); document.body.classList.add("dropping"); } };
 document.ondragleave = event => { if (!event.relatedTarget) document.body.classList.remove("dropping"); };
 document.ondrop = event => {

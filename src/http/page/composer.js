@@ -3,7 +3,11 @@
 function sendMessage() {
   const content = $("say").value.trim();
   if (running.has(conversation.id) || (!content && !waiting.files.length && !waiting.images.length) || !settingsAreValid()) return;
-  const message = {role: "user", content, ...waiting.files.length && {files: waiting.files}, ...waiting.images.length && {images: waiting.images}};
+  const message = {
+    role: "user", content,
+    ...waiting.files.length && {files: waiting.files},
+    ...waiting.images.length && {images: waiting.images}
+  };
   $("say").value = "";
   waiting = {files: [], images: []};
   drawWaitingFiles();

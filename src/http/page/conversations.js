@@ -36,10 +36,14 @@ async function save(kept) {
   titles = [{id, title, updated}, ...titles.filter(other => other.id !== id)];
   drawTitles();
   try {
-    await inDatabase("readwrite", (titleStore, messageStore) => { titleStore.put({id, title, updated}); return messageStore.put({id, messages}); });
+    await inDatabase("readwrite", (titleStore, messageStore) => {
+      titleStore.put({id, title, updated});
+      return messageStore.put({id, messages});
+    });
     if (!await database) notify("This browser does not keep conversations: they are gone when the page is closed.");
   } catch (error) {
-    notify(`Cannot keep this conversation: ${error?.message || "the browser's storage failed"}. Delete old conversations to make room.`, true);
+    const reason = error?.message || "the browser's storage failed";
+    notify(`Cannot keep this conversation: ${reason}. Delete old conversations to make room.`, true);
   }
 }
 
@@ -51,7 +55,8 @@ async function readTitles() {
 
 async function openConversation(id) {
   const title = titles.find(kept => kept.id === id)?.title || "";
-  const messages = running.get(id)?.conversation.messages || (await inDatabase("readonly", (_, messageStore) => messageStore.get(id)))?.messages;
+  const messages = running.get(id)?.conversation.messages
+    || (await inDatabase("readonly", (_, messageStore) => messageStore.get(id)))?.messages;
   if (messages) showConversation({id, title, messages});
 }
 
@@ -95,15 +100,19 @@ async function deleteConversation(kept) {
   running.get(kept.id)?.stop();
   running.delete(kept.id);
   titles = titles.filter(other => other.id !== kept.id);
-  await inDatabase("readwrite", (titleStore, messageStore) => { titleStore.delete(kept.id); return messageStore.delete(kept.id); });
+  await inDatabase("readwrite", (titleStore, messageStore) => {
+    titleStore.delete(kept.id);
+    return messageStore.delete(kept.id);
+  });
   if (conversation.id === kept.id) startNewChat(); else drawTitles();
 }
 
 async function exportConversation(kept, asMarkdown) {
   if (conversation.id !== kept.id) await openConversation(kept.id);
   const name = kept.title.replace(/[^\p{L}\p{N} _-]/gu, "").trim().slice(0, 60) || "conversation";
-  if (!asMarkdown) return download(name + ".json", "application/json", JSON.stringify({title: kept.title, messages: apiMessages(conversation.messages)}, null, 2));
-  const parts = apiMessages(conversation.messages).map(({role, content, tool_calls: calls}) => {
+  const messages = apiMessages(conversation.messages);
+  if (!asMarkdown) return download(name + ".json", "application/json", JSON.stringify({title: kept.title, messages}, null, 2));
+  const parts = messages.map(({role, content, tool_calls: calls}) => {
     const words = typeof content === "string" ? content : content.map(part => part.text || "(image)").join("\n\n");
     const called = (calls || []).map(call => fenced(`${call.function.name} ${call.function.arguments}`));
     return [`## ${{user: "You", assistant: "Answer", tool: "Tool result"}[role]}`, words, ...called].filter(Boolean).join("\n\n");
@@ -135,6 +144,8 @@ function drawTitle(item, {id, title}) {
   item.replaceChildren(open);
   if (!isShown) return;
   item.append(make("div", "actions",
-    button("Rename", "plain", () => renameConversation(kept())), button("Delete", "plain", () => deleteConversation(kept())),
-    button("Save as Markdown", "plain", () => exportConversation(kept(), true)), button("Save as JSON", "plain", () => exportConversation(kept(), false))));
+    button("Rename", "plain", () => renameConversation(kept())),
+    button("Delete", "plain", () => deleteConversation(kept())),
+    button("Save as Markdown", "plain", () => exportConversation(kept(), true)),
+    button("Save as JSON", "plain", () => exportConversation(kept(), false))));
 }

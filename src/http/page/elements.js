@@ -17,7 +17,9 @@ function button(text, className, action) {
   return element;
 }
 
-const bytes = count => count >= 1e9 ? (count / 1e9).toFixed(1) + " GB" : count >= 1e6 ? (count / 1e6).toFixed(1) + " MB" : Math.ceil(count / 1e3) + " kB";
+const bytes = count => count >= 1e9 ? (count / 1e9).toFixed(1) + " GB"
+  : count >= 1e6 ? (count / 1e6).toFixed(1) + " MB"
+  : Math.ceil(count / 1e3) + " kB";
 const number = count => Number(count).toLocaleString("en");
 const plural = (count, noun) => `${number(count)} ${noun}${count === 1 ? "" : "s"}`;
 

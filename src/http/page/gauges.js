@@ -15,12 +15,15 @@ const percent = (part, whole) => (100 * part / whole).toFixed(1) + " %";
 
 /** Fills a list of facts. Facts without a value are left out. */
 function fillFacts(list, facts) {
-  list.replaceChildren(...facts.filter(([, value]) => value !== null).flatMap(([name, value]) => [make("dt", "", name), make("dd", "", value)]));
+  list.replaceChildren(...facts
+    .filter(([, value]) => value !== null)
+    .flatMap(([name, value]) => [make("dt", "", name), make("dd", "", value)]));
 }
 
 const MEMORY_NAMES = {
-  process: "The program itself", trunk: "Weights of every token", experts: "Experts", kv: "Keys and values", state: "State of sequences", workspace: "Work space",
-  prompt_cache: "Prompt cache", requests: "Requests", draft: "Draft model", vision: "Image encoder",
+  process: "The program itself", trunk: "Weights of every token", experts: "Experts", kv: "Keys and values",
+  state: "State of sequences", workspace: "Work space", prompt_cache: "Prompt cache", requests: "Requests",
+  draft: "Draft model", vision: "Image encoder",
 };
 
 let previous = null, previousTime = 0;
@@ -29,8 +32,10 @@ async function drawGauges() {
   const since = name => previous ? Math.max(0, (values[name] || 0) - (previous[name] || 0)) : 0;
   const rate = name => previous ? since(name) / (now - previousTime) : 0;
   const share = (part, whole) => whole > 0 ? percent(part, whole) : null;
-  const lookups = sum(values, /^moestro_expert_lookups_total/), misses = sum(values, /^moestro_expert_lookups_total.*result="miss"/);
-  const drafted = sum(values, /^moestro_draft_tokens_total/), accepted = sum(values, /^moestro_draft_tokens_total.*"accepted"/);
+  const lookups = sum(values, /^moestro_expert_lookups_total/);
+  const misses = sum(values, /^moestro_expert_lookups_total.*result="miss"/);
+  const drafted = sum(values, /^moestro_draft_tokens_total/);
+  const accepted = sum(values, /^moestro_draft_tokens_total.*"accepted"/);
   const reused = sum(values, /^moestro_prompt_cache_hits_total/), isStreaming = values.moestro_ssd_reads_total > 0;
   fillFacts($("now"), [
     ["Tokens per second", rate("moestro_generated_tokens_total").toFixed(1)],
@@ -49,10 +54,15 @@ async function drawGauges() {
 
 /** Memory that the plan reserves is not all in use: the process has its own line. */
 function drawMemory(values) {
-  const reserved = Object.keys(values).map(name => [/^moestro_memory_bytes\{kind="(.*)"\}$/.exec(name)?.[1], values[name]]).filter(([kind, held]) => kind && held > 0);
+  const reserved = Object.keys(values)
+    .map(name => [/^moestro_memory_bytes\{kind="(.*)"\}$/.exec(name)?.[1], values[name]])
+    .filter(([kind, held]) => kind && held > 0);
   reserved.sort((a, b) => b[1] - a[1]);
   const resident = values['moestro_process_memory_bytes{kind="resident"}'];
-  fillFacts($("memory"), [["In use by the server", resident ? bytes(resident) : null], ["Limit", bytes(values.moestro_memory_limit_bytes || 0)]]);
+  fillFacts($("memory"), [
+    ["In use by the server", resident ? bytes(resident) : null],
+    ["Limit", bytes(values.moestro_memory_limit_bytes || 0)]
+  ]);
   fillFacts($("reserved"), reserved.map(([kind, held]) => [MEMORY_NAMES[kind] || kind.replaceAll("_", " "), bytes(held)]));
 }
 
@@ -61,7 +71,8 @@ async function drawExperts() {
   const {layers} = await (await request("experts", {isBackground: true})).json(), canvas = $("experts");
   for (const id of ["experts", "experts-title", "experts-help"]) $(id).hidden = !layers.length;
   if (!layers.length) return;
-  const isDark = getComputedStyle(document.body).colorScheme === "dark" || (settings.theme !== "light" && matchMedia("(prefers-color-scheme: dark)").matches);
+  const isDark = getComputedStyle(document.body).colorScheme === "dark"
+    || (settings.theme !== "light" && matchMedia("(prefers-color-scheme: dark)").matches);
   const drawn = layers.join() + isDark;
   if (canvas.drawn === drawn) return;
   canvas.drawn = drawn;

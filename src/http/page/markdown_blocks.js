@@ -11,7 +11,8 @@ const QUOTE = /^ {0,3}> ?/;
 const MATH_START = /^\s*(\$\$|\\\[)/;
 
 const indentOf = line => line.length - line.trimStart().length;
-const startsBlock = line => FENCE.test(line) || HEADING.test(line) || QUOTE.test(line) || RULE.test(line) || MARKER.test(line) || MATH_START.test(line);
+const startsBlock = line => FENCE.test(line) || HEADING.test(line) || QUOTE.test(line) || RULE.test(line) || MARKER.test(line)
+  || MATH_START.test(line);
 
 function parseBlocks(lines, depth = 0) {
   const blocks = [], readers = depth < MAX_DEPTH ? [readFence, readMath, readHeading, readRule, readQuote, readList, readTable] : [];
@@ -71,7 +72,8 @@ function readList(lines, at) {
   if (!first) return null;
   const isOrdered = first[2].length > 1, items = [];
   let to = at, next = at;
-  for (let marker = first; marker && (marker[2].length > 1) === isOrdered && !RULE.test(lines[next]); marker = next < lines.length && MARKER.exec(lines[next])) {
+  for (let marker = first; marker && (marker[2].length > 1) === isOrdered && !RULE.test(lines[next]);
+    marker = next < lines.length && MARKER.exec(lines[next])) {
     const item = readItem(lines, next, marker);
     items.push(item);
     to = next = item.to;
@@ -104,7 +106,8 @@ function cells(line) {
   return inside.replace(/\\\|/g, "\0").split("|").map(cell => cell.replaceAll("\0", "|").trim());
 }
 
-const startsTable = (lines, at) => at + 1 < lines.length && lines[at].includes("|") && isDivider(lines[at + 1]) && cells(lines[at]).length === cells(lines[at + 1]).length;
+const startsTable = (lines, at) => at + 1 < lines.length && lines[at].includes("|") && isDivider(lines[at + 1])
+  && cells(lines[at]).length === cells(lines[at + 1]).length;
 
 function readTable(lines, at) {
   if (!startsTable(lines, at)) return null;

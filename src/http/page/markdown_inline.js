@@ -32,9 +32,16 @@ function inline(text, insideLink = false) {
     plain += text.slice(at, found.index);
     at = found.index;
     const token = found[0], end = at + token.length, kind = token[0];
-    const special = kind === "\\" ? readEscape(text, at) : kind === "`" ? readCode(text, at, token) : kind === "$" ? readDollars(text, at, token)
-      : kind === "<" ? readAngle(text, at) : kind === "&" ? readEntity(text, at) : kind === "\n" ? {node: make("br"), to: end}
-      : insideLink ? null : kind === "[" || kind === "!" ? readLink(text, at, end) : kind === "h" ? readBareLink(text, at) : null;
+    const special = kind === "\\" ? readEscape(text, at)
+      : kind === "`" ? readCode(text, at, token)
+      : kind === "$" ? readDollars(text, at, token)
+      : kind === "<" ? readAngle(text, at)
+      : kind === "&" ? readEntity(text, at)
+      : kind === "\n" ? {node: make("br"), to: end}
+      : insideLink ? null
+      : kind === "[" || kind === "!" ? readLink(text, at, end)
+      : kind === "h" ? readBareLink(text, at)
+      : null;
     if (special) {
       if (kind === "\n") plain = plain.trimEnd();
       put(special.node, special.to);

@@ -13,7 +13,8 @@ function apiMessages(messages) {
     const {content, reasoning_content, tool_calls, results = {}} = message;
     if (!content && !tool_calls) return [];
     const answer = {role: "assistant", content, ...reasoning_content && {reasoning_content}, ...tool_calls && {tool_calls}};
-    const tools = (tool_calls || []).map(call => ({role: "tool", tool_call_id: call.id, content: results[call.id] ?? "The user has not run this tool."}));
+    const tools = (tool_calls || []).map(call =>
+      ({role: "tool", tool_call_id: call.id, content: results[call.id] ?? "The user has not run this tool."}));
     return [answer, ...tools];
   });
 }

@@ -17,7 +17,11 @@ async function refreshModels(isBackground = false) {
   const options = models.map(model => [model.id, model.id + (model.loaded ? "" : " (not loaded)")]);
   const shown = [...$("model").options].map(option => [option.value, option.textContent]);
   if (JSON.stringify(options) !== JSON.stringify(shown)) {
-    $("model").replaceChildren(...options.map(([id, text]) => { const option = make("option", "", text); option.value = id; return option; }));
+    $("model").replaceChildren(...options.map(([id, text]) => {
+      const option = make("option", "", text);
+      option.value = id;
+      return option;
+    }));
   }
   if (document.activeElement !== $("model") || !picked) $("model").value = chosenModel();
   if (!conversation.messages.length) {
@@ -51,11 +55,19 @@ function modelFacts() {
   const plan = health?.plan;
   if (!plan || health.model !== chosenModel()) return models.length ? "Loaded with the first message." : "";
   const whole = plan.trunk + (plan.residency ? plan.experts / plan.residency : plan.experts), held = plan.trunk + plan.experts;
-  const size = plan.residency < 1 ? `${bytes(whole)}, of which ${bytes(held)} fit in memory and the rest is read from the disk` : `${bytes(whole)} in memory`;
-  return [size, `computed on ${plan.device === "cpu" ? "the CPU" : plan.device}`, `context of ${number(health.context)} tokens`].join(" · ");
+  const size = plan.residency < 1 ? `${bytes(whole)}, of which ${bytes(held)} fit in memory and the rest is read from the disk`
+    : `${bytes(whole)} in memory`;
+  return [
+    size,
+    `computed on ${plan.device === "cpu" ? "the CPU" : plan.device}`,
+    `context of ${number(health.context)} tokens`
+  ].join(" · ");
 }
 
-const PROMPTS = ["Explain a mixture of experts in simple words.", "Tell me a story about a fox.", "Write a Python function fibonacci(n).", "Name five planets."];
+const PROMPTS = [
+  "Explain a mixture of experts in simple words.", "Tell me a story about a fox.", "Write a Python function fibonacci(n).",
+  "Name five planets."
+];
 
 function drawWelcome() {
   const box = make("div", "welcome", make("h2", "", chosenModel() || "Moestro"), make("p", "soft", modelFacts()));

@@ -4,7 +4,8 @@ let keyQuestion = null;
 
 /** Asks for the API key, once for all requests that need it. Returns true if the user gives one. */
 async function askKey() {
-  const text = settings.key ? "The server does not accept the key. Check it and try again." : "The key is kept in this browser and sent to this server only.";
+  const text = settings.key ? "The server does not accept the key. Check it and try again."
+    : "The key is kept in this browser and sent to this server only.";
   keyQuestion ||= askUser({title: "This server needs an API key", text, label: "API key", type: "password", action: "Continue"});
   const key = await keyQuestion;
   keyQuestion = null;
@@ -15,7 +16,10 @@ async function askKey() {
 /** Sends a request. On 401 it asks for the key and tries again. Throws a sentence for the user. */
 async function request(path, options = {}) {
   for (;;) {
-    const headers = {...options.body && {"content-type": "application/json"}, ...settings.key && {authorization: "Bearer " + settings.key}};
+    const headers = {
+      ...options.body && {"content-type": "application/json"},
+      ...settings.key && {authorization: "Bearer " + settings.key}
+    };
     let response;
     try {
       response = await fetch(path, {...options, headers});
@@ -26,7 +30,8 @@ async function request(path, options = {}) {
     if (response.ok) return response;
     if (response.status === 401 && !options.isBackground && await askKey()) continue;
     const body = await response.json().catch(() => null);
-    throw Object.assign(new Error(body?.error?.message || `The server answered with status ${response.status}.`), {status: response.status});
+    throw Object.assign(new Error(body?.error?.message || `The server answered with status ${response.status}.`),
+      {status: response.status});
   }
 }
 

@@ -10,7 +10,9 @@ function readSettings() {
 function changeSettings(changes) {
   Object.assign(settings, changes);
   for (const name of Object.keys(settings)) if (settings[name] === "") delete settings[name];
-  try { localStorage.setItem(SETTINGS_KEY, JSON.stringify(settings)); } catch { notify("This browser does not keep the settings.", true); }
+  try {
+    localStorage.setItem(SETTINGS_KEY, JSON.stringify(settings));
+  } catch { notify("This browser does not keep the settings.", true); }
   document.documentElement.style.colorScheme = settings.theme || "";
 }
 
@@ -20,7 +22,9 @@ function parseTools(text) {
   let tools;
   try { tools = JSON.parse(text); } catch (error) { throw new Error(`The tools are not valid JSON: ${error.message}.`); }
   if (!Array.isArray(tools)) throw new Error("The tools must be a JSON list: [ ... ].");
-  if (!tools.every(tool => tool?.function?.name)) throw new Error("Each tool needs \"type\": \"function\" and a \"function\" with a \"name\".");
+  if (!tools.every(tool => tool?.function?.name)) {
+    throw new Error("Each tool needs \"type\": \"function\" and a \"function\" with a \"name\".");
+  }
   return tools;
 }
 

@@ -23,5 +23,7 @@ async function startPage() {
 }
 
 addEventListener("pagehide", () => { for (const {conversation: owner} of running.values()) save(owner); });
-document.addEventListener("visibilitychange", () => { if (!document.hidden) { running.get(conversation.id)?.draw(); readTitles().catch(() => {}); } });
+document.addEventListener("visibilitychange", () => {
+  if (!document.hidden) { running.get(conversation.id)?.draw(); readTitles().catch(() => {}); }
+});
 startPage();

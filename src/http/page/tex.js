@@ -101,7 +101,9 @@ class TexParser {
     if (primes) above = mathElement("mrow", mathElement("mo", primes), ...above ? [above] : []);
     if (!below && !above) return base;
     const [sub, sup, both] = base.hasLimits && this.isDisplay ? ["munder", "mover", "munderover"] : ["msub", "msup", "msubsup"];
-    return below && above ? mathElement(both, base, below, above) : below ? mathElement(sub, base, below) : mathElement(sup, base, above);
+    return below && above ? mathElement(both, base, below, above)
+      : below ? mathElement(sub, base, below)
+      : mathElement(sup, base, above);
   }
 
   /** A group, or a single token: of a number its first digit. */
@@ -203,7 +205,9 @@ class TexParser {
       case "overset": case "stackrel": { const above = this.argument(); return mathElement("mover", this.argument(), above); }
       case "underset": { const below = this.argument(); return mathElement("munder", this.argument(), below); }
       case "xrightarrow": return mathElement("mover", mathElement("mo", "→"), this.argument());
-      case "pmod": return mathElement("mrow", mathElement("mo", "("), mathElement("mi", "mod"), this.space(".33em"), this.argument(), mathElement("mo", ")"));
+      case "pmod":
+        return mathElement("mrow",
+          mathElement("mo", "("), mathElement("mi", "mod"), this.space(".33em"), this.argument(), mathElement("mo", ")"));
       case "bmod": case "mod": return mathElement("mo", " mod ");
       case "not": return mathElement("mo", this.argument().textContent + "\u0338");
       case "tag": return mathElement("mrow", this.space("2em"), mathElement("mtext", `(${this.rawGroup("{", "}")})`));

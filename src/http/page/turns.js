@@ -34,7 +34,8 @@ function drawUserTurn(message) {
 }
 
 function drawAttached({files = [], images = []}) {
-  const drawnFiles = files.map(file => make("details", "", make("summary", "", `${file.name}, ${bytes(file.text.length)}`), make("pre", "", file.text)));
+  const drawnFiles = files.map(file => make("details", "",
+    make("summary", "", `${file.name}, ${bytes(file.text.length)}`), make("pre", "", file.text)));
   return make("div", "attached", ...images.map(drawImage), ...drawnFiles);
 }
 
@@ -100,7 +101,8 @@ class AnswerView {
     if (progress?.total) { this.bar.max = progress.total; this.bar.value = progress.processed; }
     const computed = progress ? progress.processed - progress.cache : 0, rest = progress ? progress.total - progress.processed : 0;
     const seconds = computed > 0 ? Math.ceil(progress.time_ms / 1000 * rest / computed) : 0;
-    this.label.textContent = progress ? `Reading the prompt: ${number(progress.processed)} of ${number(progress.total)} tokens${seconds > 1 ? `, ${seconds} s left` : ""}`
+    const left = seconds > 1 ? `, ${seconds} s left` : "";
+    this.label.textContent = progress ? `Reading the prompt: ${number(progress.processed)} of ${number(progress.total)} tokens${left}`
       : generation.isLoading ? "Loading the model. This can take minutes." : "Waiting for the first token";
   }
 
@@ -112,7 +114,9 @@ class AnswerView {
       this.reasoning.open = Boolean(isReasoning && settings.opensReasoning);
       this.reasoningMarkdown = new MarkdownView(text);
       // A user who opens the reasoning of a running answer wants to see that of the next one.
-      this.reasoning.querySelector("summary").onclick = () => { if (running.has(conversation.id)) changeSettings({opensReasoning: !this.reasoning.open}); };
+      this.reasoning.querySelector("summary").onclick = () => {
+        if (running.has(conversation.id)) changeSettings({opensReasoning: !this.reasoning.open});
+      };
       this.reasoning.ontoggle = () => this.showReasoning();
       this.box.insertBefore(this.reasoning, this.text);
     }
@@ -139,7 +143,8 @@ class AnswerView {
       const card = this.cards.children[index], shown = isComplete ? prettyJson(call.function.arguments) : call.function.arguments;
       if (card.querySelector("pre").textContent !== shown) card.querySelector("pre").textContent = shown;
       if (!isComplete || message.error || card.querySelector(".result")) return;
-      card.append(results[call.id] === undefined ? this.resultField(call) : make("details", "result", make("summary", "", "Result"), make("pre", "", prettyJson(results[call.id]))));
+      card.append(results[call.id] === undefined ? this.resultField(call)
+        : make("details", "result", make("summary", "", "Result"), make("pre", "", prettyJson(results[call.id]))));
     });
     const isOpen = isComplete && !message.error && message.tool_calls.some(call => results[call.id] === undefined);
     if (isOpen && !this.sendResults) {
@@ -157,7 +162,8 @@ class AnswerView {
 
   submitResults() {
     if (running.has(conversation.id) || !settingsAreValid()) return;
-    this.message.results = Object.fromEntries([...this.cards.querySelectorAll("textarea")].map(field => [field.dataset.call, field.value]));
+    this.message.results = Object.fromEntries(
+      [...this.cards.querySelectorAll("textarea")].map(field => [field.dataset.call, field.value]));
     drawConversation();
     ask(null);
   }
