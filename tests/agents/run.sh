@@ -5,7 +5,8 @@
 # Each agent gets a home directory, an empty project, and a checkpoint that follows a script (scripted_model.py). The
 # model calls the agent's shell tool, which must write proof.txt, and then ends with a sentence. aider has no tools: it
 # gets an edit instead. Continue's command line has no launch: it gets a server and the configuration of
-# docs/clients.md. The server's log must have no warning and no status outside 2xx. All agents run at the same time. The
+# docs/clients.md. The agent claude-search is Claude Code that has to search for its tool among those of an MCP server,
+# many_tools.py. The server's log must have no warning and no status outside 2xx. All agents run at the same time. The
 # packages are in $AGENTS_CACHE (default target/agents) and are used again.
 set -euo pipefail
 
@@ -44,17 +45,41 @@ turn() {
     "$binary" launch "$agent" --yes --model "$dir/scripted" --port "$port" -- "$@" </dev/null >"$dir/out" 2>"$dir/err"
 }
 
-# A turn of Continue's command line, which reads the same configuration as its editor extensions.
-continue_turn() {
-  local dir=$scratch/continue log=$scratch/continue/home/.local/state/moestro/launch.log port
+# serve DIR SCRIPT...: starts a server without launch, for a model with this script. Sets $server and $port. The log is
+# where launch would write it.
+serve() {
+  local dir=$1 log=$1/home/.local/state/moestro/launch.log
+  shift
   mkdir -p "$(dirname "$log")" "$dir/project"
-  python3 "$here/scripted_model.py" "$dir/scripted" Bash command
+  python3 "$here/scripted_model.py" "$dir/scripted" "$@"
   mkfifo "$dir/ready"
   env -i HOME="$dir/home" "$binary" serve "$dir/scripted" --port 0 --log-level debug --log-format json >"$dir/ready" 2>"$log" &
-  local server=$!
+  server=$!
   exec 3<"$dir/ready"
   read -r -t 60 port <&3
   port=$(python3 -c 'import json, sys; print(json.loads(sys.argv[1])["port"])' "$port")
+}
+
+# A turn of Claude Code that sends tools only after it has searched for them, which launch switches off.
+search_turn() {
+  local dir=$scratch/claude-search server port status=0
+  serve "$dir" --search mcp__many__run command
+  echo '{"mcpServers": {"many": {"command": "python3", "args": ["'"$here/many_tools.py"'"]}}}' >"$dir/mcp.json"
+  cd "$dir/project"
+  timeout 600 env -i HOME="$dir/home" PATH="$cache/node_modules/.bin:$PATH" LANG=C.UTF-8 ENABLE_TOOL_SEARCH=true \
+    ANTHROPIC_BASE_URL="http://localhost:$port" ANTHROPIC_AUTH_TOKEN=local ANTHROPIC_MODEL=scripted \
+    ANTHROPIC_DEFAULT_HAIKU_MODEL=scripted CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC=1 \
+    CLAUDE_CODE_MAX_CONTEXT_TOKENS=131072 claude -p "Write the file" --mcp-config "$dir/mcp.json" \
+    --strict-mcp-config --allowedTools ToolSearch mcp__many__run </dev/null >"$dir/out" 2>"$dir/err" || status=$?
+  kill "$server"
+  wait "$server" || true
+  return $status
+}
+
+# A turn of Continue's command line, which reads the same configuration as its editor extensions.
+continue_turn() {
+  local dir=$scratch/continue server port
+  serve "$dir" Bash command
   cat >"$dir/config.yaml" <<YAML
 name: Local
 version: 1.0.0
@@ -90,7 +115,11 @@ PYTHON
 declare -A running
 start() {
   if [ ${#chosen[@]} = 0 ] || [[ " ${chosen[*]} " = *" $1 "* ]]; then
-    if [ "$1" = continue ]; then continue_turn & else turn "$@" & fi
+    case $1 in
+    continue) continue_turn & ;;
+    claude-search) search_turn & ;;
+    *) turn "$@" & ;;
+    esac
     running[$1]=$!
   fi
 }
@@ -100,6 +129,7 @@ start codex exec_command cmd -- exec --skip-git-repo-check --dangerously-bypass-
 start opencode bash command description=Test -- run "Write the file"
 start qwen run_shell_command command is_background=false description=Test -- --yolo -p "Write the file"
 start continue
+start claude-search
 start aider - command -- --yes-always --no-git --no-check-update --analytics-disable --edit-format whole --message "Write the file"
 
 failed=0

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Writes a checkpoint that follows a script: scripted_model.py DIR TOOL ARGUMENT [WORD]...
+"""Writes a checkpoint that follows a script: scripted_model.py DIR [--search] TOOL ARGUMENT [WORD]...
 
 The first answer of a conversation that has a tool TOOL calls it with the command "echo ran > proof.txt" as the
 parameter ARGUMENT. Each WORD is a further parameter, NAME=VALUE. An answer after the result of a tool, or without the
-tool, is text. TOOL "-" writes a block of aider's edit format "whole" instead of a call.
+tool, is text. TOOL "-" writes a block of aider's edit format "whole" instead of a call. With --search, the first answer
+calls Claude Code's ToolSearch for TOOL, and the second answer calls TOOL.
 
 The script is in the weights. The only layer adds zero to the residual, so the logits depend on the last token alone. It
 is a delta net, because the cost of attention would grow with the square of an agent's long prompt. Each token of the
@@ -18,26 +19,33 @@ HIDDEN, HEAD, EXPERTS, INNER = 128, 64, 4, 64
 CONTEXT = 131_072
 COMMAND = ["echo ran", " > proof.txt"]
 TEXT = ["The script", " has ended."]
-CALL, SAY = "<|script_call|>", "<|script_say|>"
+CALL, SAY, SEARCH = "<|script_call|>", "<|script_say|>", "<|script_search|>"
 
 # Renders a conversation as the demo's template does, and chooses the script.
 TEMPLATE = """{%- for tool in tools or [] %}{{- tool | tojson + '\\n' }}{%- endfor %}
-{%- set ns = namespace(ran=false) %}
+{%- set ns = namespace(ran=false, results=0) %}
 {%- for message in messages %}
     {%- set ns.ran = message.role == 'tool' or (ns.ran and message.role != 'user') %}
+    {%- set ns.results = ns.results + (1 if message.role == 'tool' else 0) %}
     {{- '<|im_start|>' + message.role + '\\n' + (message.content or '') }}
     {%- for call in message.tool_calls or [] %}{{- '<tool_call>\\n' + call.function.name + '\\n</tool_call>' }}{%- endfor %}
     {{- '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}
     {%- set names = (tools or []) | map(attribute='function') | map(attribute='name') | list %}
-    {{- '<|im_start|>assistant\\n' + ('CALL' if WHEN and not ns.ran else 'SAY') }}
+    {{- '<|im_start|>assistant\\n' + (CHOICE) }}
 {%- endif %}
 """
 
 
+def call(tool, parameters):
+    """The text of a call."""
+    parameters = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in parameters)
+    return f"<tool_call>\n<function={tool}>\n{parameters}</function>\n</tool_call>"
+
+
 def script(tool, parameters):
-    """The pieces of the first answer."""
+    """The pieces of the answer that calls the tool."""
     if tool == "-":
         return ["proof.txt\n```\n", "ran\n``", "`\n"]
     (first, command), *others = parameters
@@ -47,7 +55,9 @@ def script(tool, parameters):
 
 
 def main():
-    out, tool, argument, *words = sys.argv[1:]
+    out, *arguments = sys.argv[1:]
+    searches = arguments[0] == "--search"
+    tool, argument, *words = arguments[searches:]
     out = pathlib.Path(out)
     out.mkdir(parents=True, exist_ok=True)
     parameters = [(argument, COMMAND)] + [tuple(word.split("=", 1)) for word in words]
@@ -65,11 +75,17 @@ def main():
     end = ids["<|im_end|>"]
     chains = [[add(CALL, True)] + [add(piece) for piece in script(tool, parameters)] + [end],
               [add(SAY, True)] + [add(piece) for piece in TEXT] + [end]]
+    if searches:
+        # One token, because the parts of a call have other successors in the other script.
+        chains.append([add(SEARCH, True), add(call("ToolSearch", [("query", f"select:{tool}"), ("max_results", 5)])), end])
     vocabulary = -(-(max(ids.values()) + 1) // 64) * 64
     (out / "tokenizer.json").write_text(json.dumps(tokenizer))
     settings = json.loads((DEMO / "tokenizer_config.json").read_text())
     when = "messages | length > 1" if tool == "-" else f"'{tool}' in names"
-    settings["chat_template"] = TEMPLATE.replace("CALL", CALL).replace("SAY", SAY).replace("WHEN", when)
+    choice = f"'{CALL}' if {when} and not ns.ran else '{SAY}'"
+    if searches:
+        choice = f"'{SEARCH}' if 'ToolSearch' in names and ns.results == 0 else '{CALL}' if ns.results == 1 else '{SAY}'"
+    settings["chat_template"] = TEMPLATE.replace("CHOICE", choice)
     (out / "tokenizer_config.json").write_text(json.dumps(settings))
     text = json.loads((DEMO / "config.json").read_text())["text_config"]
     text.update(hidden_size=HIDDEN, num_hidden_layers=1, vocab_size=vocabulary, max_position_embeddings=CONTEXT,
