@@ -20,11 +20,13 @@ fn on_cpu(streaming: bool) -> Qwen {
     load_changed(streaming, |options| options.math = CpuArithmetic::Integer)
 }
 
-/// Moves the model to a test double of Metal.
-fn on_double(model: Qwen) -> (Qwen, Shared) {
+/// Moves the model to a test double of Metal on which `fault` will occur, if any. Only a double that hangs has a short
+/// limit of its time, since a busy machine can be slow.
+fn on_double(model: Qwen, fault: Option<Fault>) -> (Qwen, Shared) {
     let double = Double::new(Host::fast());
     let control = double.control();
-    (move_to(model, CommandQueue::new(double).with_stall_timeout(Duration::from_millis(500))), control)
+    let limit = Duration::from_millis(if fault == Some(Fault::Hangs) { 500 } else { 60_000 });
+    (move_to(model, CommandQueue::new(double).with_stall_timeout(limit)), control)
 }
 
 /// Makes `fault` occur in the `nth` command buffer from now on.
@@ -36,7 +38,7 @@ fn plan_fault(control: &Shared, nth: usize, fault: Fault) {
 
 /// A model on a test double, with `fault` in the `nth` command buffer.
 fn model_with_fault(streaming: bool, nth: usize, fault: Fault) -> (Qwen, Shared) {
-    let (model, control) = on_double(on_cpu(streaming));
+    let (model, control) = on_double(on_cpu(streaming), Some(fault));
     plan_fault(&control, nth, fault);
     (model, control)
 }
@@ -67,7 +69,7 @@ fn cpu_takes_over_from_lost_device() {
 
 #[test]
 fn failed_draft_does_not_fail_the_next_pass() {
-    let expected = answer(&mut on_double(on_cpu(false)).0).unwrap();
+    let expected = answer(&mut on_double(on_cpu(false), None).0).unwrap();
     let (mut model, _) = model_with_fault(false, 0, Fault::Fails);
     let hidden = model.config().hidden;
     assert!(model.head_logits(&vec![0.0; hidden]).is_err());
@@ -100,7 +102,7 @@ fn cpu_continues_from_lost_devices_snapshot() {
         let own = cpu.snapshot(&mut state).unwrap().pages[0].read().unwrap().into_owned();
         let expected = cpu.forward(&mut state, rest, Rows::All).unwrap().data;
 
-        let (mut model, control) = on_double(load_changed(false, |options| options.math = math));
+        let (mut model, control) = on_double(load_changed(false, |options| options.math = math), Some(Fault::Hangs));
         let kv_bytes = model.kv_bytes();
         let mut state = model.start().unwrap();
         // Evaluate one row at a time, as in decoding, because a prompt uses half precision.

@@ -190,10 +190,11 @@ fn residency_is_renewed_while_idle() {
     let requests = || control.lock().unwrap().calls.get("residency").copied().unwrap_or(0);
     queue.launch(&launch).unwrap();
     queue.wait().unwrap();
-    std::thread::sleep(Duration::from_millis(100));
-    let before = requests();
-    std::thread::sleep(Duration::from_millis(1200));
-    assert!(before > 0 && requests() >= before + 2, "{before}, then {}", requests());
+    let (begin, before) = (Instant::now(), requests());
+    while requests() < before + 3 {
+        assert!(begin.elapsed() < Duration::from_secs(60), "{before}, then {}", requests());
+        std::thread::sleep(Duration::from_millis(10));
+    }
 }
 
 #[test]
@@ -314,7 +315,9 @@ impl QueueFixture {
     fn new(method: &'static str, fault: Fault) -> Self {
         let double = Double::new(Host::fast());
         let control = double.control();
-        let mut queue = CommandQueue::new(double).with_stall_timeout(Duration::from_secs(2));
+        // A busy machine can be slow. Only a device that hangs reaches the limit.
+        let seconds = if fault == Fault::Hangs { 2 } else { 60 };
+        let mut queue = CommandQueue::new(double).with_stall_timeout(Duration::from_secs(seconds));
         let launch = norm(&mut |bytes| queue.allocate(bytes).unwrap());
         control.lock().unwrap().fault = Some(Plan { method, nth: 0, fault });
         Self { queue, control, launch }
@@ -339,7 +342,7 @@ fn stalled_device_is_lost() {
     let error = queue.wait().unwrap_err().to_string();
     assert!(error.contains("completed nothing") && queue.is_lost(), "{error}");
     assert!(queue.launch(&launch).is_err() && queue.wait().is_err() && queue.allocate(8).is_err());
-    assert!(begin.elapsed() < Duration::from_secs(10));
+    assert!(begin.elapsed() < Duration::from_secs(60));
     drop(queue);
     assert_eq!(control.lock().unwrap().calls["leak_buffers"], 1, "the device may still write");
 }
