@@ -231,19 +231,19 @@ fn disconnected_queued_request_is_skipped() {
     drop(handle.submit(request(&[9; 5000], 1)).unwrap());
     assert_eq!(collect(running).0.len(), 19);
     wait_until_idle(&handle);
-    assert!(mock.evaluated.load(Ordering::Relaxed) < 100);
+    assert!(mock.evaluated.load(Ordering::Relaxed) < 1000);
 }
 
 #[test]
 fn deadline_ends_running_and_waiting_requests() {
     let (handle, ..) = engine(&slow_model(), options());
     let begin = Instant::now();
-    let new_request = || Request { deadline: Some(begin + 500 * MS), ..request(&[9], 90_000) };
+    let new_request = || Request { deadline: Some(begin + 2000 * MS), ..request(&[9], 90_000) };
     let running = handle.submit(new_request()).unwrap();
     let waiting = handle.submit(new_request()).unwrap();
     assert!(matches!(collect(running).1, Err(EngineError::TimedOut)));
     assert!(matches!(collect(waiting).1, Err(EngineError::TimedOut)));
-    assert!(begin.elapsed() >= 500 * MS);
+    assert!(begin.elapsed() >= 2000 * MS);
     assert!(matches!(handle.submit(new_request()), Err(EngineError::TimedOut)));
 }
 

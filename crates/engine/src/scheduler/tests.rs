@@ -33,9 +33,14 @@ struct Engine(Scheduler<MockModel>);
 
 impl Engine {
     fn new(cost: (f64, f64)) -> Self {
+        Self::with_batch(cost, 1)
+    }
+
+    fn with_batch(cost: (f64, f64), batch: usize) -> Self {
         COST.set(cost);
         let mut mock = MockModel {
             chunk: 2048,
+            batch,
             context: 100_000,
             answer: Some(vec![5; 90_000]),
             on_pass: pass,
@@ -187,6 +192,29 @@ fn decoding_keeps_half_its_rate() {
         let rate = (answer.tokens - had) as f64 / alone;
         assert!(rate > 0.48, "{cost:?}: {rate} of the rate alone");
         assert!(rate < 0.75, "{cost:?}: prompts get {} of the time", 1.0 - rate);
+    }
+}
+
+#[test]
+fn requests_decode_in_turn_or_together() {
+    for batch in [1, 2, 4] {
+        let mut engine = Engine::with_batch(COSTS[0], batch);
+        let mut all = [0; 4].map(|_| engine.submit(16, 90_000));
+        let mut have_begun = [false; 4];
+        while have_begun != [true; 4] {
+            engine.step();
+            all.iter_mut().zip(&mut have_begun).for_each(|(events, has_begun)| *has_begun |= received(events).0 > 0);
+        }
+        let passes = |engine: &Engine| {
+            let sizes = &engine.0.metrics.step_sequences;
+            (sizes.get_sample_count(), sizes.get_sample_sum())
+        };
+        let (count, sequences) = passes(&engine);
+        for _ in 0..100 {
+            engine.step();
+        }
+        assert_eq!(all.map(|mut events| received(&mut events).0), [100 * batch / 4; 4], "{batch}");
+        assert_eq!(passes(&engine), (count + 100, sequences + (100 * batch) as f64), "{batch}");
     }
 }
 
