@@ -101,10 +101,12 @@ mod tests {
     fn resumed_download_shows_current_speed() {
         let bar = indicatif::ProgressBar::hidden();
         let progress = progress_of(&bar);
-        progress(10 << 30, 20 << 30);
+        // On a machine of any speed, 5 MiB in at least 100 ms are below the limit, and 10 TiB are above it.
+        let on_disk = 10 << 40;
+        progress(on_disk, 2 * on_disk);
         for step in 1..=5 {
             thread::sleep(Duration::from_millis(20));
-            progress((10 << 30) + (step << 20), 20 << 30);
+            progress(on_disk + (step << 20), 2 * on_disk);
         }
         assert!(bar.per_sec() < 1e9, "{} bytes per second", bar.per_sec());
     }

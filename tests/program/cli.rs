@@ -166,7 +166,7 @@ fn running_server_shows_and_unloads_its_model() {
     );
     assert!(run(&["stop", "--port", &port]).status.success(), "the loaded model needs no name");
     let gone = || String::from_utf8_lossy(&run(&["ps", "--port", &port]).stdout).contains("no model is in memory");
-    assert!((0..100).any(|_| gone() || {
+    assert!((0..1200).any(|_| gone() || {
         std::thread::sleep(Duration::from_millis(50));
         false
     }));
@@ -299,7 +299,7 @@ impl Server {
             if let Some(status) = self.child.try_wait().unwrap() {
                 return status.code();
             }
-            assert!(begin.elapsed() < Duration::from_secs(20), "still running");
+            assert!(begin.elapsed() < Duration::from_secs(60), "still running");
             std::thread::sleep(Duration::from_millis(5));
         }
     }
@@ -451,8 +451,10 @@ fn reload_that_loses_the_key_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("moestro.toml");
     std::fs::write(&file, "api-key = \"secret\"").unwrap();
-    let config = format!("--config={}", file.display());
-    let server = Server::start(&[&config]);
+    let logs = dir.path().join("logs");
+    let [config, log_dir] =
+        [("config", &file), ("log-dir", &logs)].map(|(name, path)| format!("--{name}={}", path.display()));
+    let server = Server::start(&[&config, &log_dir]);
     let status = |key: &str| {
         let headers = format!("Authorization: Bearer {key}\r\n");
         server.ask("GET /v1/models", &headers, "").lines().next().unwrap_or_default().to_owned()
@@ -463,15 +465,11 @@ fn reload_that_loses_the_key_is_refused() {
             Some(text) => std::fs::write(&file, text).unwrap(),
             None => std::fs::remove_file(&file).unwrap(),
         }
-        server.signal("HUP");
-        std::thread::sleep(Duration::from_millis(300));
+        let line = crate::process::reload(server.child.id(), &logs);
+        assert!(line.contains("cannot reload the configuration"), "{text:?}: {line}");
         assert!(status("secret").contains("200") && status("").contains("401"), "{text:?}");
     }
     std::fs::write(&file, "api-key = \"other\"").unwrap();
-    server.signal("HUP");
-    let changed = |_| {
-        std::thread::sleep(Duration::from_millis(50));
-        status("other").contains("200")
-    };
-    assert!((0..200).any(changed));
+    crate::process::reload(server.child.id(), &logs);
+    assert!(status("other").contains("200") && status("secret").contains("401"));
 }

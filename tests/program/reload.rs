@@ -2,9 +2,9 @@
 
 #![cfg(unix)]
 
-use crate::process::Process;
+use crate::process::{Process, reload};
 use serde_json::Value;
-use std::{fs, path::Path, process::Command, thread, time::Duration};
+use std::{fs, path::Path, thread, time::Duration};
 
 /// Copies the demo model to a new directory.
 fn copy_demo(to: &Path) {
@@ -20,36 +20,26 @@ fn hangup_reloads_the_configuration() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("moestro.toml");
     fs::write(&file, "api-key = \"old\"\nmemory-limit = \"512M\"\n").unwrap();
-    let (file, prompts) = (file.to_str().unwrap(), dir.path().to_str().unwrap());
-    let server = Process::start(&["--config", file, "--prompt-cache-dir", prompts]);
+    let logs = dir.path().join("logs");
+    let [file, prompts, log_dir] = [&file, dir.path(), &logs].map(|path| path.to_str().unwrap());
+    let server = Process::start(&["--config", file, "--prompt-cache-dir", prompts, "--log-dir", log_dir]);
     let accepts = |key: &str| server.ask("GET", &format!("/v1/models?key={key}"), "").contains("moestro-demo");
-    let hang_up = || {
-        let sent = Command::new("kill").args(["-HUP", &server.id().to_string()]).status();
-        assert!(sent.unwrap().success());
-    };
     assert!(accepts("old") && !accepts("new"));
 
     fs::write(file, "api-key = \"new\"\nkeep-alive = \"200ms\"\n").unwrap();
-    hang_up();
-    thread::sleep(Duration::from_millis(500));
+    let line = reload(server.id(), &logs);
+    assert!(line.contains("cannot reload the configuration"), "{line}");
     assert!(accepts("old") && !accepts("new"), "an invalid file changes nothing");
 
     fs::write(file, "api-key = \"new\"\nkeep-alive = \"0.2\"\n").unwrap();
-    hang_up();
-    let eventually = |condition: &dyn Fn() -> bool| {
-        (0..100).any(|_| {
-            condition() || {
-                thread::sleep(Duration::from_millis(50));
-                false
-            }
-        })
+    let line = reload(server.id(), &logs);
+    assert!(line.contains("reloaded the configuration"), "{line}");
+    assert!(accepts("new") && !accepts("old"));
+    let is_unloaded = |_| {
+        thread::sleep(Duration::from_millis(50));
+        server.ask("GET", "/health", "").contains("\"model\":null")
     };
-    assert!(eventually(&|| accepts("new")));
-    assert!(!accepts("old"));
-    assert!(
-        eventually(&|| server.ask("GET", "/health", "").contains("\"model\":null")),
-        "the new keep-alive unloads the model"
-    );
+    assert!((0..1200).any(is_unloaded), "the new keep-alive unloads the model");
 }
 
 #[test]
@@ -70,14 +60,24 @@ fn model_directory_is_found_after_another_model() {
 #[test]
 fn refused_reload_keeps_settings_of_other_models() {
     let dir = tempfile::tempdir().unwrap();
-    let [file, models, prompts] = ["moestro.toml", "models", "prompts"].map(|name| dir.path().join(name));
+    let [file, models, prompts, logs] = ["moestro.toml", "models", "prompts", "logs"].map(|name| dir.path().join(name));
     copy_demo(&models.join("mine"));
     let settings = "memory-limit = \"512M\"\nmax-tokens = 2\n";
     fs::write(&file, settings).unwrap();
-    let [file, models, prompts] = [&file, &models, &prompts].map(|path| path.to_str().unwrap());
-    let server = Process::start(&["--config", file, "--models-dir", models, "--prompt-cache-dir", prompts]);
+    let [file, models, prompts, log_dir] = [&file, &models, &prompts, &logs].map(|path| path.to_str().unwrap());
+    let server = Process::start(&[
+        "--config",
+        file,
+        "--models-dir",
+        models,
+        "--prompt-cache-dir",
+        prompts,
+        "--log-dir",
+        log_dir,
+    ]);
     fs::write(file, format!("{settings}port = \n")).unwrap();
-    assert!(Command::new("kill").args(["-HUP", &server.id().to_string()]).status().unwrap().success());
+    let line = reload(server.id(), &logs);
+    assert!(line.contains("cannot reload the configuration"), "{line}");
     for model in ["mine", "moestro-demo"] {
         let body = format!(r#"{{"model": "{model}", "messages": [{{"role": "user", "content": "One, two,"}}]}}"#);
         let answer: Value = serde_json::from_str(&server.ask("POST", "/v1/chat/completions", &body)).unwrap();
@@ -102,19 +102,9 @@ fn half_written_file_is_not_loaded() {
     fs::write(&file, lines.join("\n")).unwrap();
     let [config, prompts, log_dir] = [&file, &prompts, &logs].map(|path| path.to_str().unwrap());
     let server = Process::start(&["--config", config, "--prompt-cache-dir", prompts, "--log-dir", log_dir]);
-    let log = || -> String {
-        let files = fs::read_dir(&logs).unwrap().map(|entry| entry.unwrap().path());
-        files.map(|path| fs::read_to_string(path).unwrap()).collect()
-    };
-    let reloads = || log().matches(" the configuration").count();
     let reload = |text: &str| {
         fs::write(&file, text).unwrap();
-        let before = reloads();
-        assert!(Command::new("kill").args(["-HUP", &server.id().to_string()]).status().unwrap().success());
-        assert!((0..600).any(|_| {
-            thread::sleep(Duration::from_millis(20));
-            reloads() > before
-        }));
+        reload(server.id(), &logs)
     };
     // Each text is the beginning of the file, or lacks a line.
     let without = |name: &str| lines.into_iter().filter(|line| !line.starts_with(name)).collect::<Vec<_>>().join("\n");
@@ -130,8 +120,7 @@ fn half_written_file_is_not_loaded() {
         (without("allowed-host"), "no longer has allowed-host"),
     ];
     for (text, why) in refused {
-        reload(&text);
-        let last = log().lines().rfind(|line| line.contains(" the configuration")).unwrap().to_owned();
+        let last = reload(&text);
         assert!(last.contains("cannot reload the configuration") && (why == "TOML" || last.contains(why)), "{last}");
         let list = server.ask("GET", "/v1/models?key=old", "");
         assert!(list.contains("mine") && list.contains("moestro-demo"), "{text}: {list}");

@@ -426,7 +426,7 @@ fn closed_terminal_ends_the_server() {
     drop(terminal);
     let start = Instant::now();
     while TcpStream::connect(&address).is_ok() {
-        assert!(start.elapsed() < Duration::from_secs(20), "the server still listens");
+        assert!(start.elapsed() < Duration::from_secs(60), "the server still listens");
         thread::sleep(Duration::from_millis(50));
     }
 }

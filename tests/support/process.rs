@@ -4,10 +4,36 @@
 use crate::program;
 use serde_json::{Value, json};
 use std::{
+    fs,
     io::{BufRead, BufReader, Read, Write},
     net::TcpStream,
+    path::Path,
     process::{Child, Command, Stdio},
+    thread,
+    time::{Duration, Instant},
 };
+
+/// Sends SIGHUP to the server `id`, waits until it has read its configuration again, and returns the line of its log
+/// that says so. `logs` is the directory of `--log-dir`.
+pub fn reload(id: u32, logs: &Path) -> String {
+    let lines = || -> Vec<String> {
+        let files = fs::read_dir(logs).unwrap().map(|entry| entry.unwrap().path());
+        let log: String = files.map(|path| fs::read_to_string(path).unwrap()).collect();
+        // The last line may be incomplete.
+        let lines =
+            log.split_inclusive('\n').filter(|line| line.contains(" the configuration") && line.ends_with('\n'));
+        lines.map(str::to_owned).collect()
+    };
+    let (before, begin) = (lines().len(), Instant::now());
+    assert!(Command::new("kill").args(["-HUP", &id.to_string()]).status().unwrap().success());
+    loop {
+        if let Some(line) = lines().get(before) {
+            return line.clone();
+        }
+        assert!(begin.elapsed() < Duration::from_secs(60), "the server does not reload its configuration");
+        thread::sleep(Duration::from_millis(20));
+    }
+}
 
 /// A server process. Dropping this value kills the server.
 pub struct Process {
