@@ -48,7 +48,11 @@ pub fn unpack() -> Result<PathBuf, StoreError> {
     for root in [std::env::temp_dir(), "/dev/shm".into()] {
         let private = atomic_file::private_dir(&root).map_err(StoreError::at(&root));
         match private.and_then(|dir| unpack_into(&dir.join("demo"))) {
-            Ok(dir) => return Ok(dir),
+            Ok(dir) => {
+                let why = refused.first().map_or_else(|| "HOME is not set".into(), ToString::to_string);
+                tracing::info!("cannot write the demo model to the cache ({why}); using {}", dir.display());
+                return Ok(dir);
+            }
             Err(error) => refused.push(error),
         }
     }

@@ -41,7 +41,10 @@ fn main() -> ExitCode {
         _ => error.exit(),
     });
     local_models::resolve_name(&mut cli.command, &mut settings);
-    match log::init(&cli).and_then(|_guard| run(cli.command, &settings)) {
+    match log::init(&cli).and_then(|_guard| {
+        settings.content.log_warning();
+        run(cli.command, &settings)
+    }) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("moestro: {error}{}", local_models::hint(&error, &settings));

@@ -280,7 +280,12 @@ fn prompt_cache_dir(config: &ServeConfig) -> Option<PathBuf> {
 /// Options of the prompt cache on disk. The bytes of a snapshot depend on the tokens and on everything in the key. The
 /// key includes this executable, because another build may round differently.
 fn storage(config: &ServeConfig, checkpoint: &CheckpointMeta, loaded: &super::ReadyModel) -> Option<DiskCacheOptions> {
-    let dir = prompt_cache_dir(config)?;
+    let Some(dir) = prompt_cache_dir(config) else {
+        if config.prompt_cache_dir == PromptCacheDir::Cache {
+            tracing::warn!("HOME is not set; running without the prompt cache on disk, see --prompt-cache-dir");
+        }
+        return None;
+    };
     let identity = Index::open(&checkpoint.dir).and_then(|index| file_identity(&index.files));
     let program = std::env::current_exe().and_then(std::fs::metadata).map(|meta| (meta.len(), meta.modified().ok()));
     let (Ok(identity), Ok(program)) = (identity, program) else {

@@ -41,6 +41,8 @@ pub struct ConfigFile {
     path: PathBuf,
     settings: Flags,
     models: BTreeMap<String, Flags>,
+    /// Why the program runs without the user's default file, if the file may exist.
+    warning: Option<String>,
 }
 
 /// The settings of a command, and the source of each setting.
@@ -135,8 +137,27 @@ impl ConfigFile {
         let Some(path) = named.map(Path::to_path_buf).or_else(default_path) else { return Ok(Self::default()) };
         match read_file(&path) {
             Ok(text) => Self::parse(&path, &text).map_err(|reason| format!("{}: {reason}", path.display())),
-            Err(error) if named.is_none() && error.kind() == io::ErrorKind::NotFound => Ok(Self::default()),
+            // The second kind: a parent of the file, such as the home directory, is a file.
+            Err(error)
+                if named.is_none()
+                    && matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) =>
+            {
+                Ok(Self::default())
+            }
+            // The home directory may belong to another user.
+            Err(error) if named.is_none() && fs::symlink_metadata(&path).is_err() => {
+                let warning =
+                    format!("cannot look for {}: {error}; running without settings of a file", path.display());
+                Ok(Self { warning: Some(warning), ..Self::default() })
+            }
             Err(error) => Err(format!("{}: {error}", path.display())),
+        }
+    }
+
+    /// Logs why the program runs without the user's default file, if the file may exist.
+    pub fn log_warning(&self) {
+        if let Some(warning) = &self.warning {
+            tracing::warn!("{warning}");
         }
     }
 
@@ -276,8 +297,9 @@ fn toml_error(text: &str, error: &toml::de::Error) -> String {
 
 /// `moestro/moestro.toml` in the user's configuration directory.
 fn default_path() -> Option<PathBuf> {
-    let set = |name| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
-    let base = set("XDG_CONFIG_HOME").or_else(|| Some(env::home_dir()?.join(".config")))?;
+    let is_absolute = |path: &PathBuf| path.is_absolute();
+    let set = |name| env::var_os(name).map(PathBuf::from).filter(is_absolute);
+    let base = set("XDG_CONFIG_HOME").or_else(|| Some(env::home_dir().filter(is_absolute)?.join(".config")))?;
     Some(base.join("moestro/moestro.toml"))
 }
 

@@ -4,6 +4,7 @@ use crate::{
     double::{Double, Shared},
     host::Host,
 };
+use moestro_base::metrics::Metrics;
 use moestro_compute::{device::{CommandQueue, Gpu}, experts::{ExpertChoice, ExpertMap, ExpertSource, ExpertStore, Options, PIECES, PassKind, Piece}, ops::{Backend, GpuBackend}};
 use std::{
     io,

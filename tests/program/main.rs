@@ -10,6 +10,7 @@ mod exiting;
 #[cfg(target_os = "linux")]
 #[path = "../support/group.rs"]
 mod group;
+mod home;
 mod idle;
 mod launch;
 mod mistakes;

@@ -16,7 +16,13 @@ const BRANCH: &str = "main";
 /// set.
 pub fn root() -> Option<PathBuf> {
     let set = |name| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
-    let home = || Some(set("HF_HOME").or_else(|| Some(env::home_dir()?.join(".cache/huggingface")))?.join("hub"));
+    let home = || {
+        Some(
+            set("HF_HOME")
+                .or_else(|| Some(env::home_dir().filter(|home| home.is_absolute())?.join(".cache/huggingface")))?
+                .join("hub"),
+        )
+    };
     set("HF_HUB_CACHE").or_else(home)
 }
 
