@@ -59,7 +59,7 @@ pub struct QueueLimits {
 
 impl QueueLimits {
     /// Makes room for a new request. `waiting` has the requests in order of arrival. Returns the indices of those that
-    /// the queue gives up for the new request, or `None` if the new request is refused.
+    /// the queue gives up for the new request, in ascending order, or `None` if the new request is refused.
     ///
     /// The queue gives up the newest requests of the client that has most, but only as long as that client keeps as
     /// much as the new request's client has then. Clients that try again therefore do not replace each other.
@@ -73,6 +73,7 @@ impl QueueLimits {
         while !kept.is_empty() && held(&kept).saturating_add(new.bytes) > self.bytes {
             given_up.push(give_up(&mut kept, new.client, new.bytes, |share| share.bytes)?);
         }
+        given_up.sort_unstable();
         Some(given_up)
     }
 }
@@ -85,31 +86,47 @@ fn give_up(
     new_size: usize,
     size: impl Fn(&QueueShare) -> usize,
 ) -> Option<usize> {
-    let victim = (0..GROUPS).find_map(|level| {
-        let is_peer = |share: &QueueShare| share.client.groups[..level] == client.groups[..level];
-        let peers = kept.iter().enumerate().filter(|(_, (_, share))| is_peer(share) && size(share) > 0);
-        let (mut group, mut has, mut own) = (peers.collect::<Vec<_>>(), 0, new_size);
-        for part in level..GROUPS {
-            let mut sizes = HashMap::<u64, usize>::new();
-            group
-                .iter()
-                .for_each(|(_, (_, share))| *sizes.entry(share.client.groups[part]).or_default() += size(share));
-            if part == level {
-                own += sizes.remove(&client.groups[level]).unwrap_or(0);
-            }
-            // Among equally large groups, the one with the newest request.
-            let in_group = |(_, (_, share)): &(usize, &(usize, QueueShare))| sizes.get(&share.client.groups[part]);
-            let (_, (_, largest)) = *group.iter().max_by_key(|entry| in_group(entry))?;
-            if part == level {
-                has = sizes.get(&largest.client.groups[part]).copied()?;
-            }
-            let largest = largest.client.groups[part];
-            group.retain(|(_, (_, share))| share.client.groups[part] == largest);
-        }
-        let (at, (_, newest)) = *group.last()?;
-        (own <= has - size(newest)).then_some(at)
-    });
-    Some(kept.remove(victim?).0)
+    let at = (0..GROUPS).find_map(|level| find_victim(kept, client, level, new_size, &size))?;
+    Some(kept.remove(at).0)
+}
+
+/// Finds the request that makes room among the requests that share the groups of `client` above `level`: the newest
+/// request of the largest group at `level`, and of the largest groups in it. Returns the request's position in `kept`,
+/// or `None` if its group would then have less than the group of `client`.
+fn find_victim(
+    kept: &[(usize, QueueShare)],
+    client: ClientId,
+    level: usize,
+    new_size: usize,
+    size: &impl Fn(&QueueShare) -> usize,
+) -> Option<usize> {
+    let is_peer = |share: &QueueShare| share.client.groups[..level] == client.groups[..level];
+    let peers = kept.iter().map(|(_, share)| share).enumerate();
+    let mut group: Vec<_> = peers.filter(|(_, share)| is_peer(share) && size(share) > 0).collect();
+    let sizes_at = |part: usize, group: &[(usize, &QueueShare)]| {
+        let mut sizes = HashMap::<u64, usize>::new();
+        group.iter().for_each(|(_, share)| *sizes.entry(share.client.groups[part]).or_default() += size(share));
+        sizes
+    };
+    let mut sizes = sizes_at(level, &group);
+    let own = new_size + sizes.remove(&client.groups[level]).unwrap_or(0);
+    let has = keep_largest(&mut group, level, &sizes)?;
+    for part in level + 1..GROUPS {
+        let sizes = sizes_at(part, &group);
+        keep_largest(&mut group, part, &sizes)?;
+    }
+    let (at, newest) = *group.last()?;
+    (own <= has - size(newest)).then_some(at)
+}
+
+/// Keeps the requests of the largest group at `level`, and returns its size. Among equally large groups, the one with
+/// the newest request. `sizes` has the size of each group that may be kept.
+fn keep_largest(group: &mut Vec<(usize, &QueueShare)>, level: usize, sizes: &HashMap<u64, usize>) -> Option<usize> {
+    let size = |share: &QueueShare| sizes.get(&share.client.groups[level]).copied();
+    let (_, largest) = *group.iter().max_by_key(|(_, share)| size(share))?;
+    let largest_size = size(largest)?;
+    group.retain(|(_, share)| share.client.groups[level] == largest.client.groups[level]);
+    Some(largest_size)
 }
 
 /// Time in seconds after which a refused client should try again, if the oldest request has waited for `longest`.
@@ -177,7 +194,7 @@ mod tests {
         let waiting = [of(1, 30), of(1, 30), of(2, 10), of(1, 20)];
         assert_eq!(room([9, 100], &waiting, of(2, 10)), Some(vec![]));
         assert_eq!(room([9, 100], &waiting, of(2, 11)), Some(vec![3]));
-        assert_eq!(room([9, 80], &[of(1, 30), of(1, 30), of(2, 10), of(1, 5)], of(3, 20)), Some(vec![3, 1]));
+        assert_eq!(room([9, 80], &[of(1, 30), of(1, 30), of(2, 10), of(1, 5)], of(3, 20)), Some(vec![1, 3]));
         // The largest client keeps as much as the newcomer's client gets.
         assert_eq!(room([9, 100], &waiting, of(3, 61)), None);
         assert_eq!(room([9, 100], &waiting, of(1, 11)), None);

@@ -151,8 +151,7 @@ impl HostState {
         let room = limits.make_room(&waiting, new.share);
         let longest = self.waiters.front().map(|oldest| oldest.since.elapsed()).unwrap_or_default();
         let full = || ApiError::from(EngineError::QueueFull { retry_seconds: retry_seconds(longest) });
-        let mut given_up = room.ok_or_else(full)?;
-        given_up.sort_unstable();
+        let given_up = room.ok_or_else(full)?;
         for given_up in given_up.into_iter().rev().filter_map(|index| self.waiters.remove(index)) {
             let _ = given_up.reply.send(Err(full()));
         }
@@ -214,5 +213,46 @@ impl HostState {
             (None, Some(limit)) => NextStep::Wait(Some(limit - idle)),
             (None, None) => NextStep::Wait(None),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::ClientId;
+    use axum::http::StatusCode;
+
+    #[test]
+    fn largest_clients_newest_waiter_is_given_up() {
+        let mut state = HostState::default();
+        let mut add = |key: u64, bytes: usize| {
+            let (reply, answer) = oneshot::channel();
+            let share = QueueShare { client: ClientId::new(0, key, 0), bytes };
+            let waiter = Waiter { model_id: format!("model {key}"), since: Instant::now(), share, reply };
+            let added = state.add_waiter(waiter, QueueLimits { requests: 4, bytes: 100 });
+            (added.map_err(|refused| refused.status), answer)
+        };
+        let mut waiting = [10, 10, 10, 10].map(|bytes| {
+            let (added, answer) = add(1, bytes);
+            assert_eq!(added, Ok(()));
+            answer
+        });
+        let mut given_up = |index: usize| match waiting[index].try_recv() {
+            Ok(answer) => Some(answer.err().map(|refused| refused.status.as_u16())),
+            Err(_) => None,
+        };
+        let (added, mut second) = add(2, 10);
+        assert_eq!((added, given_up(3)), (Ok(()), Some(Some(429))));
+        let (added, mut third) = add(3, 80);
+        assert_eq!(added, Err(StatusCode::TOO_MANY_REQUESTS), "it would have more than the first client");
+        assert!(third.try_recv().is_err());
+        assert_eq!([0, 1, 2].map(&mut given_up), [None, None, None]);
+        let (added, _fourth) = add(2, 10);
+        assert_eq!((added, given_up(2)), (Ok(()), Some(Some(429))));
+        let (added, _) = add(2, 10);
+        assert_eq!((added, given_up(1)), (Err(StatusCode::TOO_MANY_REQUESTS), None), "both clients have two");
+        assert!(second.try_recv().is_err());
+        let ids: Vec<_> = state.waiters.iter().map(|waiter| waiter.model_id.as_str()).collect();
+        assert_eq!(ids, ["model 1", "model 1", "model 2", "model 2"]);
     }
 }
