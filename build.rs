@@ -1,8 +1,8 @@
 //! Sets `MOESTRO_FEATURES`, and `MOESTRO_HISTORY`: the path of a file whose last line names the commit.
 //!
-//! The commit comes from the variable `MOESTRO_COMMIT` (for container builds without git history), from the file that
-//! `cargo package` writes, or from git's reflog of HEAD. `main.rs` includes the file, so a new commit rebuilds only
-//! that small crate. A value set by this script would rebuild the library as well.
+//! The commit comes from the variable `MOESTRO_COMMIT` (for container builds without git history), or from git's reflog of
+//! HEAD. `main.rs` includes the file, so a new commit rebuilds only that small crate. A value set by this script would
+//! rebuild the library as well.
 
 use std::{
     env, fs,
@@ -11,13 +11,12 @@ use std::{
 };
 
 const GIVEN: &str = "MOESTRO_COMMIT";
-const PACKAGED: &str = ".cargo_vcs_info.json";
 
 fn main() {
     println!("cargo:rerun-if-env-changed={GIVEN}");
     println!("cargo:rerun-if-changed=build.rs");
     println!("cargo:rustc-env=MOESTRO_FEATURES={}", features());
-    let given = env::var(GIVEN).ok().filter(|commit| !commit.is_empty()).or_else(packaged);
+    let given = env::var(GIVEN).ok().filter(|commit| !commit.is_empty());
     let history = given.is_none().then(log_of_head).flatten().unwrap_or_else(|| {
         let path = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR")).join("history");
         fs::write(&path, given.unwrap_or_default()).expect("OUT_DIR can be written");
@@ -32,14 +31,6 @@ fn features() -> String {
     let mut names: Vec<_> = names.filter(|name| name != "default").collect();
     names.sort();
     if names.is_empty() { "none".into() } else { names.join(" ") }
-}
-
-/// The commit in `{"git": {"sha1": "..."}, ...}`.
-fn packaged() -> Option<String> {
-    let text = fs::read_to_string(PACKAGED).ok()?;
-    println!("cargo:rerun-if-changed={PACKAGED}");
-    let (_, rest) = text.split_once("\"sha1\"")?;
-    Some(rest.split('"').nth(1)?.to_owned())
 }
 
 /// Git's reflog of HEAD, if this directory is the root of a working tree. A crate that was unpacked inside another
