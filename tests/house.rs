@@ -237,8 +237,12 @@ fn impl_blocks_are_in_at_most_two_files() {
 fn unsafe_and_target_os_stay_in_rooms() {
     // `metrics` may use `target_os`, because the prometheus crate has its process collector only on Linux.
     let may_have = [
-        ("target_os", ["base/src/platform", "base/src/metrics", "compute/src/device"].as_slice()),
-        ("unsafe", ["base/src/platform", "compute/src"].as_slice()),
+        (
+            "target_os",
+            ["crates/base/src/platform/", "crates/base/src/metrics/", "crates/compute/src/device/", "src/service"]
+                .as_slice(),
+        ),
+        ("unsafe", ["crates/base/src/platform/", "crates/compute/src/"].as_slice()),
     ];
     let mut wrong = Vec::new();
     for dir in crates() {
@@ -247,7 +251,7 @@ fn unsafe_and_target_os_stay_in_rooms() {
             for line in file.code.lines() {
                 let words: Vec<&str> = line.split(|c: char| !c.is_alphanumeric() && c != '_').collect();
                 for (word, rooms) in may_have {
-                    let is_allowed = rooms.iter().any(|room| path.starts_with(&format!("crates/{room}/")));
+                    let is_allowed = rooms.iter().any(|room| path.starts_with(room));
                     if words.contains(&word) && !is_allowed {
                         wrong.push(format!("{path}: {line}"));
                     }
@@ -261,13 +265,8 @@ fn unsafe_and_target_os_stay_in_rooms() {
 #[test]
 fn files_have_at_most_600_lines() {
     let src = files("src", &["rs", "html", "css", "js"]);
-    let all = [
-        src,
-        files("crates", &["rs"]),
-        files("kernels", &["metal", "h"]),
-        files("tests", &["rs", "mjs"]),
-    ]
-    .concat();
+    let all =
+        [src, files("crates", &["rs"]), files("kernels", &["metal", "h"]), files("tests", &["rs", "mjs"])].concat();
     let long: Vec<String> = all
         .iter()
         .map(|(path, text)| (path, text.lines().count()))

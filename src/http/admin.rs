@@ -12,7 +12,7 @@ use moestro_base::{
     metrics::{self, Metrics},
     platform::os,
 };
-use moestro_compute::device::GPU_INTERACTIVITY_REMEDY;
+use moestro_engine::GPU_INTERACTIVITY_REMEDY;
 use serde::Deserialize;
 use serde_json::{Value, json};
 use std::sync::Arc;

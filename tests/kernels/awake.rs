@@ -5,7 +5,11 @@ use crate::{
     host::Host,
 };
 use moestro_base::metrics::Metrics;
-use moestro_compute::{device::{CommandQueue, Gpu}, experts::{ExpertChoice, ExpertMap, ExpertSource, ExpertStore, Options, PIECES, PassKind, Piece}, ops::{Backend, GpuBackend}};
+use moestro_compute::{
+    device::{CommandQueue, Gpu},
+    experts::{ExpertChoice, ExpertMap, ExpertSource, ExpertStore, Options, PIECES, PassKind, Piece},
+    ops::{Backend, GpuBackend},
+};
 use std::{
     io,
     path::PathBuf,

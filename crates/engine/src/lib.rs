@@ -27,6 +27,7 @@ pub use cache_salt::CacheSalt;
 pub use constraint::{Constraint, TokenMask};
 pub use fair_share::{ClientId, QueueLimits, QueueShare, retry_seconds};
 pub use handle::{DEFAULT_MAX_QUEUE, Handle, Options, Worker, spawn, spawn_with};
+pub use moestro_compute::device::GPU_INTERACTIVITY_REMEDY;
 /// Types for [`Request::images`].
 pub use moestro_model::model::{Image, ImageProcessor, PlacedImage, place_images};
 pub use prompt_cache::{DiskCacheOptions, PromptCacheStatus, clear_prompt_dir};
