@@ -219,8 +219,8 @@ impl HostState {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::engine::ClientId;
     use axum::http::StatusCode;
+    use moestro_engine::ClientId;
 
     #[test]
     fn largest_clients_newest_waiter_is_given_up() {
