@@ -1,4 +1,5 @@
-//! The random number generator SplitMix64 (Steele, Lea and Flood 2014), independent of the implementation in `src`.
+//! The random number generator SplitMix64 (Steele, Lea and Flood 2014), independent of the implementation in
+//! `crates/base`.
 
 /// Advances `state` and returns the next 64 random bits.
 pub fn next(state: &mut u64) -> u64 {
