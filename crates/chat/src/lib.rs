@@ -4,6 +4,15 @@
 //! Output: a [`Decoder`] turns ids into text, [`StopStrings`] cuts the text, and a [`parser::Parser`] splits it into
 //! reasoning, content and tool calls. All three are state machines whose result does not depend on how the stream is
 //! cut. A [`grammar::TokenConstraint`] says which tokens may come next in an answer that must have a given format.
+//!
+//! | file or folder | what it holds |
+//! |---|---|
+//! | `template` | chat templates, with Python's text functions and limits |
+//! | `tokenizer`, `decoder`, `stop` | encoding, and where a long text may be cut; ids to text; stop strings |
+//! | `message_ends`, `json_numbers` | ends of messages, for snapshots; JSON numbers of any size |
+//! | `parser` | text to reasoning, content and tool calls |
+//! | `grammar` | JSON schemas, regular expressions and Lark grammars to token masks, with limits |
+//! | `error` | errors of templates and tokenizers |
 
 mod decoder;
 pub mod error;

@@ -3,6 +3,18 @@
 //! [`Handle::submit`] queues a [`Request`] and returns a receiver of [`Event`]s. If the receiver is dropped, the engine
 //! cancels the request within one token or one chunk of a prompt. The module `scheduler` has the engine's loop: admit
 //! requests, run one step, send its events.
+//!
+//! | file or folder | what it holds |
+//! |---|---|
+//! | `request`, `handle`, `abort`, `error` | requests and events; the handle; why a request ends early; errors |
+//! | `queue`, `fair_share` | the queue, and its places for each client |
+//! | `scheduler`, `scheduler/time_share` | the loop; how prompts and answers share the time |
+//! | `model_runner`, `live_request` | the steps; an admitted request |
+//! | `preemption` | which requests keep their pages when pages are short |
+//! | `sequence`, `sequence_cache` | tokens and state; where a prompt starts |
+//! | `answer`, `sampler`, `constraint` | an answer during its generation; logits to a token; grammar masks |
+//! | `speculation` | drafts, when to use them, and their verification |
+//! | `prompt_cache`, `cache_salt` | snapshots in memory and on disk; which prompts may share them |
 
 mod abort;
 mod answer;

@@ -1,5 +1,5 @@
-//! Interfaces to the operating system: files, threads, memory limits and sockets of a service manager. Only this module and `device`
-//! contain system-specific code.
+//! Interfaces to the operating system: files, threads, memory limits and sockets of a service manager. Only this module
+//! and `device` contain system-specific code.
 
 #[cfg(not(any(target_os = "linux", target_os = "macos")))]
 compile_error!("Moestro runs on Linux and macOS");

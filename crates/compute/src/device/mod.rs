@@ -8,6 +8,15 @@
 //! CommandQueue   order, barriers, command buffers and failures, for any Driver
 //! Driver         the calls of Metal or CUDA that CommandQueue needs
 //! ```
+//!
+//! | file | what it holds |
+//! |---|---|
+//! | `slab`, `launch`, `timeline`, `error` | shared memory; launches as plain values; sync points; errors |
+//! | `gpu`, `command_queue`, `driver` | the interfaces above; barriers, pacing, failures |
+//! | `cuda`, `metal` | the two drivers, each with a folder |
+//! | `kernels` | the source of the kernels, with a register limit per file |
+//! | `open`, `cpu`, `bandwidth` | opening the GPU; the CPU's threads; memory bandwidth |
+//! | `residency`, `set_assignment` | keeping buffers resident on an idle GPU; Metal's residency sets |
 
 mod bandwidth;
 mod command_queue;

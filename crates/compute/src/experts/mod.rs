@@ -21,7 +21,8 @@
 //! An assignment is `row * k + rank`. Results are stored per assignment and summed in rank order, so the sum does not
 //! depend on the order in which experts arrive.
 //!
-//! * [`slot_table`]: assigns experts to slots and tracks the state of each slot.
+//! * `choice`: the router's output for a layer. `pending`: the progress of each expert of a fetch.
+//! * [`slot_table`]: assigns experts to slots and tracks the state of each slot. Chooses which expert to evict.
 //! * [`eviction`]: eviction scores of experts.
 //! * [`read_plan`]: the position of an expert's bytes on disk and in a slot.
 //! * [`reader`]: threads that read from a [`source`] directly into slots.

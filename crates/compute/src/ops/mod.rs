@@ -1,5 +1,18 @@
 //! The operations of a forward pass. Each folder holds one operation: its arguments as a value ([`Op`]), its CPU
 //! code and its GPU launches. A [`Backend`] executes operations: [`Cpu`] immediately, [`GpuBackend`] as launches.
+//!
+//! | file or folder | what it holds |
+//! |---|---|
+//! | `op`, `backend`, `cpu`, `gpu` | operations as values; the interface of a backend, and the two backends |
+//! | `attention` ... `streams` | one operation or a few: `mod` has the meaning, `cpu` and `gpu` the code |
+//! | `sequence_rows`, `delta_shape` | rows of several sequences in one launch; sizes of a delta-net layer |
+//! | `quant` | weight formats, their unpacking, and quantized activations |
+//! | `simd`, `linear/products` | vectors for each instruction set; products for each: scalar, AVX2, AVX-512, NEON |
+//! | `activation`, `logits`, `draft_attention` | activation functions; sums over logits; attention of drafts |
+//! | `check` | compares devices and instruction sets for `doctor` and tests, on the inputs in `check/cases` |
+//!
+//! Imports between the folders run one way: `quant` uses `simd`, `linear` uses both, other operations use `linear`, and
+//! `check` uses all. `tests/house.rs` lists the few exceptions.
 
 pub mod activation;
 pub mod attention;

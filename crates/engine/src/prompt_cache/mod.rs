@@ -11,6 +11,13 @@
 //! the positions after its last whole page.
 //!
 //! Snapshots are also written to disk, so that they survive a restart. Only one server at a time owns the directory.
+//!
+//! | file | what it holds |
+//! |---|---|
+//! | `cache`, `prefix_tree`, `memory_use` | snapshots in memory: lookup and eviction; the tree; counting bytes |
+//! | `disk`, `disk_io`, `dir_lock` | snapshots on disk: the index; reads and writes; the lock of the directory |
+//! | `snapshot_files`, `direct_reader` | the format of the files; direct reads with checksums |
+//! | `snapshot_policy` | where to take snapshots |
 
 mod cache;
 mod dir_lock;

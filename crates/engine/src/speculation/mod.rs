@@ -5,6 +5,13 @@
 //! depends only on the seed and the token's position. The answer therefore has the same bytes with and without drafts,
 //! at any temperature. When the sampled token differs from the drafted token, the sampled token becomes part of the
 //! answer, and the cycle of draft and verify ends.
+//!
+//! | file | what it holds |
+//! |---|---|
+//! | `speculator` | a decode step: one token alone, or a draft and its verification |
+//! | `controller`, `acceptance_monitor` | when to draft and how many tokens; drafts that do not fit the model |
+//! | `draft`, `draft_sampler`, `hidden_history` | the interface of a draft, and what drafts read |
+//! | `lookup`, `mtp`, `dflash`, `model_draft` | the drafts: prompt lookup, MTP head, DFlash, a smaller model |
 
 mod acceptance_monitor;
 mod controller;

@@ -1,12 +1,13 @@
 //! Checkpoints: the files of a model.
 //!
 //! * [`index`]: offset, shape and type of each tensor in the safetensors files. [`names`]: canonical tensor names.
-//! * [`trunk`]: finds the quantization of each matrix, and loads the weights that stay in memory.
+//! * `quantization`: infers the format of a matrix from its shapes, and compares it with `config.json`.
+//! * [`trunk`]: finds the tensors of each matrix, and loads the weights that stay in memory.
 //! * [`norm_encoding`]: detects by their values whether norms store w or 1 + w.
 //! * `row_table`: a table that is read row by row and never loaded.
 //! * [`licence`]: reads the licence from the model card.
 //! * [`mtp`]: finds the head for multi-token prediction.
-//! * [`pack`]: copies of the experts with one aligned record per expert.
+//! * [`pack`]: copies of the experts with one aligned record per expert, and of the rows of n-gram tables.
 //! * [`identity`]: identifies the checkpoint files from which a cache was made.
 //! * `hub`: downloads from the Hugging Face hub.
 

@@ -15,8 +15,9 @@
 //! | `ngram_hash`, `ngram_table` | which rows of an n-gram table a token has; reading them from the disk |
 //! | `positions` | positions of rows for RoPE, with images |
 //! | `hidden_taps` | the hidden rows that a pass records for drafts |
+//! | `candle_gpu` | Candle's device on this machine's GPU, for the reference and the vision tower |
 //! | `model_parts` | what a model keeps on every device |
-//! | `device_state`, `placement`, `shared_backend` | what a model keeps on one device |
+//! | `device_state`, `placement`, `shared_backend` | what a model keeps on one device; moving it there; its lock |
 //! | `forward/` | one pass: attention, delta net, experts, head, activation buffers |
 //! | `state/` | one sequence: KV pages, delta-net state, snapshots, rollback |
 //! | `vision/` | images in prompts |

@@ -17,6 +17,8 @@
 //! rows), 1/16 for the prompt cache (up to 2 GiB), and the rest for slots, until every expert has a slot. Memory left
 //! after that extends the context up to the model's maximum. A higher limit therefore never results in fewer slots, a
 //! shorter context or a smaller chunk. Values that the user has set are not changed.
+//!
+//! `estimate` computes the speed of decoding, `machine` simulates other machines, and `size` formats byte counts.
 
 mod estimate;
 mod machine;

@@ -1,4 +1,4 @@
-//! The state of a sequence: KV pages, delta-net states, snapshots.
+//! The state of a sequence: KV pages, delta-net states, rings of rows, snapshots, and the undoing of rejected rows.
 
 pub mod kv_pages;
 pub mod last_tokens;
