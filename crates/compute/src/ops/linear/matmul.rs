@@ -1,6 +1,6 @@
-//! Products with several matrices as one parallel job. A row of the result has the same bytes for any number of
-//! tokens and threads. With [`CpuArithmetic::Integer`](crate::device::CpuArithmetic), affine weights are multiplied with quantized activations
-//! (see [`quant`](crate::ops::quant)). All other products are f32.
+//! Products with several matrices as one parallel job. A row of the result has the same bytes for any number of tokens
+//! and threads. With [`CpuArithmetic::Integer`](crate::device::CpuArithmetic), affine weights are multiplied with
+//! quantized activations (see [`quant`](crate::ops::quant)). All other products are f32.
 
 use super::{
     Norm,

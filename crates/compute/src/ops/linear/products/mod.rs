@@ -3,8 +3,9 @@
 //! An affine weight is multiplied with quantized activations. The dot product of a group fits an i32 and is exact in
 //! any order; partial sums of shifted digits may wrap around. The f32 arithmetic that follows has the same order on all
 //! processors. Rows are padded with zero groups to a multiple of eight. Group `g` is added to lane `g % 8`, in order of
-//! `g`: `lane = fma(dot, scale_w * scale_x, lane)`, then `lane = fma(bias_w, sum_x, lane)`. [`sum8`](crate::ops::simd::vector::sum8) adds
-//! the lanes. So results do not depend on the processor, the thread, or the rows computed together.
+//! `g`: `lane = fma(dot, scale_w * scale_x, lane)`, then `lane = fma(bias_w, sum_x, lane)`.
+//! [`sum8`](crate::ops::simd::vector::sum8) adds the lanes. So results do not depend on the processor, the thread, or
+//! the rows computed together.
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
