@@ -17,6 +17,9 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 use std::sync::Arc;
 
+/// Maximum number of waiting requests that `/health` lists. `requests.queued` is the number of all.
+const MAX_LISTED: usize = 32;
+
 /// 200 if the server accepts requests and the model's files could be read and loaded, else 503. If an API key is set,
 /// the answer to a request without the key contains no file paths.
 pub async fn health(State(state): State<Arc<ServerState>>, request: Request) -> Response {
@@ -39,7 +42,7 @@ pub async fn health(State(state): State<Arc<ServerState>>, request: Request) -> 
     };
     let (running, queued) = model.engine.load();
     let waits_for = if running < model.engine.parallel() { "memory" } else { "requests" };
-    let waiting = model.engine.waiting().into_iter().enumerate();
+    let waiting = model.engine.waiting(MAX_LISTED).into_iter().enumerate();
     let queue: Vec<_> = waiting
         .map(|(index, (prompt, waited))| {
             let seconds = (waited.as_secs_f64() * 1e3).round() / 1e3;

@@ -131,9 +131,9 @@ impl Handle {
         self.queue.0.load()
     }
 
-    /// Prompt length in tokens and time in the queue of each waiting request, in order of arrival.
-    pub fn waiting(&self) -> Vec<(usize, Duration)> {
-        self.queue.0.waiting()
+    /// Prompt length in tokens and time in the queue of the `most` oldest waiting requests, in order of arrival.
+    pub fn waiting(&self, most: usize) -> Vec<(usize, Duration)> {
+        self.queue.0.waiting(most)
     }
 
     /// Maximum number of tokens that a prompt and its answer may have together.

@@ -198,10 +198,10 @@ impl RequestQueue {
         (queue.running, queue.waiting.len())
     }
 
-    /// Prompt length in tokens and time in the queue of each waiting request, in order of arrival.
-    pub fn waiting(&self) -> Vec<(usize, Duration)> {
+    /// Prompt length in tokens and time in the queue of the `most` oldest waiting requests, in order of arrival.
+    pub fn waiting(&self, most: usize) -> Vec<(usize, Duration)> {
         let queue = self.queue.lock();
-        queue.waiting.iter().map(|waiting| (waiting.request.ids.len(), waiting.arrived.elapsed())).collect()
+        queue.waiting.iter().take(most).map(|waiting| (waiting.request.ids.len(), waiting.arrived.elapsed())).collect()
     }
 
     /// Accepts no more requests. Accepted requests fail at the end of the grace period.
