@@ -54,6 +54,8 @@ pub struct Choices {
     pub reports_progress: bool,
     /// Tasks of later choices that have already been queued, in order.
     pub ahead: VecDeque<ChoiceTask>,
+    /// Number of choices whose prompt tokens the log has counted. A choice that is queued again is counted once.
+    pub logged: usize,
     /// Memory of the request, held until the last answer is complete.
     pub permit: MemoryPermit,
 }
@@ -82,6 +84,10 @@ impl Choices {
     pub fn submit(&mut self, index: usize) -> Result<Generation, EngineError> {
         let model = self.model()?;
         let generation = self.submit_to(&model, index)?;
+        if index >= self.logged {
+            self.log.add_tokens(generation.prompt_tokens(), 0);
+            self.logged = index + 1;
+        }
         if self.len() == 1 {
             self.release_model();
         }

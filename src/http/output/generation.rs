@@ -179,7 +179,6 @@ impl Generation {
         let is_complete = Arc::default();
         let request = Request { deadline: log.deadline, is_complete: Arc::clone(&is_complete), ..request };
         let events = model.engine.submit(request)?;
-        log.add_tokens(prompt_tokens, 0);
         Ok(Self {
             events,
             is_complete,
@@ -197,6 +196,10 @@ impl Generation {
             outcome: "cancelled",
             log: log.clone(),
         })
+    }
+
+    pub fn prompt_tokens(&self) -> usize {
+        self.usage.prompt_tokens
     }
 
     /// Interval of [`Update::Idle`] while the request waits in the queue or its prompt is evaluated.

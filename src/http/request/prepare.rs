@@ -100,6 +100,7 @@ impl GenerationRequest {
             stops: self.stops,
             reports_progress: common.return_progress.unwrap_or(false),
             ahead: VecDeque::new(),
+            logged: 0,
             permit,
         })
     }
