@@ -66,7 +66,7 @@ fn flip_scales(model: &Path) {
 
 #[test]
 fn pack_of_changed_copy_is_not_used() {
-    let root = tempfile::tempdir().unwrap();
+    let root = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let (original, copy) = (checkpoint(root.path(), "original"), checkpoint(root.path(), "copy"));
     flip_scales(&copy.join("model.safetensors"));
     let shard = |dir: &Path| [dir.join("model.safetensors")];
@@ -90,7 +90,7 @@ fn pack_of_changed_copy_is_not_used() {
 
 #[test]
 fn experts_are_rehashed_only_after_file_changes() {
-    let root = tempfile::tempdir().unwrap();
+    let root = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let model = checkpoint(root.path(), "model").join("model.safetensors");
     // Wait until the files are settled, so that they have an identity.
     std::thread::sleep(Duration::from_millis(3100));
@@ -211,7 +211,8 @@ fn fetch_counting_wrong(
 
 #[test]
 fn layer_ends_after_all_checksums_match() {
-    let dir = tempfile::tempdir().unwrap();
+    // In the build directory, because the directory for temporary files may be small.
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     // The experts are so large that they are returned before their checksums are verified.
     let shard = Shard::new(dir.path(), 300_000);
     let out = dir.path().join("model.pack");
@@ -291,7 +292,7 @@ fn damaged_records_do_not_change_logits() {
 
 #[test]
 fn damaged_pack_answers_correctly_and_is_reported() {
-    let root = tempfile::tempdir().unwrap();
+    let root = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     checkpoint(root.path(), "model");
     let packed = moestro(root.path(), &["pack", "model", "--out", "model.pack"]);
     assert!(packed.status.success(), "{}", String::from_utf8_lossy(&packed.stderr));
