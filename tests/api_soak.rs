@@ -77,7 +77,7 @@ async fn disconnected_clients_leak_nothing() {
     server.idle().await;
     // The server closes abandoned connections some time later.
     let mut files_after = open_files("self");
-    for _ in 0..200 {
+    for _ in 0..1200 {
         if files_after <= files_before + 4 {
             break;
         }

@@ -332,8 +332,7 @@ async fn model_name_may_be_any_word() {
 
 #[tokio::test]
 async fn full_queue_answers_429() {
-    let setup = Setup { says: Some("x"), max_queue: 1, delay: Duration::from_millis(50), ..Setup::default() };
-    let server = setup.start().await;
+    let server = Setup { says: Some("x"), max_queue: 1, stops_at: 0, ..Setup::default() }.start().await;
     let mut body = question();
     body["stream"] = true.into();
     let running = server.post(CHAT, &body).await;
@@ -349,24 +348,37 @@ async fn full_queue_answers_429() {
     assert!(refused.header("retry-after").unwrap().parse::<u32>().is_ok());
     assert_eq!(refused.json().await["error"]["code"], "queue_full");
     drop((running, waiting));
+    server.resume();
     server.idle().await;
     assert_eq!(server.post(CHAT, &body).await.status, 200);
+}
+
+/// Waits until the server has begun to shut down.
+async fn wait_for_drain(server: &Server) {
+    for _ in 0..6000 {
+        if server.get("/health").await.status == 503 {
+            return;
+        }
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    panic!("the server still accepts requests");
 }
 
 #[tokio::test]
 async fn shutdown_finishes_running_requests() {
     const SAYS: &str = "</think>\n\none two three four five six seven eight nine ten";
-    let mut server = Setup { says: Some(SAYS), delay: Duration::from_millis(100), ..Setup::default() }.start().await;
+    let grace = Duration::from_secs(60);
+    let mut server = Setup { says: Some(SAYS), stops_at: 1, grace, ..Setup::default() }.start().await;
     let mut body = question();
     body["stream"] = true.into();
     let running = server.post(CHAT, &body).await;
     server.load(1, 0).await;
     server.shut_down();
-    tokio::time::sleep(Duration::from_millis(50)).await;
+    wait_for_drain(&server).await;
     let refused = server.post(CHAT, &question()).await;
     assert_eq!(refused.status, 503);
     assert_eq!(refused.json().await["error"]["code"], "shutting_down");
-    assert_eq!(server.get("/health").await.status, 503);
+    server.resume();
     assert!(running.text().await.ends_with("data: [DONE]\n\n"));
     server.wait_for_end().await;
 }
@@ -375,13 +387,15 @@ async fn shutdown_finishes_running_requests() {
 async fn request_after_grace_period_fails() {
     const SAYS: &str = "</think>\n\none two three four five six seven eight nine ten";
     let grace = Duration::from_millis(200);
-    let setup = Setup { says: Some(SAYS), delay: Duration::from_millis(100), grace, ..Setup::default() };
-    let mut server = setup.start().await;
+    let mut server = Setup { says: Some(SAYS), stops_at: 1, grace, ..Setup::default() }.start().await;
     let mut body = question();
     body["stream"] = true.into();
     let running = server.post(CHAT, &body).await;
     server.load(1, 0).await;
     server.shut_down();
+    wait_for_drain(&server).await;
+    tokio::time::sleep(grace).await;
+    server.resume();
     let text = running.text().await;
     assert!(text.contains("\"code\":\"shutting_down\"") && !text.contains("[DONE]"), "{text}");
     server.wait_for_end().await;

@@ -188,7 +188,7 @@ async fn half_body(server: &Server) -> TcpStream {
 #[tokio::test]
 async fn slow_heads_and_bodies_time_out() {
     let configure = |state: &mut ServerState| {
-        let short = Duration::from_millis(150);
+        let short = Duration::from_secs(1);
         state.timeouts = Timeouts { head: short, body: short, ..Timeouts::default() };
     };
     let server = Setup { says: Some(LONG), configure, ..Setup::default() }.start().await;
@@ -212,7 +212,7 @@ async fn slow_heads_and_bodies_time_out() {
         }
         sleep(Duration::from_millis(50)).await;
     }
-    assert!(since.elapsed() < Duration::from_secs(30), "{:?}", since.elapsed());
+    assert!(since.elapsed() < Duration::from_secs(60), "the connection stays open");
 }
 
 #[tokio::test]
@@ -220,8 +220,8 @@ async fn client_that_does_not_read_is_disconnected() {
     let configure = |state: &mut ServerState| {
         state.timeouts = Timeouts { write: Duration::from_millis(300), ..Timeouts::default() }
     };
-    let setup = Setup { context: 4096, delay: Duration::from_millis(1), configure, ..Setup::default() };
-    let server = setup.start().await;
+    let stops_at = 2800;
+    let server = Setup { context: 4096, stops_at, configure, ..Setup::default() }.start().await;
     let body = json!({"prompt": (5..1505).collect::<Vec<u32>>(), "max_tokens": 1500, "logprobs": 20, "stream": true})
         .to_string();
     let socket = TcpSocket::new_v4().unwrap();
@@ -229,10 +229,10 @@ async fn client_that_does_not_read_is_disconnected() {
     let stalled = socket.connect(server.address).await.unwrap();
     write(&stalled, head(TEXT, body.len()).as_bytes()).await;
     write(&stalled, body.as_bytes()).await;
-    server.load(1, 0).await;
+    server.metric("moestro_request_seconds_count 1").await;
+    server.resume();
     server.idle().await;
-    let evaluated = server.evaluated();
-    assert!(evaluated < 2900, "{evaluated} tokens were evaluated after the client had stopped reading");
+    assert!(server.evaluated() <= stops_at + 1, "the model ran after the client had stopped reading");
 }
 
 #[tokio::test]
@@ -290,9 +290,12 @@ async fn slow_clients_do_not_delay_others() {
     }
     sleep(Duration::from_millis(100)).await;
     server.idle().await;
-    let beside = first_tokens(&server).await;
-    // The limit is generous, for busy machines. Without slots and timeouts, the time would be several seconds.
-    assert!(beside < 2 * alone + Duration::from_secs(1), "{alone:?} alone, {beside:?} with slow clients");
+    // Without slots and timeouts, the time would be several seconds each time. A busy machine can be slow once.
+    let mut beside = Vec::new();
+    while beside.last().is_none_or(|last| *last >= 2 * alone + Duration::from_secs(1)) {
+        assert!(beside.len() < 5, "{alone:?} alone, {beside:?} with slow clients");
+        beside.push(first_tokens(&server).await);
+    }
     drop(crowd);
 }
 

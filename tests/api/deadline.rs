@@ -5,9 +5,9 @@ use moestro::http::HostTimeouts;
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
-const LIMIT: Duration = Duration::from_secs(1);
+const LIMIT: Duration = Duration::from_secs(2);
 
-/// A server that takes about a tenth of the time limit for each answer.
+/// A server that takes at least a thirtieth of the time limit for each answer.
 async fn server() -> Server {
     let says = Some("</think>\n\none two three four five six seven eight nine ten.");
     let delay = Duration::from_millis(3);
@@ -31,17 +31,17 @@ async fn choices_of_a_request_share_one_deadline() {
     for (path, body) in requests(1, false) {
         server.ask(path, &body).await;
     }
-    for (path, body) in requests(30, false) {
+    for (path, body) in requests(100, false) {
         let start = Instant::now();
         let answer = server.post(path, &body).await;
         assert_eq!((answer.status, answer.json().await["error"]["code"].clone()), (504, json!("timeout")), "{path}");
-        assert!(start.elapsed() >= LIMIT && start.elapsed() < 20 * LIMIT, "{path}: {:?}", start.elapsed());
+        assert!(start.elapsed() >= LIMIT && start.elapsed() < 30 * LIMIT, "{path}: {:?}", start.elapsed());
     }
-    for (path, body) in requests(30, true) {
+    for (path, body) in requests(100, true) {
         let start = Instant::now();
         let text = server.post(path, &body).await.text().await;
         assert!(text.contains("\"timeout\"") && !text.contains("[DONE]"), "{path}: {text}");
-        assert!(start.elapsed() >= LIMIT && start.elapsed() < 20 * LIMIT, "{path}: {:?}", start.elapsed());
+        assert!(start.elapsed() >= LIMIT && start.elapsed() < 30 * LIMIT, "{path}: {:?}", start.elapsed());
     }
     server.idle().await;
     let metrics = server.metrics.render();
@@ -55,5 +55,5 @@ async fn slow_body_exceeds_the_deadline() {
     let length = [("content-type", "application/json"), ("content-length", "100")];
     let answer = server.bare("POST", "/v1/chat/completions", &length, b"{").await;
     assert_eq!(answer.status, 504);
-    assert!(start.elapsed() < 20 * LIMIT, "{:?}", start.elapsed());
+    assert!(start.elapsed() < 30 * LIMIT, "{:?}", start.elapsed());
 }

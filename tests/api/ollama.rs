@@ -201,7 +201,7 @@ async fn request_without_prompt_loads_the_model() {
     assert_eq!((&loaded["done_reason"], &loaded["response"]), (&json!("load"), &json!("")));
     let unloaded = server.ask("/api/chat", &json!({"model": "mock", "messages": [], "keep_alive": 0})).await;
     assert_eq!(unloaded["done_reason"], "unload");
-    for _ in 0..200 {
+    for _ in 0..6000 {
         if server.state.models.loaded_id().is_none() {
             return;
         }

@@ -4,6 +4,7 @@
 use super::{
     client::Answer,
     connections::{head, write},
+    own_process::ran_in_own_process,
     server::{Server, Setup},
 };
 use moestro_engine::DEFAULT_MAX_QUEUE;
@@ -42,12 +43,13 @@ async fn ask(server: &Server, key: &str, path: &str, body: &Value) -> Answer {
     server.send("POST", path, &headers, Some(body.to_string().as_bytes())).await
 }
 
-/// A server that repeats its prompt and computes one request at a time, slowly.
-fn slow(max_queue: usize) -> Setup {
-    Setup { max_queue, context: 2048, delay: Duration::from_millis(5), ..Setup::default() }
+/// A server that repeats its prompt and runs one request at a time. Its model computes nothing until
+/// [`Server::resume`], so that requests run and wait for as long as a test takes.
+fn stopped(max_queue: usize) -> Setup {
+    Setup { max_queue, context: 2048, stops_at: 0, ..Setup::default() }
 }
 
-/// Begins a request that takes ten seconds.
+/// Begins a request with a prompt of many tokens.
 async fn begin_long(server: &Server, key: &str) -> Answer {
     let long = json!({"prompt": vec![7; 1000], "max_tokens": 1000, "stream": true});
     ask(server, key, TEXT, &long).await
@@ -84,7 +86,7 @@ async fn key_with_most_requests_gives_up_its_newest() {
         ("/v1/responses", "response.failed"),
         ("/api/chat", "{\"error\":"),
     ] {
-        let server = Setup { api: moestro::http::ApiSet::WithOllama, ..slow(2) }.start().await;
+        let server = Setup { api: moestro::http::ApiSet::WithOllama, ..stopped(2) }.start().await;
         let server = Arc::new(server);
         let _running = begin_long(&server, "a").await;
         server.load(1, 0).await;
@@ -96,7 +98,7 @@ async fn key_with_most_requests_gives_up_its_newest() {
         server.load(1, 2).await;
         let other = ask(&server, "b", CHAT, &question_for(CHAT, true)).await;
         assert_eq!(other.status, 200, "{path}");
-        let text = timeout(Duration::from_secs(5), newest.text()).await.expect("the stream ends");
+        let text = timeout(Duration::from_secs(60), newest.text()).await.expect("the stream ends");
         assert!(text.contains(FULL) && text.contains(end) && !text.contains("[DONE]"), "{path}: {text}");
         // Both keys have one waiting request now.
         for key in ["a", "b", "c"] {
@@ -104,7 +106,7 @@ async fn key_with_most_requests_gives_up_its_newest() {
             assert_eq!((refused.status, refused.header("retry-after")), (429, Some("2")), "{key}");
         }
         drop(other);
-        server.load(1, 1).await;
+        server.load_after_steps(1, 1).await;
         // An answer that has not begun gets the status.
         let body = tokio::spawn({
             let server = server.clone();
@@ -112,7 +114,7 @@ async fn key_with_most_requests_gives_up_its_newest() {
         });
         server.load(1, 2).await;
         let _other = ask(&server, "b", CHAT, &question_for(CHAT, true)).await;
-        let refused = timeout(Duration::from_secs(5), body).await.expect("the request ends").unwrap();
+        let refused = timeout(Duration::from_secs(60), body).await.expect("the request ends").unwrap();
         assert_eq!((refused.status, refused.header("retry-after")), (429, Some("2")), "{path}");
         assert!(refused.text().await.contains(FULL));
     }
@@ -120,7 +122,7 @@ async fn key_with_most_requests_gives_up_its_newest() {
 
 #[tokio::test]
 async fn new_user_each_time_gains_nothing() {
-    let server = slow(4).start().await;
+    let server = stopped(4).start().await;
     let with_user = |user: usize| {
         let mut body = question_for(CHAT, true);
         body["user"] = user.to_string().into();
@@ -144,7 +146,7 @@ async fn new_user_each_time_gains_nothing() {
 /// Clients of one address cannot keep out another address with invented keys.
 #[tokio::test]
 async fn new_key_each_time_gains_nothing() {
-    let server = slow(4).start().await;
+    let server = stopped(4).start().await;
     let socket = TcpSocket::new_v4().unwrap();
     if socket.bind("127.0.0.2:0".parse().unwrap()).is_err() {
         println!("skipped: this machine has no second loopback address");
@@ -161,19 +163,29 @@ async fn new_key_each_time_gains_nothing() {
     let body = question_for(CHAT, true).to_string();
     write(&other, head(CHAT, body.len()).as_bytes()).await;
     write(&other, body.as_bytes()).await;
-    let text = timeout(Duration::from_secs(5), waiting.pop().unwrap().text()).await.expect("the stream ends");
+    let text = timeout(Duration::from_secs(60), waiting.pop().unwrap().text()).await.expect("the stream ends");
     assert!(text.contains(FULL), "{text}");
 }
 
 #[tokio::test]
 async fn given_up_choice_is_queued_again() {
-    let setup = |delay| Setup { parallel: 2, max_queue: 2, context: 2048, delay, ..Setup::default() };
+    // Other tests can disable log lines for all threads of their process.
+    if ran_in_own_process(given_up_choice_is_queued_again) {
+        return;
+    }
+    let setup = |stops_at| Setup { parallel: 2, max_queue: 2, context: 2048, stops_at, ..Setup::default() };
     let body = json!({"prompt": "A fox and a dog.", "n": 4, "max_tokens": 20, "seed": 3, "temperature": 1});
-    let alone = setup(Duration::ZERO).start().await.ask(TEXT, &body).await;
+    // The log of both servers: all tasks run on the thread of the test.
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let writer = file.reopen().unwrap();
+    let subscriber = tracing_subscriber::fmt().with_ansi(false).with_writer(move || writer.try_clone().unwrap());
+    let _guard = tracing::subscriber::set_default(subscriber.finish());
+    let alone = setup(usize::MAX).start().await.ask(TEXT, &body).await;
     for stream in [false, true] {
-        let server = Arc::new(setup(Duration::from_millis(2)).start().await);
+        let server = Arc::new(setup(0).start().await);
         let running = [begin_long(&server, "c").await, begin_long(&server, "c").await];
-        server.load(2, 0).await;
+        server.load(1, 1).await;
+        server.load_after_steps(2, 0).await;
         let asking = tokio::spawn({
             let (server, mut body) = (server.clone(), body.clone());
             body["stream"] = stream.into();
@@ -181,9 +193,10 @@ async fn given_up_choice_is_queued_again() {
         });
         // The first choice and the second choice wait.
         server.load(2, 2).await;
-        let other = ask(&server, "b", TEXT, &question_for(TEXT, true)).await;
+        let other = ask(&server, "b", CHAT, &question_for(CHAT, true)).await;
         assert_eq!(other.status, 200);
         drop(running);
+        server.resume();
         let text = timeout(Duration::from_secs(60), asking).await.expect("the answer ends").unwrap();
         let texts: Vec<String> = match stream {
             false => {
@@ -197,6 +210,12 @@ async fn given_up_choice_is_queued_again() {
             assert_eq!(*text, choice["text"]);
         }
     }
+    let log = std::fs::read_to_string(file.path()).unwrap();
+    let answered = log.lines().filter(|line| line.contains(TEXT) && line.contains("cut_short=false"));
+    let prompt_tokens = |line: &str| line.split_once("prompt_tokens=")?.1.split(' ').next()?.parse::<usize>().ok();
+    let counted: Vec<_> = answered.map(prompt_tokens).collect();
+    assert!(counted[0].is_some(), "{log}");
+    assert_eq!(counted, [counted[0]; 3], "a choice that was queued twice counts once: {log}");
 }
 
 /// The text of one choice of a stream.
@@ -207,9 +226,26 @@ fn text_of_choice(stream: &str, index: usize) -> String {
 }
 
 #[tokio::test]
+async fn health_lists_the_oldest_waiting_requests() {
+    let server = stopped(50).start().await;
+    let _running = begin_long(&server, "a").await;
+    server.load(1, 0).await;
+    let prompt = |tokens: usize| json!({"prompt": vec![7; tokens], "stream": true});
+    let mut waiting = Vec::new();
+    for number in 0..40 {
+        waiting.push(ask(&server, "a", TEXT, &prompt(100 + number)).await);
+        server.load(1, number + 1).await;
+    }
+    let health = server.get("/health").await.json().await;
+    assert_eq!(health["requests"], json!({"running": 1, "queued": 40}));
+    let lengths: Vec<_> = health["queue"].as_array().unwrap().iter().map(|entry| &entry["prompt_tokens"]).collect();
+    assert_eq!(lengths, (100..132).collect::<Vec<_>>());
+}
+
+#[tokio::test]
 async fn memory_of_waiting_requests_is_limited() {
     // A token takes 8 bytes of memory.
-    let setup = Setup { context: 8192, max_queue_bytes: 70_000, ..slow(16) };
+    let setup = Setup { context: 8192, max_queue_bytes: 70_000, ..stopped(16) };
     let server = setup.start().await;
     let _running = begin_long(&server, "a").await;
     server.load(1, 0).await;
@@ -227,7 +263,7 @@ async fn memory_of_waiting_requests_is_limited() {
     // The newest request of the key that holds most memory makes room.
     let other = ask(&server, "b", TEXT, &large(2000)).await;
     assert_eq!(other.status, 200);
-    let text = timeout(Duration::from_secs(5), newest.text()).await.expect("the stream ends");
+    let text = timeout(Duration::from_secs(60), newest.text()).await.expect("the stream ends");
     assert!(text.contains(FULL), "{text}");
     assert_eq!(server.engine.load(), (1, 3));
 }

@@ -27,6 +27,8 @@ pub struct Setup {
     /// The model's answer to every prompt. If `None`, the model repeats the prompt.
     pub says: Option<&'static str>,
     pub delay: Duration,
+    /// The model waits after it has evaluated this many tokens, until [`Server::resume`].
+    pub stops_at: usize,
     pub speculate: DraftPolicy,
     pub context: usize,
     pub max_queue: usize,
@@ -54,6 +56,7 @@ impl Default for Setup {
         Self {
             says: None,
             delay: Duration::ZERO,
+            stops_at: usize::MAX,
             speculate: DraftPolicy::Off,
             context: 512,
             max_queue: 16,
@@ -121,6 +124,40 @@ impl Server {
         self.mock.evaluated.load(Ordering::Relaxed)
     }
 
+    /// Waits until the model waits because of [`Setup::stops_at`].
+    pub async fn stopped(&self) {
+        for _ in 0..6000 {
+            if self.evaluated() == self.mock.stops_at.load(Ordering::Relaxed) {
+                return;
+            }
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+        panic!("the model has evaluated only {} tokens", self.evaluated());
+    }
+
+    /// Ends the wait of [`Setup::stops_at`].
+    pub fn resume(&self) {
+        self.stop_at(usize::MAX);
+    }
+
+    /// Changes [`Setup::stops_at`].
+    pub fn stop_at(&self, evaluated: usize) {
+        self.mock.stops_at.store(evaluated, Ordering::Relaxed);
+    }
+
+    /// Like [`Server::load`], but lets a stopped model evaluate a token from time to time. Between two steps, the engine
+    /// notices that the client of a waiting request has disconnected.
+    pub async fn load_after_steps(&self, running: usize, queued: usize) {
+        for _ in 0..6000 {
+            if self.engine.load() == (running, queued) {
+                return;
+            }
+            self.mock.stops_at.fetch_add(1, Ordering::Relaxed);
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        panic!("{:?} is not ({running}, {queued})", self.engine.load());
+    }
+
     /// Waits until no request is running or waiting.
     pub async fn idle(&self) {
         for _ in 0..6000 {
@@ -179,6 +216,7 @@ impl Setup {
             eos: EOS,
             answer: self.says.map(ids),
             delay: self.delay,
+            stops_at: Arc::new(self.stops_at.into()),
             fails_on: self.fails_on.and_then(|text| ids(text).last().copied()),
             ..MockModel::default()
         };

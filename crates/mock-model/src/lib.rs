@@ -40,6 +40,8 @@ pub struct MockModel {
     pub margin: f32,
     /// Time to evaluate one token.
     pub delay: Duration,
+    /// The model evaluates this many tokens and then waits until a test sets a larger number. Clones share it.
+    pub stops_at: Arc<AtomicUsize>,
     /// Called for each pass with its number of tokens.
     pub on_pass: fn(usize),
     /// A pass with this token returns an error.
@@ -83,6 +85,7 @@ impl Default for MockModel {
             answer: None,
             margin: 50.0,
             delay: Duration::ZERO,
+            stops_at: Arc::new(usize::MAX.into()),
             on_pass: |_| {},
             fails_on: None,
             panics_on: None,
@@ -157,10 +160,13 @@ impl MockModel {
         self.last = ids.to_vec();
         (self.on_pass)(ids.len());
         for (index, &id) in ids.iter().enumerate() {
+            std::thread::sleep(self.delay);
+            while self.evaluated.load(Ordering::Relaxed) >= self.stops_at.load(Ordering::Relaxed) {
+                std::thread::sleep(Duration::from_millis(1));
+            }
             if hooks.keep_going.is_some_and(|keep_going| !keep_going()) {
                 return Err(ModelError::GivenUp);
             }
-            std::thread::sleep(self.delay);
             self.evaluated.fetch_add(1, Ordering::Relaxed);
             assert!(Some(id) != self.panics_on, "test panic on token {id}");
             if Some(id) == self.fails_on {
