@@ -39,8 +39,6 @@ mod models;
 mod mutated_requests;
 #[path = "api/ollama.rs"]
 mod ollama;
-#[path = "support/own_process.rs"]
-mod own_process;
 #[path = "api/pages.rs"]
 mod pages;
 #[path = "api/queue.rs"]

@@ -17,9 +17,12 @@ use std::collections::{BTreeMap, BTreeSet};
 
 const MAX_LINES: usize = 600;
 
-/// For each room of a crate with several rooms, the rooms that it may import from: of its own crate, and for the program
-/// also of others. A crate's name means all its rooms. Every room may import `error`.
-const ALLOWED_IMPORTS: &[(&str, &[(&str, &[&str])])] = &[
+/// A room, and the rooms that it may import from: of its own crate, and for the program also of others. A crate's name
+/// means all its rooms. Every room may import `error`.
+type ImportRule = (&'static str, &'static [&'static str]);
+
+/// The rules of each crate with several rooms.
+const ALLOWED_IMPORTS: &[(&str, &[ImportRule])] = &[
     ("crates/base/src", &[("platform", &[]), ("metrics", &["platform"]), ("error", &[])]),
     ("crates/compute/src", &[("device", &[]), ("ops", &["device"]), ("experts", &["device"])]),
     ("crates/model/src", &[("checkpoint", &[]), ("plan", &[]), ("model", &["checkpoint", "plan"]), ("error", &[])]),

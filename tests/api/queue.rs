@@ -4,12 +4,12 @@
 use super::{
     client::Answer,
     connections::{head, write},
-    own_process::ran_in_own_process,
     server::{Server, Setup},
 };
 use moestro_engine::DEFAULT_MAX_QUEUE;
 use serde_json::{Value, json};
 use std::{sync::Arc, time::Duration};
+use test_support::own_process::ran_in_own_process;
 use tokio::{net::TcpSocket, time::timeout};
 
 const CHAT: &str = "/v1/chat/completions";
