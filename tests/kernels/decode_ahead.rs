@@ -9,7 +9,10 @@ use crate::{
 use moestro_base::platform::os::MemoryLevel;
 use moestro_compute::{device::CommandQueue, ops::KvBits};
 use moestro_engine::{Sampler, Sampling, TokenMask};
-use moestro_model::model::{Model, NextToken, PassHooks, Qwen, QwenState, Rows, SequenceState, TokenChoice};
+use moestro_model::{
+    model::{Model, NextToken, PassHooks, Qwen, QwenState, Rows, SequenceState, TokenChoice},
+    plan::Parallel,
+};
 use std::time::Instant;
 
 const VOCAB: usize = 96;
@@ -19,7 +22,10 @@ fn model(kv_bits: KvBits) -> (Qwen, Shared) {
     let double = Double::new(Host::fast());
     let control = double.control();
     control.lock().unwrap().seed = Some(7);
-    let model = load_changed(false, |options| options.kv_bits = kv_bits);
+    let model = load_changed(false, |options| {
+        options.kv_bits = kv_bits;
+        options.plan.parallel = Parallel::Count(2);
+    });
     (move_to(model, CommandQueue::new(double)), control)
 }
 

@@ -61,7 +61,7 @@ fn checkpoint() -> tempfile::TempDir {
 fn load(root: &Path, slots: Option<usize>, kv_bits: KvBits) -> (Qwen, Arc<Metrics>) {
     let mut options = options(slots.is_some());
     options.plan.buffered = false;
-    (options.gpu, options.plan.parallel, options.plan.context) = (Some(u64::MAX), Parallel::Count(2), Some(512));
+    (options.gpu, options.plan.parallel, options.plan.context) = (Some(u64::MAX), Parallel::Count(3), Some(512));
     (options.store.slots, options.store.segment_bytes, options.store.prefetch) = (slots, 1, Prefetch::Off);
     (options.plan.chunk, options.plan.prompt_cache) = (Some(64), Some(4 << 20));
     // The arithmetic of a CPU whose keys and values have the format of the GPU.
@@ -110,7 +110,7 @@ fn layers_ahead_match_a_resident_model() {
     compare(|| Box::new(HostGpu::new(Host::fast())));
 }
 
-/// Runs random steps of three sequences on a resident and on a streamed model. Two of the sequences share buffers.
+/// Runs random steps of three sequences on a resident and on a streamed model.
 pub fn compare(gpu: impl Fn() -> Box<dyn Gpu>) {
     let root = checkpoint();
     for kv_bits in [KvBits::Sixteen, KvBits::Four] {

@@ -4,15 +4,19 @@
 //! choices, and disconnects. Each answer is compared with the answer of an engine that runs one request at a time.
 
 use super::common::{Dice, load_with};
-use moestro_base::metrics::Metrics;
+use moestro_base::{metrics::Metrics, platform::os};
 use moestro_compute::{experts::Prefetch, ops::KvBits};
 use moestro_engine::{self as engine, Constraint, DraftPolicy, Event, Finish, Handle, Request, Sampling, TokenMask};
-use moestro_model::model::{LoadOptions, Model, Qwen, QwenState, Rows, SequenceState, StoreOptions};
+use moestro_model::{
+    model::{LoadOptions, Model, Qwen, QwenState, Rows, SequenceState, StoreOptions},
+    plan::Parallel,
+};
 use std::{
     path::Path,
     sync::{Arc, Barrier},
     thread,
 };
+use test_support::own_process::ran_in_own_process;
 
 const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro-demo");
 
@@ -117,6 +121,7 @@ impl Setup {
         let mut options = LoadOptions { threads, store, kv_bits: self.kv_bits, verify: true, ..LoadOptions::default() };
         options.plan.context = Some(self.context);
         options.plan.chunk = Some(96);
+        options.plan.parallel = Parallel::Count(parallel);
         // Without snapshots, the pool has only the pages of one context.
         options.plan.prompt_cache = (self.cached_snapshots == 0).then_some(0);
         let qwen = load_with(Path::new(DEMO), options);
@@ -190,12 +195,18 @@ fn states(model: &mut Qwen, count: usize) -> Vec<QwenState> {
 
 #[test]
 fn rows_of_sequences_match_single_rows() {
-    for (slots, kv_bits) in [(None, KvBits::Sixteen), (Some(40), KvBits::Sixteen), (None, KvBits::Eight)] {
+    // The states of the first `sharing` sequences share buffers, so one pass computes their rows.
+    let cases = [
+        (None, KvBits::Sixteen, 10),
+        (Some(40), KvBits::Sixteen, 10),
+        (None, KvBits::Eight, 10),
+        (None, KvBits::Sixteen, 3),
+    ];
+    for (slots, kv_bits, sharing) in cases {
         let store = StoreOptions { slots, ..StoreOptions::default() };
-        let mut model = load_with(
-            Path::new(DEMO),
-            LoadOptions { threads: Some(1), store, kv_bits, verify: true, ..LoadOptions::default() },
-        );
+        let mut options = LoadOptions { threads: Some(1), store, kv_bits, verify: true, ..LoadOptions::default() };
+        options.plan.parallel = Parallel::Count(sharing);
+        let mut model = load_with(Path::new(DEMO), options);
         for count in [2, 5] {
             let (mut together, mut alone) = (states(&mut model, count), states(&mut model, count));
             let mut ids = Dice(9);
@@ -215,6 +226,29 @@ fn rows_of_sequences_match_single_rows() {
             }
         }
     }
+}
+
+#[test]
+fn unused_sequence_states_take_no_memory() {
+    if ran_in_own_process(unused_sequence_states_take_no_memory) {
+        return;
+    }
+    const COUNT: u64 = 256;
+    let mut options = LoadOptions { threads: Some(1), ..LoadOptions::default() };
+    options.plan.chunk = Some(96);
+    options.plan.parallel = Parallel::Count(COUNT as usize);
+    let mut model = load_with(Path::new(DEMO), options);
+    let before = os::resident_memory().unwrap_or(0);
+    let mut state = model.start().unwrap();
+    model.forward(&mut state, &[100], Rows::Last).unwrap();
+    let after = os::resident_memory().unwrap_or(0);
+    let all = model.shape().state * COUNT;
+    assert!(all > 64 << 20, "{all} bytes in all states");
+    // States that share a huge page take memory together.
+    assert!(
+        after < before + all / 2,
+        "{before} bytes before the first of {COUNT} states of {all} bytes, {after} after"
+    );
 }
 
 #[test]

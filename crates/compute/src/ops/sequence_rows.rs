@@ -1,4 +1,4 @@
-//! Rows of different sequences that one launch computes.
+//! Rows of different sequences that one operation computes.
 
 use crate::device::Region;
 

@@ -95,7 +95,7 @@ impl DeviceState {
             slots,
             buffers,
             kv_shape,
-            free_arenas: ArenaList::new(if limits.is_async { parts.plan.parallel } else { 1 }),
+            free_arenas: ArenaList::new(parts.plan.parallel),
             pool,
             other_pools: Vec::new(),
             scratch: Scratch::default(),

@@ -76,10 +76,15 @@ impl Model for Qwen {
     }
 
     fn forward_each(&mut self, rows: &mut [(&mut QwenState, u32)]) -> Result<Logits, ModelError> {
-        match rows {
-            [(state, id)] => self.forward(state, &[*id], Rows::Last),
-            several => self.forward_sequences(several),
+        if rows.len() > 1 && rows.windows(2).all(|pair| pair[0].0.shares_buffers(pair[1].0)) {
+            return self.forward_sequences(rows);
         }
+        // There are more sequences than arenas that share buffers.
+        let mut data = Vec::new();
+        for (state, id) in rows {
+            data.extend_from_slice(&self.forward(state, &[*id], Rows::Last)?.data);
+        }
+        Ok(Logits { vocab: self.parts.config.vocab, data: data.into() })
     }
 
     fn snapshot(&self, state: &mut QwenState) -> Result<Snapshot, ModelError> {
@@ -192,7 +197,7 @@ impl Qwen {
             if device.other_pools.iter().all(|(of, _)| *of != device.kv_shape) {
                 device.other_pools.push((device.kv_shape, before));
             }
-            device.free_arenas = ArenaList::new(if device.limits.is_async { plan.parallel } else { 1 });
+            device.free_arenas = ArenaList::new(plan.parallel);
             device.kv_shape = shape;
         }
         Ok(())
@@ -374,24 +379,20 @@ impl Qwen {
     /// Maximum number of sequences that one pass computes together.
     fn batch(&self) -> usize {
         let (device, config) = (self.device.borrow(), &self.parts.config);
-        let is_possible = config.ngrams.is_empty() && config.streams.is_none();
+        let is_possible = config.ngrams.is_empty() && config.streams.is_none() && config.indexer.is_none();
         if is_possible { MAX_VERIFY_ROWS.min(device.buffers.block).max(1) } else { 1 }
     }
 
-    /// Runs one pass with one row of each sequence.
+    /// Runs one pass with one row of each sequence. The sequences share buffers.
     fn forward_sequences(&self, rows: &mut [(&mut QwenState, u32)]) -> Result<Logits, ModelError> {
         let count = rows.len();
         if count > self.batch() {
             return Err(ModelError::Config(format!("one pass cannot compute {count} sequences")));
         }
         let device = &mut *self.device.borrow_mut();
-        let share_buffers = device.limits.is_async && rows.windows(2).all(|pair| pair[0].0.shares_buffers(pair[1].0));
         for (state, id) in &mut *rows {
             self.parts.check_ids(state.len, &[*id])?;
-            state.verified = 0;
-            if share_buffers {
-                self.replay(device, state)?;
-            }
+            self.replay(device, state)?;
         }
         let ids: Vec<u32> = rows.iter().map(|(_, id)| *id).collect();
         let sequence = |(state, _): &(&mut QwenState, u32)| SequenceRow {
@@ -402,7 +403,6 @@ impl Qwen {
         let sequences: Vec<SequenceRow> = rows.iter().map(sequence).collect();
         let chunk = Chunk {
             sequences: &sequences,
-            share_buffers,
             logits: 0..count,
             kind: self.pass_kind(count),
             ..Chunk::new(&ids, 0, RowPositions::new(0, 0, &[]))

@@ -18,6 +18,13 @@ use super::{
 use crate::error::ModelError;
 use std::sync::Arc;
 
+/// The states of all layers of several sequences that share buffers.
+fn states_together(sequences: &[&mut QwenState]) -> Vec<LayerState> {
+    // The buffers up to the state of the last sequence.
+    let last = sequences.iter().max_by_key(|sequence| sequence.number);
+    last.map_or_else(Vec::new, |last| last.layers.iter().map(|layer| layer.up_to(last.number)).collect())
+}
+
 impl ModelParts {
     /// Fails if one of `ids` is not a token, or if the context has no room for `ids` after `len` other tokens.
     pub fn check_ids(&self, len: usize, ids: &[u32]) -> Result<(), ModelError> {
@@ -49,7 +56,8 @@ impl ModelParts {
     }
 
     /// Runs one pass. Fills `logits` with the rows that the chunk asks for. If `logits` is `None`, only submits the
-    /// pass. Returns the snapshot marks with the states recorded at these marks.
+    /// pass. Returns the snapshot marks with the states recorded at these marks. Several `states` must share buffers and
+    /// have no rows to replay.
     pub fn run_pass<'a>(
         &'a self,
         device: &'a mut DeviceState,
@@ -92,12 +100,18 @@ impl ModelParts {
             experts: store.as_ref(),
             slots,
             ngrams,
-            is_ahead: false,
             scratch,
         };
         let mut hooks = LayerHooks { keep_going, marks, taps };
-        let mut layers: Vec<&mut [LayerState]> = states.iter_mut().map(|state| &mut state.layers[..]).collect();
-        forward::forward(net, &mut layers, &mut pass, &mut hooks, logits)?;
+        let mut together;
+        let state = match states {
+            [state] => &mut state.layers,
+            several => {
+                together = states_together(several);
+                &mut together
+            }
+        };
+        forward::forward(net, state, &mut pass, &mut hooks, logits)?;
         Ok(hooks.marks)
     }
 }

@@ -6,7 +6,7 @@
 //! for all queries that share it.
 
 use super::{
-    Attention, AttentionRows, BLOCK, KvFormat, PAGE,
+    Attention, AttentionRows, BLOCK, KvCache, KvFormat, KvWrite, PAGE, QkNormRope,
     float_kernels::{merge_blocks, pv, qk, softmax},
     kv_cache::{KvElement, KvView},
     kv_quant::{self, QuantizedKv, recent_start},
@@ -14,7 +14,7 @@ use super::{
     kv_quant_operands::{QuantizedQueries, ValueScales},
 };
 use crate::{
-    device::DeviceError,
+    device::{DeviceError, Region},
     ops::{
         cpu::{Cpu, refuse},
         simd::{OutPtr, math::sigmoid, wide},
@@ -36,9 +36,23 @@ const MAX_TILE_QUERIES: usize = 64;
 const MAX_WAVE_BLOCKS: usize = 64;
 
 impl AttentionRows<'_> {
-    /// Always fails. On a CPU, the forward pass computes one sequence at a time.
-    pub(in crate::ops) fn on_cpu(&self, _: &mut Cpu) -> Result<(), DeviceError> {
-        refuse("the CPU computes one sequence at a time".into())
+    /// Computes one row after the other.
+    pub(in crate::ops) fn on_cpu(&self, cpu: &mut Cpu) -> Result<(), DeviceError> {
+        let Self { write, attention, rows } = self;
+        let (shape, values, ring) = (write.shape, write.shape.heads * write.shape.dim, write.shape.recent_bytes());
+        for row in 0..write.tokens {
+            let [number, start] = cpu.memory.sequence(rows, row);
+            let table = write.cache.table.rows(number, 1, shape.pages());
+            let recent = write.cache.recent.map(|recent| recent.part(number * ring, ring));
+            let cache = KvCache { table, recent, ..write.cache };
+            let of = |region: Region, width: usize| region.rows(row, 1, width);
+            let (proj, q, y) = (of(write.proj, shape.width()), of(write.q, values), of(attention.y, values));
+            let norm_rope =
+                QkNormRope { rope_table: of(write.norm_rope.rope_table, shape.rope_dim), ..write.norm_rope };
+            KvWrite { start, tokens: 1, proj, norm_rope, q, cache, ..*write }.on_cpu(cpu)?;
+            Attention { start, tokens: 1, proj, q, cache, y, ..*attention }.on_cpu(cpu)?;
+        }
+        Ok(())
     }
 }
 

@@ -143,7 +143,9 @@ pub struct AttentionRows<'a> {
 impl AttentionRows<'_> {
     pub(super) fn touches(&self, see: &mut dyn FnMut(Region, BufferAccess)) {
         self.write.touches(see);
-        self.attention.touches(see);
+        see(self.attention.partials, BufferAccess::Write);
+        let values = self.attention.shape.heads * self.attention.shape.dim;
+        see(self.attention.y.floats(self.attention.tokens * values), BufferAccess::Write);
         see(self.rows.table, BufferAccess::Read);
     }
 }

@@ -21,7 +21,7 @@ impl Conv<'_> {
         let Self { shape, tokens, proj, weight, replay, committed, state, out } = *self;
         let (proj, old) = shape.rows(tokens, proj, replay);
         let channels = shape.channels();
-        let (of_each, sequences) = if rows.is_some() { (1, tokens) } else { (tokens, 1) };
+        let (of_each, sequences, committed) = if rows.is_some() { (1, tokens, 1) } else { (tokens, 1, committed) };
         let state = if rows.is_some() { state } else { state.floats(channels * 3) };
         Launch {
             kernel: "causal_conv",

@@ -2,7 +2,7 @@
 
 use crate::{
     device::{DeviceError, Region, Slab},
-    ops::{ReservedBuffer, Weight, WeightView},
+    ops::{ReservedBuffer, SequenceRows, Weight, WeightView},
 };
 use std::{ops::Range, sync::Arc};
 
@@ -66,6 +66,12 @@ impl CpuMemory {
     #[allow(clippy::mut_from_ref)]
     pub fn words_mut(&self, region: Region) -> &mut [u32] {
         if region.len == 0 { &mut [] } else { bytemuck::cast_slice_mut(self.bytes_mut(region)) }
+    }
+
+    /// The number of the sequence of row `row`, and the row's index in that sequence.
+    pub fn sequence(&self, rows: &SequenceRows, row: usize) -> [usize; 2] {
+        let words = self.words(rows.table.rows(row, 1, 2));
+        [words[0] as usize, words[1] as usize]
     }
 
     pub fn view(&self, weight: &Weight) -> WeightView<'_> {

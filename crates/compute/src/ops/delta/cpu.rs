@@ -2,10 +2,10 @@
 
 use super::{DeltaNet, DeltaNetRows, DeltaRule};
 use crate::{
-    device::DeviceError,
+    device::{DeviceError, Region},
     ops::{
-        Backend, DeltaShape, OutputGate,
-        cpu::{Cpu, refuse},
+        Backend, Conv, DeltaShape, OutputGate,
+        cpu::Cpu,
         norm::{multiply_sigmoid, multiply_silu, normalise},
         simd::{
             OutPtr, Vector, float,
@@ -22,9 +22,24 @@ const ROWS: usize = 32;
 const TOKENS: usize = 32;
 
 impl DeltaNetRows<'_> {
-    /// Always fails. On a CPU, the forward pass computes one sequence at a time.
-    pub(in crate::ops) fn on_cpu(&self, _: &mut Cpu) -> Result<(), DeviceError> {
-        refuse("the CPU computes one sequence at a time".into())
+    /// The matrix products compute all rows at once, which reads each weight once. Convolution and delta rule run row by
+    /// row on the state of the row's sequence. If `y` shares memory with `mixed`, a row of `y` overlaps no later row of
+    /// `mixed`.
+    pub(in crate::ops) fn on_cpu(&self, cpu: &mut Cpu) -> Result<(), DeviceError> {
+        let DeltaNet { in_proj, conv, rule, out_proj } = self.net;
+        let (shape, channels, values) = (rule.shape, rule.shape.channels(), rule.shape.values());
+        cpu.execute(&in_proj.into())?;
+        for row in 0..rule.tokens {
+            let [number, _] = cpu.memory.sequence(&self.rows, row);
+            let of = |region: Region, width: usize| region.rows(row, 1, width);
+            let (proj, mixed) = (of(rule.proj, shape.width()), of(rule.mixed, channels));
+            let state = conv.state.rows(number, 1, (shape.conv_width - 1) * channels);
+            cpu.execute(&Conv { tokens: 1, proj, committed: 1, state, out: mixed, ..conv }.into())?;
+            let state = rule.state.rows(number, 1, values * shape.key_dim);
+            let (out, y) = (of(rule.out, values), of(rule.y, values));
+            cpu.execute(&DeltaRule { tokens: 1, proj, mixed, committed: 1, state, out, y, ..rule }.into())?;
+        }
+        cpu.execute(&out_proj.into())
     }
 }
 

@@ -84,7 +84,7 @@ impl DeltaRule<'_> {
         let mixed = mixed.floats(few * channels);
         let past_mixed = if replay.rows > 0 { replay.mixed.floats(replay.rows * channels) } else { mixed };
         assert!(shape.key_dim <= 256, "key heads of {}", shape.key_dim);
-        let (of_each, sequences) = if rows.is_some() { (1, tokens) } else { (tokens, 1) };
+        let (of_each, sequences, committed) = if rows.is_some() { (1, tokens, 1) } else { (tokens, 1, committed) };
         let state = if rows.is_some() { state } else { state.floats(shape.values() * shape.key_dim) };
         let mut args = shape.args(of_each, replay.rows, committed, rows);
         let flags = args.len() - 4;

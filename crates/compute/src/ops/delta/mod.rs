@@ -78,7 +78,7 @@ pub struct DeltaNet<'a> {
 }
 
 /// A whole delta-net layer of one row of each of several sequences. The state regions of `conv` and `rule` hold the
-/// states of all sequences, one after the other. No row is replayed.
+/// states of all sequences, one after the other. No row is replayed, and each row is added to the state of its sequence.
 #[derive(Debug, Clone, Copy)]
 pub struct DeltaNetRows<'a> {
     pub net: DeltaNet<'a>,
@@ -101,7 +101,7 @@ impl DeltaNet<'_> {
         see(proj.floats(tokens * shape.width()), BufferAccess::Write);
         rule.results([BufferAccess::Write; 2], see);
         see(*state, BufferAccess::ReadWrite);
-        see(rule.state.floats(shape.values() * shape.key_dim), BufferAccess::ReadWrite);
+        see(rule.state, BufferAccess::ReadWrite);
         see(out.floats(tokens * shape.values()), BufferAccess::Write);
     }
 }

@@ -16,6 +16,7 @@ use std::sync::Arc;
 mod attention;
 mod delta;
 mod kv_bits;
+mod sequence_rows;
 
 const AFFINE: WeightFormat = WeightFormat::Affine { bits: 4, group: 64, scale: Float::Bf16 };
 

@@ -329,7 +329,6 @@ impl MtpHead {
                 experts: self.store.as_ref(),
                 slots: &state.slots,
                 ngrams: Vec::new(),
-                is_ahead: false,
                 scratch: &mut *scratch,
             };
             let mut hooks = LayerHooks::taps_only(&mut state.taps);
@@ -350,7 +349,7 @@ impl MtpHead {
         out: Option<&mut MtpPrediction>,
     ) -> Result<(), ModelError> {
         self.fuse(rows, pass)?;
-        forward_layers(&self.net, &mut [state], pass, hooks)?;
+        forward_layers(&self.net, state, pass, hooks)?;
 
         // m = rms_norm(layer(u)) of the last row, or the mixture of its streams; logits = W_head m
         let Some(out) = out else { return Ok(()) };

@@ -8,14 +8,14 @@ use crate::{
         weights::AttentionWeights,
     },
 };
-use moestro_compute::{
-    device::Region,
-    ops::{Attention, AttentionRows, BlockAttention, IndexCache, KvCache, KvWrite, Linear, QkNormRope, SequenceRows},
+use moestro_compute::ops::{
+    Attention, AttentionRows, BlockAttention, IndexCache, KvCache, KvWrite, Linear, QkNormRope,
 };
 use std::ops::Range;
 
 impl AttentionWeights {
-    /// `h += W_o (softmax(q k^T / sqrt(dim)) v * sigmoid(gate))` for a block of rows.
+    /// `h += W_o (softmax(q k^T / sqrt(dim)) v * sigmoid(gate))` for a block of rows. If the rows belong to several
+    /// sequences, `cache` has the page tables and rings of all of them.
     pub fn forward(
         &self,
         input: PartInput,
@@ -36,14 +36,19 @@ impl AttentionWeights {
         let rope_table = b.rope.rows(rows.start, tokens, shape.rope_dim);
         let norm_rope = QkNormRope { q_norm: self.q_norm, k_norm: self.k_norm, rope_table };
         let q = b.head_out;
-        pass.execute(KvWrite { shape, start, tokens, proj: b.proj, norm_rope, q, cache })?;
+        let write = KvWrite { shape, start, tokens, proj: b.proj, norm_rope, q, cache };
 
         // y = softmax(q k^T / sqrt(dim)) v * sigmoid(gate), over the cached positions up to the row's own
         let (proj, partials, y) = (b.proj, b.partials, b.y(tokens));
         let attention = Attention { shape, start, tokens, q, cache, proj, partials, y };
-        match &self.indexer {
-            None => pass.execute(attention)?,
-            Some(indexer) => {
+        match (&self.indexer, pass.sequence_rows()) {
+            (_, Some(rows)) => pass.execute(&AttentionRows { write, attention, rows })?,
+            (None, None) => {
+                pass.execute(write)?;
+                pass.execute(attention)?;
+            }
+            (Some(indexer), None) => {
+                pass.execute(write)?;
                 // with an indexer: the same over the blocks that it selects for each row
                 let (matrices, index, shape) = (std::slice::from_ref(&indexer.proj), b.index, &indexer.shape);
                 pass.execute(Linear { x, tokens, norm, matrices, y: index, add: false })?;
@@ -61,30 +66,5 @@ impl AttentionWeights {
         // h += W_o y
         let out_proj = pass.out_proj(&self.out, &rows);
         pass.execute(out_proj)
-    }
-
-    /// Computes attention, without the projections, for rows of different sequences in one operation. `cache` has the
-    /// page tables and rings of all sequences.
-    pub fn attend_together(&self, cache: KvCache, rows: SequenceRows, pass: &mut Pass<'_>) -> Result<(), ModelError> {
-        let (b, shape, tokens, start) = (pass.buffers, pass.attention, pass.rows(), 0);
-        let rope_table = b.rope.rows(0, tokens, shape.rope_dim);
-        let norm_rope = QkNormRope { q_norm: self.q_norm, k_norm: self.k_norm, rope_table };
-        let (proj, q, partials, y) = (b.proj, b.head_out, b.partials, b.y(tokens));
-        let write = KvWrite { shape, start, tokens, proj, norm_rope, q, cache };
-        let attention = Attention { shape, start, tokens, q, cache, proj, partials, y };
-        pass.execute(&AttentionRows { write, attention, rows })
-    }
-
-    /// Computes attention, without the projections, for row `row` of a pass whose rows belong to different sequences.
-    /// Does not support an indexer.
-    pub fn attend_row(&self, row: usize, cache: KvCache, pass: &mut Pass<'_>) -> Result<(), ModelError> {
-        let (b, shape, start, partials) =
-            (pass.buffers, pass.attention, pass.chunk.sequences[row].start, pass.buffers.partials);
-        let of = |region: Region, width: usize| region.rows(row, 1, width);
-        let (proj, values) = (of(b.proj, shape.width()), shape.heads * shape.dim);
-        let (q, y, rope_table) = (of(b.head_out, values), of(b.y(pass.rows()), values), of(b.rope, shape.rope_dim));
-        let norm_rope = QkNormRope { q_norm: self.q_norm, k_norm: self.k_norm, rope_table };
-        pass.execute(KvWrite { shape, start, tokens: 1, proj, norm_rope, q, cache })?;
-        pass.execute(Attention { shape, start, tokens: 1, q, cache, proj, partials, y })
     }
 }

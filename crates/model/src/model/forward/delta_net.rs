@@ -13,7 +13,7 @@ use crate::{
 };
 use moestro_compute::{
     device::Region,
-    ops::{Backend, Conv, DeltaNet, DeltaNetRows, DeltaRule, DeltaShape, Linear, SequenceRows},
+    ops::{Backend, Conv, DeltaNet, DeltaNetRows, DeltaRule, DeltaShape, Linear},
 };
 use std::ops::Range;
 
@@ -44,7 +44,8 @@ impl RowBuffers {
 }
 
 impl DeltaNetWeights {
-    /// `h += W_out (rms_norm(delta_rule(conv(q, k, v))) * gate(z))` for a block of rows; the gate is SiLU or sigmoid.
+    /// `h += W_out (rms_norm(delta_rule(conv(q, k, v))) * gate(z))` for a block of rows; the gate is SiLU or sigmoid. If
+    /// the rows belong to several sequences, `state` has the states of all of them, and no sequence has rows to replay.
     pub fn forward(
         &self,
         input: PartInput,
@@ -67,7 +68,11 @@ impl DeltaNetWeights {
         let here = marks.within(&rows);
         if here.is_empty() {
             let (conv, rule) = self.recurrence(state, commit, tokens, buffers.part(&(0..tokens), shape));
-            pass.execute(&DeltaNet { in_proj, conv, rule, out_proj })?;
+            let net = DeltaNet { in_proj, conv, rule, out_proj };
+            match pass.sequence_rows() {
+                Some(rows) => pass.execute(&DeltaNetRows { net, rows })?,
+                None => pass.execute(&net)?,
+            }
             state.advance(commit, tokens);
             return Ok(());
         }
@@ -82,34 +87,6 @@ impl DeltaNetWeights {
         }
         self.advance_rows(from..tokens, state, buffers, pass)?;
         pass.execute(out_proj)
-    }
-
-    /// [`DeltaNetWeights::forward`] for rows of different sequences in one operation. `state` has the states of all
-    /// sequences. No sequence may have rows to replay.
-    pub fn forward_together(
-        &self,
-        input: PartInput,
-        state: &DeltaState,
-        rows: SequenceRows,
-        pass: &mut Pass<'_>,
-    ) -> Result<(), ModelError> {
-        let (b, tokens, all) = (pass.buffers, pass.rows(), 0..pass.rows());
-        let buffers = RowBuffers { proj: b.proj, mixed: b.mixed, out: b.head_out, y: b.y(tokens) };
-        let (x, norm) = (input.rows(&all), input.norm);
-        let in_proj = Linear { x, tokens, norm, matrices: &self.in_proj, y: b.proj, add: false };
-        let out_proj = pass.out_proj(&self.out, &all);
-        let (conv, rule) = self.recurrence(state, Commit::Now, tokens, buffers.part(&all, &self.shape));
-        // Each row is added to the state of its sequence.
-        let (conv, rule) = (Conv { committed: 1, ..conv }, DeltaRule { committed: 1, ..rule });
-        pass.execute(&DeltaNetRows { net: DeltaNet { in_proj, conv, rule, out_proj }, rows })
-    }
-
-    /// Computes the convolution and the delta rule for row `row` of a pass whose rows belong to different sequences. If
-    /// `y` shares memory with `mixed`, a row of `y` does not overlap later rows of `mixed`.
-    pub fn advance_row(&self, row: usize, state: &mut DeltaState, pass: &mut Pass<'_>) -> Result<(), ModelError> {
-        let b = pass.buffers;
-        let all = RowBuffers { proj: b.proj, mixed: b.mixed, out: b.head_out, y: b.y(pass.rows()) };
-        self.advance_rows(row..row + 1, state, all, pass)
     }
 
     /// Adds the rows of the replay buffer to the state.

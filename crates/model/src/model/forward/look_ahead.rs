@@ -53,23 +53,21 @@ pub fn layer_count(index: usize, pass: &Pass<'_>, hooks: &LayerHooks<'_>) -> usi
 pub fn run(
     net: &Network,
     layers: Range<usize>,
-    states: &mut [&mut [LayerState]],
+    state: &mut [LayerState],
     pass: &mut Pass<'_>,
     hooks: &mut LayerHooks<'_>,
 ) -> Result<usize, ModelError> {
-    let (b, Some(experts)) = (pass.buffers, pass.experts) else { return Ok(layers.start) };
-    let before: Vec<Vec<LayerState>> = states.iter().map(|state| state[layers.clone()].to_vec()).collect();
-    submit(net, layers.clone(), states, experts, pass, hooks)?;
+    let Some(experts) = pass.experts else { return Ok(layers.start) };
+    let before = state[layers.clone()].to_vec();
+    submit(net, layers.clone(), state, experts, pass, hooks)?;
     // The GPU works on these layers while the CPU reports the choices of the previous ones.
     report_choices(net, pass)?;
 
     let Some(missed) = wait_for_choices(net, layers.clone(), experts, pass)? else { return Ok(layers.end) };
     report_choices(net, pass)?;
-    for (state, before) in states.iter_mut().zip(&before) {
-        state[missed + 1..layers.end].copy_from_slice(&before[missed + 1 - layers.start..]);
-    }
-    let (rows, weights) = (pass.rows(), moe_weights(net, missed)?);
-    let combine = moe::combine(weights, b.route(missed, rows, weights), pass.slots, rows, b);
+    state[missed + 1..layers.end].copy_from_slice(&before[missed + 1 - layers.start..]);
+    let weights = moe_weights(net, missed)?;
+    let combine = moe::combine(weights, pass.buffers.route(missed, pass.rows(), weights), pass);
     let scratch = read_route(missed, weights, pass);
     moe::fetch_and_run(missed, None, combine, experts, pass, scratch)?;
     net.layers[missed].end(missed, pass, hooks)?;
@@ -80,7 +78,7 @@ pub fn run(
 fn submit(
     net: &Network,
     layers: Range<usize>,
-    states: &mut [&mut [LayerState]],
+    state: &mut [LayerState],
     experts: &ExpertStore,
     pass: &mut Pass<'_>,
     hooks: &mut LayerHooks<'_>,
@@ -97,15 +95,29 @@ fn submit(
         pass.backend.write_words(b.skip_flag, &[0])?;
     }
     pass.scratch.ahead.launches.clear();
-    pass.is_ahead = true;
     pass.backend.set_skip_flag(Some(b.skip_flag));
-    let submitted = layers.into_iter().try_for_each(|index| {
-        net.layers[index].forward(index, net, states, pass, hooks)?;
-        Ok(pass.backend.flush()?)
-    });
+    let submitted = layers.into_iter().try_for_each(|index| submit_layer(net, index, state, pass, hooks));
     pass.backend.set_skip_flag(None);
-    pass.is_ahead = false;
     submitted
+}
+
+/// Submits the kernels of one layer.
+fn submit_layer(
+    net: &Network,
+    index: usize,
+    state: &mut [LayerState],
+    pass: &mut Pass<'_>,
+    hooks: &mut LayerHooks<'_>,
+) -> Result<(), ModelError> {
+    let (layer, weights) = (&net.layers[index], moe_weights(net, index)?);
+    let x = layer.forward_mixer(index, state, pass, hooks)?;
+    let routed = pass.buffers.route(index, pass.rows(), weights);
+    moe::route(index, x, weights, routed, pass)?;
+    let launches = pass.backend.launches();
+    pass.scratch.ahead.launches.push(launches);
+    moe::from_table(weights, routed, pass)?;
+    layer.end(index, pass, hooks)?;
+    Ok(pass.backend.flush()?)
 }
 
 /// Waits for the choices of `layers`. Returns the first layer with an expert without a slot. The layers before it are

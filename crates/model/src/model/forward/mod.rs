@@ -30,22 +30,21 @@ use crate::{
         weights::{DenseWeights, Ffn, LayerWeights, Mixer, Network},
     },
 };
-use moestro_compute::ops::{Embedding, Linear, Mlp, SequenceRows};
+use moestro_compute::ops::{Embedding, Mlp};
 use pass::{LayerHooks, PartInput, Pass};
-use std::ops::Range;
 
 /// Runs a chunk through the whole network and fills `logits` with the rows that the chunk asks for. If `logits` is
 /// `None`, submits the work without waiting, and the logits stay in [`Buffers::logits`](buffers::Buffers::logits).
-/// `states` has the layer states of each sequence of the chunk.
+/// `state` has the states of all layers, of all sequences of the chunk.
 pub fn forward(
     net: &Network,
-    states: &mut [&mut [LayerState]],
+    state: &mut [LayerState],
     pass: &mut Pass<'_>,
     hooks: &mut LayerHooks<'_>,
     logits: Option<&mut [f32]>,
 ) -> Result<(), ModelError> {
     pass.backend.set_half_buffers(pass.chunk.half.then_some(pass.buffers.half));
-    let done = embed(net, pass).and_then(|()| forward_layers(net, states, pass, hooks));
+    let done = embed(net, pass).and_then(|()| forward_layers(net, state, pass, hooks));
     pass.backend.set_half_buffers(None);
     let Some(logits) = logits else {
         let written = done.and_then(|()| head::write_logits(net, pass, pass.chunk.logits.clone()));
@@ -68,7 +67,7 @@ fn embed(net: &Network, pass: &mut Pass<'_>) -> Result<(), ModelError> {
 /// Runs all layers. Reads and updates the residual.
 pub fn forward_layers(
     net: &Network,
-    states: &mut [&mut [LayerState]],
+    state: &mut [LayerState],
     pass: &mut Pass<'_>,
     hooks: &mut LayerHooks<'_>,
 ) -> Result<(), ModelError> {
@@ -79,10 +78,10 @@ pub fn forward_layers(
     while let Some(layer) = net.layers.get(index) {
         let count = look_ahead::layer_count(index, pass, hooks);
         index = if count > 1 {
-            look_ahead::run(net, index..index + count, states, pass, hooks)?
+            look_ahead::run(net, index..index + count, state, pass, hooks)?
         } else {
             look_ahead::report_choices(net, pass)?;
-            layer.forward(index, net, states, pass, hooks)?;
+            layer.forward(index, net, state, pass, hooks)?;
             index + 1
         };
     }
@@ -94,25 +93,32 @@ impl LayerWeights {
         &self,
         index: usize,
         net: &Network,
-        states: &mut [&mut [LayerState]],
+        state: &mut [LayerState],
         pass: &mut Pass<'_>,
         hooks: &mut LayerHooks<'_>,
     ) -> Result<(), ModelError> {
+        let x = self.forward_mixer(index, state, pass, hooks)?;
+        let next = net.layers.get(index + 1).map(|next| &next.ffn);
+        self.ffn.forward(index, x, next, pass)?;
+        self.end(index, pass, hooks)
+    }
+
+    /// The start of [`LayerWeights::forward`]. Returns the input of the feed-forward.
+    fn forward_mixer(
+        &self,
+        index: usize,
+        state: &mut [LayerState],
+        pass: &mut Pass<'_>,
+        hooks: &mut LayerHooks<'_>,
+    ) -> Result<PartInput, ModelError> {
         hooks.before_layer()?;
         if let Some(ngram) = &self.ngram {
             ngram.forward(pass, &mut hooks.marks)?;
         }
         let x = pass.read(&self.before_mixer)?;
-        match &mut *states {
-            [state] => self.mixer.forward(x, state.get_mut(index), pass, hooks)?,
-            several => self.mixer.forward_each(x, several.iter_mut().map(|state| state.get_mut(index)), pass)?,
-        }
+        self.mixer.forward(x, state.get_mut(index), pass, hooks)?;
         pass.write(&self.before_mixer)?;
-
-        let next = net.layers.get(index + 1).map(|next| &next.ffn);
-        let x = pass.read(&self.before_ffn)?;
-        self.ffn.forward(index, x, next, pass)?;
-        self.end(index, pass, hooks)
+        pass.read(&self.before_ffn)
     }
 
     /// The end of [`LayerWeights::forward`], after the feed-forward.
@@ -143,73 +149,6 @@ impl Mixer {
             }
         }
         Ok(())
-    }
-
-    /// [`Mixer::forward`] for one row of each of several sequences. The matrix products compute all rows at once, which
-    /// reads each weight once. Attention, convolution and delta rule run row by row on the state of the row's sequence.
-    fn forward_each<'s>(
-        &self,
-        x: PartInput,
-        states: impl Iterator<Item = Option<&'s mut LayerState>>,
-        pass: &mut Pass<'_>,
-    ) -> Result<(), ModelError> {
-        let rows = 0..pass.rows();
-        if let Some(together) = pass.sequence_rows() {
-            return self.forward_together(x, states, together, pass);
-        }
-        self.project(x, &rows, pass)?;
-        for (row, state) in states.enumerate() {
-            match (self, state) {
-                (Mixer::Attention(attention), Some(LayerState::Attention(cache, _))) => {
-                    attention.attend_row(row, *cache, pass)?;
-                }
-                (Mixer::DeltaNet(delta_net), Some(LayerState::DeltaNet(state))) => {
-                    delta_net.advance_row(row, state, pass)?;
-                }
-                _ => return Err(foreign_state()),
-            }
-        }
-        let out_proj = match self {
-            Mixer::Attention(attention) => pass.out_proj(&attention.out, &rows),
-            Mixer::DeltaNet(delta_net) => pass.out_proj(&delta_net.out, &rows),
-        };
-        pass.execute(out_proj)
-    }
-
-    /// [`Mixer::forward_each`] with one operation for all sequences. The states of all sequences must be in the same
-    /// buffers.
-    fn forward_together<'s>(
-        &self,
-        x: PartInput,
-        states: impl Iterator<Item = Option<&'s mut LayerState>>,
-        together: SequenceRows,
-        pass: &mut Pass<'_>,
-    ) -> Result<(), ModelError> {
-        let last = states.zip(pass.chunk.sequences).max_by_key(|(_, row)| row.number);
-        let all = last.and_then(|(state, row)| Some(state?.up_to(row.number)));
-        match (self, all) {
-            (Mixer::Attention(attention), Some(LayerState::Attention(cache, _))) => {
-                let rows = 0..pass.rows();
-                self.project(x, &rows, pass)?;
-                attention.attend_together(cache, together, pass)?;
-                let out_proj = pass.out_proj(&attention.out, &rows);
-                pass.execute(out_proj)
-            }
-            (Mixer::DeltaNet(delta_net), Some(LayerState::DeltaNet(state))) => {
-                delta_net.forward_together(x, &state, together, pass)
-            }
-            _ => Err(foreign_state()),
-        }
-    }
-
-    /// Computes the input projections of some rows.
-    fn project(&self, input: PartInput, rows: &Range<usize>, pass: &mut Pass<'_>) -> Result<(), ModelError> {
-        let (x, norm, y) = (input.rows(rows), input.norm, pass.buffers.proj);
-        let matrices = match self {
-            Mixer::Attention(attention) => &attention.qkv[..],
-            Mixer::DeltaNet(delta_net) => &delta_net.in_proj[..],
-        };
-        pass.execute(Linear { x, tokens: rows.len(), norm, matrices, y, add: false })
     }
 }
 

@@ -12,16 +12,14 @@
 //! which experts are read.
 
 use super::{
-    buffers::{Buffers, MoeScratch, RouteBuffers},
+    buffers::{MoeScratch, RouteBuffers},
     pass::{PartInput, Pass},
 };
 use crate::error::ModelError;
 use moestro_compute::{
     device::Region,
     experts::{ExpertChoice, ExpertFetch, ExpertStore},
-    ops::{
-        CombineExperts, ExpertGroup, ExpertSet, ExpertSlots, Experts, MoeBuffers, MoeWeights, NO_SLOT, Norm, Router,
-    },
+    ops::{CombineExperts, ExpertGroup, ExpertSet, Experts, MoeBuffers, MoeWeights, NO_SLOT, Norm, Router},
 };
 
 /// Maximum number of prompt rows that predict the next layer's experts. The limit bounds the time of the prediction. A
@@ -40,43 +38,14 @@ pub fn forward(
     let Some(experts) = pass.experts else {
         return Err(ModelError::Config("the experts are not loaded".into()));
     };
-    let (b, tokens, slots, limits) = (pass.buffers, pass.rows(), pass.slots, pass.limits);
-    let x = b.normed;
+    let (b, limits) = (pass.buffers, pass.limits);
+    let routed =
+        RouteBuffers { ids: b.expert_ids, slots: b.expert_slots, weights: b.moe.weights, scores: b.moe.scores };
+    route(index, input, layer, routed, pass)?;
 
-    // scores = W_router x; ids, weights = top_k(softmax(scores)); the GPU also looks up the slots in a table
-    let (from, norm) = (input.rows(&(0..tokens)), input.norm.map(|norm| Norm { keep: Some(x), ..norm }));
-    let table = b.slot_tables.rows(index, 1, layer.router.rows);
-    let route = match pass.is_ahead {
-        true => b.route(index, tokens, layer),
-        false => {
-            RouteBuffers { ids: b.expert_ids, slots: b.expert_slots, weights: b.moe.weights, scores: b.moe.scores }
-        }
-    };
-    let RouteBuffers { ids, slots: id_slots, weights, scores } = route;
-    pass.execute(Router {
-        layer,
-        tokens,
-        x: from,
-        norm,
-        skip_shared: false,
-        table,
-        scores,
-        ids,
-        slots: id_slots,
-        weights,
-    })?;
-    let combine = combine(layer, route, slots, tokens, b);
-
-    // With few rows and all experts resident, the router's choice stays on the device. The same holds for layers that
-    // are computed before the CPU knows whether their experts are in memory.
-    if pass.is_ahead {
-        let launches = pass.backend.launches();
-        pass.scratch.ahead.launches.push(launches);
-    }
-    if pass.is_ahead || experts.is_resident() && tokens <= limits.max_slot_table_rows && !pass.chunk.half {
-        let set = ExpertSet::Table { ids, slots: id_slots };
-        pass.execute(Experts { layer, slots, tokens, x, buffers: combine.buffers, experts: set })?;
-        return pass.execute(CombineExperts { per_assignment: Some(id_slots), ..combine });
+    // With few rows and all experts resident, the router's choice stays on the device.
+    if experts.is_resident() && pass.rows() <= limits.max_slot_table_rows && !pass.chunk.half {
+        return from_table(layer, routed, pass);
     }
 
     let kind = pass.chunk.kind;
@@ -91,7 +60,33 @@ pub fn forward(
     // Wait for the router's choice: the only wait of a layer.
     experts.metrics.gpu_router_waits.inc_by(u64::from(limits.is_async && !experts.is_resident()));
     read_choice(layer, !experts.is_resident(), pass, &mut scratch)?;
-    fetch_and_run(index, next, combine, experts, pass, scratch)
+    fetch_and_run(index, next, combine(layer, routed, pass), experts, pass, scratch)
+}
+
+/// `scores = W_router x; ids, weights = top_k(softmax(scores))`. A GPU also looks up the slots in the layer's table.
+pub fn route(
+    index: usize,
+    input: PartInput,
+    layer: &MoeWeights,
+    into: RouteBuffers,
+    pass: &mut Pass<'_>,
+) -> Result<(), ModelError> {
+    let tokens = pass.rows();
+    let norm = input.norm.map(|norm| Norm { keep: Some(pass.buffers.normed), ..norm });
+    let table = pass.buffers.slot_tables.rows(index, 1, layer.router.rows);
+    let (x, RouteBuffers { ids, slots, weights, scores }) = (input.rows(&(0..tokens)), into);
+    pass.execute(Router { layer, tokens, x, norm, skip_shared: false, table, scores, ids, slots, weights })
+}
+
+/// Computes the experts in the slots that the router found in the table, and adds their results to the residual. The
+/// router's choice stays on the device.
+pub fn from_table(layer: &MoeWeights, routed: RouteBuffers, pass: &mut Pass<'_>) -> Result<(), ModelError> {
+    let combine = combine(layer, routed, pass);
+    let (slots, tokens, x, RouteBuffers { ids, slots: id_slots, .. }) =
+        (pass.slots, pass.rows(), pass.buffers.normed, routed);
+    let experts = ExpertSet::Table { ids, slots: id_slots };
+    pass.execute(Experts { layer, slots, tokens, x, buffers: combine.buffers, experts })?;
+    pass.execute(CombineExperts { per_assignment: Some(id_slots), ..combine })
 }
 
 /// Fetches the experts in `scratch` and adds their results to the residual. Starts to prefetch the experts of `next`.
@@ -129,16 +124,10 @@ pub fn fetch_and_run(
     done
 }
 
-/// The sum of the experts' results, with the router's output in `route`.
-pub fn combine<'a>(
-    layer: &'a MoeWeights,
-    route: RouteBuffers,
-    slots: &'a ExpertSlots,
-    tokens: usize,
-    b: &Buffers,
-) -> CombineExperts<'a> {
-    let buffers = MoeBuffers { scores: route.scores, weights: route.weights, ..b.moe };
-    CombineExperts { layer, slots, tokens, buffers, per_assignment: None, h: b.h }
+/// The sum of the experts' results.
+pub fn combine<'a, 'p: 'a>(layer: &'a MoeWeights, routed: RouteBuffers, pass: &Pass<'p>) -> CombineExperts<'a> {
+    let buffers = MoeBuffers { scores: routed.scores, weights: routed.weights, ..pass.buffers.moe };
+    CombineExperts { layer, slots: pass.slots, tokens: pass.rows(), buffers, per_assignment: None, h: pass.buffers.h }
 }
 
 /// Computes each batch of experts whose reads have completed, then adds the results of all experts.

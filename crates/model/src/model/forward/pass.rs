@@ -28,10 +28,9 @@ use std::{ops::Range, sync::Arc};
 /// The rows of one pass: consecutive tokens of one sequence, or a token of each of several sequences.
 pub struct Chunk<'a> {
     pub ids: &'a [u32],
-    /// If the rows belong to several sequences: the sequence of each row. `start` and `positions` are then ignored.
+    /// If the rows belong to several sequences: the sequence of each row. Their states are in the same buffers. `start`
+    /// is 0, and `positions` is ignored.
     pub sequences: &'a [SequenceRow],
-    /// True if the states of all sequences are in the same buffers and the device computes their rows in one operation.
-    pub share_buffers: bool,
     /// Index of the first row in the sequence.
     pub start: usize,
     /// Positions of the rows.
@@ -58,7 +57,6 @@ impl<'a> Chunk<'a> {
         Self {
             ids,
             sequences: &[],
-            share_buffers: false,
             start,
             positions,
             image_rows: &[],
@@ -105,8 +103,6 @@ pub struct Pass<'a> {
     pub slots: &'a ExpertSlots,
     /// The n-gram tables, in order of layers.
     pub ngrams: Vec<NgramInput<'a>>,
-    /// True while layers are submitted before the CPU reads the routers' choices.
-    pub is_ahead: bool,
     pub scratch: &'a mut Scratch,
 }
 
@@ -149,12 +145,12 @@ impl Pass<'_> {
         self.chunk.ids.len()
     }
 
-    /// The table of rows, if the rows belong to different sequences and the device computes them in one operation.
+    /// The table of rows, if the rows belong to different sequences.
     pub fn sequence_rows(&self) -> Option<SequenceRows> {
         let starts = || self.chunk.sequences.iter().map(|row| row.start);
         let (first, last) = (starts().min()?, starts().max()?);
         let table = self.buffers.sequences.rows(0, self.rows(), 2);
-        self.chunk.share_buffers.then_some(SequenceRows { starts: [first, last], table })
+        Some(SequenceRows { starts: [first, last], table })
     }
 
     pub fn execute<'o>(&mut self, op: impl Into<Op<'o>>) -> Result<(), ModelError> {
@@ -235,7 +231,7 @@ impl Pass<'_> {
         if !self.chunk.id_on_device {
             self.backend.write_words(self.buffers.ids, self.chunk.ids)?;
         }
-        if self.chunk.share_buffers {
+        if !self.chunk.sequences.is_empty() {
             let words = self.chunk.sequences.iter().flat_map(|row| [row.number as u32, row.start as u32]);
             self.backend.write_words(self.buffers.sequences, &words.collect::<Vec<_>>())?;
         }
