@@ -10,14 +10,15 @@ use minijinja::{
     syntax::SyntaxConfig,
     value::{Serde, ValueKind},
 };
+use serde::Serialize;
 use serde_json::{Map, Value as Json};
 use std::{collections::BTreeMap, fmt, io, path::Path};
 
 /// Variables of a chat template.
-#[derive(Debug, Clone, Copy)]
-pub struct Conversation<'a> {
-    /// OpenAI chat messages, oldest first.
-    pub messages: &'a [Json],
+#[derive(Debug)]
+pub struct Conversation<'a, M = Json> {
+    /// Messages, oldest first. Each serializes to a message of OpenAI's chat completions.
+    pub messages: &'a [M],
     /// OpenAI tool definitions.
     pub tools: Option<&'a [Json]>,
     /// Other variables (`chat_template_kwargs`), such as `enable_thinking`.
@@ -104,7 +105,7 @@ impl Template {
     /// # Errors
     /// [`ChatError::Refused`] if the template rejects the conversation, or if the arguments of a tool call in it are
     /// not a JSON object.
-    pub fn render(&self, conversation: &Conversation) -> Result<String, ChatError> {
+    pub fn render<M: Serialize>(&self, conversation: &Conversation<M>) -> Result<String, ChatError> {
         let name = if conversation.tools.is_some() { TOOL_USE } else { DEFAULT };
         let template =
             self.env.get_template(name).or_else(|_| self.env.get_template(DEFAULT)).map_err(template_error)?;
@@ -113,16 +114,16 @@ impl Template {
         {
             return Err(ChatError::Reserved(name.clone()));
         }
-        let messages = messages::normalize(conversation.messages)?;
+        let messages = messages::for_template(conversation.messages)?;
         let mut variables = self.special_tokens.clone();
         variables.insert("documents".into(), Value::from(()));
         variables.extend(conversation.kwargs.iter().map(|(k, v)| (k.clone(), Value::from(Serde(v)))));
         variables.insert("messages".into(), Value::from(Serde(&messages)));
         variables.insert("tools".into(), Value::from(Serde(conversation.tools)));
         variables.insert("add_generation_prompt".into(), Value::from(conversation.add_generation_prompt));
-        let input =
-            messages.iter().map(|message| text_bytes(message)).chain(conversation.kwargs.values().map(text_bytes));
+        let input = messages.iter().chain(conversation.kwargs.values()).map(text_bytes);
         let input: usize = input.chain(conversation.tools.iter().flat_map(|tools| tools.iter()).map(text_bytes)).sum();
+        drop(messages);
         let max_bytes = input.saturating_mul(OUTPUT_PER_INPUT).saturating_add(OUTPUT_BASE);
         run_with_stack(RENDER_STACK, || {
             let mut prompt = BoundedOutput { text: Vec::new(), max_bytes, is_full: false };

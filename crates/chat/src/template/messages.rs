@@ -1,31 +1,24 @@
 //! Converts messages from the format that OpenAI clients send to the format that templates read.
 
-use crate::{error::ChatError, json_numbers};
+use crate::{json_numbers, error::ChatError, message::REASONING};
+use serde::Serialize;
 use serde_json::{Map, Value};
-use std::borrow::Cow;
 
-/// Names of the field in which clients send an assistant's reasoning back. Templates read the first name.
-const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
-
-/// Parses the arguments of tool calls, which OpenAI clients send as a string and templates expect as an object. Copies
-/// reasoning to the field that templates read, as transformers does.
-pub(super) fn normalize(messages: &[Value]) -> Result<Vec<Cow<'_, Value>>, ChatError> {
-    messages.iter().enumerate().map(|(i, message)| normalize_message(i, message)).collect()
+/// Messages as templates read them. Parses the arguments of tool calls, which OpenAI clients send as a string and
+/// templates expect as an object. Copies reasoning to the field that templates read, as transformers does.
+pub(super) fn for_template<M: Serialize>(messages: &[M]) -> Result<Vec<Value>, ChatError> {
+    messages.iter().enumerate().map(|(i, message)| normalize(i, message)).collect()
 }
 
-fn normalize_message(i: usize, message: &Value) -> Result<Cow<'_, Value>, ChatError> {
-    let Value::Object(fields) = message else {
+fn normalize(i: usize, message: &impl Serialize) -> Result<Value, ChatError> {
+    let message = serde_json::to_value(message).map_err(|error| ChatError::Conversation(error.to_string()))?;
+    let Value::Object(mut fields) = message else {
         return Err(ChatError::Refused(format!("messages[{i}] is not an object")));
     };
-    let reasoning = REASONING.iter().find_map(|name| fields.get(*name).filter(|v| !v.is_null()));
-    let calls = fields.get("tool_calls").and_then(Value::as_array);
-    if reasoning.is_none() && calls.is_none() {
-        return Ok(Cow::Borrowed(message));
-    }
-    let mut fields = fields.clone();
+    let reasoning = REASONING.iter().find_map(|name| fields.get(*name).filter(|v| !v.is_null())).cloned();
     if let Some(reasoning) = reasoning {
         fields.entry("thinking").or_insert_with(|| reasoning.clone());
-        fields.insert("reasoning_content".into(), reasoning.clone());
+        fields.insert("reasoning_content".into(), reasoning);
     }
     if let Some(Value::Array(calls)) = fields.get_mut("tool_calls") {
         for (j, call) in calls.iter_mut().enumerate() {
@@ -37,7 +30,7 @@ fn normalize_message(i: usize, message: &Value) -> Result<Cow<'_, Value>, ChatEr
             }
         }
     }
-    Ok(Cow::Owned(Value::Object(fields)))
+    Ok(Value::Object(fields))
 }
 
 /// Parses a string into an object. Leaves an object unchanged. Some clients send an empty string or null if a call has
@@ -66,7 +59,7 @@ mod tests {
     use serde_json::json;
 
     fn normalize_one(message: Value) -> Result<Value, String> {
-        normalize(&[message]).map(|mut m| m.remove(0).into_owned()).map_err(|e| e.to_string())
+        normalize(0, &message).map_err(|error| error.to_string())
     }
 
     fn with_arguments(arguments: Value) -> Value {

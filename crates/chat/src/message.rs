@@ -1,0 +1,258 @@
+//! A message of a conversation, in the same type for every API.
+//!
+//! A message serializes to the message of OpenAI's chat completions that chat templates read.
+
+use serde::{Serialize, Serializer, ser::SerializeMap};
+use serde_json::{Map, Value, json};
+use std::mem;
+
+/// Names of the field in which clients send an assistant's reasoning back. Templates read the first name.
+pub(super) const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Role {
+    System,
+    User,
+    Assistant,
+    Tool,
+}
+
+/// A message whose images have type `I`.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Message<I> {
+    pub role: Role,
+    /// `None` if the message has no content, or null.
+    pub content: Option<Content<I>>,
+    /// Name of the field with the assistant's reasoning, and the text.
+    pub reasoning: Option<(&'static str, String)>,
+    pub calls: Vec<ToolCall>,
+    /// Other fields, which templates may read. A field above may be here, too, if the client sent it: its value does not
+    /// count, but its place in the order does.
+    pub extra: Map<String, Value>,
+}
+
+/// The content of a message: text, or text and images. Adjacent texts are one part.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Content<I> {
+    pub parts: Vec<Part<I>>,
+}
+
+#[derive(Debug, Clone, PartialEq)]
+pub enum Part<I> {
+    Text(String),
+    Image(I),
+}
+
+/// A call in an assistant's message: `{"id", "type", "function": {"name", "arguments"}}`. The arguments are an object,
+/// or JSON text.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+#[serde(transparent)]
+pub struct ToolCall(pub Value);
+
+impl ToolCall {
+    pub fn new(id: Value, name: &str, arguments: Value) -> Self {
+        Self(json!({"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}))
+    }
+}
+
+impl<I> Message<I> {
+    pub fn new(role: Role, content: impl Into<Content<I>>) -> Self {
+        Self { role, content: Some(content.into()), reasoning: None, calls: Vec::new(), extra: Map::new() }
+    }
+
+    /// A message of the assistant. Empty reasoning is left out.
+    pub fn assistant(content: String, reasoning: String, calls: Vec<ToolCall>) -> Self {
+        let reasoning = Some((REASONING[0], reasoning)).filter(|(_, text)| !text.is_empty());
+        Self { reasoning, calls, ..Self::new(Role::Assistant, content) }
+    }
+
+    /// The result of the call with this id.
+    pub fn tool_result(call_id: Value, content: impl Into<Content<I>>) -> Self {
+        let extra = Map::from_iter([("role".into(), Value::Null), ("tool_call_id".into(), call_id)]);
+        Self { extra, ..Self::new(Role::Tool, content) }
+    }
+
+    /// A message with the fields of chat completions. `content` replaces the field of this name if it is not `None`.
+    pub fn from_fields(role: Role, content: Option<Content<I>>, mut fields: Map<String, Value>) -> Self {
+        let name = REASONING.into_iter().find(|name| fields.get(*name).is_some_and(|value| !value.is_null()));
+        let reasoning = name.and_then(|name| match fields.get_mut(name)? {
+            Value::String(text) => Some((name, mem::take(text))),
+            _ => None,
+        });
+        let calls = fields.get_mut("tool_calls").and_then(Value::as_array_mut).map(mem::take).unwrap_or_default();
+        Self { role, content, reasoning, calls: calls.into_iter().map(ToolCall).collect(), extra: fields }
+    }
+
+    pub fn images(&self) -> impl Iterator<Item = &I> {
+        self.content.iter().flat_map(|content| &content.parts).filter_map(|part| match part {
+            Part::Text(_) => None,
+            Part::Image(image) => Some(image),
+        })
+    }
+
+    /// Calls `change` with every text of the message.
+    pub fn change_texts(&mut self, change: &impl Fn(&mut String)) {
+        for part in self.content.iter_mut().flat_map(|content| &mut content.parts) {
+            if let Part::Text(text) = part {
+                change(text);
+            }
+        }
+        self.reasoning.iter_mut().for_each(|(_, text)| change(text));
+        let values = self.calls.iter_mut().map(|call| &mut call.0).chain(self.extra.values_mut());
+        values.for_each(|value| change_texts(value, change));
+    }
+}
+
+fn change_texts(value: &mut Value, change: &impl Fn(&mut String)) {
+    match value {
+        Value::String(text) => change(text),
+        Value::Array(values) => values.iter_mut().for_each(|value| change_texts(value, change)),
+        Value::Object(fields) => fields.values_mut().for_each(|value| change_texts(value, change)),
+        _ => {}
+    }
+}
+
+impl<I> Content<I> {
+    /// Appends text. If the last part is text, the new text is joined to it after `separator`.
+    pub fn push_text(&mut self, text: String, separator: &str) {
+        match self.parts.last_mut() {
+            Some(Part::Text(last)) => *last += &[separator, &text].concat(),
+            _ => self.parts.push(Part::Text(text)),
+        }
+    }
+
+    /// The text of a content without images.
+    pub fn text(&self) -> Option<&str> {
+        match &*self.parts {
+            [] => Some(""),
+            [Part::Text(text)] => Some(text),
+            _ => None,
+        }
+    }
+}
+
+impl<I> Default for Content<I> {
+    fn default() -> Self {
+        Self { parts: Vec::new() }
+    }
+}
+
+impl<I> From<String> for Content<I> {
+    fn from(text: String) -> Self {
+        Self { parts: vec![Part::Text(text)] }
+    }
+}
+
+impl<I> Serialize for Message<I> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let Self { role, content, reasoning, calls, extra } = self;
+        let typed =
+            ["role", "content"].into_iter().chain(reasoning.as_ref().map(|(name, _)| *name)).chain(["tool_calls"]);
+        let missing = typed.filter(|name| !extra.contains_key(*name));
+        let mut fields = serializer.serialize_map(None)?;
+        for name in extra.keys().map(String::as_str).chain(missing) {
+            match (name, reasoning, extra.get(name)) {
+                ("role", ..) => fields.serialize_entry(name, role)?,
+                ("content", ..) if content.is_some() => fields.serialize_entry(name, content)?,
+                ("tool_calls", ..) if !calls.is_empty() => fields.serialize_entry(name, calls)?,
+                (_, Some((known, text)), _) if name == *known => fields.serialize_entry(name, text)?,
+                (_, _, Some(value)) => fields.serialize_entry(name, value)?,
+                _ => {}
+            }
+        }
+        fields.end()
+    }
+}
+
+/// A string, or an array of parts if there are images.
+impl<I> Serialize for Content<I> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self.text() {
+            Some(text) => serializer.serialize_str(text),
+            None => serializer.collect_seq(self.parts.iter().map(|part| match part {
+                Part::Text(text) => json!({"type": "text", "text": text}),
+                Part::Image(_) => json!({"type": "image", "image": true}),
+            })),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(fields: Value) -> Message<u8> {
+        let Value::Object(fields) = fields else { panic!("an object") };
+        Message::from_fields(Role::Assistant, None, fields)
+    }
+
+    fn json(message: &Message<u8>) -> String {
+        serde_json::to_string(message).unwrap()
+    }
+
+    #[test]
+    fn fields_keep_their_order_and_values() {
+        for fields in [
+            json!({"x": 1, "content": null, "tool_calls": [{"function": {"arguments": "{}", "name": "f"}}], "role": "assistant"}),
+            json!({"thinking": null, "reasoning": "r", "role": "assistant", "tool_calls": []}),
+            json!({"role": "assistant", "reasoning_content": ["no text"], "thinking": "", "tool_calls": null}),
+        ] {
+            assert_eq!(json(&read(fields.clone())), fields.to_string());
+        }
+    }
+
+    #[test]
+    fn typed_fields_replace_sent_fields() {
+        let mut message =
+            read(json!({"content": [1], "name": "n", "thinking": "t", "role": "developer", "tool_calls": [1]}));
+        message.content = Some(Content::from("c".to_owned()));
+        message.reasoning.as_mut().unwrap().1.push('!');
+        message.calls.push(ToolCall(json!(2)));
+        let expected =
+            json!({"content": "c", "name": "n", "thinking": "t!", "role": "assistant", "tool_calls": [1, 2]});
+        assert_eq!(json(&message), expected.to_string());
+        let mut message = read(json!({"name": "n"}));
+        message.content = Some(Content::default());
+        assert_eq!(json(&message), r#"{"name":"n","role":"assistant","content":""}"#);
+    }
+
+    #[test]
+    fn new_messages_have_the_fields_of_their_role() {
+        let call = ToolCall::new("1".into(), "f", json!({"a": 1}));
+        let assistant = Message::assistant("c".to_owned(), "r".to_owned(), vec![call]);
+        assert_eq!(
+            json(&assistant),
+            r#"{"role":"assistant","content":"c","reasoning_content":"r","tool_calls":[{"id":"1","type":"function","function":{"name":"f","arguments":{"a":1}}}]}"#
+        );
+        let plain = Message::assistant("c".to_owned(), String::new(), Vec::new());
+        assert_eq!(json(&plain), r#"{"role":"assistant","content":"c"}"#);
+        let result = Message::tool_result("1".into(), "2".to_owned());
+        assert_eq!(json(&result), r#"{"role":"tool","tool_call_id":"1","content":"2"}"#);
+    }
+
+    #[test]
+    fn content_with_images_is_an_array() {
+        let mut content = Content::default();
+        content.push_text("a".to_owned(), "+");
+        content.push_text("b".to_owned(), "+");
+        assert_eq!(content.text(), Some("a+b"));
+        content.parts.push(Part::Image(7));
+        content.push_text("c".to_owned(), "+");
+        assert_eq!(content.text(), None);
+        let message = Message::new(Role::User, content);
+        assert_eq!(message.images().collect::<Vec<_>>(), [&7]);
+        let parts =
+            json!([{"type": "text", "text": "a+b"}, {"type": "image", "image": true}, {"type": "text", "text": "c"}]);
+        assert_eq!(serde_json::to_value(&message).unwrap()["content"], parts);
+    }
+
+    #[test]
+    fn every_text_can_be_changed() {
+        let mut message = read(json!({"role": "assistant", "reasoning": "x", "name": ["x"],
+                                      "tool_calls": [{"function": {"arguments": {"a": "x"}}}]}));
+        message.content = Some(Content::from("x".to_owned()));
+        message.change_texts(&|text| *text = text.replace('x', "y"));
+        assert!(!json(&message).contains(r#""x""#), "{}", json(&message));
+    }
+}
