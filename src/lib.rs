@@ -27,7 +27,7 @@
 //! A request becomes:
 //!
 //! ```text
-//! ChatRequest -> GenerationRequest -> prompt -> token ids -> engine::Request -> Event -> delta -> SSE frame
+//! request of an API -> GenerationRequest -> prompt -> token ids -> engine::Request -> Event -> delta -> SSE frame
 //! ```
 
 pub mod cli;

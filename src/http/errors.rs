@@ -122,35 +122,6 @@ impl ApiError {
         Self { param: path, ..Self::bad_request(code, message) }
     }
 
-    /// Translates the path of the field that the error names from chat completions to another API. Each pair has a path
-    /// in chat completions, or the start of a path, and the replacement. A path that starts with `]` matches after an
-    /// index.
-    pub fn renamed(mut self, names: &[(&str, &str)]) -> Self {
-        let Some(param) = &self.param else { return self };
-        let rename = |(ours, theirs): &(&str, &str)| {
-            let at = param.find(ours).filter(|&at| at == 0 || ours.starts_with(']'))?;
-            Some([&param[..at], theirs, &param[at + ours.len()..]].concat())
-        };
-        if let Some(theirs) = names.iter().find_map(rename) {
-            // Clients search for the exact words about a full context. These words contain no path.
-            if self.code != Some(CONTEXT_EXCEEDED) {
-                self.message = self.message.replace(param, &theirs);
-            }
-            self.param = Some(theirs);
-        }
-        self
-    }
-
-    /// Prefixes the path of the field that the error names with `parent`. The message must have that path.
-    pub fn within(mut self, parent: &str) -> Self {
-        if let Some(param) = &mut self.param {
-            let path = format!("{parent}.{param}");
-            self.message = self.message.replacen(&*param, &path, 1);
-            *param = path;
-        }
-        self
-    }
-
     /// A prompt above `--max-prompt-tokens`.
     pub fn prompt_limit(prompt: usize, limit: usize, param: &str) -> Self {
         let scope = format!("{limit} tokens for prompts, as --max-prompt-tokens says");
@@ -194,6 +165,19 @@ impl ApiError {
              Please reduce the length of the messages, or raise max_output_tokens."
         );
         Self::bad_request(CONTEXT_EXCEEDED, message).at("input")
+    }
+
+    /// A conversation that cannot be rendered. `param` names the field with its messages.
+    pub fn of_conversation(error: ChatError, param: &str) -> Self {
+        let message = error.client_message();
+        match error {
+            ChatError::Refused(_) => {
+                Self::client(StatusCode::UNPROCESSABLE_ENTITY, "conversation_refused", message).at(param)
+            }
+            ChatError::Conversation(_) => Self::invalid(param, message),
+            ChatError::Reserved(name) => Self::invalid(format!("chat_template_kwargs.{name}"), message),
+            ChatError::Template(_) | ChatError::Tokenizer(_) | ChatError::File { .. } => Self::failed(&message),
+        }
     }
 
     pub fn unauthorized() -> Self {
@@ -378,15 +362,7 @@ impl From<EngineError> for ApiError {
 
 impl From<ChatError> for ApiError {
     fn from(error: ChatError) -> Self {
-        let message = error.client_message();
-        match error {
-            ChatError::Refused(_) => {
-                Self::client(StatusCode::UNPROCESSABLE_ENTITY, "conversation_refused", message).at("messages")
-            }
-            ChatError::Conversation(_) => Self::invalid("messages", message),
-            ChatError::Reserved(name) => Self::invalid(format!("chat_template_kwargs.{name}"), message),
-            ChatError::Template(_) | ChatError::Tokenizer(_) | ChatError::File { .. } => Self::failed(&message),
-        }
+        Self::of_conversation(error, "messages")
     }
 }
 

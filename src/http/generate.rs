@@ -1,7 +1,7 @@
 //! Handles a generation request of any API.
 //!
-//! `ChatRequest -> GenerationRequest -> prompt text -> token ids -> engine::Request -> logits -> Event -> delta -> SSE
-//! frame`
+//! `request of an API -> GenerationRequest -> prompt text -> token ids -> engine::Request -> logits -> Event -> delta ->
+//! SSE frame`
 //!
 //! A handler parses its API's body into a [`GenerationRequest`] and passes the [`Renderer`] that writes the answer.
 

@@ -6,7 +6,7 @@ use crate::http::{
     generate::Generator,
     layers::{body_guard, memory},
     output::completion_logprobs,
-    request::{ChatPrompt, EndMarker, body, messages, sampling_params, tools},
+    request::{ChatPrompt, body, messages, sampling_params, tools},
 };
 use axum::{
     Json,
@@ -54,26 +54,19 @@ pub async fn tokenize(server: Generator, body: Body) -> Result<Response, ApiErro
     let (text, images) = match (request.prompt.or(request.content), request.messages) {
         (Some(prompt), None) => (prompt, Vec::new()),
         (None, Some(messages)) => {
-            let (mut messages, images) = messages::checked(messages, None)?;
             let continues = request.continue_final_message.unwrap_or(false);
-            let mut chat = ChatPrompt {
-                end_marker: if continues { Some(EndMarker::insert(&mut messages)?) } else { None },
-                messages,
-                images,
-                tools: tools::checked(request.tools)?,
-                kwargs: request.chat_template_kwargs.unwrap_or_default(),
-                add_generation_prompt: request.add_generation_prompt.unwrap_or(!continues),
-                default_thinking: None,
-                forbids_calls: false,
-            };
-            let images = model.decode_images(&mut permit, &mut chat, &server.state.image_urls, None).await?;
-            (model.render(&mut permit, chat).await?.0, images)
+            let tools = request.tools.unwrap_or_default();
+            let mut chat = ChatPrompt::new(messages::read(messages)?, continues, tools, tools::chat_path)?;
+            chat.kwargs = request.chat_template_kwargs.unwrap_or_default();
+            chat.add_generation_prompt = request.add_generation_prompt.unwrap_or(!continues);
+            let (text, images, _) = model.render(&mut permit, chat, &server.state.image_urls, None).await?;
+            (text, images)
         }
         _ => return Err(ApiError::invalid("prompt", "Send either prompt or messages.")),
     };
     // The text may be longer than the context. Only memory limits the length of the text.
     let (tokens, _) = model.tokenize(&mut permit, text, usize::MAX).await?;
-    let (tokens, _) = model.place_images(tokens, images)?;
+    let (tokens, _) = model.place_images(tokens, images, "messages")?;
     let has_strings = request.return_token_strs.unwrap_or(false);
     permit.grow(memory::token_list_bytes(tokens.len(), has_strings))?;
     let texts = || tokens.iter().map(|&id| model.tokenizer.token(id).unwrap_or_default()).collect();

@@ -29,9 +29,9 @@ pub async fn messages(server: Generator, body: Body) -> Result<Response, ApiErro
 
 /// Counts the tokens of a request's prompt without generating anything.
 pub async fn count_tokens(server: Generator, body: Body) -> Result<Json<Value>, ApiError> {
-    let (request, mut permit) = read(&server.state, body).await?;
+    let (mut request, mut permit) = read(&server.state, body).await?;
     let name = request.common.model.clone();
-    let chat = request.into_prompt(server.state.keep_billing_header)?;
+    let chat = request.conversation(server.state.keep_billing_header)?;
     let model = server.model(name.as_deref(), &permit).await?;
     let tokens = model.count_tokens(&mut permit, chat, &server.state.image_urls).await?;
     Ok(Json(json!({"input_tokens": tokens})))

@@ -1,31 +1,24 @@
-//! Anthropic's request, translated into a chat request.
+//! Anthropic's request, checked and translated.
 
 use crate::http::{
     ApiError,
-    openai::{ChatRequest, CommonFields, JsonSchema, OneOrMany, ResponseFormat},
+    openai::{CommonFields, OneOrMany},
     request::{
-        ChatPrompt, ContentBuilder, FieldNames, GenerationRequest, ImagePart, PartFormat,
+        ChatPrompt, GenerationRequest, ImagePart, PartFormat, PromptInput, RequestedFormat,
         content_parts::{MessageOrigin, new_messages},
-        messages, tools,
+        response_format::FormatField,
+        sampling_params as params, thinking,
+        tools::{self, ToolChoice},
     },
 };
+use moestro_chat::{Content, Message, Role, ToolCall, grammar::ContentFormat};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
+use std::mem;
 
 /// Start of the first system block that Claude Code sends. The block changes with every turn, so it would make the
 /// prompt cache useless. The block means nothing to a model.
 const BILLING_HEADER: &str = "x-anthropic-billing-header:";
-
-/// Pairs of a field name in chat completions and the field's name in Anthropic's API, for error messages.
-const NAMES: FieldNames = &[
-    ("response_format.json_schema", "output_config.format"),
-    ("response_format", "output_config.format"),
-    ("reasoning_effort", "output_config.effort"),
-    ("thinking_budget", "thinking.budget_tokens"),
-    ("stop", "stop_sequences"),
-    ("].function.parameters", "].input_schema"),
-    ("].function", "]"),
-];
 
 const BLOCKS: PartFormat = PartFormat { types: &["text"], separator: "\n\n" };
 
@@ -80,23 +73,47 @@ impl MessagesRequest {
         self.thinking.as_ref().is_some_and(|thinking| ["enabled", "adaptive"].contains(&&*thinking.kind))
     }
 
-    pub fn into_generation(self, keep_billing_header: bool) -> Result<GenerationRequest, ApiError> {
-        let (common, chat) = self.into_chat(keep_billing_header)?;
-        GenerationRequest::from_chat(common, chat, NAMES)
+    pub fn into_generation(mut self, keep_billing_header: bool) -> Result<GenerationRequest, ApiError> {
+        let mut prompt = self.conversation(keep_billing_header)?;
+        let choice = self.tool_choice.as_ref();
+        let parallel = !choice.and_then(|choice| choice.disable_parallel_tool_use).unwrap_or(false);
+        let choice = choice.map_or(Ok(ToolChoice::Auto(None)), |choice| choice.translate(&prompt.tools))?;
+        prompt.forbids_calls = choice == ToolChoice::None;
+        let OutputConfigFields { effort, format } = self.output_config.unwrap_or_default();
+        let content = format.or(self.output_format).map(OutputFormatFields::translate).transpose()?;
+        let format = RequestedFormat::new(content, &prompt.tools, &choice, parallel, tool_path);
+        let common = CommonFields {
+            stop: self.stop_sequences.map(OneOrMany::Many),
+            user: self.metadata.and_then(|mut metadata| metadata.get_mut("user_id").map(Value::take)),
+            ..self.common
+        };
+        common.check()?;
+        let max_tokens = params::token_limit("max_tokens", common.max_tokens, 1)?;
+        let budget = self.thinking.as_ref().and_then(|thinking| thinking.budget_tokens);
+        let budget = params::token_count("thinking.budget_tokens", budget, 0)?;
+        let effort = effort.map(|word| thinking::effort("output_config.effort", &word)).transpose()?;
+        if format.is_some() && prompt.end_marker.is_some() {
+            let text = "An answer with a response format or a tool choice must be a new message: remove \
+                        continue_final_message, or the format.";
+            return Err(ApiError::invalid("messages", text));
+        }
+        let stops = common.stops("stop_sequences")?;
+        Ok(GenerationRequest {
+            max_tokens,
+            format,
+            thinking_budget: budget.or(effort.and_then(|effort| effort.budget)),
+            parallel_tool_calls: parallel,
+            ..GenerationRequest::new(common, stops, PromptInput::Chat(prompt))
+        })
     }
 
-    /// Returns only the conversation, so that its tokens can be counted.
-    pub fn into_prompt(self, keep_billing_header: bool) -> Result<ChatPrompt, ApiError> {
-        let (_, chat) = self.into_chat(keep_billing_header)?;
-        ChatPrompt::from_chat(chat).map_err(|error| error.renamed(NAMES))
-    }
-
-    fn into_chat(self, keep_billing_header: bool) -> Result<(CommonFields, ChatRequest), ApiError> {
-        let mut chat = ChatMessages::default();
-        if let Some(system) = self.system.filter(|system| !system.is_null()) {
+    /// Translates the conversation. The fields that only the answer needs are not checked.
+    pub fn conversation(&mut self, keep_billing_header: bool) -> Result<ChatPrompt, ApiError> {
+        let mut messages = Vec::new();
+        if let Some(system) = self.system.take().filter(|system| !system.is_null()) {
             let text = system_text(&system, keep_billing_header)?;
             if !text.is_empty() {
-                chat.messages.push(json!({"role": "system", "content": text}));
+                messages.push(Message::new(Role::System, text));
             }
         }
         if self.messages.is_empty() {
@@ -111,71 +128,60 @@ impl MessagesRequest {
             _ => MessageOrigin::Other,
         });
         for (index, (message, is_new)) in self.messages.iter().zip(are_new).enumerate() {
-            chat.push(message, &format!("messages[{index}]"), is_new)?;
+            push(&mut messages, message, &format!("messages[{index}]"), is_new)?;
         }
         let continues = self.messages.last().is_some_and(|message| message["role"] == "assistant");
-        if continues && self.thinking.as_ref().is_some_and(|thinking| thinking.kind == "enabled") {
+        let thinking = self.thinking.as_ref().map(|thinking| thinking.kind.as_str());
+        if continues && thinking == Some("enabled") {
             // Anthropic's API also refuses thinking together with a continued answer.
             let text = "The answer continues the last message, which leaves no place for thinking: remove thinking, or \
                         end with a user message.";
             return Err(ApiError::invalid("thinking", text));
         }
-        let tools = self.tools.unwrap_or_default();
-        let tools = tools.iter().enumerate().map(|(index, it)| tool(it, index)).collect::<Result<Vec<_>, _>>()?;
-        let disables_parallel = self.tool_choice.as_ref().and_then(|choice| choice.disable_parallel_tool_use);
-        let thinks = match self.thinking.as_ref().map(|thinking| thinking.kind.as_str()) {
-            Some("enabled" | "adaptive") => true,
-            None | Some("disabled") => false,
-            Some(other) => {
-                return Err(ApiError::not_allowed("thinking.type", other, "`enabled`, `adaptive` or `disabled`"));
-            }
-        };
-        let OutputConfigFields { effort, format } = self.output_config.unwrap_or_default();
-        let common = CommonFields {
-            stop: self.stop_sequences.map(OneOrMany::Many),
-            user: self.metadata.and_then(|mut metadata| metadata.get_mut("user_id").map(Value::take)),
-            ..self.common
-        };
-        let chat = ChatRequest {
-            messages: chat.messages,
-            images: Some(chat.images),
-            tools: (!tools.is_empty()).then_some(tools),
-            tool_choice: self.tool_choice.map(AnthropicToolChoice::translate).transpose()?,
-            parallel_tool_calls: disables_parallel.map(|disables| !disables),
-            continue_final_message: Some(continues),
-            enable_thinking: Some(thinks),
-            thinking_is_default: self.thinking.is_none(),
-            reasoning_effort: effort,
-            response_format: format.or(self.output_format).map(OutputFormatFields::translate).transpose()?,
-            thinking_budget: self.thinking.and_then(|thinking| thinking.budget_tokens),
-            ..ChatRequest::default()
-        };
-        Ok((common, chat))
+        let tools = self.tools.iter().flatten().enumerate().map(|(index, it)| tool(it, index));
+        let tools = tools.collect::<Result<Vec<_>, _>>()?;
+        if let Some(other) = thinking.filter(|kind| !["enabled", "adaptive", "disabled"].contains(kind)) {
+            return Err(ApiError::not_allowed("thinking.type", other, "`enabled`, `adaptive` or `disabled`"));
+        }
+        let mut prompt = ChatPrompt::new(messages, continues, tools, tool_path)?;
+        match thinking {
+            None => prompt.default_thinking = Some(false),
+            Some(kind) => prompt.set_thinking(Some(kind != "disabled")),
+        }
+        Ok(prompt)
     }
 }
 
+/// Path of a tool's field in Anthropic's API.
+fn tool_path(index: usize, field: &str) -> String {
+    format!("tools[{index}].{}", if field == "parameters" { "input_schema" } else { field })
+}
+
 impl OutputFormatFields {
-    fn translate(self) -> Result<ResponseFormat, ApiError> {
+    fn translate(self) -> Result<FormatField, ApiError> {
         if self.kind != "json_schema" {
             return Err(ApiError::not_allowed("output_config.format.type", &self.kind, "`json_schema`"));
         }
-        let inner = JsonSchema { schema: self.schema, strict: Some(true) };
-        Ok(ResponseFormat { kind: self.kind, json_schema: Some(inner), schema: None, regex: None, lark: None })
+        let at = "output_config.format.schema";
+        let missing = || ApiError::wrong_value(at, "is missing; the type `json_schema` requires it.");
+        Ok((at.to_owned(), ContentFormat::Json { schema: self.schema.ok_or_else(missing)?, strict: true }))
     }
 }
 
 impl AnthropicToolChoice {
-    fn translate(self) -> Result<Value, ApiError> {
-        match (self.kind.as_str(), self.name) {
-            ("auto", _) => Ok("auto".into()),
-            ("any", _) => Ok("required".into()),
-            ("none", _) => Ok("none".into()),
-            ("tool", Some(name)) => Ok(json!({"type": "function", "function": {"name": name}})),
-            ("tool", None) => {
-                Err(ApiError::wrong_value("tool_choice.name", "is missing; the type `tool` requires it."))
+    fn translate(&self, tools: &[Value]) -> Result<ToolChoice, ApiError> {
+        let at = "tool_choice.name";
+        let choice = match (self.kind.as_str(), &self.name) {
+            ("auto", _) => ToolChoice::Auto(None),
+            ("any", _) => ToolChoice::Required(None),
+            ("none", _) => ToolChoice::None,
+            ("tool", Some(name)) => ToolChoice::function(&name.as_str().into(), tools, at)?,
+            ("tool", None) => return Err(ApiError::wrong_value(at, "is missing; the type `tool` requires it.")),
+            (other, _) => {
+                return Err(ApiError::not_allowed("tool_choice.type", other, "`auto`, `any`, `tool` or `none`"));
             }
-            (other, _) => Err(ApiError::not_allowed("tool_choice.type", other, "`auto`, `any`, `tool` or `none`")),
-        }
+        };
+        choice.with_tools(tools)
     }
 }
 
@@ -190,93 +196,81 @@ fn system_text(system: &Value, keep_billing_header: bool) -> Result<String, ApiE
     }
 }
 
-/// The chat messages of a request, and the images in them.
-#[derive(Default)]
-struct ChatMessages {
-    messages: Vec<Value>,
-    images: Vec<ImagePart>,
+/// Translates one message. A tool result becomes a separate message.
+fn push(messages: &mut Vec<Message<ImagePart>>, message: &Value, at: &str, is_new: bool) -> Result<(), ApiError> {
+    let name = match &message["role"] {
+        Value::String(role) => role.as_str(),
+        Value::Null => return Err(ApiError::invalid(format!("{at}.role"), format!("{at} has no role."))),
+        _ => return Err(ApiError::wrong_type(format!("{at}.role"), "must be a string.")),
+    };
+    let role = match name {
+        "user" => Role::User,
+        "assistant" => Role::Assistant,
+        "system" => Role::System,
+        other => {
+            let problem = format!("is `{other}`; the roles are user and assistant.");
+            return Err(ApiError::wrong_value(format!("{at}.role"), problem));
+        }
+    };
+    let at = format!("{at}.content");
+    match (role, &message["content"]) {
+        (_, Value::String(text)) => messages.push(Message::new(role, text.clone())),
+        (Role::User, Value::Array(blocks)) => push_user(messages, blocks, &at, is_new)?,
+        (Role::Assistant, Value::Array(blocks)) => messages.push(assistant(blocks, &at)?),
+        (_, blocks @ Value::Array(_)) => messages.push(Message::new(role, BLOCKS.text(blocks, &at, is_new)?)),
+        _ => return Err(ApiError::wrong_type(at, "must be a string or an array of blocks.")),
+    }
+    Ok(())
 }
 
-impl ChatMessages {
-    /// Translates one message into chat messages. A tool result becomes a separate chat message.
-    fn push(&mut self, message: &Value, at: &str, is_new: bool) -> Result<(), ApiError> {
-        let role = match &message["role"] {
-            Value::String(role) => role.as_str(),
-            Value::Null => return Err(ApiError::invalid(format!("{at}.role"), format!("{at} has no role."))),
-            _ => return Err(ApiError::wrong_type(format!("{at}.role"), "must be a string.")),
+fn push_user(messages: &mut Vec<Message<ImagePart>>, blocks: &[Value], at: &str, is_new: bool) -> Result<(), ApiError> {
+    let mut content = Content::default();
+    for (index, block) in blocks.iter().enumerate() {
+        let at = format!("{at}[{index}]");
+        if block["type"] != "tool_result" {
+            BLOCKS.push(block, &at, is_new, &mut content)?;
+            continue;
+        }
+        push_content(messages, &mut content);
+        let Some(id) = block["tool_use_id"].as_str() else {
+            return Err(ApiError::wrong_type(format!("{at}.tool_use_id"), "must be a string."));
         };
-        let (content, at_content) = (&message["content"], format!("{at}.content"));
-        let content = match (role, content) {
-            ("user" | "system", Value::String(_)) | ("system", Value::Array(_)) => {
-                BLOCKS.text(content, &at_content, is_new)?.into()
-            }
-            ("assistant", Value::String(_)) => content.clone(),
-            ("user", Value::Array(blocks)) => return self.push_user(blocks, &at_content, is_new),
-            ("assistant", Value::Array(blocks)) => return self.push_assistant(blocks, &at_content),
-            ("user" | "assistant" | "system", _) => {
-                return Err(ApiError::wrong_type(at_content, "must be a string or an array of blocks."));
-            }
-            (other, _) => {
-                let problem = format!("is `{other}`; the roles are user and assistant.");
-                return Err(ApiError::wrong_value(format!("{at}.role"), problem));
-            }
+        let result = match &block["content"] {
+            Value::Null => Content::default(),
+            content => BLOCKS.content(content, &format!("{at}.content"), false)?,
         };
-        self.messages.push(json!({"role": role, "content": content}));
-        Ok(())
+        messages.push(Message::tool_result(id.into(), result));
     }
+    push_content(messages, &mut content);
+    Ok(())
+}
 
-    fn push_user(&mut self, blocks: &[Value], at: &str, is_new: bool) -> Result<(), ApiError> {
-        let mut content = ContentBuilder::new(BLOCKS.separator);
-        for (index, block) in blocks.iter().enumerate() {
-            let at = format!("{at}[{index}]");
-            if block["type"] != "tool_result" {
-                BLOCKS.push(block, &at, is_new, &mut content, &mut self.images)?;
-                continue;
+/// Moves `content` to a new user message, unless it is empty.
+fn push_content(messages: &mut Vec<Message<ImagePart>>, content: &mut Content<ImagePart>) {
+    if !content.parts.is_empty() {
+        messages.push(Message::new(Role::User, mem::take(content)));
+    }
+}
+
+fn assistant(blocks: &[Value], at: &str) -> Result<Message<ImagePart>, ApiError> {
+    let (mut content, mut reasoning, mut calls) = (String::new(), String::new(), Vec::new());
+    for (index, block) in blocks.iter().enumerate() {
+        let at = format!("{at}[{index}]");
+        match block["type"].as_str() {
+            Some("thinking") => reasoning += block["thinking"].as_str().unwrap_or_default(),
+            // The block is encrypted. Only Anthropic can read the text.
+            Some("redacted_thinking") => {}
+            Some("tool_use") => {
+                let (Some(name), Value::Object(input)) = (block["name"].as_str(), &block["input"]) else {
+                    return Err(ApiError::wrong_type(at, "must have a name and an input, which is an object."));
+                };
+                calls.push(ToolCall::new(block["id"].clone(), name, input.clone().into()));
             }
-            self.flush(&mut content);
-            let Some(id) = block["tool_use_id"].as_str() else {
-                return Err(ApiError::wrong_type(format!("{at}.tool_use_id"), "must be a string."));
-            };
-            let result = match &block["content"] {
-                Value::Null => "".into(),
-                content => BLOCKS.content(content, &format!("{at}.content"), false, &mut self.images)?,
-            };
-            self.messages.push(json!({"role": "tool", "tool_call_id": id, "content": result}));
-        }
-        self.flush(&mut content);
-        Ok(())
-    }
-
-    /// Appends `content` as a user message, unless it is empty.
-    fn flush(&mut self, content: &mut ContentBuilder) {
-        if !content.is_empty() {
-            let content = std::mem::replace(content, ContentBuilder::new(BLOCKS.separator)).finish();
-            self.messages.push(json!({"role": "user", "content": content}));
+            Some(kind) if is_server_call(kind) => {}
+            _ => content += &BLOCKS.part_text(block, &at, false)?,
         }
     }
-
-    fn push_assistant(&mut self, blocks: &[Value], at: &str) -> Result<(), ApiError> {
-        let (mut content, mut reasoning, mut calls) = (String::new(), String::new(), Vec::new());
-        for (index, block) in blocks.iter().enumerate() {
-            let at = format!("{at}[{index}]");
-            match block["type"].as_str() {
-                Some("thinking") => reasoning += block["thinking"].as_str().unwrap_or_default(),
-                // The block is encrypted. Only Anthropic can read the text.
-                Some("redacted_thinking") => {}
-                Some("tool_use") => {
-                    let (Some(name), Value::Object(input)) = (block["name"].as_str(), &block["input"]) else {
-                        return Err(ApiError::wrong_type(at, "must have a name and an input, which is an object."));
-                    };
-                    let function = json!({"name": name, "arguments": input});
-                    calls.push(json!({"id": block["id"], "type": "function", "function": function}));
-                }
-                Some(kind) if is_server_call(kind) => {}
-                _ => content += &BLOCKS.part_text(block, &at, false)?,
-            }
-        }
-        self.messages.push(messages::assistant(content, reasoning, calls));
-        Ok(())
-    }
+    Ok(Message::assistant(content, reasoning, calls))
 }
 
 /// True for calls and results of tools that Anthropic's servers ran. They are left out, because the text after them says
@@ -311,9 +305,14 @@ mod tests {
         MessagesRequest { common, ..serde_json::from_value(body).unwrap() }
     }
 
-    /// The chat request that a body is translated into.
-    fn chat(body: Value) -> ChatRequest {
-        request(body).into_chat(false).unwrap().1
+    /// The conversation that a body is translated into.
+    fn chat(body: Value) -> ChatPrompt {
+        request(body).conversation(false).unwrap()
+    }
+
+    /// The messages as a template reads them.
+    fn messages(chat: &ChatPrompt) -> Vec<Value> {
+        chat.messages.iter().map(|message| serde_json::to_value(message).unwrap()).collect()
     }
 
     #[test]
@@ -338,7 +337,7 @@ mod tests {
             json!({"role": "tool", "tool_call_id": "t1", "content": "42"}),
             json!({"role": "user", "content": "Go on\n\nplease"}),
         ];
-        assert_eq!(chat.messages, expected);
+        assert_eq!(messages(&chat), expected);
     }
 
     #[test]
@@ -354,7 +353,7 @@ mod tests {
                 {"type": "text", "text": " Found."}]},
             {"role": "user", "content": "And?"},
         ]}));
-        assert_eq!(chat.messages[1], json!({"role": "assistant", "content": "I search. Found."}));
+        assert_eq!(messages(&chat)[1], json!({"role": "assistant", "content": "I search. Found."}));
     }
 
     #[test]
@@ -367,12 +366,12 @@ mod tests {
             {"role": "assistant", "content": [call]},
             {"role": "user", "content": [result, {"type": "text", "text": "y"}, image]},
         ]}));
-        let placed = |index: usize| json!({"type": "image", "image": index});
-        assert_eq!(chat.messages[0]["content"], json!([{"type": "text", "text": "x"}, placed(0)]));
-        assert_eq!(chat.messages[2]["content"], json!([placed(1)]));
-        assert_eq!(chat.messages[3]["content"], json!([{"type": "text", "text": "y"}, placed(2)]));
-        let images = chat.images.unwrap();
-        let found: Vec<_> = images.iter().map(|image| (&*image.at, image.is_new)).collect();
+        let (placed, messages) = (json!({"type": "image", "image": true}), messages(&chat));
+        assert_eq!(messages[0]["content"], json!([{"type": "text", "text": "x"}, placed]));
+        assert_eq!(messages[2]["content"], json!([placed]));
+        assert_eq!(messages[3]["content"], json!([{"type": "text", "text": "y"}, placed]));
+        let images = chat.messages.iter().flat_map(Message::images);
+        let found: Vec<_> = images.map(|image| (&*image.at, image.is_new)).collect();
         let expected = [
             ("messages[0].content[1]", false),
             ("messages[2].content[0].content[0]", false),
@@ -387,7 +386,8 @@ mod tests {
         let rule = json!({"type": "text", "text": "Be kind."});
         let system = |blocks: Value, keep| {
             let body = json!({"system": blocks, "messages": [{"role": "user", "content": "Hi"}]});
-            request(body).into_chat(keep).unwrap().1.messages[0]["content"].as_str().unwrap().to_owned()
+            let chat = request(body).conversation(keep).unwrap();
+            chat.messages[0].content.as_ref().unwrap().text().unwrap().to_owned()
         };
         assert_eq!(system(json!([header, rule]), false), "Be kind.");
         assert!(system(json!([header, rule]), true).starts_with("x-anthropic-billing-header:"));
@@ -397,10 +397,10 @@ mod tests {
 
     #[test]
     fn thinking_is_off_by_default() {
-        let thinks = |thinking: Value, server| {
+        let thinks = |thinking: Value, server: Option<bool>| {
             let body = json!({"thinking": thinking, "messages": [{"role": "user", "content": "Hi"}]});
-            let mut chat = request(body).into_prompt(false).unwrap();
-            chat.apply_server_thinking(server);
+            let mut chat = request(body).conversation(false).unwrap();
+            chat.set_thinking(server.or(chat.default_thinking));
             chat.kwargs["enable_thinking"].as_bool()
         };
         assert_eq!(thinks(Value::Null, None), Some(false));
@@ -417,15 +417,17 @@ mod tests {
                           "cache_control": cache});
         let ask = |choice: Value| {
             let messages = json!([{"role": "user", "content": "Hi"}]);
-            chat(json!({"messages": messages, "tools": [tool], "tool_choice": choice}))
+            request(json!({"messages": messages, "tools": [tool], "tool_choice": choice}))
         };
         let function = json!({"name": "f", "description": "d", "parameters": schema, "strict": true});
-        assert_eq!(ask(json!({"type": "auto"})).tools.unwrap(), [json!({"type": "function", "function": function})]);
-        assert_eq!(ask(json!({"type": "any"})).tool_choice.unwrap(), "required");
-        assert_eq!(ask(json!({"type": "none"})).tool_choice.unwrap(), "none");
-        assert_eq!(ask(json!({"type": "tool", "name": "f"})).tool_choice.unwrap()["function"]["name"], "f");
-        let one = json!({"type": "auto", "disable_parallel_tool_use": true});
-        assert_eq!(ask(one).parallel_tool_calls, Some(false));
+        let chat = ask(json!({"type": "auto"})).conversation(false).unwrap();
+        assert_eq!(chat.tools, [json!({"type": "function", "function": function})]);
+        let choice = |choice: Value| ask(choice).tool_choice.unwrap().translate(&chat.tools).unwrap();
+        assert_eq!(choice(json!({"type": "any"})), ToolChoice::Required(None));
+        assert_eq!(choice(json!({"type": "none"})), ToolChoice::None);
+        assert_eq!(choice(json!({"type": "tool", "name": "f"})), ToolChoice::Required(Some(vec!["f".into()])));
+        let one = ask(json!({"type": "auto", "disable_parallel_tool_use": true}));
+        assert!(!one.into_generation(false).unwrap().parallel_tool_calls);
     }
 
     #[test]
@@ -433,15 +435,14 @@ mod tests {
         let ask = |more: Value| {
             let mut body = json!({"messages": [{"role": "user", "content": "Hi"}]});
             body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
-            chat(body)
+            request(body).into_generation(false).unwrap()
         };
-        let schema = json!({"type": "object"});
-        let format = json!({"type": "json_schema", "schema": schema});
+        let format = json!({"type": "json_schema", "schema": {"type": "object"}});
         for body in [json!({"output_config": {"format": format}}), json!({"output_format": format})] {
-            let inner = ask(body).response_format.unwrap().json_schema.unwrap();
-            assert_eq!((inner.schema, inner.strict), (Some(schema.clone()), Some(true)));
+            let format = format!("{:?}", ask(body).format);
+            assert!(format.contains("strict: true") && format.contains("output_config.format.schema"), "{format}");
         }
-        assert_eq!(ask(json!({"output_config": {"effort": "low"}})).reasoning_effort.unwrap(), "low");
+        assert_eq!(ask(json!({"output_config": {"effort": "low"}})).thinking_budget, Some(1024));
     }
 
     #[test]
@@ -462,6 +463,7 @@ mod tests {
             (json!({"messages": messages, "tools": [{"type": "web_search_20250305", "name": "w"}]}), "tools[0]"),
             (json!({"messages": messages, "tool_choice": {"type": "maybe"}}), "tool_choice.type"),
             (json!({"messages": messages, "tool_choice": {"type": "tool"}}), "tool_choice.name"),
+            (json!({"messages": messages, "tool_choice": {"type": "tool", "name": "g"}}), "tool_choice.name"),
             (json!({"messages": messages, "thinking": {"type": "hard"}}), "thinking.type"),
             (json!({"messages": messages, "output_format": {"type": "xml"}}), "output_config.format.type"),
         ] {
@@ -476,9 +478,11 @@ mod tests {
             "max_tokens": 7, "model": "m", "stream": true, "temperature": 0.25, "top_p": 0.5, "top_k": 9, "stop_sequences": ["x"],
             "messages": [{"role": "user", "content": "Hi"}],
         });
-        let (common, _) = request(body).into_chat(false).unwrap();
-        assert_eq!((common.model.as_deref(), common.stream, common.max_tokens), (Some("m"), Some(true), Some(7)));
+        let request = request(body).into_generation(false).unwrap();
+        let common = request.common;
+        assert_eq!((common.model.as_deref(), common.stream, request.max_tokens), (Some("m"), Some(true), Some(7)));
         assert_eq!((common.temperature, common.top_p, common.top_k), (Some(0.25), Some(0.5), Some(9)));
+        assert_eq!(request.stops, ["x"]);
     }
 
     #[test]

@@ -9,6 +9,7 @@
 
 use crate::http::ApiError;
 use moestro_base::{metrics::Metrics, platform::os};
+use moestro_chat::{Message, Part};
 use prometheus::IntGauge;
 use serde_json::Value;
 use std::{
@@ -44,6 +45,9 @@ const LARGE_BYTES: usize = 256 << 10;
 /// Bytes of memory per opening bracket, comma and colon of a JSON text that is parsed. The highest measured value is
 /// 246, for `[[[0]]]` repeated.
 const JSON_VALUE_BYTES: usize = 256;
+
+/// Bytes of memory per byte of text that a chat template renders. See [`rendering_bytes`].
+const RENDER_FACTOR: usize = 5;
 
 /// Bytes of memory per node of a stored JSON value.
 const STORED_NODE_BYTES: usize = 128;
@@ -356,18 +360,37 @@ pub fn parsed_bytes(json: &[u8]) -> usize {
 /// Memory of rendering `values` with a chat template: a copy, the template's values, the output of the template's
 /// filters for each text, and the prompt, whose capacity may be twice its length.
 pub fn rendering_bytes<'a>(values: impl IntoIterator<Item = &'a Value>) -> usize {
-    values.into_iter().map(|value| tree_bytes(value, JSON_VALUE_BYTES, 5)).sum()
+    values.into_iter().map(|value| tree_bytes(value, JSON_VALUE_BYTES, RENDER_FACTOR)).sum()
+}
+
+/// Memory of rendering a message, in addition to its images.
+pub fn message_bytes<I>(message: &Message<I>) -> usize {
+    let Message { content, reasoning, calls, extra, .. } = message;
+    let typed = 2 + usize::from(reasoning.is_some()) + usize::from(!calls.is_empty());
+    // Fields that the client sent are also in `extra`.
+    let nodes = if extra.contains_key("content") { 1 } else { 1 + 2 * typed };
+    let part = |part: &Part<I>| match part {
+        Part::Text(text) => text.len(),
+        Part::Image(_) => 0,
+    };
+    let text = content.iter().flat_map(|content| &content.parts).map(part).sum::<usize>()
+        + reasoning.as_ref().map_or(0, |(_, text)| text.len());
+    let extra: usize = extra.iter().map(|field| field_bytes(field, JSON_VALUE_BYTES, RENDER_FACTOR)).sum();
+    nodes * JSON_VALUE_BYTES + RENDER_FACTOR * text + rendering_bytes(calls.iter().map(|call| &call.0)) + extra
 }
 
 /// Memory of a JSON value with `node` bytes for each value and each name, and `factor` bytes for each byte of text.
 fn tree_bytes(value: &Value, node: usize, factor: usize) -> usize {
-    let field = |(name, value): (&String, &Value)| node + factor * name.len() + tree_bytes(value, node, factor);
     node + match value {
         Value::String(text) => factor * text.len(),
         Value::Array(items) => items.iter().map(|item| tree_bytes(item, node, factor)).sum(),
-        Value::Object(fields) => fields.iter().map(field).sum(),
+        Value::Object(fields) => fields.iter().map(|field| field_bytes(field, node, factor)).sum(),
         Value::Null | Value::Bool(_) | Value::Number(_) => 0,
     }
+}
+
+fn field_bytes((name, value): (&String, &Value), node: usize, factor: usize) -> usize {
+    node + factor * name.len() + tree_bytes(value, node, factor)
 }
 
 /// Memory of tokenizing one piece of text, beyond the memory that is set aside for every step.

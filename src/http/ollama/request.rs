@@ -1,26 +1,24 @@
-//! Ollama's requests, translated into chat and completion requests.
+//! Ollama's requests, checked and translated.
 
 use crate::http::{
     ApiError,
-    openai::{ChatRequest, CommonFields, CompletionPrompt, CompletionRequest, JsonSchema, ResponseFormat, TextOrIds},
-    request::{FieldNames, GenerationRequest, body, fields, messages},
+    openai::{CommonFields, CompletionPrompt, TextOrIds},
+    request::{
+        ChatPrompt, GenerationRequest, ImagePart, PromptInput, RequestedFormat, Thinking, body, fields, messages,
+        response_format::FormatField,
+        sampling_params as params, thinking,
+        tools::{self, ToolChoice},
+    },
+};
+use moestro_chat::{
+    Message,
+    grammar::{ContentFormat, any_object},
 };
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
-/// Pairs of a field name in chat completions and the field's name in Ollama's API, for error messages.
-const NAMES: FieldNames = &[
-    ("response_format.json_schema.schema", "format"),
-    ("response_format", "format"),
-    ("max_tokens", "options.num_predict"),
-    ("repetition_penalty", "options.repeat_penalty"),
-    ("temperature", "options.temperature"),
-    ("top_p", "options.top_p"),
-    ("top_k", "options.top_k"),
-    ("min_p", "options.min_p"),
-    ("stop", "options.stop"),
-    ("reasoning_effort", "think"),
-];
+/// Path of the options, for errors.
+const OPTIONS: &str = "options.";
 
 /// Fields of both `/api/chat` and `/api/generate`.
 #[derive(Debug, Clone, Default, Deserialize)]
@@ -68,13 +66,14 @@ impl OllamaCommon {
 
     fn common_fields(&self) -> Result<CommonFields, ApiError> {
         let mut options = self.options.clone().unwrap_or_default();
-        fields::keep_known(&mut options, fields::OLLAMA_OPTIONS).map_err(|error| error.within("options"))?;
+        fields::keep_known(&mut options, fields::OLLAMA_OPTIONS, OPTIONS)?;
         body::make_integers(&mut options);
         let options = Value::from(options);
-        let OllamaLimit { num_predict } = body::typed(&options).map_err(|error| error.within("options"))?;
+        let OllamaLimit { num_predict } = body::typed_at(OPTIONS, &options)?;
         // The other options have the same names in chat completions.
-        let options: CommonFields = body::typed(options).map_err(|error| error.within("options"))?;
+        let options: CommonFields = body::typed_at(OPTIONS, options)?;
         Ok(CommonFields {
+            parent: OPTIONS,
             model: Some(self.model.clone()),
             // Ollama streams by default.
             stream: Some(self.stream.unwrap_or(true)),
@@ -84,24 +83,27 @@ impl OllamaCommon {
         })
     }
 
-    /// Creates a chat request with these messages.
-    fn chat(self, messages: Vec<Value>, tools: Option<Vec<Value>>) -> Result<GenerationRequest, ApiError> {
+    /// Creates a request with these messages.
+    fn chat(self, messages: Vec<Message<ImagePart>>, tools: Vec<Value>) -> Result<GenerationRequest, ApiError> {
         let common = self.common_fields()?;
-        let (enable_thinking, reasoning_effort) = match self.think {
-            Some(Value::Bool(thinks)) => (Some(thinks), None),
-            Some(Value::String(effort)) => (None, Some(effort)),
-            None | Some(Value::Null) => (None, None),
+        let Thinking { enabled, budget } = match self.think {
+            Some(Value::Bool(thinks)) => Thinking { enabled: Some(thinks), budget: None },
+            Some(Value::String(effort)) => thinking::effort("think", &effort)?,
+            None | Some(Value::Null) => Thinking::default(),
             Some(_) => return Err(ApiError::wrong_type("think", "must be a boolean or an effort.")),
         };
-        let request = ChatRequest {
-            messages,
-            tools: tools.filter(|tools| !tools.is_empty()),
-            response_format: self.format.map(response_format).transpose()?.flatten(),
-            enable_thinking,
-            reasoning_effort,
-            ..ChatRequest::default()
-        };
-        GenerationRequest::from_chat(common, request, NAMES)
+        let content = self.format.map(response_format).transpose()?.flatten();
+        let max_tokens = params::token_limit("options.num_predict", common.max_tokens, 1)?;
+        let format = RequestedFormat::new(content, &tools, &ToolChoice::Auto(None), true, tools::chat_path);
+        let stops = common.stops("options.stop")?;
+        let mut prompt = ChatPrompt::new(messages, false, tools, tools::chat_path)?;
+        prompt.set_thinking(enabled);
+        Ok(GenerationRequest {
+            max_tokens,
+            format,
+            thinking_budget: budget,
+            ..GenerationRequest::new(common, stops, PromptInput::Chat(prompt))
+        })
     }
 }
 
@@ -109,8 +111,7 @@ impl OllamaChat {
     /// Translates the request. Returns `None` for a request without messages, which only loads or unloads the model.
     pub fn into_chat(self, common: OllamaCommon) -> Result<Option<GenerationRequest>, ApiError> {
         let Some(messages) = self.messages.filter(|messages| !messages.is_empty()) else { return Ok(None) };
-        let messages = messages.into_iter().enumerate().map(|(index, message)| translate(message, index));
-        common.chat(messages.collect::<Result<_, _>>()?, self.tools).map(Some)
+        common.chat(messages::read_with(messages, translate)?, self.tools.unwrap_or_default()).map(Some)
     }
 }
 
@@ -120,56 +121,56 @@ impl OllamaGenerate {
         let Some(prompt) = self.prompt.filter(|prompt| !prompt.is_empty()) else { return Ok(None) };
         if self.raw == Some(true) {
             let common = common.common_fields()?;
-            let has_limit = common.max_tokens.is_some();
-            let prompt = CompletionPrompt::One(TextOrIds::Text(prompt));
-            let request = CompletionRequest { prompt, echo: None, logprobs: None, suffix: None, best_of: None };
-            let request = GenerationRequest::from_completion(common, request).map_err(|error| error.renamed(NAMES))?;
-            // Without a limit, `--max-tokens` or the context limits the answer, unlike in OpenAI's completions.
-            let max_tokens = request.max_tokens.filter(|_| has_limit);
-            return Ok(Some(GenerationRequest { names: NAMES, max_tokens, ..request }));
+            let max_tokens = params::token_limit("options.num_predict", common.max_tokens, 0)?;
+            let (stops, prompt) = (common.stops("options.stop")?, CompletionPrompt::One(TextOrIds::Text(prompt)));
+            let request = GenerationRequest::new(common, stops, PromptInput::Text(prompt));
+            return Ok(Some(GenerationRequest { max_tokens, ..request }));
         }
         let system = self.system.filter(|system| !system.is_empty());
         let system = system.map(|system| json!({"role": "system", "content": system}));
         let user = json!({"role": "user", "content": with_images(prompt.into(), self.images.unwrap_or_default())});
-        common.chat(system.into_iter().chain([user]).collect(), None).map(Some)
+        common.chat(messages::read(system.into_iter().chain([user]).collect())?, Vec::new()).map(Some)
     }
 }
 
-fn response_format(format: Value) -> Result<Option<ResponseFormat>, ApiError> {
-    let (kind, schema) = match format {
-        Value::String(word) if word.is_empty() => return Ok(None),
-        Value::String(word) if word == "json" => ("json_object", None),
-        Value::Object(_) => ("json_schema", Some(format)),
-        _ => return Err(ApiError::wrong_value("format", "must be `json` or a JSON schema.")),
-    };
-    let json_schema = schema.map(|schema| JsonSchema { schema: Some(schema), strict: Some(false) });
-    Ok(Some(ResponseFormat { kind: kind.into(), json_schema, schema: None, regex: None, lark: None }))
+fn response_format(format: Value) -> Result<Option<FormatField>, ApiError> {
+    match format {
+        Value::String(word) if word.is_empty() => Ok(None),
+        Value::String(word) if word == "json" => {
+            Ok(Some(("format".into(), ContentFormat::Json { schema: any_object(), strict: true })))
+        }
+        Value::Object(_) => Ok(Some(("format".into(), ContentFormat::Json { schema: format, strict: false }))),
+        _ => Err(ApiError::wrong_value("format", "must be `json` or a JSON schema.")),
+    }
 }
 
-/// Translates a message: images become content parts, `thinking` becomes `reasoning_content`.
-fn translate(message: Value, index: usize) -> Result<Value, ApiError> {
-    let at = format!("messages[{index}]");
-    let Value::Object(mut message) = message else { return Err(ApiError::wrong_type(at, "must be an object.")) };
-    // Ollama's clients send strings. Parts, as in chat completions, are read later.
-    let content = message.remove("content").filter(|content| !content.is_null()).unwrap_or_else(|| "".into());
-    if message.get("role").is_some_and(|role| role == "assistant") {
-        let thinking = message.get("thinking").and_then(Value::as_str).unwrap_or_default().to_owned();
-        let calls = message.remove("tool_calls").filter(|calls| !calls.is_null()).unwrap_or_else(|| json!([]));
+/// Translates a message: its images become parts of the content, and `thinking` becomes `reasoning_content`.
+fn translate(mut fields: Map<String, Value>, at: &str, is_new: bool) -> Result<Message<ImagePart>, ApiError> {
+    // Ollama's clients send strings. Parts, as in chat completions, are read, too.
+    let content = fields.remove("content").filter(|content| !content.is_null()).unwrap_or_else(|| "".into());
+    if fields.get("role").is_some_and(|role| role == "assistant") {
+        let calls = fields.remove("tool_calls").filter(|calls| !calls.is_null()).unwrap_or_else(|| json!([]));
         let Value::Array(calls) = calls else {
             return Err(ApiError::wrong_type(format!("{at}.tool_calls"), "must be an array."));
         };
-        let call = |call: Value| json!({"type": "function", "function": call["function"]});
-        let mut translated = messages::assistant(String::new(), thinking, calls.into_iter().map(call).collect());
-        translated["content"] = content;
-        return Ok(translated);
+        let calls = calls.into_iter().map(|call| json!({"type": "function", "function": call["function"]}));
+        let calls: Vec<Value> = calls.collect();
+        let mut translated = Map::from_iter([("role".into(), "assistant".into()), ("content".into(), content)]);
+        if let Some(thinking) = fields.get("thinking").and_then(Value::as_str).filter(|thinking| !thinking.is_empty()) {
+            translated.insert("reasoning_content".into(), thinking.into());
+        }
+        if !calls.is_empty() {
+            translated.insert("tool_calls".into(), calls.into());
+        }
+        return messages::read_message(translated, at, is_new);
     }
-    let images = match message.remove("images") {
+    let images: Vec<String> = match fields.remove("images") {
         None | Some(Value::Null) => Vec::new(),
         Some(images) => serde_json::from_value(images)
             .map_err(|_| ApiError::wrong_type(format!("{at}.images"), "must be an array of strings in base64."))?,
     };
-    message.insert("content".into(), with_images(content, images));
-    Ok(message.into())
+    fields.insert("content".into(), with_images(content, images));
+    messages::read_message(fields, at, is_new)
 }
 
 /// A text or content parts, after images in base64 as content parts.
@@ -181,15 +182,14 @@ fn with_images(content: Value, images: Vec<String>) -> Value {
         Value::Array(parts) => parts,
         text => vec![json!({"type": "text", "text": text})],
     };
-    // The type in the URL does not matter, because the decoder recognizes the type by the content.
-    let image = |data| json!({"type": "image_url", "image_url": {"url": format!("data:image/png;base64,{data}")}});
+    let image = |data| json!({"type": "image", "source": {"type": "base64", "data": data}});
     images.into_iter().map(image).chain(content).collect()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::http::request::PromptInput;
+    use moestro_chat::Role;
 
     fn chat(body: Value) -> Result<Option<GenerationRequest>, ApiError> {
         let common = serde_json::from_value(body.clone()).unwrap();
@@ -248,9 +248,9 @@ mod tests {
             {"role": "tool", "content": "1", "tool_name": "f"},
         ]}));
         let PromptInput::Chat(prompt) = request.unwrap().unwrap().prompt else { panic!("a chat") };
-        assert_eq!(prompt.messages[1]["reasoning_content"], "hm");
-        assert_eq!(prompt.messages[1]["tool_calls"][0]["function"], call["function"]);
-        assert_eq!(prompt.messages[2]["role"], "tool");
+        assert_eq!(prompt.messages[1].reasoning, Some(("reasoning_content", "hm".to_owned())));
+        assert_eq!(prompt.messages[1].calls[0].0["function"], call["function"]);
+        assert_eq!(prompt.messages[2].role, Role::Tool);
         assert_eq!(prompt.kwargs["enable_thinking"], true);
         assert!(chat(json!({"model": "m", "messages": []})).unwrap().is_none());
     }

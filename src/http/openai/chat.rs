@@ -15,7 +15,11 @@ use crate::http::{
         self, AnswerCall, AnswerText, Choices, FinishReason, Finished, Output, PromptProgress, Renderer, Usage,
         token_text,
     },
-    request::{GenerationRequest, body, fields},
+    request::{
+        ChatPrompt, GenerationRequest, PromptInput, RequestedFormat, Thinking, body, continue_final, fields, messages,
+        response_format, sampling_params as params,
+        tools::{self, ToolChoice},
+    },
     sse::Frames,
 };
 use axum::{body::Body, response::Response};
@@ -29,7 +33,7 @@ pub async fn chat(server: Generator, body: Body) -> Result<Response, ApiError> {
         body::request::<CommonFields, ChatRequest>(&server.state, body, fields::CHAT).await?;
     let (streams, includes_usage) = (common.streams(), common.includes_usage());
     let uses_functions = request.functions.is_some();
-    let request = GenerationRequest::from_chat(common, request, &[])?;
+    let request = request.into_generation(common)?;
     let object = if streams { "chat.completion.chunk" } else { "chat.completion" };
     let renderer = ChatRenderer {
         meta: ResponseMeta::new("chatcmpl", object, includes_usage),
@@ -39,6 +43,59 @@ pub async fn chat(server: Generator, body: Body) -> Result<Response, ApiError> {
         uses_functions,
     };
     server.generate(request, permit, renderer).await
+}
+
+impl ChatRequest {
+    /// Checks and translates the request.
+    fn into_generation(mut self, common: CommonFields) -> Result<GenerationRequest, ApiError> {
+        common.check()?;
+        let (param, limit) = match self.max_completion_tokens {
+            None => ("max_tokens", common.max_tokens),
+            limit => ("max_completion_tokens", limit),
+        };
+        let max_tokens = params::token_limit(param, limit, 1)?;
+        let logprobs = self.alternatives()?;
+        let parallel = self.parallel_tool_calls.unwrap_or(true);
+        // A `function_call` can contain only one call.
+        let parallel_tool_calls = parallel && self.functions.is_none();
+        tools::replace_functions(&mut self)?;
+        let Thinking { enabled, budget } = Thinking::of(&self)?;
+        let content = response_format::requested(&self)?;
+        let tools = self.tools.take().unwrap_or_default();
+        let choice = ToolChoice::parse(self.tool_choice.as_ref(), &tools)?;
+        let format = RequestedFormat::new(content, &tools, &choice, parallel, tools::chat_path);
+        if format.is_some() && continue_final::is_requested(&self)? {
+            let text = "An answer with a response format or a tool choice must be a new message: remove \
+                        continue_final_message, or the format.";
+            return Err(ApiError::invalid("messages", text));
+        }
+        let n = params::choice_count(common.n)?;
+        let stops = common.stops("stop")?;
+        let continues = continue_final::is_requested(&self)?;
+        let mut prompt = ChatPrompt::new(messages::read(self.messages)?, continues, tools, tools::chat_path)?;
+        prompt.forbids_calls = choice == ToolChoice::None;
+        prompt.kwargs = self.chat_template_kwargs.unwrap_or_default();
+        prompt.set_thinking(enabled);
+        Ok(GenerationRequest {
+            n,
+            max_tokens,
+            logprobs,
+            format,
+            thinking_budget: budget,
+            parallel_tool_calls,
+            ..GenerationRequest::new(common, stops, PromptInput::Chat(prompt))
+        })
+    }
+
+    /// The number of alternatives to list with each token. `None` if the request asks for no log-probabilities.
+    fn alternatives(&self) -> Result<Option<usize>, ApiError> {
+        let is_requested = self.logprobs.unwrap_or(false);
+        match self.top_logprobs {
+            Some(top) if is_requested => Ok(Some(params::alternatives("top_logprobs", top)?)),
+            Some(_) => Err(ApiError::wrong_value("top_logprobs", "is only allowed if logprobs is true.")),
+            None => Ok(is_requested.then_some(0)),
+        }
+    }
 }
 
 /// Writes one chunk per delta, one chunk with the `finish_reason` per choice, and one chunk with the usage if

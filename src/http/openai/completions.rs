@@ -14,18 +14,21 @@ use crate::http::{
         self, Choices, FinishReason, Finished, LogprobsBuilder, Output, PromptProgress, Renderer, Usage,
         completion_logprobs,
     },
-    request::{GenerationRequest, body, fields},
+    request::{GenerationRequest, PromptInput, body, fields, sampling_params as params},
     sse::Frames,
 };
 use axum::{body::Body, response::Response};
 use moestro_chat::{Tokenizer, parser::Delta};
 use std::sync::Arc;
 
+/// Default of `max_tokens`, as in OpenAI's API.
+const DEFAULT_TOKENS: usize = 16;
+
 pub async fn completions(server: Generator, body: Body) -> Result<Response, ApiError> {
     let (common, request, permit) =
         body::request::<CommonFields, CompletionRequest>(&server.state, body, fields::COMPLETIONS).await?;
     let (includes_usage, echoes) = (common.includes_usage(), request.echo.unwrap_or(false));
-    let request = GenerationRequest::from_completion(common, request)?;
+    let request = request.into_generation(common)?;
     let renderer = CompletionRenderer {
         meta: ResponseMeta::new("cmpl", "text_completion", includes_usage),
         tokenizer: None,
@@ -36,6 +39,33 @@ pub async fn completions(server: Generator, body: Body) -> Result<Response, ApiE
         logprobs: None,
     };
     server.generate(request, permit, renderer).await
+}
+
+impl CompletionRequest {
+    /// Checks and translates the request.
+    fn into_generation(self, common: CommonFields) -> Result<GenerationRequest, ApiError> {
+        common.check()?;
+        let n = params::choice_count(common.n)?;
+        if self.best_of.is_some_and(|best_of| usize::try_from(best_of) != Ok(n)) {
+            let text = "best_of is not supported: the server returns every choice that it generates.";
+            return Err(ApiError::unsupported("best_of", text));
+        }
+        if self.suffix.is_some_and(|suffix| !suffix.is_empty()) {
+            return Err(ApiError::unsupported("suffix", "suffix is not supported: the model does not fill gaps."));
+        }
+        let max_tokens = match common.max_tokens {
+            None => Some(DEFAULT_TOKENS),
+            limit => params::token_limit("max_tokens", limit, 0)?,
+        };
+        let stops = common.stops("stop")?;
+        Ok(GenerationRequest {
+            n,
+            max_tokens,
+            logprobs: self.logprobs.map(|top| params::alternatives("logprobs", top)).transpose()?,
+            echo: self.echo.unwrap_or(false),
+            ..GenerationRequest::new(common, stops, PromptInput::Text(self.prompt))
+        })
+    }
 }
 
 /// Writes one chunk per output that has text.

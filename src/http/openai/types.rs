@@ -3,7 +3,6 @@
 //! A field that is `null` counts as absent. Unknown fields are ignored here, and handled in
 //! [`crate::http::request::fields`].
 
-use crate::http::request::ImagePart;
 use serde::Deserialize;
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
@@ -12,6 +11,9 @@ use std::collections::BTreeMap;
 /// because errors of serde's `flatten` do not name the field.
 #[derive(Debug, Default, Deserialize)]
 pub struct CommonFields {
+    /// Start of the paths of the sampling parameters in the request, for errors.
+    #[serde(skip)]
+    pub parent: &'static str,
     pub model: Option<String>,
     pub stream: Option<bool>,
     pub stream_options: Option<StreamOptions>,
@@ -42,14 +44,10 @@ pub struct CommonFields {
     pub user: Option<Value>,
 }
 
-/// `POST /v1/chat/completions` without [`CommonFields`]. Requests of other APIs are translated into this type.
+/// `POST /v1/chat/completions` without [`CommonFields`].
 #[derive(Debug, Default, Deserialize)]
 pub struct ChatRequest {
     pub messages: Vec<Value>,
-    /// Images of messages that were translated from another API. `None` if the messages were sent in the format of chat
-    /// completions.
-    #[serde(skip)]
-    pub images: Option<Vec<ImagePart>>,
     pub max_completion_tokens: Option<i64>,
     pub logprobs: Option<bool>,
     pub top_logprobs: Option<i64>,
@@ -63,9 +61,6 @@ pub struct ChatRequest {
     pub add_generation_prompt: Option<bool>,
     /// Short form of `chat_template_kwargs: {"enable_thinking": ...}`. If both are set, `chat_template_kwargs` wins.
     pub enable_thinking: Option<bool>,
-    /// True if the server's `--thinking` overrides `enable_thinking`, because the client did not choose.
-    #[serde(skip)]
-    pub thinking_is_default: bool,
     /// Deprecated name of `tools`.
     pub functions: Option<Vec<Value>>,
     /// Deprecated name of `tool_choice`.

@@ -109,7 +109,7 @@ where
 fn checked(bytes: &[u8], known: FieldTable) -> Result<Value, ApiError> {
     let mut object = object(bytes)?;
     if let Value::Object(fields) = &mut object {
-        fields::keep_known(fields, known)?;
+        fields::keep_known(fields, known, "")?;
         make_integers(fields);
     }
     Ok(object)
@@ -137,12 +137,23 @@ pub fn object(bytes: &[u8]) -> Result<Value, ApiError> {
 
 /// Converts a JSON value to `T`. An error names the field.
 pub fn typed<'de, T: DeserializeOwned>(json: impl Deserializer<'de, Error = serde_json::Error>) -> Result<T, ApiError> {
+    typed_at("", json)
+}
+
+/// Converts a JSON value to `T`. An error names the field, whose path starts with `parent`.
+pub fn typed_at<'de, T: DeserializeOwned>(
+    parent: &str,
+    json: impl Deserializer<'de, Error = serde_json::Error>,
+) -> Result<T, ApiError> {
     serde_path_to_error::deserialize(json).map_err(|error| {
-        let path = error.path().to_string();
-        let wrong = error.inner();
-        match path == "." {
-            true => ApiError::json(missing_field(wrong), in_json_words(&wrong.to_string())),
-            false => ApiError::json(Some(path.clone()), format!("{path}: {}", in_json_words(&wrong.to_string()))),
+        let (path, wrong) = (error.path().to_string(), error.inner());
+        match missing_field(wrong).filter(|_| path == ".") {
+            Some(name) => ApiError::json(Some(format!("{parent}{name}")), format!("missing field `{parent}{name}`")),
+            None if path == "." => ApiError::json(None, in_json_words(&wrong.to_string())),
+            None => {
+                let path = format!("{parent}{path}");
+                ApiError::json(Some(path.clone()), format!("{path}: {}", in_json_words(&wrong.to_string())))
+            }
         }
     })
 }

@@ -2,11 +2,12 @@
 //!
 //! In a new user message, a part that the model cannot read is refused, because the user expects the model to see the
 //! part. In tool results and earlier messages, a sentence replaces such a part, also if its type is unknown or its
-//! fields are malformed, because a refusal would end the conversation for good. Images are collected here and decoded later, when the model is known: see
-//! [`images`](super::images).
+//! fields are malformed, because a refusal would end the conversation for good. Images are decoded later, when the model
+//! is known: see [`images`](super::images).
 
 use crate::http::ApiError;
-use serde_json::{Value, json};
+use moestro_chat::{Content, Part};
+use serde_json::Value;
 
 /// Maximum number of characters of a type or a tool's name in the sentence that replaces a part.
 const SHOWN_CHARS: usize = 128;
@@ -19,8 +20,7 @@ pub struct PartFormat {
     pub separator: &'static str,
 }
 
-/// An image in a message. The message has a part `{"type": "image", "image": N}` in place of the image, where N is the
-/// image's index in the list of images.
+/// An image in a message of a request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ImagePart {
     pub source: ImageSource,
@@ -47,37 +47,24 @@ pub enum ImageSource {
 
 impl PartFormat {
     /// The content of a message that may have images: a string, or an array of text and image parts.
-    pub fn content(
-        &self,
-        content: &Value,
-        at: &str,
-        is_new: bool,
-        images: &mut Vec<ImagePart>,
-    ) -> Result<Value, ApiError> {
-        let Value::Array(parts) = content else { return self.text(content, at, is_new).map(Value::String) };
-        let mut contents = ContentBuilder::new(self.separator);
+    pub fn content(&self, content: &Value, at: &str, is_new: bool) -> Result<Content<ImagePart>, ApiError> {
+        let Value::Array(parts) = content else { return self.text(content, at, is_new).map(Content::from) };
+        let mut content = Content::default();
         for (index, part) in parts.iter().enumerate() {
-            self.push(part, &format!("{at}[{index}]"), is_new, &mut contents, images)?;
+            self.push(part, &format!("{at}[{index}]"), is_new, &mut content)?;
         }
-        Ok(contents.finish())
+        Ok(content)
     }
 
     /// Appends one text or image part to a message's content.
-    pub fn push(
-        &self,
-        part: &Value,
-        at: &str,
-        is_new: bool,
-        contents: &mut ContentBuilder,
-        images: &mut Vec<ImagePart>,
-    ) -> Result<(), ApiError> {
+    pub fn push(&self, part: &Value, at: &str, is_new: bool, content: &mut Content<ImagePart>) -> Result<(), ApiError> {
         match image_source(part) {
             Some((source, detail)) => {
-                contents.push_image(images.len());
                 let (at, separator) = (at.to_owned(), self.separator);
-                images.push(ImagePart { source, low_detail: detail == "low", at, is_new, separator });
+                let image = ImagePart { source, low_detail: detail == "low", at, is_new, separator };
+                content.parts.push(Part::Image(image));
             }
-            None => contents.push_text(&self.part_text(part, at, is_new)?),
+            None => content.push_text(self.part_text(part, at, is_new)?, self.separator),
         }
         Ok(())
     }
@@ -131,45 +118,6 @@ impl PartFormat {
                 Err(ApiError::wrong_type(at, format!("must be {{\"type\": \"{kind}\", \"text\": ...}}.")))
             }
         }
-    }
-}
-
-/// The content of one message: a string, or text and image parts if there are images.
-pub struct ContentBuilder {
-    parts: Vec<Value>,
-    separator: &'static str,
-}
-
-impl ContentBuilder {
-    /// `separator` joins the texts of adjacent parts.
-    pub fn new(separator: &'static str) -> Self {
-        Self { parts: Vec::new(), separator }
-    }
-
-    pub fn is_empty(&self) -> bool {
-        self.parts.is_empty()
-    }
-
-    /// Appends text. If the last part is text, the new text is joined to that part.
-    pub fn push_text(&mut self, text: &str) {
-        match self.parts.last_mut().and_then(|part| part.get_mut("text")) {
-            Some(Value::String(last)) => {
-                last.push_str(self.separator);
-                last.push_str(text);
-            }
-            _ => self.parts.push(json!({"type": "text", "text": text})),
-        }
-    }
-
-    pub fn push_image(&mut self, index: usize) {
-        self.parts.push(json!({"type": "image", "image": index}));
-    }
-
-    pub fn finish(mut self) -> Value {
-        if self.parts.iter().any(|part| part["type"] == "image") {
-            return self.parts.into();
-        }
-        self.parts.pop().map_or_else(|| "".into(), |mut part| part["text"].take())
     }
 }
 
@@ -284,6 +232,7 @@ pub fn new_messages(messages: &[Value], origin: impl Fn(&Value) -> MessageOrigin
 #[cfg(test)]
 mod tests {
     use super::*;
+    use serde_json::json;
 
     #[test]
     fn only_last_user_message_is_new() {
@@ -353,15 +302,18 @@ mod tests {
     #[test]
     fn content_keeps_order_of_text_and_images() {
         let format = PartFormat { types: &["text"], separator: "+" };
-        let text = |text: &str| json!({"type": "text", "text": text});
+        let text_part = |text: &str| json!({"type": "text", "text": text});
         let image = json!({"type": "image_url", "image_url": "data:;base64,A"});
-        let (mut images, parts) = (Vec::new(), json!([text("a"), text("b"), image, text("c"), image]));
-        let content = format.content(&parts, "m", true, &mut images).unwrap();
-        let placed = |index: usize| json!({"type": "image", "image": index});
-        assert_eq!(content, json!([text("a+b"), placed(0), text("c"), placed(1)]));
-        assert_eq!(images.iter().map(|image| &*image.at).collect::<Vec<_>>(), ["m[2]", "m[4]"]);
-        assert_eq!(format.content(&json!([text("a"), text("b")]), "m", true, &mut images).unwrap(), "a+b");
-        assert_eq!(format.content(&json!([]), "m", true, &mut images).unwrap(), "");
+        let parts = json!([text_part("a"), text_part("b"), image, text_part("c"), image]);
+        let content = format.content(&parts, "m", true).unwrap();
+        let found = content.parts.iter().map(|part| match part {
+            Part::Text(text) => &**text,
+            Part::Image(image) => &image.at,
+        });
+        assert_eq!(found.collect::<Vec<_>>(), ["a+b", "m[2]", "c", "m[4]"]);
+        let text = |parts: Value| format.content(&parts, "m", true).unwrap().text().unwrap().to_owned();
+        assert_eq!(text(json!([text_part("a"), text_part("b")])), "a+b");
+        assert_eq!(text(json!([])), "");
     }
 
     #[test]

@@ -4,10 +4,7 @@
 //! ends. The message is therefore rendered with a marker at its end, and the prompt is cut at the marker.
 
 use crate::http::{ApiError, layers::unique_id, openai::ChatRequest};
-use serde_json::Value;
-
-/// Names of the field in which clients send reasoning back, in the order in which templates read them.
-const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
+use moestro_chat::{Content, Message, Role};
 
 /// Marker at the end of the last message.
 #[derive(Debug)]
@@ -36,26 +33,25 @@ pub fn is_requested(request: &ChatRequest) -> Result<bool, ApiError> {
 
 impl EndMarker {
     /// Appends a marker to the last message.
-    pub fn insert(messages: &mut [Value]) -> Result<Self, ApiError> {
-        let Some(Value::Object(last)) = messages.last_mut().filter(|message| message["role"] == "assistant") else {
+    pub fn insert<I>(messages: &mut [Message<I>]) -> Result<Self, ApiError> {
+        let Some(last) = messages.last_mut().filter(|message| message.role == Role::Assistant) else {
             let text = "The request continues the last message, but that message is not from the assistant.";
             return Err(ApiError::invalid("messages", text));
         };
-        if last.get("tool_calls").and_then(Value::as_array).is_some_and(|calls| !calls.is_empty()) {
+        if !last.calls.is_empty() {
             return Err(ApiError::unsupported("messages", "A message with tool calls cannot be continued."));
         }
-        if last.get("content").is_some_and(Value::is_array) {
+        let Some(written) = last.content.as_ref().map_or(Some(""), Content::text) else {
             return Err(ApiError::unsupported("messages", "A message with images cannot be continued."));
+        };
+        let text = format!("mark-{}", unique_id());
+        let reasoning = last.reasoning.as_mut().filter(|(_, text)| written.is_empty() && !text.is_empty());
+        let in_reasoning = reasoning.is_some();
+        match reasoning {
+            Some((_, reasoning)) => reasoning.push_str(&text),
+            None => last.content.get_or_insert_default().push_text(text.clone(), ""),
         }
-        let text = |value: Option<&Value>| value.and_then(Value::as_str).unwrap_or_default().to_owned();
-        let content = text(last.get("content"));
-        let name = REASONING.into_iter().find(|&name| last.get(name).is_some_and(|value| !value.is_null()));
-        let name = name.filter(|&name| content.is_empty() && !text(last.get(name)).is_empty());
-        let marker = Self { text: format!("mark-{}", unique_id()), in_reasoning: name.is_some() };
-        let name = name.unwrap_or("content");
-        let marked = text(last.get(name)) + &marker.text;
-        last.insert(name.into(), marked.into());
-        Ok(marker)
+        Ok(Self { text, in_reasoning })
     }
 
     /// Returns the prompt up to the marker.
@@ -74,6 +70,7 @@ impl EndMarker {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::http::request::messages;
     use serde_json::json;
 
     #[test]
@@ -85,10 +82,11 @@ mod tests {
             (json!({"role": "assistant", "content": "Well", "reasoning_content": "Hm"}), "content", false),
         ] {
             let before = message[name].as_str().unwrap_or_default().to_owned();
-            let mut messages = [message];
+            let mut messages = messages::read(vec![message]).unwrap();
             let marker = EndMarker::insert(&mut messages).unwrap();
             assert_eq!(marker.in_reasoning, in_reasoning);
-            let text = messages[0][name].as_str().unwrap();
+            let marked = serde_json::to_value(&messages[0]).unwrap();
+            let text = marked[name].as_str().unwrap();
             assert_eq!(marker.cut(format!("{text}<end>")).unwrap(), before);
             assert!(marker.cut("<end>".into()).is_err() && marker.cut(text.repeat(2)).is_err());
         }
@@ -101,9 +99,9 @@ mod tests {
             json!({"role": "user", "content": "Hi"}),
             json!({"role": "assistant", "content": "x", "tool_calls": [call]}),
         ] {
-            assert!(EndMarker::insert(&mut [message]).is_err());
+            assert!(EndMarker::insert(&mut messages::read(vec![message]).unwrap()).is_err());
         }
-        assert!(EndMarker::insert(&mut []).is_err());
+        assert!(EndMarker::insert::<()>(&mut []).is_err());
         let requested = |continues, opens| {
             is_requested(&ChatRequest {
                 continue_final_message: continues,

@@ -364,14 +364,16 @@ fn find(name: &str, known: FieldTable) -> Option<&'static Field> {
     known.iter().copied().flatten().find(|field| field.name == name)
 }
 
-/// Checks the names of a request's fields and drops unknown fields. A field that is `null` counts as absent.
-pub fn keep_known(fields: &mut Map<String, Value>, known: FieldTable) -> Result<(), ApiError> {
+/// Checks the names of a request's fields and drops unknown fields. A field that is `null` counts as absent. The paths of
+/// the fields start with `parent`.
+pub fn keep_known(fields: &mut Map<String, Value>, known: FieldTable, parent: &str) -> Result<(), ApiError> {
     let mut unknown = Vec::new();
     for (name, value) in fields.iter().filter(|(_, value)| !value.is_null()) {
         match find(name, known) {
             Some(Field { handling: Rejected(accepted, why), .. }) => {
                 if !accepted.iter().any(|json| equals(value, json)) {
-                    return Err(ApiError::unsupported(name, format!("{name} is not supported: {why}")));
+                    let at = format!("{parent}{name}");
+                    return Err(ApiError::unsupported(&at, format!("{at} is not supported: {why}")));
                 }
             }
             Some(Field { handling: Metadata(_), .. }) => check_metadata(name, value)?,
@@ -388,7 +390,8 @@ pub fn keep_known(fields: &mut Map<String, Value>, known: FieldTable) -> Result<
                         continue;
                     }
                 };
-                return Err(ApiError::unknown(name, format!("There is no field `{name}`; {hint}")));
+                let at = format!("{parent}{name}");
+                return Err(ApiError::unknown(&at, format!("There is no field `{at}`; {hint}")));
             }
         }
     }
@@ -464,7 +467,7 @@ of these tables is ignored and logged, unless its name is one or two letters awa
 ";
 
     fn refusal(fields: Value, known: FieldTable) -> Option<Value> {
-        let error = keep_known(&mut fields.as_object().unwrap().clone(), known).err()?;
+        let error = keep_known(&mut fields.as_object().unwrap().clone(), known, "").err()?;
         Some(error.body()["error"].clone())
     }
 

@@ -7,12 +7,12 @@ use crate::http::{
     ApiError,
     layers::{MemoryPermit, RequestLog},
     models::LoadedModel,
-    request::{ChatPrompt, ContentBuilder, ImagePart, ImageSource, ImageUrls, image_urls::ImageDownloads},
+    request::{ImagePart, ImageSource, ImageUrls, image_urls::ImageDownloads},
 };
 use base64::{Engine, engine::general_purpose};
+use moestro_chat::{Content, Message, Part};
 use moestro_engine::{Image, ImageProcessor, PlacedImage, place_images};
 use moestro_model::error::ImageError;
-use serde_json::Value;
 use std::sync::Arc;
 
 /// Maximum number of images that a request shows to the model. Older images are replaced by a sentence.
@@ -27,10 +27,6 @@ const BASE64: general_purpose::GeneralPurpose = general_purpose::GeneralPurpose:
         .with_decode_allow_trailing_bits(true),
 );
 
-/// Outcome for an image part: the image, or the separator and the sentence that replaces the image. `None` before the
-/// part is handled.
-type ImageOutcome = Option<Result<Arc<Image>, (&'static str, String)>>;
-
 /// Reason why an image is not shown to a model that reads text only. Completes "the image ...".
 const BLIND: &str =
     "cannot be shown, because this model cannot see images; send text, or use a model with a vision tower";
@@ -42,62 +38,71 @@ const TOO_MUCH_MEMORY: &str = "needs more memory than the server has for request
 pub type NotShown = String;
 
 impl LoadedModel {
-    /// Decodes the images of a conversation, in the order of the messages. Images that are not shown are replaced by
-    /// sentences. `permit` grows by the bytes of the pixels.
+    /// Decodes the images of a conversation. Images that are not shown are replaced by sentences. `permit` grows by the
+    /// bytes of the pixels.
     pub async fn decode_images(
         self: &Arc<Self>,
         permit: &mut MemoryPermit,
-        chat: &mut ChatPrompt,
+        messages: Vec<Message<ImagePart>>,
         urls: &Arc<ImageUrls>,
         log: Option<&RequestLog>,
-    ) -> Result<Vec<Arc<Image>>, ApiError> {
-        let parts = std::mem::take(&mut chat.images);
-        if parts.is_empty() {
-            return Ok(Vec::new());
-        }
-        let order = image_indices(&chat.messages);
-        let too_many = order.len().saturating_sub(MAX_IMAGES);
-        let mut sources: Vec<Option<ImagePart>> = parts.into_iter().map(Some).collect();
-        let mut outcomes: Vec<ImageOutcome> = vec![None; sources.len()];
+    ) -> Result<Vec<Message<Arc<Image>>>, ApiError> {
+        let processor = self.engine.images();
+        let mut too_many = messages.iter().flat_map(Message::images).count().saturating_sub(MAX_IMAGES);
         let mut downloads = ImageDownloads::new(urls.clone());
-        for (position, index) in order.iter().enumerate() {
-            let Some(part) = sources.get_mut(*index).and_then(Option::take) else { continue };
-            let (at, is_new, separator) = (part.at.clone(), part.is_new, part.separator);
-            let shown = match self.engine.images() {
-                None => Err(BLIND.to_owned()),
-                Some(_) if position < too_many => Err(format!("is one of more than {MAX_IMAGES}")),
-                Some(processor) => decode(processor.clone(), permit, part, &mut downloads).await?,
-            };
-            outcomes[*index] = Some(match shown {
-                Ok(image) => Ok(image),
-                Err(why) if is_new => {
-                    return Err(ApiError::invalid(at.clone(), format!("{at}: the image {why}.")));
+        let mut decoded = Vec::with_capacity(messages.len());
+        for Message { role, content, reasoning, calls, extra } in messages {
+            let (mut decoded_content, mut separator) = (content.is_some().then(Content::default), "");
+            for part in content.into_iter().flat_map(|content| content.parts) {
+                let content = decoded_content.get_or_insert_default();
+                let image = match part {
+                    Part::Text(text) => {
+                        content.push_text(text, separator);
+                        continue;
+                    }
+                    Part::Image(image) => image,
+                };
+                let (at, is_new) = (image.at.clone(), image.is_new);
+                separator = image.separator;
+                let shown = match processor {
+                    None => Err(BLIND.to_owned()),
+                    Some(_) if too_many > 0 => {
+                        too_many -= 1;
+                        Err(format!("is one of more than {MAX_IMAGES}"))
+                    }
+                    Some(processor) => decode(processor.clone(), permit, image, &mut downloads).await?,
+                };
+                match shown {
+                    Ok(image) => content.parts.push(Part::Image(image)),
+                    Err(why) if is_new => return Err(ApiError::invalid(&at, format!("{at}: the image {why}."))),
+                    Err(why) => {
+                        log.inspect(|log| log.add_image_not_shown());
+                        tracing::warn!(at, why, "image replaced by a sentence");
+                        let sentence = match processor {
+                            None => "[image not shown: this model cannot see images]".to_owned(),
+                            Some(_) => format!("[image not shown: it {why}]"),
+                        };
+                        content.push_text(sentence, separator);
+                    }
                 }
-                Err(why) => {
-                    log.inspect(|log| log.add_image_not_shown());
-                    tracing::warn!(at, why, "image replaced by a sentence");
-                    let sentence = match self.engine.images() {
-                        None => "[image not shown: this model cannot see images]".to_owned(),
-                        Some(_) => format!("[image not shown: it {why}]"),
-                    };
-                    Err((separator, sentence))
-                }
-            });
+            }
+            decoded.push(Message { role, content: decoded_content, reasoning, calls, extra });
         }
-        chat.messages.iter_mut().for_each(|message| replace_images(message, &outcomes));
-        let images: Vec<Arc<Image>> = order.into_iter().filter_map(|index| outcomes[index].clone()?.ok()).collect();
-        if let Some(processor) = self.engine.images().filter(|_| !images.is_empty()) {
+        let has_images = decoded.iter().flat_map(Message::images).next().is_some();
+        if let Some(processor) = processor.filter(|_| has_images) {
             let placeholder = self.tokenizer.token(processor.image_token).unwrap_or_default();
-            chat.messages.iter_mut().for_each(|message| break_placeholders(message, &placeholder));
+            decoded.iter_mut().for_each(|message| message.change_texts(&|text| break_placeholder(text, &placeholder)));
         }
-        Ok(images)
+        Ok(decoded)
     }
 
-    /// Replaces the placeholder of each image by as many placeholders as the image has tokens.
+    /// Replaces the placeholder of each image by as many placeholders as the image has tokens. `param` names the
+    /// prompt in errors.
     pub fn place_images(
         &self,
         ids: Vec<u32>,
         images: Vec<Arc<Image>>,
+        param: &str,
     ) -> Result<(Vec<u32>, Vec<PlacedImage>), ApiError> {
         let Some(processor) = self.engine.images().filter(|_| !images.is_empty()) else { return Ok((ids, Vec::new())) };
         let count = images.len();
@@ -106,7 +111,7 @@ impl LoadedModel {
                 "The prompt does not have one image placeholder for each of its {count} images: a tool or a template \
                  variable contains the placeholder as text, or the chat template leaves images out."
             );
-            ApiError::invalid("messages", text)
+            ApiError::invalid(param, text)
         })
     }
 }
@@ -171,64 +176,19 @@ fn decode_base64(text: &str) -> Result<Vec<u8>, NotShown> {
     decoded.map_err(|_| "is not valid base64".into())
 }
 
-/// The indices of images, in the order in which the template renders them.
-fn image_indices(messages: &[Value]) -> Vec<usize> {
-    let parts = messages.iter().filter_map(|message| message["content"].as_array()).flatten();
-    parts.filter_map(image_index).collect()
-}
-
-fn image_index(part: &Value) -> Option<usize> {
-    part["image"].as_u64().filter(|_| part["type"] == "image").map(|index| index as usize)
-}
-
-/// Replaces images that are not shown by sentences. The template sees the other images as `{"type": "image"}`.
-fn replace_images(message: &mut Value, outcomes: &[ImageOutcome]) {
-    let Some(parts) = message["content"].as_array() else { return };
-    let outcome = |part: &Value| outcomes.get(image_index(part)?)?.as_ref();
-    let separator = parts.iter().find_map(|part| Some(outcome(part)?.as_ref().err()?.0)).unwrap_or_default();
-    let mut contents = ContentBuilder::new(separator);
-    for part in parts {
-        match (outcome(part), image_index(part)) {
-            (Some(Err((_, sentence))), _) => contents.push_text(sentence),
-            (_, Some(index)) => contents.push_image(index),
-            _ => contents.push_text(part["text"].as_str().unwrap_or_default()),
-        }
-    }
-    message["content"] = contents.finish();
-}
-
-/// Inserts a space into each image placeholder in the text, so that only images become placeholder tokens.
-fn break_placeholders(value: &mut Value, placeholder: &str) {
-    match value {
-        Value::String(text) if !placeholder.is_empty() && text.contains(placeholder) => {
-            let (start, end) = placeholder.split_at(placeholder.len() / 2);
-            *text = text.replace(placeholder, &format!("{start} {end}"));
-        }
-        Value::Array(values) => values.iter_mut().for_each(|value| break_placeholders(value, placeholder)),
-        Value::Object(fields) => fields.values_mut().for_each(|value| break_placeholders(value, placeholder)),
-        _ => {}
+/// Inserts a space into each image placeholder in a text, so that only images become placeholder tokens.
+fn break_placeholder(text: &mut String, placeholder: &str) {
+    if !placeholder.is_empty() && text.contains(placeholder) {
+        let (start, end) = placeholder.split_at(placeholder.len() / 2);
+        *text = text.replace(placeholder, &format!("{start} {end}"));
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::http::request::messages;
     use serde_json::json;
-
-    #[test]
-    fn hidden_images_become_sentences() {
-        let message = |parts: Value| json!({"role": "user", "content": parts});
-        let (text, image) =
-            (|t: &str| json!({"type": "text", "text": t}), |i: usize| json!({"type": "image", "image": i}));
-        let shown = Some(Ok(Arc::new(Image::default())));
-        let hidden = Some(Err(("+", "[no]".to_owned())));
-        let mut all = message(json!([text("a"), image(0), text("b")]));
-        replace_images(&mut all, std::slice::from_ref(&hidden));
-        assert_eq!(all["content"], "a+[no]+b");
-        let mut some = message(json!([image(0), text("b"), image(1)]));
-        replace_images(&mut some, &[shown, hidden]);
-        assert_eq!(some["content"], json!([image(0), text("b+[no]")]));
-    }
 
     #[test]
     fn base64_may_have_breaks_and_no_padding() {
@@ -241,9 +201,12 @@ mod tests {
 
     #[test]
     fn placeholder_in_text_is_broken() {
-        let mut message = json!({"content": [{"type": "text", "text": "x<|image_pad|>y"}], "name": "<|image_pad|>"});
-        break_placeholders(&mut message, "<|image_pad|>");
-        assert!(!message.to_string().contains("<|image_pad|>"), "{message}");
-        assert!(message["content"][0]["text"].as_str().unwrap().starts_with('x'));
+        let call = json!({"function": {"name": "f", "arguments": {"a": ["<|image_pad|>"]}}});
+        let message = json!({"role": "assistant", "content": "x<|image_pad|>y", "reasoning": "<|image_pad|>",
+                             "name": "<|image_pad|>", "tool_calls": [call]});
+        let mut message = messages::read(vec![message]).unwrap().remove(0);
+        message.change_texts(&|text| break_placeholder(text, "<|image_pad|>"));
+        let text = serde_json::to_string(&message).unwrap();
+        assert!(!text.contains("<|image_pad|>") && text.contains("x<|imag e_pad|>y"), "{text}");
     }
 }

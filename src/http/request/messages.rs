@@ -13,17 +13,25 @@ use crate::http::{
         content_parts::{MessageOrigin, new_messages},
     },
 };
-use moestro_chat::json_numbers;
+use moestro_chat::{Content, Message, Role, json_numbers};
 use serde_json::{Map, Value, json};
 
-const PARTS: PartFormat = PartFormat { types: &["text", "refusal"], separator: "" };
+/// Separator between the texts of several parts.
+pub const SEPARATOR: &str = "";
 
-/// Checks and normalizes all messages, and collects the images of the messages. `translated` has the images of messages
-/// that were translated from another API. The contents of translated messages are normalized already.
-pub fn checked(
-    mut messages: Vec<Value>,
-    translated: Option<Vec<ImagePart>>,
-) -> Result<(Vec<Value>, Vec<ImagePart>), ApiError> {
+const PARTS: PartFormat = PartFormat { types: &["text", "refusal"], separator: SEPARATOR };
+
+/// Checks and translates the messages of chat completions.
+pub fn read(messages: Vec<Value>) -> Result<Vec<Message<ImagePart>>, ApiError> {
+    read_with(messages, read_message)
+}
+
+/// Translates messages that have the roles of chat completions. `read_message` translates the fields of one message, which
+/// has this path in the request. Its last argument is the message's value in [`new_messages`].
+pub fn read_with(
+    messages: Vec<Value>,
+    read_message: impl Fn(Map<String, Value>, &str, bool) -> Result<Message<ImagePart>, ApiError>,
+) -> Result<Vec<Message<ImagePart>>, ApiError> {
     if messages.is_empty() {
         return Err(ApiError::wrong_value("messages", "is empty; it must have at least one message."));
     }
@@ -33,29 +41,14 @@ pub fn checked(
         Some("tool" | "function") => MessageOrigin::Tool,
         _ => MessageOrigin::Other,
     });
-    let is_translated = translated.is_some();
-    let mut images = translated.unwrap_or_default();
-    for (index, (message, is_new)) in messages.iter_mut().zip(are_new).enumerate() {
+    let read = |(index, (message, is_new)): (usize, (Value, bool))| {
         let at = format!("messages[{index}]");
-        let Value::Object(message) = message else {
-            return Err(ApiError::wrong_type(at, "must be an object."));
-        };
-        let images = (!is_translated).then_some(&mut images);
-        normalize(message, &at, is_new, images)?;
-    }
-    Ok((join_system_messages(messages), images))
-}
-
-/// Creates an assistant message. Empty reasoning and an empty list of calls are left out.
-pub fn assistant(content: String, reasoning: String, calls: Vec<Value>) -> Value {
-    let mut message = json!({"role": "assistant", "content": content});
-    if !reasoning.is_empty() {
-        message["reasoning_content"] = reasoning.into();
-    }
-    if !calls.is_empty() {
-        message["tool_calls"] = calls.into();
-    }
-    message
+        match message {
+            Value::Object(fields) => read_message(fields, &at, is_new),
+            _ => Err(ApiError::wrong_type(at, "must be an object.")),
+        }
+    };
+    messages.into_iter().zip(are_new).enumerate().map(read).collect()
 }
 
 /// Arguments of a truncated call, which are not valid JSON. The text of the arguments gets the name that Anthropic's
@@ -65,82 +58,63 @@ pub fn invalid_arguments(text: &str) -> Value {
 }
 
 /// Joins the system messages at the start to one message. Later system messages become user messages.
-fn join_system_messages(messages: Vec<Value>) -> Vec<Value> {
-    let mut kept: Vec<Value> = Vec::with_capacity(messages.len());
+pub fn join_system_messages(messages: Vec<Message<ImagePart>>) -> Vec<Message<ImagePart>> {
+    let mut kept: Vec<Message<ImagePart>> = Vec::with_capacity(messages.len());
     for mut message in messages {
-        if message["role"] == "system" && !kept.is_empty() {
+        if message.role == Role::System && !kept.is_empty() {
             // The text is appended in place, because a body may have thousands of system messages.
             if let [first] = &mut *kept
-                && first["role"] == "system"
-                && let Value::String(text) = &mut first["content"]
+                && first.role == Role::System
             {
-                text.push_str("\n\n");
-                text.push_str(message["content"].as_str().unwrap_or_default());
+                let text = message.content.as_ref().and_then(Content::text).unwrap_or_default().to_owned();
+                first.content.get_or_insert_default().push_text(text, "\n\n");
                 continue;
             }
-            message["role"] = "user".into();
+            message.role = Role::User;
         }
         kept.push(message);
     }
     kept
 }
 
-/// Checks and normalizes one message. Without `images`, the content is normalized already.
-fn normalize(
-    message: &mut Map<String, Value>,
-    at: &str,
-    is_new: bool,
-    images: Option<&mut Vec<ImagePart>>,
-) -> Result<(), ApiError> {
-    let role = match message.get("role") {
+/// Checks and translates one message.
+pub fn read_message(mut fields: Map<String, Value>, at: &str, is_new: bool) -> Result<Message<ImagePart>, ApiError> {
+    let name = match fields.get("role") {
         Some(Value::String(role)) => role.clone(),
         Some(_) => return Err(ApiError::wrong_type(format!("{at}.role"), "must be a string.")),
         None => return Err(ApiError::invalid(format!("{at}.role"), format!("{at} has no role."))),
     };
-    match role.as_str() {
-        "system" | "user" | "assistant" | "tool" => {}
-        "developer" => {
-            message.insert("role".into(), "system".into());
-        }
+    let role = match name.as_str() {
+        "system" | "developer" => Role::System,
+        "user" => Role::User,
+        "assistant" => Role::Assistant,
         // `function` is the deprecated role of a message with the result of a function.
-        "function" => {
-            message.insert("role".into(), "tool".into());
-        }
+        "tool" | "function" => Role::Tool,
         other => {
             let known = "system, developer, user, assistant, tool and function";
             return Err(ApiError::wrong_value(format!("{at}.role"), format!("is `{other}`; the roles are {known}.")));
         }
-    }
+    };
     // `function_call` is the deprecated field for a single call.
-    if let Some(call) = message.remove("function_call").filter(|call| !call.is_null()) {
-        message.entry("tool_calls").or_insert(json!([{"type": "function", "function": call}]));
+    if let Some(call) = fields.remove("function_call").filter(|call| !call.is_null()) {
+        fields.entry("tool_calls").or_insert(json!([{"type": "function", "function": call}]));
     }
-    if let Some(calls) = message.get_mut("tool_calls").filter(|calls| !calls.is_null()) {
+    if let Some(calls) = fields.get_mut("tool_calls").filter(|calls| !calls.is_null()) {
         check_tool_calls(calls, at)?;
     }
-    match message.get_mut("content") {
-        Some(Value::String(_)) => {}
-        Some(Value::Array(_)) if images.is_none() => {}
-        Some(content @ Value::Array(_)) => {
-            let at = format!("{at}.content");
-            let content = match images {
-                Some(images) if !matches!(role.as_str(), "system" | "developer") => {
-                    PARTS.content(content, &at, is_new, images)?
-                }
-                _ => PARTS.text(content, &at, is_new)?.into(),
-            };
-            message.insert("content".into(), content);
-        }
-        None | Some(Value::Null) if role == "assistant" => {}
+    let content_at = format!("{at}.content");
+    let content = match fields.get_mut("content").map(Value::take) {
+        Some(Value::String(text)) => Some(Content::from(text)),
+        Some(parts @ Value::Array(_)) if role == Role::System => Some(PARTS.text(&parts, &content_at, is_new)?.into()),
+        Some(parts @ Value::Array(_)) => Some(PARTS.content(&parts, &content_at, is_new)?),
+        None | Some(Value::Null) if role == Role::Assistant => None,
         None | Some(Value::Null) => {
-            let text = format!("{at} has no content; a message with role {role} must have one.");
-            return Err(ApiError::invalid(format!("{at}.content"), text));
+            let text = format!("{at} has no content; a message with role {name} must have one.");
+            return Err(ApiError::invalid(content_at, text));
         }
-        Some(_) => {
-            return Err(ApiError::wrong_type(format!("{at}.content"), "must be a string or an array of parts."));
-        }
-    }
-    Ok(())
+        Some(_) => return Err(ApiError::wrong_type(content_at, "must be a string or an array of parts.")),
+    };
+    Ok(Message::from_fields(role, content, fields))
 }
 
 /// Checks earlier calls of the assistant. Each call needs a name and arguments. The arguments are an object, or JSON
@@ -151,10 +125,9 @@ fn check_tool_calls(calls: &mut Value, at: &str) -> Result<(), ApiError> {
     };
     for (index, call) in calls.iter_mut().enumerate() {
         let at = format!("{at}.tool_calls[{index}].function");
-        let function = &mut call["function"];
-        if !function["name"].is_string() {
+        let Some(function) = call.get_mut("function").filter(|function| function["name"].is_string()) else {
             return Err(ApiError::wrong_type(format!("{at}.name"), "must be a string."));
-        }
+        };
         match function.get("arguments") {
             Some(Value::Object(_) | Value::Null) => {}
             Some(Value::String(json)) if json.trim().is_empty() => {}
@@ -179,9 +152,15 @@ mod tests {
     use super::*;
 
     /// The field that an error names.
-    fn param(result: Result<(Vec<Value>, Vec<ImagePart>), ApiError>) -> String {
-        let body = result.unwrap_err().body();
+    fn param(messages: Vec<Value>) -> String {
+        let body = read(messages).unwrap_err().body();
         body["error"]["param"].as_str().unwrap().to_owned()
+    }
+
+    /// The messages as a template reads them.
+    fn checked(messages: Vec<Value>) -> Vec<Value> {
+        let messages = join_system_messages(read(messages).unwrap());
+        messages.iter().map(|message| serde_json::to_value(message).unwrap()).collect()
     }
 
     #[test]
@@ -189,7 +168,7 @@ mod tests {
         let parts = json!([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]);
         let given = vec![json!({"role": "developer", "content": "d"}), json!({"role": "user", "content": parts})];
         let expected = [json!({"role": "system", "content": "d"}), json!({"role": "user", "content": "ab"})];
-        assert_eq!(checked(given, None).unwrap().0, expected);
+        assert_eq!(checked(given), expected);
     }
 
     #[test]
@@ -197,7 +176,7 @@ mod tests {
         let one = json!({"role": "system", "content": "x".repeat(100)});
         let given = vec![one; 30_000];
         let start = std::time::Instant::now();
-        let kept = checked(given, None).unwrap().0;
+        let kept = checked(given);
         assert_eq!((kept.len(), kept[0]["content"].as_str().unwrap().len()), (1, 30_000 * 102 - 2));
         assert!(start.elapsed().as_secs() < 5, "{:?}", start.elapsed());
     }
@@ -207,9 +186,9 @@ mod tests {
         let call = json!({"type": "function", "function": {"name": "f", "arguments": "{\"a\": 1}"}});
         for content in [json!("x"), Value::Null] {
             let message = json!({"role": "assistant", "content": content, "tool_calls": [call]});
-            assert!(checked(vec![message], None).is_ok());
+            assert!(read(vec![message]).is_ok());
         }
-        assert!(checked(vec![json!({"role": "assistant", "tool_calls": [call]})], None).is_ok());
+        assert!(read(vec![json!({"role": "assistant", "tool_calls": [call]})]).is_ok());
     }
 
     #[test]
@@ -226,6 +205,7 @@ mod tests {
             (json!({"role": "user", "content": ["hi"]}), "messages[0].content[0]"),
             (json!({"role": "assistant", "tool_calls": {}}), "messages[0].tool_calls"),
             (json!({"role": "assistant", "tool_calls": [{}]}), "messages[0].tool_calls[0].function.name"),
+            (json!({"role": "assistant", "tool_calls": ["f"]}), "messages[0].tool_calls[0].function.name"),
             (
                 json!({"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}),
                 "messages[0].tool_calls[0].function.arguments",
@@ -235,9 +215,9 @@ mod tests {
                 "messages[0].tool_calls[0].function.arguments",
             ),
         ] {
-            assert_eq!(param(checked(vec![message], None)), at);
+            assert_eq!(param(vec![message]), at);
         }
-        assert_eq!(param(checked(Vec::new(), None)), "messages");
+        assert_eq!(param(Vec::new()), "messages");
     }
 
     #[test]
@@ -245,7 +225,7 @@ mod tests {
         let call = |arguments: Value| json!({"type": "function", "function": {"name": "f", "arguments": arguments}});
         let message = json!({"role": "assistant", "tool_calls": [call(json!("{\"city\": \"Os"))]});
         let expected = call(json!({"INVALID_JSON": "{\"city\": \"Os"}));
-        assert_eq!(checked(vec![message], None).unwrap().0[0]["tool_calls"], json!([expected]));
+        assert_eq!(checked(vec![message])[0]["tool_calls"], json!([expected]));
     }
 
     #[test]
@@ -260,22 +240,23 @@ mod tests {
             json!({"role": "assistant", "content": "ok"}),
             user,
         ];
-        let (kept, images) = checked(given, None).unwrap();
-        for (message, image) in [(0, 0), (2, 1), (4, 2)] {
-            let expected = json!([{"type": "text", "text": "see "}, {"type": "image", "image": image}]);
-            assert_eq!(kept[message]["content"], expected);
-        }
-        let found: Vec<_> = images.iter().map(|image| (&*image.at, image.is_new)).collect();
+        let messages = read(given).unwrap();
+        let found: Vec<_> = messages.iter().flat_map(Message::images).map(|image| (&*image.at, image.is_new)).collect();
         let expected =
             [("messages[0].content[1]", false), ("messages[2].content[1]", false), ("messages[4].content[1]", true)];
         assert_eq!(found, expected);
+        let image = json!({"type": "image", "image": true});
+        let expected = json!([{"type": "text", "text": "see "}, image]);
+        for message in [0, 2, 4] {
+            assert_eq!(serde_json::to_value(&messages[message]).unwrap()["content"], expected);
+        }
     }
 
     #[test]
     fn system_messages_have_no_images() {
         let content = json!([{"type": "image_url", "image_url": {"url": "data:;base64,AA"}}]);
         let system = json!({"role": "system", "content": content});
-        assert_eq!(param(checked(vec![system], None)), "messages[0].content[0]");
+        assert_eq!(param(vec![system]), "messages[0].content[0]");
     }
 
     #[test]
@@ -284,10 +265,7 @@ mod tests {
         let given = ["system a", "developer b", "user c", "system d", "system e"]
             .map(|m| say(&m[..m.len() - 2], &m[m.len() - 1..]));
         let expected = [say("system", "a\n\nb"), say("user", "c"), say("user", "d"), say("user", "e")];
-        assert_eq!(checked(given.into(), None).unwrap().0, expected);
-        assert_eq!(
-            checked(vec![say("user", "a"), say("system", "b")], None).unwrap().0,
-            [say("user", "a"), say("user", "b")]
-        );
+        assert_eq!(checked(given.into()), expected);
+        assert_eq!(checked(vec![say("user", "a"), say("system", "b")]), [say("user", "a"), say("user", "b")]);
     }
 }

@@ -1,6 +1,6 @@
 //! Translates the request of any API into one [`GenerationRequest`], and that into the engine's request.
 //!
-//! Messages and Responses requests are translated into a chat request first, so every API is checked by the same code.
+//! Each API translates its own request and names its own fields in errors. The checks that several APIs need are here.
 //! A [`GenerationRequest`] does not need a model, so a wrong request is refused before a model is loaded.
 
 pub mod body;
@@ -18,11 +18,11 @@ pub mod sampling_params;
 pub mod thinking;
 pub mod tools;
 
-pub use content_parts::{ContentBuilder, ImagePart, ImageSource, PartFormat};
+pub use content_parts::{ImagePart, ImageSource, PartFormat};
 pub use continue_final::EndMarker;
 pub use fields::FieldTable;
-pub use generation_request::{ChatPrompt, FieldNames, GenerationRequest, PromptInput};
+pub use generation_request::{ChatPrompt, GenerationRequest, PromptInput};
 pub use image_urls::ImageUrls;
 pub use prompt::boundaries;
-use response_format::RequestedFormat;
+pub use response_format::RequestedFormat;
 pub use thinking::Thinking;

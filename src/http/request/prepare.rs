@@ -21,17 +21,6 @@ impl GenerationRequest {
         model: &Arc<LoadedModel>,
         urls: &Arc<ImageUrls>,
         log: &Arc<RequestLog>,
-        permit: MemoryPermit,
-    ) -> Result<Choices, ApiError> {
-        let names = self.names;
-        self.prepare_unnamed(model, urls, log, permit).await.map_err(|error| error.renamed(names))
-    }
-
-    async fn prepare_unnamed(
-        self,
-        model: &Arc<LoadedModel>,
-        urls: &Arc<ImageUrls>,
-        log: &Arc<RequestLog>,
         mut permit: MemoryPermit,
     ) -> Result<Choices, ApiError> {
         let Self { common, max_tokens, parallel_tool_calls, .. } = self;
@@ -39,10 +28,9 @@ impl GenerationRequest {
         let mut images = Vec::new();
         let (param, prompts, chat) = match self.prompt {
             PromptInput::Text(prompt) => ("prompt", model.encode_all(&mut permit, prompt, self.n).await?, None),
-            PromptInput::Chat(mut chat) => {
-                let decoded = model.decode_images(&mut permit, &mut chat, urls, Some(log)).await?;
-                let (prompt, ChatPrompt { mut tools, forbids_calls, end_marker, .. }) =
-                    model.render(&mut permit, chat).await?;
+            PromptInput::Chat(chat) => {
+                let (prompt, decoded, chat) = model.render(&mut permit, chat, urls, Some(log)).await?;
+                let ChatPrompt { mut tools, forbids_calls, end_marker, param, .. } = chat;
                 if forbids_calls {
                     tools.clear();
                     let call = model.tokenizer.id("<tool_call>");
@@ -50,10 +38,10 @@ impl GenerationRequest {
                 }
                 let in_reasoning =
                     end_marker.map_or_else(|| Template::opens_in_reasoning(&prompt), |marker| marker.in_reasoning);
-                let ids = model.encode(&mut permit, prompt, "messages").await?;
-                let (ids, placed) = model.place_images(ids, decoded)?;
+                let ids = model.encode(&mut permit, prompt, param).await?;
+                let (ids, placed) = model.place_images(ids, decoded, param)?;
                 images = placed;
-                ("messages", vec![ids], Some(ChatParams { tools, in_reasoning, parallel_tool_calls }))
+                (param, vec![ids], Some(ChatParams { tools, in_reasoning, parallel_tool_calls }))
             }
         };
         let (tools, in_reasoning) = chat.as_ref().map_or((&[][..], false), |chat| (&*chat.tools, chat.in_reasoning));

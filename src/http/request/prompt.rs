@@ -2,58 +2,70 @@
 
 use crate::http::{
     ApiError,
-    layers::{MemoryPermit, memory},
+    layers::{MemoryPermit, RequestLog, memory},
     models::LoadedModel,
     openai::{CompletionPrompt, TextOrIds},
     request::{ChatPrompt, ImageUrls, sampling_params as params},
 };
-use moestro_chat::{Conversation, Speaker, Tokenizer, message_ends};
-use moestro_engine::{Boundary, BoundaryKind};
-use std::sync::Arc;
+use moestro_chat::{Conversation, Message, Speaker, Tokenizer, message_ends};
+use moestro_engine::{Boundary, BoundaryKind, Image};
+use std::{mem, sync::Arc};
 
 /// Maximum number of choices of one completion request, and of its prompts, as in OpenAI's API.
 const MAX_CHOICES: usize = 2048;
 
 impl LoadedModel {
-    /// Renders a conversation. Returns the prompt and the conversation. `permit` grows by the prompt.
+    /// Decodes the images of a conversation and renders it. Returns the prompt, the images in its order, and the
+    /// conversation without its messages. `permit` grows by the prompt and the images.
     pub async fn render(
         self: &Arc<Self>,
         permit: &mut MemoryPermit,
-        chat: ChatPrompt,
-    ) -> Result<(String, ChatPrompt), ApiError> {
-        let working = memory::rendering_bytes(chat.messages.iter().chain(&chat.tools).chain(chat.kwargs.values()));
+        mut chat: ChatPrompt,
+        urls: &Arc<ImageUrls>,
+        log: Option<&RequestLog>,
+    ) -> Result<(String, Vec<Arc<Image>>, ChatPrompt), ApiError> {
+        let messages = self.decode_images(permit, mem::take(&mut chat.messages), urls, log).await?;
+        let variables = memory::rendering_bytes(chat.tools.iter().chain(chat.kwargs.values()));
+        let working = variables + messages.iter().map(memory::message_bytes).sum::<usize>();
+        let images = messages.iter().flat_map(Message::images).cloned().collect();
         let model = self.clone();
         let prompt_bytes =
             |rendered: &Result<(String, _), _>| rendered.as_ref().map_or(0, |(prompt, _)| prompt.capacity());
-        permit.run_with(working, move || model.render_now(chat), prompt_bytes).await?
+        let (prompt, chat) =
+            permit.run_with(working, move || model.render_now(&messages, chat), prompt_bytes).await??;
+        Ok((prompt, images, chat))
     }
 
     /// Number of tokens of a conversation's prompt.
     pub async fn count_tokens(
         self: &Arc<Self>,
         permit: &mut MemoryPermit,
-        mut chat: ChatPrompt,
+        chat: ChatPrompt,
         urls: &Arc<ImageUrls>,
     ) -> Result<usize, ApiError> {
-        let images = self.decode_images(permit, &mut chat, urls, None).await?;
-        let (prompt, _) = self.render(permit, chat).await?;
+        let (prompt, images, chat) = self.render(permit, chat, urls, None).await?;
         let (ids, _) = self.tokenize(permit, prompt, usize::MAX).await?;
-        let (ids, _) = self.place_images(ids, images)?;
+        let (ids, _) = self.place_images(ids, images, chat.param)?;
         Ok(ids.len())
     }
 
-    fn render_now(&self, mut chat: ChatPrompt) -> Result<(String, ChatPrompt), ApiError> {
+    fn render_now(
+        &self,
+        messages: &[Message<Arc<Image>>],
+        mut chat: ChatPrompt,
+    ) -> Result<(String, ChatPrompt), ApiError> {
         let Some(template) = &self.template else {
             let message = "This model has no chat template. Use /v1/completions.";
-            return Err(ApiError::unsupported("messages", message));
+            return Err(ApiError::unsupported(chat.param, message));
         };
-        chat.apply_server_thinking(self.thinking);
+        chat.set_thinking(self.thinking.or(chat.default_thinking));
         let prompt = template.render(&Conversation {
-            messages: &chat.messages,
+            messages,
             tools: (!chat.tools.is_empty()).then_some(&*chat.tools),
             kwargs: &chat.kwargs,
             add_generation_prompt: chat.add_generation_prompt,
-        })?;
+        });
+        let prompt = prompt.map_err(|error| ApiError::of_conversation(error, chat.param))?;
         let prompt = match &chat.end_marker {
             Some(marker) => marker.cut(prompt)?,
             None => prompt,

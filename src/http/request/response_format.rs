@@ -6,7 +6,10 @@ use crate::http::{
     ApiError,
     layers::MemoryPermit,
     openai::{ChatRequest, ResponseFormat},
-    request::{fields::LARK_ONLY, tools::ToolChoice},
+    request::{
+        fields::LARK_ONLY,
+        tools::{ToolChoice, ToolPath},
+    },
 };
 use moestro_chat::grammar::{
     AllowedTools, CancelFlag, ContentFormat, FormatError, GrammarCompiler, NextTokens, OutputFormat, TokenConstraint,
@@ -28,41 +31,52 @@ const COMPILE_TIME: Duration = Duration::from_secs(5);
 /// Bytes of memory set aside while a format is compiled.
 const COMPILE_BYTES: usize = 8 << 20;
 
+/// A format of the content, and the path of the request field that asks for it.
+pub type FormatField = (String, ContentFormat);
+
 /// A format, and the path of the request field that asks for this format.
 #[derive(Debug)]
 pub struct RequestedFormat {
     format: OutputFormat,
     field: String,
+    tool_path: ToolPath,
 }
 
-/// The format that a request asks for. `None` if any text and any call is allowed.
-pub fn requested(request: &ChatRequest) -> Result<Option<RequestedFormat>, ApiError> {
-    let (field, content) = requested_content(request)?;
-    let tools: Vec<(usize, Value)> = request.tools.iter().flatten().cloned().enumerate().collect();
-    let parallel = request.parallel_tool_calls.unwrap_or(true);
-    let has_strict_tool = tools.iter().any(|(_, tool)| tool["function"]["strict"] == true);
-    let (content, tools) = match ToolChoice::parse(request.tool_choice.as_ref(), &tools)? {
-        ToolChoice::None if content == ContentFormat::Text => return Ok(None),
-        ToolChoice::None => (content, Vec::new()),
-        ToolChoice::Required(names) => (ContentFormat::Nothing, named(tools, names)),
-        ToolChoice::Auto(None) if content == ContentFormat::Text && !has_strict_tool => return Ok(None),
-        ToolChoice::Auto(names) => (content, named(tools, names)),
-    };
-    let tools = (!tools.is_empty()).then_some(AllowedTools { tools, parallel });
-    Ok(Some(RequestedFormat { format: OutputFormat { content, tools }, field }))
+impl RequestedFormat {
+    /// The format that a request asks for. `None` if any text and any call is allowed. `tool_path` names fields of tools
+    /// in errors.
+    pub fn new(
+        content: Option<FormatField>,
+        tools: &[Value],
+        choice: &ToolChoice,
+        parallel: bool,
+        tool_path: ToolPath,
+    ) -> Option<Self> {
+        let (field, content) = content.unwrap_or_default();
+        let has_strict_tool = tools.iter().any(|tool| tool["function"]["strict"] == true);
+        let (content, tools) = match choice {
+            ToolChoice::None if content == ContentFormat::Text => return None,
+            ToolChoice::None => (content, Vec::new()),
+            ToolChoice::Required(names) => (ContentFormat::Nothing, named(tools, names.as_deref())),
+            ToolChoice::Auto(None) if content == ContentFormat::Text && !has_strict_tool => return None,
+            ToolChoice::Auto(names) => (content, named(tools, names.as_deref())),
+        };
+        let tools = (!tools.is_empty()).then_some(AllowedTools { tools, parallel });
+        Some(Self { format: OutputFormat { content, tools }, field, tool_path })
+    }
 }
 
-/// The tools with these names. `names` is `None` for all tools.
-fn named(tools: Vec<(usize, Value)>, names: Option<Vec<String>>) -> Vec<(usize, Value)> {
-    let Some(names) = names else { return tools };
-    tools.into_iter().filter(|(_, tool)| names.iter().any(|name| tool["function"]["name"] == **name)).collect()
+/// The tools with these names, and their indices. `names` is `None` for all tools.
+fn named(tools: &[Value], names: Option<&[String]>) -> Vec<(usize, Value)> {
+    let is_named = |tool: &Value| names.is_none_or(|names| names.iter().any(|name| tool["function"]["name"] == **name));
+    tools.iter().enumerate().filter(|(_, tool)| is_named(tool)).map(|(index, tool)| (index, tool.clone())).collect()
 }
 
-/// The name of the field that asks for a format of the content, and the format. Two such fields are an error.
-fn requested_content(request: &ChatRequest) -> Result<(String, ContentFormat), ApiError> {
+/// The format of the content that a chat request asks for. Two fields for a format are an error.
+pub fn requested(request: &ChatRequest) -> Result<Option<FormatField>, ApiError> {
     let mut found = Vec::new();
     if let Some(format) = &request.response_format {
-        found.extend(from_response_format(format)?);
+        found.extend(from_response_format(format, "response_format", "json_schema.schema")?);
     }
     let ChatRequest { guided_json, guided_regex, guided_choice, .. } = request;
     let guided = [guided_json.as_ref(), guided_regex.as_ref(), guided_choice.as_ref()];
@@ -90,7 +104,7 @@ fn requested_content(request: &ChatRequest) -> Result<(String, ContentFormat), A
         let message = format!("{first} and {second} both set the format of the answer; send only one of them.");
         return Err(ApiError::invalid(second, message));
     }
-    Ok(found.pop().unwrap_or_default())
+    Ok(found.pop())
 }
 
 fn strict_json(schema: &Value) -> ContentFormat {
@@ -129,13 +143,16 @@ fn add_guided(
     Ok(())
 }
 
-/// Reads `response_format`. Returns `None` for the type `text`.
-fn from_response_format(format: &ResponseFormat) -> Result<Option<(String, ContentFormat)>, ApiError> {
+/// Reads the format in the field `at`. `schema_key` is the path of a schema in it. Returns `None` for the type `text`.
+pub fn from_response_format(
+    format: &ResponseFormat,
+    at: &str,
+    schema_key: &str,
+) -> Result<Option<FormatField>, ApiError> {
     let missing = |key: &str| {
-        let at = format!("response_format.{key}");
-        ApiError::wrong_value(&at, format!("is missing; the type `{}` requires it.", format.kind))
+        ApiError::wrong_value(format!("{at}.{key}"), format!("is missing; the type `{}` requires it.", format.kind))
     };
-    let (at, content) = match format.kind.as_str() {
+    let (key, content) = match format.kind.as_str() {
         "text" => return Ok(None),
         // llama-server accepts a schema together with this type.
         "json_object" => match &format.schema {
@@ -144,17 +161,17 @@ fn from_response_format(format: &ResponseFormat) -> Result<Option<(String, Conte
         },
         "json_schema" => {
             let inner = format.json_schema.as_ref().ok_or_else(|| missing("json_schema"))?;
-            let schema = inner.schema.clone().ok_or_else(|| missing("json_schema.schema"))?;
-            ("json_schema.schema", ContentFormat::Json { schema, strict: inner.strict.unwrap_or(false) })
+            let schema = inner.schema.clone().ok_or_else(|| missing(schema_key))?;
+            (schema_key, ContentFormat::Json { schema, strict: inner.strict.unwrap_or(false) })
         }
         "regex" => ("regex", ContentFormat::Regex(format.regex.clone().ok_or_else(|| missing("regex"))?)),
         "lark" => ("lark", ContentFormat::Lark(format.lark.clone().ok_or_else(|| missing("lark"))?)),
         other => {
             let kinds = "text, json_object, json_schema, regex and lark";
-            return Err(ApiError::wrong_value("response_format.type", format!("is `{other}`; the types are {kinds}.")));
+            return Err(ApiError::wrong_value(format!("{at}.type"), format!("is `{other}`; the types are {kinds}.")));
         }
     };
-    Ok(Some((format!("response_format.{at}"), content)))
+    Ok(Some((format!("{at}.{key}"), content)))
 }
 
 /// Compiles the format and the limit of `budget` reasoning tokens to a constraint for the sampler. Returns `None` if
@@ -170,8 +187,9 @@ pub async fn compile(
     let guide = match (requested, budget) {
         (None, None) => return Ok(None),
         (None, Some(budget)) => grammars.reasoning_budget(has_tools, budget),
-        (Some(RequestedFormat { format, field }), budget) => {
-            compiled(grammars, permit, format, in_reasoning, budget).await?.map_err(|error| refuse(&field, error))?
+        (Some(RequestedFormat { format, field, tool_path }), budget) => {
+            let guide = compiled(grammars, permit, format, in_reasoning, budget).await?;
+            guide.map_err(|error| refuse(&field, tool_path, error))?
         }
     };
     Ok(Some(Box::new(GrammarConstraint(guide))))
@@ -225,9 +243,9 @@ impl Drop for CancelOnDrop {
     }
 }
 
-fn refuse(field: &str, error: FormatError) -> ApiError {
+fn refuse(field: &str, tool_path: ToolPath, error: FormatError) -> ApiError {
     let at = match error.tool {
-        Some(index) => format!("tools[{index}].function.parameters{}", error.path),
+        Some(index) => tool_path(index, "parameters") + &error.path,
         None => format!("{field}{}", error.path),
     };
     ApiError::invalid(&at, format!("{at}: {}", error.reason))
@@ -256,6 +274,7 @@ impl Constraint for GrammarConstraint {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::http::request::tools::chat_path;
     use serde_json::json;
 
     fn request(mut fields: Value) -> ChatRequest {
@@ -263,13 +282,22 @@ mod tests {
         serde_json::from_value(fields).unwrap()
     }
 
+    fn requested_format(fields: Value) -> Result<Option<OutputFormat>, ApiError> {
+        let request = request(fields);
+        let (content, tools) = (requested(&request)?, request.tools.unwrap_or_default());
+        let choice = ToolChoice::parse(request.tool_choice.as_ref(), &tools)?;
+        let parallel = request.parallel_tool_calls.unwrap_or(true);
+        let requested = RequestedFormat::new(content, &tools, &choice, parallel, chat_path);
+        Ok(requested.map(|requested| requested.format))
+    }
+
     fn format(fields: Value) -> Option<OutputFormat> {
-        requested(&request(fields)).unwrap().map(|requested| requested.format)
+        requested_format(fields).unwrap()
     }
 
     /// The field that the error of a request with these fields names.
     fn error_param(fields: Value) -> Value {
-        let error = requested(&request(fields)).unwrap_err();
+        let error = requested_format(fields).unwrap_err();
         assert_eq!(error.status, 400);
         error.body()["error"]["param"].clone()
     }

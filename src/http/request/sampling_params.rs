@@ -58,14 +58,18 @@ impl CommonFields {
     /// The sampling parameters of the request. `defaults` has the values of parameters that the request does not set.
     /// `vocab` limits the token ids in `logit_bias`.
     pub fn sampling(&self, defaults: &Sampling, vocab: usize) -> Result<Sampling, ApiError> {
-        let repetition = self.repetition_penalty.or(self.repeat_penalty);
+        let number = |name, value, range, default| in_range([self.parent, name], value, range, default);
+        let repetition = match self.repetition_penalty {
+            None => ("repeat_penalty", self.repeat_penalty),
+            penalty => ("repetition_penalty", penalty),
+        };
         let (presence, frequency) = (self.presence_penalty, self.frequency_penalty);
         let mut sampling = Sampling {
             temperature: number("temperature", self.temperature, 0.0..=2.0, defaults.temperature)?,
             top_p: number("top_p", self.top_p, 0.0..=1.0, defaults.top_p)?,
             top_k: defaults.top_k,
             min_p: number("min_p", self.min_p, 0.0..=1.0, defaults.min_p)?,
-            repetition_penalty: number("repetition_penalty", repetition, 0.01..=100.0, defaults.repetition_penalty)?,
+            repetition_penalty: number(repetition.0, repetition.1, 0.01..=100.0, defaults.repetition_penalty)?,
             presence_penalty: number("presence_penalty", presence, -2.0..=2.0, defaults.presence_penalty)?,
             frequency_penalty: number("frequency_penalty", frequency, -2.0..=2.0, defaults.frequency_penalty)?,
             logit_bias: defaults.logit_bias.clone(),
@@ -76,7 +80,10 @@ impl CommonFields {
             sampling.top_k = match top_k {
                 -1 => 0,
                 k => usize::try_from(k).map_err(|_| {
-                    ApiError::wrong_value("top_k", format!("is {k}; it must be at least 0, or -1 for no limit."))
+                    ApiError::wrong_value(
+                        [self.parent, "top_k"].concat(),
+                        format!("is {k}; it must be at least 0, or -1 for no limit."),
+                    )
                 })?,
             };
         }
@@ -91,15 +98,16 @@ impl CommonFields {
                             format!("logit_bias: {id} is not a token id; it must be an integer below {vocab}."),
                         )
                     })?;
-                    Ok((id, number(&param, Some(bias), -100.0..=100.0, 0.0)?))
+                    Ok((id, in_range(["", &param], Some(bias), -100.0..=100.0, 0.0)?))
                 })
                 .collect::<Result<_, ApiError>>()?;
         }
         Ok(sampling)
     }
 
-    /// The stop strings. An empty string is ignored, because it would end every answer at its start.
-    pub fn stops(&self) -> Result<Vec<String>, ApiError> {
+    /// The stop strings, from the field `param`. An empty string is ignored, because it would end every answer at its
+    /// start.
+    pub fn stops(&self, param: &str) -> Result<Vec<String>, ApiError> {
         let stops = match &self.stop {
             None => return Ok(Vec::new()),
             Some(OneOrMany::One(stop)) => vec![stop.clone()],
@@ -107,7 +115,7 @@ impl CommonFields {
         };
         if stops.len() > MAX_STOPS {
             return Err(ApiError::wrong_value(
-                "stop",
+                param,
                 format!("has {} strings; at most {MAX_STOPS} are allowed.", stops.len()),
             ));
         }
@@ -168,13 +176,13 @@ pub fn check_context(param: &str, prompt: usize, max_tokens: Option<usize>, cont
     Ok(())
 }
 
-fn number(param: &str, value: Option<f64>, range: RangeInclusive<f64>, default: f32) -> Result<f32, ApiError> {
+fn in_range(path: [&str; 2], value: Option<f64>, range: RangeInclusive<f64>, default: f32) -> Result<f32, ApiError> {
     match value {
         None => Ok(default),
         Some(value) if range.contains(&value) => Ok(value as f32),
         Some(value) => {
             let (from, to) = (range.start(), range.end());
-            Err(ApiError::wrong_value(param, format!("is {value}; it must be between {from} and {to}.")))
+            Err(ApiError::wrong_value(path.concat(), format!("is {value}; it must be between {from} and {to}.")))
         }
     }
 }
@@ -249,8 +257,8 @@ mod tests {
 
     #[test]
     fn stop_is_a_string_or_a_list() {
-        assert_eq!(common(json!({"stop": "a"})).stops().unwrap(), ["a"]);
-        assert_eq!(common(json!({"stop": ["a", "", "b"]})).stops().unwrap(), ["a", "b"]);
-        assert!(common(json!({"stop": vec!["a"; 17]})).stops().is_err());
+        assert_eq!(common(json!({"stop": "a"})).stops("stop").unwrap(), ["a"]);
+        assert_eq!(common(json!({"stop": ["a", "", "b"]})).stops("stop").unwrap(), ["a", "b"]);
+        assert!(common(json!({"stop": vec!["a"; 17]})).stops("stop").is_err());
     }
 }

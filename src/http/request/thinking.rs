@@ -24,6 +24,7 @@ pub struct Thinking {
 }
 
 impl Thinking {
+    /// The settings of a chat request.
     pub fn of(request: &ChatRequest) -> Result<Self, ApiError> {
         let (mut enabled, mut budget) = (request.enable_thinking, None);
         for (param, value) in [
@@ -58,7 +59,8 @@ impl Thinking {
     }
 }
 
-fn effort(param: &str, word: &str) -> Result<Thinking, ApiError> {
+/// The settings of an effort in the field `param`.
+pub fn effort(param: &str, word: &str) -> Result<Thinking, ApiError> {
     let (enabled, budget) = match word {
         "none" => (false, None),
         "minimal" => (true, Some(256)),

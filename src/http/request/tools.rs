@@ -33,25 +33,28 @@ pub fn copy_strict(tool: &Value, function: &mut Map<String, Value>) {
     }
 }
 
+/// Path of a field of the tool with this index in the request of an API. The field is `name` or `parameters`.
+pub type ToolPath = fn(usize, &str) -> String;
+
+/// Path of a tool's field in chat completions.
+pub fn chat_path(index: usize, field: &str) -> String {
+    format!("tools[{index}].function.{field}")
+}
+
 /// Checks the tools. `tool_choice` does not change the tools, so that the prompt stays the same and its cache stays
 /// valid.
-pub fn checked(tools: Option<Vec<Value>>) -> Result<Vec<Value>, ApiError> {
-    let tools = tools.unwrap_or_default();
+pub fn checked(tools: Vec<Value>, path: ToolPath) -> Result<Vec<Value>, ApiError> {
     for (index, tool) in tools.iter().enumerate() {
-        let at = format!("tools[{index}]");
         if tool["type"] != "function" {
-            return Err(ApiError::wrong_value(format!("{at}.type"), "must be `function`."));
+            return Err(ApiError::wrong_value(format!("tools[{index}].type"), "must be `function`."));
         }
         let function = &tool["function"];
         if !function["name"].as_str().is_some_and(is_name) {
             let rule = format!("must be 1 to {MAX_NAME_LENGTH} letters, digits, dots, dashes or underscores.");
-            return Err(ApiError::wrong_value(format!("{at}.function.name"), rule));
+            return Err(ApiError::wrong_value(path(index, "name"), rule));
         }
         if !matches!(function["parameters"], Value::Null | Value::Object(_)) {
-            return Err(ApiError::wrong_value(
-                format!("{at}.function.parameters"),
-                "must be a JSON schema, which is an object.",
-            ));
+            return Err(ApiError::wrong_value(path(index, "parameters"), "must be a JSON schema, which is an object."));
         }
     }
     Ok(tools)
@@ -71,65 +74,80 @@ pub enum ToolChoice {
 }
 
 impl ToolChoice {
-    /// Reads `tool_choice`. `tools` are the request's tools with their indices.
-    pub fn parse(choice: Option<&Value>, tools: &[(usize, Value)]) -> Result<Self, ApiError> {
-        let Some(choice) = choice.filter(|choice| !choice.is_null()) else {
-            return Ok(if tools.is_empty() { Self::None } else { Self::Auto(None) });
-        };
-        let parsed = match choice {
-            Value::String(word) => match word.as_str() {
-                "none" => Self::None,
-                "auto" if tools.is_empty() => Self::None,
-                "auto" => Self::Auto(None),
-                "required" => Self::Required(None),
-                other => {
-                    let text = format!(
-                        "tool_choice is `{other}`; it must be `none`, `auto`, `required` or an object that names a tool."
-                    );
-                    return Err(ApiError::invalid("tool_choice", text));
+    /// Reads `tool_choice` of chat completions.
+    pub fn parse(choice: Option<&Value>, tools: &[Value]) -> Result<Self, ApiError> {
+        let choice = match choice {
+            None | Some(Value::Null) => return Ok(Self::Auto(None)),
+            Some(Value::String(word)) => Self::from_word(word)?,
+            Some(choice @ Value::Object(_)) => match choice["type"].as_str() {
+                Some("function") => Self::function(&choice["function"]["name"], tools, "tool_choice.function.name")?,
+                Some("allowed_tools") => {
+                    // Some clients put these fields next to the type, as in Responses.
+                    let inner = choice.get("allowed_tools").unwrap_or(choice);
+                    let name = |tool: &Value| tool.get("function").unwrap_or(tool)["name"].clone();
+                    Self::allowed(inner, name, tools, "tool_choice.allowed_tools")?
                 }
-            },
-            Value::Object(_) => match choice["type"].as_str() {
-                Some("function") => {
-                    let at = "tool_choice.function.name";
-                    Self::Required(Some(vec![known_name(&choice["function"]["name"], tools, at)?]))
-                }
-                Some("allowed_tools") => Self::parse_allowed(choice, tools)?,
                 _ => {
                     return Err(ApiError::wrong_value("tool_choice.type", "must be `function` or `allowed_tools`."));
                 }
             },
             _ => return Err(ApiError::wrong_type("tool_choice", "must be a string or an object.")),
         };
-        if tools.is_empty() && matches!(parsed, Self::Required(_)) {
-            return Err(ApiError::wrong_value("tool_choice", "requires a call, but the request has no functions."));
-        }
-        Ok(parsed)
+        choice.with_tools(tools)
     }
 
-    fn parse_allowed(choice: &Value, tools: &[(usize, Value)]) -> Result<Self, ApiError> {
-        // Chat completions nest these fields in an object. Responses put these fields next to the type.
-        let inner = choice.get("allowed_tools").unwrap_or(choice);
-        let at = "tool_choice.allowed_tools.tools";
-        let names = inner["tools"].as_array().into_iter().flatten().map(|tool| {
-            known_name(tool.get("function").unwrap_or(tool).get("name").unwrap_or(&Value::Null), tools, at)
-        });
-        let names = names.collect::<Result<Vec<_>, _>>()?;
-        if names.is_empty() {
-            return Err(ApiError::wrong_value(at, "must be a non-empty array of tools."));
+    pub fn from_word(word: &str) -> Result<Self, ApiError> {
+        match word {
+            "none" => Ok(Self::None),
+            "auto" => Ok(Self::Auto(None)),
+            "required" => Ok(Self::Required(None)),
+            other => {
+                let text = format!(
+                    "tool_choice is `{other}`; it must be `none`, `auto`, `required` or an object that names a tool."
+                );
+                Err(ApiError::invalid("tool_choice", text))
+            }
         }
-        match inner["mode"].as_str() {
+    }
+
+    /// A call of the tool with this name is required. `at` is the path of the field with the name.
+    pub fn function(name: &Value, tools: &[Value], at: &str) -> Result<Self, ApiError> {
+        Ok(Self::Required(Some(vec![known_name(name, tools, at)?])))
+    }
+
+    /// Reads `mode` and `tools` of an object with the path `at`. `name` returns the name in a tool.
+    pub fn allowed(
+        allowed: &Value,
+        name: impl Fn(&Value) -> Value,
+        tools: &[Value],
+        at: &str,
+    ) -> Result<Self, ApiError> {
+        let tools_at = format!("{at}.tools");
+        let names = allowed["tools"].as_array().into_iter().flatten();
+        let names = names.map(|tool| known_name(&name(tool), tools, &tools_at)).collect::<Result<Vec<_>, _>>()?;
+        if names.is_empty() {
+            return Err(ApiError::wrong_value(tools_at, "must be a non-empty array of tools."));
+        }
+        match allowed["mode"].as_str() {
             Some("auto") => Ok(Self::Auto(Some(names))),
             Some("required") => Ok(Self::Required(Some(names))),
-            _ => Err(ApiError::wrong_value("tool_choice.allowed_tools.mode", "must be `auto` or `required`.")),
+            _ => Err(ApiError::wrong_value(format!("{at}.mode"), "must be `auto` or `required`.")),
         }
+    }
+
+    /// Refuses a choice that requires a call if there are no tools.
+    pub fn with_tools(self, tools: &[Value]) -> Result<Self, ApiError> {
+        if tools.is_empty() && matches!(self, Self::Required(_)) {
+            return Err(ApiError::wrong_value("tool_choice", "requires a call, but the request has no functions."));
+        }
+        Ok(self)
     }
 }
 
 /// Checks that `name` is the name of one of the tools. `at` is the path of the field with the name.
-fn known_name(name: &Value, tools: &[(usize, Value)], at: &str) -> Result<String, ApiError> {
+fn known_name(name: &Value, tools: &[Value], at: &str) -> Result<String, ApiError> {
     match name.as_str() {
-        Some(name) if tools.iter().any(|(_, tool)| tool["function"]["name"] == name) => Ok(name.to_owned()),
+        Some(name) if tools.iter().any(|tool| tool["function"]["name"] == name) => Ok(name.to_owned()),
         Some(name) => Err(ApiError::wrong_value(at, format!("is `{name}`, which is not the name of a tool."))),
         None => Err(ApiError::wrong_type(at, "must be the name of a tool.")),
     }
@@ -148,17 +166,16 @@ mod tests {
     #[test]
     fn valid_tools_are_kept() {
         let tool = json!({"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}});
-        assert_eq!(checked(Some(vec![tool.clone()])).unwrap(), [tool]);
-        assert!(checked(None).unwrap().is_empty());
+        assert_eq!(checked(vec![tool.clone()], chat_path).unwrap(), [tool]);
     }
 
     #[test]
     fn invalid_tool_error_names_the_field() {
-        assert_eq!(param(checked(Some(vec![json!({"type": "web_search"})]))), "tools[0].type");
-        assert_eq!(param(checked(Some(vec![json!({"type": "function"})]))), "tools[0].function.name");
+        assert_eq!(param(checked(vec![json!({"type": "web_search"})], chat_path)), "tools[0].type");
+        assert_eq!(param(checked(vec![json!({"type": "function"})], chat_path)), "tools[0].function.name");
         for name in [String::new(), "a b".into(), "a>".into(), "ä".into(), "a".repeat(129)] {
             let tool = json!({"type": "function", "function": {"name": name}});
-            assert_eq!(param(checked(Some(vec![tool]))), "tools[0].function.name");
+            assert_eq!(param(checked(vec![tool], chat_path)), "tools[0].function.name");
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Converts messages from the format that OpenAI clients send to the format that templates read.
 
-use crate::{json_numbers, error::ChatError, message::REASONING};
+use crate::{error::ChatError, json_numbers, message::REASONING};
 use serde::Serialize;
 use serde_json::{Map, Value};
 

@@ -1,14 +1,15 @@
-//! Translates items of a Responses conversation into chat messages. The items of one assistant turn (reasoning, a
-//! message, calls) become one message.
+//! Translates items of a Responses conversation into messages. The items of one assistant turn (reasoning, a message,
+//! calls) become one message.
 
 use crate::http::{
     ApiError,
     request::{
         ImagePart, PartFormat,
         content_parts::{MessageOrigin, new_messages, replacement},
-        messages::{assistant, invalid_arguments},
+        messages::invalid_arguments,
     },
 };
+use moestro_chat::{Message, Role, ToolCall};
 use serde_json::{Value, json};
 
 /// Prefix of this server's `encrypted_content`. The reasoning or the summary follows as plain text.
@@ -29,9 +30,9 @@ const SERVER_CALLS: [&str; 6] = [
 
 const PARTS: PartFormat = PartFormat { types: &["input_text", "output_text", "text", "refusal"], separator: "" };
 
-/// Translates `items` into chat messages, and collects the images of these messages. The last `input` of the items come
-/// from the request, and the items before them from earlier responses. An error names the position of its item.
-pub fn to_messages(items: &[Value], input: usize) -> Result<(Vec<Value>, Vec<ImagePart>), ApiError> {
+/// Translates `items` into messages. The last `input` of the items come from the request, and the items before them from
+/// earlier responses. An error names the position of its item.
+pub fn to_messages(items: &[Value], input: usize) -> Result<Vec<Message<ImagePart>>, ApiError> {
     let earlier = items.len().saturating_sub(input);
     let are_new =
         new_messages(items, |item| match (item["type"].as_str().unwrap_or_default(), item["role"].as_str()) {
@@ -51,13 +52,12 @@ pub fn to_messages(items: &[Value], input: usize) -> Result<(Vec<Value>, Vec<Ima
         builder.push(item, &at, is_new)?;
     }
     builder.close();
-    Ok((builder.messages, builder.images))
+    Ok(builder.messages)
 }
 
 #[derive(Default)]
 struct MessageBuilder {
-    messages: Vec<Value>,
-    images: Vec<ImagePart>,
+    messages: Vec<Message<ImagePart>>,
     /// The assistant message that is being built.
     open: Option<AssistantTurn>,
 }
@@ -66,7 +66,7 @@ struct MessageBuilder {
 struct AssistantTurn {
     reasoning: String,
     content: String,
-    calls: Vec<Value>,
+    calls: Vec<ToolCall>,
 }
 
 impl MessageBuilder {
@@ -80,11 +80,10 @@ impl MessageBuilder {
             (Some("message") | None, Some(role @ ("user" | "system" | "developer"))) => {
                 self.close();
                 let (content, at) = (&item["content"], format!("{at}.content"));
-                let content = match role {
-                    "user" => PARTS.content(content, &at, is_new, &mut self.images)?,
-                    _ => PARTS.text(content, &at, is_new)?.into(),
-                };
-                self.messages.push(json!({"role": role, "content": content}));
+                self.messages.push(match role {
+                    "user" => Message::new(Role::User, PARTS.content(content, &at, is_new)?),
+                    _ => Message::new(Role::System, PARTS.text(content, &at, is_new)?),
+                });
             }
             (Some("message") | None, _) => {
                 return Err(ApiError::wrong_value(
@@ -104,9 +103,7 @@ impl MessageBuilder {
                     "function_call" => arguments(&item["arguments"]),
                     _ => json!({"input": item["input"]}),
                 };
-                let function = json!({"name": name, "arguments": arguments});
-                let call = json!({"id": id, "type": "function", "function": function});
-                self.turn(|_| true).calls.push(call);
+                self.turn(|_| true).calls.push(ToolCall::new(id.into(), name, arguments));
             }
             (Some("compaction" | "compaction_summary"), _) => {
                 self.close();
@@ -118,21 +115,20 @@ impl MessageBuilder {
                     }
                     None => replacement(item),
                 };
-                self.messages.push(json!({"role": "user", "content": content}));
+                self.messages.push(Message::new(Role::User, content));
             }
             (Some("function_call_output" | "custom_tool_call_output"), _) => {
                 let Some(id) = item["call_id"].as_str() else {
                     return Err(ApiError::json(Some(format!("{at}.call_id")), format!("{at} must have a call_id.")));
                 };
                 self.close();
-                let output = PARTS.content(&item["output"], &format!("{at}.output"), false, &mut self.images)?;
-                self.messages.push(json!({"role": "tool", "tool_call_id": id, "content": output}));
+                let output = PARTS.content(&item["output"], &format!("{at}.output"), false)?;
+                self.messages.push(Message::tool_result(id.into(), output));
             }
             (Some(kind), _) if SERVER_CALLS.contains(&kind) => {}
             (Some(kind), _) if kind.ends_with("_output") => {
                 self.close();
-                let content = replacement(item);
-                self.messages.push(json!({"role": "tool", "tool_call_id": item["call_id"], "content": content}));
+                self.messages.push(Message::tool_result(item["call_id"].clone(), replacement(item)));
             }
             (Some(_), _) if !is_new => self.turn(|_| true).content += &replacement(item),
             (Some(other), _) => {
@@ -153,7 +149,7 @@ impl MessageBuilder {
 
     fn close(&mut self) {
         let Some(AssistantTurn { reasoning, content, calls }) = self.open.take() else { return };
-        self.messages.push(assistant(content, reasoning, calls));
+        self.messages.push(Message::assistant(content, reasoning, calls));
     }
 }
 
@@ -187,6 +183,12 @@ fn reasoning(item: &Value) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// The messages of `items` as a template reads them.
+    fn messages(items: &[Value]) -> Vec<Value> {
+        let messages = to_messages(items, items.len()).unwrap();
+        messages.iter().map(|message| serde_json::to_value(message).unwrap()).collect()
+    }
 
     fn call(id: &str) -> Value {
         json!({"type": "function_call", "id": "fc", "call_id": id, "name": "f", "arguments": "{\"a\": 1}"})
@@ -229,7 +231,7 @@ mod tests {
             json!({"role": "tool", "tool_call_id": "2", "content": "42"}),
             json!({"role": "assistant", "content": "Done", "reasoning_content": "so"}),
         ];
-        assert_eq!(to_messages(&items, items.len()).unwrap().0, expected);
+        assert_eq!(messages(&items), expected);
     }
 
     #[test]
@@ -237,8 +239,7 @@ mod tests {
         let search = json!({"type": "web_search_call", "id": "ws", "status": "completed"});
         let list = json!({"type": "mcp_list_tools", "id": "l", "server_label": "x", "tools": []});
         let items = [json!({"role": "user", "content": "Hi"}), list, thought("hm"), search, assistant_text("Found")];
-        let (messages, _) = to_messages(&items, items.len()).unwrap();
-        assert_eq!(messages[1], json!({"role": "assistant", "content": "Found", "reasoning_content": "hm"}));
+        assert_eq!(messages(&items)[1], json!({"role": "assistant", "content": "Found", "reasoning_content": "hm"}));
     }
 
     #[test]
@@ -246,11 +247,9 @@ mod tests {
         let image = json!([{"type": "input_image", "image_url": "data:;base64,AA"}]);
         let result = json!({"type": "function_call_output", "call_id": "1", "output": image});
         let items = [json!({"role": "user", "content": image}), call("1"), result];
-        let (messages, images) = to_messages(&items, items.len()).unwrap();
-        for (message, image) in [(0, 0), (2, 1)] {
-            assert_eq!(messages[message]["content"], json!([{"type": "image", "image": image}]));
-        }
-        let found: Vec<_> = images.iter().map(|image| (&*image.at, image.is_new)).collect();
+        let messages = to_messages(&items, items.len()).unwrap();
+        let images = messages.iter().flat_map(Message::images);
+        let found: Vec<_> = images.map(|image| (&*image.at, image.is_new)).collect();
         assert_eq!(found, [("input[0].content[0]", false), ("input[2].output[0]", false)]);
     }
 
@@ -267,9 +266,7 @@ mod tests {
             assistant_text("c"),
             assistant_text("d"),
         ];
-        let roles: Vec<_> = to_messages(&items, items.len())
-            .unwrap()
-            .0
+        let roles: Vec<_> = messages(&items)
             .iter()
             .map(|message| {
                 (message["role"].as_str().unwrap().to_owned(), message["content"].as_str().unwrap().to_owned())

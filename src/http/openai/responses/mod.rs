@@ -40,9 +40,9 @@ pub async fn responses(server: Generator, body: Body) -> Result<Response, ApiErr
 
 /// Counts the tokens of a request's prompt without generating anything.
 pub async fn input_tokens(server: Generator, body: Body) -> Result<Json<Value>, ApiError> {
-    let (request, history, input, mut permit) = request::read(&server.state, body).await?;
+    let (mut request, history, input, mut permit) = request::read(&server.state, body).await?;
     let name = request.common.model.clone();
-    let chat = request.into_prompt(history, input)?;
+    let chat = request.conversation(history, input)?;
     let model = server.model(name.as_deref(), &permit).await?;
     let tokens = model.count_tokens(&mut permit, chat, &server.state.image_urls).await?;
     Ok(Json(json!({"object": "response.input_tokens", "input_tokens": tokens})))

@@ -1,31 +1,24 @@
-//! The request of the Responses API, checked and translated into a chat request.
+//! The request of the Responses API, checked and translated.
 
 use crate::http::{
     ApiError, ServerState,
     layers::{MemoryPermit, value_bytes},
     openai::{
-        ChatRequest, CommonFields, ResponseFormat,
+        CommonFields, JsonSchema, ResponseFormat,
         responses::{items, store::ResponseStore},
     },
-    request::{ChatPrompt, FieldNames, GenerationRequest, Thinking, body, fields, tools},
+    request::{
+        ChatPrompt, GenerationRequest, PromptInput, RequestedFormat, Thinking, body, fields,
+        response_format::{self, FormatField},
+        sampling_params as params, thinking,
+        tools::{self, ToolChoice},
+    },
 };
 use axum::body::Body;
+use moestro_chat::{Message, Role};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
-use std::collections::BTreeMap;
-
-/// Pairs of a field name in chat completions and the field's name in the Responses API, for error messages.
-const NAMES: FieldNames = &[
-    ("response_format.json_schema", "text.format"),
-    ("response_format", "text.format"),
-    ("reasoning_effort", "reasoning.effort"),
-    ("max_completion_tokens", "max_output_tokens"),
-    ("messages", "input"),
-    ("].function", "]"),
-];
-
-/// The same pairs for the fields within `text.format`.
-const FORMAT_NAMES: FieldNames = &[("json_schema", "text.format"), ("", "text.format.")];
+use std::{collections::BTreeMap, mem};
 
 /// Value of `include` for the log-probabilities of the text.
 const LOGPROBS: &str = "message.output_text.logprobs";
@@ -170,53 +163,61 @@ impl ResponsesRequest {
     }
 
     /// Translates the request. `history` has the items of earlier responses, and `input` has the items of this request.
-    pub fn into_generation(self, history: Vec<Value>, input: Vec<Value>) -> Result<GenerationRequest, ApiError> {
-        let (common, chat) = self.into_chat(history, input)?;
-        GenerationRequest::from_chat(common, chat, NAMES)
+    pub fn into_generation(mut self, history: Vec<Value>, input: Vec<Value>) -> Result<GenerationRequest, ApiError> {
+        let mut prompt = self.conversation(history, input)?;
+        let parallel = self.parallel_tool_calls.unwrap_or(true);
+        let choice = self.tool_choice.as_ref().filter(|choice| !choice.is_null());
+        let choice = choice.map_or(Ok(ToolChoice::Auto(None)), |choice| tool_choice(choice, &prompt.tools))?;
+        prompt.forbids_calls = choice == ToolChoice::None;
+        let content = self.text.as_mut().and_then(|text| text.format.take()).filter(|format| !format.is_null());
+        let content = content.map(response_format).transpose()?.flatten();
+        let format = RequestedFormat::new(content, &prompt.tools, &choice, parallel, tool_path);
+        let common = mem::take(&mut self.common);
+        common.check()?;
+        let logprobs = self.includes(LOGPROBS).then(|| self.top_logprobs.unwrap_or(0));
+        let stops = common.stops("stop")?;
+        Ok(GenerationRequest {
+            max_tokens: params::token_limit("max_output_tokens", self.max_output_tokens, 1)?,
+            logprobs: logprobs.map(|top| params::alternatives("top_logprobs", top)).transpose()?,
+            format,
+            thinking_budget: self.thinking()?.budget,
+            parallel_tool_calls: parallel,
+            ..GenerationRequest::new(common, stops, PromptInput::Chat(prompt))
+        })
     }
 
-    /// Returns only the conversation, so that its tokens can be counted.
-    pub fn into_prompt(self, history: Vec<Value>, input: Vec<Value>) -> Result<ChatPrompt, ApiError> {
-        let (_, mut chat) = self.into_chat(history, input)?;
-        let prompt = Thinking::of(&chat).and_then(|thinking| {
-            chat.enable_thinking = thinking.enabled;
-            ChatPrompt::from_chat(chat)
-        });
-        prompt.map_err(|error| error.renamed(NAMES))
+    fn thinking(&self) -> Result<Thinking, ApiError> {
+        let effort = self.reasoning.as_ref().and_then(|reasoning| reasoning.effort.as_deref());
+        effort.map_or(Ok(Thinking::default()), |word| thinking::effort("reasoning.effort", word))
     }
 
-    fn into_chat(self, mut items: Vec<Value>, input: Vec<Value>) -> Result<(CommonFields, ChatRequest), ApiError> {
-        let has_logprobs = self.includes(LOGPROBS);
-        let top_logprobs = self.top_logprobs.filter(|&top| has_logprobs || top != 0);
-        if top_logprobs.is_some() && !has_logprobs {
+    /// Translates the conversation. Most fields that only the answer needs are not checked.
+    pub fn conversation(&mut self, mut items: Vec<Value>, input: Vec<Value>) -> Result<ChatPrompt, ApiError> {
+        if self.top_logprobs.is_some_and(|top| top != 0) && !self.includes(LOGPROBS) {
             return Err(ApiError::wrong_value("top_logprobs", format!("is only allowed if include has `{LOGPROBS}`.")));
         }
         let tools = self.functions()?;
         let mut messages = Vec::new();
-        if let Some(instructions) = self.instructions.filter(|text| !text.is_empty()) {
-            messages.push(json!({"role": "system", "content": instructions}));
+        if let Some(instructions) = self.instructions.take().filter(|text| !text.is_empty()) {
+            messages.push(Message::new(Role::System, instructions));
         }
         let new = input.len();
         items.extend(input);
-        let (translated, images) = items::to_messages(&items, new)?;
-        messages.extend(translated);
-        let format = self.text.and_then(|text| text.format).filter(|format| !format.is_null());
-        let effort = self.reasoning.and_then(|reasoning| reasoning.effort);
-        let chat = ChatRequest {
-            messages,
-            images: Some(images),
-            max_completion_tokens: self.max_output_tokens,
-            logprobs: Some(has_logprobs),
-            top_logprobs,
-            tools: (!tools.is_empty()).then_some(tools),
-            tool_choice: self.tool_choice.filter(|choice| !choice.is_null()).map(tool_choice).transpose()?,
-            parallel_tool_calls: self.parallel_tool_calls,
-            response_format: format.map(response_format).transpose()?,
-            reasoning_effort: effort,
-            ..ChatRequest::default()
-        };
-        Ok((self.common, chat))
+        messages.extend(items::to_messages(&items, new)?);
+        let thinking = self.thinking()?;
+        if messages.is_empty() {
+            return Err(ApiError::wrong_value("input", "is empty; it must have at least one message."));
+        }
+        let mut prompt = ChatPrompt::new(messages, false, tools, tool_path)?;
+        prompt.param = "input";
+        prompt.set_thinking(thinking.enabled);
+        Ok(prompt)
     }
+}
+
+/// Path of a tool's field in the Responses API.
+fn tool_path(index: usize, field: &str) -> String {
+    format!("tools[{index}].{field}")
 }
 
 /// Translates a function. Returns `None` for `custom` tools and for tools that OpenAI's servers run. The API allows
@@ -240,39 +241,42 @@ fn tool(tool: &Value, at: &str) -> Result<Option<Value>, ApiError> {
     }
 }
 
-/// Translates `tool_choice`. In chat completions, the name of a function is one level deeper.
-fn tool_choice(choice: Value) -> Result<Value, ApiError> {
-    let function = |tool: &Value| json!({"type": "function", "function": {"name": tool["name"]}});
-    match choice["type"].as_str() {
-        None if choice.is_string() => Ok(choice),
-        Some("function") => Ok(function(&choice)),
-        Some("allowed_tools") => {
-            let tools: Vec<_> = choice["tools"].as_array().into_iter().flatten().map(function).collect();
-            Ok(json!({"type": "allowed_tools", "allowed_tools": {"mode": choice["mode"], "tools": tools}}))
-        }
-        other => {
-            let kind = other.unwrap_or("missing");
+fn tool_choice(choice: &Value, tools: &[Value]) -> Result<ToolChoice, ApiError> {
+    let choice = match (choice, choice["type"].as_str()) {
+        (Value::String(word), _) => ToolChoice::from_word(word)?,
+        (_, Some("function")) => ToolChoice::function(&choice["name"], tools, "tool_choice.name")?,
+        (_, Some("allowed_tools")) => ToolChoice::allowed(choice, |tool| tool["name"].clone(), tools, "tool_choice")?,
+        (_, kind) => {
+            let kind = kind.unwrap_or("missing");
             let text = format!(
                 "tool_choice.type is {kind}; tool_choice must be `auto`, `none`, `required` or name a function."
             );
-            Err(ApiError::unsupported("tool_choice", text))
+            return Err(ApiError::unsupported("tool_choice", text));
         }
-    }
+    };
+    choice.with_tools(tools)
 }
 
-fn response_format(format: Value) -> Result<ResponseFormat, ApiError> {
+/// `text.format`. In chat completions, the schema is one level deeper, in `json_schema`. Some clients send that here, too.
+#[derive(Debug, Deserialize)]
+struct TextFormat {
+    #[serde(rename = "type")]
+    kind: String,
+    schema: Option<Value>,
+    strict: Option<bool>,
+    json_schema: Option<JsonSchema>,
+    regex: Option<String>,
+    lark: Option<String>,
+}
+
+fn response_format(format: Value) -> Result<Option<FormatField>, ApiError> {
     if !format.is_object() {
         return Err(ApiError::wrong_type("text.format", "must be an object."));
     }
-    body::typed(nested_schema(format)).map_err(|error: ApiError| error.renamed(FORMAT_NAMES))
-}
-
-/// Translates `{type, name, schema, strict}`. In chat completions, all of these fields except `type` are one level
-/// deeper.
-fn nested_schema(mut format: Value) -> Value {
-    let Some(fields) = format.as_object_mut().filter(|fields| fields.contains_key("schema")) else { return format };
-    let kind = fields.shift_remove("type").unwrap_or_default();
-    json!({"type": kind, "json_schema": format})
+    let TextFormat { kind, schema, strict, json_schema, regex, lark } = body::typed_at("text.format.", format)?;
+    let json_schema = json_schema.filter(|_| schema.is_none()).or(Some(JsonSchema { schema, strict }));
+    let format = ResponseFormat { kind, json_schema, schema: None, regex, lark };
+    response_format::from_response_format(&format, "text.format", "schema")
 }
 
 #[cfg(test)]
@@ -292,50 +296,72 @@ mod tests {
         RequestMemory::new(&Metrics::new("0", "cpu")).permit()
     }
 
-    /// The chat request that these fields are translated into.
-    fn chat(more: Value) -> (CommonFields, ChatRequest) {
+    fn generation(more: Value) -> Result<GenerationRequest, ApiError> {
         let mut request = request(more);
         let items = request.take_input(&ResponseStore::default(), &mut permit()).unwrap();
-        request.into_chat(Vec::new(), items).unwrap()
+        request.into_generation(Vec::new(), items)
+    }
+
+    /// The conversation that these fields are translated into.
+    fn chat(more: Value) -> ChatPrompt {
+        match generation(more).unwrap().prompt {
+            PromptInput::Chat(chat) => chat,
+            PromptInput::Text(_) => panic!("a chat"),
+        }
     }
 
     #[test]
     fn instructions_become_the_system_message() {
-        let (_, chat) = chat(json!({"instructions": "Be kind."}));
-        let expected = [json!({"role": "system", "content": "Be kind."}), json!({"role": "user", "content": "Hi"})];
-        assert_eq!(chat.messages, expected);
+        let chat = chat(json!({"instructions": "Be kind."}));
+        let texts: Vec<_> =
+            chat.messages.iter().map(|message| message.content.as_ref().unwrap().text().unwrap()).collect();
+        assert_eq!((chat.messages[0].role, texts), (Role::System, vec!["Be kind.", "Hi"]));
     }
 
     #[test]
     fn sampling_fields_are_copied() {
         let set = json!({"model": "m", "stream": true, "temperature": 0.25, "top_p": 0.5, "max_output_tokens": 7});
-        let (common, chat) = chat(set);
+        let request = generation(set).unwrap();
+        let common = request.common;
         assert_eq!((common.model.as_deref(), common.stream), (Some("m"), Some(true)));
-        assert_eq!((common.temperature, common.top_p, chat.max_completion_tokens), (Some(0.25), Some(0.5), Some(7)));
+        assert_eq!((common.temperature, common.top_p, request.max_tokens), (Some(0.25), Some(0.5), Some(7)));
     }
 
     #[test]
     fn tools_are_nested_one_level_deeper() {
         let schema = json!({"type": "object"});
         let f = json!({"type": "function", "name": "f", "description": "d", "parameters": schema, "strict": true});
-        let tools = json!({"tools": [f, {"type": "web_search"}], "tool_choice": {"type": "function", "name": "f"}});
-        let (_, chat) = chat(tools);
+        let chat = chat(json!({"tools": [f, {"type": "web_search"}]}));
         let function = json!({"name": "f", "description": "d", "parameters": schema, "strict": true});
-        assert_eq!(chat.tools.unwrap(), [json!({"type": "function", "function": function})]);
-        assert_eq!(chat.tool_choice.unwrap(), json!({"type": "function", "function": {"name": "f"}}));
+        assert_eq!(chat.tools, [json!({"type": "function", "function": function})]);
+        let choice = |choice: Value| tool_choice(&choice, &chat.tools);
+        let names = || Some(vec!["f".to_owned()]);
+        assert_eq!(choice(json!({"type": "function", "name": "f"})), Ok(ToolChoice::Required(names())));
         let allowed = json!({"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]});
-        let functions = json!([{"type": "function", "function": {"name": "f"}}]);
-        assert_eq!(tool_choice(allowed).unwrap()["allowed_tools"], json!({"mode": "auto", "tools": functions}));
-        assert!(tool_choice(json!({"type": "web_search"})).is_err());
+        assert_eq!(choice(allowed), Ok(ToolChoice::Auto(names())));
+        assert!(choice(json!({"type": "web_search"})).is_err());
     }
 
     #[test]
-    fn schema_is_nested_one_level_deeper() {
-        let format = json!({"type": "json_schema", "name": "n", "schema": {"type": "object"}, "strict": true});
-        let expected =
-            json!({"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}, "strict": true}});
-        assert_eq!(nested_schema(format), expected);
-        assert_eq!(nested_schema(json!({"type": "text"})), json!({"type": "text"}));
+    fn error_names_the_field_of_this_api() {
+        let f = json!({"type": "function", "name": "f", "parameters": {"type": "object"}});
+        let bad = json!({"type": "function", "name": "f", "parameters": 5});
+        for (more, param) in [
+            (json!({"tools": [bad]}), "tools[0].parameters"),
+            (json!({"tools": [{"type": "function", "name": "a b"}]}), "tools[0].name"),
+            (json!({"tools": [f], "tool_choice": {"type": "function", "name": "g"}}), "tool_choice.name"),
+            (json!({"tools": [f], "tool_choice": {"type": "allowed_tools"}}), "tool_choice.tools"),
+            (json!({"text": {"format": {"type": "json_schema"}}}), "text.format.schema"),
+            (json!({"text": {"format": {"type": "json_schema", "schema": {}, "strict": 1}}}), "text.format.strict"),
+            (json!({"text": {"format": {"type": "regex"}}}), "text.format.regex"),
+            (json!({"reasoning": {"effort": "much"}}), "reasoning.effort"),
+            (json!({"max_output_tokens": 0}), "max_output_tokens"),
+            (json!({"input": []}), "input"),
+        ] {
+            let error = generation(more.clone()).err().unwrap_or_else(|| panic!("{more}"));
+            assert_eq!(error.body()["error"]["param"], param, "{more}");
+            assert!(error.message().starts_with(param), "{}", error.message());
+        }
     }
 
     #[test]
@@ -348,9 +374,9 @@ mod tests {
     fn additional_tools_items_are_offered() {
         let function = json!({"type": "function", "name": "f"});
         let input = json!([{"type": "additional_tools", "tools": [function]}, {"role": "user", "content": "Hi"}]);
-        let (_, chat) = chat(json!({"input": input, "tools": [{"type": "function", "name": "g"}]}));
-        assert_eq!(chat.messages, [json!({"role": "user", "content": "Hi"})]);
-        let names: Vec<_> = chat.tools.unwrap().iter().map(|tool| tool["function"]["name"].clone()).collect();
+        let chat = chat(json!({"input": input, "tools": [{"type": "function", "name": "g"}]}));
+        assert_eq!(chat.messages.len(), 1);
+        let names: Vec<_> = chat.tools.iter().map(|tool| tool["function"]["name"].clone()).collect();
         assert_eq!(names, ["g", "f"]);
     }
 
