@@ -7,6 +7,7 @@
 //!
 //! | file or folder | what it holds |
 //! |---|---|
+//! | `message` | a message of a conversation, from any API |
 //! | `template` | chat templates, with Python's text functions and limits |
 //! | `tokenizer`, `decoder`, `stop` | encoding, and where a long text may be cut; ids to text; stop strings |
 //! | `message_ends`, `json_numbers` | ends of messages, for snapshots; JSON numbers of any size |
