@@ -364,24 +364,22 @@ fn find(name: &str, known: FieldTable) -> Option<&'static Field> {
     known.iter().copied().flatten().find(|field| field.name == name)
 }
 
-/// Checks the names of a request's fields and drops unknown fields. A field that is `null` counts as absent. The paths of
-/// the fields start with `parent`.
+/// Checks the names of fields and drops unknown fields. A null field counts as absent. `parent` starts their paths.
 pub fn keep_known(fields: &mut Map<String, Value>, known: FieldTable, parent: &str) -> Result<(), ApiError> {
     let mut unknown = Vec::new();
     for (name, value) in fields.iter().filter(|(_, value)| !value.is_null()) {
+        let at = || parent.to_owned() + name;
         match find(name, known) {
             Some(Field { handling: Rejected(accepted, why), .. }) => {
                 if !accepted.iter().any(|json| equals(value, json)) {
-                    let at = format!("{parent}{name}");
-                    return Err(ApiError::unsupported(&at, format!("{at} is not supported: {why}")));
+                    return Err(ApiError::unsupported(&at(), format!("{} is not supported: {why}", at())));
                 }
             }
             Some(Field { handling: Metadata(_), .. }) => check_metadata(name, value)?,
             Some(_) => {}
             None => {
                 let foreign = FOREIGN_NAMES.iter().find(|(foreign, _)| foreign == name).map(|(_, names)| *names);
-                let is_known = |meant: &&&str| find(meant, known).is_some();
-                let meant = foreign.and_then(|names| names.iter().find(is_known).copied());
+                let meant = foreign.and_then(|names| names.iter().find(|meant| find(meant, known).is_some()).copied());
                 let hint = match (meant.or_else(|| nearest(name, known)), foreign) {
                     (Some(meant), _) => format!("did you mean `{meant}`?"),
                     (None, Some(_)) => "send its settings as fields of the request.".to_owned(),
@@ -390,8 +388,7 @@ pub fn keep_known(fields: &mut Map<String, Value>, known: FieldTable, parent: &s
                         continue;
                     }
                 };
-                let at = format!("{parent}{name}");
-                return Err(ApiError::unknown(&at, format!("There is no field `{at}`; {hint}")));
+                return Err(ApiError::unknown(&at(), format!("There is no field `{}`; {hint}", at())));
             }
         }
     }
