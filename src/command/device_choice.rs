@@ -6,15 +6,15 @@ use crate::{
     error::CommandError,
 };
 use moestro_compute::{
-    device::{self, DeviceError, GPU_KIND, Gpu, NO_GPU},
+    device::{self, CommandQueue, DeviceError, Driver, GPU_KIND, NO_GPU, SystemDriver},
     ops::check::{self, Finding},
 };
 use moestro_model::{error::ModelError, model::Qwen};
 use std::time::Instant;
 
 /// The chosen device.
-pub struct DeviceChoice {
-    gpu: Option<Box<dyn Gpu>>,
+pub struct DeviceChoice<D: Driver = SystemDriver> {
+    gpu: Option<CommandQueue<D>>,
     /// True if the user named the device, so that no other device may replace it.
     is_required: bool,
 }
@@ -40,20 +40,22 @@ impl DeviceChoice {
             Device::Metal | Device::Cuda => Self::of(device::open_gpu(), true),
         }
     }
+}
 
+impl<D: Driver> DeviceChoice<D> {
     /// Chooses between the CPU and a GPU, if one was found. `is_required` is true if the user named the GPU.
     ///
     /// # Errors
     /// The GPU is required and was not found.
-    pub fn of(found: Result<Option<Box<dyn Gpu>>, DeviceError>, is_required: bool) -> Result<Self, CommandError> {
+    pub fn of(found: Result<Option<CommandQueue<D>>, DeviceError>, is_required: bool) -> Result<Self, CommandError> {
         let gpu = match found {
-            Ok(Some(mut gpu)) => match objections(&mut *gpu) {
-                None => Some(gpu),
-                Some(wrong) if is_required => {
+            Ok(Some(gpu)) => match objections(gpu) {
+                (None, gpu) => Some(gpu),
+                (Some(wrong), gpu) if is_required => {
                     tracing::warn!("--device {GPU_KIND} is used although its kernels failed the check: {wrong}");
                     Some(gpu)
                 }
-                Some(wrong) => {
+                (Some(wrong), _) => {
                     tracing::warn!("using the CPU, because the GPU failed the check (see `moestro doctor`): {wrong}");
                     None
                 }
@@ -75,12 +77,12 @@ impl DeviceChoice {
 
     /// The GPU's name, as the driver reports it.
     pub fn gpu_name(&self) -> Option<String> {
-        self.gpu.as_ref().map(|gpu| gpu.name())
+        self.gpu.as_ref().map(|gpu| gpu.driver.name())
     }
 
     /// The GPU's recommended working set in bytes, for the memory plan.
     pub fn working_set(&self) -> Option<u64> {
-        self.gpu.as_deref().map(working_set)
+        self.gpu.as_ref().map(working_set)
     }
 
     /// Moves a loaded model to the device. A model that the GPU's kernels do not support stays on the CPU, unless the
@@ -103,8 +105,8 @@ impl DeviceChoice {
 
 /// A GPU's recommended working set in bytes, for the memory plan. Unbounded if the driver does not report a working
 /// set.
-pub fn working_set(gpu: &dyn Gpu) -> u64 {
-    gpu.working_set().unwrap_or(u64::MAX)
+pub fn working_set(gpu: &CommandQueue<impl Driver>) -> u64 {
+    gpu.driver.working_set().unwrap_or(u64::MAX)
 }
 
 /// Name of a model's device.
@@ -114,20 +116,21 @@ pub fn name(model: &Qwen) -> &'static str {
 
 /// Compares a GPU's kernels with the CPU. Returns the names of the kernels that fail or differ, with the first error.
 /// Returns `None` if all kernels agree.
-fn objections(gpu: &mut dyn Gpu) -> Option<String> {
+fn objections<D: Driver>(gpu: CommandQueue<D>) -> (Option<String>, CommandQueue<D>) {
     let begin = Instant::now();
-    let found = check::kernels(gpu);
+    let (found, gpu) = check::kernels(gpu);
+    let name = gpu.driver.name();
     let wrong: Vec<&Finding> = found.iter().filter(|finding| !finding.agrees()).collect();
     if wrong.is_empty() {
         let seconds = begin.elapsed().as_secs_f64();
-        tracing::debug!("{}: all kernels agree with the CPU; compiling and comparing took {seconds:.2} s", gpu.name());
-        return None;
+        tracing::debug!("{}: all kernels agree with the CPU; compiling and comparing took {seconds:.2} s", name);
+        return (None, gpu);
     }
     let names: Vec<&str> = wrong.iter().map(|finding| finding.name.as_str()).collect();
     let told =
         wrong.iter().find_map(|finding| Some(format!("; {}: {}", finding.name, finding.outcome.as_ref().err()?)));
-    let (gpu, told) = (gpu.name(), told.unwrap_or_default());
-    Some(format!("{gpu}: these fail or do not agree with the CPU: {}{told}", names.join(", ")))
+    let (names, told) = (names.join(", "), told.unwrap_or_default());
+    (Some(format!("{name}: these fail or do not agree with the CPU: {names}{told}")), gpu)
 }
 
 #[cfg(all(test, not(target_vendor = "apple")))]

@@ -20,8 +20,8 @@ pub use gpu::recover;
 use machine::ReportModels;
 use moestro_base::platform::os;
 use moestro_compute::{
-    device::{self, CpuArithmetic, DeviceError, Gpu, NO_GPU},
-    ops::check::{self, Finding},
+    device::{self, CommandQueue, CpuArithmetic, DeviceError, Driver, NO_GPU, SystemGpu},
+    ops::check,
 };
 use moestro_model::model::open_candle_gpu;
 pub use report::DoctorReport;
@@ -76,7 +76,7 @@ fn measure_machine(report: &DoctorReport, any_gpu: bool) -> Result<MachineReport
     machine::measure(&open, wait, &ReportModels::like_35b(), &dir)
 }
 
-fn open(any_gpu: bool) -> Result<Option<Box<dyn Gpu>>, DeviceError> {
+fn open(any_gpu: bool) -> Result<Option<SystemGpu>, DeviceError> {
     if any_gpu { device::open_any_gpu() } else { device::open_gpu() }
 }
 
@@ -85,7 +85,10 @@ fn open(any_gpu: bool) -> Result<Option<Box<dyn Gpu>>, DeviceError> {
 ///
 /// # Errors
 /// The demo model cannot be loaded.
-pub fn examine(gpu: Result<Box<dyn Gpu>, String>, candle: &[Device]) -> Result<DoctorReport, CommandError> {
+pub fn examine(
+    gpu: Result<CommandQueue<impl Driver>, String>,
+    candle: &[Device],
+) -> Result<DoctorReport, CommandError> {
     let demo = DemoModel::open()?;
     let processor = check::processor();
     let mut answers = vec![demo.on_cpu(CpuArithmetic::F32)?, demo.on_cpu(CpuArithmetic::Integer)?];
@@ -93,14 +96,14 @@ pub fn examine(gpu: Result<Box<dyn Gpu>, String>, candle: &[Device]) -> Result<D
         Ok(mut gpu) => {
             let begin = Instant::now();
             // Kernels that do not compile are reported by `check::kernels` below.
-            let compiled = gpu.compile().iter().filter(|(_, error)| error.is_none()).count();
+            let compiled = gpu.driver.compile().iter().filter(|(_, error)| error.is_none()).count();
             let compile_seconds = begin.elapsed().as_secs_f64();
             let begin = Instant::now();
-            let mut kernels: Vec<Finding> = check::kernels(&mut *gpu);
+            let (mut kernels, mut gpu) = check::kernels(gpu);
             let check_seconds = begin.elapsed().as_secs_f64();
-            let (name, working_set) = (gpu.name(), gpu.working_set());
-            kernels.extend(gpu::long_buffer(&mut *gpu));
-            let times = gpu::times(&mut *gpu).ok();
+            let (name, working_set) = (gpu.driver.name(), gpu.driver.working_set());
+            kernels.extend(gpu::long_buffer(&mut gpu));
+            let times = gpu::times(&mut gpu).ok();
             answers.push(demo.on_gpu(gpu)?);
             Ok(GpuReport { name, working_set, compiled, compile_seconds, check_seconds, times, kernels })
         }

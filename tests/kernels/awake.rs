@@ -6,7 +6,7 @@ use crate::{
 };
 use moestro_base::metrics::Metrics;
 use moestro_compute::{
-    device::{CommandQueue, Gpu},
+    device::CommandQueue,
     experts::{ExpertChoice, ExpertMap, ExpertSource, ExpertStore, Options, PIECES, PassKind, Piece},
     ops::{Backend, GpuBackend},
 };
@@ -66,7 +66,7 @@ fn commits(control: &Shared) -> usize {
 fn gpu_stays_awake_only_during_reads() {
     let double = Double::new(Host::fast());
     let control = double.control();
-    let mut backend = GpuBackend::new(Box::new(CommandQueue::new(double)) as Box<dyn Gpu>);
+    let mut backend = GpuBackend::new(CommandQueue::new(double));
     let expects_launch = Arc::new(AtomicBool::new(false));
     let source = SlowSource { control: control.clone(), expects_launch: expects_launch.clone() };
     let expert = |index: u64| {
@@ -77,7 +77,7 @@ fn gpu_stays_awake_only_during_reads() {
     };
     let map = ExpertMap { layers: vec![(0..4).map(expert).collect()] };
     let store = ExpertStore::with_source(Box::new(source), map, Options::new(4), Metrics::new("0", "cpu")).unwrap();
-    let launches_while_fetching = |id: u32, backend: &mut GpuBackend<Box<dyn Gpu>>| {
+    let launches_while_fetching = |id: u32, backend: &mut GpuBackend<Double>| {
         let before = commits(&control);
         let choice = ExpertChoice { ids: &[id], k: 1, logits: &[] };
         let mut fetch = store.fetch(0, &choice, PassKind::Decode, backend).unwrap();

@@ -9,7 +9,7 @@ use common::{load_with, margin, narrow, write_model};
 use moestro::tools::synth::Dimensions;
 use moestro_base::platform::os::MemoryLevel;
 use moestro_compute::{
-    device::{self, Gpu},
+    device::{self, Driver, SystemGpu},
     ops::KvBits,
 };
 use moestro_model::model::{LoadOptions, Qwen};
@@ -22,16 +22,16 @@ use test_support::{own_process::ran_in_own_process, process_memory};
 /// If the lead of the most likely token is smaller than this, the two devices may choose different tokens.
 const MIN_LEAD: f32 = 0.05;
 
-fn gpu() -> Option<Box<dyn Gpu>> {
+fn gpu() -> Option<SystemGpu> {
     let gpu = device::open_gpu().unwrap_or_else(|error| panic!("{error}"));
     match &gpu {
-        Some(gpu) => println!("{}", gpu.name()),
+        Some(gpu) => println!("{}", gpu.driver.name()),
         None => println!("{}", device::NO_GPU),
     }
     gpu
 }
 
-fn planned(options: LoadOptions, gpu: Box<dyn Gpu>) -> Qwen {
+fn planned(options: LoadOptions, gpu: SystemGpu) -> Qwen {
     let options = LoadOptions { gpu: Some(u64::MAX), ..options };
     load_with(Path::new(DEMO), options).move_to(gpu).unwrap_or_else(|refused| panic!("{}", refused.error))
 }
@@ -100,7 +100,7 @@ fn released_segments_free_memory_and_keep_answers() {
     let expected = answer(&mut model, &prompt, &[], 6);
     // Free memory of a GPU that has its own, and this process's RAM.
     let memory = || {
-        let free = gpu().filter(|gpu| gpu.has_own_memory()).and_then(|gpu| gpu.working_set());
+        let free = gpu().filter(|gpu| gpu.driver.has_own_memory()).and_then(|gpu| gpu.driver.working_set());
         [free, cfg!(target_os = "linux").then(|| process_memory::memory("self", "VmRSS"))]
     };
     let (now, slot_bytes) = (Instant::now(), model.store().unwrap().slot_bytes());

@@ -7,7 +7,7 @@ use crate::{
     queue::{PROMPT, load_changed, load_segments, move_to},
 };
 use moestro_base::platform::os::MemoryLevel;
-use moestro_compute::{device::CommandQueue, ops::KvBits};
+use moestro_compute::ops::KvBits;
 use moestro_engine::{Sampler, Sampling, TokenMask};
 use moestro_model::{
     model::{Model, NextToken, PassHooks, Qwen, QwenState, Rows, SequenceState, TokenChoice},
@@ -26,7 +26,7 @@ fn model(kv_bits: KvBits) -> (Qwen, Shared) {
         options.kv_bits = kv_bits;
         options.plan.parallel = Parallel::Count(2);
     });
-    (move_to(model, CommandQueue::new(double)), control)
+    (move_to(model, double), control)
 }
 
 fn hooks(usable: usize) -> PassHooks<'static> {
@@ -128,7 +128,7 @@ fn other_tokens_are_refused() {
 fn released_slots_wait_for_a_pass_ahead() {
     let double = Double::new(Host::fast());
     let control = double.control();
-    let mut model = move_to(load_segments(false, 1), CommandQueue::new(double));
+    let mut model = move_to(load_segments(false, 1), double);
     let [(mut state, mut id), (mut other, _)] = [(); 2].map(|()| start(&mut model, &PROMPT));
     let mut rows = Vec::new();
     for n in 0..5 {

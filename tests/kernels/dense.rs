@@ -12,7 +12,7 @@ use std::path::Path;
 
 fn on_kernels() -> Qwen {
     let options = LoadOptions { gpu: Some(u64::MAX), verify: true, ..options(false) };
-    let moved = common::load_with(Path::new(SMALL), options).move_to(Box::new(HostGpu::new(Host::fast())));
+    let moved = common::load_with(Path::new(SMALL), options).move_to(HostGpu::new(Host::fast()).queue());
     moved.unwrap_or_else(|refused| panic!("{}", refused.error))
 }
 

@@ -17,7 +17,7 @@ use moestro_model::model::{KvPage, LoadOptions, Model, PAGE, Qwen, Rows, Snapsho
 use std::{
     collections::BTreeSet,
     path::Path,
-    sync::{Arc, Mutex, atomic::Ordering},
+    sync::{Arc, Mutex},
 };
 
 pub const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro-demo");
@@ -36,7 +36,7 @@ pub fn options(streaming: bool) -> LoadOptions {
 /// The demo, planned for a GPU and placed on `gpu`.
 fn planned(options: LoadOptions, gpu: HostGpu) -> Qwen {
     let options = LoadOptions { gpu: Some(u64::MAX), ..options };
-    load_with(Path::new(DEMO), options).move_to(Box::new(gpu)).unwrap_or_else(|refused| panic!("{}", refused.error))
+    load_with(Path::new(DEMO), options).move_to(gpu.queue()).unwrap_or_else(|refused| panic!("{}", refused.error))
 }
 
 fn resident(gpu: HostGpu) -> Qwen {
@@ -232,7 +232,7 @@ fn read(chunk: usize) -> u64 {
     (options.store.slots, options.store.prefetch) = (Some(8), Prefetch::Off);
     let metrics = Metrics::new("test", "gpu");
     let qwen = Qwen::load(Path::new(DEMO), &options, &metrics, &mut |_, _| ()).unwrap();
-    let mut model = qwen.move_to(Box::new(fast())).unwrap_or_else(|refused| panic!("{}", refused.error));
+    let mut model = qwen.move_to(fast().queue()).unwrap_or_else(|refused| panic!("{}", refused.error));
     let prompt: Vec<u32> = cases().iter().flat_map(|case| case.prompt_ids.clone()).take(64).collect();
     let fetches = Arc::new(Mutex::new((Vec::new(), 0)));
     let log = fetches.clone();
@@ -263,13 +263,13 @@ fn chunk_reads_each_expert_once() {
 #[test]
 fn allocated_memory_matches_the_plan() {
     let gpu = fast();
-    let allocated = gpu.allocated.clone();
+    let count = gpu.count.clone();
     let mut options = options(true);
     // The plan reserves memory for partial results of attention at the longest context.
     options.plan.context = Some(moestro_model::model::Config::read(Path::new(DEMO)).unwrap().context);
     let model = planned(options, gpu);
     let _state = model.start().unwrap();
-    let (plan, taken) = (model.plan(), allocated.load(Ordering::Relaxed) as u64);
+    let (plan, taken) = (model.plan(), count.lock().unwrap().allocated as u64);
     // A quarter of the prompt cache is for pages of keys and values.
     let planned = plan.kv + plan.prompt_cache / 4 + plan.state + plan.workspace;
     assert!(taken <= planned, "{taken} bytes, planned {planned}");

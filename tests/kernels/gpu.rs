@@ -1,37 +1,60 @@
-//! A [`Gpu`] that runs the kernels on the host.
+//! A driver that runs the kernels on the host, in order.
 //!
-//! [`HostGpu`] runs launches as late as a device may: only when a caller waits for them, or asks for progress a second
-//! time. A slot or a list that is overwritten too early therefore gives wrong results. Like an NVIDIA GPU, [`HostGpu`]
-//! has its own memory: adopted bytes are NaN until they are uploaded.
+//! [`HostGpu`] runs command buffers as late as a device may: only when a caller waits for them, which asks for progress
+//! again and again. A slot or a list that is overwritten too early therefore gives wrong results. Like an NVIDIA GPU,
+//! [`HostGpu`] has its own memory: adopted bytes are NaN until they are uploaded.
 
 use crate::host::Host;
-use moestro_compute::device::{BufferAccess, DeviceError, Gpu, Launch, Region, Slab, SyncPoint, Timeline};
+use moestro_compute::device::{BufferAccess, CommandQueue, CommandStatus, DeviceError, Driver, Launch, Region, Slab};
 use std::{
-    collections::{HashMap, VecDeque},
+    cell::RefCell,
+    collections::{BTreeSet, HashMap, VecDeque},
     ops::Range,
-    sync::{
-        Arc,
-        atomic::{AtomicUsize, Ordering},
-    },
+    sync::{Arc, Mutex},
+    time::Duration,
 };
 
 pub struct HostGpu {
+    inner: RefCell<Inner>,
+    pub count: Arc<Mutex<Count>>,
+    /// True if the device reports matrix units.
+    pub halves: bool,
+    /// A kernel with wrong results.
+    pub wrong: Option<&'static str>,
+    /// A kernel that the driver refuses.
+    pub refused: Option<&'static str>,
+    /// True if the device ignores dependencies: it runs the launches of a command buffer in reverse order.
+    pub reverses: bool,
+}
+
+/// Counts since the last reset.
+#[derive(Default)]
+pub struct Count {
+    pub launches: usize,
+    /// Command buffers with launches.
+    pub command_buffers: usize,
+    /// Waits for command buffers that had not run.
+    pub waits: usize,
+    pub barriers: usize,
+    /// Total bytes of allocated buffers, including buffers that were freed.
+    pub allocated: usize,
+}
+
+struct Inner {
     host: Host,
     /// The slab of each adopted buffer, and the offset in the slab at which the buffer starts.
     adopted: HashMap<u32, (Arc<Slab>, usize)>,
-    /// Total bytes allocated by [`Gpu::allocate`], including bytes that were released.
-    pub allocated: Arc<AtomicUsize>,
-    /// Encoded work that has not run yet. Each item is one sync point.
-    pending: VecDeque<Work>,
-    encoded: u64,
-    /// Number of encoded sync points at the last call of `completed`.
-    last_encoded: u64,
-    /// True if the device reports matrix units.
-    pub halves: bool,
+    /// Submitted command buffers that have not run, with their event values.
+    pending: VecDeque<(u64, Vec<Work>)>,
+    /// Event value of the last command buffer that has run.
+    event: u64,
+    /// Messages of the command buffers that have failed.
+    failed: HashMap<u64, String>,
+    /// Number of questions about progress since the last launch or submission.
+    asked: usize,
 }
 
-#[derive(Clone)]
-enum Work {
+pub enum Work {
     Launch(Launch),
     /// An upload of adopted memory.
     Copy(Region),
@@ -42,19 +65,51 @@ impl HostGpu {
     /// threads.
     pub fn new(mut host: Host) -> Self {
         host.twice = false;
+        let (adopted, pending, failed) = Default::default();
         Self {
-            host,
-            adopted: HashMap::new(),
-            allocated: Arc::default(),
-            pending: VecDeque::new(),
-            encoded: 0,
-            last_encoded: 0,
+            inner: RefCell::new(Inner { host, adopted, pending, event: 0, failed, asked: 0 }),
+            count: Arc::default(),
             halves: false,
+            wrong: None,
+            refused: None,
+            reverses: false,
         }
+    }
+
+    /// A device with matrix units.
+    pub fn with_matrix_units(host: Host) -> Self {
+        Self { halves: true, ..Self::new(host) }
+    }
+
+    pub fn queue(self) -> CommandQueue<Self> {
+        CommandQueue::new(self)
+    }
+
+    /// Runs the oldest command buffer.
+    fn run_oldest(&self, inner: &mut Inner) {
+        let Some((value, mut work)) = inner.pending.pop_front() else { return };
+        if self.reverses {
+            work.reverse();
+            work.sort_by_key(|work| matches!(work, Work::Launch(_)));
+        }
+        for work in work {
+            match work {
+                Work::Copy(region) => inner.copy(region),
+                Work::Launch(launch) => match inner.run(&launch) {
+                    Ok(()) if self.wrong == Some(launch.kernel) => inner.spoil(&launch),
+                    Ok(()) => {}
+                    Err(fault) => drop(inner.failed.insert(value, fault)),
+                },
+            }
+        }
+        inner.event = value;
     }
 }
 
-impl Gpu for HostGpu {
+impl Driver for HostGpu {
+    type Encoder = Vec<Work>;
+    type CommandBuffer = u64;
+
     fn name(&self) -> String {
         "the host".into()
     }
@@ -63,108 +118,141 @@ impl Gpu for HostGpu {
         None
     }
 
+    /// This is enough for a segment of expert slots.
+    fn max_buffer_len(&self) -> usize {
+        1 << 30
+    }
+
     fn compile(&mut self) -> Vec<(String, Option<DeviceError>)> {
-        Vec::new()
-    }
-
-    fn allocate(&mut self, bytes: usize) -> Result<Region, DeviceError> {
-        self.allocated.fetch_add(bytes, Ordering::Relaxed);
-        let region = self.host.empty(bytes);
-        self.host.write(region, &vec![0; bytes]);
-        Ok(region)
-    }
-
-    fn release(&mut self, buffer: u32) {
-        self.host.drop_buffer(buffer);
-    }
-
-    fn adopt(&mut self, slab: &Arc<Slab>, range: Range<usize>) -> Result<Region, DeviceError> {
-        let region = self.host.empty(range.len());
-        self.host.write(region, &vec![0xff; range.len()]);
-        self.adopted.insert(region.buffer, (slab.clone(), range.start));
-        Ok(region)
-    }
-
-    fn address(&mut self, buffer: u32) -> Result<u64, DeviceError> {
-        Ok(self.host.address(buffer))
+        let broken = || ("kernels/some.metal".into(), Some(DeviceError("line 1: no".into())));
+        self.refused.iter().map(|_| broken()).collect()
     }
 
     fn max_threads(&mut self, _: &str) -> Result<u32, DeviceError> {
         Ok(1024)
     }
 
-    fn has_own_memory(&self) -> bool {
-        true
+    fn allocate(&mut self, buffer: u32, bytes: usize) -> Result<(), DeviceError> {
+        self.count.lock().unwrap().allocated += bytes;
+        let host = &mut self.inner.get_mut().host;
+        let region = host.empty(bytes);
+        assert_eq!(region.buffer, buffer, "buffers are counted");
+        host.write(region, &vec![0; bytes]);
+        Ok(())
+    }
+
+    fn adopt(&mut self, buffer: u32, slab: &Arc<Slab>, range: Range<usize>) -> Result<(), DeviceError> {
+        let inner = self.inner.get_mut();
+        let region = inner.host.empty(range.len());
+        assert_eq!(region.buffer, buffer, "buffers are counted");
+        inner.host.write(region, &vec![0xff; range.len()]);
+        inner.adopted.insert(buffer, (slab.clone(), range.start));
+        Ok(())
+    }
+
+    fn address(&mut self, buffer: u32) -> Result<u64, DeviceError> {
+        Ok(self.inner.get_mut().host.address(buffer))
+    }
+
+    fn free(&mut self, buffer: u32) {
+        self.inner.get_mut().host.drop_buffer(buffer);
+    }
+
+    fn write(&mut self, region: Region, bytes: &[u8]) -> Result<(), DeviceError> {
+        self.inner.get_mut().host.write(region, bytes);
+        Ok(())
+    }
+
+    fn read(&mut self, region: Region, bytes: &mut [u8]) -> Result<(), DeviceError> {
+        bytes.copy_from_slice(&self.inner.get_mut().host.read(region));
+        Ok(())
     }
 
     fn has_matrix_units(&self) -> bool {
         self.halves
     }
 
-    fn upload(&mut self, region: Region) -> Result<(), DeviceError> {
-        self.pending.push_back(Work::Copy(region));
-        self.encoded += 1;
+    fn has_own_memory(&self) -> bool {
+        true
+    }
+
+    fn upload(&mut self, open: &mut Vec<Work>, region: Region) -> Result<(), DeviceError> {
+        open.push(Work::Copy(region));
         Ok(())
     }
 
-    /// This is enough for a segment of expert slots.
-    fn max_buffer_len(&self) -> usize {
-        1 << 30
+    fn begin(&mut self, _: bool) -> Result<Vec<Work>, DeviceError> {
+        Ok(Vec::new())
     }
 
-    fn write(&mut self, region: Region, bytes: &[u8]) -> Result<(), DeviceError> {
-        self.host.write(region.first(bytes.len()), bytes);
-        Ok(())
+    fn barrier(&mut self, _: &mut Vec<Work>) {
+        self.count.lock().unwrap().barriers += 1;
     }
 
-    fn read(&mut self, region: Region, bytes: &mut [u8]) -> Result<(), DeviceError> {
-        bytes.copy_from_slice(&self.host.read(region.first(bytes.len())));
-        Ok(())
-    }
-
-    fn launch(&mut self, launch: &Launch) -> Result<(), DeviceError> {
-        self.pending.push_back(Work::Launch(launch.clone()));
-        self.encoded += 1;
-        Ok(())
-    }
-
-    fn commit(&mut self) -> Result<(), DeviceError> {
-        Ok(())
-    }
-
-    fn wait(&mut self) -> Result<(), DeviceError> {
-        self.wait_for(SyncPoint(self.encoded))
-    }
-}
-
-impl Timeline for HostGpu {
-    fn sync_point(&mut self) -> SyncPoint {
-        SyncPoint(self.encoded)
-    }
-
-    fn completed(&mut self) -> SyncPoint {
-        let before = std::mem::replace(&mut self.last_encoded, self.encoded);
-        // If this fails, the next wait reports the error.
-        let _ = self.wait_for(SyncPoint(before));
-        SyncPoint(self.encoded - self.pending.len() as u64)
-    }
-
-    fn wait_for(&mut self, point: SyncPoint) -> Result<(), DeviceError> {
-        while self.encoded - (self.pending.len() as u64) < point.0
-            && let Some(work) = self.pending.front().cloned()
-        {
-            match work {
-                Work::Launch(launch) => self.run(&launch)?,
-                Work::Copy(region) => self.copy(region),
-            }
-            self.pending.pop_front();
+    fn launch(&mut self, open: &mut Vec<Work>, launch: &Launch) -> Result<(), DeviceError> {
+        if self.refused == Some(launch.kernel) {
+            return Err(DeviceError("refused by the driver".into()));
         }
+        self.count.lock().unwrap().launches += 1;
+        self.inner.get_mut().asked = 0;
+        open.push(Work::Launch(launch.clone()));
         Ok(())
     }
+
+    fn can_recover(&self) -> bool {
+        false
+    }
+
+    fn encode_fault(&mut self, _: &mut Vec<Work>) -> Result<(), DeviceError> {
+        Err(DeviceError("the host cannot fail on purpose".into()))
+    }
+
+    fn commit(&mut self, open: Vec<Work>, value: u64) -> u64 {
+        let has_launches = open.iter().any(|work| matches!(work, Work::Launch(_)));
+        self.count.lock().unwrap().command_buffers += usize::from(has_launches);
+        let inner = self.inner.get_mut();
+        inner.asked = 0;
+        inner.pending.push_back((value, open));
+        value
+    }
+
+    /// Runs a command buffer if the caller has asked before.
+    fn signalled_value(&self) -> u64 {
+        let inner = &mut *self.inner.borrow_mut();
+        inner.asked += 1;
+        if inner.asked > 1 && !inner.pending.is_empty() {
+            self.count.lock().unwrap().waits += usize::from(inner.asked == 2);
+            self.run_oldest(inner);
+        }
+        inner.event
+    }
+
+    fn status(&self, value: &u64) -> CommandStatus {
+        let inner = self.inner.borrow();
+        match inner.failed.get(value) {
+            Some(fault) => CommandStatus::Failed(fault.clone()),
+            None if *value <= inner.event => CommandStatus::Done(0.0),
+            None => CommandStatus::Pending,
+        }
+    }
+
+    fn wait_event(&self, _: u64, _: Duration) {}
+
+    fn reset(&mut self, value: u64) -> Result<(), DeviceError> {
+        self.inner.get_mut().event = value;
+        Ok(())
+    }
+
+    /// So low that no command buffer is full.
+    fn initial_seconds_per_thread(&self) -> f64 {
+        0.0
+    }
+
+    fn leak_buffers(&mut self) {}
 }
 
-impl HostGpu {
-    fn run(&mut self, launch: &Launch) -> Result<(), DeviceError> {
+impl Inner {
+    fn run(&mut self, launch: &Launch) -> Result<(), String> {
         for binding in &launch.bindings {
             let adopted = self.adopted.contains_key(&binding.region.buffer);
             assert!(!adopted || binding.access == BufferAccess::Read, "{} writes to weights", launch.kernel);
@@ -175,7 +263,7 @@ impl HostGpu {
                 assert!(!other.region.overlaps(binding.region), "{}: {binding:?} and {other:?}", launch.kernel);
             }
         }
-        self.host.try_run(launch).map_err(DeviceError)
+        self.host.try_run(launch)
     }
 
     fn copy(&mut self, region: Region) {
@@ -183,5 +271,17 @@ impl HostGpu {
         // SAFETY: the caller of `upload` promised that the bytes do not change before the upload is done.
         let bytes = unsafe { slab.bytes(start + region.offset..start + region.offset + region.len) };
         self.host.write(region, bytes);
+    }
+
+    /// Flips a bit at two places of each output. Each place is the high byte of a float or integer, or of the second of
+    /// two half-precision values.
+    fn spoil(&mut self, launch: &Launch) {
+        for binding in launch.bindings.iter().filter(|binding| binding.access != BufferAccess::Read) {
+            let places = BTreeSet::from([8, 12].map(|part| binding.region.len / part * 4 + 3));
+            for at in places.into_iter().map(|at| binding.region.part(at, 1)) {
+                let byte = self.host.read(at)[0];
+                self.host.write(at, &[byte ^ 0x08]);
+            }
+        }
     }
 }

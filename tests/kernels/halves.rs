@@ -12,7 +12,7 @@ use crate::{
     queue,
 };
 use moestro_compute::{
-    device::{CommandQueue, Region},
+    device::Region,
     ops::{
         ExpertSet, Experts, FP8_BLOCK, Float, HalfBuffers, Linear, MoeBuffers, MoeWeights, Norm, Weight, WeightFormat,
         experts::Jobs,
@@ -145,10 +145,9 @@ fn room_of(host: &mut Host, rows: usize) -> Region {
 }
 
 fn on_halves(options: LoadOptions) -> Qwen {
-    let mut gpu = HostGpu::new(Host::fast());
-    gpu.halves = true;
+    let gpu = HostGpu::with_matrix_units(Host::fast()).queue();
     let options = LoadOptions { gpu: Some(u64::MAX), ..options };
-    load_with(Path::new(DEMO), options).move_to(Box::new(gpu)).unwrap_or_else(|refused| panic!("{}", refused.error))
+    load_with(Path::new(DEMO), options).move_to(gpu).unwrap_or_else(|refused| panic!("{}", refused.error))
 }
 
 #[test]
@@ -185,7 +184,7 @@ fn half_prompts_ignore_launch_order() {
         let double = Double::new(Host::fast());
         let control = double.control();
         control.lock().unwrap().halves = true;
-        let mut model = queue::place(CommandQueue::new(double), streaming);
+        let mut model = queue::place(double, streaming);
         let expected = queue::answer(&mut model).unwrap();
         for seed in 0..10 {
             control.lock().unwrap().seed = Some(seed);

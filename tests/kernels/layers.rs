@@ -487,7 +487,7 @@ fn cached_rows_have_the_cpu_bytes() {
     }
     let norm = random.normals(dim);
     let mut cpu = Cpu::new(CpuDevice::new(1, CpuArithmetic::Integer));
-    let mut gpu = GpuBackend::new(Box::new(HostGpu::new(Host::start())));
+    let mut gpu = GpuBackend::new(HostGpu::new(Host::start()).queue());
     let expected = stored(&mut cpu, &shape, &proj, &norm);
     let found = stored(&mut gpu, &shape, &proj, &norm);
     assert!(found[1] == expected[1], "values are stored as they are");

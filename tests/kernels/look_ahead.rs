@@ -9,11 +9,12 @@ use crate::{
     },
     gpu::HostGpu,
     host::Host,
+    queue::{move_to, move_to_queue},
 };
 use moestro::tools::synth::Dimensions;
 use moestro_base::{metrics::Metrics, platform::os::MemoryLevel};
 use moestro_compute::{
-    device::{CommandQueue, CpuArithmetic, Gpu},
+    device::{CommandQueue, CpuArithmetic, Driver},
     experts::Prefetch,
     ops::KvBits,
 };
@@ -70,10 +71,6 @@ fn load(root: &Path, slots: Option<usize>, kv_bits: KvBits) -> (Qwen, Arc<Metric
     (Qwen::load(&root.join("model"), &options, &metrics, &mut |_, _| ()).unwrap(), metrics)
 }
 
-fn move_to(model: Qwen, gpu: Box<dyn Gpu>) -> Qwen {
-    model.move_to(gpu).unwrap_or_else(|refused| panic!("{}", refused.error))
-}
-
 fn tokens(dice: &mut Dice, count: usize) -> Vec<u32> {
     (0..count).map(|_| dice.roll(300) as u32).collect()
 }
@@ -107,16 +104,16 @@ fn step(model: &mut Qwen, states: &mut [QwenState], mut dice: Dice) -> Logits {
 
 #[test]
 fn layers_ahead_match_a_resident_model() {
-    compare(|| Box::new(HostGpu::new(Host::fast())));
+    compare(|| HostGpu::new(Host::fast()).queue());
 }
 
 /// Runs random steps of three sequences on a resident and on a streamed model.
-pub fn compare(gpu: impl Fn() -> Box<dyn Gpu>) {
+pub fn compare<D: Driver>(gpu: impl Fn() -> CommandQueue<D>) {
     let root = checkpoint();
     for kv_bits in [KvBits::Sixteen, KvBits::Four] {
         let (resident, _) = load(root.path(), None, kv_bits);
         let (streamed, metrics) = load(root.path(), Some(SLOTS), kv_bits);
-        let [mut resident, mut streamed] = [resident, streamed].map(|model| move_to(model, gpu()));
+        let [mut resident, mut streamed] = [resident, streamed].map(|model| move_to_queue(model, gpu()));
         // Some of the steps reach a block of quantized positions.
         let [mut expected, mut found] = [&mut resident, &mut streamed].map(|model| start(model, [50, 20, 1]));
         // Each fetch of a pass, with its layer and the number of misses before it.
@@ -198,7 +195,7 @@ impl Streamed {
         let mut shards = files.filter(|path| path.extension().is_some_and(|extension| extension == "safetensors"));
         let shard = File::options().write(true).open(shards.next().unwrap()).unwrap();
         assert_eq!(shards.next(), None);
-        Self { model: move_to(model, Box::new(queue)), metrics, control, fetches, shard }
+        Self { model: move_to_queue(model, queue), metrics, control, fetches, shard }
     }
 
     /// Computes tokens until a pass needs one wait. The next pass then submits all layers together.
@@ -259,9 +256,8 @@ impl Streamed {
 #[ignore = "exhaustive: every failure in every layer"]
 fn trouble_ahead_leaves_no_trace() {
     let root = checkpoint();
-    let mut gpu = HostGpu::new(Host::fast());
-    gpu.halves = true;
-    let expected = request(&mut move_to(load(root.path(), None, KvBits::Sixteen).0, Box::new(gpu)));
+    let gpu = HostGpu::with_matrix_units(Host::fast());
+    let expected = request(&mut move_to(load(root.path(), None, KvBits::Sixteen).0, gpu));
     // The first command buffer of a pass has the embedding, and the last the head.
     let troubles = [
         Trouble::Cancelled(0),

@@ -4,7 +4,7 @@ use crate::{
     double::{Double, Fault, Plan, Shared},
     forward::common,
     host::Host,
-    queue::{PROMPT, answer, load_changed, move_to},
+    queue::{PROMPT, answer, load_changed, move_to_queue},
 };
 use moestro_base::metrics::Metrics;
 use moestro_compute::{
@@ -26,7 +26,7 @@ fn on_double(model: Qwen, fault: Option<Fault>) -> (Qwen, Shared) {
     let double = Double::new(Host::fast());
     let control = double.control();
     let limit = Duration::from_millis(if fault == Some(Fault::Hangs) { 500 } else { 60_000 });
-    (move_to(model, CommandQueue::new(double).with_stall_timeout(limit)), control)
+    (move_to_queue(model, CommandQueue::new(double).with_stall_timeout(limit)), control)
 }
 
 /// Makes `fault` occur in the `nth` command buffer from now on.

@@ -43,7 +43,7 @@ fn on_cpu(dir: &Path) -> Qwen {
 fn on_kernels(dir: &Path, streaming: bool) -> Qwen {
     let options =
         LoadOptions { drafter: MtpSource::Checkpoint, gpu: Some(u64::MAX), verify: true, ..options(streaming) };
-    let moved = common::load_with(dir, options).move_to(Box::new(HostGpu::new(Host::fast())));
+    let moved = common::load_with(dir, options).move_to(HostGpu::new(Host::fast()).queue());
     moved.unwrap_or_else(|refused| panic!("{}", refused.error))
 }
 

@@ -9,7 +9,7 @@ use crate::{
 };
 use moestro_base::platform::os::MemoryLevel;
 use moestro_compute::{
-    device::{CommandQueue, CommandStatus, CpuArithmetic, Driver, Gpu, Launch, Region, Timeline},
+    device::{CommandQueue, CommandStatus, CpuArithmetic, Driver, Launch, Region, Timeline},
     experts::ReadMode,
     ops::{KvBits, check, norm::rms_norm},
 };
@@ -52,18 +52,22 @@ pub fn load_changed(streaming: bool, change: impl FnOnce(&mut LoadOptions)) -> Q
     load_with(dir.path(), options)
 }
 
-pub fn place<G: Gpu + 'static>(gpu: G, streaming: bool) -> Qwen {
-    move_to(load(streaming), gpu)
+pub fn place(driver: impl Driver, streaming: bool) -> Qwen {
+    move_to(load(streaming), driver)
 }
 
-pub fn move_to<G: Gpu + 'static>(model: Qwen, gpu: G) -> Qwen {
-    model.move_to(Box::new(gpu)).unwrap_or_else(|refused| panic!("{}", refused.error))
+pub fn move_to(model: Qwen, driver: impl Driver) -> Qwen {
+    move_to_queue(model, CommandQueue::new(driver))
+}
+
+pub fn move_to_queue(model: Qwen, gpu: CommandQueue<impl Driver>) -> Qwen {
+    model.move_to(gpu).unwrap_or_else(|refused| panic!("{}", refused.error))
 }
 
 fn double(streaming: bool) -> (Qwen, Shared) {
     let double = Double::new(Host::fast());
     let control = double.control();
-    (place(CommandQueue::new(double), streaming), control)
+    (place(double, streaming), control)
 }
 
 /// Runs a request: the prompt in two chunks, and two generated tokens. Returns all rows of logits.
@@ -115,7 +119,7 @@ fn segmented(streaming: bool, own_memory: bool) -> (Qwen, impl Fn(&str) -> usize
     let double = Double::new(Host::fast());
     let control = double.control();
     control.lock().unwrap().own_memory = own_memory;
-    let model = move_to(load_segments(streaming, 1), CommandQueue::new(double));
+    let model = move_to(load_segments(streaming, 1), double);
     let calls = control.clone();
     let count = move |method: &str| calls.lock().unwrap().calls.get(method).copied().unwrap_or(0);
     (model, count, control)
@@ -201,7 +205,7 @@ fn residency_is_renewed_while_idle() {
 fn kernel_with_too_few_threads_is_refused() {
     let double = Double::new(Host::fast());
     double.control().lock().unwrap().max_threads = Some(64);
-    let Err(refused) = load(false).move_to(Box::new(CommandQueue::new(double))) else { panic!("it was accepted") };
+    let Err(refused) = load(false).move_to(CommandQueue::new(double)) else { panic!("it was accepted") };
     let error = refused.error.to_string();
     assert!(error.contains("needs threadgroups of") && error.contains("at most 64"), "{error}");
 }
@@ -220,7 +224,7 @@ fn every_wide_kernel_is_checked() {
             (control.max_threads, control.halves) = (Some(255), halves);
         }
         let model = load_changed(false, |options| options.kv_bits = kv_bits);
-        let Err(refused) = model.move_to(Box::new(CommandQueue::new(double))) else { panic!("it was accepted") };
+        let Err(refused) = model.move_to(CommandQueue::new(double)) else { panic!("it was accepted") };
         assert!(refused.error.to_string().contains(kernel), "{}", refused.error);
     }
 }
@@ -229,7 +233,7 @@ fn every_wide_kernel_is_checked() {
 fn kernel_comparison_agrees_on_the_double() {
     let double = Double::new(Host::fast());
     let control = double.control();
-    let found = check::kernels(&mut CommandQueue::new(double));
+    let (found, _) = check::kernels(CommandQueue::new(double));
     let wrong: Vec<_> = found.iter().filter(|finding| !finding.agrees()).collect();
     assert!(wrong.is_empty() && !found.is_empty(), "{wrong:?}");
     // Every start runs these checks. Metal drivers have failed on programs that create and free hundreds of buffers.
@@ -295,10 +299,10 @@ fn refused_placement_returns_the_model() {
     for method in ["adopt", "allocate"] {
         let double = Double::new(Host::fast());
         double.control().lock().unwrap().fault = Some(Plan { method, nth: 0, fault: Fault::Refused });
-        let Err(refused) = load(false).move_to(Box::new(CommandQueue::new(double))) else { panic!("{method}") };
+        let Err(refused) = load(false).move_to(CommandQueue::new(double)) else { panic!("{method}") };
         let mut again = refused
             .qwen
-            .move_to(Box::new(CommandQueue::new(Double::new(Host::fast()))))
+            .move_to(CommandQueue::new(Double::new(Host::fast())))
             .unwrap_or_else(|refused| panic!("{}", refused.error));
         assert!(answer(&mut again).unwrap() == expected(false), "{method}");
     }

@@ -32,7 +32,7 @@ fn on_kernels(slots: Option<usize>, half: bool, drafter: MtpSource) -> Qwen {
 }
 
 fn placed(dir: &Path, options: LoadOptions, gpu: HostGpu) -> Qwen {
-    load_with(dir, options).move_to(Box::new(gpu)).unwrap_or_else(|refused| panic!("{}", refused.error))
+    load_with(dir, options).move_to(gpu.queue()).unwrap_or_else(|refused| panic!("{}", refused.error))
 }
 
 fn plain(slots: Option<usize>) -> Qwen {

@@ -55,7 +55,7 @@ fn run(prefetch: Prefetch, gpu: bool, tokens: u32) -> Counts {
     let trace = dir.path().join("trace");
     let (mut qwen, metrics) = load(prefetch, &trace, gpu);
     if gpu {
-        let host = Box::new(HostGpu::new(Host::fast()));
+        let host = HostGpu::new(Host::fast()).queue();
         decode(&mut qwen.move_to(host).unwrap_or_else(|refused| panic!("{}", refused.error)), tokens);
     } else {
         decode(&mut qwen, tokens);

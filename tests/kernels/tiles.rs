@@ -54,7 +54,7 @@ fn metal_source_omits_tiles() {
 
 #[test]
 fn other_kernels_agree_without_tiles() {
-    let found = check::kernels(&mut HostGpu::new(Host::plain()));
+    let (found, _) = check::kernels(HostGpu::new(Host::plain()).queue());
     let wrong: Vec<_> = found.iter().filter(|finding| !finding.agrees()).collect();
     assert!(wrong.is_empty(), "{wrong:?}");
     let compared: BTreeSet<String> = found.into_iter().map(|finding| finding.name).collect();
@@ -85,7 +85,7 @@ fn names(mut host: Host) -> BTreeSet<String> {
 fn demo_answers_without_tiles() {
     let on = |host| {
         let options = LoadOptions { gpu: Some(u64::MAX), ..options(false) };
-        let gpu = Box::new(HostGpu::new(host));
+        let gpu = HostGpu::new(host).queue();
         load_with(Path::new(DEMO), options).move_to(gpu).unwrap_or_else(|refused| panic!("{}", refused.error))
     };
     let (mut without, mut with) = (on(Host::plain()), on(Host::fast()));

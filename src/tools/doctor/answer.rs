@@ -9,7 +9,7 @@ use candle_core::{DType, Device};
 use moestro_base::metrics::Metrics;
 use moestro_chat::Conversation;
 use moestro_compute::{
-    device::{CpuArithmetic, GPU_KIND, Gpu},
+    device::{CommandQueue, CpuArithmetic, Driver, GPU_KIND},
     experts::ReadMode,
 };
 use moestro_model::{
@@ -80,8 +80,8 @@ impl DemoModel {
     }
 
     /// The GPU's answer. Errors of the GPU are part of the report.
-    pub fn on_gpu(&self, gpu: Box<dyn Gpu>) -> Result<DemoAnswer, CommandError> {
-        let qwen = self.load(CpuArithmetic::F32, Some(working_set(&*gpu)))?;
+    pub fn on_gpu(&self, gpu: CommandQueue<impl Driver>) -> Result<DemoAnswer, CommandError> {
+        let qwen = self.load(CpuArithmetic::F32, Some(working_set(&gpu)))?;
         Ok(match qwen.move_to(gpu) {
             Ok(model) => self.ask(GPU_KIND, model),
             Err(refused) => failed(GPU_KIND, refused.error.to_string()),

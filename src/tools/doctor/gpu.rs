@@ -1,7 +1,7 @@
 //! Checks long buffers and recovery from errors on a GPU, and measures the cost of a launch.
 
 use moestro_compute::{
-    device::{DeviceError, Gpu},
+    device::{CommandQueue, DeviceError, Driver},
     ops::{check::Finding, norm::rms_norm},
 };
 use serde::Serialize;
@@ -25,7 +25,7 @@ pub struct LaunchTimes {
     pub wait: f64,
 }
 
-pub fn times(gpu: &mut dyn Gpu) -> Result<LaunchTimes, DeviceError> {
+pub fn times(gpu: &mut CommandQueue<impl Driver>) -> Result<LaunchTimes, DeviceError> {
     let room = gpu.allocate(3 * WIDTH * 4)?;
     let [x, w, y] = [0, 1, 2].map(|index| room.part(index * WIDTH * 4, WIDTH * 4));
     let launch = rms_norm(1, WIDTH, 1e-6, x, w, y);
@@ -46,12 +46,14 @@ pub fn times(gpu: &mut dyn Gpu) -> Result<LaunchTimes, DeviceError> {
 }
 
 /// Launches a kernel at the end of a zeroed buffer of several GiB. `None` if there is not enough memory.
-pub fn long_buffer(gpu: &mut dyn Gpu) -> Option<Finding> {
-    let room = gpu.working_set().is_some_and(|bytes| bytes >= LONG as u64 + SPARE) && gpu.max_buffer_len() >= LONG;
+pub fn long_buffer(gpu: &mut CommandQueue<impl Driver>) -> Option<Finding> {
+    let driver = &gpu.driver;
+    let room =
+        driver.working_set().is_some_and(|bytes| bytes >= LONG as u64 + SPARE) && driver.max_buffer_len() >= LONG;
     room.then(|| finding("(a buffer of 5 GiB)", at_the_end(gpu, LONG)))
 }
 
-fn at_the_end(gpu: &mut dyn Gpu, len: usize) -> Result<bool, DeviceError> {
+fn at_the_end(gpu: &mut CommandQueue<impl Driver>, len: usize) -> Result<bool, DeviceError> {
     let long = gpu.allocate(len)?;
     let part = |index: usize| long.part(len - index * WIDTH * 4, WIDTH * 4);
     let [x, w, y] = [part(3), part(2), part(1)];
@@ -68,11 +70,11 @@ fn at_the_end(gpu: &mut dyn Gpu, len: usize) -> Result<bool, DeviceError> {
 
 /// Provokes an error and launches a kernel again. `None` if the GPU cannot provoke an error. The result is only
 /// reported, because a GPU that does not recover may still compute correctly.
-pub fn recover(mut gpu: Box<dyn Gpu>) -> Option<Finding> {
+pub fn recover(mut gpu: CommandQueue<impl Driver>) -> Option<Finding> {
     let provoked = gpu.inject_fault()?;
     let after = provoked.and_then(|reported| {
         tracing::debug!("the GPU reported the provoked error: {reported}");
-        at_the_end(&mut *gpu, 1 << 16)
+        at_the_end(&mut gpu, 1 << 16)
     });
     Some(finding("(an error, and after it)", after))
 }

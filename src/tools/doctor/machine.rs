@@ -16,7 +16,7 @@ use moestro_base::{
     platform::{atomic_file::PartialDir, os},
 };
 use moestro_compute::{
-    device::{CpuDevice, GPU_KIND, Gpu},
+    device::{CpuDevice, Driver, GPU_KIND, SystemGpu},
     ops::{Cpu, GpuBackend},
 };
 use moestro_model::{
@@ -66,7 +66,7 @@ struct RunOptions {
 }
 
 /// Function that opens the GPU. Returns `None` if there is no GPU.
-type OpenGpu<'a> = &'a dyn Fn() -> Option<Box<dyn Gpu>>;
+type OpenGpu<'a> = &'a dyn Fn() -> Option<SystemGpu>;
 
 /// Measures memory, disk and decoding. `wait` is the time in seconds from a launch to the end of the wait for its
 /// result. Temporary files are written to `dir`, which must not exist, and are removed at the end.
@@ -80,7 +80,7 @@ pub fn measure(open: OpenGpu<'_>, wait: f64, models: &ReportModels, dir: &Path) 
     let bench = MachineBench { open, models };
 
     let mut gpu = open();
-    let (kind, gpu_name) = (if gpu.is_some() { GPU_KIND } else { CPU }, gpu.as_ref().map(|gpu| gpu.name()));
+    let (kind, gpu_name) = (if gpu.is_some() { GPU_KIND } else { CPU }, gpu.as_ref().map(|gpu| gpu.driver.name()));
     let threads = os::physical_cores();
     let budget = Duration::from_millis(500);
     let matrix_rate = match gpu.take() {
@@ -170,7 +170,7 @@ impl MachineBench<'_> {
         let ReportModels { prompt, decode, .. } = *self.models;
         let gpu = (self.open)();
         let options = LoadOptions {
-            gpu: gpu.as_deref().map(working_set),
+            gpu: gpu.as_ref().map(working_set),
             plan: PlanOptions {
                 context: Some(prompt + decode),
                 prompt_cache: Some(0),

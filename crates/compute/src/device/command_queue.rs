@@ -13,15 +13,14 @@
 //! fails later, it never signals its value, so a wait queries the status of each command buffer. After all command
 //! buffers have ended, the wait resets the driver (new queue, fence and event) and returns the first failure. Between
 //! the failure and the wait, every call returns an error. The device is *lost* after several failures in a row, or if
-//! no command buffer ends for too long. Then every call fails, and [`Gpu::is_lost`] returns true.
+//! no command buffer ends for too long. Then every call fails, and [`CommandQueue::is_lost`] returns true.
 //!
 //! **Pacing.** A command buffer is submitted when it has about [`MAX_SECONDS`] of work. A command buffer with more work
 //! would delay the screen, and the system may kill it. The queue estimates work as the number of GPU threads times the
 //! measured time per thread.
 
 use super::{
-    CommandStatus, DeviceError, Driver, Gpu, Launch, Region, Slab, SyncPoint, Timeline, error::fail,
-    residency::Heartbeat,
+    CommandStatus, DeviceError, Driver, Launch, Region, Slab, SyncPoint, Timeline, error::fail, residency::Heartbeat,
 };
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -50,10 +49,11 @@ const SPIN: Duration = Duration::from_millis(2);
 /// Maximum duration of a single sleep.
 const SLEEP: Duration = Duration::from_millis(100);
 
-/// A GPU with in-order execution: a driver, the open command buffer, and the submitted command buffers that have not
-/// ended.
+/// A GPU that executes launches in the order in which they were encoded: a driver, the open command buffer, and the
+/// submitted command buffers that have not ended. The CPU may access a buffer only after [`CommandQueue::wait`] and
+/// before the next launch that uses the buffer.
 pub struct CommandQueue<D: Driver> {
-    driver: D,
+    pub driver: D,
     /// Length in bytes of each buffer.
     lengths: BTreeMap<u32, usize>,
     next_buffer: u32,
@@ -293,30 +293,16 @@ impl<D: Driver> Timeline for CommandQueue<D> {
     }
 }
 
-impl<D: Driver> Gpu for CommandQueue<D> {
-    fn name(&self) -> String {
-        self.driver.name()
-    }
-
-    fn working_set(&self) -> Option<u64> {
-        self.driver.working_set()
-    }
-
-    fn compile(&mut self) -> Vec<(String, Option<DeviceError>)> {
-        self.driver.compile()
-    }
-
-    fn max_threads(&mut self, kernel: &str) -> Result<u32, DeviceError> {
-        self.driver.max_threads(kernel)
-    }
-
-    fn allocate(&mut self, bytes: usize) -> Result<Region, DeviceError> {
+impl<D: Driver> CommandQueue<D> {
+    /// Allocates zeroed memory.
+    pub fn allocate(&mut self, bytes: usize) -> Result<Region, DeviceError> {
         self.check_failure()?;
         self.driver.allocate(self.next_buffer, bytes)?;
         Ok(self.add_buffer(bytes))
     }
 
-    fn release(&mut self, buffer: u32) {
+    /// Frees a buffer from [`CommandQueue::allocate`] or [`CommandQueue::adopt`].
+    pub fn release(&mut self, buffer: u32) {
         // Command buffers in flight may use the buffer, so wait for them.
         self.finish_all();
         if self.lengths.remove(&buffer).is_some() && self.in_flight.is_empty() {
@@ -324,7 +310,10 @@ impl<D: Driver> Gpu for CommandQueue<D> {
         }
     }
 
-    fn adopt(&mut self, slab: &Arc<Slab>, range: Range<usize>) -> Result<Region, DeviceError> {
+    /// Makes a range of a slab readable by launches. The range must start at a page boundary. If the device shares the
+    /// CPU's memory, launches see later writes to the slab. Otherwise launches see only bytes that
+    /// [`CommandQueue::upload`] has copied.
+    pub fn adopt(&mut self, slab: &Arc<Slab>, range: Range<usize>) -> Result<Region, DeviceError> {
         self.check_failure()?;
         if range.is_empty() || range.end > slab.len() {
             return fail(format!("cannot adopt bytes {range:?} of a slab of {} bytes", slab.len()));
@@ -333,20 +322,9 @@ impl<D: Driver> Gpu for CommandQueue<D> {
         Ok(self.add_buffer(range.len()))
     }
 
-    fn address(&mut self, buffer: u32) -> Result<u64, DeviceError> {
-        self.check_failure()?;
-        self.driver.address(buffer)
-    }
-
-    fn has_own_memory(&self) -> bool {
-        self.driver.has_own_memory()
-    }
-
-    fn has_matrix_units(&self) -> bool {
-        self.driver.has_matrix_units()
-    }
-
-    fn upload(&mut self, region: Region) -> Result<(), DeviceError> {
+    /// Copies adopted bytes to the device, in order with launches. The bytes must not change until the device has
+    /// completed the next sync point.
+    pub fn upload(&mut self, region: Region) -> Result<(), DeviceError> {
         self.check_failure()?;
         self.check_bounds(region)?;
         let mut open = self.take_open()?;
@@ -355,25 +333,22 @@ impl<D: Driver> Gpu for CommandQueue<D> {
         done
     }
 
-    fn max_buffer_len(&self) -> usize {
-        self.driver.max_buffer_len()
-    }
-
-    fn write(&mut self, region: Region, bytes: &[u8]) -> Result<(), DeviceError> {
+    pub fn write(&mut self, region: Region, bytes: &[u8]) -> Result<(), DeviceError> {
         self.check_failure()?;
         self.check_bounds(region)?;
         let len = bytes.len().min(region.len);
         self.driver.write(region.first(len), &bytes[..len])
     }
 
-    fn read(&mut self, region: Region, bytes: &mut [u8]) -> Result<(), DeviceError> {
+    pub fn read(&mut self, region: Region, bytes: &mut [u8]) -> Result<(), DeviceError> {
         self.check_failure()?;
         self.check_bounds(region)?;
         let len = bytes.len().min(region.len);
         self.driver.read(region.first(len), &mut bytes[..len])
     }
 
-    fn launch(&mut self, launch: &Launch) -> Result<(), DeviceError> {
+    /// Encodes one launch.
+    pub fn launch(&mut self, launch: &Launch) -> Result<(), DeviceError> {
         self.check_failure()?;
         launch.bindings.iter().try_for_each(|binding| self.check_bounds(binding.region))?;
         if launch.args.len() * 4 > MAX_ARGUMENT_BYTES {
@@ -402,13 +377,15 @@ impl<D: Driver> Gpu for CommandQueue<D> {
         Ok(())
     }
 
-    fn commit(&mut self) -> Result<(), DeviceError> {
+    /// Submits all encoded launches.
+    pub fn commit(&mut self) -> Result<(), DeviceError> {
         self.check_failure()?;
         self.submit();
         Ok(())
     }
 
-    fn wait(&mut self) -> Result<(), DeviceError> {
+    /// Submits all encoded launches and waits until the device has completed them.
+    pub fn wait(&mut self) -> Result<(), DeviceError> {
         if self.is_lost {
             return self.failure.take().map_or_else(|| self.check_failure(), fail);
         }
@@ -416,15 +393,22 @@ impl<D: Driver> Gpu for CommandQueue<D> {
         self.failure.take().map_or(Ok(()), fail)
     }
 
-    fn is_lost(&self) -> bool {
+    /// True if the device is lost after repeated failures. Every further call fails, so the caller must use the CPU.
+    pub fn is_lost(&self) -> bool {
         self.is_lost
     }
 
-    fn set_spin(&mut self, time: Duration) {
+    /// Sets the time for which a wait spins before it sleeps. The default is 2 ms.
+    pub fn set_spin(&mut self, time: Duration) {
         self.spin = time;
     }
 
-    fn inject_fault(&mut self) -> Option<Result<String, DeviceError>> {
+    /// Makes the device fail on purpose, for `moestro doctor`. Returns the reported error message. `None` if the device
+    /// cannot recover from a failure.
+    ///
+    /// # Errors
+    /// The device did not report the failure, or did not recover from it.
+    pub fn inject_fault(&mut self) -> Option<Result<String, DeviceError>> {
         if !self.driver.can_recover() {
             return None;
         }
@@ -440,6 +424,22 @@ impl<D: Driver> Gpu for CommandQueue<D> {
             }
         });
         Some(reported)
+    }
+    /// Writes 32-bit words to the start of a region.
+    pub fn write_words(&mut self, region: Region, words: &[u32]) -> Result<(), DeviceError> {
+        self.write(region.first(words.len() * 4), bytemuck::cast_slice(words))
+    }
+
+    /// Reads the whole region as 32-bit words.
+    pub fn read_words(&mut self, region: Region) -> Result<Vec<u32>, DeviceError> {
+        let mut words = vec![0; region.len / 4];
+        self.read(region, bytemuck::cast_slice_mut(&mut words))?;
+        Ok(words)
+    }
+
+    /// Reads the whole region as f32 values.
+    pub fn read_floats(&mut self, region: Region) -> Result<Vec<f32>, DeviceError> {
+        Ok(self.read_words(region)?.into_iter().map(f32::from_bits).collect())
     }
 }
 

@@ -1,7 +1,7 @@
 //! The [`Driver`] interface that [`CommandQueue`](super::CommandQueue) uses, modelled on Metal.
 //!
-//! Metal and CUDA implement this interface. A test double of Metal implements it, too. The test double runs the kernels
-//! on the host in every order that Metal allows, and injects failures.
+//! Metal and CUDA implement this interface. Two test doubles, which run the kernels on the host, implement it, too. One
+//! of them runs launches in every order that Metal allows, and injects failures.
 
 use super::{DeviceError, Launch, Region, Slab};
 use std::{ops::Range, sync::Arc, time::Duration};
@@ -36,7 +36,8 @@ pub trait Driver: Send + 'static {
     /// Maximum length of a buffer in bytes.
     fn max_buffer_len(&self) -> usize;
 
-    /// Compiles every kernel. See [`Gpu::compile`](super::Gpu::compile).
+    /// Compiles every kernel. Returns the name of each kernel, and of each file that does not compile, with the error
+    /// if there is one.
     fn compile(&mut self) -> Vec<(String, Option<DeviceError>)>;
 
     /// Maximum number of threads in a threadgroup of `kernel`.

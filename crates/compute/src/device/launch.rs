@@ -85,7 +85,7 @@ impl Binding {
         Self::read(region.first(0))
     }
 
-    /// A table of [addresses](super::Gpu::address) of adopted buffers. No launch writes to these buffers.
+    /// A table of [addresses](super::Driver::address) of adopted buffers. No launch writes to these buffers.
     pub fn table(region: Region) -> Self {
         Self { is_table: true, ..Self::read(region) }
     }

@@ -252,7 +252,7 @@ impl Driver for Metal {
 
     fn write(&mut self, region: Region, bytes: &[u8]) -> Result<(), DeviceError> {
         let Some(to) = self.contents(region) else { return fail(format!("{region:?} is outside its buffer")) };
-        // SAFETY: in bounds, and no launch that uses the region is in flight (the contract of `Gpu`).
+        // SAFETY: in bounds, and no launch that uses the region is in flight (the contract of `CommandQueue`).
         unsafe { to.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len().min(region.len)) };
         Ok(())
     }

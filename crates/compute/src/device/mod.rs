@@ -1,12 +1,11 @@
 //! Devices: buffers that the CPU, the GPU and reads from the SSD use, and kernel launches on Metal and CUDA.
 //!
 //! This module does not depend on the operations of a model. A [`Launch`] is a plain value: `ops` builds a launch, and
-//! a [`Gpu`] executes it.
+//! a [`CommandQueue`] executes it.
 //!
 //! ```text
-//! Gpu            the interface that `ops` uses; implemented by CommandQueue, and in tests by kernels on the CPU
-//! CommandQueue   order, barriers, command buffers and failures, for any Driver
-//! Driver         the calls of Metal or CUDA that CommandQueue needs
+//! CommandQueue   what `ops` uses: order, barriers, command buffers and failures, for any Driver
+//! Driver         the calls of Metal or CUDA that CommandQueue needs; in tests, kernels on the CPU
 //! ```
 //!
 //! | file | what it holds |
@@ -25,7 +24,6 @@ mod cpu;
 mod cuda;
 mod driver;
 mod error;
-mod gpu;
 pub mod kernels;
 mod launch;
 #[cfg(target_os = "macos")]
@@ -42,8 +40,7 @@ pub use command_queue::CommandQueue;
 pub use cpu::{CpuArithmetic, CpuDevice};
 pub use driver::{CommandStatus, Driver};
 pub use error::{DeviceError, GPU_INTERACTIVITY, GPU_INTERACTIVITY_REMEDY};
-pub use gpu::Gpu;
 pub use launch::{Binding, BufferAccess, Launch, Region, SkipUse};
-pub use open::{GPU_KIND, NO_GPU, candle_can_open_gpu, open_any_gpu, open_gpu};
+pub use open::{GPU_KIND, NO_GPU, SystemDriver, SystemGpu, candle_can_open_gpu, open_any_gpu, open_gpu};
 pub use slab::Slab;
 pub use timeline::{CpuTimeline, SyncPoint, Timeline};

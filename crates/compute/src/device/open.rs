@@ -1,6 +1,15 @@
 //! Opens the system's GPU.
 
-use super::{CommandQueue, DeviceError, Gpu};
+use super::{CommandQueue, DeviceError};
+
+/// The driver of this build.
+#[cfg(target_os = "linux")]
+pub use super::cuda::Cuda as SystemDriver;
+#[cfg(target_os = "macos")]
+pub use super::metal::Metal as SystemDriver;
+
+/// The system's GPU.
+pub type SystemGpu = CommandQueue<SystemDriver>;
 
 /// Name of the GPU interface of this build, in `--device` and in metrics.
 pub const GPU_KIND: &str = if cfg!(target_os = "macos") { "metal" } else { "cuda" };
@@ -14,11 +23,11 @@ pub const NO_GPU: &str = if cfg!(target_os = "macos") {
 
 /// Opens the system's GPU. Returns `None` if the system has no GPU that this build supports.
 ///
-/// Does not compile the kernels. [`Gpu::compile`] compiles them and reports errors.
+/// Does not compile the kernels. [`Driver::compile`](super::Driver::compile) compiles them and reports errors.
 ///
 /// # Errors
 /// The system has a GPU that cannot be used.
-pub fn open_gpu() -> Result<Option<Box<dyn Gpu>>, DeviceError> {
+pub fn open_gpu() -> Result<Option<SystemGpu>, DeviceError> {
     open(true)
 }
 
@@ -27,7 +36,7 @@ pub fn open_gpu() -> Result<Option<Box<dyn Gpu>>, DeviceError> {
 ///
 /// # Errors
 /// The same as for [`open_gpu`].
-pub fn open_any_gpu() -> Result<Option<Box<dyn Gpu>>, DeviceError> {
+pub fn open_any_gpu() -> Result<Option<SystemGpu>, DeviceError> {
     open(false)
 }
 
@@ -40,12 +49,11 @@ pub fn candle_can_open_gpu() -> bool {
 }
 
 #[cfg(target_os = "macos")]
-fn open(require_features: bool) -> Result<Option<Box<dyn Gpu>>, DeviceError> {
-    Ok(Some(Box::new(CommandQueue::new(super::metal::Metal::new(require_features)?))))
+fn open(require_features: bool) -> Result<Option<SystemGpu>, DeviceError> {
+    Ok(Some(CommandQueue::new(SystemDriver::new(require_features)?)))
 }
 
 #[cfg(target_os = "linux")]
-fn open(require_features: bool) -> Result<Option<Box<dyn Gpu>>, DeviceError> {
-    let cuda = super::cuda::Cuda::new(require_features)?;
-    Ok(cuda.map(|cuda| Box::new(CommandQueue::new(cuda)) as Box<dyn Gpu>))
+fn open(require_features: bool) -> Result<Option<SystemGpu>, DeviceError> {
+    Ok(SystemDriver::new(require_features)?.map(CommandQueue::new))
 }

@@ -49,7 +49,7 @@ impl Slab {
 
     /// Releases the pages that are completely inside `range` to the system. The contents of these pages are lost.
     ///
-    /// A device that has adopted the range must [release](super::Gpu::release) its buffer first. Otherwise the buffer
+    /// A device that has adopted the range must [release](super::CommandQueue::release) its buffer first. Otherwise the buffer
     /// keeps the pages in use.
     ///
     /// # Errors

@@ -17,7 +17,7 @@ use crate::{
 };
 use moestro_base::{metrics::Metrics, platform::os};
 use moestro_compute::{
-    device::{CpuDevice, GPU_KIND, Gpu, Timeline},
+    device::{CommandQueue, CpuDevice, Driver, GPU_KIND, Timeline},
     experts::{self, ExpertStore, PackRecords},
     ops::{Backend, Cpu, GpuBackend},
 };
@@ -105,7 +105,7 @@ impl Qwen {
 
     /// Moves the model to a GPU, or returns the model unchanged if the GPU cannot compute it. Sequences do not move
     /// with the model.
-    pub fn move_to(self, gpu: Box<dyn Gpu>) -> Result<Self, Rejected> {
+    pub fn move_to(self, gpu: CommandQueue<impl Driver>) -> Result<Self, Rejected> {
         let Self { parts, device } = self;
         Self::on(parts, Box::new(GpuBackend::new(gpu))).map_err(|rejected| {
             let (parts, error) = *rejected;

@@ -2,7 +2,7 @@
 
 use super::random_inputs::RandomInputs;
 use crate::{
-    device::{DeviceError, Gpu, Launch, Region, Timeline},
+    device::{DeviceError, Driver, Launch, Region, Timeline},
     ops::{Backend, Cpu, GpuBackend, HalfBuffers, Op, Weight, WeightFormat},
 };
 use std::collections::BTreeMap;
@@ -24,9 +24,9 @@ pub(super) type Outcome = Result<(f64, f64), String>;
 
 /// The CPU and the GPU under test. A buffer has the same number on both devices, so that both can execute the same
 /// operation.
-pub(in crate::ops) struct KernelCheck<'a> {
+pub(in crate::ops) struct KernelCheck<'a, D: Driver> {
     pub cpu: Cpu,
-    pub gpu: GpuBackend<&'a mut dyn Gpu>,
+    pub gpu: GpuBackend<D>,
     pub random: RandomInputs,
     /// The unused part of the last block of memory. Every server start runs these checks, and a GPU driver handles a
     /// few large buffers better than hundreds of small ones.
@@ -34,7 +34,7 @@ pub(in crate::ops) struct KernelCheck<'a> {
     pub(super) found: &'a mut BTreeMap<String, Outcome>,
 }
 
-impl KernelCheck<'_> {
+impl<D: Driver> KernelCheck<'_, D> {
     pub fn bytes(&mut self, bytes: &[u8]) -> Result<Region, DeviceError> {
         let whole = bytes.len().next_multiple_of(ALIGN);
         if whole > self.arena.len {

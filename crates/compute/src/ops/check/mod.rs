@@ -12,9 +12,9 @@ pub(super) use kernel_check::{CLOSE, HALF, KernelCheck, difference};
 pub use processor::processor;
 pub(in crate::ops) use random_inputs::RandomInputs;
 
-use self::{cases::PARTS, kernel_check::Outcome};
+use self::kernel_check::Outcome;
 use super::{Cpu, GpuBackend};
-use crate::device::{CpuArithmetic, CpuDevice, Gpu, Region};
+use crate::device::{CommandQueue, CpuArithmetic, CpuDevice, Driver, Region, SystemDriver};
 use moestro_base::platform::split_mix64::SplitMix64;
 use serde::ser::{Serialize, SerializeMap, Serializer};
 use std::collections::BTreeMap;
@@ -49,29 +49,32 @@ impl Serialize for Finding {
 
 /// The names of the parts of the check.
 pub fn parts() -> impl Iterator<Item = &'static str> {
-    PARTS.into_iter().map(|(name, _)| name)
+    cases::parts::<SystemDriver>().into_iter().map(|(name, _)| name)
 }
 
 /// Runs every operation on `gpu` and on the CPU and compares the results. Half-precision products are checked if the
-/// GPU has matrix units. A kernel that the device refuses does not stop the other checks.
-pub fn kernels(gpu: &mut dyn Gpu) -> Vec<Finding> {
+/// GPU has matrix units. A kernel that the device refuses does not stop the other checks. Returns `gpu` for other work.
+pub fn kernels<D: Driver>(gpu: CommandQueue<D>) -> (Vec<Finding>, CommandQueue<D>) {
     kernels_of(gpu, |_| true)
 }
 
 /// Like [`kernels`], but runs only some parts.
-pub fn kernels_of(gpu: &mut dyn Gpu, is_wanted: impl Fn(&str) -> bool) -> Vec<Finding> {
+pub fn kernels_of<D: Driver>(
+    mut gpu: CommandQueue<D>,
+    is_wanted: impl Fn(&str) -> bool,
+) -> (Vec<Finding>, CommandQueue<D>) {
     let mut found: BTreeMap<String, Outcome> = BTreeMap::new();
-    for (name, error) in gpu.compile() {
+    for (name, error) in gpu.driver.compile() {
         if let Some(error) = error {
             found.insert(name, Err(error.0));
         }
     }
-    for (what, part) in PARTS.into_iter().filter(|(name, _)| is_wanted(name)) {
+    for (what, part) in cases::parts().into_iter().filter(|(name, _)| is_wanted(name)) {
         // Each check frees its memory at the end.
         let cpu = Cpu::new(CpuDevice::new(1, CpuArithmetic::F32));
         let mut bench = KernelCheck {
             cpu,
-            gpu: GpuBackend::waiting_each(&mut *gpu),
+            gpu: GpuBackend::waiting_each(gpu),
             random: RandomInputs(SplitMix64(1)),
             arena: Region::default(),
             found: &mut found,
@@ -79,8 +82,9 @@ pub fn kernels_of(gpu: &mut dyn Gpu, is_wanted: impl Fn(&str) -> bool) -> Vec<Fi
         if let Err(error) = part(&mut bench) {
             bench.found.insert(format!("({what})"), Err(error.0));
         }
+        gpu = bench.gpu.into_queue();
     }
-    found.into_iter().map(|(name, outcome)| Finding { name, outcome }).collect()
+    (found.into_iter().map(|(name, outcome)| Finding { name, outcome }).collect(), gpu)
 }
 
 #[cfg(test)]

@@ -4,13 +4,8 @@ use super::{
     Backend, BackendLimits, ExpertSet, Experts, HalfBuffers, IndexerShape, KvFormat, ModelPart, MoeWeights, NO_SLOT,
     Op, ReservedBuffer, WeightFormat, cpu::refuse, experts::Jobs, norm::rms_norm,
 };
-use crate::device::{BufferAccess, DeviceError, Gpu, Launch, Region, Slab, SyncPoint, Timeline};
-use std::{
-    collections::HashMap,
-    ops::{DerefMut, Range},
-    sync::Arc,
-    time::Duration,
-};
+use crate::device::{BufferAccess, CommandQueue, DeviceError, Driver, Launch, Region, Slab, SyncPoint, Timeline};
+use std::{collections::HashMap, ops::Range, sync::Arc, time::Duration};
 
 /// Kernels load 16 bytes at a time.
 const ALIGN: usize = 16;
@@ -45,8 +40,8 @@ pub const fn limits(working_set: Option<u64>) -> BackendLimits {
 }
 
 /// Executes operations as launches.
-pub struct GpuBackend<P: DerefMut<Target: Gpu> + Send> {
-    gpu: P,
+pub struct GpuBackend<D: Driver> {
+    gpu: CommandQueue<D>,
     /// Device regions by buffer number. `None` for a reserved number without a buffer.
     buffers: Vec<Option<Region>>,
     segments: HashMap<u32, Segment>,
@@ -87,8 +82,8 @@ struct Segment {
     device: Option<u32>,
 }
 
-impl<P: DerefMut<Target: Gpu> + Send> GpuBackend<P> {
-    pub fn new(gpu: P) -> Self {
+impl<D: Driver> GpuBackend<D> {
+    pub fn new(gpu: CommandQueue<D>) -> Self {
         let (segments, in_flight, slots, uploaded, owned, launched) = Default::default();
         Self {
             gpu,
@@ -111,8 +106,16 @@ impl<P: DerefMut<Target: Gpu> + Send> GpuBackend<P> {
         }
     }
 
+    /// Frees this backend's buffers. The queue can then serve another backend.
+    pub(super) fn into_queue(mut self) -> CommandQueue<D> {
+        for buffer in self.owned {
+            self.gpu.release(buffer);
+        }
+        self.gpu
+    }
+
     /// Waits after every launch and records its kernel until [`GpuBackend::take_launched`].
-    pub(super) fn waiting_each(gpu: P) -> Self {
+    pub(super) fn waiting_each(gpu: CommandQueue<D>) -> Self {
         let mut new = Self::new(gpu);
         new.waits_each = true;
         new
@@ -132,7 +135,7 @@ impl<P: DerefMut<Target: Gpu> + Send> GpuBackend<P> {
             return Ok(());
         };
         let (entry, region) = (segment.entry, self.gpu.adopt(&segment.slab, segment.range.clone())?);
-        let address = self.gpu.address(region.buffer);
+        let address = self.gpu.driver.address(region.buffer);
         let entered = address.and_then(|address| self.write(entry, &address.to_le_bytes()));
         if entered.is_err() {
             // Otherwise the buffer would keep the segment's memory in use.
@@ -257,7 +260,7 @@ impl<P: DerefMut<Target: Gpu> + Send> GpuBackend<P> {
     /// not measurement, that costs more than it saves on Apple's GPUs up to the M4, which multiply tiles as fast as they
     /// compute anything else. GPUs with their own memory have faster units.
     pub(in crate::ops) fn attends_on_tiles(&self) -> bool {
-        self.gpu.has_matrix_units() && self.gpu.has_own_memory()
+        self.gpu.driver.has_matrix_units() && self.gpu.driver.has_own_memory()
     }
 
     /// Waits for the unfinished launches that conflict with accessing `region`, and for no others.
@@ -309,9 +312,12 @@ fn accept_moe(layer: &MoeWeights) -> Result<(), DeviceError> {
     Ok(())
 }
 
-impl<P: DerefMut<Target: Gpu> + Send> Backend for GpuBackend<P> {
+impl<D: Driver> Backend for GpuBackend<D> {
     fn limits(&self) -> BackendLimits {
-        BackendLimits { uses_half_precision: self.gpu.has_matrix_units(), ..limits(self.gpu.working_set()) }
+        BackendLimits {
+            uses_half_precision: self.gpu.driver.has_matrix_units(),
+            ..limits(self.gpu.driver.working_set())
+        }
     }
 
     fn accept(&self, part: ModelPart<'_>) -> Result<(), DeviceError> {
@@ -345,13 +351,15 @@ impl<P: DerefMut<Target: Gpu> + Send> Backend for GpuBackend<P> {
 
     fn check_threads(&mut self, part: ModelPart<'_>) -> Result<(), DeviceError> {
         let kernels = match part {
-            ModelPart::Attention(shape) => shape.wide_kernels(self.gpu.has_matrix_units(), self.attends_on_tiles()),
+            ModelPart::Attention(shape) => {
+                shape.wide_kernels(self.gpu.driver.has_matrix_units(), self.attends_on_tiles())
+            }
             ModelPart::Indexer(_) => IndexerShape::WIDE_KERNELS.map(|kernel| (kernel, IndexerShape::THREADS)).to_vec(),
             ModelPart::Moe(layer) => vec![layer.threads()],
             ModelPart::Weight(_) | ModelPart::Delta(_) => Vec::new(),
         };
         for (kernel, threads) in kernels {
-            let max = self.gpu.max_threads(kernel)?;
+            let max = self.gpu.driver.max_threads(kernel)?;
             if threads > max {
                 return refuse(format!("{kernel} needs threadgroups of {threads}, but this GPU runs at most {max}"));
             }
@@ -493,7 +501,7 @@ impl<P: DerefMut<Target: Gpu> + Send> Backend for GpuBackend<P> {
             let (slab, range, entry) = (slab.clone(), range.clone(), table.part(index * 8, 8));
             self.buffers.push(Some(region));
             self.segments.insert(region.buffer, Segment { slab, range, entry, device: None });
-            if self.gpu.has_own_memory() {
+            if self.gpu.driver.has_own_memory() {
                 // The segment is adopted now, so that loading fails if the device has too little memory.
                 self.adopt_segment(region.buffer)?;
             }
@@ -519,12 +527,12 @@ impl<P: DerefMut<Target: Gpu> + Send> Backend for GpuBackend<P> {
     }
 
     fn restore_segment(&mut self, segment: Region) -> Result<(), DeviceError> {
-        if self.gpu.has_own_memory() { self.adopt_segment(segment.buffer) } else { Ok(()) }
+        if self.gpu.driver.has_own_memory() { self.adopt_segment(segment.buffer) } else { Ok(()) }
     }
 
     fn mark_loaded(&mut self, region: Region, content: u64) -> Result<(), DeviceError> {
         self.adopt_segment(region.buffer)?;
-        if !self.gpu.has_own_memory() || self.uploaded.get(&region) == Some(&content) {
+        if !self.gpu.driver.has_own_memory() || self.uploaded.get(&region) == Some(&content) {
             return Ok(());
         }
         self.check_failed()?;
@@ -545,11 +553,11 @@ impl<P: DerefMut<Target: Gpu> + Send> Backend for GpuBackend<P> {
     }
 
     fn max_buffer_len(&self) -> usize {
-        self.gpu.max_buffer_len()
+        self.gpu.driver.max_buffer_len()
     }
 }
 
-impl<P: DerefMut<Target: Gpu> + Send> Timeline for GpuBackend<P> {
+impl<D: Driver> Timeline for GpuBackend<D> {
     fn sync_point(&mut self) -> SyncPoint {
         self.gpu.sync_point()
     }
@@ -578,14 +586,6 @@ impl<P: DerefMut<Target: Gpu> + Send> Timeline for GpuBackend<P> {
             let done = self.gpu.launch(launch).and_then(|()| self.gpu.commit());
             // The next operation returns the error.
             let _ = self.record(done);
-        }
-    }
-}
-
-impl<P: DerefMut<Target: Gpu> + Send> Drop for GpuBackend<P> {
-    fn drop(&mut self) {
-        for buffer in self.owned.drain(..) {
-            self.gpu.release(buffer);
         }
     }
 }

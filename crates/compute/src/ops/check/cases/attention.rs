@@ -1,7 +1,7 @@
 //! Checks of `attention`: GPU against CPU.
 
 use crate::{
-    device::{DeviceError, Region},
+    device::{DeviceError, Driver, Region},
     ops::{
         Backend, SequenceRows,
         attention::{
@@ -13,7 +13,7 @@ use crate::{
     },
 };
 
-pub fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> {
+pub fn cases(b: &mut KernelCheck<'_, impl Driver>) -> Result<(), DeviceError> {
     for dim in [128, 256] {
         for format in [KvFormat::F32, KvFormat::I16] {
             let shape = AttentionShape {
@@ -38,7 +38,7 @@ pub fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> {
 }
 
 /// Checks that rows of two sequences give the same bytes in one launch as in one launch per row.
-fn rows_of_sequences(b: &mut KernelCheck<'_>, shape: &AttentionShape) -> Result<(), DeviceError> {
+fn rows_of_sequences(b: &mut KernelCheck<'_, impl Driver>, shape: &AttentionShape) -> Result<(), DeviceError> {
     // Row 0 belongs to sequence 1, row 1 to sequence 0.
     let (dim, starts, values) = (shape.dim, [261, 40], shape.heads * shape.dim);
     let proj = b.random(2 * shape.width())?;
@@ -85,7 +85,7 @@ fn rows_of_sequences(b: &mut KernelCheck<'_>, shape: &AttentionShape) -> Result<
 
 /// Checks the 8-bit and 4-bit caches, whose format is the same on CPU and GPU. A value halfway between two integers may
 /// round to either.
-fn quantized_kv(b: &mut KernelCheck<'_>, dim: usize, format: KvFormat) -> Result<(), DeviceError> {
+fn quantized_kv(b: &mut KernelCheck<'_, impl Driver>, dim: usize, format: KvFormat) -> Result<(), DeviceError> {
     let recent = Some(RecentRing { capacity: 320, format: KvFormat::F32 });
     let shape = &AttentionShape { heads: 2, kv_heads: 1, dim, rope_dim: 32, eps: 1e-6, context: 150, format, recent };
     let tokens = 140;
@@ -143,7 +143,12 @@ fn quantized_kv(b: &mut KernelCheck<'_>, dim: usize, format: KvFormat) -> Result
 }
 
 /// Checks writing to a cache of 16 or 32 bits and attending over it. The format is the same on both devices.
-fn case(b: &mut KernelCheck<'_>, shape: &AttentionShape, start: usize, tokens: usize) -> Result<(), DeviceError> {
+fn case(
+    b: &mut KernelCheck<'_, impl Driver>,
+    shape: &AttentionShape,
+    start: usize,
+    tokens: usize,
+) -> Result<(), DeviceError> {
     let dim = shape.dim;
     let proj = b.random(tokens * shape.width())?;
     let rope: Vec<f32> = (0..tokens * shape.rope_dim / 2).flat_map(|i| [(i as f32).cos(), (i as f32).sin()]).collect();

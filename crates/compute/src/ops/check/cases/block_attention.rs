@@ -1,7 +1,7 @@
 //! Checks of `block_attention`: GPU against CPU.
 
 use crate::{
-    device::{DeviceError, Region},
+    device::{DeviceError, Driver, Region},
     ops::{
         Attention, AttentionShape, Backend, KvCache, KvFormat, KvWrite, QkNormRope,
         attention::PAGE,
@@ -17,7 +17,7 @@ const MAX_CALL: usize = 210;
 /// Maximum number of rows in one part of a call. The rows of a part are launched together.
 const MAX_PART: usize = 60;
 
-pub fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> {
+pub fn cases(b: &mut KernelCheck<'_, impl Driver>) -> Result<(), DeviceError> {
     let shape = IndexerShape { heads: 4, dim: 16, rope_dim: 8, ratio: 4, blocks: 6, eps: 1e-6 };
     // In order: rows that attend to all blocks, a prompt whose later rows attend to selected blocks, a block that
     // closes token by token, a prompt that is launched in parts and crosses a page, and decoding.
@@ -37,7 +37,7 @@ pub fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> {
 /// Checks consecutive calls with these numbers of rows. If `alike` is true, three blocks repeat and RoPE rotates
 /// nothing.
 fn case(
-    b: &mut KernelCheck<'_>,
+    b: &mut KernelCheck<'_, impl Driver>,
     indexer: &IndexerShape,
     format: KvFormat,
     calls: &[usize],
@@ -90,7 +90,7 @@ fn case(
 }
 
 /// Runs the operation on both devices. Selections must be equal.
-fn compare(b: &mut KernelCheck<'_>, op: &BlockAttention<'_>) -> Result<(), DeviceError> {
+fn compare(b: &mut KernelCheck<'_, impl Driver>, op: &BlockAttention<'_>) -> Result<(), DeviceError> {
     b.cpu.execute(&op.into())?;
     let on_cpu = std::mem::take(&mut b.cpu.scratch.selection);
     let (shape, tokens) = (op.indexer, op.attention.tokens);

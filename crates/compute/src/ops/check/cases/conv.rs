@@ -1,12 +1,12 @@
 //! Checks of `conv`: GPU against CPU.
 
 use crate::{
-    device::DeviceError,
+    device::{DeviceError, Driver},
     ops::{Decay, DeltaRule, DeltaShape, OutputGate, Replay, check::KernelCheck, conv::Conv},
 };
 
 /// Checks the convolution, and the delta rule after it.
-pub fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> {
+pub fn cases(b: &mut KernelCheck<'_, impl Driver>) -> Result<(), DeviceError> {
     case(
         b,
         &DeltaShape {
@@ -33,7 +33,7 @@ pub fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> {
     )
 }
 
-fn case(b: &mut KernelCheck<'_>, shape: &DeltaShape) -> Result<(), DeviceError> {
+fn case(b: &mut KernelCheck<'_, impl Driver>, shape: &DeltaShape) -> Result<(), DeviceError> {
     let (tokens, channels, values) = (3, shape.channels(), shape.values());
     let proj = b.random(tokens * shape.width())?;
     let replay = Replay { rows: 2, proj: b.random(2 * shape.width())?, mixed: b.random(2 * channels)? };

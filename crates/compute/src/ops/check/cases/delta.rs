@@ -1,7 +1,7 @@
 //! Checks of `delta`: GPU against CPU.
 
 use crate::{
-    device::DeviceError,
+    device::{DeviceError, Driver},
     ops::{
         Conv, DeltaShape, Float, Linear, Norm, OutputGate, Replay, SequenceRows, WeightFormat,
         check::{CLOSE, KernelCheck},
@@ -10,7 +10,7 @@ use crate::{
 };
 
 /// Checks whole layers. The checks of the convolution include the delta rule alone.
-pub fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> {
+pub fn cases(b: &mut KernelCheck<'_, impl Driver>) -> Result<(), DeviceError> {
     let affine = |bits, group| WeightFormat::Affine { bits, group, scale: Float::Bf16 };
     let shape = &DeltaShape {
         key_heads: 2,
@@ -31,7 +31,12 @@ pub fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> {
 }
 
 /// Checks a whole layer after a verify of two rows.
-fn case(b: &mut KernelCheck<'_>, shape: &DeltaShape, codes: WeightFormat, tokens: usize) -> Result<(), DeviceError> {
+fn case(
+    b: &mut KernelCheck<'_, impl Driver>,
+    shape: &DeltaShape,
+    codes: WeightFormat,
+    tokens: usize,
+) -> Result<(), DeviceError> {
     let (hidden, channels, values, heads) = (192, shape.channels(), shape.values(), shape.value_heads);
     let mut rows = |rows| b.weight(codes, rows, hidden);
     let matrices = [rows(channels)?, rows(values)?, rows(heads)?, rows(heads)?];
@@ -57,7 +62,11 @@ fn case(b: &mut KernelCheck<'_>, shape: &DeltaShape, codes: WeightFormat, tokens
 }
 
 /// Checks that rows of two sequences give the same bytes in one launch as in one launch per row.
-fn rows_of_sequences(b: &mut KernelCheck<'_>, shape: &DeltaShape, codes: WeightFormat) -> Result<(), DeviceError> {
+fn rows_of_sequences(
+    b: &mut KernelCheck<'_, impl Driver>,
+    shape: &DeltaShape,
+    codes: WeightFormat,
+) -> Result<(), DeviceError> {
     let (hidden, channels, values, heads) = (192, shape.channels(), shape.values(), shape.value_heads);
     let mut rows = |rows| b.weight(codes, rows, hidden);
     let matrices = [rows(channels)?, rows(values)?, rows(heads)?, rows(heads)?];

@@ -2,7 +2,7 @@
 
 use super::linear::FORMATS;
 use crate::{
-    device::DeviceError,
+    device::{DeviceError, Driver},
     ops::{
         Float,
         check::{CLOSE, KernelCheck, difference},
@@ -11,7 +11,7 @@ use crate::{
 };
 
 /// Checks the lookup of all rows of a table, and its dequantization to f32 and f16.
-pub fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> {
+pub fn cases(b: &mut KernelCheck<'_, impl Driver>) -> Result<(), DeviceError> {
     for codes in FORMATS.into_iter().flatten() {
         let table = &b.weight(codes, 37, 256)?;
         let count = table.rows * table.cols;

@@ -1,7 +1,7 @@
 //! Checks of `experts`: GPU against CPU.
 
 use crate::{
-    device::{DeviceError, Region, Slab},
+    device::{DeviceError, Driver, Region, Slab},
     ops::{
         Backend, Float, Linear, ReservedBuffer, Weight, WeightFormat,
         check::{CLOSE, HALF, KernelCheck},
@@ -23,7 +23,7 @@ const PAGE: usize = 64 << 10;
 const TOKENS: usize = 3;
 const K: usize = 2;
 
-pub fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> {
+pub fn cases(b: &mut KernelCheck<'_, impl Driver>) -> Result<(), DeviceError> {
     let affine = |bits, group| WeightFormat::Affine { bits, group, scale: Float::Bf16 };
     case(b, [affine(4, 64); 3], 64)?;
     case(b, [affine(3, 32), affine(6, 64), affine(8, 128)], 128)?;
@@ -32,7 +32,10 @@ pub fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> {
 }
 
 /// Slots with random experts. The parts of an expert start at multiples of 16 bytes.
-fn slots(b: &mut KernelCheck<'_>, codes: [WeightFormat; 3]) -> Result<([ExpertStack; 3], ExpertSlots), DeviceError> {
+fn slots(
+    b: &mut KernelCheck<'_, impl Driver>,
+    codes: [WeightFormat; 3],
+) -> Result<([ExpertStack; 3], ExpertSlots), DeviceError> {
     let shapes = [(INNER, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER)];
     let mut stride = 0;
     let stacks = [0, 1, 2].map(|i| {
@@ -67,7 +70,7 @@ fn slots(b: &mut KernelCheck<'_>, codes: [WeightFormat; 3]) -> Result<([ExpertSt
 }
 
 /// Checks a layer's experts for a few rows, by slot number and grouped by expert.
-fn case(b: &mut KernelCheck<'_>, codes: [WeightFormat; 3], inner: usize) -> Result<(), DeviceError> {
+fn case(b: &mut KernelCheck<'_, impl Driver>, codes: [WeightFormat; 3], inner: usize) -> Result<(), DeviceError> {
     let (stacks, slots) = &slots(b, codes)?;
     let any = WeightFormat::Affine { bits: 4, group: 32, scale: Float::Bf16 };
     let gate_up = [b.weight(any, inner, HIDDEN)?, b.weight(any, inner, HIDDEN)?];
@@ -143,7 +146,7 @@ fn case(b: &mut KernelCheck<'_>, codes: [WeightFormat; 3], inner: usize) -> Resu
 
 /// Computes `silu(gate) * up` of every row, first for the expert in each slot, then for the shared expert.
 fn activations(
-    b: &mut KernelCheck<'_>,
+    b: &mut KernelCheck<'_, impl Driver>,
     layer: &MoeWeights,
     slots: &ExpertSlots,
     x: Region,

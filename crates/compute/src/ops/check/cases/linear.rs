@@ -1,7 +1,7 @@
 //! Checks of `linear`: GPU against CPU.
 
 use crate::{
-    device::DeviceError,
+    device::{DeviceError, Driver},
     ops::{
         Backend, Float, Linear, Norm, Weight, WeightFormat,
         check::{CLOSE, HALF, KernelCheck},
@@ -23,7 +23,7 @@ pub const FORMATS: [[WeightFormat; 2]; 7] = [
     [WeightFormat::Fp8(Some(Float::Bf16)), WeightFormat::Fp8(Some(Float::F32))],
 ];
 
-pub fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> {
+pub fn cases(b: &mut KernelCheck<'_, impl Driver>) -> Result<(), DeviceError> {
     for codes in FORMATS {
         let matrices = [b.weight(codes[0], 137, 256)?, b.weight(codes[1], 18, 256)?];
         for tokens in [1, 6] {
@@ -46,7 +46,7 @@ pub fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> {
 
 /// Checks matrices with a norm before them or a residual sum after them.
 fn product(
-    b: &mut KernelCheck<'_>,
+    b: &mut KernelCheck<'_, impl Driver>,
     matrices: &[Weight],
     tokens: usize,
     norm: bool,

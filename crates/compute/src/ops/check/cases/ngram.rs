@@ -1,7 +1,7 @@
 //! Checks of `ngram`: GPU against CPU.
 
 use crate::{
-    device::DeviceError,
+    device::{DeviceError, Driver},
     ops::{
         check::KernelCheck,
         ngram::{InjectShape, InjectWeights, NgramInject},
@@ -9,7 +9,7 @@ use crate::{
 };
 
 /// Checks consecutive calls over the same history, from the start of a sequence until the ring has wrapped around.
-pub fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> {
+pub fn cases(b: &mut KernelCheck<'_, impl Driver>) -> Result<(), DeviceError> {
     let shape = &InjectShape { streams: 3, hidden: 160, conv_width: 4, dilation: 3, capacity: 16, eps: 1e-6 };
     let width = shape.width();
     let weights = &InjectWeights {

@@ -1,14 +1,14 @@
 //! Checks of `norm`: GPU against CPU.
 
 use crate::{
-    device::DeviceError,
+    device::{DeviceError, Driver},
     ops::{
         check::{CLOSE, KernelCheck},
         norm::{normalise, rms_norm},
     },
 };
 
-pub fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> {
+pub fn cases(b: &mut KernelCheck<'_, impl Driver>) -> Result<(), DeviceError> {
     let (rows, cols, eps) = (3, 200, 1e-6);
     let (x, w) = (b.random.floats(rows * cols), b.random.floats(cols));
     let mut expected = vec![0.0; x.len()];

@@ -2,7 +2,7 @@
 //! independent launches may overlap, and the device sees adopted memory.
 
 use crate::{
-    device::{DeviceError, Region, Slab, Timeline},
+    device::{DeviceError, Driver, Region, Slab, Timeline},
     ops::{
         Backend, Float, Linear, Op, Weight, WeightFormat,
         check::{CLOSE, KernelCheck, difference},
@@ -16,7 +16,7 @@ const STEPS: usize = 40;
 const ORDER: &str = "(order of launches)";
 const SHARED: &str = "(shared memory)";
 
-pub fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> {
+pub fn cases(b: &mut KernelCheck<'_, impl Driver>) -> Result<(), DeviceError> {
     let weight = b.weight(WeightFormat::Affine { bits: 4, group: 64, scale: Float::Bf16 }, SIDE, SIDE)?;
     order(b, &weight)?;
     shared(b, &weight)
@@ -28,7 +28,7 @@ fn product(x: Region, weight: &Weight, y: Region) -> Op<'_> {
 
 /// Two interleaved chains in which each product reads the previous result of its chain. The chains run once with a wait
 /// after every launch and once with commits only. The bytes must be equal.
-fn order(b: &mut KernelCheck<'_>, weight: &Weight) -> Result<(), DeviceError> {
+fn order(b: &mut KernelCheck<'_, impl Driver>, weight: &Weight) -> Result<(), DeviceError> {
     let begin = [b.random.floats(SIDE), b.random.floats(SIDE)];
     let w = b.random(SIDE)?;
     let mut results = Vec::new();
@@ -64,7 +64,7 @@ fn order(b: &mut KernelCheck<'_>, weight: &Weight) -> Result<(), DeviceError> {
 }
 
 /// A product with weights in an adopted slab, before and after the slab is overwritten.
-fn shared(b: &mut KernelCheck<'_>, weight: &Weight) -> Result<(), DeviceError> {
+fn shared(b: &mut KernelCheck<'_, impl Driver>, weight: &Weight) -> Result<(), DeviceError> {
     let mut parts = Vec::new();
     for part in weight.parts {
         let mut bytes = vec![0; part.len];

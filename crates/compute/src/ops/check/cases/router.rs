@@ -1,11 +1,11 @@
 //! Checks of `router`: GPU against CPU.
 
 use crate::{
-    device::DeviceError,
+    device::{DeviceError, Driver},
     ops::{ExpertStack, Float, MoeWeights, Norm, SharedExpert, WeightFormat, check::KernelCheck, router::Router},
 };
 
-pub fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> {
+pub fn cases(b: &mut KernelCheck<'_, impl Driver>) -> Result<(), DeviceError> {
     let (tokens, experts, k, hidden, inner) = (3, 256, 8, 192, 21);
     let affine = |bits| WeightFormat::Affine { bits, group: 64, scale: Float::Bf16 };
     let shared = SharedExpert {

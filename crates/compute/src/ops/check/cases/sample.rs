@@ -1,7 +1,7 @@
 //! Checks of `sample`: GPU against CPU.
 
 use crate::{
-    device::DeviceError,
+    device::{DeviceError, Driver},
     ops::{
         check::KernelCheck,
         sample::{BLOCK, Sample, TokenChoice},
@@ -10,7 +10,7 @@ use crate::{
 
 /// Checks random logits, equal largest logits in one block and in several, and logits that are never chosen. Each with
 /// several choices.
-pub fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> {
+pub fn cases(b: &mut KernelCheck<'_, impl Driver>) -> Result<(), DeviceError> {
     let sampled = |top_k, top_p, min_p, share| TokenChoice { top_k, temperature: 0.7, top_p, min_p, share };
     let choices = [
         TokenChoice::LIKELIEST,

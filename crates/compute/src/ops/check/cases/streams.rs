@@ -1,7 +1,7 @@
 //! Checks of `streams`: GPU against CPU.
 
 use crate::{
-    device::{DeviceError, Region},
+    device::{DeviceError, Driver, Region},
     ops::{
         Backend, Float, WeightFormat,
         check::{CLOSE, HALF, KernelCheck},
@@ -9,7 +9,7 @@ use crate::{
     },
 };
 
-pub fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> {
+pub fn cases(b: &mut KernelCheck<'_, impl Driver>) -> Result<(), DeviceError> {
     let shape = &StreamShape { count: 3, rank: 64, hidden: 192, eps: 1e-6 };
     let affine = WeightFormat::Affine { bits: 4, group: 64, scale: Float::Bf16 };
     for (codes, tokens, layer) in [(affine, 1, true), (WeightFormat::Dense(Float::Bf16), 3, false)] {
@@ -32,7 +32,7 @@ pub fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> {
 
 /// Checks the mixture before a layer part, or before the output head, which adds nothing to the streams.
 fn read(
-    b: &mut KernelCheck<'_>,
+    b: &mut KernelCheck<'_, impl Driver>,
     shape: &StreamShape,
     codes: WeightFormat,
     tokens: usize,
